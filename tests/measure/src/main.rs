@@ -246,11 +246,7 @@ impl Common {
             .collect();
         for number in 0..self.runs {
             net::run(&wanted, job, turns, |subject, turn, cost| {
-                print(
-                    subject,
-                    number.saturating_mul(turns).saturating_add(turn),
-                    &[cost],
-                );
+                print(subject, of_all(number, turns, turn), &[cost]);
             })?;
         }
         Ok(())
@@ -262,11 +258,7 @@ impl Common {
         let wanted = self.wanted(&subjects)?;
         for number in 0..self.runs {
             screen::run(&wanted, turns, |subject, turn, cost| {
-                print(
-                    subject,
-                    number.saturating_mul(turns).saturating_add(turn),
-                    &[cost],
-                );
+                print(subject, of_all(number, turns, turn), &[cost]);
             })?;
         }
         Ok(())
@@ -280,7 +272,7 @@ impl Common {
             let images = subjects.iter().filter_map(|subject| subject.image.as_ref());
             let _images: Vec<Copied> = images.map(Image::copy).collect::<Result<_>>()?;
             disk::run(&subjects, job, turns, |subject, turn, news| {
-                let run = number.saturating_mul(turns).saturating_add(turn);
+                let run = of_all(number, turns, turn);
                 match news {
                     News::Cost(cost) => print(subject, run, &[cost]),
                     News::StoodStill { job } => println!(
@@ -292,6 +284,11 @@ impl Common {
         }
         Ok(())
     }
+}
+
+/// The number of a turn among those of all boots, each of which has as many.
+fn of_all(boot: u32, turns: u32, turn: u32) -> u32 {
+    boot.saturating_mul(turns).saturating_add(turn)
 }
 
 fn print(subject: &str, run: u32, result: &impl Serialize) {

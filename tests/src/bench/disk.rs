@@ -1,10 +1,13 @@
 //! What a request to a disk costs, from `measure disk` in the node.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::Result;
 use serde::Deserialize;
 
-use super::table::{Row, render};
-use crate::{Case, Node, node::Kernel, programs, storage::Format, wait::Deadline};
+use super::{
+    measured,
+    table::{Row, render},
+};
+use crate::{Case, Node, node::Kernel, storage::Format, wait::Deadline};
 
 /// Size of the images in MiB.
 const SIZE: u64 = 192;
@@ -64,8 +67,6 @@ const FIGURES: [Figure; 3] = [
 /// Measures and renders.
 pub fn run(node: &Node, runs: u32) -> Result<String> {
     let case = Case::new("bench-disk")?;
-    let measure = programs::build_static("vmmd-measure", "measure")?;
-    node.copy_in(&measure, "/root/measure")?;
     let initrd = case.storage_initrd(Kernel::Cloud612)?;
     let raw = case.image("disk", Format::Raw, SIZE)?;
     let qcow2 = case.image("disk", Format::Qcow2, SIZE)?;
@@ -74,24 +75,13 @@ pub fn run(node: &Node, runs: u32) -> Result<String> {
         "for i in 'raw {raw}' 'qcow2 {qcow2}'; do qemu-io -f $i -c 'write -P 0x5a 0 {SIZE}M' >/dev/null || exit; done; sync"
     ))?;
     let boots = runs.div_ceil(TURNS);
-    let command = format!(
-        "/root/measure disk --kernel {} --initrd {initrd} --vmm /usr/lib/vmmd/vmm --raw {raw} --qcow2 {qcow2} --runs {boots} \
+    let arguments = format!(
+        "disk --kernel {} --initrd {initrd} --vmm /usr/lib/vmmd/vmm --raw {raw} --qcow2 {qcow2} --runs {boots} \
          --turns {TURNS}",
         node.guests().vmlinuz(Kernel::Cloud612),
     );
-    let output = node.ssh_within(&command, Deadline::seconds(u64::from(boots) * 1800))?;
-    ensure!(
-        output.success(),
-        "measure in the node: {}{}",
-        output.stdout,
-        output.stderr
-    );
-    let lines = output
-        .stdout
-        .lines()
-        .map(serde_json::from_str)
-        .collect::<Result<Vec<Line>, _>>();
-    Ok(report(&lines.context("read what measure printed")?, boots))
+    let lines = measured(node, &arguments, Deadline::seconds(u64::from(boots) * 1800))?;
+    Ok(report(&lines, boots))
 }
 
 fn report(lines: &[Line], boots: u32) -> String {

@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use serde::Deserialize;
 use serde_json::Value;
 
 use super::{
-    median,
+    measured, median,
     table::{Row, plain},
 };
 use crate::{
@@ -80,8 +80,6 @@ struct Access {
 
 /// Measures and renders.
 pub fn run(node: &Node, runs: u32) -> Result<String> {
-    let measure = programs::build_static("vmmd-measure", "measure")?;
-    node.copy_in(&measure, "/root/measure")?;
     Ok(backings(node, runs)? + &here(runs)? + &of_vmms()?)
 }
 
@@ -89,21 +87,11 @@ fn backings(node: &Node, runs: u32) -> Result<String> {
     let measure = programs::build_static("vmmd-measure", "measure")?;
     let initrd = guest::initrd_with(Kernel::Cloud612, &[Extra::new(measure, "bin/measure")])?;
     node.copy_in(&initrd, "/root/measure.initrd")?;
-    let command = format!(
-        "/root/measure memory --kernel {} --initrd /root/measure.initrd --vmm /usr/lib/vmmd/vmm --runs {runs}",
+    let arguments = format!(
+        "memory --kernel {} --initrd /root/measure.initrd --vmm /usr/lib/vmmd/vmm --runs {runs}",
         node.guests().vmlinuz(Kernel::Cloud612),
     );
-    let output = node.ssh_within(&command, Deadline::seconds(u64::from(runs) * 1200))?;
-    ensure!(
-        output.success(),
-        "measure in the node: {}{}",
-        output.stdout,
-        output.stderr
-    );
-    let lines = output.stdout.lines().map(serde_json::from_str);
-    let lines: Vec<Line> = lines
-        .collect::<Result<_, _>>()
-        .context("read what measure printed")?;
+    let lines = measured(node, &arguments, Deadline::seconds(u64::from(runs) * 1200))?;
     render_backings(lines, runs)
 }
 

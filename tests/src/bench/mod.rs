@@ -20,10 +20,11 @@ mod table;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
+use serde::de::DeserializeOwned;
 
 use crate::wait::Deadline;
-use crate::{Node, paths, run};
+use crate::{Node, paths, programs, run};
 
 /// The benchmarks that can be run alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -94,6 +95,23 @@ fn published(part: Part, report: &str, page: &str) -> Option<String> {
     let (head, rest) = page.split_once(&begin)?;
     let (_, tail) = rest.split_once(&end)?;
     Some(format!("{head}{begin}{report}{end}{tail}"))
+}
+
+/// Runs `measure` in the node, and reads the JSON objects that it prints, one a line.
+fn measured<T: DeserializeOwned>(node: &Node, arguments: &str, deadline: Deadline) -> Result<Vec<T>> {
+    let measure = programs::build_static("vmmd-measure", "measure")?;
+    node.copy_in(&measure, "/root/measure")?;
+    let output = node.ssh_within(&format!("/root/measure {arguments}"), deadline)?;
+    ensure!(
+        output.success(),
+        "measure in the node: {}{}",
+        output.stdout,
+        output.stderr
+    );
+    let lines = output.stdout.lines().map(serde_json::from_str);
+    lines
+        .collect::<Result<_, _>>()
+        .context("read what measure printed")
 }
 
 /// Runs a benchmark of one of our crates on this machine, building it first, and returns the figures that it prints.

@@ -1,9 +1,12 @@
 //! What a packet costs, from `measure net` in the node.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::Result;
 use serde::Deserialize;
 
-use super::table::{Row, render};
+use super::{
+    measured,
+    table::{Row, render},
+};
 use crate::{Node, guest, initramfs::Extra, node::Kernel, programs, wait::Deadline};
 
 /// The jobs of `measure` and what they are called in the tables.
@@ -59,27 +62,15 @@ const FIGURES: [Figure; 4] = [
 /// Measures and renders.
 pub fn run(node: &Node, runs: u32) -> Result<String> {
     let measure = programs::build_static("vmmd-measure", "measure")?;
-    node.copy_in(&measure, "/root/measure")?;
     let initrd = guest::initrd_with(Kernel::Cloud612, &[Extra::new(measure, "bin/measure")])?;
     node.copy_in(&initrd, "/root/measure.initrd")?;
     let boots = runs.div_ceil(TURNS);
-    let command = format!(
-        "/root/measure net --kernel {} --initrd /root/measure.initrd --vmm /usr/lib/vmmd/vmm --runs {boots} --turns {TURNS}",
+    let arguments = format!(
+        "net --kernel {} --initrd /root/measure.initrd --vmm /usr/lib/vmmd/vmm --runs {boots} --turns {TURNS}",
         node.guests().vmlinuz(Kernel::Cloud612),
     );
-    let output = node.ssh_within(&command, Deadline::seconds(u64::from(boots) * 1200))?;
-    ensure!(
-        output.success(),
-        "measure in the node: {}{}",
-        output.stdout,
-        output.stderr
-    );
-    let lines = output
-        .stdout
-        .lines()
-        .map(serde_json::from_str)
-        .collect::<Result<Vec<Line>, _>>();
-    Ok(report(&lines.context("read what measure printed")?, boots))
+    let lines = measured(node, &arguments, Deadline::seconds(u64::from(boots) * 1200))?;
+    Ok(report(&lines, boots))
 }
 
 fn report(lines: &[Line], boots: u32) -> String {

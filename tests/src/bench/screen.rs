@@ -2,10 +2,13 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::Result;
 use serde::Deserialize;
 
-use super::table::{Row, render};
+use super::{
+    measured,
+    table::{Row, render},
+};
 use crate::{Node, guest, initramfs::Extra, node::Kernel, programs, wait::Deadline};
 
 const SUBJECTS: [&str; 2] = ["vmm", "q35"];
@@ -112,25 +115,14 @@ impl Cost {
 /// Measures and renders.
 pub fn run(node: &Node, runs: u32) -> Result<String> {
     let measure = programs::build_static("vmmd-measure", "measure")?;
-    node.copy_in(&measure, "/root/measure")?;
     let initrd = guest::screen_initrd_with(Kernel::Generic612, &[Extra::new(measure, "bin/measure")])?;
     node.copy_in(&initrd, "/root/measure.initrd")?;
     let boots = runs.div_ceil(TURNS);
-    let command = format!(
-        "/root/measure screen --kernel {} --initrd /root/measure.initrd --vmm /usr/lib/vmmd/vmm --runs {boots} --turns {TURNS}",
+    let arguments = format!(
+        "screen --kernel {} --initrd /root/measure.initrd --vmm /usr/lib/vmmd/vmm --runs {boots} --turns {TURNS}",
         node.guests().vmlinuz(Kernel::Generic612),
     );
-    let output = node.ssh_within(&command, Deadline::seconds(u64::from(boots) * 1200))?;
-    ensure!(
-        output.success(),
-        "measure in the node: {}{}",
-        output.stdout,
-        output.stderr
-    );
-    let lines = output.stdout.lines().map(serde_json::from_str);
-    let lines: Vec<Line> = lines
-        .collect::<Result<_, _>>()
-        .context("read what measure printed")?;
+    let lines = measured(node, &arguments, Deadline::seconds(u64::from(boots) * 1200))?;
     Ok(report(&lines, boots))
 }
 

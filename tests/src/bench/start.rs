@@ -2,14 +2,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use anyhow::{Context, Result};
-use serde::{Deserialize, de::DeserializeOwned};
+use anyhow::Result;
+use serde::Deserialize;
 
 use super::{
-    median,
+    measured, median,
     table::{Row, render},
 };
-use crate::{Node, node::Kernel, programs, wait::Deadline};
+use crate::{Node, node::Kernel, wait::Deadline};
 
 /// What `measure` calls the VMMs, ours first.
 const NAMES: [&str; 3] = ["vmm", "microvm", "q35"];
@@ -53,33 +53,17 @@ struct Memory {
 
 /// Measures and renders.
 pub fn run(node: &Node, runs: u32) -> Result<String> {
-    let measure = programs::build_static("vmmd-measure", "measure")?;
-    node.copy_in(&measure, "/root/measure")?;
     let guests = node.guests();
     let of_guest = format!(
         "--kernel {} --initrd {} --vmm /usr/lib/vmmd/vmm --runs {runs}",
         guests.vmlinuz(Kernel::Cloud612),
         guests.initrd(Kernel::Cloud612),
     );
-    let starts = measured(node, &format!("start {of_guest}"), runs)?;
-    let tiny = measured(node, &format!("first --tiny {of_guest}"), runs)?;
+    let all = |what: &str| format!("{what} {of_guest}");
+    let deadline = || Deadline::seconds(u64::from(runs) * 600);
+    let starts = measured(node, &all("start"), deadline())?;
+    let tiny = measured(node, &all("first --tiny"), deadline())?;
     Ok(report(&starts, &tiny, runs))
-}
-
-/// What `measure` prints in the node.
-fn measured<T: DeserializeOwned>(node: &Node, arguments: &str, runs: u32) -> Result<Vec<Line<T>>> {
-    let deadline = Deadline::seconds(u64::from(runs) * 600);
-    let output = node.ssh_within(&format!("/root/measure {arguments}"), deadline)?;
-    anyhow::ensure!(
-        output.success(),
-        "measure in the node: {}{}",
-        output.stdout,
-        output.stderr
-    );
-    let lines = output.stdout.lines().map(serde_json::from_str);
-    lines
-        .collect::<Result<_, _>>()
-        .context("read what measure printed")
 }
 
 /// The median of a figure of each VMM.
