@@ -131,9 +131,11 @@ comma := ,
 list = $(subst $() ,$(comma),$(strip $(1)))
 BENCH = target/debug/bench $(if $(PUBLISH),--publish) --only
 
+# A screen's part has a desktop, which only the node of the nightly tests has.
 .PHONY: bench
+bench: FEATURES ?= $(if $(filter screen,$(BENCH_NODE)),--features vmmd-tests/nightly)
 bench: $(if $(BENCH_NODE),node-tool deb) ## Measure vmmd, beside QEMU in the test node and without guests (ONLY=start, memory, disk, fs, migrate, net, screen, ends, rings, pacing, daemon or image: a part)
-	$(CARGO) build -q -p vmmd-tests --bin bench
+	$(CARGO) build -q -p vmmd-tests $(FEATURES) --bin bench
 	$(if $(BENCH_HERE),$(BENCH) $(call list,$(BENCH_HERE)))
 	$(if $(BENCH_NODE),$(NODE) --name bench with -- $(BENCH) $(call list,$(BENCH_NODE)))
 

@@ -92,6 +92,9 @@ enum Command {
         /// How often each guest that was booted does each job.
         #[arg(long, default_value_t = 3)]
         turns: u32,
+        /// A folder with the kernel, the initial RAM disk and the root disk of a Debian with an X server, for a terminal on it.
+        #[arg(long)]
+        desktop: PathBuf,
     },
     /// Draws without end, in a guest.
     Draw {
@@ -238,14 +241,16 @@ impl Common {
     /// Measures all subjects with a network interface in turn.
     fn net(&self, job: &str, turns: u32) -> Result<()> {
         let subjects = vmm::with_nics(&self.programs())?;
+        let peers = vmm::with_nics_of_peers(&self.programs())?;
         let wanted = self.wanted(&subjects)?;
-        let _wires = net::Wires::new(u8::try_from(subjects.len())?)?;
-        let numbered = (0..).zip(&subjects);
-        let wanted: Vec<_> = numbered
-            .filter(|(_, subject)| wanted.iter().any(|wanted| wanted.name == subject.name))
+        let _wires = net::Wires::new(2 * net::PEERS)?;
+        let pairs = (0..).zip(subjects.iter().zip(&peers));
+        let pairs: Vec<_> = pairs
+            .map(|(number, (subject, peer))| (number, subject, peer))
+            .filter(|(_, subject, _)| wanted.iter().any(|wanted| wanted.name == subject.name))
             .collect();
         for number in 0..self.runs {
-            net::run(&wanted, job, turns, |subject, turn, cost| {
+            net::run(&pairs, job, turns, |subject, turn, cost| {
                 print(subject, of_all(number, turns, turn), &[cost]);
             })?;
         }
@@ -253,13 +258,19 @@ impl Common {
     }
 
     /// Measures all subjects with a screen in turn.
-    fn screen(&self, turns: u32) -> Result<()> {
+    fn screen(&self, turns: u32, desktop: &Path) -> Result<()> {
         let subjects = vmm::with_screens(&self.programs())?;
-        let wanted = self.wanted(&subjects)?;
+        let subjects = self.wanted(&subjects)?;
+        let desktops = vmm::with_desktops(&self.programs(), desktop)?;
+        let desktops = self.wanted(&desktops)?;
         for number in 0..self.runs {
-            screen::run(&wanted, turns, |subject, turn, cost| {
+            let each = |subject: &str, turn: u32, cost: &screen::Cost| {
                 print(subject, of_all(number, turns, turn), &[cost]);
-            })?;
+            };
+            screen::run(&subjects, turns, each)?;
+            let images = desktops.iter().filter_map(|subject| subject.image.as_ref());
+            let _images: Vec<Copied> = images.map(Image::copy).collect::<Result<_>>()?;
+            screen::desktop::run(&desktops, turns, each)?;
         }
         Ok(())
     }
@@ -311,7 +322,11 @@ fn main() -> Result<()> {
         } => common.disk(&raw, &qcow2, &job, turns),
         Command::Net { common, turns, job } => common.net(&job, turns),
         Command::Serve => net::traffic::serve(),
-        Command::Screen { common, turns } => common.screen(turns),
+        Command::Screen {
+            common,
+            turns,
+            desktop,
+        } => common.screen(turns, &desktop),
         Command::Draw { what } => screen::draw::run(what),
         Command::Lines { device, count } => screen::draw::lines(&device, count),
         Command::Memory { common } => backing::run(&common.programs(), common.runs, |name, run, cost| {

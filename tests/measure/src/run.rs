@@ -131,6 +131,15 @@ impl Running {
     /// Reads on until a line has the marker, and returns all lines up to it. Fails with [`Unheard`] when none comes in
     /// time.
     pub fn text_until(&mut self, marker: &str) -> Result<String> {
+        self.read_until(marker, true)
+    }
+
+    /// The same up to where the marker has come, in a line that has not ended either, as that of a prompt.
+    pub fn prompt(&mut self, marker: &str) -> Result<String> {
+        self.read_until(marker, false)
+    }
+
+    fn read_until(&mut self, marker: &str, whole: bool) -> Result<String> {
         let deadline = Instant::now() + self.patience;
         let mut text = String::new();
         let mut line = Vec::new();
@@ -151,12 +160,15 @@ impl Running {
             let taken = end.map_or(read.len(), |end| end + 1);
             line.extend(read.iter().take(taken));
             self.lines.consume(taken);
+            if end.is_none() && whole {
+                continue;
+            }
+            let read = String::from_utf8_lossy(&line);
+            if read.contains(marker) {
+                return Ok(text + &read);
+            }
             if end.is_some() {
-                let read = String::from_utf8_lossy(&line);
                 text += &read;
-                if read.contains(marker) {
-                    return Ok(text);
-                }
                 line.clear();
             }
         }
@@ -274,6 +286,14 @@ mod tests {
         let mut running = running("printf 'a\\nb MARK c\\nrest'; printf ' MARK\\n'");
         assert_eq!(running.text_until("MARK").expect("comes"), "a\nb MARK c\n");
         assert_eq!(running.wait_for("MARK").expect("comes"), "rest MARK");
+    }
+
+    #[test]
+    fn a_prompt_has_no_end_of_its_line() {
+        let mut running = running("printf 'a\\nro'; printf 'ot@guest:~# '; exec sleep 600");
+        running.patience = Duration::from_secs(30);
+        let text = running.prompt("root@guest").expect("comes");
+        assert!(text.starts_with("a\nroot@guest"), "{text}");
     }
 
     #[test]

@@ -147,46 +147,94 @@ pub fn with_disks(programs: &Programs, raw: &Path, qcow2: &Path) -> Result<Vec<S
 /// Ours and QEMU's microvm with a network interface, without vhost-net and with it. Each is on the tap of its number
 /// ([`net::place`]), with one pair of queues.
 pub fn with_nics(programs: &Programs) -> Result<Vec<Subject>> {
-    let mut subjects = Vec::new();
-    for (number, name, vhost) in [(0, "vmm", false), (1, "vmm-vhost", true)] {
-        let (tap, address, mac) = net::place(number);
-        let backend = if vhost { "VHOST" } else { "USERSPACE" };
-        let nic = json!({"name": "eth0", "tap": tap, "mac": mac, "backend": backend});
-        let cmdline = format!("{CMDLINE} guest.ip={address}/24");
-        let linux = json!({"kernel": programs.kernel, "initrd": programs.initrd, "cmdline": cmdline});
-        let more = json!({"nics": [nic], "boot": {"linux": linux}});
-        subjects.push(ours(name, programs, None, more)?);
-    }
-    for (number, name, vhost) in [(2, "qemu", "off"), (3, "qemu-vhost", "on")] {
-        let (tap, address, mac) = net::place(number);
-        let mut subject = qemu(name, programs, MICROVM, None);
-        let net = [
-            "-netdev".to_owned(),
-            format!("tap,id=net,ifname={tap},script=no,downscript=no,vhost={vhost}"),
-            "-device".to_owned(),
-            format!("virtio-net-pci,netdev=net,mac={mac}"),
-            // The last one counts.
-            "-append".to_owned(),
-            format!("{CMDLINE} guest.ip={address}/24"),
-        ];
-        subject.arguments.extend(net.map(OsString::from));
-        subjects.push(subject);
-    }
-    Ok(subjects)
+    nics(programs, 0, ["vmm", "vmm-vhost", "qemu", "qemu-vhost"])
+}
+
+/// Another one of each, which the first is to reach.
+pub fn with_nics_of_peers(programs: &Programs) -> Result<Vec<Subject>> {
+    let names = ["vmm-peer", "vmm-vhost-peer", "qemu-peer", "qemu-vhost-peer"];
+    nics(programs, net::PEERS, names)
+}
+
+fn nics(programs: &Programs, first: u8, names: [&'static str; 4]) -> Result<Vec<Subject>> {
+    let [ours, ours_vhost, qemus, qemus_vhost] = names;
+    Ok(vec![
+        our_nic(programs, first, ours, false)?,
+        our_nic(programs, first + 1, ours_vhost, true)?,
+        qemu_nic(programs, first + 2, qemus, false),
+        qemu_nic(programs, first + 3, qemus_vhost, true),
+    ])
+}
+
+fn our_nic(programs: &Programs, number: u8, name: &'static str, vhost: bool) -> Result<Subject> {
+    let (tap, address, mac) = net::place(number);
+    let backend = if vhost { "VHOST" } else { "USERSPACE" };
+    let nic = json!({"name": "eth0", "tap": tap, "mac": mac, "backend": backend});
+    let cmdline = format!("{CMDLINE} guest.ip={address}/24");
+    let linux = json!({"kernel": programs.kernel, "initrd": programs.initrd, "cmdline": cmdline});
+    let more = json!({"nics": [nic], "boot": {"linux": linux}});
+    ours(name, programs, None, more)
+}
+
+fn qemu_nic(programs: &Programs, number: u8, name: &'static str, vhost: bool) -> Subject {
+    let (tap, address, mac) = net::place(number);
+    let vhost = if vhost { "on" } else { "off" };
+    let mut subject = qemu(name, programs, MICROVM, None);
+    let net = [
+        "-netdev".to_owned(),
+        format!("tap,id=net,ifname={tap},script=no,downscript=no,vhost={vhost}"),
+        "-device".to_owned(),
+        format!("virtio-net-pci,netdev=net,mac={mac}"),
+        // The last one counts.
+        "-append".to_owned(),
+        format!("{CMDLINE} guest.ip={address}/24"),
+    ];
+    subject.arguments.extend(net.map(OsString::from));
+    subject
 }
 
 /// Ours and QEMU's q35 with a screen of 1920 × 1080 that is served without a password at [`screen::socket`], a keyboard, and a virtio-console that
 /// nobody reads.
 pub fn with_screens(programs: &Programs) -> Result<Vec<Subject>> {
+    screens(programs, None, MEMORY >> 20, CMDLINE)
+}
+
+/// The same with the whole Debian in that folder: `vmlinuz`, `initrd` and a root disk, with an X server.
+pub fn with_desktops(programs: &Programs, folder: &Path) -> Result<Vec<Subject>> {
+    let programs = Programs {
+        vmm: programs.vmm.clone(),
+        qemu: programs.qemu.clone(),
+        kernel: folder.join("vmlinuz"),
+        initrd: Some(folder.join("initrd")),
+    };
+    let template = folder.join("disk.raw");
+    // Copies go beside the template's name, where there is room for them.
+    let copied = Path::new("/var/tmp/measure-desktop").to_owned();
+    fs::remove_file(&copied).ok();
+    std::os::unix::fs::symlink(&template, &copied).context("name the desktop's disk")?;
+    let disk = Disk {
+        format: "raw",
+        template: &copied,
+    };
+    screens(&programs, Some(disk), 768, "console=ttyS0 root=/dev/vda rw quiet")
+}
+
+fn screens(
+    programs: &Programs,
+    disk: Option<Disk<'_>>,
+    memory_mib: u64,
+    cmdline: &str,
+) -> Result<Vec<Subject>> {
     let more = json!({
         "display": {"width": 1920, "height": 1080},
         "virtioConsole": {},
-        "boot": {"linux": {"kernel": programs.kernel, "initrd": programs.initrd, "cmdline": CMDLINE}},
+        "memory": {"sizeBytes": memory_mib << 20},
+        "boot": {"linux": {"kernel": programs.kernel, "initrd": programs.initrd, "cmdline": cmdline}},
     });
-    let mut ours = ours("vmm", programs, None, more)?;
+    let mut ours = ours("vmm", programs, disk, more)?;
     ours.arguments
         .extend(["--vnc".into(), screen::socket("vmm").into_os_string()]);
-    let mut qemu = qemu("q35", programs, "q35", None);
+    let mut qemu = qemu("q35", programs, "q35", disk);
     for (option, value) in [
         ("-device", "virtio-gpu-pci,xres=1920,yres=1080".to_owned()),
         ("-device", "virtio-keyboard-pci".to_owned()),
@@ -195,7 +243,8 @@ pub fn with_screens(programs: &Programs) -> Result<Vec<Subject>> {
         ("-chardev", "null,id=hvc".to_owned()),
         ("-device", "virtconsole,chardev=hvc".to_owned()),
         // The last one counts.
-        ("-append", CMDLINE.to_owned()),
+        ("-m", format!("{memory_mib}M")),
+        ("-append", cmdline.to_owned()),
     ] {
         qemu.arguments.extend([option.into(), value.into()]);
     }

@@ -175,7 +175,7 @@ fn qemu(case: &Case, node: &Node, srv: &str, initrd: &str) -> Result<Subject> {
     node.copy_in(&paths::crate_dir().join("measure/in_namespaces.pl"), &script)?;
     node.sh(&format!(
         "cd {srv}/theirs && install -d -o 1234 -g 1235 {srv}/sock && install -m 644 {script} {srv}/in_namespaces.pl && \
-         (setsid perl {srv}/in_namespaces.pl 1234 1235 /usr/lib/vmmd/virtiofsd --socket-path={srv}/sock/s --shared-dir=. --sandbox=chroot \
+         ulimit -n 65536 && (setsid perl {srv}/in_namespaces.pl 1234 1235 /usr/lib/vmmd/virtiofsd --socket-path={srv}/sock/s --shared-dir=. --sandbox=chroot \
           --seccomp=kill --inode-file-handles=never --log-level=warn --cache=auto --rlimit-nofile=0 \
           --translate-uid=squash-guest:0:0:4294967295 --translate-gid=squash-guest:0:0:4294967295 \
           </dev/null >{srv}/theirs.log 2>&1 &) && \

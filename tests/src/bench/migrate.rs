@@ -65,6 +65,10 @@ struct Stage<'case> {
 pub fn run(runs: u32) -> Result<String> {
     let case = Case::new("bench-migrate")?;
     let stage = Stage::new(&case)?;
+    let daemons = two_daemons::pair(&case, NUMBER)?;
+    for daemon in &daemons {
+        daemon.join_bridge(&stage.bridge)?;
+    }
     let mut text = format!(
         "### Live migration and snapshots\n\n1 vCPU, 256 MiB, the same kernel and initramfs, a NIC on a bridge; a datagram every 5 ms, as it comes to \
          the node. Ours between two daemons of the node, over TCP with TLS; QEMU between two processes over a UNIX socket, not encrypted, with its own \
@@ -74,7 +78,7 @@ pub fn run(runs: u32) -> Result<String> {
         ("An idle guest", 0),
         ("A guest that rewrites 32 MiB for ever", REWRITTEN),
     ] {
-        let ours = stage.ours(rewritten, runs).context("ours")?;
+        let ours = stage.ours(&daemons, rewritten, runs).context("ours")?;
         let theirs = stage.qemu(rewritten, runs).context("QEMU")?;
         text += &format!("{title}:\n\n{}\n", table(&ours, &theirs));
     }
@@ -178,11 +182,7 @@ impl<'case> Stage<'case> {
         self.silence(begin)
     }
 
-    fn ours(&self, rewritten: u64, runs: u32) -> Result<Measured> {
-        let daemons = two_daemons::pair(self.case, NUMBER)?;
-        for daemon in &daemons {
-            daemon.join_bridge(&self.bridge)?;
-        }
+    fn ours(&self, daemons: &[Daemon<'_>; 2], rewritten: u64, runs: u32) -> Result<Measured> {
         let name = self.case.name();
         let spec = VmSpec::new(
             self.node().guests().vmlinuz(Kernel::Cloud612),
@@ -190,7 +190,7 @@ impl<'case> Stage<'case> {
         )
         .cmdline(&Self::cmdline(rewritten))
         .nic("eth0", &self.bridge);
-        let [first, _] = &daemons;
+        let [first, _] = daemons;
         let begin = self.now()?;
         first.ctl(&format!(
             "create -f - --start <<'MANIFEST'\n{}\nMANIFEST\n",
@@ -223,6 +223,7 @@ impl<'case> Stage<'case> {
             }
             on.ctl(&format!("snapshot rm {snapshot}"))?;
         }
+        on.ctl(&format!("delete --force {name}"))?;
         Ok(measured)
     }
 

@@ -25,11 +25,13 @@ const SETTLE: Duration = Duration::from_millis(400);
 const TIME: Duration = Duration::from_millis(1500);
 
 /// The traffic, and its name in the tables.
-pub const JOBS: [(&str, Traffic); 9] = [
+pub const JOBS: [(&str, Traffic); 11] = [
     ("tcp-out-1", tcp(1, true)),
     ("tcp-out-4", tcp(4, true)),
     ("tcp-in-1", tcp(1, false)),
     ("tcp-in-4", tcp(4, false)),
+    ("tcp-vm-1", Traffic::Between { streams: 1 }),
+    ("tcp-vm-4", Traffic::Between { streams: 4 }),
     ("udp-out-64", udp(64, true)),
     ("udp-out-1400", udp(1400, true)),
     ("udp-in-64", udp(64, false)),
@@ -57,6 +59,9 @@ pub struct Cost {
     /// Reads and writes of files by the process (proc(5), /proc/pid/io), of which those of taps and eventfds are some.
     calls_per_unit: f64,
 }
+
+/// Numbers of peers begin here.
+pub const PEERS: u8 = 4;
 
 /// The tap, the address and the hardware address of the subject with that number.
 pub fn place(number: u8) -> (String, Ipv4Addr, String) {
@@ -112,36 +117,54 @@ fn ip(arguments: &str) -> Result<()> {
     Ok(())
 }
 
-/// Boots all guests, and has each do each job whose name contains `wanted` in its turn. `each` is told what it cost.
-pub fn run(
-    subjects: &[(u8, &Subject)],
-    wanted: &str,
-    turns: u32,
-    each: impl Fn(&str, u32, &Cost),
-) -> Result<()> {
-    let mut guests = Vec::new();
-    for (number, subject) in subjects {
-        guests.push((*number, *subject, Running::new(subject)?));
+/// Two guests of a subject.
+struct Pair<'a> {
+    number: u8,
+    subject: &'a Subject,
+    running: Running,
+    /// What the first sends to.
+    peer: Running,
+}
+
+impl Pair<'_> {
+    fn processes(&mut self) -> [&mut Running; 2] {
+        [&mut self.running, &mut self.peer]
     }
-    for (_, subject, running) in &mut guests {
-        let up = running.text_until("GUEST-READY");
-        up.with_context(|| format!("{}: boot", subject.name))?;
-        running.type_line("measure serve &")?;
-        let serves = running.text_until("TRAFFIC-READY");
-        serves.with_context(|| format!("{}: begin", subject.name))?;
-        running.part()?;
+}
+
+/// What is asked for: subjects with their numbers, and the same with another tap, for traffic between both.
+pub type Pairs<'a> = [(u8, &'a Subject, &'a Subject)];
+
+/// Boots all guests, and has each do each job whose name contains `wanted` in its turn. `each` is told what it cost.
+pub fn run(pairs: &Pairs<'_>, wanted: &str, turns: u32, each: impl Fn(&str, u32, &Cost)) -> Result<()> {
+    let mut guests = Vec::new();
+    for (number, subject, peer) in pairs {
+        guests.push(Pair {
+            number: *number,
+            subject,
+            running: Running::new(subject)?,
+            peer: Running::new(peer)?,
+        });
+    }
+    for pair in &mut guests {
+        let name = pair.subject.name;
+        for running in pair.processes() {
+            let up = running.text_until("GUEST-READY");
+            up.with_context(|| format!("{name}: boot"))?;
+            running.type_line("measure serve &")?;
+            let serves = running.text_until("TRAFFIC-READY");
+            serves.with_context(|| format!("{name}: begin"))?;
+            running.part()?;
+        }
     }
     for (job, traffic) in JOBS.iter().filter(|(job, _)| job.contains(wanted)) {
         for turn in 0..turns {
             // None is always the one that comes after the same other.
             guests.rotate_left(1);
-            for (number, subject, running) in &guests {
-                let cost = measure(job, *traffic, place(*number).1, running);
-                each(
-                    subject.name,
-                    turn,
-                    &cost.with_context(|| format!("{}: {job}", subject.name))?,
-                );
+            for pair in &guests {
+                let name = pair.subject.name;
+                let cost = measure(job, *traffic, pair);
+                each(name, turn, &cost.with_context(|| format!("{name}: {job}"))?);
             }
         }
     }
@@ -149,24 +172,38 @@ pub fn run(
 }
 
 #[allow(clippy::cast_precision_loss, reason = "small numbers")]
-fn measure(job: &'static str, traffic: Traffic, guest: Ipv4Addr, running: &Running) -> Result<Cost> {
-    let flow = Flow::begin(guest, traffic)?;
+fn measure(job: &'static str, traffic: Traffic, pair: &Pair<'_>) -> Result<Cost> {
+    let mut pids = vec![pair.running.pid()];
+    if let Traffic::Between { .. } = traffic {
+        pids.push(pair.peer.pid());
+    }
+    let counted = || -> Result<Vec<(Counters, u64)>> {
+        pids.iter()
+            .map(|pid| Ok((Counters::read(*pid)?, calls(*pid)?)))
+            .collect()
+    };
+    let address = |number| place(number).1;
+    let flow = Flow::begin(
+        address(pair.number),
+        address(pair.number.saturating_add(PEERS)),
+        traffic,
+    )?;
     thread::sleep(SETTLE);
-    let (arrived, counters, calls) = (
-        flow.arrived()?,
-        Counters::read(running.pid())?,
-        calls(running.pid())?,
-    );
+    let (arrived, before) = (flow.arrived()?, counted()?);
     let begin = Instant::now();
     thread::sleep(TIME);
-    let cost = Counters::read(running.pid())?.since(&counters);
-    let calls = self::calls(running.pid())?.saturating_sub(calls);
+    let after = counted()?;
     let (arrived, time) = (flow.arrived()?.saturating_sub(arrived), begin.elapsed());
     ensure!(arrived > 0, "nothing arrived");
     let units = match traffic {
-        Traffic::Tcp { .. } => arrived as f64 / f64::from(1 << 20),
+        Traffic::Tcp { .. } | Traffic::Between { .. } => arrived as f64 / f64::from(1 << 20),
         Traffic::Udp { .. } | Traffic::Ping => arrived as f64,
     };
+    let (mut cost, mut calls) = (Counters::default(), 0);
+    for ((counters, called), (counters_before, called_before)) in after.iter().zip(&before) {
+        cost.add(&counters.since(counters_before));
+        calls += called.saturating_sub(*called_before);
+    }
     let exits = cost.kvm.get("exits").copied().unwrap_or(0);
     Ok(Cost {
         job,

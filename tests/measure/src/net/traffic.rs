@@ -3,7 +3,7 @@
 
 use std::{
     io::{self, ErrorKind, Read, Write},
-    net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream, UdpSocket},
+    net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream, UdpSocket},
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -19,9 +19,11 @@ const ORDERS: u16 = 5000;
 const SINK: u16 = 5001;
 const ECHO: u16 = 5002;
 
-/// What a connection is for: the guest receives, sends, floods with datagrams of so many bytes, or says how many it has received.
+/// What a connection is for: the guest receives, sends, sends to another guest, floods with datagrams of so many bytes, or says how many it
+/// has received and how many bytes it has sent to other guests.
 const RECEIVE: u8 = b'R';
 const SEND: u8 = b'S';
+const SEND_TO: u8 = b'T';
 const FLOOD: u8 = b'F';
 const COUNT: u8 = b'C';
 
@@ -63,12 +65,21 @@ pub fn serve() -> Result<()> {
 }
 
 fn obey(mut connection: TcpStream, received: &AtomicU64) -> io::Result<()> {
-    let mut order = [0; 5];
-    connection.read_exact(&mut order)?;
-    let [what, a, b, c, d] = order;
+    let mut ordered = [0; 5];
+    connection.read_exact(&mut ordered)?;
+    let [what, a, b, c, d] = ordered;
     match what {
         RECEIVE => take(&mut connection, &AtomicU64::new(0)),
         SEND => give(&mut connection),
+        SEND_TO => {
+            let mut peer = order(Ipv4Addr::new(a, b, c, d), RECEIVE, [0; 4]).map_err(io::Error::other)?;
+            let ends = peer.try_clone()?;
+            thread::spawn(move || {
+                let _end = connection.read(&mut [0]);
+                let _gone = ends.shutdown(Shutdown::Both);
+            });
+            give_counted(&mut peer, received)
+        }
         FLOOD => {
             let peer = SocketAddr::new(connection.peer_addr()?.ip(), u16::from_le_bytes([a, b]));
             let ended = Arc::<AtomicBool>::default();
@@ -133,6 +144,11 @@ pub enum Traffic {
         /// Who sends.
         from_guest: bool,
     },
+    /// Streams from the guest to another one.
+    Between {
+        /// How many.
+        streams: usize,
+    },
     /// Datagrams as fast as can be.
     Udp {
         /// Bytes of each.
@@ -149,15 +165,15 @@ pub struct Flow {
     guest: Ipv4Addr,
     /// Bytes of streams, datagrams, round trips: as far as they are counted in this process.
     here: Arc<AtomicU64>,
-    /// Datagrams are counted by the guest.
+    /// The guest counts.
     by_guest: bool,
     ended: Arc<AtomicBool>,
     connections: Vec<TcpStream>,
 }
 
 impl Flow {
-    /// Begins.
-    pub fn begin(guest: Ipv4Addr, traffic: Traffic) -> Result<Self> {
+    /// Begins. `peer` is the other guest.
+    pub fn begin(guest: Ipv4Addr, peer: Ipv4Addr, traffic: Traffic) -> Result<Self> {
         let mut flow = Self {
             guest,
             here: Arc::default(),
@@ -179,6 +195,12 @@ impl Flow {
                             give_counted(&mut stream, &bytes)
                         };
                     });
+                }
+            }
+            Traffic::Between { streams } => {
+                flow.by_guest = true;
+                for _ in 0..streams {
+                    flow.connections.push(order(guest, SEND_TO, peer.octets())?);
                 }
             }
             Traffic::Udp {
@@ -234,7 +256,7 @@ impl Flow {
         let mut count = [0; 8];
         order(self.guest, COUNT, [0; 4])?
             .read_exact(&mut count)
-            .context("ask the guest how many datagrams it has received")?;
+            .context("ask the guest what it has counted")?;
         Ok(u64::from_le_bytes(count))
     }
 }
@@ -243,7 +265,7 @@ impl Drop for Flow {
     fn drop(&mut self) {
         self.ended.store(true, Ordering::Relaxed);
         for connection in &self.connections {
-            let _gone = connection.shutdown(std::net::Shutdown::Both);
+            let _gone = connection.shutdown(Shutdown::Both);
         }
     }
 }
@@ -289,6 +311,7 @@ mod tests {
                 streams: 1,
                 from_guest: false,
             },
+            Traffic::Between { streams: 2 },
             Traffic::Udp {
                 size: 64,
                 from_guest: true,
@@ -299,7 +322,7 @@ mod tests {
             },
             Traffic::Ping,
         ] {
-            let flow = Flow::begin(Ipv4Addr::LOCALHOST, traffic).expect("begin");
+            let flow = Flow::begin(Ipv4Addr::LOCALHOST, Ipv4Addr::LOCALHOST, traffic).expect("begin");
             let before = flow.arrived().expect("count");
             let begin = Instant::now();
             while flow.arrived().expect("count") < before + 10 {

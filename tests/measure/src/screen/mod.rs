@@ -2,6 +2,7 @@
 //! change as soon as it has the one before.
 
 pub mod client;
+pub mod desktop;
 pub mod draw;
 
 use std::{
@@ -85,7 +86,7 @@ pub fn run(subjects: &[&Subject], turns: u32, each: impl Fn(&str, u32, &Cost)) -
             };
             for shown in SHOWN {
                 for encoding in ENCODINGS {
-                    tell(guest.shows(shown, encoding))?;
+                    tell(guest.shows(shown, &format!("measure draw {shown}"), encoding))?;
                 }
             }
             tell(guest.idles())?;
@@ -106,10 +107,10 @@ impl Guest<'_> {
         self.running.text_until("ORDERED").map(drop)
     }
 
-    /// The guest draws, and a client sees it.
+    /// The guest draws by a command that does not end, and a client sees it.
     #[allow(clippy::cast_precision_loss, reason = "small numbers")]
-    fn shows(&mut self, shown: &str, (name, encoding): (&str, i32)) -> Result<Cost> {
-        self.order(&format!("measure draw {shown} & PID=$!"))?;
+    fn shows(&mut self, shown: &str, draw: &str, (name, encoding): (&str, i32)) -> Result<Cost> {
+        self.order(&format!("{draw} & PID=$!"))?;
         let mut client = Client::connect(&socket(self.subject.name), encoding)?;
         client.ask(false)?;
         let (frames, time, bytes, cost) = self.look(&mut client).context(format!("{shown}, {name}"))?;
