@@ -178,6 +178,8 @@ saved! {
     VirtioBalloonQueues: "virtio-balloon-queues", 1;
     VirtioRng: "virtio-rng", 1;
     VirtioRngQueue: "virtio-rng-queue", 1;
+    VirtioFs: "virtio-fs", 1;
+    VirtioFsQueues: "virtio-fs-queues", 1;
     VirtioNet: "virtio-net", 1;
     VirtioNetQueues: "virtio-net-queues", 1;
     VirtioGpu: "virtio-gpu", 1;

@@ -29,6 +29,8 @@ pub(super) enum Request {
     GetProtocolFeatures = 15,
     SetProtocolFeatures = 16,
     SetVringEnable = 18,
+    SetDeviceStateFd = 42,
+    CheckDeviceState = 43,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -93,12 +93,7 @@ fn memory_that_is_not_shared_is_not_handed_over() {
 #[test]
 fn a_ring_that_does_not_stop_in_time_is_waited_for_by_the_next_call() {
     let (front, mut back) = UnixStream::pair().unwrap();
-    let mut front = FrontEnd {
-        socket: front.into(),
-        features: 0,
-        acknowledged: false,
-        stopping: None,
-    };
+    let mut front = unasked(front.into(), false);
     let soon = Instant::now();
     assert_eq!(front.stop_ring(1, soon).unwrap(), None);
     assert!(front.is_stopping());
@@ -130,4 +125,57 @@ fn a_ring_is_not_started_beyond_what_the_back_end_knows_without_an_error() {
             .is_err()
     );
     assert_eq!(back_end.mood.served.load(Ordering::SeqCst), 0);
+}
+
+#[test]
+fn a_state_that_is_too_large_or_of_a_back_end_without_any_is_refused() {
+    let (back_end, socket) = BackEnd::start();
+    let front = FrontEnd::new(socket).unwrap();
+    assert_eq!(front.save_state().unwrap(), b"of the first");
+    front.load_state(b"another").unwrap();
+    assert_eq!(front.save_state().unwrap(), b"another");
+    front.load_state(b"").unwrap();
+    assert_eq!(front.save_state().unwrap(), b"");
+    back_end.mood.has_no_state.store(true, Ordering::SeqCst);
+    assert!(front.save_state().is_err() && front.load_state(b"x").is_err());
+
+    // One that offers none is not asked.
+    let (front, _back) = UnixStream::pair().unwrap();
+    let error = unasked(front.into(), false).save_state().unwrap_err();
+    assert!(error.to_string().contains("can't save its state"), "{error}");
+}
+
+/// A connection on which nothing was said yet.
+fn unasked(socket: OwnedFd, has_state: bool) -> FrontEnd {
+    FrontEnd {
+        socket,
+        features: 0,
+        acknowledged: false,
+        has_state,
+        stopping: None,
+    }
+}
+
+#[test]
+fn a_state_that_never_ends_is_given_up() {
+    let (front, back) = UnixStream::pair().unwrap();
+    let front = unasked(front.into(), true);
+    let thread = std::thread::spawn(move || {
+        let mut header = [0; 20];
+        let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut ancillary = rustix::net::RecvAncillaryBuffer::new(&mut space);
+        let mut into = [std::io::IoSliceMut::new(&mut header)];
+        rustix::net::recvmsg(&back, &mut into, &mut ancillary, rustix::net::RecvFlags::WAITALL).unwrap();
+        let mut pipe = ancillary.drain().find_map(|message| match message {
+            rustix::net::RecvAncillaryMessage::ScmRights(mut fds) => fds.next().map(std::fs::File::from),
+            _ => None,
+        });
+        (&back)
+            .write_all(&message(42, 5, &0x100_u64.to_le_bytes()))
+            .unwrap();
+        while pipe.as_mut().unwrap().write_all(&[0; 65536]).is_ok() {}
+    });
+    let error = front.save_state().unwrap_err();
+    assert!(error.to_string().contains("too large"), "{error}");
+    thread.join().unwrap();
 }

@@ -4,6 +4,7 @@ mod debian;
 mod ends;
 mod files;
 mod outside;
+mod saved;
 
 use serde_json::{Value, json};
 use vmmd_tests::node::Kernel;

@@ -364,7 +364,9 @@ impl lifecycle::Machine for Machine {
     }
 
     fn begin_snapshot(&mut self, file: File, runs: bool) -> Result<(), Failure> {
-        self.shares.can_be_saved()?;
+        if runs {
+            self.shares.write_unseen()?;
+        }
         self.nics.keep_queues(runs)?;
         let notifier = self.notifier.clone();
         let tell = move |event| notifier.notify(Notice::Snapshot(event));
@@ -373,7 +375,7 @@ impl lifecycle::Machine for Machine {
     }
 
     fn begin_migration(&mut self, socket: File, downtime: Duration, runs: bool) -> Result<(), Failure> {
-        self.shares.can_be_saved()?;
+        self.shares.write_unseen()?;
         self.nics.keep_queues(runs)?;
         let notifier = self.notifier.clone();
         let tell = move |event| notifier.notify(Notice::Snapshot(event));

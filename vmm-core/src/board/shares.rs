@@ -112,16 +112,16 @@ impl Shares {
         })
     }
 
-    /// Whether the machine can be saved: what another process writes to its memory is in no dirty log, and what the guest knows of files in
-    /// no snapshot.
-    pub fn can_be_saved(&self) -> Result<(), Failure> {
+    /// An error when there are any: what another process writes to the machine's memory is in no dirty log, so that the memory can't be saved while
+    /// the guest runs.
+    pub fn write_unseen(&self) -> Result<(), Failure> {
         if self.plugs.is_empty() {
             return Ok(());
         }
         Err(Failure {
             kind: ErrorKind::State,
             message:
-                "the machine has shares, whose state is in the processes that serve them: detach them first"
+                "the machine has shares, whose processes write to its memory unseen: it is saved while it is paused, or detach them first"
                     .to_owned(),
         })
     }
@@ -211,13 +211,13 @@ mod tests {
     fn a_share_that_is_gone_has_closed_its_connection_and_can_come_again() {
         let mut rig = Rig::new(true);
         for forced in [false, true] {
-            rig.shares.can_be_saved().unwrap();
+            rig.shares.write_unseen().unwrap();
             let mut process = rig.attach("data", 40).unwrap();
             for (name, slot) in [("data", 41), ("other", 40)] {
                 assert_eq!(rig.attach(name, slot).unwrap_err(), ErrorKind::State, "{name}");
             }
             assert_eq!(rig.names(), ["data"]);
-            assert!(!rig.hotplug.is_requested(40) && rig.shares.can_be_saved().is_err());
+            assert!(!rig.hotplug.is_requested(40) && rig.shares.write_unseen().is_err());
             let asked = rig.shares.detach(token(1), "data", forced).unwrap();
             if forced {
                 assert_eq!(asked, Progress::Pending);

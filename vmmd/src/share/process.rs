@@ -192,6 +192,9 @@ fn arguments(share: &Share, squash: bool) -> Vec<CString> {
         format!("--cache={cache}"),
         // Its limit is set by then.
         "--rlimit-nofile=0".to_owned(),
+        // In a restored VM a file that is gone, or another one by now, is an error of that file alone.
+        "--migration-on-error=guest-error".to_owned(),
+        "--migration-verify-handles".to_owned(),
     ];
     let flags = [
         (share.read_only, "--readonly"),

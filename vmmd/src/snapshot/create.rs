@@ -121,9 +121,12 @@ async fn validate(host: &Host, request: &v1::CreateSnapshotRequest) -> Result<Sn
     let run = of.instance.clone().ok_or_else(|| not_running(&vm))?;
     // A run without a spec is one of an earlier daemon: it has the VM's.
     let spec = run.spec.or_else(|| of.spec.clone()).unwrap_or_default();
-    if let Some(share) = spec.shares.first() {
+    if let Some(share) = spec.shares.first()
+        && !request.paused
+    {
         let message = format!(
-            "VM \"{vm}\" has the share \"{}\", and what the guest knows of its files is in no snapshot: detach it first",
+            "VM \"{vm}\" has the share \"{}\", whose process writes to its memory: take the snapshot while the VM is paused (paused: true; --paused), or \
+             detach the share first",
             share.name
         );
         return Err(Failure::precondition("SNAPSHOT_SHARES", message));

@@ -235,7 +235,7 @@ async fn what_is_outside_the_folders_or_roots_own_is_refused_at_creation_and_at_
 }
 
 #[tokio::test]
-async fn a_vm_is_snapshotted_once_it_has_no_share_any_more() {
+async fn a_vm_with_a_share_is_snapshotted_while_it_is_paused_alone() {
     let (daemon, _) = running().await;
     let mut snapshots = v1::snapshot_service_client::SnapshotServiceClient::new(
         crate::harness::connect(daemon.folder.path()).await,
@@ -253,6 +253,17 @@ async fn a_vm_is_snapshotted_once_it_has_no_share_any_more() {
     };
     let refused = snapshots.create_snapshot(request.clone()).await.unwrap_err();
     assert_eq!(refusal(&refused).1, "SNAPSHOT_SHARES");
+    assert!(refused.message().contains("--paused"), "{refused}");
+    let paused = v1::CreateSnapshotRequest {
+        paused: true,
+        ..request.clone()
+    };
+    snapshots.create_snapshot(paused).await.unwrap();
+    let gone = v1::DeleteSnapshotRequest {
+        name: "s".into(),
+        ..Default::default()
+    };
+    snapshots.delete_snapshot(gone).await.unwrap();
     daemon.change("web", |spec| spec.shares.clear()).await.unwrap();
     snapshots.create_snapshot(request).await.unwrap();
 }

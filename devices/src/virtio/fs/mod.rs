@@ -11,6 +11,9 @@
 //! process is gone. Each request is completed at once with ENOTCONN, as Linux does for a FUSE server that has ended, so that no
 //! process of the guest hangs. A new process knows none of the inodes and handles that the driver has: it gets the queues only with the next
 //! FUSE_INIT, which a driver sends when it mounts anew; a handle of the old process must never name a file of the new one.
+//!
+//! Saved with the device is what the process says of itself: which inodes and handles the driver has, by the paths of their files. The process behind
+//! the restored device is given that before it gets the queues. One that can't take it is let go, and the driver has to mount anew.
 
 mod request;
 mod worker;
@@ -29,7 +32,7 @@ use super::{
     signals::Signals,
 };
 use crate::{
-    state::{Section, StateError},
+    state::{Section, StateError, message},
     thread::ThreadKind,
 };
 
@@ -144,19 +147,12 @@ impl VirtioDevice for Fs {
     }
 
     fn save(&self) -> Result<Section, StateError> {
-        Err(not_migratable())
+        Ok(Section::new("fs", &message::VirtioFs {}))
     }
 
-    fn restore(&mut self, _section: &Section) -> Result<(), StateError> {
-        Err(not_migratable())
+    fn restore(&mut self, section: &Section) -> Result<(), StateError> {
+        section.open::<message::VirtioFs>().map(drop)
     }
-}
-
-fn not_migratable() -> StateError {
-    StateError::not_migratable(
-        "a share",
-        "what its guest has open is known to the process that serves it alone: unmount and detach it first, or stop the VM",
-    )
 }
 
 #[cfg(test)]

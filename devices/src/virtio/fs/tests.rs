@@ -59,6 +59,7 @@ impl DeviceUnderTest for FsTest {
 }
 
 crate::virtio_device_tests!(FsTest);
+crate::virtio_saved_device_tests!(FsTest, "virtio-fs");
 
 fn served() -> (BackEnd, FsControl, Driver) {
     let (back_end, socket) = BackEnd::start();
@@ -167,13 +168,57 @@ fn a_queue_that_gets_another_vector_interrupts_by_that_one() {
     driver.rig.msi.wait_for(0, before + 1);
 }
 
-#[test]
-fn a_share_is_not_saved_and_says_why() {
-    let (_back_end, _control, mut driver) = served();
+/// The driver's device with another process behind it, which has been given what the one before said of itself.
+fn restored(driver: &mut Driver, refuses: bool) -> (BackEnd, FsControl) {
     driver.rig.pause();
-    let error = driver.rig.device.save().unwrap_err();
-    assert!(
-        error.to_string().contains("unmount and detach it first"),
-        "{error}"
-    );
+    let section = driver.rig.device.save().unwrap();
+    let (next, socket) = BackEnd::start();
+    next.mood.has_no_state.store(refuses, Ordering::SeqCst);
+    let device = Fs::new("data", "my data", socket).unwrap();
+    let control = device.control();
+    driver.rig = driver.rig.restored(Box::new(device), &section).unwrap();
+    driver.rig.device.resume().unwrap();
+    (next, control)
+}
+
+#[test]
+fn what_a_driver_has_open_goes_with_a_restored_device_to_its_process() {
+    let (back_end, _control, mut driver) = served();
+    // Longer than what a pipe takes at once for certain, and no multiple of it.
+    let state: Vec<u8> = (0..50_001_u32).map(|at| at as u8).collect();
+    back_end.mood.state.lock().unwrap().clone_from(&state);
+    let (next, _control) = restored(&mut driver, false);
+    assert_eq!(ask(&mut driver, REQUESTS, GETATTR), [0; 4], "of the old mount");
+    assert!(*next.mood.state.lock().unwrap() == state);
+    // And on to one more.
+    let (last, _control) = restored(&mut driver, false);
+    assert_eq!(ask(&mut driver, 0, GETATTR), [0; 4]);
+    assert!(*last.mood.state.lock().unwrap() == state);
+}
+
+#[test]
+fn a_process_that_can_not_go_on_with_what_a_driver_has_open_is_let_go_and_the_next_mount_is_served() {
+    let (_back_end, _control, mut driver) = served();
+    let (refusing, control) = restored(&mut driver, true);
+    assert_eq!(ask(&mut driver, REQUESTS, GETATTR), ENOTCONN);
+    assert_eq!(ask(&mut driver, REQUESTS, INIT), ENOTCONN);
+    assert_eq!(refusing.mood.served.load(Ordering::SeqCst), 0);
+    let (_next, socket) = BackEnd::start();
+    control.set_backend(socket).unwrap();
+    assert!((0..1000).any(|_| ask(&mut driver, REQUESTS, INIT) == [0; 4]));
+}
+
+#[test]
+fn a_device_whose_process_is_gone_or_gives_no_state_away_is_saved_with_that_or_not_at_all() {
+    let (back_end, _control, mut driver) = served();
+    back_end.mood.has_no_state.store(true, Ordering::SeqCst);
+    driver.rig.pause();
+    assert!(driver.rig.device.save().is_err());
+    driver.rig.device.resume().unwrap();
+    assert_eq!(ask(&mut driver, REQUESTS, GETATTR), [0; 4]);
+    drop(back_end);
+    driver.rig.sink.wait();
+    let (_next, _control) = restored(&mut driver, false);
+    assert_eq!(ask(&mut driver, REQUESTS, GETATTR), ENOTCONN, "of the old mount");
+    assert_eq!(ask(&mut driver, REQUESTS, INIT), [0; 4]);
 }

@@ -9,12 +9,12 @@ use std::{
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::{
-    Inbox, not_migratable,
+    Inbox,
     request::{Head, IN_HEADER, OUT_HEADER},
 };
 use crate::{
     GuestMemory,
-    state::{Section, StateError},
+    state::{Section, StateError, message},
     vhost_user::{FrontEnd, RingAddresses},
     virtio::{
         chain::Chain,
@@ -52,6 +52,8 @@ pub(super) struct FsHandler {
     delegated: bool,
     /// The driver has inodes and handles of a process that is gone.
     stale: bool,
+    /// What the driver's inodes and handles are, for the first process of a restored device.
+    inherited: Vec<u8>,
     /// Where a queue's interrupts go that have no eventfd of their own; this thread raises them.
     relays: Vec<EventFd>,
     /// Signalled by the back end when it finds a ring corrupt.
@@ -71,6 +73,7 @@ impl FsHandler {
             backend: None,
             delegated: false,
             stale: false,
+            inherited: Vec::new(),
             relays: (0..queues).map(|_| event()).collect::<io::Result<_>>()?,
             ring_error: event()?,
             chain: Chain::new(),
@@ -89,6 +92,24 @@ impl FsHandler {
         });
         self.backend = Some(greeted.map_err(|error| Fault::Backend(UNUSABLE, error))?);
         Ok(())
+    }
+
+    /// Tells the first process of a restored device what the driver has. Without that it is none of the driver's files that a process would serve.
+    fn hand_down(&mut self) {
+        let inherited = std::mem::take(&mut self.inherited);
+        if inherited.is_empty() {
+            return;
+        }
+        let result = match &self.backend {
+            Some(backend) => backend.load_state(&inherited),
+            None => Err(io::ErrorKind::NotConnected.into()),
+        };
+        if let Err(error) = result {
+            tracing::warn!(%error, "a share's process can't go on with what the guest has open: it has to be mounted anew");
+            self.stale = true;
+            // It may have taken a part.
+            self.backend = None;
+        }
     }
 
     /// Gives all queues to the back end. Without one, or when it fails, they stay here.
@@ -262,6 +283,7 @@ impl QueueHandler for FsHandler {
         if let Err(error) = self.greet(session) {
             tracing::warn!(%error, "a share has no process that serves it");
         }
+        self.hand_down();
         if self.backend.is_some() && !self.stale {
             self.delegated = true;
             if let Err(error) = self.try_delegate(session) {
@@ -330,14 +352,26 @@ impl QueueHandler for FsHandler {
     fn reset(&mut self) {
         // Whatever driver comes next begins with FUSE_INIT.
         self.stale = false;
+        self.inherited.clear();
     }
 
     fn save(&self) -> Result<Section, StateError> {
-        Err(not_migratable())
+        let process = match &self.backend {
+            // Its first process has not come yet.
+            _ if !self.inherited.is_empty() => self.inherited.clone(),
+            Some(backend) if !self.stale => backend
+                .save_state()
+                .map_err(|error| StateError::not_migratable("a share", error.to_string()))?,
+            _ => Vec::new(),
+        };
+        let stale = self.stale;
+        Ok(Section::new("fs", &message::VirtioFsQueues { process, stale }))
     }
 
-    fn restore(&mut self, _section: &Section, _memory: &GuestMemory) -> Result<(), StateError> {
-        Err(not_migratable())
+    fn restore(&mut self, section: &Section, _memory: &GuestMemory) -> Result<(), StateError> {
+        let saved: message::VirtioFsQueues = section.open()?;
+        (self.inherited, self.stale) = (saved.process, saved.stale);
+        Ok(())
     }
 }
 

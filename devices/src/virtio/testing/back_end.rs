@@ -7,7 +7,7 @@ use std::{
     mem::MaybeUninit,
     os::{fd::OwnedFd, unix::net::UnixStream},
     sync::{
-        Arc,
+        Arc, Mutex,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread::JoinHandle,
@@ -37,6 +37,10 @@ pub struct Mood {
     pub stuck: AtomicBool,
     /// Requests that it has completed.
     pub served: AtomicU64,
+    /// It takes no state, and gives none.
+    pub has_no_state: AtomicBool,
+    /// The state that it gives away: the last one that it took, or its own.
+    pub state: Mutex<Vec<u8>>,
 }
 
 /// One of them. Its process "ends" when the front end goes, or by [`kill`](Self::kill).
@@ -50,7 +54,10 @@ impl BackEnd {
     /// With the socket for the front end.
     pub fn start() -> (Self, OwnedFd) {
         let (front, back) = UnixStream::pair().unwrap();
-        let mood = Arc::new(Mood::default());
+        let mood = Arc::new(Mood {
+            state: Mutex::new(b"of the first".to_vec()),
+            ..Mood::default()
+        });
         let socket = back.try_clone().unwrap();
         let shared = Arc::clone(&mood);
         let thread = crate::thread::spawn(ThreadKind::Delegate, "back-end", move || {
@@ -59,6 +66,7 @@ impl BackEnd {
                 features: 0,
                 memory: None,
                 rings: Default::default(),
+                incoming: None,
                 mood: shared,
             }
             .run();
@@ -101,6 +109,8 @@ struct Server {
     features: u64,
     memory: Option<GuestMemory>,
     rings: [Ring; 2],
+    /// A state that comes.
+    incoming: Option<File>,
     mood: Arc<Mood>,
 }
 
@@ -215,7 +225,7 @@ impl Server {
             1 => return Some(FEATURES.to_le_bytes().to_vec()),
             2 => self.features = long(0),
             3 | 16 => {}
-            15 => return Some((1_u64 << 3 | 1).to_le_bytes().to_vec()),
+            15 => return Some((1_u64 << 19 | 1 << 3 | 1).to_le_bytes().to_vec()),
             5 => {
                 let regions = (0..short(0) as usize).zip(fds).map(|(index, fd)| {
                     let at = 8 + index * 32;
@@ -250,6 +260,26 @@ impl Server {
                 let mut queue = Queue::new(&ring.state, 1024, event_idx, memory).unwrap();
                 queue.go_on(Some(ring.state.next_avail)).unwrap();
                 ring.queue = Some(queue);
+            }
+            // Its state goes through the pipe at once: a pipe takes more than it has.
+            42 => {
+                let mut pipe = fd(fds).unwrap();
+                let state = &mut *self.mood.state.lock().unwrap();
+                match short(0) {
+                    0 => pipe.write_all(state).unwrap(),
+                    // All of it comes before the next message, which asks whether it has worked.
+                    _ => self.incoming = Some(pipe),
+                }
+                return Some(0x100_u64.to_le_bytes().to_vec());
+            }
+            43 => {
+                if let Some(mut pipe) = self.incoming.take() {
+                    let state = &mut *self.mood.state.lock().unwrap();
+                    state.clear();
+                    pipe.read_to_end(state).unwrap();
+                }
+                let refused = self.mood.has_no_state.load(Ordering::SeqCst);
+                return Some(u64::from(refused).to_le_bytes().to_vec());
             }
             other => panic!("request {other}"),
         }

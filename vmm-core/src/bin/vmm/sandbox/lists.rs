@@ -313,6 +313,7 @@ static DELEGATE: &[Entry] = &[
     any!(SYS_epoll_wait).unseen(SHARES),
     any!(SYS_ppoll).unseen(SHARES),
     any!(SYS_sendmsg).unseen(SHARES),
+    any!(SYS_pipe2).unseen("a VM with a share that is saved"),
     // For an irqfd.
     any!(SYS_eventfd2).unseen(SHARES),
     // KVM_SIGNAL_MSI, KVM_IRQ_LINE
