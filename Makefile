@@ -63,7 +63,7 @@ tools:
 	@.ci/setup
 
 # The daemon gives its VMs users of their own; tests of whole programs of vmm use KVM.
-ROOTLESS = -E 'not (binary(daemon) or binary(serve) or binary(run))'
+ROOTLESS = -E 'not (binary(daemon) or binary(serve) or binary(run) or binary(kubernetes))'
 
 .PHONY: unit
 unit: tools ## Run the tests that need no node: units, properties, and as root the daemon with a mock vmm
@@ -104,8 +104,14 @@ mutations: tools node-tool deb ## Build deliberate faults in, and see that a tes
 previous: tools node-tool deb ## Run the programs of the release before with those of today
 	$(NODE) --name previous with -- $(CARGO) nextest run --locked --workspace --features vmmd-tests/nightly -E 'binary(previous)'
 
+# VMs are the mock's, and the control plane is Debian's: no node.
+.PHONY: kubernetes
+kubernetes: tools ## Run vmmd-kube under a real Kubernetes control plane, which is built first (minutes, once)
+	tests/kubernetes/build.sh
+	$(CARGO) nextest run --locked --workspace --features vmmd-kubernetes-tests/nightly -E 'package(vmmd-kubernetes-tests)'
+
 .PHONY: nightly
-nightly: lint deny mutations previous fleet long ## Run what make test is too short for, and what takes minutes to compile
+nightly: lint deny mutations previous fleet kubernetes long ## Run what make test is too short for, and what takes minutes to compile
 	@command -v mdbook >/dev/null || $(CARGO) install --locked mdbook
 	mdbook build docs
 	for part in $(FUZZ_TARGETS); do $(MAKE) fuzz FUZZ=$$part FUZZ_SECONDS=100; done

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Builds the three programs and prints the folder that they are in. PROFILE is release (the default) or dev.
+# Builds the programs and prints the folder that they are in. PROFILE is release (the default) or dev.
 set -eu
 cd "$(dirname "$0")/../.."
 profile=${PROFILE:-release}
@@ -13,8 +13,9 @@ if [ "$profile" = dev ]; then
     "$cargo" test --locked --workspace --no-run --quiet >&2
     profile=debug
 else
-    # Apart, so that features that only the daemon needs (gRPC) are not switched on in the crates that vmm shares with it.
+    # Apart, so that features that only one of them needs (gRPC, HTTP clients) are not switched on in the crates that the others share with it.
     "$cargo" build --profile "$profile" --locked -p vmmd -p vmmctl --bin vmmd --bin vmmctl >&2
     "$cargo" build --profile "$profile" --locked -p vmm-core --bin vmm >&2
+    "$cargo" build --profile "$profile" --locked -p vmmd-kube --bin vmmd-kube >&2
 fi
 echo "${CARGO_TARGET_DIR:-target}/$profile"

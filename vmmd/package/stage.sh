@@ -23,11 +23,12 @@ put_gz() {
 
 put 755 "$programs/vmmd" usr/lib/vmmd/vmmd
 put 755 "$programs/vmm" usr/lib/vmmd/vmm
+put 755 "$programs/vmmd-kube" usr/lib/vmmd/vmmd-kube
 put 755 "$virtiofsd/bin/virtiofsd" usr/lib/vmmd/virtiofsd
 put 755 "$here/stop-guests" usr/lib/vmmd/stop-guests
 put 755 "$here/default-network" usr/lib/vmmd/default-network
 put 755 "$programs/vmmctl" usr/bin/vmmctl
-strip "$root/usr/lib/vmmd/vmmd" "$root/usr/lib/vmmd/vmm" "$root/usr/lib/vmmd/virtiofsd" "$root/usr/bin/vmmctl"
+strip "$root/usr/lib/vmmd/vmmd" "$root/usr/lib/vmmd/vmm" "$root/usr/lib/vmmd/vmmd-kube" "$root/usr/lib/vmmd/virtiofsd" "$root/usr/bin/vmmctl"
 mkdir -p "$root/usr/sbin"
 ln -s ../lib/vmmd/vmmd "$root/usr/sbin/vmmd"
 ln -s ../lib/vmmd/vmm "$root/usr/sbin/vmm"
@@ -39,6 +40,10 @@ put 644 "$here/config.toml" etc/vmmd/config.toml
 put 644 "$here/vmmd.logrotate" etc/logrotate.d/vmmd
 for example in "$here"/examples/*.yaml; do
     put 644 "$example" "usr/share/doc/vmmd/examples/${example##*/}"
+done
+# For a cluster whose nodes these are.
+for manifest in vmmd/kube/manifests/*.yaml; do
+    put 644 "$manifest" "usr/share/vmmd/kubernetes/${manifest##*/}"
 done
 # What a client of the API is written with.
 for file in proto/vmmd/v1/*.proto proto/google/rpc/*.proto; do

@@ -1,0 +1,353 @@
+//! The control plane: etcd, API server, scheduler and controller manager.
+
+use std::{
+    fs,
+    net::Ipv4Addr,
+    path::{Path, PathBuf},
+    process::{Command, Output},
+    sync::atomic::{AtomicU32, Ordering},
+    thread,
+    time::Duration,
+};
+
+use rcgen::KeyPair;
+use serde_json::json;
+use tempfile::TempDir;
+
+use crate::{api::Api, certificates::Authority, eventually, program::Program};
+
+/// What the controller manager does: what vmmd-kube's objects need, and what people do with pods.
+const CONTROLLERS: &str = "clusterrole-aggregation,deployment,disruption,endpoint,endpointslice,garbagecollector,namespace,nodelifecycle,\
+    persistentvolume-binder,podgc,pv-protection,pvc-protection,replicaset,resourcequota,root-ca-cert-publisher,serviceaccount,\
+    serviceaccount-token";
+
+/// The token of who may do everything.
+const ADMIN: &str = "token-of-the-administrator";
+
+static NEXT: AtomicU32 = AtomicU32::new(0);
+
+/// A running control plane. When it is dropped, its programs are killed and its folder is removed; in a test that fails, the ends of all
+/// logs are printed before.
+pub struct Cluster {
+    folder: TempDir,
+    programs: PathBuf,
+    network: [u8; 2],
+    /// The server, for a test that asks it often.
+    pub api: Api,
+    /// The store.
+    pub etcd: Program,
+    /// The API server.
+    pub api_server: Program,
+    /// The scheduler.
+    pub scheduler: Program,
+    /// The controller manager.
+    pub controller_manager: Program,
+}
+
+/// The folder of the programs, `None` when they are not built.
+pub fn programs() -> Option<PathBuf> {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("build.sh");
+    let output = Command::new(script).arg("--find").output().unwrap();
+    let found = String::from_utf8(output.stdout).unwrap();
+    output
+        .status
+        .success()
+        .then(|| Path::new(found.trim()).join("bin"))
+}
+
+impl Cluster {
+    /// Starts all and waits until the API server is ready.
+    pub async fn start() -> Self {
+        let programs = programs().expect("tests/kubernetes/build.sh has not been run");
+        let folder = tempfile::Builder::new()
+            .prefix("vmmd-kubernetes")
+            .tempdir()
+            .unwrap();
+        for name in ["pki", "logs", "config", "home"] {
+            fs::create_dir(folder.path().join(name)).unwrap();
+        }
+        // 127.128.0.0/9 is the tests': each process has a few networks of /24, where ports are what they are by default.
+        let number = std::process::id().wrapping_mul(4) + NEXT.fetch_add(1, Ordering::Relaxed) % 4;
+        let [.., high, low] = number.to_be_bytes();
+        let network = [128 | high, low];
+        let server = Ipv4Addr::new(127, network[0], network[1], 1);
+        let base = format!("https://{server}:6443");
+        prepare(folder.path(), server);
+        let api = Api::new(base, ADMIN, &folder.path().join("pki/ca.crt"));
+        let program = |name: &str, arguments: Vec<String>| {
+            Program::new(name, &programs.join(name), arguments, &folder.path().join("logs"))
+        };
+        let [etcd, api_server, scheduler, controller_manager] = [
+            ("etcd", etcd(folder.path(), server)),
+            ("kube-apiserver", api_server(folder.path(), server)),
+            ("kube-scheduler", scheduler(folder.path(), server)),
+            (
+                "kube-controller-manager",
+                controller_manager(folder.path(), server),
+            ),
+        ]
+        .map(|(name, arguments)| program(name, arguments));
+        let mut cluster = Self {
+            folder,
+            programs,
+            network,
+            api,
+            etcd,
+            api_server,
+            scheduler,
+            controller_manager,
+        };
+        for (name, token) in [
+            ("admin", ADMIN),
+            ("kube-scheduler", "token-of-kube-scheduler"),
+            ("kube-controller-manager", "token-of-kube-controller-manager"),
+        ] {
+            cluster.kubeconfig(name, token);
+        }
+        cluster.etcd.launch();
+        cluster.api_server.launch();
+        cluster.ready().await;
+        // It gives up when the API server is not there in ten seconds.
+        cluster.controller_manager.launch();
+        cluster.scheduler.launch();
+        cluster
+    }
+
+    /// Waits until the API server is ready.
+    pub async fn ready(&mut self) {
+        let api = self.api.clone();
+        let (etcd, server) = (&mut self.etcd, &mut self.api_server);
+        eventually("the API server is ready", Duration::from_secs(90), async || {
+            etcd.check().unwrap();
+            server.check().unwrap();
+            api.ready().await
+        })
+        .await;
+    }
+
+    /// Its programs, in the order in which they are started.
+    pub fn parts(&mut self) -> [&mut Program; 4] {
+        [
+            &mut self.etcd,
+            &mut self.api_server,
+            &mut self.scheduler,
+            &mut self.controller_manager,
+        ]
+    }
+
+    /// A file or folder of the test.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// The loopback address of this cluster that ends with `last`; 1 is the control plane's.
+    pub fn address(&self, last: u8) -> Ipv4Addr {
+        Ipv4Addr::new(127, self.network[0], self.network[1], last)
+    }
+
+    /// Writes a kubeconfig for who has this token.
+    pub fn kubeconfig(&self, name: &str, token: &str) -> PathBuf {
+        // What is JSON is YAML too.
+        let config = json!({
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "test",
+            "contexts": [{"name": "test", "context": {"cluster": "test", "user": name}}],
+            "clusters": [{"name": "test", "cluster": {
+                "server": format!("https://{}:6443", self.address(1)),
+                "certificate-authority": self.path("pki/ca.crt"),
+            }}],
+            "users": [{"name": name, "user": {"token": token}}],
+        });
+        let path = self.path("config").join(format!("{name}.yaml"));
+        fs::write(&path, config.to_string()).unwrap();
+        path
+    }
+
+    /// A kubeconfig for a service account, once the controller manager knows it.
+    pub async fn service_account(&self, file: &str, namespace: &str, name: &str) -> PathBuf {
+        let path = format!("/api/v1/namespaces/{namespace}/serviceaccounts/{name}/token");
+        let request = json!({
+            "apiVersion": "authentication.k8s.io/v1",
+            "kind": "TokenRequest",
+            "spec": {"audiences": ["https://kubernetes.default.svc"], "expirationSeconds": 86400},
+        });
+        let what = format!("a token for {name}");
+        let token = eventually(&what, Duration::from_secs(30), async || {
+            let granted = self.api.post(&path, &request).await?;
+            granted["status"]["token"]
+                .as_str()
+                .map(str::to_owned)
+                .ok_or_else(|| granted.to_string())
+        })
+        .await;
+        self.kubeconfig(file, &token)
+    }
+
+    /// `kubectl` with these arguments, as the administrator. It does not run yet.
+    pub fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(self.programs.join("kubectl"));
+        command
+            .args(arguments)
+            .env("KUBECONFIG", self.path("config/admin.yaml"))
+            .env("HOME", self.path("home"))
+            .env_remove("HTTPS_PROXY")
+            .env_remove("https_proxy");
+        command
+    }
+
+    /// Runs `kubectl`.
+    pub fn run(&self, arguments: &[&str]) -> Output {
+        self.command(arguments).output().unwrap()
+    }
+
+    /// What `kubectl` prints; the test fails when it does.
+    pub fn kubectl(&self, arguments: &[&str]) -> String {
+        let output = self.run(arguments);
+        let printed = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(
+            output.status.success(),
+            "kubectl {}: {}\n{printed}{}",
+            arguments.join(" "),
+            output.status,
+            String::from_utf8_lossy(&output.stderr)
+        );
+        printed
+    }
+
+    /// What `kubectl` complains of; the test fails when it does not.
+    pub fn refused(&self, arguments: &[&str]) -> String {
+        let output = self.run(arguments);
+        assert!(
+            !output.status.success(),
+            "kubectl {} succeeded",
+            arguments.join(" ")
+        );
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    }
+
+    /// `kubectl apply` of an object.
+    pub fn apply(&self, object: &serde_json::Value) -> String {
+        let file = tempfile::NamedTempFile::new_in(self.path("home")).unwrap();
+        fs::write(file.path(), object.to_string()).unwrap();
+        self.kubectl(&["apply", "-f", file.path().to_str().unwrap()])
+    }
+
+    /// The resident memory of the control plane in bytes.
+    pub fn memory(&mut self) -> u64 {
+        self.parts().map(Program::memory).iter().sum()
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        if !thread::panicking() {
+            return;
+        }
+        for arguments in [
+            ["get", "vmmvm,pods,nodes", "-A", "-o=wide"],
+            ["get", "events", "-A", "--sort-by=.lastTimestamp"],
+        ] {
+            let output = self
+                .command(&arguments)
+                .arg("--request-timeout=5s")
+                .output()
+                .unwrap();
+            eprintln!(
+                "--- kubectl {}\n{}",
+                arguments.join(" "),
+                String::from_utf8_lossy(&output.stdout)
+            );
+        }
+        for program in self.parts() {
+            eprintln!("--- {}\n{}", program.name, program.tail(15));
+        }
+    }
+}
+
+/// Writes what the programs read.
+fn prepare(folder: &Path, server: Ipv4Addr) {
+    let pki = folder.join("pki");
+    let authority = Authority::new();
+    authority.write(&pki);
+    authority.server(&pki, "apiserver", server.into());
+    authority.client(&pki, "kubelet-client", "kube-apiserver", "system:masters");
+    let accounts = KeyPair::generate().unwrap();
+    fs::write(pki.join("sa.key"), accounts.serialize_pem()).unwrap();
+    fs::write(pki.join("sa.pub"), accounts.public_key_pem()).unwrap();
+    let tokens = format!(
+        "{ADMIN},admin,1,system:masters\n\
+         token-of-kube-scheduler,system:kube-scheduler,2\n\
+         token-of-kube-controller-manager,system:kube-controller-manager,3\n"
+    );
+    fs::write(pki.join("tokens.csv"), tokens).unwrap();
+}
+
+fn etcd(folder: &Path, server: Ipv4Addr) -> Vec<String> {
+    vec![
+        format!("--data-dir={}", folder.join("etcd").display()),
+        format!("--listen-client-urls=http://{server}:2379"),
+        format!("--advertise-client-urls=http://{server}:2379"),
+        format!("--listen-peer-urls=http://{server}:2380"),
+        format!("--initial-advertise-peer-urls=http://{server}:2380"),
+        format!("--initial-cluster=default=http://{server}:2380"),
+    ]
+}
+
+fn api_server(folder: &Path, server: Ipv4Addr) -> Vec<String> {
+    let pki = |name: &str| folder.join("pki").join(name).display().to_string();
+    vec![
+        format!("--etcd-servers=http://{server}:2379"),
+        format!("--bind-address={server}"),
+        format!("--advertise-address={server}"),
+        "--endpoint-reconciler-type=none".into(),
+        "--secure-port=6443".into(),
+        "--insecure-port=0".into(),
+        format!("--cert-dir={}", folder.join("pki").display()),
+        format!("--tls-cert-file={}", pki("apiserver.crt")),
+        format!("--tls-private-key-file={}", pki("apiserver.key")),
+        format!("--client-ca-file={}", pki("ca.crt")),
+        format!("--kubelet-client-certificate={}", pki("kubelet-client.crt")),
+        format!("--kubelet-client-key={}", pki("kubelet-client.key")),
+        "--kubelet-preferred-address-types=InternalIP".into(),
+        format!("--token-auth-file={}", pki("tokens.csv")),
+        "--authorization-mode=Node,RBAC".into(),
+        "--service-cluster-ip-range=127.100.0.0/24".into(),
+        "--service-account-issuer=https://kubernetes.default.svc".into(),
+        format!("--service-account-key-file={}", pki("sa.pub")),
+        format!("--service-account-signing-key-file={}", pki("sa.key")),
+        "--event-ttl=1h".into(),
+    ]
+}
+
+fn scheduler(folder: &Path, server: Ipv4Addr) -> Vec<String> {
+    vec![
+        format!(
+            "--kubeconfig={}",
+            folder.join("config/kube-scheduler.yaml").display()
+        ),
+        format!("--bind-address={server}"),
+        "--port=0".into(),
+        "--leader-elect=false".into(),
+    ]
+}
+
+fn controller_manager(folder: &Path, server: Ipv4Addr) -> Vec<String> {
+    vec![
+        format!(
+            "--kubeconfig={}",
+            folder.join("config/kube-controller-manager.yaml").display()
+        ),
+        format!("--bind-address={server}"),
+        "--port=0".into(),
+        "--leader-elect=false".into(),
+        // Each controller has the rights of its own account.
+        "--use-service-account-credentials=true".into(),
+        format!("--controllers={CONTROLLERS}"),
+        format!("--root-ca-file={}", folder.join("pki/ca.crt").display()),
+        format!(
+            "--service-account-private-key-file={}",
+            folder.join("pki/sa.key").display()
+        ),
+    ]
+}

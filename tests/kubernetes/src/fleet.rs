@@ -1,0 +1,387 @@
+//! Nodes: a `vmmd` with the mock `vmm` and a `vmmd-kube agent` each; and the controllers, which any cluster has more than one of.
+
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt as _,
+    path::{Path, PathBuf},
+    thread,
+    time::{Duration, Instant},
+};
+
+use proto::v1::{self, VmPhase};
+use serde_json::{Value, json};
+use tokio::time::sleep;
+
+use crate::{cluster::Cluster, eventually, harness::Daemon, program::Program};
+
+/// Where the manifests of vmmd-kube put it.
+pub const NAMESPACE: &str = "vmmd-system";
+/// The collection of the VMs in the namespace `default`.
+pub const VMS: &str = "/apis/vmmd.dev/v1alpha1/namespaces/default/virtualmachines";
+
+/// A node of the cluster.
+pub struct Node {
+    /// As Kubernetes knows it.
+    pub name: String,
+    /// Its daemon.
+    pub daemon: Daemon,
+    /// What makes it a node.
+    pub agent: Program,
+}
+
+/// A VirtualMachine by the API server.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Vm {
+    /// Its name.
+    pub name: String,
+    /// Its uid.
+    pub uid: String,
+    /// The phase.
+    pub phase: String,
+    /// The node that it runs on, or last ran on.
+    pub node: String,
+    /// Starts on this node after the first.
+    pub restarts: i64,
+    /// Number of the run.
+    pub epoch: i64,
+}
+
+/// A cluster with nodes and controllers.
+pub struct Fleet {
+    /// The controllers of VirtualMachines.
+    pub controllers: Vec<Program>,
+    /// The nodes.
+    pub nodes: Vec<Node>,
+    /// The control plane. It is the last to end.
+    pub cluster: Cluster,
+}
+
+impl Fleet {
+    /// A control plane with our manifests, `nodes` nodes and `controllers` controllers, once all nodes are ready for pods.
+    pub async fn start(nodes: usize, controllers: usize) -> Self {
+        Self::start_with(nodes, controllers, "").await
+    }
+
+    /// With more lines of configuration of the daemons.
+    pub async fn start_with(nodes: usize, controllers: usize, extra: &str) -> Self {
+        let cluster = Cluster::start().await;
+        // Guests have users of their own, and find their files in here.
+        fs::set_permissions(cluster.path(""), fs::Permissions::from_mode(0o711)).unwrap();
+        fs::create_dir(cluster.path("once")).unwrap();
+        fs::write(cluster.path("kernel"), [1; 4096]).unwrap();
+        let manifests = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../vmmd/kube/manifests");
+        cluster.kubectl(&["apply", "-k", manifests.to_str().unwrap()]);
+        cluster.kubectl(&[
+            "wait",
+            "--for=condition=Established",
+            "crd",
+            "--all",
+            "--timeout=30s",
+        ]);
+        let mut fleet = Self {
+            controllers: Vec::new(),
+            nodes: Vec::new(),
+            cluster,
+        };
+        for number in 0..controllers {
+            fleet.add_controller(number).await;
+        }
+        for number in 0..nodes {
+            fleet.add_node(number, extra).await;
+        }
+        fleet.nodes_ready(Duration::from_secs(60)).await;
+        fleet
+    }
+
+    async fn add_controller(&mut self, number: usize) {
+        let name = format!("controller-{number}");
+        let cluster = &self.cluster;
+        let config = cluster
+            .service_account(&name, NAMESPACE, "vmmd-kube-controller")
+            .await;
+        let arguments = [
+            "controller".to_owned(),
+            format!("--kubeconfig={}", config.display()),
+            "--runtime-class=vmmd".to_owned(),
+        ];
+        let mut controller = program(cluster, &name, arguments);
+        controller.launch();
+        self.controllers.push(controller);
+    }
+
+    async fn add_node(&mut self, number: usize, extra: &str) {
+        let name = format!("node-{number}");
+        let cluster = &self.cluster;
+        let address = cluster.address(u8::try_from(11 + number).unwrap());
+        let folder = tempfile::Builder::new()
+            .prefix("vmmd")
+            .tempdir_in("/tmp")
+            .unwrap();
+        fs::write(folder.path().join("log.txt"), "").unwrap();
+        let daemon = Daemon::in_folder(folder, &format!("restart = {{ first_ms = 200 }}\n{extra}")).await;
+        let config = cluster.service_account(&name, NAMESPACE, "vmmd-kube-agent").await;
+        let arguments = [
+            "agent".to_owned(),
+            format!("--kubeconfig={}", config.display()),
+            format!("--node-name={name}"),
+            format!("--socket={}", daemon.path("run/vmmd.sock").display()),
+            format!("--address={address}"),
+            format!("--lock-file={}", daemon.path("agent.lock").display()),
+            format!("--client-ca={}", cluster.path("pki/ca.crt").display()),
+            // On all addresses.
+            format!("--port={}", 10350 + number),
+        ];
+        let mut agent = program(cluster, &format!("agent-{number}"), arguments);
+        agent.launch();
+        self.nodes.push(Node { name, daemon, agent });
+    }
+
+    /// Waits until each node is ready and takes pods that tolerate its own taint.
+    pub async fn nodes_ready(&mut self, patience: Duration) {
+        let (api, nodes, controllers) = (&self.cluster.api, &mut self.nodes, &mut self.controllers);
+        eventually("all nodes are ready", patience, async || {
+            for controller in controllers.iter_mut() {
+                controller.check().unwrap();
+            }
+            for node in nodes.iter_mut() {
+                node.agent.check().unwrap();
+                let found = api.get(&format!("/api/v1/nodes/{}", node.name)).await?;
+                let conditions = found["status"]["conditions"]
+                    .as_array()
+                    .cloned()
+                    .unwrap_or_default();
+                let ready = conditions
+                    .iter()
+                    .any(|condition| condition["type"] == "Ready" && condition["status"] == "True");
+                let taints = found["spec"]["taints"].as_array().cloned().unwrap_or_default();
+                let other = taints.iter().find(|taint| {
+                    taint["key"]
+                        .as_str()
+                        .is_some_and(|key| key.starts_with("node.kubernetes.io/"))
+                });
+                if !ready || other.is_some() {
+                    return Err(format!("{}: {conditions:?} {taints:?}", node.name));
+                }
+            }
+            Ok(())
+        })
+        .await;
+    }
+
+    /// A manifest of a small VM that runs always. A second run of it at the same time, wherever, is found by [`Fleet::ran_twice`].
+    pub fn vm(&self, name: &str) -> Value {
+        let once = self.once(name);
+        if !once.exists() {
+            fs::write(&once, "").unwrap();
+            fs::set_permissions(&once, fs::Permissions::from_mode(0o666)).unwrap();
+        }
+        json!({
+            "apiVersion": "vmmd.dev/v1alpha1",
+            "kind": "VirtualMachine",
+            "metadata": {"name": name, "namespace": "default"},
+            "spec": {
+                "vm": {
+                    "cpu": {"cores": 1},
+                    "memory": {"sizeBytes": "128Mi"},
+                    "boot": {"linux": {
+                        "kernel": self.cluster.path("kernel"),
+                        "cmdline": format!("mock.exclusive={}", once.display()),
+                    }},
+                    "runPolicy": "always_on",
+                },
+            },
+        })
+    }
+
+    fn once(&self, name: &str) -> PathBuf {
+        self.cluster.path("once").join(name)
+    }
+
+    /// VMs of which two runs were seen at the same time, by the mock itself.
+    pub fn ran_twice(&self) -> Vec<String> {
+        let files = fs::read_dir(self.cluster.path("once")).unwrap().flatten();
+        let twice = files.filter(|file| file.metadata().is_ok_and(|file| file.len() > 0));
+        twice
+            .map(|file| file.file_name().to_string_lossy().into_owned())
+            .collect()
+    }
+
+    /// For each node, the uids in Kubernetes of its VMs that have a process, as its daemon says.
+    pub async fn running(&self) -> Vec<Vec<String>> {
+        let mut all = Vec::new();
+        for node in &self.nodes {
+            let vms = node.daemon.list().await;
+            all.push(vms.iter().filter(|vm| runs(vm)).map(uid).collect());
+        }
+        all
+    }
+
+    async fn all_up(&self) -> bool {
+        let mut all = true;
+        for node in &self.nodes {
+            let vms = node.daemon.list().await;
+            all &= vms
+                .iter()
+                .all(|vm| vm.status.as_ref().unwrap().phase() == VmPhase::Running);
+        }
+        all
+    }
+
+    /// The VMs as the API server has them.
+    pub async fn vms(&self) -> Result<Vec<Vm>, String> {
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        let vms = self.cluster.api.list(VMS).await?;
+        let vms = vms.iter().map(|vm| Vm {
+            name: text(&vm["metadata"]["name"]),
+            uid: text(&vm["metadata"]["uid"]),
+            phase: text(&vm["status"]["phase"]),
+            node: text(&vm["status"]["node"]),
+            restarts: vm["status"]["restarts"].as_i64().unwrap_or_default(),
+            epoch: vm["status"]["epoch"].as_i64().unwrap_or_default(),
+        });
+        Ok(vms.collect())
+    }
+
+    /// Waits until these VMs and no others are there, all Running, each on exactly one node, by the API server and by the daemons.
+    pub async fn all_run(&self, names: &[String], patience: Duration) {
+        eventually("all VMs run", patience, async || self.converged(names).await).await;
+    }
+
+    /// Waits for the same after faults, and starts again what ends by itself because of them.
+    pub async fn recovered(&mut self, names: &[String], patience: Duration) {
+        let end = Instant::now() + patience;
+        loop {
+            self.revive();
+            match self.converged(names).await {
+                Ok(()) => return,
+                Err(lacks) => assert!(Instant::now() < end, "not all run within {patience:?}: {lacks}"),
+            }
+            sleep(Duration::from_millis(200)).await;
+        }
+    }
+
+    fn programs(&mut self) -> impl Iterator<Item = &mut Program> {
+        let ours = self
+            .controllers
+            .iter_mut()
+            .chain(self.nodes.iter_mut().map(|node| &mut node.agent));
+        ours.chain(self.cluster.parts())
+    }
+
+    fn revive(&mut self) {
+        self.programs().for_each(Program::revive);
+    }
+
+    /// Programs that ended by themselves, and how often.
+    pub fn ended_by_themselves(&mut self) -> Vec<(String, u32)> {
+        let programs = self.programs().filter(|program| program.revived > 0);
+        programs
+            .map(|program| (program.name.clone(), program.revived))
+            .collect()
+    }
+
+    /// Whether all is as [`Fleet::all_run`] wants it.
+    pub async fn converged(&self, names: &[String]) -> Result<(), String> {
+        let vms = self.vms().await?;
+        let other: Vec<_> = vms.iter().filter(|vm| vm.phase != "Running").collect();
+        let mut there: Vec<_> = vms.iter().map(|vm| vm.name.as_str()).collect();
+        there.sort_unstable();
+        let mut wanted: Vec<_> = names.iter().map(String::as_str).collect();
+        wanted.sort_unstable();
+        if there != wanted || !other.is_empty() {
+            return Err(format!("there are {there:?}, of which do not run: {other:?}"));
+        }
+        let running = self.running().await;
+        for vm in &vms {
+            let by_node = self.nodes.iter().zip(&running);
+            let found: Vec<_> = by_node
+                .filter(|(_, uids)| uids.contains(&vm.uid))
+                .map(|(node, _)| node.name.as_str())
+                .collect();
+            if found != [vm.node.as_str()] {
+                return Err(format!("{vm:?} runs on {found:?}"));
+            }
+        }
+        if !self.all_up().await {
+            return Err(format!("not all have started: {vms:?}"));
+        }
+        let total: usize = running.iter().map(Vec::len).sum();
+        if total != names.len() {
+            return Err(format!("more VMs run than there are: {running:?}"));
+        }
+        Ok(())
+    }
+
+    /// Waits until no VM, no placeholder, no process and no cgroup is left.
+    pub async fn nothing_left(&self, patience: Duration) {
+        eventually("nothing is left", patience, async || {
+            let vms_left = self.vms().await?;
+            let pods = self.cluster.api.list("/api/v1/namespaces/default/pods").await?;
+            let pods: Vec<_> = pods.iter().map(|pod| pod["metadata"]["name"].clone()).collect();
+            let mut left = Vec::new();
+            for node in &self.nodes {
+                let vms: Vec<_> = node.daemon.list().await.iter().map(name).collect();
+                left.push((vms, node.daemon.vmm_processes(), node.daemon.cgroups()));
+            }
+            let clean = left
+                .iter()
+                .all(|(vms, processes, groups)| vms.is_empty() && processes.is_empty() && groups.is_empty());
+            if !clean || !vms_left.is_empty() || !pods.is_empty() {
+                return Err(format!("{vms_left:?} {pods:?} {left:?}"));
+            }
+            Ok(())
+        })
+        .await;
+    }
+}
+
+impl Drop for Fleet {
+    fn drop(&mut self) {
+        if !thread::panicking() {
+            return;
+        }
+        for program in self
+            .controllers
+            .iter()
+            .chain(self.nodes.iter().map(|node| &node.agent))
+        {
+            eprintln!("--- {}\n{}", program.name, program.tail(40));
+        }
+        for node in &self.nodes {
+            let log = fs::read_to_string(node.daemon.path("log.txt")).unwrap_or_default();
+            let lines: Vec<_> = log.lines().collect();
+            eprintln!(
+                "--- vmmd of {}\n{}",
+                node.name,
+                lines[lines.len().saturating_sub(30)..].join("\n")
+            );
+        }
+    }
+}
+
+fn program(cluster: &Cluster, name: &str, arguments: impl IntoIterator<Item = String>) -> Program {
+    let executable = Path::new(env!("CARGO_BIN_EXE_vmmd-kube"));
+    let program = Program::new(name, executable, arguments, &cluster.path("logs"));
+    program.env(
+        "VMMD_KUBE_LOG",
+        std::env::var_os("VMMD_KUBE_LOG").unwrap_or_else(|| "info,kube=warn".into()),
+    )
+}
+
+fn name(vm: &v1::Vm) -> String {
+    vm.metadata.as_ref().unwrap().name.clone()
+}
+
+/// Of the VirtualMachine that a VM belongs to.
+fn uid(vm: &v1::Vm) -> String {
+    let labels = &vm.metadata.as_ref().unwrap().labels;
+    labels.get("vmmd.dev/machine-uid").cloned().unwrap_or_default()
+}
+
+fn runs(vm: &v1::Vm) -> bool {
+    let phase = vm.status.as_ref().unwrap().phase();
+    matches!(
+        phase,
+        VmPhase::Starting | VmPhase::Running | VmPhase::Paused | VmPhase::Stopping
+    )
+}

@@ -1,0 +1,47 @@
+//! A Kubernetes control plane made of Debian's programs (`build.sh`), and nodes that are `vmmd` daemons with the mock `vmm` and a
+//! `vmmd-kube agent` each, for the tests of `vmmd-kube`. All of it runs as the test's processes, in a temporary folder, and listens on
+//! loopback addresses that no other test has.
+#![allow(
+    clippy::unwrap_used,
+    clippy::missing_panics_doc,
+    reason = "a test may fail loudly"
+)]
+
+pub mod api;
+mod certificates;
+pub mod cluster;
+pub mod fleet;
+/// The harness of the daemon's own tests.
+#[allow(missing_docs, reason = "it is documented where it is from")]
+#[path = "../../../vmmd/tests/daemon/harness.rs"]
+pub mod harness;
+pub mod program;
+pub mod session;
+
+use std::time::{Duration, Instant};
+
+// What the harness needs.
+use hyper_util as _;
+use tokio_stream as _;
+use tonic as _;
+use tonic_types as _;
+use tower as _;
+
+use tokio::time::sleep;
+
+/// Waits until `found` gives something. Many programs take part in what the tests wait for, and no single one of them has an event for it,
+/// so it is asked again and again. Fails when the time has passed, with what `found` says it lacks.
+pub async fn eventually<T>(
+    what: &str,
+    patience: Duration,
+    mut found: impl AsyncFnMut() -> Result<T, String>,
+) -> T {
+    let end = Instant::now() + patience;
+    loop {
+        match found().await {
+            Ok(found) => return found,
+            Err(lacks) if Instant::now() >= end => panic!("{what}: not within {patience:?}: {lacks}"),
+            Err(_) => sleep(Duration::from_millis(200)).await,
+        }
+    }
+}

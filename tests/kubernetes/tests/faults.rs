@@ -1,0 +1,279 @@
+//! Programs are killed without a word, at random moments: no VM runs twice, none is lost, all converges, nothing is left.
+//!
+//! `VMMD_KUBERNETES_ROUNDS` is the number of rounds (40), `VMMD_KUBERNETES_SEED` the seed of what happens in them (1). The same seed makes the
+//! same choices, though not the same moments.
+
+use std::{
+    env,
+    time::{Duration, Instant},
+};
+
+use rustix::process::{Pid, Signal, kill_process};
+use tokio::time::sleep;
+use vmmd_kubernetes_tests::{
+    eventually,
+    fleet::{Fleet, Vm},
+};
+
+/// After a fault a lease has to run out, and programs that ask again wait ever longer in between.
+const PATIENCE: Duration = Duration::from_secs(150);
+
+fn number(variable: &str, default: u64) -> u64 {
+    env::var(variable).map_or(default, |value| value.parse().unwrap())
+}
+
+/// Xorshift, 64 bits.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        usize::try_from(self.0 >> 11).unwrap() % end
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Fault {
+    Agent(usize),
+    Controller(usize),
+    Daemon(usize),
+    Vmm(usize),
+    ApiServer,
+    Etcd,
+}
+
+impl Fault {
+    fn any(random: &mut Random) -> Self {
+        let one = random.below(2);
+        match random.below(6) {
+            0 => Self::Agent(one),
+            1 => Self::Controller(one),
+            2 => Self::Daemon(one),
+            3 => Self::Vmm(one),
+            4 => Self::ApiServer,
+            _ => Self::Etcd,
+        }
+    }
+
+    fn kill(self, fleet: &mut Fleet, random: &mut Random) {
+        match self {
+            Self::Agent(node) => fleet.nodes[node].agent.kill(),
+            Self::Controller(number) => fleet.controllers[number].kill(),
+            Self::Daemon(node) => fleet.nodes[node].daemon.kill(),
+            Self::Vmm(node) => {
+                let processes = fleet.nodes[node].daemon.vmm_processes();
+                if !processes.is_empty() {
+                    // It may have ended meanwhile.
+                    let _ = kill_process(processes[random.below(processes.len())], Signal::KILL);
+                }
+            }
+            Self::ApiServer => fleet.cluster.api_server.kill(),
+            Self::Etcd => fleet.cluster.etcd.kill(),
+        }
+    }
+
+    async fn mend(self, fleet: &mut Fleet) {
+        match self {
+            Self::Agent(node) => fleet.nodes[node].agent.launch(),
+            Self::Controller(number) => fleet.controllers[number].launch(),
+            Self::Daemon(node) => fleet.nodes[node].daemon.relaunch().await,
+            Self::Vmm(_) => {}
+            Self::ApiServer => fleet.cluster.api_server.launch(),
+            Self::Etcd => fleet.cluster.etcd.launch(),
+        }
+    }
+}
+
+#[tokio::test]
+async fn no_vm_runs_twice_or_is_lost_whatever_is_killed() {
+    let rounds = number("VMMD_KUBERNETES_ROUNDS", 40);
+    let seed = number("VMMD_KUBERNETES_SEED", 1);
+    let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+    let mut fleet = Fleet::start(2, 2).await;
+    let mut names: Vec<String> = Vec::new();
+    let mut made = 0;
+    for _ in 0..6 {
+        create(&mut fleet, &mut names, &mut made);
+    }
+    fleet.all_run(&names, PATIENCE).await;
+    let mut longest = Duration::ZERO;
+    let began = Instant::now();
+    for round in 0..rounds {
+        // What somebody asks for right before.
+        match random.below(3) {
+            0 if names.len() < 10 => create(&mut fleet, &mut names, &mut made),
+            1 if names.len() > 3 => {
+                let name = names.swap_remove(random.below(names.len()));
+                fleet.cluster.kubectl(&["delete", "vmmvm", &name, "--wait=false"]);
+            }
+            _ => {}
+        }
+        sleep(Duration::from_millis(random.below(800) as u64)).await;
+        let mut faults = vec![Fault::any(&mut random)];
+        if random.below(3) == 0 {
+            let second = Fault::any(&mut random);
+            if std::mem::discriminant(&faults[0]) != std::mem::discriminant(&second) {
+                faults.push(second);
+            }
+        }
+        println!("round {round}: {faults:?}, VMs {names:?}");
+        for fault in &faults {
+            fault.kill(&mut fleet, &mut random);
+        }
+        sleep(Duration::from_millis(random.below(3000) as u64)).await;
+        for fault in &faults {
+            fault.mend(&mut fleet).await;
+        }
+        let mended = Instant::now();
+        fleet.recovered(&names, PATIENCE).await;
+        longest = longest.max(mended.elapsed());
+        println!(
+            "round {round}: converged {:.1} s later",
+            mended.elapsed().as_secs_f32()
+        );
+        assert_eq!(fleet.ran_twice(), [""; 0], "round {round}");
+    }
+    println!(
+        "{rounds} rounds of seed {seed} in {:.0} s, the longest way back took {:.1} s",
+        began.elapsed().as_secs_f32(),
+        longest.as_secs_f32()
+    );
+    for (program, times) in fleet.ended_by_themselves() {
+        println!("{program} ended by itself and was started again {times} times");
+    }
+    fleet
+        .cluster
+        .kubectl(&["delete", "vmmvm", "--all", "--wait=false"]);
+    fleet.nothing_left(PATIENCE).await;
+}
+
+fn create(fleet: &mut Fleet, names: &mut Vec<String>, made: &mut usize) {
+    let name = format!("vm-{made}");
+    *made += 1;
+    fleet.cluster.apply(&fleet.vm(&name));
+    names.push(name);
+}
+
+/// The processes of all VMs.
+fn processes(fleet: &Fleet) -> Vec<Vec<Pid>> {
+    let nodes = fleet.nodes.iter();
+    nodes
+        .map(|node| {
+            let mut pids = node.daemon.vmm_processes();
+            pids.sort_unstable_by_key(|pid| pid.as_raw_nonzero());
+            pids
+        })
+        .collect()
+}
+
+#[tokio::test]
+async fn vms_run_on_while_the_api_server_is_away() {
+    let away = Duration::from_secs(if env::var_os("VMMD_LONG").is_some() {
+        300
+    } else {
+        60
+    });
+    let mut fleet = Fleet::start(2, 2).await;
+    let names: Vec<String> = (0..6).map(|number| format!("vm-{number}")).collect();
+    for name in &names {
+        fleet.cluster.apply(&fleet.vm(name));
+    }
+    fleet.all_run(&names, PATIENCE).await;
+    let (before, vms) = (processes(&fleet), fleet.vms().await.unwrap());
+    fleet.cluster.api_server.kill();
+    sleep(away).await;
+    assert_eq!(processes(&fleet), before);
+    // What ends meanwhile is started again by its vmmd.
+    kill_process(before.iter().flatten().next().copied().unwrap(), Signal::KILL).unwrap();
+    let running = Duration::from_secs(20);
+    eventually("it runs again", running, async || {
+        match processes(&fleet).concat().len() {
+            6 => Ok(()),
+            other => Err(format!("{other} run")),
+        }
+    })
+    .await;
+    let before = processes(&fleet);
+    fleet.cluster.api_server.launch();
+    fleet.cluster.ready().await;
+    fleet.recovered(&names, PATIENCE).await;
+    fleet.nodes_ready(PATIENCE).await;
+    assert_eq!(processes(&fleet), before);
+    let after = fleet.vms().await.unwrap();
+    let runs = |vms: &[Vm]| -> Vec<(String, i64, String)> {
+        vms.iter()
+            .map(|vm| (vm.name.clone(), vm.epoch, vm.node.clone()))
+            .collect()
+    };
+    assert_eq!(runs(&after), runs(&vms), "the same runs as before");
+    assert_eq!(fleet.ran_twice(), [""; 0]);
+    fleet
+        .cluster
+        .kubectl(&["delete", "vmmvm", "--all", "--wait=false"]);
+    fleet.nothing_left(PATIENCE).await;
+}
+
+#[tokio::test]
+async fn a_vm_of_a_node_that_is_cut_off_runs_nowhere_else() {
+    let mut fleet = Fleet::start(2, 2).await;
+    let names = ["one".to_owned(), "two".to_owned(), "three".to_owned()];
+    for name in &names {
+        fleet.cluster.apply(&fleet.vm(name));
+    }
+    fleet.all_run(&names, PATIENCE).await;
+    let vms = fleet.vms().await.unwrap();
+    let node = vms[0].node.clone();
+    let number = fleet.nodes.iter().position(|found| found.name == node).unwrap();
+    fleet.nodes[number].agent.kill();
+    let cluster = &fleet.cluster;
+    cluster.kubectl(&[
+        "wait",
+        "node",
+        &node,
+        "--for=condition=Ready=unknown",
+        "--timeout=120s",
+    ]);
+    let pod = cluster.kubectl(&["get", "vmmvm", &vms[0].name, "-o=jsonpath={.status.run.pod}"]);
+    // Whoever believes that the node is gone does this.
+    cluster.kubectl(&[
+        "delete",
+        "pod",
+        &pod,
+        "--force",
+        "--grace-period=0",
+        "--wait=false",
+    ]);
+    eventually("it is said that nobody knows", PATIENCE, async || {
+        let now = fleet.vms().await?;
+        let vm = now.iter().find(|vm| vm.name == vms[0].name).unwrap();
+        if vm.phase == "Unknown" {
+            Ok(())
+        } else {
+            Err(format!("{vm:?}"))
+        }
+    })
+    .await;
+    // Longer than anything that could start it elsewhere takes.
+    let end = Instant::now() + Duration::from_secs(30);
+    while Instant::now() < end {
+        let running = fleet.running().await;
+        let of_it = running.iter().flatten().filter(|uid| **uid == vms[0].uid).count();
+        assert_eq!(of_it, 1, "{running:?}");
+        sleep(Duration::from_millis(500)).await;
+    }
+    assert_eq!(fleet.ran_twice(), [""; 0]);
+    fleet.nodes[number].agent.launch();
+    // Its pod was deleted, so that run ends, and another one follows by the run policy.
+    fleet.recovered(&names, PATIENCE).await;
+    fleet.nodes_ready(PATIENCE).await;
+    let after = fleet.vms().await.unwrap();
+    let epoch = |of: &[Vm]| of.iter().find(|vm| vm.uid == vms[0].uid).unwrap().epoch;
+    assert_eq!(epoch(&after), epoch(&vms) + 1);
+    assert_eq!(fleet.ran_twice(), [""; 0]);
+    fleet
+        .cluster
+        .kubectl(&["delete", "vmmvm", "--all", "--wait=false"]);
+    fleet.nothing_left(PATIENCE).await;
+}

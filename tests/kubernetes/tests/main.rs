@@ -1,0 +1,10 @@
+//! `vmmd-kube` under a real control plane. All tests need root, as the daemon does; none needs KVM.
+#![allow(clippy::unwrap_used, reason = "a test may fail loudly")]
+
+#[cfg(feature = "nightly")]
+mod faults;
+#[cfg(feature = "nightly")]
+mod placement;
+mod smoke;
+#[cfg(feature = "nightly")]
+mod verbs;

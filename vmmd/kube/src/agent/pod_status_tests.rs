@@ -1,0 +1,201 @@
+use serde_json::json;
+
+use super::*;
+
+fn pod() -> Pod {
+    let value = json!({
+        "metadata": {"name": "web-3", "namespace": "shop", "uid": "p-3"},
+        "status": {
+            "phase": "Pending",
+            "qosClass": "Burstable",
+            "conditions": [{"type": "PodScheduled", "status": "True"}],
+        },
+    });
+    serde_json::from_value(value).unwrap()
+}
+
+fn vm(policy: RunPolicy, phase: VmPhase, exit: Option<ExitReason>, next_start: bool) -> v1::Vm {
+    let spec = v1::VmSpec {
+        run_policy: policy.into(),
+        ..v1::VmSpec::default()
+    };
+    let ready = v1::Condition {
+        r#type: "Ready".to_owned(),
+        status: if phase == VmPhase::Running {
+            ConditionStatus::True
+        } else {
+            ConditionStatus::False
+        }
+        .into(),
+        reason: format!("{phase:?}"),
+        ..v1::Condition::default()
+    };
+    let nic = v1::NicStatus {
+        addresses: vec!["10.0.0.5/24".to_owned()],
+        ..v1::NicStatus::default()
+    };
+    let status = v1::VmStatus {
+        phase: phase.into(),
+        reason: format!("{phase:?}"),
+        conditions: vec![ready],
+        nics: vec![nic],
+        last_exit: exit.map(|reason| v1::ExitStatus {
+            reason: reason.into(),
+            message: "it ended".to_owned(),
+            time: None,
+        }),
+        restart: next_start.then(|| v1::RestartStatus {
+            next_start_time: Some(well_known::Timestamp::default()),
+            ..v1::RestartStatus::default()
+        }),
+        counts: Some(v1::RunCounts {
+            automatic_starts: 2,
+            ..v1::RunCounts::default()
+        }),
+        ..v1::VmStatus::default()
+    };
+    v1::Vm {
+        spec: Some(spec),
+        status: Some(status),
+        ..v1::Vm::default()
+    }
+}
+
+#[test]
+fn the_stage_follows_from_phase_end_and_policy() {
+    use End::{Failed, Stopped, Succeeded};
+    use ExitReason::{GuestPanic, GuestShutdown, Killed, NodeRestart, StartFailed};
+    use RunPolicy::{AlwaysOn, AlwaysOnUnlessStopped, Manual, RerunOnFailure};
+    use Stage::{Ended, Running, Waiting};
+    let table = [
+        (Manual, VmPhase::Pending, None, false, Waiting),
+        (Manual, VmPhase::Starting, None, false, Waiting),
+        (Manual, VmPhase::Running, Some(GuestPanic), false, Running),
+        (Manual, VmPhase::Paused, None, false, Running),
+        (Manual, VmPhase::Stopping, None, false, Running),
+        (Manual, VmPhase::Stopped, None, false, Waiting),
+        (
+            Manual,
+            VmPhase::Stopped,
+            Some(GuestShutdown),
+            false,
+            Ended(Succeeded),
+        ),
+        (Manual, VmPhase::Failed, Some(GuestPanic), false, Ended(Failed)),
+        (Manual, VmPhase::Failed, Some(StartFailed), false, Ended(Failed)),
+        (AlwaysOn, VmPhase::Stopped, Some(GuestShutdown), false, Waiting),
+        (
+            AlwaysOnUnlessStopped,
+            VmPhase::Stopped,
+            Some(Killed),
+            false,
+            Ended(Stopped),
+        ),
+        (
+            AlwaysOnUnlessStopped,
+            VmPhase::Stopped,
+            Some(NodeRestart),
+            true,
+            Waiting,
+        ),
+        (
+            AlwaysOnUnlessStopped,
+            VmPhase::Stopped,
+            Some(Killed),
+            true,
+            Waiting,
+        ),
+        (RerunOnFailure, VmPhase::Failed, Some(GuestPanic), false, Waiting),
+        (
+            RerunOnFailure,
+            VmPhase::Stopped,
+            Some(GuestShutdown),
+            false,
+            Ended(Succeeded),
+        ),
+    ];
+    for (policy, phase, exit, next, wanted) in table {
+        let vm = vm(policy, phase, exit, next);
+        assert_eq!(stage(&vm), wanted, "{policy:?} {phase:?} {exit:?} {next}");
+    }
+}
+
+#[test]
+fn a_pod_says_how_its_vm_is() {
+    use ExitReason::{GuestPanic, GuestShutdown, OutOfMemory, Stopped};
+    let table = [
+        (VmPhase::Starting, None, ("Pending", None, false, "waiting")),
+        (VmPhase::Running, None, ("Running", None, true, "running")),
+        (VmPhase::Paused, None, ("Running", None, false, "running")),
+        (
+            VmPhase::Stopped,
+            Some(GuestShutdown),
+            ("Succeeded", None, false, "terminated"),
+        ),
+        (
+            VmPhase::Stopped,
+            Some(Stopped),
+            ("Succeeded", Some("StoppedByRequest"), false, "terminated"),
+        ),
+        (
+            VmPhase::Failed,
+            Some(GuestPanic),
+            ("Failed", Some("Failed"), false, "terminated"),
+        ),
+        (
+            VmPhase::Failed,
+            Some(OutOfMemory),
+            ("Failed", Some("Failed"), false, "terminated"),
+        ),
+    ];
+    for (phase, exit, (pod_phase, reason, ready, state)) in table {
+        let vm = vm(RunPolicy::Manual, phase, exit, false);
+        let status = serde_json::to_value(of(&pod(), &vm, "192.0.2.1", Timestamp::now())).unwrap();
+        let container = &status["containerStatuses"][0];
+        assert_eq!(status["phase"], pod_phase, "{phase:?}");
+        assert_eq!(status["reason"].as_str(), reason, "{phase:?}");
+        assert_eq!(container["ready"], ready, "{phase:?}");
+        assert!(container["state"][state].is_object(), "{phase:?} {container}");
+        assert_eq!(container["restartCount"], 2);
+        assert_eq!(
+            (&status["podIP"], &status["hostIP"]),
+            (&json!("10.0.0.5"), &json!("192.0.2.1"))
+        );
+        let conditions = status["conditions"].as_array().unwrap();
+        let named = |kind: &str| conditions.iter().find(|one| one["type"] == kind).unwrap();
+        assert_eq!(named("PodScheduled")["status"], "True");
+        assert_eq!(named("Ready")["status"], if ready { "True" } else { "False" });
+    }
+}
+
+#[test]
+fn a_vm_that_waits_for_its_next_start_is_in_a_crash_loop() {
+    let vm = vm(
+        RunPolicy::AlwaysOn,
+        VmPhase::Failed,
+        Some(ExitReason::GuestPanic),
+        true,
+    );
+    let status = serde_json::to_value(of(&pod(), &vm, "192.0.2.1", Timestamp::now())).unwrap();
+    let container = &status["containerStatuses"][0];
+    assert_eq!(status["phase"], "Running");
+    assert_eq!(container["state"]["waiting"]["reason"], "CrashLoopBackOff");
+    let last = &container["lastState"]["terminated"];
+    assert_eq!(
+        (&last["reason"], &last["exitCode"]),
+        (&json!("GuestPanic"), &json!(1))
+    );
+}
+
+#[test]
+fn what_was_reported_is_not_reported_again() {
+    let vm = vm(RunPolicy::Manual, VmPhase::Running, None, false);
+    let mut pod = pod();
+    let first = of(&pod, &vm, "192.0.2.1", "2026-01-02T03:04:05.5Z".parse().unwrap());
+    assert!(differs(&pod, &first));
+    // As the API server gives it back.
+    let stored = serde_json::to_string(&first).unwrap();
+    pod.status = Some(serde_json::from_str(&stored).unwrap());
+    let again = of(&pod, &vm, "192.0.2.1", "2026-01-02T03:09:05Z".parse().unwrap());
+    assert!(!differs(&pod, &again), "{again:?}");
+}

@@ -1,0 +1,160 @@
+//! Keeps the node object and its lease current.
+
+use std::{pin::pin, time::Duration};
+
+use jiff::Timestamp;
+use k8s_openapi::{
+    api::{
+        coordination::v1::{Lease, LeaseSpec},
+        core::v1::Node,
+    },
+    apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta, OwnerReference},
+};
+use kube::{
+    Api, Client, ResourceExt as _,
+    api::{Patch, PatchParams, PostParams},
+};
+use proto::v1;
+use serde_json::json;
+use tokio::time::Instant;
+
+use super::node::{self, Settings};
+use crate::daemon::{CALL, Daemon, within};
+
+/// Namespace of the nodes' leases.
+const LEASES: &str = "kube-node-lease";
+/// How often a lease is renewed.
+const RENEW: Duration = Duration::from_secs(10);
+/// How long it lasts, in seconds.
+const LENGTH: i32 = 40;
+/// How often the status is written although nothing has changed.
+const HEARTBEAT: Duration = Duration::from_secs(60);
+/// How soon what has failed is tried again.
+const RETRY: Duration = Duration::from_secs(2);
+/// How long vmmd may be away before the node is not ready: a restart of the daemon takes less.
+const AWAY: Duration = Duration::from_secs(5);
+
+/// Keeps the node as vmmd describes it. Never returns.
+pub async fn run(client: Client, daemon: Daemon, settings: Settings) {
+    let nodes = Api::<Node>::all(client);
+    let (send, mut described) = tokio::sync::watch::channel(None);
+    let mut describing = pin!(describe(daemon, send));
+    loop {
+        let now = described.borrow_and_update().clone();
+        let written = async {
+            match write(&nodes, &settings, now.as_ref()).await {
+                Ok(()) => HEARTBEAT,
+                Err(error) => {
+                    tracing::warn!("node {}: {error}", settings.name);
+                    RETRY
+                }
+            }
+        };
+        let wait = tokio::select! {
+            wait = written => wait,
+            () = &mut describing => return,
+        };
+        tokio::select! {
+            () = tokio::time::sleep(wait) => {}
+            _ = described.changed() => {}
+            () = &mut describing => return,
+        }
+    }
+}
+
+/// Passes on what vmmd says of the node, and that it has said nothing for a while.
+async fn describe(daemon: Daemon, send: tokio::sync::watch::Sender<Option<v1::Node>>) {
+    let mut heard = Instant::now();
+    loop {
+        let request = v1::WatchNodeRequest {};
+        if let Ok(mut stream) = within(CALL, daemon.nodes.clone().watch_node(request)).await {
+            while let Ok(Some(response)) = stream.message().await {
+                send.send_replace(response.node);
+            }
+            heard = Instant::now();
+        }
+        if heard.elapsed() >= AWAY {
+            send.send_if_modified(|node| node.take().is_some());
+        }
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+}
+
+async fn write(nodes: &Api<Node>, settings: &Settings, described: Option<&v1::Node>) -> kube::Result<()> {
+    let name = &settings.name;
+    let node = match nodes.get_opt(name).await? {
+        Some(node) => node,
+        None => match nodes
+            .create(&PostParams::default(), &node::new(settings, described))
+            .await
+        {
+            Err(kube::Error::Api(status)) if status.is_already_exists() => nodes.get(name).await?,
+            made => made?,
+        },
+    };
+    let labels = node::labels(settings, described);
+    let old = node.labels();
+    if labels.iter().any(|(key, value)| old.get(key) != Some(value)) {
+        let patch = json!({"metadata": {"uid": node.uid(), "labels": labels}});
+        nodes
+            .patch(name, &PatchParams::default(), &Patch::Merge(patch))
+            .await?;
+    }
+    let status = node::status(settings, described, node.status.as_ref(), Timestamp::now());
+    let patch = json!({"metadata": {"uid": node.uid()}, "status": status});
+    nodes
+        .patch_status(name, &PatchParams::default(), &Patch::Merge(patch))
+        .await?;
+    Ok(())
+}
+
+/// Keeps the lease that tells the cluster that this node is there. Never returns.
+pub async fn renew(client: Client, name: String) {
+    let leases = Api::<Lease>::namespaced(client.clone(), LEASES);
+    let nodes = Api::<Node>::all(client);
+    loop {
+        let wait = match renew_once(&leases, &nodes, &name).await {
+            Ok(()) => RENEW,
+            Err(error) => {
+                tracing::warn!("lease of the node: {error}");
+                RETRY
+            }
+        };
+        tokio::time::sleep(wait).await;
+    }
+}
+
+async fn renew_once(leases: &Api<Lease>, nodes: &Api<Node>, name: &str) -> kube::Result<()> {
+    let spec = LeaseSpec {
+        holder_identity: Some(name.to_owned()),
+        lease_duration_seconds: Some(LENGTH),
+        renew_time: Some(MicroTime(Timestamp::now())),
+        ..LeaseSpec::default()
+    };
+    let patch = json!({"spec": spec});
+    match leases
+        .patch(name, &PatchParams::default(), &Patch::Merge(patch))
+        .await
+    {
+        Err(kube::Error::Api(status)) if status.is_not_found() => {}
+        patched => return patched.map(drop),
+    }
+    // It goes with the node.
+    let node = nodes.get(name).await?;
+    let owner = OwnerReference {
+        api_version: "v1".to_owned(),
+        kind: "Node".to_owned(),
+        name: name.to_owned(),
+        uid: node.uid().unwrap_or_default(),
+        ..OwnerReference::default()
+    };
+    let lease = Lease {
+        metadata: ObjectMeta {
+            name: Some(name.to_owned()),
+            owner_references: Some(vec![owner]),
+            ..ObjectMeta::default()
+        },
+        spec: Some(spec),
+    };
+    leases.create(&PostParams::default(), &lease).await.map(drop)
+}

@@ -1,0 +1,406 @@
+//! Carries out one step for a pod or a VM: calls of the API server and of vmmd.
+
+use std::{
+    collections::HashSet,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::{Pod, PodStatus};
+use kube::{
+    Api, Client, Resource as _, ResourceExt as _,
+    api::{DeleteParams, Patch, PatchParams, Preconditions},
+    runtime::events::{Event, EventType, Recorder},
+};
+use proto::{v1, well_known};
+use serde_json::{Value, json};
+use tonic::{Code, Status};
+
+use super::{
+    pod_status,
+    step::{self, Admission, Step},
+};
+use crate::{
+    crd::VirtualMachine,
+    daemon::{self, CALL, Daemon, within},
+    names,
+};
+
+/// How long taking a VM away may take: ending its process, on a loaded node.
+const REMOVE: Duration = Duration::from_secs(180);
+/// How soon the API server is asked again whether the controller has noted a pod.
+const NOT_YET: Duration = Duration::from_millis(500);
+/// How soon vmmd is asked again to make a VM whose name an earlier run's has.
+const TAKEN: Duration = Duration::from_secs(2);
+
+/// What is known after a step.
+#[derive(Debug)]
+pub enum After {
+    /// A VM as vmmd described it last.
+    Vm(Box<v1::Vm>),
+    /// There is no such VM.
+    NoVm,
+    /// The pod as the API server has it now.
+    Pod(Box<Pod>),
+    /// Nothing new; look again after that time.
+    Again(Duration),
+    /// Nothing new: what changes comes by the watches.
+    Done,
+}
+
+/// Why a step was not completed. It is tried again.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Of the API server.
+    #[error("API server: {0}")]
+    Api(#[from] kube::Error),
+    /// Of vmmd.
+    #[error("vmmd: {}: {}", .0.code(), .0.message())]
+    Vmmd(Box<Status>),
+}
+
+impl From<Status> for Error {
+    fn from(status: Status) -> Self {
+        Self::Vmmd(Box::new(status))
+    }
+}
+
+/// What steps are carried out with.
+#[derive(Clone)]
+pub struct Worker {
+    /// The API server.
+    pub client: Client,
+    /// The local vmmd.
+    pub daemon: Daemon,
+    /// Name of the Kubernetes node.
+    pub node: String,
+    /// Its address.
+    pub host: String,
+    /// Tells what happened to pods.
+    pub recorder: Recorder,
+    /// Uids of pods whose VM vmmd was asked to make, without an answer yet.
+    pub unanswered: Arc<Mutex<HashSet<String>>>,
+}
+
+impl Worker {
+    /// Does it. `uid` is the pod's.
+    pub async fn carry_out(
+        &self,
+        step: Step,
+        uid: &str,
+        pod: Option<&Pod>,
+        vm: Option<&v1::Vm>,
+    ) -> Result<After, Error> {
+        match (step, pod, vm) {
+            (Step::Wait(time), ..) => Ok(After::Again(time)),
+            (Step::Report(status), Some(pod), _) => self.report(pod, &status).await,
+            (Step::Create, Some(pod), _) => self.create(pod).await,
+            (Step::Start, _, Some(vm)) => self.start(uid, vm).await,
+            (Step::Stop(grace), _, Some(vm)) => {
+                self.tell(
+                    pod,
+                    EventType::Normal,
+                    "Stopping",
+                    "the guest is asked to power off",
+                )
+                .await;
+                self.stop(vm, grace).await
+            }
+            (Step::Remove, _, Some(vm)) => self.remove(vm).await,
+            (Step::Release, Some(pod), _) => self.release(pod).await,
+            (Step::CheckPod, _, Some(vm)) => self.check_pod(uid, vm).await,
+            _ => Ok(After::Done),
+        }
+    }
+
+    fn pods(&self, pod: &Pod) -> Api<Pod> {
+        Api::namespaced(self.client.clone(), &pod.namespace().unwrap_or_default())
+    }
+
+    async fn report(&self, pod: &Pod, status: &PodStatus) -> Result<After, Error> {
+        let mut status = serde_json::to_value(status).map_err(kube::Error::SerdeError)?;
+        // What is not said any more is to go.
+        if let Value::Object(fields) = &mut status {
+            for name in ["reason", "message", "podIP", "podIPs"] {
+                fields.entry(name).or_insert(Value::Null);
+            }
+        }
+        let patch = json!({"metadata": {"uid": pod.uid()}, "status": status});
+        let parameters = PatchParams::default();
+        match self
+            .pods(pod)
+            .patch_status(&pod.name_any(), &parameters, &Patch::Merge(patch))
+            .await
+        {
+            Ok(pod) => Ok(After::Pod(Box::new(pod))),
+            // Gone, or another one of that name: the watch says so.
+            Err(kube::Error::Api(status)) if status.is_not_found() || status.is_conflict() => Ok(After::Done),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// See [`step::admit`]. The API server is asked, not what the agent remembers.
+    async fn create(&self, pod: &Pod) -> Result<After, Error> {
+        let owner = pod
+            .owner_references()
+            .iter()
+            .find(|owner| owner.controller == Some(true));
+        let machine = match owner {
+            Some(owner) => {
+                let namespace = pod.namespace().unwrap_or_default();
+                let machines = Api::<VirtualMachine>::namespaced(self.client.clone(), &namespace);
+                let found = machines.get_opt(&owner.name).await?;
+                found.filter(|machine| machine.metadata.uid.as_ref() == Some(&owner.uid))
+            }
+            None => None,
+        };
+        match step::admit(pod, machine.as_ref(), &self.node) {
+            Admission::NotYet => Ok(After::Again(NOT_YET)),
+            Admission::Refuse { reason, message } => self.give_up(pod, reason, &message).await,
+            Admission::Admit(vm) => self.make(pod, *vm).await,
+        }
+    }
+
+    async fn make(&self, pod: &Pod, vm: v1::Vm) -> Result<After, Error> {
+        let name = vm
+            .metadata
+            .as_ref()
+            .map(|metadata| metadata.name.clone())
+            .unwrap_or_default();
+        let uid = pod.uid().unwrap_or_default();
+        match self.ask_to_make(&uid, vm).await {
+            Ok(vm) => {
+                self.tell(
+                    Some(pod),
+                    EventType::Normal,
+                    "Created",
+                    &format!("vmmd runs it as VM {name}"),
+                )
+                .await;
+                Ok(After::Vm(Box::new(vm)))
+            }
+            Err(status) if status.code() == Code::AlreadyExists => {
+                let found = self.daemon.vm(&name).await?;
+                match found.filter(|vm| pod_uid(vm) == Some(&uid)) {
+                    Some(vm) => Ok(After::Vm(Box::new(vm))),
+                    // That of an earlier run, which goes first.
+                    None => Ok(After::Again(TAKEN)),
+                }
+            }
+            Err(status) if daemon::refused(&status) => {
+                let (reason, message) = daemon::explain(&status);
+                self.give_up(pod, &reason, &message).await
+            }
+            Err(status) => Err(status.into()),
+        }
+    }
+
+    /// The same request for the same pod, however often: vmmd carries it out once.
+    async fn ask_to_make(&self, uid: &str, vm: v1::Vm) -> Result<v1::Vm, Status> {
+        let request = v1::CreateVmRequest {
+            vm: Some(vm),
+            start: true,
+            dry_run: false,
+            request_id: format!("kube-create-{uid}"),
+        };
+        self.unanswered().insert(uid.to_owned());
+        let answer = within(CALL, self.daemon.vms.clone().create_vm(request)).await;
+        let known = match &answer {
+            Ok(_) => true,
+            Err(status) => daemon::refused(status) || status.code() == Code::AlreadyExists,
+        };
+        if known {
+            self.unanswered().remove(uid);
+        }
+        answer?
+            .vm
+            .ok_or_else(|| Status::internal("an answer without a VM"))
+    }
+
+    fn unanswered(&self) -> std::sync::MutexGuard<'_, HashSet<String>> {
+        self.unanswered.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    async fn start(&self, uid: &str, vm: &v1::Vm) -> Result<After, Error> {
+        let request = v1::StartVmRequest {
+            name: name(vm),
+            no_wait: true,
+            preconditions: Some(same(vm)),
+            request_id: format!("kube-start-{uid}"),
+            ..v1::StartVmRequest::default()
+        };
+        let answer = within(CALL, self.daemon.vms.clone().start_vm(request)).await?;
+        Ok(answer.vm.map_or(After::Done, |vm| After::Vm(Box::new(vm))))
+    }
+
+    async fn stop(&self, vm: &v1::Vm, grace: Duration) -> Result<After, Error> {
+        let request = v1::StopVmRequest {
+            name: name(vm),
+            grace_period: Some(duration(grace.min(Duration::from_secs(3600)))),
+            no_wait: true,
+            preconditions: Some(same(vm)),
+            ..v1::StopVmRequest::default()
+        };
+        match within(CALL, self.daemon.vms.clone().stop_vm(request)).await {
+            // Its state comes by the watch; when that does not say that it is on its way, it is asked again.
+            Ok(_) => Ok(After::Again(Duration::from_secs(5))),
+            Err(status) if status.code() == Code::NotFound => Ok(After::NoVm),
+            Err(status) => Err(status.into()),
+        }
+    }
+
+    async fn remove(&self, vm: &v1::Vm) -> Result<After, Error> {
+        let request = v1::DeleteVmRequest {
+            name: name(vm),
+            force: true,
+            preconditions: Some(same(vm)),
+            ..v1::DeleteVmRequest::default()
+        };
+        match within(REMOVE, self.daemon.vms.clone().delete_vm(request)).await {
+            Ok(_) => Ok(After::NoVm),
+            Err(status) if status.code() == Code::NotFound => Ok(After::NoVm),
+            Err(status) => Err(status.into()),
+        }
+    }
+
+    /// Takes the finalizer away, which says that nothing of the pod runs here, and ends the pod's deletion.
+    async fn release(&self, pod: &Pod) -> Result<After, Error> {
+        let uid = pod.uid().unwrap_or_default();
+        if step::is_placeholder(pod)
+            && let Some(vm) = self.find(pod, &uid).await?
+        {
+            return Ok(After::Vm(Box::new(vm)));
+        }
+        let pods = self.pods(pod);
+        let finalizers: Vec<_> = pod
+            .finalizers()
+            .iter()
+            .filter(|name| *name != names::VM_GONE)
+            .collect();
+        if finalizers.len() != pod.finalizers().len() {
+            let patch = json!({"metadata": {
+                "uid": uid,
+                "resourceVersion": pod.resource_version(),
+                "finalizers": finalizers,
+            }});
+            let parameters = PatchParams::default();
+            match pods
+                .patch(&pod.name_any(), &parameters, &Patch::Merge(patch))
+                .await
+            {
+                Ok(_) => {}
+                Err(kube::Error::Api(status)) if status.is_not_found() => return Ok(After::Done),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        let parameters = DeleteParams {
+            grace_period_seconds: Some(0),
+            preconditions: Some(Preconditions {
+                uid: Some(uid),
+                resource_version: None,
+            }),
+            ..DeleteParams::default()
+        };
+        match pods.delete(&pod.name_any(), &parameters).await {
+            Ok(_) => Ok(After::Done),
+            Err(kube::Error::Api(status)) if status.is_not_found() || status.is_conflict() => Ok(After::Done),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// The VM of a pod, which the watch has not shown yet. A request to make it that had no answer is made again first: its answer says
+    /// that it will not be carried out later.
+    async fn find(&self, pod: &Pod, uid: &str) -> Result<Option<v1::Vm>, Error> {
+        let manifest = pod.annotations().get(names::MANIFEST);
+        let Some(mut vm) = manifest.and_then(|text| serde_json::from_str::<v1::Vm>(text).ok()) else {
+            return Ok(None);
+        };
+        if self.unanswered().contains(uid) {
+            vm = step::marked(vm, pod, &self.node);
+            match self.ask_to_make(uid, vm.clone()).await {
+                Ok(vm) => return Ok(Some(vm)),
+                Err(status) if daemon::refused(&status) || status.code() == Code::AlreadyExists => {}
+                Err(status) => return Err(status.into()),
+            }
+        }
+        let found = self.daemon.vm(&name(&vm)).await?;
+        Ok(found.filter(|vm| pod_uid(vm).is_some_and(|found| found == uid)))
+    }
+
+    /// For a VM whose pod the watch does not show: only when the API server says that it is gone, or another one, the VM goes.
+    async fn check_pod(&self, uid: &str, vm: &v1::Vm) -> Result<After, Error> {
+        let metadata = vm.metadata.clone().unwrap_or_default();
+        let place = metadata
+            .annotations
+            .get(names::POD)
+            .and_then(|place| place.split_once('/'));
+        let Some((namespace, pod)) = place else {
+            return Ok(After::Done);
+        };
+        let pods = Api::<Pod>::namespaced(self.client.clone(), namespace);
+        if let Some(pod) = pods.get_opt(pod).await?
+            && pod.metadata.uid.as_deref() == Some(uid)
+        {
+            return Ok(After::Pod(Box::new(pod)));
+        }
+        let now = Timestamp::now();
+        tracing::warn!(vm = metadata.name, "its pod is gone: it is stopped");
+        match step::end(vm, now, now) {
+            Step::Remove => self.remove(vm).await,
+            _ => Ok(After::Done),
+        }
+    }
+
+    async fn give_up(&self, pod: &Pod, reason: &str, message: &str) -> Result<After, Error> {
+        self.tell(Some(pod), EventType::Warning, reason, message).await;
+        let status = pod_status::failed(pod, reason, message, &self.host, Timestamp::now());
+        self.report(pod, &status).await
+    }
+
+    /// An event that can't be told is no reason to stop.
+    async fn tell(&self, pod: Option<&Pod>, type_: EventType, reason: &str, note: &str) {
+        let Some(pod) = pod else { return };
+        let event = Event {
+            type_,
+            reason: reason.to_owned(),
+            note: Some(note.chars().take(1000).collect()),
+            action: "Run".to_owned(),
+            secondary: None,
+        };
+        if let Err(error) = self.recorder.publish(&event, &pod.object_ref(&())).await {
+            tracing::debug!("event {reason}: {error}");
+        }
+    }
+}
+
+/// The pod that a VM was made for.
+pub fn pod_uid(vm: &v1::Vm) -> Option<&String> {
+    vm.metadata.as_ref()?.labels.get(names::POD_UID)
+}
+
+fn name(vm: &v1::Vm) -> String {
+    vm.metadata
+        .as_ref()
+        .map(|metadata| metadata.name.clone())
+        .unwrap_or_default()
+}
+
+/// Of the very VM that was seen, not of one that has its name by now.
+fn same(vm: &v1::Vm) -> v1::Preconditions {
+    v1::Preconditions {
+        uid: vm
+            .metadata
+            .as_ref()
+            .map(|metadata| metadata.uid.clone())
+            .unwrap_or_default(),
+        generation: None,
+    }
+}
+
+fn duration(time: Duration) -> well_known::Duration {
+    well_known::Duration {
+        seconds: i64::try_from(time.as_secs()).unwrap_or(i64::MAX),
+        nanos: i32::try_from(time.subsec_nanos()).unwrap_or_default(),
+    }
+}

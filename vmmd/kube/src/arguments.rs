@@ -1,0 +1,218 @@
+//! The command line.
+
+use std::{
+    collections::BTreeMap,
+    fs::{self, File},
+    net::{IpAddr, UdpSocket},
+    path::PathBuf,
+    time::Duration,
+};
+
+use anyhow::Context as _;
+use clap::{Args, Parser, Subcommand};
+use kube::{
+    Client, Config,
+    config::{KubeConfigOptions, Kubeconfig},
+};
+use rustix::fs::{FlockOperation, flock};
+
+use crate::{agent, placeholder};
+
+/// Makes nodes with vmmd nodes of a Kubernetes cluster.
+#[derive(Debug, Parser)]
+#[command(name = "vmmd-kube", version, max_term_width = 100)]
+pub struct Arguments {
+    /// How the API server is reached; from the environment of a pod, or as kubectl does it, when not given
+    #[arg(long, global = true, value_name = "FILE", env = "VMMD_KUBE_KUBECONFIG")]
+    pub kubeconfig: Option<PathBuf>,
+    /// What to do
+    #[command(subcommand)]
+    pub action: Action,
+}
+
+/// What the program does.
+#[derive(Debug, Subcommand)]
+pub enum Action {
+    /// Make the vmmd of this machine a node
+    Agent(AgentArguments),
+    /// Make pods for VirtualMachines
+    Controller(ControllerArguments),
+    /// Print the definition of VirtualMachine
+    Crd,
+}
+
+/// Of the agent.
+#[derive(Debug, Args)]
+pub struct AgentArguments {
+    /// Name of the node; the host's name with "-vmm" behind it when not given
+    #[arg(long, value_name = "NAME", env = "VMMD_KUBE_NODE")]
+    pub node_name: Option<String>,
+    /// Socket of vmmd
+    #[arg(
+        long,
+        value_name = "FILE",
+        env = "VMMD_SOCKET",
+        default_value = "/run/vmmd/vmmd.sock"
+    )]
+    pub socket: PathBuf,
+    /// Address of the node; the one that the default route leaves from when not given
+    #[arg(long, value_name = "ADDRESS", env = "VMMD_KUBE_ADDRESS")]
+    pub address: Option<IpAddr>,
+    /// Most VMs that the scheduler places here
+    #[arg(long, value_name = "NUMBER", default_value_t = 200, env = "VMMD_KUBE_MAX_VMS")]
+    pub max_vms: u32,
+    /// A label of the node
+    #[arg(long = "label", value_name = "KEY=VALUE", value_parser = pair)]
+    pub labels: Vec<(String, String)>,
+    /// CA of the certificate with which the API server calls nodes, as PEM; the agent serves `kubectl logs` when it is given
+    #[arg(long, value_name = "FILE", env = "VMMD_KUBE_CLIENT_CA")]
+    pub client_ca: Option<PathBuf>,
+    /// Port for these calls
+    #[arg(long, value_name = "PORT", default_value_t = 10350, env = "VMMD_KUBE_PORT")]
+    pub port: u16,
+    /// Locked while the agent runs, so that there is one
+    #[arg(
+        long,
+        value_name = "FILE",
+        env = "VMMD_KUBE_LOCK",
+        default_value = "/run/vmmd-kube/lock"
+    )]
+    pub lock_file: PathBuf,
+}
+
+/// Of the controller.
+#[derive(Debug, Args)]
+pub struct ControllerArguments {
+    /// Namespace of the lease by which one of several controllers is chosen
+    #[arg(
+        long,
+        value_name = "NAME",
+        env = "POD_NAMESPACE",
+        default_value = "vmmd-system"
+    )]
+    pub namespace: String,
+    /// RuntimeClass of the pods; none when not given
+    #[arg(long, value_name = "NAME")]
+    pub runtime_class: Option<String>,
+    /// Memory in MiB that a VM takes beyond its guest's
+    #[arg(long, value_name = "MIB", default_value_t = 16)]
+    pub overhead_mib: u32,
+    /// Work without asking whether another controller does
+    #[arg(long)]
+    pub no_leader_election: bool,
+}
+
+/// How long a call of the API server may take. A connection that leads nowhere is given up then.
+const CALL: Duration = Duration::from_secs(20);
+
+/// Connections to the API server.
+#[derive(Clone)]
+pub struct Clients {
+    /// For calls.
+    pub calls: Client,
+    /// For watches, which are silent for long.
+    pub watches: Client,
+}
+
+impl Arguments {
+    /// To the API server.
+    ///
+    /// # Errors
+    ///
+    /// That nothing says how to reach it.
+    pub async fn clients(&self) -> anyhow::Result<Clients> {
+        let config = match &self.kubeconfig {
+            Some(file) => {
+                let kubeconfig = Kubeconfig::read_from(file)?;
+                Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await?
+            }
+            None => Config::infer()
+                .await
+                .context("no API server: give --kubeconfig")?,
+        };
+        let watches = Client::try_from(config.clone())?;
+        let mut quick = config;
+        quick.connect_timeout = Some(CALL);
+        quick.read_timeout = Some(CALL);
+        quick.write_timeout = Some(CALL);
+        Ok(Clients {
+            calls: Client::try_from(quick)?,
+            watches,
+        })
+    }
+}
+
+impl AgentArguments {
+    /// What the node is told to be.
+    ///
+    /// # Errors
+    ///
+    /// That no address is given, and none is found.
+    pub fn settings(&self) -> anyhow::Result<agent::Settings> {
+        let host = rustix::system::uname()
+            .nodename()
+            .to_string_lossy()
+            .to_lowercase();
+        let name = self.node_name.clone().unwrap_or_else(|| format!("{host}-vmm"));
+        let address = match self.address {
+            Some(address) => address,
+            None => own_address().context("this machine has no address that others know: give --address")?,
+        };
+        let release = fs::read_to_string("/etc/os-release").unwrap_or_default();
+        let pretty = release.lines().find_map(|line| line.strip_prefix("PRETTY_NAME="));
+        Ok(agent::Settings {
+            addresses: vec![("InternalIP", address.to_string()), ("Hostname", host)],
+            name,
+            max_vms: self.max_vms,
+            port: self.client_ca.is_some().then_some(self.port),
+            labels: self.labels.iter().cloned().collect::<BTreeMap<_, _>>(),
+            machine_id: fs::read_to_string("/etc/machine-id")
+                .unwrap_or_default()
+                .trim()
+                .to_owned(),
+            os_image: pretty.unwrap_or_default().trim_matches('"').to_owned(),
+        })
+    }
+
+    /// Held as long as the file is open.
+    ///
+    /// # Errors
+    ///
+    /// That another agent holds it.
+    pub fn lock(&self) -> anyhow::Result<File> {
+        let path = self.lock_file.display();
+        let file = File::create(&self.lock_file).with_context(|| format!("open {path}"))?;
+        flock(&file, FlockOperation::NonBlockingLockExclusive)
+            .with_context(|| format!("lock {path}: is another agent running?"))?;
+        Ok(file)
+    }
+}
+
+impl ControllerArguments {
+    /// How pods are made.
+    pub fn settings(&self) -> placeholder::Settings {
+        placeholder::Settings {
+            overhead: u64::from(self.overhead_mib) << 20,
+            runtime_class: self.runtime_class.clone(),
+        }
+    }
+}
+
+/// The address that packets to others leave from. Nothing is sent.
+fn own_address() -> Option<IpAddr> {
+    let socket = UdpSocket::bind("0.0.0.0:0").ok()?;
+    // An address of the documentation's (RFC 5737): any that is not local does.
+    socket.connect("192.0.2.1:9").ok()?;
+    socket
+        .local_addr()
+        .ok()
+        .map(|address| address.ip())
+        .filter(|ip| !ip.is_unspecified())
+}
+
+fn pair(text: &str) -> Result<(String, String), String> {
+    let (key, value) = text
+        .split_once('=')
+        .ok_or_else(|| "must be KEY=VALUE".to_owned())?;
+    Ok((key.to_owned(), value.to_owned()))
+}

@@ -1,0 +1,241 @@
+//! What the controller does next for a VirtualMachine: a pure function of what the API server says.
+//!
+//! One VM never runs twice. A run is a number (the epoch), a pod of that number, and the pod's uid; all three are in the status, which is only
+//! written over the version that was read. The next run begins when the API server says that the pod is not there. It says so only after the
+//! agent of the pod's node has taken the finalizer away, which it does when the VM is gone. An agent starts a VM only for the pod whose uid
+//! the status names: of a controller that was overtaken, a late pod never becomes a VM.
+
+use jiff::{SignedDuration, Timestamp};
+use k8s_openapi::api::core::v1::{Node, Pod};
+use kube::ResourceExt as _;
+use proto::v1::RunPolicy;
+
+use super::status;
+use crate::{
+    crd::{Run, VirtualMachine, VirtualMachineStatus},
+    names,
+    placeholder::{self, Plan},
+    spec::{self, Invalid},
+};
+
+/// How long the first run after a failed one waits.
+const FIRST_WAIT: SignedDuration = SignedDuration::from_secs(10);
+/// How long it waits at most: twice as long after each failure in a row.
+const LONGEST_WAIT: SignedDuration = SignedDuration::from_secs(300);
+
+/// What is known of a VirtualMachine.
+pub struct Seen<'a> {
+    /// It.
+    pub machine: &'a VirtualMachine,
+    /// The pod with the name of its last run's.
+    pub pod: Option<&'a Pod>,
+    /// The node of the pod; `None` also when there is no such node.
+    pub node: Option<&'a Node>,
+    /// The time.
+    pub now: Timestamp,
+}
+
+/// What is to be done. Everything is looked at anew afterwards.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Act {
+    /// Note that the pod must be gone before the VirtualMachine is.
+    AddFinalizer,
+    /// The pod is gone.
+    RemoveFinalizer,
+    /// Write the status.
+    Write(Box<VirtualMachineStatus>),
+    /// Make the pod of the run that the status names.
+    CreatePod(Box<Plan>),
+    /// Delete this pod with its grace period.
+    DeletePod {
+        /// Its uid.
+        uid: String,
+    },
+    /// Look again after that.
+    Wait(SignedDuration),
+    /// Nothing.
+    Idle,
+}
+
+/// The next thing to do.
+pub fn next(seen: &Seen<'_>) -> Act {
+    let machine = seen.machine;
+    let old = machine.status.clone().unwrap_or_default();
+    let deleting = machine.metadata.deletion_timestamp.is_some();
+    let finalized = machine.finalizers().iter().any(|name| name == names::POD_GONE);
+    let (own, foreign) = sort(seen.pod, machine, &old);
+    if deleting {
+        if !finalized {
+            return Act::Idle;
+        }
+        return match own {
+            None => Act::RemoveFinalizer,
+            Some(pod) => {
+                delete(pod).unwrap_or_else(|| write_if_new(&old, status::of(seen, &old, Some(pod), None)))
+            }
+        };
+    }
+    if !finalized {
+        return Act::AddFinalizer;
+    }
+    // The name is taken by a pod that no agent will ever run.
+    if let Some(uid) = foreign {
+        return Act::DeletePod { uid };
+    }
+    let plan = Plan::of(machine);
+    match own {
+        Some(pod) => with_pod(seen, &old, pod, plan.as_ref()),
+        None => without_pod(seen, &old, plan),
+    }
+}
+
+/// The pod of the last run; or the uid of one that has only its name and is not being deleted.
+fn sort<'a>(
+    pod: Option<&'a Pod>,
+    machine: &VirtualMachine,
+    status: &VirtualMachineStatus,
+) -> (Option<&'a Pod>, Option<String>) {
+    let (Some(pod), Some(run)) = (pod, &status.run) else {
+        return (None, None);
+    };
+    let own = match &run.pod_uid {
+        Some(uid) => pod.metadata.uid.as_ref() == Some(uid),
+        None => placeholder::belongs(pod, machine, status.epoch),
+    };
+    if own {
+        return (Some(pod), None);
+    }
+    let ours = placeholder::belongs(pod, machine, status.epoch);
+    let stale = ours && pod.metadata.deletion_timestamp.is_none();
+    (None, pod.uid().filter(|_| stale))
+}
+
+fn delete(pod: &Pod) -> Option<Act> {
+    let live = pod.metadata.deletion_timestamp.is_none();
+    pod.uid().filter(|_| live).map(|uid| Act::DeletePod { uid })
+}
+
+fn with_pod(seen: &Seen<'_>, old: &VirtualMachineStatus, pod: &Pod, plan: Result<&Plan, &Invalid>) -> Act {
+    let mut new = status::of(seen, old, Some(pod), plan.err());
+    let Some(run) = &mut new.run else {
+        return Act::Idle;
+    };
+    run.pod_uid = pod.uid();
+    let end = status::end(pod);
+    if run.end.is_none() && end.is_some() {
+        run.end = end;
+        note_end(&mut new, seen.now);
+    }
+    if let Act::Write(new) = write_if_new(old, new.clone()) {
+        return Act::Write(new);
+    }
+    let Ok(plan) = plan else { return Act::Idle };
+    let policy = spec::run_policy(&plan.vm);
+    // The pod of a run that has ended stays, with its log, as long as there is no other run.
+    let over = policy == RunPolicy::AlwaysOff
+        || (new.run.as_ref().is_some_and(|run| run.end.is_some()) && wanted(seen.machine, &new, policy));
+    if !over {
+        return Act::Idle;
+    }
+    match wait(&new, seen.now).filter(|_| policy != RunPolicy::AlwaysOff) {
+        Some(left) => Act::Wait(left),
+        None => delete(pod).unwrap_or(Act::Idle),
+    }
+}
+
+fn without_pod(seen: &Seen<'_>, old: &VirtualMachineStatus, plan: Result<Plan, Invalid>) -> Act {
+    let mut new = status::of(seen, old, None, plan.as_ref().err());
+    let Ok(plan) = plan else {
+        return write_if_new(old, new);
+    };
+    let policy = spec::run_policy(&plan.vm);
+    if let Some(run) = &mut new.run {
+        match &run.pod_uid {
+            // The controller ended between the two steps.
+            None if run.digest == plan.digest() && policy != RunPolicy::AlwaysOff => {
+                return match write_if_new(old, new) {
+                    Act::Idle => Act::CreatePod(Box::new(plan)),
+                    act => act,
+                };
+            }
+            // The spec has changed meanwhile: a run without a pod is no run, but its number is spent.
+            None => run.end = Some("Replaced".to_owned()),
+            Some(_) if run.end.is_none() => {
+                run.end = Some("Lost".to_owned());
+            }
+            Some(_) => {}
+        }
+    }
+    if !wanted(seen.machine, &new, policy) {
+        return write_if_new(old, new);
+    }
+    if let Some(left) = wait(&new, seen.now) {
+        return match write_if_new(old, new) {
+            Act::Idle => Act::Wait(left),
+            act => act,
+        };
+    }
+    new.epoch = old.epoch + 1;
+    new.run = Some(Run {
+        pod: names::pod_name(&seen.machine.name_any(), new.epoch),
+        digest: plan.digest(),
+        ..Run::default()
+    });
+    new.start = seen.machine.annotations().get(names::START).cloned();
+    new.next_run_time = None;
+    "Pending".clone_into(&mut new.phase);
+    Act::Write(Box::new(new))
+}
+
+/// Whether there is to be a run after the last one, which is over.
+fn wanted(machine: &VirtualMachine, status: &VirtualMachineStatus, policy: RunPolicy) -> bool {
+    let end = status.run.as_ref().and_then(|run| run.end.as_deref());
+    let start = machine.annotations().get(names::START);
+    let requested = start.is_some() && start != status.start.as_ref();
+    if end == Some("Replaced") {
+        return policy != RunPolicy::AlwaysOff;
+    }
+    match policy {
+        RunPolicy::AlwaysOff => false,
+        _ if requested => true,
+        RunPolicy::Manual => false,
+        RunPolicy::AlwaysOn => true,
+        RunPolicy::RerunOnFailure => matches!(end, None | Some("Failed" | "Lost")),
+        RunPolicy::AlwaysOnUnlessStopped | RunPolicy::Unspecified => end != Some(names::STOPPED),
+    }
+}
+
+/// Counts a failure, and says when the next run may begin.
+fn note_end(status: &mut VirtualMachineStatus, now: Timestamp) {
+    if status.run.as_ref().and_then(|run| run.end.as_deref()) != Some("Failed") {
+        status.failures = 0;
+        status.next_run_time = None;
+        return;
+    }
+    let factor = 1_i32.checked_shl(status.failures.min(16)).unwrap_or(i32::MAX);
+    let wait = FIRST_WAIT
+        .checked_mul(factor)
+        .unwrap_or(LONGEST_WAIT)
+        .min(LONGEST_WAIT);
+    status.failures = status.failures.saturating_add(1);
+    status.next_run_time = now.checked_add(wait).ok().map(|time| time.to_string());
+}
+
+/// How long the next run has to wait yet.
+fn wait(status: &VirtualMachineStatus, now: Timestamp) -> Option<SignedDuration> {
+    let time: Timestamp = status.next_run_time.as_ref()?.parse().ok()?;
+    let left = time.duration_since(now);
+    left.is_positive().then_some(left)
+}
+
+fn write_if_new(old: &VirtualMachineStatus, new: VirtualMachineStatus) -> Act {
+    if *old == new {
+        Act::Idle
+    } else {
+        Act::Write(Box::new(new))
+    }
+}
+
+#[cfg(test)]
+#[path = "decide_tests.rs"]
+mod tests;

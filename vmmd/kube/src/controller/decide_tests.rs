@@ -1,0 +1,294 @@
+use kube::ResourceExt as _;
+use serde_json::{Value, json};
+
+use super::*;
+use crate::placeholder::tests::{machine, settings};
+
+const NOW: &str = "2026-01-02T03:04:05Z";
+
+fn now() -> Timestamp {
+    NOW.parse().unwrap()
+}
+
+fn look(machine: &VirtualMachine, pod: Option<&Pod>, node: Option<&Node>) -> Act {
+    next(&Seen {
+        machine,
+        pod,
+        node,
+        now: now(),
+    })
+}
+
+/// A VirtualMachine with the finalizer and this status.
+fn with(policy: &str, status: Value) -> VirtualMachine {
+    machine(|value| {
+        value["metadata"]["finalizers"] = json!([names::POD_GONE]);
+        value["spec"]["vm"]["runPolicy"] = policy.into();
+        value["status"] = status;
+    })
+}
+
+fn run(uid: Option<&str>, end: Option<&str>, of: &VirtualMachine) -> Value {
+    let digest = Plan::of(of).unwrap().digest();
+    json!({"epoch": 3, "run": {"pod": "web-3", "podUid": uid, "digest": digest, "end": end}})
+}
+
+/// In run 3, which has a pod with this uid, and ended like that.
+fn in_run(policy: &str, uid: Option<&str>, end: Option<&str>) -> VirtualMachine {
+    let status = run(uid, end, &with(policy, json!({})));
+    with(policy, status)
+}
+
+fn pod_of(machine: &VirtualMachine, uid: &str, change: impl FnOnce(&mut Value)) -> Pod {
+    let plan = Plan::of(machine).unwrap();
+    let pod = placeholder::pod(machine, &plan, 3, &settings()).unwrap();
+    let mut value = serde_json::to_value(pod).unwrap();
+    value["metadata"]["uid"] = uid.into();
+    value["status"] = json!({"phase": "Pending"});
+    change(&mut value);
+    serde_json::from_value(value).unwrap()
+}
+
+fn node(ready: &str) -> Node {
+    let value =
+        json!({"metadata": {"name": "n1"}, "status": {"conditions": [{"type": "Ready", "status": ready}]}});
+    serde_json::from_value(value).unwrap()
+}
+
+/// Carries out what only changes the VirtualMachine, until something else is to be done.
+fn settle(mut machine: VirtualMachine, pod: Option<&Pod>, node: Option<&Node>) -> (VirtualMachine, Act) {
+    for _ in 0..9 {
+        match look(&machine, pod, node) {
+            Act::Write(status) => machine.status = Some(*status),
+            act => return (machine, act),
+        }
+    }
+    panic!("it never settles: {:?}", machine.status);
+}
+
+#[test]
+fn the_number_is_written_before_the_pod_is_made_and_the_pod_noted_after() {
+    let fresh = machine(|_| {});
+    assert_eq!(look(&fresh, None, None), Act::AddFinalizer);
+    let fresh = with("always_on", json!({}));
+    let Act::Write(status) = look(&fresh, None, None) else {
+        panic!("no write");
+    };
+    assert_eq!((status.epoch, &*status.run.as_ref().unwrap().pod), (1, "web-1"));
+    assert_eq!(status.run.as_ref().unwrap().pod_uid, None);
+    let (machine, act) = settle(fresh, None, None);
+    assert!(matches!(act, Act::CreatePod(_)), "{act:?}");
+    let pod = {
+        let plan = Plan::of(&machine).unwrap();
+        let mut pod = placeholder::pod(&machine, &plan, 1, &settings()).unwrap();
+        pod.metadata.uid = Some("p-1".to_owned());
+        pod
+    };
+    let (machine, act) = settle(machine, Some(&pod), None);
+    assert_eq!(act, Act::Idle);
+    let status = machine.status.unwrap();
+    assert_eq!(status.run.unwrap().pod_uid.as_deref(), Some("p-1"));
+    assert_eq!(status.phase, "Scheduling");
+}
+
+#[test]
+fn the_run_policy_says_what_follows_an_end() {
+    // Policy, end of the run as its pod says it, and whether the pod makes room for another run.
+    let table = [
+        ("always_on", "Succeeded", None, true),
+        ("always_on", "Succeeded", Some(names::STOPPED), true),
+        ("always_on_unless_stopped", "Succeeded", None, true),
+        (
+            "always_on_unless_stopped",
+            "Succeeded",
+            Some(names::STOPPED),
+            false,
+        ),
+        ("rerun_on_failure", "Succeeded", None, false),
+        ("manual", "Succeeded", None, false),
+    ];
+    for (policy, phase, reason, again) in table {
+        let machine = in_run(policy, Some("p-3"), None);
+        let pod = pod_of(&machine, "p-3", |pod| {
+            pod["spec"]["nodeName"] = "n1".into();
+            pod["status"] = json!({"phase": phase, "reason": reason});
+        });
+        let (machine, act) = settle(machine, Some(&pod), Some(&node("True")));
+        let deletes = Act::DeletePod { uid: "p-3".into() };
+        assert_eq!(
+            act,
+            if again { deletes } else { Act::Idle },
+            "{policy} {reason:?}"
+        );
+        // Nothing begins as long as the pod is there.
+        assert_eq!(machine.status.as_ref().unwrap().epoch, 3);
+        let (machine, _) = settle(machine, None, None);
+        assert_eq!(
+            machine.status.unwrap().epoch,
+            if again { 4 } else { 3 },
+            "{policy}"
+        );
+    }
+}
+
+#[test]
+fn a_pod_that_was_deleted_is_a_run_that_was_lost() {
+    for (policy, again) in [
+        ("always_on", true),
+        ("always_on_unless_stopped", true),
+        ("rerun_on_failure", true),
+        ("manual", false),
+        ("always_off", false),
+    ] {
+        let (machine, _) = settle(in_run(policy, Some("p-3"), None), None, None);
+        assert_eq!(
+            machine.status.unwrap().epoch,
+            if again { 4 } else { 3 },
+            "{policy}"
+        );
+    }
+}
+
+#[test]
+fn runs_that_fail_wait_longer_each_time() {
+    let machine = in_run("always_on", Some("p-3"), None);
+    let pod = pod_of(&machine, "p-3", |pod| pod["status"] = json!({"phase": "Failed"}));
+    let (mut machine, act) = settle(machine, Some(&pod), None);
+    assert_eq!(act, Act::Wait(SignedDuration::from_secs(10)));
+    let status = machine.status.as_mut().unwrap();
+    assert_eq!(status.failures, 1);
+    status.next_run_time = Some(NOW.to_owned());
+    let (machine, act) = settle(machine, Some(&pod), None);
+    assert_eq!(act, Act::DeletePod { uid: "p-3".into() });
+    let mut status = machine.status.unwrap();
+    for (failures, wait) in [
+        (1, "2026-01-02T03:04:25Z"),
+        (5, "2026-01-02T03:09:05Z"),
+        (99, "2026-01-02T03:09:05Z"),
+    ] {
+        status.failures = failures;
+        note_end(&mut status, now());
+        assert_eq!(status.next_run_time.as_deref(), Some(wait));
+    }
+}
+
+#[test]
+fn a_pod_on_a_node_that_does_not_report_is_not_replaced() {
+    for gone in [None, Some(node("Unknown"))] {
+        let machine = in_run("always_on", Some("p-3"), None);
+        let pod = pod_of(&machine, "p-3", |pod| {
+            pod["spec"]["nodeName"] = "n1".into();
+            pod["metadata"]["deletionTimestamp"] = NOW.into();
+            pod["status"] = json!({"phase": "Running"});
+        });
+        let (machine, act) = settle(machine, Some(&pod), gone.as_ref());
+        assert_eq!(act, Act::Idle);
+        let status = machine.status.unwrap();
+        assert_eq!((&*status.phase, status.epoch), ("Unknown", 3));
+        let ready = status.conditions.iter().find(|one| one.kind == "Ready").unwrap();
+        assert_eq!((&*ready.status, &*ready.reason), ("Unknown", "NodeUnreachable"));
+        assert!(
+            ready.message.contains("not started elsewhere"),
+            "{}",
+            ready.message
+        );
+    }
+}
+
+#[test]
+fn a_late_pod_of_the_same_number_is_deleted_and_another_run_begins() {
+    let machine = in_run("always_on", Some("p-3"), None);
+    let late = pod_of(&machine, "p-late", |_| {});
+    assert_eq!(
+        look(&machine, Some(&late), None),
+        Act::DeletePod { uid: "p-late".into() }
+    );
+    let going = pod_of(&machine, "p-late", |pod| {
+        pod["metadata"]["deletionTimestamp"] = NOW.into()
+    });
+    let (machine, _) = settle(machine, Some(&going), None);
+    assert_eq!(machine.status.unwrap().epoch, 4);
+}
+
+#[test]
+fn a_deleted_machine_waits_for_its_pod() {
+    let mut machine = in_run("always_on", Some("p-3"), None);
+    machine.metadata.deletion_timestamp = Some(k8s_openapi::apimachinery::pkg::apis::meta::v1::Time(now()));
+    let pod = pod_of(&machine, "p-3", |_| {});
+    let (_, act) = settle(machine.clone(), Some(&pod), None);
+    assert_eq!(act, Act::DeletePod { uid: "p-3".into() });
+    let going = pod_of(&machine, "p-3", |pod| {
+        pod["metadata"]["deletionTimestamp"] = NOW.into()
+    });
+    let (machine, act) = settle(machine, Some(&going), None);
+    assert_eq!(act, Act::Idle);
+    assert_eq!(machine.status.as_ref().unwrap().phase, "Stopping");
+    assert_eq!(look(&machine, None, None), Act::RemoveFinalizer);
+}
+
+#[test]
+fn a_start_by_annotation_begins_one_run() {
+    let mut machine = with("manual", json!({}));
+    let (same, act) = settle(machine.clone(), None, None);
+    assert_eq!((same.status.unwrap().epoch, act), (0, Act::Idle));
+    machine
+        .annotations_mut()
+        .insert(names::START.to_owned(), "monday".to_owned());
+    let (machine, act) = settle(machine, None, None);
+    assert!(matches!(act, Act::CreatePod(_)));
+    assert_eq!(machine.status.as_ref().unwrap().start.as_deref(), Some("monday"));
+    let mut ended = machine;
+    let status = ended.status.as_mut().unwrap();
+    status.run.as_mut().unwrap().pod_uid = Some("p-1".to_owned());
+    let (ended, act) = settle(ended, None, None);
+    assert_eq!((ended.status.unwrap().epoch, act), (1, Act::Idle));
+}
+
+#[test]
+fn a_policy_of_off_ends_the_run() {
+    let machine = in_run("always_off", Some("p-3"), None);
+    let pod = pod_of(&machine, "p-3", |pod| pod["status"] = json!({"phase": "Running"}));
+    let (_, act) = settle(machine, Some(&pod), None);
+    assert_eq!(act, Act::DeletePod { uid: "p-3".into() });
+}
+
+#[test]
+fn a_spec_that_vmmd_refuses_is_shown_and_makes_no_pod() {
+    let mut bad = with("manual", json!({}));
+    bad.spec.vm.insert("memory".to_owned(), json!({"sizeBytes": 1}));
+    let (bad, act) = settle(bad, None, None);
+    assert_eq!(act, Act::Idle);
+    let status = bad.status.unwrap();
+    assert_eq!((&*status.phase, status.epoch), ("Invalid", 0));
+    let valid = status.conditions.iter().find(|one| one.kind == "Valid").unwrap();
+    assert!(
+        valid.message.contains("spec.vm.memory.sizeBytes"),
+        "{}",
+        valid.message
+    );
+}
+
+#[test]
+fn a_spec_that_changes_before_the_pod_is_made_takes_another_number() {
+    let mut machine = in_run("always_on", None, None);
+    assert!(matches!(settle(machine.clone(), None, None).1, Act::CreatePod(_)));
+    machine.spec.vm.insert("cpu".to_owned(), json!({"cores": 4}));
+    let (machine, act) = settle(machine, None, None);
+    assert!(matches!(act, Act::CreatePod(_)));
+    assert_eq!(machine.status.unwrap().epoch, 4);
+}
+
+#[test]
+fn times_of_conditions_stay_as_long_as_their_status_does() {
+    let (machine, _) = settle(with("manual", json!({})), None, None);
+    let before = machine.status.clone().unwrap();
+    let later = now() + SignedDuration::from_secs(5);
+    let seen = Seen {
+        machine: &machine,
+        pod: None,
+        node: None,
+        now: later,
+    };
+    assert_eq!(next(&seen), Act::Idle);
+    assert_eq!(status::of(&seen, &before, None, None), before);
+}

@@ -1,0 +1,275 @@
+//! The controller: one placeholder pod for each run of a VirtualMachine, and the status of each.
+//!
+//! It reads, asks [`decide`] what to do, does that one thing, and reads again. Of several controllers one works: the one that has the
+//! [`crate::leader`] lease. Two that both believe so do no harm, see [`decide`].
+
+mod decide;
+mod orphans;
+mod status;
+
+use std::{sync::Arc, time::Duration};
+
+use futures::StreamExt as _;
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::{Node, Pod};
+use kube::{
+    Api, Client, ResourceExt as _,
+    api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions},
+    runtime::{
+        controller::{Action, Controller},
+        events::{Event, EventType, Recorder},
+        reflector::{ObjectRef, Store},
+    },
+};
+use serde_json::json;
+
+use self::decide::{Act, Seen};
+use crate::{
+    arguments::Clients,
+    backoff::{Watches, watching},
+    crd::VirtualMachine,
+    names,
+    placeholder::{self, Plan, Settings},
+    spec::Invalid,
+};
+
+/// How long until a VirtualMachine is looked at again without a reason.
+const RESYNC: Duration = Duration::from_secs(300);
+/// How many things are done at once for one VirtualMachine before others have their turn.
+const STEPS: usize = 8;
+
+/// What reconciling needs.
+struct Context {
+    client: Client,
+    settings: Settings,
+    recorder: Recorder,
+}
+
+#[derive(Debug, thiserror::Error)]
+enum Error {
+    #[error("{0}")]
+    Api(#[from] kube::Error),
+}
+
+/// Works until the watches end, which they never do.
+pub async fn run(clients: Clients, settings: Settings) {
+    let machines = Api::<VirtualMachine>::all(clients.watches.clone());
+    let pods = Api::<Pod>::all(clients.watches.clone());
+    let nodes = Api::<Node>::all(clients.watches.clone());
+    let recorder = Recorder::new(clients.calls.clone(), "vmmd-kube-controller".into());
+    let released = tokio::spawn(orphans::run(clients.clone()));
+    let context = Arc::new(Context {
+        client: clients.calls,
+        settings,
+        recorder,
+    });
+    let controller = Controller::new(machines, watching());
+    let store = controller.store();
+    controller
+        .owns(pods, watching().labels(names::MACHINE_UID))
+        .watches(nodes, watching().labels(names::NODE), move |node| {
+            on_node(&store, &node)
+        })
+        .trigger_backoff(Watches::new())
+        .run(reconcile, on_error, context)
+        .for_each(|result| async move {
+            if let Err(error) = result {
+                tracing::debug!("{error}");
+            }
+        })
+        .await;
+    released.abort();
+}
+
+/// The VirtualMachines whose status depends on a node. What a node says every minute makes no work where nothing is on it.
+fn on_node(store: &Store<VirtualMachine>, node: &Node) -> Vec<ObjectRef<VirtualMachine>> {
+    let conditions = node.status.as_ref().and_then(|status| status.conditions.as_ref());
+    let lost = conditions
+        .into_iter()
+        .flatten()
+        .any(|condition| condition.type_ == "Ready" && condition.status == "Unknown")
+        || node.metadata.deletion_timestamp.is_some();
+    let name = node.name_any();
+    let concerned = store.state_filter(|machine| {
+        let status = machine.status.as_ref();
+        status
+            .is_some_and(|status| status.node.as_ref() == Some(&name) && (lost || status.phase == "Unknown"))
+    });
+    concerned
+        .iter()
+        .map(|machine| ObjectRef::from_obj(&**machine))
+        .collect()
+}
+
+fn on_error(machine: Arc<VirtualMachine>, error: &Error, _: Arc<Context>) -> Action {
+    match error {
+        // Somebody else has written: what is true now comes by the watch.
+        Error::Api(kube::Error::Api(status)) if status.is_conflict() => {
+            Action::requeue(Duration::from_secs(1))
+        }
+        Error::Api(_) => {
+            tracing::warn!(vm = machine.name_any(), "{error}");
+            Action::requeue(Duration::from_secs(5))
+        }
+    }
+}
+
+async fn reconcile(machine: Arc<VirtualMachine>, context: Arc<Context>) -> Result<Action, Error> {
+    let namespace = machine.namespace().unwrap_or_default();
+    let pods = Api::<Pod>::namespaced(context.client.clone(), &namespace);
+    let nodes = Api::<Node>::all(context.client.clone());
+    let mut machine = (*machine).clone();
+    for _ in 0..STEPS {
+        let pod = match machine.status.as_ref().and_then(|status| status.run.as_ref()) {
+            Some(run) => pods.get_opt(&run.pod).await?,
+            None => None,
+        };
+        let bound = pod
+            .as_ref()
+            .and_then(|pod| pod.spec.as_ref()?.node_name.as_deref());
+        let node = match bound {
+            Some(name) => nodes.get_opt(name).await?,
+            None => None,
+        };
+        let seen = Seen {
+            machine: &machine,
+            pod: pod.as_ref(),
+            node: node.as_ref(),
+            now: Timestamp::now(),
+        };
+        let act = decide::next(&seen);
+        let wait = match &act {
+            Act::Idle => Some(RESYNC),
+            Act::Wait(time) => Some(Duration::try_from(*time).unwrap_or_default().min(RESYNC)),
+            _ => None,
+        };
+        if let Some(wait) = wait {
+            return Ok(Action::requeue(wait));
+        }
+        let Some(next) = context.carry_out(&machine, act, &pods).await? else {
+            return Ok(Action::await_change());
+        };
+        machine = next;
+    }
+    Ok(Action::requeue(Duration::from_secs(1)))
+}
+
+impl Context {
+    /// The VirtualMachine as it is then; `None` when it is gone.
+    async fn carry_out(
+        &self,
+        machine: &VirtualMachine,
+        act: Act,
+        pods: &Api<Pod>,
+    ) -> Result<Option<VirtualMachine>, Error> {
+        let namespace = machine.namespace().unwrap_or_default();
+        let machines = Api::<VirtualMachine>::namespaced(self.client.clone(), &namespace);
+        let name = machine.name_any();
+        let run = machine
+            .status
+            .as_ref()
+            .and_then(|status| status.run.clone())
+            .unwrap_or_default();
+        match act {
+            Act::AddFinalizer => {
+                let mut finalizers = machine.finalizers().to_vec();
+                finalizers.push(names::POD_GONE.to_owned());
+                return Ok(Some(self.finalize(&machines, machine, &finalizers).await?));
+            }
+            Act::RemoveFinalizer => {
+                let finalizers = machine.finalizers().iter();
+                let finalizers: Vec<_> = finalizers
+                    .filter(|one| *one != names::POD_GONE)
+                    .cloned()
+                    .collect();
+                self.finalize(&machines, machine, &finalizers).await?;
+                return Ok(None);
+            }
+            Act::Write(status) => {
+                let mut new = machine.clone();
+                new.status = Some(*status);
+                let parameters = PostParams::default();
+                return Ok(Some(machines.replace_status(&name, &parameters, &new).await?));
+            }
+            Act::CreatePod(plan) => self.create(machine, &plan, pods).await?,
+            Act::DeletePod { uid } => {
+                let parameters = DeleteParams {
+                    preconditions: Some(Preconditions {
+                        uid: Some(uid),
+                        resource_version: None,
+                    }),
+                    ..DeleteParams::default()
+                };
+                match pods.delete(&run.pod, &parameters).await {
+                    Ok(_) => {
+                        let note = format!("Deleted pod {}", run.pod);
+                        self.tell(machine, EventType::Normal, "DeletedPod", note).await;
+                    }
+                    Err(kube::Error::Api(status)) if status.is_not_found() => {}
+                    Err(error) => return Err(error.into()),
+                }
+            }
+            Act::Wait(_) | Act::Idle => {}
+        }
+        Ok(machines.get_opt(&name).await?)
+    }
+
+    /// Writes the finalizers over the version that was read.
+    async fn finalize(
+        &self,
+        machines: &Api<VirtualMachine>,
+        machine: &VirtualMachine,
+        finalizers: &[String],
+    ) -> Result<VirtualMachine, Error> {
+        let patch = json!({"metadata": {
+            "resourceVersion": machine.resource_version(),
+            "finalizers": finalizers,
+        }});
+        let parameters = PatchParams::default();
+        Ok(machines
+            .patch(&machine.name_any(), &parameters, &Patch::Merge(patch))
+            .await?)
+    }
+
+    async fn create(&self, machine: &VirtualMachine, plan: &Plan, pods: &Api<Pod>) -> Result<(), Error> {
+        let epoch = machine.status.as_ref().map_or(0, |status| status.epoch);
+        let made = match placeholder::pod(machine, plan, epoch, &self.settings) {
+            Ok(pod) => pods.create(&PostParams::default(), &pod).await,
+            Err(Invalid(text)) => {
+                self.tell(machine, EventType::Warning, "InvalidSpec", text.clone())
+                    .await;
+                let status = kube::core::Status::failure(&text, "Invalid").with_code(422);
+                return Err(Error::Api(kube::Error::Api(status.boxed())));
+            }
+        };
+        match made {
+            Ok(pod) => {
+                let note = format!("Created pod {} for run {epoch}", pod.name_any());
+                self.tell(machine, EventType::Normal, "CreatedPod", note).await;
+                Ok(())
+            }
+            // By the controller before this one, or by one that was overtaken: the next look says whose it is.
+            Err(kube::Error::Api(status)) if status.is_already_exists() => Ok(()),
+            Err(error) => {
+                let note = format!("Can't create the pod of run {epoch}: {error}");
+                self.tell(machine, EventType::Warning, "FailedCreate", note).await;
+                Err(error.into())
+            }
+        }
+    }
+
+    /// An event that can't be told is no reason to stop.
+    async fn tell(&self, machine: &VirtualMachine, type_: EventType, reason: &str, note: String) {
+        use kube::Resource as _;
+        let event = Event {
+            type_,
+            reason: reason.to_owned(),
+            note: Some(note.chars().take(1000).collect()),
+            action: "Reconcile".to_owned(),
+            secondary: None,
+        };
+        if let Err(error) = self.recorder.publish(&event, &machine.object_ref(&())).await {
+            tracing::debug!("event {reason}: {error}");
+        }
+    }
+}

@@ -1,0 +1,149 @@
+//! What the status of a VirtualMachine says, from its pod and the pod's node.
+
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::{Node, Pod, PodCondition};
+use kube::ResourceExt as _;
+
+use super::decide::Seen;
+use crate::{
+    crd::{Condition, VirtualMachineStatus},
+    names,
+    spec::Invalid,
+};
+
+/// The status after `old`, apart from what only [`super::decide`] sets.
+pub fn of(
+    seen: &Seen<'_>,
+    old: &VirtualMachineStatus,
+    pod: Option<&Pod>,
+    invalid: Option<&Invalid>,
+) -> VirtualMachineStatus {
+    let mut new = old.clone();
+    new.observed_generation = seen.machine.metadata.generation;
+    let status = pod.and_then(|pod| pod.status.clone()).unwrap_or_default();
+    let bound = pod.and_then(|pod| pod.spec.as_ref()?.node_name.clone());
+    let unreachable = bound.as_ref().and_then(|name| unreachable(name, seen.node));
+    if pod.is_some() {
+        new.node.clone_from(&bound);
+    }
+    new.addresses = status
+        .pod_ips
+        .unwrap_or_default()
+        .into_iter()
+        .map(|ip| ip.ip)
+        .collect();
+    let containers = status.container_statuses.unwrap_or_default();
+    new.restarts = containers.first().map_or(0, |container| container.restart_count);
+    let phase = status.phase.unwrap_or_default();
+    let ended = matches!(&*phase, "Succeeded" | "Failed");
+    let deleting = pod.is_some_and(|pod| pod.metadata.deletion_timestamp.is_some());
+    new.phase = match pod {
+        None if invalid.is_some() => "Invalid",
+        None => match old.run.as_ref().and_then(|run| run.end.as_deref()) {
+            Some("Failed") => "Failed",
+            _ if old
+                .run
+                .as_ref()
+                .is_some_and(|run| run.end.is_none() && run.pod_uid.is_none()) =>
+            {
+                "Pending"
+            }
+            _ => "Stopped",
+        },
+        Some(_) if unreachable.is_some() && !ended => "Unknown",
+        Some(_) if deleting => "Stopping",
+        Some(_) if bound.is_none() => "Scheduling",
+        Some(_) => match &*phase {
+            "Running" => "Running",
+            "Succeeded" => "Stopped",
+            "Failed" => "Failed",
+            _ => "Starting",
+        },
+    }
+    .to_owned();
+    let conditions = status.conditions.unwrap_or_default();
+    let find = |kind: &str| conditions.iter().find(|condition| condition.type_ == kind);
+    let ready = match (pod, &unreachable) {
+        (None, _) => condition("Ready", "False", "NotRunning", ""),
+        (Some(_), Some(message)) => condition("Ready", "Unknown", "NodeUnreachable", message),
+        (Some(_), None) => {
+            let message = status.message.as_deref().unwrap_or_default();
+            let reason = status.reason.as_deref().unwrap_or("NotReady");
+            copy("Ready", find("Ready"), reason, message)
+        }
+    };
+    let scheduled = match (&bound, pod) {
+        (Some(node), _) => condition("Scheduled", "True", "Bound", &format!("to node {node}")),
+        (None, Some(_)) => copy("Scheduled", find("PodScheduled"), "Waiting", ""),
+        (None, None) => condition("Scheduled", "False", "NoPod", ""),
+    };
+    let valid = match invalid {
+        Some(Invalid(text)) => condition("Valid", "False", "InvalidSpec", text),
+        None => condition("Valid", "True", "Valid", ""),
+    };
+    new.conditions = [valid, scheduled, ready]
+        .into_iter()
+        .map(|condition| keep_time(condition, old, seen.now))
+        .collect();
+    new
+}
+
+/// How the run of a pod has ended; `None` when it has not.
+pub fn end(pod: &Pod) -> Option<String> {
+    let status = pod.status.as_ref()?;
+    let end = match status.phase.as_deref()? {
+        "Succeeded" if status.reason.as_deref() == Some(names::STOPPED) => names::STOPPED,
+        "Succeeded" => "Succeeded",
+        "Failed" => "Failed",
+        _ => return None,
+    };
+    Some(end.to_owned())
+}
+
+/// Why nothing is known of what runs on a node; `None` when it reports.
+fn unreachable(name: &str, node: Option<&Node>) -> Option<String> {
+    let waits =
+        "the VM may still run there, and is not started elsewhere until the node says that it is gone";
+    let Some(node) = node else {
+        return Some(format!("there is no node {name}: {waits}"));
+    };
+    let conditions = node.status.as_ref()?.conditions.as_ref()?;
+    let ready = conditions.iter().find(|condition| condition.type_ == "Ready")?;
+    (ready.status == "Unknown").then(|| format!("node {} does not report: {waits}", node.name_any()))
+}
+
+fn condition(kind: &str, status: &str, reason: &str, message: &str) -> Condition {
+    Condition {
+        kind: kind.to_owned(),
+        status: status.to_owned(),
+        reason: reason.to_owned(),
+        message: message.to_owned(),
+        last_transition_time: String::new(),
+    }
+}
+
+fn copy(kind: &str, of: Option<&PodCondition>, reason: &str, message: &str) -> Condition {
+    let Some(of) = of else {
+        return condition(kind, "False", reason, message);
+    };
+    let reason = match of.reason.as_deref() {
+        Some(own) if !own.is_empty() => own,
+        _ if of.status == "True" => kind,
+        _ => reason,
+    };
+    let message = of
+        .message
+        .as_deref()
+        .filter(|own| !own.is_empty())
+        .unwrap_or(message);
+    condition(kind, &of.status, reason, message)
+}
+
+fn keep_time(mut new: Condition, old: &VirtualMachineStatus, now: Timestamp) -> Condition {
+    let before = old.conditions.iter().find(|before| before.kind == new.kind);
+    new.last_transition_time = match before {
+        Some(before) if before.status == new.status => before.last_transition_time.clone(),
+        _ => now.to_string(),
+    };
+    new
+}

@@ -1,0 +1,135 @@
+//! TLS with certificates on both sides. The agent's own is made when it starts and signed by itself: an API server that is to know it
+//! by a CA is given none yet, and one without `--kubelet-certificate-authority` does not ask.
+
+use std::{io, net::SocketAddr, path::Path, sync::Arc, time::Duration};
+
+use anyhow::Context as _;
+use axum::{extract::connect_info::Connected, serve::IncomingStream};
+use rustls::{
+    RootCertStore, ServerConfig,
+    pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, pem::PemObject as _},
+    server::WebPkiClientVerifier,
+};
+use tokio::{
+    net::{TcpListener, TcpStream},
+    sync::mpsc,
+};
+use tokio_rustls::{TlsAcceptor, server::TlsStream};
+use x509_parser::prelude::{FromDer as _, X509Certificate};
+
+/// How long a handshake may take.
+const HANDSHAKE: Duration = Duration::from_secs(10);
+/// Handshakes that are done and not served yet.
+const READY: usize = 16;
+
+/// Who calls, by the subject of its certificate.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Peer {
+    /// The common name.
+    pub user: String,
+    /// Its organizations.
+    pub groups: Vec<String>,
+}
+
+/// Connections whose handshake is done.
+pub struct Listener {
+    ready: mpsc::Receiver<(TlsStream<TcpStream>, Peer)>,
+    address: SocketAddr,
+}
+
+impl Listener {
+    /// On this address, for clients whose certificate is of a CA in `client_ca`. `names` are the addresses and names in the agent's own.
+    ///
+    /// # Errors
+    ///
+    /// That the address or the file can't be used.
+    pub async fn bind(address: SocketAddr, client_ca: &Path, names: &[String]) -> anyhow::Result<Self> {
+        let acceptor = TlsAcceptor::from(Arc::new(config(client_ca, names)?));
+        let listener = TcpListener::bind(address).await?;
+        let address = listener.local_addr()?;
+        let (send, ready) = mpsc::channel(READY);
+        tokio::spawn(accept(listener, acceptor, send));
+        Ok(Self { ready, address })
+    }
+}
+
+async fn accept(
+    listener: TcpListener,
+    acceptor: TlsAcceptor,
+    send: mpsc::Sender<(TlsStream<TcpStream>, Peer)>,
+) {
+    loop {
+        let Ok((stream, _)) = listener.accept().await else {
+            // Out of descriptors: others end.
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            continue;
+        };
+        let (acceptor, send) = (acceptor.clone(), send.clone());
+        tokio::spawn(async move {
+            let Ok(Ok(stream)) = tokio::time::timeout(HANDSHAKE, acceptor.accept(stream)).await else {
+                return;
+            };
+            let certificates = stream.get_ref().1.peer_certificates();
+            let peer = certificates
+                .and_then(|all| all.first())
+                .and_then(|first| peer(first));
+            if let Some(peer) = peer {
+                let _ = send.send((stream, peer)).await;
+            }
+        });
+    }
+}
+
+fn config(client_ca: &Path, names: &[String]) -> anyhow::Result<ServerConfig> {
+    let mut roots = RootCertStore::empty();
+    let file = client_ca.display();
+    for certificate in CertificateDer::pem_file_iter(client_ca).with_context(|| format!("read {file}"))? {
+        roots.add(certificate?)?;
+    }
+    let verifier = WebPkiClientVerifier::builder(Arc::new(roots))
+        .build()
+        .with_context(|| format!("{file} holds no CA"))?;
+    let own = rcgen::generate_simple_self_signed(names.to_vec())?;
+    let key = PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(own.signing_key.serialize_der()));
+    Ok(ServerConfig::builder()
+        .with_client_cert_verifier(verifier)
+        .with_single_cert(vec![own.cert.der().clone()], key)?)
+}
+
+/// `None` when the certificate names nobody.
+fn peer(certificate: &CertificateDer<'_>) -> Option<Peer> {
+    let (_, certificate) = X509Certificate::from_der(certificate).ok()?;
+    let subject = certificate.subject();
+    let user = subject.iter_common_name().next()?.as_str().ok()?.to_owned();
+    let groups = subject.iter_organization().filter_map(|one| one.as_str().ok());
+    Some(Peer {
+        user,
+        groups: groups.map(str::to_owned).collect(),
+    })
+}
+
+impl axum::serve::Listener for Listener {
+    type Io = TlsStream<TcpStream>;
+    type Addr = Peer;
+
+    async fn accept(&mut self) -> (Self::Io, Self::Addr) {
+        match self.ready.recv().await {
+            Some(accepted) => accepted,
+            // The other end is never dropped.
+            None => std::future::pending().await,
+        }
+    }
+
+    fn local_addr(&self) -> io::Result<Self::Addr> {
+        Ok(Peer {
+            user: self.address.to_string(),
+            groups: Vec::new(),
+        })
+    }
+}
+
+impl Connected<IncomingStream<'_, Listener>> for Peer {
+    fn connect_info(stream: IncomingStream<'_, Listener>) -> Self {
+        stream.remote_addr().clone()
+    }
+}

@@ -1,0 +1,200 @@
+//! The kubelet's API, as far as the API server asks a node for it: the serial log of a VM as the log of its pod's container.
+//!
+//! Over TLS, only for clients with a certificate of the cluster's CA, and only for what the API server says that they may do
+//! (SubjectAccessReview), as a kubelet with `--authorization-mode=Webhook` does.
+
+mod listener;
+mod logs;
+
+use std::{net::SocketAddr, path::Path, sync::Arc};
+
+use anyhow::Context as _;
+use axum::{
+    Router,
+    body::Body,
+    extract::{ConnectInfo, Path as UrlPath, Request, State},
+    http::{Method, StatusCode},
+    middleware::{self, Next},
+    response::{IntoResponse as _, Response},
+    routing::get,
+};
+use k8s_openapi::api::{
+    authorization::v1::{ResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec},
+    core::v1::Pod,
+};
+use kube::{Api, Client, ResourceExt as _, api::PostParams};
+use proto::v1;
+
+use self::listener::{Listener, Peer};
+use crate::{daemon::Daemon, names};
+
+/// What requests are answered with.
+#[derive(Clone)]
+struct Context {
+    client: Client,
+    daemon: Daemon,
+    node: Arc<str>,
+}
+
+/// Serves the API as long as the process lives.
+///
+/// # Errors
+///
+/// That the port or the CA can't be used.
+pub async fn serve(
+    client: Client,
+    daemon: Daemon,
+    node: &str,
+    addresses: &[String],
+    port: u16,
+    client_ca: &Path,
+) -> anyhow::Result<()> {
+    let listener = Listener::bind(SocketAddr::from(([0, 0, 0, 0], port)), client_ca, addresses)
+        .await
+        .with_context(|| format!("port {port} for the API server"))?;
+    let context = Context {
+        client,
+        daemon,
+        node: node.into(),
+    };
+    let router = Router::new()
+        .route("/healthz", get(|| async { "ok" }))
+        .route(
+            "/containerLogs/{namespace}/{pod}/{container}",
+            get(container_logs),
+        )
+        .layer(middleware::from_fn_with_state(context.clone(), authorize))
+        .with_state(context);
+    let service = router.into_make_service_with_connect_info::<Peer>();
+    axum::serve(listener, service).await?;
+    Ok(())
+}
+
+/// Lets a request through that the API server allows its caller.
+async fn authorize(State(context): State<Context>, request: Request, next: Next) -> Response {
+    let peer = request
+        .extensions()
+        .get::<ConnectInfo<Peer>>()
+        .map(|info| info.0.clone());
+    let Some(peer) = peer else {
+        return text(StatusCode::UNAUTHORIZED, "no certificate");
+    };
+    let review = review(&peer, request.method(), &context.node);
+    let reviews = Api::<SubjectAccessReview>::all(context.client.clone());
+    match reviews.create(&PostParams::default(), &review).await {
+        Ok(answer) if answer.status.as_ref().is_some_and(|status| status.allowed) => next.run(request).await,
+        Ok(_) => text(StatusCode::FORBIDDEN, &format!("{} may not do this", peer.user)),
+        Err(error) => text(
+            StatusCode::SERVICE_UNAVAILABLE,
+            &format!("can't ask the API server: {error}"),
+        ),
+    }
+}
+
+/// As a kubelet asks for everything but its own logs, figures and specification.
+fn review(peer: &Peer, method: &Method, node: &str) -> SubjectAccessReview {
+    let verb = match *method {
+        Method::POST => "create",
+        Method::PUT => "update",
+        Method::PATCH => "patch",
+        Method::DELETE => "delete",
+        _ => "get",
+    };
+    let attributes = ResourceAttributes {
+        verb: Some(verb.to_owned()),
+        version: Some("v1".to_owned()),
+        resource: Some("nodes".to_owned()),
+        subresource: Some("proxy".to_owned()),
+        name: Some(node.to_owned()),
+        ..ResourceAttributes::default()
+    };
+    SubjectAccessReview {
+        spec: SubjectAccessReviewSpec {
+            user: Some(peer.user.clone()),
+            groups: Some(peer.groups.clone()),
+            resource_attributes: Some(attributes),
+            ..SubjectAccessReviewSpec::default()
+        },
+        ..SubjectAccessReview::default()
+    }
+}
+
+async fn container_logs(
+    State(context): State<Context>,
+    UrlPath((namespace, pod, container)): UrlPath<(String, String, String)>,
+    request: Request,
+) -> Response {
+    if container != names::CONTAINER {
+        return text(StatusCode::NOT_FOUND, "the pod has no such container");
+    }
+    let options = match logs::Options::of(request.uri().query().unwrap_or_default()) {
+        Ok(options) => options,
+        Err(problem) => return text(StatusCode::BAD_REQUEST, &problem),
+    };
+    let vm = match context.vm(&namespace, &pod).await {
+        Ok(vm) => vm,
+        Err(answer) => return *answer,
+    };
+    match logs::stream(&context.daemon, vm, options).await {
+        Ok(bytes) => Body::from_stream(bytes).into_response(),
+        Err(status) => text(StatusCode::BAD_GATEWAY, status.message()),
+    }
+}
+
+impl Context {
+    /// Name of the VM of a pod of this node.
+    async fn vm(&self, namespace: &str, pod: &str) -> Result<String, Box<Response>> {
+        let away =
+            |error: &dyn std::fmt::Display| Box::new(text(StatusCode::BAD_GATEWAY, &error.to_string()));
+        let none = || Box::new(text(StatusCode::NOT_FOUND, "there is no VM of such a pod"));
+        let pods = Api::<Pod>::namespaced(self.client.clone(), namespace);
+        let found = pods.get_opt(pod).await.map_err(|error| away(&error))?;
+        let uid = found.and_then(|pod| pod.uid()).ok_or_else(none)?;
+        let filter = v1::VmFilter {
+            labels: vec![format!("{}={uid}", names::POD_UID)],
+            ..v1::VmFilter::default()
+        };
+        let request = v1::ListVmsRequest {
+            filter: Some(filter),
+            ..v1::ListVmsRequest::default()
+        };
+        let list = self.daemon.vms.clone().list_vms(request).await;
+        let list = list.map_err(|status| away(&status.message()))?.into_inner();
+        let vm = list.vms.into_iter().next().and_then(|vm| vm.metadata);
+        vm.map(|metadata| metadata.name).ok_or_else(none)
+    }
+}
+
+fn text(code: StatusCode, text: &str) -> Response {
+    (code, format!("{text}\n")).into_response()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_is_reviewed_as_one_for_the_node_s_proxy() {
+        let peer = Peer {
+            user: "kube-apiserver-kubelet-client".to_owned(),
+            groups: vec!["system:masters".to_owned()],
+        };
+        for (method, verb) in [
+            (Method::GET, "get"),
+            (Method::POST, "create"),
+            (Method::HEAD, "get"),
+        ] {
+            let review = serde_json::to_value(review(&peer, &method, "n1").spec).unwrap();
+            assert_eq!(
+                review,
+                serde_json::json!({
+                    "user": "kube-apiserver-kubelet-client",
+                    "groups": ["system:masters"],
+                    "resourceAttributes": {
+                        "verb": verb, "version": "v1", "resource": "nodes", "subresource": "proxy", "name": "n1",
+                    },
+                })
+            );
+        }
+    }
+}

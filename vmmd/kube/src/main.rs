@@ -1,0 +1,129 @@
+//! `vmmd-kube`: makes nodes with vmmd nodes of a Kubernetes cluster.
+//!
+//! The [`agent`] runs beside a vmmd: it is the kubelet of a node whose pods are virtual machines. The [`controller`] runs anywhere: it makes a
+//! pod for each run of a VirtualMachine ([`crd`]), and the scheduler places it.
+
+mod agent;
+mod arguments;
+mod backoff;
+mod controller;
+mod crd;
+mod daemon;
+mod kubelet;
+mod leader;
+mod names;
+mod placeholder;
+mod schema;
+mod spec;
+
+use anyhow::Context as _;
+use clap::Parser as _;
+use k8s_openapi::api::coordination::v1::Lease;
+use kube::{Api, CustomResourceExt as _};
+use tokio::signal::unix::{SignalKind, signal};
+use tracing_subscriber::{EnvFilter, layer::SubscriberExt as _, util::SubscriberInitExt as _};
+
+use self::arguments::{Action, AgentArguments, Arguments, Clients, ControllerArguments};
+
+/// Threads: the program waits far more than it works.
+const WORKERS: usize = 2;
+
+fn main() -> anyhow::Result<()> {
+    let arguments = Arguments::parse();
+    if matches!(arguments.action, Action::Crd) {
+        print!("{}", crd_yaml()?);
+        return Ok(());
+    }
+    start_log()?;
+    let provider = rustls::crypto::ring::default_provider();
+    let _ = provider.install_default();
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(WORKERS)
+        .enable_all()
+        .build()?;
+    runtime.block_on(run(arguments))
+}
+
+async fn run(arguments: Arguments) -> anyhow::Result<()> {
+    let clients = arguments.clients().await?;
+    match arguments.action {
+        Action::Agent(arguments) => run_agent(clients, arguments).await,
+        Action::Controller(arguments) => run_controller(clients, arguments).await,
+        Action::Crd => Ok(()),
+    }
+}
+
+async fn run_agent(clients: Clients, arguments: AgentArguments) -> anyhow::Result<()> {
+    let settings = arguments.settings()?;
+    // Two agents of one node would undo each other's work.
+    let _lock = arguments.lock()?;
+    let (client_ca, port) = (arguments.client_ca, arguments.port);
+    let daemon = daemon::Daemon::new(arguments.socket);
+    let served = {
+        let addresses: Vec<_> = settings
+            .addresses
+            .iter()
+            .map(|(_, address)| address.clone())
+            .collect();
+        let (client, daemon, node) = (clients.calls.clone(), daemon.clone(), settings.name.clone());
+        async move {
+            match &client_ca {
+                Some(ca) => kubelet::serve(client, daemon, &node, &addresses, port, ca).await,
+                None => std::future::pending().await,
+            }
+        }
+    };
+    let mut terminated = signal(SignalKind::terminate())?;
+    let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
+    tokio::select! {
+        () = agent::run(clients, daemon, settings) => anyhow::bail!("the agent has ended"),
+        result = served => result,
+        _ = terminated.recv() => Ok(()),
+    }
+}
+
+async fn run_controller(clients: Clients, arguments: ControllerArguments) -> anyhow::Result<()> {
+    let settings = arguments.settings();
+    if arguments.no_leader_election {
+        controller::run(clients, settings).await;
+        anyhow::bail!("the controller has ended");
+    }
+    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    let identity = format!("{host}_{}", uuid::Uuid::new_v4());
+    let leases = Api::<Lease>::namespaced(clients.calls.clone(), &arguments.namespace);
+    let leadership = leader::Leadership::new(leases, "vmmd-kube-controller", &identity);
+    leadership.acquire().await;
+    tracing::info!("leads as {identity}");
+    let mut terminated = signal(SignalKind::terminate())?;
+    tokio::select! {
+        () = controller::run(clients, settings) => anyhow::bail!("the controller has ended"),
+        // Whatever is under way ends with the process.
+        () = leadership.hold() => anyhow::bail!("the lease is lost"),
+        _ = terminated.recv() => {
+            leadership.release().await;
+            Ok(())
+        }
+    }
+}
+
+/// The custom resource's definition as it is in the manifests.
+fn crd_yaml() -> anyhow::Result<String> {
+    let definition = serde_json::to_value(crd::VirtualMachine::crd())?;
+    let yaml = serde_saphyr::to_string(&definition).context("the definition as YAML")?;
+    Ok(format!("# Made by `vmmd-kube crd`.\n{}\n", yaml.trim_end()))
+}
+
+fn start_log() -> anyhow::Result<()> {
+    let filter =
+        EnvFilter::try_from_env("VMMD_KUBE_LOG").unwrap_or_else(|_| EnvFilter::new("info,kube=warn"));
+    let registry = tracing_subscriber::registry().with(filter);
+    if std::env::var_os("JOURNAL_STREAM").is_some() {
+        registry.with(tracing_journald::layer()?).init();
+    } else {
+        let lines = tracing_subscriber::fmt::layer()
+            .with_writer(std::io::stderr)
+            .with_ansi(false);
+        registry.with(lines).init();
+    }
+    Ok(())
+}

@@ -1,0 +1,79 @@
+//! Names that the agent, the controller and the manifests share.
+
+use std::fmt::Write as _;
+
+use sha2::{Digest as _, Sha256};
+
+/// Label of the nodes that run VMs, and key of the taint that keeps other pods away from them.
+pub const NODE: &str = "vmmd.dev/vm";
+/// Label of placeholder pods and of VMs in vmmd: uid of the VirtualMachine.
+pub const MACHINE_UID: &str = "vmmd.dev/machine-uid";
+/// Label of placeholder pods and of VMs in vmmd: number of the run. It only ever grows.
+pub const EPOCH: &str = "vmmd.dev/epoch";
+/// Label of VMs in vmmd: uid of the placeholder pod.
+pub const POD_UID: &str = "vmmd.dev/pod-uid";
+/// Annotation of VMs in vmmd: namespace and name of the placeholder pod, with a slash between.
+pub const POD: &str = "vmmd.dev/pod";
+/// Label of VMs in vmmd: the Kubernetes node whose agent made them.
+pub const AGENT: &str = "vmmd.dev/node";
+/// Annotation of placeholder pods: the VM of vmmd, as its canonical JSON.
+pub const MANIFEST: &str = "vmmd.dev/manifest";
+/// Annotation of VirtualMachines: another value begins a new run, whatever the run policy says of ended ones.
+pub const START: &str = "vmmd.dev/start";
+/// Finalizer of placeholder pods. Only the agent of the pod's node takes it away, when the VM is not there any more; from a pod that was
+/// never bound to a node, the controller does.
+pub const VM_GONE: &str = "vmmd.dev/vm-gone";
+/// Finalizer of VirtualMachines: the controller takes it away when the placeholder pod is not there any more.
+pub const POD_GONE: &str = "vmmd.dev/pod-gone";
+/// The container of placeholder pods.
+pub const CONTAINER: &str = "vm";
+/// The image that placeholder pods name. Nobody ever pulls it.
+pub const IMAGE: &str = "vmmd.dev/virtual-machine:none";
+/// What all nodes are.
+pub const ARCHITECTURE: &str = "amd64";
+/// The field manager, and the source of events.
+pub const MANAGER: &str = "vmmd-kube";
+
+/// Reason of a pod that has ended because somebody stopped the VM in vmmd.
+pub const STOPPED: &str = "StoppedByRequest";
+
+/// Longest name of a VM in vmmd.
+const MAX_LABEL: usize = 63;
+
+/// Name in vmmd of the VM of a VirtualMachine: readable, and another one for each uid.
+pub fn vm_name(namespace: &str, name: &str, uid: &str) -> String {
+    let hash = &digest(uid.as_bytes())[..8];
+    let mut readable = format!("{namespace}-{name}").replace('.', "-");
+    readable.truncate(MAX_LABEL - 1 - hash.len());
+    format!("{}-{hash}", readable.trim_end_matches('-'))
+}
+
+/// Name of the placeholder pod of a run.
+pub fn pod_name(name: &str, epoch: i64) -> String {
+    format!("{name}-{epoch}")
+}
+
+/// SHA-256 in hexadecimal.
+pub fn digest(bytes: &[u8]) -> String {
+    let mut text = String::with_capacity(64);
+    for byte in Sha256::digest(bytes) {
+        // Writing to a string can't fail.
+        let _ = write!(text, "{byte:02x}");
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_vm_name_is_a_dns_label_and_another_one_for_each_uid() {
+        let one = vm_name("default", "web.example.org", "uid-1");
+        assert!(one.starts_with("default-web-example-org-"), "{one}");
+        assert_ne!(one, vm_name("default", "web.example.org", "uid-2"));
+        let long = vm_name(&"n".repeat(52), &"-".repeat(200), "uid-1");
+        assert!(long.len() <= MAX_LABEL, "{long}");
+        assert!(long.starts_with("nnnn") && !long.contains("---"), "{long}");
+    }
+}

@@ -1,0 +1,276 @@
+//! The placeholder pod of a run: what the scheduler places, and what tells the node's agent which VM to run.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::{
+    api::core::v1::{Container, Pod, PodSpec, ResourceRequirements, Toleration},
+    apimachinery::pkg::{
+        api::resource::Quantity,
+        apis::meta::v1::{ObjectMeta, OwnerReference},
+    },
+};
+use kube::{Resource as _, ResourceExt as _};
+use proto::v1::{self, RunPolicy};
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use crate::{
+    crd::VirtualMachine,
+    names,
+    spec::{self, Invalid},
+};
+
+/// How placeholder pods are made.
+#[derive(Clone, Debug, Default)]
+pub struct Settings {
+    /// Memory that a VM takes beyond its guest's, in bytes.
+    pub overhead: u64,
+    /// The RuntimeClass of placeholder pods; none when not given.
+    pub runtime_class: Option<String>,
+}
+
+/// A VirtualMachine's run before it has begun: the VM of vmmd, and its canonical JSON.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Plan {
+    /// The VM.
+    pub vm: v1::Vm,
+    /// What the pod carries of it.
+    pub manifest: String,
+}
+
+impl Plan {
+    /// Of a VirtualMachine as it is.
+    ///
+    /// # Errors
+    ///
+    /// All that is wrong with its VM, or what of its scheduling fields is no part of a pod.
+    pub fn of(machine: &VirtualMachine) -> Result<Self, Invalid> {
+        let namespace = machine.namespace().unwrap_or_default();
+        let uid = machine.uid().unwrap_or_default();
+        let name = names::vm_name(&namespace, &machine.name_any(), &uid);
+        let mut vm = spec::vm(&name, &machine.spec.vm)?;
+        if let Some(seed) = vm.spec.as_mut().and_then(|spec| spec.cloud_init.as_mut())
+            && seed.hostname.is_empty()
+        {
+            seed.hostname = machine.name_any();
+        }
+        let manifest = serde_json::to_string(&vm).map_err(|error| Invalid(error.to_string()))?;
+        let plan = Self { vm, manifest };
+        // What the scheduling fields are is known only by making a pod of them.
+        pod(machine, &plan, 0, &Settings::default())?;
+        Ok(plan)
+    }
+
+    /// SHA-256 of what the pod carries.
+    pub fn digest(&self) -> String {
+        names::digest(self.manifest.as_bytes())
+    }
+}
+
+/// The pod of the run with this number.
+///
+/// # Errors
+///
+/// What of the scheduling fields is no part of a pod.
+pub fn pod(machine: &VirtualMachine, plan: &Plan, epoch: i64, settings: &Settings) -> Result<Pod, Invalid> {
+    let spec = &machine.spec;
+    let given = spec.pod_metadata.clone().unwrap_or_default();
+    let mut labels = given.labels;
+    labels.insert(names::MACHINE_UID.to_owned(), machine.uid().unwrap_or_default());
+    labels.insert(names::EPOCH.to_owned(), epoch.to_string());
+    let mut annotations = given.annotations;
+    annotations.insert(names::MANIFEST.to_owned(), plan.manifest.clone());
+    let metadata = ObjectMeta {
+        name: Some(names::pod_name(&machine.name_any(), epoch)),
+        namespace: machine.namespace(),
+        labels: Some(labels),
+        annotations: Some(annotations),
+        owner_references: Some(vec![owner(machine)]),
+        finalizers: Some(vec![names::VM_GONE.to_owned()]),
+        ..ObjectMeta::default()
+    };
+    let mut node_selector = spec.node_selector.clone();
+    node_selector.insert(names::NODE.to_owned(), String::new());
+    let mut tolerations = vec![Toleration {
+        key: Some(names::NODE.to_owned()),
+        operator: Some("Exists".to_owned()),
+        effect: Some("NoSchedule".to_owned()),
+        ..Toleration::default()
+    }];
+    for (index, toleration) in spec.tolerations.iter().enumerate() {
+        tolerations.push(part(&format!("tolerations[{index}]"), toleration)?);
+    }
+    let spread = spec.topology_spread_constraints.iter().enumerate();
+    let spread = spread.map(|(index, item)| part(&format!("topologySpreadConstraints[{index}]"), item));
+    let restart_policy = match spec::run_policy(&plan.vm) {
+        RunPolicy::Manual | RunPolicy::AlwaysOff => "Never",
+        RunPolicy::RerunOnFailure => "OnFailure",
+        _ => "Always",
+    };
+    let pod_spec = PodSpec {
+        containers: vec![container(plan, settings.overhead)],
+        affinity: spec
+            .affinity
+            .as_ref()
+            .map(|affinity| part("affinity", affinity))
+            .transpose()?,
+        node_selector: Some(node_selector),
+        tolerations: Some(tolerations),
+        topology_spread_constraints: Some(spread.collect::<Result<_, _>>()?),
+        priority_class_name: spec.priority_class_name.clone(),
+        scheduler_name: spec.scheduler_name.clone(),
+        runtime_class_name: settings.runtime_class.clone(),
+        restart_policy: Some(restart_policy.to_owned()),
+        termination_grace_period_seconds: Some(spec.termination_grace_period_seconds.unwrap_or(60)),
+        automount_service_account_token: Some(false),
+        enable_service_links: Some(false),
+        ..PodSpec::default()
+    };
+    Ok(Pod {
+        metadata,
+        spec: Some(pod_spec),
+        status: None,
+    })
+}
+
+/// Whether a pod is a placeholder of this VirtualMachine's run.
+pub fn belongs(pod: &Pod, machine: &VirtualMachine, epoch: i64) -> bool {
+    let owned = pod
+        .owner_references()
+        .iter()
+        .any(|owner| owner.controller == Some(true) && Some(&owner.uid) == machine.metadata.uid.as_ref());
+    owned && pod.labels().get(names::EPOCH) == Some(&epoch.to_string())
+}
+
+fn owner(machine: &VirtualMachine) -> OwnerReference {
+    OwnerReference {
+        api_version: VirtualMachine::api_version(&()).into_owned(),
+        kind: VirtualMachine::kind(&()).into_owned(),
+        name: machine.name_any(),
+        uid: machine.uid().unwrap_or_default(),
+        controller: Some(true),
+        block_owner_deletion: Some(true),
+    }
+}
+
+fn container(plan: &Plan, overhead: u64) -> Container {
+    let wanted = spec::requests(&plan.vm, overhead);
+    let bytes = |bytes: u64| Quantity(bytes.to_string());
+    let mut requests = BTreeMap::from([
+        ("cpu".to_owned(), Quantity(format!("{}m", wanted.cpu_millis))),
+        ("memory".to_owned(), bytes(wanted.memory_bytes)),
+    ]);
+    // The API server wants these as limits too.
+    let mut limits = BTreeMap::new();
+    for (name, size) in [
+        ("hugepages-2Mi", wanted.huge_pages_2m_bytes),
+        ("hugepages-1Gi", wanted.huge_pages_1g_bytes),
+    ] {
+        if size != 0 {
+            requests.insert(name.to_owned(), bytes(size));
+            limits.insert(name.to_owned(), bytes(size));
+        }
+    }
+    Container {
+        name: names::CONTAINER.to_owned(),
+        image: Some(names::IMAGE.to_owned()),
+        image_pull_policy: Some("Never".to_owned()),
+        resources: Some(ResourceRequirements {
+            requests: Some(requests),
+            limits: Some(limits).filter(|limits| !limits.is_empty()),
+            claims: None,
+        }),
+        ..Container::default()
+    }
+}
+
+fn part<T: DeserializeOwned>(field: &str, value: &Value) -> Result<T, Invalid> {
+    serde_json::from_value(value.clone()).map_err(|error| Invalid(format!("spec.{field}: {error}")))
+}
+
+#[cfg(test)]
+pub mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    /// A VirtualMachine as the API server would give it.
+    pub fn machine(change: impl FnOnce(&mut Value)) -> VirtualMachine {
+        let mut value = json!({
+            "apiVersion": "vmmd.dev/v1alpha1",
+            "kind": "VirtualMachine",
+            "metadata": {"name": "web", "namespace": "shop", "uid": "u-1", "generation": 1, "resourceVersion": "7"},
+            "spec": {"vm": {
+                "cpu": {"cores": 2},
+                "memory": {"sizeBytes": "256Mi"},
+                "boot": {"linux": {"kernel": "/srv/vmlinuz"}},
+            }},
+        });
+        change(&mut value);
+        serde_json::from_value(value).unwrap()
+    }
+
+    /// Settings of tests.
+    pub fn settings() -> Settings {
+        Settings {
+            overhead: 16 << 20,
+            runtime_class: Some("vmmd".to_owned()),
+        }
+    }
+
+    #[test]
+    fn the_pod_asks_for_what_the_vm_takes_and_goes_to_no_other_node() {
+        let machine = machine(|value| {
+            value["spec"]["affinity"] = json!({"podAntiAffinity": {
+                "requiredDuringSchedulingIgnoredDuringExecution": [{"topologyKey": "kubernetes.io/hostname"}],
+            }});
+            value["spec"]["tolerations"] = json!([{"key": "gpu", "operator": "Exists"}]);
+            value["spec"]["podMetadata"] = json!({"labels": {"app": "web"}});
+        });
+        let plan = Plan::of(&machine).unwrap();
+        let pod = serde_json::to_value(pod(&machine, &plan, 3, &settings()).unwrap()).unwrap();
+        assert_eq!(pod["metadata"]["name"], "web-3");
+        assert_eq!(
+            pod["metadata"]["labels"],
+            json!({"app": "web", "vmmd.dev/epoch": "3", "vmmd.dev/machine-uid": "u-1"})
+        );
+        assert_eq!(pod["metadata"]["finalizers"], json!(["vmmd.dev/vm-gone"]));
+        let spec = &pod["spec"];
+        assert_eq!(
+            spec["containers"][0]["resources"],
+            json!({"requests": {"cpu": "2000m", "memory": "285212672"}})
+        );
+        assert_eq!(spec["nodeSelector"], json!({"vmmd.dev/vm": ""}));
+        assert_eq!(spec["tolerations"].as_array().unwrap().len(), 2);
+        assert_eq!(spec["terminationGracePeriodSeconds"], 60);
+        assert_eq!(spec["restartPolicy"], "Always");
+        assert_eq!(spec["runtimeClassName"], "vmmd");
+        let key = &spec["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][0];
+        assert_eq!(key["topologyKey"], "kubernetes.io/hostname");
+    }
+
+    #[test]
+    fn what_is_no_part_of_a_pod_is_named() {
+        let machine = machine(|value| value["spec"]["affinity"] = json!({"nodeAffinity": "x"}));
+        let error = Plan::of(&machine).unwrap_err();
+        assert!(error.0.starts_with("spec.affinity: "), "{error}");
+    }
+
+    #[test]
+    fn the_manifest_is_read_back_as_the_same_vm() {
+        let plan = Plan::of(&machine(|_| {})).unwrap();
+        let read: v1::Vm = serde_json::from_str(&plan.manifest).unwrap();
+        assert_eq!(read, plan.vm);
+    }
+
+    #[test]
+    fn a_pod_belongs_to_one_run_of_one_machine() {
+        let machine = machine(|_| {});
+        let plan = Plan::of(&machine).unwrap();
+        let pod = pod(&machine, &plan, 3, &settings()).unwrap();
+        assert!(belongs(&pod, &machine, 3));
+        assert!(!belongs(&pod, &machine, 4));
+        let other = self::machine(|value| value["metadata"]["uid"] = "u-2".into());
+        assert!(!belongs(&pod, &other, 3));
+    }
+}

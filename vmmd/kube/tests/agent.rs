@@ -1,0 +1,234 @@
+//! What the agent does for a node, its pods and its VMs.
+
+use proto::v1::ExitReason;
+use serde_json::json;
+
+use crate::mock::{Cluster, api, vmmd::lock, wait};
+
+#[test]
+fn a_vmmd_becomes_a_node() {
+    let cluster = Cluster::start(1);
+    let _agent = cluster.agent(0);
+    let node = || {
+        cluster
+            .api
+            .store(|store| store.get(&api::node("n0")))
+            .unwrap_or_default()
+    };
+    wait("the node has a status", || {
+        node()["status"]["conditions"].is_array()
+    });
+    wait("it is ready", || {
+        let conditions = node()["status"]["conditions"].clone();
+        conditions
+            .as_array()
+            .unwrap()
+            .iter()
+            .any(|one| one["type"] == "Ready" && one["status"] == "True")
+    });
+    let node = node();
+    assert_eq!(
+        node["spec"]["taints"],
+        json!([{"key": "vmmd.dev/vm", "effect": "NoSchedule"}])
+    );
+    assert_eq!(node["metadata"]["labels"]["vmmd.dev/vm"], "");
+    assert_eq!(node["status"]["allocatable"]["cpu"], "8000m");
+    assert_eq!(node["status"]["allocatable"]["memory"], (8_u64 << 30).to_string());
+    assert_eq!(
+        node["status"]["nodeInfo"]["containerRuntimeVersion"],
+        "vmmd://1.2.3"
+    );
+    let lease = || {
+        cluster
+            .api
+            .store(|store| store.get(&api::lease("kube-node-lease", "n0")))
+    };
+    wait("the node has a lease", || lease().is_ok());
+    assert_eq!(
+        lease().unwrap()["metadata"]["ownerReferences"][0]["uid"],
+        node["metadata"]["uid"]
+    );
+}
+
+#[test]
+fn a_node_is_not_ready_without_vmmd_and_ready_again_with_it() {
+    let mut cluster = Cluster::start(1);
+    let _agent = cluster.agent(0);
+    let ready = |cluster: &Cluster, wanted: &str| {
+        let node = cluster
+            .api
+            .store(|store| store.get(&api::node("n0")))
+            .unwrap_or_default();
+        let conditions = node["status"]["conditions"]
+            .as_array()
+            .cloned()
+            .unwrap_or_default();
+        conditions
+            .iter()
+            .any(|one| one["type"] == "Ready" && one["status"] == wanted)
+    };
+    wait("ready", || ready(&cluster, "True"));
+    cluster.vmmds[0].stop();
+    wait("not ready", || ready(&cluster, "False"));
+    cluster.vmmds[0].resume();
+    wait("ready again", || ready(&cluster, "True"));
+}
+
+#[test]
+fn an_agent_that_was_killed_finds_its_vms_again() {
+    let cluster = Cluster::start(1);
+    let _controller = cluster.controller();
+    let agent = cluster.agent(0);
+    cluster.create("web", "always_on");
+    cluster.run("web", 1, "n0");
+    agent.kill();
+    let name = cluster.vmmds[0].state.vms()[0].metadata.clone().unwrap().name;
+    cluster.vmmds[0].state.end(&name, ExitReason::Stopped);
+    let _agent = cluster.agent(0);
+    wait("the pod says that the VM has ended", || {
+        cluster.pod("web-1")["status"]["reason"] == "StoppedByRequest"
+            || cluster.machine("web")["status"]["epoch"] == 2
+    });
+    assert_eq!(cluster.ledger.epochs(), [1]);
+}
+
+#[test]
+fn vms_go_on_while_the_api_server_is_away_and_what_was_deleted_meanwhile_goes_after() {
+    let mut cluster = Cluster::start(1);
+    let controller = cluster.controller();
+    let agent = cluster.agent(0);
+    for name in ["kept", "dropped"] {
+        cluster.create(name, "always_on_unless_stopped");
+        cluster.run(name, 1, "n0");
+    }
+    cluster.api.stop();
+    // Nor does an agent that starts without it stop what it finds.
+    agent.kill();
+    let _agent = cluster.agent(0);
+    cluster.delete_machine("dropped");
+    controller.kill();
+    let calls = cluster.vmmds[0].state.calls().len();
+    std::thread::sleep(std::time::Duration::from_secs(3));
+    assert_eq!(cluster.vmmds[0].state.vms().len(), 2);
+    assert_eq!(cluster.vmmds[0].state.calls().len(), calls);
+    cluster.api.resume();
+    let _controller = cluster.controller();
+    wait("the deleted one is gone", || cluster.machine("dropped").is_null());
+    assert_eq!(cluster.vmmds[0].state.vms().len(), 1);
+    assert_eq!(cluster.machine("kept")["status"]["phase"], "Running");
+    assert_eq!(cluster.ledger.epochs(), [1, 1]);
+}
+
+#[test]
+fn a_guest_has_its_grace_period_and_a_pod_that_is_forced_away_waits_for_the_vm() {
+    let cluster = Cluster::start(1);
+    let _controller = cluster.controller();
+    let _agent = cluster.agent(0);
+    *lock(&cluster.vmmds[0].state.stubborn) = true;
+    cluster.create("web", "manual");
+    cluster
+        .api
+        .store(|store| {
+            store.patch(
+                &api::machine("shop", "web"),
+                "",
+                &json!({"metadata": {"annotations": {"vmmd.dev/start": "1"}}}),
+            )
+        })
+        .unwrap();
+    cluster.run("web", 1, "n0");
+    cluster.delete_pod("web-1", None);
+    wait("the guest is asked", || {
+        cluster.vmmds[0]
+            .state
+            .calls()
+            .iter()
+            .any(|call| call.starts_with("stop ") && call.contains(" grace=2"))
+    });
+    // Somebody has no patience.
+    assert!(cluster.pod("web-1").is_object());
+    cluster.delete_pod("web-1", Some(0));
+    wait("the pod is gone", || cluster.pod("web-1").is_null());
+    assert!(cluster.vmmds[0].state.vms().is_empty());
+    assert!(
+        cluster.vmmds[0]
+            .state
+            .calls()
+            .last()
+            .unwrap()
+            .ends_with("force=true")
+    );
+}
+
+#[test]
+fn a_vm_whose_pod_was_torn_out_is_stopped() {
+    let cluster = Cluster::start(1);
+    let _controller = cluster.controller();
+    let agent = cluster.agent(0);
+    cluster.create("web", "rerun_on_failure");
+    cluster.run("web", 1, "n0");
+    agent.kill();
+    cluster
+        .api
+        .store(|store| store.tear_out(&api::pod("shop", "web-1")));
+    let _agent = cluster.agent(0);
+    wait("the VM is gone", || {
+        let vms = cluster.vmmds[0].state.vms();
+        vms.iter()
+            .all(|vm| vm.metadata.as_ref().unwrap().labels["vmmd.dev/epoch"] != "1")
+    });
+}
+
+#[test]
+fn what_vmmd_refuses_is_said_in_the_status() {
+    let cluster = Cluster::start(1);
+    let _controller = cluster.controller();
+    let _agent = cluster.agent(0);
+    let refusal = tonic::Status::failed_precondition("there is no kernel /srv/vmlinuz");
+    *lock(&cluster.vmmds[0].state.refusal) = Some(refusal);
+    cluster.create("web", "always_on");
+    wait("a pod", || cluster.pod("web-1").is_object());
+    assert!(cluster.bind("web-1", "n0"));
+    wait("it fails", || {
+        cluster.machine("web")["status"]["phase"] == "Failed"
+    });
+    let text = cluster.machine("web")["status"]["conditions"].to_string();
+    assert!(text.contains("there is no kernel /srv/vmlinuz"), "{text}");
+    assert_eq!(cluster.machine("web")["status"]["failures"], 1);
+}
+
+#[test]
+fn a_pod_that_the_controller_did_not_make_runs_nothing() {
+    let cluster = Cluster::start(1);
+    let _agent = cluster.agent(0);
+    let forged = json!({
+        "metadata": {
+            "name": "forged",
+            "labels": {"vmmd.dev/machine-uid": "x", "vmmd.dev/epoch": "1"},
+            "annotations": {"vmmd.dev/manifest": "{\"metadata\":{\"name\":\"forged\"}}"},
+            "finalizers": ["vmmd.dev/vm-gone"],
+        },
+        "spec": {"nodeName": "n0", "containers": []},
+    });
+    cluster
+        .api
+        .store(|store| store.create(api::pod("shop", ""), forged))
+        .unwrap();
+    wait("it fails", || {
+        cluster.pod("forged")["status"]["reason"] == "NoVirtualMachine"
+    });
+    assert!(cluster.vmmds[0].state.calls().is_empty());
+    cluster.delete_pod("forged", None);
+    wait("it goes", || cluster.pod("forged").is_null());
+}
+
+#[test]
+fn of_two_agents_of_a_node_one_runs() {
+    let cluster = Cluster::start(1);
+    let _first = cluster.agent(0);
+    wait("the node", || {
+        cluster.api.store(|store| store.get(&api::node("n0"))).is_ok()
+    });
+    let mut second = cluster.agent(0);
+    wait("the second ends", || second.has_ended());
+}

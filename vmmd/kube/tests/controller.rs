@@ -1,0 +1,177 @@
+//! What the controller does, with agents and without.
+
+use serde_json::json;
+
+use crate::mock::{Cluster, api, wait};
+
+#[test]
+fn a_machine_runs_where_its_pod_is_bound_and_leaves_nothing_behind() {
+    let cluster = Cluster::start(1);
+    let _controller = cluster.controller();
+    let _agent = cluster.agent(0);
+    cluster.create("web", "always_on");
+    cluster.run("web", 1, "n0");
+    wait("the address is known", || {
+        cluster.machine("web")["status"]["addresses"] == json!(["10.0.0.7"])
+    });
+    wait("it is ready", || {
+        let conditions = cluster.machine("web")["status"]["conditions"].clone();
+        conditions
+            .as_array()
+            .unwrap()
+            .iter()
+            .any(|one| one["type"] == "Ready" && one["status"] == "True")
+    });
+    let vm = &cluster.vmmds[0].state.vms()[0];
+    let metadata = vm.metadata.as_ref().unwrap();
+    assert!(metadata.name.starts_with("shop-web-"), "{}", metadata.name);
+    assert_eq!(
+        metadata.labels["vmmd.dev/machine-uid"],
+        cluster.machine("web")["metadata"]["uid"].as_str().unwrap()
+    );
+    cluster.delete_machine("web");
+    wait("the machine is gone", || cluster.machine("web").is_null());
+    assert!(cluster.pods().is_empty());
+    assert!(cluster.vmmds[0].state.vms().is_empty());
+}
+
+#[test]
+fn an_evicted_vm_runs_on_another_node_when_the_first_one_has_stopped_it() {
+    let cluster = Cluster::start(2);
+    let _controller = cluster.controller();
+    let _agents = [cluster.agent(0), cluster.agent(1)];
+    cluster.create("web", "always_on_unless_stopped");
+    cluster.run("web", 1, "n0");
+    cluster.delete_pod("web-1", None);
+    cluster.run("web", 2, "n1");
+    assert!(cluster.vmmds[0].state.vms().is_empty());
+    assert_eq!(cluster.ledger.epochs(), [1, 2]);
+    assert!(cluster.ledger.twice().is_empty());
+}
+
+#[test]
+fn a_vm_of_a_lost_node_is_not_started_elsewhere_until_the_node_says_that_it_is_gone() {
+    let cluster = Cluster::start(2);
+    let _controller = cluster.controller();
+    let lost = cluster.agent(0);
+    let _other = cluster.agent(1);
+    cluster.create("web", "always_on");
+    cluster.run("web", 1, "n0");
+    lost.kill();
+    // As the node controller does.
+    let unknown = json!({"status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}});
+    cluster
+        .api
+        .store(|store| store.patch(&api::node("n0"), "status", &unknown))
+        .unwrap();
+    cluster.delete_pod("web-1", Some(0));
+    wait("the status says that nothing is known", || {
+        cluster.machine("web")["status"]["phase"] == "Unknown"
+    });
+    let text = cluster.machine("web")["status"]["conditions"].to_string();
+    assert!(text.contains("NodeUnreachable"), "{text}");
+    assert_eq!(cluster.machine("web")["status"]["epoch"], 1);
+    let _back = cluster.agent(0);
+    cluster.run("web", 2, "n1");
+    assert!(cluster.vmmds[0].state.vms().is_empty());
+    assert!(cluster.ledger.twice().is_empty());
+}
+
+#[test]
+fn a_pod_that_was_never_bound_can_be_deleted() {
+    let cluster = Cluster::start(0);
+    let _controller = cluster.controller();
+    cluster.create("web", "always_on");
+    wait("a pod", || cluster.pod("web-1").is_object());
+    cluster.delete_pod("web-1", None);
+    wait("another pod", || cluster.pod("web-2").is_object());
+    assert!(cluster.pod("web-1").is_null());
+    cluster.delete_machine("web");
+    wait("the machine is gone", || cluster.machine("web").is_null());
+    assert!(cluster.pods().is_empty());
+}
+
+#[test]
+fn another_controller_takes_over() {
+    let cluster = Cluster::start(1);
+    let first = cluster.elected_controller();
+    let lease = || {
+        cluster
+            .api
+            .store(|store| store.get(&api::lease("vmmd-system", "vmmd-kube-controller")))
+    };
+    wait("a lease", || lease().is_ok());
+    let _second = cluster.elected_controller();
+    let _agent = cluster.agent(0);
+    cluster.create("web", "always_on");
+    cluster.run("web", 1, "n0");
+    let holder = lease().unwrap()["spec"]["holderIdentity"].clone();
+    first.kill();
+    cluster.create("db", "always_on");
+    wait("another holder", || {
+        lease().unwrap()["spec"]["holderIdentity"] != holder
+    });
+    cluster.run("db", 1, "n0");
+    cluster.delete_machine("web");
+    wait("the first machine is gone", || cluster.machine("web").is_null());
+    assert_eq!(cluster.ledger.epochs(), [1, 1]);
+}
+
+#[test]
+fn two_controllers_that_both_work_do_no_harm() {
+    let cluster = Cluster::start(1);
+    let _controllers = [cluster.controller(), cluster.controller()];
+    let _agent = cluster.agent(0);
+    for index in 0..5 {
+        cluster.create(&format!("m{index}"), "always_on");
+    }
+    for index in 0..5 {
+        cluster.run(&format!("m{index}"), 1, "n0");
+    }
+    assert_eq!(cluster.pods().len(), 5);
+    assert_eq!(cluster.ledger.epochs(), [1; 5]);
+    assert!(cluster.ledger.twice().is_empty());
+}
+
+#[test]
+fn a_spec_that_is_not_valid_is_said_in_the_status_and_tried_when_it_is_mended() {
+    let cluster = Cluster::start(0);
+    let _controller = cluster.controller();
+    cluster.create("web", "sometimes");
+    wait("invalid", || {
+        cluster.machine("web")["status"]["phase"] == "Invalid"
+    });
+    let text = cluster.machine("web")["status"]["conditions"].to_string();
+    assert!(text.contains("spec.vm.runPolicy"), "{text}");
+    assert!(cluster.pods().is_empty());
+    let mend = json!({"spec": {"vm": {"runPolicy": "always_on"}}});
+    cluster
+        .api
+        .store(|store| store.patch(&api::machine("shop", "web"), "", &mend))
+        .unwrap();
+    wait("a pod", || cluster.pod("web-1").is_object());
+}
+
+#[test]
+fn a_cluster_at_rest_asks_nothing() {
+    let cluster = Cluster::start(1);
+    let _controller = cluster.controller();
+    let _agent = cluster.agent(0);
+    for index in 0..3 {
+        let name = format!("m{index}");
+        cluster.create(&name, "always_on");
+        cluster.run(&name, 1, "n0");
+    }
+    let mut before = cluster.api.requests();
+    wait(
+        "nothing is asked for three seconds but for the lease and the node",
+        || {
+            std::thread::sleep(std::time::Duration::from_secs(3));
+            let now = cluster.api.requests();
+            let asked = now - before;
+            before = now;
+            asked <= 3
+        },
+    );
+    println!("requests for 3 VMs, from nothing to rest: {before}");
+}

@@ -1,0 +1,167 @@
+//! Everything is killed at random, and pods, machines and guests come and go meanwhile: no VM ever runs on two nodes, and all is as it should
+//! be when that ends.
+
+use std::{
+    collections::BTreeMap,
+    sync::atomic::{AtomicBool, Ordering},
+    time::Duration,
+};
+
+use proto::v1::ExitReason;
+
+use crate::mock::{Cluster, Program, vmmd, wait};
+
+const NODES: usize = 2;
+const MACHINES: usize = 4;
+/// `VMMD_KUBE_ROUNDS` for more.
+const ROUNDS: u64 = 25;
+
+/// Marsaglia's xorshift.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        usize::try_from(self.0 % u64::try_from(end).unwrap()).unwrap()
+    }
+}
+
+fn number(name: &str) -> Option<u64> {
+    std::env::var(name).ok()?.parse().ok()
+}
+
+#[test]
+fn no_vm_runs_twice_and_all_converges_whatever_is_killed() {
+    let seed = number("VMMD_KUBE_SEED").unwrap_or_else(|| (1 << 40) | u64::from(std::process::id()));
+    println!("VMMD_KUBE_SEED={seed}");
+    let rounds = number("VMMD_KUBE_ROUNDS").unwrap_or(ROUNDS);
+    let mut random = Random(seed);
+    let mut cluster = Cluster::start(NODES);
+    let mut agents: BTreeMap<usize, Program> = (0..NODES).map(|node| (node, cluster.agent(node))).collect();
+    let mut controllers = [cluster.controller(), cluster.controller()];
+    for index in 0..MACHINES {
+        cluster.create(&format!("m{index}"), "always_on");
+    }
+    for round in 0..rounds {
+        schedule(&cluster, &mut random);
+        let name = format!("m{}", random.below(MACHINES));
+        match random.below(9) {
+            0 => {
+                let node = random.below(NODES);
+                agents.remove(&node);
+                agents.insert(node, cluster.agent(node));
+            }
+            1 => {
+                let index = random.below(2);
+                controllers[index] = cluster.controller();
+            }
+            2 => {
+                cluster.api.stop();
+                pause(&mut random);
+                cluster.api.resume();
+            }
+            3 => {
+                let node = random.below(NODES);
+                cluster.vmmds[node].stop();
+                pause(&mut random);
+                cluster.vmmds[node].resume();
+            }
+            4 => {
+                let pod = cluster.machine(&name)["status"]["run"]["pod"]
+                    .as_str()
+                    .map(str::to_owned);
+                let grace = [None, Some(0)][random.below(2)];
+                if let Some(pod) = pod {
+                    cluster.delete_pod(&pod, grace);
+                }
+            }
+            5 => {
+                cluster.delete_machine(&name);
+            }
+            6 => {
+                let state = &cluster.vmmds[random.below(NODES)].state;
+                let names = running(state);
+                if !names.is_empty() {
+                    let reason = [ExitReason::Stopped, ExitReason::Killed][random.below(2)];
+                    state.end(&names[random.below(names.len())], reason);
+                }
+            }
+            _ => pause(&mut random),
+        }
+        if cluster.machine(&name).is_null() {
+            cluster.create(&name, "always_on");
+        }
+        assert_eq!(
+            cluster.ledger.twice(),
+            Vec::<String>::new(),
+            "round {round} of seed {seed}"
+        );
+    }
+    let scheduling = AtomicBool::new(true);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut random = Random(seed);
+            while scheduling.load(Ordering::Relaxed) {
+                schedule(&cluster, &mut random);
+                std::thread::sleep(Duration::from_millis(100));
+            }
+        });
+        let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| converge(&cluster)));
+        scheduling.store(false, Ordering::Relaxed);
+        if let Err(panic) = result {
+            println!("{:#?}", cluster.pods());
+            std::panic::resume_unwind(panic);
+        }
+    });
+    assert_eq!(cluster.ledger.twice(), Vec::<String>::new(), "seed {seed}");
+}
+
+/// Every machine runs, each with the one VM and the one pod of its last run; then all are deleted, and nothing is left.
+fn converge(cluster: &Cluster) {
+    let names: Vec<_> = (0..MACHINES).map(|index| format!("m{index}")).collect();
+    wait("every machine runs", || {
+        names.iter().all(|name| {
+            let machine = cluster.machine(name);
+            if machine.is_null() {
+                // It was still being deleted.
+                cluster.create(name, "always_on");
+            }
+            machine["status"]["phase"] == "Running" && machine["metadata"]["deletionTimestamp"].is_null()
+        }) && count(cluster) == MACHINES
+    });
+    wait("one pod for each", || cluster.pods().len() == MACHINES);
+    for name in &names {
+        cluster.delete_machine(name);
+    }
+    wait("nothing is left", || {
+        names.iter().all(|name| cluster.machine(name).is_null())
+            && cluster.pods().is_empty()
+            && count(cluster) == 0
+    });
+}
+
+fn count(cluster: &Cluster) -> usize {
+    cluster.vmmds.iter().map(|vmmd| vmmd.state.vms().len()).sum()
+}
+
+fn running(state: &vmmd::State) -> Vec<String> {
+    let vms = state.vms().into_iter();
+    let running = vms.filter(|vm| vm.status.as_ref().is_some_and(|status| status.instance.is_some()));
+    running.map(|vm| vm.metadata.unwrap().name).collect()
+}
+
+/// As the scheduler does, without reasons.
+fn schedule(cluster: &Cluster, random: &mut Random) {
+    for pod in cluster.pods() {
+        if pod["spec"]["nodeName"].is_null() {
+            let node = format!("n{}", random.below(NODES));
+            cluster.bind(pod["metadata"]["name"].as_str().unwrap(), &node);
+        }
+    }
+}
+
+fn pause(random: &mut Random) {
+    std::thread::sleep(Duration::from_millis(u64::try_from(random.below(500)).unwrap()));
+}

@@ -1,0 +1,7 @@
+//! The agent and the controller, as programs, against an API server and vmmds that were made for these tests.
+
+mod agent;
+mod controller;
+mod faults;
+mod kubelet;
+mod mock;

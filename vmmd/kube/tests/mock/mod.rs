@@ -1,0 +1,198 @@
+//! A cluster for the programs under test: an API server, vmmds, and a scheduler that the test is.
+
+pub mod api;
+pub mod store;
+pub mod vmmd;
+
+use std::{
+    process::{Child, Command},
+    time::{Duration, Instant},
+};
+
+use serde_json::{Value, json};
+
+use self::{
+    api::Api,
+    vmmd::{Ledger, Vmmd},
+};
+
+/// How long anything may take on a loaded machine.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A program that is killed when the test ends.
+pub struct Program(Child);
+
+impl Program {
+    /// As by `kill -9`.
+    pub fn kill(mut self) {
+        self.end();
+    }
+
+    pub fn has_ended(&mut self) -> bool {
+        self.0.try_wait().unwrap().is_some()
+    }
+
+    fn end(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+pub struct Cluster {
+    pub api: Api,
+    pub vmmds: Vec<Vmmd>,
+    pub ledger: Ledger,
+}
+
+impl Cluster {
+    /// With that many nodes, `n0`, `n1`, ….
+    pub fn start(nodes: usize) -> Self {
+        let ledger = Ledger::default();
+        Self {
+            api: Api::start(),
+            vmmds: (0..nodes)
+                .map(|index| Vmmd::start(&format!("n{index}"), &ledger))
+                .collect(),
+            ledger,
+        }
+    }
+
+    fn command(&self) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_vmmd-kube"));
+        command
+            .env_clear()
+            .env("VMMD_KUBE_LOG", "warn,vmmd_kube=debug")
+            .arg("--kubeconfig")
+            .arg(&self.api.kubeconfig);
+        command
+    }
+
+    pub fn agent(&self, node: usize) -> Program {
+        self.agent_with(node, &[])
+    }
+
+    /// With more options.
+    pub fn agent_with(&self, node: usize, options: &[&str]) -> Program {
+        let vmmd = &self.vmmds[node];
+        let mut command = self.command();
+        command
+            .args(["agent", "--address", "192.0.2.1", "--node-name"])
+            .arg(format!("n{node}"));
+        command
+            .arg("--socket")
+            .arg(&vmmd.socket)
+            .arg("--lock-file")
+            .arg(vmmd.lock_file());
+        command.args(options);
+        Program(command.spawn().unwrap())
+    }
+
+    pub fn controller(&self) -> Program {
+        let mut command = self.command();
+        Program(
+            command
+                .args(["controller", "--no-leader-election"])
+                .spawn()
+                .unwrap(),
+        )
+    }
+
+    /// One of several.
+    pub fn elected_controller(&self) -> Program {
+        let mut command = self.command();
+        Program(
+            command
+                .args(["controller", "--namespace", "vmmd-system"])
+                .spawn()
+                .unwrap(),
+        )
+    }
+
+    /// Makes a VirtualMachine of this run policy in the namespace `shop`.
+    pub fn create(&self, name: &str, policy: &str) {
+        let object = json!({
+            "apiVersion": "vmmd.dev/v1alpha1",
+            "kind": "VirtualMachine",
+            "metadata": {"name": name},
+            "spec": {"terminationGracePeriodSeconds": 30, "vm": {
+                "cpu": {"cores": 1},
+                "memory": {"sizeBytes": "128Mi"},
+                "boot": {"linux": {"kernel": "/srv/vmlinuz"}},
+                "runPolicy": policy,
+            }},
+        });
+        let key = api::machine("shop", "");
+        self.api.store(|store| store.create(key, object)).unwrap();
+    }
+
+    pub fn machine(&self, name: &str) -> Value {
+        self.api
+            .store(|store| store.get(&api::machine("shop", name)))
+            .unwrap_or_default()
+    }
+
+    pub fn pod(&self, name: &str) -> Value {
+        self.api
+            .store(|store| store.get(&api::pod("shop", name)))
+            .unwrap_or_default()
+    }
+
+    pub fn pods(&self) -> Vec<Value> {
+        self.api.store(|store| store.list(&api::pod("", "")))
+    }
+
+    /// Binds a pod to a node, as the scheduler does; not one that is being deleted.
+    pub fn bind(&self, pod: &str, node: &str) -> bool {
+        let key = api::pod("shop", pod);
+        self.api.store(|store| {
+            let Ok(mut object) = store.get(&key) else {
+                return false;
+            };
+            if !object["metadata"]["deletionTimestamp"].is_null() {
+                return false;
+            }
+            object["spec"]["nodeName"] = node.into();
+            store.replace(&key, "", object).is_ok()
+        })
+    }
+
+    pub fn delete_pod(&self, name: &str, grace: Option<i64>) {
+        let deletion = store::Deletion { grace, uid: None };
+        let _ = self
+            .api
+            .store(|store| store.delete(&api::pod("shop", name), &deletion));
+    }
+
+    pub fn delete_machine(&self, name: &str) {
+        let deletion = store::Deletion::default();
+        let _ = self
+            .api
+            .store(|store| store.delete(&api::machine("shop", name), &deletion));
+    }
+
+    /// Waits for the pod, binds it, and waits until its VM runs.
+    pub fn run(&self, machine: &str, epoch: i64, node: &str) {
+        let pod = format!("{machine}-{epoch}");
+        wait(&format!("pod {pod}"), || self.pod(&pod).is_object());
+        assert!(self.bind(&pod, node));
+        wait(&format!("{machine} runs"), || {
+            let machine = self.machine(machine);
+            machine["status"]["phase"] == "Running" && machine["status"]["node"] == node
+        });
+    }
+}
+
+/// Waits until that is true.
+pub fn wait(what: &str, mut is: impl FnMut() -> bool) {
+    let end = Instant::now() + PATIENCE;
+    while !is() {
+        assert!(Instant::now() < end, "in vain: {what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}

@@ -1,0 +1,588 @@
+//! A vmmd on a UNIX socket: VMs in a map, guests that power off when they are told to, or not.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::{Path, PathBuf},
+    pin::Pin,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use proto::v1::{
+    self, ConditionStatus, ExitReason, VmPhase, WatchEventType, console_request, console_response,
+    node_service_server::NodeService, node_service_server::NodeServiceServer, vm_service_server::VmService,
+    vm_service_server::VmServiceServer,
+};
+use tokio::{net::UnixListener, runtime::Runtime, sync::watch};
+use tokio_stream::{Stream, StreamExt as _, wrappers::UnixListenerStream};
+use tonic::{Request, Response, Status, Streaming};
+
+type Answer<T> = Result<Response<T>, Status>;
+type Events<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+/// What runs on all nodes of a test: of one machine there must never be two.
+#[derive(Clone, Default)]
+pub struct Ledger(Arc<Mutex<Runs>>);
+
+#[derive(Default)]
+struct Runs {
+    running: BTreeMap<String, BTreeSet<String>>,
+    /// Machine and epoch of each start.
+    starts: Vec<(String, i64)>,
+    twice: Vec<String>,
+}
+
+impl Ledger {
+    fn start(&self, machine: &str, epoch: i64, node: &str) {
+        let mut runs = lock(&self.0);
+        runs.starts.push((machine.to_owned(), epoch));
+        let nodes = runs.running.entry(machine.to_owned()).or_default();
+        nodes.insert(node.to_owned());
+        if nodes.len() > 1 {
+            let text = format!("{machine} runs on {nodes:?}");
+            runs.twice.push(text);
+        }
+    }
+
+    fn end(&self, machine: &str, node: &str) {
+        lock(&self.0)
+            .running
+            .entry(machine.to_owned())
+            .or_default()
+            .remove(node);
+    }
+
+    /// Machines that ran on two nodes at once.
+    pub fn twice(&self) -> Vec<String> {
+        lock(&self.0).twice.clone()
+    }
+
+    /// Epochs of all starts, in their order.
+    pub fn epochs(&self) -> Vec<i64> {
+        lock(&self.0).starts.iter().map(|(_, epoch)| *epoch).collect()
+    }
+}
+
+#[derive(Clone)]
+pub struct State {
+    vms: Arc<Mutex<BTreeMap<String, v1::Vm>>>,
+    /// Events since the beginning.
+    log: Arc<Mutex<Vec<v1::WatchVmsResponse>>>,
+    changed: Arc<watch::Sender<usize>>,
+    calls: Arc<Mutex<Vec<String>>>,
+    answered: Arc<Mutex<BTreeMap<String, v1::Vm>>>,
+    /// Guests do not power off when they are asked to.
+    pub stubborn: Arc<Mutex<bool>>,
+    /// What creating a VM is refused with.
+    pub refusal: Arc<Mutex<Option<Status>>>,
+    ledger: Ledger,
+    node: String,
+}
+
+pub struct Vmmd {
+    pub state: State,
+    pub socket: PathBuf,
+    folder: tempfile::TempDir,
+    runtime: Option<Runtime>,
+}
+
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Vmmd {
+    pub fn start(node: &str, ledger: &Ledger) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("vmmd.sock");
+        let state = State {
+            vms: Arc::default(),
+            log: Arc::default(),
+            changed: Arc::new(watch::channel(0).0),
+            calls: Arc::default(),
+            answered: Arc::default(),
+            stubborn: Arc::default(),
+            refusal: Arc::default(),
+            ledger: ledger.clone(),
+            node: node.to_owned(),
+        };
+        Self {
+            runtime: Some(serve(&socket, &state)),
+            state,
+            socket,
+            folder,
+        }
+    }
+
+    /// A file for the lock of this node's agent.
+    pub fn lock_file(&self) -> PathBuf {
+        self.folder.path().join("lock")
+    }
+
+    /// As after a crash of the daemon: VMs stay.
+    pub fn stop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+            std::fs::remove_file(&self.socket).unwrap();
+        }
+    }
+
+    pub fn resume(&mut self) {
+        self.stop();
+        self.runtime = Some(serve(&self.socket, &self.state));
+    }
+}
+
+fn serve(socket: &Path, state: &State) -> Runtime {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .enable_all()
+        .build()
+        .unwrap();
+    let guard = runtime.enter();
+    let listener = UnixListener::bind(socket).unwrap();
+    drop(guard);
+    let (vms, nodes) = (
+        VmServiceServer::new(state.clone()),
+        NodeServiceServer::new(state.clone()),
+    );
+    runtime.spawn(async move {
+        let server = tonic::transport::Server::builder()
+            .add_service(vms)
+            .add_service(nodes);
+        server
+            .serve_with_incoming(UnixListenerStream::new(listener))
+            .await
+    });
+    runtime
+}
+
+fn label(vm: &v1::Vm, key: &str) -> String {
+    vm.metadata
+        .as_ref()
+        .unwrap()
+        .labels
+        .get(key)
+        .cloned()
+        .unwrap_or_default()
+}
+
+fn id(vm: &v1::Vm) -> (String, i64) {
+    (
+        label(vm, "vmmd.dev/machine-uid"),
+        label(vm, "vmmd.dev/epoch").parse().unwrap_or(0),
+    )
+}
+
+fn selected(vm: &v1::Vm, filter: &v1::VmFilter) -> bool {
+    filter.labels.iter().all(|one| {
+        let (key, value) = one.split_once('=').unwrap();
+        label(vm, key) == value
+    })
+}
+
+fn unused<T>() -> Answer<T> {
+    Err(Status::unimplemented("the agent does not use it"))
+}
+
+impl State {
+    pub fn vms(&self) -> Vec<v1::Vm> {
+        lock(&self.vms).values().cloned().collect()
+    }
+
+    pub fn calls(&self) -> Vec<String> {
+        lock(&self.calls).clone()
+    }
+
+    /// The guest's own doing, or the VM's end.
+    pub fn end(&self, name: &str, reason: ExitReason) {
+        let mut vms = lock(&self.vms);
+        // It may have been taken away in this moment.
+        if let Some(vm) = vms.get_mut(name) {
+            self.finish(vm, reason);
+        }
+    }
+
+    fn called(&self, call: String) {
+        lock(&self.calls).push(call);
+    }
+
+    fn tell(&self, kind: WatchEventType, vm: &v1::Vm) {
+        let mut log = lock(&self.log);
+        log.push(v1::WatchVmsResponse {
+            r#type: kind.into(),
+            vm: Some(vm.clone()),
+            cursor: String::new(),
+        });
+        self.changed.send_replace(log.len());
+    }
+
+    fn finish(&self, vm: &mut v1::Vm, reason: ExitReason) {
+        let (machine, _) = id(vm);
+        let status = vm.status.get_or_insert_default();
+        let failed = !matches!(
+            reason,
+            ExitReason::GuestShutdown | ExitReason::Stopped | ExitReason::Killed
+        );
+        let phase = if failed { VmPhase::Failed } else { VmPhase::Stopped };
+        status.phase = phase.into();
+        status.reason = reason.as_str_name().to_owned();
+        status.conditions = ready(false);
+        status.instance = None;
+        status.last_exit = Some(v1::ExitStatus {
+            reason: reason.into(),
+            message: "it ended".to_owned(),
+            time: None,
+        });
+        self.ledger.end(&machine, &self.node);
+        self.tell(WatchEventType::Modified, vm);
+    }
+
+    fn run(&self, vm: &mut v1::Vm) {
+        let (machine, epoch) = id(vm);
+        let status = vm.status.get_or_insert_default();
+        status.phase = VmPhase::Running.into();
+        status.conditions = ready(true);
+        status.instance = Some(v1::InstanceStatus::default());
+        status.counts.get_or_insert_default().starts += 1;
+        status.nics = vec![v1::NicStatus {
+            name: "eth0".to_owned(),
+            addresses: vec!["10.0.0.7".to_owned()],
+            ..v1::NicStatus::default()
+        }];
+        self.ledger.start(&machine, epoch, &self.node);
+    }
+}
+
+fn ready(is: bool) -> Vec<v1::Condition> {
+    vec![v1::Condition {
+        r#type: "Ready".to_owned(),
+        status: if is {
+            ConditionStatus::True
+        } else {
+            ConditionStatus::False
+        }
+        .into(),
+        ..v1::Condition::default()
+    }]
+}
+
+#[tonic::async_trait]
+impl VmService for State {
+    async fn create_vm(&self, request: Request<v1::CreateVmRequest>) -> Answer<v1::CreateVmResponse> {
+        let request = request.into_inner();
+        let mut vm = request.vm.unwrap();
+        let name = vm.metadata.as_ref().unwrap().name.clone();
+        self.called(format!("create {name}"));
+        if let Some(refusal) = lock(&self.refusal).clone() {
+            return Err(refusal);
+        }
+        if let Some(vm) = lock(&self.answered).get(&request.request_id) {
+            let vm = Some(vm.clone());
+            return Ok(Response::new(v1::CreateVmResponse { vm, operation: None }));
+        }
+        let mut vms = lock(&self.vms);
+        if vms.contains_key(&name) {
+            return Err(Status::already_exists("there is one"));
+        }
+        vm.metadata.as_mut().unwrap().uid = format!("vm-{}", lock(&self.log).len());
+        self.run(&mut vm);
+        lock(&self.answered).insert(request.request_id, vm.clone());
+        vms.insert(name, vm.clone());
+        self.tell(WatchEventType::Added, &vm);
+        Ok(Response::new(v1::CreateVmResponse {
+            vm: Some(vm),
+            operation: None,
+        }))
+    }
+
+    async fn get_vm(&self, request: Request<v1::GetVmRequest>) -> Answer<v1::GetVmResponse> {
+        let vm = lock(&self.vms).get(&request.get_ref().name).cloned();
+        let vm = vm.ok_or_else(|| Status::not_found("there is none"))?;
+        Ok(Response::new(v1::GetVmResponse { vm: Some(vm) }))
+    }
+
+    async fn list_vms(&self, request: Request<v1::ListVmsRequest>) -> Answer<v1::ListVmsResponse> {
+        let filter = request.into_inner().filter.unwrap_or_default();
+        let vms = self
+            .vms()
+            .into_iter()
+            .filter(|vm| selected(vm, &filter))
+            .collect();
+        Ok(Response::new(v1::ListVmsResponse {
+            vms,
+            ..v1::ListVmsResponse::default()
+        }))
+    }
+
+    type WatchVmsStream = Events<v1::WatchVmsResponse>;
+
+    async fn watch_vms(&self, request: Request<v1::WatchVmsRequest>) -> Answer<Self::WatchVmsStream> {
+        let filter = request.into_inner().filter.unwrap_or_default();
+        let wanted = move |vm: &v1::Vm| selected(vm, &filter);
+        let (send, receive) = tokio::sync::mpsc::channel(64);
+        let mut changed = self.changed.subscribe();
+        let state = self.clone();
+        let (first, mut sent) = {
+            let vms = lock(&self.vms);
+            let first: Vec<_> = vms.values().filter(|vm| wanted(vm)).cloned().collect();
+            (first, lock(&self.log).len())
+        };
+        tokio::spawn(async move {
+            for vm in first.into_iter().map(Some).chain([None]) {
+                let kind = if vm.is_some() {
+                    WatchEventType::Added
+                } else {
+                    WatchEventType::Synced
+                };
+                let event = v1::WatchVmsResponse {
+                    r#type: kind.into(),
+                    vm,
+                    cursor: "c".to_owned(),
+                };
+                if send.send(Ok(event)).await.is_err() {
+                    return;
+                }
+            }
+            loop {
+                changed.borrow_and_update();
+                let events: Vec<_> = lock(&state.log)[sent..].to_vec();
+                sent += events.len();
+                for event in events
+                    .into_iter()
+                    .filter(|event| event.vm.as_ref().is_some_and(&wanted))
+                {
+                    if send.send(Ok(event)).await.is_err() {
+                        return;
+                    }
+                }
+                tokio::select! {
+                    done = changed.changed() => if done.is_err() { return },
+                    () = send.closed() => return,
+                }
+            }
+        });
+        Ok(Response::new(Box::pin(
+            tokio_stream::wrappers::ReceiverStream::new(receive),
+        )))
+    }
+
+    async fn delete_vm(&self, request: Request<v1::DeleteVmRequest>) -> Answer<v1::DeleteVmResponse> {
+        let request = request.into_inner();
+        self.called(format!("delete {} force={}", request.name, request.force));
+        let mut vms = lock(&self.vms);
+        let vm = vms
+            .remove(&request.name)
+            .ok_or_else(|| Status::not_found("there is none"))?;
+        self.ledger.end(&id(&vm).0, &self.node);
+        self.tell(WatchEventType::Deleted, &vm);
+        Ok(Response::new(v1::DeleteVmResponse::default()))
+    }
+
+    async fn start_vm(&self, request: Request<v1::StartVmRequest>) -> Answer<v1::StartVmResponse> {
+        let name = request.into_inner().name;
+        self.called(format!("start {name}"));
+        let mut vms = lock(&self.vms);
+        let vm = vms
+            .get_mut(&name)
+            .ok_or_else(|| Status::not_found("there is none"))?;
+        self.run(vm);
+        self.tell(WatchEventType::Modified, vm);
+        Ok(Response::new(v1::StartVmResponse::default()))
+    }
+
+    async fn stop_vm(&self, request: Request<v1::StopVmRequest>) -> Answer<v1::StopVmResponse> {
+        let request = request.into_inner();
+        let grace = request.grace_period.map_or(0, |grace| grace.seconds);
+        self.called(format!("stop {} grace={grace}", request.name));
+        let mut vms = lock(&self.vms);
+        let vm = vms
+            .get_mut(&request.name)
+            .ok_or_else(|| Status::not_found("there is none"))?;
+        vm.status.get_or_insert_default().phase = VmPhase::Stopping.into();
+        self.tell(WatchEventType::Modified, vm);
+        let stubborn = *lock(&self.stubborn);
+        let (state, name) = (self.clone(), request.name.clone());
+        tokio::spawn(async move {
+            let time = if stubborn {
+                u64::try_from(grace).unwrap() * 1000
+            } else {
+                50
+            };
+            tokio::time::sleep(Duration::from_millis(time)).await;
+            let mut vms = lock(&state.vms);
+            if let Some(vm) = vms
+                .get_mut(&name)
+                .filter(|vm| vm.status.as_ref().unwrap().phase() == VmPhase::Stopping)
+            {
+                let reason = if stubborn {
+                    ExitReason::Killed
+                } else {
+                    ExitReason::Stopped
+                };
+                state.finish(vm, reason);
+            }
+        });
+        Ok(Response::new(v1::StopVmResponse::default()))
+    }
+
+    type GetVmLogsStream = Events<v1::GetVmLogsResponse>;
+
+    async fn get_vm_logs(&self, _: Request<v1::GetVmLogsRequest>) -> Answer<Self::GetVmLogsStream> {
+        let lines = tokio_stream::iter([b"one\n".to_vec(), b"two\n".to_vec()]);
+        let lines = lines.map(|data| Ok::<_, Status>(v1::GetVmLogsResponse { data }));
+        Ok(Response::new(Box::pin(lines)))
+    }
+
+    async fn update_vm(&self, _: Request<v1::UpdateVmRequest>) -> Answer<v1::UpdateVmResponse> {
+        unused()
+    }
+
+    async fn restart_vm(&self, _: Request<v1::RestartVmRequest>) -> Answer<v1::RestartVmResponse> {
+        unused()
+    }
+
+    async fn reset_vm(&self, _: Request<v1::ResetVmRequest>) -> Answer<v1::ResetVmResponse> {
+        unused()
+    }
+
+    async fn pause_vm(&self, _: Request<v1::PauseVmRequest>) -> Answer<v1::PauseVmResponse> {
+        unused()
+    }
+
+    async fn resume_vm(&self, _: Request<v1::ResumeVmRequest>) -> Answer<v1::ResumeVmResponse> {
+        unused()
+    }
+
+    async fn attach_disk(&self, _: Request<v1::AttachDiskRequest>) -> Answer<v1::AttachDiskResponse> {
+        unused()
+    }
+
+    async fn detach_disk(&self, _: Request<v1::DetachDiskRequest>) -> Answer<v1::DetachDiskResponse> {
+        unused()
+    }
+
+    async fn resize_vm_disk(&self, _: Request<v1::ResizeVmDiskRequest>) -> Answer<v1::ResizeVmDiskResponse> {
+        unused()
+    }
+
+    async fn get_vm_disk_stats(
+        &self,
+        _: Request<v1::GetVmDiskStatsRequest>,
+    ) -> Answer<v1::GetVmDiskStatsResponse> {
+        unused()
+    }
+
+    async fn get_vm_stats(&self, _: Request<v1::GetVmStatsRequest>) -> Answer<v1::GetVmStatsResponse> {
+        unused()
+    }
+
+    async fn create_vnc_ticket(
+        &self,
+        _: Request<v1::CreateVncTicketRequest>,
+    ) -> Answer<v1::CreateVncTicketResponse> {
+        unused()
+    }
+
+    type ConsoleStream = Events<v1::ConsoleResponse>;
+
+    /// Two lines that were printed before, and one that is printed afterwards.
+    async fn console(&self, request: Request<Streaming<v1::ConsoleRequest>>) -> Answer<Self::ConsoleStream> {
+        let first = request
+            .into_inner()
+            .message()
+            .await?
+            .and_then(|first| first.message);
+        let Some(console_request::Message::Open(open)) = first else {
+            return Err(Status::invalid_argument("the first message is open"));
+        };
+        self.called(format!("console {:?}", open.access()));
+        let messages = [
+            console_response::Message::Opened(v1::ConsoleOpened {
+                replay_bytes: 8,
+                writers: Vec::new(),
+            }),
+            console_response::Message::Output(b"one\ntwo\n".to_vec()),
+            console_response::Message::Output(b"three\n".to_vec()),
+            console_response::Message::Closed(v1::ConsoleClosed::default()),
+        ];
+        let answers = messages.map(|message| {
+            Ok::<_, Status>(v1::ConsoleResponse {
+                message: Some(message),
+            })
+        });
+        Ok(Response::new(Box::pin(tokio_stream::iter(answers))))
+    }
+
+    type VncStream = Events<v1::VncResponse>;
+
+    async fn vnc(&self, _: Request<Streaming<v1::VncRequest>>) -> Answer<Self::VncStream> {
+        unused()
+    }
+
+    type PortForwardStream = Events<v1::PortForwardResponse>;
+
+    async fn port_forward(
+        &self,
+        _: Request<Streaming<v1::PortForwardRequest>>,
+    ) -> Answer<Self::PortForwardStream> {
+        unused()
+    }
+}
+
+#[tonic::async_trait]
+impl NodeService for State {
+    async fn get_node(&self, _: Request<v1::GetNodeRequest>) -> Answer<v1::GetNodeResponse> {
+        Ok(Response::new(v1::GetNodeResponse { node: Some(node()) }))
+    }
+
+    type WatchNodeStream = Events<v1::WatchNodeResponse>;
+
+    async fn watch_node(&self, _: Request<v1::WatchNodeRequest>) -> Answer<Self::WatchNodeStream> {
+        let first = tokio_stream::iter([Ok::<_, Status>(v1::WatchNodeResponse { node: Some(node()) })]);
+        Ok(Response::new(Box::pin(first.chain(tokio_stream::pending()))))
+    }
+
+    async fn update_node_labels(
+        &self,
+        _: Request<v1::UpdateNodeLabelsRequest>,
+    ) -> Answer<v1::UpdateNodeLabelsResponse> {
+        unused()
+    }
+
+    async fn check_placement(
+        &self,
+        _: Request<v1::CheckPlacementRequest>,
+    ) -> Answer<v1::CheckPlacementResponse> {
+        unused()
+    }
+
+    async fn cordon_node(&self, _: Request<v1::CordonNodeRequest>) -> Answer<v1::CordonNodeResponse> {
+        unused()
+    }
+
+    async fn uncordon_node(&self, _: Request<v1::UncordonNodeRequest>) -> Answer<v1::UncordonNodeResponse> {
+        unused()
+    }
+
+    async fn drain_node(&self, _: Request<v1::DrainNodeRequest>) -> Answer<v1::DrainNodeResponse> {
+        unused()
+    }
+}
+
+fn node() -> v1::Node {
+    let has = v1::Resources {
+        cpu_millis: 8000,
+        memory_bytes: 8 << 30,
+        ..v1::Resources::default()
+    };
+    let status = v1::NodeStatus {
+        version: "1.2.3".to_owned(),
+        capacity: Some(has),
+        allocatable: Some(has),
+        ..v1::NodeStatus::default()
+    };
+    v1::Node {
+        status: Some(status),
+        ..v1::Node::default()
+    }
+}
