@@ -2,6 +2,7 @@
 
 mod changes;
 mod ipv6;
+mod steps;
 
 use std::{
     collections::BTreeMap,
