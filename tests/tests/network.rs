@@ -2,8 +2,8 @@
 
 use serde_json::{Value, json};
 use vmmd_tests::Case;
-use vmmd_tests::node::Kernel;
-use vmmd_tests::vm::{BOOT, Console, Vm, VmSpec};
+use vmmd_tests::node::{Kernel, Packages};
+use vmmd_tests::vm::{BOOT, Console, Vm, VmSpec, base64};
 
 /// How long something in the network may take in a slow node.
 const PATIENCE: u64 = 60;
@@ -40,6 +40,17 @@ impl<'case> Place<'case> {
         self.describe(name)
     }
 
+    /// Serves names at 198.51.100.2 in the world: those below `outside.example` have the address 203.0.113.7.
+    fn name_server(&self) {
+        self.case
+            .node()
+            .sh(
+                "ip netns exec world dnsmasq --conf-file=/dev/null --no-resolv --no-hosts --user=root --bind-interfaces \
+                 --listen-address=198.51.100.2 --address=/outside.example/203.0.113.7 --pid-file",
+            )
+            .expect("a name server in the world");
+    }
+
     fn uid(&self, name: &str) -> String {
         let uid = self.describe(name)["metadata"]["uid"].as_str().map(str::to_owned);
         uid.expect("a UUID")
@@ -58,7 +69,10 @@ impl Drop for Place<'_> {
         for network in &self.networks {
             let _ = self.case.node().ssh(&format!("vmmctl network rm {network}"));
         }
-        let _ = self.case.node().ssh("ip netns del world; ip link del world0");
+        let _ = self
+            .case
+            .node()
+            .ssh("ip netns pids world | xargs -r kill; ip netns del world; ip link del world0");
     }
 }
 
@@ -221,13 +235,8 @@ fn vms_get_addresses_reach_the_outside_by_nat_and_are_reached_by_published_ports
 fn addresses_and_names_are_served_without_the_daemon_and_lies_of_guests_are_dropped() {
     let case = Case::new("network").expect("node");
     let node = case.node();
-    let folder = case.folder().expect("folder");
     let mut place = Place::new(&case);
-    node.sh(&format!(
-        "ip netns exec world dnsmasq --conf-file=/dev/null --no-resolv --no-hosts --user=root --bind-interfaces \
-         --listen-address=198.51.100.2 --address=/outside.example/203.0.113.7 --pid-file={folder}/dnsmasq.pid"
-    ))
-    .expect("a name server in the world");
+    place.name_server();
     let lan = place.network(
         "lan",
         "--cidr 10.80.0.0/24 --ipv6 fd00:80::/64 --dns 198.51.100.2",
@@ -315,9 +324,111 @@ fn addresses_and_names_are_served_without_the_daemon_and_lies_of_guests_are_drop
     let heard = console.run(ask, PATIENCE).expect("ask again");
     assert_eq!(heard.trim(), "served");
 
-    node.sh(&format!("kill $(cat {folder}/dnsmasq.pid)"))
-        .expect("end the name server");
     drop((liar, honest));
+}
+
+/// What a guest runs that renews its lease, and asks for a name of its network and one of the outside, again and again. Each answer is a line of
+/// `/tmp/said`, and so is what is wanted and does not come; each round is a line of `/tmp/rounds`.
+const CLIENT: &str = r#"
+printf '#!/bin/sh\necho "$1 $ip" >> /tmp/said\n' > /tmp/told
+chmod +x /tmp/told
+: > /tmp/rounds
+udhcpc -f -i eth0 -s /tmp/told -t 20 -T 2 > /tmp/udhcpc 2>&1 &
+client=$!
+until grep -q bound /tmp/said; do usleep 100000; done
+: > /tmp/said
+named() {
+    busybox nslookup -type=a $1 10.80.0.1 > /tmp/named 2>&1
+    if grep -q "Address: $2\$" /tmp/named; then echo "$1 $2"; else tr '\n' ' ' < /tmp/named; echo; fi >> /tmp/said
+}
+renewed() { [ $(wc -l < /tmp/said) -gt $had ]; }
+while :; do
+    had=$(wc -l < /tmp/said)
+    # It asks for its address before half of its time is over.
+    kill -USR1 $client
+    for try in $(seq 100); do renewed && break; usleep 50000; done
+    renewed || echo "no renewal" >> /tmp/said
+    named NAME.lan.internal ADDRESS
+    named www.outside.example 203.0.113.7
+    echo >> /tmp/rounds
+done
+"#;
+
+/// Waits until the guest that runs [`CLIENT`] has made some rounds more. All rounds so far had nothing but answers, and were as many.
+fn rounds(console: &mut Console, vm: &Vm<'_>, address: &str) -> u32 {
+    let more = "had=$(wc -l < /tmp/rounds); until [ $(wc -l < /tmp/rounds) -ge $((had + 3)) ]; do usleep 200000; done; \
+                sort /tmp/said | uniq > /tmp/all; cat /tmp/all; wc -l < /tmp/rounds";
+    let said = console.run(more, PATIENCE).expect("rounds");
+    let mut lines: Vec<&str> = said.lines().collect();
+    let count = lines.pop().and_then(|count| count.trim().parse().ok());
+    let mut wanted = [
+        format!("renew {address}"),
+        format!("{}.lan.internal {address}", vm.name()),
+        "www.outside.example 203.0.113.7".to_owned(),
+    ];
+    wanted.sort();
+    assert_eq!(lines, wanted);
+    count.unwrap_or_else(|| panic!("no count of rounds: {said}"))
+}
+
+/// A guest renews its lease and asks for names all the time. The helper is kept by an upgrade to a program of the same release, and exchanged by one
+/// of a later release: to the daemon that starts then, this one is said to be of an earlier one.
+#[test]
+fn leases_are_renewed_and_names_are_told_while_vmmd_is_upgraded() {
+    let case = Case::new("network").expect("node");
+    let node = case.node();
+    let packages = Packages::new(node).expect("a package was built");
+    let mut place = Place::new(&case);
+    place.name_server();
+    place.network("lan", "--cidr 10.80.0.0/24 --dns 198.51.100.2");
+    let (vm, mut console, address) = guest(&case, "", &json!({"name": "eth0", "network": "lan"}));
+    let client = CLIENT.replace("NAME", vm.name()).replace("ADDRESS", &address);
+    // In pieces: the shell of busybox cuts what is typed after 1,023 characters.
+    for piece in base64(client.as_bytes()).as_bytes().chunks(512) {
+        let piece = String::from_utf8_lossy(piece);
+        console
+            .run(&format!("printf %s {piece} >> /tmp/client.base64"), PATIENCE)
+            .expect("type");
+    }
+    console
+        .run(
+            "base64 -d /tmp/client.base64 > /tmp/client && { sh /tmp/client > /tmp/client.log 2>&1 & } && until [ -e /tmp/rounds ]; do usleep 100000; done",
+            PATIENCE,
+        )
+        .expect("what asks all the time");
+    let uid = place.uid("lan");
+    let helper = || {
+        let pid = node.sh(&format!("pgrep -f '[s]erve-network.*{uid}'"));
+        pid.expect("the network's helper").trim().to_owned()
+    };
+
+    let (before, first) = (rounds(&mut console, &vm, &address), helper());
+    packages.upgrade().expect("upgrade");
+    console.attached_again(PATIENCE).expect("the daemon is back");
+    let after = rounds(&mut console, &vm, &address);
+    assert!(
+        after > before + 3,
+        "the guest asked while the package was upgraded"
+    );
+    assert_eq!(helper(), first);
+
+    let known = format!("/run/vmmd/networks/{uid}/server.json");
+    node.sh(&format!(
+        "sed -i 's/\"version\":\"[^\"]*\"/\"version\":\"0.0.0\"/' {known} && grep -q '\"0.0.0\"' {known}"
+    ))
+    .expect("an earlier release");
+    node.restart_daemon().expect("restart");
+    node.sh(&format!(
+        "timeout 60 sh -c 'while kill -0 {first} 2>/dev/null; do sleep 0.2; done'"
+    ))
+    .expect("the earlier helper is gone");
+    console.attached_again(PATIENCE).expect("the daemon is back");
+    rounds(&mut console, &vm, &address);
+    assert_ne!(helper(), first);
+    assert_eq!(
+        vm.field("/status/nics/0/addresses/0").expect("the status"),
+        address
+    );
 }
 
 fn mac(console: &mut Console) -> String {

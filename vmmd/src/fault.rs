@@ -3,9 +3,12 @@
 use std::{
     env, fs,
     path::Path,
+    sync::{Mutex, PoisonError},
     thread,
     time::{Duration, Instant},
 };
+
+use rustix::process::{Signal, getpid, kill_process};
 
 /// How long is waited where a test is in a hurry.
 const HASTE: Duration = Duration::from_millis(500);
@@ -62,6 +65,34 @@ pub async fn wait(dir: &Path, name: &str, usual: Duration) {
 pub fn patience(dir: &Path, name: &str, usual: Duration) -> Duration {
     let hasty = cfg!(debug_assertions) && dir.join("fault").join(name).exists();
     if hasty { HASTE } else { usual }
+}
+
+/// Begins a step of a change to the store, the node's network or a `vmm`. When the variable `VMMD_STEPS` of the environment names a folder in which a
+/// test has put a file `left` with a number, each step is a line of the file `walked` there, and with the one that has so many before it the daemon is
+/// killed, before it does anything of it.
+pub fn step(what: &str) {
+    static TURN: Mutex<()> = Mutex::new(());
+    if !cfg!(debug_assertions) {
+        return;
+    }
+    let Some(folder) = env::var_os("VMMD_STEPS") else {
+        return;
+    };
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let (left, walked) = (Path::new(&folder).join("left"), Path::new(&folder).join("walked"));
+    let Some(count) = fs::read_to_string(&left)
+        .ok()
+        .and_then(|count| count.parse::<u32>().ok())
+    else {
+        return;
+    };
+    // A test that is not told fails.
+    let before = fs::read_to_string(&walked).unwrap_or_default();
+    let _ = fs::write(&walked, format!("{before}{what}\n"));
+    match count.checked_sub(1) {
+        Some(count) => drop(fs::write(&left, count.to_string())),
+        None => drop(kill_process(getpid(), Signal::KILL)),
+    }
 }
 
 /// Whether the daemon is to have the deliberate fault `name`, by the variable `VMMD_FAULT` of its environment. The tests that have to

@@ -2,12 +2,13 @@
 //! a content made of that. The receiver compares every byte, and counts what was lost, doubled, reordered and damaged. `run` prints
 //! one line of JSON: `{"udp": {"there": {…}, "back": {…}}, …}`, where "there" is what it has sent.
 //!
-//! `netcheck switch` has the guest switch offloads and pairs of queues. `netcheck lie` and `netcheck listen` are about false neighbors and
+//! `netcheck switch` has the guest switch offloads and pairs of queues. `netcheck pin` has its machine know a neighbor. `netcheck lie` and `netcheck listen` are about false neighbors and
 //! routers.
 
 mod data;
 mod exchange;
 mod lies;
+mod neighbors;
 mod stream;
 mod sys;
 
@@ -67,6 +68,16 @@ enum Action {
         /// Features by the names of `ethtool -k`: `tx-udp-segmentation=off`.
         features: Vec<String>,
     },
+    /// Know the MAC address of a neighbor for ever.
+    Pin {
+        /// The device over which it is reached.
+        device: String,
+        /// Its MAC address: `52:54:00:12:34:56`.
+        mac: Mac,
+        /// Its addresses.
+        #[arg(required = true)]
+        addresses: Vec<IpAddr>,
+    },
     /// Tell lies about neighbors and routers, and at last the truth.
     Lie {
         /// Over this device.
@@ -83,6 +94,23 @@ enum Action {
         /// Until somebody says to have this address.
         until: Ipv6Addr,
     },
+}
+
+/// A MAC address.
+#[derive(Clone, Copy, Debug)]
+struct Mac([u8; 6]);
+
+impl FromStr for Mac {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let bytes = text.split(':').map(|byte| u8::from_str_radix(byte, 16));
+        let bytes: Vec<u8> = bytes
+            .collect::<Result<_, _>>()
+            .map_err(|error| error.to_string())?;
+        let bytes = bytes.try_into().map_err(|_| "six bytes are wanted")?;
+        Ok(Self(bytes))
+    }
 }
 
 /// Streams without a number of packets end.
@@ -171,6 +199,13 @@ fn run(action: Action) -> Result<()> {
                 },
             )
         }
+        Action::Pin {
+            device,
+            mac,
+            addresses,
+        } => addresses
+            .into_iter()
+            .try_for_each(|address| neighbors::pin(&device, address, mac.0)),
         Action::Lie { device, own, of } => lies::tell(&device, own, of),
         Action::Listen { device, until } => lies::listen(&device, until),
     }

@@ -16,6 +16,7 @@ use rtnetlink::{
 use tokio_stream::StreamExt;
 
 use super::managed::{BridgeFacts, BridgeSpec};
+use crate::fault;
 
 /// The node's network interfaces.
 #[derive(Clone, Debug)]
@@ -153,6 +154,7 @@ impl Links {
             .address(wanted.mac.to_vec())
             .mtu(wanted.mtu)
             .build();
+        fault::step("add a bridge");
         self.handle.link().add(message).execute().await.map_err(into_io)?;
         let Some(link) = self.find(name).await? else {
             return Err(io::ErrorKind::NotFound.into());
@@ -160,6 +162,7 @@ impl Links {
         let message = LinkUnspec::new_with_index(link.index)
             .alias(wanted.alias.clone())
             .build();
+        fault::step("name a bridge");
         self.handle.link().set(message).execute().await.map_err(into_io)?;
         for (address, prefix) in &wanted.addresses {
             self.add_address(link.index, *address, *prefix).await?;
@@ -170,6 +173,7 @@ impl Links {
     /// Gives an interface its MTU, and brings it up.
     pub async fn set_up(&self, index: u32, mtu: u32) -> io::Result<()> {
         let message = LinkUnspec::new_with_index(index).mtu(mtu).up().build();
+        fault::step("bring a bridge up");
         self.handle.link().set(message).execute().await.map_err(into_io)
     }
 
@@ -180,6 +184,7 @@ impl Links {
             // Nobody else has the node's address: it is there at once, not when the kernel has asked for it on the link (RFC 4862, 5.4).
             add.message_mut().header.flags |= AddressHeaderFlags::Nodad;
         }
+        fault::step("add an address");
         add.replace().execute().await.map_err(into_io)
     }
 
@@ -195,6 +200,7 @@ impl Links {
                 .address(address, prefix)
                 .build(),
         };
+        fault::step("remove an address");
         self.handle
             .address()
             .del(message)
@@ -206,11 +212,13 @@ impl Links {
     /// Makes the interface `device`, which is set up, a port of the bridge with the index `bridge`.
     pub async fn set_bridge(&self, device: u32, bridge: u32) -> io::Result<()> {
         let message = LinkUnspec::new_with_index(device).controller(bridge).up().build();
+        fault::step("move a tap to its bridge");
         self.handle.link().set(message).execute().await.map_err(into_io)
     }
 
     /// Takes an interface away.
     pub async fn delete(&self, index: u32) -> io::Result<()> {
+        fault::step("delete a bridge");
         self.handle.link().del(index).execute().await.map_err(into_io)
     }
 
@@ -229,6 +237,7 @@ impl Links {
             .controller(bridge.index)
             .up()
             .build();
+        fault::step("make a tap a port of its bridge");
         self.handle.link().set(message).execute().await.map_err(into_io)
     }
 }

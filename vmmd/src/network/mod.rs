@@ -28,7 +28,7 @@ pub use link::{Link, Links};
 pub use managed::{Networks, PERIOD, Request as Lease, Seen as SeenNetwork, ServeNetwork, serve_network};
 pub use ports::Ports;
 
-use crate::{failure::Failure, sys, text};
+use crate::{failure::Failure, fault, sys, text};
 
 /// A NIC's end on the node.
 #[derive(Debug)]
@@ -158,6 +158,7 @@ fn open_queues(tap: &str, queues: u16) -> Result<io::Result<Vec<OwnedFd>>, Failu
     let mut opened = Vec::new();
     for _ in 0..queues {
         let fd = open_tun()?;
+        fault::step("make a tap");
         if let Err(error) = sys::attach_tap(&fd, tap, queues > 1) {
             return Ok(Err(error));
         }

@@ -534,6 +534,7 @@ fn commit(
         return Err(Error::Full);
     }
     let database = reopened(path, database)?;
+    fault::step("write the store");
     write(database, |transaction| {
         let failed = |error: redb::StorageError| Error::of("write the store", error);
         let table = |table: &Table| {

@@ -62,6 +62,9 @@ use crate::{
     text,
 };
 
+/// The folder of all helpers in the daemon's runtime folder.
+const FOLDER: &str = "networks";
+
 /// All networks.
 #[derive(Debug)]
 pub struct Networks {
@@ -161,8 +164,11 @@ impl Networks {
         }
     }
 
-    /// Takes over the records of the store.
+    /// Takes over the records of the store, and of the helpers those that are known.
     pub fn adopt(&self, host: Ports<'_>, records: Vec<NetworkRecord>) {
+        if let Err(error) = helper::process::end_strays(&host.config.run_dir.join(FOLDER)) {
+            tracing::error!(%error, "look for processes that serve a network and that no daemon knows");
+        }
         for record in records {
             host.requests.adopt_network(&record);
             self.inner().put(record);
@@ -399,7 +405,7 @@ fn bridge(record: &NetworkRecord) -> String {
 /// Files of the network's helper.
 fn folder(host: Ports<'_>, record: &NetworkRecord) -> PathBuf {
     let uid = Uuid::from_slice(&record.uid).unwrap_or_default();
-    host.config.run_dir.join("networks").join(uid.to_string())
+    host.config.run_dir.join(FOLDER).join(uid.to_string())
 }
 
 impl From<&PublishedPort> for PortRecord {

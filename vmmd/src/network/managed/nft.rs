@@ -9,12 +9,14 @@ use super::{
     connections,
     ruleset::{FAMILIES, Name, TABLE},
 };
+use crate::fault;
 
 /// How long it may take.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Carries commands out, in one transaction.
 pub async fn apply(commands: &str) -> io::Result<()> {
+    fault::step("change the packet filter");
     run(&["-j", "-f", "-"], commands.as_bytes()).await.map(drop)
 }
 

@@ -31,6 +31,7 @@ use super::{
 use crate::{
     event::{Draft, Object},
     failure::store_failure,
+    fault,
     network::Link,
     store::{LeaseRecord, NetworkRecord, PortRecord},
     text,
@@ -290,6 +291,7 @@ fn switch(path: &str, to: &str) -> io::Result<()> {
     if std::fs::read_to_string(path)?.trim() == to {
         return Ok(());
     }
+    fault::step("set a switch of the kernel");
     std::fs::write(path, format!("{to}\n"))
 }
 

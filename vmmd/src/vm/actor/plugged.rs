@@ -23,7 +23,7 @@ use uuid::Uuid;
 use crate::{
     control::{self, Client},
     failure::{Failure, Kind},
-    files,
+    fault, files,
     host::Host,
     store::VmRecord,
     vm::{
@@ -141,7 +141,9 @@ pub async fn plug_in(
     op: Op,
     fds: Vec<OwnedFd>,
 ) -> Result<(), Failure> {
+    fault::step("plug in");
     let answer = timeout(TIMEOUT, client.request(op, &fds)).await;
+    fault::step("hear that it is plugged in");
     drop(fds);
     match answer {
         Ok(Ok(_)) => Ok(()),
@@ -159,6 +161,7 @@ pub async fn plug_in(
 /// Asks the guest to eject something, and waits until `deadline`. That it has is news that comes to the actor, which ends this.
 pub async fn detach(client: Client, what: What, name: &str, deadline: Instant) -> Result<(), Failure> {
     let began = Instant::now();
+    fault::step("ask for an eject");
     match timeout(TIMEOUT, client.request(what.detach_op(name, false), &[])).await {
         Ok(Ok(_)) => {}
         Ok(Err(control::Error::Refused(error))) if error.kind() == ErrorKind::NotFound => return Ok(()),
@@ -281,6 +284,7 @@ impl Actor {
     /// Something is gone from the machine.
     pub(super) async fn on_gone(&mut self, what: What, name: &str, forced: bool) {
         let (detached, _) = what.events();
+        fault::step("hear that it is gone");
         tracing::info!(
             vm = self.record.name,
             ?what,

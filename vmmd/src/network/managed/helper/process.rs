@@ -4,10 +4,14 @@
 //! process is known by its number and the time of its start, so another one with the same number is never taken for it.
 
 use std::{
+    ffi::OsStr,
     fs, io,
     net::{Ipv4Addr, SocketAddrV4},
-    os::{fd::OwnedFd, unix::fs::PermissionsExt as _},
-    path::Path,
+    os::{
+        fd::OwnedFd,
+        unix::{ffi::OsStrExt as _, fs::PermissionsExt as _},
+    },
+    path::{Path, PathBuf},
     process::Stdio,
 };
 
@@ -17,6 +21,7 @@ use socket2::{Domain, Protocol, Socket, Type};
 use tokio::process::Command;
 
 use super::{Table, server::TABLE};
+use crate::fault;
 
 /// Ports of DHCP and DNS servers.
 const DHCP: u16 = 67;
@@ -47,6 +52,7 @@ impl Server {
 
 /// Writes what a helper tells. It reads it before its next answer. What is written already is left alone: it need not be read again.
 pub fn write_table(folder: &Path, table: &Table) -> io::Result<()> {
+    fault::step("make a helper's folder");
     fs::create_dir_all(folder)?;
     let mode = |path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode));
     // The server has a user of its own.
@@ -60,8 +66,10 @@ pub fn write_table(folder: &Path, table: &Table) -> io::Result<()> {
 
 fn replace(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
     let new = path.with_extension("new");
+    fault::step("write a helper's file");
     fs::write(&new, content)?;
     fs::set_permissions(&new, fs::Permissions::from_mode(mode))?;
+    fault::step("exchange a helper's file");
     fs::rename(&new, path)
 }
 
@@ -87,6 +95,7 @@ pub async fn ensure(
         let message = format!("port {DNS} of {gateway}, which a name server of the node may have: {error}");
         io::Error::new(error.kind(), message)
     })?;
+    fault::step("start a helper");
     // The file may have been exchanged since the daemon was started.
     let mut child = Command::new("/proc/self/exe")
         .arg("serve-network")
@@ -120,8 +129,43 @@ pub async fn ensure(
 
 /// Moves a process into a cgroup, which is made when there is none.
 fn join(cgroup: &Path, pid: i32) -> io::Result<()> {
+    fault::step("move a helper to its cgroup");
     fs::create_dir_all(cgroup)?;
     fs::write(cgroup.join("cgroup.procs"), pid.to_string())
+}
+
+/// Ends the processes that serve a network with a folder in `networks`, whose folder names another process or none: the daemon that started them ended
+/// before it had written down which they are, or before it had ended the one that it exchanged.
+pub fn end_strays(networks: &Path) -> io::Result<()> {
+    for entry in fs::read_dir("/proc")? {
+        let Some(pid) = entry?.file_name().to_str().and_then(|name| name.parse().ok()) else {
+            continue;
+        };
+        let (Some(started), Some(folder)) = (started(pid), served(pid)) else {
+            continue;
+        };
+        let known = Server::read(&folder);
+        if folder.parent() == Some(networks) && known.is_none_or(|server| server.pid != pid) {
+            tracing::warn!(pid, folder = %folder.display(), "a process that served a network is ended: no daemon knows it");
+            kill(&Server {
+                pid,
+                started,
+                version: String::new(),
+                bridge: 0,
+            });
+        }
+    }
+    Ok(())
+}
+
+/// The folder of the helper with that number; `None` when it is no helper.
+fn served(pid: i32) -> Option<PathBuf> {
+    let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+    let words: Vec<_> = line.split(|byte| *byte == 0).collect();
+    match words[..] {
+        [_, b"serve-network", folder, b""] => Some(OsStr::from_bytes(folder).into()),
+        _ => None,
+    }
 }
 
 /// Ends the server, and removes its folder.
@@ -129,6 +173,7 @@ pub fn end(folder: &Path) -> io::Result<()> {
     if let Some(server) = Server::read(folder) {
         kill(&server);
     }
+    fault::step("remove a helper's folder");
     match fs::remove_dir_all(folder) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         result => result,
@@ -144,6 +189,7 @@ fn kill(server: &Server) {
     };
     // Whoever has the number now is the one that the descriptor is of.
     if server.lives() {
+        fault::step("end a helper");
         let _has_ended = pidfd_send_signal(process, Signal::KILL);
     }
 }

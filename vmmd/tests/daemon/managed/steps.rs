@@ -1,0 +1,398 @@
+//! The daemon is killed before each step of what makes and removes networks and NICs: the next one leaves nothing of it that belongs to nobody, and
+//! the same request again comes to its end. The steps are those that the daemon goes (`step` of `vmmd/src/fault.rs`), as many as there are.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    path::PathBuf,
+    time::{Duration, Instant},
+};
+
+use proto::v1::{self, AttachmentPhase, NetworkMode, NicSpec, PublishedPort, VmPhase};
+use rstest::rstest;
+use tonic::{Code, Status};
+
+use super::nic;
+use crate::{
+    harness::{Daemon, PATIENCE, status},
+    namespace::Namespace,
+};
+
+/// Most steps that something has.
+const MOST: u32 = 100;
+/// Of the store: operations are written down by the way, with others or alone.
+const STORE: &str = "write the store";
+
+/// What is done, with the network `lan` and the VM `web`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Act {
+    MakeNetwork,
+    DeleteNetwork,
+    AttachNic,
+    DetachNic,
+    StartVm,
+    DeleteVm,
+}
+
+impl Act {
+    /// Makes what it begins with.
+    async fn prepare(self, daemon: &Daemon) {
+        match self {
+            Self::MakeNetwork => {}
+            Self::DeleteNetwork => make_network(daemon, &fresh()).await.unwrap(),
+            Self::AttachNic => {
+                if daemon.network("lan").await.is_err() {
+                    make_network(daemon, &fresh()).await.unwrap();
+                    daemon.run("web", "").await;
+                }
+            }
+            Self::DetachNic => {
+                Box::pin(Self::AttachNic.prepare(daemon)).await;
+                set_nic(daemon, true).await.unwrap();
+            }
+            Self::StartVm => {
+                if daemon.network("lan").await.is_err() {
+                    make_network(daemon, &fresh()).await.unwrap();
+                }
+                create_vm(daemon).await;
+            }
+            Self::DeleteVm => {
+                Box::pin(Self::StartVm.prepare(daemon)).await;
+                daemon.start_vm("web").await.unwrap();
+            }
+        }
+    }
+
+    /// Does it. Again, when the daemon was killed under it: `id` is the same then.
+    async fn perform(self, daemon: &Daemon, id: &str) -> Result<(), Status> {
+        match self {
+            Self::MakeNetwork => make_network(daemon, id).await,
+            Self::DeleteNetwork => delete_network(daemon, id).await,
+            Self::AttachNic => set_nic(daemon, true).await,
+            Self::DetachNic => set_nic(daemon, false).await,
+            Self::StartVm => match daemon.start_vm("web").await {
+                Err(refused) if refused.message().contains("running") => Ok(()),
+                other => other.map(drop),
+            },
+            Self::DeleteVm => match daemon.delete("web", true).await {
+                Err(gone) if gone.code() == Code::NotFound => Ok(()),
+                other => other,
+            },
+        }
+    }
+
+    /// Makes all be as before [`Self::prepare`], or so that it does nothing.
+    async fn undo(self, daemon: &Daemon, id: &str) {
+        match self {
+            Self::MakeNetwork => delete_network(daemon, id).await.unwrap(),
+            Self::AttachNic => set_nic(daemon, false).await.unwrap(),
+            Self::StartVm => daemon.delete("web", true).await.unwrap(),
+            Self::DeleteNetwork | Self::DetachNic | Self::DeleteVm => {}
+        }
+    }
+}
+
+/// An id of a request that no other has.
+fn fresh() -> String {
+    uuid::Uuid::new_v4().to_string()
+}
+
+async fn make_network(daemon: &Daemon, id: &str) -> Result<(), Status> {
+    let spec = v1::NetworkSpec {
+        mode: NetworkMode::Nat.into(),
+        ipv4_cidr: "10.80.0.0/24".into(),
+        ipv6_cidr: "fd00:80::/64".into(),
+        ..v1::NetworkSpec::default()
+    };
+    daemon
+        .create_network("lan", spec, &format!("make-{id}"))
+        .await
+        .map(drop)
+}
+
+async fn delete_network(daemon: &Daemon, id: &str) -> Result<(), Status> {
+    let request = v1::DeleteNetworkRequest {
+        name: "lan".into(),
+        request_id: format!("delete-{id}"),
+        ..Default::default()
+    };
+    daemon.networks().await.delete_network(request).await.map(drop)
+}
+
+fn published() -> NicSpec {
+    NicSpec {
+        // The mock says of eth0 that it is there always.
+        name: "lan".into(),
+        published_ports: vec![PublishedPort {
+            node_port: 8080,
+            guest_port: 80,
+            ..PublishedPort::default()
+        }],
+        ..nic("lan")
+    }
+}
+
+async fn create_vm(daemon: &Daemon) {
+    let mut wanted = daemon.manifest("web", "");
+    wanted.spec.as_mut().unwrap().nics = vec![published()];
+    daemon.create(wanted).await.unwrap();
+}
+
+async fn set_nic(daemon: &Daemon, attached: bool) -> Result<(), Status> {
+    let nics = attached.then(published);
+    let changed = daemon.change("web", |spec| spec.nics = nics.into_iter().collect());
+    changed.await.map(drop)
+}
+
+/// The folder in which the daemon finds before which step it is killed.
+struct Walk {
+    folder: tempfile::TempDir,
+}
+
+impl Walk {
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    async fn launch(&self, daemon: &mut Daemon) {
+        let folder = self.folder.path().to_str().unwrap();
+        daemon.relaunch_with(&[("VMMD_STEPS", folder)]).await;
+    }
+
+    /// See [`agrees`], after the daemon has compared the node with what is wanted, as it does each minute and when it starts.
+    async fn agrees(&self, namespace: &Namespace, daemon: &mut Daemon, place: &str) {
+        until_settled(daemon, place).await;
+        daemon.kill();
+        self.launch(daemon).await;
+        agrees(namespace, daemon, place).await;
+    }
+
+    fn begin(&self, left: u32) {
+        fs::write(self.path("walked"), "").unwrap();
+        fs::write(self.path("left"), left.to_string()).unwrap();
+    }
+
+    /// The steps that were walked since.
+    fn end(&self) -> Vec<String> {
+        fs::remove_file(self.path("left")).unwrap();
+        let walked = fs::read_to_string(self.path("walked")).unwrap();
+        walked.lines().map(str::to_owned).collect()
+    }
+}
+
+/// How often each is there.
+fn counted<'a>(steps: impl IntoIterator<Item = &'a String>) -> BTreeMap<&'a str, usize> {
+    let mut counted = BTreeMap::new();
+    for step in steps {
+        *counted.entry(step.as_str()).or_default() += 1;
+    }
+    counted
+}
+
+#[rstest]
+#[case::makes_a_network(
+    Act::MakeNetwork,
+    &["add a bridge", "name a bridge", "add an address", "set a switch of the kernel", "change the packet filter", "make a helper's folder",
+      "start a helper", "write a helper's file", "exchange a helper's file", STORE]
+)]
+#[case::deletes_a_network(
+    Act::DeleteNetwork,
+    &["delete a bridge", "change the packet filter", "end a helper", "remove a helper's folder", STORE]
+)]
+#[case::attaches_a_nic(
+    Act::AttachNic,
+    &["change the packet filter", "exchange a helper's file", "make a tap", "make a tap a port of its bridge", "plug in",
+      "hear that it is plugged in", STORE]
+)]
+#[case::detaches_a_nic(Act::DetachNic, &["ask for an eject", "hear that it is gone", STORE])]
+#[case::starts_a_vm(
+    Act::StartVm,
+    &["change the packet filter", "exchange a helper's file", "make a tap", "make a tap a port of its bridge", STORE]
+)]
+#[case::deletes_a_vm(Act::DeleteVm, &[STORE])]
+#[tokio::test]
+async fn a_daemon_that_is_killed_before_any_step_leaves_nothing_of_a_network(
+    #[case] act: Act,
+    #[case] expected: &[&str],
+) {
+    let namespace = Namespace::new();
+    let mut daemon = Daemon::in_network(&namespace.0).await;
+    let walk = Walk {
+        folder: tempfile::tempdir().unwrap(),
+    };
+    daemon.kill();
+    walk.launch(&mut daemon).await;
+    let mut killed = Vec::new();
+    for left in 0..MOST {
+        let id = format!("{left}");
+        act.prepare(&daemon).await;
+        walk.begin(left);
+        let performed = act.perform(&daemon, &id).await;
+        let walked = walk.end();
+        if walked.len() <= usize::try_from(left).unwrap() {
+            performed.unwrap();
+            walk.agrees(&namespace, &mut daemon, "nothing was killed").await;
+            all_walked(&walked, &killed, expected);
+            return;
+        }
+        killed.push(walked.last().unwrap().clone());
+        let place = format!("killed before step {left} of {act:?}: {walked:?}");
+        daemon.kill();
+        walk.launch(&mut daemon).await;
+        walk.agrees(&namespace, &mut daemon, &place).await;
+        act.perform(&daemon, &id).await.expect(&place);
+        walk.agrees(&namespace, &mut daemon, &place).await;
+        act.undo(&daemon, &id).await;
+    }
+    panic!("there is no end after {MOST} steps: {killed:?}");
+}
+
+/// The daemon was killed before each step that is walked when it is not, and these are what the walk is about.
+fn all_walked(walked: &[String], killed: &[String], expected: &[&str]) {
+    let (times, of) = (counted(walked), counted(killed));
+    for (step, times) in &times {
+        let wanted = if *step == STORE { 1 } else { *times };
+        assert!(
+            of.get(step).is_some_and(|killed| *killed >= wanted),
+            "{step}: {walked:?}, and killed before {killed:?}"
+        );
+    }
+    let missing: Vec<_> = expected
+        .iter()
+        .filter(|step| !times.contains_key(**step))
+        .collect();
+    assert!(missing.is_empty(), "{missing:?} are not in {walked:?}");
+}
+
+/// Waits until the daemon does nothing more with its VMs.
+async fn until_settled(daemon: &Daemon, place: &str) {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let vms = daemon.list().await;
+        let settled = |vm: &v1::Vm| {
+            let status = status(vm);
+            let phases = [VmPhase::Running, VmPhase::Stopped, VmPhase::Failed];
+            let nics = status.nics.iter();
+            let attached =
+                |nic: &v1::NicStatus| nic.tap.is_empty() || nic.phase() == AttachmentPhase::Attached;
+            phases.contains(&status.phase())
+                && status.pending_changes.is_empty()
+                && nics.clone().all(attached)
+        };
+        if vms.iter().all(settled) {
+            return;
+        }
+        assert!(Instant::now() < deadline, "{place}: {vms:#?}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// Waits until nothing is on the node that belongs to no network or VM, and nothing of theirs is missing.
+async fn agrees(namespace: &Namespace, daemon: &Daemon, place: &str) {
+    let deadline = Instant::now() + PATIENCE;
+    while let Err(difference) = difference(namespace, daemon).await {
+        assert!(Instant::now() < deadline, "{place}: {difference}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+async fn difference(namespace: &Namespace, daemon: &Daemon) -> Result<(), String> {
+    let mut client = daemon.networks().await;
+    let networks = client.list_networks(v1::ListNetworksRequest::default()).await;
+    let networks = networks.unwrap().into_inner().networks;
+    let states = networks.iter().map(|network| network.status.as_ref().unwrap());
+    let uids: BTreeSet<_> = networks
+        .iter()
+        .map(|network| network.metadata.as_ref().unwrap().uid.clone())
+        .collect();
+    let bridges: BTreeSet<_> = states.clone().map(|state| state.bridge.clone()).collect();
+    let vms = daemon.list().await;
+    let running = vms.iter().flat_map(|vm| &status(vm).nics);
+    let taps: BTreeSet<_> = running
+        .filter(|nic| !nic.tap.is_empty())
+        .map(|nic| nic.tap.clone())
+        .collect();
+    let same = |what: &str, found: BTreeSet<String>, wanted: &BTreeSet<String>| {
+        if found == *wanted {
+            Ok(())
+        } else {
+            Err(format!("{what} are {found:?}, and wanted are {wanted:?}"))
+        }
+    };
+    let all = bridges.union(&taps).cloned().collect();
+    same("interfaces", namespace.interfaces().into_iter().collect(), &all)?;
+    let ports = bridges.iter().flat_map(|bridge| namespace.ports(bridge));
+    same("ports", ports.collect(), &taps)?;
+
+    // Addresses belong to NICs of VMs, and each NIC that there is has one.
+    let leases = states.flat_map(|state| &state.leases);
+    let leases: BTreeSet<_> = leases
+        .filter(|lease| lease.release_time.is_none())
+        .map(|lease| format!("{} {}", lease.vm, lease.nic))
+        .collect();
+    let nics = |vm: &v1::Vm, named: Vec<&String>| {
+        let vm = vm.metadata.as_ref().unwrap().name.clone();
+        let named = named.into_iter().map(|nic| format!("{vm} {nic}"));
+        named.collect::<Vec<_>>()
+    };
+    let owners = vms.iter().flat_map(|vm| {
+        let nics_of_spec = vm.spec.as_ref().unwrap().nics.iter().map(|nic| &nic.name);
+        nics(vm, nics_of_spec.collect())
+    });
+    let owners: BTreeSet<_> = owners.collect();
+    let plugged = vms.iter().flat_map(|vm| {
+        let there = status(vm).nics.iter().filter(|nic| !nic.tap.is_empty());
+        nics(vm, there.map(|nic| &nic.name).collect())
+    });
+    let plugged: BTreeSet<_> = plugged.collect();
+    if !leases.is_subset(&owners) || !plugged.is_subset(&leases) {
+        return Err(format!(
+            "leases are of {leases:?}, NICs are {owners:?}, of running VMs {plugged:?}"
+        ));
+    }
+
+    // The packet filter has rules of these networks and NICs alone.
+    let rules = namespace.run("nft list ruleset");
+    let words = || rules.split(|c: char| !c.is_ascii_alphanumeric());
+    let named = |is: fn(&str) -> bool| words().filter(|word| is(word)).map(str::to_owned).collect();
+    let ruled: BTreeSet<String> = named(|word| word.len() == 13 && word.starts_with("vmb"));
+    same("bridges of the packet filter", ruled, &bridges)?;
+    let ruled: BTreeSet<String> = named(|word| {
+        let tap = word.strip_prefix("vm").and_then(|rest| rest.get(10..));
+        !word.starts_with("vmb") && tap.is_some_and(|slot| slot.starts_with('n'))
+    });
+    if ruled.len() != leases.len() || !taps.is_subset(&ruled) {
+        return Err(format!(
+            "rules of {ruled:?}, leases of {leases:?}, taps {taps:?}: {rules}"
+        ));
+    }
+    if rules.contains("dport 8080") == leases.is_empty() || rules.contains("vmmd") == networks.is_empty() {
+        return Err(format!("leases of {leases:?}, and these rules: {rules}"));
+    }
+
+    // One process serves each of them, with a folder of its own. Its namespaces end with it.
+    let folder = daemon.path("run/networks");
+    let served = fs::read_dir(&folder).into_iter().flatten();
+    let served = served.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    same("folders of helpers", served.collect(), &uids)?;
+    let helpers = helpers(folder.to_str().unwrap());
+    if helpers.len() != uids.len() {
+        return Err(format!("{helpers:?} serve, and networks are {uids:?}"));
+    }
+    same("networks that are served", helpers.into_iter().collect(), &uids)
+}
+
+/// Of each process that serves a network with a folder below `folder`: that folder's name.
+fn helpers(folder: &str) -> Vec<String> {
+    let entries = fs::read_dir("/proc").unwrap().flatten();
+    let lines = entries.filter_map(|entry| fs::read_to_string(entry.path().join("cmdline")).ok());
+    let serving = lines.filter_map(|line| {
+        let mut words = line
+            .split('\0')
+            .skip_while(|word| *word != "serve-network")
+            .skip(1);
+        let served = words.next()?.strip_prefix(folder)?.trim_matches('/').to_owned();
+        Some(served)
+    });
+    serving.collect()
+}
