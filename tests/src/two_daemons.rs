@@ -1,6 +1,7 @@
 //! Two daemons that know each other: what migrations go between. They are beside the node's own, and each has a network namespace of its own, so that
 //! both may have a bridge of one name, and a tap of one VM; or they are those of two nodes.
 
+pub mod load;
 pub mod nodes;
 pub mod traveller;
 

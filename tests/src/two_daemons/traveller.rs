@@ -8,6 +8,8 @@ use crate::wait::Deadline;
 
 /// How long the guest's shell may take to answer, in a slow node.
 pub const PATIENCE: u64 = 60;
+/// A whole Debian takes one to three minutes to boot in an emulated node.
+const DEBIAN_BOOT: u64 = 300;
 /// Longest time between two looks at its clock that the guest may see, in hundredths of a second.
 const LONGEST_GAP: u64 = 300;
 /// What a guest that rewrites its memory may be stopped for.
@@ -24,6 +26,9 @@ const WATCHER: &str = "{ (n=0; last=0; max=0; while :; do \
 
 /// Fails when the guest's kernel has said that something is wrong with it.
 const NO_COMPLAINT: &str = "! dmesg | grep -iE 'lockup|stall|unstable|BUG:|WARNING:|hung'";
+/// The same for a Debian, whose dmesg knows what is a warning and what is worse.
+const NO_WARNING: &str =
+    "dmesg -l emerg,alert,crit,err,warn >/run/warnings; cat /run/warnings; [ ! -s /run/warnings ]";
 
 /// A guest that watches its clock, and has something in its memory.
 pub struct Traveller<'pair, 'case> {
@@ -35,6 +40,10 @@ pub struct Traveller<'pair, 'case> {
     pub console: Console,
     /// How often it has looked at its clock, when that was last asked.
     looks: u64,
+    /// Fails in the guest when its kernel has complained.
+    no_complaint: &'static str,
+    /// What it may be stopped for by a move.
+    downtime: &'static str,
 }
 
 impl<'pair, 'case> Traveller<'pair, 'case> {
@@ -44,6 +53,28 @@ impl<'pair, 'case> Traveller<'pair, 'case> {
         let mut console = daemons[0].console(name).expect("console");
         console.until("GUEST-READY", BOOT).expect("boot");
         Self::watching(name, daemons, console)
+    }
+
+    /// Starts a whole Debian, and logs in at its serial console.
+    pub fn boot_debian(name: &'pair str, daemons: &'pair [Daemon<'case>; 2], spec: &VmSpec) -> Self {
+        daemons[0].start_vm(name, spec).expect("start");
+        let mut console = daemons[0].console(name).expect("console");
+        for (asked, answer) in [("login:", "root"), ("Password:", "vmmd")] {
+            console.until(asked, DEBIAN_BOOT).expect(asked);
+            console.type_line(answer).expect("log in");
+        }
+        console.attached_again(PATIENCE).expect("a shell");
+        // Without editing of lines, whose echo is long.
+        console.type_line("exec sh").expect("a plain shell");
+        // What it has read to boot need not be sent.
+        console
+            .run("sync; echo 3 >/proc/sys/vm/drop_caches", PATIENCE)
+            .expect("less memory in use");
+        Self {
+            no_complaint: NO_WARNING,
+            downtime: "--downtime-limit 5s",
+            ..Self::watching(name, daemons, console)
+        }
     }
 
     fn watching(name: &'pair str, daemons: &'pair [Daemon<'case>; 2], mut console: Console) -> Self {
@@ -62,7 +93,26 @@ impl<'pair, 'case> Traveller<'pair, 'case> {
             at: 0,
             console,
             looks: 0,
+            no_complaint: NO_COMPLAINT,
+            downtime: DOWNTIME,
         }
+    }
+
+    /// How often it has looked at its clock, as far as that is known here.
+    pub fn looks(&self) -> u64 {
+        self.looks
+    }
+
+    /// What it was after so many looks at its clock, in the VM of that name.
+    pub fn copy(&self, name: &'pair str, looks: u64) -> Self {
+        let mut copy = Self {
+            name,
+            console: self.home().console(name).expect("console"),
+            looks,
+            ..*self
+        };
+        copy.goes_on();
+        copy
     }
 
     /// The daemon that has it.
@@ -78,7 +128,7 @@ impl<'pair, 'case> Traveller<'pair, 'case> {
     /// Moves it to the other daemon, where it goes on; nothing stays behind.
     pub fn moves(&mut self) {
         let (from, to) = (self.home(), self.away());
-        println!("{}", from.migrate(self.name, to, DOWNTIME).expect("migrate"));
+        println!("{}", from.migrate(self.name, to, self.downtime).expect("migrate"));
         let left = from.vms().expect("list");
         assert!(!left.contains(self.name), "it is not there any more: {left}");
         assert_eq!(from.traces().expect("look"), "", "nor is anything of it");
@@ -112,10 +162,10 @@ impl<'pair, 'case> Traveller<'pair, 'case> {
         count.zip(gap).unwrap_or_else(|| panic!("{text:?}"))
     }
 
-    /// Its kernel has seen no lockup, no stall and no unstable clock.
+    /// Its kernel has seen no lockup, no stall and no unstable clock; that of a Debian has no warning at all.
     pub fn has_no_complaint(&mut self) {
         self.console
-            .run(NO_COMPLAINT, PATIENCE)
+            .run(self.no_complaint, PATIENCE)
             .expect("the guest has no complaint");
     }
 }
