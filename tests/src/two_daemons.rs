@@ -1,28 +1,45 @@
-//! Two daemons beside the node's own, which know each other: what migrations go between. Each has a network namespace of its own: both may
-//! have a bridge of one name, and a tap of one VM.
+//! Two daemons that know each other: what migrations go between. They are beside the node's own, and each has a network namespace of its own, so that
+//! both may have a bridge of one name, and a tap of one VM; or they are those of two nodes.
 
-use anyhow::Result;
+pub mod load;
+pub mod nodes;
+pub mod traveller;
 
-use crate::Case;
+use std::collections::BTreeSet;
+
+use anyhow::{Context, Result};
+
 use crate::vm::{Console, VmSpec};
+use crate::{Case, Node};
 
-/// A daemon beside the node's own, with a root of its own.
+/// Where their API is.
+const PORT: u16 = 7443;
+
+/// A daemon that takes part in migrations.
 pub struct Daemon<'case> {
-    case: &'case Case,
+    node: &'case Node,
     unit: String,
-    folder: String,
+    /// Its sockets, and its VMs' logs.
+    run: String,
+    log: String,
+    /// Where each of its VMs has a control group, as a word of the node's shell.
+    cgroup: String,
     address: String,
-    namespace: String,
+    /// When it is not in the node's own.
+    namespace: Option<String>,
+    /// What there was when it came to the test.
+    before: BTreeSet<String>,
 }
 
-/// Two of them, with certificates of one CA. `number`, 1 to 99, tells cases apart: it is in addresses and interfaces' names.
+/// Two of them in the test's node, each with a root of its own, with certificates of one CA. `number`, 1 to 99, tells cases apart: it is in
+/// addresses and interfaces' names.
 pub fn pair(case: &Case, number: u32) -> Result<[Daemon<'_>; 2]> {
     let tls = format!("{}/tls", case.folder()?);
     let [one, two] = [1, 2].map(|side| format!("10.78.{number}.{side}"));
     let [near, far] = ["near", "far"].map(|side| format!("{side}{number}"));
+    init_certs(case.node(), &tls, [&one, &two])?;
     case.node().sh(&format!(
-        "/usr/lib/vmmd/vmmd init-certs --dir {tls} --server-name {one} --server-name {two} --client node=peer >/dev/null && \
-         ip netns add {near} && ip netns add {far} && \
+        "ip netns add {near} && ip netns add {far} && \
          ip link add peer netns {near} type veth peer name peer netns {far} && \
          for side in '{near} {one}' '{far} {two}'; do set -- $side; \
              ip -n $1 link set lo up && ip -n $1 addr add $2/30 dev peer && ip -n $1 link set peer up || exit; done"
@@ -33,40 +50,75 @@ pub fn pair(case: &Case, number: u32) -> Result<[Daemon<'_>; 2]> {
     ])
 }
 
+/// Makes certificates for daemons at two addresses, and for what they are to each other.
+fn init_certs(node: &Node, tls: &str, [one, two]: [&str; 2]) -> Result<()> {
+    node.sh(&format!(
+        "/usr/lib/vmmd/vmmd init-certs --dir {tls} --server-name {one} --server-name {two} --client node=peer >/dev/null"
+    ))
+    .map(drop)
+}
+
+/// The part of a daemon's configuration for an API that other daemons reach.
+fn tcp_config(tls: &str, address: &str) -> String {
+    format!(
+        "[tcp]\nlisten = '{address}'\ncertificate = '{tls}/server.crt'\nkey = '{tls}/server.key'\n\
+         client_ca = '{tls}/ca.crt'\npeer_certificate = '{tls}/node.crt'\npeer_key = '{tls}/node.key'\n"
+    )
+}
+
 impl<'case> Daemon<'case> {
     fn start(case: &'case Case, tls: &str, number: u32, address: &str, namespace: String) -> Result<Self> {
+        let node = case.node();
         let folder = format!("{}/{number}", case.folder()?);
         let unit = format!("{}-{number}", case.name());
         let first = 1_800_000_000 + number * 1000;
-        let address = format!("{address}:7443");
+        let address = format!("{address}:{PORT}");
         let config = format!(
             "state_dir = '{folder}/state'\nrun_dir = '{folder}/run'\nlog_dir = '{folder}/log'\n\
-             [vm_uids]\nfirst = {first}\ncount = 100\n\
-             [tcp]\nlisten = '{address}'\ncertificate = '{tls}/server.crt'\nkey = '{tls}/server.key'\n\
-             client_ca = '{tls}/ca.crt'\npeer_certificate = '{tls}/node.crt'\npeer_key = '{tls}/node.key'\n"
+             [vm_uids]\nfirst = {first}\ncount = 100\n{}",
+            tcp_config(tls, &address)
         );
-        case.node().sh(&format!(
+        node.sh(&format!(
             "mkdir -p {folder}/state {folder}/run {folder}/log && cat >{folder}/vmmd.toml <<'CONFIG'\n{config}CONFIG\n\
              systemd-run -q --collect --unit={unit} -p Type=notify -p Delegate=yes -p KillMode=process -p Restart=on-failure -p RestartSec=250ms \
                  -p NetworkNamespacePath=/run/netns/{namespace} /usr/lib/vmmd/vmmd --config {folder}/vmmd.toml"
         ))?;
         Ok(Self {
-            case,
+            node,
+            run: format!("{folder}/run"),
+            log: format!("{folder}/log"),
+            cgroup: format!("/sys/fs/cgroup/$(systemctl show -P ControlGroup {unit})/vms"),
             unit,
-            folder,
             address,
-            namespace,
+            namespace: Some(namespace),
+            before: BTreeSet::new(),
         })
+    }
+
+    /// The installed one of a node, which others reach at `address`.
+    fn installed(node: &'case Node, address: &str) -> Result<Self> {
+        let mut daemon = Self {
+            node,
+            unit: "vmmd.service".into(),
+            run: "/run/vmmd".into(),
+            log: "/var/log/vmmd".into(),
+            cgroup: "/sys/fs/cgroup/machine.slice/vmmd-vms.service".into(),
+            address: format!("{address}:{PORT}"),
+            namespace: None,
+            before: BTreeSet::new(),
+        };
+        daemon.before = daemon.found()?;
+        Ok(daemon)
     }
 
     /// Runs `vmmctl` for this daemon; it must end with 0.
     pub fn ctl(&self, command: &str) -> Result<String> {
-        self.case.node().sh(&self.command(command))
+        self.node.sh(&self.command(command))
     }
 
     /// The same as a command of the node's shell.
     pub fn command(&self, command: &str) -> String {
-        format!("vmmctl --socket {}/run/vmmd.sock {command}", self.folder)
+        format!("vmmctl --socket {}/vmmd.sock {command}", self.run)
     }
 
     /// Creates a VM and starts it.
@@ -78,7 +130,7 @@ impl<'case> Daemon<'case> {
         .map(drop)
     }
 
-    /// Moves a VM to another daemon; `more` are options. Returns what was told on the way.
+    /// Moves a VM to another daemon; `more` are options. Returns what was told on the way, and for how long the guest stood still.
     pub fn migrate(&self, name: &str, to: &Daemon<'_>, more: &str) -> Result<String> {
         self.ctl(&format!("migrate {name} --to {} {more} 2>&1", to.address()))
     }
@@ -86,7 +138,7 @@ impl<'case> Daemon<'case> {
     /// Kills the daemon with SIGKILL, and waits until another one of it is ready.
     pub fn kill(&self) -> Result<()> {
         let unit = &self.unit;
-        self.case.node().sh(&format!(
+        self.node.sh(&format!(
             "pid=$(systemctl show -P MainPID {unit}); kill -9 $pid; \
              while [ \"$(systemctl show -P MainPID {unit})\" = $pid ] || ! systemctl is-active -q {unit}; do sleep 0.1; done"
         ))?;
@@ -95,39 +147,46 @@ impl<'case> Daemon<'case> {
 
     /// The processes of all its VMs, by pid.
     pub fn processes(&self) -> Result<Vec<u32>> {
-        let unit = &self.unit;
-        let pids = self.case.node().sh(&format!(
-            "cat /sys/fs/cgroup/$(systemctl show -P ControlGroup {unit})/vms/*/cgroup.procs 2>/dev/null; true"
+        let pids = self.node.sh(&format!(
+            "cat {}/*-*-*/cgroup.procs 2>/dev/null; true",
+            self.cgroup
         ))?;
         pids.split_whitespace().map(|pid| Ok(pid.parse()?)).collect()
     }
 
-    /// What there is of VMs: processes, control groups, folders, taps. Empty when it has none.
+    /// What there is of VMs that came after it: processes, control groups, folders, taps. Empty when there are none.
     pub fn traces(&self) -> Result<String> {
-        let Self {
-            unit,
-            folder,
-            namespace,
-            ..
-        } = self;
-        self.case.node().sh(&format!(
-            "ls -d /sys/fs/cgroup/$(systemctl show -P ControlGroup {unit})/vms/*/ {folder}/run/vms/* {folder}/log/vms/* 2>/dev/null; \
-             ip -n {namespace} -o link | grep -o ' vm[0-9a-f]*n[0-9]'; true"
-        ))
+        let found = self.found()?;
+        let new: Vec<_> = found.difference(&self.before).map(String::as_str).collect();
+        Ok(new.join("\n"))
+    }
+
+    fn found(&self) -> Result<BTreeSet<String>> {
+        let Self { run, log, cgroup, .. } = self;
+        let found = self.node.sh(&format!(
+            "ls -d {cgroup}/*-*-*/ {run}/vms/* {log}/vms/* 2>/dev/null; ip{} -o link | grep -o ' vm[0-9a-f]*n[0-9]'; true",
+            self.in_namespace()
+        ))?;
+        Ok(found.lines().map(str::to_owned).collect())
+    }
+
+    /// The option of ip(8).
+    fn in_namespace(&self) -> String {
+        let option = |namespace| format!(" -n {namespace}");
+        self.namespace.as_ref().map(option).unwrap_or_default()
     }
 
     /// Cuts it off from the other daemon, or joins them again.
     pub fn link(&self, up: bool) -> Result<()> {
         let state = if up { "up" } else { "down" };
-        self.case
-            .node()
-            .sh(&format!("ip -n {} link set peer {state}", self.namespace))?;
-        Ok(())
+        let command = format!("ip{} link set peer {state}", self.in_namespace());
+        self.node.sh(&command).map(drop)
     }
 
     /// A VM's serial console.
     pub fn console(&self, vm: &str) -> Result<Console> {
-        Console::open(self.case, &self.command(&format!("console {vm}")))
+        let command = self.command(&format!("console {vm}"));
+        Console::spawn(self.node.ssh_command().args(["--", &command]))
     }
 
     /// The names of its VMs.
@@ -142,15 +201,15 @@ impl<'case> Daemon<'case> {
 
     /// Runs a command in its network namespace; it must end with 0.
     pub fn within(&self, command: &str) -> Result<String> {
-        self.case
-            .node()
-            .sh(&format!("ip netns exec {} {command}", self.namespace))
+        let there = |namespace| format!("ip netns exec {namespace} ");
+        let there = self.namespace.as_ref().map(there).unwrap_or_default();
+        self.node.sh(&format!("{there}{command}"))
     }
 
     /// Gives it a bridge of the same name as one of the node's, on the same network.
     pub fn join_bridge(&self, bridge: &str) -> Result<()> {
-        let namespace = &self.namespace;
-        self.case.node().sh(&format!(
+        let namespace = self.namespace.as_ref().context("it is where the bridge is")?;
+        self.node.sh(&format!(
             "ip link add b{namespace} type veth peer name uplink netns {namespace} && ip link set b{namespace} master {bridge} up && \
              ip -n {namespace} link add {bridge} type bridge && ip -n {namespace} link set uplink master {bridge} up && \
              ip -n {namespace} link set {bridge} up"
@@ -162,9 +221,11 @@ impl<'case> Daemon<'case> {
 impl Drop for Daemon<'_> {
     fn drop(&mut self) {
         let Self { unit, namespace, .. } = &*self;
+        // One that is installed goes on.
+        let Some(namespace) = namespace else { return };
         let delete = self.command("delete --force --yes --all");
         // What a failed test leaves is reported by the test of leftovers.
-        let _ = self.case.node().ssh(&format!(
+        let _ = self.node.ssh(&format!(
             "{delete}; systemctl stop {unit}; ip netns del {namespace}"
         ));
     }

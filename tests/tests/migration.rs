@@ -3,15 +3,53 @@
 use serde_json::json;
 use vmmd_tests::Case;
 use vmmd_tests::node::Kernel;
+use vmmd_tests::storage::{Disk, Format};
 use vmmd_tests::two_daemons;
+use vmmd_tests::two_daemons::traveller::{Connection, DOWNTIME, PATIENCE, SMALL, Traveller};
 use vmmd_tests::vm::{BOOT, Console, VmSpec};
 
-/// How long the guest's shell may take to answer, in a slow node.
-const PATIENCE: u64 = 60;
-/// What a guest that rewrites its memory may be stopped for.
-const DOWNTIME: &str = "--downtime-limit 2s";
-/// Memory that is free is zero, and not sent: an emulated node encrypts and decrypts a megabyte or two in a second.
-const SMALL: &str = "init_on_free=1";
+/// How often a guest moves to the other daemon and back.
+fn turns() -> u32 {
+    if vmmd_tests::long() { 20 } else { 1 }
+}
+
+#[test]
+fn a_guest_moves_to_and_fro_with_its_disk_its_clock_and_an_open_connection() {
+    let case = Case::new("migration").expect("node");
+    let daemons = two_daemons::pair(&case, 1).expect("daemons");
+    let bridge = case.bridge().expect("bridge");
+    case.node()
+        .sh(&format!("ip addr add {} dev {bridge}", Connection::NODE))
+        .expect("the node's address");
+    for daemon in &daemons {
+        daemon.join_bridge(&bridge).expect("join");
+    }
+    let image = case.image("data", Format::Raw, 32).expect("image");
+    let spec = VmSpec::busybox(Kernel::Cloud612)
+        .memory_mib(128)
+        .cmdline(&format!("{SMALL} guest.ip={}/24", Connection::GUEST))
+        .nic("eth0", &bridge)
+        .with_disk(Disk::new("data", Format::Raw, &image));
+    let mut guest = Traveller::boot(case.name(), &daemons, &spec);
+    let connection = Connection::open(&case, &mut guest.console);
+    for turn in 1..=turns() {
+        for _ in 0..2 {
+            println!("turn {turn}");
+            // What was written at the one place is read at the other.
+            let write = "head -c 262144 /dev/urandom >/run/block && dd if=/run/block of=/dev/vda bs=64k oflag=direct 2>/dev/null";
+            guest.console.run(write, PATIENCE).expect("write");
+            guest.moves();
+            connection.goes_on();
+            let read = "dd if=/dev/vda bs=64k count=4 iflag=direct 2>/dev/null | cmp - /run/block";
+            guest
+                .console
+                .run(read, PATIENCE)
+                .expect("the disk has what was written");
+        }
+    }
+    connection.hang_up();
+    guest.has_no_complaint();
+}
 
 /// The guest's address.
 fn address(console: &mut Console) -> String {

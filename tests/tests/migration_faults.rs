@@ -2,86 +2,9 @@
 
 use vmmd_tests::Case;
 use vmmd_tests::node::Kernel;
+use vmmd_tests::two_daemons::traveller::{PATIENCE, SMALL, Traveller};
 use vmmd_tests::two_daemons::{self, Daemon};
-use vmmd_tests::vm::{BOOT, Console, VmSpec};
-
-/// How long the guest's shell may take to answer, in a slow node.
-const PATIENCE: u64 = 60;
-/// Longest time between two looks at its clock that the guest may see, in hundredths of a second.
-const LONGEST_GAP: u64 = 300;
-/// Memory that is free is zero, and not sent: an emulated node encrypts and decrypts a megabyte or two in a second.
-const SMALL: &str = "init_on_free=1";
-
-/// Looks at its clock without end, and writes down how often, and the longest time between two looks in hundredths of a second.
-const WATCHER: &str = "{ (n=0; last=0; max=0; while :; do \
-     read now rest </proc/uptime; now=${now%.*}${now#*.}; gap=$((now-last)); \
-     [ $last -gt 0 ] && [ $gap -gt $max ] && max=$gap; last=$now; n=$((n+1)); \
-     echo $n $max >/run/seen.new; mv /run/seen.new /run/seen; usleep 20000; done) >/dev/null 2>&1 & }";
-
-/// A guest that watches its clock, and has something in its memory.
-struct Traveller<'pair, 'case> {
-    name: &'pair str,
-    daemons: &'pair [Daemon<'case>; 2],
-    console: Console,
-    /// How often it has looked at its clock, when that was last asked.
-    looks: u64,
-}
-
-impl<'pair, 'case> Traveller<'pair, 'case> {
-    fn boot(name: &'pair str, daemons: &'pair [Daemon<'case>; 2], spec: &VmSpec) -> Self {
-        daemons[0].start_vm(name, spec).expect("start");
-        let mut console = daemons[0].console(name).expect("console");
-        console.until("GUEST-READY", BOOT).expect("boot");
-        for command in [
-            WATCHER,
-            "until [ -s /run/seen ]; do usleep 50000; done",
-            "head -c 8388608 /dev/urandom >/run/data; md5sum /run/data >/run/sum",
-        ] {
-            console.run(command, PATIENCE).expect(command);
-        }
-        Self {
-            name,
-            daemons,
-            console,
-            looks: 0,
-        }
-    }
-
-    /// The daemon that has it.
-    fn home(&self) -> &'pair Daemon<'case> {
-        &self.daemons[0]
-    }
-
-    /// The other one.
-    fn away(&self) -> &'pair Daemon<'case> {
-        &self.daemons[1]
-    }
-
-    /// Its clock goes on from where it was, and its memory is what it was.
-    fn goes_on(&mut self) {
-        self.console = self.home().console(self.name).expect("console");
-        let (looks, gap) = self.seen();
-        println!("{looks} looks at the clock, the longest gap is {gap}0 ms");
-        assert!(looks >= self.looks, "{looks} is before {}", self.looks);
-        assert!(gap < LONGEST_GAP, "the guest's clock made a step of {gap}0 ms");
-        let on = format!("until [ $(cut -d ' ' -f 1 /run/seen) -gt {looks} ]; do usleep 50000; done");
-        self.console.run(&on, PATIENCE).expect("it does not stand still");
-        self.console
-            .run("md5sum -c /run/sum >/dev/null", PATIENCE)
-            .expect("memory is what it was");
-        self.looks = looks;
-    }
-
-    /// What the watcher has written down.
-    fn seen(&mut self) -> (u64, u64) {
-        let text = self.console.run("cat /run/seen", PATIENCE).expect("read");
-        let mut numbers = text
-            .split(|letter: char| !letter.is_ascii_digit())
-            .filter_map(|word| word.parse().ok());
-        let (count, gap) = (numbers.next(), numbers.next());
-        count.zip(gap).unwrap_or_else(|| panic!("{text:?}"))
-    }
-}
+use vmmd_tests::vm::VmSpec;
 
 /// What may happen while memory is sent.
 #[derive(Clone, Copy, Debug)]

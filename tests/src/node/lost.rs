@@ -22,8 +22,12 @@ pub fn retried_log(dir: &Path) -> PathBuf {
     dir.join("retried.log")
 }
 
-/// Runs one program of tests, and when it fails once more if it is one of the end-to-end tests and its node was replaced meanwhile
-/// (or is now, as it died of what the emulator is known for). `node with` makes this the runner of all test programs.
+/// What the name of a node ends with that a test boots beside its own.
+pub const SECOND: &str = "-second";
+
+/// Runs a program of tests, and when it fails once more if it is one of the end-to-end tests and its node was replaced meanwhile
+/// (or is now, as it died of what the emulator is known for), or if that befell the second node that it had booted. `node with`
+/// makes this the runner of all test programs.
 pub fn run_test(program: &str, arguments: &[String]) -> Result<ExitStatus> {
     let run = || {
         let mut command = Command::new(program);
@@ -42,7 +46,8 @@ pub fn run_test(program: &str, arguments: &[String]) -> Result<ExitStatus> {
     let _ = keeper::ask();
     let before = Machine::load(&dir)?.map(|node| node.pid);
     let status = run()?;
-    if status.success() || !replaced(&dir, before)? {
+    // Both are looked at: what is found out is not found again.
+    if status.success() || !(second_lost(&dir)? | replaced(&dir, before)?) {
         return Ok(status);
     }
     let name = format!("{} {}", variable(BINARY_VARIABLE), variable(TEST_VARIABLE));
@@ -63,5 +68,48 @@ fn replaced(dir: &Path, before: Option<u32>) -> Result<bool> {
             eprintln!("node: {error:#}");
             false
         })),
+    }
+}
+
+/// Whether a test has left the record of a second node that the emulator lost; it is gone then.
+fn second_lost(dir: &Path) -> Result<bool> {
+    let mut name = dir.file_name().unwrap_or_default().to_owned();
+    name.push(SECOND);
+    let Some(failed) = Machine::failed(&dir.with_file_name(name))? else {
+        return Ok(false);
+    };
+    failed.stop()?;
+    Ok(keeper::signature(&failed.console_log()).is_some())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn a_second_node_counts_as_lost_once_when_its_console_shows_what_the_emulator_does() {
+        let folder = tempfile::tempdir().expect("folder");
+        let second = folder.path().join(format!("test{SECOND}"));
+        fs::create_dir(&second).expect("folder");
+        let mut ended = Command::new("true").spawn().expect("a process");
+        ended.wait().expect("its end");
+        let machine = Machine {
+            name: format!("test{SECOND}"),
+            pid: ended.id(),
+            ssh_port: 1,
+            dir: second.clone(),
+            sockets: second.join("sockets"),
+        };
+        for (console, lost) in [("Oops: int3: 0000", true), ("Kernel panic", false)] {
+            fs::write(second.join("console.log"), console).expect("console");
+            let record = serde_json::to_string(&machine).expect("JSON");
+            fs::write(second.join("node.json"), record).expect("record");
+            for expected in [lost, false] {
+                let found = second_lost(&folder.path().join("test")).expect("look");
+                assert_eq!(found, expected, "{console}");
+            }
+        }
     }
 }

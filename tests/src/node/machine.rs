@@ -1,8 +1,8 @@
 //! A node as a QEMU process.
 
 use std::fs::{self, File};
-use std::io::{ErrorKind, Write};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::io::ErrorKind;
+use std::os::unix::net::UnixListener;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -11,7 +11,9 @@ use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use super::cable;
 use super::image::NodeImage;
+use super::monitor::Monitor;
 use crate::host::Accel;
 use crate::wait::{self, Deadline, Follow, Process};
 
@@ -181,6 +183,7 @@ impl Machine {
                 &format!("virtio-net-pci,netdev=management,mac={MANAGEMENT_MAC}"),
             ])
             .args(["-device", "virtio-rng-pci"])
+            .args(["-device", &format!("pcie-root-port,id={},chassis=1", cable::PORT)])
             .args(["-qmp", &qmp_argument(sockets.path())])
             .process_group(0)
             .stdin(Stdio::null())
@@ -240,7 +243,7 @@ impl Machine {
             said.trim(),
             self.console_log().display()
         );
-        self.ssh_port = forwarded_port(&self.monitor("info usernet")?)?;
+        self.ssh_port = self.find_ssh_port()?;
         Ok(())
     }
 
@@ -248,39 +251,16 @@ impl Machine {
         Process::open(self.pid)?.context("QEMU ended at once")
     }
 
-    /// Runs a command of QEMU's human monitor and returns what it prints.
-    pub fn monitor(&self, command: &str) -> Result<String> {
-        let request = serde_json::json!({
-            "execute": "human-monitor-command", "arguments": {"command-line": command}
-        });
-        let reply = self.qmp(&request)?;
-        reply
-            .as_str()
-            .map(str::to_owned)
-            .with_context(|| format!("QEMU's answer to {command:?}: {reply}"))
+    /// QEMU's monitor.
+    pub fn monitor(&self) -> Result<Monitor> {
+        Monitor::connect(&self.sockets.join("qmp.sock"))
     }
 
-    fn qmp(&self, request: &serde_json::Value) -> Result<serde_json::Value> {
-        let path = self.sockets.join("qmp.sock");
-        let stream = UnixStream::connect(&path).with_context(|| format!("connect {}", path.display()))?;
-        let deadline = Deadline::seconds(20);
-        let mut replies = Follow::new(&stream);
-        replies.until("\n", deadline).context("QEMU's greeting")?;
-        let mut ask = |request: &serde_json::Value| -> Result<serde_json::Value> {
-            (&stream).write_all(format!("{request}\n").as_bytes())?;
-            loop {
-                let mut reply: serde_json::Value = serde_json::from_str(&replies.until("\n", deadline)?)?;
-                if let Some(error) = reply.get("error") {
-                    bail!("QEMU refused {request}: {error}");
-                }
-                // Anything else is an event.
-                if let Some(value) = reply.get_mut("return") {
-                    return Ok(value.take());
-                }
-            }
-        };
-        ask(&serde_json::json!({"execute": "qmp_capabilities"}))?;
-        ask(request)
+    /// The local port that leads to the node's sshd, which QEMU has chosen.
+    fn find_ssh_port(&self) -> Result<u16> {
+        let command = serde_json::json!({"command-line": "info usernet"});
+        let answer = self.monitor()?.ask("human-monitor-command", &command)?;
+        forwarded_port(answer.as_str().unwrap_or_default())
     }
 
     /// Ends the node and removes its sockets and its record. Its logs stay.

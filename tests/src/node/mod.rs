@@ -1,11 +1,13 @@
 //! A test node: booting it, talking to it, ending it.
 
+mod cable;
 mod guests;
 mod image;
 mod install;
 mod keeper;
 mod lost;
 mod machine;
+mod monitor;
 mod packages;
 mod ssh;
 mod stream;
@@ -16,11 +18,12 @@ use std::process::Command;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 
+pub use cable::{CABLE, Cable};
 pub use guests::{GUESTS_DIR, Guests, Kernel};
 pub use image::{NodeImage, boot_file, install_ssh_key, ssh_key};
 pub use install::{PACKAGE, SCREENS, newest_package};
 pub use keeper::{KEEPER_VARIABLE, Keeper};
-pub use lost::{RUNNER_VARIABLE, retried_log, run_test};
+pub use lost::{RUNNER_VARIABLE, SECOND, retried_log, run_test};
 pub use machine::{Machine, Size};
 pub use packages::{INSTALL, Packages};
 pub use ssh::{Connection, DAEMON_SOCKET, Forward};

@@ -1,0 +1,118 @@
+//! What a Debian guest is busy with while it is moved, saved and copied: fio writes to a disk and reads all of it back, and iperf sends from the node.
+
+use super::traveller::PATIENCE;
+use crate::Case;
+use crate::node::Kernel;
+use crate::vm::Console;
+
+/// Longest time that a round of fio takes, or that nothing is sent, in a slow node.
+const SLOW: u64 = 180;
+
+/// fio without end: each round writes 2 MiB in pieces of other sizes with other content, and reads them back. A piece of a round before is none
+/// of this one. In the background, slowly enough for a guest that has more to do.
+const FIO: &str = "{ (n=0; until [ -e /run/fio.end ]; do n=$((n+1)); \
+     fio --name=verify --filename=/dev/vdb --direct=1 --ioengine=io_uring --iodepth=8 --size=2m --rate=512k --rw=randwrite \
+         --bsrange=512-64k --randseed=$n --verify=crc32c --verify_fatal=1 --minimal >/run/fio.said 2>&1 || { touch /run/fio.failed; exit; }; \
+     echo $n >/run/fio.new; mv /run/fio.new /run/fio.rounds; done; touch /run/fio.ended) >/dev/null 2>&1 & }";
+
+/// Puts fio, which Debian's guest does not have, on its root disk while the guest does not run yet.
+pub fn bring_fio(case: &Case, disk: &str) {
+    let initrd = case
+        .storage_initrd(Kernel::Cloud612)
+        .expect("a guest that has it");
+    let folder = case.folder().expect("folder");
+    case.node()
+        .sh(&format!(
+            "cd {folder} && busybox cpio -id -F {initrd} bin/fio 2>/dev/null && mkdir root && mount -o loop {disk} root && \
+             cp bin/fio root/usr/local/bin/fio && umount root"
+        ))
+        .expect("fio on the disk");
+}
+
+/// fio's rounds in a guest.
+#[derive(Default)]
+pub struct Fio {
+    rounds: u64,
+}
+
+impl Fio {
+    /// It begins.
+    pub fn begin(console: &mut Console) -> Self {
+        console.run(FIO, PATIENCE).expect("fio");
+        let mut fio = Self::default();
+        fio.goes_on(console);
+        fio
+    }
+
+    /// Waits for the end of a round that ends after this; none has found anything wrong.
+    pub fn goes_on(&mut self, console: &mut Console) {
+        let on = format!(
+            "until [ -e /run/fio.failed ] || [ $(cat /run/fio.rounds 2>/dev/null || echo 0) -gt {} ]; do sleep 0.2; done; \
+             cat /run/fio.rounds; [ ! -e /run/fio.failed ] || {{ cat /run/fio.said; false; }}",
+            self.rounds
+        );
+        let rounds = console.run(&on, SLOW).expect("what fio wrote is what it reads");
+        self.rounds = rounds
+            .split(|letter: char| !letter.is_ascii_digit())
+            .find_map(|word| word.parse().ok())
+            .expect("a number");
+        println!("{} rounds of fio", self.rounds);
+    }
+
+    /// Its last round ends.
+    pub fn end(mut self, console: &mut Console) {
+        console.run("touch /run/fio.end", PATIENCE).expect("end");
+        let ended = "until [ -e /run/fio.failed ] || [ -e /run/fio.ended ]; do sleep 0.2; done";
+        console.run(ended, SLOW).expect("the last round");
+        self.rounds = 0;
+        self.goes_on(console);
+    }
+}
+
+/// iperf from the node to a guest, over one connection all the time.
+pub struct Iperf<'case> {
+    case: &'case Case,
+    unit: String,
+    /// What it has said, a line each second.
+    said: String,
+}
+
+impl<'case> Iperf<'case> {
+    /// Begins to send to `guest`, at whose console this is.
+    pub fn begin(case: &'case Case, console: &mut Console, guest: &str) -> Self {
+        let listen = "iperf3 -s -D >/dev/null; until ss -lnt | grep -q :5201; do sleep 0.1; done";
+        console.run(listen, PATIENCE).expect("iperf in the guest");
+        let iperf = Self {
+            case,
+            unit: format!("{}-iperf", case.name()),
+            said: format!("{}/iperf", case.folder().expect("folder")),
+        };
+        let Self { unit, said, .. } = &iperf;
+        case.node()
+            .sh(&format!(
+                "systemd-run -q --collect --unit={unit} -p StandardOutput=file:{said} -p StandardError=file:{said} \
+                     iperf3 -c {guest} -b 512K -l 4K -t 86400 -i 1 -f k --forceflush"
+            ))
+            .expect("iperf in the node");
+        iperf.goes_on();
+        iperf
+    }
+
+    /// Waits for three more seconds in which something was sent. It ends when its connection does.
+    pub fn goes_on(&self) {
+        let Self { unit, said, .. } = self;
+        let more = format!("tail -n +$(($0+1)) {said} | grep Kbits/sec | grep -vc \" 0.00 Kbits/sec\"");
+        let on = format!(
+            "timeout {SLOW} sh -c 'until [ $({more}) -ge 3 ]; do systemctl is-active -q {unit} || exit; sleep 0.5; done' $(wc -l <{said}); \
+             ended=$?; tail -n 3 {said}; exit $ended"
+        );
+        let last = self.case.node().sh(&on).expect("iperf goes on");
+        println!("{last}");
+    }
+}
+
+impl Drop for Iperf<'_> {
+    fn drop(&mut self) {
+        let _ = self.case.node().ssh(&format!("systemctl stop {}", self.unit));
+    }
+}

@@ -1,0 +1,109 @@
+//! A whole Debian with systemd is moved, saved, restored and copied while it is busy: fio verifies what it writes to a disk, iperf sends to it from the
+//! node, and a program watches its clock.
+
+use vmmd_tests::storage::{Disk, Format};
+use vmmd_tests::two_daemons::load::{Fio, Iperf, bring_fio};
+use vmmd_tests::two_daemons::traveller::{Connection, SMALL, Traveller};
+use vmmd_tests::two_daemons::{self, Daemon};
+use vmmd_tests::vm::VmSpec;
+use vmmd_tests::{Case, long};
+
+/// Debian and its load in as little as they need: all that is not free is sent.
+const MEMORY_MIB: u64 = 256;
+
+/// How often it moves to the other daemon and back.
+fn turns() -> u32 {
+    if long() { 20 } else { 1 }
+}
+
+/// It, on a bridge of the test's, with a disk for fio.
+fn debian(case: &Case, bridge: &str) -> VmSpec {
+    let guests = case.node().guests();
+    let root = case.debian_disk().expect("a disk");
+    bring_fio(case, &root);
+    let data = case.image("data", Format::Raw, 32).expect("image");
+    VmSpec::new(guests.debian_vmlinuz(), Some(guests.debian_initrd()))
+        .memory_mib(MEMORY_MIB)
+        .with_disk(Disk::new("root", Format::Raw, &root))
+        .with_disk(Disk::new("data", Format::Raw, &data))
+        .nic("eth0", bridge)
+        .cmdline(&format!(
+            "{SMALL} norandmaps root=/dev/vda rw ip={}:::255.255.255.0::eth0:off net.ifnames=0",
+            Connection::GUEST
+        ))
+}
+
+/// A bridge with the node's address, which both daemons have.
+fn bridge(case: &Case, daemons: &[Daemon<'_>; 2]) -> String {
+    let bridge = case.bridge().expect("bridge");
+    case.node()
+        .sh(&format!("ip addr add {} dev {bridge}", Connection::NODE))
+        .expect("the node's address");
+    for daemon in daemons {
+        daemon.join_bridge(&bridge).expect("join");
+    }
+    bridge
+}
+
+#[test]
+fn a_busy_debian_moves_to_and_fro_and_loses_no_block_and_no_connection() {
+    let case = Case::new("migration-debian").expect("node");
+    let daemons = two_daemons::pair(&case, 5).expect("daemons");
+    let bridge = bridge(&case, &daemons);
+    let mut guest = Traveller::boot_debian(case.name(), &daemons, &debian(&case, &bridge));
+    let mut fio = Fio::begin(&mut guest.console);
+    let iperf = Iperf::begin(&case, &mut guest.console, Connection::GUEST);
+    for turn in 1..=2 * turns() {
+        println!("migration {turn}");
+        guest.moves();
+        iperf.goes_on();
+        fio.goes_on(&mut guest.console);
+    }
+    fio.end(&mut guest.console);
+    guest.has_no_complaint();
+}
+
+#[test]
+fn a_busy_debian_goes_on_after_its_snapshot_from_its_snapshot_and_as_four_clones() {
+    let case = Case::new("snapshot-debian").expect("node");
+    let daemons = two_daemons::pair(&case, 6).expect("daemons");
+    let bridge = bridge(&case, &daemons);
+    let (name, daemon) = (case.name(), &daemons[0]);
+    let mut guest = Traveller::boot_debian(name, &daemons, &debian(&case, &bridge));
+    let mut fio = Fio::begin(&mut guest.console);
+    let iperf = Iperf::begin(&case, &mut guest.console, Connection::GUEST);
+    guest.goes_on();
+    let looks = guest.looks();
+    // The node's file system can't share blocks: the guest stands still while its disks are copied.
+    let snapshot = format!("snapshot create {name} --vm {name} --paused");
+    println!("{}", daemon.ctl(&snapshot).expect("snapshot"));
+    guest.goes_on();
+    iperf.goes_on();
+    fio.goes_on(&mut guest.console);
+    guest.has_no_complaint();
+    drop(iperf);
+
+    daemon.ctl(&format!("stop --force {name}")).expect("kill");
+    daemon.ctl(&format!("restore {name}")).expect("restore");
+    let clones = [1, 2, 3, 4].map(|number| format!("{name}-{number}"));
+    let mut same = guest.copy(name, looks);
+    goes_on(&mut same);
+    daemon.ctl(&format!("stop --force {name}")).expect("kill");
+
+    daemon
+        .ctl(&format!("clone {name} {}", clones.join(" ")))
+        .expect("clone");
+    for clone in &clones {
+        println!("{clone}");
+        goes_on(&mut guest.copy(clone, looks));
+    }
+}
+
+/// fio goes on in a guest that was restored, and ends without having missed anything.
+fn goes_on(guest: &mut Traveller<'_, '_>) {
+    let mut fio = Fio::default();
+    fio.goes_on(&mut guest.console);
+    fio.goes_on(&mut guest.console);
+    fio.end(&mut guest.console);
+    guest.has_no_complaint();
+}
