@@ -80,7 +80,7 @@ impl Drop for Made<'_> {
 }
 
 #[test]
-fn the_quick_start_makes_a_web_server_of_a_cloud_image() {
+fn the_quick_start_makes_a_web_server_of_a_cloud_image_and_its_second_boot_is_no_first_one() {
     let case = Case::new("cloud").expect("node");
     let node = case.node();
     let folder = case.folder().expect("a folder");
@@ -139,7 +139,7 @@ fn the_quick_start_makes_a_web_server_of_a_cloud_image() {
         }
         panic!("the page has no command {last}");
     };
-    step("curl ");
+    let curl = step("curl ");
 
     // What the user data says, and the image's system makes of it.
     let ssh = |command: &str| {
@@ -170,6 +170,21 @@ fn the_quick_start_makes_a_web_server_of_a_cloud_image() {
         .expect("vmmctl ssh"),
         "kept\n"
     );
+
+    // What boots next time is what GRUB's configuration has by then, as after the installation of a kernel.
+    let state = "cat /etc/ssh/ssh_host_ed25519_key.pub /etc/fstab; ls /var/lib/cloud/instances";
+    let first = ssh(state);
+    ssh(
+        "sudo sh -c 'cd /boot && mv vmlinuz-* vmlinuz-renewed && mv initrd.img-* initrd.img-renewed && \
+         sed -i \"s/vmlinuz-[^ ]*/vmlinuz-renewed/; s/initrd.img-.*/initrd.img-renewed/; s/ttyS0 quiet/& renewed=1/\" grub/grub.cfg && sync'",
+    );
+    within("vmmctl stop web --grace 180s && vmmctl start web").expect("stop and start");
+    within("until ssh -o BatchMode=yes debian@10.80.0.2 true; do sleep 2; done").expect("the guest is back");
+    assert!(ssh("cat /proc/cmdline").contains("ttyS0 quiet renewed=1"));
+    assert!(ssh("cloud-init status --wait").contains("status: done"));
+    assert_eq!(ssh(state), first);
+    assert_eq!(ssh("cat /srv/kept /srv/site/note"), "kept\nof the guest\n");
+    assert_eq!(node.sh(&curl).expect("the site after the second boot"), "hello\n");
 
     step("vmmctl delete vm web");
     let left = node
