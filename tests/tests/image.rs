@@ -1,8 +1,28 @@
-//! Cloud images: the quick start's VM of one.
+//! Cloud images: the quick start's VM of one, and one in all formats.
 
-use vmmd_tests::Case;
-use vmmd_tests::node::quote;
-use vmmd_tests::wait::Deadline;
+#[path = "../../vmmd/tests/support/http.rs"]
+mod http;
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    sync::{Arc, mpsc::Sender},
+};
+
+use rstest::rstest;
+use sha2::{Digest as _, Sha256};
+use vmmd_tests::{
+    Case, Node,
+    debian::Release,
+    demo::ready::{self, Readiness},
+    guest::cloud_image,
+    node::{Forward, quote},
+    run,
+    wait::{Deadline, Process},
+};
+
+use self::http::{Server, held, part, start};
 
 /// A whole Debian with cloud-init, which is some 30 programs in Python, boots in three to eight minutes in an emulated node.
 const BOOT: u64 = 900;
@@ -79,8 +99,83 @@ impl Drop for Made<'_> {
     }
 }
 
-#[test]
-fn the_quick_start_makes_a_web_server_of_a_cloud_image_and_its_second_boot_is_no_first_one() {
+/// A web server with an image, for which a line breaks three times before the daemon is killed: each of four connections brings a fifth
+/// of the file.
+struct Mirror {
+    server: Server,
+    /// Closes the fourth connection.
+    close: Sender<()>,
+    fifth: usize,
+    /// What `vmmctl image import` is given.
+    source: String,
+    _way: Forward,
+}
+
+impl Mirror {
+    fn start(node: &Node, file: &Path) -> Self {
+        let content = Arc::new(fs::read(file).expect("the image"));
+        let sum: String = Sha256::digest(&*content)
+            .iter()
+            .map(|byte| format!("{byte:02x}"))
+            .collect();
+        let fifth = content.len() / 5;
+        let cut = || part(&content, "debian", fifth);
+        let (fourth, close) = held(cut());
+        let server = Server::start(vec![
+            cut(),
+            cut(),
+            cut(),
+            fourth,
+            part(&content, "debian", usize::MAX),
+        ]);
+        let (_, port) = server.address.rsplit_once(':').expect("a port");
+        let way = node
+            .bring_port(port.parse().expect("a port"))
+            .expect("a way from the node");
+        Self {
+            source: format!("{}/debian.qcow2.xz --checksum sha256:{sum}", server.address),
+            server,
+            close,
+            fifth,
+            _way: way,
+        }
+    }
+
+    /// Kills the daemon when the fourth connection has brought something, and closes that when there is another daemon.
+    fn kill_the_daemon(&self, node: &Node) {
+        let script = format!(
+            "until [ \"$(stat -c %s /var/lib/vmmd/images/*.source 2>/dev/null || echo 0)\" -gt {} ]; do sleep 0.1; done; \
+             pid=$(systemctl show -P MainPID vmmd); kill -9 $pid; \
+             while [ \"$(systemctl show -P MainPID vmmd)\" = $pid ] || ! systemctl is-active -q vmmd; do sleep 0.1; done",
+            3 * self.fifth
+        );
+        node.sh_within(&script, Deadline::seconds(300))
+            .expect("the daemon is killed and there again");
+        self.close.send(()).expect("the server waits");
+    }
+
+    /// Each connection went on where the one before it ended, the last one for another daemon.
+    fn assert_broken_and_gone_on_with(&self) {
+        let requests = self.server.requests.lock().expect("requests");
+        let starts: Vec<_> = requests.iter().map(|head| start(head)).collect();
+        let [None, Some(second), Some(third), Some(fourth), Some(last)] = starts[..] else {
+            panic!("{starts:?}");
+        };
+        assert_eq!(
+            [second, third, fourth],
+            [self.fifth, 2 * self.fifth, 3 * self.fifth]
+        );
+        assert!(last > fourth, "{starts:?}");
+    }
+}
+
+#[rstest]
+#[case::debian_12(Release::Bookworm)]
+#[case::debian_13(Release::Trixie)]
+fn the_quick_start_makes_a_web_server_of_a_cloud_image_and_a_kernel_installed_in_it_boots_next(
+    #[case] release: Release,
+) {
+    let image = cloud_image(release).expect("the image");
     let case = Case::new("cloud").expect("node");
     let node = case.node();
     let folder = case.folder().expect("a folder");
@@ -103,6 +198,7 @@ fn the_quick_start_makes_a_web_server_of_a_cloud_image_and_its_second_boot_is_no
     ))
     .expect("user data");
 
+    let mirror = Mirror::start(node, &image);
     let within = |command: &str| node.sh_within(command, Deadline::seconds(BOOT));
     let made = Made(&case);
     let mut commands = page.commands.into_iter();
@@ -112,7 +208,7 @@ fn the_quick_start_makes_a_web_server_of_a_cloud_image_and_its_second_boot_is_no
             let typed: Vec<_> = command
                 .split(' ')
                 .map(|word| match word {
-                    url if url.starts_with("https://") => node.guests().cloud_image(),
+                    url if url.starts_with("https://") => mirror.source.clone(),
                     "--wait" if command.starts_with("vmmctl run") => format!("--wait={BOOT}s"),
                     "--with-disks" => "--with-disks --yes".into(),
                     // The unit is started before the program in it listens.
@@ -139,6 +235,12 @@ fn the_quick_start_makes_a_web_server_of_a_cloud_image_and_its_second_boot_is_no
         }
         panic!("the page has no command {last}");
     };
+    std::thread::scope(|scope| {
+        let killed = scope.spawn(|| mirror.kill_the_daemon(node));
+        step("vmmctl image import");
+        killed.join().expect("the daemon was killed");
+    });
+    mirror.assert_broken_and_gone_on_with();
     let curl = step("curl ");
 
     // What the user data says, and the image's system makes of it.
@@ -153,7 +255,12 @@ fn the_quick_start_makes_a_web_server_of_a_cloud_image_and_its_second_boot_is_no
     let size = ssh("df --output=size -BG / | tail -n 1");
     assert_eq!(size.trim(), "20G", "the root file system has grown");
     let kernel = ssh("uname -r");
-    assert!(kernel.starts_with("6.12."), "{kernel}");
+    assert!(
+        kernel.starts_with("6.12.") && !kernel.contains("cloud"),
+        "{kernel}"
+    );
+    let system = ssh(". /etc/os-release && echo $VERSION_CODENAME");
+    assert_eq!(system.trim(), release.suite());
     ssh("echo of the guest | sudo tee /srv/site/note");
     assert_eq!(
         node.sh("cat /srv/site/note; stat -c %U /srv/site/note")
@@ -171,16 +278,18 @@ fn the_quick_start_makes_a_web_server_of_a_cloud_image_and_its_second_boot_is_no
         "kept\n"
     );
 
-    // What boots next time is what GRUB's configuration has by then, as after the installation of a kernel.
-    let state = "cat /etc/ssh/ssh_host_ed25519_key.pub /etc/fstab; ls /var/lib/cloud/instances";
+    // The packages of another kernel lie in the image. What they run writes GRUB's configuration anew.
+    let state = "cat /etc/ssh/ssh_host_ed25519_key.pub /etc/fstab; ls /var/lib/cloud/instances; \
+                 stat -c '%n %Y' /var/lib/cloud/instance/sem/*";
     let first = ssh(state);
-    ssh(
-        "sudo sh -c 'cd /boot && mv vmlinuz-* vmlinuz-renewed && mv initrd.img-* initrd.img-renewed && \
-         sed -i \"s/vmlinuz-[^ ]*/vmlinuz-renewed/; s/initrd.img-.*/initrd.img-renewed/; s/ttyS0 quiet/& renewed=1/\" grub/grub.cfg && sync'",
+    println!(
+        "{}",
+        ssh("sudo DEBIAN_FRONTEND=noninteractive dpkg -i /opt/kernel/*.deb 2>&1 && sync")
     );
     within("vmmctl stop web --grace 180s && vmmctl start web").expect("stop and start");
     within("until ssh -o BatchMode=yes debian@10.80.0.2 true; do sleep 2; done").expect("the guest is back");
-    assert!(ssh("cat /proc/cmdline").contains("ttyS0 quiet renewed=1"));
+    let kernel = ssh("uname -r");
+    assert!(kernel.ends_with("-cloud-amd64\n"), "{kernel}");
     assert!(ssh("cloud-init status --wait").contains("status: done"));
     assert_eq!(ssh(state), first);
     assert_eq!(ssh("cat /srv/kept /srv/site/note"), "kept\nof the guest\n");
@@ -196,4 +305,137 @@ fn the_quick_start_makes_a_web_server_of_a_cloud_image_and_its_second_boot_is_no
         "{left}"
     );
     drop(made);
+}
+
+/// A daemon of this build on this machine: images need no KVM.
+struct Here {
+    folder: tempfile::TempDir,
+    programs: PathBuf,
+    daemon: Child,
+}
+
+impl Here {
+    fn start() -> Self {
+        let test = std::env::current_exe().expect("this program");
+        let programs = test
+            .ancestors()
+            .nth(2)
+            .expect("the programs beside it")
+            .to_owned();
+        let folder = tempfile::tempdir().expect("a folder");
+        let root = folder.path().display();
+        let config = folder.path().join("config.toml");
+        let text = format!(
+            "state_dir = '{root}/state'\nrun_dir = '{root}/run'\nlog_dir = '{root}/log'\nsocket_group = '0'\n\
+             kvm_device = '/dev/null'\nvmm = '{}'\n[vm_uids]\nfirst = 1700000000\ncount = 100\n",
+            programs.join("vmm").display()
+        );
+        fs::write(&config, text).expect("its configuration");
+        let readiness = Readiness::new(folder.path()).expect("a socket");
+        let log = fs::File::create(folder.path().join("log")).expect("a log");
+        let daemon = Command::new("unshare")
+            .arg("--net")
+            .arg(programs.join("vmmd"))
+            .arg("--config")
+            .arg(config)
+            .env(ready::VARIABLE, &readiness.path)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log)
+            .spawn()
+            .expect("start vmmd");
+        let here = Self {
+            folder,
+            programs,
+            daemon,
+        };
+        let process = Process::open(here.daemon.id())
+            .expect("look for vmmd")
+            .expect("vmmd");
+        if let Err(error) = readiness.wait(&process, Deadline::seconds(60)) {
+            let log = fs::read_to_string(here.folder.path().join("log"));
+            panic!("vmmd does not serve: {error:#}\n{}", log.unwrap_or_default());
+        }
+        here
+    }
+
+    /// Imports a file, and returns the size and digest of the disk in it.
+    fn import(&self, name: &str, file: &Path) -> String {
+        let mut import = Command::new(self.programs.join("vmmctl"));
+        import
+            .arg("--socket")
+            .arg(self.folder.path().join("run/vmmd.sock"))
+            .args(["image", "import", "--quiet", name])
+            .arg(file);
+        let said = run::check(&mut import, Deadline::seconds(600)).expect("the import");
+        print!("{said}");
+        let (_, found) = said.split_once(" imported, ").expect("size and digest");
+        found.trim().to_owned()
+    }
+
+    /// The files that images are kept in.
+    fn stored(&self) -> Vec<PathBuf> {
+        let files = fs::read_dir(self.folder.path().join("state/images")).expect("images");
+        files.map(|file| file.expect("a file").path()).collect()
+    }
+}
+
+impl Drop for Here {
+    fn drop(&mut self) {
+        // Both fail only when it has ended already.
+        let _ = self.daemon.kill();
+        let _ = self.daemon.wait();
+    }
+}
+
+#[test]
+fn a_cloud_image_is_the_same_content_in_each_format_and_kept_once() {
+    let image = cloud_image(Release::Bookworm).expect("the image");
+    let daemon = Here::start();
+    let folder = tempfile::tempdir().expect("a folder");
+    let found = daemon.import("qcow2-xz", &image);
+    let (size, digest) = found.split_once(", ").expect("size and digest");
+    assert_eq!(size, "1.5Gi");
+    assert!(digest.starts_with("blocks-sha256:"), "{found}");
+    let kept = daemon.stored();
+    assert_eq!(kept.len(), 1);
+
+    let sh = |script: &str, file: &Path| {
+        let mut command = Command::new("sh");
+        command
+            .args(["-ec", script, "sh"])
+            .arg(file)
+            .current_dir(folder.path());
+        run::check(&mut command, Deadline::seconds(600)).expect("another format");
+    };
+    sh("xz -dc \"$1\" >disk", &image);
+    let convert = "qemu-img convert -f qcow2 disk -O";
+    for (name, commands) in [
+        ("vmdk", format!("{convert} vmdk \"$1\"")),
+        (
+            "vmdk-stream",
+            format!("{convert} vmdk -o subformat=streamOptimized \"$1\""),
+        ),
+        ("vhd", format!("{convert} vpc -o force_size=on \"$1\"")),
+        ("vhdx", format!("{convert} vhdx \"$1\"")),
+        ("vdi", format!("{convert} vdi \"$1\"")),
+        (
+            "raw-gz",
+            format!("{convert} raw \"$1\"; gzip -1 \"$1\"; mv \"$1.gz\" \"$1\""),
+        ),
+    ] {
+        let file = folder.path().join(name);
+        sh(&commands, &file);
+        assert_eq!(daemon.import(name, &file), found, "{name}");
+        assert_eq!(daemon.stored(), kept, "{name}");
+        fs::remove_file(file).expect("remove it");
+    }
+    // A VHD of an old kind says its size in cylinders, heads and sectors: it is a larger disk, with zeroes at its end.
+    let file = folder.path().join("vhd-geometry");
+    sh(&format!("{convert} vpc \"$1\""), &file);
+    let rounded = daemon.import("vhd-geometry", &file);
+    assert!(
+        !rounded.starts_with("1.5Gi,") && !rounded.ends_with(digest),
+        "{rounded}"
+    );
 }
