@@ -78,13 +78,17 @@ impl Page {
     }
 }
 
-/// A line with `…` in the place of what is another one for each VM: MAC addresses and names of taps.
+/// A line with `…` in the place of what is another one for each VM: MAC addresses and names of taps. A program that waits may have printed
+/// dots before it.
 fn masked(line: &str) -> String {
-    let words = line.split(' ').map(|word| match word.len() {
-        17 if word.matches(':').count() == 5 => "…",
-        14 if word.starts_with("vm") => "…",
-        _ => word,
-    });
+    let words = line
+        .trim_start_matches('.')
+        .split(' ')
+        .map(|word| match word.len() {
+            17 if word.matches(':').count() == 5 => "…",
+            14 if word.starts_with("vm") => "…",
+            _ => word,
+        });
     words.collect::<Vec<_>>().join(" ")
 }
 
@@ -332,7 +336,7 @@ impl Here {
         );
         fs::write(&config, text).expect("its configuration");
         let readiness = Readiness::new(folder.path()).expect("a socket");
-        let log = fs::File::create(folder.path().join("log")).expect("a log");
+        let log = fs::File::create(folder.path().join("vmmd.log")).expect("a log");
         let daemon = Command::new("unshare")
             .arg("--net")
             .arg(programs.join("vmmd"))
@@ -353,7 +357,7 @@ impl Here {
             .expect("look for vmmd")
             .expect("vmmd");
         if let Err(error) = readiness.wait(&process, Deadline::seconds(60)) {
-            let log = fs::read_to_string(here.folder.path().join("log"));
+            let log = fs::read_to_string(here.folder.path().join("vmmd.log"));
             panic!("vmmd does not serve: {error:#}\n{}", log.unwrap_or_default());
         }
         here

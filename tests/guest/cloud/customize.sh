@@ -4,7 +4,7 @@ set -eu
 root=$1
 
 # The second kernel is not installed: a guest does that.
-suite=$(. "$root/etc/os-release" && echo "$VERSION_CODENAME")
+suite=$(sed -n 's/^VERSION_CODENAME=//p' "$root/etc/os-release")
 kernel=$(sed -n "s/^$suite [^ ]* //p" "$(dirname "$0")/kernels")
 APT_CONFIG=$MMDEBSTRAP_APT_CONFIG apt-get -q -y --download-only install "$kernel"
 mkdir -p "$root/opt/kernel"
