@@ -9,13 +9,45 @@ use anyhow::{Context, Result, ensure};
 use crate::wait::Deadline;
 use crate::{paths, run};
 
+/// A release of Debian.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Release {
+    /// 12, which all images are of that nothing else is said of.
+    Bookworm,
+    /// 13.
+    Trixie,
+}
+
+impl Release {
+    /// All of them.
+    pub const ALL: [Release; 2] = [Release::Bookworm, Release::Trixie];
+
+    /// Its name in archives.
+    pub fn suite(self) -> &'static str {
+        match self {
+            Release::Bookworm => "bookworm",
+            Release::Trixie => "trixie",
+        }
+    }
+
+    /// Its apt sources.
+    pub fn sources(self) -> PathBuf {
+        match self {
+            Release::Bookworm => sources(),
+            Release::Trixie => paths::crate_dir().join("guest/trixie.sources"),
+        }
+    }
+}
+
 /// What goes into a Debian root folder.
 pub struct Root<'a> {
+    /// Which Debian.
+    pub release: Release,
     /// mmdebstrap's variant: `minbase` for a system, `extract` for unpacked packages only.
     pub variant: &'a str,
     /// Packages beside what the variant holds.
     pub packages: &'a [String],
-    /// apt sources beside [`sources`], for packages that only another release of Debian has. What both have comes in the
+    /// apt sources beside those of the release, for packages that only another release of Debian has. What both have comes in the
     /// newer version.
     pub more_sources: Option<PathBuf>,
     /// A folder whose files are laid over the root before packages are configured, and again at the end.
@@ -24,7 +56,7 @@ pub struct Root<'a> {
     pub customize: Option<PathBuf>,
 }
 
-/// The apt sources of all images.
+/// The apt sources of all images of Debian 12.
 pub fn sources() -> PathBuf {
     paths::crate_dir().join("debian.sources")
 }
@@ -72,7 +104,10 @@ impl Root<'_> {
         if let Some(customize) = &self.customize {
             command.arg(format!("--customize-hook={}", customize.display()));
         }
-        command.arg("bookworm").arg(target).arg(sources());
+        command
+            .arg(self.release.suite())
+            .arg(target)
+            .arg(self.release.sources());
         command.args(&self.more_sources);
         run::check(&mut command, Deadline::seconds(1200)).map(drop)
     }

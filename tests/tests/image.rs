@@ -1,8 +1,27 @@
 //! Cloud images: the quick start's VM of one.
 
-use vmmd_tests::Case;
-use vmmd_tests::node::quote;
-use vmmd_tests::wait::Deadline;
+#[path = "image/formats.rs"]
+mod formats;
+#[path = "../../vmmd/tests/support/http.rs"]
+mod http;
+
+use std::{
+    fs,
+    path::Path,
+    sync::{Arc, mpsc::Sender},
+};
+
+use rstest::rstest;
+use sha2::{Digest as _, Sha256};
+use vmmd_tests::{
+    Case, Node,
+    debian::Release,
+    guest::cloud_image,
+    node::{Forward, quote},
+    wait::Deadline,
+};
+
+use self::http::{Server, held, part, start};
 
 /// A whole Debian with cloud-init, which is some 30 programs in Python, boots in three to eight minutes in an emulated node.
 const BOOT: u64 = 900;
@@ -58,13 +77,17 @@ impl Page {
     }
 }
 
-/// A line with `…` in the place of what is another one for each VM: MAC addresses and names of taps.
+/// A line with `…` in the place of what is another one for each VM: MAC addresses and names of taps. A program that waits may have printed
+/// dots before it.
 fn masked(line: &str) -> String {
-    let words = line.split(' ').map(|word| match word.len() {
-        17 if word.matches(':').count() == 5 => "…",
-        14 if word.starts_with("vm") => "…",
-        _ => word,
-    });
+    let words = line
+        .trim_start_matches('.')
+        .split(' ')
+        .map(|word| match word.len() {
+            17 if word.matches(':').count() == 5 => "…",
+            14 if word.starts_with("vm") => "…",
+            _ => word,
+        });
     words.collect::<Vec<_>>().join(" ")
 }
 
@@ -79,8 +102,83 @@ impl Drop for Made<'_> {
     }
 }
 
-#[test]
-fn the_quick_start_makes_a_web_server_of_a_cloud_image() {
+/// A web server with an image, for which a line breaks three times before the daemon is killed: each of four connections brings a fifth
+/// of the file.
+struct Mirror {
+    server: Server,
+    /// Closes the fourth connection.
+    close: Sender<()>,
+    fifth: usize,
+    /// What `vmmctl image import` is given.
+    source: String,
+    _way: Forward,
+}
+
+impl Mirror {
+    fn start(node: &Node, file: &Path) -> Self {
+        let content = Arc::new(fs::read(file).expect("the image"));
+        let sum: String = Sha256::digest(&*content)
+            .iter()
+            .map(|byte| format!("{byte:02x}"))
+            .collect();
+        let fifth = content.len() / 5;
+        let cut = || part(&content, "debian", fifth);
+        let (fourth, close) = held(cut());
+        let server = Server::start(vec![
+            cut(),
+            cut(),
+            cut(),
+            fourth,
+            part(&content, "debian", usize::MAX),
+        ]);
+        let (_, port) = server.address.rsplit_once(':').expect("a port");
+        let way = node
+            .bring_port(port.parse().expect("a port"))
+            .expect("a way from the node");
+        Self {
+            source: format!("{}/debian.qcow2.xz --checksum sha256:{sum}", server.address),
+            server,
+            close,
+            fifth,
+            _way: way,
+        }
+    }
+
+    /// Kills the daemon when the fourth connection has brought something, and closes that when there is another daemon.
+    fn kill_the_daemon(&self, node: &Node) {
+        let script = format!(
+            "until [ \"$(stat -c %s /var/lib/vmmd/images/*.source 2>/dev/null || echo 0)\" -gt {} ]; do sleep 0.1; done; \
+             pid=$(systemctl show -P MainPID vmmd); kill -9 $pid; \
+             while [ \"$(systemctl show -P MainPID vmmd)\" = $pid ] || ! systemctl is-active -q vmmd; do sleep 0.1; done",
+            3 * self.fifth
+        );
+        node.sh_within(&script, Deadline::seconds(300))
+            .expect("the daemon is killed and there again");
+        self.close.send(()).expect("the server waits");
+    }
+
+    /// Each connection went on where the one before it ended, the last one for another daemon.
+    fn assert_broken_and_gone_on_with(&self) {
+        let requests = self.server.requests.lock().expect("requests");
+        let starts: Vec<_> = requests.iter().map(|head| start(head)).collect();
+        let [None, Some(second), Some(third), Some(fourth), Some(last)] = starts[..] else {
+            panic!("{starts:?}");
+        };
+        assert_eq!(
+            [second, third, fourth],
+            [self.fifth, 2 * self.fifth, 3 * self.fifth]
+        );
+        assert!(last > fourth, "{starts:?}");
+    }
+}
+
+#[rstest]
+#[case::debian_12(Release::Bookworm)]
+#[case::debian_13(Release::Trixie)]
+fn the_quick_start_makes_a_web_server_of_a_cloud_image_and_a_kernel_installed_in_it_boots_next(
+    #[case] release: Release,
+) {
+    let image = cloud_image(release).expect("the image");
     let case = Case::new("cloud").expect("node");
     let node = case.node();
     let folder = case.folder().expect("a folder");
@@ -103,6 +201,7 @@ fn the_quick_start_makes_a_web_server_of_a_cloud_image() {
     ))
     .expect("user data");
 
+    let mirror = Mirror::start(node, &image);
     let within = |command: &str| node.sh_within(command, Deadline::seconds(BOOT));
     let made = Made(&case);
     let mut commands = page.commands.into_iter();
@@ -112,7 +211,7 @@ fn the_quick_start_makes_a_web_server_of_a_cloud_image() {
             let typed: Vec<_> = command
                 .split(' ')
                 .map(|word| match word {
-                    url if url.starts_with("https://") => node.guests().cloud_image(),
+                    url if url.starts_with("https://") => mirror.source.clone(),
                     "--wait" if command.starts_with("vmmctl run") => format!("--wait={BOOT}s"),
                     "--with-disks" => "--with-disks --yes".into(),
                     // The unit is started before the program in it listens.
@@ -139,7 +238,13 @@ fn the_quick_start_makes_a_web_server_of_a_cloud_image() {
         }
         panic!("the page has no command {last}");
     };
-    step("curl ");
+    std::thread::scope(|scope| {
+        let killed = scope.spawn(|| mirror.kill_the_daemon(node));
+        step("vmmctl image import");
+        killed.join().expect("the daemon was killed");
+    });
+    mirror.assert_broken_and_gone_on_with();
+    let curl = step("curl ");
 
     // What the user data says, and the image's system makes of it.
     let ssh = |command: &str| {
@@ -153,7 +258,12 @@ fn the_quick_start_makes_a_web_server_of_a_cloud_image() {
     let size = ssh("df --output=size -BG / | tail -n 1");
     assert_eq!(size.trim(), "20G", "the root file system has grown");
     let kernel = ssh("uname -r");
-    assert!(kernel.starts_with("6.12."), "{kernel}");
+    assert!(
+        kernel.starts_with("6.12.") && !kernel.contains("cloud"),
+        "{kernel}"
+    );
+    let system = ssh(". /etc/os-release && echo $VERSION_CODENAME");
+    assert_eq!(system.trim(), release.suite());
     ssh("echo of the guest | sudo tee /srv/site/note");
     assert_eq!(
         node.sh("cat /srv/site/note; stat -c %U /srv/site/note")
@@ -170,6 +280,23 @@ fn the_quick_start_makes_a_web_server_of_a_cloud_image() {
         .expect("vmmctl ssh"),
         "kept\n"
     );
+
+    // The packages of another kernel lie in the image. What they run writes GRUB's configuration anew.
+    let state = "cat /etc/ssh/ssh_host_ed25519_key.pub /etc/fstab; ls /var/lib/cloud/instances; \
+                 stat -c '%n %Y' /var/lib/cloud/instance/sem/*";
+    let first = ssh(state);
+    println!(
+        "{}",
+        ssh("sudo DEBIAN_FRONTEND=noninteractive dpkg -i /opt/kernel/*.deb 2>&1 && sync")
+    );
+    within("vmmctl stop web --grace 180s && vmmctl start web").expect("stop and start");
+    within("until ssh -o BatchMode=yes debian@10.80.0.2 true; do sleep 2; done").expect("the guest is back");
+    let kernel = ssh("uname -r");
+    assert!(kernel.ends_with("-cloud-amd64\n"), "{kernel}");
+    assert!(ssh("cloud-init status --wait").contains("status: done"));
+    assert_eq!(ssh(state), first);
+    assert_eq!(ssh("cat /srv/kept /srv/site/note"), "kept\nof the guest\n");
+    assert_eq!(node.sh(&curl).expect("the site after the second boot"), "hello\n");
 
     step("vmmctl delete vm web");
     let left = node

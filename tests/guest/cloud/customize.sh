@@ -1,8 +1,14 @@
 #!/bin/sh
-# Last step of the cloud image's root: runs on the build host with the root folder as its argument.
+# Last step of a cloud image's root: runs on the build host with the root folder as its argument.
 set -eu
 root=$1
 
+# The second kernel is not installed: a guest does that.
+suite=$(sed -n 's/^VERSION_CODENAME=//p' "$root/etc/os-release")
+kernel=$(sed -n "s/^$suite [^ ]* //p" "$(dirname "$0")/kernels")
+APT_CONFIG=$MMDEBSTRAP_APT_CONFIG apt-get -q -y --download-only install "$kernel"
+mkdir -p "$root/opt/kernel"
+cp "$root"/var/cache/apt/archives/linux-image-*-cloud-amd64_*.deb "$root/opt/kernel"
 systemctl --root="$root" enable -q ssh.service systemd-networkd.service serial-getty@ttyS0.service
 systemctl --root="$root" disable -q systemd-networkd-wait-online.service
 # A test guest does nothing on its own that would be measured with what it is asked to do.

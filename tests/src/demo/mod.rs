@@ -1,7 +1,7 @@
 //! The demonstration: one Debian VM from its manifest to a ping and a graceful stop, told in a dozen lines.
 
 mod place;
-mod ready;
+pub mod ready;
 
 use std::io::Write;
 

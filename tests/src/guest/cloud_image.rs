@@ -1,4 +1,4 @@
-//! A Debian as clouds get it: cloud-init, a GPT with an EFI system partition, and GRUB's configuration; a qcow2 that gzip has packed.
+//! A Debian as clouds get it: cloud-init, a GPT with an EFI system partition, and GRUB's configuration; a qcow2 that xz has packed.
 
 use std::{
     fs,
@@ -13,14 +13,14 @@ use fatfs::{FileSystem, FormatVolumeOptions, FsOptions};
 
 use crate::{
     cache::{self, Inputs},
-    debian::{self, Root},
+    debian::{self, Release, Root},
     node::boot_file,
     paths, run,
     wait::Deadline,
 };
 
 /// Raise it when the code below makes another image of the same inputs.
-const BUILDER_VERSION: u32 = 1;
+const BUILDER_VERSION: u32 = 2;
 /// Size of the disk in MiB. It is sparse.
 const DISK_MIB: u64 = 1536;
 /// Where the EFI system partition begins, and where the root, in MiB; the last MiB has the copy of the partition table.
@@ -29,30 +29,35 @@ const ROOT_AT: u64 = 16;
 /// Of the root file system; the overlay's fstab has it too.
 const ROOT_UUID: &str = "5c1f0000-0000-4000-8000-00000000c10d";
 
-/// A folder with `disk.qcow2.gz`.
-pub fn get() -> Result<PathBuf> {
+/// The image of a release: `disk.qcow2.xz`, of 1.5 GiB.
+pub fn get(release: Release) -> Result<PathBuf> {
     let source = paths::crate_dir().join("guest/cloud");
     let mut inputs = Inputs::new(BUILDER_VERSION);
-    inputs.add_tree(&source)?.add_file(&debian::sources())?;
-    cache::get_or_build("guest-cloud", &inputs, |out| build(&source, out))
+    inputs.add_tree(&source)?.add_file(&release.sources())?;
+    let name = format!("cloud-{}", release.suite());
+    let folder = cache::get_or_build(&name, &inputs, |out| build(release, &source, out))?;
+    Ok(folder.join("disk.qcow2.xz"))
 }
 
-fn build(source: &Path, out: &Path) -> Result<()> {
+fn build(release: Release, source: &Path, out: &Path) -> Result<()> {
     let root = out.join("root");
+    let mut packages = debian::packages(&source.join("packages"))?;
+    packages.push(kernel(release, source)?);
     Root {
+        release,
         variant: "minbase",
-        packages: &debian::packages(&source.join("packages"))?,
+        packages: &packages,
         more_sources: None,
         overlay: Some(source.join("overlay")),
         customize: Some(source.join("customize.sh")),
     }
     .make(&root)?;
     let kernel = boot_file(&root, "vmlinuz-")?;
-    let release = kernel
+    let version = kernel
         .file_name()
         .and_then(|name| name.to_str()?.strip_prefix("vmlinuz-"))
         .context("the kernel's release")?;
-    fs::write(root.join("boot/grub/grub.cfg"), grub_cfg(release))?;
+    fs::write(root.join("boot/grub/grub.cfg"), grub_cfg(version))?;
     let disk = out.join("disk.raw");
     partition(&disk)?;
     let file = fs::File::options().write(true).open(&disk)?;
@@ -76,7 +81,21 @@ fn build(source: &Path, out: &Path) -> Result<()> {
     command.args(["convert", "-O", "qcow2"]).arg(&disk).arg(&qcow2);
     run::check(&mut command, Deadline::seconds(600))?;
     fs::remove_file(&disk)?;
-    run::check(Command::new("gzip").arg("-1").arg(&qcow2), Deadline::seconds(600)).map(drop)
+    // As it is distributed, packed the fastest way.
+    run::check(
+        Command::new("xz").args(["-0", "-T0"]).arg(&qcow2),
+        Deadline::seconds(600),
+    )
+    .map(drop)
+}
+
+/// The package of the kernel that is installed.
+fn kernel(release: Release, source: &Path) -> Result<String> {
+    let lines = fs::read_to_string(source.join("kernels")).context("read the kernels")?;
+    let words = lines
+        .lines()
+        .find_map(|line| line.strip_prefix(release.suite())?.split_whitespace().next());
+    words.map(str::to_owned).context("the kernel of the release")
 }
 
 fn partition(disk: &Path) -> Result<()> {
@@ -120,21 +139,21 @@ fn esp() -> Result<Vec<u8>> {
 }
 
 /// As update-grub would write it in the guest, which it can't do on a build host.
-fn grub_cfg(release: &str) -> String {
+fn grub_cfg(version: &str) -> String {
     let entry = |title: &str, id: &str| {
         format!(
             "menuentry '{title}' --class debian --class gnu-linux --class gnu --class os $menuentry_id_option '{id}' {{\n\
              \tload_video\n\tinsmod gzio\n\tif [ x$grub_platform = xxen ]; then insmod xzio; insmod lzopio; fi\n\
              \tinsmod part_gpt\n\tinsmod ext2\n\tsearch --no-floppy --fs-uuid --set=root {ROOT_UUID}\n\
-             \techo\t'Loading Linux {release} ...'\n\
-             \tlinux\t/boot/vmlinuz-{release} root=UUID={ROOT_UUID} ro console=ttyS0 quiet\n\
-             \techo\t'Loading initial ramdisk ...'\n\tinitrd\t/boot/initrd.img-{release}\n}}\n"
+             \techo\t'Loading Linux {version} ...'\n\
+             \tlinux\t/boot/vmlinuz-{version} root=UUID={ROOT_UUID} ro console=ttyS0 quiet\n\
+             \techo\t'Loading initial ramdisk ...'\n\tinitrd\t/boot/initrd.img-{version}\n}}\n"
         )
     };
     let simple = entry("Debian GNU/Linux", &format!("gnulinux-simple-{ROOT_UUID}"));
     let advanced = entry(
-        &format!("Debian GNU/Linux, with Linux {release}"),
-        &format!("gnulinux-{release}-advanced-{ROOT_UUID}"),
+        &format!("Debian GNU/Linux, with Linux {version}"),
+        &format!("gnulinux-{version}-advanced-{ROOT_UUID}"),
     );
     format!(
         "if [ -s $prefix/grubenv ]; then\n  set have_grubenv=true\n  load_env\nfi\n\

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 
 use crate::cache::{self, Inputs};
-use crate::debian::{self, Root};
+use crate::debian::{self, Release, Root};
 use crate::node::{boot_file, install_ssh_key, ssh_key};
 use crate::paths;
 
@@ -31,6 +31,7 @@ pub fn get(name: &str) -> Result<PathBuf> {
 fn build(source: &Path, key: &Path, out: &Path) -> Result<()> {
     let root = out.join("root");
     Root {
+        release: Release::Bookworm,
         variant: "minbase",
         packages: &debian::packages(&source.join("packages"))?,
         more_sources: None,

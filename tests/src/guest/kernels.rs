@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 
 use crate::cache::{self, Inputs};
-use crate::debian::{self, Root};
+use crate::debian::{self, Release, Root};
 use crate::node::Kernel;
 use crate::paths;
 
@@ -34,6 +34,7 @@ pub fn packages() -> Result<PathBuf> {
     let dir = cache::get_or_build("guest-packages", &inputs, |out| {
         let root = out.join("root");
         Root {
+            release: Release::Bookworm,
             variant: "extract",
             packages: &packages,
             more_sources: Some(bullseye),

@@ -20,8 +20,12 @@ use anyhow::{Context, Result, anyhow};
 use crate::cache::{self, Inputs};
 use crate::initramfs::{Extra, Initramfs};
 use crate::node::Kernel;
-use crate::{debian, paths};
+use crate::{
+    debian::{self, Release},
+    paths,
+};
 
+pub use cloud_image::get as cloud_image;
 pub use net::initrd as net_initrd;
 pub use screen::{initrd as screen_initrd, initrd_with as screen_initrd_with};
 pub use share::initrd as share_initrd;
@@ -66,21 +70,12 @@ impl Images {
 pub fn images() -> Result<Images> {
     let source = scripts_dir();
     // Each waits for downloads and disks as much as for a processor.
-    let (packages, disk, more) = std::thread::scope(|scope| {
+    let (packages, disk, desktop) = std::thread::scope(|scope| {
         let disk = scope.spawn(|| debian_disk::get("debian"));
-        // Only `make nightly` boots these.
-        let more = cfg!(feature = "nightly").then(|| {
-            (
-                scope.spawn(cloud_image::get),
-                scope.spawn(|| debian_disk::get("desktop")),
-            )
-        });
+        // Only `make nightly` boots it.
+        let desktop = cfg!(feature = "nightly").then(|| scope.spawn(|| debian_disk::get("desktop")));
         let packages = kernels::packages()?;
-        let more = match more {
-            Some((cloud, desktop)) => Some([joined(cloud)?, joined(desktop)?]),
-            None => None,
-        };
-        Ok::<_, anyhow::Error>((packages, joined(disk)?, more))
+        Ok::<_, anyhow::Error>((packages, joined(disk)?, desktop.map(joined).transpose()?))
     })?;
     let mut inputs = Inputs::new(BUILDER_VERSION);
     inputs
@@ -90,11 +85,11 @@ pub fn images() -> Result<Images> {
         .add_artefact(&packages)
         .add("modules", MODULES.join(" ").as_bytes())
         .add_artefact(&disk);
-    for disk in more.iter().flatten() {
+    if let Some(disk) = &desktop {
         inputs.add_artefact(disk);
     }
     let dir = cache::get_or_build("guests", &inputs, |out| {
-        build(&packages, &disk, more.as_ref(), &source, out)
+        build(&packages, &disk, desktop.as_deref(), &source, out)
     })?;
     Ok(Images { dir })
 }
@@ -107,6 +102,11 @@ pub fn prepare() -> Result<()> {
     share_initrd(Kernel::Cloud612)?;
     net_initrd(Kernel::Cloud612)?;
     screen_initrd(Kernel::Generic612)?;
+    if cfg!(feature = "nightly") {
+        for release in Release::ALL {
+            cloud_image(release)?;
+        }
+    }
     Ok(())
 }
 
@@ -179,8 +179,7 @@ fn initramfs(
     .write(out)
 }
 
-/// Cloud image and desktop are there or not.
-fn build(packages: &Path, disk: &Path, more: Option<&[PathBuf; 2]>, source: &Path, out: &Path) -> Result<()> {
+fn build(packages: &Path, disk: &Path, desktop: Option<&Path>, source: &Path, out: &Path) -> Result<()> {
     let tree = out.join("tree");
     for kernel in Kernel::ALL {
         let dir = tree.join(kernel.name());
@@ -202,8 +201,7 @@ fn build(packages: &Path, disk: &Path, more: Option<&[PathBuf; 2]>, source: &Pat
     };
     let whole = ["vmlinuz", "initrd", "disk.raw"];
     link("debian", disk, &whole)?;
-    if let Some([cloud, desktop]) = more {
-        link("cloud", cloud, &["disk.qcow2.gz"])?;
+    if let Some(desktop) = desktop {
         link("desktop", desktop, &whole)?;
     }
     debian::ext4_image(&tree, &out.join("guests.raw"), "vmmd-guests", 4096)

@@ -7,7 +7,7 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 
 use crate::cache::{self, Inputs};
-use crate::debian::{self, Root};
+use crate::debian::{self, Release, Root};
 use crate::initramfs::Extra;
 use crate::run;
 use crate::wait::Deadline;
@@ -62,6 +62,7 @@ fn packages() -> Result<PathBuf> {
         .add_file(&debian::sources())?;
     let dir = cache::get_or_build("guest-tools", &inputs, |out| {
         Root {
+            release: Release::Bookworm,
             variant: "extract",
             packages: &packages,
             more_sources: None,

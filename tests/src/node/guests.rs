@@ -84,11 +84,6 @@ impl Guests {
         format!("{GUESTS_DIR}/desktop/{file}")
     }
 
-    /// The cloud image: Debian with cloud-init, a packed qcow2 of 1.5 GiB.
-    pub fn cloud_image(&self) -> String {
-        format!("{GUESTS_DIR}/cloud/disk.qcow2.gz")
-    }
-
     /// The kernel of that Debian.
     pub fn debian_vmlinuz(&self) -> String {
         format!("{GUESTS_DIR}/debian/vmlinuz")

@@ -8,7 +8,7 @@ use std::process::Command;
 use anyhow::{Context, Result};
 
 use crate::cache::{self, Inputs};
-use crate::debian::{self, Root};
+use crate::debian::{self, Release, Root};
 use crate::initramfs::{Extra, Initramfs};
 use crate::wait::Deadline;
 use crate::{paths, run};
@@ -79,6 +79,7 @@ pub fn install_ssh_key(root: &Path, key: &Path) -> Result<()> {
 fn build(source: &Path, key: &Path, out: &Path) -> Result<()> {
     let root = out.join("root");
     Root {
+        release: Release::Bookworm,
         variant: "minbase",
         packages: &debian::packages(&source.join("packages"))?,
         more_sources: None,

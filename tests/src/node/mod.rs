@@ -213,6 +213,11 @@ impl Node {
         self.connection.forward(address)
     }
 
+    /// Makes a port of the node's loopback interface lead to the same one of this machine's, where a test serves something.
+    pub fn bring_port(&self, port: u16) -> Result<Forward> {
+        self.connection.bring_port(port)
+    }
+
     /// A socket on this machine that leads to vmmd's socket in the node: connect the gRPC client to it.
     pub fn grpc_socket(&self) -> PathBuf {
         self.connection.grpc.clone()

@@ -180,10 +180,20 @@ impl Connection {
         let free = TcpListener::bind("127.0.0.1:0").context("find a free port")?;
         let here = free.local_addr()?;
         drop(free);
+        self.route("-L", format!("{here}:{address}"), here.port())
+    }
+
+    /// Makes a port of the node's loopback interface lead to the same one of this machine's.
+    pub fn bring_port(&self, port: u16) -> Result<Forward> {
+        self.route("-R", format!("127.0.0.1:{port}:127.0.0.1:{port}"), port)
+    }
+
+    fn route(&self, direction: &'static str, route: String, port: u16) -> Result<Forward> {
         let forward = Forward {
             connection: self.clone(),
-            route: format!("{here}:{address}"),
-            port: here.port(),
+            direction,
+            route,
+            port,
         };
         let output = forward.control("forward")?;
         ensure!(
@@ -205,10 +215,12 @@ impl Connection {
     }
 }
 
-/// A port of 127.0.0.1 that leads to an address in the node until this is dropped.
+/// A port of 127.0.0.1 that leads to an address in the node, or one there that leads to this machine, until this is dropped.
 #[derive(Debug)]
 pub struct Forward {
     connection: Connection,
+    /// ssh's option.
+    direction: &'static str,
     /// What ssh calls it.
     route: String,
     /// The port.
@@ -218,7 +230,7 @@ pub struct Forward {
 impl Forward {
     fn control(&self, command: &str) -> Result<Output> {
         let mut ssh = self.connection.base();
-        ssh.args(["-O", command, "-L", &self.route, "root@127.0.0.1"]);
+        ssh.args(["-O", command, self.direction, &self.route, "root@127.0.0.1"]);
         run::output(&mut ssh, Deadline::seconds(30))
     }
 }
