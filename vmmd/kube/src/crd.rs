@@ -1,4 +1,5 @@
 //! The custom resource: a virtual machine that Kubernetes places.
+#![allow(clippy::duplicated_attributes, reason = "columns of one type are several")]
 
 use std::collections::BTreeMap;
 

@@ -31,6 +31,8 @@ use crate::{
 const REMOVE: Duration = Duration::from_secs(180);
 /// How soon the API server is asked again whether the controller has noted a pod.
 const NOT_YET: Duration = Duration::from_millis(500);
+/// How soon the API server is asked again for a VirtualMachine that it does not know.
+const NO_OWNER: Duration = Duration::from_secs(5);
 /// How soon vmmd is asked again to make a VM whose name an earlier run's has.
 const TAKEN: Duration = Duration::from_secs(2);
 
@@ -150,8 +152,11 @@ impl Worker {
             Some(owner) => {
                 let namespace = pod.namespace().unwrap_or_default();
                 let machines = Api::<VirtualMachine>::namespaced(self.client.clone(), &namespace);
-                let found = machines.get_opt(&owner.name).await?;
-                found.filter(|machine| machine.metadata.uid.as_ref() == Some(&owner.uid))
+                let Some(found) = machines.get_opt(&owner.name).await? else {
+                    // An API server says that of all for a moment after its start. The garbage collector deletes pods without an owner.
+                    return Ok(After::Again(NO_OWNER));
+                };
+                Some(found).filter(|machine| machine.metadata.uid.as_ref() == Some(&owner.uid))
             }
             None => None,
         };

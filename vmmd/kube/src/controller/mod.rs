@@ -57,14 +57,14 @@ pub async fn run(clients: Clients, settings: Settings) {
     let pods = Api::<Pod>::all(clients.watches.clone());
     let nodes = Api::<Node>::all(clients.watches.clone());
     let recorder = Recorder::new(clients.calls.clone(), "vmmd-kube-controller".into());
-    let released = tokio::spawn(orphans::run(clients.clone()));
     let context = Arc::new(Context {
-        client: clients.calls,
+        client: clients.calls.clone(),
         settings,
         recorder,
     });
     let controller = Controller::new(machines, watching());
     let store = controller.store();
+    let orphans = tokio::spawn(orphans::run(clients, store.clone()));
     controller
         .owns(pods, watching().labels(names::MACHINE_UID))
         .watches(nodes, watching().labels(names::NODE), move |node| {
@@ -78,7 +78,7 @@ pub async fn run(clients: Clients, settings: Settings) {
             }
         })
         .await;
-    released.abort();
+    orphans.abort();
 }
 
 /// The VirtualMachines whose status depends on a node. What a node says every minute makes no work where nothing is on it.
@@ -101,10 +101,11 @@ fn on_node(store: &Store<VirtualMachine>, node: &Node) -> Vec<ObjectRef<VirtualM
         .collect()
 }
 
+#[allow(clippy::needless_pass_by_value, reason = "the form that Controller wants")]
 fn on_error(machine: Arc<VirtualMachine>, error: &Error, _: Arc<Context>) -> Action {
     match error {
-        // Somebody else has written: what is true now comes by the watch.
-        Error::Api(kube::Error::Api(status)) if status.is_conflict() => {
+        // Somebody else has written, or it is gone: what is true now comes by the watch.
+        Error::Api(kube::Error::Api(status)) if status.is_conflict() || status.is_not_found() => {
             Action::requeue(Duration::from_secs(1))
         }
         Error::Api(_) => {
@@ -203,7 +204,7 @@ impl Context {
                 match pods.delete(&run.pod, &parameters).await {
                     Ok(_) => {
                         let note = format!("Deleted pod {}", run.pod);
-                        self.tell(machine, EventType::Normal, "DeletedPod", note).await;
+                        self.tell(machine, EventType::Normal, "DeletedPod", &note).await;
                     }
                     Err(kube::Error::Api(status)) if status.is_not_found() => {}
                     Err(error) => return Err(error.into()),
@@ -236,8 +237,7 @@ impl Context {
         let made = match placeholder::pod(machine, plan, epoch, &self.settings) {
             Ok(pod) => pods.create(&PostParams::default(), &pod).await,
             Err(Invalid(text)) => {
-                self.tell(machine, EventType::Warning, "InvalidSpec", text.clone())
-                    .await;
+                self.tell(machine, EventType::Warning, "InvalidSpec", &text).await;
                 let status = kube::core::Status::failure(&text, "Invalid").with_code(422);
                 return Err(Error::Api(kube::Error::Api(status.boxed())));
             }
@@ -245,21 +245,22 @@ impl Context {
         match made {
             Ok(pod) => {
                 let note = format!("Created pod {} for run {epoch}", pod.name_any());
-                self.tell(machine, EventType::Normal, "CreatedPod", note).await;
+                self.tell(machine, EventType::Normal, "CreatedPod", &note).await;
                 Ok(())
             }
             // By the controller before this one, or by one that was overtaken: the next look says whose it is.
             Err(kube::Error::Api(status)) if status.is_already_exists() => Ok(()),
             Err(error) => {
                 let note = format!("Can't create the pod of run {epoch}: {error}");
-                self.tell(machine, EventType::Warning, "FailedCreate", note).await;
+                self.tell(machine, EventType::Warning, "FailedCreate", &note)
+                    .await;
                 Err(error.into())
             }
         }
     }
 
     /// An event that can't be told is no reason to stop.
-    async fn tell(&self, machine: &VirtualMachine, type_: EventType, reason: &str, note: String) {
+    async fn tell(&self, machine: &VirtualMachine, type_: EventType, reason: &str, note: &str) {
         use kube::Resource as _;
         let event = Event {
             type_,

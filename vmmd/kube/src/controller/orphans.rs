@@ -1,33 +1,98 @@
-//! Placeholder pods that were deleted before they were bound: no node has anything of them, and no agent will ever take their finalizer away.
+//! Placeholder pods that no reconciliation looks at.
+//!
+//! - Those that were deleted before they were bound: no node has anything of them, and no agent will ever take their finalizer away.
+//! - Those of an earlier run, which a controller that was overtaken has made late: no agent runs them, and nobody else deletes them.
 
 use std::pin::pin;
 
 use futures::StreamExt as _;
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::{api::core::v1::Pod, apimachinery::pkg::apis::meta::v1::OwnerReference};
 use kube::{
     Api, Client, ResourceExt as _,
-    api::{Patch, PatchParams},
-    runtime::{WatchStreamExt as _, watcher},
+    api::{DeleteParams, Patch, PatchParams, Preconditions},
+    runtime::{
+        WatchStreamExt as _,
+        reflector::{ObjectRef, Store},
+        watcher,
+    },
 };
 use serde_json::json;
 
 use crate::{
     arguments::Clients,
     backoff::{Watches, watching},
+    crd::VirtualMachine,
     names,
 };
 
-/// Takes the finalizer from each such pod. Never returns.
-pub async fn run(clients: Clients) {
+/// Looks after them. `machines` are the VirtualMachines as the controller knows them. Never returns.
+pub async fn run(clients: Clients, machines: Store<VirtualMachine>) {
     let pods = Api::<Pod>::all(clients.watches);
     let config = watching().labels(names::MACHINE_UID);
     let mut pods = pin!(watcher(pods, config).backoff(Watches::new()).touched_objects());
     while let Some(event) = pods.next().await {
         match event {
             Ok(pod) if is_orphan(&pod) => release(&clients.calls, &pod).await,
+            Ok(pod) if pod.metadata.deletion_timestamp.is_none() => {
+                if let Err(error) = delete_stale(&clients.calls, &machines, &pod).await {
+                    tracing::warn!(pod = pod.name_any(), "{error}");
+                }
+            }
             Ok(_) => {}
             Err(error) => tracing::debug!("pods: {error}"),
         }
+    }
+}
+
+/// The API server is asked about a VirtualMachine only when the pod is not the one that the controller knows of. It does not wait until the
+/// controller knows all: the store wakes one waiter only, and the controller itself is one.
+async fn delete_stale(client: &Client, machines: &Store<VirtualMachine>, pod: &Pod) -> kube::Result<()> {
+    let Some(owner) = owner(pod) else { return Ok(()) };
+    let namespace = pod.namespace().unwrap_or_default();
+    let known = machines.get(&ObjectRef::new(&owner.name).within(&namespace));
+    if known.is_some() && !is_stale(pod, owner, known.as_deref()) {
+        return Ok(());
+    }
+    let machines = Api::<VirtualMachine>::namespaced(client.clone(), &namespace);
+    let machine = machines.get_opt(&owner.name).await?;
+    if !is_stale(pod, owner, machine.as_ref()) {
+        return Ok(());
+    }
+    let parameters = DeleteParams {
+        preconditions: Some(Preconditions {
+            uid: pod.uid(),
+            resource_version: None,
+        }),
+        ..DeleteParams::default()
+    };
+    let pods = Api::<Pod>::namespaced(client.clone(), &namespace);
+    match pods.delete(&pod.name_any(), &parameters).await {
+        Err(kube::Error::Api(status)) if status.is_not_found() || status.is_conflict() => Ok(()),
+        deleted => deleted.map(drop),
+    }
+}
+
+fn owner(pod: &Pod) -> Option<&OwnerReference> {
+    let kind = |owner: &&OwnerReference| owner.kind == "VirtualMachine" && owner.controller == Some(true);
+    pod.owner_references().iter().find(kind)
+}
+
+/// Whether a pod is of a run that is over. Nothing follows from a VirtualMachine that is not found: an API server says that of all for a
+/// moment after its start, and the pods of one that is gone are deleted by the garbage collector.
+fn is_stale(pod: &Pod, owner: &OwnerReference, machine: Option<&VirtualMachine>) -> bool {
+    let Some(machine) = machine else { return false };
+    if machine.metadata.uid.as_ref() != Some(&owner.uid) {
+        return true;
+    }
+    let Some(status) = &machine.status else {
+        return false;
+    };
+    let epoch: Option<i64> = pod.labels().get(names::EPOCH).and_then(|text| text.parse().ok());
+    let noted = status.run.as_ref().and_then(|run| run.pod_uid.as_ref());
+    match epoch {
+        None => false,
+        Some(epoch) if epoch == status.epoch => noted.is_some() && noted != pod.metadata.uid.as_ref(),
+        Some(epoch) => epoch < status.epoch,
     }
 }
 
@@ -63,6 +128,7 @@ async fn release(client: &Client, pod: &Pod) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::placeholder::tests::machine;
 
     #[test]
     fn only_pods_that_can_never_be_bound_are_released() {
@@ -82,6 +148,41 @@ mod tests {
             }))
             .unwrap();
             assert_eq!(is_orphan(&pod), orphan, "{deleted} {node:?} {finalizer}");
+        }
+    }
+
+    #[test]
+    fn only_pods_of_runs_that_are_over_are_stale() {
+        let at = |epoch: i64, uid: Option<&str>| {
+            machine(|value| value["status"] = json!({"epoch": epoch, "run": {"pod": "web-3", "podUid": uid}}))
+        };
+        let table = [
+            (None, false),
+            (
+                Some(machine(|value| value["metadata"]["uid"] = "u-2".into())),
+                true,
+            ),
+            (Some(machine(|_| {})), false),
+            (Some(at(2, Some("p-2"))), false),
+            (Some(at(3, None)), false),
+            (Some(at(3, Some("p-3"))), false),
+            (Some(at(3, Some("p-other"))), true),
+            (Some(at(4, None)), true),
+        ];
+        let pod: Pod = serde_json::from_value(json!({"metadata": {
+            "uid": "p-3",
+            "labels": {names::EPOCH: "3"},
+            "ownerReferences": [
+                {"apiVersion": "vmmd.dev/v1alpha1", "kind": "VirtualMachine", "name": "web", "uid": "u-1", "controller": true},
+            ],
+        }}))
+        .unwrap();
+        for (index, (machine, stale)) in table.into_iter().enumerate() {
+            assert_eq!(
+                is_stale(&pod, owner(&pod).unwrap(), machine.as_ref()),
+                stale,
+                "{index}"
+            );
         }
     }
 }
