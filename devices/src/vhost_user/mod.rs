@@ -192,7 +192,9 @@ impl FrontEnd {
     /// The state of the back end, in its own format: at most 3.5 MiB. All rings are stopped.
     pub fn save_state(&self) -> io::Result<Vec<u8>> {
         let (from, to) = pipe_with(PipeFlags::CLOEXEC)?;
-        self.transfer(Direction::Save, to)?;
+        self.transfer(Direction::Save, &to)?;
+        // Its end is then the end of the state.
+        drop(to);
         let deadline = after(STATE_PATIENCE);
         let mut state = Vec::new();
         let mut piece = vec![0; 16 * PIPE_BUF];
@@ -212,7 +214,8 @@ impl FrontEnd {
     /// Gives the back end a state that another one of its kind has saved. No ring is started yet.
     pub fn load_state(&self, mut state: &[u8]) -> io::Result<()> {
         let (from, to) = pipe_with(PipeFlags::CLOEXEC)?;
-        self.transfer(Direction::Load, from)?;
+        self.transfer(Direction::Load, &from)?;
+        drop(from);
         let deadline = after(STATE_PATIENCE);
         while !state.is_empty() {
             if !wait(&to, PollFlags::OUT, deadline)? {
@@ -227,7 +230,7 @@ impl FrontEnd {
     }
 
     /// Hands the back end's end of a pipe over, through which its state goes.
-    fn transfer(&self, direction: Direction, pipe: OwnedFd) -> io::Result<()> {
+    fn transfer(&self, direction: Direction, pipe: &OwnedFd) -> io::Result<()> {
         if !self.has_state {
             return Err(io::Error::other("the back end can't save its state"));
         }
