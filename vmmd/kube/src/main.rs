@@ -108,7 +108,8 @@ async fn run_controller(clients: Clients, arguments: ControllerArguments) -> any
 
 /// The custom resource's definition as it is in the manifests.
 fn crd_yaml() -> anyhow::Result<String> {
-    let definition = serde_json::to_value(crd::VirtualMachine::crd())?;
+    let mut definition = serde_json::to_value(crd::VirtualMachine::crd())?;
+    schema::without_empty_defaults(&mut definition);
     let yaml = serde_saphyr::to_string(&definition).context("the definition as YAML")?;
     Ok(format!("# Made by `vmmd-kube crd`.\n{}\n", yaml.trim_end()))
 }

@@ -100,6 +100,17 @@ pub fn pod(machine: &VirtualMachine, plan: &Plan, epoch: i64, settings: &Setting
     for (index, toleration) in spec.tolerations.iter().enumerate() {
         tolerations.push(part(&format!("tolerations[{index}]"), toleration)?);
     }
+    // A VM of a node that does not report starts nowhere else, so nothing is gained by ending it when the node reports again.
+    for key in ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"] {
+        if !tolerations.iter().any(|one| one.key.as_deref() == Some(key)) {
+            tolerations.push(Toleration {
+                key: Some(key.to_owned()),
+                operator: Some("Exists".to_owned()),
+                effect: Some("NoExecute".to_owned()),
+                ..Toleration::default()
+            });
+        }
+    }
     let spread = spec.topology_spread_constraints.iter().enumerate();
     let spread = spread.map(|(index, item)| part(&format!("topologySpreadConstraints[{index}]"), item));
     let restart_policy = match spec::run_policy(&plan.vm) {
@@ -224,7 +235,10 @@ pub mod tests {
             value["spec"]["affinity"] = json!({"podAntiAffinity": {
                 "requiredDuringSchedulingIgnoredDuringExecution": [{"topologyKey": "kubernetes.io/hostname"}],
             }});
-            value["spec"]["tolerations"] = json!([{"key": "gpu", "operator": "Exists"}]);
+            value["spec"]["tolerations"] = json!([
+                {"key": "gpu", "operator": "Exists"},
+                {"key": "node.kubernetes.io/unreachable", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 60},
+            ]);
             value["spec"]["podMetadata"] = json!({"labels": {"app": "web"}});
         });
         let plan = Plan::of(&machine).unwrap();
@@ -241,7 +255,14 @@ pub mod tests {
             json!({"requests": {"cpu": "2000m", "memory": "285212672"}})
         );
         assert_eq!(spec["nodeSelector"], json!({"vmmd.dev/vm": ""}));
-        assert_eq!(spec["tolerations"].as_array().unwrap().len(), 2);
+        let tolerations = spec["tolerations"].as_array().unwrap();
+        let keys: Vec<_> = tolerations
+            .iter()
+            .map(|one| one["key"].as_str().unwrap())
+            .collect();
+        let (not_ready, unreachable) = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable");
+        assert_eq!(keys, ["vmmd.dev/vm", "gpu", unreachable, not_ready]);
+        assert_eq!(tolerations[2]["tolerationSeconds"], 60);
         assert_eq!(spec["terminationGracePeriodSeconds"], 60);
         assert_eq!(spec["restartPolicy"], "Always");
         assert_eq!(spec["runtimeClassName"], "vmmd");

@@ -91,7 +91,7 @@ pub fn requests(vm: &v1::Vm, overhead: u64) -> Requests {
 mod tests {
     use super::*;
 
-    fn spec(value: Value) -> Map<String, Value> {
+    fn spec(value: &Value) -> Map<String, Value> {
         value.as_object().unwrap().clone()
     }
 
@@ -106,7 +106,7 @@ mod tests {
 
     #[test]
     fn a_spec_is_a_manifest() {
-        let vm = vm("demo", &spec(small())).unwrap();
+        let vm = vm("demo", &spec(&small())).unwrap();
         assert_eq!(vm.metadata.as_ref().unwrap().name, "demo");
         assert_eq!(run_policy(&vm), RunPolicy::Manual);
         let wanted = Requests {
@@ -122,7 +122,7 @@ mod tests {
     fn huge_pages_are_no_memory() {
         let mut value = small();
         value["memory"]["hugePages"] = "HUGE_PAGES_2M".into();
-        let vm = vm("demo", &spec(value)).unwrap();
+        let vm = vm("demo", &spec(&value)).unwrap();
         let requests = requests(&vm, 5);
         assert_eq!(
             (requests.memory_bytes, requests.huge_pages_2m_bytes),
@@ -135,7 +135,7 @@ mod tests {
         let mut value = small();
         value["memory"]["sizeBytes"] = 5.into();
         value["disks"] = json!([{"name": "root", "path": "relative"}]);
-        let Invalid(text) = vm("demo", &spec(value)).unwrap_err();
+        let Invalid(text) = vm("demo", &spec(&value)).unwrap_err();
         assert!(text.contains("spec.vm.memory.sizeBytes: "), "{text}");
         assert!(text.contains("spec.vm.disks[0].path: "), "{text}");
     }

@@ -204,7 +204,7 @@ fn a_late_pod_of_the_same_number_is_deleted_and_another_run_begins() {
         Act::DeletePod { uid: "p-late".into() }
     );
     let going = pod_of(&machine, "p-late", |pod| {
-        pod["metadata"]["deletionTimestamp"] = NOW.into()
+        pod["metadata"]["deletionTimestamp"] = NOW.into();
     });
     let (machine, _) = settle(machine, Some(&going), None);
     assert_eq!(machine.status.unwrap().epoch, 4);
@@ -218,7 +218,7 @@ fn a_deleted_machine_waits_for_its_pod() {
     let (_, act) = settle(machine.clone(), Some(&pod), None);
     assert_eq!(act, Act::DeletePod { uid: "p-3".into() });
     let going = pod_of(&machine, "p-3", |pod| {
-        pod["metadata"]["deletionTimestamp"] = NOW.into()
+        pod["metadata"]["deletionTimestamp"] = NOW.into();
     });
     let (machine, act) = settle(machine, Some(&going), None);
     assert_eq!(act, Act::Idle);
