@@ -26,7 +26,6 @@ impl Networks {
         request: &Request<'_>,
     ) -> Result<String, Failure> {
         let mut turn = self.turn.lock().await;
-        self.free_ports(host, request).await?;
         let record = self.find(network)?;
         self.give(host, &mut turn, record, request).await
     }
@@ -117,19 +116,7 @@ impl Networks {
             ports,
             firewall,
         };
-        self.free_ports(host, &request).await?;
-        let record = self.find(network)?;
         self.give(host, &mut turn, record, &request).await.map(drop)
-    }
-
-    /// Takes the ports that are wanted from NICs that are gone since the node was compared with what is wanted.
-    async fn free_ports(&self, host: Ports<'_>, request: &Request<'_>) -> Result<(), Failure> {
-        if self.no_port_clash(request).is_err() {
-            for record in self.release(host) {
-                self.write(host, &record).await?;
-            }
-        }
-        Ok(())
     }
 
     /// The records of networks other than the one with the UUID `uid` that change as `tap` becomes one of its NICs.

@@ -205,10 +205,6 @@ fn counted<'a>(steps: impl IntoIterator<Item = &'a String>) -> BTreeMap<&'a str,
       "hear that it is plugged in", STORE]
 )]
 #[case::detaches_a_nic(Act::DetachNic, &["ask for an eject", "hear that it is gone", STORE])]
-#[case::starts_a_vm(
-    Act::StartVm,
-    &["change the packet filter", "exchange a helper's file", "make a tap", "make a tap a port of its bridge", STORE]
-)]
 #[case::deletes_a_vm(Act::DeleteVm, &[STORE])]
 #[tokio::test]
 async fn a_daemon_that_is_killed_before_any_step_leaves_nothing_of_a_network(
