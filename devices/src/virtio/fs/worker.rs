@@ -94,7 +94,7 @@ impl FsHandler {
         Ok(())
     }
 
-    /// Tells the first process of a restored device what the driver has. Without that it is none of the driver's files that a process would serve.
+    /// Tells the first process of a restored device which inodes and handles the driver has. When that fails, the process is let go: it would take them for others.
     fn hand_down(&mut self) {
         let inherited = std::mem::take(&mut self.inherited);
         if inherited.is_empty() {
