@@ -317,13 +317,16 @@ async fn listen(host: &Arc<Host>) -> anyhow::Result<Option<grpc::Listener>> {
     Ok(Some(listener))
 }
 
-/// Compares the node with what its networks should be, and repairs it. Never ends.
+/// Takes from NICs that are gone what they had of networks, as they go. Compares the node with what its networks should be, and
+/// repairs it, now and then. Never ends.
 async fn watch_networks(host: Arc<Host>) {
     let mut ticks = tokio::time::interval(network::PERIOD);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
-        ticks.tick().await;
-        host.networks.reconcile(host.for_networks()).await;
+        tokio::select! {
+            _ = ticks.tick() => host.networks.reconcile(host.for_networks()).await,
+            () = host.vms.nic_gone() => host.networks.forget_gone(host.for_networks()).await,
+        }
     }
 }
 

@@ -243,6 +243,38 @@ async fn ports_are_published_once() {
     let clash = daemon.start_in("b", published(81)).await.unwrap_err();
     assert_eq!(refusal(&clash), (Code::FailedPrecondition, "PORT_IN_USE".into()));
     assert!(clash.message().contains("VM \"a\""), "{clash}");
+    // A VM that is deleted has none from that moment on.
+    daemon.delete("a", true).await.unwrap();
+    daemon.start_vm("b").await.unwrap();
+    let rules = namespace.run("nft list ruleset");
+    assert!(
+        rules.contains(":81") && !rules.contains("10.80.0.2:80"),
+        "{rules}"
+    );
+}
+
+#[tokio::test]
+async fn the_rules_of_a_nic_go_with_it() {
+    let namespace = Namespace::new();
+    let mut daemon = Daemon::in_network(&namespace.0).await;
+    daemon
+        .make_network("lan", "10.80.0.0/24", NetworkMode::Nat)
+        .await
+        .unwrap();
+    daemon.start_in("a", nic("lan")).await.unwrap();
+    assert!(namespace.run("nft list ruleset").contains("10.80.0.2"));
+    daemon.delete("a", true).await.unwrap();
+    // Sooner than the node is looked at as a whole.
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while namespace.run("nft list ruleset").contains("10.80.0.2") {
+        assert!(Instant::now() < deadline, "{}", namespace.run("nft list ruleset"));
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    let leases = daemon.network("lan").await.unwrap().status.unwrap().leases;
+    assert!(
+        leases.len() == 1 && leases[0].release_time.is_some(),
+        "{leases:?}"
+    );
 }
 
 /// Whether this machine's kernel tracks connections on bridges.

@@ -26,6 +26,7 @@ impl Networks {
         request: &Request<'_>,
     ) -> Result<String, Failure> {
         let mut turn = self.turn.lock().await;
+        self.free_ports(host, &mut turn, request).await;
         let record = self.find(network)?;
         self.give(host, &mut turn, record, request).await
     }
@@ -116,7 +117,16 @@ impl Networks {
             ports,
             firewall,
         };
+        self.free_ports(host, &mut turn, &request).await;
+        let record = self.find(network)?;
         self.give(host, &mut turn, record, &request).await.map(drop)
+    }
+
+    /// Takes the ports that are wanted from NICs that have just gone, if they still have them.
+    async fn free_ports(&self, host: Ports<'_>, turn: &mut Filter, request: &Request<'_>) {
+        if self.no_port_clash(request).is_err() {
+            self.drop_gone(host, turn).await;
+        }
     }
 
     /// The records of networks other than the one with the UUID `uid` that change as `tap` becomes one of its NICs.

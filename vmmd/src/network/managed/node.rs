@@ -100,15 +100,7 @@ impl Networks {
     /// Releases the addresses of NICs that are gone, and repairs what differs on the node: repairs are events.
     pub async fn reconcile(&self, host: Ports<'_>) {
         let mut filter = self.turn.lock().await;
-        for record in self.release(host) {
-            if let Err(failure) = self.write(host, &record).await {
-                tracing::error!(
-                    network = record.name,
-                    error = failure.message,
-                    "release addresses of a network"
-                );
-            }
-        }
+        self.release(host).await;
         let known = self.inner().problems.clone();
         // What others did to the packet filter shows only there.
         filter.known = None;
@@ -129,8 +121,38 @@ impl Networks {
         }
     }
 
+    /// Takes from NICs that are gone their addresses, rules and ports.
+    pub async fn forget_gone(&self, host: Ports<'_>) {
+        let mut filter = self.turn.lock().await;
+        self.drop_gone(host, &mut filter).await;
+    }
+
+    /// The same while no other change is made to networks.
+    pub(super) async fn drop_gone(&self, host: Ports<'_>, filter: &mut Filter) {
+        for network in self.release(host).await {
+            self.apply(host, filter, Some(&network)).await;
+        }
+    }
+
+    /// Releases the addresses of NICs that are gone; the UUIDs of the networks that have others now. What is not written is left to
+    /// the next time.
+    async fn release(&self, host: Ports<'_>) -> Vec<Vec<u8>> {
+        let mut changed = Vec::new();
+        for record in self.unused(host) {
+            match self.write(host, &record).await {
+                Ok(()) => changed.push(record.uid),
+                Err(failure) => tracing::error!(
+                    network = record.name,
+                    error = failure.message,
+                    "release addresses of a network"
+                ),
+            }
+        }
+        changed
+    }
+
     /// Records whose leases change now.
-    pub(super) fn release(&self, host: Ports<'_>) -> Vec<NetworkRecord> {
+    pub(super) fn unused(&self, host: Ports<'_>) -> Vec<NetworkRecord> {
         let now = text::now_ms();
         let vms = host.vms.list();
         let by_uid = vms

@@ -41,7 +41,7 @@ impl Networks {
         let before = self.find(name)?;
         expected(&before, context)?;
         // A VM that was deleted lately may have its address still.
-        let now = self.release(host).into_iter().find(|now| now.uid == before.uid);
+        let now = self.unused(host).into_iter().find(|now| now.uid == before.uid);
         let before = now.unwrap_or(before);
         let mut record = before.clone();
         masked.change(&mut record.labels, &mut record.annotations, &mut record.owner);

@@ -36,6 +36,8 @@ pub struct Vms {
     vms: Mutex<Inner>,
     /// Some name is not reserved any more.
     released: Notify,
+    /// Some NIC is gone, or a VM that had some.
+    nics_gone: Notify,
     changes: broadcast::Sender<Change>,
     /// Of this run of the daemon.
     run: u64,
@@ -170,6 +172,7 @@ impl Vms {
         Self {
             vms: Mutex::new(vms),
             released: Notify::new(),
+            nics_gone: Notify::new(),
             changes: broadcast::channel(CHANGES).0,
             run: history.run,
             nonces: history.nonces,
@@ -327,12 +330,20 @@ impl Vms {
         let mut vms = self.vms();
         vms.revision += 1;
         let revision = vms.revision;
-        publisher.send_replace(Arc::clone(&state));
+        let before = publisher.send_replace(Arc::clone(&state));
+        if !nics(&before).is_subset(&nics(&state)) {
+            self.nics_gone.notify_one();
+        }
         let name = state.metadata.as_ref().map_or("", |metadata| &metadata.name);
         if let Some(slot) = vms.by_name.get_mut(name) {
             slot.revision = revision;
         }
         self.tell(&vms, ChangeKind::Modified, state);
+    }
+
+    /// Waits until a NIC is gone since this was last waited for, of a VM or with it.
+    pub async fn nic_gone(&self) {
+        self.nics_gone.notified().await;
     }
 
     /// Begins a deletion: what is to be written to the store. [`Self::remove`] follows, or [`Self::unbury`].
@@ -368,6 +379,9 @@ impl Vms {
         };
         vms.revision += 1;
         let vm = slot.state();
+        if !nics(&vm).is_empty() {
+            self.nics_gone.notify_one();
+        }
         // What was last known, as after a restart: the rest is not worth its memory.
         let remembered = v1::Vm {
             metadata: vm.metadata.clone(),
@@ -415,6 +429,20 @@ impl Vms {
     fn vms(&self) -> MutexGuard<'_, Inner> {
         self.vms.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Names of a VM's NICs, each with that of the network that it is in: of its spec, and of its machine.
+fn nics(vm: &v1::Vm) -> BTreeSet<(&str, &str)> {
+    let wanted = vm.spec.iter().flat_map(|spec| &spec.nics);
+    let wanted = wanted.filter_map(|nic| match &nic.attachment {
+        Some(v1::nic_spec::Attachment::Network(network)) => Some((nic.name.as_str(), network.as_str())),
+        _ => None,
+    });
+    let there = vm.status.iter().flat_map(|status| &status.nics);
+    let there = there.map(|nic| (nic.name.as_str(), nic.network.as_str()));
+    wanted
+        .chain(there.filter(|(_, network)| !network.is_empty()))
+        .collect()
 }
 
 impl Slot {
