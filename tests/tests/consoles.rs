@@ -228,7 +228,8 @@ fn flood(console: &mut Console, vm: &Vm<'_>, mib: u64, mark: &str) -> Flood {
 
 #[test]
 fn a_flood_costs_the_guest_no_more_exits_with_ten_readers_of_which_five_never_read_and_memory_is_bounded() {
-    let mib = if long() { 1024 } else { 32 };
+    // Linux gives hvc0 16 bytes at a time: a GiB would take an emulated node an hour. The device's own test has that much.
+    let mib = if long() { 128 } else { 32 };
     let case = Case::new("flood").expect("node");
     // The guest's memory is no anonymous memory of the vmm.
     let vm = Vm::start(&case, "", &with_console().shared_memory()).expect("start");

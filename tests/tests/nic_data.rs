@@ -377,9 +377,20 @@ fn all_nics(wired: &mut Wired<'_>) {
             }
         }
     }
-    if long() {
-        wired.compare("0", 1500, "udp:1000000", MILLION);
-    }
+}
+
+#[rstest]
+#[case::userspace("USERSPACE", 1, 45)]
+#[case::vhost("VHOST", 4, 46)]
+fn a_million_packets_arrive_each_way_as_they_were_sent(
+    #[case] backend: &str,
+    #[case] queues: u64,
+    #[case] number: u8,
+) {
+    let case = Case::new("nic-million").expect("node");
+    let mut wired = Wired::start(&case, number, backend, queues, &[&[]]);
+    wired.set_mtu(1500);
+    wired.compare("0", 1500, "udp:1000000", MILLION);
 }
 
 /// The guest's kernel does by itself what the NIC would do.
