@@ -54,6 +54,13 @@ impl RuntimeDir {
         self.0.join(format!("share.{name}"))
     }
 
+    /// All of these that are there.
+    pub fn noted_shares(&self) -> Vec<PathBuf> {
+        let entries = std::fs::read_dir(&self.0).into_iter().flatten().flatten();
+        let noted = |entry: &std::fs::DirEntry| entry.file_name().as_encoded_bytes().starts_with(b"share.");
+        entries.filter(noted).map(|entry| entry.path()).collect()
+    }
+
     /// The same of the `index`th share, as daemons wrote it when a run kept the shares that it had begun with.
     pub fn numbered_share(&self, index: usize) -> PathBuf {
         self.0.join(format!("share-{index}"))

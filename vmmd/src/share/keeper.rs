@@ -35,6 +35,7 @@ use super::process::{Serving, find, forget, noted_inode, serve};
 use crate::{
     event::{Draft, Object},
     failure::Failure,
+    fault,
     host::Host,
     paths::RuntimeDir,
     process::Process,
@@ -122,6 +123,16 @@ impl Keepers {
                 let _none = fs::rename(runtime.numbered_share(index), note);
             }
             keepers.add(host, run, share, None);
+        }
+        // Of a share that is gone, whose daemon was ended before it could forget the process. One that lives may be of a share that the machine has
+        // got without a word.
+        let ended = runtime
+            .noted_shares()
+            .into_iter()
+            .filter(|note| find(note).is_none());
+        for note in ended.filter(|note| keepers.kept.iter().all(|kept| runtime.share(&kept.name) != *note)) {
+            fault::step("forget the process of a share");
+            let _gone_with_the_run = fs::remove_file(note);
         }
         keepers
     }
@@ -382,6 +393,7 @@ impl Keeper {
             name: self.share.name.to_string(),
             fd: 0,
         };
+        fault::step("give the vmm the new process of a share");
         let set = client.request(Op::SetShareBackend(set), &[socket]).await;
         match set {
             Ok(_) => Ok(process),

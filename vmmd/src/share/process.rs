@@ -18,6 +18,7 @@ use uuid::Uuid;
 
 use crate::{
     failure::Failure,
+    fault,
     files::share::{Inode, Opened, open},
     host::Host,
     paths::{LogDir, RuntimeDir},
@@ -133,6 +134,7 @@ fn start(
 ) -> io::Result<Serving> {
     // It takes a socket that listens. The only connection to it is there before it has begun.
     remove(socket)?;
+    fault::step("make the socket of a share");
     let listener = UnixListener::bind(socket)?;
     let connected = UnixStream::connect(socket);
     remove(socket)?;
@@ -153,6 +155,7 @@ fn start(
         cgroup: group,
         namespaces: Some(&namespaces),
     };
+    fault::step("start the process of a share");
     Ok(Serving {
         socket: connected?.into(),
         child: clone::spawn(&program)?,
@@ -217,6 +220,7 @@ const RESERVED_FILES: u32 = 64;
 /// inode number.
 fn note(path: &Path, pid: u32, Inode(device, number): Inode) -> io::Result<()> {
     let begun = begun(pid).ok_or(io::ErrorKind::NotFound)?;
+    fault::step("note the process of a share");
     fs::write(path, format!("{pid} {begun} {device} {number}\n"))
 }
 
@@ -255,6 +259,7 @@ pub(super) fn find(path: &Path) -> Option<Process> {
 /// Forgets the process that was noted, unless it is another one than `pid` by now.
 pub(super) fn forget(path: &Path, pid: u32) {
     if Note::read(path).is_some_and(|note| note.pid == pid) {
+        fault::step("forget the process of a share");
         let _gone_with_the_run = fs::remove_file(path);
     }
 }

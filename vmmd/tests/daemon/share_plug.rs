@@ -13,7 +13,7 @@ use crate::{
 };
 
 /// A daemon with a running VM `web` that has no shares, in memory that processes can map.
-async fn running(options: &str) -> Daemon {
+pub async fn running(options: &str) -> Daemon {
     let daemon = daemon().await;
     let mut vm = daemon.manifest("web", options);
     let memory = vm.spec.as_mut().unwrap().memory.as_mut().unwrap();
@@ -42,7 +42,7 @@ async fn begin(daemon: &Daemon, with: bool) {
 }
 
 /// Processes that serve the directory of the share `data`.
-fn servers(daemon: &Daemon) -> Vec<Pid> {
+pub fn servers(daemon: &Daemon) -> Vec<Pid> {
     let entries = fs::read_dir("/proc").unwrap();
     let pids = entries.filter_map(|entry| entry.unwrap().file_name().to_str()?.parse().ok());
     let pids = pids.filter_map(Pid::from_raw);
@@ -61,7 +61,7 @@ async fn until_not_served(daemon: &Daemon) {
 }
 
 /// What the daemon notes of processes of shares.
-fn notes(daemon: &Daemon, vm: &v1::Vm) -> Vec<String> {
+pub fn notes(daemon: &Daemon, vm: &v1::Vm) -> Vec<String> {
     let entries = fs::read_dir(daemon.path("run/vms").join(uid(vm))).unwrap();
     let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
     names.filter(|name| name.starts_with("share")).collect()

@@ -2,26 +2,22 @@
 //! the same request again comes to its end. The steps are those that the daemon goes (`step` of `vmmd/src/fault.rs`), as many as there are.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeSet,
     fs,
-    path::PathBuf,
     time::{Duration, Instant},
 };
 
-use proto::v1::{self, AttachmentPhase, NetworkMode, NicSpec, PublishedPort, VmPhase};
+use proto::v1::{self, NetworkMode, NicSpec, PublishedPort};
 use rstest::rstest;
-use tonic::{Code, Status};
+use tonic::{Code, Status, transport::Channel};
 
-use super::nic;
+use super::{NetworkServiceClient, nic};
 use crate::{
     harness::{Daemon, PATIENCE, status},
     namespace::Namespace,
+    shares::is_alive,
+    walk::{Round, STORE, Walk},
 };
-
-/// Most steps that something has.
-const MOST: u32 = 100;
-/// Of the store: operations are written down by the way, with others or alone.
-const STORE: &str = "write the store";
 
 /// What is done, with the network `lan` and the VM `web`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -144,51 +140,6 @@ async fn set_nic(daemon: &Daemon, attached: bool) -> Result<(), Status> {
     changed.await.map(drop)
 }
 
-/// The folder in which the daemon finds before which step it is killed.
-struct Walk {
-    folder: tempfile::TempDir,
-}
-
-impl Walk {
-    fn path(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
-    }
-
-    async fn launch(&self, daemon: &mut Daemon) {
-        let folder = self.folder.path().to_str().unwrap();
-        daemon.relaunch_with(&[("VMMD_STEPS", folder)]).await;
-    }
-
-    /// See [`agrees`], after the daemon has compared the node with what is wanted, as it does each minute and when it starts.
-    async fn agrees(&self, namespace: &Namespace, daemon: &mut Daemon, place: &str) {
-        until_settled(daemon, place).await;
-        daemon.kill();
-        self.launch(daemon).await;
-        agrees(namespace, daemon, place).await;
-    }
-
-    fn begin(&self, left: u32) {
-        fs::write(self.path("walked"), "").unwrap();
-        fs::write(self.path("left"), left.to_string()).unwrap();
-    }
-
-    /// The steps that were walked since.
-    fn end(&self) -> Vec<String> {
-        fs::remove_file(self.path("left")).unwrap();
-        let walked = fs::read_to_string(self.path("walked")).unwrap();
-        walked.lines().map(str::to_owned).collect()
-    }
-}
-
-/// How often each is there.
-fn counted<'a>(steps: impl IntoIterator<Item = &'a String>) -> BTreeMap<&'a str, usize> {
-    let mut counted = BTreeMap::new();
-    for step in steps {
-        *counted.entry(step.as_str()).or_default() += 1;
-    }
-    counted
-}
-
 #[rstest]
 #[case::makes_a_network(
     Act::MakeNetwork,
@@ -217,80 +168,39 @@ async fn a_daemon_that_is_killed_before_any_step_leaves_nothing_of_a_network(
 ) {
     let namespace = Namespace::new();
     let mut daemon = Daemon::in_network(&namespace.0).await;
-    let walk = Walk {
-        folder: tempfile::tempdir().unwrap(),
-    };
-    daemon.kill();
-    walk.launch(&mut daemon).await;
-    let mut killed = Vec::new();
-    for left in 0..MOST {
-        let id = format!("{left}");
-        act.prepare(&daemon).await;
-        walk.begin(left);
-        let performed = act.perform(&daemon, &id).await;
-        let walked = walk.end();
-        if walked.len() <= usize::try_from(left).unwrap() {
-            performed.unwrap();
-            walk.agrees(&namespace, &mut daemon, "nothing was killed").await;
-            all_walked(&walked, &killed, expected);
-            return;
-        }
-        killed.push(walked.last().unwrap().clone());
-        let place = format!("killed before step {left} of {act:?}: {walked:?}");
-        daemon.kill();
-        walk.launch(&mut daemon).await;
-        walk.agrees(&namespace, &mut daemon, &place).await;
-        act.perform(&daemon, &id).await.expect(&place);
-        walk.agrees(&namespace, &mut daemon, &place).await;
-        act.undo(&daemon, &id).await;
-        agrees(&namespace, &daemon, &place).await;
-        until_networks_rest(&daemon).await;
-    }
-    panic!("there is no end after {MOST} steps: {killed:?}");
-}
-
-/// The daemon was killed before each step that is walked when it is not, and these are what the walk is about.
-fn all_walked(walked: &[String], killed: &[String], expected: &[&str]) {
-    let (times, of) = (counted(walked), counted(killed));
-    for (step, times) in &times {
-        let wanted = if *step == STORE { 1 } else { *times };
-        assert!(
-            of.get(step).is_some_and(|killed| *killed >= wanted),
-            "{step}: {walked:?}, and killed before {killed:?}"
-        );
-    }
-    let missing: Vec<_> = expected
-        .iter()
-        .filter(|step| !times.contains_key(**step))
-        .collect();
-    assert!(missing.is_empty(), "{missing:?} are not in {walked:?}");
-}
-
-/// Waits until the daemon does nothing more with its VMs.
-async fn until_settled(daemon: &Daemon, place: &str) {
-    let deadline = Instant::now() + PATIENCE;
+    let mut walk = Walk::begin(&mut daemon).await;
     loop {
-        let vms = daemon.list().await;
-        let settled = |vm: &v1::Vm| {
-            let status = status(vm);
-            let phases = [VmPhase::Running, VmPhase::Stopped, VmPhase::Failed];
-            let nics = status.nics.iter();
-            let attached =
-                |nic: &v1::NicStatus| nic.tap.is_empty() || nic.phase() == AttachmentPhase::Attached;
-            phases.contains(&status.phase())
-                && status.pending_changes.is_empty()
-                && nics.clone().all(attached)
-        };
-        if vms.iter().all(settled) {
-            return;
+        let id = fresh();
+        act.prepare(&daemon).await;
+        let mut client = daemon.networks().await;
+        walk.start();
+        let performed = act.perform(&daemon, &id).await;
+        rests_or_is_dead(&namespace, &daemon, &mut client).await;
+        match walk.end(expected) {
+            Round::Killed(place) => {
+                let place = format!("{act:?}: {place}");
+                walk.launch(&mut daemon).await;
+                walk.settle_anew(&mut daemon, &place).await;
+                agrees(&namespace, &daemon, &place).await;
+                act.perform(&daemon, &id).await.expect(&place);
+                walk.settle_anew(&mut daemon, &place).await;
+                agrees(&namespace, &daemon, &place).await;
+            }
+            Round::Missed => performed.unwrap(),
+            Round::End => {
+                walk.settle_anew(&mut daemon, "nothing was killed").await;
+                agrees(&namespace, &daemon, "nothing was killed").await;
+                return;
+            }
         }
-        assert!(Instant::now() < deadline, "{place}: {vms:#?}");
-        tokio::time::sleep(Duration::from_millis(20)).await;
+        act.undo(&daemon, &id).await;
+        agrees(&namespace, &daemon, "undone").await;
+        rest(&mut daemon.networks().await).await.unwrap();
     }
 }
 
 /// Waits until no change to networks is under way. Each waits for the one before, also one that is refused.
-async fn until_networks_rest(daemon: &Daemon) {
+async fn rest(client: &mut NetworkServiceClient<Channel>) -> Result<(), Status> {
     let nowhere = v1::Network {
         metadata: Some(v1::ObjectMetadata {
             name: "nowhere".into(),
@@ -305,30 +215,54 @@ async fn until_networks_rest(daemon: &Daemon) {
         }),
         ..Default::default()
     };
-    let refused = daemon.networks().await.update_network(request).await.unwrap_err();
-    assert_eq!(refused.code(), Code::NotFound, "{refused}");
+    match client.update_network(request).await {
+        Err(refused) if refused.code() == Code::NotFound => Ok(()),
+        other => Err(other.err().unwrap_or_else(|| Status::internal("it is there"))),
+    }
+}
+
+/// Waits until nothing more comes of what was answered, or the daemon has been killed.
+async fn rests_or_is_dead(
+    namespace: &Namespace,
+    daemon: &Daemon,
+    client: &mut NetworkServiceClient<Channel>,
+) {
+    let deadline = Instant::now() + PATIENCE;
+    while is_alive(daemon.pid()) {
+        let difference = difference(namespace, daemon, client).await;
+        if difference.is_ok() && rest(client).await.is_ok() {
+            return;
+        }
+        assert!(Instant::now() < deadline, "{difference:?}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
 }
 
 /// Waits until nothing is on the node that belongs to no network or VM, and nothing of theirs is missing.
 async fn agrees(namespace: &Namespace, daemon: &Daemon, place: &str) {
     let deadline = Instant::now() + PATIENCE;
-    while let Err(difference) = difference(namespace, daemon).await {
+    let mut client = daemon.networks().await;
+    while let Err(difference) = difference(namespace, daemon, &mut client).await {
         assert!(Instant::now() < deadline, "{place}: {difference}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
 
-async fn difference(namespace: &Namespace, daemon: &Daemon) -> Result<(), String> {
-    let mut client = daemon.networks().await;
+async fn difference(
+    namespace: &Namespace,
+    daemon: &Daemon,
+    client: &mut NetworkServiceClient<Channel>,
+) -> Result<(), String> {
     let networks = client.list_networks(v1::ListNetworksRequest::default()).await;
-    let networks = networks.unwrap().into_inner().networks;
+    let networks = networks.map_err(|gone| gone.to_string())?.into_inner().networks;
     let states = networks.iter().map(|network| network.status.as_ref().unwrap());
     let uids: BTreeSet<_> = networks
         .iter()
         .map(|network| network.metadata.as_ref().unwrap().uid.clone())
         .collect();
     let bridges: BTreeSet<_> = states.clone().map(|state| state.bridge.clone()).collect();
-    let vms = daemon.list().await;
+    let vms = daemon.client().list_vms(v1::ListVmsRequest::default()).await;
+    let vms = vms.map_err(|gone| gone.to_string())?.into_inner().vms;
     let running = vms.iter().flat_map(|vm| &status(vm).nics);
     let taps: BTreeSet<_> = running
         .filter(|nic| !nic.tap.is_empty())
@@ -380,8 +314,8 @@ async fn difference(namespace: &Namespace, daemon: &Daemon) -> Result<(), String
     let ruled: BTreeSet<String> = named(|word| word.len() == 13 && word.starts_with("vmb"));
     same("bridges of the packet filter", ruled, &bridges)?;
     let ruled: BTreeSet<String> = named(|word| {
-        let tap = word.strip_prefix("vm").and_then(|rest| rest.get(10..));
-        !word.starts_with("vmb") && tap.is_some_and(|slot| slot.starts_with('n'))
+        let slot = word.strip_prefix("vm").and_then(|rest| rest.get(10..));
+        slot.is_some_and(|slot| slot.starts_with('n'))
     });
     if ruled.len() != leases.len() || !taps.is_subset(&ruled) {
         return Err(format!(
