@@ -44,6 +44,9 @@ enum Action {
         /// Only `create`, `stat` or `unlink`; what was made before is there for the next one.
         #[arg(long)]
         step: Option<String>,
+        /// By how many threads at once.
+        #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+        threads: u32,
     },
     /// Rename and look up in several threads.
     Storm {
@@ -63,7 +66,12 @@ type Check = (&'static str, fn(&Path) -> Outcome);
 fn main() -> ExitCode {
     let done = match Arguments::parse().action {
         Action::Table { folder, only } => table(&folder, only.as_deref()),
-        Action::Small { folder, count, step } => storm::small(&folder, count, step.as_deref()),
+        Action::Small {
+            folder,
+            count,
+            step,
+            threads,
+        } => storm::small(&folder, count, step.as_deref(), threads),
         Action::Storm { folder, seconds } => storm::storm(&folder, seconds),
     };
     match done {

@@ -10,10 +10,10 @@ use std::{
 };
 
 /// What is done with the file of each number, and what that is called.
-type Step<'a> = (&'static str, &'a dyn Fn(u32) -> io::Result<()>);
+type Step<'a> = (&'static str, &'a (dyn Fn(u32) -> io::Result<()> + Sync));
 
-/// Files of one byte: made, looked up, removed, or only one of these. Prints the microseconds of each.
-pub fn small(folder: &Path, count: u32, only: Option<&str>) -> io::Result<()> {
+/// Files of one byte: made, looked up, removed, or only one of these, by so many threads at once. Prints the microseconds of each.
+pub fn small(folder: &Path, count: u32, only: Option<&str>, threads: u32) -> io::Result<()> {
     let name = |number: u32| folder.join(format!("{}/{number}", number % 100));
     for number in 0..100 {
         fs::create_dir_all(folder.join(format!("{number}")))?;
@@ -33,9 +33,14 @@ pub fn small(folder: &Path, count: u32, only: Option<&str>) -> io::Result<()> {
             continue;
         }
         let began = Instant::now();
-        for number in 0..count {
-            action(number)?;
-        }
+        let share = |first: u32| (first..count).step_by(threads as usize).try_for_each(action);
+        thread::scope(|scope| {
+            let shares: Vec<_> = (0..threads)
+                .map(|first| scope.spawn(move || share(first)))
+                .collect();
+            let mut ends = shares.into_iter().map(|share| share.join());
+            ends.try_for_each(|end| end.unwrap_or_else(|_| Err(io::Error::other("a thread panicked"))))
+        })?;
         said.push(format!("{what} {}", began.elapsed().as_micros()));
     }
     writeln!(io::stdout(), "{}", said.join(" "))

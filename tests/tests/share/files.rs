@@ -117,7 +117,7 @@ fn a_hundred_thousand_small_files_are_made_looked_up_and_removed() {
     let mut console = booted(&vm);
     let times = console
         .run(
-            "mount -t virtiofs data /mnt && mkdir /mnt/small && fscheck small /mnt/small 100000",
+            "mount -t virtiofs data /mnt && mkdir /mnt/small && fscheck small --threads 4 /mnt/small 100000",
             MANY_FILES,
         )
         .expect("small files");

@@ -18,8 +18,9 @@ use crate::{
     virtio::{chain::Chain, device::Progress, fault::Fault, session::Session, throttle::Throttle},
 };
 
-/// Completions that the driver sees together, at most: it may go on with these while the others are sent.
-const SHOWN_TOGETHER: u32 = 16;
+/// Completions that the driver is told of together, at most. A driver whose ring is full asks to be told of a number of them: told only
+/// at the end of a batch, it would wait while this thread sends, and this thread while the driver fills the ring.
+const TOLD_TOGETHER: u32 = 16;
 
 /// Sending, from start to drain.
 pub(super) struct Sender {
@@ -70,7 +71,7 @@ impl Sender {
         timer: u32,
     ) -> Result<Progress, Fault> {
         let mut failed = None;
-        let mut unshown = 0_u32;
+        let mut untold = 0_u32;
         throttle.waiting = None;
         while !self.blocked && session.pop(self.queue, &mut self.chain)? {
             let length = self.chain.readable_len().saturating_sub(HEADER);
@@ -97,10 +98,10 @@ impl Sender {
             }
             self.paid = false;
             session.put_used(self.queue, self.chain.head(), 0)?;
-            unshown = unshown.saturating_add(1);
-            if unshown >= SHOWN_TOGETHER {
-                unshown = 0;
-                session.show_used(self.queue)?;
+            untold = untold.saturating_add(1);
+            if untold >= TOLD_TOGETHER {
+                untold = 0;
+                session.flush_interrupts()?;
             }
         }
         match failed {

@@ -4,6 +4,7 @@
 pub mod traffic;
 
 use std::{
+    collections::BTreeMap,
     fs,
     net::Ipv4Addr,
     process::Command,
@@ -58,6 +59,8 @@ pub struct Cost {
     host_cpu_us_per_unit: f64,
     /// Reads and writes of files by the process (proc(5), /proc/pid/io), of which those of taps and eventfds are some.
     calls_per_unit: f64,
+    /// KVM's counters that have changed: which exits they were, and interrupts.
+    kvm_per_unit: BTreeMap<String, f64>,
 }
 
 /// Numbers of peers begin here.
@@ -204,6 +207,8 @@ fn measure(job: &'static str, traffic: Traffic, pair: &Pair<'_>) -> Result<Cost>
         cost.add(&counters.since(counters_before));
         calls += called.saturating_sub(*called_before);
     }
+    let changed = cost.kvm.iter().filter(|(_, count)| **count > 0);
+    let changed = changed.map(|(name, count)| (name.clone(), *count as f64 / units));
     let exits = cost.kvm.get("exits").copied().unwrap_or(0);
     Ok(Cost {
         job,
@@ -212,6 +217,7 @@ fn measure(job: &'static str, traffic: Traffic, pair: &Pair<'_>) -> Result<Cost>
         exits_per_unit: exits as f64 / units,
         host_cpu_us_per_unit: cost.cpu_us / units,
         calls_per_unit: calls as f64 / units,
+        kvm_per_unit: changed.collect(),
     })
 }
 

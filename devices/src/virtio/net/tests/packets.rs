@@ -3,7 +3,7 @@ use std::{
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{
-        Arc,
+        Arc, OnceLock,
         atomic::{AtomicU64, Ordering},
     },
 };
@@ -17,7 +17,7 @@ use crate::{
     net::Offloads,
     sys::Iovecs,
     virtio::{
-        fault::DeviceEvent,
+        fault::{Counters, DeviceEvent},
         testing::{Area, Rig},
     },
 };
@@ -309,6 +309,76 @@ fn a_tap_that_is_down_drops_packets_is_reported_and_is_not_asked_over_and_over()
     assert!(calls.load(Ordering::Relaxed) <= 16 * 25, "{calls:?}");
     assert!(driver.rig.sink.events().len() <= 5);
     driver.rig.reset_device();
+}
+
+/// A tap that takes every packet, and notes how many interrupts the driver had got when it took the one with the number `AT`.
+struct Noting {
+    fd: OwnedFd,
+    sent: AtomicU64,
+    counters: Arc<OnceLock<Arc<Counters>>>,
+    noted: Arc<AtomicU64>,
+}
+
+/// The first one is 0.
+const AT: u64 = 100;
+
+impl AsFd for Noting {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+impl NetBackend for Noting {
+    fn capabilities(&self) -> Offloads {
+        Offloads::all()
+    }
+    fn receive(&self, _buffers: &Iovecs) -> io::Result<usize> {
+        Err(io::ErrorKind::WouldBlock.into())
+    }
+    fn receive_into(&self, _buffer: &mut [u8]) -> io::Result<usize> {
+        Err(io::ErrorKind::WouldBlock.into())
+    }
+    fn send(&self, _header: &[u8], _packet: &mut Iovecs) -> io::Result<()> {
+        if self.sent.fetch_add(1, Ordering::Relaxed) == AT {
+            let counters = self.counters.get().unwrap();
+            self.noted
+                .store(counters.interrupts.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
+        Ok(())
+    }
+    fn set_offloads(&self, _offloads: Offloads) -> io::Result<()> {
+        Ok(())
+    }
+    fn set_attached(&self, _attached: bool) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_driver_is_told_of_packets_that_were_sent_while_others_of_the_batch_are_being_sent() {
+    let (fd, _other) = rustix::pipe::pipe().unwrap();
+    let (counters, noted) = (Arc::<OnceLock<_>>::default(), Arc::<AtomicU64>::default());
+    let tap = Noting {
+        fd,
+        sent: AtomicU64::new(0),
+        counters: Arc::clone(&counters),
+        noted: Arc::clone(&noted),
+    };
+    let front = Net::new(vec![Box::new(tap)], NetOptions::new("eth0", MAC, 1500));
+    let mut driver = Driver::new(Rig::new(Box::new(front)));
+    let count = counters.get_or_init(|| Arc::clone(driver.rig.device.counters()));
+    driver.start(ALL);
+    driver.request(TRANSMIT, &[Buffer::Readable(packet(0, 60))]);
+    let before = count.interrupts.load(Ordering::Relaxed);
+    // One batch.
+    for number in 1..120 {
+        driver.offer(TRANSMIT, &[Buffer::Readable(packet(number, 60))]);
+    }
+    driver.kick(TRANSMIT);
+    while driver.under_way(TRANSMIT) > 0 {
+        driver.wait_used(TRANSMIT);
+    }
+    assert!(noted.load(Ordering::Relaxed) > before, "{noted:?} and {before}");
 }
 
 proptest! {
