@@ -2,7 +2,10 @@
 
 use std::cmp::Ordering;
 
-use super::grub::Variables;
+use super::{
+    files::LONGEST_PATH,
+    grub::{LONGEST_COMMAND, Variables},
+};
 
 /// An entry.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -29,7 +32,7 @@ pub fn entry(id: &str, text: &str, variables: &Variables) -> Option<Entry> {
         id: id.to_owned(),
         ..Entry::default()
     };
-    let mut options = Vec::new();
+    let mut options = String::new();
     for line in text.lines().map(str::trim) {
         let Some((key, value)) = line.split_once([' ', '\t']) else {
             continue;
@@ -47,19 +50,28 @@ pub fn entry(id: &str, text: &str, variables: &Variables) -> Option<Entry> {
                     .filter(|path| !path.starts_with('$'))
                     .map(str::to_owned),
             ),
-            "options" => options.extend(value.split_whitespace().map(|word| variable(word, variables))),
+            "options" => {
+                for word in value.split_whitespace() {
+                    let word = variable(word, variables);
+                    // What is longer is no command line either.
+                    if !word.is_empty() && options.len() <= LONGEST_COMMAND {
+                        options.extend((!options.is_empty()).then_some(' '));
+                        options.push_str(word);
+                    }
+                }
+            }
             _ => {}
         }
     }
-    options.retain(|word| !word.is_empty());
-    entry.cmdline = options.join(" ");
-    (!entry.kernel.is_empty()).then_some(entry)
+    entry.cmdline = options;
+    let has_kernel = !entry.kernel.is_empty() && entry.kernel.len() <= LONGEST_PATH;
+    has_kernel.then_some(entry)
 }
 
-fn variable(word: &str, variables: &Variables) -> String {
+fn variable<'a>(word: &'a str, variables: &'a Variables) -> &'a str {
     match word.strip_prefix('$') {
-        Some(name) => variables.get(name).cloned().unwrap_or_default(),
-        None => word.to_owned(),
+        Some(name) => variables.get(name).map_or("", String::as_str),
+        None => word,
     }
 }
 

@@ -3,11 +3,14 @@
 //! It reads the journal in any case, and refuses one that has no checksums: such has a file system that was never mounted (as mkfs.ext4 makes
 //! it), or one without `metadata_csum`. Where nothing is to be taken from the journal, the library is told that there is none.
 
-use std::error::Error;
+use std::{error::Error, io};
 
-use ext4_view::{Ext4, Ext4Error, Ext4Read};
+use ext4_view::{Ext4, Ext4Read};
 
-use super::medium::Window;
+use super::{
+    files::{Files, Kind, LONGEST_PATH, NAMES, PIECE, Sink},
+    medium::Window,
+};
 
 /// Where the superblock is, and how long, in bytes (Documentation/filesystems/ext4/super.rst, as what follows).
 const SUPERBLOCK: u64 = 1024;
@@ -20,10 +23,20 @@ const NEEDS_RECOVERY: u8 = 0x4;
 const READ_ONLY_COMPATIBLE: usize = 0x65;
 const METADATA_CHECKSUMS: u8 = 0x4;
 const CHECKSUM: usize = 0x3fc;
+const BLOCKS: usize = 0x4;
+const FIRST_BLOCK: usize = 0x14;
+const BLOCK_SIZE: usize = 0x18;
+const BLOCKS_PER_GROUP: usize = 0x20;
+const BLOCKS_HIGH: usize = 0x150;
+/// Most groups of blocks: the library keeps something of each. A file system of 128 TiB has as many with its usual 128 MiB each.
+const GROUPS: u64 = 1 << 20;
 
-/// Opens a file system.
-pub fn open(window: &Window) -> Result<Ext4, Ext4Error> {
+/// Opens a file system. The error says why it can't be read.
+pub fn open(window: &Window) -> Result<Ext4, String> {
     let superblock: Option<[u8; LENGTH]> = window.bytes(SUPERBLOCK);
+    if let Some(superblock) = &superblock {
+        check(superblock, window.length())?;
+    }
     let without_journal = superblock.map(without_journal);
     let needs_recovery = superblock.is_some_and(|superblock| superblock[INCOMPATIBLE] & NEEDS_RECOVERY != 0);
     let load = |superblock| {
@@ -32,11 +45,68 @@ pub fn open(window: &Window) -> Result<Ext4, Ext4Error> {
             superblock,
         }))
     };
-    if !needs_recovery {
-        return load(without_journal);
+    let loaded = match needs_recovery {
+        // GRUB never looks into a journal: what it would boot is better than nothing.
+        true => load(None).or_else(|_| load(without_journal)),
+        false => load(without_journal),
+    };
+    loaded.map_err(|error| error.to_string())
+}
+
+/// Whether the file system fits on its partition, and has no more groups than a real one: the library believes those numbers.
+fn check(superblock: &[u8; LENGTH], length: u64) -> Result<(), String> {
+    let number = |at: usize| {
+        let bytes = superblock.get(at..).and_then(|rest| rest.first_chunk());
+        u64::from(bytes.map_or(0, |bytes| u32::from_le_bytes(*bytes)))
+    };
+    let blocks = number(BLOCKS) | number(BLOCKS_HIGH) << 32;
+    let bytes = u32::try_from(number(BLOCK_SIZE))
+        .ok()
+        .and_then(|shift| 1024_u64.checked_shl(shift)?.checked_mul(blocks));
+    if bytes.is_none_or(|bytes| bytes > length) {
+        return Err(format!("it has {blocks} blocks, more than its partition"));
     }
-    // GRUB never looks into a journal: what it would boot is better than nothing.
-    load(None).or_else(|_| load(without_journal))
+    let groups = blocks
+        .saturating_sub(number(FIRST_BLOCK))
+        .checked_div(number(BLOCKS_PER_GROUP));
+    match groups {
+        Some(groups) if groups < GROUPS => Ok(()),
+        _ => Err(format!("it has more than {GROUPS} groups of blocks")),
+    }
+}
+
+impl Files for Ext4 {
+    fn kind(&self, path: &str) -> Option<Kind> {
+        let found = self.symlink_metadata(path).ok()?;
+        if found.is_symlink() {
+            // The library would read a target of any length.
+            let short = found.len() <= LONGEST_PATH as u64;
+            let target = short.then(|| self.read_link(path).ok()).flatten()?;
+            return Some(Kind::Link(target.to_str().ok()?.to_owned()));
+        }
+        let kind = found.is_dir().then_some(Kind::Folder);
+        kind.or_else(|| found.file_type().is_regular_file().then_some(Kind::File))
+    }
+
+    fn names(&self, path: &str) -> Vec<String> {
+        let Ok(entries) = self.read_dir(path) else {
+            return Vec::new();
+        };
+        let entries = entries.take(NAMES).filter_map(Result::ok);
+        let names = entries.filter_map(|entry| entry.file_name().as_str().ok().map(str::to_owned));
+        names.collect()
+    }
+
+    fn copy(&self, path: &str, to: &mut Sink<'_>) -> io::Result<()> {
+        let mut file = self.open(path)?;
+        let mut buffer = vec![0; PIECE];
+        loop {
+            match file.read_bytes(&mut buffer)? {
+                0 => return Ok(()),
+                count => to(buffer.get(..count).unwrap_or_default())?,
+            }
+        }
+    }
 }
 
 fn without_journal(mut superblock: [u8; LENGTH]) -> [u8; LENGTH] {

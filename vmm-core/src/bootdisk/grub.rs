@@ -1,14 +1,25 @@
 //! What a grub.cfg boots. GRUB's language is not carried out: commands are taken in the order in which they are written, whatever
 //! condition they stand under, which is right for what grub-mkconfig(8) and the distributions' own generators write.
 
+#[path = "grub/parser.rs"]
+mod parser;
+
 use std::collections::BTreeMap;
+
+use parser::{Node, Piece, Word, parse};
+
+use super::files::LONGEST_PATH;
 
 /// Deepest nesting of menus and functions.
 const DEEPEST: usize = 16;
-/// Most commands that are looked at.
-const MOST: usize = 20_000;
-/// Longest text that a word may become, in bytes.
-const LONGEST: usize = 8 << 10;
+/// Most entries and menus that are looked at.
+const MOST_ITEMS: usize = 256;
+/// Most variables, and the longest name and value of one, in bytes; a command line is at most as long (`MAX_CMDLINE`). Each entry has
+/// the variables as they were before it.
+const MOST_VARIABLES: usize = 256;
+const LONGEST_VALUE: usize = 2048;
+/// Longest text that a command may become, in bytes.
+pub const LONGEST_COMMAND: usize = 16 << 10;
 
 /// Variables.
 pub type Variables = BTreeMap<String, String>;
@@ -46,22 +57,6 @@ pub struct Entry {
     pub cmdline: String,
 }
 
-/// What is in a word: text, and variables.
-#[derive(Debug)]
-enum Piece {
-    Text(String),
-    Variable(String),
-}
-
-type Word = Vec<Piece>;
-
-/// A command, with what is in the braces behind it.
-#[derive(Debug, Default)]
-struct Node {
-    words: Vec<Word>,
-    block: Option<Vec<Node>>,
-}
-
 /// An entry of the menu, or a menu below it.
 #[derive(Debug)]
 struct Item {
@@ -76,20 +71,17 @@ struct Item {
 /// The entries of a configuration: first the one that it boots when nobody chooses, then the others from the top. `variables` are those
 /// of the environment block.
 pub fn entries(text: &str, variables: &Variables) -> Vec<Entry> {
-    let mut parser = Parser {
-        characters: text.chars().peekable(),
-        nodes: 0,
-    };
-    let nodes = parser.nodes(0);
+    let nodes = parse(text);
     let mut state = State {
         variables: variables.clone(),
         root: Root::Here,
     };
-    let items = items(nodes, &mut state);
+    let mut left = MOST_ITEMS;
+    let items = items(nodes, &mut state, &mut left);
     let default = state.variables.get("default").cloned().unwrap_or_default();
     let chosen = choose(&items, &default);
     let mut found = Vec::new();
-    flatten(items, &mut found, 0);
+    flatten(items, &mut found, 0, &mut left);
     let found: Vec<_> = found.iter().filter_map(entry).collect();
     let first = chosen.and_then(|(title, id)| {
         found
@@ -108,9 +100,19 @@ pub fn entries(text: &str, variables: &Variables) -> Vec<Entry> {
 pub fn environment(text: &str) -> Variables {
     let lines = text.lines().filter(|line| !line.starts_with('#'));
     let pairs = lines.filter_map(|line| line.split_once('='));
-    pairs
-        .map(|(name, value)| (name.to_owned(), value.to_owned()))
-        .collect()
+    let mut variables = Variables::new();
+    for (name, value) in pairs {
+        set(&mut variables, name, value);
+    }
+    variables
+}
+
+/// Sets a variable, unless there are too many or it is too long.
+fn set(variables: &mut Variables, name: &str, value: &str) {
+    let is_short = name.len() <= LONGEST_VALUE && value.len() <= LONGEST_VALUE;
+    if is_short && (variables.len() < MOST_VARIABLES || variables.contains_key(name)) {
+        variables.insert(name.to_owned(), value.to_owned());
+    }
 }
 
 struct State {
@@ -118,21 +120,21 @@ struct State {
     root: Root,
 }
 
-/// Goes through the commands outside of entries; gives the menu.
-fn items(nodes: Vec<Node>, state: &mut State) -> Vec<Item> {
+/// Goes through the commands outside of entries; gives the menu, of which no more than `left` items.
+fn items(nodes: Vec<Node>, state: &mut State, left: &mut usize) -> Vec<Item> {
     let mut found = Vec::new();
     for node in nodes {
-        let words: Vec<String> = node
-            .words
-            .iter()
-            .map(|word| expand(word, &state.variables))
-            .collect();
+        let words = expand(&node.words, &state.variables);
         let (Some(command), block) = (words.first(), node.block) else {
             continue;
         };
         let is_menu = command == "submenu";
         match block {
             Some(inner) if is_menu || command == "menuentry" => {
+                let Some(fewer) = left.checked_sub(1) else {
+                    break;
+                };
+                *left = fewer;
                 found.push(Item {
                     title: words.get(1).cloned().unwrap_or_default(),
                     id: id(&node.words, &words),
@@ -189,7 +191,7 @@ fn run(words: &[String], state: &mut State) {
         if let ("root", Some(number)) = (name, partition(value)) {
             state.root = Root::Partition(number);
         }
-        state.variables.insert(name.to_owned(), value.to_owned());
+        set(&mut state.variables, name, value);
     }
 }
 
@@ -238,15 +240,16 @@ fn choose(items: &[Item], default: &str) -> Option<(String, String)> {
     if !item.is_menu {
         return Some((item.title.clone(), item.id.clone()));
     }
-    choose(&inner(item), rest)
+    let mut left = MOST_ITEMS;
+    choose(&inner(item, &mut left), rest)
 }
 
-fn inner(item: &Item) -> Vec<Item> {
+fn inner(item: &Item, left: &mut usize) -> Vec<Item> {
     let mut state = State {
         variables: item.variables.clone(),
         root: item.root.clone(),
     };
-    items(clone(&item.inner), &mut state)
+    items(clone(&item.inner), &mut state, left)
 }
 
 fn clone(nodes: &[Node]) -> Vec<Node> {
@@ -268,10 +271,10 @@ fn clone(nodes: &[Node]) -> Vec<Node> {
 }
 
 /// The entries of all menus, from the top.
-fn flatten(items: Vec<Item>, found: &mut Vec<Item>, depth: usize) {
+fn flatten(items: Vec<Item>, found: &mut Vec<Item>, depth: usize, left: &mut usize) {
     for item in items {
         if item.is_menu && depth < DEEPEST {
-            flatten(inner(&item), found, depth.saturating_add(1));
+            flatten(inner(&item, left), found, depth.saturating_add(1), left);
         } else if !item.is_menu {
             found.push(item);
         }
@@ -286,11 +289,7 @@ fn entry(item: &Item) -> Option<Entry> {
     };
     let mut found: Option<Entry> = None;
     for node in &item.inner {
-        let words: Vec<String> = node
-            .words
-            .iter()
-            .map(|word| expand(word, &state.variables))
-            .collect();
+        let words = expand(&node.words, &state.variables);
         let words: Vec<&String> = words.iter().filter(|word| !word.is_empty()).collect();
         match words.split_first() {
             Some((command, arguments)) if matches!(command.as_str(), "linux" | "linuxefi" | "linux16") => {
@@ -323,6 +322,7 @@ fn entry(item: &Item) -> Option<Entry> {
             None => {}
         }
     }
+    let found = found.filter(|found| found.kernel.len() <= LONGEST_PATH);
     found.map(|found| Entry {
         root: state.root,
         ..found
@@ -337,143 +337,28 @@ fn without_device(path: &str) -> String {
     }
 }
 
-fn expand(word: &Word, variables: &Variables) -> String {
-    let mut text = String::new();
-    for piece in word {
-        match piece {
-            Piece::Text(more) => text.push_str(more),
-            Piece::Variable(name) => text.push_str(variables.get(name).map_or("", String::as_str)),
-        }
-        if text.len() > LONGEST {
-            return String::new();
-        }
-    }
-    text
-}
-
-struct Parser<'a> {
-    characters: std::iter::Peekable<std::str::Chars<'a>>,
-    nodes: usize,
-}
-
-impl Parser<'_> {
-    /// The commands up to the end, or to the brace that closes them.
-    fn nodes(&mut self, depth: usize) -> Vec<Node> {
-        let mut found = Vec::new();
-        let mut node = Node::default();
-        while let Some(character) = self.characters.next() {
-            match character {
-                ' ' | '\t' | '\r' => {}
-                '#' => while self.characters.next_if(|next| *next != '\n').is_some() {},
-                '\n' | ';' => self.end(&mut node, &mut found),
-                '}' => {
-                    if depth > 0 {
-                        break;
-                    }
-                }
-                '{' => {
-                    let inner = match depth < DEEPEST {
-                        true => self.nodes(depth.saturating_add(1)),
-                        false => Vec::new(),
-                    };
-                    node.block = Some(inner);
-                    self.end(&mut node, &mut found);
-                }
-                first => {
-                    let word = self.word(first);
-                    // `then set x=1`: the command begins behind it.
-                    let keyword = matches!(word.as_slice(), [Piece::Text(text)]
-                        if node.words.is_empty() && matches!(text.as_str(), "then" | "else" | "do"));
-                    if !keyword {
-                        node.words.push(word);
-                    }
-                }
-            }
-        }
-        self.end(&mut node, &mut found);
-        found
-    }
-
-    fn end(&mut self, node: &mut Node, found: &mut Vec<Node>) {
-        let node = std::mem::take(node);
-        if !node.words.is_empty() && self.nodes < MOST {
-            self.nodes = self.nodes.saturating_add(1);
-            found.push(node);
-        }
-    }
-
-    fn word(&mut self, first: char) -> Word {
-        let mut word = Vec::new();
+/// The words of a command with what is in their variables; none when they become too long.
+fn expand(words: &[Word], variables: &Variables) -> Vec<String> {
+    let mut length: usize = 0;
+    let mut found = Vec::with_capacity(words.len());
+    for word in words {
         let mut text = String::new();
-        let mut next = Some(first);
-        while let Some(character) = next {
-            match character {
-                '\'' => {
-                    for quoted in self.characters.by_ref() {
-                        match quoted {
-                            '\'' => break,
-                            other => text.push(other),
-                        }
-                    }
-                }
-                '"' => self.quoted(&mut word, &mut text),
-                '\\' => match self.characters.next() {
-                    // The line goes on.
-                    Some('\n') | None => {}
-                    Some(other) => text.push(other),
-                },
-                '$' => self.variable(&mut word, &mut text),
-                other => text.push(other),
+        for piece in word {
+            let more = match piece {
+                Piece::Text(more) => more,
+                Piece::Variable(name) => variables.get(name).map_or("", String::as_str),
+            };
+            length = length.saturating_add(more.len());
+            if length > LONGEST_COMMAND {
+                return Vec::new();
             }
-            next = self
-                .characters
-                .next_if(|next| !matches!(*next, ' ' | '\t' | '\r' | '\n' | ';' | '{' | '}'));
+            text.push_str(more);
         }
-        word.push(Piece::Text(text));
-        word.retain(|piece| !matches!(piece, Piece::Text(text) if text.is_empty()));
-        word
+        found.push(text);
     }
-
-    fn quoted(&mut self, word: &mut Word, text: &mut String) {
-        while let Some(character) = self.characters.next() {
-            match character {
-                '"' => break,
-                '\\' => match self.characters.next() {
-                    Some(other @ ('"' | '\\' | '$')) => text.push(other),
-                    Some('\n') | None => {}
-                    Some(other) => {
-                        text.push('\\');
-                        text.push(other);
-                    }
-                },
-                '$' => self.variable(word, text),
-                other => text.push(other),
-            }
-        }
-    }
-
-    /// `$name` or `${name}`; the dollar sign has been read.
-    fn variable(&mut self, word: &mut Word, text: &mut String) {
-        let braces = self.characters.next_if_eq(&'{').is_some();
-        let mut name = String::new();
-        while let Some(letter) = self
-            .characters
-            .next_if(|letter| letter.is_ascii_alphanumeric() || matches!(letter, '_' | '?' | '@'))
-        {
-            name.push(letter);
-        }
-        if braces {
-            self.characters.next_if_eq(&'}');
-        }
-        if name.is_empty() {
-            text.push('$');
-            return;
-        }
-        word.push(Piece::Text(std::mem::take(text)));
-        word.push(Piece::Variable(name));
-    }
+    found
 }
 
 #[cfg(test)]
 #[path = "grub/tests.rs"]
-mod tests;
+pub mod tests;

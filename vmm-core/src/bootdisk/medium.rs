@@ -1,6 +1,7 @@
 //! The disk, and windows of it: partitions.
 
 use std::{
+    cell::Cell,
     fmt,
     io::{self, Read, Seek, SeekFrom, Write},
     rc::Rc,
@@ -30,6 +31,55 @@ impl Medium for Vec<u8> {
         });
         data.copy_from_slice(piece.ok_or(io::ErrorKind::UnexpectedEof)?);
         Ok(())
+    }
+}
+
+/// A disk that is read so much and no more, since what is on it may lead a library round in circles.
+pub struct Bounded {
+    disk: Rc<dyn Medium>,
+    left: Cell<u64>,
+}
+
+impl Bounded {
+    /// What a read counts at least, in bytes.
+    const LEAST: u64 = 256;
+
+    /// So many bytes may be read, until [`Bounded::refill`].
+    pub fn new(disk: Rc<dyn Medium>, bytes: u64) -> Self {
+        let left = Cell::new(bytes);
+        Self { disk, left }
+    }
+
+    /// From now on so many bytes may be read.
+    pub fn refill(&self, bytes: u64) {
+        self.left.set(bytes);
+    }
+
+    /// Whether something was not read.
+    pub fn is_exhausted(&self) -> bool {
+        self.left.get() == 0
+    }
+}
+
+impl fmt::Debug for Bounded {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} more bytes of a disk", self.left.get())
+    }
+}
+
+impl Medium for Bounded {
+    fn size(&self) -> u64 {
+        self.disk.size()
+    }
+
+    fn read_at(&self, data: &mut [u8], offset: u64) -> io::Result<()> {
+        let cost = Self::LEAST.max(data.len() as u64);
+        let left = self.left.get().checked_sub(cost).filter(|left| *left > 0);
+        self.left.set(left.unwrap_or(0));
+        if left.is_none() {
+            return Err(io::Error::other("it takes too long to look through the disk"));
+        }
+        self.disk.read_at(data, offset)
     }
 }
 
@@ -69,6 +119,11 @@ impl Window {
             length: length.min(left),
             position: 0,
         })
+    }
+
+    /// Its length in bytes.
+    pub fn length(&self) -> u64 {
+        self.length
     }
 
     /// Where it begins on the disk, in bytes.

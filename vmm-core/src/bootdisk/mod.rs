@@ -6,6 +6,10 @@
 
 mod bls;
 mod ext4;
+mod fat;
+mod files;
+#[cfg(any(test, feature = "testing"))]
+pub mod fuzzing;
 mod grub;
 pub mod medium;
 mod partitions;
@@ -20,7 +24,7 @@ use std::{
 };
 
 use grub::{Root, Variables};
-use medium::{Medium, Window};
+use medium::{Bounded, Medium, Window};
 use volume::{Volume, Volumes};
 
 /// Longest kernel in bytes.
@@ -34,8 +38,17 @@ const GRUB: [&str; 4] = ["/boot/grub", "/boot/grub2", "/grub", "/grub2"];
 /// Where entries of the Boot Loader Specification are, on the EFI system partition, on one for `/boot`, or on a file system for all; and
 /// what their paths are below of, when they are not below of the file system.
 const LOADER: [(&str, &str); 2] = [("/loader", ""), ("/boot/loader", "/boot")];
-/// Most entries that are looked at.
+/// Most entries that are looked at, of a kind.
 const MOST_ENTRIES: usize = 256;
+/// Most configurations of GRUB that are looked at.
+const MOST_CONFIGURATIONS: usize = 16;
+/// Longest grub.cfg, and the longest of all other texts, in bytes.
+const GRUB_TEXT: u64 = 1 << 20;
+const TEXT: u64 = 64 << 10;
+/// How much of a disk is read to find a kernel, and how much to copy it or the initial RAM disks, in bytes; far more than it takes where a file
+/// system is sound.
+const LOOKING: u64 = 1 << 30;
+const COPYING: u64 = 16 << 30;
 /// What the archives of an initial RAM disk begin at a multiple of, in bytes (Documentation/driver-api/early-userspace/buffer-format.rst).
 const ALIGNMENT: u64 = 4;
 
@@ -70,6 +83,8 @@ pub struct Found {
     /// What chose it: "the entry "Debian" of /boot/grub/grub.cfg on partition 1".
     pub by: String,
     volume: Volume,
+    disk: Rc<Bounded>,
+    copying: u64,
 }
 
 /// An entry of a boot loader, and where it was read.
@@ -90,18 +105,24 @@ struct Candidate {
 ///
 /// There is nothing that can be booted, with the reason.
 pub fn find(disk: Rc<dyn Medium>) -> Result<Found, FindError> {
-    let Volumes { mut readable, others } = volume::volumes(&Window::whole(disk));
-    let mut missing = Vec::new();
+    find_within(disk, LOOKING, COPYING)
+}
+
+/// Finds it while no more bytes are read than that, and later no more for each copy.
+fn find_within(disk: Rc<dyn Medium>, looking: u64, copying: u64) -> Result<Found, FindError> {
+    let disk = Rc::new(Bounded::new(disk, looking));
+    let Volumes { mut readable, others } =
+        volume::volumes(&Window::whole(Rc::clone(&disk) as Rc<dyn Medium>));
+    let mut missing = None;
     let candidates = loader_entries(&readable)
         .into_iter()
         .chain(grub_entries(&readable))
         .chain(links(&readable));
     for candidate in candidates {
         let Some((at, below)) = place(&readable, &candidate) else {
-            missing.push(format!(
-                "{} names {}, which is not there",
-                candidate.by, candidate.kernel
-            ));
+            missing.get_or_insert_with(|| {
+                format!("{} names {}, which is not there", candidate.by, candidate.kernel)
+            });
             continue;
         };
         let path = |path: &String| format!("{below}/{}", path.trim_start_matches('/'));
@@ -123,9 +144,16 @@ pub fn find(disk: Rc<dyn Medium>) -> Result<Found, FindError> {
             cmdline,
             by: candidate.by,
             volume,
+            disk,
+            copying,
         });
     }
-    Err(FindError::None(nothing(&readable, &others, &missing)))
+    if disk.is_exhausted() {
+        let problem =
+            format!("more than {looking} bytes would have to be read to look through its file systems");
+        return Err(FindError::None(problem));
+    }
+    Err(FindError::None(nothing(&readable, &others, missing)))
 }
 
 impl Found {
@@ -135,6 +163,7 @@ impl Found {
     ///
     /// It can't be read or written, or is longer than [`MAX_KERNEL`].
     pub fn copy_kernel(&self, to: &mut dyn Write) -> Result<u64, FindError> {
+        self.disk.refill(self.copying);
         let copied = self.volume.copy(&self.kernel, to, MAX_KERNEL);
         copied.map_err(|error| FindError::Copy(self.kernel.clone(), error))
     }
@@ -145,6 +174,7 @@ impl Found {
     ///
     /// One can't be read or written, or they are longer than [`MAX_INITRD`].
     pub fn copy_initrd(&self, to: &mut dyn Write) -> Result<u64, FindError> {
+        self.disk.refill(self.copying);
         let mut length: u64 = 0;
         for path in &self.initrds {
             let failed = |error| FindError::Copy(path.clone(), error);
@@ -209,7 +239,7 @@ fn environment(volumes: &[Volume]) -> Variables {
     let places: Vec<_> = places.chain(["/EFI/fedora/grubenv".to_owned()]).collect();
     let text = volumes
         .iter()
-        .find_map(|volume| places.iter().find_map(|path| volume.text(path)));
+        .find_map(|volume| places.iter().find_map(|path| volume.text(path, TEXT)));
     grub::environment(&text.unwrap_or_default())
 }
 
@@ -219,15 +249,16 @@ fn loader_entries(volumes: &[Volume]) -> Vec<Candidate> {
     let mut found = Vec::new();
     for (number, volume) in volumes.iter().enumerate() {
         for (folder, below) in LOADER {
+            let left = MOST_ENTRIES.saturating_sub(found.len());
             let names = volume.names(&format!("{folder}/entries"));
             let ids = names.iter().filter_map(|name| name.strip_suffix(".conf"));
             let read = |id: &str| {
-                let text = volume.text(&format!("{folder}/entries/{id}.conf"))?;
+                let text = volume.text(&format!("{folder}/entries/{id}.conf"), TEXT)?;
                 bls::entry(id, &text, &variables)
             };
-            let mut entries: Vec<_> = ids.take(MOST_ENTRIES).filter_map(read).collect();
+            let mut entries: Vec<_> = ids.take(left).filter_map(read).collect();
             let chosen = volume
-                .text(&format!("{folder}/loader.conf"))
+                .text(&format!("{folder}/loader.conf"), TEXT)
                 .and_then(|text| default_of_loader(&text, &entries));
             bls::sort(&mut entries, chosen.as_deref().unwrap_or(&saved));
             found.extend(entries.into_iter().map(|entry| Candidate {
@@ -262,24 +293,27 @@ fn default_of_loader(text: &str, entries: &[bls::Entry]) -> Option<String> {
 
 fn grub_entries(volumes: &[Volume]) -> Vec<Candidate> {
     let variables = environment(volumes);
+    let places = GRUB
+        .iter()
+        .flat_map(|folder| volumes.iter().enumerate().map(move |place| (folder, place)));
+    let texts = places.filter_map(|(folder, (number, volume))| {
+        let path = format!("{folder}/grub.cfg");
+        let text = volume.text(&path, GRUB_TEXT)?;
+        Some((number, format!("{path}{}", on(volume)), text))
+    });
     let mut found = Vec::new();
-    for folder in GRUB {
-        for (number, volume) in volumes.iter().enumerate() {
-            let path = format!("{folder}/grub.cfg");
-            let Some(text) = volume.text(&path) else {
-                continue;
-            };
-            let entries = grub::entries(&text, &variables).into_iter();
-            found.extend(entries.take(MOST_ENTRIES).map(|entry| Candidate {
-                by: format!("the entry \"{}\" of {path}{}", entry.title, on(volume)),
-                root: entry.root,
-                kernel: entry.kernel,
-                below: "",
-                initrds: entry.initrds,
-                cmdline: entry.cmdline,
-                volume: number,
-            }));
-        }
+    for (number, path, text) in texts.take(MOST_CONFIGURATIONS) {
+        let left = MOST_ENTRIES.saturating_sub(found.len());
+        let entries = grub::entries(&text, &variables).into_iter();
+        found.extend(entries.take(left).map(|entry| Candidate {
+            by: format!("the entry \"{}\" of {path}", entry.title),
+            root: entry.root,
+            kernel: entry.kernel,
+            below: "",
+            initrds: entry.initrds,
+            cmdline: entry.cmdline,
+            volume: number,
+        }));
     }
     found
 }
@@ -297,7 +331,7 @@ fn links(volumes: &[Volume]) -> Vec<Candidate> {
                 .iter()
                 .map(|name| path(name))
                 .find(|path| volume.has(path));
-            if volume.has(&path(kernel)) {
+            if found.len() < MOST_ENTRIES && volume.has(&path(kernel)) {
                 found.push(Candidate {
                     by: format!("{}{}", path(kernel), on(volume)),
                     root: Root::Here,
@@ -334,8 +368,8 @@ fn links(volumes: &[Volume]) -> Vec<Candidate> {
 
 /// The command line of a system whose boot loader has none: kernel-install's, or that which grub-mkconfig would use.
 fn default_cmdline(root: &Volume) -> String {
-    let written = root.text("/etc/kernel/cmdline").or_else(|| {
-        let text = root.text("/etc/default/grub")?;
+    let written = root.text("/etc/kernel/cmdline", TEXT).or_else(|| {
+        let text = root.text("/etc/default/grub", TEXT)?;
         let variables = text.lines().filter_map(|line| line.trim().split_once('='));
         let variables: Vec<_> = variables.collect();
         let value = |wanted: &str| {
@@ -354,9 +388,9 @@ fn default_cmdline(root: &Volume) -> String {
 }
 
 /// What there is instead of a kernel, in words.
-fn nothing(readable: &[Volume], others: &[String], missing: &[String]) -> String {
-    if let Some(missing) = missing.first() {
-        return missing.clone();
+fn nothing(readable: &[Volume], others: &[String], missing: Option<String>) -> String {
+    if let Some(missing) = missing {
+        return missing;
     }
     let has_unified = |volume: &Volume| {
         let names = volume.names("/EFI/Linux");

@@ -13,21 +13,41 @@ use fatfs::{FileSystem, FormatVolumeOptions, FsOptions};
 use super::*;
 
 const MIB: u64 = 1 << 20;
-const ROOT: &str = "11111111-2222-4333-8444-555555555555";
+pub const ROOT: &str = "11111111-2222-4333-8444-555555555555";
 const BOOT: &str = "66666666-7777-4888-9999-aaaaaaaaaaaa";
 
 /// A folder for what a disk is made of.
-struct Workshop(tempfile::TempDir);
+pub struct Workshop(tempfile::TempDir);
 
 impl Workshop {
-    fn new() -> Self {
+    pub fn new() -> Self {
         Self(tempfile::tempdir().unwrap())
     }
 
     /// An ext4 file system with these files; what begins with `->` is a link.
     fn ext4(&self, uuid: &str, files: &[(&str, &str)]) -> Vec<u8> {
-        let root = self.0.path().join(format!("root-{uuid}"));
-        fs::create_dir_all(&root).unwrap();
+        self.ext4_with(uuid, files, &[])
+    }
+
+    pub fn ext4_with(&self, uuid: &str, files: &[(&str, &str)], options: &[&str]) -> Vec<u8> {
+        let root = self.folder(files);
+        let image = self.0.path().join("ext4");
+        fs::File::create(&image).unwrap().set_len(8 * MIB).unwrap();
+        let tool = tool("mkfs.ext4");
+        let done = Command::new(tool)
+            .args(["-q", "-F", "-U", uuid, "-L", "system"])
+            .args(options)
+            .arg("-d")
+            .args([root.path(), &image])
+            .status();
+        assert!(done.unwrap().success());
+        fs::read(image).unwrap()
+    }
+
+    /// A folder with these files.
+    fn folder(&self, files: &[(&str, &str)]) -> tempfile::TempDir {
+        let folder = tempfile::tempdir_in(self.0.path()).unwrap();
+        let root = folder.path();
         for (path, content) in files {
             let path = root.join(path);
             fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -36,20 +56,11 @@ impl Workshop {
                 None => fs::write(path, content).unwrap(),
             }
         }
-        let image = self.0.path().join("ext4");
-        fs::File::create(&image).unwrap().set_len(8 * MIB).unwrap();
-        let tool = tool("mkfs.ext4");
-        let done = Command::new(tool)
-            .args(["-q", "-F", "-U", uuid, "-L", "system", "-d"])
-            .args([&root, &image])
-            .status();
-        assert!(done.unwrap().success());
-        fs::remove_dir_all(root).unwrap();
-        fs::read(image).unwrap()
+        folder
     }
 
     /// A disk with these partitions, 8 MiB each from 1 MiB on.
-    fn disk(&self, label: &str, kinds: &[&str], parts: &[Vec<u8>]) -> Rc<dyn Medium> {
+    pub fn disk(&self, label: &str, kinds: &[&str], parts: &[Vec<u8>]) -> Rc<dyn Medium> {
         let path = self.0.path().join("disk");
         let size = MIB * (10 + 9 * parts.len() as u64);
         fs::File::create(&path).unwrap().set_len(size).unwrap();
@@ -93,7 +104,7 @@ fn tool(name: &str) -> PathBuf {
 }
 
 /// A FAT file system with these files.
-fn fat(files: &[(&str, &str)]) -> Vec<u8> {
+pub fn fat(files: &[(&str, &str)]) -> Vec<u8> {
     let mut bytes = vec![0; 8 << 20];
     let mut cursor = std::io::Cursor::new(&mut bytes);
     fatfs::format_volume(&mut cursor, FormatVolumeOptions::new().volume_id(0xabcd_0123)).unwrap();
@@ -282,6 +293,21 @@ fn a_disk_without_a_kernel_is_refused_with_what_it_has() {
         ("boot/initrd.img-6.1", "ramdisk"),
     ]);
     assert!(refused(long).contains("longer than 2047 bytes"));
+    // What a library would believe: more blocks than there are, and more groups of them than fit into memory.
+    for (field, value, reason) in [
+        (0x4, 0xffff_ffff_u32, "more than its partition"),
+        (0x20, 0, "groups of blocks"),
+    ] {
+        let mut spoiled = workshop.ext4_with(ROOT, &[], &["-O", "^metadata_csum"]);
+        spoiled[1024 + field..1024 + field + 4].copy_from_slice(&value.to_le_bytes());
+        assert!(refused(Rc::new(spoiled)).contains(reason));
+    }
+    let long_way = find_within(root(&[("boot/grub/grub.cfg", GRUB_CFG)]), 5000, 0).unwrap_err();
+    assert!(
+        long_way
+            .to_string()
+            .contains("more than 5000 bytes would have to be read")
+    );
     let unified = fat(&[("EFI/Linux/a.efi", "MZ")]);
     assert!(refused(Rc::new(unified)).contains("unified kernel images"));
     // A link to itself, and one that leads out.

@@ -2,25 +2,19 @@
 
 use std::{
     fmt,
-    io::{self, Read as _, Write},
+    io::{self, Write},
     panic::{AssertUnwindSafe, catch_unwind},
 };
 
-use ext4_view::Ext4;
 use fatfs::{FileSystem, FsOptions};
 
 use super::{
     ext4,
+    fat::Fat,
+    files::{Files, Kind, follow},
     medium::Window,
     partitions::{Partition, partitions},
 };
-
-/// Longest text that is read, in bytes.
-const TEXT: u64 = 1 << 20;
-/// Most names of a folder.
-const NAMES: usize = 4096;
-/// Copied at a time, in bytes.
-const PIECE: usize = 256 << 10;
 
 /// A file system that can be read.
 pub struct Volume {
@@ -30,12 +24,7 @@ pub struct Volume {
     pub uuid: String,
     /// What `LABEL` is.
     pub label: String,
-    files: Files,
-}
-
-enum Files {
-    Ext4(Ext4),
-    Fat(Box<FileSystem<Window>>),
+    files: Box<dyn Files>,
 }
 
 impl fmt::Debug for Volume {
@@ -116,7 +105,7 @@ fn open(part: &Partition) -> Result<Option<Volume>, String> {
             number: part.number,
             uuid: files.uuid().to_string(),
             label: files.label().to_str().unwrap_or_default().to_owned(),
-            files: Files::Ext4(files),
+            files: Box::new(files),
         }));
     }
     if has(510, &[0x55, 0xaa]) && (has(54, b"FAT1") || has(82, b"FAT32")) {
@@ -127,61 +116,40 @@ fn open(part: &Partition) -> Result<Option<Volume>, String> {
             number: part.number,
             uuid: format!("{:04X}-{:04X}", id >> 16, id & 0xffff),
             label: files.volume_label(),
-            files: Files::Fat(Box::new(files)),
+            files: Box::new(Fat(files)),
         }));
     }
     Ok(None)
 }
 
 impl Volume {
-    /// The text of a file; nothing when there is none, or when it is too long for what it is to be.
-    pub fn text(&self, path: &str) -> Option<String> {
+    /// The text of a file of at most so many bytes; nothing when there is none, or when it is longer.
+    pub fn text(&self, path: &str, most: u64) -> Option<String> {
         let mut bytes = Vec::new();
-        self.copy(path, &mut bytes, TEXT).ok()?;
+        self.copy(path, &mut bytes, most).ok()?;
         Some(String::from_utf8_lossy(&bytes).into_owned())
     }
 
     /// Whether there is a file.
     pub fn has(&self, path: &str) -> bool {
-        let look = || match &self.files {
-            Files::Ext4(files) => files
-                .metadata(path)
-                .is_ok_and(|found| found.file_type().is_regular_file()),
-            Files::Fat(files) => files.root_dir().open_file(relative(path)).is_ok(),
-        };
-        catch_unwind(AssertUnwindSafe(look)).unwrap_or_default()
+        self.find(path).is_some_and(|(_, kind)| kind == Kind::File)
+    }
+
+    fn find(&self, path: &str) -> Option<(String, Kind)> {
+        self.look(|files| follow(files, path))
+    }
+
+    /// Asks the library, which may panic.
+    fn look<T: Default>(&self, question: impl FnOnce(&dyn Files) -> T) -> T {
+        catch_unwind(AssertUnwindSafe(|| question(self.files.as_ref()))).unwrap_or_default()
     }
 
     /// Names of what is in a folder, sorted; none when there is no such folder.
     pub fn names(&self, path: &str) -> Vec<String> {
-        let look = || -> Vec<String> {
-            match &self.files {
-                Files::Ext4(files) => files.read_dir(path).map_or_else(
-                    |_| Vec::new(),
-                    |entries| {
-                        let entries = entries.take(NAMES).filter_map(Result::ok);
-                        entries
-                            .filter_map(|entry| entry.file_name().as_str().ok().map(str::to_owned))
-                            .collect()
-                    },
-                ),
-                Files::Fat(files) => {
-                    let root = files.root_dir();
-                    let folder = match relative(path) {
-                        "" => Ok(root),
-                        path => root.open_dir(path),
-                    };
-                    folder.map_or_else(
-                        |_| Vec::new(),
-                        |folder| {
-                            let entries = folder.iter().take(NAMES).filter_map(Result::ok);
-                            entries.map(|entry| entry.file_name()).collect()
-                        },
-                    )
-                }
-            }
+        let Some((path, Kind::Folder)) = self.find(path) else {
+            return Vec::new();
         };
-        let mut names = catch_unwind(AssertUnwindSafe(look)).unwrap_or_default();
+        let mut names = self.look(|files| files.names(&path));
         names.retain(|name| name != "." && name != "..");
         names.sort();
         names
@@ -193,12 +161,11 @@ impl Volume {
     ///
     /// There is none, it is longer, it can't be read, or `to` fails.
     pub fn copy(&self, path: &str, to: &mut dyn Write, most: u64) -> io::Result<u64> {
-        let copied = catch_unwind(AssertUnwindSafe(|| self.copy_file(path, to, most)));
-        copied.unwrap_or_else(|_| Err(io::Error::other("the file system is damaged")))
-    }
-
-    fn copy_file(&self, path: &str, to: &mut dyn Write, most: u64) -> io::Result<u64> {
-        let mut buffer = vec![0; PIECE];
+        let path = match self.find(path) {
+            Some((path, Kind::File)) => path,
+            Some(_) => return Err(io::Error::other("it is no regular file")),
+            None => return Err(io::ErrorKind::NotFound.into()),
+        };
         let mut copied: u64 = 0;
         let mut pass_on = |piece: &[u8]| {
             copied = copied.saturating_add(piece.len() as u64);
@@ -207,35 +174,8 @@ impl Volume {
             }
             to.write_all(piece)
         };
-        match &self.files {
-            Files::Ext4(files) => {
-                let found = files.metadata(path)?;
-                if !found.file_type().is_regular_file() {
-                    return Err(io::Error::other("it is no regular file"));
-                }
-                let mut file = files.open(path)?;
-                loop {
-                    match file.read_bytes(&mut buffer)? {
-                        0 => break,
-                        count => pass_on(buffer.get(..count).unwrap_or_default())?,
-                    }
-                }
-            }
-            Files::Fat(files) => {
-                let mut file = files.root_dir().open_file(relative(path))?;
-                loop {
-                    match file.read(&mut buffer)? {
-                        0 => break,
-                        count => pass_on(buffer.get(..count).unwrap_or_default())?,
-                    }
-                }
-            }
-        }
+        let done = catch_unwind(AssertUnwindSafe(|| self.files.copy(&path, &mut pass_on)));
+        done.unwrap_or_else(|_| Err(io::Error::other("the file system is damaged")))?;
         Ok(copied)
     }
-}
-
-/// A path as the FAT library wants it.
-fn relative(path: &str) -> &str {
-    path.trim_start_matches('/').trim_end_matches('/')
 }
