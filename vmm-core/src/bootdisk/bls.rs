@@ -5,6 +5,7 @@ use std::cmp::Ordering;
 use super::{
     files::LONGEST_PATH,
     grub::{LONGEST_COMMAND, Variables},
+    uki::Image,
 };
 
 /// An entry.
@@ -24,9 +25,11 @@ pub struct Entry {
     pub initrds: Vec<String>,
     /// Command line.
     pub cmdline: String,
+    /// What is where, when the kernel is a unified image.
+    pub image: Option<Image>,
 }
 
-/// Reads one; nothing when it boots no kernel. `variables` are those of GRUB's environment block, which Fedora's entries use.
+/// Reads one; nothing when it boots no kernel. One with `uki` or `efi` names an image, which is to be read by the caller. `variables` are those of GRUB's environment block, which Fedora's entries use.
 pub fn entry(id: &str, text: &str, variables: &Variables) -> Option<Entry> {
     let mut entry = Entry {
         id: id.to_owned(),
@@ -43,6 +46,10 @@ pub fn entry(id: &str, text: &str, variables: &Variables) -> Option<Entry> {
             "sort-key" => value.clone_into(&mut entry.sort_key),
             "version" => value.clone_into(&mut entry.version),
             "linux" => value.clone_into(&mut entry.kernel),
+            "uki" | "efi" if entry.kernel.is_empty() => {
+                value.clone_into(&mut entry.kernel);
+                entry.image = Some(Image::default());
+            }
             // GRUB takes several in a line, and $tuned_initrd, which is hardly ever set.
             "initrd" => entry.initrds.extend(
                 value
@@ -88,9 +95,14 @@ pub fn sort(entries: &mut Vec<Entry>, saved: &str) {
     }
 }
 
-/// As the specification sorts: those with a sort key first, the newest version of each first. A rescue kernel is the last.
+/// As the specification sorts: those with a sort key first, the newest version of each first. A rescue kernel is the last, and one that has
+/// used up its attempts to boot (`NAME+0-3`).
 fn order(a: &Entry, b: &Entry) -> Ordering {
-    let rescue = |entry: &Entry| entry.id.contains("rescue");
+    let rescue = |entry: &Entry| {
+        let counter = entry.id.rsplit_once('+').map(|(_, counter)| counter);
+        let is_bad = counter.is_some_and(|counter| counter == "0" || counter.starts_with("0-"));
+        entry.id.contains("rescue") || is_bad
+    };
     let keys = || match (a.sort_key.is_empty(), b.sort_key.is_empty()) {
         (false, false) => a.sort_key.cmp(&b.sort_key),
         (a, b) => a.cmp(&b),
@@ -210,6 +222,11 @@ mod tests {
         assert_eq!(entries[0].id, "m-5.9");
         sort(&mut entries, "1");
         assert_eq!(entries[0].id, "m-5.9");
-        assert!(entry("efi", "title Windows\nefi /EFI/x.efi\n", &variables).is_none());
+        let mut entries = vec![read("m-5.14+0-3", "5.14"), read("m-5.9+2-1", "5.9")];
+        sort(&mut entries, "");
+        assert_eq!(entries[0].id, "m-5.9+2-1");
+        let image = entry("efi", "title Linux\nefi /EFI/x.efi\n", &variables).unwrap();
+        assert!(image.image.is_some() && image.kernel == "/EFI/x.efi");
+        assert!(entry("none", "title Nothing\n", &variables).is_none());
     }
 }

@@ -3,12 +3,12 @@
 //! It reads the journal in any case, and refuses one that has no checksums: such has a file system that was never mounted (as mkfs.ext4 makes
 //! it), or one without `metadata_csum`. Where nothing is to be taken from the journal, the library is told that there is none.
 
-use std::{error::Error, io};
+use std::{error::Error, io, ops::Range};
 
 use ext4_view::{Ext4, Ext4Read};
 
 use super::{
-    files::{Files, Kind, LONGEST_PATH, NAMES, PIECE, Sink},
+    files::{Files, Kind, LONGEST_PATH, NAMES, Sink, stream},
     medium::Window,
 };
 
@@ -97,15 +97,10 @@ impl Files for Ext4 {
         names.collect()
     }
 
-    fn copy(&self, path: &str, to: &mut Sink<'_>) -> io::Result<()> {
+    fn copy(&self, path: &str, range: Range<u64>, to: &mut Sink<'_>) -> io::Result<()> {
         let mut file = self.open(path)?;
-        let mut buffer = vec![0; PIECE];
-        loop {
-            match file.read_bytes(&mut buffer)? {
-                0 => return Ok(()),
-                count => to(buffer.get(..count).unwrap_or_default())?,
-            }
-        }
+        file.seek_to(range.start)?;
+        stream(range, to, |_, buffer| Ok(file.read_bytes(buffer)?))
     }
 }
 

@@ -1,11 +1,14 @@
 //! FAT as the library reads it.
 
-use std::io::{self, Read as _};
+use std::{
+    io::{self, Read as _, Seek as _, SeekFrom},
+    ops::Range,
+};
 
 use fatfs::FileSystem;
 
 use super::{
-    files::{Files, Kind, NAMES, PIECE, Sink},
+    files::{Files, Kind, NAMES, Sink, stream},
     medium::Window,
 };
 
@@ -42,14 +45,10 @@ impl Files for Fat {
         )
     }
 
-    fn copy(&self, path: &str, to: &mut Sink<'_>) -> io::Result<()> {
+    fn copy(&self, path: &str, range: Range<u64>, to: &mut Sink<'_>) -> io::Result<()> {
         let mut file = self.0.root_dir().open_file(relative(path))?;
-        let mut buffer = vec![0; PIECE];
-        loop {
-            match file.read(&mut buffer)? {
-                0 => return Ok(()),
-                count => to(buffer.get(..count).unwrap_or_default())?,
-            }
-        }
+        // What is behind the end is not looked for, and the library goes to the end.
+        file.seek(SeekFrom::Start(range.start))?;
+        stream(range, to, |_, buffer| file.read(buffer))
     }
 }

@@ -1,6 +1,6 @@
 //! What a library for a file system offers, and how links are followed: here, the same way for all, and within bounds.
 
-use std::{io, path::Path};
+use std::{io, ops::Range, path::Path};
 
 /// Most names of a folder.
 pub const NAMES: usize = 4096;
@@ -32,12 +32,33 @@ pub trait Files {
     fn kind(&self, path: &str) -> Option<Kind>;
     /// Names of what is in a folder, [`NAMES`] at most.
     fn names(&self, path: &str) -> Vec<String>;
-    /// Passes on what is in a regular file, in pieces of at most [`PIECE`] bytes.
+    /// Passes on what a regular file has of these bytes, in pieces of at most [`PIECE`] bytes.
     ///
     /// # Errors
     ///
     /// It can't be read, or `to` fails.
-    fn copy(&self, path: &str, to: &mut Sink<'_>) -> io::Result<()>;
+    fn copy(&self, path: &str, range: Range<u64>, to: &mut Sink<'_>) -> io::Result<()>;
+}
+
+/// Passes on what `read` gives of these bytes. It is told where the next ones are, and says how many it has read: none at the end.
+pub fn stream(
+    range: Range<u64>,
+    to: &mut Sink<'_>,
+    mut read: impl FnMut(u64, &mut [u8]) -> io::Result<usize>,
+) -> io::Result<()> {
+    let mut at = range.start;
+    let most = |at: u64| usize::try_from(range.end.saturating_sub(at)).map_or(PIECE, |left| left.min(PIECE));
+    let mut buffer = vec![0; most(at)];
+    while at < range.end {
+        let piece = buffer.get_mut(..most(at)).unwrap_or_default();
+        let count = read(at, piece)?;
+        if count == 0 {
+            break;
+        }
+        to(piece.get(..count).unwrap_or_default())?;
+        at = at.saturating_add(count as u64);
+    }
+    Ok(())
 }
 
 /// The path that another one leads to when links are followed, and what is there.
@@ -99,7 +120,7 @@ mod tests {
             Vec::new()
         }
 
-        fn copy(&self, _: &str, _: &mut Sink<'_>) -> io::Result<()> {
+        fn copy(&self, _: &str, _: Range<u64>, _: &mut Sink<'_>) -> io::Result<()> {
             Ok(())
         }
     }

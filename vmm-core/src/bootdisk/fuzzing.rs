@@ -6,7 +6,7 @@ use std::{
     rc::Rc,
 };
 
-use super::{bls, default_of_loader, find_within, grub, medium::Medium};
+use super::{bls, find_within, grub, loader::default_of_loader, medium::Medium, uki};
 
 /// Bytes of a sector. A piece of a disk says where it is in two bytes, so a disk has 32 MiB.
 const SECTOR: u64 = 512;
@@ -22,15 +22,17 @@ const LONGEST: u64 = 4 << 20;
 ///
 /// - 0: on a disk of pieces, each with the number of its first sector and its length in two bytes each (little-endian); what is found is copied;
 /// - 1: in a grub.cfg, with the environment block and a zero byte before it;
-/// - 2: in boot loader entries: the environment block, loader.conf, and entries whose first line is their name; a zero byte between them.
+/// - 2: in boot loader entries: the environment block, loader.conf, and entries whose first line is their name; a zero byte between them;
+/// - 3: in a unified kernel image.
 pub fn boot_disk(data: &[u8]) {
     let Some((kind, rest)) = data.split_first() else {
         return;
     };
-    match kind % 3 {
+    match kind % 4 {
         0 => disk(rest),
         1 => grub_cfg(rest),
-        _ => loader(rest),
+        2 => loader(rest),
+        _ => image(rest),
     }
 }
 
@@ -61,6 +63,13 @@ fn loader(data: &[u8]) {
     let saved = variables.get("saved_entry").cloned().unwrap_or_default();
     let chosen = default_of_loader(loader, &entries).unwrap_or(saved);
     bls::sort(&mut entries, &chosen);
+}
+
+fn image(data: &[u8]) {
+    uki::image(&|range| {
+        let range = usize::try_from(range.start).ok()?..usize::try_from(range.end).ok()?;
+        data.get(range).map(<[u8]>::to_vec)
+    });
 }
 
 /// A disk of which only some sectors are not zeroes.

@@ -1,25 +1,31 @@
-//! Finds the kernel that is installed on a disk, as the boot loader there would: by entries of the Boot Loader Specification, by
-//! grub.cfg, or by the links that Debian makes in `/boot` and `/`.
+//! Finds the kernel that is installed on a disk, as the boot loader there would: by entries of the Boot Loader Specification and unified kernel
+//! images, by grub.cfg, or by the links that Debian makes in `/boot` and `/`.
 //!
 //! The disk is hostile: whoever wrote it may have written anything. Nothing here follows what it says beyond bounds, nothing is
 //! mounted, and whoever calls this has given up all rights before.
 
 mod bls;
+mod btrfs;
 mod ext4;
 mod fat;
 mod files;
 #[cfg(any(test, feature = "testing"))]
 pub mod fuzzing;
 mod grub;
+mod links;
+mod loader;
 pub mod medium;
 mod partitions;
+mod uki;
 mod volume;
+mod xfs;
 
 #[cfg(test)]
 mod tests;
 
 use std::{
     io::{self, Read as _, Write},
+    ops::Range,
     rc::Rc,
 };
 
@@ -35,9 +41,6 @@ pub const MAX_INITRD: u64 = 1 << 30;
 const MAX_CMDLINE: usize = proto::model::vm::MAX_CMDLINE;
 /// Where grub.cfg is, on a file system for all or on one for `/boot`.
 const GRUB: [&str; 4] = ["/boot/grub", "/boot/grub2", "/grub", "/grub2"];
-/// Where entries of the Boot Loader Specification are, on the EFI system partition, on one for `/boot`, or on a file system for all; and
-/// what their paths are below of, when they are not below of the file system.
-const LOADER: [(&str, &str); 2] = [("/loader", ""), ("/boot/loader", "/boot")];
 /// Most entries that are looked at, of a kind.
 const MOST_ENTRIES: usize = 256;
 /// Most configurations of GRUB that are looked at.
@@ -74,10 +77,12 @@ pub enum FindError {
 /// What a disk boots.
 #[derive(Debug)]
 pub struct Found {
-    /// Path of the kernel on its file system.
+    /// Path of the kernel on its file system, or of the unified kernel image that has it.
     pub kernel: String,
-    /// Paths of the initial RAM disks, on the same one.
-    pub initrds: Vec<String>,
+    /// Which bytes of that file are the kernel.
+    range: Range<u64>,
+    /// Paths of the initial RAM disks, on the same one, and which bytes of them.
+    initrds: Vec<(String, Range<u64>)>,
     /// Command line.
     pub cmdline: String,
     /// What chose it: "the entry "Debian" of /boot/grub/grub.cfg on partition 1".
@@ -96,8 +101,13 @@ struct Candidate {
     initrds: Vec<String>,
     cmdline: String,
     by: String,
+    /// What is where, when the kernel is a unified image.
+    image: Option<uki::Image>,
     volume: usize,
 }
+
+/// All bytes of a file.
+const WHOLE: Range<u64> = 0..u64::MAX;
 
 /// Finds what a disk boots.
 ///
@@ -114,10 +124,10 @@ fn find_within(disk: Rc<dyn Medium>, looking: u64, copying: u64) -> Result<Found
     let Volumes { mut readable, others } =
         volume::volumes(&Window::whole(Rc::clone(&disk) as Rc<dyn Medium>));
     let mut missing = None;
-    let candidates = loader_entries(&readable)
+    let candidates = loader::entries(&readable, &environment(&readable))
         .into_iter()
         .chain(grub_entries(&readable))
-        .chain(links(&readable));
+        .chain(links::links(&readable));
     for candidate in candidates {
         let Some((at, below)) = place(&readable, &candidate) else {
             missing.get_or_insert_with(|| {
@@ -126,12 +136,19 @@ fn find_within(disk: Rc<dyn Medium>, looking: u64, copying: u64) -> Result<Found
             continue;
         };
         let path = |path: &String| format!("{below}/{}", path.trim_start_matches('/'));
-        let (kernel, initrds) = (
-            path(&candidate.kernel),
-            candidate.initrds.iter().map(path).collect::<Vec<_>>(),
-        );
+        let kernel = path(&candidate.kernel);
+        let (range, initrds) = match &candidate.image {
+            Some(image) => {
+                let initrd = image.initrd.clone().map(|range| (kernel.clone(), range));
+                (image.kernel.clone(), initrd.into_iter().collect())
+            }
+            None => {
+                let paths = candidate.initrds.iter().map(path);
+                (WHOLE, paths.map(|path| (path, WHOLE)).collect::<Vec<_>>())
+            }
+        };
         let volume = readable.swap_remove(at);
-        if let Some(lost) = initrds.iter().find(|path| !volume.has(path)) {
+        if let Some((lost, _)) = initrds.iter().find(|(path, _)| !volume.has(path)) {
             return Err(FindError::Unusable {
                 what: candidate.by,
                 problem: format!("the initial RAM disk {lost} is not there"),
@@ -140,6 +157,7 @@ fn find_within(disk: Rc<dyn Medium>, looking: u64, copying: u64) -> Result<Found
         let cmdline = cmdline(&candidate)?;
         return Ok(Found {
             kernel,
+            range,
             initrds,
             cmdline,
             by: candidate.by,
@@ -164,7 +182,7 @@ impl Found {
     /// It can't be read or written, or is longer than [`MAX_KERNEL`].
     pub fn copy_kernel(&self, to: &mut dyn Write) -> Result<u64, FindError> {
         self.disk.refill(self.copying);
-        let copied = self.volume.copy(&self.kernel, to, MAX_KERNEL);
+        let copied = self.volume.copy(&self.kernel, self.range.clone(), to, MAX_KERNEL);
         copied.map_err(|error| FindError::Copy(self.kernel.clone(), error))
     }
 
@@ -176,14 +194,14 @@ impl Found {
     pub fn copy_initrd(&self, to: &mut dyn Write) -> Result<u64, FindError> {
         self.disk.refill(self.copying);
         let mut length: u64 = 0;
-        for path in &self.initrds {
+        for (path, range) in &self.initrds {
             let failed = |error| FindError::Copy(path.clone(), error);
             let gap = length.next_multiple_of(ALIGNMENT).saturating_sub(length);
             io::copy(&mut io::repeat(0).take(gap), &mut *to).map_err(failed)?;
             length = length.next_multiple_of(ALIGNMENT);
             let copied = self
                 .volume
-                .copy(path, to, MAX_INITRD.saturating_sub(length))
+                .copy(path, range.clone(), to, MAX_INITRD.saturating_sub(length))
                 .map_err(failed)?;
             length = length.saturating_add(copied);
         }
@@ -208,28 +226,39 @@ fn cmdline(candidate: &Candidate) -> Result<String, FindError> {
 
 /// Which file system has a candidate's kernel, and below what.
 fn place(volumes: &[Volume], candidate: &Candidate) -> Option<(usize, &'static str)> {
-    let named = match &candidate.root {
-        Root::Here => None,
-        Root::Uuid(uuid) => volumes
-            .iter()
-            .position(|volume| volume.uuid.eq_ignore_ascii_case(uuid)),
-        Root::Label(label) => volumes.iter().position(|volume| volume.label == *label),
-        Root::File(path) => volumes.iter().position(|volume| volume.has(path)),
-        Root::Partition(number) => volumes.iter().position(|volume| volume.number == *number),
+    let own = volumes.get(candidate.volume)?;
+    let is_named = |volume: &Volume| match &candidate.root {
+        Root::Here => false,
+        Root::Uuid(uuid) => volume.uuid.eq_ignore_ascii_case(uuid),
+        Root::Label(label) => volume.label == *label,
+        Root::File(path) => volume.has(path),
+        Root::Partition(number) => volume.number == *number,
     };
-    let volume = named.unwrap_or(candidate.volume);
-    let there = volumes.get(volume)?;
-    let has = |below: &str| there.has(&format!("{below}/{}", candidate.kernel.trim_start_matches('/')));
-    ["", candidate.below]
-        .into_iter()
-        .find(|below| has(below))
-        .map(|below| (volume, below))
+    // Of a partition with subvolumes each has the same names.
+    let named = volumes.iter().position(is_named).and_then(|at| volumes.get(at));
+    let number = named.unwrap_or(own).number;
+    let is_there = |at: &usize| volumes.get(*at).is_some_and(|volume| volume.number == number);
+    let mut places: Vec<_> = (0..volumes.len()).filter(is_there).collect();
+    places.sort_by_key(|at| *at != candidate.volume);
+    let path = candidate.kernel.trim_start_matches('/');
+    let has = |at: usize, below: &str| {
+        let volume = volumes.get(at);
+        volume.is_some_and(|volume| volume.has(&format!("{below}/{path}")))
+    };
+    places.into_iter().find_map(|at| {
+        let below = ["", candidate.below].into_iter().find(|below| has(at, below));
+        below.map(|below| (at, below))
+    })
 }
 
 fn on(volume: &Volume) -> String {
-    match volume.number {
+    let partition = match volume.number {
         0 => String::new(),
         number => format!(" on partition {number}"),
+    };
+    match &volume.subvolume {
+        Some(name) => format!("{partition}, subvolume {name}"),
+        None => partition,
     }
 }
 
@@ -241,54 +270,6 @@ fn environment(volumes: &[Volume]) -> Variables {
         .iter()
         .find_map(|volume| places.iter().find_map(|path| volume.text(path, TEXT)));
     grub::environment(&text.unwrap_or_default())
-}
-
-fn loader_entries(volumes: &[Volume]) -> Vec<Candidate> {
-    let variables = environment(volumes);
-    let saved = variables.get("saved_entry").cloned().unwrap_or_default();
-    let mut found = Vec::new();
-    for (number, volume) in volumes.iter().enumerate() {
-        for (folder, below) in LOADER {
-            let left = MOST_ENTRIES.saturating_sub(found.len());
-            let names = volume.names(&format!("{folder}/entries"));
-            let ids = names.iter().filter_map(|name| name.strip_suffix(".conf"));
-            let read = |id: &str| {
-                let text = volume.text(&format!("{folder}/entries/{id}.conf"), TEXT)?;
-                bls::entry(id, &text, &variables)
-            };
-            let mut entries: Vec<_> = ids.take(left).filter_map(read).collect();
-            let chosen = volume
-                .text(&format!("{folder}/loader.conf"), TEXT)
-                .and_then(|text| default_of_loader(&text, &entries));
-            bls::sort(&mut entries, chosen.as_deref().unwrap_or(&saved));
-            found.extend(entries.into_iter().map(|entry| Candidate {
-                by: format!("the boot loader entry {}{}", entry.id, on(volume)),
-                root: Root::Here,
-                kernel: entry.kernel,
-                below,
-                initrds: entry.initrds,
-                cmdline: entry.cmdline,
-                volume: number,
-            }));
-        }
-    }
-    found
-}
-
-/// The entry that systemd-boot's `loader.conf` names, by its id or the beginning of it.
-fn default_of_loader(text: &str, entries: &[bls::Entry]) -> Option<String> {
-    let lines = text
-        .lines()
-        .filter_map(|line| line.trim().split_once([' ', '\t']));
-    let (_, name) = lines.into_iter().find(|(key, _)| *key == "default")?;
-    let name = name.trim().trim_end_matches(".conf");
-    let mut newest: Vec<_> = entries.to_vec();
-    bls::sort(&mut newest, "");
-    let matches = |entry: &&bls::Entry| match name.strip_suffix('*') {
-        Some(beginning) => entry.id.starts_with(beginning),
-        None => entry.id == name,
-    };
-    newest.iter().find(matches).map(|entry| entry.id.clone())
 }
 
 fn grub_entries(volumes: &[Volume]) -> Vec<Candidate> {
@@ -312,79 +293,11 @@ fn grub_entries(volumes: &[Volume]) -> Vec<Candidate> {
             below: "",
             initrds: entry.initrds,
             cmdline: entry.cmdline,
+            image: None,
             volume: number,
         }));
     }
     found
-}
-
-/// Kernels without a boot loader: the links that packages of kernels keep, then the newest kernel.
-fn links(volumes: &[Volume]) -> Vec<Candidate> {
-    let root = volumes
-        .iter()
-        .find(|volume| volume.has("/etc/os-release") || volume.has("/usr/lib/os-release"));
-    let mut found = Vec::new();
-    for (number, volume) in volumes.iter().enumerate() {
-        let mut candidate = |folder: &str, kernel: &str, initrds: &[String]| {
-            let path = |name: &str| format!("{folder}/{name}");
-            let initrd = initrds
-                .iter()
-                .map(|name| path(name))
-                .find(|path| volume.has(path));
-            if found.len() < MOST_ENTRIES && volume.has(&path(kernel)) {
-                found.push(Candidate {
-                    by: format!("{}{}", path(kernel), on(volume)),
-                    root: Root::Here,
-                    kernel: path(kernel),
-                    below: "",
-                    initrds: initrd.into_iter().collect(),
-                    cmdline: default_cmdline(root.unwrap_or(volume)),
-                    volume: number,
-                });
-            }
-        };
-        for folder in ["/boot", ""] {
-            candidate(folder, "vmlinuz", &["initrd.img".to_owned()]);
-        }
-        for folder in ["/boot", ""] {
-            let names = volume.names(if folder.is_empty() { "/" } else { folder });
-            let mut releases: Vec<_> = names
-                .iter()
-                .filter_map(|name| name.strip_prefix("vmlinuz-"))
-                .collect();
-            releases.sort_by(|a, b| bls::versions(b, a));
-            for release in releases.into_iter().take(MOST_ENTRIES) {
-                let initrds = [
-                    format!("initrd.img-{release}"),
-                    format!("initramfs-{release}.img"),
-                    format!("initrd-{release}"),
-                ];
-                candidate(folder, &format!("vmlinuz-{release}"), &initrds);
-            }
-        }
-    }
-    found
-}
-
-/// The command line of a system whose boot loader has none: kernel-install's, or that which grub-mkconfig would use.
-fn default_cmdline(root: &Volume) -> String {
-    let written = root.text("/etc/kernel/cmdline", TEXT).or_else(|| {
-        let text = root.text("/etc/default/grub", TEXT)?;
-        let variables = text.lines().filter_map(|line| line.trim().split_once('='));
-        let variables: Vec<_> = variables.collect();
-        let value = |wanted: &str| {
-            let found = variables.iter().rev().find(|(name, _)| *name == wanted);
-            found.map_or("", |(_, value)| value.trim_matches(['"', '\'']))
-        };
-        let (both, normal) = (value("GRUB_CMDLINE_LINUX"), value("GRUB_CMDLINE_LINUX_DEFAULT"));
-        Some(format!("{both} {normal}"))
-    });
-    let written = written.unwrap_or_default();
-    let words: Vec<_> = written.split_whitespace().collect();
-    let names_root = words.iter().any(|word| word.starts_with("root="));
-    let root = (!names_root).then(|| format!("root=UUID={} ro", root.uuid));
-    let words = root.iter().map(String::as_str).chain(words);
-    words.collect::<Vec<_>>().join(" ")
 }
 
 /// What there is instead of a kernel, in words.
@@ -397,13 +310,14 @@ fn nothing(readable: &[Volume], others: &[String], missing: Option<String>) -> S
         names.iter().any(|name| name.to_lowercase().ends_with(".efi"))
     };
     if readable.iter().any(has_unified) {
-        return "it has unified kernel images (/EFI/Linux), which are not read".to_owned();
+        return "its unified kernel images (/EFI/Linux) have no kernel for this processor, or are damaged"
+            .to_owned();
     }
     if !others.is_empty() {
         return others.join(", ");
     }
     match readable.len() {
-        0 => "it has no file system that is known here (ext2 to ext4, FAT)".to_owned(),
+        0 => "it has no file system that is known here (ext2 to ext4, XFS, Btrfs, FAT)".to_owned(),
         _ => "there are no boot loader entries, no grub.cfg and no /boot/vmlinuz on it".to_owned(),
     }
 }

@@ -1,5 +1,8 @@
 //! Disks as distributions make them, by the tools that they are made with.
 
+#[path = "tests/systems.rs"]
+mod systems;
+
 use std::{
     fs,
     io::Write as _,
@@ -42,6 +45,57 @@ impl Workshop {
             .status();
         assert!(done.unwrap().success());
         fs::read(image).unwrap()
+    }
+
+    /// An XFS file system with these files.
+    pub fn xfs(&self, files: &[(&str, &str)]) -> Vec<u8> {
+        let folder = self.folder(files);
+        let prototype = self.0.path().join("prototype");
+        fs::write(
+            &prototype,
+            format!("/\n0 0\nd--755 0 0\n{}$\n", prototype_of(folder.path())),
+        )
+        .unwrap();
+        let image = self.0.path().join("xfs");
+        fs::File::create(&image).unwrap().set_len(24 * MIB).unwrap();
+        let done = Command::new(tool("mkfs.xfs"))
+            // What its own tests set, so that it makes a small one.
+            .envs(["TEST_DIR", "TEST_DEV", "QA_CHECK_FS"].map(|name| (name, "1")))
+            .args(["-q", "-f", "-L", "system", "-m"])
+            .arg(format!("uuid={ROOT}"))
+            .args(["-d", "agcount=1", "-p"])
+            .args([&prototype, &image])
+            .output()
+            .unwrap();
+        assert!(done.status.success(), "{done:?}");
+        fs::read(image).unwrap()
+    }
+
+    /// A Btrfs file system with these files.
+    pub fn btrfs(&self, files: &[(&str, &str)]) -> Vec<u8> {
+        let folder = self.folder(files);
+        let image = self.0.path().join("btrfs");
+        fs::File::create(&image).unwrap().set_len(32 * MIB).unwrap();
+        let done = Command::new(tool("mkfs.btrfs"))
+            .args([
+                "-q",
+                "-f",
+                "--mixed",
+                "-n",
+                "4096",
+                "-U",
+                ROOT,
+                "-L",
+                "system",
+                "--rootdir",
+            ])
+            .args([folder.path(), &image])
+            .output()
+            .unwrap();
+        assert!(done.status.success(), "{done:?}");
+        let mut bytes = fs::read(image).unwrap();
+        bytes.resize(32 << 20, 0);
+        bytes
     }
 
     /// A folder with these files.
@@ -100,11 +154,37 @@ impl Workshop {
 fn tool(name: &str) -> PathBuf {
     let found = ["/usr/sbin", "/sbin", "/usr/bin"].map(|folder| Path::new(folder).join(name));
     let found = found.into_iter().find(|path| path.exists());
-    found.unwrap_or_else(|| panic!("{name} is missing: install e2fsprogs and fdisk"))
+    found.unwrap_or_else(|| panic!("{name} is missing: install e2fsprogs, xfsprogs, btrfs-progs and fdisk"))
+}
+
+/// What is in a folder, as mkfs.xfs wants it.
+fn prototype_of(folder: &Path) -> String {
+    let mut text = String::new();
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_str().unwrap();
+        if path.is_symlink() {
+            let target = fs::read_link(&path).unwrap();
+            text += &format!("{name} l--777 0 0 {}\n", target.display());
+        } else if path.is_dir() {
+            text += &format!("{name} d--755 0 0\n{}$\n", prototype_of(&path));
+        } else {
+            text += &format!("{name} ---644 0 0 {}\n", path.display());
+        }
+    }
+    text
 }
 
 /// A FAT file system with these files.
 pub fn fat(files: &[(&str, &str)]) -> Vec<u8> {
+    let files: Vec<_> = files
+        .iter()
+        .map(|(path, content)| (*path, content.as_bytes()))
+        .collect();
+    fat_of(&files)
+}
+
+pub fn fat_of(files: &[(&str, &[u8])]) -> Vec<u8> {
     let mut bytes = vec![0; 8 << 20];
     let mut cursor = std::io::Cursor::new(&mut bytes);
     fatfs::format_volume(&mut cursor, FormatVolumeOptions::new().volume_id(0xabcd_0123)).unwrap();
@@ -116,11 +196,7 @@ pub fn fat(files: &[(&str, &str)]) -> Vec<u8> {
             for part in folders.split('/').filter(|part| !part.is_empty()) {
                 folder = folder.create_dir(part).unwrap();
             }
-            folder
-                .create_file(name)
-                .unwrap()
-                .write_all(content.as_bytes())
-                .unwrap();
+            folder.create_file(name).unwrap().write_all(content).unwrap();
         }
     }
     bytes
@@ -231,6 +307,59 @@ fn entries_on_the_efi_system_partition_name_their_kernels_there() {
 }
 
 #[test]
+fn unified_kernel_images_are_booted_as_systemd_boot_sorts_them() {
+    let image = |version: &str, kernel: &str| {
+        let release = format!("ID=sample\nIMAGE_VERSION={version}\n");
+        uki::tests::pe(&[
+            (".osrel", release.as_bytes()),
+            (".cmdline", b"root=LABEL=system console=hvc0\n"),
+            (".initrd", b"12345"),
+            (".linux", kernel.as_bytes()),
+        ])
+    };
+    let (old, new) = (image("6.9", "kernel 6.9"), image("6.11", "kernel 6.11"));
+    let found = |files: &[(&str, &str)]| {
+        let files = files.iter().map(|(path, content)| (*path, content.as_bytes()));
+        let images = [
+            ("EFI/Linux/a.efi", old.as_slice()),
+            ("EFI/Linux/b.EFI", new.as_slice()),
+        ];
+        let files: Vec<_> = images.into_iter().chain(files).collect();
+        find(Rc::new(fat_of(&files))).unwrap()
+    };
+    let newest = found(&[]);
+    assert_eq!(newest.by, "the unified kernel image b");
+    assert_eq!(newest.kernel, "/EFI/Linux/b.EFI");
+    assert_eq!(newest.cmdline, "root=LABEL=system console=hvc0");
+    assert_eq!(content(&newest), ("kernel 6.11".into(), "12345".into()));
+    for default in ["default a.efi\n", "timeout 1\ndefault a*\n", "default A\n"] {
+        let chosen = found(&[("loader/loader.conf", default)]);
+        assert_eq!(content(&chosen).0, "kernel 6.9", "{default}");
+    }
+    // An entry that names one, with a command line of its own; the other names a program that is no kernel.
+    let named = found(&[
+        ("loader/loader.conf", "default entry.efi\n"),
+        (
+            "loader/entries/entry.conf",
+            "uki /EFI/Linux/a.efi\noptions single\n",
+        ),
+        ("loader/entries/shell.conf", "efi /shell.efi\n"),
+        ("shell.efi", "MZ"),
+    ]);
+    assert_eq!(named.cmdline, "single console=ttyS0");
+    assert_eq!(content(&named).0, "kernel 6.9");
+    // With entries of kernels it is one list.
+    let sorted = found(&[
+        (
+            "loader/entries/c.conf",
+            "sort-key sample\nversion 6.12\nlinux /linux\n",
+        ),
+        ("linux", "kernel 6.12"),
+    ]);
+    assert_eq!(content(&sorted).0, "kernel 6.12");
+}
+
+#[test]
 fn links_are_followed_where_there_is_no_boot_loader() {
     let workshop = Workshop::new();
     let files = [
@@ -309,7 +438,7 @@ fn a_disk_without_a_kernel_is_refused_with_what_it_has() {
             .contains("more than 5000 bytes would have to be read")
     );
     let unified = fat(&[("EFI/Linux/a.efi", "MZ")]);
-    assert!(refused(Rc::new(unified)).contains("unified kernel images"));
+    assert!(refused(Rc::new(unified)).contains("unified kernel images (/EFI/Linux) have no kernel"));
     // A link to itself, and one that leads out.
     let looped = root(&[
         ("boot/vmlinuz", "->vmlinuz"),

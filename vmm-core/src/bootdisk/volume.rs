@@ -3,17 +3,19 @@
 use std::{
     fmt,
     io::{self, Write},
+    ops::Range,
     panic::{AssertUnwindSafe, catch_unwind},
 };
 
 use fatfs::{FileSystem, FsOptions};
 
 use super::{
-    ext4,
+    btrfs, ext4,
     fat::Fat,
     files::{Files, Kind, follow},
     medium::Window,
     partitions::{Partition, partitions},
+    xfs::Xfs,
 };
 
 /// A file system that can be read.
@@ -24,6 +26,8 @@ pub struct Volume {
     pub uuid: String,
     /// What `LABEL` is.
     pub label: String,
+    /// Of Btrfs, which subvolume this is, where that is not the default one.
+    pub subvolume: Option<String>,
     files: Box<dyn Files>,
 }
 
@@ -60,16 +64,15 @@ pub fn volumes(disk: &Window) -> Volumes {
         // A library may panic over what it did not expect.
         let opened = catch_unwind(AssertUnwindSafe(|| open(&part)));
         match opened.unwrap_or_else(|_| Err("a damaged file system".to_owned())) {
-            Ok(Some(volume)) => found.readable.push(volume),
-            Ok(None) => {}
+            Ok(volumes) => found.readable.extend(volumes),
             Err(what) => found.others.push(format!("{place} has {what}")),
         }
     }
     found
 }
 
-/// Opens what is on a partition; nothing when it is not known. The error is what there is that can't be read.
-fn open(part: &Partition) -> Result<Option<Volume>, String> {
+/// Opens what is on a partition, with each subvolume by itself; nothing when it is not known. The error is what there is that can't be read.
+fn open(part: &Partition) -> Result<Vec<Volume>, String> {
     let window = &part.window;
     let has = |offset: u64, magic: &[u8]| {
         let mut bytes = vec![0; magic.len()];
@@ -80,14 +83,12 @@ fn open(part: &Partition) -> Result<Option<Volume>, String> {
     if sectors.iter().any(|at| has(*at, b"LABELONE")) {
         return Err("LVM, which is not read".to_owned());
     }
-    let others: [(u64, &[u8], &str); 5] = [
+    let others: [(u64, &[u8], &str); 3] = [
         (
             0,
             b"LUKS\xba\xbe",
             "an encrypted volume (LUKS), which is not read",
         ),
-        (0, b"XFSB", "XFS, which is not read"),
-        (0x10040, b"_BHRfS_M", "Btrfs, which is not read"),
         (
             4096,
             &[0xfc, 0x4e, 0x2b, 0xa9],
@@ -98,36 +99,57 @@ fn open(part: &Partition) -> Result<Option<Volume>, String> {
     if let Some((_, _, what)) = others.iter().find(|(at, magic, _)| has(*at, magic)) {
         return Err((*what).to_owned());
     }
+    let volume = |uuid: String, label: String, files: Box<dyn Files>| Volume {
+        number: part.number,
+        uuid,
+        label,
+        subvolume: None,
+        files,
+    };
+    if has(0, b"XFSB") {
+        let files =
+            Xfs::open(window).map_err(|error| format!("an XFS file system that can't be read ({error})"))?;
+        return Ok(vec![volume(files.uuid(), files.label(), Box::new(files))]);
+    }
+    if has(0x10040, b"_BHRfS_M") {
+        let (uuid, label) = btrfs::names(window);
+        let subvolumes = btrfs::open(window)
+            .map_err(|error| format!("a Btrfs file system that can't be read ({error})"))?;
+        let subvolumes = subvolumes.into_iter().map(|(subvolume, files)| Volume {
+            subvolume,
+            ..volume(uuid.clone(), label.clone(), Box::new(files))
+        });
+        return Ok(subvolumes.collect());
+    }
     if has(0x438, &[0x53, 0xef]) {
         let files = ext4::open(window)
             .map_err(|error| format!("an ext4 file system that can't be read ({error})"))?;
-        return Ok(Some(Volume {
-            number: part.number,
-            uuid: files.uuid().to_string(),
-            label: files.label().to_str().unwrap_or_default().to_owned(),
-            files: Box::new(files),
-        }));
+        let label = files.label().to_str().unwrap_or_default().to_owned();
+        return Ok(vec![volume(files.uuid().to_string(), label, Box::new(files))]);
     }
     if has(510, &[0x55, 0xaa]) && (has(54, b"FAT1") || has(82, b"FAT32")) {
         let files = FileSystem::new(window.clone(), FsOptions::new())
             .map_err(|error| format!("a FAT file system that can't be read ({error})"))?;
         let id = files.volume_id();
-        return Ok(Some(Volume {
-            number: part.number,
-            uuid: format!("{:04X}-{:04X}", id >> 16, id & 0xffff),
-            label: files.volume_label(),
-            files: Box::new(Fat(files)),
-        }));
+        let uuid = format!("{:04X}-{:04X}", id >> 16, id & 0xffff);
+        return Ok(vec![volume(uuid, files.volume_label(), Box::new(Fat(files)))]);
     }
-    Ok(None)
+    Ok(Vec::new())
 }
 
 impl Volume {
     /// The text of a file of at most so many bytes; nothing when there is none, or when it is longer.
     pub fn text(&self, path: &str, most: u64) -> Option<String> {
         let mut bytes = Vec::new();
-        self.copy(path, &mut bytes, most).ok()?;
+        self.copy(path, 0..u64::MAX, &mut bytes, most).ok()?;
         Some(String::from_utf8_lossy(&bytes).into_owned())
+    }
+
+    /// Some bytes of a file; nothing when it does not have them all.
+    pub fn bytes(&self, path: &str, range: Range<u64>) -> Option<Vec<u8>> {
+        let (mut bytes, length) = (Vec::new(), range.end.checked_sub(range.start)?);
+        let copied = self.copy(path, range, &mut bytes, length).ok()?;
+        (copied == length).then_some(bytes)
     }
 
     /// Whether there is a file.
@@ -155,12 +177,12 @@ impl Volume {
         names
     }
 
-    /// Copies a file of at most so many bytes; returns how many it has.
+    /// Copies what a file has of these bytes, at most so many; returns how many they are.
     ///
     /// # Errors
     ///
     /// There is none, it is longer, it can't be read, or `to` fails.
-    pub fn copy(&self, path: &str, to: &mut dyn Write, most: u64) -> io::Result<u64> {
+    pub fn copy(&self, path: &str, range: Range<u64>, to: &mut dyn Write, most: u64) -> io::Result<u64> {
         let path = match self.find(path) {
             Some((path, Kind::File)) => path,
             Some(_) => return Err(io::Error::other("it is no regular file")),
@@ -174,7 +196,7 @@ impl Volume {
             }
             to.write_all(piece)
         };
-        let done = catch_unwind(AssertUnwindSafe(|| self.files.copy(&path, &mut pass_on)));
+        let done = catch_unwind(AssertUnwindSafe(|| self.files.copy(&path, range, &mut pass_on)));
         done.unwrap_or_else(|_| Err(io::Error::other("the file system is damaged")))?;
         Ok(copied)
     }

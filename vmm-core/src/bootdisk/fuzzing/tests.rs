@@ -5,7 +5,14 @@ use std::{
 
 use proptest::prelude::*;
 
-use super::{super::tests::Workshop, *};
+use super::{
+    super::{
+        grub::tests::{DEBIAN, FEDORA},
+        tests::{ROOT, Workshop, fat},
+        uki::tests::{OS_RELEASE, pe},
+    },
+    *,
+};
 
 fn folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus/boot_disk")
@@ -88,7 +95,14 @@ fn the_seeds_of_boot_disk_do_no_harm() {
 
 #[test]
 fn the_seeds_with_disks_have_a_kernel() {
-    for name in ["gpt-fat-entries", "mbr-ext4-grub", "gpt-boot-partition"] {
+    for name in [
+        "gpt-fat-entries",
+        "mbr-ext4-grub",
+        "gpt-boot-partition",
+        "gpt-fat-unified",
+        "xfs",
+        "btrfs",
+    ] {
         let seed = fs::read(folder().join(name)).unwrap();
         let found = find_within(Rc::new(Pieces::new(&seed[1..])), LOOKING, COPYING).unwrap();
         let mut kernel = Vec::new();
@@ -112,18 +126,18 @@ fn seeds() -> Vec<(&'static str, Vec<u8>)> {
             "-I",
             "128",
         ];
-        workshop.ext4_with(super::super::tests::ROOT, files, &options)
+        workshop.ext4_with(ROOT, files, &options)
     };
     let entry =
         "title Linux\nversion 6.1\nlinux /m/6.1/linux\ninitrd /m/6.1/initrd\noptions root=LABEL=system\n";
-    let esp = super::super::tests::fat(&[
+    let esp = fat(&[
         ("loader/loader.conf", "timeout 3\ndefault m-6*\n"),
         ("loader/entries/m-6.1.conf", entry),
         ("m/6.1/linux", "kernel"),
         ("m/6.1/initrd", "ramdisk"),
     ]);
     let system = ext4(&[
-        ("boot/grub/grub.cfg", super::super::grub::tests::DEBIAN),
+        ("boot/grub/grub.cfg", DEBIAN),
         ("boot/grub/grubenv", "# GRUB Environment Block\nsaved_entry=0\n"),
         ("boot/vmlinuz-6.1.0-27-cloud-amd64", &"kernel ".repeat(700)),
         ("boot/initrd.img-6.1.0-27-cloud-amd64", &"ramdisk ".repeat(700)),
@@ -145,9 +159,33 @@ fn seeds() -> Vec<(&'static str, Vec<u8>)> {
         ("vmlinuz-6.9", "kernel"),
         ("initramfs-6.9.img", "ramdisk"),
         ("grub2/grubenv", FEDORA_ENVIRONMENT),
-        ("grub2/grub.cfg", super::super::grub::tests::FEDORA),
+        ("grub2/grub.cfg", FEDORA),
     ]);
+    let unified = pe(&[
+        (".osrel", OS_RELEASE.as_bytes()),
+        (".cmdline", b"root=LABEL=system quiet"),
+        (".uname", b"6.14.0"),
+        (".initrd", b"ramdisk"),
+        (".linux", b"kernel"),
+    ]);
+    let esp_unified = super::super::tests::fat_of(&[
+        ("loader/loader.conf", b"default *-6.1?.efi\n"),
+        ("EFI/Linux/m-6.14.efi", &unified),
+    ]);
+    let files = [
+        ("boot/grub2/grub.cfg", GRUB),
+        ("boot/vmlinuz-6.9", "kernel"),
+        ("boot/initrd-6.9", "ramdisk"),
+        ("boot/vmlinuz", "->vmlinuz-6.9"),
+    ];
     vec![
+        ("unified", [&[3], unified.as_slice()].concat()),
+        (
+            "gpt-fat-unified",
+            pieces(workshop.disk("gpt", &["U"], &[esp_unified]).as_ref()),
+        ),
+        ("xfs", pieces(&workshop.xfs(&files))),
+        ("btrfs", pieces(&workshop.btrfs(&files))),
         (
             "gpt-fat-entries",
             pieces(workshop.disk("gpt", &["U"], &[esp]).as_ref()),
@@ -160,14 +198,8 @@ fn seeds() -> Vec<(&'static str, Vec<u8>)> {
             "gpt-boot-partition",
             pieces(workshop.disk("gpt", &["L", "L"], &[boot, links]).as_ref()),
         ),
-        (
-            "grub-debian",
-            text(1, &["saved_entry=0\n", super::super::grub::tests::DEBIAN]),
-        ),
-        (
-            "grub-fedora",
-            text(1, &[FEDORA_ENVIRONMENT, super::super::grub::tests::FEDORA]),
-        ),
+        ("grub-debian", text(1, &["saved_entry=0\n", DEBIAN])),
+        ("grub-fedora", text(1, &[FEDORA_ENVIRONMENT, FEDORA])),
         (
             "entries-fedora",
             text(
@@ -183,6 +215,8 @@ fn seeds() -> Vec<(&'static str, Vec<u8>)> {
     ]
 }
 
+const GRUB: &str =
+    "menuentry Linux --id linux {\n linux /boot/vmlinuz root=/dev/vda\n initrd /boot/initrd-6.9\n}\n";
 const FEDORA_ENTRY: &str = "title Fedora Linux (6.9) 40\nversion 6.9\nsort-key fedora\nlinux /vmlinuz-6.9\n\
     initrd /initramfs-6.9.img $tuned_initrd\noptions $kernelopts $tuned_params\ngrub_users $grub_users\ngrub_class fedora\n";
 const FEDORA_ENVIRONMENT: &str =
@@ -193,7 +227,7 @@ proptest! {
 
     #[test]
     fn no_change_of_a_seed_does_harm(
-        name in prop::sample::select(vec!["gpt-fat-entries", "mbr-ext4-grub", "grub-debian", "grub-fedora", "entries-fedora"]),
+        name in prop::sample::select(vec!["gpt-fat-entries", "mbr-ext4-grub", "gpt-fat-unified", "xfs", "btrfs", "grub-debian", "grub-fedora", "entries-fedora"]),
         changes in proptest::collection::vec((any::<usize>(), any::<u8>()), 1..6),
     ) {
         let mut data = fs::read(folder().join(name)).unwrap();
