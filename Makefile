@@ -108,7 +108,8 @@ previous: tools node-tool deb ## Run the programs of the release before with tho
 .PHONY: kubernetes
 kubernetes: tools ## Run vmmd-kube under a real Kubernetes control plane, which is built first (minutes, once)
 	tests/kubernetes/build.sh
-	$(CARGO) nextest run --locked --workspace --features vmmd-kubernetes-tests/nightly -E 'package(vmmd-kubernetes-tests)'
+	$(CARGO) build --locked --workspace --features vmmd-kubernetes-tests/nightly --bin vmmd --bin mock-vmm --bin vmmd-kube
+	$(CARGO) nextest run --locked --workspace --features vmmd-kubernetes-tests/nightly --test kubernetes
 
 .PHONY: nightly
 nightly: lint deny mutations previous fleet kubernetes long ## Run what make test is too short for, and what takes minutes to compile
