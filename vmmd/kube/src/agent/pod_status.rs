@@ -82,14 +82,7 @@ pub fn of(pod: &Pod, vm: &v1::Vm, host: &str, now: Timestamp) -> PodStatus {
     let state = match stage {
         Stage::Waiting => ContainerState {
             waiting: Some(ContainerStateWaiting {
-                reason: Some(
-                    if exit.is_some() {
-                        "CrashLoopBackOff"
-                    } else {
-                        "ContainerCreating"
-                    }
-                    .to_owned(),
-                ),
+                reason: Some(waiting_reason(exit).to_owned()),
                 message: Some(status.message.clone()).filter(|text| !text.is_empty()),
             }),
             ..ContainerState::default()
@@ -126,7 +119,7 @@ pub fn of(pod: &Pod, vm: &v1::Vm, host: &str, now: Timestamp) -> PodStatus {
         ..ContainerStatus::default()
     };
     let (phase, reason) = match stage {
-        Stage::Waiting if exit.is_none() => ("Pending", None),
+        Stage::Waiting if !has_run(&status) => ("Pending", None),
         Stage::Waiting | Stage::Running => ("Running", None),
         Stage::Ended(End::Succeeded) => ("Succeeded", None),
         Stage::Ended(End::Stopped) => ("Succeeded", Some(names::STOPPED.to_owned())),
@@ -151,6 +144,21 @@ pub fn of(pod: &Pod, vm: &v1::Vm, host: &str, now: Timestamp) -> PodStatus {
     new.container_statuses = Some(vec![container]);
     new.conditions = Some(conditions(pod, ready, why, now));
     new
+}
+
+/// Why there is no process, as the state of a container says it.
+fn waiting_reason(exit: Option<&v1::ExitStatus>) -> &'static str {
+    match exit.map(v1::ExitStatus::reason) {
+        None => "ContainerCreating",
+        Some(ExitReason::StartFailed) => "StartFailed",
+        Some(_) => "CrashLoopBackOff",
+    }
+}
+
+/// Whether a start came to a run.
+fn has_run(status: &v1::VmStatus) -> bool {
+    let counts = status.counts.unwrap_or_default();
+    status.last_exit.is_some() && counts.starts > counts.failed_starts
 }
 
 /// The status of a pod that has no VM and will get none.

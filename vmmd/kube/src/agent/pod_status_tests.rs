@@ -49,6 +49,7 @@ fn vm(policy: RunPolicy, phase: VmPhase, exit: Option<ExitReason>, next_start: b
             ..v1::RestartStatus::default()
         }),
         counts: Some(v1::RunCounts {
+            starts: 3,
             automatic_starts: 2,
             ..v1::RunCounts::default()
         }),
@@ -184,6 +185,37 @@ fn a_vm_that_waits_for_its_next_start_is_in_a_crash_loop() {
     assert_eq!(
         (&last["reason"], &last["exitCode"]),
         (&json!("GuestPanic"), &json!(1))
+    );
+}
+
+#[test]
+fn a_vm_whose_starts_fail_is_not_said_to_run() {
+    let mut vm = vm(
+        RunPolicy::AlwaysOn,
+        VmPhase::Failed,
+        Some(ExitReason::StartFailed),
+        true,
+    );
+    let told = |vm: &v1::Vm| serde_json::to_value(of(&pod(), vm, "192.0.2.1", Timestamp::now())).unwrap();
+    let status = vm.status.as_mut().unwrap();
+    status.message = "there is no kernel".to_owned();
+    let counts = status.counts.as_mut().unwrap();
+    counts.failed_starts = counts.starts;
+    let said = told(&vm);
+    assert_eq!(said["phase"], "Pending");
+    let container = &said["containerStatuses"][0];
+    assert_eq!(
+        container["state"]["waiting"],
+        json!({"reason": "StartFailed", "message": "there is no kernel"})
+    );
+    assert_eq!(container["started"], false);
+    // One that has run before is in the phase of pods whose containers are started again, and its container still waits.
+    vm.status.as_mut().unwrap().counts.as_mut().unwrap().failed_starts = 1;
+    let said = told(&vm);
+    assert_eq!(said["phase"], "Running");
+    assert_eq!(
+        said["containerStatuses"][0]["state"]["waiting"]["reason"],
+        "StartFailed"
     );
 }
 

@@ -23,6 +23,9 @@ const FIRST_WAIT: SignedDuration = SignedDuration::from_secs(10);
 /// How long it waits at most: twice as long after each failure in a row.
 const LONGEST_WAIT: SignedDuration = SignedDuration::from_secs(300);
 
+/// How soon it is looked again whether the name of a run's pod is free.
+const NAME_TAKEN: SignedDuration = SignedDuration::from_secs(10);
+
 /// What is known of a VirtualMachine.
 pub struct Seen<'a> {
     /// It.
@@ -153,6 +156,16 @@ fn without_pod(seen: &Seen<'_>, old: &VirtualMachineStatus, plan: Result<Plan, I
         match &run.pod_uid {
             // The controller ended between the two steps.
             None if run.digest == plan.digest() && policy != RunPolicy::AlwaysOff => {
+                if let Some(other) = seen
+                    .pod
+                    .filter(|pod| !placeholder::belongs(pod, seen.machine, old.epoch))
+                {
+                    let new = status::name_taken(new, old, &other.name_any(), seen.now);
+                    return match write_if_new(old, new) {
+                        Act::Idle => Act::Wait(NAME_TAKEN),
+                        act => act,
+                    };
+                }
                 return match write_if_new(old, new) {
                     Act::Idle => Act::CreatePod(Box::new(plan)),
                     act => act,

@@ -292,3 +292,48 @@ fn times_of_conditions_stay_as_long_as_their_status_does() {
     assert_eq!(next(&seen), Act::Idle);
     assert_eq!(status::of(&seen, &before, None, None), before);
 }
+
+#[test]
+fn a_pod_of_somebody_else_with_the_name_of_the_run_is_told_and_waited_for() {
+    let machine = in_run("always_on", None, None);
+    let other: Pod = serde_json::from_value(json!({
+        "metadata": {"name": "web-3", "uid": "p-9", "labels": {"app": "web"}},
+        "status": {"phase": "Running"},
+    }))
+    .unwrap();
+    let Act::Write(status) = look(&machine, Some(&other), None) else {
+        panic!("nothing is told");
+    };
+    let before = machine.status.clone().unwrap();
+    let said = status::warnings(&before, &status);
+    let [(reason, message)] = said.as_slice() else {
+        panic!("{said:?}");
+    };
+    assert_eq!(reason, "PodNameTaken");
+    assert!(message.contains("web-3"), "{message}");
+    let (machine, act) = settle(machine, Some(&other), None);
+    assert!(matches!(act, Act::Wait(_)), "{act:?}");
+    // It is told once.
+    let now = machine.status.clone().unwrap();
+    assert_eq!(status::warnings(&status, &now), []);
+    // When it is gone, the run begins, under the same number.
+    let (machine, act) = settle(machine, None, None);
+    assert!(matches!(act, Act::CreatePod(_)), "{act:?}");
+    let status = machine.status.unwrap();
+    assert_eq!(status.epoch, 3);
+    assert!(status.conditions.iter().all(|one| one.reason != "PodNameTaken"));
+}
+
+#[test]
+fn a_vm_that_waits_for_its_next_start_does_not_run() {
+    let machine = in_run("always_on", Some("p-3"), None);
+    let pod = pod_of(&machine, "p-3", |pod| {
+        pod["spec"]["nodeName"] = "n1".into();
+        pod["status"] = json!({"phase": "Running", "containerStatuses": [{
+            "name": "vm", "image": "", "imageID": "", "ready": false, "restartCount": 2,
+            "state": {"waiting": {"reason": "CrashLoopBackOff"}},
+        }]});
+    });
+    let (machine, _) = settle(machine, Some(&pod), Some(&node("True")));
+    assert_eq!(machine.status.unwrap().phase, "Restarting");
+}

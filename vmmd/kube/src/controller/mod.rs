@@ -190,7 +190,13 @@ impl Context {
                 let mut new = machine.clone();
                 new.status = Some(*status);
                 let parameters = PostParams::default();
-                return Ok(Some(machines.replace_status(&name, &parameters, &new).await?));
+                let written = machines.replace_status(&name, &parameters, &new).await?;
+                let old = machine.status.clone().unwrap_or_default();
+                let new = new.status.unwrap_or_default();
+                for (reason, note) in status::warnings(&old, &new) {
+                    self.tell(machine, EventType::Warning, &reason, &note).await;
+                }
+                return Ok(Some(written));
             }
             Act::CreatePod(plan) => self.create(machine, &plan, pods).await?,
             Act::DeletePod { uid } => {

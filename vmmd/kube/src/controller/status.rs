@@ -11,6 +11,9 @@ use crate::{
     spec::Invalid,
 };
 
+/// Reason of the condition `Ready` while a pod of somebody else has the name of the next run's.
+const NAME_TAKEN: &str = "PodNameTaken";
+
 /// The status after `old`, apart from what only [`super::decide`] sets.
 pub fn of(
     seen: &Seen<'_>,
@@ -33,7 +36,14 @@ pub fn of(
         .map(|ip| ip.ip)
         .collect();
     let containers = status.container_statuses.unwrap_or_default();
-    new.restarts = containers.first().map_or(0, |container| container.restart_count);
+    let container = containers.first();
+    new.restarts = container.map_or(0, |container| container.restart_count);
+    let waits = container.is_some_and(|container| {
+        container
+            .state
+            .as_ref()
+            .is_some_and(|state| state.waiting.is_some())
+    });
     let phase = status.phase.unwrap_or_default();
     let ended = matches!(&*phase, "Succeeded" | "Failed");
     let deleting = pod.is_some_and(|pod| pod.metadata.deletion_timestamp.is_some());
@@ -54,6 +64,8 @@ pub fn of(
         Some(_) if deleting => "Stopping",
         Some(_) if bound.is_none() => "Scheduling",
         Some(_) => match &*phase {
+            // The VM has ended, or its start has failed, and vmmd starts it again.
+            "Running" if waits => "Restarting",
             "Running" => "Running",
             "Succeeded" => "Stopped",
             "Failed" => "Failed",
@@ -86,6 +98,36 @@ pub fn of(
         .map(|condition| keep_time(condition, old, seen.now))
         .collect();
     new
+}
+
+/// That the name of the pod of the next run is taken by another pod.
+pub fn name_taken(
+    mut new: VirtualMachineStatus,
+    old: &VirtualMachineStatus,
+    pod: &str,
+    now: Timestamp,
+) -> VirtualMachineStatus {
+    let message = format!("there is a pod {pod} of somebody else: the next run waits until that is deleted");
+    let taken = keep_time(condition("Ready", "False", NAME_TAKEN, &message), old, now);
+    new.conditions.retain(|condition| condition.kind != "Ready");
+    new.conditions.push(taken);
+    new
+}
+
+/// What of a new status is worth an event: reasons and messages.
+pub fn warnings(old: &VirtualMachineStatus, new: &VirtualMachineStatus) -> Vec<(String, String)> {
+    let news = new.conditions.iter().filter(|condition| {
+        let wrong =
+            condition.kind == "Valid" && condition.status == "False" || condition.reason == NAME_TAKEN;
+        let known = old.conditions.iter().any(|before| {
+            before.kind == condition.kind
+                && before.reason == condition.reason
+                && before.message == condition.message
+        });
+        wrong && !known
+    });
+    news.map(|condition| (condition.reason.clone(), condition.message.clone()))
+        .collect()
 }
 
 /// How the run of a pod has ended; `None` when it has not.
