@@ -16,12 +16,18 @@ pub mod fleet;
 #[path = "../../../vmmd/tests/daemon/harness.rs"]
 pub mod harness;
 pub mod program;
+/// The registry of the daemon's own tests.
+#[allow(missing_docs, reason = "it is documented where it is from")]
+#[path = "../../../vmmd/tests/daemon/images/oci/registry.rs"]
+pub mod registry;
 pub mod session;
 
 use std::time::{Duration, Instant};
 
-// What the harness needs.
+// What the harness and the registry need.
 use hyper_util as _;
+use sha2 as _;
+use tar as _;
 use tokio_stream as _;
 use tonic as _;
 use tonic_types as _;

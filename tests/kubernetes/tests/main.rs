@@ -7,4 +7,6 @@ mod faults;
 mod placement;
 mod smoke;
 #[cfg(feature = "nightly")]
+mod sources;
+#[cfg(feature = "nightly")]
 mod verbs;

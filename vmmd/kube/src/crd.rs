@@ -8,7 +8,10 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::schema;
+use crate::{
+    schema,
+    sources::{CloudInitFrom, SecretName, Sources, Volume},
+};
 
 /// What a virtual machine is to be, and where it may run.
 #[derive(CustomResource, Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
@@ -45,6 +48,15 @@ pub struct VirtualMachineSpec {
     /// node, is followed by another one.
     #[schemars(schema_with = "schema::vm_spec")]
     pub vm: Map<String, Value>,
+    /// Disks and shares of the VM whose content is not named in `vm`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub volumes: Vec<Volume>,
+    /// Parts of the guest's cloud-init that are in Secrets and ConfigMaps.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cloud_init_from: Option<CloudInitFrom>,
+    /// Secrets of type kubernetes.io/dockerconfigjson with passwords for the registries of container disks.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub image_pull_secrets: Vec<SecretName>,
     /// How long the guest may take to power off, in seconds; 60 when not given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0, max = 3600))]
@@ -75,6 +87,17 @@ pub struct VirtualMachineSpec {
     pub scheduler_name: Option<String>,
 }
 
+impl VirtualMachineSpec {
+    /// What the agent fills in.
+    pub fn sources(&self) -> Sources {
+        Sources {
+            volumes: self.volumes.clone(),
+            cloud_init_from: self.cloud_init_from.clone(),
+            image_pull_secrets: self.image_pull_secrets.clone(),
+        }
+    }
+}
+
 /// Labels and annotations of placeholder pods.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(default)]
@@ -91,7 +114,7 @@ pub struct PodMetadata {
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 pub struct VirtualMachineStatus {
-    /// Invalid, Pending, Scheduling, Starting, Running, Stopping, Stopped, Failed, or Unknown when its node does not report.
+    /// Invalid, Pending, Scheduling, Starting, Running, Restarting, Stopping, Stopped, Failed, or Unknown when its node does not report.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub phase: String,
     /// The generation of the spec that this is about.

@@ -4,8 +4,9 @@ use std::{io, path::PathBuf, time::Duration};
 
 use hyper_util::rt::TokioIo;
 use proto::v1::{
-    self, event_service_client::EventServiceClient, node_service_client::NodeServiceClient,
-    vm_service_client::VmServiceClient,
+    self, disk_service_client::DiskServiceClient, event_service_client::EventServiceClient,
+    image_service_client::ImageServiceClient, node_service_client::NodeServiceClient,
+    operation_service_client::OperationServiceClient, vm_service_client::VmServiceClient,
 };
 use tokio::net::UnixStream;
 use tonic::{
@@ -29,6 +30,12 @@ pub struct Daemon {
     pub nodes: NodeServiceClient<Channel>,
     /// What happens there.
     pub events: EventServiceClient<Channel>,
+    /// Its disks.
+    pub disks: DiskServiceClient<Channel>,
+    /// Its images.
+    pub images: ImageServiceClient<Channel>,
+    /// What takes long there.
+    operations: OperationServiceClient<Channel>,
 }
 
 impl Daemon {
@@ -44,7 +51,10 @@ impl Daemon {
         Self {
             vms: VmServiceClient::new(channel.clone()),
             nodes: NodeServiceClient::new(channel.clone()),
-            events: EventServiceClient::new(channel),
+            events: EventServiceClient::new(channel.clone()),
+            disks: DiskServiceClient::new(channel.clone()),
+            images: ImageServiceClient::new(channel.clone()),
+            operations: OperationServiceClient::new(channel),
         }
     }
 
@@ -57,11 +67,54 @@ impl Daemon {
         let request = v1::GetVmRequest {
             name: name.to_owned(),
         };
-        match within(CALL, self.vms.clone().get_vm(request)).await {
-            Ok(response) => Ok(response.vm),
-            Err(status) if status.code() == Code::NotFound => Ok(None),
-            Err(status) => Err(status),
-        }
+        let answer = within(CALL, self.vms.clone().get_vm(request)).await;
+        Ok(there(answer)?.and_then(|answer| answer.vm))
+    }
+
+    /// The disk with this name, when there is one.
+    ///
+    /// # Errors
+    ///
+    /// Everything but that there is none.
+    pub async fn disk(&self, name: &str) -> Result<Option<v1::Disk>, Status> {
+        let request = v1::GetDiskRequest {
+            name: name.to_owned(),
+        };
+        let answer = within(CALL, self.disks.clone().get_disk(request)).await;
+        Ok(there(answer)?.and_then(|answer| answer.disk))
+    }
+
+    /// The image with this name, when there is one.
+    ///
+    /// # Errors
+    ///
+    /// Everything but that there is none.
+    pub async fn image(&self, name: &str) -> Result<Option<v1::Image>, Status> {
+        let request = v1::GetImageRequest {
+            name: name.to_owned(),
+        };
+        let answer = within(CALL, self.images.clone().get_image(request)).await;
+        Ok(there(answer)?.and_then(|answer| answer.image))
+    }
+
+    /// The operation with this id, while it is known.
+    ///
+    /// # Errors
+    ///
+    /// Everything but that it is not known.
+    pub async fn operation(&self, id: &str) -> Result<Option<v1::Operation>, Status> {
+        let request = v1::GetOperationRequest { id: id.to_owned() };
+        let answer = within(CALL, self.operations.clone().get_operation(request)).await;
+        Ok(there(answer)?.and_then(|answer| answer.operation))
+    }
+}
+
+/// `None` when there is no such thing.
+fn there<T>(answer: Result<T, Status>) -> Result<Option<T>, Status> {
+    match answer {
+        Ok(answer) => Ok(Some(answer)),
+        Err(status) if status.code() == Code::NotFound => Ok(None),
+        Err(status) => Err(status),
     }
 }
 

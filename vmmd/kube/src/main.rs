@@ -14,6 +14,7 @@ mod leader;
 mod names;
 mod placeholder;
 mod schema;
+mod sources;
 mod spec;
 
 use anyhow::Context as _;

@@ -18,6 +18,10 @@ pub const POD: &str = "vmmd.dev/pod";
 pub const AGENT: &str = "vmmd.dev/node";
 /// Annotation of placeholder pods: the VM of vmmd, as its canonical JSON.
 pub const MANIFEST: &str = "vmmd.dev/manifest";
+/// Annotation of placeholder pods: what the agent fills in, as JSON; not there when there is nothing.
+pub const SOURCES: &str = "vmmd.dev/sources";
+/// Annotation of disks in vmmd that were made for a run: name of the volume.
+pub const VOLUME: &str = "vmmd.dev/volume";
 /// Annotation of VirtualMachines: another value begins a new run, whatever the run policy says of ended ones.
 pub const START: &str = "vmmd.dev/start";
 /// Finalizer of placeholder pods. Only the agent of the pod's node takes it away, when the VM is not there any more; from a pod that was
@@ -53,6 +57,21 @@ pub fn pod_name(name: &str, epoch: i64) -> String {
     format!("{name}-{epoch}")
 }
 
+/// Name in vmmd of a disk that is made for a volume of a run, whose pod has this uid: the same one each time.
+pub fn disk_name(volume: &str, pod_uid: &str) -> String {
+    let hash = &digest(format!("{pod_uid}/{volume}").as_bytes())[..16];
+    let mut readable = volume.to_owned();
+    readable.truncate(MAX_LABEL - 1 - hash.len());
+    format!("{}-{hash}", readable.trim_end_matches('-'))
+}
+
+/// Name in vmmd of the image of this reference. What was imported with passwords of a namespace is another image than what anybody may have:
+/// its content is kept once in any case.
+pub fn image_name(reference: &str, namespace: Option<&str>) -> String {
+    let place = format!("{}/{reference}", namespace.unwrap_or_default());
+    format!("kube-{}", &digest(place.as_bytes())[..24])
+}
+
 /// SHA-256 in hexadecimal.
 pub fn digest(bytes: &[u8]) -> String {
     let mut text = String::with_capacity(64);
@@ -66,6 +85,18 @@ pub fn digest(bytes: &[u8]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_disk_is_of_one_volume_of_one_pod_and_an_image_of_one_reference() {
+        let one = disk_name("root", "p-1");
+        assert!(one.starts_with("root-"), "{one}");
+        assert_ne!(one, disk_name("root", "p-2"));
+        assert_ne!(one, disk_name("data", "p-1"));
+        assert!(disk_name(&"x".repeat(63), "p-1").len() <= MAX_LABEL);
+        let open = image_name("registry.example/debian:13", None);
+        assert_ne!(open, image_name("registry.example/debian:13", Some("shop")));
+        assert_ne!(open, image_name("registry.example/debian:12", None));
+    }
 
     #[test]
     fn a_vm_name_is_a_dns_label_and_another_one_for_each_uid() {

@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 
 use k8s_openapi::{
-    api::core::v1::{Container, Pod, PodSpec, ResourceRequirements, Toleration},
+    api::core::v1::{
+        Container, PersistentVolumeClaimVolumeSource, Pod, PodSpec, ResourceRequirements, Toleration, Volume,
+    },
     apimachinery::pkg::{
         api::resource::Quantity,
         apis::meta::v1::{ObjectMeta, OwnerReference},
@@ -17,6 +19,7 @@ use serde_json::Value;
 use crate::{
     crd::VirtualMachine,
     names,
+    sources::{self, Sources},
     spec::{self, Invalid},
 };
 
@@ -36,6 +39,8 @@ pub struct Plan {
     pub vm: v1::Vm,
     /// What the pod carries of it.
     pub manifest: String,
+    /// What the agent fills in.
+    pub sources: Sources,
 }
 
 impl Plan {
@@ -48,14 +53,19 @@ impl Plan {
         let namespace = machine.namespace().unwrap_or_default();
         let uid = machine.uid().unwrap_or_default();
         let name = names::vm_name(&namespace, &machine.name_any(), &uid);
-        let mut vm = spec::vm(&name, &machine.spec.vm)?;
+        let sources = machine.spec.sources();
+        let mut vm = sources::vm(&name, &machine.spec.vm, &sources)?;
         if let Some(seed) = vm.spec.as_mut().and_then(|spec| spec.cloud_init.as_mut())
             && seed.hostname.is_empty()
         {
             seed.hostname = machine.name_any();
         }
         let manifest = serde_json::to_string(&vm).map_err(|error| Invalid(error.to_string()))?;
-        let plan = Self { vm, manifest };
+        let plan = Self {
+            vm,
+            manifest,
+            sources,
+        };
         // What the scheduling fields are is known only by making a pod of them.
         pod(machine, &plan, 0, &Settings::default())?;
         Ok(plan)
@@ -63,7 +73,24 @@ impl Plan {
 
     /// SHA-256 of what the pod carries.
     pub fn digest(&self) -> String {
-        names::digest(self.manifest.as_bytes())
+        digest(&self.manifest, self.annotation().as_deref())
+    }
+
+    /// The sources as the pod carries them; `None` when there are none.
+    fn annotation(&self) -> Option<String> {
+        if self.sources.is_empty() {
+            return None;
+        }
+        serde_json::to_string(&self.sources).ok()
+    }
+}
+
+/// SHA-256 of the annotations with the VM and its sources.
+pub fn digest(manifest: &str, sources: Option<&str>) -> String {
+    match sources {
+        None => names::digest(manifest.as_bytes()),
+        // No JSON has a NUL.
+        Some(sources) => names::digest(format!("{manifest}\0{sources}").as_bytes()),
     }
 }
 
@@ -80,6 +107,8 @@ pub fn pod(machine: &VirtualMachine, plan: &Plan, epoch: i64, settings: &Setting
     labels.insert(names::EPOCH.to_owned(), epoch.to_string());
     let mut annotations = given.annotations;
     annotations.insert(names::MANIFEST.to_owned(), plan.manifest.clone());
+    annotations.remove(names::SOURCES);
+    annotations.extend(plan.annotation().map(|text| (names::SOURCES.to_owned(), text)));
     let metadata = ObjectMeta {
         name: Some(names::pod_name(&machine.name_any(), epoch)),
         namespace: machine.namespace(),
@@ -120,6 +149,7 @@ pub fn pod(machine: &VirtualMachine, plan: &Plan, epoch: i64, settings: &Setting
     };
     let pod_spec = PodSpec {
         containers: vec![container(plan, settings.overhead)],
+        volumes: Some(claims(&plan.sources)).filter(|volumes| !volumes.is_empty()),
         affinity: spec
             .affinity
             .as_ref()
@@ -162,6 +192,22 @@ fn owner(machine: &VirtualMachine) -> OwnerReference {
         controller: Some(true),
         block_owner_deletion: Some(true),
     }
+}
+
+/// The scheduler places the pod where the volumes of the claims are, and no claim goes while the pod is there.
+fn claims(sources: &Sources) -> Vec<Volume> {
+    let claims = sources.volumes.iter().filter_map(|volume| {
+        let claim = volume.persistent_volume_claim.as_ref()?;
+        Some(Volume {
+            name: volume.name.clone(),
+            persistent_volume_claim: Some(PersistentVolumeClaimVolumeSource {
+                claim_name: claim.claim_name.clone(),
+                read_only: Some(claim.read_only),
+            }),
+            ..Volume::default()
+        })
+    });
+    claims.collect()
 }
 
 fn container(plan: &Plan, overhead: u64) -> Container {
@@ -282,6 +328,42 @@ pub mod tests {
         let plan = Plan::of(&machine(|_| {})).unwrap();
         let read: v1::Vm = serde_json::from_str(&plan.manifest).unwrap();
         assert_eq!(read, plan.vm);
+    }
+
+    #[test]
+    fn the_pod_names_its_claims_and_carries_what_is_to_be_filled_in() {
+        let with = |claim: &str| {
+            machine(|value| {
+                value["spec"]["vm"]["disks"] = json!([{"name": "data"}, {"name": "tmp"}]);
+                value["spec"]["volumes"] = json!([
+                    {"name": "data", "persistentVolumeClaim": {"claimName": claim}},
+                    {"name": "tmp", "emptyDisk": {"size": "1Gi"}},
+                ]);
+            })
+        };
+        let machine = with("web");
+        let plan = Plan::of(&machine).unwrap();
+        let made = serde_json::to_value(pod(&machine, &plan, 3, &settings()).unwrap()).unwrap();
+        assert_eq!(
+            made["spec"]["volumes"],
+            json!([{"name": "data", "persistentVolumeClaim": {"claimName": "web", "readOnly": false}}])
+        );
+        let carried = |name: &str| made["metadata"]["annotations"][name].as_str().unwrap();
+        let sources: Sources = serde_json::from_str(carried(names::SOURCES)).unwrap();
+        assert_eq!(sources, machine.spec.sources());
+        let digest = digest(carried(names::MANIFEST), Some(carried(names::SOURCES)));
+        assert_eq!(plan.digest(), digest);
+        // The VM is the same, and yet it is another run.
+        let other = Plan::of(&with("db")).unwrap();
+        assert_eq!(other.manifest, plan.manifest);
+        assert_ne!(other.digest(), plan.digest());
+        // Nobody's own annotation passes for it.
+        let plain = self::machine(|value| {
+            value["spec"]["podMetadata"] = json!({"annotations": {names::SOURCES: "{}"}});
+        });
+        let plan = Plan::of(&plain).unwrap();
+        let made = pod(&plain, &plan, 3, &settings()).unwrap();
+        assert!(!made.annotations().contains_key(names::SOURCES));
     }
 
     #[test]

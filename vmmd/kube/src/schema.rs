@@ -25,6 +25,11 @@ pub fn any_objects(_: &mut SchemaGenerator) -> Schema {
     into_schema(json!({"type": "array", "items": open()}))
 }
 
+/// Of a number of bytes, with a unit or without.
+pub fn quantity(_: &mut SchemaGenerator) -> Schema {
+    into_schema(json!({"x-kubernetes-int-or-string": true}))
+}
+
 /// Takes defaults away that are empty texts: a field that is left out reads as one anyway, and API servers of Kubernetes 1.20 that Debian's Go builds
 /// refuse them.
 pub fn without_empty_defaults(definition: &mut Value) {

@@ -5,3 +5,4 @@ mod controller;
 mod faults;
 mod kubelet;
 mod mock;
+mod sources;

@@ -4,8 +4,11 @@
 //! what to do next, and [`work`] does it; one step for one pod at a time. Nothing is remembered over a restart: both sides are listed anew.
 //! As long as one side does not answer, what it said last is not acted upon: VMs go on as they are, and vmmd starts them again by itself.
 
+mod disks;
+mod images;
 mod node;
 mod pod_status;
+mod prepare;
 mod register;
 mod step;
 mod tell;
@@ -53,11 +56,17 @@ pub async fn run(clients: Clients, daemon: Daemon, settings: Settings) {
         host: host.map(|(_, address)| address.clone()).unwrap_or_default(),
         recorder: Recorder::new(client.clone(), "vmmd-kube-agent".into()),
         unanswered: Arc::default(),
+        imports: Arc::default(),
     };
     let (news, received) = mpsc::channel(256);
     let mut tasks = JoinSet::new();
     tasks.spawn(register::run(client.clone(), daemon.clone(), settings.clone()));
     tasks.spawn(register::renew(client.clone(), settings.name.clone()));
+    tasks.spawn(disks::sweep(
+        client.clone(),
+        daemon.clone(),
+        settings.name.clone(),
+    ));
     tasks.spawn(tell::run(
         daemon.clone(),
         settings.name.clone(),
@@ -217,6 +226,7 @@ impl Agent {
             (None, Some(vm)) => step::without_pod(vm),
             (None, None) => {
                 self.failures.remove(uid);
+                self.worker.forget(uid);
                 return;
             }
         };

@@ -8,7 +8,7 @@ use kube::ResourceExt as _;
 use proto::v1::{self, VmPhase};
 
 use super::pod_status;
-use crate::{crd::VirtualMachine, names};
+use crate::{crd::VirtualMachine, names, placeholder, sources::Sources};
 
 /// How long vmmd may take beyond a guest's grace period, before the VM is taken away whatever it does.
 const PATIENCE: SignedDuration = SignedDuration::from_secs(5);
@@ -174,8 +174,8 @@ fn is_unstarted(vm: &v1::Vm) -> bool {
 /// Whether a pod is the one that is to have the VM.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Admission {
-    /// It is.
-    Admit(Box<v1::Vm>),
+    /// It is: the VM, and what is to be filled in.
+    Admit(Box<v1::Vm>, Box<Sources>),
     /// The controller has not noted the pod yet.
     NotYet,
     /// It is not, and never will be.
@@ -225,14 +225,16 @@ pub fn admit(pod: &Pod, machine: Option<&VirtualMachine>, node: &str) -> Admissi
         .get(names::MANIFEST)
         .map(String::as_str)
         .unwrap_or_default();
-    if names::digest(manifest.as_bytes()) != run.digest {
+    let sources = pod.annotations().get(names::SOURCES).map(String::as_str);
+    if placeholder::digest(manifest, sources) != run.digest {
         return refuse(
             "ManifestChanged",
             "the pod's VM is not the one that the controller has noted",
         );
     }
-    match serde_json::from_str(manifest) {
-        Ok(vm) => Admission::Admit(Box::new(marked(vm, pod, node))),
+    let sources = sources.map_or_else(|| Ok(Sources::default()), serde_json::from_str);
+    match serde_json::from_str(manifest).and_then(|vm| Ok((vm, sources?))) {
+        Ok((vm, sources)) => Admission::Admit(Box::new(marked(vm, pod, node)), Box::new(sources)),
         Err(error) => refuse("InvalidManifest", &error.to_string()),
     }
 }

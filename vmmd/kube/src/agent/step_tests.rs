@@ -158,7 +158,7 @@ fn without_a_pod_the_api_server_is_asked_first() {
 
 #[test]
 fn the_pod_that_is_noted_gets_the_vm() {
-    let Admission::Admit(vm) = admit(&pod(|_| {}), Some(&noted(|_| {})), "n1") else {
+    let Admission::Admit(vm, _) = admit(&pod(|_| {}), Some(&noted(|_| {})), "n1") else {
         panic!("it is not admitted");
     };
     let metadata = vm.metadata.unwrap();
@@ -180,7 +180,7 @@ fn the_pod_that_is_noted_gets_the_vm() {
 #[test]
 fn no_other_pod_gets_it() {
     type Change = Box<dyn FnOnce(&mut Value)>;
-    let table: [(Change, Change, Option<&str>); 7] = [
+    let table: [(Change, Change, Option<&str>); 8] = [
         (Box::new(|_| {}), Box::new(|vm| vm["status"] = json!({})), None),
         (
             Box::new(|_| {}),
@@ -199,6 +199,12 @@ fn no_other_pod_gets_it() {
         ),
         (
             Box::new(|pod| pod["metadata"]["annotations"][names::MANIFEST] = "{}".into()),
+            Box::new(|_| {}),
+            Some("ManifestChanged"),
+        ),
+        // Whoever may change pods reads no Secrets by that.
+        (
+            Box::new(|pod| pod["metadata"]["annotations"][names::SOURCES] = "{}".into()),
             Box::new(|_| {}),
             Some("ManifestChanged"),
         ),
@@ -238,7 +244,7 @@ fn a_vm_that_always_runs_can_be_stopped_by_the_agent() {
         value["status"]["run"]["digest"] = plan.digest().into();
     });
     let pod = pod(|pod| pod["metadata"]["annotations"][names::MANIFEST] = plan.manifest.clone().into());
-    let Admission::Admit(vm) = admit(&pod, Some(&machine), "n1") else {
+    let Admission::Admit(vm, _) = admit(&pod, Some(&machine), "n1") else {
         panic!("it is not admitted");
     };
     assert_eq!(vm.spec.unwrap().run_policy(), RunPolicy::AlwaysOnUnlessStopped);

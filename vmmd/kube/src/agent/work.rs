@@ -1,8 +1,8 @@
 //! Carries out one step for a pod or a VM: calls of the API server and of vmmd.
 
 use std::{
-    collections::HashSet,
-    sync::{Arc, Mutex, PoisonError},
+    collections::HashMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
@@ -18,13 +18,16 @@ use serde_json::{Value, json};
 use tonic::{Code, Status};
 
 use super::{
+    images::Imports,
     pod_status,
+    prepare::{self, Lack, Prepared},
     step::{self, Admission, Step},
 };
 use crate::{
     crd::VirtualMachine,
     daemon::{self, CALL, Daemon, within},
     names,
+    sources::Sources,
 };
 
 /// How long taking a VM away may take: ending its process, on a loaded node.
@@ -35,6 +38,8 @@ const NOT_YET: Duration = Duration::from_millis(500);
 const NO_OWNER: Duration = Duration::from_secs(5);
 /// How soon vmmd is asked again to make a VM whose name an earlier run's has.
 const TAKEN: Duration = Duration::from_secs(2);
+/// How soon it is looked again for what a VM lacks.
+const LACKS: Duration = Duration::from_secs(5);
 
 /// What is known after a step.
 #[derive(Debug)]
@@ -81,8 +86,10 @@ pub struct Worker {
     pub host: String,
     /// Tells what happened to pods.
     pub recorder: Recorder,
-    /// Uids of pods whose VM vmmd was asked to make, without an answer yet.
-    pub unanswered: Arc<Mutex<HashSet<String>>>,
+    /// Requests to make VMs that had no answer yet, by the uids of their pods.
+    pub unanswered: Arc<Mutex<HashMap<String, v1::CreateVmRequest>>>,
+    /// Images that vmmd was asked to import.
+    pub imports: Arc<Mutex<Imports>>,
 }
 
 impl Worker {
@@ -163,18 +170,49 @@ impl Worker {
         match step::admit(pod, machine.as_ref(), &self.node) {
             Admission::NotYet => Ok(After::Again(NOT_YET)),
             Admission::Refuse { reason, message } => self.give_up(pod, reason, &message).await,
-            Admission::Admit(vm) => self.make(pod, *vm).await,
+            Admission::Admit(vm, sources) => match self.prepare(pod, *vm, &sources).await? {
+                Prepared::Ready(vm) => self.make(pod, *vm, &sources).await,
+                Prepared::Lacks(lacks) => self.wait_for(pod, &lacks).await,
+                Prepared::Refused { volume, status } => {
+                    let (reason, message) = daemon::explain(&status);
+                    let message = format!("volume {volume}: {message}");
+                    self.give_up(pod, &reason, &message).await
+                }
+            },
         }
     }
 
-    async fn make(&self, pod: &Pod, vm: v1::Vm) -> Result<After, Error> {
+    /// Says what a VM waits for, once; it is looked for again and again.
+    async fn wait_for(&self, pod: &Pod, lacks: &[Lack]) -> Result<After, Error> {
+        let reason = lacks.first().map_or("Waiting", |lack| lack.reason);
+        let messages: Vec<_> = lacks.iter().map(|lack| lack.message.as_str()).collect();
+        let message = messages.join("; ");
+        let status = pod_status::waiting(pod, reason, &message, &self.host, Timestamp::now());
+        if !pod_status::differs(pod, &status) {
+            return Ok(After::Again(LACKS));
+        }
+        let type_ = match reason {
+            "ImportingImage" | "MakingDisk" => EventType::Normal,
+            _ => EventType::Warning,
+        };
+        self.tell(Some(pod), type_, reason, &message).await;
+        self.report(pod, &status).await
+    }
+
+    async fn make(&self, pod: &Pod, vm: v1::Vm, sources: &Sources) -> Result<After, Error> {
         let name = vm
             .metadata
             .as_ref()
             .map(|metadata| metadata.name.clone())
             .unwrap_or_default();
         let uid = pod.uid().unwrap_or_default();
-        match self.ask_to_make(&uid, vm).await {
+        let request = v1::CreateVmRequest {
+            vm: Some(vm),
+            start: true,
+            dry_run: false,
+            request_id: format!("kube-create-{uid}"),
+        };
+        match self.ask_to_make(&uid, request).await {
             Ok(vm) => {
                 self.tell(
                     Some(pod),
@@ -195,21 +233,17 @@ impl Worker {
             }
             Err(status) if daemon::refused(&status) => {
                 let (reason, message) = daemon::explain(&status);
+                let message = prepare::as_given(message, sources);
                 self.give_up(pod, &reason, &message).await
             }
             Err(status) => Err(status.into()),
         }
     }
 
-    /// The same request for the same pod, however often: vmmd carries it out once.
-    async fn ask_to_make(&self, uid: &str, vm: v1::Vm) -> Result<v1::Vm, Status> {
-        let request = v1::CreateVmRequest {
-            vm: Some(vm),
-            start: true,
-            dry_run: false,
-            request_id: format!("kube-create-{uid}"),
-        };
-        self.unanswered().insert(uid.to_owned());
+    /// The same request for the same pod, however often: vmmd carries it out once. So it is the first one that is repeated as long as it has
+    /// no answer, also when a Secret that it has values of has changed.
+    async fn ask_to_make(&self, uid: &str, request: v1::CreateVmRequest) -> Result<v1::Vm, Status> {
+        let request = self.unanswered().entry(uid.to_owned()).or_insert(request).clone();
         let answer = within(CALL, self.daemon.vms.clone().create_vm(request)).await;
         let known = match &answer {
             Ok(_) => true,
@@ -223,8 +257,18 @@ impl Worker {
             .ok_or_else(|| Status::internal("an answer without a VM"))
     }
 
-    fn unanswered(&self) -> std::sync::MutexGuard<'_, HashSet<String>> {
+    fn unanswered(&self) -> MutexGuard<'_, HashMap<String, v1::CreateVmRequest>> {
         self.unanswered.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Of a pod that is gone, and has no VM.
+    pub fn forget(&self, uid: &str) {
+        self.unanswered().remove(uid);
+    }
+
+    /// See [`Self::imports`].
+    pub fn imports(&self) -> MutexGuard<'_, Imports> {
+        self.imports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     async fn start(&self, uid: &str, vm: &v1::Vm) -> Result<After, Error> {
@@ -277,6 +321,11 @@ impl Worker {
         {
             return Ok(After::Vm(Box::new(vm)));
         }
+        let sources = pod.annotations().get(names::SOURCES);
+        let sources = sources.and_then(|text| serde_json::from_str::<Sources>(text).ok());
+        if sources.is_some_and(|sources| sources.make_disks()) {
+            self.delete_disks(&uid).await?;
+        }
         let pods = self.pods(pod);
         let finalizers: Vec<_> = pod
             .finalizers()
@@ -318,12 +367,12 @@ impl Worker {
     /// that it will not be carried out later.
     async fn find(&self, pod: &Pod, uid: &str) -> Result<Option<v1::Vm>, Error> {
         let manifest = pod.annotations().get(names::MANIFEST);
-        let Some(mut vm) = manifest.and_then(|text| serde_json::from_str::<v1::Vm>(text).ok()) else {
+        let Some(vm) = manifest.and_then(|text| serde_json::from_str::<v1::Vm>(text).ok()) else {
             return Ok(None);
         };
-        if self.unanswered().contains(uid) {
-            vm = step::marked(vm, pod, &self.node);
-            match self.ask_to_make(uid, vm.clone()).await {
+        let unanswered = self.unanswered().get(uid).cloned();
+        if let Some(request) = unanswered {
+            match self.ask_to_make(uid, request).await {
                 Ok(vm) => return Ok(Some(vm)),
                 Err(status) if daemon::refused(&status) || status.code() == Code::AlreadyExists => {}
                 Err(status) => return Err(status.into()),

@@ -30,6 +30,8 @@ pub struct Inner {
     changed: Arc<watch::Sender<u64>>,
     /// Method and path of each request.
     pub requests: Arc<Mutex<Vec<String>>>,
+    /// A resource that nobody may read.
+    pub forbidden: Arc<Mutex<String>>,
 }
 
 pub struct Api {
@@ -50,6 +52,7 @@ impl Api {
             store: Arc::default(),
             changed: Arc::new(watch::channel(0).0),
             requests: Arc::default(),
+            forbidden: Arc::default(),
         };
         let (runtime, address) = serve(&inner, SocketAddr::from(([127, 0, 0, 1], 0)));
         let folder = tempfile::tempdir().unwrap();
@@ -160,6 +163,9 @@ async fn answer(State(inner): State<Inner>, request: Request) -> Response {
     let Some((key, subresource)) = parse(&path) else {
         return refuse((404, "NotFound"));
     };
+    if *lock(&inner.forbidden) == key.resource {
+        return refuse((403, "Forbidden"));
+    }
     if parts.method == Method::GET && key.name.is_empty() {
         return if query
             .get("watch")
@@ -303,6 +309,24 @@ pub fn pod(namespace: &str, name: &str) -> Key {
         resource: PODS.to_owned(),
         namespace: namespace.to_owned(),
         name: name.to_owned(),
+    }
+}
+
+/// Key of anything else of the first API group, such as a Secret.
+pub fn core(resource: &str, namespace: &str, name: &str) -> Key {
+    Key {
+        resource: resource.to_owned(),
+        ..pod(namespace, name)
+    }
+}
+
+/// Key of an event.
+pub fn events(namespace: &str) -> Key {
+    Key {
+        group: "apis/events.k8s.io/v1".to_owned(),
+        resource: "events".to_owned(),
+        namespace: namespace.to_owned(),
+        name: String::new(),
     }
 }
 

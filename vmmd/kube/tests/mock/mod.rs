@@ -1,6 +1,7 @@
 //! A cluster for the programs under test: an API server, vmmds, and a scheduler that the test is.
 
 pub mod api;
+pub mod storage;
 pub mod store;
 pub mod vmmd;
 
@@ -116,7 +117,12 @@ impl Cluster {
 
     /// Makes a VirtualMachine of this run policy in the namespace `shop`.
     pub fn create(&self, name: &str, policy: &str) {
-        let object = json!({
+        self.create_with(name, policy, |_| {});
+    }
+
+    /// The same, with changes of its spec.
+    pub fn create_with(&self, name: &str, policy: &str, change: impl FnOnce(&mut Value)) {
+        let mut object = json!({
             "apiVersion": "vmmd.dev/v1alpha1",
             "kind": "VirtualMachine",
             "metadata": {"name": name},
@@ -127,6 +133,7 @@ impl Cluster {
                 "runPolicy": policy,
             }},
         });
+        change(&mut object["spec"]);
         let key = api::machine("shop", "");
         self.api.store(|store| store.create(key, object)).unwrap();
     }

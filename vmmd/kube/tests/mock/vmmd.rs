@@ -10,12 +10,16 @@ use std::{
 
 use proto::v1::{
     self, ConditionStatus, ExitReason, VmPhase, WatchEventType, console_request, console_response,
-    node_service_server::NodeService, node_service_server::NodeServiceServer, vm_service_server::VmService,
+    disk_service_server::DiskServiceServer, image_service_server::ImageServiceServer,
+    node_service_server::NodeService, node_service_server::NodeServiceServer,
+    operation_service_server::OperationServiceServer, vm_service_server::VmService,
     vm_service_server::VmServiceServer,
 };
 use tokio::{net::UnixListener, runtime::Runtime, sync::watch};
 use tokio_stream::{Stream, StreamExt as _, wrappers::UnixListenerStream};
 use tonic::{Request, Response, Status, Streaming};
+
+use super::storage::Storage;
 
 type Answer<T> = Result<Response<T>, Status>;
 type Events<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
@@ -75,6 +79,9 @@ pub struct State {
     pub stubborn: Arc<Mutex<bool>>,
     /// What creating a VM is refused with.
     pub refusal: Arc<Mutex<Option<Status>>>,
+    /// The node has no KVM.
+    pub no_kvm: Arc<Mutex<bool>>,
+    pub storage: Storage,
     ledger: Ledger,
     node: String,
 }
@@ -102,6 +109,8 @@ impl Vmmd {
             answered: Arc::default(),
             stubborn: Arc::default(),
             refusal: Arc::default(),
+            no_kvm: Arc::default(),
+            storage: Storage::default(),
             ledger: ledger.clone(),
             node: node.to_owned(),
         };
@@ -145,10 +154,14 @@ fn serve(socket: &Path, state: &State) -> Runtime {
         VmServiceServer::new(state.clone()),
         NodeServiceServer::new(state.clone()),
     );
+    let storage = state.storage.clone();
     runtime.spawn(async move {
         let server = tonic::transport::Server::builder()
             .add_service(vms)
-            .add_service(nodes);
+            .add_service(nodes)
+            .add_service(DiskServiceServer::new(storage.clone()))
+            .add_service(ImageServiceServer::new(storage.clone()))
+            .add_service(OperationServiceServer::new(storage));
         server
             .serve_with_incoming(UnixListenerStream::new(listener))
             .await
@@ -285,6 +298,12 @@ impl VmService for State {
             return Err(Status::already_exists("there is one"));
         }
         vm.metadata.as_mut().unwrap().uid = format!("vm-{}", lock(&self.log).len());
+        let disks = vm.spec.iter().flat_map(|spec| spec.disks.iter());
+        let disks = disks.filter_map(|disk| match &disk.source {
+            Some(v1::disk_spec::Source::Disk(name)) => Some(name.clone()),
+            _ => None,
+        });
+        self.storage.use_by(&name, disks.collect());
         self.run(&mut vm);
         lock(&self.answered).insert(request.request_id, vm.clone());
         vms.insert(name, vm.clone());
@@ -374,6 +393,7 @@ impl VmService for State {
             .remove(&request.name)
             .ok_or_else(|| Status::not_found("there is none"))?;
         self.ledger.end(&id(&vm).0, &self.node);
+        self.storage.use_by(&request.name, Vec::new());
         self.tell(WatchEventType::Deleted, &vm);
         Ok(Response::new(v1::DeleteVmResponse::default()))
     }
@@ -532,13 +552,17 @@ impl VmService for State {
 #[tonic::async_trait]
 impl NodeService for State {
     async fn get_node(&self, _: Request<v1::GetNodeRequest>) -> Answer<v1::GetNodeResponse> {
-        Ok(Response::new(v1::GetNodeResponse { node: Some(node()) }))
+        Ok(Response::new(v1::GetNodeResponse {
+            node: Some(self.described()),
+        }))
     }
 
     type WatchNodeStream = Events<v1::WatchNodeResponse>;
 
     async fn watch_node(&self, _: Request<v1::WatchNodeRequest>) -> Answer<Self::WatchNodeStream> {
-        let first = tokio_stream::iter([Ok::<_, Status>(v1::WatchNodeResponse { node: Some(node()) })]);
+        let first = tokio_stream::iter([Ok::<_, Status>(v1::WatchNodeResponse {
+            node: Some(self.described()),
+        })]);
         Ok(Response::new(Box::pin(first.chain(tokio_stream::pending()))))
     }
 
@@ -566,6 +590,22 @@ impl NodeService for State {
 
     async fn drain_node(&self, _: Request<v1::DrainNodeRequest>) -> Answer<v1::DrainNodeResponse> {
         unused()
+    }
+}
+
+impl State {
+    fn described(&self) -> v1::Node {
+        let mut node = node();
+        if *lock(&self.no_kvm) {
+            let condition = v1::Condition {
+                r#type: "KvmAvailable".to_owned(),
+                status: ConditionStatus::False.into(),
+                message: "/dev/kvm is missing".to_owned(),
+                ..v1::Condition::default()
+            };
+            node.status.as_mut().unwrap().conditions.push(condition);
+        }
+        node
     }
 }
 

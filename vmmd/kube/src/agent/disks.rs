@@ -1,0 +1,203 @@
+//! Disks of vmmd that are made for a run: of images, which the node keeps, or of zeroes. They have the label of the pod's uid, and go before the
+//! pod does; what is left of pods that were torn out goes later.
+
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::Pod;
+use kube::{Api, Client, ResourceExt as _};
+use proto::{v1, well_known};
+use tonic::{Code, Status};
+
+use super::{
+    images::NoImage,
+    prepare::Lack,
+    work::{Error, Worker},
+};
+use crate::{
+    daemon::{self, CALL, Daemon, within},
+    names,
+    sources::{self, SecretName, Volume},
+};
+
+/// How often it is looked for disks whose pods are gone.
+const SWEEP: Duration = Duration::from_secs(300);
+/// How soon it is looked again when vmmd or the API server did not answer.
+const RETRY: Duration = Duration::from_secs(30);
+/// How long an image of which no disk is made is kept, in seconds: a week.
+const KEEP_IMAGES: i64 = 7 * 24 * 3600;
+
+/// Why a run has no disk.
+pub enum NoDisk {
+    /// It can't be made yet.
+    Lacks(Lack),
+    /// vmmd does not make it.
+    Refused(Box<Status>),
+}
+
+impl Worker {
+    /// The name of the disk for a volume of a pod's run, which is made when it is not there.
+    pub async fn disk(
+        &self,
+        pod: &Pod,
+        volume: &Volume,
+        secrets: &[SecretName],
+    ) -> Result<Result<String, NoDisk>, Error> {
+        let uid = pod.uid().unwrap_or_default();
+        let name = names::disk_name(&volume.name, &uid);
+        let making = || {
+            let message = format!("the disk of volume {} is being made", volume.name);
+            Ok(Err(NoDisk::Lacks(Lack::new("MakingDisk", message))))
+        };
+        if let Some(disk) = self.daemon.disk(&name).await? {
+            let phase = disk.status.map(|status| status.phase()).unwrap_or_default();
+            return match phase {
+                v1::DiskPhase::Ready | v1::DiskPhase::Resizing => Ok(Ok(name)),
+                _ => making(),
+            };
+        }
+        let mut spec = v1::VolumeSpec::default();
+        if let Some(disk) = &volume.container_disk {
+            let image = match self.image(pod, &disk.image, secrets).await? {
+                Ok(image) => image,
+                Err(NoImage::Lacks(lack)) => return Ok(Err(NoDisk::Lacks(lack))),
+                Err(NoImage::Refused(status)) => return Ok(Err(NoDisk::Refused(status))),
+            };
+            spec.source = Some(v1::volume_spec::Source::Image(v1::ImageClone {
+                name: image,
+                clone: v1::DiskClone::Overlay.into(),
+            }));
+            // The controller has checked it.
+            let size = disk.size.as_ref().map(sources::bytes);
+            spec.size_bytes = size.and_then(Result::ok).unwrap_or_default();
+        }
+        if let Some(disk) = &volume.empty_disk {
+            spec.size_bytes = sources::bytes(&disk.size).unwrap_or_default();
+        }
+        let request = v1::CreateDiskRequest {
+            disk: Some(v1::Disk {
+                metadata: Some(self.metadata(name.clone(), pod, &volume.name)),
+                spec: Some(spec),
+                status: None,
+            }),
+            ..v1::CreateDiskRequest::default()
+        };
+        match within(CALL, self.daemon.disks.clone().create_disk(request)).await {
+            Ok(_) => Ok(Ok(name)),
+            Err(status) if status.code() == Code::AlreadyExists => making(),
+            Err(status) if daemon::refused(&status) => Ok(Err(NoDisk::Refused(Box::new(status)))),
+            Err(status) => Err(status.into()),
+        }
+    }
+
+    fn metadata(&self, name: String, pod: &Pod, volume: &str) -> v1::ObjectMetadata {
+        let label = |key: &str| pod.labels().get(key).cloned().unwrap_or_default();
+        let place = format!("{}/{}", pod.namespace().unwrap_or_default(), pod.name_any());
+        let pair = |key: &str, value: String| (key.to_owned(), value);
+        v1::ObjectMetadata {
+            name,
+            labels: [
+                pair(names::MACHINE_UID, label(names::MACHINE_UID)),
+                pair(names::EPOCH, label(names::EPOCH)),
+                pair(names::POD_UID, pod.uid().unwrap_or_default()),
+                pair(names::AGENT, self.node.clone()),
+            ]
+            .into(),
+            annotations: [pair(names::POD, place), pair(names::VOLUME, volume.to_owned())].into(),
+            owner: names::MANAGER.to_owned(),
+            ..v1::ObjectMetadata::default()
+        }
+    }
+
+    /// Deletes the disks that were made for a pod whose VM is gone.
+    pub async fn delete_disks(&self, uid: &str) -> Result<(), Error> {
+        for disk in list(&self.daemon, names::POD_UID, uid).await? {
+            delete(&self.daemon, &disk).await?;
+        }
+        Ok(())
+    }
+}
+
+async fn list(daemon: &Daemon, label: &str, value: &str) -> Result<Vec<v1::Disk>, Status> {
+    let mut found = Vec::new();
+    let mut page_token = String::new();
+    loop {
+        let request = v1::ListDisksRequest {
+            filter: Some(v1::ObjectFilter {
+                labels: vec![format!("{label}={value}")],
+                ..v1::ObjectFilter::default()
+            }),
+            page_token,
+            ..v1::ListDisksRequest::default()
+        };
+        let page = within(CALL, daemon.disks.clone().list_disks(request)).await?;
+        found.extend(page.disks);
+        page_token = page.next_page_token;
+        if page_token.is_empty() {
+            return Ok(found);
+        }
+    }
+}
+
+async fn delete(daemon: &Daemon, disk: &v1::Disk) -> Result<(), Status> {
+    let metadata = disk.metadata.clone().unwrap_or_default();
+    let request = v1::DeleteDiskRequest {
+        name: metadata.name,
+        preconditions: Some(v1::Preconditions {
+            uid: metadata.uid,
+            generation: None,
+        }),
+        ..v1::DeleteDiskRequest::default()
+    };
+    match within(CALL, daemon.disks.clone().delete_disk(request)).await {
+        Err(status) if status.code() != Code::NotFound => Err(status),
+        _ => Ok(()),
+    }
+}
+
+/// Takes away what was made for pods that are gone. Never returns.
+pub async fn sweep(client: Client, daemon: Daemon, node: String) {
+    loop {
+        let wait = match sweep_once(&client, &daemon, &node).await {
+            Ok(()) => SWEEP,
+            Err(error) => {
+                tracing::debug!("disks of pods that are gone: {error}");
+                RETRY
+            }
+        };
+        tokio::time::sleep(wait).await;
+    }
+}
+
+/// A disk of a VM is refused by vmmd, whatever the API server says of the pod.
+async fn sweep_once(client: &Client, daemon: &Daemon, node: &str) -> Result<(), Error> {
+    for disk in list(daemon, names::AGENT, node).await? {
+        let metadata = disk.metadata.clone().unwrap_or_default();
+        let place = metadata
+            .annotations
+            .get(names::POD)
+            .and_then(|place| place.split_once('/'));
+        let Some((namespace, pod)) = place else { continue };
+        let pods = Api::<Pod>::namespaced(client.clone(), namespace);
+        let pod = pods.get_opt(pod).await?;
+        if pod.and_then(|pod| pod.uid()).as_ref() == metadata.labels.get(names::POD_UID) {
+            continue;
+        }
+        tracing::info!(disk = metadata.name, "its pod is gone: it is deleted");
+        if let Err(status) = delete(daemon, &disk).await {
+            tracing::debug!(disk = metadata.name, "{}", status.message());
+        }
+    }
+    let request = v1::PruneImagesRequest {
+        filter: Some(v1::ObjectFilter {
+            labels: vec![format!("{}={node}", names::AGENT)],
+            ..v1::ObjectFilter::default()
+        }),
+        older_than: Some(well_known::Duration {
+            seconds: KEEP_IMAGES,
+            nanos: 0,
+        }),
+        ..v1::PruneImagesRequest::default()
+    };
+    within(CALL, daemon.images.clone().prune_images(request)).await?;
+    Ok(())
+}

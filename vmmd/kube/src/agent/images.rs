@@ -1,0 +1,218 @@
+//! Images of container disks, which vmmd imports from registries.
+
+use std::{collections::HashMap, time::Duration};
+
+use k8s_openapi::{ByteString, api::core::v1::Pod};
+use kube::ResourceExt as _;
+use proto::v1::{self, ImagePhase, OperationPhase};
+use serde_json::Value;
+use tokio::time::Instant;
+use tonic::{Code, Status};
+
+use super::{
+    prepare::{Data, Lack},
+    work::{Error, Worker},
+};
+use crate::{
+    daemon::{self, CALL, within},
+    names,
+    sources::SecretName,
+};
+
+/// Key of a Secret of type kubernetes.io/dockerconfigjson.
+const DOCKER_CONFIG: &str = ".dockerconfigjson";
+/// How soon an import that failed is tried again; twice as long each time.
+const FIRST_WAIT: Duration = Duration::from_secs(10);
+/// How long it waits at most.
+const LONGEST_WAIT: Duration = Duration::from_secs(300);
+
+/// Why there is no image.
+pub enum NoImage {
+    /// It is being imported, or can't be for now.
+    Lacks(Lack),
+    /// vmmd does not import it.
+    Refused(Box<Status>),
+}
+
+/// Imports that this agent has begun and that are not known to have succeeded, by the name of the image.
+pub type Imports = HashMap<String, Import>;
+
+/// One of them.
+#[derive(Clone, Debug, Default)]
+pub struct Import {
+    /// The operation under way; empty when there is none.
+    operation: String,
+    /// In a row.
+    failures: u32,
+    /// What the last one failed with, and when the next one may begin.
+    failed: Option<(String, Instant)>,
+}
+
+impl Import {
+    fn fail(&mut self, message: &str, now: Instant) {
+        let factor = 1_u32.checked_shl(self.failures).unwrap_or(u32::MAX);
+        let wait = FIRST_WAIT.saturating_mul(factor).min(LONGEST_WAIT);
+        self.operation.clear();
+        self.failures = self.failures.saturating_add(1).min(16);
+        self.failed = Some((message.to_owned(), now + wait));
+    }
+}
+
+impl Worker {
+    /// The name of the image of this reference, when the node has it.
+    pub async fn image(
+        &self,
+        pod: &Pod,
+        reference: &str,
+        secrets: &[SecretName],
+    ) -> Result<Result<String, NoImage>, Error> {
+        let namespace = pod.namespace().unwrap_or_default();
+        let name = names::image_name(reference, (!secrets.is_empty()).then_some(&namespace));
+        let lacks = |reason, message: String| Ok(Err(NoImage::Lacks(Lack::new(reason, message))));
+        let importing = format!("the image {reference} is being imported");
+        if let Some(image) = self.daemon.image(&name).await? {
+            let phase = image.status.map(|status| status.phase()).unwrap_or_default();
+            if phase == ImagePhase::Ready {
+                self.imports().remove(&name);
+                return Ok(Ok(name));
+            }
+            return lacks("ImportingImage", importing);
+        }
+        let mut import = self.imports().get(&name).cloned().unwrap_or_default();
+        if !import.operation.is_empty() {
+            match self.daemon.operation(&import.operation).await? {
+                Some(operation) => match operation.phase() {
+                    OperationPhase::Failed | OperationPhase::Cancelled => {
+                        let error = operation.error.map(|error| error.message);
+                        import.fail(&error.unwrap_or(operation.message), Instant::now());
+                    }
+                    OperationPhase::Completed => import = Import::default(),
+                    _ => return lacks("ImportingImage", importing),
+                },
+                None => import.operation.clear(),
+            }
+            self.imports().insert(name.clone(), import.clone());
+        }
+        if let Some((message, next)) = &import.failed
+            && Instant::now() < *next
+        {
+            return lacks("ImportFailed", format!("the image {reference}: {message}"));
+        }
+        let registry = registry(reference);
+        let mut credentials = None;
+        for SecretName { name } in secrets {
+            match self.secret(&namespace, name).await? {
+                Ok(data) => credentials = credentials.or_else(|| self::credentials(&data, registry)),
+                Err(lack) => return Ok(Err(NoImage::Lacks(lack))),
+            }
+        }
+        let request = v1::ImportImageRequest {
+            image: Some(v1::Image {
+                metadata: Some(v1::ObjectMetadata {
+                    name: name.clone(),
+                    labels: [(names::AGENT.to_owned(), self.node.clone())].into(),
+                    owner: names::MANAGER.to_owned(),
+                    ..v1::ObjectMetadata::default()
+                }),
+                spec: Some(v1::ImageSpec {
+                    source: Some(v1::image_spec::Source::Oci(v1::OciSource {
+                        reference: reference.to_owned(),
+                        credentials,
+                        ..v1::OciSource::default()
+                    })),
+                    ..v1::ImageSpec::default()
+                }),
+                status: None,
+            }),
+            no_wait: true,
+            ..v1::ImportImageRequest::default()
+        };
+        match within(CALL, self.daemon.images.clone().import_image(request)).await {
+            Ok(answer) => {
+                import.operation = answer.operation.map(|operation| operation.id).unwrap_or_default();
+                import.failed = None;
+                self.imports().insert(name, import);
+                lacks("ImportingImage", importing)
+            }
+            // For another pod.
+            Err(status) if status.code() == Code::AlreadyExists => lacks("ImportingImage", importing),
+            Err(status) if daemon::refused(&status) => Ok(Err(NoImage::Refused(Box::new(status)))),
+            Err(status) => Err(status.into()),
+        }
+    }
+}
+
+/// The host of a reference, with its port.
+fn registry(reference: &str) -> &str {
+    reference.split('/').next().unwrap_or_default()
+}
+
+/// What a Secret has for a registry: `{"auths": {HOST: {"username": …, "password": …}}}`, or `"auth"`, both in base64 with a colon between.
+fn credentials(data: &Data, registry: &str) -> Option<v1::OciCredentials> {
+    let config: Value = serde_json::from_slice(data.get(DOCKER_CONFIG)?).ok()?;
+    let auths = config["auths"].as_object()?;
+    let (_, entry) = auths.iter().find(|(key, _)| host(key) == host(registry))?;
+    let text = |name: &str| entry[name].as_str().filter(|text| !text.is_empty());
+    if let (Some(username), Some(password)) = (text("username"), text("password")) {
+        return Some(v1::OciCredentials {
+            username: username.to_owned(),
+            password: password.to_owned(),
+        });
+    }
+    let ByteString(both) = serde_json::from_value(entry["auth"].clone()).ok()?;
+    let both = String::from_utf8(both).ok()?;
+    let (username, password) = both.split_once(':')?;
+    Some(v1::OciCredentials {
+        username: username.to_owned(),
+        password: password.to_owned(),
+    })
+}
+
+/// Of a key of such a Secret, which may be an address with a path. Docker Hub has several names.
+fn host(key: &str) -> &str {
+    let bare = key.trim_start_matches("https://").trim_start_matches("http://");
+    match bare.split('/').next().unwrap_or_default() {
+        "index.docker.io" | "registry-1.docker.io" => "docker.io",
+        host => host,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn passwords_are_those_of_the_registry() {
+        let config = json!({"auths": {
+            "registry.example:5000": {"username": "ci", "password": "one"},
+            "https://index.docker.io/v1/": {"auth": "Y2k6dHdvOnRocmVl"},
+            "broken.example": {"auth": "?"},
+        }});
+        let data = Data::from([(DOCKER_CONFIG.to_owned(), config.to_string().into_bytes())]);
+        let table = [
+            ("registry.example:5000/debian:13", Some(("ci", "one"))),
+            ("registry.example/debian:13", None),
+            ("docker.io/library/debian", Some(("ci", "two:three"))),
+            ("broken.example/debian", None),
+        ];
+        for (reference, wanted) in table {
+            let found = credentials(&data, registry(reference));
+            let found = found.as_ref().map(|found| (&*found.username, &*found.password));
+            assert_eq!(found, wanted, "{reference}");
+        }
+        assert!(credentials(&Data::new(), "registry.example").is_none());
+    }
+
+    #[test]
+    fn imports_that_fail_wait_twice_as_long_each_time() {
+        let now = Instant::now();
+        let mut import = Import::default();
+        for wanted in [10, 20, 40, 80, 160, 300, 300] {
+            import.fail("no such image", now);
+            let (_, next) = import.failed.clone().unwrap();
+            assert_eq!(next.duration_since(now).as_secs(), wanted);
+        }
+    }
+}
