@@ -8,11 +8,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::v1::{self, VmPhase};
+use proto::v1::{self, VmPhase, disk_service_client::DiskServiceClient};
 use serde_json::{Value, json};
 use tokio::time::sleep;
 
-use crate::{cluster::Cluster, eventually, harness::Daemon, program::Program};
+use crate::{
+    cluster::Cluster,
+    eventually,
+    harness::{self, Daemon},
+    program::Program,
+};
 
 /// Where the manifests of vmmd-kube put it.
 pub const NAMESPACE: &str = "vmmd-system";
@@ -27,6 +32,16 @@ pub struct Node {
     pub daemon: Daemon,
     /// What makes it a node.
     pub agent: Program,
+}
+
+impl Node {
+    /// The disks that its daemon keeps.
+    pub async fn disks(&self) -> Vec<v1::Disk> {
+        let channel = harness::connect(self.daemon.folder.path()).await;
+        let request = v1::ListDisksRequest::default();
+        let answer = DiskServiceClient::new(channel).list_disks(request).await;
+        answer.unwrap().into_inner().disks
+    }
 }
 
 /// A VirtualMachine by the API server.
@@ -312,7 +327,7 @@ impl Fleet {
         Ok(())
     }
 
-    /// Waits until no VM, no placeholder, no process and no cgroup is left.
+    /// Waits until no VM, no placeholder, no process, no cgroup and no disk is left.
     pub async fn nothing_left(&self, patience: Duration) {
         eventually("nothing is left", patience, async || {
             let vms_left = self.vms().await?;
@@ -321,11 +336,12 @@ impl Fleet {
             let mut left = Vec::new();
             for node in &self.nodes {
                 let vms: Vec<_> = node.daemon.list().await.iter().map(name).collect();
-                left.push((vms, node.daemon.vmm_processes(), node.daemon.cgroups()));
+                let (processes, groups) = (node.daemon.vmm_processes(), node.daemon.cgroups());
+                left.push((vms, processes, groups, node.disks().await));
             }
-            let clean = left
-                .iter()
-                .all(|(vms, processes, groups)| vms.is_empty() && processes.is_empty() && groups.is_empty());
+            let clean = left.iter().all(|(vms, processes, groups, disks)| {
+                vms.is_empty() && processes.is_empty() && groups.is_empty() && disks.is_empty()
+            });
             if !clean || !vms_left.is_empty() || !pods.is_empty() {
                 return Err(format!("{vms_left:?} {pods:?} {left:?}"));
             }

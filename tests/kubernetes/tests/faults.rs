@@ -9,6 +9,7 @@ use std::{
 };
 
 use rustix::process::{Pid, Signal, kill_process};
+use serde_json::json;
 use tokio::time::sleep;
 use vmmd_kubernetes_tests::{
     eventually,
@@ -152,7 +153,10 @@ async fn no_vm_runs_twice_or_is_lost_whatever_is_killed() {
 fn create(fleet: &mut Fleet, names: &mut Vec<String>, made: &mut usize) {
     let name = format!("vm-{made}");
     *made += 1;
-    fleet.cluster.apply(&fleet.vm(&name));
+    let mut vm = fleet.vm(&name);
+    vm["spec"]["vm"]["disks"] = json!([{"name": "scratch"}]);
+    vm["spec"]["volumes"] = json!([{"name": "scratch", "emptyDisk": {"size": "1Mi"}}]);
+    fleet.cluster.apply(&vm);
     names.push(name);
 }
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use vmmd_kubernetes_tests::{fleet::Fleet, session::Session};
+use vmmd_kubernetes_tests::{eventually, fleet::Fleet, session::Session};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -120,4 +120,29 @@ async fn a_spec_that_vmmd_refuses_is_refused_with_the_path_of_the_field() {
     };
     assert!(said.contains("spec.vm.memory.sizeBytes"), "{said}");
     assert_eq!(fleet.nodes[0].daemon.list().await, []);
+}
+
+#[tokio::test]
+async fn a_vm_whose_starts_fail_is_not_said_to_run() {
+    let fleet = Fleet::start(1, 1).await;
+    let cluster = &fleet.cluster;
+    let mut vm = fleet.vm("bad");
+    // As on a node whose KVM runs no guests.
+    vm["spec"]["vm"]["boot"]["linux"]["cmdline"] = "mock.boot=kvm".into();
+    cluster.apply(&vm);
+    let path = "-o=jsonpath={.status.phase} {.status.conditions[?(@.type=='Ready')]}";
+    let ready = eventually("the status says why", PATIENCE, async || {
+        let found = cluster.kubectl(&["get", "vmmvm", "bad", path]);
+        if found.contains("KVM can't run guests") {
+            Ok(found)
+        } else {
+            Err(found)
+        }
+    })
+    .await;
+    assert!(ready.starts_with("Starting "), "{ready}");
+    let pods = cluster.kubectl(&["get", "pods"]);
+    assert!(pods.contains("StartFailed") && pods.contains("0/1"), "{pods}");
+    cluster.kubectl(&["delete", "vmmvm", "bad", "--timeout=60s"]);
+    fleet.nothing_left(PATIENCE).await;
 }

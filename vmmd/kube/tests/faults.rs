@@ -8,6 +8,7 @@ use std::{
 };
 
 use proto::v1::ExitReason;
+use serde_json::json;
 
 use crate::mock::{Cluster, Program, vmmd, wait};
 
@@ -42,7 +43,7 @@ fn no_vm_runs_twice_and_all_converges_whatever_is_killed() {
     let mut agents: BTreeMap<usize, Program> = (0..NODES).map(|node| (node, cluster.agent(node))).collect();
     let mut controllers = [cluster.controller(), cluster.controller()];
     for index in 0..MACHINES {
-        cluster.create(&format!("m{index}"), "always_on");
+        create(&cluster, &format!("m{index}"));
     }
     for round in 0..rounds {
         schedule(&cluster, &mut random);
@@ -91,7 +92,7 @@ fn no_vm_runs_twice_and_all_converges_whatever_is_killed() {
             _ => pause(&mut random),
         }
         if cluster.machine(&name).is_null() {
-            cluster.create(&name, "always_on");
+            create(&cluster, &name);
         }
         assert_eq!(
             cluster.ledger.twice(),
@@ -118,6 +119,14 @@ fn no_vm_runs_twice_and_all_converges_whatever_is_killed() {
     assert_eq!(cluster.ledger.twice(), Vec::<String>::new(), "seed {seed}");
 }
 
+/// A machine with a disk that is made for each run.
+fn create(cluster: &Cluster, name: &str) {
+    cluster.create_with(name, "always_on", |spec| {
+        spec["vm"]["disks"] = json!([{"name": "scratch"}]);
+        spec["volumes"] = json!([{"name": "scratch", "emptyDisk": {"size": "1Mi"}}]);
+    });
+}
+
 /// Every machine runs, each with the one VM and the one pod of its last run; then all are deleted, and nothing is left.
 fn converge(cluster: &Cluster) {
     let names: Vec<_> = (0..MACHINES).map(|index| format!("m{index}")).collect();
@@ -126,7 +135,7 @@ fn converge(cluster: &Cluster) {
             let machine = cluster.machine(name);
             if machine.is_null() {
                 // It was still being deleted.
-                cluster.create(name, "always_on");
+                create(cluster, name);
             }
             machine["status"]["phase"] == "Running" && machine["metadata"]["deletionTimestamp"].is_null()
         }) && count(cluster) == MACHINES
@@ -135,10 +144,15 @@ fn converge(cluster: &Cluster) {
     for name in &names {
         cluster.delete_machine(name);
     }
+    let disks = || -> usize {
+        let vmmds = cluster.vmmds.iter();
+        vmmds.map(|vmmd| vmmd.state.storage.disks().len()).sum()
+    };
     wait("nothing is left", || {
         names.iter().all(|name| cluster.machine(name).is_null())
             && cluster.pods().is_empty()
             && count(cluster) == 0
+            && disks() == 0
     });
 }
 
