@@ -75,6 +75,26 @@ fn a_node_is_not_ready_without_vmmd_and_ready_again_with_it() {
 }
 
 #[test]
+fn a_node_without_kvm_is_not_ready() {
+    let cluster = Cluster::start(1);
+    *lock(&cluster.vmmds[0].state.no_kvm) = true;
+    let _agent = cluster.agent(0);
+    wait("it says so", || {
+        let node = cluster
+            .api
+            .store(|store| store.get(&api::node("n0")))
+            .unwrap_or_default();
+        let conditions = node["status"]["conditions"].as_array().cloned();
+        conditions.into_iter().flatten().any(|one| {
+            one["type"] == "Ready"
+                && one["status"] == "False"
+                && one["reason"] == "KvmUnavailable"
+                && one["message"] == "/dev/kvm is missing"
+        })
+    });
+}
+
+#[test]
 fn an_agent_that_was_killed_finds_its_vms_again() {
     let cluster = Cluster::start(1);
     let _controller = cluster.controller();

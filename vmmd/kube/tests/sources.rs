@@ -198,6 +198,27 @@ fn what_vmmd_refuses_of_a_secret_is_said_with_the_field_and_without_the_value() 
     );
 }
 
+#[test]
+fn a_request_that_an_earlier_agent_made_with_another_secret_ends_the_run() {
+    let cluster = Cluster::start(1);
+    let _controller = cluster.controller();
+    let _agent = cluster.agent(0);
+    let mut details = ErrorDetails::new();
+    details.set_error_info("REQUEST_ID_REUSED", "vmmd", std::collections::HashMap::new());
+    let refusal = Status::with_error_details(Code::AlreadyExists, "there was another request", details);
+    *lock(&cluster.vmmds[0].state.refusal) = Some(refusal);
+    cluster.create("web", "always_on");
+    bind(&cluster, "web-1");
+    wait("it fails", || {
+        cluster.machine("web")["status"]["phase"] == "Failed"
+    });
+    assert_eq!(ready(&cluster, "web").0, "RequestIdReused");
+    // The next run's pod has another uid, and so another request.
+    *lock(&cluster.vmmds[0].state.refusal) = None;
+    bind(&cluster, "web-2");
+    runs(&cluster, "web");
+}
+
 fn with_image(spec: &mut Value) {
     spec["vm"]["disks"] = json!([{"name": "root"}, {"name": "scratch"}]);
     spec["volumes"] = json!([
@@ -425,26 +446,6 @@ fn a_claim_is_a_disk_or_a_share_once_it_is_bound() {
         (&*spec.shares[0].path, spec.shares[0].read_only),
         ("/srv/volumes/files", true)
     );
-}
-
-#[test]
-fn a_node_without_kvm_is_not_ready() {
-    let cluster = Cluster::start(1);
-    *lock(&cluster.vmmds[0].state.no_kvm) = true;
-    let _agent = cluster.agent(0);
-    wait("it says so", || {
-        let node = cluster
-            .api
-            .store(|store| store.get(&api::node("n0")))
-            .unwrap_or_default();
-        let conditions = node["status"]["conditions"].as_array().cloned();
-        conditions.into_iter().flatten().any(|one| {
-            one["type"] == "Ready"
-                && one["status"] == "False"
-                && one["reason"] == "KvmUnavailable"
-                && one["message"] == "/dev/kvm is missing"
-        })
-    });
 }
 
 #[test]

@@ -224,10 +224,13 @@ impl Worker {
                 Ok(After::Vm(Box::new(vm)))
             }
             Err(status) if status.code() == Code::AlreadyExists => {
-                let found = self.daemon.vm(&name).await?;
-                match found.filter(|vm| pod_uid(vm) == Some(&uid)) {
-                    Some(vm) => Ok(After::Vm(Box::new(vm))),
+                let (reason, message) = daemon::explain(&status);
+                match self.daemon.vm(&name).await? {
+                    Some(vm) if pod_uid(&vm) == Some(&uid) => Ok(After::Vm(Box::new(vm))),
                     // That of an earlier run, which goes first.
+                    Some(_) => Ok(After::Again(TAKEN)),
+                    // An agent before this one was refused with other values of Secrets, and has not told it: another run may have these.
+                    None if reason == "RequestIdReused" => self.give_up(pod, &reason, &message).await,
                     None => Ok(After::Again(TAKEN)),
                 }
             }
