@@ -269,7 +269,7 @@ impl Worker {
         self.unanswered().remove(uid);
     }
 
-    /// See [`Self::imports`].
+    /// The imports that this agent has begun.
     pub fn imports(&self) -> MutexGuard<'_, Imports> {
         self.imports.lock().unwrap_or_else(PoisonError::into_inner)
     }
