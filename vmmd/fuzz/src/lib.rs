@@ -1,4 +1,4 @@
-//! What of vmmd answers guests: the files of the helper that need no daemon.
+//! What of vmmd answers guests and other daemons: the files that need nothing else of it.
 
 #[allow(dead_code, reason = "the helper's process uses the rest")]
 #[path = "../../src/network/managed/helper"]
@@ -13,4 +13,24 @@ mod helper {
     pub use table::{Host, Ipv6, Table};
 }
 
+#[allow(dead_code, reason = "the daemon uses the rest")]
+#[path = "../../src/migration"]
+mod migration {
+    pub mod fuzzing;
+    mod heard;
+}
+
+#[allow(dead_code, reason = "the daemon uses the rest")]
+#[path = "../../src/failure"]
+mod failure {
+    mod refusal;
+
+    pub use refusal::{Failure, Kind};
+}
+
+#[allow(dead_code, reason = "the daemon uses the rest")]
+#[path = "../../src/text.rs"]
+mod text;
+
 pub use helper::fuzzing::{dhcp_client, dns_query, name_servers, router_solicitations};
+pub use migration::fuzzing::peer_messages;

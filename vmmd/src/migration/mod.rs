@@ -14,6 +14,9 @@
 //! carries out what concerns its own `vmm`. The source is the client of all calls, and repeats what has not been answered: so the target asks
 //! nothing. Memory goes over the daemons' connection, which has TLS with certificates on both sides.
 
+#[cfg(test)]
+mod fuzzing;
+mod heard;
 mod source;
 mod target;
 
@@ -36,8 +39,6 @@ use crate::{
     store::HandoverStage,
 };
 
-/// What daemons say to each other.
-pub const PROTOCOL: u32 = 1;
 /// Waits between two tries of what was not answered, or could not be done.
 const FIRST_WAIT: Duration = Duration::from_millis(100);
 const LAST_WAIT: Duration = Duration::from_secs(10);

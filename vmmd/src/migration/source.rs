@@ -8,10 +8,7 @@ use std::{
 
 use proto::{
     handover::{Message, SourceEvent},
-    model::{
-        disk::{Disk, Format, Source},
-        vm::VmSpec,
-    },
+    model::vm::VmSpec,
     v1::{self, peer_service_client::PeerServiceClient},
     vmm::SendReply,
 };
@@ -25,7 +22,10 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
 use uuid::Uuid;
 
-use super::{FIRST_WAIT, LAST_WAIT, Moving, PROTOCOL, ask, go_on};
+use super::{
+    FIRST_WAIT, LAST_WAIT, Moving, ask, go_on,
+    heard::{self, PROTOCOL},
+};
 use crate::{
     context::Context,
     control::Client,
@@ -36,10 +36,7 @@ use crate::{
     operation::{Handle, Progress, Type},
     registry::vms::command::{Attend, Command, HandoverRequest, Purpose},
     request::preconditions,
-    store::{
-        HandoverStage, Hardware, NicHardware, VmRecord,
-        handover::{message_of, step},
-    },
+    store::{HandoverStage, Hardware, NicHardware, VmRecord},
     text,
     vm::refused,
 };
@@ -67,39 +64,6 @@ struct Plan {
     offer: v1::OfferVmRequest,
     downtime: Duration,
     bytes_per_second: u64,
-}
-
-/// Refused for a VM that has something which can't go to another node.
-pub fn refuse_what_stays(wire: &v1::VmSpec) -> Result<(), Failure> {
-    let spec = VmSpec::try_from(wire)?;
-    let refuse = |disk: &Disk, why: &str| {
-        let message = format!("the guest can write to disk \"{}\", {why}", disk.name);
-        Err(Failure::precondition("MIGRATION_DISKS", message))
-    };
-    for disk in spec.disks.iter().filter(|disk| !disk.read_only) {
-        match &disk.source {
-            Source::Path {
-                format: Format::Raw, ..
-            }
-            | Source::Seed => {}
-            Source::Path { .. } => {
-                let why = "and a qcow2 image can't go to another node while it is written to: only raw disks on storage that both nodes share can";
-                return refuse(disk, why);
-            }
-            Source::Disk { .. } => {
-                let why = "which is a disk of this node: only disks by path, on storage that both nodes share, can go to another node";
-                return refuse(disk, why);
-            }
-        }
-    }
-    if let Some(share) = spec.shares.first() {
-        let message = format!(
-            "share \"{}\" is a directory of this node, whose state in the guest can't go to another one: VMs with shares can't be migrated",
-            share.name
-        );
-        return Err(Failure::precondition("MIGRATION_SHARES", message));
-    }
-    Ok(())
 }
 
 /// Begins a migration.
@@ -139,7 +103,7 @@ pub async fn migrate(
         );
         return Err(Failure::precondition("RESTART_REQUIRED", message));
     }
-    refuse_what_stays(&wire)?;
+    heard::refuse_what_stays(&VmSpec::try_from(&wire)?)?;
     let has_disks = wire.disks.iter().any(|disk| !disk.read_only);
     let hardware = run
         .hardware
@@ -249,9 +213,10 @@ async fn carry_out(host: Arc<Host>, mut plan: Plan, operation: Handle) {
                 tracing::warn!(vm = plan.name, "a VM that has moved is not removed yet");
             }
             let message = format!(
-                "the VM runs on {}: {} bytes were sent in {} ms and {} rounds, the guest stood still for {} ms and the hand-over",
+                "the VM runs on {}: {} bytes were sent, {} of them memory, in {} ms and {} rounds, the guest stood still for {} ms and the hand-over",
                 plan.target,
                 sent.sent_bytes,
+                sent.memory_bytes,
                 took.as_millis(),
                 sent.rounds,
                 sent.pause_ns / 1_000_000
@@ -427,7 +392,7 @@ fn silent() -> Failure {
 }
 
 fn said_no(status: &tonic::Status) -> Failure {
-    let message = format!("the other node: {}", status.message());
+    let message = format!("the other node: {}", heard::reason(status.message()));
     match status.code() {
         tonic::Code::Unavailable | tonic::Code::Cancelled | tonic::Code::Unknown => {
             Failure::new(Kind::Unavailable, "PEER_GONE", message)
@@ -486,7 +451,7 @@ async fn call(
         name: name.to_owned(),
         uid: uid.to_string(),
         migration,
-        step: step(message).into(),
+        step: heard::step(message).into(),
     };
     let step = request.step();
     fault::hold(&host.config.run_dir, &format!("says-{step:?}")).await;
@@ -496,7 +461,7 @@ async fn call(
         .map_err(|status| said_no(&status))?;
     let step = answer.into_inner().step();
     fault::hold(&host.config.run_dir, &format!("heard-{step:?}")).await;
-    Ok(message_of(step, migration))
+    Ok(heard::message_of(step, migration))
 }
 
 /// Repeats a message until it is answered, first over `peer`, then over new connections. The target's answer goes to the VM's actor. False when

@@ -1,22 +1,20 @@
 //! The target's side: what the source asks.
 
-use std::{
-    collections::BTreeMap, net::Ipv4Addr, os::unix::net::UnixStream as Pair, sync::Arc, time::Duration,
-};
+use std::{collections::BTreeMap, os::unix::net::UnixStream as Pair, sync::Arc, time::Duration};
 
 use proto::{
     handover::{Message, Target},
-    model::{
-        nic::Mac,
-        vm::{Attachment, VmSpec},
-    },
+    model::vm::Attachment,
     v1,
 };
 use tokio::{io::AsyncWriteExt as _, net::UnixStream, time::timeout};
 use tonic::Streaming;
 use uuid::Uuid;
 
-use super::{Moving, PROTOCOL, ask, source::refuse_what_stays};
+use super::{
+    Moving, ask,
+    heard::{self, Offer},
+};
 use crate::{
     context::Context,
     failure::{Failure, Kind},
@@ -24,11 +22,7 @@ use crate::{
     host::Host,
     network,
     registry::vms::command::HandoverRequest,
-    store::{
-        Hardware, NicHardware,
-        handover::{Handover, message_of, step},
-    },
-    text,
+    store::{Hardware, NicHardware, handover::Handover},
     vm::{Incoming, create_incoming},
 };
 
@@ -60,55 +54,24 @@ async fn take_offer(
 ) -> Result<v1::OfferVmResponse, Failure> {
     fault::hold(&host.config.run_dir, "heard-OfferVm").await;
     host.peers.takes_part()?;
-    if request.protocol != PROTOCOL {
-        let message = format!(
-            "this vmmd speaks version {PROTOCOL} of the protocol of migrations, the source {}",
-            request.protocol
-        );
-        return Err(Failure::precondition("PEER_PROTOCOL", message));
-    }
-    let uid = Uuid::parse_str(&request.uid).map_err(|_| Failure::field("uid", "must be a UUID"))?;
-    let over = request
-        .migration
-        .checked_sub(1)
-        .ok_or_else(|| Failure::field("migration", "must be above 0"))?;
-    let own = &host.cpus.features;
-    let missing: Vec<_> = request
-        .cpu_features
-        .iter()
-        .filter(|feature| own.binary_search(feature).is_err())
-        .map(String::as_str)
-        .collect();
-    if !missing.is_empty() {
-        let message = format!("this node's processors lack {}", missing.join(", "));
-        return Err(Failure::precondition("CPU_FEATURES_MISSING", message));
-    }
-    let vm = request.vm.ok_or_else(|| Failure::field("vm", "must be given"))?;
-    refuse_what_stays(&vm.spec.clone().unwrap_or_default())?;
+    let offer = Offer::new(request, &host.cpus.features)?;
+    let uid = offer.uid;
     if host.vms.find(uid).is_some() {
         let message = "this node has the VM already: an earlier migration of it is not over";
         return Err(Failure::new(Kind::Exists, "VM_EXISTS", message));
     }
-    let name = vm.metadata.as_ref().map(|metadata| metadata.name.clone());
-    let nics = request
-        .hardware
-        .as_ref()
-        .map(|hardware| hardware.nics.clone())
-        .unwrap_or_default();
     let incoming = Incoming {
         uid,
-        hardware: request.hardware.map(hardware).unwrap_or_default(),
-        handover: Handover::Target(Target::Idle(over)).record(""),
+        hardware: hardware(&offer.hardware),
+        handover: Handover::Target(Target::Idle(offer.migration.saturating_sub(1))).record(""),
     };
-    let name = name.unwrap_or_default();
-    let spec = vm.spec.clone().unwrap_or_default();
-    create_incoming(host, vm, incoming, context).await?;
     let moving = Moving {
-        name,
+        name: offer.vm.metadata.clone().unwrap_or_default().name,
         uid,
-        migration: request.migration,
+        migration: offer.migration,
     };
-    if let Err(failure) = lease(host, (uid, &moving.name), &spec, &nics).await {
+    create_incoming(host, offer.vm.clone(), incoming, context).await?;
+    if let Err(failure) = lease(host, &offer, &moving.name).await {
         moving.expires_within(host, REMOVAL).await;
         return Err(failure);
     }
@@ -119,70 +82,41 @@ async fn take_offer(
     })
 }
 
-fn hardware(wire: v1::PeerHardware) -> Hardware {
-    let nic = |(name, nic): (String, v1::PeerNic)| {
+fn hardware(wire: &v1::PeerHardware) -> Hardware {
+    let nic = |(name, nic): (&String, &v1::PeerNic)| {
         let nic = NicHardware {
             slot: nic.slot,
-            mac: nic.mac,
+            mac: nic.mac.clone(),
         };
-        (name, nic)
+        (name.clone(), nic)
     };
     Hardware {
         rng_slot: wire.rng_slot,
-        disk_slots: wire.disk_slots.into_iter().collect(),
-        nics: wire.nics.into_iter().map(nic).collect::<BTreeMap<_, _>>(),
+        disk_slots: wire.disk_slots.clone().into_iter().collect(),
+        nics: wire.nics.iter().map(nic).collect::<BTreeMap<_, _>>(),
         // A VM with shares is not migrated.
         share_slots: BTreeMap::new(),
     }
 }
 
-/// Gives the NICs the addresses that they have at the source: the guest goes on with them.
-async fn lease(
-    host: &Arc<Host>,
-    (uid, vm): (Uuid, &str),
-    wire: &v1::VmSpec,
-    nics: &BTreeMap<String, v1::PeerNic>,
-) -> Result<(), Failure> {
-    let spec = VmSpec::try_from(wire)?;
-    for nic in &spec.nics {
-        let Attachment::Network {
-            name,
-            ports,
-            firewall,
-            ..
-        } = &nic.attachment
-        else {
+/// Gives the NICs the addresses that they have at the source.
+async fn lease(host: &Arc<Host>, offer: &Offer, vm: &str) -> Result<(), Failure> {
+    let range = |network: &str| host.networks.range(network).unwrap_or_default();
+    for address in offer.addresses(range)? {
+        let Attachment::Network { ports, firewall, .. } = &address.nic.attachment else {
             continue;
         };
-        let (nic, network) = (nic.name.as_str(), name.as_str());
-        let refuse = |why: &str| {
-            let message = format!("NIC \"{nic}\": {why}");
-            Failure::precondition("MIGRATION_NETWORK", message)
-        };
-        let peer = nics.get(nic).filter(|peer| peer.address != 0);
-        let peer = peer.ok_or_else(|| refuse("the source does not say which address it has"))?;
-        let mac = <[u8; 6]>::try_from(peer.mac.as_slice());
-        let mac = mac.map_err(|_| refuse("the source does not say which MAC address it has"))?;
-        let own = host.networks.range(network).unwrap_or_default();
-        if own != peer.range {
-            let why = format!(
-                "the network \"{network}\" is {own} on this node and {} on the source's: a VM keeps its address when it moves, so both must be the same",
-                text::brief(&peer.range)
-            );
-            return Err(refuse(&why));
-        }
         let request = network::Lease {
-            vm: (uid, vm),
-            nic,
-            tap: network::tap_name(uid, peer.slot),
-            mac: Mac::try_from(mac)
-                .map_err(|_| refuse("the source says a MAC address that no NIC can have"))?,
-            address: Some(Ipv4Addr::from(peer.address)),
+            vm: (offer.uid, vm),
+            nic: address.nic.name.as_str(),
+            tap: network::tap_name(offer.uid, address.slot),
+            mac: address.mac,
+            address: Some(address.address),
             ports,
             firewall,
         };
         host.networks
-            .lease(host.for_networks(), network, &request)
+            .lease(host.for_networks(), address.network, &request)
             .await?;
     }
     Ok(())
@@ -206,12 +140,8 @@ pub async fn receive(
     mut parts: Streaming<v1::ReceiveVmRequest>,
     context: &Context,
 ) -> Result<(), Failure> {
-    use v1::receive_vm_request::Part;
     let first = parts.message().await.map_err(|status| broken(&status))?;
-    let Some(Part::Open(vm)) = first.and_then(|first| first.part) else {
-        return Err(Failure::field("open", "must come first"));
-    };
-    let uid = Uuid::parse_str(&vm.uid).map_err(|_| Failure::field("open.uid", "must be a UUID"))?;
+    let (vm, uid) = heard::opened(first)?;
     fault::hold(&host.config.run_dir, "heard-ReceiveVm").await;
     let received = receive_parts(host, &vm, parts, context).await;
     let moving = Moving {
@@ -234,7 +164,6 @@ async fn receive_parts(
     mut parts: Streaming<v1::ReceiveVmRequest>,
     context: &Context,
 ) -> Result<(), Failure> {
-    use v1::receive_vm_request::Part;
     let sockets = Pair::pair().and_then(|(near, far)| {
         near.set_nonblocking(true)?;
         Ok((UnixStream::from_std(near)?, far))
@@ -259,17 +188,14 @@ async fn receive_parts(
                 break;
             }
         };
-        let part = match next {
-            Ok(Ok(Some(message))) => message.part,
+        let data = match next {
+            Ok(Ok(Some(message))) => heard::data(message)?,
             Ok(Ok(None)) => break,
             Ok(Err(status)) => return Err(broken(&status)),
             Err(_) => {
                 let message = format!("nothing came from the source for {} s", SILENCE.as_secs());
                 return Err(Failure::new(Kind::Unavailable, "PEER_SILENT", message));
             }
-        };
-        let Some(Part::Data(data)) = part else {
-            return Err(Failure::field("data", "must follow"));
         };
         let written = tokio::select! {
             written = timeout(silence, near.write_all(&data)) => written,
@@ -307,20 +233,13 @@ async fn receive_parts(
 }
 
 fn broken(status: &tonic::Status) -> Failure {
-    let message = format!("the source went away: {}", status.message());
+    let message = format!("the source went away: {}", heard::reason(status.message()));
     Failure::new(Kind::Unavailable, "PEER_GONE", message)
 }
 
 /// Carries out a step of the hand-over.
 pub async fn settle(host: &Arc<Host>, request: v1::SettleVmRequest) -> Result<v1::SettleVmResponse, Failure> {
-    let wrong = || Failure::field("step", "must be PREPARE, COMMIT or ABORT");
-    let message = message_of(request.step(), request.migration).ok_or_else(wrong)?;
-    if !matches!(
-        message,
-        Message::Prepare(_) | Message::Commit(_) | Message::Abort(_)
-    ) {
-        return Err(wrong());
-    }
+    let message = heard::settled(&request)?;
     if matches!(message, Message::Commit(_)) {
         fault::point(&host.config.run_dir, "commit-lost");
     }
@@ -357,6 +276,6 @@ pub async fn settle(host: &Arc<Host>, request: v1::SettleVmRequest) -> Result<v1
 }
 
 fn said(message: Option<Message>) -> v1::SettleVmResponse {
-    let step = message.map_or(v1::HandoverStep::Unspecified, step);
+    let step = message.map_or(v1::HandoverStep::Unspecified, heard::step);
     v1::SettleVmResponse { step: step.into() }
 }

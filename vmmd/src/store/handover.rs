@@ -1,9 +1,6 @@
 //! What a VM's record keeps of its migration.
 
-use proto::{
-    handover::{Message, Source, Target},
-    v1::HandoverStep,
-};
+use proto::handover::{Source, Target};
 
 use crate::store::{HandoverRecord, HandoverStage};
 
@@ -73,33 +70,6 @@ impl Handover {
     }
 }
 
-/// As it is said to the other daemon.
-pub fn step(message: Message) -> HandoverStep {
-    match message {
-        Message::Prepare(_) => HandoverStep::Prepare,
-        Message::Ready(_) => HandoverStep::Ready,
-        Message::Refuse(_) => HandoverStep::Refuse,
-        Message::Commit(_) => HandoverStep::Commit,
-        Message::Abort(_) => HandoverStep::Abort,
-        Message::Running(_) => HandoverStep::Running,
-        // The source repeats what was not answered instead.
-        Message::Query(_) => HandoverStep::Unspecified,
-    }
-}
-
-/// As it was said by the other daemon.
-pub fn message_of(step: HandoverStep, migration: u64) -> Option<Message> {
-    Some(match step {
-        HandoverStep::Prepare => Message::Prepare(migration),
-        HandoverStep::Ready => Message::Ready(migration),
-        HandoverStep::Refuse => Message::Refuse(migration),
-        HandoverStep::Commit => Message::Commit(migration),
-        HandoverStep::Abort => Message::Abort(migration),
-        HandoverStep::Running => Message::Running(migration),
-        HandoverStep::Unspecified => return None,
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -124,19 +94,5 @@ mod tests {
             assert_eq!(Handover::of(Some(&handover.record("node:7443"))), handover);
         }
         assert_eq!(Handover::of(None), Handover::Source(Source::NEW));
-    }
-
-    #[test]
-    fn every_message_is_heard_as_it_was_said() {
-        for message in [
-            Message::Prepare(7),
-            Message::Ready(7),
-            Message::Refuse(7),
-            Message::Commit(7),
-            Message::Abort(7),
-            Message::Running(7),
-        ] {
-            assert_eq!(message_of(step(message), 7), Some(message));
-        }
     }
 }

@@ -1,0 +1,314 @@
+//! What the other daemon of a migration says, decoded and checked as far as that needs nothing of the node. What it says is untrusted: its
+//! certificate says that it is a peer, not that it is right.
+
+use std::{collections::BTreeSet, net::Ipv4Addr};
+
+use proto::{
+    handover::Message,
+    model::{
+        disk::{Disk, Format, Source},
+        nic::Mac,
+        pci::PciSlot,
+        vm::{Attachment, Nic, VmSpec},
+    },
+    v1::{self, HandoverStep, receive_vm_request::Part},
+};
+use uuid::Uuid;
+
+use crate::{failure::Failure, text};
+
+/// Version of what daemons say to each other.
+pub const PROTOCOL: u32 = 1;
+/// Features of processors that a refusal names; it counts the others.
+const NAMED: usize = 20;
+/// Longest text of the other daemon that a message repeats, in bytes.
+const REPEATED: usize = 1000;
+
+/// A VM that the source offers.
+#[derive(Debug)]
+pub struct Offer {
+    /// Its UUID.
+    pub uid: Uuid,
+    /// Number of the migration, from 1.
+    pub migration: u64,
+    /// The VM, not checked as a manifest yet.
+    pub vm: v1::Vm,
+    /// Its spec.
+    pub spec: VmSpec,
+    /// A slot for each of its devices.
+    pub hardware: v1::PeerHardware,
+}
+
+/// What a NIC in a network of the node has at the source.
+#[derive(Debug)]
+pub struct Address<'a> {
+    /// The NIC.
+    pub nic: &'a Nic,
+    /// The network's name.
+    pub network: &'a str,
+    /// PCI slot.
+    pub slot: u32,
+    /// MAC address.
+    pub mac: Mac,
+    /// IPv4 address.
+    pub address: Ipv4Addr,
+}
+
+impl Offer {
+    /// Checks an offer to a node whose processors have `features` (sorted).
+    pub fn new(request: v1::OfferVmRequest, features: &[String]) -> Result<Self, Failure> {
+        if request.protocol != PROTOCOL {
+            let message = format!(
+                "this vmmd speaks version {PROTOCOL} of the protocol of migrations, the source {}",
+                request.protocol
+            );
+            return Err(Failure::precondition("PEER_PROTOCOL", message));
+        }
+        let uid = uuid("uid", &request.uid)?;
+        if request.migration == 0 {
+            return Err(Failure::field("migration", "must be above 0"));
+        }
+        let lacks = |feature: &&String| features.binary_search(feature).is_err();
+        refuse_missing(request.cpu_features.iter().filter(lacks))?;
+        let vm = request.vm.ok_or_else(|| Failure::field("vm", "must be given"))?;
+        let wire = vm.spec.clone().unwrap_or_default();
+        let spec = VmSpec::try_from(&wire)?;
+        refuse_what_stays(&spec)?;
+        let hardware = request.hardware.unwrap_or_default();
+        check_slots(&spec, &hardware)?;
+        Ok(Self {
+            uid,
+            migration: request.migration,
+            vm,
+            spec,
+            hardware,
+        })
+    }
+
+    /// The addresses that NICs have in networks: the guest goes on with them. `range` says what a network is on this node, in words that are the
+    /// same for the same.
+    pub fn addresses(&self, range: impl Fn(&str) -> String) -> Result<Vec<Address<'_>>, Failure> {
+        let mut addresses = Vec::new();
+        for nic in &self.spec.nics {
+            let Attachment::Network { name: network, .. } = &nic.attachment else {
+                continue;
+            };
+            let network = network.as_str();
+            let refuse = |why: &str| {
+                let message = format!("NIC \"{}\": {why}", nic.name);
+                Failure::precondition("MIGRATION_NETWORK", message)
+            };
+            let peer = self.hardware.nics.get(nic.name.as_str());
+            let peer = peer.filter(|peer| peer.address != 0);
+            let peer = peer.ok_or_else(|| refuse("the source does not say which address it has"))?;
+            let own = range(network);
+            if own != peer.range {
+                let why = format!(
+                    "the network \"{network}\" is {own} on this node and {} on the source's: a VM keeps its address when it moves, so both must be the same",
+                    text::brief(&peer.range)
+                );
+                return Err(refuse(&why));
+            }
+            addresses.push(Address {
+                nic,
+                network,
+                slot: peer.slot,
+                mac: mac(&peer.mac)
+                    .ok_or_else(|| refuse("the source says a MAC address that no NIC can have"))?,
+                address: Ipv4Addr::from(peer.address),
+            });
+        }
+        Ok(addresses)
+    }
+}
+
+fn uuid(field: &str, text: &str) -> Result<Uuid, Failure> {
+    Uuid::parse_str(text).map_err(|_| Failure::field(field, "must be a UUID"))
+}
+
+fn mac(bytes: &[u8]) -> Option<Mac> {
+    Mac::try_from(<[u8; 6]>::try_from(bytes).ok()?).ok()
+}
+
+fn refuse_missing<'a>(mut missing: impl Iterator<Item = &'a String>) -> Result<(), Failure> {
+    let named: Vec<_> = missing
+        .by_ref()
+        .take(NAMED)
+        .map(|it| text::one_line(it, 40))
+        .collect();
+    if named.is_empty() {
+        return Ok(());
+    }
+    let more = match missing.count() {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    let message = format!("this node's processors lack {}{more}", named.join(", "));
+    Err(Failure::precondition("CPU_FEATURES_MISSING", message))
+}
+
+/// Refused for a VM that has something which can't go to another node.
+pub fn refuse_what_stays(spec: &VmSpec) -> Result<(), Failure> {
+    let refuse = |disk: &Disk, why: &str| {
+        let message = format!("the guest can write to disk \"{}\", {why}", disk.name);
+        Err(Failure::precondition("MIGRATION_DISKS", message))
+    };
+    for disk in spec.disks.iter().filter(|disk| !disk.read_only) {
+        match &disk.source {
+            Source::Path {
+                format: Format::Raw, ..
+            }
+            | Source::Seed => {}
+            Source::Path { .. } => {
+                let why = "and a qcow2 image can't go to another node while it is written to: only raw disks on storage that both nodes share can";
+                return refuse(disk, why);
+            }
+            Source::Disk { .. } => {
+                let why = "which is a disk of this node: only disks by path, on storage that both nodes share, can go to another node";
+                return refuse(disk, why);
+            }
+        }
+    }
+    if let Some(share) = spec.shares.first() {
+        let message = format!(
+            "share \"{}\" is a directory of this node, whose state in the guest can't go to another one: VMs with shares can't be migrated",
+            share.name
+        );
+        return Err(Failure::precondition("MIGRATION_SHARES", message));
+    }
+    Ok(())
+}
+
+/// Each device of the spec has a slot, and none has that of another one: else the machine could not be built, which would be found only when
+/// everything has been sent.
+fn check_slots(spec: &VmSpec, hardware: &v1::PeerHardware) -> Result<(), Failure> {
+    let disks = hardware
+        .disk_slots
+        .iter()
+        .map(|(name, slot)| (name.as_str(), *slot));
+    let nics = hardware.nics.iter().map(|(name, nic)| (name.as_str(), nic.slot));
+    let mut taken = BTreeSet::new();
+    for (name, number) in disks
+        .chain(nics)
+        .chain([("the entropy device", hardware.rng_slot)])
+    {
+        let refuse = |why: &str| {
+            let message = format!("{}: {why}", text::one_line(name, 100));
+            Err(Failure::field("hardware", message))
+        };
+        match PciSlot::try_from(number) {
+            Ok(slot) if taken.insert(slot) => {}
+            Ok(_) => return refuse("another device has its PCI slot"),
+            Err(_) => return refuse("there is no such PCI slot"),
+        }
+    }
+    let disks = spec.disks.iter().map(|disk| &disk.name);
+    if let Some(disk) = disks
+        .clone()
+        .find(|name| !hardware.disk_slots.contains_key(name.as_str()))
+    {
+        return Err(Failure::field("hardware", format!("no slot of disk \"{disk}\"")));
+    }
+    for nic in &spec.nics {
+        let peer = hardware.nics.get(nic.name.as_str());
+        if peer.is_none_or(|peer| mac(&peer.mac).is_none()) {
+            let message = format!("no MAC address of NIC \"{}\"", nic.name);
+            return Err(Failure::field("hardware", message));
+        }
+    }
+    Ok(())
+}
+
+/// Which VM is sent: the first message of the stream.
+pub fn opened(first: Option<v1::ReceiveVmRequest>) -> Result<(v1::PeerVm, Uuid), Failure> {
+    let Some(Part::Open(vm)) = first.and_then(|first| first.part) else {
+        return Err(Failure::field("open", "must come first"));
+    };
+    let uid = uuid("open.uid", &vm.uid)?;
+    Ok((vm, uid))
+}
+
+/// What the source's `vmm` has written: each message after the first.
+pub fn data(message: v1::ReceiveVmRequest) -> Result<Vec<u8>, Failure> {
+    match message.part {
+        Some(Part::Data(data)) => Ok(data),
+        _ => Err(Failure::field("data", "must follow")),
+    }
+}
+
+/// What the source says of the hand-over.
+pub fn settled(request: &v1::SettleVmRequest) -> Result<Message, Failure> {
+    match message_of(request.step(), request.migration) {
+        Some(message @ (Message::Prepare(_) | Message::Commit(_) | Message::Abort(_))) => Ok(message),
+        _ => Err(Failure::field("step", "must be PREPARE, COMMIT or ABORT")),
+    }
+}
+
+/// As a message of the hand-over is said to the other daemon.
+pub fn step(message: Message) -> HandoverStep {
+    match message {
+        Message::Prepare(_) => HandoverStep::Prepare,
+        Message::Ready(_) => HandoverStep::Ready,
+        Message::Refuse(_) => HandoverStep::Refuse,
+        Message::Commit(_) => HandoverStep::Commit,
+        Message::Abort(_) => HandoverStep::Abort,
+        Message::Running(_) => HandoverStep::Running,
+        // The source repeats what was not answered instead.
+        Message::Query(_) => HandoverStep::Unspecified,
+    }
+}
+
+/// As it was said by the other daemon.
+pub fn message_of(step: HandoverStep, migration: u64) -> Option<Message> {
+    Some(match step {
+        HandoverStep::Prepare => Message::Prepare(migration),
+        HandoverStep::Ready => Message::Ready(migration),
+        HandoverStep::Refuse => Message::Refuse(migration),
+        HandoverStep::Commit => Message::Commit(migration),
+        HandoverStep::Abort => Message::Abort(migration),
+        HandoverStep::Running => Message::Running(migration),
+        HandoverStep::Unspecified => return None,
+    })
+}
+
+/// The other daemon's reason, for a message of this one.
+pub fn reason(text: &str) -> String {
+    text::one_line(text, REPEATED)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_message_is_heard_as_it_was_said() {
+        for message in [
+            Message::Prepare(7),
+            Message::Ready(7),
+            Message::Refuse(7),
+            Message::Commit(7),
+            Message::Abort(7),
+            Message::Running(7),
+        ] {
+            assert_eq!(message_of(step(message), 7), Some(message));
+        }
+    }
+
+    #[test]
+    fn a_refusal_names_some_of_the_missing_features_and_counts_the_others() {
+        let wanted: Vec<_> = (0..500).map(|number| format!("f{number:03}\n")).collect();
+        let has = ["f000\n".to_owned()];
+        let missing = wanted
+            .iter()
+            .filter(|feature| has.binary_search(feature).is_err());
+        let refused = refuse_missing(missing).unwrap_err();
+        assert!(
+            refused
+                .message
+                .starts_with("this node's processors lack f001 , f002 ,"),
+            "{refused}"
+        );
+        assert!(refused.message.ends_with("and 479 more"), "{refused}");
+        assert!(refuse_missing([].into_iter()).is_ok());
+    }
+}
