@@ -106,6 +106,8 @@ impl Assembler {
         let assembly = Assembly::new(&spec, host, windows, fds, ram, notifier)?;
         assembly.map_pci_ports(is_linux)?;
         let (mut machine, entry) = assembly.build(&spec, self.console.take(), || loading.finish())?;
+        // Those of a screen that is there without a driver. A machine that is restored finds all of them in its state.
+        machine.pci.remap(&machine.spaces.mmio);
         machine.enter_at(entry)?;
         Ok(machine)
     }
@@ -393,7 +395,6 @@ impl Assembly {
             Some(spec) => Some(console::build(&mut self, spec)?),
             None => None,
         };
-        self.sockets.pci.remap(&self.spaces.mmio);
         self.hotplug.power_on(|slot| self.sockets.pci.is_taken(slot));
 
         let generation_line = self.irq_line(super::GENERATION_GSI)?;

@@ -8,8 +8,28 @@ use proptest::prelude::*;
 
 use super::*;
 
+/// Slots of the devices that the machines of other tests do not have.
+const NIC: u8 = 3;
+const GPU: u8 = 27;
+const KEYBOARD: u8 = 28;
+const TABLET: u8 = 29;
+const CONSOLE: u8 = 30;
+const SHARE: u8 = 40;
 /// Slots that are walked: the host bridge, all devices, and one that is empty.
-const SLOTS: [u8; 6] = [0, RNG, DISK, FURTHER_DISK, BALLOON, 2];
+const SLOTS: [u8; 12] = [
+    0,
+    RNG,
+    NIC,
+    DISK,
+    BALLOON,
+    GPU,
+    KEYBOARD,
+    TABLET,
+    CONSOLE,
+    FURTHER_DISK,
+    SHARE,
+    2,
+];
 /// virtio's device status with DRIVER_OK (virtio 1.3, 2.1).
 const DRIVER_OK: u8 = 4;
 const STATUS: u64 = 0x14;
@@ -147,12 +167,80 @@ fn walked(machine: &mut Machine) -> Vec<proto::state::Section> {
     sections
 }
 
+/// A machine with a device of each kind, and the socket on which nobody serves its share. It has no NIC where the host lets the tests make no
+/// tap, and continuous integration does not run.
+fn of_every_kind() -> (Rig, UnixStream) {
+    let (mut spec, mut fds) = spec(2, &SPIN);
+    // The process of a share has it too.
+    spec.memory_shared = true;
+    let mut give = |fd: OwnedFd| {
+        fds.push(fd);
+        u32::try_from(fds.len() - 1).unwrap()
+    };
+    match devices::sys::tap::open("vmmwalk%d", false) {
+        Ok(tap) => spec.nics.push(vmm::Nic {
+            name: "eth0".to_owned(),
+            fd: give(tap),
+            mac: vec![0x52, 0x54, 0, 0, 0, 1],
+            pci_slot: NIC.into(),
+            mtu: 1500,
+            control_queue: true,
+            ..vmm::Nic::default()
+        }),
+        Err(error) => {
+            assert!(
+                std::env::var_os("CI").is_none(),
+                "no tap can be made here: {error}"
+            );
+            eprintln!("walked without a NIC, no tap can be made here: {error}");
+        }
+    }
+    let (front, back) = UnixStream::pair().unwrap();
+    spec.shares.push(vmm::Share {
+        name: "data".to_owned(),
+        tag: "data".to_owned(),
+        pci_slot: SHARE.into(),
+        fd: give(front.into()),
+    });
+    spec.display = Some(vmm::Display {
+        gpu_pci_slot: GPU.into(),
+        keyboard_pci_slot: KEYBOARD.into(),
+        tablet_pci_slot: TABLET.into(),
+        width: 640,
+        height: 480,
+        ..vmm::Display::default()
+    });
+    spec.console = Some(vmm::Console {
+        pci_slot: CONSOLE.into(),
+        socket_fd: None,
+    });
+    (Rig::of(&spec, fds), back)
+}
+
+/// Each walked slot but the empty one has a device, or the walk would not notice what is missing.
+#[test]
+fn the_walk_meets_every_kind_of_device() {
+    let (mut rig, _nobody) = of_every_kind();
+    let device = |rig: &mut Rig, slot| {
+        let id = run(rig.inner(), &Step::Read(Place::Config(slot, 0), 4));
+        let (vendor, device) = id.split_at(2);
+        (vendor == [0xf4, 0x1a]).then(|| u16::from_le_bytes([device[0], device[1]]))
+    };
+    // Virtio's device number is 0x1040 and the type (virtio 1.3, 4.1.2).
+    let found: Vec<_> = SLOTS.iter().map(|slot| device(&mut rig, *slot)).collect();
+    let kinds = [4, 1, 2, 5, 16, 18, 18, 3, 2, 26].map(|kind| Some(0x1040 + kind));
+    let nic = usize::from(found[2].is_none());
+    assert_eq!(found[1], kinds[0]);
+    assert_eq!(found[2 + nic..11], kinds[1 + nic..], "{found:?}");
+    assert_eq!((found[0], found[11]), (None, None));
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
     /// At any point of a random walk, a machine that was saved, thrown away and restored shows what its twin shows.
     #[test]
     fn a_guest_sees_no_difference(steps in prop::collection::vec(step(), 1..120)) {
-        let (mut twin, mut restored) = (Rig::new(2, &SPIN), Rig::new(2, &SPIN));
+        let ((mut twin, _twins_share), (mut restored, _share)) = (of_every_kind(), of_every_kind());
         // Random output is of no use to anybody.
         let mut outputs = [&twin, &restored].map(|rig| rig.console.try_clone().unwrap());
         let _drains = outputs.each_mut().map(|output| output.set_nonblocking(true));
