@@ -31,6 +31,9 @@ pub struct Migrate {
     /// How long the guest may stand still while the rest of its memory is sent; 300ms when not given.
     #[arg(long, value_name = "DURATION", value_parser = duration)]
     pub downtime_limit: Option<Duration>,
+    /// Slow a guest that changes its memory too fast for the limit: its virtual CPUs stand still for 20 to 99 % of the time.
+    #[arg(long)]
+    pub force: bool,
     /// How much is sent per second at most.
     #[arg(long, value_name = "BYTES", value_parser = size)]
     pub bandwidth: Option<u64>,

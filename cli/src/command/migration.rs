@@ -31,6 +31,7 @@ async fn migrate(client: &Client, args: Migrate) -> Result<()> {
         name: name.clone(),
         target: to.clone(),
         downtime_limit: period(args.downtime_limit),
+        force: args.force,
         bytes_per_second: args.bandwidth.unwrap_or_default(),
         timeout: period(args.timeout),
         ..Default::default()

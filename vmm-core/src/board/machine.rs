@@ -26,7 +26,7 @@ use proto::{
 };
 use tracing::{error, warn};
 
-use super::{boot::Entry, disks::Disks, image::Image, nics::Nics, shares::Shares, stats};
+use super::{boot::Entry, disks::Disks, image::Image, nics::Nics, shares::Shares, stats, throttle::Throttle};
 use crate::{
     kvm::{AddressSpaces, GuestTime, IrqChipState, StatsReader, Vm},
     lifecycle::{self, Detached, Failure, LimitTarget, NicChange, Notice, Notifier, Progress, Token},
@@ -81,6 +81,8 @@ pub struct Machine {
     pub(super) header: MachineHeader,
     /// The snapshot that is being taken.
     pub(super) saving: Option<Saving>,
+    /// The vCPUs stand still for a part of the time, of a machine that runs.
+    pub(super) throttle: Option<Throttle>,
     /// Tells the guest that its generation id is another.
     pub(super) generation_line: Arc<dyn IrqLine>,
     pub(super) notifier: Notifier,
@@ -119,6 +121,14 @@ impl Machine {
         self.disks.wait_for_leaving(deadline)?;
         self.nics.wait_for_leaving(deadline)?;
         self.shares.wait_for_leaving(deadline)
+    }
+
+    /// The vCPUs run all the time again.
+    fn unthrottle(&mut self) -> Result<(), Failure> {
+        if self.throttle.take().is_some_and(|it| it.stands()) {
+            self.vcpus.release()?;
+        }
+        Ok(())
     }
 
     fn pause_components(&mut self, deadline: Instant) -> Result<(), Failure> {
@@ -162,6 +172,7 @@ impl Machine {
 
 impl lifecycle::Machine for Machine {
     fn pause(&mut self) -> Result<(), Failure> {
+        self.throttle = None;
         self.vcpus.stop()?;
         let time = self.vcpus.time().map_err(Failure::from);
         let paused = time.and_then(|time| {
@@ -268,6 +279,7 @@ impl lifecycle::Machine for Machine {
             self.disks.next_deadline(),
             self.nics.next_deadline(),
             self.shares.next_deadline(),
+            self.throttle.as_ref().map(Throttle::due),
         ];
         deadlines.into_iter().flatten().min()
     }
@@ -374,21 +386,37 @@ impl lifecycle::Machine for Machine {
         Ok(())
     }
 
-    fn begin_migration(&mut self, socket: File, downtime: Duration, runs: bool) -> Result<(), Failure> {
+    fn begin_migration(&mut self, socket: File, purpose: Purpose, runs: bool) -> Result<(), Failure> {
         self.shares.write_unseen()?;
         self.nics.keep_queues(runs)?;
         let notifier = self.notifier.clone();
         let tell = move |event| notifier.notify(Notice::Snapshot(event));
         let sink = Box::new(Sender::new(socket, self.ram.memory()));
-        let purpose = (Purpose::Migration { downtime }, runs);
         self.saving = Some(Saving::into_sink(
             &self.vm,
             self.ram.memory(),
             sink,
-            purpose,
+            (purpose, runs),
             tell,
         )?);
         Ok(())
+    }
+
+    fn throttle(&mut self, percent: u8) -> Result<(), Failure> {
+        match &mut self.throttle {
+            Some(throttle) if percent > 0 => throttle.set(percent),
+            Some(_) => self.unthrottle()?,
+            None => self.throttle = Throttle::new(percent, Instant::now()),
+        }
+        Ok(())
+    }
+
+    fn keep_time(&mut self) -> Result<(), Failure> {
+        match self.throttle.as_mut().and_then(|it| it.turn(Instant::now())) {
+            Some(true) => Ok(self.vcpus.stop()?),
+            Some(false) => Ok(self.vcpus.release()?),
+            None => Ok(()),
+        }
     }
 
     fn complete_snapshot(&mut self, description: Vec<u8>) -> Result<GoesOn, Failure> {
@@ -408,18 +436,22 @@ impl lifecycle::Machine for Machine {
 
     fn end_snapshot(&mut self) -> Result<Report, Failure> {
         let ended = self.saving.take().ok_or_else(no_snapshot)?.end();
+        self.unthrottle()?;
         self.nics.keep_queues(false)?;
         ended
     }
 
     fn give_up_snapshot(&mut self) {
         self.saving = None;
+        // One whose vCPUs are gone ends for that reason.
+        let _gone = self.unthrottle();
         // Waits for nothing.
         let _free = self.nics.keep_queues(false);
     }
 
     fn halt(&mut self) {
         self.saving = None;
+        self.throttle = None;
         if let Err(error) = self.vcpus.stop() {
             error!(error = lifecycle::with_causes(&error), "stopping the vCPUs");
         }

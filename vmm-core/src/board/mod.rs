@@ -22,6 +22,7 @@ mod shares;
 mod silent;
 pub mod smbios;
 mod stats;
+mod throttle;
 mod video;
 
 use devices::bus::BusError;

@@ -12,7 +12,7 @@ use std::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use prost::Message;
@@ -29,7 +29,7 @@ use super::{
 use crate::lifecycle::{
     self, Builder, Detached, Failure, LimitTarget, Machine as _, NicChange, Notifier, Progress, Token,
 };
-use crate::snapshot::saving::{GoesOn, Report};
+use crate::snapshot::saving::{GoesOn, Purpose, Report};
 
 /// Makes the console of each machine.
 pub type Consoles = Box<dyn FnMut() -> io::Result<Console>>;
@@ -273,8 +273,16 @@ impl lifecycle::Machine for Rebuilt {
         self.machine()?.begin_snapshot(file, runs)
     }
 
-    fn begin_migration(&mut self, socket: File, downtime: Duration, runs: bool) -> Result<(), Failure> {
-        self.machine()?.begin_migration(socket, downtime, runs)
+    fn begin_migration(&mut self, socket: File, purpose: Purpose, runs: bool) -> Result<(), Failure> {
+        self.machine()?.begin_migration(socket, purpose, runs)
+    }
+
+    fn throttle(&mut self, percent: u8) -> Result<(), Failure> {
+        self.machine()?.throttle(percent)
+    }
+
+    fn keep_time(&mut self) -> Result<(), Failure> {
+        self.machine()?.keep_time()
     }
 
     fn complete_snapshot(&mut self, description: Vec<u8>) -> Result<GoesOn, Failure> {

@@ -12,6 +12,8 @@ use devices::log_limit::LogLimit;
 use proto::vmm::{ErrorKind, ExitKind, ExitRecord, MachineSpec, OnCrash, Restore};
 use tracing::{debug, info, warn};
 
+use crate::snapshot::saving::Purpose;
+
 use super::{
     Answer, Builder, Failure, Input, Machine, Notice, Notifier, Progress, Request, Token,
     admission::{Action, Admission, State, admit},
@@ -92,6 +94,13 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                 Ok(input) => input,
                 Err(RecvTimeoutError::Timeout) => {
                     self.collect();
+                    if let Err(failure) = self.keep_time() {
+                        return self.end(
+                            exit_record(ExitKind::VmmError, &failure.message),
+                            None,
+                            before_publishing,
+                        );
+                    }
                     if let Some((_, error)) = self.pause_again.take_if(|(when, _)| Instant::now() >= *when) {
                         self.pause_for_error(error);
                     }
@@ -119,6 +128,13 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                 .inputs
                 .recv_timeout(when.saturating_duration_since(Instant::now())),
             None => self.inputs.recv().map_err(|_| RecvTimeoutError::Disconnected),
+        }
+    }
+
+    fn keep_time(&mut self) -> Result<(), Failure> {
+        match &mut self.machine {
+            Some(machine) => machine.keep_time(),
+            None => Ok(()),
         }
     }
 
@@ -222,10 +238,17 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                     Ok(()) => return Next::GoOn,
                     Err(failure) => Err(failure),
                 },
-                Request::Send { socket, downtime } => match self.begin_migration(token, socket, downtime) {
-                    Ok(()) => return Next::GoOn,
-                    Err(failure) => Err(failure),
-                },
+                Request::Send {
+                    socket,
+                    downtime,
+                    throttle,
+                } => {
+                    let purpose = Purpose::Migration { downtime, throttle };
+                    match self.begin_migration(token, socket, purpose) {
+                        Ok(()) => return Next::GoOn,
+                        Err(failure) => Err(failure),
+                    }
+                }
                 Request::Reset => return self.reset(ResetCause::Request(token)),
                 Request::Pause => self.pause(),
                 Request::Resume => self.resume(),

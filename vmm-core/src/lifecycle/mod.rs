@@ -78,6 +78,8 @@ pub enum Request {
         socket: OwnedFd,
         /// How long sending the rest may take; zero: no matter how long.
         downtime: Duration,
+        /// The vCPUs may be throttled for it.
+        throttle: bool,
     },
     /// Makes it quiet.
     Pause,
@@ -402,7 +404,12 @@ pub trait Machine {
     fn begin_snapshot(&mut self, file: File, runs: bool) -> Result<(), Failure>;
     /// Begins to send the machine over `socket`; `runs` when it goes on meanwhile. It goes on as a snapshot does, but for the end: the
     /// machine stays paused.
-    fn begin_migration(&mut self, socket: File, downtime: Duration, runs: bool) -> Result<(), Failure>;
+    fn begin_migration(&mut self, socket: File, purpose: saving::Purpose, runs: bool) -> Result<(), Failure>;
+    /// Has the vCPUs stand still for so many percent of the time, 0 to 99, until the next pause or the end of what is under way. An error is one of
+    /// the machine, which can't go on.
+    fn throttle(&mut self, percent: u8) -> Result<(), Failure>;
+    /// Does what [`next_deadline`](Self::next_deadline) is for, as far as that is no answer. An error is one of the machine, which can't go on.
+    fn keep_time(&mut self) -> Result<(), Failure>;
     /// Takes the state of the paused machine, when the snapshot is [ready](saving::Event::Ready) for it; says when the machine may
     /// go on. The snapshot says `description` of itself.
     fn complete_snapshot(&mut self, description: Vec<u8>) -> Result<saving::GoesOn, Failure>;

@@ -88,6 +88,7 @@ impl<A: Audience> Publisher<A> {
             sent_bytes: round.sent_bytes,
             dirty_bytes: round.dirty_bytes,
             bytes_per_second: round.bytes_per_second,
+            throttle_percent: round.throttle.into(),
         }));
     }
 

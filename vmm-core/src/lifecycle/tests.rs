@@ -242,16 +242,36 @@ impl Machine for TestMachine {
         Ok(())
     }
 
-    fn begin_migration(&mut self, _socket: File, downtime: Duration, runs: bool) -> Result<(), Failure> {
+    fn begin_migration(
+        &mut self,
+        _socket: File,
+        purpose: saving::Purpose,
+        runs: bool,
+    ) -> Result<(), Failure> {
         self.log.add(format!("begin migration, runs: {runs}"));
         self.late = true;
+        let saving::Purpose::Migration { downtime, throttle } = purpose else {
+            panic!("{purpose:?}");
+        };
         let round = saving::Round {
             sent_bytes: 9,
+            throttle: if throttle { 20 } else { 0 },
             ..saving::Round::default()
         };
         self.tell(saving::Event::Round(round));
         self.tell(saving::Event::Ready);
         self.unsent = downtime.is_zero();
+        Ok(())
+    }
+
+    fn throttle(&mut self, percent: u8) -> Result<(), Failure> {
+        if percent != 0 {
+            self.log.add(format!("throttle {percent}"));
+        }
+        Ok(())
+    }
+
+    fn keep_time(&mut self) -> Result<(), Failure> {
         Ok(())
     }
 

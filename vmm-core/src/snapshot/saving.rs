@@ -10,7 +10,8 @@
 //! written later; when they are too many for that, the machine stays paused until they are written.
 //!
 //! A live [migration](crate::migration) is a save into a stream ([`Purpose::Migration`]): rounds go on until what is left can be sent within
-//! the limit of the downtime, and the machine stays paused until all is sent.
+//! the limit of the downtime, and the machine stays paused until all is sent. When rounds do not make it less, the machine's owner may be asked
+//! to [throttle](Round::throttle) its vCPUs.
 //!
 //! Whoever drops a [`Saving`] ends the thread and leaves a file that was never completed.
 
@@ -48,6 +49,10 @@ const FEW: u64 = 2 << 20;
 const MAX_ROUNDS: u32 = 16;
 /// Most rounds of a migration. QEMU and Cloud Hypervisor give up, or throttle the guest, after as many or fewer.
 const MAX_MIGRATION_ROUNDS: u32 = 30;
+/// For which part of the time vCPUs are throttled first, by how much more each time that this does not help, and at most, in percent.
+const FIRST_THROTTLE: u8 = 20;
+const THROTTLE_STEP: u8 = 10;
+const MAX_THROTTLE: u8 = 99;
 /// Changed memory that a migration always sends while the machine is paused, in bytes: a round for less costs more than it saves.
 const LITTLE: u64 = 256 << 10;
 /// Most bytes that are copied while the machine is paused, to be written later.
@@ -89,6 +94,8 @@ pub enum Purpose {
     Migration {
         /// How long sending the rest may take while the machine is paused. Zero: no matter how long.
         downtime: Duration,
+        /// The vCPUs may be throttled.
+        throttle: bool,
     },
 }
 
@@ -103,6 +110,8 @@ pub struct Round {
     pub dirty_bytes: u64,
     /// How fast this round was sent, in bytes per second.
     pub bytes_per_second: u64,
+    /// For which part of the time the vCPUs are to stand still from now on, in percent: 0 to 99.
+    pub throttle: u8,
 }
 
 /// What is told of a save that goes on.
@@ -318,7 +327,9 @@ impl Job {
         let left = match self.purpose {
             _ if self.logged.is_empty() => Left::default(),
             Purpose::Snapshot => self.rounds()?,
-            Purpose::Migration { downtime } => self.converge(downtime, began.elapsed(), tell)?,
+            Purpose::Migration { downtime, throttle } => {
+                self.converge((downtime, throttle), began.elapsed(), tell)?
+            }
         };
         tell(Event::Ready);
         let Ok(Rest { info, machine, pages }) = self.rest.recv() else {
@@ -364,28 +375,35 @@ impl Job {
         })
     }
 
-    /// Sends what is changed until the rest can be sent within `downtime`. All memory was sent in `elapsed`.
+    /// Sends what is changed until the rest can be sent within `downtime`; `may_throttle` the vCPUs for that. All memory was sent in `elapsed`.
     fn converge(
         &mut self,
-        downtime: Duration,
+        (downtime, may_throttle): (Duration, bool),
         mut elapsed: Duration,
         tell: &impl Fn(Event),
     ) -> Result<Left, SnapshotError> {
         let go_on = go_on(&self.stop);
         let mut before = 0;
         let mut rounds = 0;
+        let mut throttle = 0;
         loop {
             let sent_bytes = self.sink.written();
             let pages = take_dirty(&self.vm, &self.logged)?;
             let dirty_bytes = pages.len() as u64 * PAGE;
-            let speed = bytes_per_second(sent_bytes.saturating_sub(before), elapsed);
+            let sent_now = sent_bytes.saturating_sub(before);
+            let speed = bytes_per_second(sent_now, elapsed);
+            let ready = is_time_to_pause(rounds, dirty_bytes, speed, downtime);
+            if may_throttle && !matches!(ready, Ok(true)) && rounds > 0 {
+                throttle = next_throttle(throttle, sent_now, dirty_bytes);
+            }
             tell(Event::Round(Round {
                 number: rounds,
                 sent_bytes,
                 dirty_bytes,
                 bytes_per_second: speed,
+                throttle,
             }));
-            if is_time_to_pause(rounds, dirty_bytes, speed, downtime)? {
+            if ready? {
                 return Ok(Left { rounds, pages });
             }
             rounds = rounds.saturating_add(1);
@@ -421,6 +439,16 @@ fn is_time_to_pause(
         });
     }
     Ok(rest_ms <= limit_ms)
+}
+
+/// For which part of the time the vCPUs are to stand still, when they did so for `percent` of it while `sent` bytes were sent and `dirty` ones
+/// were changed: QEMU's steps and its bound for a round that does not help enough.
+fn next_throttle(percent: u8, sent: u64, dirty: u64) -> u8 {
+    match percent {
+        _ if dirty < sent / 2 => percent,
+        0 => FIRST_THROTTLE,
+        _ => percent.saturating_add(THROTTLE_STEP).min(MAX_THROTTLE),
+    }
 }
 
 /// Of what was sent in that time.
@@ -481,6 +509,23 @@ mod tests {
             let case = format!("{rounds} {dirty} {speed} {limit_ms}");
             assert_eq!(decide(rounds, dirty, speed, limit_ms), wanted, "{case}");
         }
+    }
+
+    #[test]
+    fn vcpus_stand_still_for_longer_as_long_as_a_round_does_not_leave_half_of_what_it_sent() {
+        let mut steps = vec![0];
+        while steps.last() != Some(&MAX_THROTTLE) {
+            let last = steps.last().copied().unwrap_or_default();
+            assert_eq!(next_throttle(last, 100, 49), last);
+            steps.push(next_throttle(last, 100, 50));
+        }
+        assert_eq!(steps, [0, 20, 30, 40, 50, 60, 70, 80, 90, 99]);
+        assert_eq!(next_throttle(MAX_THROTTLE, 100, u64::MAX), MAX_THROTTLE);
+        assert_eq!(
+            next_throttle(0, 0, 0),
+            FIRST_THROTTLE,
+            "a round without pages says nothing good"
+        );
     }
 
     #[test]

@@ -4,9 +4,9 @@
 //!
 //! ```text
 //!            run                         access asks for reset or power-off, crash
-//! Parked ───────────▶ Running ──────────────────────────────────────────────┐
+//! Parked ───────────▶ Running ─────────────────────────────────────────▶ Ended
 //!    ▲                   │ stop: immediate_exit, then a signal              │
-//!    └───────────────────┴───────◀──────────────────────────────────────────┘
+//!    └───────────────────┘                      run: after a reset, Running ┘
 //! ```
 //!
 //! What always holds:
@@ -195,6 +195,21 @@ impl Vcpus {
         let parked: Vec<_> = self.handles.iter().map(|handle| handle.shared.allow()).collect();
         for (index, (handle, parked)) in self.handles.iter().zip(parked).enumerate() {
             if parked {
+                handle.send(index, Call::Run)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets those run that were [stopped](Self::stop); one that has ended its run by itself stays parked.
+    pub fn release(&mut self) -> Result<(), VcpuError> {
+        let stopped: Vec<_> = self
+            .handles
+            .iter()
+            .map(|handle| handle.shared.allow_stopped())
+            .collect();
+        for (index, (handle, stopped)) in self.handles.iter().zip(stopped).enumerate() {
+            if stopped {
                 handle.send(index, Call::Run)?;
             }
         }

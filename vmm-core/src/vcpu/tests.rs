@@ -242,6 +242,34 @@ fn effects_are_carried_out_before_the_next_instruction_and_reset_parks_the_vcpu(
 }
 
 #[test]
+fn a_vcpu_that_was_stopped_is_released_and_one_that_has_ended_its_run_is_not() {
+    let mut rig = rig(1, &code(&[&[0xeb, 0xfe]]));
+    rig.vcpus.run().unwrap();
+    for _ in 0..50 {
+        rig.vcpus.stop().unwrap();
+        rig.vcpus.release().unwrap();
+    }
+    assert!(rig.vcpus.reset().is_err(), "it runs");
+    rig.vcpus.stop().unwrap();
+
+    // out 0x83: a reset; what follows it must not be reached.
+    let mut rig = self::rig(1, &code(&[&[0xe6, 0x83], &[0xe6, 0x84], &[0xeb, 0xfe]]));
+    let _reset = rig.probe(&rig.spaces.pio, 0x83, 1, Effect::Reset);
+    let behind = rig.probe(&rig.spaces.pio, 0x84, 1, Effect::None);
+    rig.vcpus.run().unwrap();
+    let report = rig.reports.recv_timeout(PATIENCE).unwrap();
+    assert!(matches!(report.kind, ReportKind::Reset));
+    for _ in 0..50 {
+        rig.vcpus.stop().unwrap();
+        rig.vcpus.release().unwrap();
+    }
+    rig.vcpus.stop().unwrap();
+    assert!(behind.try_recv().is_err(), "it ran on behind its reset");
+    rig.vcpus.run().unwrap();
+    behind.recv_timeout(PATIENCE).expect("a run is one anew");
+}
+
+#[test]
 fn no_stop_is_lost_and_none_leaves_an_access_half_done() {
     // A loop of increments, each told by a port write and read back from memory.
     let code = code(&[

@@ -51,7 +51,10 @@ impl Parked<'_> {
 enum Phase {
     /// Not set up yet.
     New,
+    /// By the controller.
     Parked,
+    /// By itself: it has reported why. Parked for all but [`Shared::allow_stopped`].
+    Ended,
     Running,
     Gone,
 }
@@ -80,10 +83,19 @@ impl Shared {
         }
     }
 
-    /// Goes from `Parked` to `Running`, for the controller; says whether it was parked.
+    /// Goes from `Parked` or `Ended` to `Running`, for the controller; says whether it was parked.
     pub(super) fn allow(&self) -> bool {
+        self.allow_from(&[Phase::Parked, Phase::Ended])
+    }
+
+    /// The same, unless it has ended its run by itself.
+    pub(super) fn allow_stopped(&self) -> bool {
+        self.allow_from(&[Phase::Parked])
+    }
+
+    fn allow_from(&self, from: &[Phase]) -> bool {
         let mut phase = self.phase.lock().unwrap_or_else(PoisonError::into_inner);
-        let parked = *phase == Phase::Parked;
+        let parked = from.contains(&*phase);
         if parked {
             self.kicker.clear();
             *phase = Phase::Running;
@@ -94,7 +106,7 @@ impl Shared {
     /// Whether it is in its thread's hands, and not in the guest.
     pub(super) fn is_parked(&self) -> bool {
         let phase = *self.phase.lock().unwrap_or_else(PoisonError::into_inner);
-        matches!(phase, Phase::New | Phase::Parked)
+        matches!(phase, Phase::New | Phase::Parked | Phase::Ended)
     }
 
     /// Waits until it is set up, or has failed to be: KVM knows the local APIC id only then, and would lose an INIT that another vCPU
@@ -194,14 +206,14 @@ impl VcpuThread {
         for call in calls {
             match (call, &power_on) {
                 (Call::Run, Ok(_)) => {
-                    self.run();
-                    self.shared.leave(Phase::Parked);
+                    let phase = self.run();
+                    self.shared.leave(phase);
                 }
                 (Call::Run, Err(_)) => {
                     if let Err(error) = std::mem::replace(&mut power_on, Err(not_set_up())) {
                         self.report(ReportKind::Failed(error));
                     }
-                    self.shared.leave(Phase::Parked);
+                    self.shared.leave(Phase::Ended);
                 }
                 (Call::Reset(reply), Ok(state)) => {
                     self.has_run = false;
@@ -231,8 +243,8 @@ impl VcpuThread {
         VcpuState::power_on(&self.vcpu, address_bits(self.cpuid.as_slice()))
     }
 
-    /// Runs the guest until it is stopped, crashes or ends itself.
-    fn run(&mut self) {
+    /// Runs the guest until it is stopped (`Parked`), crashes or ends itself (`Ended`).
+    fn run(&mut self) -> Phase {
         if self.has_run {
             self.vcpu.note_pause();
         }
@@ -253,17 +265,23 @@ impl VcpuThread {
                 Ok(Exit::Interrupted) => {
                     count(&self.shared.interruptions);
                     if self.shared.kicker.is_set() {
-                        return;
+                        return Phase::Parked;
                     }
                 }
-                Ok(Exit::Crashed(crash)) => return self.report(ReportKind::Crashed(crash)),
-                Err(error) => return self.report(ReportKind::Failed(error)),
+                Ok(Exit::Crashed(crash)) => {
+                    self.report(ReportKind::Crashed(crash));
+                    return Phase::Ended;
+                }
+                Err(error) => {
+                    self.report(ReportKind::Failed(error));
+                    return Phase::Ended;
+                }
             }
         }
     }
 
     /// Parks after an access that ended the machine's run: the access is completed, the guest runs no further.
-    fn end(&mut self, kind: ReportKind) {
+    fn end(&mut self, kind: ReportKind) -> Phase {
         self.report(kind);
         self.shared.kicker.set();
         // Each entry completes one element of the access that is pending (a page of them at the most).
@@ -271,9 +289,10 @@ impl VcpuThread {
         for _ in 0..ELEMENTS_MAX {
             match self.vcpu.enter(&self.outside.spaces) {
                 Ok(Exit::Access(_)) => {}
-                Ok(Exit::Interrupted | Exit::Crashed(_)) | Err(_) => return,
+                Ok(Exit::Interrupted | Exit::Crashed(_)) | Err(_) => break,
             }
         }
+        Phase::Ended
     }
 
     fn report(&self, kind: ReportKind) {

@@ -404,6 +404,7 @@ impl Client {
         let send = Send {
             socket_fd: 0,
             downtime_ms,
+            throttle: false,
         };
         self.send(Op::Send(send), &[socket.as_fd()]);
     }

@@ -63,6 +63,8 @@ struct Plan {
     peer: PeerServiceClient<Channel>,
     offer: v1::OfferVmRequest,
     downtime: Duration,
+    /// The guest may be slowed.
+    force: bool,
     bytes_per_second: u64,
 }
 
@@ -128,6 +130,7 @@ pub async fn migrate(
         client,
         peer,
         downtime: downtime.unwrap_or(DOWNTIME),
+        force: request.force,
         bytes_per_second: request.bytes_per_second,
     };
     let pending = operation.pending();
@@ -379,7 +382,7 @@ async fn send(plan: &mut Plan, migration: u64) -> Result<SendReply, Failure> {
         received.map(drop).map_err(|status| said_no(&status))
     };
     let sending = async {
-        let sent = plan.client.send_machine(far, plan.downtime).await;
+        let sent = plan.client.send_machine(far, plan.downtime, plan.force).await;
         sent.map_err(|error| refused(&error))
     };
     // When one of them fails the others end: the sockets are closed.

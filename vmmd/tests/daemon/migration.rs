@@ -254,6 +254,26 @@ async fn a_vm_whose_spec_waits_for_a_restart_is_not_moved() {
 }
 
 #[tokio::test]
+async fn a_guest_may_be_slowed_when_that_is_asked_for_and_the_operation_says_so() {
+    let (first, second) = pair().await;
+    first.run("web", "mock.send=hang").await;
+    let request = v1::MigrateVmRequest {
+        name: "web".into(),
+        target: pki::address(&second),
+        force: true,
+        ..Default::default()
+    };
+    let answer = first.migrations().await.migrate_vm(request).await.unwrap();
+    let operation = answer.into_inner().operation.unwrap();
+    within(async || {
+        let now = first.operation(&operation.id).await;
+        let told = "round 0: 5 MiB sent, 1 MiB changed meanwhile, 9 MiB/s, the guest is slowed by 20 %";
+        (now.message == told).then_some(())
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn while_it_moves_nobody_else_touches_it_and_a_cancel_takes_it_back() {
     let (first, second) = pair().await;
     first.run("web", "mock.send=hang").await;

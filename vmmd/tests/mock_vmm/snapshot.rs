@@ -61,6 +61,7 @@ pub fn send(guest: &Guest, request: &Send, fds: Vec<OwnedFd>) -> Option<Outcome>
         sent_bytes: 5 << 20,
         dirty_bytes: 1 << 20,
         bytes_per_second: 9 << 20,
+        throttle_percent: if request.throttle { 20 } else { 0 },
         ..MigrationRound::default()
     }));
     if guest.option("mock.send").as_deref() == Some("hang") {

@@ -425,6 +425,7 @@ impl Assembly {
             sync_clock: spec.sync_clock,
             header,
             saving: None,
+            throttle: None,
             generation_line,
             notifier: self.sockets.notifier,
             on_reset: Box::new(move || panicked.store(false, Ordering::Relaxed)),

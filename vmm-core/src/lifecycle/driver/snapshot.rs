@@ -12,7 +12,7 @@ use tracing::{info, warn};
 use super::{Driver, Next};
 use crate::{
     lifecycle::{Answer, Builder, Failure, Token, admission::State, publisher::Audience},
-    snapshot::saving::{Event, GoesOn, Report},
+    snapshot::saving::{Event, GoesOn, Purpose, Report},
 };
 
 /// A snapshot that is being taken.
@@ -107,7 +107,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         &mut self,
         token: Token,
         socket: OwnedFd,
-        downtime: Duration,
+        purpose: Purpose,
     ) -> Result<(), Failure> {
         if self.snapshot.is_some() {
             return Err(refused(
@@ -116,7 +116,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         }
         let began = Instant::now();
         self.machine()?
-            .begin_migration(File::from(socket), downtime, true)?;
+            .begin_migration(File::from(socket), purpose, true)?;
         self.pending.push(token);
         self.snapshot = Some(Underway {
             token,
@@ -193,7 +193,11 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         let result = match event {
             Event::Round(round) => {
                 self.publisher.migration_round(round);
-                Ok(())
+                let runs = self.publisher.state() == State::Running;
+                match self.machine() {
+                    Ok(machine) if runs => machine.throttle(round.throttle),
+                    _ => Ok(()),
+                }
             }
             Event::Ready => self.complete_snapshot(),
             Event::Ended => self.end_snapshot(),

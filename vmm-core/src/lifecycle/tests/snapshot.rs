@@ -265,7 +265,24 @@ fn a_machine_that_begins_with_a_snapshot_is_resumed_and_not_started() {
 fn send(id: u64, downtime_ms: u64) -> Input {
     let socket = tempfile::tempfile().unwrap().into();
     let downtime = Duration::from_millis(downtime_ms);
-    request(id, Request::Send { socket, downtime })
+    let send = Request::Send {
+        socket,
+        downtime,
+        throttle: false,
+    };
+    request(id, send)
+}
+
+#[test]
+fn vcpus_are_throttled_as_a_round_says() {
+    let socket = tempfile::tempfile().unwrap().into();
+    let send = Request::Send {
+        socket,
+        downtime: Duration::from_secs(1),
+        throttle: true,
+    };
+    let log = log_of(vec![request(1, boot(false)), request(2, send)], |_| ());
+    assert_eq!(log[1..4], ["round 0, 9 sent", "throttle 20", "pause"]);
 }
 
 #[test]

@@ -484,8 +484,12 @@ impl Actor {
         let Some(reporter) = &self.migration else {
             return;
         };
+        let slowed = match round.throttle_percent {
+            0 => String::new(),
+            percent => format!(", the guest is slowed by {} %", percent.min(100)),
+        };
         let message = format!(
-            "round {}: {} MiB sent, {} MiB changed meanwhile, {} MiB/s",
+            "round {}: {} MiB sent, {} MiB changed meanwhile, {} MiB/s{slowed}",
             round.number,
             round.sent_bytes / MIB,
             round.dirty_bytes / MIB,

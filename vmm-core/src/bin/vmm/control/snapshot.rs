@@ -30,5 +30,6 @@ pub(super) fn send_request(send: &Send, fds: Vec<OwnedFd>) -> Result<Request, &'
     Ok(Request::Send {
         socket,
         downtime: Duration::from_millis(send.downtime_ms),
+        throttle: send.throttle,
     })
 }

@@ -3,6 +3,7 @@
 mod golden;
 mod refusals;
 mod snapshot;
+mod throttle;
 mod walk;
 
 use std::{

@@ -13,7 +13,7 @@ use super::*;
 use crate::snapshot::{
     Report,
     format::MEMORY_OFFSET,
-    saving::{Event, GoesOn, Round},
+    saving::{Event, GoesOn, Purpose, Round},
 };
 
 /// Counts in a register and in two pages of memory without end. When a byte is typed, prints it if both pages hold the
@@ -40,20 +40,20 @@ const COUNTER: [u8; 47] = [
 ];
 
 /// A machine with the other end of its console.
-struct One {
-    machine: Machine,
+pub(super) struct One {
+    pub(super) machine: Machine,
     console: UnixStream,
-    notices: Receiver<Input>,
+    pub(super) notices: Receiver<Input>,
 }
 
 /// What machines are built of.
-struct Kit {
+pub(super) struct Kit {
     spec: MachineSpec,
     fds: Vec<OwnedFd>,
 }
 
 impl Kit {
-    fn new(code: &[u8]) -> Self {
+    pub(super) fn new(code: &[u8]) -> Self {
         let (spec, fds) = spec(1, code);
         Self { spec, fds }
     }
@@ -62,7 +62,7 @@ impl Kit {
         self.fds.iter().map(|fd| fd.try_clone().unwrap()).collect()
     }
 
-    fn started(&self) -> One {
+    pub(super) fn started(&self) -> One {
         let (inputs, notices) = channel();
         let (console, mut consoles) = console();
         let mut assembler = Assembler::new(consoles().unwrap());
@@ -99,7 +99,7 @@ impl Kit {
 
 impl Kit {
     /// A machine that is received from a stream; paused.
-    fn received(&self, mut stream: File) -> Result<One, Failure> {
+    pub(super) fn received(&self, mut stream: File) -> Result<One, Failure> {
         let (inputs, notices) = channel();
         let (console, mut consoles) = console();
         let mut assembler = Assembler::new(consoles().unwrap());
@@ -134,9 +134,13 @@ impl One {
     fn send(&mut self) -> (File, Report, Vec<Round>) {
         let (near, far) = UnixStream::pair().unwrap();
         let stream = taken(far);
-        let (socket, downtime) = (OwnedFd::from(near), Duration::from_secs(10));
+        let socket = OwnedFd::from(near);
+        let purpose = Purpose::Migration {
+            downtime: Duration::from_secs(10),
+            throttle: false,
+        };
         self.machine
-            .begin_migration(socket.into(), downtime, true)
+            .begin_migration(socket.into(), purpose, true)
             .unwrap();
         let mut rounds = Vec::new();
         loop {
@@ -392,9 +396,13 @@ fn a_machine_whose_target_vanishes_goes_on_and_can_be_sent_again() {
     let (near, far) = UnixStream::pair().unwrap();
     drop(far);
     let socket = OwnedFd::from(near);
+    let purpose = Purpose::Migration {
+        downtime: Duration::ZERO,
+        throttle: false,
+    };
     first
         .machine
-        .begin_migration(socket.into(), Duration::ZERO, true)
+        .begin_migration(socket.into(), purpose, true)
         .unwrap();
     first.wait_for(Event::Ended);
     let failure = first.machine.end_snapshot().unwrap_err();

@@ -1,0 +1,148 @@
+//! A guest that changes its memory faster than it is sent, with vCPUs that stand still for a part of the time and without.
+
+use std::{io::Read as _, sync::mpsc::RecvTimeoutError, time::Instant};
+
+use super::{
+    snapshot::{Kit, One},
+    *,
+};
+use crate::{
+    lifecycle::Machine as _,
+    snapshot::saving::{Event, Purpose, Report, Round},
+};
+
+/// Changes each page of 8 MiB, again and again.
+const REWRITER: [u8; 23] = [
+    0xbf, 0x00, 0x00, 0x40, 0x00, // again: mov edi, 0x400000
+    0xb9, 0x00, 0x08, 0x00, 0x00, // mov ecx, 0x800
+    0x40, // inc eax
+    0x89, 0x07, // next: mov [edi], eax
+    0x81, 0xc7, 0x00, 0x10, 0x00, 0x00, // add edi, 0x1000
+    0xe2, 0xf6, // loop next
+    0xeb, 0xe9, // jmp again
+];
+/// What is sent at most, in bytes for each millisecond: the 8 MiB take 128 ms.
+const BYTES_PER_MS: usize = 64 << 10;
+/// Within which 3.75 MiB can be sent.
+const DOWNTIME: Duration = Duration::from_millis(60);
+
+/// Takes what comes over a socket, slowly.
+fn slowly(mut socket: UnixStream) -> thread::JoinHandle<File> {
+    thread::spawn(move || {
+        let (mut stream, began) = (tempfile::tempfile().unwrap(), Instant::now());
+        let (mut piece, mut all) = (vec![0; BYTES_PER_MS], 0);
+        loop {
+            let length = socket.read(&mut piece).unwrap();
+            if length == 0 {
+                return stream;
+            }
+            stream.write_all(&piece[..length]).unwrap();
+            all += length;
+            let due = Duration::from_millis(u64::try_from(all / BYTES_PER_MS).unwrap());
+            thread::sleep(due.saturating_sub(began.elapsed()));
+        }
+    })
+}
+
+impl One {
+    /// Does what is due until the next notice comes, as the driver does.
+    fn next_event(&mut self) -> Event {
+        loop {
+            let deadline = self.machine.next_deadline();
+            let left = deadline.map_or(PATIENCE, |it| it.saturating_duration_since(Instant::now()));
+            match self.notices.recv_timeout(left) {
+                Ok(Input::Notice(Notice::Snapshot(event))) => return event,
+                Err(RecvTimeoutError::Timeout) if deadline.is_some() => self.machine.keep_time().unwrap(),
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    /// Sends the machine to somebody who takes it slowly.
+    fn send_slowly(&mut self, throttle: bool) -> Result<(File, Report, Vec<Round>), Failure> {
+        let (near, far) = UnixStream::pair().unwrap();
+        let stream = slowly(far);
+        let purpose = Purpose::Migration {
+            downtime: DOWNTIME,
+            throttle,
+        };
+        let socket = OwnedFd::from(near);
+        self.machine
+            .begin_migration(socket.into(), purpose, true)
+            .unwrap();
+        let mut rounds = Vec::new();
+        loop {
+            match self.next_event() {
+                Event::Round(round) => {
+                    self.machine.throttle(round.throttle).unwrap();
+                    rounds.push(round);
+                }
+                Event::Ready => {
+                    self.machine.pause().unwrap();
+                    self.machine.complete_snapshot(Vec::new()).unwrap();
+                }
+                Event::Ended => {
+                    let report = self.machine.end_snapshot()?;
+                    return Ok((stream.join().unwrap(), report, rounds));
+                }
+            }
+        }
+    }
+
+    /// The processor time of the vCPU.
+    fn ran(&self) -> Duration {
+        let time = self.machine.vcpus.times().next().unwrap().unwrap();
+        Duration::from_nanos(time.1)
+    }
+
+    /// The part of the next `time` in which the vCPU ran.
+    fn busy(&mut self, time: Duration) -> f64 {
+        let (ran, began) = (self.ran(), Instant::now());
+        while began.elapsed() < time {
+            let due = self.machine.next_deadline().unwrap_or(began + time);
+            thread::sleep(due.min(began + time).saturating_duration_since(Instant::now()));
+            self.machine.keep_time().unwrap();
+        }
+        (self.ran() - ran).as_secs_f64() / began.elapsed().as_secs_f64()
+    }
+}
+
+#[test]
+fn a_guest_that_changes_its_memory_too_fast_is_sent_when_its_vcpus_may_be_throttled_and_not_else() {
+    let kit = Kit::new(&REWRITER);
+    let mut one = kit.started();
+    let refused = one.send_slowly(false).unwrap_err();
+    assert!(refused.message.contains("limit of the downtime"), "{refused:?}");
+    assert!(one.machine.throttle.is_none());
+
+    let (stream, report, rounds) = one.send_slowly(true).unwrap();
+    let steps: Vec<_> = rounds.iter().map(|round| round.throttle).collect();
+    println!("{report:?} {steps:?}");
+    assert_eq!(steps[0], 0, "the first round says nothing of it");
+    assert!(steps.is_sorted() && steps.last() >= Some(&20), "{steps:?}");
+    assert!(one.machine.throttle.is_none(), "it is paused");
+    let mut other = kit.received(stream).unwrap();
+    other.machine.resume().unwrap();
+    assert!(other.busy(Duration::from_millis(200)) > 0.0, "it goes on there");
+    // The one that was sent goes on as well, without a throttle, when the other one does not.
+    other.machine.halt();
+    one.machine.resume().unwrap();
+    assert!(one.machine.throttle.is_none() && one.busy(Duration::from_millis(200)) > 0.0);
+}
+
+#[test]
+fn vcpus_that_are_throttled_run_for_their_part_of_the_time_and_all_of_it_afterwards() {
+    let mut one = Kit::new(&SPIN).started();
+    one.machine.throttle(95).unwrap();
+    let busy = one.busy(Duration::from_secs(2));
+    assert!(busy > 0.0 && busy < 0.4, "it ran for {busy} of the time");
+    one.machine.throttle(0).unwrap();
+    assert!(one.machine.throttle.is_none() && one.machine.next_deadline().is_none());
+    assert!(one.busy(Duration::from_millis(200)) > 0.0);
+    // A pause ends it too.
+    one.machine.throttle(99).unwrap();
+    one.machine.pause().unwrap();
+    assert!(one.machine.next_deadline().is_none());
+    one.machine.resume().unwrap();
+    assert!(one.busy(Duration::from_millis(200)) > 0.0);
+}
