@@ -10,8 +10,12 @@ use std::collections::BTreeSet;
 use anyhow::{Context, Result};
 
 use crate::vm::{Console, VmSpec};
+use crate::wait::Deadline;
 use crate::{Case, Node};
 
+/// Longest time that a migration takes, in seconds, in a slow node: an emulated processor encrypts some megabytes in a second, and much less in a
+/// development build beside other work.
+const MIGRATION: u64 = 1200;
 /// Where their API is.
 const PORT: u16 = 7443;
 
@@ -132,7 +136,8 @@ impl<'case> Daemon<'case> {
 
     /// Moves a VM to another daemon; `more` are options. Returns what was told on the way, and for how long the guest stood still.
     pub fn migrate(&self, name: &str, to: &Daemon<'_>, more: &str) -> Result<String> {
-        self.ctl(&format!("migrate {name} --to {} {more} 2>&1", to.address()))
+        let command = self.command(&format!("migrate {name} --to {} {more} 2>&1", to.address()));
+        self.node.sh_within(&command, Deadline::seconds(MIGRATION))
     }
 
     /// Kills the daemon with SIGKILL, and waits until another one of it is ready.

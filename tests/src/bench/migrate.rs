@@ -283,10 +283,8 @@ impl<'case> Stage<'case> {
         let sent = || mib(&from.within("cat /sys/class/net/peer/statistics/tx_bytes")?);
         let (before, begin) = (sent()?, self.now()?);
         let force = if kind.throttled { "--force" } else { "" };
-        from.ctl(&format!(
-            "migrate {name} --to {} --downtime-limit {DOWNTIME_MS}ms {force} 2>&1",
-            to.address()
-        ))?;
+        let told = from.migrate(name, to, &format!("--downtime-limit {DOWNTIME_MS}ms {force}"))?;
+        eprintln!("{told}");
         let wire_mib = sent()? - before;
         self.node().sh("sleep 0.5")?;
         let events = from.ctl("events -o json")?;
