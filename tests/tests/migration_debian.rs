@@ -76,7 +76,9 @@ fn a_busy_debian_goes_on_after_its_snapshot_from_its_snapshot_and_as_four_clones
     let looks = guest.looks();
     // The node's file system can't share blocks: the guest stands still while its disks are copied.
     let snapshot = format!("snapshot create {name} --vm {name} --paused");
-    println!("{}", daemon.ctl(&snapshot).expect("snapshot"));
+    let told = daemon.ctl(&snapshot).expect("snapshot");
+    println!("{told}");
+    guest.stood_still(&told);
     guest.goes_on();
     iperf.goes_on();
     fio.goes_on(&mut guest.console);

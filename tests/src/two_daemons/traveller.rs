@@ -134,15 +134,19 @@ impl<'pair, 'case> Traveller<'pair, 'case> {
         let (from, to) = (self.home(), self.away());
         let told = from.migrate(self.name, to, self.downtime).expect("migrate");
         println!("{told}");
-        self.blackout = self
-            .blackout
-            .max(blackout(&told).expect("how long it stood still"));
+        self.stood_still(&told);
         let left = from.vms().expect("list");
         assert!(!left.contains(self.name), "it is not there any more: {left}");
         assert_eq!(from.traces().expect("look"), "", "nor is anything of it");
         assert!(to.vms().expect("list").contains(self.name));
         self.at = 1 - self.at;
         self.goes_on();
+    }
+
+    /// Takes note of for how long it was stopped, as a migration or a snapshot tells it: its clock may go on by as much.
+    pub fn stood_still(&mut self, told: &str) {
+        let blackout = blackout(told).unwrap_or_else(|| panic!("how long it stood still: {told}"));
+        self.blackout = self.blackout.max(blackout);
     }
 
     /// Its clock goes on from where it was, and its memory is what it was.
@@ -182,9 +186,12 @@ impl<'pair, 'case> Traveller<'pair, 'case> {
     }
 }
 
-/// For how long a guest stood still, as a migration tells it, in hundredths of a second.
+/// For how long a guest stood still, as a migration or a snapshot tells it, in hundredths of a second.
 fn blackout(told: &str) -> Option<u64> {
-    let ms = told.split_once("stood still for ")?.1.split(' ').next()?;
+    let rest = ["stood still for ", "VM paused for "]
+        .iter()
+        .find_map(|words| Some(told.split_once(words)?.1))?;
+    let ms = rest.split(['.', ' ']).next()?;
     Some(ms.parse::<u64>().ok()? / 10)
 }
 
@@ -254,10 +261,12 @@ mod tests {
     use super::blackout;
 
     #[test]
-    fn a_blackout_is_read_from_what_is_told_of_a_migration() {
+    fn a_blackout_is_read_from_what_is_told_of_a_migration_or_a_snapshot() {
         let told = "the VM runs on 10.78.5.2:7443: 5 bytes were sent, 4 of them memory, in 113482 ms and 7 rounds, the guest stood still for 2474 ms and the \
                     hand-over\nvm/x migrated";
         assert_eq!(blackout(told), Some(247));
+        let told = "snapshot/x created (100.2Mi written, VM paused for 11516.8 ms)";
+        assert_eq!(blackout(told), Some(1151));
         assert_eq!(blackout("vm/x migrated"), None);
     }
 }
