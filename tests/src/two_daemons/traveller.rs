@@ -43,7 +43,7 @@ pub struct Traveller<'pair, 'case> {
     looks: u64,
     /// Fails in the guest when its kernel has complained.
     no_complaint: &'static str,
-    /// What it may be stopped for by a move.
+    /// What it may be stopped for by a move, and whether it may be slowed.
     downtime: &'static str,
     /// The longest time for which it was stopped, in hundredths of a second.
     blackout: u64,
@@ -75,7 +75,8 @@ impl<'pair, 'case> Traveller<'pair, 'case> {
             .expect("less memory in use");
         Self {
             no_complaint: NO_WARNING,
-            downtime: "--downtime-limit 5s",
+            // What it is busy with may change memory faster than a slow node encrypts it.
+            downtime: "--downtime-limit 5s --force",
             ..Self::watching(name, daemons, console)
         }
     }
