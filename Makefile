@@ -119,17 +119,18 @@ nightly: lint deny mutations previous fleet kubernetes long ## Run what make tes
 
 FUZZ ?= blk_queue
 FUZZ_SECONDS ?= 60
-FUZZ_CRATE = $(or $(patsubst %/fuzz/fuzz_targets/$(FUZZ).rs,%,$(wildcard */fuzz/fuzz_targets/$(FUZZ).rs)),$(error there is no $(FUZZ): $(FUZZ_TARGETS)))
-FUZZ_TARGETS = $(sort $(basename $(notdir $(wildcard */fuzz/fuzz_targets/*.rs))))
+FUZZ_FILES = $(wildcard */fuzz/fuzz_targets/*.rs */*/fuzz/fuzz_targets/*.rs)
+FUZZ_CRATE = $(or $(patsubst %/fuzz/fuzz_targets/$(FUZZ).rs,%,$(filter %/$(FUZZ).rs,$(FUZZ_FILES))),$(error there is no $(FUZZ): $(FUZZ_TARGETS)))
+FUZZ_TARGETS = $(sort $(basename $(notdir $(FUZZ_FILES))))
 FOUND = $(CURDIR)/target/fuzz/corpus/$(FUZZ)
 
 # What libFuzzer finds stays in target/; the seeds in the tree are what the tests go through. The compiler is told to take
 # flags that are not stable yet.
 .PHONY: fuzz
-fuzz: ## Fuzz a part with libFuzzer (FUZZ=blk_queue, snapshot, dns_query, … as in devices/fuzz, vmm-core/fuzz and vmmd/fuzz; FUZZ_SECONDS=60)
+fuzz: ## Fuzz a part with libFuzzer (FUZZ=blk_queue, snapshot, dns_query, … as in devices/fuzz, vmm-core/fuzz, vmmd/fuzz and vmmd/kube/fuzz; FUZZ_SECONDS=60)
 	@command -v cargo-fuzz >/dev/null || $(CARGO) install --locked cargo-fuzz
 	mkdir -p $(FOUND)
-	cd $(FUZZ_CRATE) && RUSTC_BOOTSTRAP=1 $(CARGO) fuzz run --target-dir ../target/fuzz $(FUZZ) $(FOUND) fuzz/corpus/$(FUZZ) -- -max_total_time=$(FUZZ_SECONDS)
+	cd $(FUZZ_CRATE) && RUSTC_BOOTSTRAP=1 $(CARGO) fuzz run --target-dir $(CURDIR)/target/fuzz $(FUZZ) $(FOUND) fuzz/corpus/$(FUZZ) -- -max_total_time=$(FUZZ_SECONDS)
 
 # Parts that need no node run while there is none.
 BENCH_HERE = $(filter $(or $(ONLY),rings pacing daemon image),rings pacing daemon image)

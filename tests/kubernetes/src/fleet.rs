@@ -8,16 +8,28 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::v1::{self, VmPhase, disk_service_client::DiskServiceClient};
+use proto::v1::{
+    self, NetworkMode, VmPhase, disk_service_client::DiskServiceClient,
+    network_service_client::NetworkServiceClient,
+};
 use serde_json::{Value, json};
 use tokio::time::sleep;
 
 use crate::{
     cluster::Cluster,
     eventually,
-    harness::{self, Daemon},
+    harness::{self, Daemon, connect},
     program::Program,
 };
+
+/// Network namespaces, as the daemon's own tests make them.
+#[allow(
+    missing_docs,
+    clippy::new_without_default,
+    reason = "it is documented where it is from, and is made by hand"
+)]
+#[path = "../../../vmmd/tests/daemon/namespace.rs"]
+pub mod namespace;
 
 /// Where the manifests of vmmd-kube put it.
 pub const NAMESPACE: &str = "vmmd-system";
@@ -79,6 +91,11 @@ impl Fleet {
 
     /// With more lines of configuration of the daemons.
     pub async fn start_with(nodes: usize, controllers: usize, extra: &str) -> Self {
+        Self::start_in(nodes, controllers, extra, None).await
+    }
+
+    /// With daemons in a network namespace, where they may have networks.
+    pub async fn start_in(nodes: usize, controllers: usize, extra: &str, namespace: Option<&str>) -> Self {
         let cluster = Cluster::start().await;
         // Guests have users of their own, and find their files in here.
         fs::set_permissions(cluster.path(""), fs::Permissions::from_mode(0o711)).unwrap();
@@ -102,7 +119,7 @@ impl Fleet {
             fleet.add_controller(number).await;
         }
         for number in 0..nodes {
-            fleet.add_node(number, extra).await;
+            fleet.add_node(number, extra, namespace).await;
         }
         fleet.nodes_ready(Duration::from_secs(60)).await;
         fleet
@@ -124,7 +141,7 @@ impl Fleet {
         self.controllers.push(controller);
     }
 
-    async fn add_node(&mut self, number: usize, extra: &str) {
+    async fn add_node(&mut self, number: usize, extra: &str, namespace: Option<&str>) {
         let name = format!("node-{number}");
         let cluster = &self.cluster;
         let address = cluster.address(u8::try_from(11 + number).unwrap());
@@ -133,7 +150,8 @@ impl Fleet {
             .tempdir_in("/tmp")
             .unwrap();
         fs::write(folder.path().join("log.txt"), "").unwrap();
-        let daemon = Daemon::in_folder(folder, &format!("restart = {{ first_ms = 200 }}\n{extra}")).await;
+        let extra = format!("restart = {{ first_ms = 200 }}\n{extra}");
+        let daemon = Daemon::with(folder, &extra, namespace.map(str::to_owned)).await;
         let config = cluster.service_account(&name, NAMESPACE, "vmmd-kube-agent").await;
         let arguments = [
             "agent".to_owned(),
@@ -143,12 +161,39 @@ impl Fleet {
             format!("--address={address}"),
             format!("--lock-file={}", daemon.path("agent.lock").display()),
             format!("--client-ca={}", cluster.path("pki/ca.crt").display()),
-            // On all addresses.
-            format!("--port={}", 10350 + number),
+            // On all addresses, where tests of other processes may listen as well.
+            format!(
+                "--port={}",
+                10_400 + std::process::id() % 2500 * 8 + u32::try_from(number).unwrap()
+            ),
         ];
         let mut agent = program(cluster, &format!("agent-{number}"), arguments);
         agent.launch();
         self.nodes.push(Node { name, daemon, agent });
+    }
+
+    /// Makes a network on a node whose daemon is in a namespace.
+    pub async fn make_network(&self, node: usize, name: &str, cidr: &str) {
+        let daemon = &self.nodes[node].daemon;
+        let mut networks = NetworkServiceClient::new(connect(daemon.folder.path()).await);
+        let spec = v1::NetworkSpec {
+            mode: NetworkMode::Isolated.into(),
+            ipv4_cidr: cidr.into(),
+            ..v1::NetworkSpec::default()
+        };
+        let metadata = v1::ObjectMetadata {
+            name: name.into(),
+            ..v1::ObjectMetadata::default()
+        };
+        let request = v1::CreateNetworkRequest {
+            network: Some(v1::Network {
+                metadata: Some(metadata),
+                spec: Some(spec),
+                status: None,
+            }),
+            request_id: format!("make-{name}"),
+        };
+        networks.create_network(request).await.unwrap();
     }
 
     /// Waits until each node is ready and takes pods that tolerate its own taint.

@@ -3,8 +3,8 @@
 use std::{process::Stdio, time::Duration};
 
 use tokio::{
-    io::AsyncReadExt as _,
-    process::{Child, ChildStdout, Command},
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    process::{Child, ChildStdin, ChildStdout, Command},
     time::timeout,
 };
 
@@ -12,21 +12,32 @@ use tokio::{
 pub struct Session {
     child: Child,
     output: ChildStdout,
+    input: Option<ChildStdin>,
     seen: Vec<u8>,
 }
 
 impl Session {
     /// Starts it.
     pub fn start(command: std::process::Command) -> Self {
+        Self::with_input(command, Stdio::null())
+    }
+
+    /// Starts it, with a pipe to type into.
+    pub fn typing(command: std::process::Command) -> Self {
+        Self::with_input(command, Stdio::piped())
+    }
+
+    fn with_input(command: std::process::Command, input: Stdio) -> Self {
         let mut command = Command::from(command);
         command
-            .stdin(Stdio::null())
+            .stdin(input)
             .stdout(Stdio::piped())
             .stderr(Stdio::inherit())
             .kill_on_drop(true);
         let mut child = command.spawn().unwrap();
         Self {
             output: child.stdout.take().unwrap(),
+            input: child.stdin.take(),
             child,
             seen: Vec::new(),
         }
@@ -35,6 +46,18 @@ impl Session {
     /// All that was read.
     pub fn seen(&self) -> String {
         String::from_utf8_lossy(&self.seen).into_owned()
+    }
+
+    /// Types this.
+    pub async fn type_in(&mut self, text: &str) {
+        let input = self.input.as_mut().unwrap();
+        input.write_all(text.as_bytes()).await.unwrap();
+        input.flush().await.unwrap();
+    }
+
+    /// Ends what is typed.
+    pub fn end_input(&mut self) {
+        self.input = None;
     }
 
     /// Waits until it has printed this.

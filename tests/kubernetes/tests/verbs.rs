@@ -1,8 +1,21 @@
 //! What people type.
 
-use std::time::Duration;
+use std::{
+    io::{BufRead as _, BufReader},
+    process::{Command, Stdio},
+    time::Duration,
+};
 
-use vmmd_kubernetes_tests::{eventually, fleet::Fleet, session::Session};
+use serde_json::json;
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::TcpStream,
+};
+use vmmd_kubernetes_tests::{
+    eventually,
+    fleet::{Fleet, namespace::Namespace},
+    session::Session,
+};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -52,6 +65,162 @@ async fn a_vm_is_listed_described_followed_and_deleted() {
     assert!(logs.end(PATIENCE).await, "logs -f ends with the VM");
     assert!(cluster.refused(&["get", "vmmvm", "web"]).contains("NotFound"));
     fleet.nothing_left(PATIENCE).await;
+}
+
+/// A command as somebody types it at a terminal.
+fn on_terminal(command: &Command) -> Command {
+    let words = [command.get_program()].into_iter().chain(command.get_args());
+    let words: Vec<_> = words.map(|word| word.to_str().unwrap()).collect();
+    let mut script = Command::new("script");
+    script.args(["-qefc", &words.join(" "), "/dev/null"]);
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => script.env(name, value),
+            None => script.env_remove(name),
+        };
+    }
+    script
+}
+
+#[tokio::test]
+async fn a_console_is_attached_to_and_left() {
+    let fleet = Fleet::start(1, 1).await;
+    let cluster = &fleet.cluster;
+    cluster.apply(&fleet.vm("web"));
+    fleet.all_run(&["web".into()], PATIENCE).await;
+    let pod = pod(&fleet, "web");
+
+    let mut console = Session::typing(cluster.command(&["exec", "-i", &pod, "--", "console"]));
+    console.expect("booted", PATIENCE).await;
+    console.type_in("hello guest\n").await;
+    console.expect("hello guest", PATIENCE).await;
+    // Two are there at a time.
+    let mut attached = Session::typing(cluster.command(&["attach", "-i", &pod]));
+    attached.type_in("machine\n").await;
+    attached.expect("vcpus=1", PATIENCE).await;
+    console.expect("vcpus=1", PATIENCE).await;
+    assert!(!attached.seen().contains("booted"), "{}", attached.seen());
+    console.type_in("\x1d").await;
+    assert!(console.end(PATIENCE).await, "it was left");
+    let mut terminal = Session::typing(on_terminal(&cluster.command(&["attach", "-it", &pod])));
+    terminal.expect("try pressing enter", PATIENCE).await;
+    terminal.type_in("machine\n").await;
+    terminal.expect("vcpus=1", PATIENCE).await;
+    terminal.type_in("\x1d").await;
+    assert!(terminal.end(PATIENCE).await, "it was left");
+    // What is printed goes on after the end of what is typed.
+    attached.type_in("print 100000\n").await;
+    attached.end_input();
+    attached.expect("printed", PATIENCE).await;
+    let mut last = Session::typing(cluster.command(&["attach", "-i", &pod]));
+    last.type_in("poweroff\n").await;
+    for session in [last, attached] {
+        assert!(session.end(PATIENCE).await, "it ends with the run");
+    }
+
+    let said = cluster.refused(&["exec", &pod, "--", "sh", "-c", "true"]);
+    assert!(said.contains("there is `console`"), "{said}");
+    // Not what this VM has.
+    let said = cluster.refused(&["exec", &pod, "--", "console", "--hvc"]);
+    assert!(
+        said.contains("virtio-console") && !said.contains("there is"),
+        "{said}"
+    );
+    cluster.kubectl(&["delete", "vmmvm", "web", "--timeout=60s"]);
+    fleet.nothing_left(PATIENCE).await;
+}
+
+/// A server in a namespace that answers each connection with all that it has read.
+fn server(namespace: &Namespace, port: u16) -> std::process::Child {
+    let program = format!(
+        r#"
+import socket, threading
+s = socket.create_server(('', {port}))
+print('ready', flush=True)
+def serve(c):
+    had = b''
+    while data := c.recv(65536):
+        had += data
+    c.sendall(b'had ' + had)
+    c.close()
+while True:
+    threading.Thread(target=serve, args=(s.accept()[0],), daemon=True).start()
+"#
+    );
+    let mut server = Command::new("ip")
+        .args(["netns", "exec", &namespace.0, "python3", "-c", &program])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut said = String::new();
+    BufReader::new(server.stdout.take().unwrap())
+        .read_line(&mut said)
+        .unwrap();
+    assert_eq!(said, "ready\n");
+    server
+}
+
+#[tokio::test]
+async fn a_port_of_a_guest_is_forwarded() {
+    let namespace = Namespace::new();
+    let fleet = Fleet::start_in(1, 1, "", Some(&namespace.0)).await;
+    let cluster = &fleet.cluster;
+    fleet.make_network(0, "lan", "10.80.0.0/24").await;
+    let mut vm = fleet.vm("web");
+    vm["spec"]["vm"]["nics"] = json!([{"name": "eth0", "network": "lan"}]);
+    cluster.apply(&vm);
+    fleet.all_run(&["web".into()], PATIENCE).await;
+    let pod = pod(&fleet, "web");
+    let address = cluster.kubectl(&["get", "pod", &pod, "-o=jsonpath={.status.podIP}"]);
+    // The guest of a mock does not answer: the daemon's own namespace does at its address.
+    namespace.ip("link set lo up");
+    namespace.ip(&format!("addr add {address}/32 dev lo"));
+    let mut server = server(&namespace, 7000);
+
+    let forward = ["port-forward", "--address=127.0.0.1", &pod, ":7000", ":7001"];
+    let mut forward = Session::start(cluster.command(&forward));
+    forward.expect("-> 7000", PATIENCE).await;
+    forward.expect("-> 7001", PATIENCE).await;
+    let port = |of: &str| -> u16 {
+        let seen = forward.seen();
+        let line = seen
+            .lines()
+            .find(|line| line.ends_with(&format!("-> {of}")))
+            .unwrap();
+        let words = line.trim_end_matches(&format!(" -> {of}")).rsplit(':');
+        words.map(|word| word.parse().unwrap()).next().unwrap()
+    };
+    let (open, closed) = (port("7000"), port("7001"));
+    // Two connections at a time, a small and a large one.
+    let texts = ["GET /".to_owned(), "x".repeat(1 << 20)];
+    let mut connections = Vec::new();
+    for text in &texts {
+        let mut connection = TcpStream::connect(("127.0.0.1", open)).await.unwrap();
+        connection.write_all(text.as_bytes()).await.unwrap();
+        connections.push(connection);
+    }
+    for (mut connection, text) in connections.into_iter().zip(&texts) {
+        connection.shutdown().await.unwrap();
+        let mut had = String::new();
+        connection.read_to_string(&mut had).await.unwrap();
+        assert!(had == format!("had {text}"), "{} bytes", had.len());
+    }
+    // Where nobody listens, the connection ends, and others go on.
+    let mut connection = TcpStream::connect(("127.0.0.1", closed)).await.unwrap();
+    let mut had = Vec::new();
+    let _ended = connection.read_to_end(&mut had).await;
+    assert_eq!(had, b"");
+    let mut connection = TcpStream::connect(("127.0.0.1", open)).await.unwrap();
+    connection.shutdown().await.unwrap();
+    connection.read_to_end(&mut had).await.unwrap();
+    assert_eq!(had, b"had ");
+
+    drop(forward);
+    server.kill().unwrap();
+    server.wait().unwrap();
+    cluster.kubectl(&["delete", "vmmvm", "web", "--timeout=60s"]);
+    // The network stays.
+    assert_eq!(fleet.nodes[0].daemon.list().await, []);
 }
 
 #[tokio::test]

@@ -64,7 +64,8 @@ pub struct AgentArguments {
     /// A label of the node
     #[arg(long = "label", value_name = "KEY=VALUE", value_parser = pair)]
     pub labels: Vec<(String, String)>,
-    /// CA of the certificate with which the API server calls nodes, as PEM; the agent serves `kubectl logs` when it is given
+    /// CA of the certificate with which the API server calls nodes, as PEM; the agent serves `kubectl logs`, `attach`, `exec` and
+    /// `port-forward` when it is given
     #[arg(long, value_name = "FILE", env = "VMMD_KUBE_CLIENT_CA")]
     pub client_ca: Option<PathBuf>,
     /// Port for these calls

@@ -232,6 +232,9 @@ fn container(plan: &Plan, overhead: u64) -> Container {
         name: names::CONTAINER.to_owned(),
         image: Some(names::IMAGE.to_owned()),
         image_pull_policy: Some("Never".to_owned()),
+        // Otherwise `kubectl attach -it` gives its terminal no raw mode.
+        stdin: Some(true),
+        tty: Some(true),
         resources: Some(ResourceRequirements {
             requests: Some(requests),
             limits: Some(limits).filter(|limits| !limits.is_empty()),

@@ -30,7 +30,7 @@ fn authority(file: &Path) -> Issuer<'static, KeyPair> {
 }
 
 /// A client's configuration, with a certificate for this user when one is given.
-fn client(user: Option<&str>, authority: &Issuer<'static, KeyPair>) -> ClientConfig {
+pub fn client(user: Option<&str>, authority: &Issuer<'static, KeyPair>) -> ClientConfig {
     let provider = Arc::new(ring::default_provider());
     let builder = ClientConfig::builder_with_provider(Arc::clone(&provider));
     let builder = builder.with_safe_default_protocol_versions().unwrap();
@@ -104,16 +104,16 @@ fn ask(port: u16, config: ClientConfig, path: &str) -> Option<String> {
     Some(String::from_utf8(answer).unwrap()).filter(|answer| !answer.is_empty())
 }
 
-struct Fixture {
-    _cluster: Cluster,
+pub struct Fixture {
+    pub cluster: Cluster,
     _programs: [Program; 2],
     _folder: tempfile::TempDir,
-    authority: Issuer<'static, KeyPair>,
-    port: u16,
+    pub authority: Issuer<'static, KeyPair>,
+    pub port: u16,
 }
 
 /// A VM `web` that runs, on a node whose agent serves its API.
-fn fixture() -> Fixture {
+pub fn fixture() -> Fixture {
     let folder = tempfile::tempdir().unwrap();
     let ca = folder.path().join("ca.crt");
     let authority = authority(&ca);
@@ -130,7 +130,7 @@ fn fixture() -> Fixture {
     cluster.run("web", 1, "n0");
     wait("it listens", || TcpStream::connect(("127.0.0.1", port)).is_ok());
     Fixture {
-        _cluster: cluster,
+        cluster,
         _programs: programs,
         _folder: folder,
         authority,

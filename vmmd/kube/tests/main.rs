@@ -6,3 +6,5 @@ mod faults;
 mod kubelet;
 mod mock;
 mod sources;
+mod spdy;
+mod streams;

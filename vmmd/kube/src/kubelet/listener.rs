@@ -5,6 +5,7 @@ use std::{io, net::SocketAddr, path::Path, sync::Arc, time::Duration};
 
 use anyhow::Context as _;
 use axum::{extract::connect_info::Connected, serve::IncomingStream};
+use rustix::net::sockopt;
 use rustls::{
     RootCertStore, ServerConfig,
     pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, pem::PemObject as _},
@@ -19,6 +20,8 @@ use x509_parser::prelude::{FromDer as _, X509Certificate};
 
 /// How long a handshake may take.
 const HANDSHAKE: Duration = Duration::from_secs(10);
+/// After how long a silence the other side is asked whether it is still there: a session of `kubectl attach` may be silent for hours.
+const ASK: Duration = Duration::from_secs(60);
 /// Handshakes that are done and not served yet.
 const READY: usize = 16;
 
@@ -64,6 +67,9 @@ async fn accept(
             tokio::time::sleep(Duration::from_millis(100)).await;
             continue;
         };
+        // Without it, one that has gone is noticed later.
+        let _ = sockopt::set_socket_keepalive(&stream, true);
+        let _ = sockopt::set_tcp_keepidle(&stream, ASK);
         let (acceptor, send) = (acceptor.clone(), send.clone());
         tokio::spawn(async move {
             let Ok(Ok(stream)) = tokio::time::timeout(HANDSHAKE, acceptor.accept(stream)).await else {

@@ -1,10 +1,15 @@
-//! The kubelet's API, as far as the API server asks a node for it: the serial log of a VM as the log of its pod's container.
+//! The kubelet's API, as far as the API server asks a node for it: the serial log of a VM as the log of its pod's container, its consoles as
+//! what is attached to, and its ports.
 //!
 //! Over TLS, only for clients with a certificate of the cluster's CA, and only for what the API server says that they may do
 //! (SubjectAccessReview), as a kubelet with `--authorization-mode=Webhook` does.
 
+mod attach;
 mod listener;
 mod logs;
+mod port_forward;
+mod spdy;
+mod upgrade;
 
 use std::{net::SocketAddr, path::Path, sync::Arc};
 
@@ -13,10 +18,10 @@ use axum::{
     Router,
     body::Body,
     extract::{ConnectInfo, Path as UrlPath, Request, State},
-    http::{Method, StatusCode},
+    http::{Method, StatusCode, header},
     middleware::{self, Next},
     response::{IntoResponse as _, Response},
-    routing::get,
+    routing::{any, get},
 };
 use k8s_openapi::api::{
     authorization::v1::{ResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec},
@@ -24,8 +29,12 @@ use k8s_openapi::api::{
 };
 use kube::{Api, Client, ResourceExt as _, api::PostParams};
 use proto::v1;
+use serde_json::json;
 
-use self::listener::{Listener, Peer};
+use self::{
+    listener::{Listener, Peer},
+    upgrade::Sessions,
+};
 use crate::{daemon::Daemon, names};
 
 /// What requests are answered with.
@@ -34,6 +43,7 @@ struct Context {
     client: Client,
     daemon: Daemon,
     node: Arc<str>,
+    sessions: Sessions,
 }
 
 /// Serves the API as long as the process lives.
@@ -56,6 +66,7 @@ pub async fn serve(
         client,
         daemon,
         node: node.into(),
+        sessions: Sessions::new(),
     };
     let router = Router::new()
         .route("/healthz", get(|| async { "ok" }))
@@ -63,6 +74,9 @@ pub async fn serve(
             "/containerLogs/{namespace}/{pod}/{container}",
             get(container_logs),
         )
+        .route("/attach/{namespace}/{pod}/{container}", any(attach))
+        .route("/exec/{namespace}/{pod}/{container}", any(exec))
+        .route("/portForward/{namespace}/{pod}", any(port_forward))
         .layer(middleware::from_fn_with_state(context.clone(), authorize))
         .with_state(context);
     let service = router.into_make_service_with_connect_info::<Peer>();
@@ -133,7 +147,7 @@ async fn container_logs(
     };
     let vm = match context.vm(&namespace, &pod).await {
         Ok(vm) => vm,
-        Err(answer) => return *answer,
+        Err((code, problem)) => return text(code, &problem),
     };
     match logs::stream(&context.daemon, vm, options).await {
         Ok(bytes) => Body::from_stream(bytes).into_response(),
@@ -141,12 +155,78 @@ async fn container_logs(
     }
 }
 
+/// Namespace, pod and container.
+type Container = UrlPath<(String, String, String)>;
+
+async fn attach(State(context): State<Context>, path: Container, request: Request) -> Response {
+    let options = attach::Options::attach(request.uri().query().unwrap_or_default());
+    console(context, path, options, "attach", request).await
+}
+
+async fn exec(State(context): State<Context>, path: Container, request: Request) -> Response {
+    let options = attach::Options::exec(request.uri().query().unwrap_or_default());
+    console(context, path, options, "exec", request).await
+}
+
+async fn console(
+    context: Context,
+    UrlPath((namespace, pod, container)): Container,
+    options: Result<attach::Options, String>,
+    kind: &'static str,
+    request: Request,
+) -> Response {
+    if container != names::CONTAINER {
+        return refusal(StatusCode::NOT_FOUND, "the pod has no such container");
+    }
+    let options = match options {
+        Ok(options) => options,
+        Err(problem) => return refusal(StatusCode::BAD_REQUEST, &problem),
+    };
+    let vm = match context.vm(&namespace, &pod).await {
+        Ok(vm) => vm,
+        Err((code, problem)) => return refusal(code, &problem),
+    };
+    let daemon = context.daemon.clone();
+    let begun = context
+        .sessions
+        .begin(request, attach::PROTOCOL, move |connection| {
+            let serve = move |acceptor| attach::serve(daemon, vm, options, acceptor);
+            ended(pod, kind, spdy::run(connection, serve))
+        });
+    begun.unwrap_or_else(|answer| *answer)
+}
+
+async fn port_forward(
+    State(context): State<Context>,
+    UrlPath((namespace, pod)): UrlPath<(String, String)>,
+    request: Request,
+) -> Response {
+    let vm = match context.vm(&namespace, &pod).await {
+        Ok(vm) => vm,
+        Err((code, problem)) => return refusal(code, &problem),
+    };
+    let daemon = context.daemon.clone();
+    let begun = context
+        .sessions
+        .begin(request, port_forward::PROTOCOL, move |connection| {
+            let serve = move |acceptor| port_forward::serve(daemon, vm, acceptor);
+            ended(pod, "port-forward", spdy::run(connection, serve))
+        });
+    begun.unwrap_or_else(|answer| *answer)
+}
+
+/// Waits for the end of a session.
+async fn ended(pod: String, kind: &str, session: impl Future<Output = Result<(), spdy::Ended>>) {
+    if let Err(error) = session.await {
+        tracing::debug!(pod, "{kind}: {error}");
+    }
+}
+
 impl Context {
     /// Name of the VM of a pod of this node.
-    async fn vm(&self, namespace: &str, pod: &str) -> Result<String, Box<Response>> {
-        let away =
-            |error: &dyn std::fmt::Display| Box::new(text(StatusCode::BAD_GATEWAY, &error.to_string()));
-        let none = || Box::new(text(StatusCode::NOT_FOUND, "there is no VM of such a pod"));
+    async fn vm(&self, namespace: &str, pod: &str) -> Result<String, (StatusCode, String)> {
+        let away = |error: &dyn std::fmt::Display| (StatusCode::BAD_GATEWAY, error.to_string());
+        let none = || (StatusCode::NOT_FOUND, "there is no VM of such a pod".to_owned());
         let pods = Api::<Pod>::namespaced(self.client.clone(), namespace);
         let found = pods.get_opt(pod).await.map_err(|error| away(&error))?;
         let uid = found.and_then(|pod| pod.uid()).ok_or_else(none)?;
@@ -167,6 +247,22 @@ impl Context {
 
 fn text(code: StatusCode, text: &str) -> Response {
     (code, format!("{text}\n")).into_response()
+}
+
+/// As the API server refuses things: of a request that upgrades no connection, `kubectl` takes a text with a colon for YAML, and shows none of it.
+fn refusal(code: StatusCode, message: &str) -> Response {
+    let reason = match code {
+        StatusCode::BAD_REQUEST => "BadRequest",
+        StatusCode::FORBIDDEN => "Forbidden",
+        StatusCode::NOT_FOUND => "NotFound",
+        _ => "ServiceUnavailable",
+    };
+    let status = json!({
+        "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
+        "message": message, "reason": reason, "code": code.as_u16(),
+    });
+    let kind = [(header::CONTENT_TYPE, "application/json")];
+    (code, kind, status.to_string()).into_response()
 }
 
 #[cfg(test)]

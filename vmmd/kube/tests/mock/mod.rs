@@ -3,6 +3,7 @@
 pub mod api;
 pub mod storage;
 pub mod store;
+mod streams;
 pub mod vmmd;
 
 use std::{

@@ -19,10 +19,10 @@ use tokio::{net::UnixListener, runtime::Runtime, sync::watch};
 use tokio_stream::{Stream, StreamExt as _, wrappers::UnixListenerStream};
 use tonic::{Request, Response, Status, Streaming};
 
-use super::storage::Storage;
+use super::{storage::Storage, streams};
 
 type Answer<T> = Result<Response<T>, Status>;
-type Events<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+pub type Events<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 /// What runs on all nodes of a test: of one machine there must never be two.
 #[derive(Clone, Default)]
@@ -505,32 +505,17 @@ impl VmService for State {
 
     type ConsoleStream = Events<v1::ConsoleResponse>;
 
-    /// Two lines that were printed before, and one that is printed afterwards.
     async fn console(&self, request: Request<Streaming<v1::ConsoleRequest>>) -> Answer<Self::ConsoleStream> {
-        let first = request
-            .into_inner()
-            .message()
-            .await?
-            .and_then(|first| first.message);
+        let mut requests = request.into_inner();
+        let first = requests.message().await?.and_then(|first| first.message);
         let Some(console_request::Message::Open(open)) = first else {
             return Err(Status::invalid_argument("the first message is open"));
         };
-        self.called(format!("console {:?}", open.access()));
-        let messages = [
-            console_response::Message::Opened(v1::ConsoleOpened {
-                replay_bytes: 8,
-                writers: Vec::new(),
-            }),
-            console_response::Message::Output(b"one\ntwo\n".to_vec()),
-            console_response::Message::Output(b"three\n".to_vec()),
-            console_response::Message::Closed(v1::ConsoleClosed::default()),
-        ];
-        let answers = messages.map(|message| {
-            Ok::<_, Status>(v1::ConsoleResponse {
-                message: Some(message),
-            })
-        });
-        Ok(Response::new(Box::pin(tokio_stream::iter(answers))))
+        self.called(format!("console {:?} {:?}", open.access(), open.device()));
+        match lock(&self.refusal).clone() {
+            Some(refusal) => Err(refusal),
+            None => Ok(Response::new(streams::console(&open, requests))),
+        }
     }
 
     type VncStream = Events<v1::VncResponse>;
@@ -543,9 +528,11 @@ impl VmService for State {
 
     async fn port_forward(
         &self,
-        _: Request<Streaming<v1::PortForwardRequest>>,
+        request: Request<Streaming<v1::PortForwardRequest>>,
     ) -> Answer<Self::PortForwardStream> {
-        unused()
+        streams::port_forward(request.into_inner())
+            .await
+            .map(Response::new)
     }
 }
 
