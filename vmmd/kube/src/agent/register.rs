@@ -114,7 +114,9 @@ pub async fn renew(client: Client, name: String) {
     let nodes = Api::<Node>::all(client);
     loop {
         let wait = match renew_once(&leases, &nodes, &name).await {
-            Ok(()) => RENEW,
+            Ok(true) => RENEW,
+            // A new node: its lease is made once it is there.
+            Ok(false) => RETRY,
             Err(error) => {
                 tracing::warn!("lease of the node: {error}");
                 RETRY
@@ -124,7 +126,8 @@ pub async fn renew(client: Client, name: String) {
     }
 }
 
-async fn renew_once(leases: &Api<Lease>, nodes: &Api<Node>, name: &str) -> kube::Result<()> {
+/// False when there is no such node.
+async fn renew_once(leases: &Api<Lease>, nodes: &Api<Node>, name: &str) -> kube::Result<bool> {
     let spec = LeaseSpec {
         holder_identity: Some(name.to_owned()),
         lease_duration_seconds: Some(LENGTH),
@@ -137,10 +140,12 @@ async fn renew_once(leases: &Api<Lease>, nodes: &Api<Node>, name: &str) -> kube:
         .await
     {
         Err(kube::Error::Api(status)) if status.is_not_found() => {}
-        patched => return patched.map(drop),
+        patched => return patched.map(|_| true),
     }
     // It goes with the node.
-    let node = nodes.get(name).await?;
+    let Some(node) = nodes.get_opt(name).await? else {
+        return Ok(false);
+    };
     let owner = OwnerReference {
         api_version: "v1".to_owned(),
         kind: "Node".to_owned(),
@@ -156,5 +161,5 @@ async fn renew_once(leases: &Api<Lease>, nodes: &Api<Node>, name: &str) -> kube:
         },
         spec: Some(spec),
     };
-    leases.create(&PostParams::default(), &lease).await.map(drop)
+    leases.create(&PostParams::default(), &lease).await.map(|_| true)
 }
