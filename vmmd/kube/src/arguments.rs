@@ -3,7 +3,7 @@
 use std::{
     collections::BTreeMap,
     fs::{self, File},
-    net::{IpAddr, UdpSocket},
+    net::{IpAddr, SocketAddr, UdpSocket},
     path::PathBuf,
     time::Duration,
 };
@@ -12,11 +12,12 @@ use anyhow::Context as _;
 use clap::{Args, Parser, Subcommand};
 use kube::{
     Client, Config,
+    client::ClientBuilder,
     config::{KubeConfigOptions, Kubeconfig},
 };
 use rustix::fs::{FlockOperation, flock};
 
-use crate::{agent, placeholder};
+use crate::{agent, metrics, placeholder};
 
 /// Makes nodes with vmmd nodes of a Kubernetes cluster.
 #[derive(Debug, Parser)]
@@ -71,6 +72,9 @@ pub struct AgentArguments {
     /// Port for these calls
     #[arg(long, value_name = "PORT", default_value_t = 10350, env = "VMMD_KUBE_PORT")]
     pub port: u16,
+    /// Tell figures for Prometheus on this address, "127.0.0.1:9754" or another
+    #[arg(long, value_name = "ADDRESS", env = "VMMD_KUBE_METRICS")]
+    pub metrics: Option<SocketAddr>,
     /// Locked while the agent runs, so that there is one
     #[arg(
         long,
@@ -98,6 +102,9 @@ pub struct ControllerArguments {
     /// Memory in MiB that a VM takes beyond its guest's
     #[arg(long, value_name = "MIB", default_value_t = 16)]
     pub overhead_mib: u32,
+    /// Tell figures for Prometheus on this address, "127.0.0.1:9755" or another
+    #[arg(long, value_name = "ADDRESS", env = "VMMD_KUBE_METRICS")]
+    pub metrics: Option<SocketAddr>,
     /// Work without asking whether another controller does
     #[arg(long)]
     pub no_leader_election: bool,
@@ -131,16 +138,21 @@ impl Arguments {
                 .await
                 .context("no API server: give --kubeconfig")?,
         };
-        let watches = Client::try_from(config.clone())?;
+        let watches = counted(config.clone())?;
         let mut quick = config;
         quick.connect_timeout = Some(CALL);
         quick.read_timeout = Some(CALL);
         quick.write_timeout = Some(CALL);
         Ok(Clients {
-            calls: Client::try_from(quick)?,
+            calls: counted(quick)?,
             watches,
         })
     }
+}
+
+fn counted(config: Config) -> anyhow::Result<Client> {
+    let builder = ClientBuilder::try_from(config)?;
+    Ok(builder.with_layer(&metrics::Count).build())
 }
 
 impl AgentArguments {

@@ -11,6 +11,7 @@ mod crd;
 mod daemon;
 mod kubelet;
 mod leader;
+mod metrics;
 mod names;
 mod placeholder;
 mod schema;
@@ -58,7 +59,7 @@ async fn run_agent(clients: Clients, arguments: AgentArguments) -> anyhow::Resul
     let settings = arguments.settings()?;
     // Two agents of one node would undo each other's work.
     let _lock = arguments.lock()?;
-    let (client_ca, port) = (arguments.client_ca, arguments.port);
+    let (client_ca, port, metrics) = (arguments.client_ca, arguments.port, arguments.metrics);
     let daemon = daemon::Daemon::new(arguments.socket);
     let served = {
         let addresses: Vec<_> = settings
@@ -79,12 +80,27 @@ async fn run_agent(clients: Clients, arguments: AgentArguments) -> anyhow::Resul
     tokio::select! {
         () = agent::run(clients, daemon, settings) => anyhow::bail!("the agent has ended"),
         result = served => result,
+        result = metrics::serve(metrics) => result,
         _ = terminated.recv() => Ok(()),
     }
 }
 
 async fn run_controller(clients: Clients, arguments: ControllerArguments) -> anyhow::Result<()> {
     let settings = arguments.settings();
+    let metrics = arguments.metrics;
+    tokio::select! {
+        result = lead(clients, arguments, settings) => result,
+        result = metrics::serve(metrics) => result,
+    }
+}
+
+/// Works as the controller that leads, once it is.
+async fn lead(
+    clients: Clients,
+    arguments: ControllerArguments,
+    settings: placeholder::Settings,
+) -> anyhow::Result<()> {
+    metrics::leads(arguments.no_leader_election);
     if arguments.no_leader_election {
         controller::run(clients, settings).await;
         anyhow::bail!("the controller has ended");
@@ -94,6 +110,7 @@ async fn run_controller(clients: Clients, arguments: ControllerArguments) -> any
     let leases = Api::<Lease>::namespaced(clients.calls.clone(), &arguments.namespace);
     let leadership = leader::Leadership::new(leases, "vmmd-kube-controller", &identity);
     leadership.acquire().await;
+    metrics::leads(true);
     tracing::info!("leads as {identity}");
     let mut terminated = signal(SignalKind::terminate())?;
     tokio::select! {

@@ -36,7 +36,11 @@ use self::{
     watch::News,
     work::{After, Error, Worker},
 };
-use crate::{arguments::Clients, daemon::Daemon};
+use crate::{
+    arguments::Clients,
+    daemon::{Daemon, camel},
+    metrics,
+};
 
 /// How long the first attempt after a failed one waits; twice as long each time.
 const FIRST_WAIT: Duration = Duration::from_millis(500);
@@ -142,7 +146,18 @@ impl Agent {
                     Err(error) => std::panic::resume_unwind(error.into_panic()),
                 },
             }
+            self.count();
         }
+    }
+
+    /// What a scrape is told of the VMs.
+    fn count(&self) {
+        let phase = |vm: &Arc<v1::Vm>| {
+            let phase = vm.status.as_ref().map(v1::VmStatus::phase).unwrap_or_default();
+            camel(phase.as_str_name().trim_start_matches("VM_PHASE_"))
+        };
+        let phases = metrics::count(self.vms.values().map(phase));
+        metrics::vms(move || phases.clone());
     }
 
     fn hear(&mut self, news: News) {
@@ -250,6 +265,7 @@ impl Agent {
         self.busy.remove(uid);
         let changed = self.changed.remove(uid);
         let heard = self.heard.remove(uid);
+        metrics::reconciled(after.is_ok());
         let after = match after {
             Ok(after) => after,
             Err(error) => {

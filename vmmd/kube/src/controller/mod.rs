@@ -28,7 +28,7 @@ use crate::{
     arguments::Clients,
     backoff::{Watches, watching},
     crd::VirtualMachine,
-    names,
+    metrics, names,
     placeholder::{self, Plan, Settings},
     spec::Invalid,
 };
@@ -64,6 +64,14 @@ pub async fn run(clients: Clients, settings: Settings) {
     });
     let controller = Controller::new(machines, watching());
     let store = controller.store();
+    let counted = store.clone();
+    metrics::vms(move || {
+        let phase = |machine: &Arc<VirtualMachine>| {
+            let status = machine.status.as_ref();
+            status.map_or_else(|| "Pending".to_owned(), |status| status.phase.clone())
+        };
+        metrics::count(counted.state().iter().map(phase))
+    });
     let orphans = tokio::spawn(orphans::run(clients, store.clone()));
     controller
         .owns(pods, watching().labels(names::MACHINE_UID))
@@ -73,6 +81,7 @@ pub async fn run(clients: Clients, settings: Settings) {
         .trigger_backoff(Watches::new())
         .run(reconcile, on_error, context)
         .for_each(|result| async move {
+            metrics::reconciled(result.is_ok());
             if let Err(error) = result {
                 tracing::debug!("{error}");
             }

@@ -35,7 +35,7 @@ use self::{
     listener::{Listener, Peer},
     upgrade::Sessions,
 };
-use crate::{daemon::Daemon, names};
+use crate::{daemon::Daemon, metrics, names};
 
 /// What requests are answered with.
 #[derive(Clone)]
@@ -217,6 +217,7 @@ async fn port_forward(
 
 /// Waits for the end of a session.
 async fn ended(pod: String, kind: &str, session: impl Future<Output = Result<(), spdy::Ended>>) {
+    let _counted = metrics::Session::begin(kind);
     if let Err(error) = session.await {
         tracing::debug!(pod, "{kind}: {error}");
     }
