@@ -133,7 +133,7 @@ fuzz: ## Fuzz a part with libFuzzer (FUZZ=blk_queue, snapshot, dns_query, … as
 	cd $(FUZZ_CRATE) && RUSTC_BOOTSTRAP=1 $(CARGO) fuzz run --target-dir $(CURDIR)/target/fuzz $(FUZZ) $(FOUND) fuzz/corpus/$(FUZZ) -- -max_total_time=$(FUZZ_SECONDS)
 
 # Parts that need no node run while there is none.
-BENCH_HERE = $(filter $(or $(ONLY),rings pacing daemon image),rings pacing daemon image)
+BENCH_HERE = $(filter $(or $(ONLY),rings pacing daemon image kubernetes),rings pacing daemon image kubernetes)
 BENCH_NODE = $(filter $(or $(ONLY),start memory disk fs migrate net screen ends),start memory disk fs migrate net screen ends)
 comma := ,
 list = $(subst $() ,$(comma),$(strip $(1)))
@@ -142,8 +142,9 @@ BENCH = target/debug/bench $(if $(PUBLISH),--publish) --only
 # A screen's part has a desktop, which only the node of the nightly tests has.
 .PHONY: bench
 bench: FEATURES ?= $(if $(filter screen,$(BENCH_NODE)),--features vmmd-tests/nightly)
-bench: $(if $(BENCH_NODE),node-tool deb) ## Measure vmmd, beside QEMU in the test node and without guests (ONLY=start, memory, disk, fs, migrate, net, screen, ends, rings, pacing, daemon or image: a part)
+bench: $(if $(BENCH_NODE),node-tool deb) ## Measure vmmd, beside QEMU in the test node and without guests (ONLY=start, memory, disk, fs, migrate, net, screen, ends, rings, pacing, daemon, image or kubernetes: a part)
 	$(CARGO) build -q -p vmmd-tests $(FEATURES) --bin bench
+	$(if $(filter kubernetes,$(BENCH_HERE)),tests/kubernetes/build.sh)
 	$(if $(BENCH_HERE),$(BENCH) $(call list,$(BENCH_HERE)))
 	$(if $(BENCH_NODE),$(NODE) --name bench with -- $(BENCH) $(call list,$(BENCH_NODE)))
 

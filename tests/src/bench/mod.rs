@@ -7,6 +7,7 @@ mod ends;
 mod fleet;
 mod fs;
 mod image;
+mod kubernetes;
 mod memory;
 mod migrate;
 mod net;
@@ -53,6 +54,8 @@ pub enum Part {
     Daemon,
     /// Imports of images, and disks of one. On this machine.
     Image,
+    /// The Kubernetes agent and controller with many VMs. On this machine.
+    Kubernetes,
 }
 
 impl Part {
@@ -71,6 +74,7 @@ impl Part {
             Part::Pacing => pacing::run(),
             Part::Daemon => Ok(fleet::run()? + &networks::run()?),
             Part::Image => image::run(runs),
+            Part::Kubernetes => kubernetes::run(),
         }
     }
 
@@ -122,16 +126,21 @@ fn native(package: &str, name: &str, arguments: &[&str]) -> Result<String> {
 
 /// Runs cargo with these arguments and returns the line with the figures of that name.
 fn figures(name: &str, arguments: &[&str]) -> Result<String> {
+    let text = cargo(arguments, Deadline::seconds(1800))?;
+    let line = text.lines().find(|line| line.contains(&format!("\"{name}\"")));
+    line.map(str::to_owned)
+        .context("the benchmark printed no figures")
+}
+
+/// Runs cargo with these arguments and returns what it prints.
+fn cargo(arguments: &[&str], deadline: Deadline) -> Result<String> {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command
         .args(arguments)
         // What the daemon logs in production.
         .env("RUST_LOG", "info")
         .current_dir(paths::workspace_dir());
-    let text = run::check(&mut command, Deadline::seconds(1800))?;
-    let line = text.lines().find(|line| line.contains(&format!("\"{name}\"")));
-    line.map(str::to_owned)
-        .context("the benchmark printed no figures")
+    run::check(&mut command, deadline)
 }
 
 /// The page of the docs that holds the report.
