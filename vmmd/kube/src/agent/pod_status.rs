@@ -212,10 +212,20 @@ pub fn differs(pod: &Pod, new: &PodStatus) -> bool {
             status.message.clone(),
             status.pod_ips.clone(),
             status.conditions.clone(),
-            status.container_statuses.clone(),
+            containers(status),
         )
     };
     said(&old) != said(new)
+}
+
+/// The API server writes an empty last state where there is none.
+fn containers(status: &PodStatus) -> Option<Vec<ContainerStatus>> {
+    let mut containers = status.container_statuses.clone()?;
+    for container in &mut containers {
+        let last = container.last_state.take();
+        container.last_state = last.filter(|last| *last != ContainerState::default());
+    }
+    Some(containers)
 }
 
 fn base(pod: &Pod, host: &str, now: Timestamp) -> PodStatus {

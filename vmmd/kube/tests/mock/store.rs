@@ -116,6 +116,13 @@ impl Store {
         let mut object = self.get(key)?;
         check(&object, &patch["metadata"])?;
         merge(&mut object, patch);
+        // As the real one writes it for a container that has none.
+        let containers = object.pointer_mut("/status/containerStatuses");
+        for container in containers.and_then(Value::as_array_mut).into_iter().flatten() {
+            if container["lastState"].is_null() {
+                container["lastState"] = json!({});
+            }
+        }
         self.replace(key, subresource, object)
     }
 
