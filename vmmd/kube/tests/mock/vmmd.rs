@@ -9,7 +9,7 @@ use std::{
 };
 
 use proto::v1::{
-    self, ConditionStatus, ExitReason, VmPhase, WatchEventType, console_request, console_response,
+    self, ConditionStatus, ExitReason, VmPhase, WatchEventType, console_request,
     disk_service_server::DiskServiceServer, image_service_server::ImageServiceServer,
     node_service_server::NodeService, node_service_server::NodeServiceServer,
     operation_service_server::OperationServiceServer, vm_service_server::VmService,
