@@ -13,6 +13,7 @@ use std::{
 
 use tokio::{
     io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, BufWriter},
+    runtime::Handle,
     sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch},
     time::{Instant, timeout},
 };
@@ -186,6 +187,16 @@ impl Acceptor {
             Some(stream) => stream,
             // The session ends, and its work with it.
             None => std::future::pending().await,
+        }
+    }
+}
+
+impl Drop for Acceptor {
+    fn drop(&mut self) {
+        self.0.close();
+        while let (Ok(stream), Ok(runtime)) = (self.0.try_recv(), Handle::try_current()) {
+            // The writer may have no room for it now.
+            runtime.spawn(stream.refuse());
         }
     }
 }

@@ -86,15 +86,19 @@ async fn bytes_go_both_ways_on_a_stream_until_both_sides_end_it() {
 
 #[tokio::test]
 async fn streams_that_nobody_takes_are_refused() {
-    let (mut client, _server) = serve(|acceptor| async move {
-        drop(acceptor);
-        std::future::pending::<()>().await;
-    });
-    send(&mut client, &Client::new().open(1, &[])).await;
-    assert_eq!(
-        frame(&mut client).await,
-        Frame::Control(3, vec![0, 0, 0, 1, 0, 0, 0, 3])
-    );
+    // From the beginning, and when one waits already.
+    for turns in [0, 1000] {
+        let (mut client, _server) = serve(move |acceptor| async move {
+            for _ in 0..turns {
+                yield_now().await;
+            }
+            drop(acceptor);
+            std::future::pending::<()>().await;
+        });
+        send(&mut client, &Client::new().open(1, &[])).await;
+        let refused = Frame::Control(3, vec![0, 0, 0, 1, 0, 0, 0, 3]);
+        assert_eq!(frame(&mut client).await, refused, "{turns}");
+    }
 }
 
 #[tokio::test]
