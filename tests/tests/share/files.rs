@@ -113,7 +113,10 @@ fn files_behave_in_a_share_as_they_do_on_the_node() {
 fn a_hundred_thousand_small_files_are_made_looked_up_and_removed() {
     let case = Case::new("share-small").expect("node");
     let srv = Srv::new(&case, &["data"]);
-    let vm = Vm::start(&case, "", &with_shares(&case, &[srv.share("data")])).expect("start");
+    let mut share = srv.share("data");
+    // The guest remembers all of them.
+    share["maxOpenFiles"] = json!(200_000);
+    let vm = Vm::start(&case, "", &with_shares(&case, &[share])).expect("start");
     let mut console = booted(&vm);
     let times = console
         .run(

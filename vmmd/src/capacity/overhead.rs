@@ -4,6 +4,7 @@
 use proto::model::{
     disk::{Format, Source},
     machine::DEFAULT_QUEUES,
+    share::Share,
     vm::{Nic, VmSpec},
 };
 
@@ -40,8 +41,10 @@ const DISPLAY: u64 = 410 * MIB;
 /// A virtio-console: its history of 1.25 MiB, and 5 MiB that clients have not taken of it.
 const CONSOLE: u64 = 8 * MIB;
 /// A share: the process that serves it, with what it remembers of the files that the guest knows. It has 2.4 MiB as PSS when it
-/// has begun (measured); the rest is an allowance.
+/// has begun (measured); the rest is an allowance, for as many files as a share may have when its spec says nothing.
 const SHARE: u64 = 128 * MIB;
+/// A file that the guest knows: what the process and the kernel keep of it (a descriptor, an inode, a name). An allowance.
+const KNOWN_FILE: u64 = 2 << 10;
 
 /// Processes and threads beside those of vCPUs, disks and NICs.
 const TASKS: u64 = 64;
@@ -73,7 +76,7 @@ pub fn memory(spec: &VmSpec) -> u64 {
         NIC * nics(&spec.nics),
         DISPLAY * count(spec.display.iter()),
         CONSOLE * u64::from(spec.virtio_console),
-        SHARE * count(spec.shares.iter()),
+        spec.shares.iter().map(share).sum(),
     ]
     .into_iter()
     .fold(0, u64::saturating_add)
@@ -88,6 +91,10 @@ pub fn tasks(spec: &VmSpec) -> u64 {
         + DISPLAY_TASKS * count(spec.display.iter())
         + CONSOLE_TASKS * u64::from(spec.virtio_console)
         + SHARE_TASKS * count(spec.shares.iter())
+}
+
+fn share(share: &Share) -> u64 {
+    SHARE.max(u64::from(share.open_files).saturating_mul(KNOWN_FILE))
 }
 
 /// Queues of all disks.

@@ -16,6 +16,7 @@
 
 #[path = "../../../../vmmd/kube/tests/mock"]
 mod mock {
+    pub mod storage;
     pub mod streams;
     pub mod vmmd;
 }

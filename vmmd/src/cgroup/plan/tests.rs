@@ -1,5 +1,5 @@
 use proto::{
-    model::{resources::HugePages, topology::Topology},
+    model::{Violations, resources::HugePages, share::Share, topology::Topology},
     v1,
 };
 
@@ -163,6 +163,25 @@ fn memory_grows_with_what_the_vm_has_and_huge_pages_are_not_in_it() {
         ..facts()
     };
     assert_eq!(max(&huge, &counted), plain);
+}
+
+#[test]
+fn memory_grows_with_the_files_that_a_share_may_have() {
+    for (files, more) in [(0, 128 * MIB), (256, 128 * MIB), (200_000, 400_000 << 10)] {
+        let share = v1::ShareSpec {
+            name: "data".into(),
+            path: "/srv/data".into(),
+            max_open_files: files,
+            ..Default::default()
+        };
+        let mut shared = spec();
+        shared
+            .shares
+            .extend(Share::new(&mut Violations::default(), "", &share));
+        assert_eq!(shared.shares.len(), 1);
+        let max = value(&shared, &facts(), "memory.max").parse::<u64>().unwrap();
+        assert_eq!(max, GIB + 84 * MIB + more, "{files}");
+    }
 }
 
 #[test]
