@@ -259,15 +259,15 @@ impl Common {
 
     /// Measures all subjects with a screen in turn.
     fn screen(&self, turns: u32, desktop: &Path) -> Result<()> {
-        let subjects = vmm::with_screens(&self.programs())?;
-        let subjects = self.wanted(&subjects)?;
-        let desktops = vmm::with_desktops(&self.programs(), desktop)?;
-        let desktops = self.wanted(&desktops)?;
         for number in 0..self.runs {
             let each = |subject: &str, turn: u32, cost: &screen::Cost| {
                 print(subject, of_all(number, turns, turn), &[cost]);
             };
-            screen::run(&subjects, turns, each)?;
+            let subjects = vmm::with_screens(&self.programs())?;
+            screen::run(&self.wanted(&subjects)?, turns, each)?;
+            // Made only now: a subject's manifest is named after it, and these have the same names.
+            let desktops = vmm::with_desktops(&self.programs(), desktop)?;
+            let desktops = self.wanted(&desktops)?;
             let images = desktops.iter().filter_map(|subject| subject.image.as_ref());
             let _images: Vec<Copied> = images.map(Image::copy).collect::<Result<_>>()?;
             screen::desktop::run(&desktops, turns, each)?;
