@@ -2,7 +2,7 @@
 
 use std::io;
 
-use super::{SECTOR, engine::Engine};
+use super::{SECTOR, content::Access, engine::Engine};
 
 /// An open disk image. It is locked against other users for as long as it or one of its engines lives, but between [`unlock`](Image::unlock)
 /// and [`lock`](Image::lock).
@@ -15,6 +15,10 @@ pub trait Image: Send {
     fn geometry(&self) -> Geometry;
     /// Something that carries out requests on it, for one thread. There may be several at once.
     fn engine(&self) -> io::Result<Box<dyn Engine>>;
+    /// Something that reads and writes it beside the engines, for who copies it as a whole. `Unsupported` where nobody does.
+    fn access(&self) -> io::Result<Box<dyn Access>> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
     /// Makes it larger, while engines of it are at work: afterwards [`capacity`](Self::capacity) is `capacity` bytes, a
     /// multiple of [`SECTOR`] and not less than before. `None` takes over what a block device has by now.
     fn grow(&self, capacity: Option<u64>) -> io::Result<()>;

@@ -1,6 +1,8 @@
 //! Disk images: what they are made of ([`image`]), and how requests are carried out on them ([`engine`]).
 
 mod cached;
+pub mod changes;
+pub mod content;
 mod direct;
 pub mod engine;
 mod geometry;
@@ -11,6 +13,8 @@ pub mod raw;
 mod target;
 mod uring;
 
+pub use changes::Changes;
+pub use content::{Access, Content, Extent};
 pub use engine::{Completion, Engine, Operation, Request};
 pub use image::{Geometry, Image, OpenError};
 pub use qcow2::{Backing, Qcow2Image};

@@ -10,14 +10,18 @@ use std::{
 use rustix::fs::{OFlags, fcntl_getfl};
 
 use super::{
-    engine::Engine,
+    content::{Access, Extent},
+    engine::{Engine, Operation},
     geometry,
     image::{Geometry, Image, OpenError},
     pool::{Pool, PoolEngine},
     target::{Bounce, Target},
     uring::UringEngine,
 };
-use crate::sys::lock::{LockKind, lock_image, unlock_image};
+use crate::sys::{
+    Iovecs,
+    lock::{LockKind, lock_image, unlock_image},
+};
 
 /// Where the standard identifier of the first volume descriptor is: sector 16 of 2 KiB, byte 1 (ECMA-119, 8.1).
 const VOLUME_ID_AT: u64 = 16 * 2048 + 1;
@@ -124,6 +128,13 @@ impl Image for RawImage {
         self.choose(ring)
     }
 
+    fn access(&self) -> io::Result<Box<dyn Access>> {
+        Ok(Box::new(RawAccess {
+            target: Arc::clone(&self.target),
+            bounce: Bounce::default(),
+        }))
+    }
+
     fn grow(&self, capacity: Option<u64>) -> io::Result<()> {
         if self.read_only && capacity.is_some() {
             return Err(io::ErrorKind::ReadOnlyFilesystem.into());
@@ -150,6 +161,22 @@ impl Image for RawImage {
             LockKind::Write
         };
         lock_image(&self.target.file, kind)
+    }
+}
+
+/// Reads and writes an image by waiting for it.
+struct RawAccess {
+    target: Arc<Target>,
+    bounce: Bounce,
+}
+
+impl Access for RawAccess {
+    fn execute(&mut self, operation: Operation, buffers: &mut Iovecs) -> io::Result<()> {
+        self.target.execute(operation, buffers, &mut self.bounce)
+    }
+
+    fn extent(&self, offset: u64) -> io::Result<Extent> {
+        self.target.extent(offset)
     }
 }
 
@@ -182,12 +209,7 @@ mod tests {
     use vm_memory::{Bytes as _, GuestAddress};
 
     use super::*;
-    use crate::{
-        GuestMemory,
-        block::{Operation, Request},
-        ram::Segment,
-        sys::Iovecs,
-    };
+    use crate::{GuestMemory, block::Request, ram::Segment};
 
     fn image(size: u64) -> tempfile::NamedTempFile {
         let file = tempfile::NamedTempFile::new().unwrap();

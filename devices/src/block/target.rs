@@ -13,7 +13,10 @@ use std::{
     },
 };
 
-use rustix::fs::{FallocateFlags, OFlags, fallocate, fcntl_getfl};
+use rustix::{
+    fs::{FallocateFlags, OFlags, SeekFrom, fallocate, fcntl_getfl},
+    io::Errno,
+};
 
 pub(super) use bounce::Bounce;
 pub(super) use kind::Kind;
@@ -21,6 +24,7 @@ use kind::measure;
 
 use super::{
     SECTOR,
+    content::Extent,
     direct::{Alignment, Ranges},
     engine::Operation,
     image::OpenError,
@@ -273,6 +277,28 @@ impl Target {
                 length,
                 unmap,
             } => self.write_zeroes(offset, length, unmap, bounce),
+        }
+    }
+
+    /// How far from `offset` on, below the capacity, there is data or a hole. A file system that can't tell has data everywhere.
+    pub(super) fn extent(&self, offset: u64) -> io::Result<Extent> {
+        let extent = |end: u64, is_hole| Extent {
+            length: end.saturating_sub(offset).max(1),
+            is_hole,
+        };
+        if self.kind != Kind::File {
+            return Ok(extent(self.capacity(), false));
+        }
+        match rustix::fs::seek(&self.file, SeekFrom::Data(offset)) {
+            Ok(data) if data > offset => Ok(extent(data, true)),
+            // It may be punched in this moment.
+            Ok(_) => Ok(extent(
+                rustix::fs::seek(&self.file, SeekFrom::Hole(offset))?,
+                false,
+            )),
+            Err(Errno::NXIO) => Ok(extent(self.capacity(), true)),
+            Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok(extent(self.capacity(), false)),
+            Err(error) => Err(error.into()),
         }
     }
 

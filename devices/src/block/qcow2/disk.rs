@@ -33,7 +33,7 @@ use self::{
     turns::Turns,
 };
 use super::{layer::Layer, medium::Medium, stage::Stage};
-use crate::sys::Iovecs;
+use crate::{block::content::Extent, sys::Iovecs};
 
 /// Compressed data is read in pieces of at most this size; one cluster at the most is 2 MiB.
 const BOUNCE: u64 = 2 << 20;
@@ -283,6 +283,20 @@ impl Disk {
             offset = advance(offset, length)?;
         }
         Ok(())
+    }
+
+    /// How far from `offset` on, below the capacity, there is data, in this image or below it, or nothing.
+    pub(super) fn extent(&self, offset: u64) -> io::Result<Extent> {
+        self.check(offset, 1)?;
+        let left = self.capacity().saturating_sub(offset);
+        let access = shared(&self.access);
+        let tables = shared(&self.tables);
+        let (mapping, length) = access.get_mapping(offset, left)?;
+        drop(tables);
+        Ok(Extent {
+            length: length.max(1),
+            is_hole: matches!(mapping, Mapping::Zero { .. }),
+        })
     }
 
     /// Whether what is at `offset` is compressed in this file, and may change.

@@ -50,13 +50,14 @@ pub use header::{Header, Refusal};
 
 use super::{
     SECTOR,
+    content::{Access, Extent},
     direct::Alignment,
-    engine::Engine,
+    engine::{Engine, Operation},
     image::{Geometry, Image, OpenError},
     target::Target,
 };
 use crate::sys::{
-    file,
+    Iovecs, file,
     lock::{LockKind, lock_image},
 };
 use base::Base;
@@ -204,6 +205,10 @@ impl Image for Qcow2Image {
         Ok(Box::new(engine))
     }
 
+    fn access(&self) -> io::Result<Box<dyn Access>> {
+        Ok(Box::new(Qcow2Access(Arc::clone(&self.pool))))
+    }
+
     fn grow(&self, capacity: Option<u64>) -> io::Result<()> {
         let now = self.capacity();
         match capacity {
@@ -220,6 +225,19 @@ impl Image for Qcow2Image {
 
     fn commit(&self) -> io::Result<()> {
         self.pool.commit()
+    }
+}
+
+/// Reads and writes an image by waiting for it.
+struct Qcow2Access(Arc<Pool>);
+
+impl Access for Qcow2Access {
+    fn execute(&mut self, operation: Operation, buffers: &mut Iovecs) -> io::Result<()> {
+        self.0.execute(operation, buffers)
+    }
+
+    fn extent(&self, offset: u64) -> io::Result<Extent> {
+        self.0.extent(offset)
     }
 }
 

@@ -15,6 +15,7 @@ use std::{
 use super::disk::{Disk, Place};
 use crate::{
     block::{
+        content::Extent,
         engine::{Completion, Operation, Request},
         pool::Job,
     },
@@ -89,6 +90,16 @@ impl Pool {
             true => self.shared.guarded(|disk| disk.flush()),
             false => Ok(()),
         }
+    }
+
+    /// Carries out a request on the caller's thread.
+    pub(super) fn execute(&self, operation: Operation, buffers: &mut Iovecs) -> io::Result<()> {
+        self.shared.guarded(|disk| carry_out(disk, operation, buffers))
+    }
+
+    /// See [`Disk::extent`].
+    pub(super) fn extent(&self, offset: u64) -> io::Result<Extent> {
+        self.shared.guarded(|disk| disk.extent(offset))
     }
 
     /// Has requests done.
@@ -251,7 +262,7 @@ impl Shared {
     }
 
     /// A panic, of a library that did not expect what it found, is an error of the image.
-    fn guarded(&self, action: impl FnOnce(&Disk) -> io::Result<()>) -> io::Result<()> {
+    fn guarded<T>(&self, action: impl FnOnce(&Disk) -> io::Result<T>) -> io::Result<T> {
         catch_unwind(AssertUnwindSafe(|| action(&self.disk))).unwrap_or_else(|_| {
             self.disk.fail();
             Err(io::Error::other("the qcow2 driver failed"))

@@ -10,7 +10,10 @@ use std::{
 
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use super::stats::{self, BlkStats, QueueCounters};
+use super::{
+    mirror::Tracking,
+    stats::{self, BlkStats, QueueCounters},
+};
 use crate::{
     block::Image,
     rate::Limiter,
@@ -28,6 +31,7 @@ pub(super) struct Shared {
     block: u32,
     pub queues: Vec<QueueCounters>,
     pub limiter: LimiterCell,
+    pub tracking: Tracking,
     /// Writes, discards and zeroings that failed, are kept, and have not succeeded yet; over all queues.
     unsettled: AtomicUsize,
     /// There once the device is in a machine.
@@ -47,6 +51,7 @@ impl Shared {
             block,
             queues: (0..queues).map(|_| QueueCounters::default()).collect(),
             limiter: LimiterCell::new(limiter),
+            tracking: Tracking::default(),
             unsettled: AtomicUsize::new(0),
             connection: OnceLock::new(),
         }

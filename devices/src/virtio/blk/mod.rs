@@ -10,6 +10,7 @@ pub mod fuzz;
 #[cfg(any(test, feature = "testing"))]
 mod harness;
 mod hold;
+mod mirror;
 mod pace;
 mod plan;
 mod request;
@@ -40,6 +41,7 @@ use self::{
 };
 pub use self::{
     control::BlkControl,
+    mirror::Mirror,
     stats::{BUCKETS, BlkStats, OperationStats},
 };
 use super::{

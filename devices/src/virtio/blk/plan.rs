@@ -41,6 +41,18 @@ impl Work {
         }
     }
 
+    /// What of the disk the call changes that the engine has just been given for it: where, and how many bytes.
+    pub(super) fn changes(&self) -> Option<(u64, u64)> {
+        match self.plan {
+            Plan::Write { offset, length } => Some((offset, length.into())),
+            Plan::Discard { .. } | Plan::WriteZeroes { .. } => {
+                let range = self.ranges.get(self.range)?;
+                Some((range.offset, range.length))
+            }
+            _ => None,
+        }
+    }
+
     /// Plans the request in the chain, on a disk of `capacity` bytes; false when it has no place for the status.
     pub(super) fn plan(
         &mut self,

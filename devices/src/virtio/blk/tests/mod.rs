@@ -1,5 +1,6 @@
 mod engines;
 mod hold;
+mod mirror;
 mod model;
 mod queues;
 mod requests;

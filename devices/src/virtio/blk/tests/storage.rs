@@ -16,8 +16,9 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::options;
 use crate::{
-    block::{Completion, Engine, Geometry, Image, Operation, Request},
+    block::{Access, Completion, Engine, Extent, Geometry, Image, Operation, Request},
     component::Component as _,
+    sys::Iovecs,
     virtio::{
         blk::{Blk, BlkControl, BlkOptions, OnError},
         testing::{Driver, Rig},
@@ -123,11 +124,29 @@ impl Image for StorageImage {
             event,
         }))
     }
+    fn access(&self) -> io::Result<Box<dyn Access>> {
+        Ok(Box::new(Nothing))
+    }
     fn grow(&self, _capacity: Option<u64>) -> io::Result<()> {
         Err(io::ErrorKind::Unsupported.into())
     }
     fn commit(&self) -> io::Result<()> {
         Ok(())
+    }
+}
+
+/// It has no content.
+struct Nothing;
+
+impl Access for Nothing {
+    fn execute(&mut self, _operation: Operation, _buffers: &mut Iovecs) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+    fn extent(&self, offset: u64) -> io::Result<Extent> {
+        Ok(Extent {
+            length: CAPACITY - offset,
+            is_hole: true,
+        })
     }
 }
 

@@ -292,6 +292,10 @@ impl BlkHandler {
             };
             slot.buffers = Some(buffers);
             let work = &mut slot.work;
+            if let Some((offset, length)) = work.changes() {
+                // Also after an error: a part may have been written. Before the driver is told.
+                self.shared.tracking.mark(offset, length);
+            }
             if let Plan::Read { length, .. } = work.plan {
                 // Also after an error: a part may have been written.
                 work.chain.mark_written(memory, 0, length);
