@@ -386,17 +386,18 @@ impl lifecycle::Machine for Machine {
         Ok(())
     }
 
-    fn begin_migration(&mut self, socket: File, purpose: Purpose, runs: bool) -> Result<(), Failure> {
+    fn begin_migration(&mut self, socket: File, purpose: Purpose, disks: &[String]) -> Result<(), Failure> {
         self.shares.write_unseen()?;
-        self.nics.keep_queues(runs)?;
+        let disks = self.disks.mirror(disks)?;
+        self.nics.keep_queues(true)?;
         let notifier = self.notifier.clone();
         let tell = move |event| notifier.notify(Notice::Snapshot(event));
-        let sink = Box::new(Sender::new(socket, self.ram.memory()));
+        let sink = Box::new(Sender::new(socket, self.ram.memory(), disks));
         self.saving = Some(Saving::into_sink(
             &self.vm,
             self.ram.memory(),
             sink,
-            (purpose, runs),
+            (purpose, true),
             tell,
         )?);
         Ok(())

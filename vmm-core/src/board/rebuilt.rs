@@ -273,8 +273,8 @@ impl lifecycle::Machine for Rebuilt {
         self.machine()?.begin_snapshot(file, runs)
     }
 
-    fn begin_migration(&mut self, socket: File, purpose: Purpose, runs: bool) -> Result<(), Failure> {
-        self.machine()?.begin_migration(socket, purpose, runs)
+    fn begin_migration(&mut self, socket: File, purpose: Purpose, disks: &[String]) -> Result<(), Failure> {
+        self.machine()?.begin_migration(socket, purpose, disks)
     }
 
     fn throttle(&mut self, percent: u8) -> Result<(), Failure> {

@@ -242,9 +242,10 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                     socket,
                     downtime,
                     throttle,
+                    disks,
                 } => {
                     let purpose = Purpose::Migration { downtime, throttle };
-                    match self.begin_migration(token, socket, purpose) {
+                    match self.begin_migration(token, socket, purpose, &disks) {
                         Ok(()) => return Next::GoOn,
                         Err(failure) => Err(failure),
                     }

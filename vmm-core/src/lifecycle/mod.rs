@@ -80,6 +80,8 @@ pub enum Request {
         downtime: Duration,
         /// The vCPUs may be throttled for it.
         throttle: bool,
+        /// Disks whose content is sent too.
+        disks: Vec<String>,
     },
     /// Makes it quiet.
     Pause,
@@ -402,9 +404,14 @@ pub trait Machine {
     fn unlock_disks(&mut self) -> Result<(), Failure>;
     /// Begins to write a snapshot into `file`; `runs` when the machine goes on meanwhile. [`Notice::Snapshot`] says how far it is.
     fn begin_snapshot(&mut self, file: File, runs: bool) -> Result<(), Failure>;
-    /// Begins to send the machine over `socket`; `runs` when it goes on meanwhile. It goes on as a snapshot does, but for the end: the
-    /// machine stays paused.
-    fn begin_migration(&mut self, socket: File, purpose: saving::Purpose, runs: bool) -> Result<(), Failure>;
+    /// Begins to send the running machine over `socket`, with what `disks` hold. It goes on as a snapshot does, but for the end: the machine
+    /// stays paused.
+    fn begin_migration(
+        &mut self,
+        socket: File,
+        purpose: saving::Purpose,
+        disks: &[String],
+    ) -> Result<(), Failure>;
     /// Has the vCPUs stand still for so many percent of the time, 0 to 99, until the next pause or the end of what is under way. An error is one of
     /// the machine, which can't go on.
     fn throttle(&mut self, percent: u8) -> Result<(), Failure>;

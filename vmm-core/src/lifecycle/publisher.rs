@@ -4,7 +4,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use proto::vmm::{
     CrashReset, DeviceError, DiskDetached, DisksQuiet, Ended, Event, ExitKind, ExitRecord, GuestPanicked,
-    GuestReset, MigrationRound, NicDetached, PauseReason, ShareDetached, StateChanged, Status, event::Kind,
+    GuestReset, MigrationDisks, MigrationRound, NicDetached, PauseReason, ShareDetached, StateChanged,
+    Status, event::Kind,
 };
 
 use super::{Answer, Detached, Failure, Pluggable, Token, admission::State};
@@ -89,6 +90,14 @@ impl<A: Audience> Publisher<A> {
             dirty_bytes: round.dirty_bytes,
             bytes_per_second: round.bytes_per_second,
             throttle_percent: round.throttle.into(),
+        }));
+    }
+
+    /// How far a migration is with its disks.
+    pub fn migration_disks(&self, done_bytes: u64, total_bytes: u64) {
+        self.send(Kind::MigrationDisks(MigrationDisks {
+            done_bytes,
+            total_bytes,
         }));
     }
 

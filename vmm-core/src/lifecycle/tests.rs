@@ -246,9 +246,12 @@ impl Machine for TestMachine {
         &mut self,
         _socket: File,
         purpose: saving::Purpose,
-        runs: bool,
+        disks: &[String],
     ) -> Result<(), Failure> {
-        self.log.add(format!("begin migration, runs: {runs}"));
+        self.log.add(format!("begin migration, disks: {disks:?}"));
+        if !disks.is_empty() {
+            self.tell(saving::Event::Disks { done: 3, total: 8 });
+        }
         self.late = true;
         let saving::Purpose::Migration { downtime, throttle } = purpose else {
             panic!("{purpose:?}");
@@ -392,6 +395,7 @@ impl Audience for Log {
             Kind::DeviceError(error) => format!("{}: {}", error.device, error.message),
             Kind::Ended(ended) => format!("ended {:?}", ended.exit.unwrap().kind()),
             Kind::DisksQuiet(_) => "disks quiet".into(),
+            Kind::MigrationDisks(disks) => format!("disks {} of {}", disks.done_bytes, disks.total_bytes),
             Kind::MigrationRound(round) => format!("round {}, {} sent", round.number, round.sent_bytes),
             Kind::DiskDetached(gone) => format!("disk {} detached, forced {}", gone.name, gone.forced),
             Kind::NicDetached(gone) => format!("nic {} detached, forced {}", gone.name, gone.forced),

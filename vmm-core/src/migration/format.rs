@@ -17,8 +17,14 @@
 //! | 3 zeroes | u64 guest-physical address, u64 length: these pages hold zeroes by now |
 //! | 4 section | message `vmm.state.v1.Section`: one of the [`SnapshotInfo`](proto::state::SnapshotInfo), and those of the saved machine |
 //! | 5 end | u64: how many frames came before |
+//! | 6 disk | u32 number, from 0 on; u64 size in bytes; its name: a disk that goes along |
+//! | 7 blocks | u32 number of a disk, u64 offset in it, then what it holds from there on: whole sectors, at most 1 MiB |
+//! | 8 cleared | u32 number of a disk, u64 offset, u64 length: these bytes hold zeroes by now |
 //!
-//! Pages that never came hold zeroes. A page may come again, and the last one holds. Sections come after all pages.
+//! Pages and sectors that never came hold zeroes. A page or a sector may come again, and the last one holds. Sections come after all pages and
+//! blocks. A stream without disks is one that programs read which know no disks.
+
+use devices::block::content::PIECE;
 
 use crate::snapshot::format::{MAX_SECTION, PAGE};
 
@@ -30,6 +36,8 @@ pub const VERSION: u32 = 1;
 pub const FRAME: usize = 12;
 /// Most bytes of pages in a frame.
 pub const MAX_PAGES: u64 = 256 * PAGE;
+/// Most bytes of a disk in a frame.
+pub const MAX_BLOCKS: u64 = PIECE;
 /// Longest body that there is in bytes.
 pub const MAX_BODY: u32 = MAX_SECTION;
 
@@ -46,6 +54,12 @@ pub enum Kind {
     Section,
     /// There is no more.
     End,
+    /// A disk that goes along.
+    Disk,
+    /// What a disk holds.
+    Blocks,
+    /// A part of a disk that holds zeroes by now.
+    Cleared,
 }
 
 impl Kind {
@@ -57,6 +71,9 @@ impl Kind {
             Self::Zeroes => 3,
             Self::Section => 4,
             Self::End => 5,
+            Self::Disk => 6,
+            Self::Blocks => 7,
+            Self::Cleared => 8,
         }
     }
 
@@ -68,6 +85,9 @@ impl Kind {
             3 => Some(Self::Zeroes),
             4 => Some(Self::Section),
             5 => Some(Self::End),
+            6 => Some(Self::Disk),
+            7 => Some(Self::Blocks),
+            8 => Some(Self::Cleared),
             _ => None,
         }
     }

@@ -1,10 +1,16 @@
 //! What fuzzers and tests feed with bytes of their own (`vmm-core/fuzz`).
 
-use devices::GuestMemory;
+use std::fs::File;
+
+use devices::{
+    GuestMemory,
+    block::{Content, Image as _, RawImage},
+};
 use prost::Message as _;
 use vm_memory::GuestAddress;
 
 use super::{
+    ReceivedDisk,
     format::{Kind, MAGIC, VERSION, frame},
     receive,
 };
@@ -13,7 +19,10 @@ use crate::snapshot::format::Layout;
 /// Where a small machine has memory, as on both sides of a hole: (address, pages).
 const RANGES: [(u64, u8); 2] = [(0, 16), (1 << 32, 8)];
 
-/// Receives a machine. `data` says which frames come after the first; their checksums are right, since no fuzzer finds those.
+/// Bytes of the machine's disk.
+const DISK: u64 = 64 << 10;
+
+/// Receives a machine with a disk "root". `data` says which frames come after the first; their checksums are right, since no fuzzer finds those.
 ///
 /// Each frame is its kind in a byte, the length of its body in two bytes (little-endian), and the body.
 pub fn stream(data: &[u8]) {
@@ -35,7 +44,20 @@ pub fn stream(data: &[u8]) {
         push(Kind::of((*kind).into()).unwrap_or(Kind::End), body);
         rest = behind;
     }
-    let _taken_or_refused = receive(bytes.as_slice(), &memory);
+    let Some(disk) = disk() else {
+        return;
+    };
+    let _taken_or_refused = receive(bytes.as_slice(), &memory, &mut [disk]);
+}
+
+/// Of memory.
+fn disk() -> Option<ReceivedDisk> {
+    let file = rustix::fs::memfd_create("disk", rustix::fs::MemfdFlags::CLOEXEC).ok()?;
+    let file = File::from(file);
+    file.set_len(DISK).ok()?;
+    let image = RawImage::open_unlocked(file.into(), false).ok()?;
+    let content = Content::new(image.access().ok()?, DISK).ok()?;
+    Some(ReceivedDisk::new("root", content))
 }
 
 #[cfg(test)]
@@ -47,7 +69,7 @@ mod tests {
 
     use super::*;
 
-    /// A page, a page of zeroes, and the sections of a machine.
+    /// A disk and a part of it, a page, a page of zeroes, and the sections of a machine.
     fn seed() -> Vec<u8> {
         let mut seed = Vec::new();
         let mut push = |kind: u8, body: &[u8]| {
@@ -55,6 +77,10 @@ mod tests {
             seed.extend(u16::try_from(body.len()).unwrap().to_le_bytes());
             seed.extend(body);
         };
+        let of_disk = |rest: &[&[u8]]| [&0_u32.to_le_bytes()[..], &rest.concat()].concat();
+        push(6, &of_disk(&[&DISK.to_le_bytes(), b"root"]));
+        push(7, &of_disk(&[&4096_u64.to_le_bytes(), &[7; 1024]]));
+        push(8, &of_disk(&[&4096_u64.to_le_bytes(), &512_u64.to_le_bytes()]));
         push(2, &[&0x1000_u64.to_le_bytes()[..], &[7; 4096]].concat());
         push(3, &[0x2000_u64.to_le_bytes(), 4096_u64.to_le_bytes()].concat());
         for section in [
@@ -63,7 +89,7 @@ mod tests {
         ] {
             push(4, &section.encode_to_vec());
         }
-        push(5, &5_u64.to_le_bytes());
+        push(5, &8_u64.to_le_bytes());
         seed
     }
 

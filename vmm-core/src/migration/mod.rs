@@ -4,6 +4,10 @@
 //! snapshot: all memory, then what the guest has changed meanwhile, round after round, and the rest while the machine is paused. The
 //! target [receives](receive) memory into the RAM of a machine that is built then.
 //!
+//! Disks that are the source's alone go along ([`Mirrored`]): all of a disk first, before memory, and what the guest changes meanwhile in each
+//! round, as with memory. What is sent is the content of the disk, whatever its format is; the target writes it into an image of its own
+//! ([`ReceivedDisk`]), and has it on stable storage when everything has come.
+//!
 //! The stream is untrusted. The target checks each frame, and refuses what was changed or cut off with the place where that is. The
 //! stream is not encrypted here: whoever makes the sockets sees to that.
 //!
@@ -13,11 +17,12 @@
 pub mod format;
 #[cfg(any(test, feature = "testing"))]
 pub mod fuzzing;
+mod mirrors;
 mod receiver;
 mod sender;
 
-pub use receiver::{Received, receive};
-pub use sender::Sender;
+pub use receiver::{Received, ReceivedDisk, receive};
+pub use sender::{Mirrored, Sender};
 
 #[cfg(test)]
 mod tests;

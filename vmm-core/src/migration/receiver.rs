@@ -2,18 +2,24 @@
 
 use std::io::{self, Read};
 
-use devices::GuestMemory;
+use devices::{
+    GuestMemory,
+    block::{Content, SECTOR},
+};
 use prost::Message as _;
 use proto::state::{self, Section, SnapshotInfo, SnapshotMemory};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
-use super::format::{FRAME, Kind, MAGIC, MAX_BODY, MAX_PAGES, VERSION, checksum};
+use super::format::{FRAME, Kind, MAGIC, MAX_BLOCKS, MAX_BODY, MAX_PAGES, VERSION, checksum};
 use crate::snapshot::{
     SnapshotError,
     error::Place,
     format::{Layout, MAX_SECTIONS, MAX_SECTIONS_LENGTH, PAGE, PAGE_BYTES},
     reader::take,
 };
+
+/// So much of a disk is written before it is brought to stable storage, in bytes: in the end, while the guest stands still, little is left.
+const FLUSH: u64 = 64 << 20;
 
 /// A machine that was received; its memory is in place.
 #[derive(Debug)]
@@ -24,12 +30,47 @@ pub struct Received {
     pub machine: state::Machine,
 }
 
-/// Receives a machine; its memory goes into `memory`, which has the same ranges and is all zeroes.
-pub fn receive(stream: impl Read, memory: &GuestMemory) -> Result<Received, SnapshotError> {
+/// A disk that comes along: its image is the receiver's own, and holds zeroes.
+#[derive(Debug)]
+pub struct ReceivedDisk {
+    /// Its name.
+    pub name: String,
+    /// What comes goes there.
+    pub content: Content,
+    /// Bytes that were written and may not be on stable storage.
+    unflushed: u64,
+}
+
+impl ReceivedDisk {
+    /// A disk of which nothing has come.
+    pub fn new(name: impl Into<String>, content: Content) -> Self {
+        Self {
+            name: name.into(),
+            content,
+            unflushed: 0,
+        }
+    }
+
+    fn flush(&mut self) -> Result<(), SnapshotError> {
+        self.unflushed = 0;
+        let flushed = self.content.flush();
+        flushed.map_err(|error| SnapshotError::disk("writing", &self.name, error))
+    }
+}
+
+/// Receives a machine; its memory goes into `memory`, which has the same ranges and is all zeroes, and its disks are `disks`, in this order. On
+/// return they are on stable storage.
+pub fn receive(
+    stream: impl Read,
+    memory: &GuestMemory,
+    disks: &mut [ReceivedDisk],
+) -> Result<Received, SnapshotError> {
     let mut receiver = Receiver {
         stream,
         offset: 0,
         memory,
+        disks,
+        named: 0,
         body: Vec::new(),
         sections: Vec::new(),
         sections_length: 0,
@@ -50,6 +91,9 @@ struct Receiver<'a, R> {
     /// Bytes that were read.
     offset: u64,
     memory: &'a GuestMemory,
+    disks: &'a mut [ReceivedDisk],
+    /// How many of the disks the stream has named.
+    named: usize,
     /// Of the frame that was read last.
     body: Vec<u8>,
     sections: Vec<Section>,
@@ -127,13 +171,25 @@ impl<R: Read> Receiver<'_, R> {
             Kind::Pages | Kind::Zeroes if !self.sections.is_empty() => {
                 return Err(wrong(at, "it has memory after the machine's state"));
             }
+            Kind::Disk | Kind::Blocks | Kind::Cleared if !self.sections.is_empty() => {
+                return Err(wrong(at, "it has a disk after the machine's state"));
+            }
             Kind::Pages => self.pages(at)?,
             Kind::Zeroes => self.zeroes(at)?,
             Kind::Section => self.section(at)?,
+            Kind::Disk => self.disk(at)?,
+            Kind::Blocks => self.blocks(at)?,
+            Kind::Cleared => self.cleared(at)?,
             Kind::End => {
                 let before = self.frames.saturating_sub(1).to_le_bytes();
                 if self.body != before {
                     return Err(wrong(at, "frames before it are missing"));
+                }
+                if self.named != self.disks.len() {
+                    return Err(wrong(at, "a disk before it is missing"));
+                }
+                for disk in &mut *self.disks {
+                    disk.flush()?;
                 }
                 return Ok(false);
             }
@@ -169,6 +225,52 @@ impl<R: Read> Receiver<'_, R> {
         written.map_err(|_| wrong(at, "its pages are outside of memory"))
     }
 
+    fn disk(&mut self, at: u64) -> Result<(), SnapshotError> {
+        let (number, rest) = number_of(&self.body).ok_or_else(|| wrong(at, "it has no number"))?;
+        let (size, name) = offset_of(rest).ok_or_else(|| wrong(at, "it has no size"))?;
+        let disk = self.disks.get(self.named).filter(|_| number == self.named);
+        let disk = disk.ok_or_else(|| wrong(at, "it has a disk that does not come along"))?;
+        if disk.name.as_bytes() != name {
+            return Err(wrong(at, "it has another disk than was expected"));
+        }
+        let own = disk.content.capacity();
+        if size != own {
+            return Err(wrong(
+                at,
+                &format!("disk {} has {size} bytes instead of {own}", disk.name),
+            ));
+        }
+        self.named = self.named.saturating_add(1);
+        Ok(())
+    }
+
+    fn blocks(&mut self, at: u64) -> Result<(), SnapshotError> {
+        let (number, rest) = number_of(&self.body).ok_or_else(|| wrong(at, "it has no number"))?;
+        let (offset, data) = offset_of(rest).ok_or_else(|| wrong(at, "it has no offset"))?;
+        let disk = part_of(self.disks, self.named, number, (offset, data.len() as u64));
+        let disk = disk.map_err(|why| wrong(at, why))?;
+        let written = disk.content.write(offset, data);
+        written.map_err(|error| SnapshotError::disk("writing", &disk.name, error))?;
+        disk.unflushed = disk.unflushed.saturating_add(data.len() as u64);
+        match disk.unflushed >= FLUSH {
+            true => disk.flush(),
+            false => Ok(()),
+        }
+    }
+
+    fn cleared(&mut self, at: u64) -> Result<(), SnapshotError> {
+        let (number, rest) = number_of(&self.body).ok_or_else(|| wrong(at, "it has no number"))?;
+        let (offset, rest) = offset_of(rest).ok_or_else(|| wrong(at, "it has no offset"))?;
+        let length = match offset_of(rest) {
+            Some((length, [])) => length,
+            _ => return Err(wrong(at, "it has no length")),
+        };
+        let disk = part_of(self.disks, self.named, number, (offset, length));
+        let disk = disk.map_err(|why| wrong(at, why))?;
+        let cleared = disk.content.clear(offset, length);
+        cleared.map_err(|error| SnapshotError::disk("writing", &disk.name, error))
+    }
+
     fn section(&mut self, at: u64) -> Result<(), SnapshotError> {
         self.sections_length = self.sections_length.saturating_add(self.body.len() as u64);
         let count = u32::try_from(self.sections.len()).unwrap_or(u32::MAX);
@@ -178,6 +280,37 @@ impl<R: Read> Receiver<'_, R> {
         let section = Section::decode(self.body.as_slice()).map_err(|_| wrong(at, "it can't be decoded"))?;
         self.sections.push(section);
         Ok(())
+    }
+}
+
+fn number_of(body: &[u8]) -> Option<(usize, &[u8])> {
+    let (number, rest) = body.split_first_chunk()?;
+    Some((usize::try_from(u32::from_le_bytes(*number)).ok()?, rest))
+}
+
+fn offset_of(body: &[u8]) -> Option<(u64, &[u8])> {
+    let (offset, rest) = body.split_first_chunk()?;
+    Some((u64::from_le_bytes(*offset), rest))
+}
+
+/// The disk, one of the first `named`, of which a frame has a part.
+fn part_of(
+    disks: &mut [ReceivedDisk],
+    named: usize,
+    number: usize,
+    (offset, length): (u64, u64),
+) -> Result<&mut ReceivedDisk, &'static str> {
+    let disk = disks.get_mut(number).filter(|_| number < named);
+    let disk = disk.ok_or("it has a part of no disk")?;
+    if ![offset, length].iter().all(|it| it.is_multiple_of(SECTOR)) || length == 0 {
+        return Err("it has no whole sectors");
+    }
+    if length > MAX_BLOCKS {
+        return Err("it has more of a disk than any frame");
+    }
+    match offset.checked_add(length) {
+        Some(end) if end <= disk.content.capacity() => Ok(disk),
+        _ => Err("it goes beyond the end of the disk"),
     }
 }
 

@@ -3,9 +3,10 @@
 use std::{
     fs::File,
     io::{self, Write},
+    time::Instant,
 };
 
-use devices::GuestMemory;
+use devices::{GuestMemory, virtio::blk::Mirror};
 use prost::Message as _;
 use proto::state::{self, Section, SnapshotInfo};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
@@ -15,8 +16,17 @@ use crate::snapshot::{
     SnapshotError,
     format::{Layout, OWN_ID, PAGE_BYTES},
     memory,
-    saving::{GoOn, Sink},
+    saving::{GoOn, Sink, Written},
 };
+
+/// A disk that goes along.
+#[derive(Debug)]
+pub struct Mirrored {
+    /// Its name.
+    pub name: String,
+    /// What it holds, and what its guest changes.
+    pub mirror: Mirror,
+}
 
 /// Sends a machine. The socket has a limit of time for sends (`SO_SNDTIMEO`): each time that it passes, it is asked whether to go on.
 #[derive(Debug)]
@@ -28,13 +38,18 @@ pub struct Sender {
     frames: u64,
     /// Bytes of pages that were sent.
     memory: u64,
+    /// Bytes of disks that were sent.
+    pub(super) blocks: u64,
     /// All bytes that were sent.
     sent: u64,
+    /// When bytes were sent last.
+    pub(super) wrote: Instant,
+    pub(super) disks: Vec<Mirrored>,
 }
 
 impl Sender {
-    /// Sends a machine with `memory` to `socket`.
-    pub fn new(socket: File, memory: &GuestMemory) -> Self {
+    /// Sends a machine with `memory` and `disks` to `socket`.
+    pub fn new(socket: File, memory: &GuestMemory, disks: Vec<Mirrored>) -> Self {
         let regions = memory.iter();
         let layout = Layout::new(regions.map(|region| (region.start_addr().0, region.len())));
         Self {
@@ -43,11 +58,14 @@ impl Sender {
             begun: false,
             frames: 0,
             memory: 0,
+            blocks: 0,
             sent: 0,
+            wrote: Instant::now(),
+            disks,
         }
     }
 
-    fn begin(&mut self, go_on: GoOn<'_>) -> Result<(), SnapshotError> {
+    pub(super) fn begin(&mut self, go_on: GoOn<'_>) -> Result<(), SnapshotError> {
         if self.begun {
             return Ok(());
         }
@@ -58,12 +76,13 @@ impl Sender {
         self.frame(Kind::Memory, &[&ranges], go_on)
     }
 
-    fn frame(&mut self, kind: Kind, body: &[&[u8]], go_on: GoOn<'_>) -> Result<(), SnapshotError> {
+    pub(super) fn frame(&mut self, kind: Kind, body: &[&[u8]], go_on: GoOn<'_>) -> Result<(), SnapshotError> {
         self.write(&frame(kind, body), go_on)?;
         for part in body {
             self.write(part, go_on)?;
         }
         self.frames = self.frames.saturating_add(1);
+        self.wrote = Instant::now();
         Ok(())
     }
 
@@ -149,8 +168,23 @@ impl Sink for Sender {
         self.put(address, contents, true, go_on)
     }
 
-    fn written(&self) -> u64 {
-        self.memory
+    fn disks(&mut self, tell: &dyn Fn(u64, u64), go_on: GoOn<'_>) -> Result<(), SnapshotError> {
+        self.all_disks(tell, go_on)
+    }
+
+    fn disk_changes(&mut self, go_on: GoOn<'_>) -> Result<(), SnapshotError> {
+        self.changes(go_on)
+    }
+
+    fn changed_on_disks(&self) -> u64 {
+        self.disks.iter().map(|disk| disk.mirror.changed()).sum()
+    }
+
+    fn written(&self) -> Written {
+        Written {
+            memory: self.memory,
+            disks: self.blocks,
+        }
     }
 
     fn finish(

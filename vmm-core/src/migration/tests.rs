@@ -14,6 +14,8 @@ use proptest::{prelude::*, sample::Index};
 use proto::state::{self, Clock, Section, SnapshotInfo};
 use vm_memory::{Bytes, GuestAddress};
 
+mod disks;
+
 use super::{format::*, *};
 use crate::snapshot::{
     SnapshotError,
@@ -77,12 +79,12 @@ fn stream() -> (Vec<u8>, Vec<u8>) {
     for (address, byte) in [(0, 1), (0x3000, 2), (0x4fff, 3), (300 << 12, 4), (1 << 32, 5)] {
         put(&memory, address, byte);
     }
-    let mut sender = Box::new(Sender::new(File::from(OwnedFd::from(near)), &memory));
+    let mut sender = Box::new(Sender::new(File::from(OwnedFd::from(near)), &memory, Vec::new()));
     sender.everything(&memory, ALWAYS).unwrap();
     put(&memory, 0x3000, 0);
     put(&memory, 0x5000, 7);
     sender.pages(&memory, vec![0x3000, 0x5000], ALWAYS).unwrap();
-    assert_eq!(sender.written(), 6 * PAGE_BYTES as u64);
+    assert_eq!(sender.written().memory, 6 * PAGE_BYTES as u64);
     let sent = sender.finish(&info(), machine(), ALWAYS).unwrap();
     let bytes = reading.join().unwrap();
     assert_eq!(sent, bytes.len() as u64);
@@ -95,7 +97,7 @@ static STREAM: LazyLock<(Vec<u8>, Vec<u8>)> = LazyLock::new(stream);
 fn what_is_sent_is_received_with_the_last_of_each_page() {
     let (bytes, wanted) = &*STREAM;
     let memory = memory();
-    let received = receive(bytes.as_slice(), &memory).unwrap();
+    let received = receive(bytes.as_slice(), &memory, &mut []).unwrap();
     assert_eq!(&contents(&memory), wanted);
     assert_eq!(received.info, info());
     assert_eq!(received.machine.sections, machine().sections);
@@ -105,7 +107,7 @@ fn what_is_sent_is_received_with_the_last_of_each_page() {
 fn a_stream_that_is_cut_off_is_refused_with_the_place() {
     let bytes = &STREAM.0;
     for length in (0..bytes.len()).step_by(997).chain([bytes.len() - 1]) {
-        let error = receive(&bytes[..length], &memory()).unwrap_err();
+        let error = receive(&bytes[..length], &memory(), &mut []).unwrap_err();
         let SnapshotError::Damaged {
             place: Place::Stream { offset },
             why,
@@ -123,12 +125,12 @@ fn a_stream_that_is_cut_off_is_refused_with_the_place() {
 #[test]
 fn a_machine_with_other_memory_takes_nothing() {
     let other = GuestMemory::from_ranges(&[(GuestAddress(0), 16 * PAGE_BYTES)]).unwrap();
-    let error = receive(STREAM.0.as_slice(), &other).unwrap_err();
+    let error = receive(STREAM.0.as_slice(), &other, &mut []).unwrap_err();
     assert!(matches!(error, SnapshotError::OtherMemory(_)), "{error}");
 }
 
 /// A stream that begins as it should and goes on with `frames`.
-fn hostile(frames: &[(Kind, Vec<u8>)]) -> SnapshotError {
+fn beginning_with(frames: &[(Kind, Vec<u8>)]) -> Vec<u8> {
     // The frame of the ranges: its length is in its bytes 4 to 7.
     let bytes = &STREAM.0;
     let length = u32::from_le_bytes(bytes[16..20].try_into().unwrap());
@@ -137,7 +139,11 @@ fn hostile(frames: &[(Kind, Vec<u8>)]) -> SnapshotError {
         bytes.extend(frame(*kind, &[body]));
         bytes.extend(body);
     }
-    receive(bytes.as_slice(), &memory()).unwrap_err()
+    bytes
+}
+
+fn hostile(frames: &[(Kind, Vec<u8>)]) -> SnapshotError {
+    receive(beginning_with(frames).as_slice(), &memory(), &mut []).unwrap_err()
 }
 
 #[test]
@@ -197,7 +203,11 @@ fn a_sender_whose_socket_takes_nothing_asks_whether_to_go_on_and_ends_when_the_o
     }
     let (near, far) = UnixStream::pair().unwrap();
     near.set_write_timeout(Some(Duration::from_millis(1))).unwrap();
-    let mut sender = Sender::new(File::from(OwnedFd::from(near.try_clone().unwrap())), &memory);
+    let mut sender = Sender::new(
+        File::from(OwnedFd::from(near.try_clone().unwrap())),
+        &memory,
+        Vec::new(),
+    );
     let asked = std::cell::Cell::new(0);
     let go_on = || {
         asked.set(asked.get() + 1);
@@ -210,7 +220,7 @@ fn a_sender_whose_socket_takes_nothing_asks_whether_to_go_on_and_ends_when_the_o
     let error = sender.everything(&memory, &go_on).unwrap_err();
     assert!(matches!(error, SnapshotError::Cancelled), "{error}");
     drop(far);
-    let mut sender = Sender::new(File::from(OwnedFd::from(near)), &memory);
+    let mut sender = Sender::new(File::from(OwnedFd::from(near)), &memory, Vec::new());
     let error = sender.everything(&memory, ALWAYS).unwrap_err();
     assert!(matches!(error, SnapshotError::Io { .. }), "{error}");
 }
@@ -221,12 +231,12 @@ proptest! {
         let mut bytes = STREAM.0.clone();
         let at = at.index(bytes.len());
         bytes[at] ^= change;
-        prop_assert!(receive(bytes.as_slice(), &memory()).is_err());
+        prop_assert!(receive(bytes.as_slice(), &memory(), &mut []).is_err());
     }
 
     #[test]
     fn any_stream_is_refused_or_taken(bytes: Vec<u8>) {
         let start = [&MAGIC[..], &VERSION.to_le_bytes()].concat();
-        let _ = receive([start, bytes].concat().as_slice(), &memory());
+        let _ = receive([start, bytes].concat().as_slice(), &memory(), &mut []);
     }
 }

@@ -93,10 +93,10 @@ pub enum SnapshotError {
     /// The machine has ended, or can't be paused.
     #[error("the snapshot was given up")]
     Cancelled,
-    /// The guest changes memory faster than it can be sent.
+    /// The guest changes memory and disks faster than they can be sent.
     #[error(
-        "the guest changes its memory faster than it can be sent: after {rounds} rounds the rest would still take {rest_ms} ms, and the \
-         limit of the downtime is {limit_ms} ms"
+        "the guest changes its memory and disks faster than they can be sent: after {rounds} rounds the rest would still take {rest_ms} ms, \
+         and the limit of the downtime is {limit_ms} ms"
     )]
     NotConverging {
         /// How often what was changed was sent again.
@@ -111,6 +111,17 @@ pub enum SnapshotError {
     Io {
         /// "reading".
         operation: &'static str,
+        /// Why not.
+        #[source]
+        source: io::Error,
+    },
+    /// A disk could not be read or written.
+    #[error("{operation} disk {name}")]
+    Disk {
+        /// "reading".
+        operation: &'static str,
+        /// Which.
+        name: String,
         /// Why not.
         #[source]
         source: io::Error,
@@ -138,6 +149,14 @@ impl SnapshotError {
         }
     }
 
+    pub(crate) fn disk(operation: &'static str, name: &str, source: io::Error) -> Self {
+        Self::Disk {
+            operation,
+            name: name.to_owned(),
+            source,
+        }
+    }
+
     pub(crate) fn writing(source: io::Error) -> Self {
         Self::Io {
             operation: "writing",
@@ -149,7 +168,7 @@ impl SnapshotError {
 impl From<SnapshotError> for Failure {
     fn from(error: SnapshotError) -> Self {
         let kind = match &error {
-            SnapshotError::Io { source, .. } => match source.kind() {
+            SnapshotError::Io { source, .. } | SnapshotError::Disk { source, .. } => match source.kind() {
                 io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
                     ErrorKind::Resources
                 }

@@ -7,6 +7,7 @@
 //! A file is untrusted. Whatever was changed, cut off or added in it is refused with the place where that is, before the machine
 //! runs: the header, the sections and the table of checksums when the file is opened, memory when it is loaded.
 
+mod converging;
 pub mod error;
 pub mod format;
 #[cfg(any(test, feature = "testing"))]

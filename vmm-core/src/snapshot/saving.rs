@@ -37,7 +37,13 @@ use proto::{
 };
 use vm_memory::{GuestAddress, GuestMemoryBackend};
 
-use super::{Writer, error::SnapshotError, format::PAGE, memory};
+use super::{
+    Writer,
+    converging::{bytes_per_second, is_time_to_pause, next_throttle},
+    error::SnapshotError,
+    format::PAGE,
+    memory,
+};
 use crate::{
     kvm::{SlotError, SlotId, Vm},
     lifecycle::Failure,
@@ -46,15 +52,7 @@ use crate::{
 /// Changed pages that are worth another round while the machine runs, in bytes.
 const FEW: u64 = 2 << 20;
 /// Most rounds of a snapshot.
-const MAX_ROUNDS: u32 = 16;
-/// Most rounds of a migration. QEMU and Cloud Hypervisor give up, or throttle the guest, after as many or fewer.
-const MAX_MIGRATION_ROUNDS: u32 = 30;
-/// For which part of the time vCPUs are throttled first, by how much more each time that this does not help, and at most, in percent.
-const FIRST_THROTTLE: u8 = 20;
-const THROTTLE_STEP: u8 = 10;
-const MAX_THROTTLE: u8 = 99;
-/// Changed memory that a migration always sends while the machine is paused, in bytes: a round for less costs more than it saves.
-const LITTLE: u64 = 256 << 10;
+pub(super) const MAX_ROUNDS: u32 = 16;
 /// Most bytes that are copied while the machine is paused, to be written later.
 const MAX_COPIED: u64 = 32 << 20;
 
@@ -74,8 +72,15 @@ pub trait Sink: Send {
     ) -> Result<(), SnapshotError>;
     /// Writes whole pages whose content was copied, at a guest-physical address within one range of memory.
     fn contents(&mut self, address: u64, contents: &[u8], go_on: GoOn<'_>) -> Result<(), SnapshotError>;
-    /// Bytes of memory that were written so far, those that were written again included; pages of zeroes need not be written.
-    fn written(&self) -> u64;
+    /// Writes all that disks hold which go along, and most of what is changed of them meanwhile. Comes before memory. `tell` is told how many
+    /// bytes of how many it has come to.
+    fn disks(&mut self, tell: &dyn Fn(u64, u64), go_on: GoOn<'_>) -> Result<(), SnapshotError>;
+    /// Writes what was changed on the disks since the last time.
+    fn disk_changes(&mut self, go_on: GoOn<'_>) -> Result<(), SnapshotError>;
+    /// Bytes that were changed on the disks and not written since.
+    fn changed_on_disks(&self) -> u64;
+    /// How much was written so far.
+    fn written(&self) -> Written;
     /// Writes the rest; returns the length of all. Memory was written as it was when `machine` was saved.
     fn finish(
         self: Box<Self>,
@@ -83,6 +88,22 @@ pub trait Sink: Send {
         machine: state::Machine,
         go_on: GoOn<'_>,
     ) -> Result<u64, SnapshotError>;
+}
+
+/// Bytes that were written, those that were written again included; zeroes need not be written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Written {
+    /// Of memory.
+    pub memory: u64,
+    /// Of disks.
+    pub disks: u64,
+}
+
+impl Written {
+    /// Of both.
+    pub fn bytes(self) -> u64 {
+        self.memory.saturating_add(self.disks)
+    }
 }
 
 /// What a machine is saved for.
@@ -104,9 +125,9 @@ pub enum Purpose {
 pub struct Round {
     /// Its number; 0 is the one that sends all memory.
     pub number: u32,
-    /// Bytes of memory that were sent so far.
+    /// Bytes of memory and disks that were sent so far.
     pub sent_bytes: u64,
-    /// Bytes that the guest has changed meanwhile.
+    /// Bytes that the guest has changed of them meanwhile.
     pub dirty_bytes: u64,
     /// How fast this round was sent, in bytes per second.
     pub bytes_per_second: u64,
@@ -117,6 +138,13 @@ pub struct Round {
 /// What is told of a save that goes on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
+    /// The disks that go along are sent: bytes of how many.
+    Disks {
+        /// So far.
+        done: u64,
+        /// Of all of them.
+        total: u64,
+    },
     /// A round of a migration has ended.
     Round(Round),
     /// Pause the machine and [`complete`](Saving::complete).
@@ -132,6 +160,8 @@ pub struct Report {
     pub file_bytes: u64,
     /// Bytes of memory that were written, those that were written again included; pages of zeroes are not.
     pub memory_bytes: u64,
+    /// The same of disks.
+    pub disk_bytes: u64,
     /// How often memory that was changed meanwhile was written again.
     pub rounds: u32,
 }
@@ -319,16 +349,20 @@ struct Job {
 
 impl Job {
     fn run(mut self, tell: &impl Fn(Event)) -> Result<Report, SnapshotError> {
+        let go_on = go_on(&self.stop);
+        // They take longest: memory that is changed meanwhile need not be sent twice.
+        let tell_disks = |done, total| tell(Event::Disks { done, total });
+        self.sink.disks(&tell_disks, &go_on)?;
         // The first time all pages are named, and all are written.
         let _all = take_dirty(&self.vm, &self.logged)?;
-        let go_on = go_on(&self.stop);
+        let before = self.sink.written().bytes();
         let began = Instant::now();
         self.sink.everything(&self.memory, &go_on)?;
         let left = match self.purpose {
             _ if self.logged.is_empty() => Left::default(),
             Purpose::Snapshot => self.rounds()?,
             Purpose::Migration { downtime, throttle } => {
-                self.converge((downtime, throttle), began.elapsed(), tell)?
+                self.converge((downtime, throttle), (before, began.elapsed()), tell)?
             }
         };
         tell(Event::Ready);
@@ -343,12 +377,15 @@ impl Job {
             }
             LastPages::Named(pages) => {
                 self.sink.pages(&self.memory, join(left.pages, pages), &go_on)?;
+                // The guest stands still.
+                self.sink.disk_changes(&go_on)?;
             }
         }
-        let memory_bytes = self.sink.written();
+        let written = self.sink.written();
         Ok(Report {
             file_bytes: self.sink.finish(&info, machine, &go_on)?,
-            memory_bytes,
+            memory_bytes: written.memory,
+            disk_bytes: written.disks,
             rounds: left.rounds,
         })
     }
@@ -375,21 +412,21 @@ impl Job {
         })
     }
 
-    /// Sends what is changed until the rest can be sent within `downtime`; `may_throttle` the vCPUs for that. All memory was sent in `elapsed`.
+    /// Sends what is changed until the rest can be sent within `downtime`; `may_throttle` the vCPUs for that. Before all memory was
+    /// sent, in `elapsed`, `before` bytes had been.
     fn converge(
         &mut self,
         (downtime, may_throttle): (Duration, bool),
-        mut elapsed: Duration,
+        (mut before, mut elapsed): (u64, Duration),
         tell: &impl Fn(Event),
     ) -> Result<Left, SnapshotError> {
         let go_on = go_on(&self.stop);
-        let mut before = 0;
         let mut rounds = 0;
         let mut throttle = 0;
         loop {
-            let sent_bytes = self.sink.written();
+            let sent_bytes = self.sink.written().bytes();
             let pages = take_dirty(&self.vm, &self.logged)?;
-            let dirty_bytes = pages.len() as u64 * PAGE;
+            let dirty_bytes = (pages.len() as u64 * PAGE).saturating_add(self.sink.changed_on_disks());
             let sent_now = sent_bytes.saturating_sub(before);
             let speed = bytes_per_second(sent_now, elapsed);
             let ready = is_time_to_pause(rounds, dirty_bytes, speed, downtime);
@@ -410,51 +447,10 @@ impl Job {
             before = sent_bytes;
             let began = Instant::now();
             self.sink.pages(&self.memory, pages, &go_on)?;
+            self.sink.disk_changes(&go_on)?;
             elapsed = began.elapsed();
         }
     }
-}
-
-/// Whether the rest is to be sent with the machine paused, rather than in another round. An error when that would take too long and will not
-/// become less.
-fn is_time_to_pause(
-    rounds: u32,
-    dirty_bytes: u64,
-    bytes_per_second: u64,
-    downtime: Duration,
-) -> Result<bool, SnapshotError> {
-    let rest_ms = dirty_bytes.saturating_mul(1000) / bytes_per_second.max(1);
-    let limit_ms = u64::try_from(downtime.as_millis()).unwrap_or(u64::MAX);
-    if dirty_bytes <= LITTLE {
-        return Ok(true);
-    }
-    if downtime.is_zero() {
-        return Ok(rounds >= MAX_ROUNDS);
-    }
-    if rest_ms > limit_ms && rounds >= MAX_MIGRATION_ROUNDS {
-        return Err(SnapshotError::NotConverging {
-            rounds,
-            rest_ms,
-            limit_ms,
-        });
-    }
-    Ok(rest_ms <= limit_ms)
-}
-
-/// For which part of the time the vCPUs are to stand still, when they did so for `percent` of it while `sent` bytes were sent and `dirty` ones
-/// were changed: QEMU's steps and its bound for a round that does not help enough.
-fn next_throttle(percent: u8, sent: u64, dirty: u64) -> u8 {
-    match percent {
-        _ if dirty < sent / 2 => percent,
-        0 => FIRST_THROTTLE,
-        _ => percent.saturating_add(THROTTLE_STEP).min(MAX_THROTTLE),
-    }
-}
-
-/// Of what was sent in that time.
-fn bytes_per_second(bytes: u64, time: Duration) -> u64 {
-    let per_second = u128::from(bytes).saturating_mul(1_000_000_000) / time.as_nanos().max(1);
-    u64::try_from(per_second).unwrap_or(u64::MAX)
 }
 
 /// All pages of both, in order.
@@ -483,55 +479,5 @@ mod tests {
             join(vec![0x3000, 0x1000], vec![0x2000, 0x3000]),
             [0x1000, 0x2000, 0x3000]
         );
-    }
-
-    #[test]
-    fn a_machine_is_paused_when_the_rest_can_be_sent_within_the_limit_and_never_when_it_can_not() {
-        const MIB: u64 = 1 << 20;
-        let decide = |rounds, dirty, speed, limit_ms| {
-            is_time_to_pause(rounds, dirty, speed, Duration::from_millis(limit_ms)).ok()
-        };
-        for (rounds, dirty, speed, limit_ms, wanted) in [
-            // 100 ms are needed.
-            (0, 10 * MIB, 100 * MIB, 100, Some(true)),
-            (0, 10 * MIB, 100 * MIB, 99, Some(false)),
-            (29, 10 * MIB, 100 * MIB, 99, Some(false)),
-            (30, 10 * MIB, 100 * MIB, 99, None),
-            (30, 10 * MIB, 100 * MIB, 100, Some(true)),
-            // So little is not worth a round.
-            (0, LITTLE, 1, 1, Some(true)),
-            (0, LITTLE, 0, 0, Some(true)),
-            (0, u64::MAX, 0, 1000, Some(false)),
-            // Without a limit.
-            (0, 10 * MIB, 100 * MIB, 0, Some(false)),
-            (16, u64::MAX, 1, 0, Some(true)),
-        ] {
-            let case = format!("{rounds} {dirty} {speed} {limit_ms}");
-            assert_eq!(decide(rounds, dirty, speed, limit_ms), wanted, "{case}");
-        }
-    }
-
-    #[test]
-    fn vcpus_stand_still_for_longer_as_long_as_a_round_does_not_leave_half_of_what_it_sent() {
-        let mut steps = vec![0];
-        while steps.last() != Some(&MAX_THROTTLE) {
-            let last = steps.last().copied().unwrap_or_default();
-            assert_eq!(next_throttle(last, 100, 49), last);
-            steps.push(next_throttle(last, 100, 50));
-        }
-        assert_eq!(steps, [0, 20, 30, 40, 50, 60, 70, 80, 90, 99]);
-        assert_eq!(next_throttle(MAX_THROTTLE, 100, u64::MAX), MAX_THROTTLE);
-        assert_eq!(
-            next_throttle(0, 0, 0),
-            FIRST_THROTTLE,
-            "a round without pages says nothing good"
-        );
-    }
-
-    #[test]
-    fn speed_is_that_of_the_time_that_it_took() {
-        assert_eq!(bytes_per_second(1 << 20, Duration::from_millis(500)), 2 << 20);
-        assert_eq!(bytes_per_second(0, Duration::ZERO), 0);
-        assert_eq!(bytes_per_second(u64::MAX, Duration::from_nanos(1)), u64::MAX);
     }
 }

@@ -15,7 +15,7 @@ use super::{
         encode_section,
     },
     memory::{self, CHECKSUM_OF_ZEROES, PIECE},
-    saving::{GoOn, Sink},
+    saving::{GoOn, Sink, Written},
 };
 
 /// See the module.
@@ -46,8 +46,24 @@ impl Sink for Writer {
         self.page_contents(address, contents)
     }
 
-    fn written(&self) -> u64 {
-        Self::written(self)
+    /// Disks are no part of the file.
+    fn disks(&mut self, _tell: &dyn Fn(u64, u64), _go_on: GoOn<'_>) -> Result<(), SnapshotError> {
+        Ok(())
+    }
+
+    fn disk_changes(&mut self, _go_on: GoOn<'_>) -> Result<(), SnapshotError> {
+        Ok(())
+    }
+
+    fn changed_on_disks(&self) -> u64 {
+        0
+    }
+
+    fn written(&self) -> Written {
+        Written {
+            memory: Self::written(self),
+            disks: 0,
+        }
     }
 
     fn finish(

@@ -1,6 +1,12 @@
 //! A machine goes from one process to another, both held in as in production.
 
-use std::{io::Read, os::unix::net::UnixStream};
+use std::{
+    io::Read,
+    os::unix::{
+        fs::{FileExt, MetadataExt},
+        net::UnixStream,
+    },
+};
 
 use proto::vmm::{PauseReason, UnlockDisks};
 
@@ -143,5 +149,74 @@ fn a_disk_goes_from_one_process_to_the_other_and_back_only_by_its_lock() {
         }
     });
     assert!(resumed, "nobody else has the disk");
+    assert!(echoes(&first));
+}
+
+#[test]
+fn a_disk_that_only_one_process_has_goes_along_by_its_content() {
+    let image = |size: u64| {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(size).unwrap();
+        file
+    };
+    let (one, two) = (image(8 << 20), image(8 << 20));
+    one.write_all_at(&[7; 100_000], 0).unwrap();
+    one.write_all_at(&[8; 4096], (8 << 20) - 4096).unwrap();
+    let (first, second) = (Vmm::start(), Vmm::start());
+    let (mut client, mut other) = (first.client(), second.client());
+    assert_eq!(state(&client.boot_with_disk(&echoing(), &one)), State::Running);
+
+    // A disk that is smaller is refused, and the guest goes on.
+    let (near, far) = UnixStream::pair().unwrap();
+    let small = Vmm::start();
+    let mut refusing = small.client();
+    refusing.begin_receive_copy(&echoing(), &far, Some(&image(1 << 20)), &["root"]);
+    client.begin_send_with(&near, 1000, &["root"]);
+    drop((near, far));
+    let Answer::Error(error) = refusing.answer() else {
+        panic!("it is taken");
+    };
+    assert!(
+        error
+            .message
+            .contains("disk root has 8388608 bytes instead of 1048576"),
+        "{}",
+        error.message
+    );
+    assert!(matches!(client.answer(), Answer::Error(_)));
+    assert_eq!(state(&client.ask(Op::GetStatus(GetStatus {}))), State::Running);
+
+    let (near, far) = UnixStream::pair().unwrap();
+    other.begin_receive_copy(&echoing(), &far, Some(&two), &["root"]);
+    client.begin_send_with(&near, 1000, &["root"]);
+    drop((near, far));
+    let sent = match client.answer() {
+        Answer::Sent(sent) => sent,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(sent.disk_bytes, 102_400 + 4096, "{sent:?}");
+    let disks = client.wait_for_event(|kind| match kind {
+        event::Kind::MigrationDisks(disks) => Some(*disks),
+        _ => None,
+    });
+    assert_eq!(disks.total_bytes, 8 << 20);
+    assert_eq!(state(&other.answer()), State::Paused);
+    let content = |file: &std::fs::File| {
+        let mut bytes = vec![0; 8 << 20];
+        file.read_exact_at(&mut bytes, 0).unwrap();
+        bytes
+    };
+    assert!(content(&one) == content(&two), "the disk is another");
+    assert!(two.metadata().unwrap().blocks() * 512 < 1 << 20, "it is sparse");
+    // Each has its own: neither waits for the other's lock.
+    assert_eq!(state(&other.ask(Op::Resume(Resume {}))), State::Running);
+    assert!(echoes(&second));
+    assert_eq!(state(&client.ask(Op::UnlockDisks(UnlockDisks {}))), State::Paused);
+    assert_eq!(state(&client.ask(Op::Resume(Resume {}))), State::Running);
+    assert!(echoes(&first));
+    // Nothing that is not there is sent.
+    let (near, _far) = UnixStream::pair().unwrap();
+    client.begin_send_with(&near, 1000, &["data"]);
+    assert!(matches!(client.answer(), Answer::Error(error) if error.kind() == ErrorKind::NotFound));
     assert!(echoes(&first));
 }

@@ -362,6 +362,7 @@ impl Client {
             snapshot_fd: 5,
             on_demand,
             stream: false,
+            disks: Vec::new(),
         };
         let boot = Boot {
             restore: Some(restore),
@@ -378,11 +379,23 @@ impl Client {
 
     /// The same with a disk "root" that the guest can write to.
     pub fn begin_receive_with(&mut self, kernel: &[u8], socket: &UnixStream, disk: Option<&File>) {
+        self.begin_receive_copy(kernel, socket, disk, &[]);
+    }
+
+    /// The same; what these disks hold comes too.
+    pub fn begin_receive_copy(
+        &mut self,
+        kernel: &[u8],
+        socket: &UnixStream,
+        disk: Option<&File>,
+        copied: &[&str],
+    ) {
         let boot = Boot {
             paused: true,
             restore: Some(Restore {
                 snapshot_fd: 5,
                 stream: true,
+                disks: copied.iter().map(ToString::to_string).collect(),
                 ..Restore::default()
             }),
             ..Boot::default()
@@ -398,6 +411,11 @@ impl Client {
 
     /// Begins to send the machine over `socket`.
     pub fn begin_send(&mut self, socket: &UnixStream, downtime_ms: u64) {
+        self.begin_send_with(socket, downtime_ms, &[]);
+    }
+
+    /// The same, with what these disks hold.
+    pub fn begin_send_with(&mut self, socket: &UnixStream, downtime_ms: u64, disks: &[&str]) {
         socket
             .set_write_timeout(Some(Duration::from_millis(100)))
             .unwrap();
@@ -405,6 +423,7 @@ impl Client {
             socket_fd: 0,
             downtime_ms,
             throttle: false,
+            disks: disks.iter().map(ToString::to_string).collect(),
         };
         self.send(Op::Send(send), &[socket.as_fd()]);
     }
@@ -468,7 +487,7 @@ impl Client {
         let op = Op::Boot(Boot {
             machine: Some(machine),
             paused: boot.paused,
-            restore: boot.restore,
+            restore: boot.restore.clone(),
         });
         let serial = self.serial.try_clone().unwrap();
         let mut fds = vec![

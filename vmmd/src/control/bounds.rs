@@ -101,7 +101,8 @@ pub fn event(mut event: Event) -> Result<Event, Lie> {
             | event::Kind::CrashReset(_)
             | event::Kind::GuestPanicked(_)
             | event::Kind::DisksQuiet(_)
-            | event::Kind::MigrationRound(_),
+            | event::Kind::MigrationRound(_)
+            | event::Kind::MigrationDisks(_),
         )
         | None => {}
     }

@@ -254,6 +254,7 @@ impl Client {
             socket_fd: 0,
             downtime_ms: u64::try_from(downtime.as_millis()).unwrap_or(u64::MAX),
             throttle,
+            disks: Vec::new(),
         };
         let call = self.call(Op::Send(send), &[socket.as_fd()]).await;
         drop(socket);

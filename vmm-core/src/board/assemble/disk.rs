@@ -3,20 +3,20 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use devices::{
-    block::{Backing, Image, OpenError, Qcow2Image, RawImage},
+    block::{Backing, Content, Image, OpenError, Qcow2Image, RawImage},
     rate::{Limiter, Limits},
     virtio::blk::{Blk, BlkOptions, OnError},
 };
 use proto::{
     model::{
         disk::{self, Format, RateLimit},
-        machine::{Disk, DiskLimit},
+        machine::{Disk, DiskLimit, Machine},
     },
     vmm::ErrorKind,
 };
 
 use super::{Failure, Fds, Sockets};
-use crate::{board::disks::Fitted, lifecycle::with_causes};
+use crate::{board::disks::Fitted, lifecycle::with_causes, migration::ReceivedDisk};
 
 /// The machine's rate groups, by name.
 pub(in crate::board) type Groups = BTreeMap<String, Arc<Limiter>>;
@@ -28,6 +28,38 @@ pub(in crate::board) enum Locks {
     AtOnce,
     /// Later: another `vmm` has them.
     Later,
+}
+
+/// Images that are open before the machine is built, by the names of their disks.
+pub(super) type Images = BTreeMap<String, Box<dyn Image>>;
+
+/// Opens the images of the disks `names`, whose content is about to be received.
+pub(super) fn open_received(
+    spec: &Machine,
+    fds: &mut Fds,
+    names: &[String],
+) -> Result<(Images, Vec<ReceivedDisk>), Failure> {
+    let mut images = Images::new();
+    let mut disks = Vec::new();
+    for name in names {
+        let invalid = |why: &str| Failure {
+            kind: ErrorKind::Invalid,
+            message: format!("disk {name}, which is to be received, {why}"),
+        };
+        let disk = spec.disks.iter().find(|disk| disk.name == *name);
+        let disk = disk.ok_or_else(|| invalid("is not one of the machine's"))?;
+        if disk.read_only {
+            return Err(invalid("is not to be written to"));
+        }
+        let image = open(disk, fds)?;
+        let content = image
+            .access()
+            .and_then(|access| Content::new(access, image.capacity()));
+        let content = content.map_err(|error| invalid(&format!("can't be written: {error}")))?;
+        disks.push(ReceivedDisk::new(name.as_str(), content));
+        images.insert(name.clone(), image);
+    }
+    Ok((images, disks))
 }
 
 /// Opens the image of `spec`, which takes as long as its file takes.

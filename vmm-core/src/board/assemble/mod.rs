@@ -125,7 +125,7 @@ impl Assembler {
     ) -> Result<Machine, Failure> {
         let spec =
             model::machine::Machine::new(spec, fds.len()).map_err(|violations| invalid(&violations))?;
-        self.restore_onto(&spec, (Fds::new(fds), Locks::AtOnce), notifier, ram, saved)
+        self.restore_onto(&spec, Grounds::new(Fds::new(fds)), notifier, ram, saved)
     }
 
     /// Builds a machine as `spec` says, which goes on from a snapshot; it is paused. The snapshot is untrusted.
@@ -169,7 +169,7 @@ impl Assembler {
             ram
         };
         let saved = std::mem::take(&mut snapshot.machine);
-        let mut machine = self.restore_onto(&spec, (fds, Locks::AtOnce), notifier, ram, saved)?;
+        let mut machine = self.restore_onto(&spec, Grounds::new(fds), notifier, ram, saved)?;
         machine.renew_generation()?;
         Ok(machine)
     }
@@ -178,7 +178,7 @@ impl Assembler {
     fn assemble_received(
         &mut self,
         spec: &model::machine::Machine,
-        fds: Fds,
+        mut fds: Fds,
         notifier: Notifier,
         restore: &vmm::Restore,
         source: File,
@@ -190,15 +190,26 @@ impl Assembler {
             });
         }
         let ram = GuestRam::with_options(spec.memory_bytes, backing(spec), &spec.memory)?;
-        let received = migration::receive(source, ram.memory())?;
-        // Whoever has sent it may still go on with its disks.
-        self.restore_onto(spec, (fds, Locks::Later), notifier, ram, received.machine)
+        let (images, mut disks) = disk::open_received(spec, &mut fds, &restore.disks)?;
+        let received = migration::receive(source, ram.memory(), &mut disks)?;
+        drop(disks);
+        // Whoever has sent it may still go on with the disks that both have.
+        let grounds = Grounds {
+            fds,
+            locks: Locks::Later,
+            images,
+        };
+        self.restore_onto(spec, grounds, notifier, ram, received.machine)
     }
 
     fn restore_onto(
         &mut self,
         spec: &model::machine::Machine,
-        (mut fds, locks): (Fds, Locks),
+        Grounds {
+            mut fds,
+            locks,
+            images,
+        }: Grounds,
         notifier: Notifier,
         ram: GuestRam,
         saved: state::Machine,
@@ -208,6 +219,7 @@ impl Assembler {
         let image = image(spec, &mut fds, &windows)?;
         let mut assembly = Assembly::new(spec, host, windows, fds, ram, notifier)?;
         assembly.locks = locks;
+        assembly.images = images;
         assembly.map_pci_ports(image.is_linux()?)?;
         let (machine, ()) = assembly.build(spec, self.console.take(), || Ok((image, ())))?;
         machine.restore(saved)
@@ -267,6 +279,24 @@ fn image(spec: &model::machine::Machine, fds: &mut Fds, windows: &PciWindows) ->
     Image::new(spec, fds, apic_ids.collect(), windows)
 }
 
+/// What a machine that goes on from a saved state is built on.
+struct Grounds {
+    fds: Fds,
+    locks: Locks,
+    images: disk::Images,
+}
+
+impl Grounds {
+    /// Nobody else has its disks.
+    fn new(fds: Fds) -> Self {
+        Self {
+            fds,
+            locks: Locks::AtOnce,
+            images: disk::Images::new(),
+        }
+    }
+}
+
 /// A machine under construction: what its devices are built with and added to.
 struct Assembly {
     fds: Fds,
@@ -279,6 +309,8 @@ struct Assembly {
     components: Vec<Box<dyn Component>>,
     /// When the images of its disks are locked.
     locks: Locks,
+    /// Those that are open already, by the disks' names.
+    images: disk::Images,
     /// Of the components that have one.
     slots: Vec<(u8, String)>,
     balloon: Option<BalloonControl>,
@@ -335,6 +367,7 @@ impl Assembly {
             hotplug,
             components: Vec::new(),
             locks: Locks::AtOnce,
+            images: disk::Images::new(),
             slots: Vec::new(),
             balloon: None,
         })
@@ -373,7 +406,10 @@ impl Assembly {
         }
         let mut disks = Disks::new(self.sockets.clone(), Arc::clone(&self.hotplug), spec);
         for disk in &spec.disks {
-            disks.fit(disk, &mut self.fds, self.locks)?;
+            match self.images.remove(&disk.name) {
+                Some(image) => disks.fit_open(disk, image)?,
+                None => disks.fit(disk, &mut self.fds, self.locks)?,
+            }
         }
         let mut nics = Nics::new(self.sockets.clone(), Arc::clone(&self.hotplug));
         for nic in &spec.nics {

@@ -29,6 +29,7 @@ use std::{
 };
 
 use devices::{
+    block::Image,
     component::Component,
     pci::HotPlug,
     rate::Limiter,
@@ -51,7 +52,10 @@ use super::{
     },
     leaving::{Leaving, Phase},
 };
-use crate::lifecycle::{Detached, Failure, LimitTarget, Pluggable, Progress, Token};
+use crate::{
+    lifecycle::{Detached, Failure, LimitTarget, Pluggable, Progress, Token},
+    migration::Mirrored,
+};
 
 /// How long a disk that is taken away by force may take for its requests under way before whoever asked is told that
 /// it takes longer.
@@ -122,6 +126,11 @@ impl Disks {
     /// Puts in a disk that is there when the machine is switched on.
     pub fn fit(&mut self, spec: &machine::Disk, fds: &mut Fds, locks: Locks) -> Result<(), Failure> {
         let image = disk::open_locked(spec, fds, locks)?;
+        self.fit_open(spec, image)
+    }
+
+    /// The same with an image that is open.
+    pub fn fit_open(&mut self, spec: &machine::Disk, image: Box<dyn Image>) -> Result<(), Failure> {
         let fitted = disk::plug(&self.sockets, &self.groups, spec, image)?;
         self.fitted.push(fitted);
         Ok(())
@@ -334,13 +343,37 @@ impl Disks {
         Ok(())
     }
 
+    /// Begins to copy these disks, while their guest uses them.
+    pub fn mirror(&self, names: &[String]) -> Result<Vec<Mirrored>, Failure> {
+        let mirrored = names.iter().map(|name| {
+            let found = self.fitted.iter().find(|disk| disk.name == *name);
+            let disk = found.ok_or_else(|| not_found(name))?;
+            let mirror = disk.control.mirror().map_err(|error| Failure {
+                kind: ErrorKind::Image,
+                message: format!("copying disk {name}: {error}"),
+            })?;
+            Ok(Mirrored {
+                name: name.clone(),
+                mirror,
+            })
+        });
+        mirrored.collect()
+    }
+
     /// See [`Machine::unlock_disks`](crate::lifecycle::Machine::unlock_disks).
     pub fn unlock(&self) -> Result<(), Failure> {
         for disk in self.fitted.iter().filter(|disk| disk.writable) {
-            disk.control.unlock().map_err(|error| Failure {
-                kind: ErrorKind::Image,
-                message: format!("giving disk {} to another process: {error}", disk.name),
-            })?;
+            match disk.control.unlock() {
+                Ok(()) => {}
+                // Nobody else is to have it: another process goes on with a copy.
+                Err(error) if error.kind() == io::ErrorKind::Unsupported => {}
+                Err(error) => {
+                    return Err(Failure {
+                        kind: ErrorKind::Image,
+                        message: format!("giving disk {} to another process: {error}", disk.name),
+                    });
+                }
+            }
         }
         Ok(())
     }

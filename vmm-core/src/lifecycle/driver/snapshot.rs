@@ -108,6 +108,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         token: Token,
         socket: OwnedFd,
         purpose: Purpose,
+        disks: &[String],
     ) -> Result<(), Failure> {
         if self.snapshot.is_some() {
             return Err(refused(
@@ -116,7 +117,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         }
         let began = Instant::now();
         self.machine()?
-            .begin_migration(File::from(socket), purpose, true)?;
+            .begin_migration(File::from(socket), purpose, disks)?;
         self.pending.push(token);
         self.snapshot = Some(Underway {
             token,
@@ -191,6 +192,10 @@ impl<A: Audience, B: Builder> Driver<A, B> {
 
     pub(super) fn on_snapshot(&mut self, event: Event) -> Next {
         let result = match event {
+            Event::Disks { done, total } => {
+                self.publisher.migration_disks(done, total);
+                Ok(())
+            }
             Event::Round(round) => {
                 self.publisher.migration_round(round);
                 let runs = self.publisher.state() == State::Running;
@@ -315,6 +320,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                 let reply = SendReply {
                     sent_bytes: report.file_bytes,
                     memory_bytes: report.memory_bytes,
+                    disk_bytes: report.disk_bytes,
                     rounds: report.rounds,
                     pause_ns: nanoseconds(pause),
                     total_ns: nanoseconds(snapshot.began.elapsed()),

@@ -269,6 +269,7 @@ fn send(id: u64, downtime_ms: u64) -> Input {
         socket,
         downtime,
         throttle: false,
+        disks: vec!["data".into()],
     };
     request(id, send)
 }
@@ -280,6 +281,7 @@ fn vcpus_are_throttled_as_a_round_says() {
         socket,
         downtime: Duration::from_secs(1),
         throttle: true,
+        disks: Vec::new(),
     };
     let log = log_of(vec![request(1, boot(false)), request(2, send)], |_| ());
     assert_eq!(log[1..4], ["round 0, 9 sent", "throttle 20", "pause"]);
@@ -291,7 +293,8 @@ fn a_machine_that_was_sent_stays_paused() {
     assert_eq!(
         log,
         [
-            "begin migration, runs: true",
+            "begin migration, disks: [\"data\"]",
+            "disks 3 of 8",
             "round 0, 9 sent",
             "pause",
             "complete snapshot ",
@@ -306,7 +309,7 @@ fn a_machine_that_was_sent_stays_paused() {
 fn a_machine_that_could_not_be_sent_goes_on() {
     let log = log_of(vec![request(1, boot(false)), send(2, 0)], |_| ());
     assert_eq!(
-        log[3..],
+        log[4..],
         [
             "complete snapshot ",
             "is Paused for a migration",
@@ -331,12 +334,13 @@ fn a_machine_that_is_paused_meanwhile_is_not_sent_and_one_that_is_being_sent_tak
     assert_eq!(
         log,
         [
-            "begin migration, runs: true",
+            "begin migration, disks: [\"data\"]",
             "3 State",
             "4 State",
             "pause",
             "is Paused",
             "5 ok Paused web",
+            "disks 3 of 8",
             "round 0, 9 sent",
             "give up snapshot",
             "end snapshot",

@@ -275,7 +275,7 @@ impl Actor {
                 self.on_gone(What::Share, &gone.name, gone.forced).await;
             }
             Some(event::Kind::MigrationRound(round)) => self.on_migration_round(round),
-            None => {}
+            Some(event::Kind::MigrationDisks(_)) | None => {}
         }
     }
 

@@ -291,6 +291,7 @@ async fn run(
             snapshot_fd: u32::try_from(fds.len()).unwrap_or(u32::MAX),
             on_demand: restore.on_demand,
             stream: restore.stream,
+            disks: Vec::new(),
         }),
         paused: restore.as_ref().is_some_and(|restore| restore.stream),
     };

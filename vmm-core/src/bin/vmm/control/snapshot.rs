@@ -31,5 +31,6 @@ pub(super) fn send_request(send: &Send, fds: Vec<OwnedFd>) -> Result<Request, &'
         socket,
         downtime: Duration::from_millis(send.downtime_ms),
         throttle: send.throttle,
+        disks: send.disks.clone(),
     })
 }

@@ -83,7 +83,8 @@ pub fn of(kind: ThreadKind) -> Vec<&'static [Entry]> {
         ThreadKind::Serial => vec![EVERY, SERIAL],
         ThreadKind::Screen => vec![EVERY, SCREEN],
         ThreadKind::Helper => vec![EVERY, IMAGES, SPARSE, HELPER],
-        ThreadKind::Snapshot => vec![EVERY, SNAPSHOT],
+        // Reads the disks that go along with a machine.
+        ThreadKind::Snapshot => vec![EVERY, SNAPSHOT, STORAGE, SPARSE],
     }
 }
 

@@ -86,6 +86,7 @@ impl Kit {
             snapshot_fd: u32::try_from(fds.len()).unwrap(),
             on_demand,
             stream: false,
+            ..vmm::Restore::default()
         };
         fds.push(snapshot.try_clone().unwrap().into());
         let machine = assembler.assemble_restored(&self.spec, fds, Notifier::new(inputs), &restore)?;
@@ -139,9 +140,7 @@ impl One {
             downtime: Duration::from_secs(10),
             throttle: false,
         };
-        self.machine
-            .begin_migration(socket.into(), purpose, true)
-            .unwrap();
+        self.machine.begin_migration(socket.into(), purpose, &[]).unwrap();
         let mut rounds = Vec::new();
         loop {
             match self.notices.recv_timeout(PATIENCE) {
@@ -402,7 +401,7 @@ fn a_machine_whose_target_vanishes_goes_on_and_can_be_sent_again() {
     };
     first
         .machine
-        .begin_migration(socket.into(), purpose, true)
+        .begin_migration(socket.into(), purpose, &[])
         .unwrap();
     first.wait_for(Event::Ended);
     let failure = first.machine.end_snapshot().unwrap_err();

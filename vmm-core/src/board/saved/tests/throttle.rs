@@ -67,9 +67,7 @@ impl One {
             throttle,
         };
         let socket = OwnedFd::from(near);
-        self.machine
-            .begin_migration(socket.into(), purpose, true)
-            .unwrap();
+        self.machine.begin_migration(socket.into(), purpose, &[]).unwrap();
         let mut rounds = Vec::new();
         loop {
             match self.next_event() {
@@ -77,6 +75,7 @@ impl One {
                     self.machine.throttle(round.throttle).unwrap();
                     rounds.push(round);
                 }
+                Event::Disks { .. } => panic!("it has none"),
                 Event::Ready => {
                     self.machine.pause().unwrap();
                     self.machine.complete_snapshot(Vec::new()).unwrap();
