@@ -242,19 +242,19 @@ impl Client {
         }
     }
 
-    /// Has the machine sent over `socket`; takes as long as that takes. It stays paused then. With `throttle` its vCPUs are slowed when they
-    /// change memory too fast for `downtime`.
+    /// Has the machine sent over `socket`, with what `disks` hold; takes as long as that takes. It stays paused then. With `throttle` its vCPUs
+    /// are slowed when they change memory too fast for `downtime`.
     pub async fn send_machine(
         &self,
         socket: OwnedFd,
-        downtime: Duration,
-        throttle: bool,
+        (downtime, throttle): (Duration, bool),
+        disks: Vec<String>,
     ) -> Result<SendReply, Error> {
         let send = vmm::Send {
             socket_fd: 0,
             downtime_ms: u64::try_from(downtime.as_millis()).unwrap_or(u64::MAX),
             throttle,
-            disks: Vec::new(),
+            disks,
         };
         let call = self.call(Op::Send(send), &[socket.as_fd()]).await;
         drop(socket);

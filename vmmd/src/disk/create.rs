@@ -263,6 +263,11 @@ async fn copy_image(host: &Arc<Host>, record: &DiskRecord, image: PathBuf) -> Re
     copied.map_err(|error| file_failed(&format!("make disk \"{}\"", record.name), &error))
 }
 
+/// Makes the file of a disk without content.
+pub async fn empty(host: &Arc<Host>, new: &NewDisk, record: &DiskRecord) -> Result<(), Failure> {
+    make(host, new, record, Control::default()).await.map(drop)
+}
+
 /// Returns the size of the disk.
 async fn make(
     host: &Arc<Host>,

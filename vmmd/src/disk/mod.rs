@@ -14,6 +14,7 @@ mod copy;
 mod create;
 pub mod describe;
 mod image;
+pub mod moved;
 mod operation;
 mod resize;
 mod update;
@@ -47,6 +48,24 @@ const NAMED: usize = 5;
 
 /// Deletes a disk and its content.
 pub async fn delete(host: &Arc<Host>, name: &str, context: &Context) -> Result<(), Failure> {
+    let record = begin_removal(host, name, context, |record| update::expected(record, context)).await?;
+    finish(host, &record).await;
+    tell(
+        host,
+        &record,
+        "DiskDeleted",
+        "the disk was deleted with what was on it",
+    );
+    Ok(())
+}
+
+/// Takes a disk out of use for good, and writes that; `check` may refuse it. [`finish`] follows.
+async fn begin_removal(
+    host: &Arc<Host>,
+    name: &str,
+    context: &Context,
+    check: impl FnOnce(&DiskRecord) -> Result<(), Failure>,
+) -> Result<DiskRecord, Failure> {
     if let Some(snapshot) = host
         .disks
         .get(name)
@@ -56,10 +75,8 @@ pub async fn delete(host: &Arc<Host>, name: &str, context: &Context) -> Result<(
         let message = format!("snapshot \"{snapshot}\" has an overlay of disk \"{name}\": delete that first");
         return Err(Failure::precondition("DISK_HAS_OVERLAYS", message));
     }
-    let edit = host.disks.edit().await;
-    let mut record = host
-        .disks
-        .begin_delete(name, |record| update::expected(record, context))?;
+    let _edit = host.disks.edit().await;
+    let mut record = host.disks.begin_delete(name, check)?;
     record.stage = DiskStage::Deleting.into();
     record.stage_ms = text::now_ms();
     if let Err(failure) = retire(host, &record, context).await {
@@ -67,15 +84,7 @@ pub async fn delete(host: &Arc<Host>, name: &str, context: &Context) -> Result<(
         host.disks.settle(record);
         return Err(failure);
     }
-    drop(edit);
-    finish(host, &record).await;
-    tell(
-        host,
-        &record,
-        "DiskDeleted",
-        "the disk was deleted with what was on it",
-    );
-    Ok(())
+    Ok(record)
 }
 
 /// Writes that the disk goes, together with the answer to who asked for that: the next daemon carries on with what this

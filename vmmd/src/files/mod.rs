@@ -99,7 +99,7 @@ pub enum Locks {
     Take,
     /// Neither take them nor look who has them.
     None,
-    /// Of disks for writing, none: another node's VM has them, and it is refused when nobody has. Those for reading are taken.
+    /// Of disks by path for writing, none: another node's VM has them, and it is refused when nobody has. Others are taken.
     Elsewhere,
 }
 
@@ -235,6 +235,11 @@ pub fn bytes_in_memory(spec: &VmSpec, sources: &Sources<'_>) -> u64 {
 
 /// Opens and locks a disk with all that is below it; `field` is its path in the request.
 pub fn open_disk(field: &str, disk: &Disk, sources: &Sources<'_>, locks: Locks) -> Result<OpenDisk, Failure> {
+    let locks = match &disk.source {
+        // It came with its VM, and nobody else has it.
+        Source::Disk { .. } if locks == Locks::Elsewhere => Locks::Take,
+        _ => locks,
+    };
     let (label, path, within, format, below) = match &disk.source {
         // Made when the VM starts, and opened nowhere else.
         Source::Seed => return Err(Failure::internal("the seed of cloud-init can't be opened")),

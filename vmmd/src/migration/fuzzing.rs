@@ -13,7 +13,10 @@ use proto::{
 use uuid::Uuid;
 
 use super::heard::{self, Offer};
-use crate::failure::{Failure, Kind};
+use crate::{
+    disk::moved,
+    failure::{Failure, Kind},
+};
 
 /// What the processors of this node can do.
 static FEATURES: LazyLock<Vec<String>> = LazyLock::new(|| vec!["avx".to_owned(), "sse2".to_owned()]);
@@ -76,6 +79,7 @@ impl Node {
         let offer = Offer::new(request, &FEATURES)?;
         assert!(wanted.iter().all(|feature| FEATURES.contains(feature)));
         check_devices(&offer);
+        assert_eq!(moved::along(&offer.spec.disks).count(), offer.disks.len());
         let manifest = Manifest::try_from(&offer.vm)?;
         assert_eq!(manifest.spec, offer.spec);
         let range = |network: &str| if network == NETWORK[0] { NETWORK[1] } else { "" };
@@ -182,7 +186,7 @@ mod tests {
         [&[kind][..], &length, &message].concat()
     }
 
-    /// A VM with a disk and two NICs, one of them in a network.
+    /// A VM with a disk on shared storage and one that comes along, and two NICs, one of them in a network.
     fn offer() -> v1::OfferVmRequest {
         let nic = |name: &str, attachment| v1::NicSpec {
             name: name.into(),
@@ -214,12 +218,19 @@ mod tests {
                 size_bytes: 128 << 20,
                 ..Default::default()
             }),
-            disks: vec![v1::DiskSpec {
-                name: "root".into(),
-                source: Some(v1::disk_spec::Source::Path("/srv/root.raw".into())),
-                format: v1::DiskFormat::Raw.into(),
-                ..Default::default()
-            }],
+            disks: vec![
+                v1::DiskSpec {
+                    name: "root".into(),
+                    source: Some(v1::disk_spec::Source::Path("/srv/root.raw".into())),
+                    format: v1::DiskFormat::Raw.into(),
+                    ..Default::default()
+                },
+                v1::DiskSpec {
+                    name: "data".into(),
+                    source: Some(v1::disk_spec::Source::Disk("of-node".into())),
+                    ..Default::default()
+                },
+            ],
             nics: vec![
                 nic("eth0", v1::nic_spec::Attachment::Network("lan".into())),
                 nic("eth1", v1::nic_spec::Attachment::Bridge("br0".into())),
@@ -240,7 +251,7 @@ mod tests {
             migration: 3,
             hardware: Some(v1::PeerHardware {
                 rng_slot: 1,
-                disk_slots: [("root".to_owned(), 10)].into(),
+                disk_slots: [("root".to_owned(), 10), ("data".to_owned(), 11)].into(),
                 nics: [
                     ("eth0".to_owned(), place(2, 0x0a50_0002)),
                     ("eth1".to_owned(), place(3, 0)),
@@ -248,6 +259,15 @@ mod tests {
                 .into(),
             }),
             cpu_features: vec!["avx".into()],
+            disks: vec![v1::PeerDisk {
+                name: "of-node".into(),
+                uid: "6f2d6d0e-6c3d-4f5b-9b1f-2f4f1f0c0002".into(),
+                labels: [("tier".to_owned(), "gold".to_owned())].into(),
+                format: v1::DiskFormat::Qcow2.into(),
+                size_bytes: 1 << 30,
+                allocated_bytes: 1 << 20,
+                ..Default::default()
+            }],
         }
     }
 
@@ -334,6 +354,15 @@ mod tests {
                 other(|offer| offer.cpu_features = (0..200).map(|it| format!("f{it}")).collect()),
             ),
             ("no_number", other(|offer| offer.migration = 0)),
+            ("disk_not_sent", other(|offer| offer.disks.clear())),
+            (
+                "disk_of_nothing",
+                other(|offer| offer.disks[0].name = "other".into()),
+            ),
+            (
+                "disk_without_end",
+                other(|offer| offer.disks[0].size_bytes = u64::MAX),
+            ),
         ]
     }
 
@@ -406,6 +435,49 @@ mod tests {
         ] {
             let message = refused(change);
             assert!(message.contains(why) && message.len() < 300, "{message}");
+        }
+    }
+
+    #[test]
+    fn an_offer_whose_disks_are_not_those_that_go_along_is_refused() {
+        let refused = |change: fn(&mut v1::OfferVmRequest)| {
+            let mut offer = offer();
+            change(&mut offer);
+            let failure = Offer::new(offer, &FEATURES).unwrap_err();
+            format!("{} {failure:?}", failure.reason)
+        };
+        assert!(Offer::new(offer(), &FEATURES).is_ok());
+        for (change, why) in [
+            (
+                (|it| it.disks.clear()) as fn(&mut v1::OfferVmRequest),
+                "MIGRATION_DISKS",
+            ),
+            (|it| it.disks[0].name = "other".into(), "MIGRATION_DISKS"),
+            (
+                |it| {
+                    let more = v1::PeerDisk {
+                        name: "other".into(),
+                        ..it.disks[0].clone()
+                    };
+                    it.disks.push(more);
+                },
+                "goes along",
+            ),
+            (
+                |it| it.disks.push(it.disks[0].clone()),
+                "one has the name of another",
+            ),
+            (|it| it.disks[0].uid = "../../etc".into(), "must be a UUID"),
+            (|it| it.disks[0].size_bytes = 513, "sizeBytes"),
+            (|it| it.disks[0].size_bytes = u64::MAX, "sizeBytes"),
+            (|it| it.disks[0].format = v1::DiskFormat::Iso.into(), "format"),
+            (
+                |it| it.disks[0].labels = [("\n".to_owned(), String::new())].into(),
+                "labels",
+            ),
+        ] {
+            let message = refused(change);
+            assert!(message.contains(why), "{why}: {message}");
         }
     }
 

@@ -15,7 +15,7 @@ use proto::{
 };
 use uuid::Uuid;
 
-use crate::{failure::Failure, text};
+use crate::{disk::moved, failure::Failure, text};
 
 /// Version of what daemons say to each other.
 pub const PROTOCOL: u32 = 1;
@@ -37,6 +37,8 @@ pub struct Offer {
     pub spec: VmSpec,
     /// A slot for each of its devices.
     pub hardware: v1::PeerHardware,
+    /// Disks of the source's node that come along.
+    pub disks: Vec<moved::Coming>,
 }
 
 /// What a NIC in a network of the node has at the source.
@@ -76,12 +78,14 @@ impl Offer {
         refuse_what_stays(&spec)?;
         let hardware = request.hardware.unwrap_or_default();
         check_slots(&spec, &hardware)?;
+        let disks = moved::check(&spec.disks, &request.disks)?;
         Ok(Self {
             uid,
             migration: request.migration,
             vm,
             spec,
             hardware,
+            disks,
         })
     }
 
@@ -158,13 +162,11 @@ pub fn refuse_what_stays(spec: &VmSpec) -> Result<(), Failure> {
             Source::Path {
                 format: Format::Raw, ..
             }
-            | Source::Seed => {}
+            | Source::Seed
+            | Source::Disk { .. } => {}
             Source::Path { .. } => {
-                let why = "and a qcow2 image can't go to another node while it is written to: only raw disks on storage that both nodes share can";
-                return refuse(disk, why);
-            }
-            Source::Disk { .. } => {
-                let why = "which is a disk of this node: only disks by path, on storage that both nodes share, can go to another node";
+                let why = "and a qcow2 image by path can't go to another node while it is written to: raw disks on storage that both nodes share can, \
+                           and disks that vmmd keeps";
                 return refuse(disk, why);
             }
         }

@@ -9,7 +9,7 @@ use std::{
 use proto::{
     handover::{Message, SourceEvent},
     model::vm::VmSpec,
-    v1::{self, peer_service_client::PeerServiceClient},
+    v1::{self, DiskPreallocation, peer_service_client::PeerServiceClient},
     vmm::SendReply,
 };
 use tokio::{
@@ -29,6 +29,7 @@ use super::{
 use crate::{
     context::Context,
     control::Client,
+    disk::moved,
     event::{Draft, Object},
     failure::{Failure, Kind, store_failure},
     fault,
@@ -49,6 +50,8 @@ const AHEAD: usize = 4;
 const SEND_TIMEOUT: Duration = Duration::from_millis(200);
 /// How long a call that moves nothing may take.
 const CALL: Duration = Duration::from_secs(30);
+/// The same of an offer with disks whose space the target reserves, which some file systems do by writing it.
+const RESERVATION: Duration = Duration::from_secs(3600);
 /// How long the guest may stand still, when nothing is said.
 const DOWNTIME: Duration = Duration::from_millis(300);
 /// How long it may take until nothing of a VM that has moved is left here: its `vmm` ends, and its files are removed.
@@ -62,10 +65,24 @@ struct Plan {
     client: Client,
     peer: PeerServiceClient<Channel>,
     offer: v1::OfferVmRequest,
+    /// Disks that go along, as the VM calls them.
+    copied: Vec<String>,
     downtime: Duration,
     /// The guest may be slowed.
     force: bool,
     bytes_per_second: u64,
+}
+
+impl Plan {
+    /// UUIDs of the disks that go along.
+    fn disks(&self) -> Vec<Vec<u8>> {
+        let uids = self
+            .offer
+            .disks
+            .iter()
+            .filter_map(|disk| Uuid::parse_str(&disk.uid).ok());
+        uids.map(|uid| uid.as_bytes().to_vec()).collect()
+    }
 }
 
 /// Begins a migration.
@@ -105,8 +122,14 @@ pub async fn migrate(
         );
         return Err(Failure::precondition("RESTART_REQUIRED", message));
     }
-    heard::refuse_what_stays(&VmSpec::try_from(&wire)?)?;
-    let has_disks = wire.disks.iter().any(|disk| !disk.read_only);
+    let spec = VmSpec::try_from(&wire)?;
+    heard::refuse_what_stays(&spec)?;
+    let has_disks = spec.disks.iter().any(|disk| !disk.read_only);
+    let disks = moved::going(host, &name, &spec.disks).await?;
+    let copied: Vec<_> = moved::along(&spec.disks)
+        .map(|(in_vm, _)| in_vm.to_owned())
+        .collect();
+    let copies_disks = !copied.is_empty();
     let hardware = run
         .hardware
         .or_else(|| record.hardware.clone())
@@ -114,7 +137,13 @@ pub async fn migrate(
     let (reply, answer) = oneshot::channel();
     let sent = entry
         .mailbox
-        .send(Command::Client(Purpose::Migration { has_disks }, reply))
+        .send(Command::Client(
+            Purpose::Migration {
+                has_disks,
+                copies_disks,
+            },
+            reply,
+        ))
         .await;
     sent.map_err(|_| Failure::unavailable(&name))?;
     let client = answer.await.map_err(|_| Failure::unavailable(&name))??;
@@ -123,7 +152,11 @@ pub async fn migrate(
     let operation = host.operations.begin(Type::VmMigrate, &object, context, deadline);
     operation.progress(Progress::bytes(0, 0), "asking the other node");
     let plan = Plan {
-        offer: offer(host, &record, wire, hardware, uid),
+        offer: v1::OfferVmRequest {
+            disks,
+            ..offer(host, &record, wire, hardware, uid)
+        },
+        copied,
         name,
         uid,
         target: request.target,
@@ -187,6 +220,7 @@ fn offer(
             nics,
         }),
         cpu_features,
+        disks: Vec::new(),
     }
 }
 
@@ -215,8 +249,12 @@ async fn carry_out(host: Arc<Host>, mut plan: Plan, operation: Handle) {
             if !moving.expires_within(&host, REMOVAL).await {
                 tracing::warn!(vm = plan.name, "a VM that has moved is not removed yet");
             }
+            let of_disks = match sent.disk_bytes {
+                0 => String::new(),
+                bytes => format!(" and {bytes} of disks"),
+            };
             let message = format!(
-                "the VM runs on {}: {} bytes were sent, {} of them memory, in {} ms and {} rounds, the guest stood still for {} ms and the hand-over",
+                "the VM runs on {}: {} bytes were sent, {} of them memory{of_disks}, in {} ms and {} rounds, the guest stood still for {} ms and the hand-over",
                 plan.target,
                 sent.sent_bytes,
                 sent.memory_bytes,
@@ -306,6 +344,7 @@ async fn hand_over(host: &Arc<Host>, plan: &mut Plan, operation: &Handle) -> Res
     let begin = HandoverRequest::Begin {
         peer: plan.target.clone(),
         reporter: operation.reporter(),
+        disks: plan.disks(),
     };
     fault::hold(&host.config.run_dir, "begin").await;
     let begun = ask(host, &plan.name, begin).await?;
@@ -358,7 +397,16 @@ fn cancelled() -> Failure {
 
 /// Offers the machine and sends it.
 async fn send(plan: &mut Plan, migration: u64) -> Result<SendReply, Failure> {
-    let offered = timeout(CALL, plan.peer.offer_vm(plan.offer.clone())).await;
+    let patience = match plan
+        .offer
+        .disks
+        .iter()
+        .any(|disk| disk.preallocation() == DiskPreallocation::Full)
+    {
+        true => RESERVATION,
+        false => CALL,
+    };
+    let offered = timeout(patience, plan.peer.offer_vm(plan.offer.clone())).await;
     offered
         .map_err(|_| silent())?
         .map_err(|status| said_no(&status))?;
@@ -382,7 +430,8 @@ async fn send(plan: &mut Plan, migration: u64) -> Result<SendReply, Failure> {
         received.map(drop).map_err(|status| said_no(&status))
     };
     let sending = async {
-        let sent = plan.client.send_machine(far, plan.downtime, plan.force).await;
+        let how = (plan.downtime, plan.force);
+        let sent = plan.client.send_machine(far, how, plan.copied.clone()).await;
         sent.map_err(|error| refused(&error))
     };
     // When one of them fails the others end: the sockets are closed.

@@ -17,12 +17,13 @@ use super::{
 };
 use crate::{
     context::Context,
+    disk::{self, moved},
     failure::{Failure, Kind},
     fault,
     host::Host,
     network,
     registry::vms::command::HandoverRequest,
-    store::{Hardware, NicHardware, handover::Handover},
+    store::{HandoverRecord, Hardware, NicHardware, handover::Handover},
     vm::{Incoming, create_incoming},
 };
 
@@ -60,17 +61,33 @@ async fn take_offer(
         let message = "this node has the VM already: an earlier migration of it is not over";
         return Err(Failure::new(Kind::Exists, "VM_EXISTS", message));
     }
-    let incoming = Incoming {
-        uid,
-        hardware: hardware(&offer.hardware),
-        handover: Handover::Target(Target::Idle(offer.migration.saturating_sub(1))).record(""),
-    };
     let moving = Moving {
         name: offer.vm.metadata.clone().unwrap_or_default().name,
         uid,
         migration: offer.migration,
     };
-    create_incoming(host, offer.vm.clone(), incoming, context).await?;
+    let disks = moved::make(host, &moving.name, &offer.disks, context).await?;
+    fault::hold(&host.config.run_dir, "made-disks").await;
+    let incoming = Incoming {
+        uid,
+        hardware: hardware(&offer.hardware),
+        handover: HandoverRecord {
+            disks: disks.clone(),
+            ..Handover::Target(Target::Idle(offer.migration.saturating_sub(1))).record("")
+        },
+    };
+    if let Err(failure) = create_incoming(host, offer.vm.clone(), incoming, context).await {
+        moved::unmake(host, &disks).await;
+        return Err(failure);
+    }
+    // They are the VM's from now on, and go when it does.
+    let names: Vec<_> = moved::along(&offer.spec.disks)
+        .map(|(_, name)| name.to_owned())
+        .collect();
+    if let Err(failure) = disk::keep(host, &names).await {
+        moving.expires_within(host, REMOVAL).await;
+        return Err(failure);
+    }
     if let Err(failure) = lease(host, &offer, &moving.name).await {
         moving.expires_within(host, REMOVAL).await;
         return Err(failure);

@@ -106,8 +106,7 @@ impl Folder {
 /// Refused as NODE_DISK_FULL when the file system of an existing folder has less room than is to be reserved, in bytes. To try would
 /// fill it up for everybody else before it fails. Blocking.
 pub fn enough_room(operation: &str, folder: &Path, wanted: u64) -> Result<(), Failure> {
-    let stat = rustix::fs::statvfs(folder).map_err(|errno| file_failed(operation, &errno.into()))?;
-    let free = stat.f_bavail.saturating_mul(stat.f_frsize);
+    let free = free_bytes(folder).map_err(|error| file_failed(operation, &error))?;
     if wanted <= free {
         return Ok(());
     }
@@ -116,6 +115,12 @@ pub fn enough_room(operation: &str, folder: &Path, wanted: u64) -> Result<(), Fa
          room, ask for less, or leave the preallocation out"
     );
     Err(Failure::new(Kind::Exhausted, "NODE_DISK_FULL", message))
+}
+
+/// Bytes that are free in the file system of an existing folder. Blocking.
+pub fn free_bytes(folder: &Path) -> io::Result<u64> {
+    let stat = rustix::fs::statvfs(folder)?;
+    Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
 /// How the image of a disk is to be read.

@@ -37,7 +37,7 @@ impl Handover {
         }
     }
 
-    /// To be written; `peer` is where the target is.
+    /// To be written, for a migration without disks; `peer` is where the target is.
     pub fn record(self, peer: &str) -> HandoverRecord {
         let (stage, migration) = match self {
             Self::Source(Source::Owner {
@@ -58,6 +58,7 @@ impl Handover {
             stage: stage.into(),
             migration,
             peer: peer.to_owned(),
+            disks: Vec::new(),
         }
     }
 

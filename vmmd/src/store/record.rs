@@ -68,6 +68,9 @@ pub struct HandoverRecord {
     /// At the source: where the target is (`HOST:PORT`); empty when there is nothing that it must be told any more.
     #[prost(string, tag = "3")]
     pub peer: String,
+    /// UUIDs of the disks that go along: whichever side does not have the VM in the end removes them with it.
+    #[prost(bytes = "vec", repeated, tag = "4")]
+    pub disks: Vec<Vec<u8>>,
 }
 
 /// States of [`proto::handover::Source`] and [`proto::handover::Target`].

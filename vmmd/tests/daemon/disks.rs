@@ -47,7 +47,7 @@ impl Daemon {
             .unwrap())
     }
 
-    async fn all_disks(&self) -> Vec<String> {
+    pub async fn all_disks(&self) -> Vec<String> {
         let list = self
             .disks()
             .await

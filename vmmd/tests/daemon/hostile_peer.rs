@@ -9,6 +9,7 @@ use tokio::time::timeout;
 use tonic::{Code, Status, transport::Channel};
 
 use crate::{
+    disks::named,
     harness::{Daemon, status, uid},
     migration::{node, within},
     pki::Pki,
@@ -36,6 +37,14 @@ enum Twist {
     },
     Memory(u64),
     Disk(String),
+    /// A disk of the node that comes along.
+    Copied {
+        uid: String,
+        size: u64,
+        allocated: u64,
+        format: i32,
+        is_sent: bool,
+    },
 }
 
 #[derive(Clone, Debug)]
@@ -66,6 +75,14 @@ fn twists() -> impl Strategy<Value = Twist> {
             .prop_map(|(mac, address, range)| Nic { mac, address, range }),
         1 => any::<u64>().prop_map(Memory),
         1 => "/?[a-z/.]{0,20}".prop_map(Disk),
+        3 => (
+            prop_oneof![3 => Just("6f2d6d0e-6c3d-4f5b-9b1f-2f4f1f0c0003".to_owned()), 1 => "[0-9a-f/.-]{0,40}"],
+            prop_oneof![3 => Just(4096), 1 => any::<u64>()],
+            prop_oneof![3 => Just(4096), 1 => any::<u64>()],
+            prop_oneof![3 => Just(1), 1 => any::<i32>()],
+            prop::bool::weighted(0.9),
+        )
+            .prop_map(|(uid, size, allocated, format, is_sent)| Copied { uid, size, allocated, format, is_sent }),
     ]
 }
 
@@ -121,6 +138,7 @@ impl Stage {
                 ..Default::default()
             }),
             cpu_features: Vec::new(),
+            disks: Vec::new(),
         };
         let spec = offer.vm.as_mut().unwrap().spec.as_mut().unwrap();
         let hardware = offer.hardware.as_mut().unwrap();
@@ -160,6 +178,25 @@ impl Stage {
                 format: v1::DiskFormat::Raw.into(),
                 ..Default::default()
             }),
+            Twist::Copied {
+                uid,
+                size,
+                allocated,
+                format,
+                is_sent,
+            } => {
+                spec.disks.push(named("copied"));
+                hardware.disk_slots = [("data".to_owned(), 10)].into();
+                let disk = v1::PeerDisk {
+                    name: "copied".into(),
+                    uid,
+                    size_bytes: size,
+                    allocated_bytes: allocated,
+                    format,
+                    ..Default::default()
+                };
+                offer.disks.extend(is_sent.then_some(disk));
+            }
         }
         offer
     }
@@ -242,6 +279,11 @@ async fn anything_may_be_said(steps: Vec<Step>) {
     stage.cleans_up().await;
     within(async || (stage.daemon.vmm_processes().len() == 1).then_some(())).await;
     stage.daemon.kill_and_restart().await;
+    // Those that VMs had which were the node's, or of which an operator has decided.
+    for disk in stage.daemon.all_disks().await {
+        stage.daemon.remove(&disk).await.unwrap();
+    }
+    assert_eq!(stage.daemon.files(), Vec::<std::path::PathBuf>::new());
     stage.daemon.wait_phase("own", VmPhase::Running).await;
     stage.daemon.delete("own", true).await.unwrap();
 }

@@ -30,6 +30,7 @@ mod list;
 mod managed;
 mod metrics;
 mod migration;
+mod migration_disks;
 mod namespace;
 mod network;
 mod node;

@@ -223,10 +223,10 @@ fn boot_machine(guest: &Guest, boot: &Boot, fds: Vec<OwnedFd>) -> Option<Outcome
             if machine.cmdline.split(' ').any(|word| word == "mock.receive=hang") {
                 snapshot::never_read(&file);
             }
-            return snapshot::receive(file).map(|text| format!("received {text}\r\n"));
+            return snapshot::receive(file).map(|text| format!("received {text}"));
         }
         let suffix = if restore.on_demand { " on demand" } else { "" };
-        snapshot::read(file).map(|text| format!("restored from {text}{suffix}\r\n"))
+        snapshot::read(file).map(|text| format!("restored from {text}{suffix}"))
     });
     if let Some(None) = restored {
         return refuse(ErrorKind::Invalid, "the snapshot is damaged");
@@ -245,12 +245,25 @@ fn boot_machine(guest: &Guest, boot: &Boot, fds: Vec<OwnedFd>) -> Option<Outcome
     let disks = wire.disks.iter().cloned();
     let disks: Vec<_> = disks.map(|disk| Plugged::new(disk, &mut fds)).collect();
     guest.disks().extend(disks);
+    let restored = match restored {
+        Some(_) if machine.cmdline.contains("mock.receive=full") => {
+            return refuse(ErrorKind::Resources, "writing disk root: No space left on device");
+        }
+        Some(Some(text)) => {
+            let names = boot.restore.as_ref().map(|restore| restore.disks.as_slice());
+            match snapshot::take_disks(guest, &text, names.unwrap_or_default()) {
+                Some(text) => Some(text),
+                None => return refuse(ErrorKind::Invalid, "the snapshot is damaged"),
+            }
+        }
+        _ => None,
+    };
     nics::boot(guest, &wire, &mut fds);
     shares::boot(guest, &wire, &mut fds);
     let fds = fds.into_iter().flatten().collect();
     let status = guest.boot(&wire, log, fds);
-    if let Some(Some(text)) = restored {
-        guest.print(&text);
+    if let Some(text) = restored {
+        guest.print(&format!("{text}\r\n"));
     }
     if boot.paused {
         return Some(Outcome::Status(guest.set_state(State::Paused)));

@@ -10,8 +10,8 @@ use std::{
 };
 
 use proto::vmm::{
-    DisksQuiet, Error, ErrorKind, MigrationRound, Save, SaveReply, Send, SendReply, event,
-    response::Result as Outcome,
+    DisksQuiet, Error, ErrorKind, ImageFormat, MigrationDisks, MigrationRound, Save, SaveReply, Send,
+    SendReply, event, response::Result as Outcome,
 };
 
 use crate::guest::Guest;
@@ -51,12 +51,22 @@ pub fn save(guest: &Guest, request: &Save, fds: Vec<OwnedFd>) -> Option<Outcome>
     }))
 }
 
-/// `mock.send=hang`, `mock.send=much` and `mock.send=PATH` are options of the guest: it never has sent everything, it sends more than anybody
-/// keeps, and it sends nothing before there is a file of that name.
+/// `mock.send=hang`, `mock.send=disks`, `mock.send=much` and `mock.send=PATH` are options of the guest: it never has sent everything, or the disks, it
+/// sends more than anybody keeps, and it sends nothing before there is a file of that name.
 pub fn send(guest: &Guest, request: &Send, fds: Vec<OwnedFd>) -> Option<Outcome> {
     let socket = fds.into_iter().nth(request.socket_fd as usize).unwrap();
     let mut socket = File::from(socket);
     let text = format!("{SENT}{}", guest.status().name);
+    if !request.disks.is_empty() {
+        guest.tell(event::Kind::MigrationDisks(MigrationDisks {
+            done_bytes: 3 << 20,
+            total_bytes: 8 << 20,
+        }));
+    }
+    if guest.option("mock.send").as_deref() == Some("disks") {
+        std::mem::forget(socket);
+        return None;
+    }
     guest.tell(event::Kind::MigrationRound(MigrationRound {
         sent_bytes: 5 << 20,
         dirty_bytes: 1 << 20,
@@ -73,6 +83,7 @@ pub fn send(guest: &Guest, request: &Send, fds: Vec<OwnedFd>) -> Option<Outcome>
             thread::sleep(Duration::from_millis(10));
         }
     }
+    let text = text + &along(guest, &request.disks);
     let much = guest.option("mock.send").as_deref() == Some("much");
     if much && !write_much(&mut socket) || socket.write_all(text.as_bytes()).is_err() {
         return Some(Outcome::Error(Error {
@@ -84,11 +95,75 @@ pub fn send(guest: &Guest, request: &Send, fds: Vec<OwnedFd>) -> Option<Outcome>
     Some(Outcome::Sent(SendReply {
         sent_bytes: text.len() as u64,
         memory_bytes: 4096,
-        disk_bytes: 0,
+        disk_bytes: 4096 * request.disks.len() as u64,
         rounds: 1,
         pause_ns: 3_000_000,
         total_ns: 2_500_000_000,
     }))
+}
+
+/// Follows the text when disks go along: what each holds, in hexadecimal digits.
+const DISKS: &str = " with disks ";
+
+/// What is sent of disks: the first block of each raw one, and nothing of others, since the mock can't read them.
+fn along(guest: &Guest, names: &[String]) -> String {
+    if names.is_empty() {
+        return String::new();
+    }
+    let disks = guest.disks();
+    let blocks = names.iter().map(|name| {
+        let disk = disks.iter().find(|disk| disk.wire.name == *name).unwrap();
+        let block = if disk.wire.format() == ImageFormat::Qcow2 {
+            Page([0; PAGE])
+        } else {
+            read_block(&disk.image)
+        };
+        let digits: String = block.0.iter().map(|byte| format!("{byte:02x}")).collect();
+        format!("{name}={digits}")
+    });
+    format!("{DISKS}{}", blocks.collect::<Vec<_>>().join(" "))
+}
+
+/// Bytes of a disk that the mock sends.
+const PAGE: usize = 4096;
+
+/// A descriptor may be one for direct I/O.
+#[repr(align(4096))]
+struct Page([u8; PAGE]);
+
+fn read_block(image: &File) -> Page {
+    let mut page = Page([0; PAGE]);
+    image.read_at(&mut page.0, 0).unwrap();
+    page
+}
+
+/// Writes what came of disks; the text without it. `None` when a disk could not be written, or another one came than is expected.
+pub fn take_disks(guest: &Guest, text: &str, names: &[String]) -> Option<String> {
+    let (text, blocks) = text.split_once(DISKS).unwrap_or((text, ""));
+    let came: Vec<_> = blocks
+        .split(' ')
+        .filter_map(|disk| disk.split_once('='))
+        .collect();
+    let disks = guest.disks();
+    if came
+        .iter()
+        .map(|(name, _)| *name)
+        .ne(names.iter().map(String::as_str))
+    {
+        return None;
+    }
+    for (name, digits) in came {
+        let disk = disks.iter().find(|disk| disk.wire.name == name)?;
+        if disk.wire.format() == ImageFormat::Qcow2 {
+            continue;
+        }
+        let mut page = Page([0; PAGE]);
+        for (byte, at) in page.0.iter_mut().zip((0..digits.len()).step_by(2)) {
+            *byte = u8::from_str_radix(&digits[at..at + 2], 16).unwrap();
+        }
+        disk.image.write_at(&page.0, 0).ok()?;
+    }
+    Some(text.to_owned())
 }
 
 /// Writes 64 MiB; false when the other end is closed.

@@ -36,6 +36,8 @@ struct Inner {
     disks: BTreeMap<String, Slot>,
     /// By the disk's name; one entry per disk of a VM.
     uses: BTreeMap<String, Vec<Use>>,
+    /// Room that is kept for disks which come from other nodes, in bytes, by their UUIDs.
+    expected: BTreeMap<Vec<u8>, u64>,
     feed: Feed,
 }
 
@@ -104,6 +106,7 @@ impl Disks {
         let inner = Inner {
             disks: BTreeMap::new(),
             uses: BTreeMap::new(),
+            expected: BTreeMap::new(),
             feed: Feed::new(run, nonces, history),
         };
         Self {
@@ -221,6 +224,19 @@ impl Disks {
         Ok(inner.add(record))
     }
 
+    /// Keeps room for a disk that comes from another node, until it has [arrived](Self::arrived) or is forgotten; how much is kept for all of
+    /// them then, in bytes.
+    pub fn expect(&self, uid: &[u8], bytes: u64) -> u64 {
+        let mut inner = self.inner();
+        inner.expected.insert(uid.to_vec(), bytes);
+        inner.expected.values().fold(0, |sum, it| sum.saturating_add(*it))
+    }
+
+    /// A disk that comes from another node has all that it takes.
+    pub fn arrived(&self, uid: &[u8]) {
+        self.inner().expected.remove(uid);
+    }
+
     /// Notes what a disk is now. One that was forgotten meanwhile stays so.
     pub fn settle(&self, record: DiskRecord) {
         let mut inner = self.inner();
@@ -274,6 +290,7 @@ impl Disks {
     /// Notes that a disk is gone; `tombstone` is what [`Self::bury`] returned.
     pub fn forget(&self, uid: &[u8], tombstone: Tombstone) {
         let mut inner = self.inner();
+        inner.expected.remove(uid);
         if let Some(name) = inner.name_of(uid) {
             let backing = inner.disks.remove(&name).map(|slot| slot.record.backing);
             // The one below shows its overlays.

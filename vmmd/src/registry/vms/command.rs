@@ -167,6 +167,8 @@ pub enum Purpose {
     Migration {
         /// With disks that the guest can write to.
         has_disks: bool,
+        /// With disks that are copied.
+        copies_disks: bool,
     },
 }
 
@@ -179,6 +181,8 @@ pub enum HandoverRequest {
         peer: String,
         /// Hears how far the `vmm` is.
         reporter: Reporter,
+        /// UUIDs of the disks that go along.
+        disks: Vec<Vec<u8>>,
     },
     /// At the source: something has happened.
     Source {

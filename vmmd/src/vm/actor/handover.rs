@@ -5,7 +5,7 @@ use std::{ops::ControlFlow, sync::Arc, time::Duration};
 use proto::{
     handover::{Effect, Message, Resolution, Source, SourceEvent, Target, TargetEvent},
     v1::{ExitReason, VmPhase},
-    vmm::{ErrorKind, MigrationRound, Resume, UnlockDisks, request::Op},
+    vmm::{ErrorKind, MigrationDisks, MigrationRound, Resume, UnlockDisks, request::Op},
 };
 use tokio::{
     sync::oneshot,
@@ -39,8 +39,12 @@ const QUIET: Duration = Duration::from_secs(1);
 
 /// The reason of a VM whose removal could not be written.
 pub(super) const DELETE_FAILED: &str = "DeleteFailed";
+const MIB: u64 = 1 << 20;
 /// What is said of a machine that was received.
 const RECEIVED: &str = "received from another node, which decides what follows";
+
+/// Where the target of a migration that begins is, and the UUIDs of the disks that go along.
+type Begin<'a> = Option<(&'a str, Vec<Vec<u8>>)>;
 
 /// What is to be said to the other daemon, and whether the VM is still there.
 type Step = (Result<Vec<Message>, Failure>, ControlFlow<()>);
@@ -60,8 +64,12 @@ impl Actor {
         reply: oneshot::Sender<Result<Vec<Message>, Failure>>,
     ) -> ControlFlow<()> {
         let (said, flow) = match request {
-            HandoverRequest::Begin { peer, reporter } => {
-                let begun = self.begin_migration(&peer).await;
+            HandoverRequest::Begin {
+                peer,
+                reporter,
+                disks,
+            } => {
+                let begun = self.begin_migration(&peer, disks).await;
                 if begun.0.is_ok() {
                     self.migration = Some(reporter);
                 }
@@ -134,7 +142,7 @@ impl Actor {
         flow
     }
 
-    async fn begin_migration(&mut self, peer: &str) -> Step {
+    async fn begin_migration(&mut self, peer: &str, disks: Vec<Vec<u8>>) -> Step {
         let situation = self.situation();
         if situation == Situation::Migrating {
             let message = format!("VM \"{}\" is being migrated already", self.record.name);
@@ -147,7 +155,7 @@ impl Actor {
             );
             return failed(Failure::precondition("VM_NOT_RUNNING", message));
         }
-        let (said, flow) = self.step_source(SourceEvent::Begin, Some(peer)).await;
+        let (said, flow) = self.step_source(SourceEvent::Begin, Some((peer, disks))).await;
         let Handover::Source(Source::Owner {
             last,
             migrating: true,
@@ -221,7 +229,7 @@ impl Actor {
         }
     }
 
-    async fn step_source(&mut self, event: SourceEvent, peer: Option<&str>) -> Step {
+    async fn step_source(&mut self, event: SourceEvent, begin: Begin<'_>) -> Step {
         let before = match self.handover() {
             Handover::Source(source) => source,
             Handover::Target(Target::Owned(last)) => Source::Owner {
@@ -231,7 +239,7 @@ impl Actor {
             Handover::Target(_) => return failed(not_here()),
         };
         let (after, effects) = before.on(event);
-        if let Err(failure) = self.write(before != after, Handover::Source(after), peer).await {
+        if let Err(failure) = self.write(before != after, Handover::Source(after), begin).await {
             return failed(failure);
         }
         self.carry_out(effects).await
@@ -263,14 +271,22 @@ impl Actor {
         self.carry_out(effects).await
     }
 
-    /// Makes the next state durable.
-    async fn write(&mut self, changed: bool, handover: Handover, peer: Option<&str>) -> Result<(), Failure> {
+    /// Makes the next state durable; `begin` is what a migration begins with.
+    async fn write(&mut self, changed: bool, handover: Handover, begin: Begin<'_>) -> Result<(), Failure> {
         if !changed {
             return Ok(());
         }
         let before = self.record.handover.clone();
-        let known = before.as_ref().map_or("", |record| &record.peer);
-        self.record.handover = Some(handover.record(peer.unwrap_or(known)));
+        let known = before.clone().unwrap_or_default();
+        let (peer, disks) = begin.unwrap_or((known.peer.as_str(), known.disks));
+        let mut next = handover.record(peer);
+        // Of a VM that is here for good, all disks are its own.
+        if handover.is_under_way() {
+            next.disks = disks;
+        } else {
+            disks.iter().for_each(|uid| self.host.disks.arrived(uid));
+        }
+        self.record.handover = Some(next);
         let written = self.host.store.put(&self.record).await;
         written.map_err(|error| {
             // It may have been written: an earlier state is the safe one, since nothing of the new one was done.
@@ -301,6 +317,16 @@ impl Actor {
             }
         }
         (Ok(said), flow)
+    }
+
+    /// Disks of the VM that are to go with it, now that it is removed: the other node has it, and its disks.
+    pub(super) fn disks_of_other_node(&self) -> Vec<Vec<u8>> {
+        match (self.handover(), &self.record.handover) {
+            (Handover::Source(Source::Gone(_)) | Handover::Target(Target::Idle(_)), Some(record)) => {
+                record.disks.clone()
+            }
+            _ => Vec::new(),
+        }
     }
 
     /// Its removal has begun, and may have failed.
@@ -415,6 +441,14 @@ impl Actor {
     }
 
     async fn resolve(&mut self, resolution: Resolution) -> Step {
+        let waits = match self.handover() {
+            Handover::Source(source) => source.waits(),
+            Handover::Target(target) => target.waits(),
+        };
+        if let Some(record) = self.record.handover.as_mut().filter(|_| waits) {
+            // What the other node has is not known: nothing that a guest has written is removed for that.
+            record.disks.clear();
+        }
         let step = match self.handover() {
             Handover::Source(source) if source.waits() => {
                 self.on_source(SourceEvent::Resolve(resolution)).await
@@ -479,8 +513,19 @@ impl Actor {
         flow
     }
 
+    pub(super) fn on_migration_disks(&mut self, disks: MigrationDisks) {
+        let Some(reporter) = &self.migration else {
+            return;
+        };
+        let message = format!(
+            "disks: {} of {} MiB",
+            disks.done_bytes / MIB,
+            disks.total_bytes / MIB
+        );
+        reporter.progress(Progress::bytes(disks.done_bytes, disks.total_bytes), &message);
+    }
+
     pub(super) fn on_migration_round(&mut self, round: MigrationRound) {
-        const MIB: u64 = 1 << 20;
         let Some(reporter) = &self.migration else {
             return;
         };

@@ -52,7 +52,7 @@ use self::work::{Done, News, Start, Stop, Work};
 pub use self::{
     attachments::{Attachments, public_stats},
     disks::without_disk,
-    run::{SNAPSHOT_MINOR, UNLOCK_MINOR},
+    run::{MIRROR_MINOR, SNAPSHOT_MINOR, UNLOCK_MINOR},
 };
 use super::{
     api::describe::View,
@@ -358,7 +358,16 @@ impl Actor {
         if purpose != Purpose::Stats && self.instance.is_some() {
             self.knows_minor(SNAPSHOT_MINOR, "take snapshots or be migrated")?;
         }
-        if purpose == (Purpose::Migration { has_disks: true }) {
+        if matches!(
+            purpose,
+            Purpose::Migration {
+                copies_disks: true,
+                ..
+            }
+        ) {
+            self.knows_minor(MIRROR_MINOR, "be migrated with disks that vmmd keeps")?;
+        }
+        if matches!(purpose, Purpose::Migration { has_disks: true, .. }) {
             self.knows_minor(UNLOCK_MINOR, "be migrated with disks that its guest can write to")?;
         }
         self.running_client()

@@ -55,6 +55,8 @@ pub(super) const EIGHTH_MINOR: u32 = 8;
 pub const SNAPSHOT_MINOR: u32 = 4;
 /// That of `UnlockDisks`, and of a received machine whose disks are locked when it is resumed.
 pub const UNLOCK_MINOR: u32 = 6;
+/// That of a machine that is sent with its disks.
+pub const MIRROR_MINOR: u32 = 9;
 
 impl Actor {
     pub(super) fn begin_change(&mut self, request: Request, reply: LifeReply) {
@@ -275,7 +277,8 @@ impl Actor {
                 self.on_gone(What::Share, &gone.name, gone.forced).await;
             }
             Some(event::Kind::MigrationRound(round)) => self.on_migration_round(round),
-            Some(event::Kind::MigrationDisks(_)) | None => {}
+            Some(event::Kind::MigrationDisks(disks)) => self.on_migration_disks(disks),
+            None => {}
         }
     }
 

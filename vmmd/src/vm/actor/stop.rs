@@ -16,7 +16,9 @@ use super::{
     work::{Change, Stop, Work},
 };
 use crate::{
+    context::Context,
     control::Client,
+    disk::moved,
     failure::{Failure, store_failure},
     lock,
     operation::{Detail, Handle, Pending, Progress, Type},
@@ -397,10 +399,15 @@ impl Actor {
         let before = self.view.clone();
         let (reason, message) = self.leaving();
         self.enter(VmPhase::Terminating, reason, message);
-        let buried = match self.bury().await {
+        let (uids, context) = (self.disks_of_other_node(), Context::daemon());
+        let removed = moved::remove(&self.host, &self.record.name, &uids, &context).await;
+        let buried = match removed {
+            Ok(()) => self.bury().await.map_err(store_failure),
+            Err(failure) => Err(failure),
+        };
+        let buried = match buried {
             Ok(revision) => revision,
-            Err(error) => {
-                let failure = store_failure(error);
+            Err(failure) => {
                 let phase = match before.phase {
                     VmPhase::Terminating => VmPhase::Stopped,
                     phase => phase,

@@ -36,13 +36,14 @@ use self::{
     prepare::{Checked, Made, check, make},
 };
 use super::{
-    actor::{SNAPSHOT_MINOR, UNLOCK_MINOR},
+    actor::{MIRROR_MINOR, SNAPSHOT_MINOR, UNLOCK_MINOR},
     instance::{Instance, Lingering, link::State},
     machine::{self, Parts},
 };
 use crate::{
     cgroup::{Group, LEAVING, facts},
     control::{Client, Notices},
+    disk::moved,
     event::{Draft, Object},
     failure::{Failure, Kind, store_failure},
     files::{self, Known},
@@ -213,7 +214,15 @@ async fn run(
     }
 
     let has_disks = spec.disks.iter().any(|disk| !disk.read_only);
+    let comes = restore.as_ref().is_some_and(|restore| restore.stream);
+    let received: Vec<_> = match comes {
+        true => moved::along(&spec.disks)
+            .map(|(in_vm, _)| in_vm.to_owned())
+            .collect(),
+        false => Vec::new(),
+    };
     let needs = match &restore {
+        Some(_) if !received.is_empty() => MIRROR_MINOR,
         Some(restore) if restore.stream && has_disks => UNLOCK_MINOR,
         Some(_) => SNAPSHOT_MINOR,
         None => 0,
@@ -291,7 +300,7 @@ async fn run(
             snapshot_fd: u32::try_from(fds.len()).unwrap_or(u32::MAX),
             on_demand: restore.on_demand,
             stream: restore.stream,
-            disks: Vec::new(),
+            disks: received,
         }),
         paused: restore.as_ref().is_some_and(|restore| restore.stream),
     };

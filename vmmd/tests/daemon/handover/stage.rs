@@ -14,11 +14,15 @@ use super::{
     steps::{Side, Step},
 };
 use crate::{
+    disks::{named, raw, state},
     harness::{Daemon, connect, status},
     migration::{kill_vmm, pair, within},
 };
 
 const VM: &str = "web";
+/// A disk of the node that goes along, and what it holds.
+const DISK: &str = "data";
+const CONTENT: [u8; 4096] = [b'x'; 4096];
 /// A file system that is full, below a daemon's folder.
 const FULL: &str = "state/fault/store-full";
 
@@ -74,7 +78,7 @@ impl Stage {
             let _ = fs::remove_file(&self.go);
             options += &format!(" mock.send={}", self.go.display());
         }
-        self.source.run(VM, &options).await;
+        self.starts(&options).await;
         for step in [first, Some(step)].into_iter().flatten() {
             self.daemon(step.side).fault(&step.name);
         }
@@ -85,6 +89,16 @@ impl Stage {
             self.release(first);
         }
         self.reached(step).await;
+    }
+
+    /// Makes and starts a VM with a disk of the node.
+    async fn starts(&self, options: &str) {
+        let disk = self.source.make(raw(DISK, 4096), None).await.unwrap();
+        fs::write(&state(&disk).path, CONTENT).unwrap();
+        let mut vm = self.source.manifest(VM, options);
+        vm.spec.as_mut().unwrap().disks.push(named(DISK));
+        self.source.create(vm).await.unwrap();
+        self.source.start_vm(VM).await.unwrap();
     }
 
     async fn begins(&mut self) {
@@ -286,6 +300,7 @@ impl Stage {
         self.ran_once();
         // It can be used like any other.
         within(async || has.delete(VM, true).await.ok()).await;
+        loses_its_disk(has).await;
         has_nothing(has).await;
     }
 
@@ -317,6 +332,7 @@ impl Stage {
             daemon.waits_for(VM, VmPhase::Running).await;
             assert_eq!(daemon.vmm_processes().len(), 1);
             within(async || daemon.delete(VM, true).await.ok()).await;
+            loses_its_disk(daemon).await;
         }
         has_nothing(daemon).await;
         self.ran_once();
@@ -341,8 +357,7 @@ impl Stage {
 
     /// A migration that the target refuses, as `fault` makes it: why.
     pub async fn is_refused(&mut self, fault: &str) -> String {
-        self.source
-            .run(VM, &format!("mock.exclusive={}", self.exclusive.display()))
+        self.starts(&format!("mock.exclusive={}", self.exclusive.display()))
             .await;
         self.source.fault(fault);
         self.begins().await;
@@ -363,6 +378,13 @@ pub struct Expected {
     pub stands_still: bool,
 }
 
+/// The disk is where its VM is, with what it held, and can be removed.
+async fn loses_its_disk(daemon: &Daemon) {
+    let disk = daemon.disk(DISK).await.unwrap();
+    assert_eq!(fs::read(&state(&disk).path).unwrap(), CONTENT);
+    daemon.remove(DISK).await.unwrap();
+}
+
 /// No VM, and nothing that VMs have.
 async fn has_nothing(daemon: &Daemon) {
     let node = daemon.nodes().await.get_node(GetNodeRequest {}).await;
@@ -370,8 +392,9 @@ async fn has_nothing(daemon: &Daemon) {
     assert_eq!((node.vms, node.memory_committed_bytes), (0, 0));
     assert_eq!(daemon.vmm_processes(), []);
     assert_eq!(daemon.cgroups(), Vec::<PathBuf>::new());
-    for folder in ["run/vms", "log/vms"] {
-        let left: Vec<_> = fs::read_dir(daemon.path(folder)).unwrap().collect();
+    assert_eq!(daemon.all_disks().await, Vec::<String>::new());
+    for folder in ["run/vms", "log/vms", "state/disks"] {
+        let left: Vec<_> = fs::read_dir(daemon.path(folder)).into_iter().flatten().collect();
         assert!(left.is_empty(), "{folder}: {left:?}");
     }
 }

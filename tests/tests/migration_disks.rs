@@ -1,0 +1,114 @@
+//! A guest moves between two daemons with disks that are theirs alone: what it writes while they are copied is on the other side.
+
+use serde_json::json;
+use vmmd_tests::Case;
+use vmmd_tests::node::Kernel;
+use vmmd_tests::two_daemons::traveller::{PATIENCE, SMALL, Traveller};
+use vmmd_tests::two_daemons::{self, Daemon};
+use vmmd_tests::vm::VmSpec;
+
+/// The guest's disks: of the node it is on, with their size there.
+const DISKS: [(&str, &str, &str); 2] = [("plain", "raw", "vda"), ("tables", "qcow2", "vdb")];
+/// Pieces of 64 KiB that the guest writes again and again, each disk's one after the other, and what it remembers of them in its memory.
+const PIECES: u32 = 12;
+/// How often it moves there and back.
+fn turns() -> u32 {
+    if vmmd_tests::long() { 10 } else { 1 }
+}
+
+/// Writes pieces to both disks without end, until there is a file `stop`. A piece is remembered when the disk has said that it has it.
+fn writer() -> String {
+    let each = DISKS.map(|(_, _, disk)| {
+        format!(
+            "head -c 65536 /dev/urandom >/run/new && dd if=/run/new of=/dev/{disk} bs=64k seek=$((5*i)) oflag=direct 2>/dev/null && \
+             mv /run/new /run/{disk}.$i || echo $i of {disk} >>/run/failed"
+        )
+    });
+    format!(
+        "{{ (n=0; while [ ! -e /run/stop ]; do i=$((n%{PIECES})); {}; n=$((n+1)); echo $n >/run/wrote; sleep 0.3; done; rm /run/stop) >/dev/null 2>&1 & }}",
+        each.join("; ")
+    )
+}
+
+/// Succeeds when each disk has what the guest remembers of it.
+fn verify() -> String {
+    let each = DISKS.map(|(_, _, disk)| {
+        format!(
+            "for i in $(seq 0 {}); do [ ! -e /run/{disk}.$i ] || \
+             dd if=/dev/{disk} bs=64k skip=$((5*i)) count=1 iflag=direct 2>/dev/null | cmp - /run/{disk}.$i || exit 1; done",
+            PIECES - 1
+        )
+    });
+    format!("({}) && [ ! -e /run/failed ]", each.join("; "))
+}
+
+/// Bytes that a disk takes on the node, and its size.
+fn takes(daemon: &Daemon<'_>, disk: &str) -> (u64, u64) {
+    let shown = daemon.ctl(&format!("get disk {disk} -o json")).expect("the disk");
+    let shown: serde_json::Value = serde_json::from_str(&shown).expect("JSON");
+    let number = |place: &str| {
+        let value = shown.pointer(place).unwrap_or_else(|| panic!("{place}: {shown}"));
+        value
+            .as_str()
+            .map_or_else(|| value.as_u64(), |text| text.parse().ok())
+    };
+    let allocated = number("/status/allocatedBytes").expect("a number");
+    (allocated, number("/spec/sizeBytes").expect("a number"))
+}
+
+#[test]
+fn a_guest_that_writes_to_its_disks_finds_all_of_it_at_its_new_place() {
+    let case = Case::new("migration-disks").expect("node");
+    let daemons = two_daemons::pair(&case, 9).expect("daemons");
+    for (name, format, _) in DISKS {
+        daemons[0]
+            .ctl(&format!("create disk {name} --size 256Mi --format {format}"))
+            .expect("a disk");
+    }
+    let disks = DISKS.map(|(name, _, _)| json!({"name": name, "disk": name}));
+    let spec = VmSpec::busybox(Kernel::Cloud612)
+        .memory_mib(128)
+        .cmdline(SMALL)
+        .set("/disks", json!(disks));
+    let mut guest = Traveller::boot(case.name(), &daemons, &spec);
+    for turn in 1..=turns() {
+        for _ in 0..2 {
+            println!("turn {turn}");
+            guest.console.run(&writer(), PATIENCE).expect("begin to write");
+            guest
+                .console
+                .run(
+                    "until [ \"$(cat /run/wrote 2>/dev/null)\" -gt 3 ] 2>/dev/null; do sleep 0.05; done",
+                    PATIENCE,
+                )
+                .expect("it writes");
+            guest.moves();
+            let more = "wrote=$(cat /run/wrote); until [ $(cat /run/wrote) -gt $wrote ]; do sleep 0.05; done; \
+                        touch /run/stop; while [ -e /run/stop ]; do sleep 0.05; done";
+            guest.console.run(more, PATIENCE).expect("it writes on, and ends");
+            guest
+                .console
+                .run(&verify(), PATIENCE)
+                .expect("the disks have what was written");
+            let left = guest.away().ctl("get disk -o name").expect("list");
+            assert_eq!(left.trim(), "", "a disk is where its VM is");
+            for (name, _, _) in DISKS {
+                let (allocated, size) = takes(guest.home(), name);
+                println!("{name} takes {allocated} of {size} bytes");
+                assert_eq!(size, 256 << 20);
+                assert!(
+                    allocated < 16 << 20,
+                    "{name} takes {allocated} bytes: it was sparse"
+                );
+            }
+        }
+    }
+    guest.has_no_complaint();
+    let home = guest.home();
+    home.ctl(&format!("delete vm {} --force --yes", case.name()))
+        .expect("delete");
+    for (name, _, _) in DISKS {
+        home.ctl(&format!("delete disk {name} --yes"))
+            .expect("its disks outlive it");
+    }
+}

@@ -1,0 +1,287 @@
+//! Disks that go to another node, or come from one, with their VM.
+//!
+//! At the source they stay as they are until the VM runs on the other node. There they are made, empty, before anything is sent, and are
+//! filled by the `vmm` that receives the machine. The record of the VM names them by their UUIDs ([`HandoverRecord`](crate::store::HandoverRecord)):
+//! whichever side does not have the VM in the end removes its own when it removes the VM.
+
+use std::{collections::BTreeMap, os::unix::fs::MetadataExt as _, sync::Arc};
+
+use proto::{
+    model::{
+        disk::{Disk, NewDisk, Preallocation, Source},
+        name::Name,
+    },
+    v1,
+};
+use uuid::Uuid;
+
+use super::{begin_removal, create, finish, tell};
+use crate::{
+    context::Context,
+    failure::{Failure, Kind, store_failure},
+    fault,
+    host::Host,
+    paths::disk::free_bytes,
+    store::{DiskRecord, DiskStage},
+    text,
+};
+
+/// A disk that comes, checked as far as that needs nothing of the node.
+#[derive(Clone, Debug)]
+pub struct Coming {
+    /// Its UUID at the source, and here.
+    uid: Uuid,
+    /// What is to be made.
+    new: NewDisk,
+    size: u64,
+    /// About how much it takes, in bytes.
+    allocated: u64,
+}
+
+impl Coming {
+    /// Checks what the source says of a disk.
+    pub fn new(wire: &v1::PeerDisk) -> Result<Self, Failure> {
+        let uid = Uuid::parse_str(&wire.uid).map_err(|_| Failure::field("disks.uid", "must be a UUID"))?;
+        let request = v1::CreateDiskRequest {
+            disk: Some(v1::Disk {
+                metadata: Some(v1::ObjectMetadata {
+                    name: wire.name.clone(),
+                    labels: wire.labels.clone(),
+                    annotations: wire.annotations.clone(),
+                    owner: wire.owner.clone(),
+                    ..Default::default()
+                }),
+                spec: Some(v1::VolumeSpec {
+                    format: wire.format,
+                    size_bytes: wire.size_bytes,
+                    preallocation: wire.preallocation,
+                    ..Default::default()
+                }),
+                status: None,
+            }),
+            ..Default::default()
+        };
+        let new = NewDisk::try_from(&request)?;
+        Ok(Self {
+            uid,
+            new,
+            size: wire.size_bytes,
+            allocated: wire.allocated_bytes.min(wire.size_bytes),
+        })
+    }
+
+    fn name(&self) -> &str {
+        self.new.name.as_ref().map_or("", Name::as_str)
+    }
+
+    /// What is to be free for it.
+    fn needs(&self) -> u64 {
+        match self.new.preallocation {
+            Preallocation::Full => self.size,
+            Preallocation::Off | Preallocation::Metadata => self.allocated,
+        }
+    }
+}
+
+/// The disks that go along with a VM, of those that it has: what each is called in the VM, and on the node.
+pub fn along(disks: &[Disk]) -> impl Iterator<Item = (&str, &str)> {
+    let written = disks.iter().filter(|disk| !disk.read_only);
+    written.filter_map(|disk| match &disk.source {
+        Source::Disk { name, .. } => Some((disk.name.as_str(), name.as_str())),
+        Source::Path { .. } | Source::Seed => None,
+    })
+}
+
+/// What the target is told of the disks that go along with VM `vm`. Refused when another VM names one.
+pub async fn going(host: &Arc<Host>, vm: &str, disks: &[Disk]) -> Result<Vec<v1::PeerDisk>, Failure> {
+    let mut going = Vec::new();
+    for (_, name) in along(disks) {
+        let record = host.disks.get(name)?;
+        if let Some(other) = host.disks.uses(name).into_iter().find(|user| user.vm != vm) {
+            let message = format!(
+                "disk \"{name}\" would go to the other node with VM \"{vm}\", and VM \"{}\" of this node names it too: detach it there",
+                other.vm
+            );
+            return Err(Failure::precondition("MIGRATION_DISKS", message));
+        }
+        let folder = host.disk_folder();
+        let resolved = host.disks.resolve(&folder, name)?;
+        let below = resolved.backing.into_iter().map(|(path, _)| path);
+        let files: Vec<_> = std::iter::once(resolved.path).chain(below).collect();
+        let looking = host.pools.files.run(&[folder.root()], move || {
+            let blocks = files.iter().filter_map(|path| std::fs::metadata(path).ok());
+            blocks.map(|it| it.blocks().saturating_mul(512)).sum::<u64>()
+        });
+        let allocated = looking.await?;
+        going.push(v1::PeerDisk {
+            name: name.to_owned(),
+            uid: Uuid::from_slice(&record.uid).unwrap_or_default().to_string(),
+            labels: record.labels.clone().into_iter().collect(),
+            annotations: record.annotations.clone().into_iter().collect(),
+            owner: record.owner.clone(),
+            format: record.format,
+            size_bytes: record.size_bytes,
+            preallocation: record.preallocation,
+            allocated_bytes: allocated.min(record.size_bytes),
+        });
+    }
+    Ok(going)
+}
+
+/// Makes the disks that come with VM `vm`, all of them or none, and keeps room for them; their UUIDs.
+pub async fn make(
+    host: &Arc<Host>,
+    vm: &str,
+    coming: &[Coming],
+    context: &Context,
+) -> Result<Vec<Vec<u8>>, Failure> {
+    let mut made = Vec::new();
+    for disk in coming {
+        match make_one(host, vm, disk, context).await {
+            Ok(uid) => made.push(uid),
+            Err(failure) => {
+                unmake(host, &made).await;
+                return Err(failure);
+            }
+        }
+    }
+    Ok(made)
+}
+
+/// Removes disks that were made for a VM which does not come.
+pub async fn unmake(host: &Arc<Host>, uids: &[Vec<u8>]) {
+    for uid in uids {
+        if let Some(seen) = host.disks.find(&host.disk_folder(), uid) {
+            finish(host, &seen.record).await;
+        }
+    }
+}
+
+async fn make_one(host: &Arc<Host>, vm: &str, disk: &Coming, context: &Context) -> Result<Vec<u8>, Failure> {
+    let record = DiskRecord {
+        uid: disk.uid.as_bytes().to_vec(),
+        // Until its VM is there: a daemon that starts in between removes it.
+        for_vm: vm.to_owned(),
+        ..create::record(host, &disk.new, context)
+    };
+    let mut record = host.disks.adopt(record)?;
+    if let Err(failure) = keep_room(host, disk).await {
+        create::forget(host, &record);
+        return Err(failure);
+    }
+    if let Err(error) = host.store.put_disk(&record).await {
+        create::forget(host, &record);
+        return Err(store_failure(error));
+    }
+    let made = match create::empty(host, &disk.new, &record).await {
+        Ok(()) => create::settle(host, &mut record).await,
+        Err(failure) => Err(failure),
+    };
+    if let Err(failure) = made {
+        finish(host, &record).await;
+        return Err(failure);
+    }
+    tell(
+        host,
+        &record,
+        "DiskCreated",
+        "the disk comes from another node with its VM",
+    );
+    Ok(record.uid)
+}
+
+/// Refused when the node has not as much room as the disk takes beside the others that come.
+async fn keep_room(host: &Arc<Host>, disk: &Coming) -> Result<(), Failure> {
+    let expected = host.disks.expect(disk.uid.as_bytes(), disk.needs());
+    let folder = host.disk_folder();
+    let looking = host.pools.files.run(&[folder.root()], move || {
+        folder.make()?;
+        free_bytes(&folder.root())
+    });
+    let looked = looking.await?;
+    let free = looked.map_err(|error| {
+        let message = format!(
+            "look how much room there is for disk \"{}\": {}",
+            disk.name(),
+            text::words(&error)
+        );
+        Failure::new(Kind::Unavailable, "DISK_UNUSABLE", message)
+    })?;
+    let free = match fault::is_set(&host.config.run_dir, "no-room-for-disks") {
+        true => 0,
+        false => free,
+    };
+    if expected <= free {
+        return Ok(());
+    }
+    let message = format!(
+        "disk \"{}\" takes {} bytes, {expected} are to be kept for all disks that come from other nodes, and the file system of the daemon's \
+         state has {free} bytes free",
+        disk.name(),
+        disk.needs()
+    );
+    Err(Failure::new(Kind::Exhausted, "NODE_DISK_FULL", message))
+}
+
+/// Removes disks together with the VM that they go with: it runs on another node, or does not come. One that somebody needs stays. What is
+/// gone already is no error.
+pub async fn remove(host: &Arc<Host>, vm: &str, uids: &[Vec<u8>], context: &Context) -> Result<(), Failure> {
+    if uids.is_empty() {
+        return Ok(());
+    }
+    host.disks.give_back(vm, None);
+    for uid in uids {
+        let Some(seen) = host.disks.find(&host.disk_folder(), uid) else {
+            continue;
+        };
+        if seen.record.stage() != DiskStage::Ready {
+            continue;
+        }
+        match begin_removal(host, &seen.record.name, context, |_| Ok(())).await {
+            Ok(record) => {
+                finish(host, &record).await;
+                tell(
+                    host,
+                    &record,
+                    "DiskDeleted",
+                    "the disk went to another node with its VM, or did not come from there",
+                );
+            }
+            Err(failure) if failure.kind == Kind::Precondition => {
+                tracing::warn!(disk = seen.record.name, %failure, "a disk of a VM that is on another node stays");
+            }
+            Err(failure) => return Err(failure),
+        }
+    }
+    Ok(())
+}
+
+/// The disks of the wire by name; each disk that goes along is there once, and no other.
+pub fn check(disks: &[Disk], wire: &[v1::PeerDisk]) -> Result<Vec<Coming>, Failure> {
+    let mut given = BTreeMap::new();
+    for disk in wire {
+        if given.insert(disk.name.as_str(), disk).is_some() {
+            return Err(Failure::field("disks", "one has the name of another"));
+        }
+    }
+    let coming: Vec<_> = along(disks)
+        .map(|(_, name)| match given.remove(name) {
+            Some(disk) => Coming::new(disk),
+            None => {
+                let message =
+                    format!("the guest can write to disk \"{name}\", which the source does not send");
+                Err(Failure::precondition("MIGRATION_DISKS", message))
+            }
+        })
+        .collect::<Result<_, _>>()?;
+    match given.keys().next() {
+        Some(name) => {
+            let message = format!(
+                "\"{}\" is no disk of the VM that goes along",
+                text::one_line(name, 100)
+            );
+            Err(Failure::field("disks", message))
+        }
+        None => Ok(coming),
+    }
+}
