@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use clap::{Args, Subcommand};
+use clap::{Args, Subcommand, ValueEnum};
 
 use super::{duration, size, vm_name};
 use crate::complete;
@@ -28,11 +28,14 @@ pub struct Migrate {
     /// Where vmmd listens on the other node.
     #[arg(long, value_name = "HOST:PORT", required = true)]
     pub to: Option<String>,
-    /// How long the guest may stand still while the rest of its memory is sent; 300ms when not given.
+    /// How long the guest may stand still while the rest of its memory and disks is sent; 300ms when not given.
     #[arg(long, value_name = "DURATION", value_parser = duration)]
     pub downtime_limit: Option<Duration>,
-    /// Slow a guest that changes its memory too fast for the limit: its virtual CPUs stand still for 20 to 99 % of the time.
-    #[arg(long)]
+    /// What is done to a guest that changes its memory and disks too fast for the limit; always-safe when not given.
+    #[arg(long, value_enum)]
+    pub policy: Option<Policy>,
+    /// The same as `--policy prefer-forced`.
+    #[arg(long, conflicts_with = "policy")]
     pub force: bool,
     /// How much is sent per second at most.
     #[arg(long, value_name = "BYTES", value_parser = size)]
@@ -43,6 +46,19 @@ pub struct Migrate {
     /// Do not wait for the end: print the operation.
     #[arg(long)]
     pub detach: bool,
+}
+
+/// What is done to a guest that is too fast. To slow it means that its virtual CPUs stand still for 20 to 99 % of the time.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum Policy {
+    /// Nothing: it stays here when 30 rounds have not helped.
+    AlwaysSafe,
+    /// It is slowed when 30 rounds have not helped, and stays here when 30 more have not.
+    PreferSafe,
+    /// It is slowed as soon as a round does not help enough, and stays here when 30 have not.
+    PreferForced,
+    /// The same, and when 30 rounds have not helped, it stands still for as long as it takes.
+    AlwaysForced,
 }
 
 /// `migrate cancel`, `migrate resolve`.

@@ -1,10 +1,10 @@
 //! VMs are moved to other nodes.
 
-use proto::v1::{self, MigrationResolution};
+use proto::v1::{self, MigrationPolicy, MigrationResolution};
 
 use super::operation;
 use crate::{
-    args::migration::{Migrate, MigrateVerb, Resolve},
+    args::migration::{Migrate, MigrateVerb, Policy, Resolve},
     client::{self, Client, WORK, about_vm, empty_answer, send},
     failure::{Code, Failure, Result},
     output,
@@ -32,6 +32,7 @@ async fn migrate(client: &Client, args: Migrate) -> Result<()> {
         target: to.clone(),
         downtime_limit: period(args.downtime_limit),
         force: args.force,
+        policy: args.policy.map_or(MigrationPolicy::Unspecified, wire).into(),
         bytes_per_second: args.bandwidth.unwrap_or_default(),
         timeout: period(args.timeout),
         ..Default::default()
@@ -46,6 +47,15 @@ async fn migrate(client: &Client, args: Migrate) -> Result<()> {
     }
     finish(client, &begun.id).await?;
     output::line(format!("vm/{name} migrated to {to}"))
+}
+
+fn wire(policy: Policy) -> MigrationPolicy {
+    match policy {
+        Policy::AlwaysSafe => MigrationPolicy::AlwaysSafe,
+        Policy::PreferSafe => MigrationPolicy::PreferSafe,
+        Policy::PreferForced => MigrationPolicy::PreferForced,
+        Policy::AlwaysForced => MigrationPolicy::AlwaysForced,
+    }
 }
 
 /// Moves a VM without limits, and waits for the end.

@@ -241,10 +241,10 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                 Request::Send {
                     socket,
                     downtime,
-                    throttle,
+                    policy,
                     disks,
                 } => {
-                    let purpose = Purpose::Migration { downtime, throttle };
+                    let purpose = Purpose::Migration { downtime, policy };
                     match self.begin_migration(token, socket, purpose, &disks) {
                         Ok(()) => return Next::GoOn,
                         Err(failure) => Err(failure),

@@ -78,8 +78,8 @@ pub enum Request {
         socket: OwnedFd,
         /// How long sending the rest may take; zero: no matter how long.
         downtime: Duration,
-        /// The vCPUs may be throttled for it.
-        throttle: bool,
+        /// What is done to a guest that is too fast for that.
+        policy: saving::Policy,
         /// Disks whose content is sent too.
         disks: Vec<String>,
     },

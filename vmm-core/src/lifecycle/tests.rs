@@ -253,12 +253,16 @@ impl Machine for TestMachine {
             self.tell(saving::Event::Disks { done: 3, total: 8 });
         }
         self.late = true;
-        let saving::Purpose::Migration { downtime, throttle } = purpose else {
+        let saving::Purpose::Migration { downtime, policy } = purpose else {
             panic!("{purpose:?}");
         };
         let round = saving::Round {
             sent_bytes: 9,
-            throttle: if throttle { 20 } else { 0 },
+            throttle: if policy == saving::Policy::PreferForced {
+                20
+            } else {
+                0
+            },
             ..saving::Round::default()
         };
         self.tell(saving::Event::Round(round));

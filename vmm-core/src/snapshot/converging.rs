@@ -1,11 +1,16 @@
-//! When the rounds of a migration end, as a function of what they found.
+//! When the rounds of a migration end, and what is done to the guest until then, as a function of what they found.
 
 use std::time::Duration;
 
-use super::{SnapshotError, saving::MAX_ROUNDS};
+use super::{
+    SnapshotError,
+    saving::{MAX_ROUNDS, Policy},
+};
 
 /// Most rounds of a migration. QEMU and Cloud Hypervisor give up, or throttle the guest, after as many or fewer.
 const MAX_MIGRATION_ROUNDS: u32 = 30;
+/// As many again with vCPUs that are throttled, of a guest that was not before.
+const MAX_ROUNDS_THROTTLED: u32 = 2 * MAX_MIGRATION_ROUNDS;
 /// For which part of the time vCPUs are throttled first, by how much more each time that this does not help, and at most, in percent.
 const FIRST_THROTTLE: u8 = 20;
 const THROTTLE_STEP: u8 = 10;
@@ -16,6 +21,7 @@ const LITTLE: u64 = 256 << 10;
 /// Whether the rest is to be sent with the machine paused, rather than in another round. An error when that would take too long and will not
 /// become less.
 pub(super) fn is_time_to_pause(
+    policy: Policy,
     rounds: u32,
     dirty_bytes: u64,
     bytes_per_second: u64,
@@ -29,7 +35,14 @@ pub(super) fn is_time_to_pause(
     if downtime.is_zero() {
         return Ok(rounds >= MAX_ROUNDS);
     }
-    if rest_ms > limit_ms && rounds >= MAX_MIGRATION_ROUNDS {
+    let most = match policy {
+        Policy::PreferSafe => MAX_ROUNDS_THROTTLED,
+        Policy::AlwaysSafe | Policy::PreferForced | Policy::AlwaysForced => MAX_MIGRATION_ROUNDS,
+    };
+    if rest_ms > limit_ms && rounds >= most {
+        if policy == Policy::AlwaysForced {
+            return Ok(true);
+        }
         return Err(SnapshotError::NotConverging {
             rounds,
             rest_ms,
@@ -37,6 +50,16 @@ pub(super) fn is_time_to_pause(
         });
     }
     Ok(rest_ms <= limit_ms)
+}
+
+/// Whether the vCPUs may be throttled after so many rounds.
+pub(super) fn may_throttle(policy: Policy, rounds: u32) -> bool {
+    match policy {
+        Policy::AlwaysSafe => false,
+        Policy::PreferSafe => rounds >= MAX_MIGRATION_ROUNDS,
+        // The first round sends everything, and says nothing about the guest.
+        Policy::PreferForced | Policy::AlwaysForced => rounds > 0,
+    }
 }
 
 /// For which part of the time the vCPUs are to stand still, when they did so for `percent` of it while `sent` bytes were sent and `dirty` ones
@@ -63,7 +86,14 @@ mod tests {
     fn a_machine_is_paused_when_the_rest_can_be_sent_within_the_limit_and_never_when_it_can_not() {
         const MIB: u64 = 1 << 20;
         let decide = |rounds, dirty, speed, limit_ms| {
-            is_time_to_pause(rounds, dirty, speed, Duration::from_millis(limit_ms)).ok()
+            is_time_to_pause(
+                Policy::AlwaysSafe,
+                rounds,
+                dirty,
+                speed,
+                Duration::from_millis(limit_ms),
+            )
+            .ok()
         };
         for (rounds, dirty, speed, limit_ms, wanted) in [
             // 100 ms are needed.
@@ -82,6 +112,24 @@ mod tests {
         ] {
             let case = format!("{rounds} {dirty} {speed} {limit_ms}");
             assert_eq!(decide(rounds, dirty, speed, limit_ms), wanted, "{case}");
+        }
+    }
+
+    #[test]
+    fn a_policy_says_from_which_round_on_vcpus_are_throttled_and_what_follows_the_last_one() {
+        use Policy::*;
+        let too_much =
+            |policy, rounds| is_time_to_pause(policy, rounds, u64::MAX, 1, Duration::from_millis(300)).ok();
+        for (policy, throttles_from, last, then) in [
+            (AlwaysSafe, None, 30, None),
+            (PreferSafe, Some(30), 60, None),
+            (PreferForced, Some(1), 30, None),
+            (AlwaysForced, Some(1), 30, Some(true)),
+        ] {
+            let first = (0..100).find(|rounds| may_throttle(policy, *rounds));
+            assert_eq!(first, throttles_from, "{policy:?}");
+            assert_eq!(too_much(policy, last - 1), Some(false), "{policy:?}");
+            assert_eq!(too_much(policy, last), then, "{policy:?}");
         }
     }
 

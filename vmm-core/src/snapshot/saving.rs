@@ -39,7 +39,7 @@ use vm_memory::{GuestAddress, GuestMemoryBackend};
 
 use super::{
     Writer,
-    converging::{bytes_per_second, is_time_to_pause, next_throttle},
+    converging::{bytes_per_second, is_time_to_pause, may_throttle, next_throttle},
     error::SnapshotError,
     format::PAGE,
     memory,
@@ -106,6 +106,20 @@ impl Written {
     }
 }
 
+/// What is done to a guest that changes memory and disks faster than they can be sent within the limit of the downtime.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Policy {
+    /// Nothing: it is not migrated then.
+    #[default]
+    AlwaysSafe,
+    /// Its vCPUs are throttled when it would not be migrated otherwise.
+    PreferSafe,
+    /// Its vCPUs are throttled as soon as a round does not help enough.
+    PreferForced,
+    /// The same, and when that does not help, it stands still for as long as it takes.
+    AlwaysForced,
+}
+
 /// What a machine is saved for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
@@ -115,8 +129,8 @@ pub enum Purpose {
     Migration {
         /// How long sending the rest may take while the machine is paused. Zero: no matter how long.
         downtime: Duration,
-        /// The vCPUs may be throttled.
-        throttle: bool,
+        /// What is done to a guest that is too fast.
+        policy: Policy,
     },
 }
 
@@ -361,8 +375,8 @@ impl Job {
         let left = match self.purpose {
             _ if self.logged.is_empty() => Left::default(),
             Purpose::Snapshot => self.rounds()?,
-            Purpose::Migration { downtime, throttle } => {
-                self.converge((downtime, throttle), (before, began.elapsed()), tell)?
+            Purpose::Migration { downtime, policy } => {
+                self.converge((downtime, policy), (before, began.elapsed()), tell)?
             }
         };
         tell(Event::Ready);
@@ -412,11 +426,11 @@ impl Job {
         })
     }
 
-    /// Sends what is changed until the rest can be sent within `downtime`; `may_throttle` the vCPUs for that. Before all memory was
+    /// Sends what is changed until the rest can be sent within `downtime`, and does to the guest what `policy` says. Before all memory was
     /// sent, in `elapsed`, `before` bytes had been.
     fn converge(
         &mut self,
-        (downtime, may_throttle): (Duration, bool),
+        (downtime, policy): (Duration, Policy),
         (mut before, mut elapsed): (u64, Duration),
         tell: &impl Fn(Event),
     ) -> Result<Left, SnapshotError> {
@@ -429,8 +443,8 @@ impl Job {
             let dirty_bytes = (pages.len() as u64 * PAGE).saturating_add(self.sink.changed_on_disks());
             let sent_now = sent_bytes.saturating_sub(before);
             let speed = bytes_per_second(sent_now, elapsed);
-            let ready = is_time_to_pause(rounds, dirty_bytes, speed, downtime);
-            if may_throttle && !matches!(ready, Ok(true)) && rounds > 0 {
+            let ready = is_time_to_pause(policy, rounds, dirty_bytes, speed, downtime);
+            if may_throttle(policy, rounds) && !matches!(ready, Ok(true)) {
                 throttle = next_throttle(throttle, sent_now, dirty_bytes);
             }
             tell(Event::Round(Round {

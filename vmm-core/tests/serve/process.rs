@@ -423,6 +423,7 @@ impl Client {
             socket_fd: 0,
             downtime_ms,
             throttle: false,
+            policy: 0,
             disks: disks.iter().map(ToString::to_string).collect(),
         };
         self.send(Op::Send(send), &[socket.as_fd()]);

@@ -21,8 +21,8 @@ use std::{
 use proto::{
     vmm::{
         self, DiskStats, Error as RemoteError, ErrorKind, Event, GetDiskStats, GetMachineStats, Hello,
-        HelloReply, MachineStats, Message, Request, Response, Save, SaveReply, SendReply, Status,
-        message::Kind, request::Op, response::Result as Outcome,
+        HelloReply, MachineStats, Message, MigrationPolicy, Request, Response, Save, SaveReply, SendReply,
+        Status, message::Kind, request::Op, response::Result as Outcome,
     },
     wire,
 };
@@ -242,19 +242,21 @@ impl Client {
         }
     }
 
-    /// Has the machine sent over `socket`, with what `disks` hold; takes as long as that takes. It stays paused then. With `throttle` its vCPUs
-    /// are slowed when they change memory too fast for `downtime`.
+    /// Has the machine sent over `socket`, with what `disks` hold; takes as long as that takes. It stays paused then. `policy` is what is done to a
+    /// guest that is too fast for `downtime`.
     pub async fn send_machine(
         &self,
         socket: OwnedFd,
-        (downtime, throttle): (Duration, bool),
+        (downtime, policy): (Duration, MigrationPolicy),
         disks: Vec<String>,
     ) -> Result<SendReply, Error> {
         let send = vmm::Send {
             socket_fd: 0,
             downtime_ms: u64::try_from(downtime.as_millis()).unwrap_or(u64::MAX),
-            throttle,
+            // For those that know no policy.
+            throttle: policy == MigrationPolicy::PreferForced,
             disks,
+            policy: policy.into(),
         };
         let call = self.call(Op::Send(send), &[socket.as_fd()]).await;
         drop(socket);

@@ -10,7 +10,7 @@ use proto::{
     handover::{Message, SourceEvent},
     model::vm::VmSpec,
     v1::{self, DiskPreallocation, peer_service_client::PeerServiceClient},
-    vmm::SendReply,
+    vmm::{MigrationPolicy, SendReply},
 };
 use tokio::{
     io::AsyncReadExt as _,
@@ -68,8 +68,8 @@ struct Plan {
     /// Disks that go along, as the VM calls them.
     copied: Vec<String>,
     downtime: Duration,
-    /// The guest may be slowed.
-    force: bool,
+    /// What is done to a guest that is too fast for that.
+    policy: MigrationPolicy,
     bytes_per_second: u64,
 }
 
@@ -83,6 +83,24 @@ impl Plan {
             .filter_map(|disk| Uuid::parse_str(&disk.uid).ok());
         uids.map(|uid| uid.as_bytes().to_vec()).collect()
     }
+}
+
+/// What a request says of a guest that is too fast.
+fn policy(request: &v1::MigrateVmRequest) -> Result<MigrationPolicy, Failure> {
+    use v1::MigrationPolicy as Wire;
+    let policy = Wire::try_from(request.policy)
+        .map_err(|_| Failure::field("policy", "is not one that this vmmd knows"))?;
+    Ok(match policy {
+        Wire::Unspecified if request.force => MigrationPolicy::PreferForced,
+        Wire::PreferForced => MigrationPolicy::PreferForced,
+        _ if request.force => {
+            let problem = "says PREFER_FORCED: leave it out, or say that";
+            return Err(Failure::field("force", problem));
+        }
+        Wire::Unspecified | Wire::AlwaysSafe => MigrationPolicy::AlwaysSafe,
+        Wire::PreferSafe => MigrationPolicy::PreferSafe,
+        Wire::AlwaysForced => MigrationPolicy::AlwaysForced,
+    })
 }
 
 /// Begins a migration.
@@ -102,6 +120,7 @@ pub async fn migrate(
         let problem = "must be HOST:PORT, as in node-2.example:7443";
         return Err(Failure::field("target", problem));
     }
+    let policy = policy(&request)?;
     let entry = host.vms.get(&name).ok_or_else(|| Failure::no_vm(&name))?;
     let uid = entry.uid;
     let record = host.store.vm(uid.as_bytes()).await.map_err(store_failure)?;
@@ -129,7 +148,11 @@ pub async fn migrate(
     let copied: Vec<_> = moved::along(&spec.disks)
         .map(|(in_vm, _)| in_vm.to_owned())
         .collect();
-    let copies_disks = !copied.is_empty();
+    let later = matches!(
+        policy,
+        MigrationPolicy::PreferSafe | MigrationPolicy::AlwaysForced
+    );
+    let is_newer = later || !copied.is_empty();
     let hardware = run
         .hardware
         .or_else(|| record.hardware.clone())
@@ -137,13 +160,7 @@ pub async fn migrate(
     let (reply, answer) = oneshot::channel();
     let sent = entry
         .mailbox
-        .send(Command::Client(
-            Purpose::Migration {
-                has_disks,
-                copies_disks,
-            },
-            reply,
-        ))
+        .send(Command::Client(Purpose::Migration { has_disks, is_newer }, reply))
         .await;
     sent.map_err(|_| Failure::unavailable(&name))?;
     let client = answer.await.map_err(|_| Failure::unavailable(&name))??;
@@ -163,7 +180,7 @@ pub async fn migrate(
         client,
         peer,
         downtime: downtime.unwrap_or(DOWNTIME),
-        force: request.force,
+        policy,
         bytes_per_second: request.bytes_per_second,
     };
     let pending = operation.pending();
@@ -430,7 +447,7 @@ async fn send(plan: &mut Plan, migration: u64) -> Result<SendReply, Failure> {
         received.map(drop).map_err(|status| said_no(&status))
     };
     let sending = async {
-        let how = (plan.downtime, plan.force);
+        let how = (plan.downtime, plan.policy);
         let sent = plan.client.send_machine(far, how, plan.copied.clone()).await;
         sent.map_err(|error| refused(&error))
     };

@@ -274,6 +274,56 @@ async fn a_guest_may_be_slowed_when_that_is_asked_for_and_the_operation_says_so(
 }
 
 #[tokio::test]
+async fn a_policy_says_what_is_done_to_a_guest_that_is_too_fast() {
+    use v1::MigrationPolicy::{AlwaysForced, AlwaysSafe, PreferForced, PreferSafe, Unspecified};
+    let (first, second) = pair().await;
+    first.run("web", "mock.send=hang").await;
+    let request = |policy: i32, force| v1::MigrateVmRequest {
+        name: "web".into(),
+        target: pki::address(&second),
+        policy,
+        force,
+        ..Default::default()
+    };
+    for (policy, force) in [
+        (99, false),
+        (AlwaysSafe.into(), true),
+        (AlwaysForced.into(), true),
+    ] {
+        let asked = request(policy, force);
+        let refused = first.migrations().await.migrate_vm(asked).await.unwrap_err();
+        assert_eq!(refused.code(), Code::InvalidArgument, "{refused:?}");
+    }
+    for (policy, force, slowed) in [
+        (Unspecified, false, ""),
+        (AlwaysSafe, false, ""),
+        (PreferSafe, false, ", the guest is slowed by 1 %"),
+        (PreferForced, false, ", the guest is slowed by 20 %"),
+        (PreferForced, true, ", the guest is slowed by 20 %"),
+        (AlwaysForced, false, ", the guest is slowed by 99 %"),
+    ] {
+        let asked = request(policy.into(), force);
+        let answer = first.migrations().await.migrate_vm(asked).await.unwrap();
+        let operation = answer.into_inner().operation.unwrap();
+        let told = format!("round 0: 5 MiB sent, 1 MiB changed meanwhile, 9 MiB/s{slowed}");
+        within(async || {
+            let now = first.operation(&operation.id).await;
+            (now.message == told).then_some(())
+        })
+        .await;
+        let mut operations =
+            v1::operation_service_client::OperationServiceClient::new(connect(first.folder.path()).await);
+        let id = operation.id.clone();
+        operations
+            .cancel_operation(v1::CancelOperationRequest { id })
+            .await
+            .unwrap();
+        first.ended(&operation).await;
+        second.forgets("web").await;
+    }
+}
+
+#[tokio::test]
 async fn while_it_moves_nobody_else_touches_it_and_a_cancel_takes_it_back() {
     let (first, second) = pair().await;
     first.run("web", "mock.send=hang").await;

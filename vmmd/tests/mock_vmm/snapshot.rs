@@ -10,8 +10,8 @@ use std::{
 };
 
 use proto::vmm::{
-    DisksQuiet, Error, ErrorKind, ImageFormat, MigrationDisks, MigrationRound, Save, SaveReply, Send,
-    SendReply, event, response::Result as Outcome,
+    DisksQuiet, Error, ErrorKind, ImageFormat, MigrationDisks, MigrationPolicy, MigrationRound, Save,
+    SaveReply, Send, SendReply, event, response::Result as Outcome,
 };
 
 use crate::guest::Guest;
@@ -71,7 +71,12 @@ pub fn send(guest: &Guest, request: &Send, fds: Vec<OwnedFd>) -> Option<Outcome>
         sent_bytes: 5 << 20,
         dirty_bytes: 1 << 20,
         bytes_per_second: 9 << 20,
-        throttle_percent: if request.throttle { 20 } else { 0 },
+        throttle_percent: match request.policy() {
+            MigrationPolicy::AlwaysForced => 99,
+            MigrationPolicy::PreferForced => 20,
+            MigrationPolicy::PreferSafe => 1,
+            _ => 0,
+        },
         ..MigrationRound::default()
     }));
     if guest.option("mock.send").as_deref() == Some("hang") {

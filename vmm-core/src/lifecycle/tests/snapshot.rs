@@ -1,6 +1,7 @@
 //! Snapshots: when the machine is paused for one, and when it goes on.
 
 use super::*;
+use crate::snapshot::saving::Policy;
 
 fn save(id: u64, paused: bool, description: &str) -> Input {
     save_with(id, (paused, false), description)
@@ -268,7 +269,7 @@ fn send(id: u64, downtime_ms: u64) -> Input {
     let send = Request::Send {
         socket,
         downtime,
-        throttle: false,
+        policy: Policy::AlwaysSafe,
         disks: vec!["data".into()],
     };
     request(id, send)
@@ -280,7 +281,7 @@ fn vcpus_are_throttled_as_a_round_says() {
     let send = Request::Send {
         socket,
         downtime: Duration::from_secs(1),
-        throttle: true,
+        policy: Policy::PreferForced,
         disks: Vec::new(),
     };
     let log = log_of(vec![request(1, boot(false)), request(2, send)], |_| ());

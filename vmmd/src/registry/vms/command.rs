@@ -167,8 +167,8 @@ pub enum Purpose {
     Migration {
         /// With disks that the guest can write to.
         has_disks: bool,
-        /// With disks that are copied.
-        copies_disks: bool,
+        /// With what a `vmm` of before minor version 9 does not know: disks that are copied, or a policy.
+        is_newer: bool,
     },
 }
 

@@ -358,14 +358,11 @@ impl Actor {
         if purpose != Purpose::Stats && self.instance.is_some() {
             self.knows_minor(SNAPSHOT_MINOR, "take snapshots or be migrated")?;
         }
-        if matches!(
-            purpose,
-            Purpose::Migration {
-                copies_disks: true,
-                ..
-            }
-        ) {
-            self.knows_minor(MIRROR_MINOR, "be migrated with disks that vmmd keeps")?;
+        if matches!(purpose, Purpose::Migration { is_newer: true, .. }) {
+            self.knows_minor(
+                MIRROR_MINOR,
+                "be migrated with disks that vmmd keeps, or with that policy",
+            )?;
         }
         if matches!(purpose, Purpose::Migration { has_disks: true, .. }) {
             self.knows_minor(UNLOCK_MINOR, "be migrated with disks that its guest can write to")?;

@@ -2,8 +2,8 @@
 
 use std::{os::fd::OwnedFd, time::Duration};
 
-use proto::vmm::{Save, Send};
-use vmm_core::lifecycle::Request;
+use proto::vmm::{MigrationPolicy, Save, Send};
+use vmm_core::{lifecycle::Request, snapshot::saving::Policy};
 
 /// Longest description of a snapshot in bytes.
 const MAX_DESCRIPTION: usize = 512 << 10;
@@ -23,6 +23,18 @@ pub(super) fn request(save: Save, fds: Vec<OwnedFd>) -> Result<Request, &'static
     })
 }
 
+/// What is done to a guest that is too fast. A client of before minor version 9 knows two of them.
+fn policy(send: &Send) -> Result<Policy, &'static str> {
+    Ok(match MigrationPolicy::try_from(send.policy) {
+        Ok(MigrationPolicy::Unspecified) if send.throttle => Policy::PreferForced,
+        Ok(MigrationPolicy::Unspecified | MigrationPolicy::AlwaysSafe) => Policy::AlwaysSafe,
+        Ok(MigrationPolicy::PreferSafe) => Policy::PreferSafe,
+        Ok(MigrationPolicy::PreferForced) => Policy::PreferForced,
+        Ok(MigrationPolicy::AlwaysForced) => Policy::AlwaysForced,
+        Err(_) => return Err("Send with an unknown policy"),
+    })
+}
+
 /// The request for `send`, or what is wrong with it.
 pub(super) fn send_request(send: &Send, fds: Vec<OwnedFd>) -> Result<Request, &'static str> {
     let index = usize::try_from(send.socket_fd).unwrap_or(usize::MAX);
@@ -30,7 +42,7 @@ pub(super) fn send_request(send: &Send, fds: Vec<OwnedFd>) -> Result<Request, &'
     Ok(Request::Send {
         socket,
         downtime: Duration::from_millis(send.downtime_ms),
-        throttle: send.throttle,
+        policy: policy(send)?,
         disks: send.disks.clone(),
     })
 }

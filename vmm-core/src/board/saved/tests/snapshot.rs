@@ -13,7 +13,7 @@ use super::*;
 use crate::snapshot::{
     Report,
     format::MEMORY_OFFSET,
-    saving::{Event, GoesOn, Purpose, Round},
+    saving::{Event, GoesOn, Policy, Purpose, Round},
 };
 
 /// Counts in a register and in two pages of memory without end. When a byte is typed, prints it if both pages hold the
@@ -138,7 +138,7 @@ impl One {
         let socket = OwnedFd::from(near);
         let purpose = Purpose::Migration {
             downtime: Duration::from_secs(10),
-            throttle: false,
+            policy: Policy::AlwaysSafe,
         };
         self.machine.begin_migration(socket.into(), purpose, &[]).unwrap();
         let mut rounds = Vec::new();
@@ -397,7 +397,7 @@ fn a_machine_whose_target_vanishes_goes_on_and_can_be_sent_again() {
     let socket = OwnedFd::from(near);
     let purpose = Purpose::Migration {
         downtime: Duration::ZERO,
-        throttle: false,
+        policy: Policy::AlwaysSafe,
     };
     first
         .machine

@@ -8,7 +8,7 @@ use super::{
 };
 use crate::{
     lifecycle::Machine as _,
-    snapshot::saving::{Event, Purpose, Report, Round},
+    snapshot::saving::{Event, Policy, Purpose, Report, Round},
 };
 
 /// Changes each page of 8 MiB, again and again.
@@ -59,12 +59,12 @@ impl One {
     }
 
     /// Sends the machine to somebody who takes it slowly.
-    fn send_slowly(&mut self, throttle: bool) -> Result<(File, Report, Vec<Round>), Failure> {
+    fn send_slowly(&mut self, policy: Policy) -> Result<(File, Report, Vec<Round>), Failure> {
         let (near, far) = UnixStream::pair().unwrap();
         let stream = slowly(far);
         let purpose = Purpose::Migration {
             downtime: DOWNTIME,
-            throttle,
+            policy,
         };
         let socket = OwnedFd::from(near);
         self.machine.begin_migration(socket.into(), purpose, &[]).unwrap();
@@ -110,11 +110,11 @@ impl One {
 fn a_guest_that_changes_its_memory_too_fast_is_sent_when_its_vcpus_may_be_throttled_and_not_else() {
     let kit = Kit::new(&REWRITER);
     let mut one = kit.started();
-    let refused = one.send_slowly(false).unwrap_err();
+    let refused = one.send_slowly(Policy::AlwaysSafe).unwrap_err();
     assert!(refused.message.contains("limit of the downtime"), "{refused:?}");
     assert!(one.machine.throttle.is_none());
 
-    let (stream, report, rounds) = one.send_slowly(true).unwrap();
+    let (stream, report, rounds) = one.send_slowly(Policy::PreferForced).unwrap();
     let steps: Vec<_> = rounds.iter().map(|round| round.throttle).collect();
     println!("{report:?} {steps:?}");
     assert_eq!(steps[0], 0, "the first round says nothing of it");
