@@ -22,7 +22,7 @@ use tonic::transport::Channel;
 pub(crate) use self::call::send;
 pub use self::{
     about::{DISKS, about_disk, about_image, about_snapshot, about_vm, empty_answer},
-    call::{COPY, QUICK, RESTART, TRIES, WORK, call, went_away},
+    call::{COPY, QUICK, RESTART, TRIES_TO_GO_ON, WORK, call, went_away},
 };
 use crate::{
     args::Connection,

@@ -19,8 +19,11 @@ pub const COPY: Duration = Duration::from_secs(24 * 3600);
 
 /// How long a daemon that went away is given to come back before it is asked again.
 pub const RESTART: Duration = Duration::from_secs(1);
-/// How often a daemon that went away is asked again.
-pub const TRIES: u32 = 5;
+/// How often a daemon that went away before it answered is asked again.
+const TRIES: u32 = 5;
+/// How often what is followed (a console, a watch, an operation) is taken up again without anything of it in between. A daemon of a node
+/// that is busy takes seconds to be back.
+pub const TRIES_TO_GO_ON: u32 = 20;
 
 /// Reason of a failure: the answer did not come in time.
 pub const NO_ANSWER: &str = "NO_ANSWER";

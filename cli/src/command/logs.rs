@@ -12,7 +12,7 @@ use tokio_stream::wrappers::ReceiverStream;
 
 use crate::{
     args::observe::Logs,
-    client::{Client, QUICK, RESTART, TRIES, about_vm, call, went_away},
+    client::{Client, QUICK, RESTART, TRIES_TO_GO_ON, about_vm, call, went_away},
     console::Seen,
     failure::{Code, Failure, Result},
     output::{clean::Cleaner, write_failed},
@@ -68,7 +68,7 @@ async fn follow(client: &Client, args: &Logs, printer: &mut Printer) -> Result<(
         if printer.printed != before {
             tries = 0;
         }
-        if !went_away(&lost) || tries == TRIES {
+        if !went_away(&lost) || tries == TRIES_TO_GO_ON {
             return Err(lost);
         }
         tries += 1;

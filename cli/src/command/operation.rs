@@ -4,7 +4,7 @@ use proto::v1::{self, OperationPhase};
 
 use crate::{
     args::{Output, operation::GetOperation},
-    client::{self, Client, QUICK, RESTART, TRIES, WORK, call, empty_answer, went_away},
+    client::{self, Client, QUICK, RESTART, TRIES_TO_GO_ON, WORK, call, empty_answer, went_away},
     failure::{Code, Failure, Result},
     manifest::{emit, schema},
     output::{
@@ -98,7 +98,7 @@ pub async fn follow(
                 .hint("it may be restarting: try again"),
             Err(failure) => about(failure, id),
         };
-        if !went_away(&lost) || tries == TRIES {
+        if !went_away(&lost) || tries == TRIES_TO_GO_ON {
             return Err(lost);
         }
         tries += 1;
@@ -131,7 +131,8 @@ pub async fn until_ended(client: &Client, id: &str) -> Result<v1::Operation> {
     outcome(follow(client, id, |_| Ok(())).await?)
 }
 
-fn has_ended(operation: &v1::Operation) -> bool {
+/// Whether it will not change any more.
+pub fn has_ended(operation: &v1::Operation) -> bool {
     use OperationPhase::{Cancelled, Completed, Failed};
     matches!(operation.phase(), Completed | Failed | Cancelled)
 }

@@ -6,13 +6,12 @@ use prost::Message as _;
 use proto::v1::{self, OperationPhase};
 
 use crate::{
-    client::{Client, RESTART, went_away},
+    client::Client,
+    command::operation,
     failure::{Failure, Result},
     manifest::quantity,
 };
 
-/// How often a watch is taken up again without a message in between.
-const TRIES: u32 = 5;
 /// Percent between two lines, where lines are printed.
 const STEP: u32 = 10;
 
@@ -23,39 +22,14 @@ pub async fn follow(client: &Client, operation: &v1::Operation, quiet: bool) -> 
         quiet,
         last: None,
     };
-    let mut tries = 0;
-    loop {
-        let request = v1::WatchOperationRequest {
-            id: operation.id.clone(),
-        };
-        let mut problem = None;
-        match client.operations.clone().watch_operation(request).await {
-            Ok(stream) => {
-                let mut stream = stream.into_inner();
-                loop {
-                    match stream.message().await {
-                        Ok(Some(message)) => {
-                            tries = 0;
-                            let operation = message.operation.unwrap_or_default();
-                            if let Some(ended) = shown.show(&operation) {
-                                return ended;
-                            }
-                        }
-                        Ok(None) => break,
-                        Err(status) => {
-                            problem = Some(Failure::from(status));
-                            break;
-                        }
-                    }
-                }
-            }
-            Err(status) => problem = Some(Failure::from(status)),
-        }
-        tries += 1;
-        match problem {
-            Some(failure) if tries > TRIES || !went_away(&failure) => return Err(failure),
-            _ => tokio::time::sleep(RESTART / TRIES).await,
-        }
+    let ended = operation::follow(client, &operation.id, |now| {
+        shown.show(now);
+        Ok(())
+    });
+    let ended = ended.await?;
+    match ended.phase() {
+        OperationPhase::Completed => Ok(()),
+        _ => Err(failure(&ended)),
     }
 }
 
@@ -67,24 +41,18 @@ struct Shown {
 }
 
 impl Shown {
-    /// Returns how it has ended, when it has.
-    fn show(&mut self, operation: &v1::Operation) -> Option<Result<()>> {
-        let ended = match operation.phase() {
-            OperationPhase::Completed => Some(Ok(())),
-            OperationPhase::Failed | OperationPhase::Cancelled => Some(Err(failure(operation))),
-            _ => None,
-        };
+    fn show(&mut self, operation: &v1::Operation) {
         if self.quiet {
-            return ended;
+            return;
         }
-        let line = line(operation);
-        if ended.is_some() {
+        if operation::has_ended(operation) {
             if self.terminal && self.last.is_some() {
                 // Of what was there before, nothing stays.
                 eprint!("\r\x1b[K");
             }
-            return ended;
+            return;
         }
+        let line = line(operation);
         let now = (
             operation.message.clone(),
             operation.progress.as_ref().map_or(0, |progress| progress.percent) / STEP,
@@ -96,7 +64,6 @@ impl Shown {
             eprintln!("{line}");
         }
         self.last = Some(now);
-        ended
     }
 }
 

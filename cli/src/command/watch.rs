@@ -5,7 +5,7 @@ use tonic::{Response, Status, Streaming};
 
 use crate::{
     args::Output,
-    client::{RESTART, went_away},
+    client::{RESTART, TRIES_TO_GO_ON, went_away},
     failure::{Code, Failure, Result},
     manifest::{disk, emit, schema},
     output::{
@@ -15,9 +15,6 @@ use crate::{
         vm,
     },
 };
-
-/// How often a watch is taken up again without an event in between.
-const TRIES: u32 = 5;
 
 /// As a watch prints documents.
 const STREAM: Layout = Layout {
@@ -206,11 +203,13 @@ pub async fn watch<E: Event>(
             watcher.before = Some(Vec::new());
             continue;
         }
-        if !went_away(&ended) || tries == TRIES {
+        if !went_away(&ended) || tries == TRIES_TO_GO_ON {
             return Err(ended);
         }
         tries += 1;
-        eprintln!("vmmd went away; going on with the watch when it is back (try {tries} of {TRIES})");
+        if tries == 1 {
+            eprintln!("vmmd went away; going on when it is back");
+        }
         tokio::time::sleep(RESTART).await;
     }
 }

@@ -26,7 +26,7 @@ pub use self::seen::Seen;
 use self::terminal::RawTerminal;
 use crate::{
     args::Console,
-    client::{Client, RESTART, about_vm, went_away},
+    client::{Client, RESTART, TRIES_TO_GO_ON, about_vm, went_away},
     failure::{Code, Failure, Result, printable},
     output::write_failed,
 };
@@ -37,9 +37,6 @@ const ESCAPE: u8 = 0x1d;
 const CHUNK: usize = 4096;
 /// Messages that may wait for the daemon before the reader of standard input does.
 const QUEUE: usize = 8;
-/// How often a daemon that went away is looked for again.
-const TRIES: u32 = 20;
-
 /// How long a console stays after the last input, so that this reaches the guest when ^] follows at once. A daemon
 /// that has passed it on may end the stream before; none says so otherwise.
 const FAREWELL: Duration = Duration::from_millis(300);
@@ -183,7 +180,7 @@ async fn reopen(client: &Client, args: &Console) -> Result<Connection> {
         tries += 1;
         // Who took it by force from this one keeps it.
         match Connection::open(client, args, false).await {
-            Err(failure) if went_away(&failure) && tries < TRIES => {}
+            Err(failure) if went_away(&failure) && tries < TRIES_TO_GO_ON => {}
             opened => return opened,
         }
     }

@@ -53,6 +53,15 @@ fn an_image_of_a_registry_is_imported_with_a_password_that_is_on_no_command_line
 }
 
 #[test]
+fn an_import_is_followed_while_the_daemon_takes_seconds_to_be_back() {
+    let daemon = Daemon::start();
+    daemon.state.refuse_watches(6);
+    let import = ["image", "import", "debian", "https://mirror.example/debian.qcow2"];
+    let made = "image/debian imported, 3Gi, blocks-sha256:5d0c\n";
+    assert_eq!(run(&daemon, &[&import[..], &["--quiet"]].concat()), done(made));
+}
+
+#[test]
 fn an_image_of_a_folder_is_imported_by_tag() {
     let daemon = Daemon::start();
     let (code, _, said) = run(

@@ -66,6 +66,7 @@ struct Play {
     exit: Option<v1::ExitReason>,
     changes_before_updates: usize,
     refuse_first: bool,
+    refused_watches: usize,
 }
 
 /// Runs vmmctl; its exit code, standard output and standard error.

@@ -28,6 +28,11 @@ impl State {
         lock(&self.operations).insert(id.into(), operation);
     }
 
+    /// Operations can't be watched that often, as while a daemon is restarted.
+    pub fn refuse_watches(&self, times: usize) {
+        lock(&self.play).refused_watches = times;
+    }
+
     pub(super) fn find_operation(&self, id: &str) -> Result<v1::Operation, Status> {
         let found = lock(&self.operations).get(id).cloned();
         let message = || format!("there is no operation \"{id}\"");
@@ -85,6 +90,12 @@ impl OperationService for State {
         &self,
         request: Request<v1::WatchOperationRequest>,
     ) -> Answer<Self::WatchOperationStream> {
+        let left = &mut lock(&self.play).refused_watches;
+        if *left > 0 {
+            *left -= 1;
+            let message = "the daemon is being stopped";
+            return Err(refusal(Code::Unavailable, "DAEMON_STOPPING", message.into()));
+        }
         let id = request.into_inner().id;
         let seen = [
             self.find_operation(&id)?,
