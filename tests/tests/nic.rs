@@ -217,6 +217,48 @@ fn nics_come_and_go_while_the_guest_runs_also_when_the_daemon_is_killed_in_betwe
     wired.ping();
 }
 
+/// A macvtap that somebody made: the node is on the same network by a macvlan.
+#[test]
+fn a_macvtap_carries_data_unchanged_with_both_backends_and_is_of_one_vm() {
+    for (number, backend) in [(4, "USERSPACE"), (5, "VHOST")] {
+        let case = Case::new("nic-macvtap").expect("node");
+        let node = case.node();
+        let mut spec = None;
+        let mut wired = Wired::start(&case, number, |bridge| {
+            let [tap, end] = ["mt", "mv"].map(|kind| bridge.replace("br", kind));
+            let kind = |name: &str, kind: &str| {
+                format!("ip link add link {bridge} name {name} type {kind} mode bridge")
+            };
+            node.sh(&format!(
+                "ip addr flush dev {bridge} && {} && {} && ip addr add 10.9.{number}.1/24 dev {end} && ip link set {end} up",
+                kind(&tap, "macvtap"),
+                kind(&end, "macvlan")
+            ))
+            .expect("macvtap");
+            let nic = json!({"name": "eth0", "tap": tap, "queues": 2, "backend": backend});
+            let made = VmSpec::busybox(Kernel::Cloud612).cores(2).nic("eth0", bridge);
+            spec.insert(made.set("/nics/0", nic)).clone()
+        });
+        wired.ping();
+        wired.compare([7000, 7001]);
+        wired.flap();
+        let stats = wired.vm.ctl("stats -o json").expect("stats");
+        let stats: serde_json::Value = serde_json::from_str(&stats).expect("JSON");
+        for direction in ["receivedBytes", "sentBytes"] {
+            let bytes = stats.pointer(&format!("/nics/0/{direction}"));
+            let bytes = bytes.and_then(|bytes| bytes.as_str()?.parse::<u64>().ok());
+            assert!(bytes > Some(u64::from(MIB) << 20), "{direction}: {stats}");
+        }
+        // Whoever comes second is told so, and has it when the first one is gone.
+        let other = Vm::create(&case, "-other", &spec.expect("the spec")).expect("create");
+        let refused = other.try_ctl("start").expect("vmmctl");
+        let said = &refused.stderr;
+        assert!(said.contains("is in use by another process"), "{said}");
+        wired.vm.ctl("kill").expect("kill");
+        other.ctl("start").expect("start");
+    }
+}
+
 /// vhost-net: the kernel carries the packets; what it can't do, the `vmm` does, and the guest notices nothing of either.
 #[test]
 fn a_guest_whose_packets_the_kernel_carries_moves_data_unchanged_with_one_and_with_four_queues() {

@@ -31,6 +31,8 @@ pub struct Link {
     pub index: u32,
     /// It is a bridge.
     pub is_bridge: bool,
+    /// It is a macvtap.
+    pub is_macvtap: bool,
     /// Largest packet without the Ethernet header, in bytes.
     pub mtu: u32,
     /// Interface index of the bridge that it is a port of; 0 when it is of none.
@@ -81,11 +83,12 @@ impl Links {
         }
     }
 
-    /// What an interface has counted; `None` when there is none of that name.
+    /// What an interface has counted; `None` when there is none of that name. With a macvtap, "in" is what its holder writes, as with a tap.
     pub async fn counters(&self, name: &str) -> io::Result<Option<LinkCounters>> {
-        let message = self.message(name).await?;
-        let attributes = message.iter().flat_map(|message| &message.attributes);
-        let mut stats = attributes.filter_map(|attribute| match attribute {
+        let Some(message) = self.message(name).await? else {
+            return Ok(None);
+        };
+        let counted = message.attributes.iter().find_map(|attribute| match attribute {
             LinkAttribute::Stats64(stats) => Some(LinkCounters {
                 received_packets: stats.rx_packets,
                 received_bytes: stats.rx_bytes,
@@ -96,7 +99,17 @@ impl Links {
             }),
             _ => None,
         });
-        Ok(stats.next())
+        Ok(counted.map(|counted| match describe(&message).is_macvtap {
+            // What whoever holds it writes goes out over it, where it comes in over a tap.
+            true => LinkCounters {
+                received_packets: counted.sent_packets,
+                received_bytes: counted.sent_bytes,
+                sent_packets: counted.received_packets,
+                sent_bytes: counted.received_bytes,
+                ..LinkCounters::default()
+            },
+            false => counted,
+        }))
     }
 
     /// What there is of a bridge of that name.
@@ -216,6 +229,16 @@ impl Links {
         self.handle.link().set(message).execute().await.map_err(into_io)
     }
 
+    /// Gives the interface `device` its address, and brings it up.
+    pub async fn set_mac(&self, device: u32, address: [u8; 6]) -> io::Result<()> {
+        let message = LinkUnspec::new_with_index(device)
+            .address(address.to_vec())
+            .up()
+            .build();
+        fault::step("give a macvtap its address");
+        self.handle.link().set(message).execute().await.map_err(into_io)
+    }
+
     /// Takes an interface away.
     pub async fn delete(&self, index: u32) -> io::Result<()> {
         fault::step("delete a bridge");
@@ -246,6 +269,7 @@ fn describe(message: &LinkMessage) -> Link {
     let mut link = Link {
         index: message.header.index,
         is_bridge: false,
+        is_macvtap: false,
         mtu: 1500,
         bridge: 0,
     };
@@ -255,6 +279,7 @@ fn describe(message: &LinkMessage) -> Link {
             LinkAttribute::Controller(index) => link.bridge = *index,
             LinkAttribute::LinkInfo(infos) => {
                 link.is_bridge |= infos.contains(&LinkInfo::Kind(InfoKind::Bridge));
+                link.is_macvtap |= infos.contains(&LinkInfo::Kind(InfoKind::MacVtap));
             }
             _ => {}
         }

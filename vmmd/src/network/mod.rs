@@ -18,7 +18,7 @@ use proto::model::{
     vm::{Attachment, Nic},
 };
 use rustix::{
-    fs::{Mode, OFlags},
+    fs::{FlockOperation, Mode, OFlags, flock},
     io::Errno,
     net::{AddressFamily, SocketFlags, SocketType, netdevice::name_to_index, socket_with},
 };
@@ -78,7 +78,7 @@ pub async fn open_tap(
             on_bridge(links, tap, name, index, (&bridge, nic.queues), mac).await
         }
         Attachment::Bridge(bridge) => on_bridge(links, tap, name, index, (bridge, nic.queues), mac).await,
-        Attachment::Tap(tap) => existing(links, nic, tap).await,
+        Attachment::Tap(tap) => existing(links, nic, tap, mac).await,
     }?;
     if nic.vhost {
         tap.vhosts = (0..nic.queues)
@@ -175,14 +175,14 @@ fn host_mac(mac: Mac) -> [u8; 6] {
     [0xfe, b, c, d, e, f]
 }
 
-async fn existing(links: &Links, nic: &Nic, tap: &str) -> Result<Tap, Failure> {
+async fn existing(links: &Links, nic: &Nic, tap: &str, mac: Mac) -> Result<Tap, Failure> {
     let name = &nic.name;
     let link = self::tap(links, nic, tap).await?;
+    if link.is_macvtap {
+        return macvtap(links, nic, (tap, link), mac).await;
+    }
     let queues = open_queues(tap, nic.queues)?.map_err(|error| match Errno::from_io_error(&error) {
-        Some(Errno::BUSY) => {
-            let message = format!("NIC \"{name}\": the tap device \"{tap}\" is in use by another process");
-            Failure::precondition("TAP_IN_USE", message)
-        }
+        Some(Errno::BUSY) => in_use(name, tap),
         _ => {
             let multi = if nic.queues > 1 { " multi_queue" } else { "" };
             let message = format!(
@@ -193,6 +193,47 @@ async fn existing(links: &Links, nic: &Nic, tap: &str) -> Result<Tap, Failure> {
             Failure::precondition("TAP_UNUSABLE", message)
         }
     })?;
+    Ok(Tap {
+        queues,
+        vhosts: Vec::new(),
+        mtu: link.mtu,
+    })
+}
+
+fn in_use(nic: &Name, tap: &str) -> Failure {
+    let message = format!("NIC \"{nic}\": the tap device \"{tap}\" is in use by another process");
+    Failure::precondition("TAP_IN_USE", message)
+}
+
+/// A macvtap that somebody made: a device file of its own, of which each open is a queue more. The kernel gives queues to whoever comes, so
+/// a lock on the first one says whose it is; it goes with the descriptor. It lets through what is for its own address, which becomes the NIC's.
+async fn macvtap(links: &Links, nic: &Nic, (tap, link): (&str, Link), mac: Mac) -> Result<Tap, Failure> {
+    let path = format!("/dev/tap{}", link.index);
+    let unusable = |errno: Errno| {
+        let words = text::words(&errno.into());
+        let help = "restart vmmd if the kernel module `macvtap` was not there when it was started";
+        let message = format!(
+            "NIC \"{}\": the macvtap \"{tap}\" can't be used ({path}: {words}): {help}",
+            nic.name
+        );
+        Failure::precondition("TAP_UNUSABLE", message)
+    };
+    let mut queues = Vec::new();
+    for queue in 0..nic.queues {
+        let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        let fd = rustix::fs::open(&path, flags, Mode::empty()).map_err(unusable)?;
+        if queue == 0 {
+            flock(&fd, FlockOperation::NonBlockingLockExclusive).map_err(|errno| match errno {
+                Errno::WOULDBLOCK => in_use(&nic.name, tap),
+                errno => unusable(errno),
+            })?;
+        }
+        let attached = sys::attach_tap(&fd, tap, nic.queues > 1);
+        attached.map_err(|error| unusable(Errno::from_io_error(&error).unwrap_or(Errno::IO)))?;
+        queues.push(fd);
+    }
+    let taken = links.set_mac(link.index, mac.octets()).await;
+    taken.map_err(|error| failed(&error))?;
     Ok(Tap {
         queues,
         vhosts: Vec::new(),
