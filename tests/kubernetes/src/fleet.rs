@@ -16,6 +16,7 @@ use serde_json::{Value, json};
 use tokio::time::sleep;
 
 use crate::{
+    certificates::Authority,
     cluster::Cluster,
     eventually,
     harness::{self, Daemon, connect},
@@ -79,6 +80,8 @@ pub struct Fleet {
     pub controllers: Vec<Program>,
     /// The nodes.
     pub nodes: Vec<Node>,
+    /// Of the daemons' certificates.
+    authority: Authority,
     /// The control plane. It is the last to end.
     pub cluster: Cluster,
 }
@@ -113,6 +116,7 @@ impl Fleet {
         let mut fleet = Self {
             controllers: Vec::new(),
             nodes: Vec::new(),
+            authority: Authority::new(),
             cluster,
         };
         for number in 0..controllers {
@@ -150,10 +154,15 @@ impl Fleet {
             .tempdir_in("/tmp")
             .unwrap();
         fs::write(folder.path().join("log.txt"), "").unwrap();
-        let extra = format!("restart = {{ first_ms = 200 }}\n{extra}");
+        let mut extra = format!("restart = {{ first_ms = 200 }}\n{extra}");
+        // The loopback interface of a namespace may be down.
+        let migration_address = namespace.is_none().then(|| format!("{address}:7443"));
+        if let Some(address) = &migration_address {
+            extra += &self.peers(&folder.path().join("tls"), address);
+        }
         let daemon = Daemon::with(folder, &extra, namespace.map(str::to_owned)).await;
         let config = cluster.service_account(&name, NAMESPACE, "vmmd-kube-agent").await;
-        let arguments = [
+        let mut arguments = vec![
             "agent".to_owned(),
             format!("--kubeconfig={}", config.display()),
             format!("--node-name={name}"),
@@ -167,9 +176,28 @@ impl Fleet {
                 10_400 + std::process::id() % 2500 * 8 + u32::try_from(number).unwrap()
             ),
         ];
+        arguments.extend(migration_address.map(|address| format!("--migration-address={address}")));
         let mut agent = program(cluster, &format!("agent-{number}"), arguments);
         agent.launch();
         self.nodes.push(Node { name, daemon, agent });
+    }
+
+    /// Makes the certificates by which a daemon moves VMs to others, and says how it is configured.
+    fn peers(&self, folder: &Path, address: &str) -> String {
+        fs::create_dir(folder).unwrap();
+        let (ip, _) = address.split_once(':').unwrap();
+        self.authority.write(folder);
+        self.authority.server(folder, "server", ip.parse().unwrap());
+        self.authority.peer(folder);
+        let file = |name: &str| folder.join(name);
+        format!(
+            "\n[tcp]\nlisten = {address:?}\ncertificate = {:?}\nkey = {:?}\nclient_ca = {:?}\npeer_certificate = {:?}\npeer_key = {:?}\n",
+            file("server.crt"),
+            file("server.key"),
+            file("ca.crt"),
+            file("peer.crt"),
+            file("peer.key")
+        )
     }
 
     /// Makes a network on a node whose daemon is in a namespace.
@@ -274,6 +302,15 @@ impl Fleet {
             all.push(vms.iter().filter(|vm| runs(vm)).map(uid).collect());
         }
         all
+    }
+
+    /// How many VMs have left for another node, as the daemons' events say.
+    pub async fn moves(&self) -> usize {
+        let mut moves = 0;
+        for node in &self.nodes {
+            moves += node.daemon.events("Moved").await.len();
+        }
+        moves
     }
 
     async fn all_up(&self) -> bool {

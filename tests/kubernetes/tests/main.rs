@@ -4,6 +4,8 @@
 #[cfg(feature = "nightly")]
 mod faults;
 #[cfg(feature = "nightly")]
+mod migration;
+#[cfg(feature = "nightly")]
 mod placement;
 mod smoke;
 #[cfg(feature = "nightly")]

@@ -72,6 +72,9 @@ pub struct AgentArguments {
     /// Port for these calls
     #[arg(long, value_name = "PORT", default_value_t = 10350, env = "VMMD_KUBE_PORT")]
     pub port: u16,
+    /// Where the vmmds of other nodes reach this node's; VMs are moved to this node when it is given
+    #[arg(long, value_name = "HOST:PORT", env = "VMMD_KUBE_MIGRATION_ADDRESS")]
+    pub migration_address: Option<String>,
     /// Tell figures for Prometheus on this address, "127.0.0.1:9754" or another
     #[arg(long, value_name = "ADDRESS", env = "VMMD_KUBE_METRICS")]
     pub metrics: Option<SocketAddr>,
@@ -178,6 +181,7 @@ impl AgentArguments {
             name,
             max_vms: self.max_vms,
             port: self.client_ca.is_some().then_some(self.port),
+            migration_address: self.migration_address.clone(),
             labels: self.labels.iter().cloned().collect::<BTreeMap<_, _>>(),
             machine_id: fs::read_to_string("/etc/machine-id")
                 .unwrap_or_default()

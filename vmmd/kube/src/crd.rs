@@ -57,6 +57,9 @@ pub struct VirtualMachineSpec {
     /// Secrets of type kubernetes.io/dockerconfigjson with passwords for the registries of container disks.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub image_pull_secrets: Vec<SecretName>,
+    /// How the VM is moved to another node while it runs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub migration: Option<MigrationPolicy>,
     /// How long the guest may take to power off, in seconds; 60 when not given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0, max = 3600))]
@@ -98,6 +101,28 @@ impl VirtualMachineSpec {
     }
 }
 
+/// How a VM is moved.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "camelCase", default)]
+pub struct MigrationPolicy {
+    /// What an eviction does, as by `kubectl drain`: Migrate, the default, moves the VM when that is possible, Stop stops it.
+    pub eviction: Eviction,
+    /// How long a migration may take, in seconds; 600 when not given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 1, max = 86400))]
+    pub timeout_seconds: Option<i64>,
+    /// A guest that changes its memory too fast is slowed, instead of staying where it is.
+    pub force: bool,
+}
+
+/// What an eviction does with a VM that runs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+pub enum Eviction {
+    #[default]
+    Migrate,
+    Stop,
+}
+
 /// Labels and annotations of placeholder pods.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(default)]
@@ -114,17 +139,20 @@ pub struct PodMetadata {
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 pub struct VirtualMachineStatus {
-    /// Invalid, Pending, Scheduling, Starting, Running, Restarting, Stopping, Stopped, Failed, or Unknown when its node does not report.
+    /// Invalid, Pending, Scheduling, Starting, Running, Migrating, Restarting, Stopping, Stopped, Failed, or Unknown when its node does not report.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub phase: String,
     /// The generation of the spec that this is about.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub observed_generation: Option<i64>,
-    /// Number of the last run. It grows before each new placeholder pod; an agent runs no VM of another number.
+    /// The largest number that a run has had. It grows before each new placeholder pod.
     pub epoch: i64,
     /// The last run.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub run: Option<Run>,
+    /// The last migration.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub migration: Option<Migration>,
     /// Runs in a row that failed.
     pub failures: u32,
     /// When the next run begins after a failure.
@@ -133,6 +161,9 @@ pub struct VirtualMachineStatus {
     /// The value of the annotation vmmd.dev/start when the last run began.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub start: Option<String>,
+    /// The value of the annotation vmmd.dev/migrate that was acted upon last.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub migrate: Option<String>,
     /// The node that the last run is on.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub node: Option<String>,
@@ -160,6 +191,128 @@ pub struct Run {
     /// How it ended: Succeeded, Failed, StoppedByRequest, or Lost when the pod was deleted before the VM had ended.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub end: Option<String>,
+    /// Its number, when a larger one has been given away since, to a migration.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub epoch: Option<i64>,
+    /// The node that the VM was moved from. Its agent makes no VM for such a run, but takes over the one that was moved.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub from: Option<String>,
+}
+
+/// A VM's way from the node of its run to another one. When it succeeds, the run is that of the second placeholder pod.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Migration {
+    /// Placing until the second placeholder pod is on a node that waits for the VM; Moving from then on until an agent says what has become
+    /// of the VM; Succeeded, or Failed.
+    pub phase: MigrationPhase,
+    /// Number of the run that the VM gets.
+    pub epoch: i64,
+    /// Name of the second placeholder pod.
+    pub pod: String,
+    /// Its uid; unset until the pod is made.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pod_uid: Option<String>,
+    /// Name of the placeholder pod that the VM leaves.
+    pub source_pod: String,
+    /// Its uid.
+    pub source_uid: String,
+    /// The pod was evicted, and has to go whether the VM can be moved or not.
+    pub evicted: bool,
+    /// The node that the VM leaves.
+    pub from: String,
+    /// The node that it is moved to.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub to: Option<String>,
+    /// Where the vmmd of that node is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub address: Option<String>,
+    /// How long it may take, in seconds.
+    pub timeout_seconds: i64,
+    /// The guest may be slowed.
+    pub force: bool,
+    /// When it began.
+    pub start_time: String,
+    /// When it ended.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub end_time: Option<String>,
+    /// Why it failed, one CamelCase word.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub reason: String,
+    /// The same for people.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub message: String,
+}
+
+/// How far a migration is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+pub enum MigrationPhase {
+    #[default]
+    Placing,
+    Moving,
+    Succeeded,
+    Failed,
+}
+
+impl Migration {
+    /// Whether the second placeholder pod may get the VM yet.
+    pub fn is_under_way(&self) -> bool {
+        matches!(self.phase, MigrationPhase::Placing | MigrationPhase::Moving)
+    }
+}
+
+/// What a placeholder pod is to a VirtualMachine.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Role<'a> {
+    /// That of its run.
+    Run(&'a Run),
+    /// That which its VM is to be moved to.
+    Target(&'a Migration),
+    /// It is not noted yet, or what is known of the VirtualMachine is older than the pod.
+    NotYet,
+    /// Another pod has been noted for that number.
+    Other,
+    /// Of a run, or of a migration, that is over.
+    Old,
+}
+
+impl VirtualMachineStatus {
+    /// Number of the last run.
+    pub fn run_epoch(&self) -> i64 {
+        self.run.as_ref().and_then(|run| run.epoch).unwrap_or(self.epoch)
+    }
+
+    /// The migration that is under way.
+    pub fn under_way(&self) -> Option<&Migration> {
+        self.migration
+            .as_ref()
+            .filter(|migration| migration.is_under_way())
+    }
+
+    /// The migration of which nobody but an agent can say what has become of the VM.
+    pub fn moving(&self) -> Option<&Migration> {
+        self.migration
+            .as_ref()
+            .filter(|migration| migration.phase == MigrationPhase::Moving)
+    }
+
+    /// What the pod with this number, name and uid is.
+    pub fn role(&self, epoch: i64, name: &str, uid: Option<&str>) -> Role<'_> {
+        let run = self.run.as_ref().filter(|_| self.run_epoch() == epoch);
+        let target = self.under_way().filter(|migration| migration.epoch == epoch);
+        let (pod, noted, role) = match (run, target) {
+            (Some(run), _) => (&run.pod, &run.pod_uid, Role::Run(run)),
+            (None, Some(migration)) => (&migration.pod, &migration.pod_uid, Role::Target(migration)),
+            (None, None) if epoch > self.epoch => return Role::NotYet,
+            (None, None) if epoch == self.epoch && self.run.is_none() => return Role::NotYet,
+            (None, None) => return Role::Old,
+        };
+        match noted {
+            None => Role::NotYet,
+            Some(noted) if Some(noted.as_str()) == uid && pod == name => role,
+            Some(_) => Role::Other,
+        }
+    }
 }
 
 /// One aspect of the state.

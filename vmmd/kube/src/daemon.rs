@@ -5,8 +5,9 @@ use std::{io, path::PathBuf, time::Duration};
 use hyper_util::rt::TokioIo;
 use proto::v1::{
     self, disk_service_client::DiskServiceClient, event_service_client::EventServiceClient,
-    image_service_client::ImageServiceClient, node_service_client::NodeServiceClient,
-    operation_service_client::OperationServiceClient, vm_service_client::VmServiceClient,
+    image_service_client::ImageServiceClient, migration_service_client::MigrationServiceClient,
+    node_service_client::NodeServiceClient, operation_service_client::OperationServiceClient,
+    vm_service_client::VmServiceClient,
 };
 use tokio::net::UnixStream;
 use tonic::{
@@ -32,6 +33,8 @@ pub struct Daemon {
     pub events: EventServiceClient<Channel>,
     /// Its disks.
     pub disks: DiskServiceClient<Channel>,
+    /// What moves its VMs.
+    pub migrations: MigrationServiceClient<Channel>,
     /// Its images.
     pub images: ImageServiceClient<Channel>,
     /// What takes long there.
@@ -53,6 +56,7 @@ impl Daemon {
             nodes: NodeServiceClient::new(channel.clone()),
             events: EventServiceClient::new(channel.clone()),
             disks: DiskServiceClient::new(channel.clone()),
+            migrations: MigrationServiceClient::new(channel.clone()),
             images: ImageServiceClient::new(channel.clone()),
             operations: OperationServiceClient::new(channel),
         }

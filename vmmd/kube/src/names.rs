@@ -24,6 +24,19 @@ pub const SOURCES: &str = "vmmd.dev/sources";
 pub const VOLUME: &str = "vmmd.dev/volume";
 /// Annotation of VirtualMachines: another value begins a new run, whatever the run policy says of ended ones.
 pub const START: &str = "vmmd.dev/start";
+/// Annotation of VirtualMachines: another value moves the VM to another node while it runs.
+pub const MIGRATE: &str = "vmmd.dev/migrate";
+/// Annotation of the placeholder pod that a VM is to leave: number of the run that it gets. It wakes the node's agent, which asks the
+/// VirtualMachine.
+pub const LEAVES: &str = "vmmd.dev/leaves-for";
+/// Annotation of VMs in vmmd that are being moved: namespace, name and uid of the placeholder pod that they get, with slashes between.
+pub const MOVING: &str = "vmmd.dev/moving-to";
+/// Label of nodes to which VMs can be moved.
+pub const MIGRATION: &str = "vmmd.dev/migration";
+/// Annotation of these nodes: where their vmmd is reached by those of other nodes, as HOST:PORT.
+pub const MIGRATION_ADDRESS: &str = "vmmd.dev/migration-address";
+/// Label of nodes: model of the processor.
+pub const CPU_MODEL: &str = "vmmd.dev/cpu-model";
 /// Finalizer of placeholder pods. Only the agent of the pod's node takes it away, when the VM is not there any more; from a pod that was
 /// never bound to a node, the controller does.
 pub const VM_GONE: &str = "vmmd.dev/vm-gone";
@@ -38,6 +51,8 @@ pub const ARCHITECTURE: &str = "amd64";
 /// The field manager, and the source of events.
 pub const MANAGER: &str = "vmmd-kube";
 
+/// Reason of the container of a placeholder pod whose VM is to come from another node.
+pub const AWAITS: &str = "AwaitsMigration";
 /// Reason of a pod that has ended because somebody stopped the VM in vmmd.
 pub const STOPPED: &str = "StoppedByRequest";
 
@@ -55,6 +70,11 @@ pub fn vm_name(namespace: &str, name: &str, uid: &str) -> String {
 /// Name of the placeholder pod of a run.
 pub fn pod_name(name: &str, epoch: i64) -> String {
     format!("{name}-{epoch}")
+}
+
+/// Type of the condition of a placeholder pod that says how the migration to the run with this number has ended.
+pub fn migration_condition(epoch: i64) -> String {
+    format!("vmmd.dev/migration-{epoch}")
 }
 
 /// Name in vmmd of a disk that is made for a volume of a run, whose pod has this uid: the same one each time.

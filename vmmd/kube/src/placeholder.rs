@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::{
     api::core::v1::{
-        Container, PersistentVolumeClaimVolumeSource, Pod, PodSpec, ResourceRequirements, Toleration, Volume,
+        Container, NodeSelectorRequirement, NodeSelectorTerm, PersistentVolumeClaimVolumeSource, Pod,
+        PodSpec, PreferredSchedulingTerm, ResourceRequirements, Toleration, Volume,
     },
     apimachinery::pkg::{
         api::resource::Quantity,
@@ -174,6 +175,57 @@ pub fn pod(machine: &VirtualMachine, plan: &Plan, epoch: i64, settings: &Setting
     })
 }
 
+/// The pod that a VM is moved to while it runs: on another node than `from`, whose vmmd can take it. One with the same processor is preferred, as
+/// one that lacks a feature is refused by vmmd.
+///
+/// # Errors
+///
+/// As for [`pod`].
+pub fn target(
+    machine: &VirtualMachine,
+    plan: &Plan,
+    epoch: i64,
+    settings: &Settings,
+    (from, cpu_model): (&str, Option<&str>),
+) -> Result<Pod, Invalid> {
+    let mut pod = pod(machine, plan, epoch, settings)?;
+    let spec = pod.spec.get_or_insert_default();
+    let selector = spec.node_selector.get_or_insert_default();
+    selector.insert(names::MIGRATION.to_owned(), String::new());
+    let requirement = |key: &str, operator: &str, value: &str| NodeSelectorRequirement {
+        key: key.to_owned(),
+        operator: operator.to_owned(),
+        values: Some(vec![value.to_owned()]),
+    };
+    let affinity = spec.affinity.get_or_insert_default();
+    let affinity = affinity.node_affinity.get_or_insert_default();
+    let required = affinity
+        .required_during_scheduling_ignored_during_execution
+        .get_or_insert_default();
+    // One of the terms has to be fulfilled.
+    if required.node_selector_terms.is_empty() {
+        required.node_selector_terms.push(NodeSelectorTerm::default());
+    }
+    for term in &mut required.node_selector_terms {
+        let elsewhere = requirement("metadata.name", "NotIn", from);
+        term.match_fields.get_or_insert_default().push(elsewhere);
+    }
+    if let Some(model) = cpu_model.filter(|model| !model.is_empty()) {
+        let same = requirement(names::CPU_MODEL, "In", model);
+        affinity
+            .preferred_during_scheduling_ignored_during_execution
+            .get_or_insert_default()
+            .push(PreferredSchedulingTerm {
+                weight: 100,
+                preference: NodeSelectorTerm {
+                    match_expressions: Some(vec![same]),
+                    match_fields: None,
+                },
+            });
+    }
+    Ok(pod)
+}
+
 /// Whether a pod is a placeholder of this VirtualMachine's run.
 pub fn belongs(pod: &Pod, machine: &VirtualMachine, epoch: i64) -> bool {
     let owned = pod
@@ -317,6 +369,47 @@ pub mod tests {
         assert_eq!(spec["runtimeClassName"], "vmmd");
         let key = &spec["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][0];
         assert_eq!(key["topologyKey"], "kubernetes.io/hostname");
+    }
+
+    #[test]
+    fn a_vm_is_moved_to_another_node_that_the_pod_could_have_been_placed_on() {
+        let named = json!({"key": "metadata.name", "operator": "NotIn", "values": ["n1"]});
+        let zone =
+            |zone: &str| json!({"matchExpressions": [{"key": "zone", "operator": "In", "values": [zone]}]});
+        let required = "requiredDuringSchedulingIgnoredDuringExecution";
+        let machine = machine(|value| {
+            value["spec"]["affinity"] =
+                json!({"nodeAffinity": {required: {"nodeSelectorTerms": [zone("a"), zone("b")]}}});
+            value["spec"]["nodeSelector"] = json!({"rack": "7"});
+        });
+        let plan = Plan::of(&machine).unwrap();
+        let made = target(&machine, &plan, 4, &settings(), ("n1", Some("EPYC"))).unwrap();
+        let spec = serde_json::to_value(made).unwrap()["spec"].take();
+        let terms = &spec["affinity"]["nodeAffinity"][required]["nodeSelectorTerms"];
+        for (index, name) in ["a", "b"].into_iter().enumerate() {
+            let mut wanted = zone(name);
+            wanted["matchFields"] = json!([named]);
+            assert_eq!(terms[index], wanted);
+        }
+        assert_eq!(
+            spec["nodeSelector"],
+            json!({"rack": "7", "vmmd.dev/vm": "", "vmmd.dev/migration": ""})
+        );
+        let preferred = &spec["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"];
+        let expression = &preferred[0]["preference"]["matchExpressions"][0];
+        assert_eq!(
+            *expression,
+            json!({"key": "vmmd.dev/cpu-model", "operator": "In", "values": ["EPYC"]})
+        );
+        // Without a wish of its own.
+        let machine = self::machine(|_| {});
+        let plan = Plan::of(&machine).unwrap();
+        let made = target(&machine, &plan, 4, &settings(), ("n1", None)).unwrap();
+        let spec = serde_json::to_value(made).unwrap()["spec"].take();
+        assert_eq!(
+            spec["affinity"]["nodeAffinity"],
+            json!({required: {"nodeSelectorTerms": [{"matchFields": [named]}]}})
+        );
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::{
 use proto::v1::ExitReason;
 use serde_json::json;
 
-use crate::mock::{Cluster, Program, vmmd, wait};
+use crate::mock::{Cluster, Program, api, vmmd, wait};
 
 const NODES: usize = 2;
 const MACHINES: usize = 4;
@@ -41,14 +41,26 @@ fn no_vm_runs_twice_and_all_converges_whatever_is_killed() {
     let mut random = Random(seed);
     let mut cluster = Cluster::start(NODES);
     let mut agents: BTreeMap<usize, Program> = (0..NODES).map(|node| (node, cluster.agent(node))).collect();
+    wait("the nodes", || {
+        let there = |node: usize| {
+            cluster
+                .api
+                .store(|store| store.get(&api::node(&format!("n{node}"))))
+        };
+        (0..NODES).all(|node| there(node).is_ok())
+    });
     let mut controllers = [cluster.controller(), cluster.controller()];
     for index in 0..MACHINES {
         create(&cluster, &format!("m{index}"));
     }
     for round in 0..rounds {
+        if round % 5 == 4 {
+            // Otherwise a run seldom lives as long as a migration takes.
+            std::thread::sleep(Duration::from_millis(1500));
+        }
         schedule(&cluster, &mut random);
         let name = format!("m{}", random.below(MACHINES));
-        match random.below(9) {
+        match random.below(12) {
             0 => {
                 let node = random.below(NODES);
                 agents.remove(&node);
@@ -89,6 +101,16 @@ fn no_vm_runs_twice_and_all_converges_whatever_is_killed() {
                     state.end(&names[random.below(names.len())], reason);
                 }
             }
+            // A node is drained of one VM, or one is moved by request.
+            7 => {
+                let run = cluster.machine(&name)["status"].clone();
+                if let (Some(pod), Some(node)) = (run["run"]["pod"].as_str(), run["node"].as_str()) {
+                    cluster.cordon(node, true);
+                    cluster.delete_pod(pod, None);
+                }
+            }
+            8 => cluster.annotate(&name, "vmmd.dev/migrate", &round.to_string()),
+            9 => uncordon(&cluster),
             _ => pause(&mut random),
         }
         if cluster.machine(&name).is_null() {
@@ -100,6 +122,8 @@ fn no_vm_runs_twice_and_all_converges_whatever_is_killed() {
             "round {round} of seed {seed}"
         );
     }
+    uncordon(&cluster);
+    println!("{} moves in {rounds} rounds", cluster.ledger.moves().len());
     let scheduling = AtomicBool::new(true);
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -119,9 +143,18 @@ fn no_vm_runs_twice_and_all_converges_whatever_is_killed() {
     assert_eq!(cluster.ledger.twice(), Vec::<String>::new(), "seed {seed}");
 }
 
-/// A machine with a disk that is made for each run.
+fn uncordon(cluster: &Cluster) {
+    for node in 0..NODES {
+        cluster.cordon(&format!("n{node}"), false);
+    }
+}
+
+/// A machine; the first one has a disk that is made for each run, and is not moved.
 fn create(cluster: &Cluster, name: &str) {
     cluster.create_with(name, "always_on", |spec| {
+        if name != "m0" {
+            return;
+        }
         spec["vm"]["disks"] = json!([{"name": "scratch"}]);
         spec["volumes"] = json!([{"name": "scratch", "emptyDisk": {"size": "1Mi"}}]);
     });
@@ -166,11 +199,16 @@ fn running(state: &vmmd::State) -> Vec<String> {
     running.map(|vm| vm.metadata.unwrap().name).collect()
 }
 
-/// As the scheduler does, without reasons.
+/// As the scheduler does, without other reasons than that a VM is not moved to where it is.
 fn schedule(cluster: &Cluster, random: &mut Random) {
     for pod in cluster.pods() {
         if pod["spec"]["nodeName"].is_null() {
             let node = format!("n{}", random.below(NODES));
+            let terms = "requiredDuringSchedulingIgnoredDuringExecution";
+            let terms = &pod["spec"]["affinity"]["nodeAffinity"][terms]["nodeSelectorTerms"];
+            if terms[0]["matchFields"][0]["values"][0] == node {
+                continue;
+            }
             cluster.bind(pod["metadata"]["name"].as_str().unwrap(), &node);
         }
     }

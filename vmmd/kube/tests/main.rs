@@ -4,6 +4,7 @@ mod agent;
 mod controller;
 mod faults;
 mod kubelet;
+mod migration;
 mod mock;
 mod sources;
 mod spdy;

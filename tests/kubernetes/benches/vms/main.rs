@@ -16,8 +16,12 @@
 
 #[path = "../../../../vmmd/kube/tests/mock"]
 mod mock {
+    pub mod ledger;
+    pub mod migration;
+    mod node;
     pub mod storage;
     pub mod streams;
+    pub mod trap;
     pub mod vmmd;
 }
 mod scrape;
@@ -39,7 +43,7 @@ use vmmd_kubernetes_tests::{
     program::Program,
 };
 
-use mock::vmmd::{Ledger, Vmmd};
+use mock::{ledger::Ledger, vmmd::Vmmd};
 use scrape::{Figures, Scraper};
 
 /// Ports on which agents tell their figures, one for each node from here on; the controller's is the one before.

@@ -6,10 +6,12 @@
 
 mod disks;
 mod images;
+mod migrate;
 mod node;
 mod pod_status;
 mod prepare;
 mod register;
+mod release;
 mod step;
 mod tell;
 mod watch;
@@ -22,7 +24,7 @@ use std::{
 };
 
 use jiff::Timestamp;
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::{api::core::v1::Pod, apimachinery::pkg::apis::meta::v1::Time};
 use kube::{ResourceExt as _, runtime::events::Recorder};
 use proto::v1;
 use tokio::{
@@ -32,7 +34,7 @@ use tokio::{
 
 pub use self::node::Settings;
 use self::{
-    step::Step,
+    step::{Place, Step},
     watch::News,
     work::{After, Error, Worker},
 };
@@ -76,8 +78,8 @@ pub async fn run(clients: Clients, daemon: Daemon, settings: Settings) {
         settings.name.clone(),
         worker.recorder.clone(),
     ));
-    tasks.spawn(watch::pods(clients.watches, settings.name.clone(), news.clone()));
-    tasks.spawn(watch::vms(daemon, settings.name, news));
+    tasks.spawn(watch::pods(clients.watches, settings.name, news.clone()));
+    tasks.spawn(watch::vms(daemon, news));
     tokio::select! {
         () = Agent::new(worker).work(received) => {}
         Some(Err(error)) = tasks.join_next() => tracing::error!("{error}"),
@@ -107,6 +109,8 @@ struct Agent {
     /// Those whose VM the watch has shown meanwhile: what the step's answer says of it is older, or comes by the watch too.
     heard: HashSet<String>,
     failures: HashMap<String, u32>,
+    /// Until when the guests of pods that are being deleted have time, where that was asked; and when the pod was to be gone then.
+    deadlines: HashMap<String, (Option<Time>, Timestamp)>,
     timers: HashMap<String, AbortHandle>,
     tasks: JoinSet<Done>,
 }
@@ -123,6 +127,7 @@ impl Agent {
             changed: HashSet::new(),
             heard: HashSet::new(),
             failures: HashMap::new(),
+            deadlines: HashMap::new(),
             timers: HashMap::new(),
             tasks: JoinSet::new(),
         }
@@ -181,23 +186,23 @@ impl Agent {
                 self.look(&uid);
             }
             News::Vms(vms) => {
-                let vms = vms.into_iter();
+                let (vms, node) = (vms.into_iter(), &self.worker.node);
                 self.vms = vms
-                    .filter_map(|vm| Some((work::pod_uid(&vm)?.clone(), Arc::new(vm))))
+                    .filter_map(|vm| Some((step::key(&vm, node)?, Arc::new(vm))))
                     .collect();
                 self.vms_known = true;
                 self.heard.extend(self.busy.iter().cloned());
                 self.look_at_all();
             }
             News::Vm(vm) => {
-                if let Some(uid) = work::pod_uid(&vm).cloned() {
+                if let Some(uid) = step::key(&vm, &self.worker.node) {
                     self.vms.insert(uid.clone(), Arc::from(vm));
                     self.heard.extend(self.busy.get(&uid).cloned());
                     self.look(&uid);
                 }
             }
             News::VmGone(vm) => {
-                if let Some(uid) = work::pod_uid(&vm).cloned() {
+                if let Some(uid) = step::key(&vm, &self.worker.node) {
                     self.forget_vm(&uid, &vm);
                     self.heard.extend(self.busy.get(&uid).cloned());
                     self.look(&uid);
@@ -236,11 +241,20 @@ impl Agent {
             return;
         }
         let (pod, vm) = (self.pods.get(uid).cloned(), self.vms.get(uid).cloned());
+        let place = Place {
+            node: &self.worker.node,
+            host: &self.worker.host,
+        };
+        let deadline = self.deadlines.get(uid).and_then(|(deletion, deadline)| {
+            let now = pod.as_ref()?.metadata.deletion_timestamp.as_ref();
+            (now == deletion.as_ref()).then_some(*deadline)
+        });
         let step = match (&pod, &vm) {
-            (Some(pod), vm) => step::for_pod(pod, vm.as_deref(), &self.worker.host, Timestamp::now()),
+            (Some(pod), vm) => step::for_pod(pod, vm.as_deref(), place, deadline, Timestamp::now()),
             (None, Some(vm)) => step::without_pod(vm),
             (None, None) => {
                 self.failures.remove(uid);
+                self.deadlines.remove(uid);
                 self.worker.forget(uid);
                 return;
             }
@@ -298,6 +312,12 @@ impl Agent {
                 self.look(uid);
             }
             After::Again(time) => self.later(uid, time),
+            After::Stop(deadline) => {
+                let pod = self.pods.get(uid);
+                let deletion = pod.and_then(|pod| pod.metadata.deletion_timestamp.clone());
+                self.deadlines.insert(uid.to_owned(), (deletion, deadline));
+                self.look(uid);
+            }
             After::Done if changed => self.look(uid),
             After::Done => self.later(uid, SETTLE),
         }

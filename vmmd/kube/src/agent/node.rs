@@ -31,6 +31,8 @@ pub struct Settings {
     pub max_vms: u32,
     /// Port of the agent's own API; none when not served.
     pub port: Option<u16>,
+    /// Where the vmmds of other nodes reach this one's, as HOST:PORT; no VM is moved here when it is not given.
+    pub migration_address: Option<String>,
     /// Labels beside those that the agent finds.
     pub labels: BTreeMap<String, String>,
     /// What /etc/machine-id holds.
@@ -50,6 +52,7 @@ pub fn new(settings: &Settings, node: Option<&v1::Node>) -> Node {
         metadata: ObjectMeta {
             name: Some(settings.name.clone()),
             labels: Some(labels(settings, node)),
+            annotations: Some(annotations(settings)),
             ..ObjectMeta::default()
         },
         spec: Some(NodeSpec {
@@ -60,6 +63,14 @@ pub fn new(settings: &Settings, node: Option<&v1::Node>) -> Node {
     }
 }
 
+/// What others have to know of the node.
+pub fn annotations(settings: &Settings) -> BTreeMap<String, String> {
+    let address = settings.migration_address.iter();
+    address
+        .map(|address| (names::MIGRATION_ADDRESS.to_owned(), address.clone()))
+        .collect()
+}
+
 /// What VMs are placed by.
 pub fn labels(settings: &Settings, node: Option<&v1::Node>) -> BTreeMap<String, String> {
     let mut labels = settings.labels.clone();
@@ -68,10 +79,13 @@ pub fn labels(settings: &Settings, node: Option<&v1::Node>) -> BTreeMap<String, 
     set("kubernetes.io/hostname", &settings.name);
     set("kubernetes.io/os", "linux");
     set("kubernetes.io/arch", names::ARCHITECTURE);
+    if settings.migration_address.is_some() {
+        set(names::MIGRATION, "");
+    }
     let Some(status) = node.and_then(|node| node.status.as_ref()) else {
         return labels;
     };
-    set("vmmd.dev/cpu-model", &label(&status.cpu_model));
+    set(names::CPU_MODEL, &label(&status.cpu_model));
     set("vmmd.dev/numa-nodes", &status.numa_nodes.len().max(1).to_string());
     for (prefix, words) in [("feature", &status.features), ("cpu", &status.cpu_features)] {
         for word in words {
@@ -228,6 +242,7 @@ mod tests {
             name: "n1-vmm".to_owned(),
             addresses: vec![("InternalIP", "192.0.2.1".to_owned())],
             max_vms: 50,
+            migration_address: Some("node-1.example:7443".to_owned()),
             port: Some(10950),
             labels: BTreeMap::from([("rack".to_owned(), "7".to_owned())]),
             machine_id: "m".to_owned(),
@@ -272,6 +287,7 @@ mod tests {
         let labels = labels(&settings(), Some(&vmmd(ConditionStatus::True)));
         let wanted = [
             ("vmmd.dev/vm", ""),
+            ("vmmd.dev/migration", ""),
             ("rack", "7"),
             ("vmmd.dev/cpu-model", "AMD-EPYC-tm-7763"),
             ("cpu.vmmd.dev/avx2", "true"),
@@ -283,6 +299,12 @@ mod tests {
         }
         assert!(label(&"x.".repeat(50)).len() <= 63);
         assert_eq!(label("(tm)"), "tm");
+        let alone = Settings {
+            migration_address: None,
+            ..settings()
+        };
+        assert!(!self::labels(&alone, None).contains_key("vmmd.dev/migration"));
+        assert_eq!(annotations(&alone), BTreeMap::new());
     }
 
     #[test]

@@ -202,6 +202,36 @@ pub fn waiting(pod: &Pod, reason: &str, message: &str, host: &str, now: Timestam
     new
 }
 
+/// What a pod says of how a migration has ended.
+pub fn migration(pod: &Pod, epoch: i64) -> Option<&PodCondition> {
+    let kind = names::migration_condition(epoch);
+    let conditions = pod.status.as_ref()?.conditions.as_ref()?;
+    conditions.iter().find(|one| one.type_ == kind)
+}
+
+/// All conditions of a pod, with that of how a migration has ended.
+pub fn with_migration(
+    pod: &Pod,
+    epoch: i64,
+    moved: bool,
+    (reason, message): (&str, &str),
+    now: Timestamp,
+) -> Vec<PodCondition> {
+    let old = pod.status.as_ref().and_then(|status| status.conditions.clone());
+    let mut conditions = old.unwrap_or_default();
+    let kind = names::migration_condition(epoch);
+    conditions.retain(|one| one.type_ != kind);
+    conditions.push(PodCondition {
+        type_: kind,
+        status: if moved { "True" } else { "False" }.to_owned(),
+        reason: Some(reason.to_owned()),
+        message: Some(message.chars().take(1000).collect()),
+        last_transition_time: Some(Time(seconds(now))),
+        ..PodCondition::default()
+    });
+    conditions
+}
+
 /// Whether the API server has to be told: everything but times of conditions that did not change.
 pub fn differs(pod: &Pod, new: &PodStatus) -> bool {
     let old = pod.status.clone().unwrap_or_default();

@@ -1,6 +1,6 @@
 //! Keeps the node object and its lease current.
 
-use std::{pin::pin, time::Duration};
+use std::{collections::BTreeMap, pin::pin, time::Duration};
 
 use jiff::Timestamp;
 use k8s_openapi::{
@@ -19,7 +19,10 @@ use serde_json::json;
 use tokio::time::Instant;
 
 use super::node::{self, Settings};
-use crate::daemon::{CALL, Daemon, within};
+use crate::{
+    daemon::{CALL, Daemon, within},
+    names,
+};
 
 /// Namespace of the nodes' leases.
 const LEASES: &str = "kube-node-lease";
@@ -92,10 +95,14 @@ async fn write(nodes: &Api<Node>, settings: &Settings, described: Option<&v1::No
             made => made?,
         },
     };
-    let labels = node::labels(settings, described);
-    let old = node.labels();
-    if labels.iter().any(|(key, value)| old.get(key) != Some(value)) {
-        let patch = json!({"metadata": {"uid": node.uid(), "labels": labels}});
+    let labels = changes(node.labels(), node::labels(settings, described), names::MIGRATION);
+    let annotations = changes(
+        node.annotations(),
+        node::annotations(settings),
+        names::MIGRATION_ADDRESS,
+    );
+    if !labels.is_empty() || !annotations.is_empty() {
+        let patch = json!({"metadata": {"uid": node.uid(), "labels": labels, "annotations": annotations}});
         nodes
             .patch(name, &PatchParams::default(), &Patch::Merge(patch))
             .await?;
@@ -106,6 +113,21 @@ async fn write(nodes: &Api<Node>, settings: &Settings, described: Option<&v1::No
         .patch_status(name, &PatchParams::default(), &Patch::Merge(patch))
         .await?;
     Ok(())
+}
+
+/// What is to be written: others' stay, and `own`, which is the agent's alone, goes when it is not said any more.
+fn changes(
+    old: &BTreeMap<String, String>,
+    new: BTreeMap<String, String>,
+    own: &str,
+) -> BTreeMap<String, Option<String>> {
+    let gone = old.contains_key(own) && !new.contains_key(own);
+    let gone = gone.then(|| (own.to_owned(), None));
+    let changed = new.into_iter().filter(|(key, value)| old.get(key) != Some(value));
+    changed
+        .map(|(key, value)| (key, Some(value)))
+        .chain(gone)
+        .collect()
 }
 
 /// Keeps the lease that tells the cluster that this node is there. Never returns.

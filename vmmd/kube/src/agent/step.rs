@@ -8,10 +8,17 @@ use kube::ResourceExt as _;
 use proto::v1::{self, VmPhase};
 
 use super::pod_status;
-use crate::{crd::VirtualMachine, names, placeholder, sources::Sources};
+use crate::{
+    crd::{MigrationPhase, Role, VirtualMachine, VirtualMachineStatus},
+    names, placeholder,
+    sources::Sources,
+};
 
 /// How long vmmd may take beyond a guest's grace period, before the VM is taken away whatever it does.
 const PATIENCE: SignedDuration = SignedDuration::from_secs(5);
+
+/// How long the controller may take to say what becomes of an evicted pod's VM.
+const DECISION: SignedDuration = SignedDuration::from_secs(20);
 
 /// What is to be done.
 #[derive(Clone, Debug, PartialEq)]
@@ -28,8 +35,14 @@ pub enum Step {
     Stop(Duration),
     /// Take the VM away, with its process when there is one.
     Remove,
-    /// The VM is not there any more: the pod may go.
+    /// The VM is not there any more: the pod may go, unless the VM was moved, or is to come.
     Release,
+    /// The VM is not there any more, and its pod is: it was moved, or removed.
+    Missing,
+    /// Ask the API server whether the VM is to be moved, and move it; or have it stopped.
+    Leave,
+    /// The VM was moved here, or is on its way: ask the API server whether it is the pod's.
+    TakeOver,
     /// Tell the API server.
     Report(Box<PodStatus>),
     /// Ask the API server whether the pod is gone; then stop the VM, and take it away.
@@ -46,8 +59,24 @@ pub fn epoch(pod: &Pod) -> Option<i64> {
     pod.labels().get(names::EPOCH)?.parse().ok()
 }
 
-/// For a pod that is bound to this node, and its VM.
-pub fn for_pod(pod: &Pod, vm: Option<&v1::Vm>, host: &str, now: Timestamp) -> Step {
+/// The node as the pure functions need it.
+#[derive(Clone, Copy, Debug)]
+pub struct Place<'a> {
+    /// Its name.
+    pub node: &'a str,
+    /// Its address.
+    pub host: &'a str,
+}
+
+/// For a pod that is bound to this node, and its VM. `deadline` is until when a guest has time that was to be moved, and was not.
+pub fn for_pod(
+    pod: &Pod,
+    vm: Option<&v1::Vm>,
+    place: Place<'_>,
+    deadline: Option<Timestamp>,
+    now: Timestamp,
+) -> Step {
+    let host = place.host;
     let deleted = pod.metadata.deletion_timestamp.as_ref();
     if !is_placeholder(pod) {
         // Nothing of it runs here.
@@ -57,9 +86,24 @@ pub fn for_pod(pod: &Pod, vm: Option<&v1::Vm>, host: &str, now: Timestamp) -> St
             foreign(pod, host, now)
         };
     }
+    // Until it is said what has become of the VM.
+    let leaves = leaves_for(pod).is_some_and(|epoch| pod_status::migration(pod, epoch).is_none());
+    if let Some(vm) = vm
+        && is_incoming(vm, place.node)
+    {
+        return Step::TakeOver;
+    }
     if let Some(deleted) = deleted {
         let Some(vm) = vm else { return Step::Release };
-        return end(vm, deleted.0, now);
+        let forced = pod.metadata.deletion_grace_period_seconds == Some(0);
+        return match deadline {
+            None if !forced && (has_process(vm) || is_stopping(vm) || leaves) => Step::Leave,
+            Some(deadline) if !forced => end(vm, deadline, now),
+            _ => end(vm, deleted.0, now),
+        };
+    }
+    if leaves {
+        return if vm.is_some() { Step::Leave } else { Step::Missing };
     }
     if is_terminal(pod) {
         // Nothing is to run for it any more, whoever has said that it has ended.
@@ -69,12 +113,7 @@ pub fn for_pod(pod: &Pod, vm: Option<&v1::Vm>, host: &str, now: Timestamp) -> St
         };
     }
     let Some(vm) = vm else {
-        return if had_vm(pod) {
-            let message = "the VM was removed from vmmd";
-            Step::Report(Box::new(pod_status::failed(pod, "VmRemoved", message, host, now)))
-        } else {
-            Step::Create
-        };
+        return if had_vm(pod) { Step::Missing } else { Step::Create };
     };
     if is_unstarted(vm) {
         return Step::Start;
@@ -85,6 +124,43 @@ pub fn for_pod(pod: &Pod, vm: Option<&v1::Vm>, host: &str, now: Timestamp) -> St
     } else {
         Step::Idle
     }
+}
+
+/// Number of the run that the VM of a pod is to get elsewhere.
+fn leaves_for(pod: &Pod) -> Option<i64> {
+    pod.annotations().get(names::LEAVES)?.parse().ok()
+}
+
+/// Name in vmmd of a pod's VM.
+pub fn vm_name(pod: &Pod) -> Option<String> {
+    let vm: v1::Vm = serde_json::from_str(pod.annotations().get(names::MANIFEST)?).ok()?;
+    Some(vm.metadata?.name)
+}
+
+/// Uid of the pod that a VM is of, or is moved to.
+pub fn key(vm: &v1::Vm, node: &str) -> Option<String> {
+    let metadata = vm.metadata.as_ref()?;
+    if is_incoming(vm, node) {
+        let (_, uid) = metadata.annotations.get(names::MOVING)?.rsplit_once('/')?;
+        return Some(uid.to_owned());
+    }
+    let own = metadata
+        .labels
+        .get(names::AGENT)
+        .is_some_and(|agent| agent == node);
+    metadata.labels.get(names::POD_UID).filter(|_| own).cloned()
+}
+
+/// Whether a VM is that of another node's agent, and was moved here or is on its way.
+pub fn is_incoming(vm: &v1::Vm, node: &str) -> bool {
+    let Some(metadata) = &vm.metadata else {
+        return false;
+    };
+    metadata.annotations.contains_key(names::MOVING)
+        && metadata
+            .labels
+            .get(names::AGENT)
+            .is_none_or(|agent| agent != node)
 }
 
 /// For a VM without a pod on this node.
@@ -160,6 +236,12 @@ fn has_process(vm: &v1::Vm) -> bool {
     )
 }
 
+fn is_stopping(vm: &v1::Vm) -> bool {
+    vm.status
+        .as_ref()
+        .is_some_and(|status| status.phase() == VmPhase::Stopping)
+}
+
 /// vmmd was ended between the two.
 fn is_unstarted(vm: &v1::Vm) -> bool {
     let status = vm.status.clone().unwrap_or_default();
@@ -176,6 +258,12 @@ fn is_unstarted(vm: &v1::Vm) -> bool {
 pub enum Admission {
     /// It is: the VM, and what is to be filled in.
     Admit(Box<v1::Vm>, Box<Sources>),
+    /// It is, and nobody but this agent can say whether the VM was moved away.
+    Moving,
+    /// The VM is to be moved to it from this node.
+    Await(String),
+    /// It is, and the VM was moved here.
+    TakeOver,
     /// The controller has not noted the pod yet.
     NotYet,
     /// It is not, and never will be.
@@ -203,34 +291,38 @@ pub fn admit(pod: &Pod, machine: Option<&VirtualMachine>, node: &str) -> Admissi
         return refuse("NoEpoch", "the pod has no number of a run");
     };
     let status = machine.status.clone().unwrap_or_default();
-    if epoch < status.epoch {
-        let text = format!(
-            "the pod is of run {epoch}, and there is a run {} by now",
-            status.epoch
-        );
-        return refuse("OldEpoch", &text);
-    }
-    // What this says may be older than the pod.
-    let Some(run) = status.run.filter(|_| epoch == status.epoch) else {
-        return Admission::NotYet;
+    let role = status.role(epoch, &pod.name_any(), pod.metadata.uid.as_deref());
+    let digest = match role {
+        Role::Old => {
+            let text = format!(
+                "the pod is of run {epoch}, and there is a run {} by now",
+                status.epoch
+            );
+            return refuse("OldEpoch", &text);
+        }
+        Role::Other => return refuse("OtherPod", "the run of the VirtualMachine has another pod"),
+        Role::NotYet => return Admission::NotYet,
+        // It is moved to a pod that names the same VM.
+        Role::Target(_) => status.run.as_ref().map(|run| run.digest.clone()),
+        Role::Run(run) => Some(run.digest.clone()),
     };
-    let Some(noted) = &run.pod_uid else {
-        return Admission::NotYet;
-    };
-    if Some(noted) != pod.metadata.uid.as_ref() || run.pod != pod.name_any() {
-        return refuse("OtherPod", "the run of the VirtualMachine has another pod");
-    }
     let manifest = pod
         .annotations()
         .get(names::MANIFEST)
         .map(String::as_str)
         .unwrap_or_default();
     let sources = pod.annotations().get(names::SOURCES).map(String::as_str);
-    if placeholder::digest(manifest, sources) != run.digest {
+    if Some(placeholder::digest(manifest, sources)) != digest {
         return refuse(
             "ManifestChanged",
             "the pod's VM is not the one that the controller has noted",
         );
+    }
+    match role {
+        Role::Target(migration) => return Admission::Await(migration.from.clone()),
+        Role::Run(_) if status.moving().is_some() => return Admission::Moving,
+        Role::Run(run) if run.from.is_some() => return Admission::TakeOver,
+        _ => {}
     }
     let sources = sources.map_or_else(|| Ok(Sources::default()), serde_json::from_str);
     match serde_json::from_str(manifest).and_then(|vm| Ok((vm, sources?))) {
@@ -239,19 +331,28 @@ pub fn admit(pod: &Pod, machine: Option<&VirtualMachine>, node: &str) -> Admissi
     }
 }
 
-/// A VM with what the agent knows it again by.
-pub fn marked(mut vm: v1::Vm, pod: &Pod, node: &str) -> v1::Vm {
-    let metadata = vm.metadata.get_or_insert_default();
+/// The labels of a VM of this pod.
+pub fn marks(pod: &Pod, node: &str) -> [(String, String); 4] {
     let own = pod.labels();
     let label = |key: &str| own.get(key).cloned().unwrap_or_default();
-    metadata.labels.extend([
+    [
         (names::MACHINE_UID.to_owned(), label(names::MACHINE_UID)),
         (names::EPOCH.to_owned(), label(names::EPOCH)),
         (names::POD_UID.to_owned(), pod.uid().unwrap_or_default()),
         (names::AGENT.to_owned(), node.to_owned()),
-    ]);
-    let pod = format!("{}/{}", pod.namespace().unwrap_or_default(), pod.name_any());
-    metadata.annotations.insert(names::POD.to_owned(), pod);
+    ]
+}
+
+/// Namespace and name of a pod.
+pub fn pod_path(pod: &Pod) -> String {
+    format!("{}/{}", pod.namespace().unwrap_or_default(), pod.name_any())
+}
+
+/// A VM with what the agent knows it again by.
+pub fn marked(mut vm: v1::Vm, pod: &Pod, node: &str) -> v1::Vm {
+    let metadata = vm.metadata.get_or_insert_default();
+    metadata.labels.extend(marks(pod, node));
+    metadata.annotations.insert(names::POD.to_owned(), pod_path(pod));
     names::MANAGER.clone_into(&mut metadata.owner);
     if let Some(spec) = &mut vm.spec
         && spec.run_policy() == v1::RunPolicy::AlwaysOn
@@ -260,6 +361,57 @@ pub fn marked(mut vm: v1::Vm, pod: &Pod, node: &str) -> v1::Vm {
         spec.set_run_policy(v1::RunPolicy::AlwaysOnUnlessStopped);
     }
     vm
+}
+
+/// What becomes of a VM whose pod is being deleted, or was told that its VM leaves.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Departure {
+    /// The guest is powered off until then.
+    Stop(Timestamp),
+    /// It is moved, as the VirtualMachine's migration says.
+    Move,
+    /// The controller has not decided yet, or prepares it.
+    Wait,
+    /// It stays.
+    Stay,
+}
+
+/// By the status of the VirtualMachine. `evicted`: whether the pod was, as the controller sees it too.
+pub fn departure(pod: &Pod, status: &VirtualMachineStatus, evicted: bool, now: Timestamp) -> Departure {
+    let uid = pod.metadata.uid.as_deref();
+    let role = epoch(pod).map(|epoch| status.role(epoch, &pod.name_any(), uid));
+    let is_run = matches!(role, Some(Role::Run(_)));
+    let deleted = pod.metadata.deletion_timestamp.as_ref().map(|time| time.0);
+    let grace = pod.metadata.deletion_grace_period_seconds.unwrap_or_default();
+    let grace = SignedDuration::from_secs(grace);
+    if is_run && let Some(migration) = status.under_way() {
+        return match migration.phase {
+            MigrationPhase::Moving => Departure::Move,
+            _ => Departure::Wait,
+        };
+    }
+    let Some(deadline) = deleted else {
+        return Departure::Stay;
+    };
+    let over = status
+        .migration
+        .as_ref()
+        .filter(|last| last.evicted && Some(last.source_uid.as_str()) == uid);
+    if !is_run || !evicted {
+        return Departure::Stop(deadline);
+    }
+    let Some(over) = over else {
+        // Without a controller it is stopped, as by a deletion.
+        let waited = now.duration_since(deadline - grace);
+        return if waited < DECISION {
+            Departure::Wait
+        } else {
+            Departure::Stop(deadline)
+        };
+    };
+    // What its migration took is not taken from the guest's time.
+    let ended: Option<Timestamp> = over.end_time.as_ref().and_then(|time| time.parse().ok());
+    Departure::Stop(ended.map_or(deadline, |ended| deadline.max(ended + grace)))
 }
 
 #[cfg(test)]

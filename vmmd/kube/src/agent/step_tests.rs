@@ -8,10 +8,17 @@ use crate::placeholder::{
 };
 
 const NOW: &str = "2026-01-02T03:04:05Z";
-const HOST: &str = "192.0.2.1";
+const PLACE: Place<'_> = Place {
+    node: "n1",
+    host: "192.0.2.1",
+};
 
 fn at(text: &str) -> Timestamp {
     text.parse().unwrap()
+}
+
+fn look(pod: &Pod, vm: Option<&v1::Vm>) -> Step {
+    for_pod(pod, vm, PLACE, None, at(NOW))
 }
 
 /// The pod of run 3.
@@ -64,33 +71,31 @@ fn deleted(at: &str) -> impl FnOnce(&mut Value) {
 
 #[test]
 fn a_vm_is_made_once() {
-    assert_eq!(for_pod(&pod(|_| {}), None, HOST, at(NOW)), Step::Create);
+    assert_eq!(look(&pod(|_| {}), None), Step::Create);
     // The API server was told that there is one.
     let told = pod(|pod| {
         pod["status"]["containerStatuses"] = json!([{
             "name": "vm", "image": "", "imageID": "", "ready": true, "restartCount": 0, "containerID": "vmmd://v",
         }]);
     });
-    let Step::Report(status) = for_pod(&told, None, HOST, at(NOW)) else {
-        panic!("it is made again");
-    };
-    assert_eq!(status.reason.as_deref(), Some("VmRemoved"));
+    // It was moved, or removed.
+    assert_eq!(look(&told, None), Step::Missing);
     let over = pod(|pod| pod["status"]["phase"] = "Failed".into());
-    assert_eq!(for_pod(&over, None, HOST, at(NOW)), Step::Idle);
+    assert_eq!(look(&over, None), Step::Idle);
 }
 
 #[test]
 fn a_vm_that_was_never_started_is_started_and_others_are_reported() {
     let mut fresh = vm(VmPhase::Stopped, None);
     fresh.status.as_mut().unwrap().counts = None;
-    assert_eq!(for_pod(&pod(|_| {}), Some(&fresh), HOST, at(NOW)), Step::Start);
+    assert_eq!(look(&pod(|_| {}), Some(&fresh)), Step::Start);
     let ran = vm(VmPhase::Stopped, Some(ExitReason::GuestShutdown));
-    let Step::Report(status) = for_pod(&pod(|_| {}), Some(&ran), HOST, at(NOW)) else {
+    let Step::Report(status) = look(&pod(|_| {}), Some(&ran)) else {
         panic!("nothing is reported");
     };
     assert_eq!(status.phase.as_deref(), Some("Succeeded"));
     let reported = pod(|pod| pod["status"] = serde_json::to_value(&*status).unwrap());
-    assert_eq!(for_pod(&reported, Some(&ran), HOST, at(NOW)), Step::Idle);
+    assert_eq!(look(&reported, Some(&ran)), Step::Idle);
 }
 
 #[test]
@@ -114,38 +119,196 @@ fn a_deleted_pod_goes_after_its_vm() {
     ];
     for (phase, deadline, wanted) in table {
         let vm = phase.map(|phase| vm(phase, None));
-        let step = for_pod(&pod(deleted(deadline)), vm.as_ref(), HOST, at(NOW));
+        let pod = pod(deleted(deadline));
+        let step = for_pod(&pod, vm.as_ref(), PLACE, Some(at(deadline)), at(NOW));
         assert_eq!(step, wanted, "{phase:?} {deadline}");
     }
+}
+
+#[test]
+fn the_guest_of_a_deleted_pod_is_not_asked_to_power_off_before_it_is_known_that_it_stays() {
+    let ahead = deleted("2026-01-02T03:04:35Z");
+    let evicted = pod(ahead);
+    for (phase, wanted) in [
+        (VmPhase::Running, Step::Leave),
+        (VmPhase::Stopping, Step::Leave),
+        (VmPhase::Stopped, Step::Remove),
+    ] {
+        assert_eq!(look(&evicted, Some(&vm(phase, None))), wanted, "{phase:?}");
+    }
+    let forced = pod(|pod| {
+        deleted(NOW)(pod);
+        pod["metadata"]["deletionGracePeriodSeconds"] = 0.into();
+    });
+    let running = vm(VmPhase::Running, None);
+    assert_eq!(look(&forced, Some(&running)), Step::Remove);
+    let later = Some(at("2026-01-02T03:05:05Z"));
+    assert_eq!(
+        for_pod(&forced, Some(&running), PLACE, later, at(NOW)),
+        Step::Remove
+    );
+    // One that is to leave by request, until it is said what came of it.
+    let leaves = |said: &'static str| {
+        pod(move |pod| {
+            pod["metadata"]["annotations"][names::LEAVES] = "4".into();
+            pod["status"]["conditions"] = json!([{"type": said, "status": "False"}]);
+        })
+    };
+    let leaving = leaves("vmmd.dev/migration-3");
+    assert_eq!(look(&leaving, Some(&running)), Step::Leave);
+    assert_eq!(look(&leaving, None), Step::Missing);
+    let mut over = leaving;
+    over.status.as_mut().unwrap().phase = Some("Failed".to_owned());
+    let failed = vm(VmPhase::Failed, Some(ExitReason::VmmError));
+    assert_eq!(look(&over, Some(&failed)), Step::Leave);
+    assert_eq!(look(&over, None), Step::Missing);
+    over.metadata.deletion_timestamp = evicted.metadata.deletion_timestamp;
+    assert_eq!(look(&over, Some(&failed)), Step::Leave);
+    let step = look(&leaves("vmmd.dev/migration-4"), Some(&running));
+    assert!(matches!(step, Step::Report(_)), "{step:?}");
+}
+
+#[test]
+fn a_vm_of_another_node_is_that_of_the_pod_that_it_is_moved_to() {
+    let with = |agent: &str, mark: Option<&str>| {
+        let mut vm = vm(VmPhase::Paused, None);
+        let metadata = vm.metadata.get_or_insert_default();
+        metadata.labels.insert(names::AGENT.to_owned(), agent.to_owned());
+        metadata
+            .labels
+            .insert(names::POD_UID.to_owned(), "p-3".to_owned());
+        let mark = mark.map(|mark| (names::MOVING.to_owned(), mark.to_owned()));
+        metadata.annotations.extend(mark);
+        vm
+    };
+    let mark = Some("shop/web-4/p-4");
+    for (vm, key, incoming) in [
+        (with("n1", None), Some("p-3"), false),
+        (with("n1", mark), Some("p-3"), false),
+        (with("n2", mark), Some("p-4"), true),
+        (with("n2", None), None, false),
+    ] {
+        assert_eq!(super::key(&vm, "n1").as_deref(), key, "{vm:?}");
+        assert_eq!(is_incoming(&vm, "n1"), incoming, "{vm:?}");
+    }
+    let incoming = with("n2", mark);
+    assert_eq!(look(&pod(|_| {}), Some(&incoming)), Step::TakeOver);
+    assert_eq!(look(&pod(deleted(NOW)), Some(&incoming)), Step::TakeOver);
+}
+
+fn under_way(phase: &str) -> Value {
+    json!({"phase": phase, "epoch": 4, "pod": "web-4", "podUid": "p-4", "sourcePod": "web-3", "sourceUid": "p-3",
+        "evicted": true, "from": "n1", "endTime": "2026-01-02T03:04:00Z"})
+}
+
+/// Run 3 has the pod, and its VM is to be moved to another one.
+fn migrates(phase: &str) -> VirtualMachine {
+    noted(|value| {
+        value["status"]["epoch"] = 4.into();
+        value["status"]["run"]["epoch"] = 3.into();
+        value["status"]["migration"] = under_way(phase);
+    })
+}
+
+#[test]
+fn what_the_controller_decides_becomes_of_an_evicted_vm() {
+    let grace = |pod: &mut Value| pod["metadata"]["deletionGracePeriodSeconds"] = 30.into();
+    let going = |at: &'static str| {
+        pod(move |pod| {
+            deleted(at)(pod);
+            grace(pod);
+        })
+    };
+    // It was deleted five seconds, and half a minute ago.
+    let (just, long) = ("2026-01-02T03:04:30Z", "2026-01-02T03:04:05Z");
+    let status = |machine: VirtualMachine| machine.status.unwrap();
+    let later = noted(|value| value["status"]["epoch"] = 4.into());
+    let table = [
+        (just, false, status(noted(|_| {})), Departure::Stop(at(just))),
+        (just, true, status(noted(|_| {})), Departure::Wait),
+        // No controller works.
+        (long, true, status(noted(|_| {})), Departure::Stop(at(long))),
+        (just, true, status(migrates("Placing")), Departure::Wait),
+        (just, true, status(migrates("Moving")), Departure::Move),
+        (long, false, status(migrates("Moving")), Departure::Move),
+        // The guest has all of its time from the end of the migration on.
+        (just, true, status(migrates("Failed")), Departure::Stop(at(just))),
+        (
+            long,
+            true,
+            status(migrates("Failed")),
+            Departure::Stop(at("2026-01-02T03:04:30Z")),
+        ),
+        // There is another run.
+        (just, true, status(later), Departure::Stop(at(just))),
+    ];
+    for (index, (time, evicted, status, wanted)) in table.into_iter().enumerate() {
+        assert_eq!(
+            departure(&going(time), &status, evicted, at(NOW)),
+            wanted,
+            "{index}"
+        );
+    }
+    let live = pod(|_| {});
+    for (phase, wanted) in [("Moving", Departure::Move), ("Failed", Departure::Stay)] {
+        assert_eq!(departure(&live, &status(migrates(phase)), false, at(NOW)), wanted);
+    }
+}
+
+#[test]
+fn no_vm_is_made_for_a_pod_of_a_migration() {
+    let target = || {
+        pod(|pod| {
+            pod["metadata"]["name"] = "web-4".into();
+            pod["metadata"]["uid"] = "p-4".into();
+            pod["metadata"]["labels"][names::EPOCH] = "4".into();
+        })
+    };
+    let admit = |pod: &Pod, machine: &VirtualMachine| admit(pod, Some(machine), "n1");
+    for phase in ["Placing", "Moving"] {
+        let machine = migrates(phase);
+        assert_eq!(admit(&target(), &machine), Admission::Await("n1".to_owned()));
+    }
+    // The VM may have left.
+    assert_eq!(admit(&pod(|_| {}), &migrates("Moving")), Admission::Moving);
+    let Admission::Refuse { reason, .. } = admit(&target(), &migrates("Failed")) else {
+        panic!("it is not refused");
+    };
+    assert_eq!(reason, "OldEpoch");
+    let mut moved = migrates("Succeeded");
+    let status = moved.status.as_mut().unwrap();
+    let run = status.run.as_mut().unwrap();
+    (run.pod, run.pod_uid, run.epoch) = ("web-4".to_owned(), Some("p-4".to_owned()), Some(4));
+    run.from = Some("n1".to_owned());
+    assert_eq!(admit(&target(), &moved), Admission::TakeOver);
+    let Admission::Refuse { reason, .. } = admit(&pod(|_| {}), &moved) else {
+        panic!("it is not refused");
+    };
+    assert_eq!(reason, "OldEpoch");
 }
 
 #[test]
 fn the_vm_of_a_pod_that_others_have_ended_is_stopped() {
     let over = pod(|pod| pod["status"]["phase"] = "Failed".into());
     let running = vm(VmPhase::Running, None);
-    assert_eq!(
-        for_pod(&over, Some(&running), HOST, at(NOW)),
-        Step::Stop(Duration::from_secs(60))
-    );
+    assert_eq!(look(&over, Some(&running)), Step::Stop(Duration::from_secs(60)));
     let stopped = vm(VmPhase::Stopped, Some(ExitReason::Stopped));
-    assert_eq!(for_pod(&over, Some(&stopped), HOST, at(NOW)), Step::Idle);
+    assert_eq!(look(&over, Some(&stopped)), Step::Idle);
 }
 
 #[test]
 fn pods_that_are_no_placeholders_run_nothing_and_can_be_deleted() {
     let strip = |pod: &mut Value| pod["metadata"]["labels"] = json!({});
-    let Step::Report(status) = for_pod(&pod(strip), None, HOST, at(NOW)) else {
+    let Step::Report(status) = look(&pod(strip), None) else {
         panic!("nothing is reported");
     };
     assert_eq!(status.phase.as_deref(), Some("Pending"));
-    let step = for_pod(
+    let step = look(
         &pod(|pod| {
             strip(pod);
             deleted(NOW)(pod);
         }),
         None,
-        HOST,
-        at(NOW),
     );
     assert_eq!(step, Step::Release);
 }

@@ -30,7 +30,7 @@ pub enum News {
     Pod(Box<Pod>),
     /// The pod with this uid is gone.
     PodGone(String),
-    /// All VMs of this agent.
+    /// All VMs of agents.
     Vms(Vec<v1::Vm>),
     /// A VM as it is now.
     Vm(Box<v1::Vm>),
@@ -70,9 +70,9 @@ pub async fn pods(client: Client, node: String, news: Sender<News>) {
 }
 
 /// Of the VMs. Returns when nobody listens any more. All are listed anew after each interruption: they are few.
-pub async fn vms(daemon: Daemon, node: String, news: Sender<News>) {
+pub async fn vms(daemon: Daemon, news: Sender<News>) {
     loop {
-        if let Err(status) = watch_vms(&daemon, &node, &news).await {
+        if let Err(status) = watch_vms(&daemon, &news).await {
             tracing::warn!("watch of VMs: {}: {}", status.code(), status.message());
         }
         // What changes until they are listed is not known.
@@ -83,9 +83,10 @@ pub async fn vms(daemon: Daemon, node: String, news: Sender<News>) {
     }
 }
 
-async fn watch_vms(daemon: &Daemon, node: &str, news: &Sender<News>) -> Result<(), Status> {
+async fn watch_vms(daemon: &Daemon, news: &Sender<News>) -> Result<(), Status> {
+    // Also those of other nodes' agents, which are moved here.
     let filter = v1::VmFilter {
-        labels: vec![format!("{}={node}", names::AGENT)],
+        labels: vec![names::MACHINE_UID.to_owned()],
         ..v1::VmFilter::default()
     };
     let request = v1::WatchVmsRequest {

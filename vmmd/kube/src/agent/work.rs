@@ -10,7 +10,7 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Pod, PodStatus};
 use kube::{
     Api, Client, Resource as _, ResourceExt as _,
-    api::{DeleteParams, Patch, PatchParams, Preconditions},
+    api::{Patch, PatchParams},
     runtime::events::{Event, EventType, Recorder},
 };
 use proto::{v1, well_known};
@@ -19,12 +19,12 @@ use tonic::{Code, Status};
 
 use super::{
     images::Imports,
+    migrate::Owner,
     pod_status,
     prepare::{self, Lack, Prepared},
     step::{self, Admission, Step},
 };
 use crate::{
-    crd::VirtualMachine,
     daemon::{self, CALL, Daemon, within},
     names,
     sources::Sources,
@@ -52,6 +52,8 @@ pub enum After {
     Pod(Box<Pod>),
     /// Nothing new; look again after that time.
     Again(Duration),
+    /// The VM stays on this node, and its guest is to power off by then.
+    Stop(Timestamp),
     /// Nothing new: what changes comes by the watches.
     Done,
 }
@@ -118,12 +120,16 @@ impl Worker {
             }
             (Step::Remove, _, Some(vm)) => self.remove(vm).await,
             (Step::Release, Some(pod), _) => self.release(pod).await,
+            (Step::Missing, Some(pod), _) => self.missing(pod).await,
+            (Step::Leave, Some(pod), Some(vm)) => self.leave(pod, vm).await,
+            (Step::TakeOver, Some(pod), Some(vm)) => self.take_over(pod, vm).await,
             (Step::CheckPod, _, Some(vm)) => self.check_pod(uid, vm).await,
             _ => Ok(After::Done),
         }
     }
 
-    fn pods(&self, pod: &Pod) -> Api<Pod> {
+    /// Those of a pod's namespace.
+    pub fn pods(&self, pod: &Pod) -> Api<Pod> {
         Api::namespaced(self.client.clone(), &pod.namespace().unwrap_or_default())
     }
 
@@ -151,25 +157,31 @@ impl Worker {
 
     /// See [`step::admit`]. The API server is asked, not what the agent remembers.
     async fn create(&self, pod: &Pod) -> Result<After, Error> {
-        let owner = pod
-            .owner_references()
-            .iter()
-            .find(|owner| owner.controller == Some(true));
-        let machine = match owner {
-            Some(owner) => {
-                let namespace = pod.namespace().unwrap_or_default();
-                let machines = Api::<VirtualMachine>::namespaced(self.client.clone(), &namespace);
-                let Some(found) = machines.get_opt(&owner.name).await? else {
-                    // An API server says that of all for a moment after its start. The garbage collector deletes pods without an owner.
-                    return Ok(After::Again(NO_OWNER));
-                };
-                Some(found).filter(|machine| machine.metadata.uid.as_ref() == Some(&owner.uid))
-            }
-            None => None,
+        let machine = match self.owner(pod).await? {
+            Owner::Found(machine) => Some(*machine),
+            // The garbage collector deletes pods without an owner.
+            Owner::Unknown => return Ok(After::Again(NO_OWNER)),
+            Owner::Gone => None,
         };
         match step::admit(pod, machine.as_ref(), &self.node) {
             Admission::NotYet => Ok(After::Again(NOT_YET)),
             Admission::Refuse { reason, message } => self.give_up(pod, reason, &message).await,
+            Admission::Moving => {
+                let status = machine.and_then(|machine| machine.status).unwrap_or_default();
+                let after = self.is_named(pod, &status).await?;
+                Ok(after.unwrap_or(After::Again(NOT_YET)))
+            }
+            Admission::Await(from) => {
+                let message = format!("the VM is to come from node {from}");
+                self.wait_for(pod, &[Lack::new(names::AWAITS, message)]).await
+            }
+            Admission::TakeOver => match self.find(pod, &pod.uid().unwrap_or_default()).await? {
+                Some(vm) => Ok(After::Vm(Box::new(vm))),
+                None => {
+                    let message = "the VM was moved to this node, and is not here";
+                    self.give_up(pod, "VmLost", message).await
+                }
+            },
             Admission::Admit(vm, sources) => match self.prepare(pod, *vm, &sources).await? {
                 Prepared::Ready(vm) => self.make(pod, *vm, &sources).await,
                 Prepared::Lacks(lacks) => self.wait_for(pod, &lacks).await,
@@ -192,7 +204,7 @@ impl Worker {
             return Ok(After::Again(LACKS));
         }
         let type_ = match reason {
-            "ImportingImage" | "MakingDisk" => EventType::Normal,
+            "ImportingImage" | "MakingDisk" | names::AWAITS => EventType::Normal,
             _ => EventType::Warning,
         };
         self.tell(Some(pod), type_, reason, &message).await;
@@ -245,7 +257,7 @@ impl Worker {
 
     /// The same request for the same pod, however often: vmmd carries it out once. So it is the first one that is repeated as long as it has
     /// no answer, also when a Secret that it has values of has changed.
-    async fn ask_to_make(&self, uid: &str, request: v1::CreateVmRequest) -> Result<v1::Vm, Status> {
+    pub async fn ask_to_make(&self, uid: &str, request: v1::CreateVmRequest) -> Result<v1::Vm, Status> {
         let request = self.unanswered().entry(uid.to_owned()).or_insert(request).clone();
         let answer = within(CALL, self.daemon.vms.clone().create_vm(request)).await;
         let known = match &answer {
@@ -260,7 +272,8 @@ impl Worker {
             .ok_or_else(|| Status::internal("an answer without a VM"))
     }
 
-    fn unanswered(&self) -> MutexGuard<'_, HashMap<String, v1::CreateVmRequest>> {
+    /// See there.
+    pub fn unanswered(&self) -> MutexGuard<'_, HashMap<String, v1::CreateVmRequest>> {
         self.unanswered.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -302,7 +315,8 @@ impl Worker {
         }
     }
 
-    async fn remove(&self, vm: &v1::Vm) -> Result<After, Error> {
+    /// Takes the VM away, with its process when there is one.
+    pub async fn remove(&self, vm: &v1::Vm) -> Result<After, Error> {
         let request = v1::DeleteVmRequest {
             name: name(vm),
             force: true,
@@ -316,107 +330,15 @@ impl Worker {
         }
     }
 
-    /// Takes the finalizer away, which says that nothing of the pod runs here, and ends the pod's deletion.
-    async fn release(&self, pod: &Pod) -> Result<After, Error> {
-        let uid = pod.uid().unwrap_or_default();
-        if step::is_placeholder(pod)
-            && let Some(vm) = self.find(pod, &uid).await?
-        {
-            return Ok(After::Vm(Box::new(vm)));
-        }
-        let sources = pod.annotations().get(names::SOURCES);
-        let sources = sources.and_then(|text| serde_json::from_str::<Sources>(text).ok());
-        if sources.is_some_and(|sources| sources.make_disks()) {
-            self.delete_disks(&uid).await?;
-        }
-        let pods = self.pods(pod);
-        let finalizers: Vec<_> = pod
-            .finalizers()
-            .iter()
-            .filter(|name| *name != names::VM_GONE)
-            .collect();
-        if finalizers.len() != pod.finalizers().len() {
-            let patch = json!({"metadata": {
-                "uid": uid,
-                "resourceVersion": pod.resource_version(),
-                "finalizers": finalizers,
-            }});
-            let parameters = PatchParams::default();
-            match pods
-                .patch(&pod.name_any(), &parameters, &Patch::Merge(patch))
-                .await
-            {
-                Ok(_) => {}
-                Err(kube::Error::Api(status)) if status.is_not_found() => return Ok(After::Done),
-                Err(error) => return Err(error.into()),
-            }
-        }
-        let parameters = DeleteParams {
-            grace_period_seconds: Some(0),
-            preconditions: Some(Preconditions {
-                uid: Some(uid),
-                resource_version: None,
-            }),
-            ..DeleteParams::default()
-        };
-        match pods.delete(&pod.name_any(), &parameters).await {
-            Ok(_) => Ok(After::Done),
-            Err(kube::Error::Api(status)) if status.is_not_found() || status.is_conflict() => Ok(After::Done),
-            Err(error) => Err(error.into()),
-        }
-    }
-
-    /// The VM of a pod, which the watch has not shown yet. A request to make it that had no answer is made again first: its answer says
-    /// that it will not be carried out later.
-    async fn find(&self, pod: &Pod, uid: &str) -> Result<Option<v1::Vm>, Error> {
-        let manifest = pod.annotations().get(names::MANIFEST);
-        let Some(vm) = manifest.and_then(|text| serde_json::from_str::<v1::Vm>(text).ok()) else {
-            return Ok(None);
-        };
-        let unanswered = self.unanswered().get(uid).cloned();
-        if let Some(request) = unanswered {
-            match self.ask_to_make(uid, request).await {
-                Ok(vm) => return Ok(Some(vm)),
-                Err(status) if daemon::refused(&status) || status.code() == Code::AlreadyExists => {}
-                Err(status) => return Err(status.into()),
-            }
-        }
-        let found = self.daemon.vm(&name(&vm)).await?;
-        Ok(found.filter(|vm| pod_uid(vm).is_some_and(|found| found == uid)))
-    }
-
-    /// For a VM whose pod the watch does not show: only when the API server says that it is gone, or another one, the VM goes.
-    async fn check_pod(&self, uid: &str, vm: &v1::Vm) -> Result<After, Error> {
-        let metadata = vm.metadata.clone().unwrap_or_default();
-        let place = metadata
-            .annotations
-            .get(names::POD)
-            .and_then(|place| place.split_once('/'));
-        let Some((namespace, pod)) = place else {
-            return Ok(After::Done);
-        };
-        let pods = Api::<Pod>::namespaced(self.client.clone(), namespace);
-        if let Some(pod) = pods.get_opt(pod).await?
-            && pod.metadata.uid.as_deref() == Some(uid)
-        {
-            return Ok(After::Pod(Box::new(pod)));
-        }
-        let now = Timestamp::now();
-        tracing::warn!(vm = metadata.name, "its pod is gone: it is stopped");
-        match step::end(vm, now, now) {
-            Step::Remove => self.remove(vm).await,
-            _ => Ok(After::Done),
-        }
-    }
-
-    async fn give_up(&self, pod: &Pod, reason: &str, message: &str) -> Result<After, Error> {
+    /// For a pod that gets no VM any more.
+    pub async fn give_up(&self, pod: &Pod, reason: &str, message: &str) -> Result<After, Error> {
         self.tell(Some(pod), EventType::Warning, reason, message).await;
         let status = pod_status::failed(pod, reason, message, &self.host, Timestamp::now());
         self.report(pod, &status).await
     }
 
     /// An event that can't be told is no reason to stop.
-    async fn tell(&self, pod: Option<&Pod>, type_: EventType, reason: &str, note: &str) {
+    pub async fn tell(&self, pod: Option<&Pod>, type_: EventType, reason: &str, note: &str) {
         let Some(pod) = pod else { return };
         let event = Event {
             type_,
@@ -436,7 +358,8 @@ pub fn pod_uid(vm: &v1::Vm) -> Option<&String> {
     vm.metadata.as_ref()?.labels.get(names::POD_UID)
 }
 
-fn name(vm: &v1::Vm) -> String {
+/// A VM's name.
+pub fn name(vm: &v1::Vm) -> String {
     vm.metadata
         .as_ref()
         .map(|metadata| metadata.name.clone())
@@ -444,7 +367,7 @@ fn name(vm: &v1::Vm) -> String {
 }
 
 /// Of the very VM that was seen, not of one that has its name by now.
-fn same(vm: &v1::Vm) -> v1::Preconditions {
+pub fn same(vm: &v1::Vm) -> v1::Preconditions {
     v1::Preconditions {
         uid: vm
             .metadata
@@ -455,7 +378,8 @@ fn same(vm: &v1::Vm) -> v1::Preconditions {
     }
 }
 
-fn duration(time: Duration) -> well_known::Duration {
+/// The same of the API.
+pub fn duration(time: Duration) -> well_known::Duration {
     well_known::Duration {
         seconds: i64::try_from(time.as_secs()).unwrap_or(i64::MAX),
         nanos: i32::try_from(time.subsec_nanos()).unwrap_or_default(),

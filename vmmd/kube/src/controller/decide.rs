@@ -3,14 +3,15 @@
 //! One VM never runs twice. A run is a number (the epoch), a pod of that number, and the pod's uid; all three are in the status, which is only
 //! written over the version that was read. The next run begins when the API server says that the pod is not there. It says so only after the
 //! agent of the pod's node has taken the finalizer away, which it does when the VM is gone. An agent starts a VM only for the pod whose uid
-//! the status names: of a controller that was overtaken, a late pod never becomes a VM.
+//! the status names: of a controller that was overtaken, a late pod never becomes a VM. While a VM is moved there is a second pod, see
+//! [`super::migration`]: then both have to be gone.
 
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::{Node, Pod};
 use kube::ResourceExt as _;
 use proto::v1::RunPolicy;
 
-use super::status;
+use super::{migration, status};
 use crate::{
     crd::{Run, VirtualMachine, VirtualMachineStatus},
     names,
@@ -34,6 +35,12 @@ pub struct Seen<'a> {
     pub pod: Option<&'a Pod>,
     /// The node of the pod; `None` also when there is no such node.
     pub node: Option<&'a Node>,
+    /// The pod with the name of that which the VM is, or was last, to be moved to.
+    pub target: Option<&'a Pod>,
+    /// Its node.
+    pub target_node: Option<&'a Node>,
+    /// The pod with the name of that which the VM left last.
+    pub source: Option<&'a Pod>,
     /// The time.
     pub now: Timestamp,
 }
@@ -49,8 +56,30 @@ pub enum Act {
     Write(Box<VirtualMachineStatus>),
     /// Make the pod of the run that the status names.
     CreatePod(Box<Plan>),
+    /// Make the pod that the VM is to be moved to.
+    CreateTarget {
+        /// The VM.
+        plan: Box<Plan>,
+        /// Number of the run that it gets.
+        epoch: i64,
+        /// The node that it leaves.
+        from: String,
+        /// That node's processor.
+        cpu_model: Option<String>,
+    },
+    /// Tell the agent of this pod's node to move the VM.
+    Wake {
+        /// The pod's name.
+        pod: String,
+        /// Its uid.
+        uid: String,
+        /// Number of the run that the VM gets.
+        epoch: i64,
+    },
     /// Delete this pod with its grace period.
     DeletePod {
+        /// Its name.
+        pod: String,
         /// Its uid.
         uid: String,
     },
@@ -67,55 +96,59 @@ pub fn next(seen: &Seen<'_>) -> Act {
     let deleting = machine.metadata.deletion_timestamp.is_some();
     let finalized = machine.finalizers().iter().any(|name| name == names::POD_GONE);
     let (own, foreign) = sort(seen.pod, machine, &old);
-    if deleting {
-        if !finalized {
-            return Act::Idle;
-        }
-        return match own {
-            None => Act::RemoveFinalizer,
-            Some(pod) => {
-                delete(pod).unwrap_or_else(|| write_if_new(&old, status::of(seen, &old, Some(pod), None)))
-            }
-        };
-    }
     if !finalized {
-        return Act::AddFinalizer;
+        return if deleting { Act::Idle } else { Act::AddFinalizer };
     }
     // The name is taken by a pod that no agent will ever run.
-    if let Some(uid) = foreign {
-        return Act::DeletePod { uid };
+    if let Some(act) = foreign.and_then(delete).filter(|_| !deleting) {
+        return act;
     }
     let plan = Plan::of(machine);
+    if let Some(act) = migration::next(seen, &old, own, plan.as_ref().ok()) {
+        return act;
+    }
+    let left_over = migration::left_over(seen, &old);
+    if let Some(act) = left_over.and_then(delete) {
+        return act;
+    }
     match own {
-        Some(pod) => with_pod(seen, &old, pod, plan.as_ref()),
+        None if left_over.is_some() => write_if_new(&old, status::of(seen, &old, None, None)),
+        None if deleting => Act::RemoveFinalizer,
         None => without_pod(seen, &old, plan),
+        Some(pod) if deleting => {
+            delete(pod).unwrap_or_else(|| write_if_new(&old, status::of(seen, &old, Some(pod), None)))
+        }
+        Some(pod) => with_pod(seen, &old, pod, plan.as_ref()),
     }
 }
 
-/// The pod of the last run; or the uid of one that has only its name and is not being deleted.
+/// The pod of the last run; or one that has only its name and is not being deleted.
 fn sort<'a>(
     pod: Option<&'a Pod>,
     machine: &VirtualMachine,
     status: &VirtualMachineStatus,
-) -> (Option<&'a Pod>, Option<String>) {
+) -> (Option<&'a Pod>, Option<&'a Pod>) {
     let (Some(pod), Some(run)) = (pod, &status.run) else {
         return (None, None);
     };
+    let ours = placeholder::belongs(pod, machine, status.run_epoch());
     let own = match &run.pod_uid {
         Some(uid) => pod.metadata.uid.as_ref() == Some(uid),
-        None => placeholder::belongs(pod, machine, status.epoch),
+        None => ours,
     };
     if own {
         return (Some(pod), None);
     }
-    let ours = placeholder::belongs(pod, machine, status.epoch);
-    let stale = ours && pod.metadata.deletion_timestamp.is_none();
-    (None, pod.uid().filter(|_| stale))
+    (None, Some(pod).filter(|_| ours))
 }
 
+/// `None` when it is being deleted already.
 fn delete(pod: &Pod) -> Option<Act> {
     let live = pod.metadata.deletion_timestamp.is_none();
-    pod.uid().filter(|_| live).map(|uid| Act::DeletePod { uid })
+    pod.uid().filter(|_| live).map(|uid| Act::DeletePod {
+        pod: pod.name_any(),
+        uid,
+    })
 }
 
 fn with_pod(seen: &Seen<'_>, old: &VirtualMachineStatus, pod: &Pod, plan: Result<&Plan, &Invalid>) -> Act {
@@ -158,7 +191,7 @@ fn without_pod(seen: &Seen<'_>, old: &VirtualMachineStatus, plan: Result<Plan, I
             None if run.digest == plan.digest() && policy != RunPolicy::AlwaysOff => {
                 if let Some(other) = seen
                     .pod
-                    .filter(|pod| !placeholder::belongs(pod, seen.machine, old.epoch))
+                    .filter(|pod| !placeholder::belongs(pod, seen.machine, old.run_epoch()))
                 {
                     let new = status::name_taken(new, old, &other.name_any(), seen.now);
                     return match write_if_new(old, new) {
@@ -192,8 +225,10 @@ fn without_pod(seen: &Seen<'_>, old: &VirtualMachineStatus, plan: Result<Plan, I
     new.run = Some(Run {
         pod: names::pod_name(&seen.machine.name_any(), new.epoch),
         digest: plan.digest(),
+        epoch: Some(new.epoch),
         ..Run::default()
     });
+    new.migrate = seen.machine.annotations().get(names::MIGRATE).cloned();
     new.start = seen.machine.annotations().get(names::START).cloned();
     new.next_run_time = None;
     "Pending".clone_into(&mut new.phase);

@@ -15,6 +15,9 @@ fn look(machine: &VirtualMachine, pod: Option<&Pod>, node: Option<&Node>) -> Act
         machine,
         pod,
         node,
+        target: None,
+        target_node: None,
+        source: None,
         now: now(),
     })
 }
@@ -47,6 +50,14 @@ fn pod_of(machine: &VirtualMachine, uid: &str, change: impl FnOnce(&mut Value)) 
     value["status"] = json!({"phase": "Pending"});
     change(&mut value);
     serde_json::from_value(value).unwrap()
+}
+
+/// Deletes the pod of run 3 with this uid.
+fn deletes(uid: &str) -> Act {
+    Act::DeletePod {
+        pod: "web-3".into(),
+        uid: uid.into(),
+    }
 }
 
 fn node(ready: &str) -> Node {
@@ -114,10 +125,9 @@ fn the_run_policy_says_what_follows_an_end() {
             pod["status"] = json!({"phase": phase, "reason": reason});
         });
         let (machine, act) = settle(machine, Some(&pod), Some(&node("True")));
-        let deletes = Act::DeletePod { uid: "p-3".into() };
         assert_eq!(
             act,
-            if again { deletes } else { Act::Idle },
+            if again { deletes("p-3") } else { Act::Idle },
             "{policy} {reason:?}"
         );
         // Nothing begins as long as the pod is there.
@@ -159,7 +169,7 @@ fn runs_that_fail_wait_longer_each_time() {
     assert_eq!(status.failures, 1);
     status.next_run_time = Some(NOW.to_owned());
     let (machine, act) = settle(machine, Some(&pod), None);
-    assert_eq!(act, Act::DeletePod { uid: "p-3".into() });
+    assert_eq!(act, deletes("p-3"));
     let mut status = machine.status.unwrap();
     for (failures, wait) in [
         (1, "2026-01-02T03:04:25Z"),
@@ -199,10 +209,7 @@ fn a_pod_on_a_node_that_does_not_report_is_not_replaced() {
 fn a_late_pod_of_the_same_number_is_deleted_and_another_run_begins() {
     let machine = in_run("always_on", Some("p-3"), None);
     let late = pod_of(&machine, "p-late", |_| {});
-    assert_eq!(
-        look(&machine, Some(&late), None),
-        Act::DeletePod { uid: "p-late".into() }
-    );
+    assert_eq!(look(&machine, Some(&late), None), deletes("p-late"));
     let going = pod_of(&machine, "p-late", |pod| {
         pod["metadata"]["deletionTimestamp"] = NOW.into();
     });
@@ -216,7 +223,7 @@ fn a_deleted_machine_waits_for_its_pod() {
     machine.metadata.deletion_timestamp = Some(k8s_openapi::apimachinery::pkg::apis::meta::v1::Time(now()));
     let pod = pod_of(&machine, "p-3", |_| {});
     let (_, act) = settle(machine.clone(), Some(&pod), None);
-    assert_eq!(act, Act::DeletePod { uid: "p-3".into() });
+    assert_eq!(act, deletes("p-3"));
     let going = pod_of(&machine, "p-3", |pod| {
         pod["metadata"]["deletionTimestamp"] = NOW.into();
     });
@@ -224,6 +231,47 @@ fn a_deleted_machine_waits_for_its_pod() {
     assert_eq!(act, Act::Idle);
     assert_eq!(machine.status.as_ref().unwrap().phase, "Stopping");
     assert_eq!(look(&machine, None, None), Act::RemoveFinalizer);
+}
+
+#[test]
+fn no_run_begins_before_the_pod_that_a_moved_vm_has_left_is_gone() {
+    let mut machine = in_run("always_on", Some("p-3"), Some("Lost"));
+    let left = pod_of(&machine, "p-2", |_| {});
+    machine.status.as_mut().unwrap().migration = Some(crate::crd::Migration {
+        phase: crate::crd::MigrationPhase::Succeeded,
+        epoch: 3,
+        source_pod: "web-2".to_owned(),
+        source_uid: "p-2".to_owned(),
+        ..crate::crd::Migration::default()
+    });
+    let look = |machine: &VirtualMachine, source: Option<&Pod>| {
+        next(&Seen {
+            machine,
+            pod: None,
+            node: None,
+            target: None,
+            target_node: None,
+            source,
+            now: now(),
+        })
+    };
+    assert_eq!(look(&machine, Some(&left)), deletes("p-2"));
+    let mut going = left;
+    going.metadata.deletion_timestamp = Some(k8s_openapi::apimachinery::pkg::apis::meta::v1::Time(now()));
+    for _ in 0..2 {
+        if let Act::Write(status) = look(&machine, Some(&going)) {
+            assert_eq!(status.epoch, 3);
+            machine.status = Some(*status);
+        }
+    }
+    assert_eq!(look(&machine, Some(&going)), Act::Idle);
+    let Act::Write(status) = look(&machine, None) else {
+        panic!("no run begins");
+    };
+    assert_eq!(status.epoch, 4);
+    machine.metadata.deletion_timestamp = going.metadata.deletion_timestamp.clone();
+    assert_eq!(look(&machine, Some(&going)), Act::Idle);
+    assert_eq!(look(&machine, None), Act::RemoveFinalizer);
 }
 
 #[test]
@@ -249,7 +297,7 @@ fn a_policy_of_off_ends_the_run() {
     let machine = in_run("always_off", Some("p-3"), None);
     let pod = pod_of(&machine, "p-3", |pod| pod["status"] = json!({"phase": "Running"}));
     let (_, act) = settle(machine, Some(&pod), None);
-    assert_eq!(act, Act::DeletePod { uid: "p-3".into() });
+    assert_eq!(act, deletes("p-3"));
 }
 
 #[test]
@@ -287,6 +335,9 @@ fn times_of_conditions_stay_as_long_as_their_status_does() {
         machine: &machine,
         pod: None,
         node: None,
+        target: None,
+        target_node: None,
+        source: None,
         now: later,
     };
     assert_eq!(next(&seen), Act::Idle);
@@ -305,8 +356,8 @@ fn a_pod_of_somebody_else_with_the_name_of_the_run_is_told_and_waited_for() {
         panic!("nothing is told");
     };
     let before = machine.status.clone().unwrap();
-    let said = status::warnings(&before, &status);
-    let [(reason, message)] = said.as_slice() else {
+    let said = status::news(&before, &status);
+    let [(_, reason, message)] = said.as_slice() else {
         panic!("{said:?}");
     };
     assert_eq!(reason, "PodNameTaken");
@@ -315,7 +366,7 @@ fn a_pod_of_somebody_else_with_the_name_of_the_run_is_told_and_waited_for() {
     assert!(matches!(act, Act::Wait(_)), "{act:?}");
     // It is told once.
     let now = machine.status.clone().unwrap();
-    assert_eq!(status::warnings(&status, &now), []);
+    assert_eq!(status::news(&status, &now), []);
     // When it is gone, the run begins, under the same number.
     let (machine, act) = settle(machine, None, None);
     assert!(matches!(act, Act::CreatePod(_)), "{act:?}");

@@ -4,6 +4,7 @@
 //! [`crate::leader`] lease. Two that both believe so do no harm, see [`decide`].
 
 mod decide;
+mod migration;
 mod orphans;
 mod status;
 
@@ -23,13 +24,15 @@ use kube::{
 };
 use serde_json::json;
 
+pub use self::migration::is_evicted;
+
 use self::decide::{Act, Seen};
 use crate::{
     arguments::Clients,
     backoff::{Watches, watching},
-    crd::VirtualMachine,
+    crd::{MigrationPhase, VirtualMachine},
     metrics, names,
-    placeholder::{self, Plan, Settings},
+    placeholder::{self, Settings},
     spec::Invalid,
 };
 
@@ -130,21 +133,27 @@ async fn reconcile(machine: Arc<VirtualMachine>, context: Arc<Context>) -> Resul
     let nodes = Api::<Node>::all(context.client.clone());
     let mut machine = (*machine).clone();
     for _ in 0..STEPS {
-        let pod = match machine.status.as_ref().and_then(|status| status.run.as_ref()) {
-            Some(run) => pods.get_opt(&run.pod).await?,
-            None => None,
+        let status = machine.status.clone().unwrap_or_default();
+        let run = status.run.as_ref().map(|run| run.pod.as_str());
+        let migration = status.migration.as_ref();
+        let target = migration.map(|migration| migration.pod.as_str());
+        let source = migration.map(|migration| migration.source_pod.as_str());
+        let pod = find(&pods, run).await?;
+        let node = node_of(&nodes, pod.as_ref()).await?;
+        // Of a migration that is over, all is known that there will be, but for a pod that it may have left over.
+        let (target, source) = match migration.map(|migration| migration.phase) {
+            None => (None, None),
+            Some(MigrationPhase::Succeeded) => (None, find(&pods, source).await?),
+            Some(_) => (find(&pods, target).await?, None),
         };
-        let bound = pod
-            .as_ref()
-            .and_then(|pod| pod.spec.as_ref()?.node_name.as_deref());
-        let node = match bound {
-            Some(name) => nodes.get_opt(name).await?,
-            None => None,
-        };
+        let target_node = node_of(&nodes, target.as_ref()).await?;
         let seen = Seen {
             machine: &machine,
             pod: pod.as_ref(),
             node: node.as_ref(),
+            target: target.as_ref(),
+            target_node: target_node.as_ref(),
+            source: source.as_ref(),
             now: Timestamp::now(),
         };
         let act = decide::next(&seen);
@@ -164,6 +173,21 @@ async fn reconcile(machine: Arc<VirtualMachine>, context: Arc<Context>) -> Resul
     Ok(Action::requeue(Duration::from_secs(1)))
 }
 
+async fn find(pods: &Api<Pod>, name: Option<&str>) -> Result<Option<Pod>, Error> {
+    match name.filter(|name| !name.is_empty()) {
+        Some(name) => Ok(pods.get_opt(name).await?),
+        None => Ok(None),
+    }
+}
+
+async fn node_of(nodes: &Api<Node>, pod: Option<&Pod>) -> Result<Option<Node>, Error> {
+    let bound = pod.and_then(|pod| pod.spec.as_ref()?.node_name.as_deref());
+    match bound.filter(|name| !name.is_empty()) {
+        Some(name) => Ok(nodes.get_opt(name).await?),
+        None => Ok(None),
+    }
+}
+
 impl Context {
     /// The VirtualMachine as it is then; `None` when it is gone.
     async fn carry_out(
@@ -175,11 +199,6 @@ impl Context {
         let namespace = machine.namespace().unwrap_or_default();
         let machines = Api::<VirtualMachine>::namespaced(self.client.clone(), &namespace);
         let name = machine.name_any();
-        let run = machine
-            .status
-            .as_ref()
-            .and_then(|status| status.run.clone())
-            .unwrap_or_default();
         match act {
             Act::AddFinalizer => {
                 let mut finalizers = machine.finalizers().to_vec();
@@ -202,13 +221,40 @@ impl Context {
                 let written = machines.replace_status(&name, &parameters, &new).await?;
                 let old = machine.status.clone().unwrap_or_default();
                 let new = new.status.unwrap_or_default();
-                for (reason, note) in status::warnings(&old, &new) {
-                    self.tell(machine, EventType::Warning, &reason, &note).await;
+                for (type_, reason, note) in status::news(&old, &new) {
+                    self.tell(machine, type_, &reason, &note).await;
                 }
                 return Ok(Some(written));
             }
-            Act::CreatePod(plan) => self.create(machine, &plan, pods).await?,
-            Act::DeletePod { uid } => {
+            Act::CreatePod(plan) => {
+                let epoch = machine.status.as_ref().map_or(0, |status| status.run_epoch());
+                let pod = placeholder::pod(machine, &plan, epoch, &self.settings);
+                self.create(machine, pod, epoch, pods).await?;
+            }
+            Act::CreateTarget {
+                plan,
+                epoch,
+                from,
+                cpu_model,
+            } => {
+                let from = (from.as_str(), cpu_model.as_deref());
+                let pod = placeholder::target(machine, &plan, epoch, &self.settings, from);
+                self.create(machine, pod, epoch, pods).await?;
+            }
+            Act::Wake { pod, uid, epoch } => {
+                let patch = json!({"metadata": {
+                    "uid": uid,
+                    "annotations": {names::LEAVES: epoch.to_string()},
+                }});
+                match pods
+                    .patch(&pod, &PatchParams::default(), &Patch::Merge(patch))
+                    .await
+                {
+                    Err(kube::Error::Api(status)) if status.is_not_found() || status.is_conflict() => {}
+                    patched => drop(patched?),
+                }
+            }
+            Act::DeletePod { pod, uid } => {
                 let parameters = DeleteParams {
                     preconditions: Some(Preconditions {
                         uid: Some(uid),
@@ -216,9 +262,9 @@ impl Context {
                     }),
                     ..DeleteParams::default()
                 };
-                match pods.delete(&run.pod, &parameters).await {
+                match pods.delete(&pod, &parameters).await {
                     Ok(_) => {
-                        let note = format!("Deleted pod {}", run.pod);
+                        let note = format!("Deleted pod {pod}");
                         self.tell(machine, EventType::Normal, "DeletedPod", &note).await;
                     }
                     Err(kube::Error::Api(status)) if status.is_not_found() => {}
@@ -247,9 +293,14 @@ impl Context {
             .await?)
     }
 
-    async fn create(&self, machine: &VirtualMachine, plan: &Plan, pods: &Api<Pod>) -> Result<(), Error> {
-        let epoch = machine.status.as_ref().map_or(0, |status| status.epoch);
-        let made = match placeholder::pod(machine, plan, epoch, &self.settings) {
+    async fn create(
+        &self,
+        machine: &VirtualMachine,
+        pod: Result<Pod, Invalid>,
+        epoch: i64,
+        pods: &Api<Pod>,
+    ) -> Result<(), Error> {
+        let made = match pod {
             Ok(pod) => pods.create(&PostParams::default(), &pod).await,
             Err(Invalid(text)) => {
                 self.tell(machine, EventType::Warning, "InvalidSpec", &text).await;

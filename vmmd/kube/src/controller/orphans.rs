@@ -21,7 +21,7 @@ use serde_json::json;
 use crate::{
     arguments::Clients,
     backoff::{Watches, watching},
-    crd::VirtualMachine,
+    crd::{Role, VirtualMachine},
     names,
 };
 
@@ -88,12 +88,10 @@ fn is_stale(pod: &Pod, owner: &OwnerReference, machine: Option<&VirtualMachine>)
         return false;
     };
     let epoch: Option<i64> = pod.labels().get(names::EPOCH).and_then(|text| text.parse().ok());
-    let noted = status.run.as_ref().and_then(|run| run.pod_uid.as_ref());
-    match epoch {
-        None => false,
-        Some(epoch) if epoch == status.epoch => noted.is_some() && noted != pod.metadata.uid.as_ref(),
-        Some(epoch) => epoch < status.epoch,
-    }
+    epoch.is_some_and(|epoch| {
+        let role = status.role(epoch, &pod.name_any(), pod.metadata.uid.as_deref());
+        matches!(role, Role::Old | Role::Other)
+    })
 }
 
 /// The API server binds no pod that is being deleted.
@@ -170,6 +168,7 @@ mod tests {
             (Some(at(4, None)), true),
         ];
         let pod: Pod = serde_json::from_value(json!({"metadata": {
+            "name": "web-3",
             "uid": "p-3",
             "labels": {names::EPOCH: "3"},
             "ownerReferences": [

@@ -2,11 +2,11 @@
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Node, Pod, PodCondition};
-use kube::ResourceExt as _;
+use kube::{ResourceExt as _, runtime::events::EventType};
 
 use super::decide::Seen;
 use crate::{
-    crd::{Condition, VirtualMachineStatus},
+    crd::{Condition, Migration, MigrationPhase, VirtualMachineStatus},
     names,
     spec::Invalid,
 };
@@ -61,6 +61,7 @@ pub fn of(
             _ => "Stopped",
         },
         Some(_) if unreachable.is_some() && !ended => "Unknown",
+        Some(_) if old.under_way().is_some() => "Migrating",
         Some(_) if deleting => "Stopping",
         Some(_) if bound.is_none() => "Scheduling",
         Some(_) => match &*phase {
@@ -114,8 +115,8 @@ pub fn name_taken(
     new
 }
 
-/// What of a new status is worth an event: reasons and messages.
-pub fn warnings(old: &VirtualMachineStatus, new: &VirtualMachineStatus) -> Vec<(String, String)> {
+/// What of a new status is worth an event: type, reason and message.
+pub fn news(old: &VirtualMachineStatus, new: &VirtualMachineStatus) -> Vec<(EventType, String, String)> {
     let news = new.conditions.iter().filter(|condition| {
         let wrong =
             condition.kind == "Valid" && condition.status == "False" || condition.reason == NAME_TAKEN;
@@ -126,8 +127,61 @@ pub fn warnings(old: &VirtualMachineStatus, new: &VirtualMachineStatus) -> Vec<(
         });
         wrong && !known
     });
-    news.map(|condition| (condition.reason.clone(), condition.message.clone()))
+    let news = news.map(|one| (EventType::Warning, one.reason.clone(), one.message.clone()));
+    news.chain(migration_news(old.migration.as_ref(), new.migration.as_ref()))
         .collect()
+}
+
+fn migration_news(old: Option<&Migration>, new: Option<&Migration>) -> Option<(EventType, String, String)> {
+    let new = new?;
+    let same = |old: &&Migration| {
+        (old.phase, old.epoch, &old.source_uid, &old.start_time)
+            == (new.phase, new.epoch, &new.source_uid, &new.start_time)
+    };
+    if old.filter(same).is_some() {
+        return None;
+    }
+    let from = &new.from;
+    let to = new.to.as_deref().unwrap_or("another node");
+    let (type_, reason, note) = match new.phase {
+        MigrationPhase::Placing => (
+            EventType::Normal,
+            "MigrationPlanned",
+            format!(
+                "A node is looked for to which the VM can be moved from {from}, by pod {}",
+                new.pod
+            ),
+        ),
+        MigrationPhase::Moving => (
+            EventType::Normal,
+            "Migrating",
+            format!("The VM is moved from {from} to {to}"),
+        ),
+        MigrationPhase::Succeeded => (
+            EventType::Normal,
+            "Migrated",
+            format!(
+                "The VM was moved from {from} to {to}, and is that of pod {}",
+                new.pod
+            ),
+        ),
+        MigrationPhase::Failed => {
+            let then = if new.evicted {
+                "it is stopped instead, and its next run is elsewhere when there is one"
+            } else {
+                "it stays where it is"
+            };
+            (
+                EventType::Warning,
+                "NotMigrated",
+                format!(
+                    "The VM was not moved from {from}, {then}: {}: {}",
+                    new.reason, new.message
+                ),
+            )
+        }
+    };
+    Some((type_, reason.to_owned(), note))
 }
 
 /// How the run of a pod has ended; `None` when it has not.

@@ -18,7 +18,10 @@ use axum::{
 use serde_json::{Value, json};
 use tokio::{net::TcpListener, runtime::Runtime, sync::watch};
 
-use super::store::{Deletion, Key, Refusal, Store};
+use super::{
+    store::{Deletion, Key, Refusal, Store},
+    trap::{Trap, Verdict},
+};
 
 const PODS: &str = "pods";
 /// The only user that may call nodes.
@@ -32,6 +35,7 @@ pub struct Inner {
     pub requests: Arc<Mutex<Vec<String>>>,
     /// A resource that nobody may read.
     pub forbidden: Arc<Mutex<String>>,
+    trap: Trap,
 }
 
 pub struct Api {
@@ -47,12 +51,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Api {
-    pub fn start() -> Self {
+    pub fn start(trap: &Trap) -> Self {
         let inner = Inner {
             store: Arc::default(),
             changed: Arc::new(watch::channel(0).0),
             requests: Arc::default(),
             forbidden: Arc::default(),
+            trap: trap.clone(),
         };
         let (runtime, address) = serve(&inner, SocketAddr::from(([127, 0, 0, 1], 0)));
         let folder = tempfile::tempdir().unwrap();
@@ -161,10 +166,10 @@ async fn answer(State(inner): State<Inner>, request: Request) -> Response {
         .map(|(key, value)| (key.to_owned(), decode(value)))
         .collect();
     let Some((key, subresource)) = parse(&path) else {
-        return refuse((404, "NotFound"));
+        return refuse((404, "NotFound"), "");
     };
     if *lock(&inner.forbidden) == key.resource {
-        return refuse((403, "Forbidden"));
+        return refuse((403, "Forbidden"), "");
     }
     if parts.method == Method::GET && key.name.is_empty() {
         return if query
@@ -182,6 +187,15 @@ async fn answer(State(inner): State<Inner>, request: Request) -> Response {
         review["status"] = json!({"allowed": review["spec"]["user"] == ALLOWED});
         return reply(200, review.to_string());
     }
+    let counted = parts.method != Method::GET && matches!(&*key.resource, PODS | "virtualmachines");
+    let verdict = match counted {
+        true => inner.trap.pass(&format!("{} {path}", parts.method)),
+        false => Verdict::Pass,
+    };
+    if verdict == Verdict::Refuse {
+        return refuse((503, "ServiceUnavailable"), "");
+    }
+    let name = key.name.clone();
     let result = inner.with(|store| match parts.method {
         Method::GET => store.get(&key),
         Method::POST => store.create(key.clone(), object),
@@ -196,9 +210,12 @@ async fn answer(State(inner): State<Inner>, request: Request) -> Response {
         }
         _ => Err((405, "MethodNotAllowed")),
     });
+    if verdict == Verdict::Lose {
+        return refuse((503, "ServiceUnavailable"), "");
+    }
     match result {
         Ok(object) => reply(200, object.to_string()),
-        Err(refusal) => refuse(refusal),
+        Err(refusal) => refuse(refusal, &name),
     }
 }
 
@@ -286,10 +303,11 @@ fn decode(text: &str) -> String {
     String::from_utf8(decoded).unwrap()
 }
 
-fn refuse((code, reason): Refusal) -> Response {
+/// The name is that of an object; the server says none when it does not know the resource.
+fn refuse((code, reason): Refusal, name: &str) -> Response {
     let status = json!({
         "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
-        "message": reason, "reason": reason, "code": code,
+        "message": reason, "reason": reason, "code": code, "details": {"name": name},
     });
     reply(code, status.to_string())
 }

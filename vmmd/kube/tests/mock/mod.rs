@@ -1,9 +1,13 @@
 //! A cluster for the programs under test: an API server, vmmds, and a scheduler that the test is.
 
 pub mod api;
+pub mod ledger;
+pub mod migration;
+mod node;
 pub mod storage;
 pub mod store;
 mod streams;
+pub mod trap;
 pub mod vmmd;
 
 use std::{
@@ -13,10 +17,7 @@ use std::{
 
 use serde_json::{Value, json};
 
-use self::{
-    api::Api,
-    vmmd::{Ledger, Vmmd},
-};
+use self::{api::Api, ledger::Ledger, vmmd::Vmmd};
 
 /// How long anything may take on a loaded machine.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -28,6 +29,11 @@ impl Program {
     /// As by `kill -9`.
     pub fn kill(mut self) {
         self.end();
+    }
+
+    /// For one that kills it at a moment of its own.
+    pub fn pid(&self) -> rustix::process::Pid {
+        rustix::process::Pid::from_child(&self.0)
     }
 
     pub fn has_ended(&mut self) -> bool {
@@ -57,7 +63,7 @@ impl Cluster {
     pub fn start(nodes: usize) -> Self {
         let ledger = Ledger::default();
         Self {
-            api: Api::start(),
+            api: Api::start(&ledger.trap),
             vmmds: (0..nodes)
                 .map(|index| Vmmd::start(&format!("n{index}"), &ledger))
                 .collect(),
@@ -87,6 +93,7 @@ impl Cluster {
             .args(["agent", "--address", "192.0.2.1", "--node-name"])
             .arg(format!("n{node}"));
         command
+            .arg(format!("--migration-address=n{node}:7443"))
             .arg("--socket")
             .arg(&vmmd.socket)
             .arg("--lock-file")
@@ -168,6 +175,20 @@ impl Cluster {
             object["spec"]["nodeName"] = node.into();
             store.replace(&key, "", object).is_ok()
         })
+    }
+
+    /// As `kubectl cordon` and `uncordon` do.
+    pub fn cordon(&self, node: &str, unschedulable: bool) {
+        let patch = json!({"spec": {"unschedulable": unschedulable}});
+        let patched = self.api.store(|store| store.patch(&api::node(node), "", &patch));
+        patched.unwrap();
+    }
+
+    /// As `kubectl annotate` does.
+    pub fn annotate(&self, machine: &str, key: &str, value: &str) {
+        let patch = json!({"metadata": {"annotations": {key: value}}});
+        let key = api::machine("shop", machine);
+        self.api.store(|store| store.patch(&key, "", &patch)).unwrap();
     }
 
     pub fn delete_pod(&self, name: &str, grace: Option<i64>) {

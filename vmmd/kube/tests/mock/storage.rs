@@ -73,6 +73,11 @@ impl Storage {
         }
     }
 
+    /// An operation as it is from now on.
+    pub fn put_operation(&self, operation: v1::Operation) {
+        lock(&self.0).operations.insert(operation.id.clone(), operation);
+    }
+
     /// Lets failed imports be forgotten, as the daemon does after an hour.
     pub fn forget_operations(&self) {
         lock(&self.0).operations.clear();

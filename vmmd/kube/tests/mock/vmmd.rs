@@ -1,17 +1,17 @@
 //! A vmmd on a UNIX socket: VMs in a map, guests that power off when they are told to, or not.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     path::{Path, PathBuf},
     pin::Pin,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::Ordering},
     time::Duration,
 };
 
 use proto::v1::{
     self, ConditionStatus, ExitReason, VmPhase, WatchEventType, console_request,
     disk_service_server::DiskServiceServer, image_service_server::ImageServiceServer,
-    node_service_server::NodeService, node_service_server::NodeServiceServer,
+    migration_service_server::MigrationServiceServer, node_service_server::NodeServiceServer,
     operation_service_server::OperationServiceServer, vm_service_server::VmService,
     vm_service_server::VmServiceServer,
 };
@@ -19,57 +19,19 @@ use tokio::{net::UnixListener, runtime::Runtime, sync::watch};
 use tokio_stream::{Stream, StreamExt as _, wrappers::UnixListenerStream};
 use tonic::{Request, Response, Status, Streaming};
 
-use super::{storage::Storage, streams};
+use super::{
+    ledger::Ledger,
+    migration::{Moves, migrating},
+    storage::Storage,
+    streams,
+};
 
-type Answer<T> = Result<Response<T>, Status>;
+pub type Answer<T> = Result<Response<T>, Status>;
 pub type Events<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
-
-/// What runs on all nodes of a test: of one machine there must never be two.
-#[derive(Clone, Default)]
-pub struct Ledger(Arc<Mutex<Runs>>);
-
-#[derive(Default)]
-struct Runs {
-    running: BTreeMap<String, BTreeSet<String>>,
-    /// Machine and epoch of each start.
-    starts: Vec<(String, i64)>,
-    twice: Vec<String>,
-}
-
-impl Ledger {
-    fn start(&self, machine: &str, epoch: i64, node: &str) {
-        let mut runs = lock(&self.0);
-        runs.starts.push((machine.to_owned(), epoch));
-        let nodes = runs.running.entry(machine.to_owned()).or_default();
-        nodes.insert(node.to_owned());
-        if nodes.len() > 1 {
-            let text = format!("{machine} runs on {nodes:?}");
-            runs.twice.push(text);
-        }
-    }
-
-    fn end(&self, machine: &str, node: &str) {
-        lock(&self.0)
-            .running
-            .entry(machine.to_owned())
-            .or_default()
-            .remove(node);
-    }
-
-    /// Machines that ran on two nodes at once.
-    pub fn twice(&self) -> Vec<String> {
-        lock(&self.0).twice.clone()
-    }
-
-    /// Epochs of all starts, in their order.
-    pub fn epochs(&self) -> Vec<i64> {
-        lock(&self.0).starts.iter().map(|(_, epoch)| *epoch).collect()
-    }
-}
 
 #[derive(Clone)]
 pub struct State {
-    vms: Arc<Mutex<BTreeMap<String, v1::Vm>>>,
+    pub vms: Arc<Mutex<BTreeMap<String, v1::Vm>>>,
     /// Events since the beginning.
     log: Arc<Mutex<Vec<v1::WatchVmsResponse>>>,
     changed: Arc<watch::Sender<usize>>,
@@ -82,8 +44,9 @@ pub struct State {
     /// The node has no KVM.
     pub no_kvm: Arc<Mutex<bool>>,
     pub storage: Storage,
-    ledger: Ledger,
-    node: String,
+    pub moves: Moves,
+    pub ledger: Ledger,
+    pub node: String,
 }
 
 pub struct Vmmd {
@@ -111,9 +74,11 @@ impl Vmmd {
             refusal: Arc::default(),
             no_kvm: Arc::default(),
             storage: Storage::default(),
+            moves: Moves::default(),
             ledger: ledger.clone(),
             node: node.to_owned(),
         };
+        ledger.add_node(&format!("{node}:7443"), &state);
         Self {
             runtime: Some(serve(&socket, &state)),
             state,
@@ -130,6 +95,7 @@ impl Vmmd {
     /// As after a crash of the daemon: VMs stay.
     pub fn stop(&mut self) {
         if let Some(runtime) = self.runtime.take() {
+            self.state.moves.up.store(false, Ordering::SeqCst);
             runtime.shutdown_background();
             std::fs::remove_file(&self.socket).unwrap();
         }
@@ -154,11 +120,14 @@ fn serve(socket: &Path, state: &State) -> Runtime {
         VmServiceServer::new(state.clone()),
         NodeServiceServer::new(state.clone()),
     );
-    let storage = state.storage.clone();
+    let (storage, migrations) = (state.storage.clone(), MigrationServiceServer::new(state.clone()));
+    state.moves.lives.fetch_add(1, Ordering::SeqCst);
+    state.moves.up.store(true, Ordering::SeqCst);
     runtime.spawn(async move {
         let server = tonic::transport::Server::builder()
             .add_service(vms)
             .add_service(nodes)
+            .add_service(migrations)
             .add_service(DiskServiceServer::new(storage.clone()))
             .add_service(ImageServiceServer::new(storage.clone()))
             .add_service(OperationServiceServer::new(storage));
@@ -179,6 +148,11 @@ fn label(vm: &v1::Vm, key: &str) -> String {
         .unwrap_or_default()
 }
 
+/// The machine of a VM.
+pub fn move_id(vm: &v1::Vm) -> String {
+    id(vm).0
+}
+
 fn id(vm: &v1::Vm) -> (String, i64) {
     (
         label(vm, "vmmd.dev/machine-uid"),
@@ -188,12 +162,15 @@ fn id(vm: &v1::Vm) -> (String, i64) {
 
 fn selected(vm: &v1::Vm, filter: &v1::VmFilter) -> bool {
     filter.labels.iter().all(|one| {
-        let (key, value) = one.split_once('=').unwrap();
-        label(vm, key) == value
+        let labels = &vm.metadata.as_ref().unwrap().labels;
+        match one.split_once('=') {
+            Some((key, value)) => labels.get(key).is_some_and(|found| found == value),
+            None => labels.contains_key(one),
+        }
     })
 }
 
-fn unused<T>() -> Answer<T> {
+pub fn unused<T>() -> Answer<T> {
     Err(Status::unimplemented("the agent does not use it"))
 }
 
@@ -215,11 +192,12 @@ impl State {
         }
     }
 
-    fn called(&self, call: String) {
+    pub fn called(&self, call: String) {
+        self.ledger.trap.pass(&format!("{}: {call}", self.node));
         lock(&self.calls).push(call);
     }
 
-    fn tell(&self, kind: WatchEventType, vm: &v1::Vm) {
+    pub fn tell(&self, kind: WatchEventType, vm: &v1::Vm) {
         let mut log = lock(&self.log);
         log.push(v1::WatchVmsResponse {
             r#type: kind.into(),
@@ -297,7 +275,9 @@ impl VmService for State {
         if vms.contains_key(&name) {
             return Err(Status::already_exists("there is one"));
         }
-        vm.metadata.as_mut().unwrap().uid = format!("vm-{}", lock(&self.log).len());
+        let metadata = vm.metadata.as_mut().unwrap();
+        metadata.uid = format!("vm-{}-{}", self.node, lock(&self.log).len());
+        metadata.generation = 1;
         let disks = vm.spec.iter().flat_map(|spec| spec.disks.iter());
         let disks = disks.filter_map(|disk| match &disk.source {
             Some(v1::disk_spec::Source::Disk(name)) => Some(name.clone()),
@@ -388,6 +368,9 @@ impl VmService for State {
     async fn delete_vm(&self, request: Request<v1::DeleteVmRequest>) -> Answer<v1::DeleteVmResponse> {
         let request = request.into_inner();
         self.called(format!("delete {} force={}", request.name, request.force));
+        if self.moves.concern(&request.name) {
+            return Err(migrating());
+        }
         let mut vms = lock(&self.vms);
         let vm = vms
             .remove(&request.name)
@@ -414,6 +397,9 @@ impl VmService for State {
         let request = request.into_inner();
         let grace = request.grace_period.map_or(0, |grace| grace.seconds);
         self.called(format!("stop {} grace={grace}", request.name));
+        if self.moves.concern(&request.name) {
+            return Err(migrating());
+        }
         let mut vms = lock(&self.vms);
         let vm = vms
             .get_mut(&request.name)
@@ -453,8 +439,44 @@ impl VmService for State {
         Ok(Response::new(Box::pin(lines)))
     }
 
-    async fn update_vm(&self, _: Request<v1::UpdateVmRequest>) -> Answer<v1::UpdateVmResponse> {
-        unused()
+    /// Only labels and annotations are changed.
+    async fn update_vm(&self, request: Request<v1::UpdateVmRequest>) -> Answer<v1::UpdateVmResponse> {
+        let request = request.into_inner();
+        let new = request.vm.unwrap().metadata.unwrap();
+        self.called(format!("update {}", new.name));
+        let mut vms = lock(&self.vms);
+        let vm = vms
+            .get_mut(&new.name)
+            .ok_or_else(|| Status::not_found("there is none"))?;
+        if self.moves.concern(&new.name) {
+            return Err(migrating());
+        }
+        let metadata = vm.metadata.as_mut().unwrap();
+        if metadata.uid != request.preconditions.unwrap().uid {
+            return Err(Status::not_found("it is another one"));
+        }
+        let before = metadata.clone();
+        for path in request.update_mask.unwrap().paths {
+            let (field, key) = path.trim_end_matches(']').split_once('[').unwrap();
+            let (old, new) = match field {
+                "metadata.labels" => (&mut metadata.labels, &new.labels),
+                "metadata.annotations" => (&mut metadata.annotations, &new.annotations),
+                other => panic!("{other}"),
+            };
+            match new.get(key) {
+                Some(value) => old.insert(key.to_owned(), value.clone()),
+                None => old.remove(key),
+            };
+        }
+        if *metadata != before {
+            metadata.generation += 1;
+        }
+        let vm = vm.clone();
+        self.tell(WatchEventType::Modified, &vm);
+        Ok(Response::new(v1::UpdateVmResponse {
+            vm: Some(vm),
+            operation: None,
+        }))
     }
 
     async fn restart_vm(&self, _: Request<v1::RestartVmRequest>) -> Answer<v1::RestartVmResponse> {
@@ -533,83 +555,5 @@ impl VmService for State {
         streams::port_forward(request.into_inner())
             .await
             .map(Response::new)
-    }
-}
-
-#[tonic::async_trait]
-impl NodeService for State {
-    async fn get_node(&self, _: Request<v1::GetNodeRequest>) -> Answer<v1::GetNodeResponse> {
-        Ok(Response::new(v1::GetNodeResponse {
-            node: Some(self.described()),
-        }))
-    }
-
-    type WatchNodeStream = Events<v1::WatchNodeResponse>;
-
-    async fn watch_node(&self, _: Request<v1::WatchNodeRequest>) -> Answer<Self::WatchNodeStream> {
-        let first = tokio_stream::iter([Ok::<_, Status>(v1::WatchNodeResponse {
-            node: Some(self.described()),
-        })]);
-        Ok(Response::new(Box::pin(first.chain(tokio_stream::pending()))))
-    }
-
-    async fn update_node_labels(
-        &self,
-        _: Request<v1::UpdateNodeLabelsRequest>,
-    ) -> Answer<v1::UpdateNodeLabelsResponse> {
-        unused()
-    }
-
-    async fn check_placement(
-        &self,
-        _: Request<v1::CheckPlacementRequest>,
-    ) -> Answer<v1::CheckPlacementResponse> {
-        unused()
-    }
-
-    async fn cordon_node(&self, _: Request<v1::CordonNodeRequest>) -> Answer<v1::CordonNodeResponse> {
-        unused()
-    }
-
-    async fn uncordon_node(&self, _: Request<v1::UncordonNodeRequest>) -> Answer<v1::UncordonNodeResponse> {
-        unused()
-    }
-
-    async fn drain_node(&self, _: Request<v1::DrainNodeRequest>) -> Answer<v1::DrainNodeResponse> {
-        unused()
-    }
-}
-
-impl State {
-    fn described(&self) -> v1::Node {
-        let mut node = node();
-        if *lock(&self.no_kvm) {
-            let condition = v1::Condition {
-                r#type: "KvmAvailable".to_owned(),
-                status: ConditionStatus::False.into(),
-                message: "/dev/kvm is missing".to_owned(),
-                ..v1::Condition::default()
-            };
-            node.status.as_mut().unwrap().conditions.push(condition);
-        }
-        node
-    }
-}
-
-fn node() -> v1::Node {
-    let has = v1::Resources {
-        cpu_millis: 8000,
-        memory_bytes: 8 << 30,
-        ..v1::Resources::default()
-    };
-    let status = v1::NodeStatus {
-        version: "1.2.3".to_owned(),
-        capacity: Some(has),
-        allocatable: Some(has),
-        ..v1::NodeStatus::default()
-    };
-    v1::Node {
-        status: Some(status),
-        ..v1::Node::default()
     }
 }

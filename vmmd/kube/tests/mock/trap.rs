@@ -1,0 +1,61 @@
+//! Lets a test act at one of the calls that change something: so each step of what the programs do can be the last one of one of them.
+
+use std::sync::{Arc, Mutex};
+
+use super::vmmd::lock;
+
+/// What becomes of the call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// It is carried out and answered.
+    Pass,
+    /// It is not carried out.
+    Refuse,
+    /// It is carried out, and the answer is lost.
+    Lose,
+}
+
+type Act = Box<dyn FnOnce(&str) -> Verdict + Send>;
+
+/// Of the API server and of all vmmds of a test.
+#[derive(Clone, Default)]
+pub struct Trap(Arc<Mutex<Inner>>);
+
+#[derive(Default)]
+struct Inner {
+    armed: bool,
+    calls: Vec<String>,
+    /// At the call with this number, from 0.
+    act: Option<(usize, Act)>,
+}
+
+impl Trap {
+    /// Counts from here on, and acts at that call.
+    pub fn arm(&self, at: usize, act: impl FnOnce(&str) -> Verdict + Send + 'static) {
+        let mut inner = lock(&self.0);
+        inner.armed = true;
+        inner.act = Some((at, Box::new(act)));
+    }
+
+    /// All calls that were counted.
+    pub fn calls(&self) -> Vec<String> {
+        lock(&self.0).calls.clone()
+    }
+
+    /// A call comes.
+    pub fn pass(&self, call: &str) -> Verdict {
+        let mut inner = lock(&self.0);
+        if !inner.armed {
+            return Verdict::Pass;
+        }
+        inner.calls.push(call.to_owned());
+        let now = inner.calls.len() - 1;
+        match inner.act.take() {
+            Some((at, act)) if at == now => act(call),
+            other => {
+                inner.act = other;
+                Verdict::Pass
+            }
+        }
+    }
+}
