@@ -111,8 +111,12 @@ kubernetes: tools ## Run vmmd-kube under a real Kubernetes control plane, which 
 	$(CARGO) build --locked --workspace --features vmmd-kubernetes-tests/nightly --bin vmmd --bin mock-vmm --bin vmmd-kube
 	$(CARGO) nextest run --locked --workspace --features vmmd-kubernetes-tests/nightly --test kubernetes
 
+.PHONY: kubernetes-long
+kubernetes-long: export VMMD_LONG = 1
+kubernetes-long: kubernetes ## The same with 200 rounds of faults, and the API server away for five minutes
+
 .PHONY: nightly
-nightly: lint deny mutations previous fleet kubernetes long ## Run what make test is too short for, and what takes minutes to compile
+nightly: lint deny mutations previous fleet kubernetes-long long ## Run what make test is too short for, and what takes minutes to compile
 	@command -v mdbook >/dev/null || $(CARGO) install --locked mdbook
 	mdbook build docs
 	for part in $(FUZZ_TARGETS); do $(MAKE) fuzz FUZZ=$$part FUZZ_SECONDS=100; done

@@ -1,6 +1,6 @@
 //! Programs are killed without a word, at random moments: no VM runs twice, none is lost, all converges, nothing is left.
 //!
-//! `VMMD_KUBERNETES_ROUNDS` is the number of rounds (40), `VMMD_KUBERNETES_SEED` the seed of what happens in them (1). The same seed makes the
+//! `VMMD_KUBERNETES_ROUNDS` is the number of rounds (40, and 200 with `VMMD_LONG`), `VMMD_KUBERNETES_SEED` the seed of what happens in them (1). The same seed makes the
 //! same choices, though not the same moments.
 
 use std::{
@@ -89,7 +89,8 @@ impl Fault {
 
 #[tokio::test]
 async fn no_vm_runs_twice_or_is_lost_whatever_is_killed() {
-    let rounds = number("VMMD_KUBERNETES_ROUNDS", 40);
+    let long = env::var_os("VMMD_LONG").is_some();
+    let rounds = number("VMMD_KUBERNETES_ROUNDS", if long { 200 } else { 40 });
     let seed = number("VMMD_KUBERNETES_SEED", 1);
     let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
     let mut fleet = Fleet::start(2, 2).await;
@@ -103,12 +104,21 @@ async fn no_vm_runs_twice_or_is_lost_whatever_is_killed() {
     let began = Instant::now();
     for round in 0..rounds {
         // What somebody asks for right before.
-        match random.below(3) {
+        let mut drained = None;
+        match random.below(5) {
             0 if names.len() < 10 => create(&mut fleet, &mut names, &mut made),
             1 if names.len() > 3 => {
                 let name = names.swap_remove(random.below(names.len()));
                 fleet.cluster.kubectl(&["delete", "vmmvm", &name, "--wait=false"]);
             }
+            2 => {
+                let name = &names[random.below(names.len())];
+                let wish = format!("vmmd.dev/migrate={round}");
+                fleet
+                    .cluster
+                    .kubectl(&["annotate", "--overwrite", "vmmvm", name, &wish]);
+            }
+            3 => drained = Some(drain(&fleet, random.below(2)).await),
             _ => {}
         }
         sleep(Duration::from_millis(random.below(800) as u64)).await;
@@ -128,6 +138,10 @@ async fn no_vm_runs_twice_or_is_lost_whatever_is_killed() {
             fault.mend(&mut fleet).await;
         }
         let mended = Instant::now();
+        if let Some(node) = drained {
+            fleet.cluster.ready().await;
+            uncordon(&fleet, &node).await;
+        }
         fleet.recovered(&names, PATIENCE).await;
         longest = longest.max(mended.elapsed());
         println!(
@@ -136,6 +150,7 @@ async fn no_vm_runs_twice_or_is_lost_whatever_is_killed() {
         );
         assert_eq!(fleet.ran_twice(), [""; 0], "round {round}");
     }
+    println!("{} moves that the daemons told of", fleet.moves().await);
     println!(
         "{rounds} rounds of seed {seed} in {:.0} s, the longest way back took {:.1} s",
         began.elapsed().as_secs_f32(),
@@ -150,14 +165,45 @@ async fn no_vm_runs_twice_or_is_lost_whatever_is_killed() {
     fleet.nothing_left(PATIENCE).await;
 }
 
+/// Every third one has a disk that is made for each run, and is not moved.
 fn create(fleet: &mut Fleet, names: &mut Vec<String>, made: &mut usize) {
     let name = format!("vm-{made}");
-    *made += 1;
     let mut vm = fleet.vm(&name);
-    vm["spec"]["vm"]["disks"] = json!([{"name": "scratch"}]);
-    vm["spec"]["volumes"] = json!([{"name": "scratch", "emptyDisk": {"size": "1Mi"}}]);
+    if made.is_multiple_of(3) {
+        vm["spec"]["vm"]["disks"] = json!([{"name": "scratch"}]);
+        vm["spec"]["volumes"] = json!([{"name": "scratch", "emptyDisk": {"size": "1Mi"}}]);
+    }
+    *made += 1;
     fleet.cluster.apply(&vm);
     names.push(name);
+}
+
+/// What `kubectl drain` does, without waiting for its end.
+async fn drain(fleet: &Fleet, number: usize) -> String {
+    let node = fleet.nodes[number].name.clone();
+    fleet.cluster.kubectl(&["cordon", &node]);
+    let pods = format!("/api/v1/namespaces/default/pods?fieldSelector=spec.nodeName={node}");
+    for pod in fleet.cluster.api.list(&pods).await.unwrap() {
+        let name = pod["metadata"]["name"].as_str().unwrap();
+        let eviction = json!({
+            "apiVersion": "policy/v1beta1",
+            "kind": "Eviction",
+            "metadata": {"name": name, "namespace": "default"},
+        });
+        let path = format!("/api/v1/namespaces/default/pods/{name}/eviction");
+        // It may have gone meanwhile.
+        let _ = fleet.cluster.api.post(&path, &eviction).await;
+    }
+    node
+}
+
+async fn uncordon(fleet: &Fleet, node: &str) {
+    let schedulable = json!({"spec": {"unschedulable": null}});
+    let path = format!("/api/v1/nodes/{node}");
+    eventually("the node is uncordoned", PATIENCE, async || {
+        fleet.cluster.api.patch(&path, &schedulable).await
+    })
+    .await;
 }
 
 /// The processes of all VMs.
