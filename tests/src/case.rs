@@ -77,8 +77,8 @@ impl Case {
         Ok(name)
     }
 
-    /// Of the two numbers in the case's name; an interface's name has at most 15 characters.
-    fn bridge_name(&self) -> String {
+    /// Name of its [`bridge`](Self::bridge), of the two numbers in the case's name: an interface's has at most 15 characters.
+    pub fn bridge_name(&self) -> String {
         let mut numbers = self.name.rsplit('-');
         let (count, pid) = (numbers.next().unwrap_or("0"), numbers.next().unwrap_or("0"));
         format!("br{pid}x{count}")

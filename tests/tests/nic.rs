@@ -217,7 +217,7 @@ fn nics_come_and_go_while_the_guest_runs_also_when_the_daemon_is_killed_in_betwe
     wired.ping();
 }
 
-/// A macvtap that somebody made: the node is on the same network by a macvlan.
+/// A macvtap that somebody made, on a bridge that has a port, and so a carrier: the node is on the same network by a macvlan.
 #[test]
 fn a_macvtap_carries_data_unchanged_with_both_backends_and_is_of_one_vm() {
     for (number, backend) in [(4, "USERSPACE"), (5, "VHOST")] {
@@ -225,19 +225,20 @@ fn a_macvtap_carries_data_unchanged_with_both_backends_and_is_of_one_vm() {
         let node = case.node();
         let mut spec = None;
         let mut wired = Wired::start(&case, number, |bridge| {
-            let [tap, end] = ["mt", "mv"].map(|kind| bridge.replace("br", kind));
+            let [tap, end, port] = ["mt", "mv", "md"].map(|kind| bridge.replace("br", kind));
             let kind = |name: &str, kind: &str| {
                 format!("ip link add link {bridge} name {name} type {kind} mode bridge")
             };
             node.sh(&format!(
-                "ip addr flush dev {bridge} && {} && {} && ip addr add 10.9.{number}.1/24 dev {end} && ip link set {end} up",
+                "ip link add {port} type dummy && ip link set {port} master {bridge} up && ip addr flush dev {bridge} && {} && {} && \
+                 ip addr add 10.9.{number}.1/24 dev {end} && ip link set {end} up",
                 kind(&tap, "macvtap"),
                 kind(&end, "macvlan")
             ))
             .expect("macvtap");
             let nic = json!({"name": "eth0", "tap": tap, "queues": 2, "backend": backend});
-            let made = VmSpec::busybox(Kernel::Cloud612).cores(2).nic("eth0", bridge);
-            spec.insert(made.set("/nics/0", nic)).clone()
+            let made = VmSpec::busybox(Kernel::Cloud612).cores(2);
+            spec.insert(made.set("/nics", json!([nic]))).clone()
         });
         wired.ping();
         wired.compare([7000, 7001]);
@@ -254,8 +255,11 @@ fn a_macvtap_carries_data_unchanged_with_both_backends_and_is_of_one_vm() {
         let refused = other.try_ctl("start").expect("vmmctl");
         let said = &refused.stderr;
         assert!(said.contains("is in use by another process"), "{said}");
-        wired.vm.ctl("kill").expect("kill");
+        wired.vm.ctl("stop --force").expect("stop");
         other.ctl("start").expect("start");
+        let bridge = case.bridge_name();
+        node.sh(&format!("ip link del {}", bridge.replace("br", "md")))
+            .expect("the port goes");
     }
 }
 
