@@ -1,4 +1,4 @@
-//! The agent's part of a migration (see [`crate::controller::migration`]): it asks vmmd to move a VM, says what came of it, and takes over
+//! The agent's part of a migration (see `controller::migration`): it asks vmmd to move a VM, says what came of it, and takes over
 //! a VM that was moved here.
 //!
 //! Which node runs the VM is vmmd's hand-over alone. What the API server is told follows from it:
