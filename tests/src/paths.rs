@@ -34,3 +34,8 @@ pub fn run_dir(name: &str) -> PathBuf {
 pub fn novnc() -> PathBuf {
     test_node_dir().join("novnc.deb")
 }
+
+/// vncdotool's command, a VNC client without a window: .ci/setup installs it.
+pub fn vncdo() -> PathBuf {
+    workspace_dir().join("target/tools/vncdotool/bin/vncdo")
+}
