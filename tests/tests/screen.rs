@@ -4,10 +4,13 @@
 mod glyphs;
 #[path = "screen/picture.rs"]
 mod picture;
+#[path = "screen/served.rs"]
+mod served;
 
 use picture::Picture;
 use rstest::rstest;
 use serde_json::json;
+use served::Served;
 use vmmd_tests::node::Kernel;
 use vmmd_tests::vm::{BOOT, Console, Vm, VmSpec};
 use vmmd_tests::wait::Deadline;
@@ -61,18 +64,8 @@ fn a_guest_finds_its_screen_and_vmmctl_looks_and_types_also_while_it_is_paused()
     vm.ctl_with("type", "'echo hello' --enter").expect("text");
 
     // Any viewer, at an address that vmmctl prints.
-    let serve = format!(
-        "echo $$; exec vmmctl vnc {} --listen 127.0.0.1:0 2>/dev/null",
-        vm.name()
-    );
-    let mut served = vm.node().stream(&serve).expect("vmmctl vnc");
-    served
-        .until("127.0.0.1:", Deadline::seconds(60))
-        .expect("an address");
-    served.until("\n", Deadline::seconds(60)).expect("a whole line");
-    let text = served.text();
-    let (process, address) = text.trim().split_once('\n').expect("two lines");
-    let (_, port) = address.rsplit_once(':').expect("a port");
+    let served = Served::start(&case, &vm);
+    let (_, port) = served.address.rsplit_once(':').expect("a port");
     let greeting = vm
         .node()
         .sh(&format!(
@@ -80,6 +73,7 @@ fn a_guest_finds_its_screen_and_vmmctl_looks_and_types_also_while_it_is_paused()
         ))
         .expect("a connection");
     assert_eq!(greeting, GREETING);
+    let process = &served.process;
     let ended = format!("kill -INT {process} && timeout 60 tail --pid {process} -f /dev/null");
     vm.node().sh(&ended).expect("^C ends it");
 }

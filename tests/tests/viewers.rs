@@ -8,6 +8,8 @@ mod glyphs;
 mod page;
 #[path = "screen/picture.rs"]
 mod picture;
+#[path = "screen/served.rs"]
+mod served;
 #[path = "screen/shows.rs"]
 mod shows;
 #[path = "screen/viewer.rs"]

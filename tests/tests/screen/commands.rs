@@ -2,52 +2,14 @@
 
 use std::process::Command;
 
-use vmmd_tests::node::{Forward, Stream};
+use vmmd_tests::node::Forward;
 use vmmd_tests::vm::Vm;
-use vmmd_tests::wait::Deadline;
 use vmmd_tests::{Case, paths};
 
 use super::picture::Picture;
+use super::served::Served;
 use super::shows::{SIZE, Shows};
 use super::viewer::{kept, save};
-
-/// `vmmctl vnc --listen` in the node. It ends when this is dropped.
-struct Served<'a> {
-    /// Without a password.
-    address: String,
-    case: &'a Case,
-    process: String,
-    _stream: Stream,
-}
-
-impl<'a> Served<'a> {
-    fn start(case: &'a Case, vm: &Vm<'_>) -> Self {
-        let serve = format!(
-            "echo $$; exec vmmctl vnc {} --listen 127.0.0.1:0 2>/dev/null",
-            vm.name()
-        );
-        let mut stream = case.node().stream(&serve).expect("vmmctl vnc");
-        stream
-            .until("127.0.0.1:", Deadline::seconds(60))
-            .expect("an address");
-        stream.until("\n", Deadline::seconds(60)).expect("a whole line");
-        let text = stream.text();
-        let (process, address) = text.trim().split_once('\n').expect("two lines");
-        Self {
-            address: address.to_owned(),
-            case,
-            process: process.to_owned(),
-            _stream: stream,
-        }
-    }
-}
-
-impl Drop for Served<'_> {
-    fn drop(&mut self) {
-        // It may have ended.
-        let _ = self.case.node().ssh(&format!("kill -INT {}", self.process));
-    }
-}
 
 /// vncdotool on this machine. It connects anew for each line and for each picture.
 pub struct CommandLine<'a> {

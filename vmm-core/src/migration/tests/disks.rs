@@ -74,6 +74,17 @@ struct Guest {
     content: Content,
 }
 
+fn options() -> BlkOptions {
+    BlkOptions {
+        name: "root".into(),
+        serial: String::new(),
+        queues: 1,
+        logical_block: 512,
+        on_error: OnError::Report,
+        limiter: None,
+    }
+}
+
 impl Guest {
     fn new(format: Format) -> Self {
         let (image, _) = image(format, SIZE);
@@ -81,15 +92,7 @@ impl Guest {
         content.write(0, &[1; 512]).unwrap();
         content.write(1 << 20, &vec![2; 300 << 10]).unwrap();
         content.write(SIZE - 512, &[3; 512]).unwrap();
-        let options = BlkOptions {
-            name: "root".into(),
-            serial: String::new(),
-            queues: 1,
-            logical_block: 512,
-            on_error: OnError::Report,
-            limiter: None,
-        };
-        let blk = Blk::new(image, options);
+        let blk = Blk::new(image, options());
         Self { blk, content }
     }
 
@@ -321,15 +324,7 @@ fn frames_of_disks_that_no_sender_sends_are_refused() {
 #[test]
 fn a_terabyte_of_nothing_is_not_sent() {
     let (image, _) = image(Format::Raw, 1 << 40);
-    let options = BlkOptions {
-        name: "root".into(),
-        serial: String::new(),
-        queues: 1,
-        logical_block: 512,
-        on_error: OnError::Report,
-        limiter: None,
-    };
-    let blk = Blk::new(image, options);
+    let blk = Blk::new(image, options());
     let (near, _far) = UnixStream::pair().unwrap();
     let disks = vec![Mirrored {
         name: "root".into(),
