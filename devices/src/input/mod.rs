@@ -35,9 +35,9 @@ pub trait Keyboard: Send + Sync {
     fn is_listening(&self) -> bool;
     /// A key went down, or up.
     fn key(&self, key: Key, down: bool);
-    /// The client repeats a key that is down. Only keyboards that repeat by themselves in hardware have to do something: for others
-    /// guests repeat.
-    fn repeat(&self, _key: Key) {}
+    /// The client repeats a key that is down. Guests are not to repeat by themselves: a release that is late, by a slow line or in a busy
+    /// node, would be a key that was held.
+    fn repeat(&self, key: Key);
 }
 
 /// A pointer of the guest with absolute coordinates. Its methods are called with the hub's lock held and must not block.

@@ -20,7 +20,6 @@ pub(super) mod code {
     pub const EV_REL: u16 = 2;
     pub const EV_ABS: u16 = 3;
     pub const EV_LED: u16 = 0x11;
-    pub const EV_REP: u16 = 0x14;
     pub const REL_HWHEEL: u16 = 6;
     pub const REL_WHEEL: u16 = 8;
     pub const ABS_X: u16 = 0;
@@ -110,8 +109,6 @@ impl Config {
         match (self.kind, event) {
             (Kind::Keyboard, code::EV_KEY) => (1..=u16::from(Key::MAX)).collect(),
             (Kind::Keyboard, code::EV_LED) => vec![code::LED_NUML, code::LED_CAPSL, code::LED_SCROLLL],
-            // The driver's input layer repeats keys that are held.
-            (Kind::Keyboard, code::EV_REP) => vec![0, 1],
             (Kind::Tablet, code::EV_KEY) => vec![code::BTN_LEFT, code::BTN_RIGHT, code::BTN_MIDDLE],
             (Kind::Tablet, code::EV_REL) => vec![code::REL_HWHEEL, code::REL_WHEEL],
             (Kind::Tablet, code::EV_ABS) => vec![code::ABS_X, code::ABS_Y],

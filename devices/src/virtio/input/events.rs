@@ -20,6 +20,9 @@ pub(super) const MAX_DOWN: usize = 256;
 /// Most events that ever wait: a release and its SYN_REPORT for each key that is down.
 pub(super) const MAX_EVENTS: usize = FULL + 8 + 2 * MAX_DOWN;
 
+/// Value of a key's event when it is repeated (Linux' Documentation/input/event-codes.rst, EV_KEY).
+const REPEATED: u32 = 2;
+
 /// `struct virtio_input_event`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Event {
@@ -130,6 +133,18 @@ impl Events {
         let mut state = self.lock();
         if self.is_driven() && state.takes(code, down) {
             state.push([Event::new(code::EV_KEY, code, down.into())]);
+            self.notify();
+        }
+    }
+
+    /// A key that is down is pressed again by who holds it. A guest that is slow to take such news gets less of it.
+    pub fn repeat(&self, code: u16) {
+        let event = Event::new(code::EV_KEY, code, REPEATED);
+        let mut state = self.lock();
+        // Before the SYN_REPORT that ends it.
+        let last = state.pending.iter().rev().nth(1);
+        if last != Some(&event) && state.down.contains(&code) && !state.is_full() {
+            state.push([event]);
             self.notify();
         }
     }

@@ -152,6 +152,10 @@ impl Keyboard for Handle {
     fn key(&self, key: Key, down: bool) {
         self.0.button(key.code().into(), down);
     }
+
+    fn repeat(&self, key: Key) {
+        self.0.repeat(key.code().into());
+    }
 }
 
 impl Tablet for Handle {

@@ -93,7 +93,8 @@ fn each_device_says_what_it_has() {
     assert_eq!(select(&keyboard, 1, 0), b"vmmd keyboard");
     assert_eq!(select(&keyboard, 0x11, 1), [&[0xfe][..], &[0xff; 15]].concat());
     assert_eq!(select(&keyboard, 0x11, 0x11), [7]);
-    assert_eq!(select(&keyboard, 0x11, 0x14), [3]);
+    // EV_REP: the guest does not repeat keys by itself.
+    assert!(select(&keyboard, 0x11, 0x14).is_empty());
     assert!(select(&keyboard, 0x11, 3).is_empty());
     let (_, tablet) = running(Input::tablet);
     assert_eq!(select(&tablet, 1, 0), b"vmmd tablet");
@@ -127,6 +128,31 @@ fn events_wait_for_buffers_and_come_in_order() {
         .collect();
     assert_eq!(pressed, [35, 18, 38, 38, 24]);
     assert_eq!(codes.len(), 10);
+}
+
+#[test]
+fn a_held_key_repeats_as_often_as_its_client_says_so_and_a_slow_guest_sees_one_of_many() {
+    let (hub, mut driver) = running(Input::keyboard);
+    let mut source = Hub::source(&hub);
+    source.scancode(ENTER, true);
+    for _ in 0..2 {
+        for _ in 0..9 {
+            source.scancode(ENTER, true);
+        }
+        source.scancode(0x2a, true);
+        source.scancode(0x2a, false);
+    }
+    source.scancode(ENTER, false);
+    // What is not down does not repeat.
+    source.scancode(ENTER, false);
+    offer(&mut driver, 16);
+    let seen: Vec<_> = (0..16)
+        .map(|_| next(&mut driver))
+        .filter(|event| event.0 == 1)
+        .map(|(_, code, value)| (code, value))
+        .collect();
+    let turn = [(28, 2), (42, 1), (42, 0)];
+    assert_eq!(seen, [&[(28, 1)][..], &turn, &turn, &[(28, 0)]].concat());
 }
 
 #[test]

@@ -33,6 +33,8 @@ impl Keyboard for Guest {
     fn key(&self, key: Key, down: bool) {
         self.keys.lock().unwrap().push((key.code(), down));
     }
+
+    fn repeat(&self, _key: Key) {}
 }
 
 impl Resizer for Guest {
