@@ -7,6 +7,7 @@ use std::{
     os::unix::fs::DirBuilderExt as _,
     path::{Path, PathBuf},
     process::ExitStatus,
+    time::Duration,
 };
 
 use proto::v1::{CreateVncTicketRequest, VncRequest, VncTicketKind, vnc_request::Message};
@@ -15,6 +16,7 @@ use tokio::{
     net::{TcpListener, UnixListener},
     process::Command,
     signal::ctrl_c,
+    time::timeout,
 };
 
 use super::rfb::Stream;
@@ -26,6 +28,8 @@ use crate::{
 
 /// Bytes of one message, at most 64 KiB by the API.
 const CHUNK: usize = 32 << 10;
+/// How long the daemon may take for what a viewer said last.
+const LAST: Duration = Duration::from_secs(10);
 /// TigerVNC's, which takes the path of a socket.
 const VIEWER: &str = "vncviewer";
 
@@ -144,7 +148,8 @@ async fn pass(stream: Stream, mut reader: impl AsyncRead + Unpin, mut writer: im
         requests,
         mut responses,
     } = stream;
-    let to_screen = async {
+    // The requests end with it.
+    let to_screen = async move {
         let mut buffer = vec![0; CHUNK];
         while let Ok(count) = reader.read(&mut buffer).await {
             let data = buffer.get(..count).unwrap_or_default().to_vec();
@@ -156,17 +161,20 @@ async fn pass(stream: Stream, mut reader: impl AsyncRead + Unpin, mut writer: im
             }
         }
     };
-    let to_viewer = async {
+    let to_viewer = async move {
+        let mut gone = false;
+        // What a viewer has said before it went is still on its way.
         while let Ok(Some(response)) = responses.message().await {
-            if writer.write_all(&response.data).await.is_err() {
-                return;
-            }
+            gone = gone || writer.write_all(&response.data).await.is_err();
         }
     };
+    tokio::pin!(to_viewer);
     tokio::select! {
         () = to_screen => {}
-        () = to_viewer => {}
+        () = &mut to_viewer => return,
     }
+    // The daemon ends its side when it has taken all: a line that was typed just before the end is whole.
+    let _late = timeout(LAST, to_viewer).await;
 }
 
 /// A folder that nobody else can enter, for as long as this lives.

@@ -1,14 +1,18 @@
 //! The screen: pictures, keys and viewers.
 
 use std::{
-    io::{BufRead as _, BufReader, Read as _},
+    io::{BufRead as _, BufReader, Read as _, Write as _},
     net::TcpStream,
-    process::{Command, Stdio},
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
 };
 
 use proto::v1::VmPhase;
 
 use crate::support::{Daemon, screen::PICTURE};
+
+/// How long what was typed may take to a daemon.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 fn daemon() -> Daemon {
     let daemon = Daemon::start();
@@ -110,9 +114,8 @@ fn of_a_vm_that_does_not_run_there_is_no_screen() {
     }
 }
 
-#[test]
-fn viewers_connect_where_vnc_listens_each_with_a_connection_of_its_own() {
-    let daemon = daemon();
+/// Starts `vnc --listen` and returns the address with it.
+fn listen(daemon: &Daemon) -> (Child, String) {
     let mut child = Command::new(env!("CARGO_BIN_EXE_vmmctl"))
         .args(["vnc", "web", "--listen", "127.0.0.1:0"])
         .env("VMMD_SOCKET", &daemon.socket)
@@ -124,8 +127,36 @@ fn viewers_connect_where_vnc_listens_each_with_a_connection_of_its_own() {
     BufReader::new(child.stdout.take().unwrap())
         .read_line(&mut address)
         .unwrap();
+    (child, address.trim().to_owned())
+}
+
+#[test]
+fn what_a_viewer_types_just_before_it_goes_is_typed() {
+    const PRESS: [u8; 8] = [4, 1, 0, 0, 0, 0, 0, b'a'];
+    let daemon = daemon();
+    let (mut child, address) = listen(&daemon);
+    for _ in 0..20 {
+        let mut viewer = TcpStream::connect(&address).unwrap();
+        let mut hello = [0; 12];
+        viewer.read_exact(&mut hello).unwrap();
+        viewer.write_all(b"RFB 003.008\n\x01\x01").unwrap();
+        viewer.write_all(&PRESS).unwrap();
+    }
+    let (expected, begin) = (vec!["press 0x61"; 20], Instant::now());
+    while daemon.state.calls() != expected {
+        assert!(begin.elapsed() < PATIENCE, "{:?}", daemon.state.calls());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+#[test]
+fn viewers_connect_where_vnc_listens_each_with_a_connection_of_its_own() {
+    let daemon = daemon();
+    let (mut child, address) = listen(&daemon);
     for _ in 0..2 {
-        let mut viewer = TcpStream::connect(address.trim()).unwrap();
+        let mut viewer = TcpStream::connect(&address).unwrap();
         let mut hello = [0; 12];
         viewer.read_exact(&mut hello).unwrap();
         assert_eq!(&hello, b"RFB 003.008\n");

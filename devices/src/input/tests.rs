@@ -5,6 +5,7 @@ use super::*;
 struct Notes {
     deaf: std::sync::atomic::AtomicBool,
     keys: Mutex<Vec<(u8, bool)>>,
+    repeated: Mutex<Vec<u8>>,
     pointers: Mutex<Vec<Pointer>>,
 }
 
@@ -15,6 +16,10 @@ impl Keyboard for Notes {
 
     fn key(&self, key: Key, down: bool) {
         self.keys.lock().unwrap().push((key.code(), down));
+    }
+
+    fn repeat(&self, key: Key) {
+        self.repeated.lock().unwrap().push(key.code());
     }
 }
 

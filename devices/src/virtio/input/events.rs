@@ -21,7 +21,7 @@ pub(super) const MAX_DOWN: usize = 256;
 pub(super) const MAX_EVENTS: usize = FULL + 8 + 2 * MAX_DOWN;
 
 /// Value of a key's event when it is repeated (Linux' Documentation/input/event-codes.rst, EV_KEY).
-const REPEATED: u32 = 2;
+pub(super) const REPEATED: u32 = 2;
 
 /// `struct virtio_input_event`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

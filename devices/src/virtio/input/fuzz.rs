@@ -12,7 +12,7 @@ use std::{collections::BTreeSet, sync::Arc};
 use super::{
     Input,
     config::{self, code},
-    events::MAX_EVENTS,
+    events::{MAX_EVENTS, REPEATED},
 };
 use crate::{
     display::Size,
@@ -21,7 +21,7 @@ use crate::{
 };
 
 /// The entry function. It panics if the device keeps more than it may, leaves a key down that nobody holds, says that one is
-/// released which was not pressed, or panics itself.
+/// released or repeated which was not pressed, or panics itself.
 pub fn driver(data: &[u8]) {
     let hub = Arc::new(Hub::new(Layout::De));
     let mut devices = [Input::keyboard(&hub).unwrap(), Input::tablet(&hub).unwrap()];
@@ -74,10 +74,10 @@ fn take(device: &Input, down: &mut BTreeSet<u16>, most: usize) {
         };
         device.events.pop();
         if event.kind == code::EV_KEY {
-            let news = if event.value == 1 {
-                down.insert(event.code)
-            } else {
-                down.remove(&event.code)
+            let news = match event.value {
+                0 => down.remove(&event.code),
+                REPEATED => down.contains(&event.code),
+                _ => down.insert(event.code),
             };
             assert!(news, "{event:?} says nothing new");
         }

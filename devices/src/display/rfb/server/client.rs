@@ -33,6 +33,8 @@ pub(super) struct Client {
     pub writable: bool,
     /// Nothing is to be read any more; it goes when all is written.
     pub closing: bool,
+    /// It takes nothing any more. What it has said before that is read, and then it is gone.
+    pub deaf: bool,
     /// It is gone.
     pub gone: bool,
 }
@@ -65,16 +67,17 @@ impl Client {
                 self.closing = true;
             }
         }
+        self.gone |= self.deaf;
     }
 
     /// Whether there is something to be read that may be read now.
     pub fn wants_reading(&self) -> bool {
-        self.readable && !self.closing && !self.gone && self.session.listens()
+        self.readable && !self.closing && !self.gone && (self.deaf || self.session.listens())
     }
 
     /// Whether there is something to be written that may be written now.
     pub fn wants_writing(&self) -> bool {
-        self.writable && !self.gone && !self.session.output().is_empty()
+        self.writable && !self.deaf && !self.gone && !self.session.output().is_empty()
     }
 
     /// Writes what it takes without waiting, up to a batch, and encodes more of the update that is under way.
@@ -89,9 +92,50 @@ impl Client {
                     self.session.sent(count);
                     self.session.fill(frame);
                 }
-                Err(_) => self.gone = true,
+                Err(_) => {
+                    self.deaf = true;
+                    self.readable = true;
+                }
             }
         }
-        self.gone |= self.closing && (self.session.output().is_empty() || !self.writable);
+        self.gone |= self.closing && (self.deaf || self.session.output().is_empty() || !self.writable);
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::{io::Write as _, os::unix::net::UnixStream, sync::Arc};
+
+    use super::*;
+    use crate::{
+        display::Size,
+        input::{Hub, Layout},
+    };
+
+    #[test]
+    fn what_a_client_has_said_is_heard_though_it_takes_nothing_any_more() {
+        let (near, mut far) = UnixStream::pair().unwrap();
+        near.set_nonblocking(true).unwrap();
+        let mut client = Client {
+            id: 0,
+            socket: near.into(),
+            session: Session::new("vm", Size::DEFAULT),
+            access: Access::Full,
+            source: Hub::source(&Arc::new(Hub::new(Layout::Us))),
+            readable: false,
+            writable: true,
+            closing: false,
+            deaf: false,
+            gone: false,
+        };
+        far.write_all(b"RFB 003.008\n\x01\x01").unwrap();
+        drop(far);
+        client.write(&Frame::black(Size::DEFAULT));
+        assert!(client.wants_reading() && !client.wants_writing());
+        let mut events = Vec::new();
+        client.read(&mut events);
+        assert!(matches!(events.as_slice(), [Event::Ready { shared: true }]));
+        assert!(client.gone);
     }
 }

@@ -208,6 +208,7 @@ impl Worker {
             readable: true,
             writable: true,
             closing: false,
+            deaf: false,
             gone: false,
         });
         Ok(())

@@ -285,7 +285,11 @@ fn a_client_that_stops_to_read_disturbs_nobody_and_then_gets_the_latest_picture(
     stuck.send(&[150, 1, 0, 0, 0, 0, 1, 144, 1, 44]);
     let mut lively = rig.client("full", 1, &[16]);
     // In the long form it reads nothing for a minute.
-    let stuck_for = Duration::from_secs(if std::env::var_os("VMMD_LONG").is_some() { 60 } else { 0 });
+    let stuck_for = Duration::from_secs(if std::env::var_os("VMMD_LONG").is_some() {
+        60
+    } else {
+        0
+    });
     let begin = Instant::now();
     let mut last = pattern(size(400, 300), 0);
     for seed in 0.. {
