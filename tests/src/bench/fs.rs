@@ -11,6 +11,10 @@ use crate::{Case, Node, node::Kernel, paths};
 const FILES: u32 = 10_000;
 /// Guest RAM in MiB.
 const MEMORY: u64 = 512;
+/// The most that a VM with that has, with what is around it, in MiB: the daemon's `memory.max`.
+const LIMIT_MIB: u64 = 714;
+/// The scope of QEMU and its virtiofsd.
+const UNIT: &str = "fsbench";
 /// Whose the directories are on the node.
 const OWNER: &str = "1234:1235";
 
@@ -169,14 +173,16 @@ fn measured(case: &Case, node: &Node, srv: &str, runs: u32) -> Result<String> {
     Ok(report(&turns, runs))
 }
 
-/// The guest under QEMU, with a virtiofsd that was started as the daemon starts its own.
+/// The guest under QEMU, with a virtiofsd that was started as the daemon starts its own. Both are in a control group with the limits that a VM of the
+/// daemon has, as libvirt's are too: the kernel charges a group that has limits for each page and each file that it keeps.
 fn qemu(case: &Case, node: &Node, srv: &str, initrd: &str) -> Result<Subject> {
     let socket = format!("{srv}/sock/s");
     let script = format!("{}/in_namespaces.pl", case.folder()?);
     node.copy_in(&paths::crate_dir().join("measure/in_namespaces.pl"), &script)?;
     node.sh(&format!(
         "cd {srv}/theirs && install -d -o 1234 -g 1235 {srv}/sock && install -m 644 {script} {srv}/in_namespaces.pl && \
-         ulimit -n 65536 && (setsid perl {srv}/in_namespaces.pl 1234 1235 /usr/lib/vmmd/virtiofsd --socket-path={srv}/sock/s --shared-dir=. --sandbox=chroot \
+         ulimit -n 65536 && (setsid systemd-run -q --scope --collect --unit={UNIT} --slice=machine-{UNIT}.slice -p MemoryMax={LIMIT_MIB}M \
+          -p MemorySwapMax=0 -p CPUWeight=100 -p IOWeight=100 -p TasksMax=100 perl {srv}/in_namespaces.pl 1234 1235 /usr/lib/vmmd/virtiofsd --socket-path={srv}/sock/s --shared-dir=. --sandbox=chroot \
           --seccomp=kill --inode-file-handles=never --log-level=warn --cache=auto --rlimit-nofile=0 \
           --translate-uid=squash-guest:0:0:4294967295 --translate-gid=squash-guest:0:0:4294967295 \
           </dev/null >{srv}/theirs.log 2>&1 &) && \
@@ -187,7 +193,7 @@ fn qemu(case: &Case, node: &Node, srv: &str, initrd: &str) -> Result<Subject> {
     let console = Console::open(
         case,
         &format!(
-            "echo $$ >{srv}/theirs.pid; exec qemu-system-x86_64 -M q35,accel=kvm -cpu host -smp 1 -m {MEMORY} -nodefaults -no-user-config \
+            "echo $$ >{srv}/theirs.pid; echo $$ >/sys/fs/cgroup/machine.slice/machine-{UNIT}.slice/{UNIT}.scope/cgroup.procs; exec qemu-system-x86_64 -M q35,accel=kvm -cpu host -smp 1 -m {MEMORY} -nodefaults -no-user-config \
              -display none -serial stdio -monitor none -object memory-backend-memfd,id=m,size={MEMORY}M,share=on -numa node,memdev=m \
              -chardev socket,id=c,path={socket} -device vhost-user-fs-pci,chardev=c,tag=data,queue-size=1024 \
              -device virtio-rng-pci -kernel {kernel} -initrd {initrd} -append '{cmdline}'"
@@ -257,7 +263,7 @@ fn report(turns: &[Vec<[Cost; 3]>], runs: u32) -> String {
     let time: Vec<_> = rows(|cost| cost.us, 3).collect();
     let exits: Vec<_> = rows(|cost| cost.exits, 2).collect();
     format!(
-        "### Shares\n\n1 vCPU, {MEMORY} MiB, one share with `cache: auto`; QEMU (q35) with the same virtiofsd, options and namespaces, and the same \
+        "### Shares\n\n1 vCPU, {MEMORY} MiB, one share with `cache: auto`; QEMU (q35) with the same virtiofsd, options, namespaces and limits of its control group, and the same \
          programs on the node's directory. fio with O_DIRECT and one request at a time, on a file of 512 MiB in sequence and of 64 MiB at random; {FILES} files in 100 folders. Caches of guest and \
          node are dropped before each job; {runs} turns, in each ours and QEMU one after the other. Figures are medians, ratios are medians of each turn's ratio, \
          with their quartiles.\n\nTime for each operation in microseconds of this node:\n\n{}\nVM exits for each operation:\n\n{}\n",
