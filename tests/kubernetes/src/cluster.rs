@@ -1,7 +1,7 @@
 //! The control plane: etcd, API server, scheduler and controller manager.
 
 use std::{
-    fs,
+    env, fs,
     net::Ipv4Addr,
     path::{Path, PathBuf},
     process::{Command, Output},
@@ -11,7 +11,7 @@ use std::{
 };
 
 use rcgen::KeyPair;
-use serde_json::json;
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::{api::Api, certificates::Authority, eventually, program::Program};
@@ -20,6 +20,9 @@ use crate::{api::Api, certificates::Authority, eventually, program::Program};
 const CONTROLLERS: &str = "clusterrole-aggregation,deployment,disruption,endpoint,endpointslice,garbagecollector,namespace,nodelifecycle,\
     persistentvolume-binder,podgc,pv-protection,pvc-protection,replicaset,resourcequota,root-ca-cert-publisher,serviceaccount,\
     serviceaccount-token";
+
+/// Where the manifests of vmmd-kube put it.
+pub const NAMESPACE: &str = "vmmd-system";
 
 /// The token of who may do everything.
 const ADMIN: &str = "token-of-the-administrator";
@@ -125,6 +128,71 @@ impl Cluster {
         .await;
     }
 
+    /// Applies the manifests of vmmd-kube.
+    pub fn install(&self) {
+        let manifests = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../vmmd/kube/manifests");
+        self.kubectl(&["apply", "-k", manifests.to_str().unwrap()]);
+        self.kubectl(&[
+            "wait",
+            "--for=condition=Established",
+            "crd",
+            "--all",
+            "--timeout=30s",
+        ]);
+    }
+
+    /// Starts as many controllers of VirtualMachines.
+    pub async fn controllers(&self, number: usize) -> Vec<Program> {
+        let mut controllers = Vec::new();
+        for number in 0..number {
+            let name = format!("controller-{number}");
+            let config = self
+                .service_account(&name, NAMESPACE, "vmmd-kube-controller")
+                .await;
+            let arguments = [
+                "controller".to_owned(),
+                format!("--kubeconfig={}", config.display()),
+                "--runtime-class=vmmd".to_owned(),
+            ];
+            let mut controller = self.program(&name, arguments);
+            controller.launch();
+            controllers.push(controller);
+        }
+        controllers
+    }
+
+    /// `vmmd-kube` with these arguments. It does not run yet.
+    pub fn program(&self, name: &str, arguments: impl IntoIterator<Item = String>) -> Program {
+        let executable = Path::new(env!("CARGO_BIN_EXE_vmmd-kube"));
+        let program = Program::new(name, executable, arguments, &self.path("logs"));
+        let level = env::var_os("VMMD_KUBE_LOG").unwrap_or_else(|| "info,kube=warn".into());
+        program.env("VMMD_KUBE_LOG", level)
+    }
+
+    /// Whether a node is ready and takes pods that tolerate its own taint.
+    ///
+    /// # Errors
+    ///
+    /// What the node is instead.
+    pub async fn node_ready(&self, name: &str) -> Result<(), String> {
+        let found = self.api.get(&format!("/api/v1/nodes/{name}")).await?;
+        let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
+        let conditions = list(&found["status"]["conditions"]);
+        let taints = list(&found["spec"]["taints"]);
+        let ready = conditions
+            .iter()
+            .any(|condition| condition["type"] == "Ready" && condition["status"] == "True");
+        let other = taints.iter().any(|taint| {
+            taint["key"]
+                .as_str()
+                .is_some_and(|key| key.starts_with("node.kubernetes.io/"))
+        });
+        if !ready || other {
+            return Err(format!("{name}: {conditions:?} {taints:?}"));
+        }
+        Ok(())
+    }
+
     /// Its programs, in the order in which they are started.
     pub fn parts(&mut self) -> [&mut Program; 4] {
         [
@@ -227,7 +295,7 @@ impl Cluster {
     }
 
     /// `kubectl apply` of an object.
-    pub fn apply(&self, object: &serde_json::Value) -> String {
+    pub fn apply(&self, object: &Value) -> String {
         let file = tempfile::NamedTempFile::new_in(self.path("home")).unwrap();
         fs::write(file.path(), object.to_string()).unwrap();
         self.kubectl(&["apply", "-f", file.path().to_str().unwrap()])

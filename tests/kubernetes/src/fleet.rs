@@ -5,7 +5,7 @@ use std::{
     os::unix::fs::PermissionsExt as _,
     path::{Path, PathBuf},
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use proto::v1::{
@@ -13,14 +13,14 @@ use proto::v1::{
     network_service_client::NetworkServiceClient,
 };
 use serde_json::{Value, json};
-use tokio::time::sleep;
 
 use crate::{
     certificates::Authority,
-    cluster::Cluster,
+    cluster::{Cluster, NAMESPACE},
     eventually,
     harness::{self, Daemon, connect},
-    program::Program,
+    program::{self, Program},
+    vms::{self, Vm},
 };
 
 /// Network namespaces, as the daemon's own tests make them.
@@ -31,11 +31,6 @@ use crate::{
 )]
 #[path = "../../../vmmd/tests/daemon/namespace.rs"]
 pub mod namespace;
-
-/// Where the manifests of vmmd-kube put it.
-pub const NAMESPACE: &str = "vmmd-system";
-/// The collection of the VMs in the namespace `default`.
-pub const VMS: &str = "/apis/vmmd.dev/v1alpha1/namespaces/default/virtualmachines";
 
 /// A node of the cluster.
 pub struct Node {
@@ -55,23 +50,6 @@ impl Node {
         let answer = DiskServiceClient::new(channel).list_disks(request).await;
         answer.unwrap().into_inner().disks
     }
-}
-
-/// A VirtualMachine by the API server.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Vm {
-    /// Its name.
-    pub name: String,
-    /// Its uid.
-    pub uid: String,
-    /// The phase.
-    pub phase: String,
-    /// The node that it runs on, or last ran on.
-    pub node: String,
-    /// Starts on this node after the first.
-    pub restarts: i64,
-    /// Number of the run.
-    pub epoch: i64,
 }
 
 /// A cluster with nodes and controllers.
@@ -104,45 +82,18 @@ impl Fleet {
         fs::set_permissions(cluster.path(""), fs::Permissions::from_mode(0o711)).unwrap();
         fs::create_dir(cluster.path("once")).unwrap();
         fs::write(cluster.path("kernel"), [1; 4096]).unwrap();
-        let manifests = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../vmmd/kube/manifests");
-        cluster.kubectl(&["apply", "-k", manifests.to_str().unwrap()]);
-        cluster.kubectl(&[
-            "wait",
-            "--for=condition=Established",
-            "crd",
-            "--all",
-            "--timeout=30s",
-        ]);
+        cluster.install();
         let mut fleet = Self {
-            controllers: Vec::new(),
+            controllers: cluster.controllers(controllers).await,
             nodes: Vec::new(),
             authority: Authority::new(),
             cluster,
         };
-        for number in 0..controllers {
-            fleet.add_controller(number).await;
-        }
         for number in 0..nodes {
             fleet.add_node(number, extra, namespace).await;
         }
         fleet.nodes_ready(Duration::from_secs(60)).await;
         fleet
-    }
-
-    async fn add_controller(&mut self, number: usize) {
-        let name = format!("controller-{number}");
-        let cluster = &self.cluster;
-        let config = cluster
-            .service_account(&name, NAMESPACE, "vmmd-kube-controller")
-            .await;
-        let arguments = [
-            "controller".to_owned(),
-            format!("--kubeconfig={}", config.display()),
-            "--runtime-class=vmmd".to_owned(),
-        ];
-        let mut controller = program(cluster, &name, arguments);
-        controller.launch();
-        self.controllers.push(controller);
     }
 
     async fn add_node(&mut self, number: usize, extra: &str, namespace: Option<&str>) {
@@ -177,7 +128,7 @@ impl Fleet {
             ),
         ];
         arguments.extend(migration_address.map(|address| format!("--migration-address={address}")));
-        let mut agent = program(cluster, &format!("agent-{number}"), arguments);
+        let mut agent = cluster.program(&format!("agent-{number}"), arguments);
         agent.launch();
         self.nodes.push(Node { name, daemon, agent });
     }
@@ -226,30 +177,14 @@ impl Fleet {
 
     /// Waits until each node is ready and takes pods that tolerate its own taint.
     pub async fn nodes_ready(&mut self, patience: Duration) {
-        let (api, nodes, controllers) = (&self.cluster.api, &mut self.nodes, &mut self.controllers);
+        let (cluster, nodes, controllers) = (&self.cluster, &mut self.nodes, &mut self.controllers);
         eventually("all nodes are ready", patience, async || {
             for controller in controllers.iter_mut() {
                 controller.check().unwrap();
             }
             for node in nodes.iter_mut() {
                 node.agent.check().unwrap();
-                let found = api.get(&format!("/api/v1/nodes/{}", node.name)).await?;
-                let conditions = found["status"]["conditions"]
-                    .as_array()
-                    .cloned()
-                    .unwrap_or_default();
-                let ready = conditions
-                    .iter()
-                    .any(|condition| condition["type"] == "Ready" && condition["status"] == "True");
-                let taints = found["spec"]["taints"].as_array().cloned().unwrap_or_default();
-                let other = taints.iter().find(|taint| {
-                    taint["key"]
-                        .as_str()
-                        .is_some_and(|key| key.starts_with("node.kubernetes.io/"))
-                });
-                if !ready || other.is_some() {
-                    return Err(format!("{}: {conditions:?} {taints:?}", node.name));
-                }
+                cluster.node_ready(&node.name).await?;
             }
             Ok(())
         })
@@ -326,17 +261,7 @@ impl Fleet {
 
     /// The VMs as the API server has them.
     pub async fn vms(&self) -> Result<Vec<Vm>, String> {
-        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-        let vms = self.cluster.api.list(VMS).await?;
-        let vms = vms.iter().map(|vm| Vm {
-            name: text(&vm["metadata"]["name"]),
-            uid: text(&vm["metadata"]["uid"]),
-            phase: text(&vm["status"]["phase"]),
-            node: text(&vm["status"]["node"]),
-            restarts: vm["status"]["restarts"].as_i64().unwrap_or_default(),
-            epoch: vm["status"]["epoch"].as_i64().unwrap_or_default(),
-        });
-        Ok(vms.collect())
+        vms::list(&self.cluster.api).await
     }
 
     /// Waits until these VMs and no others are there, all Running, each on exactly one node, by the API server and by the daemons.
@@ -346,15 +271,11 @@ impl Fleet {
 
     /// Waits for the same after faults, and starts again what ends by itself because of them.
     pub async fn recovered(&mut self, names: &[String], patience: Duration) {
-        let end = Instant::now() + patience;
-        loop {
-            self.revive();
-            match self.converged(names).await {
-                Ok(()) => return,
-                Err(lacks) => assert!(Instant::now() < end, "not all run within {patience:?}: {lacks}"),
-            }
-            sleep(Duration::from_millis(200)).await;
-        }
+        eventually("all VMs run again", patience, async || {
+            self.programs().for_each(Program::revive);
+            self.converged(names).await
+        })
+        .await;
     }
 
     fn programs(&mut self) -> impl Iterator<Item = &mut Program> {
@@ -365,46 +286,19 @@ impl Fleet {
         ours.chain(self.cluster.parts())
     }
 
-    fn revive(&mut self) {
-        self.programs().for_each(Program::revive);
-    }
-
     /// Programs that ended by themselves, and how often.
     pub fn ended_by_themselves(&mut self) -> Vec<(String, u32)> {
-        let programs = self.programs().filter(|program| program.revived > 0);
-        programs
-            .map(|program| (program.name.clone(), program.revived))
-            .collect()
+        program::ended_by_themselves(self.programs())
     }
 
     /// Whether all is as [`Fleet::all_run`] wants it.
     pub async fn converged(&self, names: &[String]) -> Result<(), String> {
-        let vms = self.vms().await?;
-        let other: Vec<_> = vms.iter().filter(|vm| vm.phase != "Running").collect();
-        let mut there: Vec<_> = vms.iter().map(|vm| vm.name.as_str()).collect();
-        there.sort_unstable();
-        let mut wanted: Vec<_> = names.iter().map(String::as_str).collect();
-        wanted.sort_unstable();
-        if there != wanted || !other.is_empty() {
-            return Err(format!("there are {there:?}, of which do not run: {other:?}"));
-        }
-        let running = self.running().await;
-        for vm in &vms {
-            let by_node = self.nodes.iter().zip(&running);
-            let found: Vec<_> = by_node
-                .filter(|(_, uids)| uids.contains(&vm.uid))
-                .map(|(node, _)| node.name.as_str())
-                .collect();
-            if found != [vm.node.as_str()] {
-                return Err(format!("{vm:?} runs on {found:?}"));
-            }
-        }
+        let vms = vms::running(&self.cluster.api, names).await?;
+        let nodes = self.nodes.iter().map(|node| node.name.as_str());
+        let found: Vec<_> = nodes.zip(self.running().await).collect();
+        vms::each_once(&vms, &found)?;
         if !self.all_up().await {
             return Err(format!("not all have started: {vms:?}"));
-        }
-        let total: usize = running.iter().map(Vec::len).sum();
-        if total != names.len() {
-            return Err(format!("more VMs run than there are: {running:?}"));
         }
         Ok(())
     }
@@ -412,9 +306,7 @@ impl Fleet {
     /// Waits until no VM, no placeholder, no process, no cgroup and no disk is left.
     pub async fn nothing_left(&self, patience: Duration) {
         eventually("nothing is left", patience, async || {
-            let vms_left = self.vms().await?;
-            let pods = self.cluster.api.list("/api/v1/namespaces/default/pods").await?;
-            let pods: Vec<_> = pods.iter().map(|pod| pod["metadata"]["name"].clone()).collect();
+            let known = vms::left(&self.cluster.api).await?;
             let mut left = Vec::new();
             for node in &self.nodes {
                 let vms: Vec<_> = node.daemon.list().await.iter().map(name).collect();
@@ -424,8 +316,8 @@ impl Fleet {
             let clean = left.iter().all(|(vms, processes, groups, disks)| {
                 vms.is_empty() && processes.is_empty() && groups.is_empty() && disks.is_empty()
             });
-            if !clean || !vms_left.is_empty() || !pods.is_empty() {
-                return Err(format!("{vms_left:?} {pods:?} {left:?}"));
+            if !clean || !known.is_empty() {
+                return Err(format!("{known:?} {left:?}"));
             }
             Ok(())
         })
@@ -438,11 +330,8 @@ impl Drop for Fleet {
         if !thread::panicking() {
             return;
         }
-        for program in self
-            .controllers
-            .iter()
-            .chain(self.nodes.iter().map(|node| &node.agent))
-        {
+        let agents = self.nodes.iter().map(|node| &node.agent);
+        for program in self.controllers.iter().chain(agents) {
             eprintln!("--- {}\n{}", program.name, program.tail(40));
         }
         for node in &self.nodes {
@@ -455,15 +344,6 @@ impl Drop for Fleet {
             );
         }
     }
-}
-
-fn program(cluster: &Cluster, name: &str, arguments: impl IntoIterator<Item = String>) -> Program {
-    let executable = Path::new(env!("CARGO_BIN_EXE_vmmd-kube"));
-    let program = Program::new(name, executable, arguments, &cluster.path("logs"));
-    program.env(
-        "VMMD_KUBE_LOG",
-        std::env::var_os("VMMD_KUBE_LOG").unwrap_or_else(|| "info,kube=warn".into()),
-    )
 }
 
 fn name(vm: &v1::Vm) -> String {

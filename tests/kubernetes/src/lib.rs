@@ -10,6 +10,7 @@
 pub mod api;
 mod certificates;
 pub mod cluster;
+pub mod faults;
 pub mod fleet;
 /// The harness of the daemon's own tests.
 #[allow(missing_docs, reason = "it is documented where it is from")]
@@ -21,6 +22,7 @@ pub mod program;
 #[path = "../../../vmmd/tests/daemon/images/oci/registry.rs"]
 pub mod registry;
 pub mod session;
+pub mod vms;
 
 use std::time::{Duration, Instant};
 

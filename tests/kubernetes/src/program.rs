@@ -140,3 +140,11 @@ impl Drop for Program {
         self.kill();
     }
 }
+
+/// Those that ended by themselves, and how often.
+pub fn ended_by_themselves<'a>(programs: impl Iterator<Item = &'a mut Program>) -> Vec<(String, u32)> {
+    let ended = programs.filter(|program| program.revived > 0);
+    ended
+        .map(|program| (program.name.clone(), program.revived))
+        .collect()
+}

@@ -1,7 +1,6 @@
 //! Programs are killed without a word, at random moments: no VM runs twice, none is lost, all converges, nothing is left.
 //!
-//! `VMMD_KUBERNETES_ROUNDS` is the number of rounds (40, and 200 with `VMMD_LONG`), `VMMD_KUBERNETES_SEED` the seed of what happens in them (1). The same seed makes the
-//! same choices, though not the same moments.
+//! There are 40 rounds, and 200 with `VMMD_LONG`.
 
 use std::{
     env,
@@ -13,86 +12,48 @@ use serde_json::json;
 use tokio::time::sleep;
 use vmmd_kubernetes_tests::{
     eventually,
-    fleet::{Fleet, Vm},
+    faults::{self, Fault, Random},
+    fleet::Fleet,
+    vms::Vm,
 };
 
 /// After a fault a lease has to run out, and programs that ask again wait ever longer in between.
 const PATIENCE: Duration = Duration::from_secs(150);
 
-fn number(variable: &str, default: u64) -> u64 {
-    env::var(variable).map_or(default, |value| value.parse().unwrap())
-}
-
-/// Xorshift, 64 bits.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, end: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        usize::try_from(self.0 >> 11).unwrap() % end
-    }
-}
-
-#[derive(Clone, Copy, Debug)]
-enum Fault {
-    Agent(usize),
-    Controller(usize),
-    Daemon(usize),
-    Vmm(usize),
-    ApiServer,
-    Etcd,
-}
-
-impl Fault {
-    fn any(random: &mut Random) -> Self {
-        let one = random.below(2);
-        match random.below(6) {
-            0 => Self::Agent(one),
-            1 => Self::Controller(one),
-            2 => Self::Daemon(one),
-            3 => Self::Vmm(one),
-            4 => Self::ApiServer,
-            _ => Self::Etcd,
-        }
-    }
-
-    fn kill(self, fleet: &mut Fleet, random: &mut Random) {
-        match self {
-            Self::Agent(node) => fleet.nodes[node].agent.kill(),
-            Self::Controller(number) => fleet.controllers[number].kill(),
-            Self::Daemon(node) => fleet.nodes[node].daemon.kill(),
-            Self::Vmm(node) => {
-                let processes = fleet.nodes[node].daemon.vmm_processes();
-                if !processes.is_empty() {
-                    // It may have ended meanwhile.
-                    let _ = kill_process(processes[random.below(processes.len())], Signal::KILL);
-                }
+fn kill(fault: Fault, fleet: &mut Fleet, random: &mut Random) {
+    match fault {
+        Fault::Agent(node) => fleet.nodes[node].agent.kill(),
+        Fault::Controller(number) => fleet.controllers[number].kill(),
+        Fault::Daemon(node) => fleet.nodes[node].daemon.kill(),
+        Fault::Vmm(node) => {
+            let processes = fleet.nodes[node].daemon.vmm_processes();
+            if !processes.is_empty() {
+                // It may have ended meanwhile.
+                let _ = kill_process(processes[random.below(processes.len())], Signal::KILL);
             }
-            Self::ApiServer => fleet.cluster.api_server.kill(),
-            Self::Etcd => fleet.cluster.etcd.kill(),
         }
+        Fault::ApiServer => fleet.cluster.api_server.kill(),
+        Fault::Etcd => fleet.cluster.etcd.kill(),
     }
+}
 
-    async fn mend(self, fleet: &mut Fleet) {
-        match self {
-            Self::Agent(node) => fleet.nodes[node].agent.launch(),
-            Self::Controller(number) => fleet.controllers[number].launch(),
-            Self::Daemon(node) => fleet.nodes[node].daemon.relaunch().await,
-            Self::Vmm(_) => {}
-            Self::ApiServer => fleet.cluster.api_server.launch(),
-            Self::Etcd => fleet.cluster.etcd.launch(),
-        }
+async fn mend(fault: Fault, fleet: &mut Fleet) {
+    match fault {
+        Fault::Agent(node) => fleet.nodes[node].agent.launch(),
+        Fault::Controller(number) => fleet.controllers[number].launch(),
+        Fault::Daemon(node) => fleet.nodes[node].daemon.relaunch().await,
+        Fault::Vmm(_) => {}
+        Fault::ApiServer => fleet.cluster.api_server.launch(),
+        Fault::Etcd => fleet.cluster.etcd.launch(),
     }
 }
 
 #[tokio::test]
 async fn no_vm_runs_twice_or_is_lost_whatever_is_killed() {
     let long = env::var_os("VMMD_LONG").is_some();
-    let rounds = number("VMMD_KUBERNETES_ROUNDS", if long { 200 } else { 40 });
-    let seed = number("VMMD_KUBERNETES_SEED", 1);
-    let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+    let rounds = faults::rounds(if long { 200 } else { 40 });
+    let seed = faults::seed();
+    let mut random = Random::new(seed);
     let mut fleet = Fleet::start(2, 2).await;
     let mut names: Vec<String> = Vec::new();
     let mut made = 0;
@@ -122,20 +83,14 @@ async fn no_vm_runs_twice_or_is_lost_whatever_is_killed() {
             _ => {}
         }
         sleep(Duration::from_millis(random.below(800) as u64)).await;
-        let mut faults = vec![Fault::any(&mut random)];
-        if random.below(3) == 0 {
-            let second = Fault::any(&mut random);
-            if std::mem::discriminant(&faults[0]) != std::mem::discriminant(&second) {
-                faults.push(second);
-            }
-        }
+        let faults = Fault::any(&mut random).and_another(&mut random);
         println!("round {round}: {faults:?}, VMs {names:?}");
         for fault in &faults {
-            fault.kill(&mut fleet, &mut random);
+            kill(*fault, &mut fleet, &mut random);
         }
         sleep(Duration::from_millis(random.below(3000) as u64)).await;
         for fault in &faults {
-            fault.mend(&mut fleet).await;
+            mend(*fault, &mut fleet).await;
         }
         let mended = Instant::now();
         if let Some(node) = drained {

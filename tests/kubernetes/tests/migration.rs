@@ -5,7 +5,8 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use vmmd_kubernetes_tests::{
     eventually,
-    fleet::{Fleet, VMS, Vm},
+    fleet::Fleet,
+    vms::{VMS, Vm},
 };
 
 const PATIENCE: Duration = Duration::from_secs(120);

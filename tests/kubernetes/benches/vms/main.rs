@@ -37,10 +37,10 @@ use serde_json::{Value, json};
 use tokio::{task::JoinSet, time::sleep};
 use vmmd_kubernetes_tests::{
     api::Api,
-    cluster::Cluster,
+    cluster::{Cluster, NAMESPACE},
     eventually,
-    fleet::{NAMESPACE, VMS},
     program::Program,
+    vms::VMS,
 };
 
 use mock::{ledger::Ledger, vmmd::Vmmd};
