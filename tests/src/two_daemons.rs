@@ -122,7 +122,17 @@ impl<'case> Daemon<'case> {
 
     /// The same as a command of the node's shell.
     pub fn command(&self, command: &str) -> String {
-        format!("vmmctl --socket {}/vmmd.sock {command}", self.run)
+        format!("vmmctl --socket {} {command}", self.socket())
+    }
+
+    /// The socket of its API in the node.
+    pub fn socket(&self) -> String {
+        format!("{}/vmmd.sock", self.run)
+    }
+
+    /// The unit that it is.
+    pub fn unit(&self) -> &str {
+        &self.unit
     }
 
     /// Creates a VM and starts it.
@@ -142,12 +152,8 @@ impl<'case> Daemon<'case> {
 
     /// Kills the daemon with SIGKILL, and waits until another one of it is ready.
     pub fn kill(&self) -> Result<()> {
-        let unit = &self.unit;
-        self.node.sh(&format!(
-            "pid=$(systemctl show -P MainPID {unit}); kill -9 $pid; \
-             while [ \"$(systemctl show -P MainPID {unit})\" = $pid ] || ! systemctl is-active -q {unit}; do sleep 0.1; done"
-        ))?;
-        Ok(())
+        let killed = self.node.kill_unit(&self.unit)?;
+        self.node.wait_restarted(&killed)
     }
 
     /// The processes of all its VMs, by pid.

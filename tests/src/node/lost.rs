@@ -38,7 +38,7 @@ pub fn run_test(program: &str, arguments: &[String]) -> Result<ExitStatus> {
     let variable = |name: &str| std::env::var(name).unwrap_or_default();
     let (Some(dir), true) = (
         std::env::var_os(NODE_VARIABLE).map(PathBuf::from),
-        variable(BINARY_VARIABLE).starts_with("vmmd-tests::"),
+        is_end_to_end(&variable(BINARY_VARIABLE)),
     ) else {
         return run();
     };
@@ -58,6 +58,10 @@ pub fn run_test(program: &str, arguments: &[String]) -> Result<ExitStatus> {
         .open(retried_log(&dir))?;
     writeln!(log, "{name}").context("write down that a test is run again")?;
     run()
+}
+
+fn is_end_to_end(binary: &str) -> bool {
+    binary.starts_with("vmmd-tests::") || binary == "vmmd-kubernetes-tests::guests"
 }
 
 fn replaced(dir: &Path, before: Option<u32>) -> Result<bool> {

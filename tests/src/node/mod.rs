@@ -11,8 +11,10 @@ mod monitor;
 mod packages;
 mod ssh;
 mod stream;
+mod unit;
 
 use std::fs::{self, File};
+use std::net::{Ipv4Addr, SocketAddrV4};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -28,6 +30,7 @@ pub use machine::{Machine, Size};
 pub use packages::{INSTALL, Packages};
 pub use ssh::{Connection, DAEMON_SOCKET, Forward};
 pub use stream::Stream;
+pub use unit::Killed;
 
 use crate::run::Output;
 use crate::wait::{Deadline, tail};
@@ -215,7 +218,12 @@ impl Node {
 
     /// Makes a port of the node's loopback interface lead to the same one of this machine's, where a test serves something.
     pub fn bring_port(&self, port: u16) -> Result<Forward> {
-        self.connection.bring_port(port)
+        self.bring_address(SocketAddrV4::new(Ipv4Addr::LOCALHOST, port))
+    }
+
+    /// Makes a port of the node's loopback interface lead to an address of this machine with the same port.
+    pub fn bring_address(&self, here: SocketAddrV4) -> Result<Forward> {
+        self.connection.bring_address(here)
     }
 
     /// A socket on this machine that leads to vmmd's socket in the node: connect the gRPC client to it.

@@ -1,7 +1,7 @@
 //! One ssh connection to a node, shared by everything that talks to it: a command costs a round trip, no handshake.
 
 use std::fs::{self, File};
-use std::net::TcpListener;
+use std::net::{SocketAddrV4, TcpListener};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -183,9 +183,10 @@ impl Connection {
         self.route("-L", format!("{here}:{address}"), here.port())
     }
 
-    /// Makes a port of the node's loopback interface lead to the same one of this machine's.
-    pub fn bring_port(&self, port: u16) -> Result<Forward> {
-        self.route("-R", format!("127.0.0.1:{port}:127.0.0.1:{port}"), port)
+    /// Makes a port of the node's loopback interface lead to this address of this machine, which has the same port.
+    pub fn bring_address(&self, here: SocketAddrV4) -> Result<Forward> {
+        let port = here.port();
+        self.route("-R", format!("127.0.0.1:{port}:{here}"), port)
     }
 
     fn route(&self, direction: &'static str, route: String, port: u16) -> Result<Forward> {
