@@ -20,7 +20,7 @@ use crate::{
     eventually,
     harness::{self, Daemon, connect},
     program::{self, Program},
-    vms::{self, Vm},
+    vms::{self, Run, Vm},
 };
 
 /// Network namespaces, as the daemon's own tests make them.
@@ -229,12 +229,12 @@ impl Fleet {
             .collect()
     }
 
-    /// For each node, the uids in Kubernetes of its VMs that have a process, as its daemon says.
-    pub async fn running(&self) -> Vec<Vec<String>> {
+    /// For each node, its VMs that have a process, as its daemon says.
+    pub async fn running(&self) -> Vec<Vec<Run>> {
         let mut all = Vec::new();
         for node in &self.nodes {
             let vms = node.daemon.list().await;
-            all.push(vms.iter().filter(|vm| runs(vm)).map(uid).collect());
+            all.push(vms.iter().filter(|vm| runs(vm)).map(run).collect());
         }
         all
     }
@@ -350,10 +350,14 @@ fn name(vm: &v1::Vm) -> String {
     vm.metadata.as_ref().unwrap().name.clone()
 }
 
-/// Of the VirtualMachine that a VM belongs to.
-fn uid(vm: &v1::Vm) -> String {
+fn run(vm: &v1::Vm) -> Run {
     let labels = &vm.metadata.as_ref().unwrap().labels;
-    labels.get("vmmd.dev/machine-uid").cloned().unwrap_or_default()
+    let counts = vm.status.as_ref().unwrap().counts.as_ref();
+    let starts = counts.map_or(0, |counts| counts.automatic_starts);
+    Run {
+        uid: labels.get("vmmd.dev/machine-uid").cloned().unwrap_or_default(),
+        starts: starts.try_into().unwrap(),
+    }
 }
 
 fn runs(vm: &v1::Vm) -> bool {

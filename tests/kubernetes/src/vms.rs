@@ -67,24 +67,33 @@ pub async fn running(api: &Api, names: &[String]) -> Result<Vec<Vm>, String> {
     Ok(vms)
 }
 
-/// Whether each VM runs on exactly the node that the API server says, and nothing else runs. `found` has, for each node, the uids of the
-/// VMs that have a process there.
+/// A VM that runs on a node, as its daemon has it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Run {
+    /// Of its VirtualMachine.
+    pub uid: String,
+    /// Starts by its run policy.
+    pub starts: i64,
+}
+
+/// Whether each VM runs on exactly the node that the API server says, and was started as often there, and nothing else runs. `found` has
+/// what runs on each node, by the node's name.
 ///
 /// # Errors
 ///
 /// What is otherwise.
-pub fn each_once(vms: &[Vm], found: &[(&str, Vec<String>)]) -> Result<(), String> {
+pub fn each_once(vms: &[Vm], found: &[(&str, Vec<Run>)]) -> Result<(), String> {
     for vm in vms {
-        let runs = found.iter().flat_map(|(node, uids)| {
-            let runs = uids.iter().filter(|uid| **uid == vm.uid);
-            runs.map(move |_| *node)
+        let runs = found.iter().flat_map(|(node, runs)| {
+            let of_it = runs.iter().filter(|run| run.uid == vm.uid);
+            of_it.map(move |run| (*node, run.starts))
         });
         let runs: Vec<_> = runs.collect();
-        if runs != [vm.node.as_str()] {
+        if runs != [(vm.node.as_str(), vm.restarts)] {
             return Err(format!("{vm:?} runs on {runs:?}"));
         }
     }
-    let total: usize = found.iter().map(|(_, uids)| uids.len()).sum();
+    let total: usize = found.iter().map(|(_, runs)| runs.len()).sum();
     if total != vms.len() {
         return Err(format!("more VMs run than there are: {found:?}"));
     }

@@ -264,7 +264,11 @@ async fn a_vm_of_a_node_that_is_cut_off_runs_nowhere_else() {
     let end = Instant::now() + Duration::from_secs(30);
     while Instant::now() < end {
         let running = fleet.running().await;
-        let of_it = running.iter().flatten().filter(|uid| **uid == vms[0].uid).count();
+        let of_it = running
+            .iter()
+            .flatten()
+            .filter(|run| run.uid == vms[0].uid)
+            .count();
         assert_eq!(of_it, 1, "{running:?}");
         sleep(Duration::from_millis(500)).await;
     }
