@@ -104,7 +104,7 @@ mutations: tools node-tool deb ## Build deliberate faults in, and see that a tes
 previous: tools node-tool deb ## Run the programs of the release before with those of today
 	$(NODE) --name previous with -- $(CARGO) nextest run --locked --workspace --features vmmd-tests/nightly -E 'binary(previous)'
 
-# VMs are the mock's, and the control plane is Debian's: no node.
+# VMs are the mock's, and the control plane is Debian's: no node. Only the long form has guests too.
 .PHONY: kubernetes
 kubernetes: tools ## Run vmmd-kube under a real Kubernetes control plane, which is built first (minutes, once)
 	tests/kubernetes/build.sh
@@ -113,7 +113,8 @@ kubernetes: tools ## Run vmmd-kube under a real Kubernetes control plane, which 
 
 .PHONY: kubernetes-long
 kubernetes-long: export VMMD_LONG = 1
-kubernetes-long: kubernetes ## The same with 200 rounds of faults, and the API server away for five minutes
+kubernetes-long: kubernetes node-tool deb ## The same with 200 rounds of faults, 20 more with guests in the test node, and the API server away for five minutes
+	$(NODE) --name kubernetes with -- $(CARGO) nextest run --locked --workspace --features vmmd-kubernetes-tests/nightly --success-output immediate --test guests
 
 .PHONY: nightly
 nightly: lint deny mutations previous fleet kubernetes-long long ## Run what make test is too short for, and what takes minutes to compile
