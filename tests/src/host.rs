@@ -71,12 +71,14 @@ impl Accel {
         }
     }
 
-    /// What the node's kernel is told about it: that no program runs on its first processor unless it asks for that, and that
-    /// the timer works, which it does not find out in time where the host has other work.
+    /// What the node's kernel is told about it: that no program runs on its first processor unless it asks for that, that the timer works,
+    /// which it does not find out in time where the host has other work, and that it need not compare the time stamp counter with the HPET. Both are the
+    /// host's clock, but where the host has other work the emulator may be stopped between a read of the one and of the other. A kernel that has taken the
+    /// counter for unstable sets that of a guest anew each time that a vCPU gets a processor (KVM's `tsc_catchup`), and the guest's kernel rightly complains.
     pub fn kernel_arguments(self) -> &'static str {
         match self {
             Accel::Kvm => "",
-            Accel::Tcg => "isolcpus=0 no_timer_check",
+            Accel::Tcg => "isolcpus=0 no_timer_check tsc=nowatchdog",
         }
     }
 }
