@@ -16,6 +16,8 @@ use crate::{Case, Node};
 /// Longest time that a migration takes, in seconds, in a slow node: an emulated processor encrypts some megabytes in a second, and much less in a
 /// development build beside other work.
 const MIGRATION: u64 = 1200;
+/// How many lines of each log a report shows.
+const LINES: usize = 60;
 /// Where their API is.
 const PORT: u16 = 7443;
 
@@ -227,13 +229,35 @@ impl<'case> Daemon<'case> {
         ))?;
         Ok(())
     }
+
+    /// Lets nothing pass its bridges from now on, so that VMs with the same addresses do not see each other.
+    pub fn keep_apart(&self) -> Result<()> {
+        self.within("nft 'add table bridge apart; add chain bridge apart forward { type filter hook forward priority 0; policy drop; }'")
+            .map(drop)
+    }
+
+    /// Its journal and what its VMs have logged, for a test that fails.
+    fn report(&self) -> String {
+        let Self { unit, log, .. } = self;
+        let script = format!(
+            "journalctl --no-pager -o short-precise -u {unit} | tail -n {LINES}; \
+             for log in $(find {log}/vms -name '*.log'); do printf '\n── %s\n' $log; tail -n {LINES} $log; done"
+        );
+        match self.node.ssh_within(&script, Deadline::seconds(60)) {
+            Ok(output) => format!("── journal of {unit}\n{}", output.stdout),
+            Err(error) => format!("the node does not answer: {error:#}"),
+        }
+    }
 }
 
 impl Drop for Daemon<'_> {
     fn drop(&mut self) {
         let Self { unit, namespace, .. } = &*self;
-        // One that is installed goes on.
+        // One that is installed goes on, and is reported with its node.
         let Some(namespace) = namespace else { return };
+        if std::thread::panicking() {
+            eprintln!("\n{}", self.report());
+        }
         let delete = self.command("delete --force --yes --all");
         // What a failed test leaves is reported by the test of leftovers.
         let _ = self.node.ssh(&format!(

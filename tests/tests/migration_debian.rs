@@ -1,6 +1,8 @@
 //! A whole Debian with systemd is moved, saved, restored and copied while it is busy: fio verifies what it writes to a disk, iperf sends to it from the
 //! node, and a program watches its clock.
 
+use std::time::Instant;
+
 use vmmd_tests::storage::{Disk, Format};
 use vmmd_tests::two_daemons::load::{Fio, Iperf, bring_fio};
 use vmmd_tests::two_daemons::traveller::{Connection, SMALL, Traveller};
@@ -72,13 +74,8 @@ fn a_busy_debian_goes_on_after_its_snapshot_from_its_snapshot_and_as_four_clones
     let mut guest = Traveller::boot_debian(name, &daemons, &debian(&case, &bridge));
     let mut fio = Fio::begin(&mut guest.console);
     let iperf = Iperf::begin(&case, &mut guest.console, Connection::GUEST);
-    guest.goes_on();
-    let looks = guest.looks();
     // The node's file system can't share blocks: the guest stands still while its disks are copied.
-    let snapshot = format!("snapshot create {name} --vm {name} --paused");
-    let told = daemon.ctl(&snapshot).expect("snapshot");
-    println!("{told}");
-    guest.stood_still(&told);
+    let saved = guest.snapshot(name);
     guest.goes_on();
     iperf.goes_on();
     fio.goes_on(&mut guest.console);
@@ -86,29 +83,37 @@ fn a_busy_debian_goes_on_after_its_snapshot_from_its_snapshot_and_as_four_clones
     drop(iperf);
 
     daemon.ctl(&format!("stop --force {name}")).expect("kill");
-    daemon.ctl(&format!("restore {name}")).expect("restore");
+    let restored = within(|| daemon.ctl(&format!("restore {name}")).expect("restore"));
     let clones = [1, 2, 3, 4].map(|number| format!("{name}-{number}"));
-    let mut same = guest.copy(name, looks);
-    goes_on(&mut same);
+    goes_on(&mut guest.copy(name, &saved, restored));
     // Clones that are not fresh have the addresses of its NIC, which it has as long as it is there.
     daemon
         .ctl(&format!("delete --force --yes {name}"))
         .expect("delete");
 
-    daemon
-        .ctl(&format!("clone {name} {}", clones.join(" ")))
-        .expect("clone");
+    // All four have them.
+    daemon.keep_apart().expect("networks of their own");
+    let all = format!("clone {name} {}", clones.join(" "));
+    let restored = within(|| daemon.ctl(&all).expect("clone"));
     for clone in &clones {
         println!("{clone}");
-        goes_on(&mut guest.copy(clone, looks));
+        goes_on(&mut guest.copy(clone, &saved, restored));
     }
 }
 
-/// fio goes on in a guest that was restored, and ends without having missed anything.
+/// When something began and ended that prints what it is about.
+fn within(work: impl FnOnce() -> String) -> [Instant; 2] {
+    let begun = Instant::now();
+    println!("{}", work());
+    [begun, Instant::now()]
+}
+
+/// fio goes on in a guest that was restored, and ends without having missed anything; the clock goes on meanwhile.
 fn goes_on(guest: &mut Traveller<'_, '_>) {
     let mut fio = Fio::default();
     fio.goes_on(&mut guest.console);
     fio.goes_on(&mut guest.console);
     fio.end(&mut guest.console);
+    guest.goes_on();
     guest.has_no_complaint();
 }
