@@ -29,15 +29,12 @@ pub fn bring_fio(case: &Case, disk: &str) {
         .expect("fio on the disk");
 }
 
-/// fio's rounds in a guest.
-#[derive(Default)]
-pub struct Fio {
-    rounds: u64,
-}
-
 /// Keeps udev from looking at the disk at the end of each round, which costs more than the round.
 const NO_UDEV: &str = "mkdir -p /run/udev/rules.d && echo 'KERNEL==\"vdb\", OPTIONS+=\"nowatch\"' >/run/udev/rules.d/99-fio.rules && \
      udevadm control --reload && udevadm trigger --settle --name-match=vdb";
+
+/// fio's rounds in a guest.
+pub struct Fio;
 
 impl Fio {
     /// It begins.
@@ -45,33 +42,35 @@ impl Fio {
         for command in [NO_UDEV, FIO] {
             console.run(command, PATIENCE).expect(command);
         }
-        let mut fio = Self::default();
-        fio.goes_on(console);
-        fio
+        Self.goes_on(console);
+        Self
     }
 
     /// Waits for the end of a round that ends after this; none has found anything wrong.
-    pub fn goes_on(&mut self, console: &mut Console) {
-        let on = format!(
-            "until [ -e /run/fio.failed ] || [ $(cat /run/fio.rounds 2>/dev/null || echo 0) -gt {} ]; do sleep 0.2; done; \
-             cat /run/fio.rounds; [ ! -e /run/fio.failed ] || {{ cat /run/fio.said; false; }}",
-            self.rounds
+    pub fn goes_on(&self, console: &mut Console) {
+        let rounds = "$(cat /run/fio.rounds 2>/dev/null || echo 0)";
+        Self::until(
+            &format!("[ {rounds} -gt $before ]"),
+            &format!("before={rounds}"),
+            console,
         );
-        let rounds = console.run(&on, SLOW).expect("what fio wrote is what it reads");
-        self.rounds = rounds
-            .split(|letter: char| !letter.is_ascii_digit())
-            .find_map(|word| word.parse().ok())
-            .expect("a number");
-        println!("{} rounds of fio", self.rounds);
     }
 
     /// Its last round ends.
-    pub fn end(mut self, console: &mut Console) {
-        console.run("touch /run/fio.end", PATIENCE).expect("end");
-        let ended = "until [ -e /run/fio.failed ] || [ -e /run/fio.ended ]; do sleep 0.2; done";
-        console.run(ended, SLOW).expect("the last round");
-        self.rounds = 0;
-        self.goes_on(console);
+    pub fn end(self, console: &mut Console) {
+        Self::until("[ -e /run/fio.ended ]", "touch /run/fio.end", console);
+    }
+
+    /// Does something first, and waits for something else, or until a round finds that something is wrong.
+    fn until(condition: &str, first: &str, console: &mut Console) {
+        let command = format!(
+            "{first}; until [ -e /run/fio.failed ] || {condition}; do sleep 0.2; done; \
+             cat /run/fio.rounds; [ ! -e /run/fio.failed ] || {{ cat /run/fio.said; false; }}"
+        );
+        let rounds = console
+            .run(&command, SLOW)
+            .expect("what fio wrote is what it reads");
+        println!("rounds of fio: {}", rounds.trim());
     }
 }
 
