@@ -234,7 +234,7 @@ async fn a_vmm_that_does_not_die_is_told_and_keeps_what_it_holds() {
     let lingering = |status: &v1::VmStatus| status.conditions[0].reason == "VmmAlive";
     let stopping = daemon.wait("web", lingering).await;
     assert_eq!(stopping.phase(), VmPhase::Stopping);
-    assert_eq!(daemon.events("VmmAlive").await.len(), 1);
+    daemon.told_exactly("VmmAlive", 1).await;
     // It holds its user id, and can't be started a second time.
     let user = |vm: &v1::Vm| status(vm).instance.as_ref().unwrap().uid;
     assert_ne!(user(&daemon.run("other", "").await), user(&before));
@@ -270,7 +270,7 @@ async fn a_start_that_is_given_up_and_whose_vmm_does_not_die_says_so() {
     daemon.client().stop_vm(stop).await.unwrap();
     let lingering = |status: &v1::VmStatus| status.conditions[0].reason == "VmmAlive";
     daemon.wait("web", lingering).await;
-    assert_eq!(daemon.events("VmmAlive").await.len(), 1);
+    daemon.told_exactly("VmmAlive", 1).await;
     drop(dead);
     let stopped = daemon.wait_phase("web", VmPhase::Stopped).await;
     assert_ne!(stopped.conditions[0].reason, "VmmAlive");

@@ -520,7 +520,7 @@ async fn files_of_an_earlier_installation_become_disks_again_with_their_names() 
     let path = |disk: &v1::Disk| state(disk).path.clone();
     daemon.forget_everything().await;
     assert_eq!(daemon.files().len(), 3, "nothing was touched");
-    let told = daemon.events("DisksWithoutRecord").await;
+    let told = daemon.told_exactly("DisksWithoutRecord", 1).await;
     assert!(told[0].message.contains("\"plain\""), "{told:?}");
     // What is below comes first.
     let refused = daemon.adopt("", &path(&top)).await.unwrap_err();
@@ -554,7 +554,8 @@ async fn files_of_an_earlier_installation_become_disks_again_with_their_names() 
     daemon.kill_and_restart().await;
     assert_eq!(daemon.files().len(), 3);
     assert_eq!(daemon.disk("plain").await.unwrap().spec.unwrap().size_bytes, 4096);
-    assert_eq!(daemon.events("DisksWithoutRecord").await.len(), 1, "all have one");
+    // All have one.
+    daemon.told_exactly("DisksWithoutRecord", 1).await;
     // Without what is beside it, a name is asked for.
     daemon.forget_everything().await;
     fs::remove_file(PathBuf::from(path(&plain)).with_extension("json")).unwrap();

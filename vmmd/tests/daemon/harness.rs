@@ -76,7 +76,29 @@ impl Daemon {
         response.operation.unwrap()
     }
 
-    /// Events with this reason, the oldest first.
+    /// Waits until `count` events with this reason are told: what a call or a status shows can be seen before its event is.
+    pub async fn told(&self, reason: &str, count: usize) -> Vec<v1::Event> {
+        let told = timeout(PATIENCE, async {
+            loop {
+                let events = self.events(reason).await;
+                if events.len() >= count {
+                    break events;
+                }
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        });
+        told.await
+            .unwrap_or_else(|_| panic!("{reason} is not told {count} times"))
+    }
+
+    /// As [`told`](Self::told), and fails when there are more.
+    pub async fn told_exactly(&self, reason: &str, count: usize) -> Vec<v1::Event> {
+        let events = self.told(reason, count).await;
+        assert_eq!(events.len(), count, "{events:?}");
+        events
+    }
+
+    /// Events with this reason by now, the oldest first.
     pub async fn events(&self, reason: &str) -> Vec<v1::Event> {
         let mut client = EventServiceClient::new(connect(self.folder.path()).await);
         let request = v1::ListEventsRequest {

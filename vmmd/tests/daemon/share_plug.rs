@@ -90,7 +90,7 @@ async fn a_share_comes_and_goes_while_the_vm_runs_also_over_a_kill() {
         (&Vec::new(), &Vec::new())
     );
     until_gone(pid).await;
-    assert_eq!(daemon.events("ShareDetached").await.len(), 1);
+    daemon.told_exactly("ShareDetached", 1).await;
 
     let again = served(status(&change(&daemon, true).await));
     assert_ne!(again, pid);
@@ -101,7 +101,7 @@ async fn a_share_comes_and_goes_while_the_vm_runs_also_over_a_kill() {
     assert_ne!(served(&restored), again);
     daemon.kill_vm("web").await.unwrap();
     until_not_served(&daemon).await;
-    assert_eq!(daemon.events("ShareFailed").await.len(), 1);
+    daemon.told_exactly("ShareFailed", 1).await;
     // The next run begins with it.
     served(status(&daemon.start_vm("web").await.unwrap()));
 }
@@ -157,7 +157,7 @@ async fn a_share_that_can_not_be_attached_is_pending_with_the_reason_until_it_ca
     chown(daemon.path("srv/data"), Some(OWNER.0), Some(OWNER.1)).unwrap();
 
     assert_eq!(servers(&daemon), []);
-    assert_eq!(daemon.events("LiveChangeFailed").await.len(), 3);
+    daemon.told_exactly("LiveChangeFailed", 3).await;
     served(status(&change(&daemon, true).await));
 }
 
@@ -207,7 +207,7 @@ async fn a_guest_that_keeps_a_share_is_asked_and_one_that_ejects_it_loses_it() {
     let message = &ejected.shares[0].message;
     assert!(message.contains("the guest ejected it"), "{message}");
     until_gone(pid).await;
-    assert_eq!(daemon.events("ShareEjected").await.len(), 1);
+    daemon.told_exactly("ShareEjected", 1).await;
 
     let pid = served(status(&change(&daemon, true).await));
     begin(&daemon, false).await;

@@ -160,10 +160,9 @@ async fn a_process_that_is_killed_is_made_anew_and_told() {
     kill_process(pid, Signal::KILL).unwrap();
     let restored = daemon.wait("web", |status| status.shares[0].restarts == 1).await;
     assert_ne!(served(&restored), pid);
-    let failed = daemon.events("ShareFailed").await;
-    assert_eq!(failed.len(), 1);
+    let failed = daemon.told_exactly("ShareFailed", 1).await;
     assert!(failed[0].message.contains("was ended by signal 9"), "{failed:?}");
-    assert_eq!(daemon.events("ShareRestored").await.len(), 1);
+    daemon.told_exactly("ShareRestored", 1).await;
     assert_eq!(restored.phase(), VmPhase::Running);
 }
 

@@ -101,8 +101,8 @@ async fn a_snapshot_is_taken_seen_and_deleted() {
     assert_eq!(daemon.snapshot_files().len(), 1);
     let gone = delete().await.unwrap_err();
     assert_eq!(refusal(&gone), (Code::NotFound, "SNAPSHOT_NOT_FOUND".into()));
-    assert_eq!(daemon.events("SnapshotCreated").await.len(), 2);
-    assert_eq!(daemon.events("SnapshotDeleted").await.len(), 1);
+    daemon.told_exactly("SnapshotCreated", 2).await;
+    daemon.told_exactly("SnapshotDeleted", 1).await;
 }
 
 #[tokio::test]
@@ -291,7 +291,7 @@ async fn disks_of_a_restore_that_ended_with_the_daemon_are_removed_and_a_retry_m
     assert_eq!(daemon.raw_disks().len(), 1, "the disk was made");
     daemon.kill_and_restart().await;
     assert_eq!(daemon.raw_disks().len(), 0);
-    assert_eq!(daemon.events("Repaired").await.len(), 1);
+    daemon.told_exactly("Repaired", 1).await;
     daemon.restore("one", "copy", false).await.unwrap();
     // From here on the disk is one like any other.
     daemon.delete("copy", true).await.unwrap();
@@ -349,8 +349,7 @@ async fn snapshots_outlive_the_daemon_and_what_it_left_half_done_is_removed() {
     assert!(waiting.await.unwrap().is_err());
     assert_eq!(daemon.snapshot_names().await, ["one"]);
     assert_eq!(daemon.snapshot_files().len(), 1);
-    let repaired = daemon.events("Repaired").await;
-    assert_eq!(repaired.len(), 1, "{repaired:?}");
+    daemon.told_exactly("Repaired", 1).await;
     let request = v1::GetSnapshotRequest { name: "one".into() };
     let got = daemon.snapshots().await.get_snapshot(request).await.unwrap();
     assert_eq!(got.into_inner().snapshot.unwrap(), taken);

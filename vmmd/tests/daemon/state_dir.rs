@@ -126,12 +126,7 @@ async fn no_link_of_the_owner_is_followed_and_what_leads_out_is_refused() {
     let leads_out = daemon.start_vm("web").await.unwrap_err();
     assert_eq!(refusal(&leads_out).1, "PATH_NOT_ALLOWED");
     assert!(fs::read_dir(daemon.path("other")).unwrap().next().is_none());
-    let told = async {
-        while daemon.events("StateDirFailed").await.is_empty() {
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-    };
-    tokio::time::timeout(PATIENCE, told).await.unwrap();
+    daemon.told("StateDirFailed", 1).await;
     fs::remove_file(daemon.path("srv/data")).unwrap();
     fs::rename(daemon.path("srv/away"), daemon.path("srv/data")).unwrap();
     daemon.start_vm("web").await.unwrap();
@@ -139,7 +134,7 @@ async fn no_link_of_the_owner_is_followed_and_what_leads_out_is_refused() {
         phase(content) == VmPhase::Running
     })
     .await;
-    assert_eq!(daemon.events("StateDirRestored").await.len(), 1);
+    daemon.told_exactly("StateDirRestored", 1).await;
 }
 
 #[tokio::test]

@@ -100,7 +100,7 @@ async fn an_actor_that_panics_is_made_anew_and_nobody_is_told_that_its_vm_is_gon
         };
         daemon.client().resume_vm(request).await.unwrap();
     }
-    assert_eq!(daemon.events("SupervisorFailed").await.len(), 3);
+    daemon.told_exactly("SupervisorFailed", 3).await;
     assert_eq!(vm_pid(&daemon.get("other").await.unwrap()), vm_pid(&other));
     // It is looked after as before.
     let mut console = Client::open(&daemon, "web").await;
@@ -152,7 +152,7 @@ async fn a_store_that_panics_costs_one_answer() {
     let refused = daemon.create(daemon.manifest("web", "")).await.unwrap_err();
     assert_eq!(refusal(&refused), (Code::Unavailable, "STORE_UNAVAILABLE".into()));
     daemon.run("web", "").await;
-    assert_eq!(daemon.events("StoreFailed").await.len(), 1);
+    daemon.told_exactly("StoreFailed", 1).await;
 }
 
 #[tokio::test]
@@ -307,6 +307,6 @@ async fn a_start_that_a_creation_was_refused_is_told() {
     let operation = created.operation.unwrap();
     assert_eq!(operation.phase(), v1::OperationPhase::Failed);
     assert_eq!(operation.error.unwrap().reason(), "VM_UNAVAILABLE");
-    assert_eq!(daemon.events("StartRefused").await.len(), 1);
+    daemon.told_exactly("StartRefused", 1).await;
     until_available(|| daemon.start_vm("web")).await;
 }

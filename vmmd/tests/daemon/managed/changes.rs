@@ -186,13 +186,13 @@ async fn an_answered_update_is_answered_the_same_by_the_next_daemon_and_takes_no
     let answer = daemon.update_network(request.clone()).await.unwrap();
     assert_eq!(generation_of(&answer), 2);
     let since = daemon.update_network(ask_of("192.0.2.54")).await.unwrap();
-    assert_eq!(daemon.events("NetworkChanged").await.len(), 2);
+    daemon.told_exactly("NetworkChanged", 2).await;
     for _ in 0..2 {
         daemon.kill_and_restart().await;
         assert_eq!(daemon.update_network(request.clone()).await.unwrap(), answer);
         assert_eq!(daemon.network("lan").await.unwrap(), since);
     }
-    assert_eq!(daemon.events("NetworkChanged").await.len(), 2);
+    daemon.told_exactly("NetworkChanged", 2).await;
     // The same id with other content.
     let other = v1::UpdateNetworkRequest {
         request_id: "first".into(),
