@@ -60,6 +60,7 @@ struct Rule {
     masked_role: String,
     effect: String,
     peers: bool,
+    agents: bool,
     idempotent: bool,
     kind: String,
     name: Vec<u32>,
@@ -83,6 +84,7 @@ impl Rule {
             role,
             effect: value(rule, "effect")?,
             peers: flag(rule, "peers"),
+            agents: flag(rule, "agents"),
             idempotent: flag(rule, "idempotent"),
             kind: text(rule, "kind"),
             name: numbers(&request, &text(rule, "name_field"))?,
@@ -96,6 +98,9 @@ impl Rule {
         }
         if found.peers && change && method.parent_service().name() != PEERS {
             return Err("lets peers change something, which only a method of PeerService may".into());
+        }
+        if found.agents && method.parent_service().name() == PEERS {
+            return Err("lets agents call a method of PeerService".into());
         }
         let mask = request.get_field_by_name("update_mask").map(|field| field.kind());
         let is_mask = |kind: &Kind| match kind {
@@ -158,12 +163,13 @@ impl Rule {
 
     fn entry(&self, method: &MethodDescriptor) -> String {
         format!(
-            "    MethodRule {{ method: {:?}, role: Role::{}, masked_role: Role::{}, peers: {}, effect: MethodEffect::{}, kind: {:?}, \
-             name: &{:?}, client_streams: {}, server_streams: {} }},\n",
+            "    MethodRule {{ method: {:?}, role: Role::{}, masked_role: Role::{}, peers: {}, agents: {}, \
+             effect: MethodEffect::{}, kind: {:?}, name: &{:?}, client_streams: {}, server_streams: {} }},\n",
             format!("{}/{}", method.parent_service().full_name(), method.name()),
             self.role,
             self.masked_role,
             self.peers,
+            self.agents,
             self.effect,
             self.kind,
             self.name,

@@ -17,6 +17,8 @@ pub struct MethodRule {
     pub masked_role: Role,
     /// Whether another node's daemon may call it.
     pub peers: bool,
+    /// Whether the agent of a cluster may call it, whatever its update mask names.
+    pub agents: bool,
     /// What the call does; never [`MethodEffect::Unspecified`].
     pub effect: MethodEffect,
     /// Kind of the thing that the call is about: `vm`, `disk`, `operation`, `node`; empty when it is about no single one.

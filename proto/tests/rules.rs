@@ -96,6 +96,12 @@ fn a_method_without_a_rule_or_with_one_that_its_messages_contradict_is_refused()
     let fields = format!("string name = 1; {preconditions} {id}");
     let table = rules::generate(&with(&service(rule, &fields))).unwrap();
     assert!(table.contains("vmmd.v1.Tested/Act"), "{table}");
+    let rule = "option (rule) = {role: ROLE_VIEWER, agents: true, effect: METHOD_EFFECT_READ};";
+    let table = rules::generate(&with(&service(rule, ""))).unwrap();
+    assert!(table.contains("agents: true"), "{table}");
+    let of_peers = service(rule, "").replace("service Tested", "service PeerService");
+    let refused = rules::generate(&with(&of_peers)).unwrap_err();
+    assert!(refused.contains("lets agents call"), "{refused}");
 }
 
 #[test]

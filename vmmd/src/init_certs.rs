@@ -38,7 +38,7 @@ pub struct InitCerts {
     /// addresses, localhost].
     #[arg(long = "server-name", value_name = "NAME")]
     server_names: Vec<String>,
-    /// Client and its role: viewer, operator, admin or peer; may be given several times. With a CA of an earlier run in the
+    /// Client and its role: viewer, operator, admin, peer or agent; may be given several times. With a CA of an earlier run in the
     /// folder, only what is missing is made.
     #[arg(long = "client", value_name = "NAME=ROLE", value_parser = client)]
     clients: Vec<(String, Role)>,
@@ -49,7 +49,7 @@ pub struct InitCerts {
 
 fn client(text: &str) -> Result<(String, Role), String> {
     let (name, role) = text.split_once('=').ok_or("must be NAME=ROLE")?;
-    let role = Role::parse(role).ok_or("the role must be viewer, operator, admin or peer")?;
+    let role = Role::parse(role).ok_or("the role must be viewer, operator, admin, peer or agent")?;
     let letters = name
         .chars()
         .all(|letter| letter.is_ascii_alphanumeric() || "-_.@".contains(letter));

@@ -14,7 +14,7 @@ use tonic_types::{ErrorDetails, StatusExt};
 use tower::{Layer, Service};
 
 use super::{
-    Audit, Caller, Role,
+    Audit, Caller, Rank, Role,
     audit::{self, Record},
     body::{Arrival, Outcome, code},
     rule::{self, Rule},
@@ -72,21 +72,23 @@ impl Guard {
     }
 }
 
-/// Refuses a request of the method that is called by `path` unless its caller has the role that changing what its update mask
-/// names takes (`masked`), or without a mask the role of the method.
-pub fn require<T>(request: &tonic::Request<T>, path: &str, masked: Option<Role>) -> Result<(), Status> {
+/// Refuses a request of the method that is called by `path` unless its caller has the rank that changing what its update mask
+/// names takes (`masked`), or without a mask the rank of the method. An agent that may call the method may send any mask: it
+/// could make another VM just as well.
+pub fn require<T>(request: &tonic::Request<T>, path: &str, masked: Option<Rank>) -> Result<(), Status> {
     let (Some(caller), Some(rule)) = (request.extensions().get::<Arc<Caller>>(), rule::find(path)) else {
         return Err(Status::unauthenticated("nobody knows who asks"));
     };
-    let role = masked.map_or(rule.whole, |masked| masked.max(rule.least));
-    // A peer is apart, and changes nothing.
+    let least = masked.map_or(rule.whole, |masked| masked.max(rule.least));
+    // A peer has no rank, and changes nothing by a mask.
     match caller.role {
-        Some(has) if has != Role::Peer && has >= role => Ok(()),
-        _ => Err(role_required(caller, rule.method, role)),
+        Some(Role::Agent) if rule.agent => Ok(()),
+        Some(role) if role.contains(least) => Ok(()),
+        _ => Err(role_required(caller, rule.method, least)),
     }
 }
 
-fn role_required(caller: &Caller, method: &str, least: Role) -> Status {
+fn role_required(caller: &Caller, method: &str, least: Rank) -> Status {
     let has = match caller.role {
         Some(role) => format!("has the role {role}"),
         None => format!("gives no role (a URI {}ROLE)", Role::URI),

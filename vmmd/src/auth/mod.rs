@@ -19,5 +19,5 @@ pub use bucket::Bucket;
 pub use caller::Caller;
 pub use guard::{Bounds, Guard, require};
 pub use handshakes::Handshakes;
-pub use role::Role;
+pub use role::{Rank, Role};
 pub use share::{Place, Places};

@@ -2,8 +2,20 @@
 
 use std::fmt;
 
-/// What somebody is to this node. Viewer, operator and admin contain each other in this order; a peer is apart.
+/// How much a viewer, an operator and an admin may: each rank contains the ones before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Rank {
+    /// That of a viewer.
+    Viewer,
+    /// That of an operator.
+    Operator,
+    /// That of an admin.
+    Admin,
+}
+
+/// What somebody is to this node. Viewer, operator and admin have a [`Rank`]. A peer and an agent have none: the methods that they
+/// may call are named one by one. Roles have no order, so that nobody compares one of these with a rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// Sees everything but consoles, changes nothing.
     Viewer,
@@ -13,11 +25,13 @@ pub enum Role {
     Admin,
     /// The daemon of another node.
     Peer,
+    /// The agent of a cluster, which places VMs on this node: makes, runs, moves and deletes them and their disks and images.
+    Agent,
 }
 
 impl Role {
     /// All of them.
-    pub const ALL: [Self; 4] = [Self::Viewer, Self::Operator, Self::Admin, Self::Peer];
+    pub const ALL: [Self; 5] = [Self::Viewer, Self::Operator, Self::Admin, Self::Peer, Self::Agent];
 
     /// What comes before the role in the URI of a certificate (RFC 5280, 4.2.1.6, `uniformResourceIdentifier`).
     ///
@@ -33,7 +47,23 @@ impl Role {
             Self::Operator => "operator",
             Self::Admin => "admin",
             Self::Peer => "peer",
+            Self::Agent => "agent",
         }
+    }
+
+    /// Its rank; `None` of a role that is apart.
+    pub const fn rank(self) -> Option<Rank> {
+        match self {
+            Self::Viewer => Some(Rank::Viewer),
+            Self::Operator => Some(Rank::Operator),
+            Self::Admin => Some(Rank::Admin),
+            Self::Peer | Self::Agent => None,
+        }
+    }
+
+    /// Whether it may what the rank `least` may.
+    pub fn contains(self, least: Rank) -> bool {
+        self.rank().is_some_and(|rank| rank >= least)
     }
 
     /// The role with this name.
@@ -49,7 +79,17 @@ impl Role {
     }
 }
 
-impl From<proto::rule::Role> for Role {
+impl From<Rank> for Role {
+    fn from(rank: Rank) -> Self {
+        match rank {
+            Rank::Viewer => Self::Viewer,
+            Rank::Operator => Self::Operator,
+            Rank::Admin => Self::Admin,
+        }
+    }
+}
+
+impl From<proto::rule::Role> for Rank {
     /// A rule always names a role; what names none is an admin's.
     fn from(role: proto::rule::Role) -> Self {
         match role {
@@ -57,6 +97,12 @@ impl From<proto::rule::Role> for Role {
             proto::rule::Role::Operator => Self::Operator,
             proto::rule::Role::Admin | proto::rule::Role::Unspecified => Self::Admin,
         }
+    }
+}
+
+impl fmt::Display for Rank {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(Role::from(*self).name())
     }
 }
 
@@ -77,6 +123,9 @@ mod tests {
             (&["spiffe://x/y", "vmmd://role/operator"], Some(Role::Operator)),
             (&["vmmd://role/admin"], Some(Role::Admin)),
             (&["vmmd://role/peer"], Some(Role::Peer)),
+            (&["vmmd://role/agent"], Some(Role::Agent)),
+            (&["vmmd://role/agent", "vmmd://role/operator"], None),
+            (&["vmmd://role/agents"], None),
             (&[], None),
             (&["vmmd://role/Admin"], None),
             (&["vmmd://role/admin/"], None),
@@ -86,6 +135,25 @@ mod tests {
             (&["vmmd://role/viewer", "vmmd://role/other"], None),
         ] {
             assert_eq!(Role::of_uris(uris.iter().copied()), role, "{uris:?}");
+        }
+    }
+
+    #[test]
+    fn ranks_contain_each_other_and_a_peer_and_an_agent_contain_none() {
+        let ranks = [Rank::Viewer, Rank::Operator, Rank::Admin];
+        for (role, contained) in [
+            (Role::Viewer, &ranks[..1]),
+            (Role::Operator, &ranks[..2]),
+            (Role::Admin, &ranks[..]),
+            (Role::Peer, &[]),
+            (Role::Agent, &[]),
+        ] {
+            for rank in ranks {
+                assert_eq!(role.contains(rank), contained.contains(&rank), "{role} {rank}");
+            }
+        }
+        for role in Role::ALL {
+            assert_eq!(Role::parse(role.name()), Some(role));
         }
     }
 }

@@ -2,25 +2,28 @@
 //! services beside it.
 //!
 //! Their principle: a *viewer* reads; an *operator* runs what is there; whatever can name a file or an interface of the
-//! node, or makes and destroys, is for an *admin*. A *peer* may ask what this node is and could take.
+//! node, or makes and destroys, is for an *admin*. A *peer* may ask what this node is and could take. An *agent* may call what
+//! `vmmd-kube agent` calls and nothing else; a test there compares the two.
 
 use std::sync::LazyLock;
 
 use proto::rule::{METHOD_RULES, MethodEffect, MethodRule};
 
-use super::{Role, object::Object};
+use super::{Rank, Role, object::Object};
 
 /// What holds for one method.
 #[derive(Clone, Copy, Debug)]
 pub struct Rule {
     /// `vmmd.v1.VmService/GetVm`: the path of the call without the first slash.
     pub method: &'static str,
-    /// The least role that may call it, if only with an update mask that names what this role may change.
-    pub least: Role,
-    /// The least role that may call it whatever the request says.
-    pub whole: Role,
+    /// The least rank that may call it, if only with an update mask that names what this rank may change.
+    pub least: Rank,
+    /// The least rank that may call it whatever the request says.
+    pub whole: Rank,
     /// Whether a peer may.
     pub peer: bool,
+    /// Whether an agent may, whatever the request says.
+    pub agent: bool,
     /// What it is about, when it is in the audit log: it changes something, or reads what belongs to a guest.
     pub audited: Option<Object>,
     /// Whether it may go on for long, as one side or both send a stream of messages: then its beginning is told too.
@@ -34,7 +37,8 @@ impl Rule {
     pub fn admits(&self, role: Role) -> bool {
         match role {
             Role::Peer => self.peer,
-            role => role >= self.least,
+            Role::Agent => self.agent,
+            Role::Viewer | Role::Operator | Role::Admin => role.contains(self.least),
         }
     }
 
@@ -44,6 +48,7 @@ impl Rule {
             least: rule.masked_role.into(),
             whole: rule.role.into(),
             peer: rule.peers,
+            agent: rule.agents,
             audited: (rule.effect != MethodEffect::Read).then_some(Object {
                 kind: rule.kind,
                 path: rule.name,
@@ -56,9 +61,10 @@ impl Rule {
     const fn beside(method: &'static str, stream: bool) -> Self {
         Self {
             method,
-            least: Role::Viewer,
-            whole: Role::Viewer,
+            least: Rank::Viewer,
+            whole: Rank::Viewer,
             peer: true,
+            agent: true,
             audited: None,
             long: stream,
             stream,

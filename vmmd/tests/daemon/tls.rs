@@ -68,7 +68,9 @@ fn documented() -> BTreeMap<String, Vec<&'static str>> {
         .filter_map(|line| line.strip_prefix("| `")?.split_once("` |"));
     rows.map(|(method, row)| {
         let cells = row.split('|').map(str::trim);
-        let roles = ["viewer", "operator", "admin", "peer"].into_iter().zip(cells);
+        let roles = ["viewer", "operator", "admin", "agent", "peer"]
+            .into_iter()
+            .zip(cells);
         let roles = roles.filter(|(_, cell)| *cell == "yes").map(|(role, _)| role);
         let whole = match method.contains('.') {
             true => method.to_owned(),
@@ -135,6 +137,36 @@ async fn an_operator_changes_limits_and_the_memory_target_by_a_mask_and_nothing_
 }
 
 #[tokio::test]
+async fn an_agent_makes_vms_changes_them_by_any_mask_and_makes_no_snapshots() {
+    let pki = Pki::new("ca");
+    let daemon = pki::serve(&pki, "").await;
+    let channel = pki.channel(&daemon, Some(&pki.role("kube", "agent")));
+    let mut agent = VmServiceClient::new(channel.clone());
+    let request = v1::CreateVmRequest {
+        vm: Some(daemon.manifest("web", "")),
+        ..Default::default()
+    };
+    agent.create_vm(request).await.unwrap();
+    let two_cores = |spec: &mut v1::VmSpec| {
+        spec.cpu = Some(v1::CpuSpec {
+            cores: 2,
+            ..Default::default()
+        });
+    };
+    let request = masked("web", &["spec.cpu.cores"], two_cores);
+    agent.update_vm(request).await.unwrap();
+    let cores = daemon.get("web").await.unwrap().spec.unwrap().cpu.unwrap().cores;
+    assert_eq!(cores, 2);
+    for method in ["SnapshotService/CreateSnapshot", "VmService/AttachDisk"] {
+        let refused = call(&channel, &format!("vmmd.v1.{method}")).await.unwrap_err();
+        assert_eq!(
+            refusal(&refused),
+            (Code::PermissionDenied, "ROLE_REQUIRED".into())
+        );
+    }
+}
+
+#[tokio::test]
 async fn every_method_is_for_those_with_its_role_and_for_nobody_else() {
     let (pki, other) = (Pki::new("ca"), Pki::new("other"));
     let daemon = pki::serve(&pki, "").await;
@@ -152,7 +184,7 @@ async fn every_method_is_for_those_with_its_role_and_for_nobody_else() {
             assert!(is_no_connection(&refused), "{method}, {who}: {refused:?}");
         }
     }
-    for role in ["viewer", "operator", "admin", "peer", "none", "two"] {
+    for role in ["viewer", "operator", "admin", "agent", "peer", "none", "two"] {
         let leaf = match role {
             "none" => pki.client("nobody", &["https://example.com/"]),
             "two" => pki.client("both", &["vmmd://role/viewer", "vmmd://role/admin"]),

@@ -42,7 +42,7 @@ fn every_method_has_one_rule_and_every_rule_a_method() {
 }
 
 #[test]
-fn roles_contain_each_other_and_a_peer_is_apart() {
+fn roles_contain_each_other_and_a_peer_and_an_agent_are_apart() {
     for rule in RULES.iter() {
         for (less, more) in [(Role::Viewer, Role::Operator), (Role::Operator, Role::Admin)] {
             assert!(!rule.admits(less) || rule.admits(more), "{}", rule.method);
@@ -57,20 +57,22 @@ fn roles_contain_each_other_and_a_peer_is_apart() {
 
 #[test]
 fn the_documented_table_is_this_one() {
-    let mut table =
-        String::from("| method | viewer | operator | admin | peer | audited |\n|---|---|---|---|---|---|\n");
+    let mut table = String::from(
+        "| method | viewer | operator | admin | agent | peer | audited |\n|---|---|---|---|---|---|---|\n",
+    );
     for rule in RULES.iter() {
         let yes = |yes: bool| if yes { "yes" } else { "" };
         let of = |role: Role| match yes(rule.admits(role)) {
-            "yes" if role < rule.whole => "by mask",
+            "yes" if !role.contains(rule.whole) => "by mask",
             word => word,
         };
         let method = rule.method.trim_start_matches("vmmd.v1.");
         table += &format!(
-            "| `{method}` | {} | {} | {} | {} | {} |\n",
+            "| `{method}` | {} | {} | {} | {} | {} | {} |\n",
             of(Role::Viewer),
             of(Role::Operator),
             of(Role::Admin),
+            yes(rule.admits(Role::Agent)),
             yes(rule.admits(Role::Peer)),
             yes(rule.audited.is_some())
         );
