@@ -54,6 +54,8 @@ pub struct Config {
     pub operator_group: Option<String>,
     /// Group whose members are viewers on the socket. Default: none.
     pub viewer_group: Option<String>,
+    /// Group whose members are agents of a cluster on the socket, as `vmmd-kube agent` is. Default `vmmd-agents`; when that group doesn't exist, nobody.
+    pub agent_group: Option<String>,
     /// The `vmm` program. Default: `vmm` beside the daemon's own binary, or else `/usr/lib/vmmd/vmm`.
     pub vmm: Option<PathBuf>,
     /// The program that serves shares. Default: `virtiofsd` beside the `vmm`.
@@ -193,6 +195,7 @@ impl Default for Config {
             socket_group: None,
             operator_group: None,
             viewer_group: None,
+            agent_group: None,
             vmm: None,
             virtiofsd: None,
             kvm_device: "/dev/kvm".into(),

@@ -1,6 +1,7 @@
 //! The API's UNIX socket.
 
 use std::{
+    collections::BTreeSet,
     fs, io,
     os::unix::fs::{FileTypeExt, PermissionsExt, chown},
     path::{Path, PathBuf},
@@ -8,6 +9,7 @@ use std::{
     time::Duration,
 };
 
+use rustix::{fs::XattrFlags, io::Errno};
 use tokio::{
     net::{UnixListener, UnixStream},
     sync::mpsc,
@@ -25,8 +27,24 @@ use crate::{
 /// After a failed accept, as when descriptors have run out.
 pub const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// The group that may use the socket when none is configured.
+/// The group of admins when none is configured.
 const DEFAULT_GROUP: &str = "vmmd";
+
+/// The group of agents when none is configured. The package makes it, and the unit of the Kubernetes agent is in it.
+const DEFAULT_AGENT_GROUP: &str = "vmmd-agents";
+
+/// The extended attribute that has a file's access control list (acl(5)), and the numbers of its format
+/// (`linux/posix_acl_xattr.h`).
+const ACL: &str = "system.posix_acl_access";
+const ACL_VERSION: u32 = 2;
+const ACL_USER_OBJ: u16 = 0x01;
+const ACL_GROUP_OBJ: u16 = 0x04;
+const ACL_GROUP: u16 = 0x08;
+const ACL_MASK: u16 = 0x10;
+const ACL_OTHER: u16 = 0x20;
+const ACL_UNDEFINED_ID: u32 = u32::MAX;
+/// Reading and writing, as in a mode. Who connects to a socket needs to write.
+const READ_WRITE: u16 = 0o6;
 
 /// The bound socket; its file is removed when it is dropped.
 #[derive(Debug)]
@@ -42,10 +60,11 @@ struct Groups {
     admin: Option<u32>,
     operator: Option<u32>,
     viewer: Option<u32>,
+    agent: Option<u32>,
 }
 
 impl Groups {
-    /// Asks the name service. A group that is configured must exist; the default one need not.
+    /// Asks the name service. A group that is configured must exist; the default ones need not.
     fn find(config: &Config) -> io::Result<Self> {
         let configured = |name: &Option<String>| name.as_deref().map(group_id).transpose();
         let admin = match &config.socket_group {
@@ -59,33 +78,76 @@ impl Groups {
             admin,
             operator: configured(&config.operator_group)?,
             viewer: configured(&config.viewer_group)?,
+            agent: match &config.agent_group {
+                Some(name) => Some(group_id(name)?),
+                None => sys::group_id(DEFAULT_AGENT_GROUP)?,
+            },
         })
     }
 
-    /// The mode of the socket: whoever may have a role must be able to open it, and a file has one group only. What others than
-    /// these open is closed at once.
+    /// The mode of the socket without what [`Groups::acl`] adds.
     fn mode(&self) -> u32 {
-        match self {
-            Self {
-                operator: None,
-                viewer: None,
-                admin,
-            } => {
-                if admin.is_some() {
-                    0o660
-                } else {
-                    0o600
-                }
+        if self.admin.is_some() { 0o660 } else { 0o600 }
+    }
+
+    /// The groups beside that of admins, each once and in the order of their numbers.
+    fn others(&self) -> BTreeSet<u32> {
+        let groups = [self.operator, self.viewer, self.agent];
+        groups.into_iter().flatten().collect()
+    }
+
+    /// The access control list of the socket: a file has one group only, and each of the other groups has an entry. `None`
+    /// when there are no other groups.
+    fn acl(&self) -> Option<Vec<u8>> {
+        let others = self.others();
+        if others.is_empty() {
+            return None;
+        }
+        let of_group = if self.admin.is_some() { READ_WRITE } else { 0 };
+        let mut list = ACL_VERSION.to_le_bytes().to_vec();
+        // In the order of the tags, as the kernel wants them.
+        let mut add = |tag: u16, rights: u16, id: u32| {
+            list.extend(tag.to_le_bytes());
+            list.extend(rights.to_le_bytes());
+            list.extend(id.to_le_bytes());
+        };
+        add(ACL_USER_OBJ, READ_WRITE, ACL_UNDEFINED_ID);
+        add(ACL_GROUP_OBJ, of_group, ACL_UNDEFINED_ID);
+        for group in others {
+            add(ACL_GROUP, READ_WRITE, group);
+        }
+        add(ACL_MASK, READ_WRITE, ACL_UNDEFINED_ID);
+        add(ACL_OTHER, 0, ACL_UNDEFINED_ID);
+        Some(list)
+    }
+
+    /// Lets root and the groups open the socket, and nobody else. On a file system without access control lists everybody can open
+    /// the socket when there are other groups than that of admins, and who has no role is closed at once.
+    fn permit(&self, path: &Path) -> io::Result<()> {
+        chown(path, None, self.admin)?;
+        fs::set_permissions(path, fs::Permissions::from_mode(self.mode()))?;
+        let Some(list) = self.acl() else { return Ok(()) };
+        match rustix::fs::setxattr(path, ACL, &list, XattrFlags::empty()) {
+            Err(Errno::OPNOTSUPP) => {
+                tracing::info!(
+                    "{}: no access control lists: everybody can connect",
+                    path.display()
+                );
+                fs::set_permissions(path, fs::Permissions::from_mode(0o666))
             }
-            _ => 0o666,
+            result => Ok(result?),
         }
     }
 
-    /// The role of a peer by its user id and all of its groups: the highest that it can have.
+    /// The role of a peer by its user id and all of its groups: the one that may most. An agent comes before an operator: it can
+    /// make VMs, which an operator can't, and a program in the group of agents must work whatever other groups its user has. Who
+    /// needs both roles is an admin.
     fn role(&self, uid: u32, groups: &[u32]) -> Option<Role> {
         let is_in = |group: Option<u32>| group.is_some_and(|group| groups.contains(&group));
         if uid == 0 || is_in(self.admin) {
             Some(Role::Admin)
+        } else if is_in(self.agent) {
+            Some(Role::Agent)
         } else if is_in(self.operator) {
             Some(Role::Operator)
         } else {
@@ -117,8 +179,7 @@ impl Socket {
         }
         let listener = UnixListener::bind(&new)?;
         let groups = Groups::find(config)?;
-        chown(&new, None, groups.admin)?;
-        fs::set_permissions(&new, fs::Permissions::from_mode(groups.mode()))?;
+        groups.permit(Path::new(&new))?;
         fs::rename(&new, path)?;
         Ok(Self {
             listener,
@@ -213,24 +274,79 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_has_the_highest_role_that_its_groups_give() {
+    fn a_peer_has_the_role_of_its_groups_that_may_most() {
         let groups = Groups {
             admin: Some(10),
             operator: Some(20),
             viewer: Some(30),
+            agent: Some(40),
         };
         for (uid, of, role) in [
             (0, &[][..], Some(Role::Admin)),
             (1, &[10, 30], Some(Role::Admin)),
             (1, &[30, 20], Some(Role::Operator)),
             (1, &[30], Some(Role::Viewer)),
+            (1, &[40], Some(Role::Agent)),
+            (1, &[40, 10], Some(Role::Admin)),
+            (1, &[20, 40], Some(Role::Agent)),
+            (1, &[30, 40], Some(Role::Agent)),
             (1, &[1], None),
             (1, &[], None),
         ] {
             assert_eq!(groups.role(uid, of), role, "{uid} {of:?}");
         }
         assert_eq!(Groups::default().role(1, &[0]), None);
-        assert_eq!((groups.mode(), Groups::default().mode()), (0o666, 0o600));
+        assert_eq!((groups.mode(), Groups::default().mode()), (0o660, 0o600));
+    }
+
+    #[test]
+    fn groups_beside_that_of_admins_have_entries_of_the_access_control_list() {
+        assert_eq!(Groups::default().acl(), None);
+        let only_admins = Groups {
+            admin: Some(10),
+            ..Groups::default()
+        };
+        assert_eq!(only_admins.acl(), None);
+        let groups = Groups {
+            admin: None,
+            operator: Some(0x0102),
+            viewer: Some(7),
+            agent: Some(7),
+        };
+        let entries = [
+            [1, 0, 6, 0, 255, 255, 255, 255],
+            [4, 0, 0, 0, 255, 255, 255, 255],
+            [8, 0, 6, 0, 7, 0, 0, 0],
+            [8, 0, 6, 0, 2, 1, 0, 0],
+            [16, 0, 6, 0, 255, 255, 255, 255],
+            [32, 0, 0, 0, 255, 255, 255, 255],
+        ];
+        assert_eq!(
+            groups.acl(),
+            Some([&[2, 0, 0, 0], entries.as_flattened()].concat())
+        );
+    }
+
+    #[tokio::test]
+    async fn others_than_the_groups_can_not_open_the_socket() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let config = Config {
+            agent_group: Some("990018".into()),
+            ..config("0")
+        };
+        let _socket = Socket::bind(&path, &config).unwrap();
+        let mut list = [0; 128];
+        let mode = fs::metadata(&path).unwrap().permissions().mode() & 0o777;
+        match rustix::fs::getxattr(&path, ACL, &mut list) {
+            Ok(length) => {
+                assert_eq!(mode, 0o660);
+                let groups = Groups::find(&config).unwrap();
+                assert_eq!(list.get(..length), groups.acl().as_deref());
+            }
+            // A file system without access control lists.
+            Err(_) => assert_eq!(mode, 0o666),
+        }
     }
 
     #[tokio::test]
@@ -265,6 +381,11 @@ mod tests {
             ..config("1234")
         };
         assert!(Groups::find(&viewers).is_err());
+        let agents = Config {
+            agent_group: Some("nonexistent-group".into()),
+            ..config("1234")
+        };
+        assert!(Groups::find(&agents).is_err());
         assert_eq!(Groups::find(&config("1234")).unwrap().admin, Some(1234));
         assert_eq!(Groups::find(&config("root")).unwrap().admin, Some(0));
     }

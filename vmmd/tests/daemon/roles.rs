@@ -1,16 +1,39 @@
 //! Roles on the UNIX socket, by group.
 
-use std::{os::unix::process::CommandExt, process::Command};
+use std::{
+    fs,
+    os::unix::{fs::PermissionsExt, process::CommandExt},
+    path::Path,
+    process::{Command, Output},
+};
 
-use proto::v1::{self, vm_service_client::VmServiceClient};
+use prost::Message as _;
+use proto::v1::{
+    self, network_service_client::NetworkServiceClient, node_service_client::NodeServiceClient,
+    vm_service_client::VmServiceClient,
+};
 use tonic::Code;
 
 use crate::harness::{Daemon, connect, refusal};
 
 const VIEWERS: u32 = 990_017;
+const AGENTS: u32 = 990_019;
 
 /// Set for the child that asks as somebody else: the folder of the daemon.
 const FOLDER: &str = "VMMD_TEST_ROLES";
+
+/// Runs `test` of this program as a user in this group alone.
+fn ask(daemon: &Daemon, test: &str, group: u32) -> Output {
+    let folder = daemon.folder.path();
+    fs::set_permissions(folder, fs::Permissions::from_mode(0o755)).unwrap();
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child
+        .args(["--exact", test])
+        .env(FOLDER, folder)
+        .uid(990_001)
+        .gid(group);
+    child.output().unwrap()
+}
 
 /// The test program itself, as a user in the group, asks what the test below wants to know.
 #[tokio::test]
@@ -32,23 +55,66 @@ async fn a_viewer_reads_and_changes_nothing() {
     }
     let daemon = Daemon::configured(&format!("viewer_group = '{VIEWERS}'\n")).await;
     daemon.run("web", "").await;
-    std::fs::set_permissions(
-        daemon.folder.path(),
-        std::os::unix::fs::PermissionsExt::from_mode(0o755),
-    )
-    .unwrap();
-    let ask = |group: u32| {
-        let mut child = Command::new(std::env::current_exe().unwrap());
-        child
-            .args(["--exact", "roles::a_viewer_reads_and_changes_nothing"])
-            .env(FOLDER, daemon.folder.path())
-            .uid(990_001)
-            .gid(group);
-        child.output().unwrap()
-    };
-    let output = ask(VIEWERS);
+    let test = "roles::a_viewer_reads_and_changes_nothing";
+    let output = ask(&daemon, test, VIEWERS);
     assert!(output.status.success(), "{output:?}");
     // Who is in no group is let in to nothing.
-    assert!(!ask(990_018).status.success());
+    assert!(!ask(&daemon, test, 990_018).status.success());
     daemon.pause("web").await.unwrap();
+}
+
+/// What an agent asks, as the child of the test below.
+async fn as_an_agent(folder: &Path) {
+    let channel = connect(folder).await;
+    let mut vms = VmServiceClient::new(channel.clone());
+    let vm = v1::Vm::decode(&*fs::read(folder.join("manifest")).unwrap()).unwrap();
+    let request = v1::CreateVmRequest {
+        vm: Some(vm),
+        ..Default::default()
+    };
+    vms.create_vm(request).await.unwrap();
+    let request = v1::DeleteVmRequest {
+        name: "made".into(),
+        ..Default::default()
+    };
+    vms.delete_vm(request).await.unwrap();
+    let cordon = NodeServiceClient::new(channel.clone())
+        .cordon_node(v1::CordonNodeRequest::default())
+        .await
+        .map(drop);
+    let request = v1::DeleteNetworkRequest {
+        name: "default".into(),
+        ..Default::default()
+    };
+    let delete = NetworkServiceClient::new(channel)
+        .delete_network(request)
+        .await
+        .map(drop);
+    for refused in [cordon, delete] {
+        let refused = refused.unwrap_err();
+        assert_eq!(
+            refusal(&refused),
+            (Code::PermissionDenied, "ROLE_REQUIRED".into())
+        );
+        assert!(
+            refused.message().contains("has the role agent"),
+            "{}",
+            refused.message()
+        );
+    }
+}
+
+#[tokio::test]
+async fn an_agent_makes_and_deletes_vms_and_changes_nothing_of_the_node() {
+    if let Ok(folder) = std::env::var(FOLDER) {
+        return as_an_agent(folder.as_ref()).await;
+    }
+    let daemon = Daemon::configured(&format!("agent_group = '{AGENTS}'\n")).await;
+    let manifest = daemon.manifest("made", "").encode_to_vec();
+    fs::write(daemon.path("manifest"), manifest).unwrap();
+    let test = "roles::an_agent_makes_and_deletes_vms_and_changes_nothing_of_the_node";
+    let output = ask(&daemon, test, AGENTS);
+    assert!(output.status.success(), "{output:?}");
+    assert!(!ask(&daemon, test, VIEWERS).status.success());
+    assert!(daemon.list().await.is_empty());
 }
