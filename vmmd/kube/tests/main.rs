@@ -6,6 +6,7 @@ mod faults;
 mod kubelet;
 mod migration;
 mod mock;
+mod role;
 mod sources;
 mod spdy;
 mod streams;

@@ -4,6 +4,7 @@ pub mod api;
 pub mod ledger;
 pub mod migration;
 mod node;
+pub mod role;
 pub mod storage;
 pub mod store;
 mod streams;

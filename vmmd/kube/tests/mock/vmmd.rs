@@ -22,6 +22,7 @@ use tonic::{Request, Response, Status, Streaming};
 use super::{
     ledger::Ledger,
     migration::{Moves, migrating},
+    role::Refused,
     storage::Storage,
     streams,
 };
@@ -47,6 +48,8 @@ pub struct State {
     pub moves: Moves,
     pub ledger: Ledger,
     pub node: String,
+    /// What the agent may not call.
+    refused: Refused,
 }
 
 pub struct Vmmd {
@@ -77,6 +80,7 @@ impl Vmmd {
             moves: Moves::default(),
             ledger: ledger.clone(),
             node: node.to_owned(),
+            refused: Refused::default(),
         };
         ledger.add_node(&format!("{node}:7443"), &state);
         Self {
@@ -107,6 +111,17 @@ impl Vmmd {
     }
 }
 
+impl Drop for Vmmd {
+    /// A test fails when its agent has called what its role does not allow.
+    fn drop(&mut self) {
+        let refused = self.state.refused.methods();
+        assert!(
+            refused.is_empty() || std::thread::panicking(),
+            "not for agents: {refused:?}"
+        );
+    }
+}
+
 fn serve(socket: &Path, state: &State) -> Runtime {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
@@ -121,10 +136,12 @@ fn serve(socket: &Path, state: &State) -> Runtime {
         NodeServiceServer::new(state.clone()),
     );
     let (storage, migrations) = (state.storage.clone(), MigrationServiceServer::new(state.clone()));
+    let refused = state.refused.clone();
     state.moves.lives.fetch_add(1, Ordering::SeqCst);
     state.moves.up.store(true, Ordering::SeqCst);
     runtime.spawn(async move {
         let server = tonic::transport::Server::builder()
+            .layer(refused)
             .add_service(vms)
             .add_service(nodes)
             .add_service(migrations)
