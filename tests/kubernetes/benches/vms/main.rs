@@ -19,6 +19,7 @@ mod mock {
     pub mod ledger;
     pub mod migration;
     mod node;
+    pub mod role;
     pub mod storage;
     pub mod streams;
     pub mod trap;
