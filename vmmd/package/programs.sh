@@ -9,8 +9,9 @@ cargo=${CARGO:-cargo}
 unset SOURCE_DATE_EPOCH
 
 if [ "$profile" = dev ]; then
-    # The very programs that the tests of the workspace are built with: nothing is compiled twice.
-    "$cargo" test --locked --workspace --no-run --quiet >&2
+    # The very programs that the tests of the workspace are built with, with the same features (FEATURES): nothing is compiled twice, or
+    # built over by one that lacks them.
+    "$cargo" test --locked --workspace ${FEATURES:-} --no-run --quiet >&2
     profile=debug
 else
     # Apart, so that features that only one of them needs (gRPC, HTTP clients) are not switched on in the crates that the others share with it.
