@@ -74,16 +74,20 @@ impl<'case> Wired<'case> {
             "ip link set {bridge} mtu 9000 address {NODE_MAC} && modprobe 8021q && \
              ip link add link {bridge} name {bridge}.7 type vlan id 7 && ip addr add 10.{number}.100.1/24 dev {bridge}.7 && ip link set {bridge}.7 up"
         );
-        let mut guest = "echo 1 > /proc/sys/net/ipv4/conf/all/arp_ignore".to_owned();
+        // Before the NICs are up, which then have their queues. Lines of their own, as the guest's shell takes 1,023 characters.
+        let mut guest = vec![format!(
+            "mount -t tracefs tracefs /sys/kernel/tracing && echo {QUEUE} > /proc/sys/net/core/default_qdisc && \
+             echo 1 > /proc/sys/net/ipv4/conf/all/arp_ignore"
+        )];
         let mut specs = Vec::new();
         for (nic, off) in nics.iter().enumerate() {
             node += &format!(
                 " && ip addr add 10.{number}.{nic}.1/24 dev {bridge} && ip addr add fd09:{number}:{nic}::1/64 dev {bridge} nodad"
             );
-            guest += &format!(
-                " && echo 0 > /proc/sys/net/ipv6/conf/eth{nic}/accept_dad && ip link set eth{nic} up && \
+            guest.push(format!(
+                "echo 0 > /proc/sys/net/ipv6/conf/eth{nic}/accept_dad && ip link set eth{nic} up && \
                  ip addr add 10.{number}.{nic}.2/24 dev eth{nic} && ip addr add fd09:{number}:{nic}::2/64 dev eth{nic}"
-            );
+            ));
             specs.push(json!({
                 "name": format!("eth{nic}"), "mac": mac(number, nic), "bridge": bridge, "backend": backend, "queues": queues,
                 "disabledOffloads": off,
@@ -95,16 +99,13 @@ impl<'case> Wired<'case> {
         let vm = Vm::start(case, "", &spec.set("/nics", json!(specs))).expect("start");
         let mut console = vm.console().expect("console");
         console.until("GUEST-READY", BOOT).expect("boot");
-        // Before the NICs are up, which then have their queues; in a line of its own, as the guest's shell takes 1,023 characters.
-        let first = format!(
-            "mount -t tracefs tracefs /sys/kernel/tracing && echo {QUEUE} > /proc/sys/net/core/default_qdisc"
-        );
-        console.run(&first, PATIENCE).expect("the guest's queues");
-        guest += &format!(
-            " && busybox ip link add link eth0 name vlan7 type vlan id 7 && ip addr add 10.{number}.100.2/24 dev vlan7 && \
+        guest.push(format!(
+            "busybox ip link add link eth0 name vlan7 type vlan id 7 && ip addr add 10.{number}.100.2/24 dev vlan7 && \
              ip link set vlan7 up && {{ netcheck serve & }} && until busybox netstat -lnt | grep -q :9000; do usleep 100000; done"
-        );
-        console.run(&guest, PATIENCE).expect("the guest's addresses");
+        ));
+        for line in &guest {
+            console.run(line, PATIENCE).expect("the guest's addresses");
+        }
         let mut wired = Self {
             case,
             vm,
