@@ -49,6 +49,9 @@ const SWITCHED: [&str; 4] = [
 /// when it changes its own code.
 const TRACE: &str = "trace_event=skb:kfree_skb";
 
+/// Without mergeable buffers each of the 256 buffers of a receive queue takes a packet of 64 KiB.
+const WHOLE_BUFFERS_MIB: u64 = 20;
+
 /// A guest's queue in front of its NIC. The kernel's own choice, `fq_codel`, drops packets that have waited there for a while, as they do while a
 /// snapshot is taken, or where the NIC's thread waits for a processor.
 const QUEUE: &str = "pfifo_fast";
@@ -95,7 +98,9 @@ impl<'case> Wired<'case> {
         }
         case.node().sh(&node).expect("the node's addresses");
         let spec = case.net_guest(Kernel::Cloud612).expect("guest");
-        let spec = spec.cores(2).cmdline(TRACE);
+        let whole = nics.iter().filter(|off| off.contains(&MERGEABLE)).count();
+        let memory = 256 + WHOLE_BUFFERS_MIB * queues * u64::try_from(whole).expect("a few");
+        let spec = spec.cores(2).memory_mib(memory).cmdline(TRACE);
         let vm = Vm::start(case, "", &spec.set("/nics", json!(specs))).expect("start");
         let mut console = vm.console().expect("console");
         console.until("GUEST-READY", BOOT).expect("boot");
