@@ -2,7 +2,7 @@
 
 use std::{
     fs,
-    os::unix::fs::PermissionsExt as _,
+    os::unix::fs::{PermissionsExt as _, chown},
     path::{Path, PathBuf},
     thread,
     time::Duration,
@@ -31,6 +31,9 @@ use crate::{
 )]
 #[path = "../../../vmmd/tests/daemon/namespace.rs"]
 pub mod namespace;
+
+/// Agents run as this user, and in this group only, which makes them agents for their daemon. Nobody else has the number.
+const AGENT: u32 = 990_021;
 
 /// A node of the cluster.
 pub struct Node {
@@ -105,7 +108,9 @@ impl Fleet {
             .tempdir_in("/tmp")
             .unwrap();
         fs::write(folder.path().join("log.txt"), "").unwrap();
-        let mut extra = format!("restart = {{ first_ms = 200 }}\n{extra}");
+        // It finds the socket in here.
+        fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o711)).unwrap();
+        let mut extra = format!("agent_group = '{AGENT}'\nrestart = {{ first_ms = 200 }}\n{extra}");
         // The loopback interface of a namespace may be down.
         let migration_address = namespace.is_none().then(|| format!("{address}:7443"));
         if let Some(address) = &migration_address {
@@ -113,13 +118,16 @@ impl Fleet {
         }
         let daemon = Daemon::with(folder, &extra, namespace.map(str::to_owned)).await;
         let config = cluster.service_account(&name, NAMESPACE, "vmmd-kube-agent").await;
+        let own = daemon.path("agent");
+        fs::create_dir(&own).unwrap();
+        chown(&own, Some(AGENT), Some(AGENT)).unwrap();
         let mut arguments = vec![
             "agent".to_owned(),
             format!("--kubeconfig={}", config.display()),
             format!("--node-name={name}"),
             format!("--socket={}", daemon.path("run/vmmd.sock").display()),
             format!("--address={address}"),
-            format!("--lock-file={}", daemon.path("agent.lock").display()),
+            format!("--lock-file={}", own.join("lock").display()),
             format!("--client-ca={}", cluster.path("pki/ca.crt").display()),
             // On all addresses, where tests of other processes may listen as well.
             format!(
@@ -128,7 +136,7 @@ impl Fleet {
             ),
         ];
         arguments.extend(migration_address.map(|address| format!("--migration-address={address}")));
-        let mut agent = cluster.program(&format!("agent-{number}"), arguments);
+        let mut agent = cluster.program(&format!("agent-{number}"), arguments).user(AGENT);
         agent.launch();
         self.nodes.push(Node { name, daemon, agent });
     }

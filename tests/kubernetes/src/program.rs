@@ -3,7 +3,10 @@
 use std::{
     ffi::OsString,
     fs::{self, File},
-    os::unix::process::ExitStatusExt as _,
+    os::{
+        fd::AsRawFd as _,
+        unix::process::{CommandExt as _, ExitStatusExt as _},
+    },
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
 };
@@ -18,6 +21,8 @@ pub struct Program {
     arguments: Vec<OsString>,
     environment: Vec<(OsString, OsString)>,
     log: PathBuf,
+    /// The user and the only group that it runs as; those of the test when there are none.
+    user: Option<u32>,
     child: Option<Child>,
     /// How often it ended by itself and was started again.
     pub revived: u32,
@@ -37,6 +42,7 @@ impl Program {
             arguments: arguments.into_iter().map(Into::into).collect(),
             environment: Vec::new(),
             log: folder.join(format!("{name}.log")),
+            user: None,
             child: None,
             revived: 0,
         }
@@ -49,11 +55,26 @@ impl Program {
         self
     }
 
+    /// As another user, whose only group has the same number. It need not be able to reach the program's file.
+    #[must_use]
+    pub fn user(mut self, user: u32) -> Self {
+        self.user = Some(user);
+        self
+    }
+
     /// Starts it. It stays in the test's process group, so that it ends with a test that is killed.
     pub fn launch(&mut self) {
         assert!(self.child.is_none(), "{} runs", self.name);
         let log = File::options().create(true).append(true).open(&self.log).unwrap();
-        let mut command = Command::new(&self.executable);
+        let opened = File::open(&self.executable).unwrap();
+        let mut command = match self.user {
+            None => Command::new(&self.executable),
+            Some(user) => {
+                let mut command = Command::new(format!("/proc/self/fd/{}", opened.as_raw_fd()));
+                command.arg0(&self.executable).uid(user).gid(user);
+                command
+            }
+        };
         command
             .args(&self.arguments)
             .envs(self.environment.iter().map(|(name, value)| (name, value)))

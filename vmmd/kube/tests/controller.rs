@@ -95,6 +95,28 @@ fn a_pod_that_was_never_bound_can_be_deleted() {
 }
 
 #[test]
+fn a_pod_that_goes_while_the_api_server_is_away_is_missed_when_pods_are_listed_anew() {
+    let mut cluster = Cluster::start(1);
+    let _controller = cluster.controller();
+    let agent = cluster.agent(0);
+    cluster.create("web", "always_on");
+    cluster.run("web", 1, "n0");
+    agent.kill();
+    cluster.delete_pod("web-1", None);
+    wait("the machine is stopping", || {
+        cluster.machine("web")["status"]["phase"] == "Stopping"
+    });
+    cluster.api.stop();
+    // Nothing is told of the pod, and nothing else has changed.
+    cluster.api.store(|store| {
+        store.tear_out(&api::pod("shop", "web-1"));
+        store.forget("pods");
+    });
+    cluster.api.resume();
+    wait("the next run has a pod", || cluster.pod("web-2").is_object());
+}
+
+#[test]
 fn a_late_pod_of_an_earlier_run_goes_away() {
     let cluster = Cluster::start(1);
     let _controller = cluster.controller();

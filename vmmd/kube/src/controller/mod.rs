@@ -10,16 +10,18 @@ mod status;
 
 use std::{sync::Arc, time::Duration};
 
-use futures::StreamExt as _;
+use futures::{Stream, StreamExt as _, channel::mpsc};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Node, Pod};
 use kube::{
     Api, Client, ResourceExt as _,
     api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions},
     runtime::{
+        WatchStreamExt as _,
         controller::{Action, Controller},
         events::{Event, EventType, Recorder},
         reflector::{ObjectRef, Store},
+        watcher,
     },
 };
 use serde_json::json;
@@ -76,8 +78,10 @@ pub async fn run(clients: Clients, settings: Settings) {
         metrics::count(counted.state().iter().map(phase))
     });
     let orphans = tokio::spawn(orphans::run(clients, store.clone()));
+    let (listed, anew) = mpsc::unbounded();
     controller
-        .owns(pods, watching().labels(names::MACHINE_UID))
+        .owns_stream(watched(pods, listed))
+        .reconcile_all_on(anew)
         .watches(nodes, watching().labels(names::NODE), move |node| {
             on_node(&store, &node)
         })
@@ -91,6 +95,22 @@ pub async fn run(clients: Clients, settings: Settings) {
         })
         .await;
     orphans.abort();
+}
+
+/// Pods as they change. When they are listed anew, which is told to `listed`, nothing is said of those that were deleted since they were watched:
+/// all VirtualMachines have to be looked at.
+fn watched(
+    pods: Api<Pod>,
+    listed: mpsc::UnboundedSender<()>,
+) -> impl Stream<Item = Result<Pod, watcher::Error>> {
+    watcher(pods, watching().labels(names::MACHINE_UID))
+        .inspect(move |event| {
+            if matches!(event, Ok(watcher::Event::InitDone)) {
+                // Nobody listens only when the controller ends.
+                let _ = listed.unbounded_send(());
+            }
+        })
+        .touched_objects()
 }
 
 /// The VirtualMachines whose status depends on a node. What a node says every minute makes no work where nothing is on it.

@@ -232,6 +232,16 @@ fn watch_from(inner: &Inner, of: Key, query: BTreeMap<String, String>) -> Respon
         .get("resourceVersion")
         .and_then(|text| text.parse().ok())
         .unwrap_or(0);
+    if inner.with(|store| store.is_forgotten(&of.resource, since)) {
+        let expired = json!({"type": "ERROR", "object": {
+            "kind": "Status",
+            "status": "Failure",
+            "code": 410,
+            "reason": "Expired",
+            "message": "too old resource version",
+        }});
+        return reply(200, format!("{expired}\n"));
+    }
     let (send, receive) = tokio::sync::mpsc::channel::<Result<Bytes, Infallible>>(64);
     let inner = inner.clone();
     tokio::spawn(async move {

@@ -25,6 +25,8 @@ pub struct Store {
     version: u64,
     /// Version, type of the event, what it is about.
     pub log: Vec<(u64, &'static str, Key, Value)>,
+    /// By resource, the version up to which the log is gone.
+    forgotten: BTreeMap<String, u64>,
 }
 
 /// Options of a deletion.
@@ -37,6 +39,19 @@ pub struct Deletion {
 impl Store {
     pub fn version(&self) -> u64 {
         self.version
+    }
+
+    /// What has happened to a resource is not told any more, as after a compaction.
+    pub fn forget(&mut self, resource: &str) {
+        self.log.retain(|(_, _, key, _)| key.resource != resource);
+        self.forgotten.insert(resource.to_owned(), self.version);
+    }
+
+    /// Whether something that happened since a version is not told any more.
+    pub fn is_forgotten(&self, resource: &str, since: u64) -> bool {
+        self.forgotten
+            .get(resource)
+            .is_some_and(|version| since < *version)
     }
 
     pub fn get(&self, key: &Key) -> Result<Value, Refusal> {
