@@ -11,6 +11,7 @@ unset SOURCE_DATE_EPOCH
 if [ "$profile" = dev ]; then
     # The very programs that the tests of the workspace are built with, with the same features (FEATURES): nothing is compiled twice, or
     # built over by one that lacks them.
+    # shellcheck disable=SC2086 # a list of words
     "$cargo" test --locked --workspace ${FEATURES:-} --no-run --quiet >&2
     profile=debug
 else
