@@ -186,19 +186,16 @@ impl<'case> Ground<'case> {
             server["certificate-authority"] = authority.clone().into();
             let (address, _) = daemon.address().split_once(':').unwrap();
             let files = format!("{folder}/agent-{number}");
-            node.sh(&format!(
-                "cat >{files}.json <<'CONFIG'\n{config}\nCONFIG\ninstall -d -o nobody {files}"
-            ))
-            .unwrap();
-            // As vmmd-kube.service does, with a user that sees the test's folder.
+            node.sh(&format!("cat >{files}.json <<'CONFIG'\n{config}\nCONFIG\n"))
+                .unwrap();
+            // As in vmmd-kube.service.
             let agent = Unit::start(
                 case,
                 &format!("agent-{number}"),
-                "-p Type=notify -p Restart=always -p RestartSec=1s -p StartLimitIntervalSec=0 \
-                 -p User=nobody -p SupplementaryGroups=vmmd-agents -p NoNewPrivileges=yes",
+                "-p Type=notify -p Restart=always -p RestartSec=1s -p StartLimitIntervalSec=0",
                 &format!(
                     "/usr/lib/vmmd/vmmd-kube --kubeconfig={files}.json agent --node-name={name} --socket={} \
-                     --address={address} --migration-address={} --lock-file={files}/lock",
+                     --address={address} --migration-address={} --lock-file={files}.lock",
                     daemon.socket(),
                     daemon.address()
                 ),
