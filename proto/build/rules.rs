@@ -246,6 +246,10 @@ fn mutation(method: &MethodDescriptor) -> String {
         Some(_) => "self.preconditions.as_ref()",
         None => "None",
     };
+    let dry_run = match request.get_field_by_name("dry_run") {
+        Some(_) => "self.dry_run",
+        None => "false",
+    };
     let mut code = String::new();
     let _ = writeln!(code, "impl Mutation for v1::{} {{", request.name());
     let _ = writeln!(code, "    const METHOD: &'static str = {:?};", method.name());
@@ -255,6 +259,7 @@ fn mutation(method: &MethodDescriptor) -> String {
         code,
         "    fn preconditions(&self) -> Option<&v1::Preconditions> {{ {preconditions} }}"
     );
+    let _ = writeln!(code, "    fn dry_run(&self) -> bool {{ {dry_run} }}");
     code += "}\n";
     code
 }

@@ -45,6 +45,9 @@ pub trait Mutation: Message + Clone + Default + Send + 'static {
     /// What must be true of the object that the request changes; `None` when the client says nothing, or when the request changes
     /// no object that there is.
     fn preconditions(&self) -> Option<&v1::Preconditions>;
+
+    /// Whether the request only checks what it asks for, and changes nothing.
+    fn dry_run(&self) -> bool;
 }
 
 include!(concat!(env!("OUT_DIR"), "/rules.rs"));

@@ -9,7 +9,7 @@ use crate::{
     capacity::Cpus,
     cgroup,
     config::Config,
-    event::Events,
+    event::{Events, Object},
     failure::Failure,
     files::Sources,
     ledger::Ledger,
@@ -30,7 +30,7 @@ use crate::{
         vms::{Vms, command::Attend},
     },
     request::{self, Requests},
-    store::Store,
+    store::{DiskStage, ImageStage, Store},
     text,
 };
 
@@ -150,5 +150,25 @@ impl request::Ports for Host {
 
     fn store(&self) -> &Store {
         &self.store
+    }
+
+    fn has(&self, object: &Object) -> bool {
+        match object {
+            Object::Vm(_, uid) => self.vms.find(*uid).is_some(),
+            Object::Disk(_, uid) => {
+                let disk = self.disks.find(&self.disk_folder(), uid.as_bytes());
+                disk.is_some_and(|seen| seen.record.stage() != DiskStage::Deleting)
+            }
+            Object::Image(_, uid) => {
+                let image = self.images.find(uid.as_bytes());
+                image.is_some_and(|seen| seen.record.stage() != ImageStage::Deleting)
+            }
+            Object::Network(_, uid) => self.networks.has(uid.as_bytes()),
+            Object::Snapshot(_, uid) => {
+                let mut snapshots = self.snapshots.list().into_iter();
+                snapshots.any(|snapshot| snapshot.uid == uid.as_bytes())
+            }
+            Object::Node => true,
+        }
     }
 }

@@ -15,6 +15,7 @@ mod journal;
 
 use std::{
     collections::BTreeMap,
+    fmt,
     path::Path,
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
 };
@@ -131,6 +132,17 @@ impl Object {
             | Self::Image(_, uid) => uid.to_string(),
             Self::Node => String::new(),
         }
+    }
+}
+
+impl fmt::Display for Object {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = match self {
+            Self::Vm(..) => "VM".to_owned(),
+            Self::Node => return f.write_str("node"),
+            other => other.kind().to_ascii_lowercase(),
+        };
+        write!(f, "{kind} \"{}\" with the uid {}", self.name(), self.uid())
     }
 }
 

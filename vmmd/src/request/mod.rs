@@ -10,7 +10,8 @@
 //!
 //! Ids are of their callers: two callers may use the same. Who sends a request that is under way waits for the same answer. An
 //! answered one is answered as before, for a day, or for an hour when [100,000](crate::store) others have been answered
-//! since. The same id with another method or other content is refused.
+//! since. The same id with another method or other content is refused, and so is one that has made an object which is not there any
+//! more ([`made`]).
 //!
 //! Before the first durable effect of a request its mark (id, method, fingerprint of the content) is in the record of the VM or
 //! disk; it is written in the same transaction, so that it costs nothing. The content has secrets, such as a registry's password: its
@@ -21,7 +22,7 @@
 //!
 //! | request | a retry after the daemon was killed |
 //! |---|---|
-//! | CreateVm | a VM with the mark is the answer, also when it has been deleted since; with `start` it is started when it never was |
+//! | CreateVm | a VM with the mark is the answer; with `start` it is started when it never was; none is made when it has been deleted since |
 //! | UpdateVm | what was written is not written again; what could not be applied is tried again |
 //! | DeleteVm | the answer is written together with the removal of the record: answered |
 //! | StartVm, RestartVm | a run that the request began, and that goes on, is the answer; else carried out again |
@@ -30,7 +31,7 @@
 //! | AttachDisk | carried out again; the same disk again is no error, and `preconditions.generation` is not looked at |
 //! | DetachDisk | a disk that is not there any more is a success |
 //! | ResizeVmDisk, UpdateDisk | carried out again; what is so already is a success, and the generation is not looked at |
-//! | CreateDisk | a disk with the mark is the answer, also when it has been deleted since; one that was not whole was removed, and is made again |
+//! | CreateDisk | a disk with the mark is the answer, and none is made when it has been deleted since; one that was not whole was removed, and is made again |
 //! | DeleteDisk | the answer is written together with the beginning of the deletion: answered |
 //! | CreateSnapshot | a snapshot with the mark is the answer; one that was not whole was removed, and is taken again |
 //! | DeleteSnapshot | the answer is written together with the beginning of the deletion: answered |
@@ -39,12 +40,13 @@
 //! | UpdateNetwork | carried out again; what is so already is a success, and the generation is not looked at |
 //! | DeleteNetwork | the answer is written together with the beginning of the deletion: answered |
 //! | MigrateVm | carried out again: one that goes on, or waits for the other node, is refused, and a VM that has gone is not found |
-//! | ImportImage | an image with the mark is the answer, also when it is being imported still, or has been deleted since |
+//! | ImportImage | an image with the mark is the answer, also when it is being imported still; none is made when it has been deleted since |
 //! | DeleteImage | the answer is written together with the beginning of the deletion: answered |
 //! | PruneImages | carried out again: what is gone already is not named |
 //! | UpdateNodeLabels, CordonNode, UncordonNode, DrainNode | carried out again; what is so already is a success |
 
 mod answer;
+pub mod made;
 pub mod masked;
 pub mod preconditions;
 
@@ -66,6 +68,7 @@ use self::answer::Answer;
 pub use self::answer::done;
 use crate::{
     context::{self, Context, Initiator},
+    event::Object,
     failure::{Failure, Kind},
     store::{
         self, DiskRecord, ImageRecord, Key, NetworkRecord, REQUEST_AGE_MS, RequestKey, RequestMark,
@@ -111,6 +114,9 @@ pub trait Ports: Send + Sync + 'static {
 
     /// Where answers are kept.
     fn store(&self) -> &Store;
+
+    /// Whether this very object is on the node. One whose deletion can't fail any more is not.
+    fn has(&self, object: &Object) -> bool;
 }
 
 impl<P: Ports> Ports for Arc<P> {
@@ -120,6 +126,10 @@ impl<P: Ports> Ports for Arc<P> {
 
     fn store(&self) -> &Store {
         self.as_ref().store()
+    }
+
+    fn has(&self, object: &Object) -> bool {
+        self.as_ref().has(object)
     }
 }
 
@@ -151,13 +161,15 @@ where
         return answer.await.map(Response::new);
     }
     let mark = mark(&request, &context.initiator, host.store().key());
+    let makes = !request.dry_run();
     let mut answer = match host.requests().enter(&mark)? {
         Entered::Waiting(answer) => answer,
         Entered::Begun(sender) => {
             let answer = sender.subscribe();
             let whole = async move {
                 let under_way = Guard(Arc::clone(&host), mark.key());
-                let answer = carry_out(&*host, mark, || work(Arc::clone(&host), request, context)).await;
+                let answer =
+                    carry_out(&*host, mark, makes, || work(Arc::clone(&host), request, context)).await;
                 // Who has the answer may use an id that it leaves free.
                 drop(under_way);
                 sender.send_replace(Some(answer));
@@ -172,13 +184,25 @@ where
     ended.decode().map(Response::new)
 }
 
-async fn carry_out<A, F>(host: &impl Ports, mark: RequestMark, work: impl FnOnce() -> F) -> Answer
+/// Carries out what has no answer in the store. `makes` is false for a request that only checks.
+async fn carry_out<A, F>(
+    host: &impl Ports,
+    mark: RequestMark,
+    makes: bool,
+    work: impl FnOnce() -> F,
+) -> Answer
 where
     A: Message,
     F: Future<Output = Result<A, Status>>,
 {
     match host.store().request(mark.key()).await {
-        Ok(Some(record)) if same(record.mark.as_ref(), &mark) => return Answer::from(record),
+        Ok(Some(record)) if same(record.mark.as_ref(), &mark) => {
+            let made = made::object(&mark.method, &record.response).filter(|_| makes);
+            return match made.filter(|made| !host.has(made)) {
+                Some(gone) => Answer::from(Status::from(made::gone(&gone))),
+                None => Answer::from(record),
+            };
+        }
         Ok(Some(_)) => return Answer::from(Status::from(reused(&mark.id))),
         Ok(None) => {}
         Err(error) => return Answer::from(Status::from(crate::failure::store_failure(error))),
@@ -336,45 +360,6 @@ impl Requests {
             };
             (mark.key(), left)
         }));
-    }
-
-    /// UUID of the VM that the request made under an earlier daemon.
-    pub fn made_vm(&self, context: &Context) -> Option<Vec<u8>> {
-        self.made(context, "CreateVm")
-    }
-
-    /// UUID of the disk that the request made under an earlier daemon.
-    pub fn made_disk(&self, context: &Context) -> Option<Vec<u8>> {
-        self.made(context, "CreateDisk")
-    }
-
-    /// UUID of the snapshot that the request made under an earlier daemon.
-    pub fn made_snapshot(&self, context: &Context) -> Option<Vec<u8>> {
-        self.made(context, "CreateSnapshot")
-    }
-
-    /// UUID of the VM that the request made of a snapshot under an earlier daemon.
-    pub fn made_by_restore(&self, context: &Context) -> Option<Vec<u8>> {
-        self.made(context, "RestoreVm")
-    }
-
-    /// UUID of the network that the request made under an earlier daemon.
-    pub fn made_network(&self, context: &Context) -> Option<Vec<u8>> {
-        self.made(context, "CreateNetwork")
-    }
-
-    /// UUID of the image that the request made under an earlier daemon.
-    pub fn made_image(&self, context: &Context) -> Option<Vec<u8>> {
-        self.made(context, "ImportImage")
-    }
-
-    fn made(&self, context: &Context, method: &str) -> Option<Vec<u8>> {
-        let inner = self.inner();
-        let left = inner.left.get(&context.key()).or_else(|| {
-            // What an earlier release began, when an id was for everybody.
-            inner.left.get(&RequestKey::new("", &context.request_id))
-        })?;
-        (left.mark.method == method).then(|| left.on.clone())
     }
 
     fn enter(&self, mark: &RequestMark) -> Result<Entered, Failure> {

@@ -1,7 +1,7 @@
-use proto::v1;
+use proto::{rule::MethodEffect, v1};
 use tonic::{Code, Status};
 
-use super::{answer::Answer, *};
+use super::{answer::Answer, made, *};
 use crate::failure::Failure;
 
 fn key() -> Key {
@@ -117,6 +117,64 @@ fn an_answer_is_given_as_it_was() {
     };
     let kept = Answer::from(Answer::of(&response).record(RequestMark::default()));
     assert_eq!(kept.decode::<v1::StartVmResponse>().unwrap(), response);
+}
+
+#[test]
+fn each_method_that_makes_something_is_known() {
+    let rules = proto::rule::METHOD_RULES.iter();
+    let changes = rules.filter(|rule| rule.effect == MethodEffect::Change && !rule.client_streams);
+    let names = changes.filter_map(|rule| rule.method.split_once('/'));
+    let makes = |name: &&str| {
+        let verbs = ["Create", "Import", "Restore"];
+        // A ticket is no object.
+        *name != "CreateVncTicket" && verbs.iter().any(|verb| name.starts_with(verb))
+    };
+    let mut making: Vec<_> = names.map(|(_, name)| name).filter(makes).collect();
+    making.sort_unstable();
+    let mut known = made::METHODS;
+    known.sort_unstable();
+    assert_eq!(making, known);
+}
+
+#[test]
+fn an_answer_says_what_was_made_unless_that_has_only_begun() {
+    let uid = Uuid::from_u128(1);
+    let disk = |phase: Option<v1::OperationPhase>| {
+        let operation = phase.map(|phase| v1::Operation {
+            phase: phase.into(),
+            ..Default::default()
+        });
+        let metadata = Some(v1::ObjectMetadata {
+            name: "d".into(),
+            uid: uid.to_string(),
+            ..Default::default()
+        });
+        let disk = v1::Disk {
+            metadata,
+            ..Default::default()
+        };
+        let response = v1::CreateDiskResponse {
+            disk: Some(disk),
+            operation,
+        };
+        response.encode_to_vec()
+    };
+    let made = Some(Object::Disk("d".into(), uid));
+    assert_eq!(made::object("CreateDisk", &disk(None)), made);
+    let completed = Some(v1::OperationPhase::Completed);
+    assert_eq!(made::object("CreateDisk", &disk(completed)), made);
+    let begun = Some(v1::OperationPhase::InProgress);
+    assert_eq!(made::object("CreateDisk", &disk(begun)), None);
+    // Failures have no response.
+    assert_eq!(made::object("CreateDisk", &[]), None);
+    assert_eq!(made::object("UpdateDisk", &disk(None)), None);
+    let failure = made::gone(&Object::Vm("web".into(), uid));
+    assert_eq!((failure.kind, failure.reason), (Kind::NotFound, "OBJECT_GONE"));
+    assert!(
+        failure
+            .message
+            .contains(&format!("VM \"web\" with the uid {uid}"))
+    );
 }
 
 #[test]

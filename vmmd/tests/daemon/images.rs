@@ -25,7 +25,7 @@ use tonic_types::StatusExt;
 use self::http::{Server, held, part, start};
 use crate::{
     disks::{named, raw},
-    harness::{Daemon, PATIENCE, connect, room},
+    harness::{Daemon, PATIENCE, connect, refusal, room},
 };
 
 impl Daemon {
@@ -151,6 +151,38 @@ fn reason(status: &Status) -> String {
         .error_info()
         .map(|info| info.reason.clone())
         .unwrap_or_default()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_image_that_was_deleted_is_not_imported_again_by_the_same_request() {
+    let daemon = Daemon::start().await;
+    let file = daemon.file("disk.raw", &content());
+    for no_wait in [false, true] {
+        let request = v1::ImportImageRequest {
+            image: Some(of_path("web", &file)),
+            no_wait,
+            request_id: format!("import, no_wait {no_wait}"),
+        };
+        let mut client = daemon.images().await;
+        let first = client.import_image(request.clone()).await.unwrap().into_inner();
+        let begun = first
+            .operation
+            .clone()
+            .is_some_and(|operation| operation.phase() != v1::OperationPhase::Completed);
+        let again = client.import_image(request.clone()).await.unwrap().into_inner();
+        assert_eq!(again, first);
+        // An import that is under way is cancelled.
+        daemon.remove_image("web").await.unwrap();
+        match client.import_image(request).await {
+            // The operation says what came of it.
+            Ok(again) => assert!(begun && again.into_inner() == first),
+            Err(refused) => {
+                assert!(!begun);
+                assert_eq!(refusal(&refused), crate::request::gone());
+            }
+        }
+        assert!(daemon.image_files().is_empty());
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

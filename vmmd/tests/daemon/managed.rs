@@ -152,6 +152,8 @@ async fn a_network_has_a_bridge_rules_and_a_server_until_it_is_deleted() {
         refusal(&daemon.network("lan").await.unwrap_err()),
         (Code::NotFound, "NETWORK_NOT_FOUND".into())
     );
+    let again = daemon.make_network("lan", "10.80.0.0/24", NetworkMode::Nat).await;
+    assert_eq!(refusal(&again.unwrap_err()), crate::request::gone());
     assert_eq!(namespace.interfaces(), Vec::<String>::new());
     assert!(!namespace.run("nft list ruleset").contains("vmmd"));
     assert!(!namespace.run("cat /proc/net/udp").contains(":0043"));

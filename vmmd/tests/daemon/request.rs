@@ -50,6 +50,11 @@ fn vm(response: Result<Response<v1::CreateVmResponse>, Status>) -> v1::Vm {
     response.unwrap().into_inner().vm.unwrap()
 }
 
+/// How a request is refused that has made something which was deleted since.
+pub fn gone() -> (Code, String) {
+    (Code::NotFound, "OBJECT_GONE".into())
+}
+
 #[tokio::test]
 async fn a_request_that_is_sent_again_is_answered_as_before_also_by_the_next_daemon() {
     let mut daemon = Daemon::start().await;
@@ -66,7 +71,10 @@ async fn a_request_that_is_sent_again_is_answered_as_before_also_by_the_next_dae
         if restart {
             daemon.kill_and_restart().await;
         }
-        assert_eq!(vm(daemon.client().create_vm(request.clone()).await), first);
+        // What it has made is gone.
+        let failure = daemon.client().create_vm(request.clone()).await.unwrap_err();
+        assert_eq!(refusal(&failure), gone());
+        assert!(failure.message().contains(&uid(&first)), "{failure}");
         let failure = daemon.client().create_vm(again.clone()).await.unwrap_err();
         assert_eq!(refusal(&failure), (Code::AlreadyExists, "VM_EXISTS".into()));
         daemon.client().delete_vm(delete("3", "a")).await.unwrap();
@@ -88,6 +96,22 @@ async fn a_request_that_is_sent_again_is_answered_as_before_also_by_the_next_dae
             );
         }
     }
+    assert!(daemon.list().await.is_empty());
+    // Another VM of that name is not the one that it has made.
+    daemon.create(daemon.manifest("a", "")).await.unwrap();
+    let failure = daemon.client().create_vm(request).await.unwrap_err();
+    assert_eq!(refusal(&failure), gone());
+}
+
+#[tokio::test]
+async fn a_request_that_only_checks_is_answered_as_before() {
+    let daemon = Daemon::start().await;
+    let request = v1::CreateVmRequest {
+        dry_run: true,
+        ..create(&daemon, "1", "a", false)
+    };
+    let first = vm(daemon.client().create_vm(request.clone()).await);
+    assert_eq!(vm(daemon.client().create_vm(request).await), first);
     assert!(daemon.list().await.is_empty());
 }
 
@@ -182,8 +206,9 @@ async fn a_create_that_the_daemon_did_not_survive_does_not_bring_a_deleted_vm_ba
             if restart {
                 daemon.kill_and_restart().await;
             }
-            let answered = vm(daemon.client().create_vm(request.clone()).await);
-            assert_eq!(uid(&answered), made);
+            let refused = daemon.client().create_vm(request.clone()).await.unwrap_err();
+            assert_eq!(refusal(&refused), gone());
+            assert!(refused.message().contains(&made), "{refused}");
             assert!(daemon.get(name).await.is_err(), "{name} was made again");
         }
     }
@@ -342,7 +367,7 @@ async fn a_disk_is_made_and_deleted_once() {
         request_id: "1".into(),
         ..Default::default()
     };
-    let gone = v1::DeleteDiskRequest {
+    let delete = v1::DeleteDiskRequest {
         name: "d".into(),
         request_id: "2".into(),
         ..Default::default()
@@ -364,19 +389,11 @@ async fn a_disk_is_made_and_deleted_once() {
             .into_inner(),
         made
     );
-    daemon.disks().await.delete_disk(gone.clone()).await.unwrap();
+    daemon.disks().await.delete_disk(delete.clone()).await.unwrap();
     daemon.kill_and_restart().await;
-    daemon.disks().await.delete_disk(gone).await.unwrap();
-    assert_eq!(
-        daemon
-            .disks()
-            .await
-            .create_disk(request)
-            .await
-            .unwrap()
-            .into_inner(),
-        made
-    );
+    daemon.disks().await.delete_disk(delete).await.unwrap();
+    let refused = daemon.disks().await.create_disk(request).await.unwrap_err();
+    assert_eq!(refusal(&refused), gone());
     let left = daemon
         .disks()
         .await

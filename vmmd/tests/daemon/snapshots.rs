@@ -106,6 +106,48 @@ async fn a_snapshot_is_taken_seen_and_deleted() {
 }
 
 #[tokio::test]
+async fn what_a_request_has_made_is_not_made_again_when_it_was_deleted() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    let take = v1::CreateSnapshotRequest {
+        snapshot: Some(v1::Snapshot {
+            metadata: Some(v1::ObjectMetadata {
+                name: "one".into(),
+                ..Default::default()
+            }),
+            spec: Some(v1::SnapshotSpec { vm: "web".into() }),
+            status: None,
+        }),
+        request_id: "take".into(),
+        ..Default::default()
+    };
+    let restore = v1::RestoreVmRequest {
+        snapshot: "one".into(),
+        vm: "copy".into(),
+        request_id: "restore".into(),
+        ..Default::default()
+    };
+    let mut client = daemon.snapshots().await;
+    let taken = client.create_snapshot(take.clone()).await.unwrap().into_inner();
+    let restored = client.restore_vm(restore.clone()).await.unwrap().into_inner();
+    let again = client.create_snapshot(take.clone()).await.unwrap().into_inner();
+    assert_eq!(again, taken);
+    let again = client.restore_vm(restore.clone()).await.unwrap().into_inner();
+    assert_eq!(again, restored);
+    daemon.delete("copy", true).await.unwrap();
+    let delete = v1::DeleteSnapshotRequest {
+        name: "one".into(),
+        ..Default::default()
+    };
+    client.delete_snapshot(delete).await.unwrap();
+    let refused = client.restore_vm(restore).await.unwrap_err();
+    assert_eq!(refusal(&refused), crate::request::gone());
+    let refused = client.create_snapshot(take).await.unwrap_err();
+    assert_eq!(refusal(&refused), crate::request::gone());
+    assert!(daemon.snapshot_names().await.is_empty());
+}
+
+#[tokio::test]
 async fn a_stopped_vm_goes_on_from_its_snapshot_and_so_do_others() {
     let daemon = Daemon::start().await;
     daemon.run("web", "").await;

@@ -185,6 +185,13 @@ impl Networks {
         found.cloned().ok_or_else(|| not_found(name))
     }
 
+    /// Whether there is a network with this UUID.
+    pub fn has(&self, uid: &[u8]) -> bool {
+        let inner = self.inner();
+        let mut there = inner.records.values().filter(|record| !record.leaving);
+        there.any(|record| record.uid == uid)
+    }
+
     /// A network.
     pub fn get(&self, name: &str) -> Result<v1::Network, Failure> {
         let record = self.find(name)?;

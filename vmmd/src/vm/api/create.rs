@@ -23,7 +23,7 @@ use crate::{
         Entry,
         command::{Command, Life, Request},
     },
-    share,
+    request, share,
     store::{HandoverRecord, Hardware, Intent, VmRecord},
     text,
     vm::{
@@ -97,10 +97,11 @@ async fn create_with(
     dry_run: bool,
     context: &Context,
 ) -> Result<(Arc<v1::Vm>, Option<v1::Operation>), Failure> {
-    if let Some(made) = host.requests.made_vm(context)
-        && let Some(created) = made_before(&host, &made, start, context).await
-    {
-        return Ok(created);
+    if let Some(made) = host.requests.made_vm(context) {
+        let uid = Uuid::from_slice(&made).unwrap_or_default();
+        let name = vm.metadata.map(|metadata| metadata.name).unwrap_or_default();
+        let created = made_before(&host, uid, start, context).await;
+        return created.ok_or_else(|| request::made::gone(&Object::Vm(name, uid)));
     }
     for disk in vm.spec.iter_mut().flat_map(|spec| &mut spec.disks) {
         host.disks.fill_format(disk);
@@ -238,11 +239,11 @@ async fn begin_start(host: &Host, entry: &Entry, name: &str, context: &Context) 
 /// come to is made up for.
 async fn made_before(
     host: &Host,
-    uid: &[u8],
+    uid: Uuid,
     start: bool,
     context: &Context,
 ) -> Option<(Arc<v1::Vm>, Option<v1::Operation>)> {
-    let entry = host.vms.find(Uuid::from_slice(uid).ok()?)?;
+    let entry = host.vms.find(uid)?;
     let vm = Arc::clone(&entry.state.borrow());
     let status = vm.status.as_ref();
     let never = status.is_some_and(|status| status.instance.is_none() && status.last_exit.is_none());

@@ -334,6 +334,12 @@ pub fn is_final(answer: &Answer) -> bool {
     }
 }
 
+/// Whether a creation was carried out before, and its VM is gone.
+pub fn is_gone(answer: &Answer) -> bool {
+    let reason = answer.as_ref().err().and_then(reason);
+    reason.as_deref() == Some("OBJECT_GONE")
+}
+
 /// What a refusal says of the VM; whether others must have been under way; whether it may have been done in part.
 pub fn refused(call: &Call, status: &Status, generation: u64) -> (Look, bool, bool) {
     let reason = reason(status).unwrap_or_default();

@@ -18,7 +18,9 @@ use tokio::{sync::Notify, time::timeout};
 use tonic::{Status, transport::Channel};
 
 use super::{
-    calls::{self, Answer, Call, Client, Kind, NEVER, Request, is_final, looks, name, reason, wrong},
+    calls::{
+        self, Answer, Call, Client, Kind, NEVER, Request, is_final, is_gone, looks, name, reason, wrong,
+    },
     model::{Look, Time},
 };
 use crate::harness::PATIENCE;
@@ -145,6 +147,8 @@ async fn carry_out(scene: &Scene, channel: &Channel, client: &mut Client, made: 
 /// What came of a request that was sent twice at the same time.
 fn of_two(first: Option<Answer>, second: Option<Answer>) -> Option<Answer> {
     match (first, second) {
+        // Of a creation whose VM is gone when the later one comes.
+        (Some(made), Some(gone)) | (Some(gone), Some(made)) if made.is_ok() && is_gone(&gone) => Some(made),
         (Some(first), Some(second)) if is_final(&first) && is_final(&second) => {
             assert_eq!(plain(&first), plain(&second), "two answers to one request");
             Some(first)
@@ -159,7 +163,7 @@ fn of_two(first: Option<Answer>, second: Option<Answer>) -> Option<Answer> {
             Some(std::cmp::max_by_key(one, other, weight))
         }
         // and perhaps by one that was never answered.
-        (answer, None) | (None, answer) => answer.filter(is_final),
+        (answer, None) | (None, answer) => answer.filter(|answer| is_final(answer) && !is_gone(answer)),
     }
 }
 
@@ -258,6 +262,7 @@ mod tests {
         let busy = || refused(Code::FailedPrecondition, "BUSY");
         let cut = || refused(Code::Aborted, "SUPERSEDED");
         let missing = || refused(Code::NotFound, "VM_NOT_FOUND");
+        let gone = || refused(Code::NotFound, "OBJECT_GONE");
         let done = || Some(Ok(serde_json::Value::Null));
         for (first, second, expected) in [
             (busy(), None, None),
@@ -269,6 +274,8 @@ mod tests {
             (busy(), busy(), busy()),
             (busy(), cut(), cut()),
             (cut(), missing(), missing()),
+            (gone(), done(), done()),
+            (gone(), None, None),
             (done(), done(), done()),
         ] {
             for answer in [of_two(first.clone(), second.clone()), of_two(second, first)] {

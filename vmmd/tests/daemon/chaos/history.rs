@@ -1,7 +1,7 @@
 //! Calls as operations of the model.
 
 use super::{
-    calls::{Answer, Kind, NEVER, refused},
+    calls::{Answer, Kind, NEVER, is_gone, refused},
     clients::Made,
     model::{Look, Op, Step, Time},
 };
@@ -48,6 +48,11 @@ impl Made {
             }
             None => vec![part(NEVER)],
             Some(Ok(_)) => vec![whole(end, false)],
+            // The first attempt was carried out: this one has no way of its own.
+            Some(answer) if is_gone(answer) => vec![Op {
+                ways: Vec::new(),
+                ..whole(end, false)
+            }],
             Some(Err(status)) => {
                 let (look, disturbed, partial) = refused(&self.call, status, self.generation);
                 let op = match (partial, disturbed) {
@@ -84,7 +89,7 @@ pub fn join(ops: &[Op]) -> Vec<Op> {
             let with = others.any(|(_, other)| {
                 other.begin < op.end && op.begin < other.end && other.ways.iter().any(|way| same(way, kind))
             });
-            if with && !op.partial && same(&op.ways[0], kind) {
+            if with && !op.partial && op.ways.first().is_some_and(|way| same(way, kind)) {
                 op.ways.push(vec![Step::Look(look)]);
             }
         }

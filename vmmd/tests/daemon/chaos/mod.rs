@@ -26,7 +26,7 @@ use tokio::{sync::Notify, time::Instant};
 use tonic::transport::Channel;
 
 use self::{
-    calls::{Answer, Call, Client, Kind, NEVER, call, is_final, looks, name, seen},
+    calls::{Answer, Call, Client, Kind, NEVER, call, is_final, is_gone, looks, name, seen},
     clients::{Made, Scene, client, in_time, plain},
     history::join,
     model::{Look, Op, Policy, Run, State, Step, Time, explain},
@@ -214,12 +214,17 @@ impl World {
             }
         }
         let mut new = BTreeMap::new();
+        let mut gone = Vec::new();
         while let Some(call) = calls.join_next().await {
             let (index, again) = call.unwrap();
             let Some(first) = &made[index].answer else {
                 new.insert(index, again);
                 continue;
             };
+            if let (Ok(made), true) = (first, is_gone(&again.2)) {
+                gone.push(&made["vm"]["metadata"]["uid"]);
+                continue;
+            }
             assert_eq!(
                 plain(first),
                 plain(&again.2),
@@ -227,6 +232,9 @@ impl World {
                 made[index].request
             );
         }
+        let there = self.daemon.list().await;
+        let is_gone = |vm: &v1::Vm| gone.iter().any(|uid| **uid == crate::harness::uid(vm));
+        assert!(!there.iter().any(is_gone), "some of {gone:?} are there");
         new
     }
 
