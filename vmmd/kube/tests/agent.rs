@@ -218,6 +218,48 @@ fn what_vmmd_refuses_is_said_in_the_status() {
 }
 
 #[test]
+fn a_creation_without_an_answer_is_not_repeated_for_a_vm_that_was_deleted_since() {
+    for answers_gone in [true, false] {
+        let cluster = Cluster::start(1);
+        let _controller = cluster.controller();
+        let _agent = cluster.agent(0);
+        let state = &cluster.vmmds[0].state;
+        *lock(&state.answers_gone) = answers_gone;
+        *lock(&state.cut) = true;
+        cluster.create("web", "always_on");
+        cluster.run("web", 1, "n0");
+        cluster.delete_machine("web");
+        wait("the pod is gone", || cluster.pods().is_empty());
+        wait("the machine is gone", || cluster.machine("web").is_null());
+        let calls = state.calls();
+        let creations = calls.iter().filter(|call| call.starts_with("create "));
+        assert_eq!(creations.count(), 1, "{calls:?}");
+        assert!(state.vms().is_empty());
+    }
+}
+
+#[test]
+fn a_vm_that_somebody_deletes_before_its_creation_was_answered_is_not_made_again() {
+    let cluster = Cluster::start(1);
+    let _controller = cluster.controller();
+    let _agent = cluster.agent(0);
+    let state = &cluster.vmmds[0].state;
+    *lock(&state.cut) = true;
+    cluster.create("web", "rerun_on_failure");
+    wait("a pod", || cluster.pod("web-1").is_object());
+    assert!(cluster.bind("web-1", "n0"));
+    wait("a VM", || !state.vms().is_empty());
+    state.remove(&state.vms()[0].metadata.clone().unwrap().name);
+    wait("the pod says so", || {
+        let machine = cluster.machine("web");
+        machine["status"]["conditions"]
+            .to_string()
+            .contains("the VM was removed from vmmd")
+    });
+    assert_eq!(cluster.ledger.epochs(), [1]);
+}
+
+#[test]
 fn a_pod_that_the_controller_did_not_make_runs_nothing() {
     let cluster = Cluster::start(1);
     let _agent = cluster.agent(0);

@@ -134,8 +134,7 @@ impl Worker {
         if let Some(vm) = self.find(pod, &pod.uid().unwrap_or_default()).await? {
             return Ok(After::Vm(Box::new(vm)));
         }
-        let message = "the VM was removed from vmmd";
-        self.give_up(pod, "VmRemoved", message).await
+        self.removed(pod).await
     }
 
     /// What is to be done before a pod without a VM may be said to be over: a migration may name it.

@@ -229,6 +229,10 @@ impl Agent {
 
     /// Begins the next step for a pod, when there is one to be done.
     fn look(&mut self, uid: &str) {
+        if self.vms.contains_key(uid) {
+            // Its creation was carried out. Repeated when the VM is gone, it could only mislead.
+            self.worker.forget(uid);
+        }
         if !self.pods_known || !self.vms_known {
             return;
         }

@@ -84,7 +84,7 @@ impl Worker {
     }
 
     /// The VM of a pod, which the watch has not shown yet. A request to make it that had no answer is made again first: its answer says
-    /// that it will not be carried out later.
+    /// that it will not be carried out later. Whether the VM is there now is asked afterwards, since that answer may be an old one.
     pub async fn find(&self, pod: &Pod, uid: &str) -> Result<Option<v1::Vm>, Error> {
         let Some(name) = step::vm_name(pod) else {
             return Ok(None);
@@ -92,13 +92,19 @@ impl Worker {
         let unanswered = self.unanswered().get(uid).cloned();
         if let Some(request) = unanswered {
             match self.ask_to_make(uid, request).await {
-                Ok(vm) => return Ok(Some(vm)),
+                Ok(_) => {}
                 Err(status) if daemon::refused(&status) || status.code() == Code::AlreadyExists => {}
                 Err(status) => return Err(status.into()),
             }
         }
         let found = self.daemon.vm(&name).await?;
         Ok(found.filter(|vm| step::key(vm, &self.node).as_deref() == Some(uid)))
+    }
+
+    /// For a pod whose VM was there, and was taken away by somebody else.
+    pub async fn removed(&self, pod: &Pod) -> Result<After, Error> {
+        self.give_up(pod, "VmRemoved", "the VM was removed from vmmd")
+            .await
     }
 
     /// For a VM whose pod the watch does not show: only when the API server says that it is gone, or another one, the VM goes.

@@ -248,6 +248,9 @@ impl Worker {
             }
             Err(status) if daemon::refused(&status) => {
                 let (reason, message) = daemon::explain(&status);
+                if reason == "ObjectGone" {
+                    return self.removed(pod).await;
+                }
                 let message = prepare::as_given(message, sources);
                 self.give_up(pod, &reason, &message).await
             }

@@ -17,7 +17,8 @@ use proto::v1::{
 };
 use tokio::{net::UnixListener, runtime::Runtime, sync::watch};
 use tokio_stream::{Stream, StreamExt as _, wrappers::UnixListenerStream};
-use tonic::{Request, Response, Status, Streaming};
+use tonic::{Code, Request, Response, Status, Streaming};
+use tonic_types::{ErrorDetails, StatusExt as _};
 
 use super::{
     ledger::Ledger,
@@ -42,6 +43,10 @@ pub struct State {
     pub stubborn: Arc<Mutex<bool>>,
     /// What creating a VM is refused with.
     pub refusal: Arc<Mutex<Option<Status>>>,
+    /// The next VM is created, and the answer is lost.
+    pub cut: Arc<Mutex<bool>>,
+    /// A creation that is repeated is answered with its VM also when that is gone, as by earlier releases.
+    pub answers_gone: Arc<Mutex<bool>>,
     /// The node has no KVM.
     pub no_kvm: Arc<Mutex<bool>>,
     pub storage: Storage,
@@ -75,6 +80,8 @@ impl Vmmd {
             answered: Arc::default(),
             stubborn: Arc::default(),
             refusal: Arc::default(),
+            cut: Arc::default(),
+            answers_gone: Arc::default(),
             no_kvm: Arc::default(),
             storage: Storage::default(),
             moves: Moves::default(),
@@ -224,6 +231,29 @@ impl State {
         self.changed.send_replace(log.len());
     }
 
+    /// Somebody else deletes the VM.
+    pub fn remove(&self, name: &str) {
+        let mut vms = lock(&self.vms);
+        let vm = vms.remove(name).unwrap();
+        self.bury(&vm);
+    }
+
+    fn bury(&self, vm: &v1::Vm) {
+        self.ledger.end(&id(vm).0, &self.node);
+        let metadata = vm.metadata.as_ref().unwrap();
+        self.storage.use_by(&metadata.name, Vec::new());
+        // Who repeats the creation is told of the VM as it was last.
+        for known in lock(&self.answered).values_mut() {
+            if known.metadata.as_ref().unwrap().uid == metadata.uid {
+                known
+                    .status
+                    .get_or_insert_default()
+                    .set_phase(VmPhase::Terminating);
+            }
+        }
+        self.tell(WatchEventType::Deleted, vm);
+    }
+
     fn finish(&self, vm: &mut v1::Vm, reason: ExitReason) {
         let (machine, _) = id(vm);
         let status = vm.status.get_or_insert_default();
@@ -261,6 +291,12 @@ impl State {
     }
 }
 
+/// The VM that a request has created is not there any more.
+fn gone() -> Status {
+    let details = ErrorDetails::with_error_info("OBJECT_GONE", "vmmd", []);
+    Status::with_error_details(Code::NotFound, "it is gone", details)
+}
+
 fn ready(is: bool) -> Vec<v1::Condition> {
     vec![v1::Condition {
         r#type: "Ready".to_owned(),
@@ -284,11 +320,16 @@ impl VmService for State {
         if let Some(refusal) = lock(&self.refusal).clone() {
             return Err(refusal);
         }
+        let mut vms = lock(&self.vms);
         if let Some(vm) = lock(&self.answered).get(&request.request_id) {
+            let uid = |vm: &v1::Vm| vm.metadata.as_ref().unwrap().uid.clone();
+            let there = vms.get(&name).is_some_and(|now| uid(now) == uid(vm));
+            if !there && !*lock(&self.answers_gone) {
+                return Err(gone());
+            }
             let vm = Some(vm.clone());
             return Ok(Response::new(v1::CreateVmResponse { vm, operation: None }));
         }
-        let mut vms = lock(&self.vms);
         if vms.contains_key(&name) {
             return Err(Status::already_exists("there is one"));
         }
@@ -305,6 +346,9 @@ impl VmService for State {
         lock(&self.answered).insert(request.request_id, vm.clone());
         vms.insert(name, vm.clone());
         self.tell(WatchEventType::Added, &vm);
+        if std::mem::take(&mut *lock(&self.cut)) {
+            return Err(Status::unavailable("the connection broke"));
+        }
         Ok(Response::new(v1::CreateVmResponse {
             vm: Some(vm),
             operation: None,
@@ -392,9 +436,7 @@ impl VmService for State {
         let vm = vms
             .remove(&request.name)
             .ok_or_else(|| Status::not_found("there is none"))?;
-        self.ledger.end(&id(&vm).0, &self.node);
-        self.storage.use_by(&request.name, Vec::new());
-        self.tell(WatchEventType::Deleted, &vm);
+        self.bury(&vm);
         Ok(Response::new(v1::DeleteVmResponse::default()))
     }
 
