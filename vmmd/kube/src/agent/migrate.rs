@@ -13,11 +13,7 @@ use std::time::Duration;
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Node, Pod};
-use kube::{
-    Api, ResourceExt as _,
-    api::{Patch, PatchParams},
-    runtime::events::EventType,
-};
+use kube::{Api, ResourceExt as _, runtime::events::EventType};
 use proto::{
     v1::{self, OperationPhase, VmPhase},
     well_known,
@@ -286,17 +282,7 @@ impl Worker {
             "metadata": {"uid": pod.uid(), "resourceVersion": pod.resource_version()},
             "status": {"conditions": conditions},
         });
-        let parameters = PatchParams::default();
-        match self
-            .pods(pod)
-            .patch_status(&pod.name_any(), &parameters, &Patch::Merge(patch))
-            .await
-        {
-            Ok(pod) => Ok(After::Pod(Box::new(pod))),
-            Err(kube::Error::Api(status)) if status.is_not_found() => Ok(After::Done),
-            Err(kube::Error::Api(status)) if status.is_conflict() => Ok(After::Again(AGAIN)),
-            Err(error) => Err(error.into()),
-        }
+        self.patch_status(pod, patch).await
     }
 
     /// Marks a VM as one that is to leave, or takes the mark away. vmmd refuses that while a VM is being moved.

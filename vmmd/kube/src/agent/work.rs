@@ -38,6 +38,8 @@ const NOT_YET: Duration = Duration::from_millis(500);
 const NO_OWNER: Duration = Duration::from_secs(5);
 /// How soon vmmd is asked again to make a VM whose name an earlier run's has.
 const TAKEN: Duration = Duration::from_secs(2);
+/// How soon it is tried again to write what was written over meanwhile.
+const CHANGED: Duration = Duration::from_secs(1);
 /// How soon it is looked again for what a VM lacks.
 const LACKS: Duration = Duration::from_secs(5);
 
@@ -142,6 +144,12 @@ impl Worker {
             }
         }
         let patch = json!({"metadata": {"uid": pod.uid()}, "status": status});
+        self.patch_status(pod, patch).await
+    }
+
+    /// Writes what a patch says of a pod's status. The patch names the pod's uid, and the version that was seen where nothing that others have
+    /// written may be lost.
+    pub async fn patch_status(&self, pod: &Pod, patch: Value) -> Result<After, Error> {
         let parameters = PatchParams::default();
         match self
             .pods(pod)
@@ -149,8 +157,9 @@ impl Worker {
             .await
         {
             Ok(pod) => Ok(After::Pod(Box::new(pod))),
-            // Gone, or another one of that name: the watch says so.
-            Err(kube::Error::Api(status)) if status.is_not_found() || status.is_conflict() => Ok(After::Done),
+            Err(kube::Error::Api(status)) if status.is_not_found() => Ok(After::Done),
+            // It has changed, or is another pod of that name: the watch says so.
+            Err(kube::Error::Api(status)) if status.is_conflict() => Ok(After::Again(CHANGED)),
             Err(error) => Err(error.into()),
         }
     }
