@@ -1,6 +1,6 @@
-//! A test is run again when the emulator lost the node under it, and never otherwise.
+//! A test is run again when the emulator lost the node or a guest under it, and never otherwise.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
@@ -17,6 +17,16 @@ const TEST_VARIABLE: &str = "NEXTEST_TEST_NAME";
 /// Names the program through which cargo, nextest and assert_cmd start others.
 pub const RUNNER_VARIABLE: &str = "CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER";
 
+/// Names the file that is there when the emulator has lost a guest of the test.
+const GUEST_VARIABLE: &str = "VMMD_GUEST_LOST";
+
+/// Has the test that runs here run again when it fails, as the emulator has lost a guest of it.
+pub fn guest_lost() {
+    if let Some(path) = std::env::var_os(GUEST_VARIABLE) {
+        let _ = File::create(path);
+    }
+}
+
 /// The file in a node's folder that names the tests that were run again, one a line.
 pub fn retried_log(dir: &Path) -> PathBuf {
     dir.join("retried.log")
@@ -26,13 +36,17 @@ pub fn retried_log(dir: &Path) -> PathBuf {
 pub const SECOND: &str = "-second";
 
 /// Runs a program of tests, and when it fails once more if it is one of the end-to-end tests and its node was replaced meanwhile
-/// (or is now, as it died of what the emulator is known for), or if that befell the second node that it had booted. `node with`
+/// (or is now, as it died of what the emulator is known for), or if that befell the second node that it had booted, or a guest. `node with`
 /// makes this the runner of all test programs.
 pub fn run_test(program: &str, arguments: &[String]) -> Result<ExitStatus> {
+    let guest = std::env::temp_dir().join(format!("vmmd-guest-lost.{}", std::process::id()));
     let run = || {
         let mut command = Command::new(program);
         // The test starts programs of ours itself: those are no tests.
-        command.args(arguments).env_remove(RUNNER_VARIABLE);
+        command
+            .args(arguments)
+            .env_remove(RUNNER_VARIABLE)
+            .env(GUEST_VARIABLE, &guest);
         command.status().with_context(|| format!("start {program}"))
     };
     let variable = |name: &str| std::env::var(name).unwrap_or_default();
@@ -46,12 +60,16 @@ pub fn run_test(program: &str, arguments: &[String]) -> Result<ExitStatus> {
     let _ = keeper::ask();
     let before = Machine::load(&dir)?.map(|node| node.pid);
     let status = run()?;
-    // Both are looked at: what is found out is not found again.
-    if status.success() || !(second_lost(&dir)? | replaced(&dir, before)?) {
+    // All are looked at: what is found out is not found again.
+    let guest_lost = fs::remove_file(&guest).is_ok();
+    if status.success() || !(guest_lost | second_lost(&dir)? | replaced(&dir, before)?) {
         return Ok(status);
     }
     let name = format!("{} {}", variable(BINARY_VARIABLE), variable(TEST_VARIABLE));
-    eprintln!("node: {name} is run again: the emulator lost the node under it");
+    eprintln!(
+        "node: {name} is run again: the emulator lost {} under it",
+        if guest_lost { "a guest" } else { "the node" }
+    );
     let mut log = File::options()
         .append(true)
         .create(true)
@@ -88,8 +106,6 @@ fn second_lost(dir: &Path) -> Result<bool> {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
-
     use super::*;
 
     #[test]

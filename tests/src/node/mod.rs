@@ -25,7 +25,7 @@ pub use guests::{GUESTS_DIR, Guests, Kernel};
 pub use image::{NodeImage, boot_file, install_ssh_key, ssh_key};
 pub use install::{PACKAGE, SCREENS, newest_package};
 pub use keeper::{KEEPER_VARIABLE, Keeper};
-pub use lost::{RUNNER_VARIABLE, SECOND, retried_log, run_test};
+pub use lost::{RUNNER_VARIABLE, SECOND, guest_lost, retried_log, run_test};
 pub use machine::{Machine, Size};
 pub use packages::{INSTALL, Packages};
 pub use ssh::{Connection, DAEMON_SOCKET, Forward};
