@@ -1,5 +1,7 @@
 //! Size and content of each packet, which its sequence number decides, and the counts of a receiver.
 
+use std::time::Duration;
+
 use serde::{Deserialize, Serialize};
 
 /// Bytes of the sequence number at the beginning of a packet. A shorter packet has none, and only its number is counted.
@@ -68,6 +70,8 @@ pub struct Counts {
     pub reordered: u64,
     /// Arrived with another length or content, or were never sent.
     pub damaged: u64,
+    /// Arrived when the stream had been over for this many milliseconds, its end acknowledged.
+    pub late_ms: u64,
 }
 
 impl Counts {
@@ -82,6 +86,7 @@ impl Counts {
         self.doubled += other.doubled;
         self.reordered += other.reordered;
         self.damaged += other.damaged;
+        self.late_ms = self.late_ms.max(other.late_ms);
     }
 }
 
@@ -111,8 +116,15 @@ impl Arrived {
         }
     }
 
-    /// Compares a packet with what was sent, and counts it.
-    pub fn take(&mut self, packet: &[u8]) {
+    /// How many have arrived, those without a number among them.
+    pub fn received(&self) -> u64 {
+        self.counts.received + self.short
+    }
+
+    /// Compares a packet with what was sent, and counts it. `late`: how long the stream had been over.
+    pub fn take(&mut self, packet: &[u8], late: Option<Duration>) {
+        let late = late.map_or(0, |late| late.as_millis());
+        self.counts.late_ms = u64::try_from(late).unwrap_or(u64::MAX).max(self.counts.late_ms);
         let Some((header, _)) = packet.split_first_chunk::<HEADER>() else {
             let right = !self.sizes.trains && packet.iter().all(|byte| *byte == 0xa5);
             *(if right {
@@ -211,7 +223,7 @@ mod tests {
             vec![0xa5; 3],
             vec![0; 3],
         ] {
-            arrived.take(&packet);
+            arrived.take(&packet, None);
         }
         let sent = Counts {
             sent: 20,
@@ -234,11 +246,12 @@ mod tests {
     #[test]
     fn a_packet_that_was_not_sent_is_damage() {
         let mut arrived = Arrived::new(SIZES);
-        arrived.take(&packet(21));
+        arrived.take(&packet(21), Some(Duration::from_millis(70)));
         let sent = Counts {
             sent: 21,
             ..Counts::default()
         };
-        assert_eq!(arrived.counts(&sent).damaged, 1);
+        let counts = arrived.counts(&sent);
+        assert_eq!((counts.damaged, counts.late_ms), (1, 70));
     }
 }

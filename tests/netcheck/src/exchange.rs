@@ -4,7 +4,7 @@
 use std::{
     io::{BufRead, BufReader, Write},
     net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream, UdpSocket},
-    sync::atomic::{AtomicBool, Ordering},
+    sync::{OnceLock, atomic::AtomicBool},
     thread,
 };
 
@@ -136,11 +136,11 @@ impl Line {
             let arrived = stream::read(&mut self.reader, job.sizes)?;
             return Ok(Some(arrived.counts(&self.hear()?)));
         }
-        let over = AtomicBool::new(false);
+        let over = OnceLock::new();
         let (arrived, sent) = thread::scope(|scope| {
             let receiver = scope.spawn(|| stream::receive(socket, peer, job.sizes, &over, enough));
-            let sent = self.hear();
-            over.store(true, Ordering::Release);
+            let sent = self.hear::<Counts>();
+            let _ = over.set(sent.as_ref().map_or(0, |sent| sent.sent));
             (receiver.join(), sent)
         });
         let arrived = arrived.map_err(|_| anyhow!("the receiver panicked"))??;

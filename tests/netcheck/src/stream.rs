@@ -6,7 +6,10 @@
 use std::{
     io::{self, ErrorKind, Read, Write},
     net::{SocketAddr, UdpSocket},
-    sync::atomic::{AtomicBool, AtomicU64, Ordering},
+    sync::{
+        OnceLock,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -29,6 +32,8 @@ pub const AHEAD: u32 = 2;
 const PROBE: u32 = 1 << 31;
 /// A probe is sent again when it is not acknowledged for this long.
 const AGAIN: Duration = Duration::from_millis(250);
+/// How long after the end of a stream what is missing of it is waited for. What comes then is not lost, but something held it.
+const LINGER: Duration = Duration::from_secs(5);
 /// How long the way may be interrupted.
 const PATIENCE: Duration = Duration::from_secs(240);
 /// Room in a socket's buffers, so that no packet is lost there.
@@ -184,23 +189,31 @@ fn send_next(
     Ok(count)
 }
 
-/// Receives datagrams until `over`, and acknowledges windows to `peer`; with `enough`, which the sender then hears.
+/// Receives datagrams until it is `over`, with how many were sent, and acknowledges windows to `peer`; with `enough`, which the sender then hears.
 pub fn receive(
     socket: &UdpSocket,
     peer: SocketAddr,
     sizes: Sizes,
-    over: &AtomicBool,
+    over: &OnceLock<u64>,
     enough: &AtomicBool,
 ) -> Result<Arrived> {
     let mut arrived = Arrived::new(sizes);
     let mut buffer = vec![0; LARGEST + 1];
+    let mut quiet = None;
     loop {
         // What has arrived until then is taken out first.
-        let last = over.load(Ordering::Acquire);
+        let sent = over.get();
         let length = match socket.recv(&mut buffer) {
             Ok(length) => length,
-            Err(error) if idle(&error) && last => return Ok(arrived),
-            Err(error) if idle(&error) => continue,
+            Err(error) if idle(&error) => {
+                if let Some(sent) = sent {
+                    let since = *quiet.get_or_insert_with(Instant::now);
+                    if arrived.received() >= *sent || since.elapsed() >= LINGER {
+                        return Ok(arrived);
+                    }
+                }
+                continue;
+            }
             Err(error) => return Err(error).context("receive a datagram"),
         };
         let packet = &buffer[..length];
@@ -213,7 +226,8 @@ pub fn receive(
                 let _ = socket.send_to(&answer, peer);
             }
             _ => {
-                arrived.take(packet);
+                let late = quiet.map(|since: Instant| since.elapsed());
+                arrived.take(packet, late);
                 PROGRESS[1].fetch_add(1, Ordering::Relaxed);
             }
         }
@@ -264,7 +278,7 @@ pub fn read(mut stream: impl Read, sizes: Sizes) -> Result<Arrived> {
         );
         packet.resize(length as usize, 0);
         stream.read_exact(&mut packet).context("read a record")?;
-        arrived.take(&packet);
+        arrived.take(&packet, None);
     }
 }
 
@@ -288,12 +302,12 @@ mod tests {
             },
             window: WINDOW,
         };
-        let (over, enough) = (AtomicBool::new(false), AtomicBool::new(false));
+        let (over, enough) = (OnceLock::new(), AtomicBool::new(false));
         let arrived = thread::scope(|scope| {
             let receiving = scope.spawn(|| receive(&receiver, from, plan.sizes, &over, &enough));
             scope.spawn(|| {
                 let mut buffer = [0; 2000];
-                while !over.load(Ordering::Relaxed) {
+                while over.get().is_none() {
                     let Ok(length) = way.recv(&mut buffer) else {
                         continue;
                     };
@@ -313,7 +327,7 @@ mod tests {
                 }
             });
             let sent = send(&sender, through, plan, &enough).expect("send");
-            over.store(true, Ordering::Release);
+            over.set(sent.sent).expect("it ends once");
             let arrived = receiving.join().expect("the receiver").expect("receive");
             arrived.counts(&sent)
         });
