@@ -293,7 +293,7 @@ impl<'case> Stage<'case> {
             said.and_then(|line| line.split("runs on ").nth(1))
                 .unwrap_or_default(),
         );
-        // "ADDRESS: BYTES bytes were sent, BYTES of them memory, in MS ms and ROUNDS rounds, the guest stood still for MS ms".
+        // "ADDRESS: BYTES bytes were sent, BYTES of them memory, in MS ms and ROUNDS rounds; the guest stood still for MS ms and …".
         let [_sent, memory, total, _rounds, paused] = numbers
             .get(5..10)
             .and_then(|five| <[f64; 5]>::try_from(five).ok())
@@ -400,7 +400,7 @@ mod tests {
 
     #[test]
     fn an_events_numbers_come_in_their_order() {
-        let text = "127.0.0.1:7661: 90000 bytes were sent, 80000 of them memory, in 1200 ms and 3 rounds, the guest stood still for 35 ms";
+        let text = "127.0.0.1:7661: 90000 bytes were sent, 80000 of them memory, in 1200 ms and 3 rounds; the guest stood still for 35 ms and until the hand-over was done";
         let found = numbers(text);
         assert_eq!(
             found.get(5..10),

@@ -366,8 +366,8 @@ mod tests {
 
     #[test]
     fn a_blackout_is_read_from_what_is_told_of_a_migration_or_a_snapshot() {
-        let told = "the VM runs on 10.78.5.2:7443: 5 bytes were sent, 4 of them memory, in 113482 ms and 7 rounds, the guest stood still for 2474 ms and the \
-                    hand-over\nvm/x migrated";
+        let told = "the VM runs on 10.78.5.2:7443: 5 bytes were sent, 4 of them memory, in 113482 ms and 7 rounds; the guest stood still for 2474 ms and until \
+                    the hand-over was done\nvm/x migrated";
         assert_eq!(blackout(told), Some(Duration::from_millis(2474)));
         let told = "snapshot/x created (100.2Mi written, VM paused for 11516.8 ms)";
         assert_eq!(blackout(told), Some(Duration::from_millis(11516)));

@@ -271,7 +271,7 @@ async fn carry_out(host: Arc<Host>, mut plan: Plan, operation: Handle) {
                 bytes => format!(" and {bytes} of disks"),
             };
             let message = format!(
-                "the VM runs on {}: {} bytes were sent, {} of them memory{of_disks}, in {} ms and {} rounds, the guest stood still for {} ms and the hand-over",
+                "the VM runs on {}: {} bytes were sent, {} of them memory{of_disks}, in {} ms and {} rounds; the guest stood still for {} ms and until the hand-over was done",
                 plan.target,
                 sent.sent_bytes,
                 sent.memory_bytes,
