@@ -198,8 +198,12 @@ impl<'case> Daemon<'case> {
 
     /// A VM's serial console.
     pub fn console(&self, vm: &str) -> Result<Console> {
-        let command = self.command(&format!("console {vm}"));
-        Console::spawn(self.node.ssh_command().args(["--", &command]))
+        self.open(&self.command(&format!("console {vm}")))
+    }
+
+    /// Runs a command in its node whose input and output are a console's.
+    pub fn open(&self, command: &str) -> Result<Console> {
+        Console::spawn(self.node.ssh_command().args(["--", command]))
     }
 
     /// The names of its VMs.

@@ -1,5 +1,7 @@
 //! A guest that looks at its clock, has something in its memory, and may be moved.
 
+use std::cell::RefCell;
+use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use super::Daemon;
@@ -12,8 +14,8 @@ use crate::wait::Deadline;
 pub const PATIENCE: u64 = 60;
 /// A whole Debian takes one to three minutes to boot in an emulated node.
 const DEBIAN_BOOT: u64 = 300;
-/// Longest time between two looks at its clock that the guest may see beside a blackout, in hundredths of a second: it has to share the node's
-/// processors with what encrypts its memory.
+/// Longest time between two looks at its clock that the guest may see beside a blackout and the time that its node did not run, in hundredths of a
+/// second: it has to share the node's processors with what encrypts its memory.
 const LONGEST_GAP: u64 = 300;
 /// Longest time that a guest stands still beside what it is told to have stood, in a slow node: the hand-over, and the pause and the resume themselves.
 const HAND_OVER: Duration = Duration::from_secs(5);
@@ -35,6 +37,13 @@ const DEBIAN_WATCHER: &str = "{ chrt -f 1 perl -e 'open U, q(/proc/uptime); ($n,
      $max = $gap if $last && $gap > $max; $last = $now; $n++; \
      open S, q(>/run/seen.new); print S qq($n $max\\n); close S; rename q(/run/seen.new), q(/run/seen); select undef, undef, undef, 0.1 }' \
      >/dev/null 2>&1 & }";
+
+/// The same in a node, whose processors an emulator may not run for seconds. Answers each line with the longest time between two of its looks.
+const WITNESS: &str = "perl -e '$| = 1; open U, q(/proc/uptime); ($last, $max) = (0, 0); for (;;) { \
+     $in = q(); vec($in, 0, 1) = 1; $asked = select $in, undef, undef, 0.05; \
+     sysseek U, 0, 0; sysread U, $_, 99; tr/.//d; ($now) = split; $gap = $now - $last; \
+     $max = $gap if $last && $gap > $max; $last = $now; \
+     if ($asked > 0) { sysread STDIN, $_, 99 or exit; print qq(longest $max;\n) } }'";
 
 /// Fails when the guest's kernel has said that something is wrong with it.
 const NO_COMPLAINT: &str = "! dmesg | grep -iE 'lockup|stall|unstable|BUG:|WARNING:|hung'";
@@ -63,6 +72,8 @@ pub struct Traveller<'pair, 'case> {
     moment: Moment,
     /// For how long it was stopped since then.
     stood: Duration,
+    /// [`WITNESS`] in the node of each daemon.
+    witnesses: Rc<RefCell<[Console; 2]>>,
 }
 
 /// The guest's clock, between two moments of the test's.
@@ -142,6 +153,9 @@ impl<'pair, 'case> Traveller<'pair, 'case> {
             console.run(command, PATIENCE).expect(command);
         }
         let (looks, _, moment) = seen(&mut console);
+        let witnesses = daemons
+            .each_ref()
+            .map(|daemon| daemon.open(WITNESS).expect("a witness"));
         Self {
             name,
             daemons,
@@ -153,6 +167,7 @@ impl<'pair, 'case> Traveller<'pair, 'case> {
             blackout: Duration::ZERO,
             moment,
             stood: Duration::ZERO,
+            witnesses: Rc::new(RefCell::new(witnesses)),
         }
     }
 
@@ -187,6 +202,7 @@ impl<'pair, 'case> Traveller<'pair, 'case> {
             looks: saved.looks,
             moment,
             stood: saved.stood + ended.saturating_duration_since(begun),
+            witnesses: Rc::clone(&self.witnesses),
             ..*self
         };
         copy.goes_on();
@@ -228,7 +244,8 @@ impl<'pair, 'case> Traveller<'pair, 'case> {
     pub fn goes_on(&mut self) {
         self.console = self.home().console(self.name).expect("console");
         let (looks, gap, moment) = seen(&mut self.console);
-        println!("{looks} looks at the clock, the longest gap is {gap}0 ms");
+        let node = self.longest_of_the_nodes();
+        println!("{looks} looks at the clock, the longest gap is {gap}0 ms, that of the nodes {node}0 ms");
         assert!(looks >= self.looks, "{looks} is before {}", self.looks);
         let (clock, passed) = moment.since(&self.moment);
         let stood = std::mem::take(&mut self.stood);
@@ -241,7 +258,8 @@ impl<'pair, 'case> Traveller<'pair, 'case> {
             "{told}"
         );
         self.moment = moment;
-        let most = LONGEST_GAP + u64::try_from(self.blackout.as_millis() / 10).unwrap_or(u64::MAX);
+        let blackout = u64::try_from(self.blackout.as_millis() / 10).unwrap_or(u64::MAX);
+        let most = LONGEST_GAP + blackout + node;
         assert!(
             gap < most,
             "the guest's clock made a step of {gap}0 ms, not {most}0"
@@ -252,6 +270,18 @@ impl<'pair, 'case> Traveller<'pair, 'case> {
             .run("md5sum -c /run/sum >/dev/null", PATIENCE)
             .expect("memory is what it was");
         self.looks = looks;
+    }
+
+    /// The longest time for which a node has not run, in hundredths of a second.
+    fn longest_of_the_nodes(&self) -> u64 {
+        let mut witnesses = self.witnesses.borrow_mut();
+        let longest = witnesses.iter_mut().map(|witness| {
+            witness.type_line("?").expect("ask");
+            witness.until("longest ", PATIENCE).expect("an answer");
+            let answer = witness.until(";", PATIENCE).expect("an answer");
+            answer.trim_end_matches(';').parse().expect("hundredths")
+        });
+        longest.max().unwrap_or(0)
     }
 
     /// Its kernel has seen no lockup, no stall and no unstable clock; that of a Debian has no warning at all.
