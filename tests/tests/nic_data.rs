@@ -153,8 +153,7 @@ impl<'case> Wired<'case> {
 
     /// Which packets were dropped, as the guest and the node count it.
     fn drops(&mut self) -> String {
-        let counted =
-            "grep -H . /proc/net/snmp /proc/net/snmp6 /proc/net/stat/arp_cache /proc/net/dev /proc/net/softnet_stat";
+        let counted = "grep -H . /proc/net/snmp /proc/net/snmp6 /proc/net/stat/arp_cache /proc/net/dev /proc/net/softnet_stat";
         // Of each packet: its protocol, where and why.
         let traced = "sed -n 's/.*kfree_skb:.*protocol=\\([0-9]*\\) location=\\([^ ]*\\) reason: *\\(.*\\)/\\1 \\2 \\3/p' \
                       /sys/kernel/tracing/trace | sort | uniq -c";
