@@ -49,10 +49,10 @@ const INTERRUPTS: u64 = 50;
 /// Whether the emulator has lost an interrupt that KVM has for a guest; `counters` is what [`COUNTERS`] prints.
 ///
 /// KVM has the processor tell it as soon as the guest takes interrupts again (V_IRQ; AMD64 Architecture Programmer's Manual, volume 2, 15.21.4), and gives
-/// it the interrupt then. QEMU notes that in `interrupt_request` of its processor, in `helper_vmrun`, without the lock under which other threads
-/// set bits there (target/i386/tcg/sysemu/svm_helper.c, seen in 7.2): what one of the two has set may be lost. Without its clock's interrupt the guest
-/// runs on, and sets no other: its processors leave it for interrupts of the node alone, and KVM has nothing new for them. Seen once in some thousands of
-/// boots, right after the guest had read its clock with interrupts off. A guest that waits for ever takes its clock's interrupts, which is more than
+/// it the interrupt then. QEMU noted that in `interrupt_request` of its processor, in `helper_vmrun`, without the lock under which other threads
+/// set bits there (`svm_helper.c`; later versions change that word atomically): what one of the two has set may be lost. Without its clock's interrupt
+/// the guest runs on, and sets no other: its processors leave it for interrupts of the node alone, and KVM has nothing new for them. It was seen once, right
+/// after a guest had read its clock with interrupts off, and never provoked. A guest that waits for ever takes its clock's interrupts, which is more than
 /// these exits, or halts; only one that loops with its interrupts off is taken for one of these, and loops again when the test is run once more.
 fn is_deaf(counters: &str) -> bool {
     let numbers: Vec<u64> = counters
@@ -80,7 +80,7 @@ pub(super) fn report(node: &Node, name: &str) {
     // Before it is sent anything: that has KVM look for interrupts again.
     let counters = node.ssh(&format!("set -- {name}; {COUNTERS}"));
     if counters.is_ok_and(|counters| is_deaf(&counters.stdout)) {
-        eprintln!("{name}: the emulator has lost an interrupt of this guest");
+        eprintln!("{name}: the emulator seems to have lost an interrupt of this guest");
         guest_lost();
     }
     let _ = node
