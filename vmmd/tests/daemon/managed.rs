@@ -49,17 +49,7 @@ impl Daemon {
         spec: v1::NetworkSpec,
         id: &str,
     ) -> Result<v1::Network, Status> {
-        let request = v1::CreateNetworkRequest {
-            network: Some(v1::Network {
-                metadata: Some(v1::ObjectMetadata {
-                    name: name.into(),
-                    ..v1::ObjectMetadata::default()
-                }),
-                spec: Some(spec),
-                status: None,
-            }),
-            request_id: id.into(),
-        };
+        let request = creation(name, spec, id);
         let answer = self.networks().await.create_network(request).await?;
         Ok(answer.into_inner().network.unwrap())
     }
@@ -86,6 +76,20 @@ impl Daemon {
         self.create(wanted).await?;
         let running = self.start_vm(vm).await?;
         Ok(status(&running).nics[0].addresses.clone())
+    }
+}
+
+fn creation(name: &str, spec: v1::NetworkSpec, id: &str) -> v1::CreateNetworkRequest {
+    v1::CreateNetworkRequest {
+        network: Some(v1::Network {
+            metadata: Some(v1::ObjectMetadata {
+                name: name.into(),
+                ..v1::ObjectMetadata::default()
+            }),
+            spec: Some(spec),
+            status: None,
+        }),
+        request_id: id.into(),
     }
 }
 

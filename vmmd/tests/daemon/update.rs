@@ -58,7 +58,8 @@ impl Daemon {
 
     /// Changes the manifest of a VM.
     pub async fn change(&self, name: &str, change: impl FnOnce(&mut v1::VmSpec)) -> Result<v1::Vm, Status> {
-        self.update(request(self.changed(name, change).await)).await
+        let there = self.get(name).await?;
+        self.update(request(self.with_change(there, change))).await
     }
 
     /// Changes fields of a VM by a mask; `change` gives the new values.
@@ -72,9 +73,13 @@ impl Daemon {
     }
 
     pub async fn changed(&self, name: &str, change: impl FnOnce(&mut v1::VmSpec)) -> v1::Vm {
-        let there = self.get(name).await.unwrap();
-        let mut vm = self.manifest(name, "");
-        vm.metadata.as_mut().unwrap().labels = there.metadata.unwrap().labels;
+        self.with_change(self.get(name).await.unwrap(), change)
+    }
+
+    fn with_change(&self, there: v1::Vm, change: impl FnOnce(&mut v1::VmSpec)) -> v1::Vm {
+        let metadata = there.metadata.unwrap();
+        let mut vm = self.manifest(&metadata.name, "");
+        vm.metadata.as_mut().unwrap().labels = metadata.labels;
         vm.spec = there.spec;
         change(vm.spec.as_mut().unwrap());
         vm

@@ -11,13 +11,15 @@ use proto::v1::{self, NetworkMode, NicSpec, PublishedPort};
 use rstest::rstest;
 use tonic::{Code, Status, transport::Channel};
 
-use super::{NetworkServiceClient, nic};
+use super::{NetworkServiceClient, creation, nic};
 use crate::{
     harness::{Daemon, PATIENCE, status},
     namespace::Namespace,
     shares::is_alive,
     walk::{Round, STORE, Walk},
 };
+
+type Networks = NetworkServiceClient<Channel>;
 
 /// What is done, with the network `lan` and the VM `web`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,10 +37,14 @@ impl Act {
     async fn prepare(self, daemon: &Daemon) {
         match self {
             Self::MakeNetwork => {}
-            Self::DeleteNetwork => make_network(daemon, &fresh()).await.unwrap(),
+            Self::DeleteNetwork => make_network(&mut daemon.networks().await, &fresh())
+                .await
+                .unwrap(),
             Self::AttachNic => {
                 if daemon.network("lan").await.is_err() {
-                    make_network(daemon, &fresh()).await.unwrap();
+                    make_network(&mut daemon.networks().await, &fresh())
+                        .await
+                        .unwrap();
                     daemon.run("web", "").await;
                 }
             }
@@ -48,7 +54,9 @@ impl Act {
             }
             Self::StartVm => {
                 if daemon.network("lan").await.is_err() {
-                    make_network(daemon, &fresh()).await.unwrap();
+                    make_network(&mut daemon.networks().await, &fresh())
+                        .await
+                        .unwrap();
                 }
                 create_vm(daemon).await;
             }
@@ -59,11 +67,11 @@ impl Act {
         }
     }
 
-    /// Does it. Again, when the daemon was killed under it: `id` is the same then.
-    async fn perform(self, daemon: &Daemon, id: &str) -> Result<(), Status> {
+    /// Does it. Again, when the daemon was killed under it: `id` is the same then. Every call may meet a daemon that is dead.
+    async fn perform(self, daemon: &Daemon, networks: &mut Networks, id: &str) -> Result<(), Status> {
         match self {
-            Self::MakeNetwork => make_network(daemon, id).await,
-            Self::DeleteNetwork => delete_network(daemon, id).await,
+            Self::MakeNetwork => make_network(networks, id).await,
+            Self::DeleteNetwork => delete_network(networks, id).await,
             Self::AttachNic => set_nic(daemon, true).await,
             Self::DetachNic => set_nic(daemon, false).await,
             Self::StartVm => match daemon.start_vm("web").await {
@@ -80,7 +88,7 @@ impl Act {
     /// Makes all be as before [`Self::prepare`], or so that it does nothing.
     async fn undo(self, daemon: &Daemon, id: &str) {
         match self {
-            Self::MakeNetwork => delete_network(daemon, id).await.unwrap(),
+            Self::MakeNetwork => delete_network(&mut daemon.networks().await, id).await.unwrap(),
             Self::AttachNic => set_nic(daemon, false).await.unwrap(),
             Self::StartVm => daemon.delete("web", true).await.unwrap(),
             Self::DeleteNetwork | Self::DetachNic | Self::DeleteVm => {}
@@ -93,26 +101,24 @@ fn fresh() -> String {
     uuid::Uuid::new_v4().to_string()
 }
 
-async fn make_network(daemon: &Daemon, id: &str) -> Result<(), Status> {
+async fn make_network(networks: &mut Networks, id: &str) -> Result<(), Status> {
     let spec = v1::NetworkSpec {
         mode: NetworkMode::Nat.into(),
         ipv4_cidr: "10.80.0.0/24".into(),
         ipv6_cidr: "fd00:80::/64".into(),
         ..v1::NetworkSpec::default()
     };
-    daemon
-        .create_network("lan", spec, &format!("make-{id}"))
-        .await
-        .map(drop)
+    let request = creation("lan", spec, &format!("make-{id}"));
+    networks.create_network(request).await.map(drop)
 }
 
-async fn delete_network(daemon: &Daemon, id: &str) -> Result<(), Status> {
+async fn delete_network(networks: &mut Networks, id: &str) -> Result<(), Status> {
     let request = v1::DeleteNetworkRequest {
         name: "lan".into(),
         request_id: format!("delete-{id}"),
         ..Default::default()
     };
-    daemon.networks().await.delete_network(request).await.map(drop)
+    networks.delete_network(request).await.map(drop)
 }
 
 fn published() -> NicSpec {
@@ -174,7 +180,7 @@ async fn a_daemon_that_is_killed_before_any_step_leaves_nothing_of_a_network(
         act.prepare(&daemon).await;
         let mut client = daemon.networks().await;
         walk.start();
-        let performed = act.perform(&daemon, &id).await;
+        let performed = act.perform(&daemon, &mut client, &id).await;
         rests_or_is_dead(&namespace, &daemon, &mut client).await;
         match walk.end(expected) {
             Round::Killed(place) => {
@@ -182,7 +188,8 @@ async fn a_daemon_that_is_killed_before_any_step_leaves_nothing_of_a_network(
                 walk.launch(&mut daemon).await;
                 walk.settle_anew(&mut daemon, &place).await;
                 agrees(&namespace, &daemon, &place).await;
-                act.perform(&daemon, &id).await.expect(&place);
+                let mut client = daemon.networks().await;
+                act.perform(&daemon, &mut client, &id).await.expect(&place);
                 walk.settle_anew(&mut daemon, &place).await;
                 agrees(&namespace, &daemon, &place).await;
             }
@@ -200,7 +207,7 @@ async fn a_daemon_that_is_killed_before_any_step_leaves_nothing_of_a_network(
 }
 
 /// Waits until no change to networks is under way. Each waits for the one before, also one that is refused.
-async fn rest(client: &mut NetworkServiceClient<Channel>) -> Result<(), Status> {
+async fn rest(client: &mut Networks) -> Result<(), Status> {
     let nowhere = v1::Network {
         metadata: Some(v1::ObjectMetadata {
             name: "nowhere".into(),
@@ -222,11 +229,7 @@ async fn rest(client: &mut NetworkServiceClient<Channel>) -> Result<(), Status> 
 }
 
 /// Waits until nothing more comes of what was answered, or the daemon has been killed.
-async fn rests_or_is_dead(
-    namespace: &Namespace,
-    daemon: &Daemon,
-    client: &mut NetworkServiceClient<Channel>,
-) {
+async fn rests_or_is_dead(namespace: &Namespace, daemon: &Daemon, client: &mut Networks) {
     let deadline = Instant::now() + PATIENCE;
     while is_alive(daemon.pid()) {
         let difference = difference(namespace, daemon, client).await;
@@ -248,11 +251,7 @@ async fn agrees(namespace: &Namespace, daemon: &Daemon, place: &str) {
     }
 }
 
-async fn difference(
-    namespace: &Namespace,
-    daemon: &Daemon,
-    client: &mut NetworkServiceClient<Channel>,
-) -> Result<(), String> {
+async fn difference(namespace: &Namespace, daemon: &Daemon, client: &mut Networks) -> Result<(), String> {
     let networks = client.list_networks(v1::ListNetworksRequest::default()).await;
     let networks = networks.map_err(|gone| gone.to_string())?.into_inner().networks;
     let states = networks.iter().map(|network| network.status.as_ref().unwrap());
