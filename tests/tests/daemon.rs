@@ -148,7 +148,7 @@ fn made_and_deleted(case: &Case, kind: u32, round: u32, spec: &VmSpec) {
             vm.node()
                 .sh(&format!("kill -9 {}", vm.pid().expect("pid")))
                 .expect("kill");
-            vm.wait_phase("FAILED", 20).expect("failed");
+            vm.wait_phase("FAILED", 60).expect("failed");
         }
         _ => {
             vm.ctl("delete --force").expect("delete");

@@ -8,7 +8,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::process::{Signal, getpid, kill_process};
+use rustix::{
+    fs::{FlockOperation, flock},
+    process::{Signal, getpid, kill_process},
+};
 
 /// How long is waited where a test is in a hurry.
 const HASTE: Duration = Duration::from_millis(500);
@@ -69,7 +72,7 @@ pub fn patience(dir: &Path, name: &str, usual: Duration) -> Duration {
 
 /// Begins a step of a change to the store, the node's network or a `vmm`. When the variable `VMMD_STEPS` of the environment names a folder in which a
 /// test has put a file `left` with a number, each step is a line of the file `walked` there, and with the one that has so many before it the daemon is
-/// killed, before it does anything of it.
+/// killed, before it does anything of it. Meanwhile it holds the lock of the file `turn` there, which the test takes before it looks.
 pub fn step(what: &str) {
     static TURN: Mutex<()> = Mutex::new(());
     if !cfg!(debug_assertions) {
@@ -79,7 +82,12 @@ pub fn step(what: &str) {
         return;
     };
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-    let (left, walked) = (Path::new(&folder).join("left"), Path::new(&folder).join("walked"));
+    let path = |name: &str| Path::new(&folder).join(name);
+    let (left, walked) = (path("left"), path("walked"));
+    let Ok(turn) = fs::File::create(path("turn")) else {
+        return;
+    };
+    let _ = flock(&turn, FlockOperation::LockExclusive);
     let Some(count) = fs::read_to_string(&left)
         .ok()
         .and_then(|count| count.parse::<u32>().ok())

@@ -213,13 +213,10 @@ impl Vmm {
 
     pub fn thread_names(&self) -> Vec<String> {
         let tasks = fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap();
+        // One may end meanwhile.
         tasks
-            .map(|task| {
-                fs::read_to_string(task.unwrap().path().join("comm"))
-                    .unwrap()
-                    .trim()
-                    .to_owned()
-            })
+            .filter_map(|task| fs::read_to_string(task.ok()?.path().join("comm")).ok())
+            .map(|name| name.trim().to_owned())
             .collect()
     }
 }

@@ -118,7 +118,7 @@ async fn readers_of_logs_that_do_not_read_hold_up_nobody() {
 
 #[tokio::test]
 async fn a_dead_file_system_delays_only_its_own_vms() {
-    let daemon = Daemon::configured("limits = { file_seconds = 1 }\n").await;
+    let daemon = Daemon::configured("limits = { file_seconds = 3 }\n").await;
     let folder = daemon.path("nfs");
     fs::create_dir(&folder).unwrap();
     let disk = folder.join("disk");
@@ -184,7 +184,7 @@ async fn copies_of_whole_disks_that_hang_hold_up_nobody() {
 
 #[tokio::test]
 async fn a_daemon_comes_up_beside_a_dead_file_system() {
-    let mut daemon = Daemon::configured("limits = { file_seconds = 1 }\n").await;
+    let mut daemon = Daemon::configured("limits = { file_seconds = 3 }\n").await;
     let folder = daemon.path("nfs");
     fs::create_dir(&folder).unwrap();
     let disk = folder.join("disk");

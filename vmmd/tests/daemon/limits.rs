@@ -64,7 +64,7 @@ async fn half(
 #[tokio::test]
 async fn a_request_that_does_not_arrive_is_refused_and_others_are_served_meanwhile() {
     let pki = Pki::new("ca");
-    let daemon = pki::serve(&pki, "limits = { request_seconds = 1 }").await;
+    let daemon = pki::serve(&pki, "limits = { request_seconds = 3 }").await;
     let slow = pki.channel(&daemon, Some(&pki.role("slow", "admin")));
     let other = pki.channel(&daemon, Some(&pki.role("other", "viewer")));
     for (path, bytes) in [

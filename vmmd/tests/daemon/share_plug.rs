@@ -1,6 +1,6 @@
 //! Shares that come and go while the VM runs.
 
-use std::{fs, os::unix::fs::chown};
+use std::{fs, io::ErrorKind, os::unix::fs::chown};
 
 use proto::v1::{self, MemoryBacking, SharePhase};
 use rustix::process::Pid;
@@ -60,9 +60,12 @@ async fn until_not_served(daemon: &Daemon) {
     assert_eq!(servers(daemon), []);
 }
 
-/// What the daemon notes of processes of shares.
+/// What the daemon notes of processes of shares: nothing of a VM that has just gone.
 pub fn notes(daemon: &Daemon, vm: &v1::Vm) -> Vec<String> {
-    let entries = fs::read_dir(daemon.path("run/vms").join(uid(vm))).unwrap();
+    let entries = match fs::read_dir(daemon.path("run/vms").join(uid(vm))) {
+        Err(gone) if gone.kind() == ErrorKind::NotFound => return Vec::new(),
+        entries => entries.unwrap(),
+    };
     let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
     names.filter(|name| name.starts_with("share")).collect()
 }

@@ -118,18 +118,10 @@ async fn a_share_is_served_with_the_rights_of_the_owner_in_namespaces_of_its_own
         "uids 0 1234 1",
         "gids 0 1235 1",
     ];
-    // It is there before all of it is written.
-    let told = async {
-        loop {
-            let words = fs::read_to_string(&file).unwrap();
-            if wanted.iter().all(|line| words.lines().any(|word| word == *line)) {
-                break;
-            }
-            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
-        }
-    };
-    let told = tokio::time::timeout(crate::harness::PATIENCE, told).await;
-    told.unwrap_or_else(|_| panic!("{}", fs::read_to_string(&file).unwrap()));
+    let words = fs::read_to_string(&file).unwrap();
+    for line in wanted {
+        assert!(words.lines().any(|word| word == line), "{line}: {words}");
+    }
     let cgroup = |pid: Pid| fs::read_to_string(of(pid, "cgroup")).unwrap();
     if !daemon.cgroups().is_empty() {
         assert_eq!(cgroup(pid), cgroup(vm_pid(&vm)));

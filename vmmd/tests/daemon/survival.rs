@@ -250,11 +250,13 @@ async fn a_vmm_that_does_not_answer_delays_the_start_by_little_and_is_under_cont
     let mut daemon = Daemon::start().await;
     let stuck = vm_pid(&daemon.run("stuck", "").await);
     daemon.run("fine", "").await;
-    kill_process(stuck, Signal::STOP).unwrap();
-    daemon.kill();
     let began = std::time::Instant::now();
-    daemon.relaunch().await;
-    assert!(began.elapsed() < Duration::from_secs(5));
+    daemon.kill_and_restart().await;
+    let usual = began.elapsed();
+    kill_process(stuck, Signal::STOP).unwrap();
+    let began = std::time::Instant::now();
+    daemon.kill_and_restart().await;
+    assert!(began.elapsed() < 2 * usual + Duration::from_secs(4));
     assert_eq!(
         status(&daemon.get("fine").await.unwrap()).phase(),
         VmPhase::Running
@@ -339,7 +341,10 @@ async fn a_stop_keeps_its_deadline_and_who_asked_over_a_restart() {
     let before = daemon.run("slow", "mock.power=ignore").await;
     let stop = v1::StopVmRequest {
         name: "slow".into(),
-        grace_period: Some(well_known::Duration { seconds: 4, nanos: 0 }),
+        grace_period: Some(well_known::Duration {
+            seconds: 12,
+            nanos: 0,
+        }),
         no_wait: true,
         request_id: "mine".into(),
         ..Default::default()
@@ -356,7 +361,7 @@ async fn a_stop_keeps_its_deadline_and_who_asked_over_a_restart() {
     assert_eq!(daemon.vmm_processes(), [vm_pid(&before)]);
     let stopped = daemon.wait_phase("slow", VmPhase::Stopped).await;
     // Not a minute, which is what a stop without a word has, and not at once.
-    assert!(began.elapsed() < Duration::from_secs(20) && began.elapsed() >= Duration::from_secs(3));
+    assert!(began.elapsed() < Duration::from_secs(50) && began.elapsed() >= Duration::from_secs(8));
     let exit = stopped.last_exit.unwrap();
     assert!(exit.message.contains("grace period"), "{exit:?}");
 }

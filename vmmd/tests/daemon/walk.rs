@@ -8,6 +8,7 @@ use std::{
 };
 
 use proto::v1::{self, AttachmentPhase, VmPhase};
+use rustix::fs::{FlockOperation, flock};
 
 use crate::harness::{Daemon, PATIENCE, status};
 
@@ -75,7 +76,10 @@ impl Walk {
 
     /// Ends a round. The walk is to come to the steps `expected`.
     pub fn end(&mut self, expected: &[&str]) -> Round {
+        let turn = fs::File::create(self.path("turn")).unwrap();
+        flock(&turn, FlockOperation::LockExclusive).unwrap();
         fs::remove_file(self.path("left")).unwrap();
+        drop(turn);
         let walked = fs::read_to_string(self.path("walked")).unwrap();
         let walked: Vec<_> = walked.lines().map(str::to_owned).collect();
         assert!(self.killed.len() < MOST, "there is no end: {:?}", self.killed);

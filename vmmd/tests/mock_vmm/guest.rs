@@ -32,7 +32,7 @@ use crate::{
 };
 
 /// From the end of its connections to the end of the process.
-const FADING: Duration = Duration::from_millis(150);
+const FADING: Duration = Duration::from_millis(50);
 
 pub struct Guest {
     inner: Mutex<Inner>,

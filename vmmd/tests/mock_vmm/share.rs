@@ -1,8 +1,8 @@
-//! As `virtiofsd`: says in the shared directory how it was started, and serves nothing to whoever is connected.
+//! As `virtiofsd`: says in the shared directory how it was started, then a byte to its client, and serves nothing.
 
 use std::{
     env, fs,
-    io::Read,
+    io::{Read, Write},
     os::fd::{FromRawFd, OwnedFd},
     os::unix::net::UnixListener,
 };
@@ -26,6 +26,7 @@ pub fn run() -> ! {
     // SAFETY: the descriptor was passed to this process for this use.
     let listener = UnixListener::from(unsafe { OwnedFd::from_raw_fd(3) });
     let (mut client, _) = listener.accept().unwrap();
+    client.write_all(b"!").unwrap();
     let _ = client.read_to_end(&mut Vec::new());
     std::process::exit(0)
 }

@@ -1,6 +1,9 @@
 //! Shares of the mock's machine.
 
-use std::os::fd::OwnedFd;
+use std::{
+    io::Read,
+    os::{fd::OwnedFd, unix::net::UnixStream},
+};
 
 use proto::vmm::{
     AttachShare, DetachShare, Error, ErrorKind, MachineSpec, ShareDetached, ShareStats, event,
@@ -17,9 +20,17 @@ pub struct Plugged {
     socket: Vec<OwnedFd>,
 }
 
+/// Waits until the process of a share has begun, or has ended.
+fn wait_for(socket: &OwnedFd) {
+    let mut stream = UnixStream::from(socket.try_clone().unwrap());
+    stream.set_nonblocking(false).unwrap();
+    let _ = stream.read(&mut [0]);
+}
+
 /// `mock.attach`: `image`: refused; `hang`: not plugged in, nothing comes back; `lost`: plugged in, nothing comes back.
 pub fn attach(guest: &Guest, request: AttachShare, fds: Vec<OwnedFd>) -> Option<Outcome> {
     let how = guest.option("mock.attach");
+    fds.iter().for_each(wait_for);
     match how.as_deref() {
         Some("image") => return refuse(ErrorKind::Resources, "the process is no good"),
         Some("hang") => {
@@ -53,7 +64,9 @@ pub fn boot(guest: &Guest, machine: &MachineSpec, fds: &mut [Option<OwnedFd>]) {
         slot: share.pci_slot,
         socket: fds[share.fd as usize].take().into_iter().collect(),
     });
-    *guest.shares() = shares.collect();
+    let shares: Vec<_> = shares.collect();
+    shares.iter().flat_map(|share| &share.socket).for_each(wait_for);
+    *guest.shares() = shares;
 }
 
 /// A process in the place of the one that has ended.
