@@ -48,6 +48,15 @@ pub fn tap_name(vm: Uuid, slot: u32) -> String {
     format!("vm{}n{slot}", uid.get(..10).unwrap_or_default())
 }
 
+/// Whether [`tap_name`] gives such names: a tap that has one is there while its VM runs.
+fn is_tap_name(name: &str) -> bool {
+    let parts = name.strip_prefix("vm").and_then(|rest| rest.split_at_checked(10));
+    parts.is_some_and(|(uid, slot)| {
+        let slot = slot.strip_prefix('n').unwrap_or_default();
+        uid.bytes().all(|byte| byte.is_ascii_hexdigit()) && slot.parse::<u32>().is_ok()
+    })
+}
+
 /// Opens the tap of `nic`, or makes `tap` on its bridge. `index` is its number in the spec.
 pub async fn open_tap(
     host: Ports<'_>,
@@ -77,7 +86,10 @@ pub async fn open_tap(
             let bridge = host.networks.lease(host, network.as_str(), &request).await?;
             on_bridge(links, tap, name, index, (&bridge, nic.queues), mac).await
         }
-        Attachment::Bridge(bridge) => on_bridge(links, tap, name, index, (bridge, nic.queues), mac).await,
+        Attachment::Bridge(bridge) => {
+            refuse_networks_bridge(host, index, bridge)?;
+            on_bridge(links, tap, name, index, (bridge, nic.queues), mac).await
+        }
         Attachment::Tap(tap) => existing(links, nic, tap, mac).await,
     }?;
     if nic.vhost {
@@ -96,9 +108,23 @@ pub async fn look(host: Ports<'_>, index: usize, nic: &Nic) -> Result<(), Failur
     }
     match &nic.attachment {
         Attachment::Network { name, .. } => host.networks.look(name.as_str()),
-        Attachment::Bridge(name) => bridge(links, index, name).await.map(drop),
+        Attachment::Bridge(name) => {
+            refuse_networks_bridge(host, index, name)?;
+            bridge(links, index, name).await.map(drop)
+        }
         Attachment::Tap(name) => tap(links, nic, name).await.map(drop),
     }
+}
+
+/// A NIC on a network's bridge has an address of the network and is held to it: it names the network.
+fn refuse_networks_bridge(host: Ports<'_>, index: usize, bridge: &str) -> Result<(), Failure> {
+    let Some(network) = host.networks.of_bridge(bridge) else {
+        return Ok(());
+    };
+    let message = format!(
+        "spec.nics[{index}].bridge: \"{bridge}\" is the bridge of the network \"{network}\": give `network: {network}` in its place"
+    );
+    Err(Failure::precondition("NETWORK_BRIDGE", message))
 }
 
 async fn bridge(links: &Links, index: usize, bridge: &str) -> Result<Link, Failure> {
@@ -117,13 +143,17 @@ async fn bridge(links: &Links, index: usize, bridge: &str) -> Result<Link, Failu
 
 async fn tap(links: &Links, nic: &Nic, tap: &str) -> Result<Link, Failure> {
     let found = links.find(tap).await.map_err(|error| failed(&error))?;
-    found.ok_or_else(|| {
+    let link = found.ok_or_else(|| {
         let message = format!(
             "NIC \"{}\": there is no tap device \"{tap}\" on the node",
             nic.name
         );
         Failure::precondition("TAP_NOT_FOUND", message)
-    })
+    })?;
+    if is_tap_name(tap) {
+        return Err(in_use(&nic.name, tap));
+    }
+    Ok(link)
 }
 
 async fn on_bridge(
@@ -283,6 +313,16 @@ mod tests {
         let vm = Uuid::new_v4();
         assert!(tap_name(vm, 95).len() <= 15);
         assert_ne!(tap_name(vm, 2), tap_name(vm, 3));
+        assert!(is_tap_name(&tap_name(vm, 95)));
+        for other in [
+            "tap0",
+            "vmtap0",
+            "vm0123456789n",
+            "vm012345678n0",
+            "vmb0123456789",
+        ] {
+            assert!(!is_tap_name(other), "{other}");
+        }
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 mod changes;
 mod ipv6;
+mod packets;
 mod steps;
 
 use std::{
@@ -672,8 +673,11 @@ async fn a_port_of_a_guest_is_reached_through_the_api() {
         .unwrap();
     let bridge = made.status.unwrap().bridge;
     daemon.start_in("a", nic("lan")).await.unwrap();
-    // The guest of a mock does not answer: one on another port of the bridge has its address.
-    let guest = Guest::on(&namespace, "guest", &bridge, "52:54:00:00:00:77");
+    // The guest of a mock does not answer: another one takes its place while its VM runs.
+    let running = daemon.get("a").await.unwrap();
+    let (tap, mac) = (&status(&running).nics[0].tap, &status(&running).nics[0].mac);
+    namespace.ip(&format!("link delete {tap}"));
+    let guest = Guest::on(&namespace, tap, &bridge, mac);
     guest.namespace.ip("addr add 10.80.0.2/24 dev eth0");
     let refused = forward(&daemon, "a", 7000).await.unwrap_err();
     assert_eq!(

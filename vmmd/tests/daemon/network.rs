@@ -122,6 +122,24 @@ async fn taps_join_the_bridge_with_its_mtu_and_vanish_with_the_vmm() {
 }
 
 #[tokio::test]
+async fn the_tap_of_a_vms_nic_is_given_to_no_other_vm() {
+    let network = Namespace::new();
+    network.ip("link add br0 type bridge");
+    let daemon = Daemon::in_network(&network.0).await;
+    let mut vm = daemon.manifest("web", "");
+    let queues = |nic| NicSpec { queues: 2, ..nic };
+    vm.spec.as_mut().unwrap().nics = vec![queues(nic("eth0", Attachment::Bridge("br0".into())))];
+    daemon.create(vm.clone()).await.unwrap();
+    let running = daemon.start_vm("web").await.unwrap();
+    let tap = status(&running).nics[0].tap.clone();
+    vm.metadata.as_mut().unwrap().name = "other".into();
+    vm.spec.as_mut().unwrap().nics = vec![queues(nic("eth0", Attachment::Tap(tap)))];
+    daemon.create(vm).await.unwrap();
+    let refused = daemon.start_vm("other").await.unwrap_err();
+    assert_eq!(refusal(&refused), (Code::FailedPrecondition, "TAP_IN_USE".into()));
+}
+
+#[tokio::test]
 async fn the_link_and_limits_of_a_nic_change_while_its_vm_runs_and_its_queues_at_the_next_start() {
     let network = Namespace::new();
     network.ip("link add br0 type bridge");

@@ -263,6 +263,13 @@ impl Networks {
         self.inner().records.get(network).map(bridge)
     }
 
+    /// The network whose bridge has this name.
+    pub fn of_bridge(&self, name: &str) -> Option<String> {
+        let inner = self.inner();
+        let found = inner.records.values().find(|record| bridge(record) == name);
+        found.map(|record| record.name.clone())
+    }
+
     /// Makes a network; returns when it is served. What fails leaves nothing behind.
     pub async fn create(
         &self,

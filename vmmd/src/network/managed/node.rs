@@ -12,6 +12,7 @@ use proto::{
         Violations,
         firewall::Firewall,
         network::{Ipv6Net, NetworkMode},
+        nic::Mac,
     },
     v1,
 };
@@ -398,6 +399,7 @@ fn filtered(record: &NetworkRecord) -> Option<rules::Network> {
     });
     Some(rules::Network {
         bridge: bridge(record),
+        mac: Mac::try_from(bridge_mac(record)).ok()?,
         mode: spec.mode,
         net: spec.net,
         net6: spec.net6,

@@ -9,8 +9,9 @@
 //! - *source*, *published*, *local*: the addresses that are translated.
 //! - *egress*, *ingress* (of the bridge): the connections that a guest with a firewall may open, and that others may open to it.
 //!   All that a guest sends and receives passes there, also what stays in its network.
+//! - *strangers* (of the bridge): what else is a port of a network's bridge sends nothing to its guests.
 //! - *ports* (of the bridge): what a guest may send at all: its own MAC, IPv4 and IPv6 addresses, ARP and neighbor discovery that say
-//!   so, and nothing that a router or a DHCP server says.
+//!   so, and nothing that a router or a DHCP server says. A port that is no NIC's sends nothing to the node.
 
 use std::{
     collections::BTreeMap,
@@ -31,6 +32,8 @@ use super::ruleset::{Chains, Ruleset, TABLE, chain};
 pub struct Network {
     /// Its interface.
     pub bridge: String,
+    /// The MAC address of that.
+    pub mac: Mac,
     /// Who reaches whom.
     pub mode: NetworkMode,
     /// Its addresses.
@@ -206,6 +209,20 @@ fn spoofing(networks: &[Network], objects: &mut Chains) {
     }
     objects.push(&base("bridge", "ports", "filter", "prerouting", -300));
     jumps(objects, ("bridge", "ports"), "iifname", &from);
+    // The chain of a NIC lets no packet return, so these come from other ports. That they come in by a network's bridge is told by where
+    // they go: the kernel knows the bridge's name here with its module nft_meta_bridge only.
+    let bridges: Vec<_> = networks.iter().map(|network| network.mac.to_string()).collect();
+    let to_the_node = equal(&payload("ether", "daddr"), &json!({"set": bridges}));
+    objects.push(&rule("bridge", "ports", &json!([to_the_node, drop()])));
+    let taps: Vec<_> = from.iter().map(|(tap, _)| tap).collect();
+    if !taps.is_empty() {
+        let taps = json!({"set": taps});
+        objects.push(&base("bridge", "strangers", "filter", "forward", -300));
+        for (key, verdict) in [("iifname", accept()), ("oifname", drop())] {
+            let expressions = json!([equal(&meta(key), &taps), verdict]);
+            objects.push(&rule("bridge", "strangers", &expressions));
+        }
+    }
 }
 
 /// The EtherType as it is in the frame: that of the tag, when there is one. What nft itself puts in front of a rule about a protocol is not the
@@ -385,6 +402,7 @@ mod tests {
     fn network(mode: NetworkMode) -> Network {
         Network {
             bridge: "vmb0123456789".into(),
+            mac: "02:01:23:45:67:89".parse().unwrap(),
             mode,
             net: "10.80.0.0/24".parse().unwrap(),
             net6: None,
@@ -436,8 +454,8 @@ mod tests {
             assert_eq!([chain(&other, "source"), chain(&other, "published")], [0, 0]);
         }
         assert_eq!(
-            [chain(&nat, "ports"), chain(&nat, "port-vm0123456789n0")],
-            [1, 10]
+            ["ports", "port-vm0123456789n0", "strangers"].map(|name| chain(&nat, name)),
+            [2, 10, 2]
         );
     }
 
@@ -452,7 +470,7 @@ mod tests {
         };
         let rules = ruleset(&(0..30).map(numbered).collect::<Vec<_>>());
         let count = |names: &[&str]| -> Vec<_> { names.iter().map(|name| chain(&rules, name)).collect() };
-        assert_eq!(count(&["forward", "input", "ports"]), [2, 1, 1]);
+        assert_eq!(count(&["forward", "input", "ports", "strangers"]), [2, 1, 2, 2]);
         assert_eq!(count(&["to-vmb0", "to-vmb1", "to-vmb2"]), [4, 2, 1]);
         assert_eq!(count(&["from-vmb0", "from-vmb1", "from-vmb2"]), [0, 1, 0]);
         assert_eq!(count(&["input-vmb7", "port-vm0123456789n7"]), [5, 10]);
@@ -475,7 +493,7 @@ mod tests {
         let rules = ruleset(&[stale, network(NetworkMode::Nat)]);
         assert_eq!(
             [chain(&rules, "ports"), chain(&rules, "port-vm0123456789n0")],
-            [1, 10]
+            [2, 10]
         );
         let of_the_last = rules.whole().matches(r#""right":"10.80.0.2""#).count();
         assert_eq!(of_the_last, 1);
@@ -503,7 +521,9 @@ mod tests {
     fn without_nics_there_is_no_map() {
         let mut none = network(NetworkMode::Nat);
         none.ports.clear();
-        assert_eq!(chain(&ruleset(&[none]), "ports"), 0);
+        let rules = ruleset(&[none]);
+        // What others send to the node is dropped all the same.
+        assert_eq!([chain(&rules, "ports"), chain(&rules, "strangers")], [1, 0]);
     }
 
     #[test]

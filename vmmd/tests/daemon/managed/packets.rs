@@ -1,0 +1,163 @@
+//! Which packets pass: guests of the tests send them and hear what comes.
+
+use std::process::ChildStdout;
+
+use super::*;
+
+impl Guest {
+    /// One in place of a running VM, whose process is killed, with the VM's IPv4 address and a route to the gateway.
+    async fn in_place_of(node: &Namespace, daemon: &Daemon, vm: &str) -> Self {
+        let running = daemon.get(vm).await.unwrap();
+        let nic = status(&running).nics[0].clone();
+        daemon.kill_vm(vm).await.unwrap();
+        let network = daemon.network(&nic.network).await.unwrap().status.unwrap();
+        let guest = Self::on(node, &nic.tap, &network.bridge, &nic.mac);
+        for command in [
+            format!("addr add {}/24 dev eth0", nic.addresses[0]),
+            format!("route add default via {}", network.gateway),
+        ] {
+            guest.namespace.ip(&command);
+        }
+        guest
+    }
+
+    fn mac(&self) -> String {
+        let shown = self.namespace.run("cat /sys/class/net/eth0/address");
+        shown.trim().to_owned()
+    }
+}
+
+impl Namespace {
+    /// Sends a datagram to each of `ports`, in this order.
+    fn send(&self, (from, port): (&str, u16), to: &str, ports: &[u16], text: &str) {
+        let program = r#"
+import os, socket, sys
+source, port, to, text, *ports = sys.argv[1:]
+# By one processor, so that none overtakes the one before.
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+s = socket.socket(socket.AF_INET6 if ':' in to else socket.AF_INET, socket.SOCK_DGRAM)
+s.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
+s.bind((source, int(port)))
+for port in ports:
+    s.sendto(text.encode(), (to, int(port)))
+"#;
+        let ports = ports.iter().map(u16::to_string);
+        let output = Command::new("ip")
+            .args(["netns", "exec", &self.0, "python3", "-c", program])
+            .args([from, &port.to_string(), to, text])
+            .args(ports)
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{output:?}");
+    }
+}
+
+/// What hears the datagrams that come to some ports of a namespace.
+struct Ear {
+    process: Child,
+    output: BufReader<ChildStdout>,
+}
+
+impl Ear {
+    /// Datagrams that are there at the same time are told in the order of `ports`.
+    fn on(namespace: &Namespace, ports: &[u16]) -> Self {
+        let program = r#"
+import select, socket, sys
+sockets = []
+for port in sys.argv[1:]:
+    s = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)
+    s.bind(('::', int(port)))
+    sockets.append(s)
+print('ready', flush=True)
+while ready := select.select(sockets, [], [], 20)[0]:
+    for s in sockets:
+        if s in ready:
+            print(s.getsockname()[1], s.recv(2000).decode(), flush=True)
+"#;
+        let mut process = Command::new("ip")
+            .args(["netns", "exec", &namespace.0, "python3", "-c", program])
+            .args(ports.iter().map(u16::to_string))
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let output = BufReader::new(process.stdout.take().unwrap());
+        let mut ear = Self { process, output };
+        assert_eq!(ear.next(), "ready");
+        ear
+    }
+
+    /// "7000 hello": the port and what came to it. Nothing when nothing comes for long.
+    fn next(&mut self) -> String {
+        let mut line = String::new();
+        self.output.read_line(&mut line).unwrap();
+        line.trim_end().to_owned()
+    }
+}
+
+impl Drop for Ear {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+#[tokio::test]
+async fn what_is_no_nic_of_a_network_reaches_neither_its_guests_nor_the_node_over_its_bridge() {
+    let namespace = Namespace::new();
+    let mut daemon = Daemon::in_network(&namespace.0).await;
+    let made = daemon.make_network("lan", "10.80.0.0/24", NetworkMode::Nat).await;
+    let bridge = made.unwrap().status.unwrap().bridge;
+    for vm in ["a", "b"] {
+        daemon.start_in(vm, nic("lan")).await.unwrap();
+    }
+    let plain = NicSpec {
+        attachment: Some(Attachment::Bridge(bridge.clone())),
+        ..nic("lan")
+    };
+    let refused = daemon.start_in("c", plain).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::FailedPrecondition, "NETWORK_BRIDGE".into())
+    );
+    assert!(refused.message().contains("`network: lan`"), "{refused}");
+
+    let (a, b) = (
+        Guest::in_place_of(&namespace, &daemon, "a").await,
+        Guest::in_place_of(&namespace, &daemon, "b").await,
+    );
+    daemon.kill();
+    let stranger = Guest::on(&namespace, "other", &bridge, "52:54:00:00:00:77");
+    let gateway = namespace.run(&format!("cat /sys/class/net/{bridge}/address"));
+    for command in [
+        "addr add 10.80.0.1/32 dev eth0".to_owned(),
+        "addr add 10.80.0.99/24 dev eth0".to_owned(),
+        format!("neigh add 10.80.0.2 lladdr {} dev eth0", a.mac()),
+        // Its own address comes first, so the node is reached by one of its other addresses.
+        format!("neigh add 10.80.0.98 lladdr {} dev eth0", gateway.trim()),
+    ] {
+        stranger.namespace.ip(&command);
+    }
+    namespace.ip(&format!("addr add 10.80.0.98/32 dev {bridge}"));
+    namespace.run("nft delete table inet vmmd");
+    let mut guest = Ear::on(&a.namespace, &[7000]);
+    let mut node = Ear::on(&namespace, &[7001]);
+    let lie = || {
+        let source = |from| (from, 7000);
+        stranger
+            .namespace
+            .send(source("10.80.0.1"), "10.80.0.2", &[7000], "lie");
+        stranger
+            .namespace
+            .send(source("10.80.0.99"), "10.80.0.98", &[7001], "lie");
+    };
+    lie();
+    b.namespace
+        .send(("10.80.0.3", 7000), "10.80.0.2", &[7000], "truth");
+    b.namespace
+        .send(("10.80.0.3", 7000), "10.80.0.98", &[7001], "truth");
+    assert_eq!([guest.next(), node.next()], ["7000 truth", "7001 truth"]);
+    // It is the rules that keep it away.
+    namespace.run("nft delete table bridge vmmd");
+    lie();
+    assert_eq!([guest.next(), node.next()], ["7000 lie", "7001 lie"]);
+}
