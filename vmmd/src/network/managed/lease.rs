@@ -5,8 +5,8 @@ use uuid::Uuid;
 
 use super::{
     Networks, Request, bridge,
-    describe::{not_found, refused},
-    nft,
+    describe::{failed, not_found, refused},
+    listening, nft,
     node::Filter,
     pool, spec_of,
 };
@@ -53,6 +53,7 @@ impl Networks {
             return Err(Failure::precondition("NOT_NAT", message));
         }
         self.no_port_clash(request)?;
+        self.no_port_of_the_node(&record, request)?;
         if !request.firewall.is_open() && !nft::tracks_bridges().await {
             let message = format!(
                 "NIC \"{}\": the node's kernel can't tell connections apart on a bridge, which a firewall needs: load its module \
@@ -145,24 +146,72 @@ impl Networks {
         let inner = self.inner();
         let vm = request.vm.0.as_bytes();
         let wanted: Vec<_> = request.ports.iter().map(PortRecord::from).collect();
+        for (number, port) in wanted.iter().enumerate() {
+            if wanted.iter().take(number).any(|other| same_port(other, port)) {
+                let message = format!(
+                    "NIC \"{}\": {} of the node is published twice",
+                    request.nic,
+                    in_words(port)
+                );
+                return Err(Failure::precondition("PORT_IN_USE", message));
+            }
+        }
         let leases = inner.records.values().flat_map(|record| &record.leases);
         let others = leases.filter(|lease| lease.released_ms == 0 && !lease.is_of(vm, request.nic));
         for lease in others {
-            let clash = |port: &&PortRecord| {
-                let same = |wanted: &PortRecord| (wanted.udp, wanted.node_port) == (port.udp, port.node_port);
-                wanted.iter().any(same)
-            };
+            let clash = |port: &&PortRecord| wanted.iter().any(|wanted| same_port(wanted, port));
             if let Some(port) = lease.ports.iter().find(clash) {
-                let protocol = if port.udp { "UDP" } else { "TCP" };
                 let message = format!(
-                    "NIC \"{}\": {protocol} port {} of the node leads to NIC \"{}\" of VM \"{}\" already",
-                    request.nic, port.node_port, lease.nic, lease.vm_name
+                    "NIC \"{}\": {} of the node leads to NIC \"{}\" of VM \"{}\" already",
+                    request.nic,
+                    in_words(port),
+                    lease.nic,
+                    lease.vm_name
                 );
                 return Err(Failure::precondition("PORT_IN_USE", message));
             }
         }
         Ok(())
     }
+
+    /// Refuses ports on which the node itself listens. Those that lead to the NIC already stay: `record` is its network's.
+    fn no_port_of_the_node(&self, record: &NetworkRecord, request: &Request<'_>) -> Result<(), Failure> {
+        let vm = request.vm.0.as_bytes();
+        let own = |lease: &&LeaseRecord| lease.is_of(vm, request.nic) && lease.released_ms == 0;
+        let own = record.leases.iter().find(own);
+        let had = own.map(|lease| lease.ports.as_slice()).unwrap_or_default();
+        let gateways: Vec<_> = {
+            let inner = self.inner();
+            let specs = inner.records.values().filter_map(spec_of);
+            specs.map(|spec| spec.gateway).collect()
+        };
+        for port in request.ports {
+            let wanted = PortRecord::from(port);
+            if had.iter().any(|had| same_port(had, &wanted)) {
+                continue;
+            }
+            if let Some(address) = listening::listens(port, &gateways).map_err(|error| failed(&error))? {
+                let message = format!(
+                    "NIC \"{}\": the node itself listens on {}, at {address}: publish another one",
+                    request.nic,
+                    in_words(&wanted)
+                );
+                return Err(Failure::precondition("PORT_IN_USE", message));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether it is the same port of the node.
+fn same_port(one: &PortRecord, other: &PortRecord) -> bool {
+    (one.udp, one.node_port) == (other.udp, other.node_port)
+}
+
+/// "TCP port 8080".
+fn in_words(port: &PortRecord) -> String {
+    let protocol = if port.udp { "UDP" } else { "TCP" };
+    format!("{protocol} port {}", port.node_port)
 }
 
 /// Releases the addresses of NICs that were behind a tap: it is another NIC's from now on. It would be held to their addresses as well,

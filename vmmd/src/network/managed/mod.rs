@@ -15,6 +15,7 @@ mod connections;
 mod describe;
 mod helper;
 mod lease;
+mod listening;
 mod nft;
 mod node;
 mod plan;

@@ -139,6 +139,7 @@ fn translation(networks: &[Network], objects: &mut Chains) {
     objects.push(&base("inet", "published", "nat", "prerouting", -100));
     // The node's own connections to its published ports.
     objects.push(&base("inet", "local", "nat", "output", -100));
+    let gateways: Vec<_> = networks.iter().map(|network| network.gateway).collect();
     for network in networks.iter().filter(|network| network.mode == NetworkMode::Nat) {
         let net = json!({"prefix": {"addr": network.net.first().to_string(), "len": network.net.prefix()}});
         let from = equal(&payload("ip", "saddr"), &net);
@@ -168,7 +169,7 @@ fn translation(networks: &[Network], objects: &mut Chains) {
             for address in addresses.into_iter().flatten() {
                 for published in &port.published {
                     for chain in ["published", "local"] {
-                        objects.push(&rule("inet", chain, &publish(address, published)));
+                        objects.push(&rule("inet", chain, &publish(address, published, &gateways)));
                     }
                 }
             }
@@ -176,19 +177,27 @@ fn translation(networks: &[Network], objects: &mut Chains) {
     }
 }
 
-fn publish(address: IpAddr, port: &PublishedPort) -> Value {
+/// What is sent to the node's `port` goes to `address`. The loopback interface is the node's own, and so are the ports on which the gateways of
+/// all networks answer for names and addresses.
+fn publish(address: IpAddr, port: &PublishedPort, gateways: &[Ipv4Addr]) -> Value {
     let protocol = match port.protocol {
         Protocol::Tcp => "tcp",
         Protocol::Udp => "udp",
     };
     let local = json!({"fib": {"result": "type", "flags": ["daddr"]}});
-    let (family, dnat) = match address {
-        IpAddr::V4(_) => ("ipv4", "ip"),
-        IpAddr::V6(_) => ("ipv6", "ip6"),
+    let (family, dnat, loopback) = match address {
+        IpAddr::V4(_) => ("ipv4", "ip", json!({"prefix": {"addr": "127.0.0.0", "len": 8}})),
+        IpAddr::V6(_) => ("ipv6", "ip6", json!("::1")),
     };
+    let served = port.protocol == Protocol::Udp && matches!(port.node_port, 53 | 67);
+    let gateways = gateways.iter().filter(|_| served && address.is_ipv4());
+    let kept: Vec<_> = std::iter::once(loopback)
+        .chain(gateways.map(|gateway| json!(gateway.to_string())))
+        .collect();
     json!([
         equal(&json!({"meta": {"key": "nfproto"}}), &json!(family)),
         equal(&local, &json!("local")),
+        unequal(&payload(dnat, "daddr"), &json!({"set": kept})),
         equal(&payload(protocol, "dport"), &json!(port.node_port)),
         {"dnat": {"family": dnat, "addr": address.to_string(), "port": port.guest_port}},
     ])

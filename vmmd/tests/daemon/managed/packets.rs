@@ -161,3 +161,116 @@ async fn what_is_no_nic_of_a_network_reaches_neither_its_guests_nor_the_node_ove
     lie();
     assert_eq!([guest.next(), node.next()], ["7000 lie", "7001 lie"]);
 }
+
+/// A server in a namespace that tells each client the address on which it listens.
+struct Server(Child);
+
+impl Server {
+    fn at(namespace: &Namespace, address: &str, port: u16) -> Self {
+        let program = r#"
+import socket, sys
+address, port = sys.argv[1:]
+s = socket.create_server((address, int(port)), family=socket.AF_INET6 if ':' in address else socket.AF_INET)
+print('ready', flush=True)
+while True:
+    s.accept()[0].sendall(address.encode())
+"#;
+        let mut process = Command::new("ip")
+            .args(["netns", "exec", &namespace.0, "python3", "-c", program])
+            .args([address, &port.to_string()])
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut said = String::new();
+        BufReader::new(process.stdout.take().unwrap())
+            .read_line(&mut said)
+            .unwrap();
+        assert_eq!(said, "ready\n");
+        Self(process)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// What a server says first.
+fn said(namespace: &Namespace, address: &str, port: u16) -> String {
+    let program = r#"
+import socket, sys
+address, port = sys.argv[1:]
+s = socket.create_connection((address, int(port)), 5)
+print(s.recv(100).decode())
+"#;
+    let output = Command::new("ip")
+        .args(["netns", "exec", &namespace.0, "python3", "-c", program])
+        .args([address, &port.to_string()])
+        .output()
+        .unwrap();
+    String::from_utf8(output.stdout).unwrap().trim().to_owned()
+}
+
+#[tokio::test]
+async fn a_published_port_takes_nothing_away_that_the_node_serves() {
+    let namespace = Namespace::new();
+    namespace.ip("link set lo up");
+    let mut daemon = Daemon::in_network(&namespace.0).await;
+    let spec = v1::NetworkSpec {
+        ipv4_cidr: "10.80.0.0/24".into(),
+        ipv6_cidr: "fd00:80::/64".into(),
+        ..v1::NetworkSpec::default()
+    };
+    daemon.make_network_as("lan", spec).await.unwrap();
+    let publishing = |ports: &[(v1::PortProtocol, u32)]| NicSpec {
+        published_ports: ports
+            .iter()
+            .map(|(protocol, port)| PublishedPort {
+                protocol: (*protocol).into(),
+                node_port: *port,
+                guest_port: 0,
+            })
+            .collect(),
+        ..nic("lan")
+    };
+    let (tcp, udp) = (v1::PortProtocol::Tcp, v1::PortProtocol::Udp);
+    let mut vms = ["a", "b", "c"].into_iter();
+    for address in ["0.0.0.0", "::"] {
+        let _server = Server::at(&namespace, address, 8080);
+        let refused = daemon
+            .start_in(vms.next().unwrap(), publishing(&[(tcp, 8080)]))
+            .await;
+        let refused = refused.unwrap_err();
+        assert_eq!(
+            refusal(&refused),
+            (Code::FailedPrecondition, "PORT_IN_USE".into())
+        );
+        assert!(refused.message().contains("the node itself"), "{refused}");
+    }
+    let twice = publishing(&[(tcp, 8081), (udp, 8081), (tcp, 8081)]);
+    let refused = daemon.start_in(vms.next().unwrap(), twice).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::FailedPrecondition, "PORT_IN_USE".into())
+    );
+
+    let _servers = ["127.0.0.1", "::1"].map(|address| Server::at(&namespace, address, 9000));
+    let published = publishing(&[(tcp, 9000), (tcp, 9001), (udp, 53)]);
+    let addresses = daemon.start_in("d", published).await.unwrap();
+    for address in ["127.0.0.1", "::1"] {
+        assert_eq!(said(&namespace, address, 9000), address);
+    }
+    // What is published already stays so, whoever listens since.
+    let _later = Server::at(&namespace, "0.0.0.0", 9001);
+    daemon.kill_vm("d").await.unwrap();
+    daemon.start_vm("d").await.unwrap();
+
+    let guest = Guest::in_place_of(&namespace, &daemon, "d").await;
+    let expected = format!("0 {}", addresses[0]);
+    assert_eq!(guest.resolve("10.80.0.1", "d.lan.internal"), expected);
+    // The other addresses of the node lead to the guest.
+    let _served = Server::at(&guest.namespace, "0.0.0.0", 9000);
+    assert_eq!(said(&namespace, "10.80.0.1", 9000), "0.0.0.0");
+}
