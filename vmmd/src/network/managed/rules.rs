@@ -278,6 +278,12 @@ fn port_rules(port: &Port, mut rule: impl FnMut(Value)) {
         equal(&payload("udp", "sport"), &json!(67)),
         drop()
     ]));
+    // A client takes an answer from any port of a server (RFC 2131, 4.1).
+    rule(json!([
+        is("ip"),
+        equal(&payload("udp", "dport"), &json!(68)),
+        drop()
+    ]));
     rule(json!([is("ip"), accept()]));
     if let Some(address) = port.address6 {
         port_rules6([address, link_local(port.mac)], &mut rule);
@@ -300,6 +306,11 @@ fn port_rules6(own: [Ipv6Addr; 2], rule: &mut impl FnMut(Value)) {
     rule(json!([
         is("ip6"),
         equal(&payload("udp", "sport"), &json!(547)),
+        drop()
+    ]));
+    rule(json!([
+        is("ip6"),
+        equal(&payload("udp", "dport"), &json!(546)),
         drop()
     ]));
     // An advertisement of an address, and the question whether somebody has one, which who has none yet asks.
@@ -464,7 +475,7 @@ mod tests {
         }
         assert_eq!(
             ["ports", "port-vm0123456789n0", "strangers"].map(|name| chain(&nat, name)),
-            [2, 10, 2]
+            [2, 11, 2]
         );
     }
 
@@ -482,7 +493,7 @@ mod tests {
         assert_eq!(count(&["forward", "input", "ports", "strangers"]), [2, 1, 2, 2]);
         assert_eq!(count(&["to-vmb0", "to-vmb1", "to-vmb2"]), [4, 2, 1]);
         assert_eq!(count(&["from-vmb0", "from-vmb1", "from-vmb2"]), [0, 1, 0]);
-        assert_eq!(count(&["input-vmb7", "port-vm0123456789n7"]), [5, 10]);
+        assert_eq!(count(&["input-vmb7", "port-vm0123456789n7"]), [5, 11]);
         let text = rules.whole();
         for jump in [
             r#"["vmb1",{"jump":{"target":"from-vmb1"}}]"#,
@@ -502,7 +513,7 @@ mod tests {
         let rules = ruleset(&[stale, network(NetworkMode::Nat)]);
         assert_eq!(
             [chain(&rules, "ports"), chain(&rules, "port-vm0123456789n0")],
-            [2, 10]
+            [2, 11]
         );
         let of_the_last = rules.whole().matches(r#""right":"10.80.0.2""#).count();
         assert_eq!(of_the_last, 1);
@@ -543,7 +554,7 @@ mod tests {
         let rules = ruleset(&[both]);
         assert_eq!(
             ["source", "published", "local", "port-vm0123456789n0"].map(|name| chain(&rules, name)),
-            [4, 2, 2, 19]
+            [4, 2, 2, 21]
         );
         let text = rules.whole();
         for part in [

@@ -16,7 +16,7 @@ impl Guest {
     }
 
     /// Waits until the guest's kernel has made an address of what it heard.
-    async fn has(&self, address: &str) {
+    pub(super) async fn has(&self, address: &str) {
         let deadline = Instant::now() + PATIENCE;
         loop {
             let shown = self.namespace.ip("-6 addr show dev eth0 scope global");

@@ -274,3 +274,35 @@ async fn a_published_port_takes_nothing_away_that_the_node_serves() {
     let _served = Server::at(&guest.namespace, "0.0.0.0", 9000);
     assert_eq!(said(&namespace, "10.80.0.1", 9000), "0.0.0.0");
 }
+
+#[tokio::test]
+async fn a_guest_that_answers_dhcp_clients_is_not_heard_from_whichever_port_it_answers() {
+    let namespace = Namespace::new();
+    let mut daemon = Daemon::in_network(&namespace.0).await;
+    let spec = v1::NetworkSpec {
+        ipv4_cidr: "10.80.0.0/24".into(),
+        ipv6_cidr: "fd00:80::/64".into(),
+        ..v1::NetworkSpec::default()
+    };
+    daemon.make_network_as("lan", spec).await.unwrap();
+    let addresses = daemon.start_in("liar", nic("lan")).await.unwrap();
+    daemon.start_in("client", nic("lan")).await.unwrap();
+    let liar = Guest::in_place_of(&namespace, &daemon, "liar").await;
+    let client = Guest::in_place_of(&namespace, &daemon, "client").await;
+    // It can't send from an address that it has not made yet.
+    liar.has(&addresses[1]).await;
+    let mut ear = Ear::on(&client.namespace, &[68, 546, 7000]);
+    let lie = || {
+        let liar = &liar.namespace;
+        liar.send((&addresses[0], 1067), "255.255.255.255", &[68, 7000], "IPv4");
+        liar.send((&addresses[1], 1547), "ff02::1%eth0", &[546, 7000], "IPv6");
+    };
+    lie();
+    assert_eq!([ear.next(), ear.next()], ["7000 IPv4", "7000 IPv6"]);
+    // It is the rules that keep it away.
+    daemon.kill();
+    namespace.run("nft delete table bridge vmmd");
+    lie();
+    let heard = [ear.next(), ear.next(), ear.next(), ear.next()];
+    assert_eq!(heard, ["68 IPv4", "7000 IPv4", "546 IPv6", "7000 IPv6"]);
+}
