@@ -7,10 +7,11 @@ use std::{
 };
 
 use rtnetlink::{
-    AddressMessageBuilder, Error, Handle, LinkBridge, LinkUnspec,
+    AddressMessageBuilder, Error, Handle, LinkBridge, LinkUnspec, RouteMessageBuilder,
     packet_route::{
         address::{AddressAttribute, AddressHeaderFlags, AddressMessage},
         link::{InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkMessage},
+        route::{RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteType},
     },
 };
 use tokio_stream::StreamExt;
@@ -161,6 +162,23 @@ impl Links {
         Ok(seen)
     }
 
+    /// The ranges of addresses to which the main table leads, each with the index of its interface, but for the default route.
+    pub async fn routes(&self) -> io::Result<Vec<((IpAddr, u8), u32)>> {
+        let all = [
+            RouteMessageBuilder::<Ipv4Addr>::new().build(),
+            RouteMessageBuilder::<Ipv6Addr>::new().build(),
+        ];
+        let mut found = Vec::new();
+        for version in all {
+            let routes = self.handle.route().get(version).execute();
+            tokio::pin!(routes);
+            while let Some(message) = routes.next().await {
+                found.extend(route(&message.map_err(into_io)?));
+            }
+        }
+        Ok(found)
+    }
+
     /// Makes a bridge, and brings it up.
     pub async fn create_bridge(&self, name: &str, wanted: &BridgeSpec) -> io::Result<()> {
         let message = LinkBridge::new(name)
@@ -307,6 +325,25 @@ fn given(message: &AddressMessage) -> Option<(IpAddr, u8)> {
         _ => None,
     })?;
     Some((address, message.header.prefix_len))
+}
+
+/// Where a route leads: the range, and the interface.
+fn route(message: &RouteMessage) -> Option<((IpAddr, u8), u32)> {
+    let header = &message.header;
+    let (mut to, mut interface, mut table) = (None, None, u32::from(header.table));
+    for attribute in &message.attributes {
+        match attribute {
+            RouteAttribute::Destination(RouteAddress::Inet(address)) => to = Some((*address).into()),
+            RouteAttribute::Destination(RouteAddress::Inet6(address)) => to = Some((*address).into()),
+            RouteAttribute::Oif(index) => interface = Some(*index),
+            RouteAttribute::MultiPath(hops) => interface = hops.first().map(|hop| hop.interface_index),
+            RouteAttribute::Table(number) => table = *number,
+            _ => {}
+        }
+    }
+    let is_main = table == u32::from(RouteHeader::RT_TABLE_MAIN) && header.kind == RouteType::Unicast;
+    let range = (to?, header.destination_prefix_length);
+    (is_main && range.1 > 0).then_some((range, interface?))
 }
 
 fn into_io(error: Error) -> io::Error {

@@ -165,6 +165,48 @@ async fn a_network_has_a_bridge_rules_and_a_server_until_it_is_deleted() {
 }
 
 #[tokio::test]
+async fn a_network_takes_no_addresses_that_the_node_reaches_otherwise() {
+    let namespace = Namespace::new();
+    let daemon = Daemon::in_network(&namespace.0).await;
+    for command in [
+        "link add eth1 up type bridge",
+        "addr add 192.168.1.200/24 dev eth1",
+        "addr add fd00:7::5/64 dev eth1 nodad",
+        "route add 172.20.0.0/16 via 192.168.1.1",
+        "route add default via 192.168.1.1",
+    ] {
+        namespace.ip(command);
+    }
+    for (number, (ipv4, ipv6)) in [
+        ("192.168.1.0/25", ""),
+        ("192.168.0.0/16", ""),
+        ("172.20.5.0/24", ""),
+        ("10.80.0.0/24", "fd00:7::/64"),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let spec = v1::NetworkSpec {
+            ipv4_cidr: ipv4.into(),
+            ipv6_cidr: ipv6.into(),
+            ..v1::NetworkSpec::default()
+        };
+        let refused = daemon.make_network_as(&format!("lan{number}"), spec).await;
+        let refused = refused.unwrap_err();
+        assert_eq!(
+            refusal(&refused),
+            (Code::FailedPrecondition, "NETWORK_OVERLAPS".into())
+        );
+        assert!(refused.message().contains("\"eth1\""), "{refused}");
+    }
+    assert_eq!(namespace.interfaces(), ["eth1"]);
+    // The default route leads everywhere, and the daemon's own bridges are nobody else's.
+    for (name, cidr) in [("lan", "10.80.0.0/24"), ("dmz", "10.81.0.0/24")] {
+        daemon.make_network(name, cidr, NetworkMode::Nat).await.unwrap();
+    }
+}
+
+#[tokio::test]
 async fn a_vm_keeps_its_address_and_shows_it() {
     let namespace = Namespace::new();
     let mut daemon = Daemon::in_network(&namespace.0).await;

@@ -18,6 +18,7 @@ mod lease;
 mod listening;
 mod nft;
 mod node;
+mod overlap;
 mod plan;
 mod pool;
 mod rules;
@@ -287,6 +288,7 @@ impl Networks {
         let new = NewNetwork::try_from(&wire)?;
         let mut turn = self.turn.lock().await;
         self.no_clash(&new)?;
+        self.no_clash_with_the_node(host, &new).await?;
         let (generation, made_run, made_revision) = {
             let mut inner = self.inner();
             let revision = inner.feed.change();
