@@ -243,6 +243,29 @@ async fn a_vm_keeps_its_address_and_shows_it() {
 }
 
 #[tokio::test]
+async fn a_mac_address_is_one_nics_in_a_network() {
+    let namespace = Namespace::new();
+    let mut daemon = Daemon::in_network(&namespace.0).await;
+    for (name, cidr) in [("lan", "10.80.0.0/24"), ("dmz", "10.81.0.0/24")] {
+        daemon.make_network(name, cidr, NetworkMode::Nat).await.unwrap();
+    }
+    let same = |network| NicSpec {
+        mac: "52:54:00:00:00:01".into(),
+        ..nic(network)
+    };
+    daemon.start_in("a", same("lan")).await.unwrap();
+    daemon.kill_vm("a").await.unwrap();
+    let refused = daemon.start_in("b", same("lan")).await.unwrap_err();
+    assert_eq!(refusal(&refused), (Code::FailedPrecondition, "MAC_IN_USE".into()));
+    assert!(refused.message().contains("VM \"a\""), "{refused}");
+    daemon.start_in("c", same("dmz")).await.unwrap();
+    daemon.start_vm("a").await.unwrap();
+    // A VM that is deleted has none from that moment on.
+    daemon.delete("a", true).await.unwrap();
+    daemon.start_vm("b").await.unwrap();
+}
+
+#[tokio::test]
 async fn a_nic_that_moves_to_another_network_is_held_to_its_new_address_alone() {
     let namespace = Namespace::new();
     let mut daemon = Daemon::in_network(&namespace.0).await;

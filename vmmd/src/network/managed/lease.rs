@@ -26,7 +26,7 @@ impl Networks {
         request: &Request<'_>,
     ) -> Result<String, Failure> {
         let mut turn = self.turn.lock().await;
-        self.free_ports(host, &mut turn, request).await;
+        self.free(host, &mut turn, network, request).await;
         let record = self.find(network)?;
         self.give(host, &mut turn, record, request).await
     }
@@ -52,6 +52,7 @@ impl Networks {
             );
             return Err(Failure::precondition("NOT_NAT", message));
         }
+        no_mac_clash(&record, request)?;
         self.no_port_clash(request)?;
         self.no_port_of_the_node(&record, request)?;
         if !request.firewall.is_open() && !nft::tracks_bridges().await {
@@ -118,14 +119,15 @@ impl Networks {
             ports,
             firewall,
         };
-        self.free_ports(host, &mut turn, &request).await;
+        self.free(host, &mut turn, network, &request).await;
         let record = self.find(network)?;
         self.give(host, &mut turn, record, &request).await.map(drop)
     }
 
-    /// Takes the ports that are wanted from NICs that have just gone, if they still have them.
-    async fn free_ports(&self, host: Ports<'_>, turn: &mut Filter, request: &Request<'_>) {
-        if self.no_port_clash(request).is_err() {
+    /// Takes the MAC address and the ports that are wanted from NICs that have just gone, if they still have them.
+    async fn free(&self, host: Ports<'_>, turn: &mut Filter, network: &str, request: &Request<'_>) {
+        let has = |record: NetworkRecord| no_mac_clash(&record, request).is_err();
+        if self.find(network).is_ok_and(has) || self.no_port_clash(request).is_err() {
             self.drop_gone(host, turn).await;
         }
     }
@@ -201,6 +203,23 @@ impl Networks {
         }
         Ok(())
     }
+}
+
+/// Refuses a MAC address that another NIC of the network has: frames, and addresses by DHCP, go by it.
+fn no_mac_clash(record: &NetworkRecord, request: &Request<'_>) -> Result<(), Failure> {
+    let vm = request.vm.0.as_bytes();
+    let mut leases = record.leases.iter();
+    let other = leases.find(|lease| {
+        lease.released_ms == 0 && lease.mac() == Some(request.mac) && !lease.is_of(vm, request.nic)
+    });
+    let Some(lease) = other else {
+        return Ok(());
+    };
+    let message = format!(
+        "NIC \"{}\": NIC \"{}\" of VM \"{}\" has the MAC address {} in the network \"{}\"",
+        request.nic, lease.nic, lease.vm_name, request.mac, record.name
+    );
+    Err(Failure::precondition("MAC_IN_USE", message))
 }
 
 /// Whether it is the same port of the node.
