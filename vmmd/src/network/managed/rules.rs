@@ -4,7 +4,7 @@
 //! What is of one network or NIC is in a chain that is named by its interface; the chain named here leads there.
 //!
 //! - *forward*: what comes from a network and goes to it. Into a network with NAT goes what belongs to a connection from there, and
-//!   what was sent to a published port.
+//!   what was sent to a published port; into a routed one nothing that a network without routes begins.
 //! - *input*: what guests may send to the node itself: DHCP, and DNS queries and pings of the gateway.
 //! - *source*, *published*, *local*: the addresses that are translated.
 //! - *egress*, *ingress* (of the bridge): the connections that a guest with a firewall may open, and that others may open to it.
@@ -76,6 +76,10 @@ pub fn ruleset(networks: &[Network]) -> Ruleset {
 
 fn forward(networks: &[Network], objects: &mut Chains) {
     let (mut from, mut to) = (Vec::new(), Vec::new());
+    let not_routed = networks
+        .iter()
+        .filter(|network| network.mode != NetworkMode::Routed);
+    let not_routed: Vec<_> = not_routed.map(|network| network.bridge.as_str()).collect();
     for network in networks {
         let bridge = network.bridge.as_str();
         if network.mode == NetworkMode::Isolated {
@@ -96,7 +100,14 @@ fn forward(networks: &[Network], objects: &mut Chains) {
                 rule(json!([drop()]));
             }
             NetworkMode::Isolated => rule(json!([drop()])),
-            NetworkMode::Routed => {}
+            NetworkMode::Routed if not_routed.is_empty() => {}
+            NetworkMode::Routed => {
+                rule(json!([state(&["established", "related"]), accept()]));
+                rule(json!([
+                    equal(&meta("iifname"), &json!({"set": not_routed})),
+                    drop()
+                ]));
+            }
         }
         to.push((bridge, chain));
     }
@@ -491,7 +502,7 @@ mod tests {
         let rules = ruleset(&(0..30).map(numbered).collect::<Vec<_>>());
         let count = |names: &[&str]| -> Vec<_> { names.iter().map(|name| chain(&rules, name)).collect() };
         assert_eq!(count(&["forward", "input", "ports", "strangers"]), [2, 1, 2, 2]);
-        assert_eq!(count(&["to-vmb0", "to-vmb1", "to-vmb2"]), [4, 2, 1]);
+        assert_eq!(count(&["to-vmb0", "to-vmb1", "to-vmb2"]), [4, 2, 3]);
         assert_eq!(count(&["from-vmb0", "from-vmb1", "from-vmb2"]), [0, 1, 0]);
         assert_eq!(count(&["input-vmb7", "port-vm0123456789n7"]), [5, 11]);
         let text = rules.whole();

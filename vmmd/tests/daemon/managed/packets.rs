@@ -306,3 +306,71 @@ async fn a_guest_that_answers_dhcp_clients_is_not_heard_from_whichever_port_it_a
     let heard = [ear.next(), ear.next(), ear.next(), ear.next()];
     assert_eq!(heard, ["68 IPv4", "7000 IPv4", "546 IPv6", "7000 IPv6"]);
 }
+
+#[tokio::test]
+async fn a_routed_network_is_reached_by_other_routed_ones_and_the_world_but_by_none_with_nat() {
+    let (namespace, world) = (Namespace::new(), Namespace::new());
+    namespace.ip(&format!(
+        "link add world type veth peer name eth0 netns {}",
+        world.0
+    ));
+    namespace.ip("addr add 198.51.100.1/24 dev world");
+    namespace.ip("link set world up");
+    for command in [
+        "addr add 198.51.100.2/24 dev eth0",
+        "link set eth0 up",
+        "route add default via 198.51.100.1",
+    ] {
+        world.ip(command);
+    }
+    let mut daemon = Daemon::in_network(&namespace.0).await;
+    let mut guests = Vec::new();
+    for (number, mode) in [NetworkMode::Nat, NetworkMode::Routed, NetworkMode::Routed]
+        .into_iter()
+        .enumerate()
+    {
+        let (network, vm) = (format!("net{number}"), format!("vm{number}"));
+        let cidr = format!("10.8{number}.0.0/24");
+        daemon.make_network(&network, &cidr, mode).await.unwrap();
+        let published_ports = match mode {
+            NetworkMode::Nat => vec![PublishedPort {
+                protocol: v1::PortProtocol::Udp.into(),
+                node_port: 8000,
+                guest_port: 7000,
+            }],
+            _ => Vec::new(),
+        };
+        let nic = NicSpec {
+            published_ports,
+            ..nic(&network)
+        };
+        daemon.start_in(&vm, nic).await.unwrap();
+        let guest = Guest::in_place_of(&namespace, &daemon, &vm).await;
+        guests.push(guest.namespace);
+    }
+    daemon.kill();
+    let [nat, routed, other] = guests.try_into().unwrap_or_else(|_| unreachable!());
+    let mut outside = Ear::on(&world, &[7000]);
+    let mut inside = Ear::on(&routed, &[7000]);
+    // The outside is reached, so what does not arrive later did not fail on its first way.
+    for (guest, address) in [(&nat, "10.80.0.2"), (&routed, "10.81.0.2"), (&other, "10.82.0.2")] {
+        guest.send((address, 7002), "198.51.100.2", &[7000], address);
+        assert_eq!(outside.next(), format!("7000 {address}"));
+    }
+    nat.send(("10.80.0.2", 7000), "10.81.0.2", &[7000], "nat");
+    other.send(("10.82.0.2", 7000), "10.81.0.2", &[7000], "routed");
+    world.send(("198.51.100.2", 7001), "10.81.0.2", &[7000], "world");
+    assert_eq!([inside.next(), inside.next()], ["7000 routed", "7000 world"]);
+    // A guest of the network with NAT answers what came by its published port.
+    let mut published = Ear::on(&nat, &[7000]);
+    other.send(("10.82.0.2", 7001), "10.82.0.1", &[8000], "question");
+    assert_eq!(published.next(), "7000 question");
+    drop(published);
+    let mut answered = Ear::on(&other, &[7001]);
+    nat.send(("10.80.0.2", 7000), "10.82.0.2", &[7001], "answer");
+    assert_eq!(answered.next(), "7001 answer");
+    // It is the rules that keep it away.
+    namespace.run("nft delete table inet vmmd");
+    nat.send(("10.80.0.2", 7003), "10.81.0.2", &[7000], "nat");
+    assert_eq!(inside.next(), "7000 nat");
+}
