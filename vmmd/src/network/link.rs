@@ -8,9 +8,10 @@ use std::{
 
 use rtnetlink::{
     AddressMessageBuilder, Error, Handle, LinkBridge, LinkUnspec, RouteMessageBuilder,
+    packet_core::Nla as _,
     packet_route::{
         address::{AddressAttribute, AddressHeaderFlags, AddressMessage},
-        link::{InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkMessage},
+        link::{InfoData, InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkMessage},
         route::{RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteType},
     },
 };
@@ -34,6 +35,8 @@ pub struct Link {
     pub is_bridge: bool,
     /// It is a macvtap.
     pub is_macvtap: bool,
+    /// Queues of a tap with several that somebody has opened. The kernel does not say it of other interfaces.
+    pub queues: u32,
     /// Largest packet without the Ethernet header, in bytes.
     pub mtu: u32,
     /// Interface index of the bridge that it is a port of; 0 when it is of none.
@@ -288,6 +291,7 @@ fn describe(message: &LinkMessage) -> Link {
         index: message.header.index,
         is_bridge: false,
         is_macvtap: false,
+        queues: 0,
         mtu: 1500,
         bridge: 0,
     };
@@ -298,11 +302,30 @@ fn describe(message: &LinkMessage) -> Link {
             LinkAttribute::LinkInfo(infos) => {
                 link.is_bridge |= infos.contains(&LinkInfo::Kind(InfoKind::Bridge));
                 link.is_macvtap |= infos.contains(&LinkInfo::Kind(InfoKind::MacVtap));
+                link.queues = infos.iter().map(opened).sum();
             }
             _ => {}
         }
     }
     link
+}
+
+/// How many queues of a tap are open, among them those that take no packets at present (if_link.h: IFLA_TUN_NUM_QUEUES,
+/// IFLA_TUN_NUM_DISABLED_QUEUES).
+fn opened(info: &LinkInfo) -> u32 {
+    const NUMBERS: [u16; 2] = [8, 9];
+    let LinkInfo::Data(InfoData::Tun(facts)) = info else {
+        return 0;
+    };
+    let numbers = facts.iter().filter(|fact| NUMBERS.contains(&fact.kind()));
+    let numbers = numbers.map(|fact| {
+        let mut number = [0; 4];
+        if fact.value_len() == number.len() {
+            fact.emit_value(&mut number);
+        }
+        u32::from_ne_bytes(number)
+    });
+    numbers.sum()
 }
 
 /// What a message about an interface tells of it as a bridge: all but its addresses.

@@ -211,6 +211,10 @@ async fn existing(links: &Links, nic: &Nic, tap: &str, mac: Mac) -> Result<Tap, 
     if link.is_macvtap {
         return macvtap(links, nic, (tap, link), mac).await;
     }
+    // The kernel refuses a second one that opens a tap with one queue, but not one with several.
+    if link.queues > 0 {
+        return Err(in_use(name, tap));
+    }
     let queues = open_queues(tap, nic.queues)?.map_err(|error| match Errno::from_io_error(&error) {
         Some(Errno::BUSY) => in_use(name, tap),
         _ => {
@@ -223,6 +227,15 @@ async fn existing(links: &Links, nic: &Nic, tap: &str, mac: Mac) -> Result<Tap, 
             Failure::precondition("TAP_UNUSABLE", message)
         }
     })?;
+    // Another one can have opened it meanwhile, and the kernel makes a tap where there is none of that name any more.
+    let opened = self::tap(links, nic, tap).await?;
+    if opened.index != link.index {
+        let message = format!("NIC \"{name}\": the tap device \"{tap}\" vanished while it was opened");
+        return Err(Failure::precondition("TAP_NOT_FOUND", message));
+    }
+    if nic.queues > 1 && opened.queues != u32::from(nic.queues) {
+        return Err(in_use(name, tap));
+    }
     Ok(Tap {
         queues,
         vhosts: Vec::new(),

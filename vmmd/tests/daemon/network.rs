@@ -140,6 +140,26 @@ async fn the_tap_of_a_vms_nic_is_given_to_no_other_vm() {
 }
 
 #[tokio::test]
+async fn a_given_tap_with_several_queues_is_one_vms() {
+    let network = Namespace::new();
+    network.ip("tuntap add tap9 mode tap multi_queue");
+    let daemon = Daemon::in_network(&network.0).await;
+    let mut vm = daemon.manifest("web", "");
+    vm.spec.as_mut().unwrap().nics = vec![NicSpec {
+        queues: 2,
+        ..nic("eth0", Attachment::Tap("tap9".into()))
+    }];
+    daemon.create(vm.clone()).await.unwrap();
+    daemon.start_vm("web").await.unwrap();
+    vm.metadata.as_mut().unwrap().name = "other".into();
+    daemon.create(vm).await.unwrap();
+    let refused = daemon.start_vm("other").await.unwrap_err();
+    assert_eq!(refusal(&refused), (Code::FailedPrecondition, "TAP_IN_USE".into()));
+    daemon.kill_vm("web").await.unwrap();
+    daemon.start_vm("other").await.unwrap();
+}
+
+#[tokio::test]
 async fn the_link_and_limits_of_a_nic_change_while_its_vm_runs_and_its_queues_at_the_next_start() {
     let network = Namespace::new();
     network.ip("link add br0 type bridge");
