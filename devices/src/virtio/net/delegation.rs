@@ -3,7 +3,7 @@
 //! ```text
 //!              nothing speaks against it
 //!   worker ─────────────────────────────▶ kernel
-//!     ▲                                     │ a limit, a link that is down, a dirty log, a pause, a reset, the pair out of use
+//!     ▲                                     │ a limit, a link that is down, a dirty log, a pause, a reset, a corrupt ring, the pair out of use
 //!     └─────────────────────────────────────┘
 //! ```
 //!

@@ -176,6 +176,18 @@ impl NetHandler {
         }
     }
 
+    /// After the fault of a ring nobody serves the pair until the driver has reset the device. The kernel does not either, so that nobody
+    /// waits for it to end.
+    fn end_of_service(&mut self, session: &mut Session, fault: Fault) -> Fault {
+        if matches!(fault, Fault::Ring { .. })
+            && let Some(delegation) = &mut self.delegation
+            && let Err(error) = delegation.end(session)
+        {
+            tracing::debug!(%error, pair = self.pair, "take queues back after a fault");
+        }
+        fault
+    }
+
     /// Has this thread serve the pair, if it does not yet.
     fn serve_here(&mut self, session: &Session) -> Result<(), Fault> {
         self.make_ready(session);
@@ -294,10 +306,11 @@ impl QueueHandler for NetHandler {
 
     fn kick(&mut self, session: &mut Session, queue: u16) -> Result<Progress, Fault> {
         if control_queue(session, self.shared.pairs()) == Some(queue) {
-            return match &mut self.commands {
+            let progress = match &mut self.commands {
                 Some(commands) => commands.run(session, queue, &self.shared),
                 None => Ok(Progress::Waiting),
             };
+            return progress.map_err(|fault| self.end_of_service(session, fault));
         }
         let (receive, transmit) = (self.receive_queue(), self.transmit_queue());
         let Some((receiver, sender)) = &mut self.running else {
@@ -340,7 +353,8 @@ impl QueueHandler for NetHandler {
             TRANSMIT_TIMER => session.kick_again(transmit),
             delegation::VECTORS.. => {
                 if let Some(delegation) = &mut self.delegation {
-                    return delegation.event(token);
+                    let done = delegation.event(token);
+                    return done.map_err(|fault| self.end_of_service(session, fault));
                 }
             }
             _ => {

@@ -350,6 +350,26 @@ fn a_ring_that_the_kernel_finds_corrupt_makes_the_device_ask_for_a_reset() {
     event.write(1).unwrap();
     it.driver.wait_needs_reset();
     assert!(matches!(it.driver.rig.sink.wait(), DeviceEvent::NeedsReset(_)));
+    // A snapshot does not wait for it.
+    assert!(it.control.keep_queues(true, PATIENCE));
+    assert!(!it.kernel.is_serving());
+    assert!(it.control.keep_queues(false, PATIENCE));
+    it.driver.rig.reset_device();
+    it.driver.start(ALL);
+    it.kernel.wait(true);
+    through_the_kernel(&mut it, 1);
+}
+
+#[test]
+fn a_corrupt_control_queue_ends_the_kernels_service_too() {
+    let mut it = served();
+    let control = usize::from(CONTROL);
+    it.driver.rings[control].set_avail_index(&it.driver.rig.memory, 0x7777);
+    it.driver.kick(CONTROL);
+    it.driver.wait_needs_reset();
+    assert!(it.control.keep_queues(true, PATIENCE));
+    assert!(!it.kernel.is_serving());
+    assert!(it.control.keep_queues(false, PATIENCE));
     it.driver.rig.reset_device();
     it.driver.start(ALL);
     it.kernel.wait(true);
