@@ -493,7 +493,7 @@ fn lies_about_addresses(
         .expect("forget it");
     reached(case, liar, honest_address);
 
-    // IPv6, of which the network has none.
+    // IPv6 addresses that are not of the network.
     for (console, address) in [(&mut *liar, "fd00::1"), (&mut *honest, "fd00::2")] {
         console
             .run(
@@ -563,7 +563,7 @@ fn lies_about_neighbors(case: &Case, liar: &mut Console, honest: &mut Console, o
 fn the_rules_of_a_nic_hold_in_both_directions_and_change_while_the_guest_runs() {
     let case = Case::new("network").expect("node");
     let mut place = Place::new(&case);
-    place.network("lan", "--cidr 10.80.0.0/24");
+    place.network("lan", "--cidr 10.80.0.0/24 --ipv6 fd00:80::/64");
     let nic = |firewall: &Value| json!({"name": "eth0", "network": "lan", "firewall": firewall});
     let closed = nic(&json!({
         "ingress": {"allow": [{"protocol": "TCP", "ports": [{"first": 80}]}]},
@@ -571,7 +571,10 @@ fn the_rules_of_a_nic_hold_in_both_directions_and_change_while_the_guest_runs() 
     }));
     // It gets its address by DHCP, which no rule is about.
     let (web, mut web_console, web_address) = guest(&case, "-web", &closed);
-    let (_db, mut db_console, db_address) = guest(&case, "-db", &json!({"name": "eth0", "network": "lan"}));
+    let (db, mut db_console, db_address) = guest(&case, "-db", &json!({"name": "eth0", "network": "lan"}));
+    // Nor is one about router advertisements.
+    let web_address6 = address6(&web, &mut web_console);
+    let db_address6 = address6(&db, &mut db_console);
     for port in [80, 81] {
         web_console
             .run(
@@ -586,21 +589,31 @@ fn the_rules_of_a_nic_hold_in_both_directions_and_change_while_the_guest_runs() 
             )
             .expect("it listens");
     }
-    let fetch = |console: &mut Console, port: u16| {
-        let command = format!("nc -w 5 {web_address} {port} < /dev/null 2> /dev/null || echo refused");
+    let fetch = |console: &mut Console, address: &str, port: u16| {
+        let command = format!("nc -w 5 {address} {port} < /dev/null 2> /dev/null || echo refused");
         console
             .run(&command, PATIENCE)
             .expect("connect")
             .trim()
             .to_owned()
     };
-    assert_eq!(fetch(&mut db_console, 80), "served-80");
-    assert_eq!(fetch(&mut db_console, 81), "refused");
-    lost(&mut db_console, &web_address);
+    // A rule without addresses is about IPv6 too.
+    for address in [&web_address, &web_address6] {
+        assert_eq!(fetch(&mut db_console, address, 80), "served-80", "{address}");
+        assert_eq!(fetch(&mut db_console, address, 81), "refused", "{address}");
+        lost(&mut db_console, address);
+    }
     // By NAT.
     reached(&case, &mut web_console, "198.51.100.2");
-    lost(&mut web_console, &db_address);
-    lost(&mut web_console, "10.80.0.1");
+    for address in [
+        "2001:db8::2",
+        &db_address,
+        &db_address6,
+        "10.80.0.1",
+        "fd00:80::1",
+    ] {
+        lost(&mut web_console, address);
+    }
 
     let opened = nic(&json!({
         "ingress": {"allow": [{"addresses": [db_address]}]},
@@ -609,8 +622,16 @@ fn the_rules_of_a_nic_hold_in_both_directions_and_change_while_the_guest_runs() 
     web.apply(&with_nic(&case, &opened)).expect("other rules");
     let left = web.field("/status/pendingChanges").expect("what is left");
     assert!(matches!(left.as_str(), "" | "[]"), "{left}");
-    assert_eq!(fetch(&mut db_console, 81), "served-81");
+    assert_eq!(fetch(&mut db_console, &web_address, 81), "served-81");
     reached(&case, &mut db_console, &web_address);
     reached(&case, &mut web_console, &db_address);
     lost(&mut web_console, "198.51.100.2");
+    // One with addresses is about IPv4 alone.
+    lost(&mut db_console, &web_address6);
+    lost(&mut web_console, &db_address6);
+    let opened = nic(&json!({"ingress": {"allow": [{}]}, "egress": {"allow": [{"protocol": "ICMP"}]}}));
+    web.apply(&with_nic(&case, &opened)).expect("rules for all");
+    reached(&case, &mut db_console, &web_address6);
+    reached(&case, &mut web_console, &db_address6);
+    reached(&case, &mut web_console, "2001:db8::2");
 }

@@ -374,3 +374,31 @@ async fn a_routed_network_is_reached_by_other_routed_ones_and_the_world_but_by_n
     nat.send(("10.80.0.2", 7003), "10.81.0.2", &[7000], "nat");
     assert_eq!(inside.next(), "7000 nat");
 }
+
+#[tokio::test]
+async fn a_network_without_ipv6_carries_none() {
+    let namespace = Namespace::new();
+    let mut daemon = Daemon::in_network(&namespace.0).await;
+    daemon
+        .make_network("lan", "10.80.0.0/24", NetworkMode::Nat)
+        .await
+        .unwrap();
+    let mut guests = Vec::new();
+    for vm in ["a", "b"] {
+        daemon.start_in(vm, nic("lan")).await.unwrap();
+        guests.push(Guest::in_place_of(&namespace, &daemon, vm).await.namespace);
+    }
+    daemon.kill();
+    guests[0].ip("addr add fd00::1/64 dev eth0 nodad");
+    let mut ear = Ear::on(&guests[1], &[7000]);
+    let send = || {
+        guests[0].send(("fd00::1", 7000), "ff02::1%eth0", &[7000], "IPv6");
+        guests[0].send(("10.80.0.2", 7000), "255.255.255.255", &[7000], "IPv4");
+    };
+    send();
+    assert_eq!(ear.next(), "7000 IPv4");
+    // It is the rules that keep it away.
+    namespace.run("nft delete table bridge vmmd");
+    send();
+    assert_eq!([ear.next(), ear.next()], ["7000 IPv6", "7000 IPv4"]);
+}
