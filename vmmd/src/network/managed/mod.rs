@@ -12,6 +12,7 @@
 //! A NIC's address is a *lease* in the network's record; [`pool`] says who gets which.
 
 mod connections;
+mod conntrack;
 mod describe;
 mod helper;
 mod lease;

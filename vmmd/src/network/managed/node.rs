@@ -1,9 +1,9 @@
 //! What the networks' records mean on the node, and how the node is made so.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     io,
-    net::IpAddr,
+    net::{IpAddr, Ipv4Addr},
     time::Duration,
 };
 
@@ -12,21 +12,21 @@ use proto::{
         Violations,
         firewall::Firewall,
         network::{Ipv6Net, NetworkMode},
-        nic::Mac,
+        nic::{Mac, Protocol, PublishedPort},
     },
     v1,
 };
 use uuid::Uuid;
 
 use super::{
-    Links, Networks, Ports, bridge,
+    Links, Networks, Ports, bridge, conntrack,
     describe::{failed, tell},
     folder,
     helper::{self, Table, process},
     nft,
     plan::{self, Found, Step, Wanted},
     rules::{self, Port},
-    ruleset::Known,
+    ruleset::{Known, Ruleset},
     spec_of,
 };
 use crate::{
@@ -50,15 +50,46 @@ const CGROUP: &str = "networks";
 pub struct Filter {
     /// What is in the kernel; `None` when that is not known.
     known: Option<Known>,
+    /// Where the UDP ports led that were published last: the port, and address and port of the guest.
+    published: Option<BTreeSet<(u16, Ipv4Addr, u16)>>,
 }
 
 impl Filter {
     /// Puts the rules into the kernel, unless they are there. True when they were not.
     async fn apply(&mut self, records: &[NetworkRecord]) -> io::Result<bool> {
         let networks: Vec<_> = records.iter().filter_map(filtered).collect();
-        let ruleset = rules::ruleset(&networks);
+        let changed = self.put(&rules::ruleset(&networks)).await?;
+        self.forget(&networks).await;
+        Ok(changed)
+    }
+
+    /// Makes datagrams to ports that lead elsewhere now go there.
+    async fn forget(&mut self, networks: &[rules::Network]) {
+        let ports = networks.iter().flat_map(|network| &network.ports);
+        let published = ports.flat_map(|port| {
+            let udp = |published: &&PublishedPort| published.protocol == Protocol::Udp;
+            let published = port.published.iter().filter(udp);
+            published.map(move |published| (published.node_port, port.address, published.guest_port))
+        });
+        let now: BTreeSet<_> = published.collect();
+        let Some(before) = self.published.replace(now.clone()) else {
+            return;
+        };
+        let changed: BTreeSet<_> = before
+            .symmetric_difference(&now)
+            .map(|(port, ..)| *port)
+            .collect();
+        if changed.is_empty() {
+            return;
+        }
+        if let Err(error) = conntrack::forget(&changed).await {
+            tracing::warn!(%error, "make the kernel forget where datagrams to published ports went");
+        }
+    }
+
+    async fn put(&mut self, ruleset: &Ruleset) -> io::Result<bool> {
         match self.known.take() {
-            Some(known) if known.is(&ruleset) => {
+            Some(known) if known.is(ruleset) => {
                 self.known = Some(known);
                 return Ok(false);
             }

@@ -402,3 +402,40 @@ async fn a_network_without_ipv6_carries_none() {
     send();
     assert_eq!([ear.next(), ear.next()], ["7000 IPv6", "7000 IPv4"]);
 }
+
+#[tokio::test]
+async fn a_sender_of_datagrams_follows_a_published_port_to_another_vm() {
+    let (namespace, world) = (Namespace::new(), Namespace::new());
+    namespace.ip(&format!(
+        "link add world type veth peer name eth0 netns {}",
+        world.0
+    ));
+    namespace.ip("addr add 198.51.100.1/24 dev world");
+    namespace.ip("link set world up");
+    world.ip("addr add 198.51.100.2/24 dev eth0");
+    world.ip("link set eth0 up");
+    let mut daemon = Daemon::in_network(&namespace.0).await;
+    daemon
+        .make_network("lan", "10.80.0.0/24", NetworkMode::Nat)
+        .await
+        .unwrap();
+    // The same sender each time, before the node forgets it by itself.
+    let send = |text: &str| world.send(("198.51.100.2", 7001), "198.51.100.1", &[8000], text);
+    send("nobody");
+    for vm in ["a", "b"] {
+        let published = NicSpec {
+            published_ports: vec![PublishedPort {
+                protocol: v1::PortProtocol::Udp.into(),
+                node_port: 8000,
+                guest_port: 7000,
+            }],
+            ..nic("lan")
+        };
+        daemon.start_in(vm, published).await.unwrap();
+        let guest = Guest::in_place_of(&namespace, &daemon, vm).await;
+        let mut ear = Ear::on(&guest.namespace, &[7000]);
+        send(vm);
+        assert_eq!(ear.next(), format!("7000 {vm}"));
+        daemon.delete(vm, true).await.unwrap();
+    }
+}

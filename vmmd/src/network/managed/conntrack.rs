@@ -1,0 +1,221 @@
+//! What the kernel remembers of connections (conntrack), by ctnetlink (linux/netfilter/nfnetlink_conntrack.h).
+//!
+//! Datagrams of one sender go where the first one went, as long as they come often enough. So they are forgotten when the port that they are
+//! sent to is published, or leads elsewhere: the next datagram is looked at anew.
+
+use std::{collections::BTreeSet, io};
+
+use rtnetlink::{
+    packet_core::{
+        DecodeError, NLM_F_ACK, NLM_F_DUMP, NLM_F_REQUEST, NetlinkDeserializable, NetlinkHeader,
+        NetlinkMessage, NetlinkPayload, NetlinkSerializable, NlaBuffer, NlasIterator,
+    },
+    proto::new_connection,
+    sys::{SocketAddr, protocols::NETLINK_NETFILTER},
+};
+use tokio_stream::StreamExt;
+
+/// Types of messages: the subsystem, and what is to be done.
+const GET: u16 = 0x101;
+const DELETE: u16 = 0x102;
+/// Bytes in front of the attributes: family, version, resource.
+const HEADER: usize = 4;
+/// Attributes of a connection.
+const CTA_TUPLE_ORIG: u16 = 1;
+const CTA_STATUS: u16 = 3;
+const CTA_ID: u16 = 12;
+const CTA_ZONE: u16 = 18;
+/// Attributes of a tuple, and of that one.
+const CTA_TUPLE_PROTO: u16 = 2;
+const CTA_PROTO_NUM: u16 = 1;
+const CTA_PROTO_DST_PORT: u16 = 3;
+/// Bits of the status.
+const IPS_SRC_NAT: u32 = 1 << 4;
+const IPS_DST_NAT: u32 = 1 << 5;
+const UDP: u8 = 17;
+
+/// A message, or what comes back: its type, and all behind the header of netlink.
+#[derive(Debug)]
+struct Message {
+    kind: u16,
+    bytes: Vec<u8>,
+}
+
+impl NetlinkSerializable for Message {
+    fn message_type(&self) -> u16 {
+        self.kind
+    }
+
+    fn buffer_len(&self) -> usize {
+        self.bytes.len()
+    }
+
+    fn serialize(&self, buffer: &mut [u8]) {
+        buffer.copy_from_slice(&self.bytes);
+    }
+}
+
+impl NetlinkDeserializable for Message {
+    type Error = DecodeError;
+
+    fn deserialize(header: &NetlinkHeader, payload: &[u8]) -> Result<Self, DecodeError> {
+        Ok(Self {
+            kind: header.message_type,
+            bytes: payload.to_vec(),
+        })
+    }
+}
+
+impl Message {
+    fn request(self, flags: u16) -> NetlinkMessage<Self> {
+        let mut message = NetlinkMessage::new(NetlinkHeader::default(), NetlinkPayload::InnerMessage(self));
+        message.header.flags = NLM_F_REQUEST | flags;
+        message
+    }
+
+    /// What makes the kernel forget this connection, if it is one of datagrams to one of `ports`. What is only sent in the name of the node goes
+    /// from a guest to a port of somebody else.
+    fn deletion(&self, ports: &BTreeSet<u16>) -> Option<Self> {
+        let (header, attributes) = self.bytes.split_at_checked(HEADER)?;
+        let transport = value(attribute(
+            value(attribute(attributes, CTA_TUPLE_ORIG)?)?,
+            CTA_TUPLE_PROTO,
+        )?)?;
+        let protocol = value(attribute(transport, CTA_PROTO_NUM)?)?;
+        let port = value(attribute(transport, CTA_PROTO_DST_PORT)?)?;
+        let port = u16::from_be_bytes(port.try_into().ok()?);
+        let status = value(attribute(attributes, CTA_STATUS)?)?;
+        let status = u32::from_be_bytes(status.try_into().ok()?);
+        let leaves = status & (IPS_SRC_NAT | IPS_DST_NAT) == IPS_SRC_NAT;
+        if protocol != [UDP] || !ports.contains(&port) || leaves {
+            return None;
+        }
+        // The last one needs no padding.
+        let named =
+            [CTA_TUPLE_ORIG, CTA_ID, CTA_ZONE].map(|kind| attribute(attributes, kind).unwrap_or_default());
+        Some(Self {
+            kind: DELETE,
+            bytes: [header, named.concat().as_slice()].concat(),
+        })
+    }
+}
+
+/// The first attribute of a kind, as it is in the message.
+fn attribute(attributes: &[u8], kind: u16) -> Option<&[u8]> {
+    let mut all = NlasIterator::new(attributes).map_while(Result::ok);
+    let found = all.find(|attribute| attribute.kind() == kind)?;
+    let length = usize::from(found.length());
+    NlaBuffer::into_inner(found).get(..length)
+}
+
+/// What is behind the header of an attribute.
+fn value(attribute: &[u8]) -> Option<&[u8]> {
+    attribute.get(4..)
+}
+
+/// Makes the kernel forget where datagrams to these ports went.
+pub async fn forget(ports: &BTreeSet<u16>) -> io::Result<()> {
+    let (connection, handle, _) = new_connection::<Message>(NETLINK_NETFILTER)?;
+    tokio::spawn(connection);
+    let kernel = SocketAddr::new(0, 0);
+    let all = Message {
+        kind: GET,
+        bytes: vec![0; HEADER],
+    };
+    let mut deletions = Vec::new();
+    let answers = handle.request(all.request(NLM_F_DUMP), kernel);
+    let answers = answers.map_err(io::Error::other)?;
+    tokio::pin!(answers);
+    while let Some(answer) = answers.next().await {
+        match answer.payload {
+            NetlinkPayload::InnerMessage(known) => deletions.extend(known.deletion(ports)),
+            NetlinkPayload::Error(error) if error.code.is_some() => return Err(error.to_io()),
+            _ => {}
+        }
+    }
+    for deletion in deletions {
+        let answers = handle.request(deletion.request(NLM_F_ACK), kernel);
+        let answers = answers.map_err(io::Error::other)?;
+        tokio::pin!(answers);
+        while let Some(answer) = answers.next().await {
+            // One that has just ended is there no more.
+            if let NetlinkPayload::Error(error) = answer.payload
+                && ![0, -libc::ENOENT].contains(&error.raw_code())
+            {
+                return Err(error.to_io());
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An attribute, with its padding.
+    fn attribute(kind: u16, value: &[u8]) -> Vec<u8> {
+        let length = u16::try_from(value.len() + 4).unwrap();
+        let mut bytes = [&length.to_ne_bytes()[..], &kind.to_ne_bytes(), value].concat();
+        bytes.resize(bytes.len().next_multiple_of(4), 0);
+        bytes
+    }
+
+    fn connection(protocol: u8, port: u16, status: u32) -> Message {
+        // The flag of attributes that have others in them.
+        const NESTED: u16 = 0x8000;
+        let transport = [
+            attribute(CTA_PROTO_NUM, &[protocol]),
+            attribute(CTA_PROTO_DST_PORT, &port.to_be_bytes()),
+        ];
+        let tuple = attribute(NESTED | CTA_TUPLE_PROTO, &transport.concat());
+        let attributes = [
+            attribute(NESTED | CTA_TUPLE_ORIG, &tuple),
+            attribute(CTA_STATUS, &status.to_be_bytes()),
+            attribute(CTA_ID, &[1, 2, 3, 4]),
+        ];
+        Message {
+            kind: 0x100,
+            bytes: [vec![2, 0, 0, 0], attributes.concat()].concat(),
+        }
+    }
+
+    #[test]
+    fn datagrams_that_came_to_a_port_are_forgotten_and_nothing_else() {
+        let ports = BTreeSet::from([8000]);
+        for (protocol, port, status, expected) in [
+            (UDP, 8000, IPS_DST_NAT, true),
+            (UDP, 8000, IPS_DST_NAT | IPS_SRC_NAT, true),
+            (UDP, 8000, 0, true),
+            (UDP, 8000, IPS_SRC_NAT, false),
+            (UDP, 8001, IPS_DST_NAT, false),
+            (6, 8000, IPS_DST_NAT, false),
+        ] {
+            let known = connection(protocol, port, status);
+            let deletion = known.deletion(&ports);
+            assert_eq!(deletion.is_some(), expected, "{protocol} {port} {status}");
+            if let Some(deletion) = deletion {
+                let named = deletion.bytes.get(HEADER..).unwrap();
+                assert!(super::attribute(named, CTA_TUPLE_ORIG).is_some());
+                assert_eq!(
+                    super::attribute(named, CTA_ID).and_then(value),
+                    Some(&[1, 2, 3, 4][..])
+                );
+                assert_eq!(super::attribute(named, CTA_STATUS), None);
+            }
+        }
+    }
+
+    #[test]
+    fn a_message_that_is_cut_off_is_no_connection() {
+        let whole = connection(UDP, 8000, IPS_DST_NAT);
+        let ports = BTreeSet::from([8000]);
+        for length in 0..HEADER + 24 {
+            let cut = Message {
+                kind: whole.kind,
+                bytes: whole.bytes[..length].to_vec(),
+            };
+            assert!(cut.deletion(&ports).is_none(), "{length}");
+        }
+    }
+}
