@@ -200,6 +200,65 @@ fn a_vm_whose_pod_was_torn_out_is_stopped() {
 }
 
 #[test]
+fn the_next_run_begins_on_the_node_that_has_the_vm_of_a_torn_out_pod() {
+    let cluster = Cluster::start(1);
+    let _controller = cluster.controller();
+    let agent = cluster.agent(0);
+    cluster.create("web", "always_on");
+    cluster.run("web", 1, "n0");
+    agent.kill();
+    cluster
+        .api
+        .store(|store| store.tear_out(&api::pod("shop", "web-1")));
+    wait("the next pod", || cluster.pod("web-2").is_object());
+    assert!(cluster.bind("web-2", "n0"));
+    let _agent = cluster.agent(0);
+    wait("it runs", || cluster.pod("web-2")["status"]["phase"] == "Running");
+    assert_eq!(cluster.ledger.epochs(), [1, 2]);
+}
+
+#[test]
+fn a_vm_is_made_once_another_one_of_its_name_is_gone_and_not_again_by_the_next_agent() {
+    let cluster = Cluster::start(1);
+    let _controller = cluster.controller();
+    let agent = cluster.agent(0);
+    let state = &cluster.vmmds[0].state;
+    cluster.create("web", "manual");
+    cluster.annotate("web", "vmmd.dev/start", "1");
+    wait("a pod", || cluster.pod("web-1").is_object());
+    let manifest = cluster.pod("web-1")["metadata"]["annotations"]["vmmd.dev/manifest"].clone();
+    let manifest: serde_json::Value = serde_json::from_str(manifest.as_str().unwrap()).unwrap();
+    let name = manifest["metadata"]["name"].as_str().unwrap();
+    state.put(name);
+    assert!(cluster.bind("web-1", "n0"));
+    wait("the machine says what it waits for", || {
+        let text = cluster.machine("web")["status"]["conditions"].to_string();
+        text.contains("VmExists") && text.contains(name)
+    });
+    // Another agent gets the same answer to the same request.
+    agent.kill();
+    state.remove(name);
+    let agent = cluster.agent(0);
+    wait("the VM runs", || {
+        cluster.machine("web")["status"]["phase"] == "Running"
+    });
+    agent.kill();
+    state.remove(name);
+    // As if the API server had not been told of the VM.
+    let untold = json!({"status": {"phase": "Pending", "containerStatuses": null}});
+    let key = api::pod("shop", "web-1");
+    cluster
+        .api
+        .store(|store| store.patch(&key, "status", &untold))
+        .unwrap();
+    let _agent = cluster.agent(0);
+    wait("the VM is missed", || {
+        cluster.pod("web-1")["status"]["reason"] == "VmRemoved"
+    });
+    assert_eq!(cluster.ledger.epochs(), [1]);
+}
+
+#[test]
 fn what_vmmd_refuses_is_said_in_the_status() {
     let cluster = Cluster::start(1);
     let _controller = cluster.controller();

@@ -62,6 +62,7 @@ pub async fn run(clients: Clients, daemon: Daemon, settings: Settings) {
         host: host.map(|(_, address)| address.clone()).unwrap_or_default(),
         recorder: Recorder::new(client.clone(), "vmmd-kube-agent".into()),
         unanswered: Arc::default(),
+        spent: Arc::default(),
         imports: Arc::default(),
     };
     let (news, received) = mpsc::channel(256);

@@ -36,7 +36,7 @@ const REMOVE: Duration = Duration::from_secs(180);
 const NOT_YET: Duration = Duration::from_millis(500);
 /// How soon the API server is asked again for a VirtualMachine that it does not know.
 const NO_OWNER: Duration = Duration::from_secs(5);
-/// How soon vmmd is asked again to make a VM whose name an earlier run's has.
+/// How soon vmmd is asked again to make a VM whose name another one had.
 const TAKEN: Duration = Duration::from_secs(2);
 /// How soon it is tried again to write what was written over meanwhile.
 const CHANGED: Duration = Duration::from_secs(1);
@@ -92,6 +92,8 @@ pub struct Worker {
     pub recorder: Recorder,
     /// Requests to make VMs that had no answer yet, by the uids of their pods.
     pub unanswered: Arc<Mutex<HashMap<String, v1::CreateVmRequest>>>,
+    /// How many requests to make a VM were refused since there was another one of its name, which is gone, by the uids of their pods.
+    pub spent: Arc<Mutex<HashMap<String, u32>>>,
     /// Images that vmmd was asked to import.
     pub imports: Arc<Mutex<Imports>>,
 }
@@ -231,7 +233,7 @@ impl Worker {
             vm: Some(vm),
             start: true,
             dry_run: false,
-            request_id: format!("kube-create-{uid}"),
+            request_id: self.creation_id(&uid),
         };
         match self.ask_to_make(&uid, request).await {
             Ok(vm) => {
@@ -248,11 +250,21 @@ impl Worker {
                 let (reason, message) = daemon::explain(&status);
                 match self.daemon.vm(&name).await? {
                     Some(vm) if pod_uid(&vm) == Some(&uid) => Ok(After::Vm(Box::new(vm))),
-                    // That of an earlier run, which goes first.
-                    Some(_) => Ok(After::Again(TAKEN)),
+                    // That of an earlier run, which goes first, or somebody else's.
+                    Some(_) => {
+                        let message =
+                            format!("there is another VM {name} in vmmd: this one waits until that is gone");
+                        self.wait_for(pod, &[Lack::new("VmExists", message)]).await
+                    }
                     // An agent before this one was refused with other values of Secrets, and has not told it: another run may have these.
                     None if reason == "RequestIdReused" => self.give_up(pod, &reason, &message).await,
-                    None => Ok(After::Again(TAKEN)),
+                    // It has gone since. vmmd says the same to each repetition of a request that it has refused so.
+                    None => {
+                        let mut spent = self.spent();
+                        let count = spent.entry(uid).or_default();
+                        *count = count.saturating_add(1);
+                        Ok(After::Again(TAKEN))
+                    }
                 }
             }
             Err(status) if daemon::refused(&status) => {
@@ -264,6 +276,15 @@ impl Worker {
                 self.give_up(pod, &reason, &message).await
             }
             Err(status) => Err(status.into()),
+        }
+    }
+
+    /// Id of the request to make a VM, which is the next one once nothing can come of the one before. An agent that begins anew has them refused in the
+    /// same order, so that it comes to the one that has made the VM, if any.
+    fn creation_id(&self, uid: &str) -> String {
+        match self.spent().get(uid) {
+            None => format!("kube-create-{uid}"),
+            Some(spent) => format!("kube-create-{uid}-{spent}"),
         }
     }
 
@@ -289,9 +310,15 @@ impl Worker {
         self.unanswered.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Of a pod that is gone, and has no VM.
+    /// See there.
+    fn spent(&self) -> MutexGuard<'_, HashMap<String, u32>> {
+        self.spent.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Of a pod that has its VM, or is gone.
     pub fn forget(&self, uid: &str) {
         self.unanswered().remove(uid);
+        self.spent().remove(uid);
     }
 
     /// The imports that this agent has begun.

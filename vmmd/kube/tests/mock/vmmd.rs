@@ -1,7 +1,7 @@
 //! A vmmd on a UNIX socket: VMs in a map, guests that power off when they are told to, or not.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     path::{Path, PathBuf},
     pin::Pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::Ordering},
@@ -39,6 +39,8 @@ pub struct State {
     changed: Arc<watch::Sender<usize>>,
     calls: Arc<Mutex<Vec<String>>>,
     answered: Arc<Mutex<BTreeMap<String, v1::Vm>>>,
+    /// Ids of creations that were refused since there was a VM of the name: each repetition is refused as well.
+    taken: Arc<Mutex<BTreeSet<String>>>,
     /// Guests do not power off when they are asked to.
     pub stubborn: Arc<Mutex<bool>>,
     /// What creating a VM is refused with.
@@ -78,6 +80,7 @@ impl Vmmd {
             changed: Arc::new(watch::channel(0).0),
             calls: Arc::default(),
             answered: Arc::default(),
+            taken: Arc::default(),
             stubborn: Arc::default(),
             refusal: Arc::default(),
             cut: Arc::default(),
@@ -231,6 +234,13 @@ impl State {
         self.changed.send_replace(log.len());
     }
 
+    /// Somebody else has a VM of this name.
+    pub fn put(&self, name: &str) {
+        let mut vm = v1::Vm::default();
+        name.clone_into(&mut vm.metadata.get_or_insert_default().name);
+        lock(&self.vms).insert(name.to_owned(), vm);
+    }
+
     /// Somebody else deletes the VM.
     pub fn remove(&self, name: &str) {
         let mut vms = lock(&self.vms);
@@ -330,7 +340,9 @@ impl VmService for State {
             let vm = Some(vm.clone());
             return Ok(Response::new(v1::CreateVmResponse { vm, operation: None }));
         }
-        if vms.contains_key(&name) {
+        let mut taken = lock(&self.taken);
+        if vms.contains_key(&name) || taken.contains(&request.request_id) {
+            taken.insert(request.request_id);
             return Err(Status::already_exists("there is one"));
         }
         let metadata = vm.metadata.as_mut().unwrap();
