@@ -95,6 +95,20 @@ fn a_node_without_kvm_is_not_ready() {
 }
 
 #[test]
+fn a_pod_has_one_address_of_each_family_however_many_nics_its_vm_has() {
+    let cluster = Cluster::start(1);
+    let _controller = cluster.controller();
+    let _agent = cluster.agent(0);
+    cluster.create_with("web", "always_on", |spec| {
+        spec["vm"]["nics"] = json!([{"name": "a", "network": "front"}, {"name": "b", "network": "back"}]);
+    });
+    cluster.run("web", 1, "n0");
+    let status = cluster.pod("web-1")["status"].clone();
+    assert_eq!(status["podIPs"], json!([{"ip": "10.0.0.7"}, {"ip": "fd00::7"}]));
+    assert_eq!(status["podIP"], "10.0.0.7");
+}
+
+#[test]
 fn an_agent_that_was_killed_finds_its_vms_again() {
     let cluster = Cluster::start(1);
     let _controller = cluster.controller();

@@ -12,7 +12,7 @@ fn a_machine_runs_where_its_pod_is_bound_and_leaves_nothing_behind() {
     cluster.create("web", "always_on");
     cluster.run("web", 1, "n0");
     wait("the address is known", || {
-        cluster.machine("web")["status"]["addresses"] == json!(["10.0.0.7"])
+        cluster.machine("web")["status"]["addresses"] == json!(["10.0.0.7", "fd00::7"])
     });
     wait("it is ready", || {
         let conditions = cluster.machine("web")["status"]["conditions"].clone();

@@ -1,5 +1,7 @@
 //! What the status of a placeholder pod says, from the VM that vmmd has.
 
+use std::net::IpAddr;
+
 use jiff::Timestamp;
 use k8s_openapi::{
     api::core::v1::{
@@ -130,11 +132,7 @@ pub fn of(pod: &Pod, vm: &v1::Vm, host: &str, now: Timestamp) -> PodStatus {
         (false, Some(one)) if stage == Stage::Running => (one.reason.clone(), one.message.clone()),
         (false, _) => (status.reason.clone(), status.message.clone()),
     };
-    let addresses: Vec<_> = status.nics.iter().flat_map(|nic| nic.addresses.iter()).collect();
-    let ips = addresses.into_iter().map(|address| PodIP {
-        ip: address.split('/').next().unwrap_or_default().to_owned(),
-    });
-    let ips: Vec<_> = ips.collect();
+    let ips = pod_ips(&status);
     let mut new = base(pod, host, now);
     new.phase = Some(phase.to_owned());
     new.reason = reason;
@@ -144,6 +142,20 @@ pub fn of(pod: &Pod, vm: &v1::Vm, host: &str, now: Timestamp) -> PodStatus {
     new.container_statuses = Some(vec![container]);
     new.conditions = Some(conditions(pod, ready, why, now));
     new
+}
+
+/// The first address of each family: the API server takes no more.
+fn pod_ips(status: &v1::VmStatus) -> Vec<PodIP> {
+    let addresses = status.nics.iter().flat_map(|nic| nic.addresses.iter());
+    let mut ips: Vec<IpAddr> = Vec::new();
+    for address in addresses {
+        let ip = address.split('/').next().unwrap_or_default().parse::<IpAddr>();
+        ips.extend(
+            ip.ok()
+                .filter(|ip| ips.iter().all(|known| known.is_ipv4() != ip.is_ipv4())),
+        );
+    }
+    ips.into_iter().map(|ip| PodIP { ip: ip.to_string() }).collect()
 }
 
 /// Why there is no process, as the state of a container says it.

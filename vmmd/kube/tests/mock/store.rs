@@ -1,6 +1,6 @@
 //! What an API server keeps, with the rules of its that the agent and the controller depend on: versions, uids, finalizers, grace periods.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value, json};
 
@@ -18,6 +18,7 @@ pub type Refusal = (u16, &'static str);
 
 const NOT_FOUND: Refusal = (404, "NotFound");
 const CONFLICT: Refusal = (409, "Conflict");
+const INVALID: Refusal = (422, "Invalid");
 
 #[derive(Default)]
 pub struct Store {
@@ -93,6 +94,9 @@ impl Store {
     pub fn replace(&mut self, key: &Key, subresource: &str, mut object: Value) -> Result<Value, Refusal> {
         let old = self.get(key)?;
         check(&old, &object["metadata"])?;
+        if key.resource == "pods" && has_two_of_a_family(&object["status"]["podIPs"]) {
+            return Err(INVALID);
+        }
         let part = |object: &Value| object.get("status").cloned();
         let mut new = old.clone();
         if subresource == "status" {
@@ -203,6 +207,16 @@ impl Store {
 
 fn has_status(key: &Key) -> bool {
     matches!(key.resource.as_str(), "pods" | "nodes" | "virtualmachines")
+}
+
+/// Whether a pod has more than one IPv4 address, or more than one IPv6 address.
+fn has_two_of_a_family(ips: &Value) -> bool {
+    let ips = ips.as_array().into_iter().flatten();
+    let families: Vec<_> = ips
+        .map(|ip| ip["ip"].as_str().unwrap_or_default().contains(':'))
+        .collect();
+    let distinct: BTreeSet<_> = families.iter().collect();
+    distinct.len() < families.len()
 }
 
 fn check(old: &Value, metadata: &Value) -> Result<(), Refusal> {

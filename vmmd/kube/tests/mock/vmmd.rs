@@ -292,11 +292,14 @@ impl State {
         status.conditions = ready(true);
         status.instance = Some(v1::InstanceStatus::default());
         status.counts.get_or_insert_default().starts += 1;
-        status.nics = vec![v1::NicStatus {
-            name: "eth0".to_owned(),
-            addresses: vec!["10.0.0.7".to_owned()],
-            ..v1::NicStatus::default()
-        }];
+        let nics = vm.spec.as_ref().map_or(0, |spec| spec.nics.len());
+        status.nics = (0..nics.max(1))
+            .map(|index| v1::NicStatus {
+                name: format!("eth{index}"),
+                addresses: vec![format!("10.0.{index}.7"), format!("fd00:{index}::7")],
+                ..v1::NicStatus::default()
+            })
+            .collect();
         self.ledger.start(&machine, epoch, &self.node);
     }
 }
