@@ -5,6 +5,11 @@ use serde_json::json;
 
 use crate::mock::{Cluster, api, vmmd::lock, wait};
 
+/// How long a guest has, by a call that stops it.
+fn seconds(stop: &str) -> i64 {
+    stop.rsplit('=').next().unwrap().parse().unwrap()
+}
+
 #[test]
 fn a_vmmd_becomes_a_node() {
     let cluster = Cluster::start(1);
@@ -192,6 +197,27 @@ fn a_guest_has_its_grace_period_and_a_pod_that_is_forced_away_waits_for_the_vm()
             .unwrap()
             .ends_with("force=true")
     );
+}
+
+#[test]
+fn a_guest_has_its_grace_period_also_when_its_pod_was_deleted_while_the_agent_was_away() {
+    let cluster = Cluster::start(1);
+    let _controller = cluster.controller();
+    let agent = cluster.agent(0);
+    cluster.create("web", "always_on");
+    cluster.run("web", 1, "n0");
+    agent.kill();
+    cluster.delete_pod("web-1", Some(3));
+    let deletion = cluster.pod("web-1")["metadata"]["deletionTimestamp"].clone();
+    let deletion: jiff::Timestamp = deletion.as_str().unwrap().parse().unwrap();
+    wait("the pod was to be gone", || jiff::Timestamp::now() > deletion);
+    let _agent = cluster.agent(0);
+    wait("the pod is gone", || cluster.pod("web-1").is_null());
+    let calls = cluster.vmmds[0].state.calls();
+    let place = |verb: &str| calls.iter().position(|call| call.starts_with(verb)).unwrap();
+    assert!(place("stop ") < place("delete "), "{calls:?}");
+    let grace = seconds(&calls[place("stop ")]);
+    assert!((1..=3).contains(&grace), "{calls:?}");
 }
 
 #[test]

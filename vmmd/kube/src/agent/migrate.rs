@@ -92,10 +92,11 @@ impl Worker {
             None => None,
         };
         let evicted = is_evicted(pod, node.as_ref());
-        if let Some(deadline) = deleted
+        if let Some(deletion) = deleted
             && !evicted
             && !pod.annotations().contains_key(names::LEAVES)
         {
+            let deadline = step::stop_deadline(pod, deletion, Timestamp::now());
             return Ok(After::Stop(deadline));
         }
         let status = match self.owner(pod).await? {

@@ -110,7 +110,7 @@ struct Agent {
     /// Those whose VM the watch has shown meanwhile: what the step's answer says of it is older, or comes by the watch too.
     heard: HashSet<String>,
     failures: HashMap<String, u32>,
-    /// Until when the guests of pods that are being deleted have time, where that was asked; and when the pod was to be gone then.
+    /// Until when the guests of pods that are being deleted have time, said once for each deletion; and when the pod was to be gone then.
     deadlines: HashMap<String, (Option<Time>, Timestamp)>,
     timers: HashMap<String, AbortHandle>,
     tasks: JoinSet<Done>,

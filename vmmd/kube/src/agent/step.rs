@@ -68,7 +68,7 @@ pub struct Place<'a> {
     pub host: &'a str,
 }
 
-/// For a pod that is bound to this node, and its VM. `deadline` is until when a guest has time that was to be moved, and was not.
+/// For a pod that is bound to this node, and its VM. `deadline` is until when the guest of a pod that is being deleted has time, once that is known.
 pub fn for_pod(
     pod: &Pod,
     vm: Option<&v1::Vm>,
@@ -382,8 +382,6 @@ pub fn departure(pod: &Pod, status: &VirtualMachineStatus, evicted: bool, now: T
     let role = epoch(pod).map(|epoch| status.role(epoch, &pod.name_any(), uid));
     let is_run = matches!(role, Some(Role::Run(_)));
     let deleted = pod.metadata.deletion_timestamp.as_ref().map(|time| time.0);
-    let grace = pod.metadata.deletion_grace_period_seconds.unwrap_or_default();
-    let grace = SignedDuration::from_secs(grace);
     if is_run && let Some(migration) = status.under_way() {
         return match migration.phase {
             MigrationPhase::Moving => Departure::Move,
@@ -396,22 +394,26 @@ pub fn departure(pod: &Pod, status: &VirtualMachineStatus, evicted: bool, now: T
     let over = status
         .migration
         .as_ref()
-        .filter(|last| last.evicted && Some(last.source_uid.as_str()) == uid);
-    if !is_run || !evicted {
-        return Departure::Stop(deadline);
+        .is_some_and(|last| last.evicted && Some(last.source_uid.as_str()) == uid);
+    // Without a controller it is stopped, as by a deletion.
+    let waited = now.duration_since(deadline).saturating_add(deletion_grace(pod));
+    if is_run && evicted && !over && waited < DECISION {
+        Departure::Wait
+    } else {
+        Departure::Stop(stop_deadline(pod, deadline, now))
     }
-    let Some(over) = over else {
-        // Without a controller it is stopped, as by a deletion.
-        let waited = now.duration_since(deadline - grace);
-        return if waited < DECISION {
-            Departure::Wait
-        } else {
-            Departure::Stop(deadline)
-        };
-    };
-    // What its migration took is not taken from the guest's time.
-    let ended: Option<Timestamp> = over.end_time.as_ref().and_then(|time| time.parse().ok());
-    Departure::Stop(ended.map_or(deadline, |ended| deadline.max(ended + grace)))
+}
+
+/// Until when the guest of a pod has time that was to be gone by `deletion`, when it is known from now on that the VM stays. As with a kubelet it has
+/// its whole grace period: neither what a migration took nor how long the agent was away is taken from it.
+pub fn stop_deadline(pod: &Pod, deletion: Timestamp, now: Timestamp) -> Timestamp {
+    let whole = now.checked_add(deletion_grace(pod)).unwrap_or(Timestamp::MAX);
+    deletion.max(whole)
+}
+
+fn deletion_grace(pod: &Pod) -> SignedDuration {
+    let seconds = pod.metadata.deletion_grace_period_seconds;
+    SignedDuration::from_secs(seconds.unwrap_or_default())
 }
 
 #[cfg(test)]

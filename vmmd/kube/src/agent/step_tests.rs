@@ -219,28 +219,24 @@ fn what_the_controller_decides_becomes_of_an_evicted_vm() {
             grace(pod);
         })
     };
-    // It was deleted five seconds, and half a minute ago.
+    // It was deleted five seconds, and half a minute ago. The guest has all of its time from now on.
     let (just, long) = ("2026-01-02T03:04:30Z", "2026-01-02T03:04:05Z");
+    let stop = || Departure::Stop(at("2026-01-02T03:04:35Z"));
     let status = |machine: VirtualMachine| machine.status.unwrap();
     let later = noted(|value| value["status"]["epoch"] = 4.into());
     let table = [
-        (just, false, status(noted(|_| {})), Departure::Stop(at(just))),
+        (just, false, status(noted(|_| {})), stop()),
+        (long, false, status(noted(|_| {})), stop()),
         (just, true, status(noted(|_| {})), Departure::Wait),
         // No controller works.
-        (long, true, status(noted(|_| {})), Departure::Stop(at(long))),
+        (long, true, status(noted(|_| {})), stop()),
         (just, true, status(migrates("Placing")), Departure::Wait),
         (just, true, status(migrates("Moving")), Departure::Move),
         (long, false, status(migrates("Moving")), Departure::Move),
-        // The guest has all of its time from the end of the migration on.
-        (just, true, status(migrates("Failed")), Departure::Stop(at(just))),
-        (
-            long,
-            true,
-            status(migrates("Failed")),
-            Departure::Stop(at("2026-01-02T03:04:30Z")),
-        ),
+        (just, true, status(migrates("Failed")), stop()),
+        (long, true, status(migrates("Failed")), stop()),
         // There is another run.
-        (just, true, status(later), Departure::Stop(at(just))),
+        (just, true, status(later), stop()),
     ];
     for (index, (time, evicted, status, wanted)) in table.into_iter().enumerate() {
         assert_eq!(
@@ -249,6 +245,9 @@ fn what_the_controller_decides_becomes_of_an_evicted_vm() {
             "{index}"
         );
     }
+    // The clock of this node is behind that of the API server.
+    let ahead = "2026-01-02T03:05:05Z";
+    assert_eq!(stop_deadline(&going(ahead), at(ahead), at(NOW)), at(ahead));
     let live = pod(|_| {});
     for (phase, wanted) in [("Moving", Departure::Move), ("Failed", Departure::Stay)] {
         assert_eq!(departure(&live, &status(migrates(phase)), false, at(NOW)), wanted);
