@@ -95,6 +95,27 @@ fn a_pod_that_was_never_bound_can_be_deleted() {
 }
 
 #[test]
+fn a_pod_without_a_node_goes_although_the_api_server_fails_to_let_it_go_once() {
+    let cluster = Cluster::start(1);
+    let _controller = cluster.controller();
+    let pod = "/api/v1/namespaces/shop/pods/web-1";
+    cluster.create("web", "always_on");
+    wait("a pod that is noted", || {
+        cluster.machine("web")["status"]["run"]["podUid"].is_string()
+    });
+    let late = cluster.pod("web-1");
+    cluster.ledger.trap.fail(&format!("PATCH {pod}"));
+    cluster.delete_pod("web-1", None);
+    wait("the pod is released", || cluster.pod("web-1").is_null());
+    wait("another pod", || cluster.pod("web-2").is_object());
+    // One of an earlier run.
+    cluster.ledger.trap.fail(&format!("DELETE {pod}"));
+    cluster.create_again(late, None);
+    wait("the late pod is gone", || cluster.pod("web-1").is_null());
+    assert!(cluster.ledger.trap.has_failed());
+}
+
+#[test]
 fn a_pod_that_goes_while_the_api_server_is_away_is_missed_when_pods_are_listed_anew() {
     let mut cluster = Cluster::start(1);
     let _controller = cluster.controller();
@@ -127,21 +148,8 @@ fn a_late_pod_of_an_earlier_run_goes_away() {
     cluster.delete_pod("web-1", None);
     cluster.run("web", 2, "n0");
     // As of a controller that was held up: one is not bound yet, the other one is.
-    for node in [json!(null), json!("n0")] {
-        let mut late = late.clone();
-        late["spec"]["nodeName"] = node;
-        for name in [
-            "uid",
-            "resourceVersion",
-            "deletionTimestamp",
-            "deletionGracePeriodSeconds",
-        ] {
-            late["metadata"].as_object_mut().unwrap().remove(name);
-        }
-        cluster
-            .api
-            .store(|store| store.create(api::pod("shop", ""), late))
-            .unwrap();
+    for node in [None, Some("n0")] {
+        cluster.create_again(late.clone(), node);
         wait("the late pod is gone", || cluster.pod("web-1").is_null());
     }
     assert_eq!(cluster.machine("web")["status"]["phase"], "Running");

@@ -3,7 +3,7 @@
 //! - Those that were deleted before they were bound: no node has anything of them, and no agent will ever take their finalizer away.
 //! - Those of an earlier run, which a controller that was overtaken has made late: no agent runs them, and nobody else deletes them.
 
-use std::pin::pin;
+use std::{collections::BTreeMap, pin::pin, time::Duration};
 
 use futures::StreamExt as _;
 use k8s_openapi::{api::core::v1::Pod, apimachinery::pkg::apis::meta::v1::OwnerReference};
@@ -17,6 +17,7 @@ use kube::{
     },
 };
 use serde_json::json;
+use tokio::time::MissedTickBehavior;
 
 use crate::{
     arguments::Clients,
@@ -25,22 +26,47 @@ use crate::{
     names,
 };
 
+/// How often it is tried again to change pods.
+const RETRY: Duration = Duration::from_secs(5);
+
 /// Looks after them. `machines` are the VirtualMachines as the controller knows them. Never returns.
 pub async fn run(clients: Clients, machines: Store<VirtualMachine>) {
     let pods = Api::<Pod>::all(clients.watches);
     let config = watching().labels(names::MACHINE_UID);
     let mut pods = pin!(watcher(pods, config).backoff(Watches::new()).touched_objects());
-    while let Some(event) = pods.next().await {
-        match event {
-            Ok(pod) if is_orphan(&pod) => release(&clients.calls, &pod).await,
-            Ok(pod) if pod.metadata.deletion_timestamp.is_none() => {
-                if let Err(error) = delete_stale(&clients.calls, &machines, &pod).await {
-                    tracing::warn!(pod = pod.name_any(), "{error}");
+    // Pods for which nothing could be done yet, by uid.
+    let mut failed: BTreeMap<Option<String>, Pod> = BTreeMap::new();
+    let mut retry = tokio::time::interval(RETRY);
+    retry.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        let due = tokio::select! {
+            event = pods.next() => match event {
+                Some(Ok(pod)) => vec![pod],
+                Some(Err(error)) => {
+                    tracing::debug!("pods: {error}");
+                    continue;
                 }
+                None => return,
+            },
+            _ = retry.tick(), if !failed.is_empty() => failed.values().cloned().collect(),
+        };
+        for pod in due {
+            failed.remove(&pod.uid());
+            if let Err(error) = look_after(&clients.calls, &machines, &pod).await {
+                tracing::warn!(pod = pod.name_any(), "{error}; tried again");
+                failed.insert(pod.uid(), pod);
             }
-            Ok(_) => {}
-            Err(error) => tracing::debug!("pods: {error}"),
         }
+    }
+}
+
+async fn look_after(client: &Client, machines: &Store<VirtualMachine>, pod: &Pod) -> kube::Result<()> {
+    if is_orphan(pod) {
+        release(client, pod).await
+    } else if pod.metadata.deletion_timestamp.is_none() {
+        delete_stale(client, machines, pod).await
+    } else {
+        Ok(())
     }
 }
 
@@ -103,7 +129,7 @@ fn is_orphan(pod: &Pod) -> bool {
 }
 
 /// Over the version that was seen: when the pod has changed since, the watch says so.
-async fn release(client: &Client, pod: &Pod) {
+async fn release(client: &Client, pod: &Pod) -> kube::Result<()> {
     let pods = Api::<Pod>::namespaced(client.clone(), &pod.namespace().unwrap_or_default());
     let finalizers: Vec<_> = pod
         .finalizers()
@@ -115,11 +141,12 @@ async fn release(client: &Client, pod: &Pod) {
         "resourceVersion": pod.resource_version(),
         "finalizers": finalizers,
     }});
-    let result = pods
+    match pods
         .patch(&pod.name_any(), &PatchParams::default(), &Patch::Merge(patch))
-        .await;
-    if let Err(error) = result {
-        tracing::warn!(pod = pod.name_any(), "can't release: {error}");
+        .await
+    {
+        Err(kube::Error::Api(status)) if status.is_not_found() || status.is_conflict() => Ok(()),
+        patched => patched.map(drop),
     }
 }
 

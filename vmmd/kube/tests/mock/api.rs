@@ -192,8 +192,10 @@ async fn answer(State(inner): State<Inner>, request: Request) -> Response {
         true => inner.trap.pass(&format!("{} {path}", parts.method)),
         false => Verdict::Pass,
     };
-    if verdict == Verdict::Refuse {
-        return refuse((503, "ServiceUnavailable"), "");
+    match verdict {
+        Verdict::Refuse => return refuse((503, "ServiceUnavailable"), ""),
+        Verdict::Fail => return refuse((500, "InternalError"), ""),
+        Verdict::Pass | Verdict::Lose => {}
     }
     let name = key.name.clone();
     let result = inner.with(|store| match parts.method {

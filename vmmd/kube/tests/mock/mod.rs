@@ -178,6 +178,21 @@ impl Cluster {
         })
     }
 
+    /// Makes a pod like one that was there before, bound to this node if any.
+    pub fn create_again(&self, mut pod: Value, node: Option<&str>) {
+        pod["spec"]["nodeName"] = node.into();
+        for name in [
+            "uid",
+            "resourceVersion",
+            "deletionTimestamp",
+            "deletionGracePeriodSeconds",
+        ] {
+            pod["metadata"].as_object_mut().unwrap().remove(name);
+        }
+        let key = api::pod("shop", "");
+        self.api.store(|store| store.create(key, pod)).unwrap();
+    }
+
     /// As `kubectl cordon` and `uncordon` do.
     pub fn cordon(&self, node: &str, unschedulable: bool) {
         let patch = json!({"spec": {"unschedulable": unschedulable}});

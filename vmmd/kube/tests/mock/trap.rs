@@ -9,8 +9,10 @@ use super::vmmd::lock;
 pub enum Verdict {
     /// It is carried out and answered.
     Pass,
-    /// It is not carried out.
+    /// It is not carried out, and clients try it again by themselves.
     Refuse,
+    /// It is not carried out, and the client is told of an error.
+    Fail,
     /// It is carried out, and the answer is lost.
     Lose,
 }
@@ -27,6 +29,8 @@ struct Inner {
     calls: Vec<String>,
     /// At the call with this number, from 0.
     act: Option<(usize, Act)>,
+    /// Calls that fail once.
+    failing: Vec<String>,
 }
 
 impl Trap {
@@ -37,6 +41,16 @@ impl Trap {
         inner.act = Some((at, Box::new(act)));
     }
 
+    /// The next one of these calls fails.
+    pub fn fail(&self, call: &str) {
+        lock(&self.0).failing.push(call.to_owned());
+    }
+
+    /// Whether each call that was to fail has come.
+    pub fn has_failed(&self) -> bool {
+        lock(&self.0).failing.is_empty()
+    }
+
     /// All calls that were counted.
     pub fn calls(&self) -> Vec<String> {
         lock(&self.0).calls.clone()
@@ -45,6 +59,10 @@ impl Trap {
     /// A call comes.
     pub fn pass(&self, call: &str) -> Verdict {
         let mut inner = lock(&self.0);
+        if let Some(index) = inner.failing.iter().position(|failing| failing == call) {
+            inner.failing.remove(index);
+            return Verdict::Fail;
+        }
         if !inner.armed {
             return Verdict::Pass;
         }
