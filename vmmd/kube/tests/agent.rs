@@ -177,13 +177,13 @@ fn a_guest_has_its_grace_period_and_a_pod_that_is_forced_away_waits_for_the_vm()
         .unwrap();
     cluster.run("web", 1, "n0");
     cluster.delete_pod("web-1", None);
-    wait("the guest is asked", || {
-        cluster.vmmds[0]
-            .state
-            .calls()
-            .iter()
-            .any(|call| call.starts_with("stop ") && call.contains(" grace=2"))
-    });
+    let stop = || {
+        let calls = cluster.vmmds[0].state.calls().into_iter();
+        calls.rev().find(|call| call.starts_with("stop "))
+    };
+    wait("the guest is asked", || stop().is_some());
+    let grace = seconds(&stop().unwrap());
+    assert!((1..=30).contains(&grace), "{grace}");
     // Somebody has no patience.
     assert!(cluster.pod("web-1").is_object());
     cluster.delete_pod("web-1", Some(0));
