@@ -19,6 +19,7 @@ pub mod name;
 pub mod network;
 pub mod nic;
 pub mod oci;
+pub mod overhead;
 pub mod pci;
 pub mod policy;
 pub mod resources;

@@ -102,8 +102,8 @@ pub struct ControllerArguments {
     /// RuntimeClass of the pods; none when not given
     #[arg(long, value_name = "NAME")]
     pub runtime_class: Option<String>,
-    /// Memory in MiB that a VM takes beyond its guest's
-    #[arg(long, value_name = "MIB", default_value_t = 16)]
+    /// Memory in MiB that pods request beyond what vmmd sets aside for their VMs
+    #[arg(long, value_name = "MIB", default_value_t = 0)]
     pub overhead_mib: u32,
     /// Tell figures for Prometheus on this address, "127.0.0.1:9755" or another
     #[arg(long, value_name = "ADDRESS", env = "VMMD_KUBE_METRICS")]

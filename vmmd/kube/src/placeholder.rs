@@ -27,7 +27,7 @@ use crate::{
 /// How placeholder pods are made.
 #[derive(Clone, Debug, Default)]
 pub struct Settings {
-    /// Memory that a VM takes beyond its guest's, in bytes.
+    /// Memory that is requested beyond what vmmd sets aside for a VM, in bytes.
     pub overhead: u64,
     /// The RuntimeClass of placeholder pods; none when not given.
     pub runtime_class: Option<String>,
@@ -149,7 +149,7 @@ pub fn pod(machine: &VirtualMachine, plan: &Plan, epoch: i64, settings: &Setting
         _ => "Always",
     };
     let pod_spec = PodSpec {
-        containers: vec![container(plan, settings.overhead)],
+        containers: vec![container(plan, settings.overhead)?],
         volumes: Some(claims(&plan.sources)).filter(|volumes| !volumes.is_empty()),
         affinity: spec
             .affinity
@@ -262,8 +262,8 @@ fn claims(sources: &Sources) -> Vec<Volume> {
     claims.collect()
 }
 
-fn container(plan: &Plan, overhead: u64) -> Container {
-    let wanted = spec::requests(&plan.vm, overhead);
+fn container(plan: &Plan, overhead: u64) -> Result<Container, Invalid> {
+    let wanted = spec::requests(&sources::closed(&plan.vm, &plan.sources), overhead)?;
     let bytes = |bytes: u64| Quantity(bytes.to_string());
     let mut requests = BTreeMap::from([
         ("cpu".to_owned(), Quantity(format!("{}m", wanted.cpu_millis))),
@@ -280,7 +280,7 @@ fn container(plan: &Plan, overhead: u64) -> Container {
             limits.insert(name.to_owned(), bytes(size));
         }
     }
-    Container {
+    Ok(Container {
         name: names::CONTAINER.to_owned(),
         image: Some(names::IMAGE.to_owned()),
         image_pull_policy: Some("Never".to_owned()),
@@ -293,7 +293,7 @@ fn container(plan: &Plan, overhead: u64) -> Container {
             claims: None,
         }),
         ..Container::default()
-    }
+    })
 }
 
 fn part<T: DeserializeOwned>(field: &str, value: &Value) -> Result<T, Invalid> {
@@ -302,6 +302,7 @@ fn part<T: DeserializeOwned>(field: &str, value: &Value) -> Result<T, Invalid> {
 
 #[cfg(test)]
 pub mod tests {
+    use proto::model::{overhead, vm::Manifest};
     use serde_json::json;
 
     use super::*;
@@ -353,7 +354,7 @@ pub mod tests {
         let spec = &pod["spec"];
         assert_eq!(
             spec["containers"][0]["resources"],
-            json!({"requests": {"cpu": "2000m", "memory": "285212672"}})
+            json!({"requests": {"cpu": "2000m", "memory": memory(&plan.vm).to_string()}})
         );
         assert_eq!(spec["nodeSelector"], json!({"vmmd.dev/vm": ""}));
         let tolerations = spec["tolerations"].as_array().unwrap();
@@ -369,6 +370,50 @@ pub mod tests {
         assert_eq!(spec["runtimeClassName"], "vmmd");
         let key = &spec["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][0];
         assert_eq!(key["topologyKey"], "kubernetes.io/hostname");
+    }
+
+    /// What a node has to have for a VM, as its vmmd sees it, and the settings of tests.
+    fn memory(vm: &v1::Vm) -> u64 {
+        let spec = Manifest::try_from(vm).unwrap().spec;
+        spec.memory_bytes + overhead::memory(&spec) + settings().overhead
+    }
+
+    #[test]
+    fn the_pod_of_a_vm_with_volumes_asks_for_as_much_memory_as_vmmd_will_set_aside() {
+        let asked = |change: &dyn Fn(&mut Value)| {
+            let machine = machine(|value| change(&mut value["spec"]));
+            let pod = pod(&machine, &Plan::of(&machine).unwrap(), 3, &settings()).unwrap();
+            let pod = serde_json::to_value(pod).unwrap();
+            pod["spec"]["containers"][0]["resources"]["requests"]["memory"].clone()
+        };
+        let empty = json!({"name": "data", "emptyDisk": {"size": "1Gi"}});
+        let image = json!({"name": "data", "containerDisk": {"image": "registry.example/debian:13"}});
+        let claim = json!({"name": "data", "persistentVolumeClaim": {"claimName": "web"}});
+        let (plain, said) = (
+            json!({"name": "data"}),
+            json!({"name": "data", "format": "qcow2"}),
+        );
+        let whole = |format: &str| json!({"name": "data", "path": "/srv/data", "format": format});
+        let share = json!({"name": "data", "path": "/srv/data"});
+        // The volume, its disk or share, and one without a volume that is the same to vmmd.
+        for (volume, kind, joined, whole) in [
+            (&empty, "disks", &plain, &whole("raw")),
+            (&image, "disks", &plain, &whole("qcow2")),
+            (&claim, "disks", &plain, &whole("raw")),
+            (&claim, "disks", &said, &whole("qcow2")),
+            (&claim, "shares", &plain, &share),
+        ] {
+            let joined = asked(&|spec| {
+                spec["volumes"] = json!([volume]);
+                spec["vm"][kind] = json!([joined]);
+            });
+            let whole = asked(&|spec| spec["vm"][kind] = json!([whole]));
+            assert_eq!(joined, whole, "{volume} {kind}");
+        }
+        assert_ne!(
+            asked(&|spec| spec["vm"]["disks"] = json!([whole("raw")])),
+            asked(&|spec| spec["vm"]["disks"] = json!([whole("qcow2")]))
+        );
     }
 
     #[test]

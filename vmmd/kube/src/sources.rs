@@ -350,6 +350,30 @@ fn open(vm: &mut v1::Vm, joined: &BTreeSet<&str>) {
     }
 }
 
+/// A VM whose places are filled in by what takes as much of a node as what the agent will fill in.
+pub fn closed(vm: &v1::Vm, sources: &Sources) -> v1::Vm {
+    let mut vm = vm.clone();
+    for volume in &sources.volumes {
+        let format = match (&volume.container_disk, &volume.empty_disk) {
+            // An overlay of the image.
+            (Some(_), _) => v1::DiskFormat::Qcow2,
+            (None, Some(_)) => v1::DiskFormat::Raw,
+            (None, None) => {
+                let path = disk_spec::Source::Path(format!("/volume/{}", volume.name));
+                fill(&mut vm, &volume.name, &path, false);
+                continue;
+            }
+        };
+        let disk = disk_spec::Source::Disk(volume.name.clone());
+        fill(&mut vm, &volume.name, &disk, false);
+        let disks = vm.spec.iter_mut().flat_map(|spec| &mut spec.disks);
+        for disk in disks.filter(|disk| disk.name == volume.name) {
+            disk.set_format(format);
+        }
+    }
+    vm
+}
+
 /// Fills in the place of a volume: what the disk with its name is, or what the share with its name is of.
 pub fn fill(vm: &mut v1::Vm, name: &str, source: &disk_spec::Source, read_only: bool) {
     let Some(spec) = &mut vm.spec else { return };

@@ -2,7 +2,7 @@
 
 use proto::{
     manifest::{self, yaml},
-    model::cpu::CpuShare,
+    model::{Violations, overhead, resources::HugePages, vm::Manifest},
     v1::{self, RunPolicy},
 };
 use serde_json::{Map, Value, json};
@@ -26,16 +26,9 @@ pub fn vm(name: &str, spec: &Map<String, Value>) -> Result<v1::Vm, Invalid> {
     };
     match manifest::vm(root) {
         Ok((vm, _)) => Ok(vm),
-        Err(problems) => {
-            let texts = problems.iter().map(|problem| {
-                let path = problem
-                    .path
-                    .strip_prefix("spec")
-                    .map_or_else(|| problem.path.clone(), |rest| format!("spec.vm{rest}"));
-                format!("{path}: {}", problem.text)
-            });
-            Err(Invalid(texts.collect::<Vec<_>>().join("; ")))
-        }
+        Err(problems) => Err(said(
+            problems.into_iter().map(|problem| (problem.path, problem.text)),
+        )),
     }
 }
 
@@ -60,31 +53,44 @@ pub struct Requests {
     pub huge_pages_1g_bytes: u64,
 }
 
-/// Of a valid VM, with `overhead` bytes of memory for what runs it.
-pub fn requests(vm: &v1::Vm, overhead: u64) -> Requests {
-    let spec = vm.spec.clone().unwrap_or_default();
-    let cpu = spec.cpu.unwrap_or_default();
-    let memory = spec.memory.unwrap_or_default();
-    let fraction_percent = match cpu.core_fraction_percent {
-        0 => CpuShare::WHOLE.fraction_percent,
-        fraction => fraction,
+/// As vmmd sets it aside, with `extra` bytes of memory.
+///
+/// # Errors
+///
+/// All that is wrong with the VM.
+pub fn requests(vm: &v1::Vm, extra: u64) -> Result<Requests, Invalid> {
+    let spec = Manifest::try_from(vm).map_err(invalid)?.spec;
+    let size = spec.memory_bytes;
+    let (small, large, huge) = match spec.memory.huge_pages {
+        None => (size, 0, 0),
+        Some(HugePages::Size2M) => (0, size, 0),
+        Some(HugePages::Size1G) => (0, 0, size),
     };
-    let share = CpuShare {
-        fraction_percent,
-        limit_percent: None,
-    };
-    let size = memory.size_bytes;
-    let (small, large, huge) = match memory.huge_pages() {
-        v1::HugePages::Unspecified => (size, 0, 0),
-        v1::HugePages::HugePages2m => (0, size, 0),
-        v1::HugePages::HugePages1g => (0, 0, size),
-    };
-    Requests {
-        cpu_millis: share.millis(cpu.cores),
-        memory_bytes: small.saturating_add(overhead),
+    Ok(Requests {
+        cpu_millis: spec.cpu.millis(spec.topology.cores()),
+        memory_bytes: small
+            .saturating_add(overhead::memory(&spec))
+            .saturating_add(extra),
         huge_pages_2m_bytes: large,
         huge_pages_1g_bytes: huge,
-    }
+    })
+}
+
+fn invalid(violations: Violations) -> Invalid {
+    let problems = violations.0.into_iter();
+    let problems = problems.map(|problem| (problem.field, problem.description));
+    said(problems)
+}
+
+/// Fields of a manifest as they are called in a VirtualMachine.
+fn said(problems: impl Iterator<Item = (String, String)>) -> Invalid {
+    let texts = problems.map(|(path, text)| {
+        let path = path
+            .strip_prefix("spec")
+            .map_or_else(|| path.clone(), |rest| format!("spec.vm{rest}"));
+        format!("{path}: {text}")
+    });
+    Invalid(texts.collect::<Vec<_>>().join("; "))
 }
 
 #[cfg(test)]
@@ -104,6 +110,11 @@ mod tests {
         })
     }
 
+    /// What vmmd sets aside beside the guest's memory.
+    fn beside(vm: &v1::Vm) -> u64 {
+        overhead::memory(&Manifest::try_from(vm).unwrap().spec)
+    }
+
     #[test]
     fn a_spec_is_a_manifest() {
         let vm = vm("demo", &spec(&small())).unwrap();
@@ -111,11 +122,11 @@ mod tests {
         assert_eq!(run_policy(&vm), RunPolicy::Manual);
         let wanted = Requests {
             cpu_millis: 1000,
-            memory_bytes: (256 << 20) + 5,
+            memory_bytes: (256 << 20) + beside(&vm) + 5,
             huge_pages_2m_bytes: 0,
             huge_pages_1g_bytes: 0,
         };
-        assert_eq!(requests(&vm, 5), wanted);
+        assert_eq!(requests(&vm, 5), Ok(wanted));
     }
 
     #[test]
@@ -123,10 +134,10 @@ mod tests {
         let mut value = small();
         value["memory"]["hugePages"] = "HUGE_PAGES_2M".into();
         let vm = vm("demo", &spec(&value)).unwrap();
-        let requests = requests(&vm, 5);
+        let requests = requests(&vm, 5).unwrap();
         assert_eq!(
             (requests.memory_bytes, requests.huge_pages_2m_bytes),
-            (5, 256 << 20)
+            (beside(&vm) + 5, 256 << 20)
         );
     }
 

@@ -1,14 +1,13 @@
 //! Amounts of what VMs are given of the node.
 
 use proto::{
-    model::{resources::HugePages, vm::VmSpec},
+    model::{overhead, resources::HugePages, vm::VmSpec},
     v1,
 };
 
 use super::{
     Facts,
     limits::{Overcommit, Reserved},
-    overhead,
 };
 
 /// Amounts.

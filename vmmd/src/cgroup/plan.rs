@@ -4,14 +4,12 @@ use std::{collections::BTreeSet, fmt};
 
 use proto::model::{
     cpu::CpuShare,
+    overhead,
     resources::{CpuSet, MemoryOptions},
     vm::VmSpec,
 };
 
-use crate::{
-    capacity::overhead,
-    failure::{Failure, Kind},
-};
+use crate::failure::{Failure, Kind};
 
 /// Length of the period of `cpu.max` in microseconds: the kernel's default.
 const PERIOD_US: u64 = 100_000;

@@ -1,7 +1,7 @@
 //! What a `vmm` takes of the node's memory beside its guest's RAM. It is no estimate of what one uses (some MiB, see the
 //! benchmarks) but a bound that its ordinary work never reaches: beyond it the kernel kills the VM.
 
-use proto::model::{
+use super::{
     disk::{Format, Source},
     machine::DEFAULT_QUEUES,
     share::Share,
