@@ -37,9 +37,9 @@ impl Worker {
                     }
                 }
             }
-            if let Some(vm) = self.find(pod, &uid).await? {
-                return Ok(After::Vm(Box::new(vm)));
-            }
+        }
+        if let Some(vm) = self.find(pod, &uid).await? {
+            return Ok(After::Vm(Box::new(vm)));
         }
         let sources = pod.annotations().get(names::SOURCES);
         let sources = sources.and_then(|text| serde_json::from_str::<Sources>(text).ok());

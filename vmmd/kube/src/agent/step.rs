@@ -49,9 +49,10 @@ pub enum Step {
     CheckPod,
 }
 
-/// Whether a pod is a placeholder, and not one that came to the node in another way.
+/// Whether a pod is a placeholder, and not one that came to the node in another way. Whoever takes the label away makes it no other pod.
 pub fn is_placeholder(pod: &Pod) -> bool {
-    pod.labels().contains_key(names::MACHINE_UID)
+    let finalized = pod.finalizers().iter().any(|name| name == names::VM_GONE);
+    finalized || pod.labels().contains_key(names::MACHINE_UID)
 }
 
 /// The number of a pod's run.
@@ -78,7 +79,7 @@ pub fn for_pod(
 ) -> Step {
     let host = place.host;
     let deleted = pod.metadata.deletion_timestamp.as_ref();
-    if !is_placeholder(pod) {
+    if !is_placeholder(pod) && vm.is_none() {
         // Nothing of it runs here.
         return if deleted.is_some() {
             Step::Release

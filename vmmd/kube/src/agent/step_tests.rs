@@ -297,7 +297,10 @@ fn the_vm_of_a_pod_that_others_have_ended_is_stopped() {
 
 #[test]
 fn pods_that_are_no_placeholders_run_nothing_and_can_be_deleted() {
-    let strip = |pod: &mut Value| pod["metadata"]["labels"] = json!({});
+    let strip = |pod: &mut Value| {
+        pod["metadata"]["labels"] = json!({});
+        pod["metadata"]["finalizers"] = json!([]);
+    };
     let Step::Report(status) = look(&pod(strip), None) else {
         panic!("nothing is reported");
     };
@@ -310,6 +313,27 @@ fn pods_that_are_no_placeholders_run_nothing_and_can_be_deleted() {
         None,
     );
     assert_eq!(step, Step::Release);
+}
+
+#[test]
+fn a_pod_stays_as_long_as_its_vm_whatever_becomes_of_its_labels() {
+    let running = vm(VmPhase::Running, None);
+    for finalizers in [json!([names::VM_GONE]), json!([])] {
+        let stripped = |change: fn(&mut Value)| {
+            pod(|pod| {
+                pod["metadata"]["labels"] = json!({});
+                pod["metadata"]["finalizers"] = finalizers.clone();
+                change(pod);
+            })
+        };
+        let gone = stripped(|pod| deleted("2026-01-02T03:04:35Z")(pod));
+        assert_eq!(look(&gone, Some(&running)), Step::Leave, "{finalizers}");
+        let deadline = Some(at("2026-01-02T03:04:35Z"));
+        let step = for_pod(&gone, Some(&running), PLACE, deadline, at(NOW));
+        assert_eq!(step, Step::Stop(Duration::from_secs(30)), "{finalizers}");
+        let step = look(&stripped(|_| {}), Some(&running));
+        assert!(matches!(step, Step::Report(_)), "{finalizers}: {step:?}");
+    }
 }
 
 #[test]
