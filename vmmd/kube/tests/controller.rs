@@ -2,7 +2,7 @@
 
 use serde_json::json;
 
-use crate::mock::{Cluster, api, wait};
+use crate::mock::{Cluster, api, vmmd::lock, wait};
 
 #[test]
 fn a_machine_runs_where_its_pod_is_bound_and_leaves_nothing_behind() {
@@ -113,6 +113,46 @@ fn a_pod_without_a_node_goes_although_the_api_server_fails_to_let_it_go_once() {
     cluster.create_again(late, None);
     wait("the late pod is gone", || cluster.pod("web-1").is_null());
     assert!(cluster.ledger.trap.has_failed());
+}
+
+#[test]
+fn a_pod_that_the_api_server_refuses_is_said_in_the_status_and_made_when_it_is_allowed() {
+    let cluster = Cluster::start(1);
+    let _controller = cluster.controller();
+    let _agent = cluster.agent(0);
+    let quota = &cluster.api.inner.quota;
+    *lock(quota) = Some("exceeded quota: vms".to_owned());
+    cluster.create("web", "always_on");
+    let scheduled = || {
+        let conditions = cluster.machine("web")["status"]["conditions"].clone();
+        let conditions = conditions.as_array().cloned().unwrap_or_default();
+        conditions
+            .into_iter()
+            .find(|one| one["type"] == "Scheduled")
+            .unwrap_or_default()
+    };
+    wait("it is said", || scheduled()["reason"] == "FailedCreate");
+    assert_eq!(scheduled()["status"], "False");
+    assert!(
+        scheduled()["message"]
+            .as_str()
+            .unwrap()
+            .contains("exceeded quota: vms")
+    );
+    // What is tried again, with more time in between each time, changes nothing.
+    let tries = || {
+        let requests = lock(&cluster.api.inner.requests);
+        requests
+            .iter()
+            .filter(|one| *one == "POST /api/v1/namespaces/shop/pods")
+            .count()
+    };
+    let first = tries();
+    wait("it is tried again", || tries() > first);
+    assert_eq!(scheduled()["reason"], "FailedCreate");
+    *lock(quota) = None;
+    cluster.run("web", 1, "n0");
+    assert_eq!(scheduled()["reason"], "Bound");
 }
 
 #[test]

@@ -8,7 +8,11 @@ mod migration;
 mod orphans;
 mod status;
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
 
 use futures::{Stream, StreamExt as _, channel::mpsc};
 use jiff::Timestamp;
@@ -25,6 +29,7 @@ use kube::{
     },
 };
 use serde_json::json;
+use tokio::time::Instant;
 
 pub use self::migration::is_evicted;
 
@@ -40,6 +45,10 @@ use crate::{
 
 /// How long until a VirtualMachine is looked at again without a reason.
 const RESYNC: Duration = Duration::from_secs(300);
+/// How long it waits after the API server has refused the pod of a run; twice as long each time.
+const FIRST_WAIT: Duration = Duration::from_secs(5);
+/// How long it waits at most.
+const LONGEST_WAIT: Duration = Duration::from_secs(60);
 /// How many things are done at once for one VirtualMachine before others have their turn.
 const STEPS: usize = 8;
 
@@ -48,6 +57,18 @@ struct Context {
     client: Client,
     settings: Settings,
     recorder: Recorder,
+    /// By the uids of the VirtualMachines.
+    refused: Mutex<HashMap<String, Refused>>,
+}
+
+/// The pod of a run that the API server refuses.
+struct Refused {
+    /// Number of the run.
+    epoch: i64,
+    /// When it is tried again.
+    next: Instant,
+    /// How long it waits after another refusal.
+    wait: Duration,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -66,6 +87,7 @@ pub async fn run(clients: Clients, settings: Settings) {
         client: clients.calls.clone(),
         settings,
         recorder,
+        refused: Mutex::default(),
     });
     let controller = Controller::new(machines, watching());
     let store = controller.store();
@@ -180,6 +202,7 @@ async fn reconcile(machine: Arc<VirtualMachine>, context: Arc<Context>) -> Resul
         let wait = match &act {
             Act::Idle => Some(RESYNC),
             Act::Wait(time) => Some(Duration::try_from(*time).unwrap_or_default().min(RESYNC)),
+            Act::CreatePod(_) => context.held(&machine),
             _ => None,
         };
         if let Some(wait) = wait {
@@ -232,6 +255,7 @@ impl Context {
                     .cloned()
                     .collect();
                 self.finalize(&machines, machine, &finalizers).await?;
+                self.refused().remove(&machine.uid().unwrap_or_default());
                 return Ok(None);
             }
             Act::Write(status) => {
@@ -249,7 +273,23 @@ impl Context {
             Act::CreatePod(plan) => {
                 let epoch = machine.status.as_ref().map_or(0, |status| status.run_epoch());
                 let pod = placeholder::pod(machine, &plan, epoch, &self.settings);
-                self.create(machine, pod, epoch, pods).await?;
+                match self.create(machine, pod, epoch, pods).await {
+                    Err(Error::Api(kube::Error::Api(refusal))) if (400..500).contains(&refusal.code) => {
+                        self.hold(machine, epoch);
+                        let old = machine.status.clone().unwrap_or_default();
+                        let new = status::failed_create(old.clone(), &refusal.message, Timestamp::now());
+                        if new != old {
+                            let mut machine = machine.clone();
+                            machine.status = Some(new);
+                            let parameters = PostParams::default();
+                            return Ok(Some(machines.replace_status(&name, &parameters, &machine).await?));
+                        }
+                    }
+                    created => {
+                        created?;
+                        self.refused().remove(&machine.uid().unwrap_or_default());
+                    }
+                }
             }
             Act::CreateTarget {
                 plan,
@@ -294,6 +334,33 @@ impl Context {
             Act::Wait(_) | Act::Idle => {}
         }
         Ok(machines.get_opt(&name).await?)
+    }
+
+    fn refused(&self) -> MutexGuard<'_, HashMap<String, Refused>> {
+        self.refused.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How long the pod of the run is not to be made yet. A run with another number has another pod.
+    fn held(&self, machine: &VirtualMachine) -> Option<Duration> {
+        let epoch = machine.status.as_ref()?.run_epoch();
+        let refused = self.refused();
+        let refused = refused.get(&machine.uid()?).filter(|one| one.epoch == epoch)?;
+        let left = refused.next.saturating_duration_since(Instant::now());
+        Some(left).filter(|left| !left.is_zero())
+    }
+
+    fn hold(&self, machine: &VirtualMachine, epoch: i64) {
+        let mut all = self.refused();
+        let before = all.remove(&machine.uid().unwrap_or_default());
+        let wait = before
+            .filter(|before| before.epoch == epoch)
+            .map_or(FIRST_WAIT, |before| before.wait);
+        let refused = Refused {
+            epoch,
+            next: Instant::now() + wait,
+            wait: wait.saturating_mul(2).min(LONGEST_WAIT),
+        };
+        all.insert(machine.uid().unwrap_or_default(), refused);
     }
 
     /// Writes the finalizers over the version that was read.

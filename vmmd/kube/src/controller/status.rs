@@ -14,6 +14,9 @@ use crate::{
 /// Reason of the condition `Ready` while a pod of somebody else has the name of the next run's.
 const NAME_TAKEN: &str = "PodNameTaken";
 
+/// Reason of the condition `Scheduled` while the API server refuses the pod of a run.
+const FAILED_CREATE: &str = "FailedCreate";
+
 /// The status after `old`, apart from what only [`super::decide`] sets.
 pub fn of(
     seen: &Seen<'_>,
@@ -51,13 +54,7 @@ pub fn of(
         None if invalid.is_some() => "Invalid",
         None => match old.run.as_ref().and_then(|run| run.end.as_deref()) {
             Some("Failed") => "Failed",
-            _ if old
-                .run
-                .as_ref()
-                .is_some_and(|run| run.end.is_none() && run.pod_uid.is_none()) =>
-            {
-                "Pending"
-            }
+            _ if awaits_pod(old) => "Pending",
             _ => "Stopped",
         },
         Some(_) if unreachable.is_some() && !ended => "Unknown",
@@ -88,7 +85,11 @@ pub fn of(
     let scheduled = match (&bound, pod) {
         (Some(node), _) => condition("Scheduled", "True", "Bound", &format!("to node {node}")),
         (None, Some(_)) => copy("Scheduled", find("PodScheduled"), "Waiting", ""),
-        (None, None) => condition("Scheduled", "False", "NoPod", ""),
+        // It is so until there is a pod, or none is wanted.
+        (None, None) => match old.conditions.iter().find(|one| one.reason == FAILED_CREATE) {
+            Some(refused) if awaits_pod(old) => refused.clone(),
+            _ => condition("Scheduled", "False", "NoPod", ""),
+        },
     };
     let valid = match invalid {
         Some(Invalid(text)) => condition("Valid", "False", "InvalidSpec", text),
@@ -101,18 +102,36 @@ pub fn of(
     new
 }
 
+/// Whether the run has no pod yet.
+fn awaits_pod(status: &VirtualMachineStatus) -> bool {
+    let run = status.run.as_ref();
+    run.is_some_and(|run| run.end.is_none() && run.pod_uid.is_none())
+}
+
 /// That the name of the pod of the next run is taken by another pod.
 pub fn name_taken(
-    mut new: VirtualMachineStatus,
+    new: VirtualMachineStatus,
     old: &VirtualMachineStatus,
     pod: &str,
     now: Timestamp,
 ) -> VirtualMachineStatus {
     let message = format!("there is a pod {pod} of somebody else: the next run waits until that is deleted");
     let taken = keep_time(condition("Ready", "False", NAME_TAKEN, &message), old, now);
-    new.conditions.retain(|condition| condition.kind != "Ready");
-    new.conditions.push(taken);
-    new
+    with(new, taken)
+}
+
+/// That the API server refuses the pod of the run.
+pub fn failed_create(old: VirtualMachineStatus, message: &str, now: Timestamp) -> VirtualMachineStatus {
+    let failed = keep_time(condition("Scheduled", "False", FAILED_CREATE, message), &old, now);
+    with(old, failed)
+}
+
+fn with(mut status: VirtualMachineStatus, new: Condition) -> VirtualMachineStatus {
+    match status.conditions.iter_mut().find(|one| one.kind == new.kind) {
+        Some(condition) => *condition = new,
+        None => status.conditions.push(new),
+    }
+    status
 }
 
 /// What of a new status is worth an event: type, reason and message.

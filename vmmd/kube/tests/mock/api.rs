@@ -33,6 +33,8 @@ pub struct Inner {
     changed: Arc<watch::Sender<u64>>,
     /// Method and path of each request.
     pub requests: Arc<Mutex<Vec<String>>>,
+    /// Why no pod may be made.
+    pub quota: Arc<Mutex<Option<String>>>,
     /// A resource that nobody may read.
     pub forbidden: Arc<Mutex<String>>,
     trap: Trap,
@@ -57,6 +59,7 @@ impl Api {
             changed: Arc::new(watch::channel(0).0),
             requests: Arc::default(),
             forbidden: Arc::default(),
+            quota: Arc::default(),
             trap: trap.clone(),
         };
         let (runtime, address) = serve(&inner, SocketAddr::from(([127, 0, 0, 1], 0)));
@@ -197,6 +200,12 @@ async fn answer(State(inner): State<Inner>, request: Request) -> Response {
         Verdict::Fail => return refuse((500, "InternalError"), ""),
         Verdict::Pass | Verdict::Lose => {}
     }
+    if parts.method == Method::POST
+        && key.resource == PODS
+        && let Some(message) = lock(&inner.quota).clone()
+    {
+        return explain((403, "Forbidden"), "", &message);
+    }
     let name = key.name.clone();
     let result = inner.with(|store| match parts.method {
         Method::GET => store.get(&key),
@@ -316,10 +325,14 @@ fn decode(text: &str) -> String {
 }
 
 /// The name is that of an object; the server says none when it does not know the resource.
-fn refuse((code, reason): Refusal, name: &str) -> Response {
+fn refuse(refusal: Refusal, name: &str) -> Response {
+    explain(refusal, name, refusal.1)
+}
+
+fn explain((code, reason): Refusal, name: &str, message: &str) -> Response {
     let status = json!({
         "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
-        "message": reason, "reason": reason, "code": code, "details": {"name": name},
+        "message": message, "reason": reason, "code": code, "details": {"name": name},
     });
     reply(code, status.to_string())
 }
