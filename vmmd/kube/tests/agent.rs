@@ -80,6 +80,59 @@ fn a_node_is_not_ready_without_vmmd_and_ready_again_with_it() {
 }
 
 #[test]
+fn a_node_stays_ready_when_its_agent_begins_anew_and_loses_the_labels_of_features_that_are_gone() {
+    let cluster = Cluster::start(1);
+    let features = &cluster.vmmds[0].state.cpu_features;
+    *lock(features) = ["avx", "avx2"].map(str::to_owned).to_vec();
+    let agent = cluster.agent(0);
+    let get = || {
+        cluster
+            .api
+            .store(|store| store.get(&api::node("n0")))
+            .unwrap_or_default()
+    };
+    let label = |name: &str| get()["metadata"]["labels"][format!("cpu.vmmd.dev/{name}")].clone();
+    let not_ready = |node: &serde_json::Value| {
+        let conditions = node["status"]["conditions"].as_array();
+        let mut conditions = conditions.into_iter().flatten();
+        conditions.any(|one| one["type"] == "Ready" && one["status"] != "True")
+    };
+    wait("the node has a status", || {
+        get()["status"]["conditions"].is_array()
+    });
+    assert_eq!(label("avx2"), "true");
+    agent.kill();
+    *lock(features) = vec!["avx".to_owned()];
+    let others = json!({"metadata": {"labels": {"rack": "7"}}});
+    cluster
+        .api
+        .store(|store| store.patch(&api::node("n0"), "", &others))
+        .unwrap();
+    let written = || {
+        let requests = lock(&cluster.api.inner.requests);
+        let status = requests
+            .iter()
+            .filter(|one| *one == "PATCH /api/v1/nodes/n0/status");
+        status.count()
+    };
+    let before = written();
+    let _agent = cluster.agent(0);
+    wait("the label is gone", || label("avx2").is_null());
+    wait("the status is written again", || written() > before);
+    assert_eq!(
+        (label("avx"), get()["metadata"]["labels"]["rack"].clone()),
+        (json!("true"), json!("7"))
+    );
+    let log = cluster.api.store(|store| store.log.clone());
+    let nodes = log.iter().filter(|(_, _, key, _)| *key == api::node("n0"));
+    assert!(nodes.clone().count() >= 3);
+    assert!(
+        !nodes.into_iter().any(|(_, _, _, node)| not_ready(node)),
+        "{log:?}"
+    );
+}
+
+#[test]
 fn a_node_without_kvm_is_not_ready() {
     let cluster = Cluster::start(1);
     *lock(&cluster.vmmds[0].state.no_kvm) = true;

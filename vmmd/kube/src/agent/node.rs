@@ -20,6 +20,9 @@ use crate::names;
 /// The release of Kubernetes whose kubelet the agent behaves like.
 const KUBELET: &str = "v1.20.0";
 
+/// Before the features of vmmd, and those of the processor, in the labels that say that the node has them.
+const FEATURES: [&str; 2] = ["feature.vmmd.dev/", "cpu.vmmd.dev/"];
+
 /// What the agent is told of the node.
 #[derive(Clone, Debug)]
 pub struct Settings {
@@ -87,12 +90,17 @@ pub fn labels(settings: &Settings, node: Option<&v1::Node>) -> BTreeMap<String, 
     };
     set(names::CPU_MODEL, &label(&status.cpu_model));
     set("vmmd.dev/numa-nodes", &status.numa_nodes.len().max(1).to_string());
-    for (prefix, words) in [("feature", &status.features), ("cpu", &status.cpu_features)] {
+    for (prefix, words) in FEATURES.into_iter().zip([&status.features, &status.cpu_features]) {
         for word in words {
-            set(&format!("{prefix}.vmmd.dev/{}", label(word)), "true");
+            set(&format!("{prefix}{}", label(word)), "true");
         }
     }
     labels
+}
+
+/// Whether a label says that the node has a feature.
+pub fn is_feature(key: &str) -> bool {
+    FEATURES.iter().any(|prefix| key.starts_with(prefix))
 }
 
 /// Text as a label may be: up to 63 letters, digits, `-`, `_` and `.`, the first and the last one a letter or digit.

@@ -16,7 +16,7 @@ use kube::{
 };
 use proto::v1;
 use serde_json::json;
-use tokio::time::Instant;
+use tokio::{sync::watch, time::Instant};
 
 use super::node::{self, Settings};
 use crate::{
@@ -37,15 +37,31 @@ const RETRY: Duration = Duration::from_secs(2);
 /// How long vmmd may be away before the node is not ready: a restart of the daemon takes less.
 const AWAY: Duration = Duration::from_secs(5);
 
+/// What is known of the node.
+#[derive(Clone)]
+enum Described {
+    /// Nothing yet: what was written of it by an agent before this one stays.
+    NotYet,
+    /// vmmd does not answer.
+    Away,
+    /// What vmmd says.
+    As(Box<v1::Node>),
+}
+
 /// Keeps the node as vmmd describes it. Never returns.
 pub async fn run(client: Client, daemon: Daemon, settings: Settings) {
     let nodes = Api::<Node>::all(client);
-    let (send, mut described) = tokio::sync::watch::channel(None);
+    let (send, mut described) = watch::channel(Described::NotYet);
     let mut describing = pin!(describe(daemon, send));
     loop {
         let now = described.borrow_and_update().clone();
         let written = async {
-            match write(&nodes, &settings, now.as_ref()).await {
+            let node = match &now {
+                Described::NotYet => return HEARTBEAT,
+                Described::Away => None,
+                Described::As(node) => Some(&**node),
+            };
+            match write(&nodes, &settings, node).await {
                 Ok(()) => HEARTBEAT,
                 Err(error) => {
                     tracing::warn!("node {}: {error}", settings.name);
@@ -66,18 +82,25 @@ pub async fn run(client: Client, daemon: Daemon, settings: Settings) {
 }
 
 /// Passes on what vmmd says of the node, and that it has said nothing for a while.
-async fn describe(daemon: Daemon, send: tokio::sync::watch::Sender<Option<v1::Node>>) {
+async fn describe(daemon: Daemon, send: watch::Sender<Described>) {
     let mut heard = Instant::now();
     loop {
         let request = v1::WatchNodeRequest {};
         if let Ok(mut stream) = within(CALL, daemon.nodes.clone().watch_node(request)).await {
             while let Ok(Some(response)) = stream.message().await {
-                send.send_replace(response.node);
+                send.send_replace(match response.node {
+                    Some(node) => Described::As(Box::new(node)),
+                    None => Described::Away,
+                });
             }
             heard = Instant::now();
         }
         if heard.elapsed() >= AWAY {
-            send.send_if_modified(|node| node.take().is_some());
+            send.send_if_modified(|now| {
+                let new = !matches!(now, Described::Away);
+                *now = Described::Away;
+                new
+            });
         }
         tokio::time::sleep(Duration::from_secs(1)).await;
     }
@@ -95,12 +118,11 @@ async fn write(nodes: &Api<Node>, settings: &Settings, described: Option<&v1::No
             made => made?,
         },
     };
-    let labels = changes(node.labels(), node::labels(settings, described), names::MIGRATION);
-    let annotations = changes(
-        node.annotations(),
-        node::annotations(settings),
-        names::MIGRATION_ADDRESS,
-    );
+    // Features are known only while vmmd describes them.
+    let own = |key: &str| key == names::MIGRATION || described.is_some() && node::is_feature(key);
+    let labels = changes(node.labels(), node::labels(settings, described), own);
+    let own = |key: &str| key == names::MIGRATION_ADDRESS;
+    let annotations = changes(node.annotations(), node::annotations(settings), own);
     if !labels.is_empty() || !annotations.is_empty() {
         let patch = json!({"metadata": {"uid": node.uid(), "labels": labels, "annotations": annotations}});
         nodes
@@ -115,14 +137,14 @@ async fn write(nodes: &Api<Node>, settings: &Settings, described: Option<&v1::No
     Ok(())
 }
 
-/// What is to be written: others' stay, and `own`, which is the agent's alone, goes when it is not said any more.
+/// What is to be written: others' stay, and what is the agent's alone goes when it is not said any more.
 fn changes(
     old: &BTreeMap<String, String>,
     new: BTreeMap<String, String>,
-    own: &str,
+    own: impl Fn(&str) -> bool,
 ) -> BTreeMap<String, Option<String>> {
-    let gone = old.contains_key(own) && !new.contains_key(own);
-    let gone = gone.then(|| (own.to_owned(), None));
+    let gone = old.keys().filter(|key| own(key) && !new.contains_key(*key));
+    let gone: Vec<_> = gone.map(|key| (key.clone(), None)).collect();
     let changed = new.into_iter().filter(|(key, value)| old.get(key) != Some(value));
     changed
         .map(|(key, value)| (key, Some(value)))

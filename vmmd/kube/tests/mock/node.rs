@@ -53,6 +53,8 @@ impl NodeService for State {
 impl State {
     fn described(&self) -> v1::Node {
         let mut node = node();
+        let status = node.status.get_or_insert_default();
+        status.cpu_features.clone_from(&lock(&self.cpu_features));
         if *lock(&self.no_kvm) {
             let condition = v1::Condition {
                 r#type: "KvmAvailable".to_owned(),

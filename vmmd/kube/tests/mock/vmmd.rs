@@ -51,6 +51,8 @@ pub struct State {
     pub answers_gone: Arc<Mutex<bool>>,
     /// The node has no KVM.
     pub no_kvm: Arc<Mutex<bool>>,
+    /// Features of the node's processor.
+    pub cpu_features: Arc<Mutex<Vec<String>>>,
     pub storage: Storage,
     pub moves: Moves,
     pub ledger: Ledger,
@@ -86,6 +88,7 @@ impl Vmmd {
             cut: Arc::default(),
             answers_gone: Arc::default(),
             no_kvm: Arc::default(),
+            cpu_features: Arc::default(),
             storage: Storage::default(),
             moves: Moves::default(),
             ledger: ledger.clone(),
