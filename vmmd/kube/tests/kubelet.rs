@@ -106,7 +106,8 @@ fn ask(port: u16, config: ClientConfig, path: &str) -> Option<String> {
 
 pub struct Fixture {
     pub cluster: Cluster,
-    _programs: [Program; 2],
+    /// The controller and the agent.
+    programs: [Program; 2],
     _folder: tempfile::TempDir,
     pub authority: Issuer<'static, KeyPair>,
     pub port: u16,
@@ -131,7 +132,7 @@ pub fn fixture() -> Fixture {
     wait("it listens", || TcpStream::connect(("127.0.0.1", port)).is_ok());
     Fixture {
         cluster,
-        _programs: programs,
+        programs,
         _folder: folder,
         authority,
         port,
@@ -177,4 +178,26 @@ fn nobody_gets_a_log_whom_the_api_server_does_not_allow_it() {
     let folder = tempfile::tempdir().unwrap();
     let other = authority(&folder.path().join("ca.crt"));
     assert_eq!(ask(fixture.port, client(Some(ALLOWED), &other), path), None);
+}
+
+#[test]
+fn connections_without_a_word_hold_few_descriptors_and_end() {
+    let fixture = fixture();
+    let agent = fixture.programs[1].pid().as_raw_nonzero();
+    let descriptors = || std::fs::read_dir(format!("/proc/{agent}/fd")).unwrap().count();
+    let silent: Vec<_> = (0..120)
+        .map(|_| TcpStream::connect(("127.0.0.1", fixture.port)).unwrap())
+        .collect();
+    let config = client(Some(ALLOWED), &fixture.authority);
+    let asked = std::thread::scope(|scope| {
+        let asked = scope.spawn(|| ask(fixture.port, config, "/containerLogs/shop/web-1/vm"));
+        wait("one with a certificate is served", || {
+            assert!(descriptors() < 100);
+            asked.is_finished()
+        });
+        asked.join().unwrap()
+    });
+    assert!(asked.unwrap().starts_with("HTTP/1.1 200"));
+    assert!(descriptors() < 100);
+    drop(silent);
 }

@@ -1,7 +1,15 @@
 //! TLS with certificates on both sides. The agent's own is made when it starts and signed by itself: an API server that is to know it
 //! by a CA is given none yet, and one without `--kubelet-certificate-authority` does not ask.
 
-use std::{io, net::SocketAddr, path::Path, sync::Arc, time::Duration};
+use std::{
+    io::{self, IoSlice},
+    net::SocketAddr,
+    path::Path,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
 
 use anyhow::Context as _;
 use axum::{extract::connect_info::Connected, serve::IncomingStream};
@@ -12,8 +20,9 @@ use rustls::{
     server::WebPkiClientVerifier,
 };
 use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
     net::{TcpListener, TcpStream},
-    sync::mpsc,
+    sync::{OwnedSemaphorePermit, Semaphore, mpsc},
 };
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
 use x509_parser::prelude::{FromDer as _, X509Certificate};
@@ -24,6 +33,10 @@ const HANDSHAKE: Duration = Duration::from_secs(10);
 const ASK: Duration = Duration::from_secs(60);
 /// Handshakes that are done and not served yet.
 const READY: usize = 16;
+/// Handshakes at the same time: anybody can begin one. Who comes later waits to be accepted.
+const HANDSHAKES: usize = 32;
+/// Connections at the same time. The unit has a limit of descriptors that is higher.
+const CONNECTIONS: usize = 512;
 
 /// Who calls, by the subject of its certificate.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -34,9 +47,15 @@ pub struct Peer {
     pub groups: Vec<String>,
 }
 
+/// A connection, with its place among those that there may be.
+pub struct Connection {
+    stream: TlsStream<TcpStream>,
+    _place: OwnedSemaphorePermit,
+}
+
 /// Connections whose handshake is done.
 pub struct Listener {
-    ready: mpsc::Receiver<(TlsStream<TcpStream>, Peer)>,
+    ready: mpsc::Receiver<(Connection, Peer)>,
     address: SocketAddr,
 }
 
@@ -56,12 +75,16 @@ impl Listener {
     }
 }
 
-async fn accept(
-    listener: TcpListener,
-    acceptor: TlsAcceptor,
-    send: mpsc::Sender<(TlsStream<TcpStream>, Peer)>,
-) {
+async fn accept(listener: TcpListener, acceptor: TlsAcceptor, send: mpsc::Sender<(Connection, Peer)>) {
+    let handshakes = Arc::new(Semaphore::new(HANDSHAKES));
+    let connections = Arc::new(Semaphore::new(CONNECTIONS));
     loop {
+        let place = Arc::clone(&connections).acquire_owned().await;
+        let handshake = Arc::clone(&handshakes).acquire_owned().await;
+        // Nobody closes them.
+        let (Ok(place), Ok(handshake)) = (place, handshake) else {
+            return;
+        };
         let Ok((stream, _)) = listener.accept().await else {
             // Out of descriptors: others end.
             tokio::time::sleep(Duration::from_millis(100)).await;
@@ -75,12 +98,17 @@ async fn accept(
             let Ok(Ok(stream)) = tokio::time::timeout(HANDSHAKE, acceptor.accept(stream)).await else {
                 return;
             };
+            drop(handshake);
             let certificates = stream.get_ref().1.peer_certificates();
             let peer = certificates
                 .and_then(|all| all.first())
                 .and_then(|first| peer(first));
             if let Some(peer) = peer {
-                let _ = send.send((stream, peer)).await;
+                let connection = Connection {
+                    stream,
+                    _place: place,
+                };
+                let _ = send.send((connection, peer)).await;
             }
         });
     }
@@ -115,7 +143,7 @@ fn peer(certificate: &CertificateDer<'_>) -> Option<Peer> {
 }
 
 impl axum::serve::Listener for Listener {
-    type Io = TlsStream<TcpStream>;
+    type Io = Connection;
     type Addr = Peer;
 
     async fn accept(&mut self) -> (Self::Io, Self::Addr) {
@@ -131,6 +159,46 @@ impl axum::serve::Listener for Listener {
             user: self.address.to_string(),
             groups: Vec::new(),
         })
+    }
+}
+
+impl AsyncRead for Connection {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(context, buffer)
+    }
+}
+
+impl AsyncWrite for Connection {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(context, bytes)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write_vectored(context, bytes)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(context)
     }
 }
 

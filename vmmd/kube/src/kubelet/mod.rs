@@ -11,7 +11,11 @@ mod port_forward;
 mod spdy;
 mod upgrade;
 
-use std::{net::SocketAddr, path::Path, sync::Arc};
+use std::{
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
+    path::Path,
+    sync::Arc,
+};
 
 use anyhow::Context as _;
 use axum::{
@@ -59,7 +63,7 @@ pub async fn serve(
     port: u16,
     client_ca: &Path,
 ) -> anyhow::Result<()> {
-    let listener = Listener::bind(SocketAddr::from(([0, 0, 0, 0], port)), client_ca, addresses)
+    let listener = Listener::bind(SocketAddr::new(all(addresses), port), client_ca, addresses)
         .await
         .with_context(|| format!("port {port} for the API server"))?;
     let context = Context {
@@ -82,6 +86,16 @@ pub async fn serve(
     let service = router.into_make_service_with_connect_info::<Peer>();
     axum::serve(listener, service).await?;
     Ok(())
+}
+
+/// All addresses of this machine, those of IPv6 as well when the node's own is one.
+fn all(addresses: &[String]) -> IpAddr {
+    let mut own = addresses.iter().filter_map(|address| address.parse().ok());
+    if own.any(|address: IpAddr| address.is_ipv6()) {
+        Ipv6Addr::UNSPECIFIED.into()
+    } else {
+        Ipv4Addr::UNSPECIFIED.into()
+    }
 }
 
 /// Lets a request through that the API server allows its caller.
@@ -269,6 +283,14 @@ fn refusal(code: StatusCode, message: &str) -> Response {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_node_with_an_ipv6_address_is_reached_there() {
+        for (address, wanted) in [("192.0.2.1", "0.0.0.0"), ("2001:db8::1", "::")] {
+            let addresses = [address, "n1"].map(str::to_owned);
+            assert_eq!(all(&addresses).to_string(), wanted);
+        }
+    }
 
     #[test]
     fn a_request_is_reviewed_as_one_for_the_node_s_proxy() {
