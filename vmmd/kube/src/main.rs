@@ -22,7 +22,7 @@ use anyhow::Context as _;
 use clap::Parser as _;
 use k8s_openapi::api::coordination::v1::Lease;
 use kube::{Api, CustomResourceExt as _};
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tracing_subscriber::{EnvFilter, layer::SubscriberExt as _, util::SubscriberInitExt as _};
 
 use self::arguments::{Action, AgentArguments, Arguments, Clients, ControllerArguments};
@@ -86,10 +86,12 @@ async fn run_agent(clients: Clients, arguments: AgentArguments) -> anyhow::Resul
 }
 
 async fn run_controller(clients: Clients, arguments: ControllerArguments) -> anyhow::Result<()> {
+    // Of a container it is the first process, which no signal ends that it does not handle.
+    let terminated = signal(SignalKind::terminate())?;
     let settings = arguments.settings();
     let metrics = arguments.metrics;
     tokio::select! {
-        result = lead(clients, arguments, settings) => result,
+        result = lead(clients, arguments, settings, terminated) => result,
         result = metrics::serve(metrics) => result,
     }
 }
@@ -99,20 +101,29 @@ async fn lead(
     clients: Clients,
     arguments: ControllerArguments,
     settings: placeholder::Settings,
+    mut terminated: Signal,
 ) -> anyhow::Result<()> {
     metrics::leads(arguments.no_leader_election);
     if arguments.no_leader_election {
-        controller::run(clients, settings).await;
-        anyhow::bail!("the controller has ended");
+        tokio::select! {
+            () = controller::run(clients, settings) => anyhow::bail!("the controller has ended"),
+            _ = terminated.recv() => return Ok(()),
+        }
     }
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let identity = format!("{host}_{}", uuid::Uuid::new_v4());
     let leases = Api::<Lease>::namespaced(clients.calls.clone(), &arguments.namespace);
     let leadership = leader::Leadership::new(leases, "vmmd-kube-controller", &identity);
-    leadership.acquire().await;
+    tokio::select! {
+        () = leadership.acquire() => {}
+        _ = terminated.recv() => {
+            // It may have been got in this moment.
+            leadership.release().await;
+            return Ok(());
+        }
+    }
     metrics::leads(true);
     tracing::info!("leads as {identity}");
-    let mut terminated = signal(SignalKind::terminate())?;
     tokio::select! {
         () = controller::run(clients, settings) => anyhow::bail!("the controller has ended"),
         // Whatever is under way ends with the process.

@@ -223,6 +223,46 @@ fn another_controller_takes_over() {
 }
 
 #[test]
+fn a_controller_ends_when_it_is_asked_to_whether_it_works_or_waits_for_the_lease() {
+    let cluster = Cluster::start(0);
+    let asked = |request: &str| lock(&cluster.api.inner.requests).iter().any(|one| one == request);
+    let alone = cluster.controller();
+    wait("it works", || {
+        asked("GET /apis/vmmd.dev/v1alpha1/virtualmachines")
+    });
+    assert!(alone.terminate().success());
+    let path = "/apis/coordination.k8s.io/v1/namespaces/vmmd-system/leases";
+    let held = json!({
+        "metadata": {"name": "vmmd-kube-controller"},
+        "spec": {"holderIdentity": "another", "leaseDurationSeconds": 3600},
+    });
+    let key = api::lease("vmmd-system", "");
+    cluster.api.store(|store| store.create(key, held)).unwrap();
+    let waiting = cluster.elected_controller();
+    wait("it asks for the lease", || {
+        asked(&format!("GET {path}/vmmd-kube-controller"))
+    });
+    assert!(waiting.terminate().success());
+    let lease = cluster
+        .api
+        .store(|store| store.get(&api::lease("vmmd-system", "vmmd-kube-controller")));
+    assert_eq!(lease.unwrap()["spec"]["holderIdentity"], "another");
+    // Who has the lease gives it back.
+    let key = api::lease("vmmd-system", "vmmd-kube-controller");
+    cluster.api.store(|store| store.tear_out(&key));
+    let leads = cluster.elected_controller();
+    wait("it has the lease", || {
+        cluster
+            .api
+            .store(|store| store.get(&key))
+            .is_ok_and(|lease| lease["spec"]["holderIdentity"].is_string())
+    });
+    assert!(leads.terminate().success());
+    let lease = cluster.api.store(|store| store.get(&key)).unwrap();
+    assert!(lease["spec"]["holderIdentity"].is_null(), "{lease}");
+}
+
+#[test]
 fn two_controllers_that_both_work_do_no_harm() {
     let cluster = Cluster::start(1);
     let _controllers = [cluster.controller(), cluster.controller()];

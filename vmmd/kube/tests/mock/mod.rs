@@ -12,10 +12,11 @@ pub mod trap;
 pub mod vmmd;
 
 use std::{
-    process::{Child, Command},
+    process::{Child, Command, ExitStatus},
     time::{Duration, Instant},
 };
 
+use rustix::process::{Signal, kill_process};
 use serde_json::{Value, json};
 
 use self::{api::Api, ledger::Ledger, vmmd::Vmmd};
@@ -39,6 +40,13 @@ impl Program {
 
     pub fn has_ended(&mut self) -> bool {
         self.0.try_wait().unwrap().is_some()
+    }
+
+    /// Asks it to end, as Kubernetes does, and waits until it has.
+    pub fn terminate(mut self) -> ExitStatus {
+        kill_process(self.pid(), Signal::TERM).unwrap();
+        wait("it ends", || self.has_ended());
+        self.0.wait().unwrap()
     }
 
     fn end(&mut self) {
