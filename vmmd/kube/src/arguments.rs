@@ -75,6 +75,9 @@ pub struct AgentArguments {
     /// Where the vmmds of other nodes reach this node's; VMs are moved to this node when it is given
     #[arg(long, value_name = "HOST:PORT", env = "VMMD_KUBE_MIGRATION_ADDRESS")]
     pub migration_address: Option<String>,
+    /// Run no VM that names a kernel, a file, a disk, a bridge or another thing of the node by itself: of the node it has volumes and networks
+    #[arg(long, env = "VMMD_KUBE_NO_NODE_FILES")]
+    pub no_node_files: bool,
     /// Tell figures for Prometheus on this address, "127.0.0.1:9754" or another
     #[arg(long, value_name = "ADDRESS", env = "VMMD_KUBE_METRICS")]
     pub metrics: Option<SocketAddr>,
@@ -182,6 +185,7 @@ impl AgentArguments {
             max_vms: self.max_vms,
             port: self.client_ca.is_some().then_some(self.port),
             migration_address: self.migration_address.clone(),
+            node_files: !self.no_node_files,
             labels: self.labels.iter().cloned().collect::<BTreeMap<_, _>>(),
             machine_id: fs::read_to_string("/etc/machine-id")
                 .unwrap_or_default()

@@ -350,6 +350,29 @@ fn open(vm: &mut v1::Vm, joined: &BTreeSet<&str>) {
     }
 }
 
+/// The first field of a VM with open places that names something of the node by itself, which no namespace of the cluster has; networks are for all.
+pub fn of_node(vm: &v1::Vm) -> Option<String> {
+    let spec = vm.spec.as_ref()?;
+    let boot = spec.boot.as_ref().and_then(|boot| boot.source.as_ref());
+    let kernel = matches!(boot, Some(v1::boot_spec::Source::Linux(_)));
+    let kernel = kernel.then(|| "boot.linux".to_owned());
+    let state = (!spec.state_dir.is_empty()).then(|| "stateDir".to_owned());
+    let disks = spec.disks.iter().enumerate();
+    let disks = disks.filter(|(_, disk)| disk.source.is_some());
+    let shares = spec.shares.iter().enumerate();
+    let shares = shares.filter(|(_, share)| !share.path.is_empty());
+    let nics = spec.nics.iter().enumerate();
+    let nics =
+        nics.filter(|(_, nic)| !matches!(nic.attachment, Some(v1::nic_spec::Attachment::Network(_)) | None));
+    let mut fields = kernel
+        .into_iter()
+        .chain(state)
+        .chain(disks.map(|(index, _)| format!("disks[{index}]")))
+        .chain(shares.map(|(index, _)| format!("shares[{index}]")))
+        .chain(nics.map(|(index, _)| format!("nics[{index}]")));
+    fields.next().map(|field| format!("spec.vm.{field}"))
+}
+
 /// A VM whose places are filled in by what takes as much of a node as what the agent will fill in.
 pub fn closed(vm: &v1::Vm, sources: &Sources) -> v1::Vm {
     let mut vm = vm.clone();

@@ -370,6 +370,25 @@ fn what_vmmd_refuses_is_said_in_the_status() {
 }
 
 #[test]
+fn a_vm_that_names_a_file_of_a_node_that_allows_none_fails_there() {
+    let cluster = Cluster::start(1);
+    let _controller = cluster.controller();
+    let _agent = cluster.agent_with(0, &["--no-node-files"]);
+    cluster.create("web", "always_on");
+    wait("a pod", || cluster.pod("web-1").is_object());
+    assert!(cluster.bind("web-1", "n0"));
+    wait("it fails", || {
+        cluster.pod("web-1")["status"]["reason"] == "NodeFilesNotAllowed"
+    });
+    let message = cluster.pod("web-1")["status"]["message"].clone();
+    assert!(
+        message.as_str().unwrap().starts_with("spec.vm.boot.linux: "),
+        "{message}"
+    );
+    assert!(cluster.vmmds[0].state.calls().is_empty());
+}
+
+#[test]
 fn a_creation_without_an_answer_is_not_repeated_for_a_vm_that_was_deleted_since() {
     for answers_gone in [true, false] {
         let cluster = Cluster::start(1);

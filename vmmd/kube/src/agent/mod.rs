@@ -59,6 +59,7 @@ pub async fn run(clients: Clients, daemon: Daemon, settings: Settings) {
         client: client.clone(),
         daemon: daemon.clone(),
         node: settings.name.clone(),
+        node_files: settings.node_files,
         host: host.map(|(_, address)| address.clone()).unwrap_or_default(),
         recorder: Recorder::new(client.clone(), "vmmd-kube-agent".into()),
         unanswered: Arc::default(),

@@ -36,6 +36,8 @@ pub struct Settings {
     pub port: Option<u16>,
     /// Where the vmmds of other nodes reach this one's, as HOST:PORT; no VM is moved here when it is not given.
     pub migration_address: Option<String>,
+    /// Whether VMs may name files and other things of the node.
+    pub node_files: bool,
     /// Labels beside those that the agent finds.
     pub labels: BTreeMap<String, String>,
     /// What /etc/machine-id holds.
@@ -252,6 +254,7 @@ mod tests {
             max_vms: 50,
             migration_address: Some("node-1.example:7443".to_owned()),
             port: Some(10950),
+            node_files: true,
             labels: BTreeMap::from([("rack".to_owned(), "7".to_owned())]),
             machine_id: "m".to_owned(),
             os_image: "Debian".to_owned(),

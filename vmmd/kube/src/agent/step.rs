@@ -11,7 +11,7 @@ use super::pod_status;
 use crate::{
     crd::{MigrationPhase, Role, VirtualMachine, VirtualMachineStatus},
     names, placeholder,
-    sources::Sources,
+    sources::{self, Sources},
 };
 
 /// How long vmmd may take beyond a guest's grace period, before the VM is taken away whatever it does.
@@ -276,8 +276,9 @@ pub enum Admission {
     },
 }
 
-/// By what the VirtualMachine says that owns the pod; `None` when there is none, or one with another uid.
-pub fn admit(pod: &Pod, machine: Option<&VirtualMachine>, node: &str) -> Admission {
+/// By what the VirtualMachine says that owns the pod; `None` when there is none, or one with another uid. `node_files`: whether its VM may name files
+/// and other things of the node.
+pub fn admit(pod: &Pod, machine: Option<&VirtualMachine>, node: &str, node_files: bool) -> Admission {
     let refuse = |reason, message: &str| Admission::Refuse {
         reason,
         message: message.to_owned(),
@@ -320,15 +321,23 @@ pub fn admit(pod: &Pod, machine: Option<&VirtualMachine>, node: &str) -> Admissi
         );
     }
     match role {
-        Role::Target(migration) => return Admission::Await(migration.from.clone()),
         Role::Run(_) if status.moving().is_some() => return Admission::Moving,
         Role::Run(run) if run.from.is_some() => return Admission::TakeOver,
         _ => {}
     }
     let sources = sources.map_or_else(|| Ok(Sources::default()), serde_json::from_str);
-    match serde_json::from_str(manifest).and_then(|vm| Ok((vm, sources?))) {
-        Ok((vm, sources)) => Admission::Admit(Box::new(marked(vm, pod, node)), Box::new(sources)),
-        Err(error) => refuse("InvalidManifest", &error.to_string()),
+    let (vm, sources) = match serde_json::from_str(manifest).and_then(|vm| Ok((vm, sources?))) {
+        Ok(both) => both,
+        Err(error) => return refuse("InvalidManifest", &error.to_string()),
+    };
+    if let Some(field) = sources::of_node(&vm).filter(|_| !node_files) {
+        let text =
+            format!("{field}: names something of the node, of which VMs have only volumes and networks here");
+        return refuse("NodeFilesNotAllowed", &text);
+    }
+    match role {
+        Role::Target(migration) => Admission::Await(migration.from.clone()),
+        _ => Admission::Admit(Box::new(marked(vm, pod, node)), Box::new(sources)),
     }
 }
 

@@ -263,7 +263,7 @@ fn no_vm_is_made_for_a_pod_of_a_migration() {
             pod["metadata"]["labels"][names::EPOCH] = "4".into();
         })
     };
-    let admit = |pod: &Pod, machine: &VirtualMachine| admit(pod, Some(machine), "n1");
+    let admit = |pod: &Pod, machine: &VirtualMachine| admit(pod, Some(machine), "n1", true);
     for phase in ["Placing", "Moving"] {
         let machine = migrates(phase);
         assert_eq!(admit(&target(), &machine), Admission::Await("n1".to_owned()));
@@ -344,7 +344,7 @@ fn without_a_pod_the_api_server_is_asked_first() {
 
 #[test]
 fn the_pod_that_is_noted_gets_the_vm() {
-    let Admission::Admit(vm, _) = admit(&pod(|_| {}), Some(&noted(|_| {})), "n1") else {
+    let Admission::Admit(vm, _) = admit(&pod(|_| {}), Some(&noted(|_| {})), "n1", true) else {
         panic!("it is not admitted");
     };
     let metadata = vm.metadata.unwrap();
@@ -407,17 +407,79 @@ fn no_other_pod_gets_it() {
         ),
     ];
     for (index, (change_pod, change_machine, wanted)) in table.into_iter().enumerate() {
-        let admission = admit(&pod(change_pod), Some(&noted(change_machine)), "n1");
+        let admission = admit(&pod(change_pod), Some(&noted(change_machine)), "n1", true);
         match (admission, wanted) {
             (Admission::NotYet, None) => {}
             (Admission::Refuse { reason, .. }, Some(wanted)) => assert_eq!(reason, wanted, "{index}"),
             (other, _) => panic!("{index}: {other:?}"),
         }
     }
-    let Admission::Refuse { reason, .. } = admit(&pod(|_| {}), None, "n1") else {
+    let Admission::Refuse { reason, .. } = admit(&pod(|_| {}), None, "n1", true) else {
         panic!("it is admitted");
     };
     assert_eq!(reason, "NoVirtualMachine");
+}
+
+#[test]
+fn a_vm_that_names_something_of_the_node_is_refused_where_that_is_not_allowed() {
+    let admitted = |change: &dyn Fn(&mut Value), node_files: bool| {
+        let machine = machine(|value| {
+            value["spec"]["vm"]["boot"] = json!({"fromDisk": {}});
+            value["spec"]["vm"]["disks"] = json!([{"name": "root"}]);
+            value["spec"]["vm"]["nics"] = json!([{"name": "eth0", "network": "vmmd0"}]);
+            value["spec"]["volumes"] = json!([{"name": "root", "emptyDisk": {"size": "1Gi"}}]);
+            change(&mut value["spec"]["vm"]);
+        });
+        let plan = Plan::of(&machine).unwrap();
+        let pod = placeholder::pod(&machine, &plan, 3, &settings()).unwrap();
+        let mut pod = serde_json::to_value(pod).unwrap();
+        pod["metadata"]["uid"] = "p-3".into();
+        let machine = noted(|value| value["status"]["run"]["digest"] = plan.digest().into());
+        match admit(
+            &serde_json::from_value(pod).unwrap(),
+            Some(&machine),
+            "n1",
+            node_files,
+        ) {
+            Admission::Admit(..) => None,
+            Admission::Refuse { reason, message } => {
+                assert_eq!(reason, "NodeFilesNotAllowed");
+                Some(message.split(": ").next().unwrap().to_owned())
+            }
+            other => panic!("{other:?}"),
+        }
+    };
+    let file = json!({"name": "data", "path": "/srv/data.raw", "format": "raw"});
+    let disk = json!({"name": "data", "disk": "another"});
+    let share = json!({"name": "home", "path": "/home"});
+    let push = |list: &mut Value, item: &Value| list.as_array_mut().unwrap().push(item.clone());
+    type Change<'a> = &'a dyn Fn(&mut Value);
+    let table: [(Change<'_>, Option<&str>); 8] = [
+        (&|_| {}, None),
+        (
+            &|vm| vm["boot"] = json!({"linux": {"kernel": "/srv/vmlinuz"}}),
+            Some("spec.vm.boot.linux"),
+        ),
+        (
+            &|vm| vm["stateDir"] = "/srv/state".into(),
+            Some("spec.vm.stateDir"),
+        ),
+        (&|vm| push(&mut vm["disks"], &file), Some("spec.vm.disks[1]")),
+        (&|vm| push(&mut vm["disks"], &disk), Some("spec.vm.disks[1]")),
+        (&|vm| vm["shares"] = json!([share]), Some("spec.vm.shares[0]")),
+        (
+            &|vm| vm["nics"] = json!([{"name": "eth0", "bridge": "br0"}]),
+            Some("spec.vm.nics[0]"),
+        ),
+        (
+            &|vm| vm["nics"] = json!([{"name": "eth0", "tap": "tap0"}]),
+            Some("spec.vm.nics[0]"),
+        ),
+    ];
+    for (change, wanted) in table {
+        assert_eq!(admitted(change, false).as_deref(), wanted);
+        assert_eq!(admitted(change, true), None);
+    }
 }
 
 #[test]
@@ -430,7 +492,7 @@ fn a_vm_that_always_runs_can_be_stopped_by_the_agent() {
         value["status"]["run"]["digest"] = plan.digest().into();
     });
     let pod = pod(|pod| pod["metadata"]["annotations"][names::MANIFEST] = plan.manifest.clone().into());
-    let Admission::Admit(vm, _) = admit(&pod, Some(&machine), "n1") else {
+    let Admission::Admit(vm, _) = admit(&pod, Some(&machine), "n1", true) else {
         panic!("it is not admitted");
     };
     assert_eq!(vm.spec.unwrap().run_policy(), RunPolicy::AlwaysOnUnlessStopped);

@@ -88,6 +88,8 @@ pub struct Worker {
     pub node: String,
     /// Its address.
     pub host: String,
+    /// Whether VMs may name files and other things of the node.
+    pub node_files: bool,
     /// Tells what happened to pods.
     pub recorder: Recorder,
     /// Requests to make VMs that had no answer yet, by the uids of their pods.
@@ -174,7 +176,7 @@ impl Worker {
             Owner::Unknown => return Ok(After::Again(NO_OWNER)),
             Owner::Gone => None,
         };
-        match step::admit(pod, machine.as_ref(), &self.node) {
+        match step::admit(pod, machine.as_ref(), &self.node, self.node_files) {
             Admission::NotYet => Ok(After::Again(NOT_YET)),
             Admission::Refuse { reason, message } => self.give_up(pod, reason, &message).await,
             Admission::Moving => {
