@@ -1,16 +1,17 @@
 //! The serial console.
 
-use std::time::Duration;
+use std::{fs, thread, time::Duration};
 
 use proto::v1::{
     ConsoleAccess, ConsoleBreak, ConsoleDevice, ConsoleOpen, ConsoleRequest, ConsoleResponse, ConsoleSize,
     ConsoleWriter, VmPhase, console_request::Message as Input, console_response::Message,
+    vm_service_client::VmServiceClient,
 };
-use tokio::{sync::mpsc, time::timeout};
+use tokio::{runtime::Builder, sync::mpsc, time::timeout};
 use tokio_stream::{StreamExt, wrappers::ReceiverStream};
-use tonic::{Code, Status, Streaming};
+use tonic::{Code, Status, Streaming, transport::Channel};
 
-use crate::harness::{Daemon, refusal};
+use crate::harness::{Daemon, connect, refusal};
 
 /// A client with a console open.
 pub struct Client {
@@ -35,14 +36,15 @@ impl Client {
     }
 
     pub async fn with(daemon: &Daemon, open: ConsoleOpen) -> Result<Self, Status> {
+        Self::over(daemon.client(), open).await
+    }
+
+    /// Over a connection to the daemon.
+    async fn over(mut vms: VmServiceClient<Channel>, open: ConsoleOpen) -> Result<Self, Status> {
         let (sender, receiver) = mpsc::channel(4);
         let open = Input::Open(open);
         sender.send(ConsoleRequest { message: Some(open) }).await.unwrap();
-        let mut output = daemon
-            .client()
-            .console(ReceiverStream::new(receiver))
-            .await?
-            .into_inner();
+        let mut output = vms.console(ReceiverStream::new(receiver)).await?.into_inner();
         let first = output.next().await.unwrap()?.message;
         let Some(Message::Opened(opened)) = first else {
             panic!("{first:?} came first")
@@ -82,6 +84,16 @@ impl Client {
 
     pub async fn type_in(&mut self, text: &str) {
         self.send(Input::Input(text.as_bytes().to_vec())).await;
+    }
+
+    /// Makes the guest read no more of this console, and types until no more is taken.
+    pub async fn fill_a_deaf_guest(&mut self) {
+        self.type_in("deaf\n").await;
+        self.expect("deaf\r\n").await;
+        while timeout(Duration::from_millis(500), self.type_in(&"x".repeat(4096)))
+            .await
+            .is_ok()
+        {}
     }
 
     /// Reads until `text` has come; returns all since the last call.
@@ -159,6 +171,66 @@ async fn a_reader_that_does_not_read_slows_nobody() {
     // The guest has printed everything although the slow reader took nothing of it.
     quick.type_in("poweroff\n").await;
     daemon.wait_phase("web", VmPhase::Stopped).await;
+}
+
+/// Sockets that the daemon has open.
+fn sockets(daemon: &Daemon) -> usize {
+    let fds = fs::read_dir(format!("/proc/{}/fd", daemon.pid().as_raw_nonzero())).unwrap();
+    let targets = fds.filter_map(|fd| fs::read_link(fd.unwrap().path()).ok());
+    targets
+        .filter(|target| target.to_string_lossy().starts_with("socket:"))
+        .count()
+}
+
+/// Waits until the daemon has no more sockets open than that.
+async fn closes_down_to(daemon: &Daemon, count: usize) {
+    let closed = timeout(Duration::from_secs(20), async {
+        while sockets(daemon) > count {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    });
+    closed
+        .await
+        .unwrap_or_else(|_| panic!("{} sockets instead of {count}", sockets(daemon)));
+}
+
+#[tokio::test]
+async fn who_leaves_a_console_makes_room_for_another() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    let before = sockets(&daemon);
+    // More than the 16 clients that the `vmm` serves at once.
+    for _ in 0..5 {
+        let mut clients = Vec::new();
+        for _ in 0..8 {
+            clients.push(Client::open(&daemon, "web").await);
+        }
+        drop(clients);
+        closes_down_to(&daemon, before).await;
+    }
+    let mut last = Client::open(&daemon, "web").await;
+    last.type_in("typed\n").await;
+    last.expect("typed\r\n").await;
+}
+
+#[tokio::test]
+async fn who_leaves_a_guest_that_reads_nothing_makes_room_too() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    let before = sockets(&daemon);
+    // It ends as a program does, with its connection: what this holds for the daemon, a client that stays can't take back.
+    let folder = daemon.folder.path().to_owned();
+    let program = thread::spawn(move || {
+        let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let vms = VmServiceClient::new(connect(&folder).await);
+            let open = open_as(ConsoleAccess::Shared, false);
+            let mut client = Client::over(vms, open).await.unwrap();
+            client.fill_a_deaf_guest().await;
+        });
+    });
+    program.join().unwrap();
+    closes_down_to(&daemon, before).await;
 }
 
 #[tokio::test]

@@ -7,9 +7,33 @@ use std::{
     thread,
 };
 
+use rustix::event::{PollFd, PollFlags, poll};
+
 use crate::guest::Guest;
 
-pub fn serve(guest: Arc<Guest>, mut stream: UnixStream) {
+/// Most clients at once, as of the real one. One too many is closed without the 8 bytes.
+const MAX_CLIENTS: usize = 16;
+
+pub fn listen(guest: &Arc<Guest>, listener: &UnixListener) {
+    let mut clients: Vec<UnixStream> = Vec::new();
+    for stream in listener.incoming() {
+        let stream = stream.unwrap();
+        clients.retain(is_connected);
+        if clients.len() < MAX_CLIENTS {
+            clients.push(stream.try_clone().unwrap());
+            serve(Arc::clone(guest), stream);
+        }
+    }
+}
+
+/// Whether the other side has not closed the connection.
+fn is_connected(stream: &UnixStream) -> bool {
+    let mut fds = [PollFd::new(stream, PollFlags::empty())];
+    poll(&mut fds, Some(&rustix::event::Timespec::default())).unwrap();
+    !fds[0].revents().contains(PollFlags::HUP)
+}
+
+fn serve(guest: Arc<Guest>, mut stream: UnixStream) {
     let (sender, receiver) = sync_channel(64);
     let replay = guest.open_console(sender);
     let mut writer = stream.try_clone().unwrap();
@@ -24,6 +48,11 @@ pub fn serve(guest: Arc<Guest>, mut stream: UnixStream) {
         let mut buffer = [0; 4096];
         while let Ok(count @ 1..) = stream.read(&mut buffer) {
             guest.type_in(&buffer[..count]);
+            if &buffer[..count] == b"deaf\n" {
+                guest.wait_until_it_hears();
+                let waited = rustix::io::ioctl_fionread(&stream).unwrap();
+                guest.print(&format!("{waited} bytes waited\r\n"));
+            }
         }
     });
 }

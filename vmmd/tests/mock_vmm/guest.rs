@@ -13,7 +13,7 @@ use std::{
         },
     },
     process,
-    sync::{Arc, Mutex, MutexGuard, OnceLock, Weak, mpsc::SyncSender},
+    sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak, mpsc::SyncSender},
     thread,
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
@@ -46,6 +46,9 @@ pub struct Guest {
     name: OnceLock<UnixListener>,
     /// Locked while the guest runs.
     exclusive: Mutex<Option<File>>,
+    /// Whether a console that has typed `deaf` is read again.
+    hears: Mutex<bool>,
+    heard: Condvar,
 }
 
 #[derive(Default)]
@@ -86,6 +89,8 @@ impl Guest {
             exit,
             name: OnceLock::new(),
             exclusive: Mutex::default(),
+            hears: Mutex::new(true),
+            heard: Condvar::new(),
         }
     }
 
@@ -228,6 +233,12 @@ impl Guest {
         inner.history.clone()
     }
 
+    /// Waits until a console has typed `hear`.
+    pub fn wait_until_it_hears(&self) {
+        let hears = self.hears.lock().unwrap();
+        drop(self.heard.wait_while(hears, |hears| !*hears).unwrap());
+    }
+
     pub fn type_in(&self, bytes: &[u8]) {
         for byte in bytes {
             let mut inner = self.lock();
@@ -280,6 +291,14 @@ impl Guest {
             }
             ["stall", name] => self.stall(name),
             ["pause"] => drop(self.set_state(State::Paused)),
+            ["deaf"] => {
+                *self.hears.lock().unwrap() = false;
+                self.print("deaf\r\n");
+            }
+            ["hear"] => {
+                *self.hears.lock().unwrap() = true;
+                self.heard.notify_all();
+            }
             ["reset"] => {
                 let mut inner = self.lock();
                 inner.resets += 1;

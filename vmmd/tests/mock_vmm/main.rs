@@ -15,7 +15,8 @@
 //! echoed as `reset by the host`. Lines typed on the console are commands to the guest:
 //! `poweroff`, `panic`, `crash`, `error`, `abort`, `fade` (its control connections end, a moment later the process),
 //! `reset`, `print N` (N bytes), `pause` (as of itself), `eject NAME`, `fail NAME` (a disk reports an error), `stall NAME`
-//! (a disk pauses the machine), `machine` (prints what it was built of), `fork` (leaves a child behind), `stick PATH` (asks a file system), `lie WORD` (says what
+//! (a disk pauses the machine), `machine` (prints what it was built of), `deaf` (reads
+//! no more from this console until another one has typed `hear`, and then says how many bytes waited), `fork` (leaves a child behind), `stick PATH` (asks a file system), `lie WORD` (says what
 //! no `vmm` says, see [`lies`]); all others are echoed. As `vmm image`
 //! it makes what looks like an image, see [`image`]; called `virtiofsd` it serves a share, see [`share`].
 #![allow(clippy::unwrap_used, reason = "a test's helper may fail loudly")]
@@ -72,11 +73,7 @@ fn main() {
         }
     }
     let of_console = Arc::clone(&guest);
-    thread::spawn(move || {
-        for stream in console.incoming() {
-            console::serve(Arc::clone(&of_console), stream.unwrap());
-        }
-    });
+    thread::spawn(move || console::listen(&of_console, &console));
     for stream in control.incoming() {
         let guest = Arc::clone(&guest);
         thread::spawn(move || control::serve(&guest, &Arc::new(stream.unwrap())));

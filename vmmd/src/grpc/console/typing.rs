@@ -6,7 +6,11 @@ use proto::{
     v1::{ConsoleRequest, ConsoleSize, ConsoleTakenOver, console_request, console_response::Message},
     vmm::{ErrorKind, ResizeConsole, SendBreak, request::Op},
 };
-use tokio::{io::AsyncWriteExt, net::unix::OwnedWriteHalf, time::timeout};
+use tokio::{
+    io::AsyncWriteExt,
+    net::unix::OwnedWriteHalf,
+    time::{sleep, timeout},
+};
 use tonic::Streaming;
 use uuid::Uuid;
 
@@ -23,6 +27,8 @@ use crate::{
 const MAX_INPUT: usize = 4 << 10;
 /// How long a `vmm` may take for a break.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// How long a guest may take to read what a client typed before it left.
+const LINGER: Duration = Duration::from_secs(5);
 
 /// Passes on what a client sends.
 pub(super) struct Typing {
@@ -35,7 +41,8 @@ pub(super) struct Typing {
 }
 
 impl Typing {
-    /// Passes on what the client types until it types no more, which does not end its output.
+    /// Passes on what the client types until it types no more, which does not end its output. When the client leaves, the input that it
+    /// sent before is still passed on.
     pub(super) async fn run(mut self, mut input: Streaming<ConsoleRequest>, mut writer: OwnedWriteHalf) {
         let only_reads = self.permit.is_none();
         loop {
@@ -60,8 +67,13 @@ impl Typing {
                 // Another client has the console, and this one was told.
                 Some(_) if self.permit.is_none() => Ok(()),
                 Some(console_request::Message::Input(bytes)) if bytes.len() <= MAX_INPUT => {
-                    if writer.write_all(&bytes).await.is_err() {
-                        break;
+                    tokio::select! {
+                        written = writer.write_all(&bytes) => {
+                            if written.is_err() {
+                                break;
+                            }
+                        }
+                        () = left(&self.sender) => return,
                     }
                     Ok(())
                 }
@@ -78,7 +90,7 @@ impl Typing {
         }
         // Dropping this half would end the connection for reading too; the console is free for others all the same.
         self.permit = None;
-        std::future::pending::<()>().await;
+        self.sender.closed().await;
     }
 
     async fn send_break(&self) -> Result<(), Failure> {
@@ -123,6 +135,12 @@ impl Typing {
             Err(error) => Err(unresponsive(&text::chain(&error))),
         }
     }
+}
+
+/// Resolves [`LINGER`] after the client has left.
+async fn left(sender: &Sender) {
+    sender.closed().await;
+    sleep(LINGER).await;
 }
 
 /// Who has taken the console from the client with that permit; never of one without.
