@@ -347,6 +347,24 @@ async fn a_console_that_one_client_has_for_itself_is_refused_to_others_who_can_r
 }
 
 #[tokio::test]
+async fn who_loses_a_console_is_told_though_the_guest_reads_nothing_and_little_of_the_input_remains() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    let mut first = Client::open(&daemon, "web").await;
+    first.fill_a_deaf_guest().await;
+    let mut second = Client::with(&daemon, open_as(ConsoleAccess::Exclusive, true))
+        .await
+        .unwrap();
+    let loses = timeout(Duration::from_secs(20), first.loses());
+    assert_eq!(loses.await.unwrap().access(), ConsoleAccess::Exclusive);
+    second.type_in("hear\n").await;
+    let seen = second.expect(" bytes waited").await;
+    let waited = seen.lines().find_map(|line| line.strip_suffix(" bytes waited"));
+    let waited: usize = waited.unwrap().parse().unwrap();
+    assert!((1..=16 << 10).contains(&waited), "{waited}");
+}
+
+#[tokio::test]
 async fn a_break_reaches_the_serial_port_and_a_size_that_no_terminal_has_is_refused() {
     let daemon = Daemon::start().await;
     daemon.run("web", "").await;

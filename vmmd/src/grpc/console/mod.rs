@@ -22,6 +22,7 @@ use proto::v1::{
     ConsoleAccess, ConsoleClosed, ConsoleDevice, ConsoleOpen, ConsoleOpened, ConsoleRequest, ConsoleResponse,
     ConsoleWriter, Vm, VmPhase, console_request, console_response::Message,
 };
+use rustix::net::sockopt::set_socket_send_buffer_size;
 use tokio::{
     io::AsyncReadExt,
     net::{UnixStream, unix::OwnedReadHalf},
@@ -52,6 +53,9 @@ type Sender = mpsc::Sender<Result<ConsoleResponse, Status>>;
 const READY: usize = 4;
 /// Largest message of output in bytes.
 const CHUNK: usize = 16 << 10;
+/// How much input may wait for a guest in the socket, in bytes, as far as the kernel can do so little. A client that loses the console has
+/// typed that.
+const UNREAD: usize = 4 << 10;
 /// How much of a serial log is shown of a VM that doesn't run, in bytes.
 const LOG_TAIL: u64 = 1 << 20;
 /// How long the end of the process may take to be known after its console has closed.
@@ -148,6 +152,8 @@ impl Session {
         };
         let connection = loop {
             if let Ok(connection) = UnixStream::connect(&socket).await {
+                // Unchanged, it holds more, and all else is the same.
+                let _unchanged = set_socket_send_buffer_size(&connection, UNREAD);
                 break connection;
             }
             let phase = phase(&state.borrow_and_update());

@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use proto::{
-    v1::{ConsoleRequest, ConsoleSize, ConsoleTakenOver, console_request, console_response::Message},
+    v1::{ConsoleRequest, ConsoleSize, ConsoleTakenOver, ConsoleWriter, console_request, console_response::Message},
     vmm::{ErrorKind, ResizeConsole, SendBreak, request::Op},
 };
 use tokio::{
@@ -14,7 +14,7 @@ use tokio::{
 use tonic::Streaming;
 use uuid::Uuid;
 
-use super::{Sender, response};
+use super::{Gone, Sender, response};
 use crate::{
     control,
     failure::{Failure, Kind},
@@ -49,9 +49,7 @@ impl Typing {
             let request = tokio::select! {
                 request = input.message() => request,
                 by = lost(&mut self.permit) => {
-                    self.permit = None;
-                    let message = Message::TakenOver(ConsoleTakenOver { by });
-                    if self.sender.send(Ok(response(message))).await.is_err() {
+                    if self.taken_over(by).await.is_err() {
                         return;
                     }
                     continue;
@@ -73,6 +71,12 @@ impl Typing {
                                 break;
                             }
                         }
+                        // What is not written yet is not typed any more.
+                        by = lost(&mut self.permit) => {
+                            if self.taken_over(by).await.is_err() {
+                                return;
+                            }
+                        }
                         () = left(&self.sender) => return,
                     }
                     Ok(())
@@ -91,6 +95,13 @@ impl Typing {
         // Dropping this half would end the connection for reading too; the console is free for others all the same.
         self.permit = None;
         self.sender.closed().await;
+    }
+
+    /// Tells the client who has the console now.
+    async fn taken_over(&mut self, by: Option<ConsoleWriter>) -> Result<(), Gone> {
+        self.permit = None;
+        let message = Message::TakenOver(ConsoleTakenOver { by });
+        self.sender.send(Ok(response(message))).await.map_err(|_| Gone)
     }
 
     async fn send_break(&self) -> Result<(), Failure> {
@@ -144,7 +155,7 @@ async fn left(sender: &Sender) {
 }
 
 /// Who has taken the console from the client with that permit; never of one without.
-async fn lost(permit: &mut Option<Permit>) -> Option<proto::v1::ConsoleWriter> {
+async fn lost(permit: &mut Option<Permit>) -> Option<ConsoleWriter> {
     match permit {
         Some(permit) => (&mut permit.lost).await.ok(),
         None => std::future::pending().await,
