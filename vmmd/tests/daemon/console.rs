@@ -214,6 +214,32 @@ async fn who_leaves_a_console_makes_room_for_another() {
 }
 
 #[tokio::test]
+async fn one_client_too_many_is_refused_and_takes_nothing_from_who_types() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    let mut holder = Client::with(&daemon, open_as(ConsoleAccess::Exclusive, false))
+        .await
+        .unwrap();
+    let mut readers = Vec::new();
+    for _ in 0..15 {
+        let reader = Client::with(&daemon, open_as(ConsoleAccess::ReadOnly, false)).await;
+        readers.push(reader.unwrap());
+    }
+    for open in [
+        open_as(ConsoleAccess::Exclusive, true),
+        open_as(ConsoleAccess::ReadOnly, false),
+    ] {
+        let refused = Client::with(&daemon, open).await.err().unwrap();
+        assert_eq!(
+            refusal(&refused),
+            (Code::ResourceExhausted, "TOO_MANY_CONSOLES".into())
+        );
+    }
+    holder.type_in("still here\n").await;
+    holder.expect("still here\r\n").await;
+}
+
+#[tokio::test]
 async fn who_leaves_a_guest_that_reads_nothing_makes_room_too() {
     let daemon = Daemon::start().await;
     daemon.run("web", "").await;

@@ -25,7 +25,10 @@ use proto::v1::{
 use rustix::net::sockopt::set_socket_send_buffer_size;
 use tokio::{
     io::AsyncReadExt,
-    net::{UnixStream, unix::OwnedReadHalf},
+    net::{
+        UnixStream,
+        unix::{OwnedReadHalf, OwnedWriteHalf},
+    },
     sync::{mpsc, watch},
     task::spawn_blocking,
     time::timeout,
@@ -35,7 +38,7 @@ use tonic::{Status, Streaming};
 
 use self::typing::Typing;
 use crate::{
-    failure::Failure,
+    failure::{Failure, Kind},
     host::Host,
     paths::{LogDir, RuntimeDir},
     registry::{
@@ -91,6 +94,11 @@ pub async fn open(
         let message = "the VM has no virtio-console: give it a `virtioConsole` and restart it";
         return Err(Failure::precondition("NO_CONSOLE", message));
     }
+    // Nobody loses a console to a client that finds no place at the `vmm`.
+    let connection = tokio::select! {
+        connection = connect(&host, &entry, device) => connection?,
+        () = host.stopping.cancelled() => return Err(Failure::stopping()),
+    };
     let (permit, writers) = host.consoles.open((entry.uid, device), who, access, open.force)?;
     let (sender, receiver) = mpsc::channel(READY);
     tokio::spawn(async move {
@@ -98,6 +106,7 @@ pub async fn open(
             host: Arc::clone(&host),
             entry,
             device,
+            connection,
             writers,
             replay: !open.no_replay,
             sender: sender.clone(),
@@ -129,10 +138,51 @@ fn wanted(open: &ConsoleOpen) -> Result<(Device, Access), Failure> {
     Ok((device, access))
 }
 
+/// A connection to a console of a VM that runs.
+struct Connection {
+    reader: OwnedReadHalf,
+    writer: OwnedWriteHalf,
+    /// How many bytes of the past come first.
+    replay_bytes: u64,
+}
+
+/// Connects to a console; `None` when the VM does not run. Refused when the `vmm` serves as many clients as it can.
+async fn connect(host: &Host, entry: &Entry, device: Device) -> Result<Option<Connection>, Failure> {
+    let runtime = RuntimeDir::of(&host.config, entry.uid);
+    let socket = match device {
+        Device::Serial => runtime.console(),
+        Device::Virtio => runtime.hvc(),
+    };
+    let Ok(connection) = UnixStream::connect(&socket).await else {
+        return Ok(None);
+    };
+    // Unchanged, it holds more, and all else is the same.
+    let _unchanged = set_socket_send_buffer_size(&connection, UNREAD);
+    let (mut reader, writer) = connection.into_split();
+    if let Ok(replay_bytes) = reader.read_u64_le().await {
+        return Ok(Some(Connection {
+            reader,
+            writer,
+            replay_bytes,
+        }));
+    }
+    // A `vmm` that ends closes the connection without a word too.
+    match timeout(END_KNOWN, run_ends(&mut entry.state.clone())).await {
+        Ok(_) => Ok(None),
+        Err(_) => {
+            let message =
+                "16 clients, the most that there can be, have this console of the VM open: close one of them";
+            Err(Failure::new(Kind::Exhausted, "TOO_MANY_CONSOLES", message))
+        }
+    }
+}
+
 struct Session {
     host: Arc<Host>,
     entry: Entry,
     device: Device,
+    /// Of a VM that ran when the client came.
+    connection: Option<Connection>,
     /// Others that type, when this one came.
     writers: Vec<ConsoleWriter>,
     replay: bool,
@@ -145,16 +195,17 @@ struct Gone;
 impl Session {
     async fn serve(mut self, input: Streaming<ConsoleRequest>, permit: Option<Permit>) -> Result<(), Gone> {
         let mut state = self.entry.state.clone();
-        let runtime = RuntimeDir::of(&self.host.config, self.entry.uid);
-        let socket = match self.device {
-            Device::Serial => runtime.console(),
-            Device::Virtio => runtime.hvc(),
-        };
         let connection = loop {
-            if let Ok(connection) = UnixStream::connect(&socket).await {
-                // Unchanged, it holds more, and all else is the same.
-                let _unchanged = set_socket_send_buffer_size(&connection, UNREAD);
-                break connection;
+            let connected = match self.connection.take() {
+                Some(connection) => Ok(Some(connection)),
+                None => connect(&self.host, &self.entry, self.device).await,
+            };
+            match connected {
+                Ok(Some(connection)) => break connection,
+                Ok(None) => {}
+                Err(failure) => {
+                    return self.sender.send(Err(failure.into())).await.map_err(|_| Gone);
+                }
             }
             let phase = phase(&state.borrow_and_update());
             match phase {
@@ -172,7 +223,11 @@ impl Session {
                 _ => return self.show_log(&state).await,
             }
         };
-        let (reader, writer) = connection.into_split();
+        let Connection {
+            reader,
+            writer,
+            replay_bytes,
+        } = connection;
         let typing = Typing {
             host: Arc::clone(&self.host),
             uid: self.entry.uid,
@@ -181,17 +236,13 @@ impl Session {
             sender: self.sender.clone(),
         };
         let typing = tokio::spawn(typing.run(input, writer));
-        let result = self.copy_output(reader).await;
+        let result = self.copy_output(reader, replay_bytes).await;
         typing.abort();
         result?;
         self.closed(&end_of_run(state).await).await
     }
 
-    async fn copy_output(&mut self, mut reader: OwnedReadHalf) -> Result<(), Gone> {
-        // A vmm that ends before it has accepted the connection ends it without a word.
-        let Ok(length) = reader.read_u64_le().await else {
-            return Ok(());
-        };
+    async fn copy_output(&mut self, mut reader: OwnedReadHalf, length: u64) -> Result<(), Gone> {
         let mut skipped = if self.replay { 0 } else { length };
         let replay_bytes = if self.replay { length } else { 0 };
         let writers = std::mem::take(&mut self.writers);
@@ -261,12 +312,17 @@ fn response(message: Message) -> ConsoleResponse {
     }
 }
 
+/// Resolves when the VM does not run, also when it was deleted.
+async fn run_ends(state: &mut watch::Receiver<Arc<Vm>>) -> Option<Arc<Vm>> {
+    let ended = state.wait_for(|vm| vm.status.as_ref().is_none_or(|status| status.instance.is_none()));
+    ended.await.ok().map(|vm| Arc::clone(&vm))
+}
+
 /// Why the output has ended: by the status, as soon as that knows.
 async fn end_of_run(mut state: watch::Receiver<Arc<Vm>>) -> String {
-    let ended = state.wait_for(|vm| vm.status.as_ref().is_none_or(|status| status.instance.is_none()));
-    match timeout(END_KNOWN, ended).await {
-        Ok(Ok(vm)) => format!("the run has ended ({})", reason(&vm)),
-        Ok(Err(_)) => "the VM was deleted".to_owned(),
+    match timeout(END_KNOWN, run_ends(&mut state)).await {
+        Ok(Some(vm)) => format!("the run has ended ({})", reason(&vm)),
+        Ok(None) => "the VM was deleted".to_owned(),
         Err(_) => "the vmm closed the console".to_owned(),
     }
 }
