@@ -37,9 +37,9 @@ const ESCAPE: u8 = 0x1d;
 const CHUNK: usize = 4096;
 /// Messages that may wait for the daemon before the reader of standard input does.
 const QUEUE: usize = 8;
-/// How long a console stays after the last input, so that this reaches the guest when ^] follows at once. A daemon
-/// that has passed it on may end the stream before; none says so otherwise.
-const FAREWELL: Duration = Duration::from_millis(300);
+/// How long a console stays at most after the last input, so that this reaches the guest when ^] follows at once. The daemon ends the stream
+/// as soon as it has passed the input on; with a guest that reads nothing, or an older daemon, it takes all that time.
+const FAREWELL: Duration = Duration::from_secs(5);
 
 /// How a session ended.
 enum End {

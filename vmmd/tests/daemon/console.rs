@@ -86,6 +86,12 @@ impl Client {
         self.send(Input::Input(text.as_bytes().to_vec())).await;
     }
 
+    /// Ends its requests.
+    pub fn no_more_requests(mut self) -> Self {
+        self.sender = mpsc::channel(1).0;
+        self
+    }
+
     /// Makes the guest read no more of this console, and types until no more is taken.
     pub async fn fill_a_deaf_guest(&mut self) {
         self.type_in("deaf\n").await;
@@ -211,6 +217,20 @@ async fn who_leaves_a_console_makes_room_for_another() {
     let mut last = Client::open(&daemon, "web").await;
     last.type_in("typed\n").await;
     last.expect("typed\r\n").await;
+}
+
+#[tokio::test]
+async fn the_stream_of_who_types_ends_when_all_was_passed_on_and_of_who_reads_it_goes_on() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    let reader = Client::with(&daemon, open_as(ConsoleAccess::ReadOnly, false));
+    let mut reader = reader.await.unwrap().no_more_requests();
+    let mut client = Client::open(&daemon, "web").await;
+    client.type_in("the last\n").await;
+    let (seen, reason) = client.no_more_requests().finish().await;
+    assert!(seen.starts_with("booted web\r\n"), "{seen}");
+    assert_eq!(reason, "");
+    reader.expect("the last\r\n").await;
 }
 
 #[tokio::test]

@@ -24,8 +24,9 @@ const CHUNK: usize = 4096;
 const QUEUE: usize = 8;
 /// How long the client may take to open its streams.
 const STREAMS: Duration = Duration::from_secs(30);
-/// How long output goes on after ^], so that what was typed before it reaches the guest.
-const FAREWELL: Duration = Duration::from_millis(300);
+/// How long output goes on at most after ^], so that what was typed before it reaches the guest. vmmd ends the console as soon as it has
+/// passed that on.
+const FAREWELL: Duration = Duration::from_secs(5);
 /// Bytes of a message about the terminal's size at most; it has about 30.
 const MAX_SIZE: usize = 256;
 

@@ -3,7 +3,8 @@
 //! Each client has a connection of its own to the VM's `console.sock` or `hvc.sock`, on which the `vmm` first says how much it
 //! replays (8 bytes, little-endian), then replays, then sends what the guest writes; what it receives is typed into
 //! the port. Who may type is decided by [`crate::registry::consoles`]. A client that doesn't read leaves its bytes in that socket, where the `vmm` drops what doesn't fit:
-//! nothing is buffered here beyond a few messages, and nobody else waits.
+//! nothing is buffered here beyond a few messages, and nobody else waits. A client that may type and ends its requests leaves: the stream
+//! ends when its input is in that socket, and the past was sent.
 //!
 //! Of a VM that doesn't run, the end of the last run's serial log is shown (a virtio-console has no log), and the stream ends. Of one that is about
 //! to start, the stream waits for it.
@@ -30,7 +31,7 @@ use tokio::{
         unix::{OwnedReadHalf, OwnedWriteHalf},
     },
     sync::{mpsc, watch},
-    task::spawn_blocking,
+    task::{JoinHandle, spawn_blocking},
     time::timeout,
 };
 use tokio_stream::wrappers::ReceiverStream;
@@ -192,6 +193,14 @@ struct Session {
 /// The client has gone.
 struct Gone;
 
+/// Why no more output is sent.
+enum OutputEnd {
+    /// The `vmm` has closed the console.
+    Closed,
+    /// The client has ended its requests, and its input was passed on.
+    Typed,
+}
+
 impl Session {
     async fn serve(mut self, input: Streaming<ConsoleRequest>, permit: Option<Permit>) -> Result<(), Gone> {
         let mut state = self.entry.state.clone();
@@ -235,14 +244,23 @@ impl Session {
             permit,
             sender: self.sender.clone(),
         };
-        let typing = tokio::spawn(typing.run(input, writer));
-        let result = self.copy_output(reader, replay_bytes).await;
+        let mut typing = tokio::spawn(typing.run(input, writer));
+        let result = self.copy_output(reader, replay_bytes, &mut typing).await;
         typing.abort();
-        result?;
-        self.closed(&end_of_run(state).await).await
+        match result? {
+            // The end of the stream tells the client that its input was passed on.
+            OutputEnd::Typed => Ok(()),
+            OutputEnd::Closed => self.closed(&end_of_run(state).await).await,
+        }
     }
 
-    async fn copy_output(&mut self, mut reader: OwnedReadHalf, length: u64) -> Result<(), Gone> {
+    /// Sends what was printed before, and then what is printed until an end.
+    async fn copy_output(
+        &mut self,
+        mut reader: OwnedReadHalf,
+        length: u64,
+        typing: &mut JoinHandle<()>,
+    ) -> Result<OutputEnd, Gone> {
         let mut skipped = if self.replay { 0 } else { length };
         let replay_bytes = if self.replay { length } else { 0 };
         let writers = std::mem::take(&mut self.writers);
@@ -252,11 +270,17 @@ impl Session {
         }))
         .await?;
         let mut buffer = vec![0; CHUNK];
+        let mut past = length;
         loop {
-            let count = match reader.read(&mut buffer).await {
-                Ok(0) | Err(_) => return Ok(()),
+            let read = tokio::select! {
+                read = reader.read(&mut buffer) => read,
+                _ = &mut *typing, if past == 0 => return Ok(OutputEnd::Typed),
+            };
+            let count = match read {
+                Ok(0) | Err(_) => return Ok(OutputEnd::Closed),
                 Ok(count) => count,
             };
+            past = past.saturating_sub(count as u64);
             let skip = usize::try_from(skipped).unwrap_or(usize::MAX).min(count);
             skipped -= skip as u64;
             let output = buffer.get(skip..count).unwrap_or_default();

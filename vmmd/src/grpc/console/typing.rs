@@ -3,7 +3,10 @@
 use std::{sync::Arc, time::Duration};
 
 use proto::{
-    v1::{ConsoleRequest, ConsoleSize, ConsoleTakenOver, ConsoleWriter, console_request, console_response::Message},
+    v1::{
+        ConsoleRequest, ConsoleSize, ConsoleTakenOver, ConsoleWriter, console_request,
+        console_response::Message,
+    },
     vmm::{ErrorKind, ResizeConsole, SendBreak, request::Op},
 };
 use tokio::{
@@ -41,8 +44,8 @@ pub(super) struct Typing {
 }
 
 impl Typing {
-    /// Passes on what the client types until it types no more, which does not end its output. When the client leaves, the input that it
-    /// sent before is still passed on.
+    /// Passes on what the client types. Returns when a client that may type has ended its requests, and all its input was passed on, also
+    /// when the client itself has left.
     pub(super) async fn run(mut self, mut input: Streaming<ConsoleRequest>, mut writer: OwnedWriteHalf) {
         let only_reads = self.permit.is_none();
         loop {
@@ -68,7 +71,9 @@ impl Typing {
                     tokio::select! {
                         written = writer.write_all(&bytes) => {
                             if written.is_err() {
-                                break;
+                                // The `vmm` has closed the console: who reads its output finds that out, and says why.
+                                self.permit = None;
+                                return self.sender.closed().await;
                             }
                         }
                         // What is not written yet is not typed any more.
@@ -92,9 +97,11 @@ impl Typing {
                 return;
             }
         }
-        // Dropping this half would end the connection for reading too; the console is free for others all the same.
+        // The console is free for others from here on.
         self.permit = None;
-        self.sender.closed().await;
+        if only_reads {
+            self.sender.closed().await;
+        }
     }
 
     /// Tells the client who has the console now.
