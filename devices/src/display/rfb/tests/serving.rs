@@ -147,6 +147,13 @@ impl Client {
         self.send(&decoder::request(incremental, Rect::new(0, 0, width, height)));
     }
 
+    /// Waits until the server has taken all that was sent.
+    fn fence(&mut self) {
+        let fences = self.decoder.fences.len();
+        self.send(&[248, 0, 0, 0, 0x80, 0, 0, 0, 0]);
+        self.until("a fence", |decoder| decoder.fences.len() > fences);
+    }
+
     /// Reads until something is so.
     fn until(&mut self, what: &str, mut is_so: impl FnMut(&Decoder) -> bool) {
         let mut chunk = vec![0; 64 << 10];
@@ -203,6 +210,7 @@ fn several_clients_see_each_picture_and_scrolling_is_told_as_moves() {
     // Who does not wait for it at that moment is sent pixels.
     for client in &mut clients {
         client.request(true);
+        client.fence();
     }
     rig.framebuffer.write(before.size().rect(), |y, row| {
         row.copy_from_slice(before.row(before.size().rect(), (y + 16).min(239)));
