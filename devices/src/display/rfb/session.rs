@@ -150,8 +150,10 @@ struct Capabilities {
 /// Pseudo-rectangles that are due.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Due {
-    /// Reason and status of an ExtendedDesktopSize, or a DesktopSize.
-    size: Option<(u8, u8)>,
+    /// The status of an ExtendedDesktopSize that answers the client. Clients ignore the size in it, unless their wish has come true.
+    answer: Option<ResizeStatus>,
+    /// The size: an ExtendedDesktopSize that answers nothing, or a DesktopSize.
+    size: bool,
     cursor: bool,
     name: bool,
     qemu_keys: bool,
@@ -304,7 +306,7 @@ impl Session {
     pub fn resize(&mut self, size: Size) {
         if size != self.new_size {
             self.new_size = size;
-            self.note_size(0, 0);
+            self.note_size();
             self.damage = Damage::all(self.size);
         }
     }
@@ -326,7 +328,7 @@ impl Session {
     /// Answers [`Event::Resize`]. The new size itself comes with [`resize`](Self::resize), if the guest takes it.
     pub fn answer_resize(&mut self, status: ResizeStatus) {
         if self.capabilities.extended_desktop_size {
-            self.due.size = Some((1, status as u8));
+            self.due.answer = Some(status);
         }
     }
 
@@ -348,7 +350,7 @@ impl Session {
             && self.size.rect().intersection(moved.source()) == moved.source();
         self.accepts_update()
             && self.capabilities.copy_rect
-            && self.due.size.is_none()
+            && !self.due.size
             && whole
             && !self.damage.touches(moved.source())
             && !self.damage.touches(moved.to)
@@ -427,10 +429,8 @@ impl Session {
         self.capabilities.desktop_size || self.capabilities.extended_desktop_size
     }
 
-    fn note_size(&mut self, reason: u8, status: u8) {
-        if self.can_resize() {
-            self.due.size = Some((reason, status));
-        }
+    fn note_size(&mut self) {
+        self.due.size |= self.can_resize();
     }
 
     /// One step of the handshake; false when bytes are missing.
@@ -489,7 +489,7 @@ impl Session {
         // The picture may have got another size since the client connected.
         self.size = self.new_size;
         self.damage = Damage::all(self.size);
-        self.due.size = None;
+        self.due.size = false;
         self.out.extend_from_slice(&self.size.width().to_be_bytes());
         self.out.extend_from_slice(&self.size.height().to_be_bytes());
         self.out.extend_from_slice(&PixelFormat::NATIVE.encode());
@@ -553,9 +553,7 @@ impl Session {
             self.damage.add(area);
             // Who begins anew may have lost these as well.
             self.due.cursor |= self.capabilities.cursor;
-            if self.capabilities.extended_desktop_size {
-                self.due.size.get_or_insert((0, 0));
-            }
+            self.due.size |= self.capabilities.extended_desktop_size;
         }
         self.request = Some(self.request.map_or(area, |before| hull(before, area)));
     }
@@ -605,7 +603,7 @@ impl Session {
         self.due.name |= new.desktop_name && !old.desktop_name;
         self.due.cursor |= new.cursor && !old.cursor;
         if (new.extended_desktop_size && !old.extended_desktop_size) || self.size != self.new_size {
-            self.note_size(0, 0);
+            self.note_size();
         }
     }
 
@@ -644,17 +642,24 @@ impl Session {
             begin(Rect::new(x, y, cursor.width, cursor.height), pseudo::CURSOR, out);
             put_cursor(cursor, &self.format, out);
         }
-        if let Some((reason, status)) = due.size {
+        let mut begin_size = |reason: u16, status: u8, size: Size, out: &mut Vec<u8>| {
+            let (width, height) = (size.width(), size.height());
+            let rect = Rect::new(reason, status.into(), width, height);
+            begin(rect, pseudo::EXTENDED_DESKTOP_SIZE, out);
+            // One screen, padding; its id, place, size and flags.
+            out.extend_from_slice(&[1, 0, 0, 0]);
+            out.extend_from_slice(&[0; 8]);
+            out.extend_from_slice(&width.to_be_bytes());
+            out.extend_from_slice(&height.to_be_bytes());
+            out.extend_from_slice(&[0; 4]);
+        };
+        if let Some(status) = due.answer {
+            begin_size(1, status as u8, self.size, out);
+        }
+        if due.size {
             let (width, height) = (self.new_size.width(), self.new_size.height());
             if self.capabilities.extended_desktop_size {
-                let rect = Rect::new(reason.into(), status.into(), width, height);
-                begin(rect, pseudo::EXTENDED_DESKTOP_SIZE, out);
-                // One screen, padding; its id, place, size and flags.
-                out.extend_from_slice(&[1, 0, 0, 0]);
-                out.extend_from_slice(&[0; 8]);
-                out.extend_from_slice(&width.to_be_bytes());
-                out.extend_from_slice(&height.to_be_bytes());
-                out.extend_from_slice(&[0; 4]);
+                begin_size(0, 0, self.new_size, out);
             } else if self.size != self.new_size {
                 begin(Rect::new(0, 0, width, height), pseudo::DESKTOP_SIZE, out);
             }

@@ -355,7 +355,10 @@ impl Decoder {
                 let field = |at: usize| u16::from_be_bytes([screen[at], screen[at + 1]]);
                 assert_eq!((screens, field(8), field(10)), (1, rect.width, rect.height));
                 self.sizes.push((rect.x, rect.y, rect.width, rect.height));
-                self.resize(rect.width, rect.height);
+                // As viewers do: a wish that has not come true changes nothing.
+                if (rect.x, rect.y) == (1, 0) || rect.x != 1 {
+                    self.resize(rect.width, rect.height);
+                }
             }
         }
         Some(())

@@ -228,6 +228,26 @@ fn a_client_is_told_what_became_of_its_wish_for_another_size() {
 }
 
 #[test]
+fn a_wish_that_is_answered_hides_no_new_size() {
+    for answer_first in [false, true] {
+        let mut pair = Pair::new(pattern(size(100, 100), 0), &[-308]);
+        pair.request(false);
+        if answer_first {
+            pair.session.answer_resize(ResizeStatus::Forwarded);
+        }
+        pair.show(pattern(size(60, 50), 1), &Damage::all(size(60, 50)));
+        if !answer_first {
+            pair.session.answer_resize(ResizeStatus::Forwarded);
+        }
+        let told = pair.decoder.sizes.len();
+        pair.request(true);
+        assert_eq!(pair.decoder.sizes[told..], [(1, 4, 100, 100), (0, 0, 60, 50)]);
+        pair.request(false);
+        pair.assert_same("after the new size");
+    }
+}
+
+#[test]
 fn a_client_that_takes_nothing_costs_a_bounded_amount_and_then_gets_the_latest_picture() {
     let mut pair = Pair::new(pattern(size(1920, 1080), 7), &[0]);
     pair.pump();
