@@ -78,6 +78,8 @@ struct Plugged {
     irq: Arc<dyn IrqLine>,
     /// The driver was interrupted for the byte that waits.
     told: bool,
+    /// Nobody holds what the saved keyboard said was down.
+    restored: bool,
 }
 
 /// The controller.
@@ -165,6 +167,7 @@ impl I8042 {
         // handled; one too many does no harm.
         self.plugged = plugged.map(|plugged| Plugged {
             keyboard: keyboard.unwrap_or_default(),
+            restored: true,
             ..Plugged::new(plugged.irq)
         });
         Ok(())
@@ -211,7 +214,18 @@ impl I8042 {
                 .is_some_and(|plugged| plugged.keyboard.is_scanning())
     }
 
-    fn leds(&self) -> Option<u8> {
+    /// The machine runs from now on. After a restore all keys are released.
+    pub(super) fn resume(&mut self) {
+        if let Some(plugged) = &mut self.plugged
+            && std::mem::take(&mut plugged.restored)
+        {
+            plugged.keyboard.release_all();
+            self.interrupt();
+        }
+    }
+
+    /// The lights of the keyboard, if there is one.
+    pub(super) fn leds(&self) -> Option<u8> {
         Some(self.plugged.as_ref()?.keyboard.leds())
     }
 
@@ -290,6 +304,7 @@ impl Plugged {
             keyboard: AtKeyboard::default(),
             irq,
             told: false,
+            restored: false,
         }
     }
 }
@@ -396,9 +411,12 @@ impl BusDevice for CommandPort {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use std::time::Instant;
+
     use proptest::prelude::*;
 
-    use super::*;
+    use super::{super::LegacyDevices, *};
+    use crate::{component::Component as _, input::LED_CAPS};
 
     fn controller() -> (DataPort, CommandPort) {
         let shared = Arc::new(Mutex::new(I8042::default()));
@@ -473,14 +491,20 @@ mod tests {
         }
     }
 
-    /// A machine with a keyboard: the ports, what types, and the interrupt.
-    fn with_keyboard() -> (DataPort, CommandPort, Arc<Hub>, Arc<Irq>) {
+    /// A machine with a keyboard: its devices, what types, and the interrupt.
+    fn machine() -> (LegacyDevices, Arc<Hub>, Arc<Irq>) {
         let (hub, irq) = (
             Arc::new(Hub::new(crate::input::Layout::Us)),
             Arc::new(Irq::default()),
         );
-        let devices = super::super::LegacyDevices::new(Arc::new(super::super::tests::Line::default()));
+        let devices = LegacyDevices::new(Arc::new(super::super::tests::Line::default()));
         devices.plug_keyboard(&hub, Arc::clone(&irq) as _);
+        (devices, hub, irq)
+    }
+
+    /// The same by its ports.
+    fn with_keyboard() -> (DataPort, CommandPort, Arc<Hub>, Arc<Irq>) {
+        let (devices, hub, irq) = machine();
         let data = DataPort::new(&devices.i8042, &devices.hub);
         (data, CommandPort(Arc::clone(&devices.i8042)), hub, irq)
     }
@@ -555,6 +579,37 @@ mod tests {
             ask((&mut data, &mut CommandPort(Arc::clone(&command.0))), &[0xee]),
             [0xee]
         );
+    }
+
+    #[test]
+    fn a_restored_machine_has_the_lights_of_the_saved_one_and_nobody_holds_its_keys() {
+        let (mut saved, hub, _irq) = machine();
+        let mut data = DataPort::new(&saved.i8042, &saved.hub);
+        let mut command = CommandPort(Arc::clone(&saved.i8042));
+        assert_eq!(command.write(0, &[WRITE_CONFIG]), Effect::None);
+        assert_eq!(data.write(0, &[0x45]), Effect::None);
+        let answers = ask((&mut data, &mut command), &[0xf4, 0xed, LED_CAPS]);
+        assert_eq!(answers, [0xfa; 3]);
+        let mut source = Hub::source(&hub);
+        source.key(Key::LEFT_SHIFT, true);
+        assert_eq!(read(&mut data), 0x2a);
+        saved.pause(Instant::now()).unwrap();
+        let section = saved.save().unwrap();
+        // The machine that was saved goes on, and its key is held.
+        saved.resume().unwrap();
+        assert_eq!(read(&mut command) & 1, 0);
+
+        let (mut restored, hub, irq) = machine();
+        let mut data = DataPort::new(&restored.i8042, &restored.hub);
+        let mut command = CommandPort(Arc::clone(&restored.i8042));
+        restored.restore(&section).unwrap();
+        assert_eq!(hub.leds(), LED_CAPS);
+        assert_eq!(restored.save().unwrap(), section);
+        restored.resume().unwrap();
+        assert_eq!((irq.take(), read(&mut data)), (1, 0xaa));
+        restored.pause(Instant::now()).unwrap();
+        restored.resume().unwrap();
+        assert_eq!((irq.take(), read(&mut command) & 1), (0, 0));
     }
 
     #[test]

@@ -104,6 +104,13 @@ impl AtKeyboard {
         }
     }
 
+    /// Releases all keys that are down: whoever held them is not there any more.
+    pub fn release_all(&mut self) {
+        for key in self.down.clone() {
+            self.key(key, false);
+        }
+    }
+
     /// A key that is down is repeated: its code is sent once more, as a real keyboard does while a key is held.
     pub fn repeat(&mut self, key: Key) {
         let Some((code, extended)) = code(key) else { return };

@@ -94,7 +94,7 @@ impl LegacyDevices {
     }
 }
 
-/// They have no threads, and only the timer notices a pause.
+/// They have no threads, and only the timer notices a pause. A keyboard notices that a restored machine runs.
 impl Component for LegacyDevices {
     fn name(&self) -> &str {
         "legacy devices"
@@ -107,6 +107,7 @@ impl Component for LegacyDevices {
 
     fn resume(&mut self) -> Result<(), ComponentError> {
         lock(&self.timer).resume();
+        lock(&self.i8042).resume();
         Ok(())
     }
 
@@ -131,6 +132,11 @@ impl Component for LegacyDevices {
     fn restore(&mut self, section: &Section) -> Result<(), StateError> {
         let saved: message::LegacyDevices = section.open()?;
         lock(&self.i8042).restore(required("i8042", saved.i8042.as_ref())?)?;
+        let leds = lock(&self.i8042).leds().filter(|leds| *leds != 0);
+        // The hub is new. Another keyboard of it may have lights on.
+        if let Some((leds, hub)) = leds.zip(self.hub.get()) {
+            hub.set_leds(leds);
+        }
         lock(&self.rtc).restore(required("rtc", saved.rtc.as_ref())?)?;
         lock(&self.timer).restore(required("pm_timer", saved.pm_timer.as_ref())?);
         // Version 1 has none: its button was an edge that left nothing behind.

@@ -46,9 +46,9 @@ pub fn driver(data: &[u8]) {
                 device.read_config(offset, &mut [0; 8][..length]);
             }
             4 => {
-                let state = devices[which].events.save();
+                let state = devices[which].events.save(0);
                 devices[which].events.restore(&state).unwrap();
-                assert_eq!(devices[which].events.save(), state);
+                assert_eq!(devices[which].events.save(0), state);
             }
             5 => source = None,
             _ => take(&devices[which], &mut down[which], a.into()),

@@ -23,12 +23,15 @@ use super::{
     signals::Signals,
 };
 use crate::{
-    input::{Hub, Key, Keyboard, Pointer, Tablet},
+    input::{Hub, Key, Keyboard, LED_CAPS, LED_NUM, LED_SCROLL, Pointer, Tablet},
     state::{Section, StateError, check, message, narrow},
 };
 
 /// Of events, and of what the driver says about lights.
 const QUEUE_SIZES: [u16; 2] = [64; 2];
+
+/// All lights.
+const LEDS: u8 = LED_CAPS | LED_NUM | LED_SCROLL;
 
 /// What an input device is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -165,15 +168,19 @@ impl Tablet for Handle {
 }
 
 impl Events {
-    fn save(&self) -> message::VirtioInputQueues {
+    fn save(&self, leds: u8) -> message::VirtioInputQueues {
         let (pending, down) = self.state();
         message::VirtioInputQueues {
             events: pending.iter().flat_map(|event| event.encode()).collect(),
             down: down.into_iter().map(u32::from).collect(),
+            leds: leds.into(),
         }
     }
 
-    fn restore(&self, saved: &message::VirtioInputQueues) -> Result<(), StateError> {
+    /// Gives the lights.
+    fn restore(&self, saved: &message::VirtioInputQueues) -> Result<u8, StateError> {
+        let leds: u8 = narrow("leds", saved.leds)?;
+        check(leds <= LEDS, "leds", "there are three")?;
         check(saved.events.len().is_multiple_of(8), "events", "half an event")?;
         check(saved.events.len() / 8 <= events::MAX_EVENTS, "events", "too many")?;
         let codes = saved.down.iter().map(|code| narrow("down", *code));
@@ -182,7 +189,7 @@ impl Events {
         let chunks = saved.events.chunks_exact(8);
         let pending = chunks.map(|raw| Event::decode(raw.try_into().unwrap_or_default()));
         self.set_state(pending.collect(), down);
-        Ok(())
+        Ok(leds)
     }
 }
 

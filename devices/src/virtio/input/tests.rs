@@ -215,20 +215,19 @@ fn the_pointer_moves_to_its_last_place_and_no_click_is_lost() {
     assert_eq!(seen, expected);
 }
 
+/// What the driver says of a light.
+fn led(code: u16, value: u32) -> Vec<Buffer> {
+    let event = Event {
+        kind: 0x11,
+        code,
+        value,
+    };
+    vec![Buffer::Readable(event.encode().to_vec())]
+}
+
 #[test]
 fn lights_that_the_driver_switches_reach_the_hub_and_go_out_with_it() {
     let (hub, mut driver) = running(Input::keyboard);
-    let led = |code: u16, value: u32| {
-        vec![Buffer::Readable(
-            Event {
-                kind: 0x11,
-                code,
-                value,
-            }
-            .encode()
-            .to_vec(),
-        )]
-    };
     driver.request(STATUS, &led(1, 1));
     driver.request(STATUS, &led(0, 1));
     driver.request(STATUS, &led(9, 1));
@@ -286,9 +285,27 @@ fn a_restored_keyboard_hands_over_what_waited_and_releases_what_was_held() {
 }
 
 #[test]
+fn the_lights_of_a_restored_keyboard_are_as_they_were() {
+    let (hub, mut driver) = running(Input::keyboard);
+    driver.request(STATUS, &led(1, 1));
+    assert_eq!(hub.leds(), LED_CAPS);
+    driver.rig.pause();
+    let section = driver.rig.device.save().unwrap();
+    let hub = Arc::new(Hub::new(Layout::Us));
+    driver.rig = driver
+        .rig
+        .restored(Box::new(Input::keyboard(&hub).unwrap()), &section)
+        .unwrap();
+    driver.rig.device.resume().unwrap();
+    assert_eq!(hub.leds(), LED_CAPS);
+    driver.request(STATUS, &led(0, 1));
+    assert_eq!(hub.leds(), LED_CAPS | LED_NUM);
+}
+
+#[test]
 fn saved_events_that_no_device_has_are_refused() {
     let events = Events::new(EventFd::new(0).unwrap());
-    let good = events.save();
+    let good = events.save(0);
     for (saved, field) in [
         (
             message::VirtioInputQueues {
@@ -317,6 +334,13 @@ fn saved_events_that_no_device_has_are_refused() {
                 ..good.clone()
             },
             "down",
+        ),
+        (
+            message::VirtioInputQueues {
+                leds: 8,
+                ..good.clone()
+            },
+            "leds",
         ),
     ] {
         let error = events.restore(&saved).unwrap_err();

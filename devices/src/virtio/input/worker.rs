@@ -141,11 +141,16 @@ impl QueueHandler for InputHandler {
     }
 
     fn save(&self) -> Result<Section, StateError> {
-        Ok(Section::new("input", &self.events.save()))
+        Ok(Section::new("input", &self.events.save(self.leds)))
     }
 
     fn restore(&mut self, section: &Section, _memory: &GuestMemory) -> Result<(), StateError> {
+        self.leds = self.events.restore(&section.open()?)?;
         self.restored = true;
-        self.events.restore(&section.open()?)
+        // The hub is new. Another keyboard of it may have lights on.
+        if let Some(hub) = self.lights.as_ref().filter(|_| self.leds != 0) {
+            hub.set_leds(self.leds);
+        }
+        Ok(())
     }
 }
