@@ -20,6 +20,9 @@ pub(super) const MAX_DOWN: usize = 256;
 /// Most events that ever wait: a release and its SYN_REPORT for each key that is down.
 pub(super) const MAX_EVENTS: usize = FULL + 8 + 2 * MAX_DOWN;
 
+/// Events of a new place of the pointer: two axes and a SYN_REPORT.
+const PLACE: usize = 3;
+
 /// Value of a key's event when it is repeated (Linux' Documentation/input/event-codes.rst, EV_KEY).
 pub(super) const REPEATED: u32 = 2;
 
@@ -149,7 +152,7 @@ impl Events {
         }
     }
 
-    /// The pointer's place, buttons and wheels. A place that was not taken yet is replaced by a new one.
+    /// The pointer's place, buttons and wheels. A place that waits is replaced by a new one, unless it is the first of all.
     pub fn point(&self, pointer: Pointer) {
         const BUTTONS: [(u16, u8); 3] = [(code::BTN_LEFT, 1), (code::BTN_MIDDLE, 2), (code::BTN_RIGHT, 4)];
         if !self.is_driven() {
@@ -172,13 +175,15 @@ impl Events {
             let turned = wheels.into_iter().filter(|(_, steps)| *steps != 0);
             others.extend(turned.map(|(code, steps)| Event::new(code::EV_REL, code, steps.cast_unsigned())));
         }
+        // A full list is longer than a place.
         let moved = state.pointer != Some(place) && (!state.is_full() || state.moved_last);
         if !moved && others.is_empty() {
             return;
         }
         if moved {
-            if state.moved_last {
-                let length = state.pending.len().saturating_sub(3);
+            // The first three may be on their way to the driver.
+            if state.moved_last && state.pending.len() > PLACE {
+                let length = state.pending.len().saturating_sub(PLACE);
                 state.pending.truncate(length);
             }
             state.pointer = Some(place);
@@ -203,7 +208,7 @@ impl Events {
         let mut state = self.lock();
         state.pending.pop_front();
         // What is left of the pointer's place must not be replaced.
-        state.moved_last &= state.pending.len() >= 3;
+        state.moved_last &= state.pending.len() >= PLACE;
     }
 
     /// Releases all that is down: whoever held it is not there any more.

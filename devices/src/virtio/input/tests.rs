@@ -196,10 +196,13 @@ fn the_pointer_moves_to_its_last_place_and_no_click_is_lost() {
     source.point(1, (500, 0), size);
     source.point(0, (500, 0), size);
     source.point(8, (500, 1000), size);
-    offer(&mut driver, 11);
-    let seen: Vec<_> = (0..11).map(|_| next(&mut driver)).collect();
+    offer(&mut driver, 14);
+    let seen: Vec<_> = (0..14).map(|_| next(&mut driver)).collect();
     let middle = u32::from(TABLET_MAX) / 2;
     let expected = [
+        (3, 0, 0),
+        (3, 1, 0),
+        (0, 0, 0),
         (3, 0, middle),
         (3, 1, 0),
         (0, 0, 0),
@@ -223,6 +226,31 @@ fn led(code: u16, value: u32) -> Vec<Buffer> {
         value,
     };
     vec![Buffer::Readable(event.encode().to_vec())]
+}
+
+#[test]
+fn a_place_that_is_being_handed_over_is_not_replaced() {
+    let events = Events::new(EventFd::new(0).unwrap());
+    events.set_driven();
+    let point = |x, y| {
+        events.point(Pointer {
+            x,
+            y,
+            ..Pointer::default()
+        });
+    };
+    point(1, 1);
+    let mut seen = vec![events.first().unwrap()];
+    point(2, 2);
+    point(3, 3);
+    events.pop();
+    while let Some(event) = events.first() {
+        seen.push(event);
+        events.pop();
+    }
+    let seen: Vec<_> = seen.iter().map(|event| decode(&event.encode())).collect();
+    let expected = [(3, 0, 1), (3, 1, 1), (0, 0, 0), (3, 0, 3), (3, 1, 3), (0, 0, 0)];
+    assert_eq!(seen, expected);
 }
 
 #[test]
