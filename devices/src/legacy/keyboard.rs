@@ -10,7 +10,7 @@ use crate::{
     state::{StateError, check, message, narrow},
 };
 
-/// Bytes that wait at most. A key is only pressed while there is room for that and for all releases that it may come to.
+/// Bytes that wait at most. Only what leaves room for the releases of all keys that are down is added.
 const CAPACITY: usize = 128;
 /// Longest sequence of a release: 0xe0 0xf0 code.
 const LONGEST: usize = 3;
@@ -184,8 +184,10 @@ impl AtKeyboard {
     }
 
     fn answer(&mut self, bytes: &[u8]) {
+        let releases = self.down.len().saturating_mul(LONGEST);
+        let room = CAPACITY.saturating_sub(releases);
         // A driver that reads no answer gets no further one.
-        if self.queue.len().saturating_add(bytes.len()) <= CAPACITY {
+        if self.queue.len().saturating_add(bytes.len()) <= room {
             self.queue.extend(bytes);
         }
     }
@@ -204,8 +206,8 @@ impl AtKeyboard {
         check(saved.queue.len() <= CAPACITY, "keyboard.queue", "too long")?;
         let down: Option<BTreeSet<Key>> = saved.down.iter().map(|code| Key::new(*code)).collect();
         let down = down.ok_or_else(|| StateError::invalid("keyboard.down", "no key has that number"))?;
-        let room = down.len().saturating_add(1).saturating_mul(LONGEST);
-        check(room <= CAPACITY, "keyboard.down", "too many keys")?;
+        let room = CAPACITY.checked_sub(down.len().saturating_mul(LONGEST));
+        let room = room.ok_or_else(|| StateError::invalid("keyboard.down", "too many keys"))?;
         let pending = saved.pending.map(|command| narrow("keyboard.pending", command));
         let pending = pending.transpose()?;
         let takes_byte = |command: u8| matches!(command, SET_LEDS | SCAN_CODE_SET | SET_RATE);
@@ -220,7 +222,8 @@ impl AtKeyboard {
             scanning: saved.scanning,
             leds,
             pending,
-            queue: saved.queue.iter().copied().collect(),
+            // Earlier programs left no room for releases beside a full queue.
+            queue: saved.queue.iter().copied().take(room).collect(),
             down,
         })
     }
@@ -358,6 +361,33 @@ mod tests {
             keyboard.command(ECHO);
         }
         assert_eq!(keyboard.queue.len(), CAPACITY);
+    }
+
+    #[test]
+    fn answers_that_nobody_reads_leave_room_for_releases() {
+        let mut keyboard = enabled();
+        let keys: Vec<Key> = (1..=80).filter_map(Key::new).collect();
+        for key in &keys {
+            keyboard.key(*key, true);
+        }
+        assert!(keyboard.down.len() > 20);
+        for _ in 0..1000 {
+            keyboard.command(ECHO);
+        }
+        for key in &keys {
+            keyboard.key(*key, false);
+        }
+        let saved = keyboard.save();
+        assert_eq!(AtKeyboard::restored(&saved).unwrap().save(), saved);
+        // As an earlier program has saved it.
+        let full = message::AtKeyboard {
+            queue: vec![ECHO; CAPACITY],
+            down: vec![30, 48],
+            ..saved
+        };
+        let mut restored = AtKeyboard::restored(&full).unwrap();
+        restored.release_all();
+        AtKeyboard::restored(&restored.save()).unwrap();
     }
 
     #[test]
