@@ -98,6 +98,8 @@ async fn view(client: &Client, args: &Vnc) -> Result<()> {
     let path = folder.0.join("vnc.sock");
     let listener = UnixListener::bind(&path).map_err(|error| failed("making the viewer's socket", &error))?;
     let mut viewer = Command::new(VIEWER)
+        // Others who look stay.
+        .arg("-Shared")
         .arg(&path)
         .kill_on_drop(true)
         .spawn()

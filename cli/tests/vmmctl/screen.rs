@@ -171,8 +171,9 @@ fn a_viewer_is_started_with_a_socket_that_leads_to_the_screen() {
     let daemon = daemon();
     let folder = tempfile::tempdir().unwrap();
     let viewer = folder.path().join("vncviewer");
-    // It looks whether its argument is a socket.
-    std::fs::write(&viewer, "#!/bin/sh\ntest -S \"$1\" && echo \"viewer at $1\"\n").unwrap();
+    // It looks whether it is to share the screen, and whether its other argument is a socket.
+    let script = "#!/bin/sh\ntest \"$1\" = -Shared && test -S \"$2\" && echo \"viewer at $2\"\n";
+    std::fs::write(&viewer, script).unwrap();
     std::fs::set_permissions(&viewer, std::fs::Permissions::from_mode(0o755)).unwrap();
     let path = format!("{}:/usr/bin:/bin", folder.path().display());
     let output = daemon
