@@ -18,7 +18,7 @@ pub mod vnc;
 pub mod web;
 
 use std::{
-    fs,
+    fs, io,
     net::SocketAddr,
     path::Path,
     sync::{Arc, OnceLock},
@@ -27,6 +27,7 @@ use std::{
 
 use anyhow::Context as _;
 
+use socket2::{SockRef, TcpKeepalive};
 use tokio::{
     net::{TcpListener, TcpStream, UnixStream},
     time::sleep,
@@ -42,6 +43,14 @@ use crate::{
 
 /// After a failed accept, as when descriptors have run out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// A client that says nothing for this long is asked whether it is there, then each [`PROBE`], [`PROBES`] times. One that does not answer is
+/// gone.
+const SILENCE: Duration = Duration::from_secs(30);
+/// See [`SILENCE`].
+const PROBE: Duration = Duration::from_secs(10);
+/// See [`SILENCE`].
+const PROBES: u32 = 3;
 
 /// In the runtime folder: the bound addresses.
 const ADDRESS_FILES: [&str; 2] = ["vnc.addr", "web.addr"];
@@ -164,6 +173,9 @@ async fn accept<F: Future<Output = ()> + Send + 'static>(
         };
         match accepted {
             Ok((stream, from)) => {
+                if let Err(error) = probe(&stream) {
+                    tracing::warn!(%error, from = %from, "ask a client of a screen whether it is there");
+                }
                 handshakes.begin(from.ip(), handshake(stream, from.to_string(), Arc::clone(&host)));
             }
             Err(error) => {
@@ -171,5 +183,32 @@ async fn accept<F: Future<Output = ()> + Send + 'static>(
                 sleep(ACCEPT_PAUSE).await;
             }
         }
+    }
+}
+
+/// Has the kernel find out when the client of a connection is gone without a word. Its place is free then.
+fn probe(stream: &TcpStream) -> io::Result<()> {
+    let probes = TcpKeepalive::new()
+        .with_time(SILENCE)
+        .with_interval(PROBE)
+        .with_retries(PROBES);
+    SockRef::from(stream).set_tcp_keepalive(&probes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_silent_client_that_is_gone_is_found_out_within_a_minute() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let _client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (stream, _) = listener.accept().await.unwrap();
+        probe(&stream).unwrap();
+        let socket = SockRef::from(&stream);
+        assert!(socket.keepalive().unwrap());
+        let silence = socket.tcp_keepalive_time().unwrap();
+        let probes = socket.tcp_keepalive_interval().unwrap() * socket.tcp_keepalive_retries().unwrap();
+        assert!(silence + probes <= Duration::from_secs(60));
     }
 }

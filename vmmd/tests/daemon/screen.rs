@@ -147,6 +147,38 @@ async fn a_password_opens_the_screen_of_its_vm_once() {
     assert_eq!(read(&mut stream, 11).await, b"view of web");
 }
 
+/// When the keepalive timer of the daemon's half of a connection fires, in hundredths of a second; `None` when there is none (/proc/net/tcp).
+fn keepalive(connection: &TcpStream) -> Option<u64> {
+    let [near, far] = [connection.peer_addr(), connection.local_addr()]
+        .map(|address| format!("0100007F:{:04X}", address.unwrap().port()));
+    let table = fs::read_to_string("/proc/net/tcp").unwrap();
+    let mut lines = table
+        .lines()
+        .map(|line| line.split_whitespace().collect::<Vec<_>>());
+    let line = lines.find(|fields| fields[1] == near && fields[2] == far)?;
+    let when = line[5].strip_prefix("02:")?;
+    Some(u64::from_str_radix(when, 16).unwrap())
+}
+
+#[tokio::test]
+async fn who_is_gone_without_a_word_is_looked_for_on_both_ports() {
+    let daemon = Daemon::configured(BOTH).await;
+    for file in ["run/vnc.addr", "run/web.addr"] {
+        let address = fs::read_to_string(daemon.path(file)).unwrap();
+        let connection = TcpStream::connect(address.trim()).await.unwrap();
+        let asks = timeout(PATIENCE, async {
+            loop {
+                if let Some(when) = keepalive(&connection) {
+                    break when;
+                }
+                tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+            }
+        });
+        let when = asks.await.expect("the daemon looks for it");
+        assert!(when <= 3000, "{when}");
+    }
+}
+
 /// Headers that ask for a WebSocket.
 const UPGRADE: &str = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n\
                        Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Protocol: binary\r\n";
