@@ -24,6 +24,10 @@ pub use self::viewer::run as vnc;
 /// How long a key is held, and the least time between two: the guest keeps up with that.
 const KEY_TIME: Duration = Duration::from_millis(10);
 
+/// Keys that are sent before it is asked whether the guest has taken them. The i8042's keyboard keeps 128 bytes; a character takes 8 at most, with
+/// AltGr.
+const UNTAKEN: usize = 12;
+
 /// Writes a picture of the screen to a PNG file, or to standard output for `-`.
 pub async fn screenshot(client: &Client, args: &Screenshot) -> Result<()> {
     let picture = Rfb::open(client, &args.name, true).await?.picture().await?;
@@ -58,7 +62,13 @@ async fn press(client: &Client, name: &str, chords: &[Chord]) -> Result<()> {
     let mut rfb = Rfb::open(client, name, false).await?;
     let mut ticks = interval(KEY_TIME);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut untaken = 0;
     for chord in chords {
+        untaken += chord.len();
+        if untaken > UNTAKEN {
+            rfb.keys_taken().await?;
+            untaken = chord.len();
+        }
         for key in chord {
             ticks.tick().await;
             rfb.key(*key, true).await?;
@@ -68,7 +78,7 @@ async fn press(client: &Client, name: &str, chords: &[Chord]) -> Result<()> {
             rfb.key(*key, false).await?;
         }
     }
-    rfb.finish().await
+    rfb.keys_taken().await
 }
 
 fn encode(picture: &Picture) -> Result<Vec<u8>> {

@@ -1,7 +1,9 @@
 //! A small RFB client (RFC 6143) over the API's stream: enough for a picture and for keys.
 
+use std::time::Duration;
+
 use proto::v1::{VncOpen, VncRequest, VncResponse, vnc_request::Message};
-use tokio::sync::mpsc;
+use tokio::{sync::mpsc, time::timeout};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
@@ -12,6 +14,8 @@ use crate::{
 
 /// Messages that may wait for the daemon.
 const QUEUE: usize = 8;
+/// How long the guest may take to take keys.
+const PATIENCE: Duration = Duration::from_secs(10);
 /// Most pixels of a picture that is taken from a server.
 const MAX_PIXELS: usize = 64 << 20;
 
@@ -148,9 +152,20 @@ impl Rfb {
         self.send(&[4, down.into(), 0, 0, a, b, c, d]).await
     }
 
-    /// Waits until the server has taken all that was sent: it answers a fence behind it.
-    pub async fn finish(mut self) -> Result<()> {
-        // SetEncodings: Fence. The server announces it with one of its own; then comes the answer.
+    /// Waits until the guest has taken all keys: the server answers a fence (BlockBefore) behind them.
+    pub async fn keys_taken(&mut self) -> Result<()> {
+        match timeout(PATIENCE, self.fence()).await {
+            Ok(answered) => answered,
+            Err(_) => {
+                let message =
+                    "the guest has not taken all keys in 10 s: it may be paused, or read no keyboard now";
+                Err(Failure::new(Code::Timeout, message))
+            }
+        }
+    }
+
+    async fn fence(&mut self) -> Result<()> {
+        // SetEncodings: Fence. The server announces it with one of its own, the first time; then comes the answer.
         self.send(&[2, 0, 0, 1, 0xff, 0xff, 0xfe, 0xc8]).await?;
         self.send(&[248, 0, 0, 0, 0x80, 0, 0, 1, 1, 7]).await?;
         loop {

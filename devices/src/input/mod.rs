@@ -35,6 +35,8 @@ pub trait Keyboard: Send + Sync {
     fn is_listening(&self) -> bool;
     /// A key went down, or up.
     fn key(&self, key: Key, down: bool);
+    /// Whether the guest has not taken all that the keyboard was told.
+    fn is_waiting(&self) -> bool;
     /// The client repeats a key that is down. Guests are not to repeat by themselves: a release that is late, by a slow line or in a busy
     /// node, would be a key that was held.
     fn repeat(&self, key: Key);
@@ -133,6 +135,17 @@ impl Hub {
     /// Writes to `watcher` when the lights change. There is one watcher.
     pub fn watch_leds(&self, watcher: Arc<EventFd>) {
         self.lock().watcher = Some(watcher);
+    }
+
+    /// Whether the guest has not taken all keys yet that the keyboard was told which its driver listens to.
+    pub fn keys_wait(&self) -> bool {
+        let inner = self.lock();
+        let best = inner
+            .keyboards
+            .iter()
+            .rev()
+            .find(|keyboard| keyboard.is_listening());
+        best.is_some_and(|keyboard| keyboard.is_waiting())
     }
 
     fn layout(&self) -> Layout {

@@ -18,6 +18,10 @@ impl Keyboard for Notes {
         self.keys.lock().unwrap().push((key.code(), down));
     }
 
+    fn is_waiting(&self) -> bool {
+        false
+    }
+
     fn repeat(&self, key: Key) {
         self.repeated.lock().unwrap().push(key.code());
     }

@@ -325,6 +325,14 @@ impl Keyboard for Handle {
         controller.interrupt();
     }
 
+    fn is_waiting(&self) -> bool {
+        let controller = lock(&self.0);
+        controller
+            .plugged
+            .as_ref()
+            .is_some_and(|plugged| plugged.keyboard.has_byte())
+    }
+
     fn repeat(&self, key: Key) {
         let mut controller = lock(&self.0);
         if let Some(plugged) = &mut controller.plugged {

@@ -44,6 +44,9 @@ pub fn client(data: &[u8]) {
                 session.answer_resize(ResizeStatus::Forwarded);
             }
         }
+        if session.waits_for_effect() && happens & 8 == 0 {
+            session.took_effect();
+        }
         match happens & 7 {
             0 => {
                 size = Size::new(16 + u32::try_from(rest.len()).unwrap() % 100, 33).unwrap();

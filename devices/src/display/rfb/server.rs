@@ -38,6 +38,9 @@ pub const FRAME: Duration = Duration::from_millis(16);
 /// types or points at makes it short again.
 pub const POLLS: (Duration, Duration) = (Duration::from_millis(32), Duration::from_millis(512));
 
+/// Least and most time from asking whether the guest has taken all keys to asking again, while a client waits for that. It doubles each time.
+pub const KEY_POLLS: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(64));
+
 /// What clients of a socket may do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {

@@ -222,6 +222,8 @@ pub struct Session {
     out: Vec<u8>,
     written: usize,
     behind: Vec<u8>,
+    /// Answers to fences that are to come when what the client sent before them has taken effect.
+    held: Vec<u8>,
     values: Vec<u32>,
 }
 
@@ -253,6 +255,7 @@ impl Session {
             out: VERSION.to_vec(),
             written: 0,
             behind: Vec::new(),
+            held: Vec::new(),
             values: Vec::new(),
         }
     }
@@ -264,7 +267,9 @@ impl Session {
 
     /// Whether the client is to be listened to: it is not while too many replies wait for it.
     pub fn listens(&self) -> bool {
-        self.behind.len() < MAX_BEHIND && self.output().len() < LOW_WATER.saturating_mul(16)
+        self.behind.len() < MAX_BEHIND
+            && self.held.len() < MAX_BEHIND
+            && self.output().len() < LOW_WATER.saturating_mul(16)
     }
 
     /// Takes what the client sent. After an error nothing more of it is to be taken; what is in
@@ -330,6 +335,17 @@ impl Session {
         if self.capabilities.extended_desktop_size {
             self.due.answer = Some(status);
         }
+    }
+
+    /// Whether the client waits to hear that what it has sent has taken effect. To be answered with [`took_effect`](Self::took_effect).
+    pub fn waits_for_effect(&self) -> bool {
+        !self.held.is_empty()
+    }
+
+    /// All that the client has sent has taken effect.
+    pub fn took_effect(&mut self) {
+        let held = std::mem::take(&mut self.held);
+        self.reply(&held);
     }
 
     /// Whether an update could begin, if there were something to say.
@@ -520,7 +536,11 @@ impl Session {
                     let known = FENCE_BLOCK_BEFORE | FENCE_BLOCK_AFTER | FENCE_SYNC_NEXT;
                     let mut reply = Vec::new();
                     put_fence(flags & known, &payload, &mut reply);
-                    self.reply(&reply);
+                    if flags & FENCE_BLOCK_BEFORE == 0 {
+                        self.reply(&reply);
+                    } else {
+                        self.held.append(&mut reply);
+                    }
                 }
             }
             ClientMessage::Key { down, keysym } => events.push(Event::Key { down, keysym }),

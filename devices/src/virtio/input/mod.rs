@@ -156,6 +156,10 @@ impl Keyboard for Handle {
         self.0.button(key.code().into(), down);
     }
 
+    fn is_waiting(&self) -> bool {
+        self.0.first().is_some()
+    }
+
     fn repeat(&self, key: Key) {
         self.0.repeat(key.code().into());
     }

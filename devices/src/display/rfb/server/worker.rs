@@ -4,7 +4,7 @@ use std::{
     io,
     os::fd::{AsRawFd, OwnedFd},
     sync::Arc,
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use rustix::{
@@ -17,7 +17,7 @@ use vmm_sys_util::{
     eventfd::{EFD_NONBLOCK, EventFd},
 };
 
-use super::{Access, FRAME, MAX_CLIENTS, Resizer, Setup, client::Client, poll::Poller, scroll};
+use super::{Access, FRAME, KEY_POLLS, MAX_CLIENTS, Resizer, Setup, client::Client, poll::Poller, scroll};
 use crate::{
     display::{
         Cursor, Frame, Framebuffer, Reader, Size,
@@ -66,6 +66,9 @@ pub(super) struct Worker {
     /// When the framebuffer, which has changed, is to be read.
     due: Option<Instant>,
     poller: Option<Poller>,
+    /// When it is asked again whether the guest has taken the keys that a client waits for, and how long after that once more.
+    keys_due: Option<Instant>,
+    keys_interval: Duration,
 }
 
 impl Worker {
@@ -86,6 +89,8 @@ impl Worker {
             picture: None,
             due: None,
             poller: setup.boot.map(Poller::new),
+            keys_due: None,
+            keys_interval: KEY_POLLS.0,
         };
         worker.watch(&worker.stop, STOP, EventSet::IN)?;
         worker.watch(&*worker.wake, WAKE, EventSet::IN)?;
@@ -124,6 +129,7 @@ impl Worker {
             }
             self.accept();
             self.listen();
+            self.answer_who_types();
             self.show();
             self.clients.retain(|client| !client.gone);
             if self.clients.is_empty() {
@@ -141,7 +147,8 @@ impl Worker {
         if busy || self.listeners.iter().any(|listener| listener.ready) {
             return 0;
         }
-        self.due.map_or(-1, |due| {
+        let due = self.due.into_iter().chain(self.keys_due).min();
+        due.map_or(-1, |due| {
             let left = due.saturating_duration_since(Instant::now());
             // Rounded up, so as not to come too early and spin.
             i32::try_from(left.as_micros().div_ceil(1000)).unwrap_or(i32::MAX)
@@ -246,6 +253,32 @@ impl Worker {
             for client in self.clients.iter_mut().filter(|client| client.id != alone) {
                 client.gone |= client.session.is_ready();
             }
+        }
+    }
+
+    /// Answers clients that wait until the guest has taken their keys.
+    fn answer_who_types(&mut self) {
+        let now = Instant::now();
+        if !self
+            .clients
+            .iter()
+            .any(|client| client.session.waits_for_effect())
+        {
+            self.keys_due = None;
+            self.keys_interval = KEY_POLLS.0;
+            return;
+        }
+        if self.keys_due.is_some_and(|due| now < due) {
+            return;
+        }
+        if self.input.keys_wait() {
+            self.keys_due = now.checked_add(self.keys_interval);
+            self.keys_interval = self.keys_interval.saturating_mul(2).min(KEY_POLLS.1);
+            return;
+        }
+        self.keys_due = None;
+        for client in &mut self.clients {
+            client.session.took_effect();
         }
     }
 

@@ -55,17 +55,21 @@ fn unknown_messages_and_those_that_make_no_sense_end_the_connection() {
 
 #[test]
 fn a_client_that_floods_without_reading_is_not_listened_to_any_more() {
-    let mut session = ready();
-    let mut fence = vec![248, 0, 0, 0, 0x80, 0, 0, 7, 64];
-    fence.extend([7; 64]);
-    let mut sent = 0;
-    while session.listens() {
-        session.receive(&fence, &mut Vec::new()).unwrap();
-        sent += fence.len();
-        assert!(sent < 4 << 20, "the replies pile up");
+    // With BlockBefore, and without.
+    for flags in [7, 6] {
+        let mut session = ready();
+        let mut fence = vec![248, 0, 0, 0, 0x80, 0, 0, flags, 64];
+        fence.extend([7; 64]);
+        let mut sent = 0;
+        while session.listens() {
+            session.receive(&fence, &mut Vec::new()).unwrap();
+            sent += fence.len();
+            assert!(sent < 4 << 20, "the replies pile up");
+        }
+        session.took_effect();
+        session.sent(usize::MAX);
+        assert!(session.listens());
     }
-    session.sent(usize::MAX);
-    assert!(session.listens());
 }
 
 #[test]

@@ -78,6 +78,7 @@ impl Pair {
             if self.session.wants_update() {
                 self.session.begin_update(None);
             }
+            self.session.took_effect();
             self.session.fill(&self.frame);
             let output = self.session.output().to_vec();
             if output.is_empty() {

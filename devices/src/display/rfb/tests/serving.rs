@@ -3,7 +3,10 @@
 use std::{
     io::{ErrorKind, Read, Write},
     os::unix::net::{UnixListener, UnixStream},
-    sync::{Barrier, Mutex},
+    sync::{
+        Barrier, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -22,6 +25,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 #[derive(Default)]
 struct Guest {
     keys: Mutex<Vec<(u8, bool)>>,
+    waiting: AtomicBool,
     wish: Mutex<Option<Size>>,
 }
 
@@ -32,6 +36,10 @@ impl Keyboard for Guest {
 
     fn key(&self, key: Key, down: bool) {
         self.keys.lock().unwrap().push((key.code(), down));
+    }
+
+    fn is_waiting(&self) -> bool {
+        self.waiting.load(Ordering::SeqCst)
     }
 
     fn repeat(&self, _key: Key) {}
@@ -233,6 +241,21 @@ fn what_is_held_is_released_when_its_client_goes() {
     assert_eq!(rig.keys(1), [(30, true)]);
     drop(client);
     assert_eq!(rig.keys(2), [(30, true), (30, false)]);
+}
+
+#[test]
+fn a_fence_that_asks_for_effect_is_answered_when_the_guest_has_taken_the_keys_before_it() {
+    let rig = Rig::new(size(64, 64));
+    let mut client = rig.client("full", 1, &[]);
+    rig.guest.waiting.store(true, Ordering::SeqCst);
+    client.send(&KEY_A);
+    // Request and BlockBefore.
+    client.send(&[248, 0, 0, 0, 0x80, 0, 0, 1, 1, 7]);
+    client.fence();
+    assert_eq!(client.decoder.fences, [(0, Vec::new())]);
+    rig.guest.waiting.store(false, Ordering::SeqCst);
+    client.until("the answer", |decoder| decoder.fences.len() == 2);
+    assert_eq!(client.decoder.fences[1], (1, vec![7]));
 }
 
 #[test]
