@@ -38,12 +38,18 @@ impl Snapshots {
             .collect()
     }
 
-    /// Reserves the name of a snapshot that is to be taken.
+    /// Reserves the name of a snapshot that is to be taken. Refused while another one of the same VM is being taken.
     pub fn reserve(&self, record: &SnapshotRecord) -> Result<(), Failure> {
         let mut inner = self.inner();
         if inner.contains_key(&record.name) {
             let message = format!("there is a snapshot \"{}\" already", record.name);
             return Err(Failure::new(Kind::Exists, "SNAPSHOT_EXISTS", message));
+        }
+        // One that is being deleted was complete.
+        let is_taken = |it: &&SnapshotRecord| !is_ready(it) && it.completed_ms == 0;
+        let mut taken = inner.values().filter(is_taken);
+        if let Some(other) = taken.find(|other| other.vm_uid == record.vm_uid) {
+            return Err(under_way(&record.vm_name, &other.name));
         }
         inner.insert(record.name.clone(), record.clone());
         Ok(())
@@ -69,7 +75,7 @@ impl Snapshots {
         self.inner().remove(name);
     }
 
-    /// Hears it when the disks of a VM are quiet.
+    /// Hears it when the disks of a VM are quiet. For the one snapshot of that VM that is being taken.
     pub fn until_quiet(&self, vm: &[u8]) -> oneshot::Receiver<()> {
         let (sender, quiet) = oneshot::channel();
         self.waiting().insert(vm.to_vec(), sender);
@@ -111,6 +117,11 @@ impl Snapshots {
 
 fn is_ready(record: &SnapshotRecord) -> bool {
     record.stage() == SnapshotStage::Ready
+}
+
+fn under_way(vm: &str, name: &str) -> Failure {
+    let message = format!("snapshot \"{name}\" of VM \"{vm}\" is being taken: wait until it is complete");
+    Failure::precondition("SNAPSHOT_UNDER_WAY", message)
 }
 
 fn not_found(name: &str) -> Failure {

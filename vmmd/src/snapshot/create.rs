@@ -196,7 +196,8 @@ async fn make(
             let release = Release::new(client);
             let early = tokio::select! {
                 early = &mut saving => Some(early),
-                _ = quiet => None,
+                // Nobody but the `vmm` says that they are quiet.
+                Ok(()) = quiet => None,
             };
             match early {
                 Some(Err(failure)) => Err(failure),

@@ -1,8 +1,12 @@
 //! Snapshots, and VMs that go on from them.
 
-use std::{fs, time::Duration};
+use std::{
+    fs,
+    time::{Duration, Instant},
+};
 
 use proto::v1::{self, VmPhase, snapshot_service_client::SnapshotServiceClient};
+use tokio::task::JoinHandle;
 use tonic::{Code, Status, transport::Channel};
 
 use crate::{
@@ -16,20 +20,26 @@ impl Daemon {
     }
 
     async fn snapshot(&self, name: &str, vm: &str, paused: bool) -> Result<v1::Snapshot, Status> {
-        let request = v1::CreateSnapshotRequest {
-            snapshot: Some(v1::Snapshot {
-                metadata: Some(v1::ObjectMetadata {
-                    name: name.into(),
-                    ..Default::default()
-                }),
-                spec: Some(v1::SnapshotSpec { vm: vm.into() }),
-                status: None,
-            }),
-            paused,
-            ..Default::default()
-        };
+        let request = create_request(name, vm, paused);
         let answer = self.snapshots().await.create_snapshot(request).await?;
         Ok(answer.into_inner().snapshot.unwrap())
+    }
+
+    /// Begins a snapshot of the paused VM "web", and waits until that has so many files.
+    async fn begin_snapshot(&self, name: &str, files: usize) -> JoinHandle<Result<v1::Snapshot, Status>> {
+        let mut client = self.snapshots().await;
+        let request = create_request(name, "web", true);
+        let waiting = tokio::spawn(async move {
+            let answer = client.create_snapshot(request).await?;
+            Ok(answer.into_inner().snapshot.unwrap())
+        });
+        let began = Instant::now();
+        while self.snapshot_files().len() < files {
+            assert!(!waiting.is_finished(), "it ended: {:?}", waiting.await);
+            assert!(began.elapsed() < PATIENCE, "nothing of it is there");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        waiting
     }
 
     async fn snapshot_names(&self) -> Vec<String> {
@@ -59,12 +69,33 @@ impl Daemon {
         paths.filter(|path| path.extension().unwrap() == "raw").collect()
     }
 
+    /// The one copy of a disk that is in a snapshot.
+    fn snapshot_disk(&self) -> std::path::PathBuf {
+        let mut files = self.snapshot_files().into_iter();
+        files.find(|path| path.extension().unwrap() == "disk").unwrap()
+    }
+
     /// Files of snapshots.
     fn snapshot_files(&self) -> Vec<std::path::PathBuf> {
         let Ok(folder) = fs::read_dir(self.path("state/snapshots")) else {
             return Vec::new();
         };
         folder.map(|entry| entry.unwrap().path()).collect()
+    }
+}
+
+fn create_request(name: &str, vm: &str, paused: bool) -> v1::CreateSnapshotRequest {
+    v1::CreateSnapshotRequest {
+        snapshot: Some(v1::Snapshot {
+            metadata: Some(v1::ObjectMetadata {
+                name: name.into(),
+                ..Default::default()
+            }),
+            spec: Some(v1::SnapshotSpec { vm: vm.into() }),
+            status: None,
+        }),
+        paused,
+        ..Default::default()
     }
 }
 
@@ -209,9 +240,14 @@ async fn what_can_not_be_saved_is_refused_and_nothing_is_left() {
 
 /// A VM with a raw disk by path, which is in the daemon's folder.
 async fn with_disk(daemon: &Daemon) -> std::path::PathBuf {
+    with_disk_and(daemon, "").await
+}
+
+/// The same with these options of the mock.
+async fn with_disk_and(daemon: &Daemon, options: &str) -> std::path::PathBuf {
     let image = daemon.path("disk.raw");
     fs::write(&image, [0; 4096]).unwrap();
-    let mut vm = daemon.manifest("web", "");
+    let mut vm = daemon.manifest("web", options);
     vm.spec.as_mut().unwrap().disks.push(v1::DiskSpec {
         name: "root".into(),
         source: Some(v1::disk_spec::Source::Path(image.to_str().unwrap().into())),
@@ -306,6 +342,24 @@ async fn a_snapshot_has_the_disks_of_its_moment_and_gives_them_back() {
 }
 
 #[tokio::test]
+async fn a_second_snapshot_of_a_vm_is_refused_and_the_first_has_the_disks_of_its_moment() {
+    let daemon = Daemon::start().await;
+    let written = daemon.path("written");
+    with_disk_and(&daemon, &format!("mock.save={}", written.display())).await;
+    let first = daemon.begin_snapshot("one", 2).await;
+    let second = daemon.snapshot("two", "web", true).await.unwrap_err();
+    assert_eq!(
+        refusal(&second),
+        (Code::FailedPrecondition, "SNAPSHOT_UNDER_WAY".into())
+    );
+    assert!(!first.is_finished());
+    fs::write(&written, "").unwrap();
+    first.await.unwrap().unwrap();
+    assert_eq!(content(&daemon.snapshot_disk()), "until the snapshot");
+    daemon.snapshot("two", "web", true).await.unwrap();
+}
+
+#[tokio::test]
 async fn a_vm_whose_restore_fails_leaves_no_disk() {
     let daemon = Daemon::start().await;
     with_disk(&daemon).await;
@@ -381,7 +435,7 @@ async fn snapshots_outlive_the_daemon_and_what_it_left_half_done_is_removed() {
         ..Default::default()
     };
     let waiting = tokio::spawn(async move { client.create_snapshot(request).await });
-    let began = std::time::Instant::now();
+    let began = Instant::now();
     while daemon.snapshot_files().len() < 2 {
         assert!(!waiting.is_finished(), "it ended: {:?}", waiting.await);
         assert!(began.elapsed() < PATIENCE, "nothing of it is there");

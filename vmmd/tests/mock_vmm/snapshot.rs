@@ -22,7 +22,8 @@ const BEGIN: &str = "snapshot of ";
 /// What each machine that is sent begins with.
 const SENT: &str = "machine of ";
 
-/// `mock.save=refuse`, `mock.save=hang` and `mock.save=keep` (the descriptor) are options of the guest.
+/// `mock.save=refuse`, `mock.save=hang`, `mock.save=keep` (the descriptor) and `mock.save=PATH` are options of the guest: with the last one memory is
+/// written, and the disks are not quiet, before there is a file of that name.
 pub fn save(guest: &Guest, request: &Save, fds: Vec<OwnedFd>) -> Option<Outcome> {
     match guest.option("mock.save").as_deref() {
         Some("refuse") => {
@@ -37,6 +38,9 @@ pub fn save(guest: &Guest, request: &Save, fds: Vec<OwnedFd>) -> Option<Outcome>
     let text = format!("{BEGIN}{}", guest.status().name);
     let file = fds.into_iter().nth(request.file_fd as usize).unwrap();
     let file = File::from(file);
+    if let Some(path) = guest.option("mock.save").filter(|path| path.starts_with('/')) {
+        until_there(&path);
+    }
     file.write_all_at(text.as_bytes(), 0).unwrap();
     if guest.option("mock.save").as_deref() == Some("keep") {
         // Open until the process ends.
@@ -84,9 +88,7 @@ pub fn send(guest: &Guest, request: &Send, fds: Vec<OwnedFd>) -> Option<Outcome>
         return None;
     }
     if let Some(path) = guest.option("mock.send").filter(|path| path.starts_with('/')) {
-        while !Path::new(&path).exists() {
-            thread::sleep(Duration::from_millis(10));
-        }
+        until_there(&path);
     }
     let text = text + &along(guest, &request.disks);
     let much = guest.option("mock.send").as_deref() == Some("much");
@@ -105,6 +107,12 @@ pub fn send(guest: &Guest, request: &Send, fds: Vec<OwnedFd>) -> Option<Outcome>
         pause_ns: 3_000_000,
         total_ns: 2_500_000_000,
     }))
+}
+
+fn until_there(path: &str) {
+    while !Path::new(path).exists() {
+        thread::sleep(Duration::from_millis(10));
+    }
 }
 
 /// Follows the text when disks go along: what each holds, in hexadecimal digits.
