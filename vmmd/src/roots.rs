@@ -131,27 +131,43 @@ pub fn open(path: &Path, within: Within<'_>, flags: OFlags) -> Result<OwnedFd, R
 /// Opens the folder that an open regular file is in, and returns its name there. The folder is beneath one of the allowed ones, whatever links were
 /// followed when the file was opened. Refused as stale when the name is that of another file by now.
 pub fn open_folder_of(file: &OwnedFd, within: Within<'_>) -> Result<(OwnedFd, OsString), Refused> {
-    // proc(5): the path of the file itself, without symbolic links.
-    let link = format!("/proc/self/fd/{}", file.as_raw_fd());
-    let path = rustix::fs::readlink(link, Vec::new()).map_err(Refused::Errno)?;
-    let path = PathBuf::from(OsString::from_vec(path.into_bytes()));
+    let path = path_of(file).map_err(Refused::Errno)?;
     let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
         return Err(Refused::Errno(Errno::STALE));
     };
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let folder = match within {
-        Within::Own => open(parent, within, flags)?,
-        Within::Roots(roots) => {
-            let real = roots.iter().filter_map(|root| root.canonicalize().ok());
-            open(parent, Within::Roots(&real.collect::<Vec<_>>()), flags)?
-        }
-    };
+    let folder = open_folder(parent, within)?;
     let there = rustix::fs::statat(&folder, name, AtFlags::SYMLINK_NOFOLLOW).map_err(Refused::Errno)?;
     let file = rustix::fs::fstat(file).map_err(Refused::Errno)?;
     match (there.st_dev, there.st_ino) == (file.st_dev, file.st_ino) {
         true => Ok((folder, name.to_owned())),
         false => Err(Refused::Errno(Errno::STALE)),
     }
+}
+
+/// The path of an open file, without symbolic links.
+pub fn path_of(file: &OwnedFd) -> Result<PathBuf, Errno> {
+    // proc(5)
+    let link = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let path = rustix::fs::readlink(link, Vec::new())?;
+    Ok(PathBuf::from(OsString::from_vec(path.into_bytes())))
+}
+
+/// Opens a folder by its path without symbolic links. It is beneath one of the allowed ones.
+pub fn open_folder(path: &Path, within: Within<'_>) -> Result<OwnedFd, Refused> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    match real(within) {
+        None => open(path, Within::Own, flags),
+        Some(real) => open(path, Within::Roots(&real), flags),
+    }
+}
+
+/// The allowed folders without symbolic links; `None` of the daemon's own.
+pub fn real(within: Within<'_>) -> Option<Vec<PathBuf>> {
+    let Within::Roots(roots) = within else {
+        return None;
+    };
+    let real = roots.iter().filter_map(|root| root.canonicalize().ok());
+    Some(real.collect())
 }
 
 /// Opens `path`, which is `rest` below `root`.

@@ -3,17 +3,7 @@
 //! A copy shares the blocks of the image where the file system can (reflink), and is made within milliseconds then. Elsewhere its content
 //! is copied while the VM is paused, which the client must have allowed. The file is `<uid>.<number>.disk` in the folder of snapshots.
 
-use std::{
-    ffi::OsString,
-    fs::File,
-    io,
-    os::{
-        fd::OwnedFd,
-        unix::fs::{FileTypeExt, fchown},
-    },
-    path::{Path, PathBuf},
-    sync::Arc,
-};
+use std::{fs::File, io, os::unix::fs::FileTypeExt, path::PathBuf, sync::Arc};
 
 use proto::{
     model::{
@@ -23,10 +13,7 @@ use proto::{
     },
     v1,
 };
-use rustix::{
-    fs::{AtFlags, FileType, Mode, OFlags, fchmod, fstat, fsync, ioctl_ficlone, openat, renameat, unlinkat},
-    io::Errno,
-};
+use rustix::fs::ioctl_ficlone;
 use uuid::Uuid;
 
 use super::{Folder, failed};
@@ -35,7 +22,7 @@ use crate::{
     failure::Failure,
     files::{self, Locks, OpenDisk},
     host::Host,
-    roots::{self, Within},
+    registry::vms::command::PutBack,
     store::{DiskRecord, DiskSource, SnapshotDisk, SnapshotRecord, disk_source},
     text,
 };
@@ -165,86 +152,15 @@ pub fn sync(folder: &Folder, record: &SnapshotRecord) -> io::Result<()> {
     folder.sync()
 }
 
-/// An image of a VM's disk that is to be replaced by its copy. Everything is done beneath the folder that the image is in: nobody can have
-/// another one put in its place by a link.
-struct Replacement {
-    /// Locked until it is replaced.
-    locked: OpenDisk,
-    folder: OwnedFd,
-    /// The image's name in the folder.
-    name: OsString,
-    /// The copy's: `.<name>.<uid of the snapshot>`.
-    new: OsString,
-}
-
-impl Drop for Replacement {
-    fn drop(&mut self) {
-        // It is gone when it has replaced the image.
-        let _ = unlinkat(&self.folder, &self.new, AtFlags::empty());
-    }
-}
-
-/// Replaces the images of a VM that is down by their copies. All copies are made and durable before the first is put in place. Blocking.
-pub fn put_back(host: &Host, folder: &Folder, record: &SnapshotRecord) -> Result<(), Failure> {
-    let spec = model(&record.vm_spec.clone().unwrap_or_default())?;
-    let mut replacements = Vec::new();
-    for (number, of) in record.disks.iter().enumerate() {
-        let disk = spec.disks.iter().find(|disk| disk.name.as_str() == of.name);
-        let disk = disk.ok_or_else(|| Failure::internal("the snapshot has a disk that its VM has not"))?;
+/// What a start of the snapshot's own VM puts back; nothing when there are no disks.
+pub fn put_back(host: &Host, folder: &Folder, record: &SnapshotRecord) -> Result<Option<PutBack>, Failure> {
+    let copies = record.disks.iter().enumerate().map(|(number, of)| {
         check_base(host, of)?;
-        let locked = files::open_disk(&format!("disks.{}", of.name), disk, &host.sources(), Locks::Take)?;
-        let failed = |error: io::Error| failed(&format!("put back disk \"{}\"", of.name), &error);
-        let within = match disk.named() {
-            Some(_) => Within::Own,
-            None => Within::Roots(&host.config.roots.disks),
-        };
-        let found = roots::open_folder_of(&locked.fd, within);
-        let (beneath, name) = found.map_err(|refused| failed(refused.into()))?;
-        let mut new = OsString::from(".");
-        new.push(&name);
-        new.push(format!(".{}", super::uid(record)));
-        let replacement = Replacement {
-            locked,
-            folder: beneath,
-            name,
-            new,
-        };
-        copy_beside(&folder.disk(record, number), &replacement).map_err(failed)?;
-        replacements.push(replacement);
-    }
-    for Replacement {
-        folder, name, new, ..
-    } in &replacements
-    {
-        let renamed = renameat(folder, new, folder, name).and_then(|()| fsync(folder));
-        renamed.map_err(|errno| failed("put back a disk", &errno.into()))?;
-    }
-    Ok(())
-}
-
-fn copy_beside(copy: &Path, replacement: &Replacement) -> io::Result<()> {
-    let Replacement { folder, new, .. } = replacement;
-    // What an earlier attempt left when its daemon was killed.
-    match unlinkat(folder, new, AtFlags::empty()) {
-        Err(errno) if errno != Errno::NOENT => return Err(errno.into()),
-        _ => {}
-    }
-    let (from, like) = (File::open(copy)?, fstat(&replacement.locked.fd)?);
-    if FileType::from_raw_mode(like.st_mode) != FileType::RegularFile {
-        return Err(io::Error::other("it is not a regular file any more"));
-    }
-    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let to = File::from(openat(folder, new, flags, Mode::RUSR | Mode::WUSR)?);
-    disk::copy(
-        &from,
-        &to,
-        from.metadata()?.len(),
-        true,
-        &disk::Control::default(),
-    )?;
-    fchown(&to, Some(like.st_uid), Some(like.st_gid))?;
-    fchmod(&to, Mode::from_raw_mode(like.st_mode))?;
-    to.sync_all()
+        Ok((of.name.clone(), folder.disk(record, number)))
+    });
+    let copies = copies.collect::<Result<Vec<_>, Failure>>()?;
+    let snapshot = super::uid(record);
+    Ok((!copies.is_empty()).then_some(PutBack { snapshot, copies }))
 }
 
 /// Refused when the disk below an overlay is not there any more.

@@ -52,16 +52,8 @@ pub async fn restore(
             Err(Failure::new(Kind::Exists, "VM_EXISTS", message))
         }
         Some(true) => {
-            put_back(host, &record, &name).await?;
-            start(
-                host,
-                &record,
-                &name,
-                Machine::OfSnapshot,
-                request.on_demand,
-                context,
-            )
-            .await
+            let on_demand = request.on_demand;
+            start(host, &record, &name, Machine::OfSnapshot, on_demand, context).await
         }
         // An earlier daemon has created the VM for this request.
         Some(false) => start(host, &record, &name, Machine::OfVm, request.on_demand, context).await,
@@ -79,22 +71,6 @@ enum Machine {
     OfVm,
     /// It is the VM's and boots: nothing of the snapshot's memory is in it.
     Booted,
-}
-
-/// Replaces the images of the VM's disks by those of the snapshot.
-async fn put_back(host: &Arc<Host>, record: &SnapshotRecord, name: &str) -> Result<(), Failure> {
-    let entry = host.vms.get(name).ok_or_else(|| Failure::no_vm(name))?;
-    let phase = entry.state.borrow().status.as_ref().map(v1::VmStatus::phase);
-    if !matches!(phase, Some(v1::VmPhase::Stopped | v1::VmPhase::Failed)) {
-        let message = format!("VM \"{name}\" is not stopped: stop it first");
-        return Err(Failure::precondition("VM_NOT_STOPPED", message));
-    }
-    if record.disks.is_empty() {
-        return Ok(());
-    }
-    let (of, folder, record) = (Arc::clone(host), folder(host), record.clone());
-    let replaced = spawn_blocking(move || disks::put_back(&of, &folder, &record)).await;
-    replaced.unwrap_or_else(|error| Err(Failure::internal(error.to_string())))
 }
 
 /// Creates a VM and its disks and starts it. They are deleted when that fails.
@@ -205,6 +181,10 @@ async fn start(
     let opened = spawn_blocking(move || File::open(path)).await;
     let opened = opened.unwrap_or_else(|error| Err(std::io::Error::other(error)));
     let file = opened.map_err(|error| failed("open the snapshot's file", &error))?;
+    let put_back = match machine {
+        Machine::OfSnapshot => disks::put_back(host, &folder(host), record)?,
+        Machine::OfVm | Machine::Booted => None,
+    };
     let restore = Restore {
         file: Arc::new(file.into()),
         on_demand,
@@ -214,6 +194,7 @@ async fn start(
             let (spec, hardware) = (record.vm_spec.clone(), record.vm_hardware.clone());
             (spec.unwrap_or_default(), hardware.unwrap_or_default())
         }),
+        put_back,
     };
     ask(host, name, command::Request::Start, Some(restore), context).await
 }

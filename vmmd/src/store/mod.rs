@@ -46,8 +46,9 @@ pub use operation::OperationRecord;
 pub use record::{
     ConditionRecord, DiskImage, DiskRecord, DiskSource, DiskStage, FileRecord, HandoverRecord, HandoverStage,
     Hardware, ImageRecord, ImageSource, ImageStage, InstanceRecord, Intent, LeaseRecord, NetworkRecord,
-    NicHardware, NodeRecord, OciLayoutSource, OciSource, PortRecord, RegistryCredentials, RestartRecord,
-    SnapshotDisk, SnapshotRecord, SnapshotStage, StopRecord, VmRecord, disk_source, image_source,
+    NicHardware, NodeRecord, OciLayoutSource, OciSource, PortRecord, RegistryCredentials, ReplacedImage,
+    ReplacingRecord, RestartRecord, SnapshotDisk, SnapshotRecord, SnapshotStage, StopRecord, VmRecord,
+    disk_source, image_source,
 };
 pub use seal::Key;
 

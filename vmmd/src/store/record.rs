@@ -48,12 +48,42 @@ pub struct VmRecord {
     pub files: BTreeMap<String, FileRecord>,
     /// Its migration to another node, or from one; not there when there was none.
     pub handover: Option<HandoverRecord>,
+    /// A restore replaces its images; not there when none does.
+    pub replacing: Option<ReplacingRecord>,
     /// Requests that have been begun on this VM and may not have been answered yet.
     pub begun: Vec<RequestMark>,
     /// Run of the daemon that made it; 0 when not known.
     pub made_run: u64,
     /// Revision in that run which is not later than its creation.
     pub made_revision: u64,
+}
+
+/// Images of a VM that are replaced by copies of a snapshot's disks, which are beside them.
+#[derive(Clone, PartialEq, Eq, prost::Message)]
+pub struct ReplacingRecord {
+    /// Which.
+    #[prost(message, repeated, tag = "1")]
+    pub images: Vec<ReplacedImage>,
+    /// The machine has run with the copies: they get the images' names. Until then the VM has the images.
+    #[prost(bool, tag = "2")]
+    pub committed: bool,
+}
+
+/// An image that is replaced.
+#[derive(Clone, PartialEq, Eq, prost::Message)]
+pub struct ReplacedImage {
+    /// Path of its folder, without symbolic links.
+    #[prost(bytes = "vec", tag = "1")]
+    pub folder: Vec<u8>,
+    /// Its name there.
+    #[prost(bytes = "vec", tag = "2")]
+    pub name: Vec<u8>,
+    /// The copy's.
+    #[prost(bytes = "vec", tag = "3")]
+    pub new: Vec<u8>,
+    /// It is a file of the daemon's own folder.
+    #[prost(bool, tag = "4")]
+    pub own: bool,
 }
 
 /// The state of a migration: [`proto::handover`] says what each means.

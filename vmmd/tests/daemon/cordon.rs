@@ -24,7 +24,7 @@ async fn label(
     Ok(answer.into_inner().node.unwrap().metadata.unwrap().labels)
 }
 
-async fn cordon(daemon: &Daemon, reason: &str) -> v1::Node {
+pub async fn cordon(daemon: &Daemon, reason: &str) -> v1::Node {
     let request = v1::CordonNodeRequest {
         reason: reason.into(),
         ..Default::default()

@@ -423,7 +423,7 @@ impl Drop for Daemon {
 }
 
 /// Kills a process and waits for its end.
-fn end(pid: Pid) {
+pub fn end(pid: Pid) {
     let pidfd = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty());
     let _ = kill_process(pid, Signal::KILL);
     if let Ok(pidfd) = pidfd {

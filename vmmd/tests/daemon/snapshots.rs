@@ -2,6 +2,7 @@
 
 use std::{
     fs,
+    path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
@@ -11,7 +12,8 @@ use tonic::{Code, Status, transport::Channel};
 
 use crate::{
     console::Client,
-    harness::{Daemon, PATIENCE, connect, refusal, status},
+    cordon::cordon,
+    harness::{Daemon, PATIENCE, connect, end, refusal, status},
 };
 
 impl Daemon {
@@ -62,21 +64,48 @@ impl Daemon {
         Ok(answer.into_inner().vm.unwrap())
     }
 
+    /// What restores have put beside images, and not in their place.
+    fn copies(&self) -> Vec<String> {
+        let names = fs::read_dir(self.folder.path()).unwrap();
+        let names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        names.filter(|name| name.starts_with('.')).collect()
+    }
+
+    /// Begins to restore the VM "web" with the request id "again", and waits until it has come to where it is held.
+    async fn restore_until(&self, held: &str) -> JoinHandle<Result<v1::Vm, Status>> {
+        let held = self.hold(held);
+        let mut client = self.snapshots().await;
+        let waiting = tokio::spawn(async move {
+            let answer = client.restore_vm(with_id()).await?;
+            Ok(answer.into_inner().vm.unwrap())
+        });
+        reached(&held).await;
+        waiting
+    }
+
+    /// Has the daemon wait where it comes to this fault, as long as there is the file.
+    fn hold(&self, fault: &str) -> PathBuf {
+        fs::create_dir_all(self.path("run/fault")).unwrap();
+        let held = self.path("run/fault").join(fault);
+        fs::write(&held, "").unwrap();
+        held
+    }
+
     /// Files of raw disks of the DiskService.
-    fn raw_disks(&self) -> Vec<std::path::PathBuf> {
+    fn raw_disks(&self) -> Vec<PathBuf> {
         let files = fs::read_dir(self.path("state/disks")).unwrap();
         let paths = files.map(|entry| entry.unwrap().path());
         paths.filter(|path| path.extension().unwrap() == "raw").collect()
     }
 
     /// The one copy of a disk that is in a snapshot.
-    fn snapshot_disk(&self) -> std::path::PathBuf {
+    fn snapshot_disk(&self) -> PathBuf {
         let mut files = self.snapshot_files().into_iter();
         files.find(|path| path.extension().unwrap() == "disk").unwrap()
     }
 
     /// Files of snapshots.
-    fn snapshot_files(&self) -> Vec<std::path::PathBuf> {
+    fn snapshot_files(&self) -> Vec<PathBuf> {
         let Ok(folder) = fs::read_dir(self.path("state/snapshots")) else {
             return Vec::new();
         };
@@ -95,6 +124,26 @@ fn create_request(name: &str, vm: &str, paused: bool) -> v1::CreateSnapshotReque
             status: None,
         }),
         paused,
+        ..Default::default()
+    }
+}
+
+async fn reached(held: &Path) {
+    let began = Instant::now();
+    while !held.with_extension("reached").exists() {
+        assert!(
+            began.elapsed() < PATIENCE,
+            "it does not come to {}",
+            held.display()
+        );
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+fn with_id() -> v1::RestoreVmRequest {
+    v1::RestoreVmRequest {
+        snapshot: "one".into(),
+        request_id: "again".into(),
         ..Default::default()
     }
 }
@@ -239,12 +288,12 @@ async fn what_can_not_be_saved_is_refused_and_nothing_is_left() {
 }
 
 /// A VM with a raw disk by path, which is in the daemon's folder.
-async fn with_disk(daemon: &Daemon) -> std::path::PathBuf {
+async fn with_disk(daemon: &Daemon) -> PathBuf {
     with_disk_and(daemon, "").await
 }
 
 /// The same with these options of the mock.
-async fn with_disk_and(daemon: &Daemon, options: &str) -> std::path::PathBuf {
+async fn with_disk_and(daemon: &Daemon, options: &str) -> PathBuf {
     let image = daemon.path("disk.raw");
     fs::write(&image, [0; 4096]).unwrap();
     let mut vm = daemon.manifest("web", options);
@@ -261,7 +310,7 @@ async fn with_disk_and(daemon: &Daemon, options: &str) -> std::path::PathBuf {
     image
 }
 
-fn content(path: &std::path::Path) -> String {
+fn content(path: &Path) -> String {
     let bytes = fs::read(path).unwrap();
     assert_eq!(bytes.len(), 4096);
     let end = bytes.iter().position(|byte| *byte == 0).unwrap();
@@ -303,12 +352,7 @@ async fn a_snapshot_has_the_disks_of_its_moment_and_gives_them_back() {
     let vm = daemon.restore("one", "", false).await.unwrap();
     assert_eq!(status(&vm).phase(), VmPhase::Running);
     assert_eq!(content(&image), "until the snapshot");
-    let left: Vec<_> = fs::read_dir(daemon.folder.path())
-        .unwrap()
-        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-        .filter(|name| name.starts_with('.'))
-        .collect();
-    assert!(left.is_empty(), "{left:?}");
+    assert!(daemon.copies().is_empty());
 
     // Another VM gets a disk of its own.
     let copy = daemon.restore("one", "copy", false).await.unwrap();
@@ -357,6 +401,86 @@ async fn a_second_snapshot_of_a_vm_is_refused_and_the_first_has_the_disks_of_its
     first.await.unwrap().unwrap();
     assert_eq!(content(&daemon.snapshot_disk()), "until the snapshot");
     daemon.snapshot("two", "web", true).await.unwrap();
+}
+
+/// A daemon with a VM that is stopped, whose guest has written to its disk since it was taken the snapshot "one" of.
+async fn stopped_behind_its_snapshot() -> (Daemon, PathBuf) {
+    let daemon = Daemon::start().await;
+    let image = with_disk(&daemon).await;
+    daemon.snapshot("one", "web", true).await.unwrap();
+    daemon.kill_vm("web").await.unwrap();
+    assert_eq!(content(&image), "behind the snapshot");
+    (daemon, image)
+}
+
+#[tokio::test]
+async fn a_restore_that_is_refused_or_fails_leaves_the_disks_as_they_are() {
+    let (daemon, image) = stopped_behind_its_snapshot().await;
+    cordon(&daemon, "maintenance").await;
+    let refused = daemon.restore("one", "", false).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::FailedPrecondition, "NODE_CORDONED".into())
+    );
+    assert_eq!(content(&image), "behind the snapshot");
+    let uncordon = v1::UncordonNodeRequest::default();
+    daemon.nodes().await.uncordon_node(uncordon).await.unwrap();
+
+    let files = daemon.snapshot_files();
+    let memory = files.iter().find(|path| path.extension().unwrap() == "snapshot");
+    let intact = fs::read(memory.unwrap()).unwrap();
+    fs::write(memory.unwrap(), "something else").unwrap();
+    let failed = daemon.restore("one", "", false).await.unwrap_err();
+    assert!(failed.message().contains("the snapshot is damaged"), "{failed}");
+    assert_eq!(content(&image), "behind the snapshot");
+    assert!(daemon.copies().is_empty(), "{:?}", daemon.copies());
+    let vm = daemon.get("web").await.unwrap();
+    assert_eq!(status(&vm).phase(), VmPhase::Failed);
+
+    fs::write(memory.unwrap(), intact).unwrap();
+    daemon.restore("one", "", false).await.unwrap();
+    assert_eq!(content(&image), "until the snapshot");
+    assert!(daemon.copies().is_empty(), "{:?}", daemon.copies());
+}
+
+#[tokio::test]
+async fn a_restored_vm_that_runs_when_the_daemon_is_killed_keeps_the_disks_of_the_snapshot_and_answers_the_retry()
+ {
+    for held in ["put-back", "put-back-committed"] {
+        let (mut daemon, image) = stopped_behind_its_snapshot().await;
+        let waiting = daemon.restore_until(held).await;
+        assert_eq!(content(&image), "behind the snapshot");
+        daemon.kill();
+        assert!(waiting.await.unwrap().is_err());
+        daemon.relaunch().await;
+        assert_eq!(content(&image), "until the snapshot", "{held}");
+        assert!(daemon.copies().is_empty(), "{held}: {:?}", daemon.copies());
+        let again = daemon.snapshots().await.restore_vm(with_id()).await.unwrap();
+        let vm = again.into_inner().vm.unwrap();
+        assert_eq!(status(&vm).phase(), VmPhase::Running, "{held}");
+    }
+}
+
+#[tokio::test]
+async fn a_restore_that_ends_with_the_daemon_and_the_vmm_is_undone_unless_it_was_committed() {
+    for (held, has) in [
+        ("put-back", "behind the snapshot"),
+        ("put-back-committed", "until the snapshot"),
+    ] {
+        let (mut daemon, image) = stopped_behind_its_snapshot().await;
+        let waiting = daemon.restore_until(held).await;
+        daemon.kill();
+        assert!(waiting.await.unwrap().is_err());
+        for pid in daemon.vmm_processes() {
+            end(pid);
+        }
+        fs::remove_file(daemon.path("run/fault").join(held)).unwrap();
+        daemon.relaunch().await;
+        assert_eq!(content(&image), has, "{held}");
+        assert!(daemon.copies().is_empty(), "{held}: {:?}", daemon.copies());
+        daemon.snapshots().await.restore_vm(with_id()).await.unwrap();
+        assert_eq!(content(&image), "until the snapshot", "{held}");
+    }
 }
 
 #[tokio::test]

@@ -1,6 +1,6 @@
 //! What the actor is asked, and how it answers.
 
-use std::{os::fd::OwnedFd, sync::Arc, time::Duration};
+use std::{os::fd::OwnedFd, path::PathBuf, sync::Arc, time::Duration};
 
 use proto::{
     handover::{Message, Resolution, SourceEvent},
@@ -105,6 +105,17 @@ pub struct Restore {
     pub bytes: u64,
     /// The spec of the machine and the addresses of its devices, where they are not those of the VM.
     pub machine: Option<(v1::VmSpec, Hardware)>,
+    /// Disks that are replaced by copies when the machine runs.
+    pub put_back: Option<PutBack>,
+}
+
+/// The disks of a snapshot that a VM gets back.
+#[derive(Clone, Debug)]
+pub struct PutBack {
+    /// UUID of the snapshot.
+    pub snapshot: Uuid,
+    /// By their names in the VM: the files in the snapshot.
+    pub copies: Vec<(String, PathBuf)>,
 }
 
 /// What a request changes of a VM.

@@ -6,8 +6,8 @@ use proto::v1;
 
 use super::{Mirror, Timestamp, VmSpec, as_it_is, stored};
 use crate::store::{
-    FileRecord, HandoverRecord, Hardware, InstanceRecord, RequestMark, RestartRecord, SnapshotDisk,
-    SnapshotRecord, StopRecord, VmRecord,
+    FileRecord, HandoverRecord, Hardware, InstanceRecord, ReplacingRecord, RequestMark, RestartRecord,
+    SnapshotDisk, SnapshotRecord, StopRecord, VmRecord,
 };
 
 // The store's own in both places.
@@ -15,6 +15,7 @@ as_it_is!(
     FileRecord,
     HandoverRecord,
     Hardware,
+    ReplacingRecord,
     RequestMark,
     RestartRecord,
     SnapshotDisk,
@@ -60,6 +61,8 @@ stored! {
         files: BTreeMap<String, FileRecord>,
         #[prost(message, optional, tag = "35")]
         handover: Option<HandoverRecord>,
+        #[prost(message, optional, tag = "36")]
+        replacing: Option<ReplacingRecord>,
         #[prost(message, repeated, tag = "20")]
         begun: Vec<RequestMark>,
         #[prost(uint64, tag = "21")]

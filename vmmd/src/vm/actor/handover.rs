@@ -92,6 +92,7 @@ impl Actor {
                     stream: true,
                     bytes: 0,
                     machine: None,
+                    put_back: None,
                 };
                 self.begin_receive(migration, restore, &context, started).await
             }

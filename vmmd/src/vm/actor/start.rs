@@ -129,8 +129,15 @@ impl Actor {
         };
         self.view.lingering = None;
         match (result, stop) {
-            (Ok(Started { instance, files }), None) => {
-                self.record.files = files;
+            (
+                Ok(Started {
+                    instance,
+                    files,
+                    replacing,
+                }),
+                None,
+            ) => {
+                (self.record.files, self.record.replacing) = (files, replacing);
                 self.instance = Some(instance);
                 self.host.ledger.expect(&self.record.name, None);
                 self.disks.clear();
@@ -159,8 +166,15 @@ impl Actor {
             }
             (Err(failure), None) => self.start_failed(failure, operation).await,
             // It was booted before it heard that it should not.
-            (Ok(Started { instance, files }), Some(mut stop)) => {
-                self.record.files = files;
+            (
+                Ok(Started {
+                    instance,
+                    files,
+                    replacing,
+                }),
+                Some(mut stop),
+            ) => {
+                (self.record.files, self.record.replacing) = (files, replacing);
                 self.instance = Some(instance);
                 operation.give_way(&self.cancelled());
                 self.step_stop(&mut stop, stop::Input::CameUp);

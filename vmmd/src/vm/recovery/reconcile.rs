@@ -35,7 +35,7 @@ use crate::{
             policy::Occasion,
         },
         machine::change,
-        start::clean_up,
+        start::{clean_up, put_back},
     },
 };
 
@@ -121,6 +121,7 @@ pub async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
     change::hold_disks(&host, &record);
     let Some(run) = record.instance.clone() else {
         tidy(&host, uid).await;
+        take_up_images(&host, &mut record, false).await;
         let view = stopped_view(&record);
         let occasion = Some((found_down(&host, &record), 0));
         return Actor::spawn(&host, uid, record, spec, view, None, occasion);
@@ -134,6 +135,7 @@ pub async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
             let state = status.as_ref().map(Status::state);
             if state == Some(State::Empty) {
                 abandon(&host, uid, &mut record, *instance).await;
+                take_up_images(&host, &mut record, false).await;
                 repaired(
                     &host,
                     Object::Vm(record.name.clone(), uid),
@@ -148,6 +150,9 @@ pub async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
                 pid = instance.process.pid(),
                 "attached to a running vmm"
             );
+            if state.is_some() {
+                take_up_images(&host, &mut record, true).await;
+            }
             let machine = of_run.as_ref().unwrap_or(&spec);
             let run = Run {
                 uid,
@@ -171,6 +176,7 @@ pub async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
         Ok(Found::Ended) => {
             let spec = give_up_attaching(&host, &mut record, spec);
             let reason = close(&host, uid, &mut record, &run).await;
+            take_up_images(&host, &mut record, false).await;
             let view = stopped_view(&record);
             let occasion = if run.boot_id == host.boot_id {
                 Occasion::Ended(reason)
@@ -187,6 +193,21 @@ pub async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
             let why = Why::Unreachable(text::words(&error));
             unusable::spawn(&host, uid, record, why, None);
         }
+    }
+}
+
+/// Ends what the last daemon has left of a restore; `runs`: the machine runs with the copies of the snapshot's disks. What can't be done now is left
+/// to the next start.
+async fn take_up_images(host: &Arc<Host>, record: &mut VmRecord, runs: bool) {
+    if record.replacing.is_none() {
+        return;
+    }
+    if let Err(failure) = put_back::take_up(host, record, runs).await {
+        tracing::error!(vm = record.name, %failure, "end the restore of a VM");
+        return;
+    }
+    if let Err(error) = host.store.put(record).await {
+        tracing::error!(vm = record.name, %error, "the VM's record could not be written");
     }
 }
 

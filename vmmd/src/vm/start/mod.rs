@@ -5,6 +5,7 @@ mod failures;
 mod fork;
 mod kernel;
 mod prepare;
+pub(in crate::vm) mod put_back;
 mod seed;
 mod vendor;
 
@@ -55,7 +56,7 @@ use crate::{
     process::Process,
     registry::vms::command::Restore,
     share::{self, Keepers, Run, Serving},
-    store::VmRecord,
+    store::{ReplacingRecord, VmRecord},
 };
 
 /// How long a `vmm` may take from its fork to a booted machine. Loading a kernel from a slow disk is the longest part.
@@ -97,47 +98,73 @@ pub struct Started {
     pub instance: Instance,
     /// The files that it was started with.
     pub files: Known,
+    /// What of a restore could not be done, and is done by the next start.
+    pub replacing: Option<ReplacingRecord>,
 }
 
 /// Steps of a start, as its operation counts them: checks, the process, the machine.
 pub const STEPS: u64 = 3;
 
 /// Starts it. `cancel` ends the attempt at any time.
-pub async fn start(host: Arc<Host>, plan: Plan, cancel: CancellationToken) -> Result<Started, Failure> {
+pub async fn start(host: Arc<Host>, mut plan: Plan, cancel: CancellationToken) -> Result<Started, Failure> {
     let began = Instant::now();
-    let blocking_host = Arc::clone(&host);
     let name = plan.record.name.clone();
     let offline = Arc::clone(&plan.offline);
     let _files_are_whole = tokio::select! {
         whole = offline.lock() => whole,
         () = cancel.cancelled() => return Err(cancelled(&name)),
     };
+    put_back::take_up(&host, &mut plan.record, false).await?;
+    let mut replacing = None;
+    let result = bring_up(&host, plan, &cancel, began, &mut replacing).await;
+    if result.is_err()
+        && let Some(replacing) = replacing
+    {
+        put_back::remove(&host, &name, replacing).await;
+    }
+    result
+}
+
+/// Starts it; `replacing` are copies that are made for it meanwhile.
+async fn bring_up(
+    host: &Arc<Host>,
+    plan: Plan,
+    cancel: &CancellationToken,
+    began: Instant,
+    replacing: &mut Option<ReplacingRecord>,
+) -> Result<Started, Failure> {
+    let blocking_host = Arc::clone(host);
+    let name = plan.record.name.clone();
     let paths = files::named(&plan.spec, &host.sources());
     let checking = host.pools.starts.run(&paths, move || {
         let checked = check(&blocking_host, &plan)?;
         Ok::<_, Failure>((plan, checked))
     });
     // Nothing is there yet that would have to be removed.
-    let (plan, mut checked) = tokio::select! {
+    let (mut plan, checked) = tokio::select! {
         checked = checking => checked??,
         () = cancel.cancelled() => return Err(cancelled(&name)),
     };
+    let prepared = put_back::prepare(host, &mut plan, checked, cancel).await;
+    replacing.clone_from(&plan.record.replacing);
+    let mut checked = prepared?;
     tokio::select! {
-        found = kernel::find(&host, &name, &plan.spec, &mut checked.files) => found?,
+        found = kernel::find(host, &name, &plan.spec, &mut checked.files) => found?,
         () = cancel.cancelled() => return Err(cancelled(&name)),
     }
     plan.report
         .progress(Progress::steps(1, STEPS), "making the vmm process");
     let uid = plan.uid;
-    let blocking_host = Arc::clone(&host);
+    let blocking_host = Arc::clone(host);
     let (name, limits) = (plan.record.name.clone(), checked.limits.clone());
     let (has_screen, has_console) = (plan.spec.display.is_some(), plan.spec.virtio_console);
     let made = blocking(move || make(&blocking_host, uid, &name, (has_screen, has_console), &limits)).await;
     let result = match made {
-        Ok(made) => run(&host, plan, checked, made, &cancel, began).await,
+        Ok(made) => run(host, plan, checked, made, cancel, began).await,
         Err(failure) => Err(failure),
     };
     if result.is_err() {
+        let host = Arc::clone(host);
         let cleaned = spawn_blocking(move || clean_up(&host, uid)).await;
         if let Err(error) = cleaned.unwrap_or_else(|error| Err(io::Error::other(error))) {
             tracing::warn!(%uid, %error, "clean up after a failed start");
@@ -233,6 +260,7 @@ async fn run(
         known: _,
         executable,
         limits: _,
+        replaced: _replaced,
     } = checked;
     let Made {
         random,
@@ -325,8 +353,15 @@ async fn run(
         () = cancel.cancelled() => Err(cancelled(&name)),
         signal = process.ended() => Err(died(&runtime, signal)),
     };
-    match booted {
+    let booted = match booted {
         Ok(hello) => {
+            let committed = put_back::commit(host, &mut record, cancel).await;
+            committed.map(|replacing| (hello, replacing))
+        }
+        Err(failure) => Err(failure),
+    };
+    match booted {
+        Ok((hello, replacing)) => {
             // What of a start is the daemon's and what the vmm's; benchmarks read it.
             let (daemon_us, vmm_us) = ((forked - began).as_micros(), forked.elapsed().as_micros());
             tracing::info!(vm = name, daemon_us, vmm_us, "started");
@@ -343,6 +378,7 @@ async fn run(
                     ..instance((process, group), client, notices, claim, ids, hello)
                 },
                 files: record.files,
+                replacing,
             })
         }
         Err(failure) => {

@@ -34,6 +34,8 @@ pub(super) struct Checked {
     pub(super) known: Known,
     pub(super) executable: File,
     pub(super) limits: Limits,
+    /// Images that the machine does not get: they stay locked until it runs with others.
+    pub(super) replaced: Vec<OwnedFd>,
 }
 
 /// What is made for it before the fork.
@@ -100,6 +102,7 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
         known,
         executable,
         limits,
+        replaced: Vec::new(),
     })
 }
 
