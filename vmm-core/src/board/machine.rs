@@ -123,6 +123,16 @@ impl Machine {
         self.shares.wait_for_leaving(deadline)
     }
 
+    /// Notes a save that has begun. When it has not, kernels may serve NICs again.
+    fn save_with(&mut self, begun: Result<Saving, Failure>) -> Result<(), Failure> {
+        if begun.is_err() {
+            // Waits for nothing.
+            let _free = self.nics.keep_queues(false);
+        }
+        self.saving = Some(begun?);
+        Ok(())
+    }
+
     /// The vCPUs run all the time again.
     fn unthrottle(&mut self) -> Result<(), Failure> {
         if self.throttle.take().is_some_and(|it| it.stands()) {
@@ -382,8 +392,8 @@ impl lifecycle::Machine for Machine {
         self.nics.keep_queues(runs)?;
         let notifier = self.notifier.clone();
         let tell = move |event| notifier.notify(Notice::Snapshot(event));
-        self.saving = Some(Saving::begin(&self.vm, self.ram.memory(), file, runs, tell)?);
-        Ok(())
+        let begun = Saving::begin(&self.vm, self.ram.memory(), file, runs, tell);
+        self.save_with(begun)
     }
 
     fn begin_migration(&mut self, socket: File, purpose: Purpose, disks: &[String]) -> Result<(), Failure> {
@@ -393,14 +403,8 @@ impl lifecycle::Machine for Machine {
         let notifier = self.notifier.clone();
         let tell = move |event| notifier.notify(Notice::Snapshot(event));
         let sink = Box::new(Sender::new(socket, self.ram.memory(), disks));
-        self.saving = Some(Saving::into_sink(
-            &self.vm,
-            self.ram.memory(),
-            sink,
-            (purpose, true),
-            tell,
-        )?);
-        Ok(())
+        let begun = Saving::into_sink(&self.vm, self.ram.memory(), sink, (purpose, true), tell);
+        self.save_with(begun)
     }
 
     fn throttle(&mut self, percent: u8) -> Result<(), Failure> {
@@ -443,7 +447,9 @@ impl lifecycle::Machine for Machine {
     }
 
     fn give_up_snapshot(&mut self) {
-        self.saving = None;
+        if let Some(saving) = &mut self.saving {
+            saving.give_up();
+        }
         // One whose vCPUs are gone ends for that reason.
         let _gone = self.unthrottle();
         // Waits for nothing.

@@ -62,7 +62,7 @@ impl Plug for Nic {
 pub(super) struct Nics {
     plugs: Plugs<Nic>,
     /// Memory is logged: no kernel serves queues.
-    kept: bool,
+    pub kept: bool,
 }
 
 impl Deref for Nics {
@@ -116,15 +116,17 @@ impl Nics {
     /// again.
     pub fn keep_queues(&mut self, keep: bool) -> Result<(), Failure> {
         self.kept = keep;
-        for nic in self.plugs.iter() {
-            if !nic.control.keep_queues(keep, TAKE_BACK) {
-                return Err(Failure {
-                    kind: ErrorKind::Internal,
-                    message: format!("NIC {}: its queues can't be taken back from the kernel", nic.name),
-                });
-            }
+        let serves = |nic: &&Nic| !nic.control.keep_queues(keep, TAKE_BACK);
+        let serving = self.plugs.iter().find(serves).map(|nic| nic.name.clone());
+        let Some(name) = serving else { return Ok(()) };
+        if keep {
+            // Nothing is logged then, and this waits for nothing.
+            let _free = self.keep_queues(false);
         }
-        Ok(())
+        Err(Failure {
+            kind: ErrorKind::Internal,
+            message: format!("NIC {name}: its queues can't be taken back from the kernel"),
+        })
     }
 
     /// See [`Machine::update_nic`](crate::lifecycle::Machine::update_nic).

@@ -203,7 +203,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             | Request::DetachShare { .. }
             | Request::SetShareBackend { .. }
             | Request::SetBalloon(_)
-            | Request::Release
+            | Request::Release { .. }
             | Request::UnlockDisks
             | Request::SendBreak
             | Request::ResizeConsole { .. }
@@ -234,7 +234,8 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                     paused,
                     description,
                     keep_paused,
-                } => match self.begin_snapshot(token, file, (paused, keep_paused), description) {
+                    number,
+                } => match self.begin_snapshot((token, number), file, (paused, keep_paused), description) {
                     Ok(()) => return Next::GoOn,
                     Err(failure) => Err(failure),
                 },
@@ -253,10 +254,13 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                 Request::Reset => return self.reset(ResetCause::Request(token)),
                 Request::Pause => self.pause(),
                 Request::Resume => self.resume(),
-                Request::Release => match self.release() {
-                    Ok(result) => result,
-                    Err(failure) => return Self::lost(&failure),
-                },
+                Request::Release { give_up } => {
+                    let released = if give_up { self.give_up() } else { self.release() };
+                    match released {
+                        Ok(result) => result,
+                        Err(failure) => return Self::lost(&failure),
+                    }
+                }
                 Request::UnlockDisks => self.unlock_disks(),
                 Request::PowerButton => self.machine().map(Machine::press_power_button),
                 Request::AttachDisk { disk, fds } => {

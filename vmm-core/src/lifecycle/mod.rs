@@ -67,9 +67,14 @@ pub enum Request {
         description: Vec<u8>,
         /// The machine stays paused, from the moment when its state is taken, until [`Release`](Request::Release).
         keep_paused: bool,
+        /// Is said again when the disks are quiet.
+        number: u64,
     },
     /// Ends the pause of a snapshot with `keep_paused`.
-    Release,
+    Release {
+        /// Ends the snapshot as well, however far it is.
+        give_up: bool,
+    },
     /// Gives up the locks of its disks until it is resumed.
     UnlockDisks,
     /// Sends it to another `vmm`; it stays paused then.

@@ -78,8 +78,8 @@ impl<A: Audience> Publisher<A> {
     }
 
     /// The machine is paused, and the files of its disks can be copied.
-    pub fn disks_quiet(&self) {
-        self.send(Kind::DisksQuiet(DisksQuiet {}));
+    pub fn disks_quiet(&self, number: u64) {
+        self.send(Kind::DisksQuiet(DisksQuiet { number }));
     }
 
     /// A round of a migration has ended.

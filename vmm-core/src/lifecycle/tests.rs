@@ -292,7 +292,8 @@ impl Machine for TestMachine {
             });
         }
         let release = || {
-            let release = Input::Request(token(8), Request::Release);
+            let give_up = description.contains("given up");
+            let release = Input::Request(token(8), Request::Release { give_up });
             self.inputs.send(release).unwrap();
         };
         if description.contains("copied first") {

@@ -307,6 +307,12 @@ impl Saving {
         copied.collect()
     }
 
+    /// Has the thread end soon: the file is never completed. It is [ended](Self::end) as usual.
+    pub fn give_up(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        self.rest = None;
+    }
+
     /// What came of it, after [`Event::Ended`].
     pub fn end(mut self) -> Result<Report, Failure> {
         self.stop_logs();

@@ -432,7 +432,7 @@ impl Client {
             file_fd: 0,
             paused,
             description: b"web".to_vec(),
-            keep_paused: false,
+            ..Save::default()
         };
         self.send(Op::Save(save), &[file.as_fd()]);
         self.answer()

@@ -184,7 +184,18 @@ impl Client {
 
     /// Lets a VM continue that a snapshot keeps paused. It is no failure when none does.
     pub async fn release(self) {
-        if let Err(error) = self.request(Op::Release(vmm::Release {}), &[]).await {
+        self.release_with(false).await;
+    }
+
+    /// Gives the snapshot up that is being taken, however far it is. It is no failure when none is. A `vmm` of before minor version 10 does what
+    /// [`release`](Self::release) does.
+    pub async fn give_up_snapshot(self) {
+        self.release_with(true).await;
+    }
+
+    async fn release_with(self, give_up: bool) {
+        let op = Op::Release(vmm::Release { give_up });
+        if let Err(error) = self.request(op, &[]).await {
             tracing::debug!(
                 error = crate::text::chain(&error),
                 "release a VM after a snapshot"
@@ -223,11 +234,13 @@ impl Client {
         }
     }
 
-    /// Has the machine write a snapshot into `file`; takes as long as that takes. With `keep_paused` it does not end before a release.
+    /// Has the machine write a snapshot into `file`; takes as long as that takes. With `keep_paused` it does not end before a release, and the notice that
+    /// the disks are quiet has `number`.
     pub async fn save(
         &self,
         file: OwnedFd,
         (paused, keep_paused): (bool, bool),
+        number: u64,
         description: Vec<u8>,
     ) -> Result<SaveReply, Error> {
         let save = Save {
@@ -235,6 +248,7 @@ impl Client {
             paused,
             description,
             keep_paused,
+            number,
         };
         match self.call(Op::Save(save), &[file.as_fd()]).await? {
             Outcome::Saved(reply) => Ok(reply),

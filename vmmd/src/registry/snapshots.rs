@@ -18,7 +18,14 @@ use crate::{
 pub struct Snapshots {
     inner: Mutex<BTreeMap<String, SnapshotRecord>>,
     /// By the VM's UUID: who waits until its disks are quiet.
-    waiting: Mutex<HashMap<Vec<u8>, oneshot::Sender<()>>>,
+    waiting: Mutex<HashMap<Vec<u8>, Waiting>>,
+}
+
+#[derive(Debug)]
+struct Waiting {
+    /// Of the request to the `vmm`.
+    number: u64,
+    quiet: oneshot::Sender<()>,
 }
 
 impl Snapshots {
@@ -76,16 +83,29 @@ impl Snapshots {
     }
 
     /// Hears it when the disks of a VM are quiet. For the one snapshot of that VM that is being taken.
-    pub fn until_quiet(&self, vm: &[u8]) -> oneshot::Receiver<()> {
+    pub fn until_quiet(&self, vm: &[u8], number: u64) -> oneshot::Receiver<()> {
         let (sender, quiet) = oneshot::channel();
-        self.waiting().insert(vm.to_vec(), sender);
+        let waiting = Waiting {
+            number,
+            quiet: sender,
+        };
+        self.waiting().insert(vm.to_vec(), waiting);
         quiet
     }
 
-    /// The disks of a VM are quiet: its `vmm` says so. False when nobody waits for that, as after a cancel.
-    pub fn disks_quiet(&self, vm: &[u8]) -> bool {
-        let waiting = self.waiting().remove(vm);
-        waiting.is_some_and(|waiting| waiting.send(()).is_ok())
+    /// The disks of a VM are quiet: its `vmm` says so, for the snapshot of that number; 0 stands for any. False when nobody waits, as after a cancel.
+    /// When somebody waits for another one, the notice is one of a snapshot that was given up, and means nothing.
+    pub fn disks_quiet(&self, vm: &[u8], number: u64) -> bool {
+        let mut all = self.waiting();
+        let Some(waiting) = all.get(vm).filter(|it| !it.quiet.is_closed()) else {
+            all.remove(vm);
+            return false;
+        };
+        if number != 0 && number != waiting.number {
+            return true;
+        }
+        let waiting = all.remove(vm);
+        waiting.is_some_and(|waiting| waiting.quiet.send(()).is_ok())
     }
 
     /// Name of a snapshot that has an overlay of this disk of the DiskService.
@@ -106,7 +126,7 @@ impl Snapshots {
         needing.next().map(|record| record.name.clone())
     }
 
-    fn waiting(&self) -> MutexGuard<'_, HashMap<Vec<u8>, oneshot::Sender<()>>> {
+    fn waiting(&self) -> MutexGuard<'_, HashMap<Vec<u8>, Waiting>> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -127,4 +147,27 @@ fn under_way(vm: &str, name: &str) -> Failure {
 fn not_found(name: &str) -> Failure {
     let message = format!("there is no snapshot \"{}\" on this node", text::brief(name));
     Failure::new(Kind::NotFound, "SNAPSHOT_NOT_FOUND", message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_notice_of_another_snapshot_is_not_taken_for_the_one_that_is_waited_for() {
+        let snapshots = Snapshots::default();
+        let mut quiet = snapshots.until_quiet(b"web", 2);
+        assert!(snapshots.disks_quiet(b"web", 1));
+        assert!(!snapshots.disks_quiet(b"other", 2));
+        assert!(quiet.try_recv().is_err());
+        assert!(snapshots.disks_quiet(b"web", 2));
+        assert_eq!(quiet.try_recv(), Ok(()));
+        // A `vmm` of before minor version 10 has no numbers.
+        let mut quiet = snapshots.until_quiet(b"web", 3);
+        assert!(snapshots.disks_quiet(b"web", 0));
+        assert_eq!(quiet.try_recv(), Ok(()));
+        // One that was cancelled does not hear it.
+        drop(snapshots.until_quiet(b"web", 4));
+        assert!(!snapshots.disks_quiet(b"web", 4));
+    }
 }

@@ -1,13 +1,13 @@
 //! Takes a snapshot.
 
-use std::{fs::File, pin::pin, sync::Arc};
+use std::{fs::File, pin::pin, sync::Arc, time::Duration};
 
 use proto::{
     model::{Violations, metadata},
     v1,
     vmm::SaveReply,
 };
-use tokio::{sync::oneshot, task::spawn_blocking};
+use tokio::{sync::oneshot, task::spawn_blocking, time::timeout};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
@@ -26,6 +26,10 @@ use crate::{
     vm::refused,
 };
 
+/// How long a `vmm` may take to give a snapshot up.
+const GIVING_UP: Duration = Duration::from_secs(10);
+/// What is so when it does not.
+const GOES_ON: &str = "nothing is kept of it, but the VM's vmm process still writes it, and may keep the VM paused until all is written";
 /// Steps, as the operation counts them: the `vmm` writes the file, and the record is written.
 const STEPS: u64 = 2;
 
@@ -54,12 +58,8 @@ pub async fn create(
         .operations
         .begin(Type::SnapshotCreate, &object, context, None);
     operation.progress(Progress::steps(0, STEPS), "writing the snapshot");
-    let work = make(host, &record, images, &client, request.paused);
-    let made = tokio::select! {
-        made = work => made,
-        () = cancel.cancelled() => Err(cancelled()),
-        () = operation.token().cancelled() => Err(cancelled()),
-    };
+    let cancel = Cancel(cancel, operation.token().clone());
+    let made = make(host, &record, images, &client, request.paused, &cancel).await;
     let noted = match made {
         Ok(reply) => {
             record.stage = SnapshotStage::Ready.into();
@@ -86,8 +86,22 @@ pub async fn create(
     Ok(describe(&record))
 }
 
-fn cancelled() -> Failure {
-    let message = "the snapshot was cancelled: nothing was made";
+/// By the request and by the operation.
+struct Cancel(CancellationToken, CancellationToken);
+
+impl Cancel {
+    /// Ends with the failure when the snapshot is not wanted any more.
+    async fn cancelled(&self) -> Failure {
+        tokio::select! {
+            () = self.0.cancelled() => {}
+            () = self.1.cancelled() => {}
+        }
+        cancelled("nothing was made")
+    }
+}
+
+fn cancelled(what_is: &str) -> Failure {
+    let message = format!("the snapshot was cancelled: {what_is}");
     Failure::new(Kind::Aborted, "CANCELLED", message)
 }
 
@@ -171,47 +185,71 @@ async fn make(
     images: disks::Images,
     client: &Client,
     paused: bool,
+    cancel: &Cancel,
 ) -> Result<SaveReply, Failure> {
     host.store.put_snapshot(record).await.map_err(store_failure)?;
     let images = Arc::new(images);
     let (of, prepared) = (record.clone(), Arc::clone(&images));
-    let file: File = blocking(host, move |folder| {
+    let preparing = blocking(host, move |folder| {
         let made = folder.create(&of);
         let file = made.map_err(|error| failed("make the snapshot's file", &error))?;
         disks::prepare(&folder, &of, &prepared, paused)?;
         let synced = folder.sync().map(|()| file);
         synced.map_err(|error| failed("make the snapshot's file", &error))
-    })
-    .await?;
+    });
+    let file: File = tokio::select! {
+        file = preparing => file?,
+        failure = cancel.cancelled() => return Err(failure),
+    };
     let description = prost::Message::encode_to_vec(&super::describe(record));
     let keep_paused = !images.is_empty();
-    let quiet = keep_paused.then(|| host.snapshots.until_quiet(&record.vm_uid));
+    let (number, _) = super::uid(record).as_u64_pair();
+    let quiet = keep_paused.then(|| host.snapshots.until_quiet(&record.vm_uid, number));
     let mut saving = pin!(async {
-        let saved = client.save(file.into(), (paused, keep_paused), description).await;
+        let how = (paused, keep_paused);
+        let saved = client.save(file.into(), how, number, description).await;
         saved.map_err(|error| refused(&error))
     });
-    let reply = match quiet {
-        None => saving.await,
-        Some(quiet) => {
-            let release = Release::new(client);
-            let early = tokio::select! {
-                early = &mut saving => Some(early),
-                // Nobody but the `vmm` says that they are quiet.
-                Ok(()) = quiet => None,
-            };
-            match early {
-                Some(Err(failure)) => Err(failure),
-                Some(Ok(_)) => {
-                    let message = "its vmm process is of an older version that does not wait for the disks: restart the VM";
-                    Err(Failure::precondition("VMM_TOO_OLD", message))
-                }
-                None => {
-                    let copied = copy_disks(host, record, images).await;
-                    release.now().await;
-                    let saved = saving.await;
-                    copied.and(saved)
-                }
+    let writing = async {
+        let Some(quiet) = quiet else {
+            return (&mut saving).await;
+        };
+        let early = tokio::select! {
+            early = &mut saving => Some(early),
+            // Nobody but the `vmm` says that they are quiet.
+            Ok(()) = quiet => None,
+        };
+        match early {
+            Some(Err(failure)) => Err(failure),
+            Some(Ok(_)) => {
+                let message =
+                    "its vmm process is of an older version that does not wait for the disks: restart the VM";
+                Err(Failure::precondition("VMM_TOO_OLD", message))
             }
+            None => {
+                let copied = copy_disks(host, record, images).await;
+                client.clone().release().await;
+                let saved = (&mut saving).await;
+                copied.and(saved)
+            }
+        }
+    };
+    let written = tokio::select! {
+        biased;
+        written = writing => Ok(written),
+        failure = cancel.cancelled() => Err(failure),
+    };
+    let give_up = client.clone().give_up_snapshot();
+    let reply = match written {
+        Ok(Ok(reply)) => Ok(reply),
+        Ok(Err(failure)) => {
+            // Nothing keeps the VM paused, also nothing that an earlier daemon has begun.
+            let _in_time = timeout(GIVING_UP, give_up).await;
+            Err(failure)
+        }
+        Err(failure) => {
+            let given_up = timeout(GIVING_UP, async { tokio::join!(saving, give_up) }).await;
+            Err(given_up.map_or_else(|_| cancelled(GOES_ON), |_| failure))
         }
     };
     let reply = reply.map_err(|failure| Failure {
@@ -249,29 +287,6 @@ async fn copy_disks(
     let _with_this = control.cancel().clone().drop_guard();
     let of = record.clone();
     blocking(host, move |folder| disks::copy(&folder, &of, &images, &control)).await
-}
-
-/// Lets the VM continue whose disks were copied, also when the copy is given up.
-struct Release(Option<Client>);
-
-impl Release {
-    fn new(client: &Client) -> Self {
-        Self(Some(client.clone()))
-    }
-
-    async fn now(mut self) {
-        if let Some(client) = self.0.take() {
-            client.release().await;
-        }
-    }
-}
-
-impl Drop for Release {
-    fn drop(&mut self) {
-        if let Some(client) = self.0.take() {
-            tokio::spawn(client.release());
-        }
-    }
 }
 
 /// Does something with the folder of snapshots that may block.

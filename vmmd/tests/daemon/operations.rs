@@ -15,7 +15,7 @@ use tonic::{Code, Status, transport::Channel};
 
 use crate::harness::{Daemon, connect, refusal, status, vm_pid};
 
-async fn operations(daemon: &Daemon) -> OperationServiceClient<Channel> {
+pub async fn operations(daemon: &Daemon) -> OperationServiceClient<Channel> {
     OperationServiceClient::new(connect(daemon.folder.path()).await)
 }
 
@@ -25,7 +25,7 @@ async fn get(daemon: &Daemon, id: &str) -> v1::Operation {
     response.unwrap().into_inner().operation.unwrap()
 }
 
-async fn cancel(daemon: &Daemon, id: &str) -> Result<v1::Operation, Status> {
+pub async fn cancel(daemon: &Daemon, id: &str) -> Result<v1::Operation, Status> {
     let request = v1::CancelOperationRequest { id: id.into() };
     let response = operations(daemon).await.cancel_operation(request).await;
     Ok(response?.into_inner().operation.unwrap())

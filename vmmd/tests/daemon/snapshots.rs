@@ -14,6 +14,7 @@ use crate::{
     console::Client,
     cordon::cordon,
     harness::{Daemon, PATIENCE, connect, end, refusal, status},
+    operations::{cancel, operations},
 };
 
 impl Daemon {
@@ -383,6 +384,31 @@ async fn a_snapshot_has_the_disks_of_its_moment_and_gives_them_back() {
     assert_eq!(vm.spec.unwrap().disks[0].disk(), "fresh-root");
     let mut console = Client::open(&daemon, "fresh").await;
     console.expect("booted fresh\r\n").await;
+}
+
+#[tokio::test]
+async fn a_snapshot_that_is_cancelled_ends_in_the_vmm_too() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "mock.save=hang").await;
+    let first = daemon.begin_snapshot("one", 1).await;
+    daemon.wait_phase("web", VmPhase::Paused).await;
+    let list = v1::ListOperationsRequest {
+        filter: Some(v1::OperationFilter {
+            types: vec!["snapshot.create".into()],
+            ..Default::default()
+        }),
+        ..Default::default()
+    };
+    let begun = operations(&daemon).await.list_operations(list).await;
+    cancel(&daemon, &begun.unwrap().into_inner().operations[0].id)
+        .await
+        .unwrap();
+    let cancelled = first.await.unwrap().unwrap_err();
+    assert_eq!(refusal(&cancelled), (Code::Aborted, "CANCELLED".into()));
+    assert!(cancelled.message().contains("nothing was made"), "{cancelled}");
+    daemon.wait_phase("web", VmPhase::Running).await;
+    assert!(daemon.snapshot_files().is_empty());
+    daemon.snapshot("one", "web", true).await.unwrap();
 }
 
 #[tokio::test]

@@ -52,8 +52,8 @@ pub fn serve(guest: &Guest, stream: &Arc<UnixStream>) {
             };
             wire::send_all(stream, &message, &[]).is_ok()
         };
-        // The answer to a Save that waits for a Release.
-        let mut kept = None;
+        // A Save that waits for a Release, with its answer; without one it never ends by itself.
+        let mut kept: Option<(u64, Option<Outcome>)> = None;
         let mut frames = wire::Receiver::new();
         while let Ok(Some((message, fds))) = wire::receive(stream, &mut frames) {
             let Some(Kind::Request(Request {
@@ -68,19 +68,26 @@ pub fn serve(guest: &Guest, stream: &Arc<UnixStream>) {
             if matches!(op, Op::Hello(_)) {
                 guest.listen(sender.clone());
             }
-            let keeps = matches!(&op, Op::Save(save) if save.keep_paused);
-            if matches!(op, Op::Release(_))
-                && let Some((id, saved)) = kept.take()
+            let save = match &op {
+                Op::Save(save) => Some(save.clone()),
+                _ => None,
+            };
+            if let Op::Release(release) = &op
+                && let Some((id, saved)) = kept.take_if(|(_, saved)| release.give_up || saved.is_some())
             {
                 snapshot::released(guest);
-                reply(id, saved);
+                let saved = saved.filter(|_| !release.give_up);
+                reply(id, saved.unwrap_or_else(|| snapshot::given_up(guest)));
             }
             let Some(result) = carry_out(guest, op, fds) else {
+                kept = save.map(|_| (id, None)).or(kept);
                 continue;
             };
-            if keeps && matches!(result, Outcome::Saved(_)) {
-                snapshot::quiet(guest);
-                kept = Some((id, result));
+            if let Some(save) = save.filter(|save| save.keep_paused)
+                && matches!(result, Outcome::Saved(_))
+            {
+                snapshot::quiet(guest, save.number);
+                kept = Some((id, Some(result)));
                 continue;
             }
             if !reply(id, result) {

@@ -5,13 +5,14 @@ use std::{
     io::{Read, Write},
     os::{fd::OwnedFd, unix::fs::FileExt},
     path::Path,
+    sync::atomic::{AtomicBool, Ordering},
     thread,
     time::Duration,
 };
 
 use proto::vmm::{
     DisksQuiet, Error, ErrorKind, ImageFormat, MigrationDisks, MigrationPolicy, MigrationRound, Save,
-    SaveReply, Send, SendReply, event, response::Result as Outcome,
+    SaveReply, Send, SendReply, State, event, response::Result as Outcome,
 };
 
 use crate::guest::Guest;
@@ -22,8 +23,11 @@ const BEGIN: &str = "snapshot of ";
 /// What each machine that is sent begins with.
 const SENT: &str = "machine of ";
 
-/// `mock.save=refuse`, `mock.save=hang`, `mock.save=keep` (the descriptor) and `mock.save=PATH` are options of the guest: with the last one memory is
-/// written, and the disks are not quiet, before there is a file of that name.
+/// The first save hangs of a guest with `mock.save=hang`.
+static HUNG: AtomicBool = AtomicBool::new(false);
+
+/// `mock.save=refuse`, `mock.save=hang` (the first one), `mock.save=keep` (the descriptor) and `mock.save=PATH` are options of the guest: with the last one
+/// memory is written, and the disks are not quiet, before there is a file of that name.
 pub fn save(guest: &Guest, request: &Save, fds: Vec<OwnedFd>) -> Option<Outcome> {
     match guest.option("mock.save").as_deref() {
         Some("refuse") => {
@@ -32,7 +36,12 @@ pub fn save(guest: &Guest, request: &Save, fds: Vec<OwnedFd>) -> Option<Outcome>
                 kind: ErrorKind::Resources.into(),
             }));
         }
-        Some("hang") => return None,
+        Some("hang") if !HUNG.swap(true, Ordering::Relaxed) => {
+            if request.paused {
+                guest.set_state(State::Paused);
+            }
+            return None;
+        }
         _ => {}
     }
     let text = format!("{BEGIN}{}", guest.status().name);
@@ -209,9 +218,18 @@ pub fn receive(socket: OwnedFd) -> Option<String> {
 }
 
 /// The first disk has what was written until now, and is quiet.
-pub fn quiet(guest: &Guest) {
+pub fn quiet(guest: &Guest, number: u64) {
     write(guest, b"until the snapshot");
-    guest.tell(event::Kind::DisksQuiet(DisksQuiet {}));
+    guest.tell(event::Kind::DisksQuiet(DisksQuiet { number }));
+}
+
+/// The answer to a save that is given up.
+pub fn given_up(guest: &Guest) -> Outcome {
+    guest.set_state(State::Running);
+    Outcome::Error(Error {
+        message: "the snapshot was given up".into(),
+        kind: ErrorKind::State.into(),
+    })
 }
 
 /// The guest writes again.

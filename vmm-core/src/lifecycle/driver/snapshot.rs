@@ -19,6 +19,8 @@ use crate::{
 pub(super) struct Underway {
     /// Who waits for it.
     token: Token,
+    /// Of the request.
+    number: u64,
     began: Instant,
     description: Vec<u8>,
     /// The machine was paused for it, then, and goes on when it is done.
@@ -52,7 +54,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
     /// Begins a snapshot. The answer comes when it is done.
     pub(super) fn begin_snapshot(
         &mut self,
-        token: Token,
+        (token, number): (Token, u64),
         file: OwnedFd,
         (paused, keep_paused): (bool, bool),
         description: Vec<u8>,
@@ -80,6 +82,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         }
         let mut snapshot = Underway {
             token,
+            number,
             began,
             description,
             paused: pauses.then_some(began),
@@ -121,6 +124,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         self.pending.push(token);
         self.snapshot = Some(Underway {
             token,
+            number: 0,
             began,
             description: Vec::new(),
             paused: None,
@@ -142,7 +146,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         match self.machine()?.commit_disks() {
             Ok(()) => {
                 snapshot.disks = Disks::Quiet;
-                self.publisher.disks_quiet();
+                self.publisher.disks_quiet(snapshot.number);
             }
             Err(failure) => {
                 snapshot.disks = Disks::NotCopied;
@@ -169,6 +173,26 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                 self.snapshot = Some(snapshot);
             }
         }
+        Ok(Ok(()))
+    }
+
+    /// Gives a snapshot up, however far it is: the machine goes on, and who waits for the snapshot hears it. The outer error is one of the machine, which
+    /// can't go on.
+    pub(super) fn give_up(&mut self) -> Result<Result<(), Failure>, Failure> {
+        let Some(mut snapshot) = self.snapshot.take_if(|it| !it.migrates) else {
+            return Ok(Err(refused("no snapshot of this machine is being taken")));
+        };
+        snapshot.disks = Disks::NotCopied;
+        let failure = snapshot
+            .failure
+            .get_or_insert_with(|| refused("the snapshot was given up"));
+        let failure = failure.clone();
+        if snapshot.ended.take().is_some() {
+            return self.finish(snapshot, Err(failure)).map(Ok);
+        }
+        // The thread hears it in a moment, and ends.
+        self.machine()?.give_up_snapshot();
+        self.snapshot = Some(snapshot);
         Ok(Ok(()))
     }
 
@@ -221,7 +245,8 @@ impl<A: Audience, B: Builder> Driver<A, B> {
 
     /// Takes the machine's state. An error is one of the machine, which can't go on.
     fn complete_snapshot(&mut self) -> Result<(), Failure> {
-        let Some(mut snapshot) = self.snapshot.take() else {
+        // One that was given up needs nothing any more.
+        let Some(mut snapshot) = self.snapshot.take_if(|it| it.failure.is_none()) else {
             return Ok(());
         };
         if snapshot.migrates && self.publisher.state() != State::Running {

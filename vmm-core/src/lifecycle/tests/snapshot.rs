@@ -16,6 +16,7 @@ fn save_with(id: u64, (paused, keep_paused): (bool, bool), description: &str) ->
             paused,
             description: description.into(),
             keep_paused,
+            number: 0,
         },
     )
 }
@@ -194,9 +195,71 @@ fn a_release_without_a_snapshot_that_keeps_the_machine_paused_is_refused() {
     let log = log_of(
         vec![
             request(1, boot(false)),
-            request(3, Request::Release),
+            request(3, Request::Release { give_up: false }),
             save(2, false, "x"),
         ],
+        |_| (),
+    );
+    assert_eq!(log[0], "3 State");
+}
+
+#[test]
+fn a_snapshot_that_is_given_up_in_any_stage_fails_and_the_machine_goes_on() {
+    let give_up = || request(3, Request::Release { give_up: true });
+    let while_it_runs = vec![request(1, boot(false)), save(2, false, "x"), give_up()];
+    assert_eq!(
+        log_of(while_it_runs, |_| ()),
+        [
+            "begin snapshot, runs: true",
+            "give up snapshot",
+            "3 ok Running web",
+            "end snapshot",
+            "2 State"
+        ]
+    );
+    for keep_paused in [false, true] {
+        let while_paused = vec![
+            request(1, boot(false)),
+            save_with(2, (true, keep_paused), "x"),
+            give_up(),
+        ];
+        let log = log_of(while_paused, |_| ());
+        assert_eq!(
+            log[log.len() - 6..],
+            [
+                "give up snapshot",
+                "3 ok Paused web",
+                "end snapshot",
+                "resume",
+                "is Running",
+                "2 State"
+            ]
+        );
+    }
+    let written = vec![
+        request(1, boot(false)),
+        save_with(2, (false, true), "written first, given up"),
+    ];
+    assert_eq!(
+        log_of(written, |_| ())[5..],
+        [
+            "disks quiet",
+            "end snapshot",
+            "resume",
+            "is Running",
+            "2 State",
+            "8 ok Running web"
+        ]
+    );
+}
+
+#[test]
+fn neither_a_machine_that_is_being_sent_nor_one_without_a_snapshot_gives_one_up() {
+    let give_up = || request(3, Request::Release { give_up: true });
+    let log = log_of(vec![request(1, boot(false)), send(2, 100), give_up()], |_| ());
+    assert_eq!(log[1], "3 State");
+    let log = log_of(
+        vec![request(1, boot(false)), give_up(), save(2, false, "x")],
         |_| (),
     );
     assert_eq!(log[0], "3 State");

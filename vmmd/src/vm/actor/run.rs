@@ -270,7 +270,7 @@ impl Actor {
                     instance.ended = ended.exit;
                 }
             }
-            Some(event::Kind::DisksQuiet(_)) => self.on_disks_quiet(),
+            Some(event::Kind::DisksQuiet(quiet)) => self.on_disks_quiet(quiet.number),
             Some(event::Kind::DiskDetached(gone)) => self.on_disk_gone(gone).await,
             Some(event::Kind::NicDetached(gone)) => self.on_gone(What::Nic, &gone.name, gone.forced).await,
             Some(event::Kind::ShareDetached(gone)) => {
@@ -322,16 +322,16 @@ impl Actor {
             && self.view.reason == SNAPSHOT
             && let Ok(client) = self.running_client()
         {
-            tokio::spawn(client.release());
+            tokio::spawn(client.give_up_snapshot());
         }
     }
 
     /// The VM is paused for a snapshot of its disks. When nobody takes it any more, the VM continues.
-    fn on_disks_quiet(&self) {
-        if !self.host.snapshots.disks_quiet(&self.record.uid)
+    fn on_disks_quiet(&self, number: u64) {
+        if !self.host.snapshots.disks_quiet(&self.record.uid, number)
             && let Ok(client) = self.running_client()
         {
-            tokio::spawn(client.release());
+            tokio::spawn(client.give_up_snapshot());
         }
     }
 

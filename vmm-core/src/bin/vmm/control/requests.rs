@@ -71,7 +71,9 @@ impl Server {
             Some(Op::PowerButton(_)) => Request::PowerButton,
             Some(Op::ResetMachine(_)) => Request::Reset,
             Some(Op::Stop(_)) => Request::Stop,
-            Some(Op::Release(_)) => Request::Release,
+            Some(Op::Release(release)) => Request::Release {
+                give_up: release.give_up,
+            },
             Some(Op::UnlockDisks(_)) => Request::UnlockDisks,
             Some(Op::Send(send)) => match snapshot::send_request(&send, fds) {
                 Ok(request) => request,

@@ -20,6 +20,7 @@ pub(super) fn request(save: Save, fds: Vec<OwnedFd>) -> Result<Request, &'static
         paused: save.paused,
         description: save.description,
         keep_paused: save.keep_paused,
+        number: save.number,
     })
 }
 

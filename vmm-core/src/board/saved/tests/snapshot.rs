@@ -333,6 +333,18 @@ fn a_machine_that_is_built_otherwise_does_not_take_a_snapshot() {
 }
 
 #[test]
+fn a_snapshot_that_can_not_begin_leaves_the_queues_of_nics_to_the_kernel() {
+    let kit = Kit::new(&ECHO);
+    let mut first = kit.started();
+    let unwritable = File::open("/dev/null").unwrap();
+    first.machine.begin_snapshot(unwritable, true).unwrap_err();
+    assert!(!first.machine.nics.kept);
+    let (file, _, _) = first.snapshot(true);
+    kit.restored(&file, false).unwrap();
+    assert_eq!(first.echo(b'a'), b'a');
+}
+
+#[test]
 fn a_snapshot_that_is_given_up_leaves_no_snapshot_and_a_machine_that_goes_on() {
     let kit = Kit::new(&ECHO);
     let mut first = kit.started();
@@ -349,6 +361,7 @@ fn a_snapshot_that_is_given_up_leaves_no_snapshot_and_a_machine_that_goes_on() {
             other => panic!("{other:?}"),
         }
     }
+    first.machine.end_snapshot().unwrap_err();
     assert!(kit.restored(&file, false).is_err());
     assert_eq!(first.echo(b'a'), b'a');
     // The log of writes has ended with it.
