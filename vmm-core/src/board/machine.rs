@@ -21,7 +21,7 @@ use devices::{
 };
 use proto::{
     model::disk::RateLimit,
-    state::{MachineHeader, SnapshotInfo},
+    state::{MachineHeader, PciDevice, SnapshotInfo},
     vmm::{self, ErrorKind},
 };
 use tracing::{error, warn};
@@ -81,6 +81,8 @@ pub struct Machine {
     pub(super) header: MachineHeader,
     /// The snapshot that is being taken.
     pub(super) saving: Option<Saving>,
+    /// What it had when that began.
+    pub(super) saving_devices: Vec<PciDevice>,
     /// The vCPUs stand still for a part of the time, of a machine that runs.
     pub(super) throttle: Option<Throttle>,
     /// Tells the guest that its generation id is another.
@@ -130,6 +132,7 @@ impl Machine {
             let _free = self.nics.keep_queues(false);
         }
         self.saving = Some(begun?);
+        self.saving_devices = self.current_header().devices;
         Ok(())
     }
 
@@ -426,6 +429,12 @@ impl lifecycle::Machine for Machine {
 
     fn complete_snapshot(&mut self, description: Vec<u8>) -> Result<GoesOn, Failure> {
         let machine = self.save()?;
+        if self.current_header().devices != self.saving_devices {
+            return Err(Failure {
+                kind: ErrorKind::State,
+                message: "the guest has ejected a device meanwhile: try again".to_owned(),
+            });
+        }
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let info = SnapshotInfo {
             build: env!("CARGO_PKG_VERSION").to_owned(),

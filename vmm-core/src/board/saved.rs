@@ -158,7 +158,7 @@ impl Machine {
     }
 
     /// With the devices that there are now.
-    fn current_header(&self) -> MachineHeader {
+    pub(super) fn current_header(&self) -> MachineHeader {
         let device = |(slot, name): (u8, String)| state::PciDevice {
             slot: slot.into(),
             name,

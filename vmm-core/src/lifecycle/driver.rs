@@ -265,13 +265,13 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                 Request::PowerButton => self.machine().map(Machine::press_power_button),
                 Request::AttachDisk { disk, fds } => {
                     let begun = self
-                        .machine()
+                        .plugging()
                         .and_then(|it| it.attach_disk(token, &disk, fds))
                         .map(|()| Progress::Pending);
                     return self.answer(token, begun);
                 }
                 Request::DetachDisk { name, force } => {
-                    let begun = self.machine().and_then(|it| it.detach_disk(token, &name, force));
+                    let begun = self.plugging().and_then(|it| it.detach_disk(token, &name, force));
                     return self.answer(token, begun);
                 }
                 Request::ResizeDisk { name, capacity } => {
@@ -280,19 +280,21 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                 Request::SetRateLimit { target, limit } => {
                     self.machine().and_then(|it| it.set_rate_limit(&target, limit))
                 }
-                Request::AttachNic { nic, fds } => self.machine().and_then(|it| it.attach_nic(&nic, fds)),
+                Request::AttachNic { nic, fds } => self.plugging().and_then(|it| it.attach_nic(&nic, fds)),
                 Request::DetachNic { name, force } => {
-                    let begun = self.machine().and_then(|it| it.detach_nic(token, &name, force));
+                    let begun = self.plugging().and_then(|it| it.detach_nic(token, &name, force));
                     return self.answer(token, begun);
                 }
                 Request::UpdateNic { name, change } => {
                     self.machine().and_then(|it| it.update_nic(&name, &change))
                 }
                 Request::AttachShare { share, fds } => {
-                    self.machine().and_then(|it| it.attach_share(&share, fds))
+                    self.plugging().and_then(|it| it.attach_share(&share, fds))
                 }
                 Request::DetachShare { name, force } => {
-                    let begun = self.machine().and_then(|it| it.detach_share(token, &name, force));
+                    let begun = self
+                        .plugging()
+                        .and_then(|it| it.detach_share(token, &name, force));
                     return self.answer(token, begun);
                 }
                 Request::SetShareBackend { name, socket } => {
@@ -459,6 +461,12 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             });
         }
         self.machine()?.unlock_disks()
+    }
+
+    /// For plugging devices in and taking them away.
+    fn plugging(&mut self) -> Result<&mut dyn Machine, Failure> {
+        self.keeps_devices()?;
+        self.machine()
     }
 
     fn machine(&mut self) -> Result<&mut dyn Machine, Failure> {

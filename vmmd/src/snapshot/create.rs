@@ -18,6 +18,7 @@ use crate::{
     disk,
     event::Object,
     failure::{Failure, Kind, store_failure},
+    fault,
     host::Host,
     operation::{Progress, Type},
     registry::vms::command::{Command, Purpose},
@@ -47,6 +48,7 @@ pub async fn create(
         return Ok(describe(&record));
     }
     let mut record = validate(host, &request).await?;
+    fault::hold(&host.config.run_dir, "snapshot-validated").await;
     let (of, spec) = (Arc::clone(host), record.vm_spec.clone().unwrap_or_default());
     let images = blocking(host, move |_| disks::open(&of, &spec)).await?;
     record.disks = images.describe();
@@ -133,6 +135,10 @@ async fn validate(host: &Host, request: &v1::CreateSnapshotRequest) -> Result<Sn
     let of = host.store.vm(&uid).await.map_err(store_failure)?;
     let of = of.ok_or_else(|| Failure::no_vm(&vm))?;
     let run = of.instance.clone().ok_or_else(|| not_running(&vm))?;
+    if let Some(disk) = run.attaching.first() {
+        let message = format!("disk \"{disk}\" is being attached to VM \"{vm}\": wait until it is");
+        return Err(Failure::precondition("BUSY", message));
+    }
     // A run without a spec is one of an earlier daemon: it has the VM's.
     let spec = run.spec.or_else(|| of.spec.clone()).unwrap_or_default();
     if let Some(share) = spec.shares.first()
@@ -256,6 +262,7 @@ async fn make(
         message: format!("snapshot of VM \"{}\": {}", record.vm_name, failure.message),
         ..failure
     })?;
+    check_devices(host, record).await?;
     // The `vmm` is not trusted: the length is the one that the daemon sees, and nobody may change the file from now on.
     let of = record.clone();
     let (file_bytes, has_writer) = blocking(host, move |folder| {
@@ -275,6 +282,22 @@ async fn make(
         return Err(Failure::new(Kind::Internal, "VMM_MISBEHAVES", message));
     }
     Ok(SaveReply { file_bytes, ..reply })
+}
+
+/// Refused when a device has come or gone since the record was made: the machine that was saved is not the one of the record. Later than that none does
+/// before the snapshot is complete, as the `vmm` sees to.
+async fn check_devices(host: &Host, record: &SnapshotRecord) -> Result<(), Failure> {
+    // The actor has noted what was answered before this. A VM that has ended since is as it was.
+    if client(host, &record.vm_name).await.is_err() {
+        return Ok(());
+    }
+    let of = host.store.vm(&record.vm_uid).await.map_err(store_failure)?;
+    let has = of.and_then(|of| of.instance.and_then(|run| run.hardware).or(of.hardware));
+    if has.is_none() || has == record.vm_hardware {
+        return Ok(());
+    }
+    let message = "a disk, a NIC or a share was plugged in or taken away when it began: try again";
+    Err(Failure::new(Kind::Aborted, "SNAPSHOT_VM_CHANGED", message))
 }
 
 /// Copies the disks of the paused VM. When the caller goes away, the copy ends.

@@ -13,6 +13,7 @@ use tonic::{Code, Status, transport::Channel};
 use crate::{
     console::Client,
     cordon::cordon,
+    disks::{named, raw},
     harness::{Daemon, PATIENCE, connect, end, refusal, status},
     operations::{cancel, operations},
 };
@@ -409,6 +410,32 @@ async fn a_snapshot_that_is_cancelled_ends_in_the_vmm_too() {
     daemon.wait_phase("web", VmPhase::Running).await;
     assert!(daemon.snapshot_files().is_empty());
     daemon.snapshot("one", "web", true).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_snapshot_fails_when_a_disk_was_plugged_in_at_its_beginning() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    daemon.make(raw("data", 1 << 20), None).await.unwrap();
+    let held = daemon.hold("snapshot-validated");
+    let first = daemon.begin_snapshot("one", 0).await;
+    reached(&held).await;
+    let attach = v1::AttachDiskRequest {
+        vm: "web".into(),
+        disk: Some(v1::DiskSpec {
+            // The mock writes some bytes, not blocks.
+            cache: v1::DiskCache::Writeback.into(),
+            ..named("data")
+        }),
+        ..Default::default()
+    };
+    daemon.client().attach_disk(attach).await.unwrap();
+    fs::remove_file(&held).unwrap();
+    let failed = first.await.unwrap().unwrap_err();
+    assert_eq!(refusal(&failed), (Code::Aborted, "SNAPSHOT_VM_CHANGED".into()));
+    assert!(daemon.snapshot_names().await.is_empty() && daemon.snapshot_files().is_empty());
+    let again = daemon.snapshot("one", "web", true).await.unwrap();
+    assert_eq!(again.status.unwrap().disks, ["data"]);
 }
 
 #[tokio::test]

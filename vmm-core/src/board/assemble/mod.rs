@@ -461,6 +461,7 @@ impl Assembly {
             sync_clock: spec.sync_clock,
             header,
             saving: None,
+            saving_devices: Vec::new(),
             throttle: None,
             generation_line,
             notifier: self.sockets.notifier,

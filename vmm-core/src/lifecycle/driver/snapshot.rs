@@ -196,6 +196,17 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         Ok(Ok(()))
     }
 
+    /// Why no device can come or go now: the state of the machine that is being saved, or sent, has those that there were when that began.
+    pub(super) fn keeps_devices(&self) -> Result<(), Failure> {
+        match &self.snapshot {
+            None => Ok(()),
+            Some(snapshot) if snapshot.migrates => Err(refused("the machine is being sent: try again later")),
+            Some(_) => Err(refused(
+                "a snapshot of this machine is being taken: try again when that is done",
+            )),
+        }
+    }
+
     /// The machine stays paused after a snapshot that paused it: somebody wants that. True when there is such a snapshot.
     pub(super) fn stays_paused(&mut self) -> bool {
         let paused = self.snapshot.as_mut().and_then(|it| it.paused.take());

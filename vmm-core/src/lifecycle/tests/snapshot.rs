@@ -412,3 +412,43 @@ fn a_machine_that_is_paused_meanwhile_is_not_sent_and_one_that_is_being_sent_tak
         ]
     );
 }
+
+#[test]
+fn no_device_comes_or_goes_while_the_machine_is_saved_or_sent() {
+    let name = || "data".to_owned();
+    let fds = Vec::new;
+    let (disk, nic, share) = (Box::default(), Box::default(), Box::default());
+    let changes = [
+        Request::AttachDisk { disk, fds: fds() },
+        Request::AttachNic { nic, fds: fds() },
+        Request::AttachShare { share, fds: fds() },
+        Request::DetachDisk {
+            name: name(),
+            force: false,
+        },
+        Request::DetachNic {
+            name: name(),
+            force: true,
+        },
+        Request::DetachShare {
+            name: name(),
+            force: true,
+        },
+    ];
+    for change in changes {
+        let log = log_of(
+            vec![request(1, boot(false)), save(2, false, "x"), request(3, change)],
+            |_| (),
+        );
+        assert_eq!(log[1], "3 State");
+    }
+    let detach = Request::DetachDisk {
+        name: name(),
+        force: true,
+    };
+    let log = log_of(
+        vec![request(1, boot(false)), send(2, 100), request(3, detach)],
+        |_| (),
+    );
+    assert_eq!(log[1], "3 State");
+}

@@ -345,6 +345,22 @@ fn a_snapshot_that_can_not_begin_leaves_the_queues_of_nics_to_the_kernel() {
 }
 
 #[test]
+fn a_machine_whose_guest_ejects_a_device_meanwhile_is_not_saved_and_goes_on() {
+    let kit = Kit::new(&ECHO);
+    let mut first = kit.started();
+    let file = tempfile::tempfile().unwrap();
+    first.machine.begin_snapshot(file, true).unwrap();
+    first.machine.pci.remove(FURTHER_DISK, &first.machine.spaces.mmio);
+    first.machine.pause().unwrap();
+    let failure = first.machine.complete_snapshot(Vec::new()).unwrap_err();
+    assert_eq!(failure.kind, vmm::ErrorKind::State);
+    first.machine.give_up_snapshot();
+    first.machine.end_snapshot().unwrap_err();
+    first.machine.resume().unwrap();
+    assert_eq!(first.echo(b'a'), b'a');
+}
+
+#[test]
 fn a_snapshot_that_is_given_up_leaves_no_snapshot_and_a_machine_that_goes_on() {
     let kit = Kit::new(&ECHO);
     let mut first = kit.started();
