@@ -19,6 +19,8 @@ pub struct Snapshots {
     inner: Mutex<BTreeMap<String, SnapshotRecord>>,
     /// By the VM's UUID: who waits until its disks are quiet.
     waiting: Mutex<HashMap<Vec<u8>, Waiting>>,
+    /// Held while a VM is made of one: its NICs' addresses are compared with those of all VMs.
+    pub making: tokio::sync::Mutex<()>,
 }
 
 #[derive(Debug)]

@@ -2,7 +2,10 @@
 
 use std::{fs::File, sync::Arc};
 
-use proto::{model::name::Name, v1};
+use proto::{
+    model::{name::Name, nic::Mac},
+    v1,
+};
 use tokio::{sync::oneshot, task::spawn_blocking};
 
 use super::{disks, failed, folder};
@@ -13,7 +16,7 @@ use crate::{
     fault,
     host::Host,
     registry::vms::command::{self, Command, Life, Restore},
-    store::SnapshotRecord,
+    store::{Hardware, SnapshotRecord},
     text,
     vm::create_as,
 };
@@ -146,10 +149,14 @@ async fn make(
             nic.mac.clear();
             nic.address.clear();
         }
-    } else if !hardware.nics.is_empty() && host.vms.find(super::vm_uid(record)).is_some() {
+    }
+    // The directory is the other VM's.
+    spec.state_dir.clear();
+    // Until the VM is there, nobody else compares its addresses.
+    let _turn = host.snapshots.making.lock().await;
+    if !fresh && let Some(vm) = who_has(host, &hardware) {
         let message = format!(
-            "the snapshot has NICs, whose addresses VM \"{}\" has too: restore into that VM, or delete it first",
-            record.vm_name
+            "the snapshot has NICs, whose addresses VM \"{vm}\" has too: delete it first, restore into it if it is the snapshot's own, or have a fresh VM"
         );
         return Err(Failure::precondition("NIC_ADDRESS_IN_USE", message));
     }
@@ -164,6 +171,22 @@ async fn make(
     };
     create_as(Arc::clone(host), wire, (!fresh).then_some(hardware), context).await?;
     Ok(())
+}
+
+/// A VM that has one of these addresses of NICs.
+fn who_has(host: &Host, hardware: &Hardware) -> Option<String> {
+    let macs = hardware.nics.values().filter_map(|nic| {
+        let octets = <[u8; 6]>::try_from(nic.mac.as_slice()).ok()?;
+        Some(Mac::try_from(octets).ok()?.to_string())
+    });
+    let macs: Vec<_> = macs.collect();
+    let has = |vm: &&Arc<v1::Vm>| {
+        let mut nics = vm.status.iter().flat_map(|status| &status.nics);
+        nics.any(|nic| macs.contains(&nic.mac))
+    };
+    let vms = host.vms.list();
+    let vm = vms.iter().find(has)?;
+    Some(vm.metadata.clone().unwrap_or_default().name)
 }
 
 async fn start(

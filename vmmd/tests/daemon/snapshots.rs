@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::v1::{self, VmPhase, snapshot_service_client::SnapshotServiceClient};
+use proto::v1::{self, VmPhase, nic_spec::Attachment, snapshot_service_client::SnapshotServiceClient};
 use tokio::task::JoinHandle;
 use tonic::{Code, Status, transport::Channel};
 
@@ -15,6 +15,8 @@ use crate::{
     cordon::cordon,
     disks::{named, raw},
     harness::{Daemon, PATIENCE, connect, end, refusal, status},
+    namespace::Namespace,
+    network::nic,
     operations::{cancel, operations},
 };
 
@@ -263,6 +265,49 @@ async fn a_stopped_vm_goes_on_from_its_snapshot_and_so_do_others() {
     assert_eq!(daemon.snapshot_names().await, ["one"]);
     let vm = daemon.restore("one", "web", false).await.unwrap();
     assert_eq!(status(&vm).phase(), VmPhase::Running, "it is made anew");
+}
+
+#[tokio::test]
+async fn another_vm_of_a_snapshot_does_not_have_its_files_where_the_first_one_has() {
+    let daemon = crate::shares::daemon().await;
+    let mut vm = daemon.manifest("web", "");
+    let folder = daemon.path("srv/data").display().to_string();
+    vm.spec.as_mut().unwrap().state_dir.clone_from(&folder);
+    daemon.create(vm).await.unwrap();
+    daemon.start_vm("web").await.unwrap();
+    daemon.snapshot("one", "web", false).await.unwrap();
+    let copy = daemon.restore("one", "copy", false).await.unwrap();
+    assert_eq!(copy.spec.unwrap().state_dir, "");
+    daemon.kill_vm("web").await.unwrap();
+    let vm = daemon.restore("one", "", false).await.unwrap();
+    assert_eq!(vm.spec.unwrap().state_dir, folder);
+}
+
+#[tokio::test]
+async fn addresses_of_nics_are_those_of_one_vm_of_a_snapshot_only() {
+    let network = Namespace::new();
+    network.ip("link add br0 type bridge");
+    network.ip("link set br0 up");
+    let daemon = Daemon::in_network(&network.0).await;
+    let mut vm = daemon.manifest("web", "");
+    vm.spec.as_mut().unwrap().nics = vec![nic("eth0", Attachment::Bridge("br0".into()))];
+    daemon.create(vm).await.unwrap();
+    daemon.start_vm("web").await.unwrap();
+    daemon.snapshot("one", "web", false).await.unwrap();
+    let in_use = (Code::FailedPrecondition, "NIC_ADDRESS_IN_USE".to_owned());
+    let refused = daemon.restore("one", "first", false).await.unwrap_err();
+    assert_eq!(refusal(&refused), in_use);
+    daemon.delete("web", true).await.unwrap();
+    let (first, second) = tokio::join!(
+        daemon.restore("one", "first", false),
+        daemon.restore("one", "second", false)
+    );
+    let refused = match (first, second) {
+        (Ok(_), Err(refused)) | (Err(refused), Ok(_)) => refused,
+        both => panic!("{both:?}"),
+    };
+    assert_eq!(refusal(&refused), in_use);
+    assert_eq!(daemon.list().await.len(), 1);
 }
 
 #[tokio::test]
