@@ -19,6 +19,7 @@ use tokio::{
     time::{Instant, sleep, sleep_until, timeout},
 };
 use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
 use tonic::transport::Channel;
 use uuid::Uuid;
 
@@ -39,7 +40,7 @@ use crate::{
     request::preconditions,
     store::{HandoverStage, Hardware, NicHardware, VmRecord},
     text,
-    vm::refused,
+    vm::{guest_reset, refused},
 };
 
 /// Bytes of a message to the target.
@@ -358,9 +359,11 @@ enum Outcome {
 
 /// From the offer to the end. An error is one from before the point of no return.
 async fn hand_over(host: &Arc<Host>, plan: &mut Plan, operation: &Handle) -> Result<Outcome, Failure> {
+    let give_up = CancellationToken::new();
     let begin = HandoverRequest::Begin {
         peer: plan.target.clone(),
         reporter: operation.reporter(),
+        give_up: give_up.clone(),
         disks: plan.disks(),
     };
     fault::hold(&host.config.run_dir, "begin").await;
@@ -373,6 +376,7 @@ async fn hand_over(host: &Arc<Host>, plan: &mut Plan, operation: &Handle) -> Res
     let moved = tokio::select! {
         moved = send(plan, migration) => moved,
         () = cancel.cancelled() => Err(cancelled()),
+        () = give_up.cancelled() => Err(guest_reset()),
     };
     let sent = moved?;
     let event = SourceEvent::Sent;

@@ -12,7 +12,7 @@ use crate::{
 };
 
 /// A VM with a disk that has `content` in its first sector.
-fn vm(daemon: &Daemon, name: &str, content: &str) -> (v1::Vm, PathBuf) {
+pub fn vm(daemon: &Daemon, name: &str, content: &str) -> (v1::Vm, PathBuf) {
     let path = daemon.path(name);
     let mut bytes = content.as_bytes().to_vec();
     bytes.resize(1 << 20, 0);

@@ -7,6 +7,7 @@ use tonic::{Code, Status, transport::Channel};
 
 use crate::{
     console::Client,
+    disk_boot,
     harness::{Daemon, connect, refusal, status, uid},
     pki::{self, Pki},
 };
@@ -41,7 +42,7 @@ impl Daemon {
         MigrationServiceClient::new(connect(self.folder.path()).await)
     }
 
-    async fn migrate(&self, vm: &str, to: &Daemon) -> Result<v1::Operation, Status> {
+    pub async fn migrate(&self, vm: &str, to: &Daemon) -> Result<v1::Operation, Status> {
         let request = v1::MigrateVmRequest {
             name: vm.into(),
             target: pki::address(to),
@@ -356,6 +357,46 @@ async fn while_it_moves_nobody_else_touches_it_and_a_cancel_takes_it_back() {
     let vm = first.waits_for("web", VmPhase::Running).await;
     assert_eq!(status(&vm).reason, "Running");
     first.delete("web", true).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_guest_that_resets_itself_and_boots_from_a_disk_stays_and_is_started_anew() {
+    for (content, phase) in [
+        ("boots:root=/dev/vda1 v=6.2\n", VmPhase::Running),
+        ("no kernel any more\n", VmPhase::Failed),
+    ] {
+        let (first, second) = pair().await;
+        second.fault("heard-OfferVm");
+        let (vm, path) = disk_boot::vm(&first, "web", "boots:root=/dev/vda1 v=6.1\n");
+        first.create(vm).await.unwrap();
+        let before = first.start_vm("web").await.unwrap();
+        let operation = first.migrate("web", &second).await.unwrap();
+        let offer = second.path("run/fault/heard-OfferVm");
+        within(async || offer.with_extension("reached").exists().then_some(())).await;
+        let mut bytes = content.as_bytes().to_vec();
+        bytes.resize(1 << 20, 0);
+        fs::write(&path, bytes).unwrap();
+        let mut console = Client::open(&first, "web").await;
+        console.type_in("reset\n").await;
+        let ended = first.ended(&operation).await;
+        assert_eq!(ended.phase(), OperationPhase::Failed, "{ended:?}");
+        assert!(ended.message.contains("has reset its machine"), "{ended:?}");
+        let vm = within(async || {
+            let vm = first.get("web").await.ok()?;
+            let same = status(&vm).instance.as_ref().map(|run| run.pid)
+                == status(&before).instance.as_ref().map(|run| run.pid);
+            (!same && status(&vm).phase() == phase).then_some(vm)
+        })
+        .await;
+        let reason = match phase {
+            VmPhase::Running => "Running",
+            _ => "KernelNotFound",
+        };
+        assert_eq!(status(&vm).reason, reason, "{vm:?}");
+        fs::remove_file(offer).unwrap();
+        assert_eq!(uid(&vm), uid(&before));
+        within(async || first.delete("web", true).await.ok()).await;
+    }
 }
 
 #[tokio::test]

@@ -8,6 +8,7 @@ use proto::{
     v1,
 };
 use tokio::sync::{mpsc, oneshot};
+use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::Vms;
@@ -192,6 +193,8 @@ pub enum HandoverRequest {
         peer: String,
         /// Hears how far the `vmm` is.
         reporter: Reporter,
+        /// Is cancelled when the VM itself ends the migration.
+        give_up: CancellationToken,
         /// UUIDs of the disks that go along.
         disks: Vec<Vec<u8>>,
     },

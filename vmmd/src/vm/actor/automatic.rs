@@ -1,6 +1,6 @@
 //! What the VM's run policy does: starts after a back-off, at the node's boot, at the VM's creation; and what it refuses.
 
-use proto::{model::vm::Boot, v1::EventSeverity};
+use proto::{handover::Source, model::vm::Boot, v1::EventSeverity};
 use tokio::time::{Duration, Instant};
 
 use super::{Actor, work::Work};
@@ -10,7 +10,7 @@ use crate::{
     failure::Failure,
     operation::{Handle, Type},
     registry::vms::command::{Life, Request},
-    store::Intent,
+    store::{Intent, handover::Handover},
     text,
     vm::{
         lifecycle::{
@@ -187,12 +187,26 @@ impl Actor {
     }
 
     /// Starts the VM anew whose guest has reset it, when it boots the kernel on a disk: the machine has a copy of the one that was there at
-    /// its start, and the guest may have installed another one since. A guest that resets it again soon gets the copy.
+    /// its start, and the guest may have installed another one since. A guest that resets it again soon gets the copy. A migration from this
+    /// node is given up first; once it can't be, the guest boots the copy.
     pub(super) fn reboot_from_disk(&mut self) {
         let machine = change::machine(&self.record, &self.spec);
         let soon = self.rebooted.is_some_and(|last| last.elapsed() < REBOOTS);
-        if soon || !matches!(machine.boot, Boot::Disk { .. }) || !matches!(self.work, Work::None) {
+        if soon
+            || self.instance.is_none()
+            || !matches!(machine.boot, Boot::Disk { .. })
+            || !matches!(self.work, Work::None)
+        {
             return;
+        }
+        match self.handover() {
+            Handover::Source(Source::Owner { migrating: true, .. }) => {
+                self.reset_in_migration = Some(Instant::now());
+                self.give_up.cancel();
+                return;
+            }
+            handover if handover.is_under_way() => return,
+            _ => {}
         }
         self.rebooted = Some(Instant::now());
         let context = Context {
@@ -203,6 +217,14 @@ impl Actor {
         let message = "the guest reset its machine: the kernel on its disk is looked for anew";
         self.tell(EventSeverity::Normal, "RestartedForKernel", message);
         self.begin_stop(None, operation, Then::Start);
+    }
+
+    /// Does that after the migration that was given up for it, unless the guest runs for so long by then that it has booted.
+    pub(super) fn reboot_after_migration(&mut self) {
+        let reset = self.reset_in_migration.take();
+        if reset.is_some_and(|at| at.elapsed() < REBOOTS) {
+            self.reboot_from_disk();
+        }
     }
 
     /// A stop by request ends what the policy had in mind.

@@ -67,11 +67,13 @@ impl Actor {
             HandoverRequest::Begin {
                 peer,
                 reporter,
+                give_up,
                 disks,
             } => {
                 let begun = self.begin_migration(&peer, disks).await;
                 if begun.0.is_ok() {
                     self.migration = Some(reporter);
+                    self.give_up = give_up;
                 }
                 begun
             }
@@ -172,12 +174,25 @@ impl Actor {
     async fn on_source(&mut self, event: SourceEvent) -> Step {
         // What was sent is of a machine that has ended since: that is its end, as without a migration.
         let goes_on = matches!(event, SourceEvent::Sent | SourceEvent::Heard(Message::Ready(_)));
-        let ended = goes_on && self.instance.is_none();
-        let event = if ended { SourceEvent::Cancel } else { event };
-        let mut step = self.step_source(event, None).await;
-        if ended && step.0.is_ok() {
+        let ended = self.instance.is_none() || matches!(self.work, Work::Start(_) | Work::Stop(_));
+        let over = if !goes_on {
+            None
+        } else if ended {
             let message = format!("VM \"{}\" has ended meanwhile", self.record.name);
-            step.0 = Err(Failure::new(Kind::Aborted, "NOT_RUNNING", message));
+            Some(Failure::new(Kind::Aborted, "NOT_RUNNING", message))
+        } else {
+            self.reset_in_migration.map(|_| guest_reset())
+        };
+        let event = if over.is_some() {
+            SourceEvent::Cancel
+        } else {
+            event
+        };
+        let mut step = self.step_source(event, None).await;
+        if let Some(over) = over
+            && step.0.is_ok()
+        {
+            step.0 = Err(over);
         }
         match self.handover() {
             Handover::Source(Source::Given(_)) => {
@@ -194,6 +209,7 @@ impl Actor {
                 if self.view.reason == MIGRATING && self.view.phase == VmPhase::Running {
                     self.enter(VmPhase::Running, "Running", "");
                 }
+                self.reboot_after_migration();
             }
             _ => {}
         }
@@ -544,6 +560,12 @@ impl Actor {
         let total = round.sent_bytes.saturating_add(round.dirty_bytes);
         reporter.progress(Progress::bytes(round.sent_bytes, total), &message);
     }
+}
+
+/// Why a migration is given up whose guest boots anew.
+pub fn guest_reset() -> Failure {
+    let message = "the guest has reset its machine, and boots the kernel that is on its disk by now";
+    Failure::new(Kind::Aborted, "GUEST_RESET", message)
 }
 
 fn not_here() -> Failure {

@@ -45,6 +45,7 @@ use tokio::{
     sync::{mpsc, oneshot, watch},
     time::Instant,
 };
+use tokio_util::sync::CancellationToken;
 use tracing::Instrument;
 use uuid::Uuid;
 
@@ -52,6 +53,7 @@ use self::work::{Done, News, Start, Stop, Work};
 pub use self::{
     attachments::{Attachments, public_stats},
     disks::without_disk,
+    handover::guest_reset,
     run::{MIRROR_MINOR, SNAPSHOT_MINOR, UNLOCK_MINOR},
 };
 use super::{
@@ -112,6 +114,10 @@ pub struct Actor {
     disks: Attachments,
     /// Hears how far a migration is.
     migration: Option<Reporter>,
+    /// Ends the migration that was begun last.
+    give_up: CancellationToken,
+    /// When the guest reset its machine during a migration, which is given up for that.
+    reset_in_migration: Option<Instant>,
     /// Who waits until the machine of a VM that comes from another node is there.
     receiving: Option<oneshot::Sender<Result<(), Failure>>>,
     /// Operations that an earlier daemon left under way.
@@ -173,6 +179,8 @@ impl Actor {
             asks_again: false,
             disks,
             migration: None,
+            give_up: CancellationToken::new(),
+            reset_in_migration: None,
             receiving: None,
             left,
             mailbox,

@@ -20,7 +20,7 @@ use crate::{
     files,
     operation::{Handle, Metadata, Progress},
     registry::vms::command::Restore,
-    store::{InstanceRecord, Intent},
+    store::{InstanceRecord, Intent, handover::Handover},
     text,
     vm::{
         api::describe::camel_case,
@@ -36,6 +36,13 @@ use crate::{
 
 impl Actor {
     pub(super) async fn begin_start(&mut self, operation: Handle, restore: Option<Box<Restore>>) {
+        let receives = restore.as_ref().is_some_and(|restore| restore.stream);
+        if self.handover().is_under_way() && !receives {
+            let message = format!("VM \"{}\" is being migrated", self.record.name);
+            return self
+                .start_failed(Failure::precondition("MIGRATING", message), operation)
+                .await;
+        }
         let by_policy = operation.context().initiator == Initiator::RunPolicy;
         self.note_start(by_policy);
         self.evacuated = false;
@@ -145,7 +152,7 @@ impl Actor {
                     self.undo_start(operation).await;
                     return ControlFlow::Continue(());
                 }
-                let done = if self.handover().is_under_way() {
+                let done = if self.is_received() {
                     self.on_received();
                     "the VM was received; the other node decides what follows"
                 } else {
@@ -161,7 +168,7 @@ impl Actor {
                 self.enter(VmPhase::Stopped, "StartCancelled", "");
                 operation.cancelled("the start was cancelled: the VM is stopped");
             }
-            (Err(failure), None) if self.handover().is_under_way() => {
+            (Err(failure), None) if self.is_received() => {
                 return self.not_received(failure, operation).await;
             }
             (Err(failure), None) => self.start_failed(failure, operation).await,
@@ -191,6 +198,11 @@ impl Actor {
             }
         }
         ControlFlow::Continue(())
+    }
+
+    /// Whether the machine comes from another node, which decides what follows.
+    fn is_received(&self) -> bool {
+        matches!(self.handover(), Handover::Target(target) if !target.may_run())
     }
 
     /// Ends a VM whose start was cancelled in the moment in which it succeeded.
