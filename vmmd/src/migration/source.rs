@@ -51,6 +51,8 @@ const AHEAD: usize = 4;
 const SEND_TIMEOUT: Duration = Duration::from_millis(200);
 /// How long a call that moves nothing may take.
 const CALL: Duration = Duration::from_secs(30);
+/// The same of the call that the guest stands still for: the target writes one record.
+const PREPARATION: Duration = Duration::from_secs(10);
 /// The same of an offer with disks whose space the target reserves, which some file systems do by writing it.
 const RESERVATION: Duration = Duration::from_secs(3600);
 /// How long the guest may stand still, when nothing is said.
@@ -373,22 +375,18 @@ async fn hand_over(host: &Arc<Host>, plan: &mut Plan, operation: &Handle) -> Res
     };
     plan.offer.migration = migration;
     let cancel = operation.token().clone();
-    let moved = tokio::select! {
-        moved = send(plan, migration) => moved,
+    let prepared = async {
+        let sent = send(plan, migration).await?;
+        let answer = prepare(host, plan).await?;
+        Ok((sent, answer))
+    };
+    // The guest stands still from its last part on: a cancel does not wait for the other node.
+    let prepared = tokio::select! {
+        prepared = prepared => prepared,
         () = cancel.cancelled() => Err(cancelled()),
         () = give_up.cancelled() => Err(guest_reset()),
     };
-    let sent = moved?;
-    let event = SourceEvent::Sent;
-    let prepare = ask(host, &plan.name, HandoverRequest::Source { event }).await?;
-    let mut said = None;
-    for message in prepare {
-        said = call(host, &mut plan.peer, (&plan.name, plan.uid), message).await?;
-    }
-    let Some(answer @ Message::Ready(_)) = said else {
-        let message = "the other node does not take the VM any more: its events say why";
-        return Err(Failure::new(Kind::Aborted, "MIGRATION_REFUSED", message));
-    };
+    let (sent, answer) = prepared?;
     // From here on nobody can cancel it.
     if !operation.commit() {
         return Err(cancelled());
@@ -410,6 +408,22 @@ async fn hand_over(host: &Arc<Host>, plan: &mut Plan, operation: &Handle) -> Res
         true => Outcome::Moved(sent),
         false => Outcome::Decided,
     })
+}
+
+/// Everything was sent. The target's `Ready`; what it says too late is answered as over.
+async fn prepare(host: &Host, plan: &mut Plan) -> Result<Message, Failure> {
+    let event = SourceEvent::Sent;
+    let prepare = ask(host, &plan.name, HandoverRequest::Source { event }).await?;
+    let mut said = None;
+    for message in prepare {
+        let to = (plan.name.as_str(), plan.uid);
+        said = call(host, &mut plan.peer, to, message, PREPARATION).await?;
+    }
+    said.filter(|answer| matches!(answer, Message::Ready(_)))
+        .ok_or_else(|| {
+            let message = "the other node does not take the VM any more: its events say why";
+            Failure::new(Kind::Aborted, "MIGRATION_REFUSED", message)
+        })
 }
 
 fn cancelled() -> Failure {
@@ -506,12 +520,13 @@ async fn relay(
     }
 }
 
-/// Says something to the target; what it says back.
+/// Says something to the target, which has so long; what it says back.
 async fn call(
     host: &Host,
     peer: &mut PeerServiceClient<Channel>,
     (name, uid): (&str, Uuid),
     message: Message,
+    patience: Duration,
 ) -> Result<Option<Message>, Failure> {
     let (Message::Prepare(migration)
     | Message::Ready(migration)
@@ -528,7 +543,7 @@ async fn call(
     };
     let step = request.step();
     fault::hold(&host.config.run_dir, &format!("says-{step:?}")).await;
-    let settled = timeout(CALL, peer.settle_vm(request)).await;
+    let settled = timeout(patience, peer.settle_vm(request)).await;
     let answer = settled
         .map_err(|_| silent())?
         .map_err(|status| said_no(&status))?;
@@ -552,7 +567,7 @@ pub(super) async fn repeat(
             None => host.peers.connect(target).await,
         };
         let said = match connected {
-            Ok(mut peer) => call(host, &mut peer, (name, uid), message).await,
+            Ok(mut peer) => call(host, &mut peer, (name, uid), message, CALL).await,
             Err(failure) => Err(failure),
         };
         let request = match (message, said) {

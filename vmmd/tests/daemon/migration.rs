@@ -360,6 +360,37 @@ async fn while_it_moves_nobody_else_touches_it_and_a_cancel_takes_it_back() {
 }
 
 #[tokio::test]
+async fn a_cancel_is_heard_while_the_guest_stands_still_and_the_other_node_does_not_say_that_it_is_ready() {
+    let (first, second) = pair().await;
+    second.fault("heard-Prepare");
+    first.run("web", "").await;
+    let operation = first.migrate("web", &second).await.unwrap();
+    let prepare = second.path("run/fault/heard-Prepare");
+    within(async || prepare.with_extension("reached").exists().then_some(())).await;
+    first.waits_for("web", VmPhase::Paused).await;
+    let id = operation.id.clone();
+    let mut operations =
+        v1::operation_service_client::OperationServiceClient::new(connect(first.folder.path()).await);
+    // Sooner than the call ends by itself.
+    let ended = tokio::time::timeout(Duration::from_secs(8), async {
+        let cancel = v1::CancelOperationRequest { id };
+        operations.cancel_operation(cancel).await.unwrap();
+        first.waits_for("web", VmPhase::Running).await;
+        first.ended(&operation).await
+    })
+    .await
+    .expect("a cancel waits for the other node");
+    assert_eq!(ended.phase(), OperationPhase::Cancelled, "{ended:?}");
+    second.forgets("web").await;
+    // What was held is heard by nobody, and comes too late.
+    assert!(prepare.exists());
+    fs::remove_file(prepare).unwrap();
+    within(async || second.vmm_processes().is_empty().then_some(())).await;
+    first.delete("web", true).await.unwrap();
+    assert_eq!(second.list().await.len(), 0);
+}
+
+#[tokio::test]
 async fn a_guest_that_resets_itself_and_boots_from_a_disk_stays_and_is_started_anew() {
     for (content, phase) in [
         ("boots:root=/dev/vda1 v=6.2\n", VmPhase::Running),
