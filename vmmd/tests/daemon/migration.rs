@@ -3,12 +3,13 @@
 use std::{fs, time::Duration};
 
 use proto::v1::{self, OperationPhase, VmPhase, migration_service_client::MigrationServiceClient};
+use rustix::process::{Signal, kill_process};
 use tonic::{Code, Status, transport::Channel};
 
 use crate::{
     console::Client,
     disk_boot,
-    harness::{Daemon, connect, refusal, status, uid},
+    harness::{Daemon, connect, refusal, status, uid, vm_pid},
     pki::{self, Pki},
 };
 
@@ -482,6 +483,27 @@ async fn a_daemon_that_is_killed_while_memory_is_sent_leaves_the_vm_at_the_sourc
 }
 
 #[tokio::test]
+async fn a_vmm_that_answers_late_is_told_then_that_its_guest_runs_on() {
+    let (mut first, second) = pair().await;
+    first.fault("says-Prepare");
+    let vm = first.run("web", "").await;
+    first.migrate("web", &second).await.unwrap();
+    let prepare = first.path("run/fault/says-Prepare");
+    within(async || prepare.with_extension("reached").exists().then_some(())).await;
+    first.kill();
+    kill_process(vm_pid(&vm), Signal::STOP).unwrap();
+    fs::remove_file(prepare).unwrap();
+    first.relaunch().await;
+    // The migration is over by then.
+    second.forgets("web").await;
+    kill_process(vm_pid(&vm), Signal::CONT).unwrap();
+    let ready = |status: &v1::VmStatus| status.conditions[0].status() == v1::ConditionStatus::True;
+    let now = first.wait("web", ready).await;
+    assert_eq!((now.phase(), now.reason.as_str()), (VmPhase::Running, "Running"));
+    first.delete("web", true).await.unwrap();
+}
+
+#[tokio::test]
 async fn a_commit_or_its_answer_that_is_lost_is_repeated() {
     for lost in ["commit-lost", "answer-lost"] {
         let (first, second) = pair().await;
@@ -552,7 +574,7 @@ pub fn kill_vmm(daemon: &Daemon) {
     let [process] = processes.as_slice() else {
         panic!("{processes:?}");
     };
-    rustix::process::kill_process(*process, rustix::process::Signal::KILL).unwrap();
+    kill_process(*process, Signal::KILL).unwrap();
 }
 
 #[tokio::test]

@@ -6,7 +6,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::v1::{self, VmPhase, nic_spec::Attachment, snapshot_service_client::SnapshotServiceClient};
+use proto::v1::{
+    self, ConditionStatus, VmPhase, nic_spec::Attachment, snapshot_service_client::SnapshotServiceClient,
+};
+use rustix::process::{Signal, kill_process};
 use tokio::task::JoinHandle;
 use tonic::{Code, Status, transport::Channel};
 
@@ -14,7 +17,7 @@ use crate::{
     console::Client,
     cordon::cordon,
     disks::{named, raw},
-    harness::{Daemon, PATIENCE, connect, end, refusal, status},
+    harness::{Daemon, PATIENCE, connect, end, refusal, status, vm_pid},
     namespace::Namespace,
     network::nic,
     operations::{cancel, operations},
@@ -362,6 +365,36 @@ fn content(path: &Path) -> String {
     assert_eq!(bytes.len(), 4096);
     let end = bytes.iter().position(|byte| *byte == 0).unwrap();
     String::from_utf8(bytes[..end].to_vec()).unwrap()
+}
+
+#[tokio::test]
+async fn a_vmm_that_answers_late_runs_on_from_a_snapshot_that_nobody_takes_any_more() {
+    let mut daemon = Daemon::start().await;
+    let vm = vm_pid(&daemon.run("web", "mock.save=stand").await);
+    let mut snapshots = daemon.snapshots().await;
+    let request = v1::CreateSnapshotRequest {
+        snapshot: Some(v1::Snapshot {
+            metadata: Some(v1::ObjectMetadata {
+                name: "one".into(),
+                ..Default::default()
+            }),
+            spec: Some(v1::SnapshotSpec { vm: "web".into() }),
+            status: None,
+        }),
+        ..Default::default()
+    };
+    let taking = tokio::spawn(async move { snapshots.create_snapshot(request).await });
+    daemon.wait_phase("web", VmPhase::Paused).await;
+    daemon.kill();
+    taking.await.unwrap().unwrap_err();
+    kill_process(vm, Signal::STOP).unwrap();
+    daemon.relaunch().await;
+    let unknown = daemon.get("web").await.unwrap();
+    assert_eq!(status(&unknown).conditions[0].status(), ConditionStatus::Unknown);
+    kill_process(vm, Signal::CONT).unwrap();
+    let ready = |status: &v1::VmStatus| status.conditions[0].status() == ConditionStatus::True;
+    let now = daemon.wait("web", ready).await;
+    assert_eq!((now.phase(), now.reason.as_str()), (VmPhase::Running, "Running"));
 }
 
 #[tokio::test]

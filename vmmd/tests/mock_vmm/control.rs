@@ -11,7 +11,7 @@ use std::{
 use proto::{
     model::machine::Machine,
     vmm::{
-        Boot, Error, ErrorKind, ExitKind, HelloReply, Message, Request, Response, State, Status,
+        Boot, Error, ErrorKind, ExitKind, HelloReply, Message, PauseReason, Request, Response, State, Status,
         message::Kind, request::Op, response::Result as Outcome,
     },
     wire,
@@ -144,6 +144,9 @@ fn carry_out(guest: &Guest, op: Op, fds: Vec<OwnedFd>) -> Option<Outcome> {
         Op::GetMachineStats(_) if !old() => return disks::machine_stats(guest),
         Op::SetBalloon(request) if !old() => return balloon::set(guest, request),
         Op::Save(request) if !old() => return snapshot::save(guest, &request, fds),
+        Op::Release(_) if guest.status().pause_reason() == PauseReason::Snapshot => {
+            change(guest, State::Running)?
+        }
         Op::Release(_) if !old() => guest.status(),
         Op::UnlockDisks(_) if !old() => guest.status(),
         Op::Send(request) if !old() => return snapshot::send(guest, &request, fds),

@@ -63,8 +63,8 @@ struct Inner {
     serial_log: Option<File>,
     /// Why it is paused, if by a disk.
     pause_message: String,
-    /// It is paused since all of it was sent.
-    sent: bool,
+    /// What it stands still for, if it was not paused by request or by a disk.
+    stands_for: PauseReason,
     /// Taps and so on: held as the real one does.
     devices: Vec<OwnedFd>,
     consoles: Vec<SyncSender<Arc<[u8]>>>,
@@ -180,7 +180,7 @@ impl Guest {
         let mut inner = self.lock();
         inner.state = state;
         inner.pause_message.clear();
-        inner.sent = false;
+        inner.stands_for = PauseReason::Unspecified;
         let status = inner.status();
         inner.tell(Kind::StateChanged(StateChanged {
             status: Some(status.clone()),
@@ -188,11 +188,11 @@ impl Guest {
         status
     }
 
-    /// Stands still, as all of it was sent.
-    pub fn was_sent(&self) {
+    /// Stands still, as when all of it was sent.
+    pub fn stands_for(&self, reason: PauseReason) {
         self.runs(false);
         let mut inner = self.lock();
-        (inner.state, inner.sent) = (State::Paused, true);
+        (inner.state, inner.stands_for) = (State::Paused, reason);
         let status = inner.status();
         inner.tell(Kind::StateChanged(StateChanged { status: Some(status) }));
     }
@@ -377,7 +377,7 @@ impl Inner {
             name: self.name.clone(),
             exit: None,
             pause_reason: match (self.state, self.pause_message.is_empty()) {
-                (State::Paused, _) if self.sent => PauseReason::Migration,
+                (State::Paused, _) if self.stands_for != PauseReason::Unspecified => self.stands_for,
                 (State::Paused, false) => PauseReason::DiskError,
                 (State::Paused, true) => PauseReason::Requested,
                 _ => PauseReason::Unspecified,

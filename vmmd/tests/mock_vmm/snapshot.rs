@@ -11,8 +11,8 @@ use std::{
 };
 
 use proto::vmm::{
-    DisksQuiet, Error, ErrorKind, ImageFormat, MigrationDisks, MigrationPolicy, MigrationRound, Save,
-    SaveReply, Send, SendReply, State, event, response::Result as Outcome,
+    DisksQuiet, Error, ErrorKind, ImageFormat, MigrationDisks, MigrationPolicy, MigrationRound, PauseReason,
+    Save, SaveReply, Send, SendReply, State, event, response::Result as Outcome,
 };
 
 use crate::guest::Guest;
@@ -26,8 +26,8 @@ const SENT: &str = "machine of ";
 /// The first save hangs of a guest with `mock.save=hang`.
 static HUNG: AtomicBool = AtomicBool::new(false);
 
-/// `mock.save=refuse`, `mock.save=hang` (the first one), `mock.save=keep` (the descriptor) and `mock.save=PATH` are options of the guest: with the last one
-/// memory is written, and the disks are not quiet, before there is a file of that name.
+/// `mock.save=refuse`, `mock.save=hang` (the first one), `mock.save=stand` (paused until it is released), `mock.save=keep` (the descriptor) and
+/// `mock.save=PATH` are options of the guest: with the last one memory is written, and the disks are not quiet, before there is a file of that name.
 pub fn save(guest: &Guest, request: &Save, fds: Vec<OwnedFd>) -> Option<Outcome> {
     match guest.option("mock.save").as_deref() {
         Some("refuse") => {
@@ -40,6 +40,10 @@ pub fn save(guest: &Guest, request: &Save, fds: Vec<OwnedFd>) -> Option<Outcome>
             if request.paused {
                 guest.set_state(State::Paused);
             }
+            return None;
+        }
+        Some("stand") => {
+            guest.stands_for(PauseReason::Snapshot);
             return None;
         }
         _ => {}
@@ -107,7 +111,7 @@ pub fn send(guest: &Guest, request: &Send, fds: Vec<OwnedFd>) -> Option<Outcome>
             kind: ErrorKind::Internal.into(),
         }));
     }
-    guest.was_sent();
+    guest.stands_for(PauseReason::Migration);
     Some(Outcome::Sent(SendReply {
         sent_bytes: text.len() as u64,
         memory_bytes: 4096,

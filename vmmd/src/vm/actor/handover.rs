@@ -351,8 +351,8 @@ impl Actor {
         self.view.phase == VmPhase::Terminating || self.view.reason == DELETE_FAILED
     }
 
-    /// Lets the machine run, if there is one.
-    fn let_run(&mut self) {
+    /// Lets the machine run, if there is one. While its `vmm` can't be reached, that waits for [`Self::on_connected`].
+    pub(super) fn let_run(&mut self) {
         let Ok(client) = self.running_client() else {
             if self.instance.is_none() {
                 let reason = self.record.exit_reason().unwrap_or(ExitReason::Lost);
@@ -385,8 +385,10 @@ impl Actor {
                         return;
                     }
                     Err(_) => {
-                        tracing::error!(vm = name, "a VM did not resume after a migration");
-                        return;
+                        tracing::error!(
+                            vm = name,
+                            "a VM does not resume after a migration: it is asked again"
+                        );
                     }
                 }
                 sleep(wait).await;

@@ -3,6 +3,7 @@
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use proto::{
+    handover::{Source, Target},
     v1::{EventSeverity, VmPhase},
     vmm::{Event, GetStatus, Pause, PauseReason, ResetMachine, Resume, State, Status, event, request::Op},
 };
@@ -24,6 +25,7 @@ use crate::{
     files,
     ledger::FileId,
     registry::vms::command::{LifeReply, Request},
+    store::handover::Handover,
     text,
     vm::{
         api::describe::SNAPSHOT,
@@ -326,6 +328,23 @@ impl Actor {
         }
     }
 
+    /// The `vmm` of a paused guest answers again: what it could not be told meanwhile is told now. A snapshot ends with the connection on
+    /// which it was asked for.
+    fn run_on(&mut self, paused_for: PauseReason) {
+        match (self.handover(), paused_for) {
+            (Handover::Target(Target::Owned(_)), _)
+            | (Handover::Source(Source::Owner { migrating: false, .. }), PauseReason::Migration) => {
+                self.let_run();
+            }
+            (handover, PauseReason::Snapshot) if !handover.is_under_way() => {
+                if let Ok(client) = self.running_client() {
+                    tokio::spawn(client.release());
+                }
+            }
+            _ => {}
+        }
+    }
+
     /// The VM is paused for a snapshot of its disks. When nobody takes it any more, the VM continues.
     fn on_disks_quiet(&self, number: u64) {
         if !self.host.snapshots.disks_quiet(&self.record.uid, number)
@@ -388,7 +407,11 @@ impl Actor {
                     self.take_state(&status);
                 }
                 self.look();
-                self.ask_again(status.state() == State::Paused);
+                let paused = status.state() == State::Paused;
+                self.ask_again(paused);
+                if paused && matches!(self.work, Work::None) {
+                    self.run_on(status.pause_reason());
+                }
             }
             Err(error) => {
                 tracing::debug!(
