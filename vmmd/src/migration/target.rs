@@ -261,14 +261,17 @@ pub async fn settle(host: &Arc<Host>, request: v1::SettleVmRequest) -> Result<v1
         fault::point(&host.config.run_dir, "commit-lost");
     }
     fault::hold(&host.config.run_dir, &format!("heard-{:?}", request.step())).await;
-    let found = Uuid::parse_str(&request.uid)
-        .ok()
-        .and_then(|uid| host.vms.find(uid));
+    let uid = Uuid::parse_str(&request.uid);
+    let found = uid.as_ref().ok().and_then(|uid| host.vms.find(*uid));
     let Some(entry) = found else {
         return match message {
             Message::Prepare(_) => Ok(said(Some(Message::Refuse(request.migration)))),
             // There is nothing to take back.
             Message::Abort(_) => Ok(said(None)),
+            // It was deleted since, or is on a third node by now: its source has nothing to wait for.
+            Message::Commit(it) if uid.is_ok_and(|uid| host.vms.had(uid, it)) => {
+                Ok(said(Some(Message::Running(it))))
+            }
             // Whoever has committed must not hear that the VM is here.
             _ => Err(Failure::no_vm(&request.name)),
         };

@@ -111,6 +111,7 @@ impl Feed {
             run: self.run,
             revision: self.revision,
             metadata: Some(metadata.into()),
+            owned: 0,
         }
     }
 

@@ -62,6 +62,15 @@ impl Handover {
         }
     }
 
+    /// The last migration up to which the VM is or was this node's. 0 when it never was.
+    pub fn owned(self) -> u64 {
+        match self {
+            Self::Source(Source::Owner { last, .. } | Source::Given(last) | Source::Gone(last))
+            | Self::Target(Target::Owned(last)) => last,
+            Self::Target(Target::Idle(_) | Target::Prepared(_)) => 0,
+        }
+    }
+
     /// Whether nobody but the migration may do anything to the VM.
     pub fn is_under_way(self) -> bool {
         !matches!(

@@ -63,6 +63,9 @@ pub struct Tombstone {
     /// What was last known of it.
     #[prost(message, optional, tag = "3")]
     pub metadata: Option<Metadata>,
+    /// Of a VM: the last migration up to which it was this node's. 0 when it never was.
+    #[prost(uint64, tag = "4")]
+    pub owned: u64,
 }
 
 impl Tombstone {

@@ -193,6 +193,7 @@ async fn disks_are_kept_beside_vms_also_with_the_same_key() {
             run: 1,
             revision: 2,
             metadata: Some(metadata.into()),
+            owned: 0,
         };
         store.bury_disk(&[2; 16], tombstone).await.unwrap();
     }
@@ -273,6 +274,7 @@ fn tombstone(revision: u64) -> Tombstone {
         run: 1,
         revision,
         metadata: Some(metadata.into()),
+        owned: 0,
     }
 }
 

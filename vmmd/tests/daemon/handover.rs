@@ -5,6 +5,8 @@ mod network;
 mod stage;
 mod steps;
 
+use std::fs;
+
 use proto::v1::{self, OperationPhase, VmPhase};
 
 use self::{
@@ -12,7 +14,10 @@ use self::{
     stage::{Expected, Stage},
     steps::{Side, Step, TRANSFER, walk},
 };
-use crate::migration::{pair, within, within_seconds};
+use crate::{
+    migration::{node, pair, within, within_seconds},
+    pki::Pki,
+};
 
 /// What happens at a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -217,6 +222,57 @@ async fn daemons_that_come_up_without_room_end_the_migration_when_there_is_some(
     stage.comes_up_without_room(&step).await;
     stage.ends(Some(Trouble::SourcesDaemon), End::RunsAtSource).await;
     stage.is_forgotten().await;
+}
+
+/// What becomes of a VM at the target while its source has not heard that it runs there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Then {
+    Deleted,
+    /// And the target's daemon has been killed since.
+    DeletedBefore,
+    /// To a third node.
+    MovedOn,
+}
+
+#[tokio::test]
+async fn a_source_that_has_not_heard_that_the_vm_runs_there_forgets_it_when_it_is_not_there_any_more() {
+    for then in [Then::Deleted, Then::DeletedBefore, Then::MovedOn] {
+        println!("{then:?}");
+        let pki = Pki::new("ca");
+        let (mut source, mut target) = (node(&pki).await, node(&pki).await);
+        let network = Network::to(&target).await;
+        let step = Step::new(Side::Target, "says-Running");
+        target.fault(&step.name);
+        source.run("web", "").await;
+        let request = v1::MigrateVmRequest {
+            name: "web".into(),
+            target: network.address.clone(),
+            ..Default::default()
+        };
+        source.migrations().await.migrate_vm(request).await.unwrap();
+        let held = target.path("run/fault").join(&step.name);
+        within(async || held.with_extension("reached").exists().then_some(())).await;
+        source.kill();
+        fs::remove_file(held).unwrap();
+        target.waits_for("web", VmPhase::Running).await;
+        if then == Then::MovedOn {
+            let third = node(&pki).await;
+            let operation = target.migrate("web", &third).await.unwrap();
+            let ended = target.ended(&operation).await;
+            assert_eq!(ended.phase(), OperationPhase::Completed, "{ended:?}");
+        } else {
+            within(async || target.delete("web", true).await.ok()).await;
+        }
+        target.forgets("web").await;
+        if then == Then::DeletedBefore {
+            target.kill_and_restart().await;
+            network.leads_to(&target);
+        }
+        source.relaunch().await;
+        source.forgets("web").await;
+        within(async || source.vmm_processes().is_empty().then_some(())).await;
+        assert_eq!(target.list().await.len(), 0);
+    }
 }
 
 #[tokio::test]

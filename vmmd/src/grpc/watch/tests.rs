@@ -119,10 +119,12 @@ fn who_comes_back_is_told_what_has_changed_since() {
         Buried {
             vm: vm("old", "8"),
             at: (1, 9),
+            owned: 0,
         },
         Buried {
             vm: vm("new", "9"),
             at: (2, 2),
+            owned: 0,
         },
     ];
     let since = |from, gone: &[Buried], names: &[&str]| told(&since(from, gone, &snapshot, &filter(names)));

@@ -52,8 +52,8 @@ struct Inner {
     reserved: BTreeSet<String>,
     /// Of the last change.
     revision: u64,
-    /// First revisions of deletions that have not been told yet.
-    being_buried: BTreeSet<u64>,
+    /// First revisions of deletions that have not been told yet, with [`Buried::owned`].
+    being_buried: BTreeMap<u64, u64>,
     /// Deletions, the oldest first.
     tombstones: VecDeque<Buried>,
     /// The last one that was forgotten.
@@ -124,6 +124,8 @@ pub struct Buried {
     pub vm: Arc<v1::Vm>,
     /// When that was told, or of a deletion by an earlier run: its first revision.
     pub at: (u64, u64),
+    /// The last migration up to which the VM was this node's; 0 when it never was.
+    pub owned: u64,
 }
 
 /// All VMs at a time.
@@ -158,6 +160,7 @@ impl Vms {
     pub fn new(history: HistoryRecords) -> Self {
         let tombstones = history.tombstones.into_iter().map(|tombstone| Buried {
             at: (tombstone.run, tombstone.revision),
+            owned: tombstone.owned,
             vm: Arc::new(v1::Vm {
                 metadata: tombstone.metadata.map(Into::into),
                 ..v1::Vm::default()
@@ -321,7 +324,7 @@ impl Vms {
     pub fn drop_out(&self, name: &str) {
         let metadata = self.vms().by_name.get(name).map(Slot::state);
         let metadata = metadata.and_then(|vm| vm.metadata.clone()).unwrap_or_default();
-        let tombstone = self.bury(metadata);
+        let tombstone = self.bury(metadata, 0);
         self.remove(name, tombstone.revision);
     }
 
@@ -346,18 +349,29 @@ impl Vms {
         self.nics_gone.notified().await;
     }
 
-    /// Begins a deletion: what is to be written to the store. [`Self::remove`] follows, or [`Self::unbury`].
-    pub fn bury(&self, metadata: v1::ObjectMetadata) -> Tombstone {
+    /// Begins a deletion: what is to be written to the store; `owned` is the last migration up to which the VM was this node's.
+    /// [`Self::remove`] follows, or [`Self::unbury`].
+    pub fn bury(&self, metadata: v1::ObjectMetadata, owned: u64) -> Tombstone {
         let mut vms = self.vms();
         vms.revision += 1;
         let revision = vms.revision;
-        vms.being_buried.insert(revision);
+        vms.being_buried.insert(revision, owned);
         vms.generation_floor = vms.generation_floor.max(metadata.generation);
         Tombstone {
             run: self.run,
             revision,
             metadata: Some(metadata.into()),
+            owned,
         }
+    }
+
+    /// Whether a VM that was deleted, as far as that is remembered, had come to this node with this migration or a later one.
+    pub fn had(&self, uid: Uuid, migration: u64) -> bool {
+        let uid = uid.to_string();
+        self.vms().tombstones.iter().any(|buried| {
+            let is_it = buried.vm.metadata.as_ref().is_some_and(|it| it.uid == uid);
+            is_it && (1..=buried.owned).contains(&migration)
+        })
     }
 
     /// The generation that a new VM begins with: above that of each VM that was deleted, also of one that had its name.
@@ -373,7 +387,7 @@ impl Vms {
     /// Removes a VM whose deletion is in the store; `buried` is the revision that it has there.
     pub fn remove(&self, name: &str, buried: u64) {
         let mut vms = self.vms();
-        vms.being_buried.remove(&buried);
+        let owned = vms.being_buried.remove(&buried).unwrap_or_default();
         let Some(slot) = vms.by_name.remove(name) else {
             return;
         };
@@ -391,6 +405,7 @@ impl Vms {
         vms.tombstones.push_back(Buried {
             vm: Arc::new(remembered),
             at,
+            owned,
         });
         while u64::try_from(vms.tombstones.len()).is_ok_and(|count| count > MAX_TOMBSTONES) {
             if let Some(oldest) = vms.tombstones.pop_front() {
@@ -406,7 +421,7 @@ impl Vms {
     }
 
     fn position(&self, vms: &Inner) -> Position {
-        let pending = vms.being_buried.first();
+        let pending = vms.being_buried.keys().next();
         Position {
             run: self.run,
             revision: vms.revision,

@@ -28,7 +28,7 @@ fn add(vms: &Vms, name: &str) -> watch::Sender<Arc<v1::Vm>> {
 }
 
 fn delete(vms: &Vms, name: &str) {
-    let tombstone = vms.bury(v1::ObjectMetadata::default());
+    let tombstone = vms.bury(v1::ObjectMetadata::default(), 0);
     vms.remove(name, tombstone.revision);
 }
 
@@ -147,10 +147,11 @@ fn what_was_forgotten_makes_older_positions_expire() {
 fn a_deletion_that_was_written_and_not_told_is_told_by_the_next_daemon() {
     let vms = Vms::default();
     let _publisher = add(&vms, "a");
-    let tombstone = vms.bury(v1::ObjectMetadata {
+    let metadata = v1::ObjectMetadata {
         name: "a".to_owned(),
         ..Default::default()
-    });
+    };
+    let tombstone = vms.bury(metadata, 0);
     let (_, mut changes) = vms.subscribe();
     let _other = add(&vms, "b");
     let seen = changes.try_recv().unwrap().at;

@@ -52,7 +52,8 @@ impl Actor {
             };
             answered.push(request::done(mark, &response));
         }
-        let tombstone = self.host.vms.bury(vm.metadata.clone().unwrap_or_default());
+        let metadata = vm.metadata.clone().unwrap_or_default();
+        let tombstone = self.host.vms.bury(metadata, self.handover().owned());
         let revision = tombstone.revision;
         let buried = self.host.store.bury(&self.record.uid, tombstone, answered).await;
         if buried.is_err() {
