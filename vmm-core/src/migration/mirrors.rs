@@ -18,8 +18,6 @@ const FEW: u64 = 16 << 20;
 const MAX_PASSES: u32 = 16;
 /// How often it is told how far it is.
 const TELL: Duration = Duration::from_secs(1);
-/// How long nothing may be sent while there is nothing but zeroes: the other side waits for longer.
-const QUIET: Duration = Duration::from_secs(5);
 
 impl Sender {
     /// Sends all that the disks hold, and then what was changed meanwhile until that is little. `tell` is told how far that is and how much it
@@ -80,10 +78,12 @@ impl Sender {
                 true => offset.saturating_add(extent.length),
                 false => offset.saturating_add(extent.length.min(PIECE)),
             };
+            let frames = self.frames;
             if !extent.is_hole {
                 self.blocks(number, disk, &(offset..end), &mut buffer, false, go_on)?;
             }
-            if self.wrote.elapsed() > QUIET {
+            // Of a part of which something was sent that would take it back.
+            if self.frames == frames && self.is_quiet() {
                 self.cleared(number, &(offset..end.min(offset.saturating_add(PIECE))), go_on)?;
             }
             offset = end;

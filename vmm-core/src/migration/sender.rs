@@ -3,7 +3,7 @@
 use std::{
     fs::File,
     io::{self, Write},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use devices::{GuestMemory, virtio::blk::Mirror};
@@ -18,6 +18,9 @@ use crate::snapshot::{
     memory,
     saving::{GoOn, Sink, Written},
 };
+
+/// How long nothing may be sent while there is nothing but zeroes: the other side waits for longer.
+const QUIET: Duration = Duration::from_secs(5);
 
 /// A disk that goes along.
 #[derive(Debug)]
@@ -35,7 +38,7 @@ pub struct Sender {
     layout: Layout,
     /// The ranges were sent.
     begun: bool,
-    frames: u64,
+    pub(super) frames: u64,
     /// Bytes of pages that were sent.
     memory: u64,
     /// Bytes of disks that were sent.
@@ -43,7 +46,9 @@ pub struct Sender {
     /// All bytes that were sent.
     sent: u64,
     /// When bytes were sent last.
-    pub(super) wrote: Instant,
+    wrote: Instant,
+    /// How long nothing may be sent.
+    pub(super) quiet: Duration,
     pub(super) disks: Vec<Mirrored>,
 }
 
@@ -61,6 +66,7 @@ impl Sender {
             blocks: 0,
             sent: 0,
             wrote: Instant::now(),
+            quiet: QUIET,
             disks,
         }
     }
@@ -84,6 +90,11 @@ impl Sender {
         self.frames = self.frames.saturating_add(1);
         self.wrote = Instant::now();
         Ok(())
+    }
+
+    /// Whether the other side is to hear something, so that it does not take the silence for a broken connection.
+    pub(super) fn is_quiet(&self) -> bool {
+        self.wrote.elapsed() >= self.quiet
     }
 
     fn write(&mut self, mut bytes: &[u8], go_on: GoOn<'_>) -> Result<(), SnapshotError> {
@@ -129,6 +140,8 @@ impl Sender {
                 self.memory = self.memory.saturating_add(run.len() as u64);
             } else if again {
                 self.frame(Kind::Zeroes, &[&at, &(run.len() as u64).to_le_bytes()], go_on)?;
+            } else if self.is_quiet() {
+                self.frame(Kind::Zeroes, &[&at, &(first.len() as u64).to_le_bytes()], go_on)?;
             }
             start = end;
         }

@@ -103,6 +103,39 @@ fn what_is_sent_is_received_with_the_last_of_each_page() {
     assert_eq!(received.machine.sections, machine().sections);
 }
 
+/// What is sent of a machine whose memory is zeroes but for one page, when so long nothing may be sent.
+fn mostly_zeroes(quiet: Duration) -> Vec<u8> {
+    let (near, far) = UnixStream::pair().unwrap();
+    let reading = thread::spawn(move || {
+        let (mut bytes, mut far) = (Vec::new(), far);
+        far.read_to_end(&mut bytes).unwrap();
+        bytes
+    });
+    let memory = memory();
+    put(&memory, 0x3000, 1);
+    let mut sender = Box::new(Sender::new(File::from(OwnedFd::from(near)), &memory, Vec::new()));
+    sender.quiet = quiet;
+    sender.everything(&memory, ALWAYS).unwrap();
+    sender.finish(&info(), machine(), ALWAYS).unwrap();
+    reading.join().unwrap()
+}
+
+#[test]
+fn memory_of_zeroes_is_not_sent_but_for_a_sign_of_life_now_and_then() {
+    let (silent, lively) = (mostly_zeroes(Duration::MAX), mostly_zeroes(Duration::ZERO));
+    let sign = FRAME + 16;
+    // At least one for each range, and nowhere near one for each page.
+    let signs = (lively.len() - silent.len()) / sign;
+    assert!((2..20).contains(&signs), "{signs}");
+    let wanted = memory();
+    put(&wanted, 0x3000, 1);
+    for bytes in [silent, lively] {
+        let memory = memory();
+        receive(bytes.as_slice(), &memory, &mut []).unwrap();
+        assert!(contents(&memory) == contents(&wanted));
+    }
+}
+
 #[test]
 fn a_stream_that_is_cut_off_is_refused_with_the_place() {
     let bytes = &STREAM.0;

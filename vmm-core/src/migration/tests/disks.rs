@@ -106,6 +106,11 @@ impl Guest {
 
 /// What is sent of a machine with that disk, which changes meanwhile.
 fn stream(guest: &mut Guest) -> Vec<u8> {
+    stream_with(guest, Duration::MAX)
+}
+
+/// The same when so long nothing may be sent.
+fn stream_with(guest: &mut Guest, quiet: Duration) -> Vec<u8> {
     let (near, far) = UnixStream::pair().unwrap();
     let reading = thread::spawn(move || {
         let (mut bytes, mut far) = (Vec::new(), far);
@@ -121,6 +126,7 @@ fn stream(guest: &mut Guest) -> Vec<u8> {
         &memory,
         vec![mirrored],
     ));
+    sender.quiet = quiet;
     let told = Cell::new((1, 0));
     sender
         .disks(&|done, total| told.set((done, total)), ALWAYS)
@@ -147,9 +153,10 @@ fn stream(guest: &mut Guest) -> Vec<u8> {
 fn a_disk_comes_with_all_that_was_changed_meanwhile_into_an_image_of_any_format(
     #[values(Format::Raw, Format::Qcow2)] from: Format,
     #[values(Format::Raw, Format::Qcow2)] to: Format,
+    #[values(Duration::MAX, Duration::ZERO)] quiet: Duration,
 ) {
     let mut guest = Guest::new(from);
-    let bytes = stream(&mut guest);
+    let bytes = stream_with(&mut guest, quiet);
     let (image, file) = image(to, SIZE);
     let mut disks = [ReceivedDisk::new("root", content_of(&*image))];
     receive(bytes.as_slice(), &memory(), &mut disks).unwrap();
