@@ -494,8 +494,7 @@ async fn relay(
     parts: mpsc::Sender<v1::ReceiveVmRequest>,
     bytes_per_second: u64,
 ) -> Result<(), Failure> {
-    let began = Instant::now();
-    let mut passed = 0_u64;
+    let mut pace = Pace::new(bytes_per_second, Instant::now());
     loop {
         let mut data = Vec::with_capacity(CHUNK);
         let read = near.read_buf(&mut data).await;
@@ -505,7 +504,7 @@ async fn relay(
         }
         // What is there already goes along: the vmm writes in small pieces, and each message costs. An error or the end comes again.
         while data.len() < data.capacity() && matches!(near.try_read_buf(&mut data), Ok(1..)) {}
-        passed = passed.saturating_add(u64::try_from(data.len()).unwrap_or(u64::MAX));
+        let length = data.len();
         let part = v1::receive_vm_request::Part::Data(data);
         let part = v1::ReceiveVmRequest { part: Some(part) };
         if parts.send(part).await.is_err() {
@@ -514,9 +513,40 @@ async fn relay(
             sleep(CALL).await;
             return Err(silent());
         }
-        if let Some(micros) = passed.saturating_mul(1_000_000).checked_div(bytes_per_second) {
-            sleep_until(began + Duration::from_micros(micros)).await;
+        if let Some(until) = pace.passed(length, Instant::now()) {
+            sleep_until(until).await;
         }
+    }
+}
+
+/// Time for which nothing was sent and that is made up for, since timers are late.
+const LATE: Duration = Duration::from_millis(20);
+
+/// Keeps what is sent below a rate at any time: what was not sent while there was nothing is not sent faster later.
+#[derive(Debug)]
+struct Pace {
+    /// 0 for no limit.
+    bytes_per_second: u64,
+    /// When all that was sent has had its time.
+    next: Instant,
+}
+
+impl Pace {
+    fn new(bytes_per_second: u64, now: Instant) -> Self {
+        Self {
+            bytes_per_second,
+            next: now,
+        }
+    }
+
+    /// So much was sent. When more may be; at once when `None`.
+    fn passed(&mut self, bytes: usize, now: Instant) -> Option<Instant> {
+        let nanos = u128::try_from(bytes).ok()? * 1_000_000_000;
+        let takes = nanos.checked_div(u128::from(self.bytes_per_second))?;
+        let takes = Duration::from_nanos(u64::try_from(takes).unwrap_or(u64::MAX));
+        let from = now.checked_sub(LATE).unwrap_or(now);
+        self.next = self.next.max(from).checked_add(takes)?;
+        Some(self.next)
     }
 }
 
@@ -602,5 +632,30 @@ pub(super) async fn repeat(
         if !is_in(host, uid, waits).await {
             return false;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_not_sent_in_time_is_not_sent_faster_later() {
+        let began = Instant::now();
+        let at = |ms| began + Duration::from_millis(ms);
+        let mut pace = Pace::new(1000, began);
+        assert_eq!(pace.passed(100, at(0)), Some(at(100)));
+        assert_eq!(pace.passed(100, at(100)), Some(at(200)));
+        // A timer was late.
+        assert_eq!(pace.passed(100, at(210)), Some(at(300)));
+        // There was nothing to send for a minute.
+        assert_eq!(pace.passed(100, at(60_000)), Some(at(60_080)));
+        assert_eq!(pace.passed(100, at(60_080)), Some(at(60_180)));
+        assert_eq!(pace.passed(0, at(60_180)), Some(at(60_180)));
+        assert_eq!(Pace::new(0, began).passed(100, began), None);
+        assert_eq!(
+            Pace::new(1, began).passed(usize::MAX, began),
+            Some(began + Duration::from_nanos(u64::MAX))
+        );
     }
 }
