@@ -195,7 +195,6 @@ async fn receive_parts(
     };
     ask(host, &vm.name, request).await?;
     let mut ended = None;
-    let silence = fault::patience(&host.config.run_dir, "hasty", SILENCE);
     loop {
         let next = tokio::select! {
             next = timeout(SILENCE, parts.message()) => next,
@@ -215,20 +214,19 @@ async fn receive_parts(
             }
         };
         let written = tokio::select! {
-            written = timeout(silence, near.write_all(&data)) => written,
+            written = near.write_all(&data) => written,
+            () = fault::wait(&host.config.run_dir, "hasty", SILENCE) => {
+                let message = format!("this node's vmm has taken nothing for {} s", SILENCE.as_secs());
+                return Err(Failure::internal(message));
+            }
             started = &mut waiting => {
                 ended = Some(started);
                 break;
             }
         };
-        match written {
-            Ok(Ok(())) => {}
-            // The end of the start says why.
-            Ok(Err(_)) => break,
-            Err(_) => {
-                let message = format!("this node's vmm has taken nothing for {} s", SILENCE.as_secs());
-                return Err(Failure::internal(message));
-            }
+        // The end of the start says why.
+        if written.is_err() {
+            break;
         }
     }
     drop(near);

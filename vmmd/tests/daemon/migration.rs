@@ -629,9 +629,11 @@ async fn a_vmm_that_is_killed_in_the_hand_over_ends_the_vm_on_its_own_side_only(
 #[tokio::test]
 async fn a_target_whose_vmm_takes_nothing_gives_up() {
     let (first, second) = pair().await;
-    second.fault("hasty");
     first.run("web", "mock.send=much mock.receive=hang").await;
     let operation = first.migrate("web", &second).await.unwrap();
+    // What was offered is kept as long as usual until something of it comes.
+    second.waits_for("web", VmPhase::Starting).await;
+    second.fault("hasty");
     let ended = first.ended(&operation).await;
     assert_eq!(ended.phase(), OperationPhase::Failed, "{ended:?}");
     assert!(ended.message.contains("has taken nothing"), "{ended:?}");
@@ -643,11 +645,11 @@ async fn a_target_whose_vmm_takes_nothing_gives_up() {
 #[tokio::test]
 async fn what_was_received_and_is_not_settled_is_removed_and_the_source_goes_on() {
     let (first, second) = pair().await;
-    second.fault("hasty");
     first.fault("says-Prepare");
     first.run("web", "").await;
     let operation = first.migrate("web", &second).await.unwrap();
     second.waits_for("web", VmPhase::Paused).await;
+    second.fault("hasty");
     second.forgets("web").await;
     fs::remove_file(first.path("run/fault/says-Prepare")).unwrap();
     let ended = first.ended(&operation).await;
