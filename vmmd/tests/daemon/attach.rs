@@ -521,6 +521,38 @@ async fn a_detach_under_way_when_the_daemon_is_killed_is_what_the_vmm_has(#[case
     }
 }
 
+#[tokio::test]
+async fn a_detach_that_a_deletion_ends_is_answered_when_it_is_written_down() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "mock.eject=ignore").await;
+    daemon.attach("web", disk(&daemon, "data")).await.unwrap();
+    let detach = daemon.detach("web", "data", 60_000, false);
+    tokio::pin!(detach);
+    let detaching = daemon.wait("web", |status| {
+        phase(status, "data") == Some(AttachmentPhase::Detaching)
+    });
+    tokio::select! {
+        answer = &mut detach => panic!("{answer:?}"),
+        _ = detaching => {}
+    }
+    daemon.arm_in("state", "store-hangs");
+    let mut client = daemon.client();
+    let delete = tokio::spawn(async move {
+        let request = v1::DeleteVmRequest {
+            name: "web".into(),
+            force: true,
+            ..Default::default()
+        };
+        client.delete_vm(request).await
+    });
+    let answer = tokio::time::timeout(Duration::from_secs(2), &mut detach).await;
+    assert!(answer.is_err(), "{answer:?}");
+    assert_eq!(daemon.vmm_processes(), [], "its process has ended");
+    fs::remove_file(daemon.path("state/fault/store-hangs")).unwrap();
+    detach.await.unwrap();
+    delete.await.unwrap().unwrap();
+}
+
 /// Whatever was under way: what the spec, the `vmm` and the next daemon say of disks is the same in the end.
 #[tokio::test]
 async fn a_daemon_killed_at_any_moment_of_attach_and_detach_converges() {

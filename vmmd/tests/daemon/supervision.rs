@@ -30,7 +30,7 @@ impl Daemon {
     }
 
     /// The part of the daemon with this name panics when it is used next.
-    fn arm_in(&self, folder: &str, name: &str) {
+    pub fn arm_in(&self, folder: &str, name: &str) {
         let folder = self.path(folder).join("fault");
         fs::create_dir_all(&folder).unwrap();
         fs::write(folder.join(name), "").unwrap();

@@ -254,8 +254,10 @@ impl Actor {
                 self.make_room();
             }
         }
+        // Who is told that a disk is out of the spec finds it so also when the deletion is not done before the daemon ends.
+        let written = (deleting && told.is_empty()) || self.persist().await;
         // The exit record stays where it is as long as it is nowhere else.
-        if deleting || self.persist().await {
+        if deleting || written {
             self.clean_up().await;
         }
         drop(instance);
