@@ -417,6 +417,11 @@ impl Drop for Daemon {
             }
         }
         for group in self.cgroups().into_iter().chain(self.cgroup.clone()) {
+            // One that the daemon was starting is not what it will be called yet.
+            let pids = fs::read_to_string(group.join("cgroup.procs")).unwrap_or_default();
+            pids.lines()
+                .filter_map(|pid| Pid::from_raw(pid.parse().ok()?))
+                .for_each(end);
             remove_cgroup(&group);
         }
     }
