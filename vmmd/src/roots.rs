@@ -1,5 +1,5 @@
 //! Where the files of VMs may be: below folders that the node's operator allows, and not behind a symbolic link that leads out
-//! of them. That is decided while a file is opened, by the kernel (openat2(2)) or by [`walk`] where a filter forbids that call: nobody can put
+//! of them; where guests write, behind no link at all. That is decided while a file is opened, by the kernel (openat2(2)) or by [`walk`] where a filter forbids that call: nobody can put
 //! another file in its place between a check and the use. Blocking.
 
 use std::{
@@ -64,6 +64,8 @@ pub enum Within<'a> {
     Own,
     /// One of these folders.
     Roots(&'a [PathBuf]),
+    /// One of these folders, in which guests can make symbolic links: none below it is followed.
+    NoLinks(&'a [PathBuf]),
 }
 
 /// Why a file can't be opened.
@@ -73,6 +75,8 @@ pub enum Refused {
     Outside,
     /// The path leads out of its folder: through `..`, a symbolic link, or a link of procfs.
     LeadsOut,
+    /// The path has a symbolic link where none is followed.
+    Link,
     /// The kernel says so.
     Errno(Errno),
 }
@@ -80,7 +84,7 @@ pub enum Refused {
 impl Refused {
     /// For a message, when it is about the folders: what stands after the path. `key` is that of the configuration.
     pub fn about_roots(&self, within: Within<'_>, key: &str) -> Option<String> {
-        let Within::Roots(roots) = within else {
+        let (Within::Roots(roots) | Within::NoLinks(roots)) = within else {
             return None;
         };
         let named: Vec<_> = roots.iter().map(|root| root.display().to_string()).collect();
@@ -92,6 +96,10 @@ impl Refused {
             Self::LeadsOut => Some(format!(
                 "leads out of the folders that this node allows, through `..`, a link of /proc, an absolute symbolic link or one that points outside: \
                  `roots.{key}` in config.toml has {named}"
+            )),
+            Self::Link => Some(format!(
+                "has a symbolic link in it, which is not followed below the folders of `roots.{key}` in config.toml ({named}), since a guest may \
+                 have made it: name the directory that the link leads to"
             )),
             Self::Errno(_) => None,
         }
@@ -112,16 +120,18 @@ fn is_everything(root: &Path) -> bool {
 
 /// Opens a file by its absolute path. Of several folders above it, one beneath which it can be opened is enough.
 pub fn open(path: &Path, within: Within<'_>, flags: OFlags) -> Result<OwnedFd, Refused> {
-    let Within::Roots(roots) = within else {
-        return rustix::fs::open(path, flags, Mode::empty()).map_err(Refused::Errno);
+    let (roots, links) = match within {
+        Within::Own => return rustix::fs::open(path, flags, Mode::empty()).map_err(Refused::Errno),
+        Within::Roots(roots) => (roots, Links::Followed),
+        Within::NoLinks(roots) => (roots, Links::Refused),
     };
     let mut refused = Refused::Outside;
     for root in roots {
         let Ok(rest) = path.strip_prefix(root) else {
             continue;
         };
-        match open_beneath(root, rest, path, flags) {
-            Err(Refused::LeadsOut) => refused = Refused::LeadsOut,
+        match open_beneath(root, rest, path, flags, links) {
+            Err(leads @ (Refused::LeadsOut | Refused::Link)) => refused = leads,
             opened => return opened,
         }
     }
@@ -163,19 +173,35 @@ pub fn open_folder(path: &Path, within: Within<'_>) -> Result<OwnedFd, Refused> 
 
 /// The allowed folders without symbolic links; `None` of the daemon's own.
 pub fn real(within: Within<'_>) -> Option<Vec<PathBuf>> {
-    let Within::Roots(roots) = within else {
+    let (Within::Roots(roots) | Within::NoLinks(roots)) = within else {
         return None;
     };
     let real = roots.iter().filter_map(|root| root.canonicalize().ok());
     Some(real.collect())
 }
 
+/// What is done with symbolic links below a folder.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Links {
+    /// They are followed as long as they stay below it.
+    Followed,
+    /// ELOOP.
+    Refused,
+}
+
 /// Opens `path`, which is `rest` below `root`.
-fn open_beneath(root: &Path, rest: &Path, path: &Path, flags: OFlags) -> Result<OwnedFd, Refused> {
-    if is_everything(root) {
+fn open_beneath(
+    root: &Path,
+    rest: &Path,
+    path: &Path,
+    flags: OFlags,
+    links: Links,
+) -> Result<OwnedFd, Refused> {
+    if is_everything(root) && links == Links::Followed {
         return rustix::fs::open(path, flags, Mode::empty()).map_err(Refused::Errno);
     }
-    let resolve = ResolveFlags::NO_MAGICLINKS | ResolveFlags::BENEATH;
+    let mut resolve = ResolveFlags::NO_MAGICLINKS | ResolveFlags::BENEATH;
+    resolve.set(ResolveFlags::NO_SYMLINKS, links == Links::Refused);
     // Opened anew each time: the folder may be mounted, or mounted over, while the daemon runs.
     let folder_flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let folder = rustix::fs::open(root, folder_flags, Mode::empty()).map_err(Refused::Errno)?;
@@ -188,10 +214,11 @@ fn open_beneath(root: &Path, rest: &Path, path: &Path, flags: OFlags) -> Result<
     loop {
         let opened = match rustix::fs::openat2(&folder, rest, flags, Mode::empty(), resolve) {
             // A filter of system calls forbids it, such as that of the daemon's unit.
-            Err(Errno::NOSYS) => walk::open(folder.as_fd(), rest, flags),
+            Err(Errno::NOSYS) => walk::open(folder.as_fd(), rest, flags, links),
             opened => opened,
         };
         match opened {
+            Err(Errno::LOOP) if links == Links::Refused => return Err(Refused::Link),
             Err(Errno::XDEV | Errno::LOOP) => return Err(Refused::LeadsOut),
             // openat2(2): something was renamed or mounted while a `..` was followed.
             Err(Errno::AGAIN) if tries < RACES => tries += 1,
@@ -206,6 +233,7 @@ impl From<Refused> for io::Error {
             Refused::Errno(errno) => errno.into(),
             Refused::Outside => Self::new(io::ErrorKind::PermissionDenied, "not below an allowed folder"),
             Refused::LeadsOut => Self::new(io::ErrorKind::PermissionDenied, "leads out of an allowed folder"),
+            Refused::Link => Self::new(io::ErrorKind::PermissionDenied, "has a symbolic link in it"),
         }
     }
 }
@@ -288,6 +316,50 @@ mod tests {
             case.open("allowed", "allowed/none"),
             Err(Refused::Errno(Errno::NOENT))
         );
+    }
+
+    #[test]
+    fn below_folders_of_guests_no_link_is_followed() {
+        links_refused();
+        let forbidden = std::thread::spawn(|| {
+            forbid_openat2();
+            links_refused();
+        });
+        forbidden.join().unwrap();
+    }
+
+    fn links_refused() {
+        let case = Case::new();
+        let path = |name: &str| case.0.path().join(name);
+        symlink("allowed", path("root")).unwrap();
+        symlink("sub", path("allowed/near")).unwrap();
+        let open = |root: &Path, file: &str| {
+            open(
+                &path(file),
+                Within::NoLinks(&[root.to_owned()]),
+                OFlags::PATH | OFlags::CLOEXEC,
+            )
+            .map(drop)
+        };
+        for root in [path("allowed"), "/".into()] {
+            for file in ["allowed/in", "allowed/sub/in", "allowed/sub"] {
+                assert_eq!(open(&root, file), Ok(()), "{file}");
+            }
+            for file in [
+                "allowed/inside",
+                "allowed/near",
+                "allowed/near/in",
+                "allowed/outside",
+                "allowed/absolute",
+                "allowed/folder/out",
+            ] {
+                assert_eq!(open(&root, file), Err(Refused::Link), "{file}");
+            }
+        }
+        let leads_out = open(&path("allowed"), "allowed/../other/out");
+        assert_eq!(leads_out, Err(Refused::LeadsOut));
+        // The folder itself is the operator's to choose.
+        assert_eq!(open(&path("root"), "root/sub/in"), Ok(()));
     }
 
     #[test]

@@ -34,7 +34,7 @@ pub struct Inode(pub u64, pub u64);
 /// Opens the directory of a share below one of the folders `allowed`. Refused as PATH_NOT_ALLOWED, SHARE_NOT_USABLE or
 /// SHARE_OWNED_BY_ROOT. Blocking.
 pub fn open(share: &Share, allowed: &[PathBuf]) -> Result<Opened, Failure> {
-    let within = Within::Roots(allowed);
+    let within = Within::NoLinks(allowed);
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let directory =
         roots::open(&share.path, within, flags).map_err(|refused| not_opened(share, &refused, within))?;
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_below_the_folders_is_opened_and_no_link_leads_out_of_them() {
+    fn a_directory_below_the_folders_is_opened_and_no_link_there_is_followed() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         fs::create_dir_all(at("srv/data/sub")).unwrap();
@@ -131,10 +131,17 @@ mod tests {
         symlink("../secret", at("srv/outside")).unwrap();
         symlink(at("secret"), at("srv/data/absolute")).unwrap();
         let srv = at("srv");
-        for path in ["srv", "srv/data", "srv/data/sub", "srv/inside"] {
+        for path in ["srv", "srv/data", "srv/data/sub"] {
             assert_eq!(reason(&at(path), &srv), None, "{path}");
         }
-        for path in ["secret", "srv/outside", "srv/data/absolute", "srvx"] {
+        for path in [
+            "secret",
+            "srv/inside",
+            "srv/inside/sub",
+            "srv/outside",
+            "srv/data/absolute",
+            "srvx",
+        ] {
             assert_eq!(reason(&at(path), &srv), Some("PATH_NOT_ALLOWED"), "{path}");
         }
         for path in ["srv/file", "srv/none"] {

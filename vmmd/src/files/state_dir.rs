@@ -37,7 +37,7 @@ pub struct StateDir {
 impl StateDir {
     /// Opens it below one of the folders `allowed`. Refused as PATH_NOT_ALLOWED or STATE_DIR_NOT_USABLE. Blocking.
     pub fn open(path: &Path, allowed: &[PathBuf]) -> Result<Self, Failure> {
-        let within = Within::Roots(allowed);
+        let within = Within::NoLinks(allowed);
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let opened = roots::open(path, within, flags).and_then(|directory| {
             let stat = fstat(&directory).map_err(Refused::Errno)?;
@@ -111,17 +111,19 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_below_the_folders_is_opened_and_no_link_leads_out_of_them() {
+    fn a_directory_below_the_folders_is_opened_and_no_link_there_is_followed() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         fs::create_dir_all(at("srv/job")).unwrap();
         fs::create_dir(at("secret")).unwrap();
         fs::write(at("srv/file"), "").unwrap();
         symlink("../secret", at("srv/outside")).unwrap();
+        symlink("job", at("srv/inside")).unwrap();
         for (path, expected) in [
             ("srv/job", None),
             ("secret", Some("PATH_NOT_ALLOWED")),
             ("srv/outside", Some("PATH_NOT_ALLOWED")),
+            ("srv/inside", Some("PATH_NOT_ALLOWED")),
             ("srv/job/../../secret", Some("PATH_NOT_ALLOWED")),
             ("srv/file", Some("STATE_DIR_NOT_USABLE")),
             ("srv/none", Some("STATE_DIR_NOT_USABLE")),

@@ -1,4 +1,4 @@
-//! Opens a path beneath a folder as openat2(2) does with RESOLVE_BENEATH and RESOLVE_NO_MAGICLINKS, where that call is forbidden. A filter of system
+//! Opens a path beneath a folder as openat2(2) does with RESOLVE_BENEATH and RESOLVE_NO_MAGICLINKS, and with RESOLVE_NO_SYMLINKS when links are refused, where that call is forbidden. A filter of system
 //! calls can't see what is in that call's structure, so the filter of systemd's `RestrictSUIDSGID=`, which the daemon's unit has, refuses it with ENOSYS.
 //!
 //! The path is opened name by name. What holds, whatever is renamed or replaced meanwhile:
@@ -22,19 +22,27 @@ use rustix::{
     io::Errno,
 };
 
+use super::Links;
+
 /// Links on the way, as Linux allows them (path_resolution(7)), and names that something else took while they were opened.
 const MAX_LINKS: u32 = 40;
 /// Folders on the way. Each is a descriptor of the daemon for that long.
 const MAX_DEPTH: usize = 256;
 
-/// Opens `rest` beneath `folder`. XDEV says that it leads out, LOOP that there are too many links, NAMETOOLONG that it is too deep.
-pub(super) fn open(folder: BorrowedFd<'_>, rest: &Path, flags: OFlags) -> Result<OwnedFd, Errno> {
+/// Opens `rest` beneath `folder`. XDEV says that it leads out, LOOP that there are too many links, or one where they are refused, NAMETOOLONG that
+/// it is too deep.
+pub(super) fn open(
+    folder: BorrowedFd<'_>,
+    rest: &Path,
+    flags: OFlags,
+    links: Links,
+) -> Result<OwnedFd, Errno> {
     // Where the walk is, and the folders that it has come through.
     let mut folders: Vec<OwnedFd> = Vec::new();
     // The last one is walked next.
     let mut names = Vec::new();
     put(&mut names, rest)?;
-    let mut links = 0;
+    let mut followed = 0;
     loop {
         let here = folders.last().map_or(folder, OwnedFd::as_fd);
         let Some(name) = names.pop() else {
@@ -56,6 +64,7 @@ pub(super) fn open(folder: BorrowedFd<'_>, rest: &Path, flags: OFlags) -> Result
         }
         let found = rustix::fs::openat(here, &name, LOOK, Mode::empty())?;
         match FileType::from_raw_mode(rustix::fs::fstat(&found)?.st_mode) {
+            FileType::Symlink if links == Links::Refused => return Err(Errno::LOOP),
             FileType::Symlink => {
                 let target = rustix::fs::readlinkat(&found, "", Vec::new())?;
                 put(&mut names, Path::new(OsStr::from_bytes(target.to_bytes())))?;
@@ -70,8 +79,8 @@ pub(super) fn open(folder: BorrowedFd<'_>, rest: &Path, flags: OFlags) -> Result
                 opened => return opened,
             },
         }
-        links += 1;
-        if links > MAX_LINKS {
+        followed += 1;
+        if followed > MAX_LINKS {
             return Err(Errno::LOOP);
         }
     }

@@ -203,10 +203,12 @@ async fn what_is_outside_the_folders_or_roots_own_is_refused_at_creation_and_at_
     fs::create_dir(daemon.path("secret")).unwrap();
     chown(daemon.path("secret"), Some(OWNER.0), Some(OWNER.1)).unwrap();
     symlink("../secret", daemon.path("srv/out")).unwrap();
+    symlink("data", daemon.path("srv/inside")).unwrap();
     fs::create_dir(daemon.path("srv/roots")).unwrap();
     for (path, reason) in [
         ("secret", "PATH_NOT_ALLOWED"),
         ("srv/out", "PATH_NOT_ALLOWED"),
+        ("srv/inside", "PATH_NOT_ALLOWED"),
         ("srv/roots", "SHARE_OWNED_BY_ROOT"),
     ] {
         let refused = create(&daemon, vm(&daemon, "web", vec![share(&daemon, path)])).await;

@@ -138,6 +138,31 @@ async fn no_link_of_the_owner_is_followed_and_what_leads_out_is_refused() {
 }
 
 #[tokio::test]
+async fn a_guest_that_puts_a_link_in_the_place_of_its_directory_does_not_lead_to_that_of_another() {
+    let daemon = daemon().await;
+    let [job, other] = ["srv/data/state", "srv/other"].map(|path| daemon.path(path));
+    fs::create_dir(&job).unwrap();
+    fs::create_dir(&other).unwrap();
+    let mut vm = vm(&daemon, "web");
+    vm.spec.as_mut().unwrap().state_dir = job.display().to_string();
+    daemon.create(vm).await.unwrap();
+    file(&job.join("vm.json"), |content| content.contains("\"web\"")).await;
+    // As its guest can do when `srv/data` is a share.
+    fs::rename(&job, daemon.path("srv/data/old")).unwrap();
+    symlink("../other", &job).unwrap();
+    let refused = daemon.start_vm("web").await.unwrap_err();
+    let expected = (Code::FailedPrecondition, "PATH_NOT_ALLOWED".to_owned());
+    assert_eq!(refusal(&refused), expected);
+    daemon.told("StateDirFailed", 1).await;
+    assert!(fs::read_dir(&other).unwrap().next().is_none());
+    let mut next = daemon.manifest("next", "");
+    next.spec.as_mut().unwrap().state_dir = job.display().to_string();
+    daemon.delete("web", false).await.unwrap();
+    let refused = daemon.create(next).await.unwrap_err();
+    assert_eq!(refusal(&refused), expected);
+}
+
+#[tokio::test]
 async fn another_directory_is_written_to_from_then_on() {
     let daemon = daemon().await;
     daemon.create(vm(&daemon, "web")).await.unwrap();

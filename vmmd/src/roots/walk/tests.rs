@@ -12,8 +12,9 @@ use rustix::fs::ResolveFlags;
 use super::*;
 
 /// What the walk stands for.
-fn by_kernel(folder: &OwnedFd, rest: &Path, flags: OFlags) -> Result<OwnedFd, Errno> {
-    let resolve = ResolveFlags::NO_MAGICLINKS | ResolveFlags::BENEATH;
+fn by_kernel(folder: &OwnedFd, rest: &Path, flags: OFlags, links: Links) -> Result<OwnedFd, Errno> {
+    let mut resolve = ResolveFlags::NO_MAGICLINKS | ResolveFlags::BENEATH;
+    resolve.set(ResolveFlags::NO_SYMLINKS, links == Links::Refused);
     rustix::fs::openat2(folder, rest, flags, Mode::empty(), resolve)
 }
 
@@ -117,13 +118,14 @@ fn each_path_leads_where_the_kernel_would_lead_it() {
             OFlags::RDWR,
             OFlags::PATH,
         ];
-        for flags in kinds {
+        let both = [Links::Followed, Links::Refused];
+        for (flags, links) in kinds.iter().flat_map(|flags| both.map(|links| (*flags, links))) {
             let flags = flags | OFlags::CLOEXEC;
-            let kernel = by_kernel(&inside, Path::new(path), flags);
-            let walked = open(inside.as_fd(), Path::new(path), flags);
+            let kernel = by_kernel(&inside, Path::new(path), flags, links);
+            let walked = open(inside.as_fd(), Path::new(path), flags, links);
             opened += u32::from(walked.is_ok());
             let seen = |opened: Result<OwnedFd, Errno>| opened.map(|fd| inode(&fd));
-            assert_eq!(seen(walked), seen(kernel), "{path} {flags:?}");
+            assert_eq!(seen(walked), seen(kernel), "{path} {flags:?} {links:?}");
         }
     }
     assert!(opened > 40, "{opened}");
@@ -134,15 +136,30 @@ fn links_of_procfs_lead_nowhere() {
     let own = folder(Path::new("/proc/self"));
     for path in ["root", "root/etc", "cwd", "exe", "fd/0", "ns/net"] {
         let (walked, kernel) = (
-            open(own.as_fd(), Path::new(path), OFlags::PATH | OFlags::CLOEXEC),
-            by_kernel(&own, Path::new(path), OFlags::PATH | OFlags::CLOEXEC),
+            open(
+                own.as_fd(),
+                Path::new(path),
+                OFlags::PATH | OFlags::CLOEXEC,
+                Links::Followed,
+            ),
+            by_kernel(
+                &own,
+                Path::new(path),
+                OFlags::PATH | OFlags::CLOEXEC,
+                Links::Followed,
+            ),
         );
         assert!(
             walked.is_err() && kernel.is_err(),
             "{path}: {walked:?} {kernel:?}"
         );
     }
-    let status = open(own.as_fd(), Path::new("status"), OFlags::RDONLY | OFlags::CLOEXEC);
+    let status = open(
+        own.as_fd(),
+        Path::new("status"),
+        OFlags::RDONLY | OFlags::CLOEXEC,
+        Links::Followed,
+    );
     assert!(status.is_ok(), "{status:?}");
 }
 
@@ -153,8 +170,21 @@ fn a_path_that_is_too_deep_is_refused() {
     fs::create_dir_all(root.path().join(deep(MAX_DEPTH + 1))).unwrap();
     let inside = folder(root.path());
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    assert!(open(inside.as_fd(), Path::new(&deep(MAX_DEPTH)), flags).is_ok());
-    let refused = open(inside.as_fd(), Path::new(&deep(MAX_DEPTH + 1)), flags);
+    assert!(
+        open(
+            inside.as_fd(),
+            Path::new(&deep(MAX_DEPTH)),
+            flags,
+            Links::Followed
+        )
+        .is_ok()
+    );
+    let refused = open(
+        inside.as_fd(),
+        Path::new(&deep(MAX_DEPTH + 1)),
+        flags,
+        Links::Followed,
+    );
     assert_eq!(refused.unwrap_err(), Errno::NAMETOOLONG);
 }
 
@@ -173,7 +203,7 @@ fn race(root: &Path, paths: &[&str], change: impl Fn() + Send) -> u32 {
             for path in paths {
                 let flags = OFlags::RDONLY | OFlags::CLOEXEC;
                 let inside = folder(&root.join("in"));
-                if let Ok(file) = open(inside.as_fd(), Path::new(path), flags) {
+                if let Ok(file) = open(inside.as_fd(), Path::new(path), flags, Links::Followed) {
                     let text = std::io::read_to_string(fs::File::from(file)).unwrap();
                     assert_eq!(text, "inside", "{path}");
                     opened += 1;
