@@ -130,6 +130,37 @@ fn a_hundred_thousand_small_files_are_made_looked_up_and_removed() {
     assert_eq!(open.trim(), "0");
 }
 
+#[test]
+fn a_share_with_the_fewest_open_files_is_mounted_and_a_guest_that_opens_more_is_told() {
+    let case = Case::new("share-few").expect("node");
+    let srv = Srv::new(&case, &["data"]);
+    let mut share = srv.share("data");
+    share["maxOpenFiles"] = json!(256);
+    let vm = Vm::start(&case, "", &with_shares(&case, &[share])).expect("start");
+    let mut console = booted(&vm);
+    let read = console
+        .run(
+            "mount -t virtiofs data /mnt && echo few >/mnt/file && cat /mnt/file",
+            60,
+        )
+        .expect("mounted");
+    assert_eq!(read, "few\n");
+    // As many as the spec says, and no more: each that the guest remembers is one.
+    srv.sh(&format!(
+        "for i in $(seq 300); do echo x >data/$i; done; chown {OWNER} data/*"
+    ));
+    let known = console
+        .run(
+            "for i in $(seq 300); do cat /mnt/$i 2>/dev/null; done | wc -l",
+            60,
+        )
+        .expect("files");
+    let known: u32 = known.trim().parse().expect("a number");
+    assert!((200..256).contains(&known), "{known}");
+    let error = console.run("cat /mnt/300 2>&1; true", 60).expect("an error");
+    assert!(error.contains("Too many open files in system"), "{error}");
+}
+
 /// Two shares that hold 1 MiB: `full` is a file system of that size, `quota` has a project quota of ext4.
 fn limited(srv: &Srv<'_>) -> [Value; 2] {
     srv.sh(&format!(

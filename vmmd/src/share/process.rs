@@ -213,8 +213,9 @@ fn arguments(share: &Share, squash: bool) -> Vec<CString> {
     arguments.into_iter().flat_map(CString::new).collect()
 }
 
-/// Descriptors that virtiofsd keeps for itself.
-const RESERVED_FILES: u32 = 64;
+/// Descriptors that virtiofsd keeps from the guest out of its limit, and without which it does not begin: 509 regions of memory, 100 others and one for
+/// each of its threads (`MAX_MEM_SLOTS`, `INTERNAL_FD_RESERVE` and `main` of its version 1.14.0, the one that `package/virtiofsd.sh` builds).
+const RESERVED_FILES: u32 = 509 + 100 + 1;
 
 /// Notes which process serves which directory, so that a later daemon finds both: the process's number and when it began, and the directory's device and
 /// inode number.

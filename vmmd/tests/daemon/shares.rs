@@ -133,6 +133,21 @@ async fn the_end_of_a_run_ends_its_shares_and_the_next_run_has_others() {
     let (daemon, vm) = running().await;
     let pid = served(status(&vm));
     daemon.kill_vm("web").await.unwrap();
+#[tokio::test]
+async fn a_process_may_open_what_the_spec_says_and_what_it_keeps_for_itself() {
+    let daemon = daemon().await;
+    let few = v1::ShareSpec {
+        max_open_files: 256,
+        ..share(&daemon, "srv/data")
+    };
+    create(&daemon, vm(&daemon, "web", vec![few])).await.unwrap();
+    let pid = served(status(&daemon.start_vm("web").await.unwrap()));
+    let limits = fs::read_to_string(of(pid, "limits")).unwrap();
+    let line = limits.lines().find(|line| line.starts_with("Max open files"));
+    let words: Vec<_> = line.unwrap().split_whitespace().collect();
+    assert_eq!(words[3..5], ["866", "866"]);
+}
+
     until_gone(pid).await;
     let stopped = daemon.wait_phase("web", VmPhase::Stopped).await;
     assert_eq!(stopped.shares[0].phase(), SharePhase::Pending);
