@@ -202,7 +202,11 @@ pub fn identify(disks: &[Disk], sources: &Sources<'_>) -> BTreeMap<String, Vec<F
 pub fn named(spec: &VmSpec, sources: &Sources<'_>) -> Vec<PathBuf> {
     let (kernel, initrd) = spec.boot.files();
     let boot = kernel.into_iter().chain(initrd).map(Path::to_owned);
-    boot.chain(spec.disks.iter().flat_map(|disk| paths(disk, sources)))
+    let disks = spec.disks.iter().flat_map(|disk| paths(disk, sources));
+    let shares = spec.shares.iter().map(|share| share.path.clone());
+    boot.chain(disks)
+        .chain(shares)
+        .chain(spec.state_dir.clone())
         .collect()
 }
 

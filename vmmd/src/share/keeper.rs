@@ -375,17 +375,13 @@ impl Keeper {
         let Some(client) = self.host.clients.get(self.uid) else {
             return Err(Failure::internal("the VM's vmm can't be reached"));
         };
-        let (host, uid, note, share) = (
-            Arc::clone(&self.host),
-            self.uid,
-            self.note.clone(),
-            self.share.clone(),
-        );
-        let made = spawn_blocking(move || serve(&host, uid, &share, noted_inode(&note)));
-        let made = made
-            .await
-            .unwrap_or_else(|error| Err(Failure::internal(error.to_string())));
-        let Serving { child, socket } = made?;
+        let note = self.note.clone();
+        let begun_with = spawn_blocking(move || noted_inode(&note)).await;
+        let begun_with = begun_with.map_err(|error| Failure::internal(error.to_string()))?;
+        let mut made = serve(&self.host, self.uid, vec![self.share.clone()], begun_with).await?;
+        let Some(Serving { child, socket, .. }) = made.pop() else {
+            return Err(Failure::internal("no process was made"));
+        };
         self.last.store(child.pid(), Ordering::Relaxed);
         let process = child.watched(Process::new);
         let process = process.map_err(|error| Failure::internal(format!("watch its process: {error}")))?;

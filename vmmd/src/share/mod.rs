@@ -11,7 +11,6 @@ mod process;
 use std::{path::Path, sync::Arc};
 
 use proto::{model::vm::VmSpec, v1};
-use tokio::task::spawn_blocking;
 
 pub use self::{
     keeper::{Keepers, Run},
@@ -28,7 +27,7 @@ use crate::{
 };
 
 /// What is wrong with the directories of a spec that are there, but for those that `had` names too. One that is not there yet may come until the
-/// start.
+/// start. Refused as FILES_DO_NOT_ANSWER when their file systems don't.
 pub async fn check(host: &Arc<Host>, spec: &VmSpec, had: Option<&VmSpec>) -> Result<Vec<Problem>, Failure> {
     let known: Vec<_> = had.iter().flat_map(|had| &had.shares).cloned().collect();
     let numbered = spec.shares.iter().cloned().enumerate();
@@ -39,9 +38,11 @@ pub async fn check(host: &Arc<Host>, spec: &VmSpec, had: Option<&VmSpec>) -> Res
         return Ok(Vec::new());
     }
     let taken = fresh_dir.as_ref().and_then(|path| taken(host, path));
-    let host = Arc::clone(host);
-    let looked = spawn_blocking(move || {
-        let allowed = &host.config.roots.shares;
+    let of_shares = fresh.iter().map(|(_, share)| share.path.clone());
+    let paths: Vec<_> = of_shares.chain(fresh_dir.clone()).collect();
+    let of = Arc::clone(host);
+    let looking = host.pools.files.run(&paths, move || {
+        let allowed = &of.config.roots.shares;
         let shares = fresh.into_iter().filter_map(|(index, share)| {
             let failure = open(&share, allowed).err()?;
             Some((failure, format!("spec.shares[{index}]")))
@@ -55,9 +56,7 @@ pub async fn check(host: &Arc<Host>, spec: &VmSpec, had: Option<&VmSpec>) -> Res
             .map(|(failure, field)| Problem::of(failure, field))
             .collect::<Vec<_>>()
     });
-    let mut looked = looked
-        .await
-        .map_err(|error| Failure::internal(error.to_string()))?;
+    let mut looked = looking.await?;
     looked.extend(taken);
     Ok(looked)
 }

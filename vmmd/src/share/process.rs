@@ -9,7 +9,10 @@ use std::{
         unix::net::{UnixListener, UnixStream},
     },
     path::{Path, PathBuf},
-    sync::atomic::{AtomicU64, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use proto::model::share::{Cache, Share};
@@ -34,6 +37,8 @@ pub struct Serving {
     pub child: Child,
     /// A vhost-user front end's end.
     pub socket: OwnedFd,
+    /// The directory that it serves.
+    inode: Inode,
 }
 
 /// A process that is ended and forgotten unless somebody keeps it.
@@ -75,9 +80,43 @@ impl Drop for Unkept {
 /// Numbers of sockets: several shares of a VM may begin at once.
 static SOCKETS: AtomicU64 = AtomicU64::new(0);
 
-/// Starts the process of a share of the VM `uid`. `begun_with` is the directory that the run has begun with: no other one is
-/// served to it. Refused as SHARE_PROGRAM_MISSING, as SHARE_MOVED, or as [`open`] refuses. Blocking.
-pub fn serve(host: &Host, uid: Uuid, share: &Share, begun_with: Option<Inode>) -> Result<Serving, Failure> {
+/// Starts the processes of shares of the VM `uid`, in their order, and notes them. `begun_with` is the directory that the run has begun with: no other
+/// one is served to it. Refused as SHARE_PROGRAM_MISSING, as SHARE_MOVED, as [`open`] refuses, or as FILES_DO_NOT_ANSWER: what begins after that is ended.
+pub async fn serve(
+    host: &Arc<Host>,
+    uid: Uuid,
+    shares: Vec<Share>,
+    begun_with: Option<Inode>,
+) -> Result<Vec<Serving>, Failure> {
+    if shares.is_empty() {
+        return Ok(Vec::new());
+    }
+    let paths: Vec<_> = shares.iter().map(|share| share.path.clone()).collect();
+    let runtime = RuntimeDir::of(&host.config, uid);
+    let notes: Vec<_> = shares
+        .iter()
+        .map(|share| runtime.share(share.name.as_str()))
+        .collect();
+    let of = Arc::clone(host);
+    let beginning = host.pools.files.run(&paths, move || {
+        let begun = shares.iter().map(|share| begin(&of, uid, share, begun_with));
+        begun.collect::<Result<Vec<_>, _>>()
+    });
+    let serving = beginning.await??;
+    // Not before: one that nobody waits for any more would take the place of a later one.
+    let noted = spawn_blocking(move || {
+        for (path, serving) in notes.iter().zip(&serving) {
+            if let Err(error) = note(path, serving.child.pid(), serving.inode) {
+                tracing::warn!(%uid, path = %path.display(), %error, "note the process of a share");
+            }
+        }
+        serving
+    });
+    noted.await.map_err(|error| Failure::internal(error.to_string()))
+}
+
+/// Starts the process of one share. Blocking.
+fn begin(host: &Host, uid: Uuid, share: &Share, begun_with: Option<Inode>) -> Result<Serving, Failure> {
     let group = host.cgroups.as_ref().map(|parent| parent.group(uid).descriptor());
     let group: Option<OwnedFd> = group
         .transpose()
@@ -110,18 +149,10 @@ pub fn serve(host: &Host, uid: Uuid, share: &Share, begun_with: Option<Inode>) -
             group.as_ref().map(AsFd::as_fd),
         )
     });
-    let serving = started.map_err(|error| {
+    started.map_err(|error| {
         let message = format!("share \"{}\": start its process: {error}", share.name);
         Failure::internal(message)
-    })?;
-    if let Err(error) = note(
-        &runtime.share(share.name.as_str()),
-        serving.child.pid(),
-        opened.inode,
-    ) {
-        tracing::warn!(%uid, share = %share.name, %error, "note the process of a share");
-    }
-    Ok(serving)
+    })
 }
 
 fn start(
@@ -159,6 +190,7 @@ fn start(
     Ok(Serving {
         socket: connected?.into(),
         child: clone::spawn(&program)?,
+        inode: opened.inode,
     })
 }
 

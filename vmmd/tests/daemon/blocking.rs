@@ -4,7 +4,10 @@ use std::{
     ffi::CString,
     fs::{self, File},
     io::{Read, Write},
-    os::{fd::AsRawFd, unix::fs::PermissionsExt},
+    os::{
+        fd::AsRawFd,
+        unix::fs::{PermissionsExt, chown},
+    },
     path::{Path, PathBuf},
 };
 
@@ -17,6 +20,7 @@ use crate::{
     console::Client,
     disks::copy_disk,
     harness::{Daemon, PATIENCE, connect, refusal, status, uid, vm_pid},
+    shares::{self, OWNER},
 };
 
 /// A file system over a folder whose server never answers. Unmounted, and all who wait for it let go, when it is dropped.
@@ -155,6 +159,60 @@ async fn a_dead_file_system_delays_only_its_own_vms() {
     // Those who wait in the kernel are let go with it.
     drop(dead);
     daemon.start_vm("hung1").await.unwrap();
+}
+
+#[tokio::test]
+async fn a_share_on_a_dead_file_system_delays_only_its_own_vms() {
+    let daemon = shares::configured("limits = { file_seconds = 1 }\n").await;
+    let folder = daemon.path("srv/nfs");
+    let at = daemon.path("srv/nfs/data");
+    fs::create_dir_all(&at).unwrap();
+    chown(&at, Some(OWNER.0), Some(OWNER.1)).unwrap();
+    const HUNG: usize = 24;
+    for number in 0..HUNG {
+        let mut vm = daemon.manifest(&format!("hung{number}"), "");
+        let spec = vm.spec.as_mut().unwrap();
+        // One half has a share there, the other one its own files.
+        match number % 2 {
+            0 => spec.shares.push(shares::share(&daemon, "srv/nfs/data")),
+            _ => spec.state_dir = at.join(number.to_string()).display().to_string(),
+        }
+        daemon.create(vm).await.unwrap();
+    }
+    let mut web = daemon.manifest("web", "");
+    let memory = web.spec.as_mut().unwrap().memory.as_mut().unwrap();
+    memory.set_backing(v1::MemoryBacking::Shared);
+    daemon.create(web).await.unwrap();
+    daemon.start_vm("web").await.unwrap();
+
+    let dead = Dead::over(&folder);
+    let mut starts = tokio::task::JoinSet::new();
+    for number in 0..HUNG {
+        let mut client = daemon.client();
+        let request = v1::StartVmRequest {
+            name: format!("hung{number}"),
+            ..Default::default()
+        };
+        starts.spawn(async move { client.start_vm(request).await });
+    }
+    timeout(PATIENCE, daemon.run("other", ""))
+        .await
+        .expect("a start waits for the shares of others");
+    let do_not_answer = (Code::Unavailable, "FILES_DO_NOT_ANSWER".to_owned());
+    while let Some(start) = starts.join_next().await {
+        assert_eq!(refusal(&start.unwrap().unwrap_err()), do_not_answer);
+    }
+    // A VM that runs does not get it, and is there for what comes next.
+    let share = shares::share(&daemon, "srv/nfs/data");
+    let changed = daemon.change("web", |spec| spec.shares.push(share)).await;
+    assert_eq!(refusal(&changed.unwrap_err()), do_not_answer);
+    timeout(PATIENCE, daemon.kill_vm("web"))
+        .await
+        .expect("a stop waits for a share")
+        .unwrap();
+    // Those who wait in the kernel are let go with it.
+    drop(dead);
+    daemon.start_vm("hung2").await.unwrap();
 }
 
 #[tokio::test]

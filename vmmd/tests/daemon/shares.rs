@@ -16,6 +16,11 @@ pub const OWNER: (u32, u32) = (1234, 1235);
 
 /// A daemon that allows shares below `srv`, where there is `data`, which belongs to [`OWNER`].
 pub async fn daemon() -> Daemon {
+    configured("").await
+}
+
+/// The same with more lines of configuration.
+pub async fn configured(extra: &str) -> Daemon {
     let folder = tempfile::Builder::new()
         .prefix("vmmd")
         .tempdir_in("/tmp")
@@ -25,7 +30,7 @@ pub async fn daemon() -> Daemon {
     chown(srv.join("data"), Some(OWNER.0), Some(OWNER.1)).unwrap();
     let program = folder.path().join("virtiofsd");
     symlink(env!("CARGO_BIN_EXE_mock-vmm"), &program).unwrap();
-    let extra = format!("virtiofsd = {program:?}\nroots = {{ shares = [{srv:?}] }}\n");
+    let extra = format!("virtiofsd = {program:?}\nroots = {{ shares = [{srv:?}] }}\n{extra}");
     Daemon::in_folder(folder, &extra).await
 }
 
@@ -129,11 +134,6 @@ async fn a_share_is_served_with_the_rights_of_the_owner_in_namespaces_of_its_own
 }
 
 #[tokio::test]
-async fn the_end_of_a_run_ends_its_shares_and_the_next_run_has_others() {
-    let (daemon, vm) = running().await;
-    let pid = served(status(&vm));
-    daemon.kill_vm("web").await.unwrap();
-#[tokio::test]
 async fn a_process_may_open_what_the_spec_says_and_what_it_keeps_for_itself() {
     let daemon = daemon().await;
     let few = v1::ShareSpec {
@@ -148,6 +148,11 @@ async fn a_process_may_open_what_the_spec_says_and_what_it_keeps_for_itself() {
     assert_eq!(words[3..5], ["866", "866"]);
 }
 
+#[tokio::test]
+async fn the_end_of_a_run_ends_its_shares_and_the_next_run_has_others() {
+    let (daemon, vm) = running().await;
+    let pid = served(status(&vm));
+    daemon.kill_vm("web").await.unwrap();
     until_gone(pid).await;
     let stopped = daemon.wait_phase("web", VmPhase::Stopped).await;
     assert_eq!(stopped.shares[0].phase(), SharePhase::Pending);

@@ -6,7 +6,6 @@ use proto::{
     model::vm::VmSpec,
     vmm::{AttachShare, request::Op},
 };
-use tokio::task::spawn_blocking;
 use uuid::Uuid;
 
 use super::{
@@ -49,10 +48,10 @@ pub async fn attach(
         return Ok(None);
     }
     plugged::make_room(&host, uid, &record, &spec).await;
-    let (sharing, to_serve) = (Arc::clone(&host), share.clone());
-    let serving = spawn_blocking(move || share::serve(&sharing, uid, &to_serve, None)).await;
-    let serving = serving.unwrap_or_else(|error| Err(Failure::internal(error.to_string())));
-    let Serving { child, socket } = serving?;
+    let mut serving = share::serve(&host, uid, vec![share.clone()], None).await?;
+    let Some(Serving { child, socket, .. }) = serving.pop() else {
+        return Err(Failure::internal("no process was made"));
+    };
     let process = child.watched(Process::new);
     let process =
         process.map_err(|error| Failure::internal(format!("watch the process of a share: {error}")))?;

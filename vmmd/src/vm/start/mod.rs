@@ -285,17 +285,14 @@ async fn run(
         uid: claim.user(),
     };
     let memory = spec.memory;
-    let (sharing, shares) = (Arc::clone(host), spec.shares.clone());
-    let (process, serving, free_huge_pages) = blocking(move || {
-        let serving = shares
-            .iter()
-            .map(|share| share::serve(&sharing, uid, share, None));
-        let serving = serving.collect::<Result<Vec<_>, _>>()?;
-        Ok((spawn(&program)?, serving, facts::free_huge_pages_for(memory)))
-    })
-    .await?;
+    let serving = tokio::select! {
+        serving = share::serve(host, uid, spec.shares.clone(), None) => serving?,
+        () = cancel.cancelled() => return Err(cancelled(&name)),
+    };
+    let (process, free_huge_pages) =
+        blocking(move || Ok((spawn(&program)?, facts::free_huge_pages_for(memory)))).await?;
     let (mut sharers, mut share_sockets) = (Vec::new(), Vec::new());
-    for Serving { child, socket } in serving {
+    for Serving { child, socket, .. } in serving {
         let watched = child.watched(Process::new);
         sharers.push(watched.map_err(|error| failed("watch the process of a share", &error))?);
         share_sockets.push(socket);
