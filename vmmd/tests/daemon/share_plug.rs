@@ -4,10 +4,11 @@ use std::{fs, io::ErrorKind, os::unix::fs::chown};
 
 use proto::v1::{self, MemoryBacking, SharePhase};
 use rustix::process::Pid;
+use tonic::Code;
 
 use crate::{
     console::Client,
-    harness::{Daemon, status, uid},
+    harness::{Daemon, refusal, status, uid},
     shares::{OWNER, daemon, is_alive, of, served, share, until_gone},
     update,
 };
@@ -195,6 +196,28 @@ async fn a_machine_with_private_memory_gets_a_share_with_the_next_start() {
     // From now on its memory is shared, whichever shares it has.
     assert_eq!(phase(status(&self::change(&daemon, false).await)), None);
     served(status(&self::change(&daemon, true).await));
+}
+
+#[tokio::test]
+async fn a_share_is_not_changed_while_it_is_being_attached() {
+    let daemon = running("mock.attach=hang").await;
+    let mut console = Client::open(&daemon, "web").await;
+    begin(&daemon, true).await;
+    console.expect("a share is not plugged in").await;
+    let read_only = || {
+        let read_only = v1::ShareSpec {
+            read_only: true,
+            ..share(&daemon, "srv/data")
+        };
+        daemon.change("web", |spec| spec.shares = vec![read_only])
+    };
+    let busy = (Code::FailedPrecondition, "BUSY".to_owned());
+    assert_eq!(refusal(&read_only().await.unwrap_err()), busy);
+    // The same spec once more, and without it: nobody is told what is not so.
+    begin(&daemon, true).await;
+    begin(&daemon, false).await;
+    assert_eq!(refusal(&read_only().await.unwrap_err()), busy);
+    assert_eq!(daemon.get("web").await.unwrap().spec.unwrap().shares, []);
 }
 
 #[tokio::test]

@@ -85,6 +85,12 @@ impl What {
 
     /// For programs: that it is gone, and that the guest has ejected it by itself.
     fn events(self) -> (&'static str, &'static str) {
+    /// Why an update has to wait.
+    pub fn is_being_attached(self, name: &str) -> Failure {
+        let message = format!("{} is being attached: wait until it is", self.named(name));
+        Failure::precondition("BUSY", message)
+    }
+
         match self {
             Self::Nic => ("NicDetached", "NicEjected"),
             Self::Share => ("ShareDetached", "ShareEjected"),
@@ -216,6 +222,17 @@ impl Actor {
 
     /// Makes what is known agree with what the machine has, and begins what an earlier daemon did not come to.
     pub(super) async fn converge_plugged(&mut self, changes: u64, present: &MachineStats) {
+    /// Whether it is on its way into the machine.
+    pub(super) fn is_attaching(&self, what: What, name: &str) -> bool {
+        let run = self.record.instance.as_ref();
+        let running = run.and_then(|run| run.spec.as_ref());
+        let has = running.is_some_and(|spec| match what {
+            What::Nic => spec.nics.iter().any(|nic| nic.name == name),
+            What::Share => spec.shares.iter().any(|share| share.name == name),
+        });
+        !has && self.disks.live.is_under_way(&what.path(name))
+    }
+
         if changes != self.disks.live.plugs_changed {
             return self.look_at_plugged();
         }

@@ -19,6 +19,7 @@ use self::live::Waiter;
 use super::{
     Actor, answer,
     attachments::{Attachments, PlugKind},
+    plugged::What,
     respond, superseded,
 };
 use crate::{
@@ -222,14 +223,22 @@ impl Actor {
         Ok(found.or(())?)
     }
 
-    /// A disk that is being attached can't be changed before it is.
+    /// What is being attached can't be changed before it is: the machine gets it as it was when that began.
     fn no_attach_in_between(&self, desired: &Desired) -> Result<(), Failure> {
         let disk = |spec: &v1::VmSpec, name: &str| spec.disks.iter().find(|disk| disk.name == name).cloned();
         let before = self.record.spec.clone().unwrap_or_default();
         let changed = |name: &&String| disk(&before, name) != disk(&desired.spec, name);
         let mut names = names(&before).chain(names(&desired.spec)).filter(changed);
-        match names.find(|name| self.disks.is_attaching(name)) {
-            Some(name) => Err(self.busy(name)),
+        if let Some(name) = names.find(|name| self.disks.is_attaching(name)) {
+            return Err(self.busy(name));
+        }
+        let nics = desired.spec.nics.iter().filter(|nic| !before.nics.contains(nic));
+        let shares = desired.spec.shares.iter();
+        let shares = shares.filter(|share| !before.shares.contains(share));
+        let nics = nics.map(|nic| (What::Nic, &nic.name));
+        let mut changed = nics.chain(shares.map(|share| (What::Share, &share.name)));
+        match changed.find(|(what, name)| self.is_attaching(*what, name)) {
+            Some((what, name)) => Err(what.is_being_attached(name)),
             None => Ok(()),
         }
     }
