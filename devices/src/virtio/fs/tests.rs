@@ -168,6 +168,26 @@ fn a_queue_that_gets_another_vector_interrupts_by_that_one() {
     driver.rig.msi.wait_for(0, before + 1);
 }
 
+#[test]
+fn what_a_back_end_completed_and_did_not_signal_before_it_died_is_signalled() {
+    let (mut back_end, _control, mut driver) = served();
+    driver.rig.write(Area::Common, 0x16, 2, REQUESTS.into());
+    driver.rig.write(Area::Common, 0x1a, 2, 0);
+    // The change of the vector interrupts once by itself.
+    driver.rig.msi.wait_for(0, 1);
+    back_end.mood.silent.store(true, Ordering::SeqCst);
+    let served = back_end.mood.served.load(Ordering::SeqCst);
+    let before = driver.rig.msi.count(0);
+    driver.submit(REQUESTS, &request(GETATTR));
+    while back_end.mood.served.load(Ordering::SeqCst) == served {
+        std::thread::yield_now();
+    }
+    assert_eq!(driver.rig.msi.count(0), before);
+    back_end.kill();
+    driver.rig.msi.wait_for(0, before + 1);
+    assert_eq!(driver.wait_used(REQUESTS).0.written, 16);
+}
+
 /// The driver's device with another process behind it, which has been given what the one before said of itself.
 fn restored(driver: &mut Driver, refuses: bool) -> (BackEnd, FsControl) {
     driver.rig.pause();

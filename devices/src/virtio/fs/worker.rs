@@ -162,6 +162,8 @@ impl FsHandler {
             self.stale = true;
             for queue in 0..self.queues {
                 session.reclaim(queue, None)?;
+                // It may have ended after it showed the driver what it completed, and before it signalled that.
+                self.signals.queue_interrupt(queue);
             }
         }
         Ok(())
