@@ -248,6 +248,34 @@ async fn a_guest_that_keeps_a_share_is_asked_and_one_that_ejects_it_loses_it() {
 }
 
 #[tokio::test]
+async fn a_share_that_is_in_the_spec_again_stays_also_when_the_guest_ejects_it_as_it_was_asked() {
+    let daemon = running("mock.eject=ignore").await;
+    let pid = served(status(&change(&daemon, true).await));
+    begin(&daemon, false).await;
+    daemon
+        .wait("web", |status| phase(status) == Some(SharePhase::Detaching))
+        .await;
+    let kept = change(&daemon, true).await;
+    assert_eq!(served(status(&kept)), pid);
+    assert_eq!(status(&kept).pending_changes, []);
+    let mut console = Client::open(&daemon, "web").await;
+    console.type_in("eject data\n").await;
+    daemon.told_exactly("ShareDetached", 1).await;
+    let again = daemon
+        .wait("web", |status| {
+            phase(status) == Some(SharePhase::Served) && served(status) != pid
+        })
+        .await;
+    assert_eq!(again.pending_changes, []);
+    until_gone(pid).await;
+    assert_eq!(servers(&daemon), [served(&again)]);
+    assert_eq!(daemon.events("ShareEjected").await, []);
+    // By itself, it is the guest's doing again.
+    console.type_in("eject data\n").await;
+    daemon.told_exactly("ShareEjected", 1).await;
+}
+
+#[tokio::test]
 async fn a_daemon_that_is_killed_in_the_middle_of_an_attach_leaves_what_the_machine_has() {
     // The machine has it, and nobody was told.
     let mut daemon = running("mock.attach=lost").await;

@@ -8,6 +8,8 @@
 //!                        └───────▶ Pending ◀───────┘                       └──────▶ Attached, with the reason
 //! ```
 //!
+//! What an update has again while the guest is asked for it stays Attached. The guest may eject it all the same; it is attached anew then.
+//!
 //! The spec is stored before the `vmm` is asked. A daemon that starts anew compares what the `vmm` has with it, and goes on.
 
 use std::{os::fd::OwnedFd, sync::Arc};
@@ -83,14 +85,14 @@ impl What {
         }
     }
 
-    /// For programs: that it is gone, and that the guest has ejected it by itself.
-    fn events(self) -> (&'static str, &'static str) {
     /// Why an update has to wait.
     pub fn is_being_attached(self, name: &str) -> Failure {
         let message = format!("{} is being attached: wait until it is", self.named(name));
         Failure::precondition("BUSY", message)
     }
 
+    /// For programs: that it is gone, and that the guest has ejected it by itself.
+    fn events(self) -> (&'static str, &'static str) {
         match self {
             Self::Nic => ("NicDetached", "NicEjected"),
             Self::Share => ("ShareDetached", "ShareEjected"),
@@ -220,8 +222,6 @@ impl Actor {
         self.knows_minor(minor, purpose).is_ok()
     }
 
-    /// Makes what is known agree with what the machine has, and begins what an earlier daemon did not come to.
-    pub(super) async fn converge_plugged(&mut self, changes: u64, present: &MachineStats) {
     /// Whether it is on its way into the machine.
     pub(super) fn is_attaching(&self, what: What, name: &str) -> bool {
         let run = self.record.instance.as_ref();
@@ -233,6 +233,8 @@ impl Actor {
         !has && self.disks.live.is_under_way(&what.path(name))
     }
 
+    /// Makes what is known agree with what the machine has, and begins what an earlier daemon did not come to.
+    pub(super) async fn converge_plugged(&mut self, changes: u64, present: &MachineStats) {
         if changes != self.disks.live.plugs_changed {
             return self.look_at_plugged();
         }
@@ -309,7 +311,8 @@ impl Actor {
             forced,
             "gone from the machine"
         );
-        if what.is_wanted(name, &self.spec) {
+        let asked = self.disks.live.was_asked(&what.path(name));
+        if what.is_wanted(name, &self.spec) && !asked {
             return self.ejected_by_itself(what, name).await;
         }
         self.disks.live.end(&what.path(name));
@@ -322,6 +325,39 @@ impl Actor {
         self.publish();
         let message = format!("{} is gone from the machine", what.named(name));
         self.tell(EventSeverity::Normal, detached, &message);
+        if what.is_wanted(name, &self.spec) {
+            self.plug_again(what, name);
+        }
+    }
+
+    /// The spec has had it again before the guest came to eject it.
+    fn plug_again(&mut self, what: What, name: &str) {
+        let path = what.path(name);
+        let mut pending = change::pending(&self.record).into_iter();
+        if let Some(change) = pending.find(|change| change.path == path) {
+            match self.running_client() {
+                Ok(client) => {
+                    self.begin_live(change, client, Instant::now() + DEFAULT_EJECT);
+                }
+                Err(failure) => {
+                    self.disks.live.failed.insert(path, failure.message);
+                }
+            }
+            self.publish();
+        }
+    }
+
+    /// NICs and shares that were to leave the machine stay, those of the spec that `before` did not have. The guest can't be told: one that
+    /// ejects them all the same gets them again.
+    pub(super) fn keep_plugged(&mut self, before: &VmSpec) {
+        let nics = self.spec.nics.iter().map(|nic| (What::Nic, &nic.name));
+        let shares = self.spec.shares.iter().map(|share| (What::Share, &share.name));
+        let back = nics.chain(shares).map(|(what, name)| (what, name.as_str()));
+        let back =
+            back.filter(|(what, name)| !what.is_wanted(name, before) && !self.is_attaching(*what, name));
+        for path in back.map(|(what, name)| what.path(name)).collect::<Vec<_>>() {
+            self.disks.live.end(&path);
+        }
     }
 
     /// The guest has ejected something by itself, or the machine lacks it: it is plugged in by the next update or start.

@@ -334,7 +334,8 @@ impl Actor {
             .collect();
         self.record = record;
         if changed {
-            self.spec = desired.manifest.spec.clone();
+            let before = std::mem::replace(&mut self.spec, desired.manifest.spec.clone());
+            self.keep_plugged(&before);
         }
         for name in &removed {
             let in_machine = change::running_disks(&self.record)

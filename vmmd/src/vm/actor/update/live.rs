@@ -47,6 +47,8 @@ pub struct LiveChanges {
     row: Row,
     /// Attaches and detaches of NICs and shares that are waited for, by path.
     plugs: BTreeMap<String, AbortHandle>,
+    /// NICs and shares, by path, that the guest was asked to eject and still has.
+    asked: BTreeSet<String>,
     /// Counts what was begun and ended of these: what a machine said before is out of date.
     pub(in super::super) plugs_changed: u64,
     /// By path: why it could not be applied.
@@ -94,6 +96,7 @@ impl LiveChanges {
     pub(in super::super) fn clear(&mut self) {
         self.under_way.clear();
         self.failed.clear();
+        self.asked.clear();
         self.plugs_changed += 1;
         for task in std::mem::take(&mut self.plugs).into_values() {
             task.abort();
@@ -113,6 +116,11 @@ impl LiveChanges {
         if let Some(task) = self.plugs.remove(path) {
             task.abort();
         }
+    }
+
+    /// Whether the guest was asked for what is gone now.
+    pub(in super::super) fn was_asked(&mut self, path: &str) -> bool {
+        self.asked.remove(path)
     }
 
     /// Answers when nothing is under way any more that is waited for.
@@ -190,6 +198,9 @@ impl Actor {
             | Live::DetachShare(name) => {
                 let (host, uid, name) = (Arc::clone(&self.host), self.uid, name.clone());
                 self.disks.live.plugs_changed += 1;
+                if matches!(live, Live::DetachNic(_) | Live::DetachShare(_)) {
+                    self.disks.live.asked.insert(path.clone());
+                }
                 let task = self.disks.tasks.spawn(async move {
                     let result = match &live {
                         Live::AttachShare(_) => {
