@@ -188,6 +188,20 @@ fn what_a_back_end_completed_and_did_not_signal_before_it_died_is_signalled() {
     assert_eq!(driver.wait_used(REQUESTS).0.written, 16);
 }
 
+#[test]
+fn a_process_that_takes_the_place_of_another_during_a_pause_gets_nothing_of_the_old_mount() {
+    let (mut back_end, control, mut driver) = served();
+    driver.rig.pause();
+    back_end.kill();
+    let (next, socket) = BackEnd::start();
+    control.set_backend(socket).unwrap();
+    driver.rig.device.resume().unwrap();
+    assert_eq!(ask(&mut driver, REQUESTS, GETATTR), ENOTCONN, "of the old mount");
+    assert_eq!(next.mood.served.load(Ordering::SeqCst), 0);
+    assert_eq!(ask(&mut driver, REQUESTS, INIT), [0; 4]);
+    assert_eq!(ask(&mut driver, REQUESTS, GETATTR), [0; 4]);
+}
+
 /// The driver's device with another process behind it, which has been given what the one before said of itself.
 fn restored(driver: &mut Driver, refuses: bool) -> (BackEnd, FsControl) {
     driver.rig.pause();

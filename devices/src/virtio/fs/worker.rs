@@ -50,7 +50,7 @@ pub(super) struct FsHandler {
     backend: Option<FrontEnd>,
     /// The queues are the back end's.
     delegated: bool,
-    /// The driver has inodes and handles of a process that is gone.
+    /// The driver may have inodes and handles of a process that is gone.
     stale: bool,
     /// What the driver's inodes and handles are, for the first process of a restored device.
     inherited: Vec<u8>,
@@ -80,18 +80,21 @@ impl FsHandler {
         })
     }
 
-    /// Takes a process that waits in the inbox into use, in the place of the present one.
-    fn greet(&mut self, session: &Session) -> Result<(), Fault> {
+    /// Takes a process that waits in the inbox into use, in the place of the present one. False when none waits.
+    fn greet(&mut self, session: &Session) -> Result<bool, Fault> {
         let Some(socket) = self.inbox.take() else {
-            return Ok(());
+            return Ok(false);
         };
-        self.backend = None;
+        if self.backend.take().is_some() {
+            // Nobody has seen the last one end, which it did while the device was paused.
+            self.stale = true;
+        }
         let greeted = FrontEnd::new(socket).and_then(|mut backend| {
             backend.set_memory(session.memory())?;
             Ok(backend)
         });
         self.backend = Some(greeted.map_err(|error| Fault::Backend(UNUSABLE, error))?);
-        Ok(())
+        Ok(true)
     }
 
     /// Tells the first process of a restored device which inodes and handles the driver has. When that fails, the process is let go: it would take them for others.
@@ -212,8 +215,11 @@ impl FsHandler {
             // It takes the place of one that ends, whose end is seen first.
             return Ok(());
         }
-        self.greet(session)?;
-        self.watch_backend(session)
+        // One that came during a pause is there, and watched, already.
+        match self.greet(session)? {
+            true => self.watch_backend(session),
+            false => Ok(()),
+        }
     }
 
     fn watch_backend(&self, session: &Session) -> Result<(), Fault> {
