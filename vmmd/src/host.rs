@@ -30,6 +30,7 @@ use crate::{
         vms::{Vms, command::Attend},
     },
     request::{self, Requests},
+    state_dir,
     store::{DiskStage, ImageStage, Store},
     text,
 };
@@ -79,6 +80,8 @@ pub struct Host {
     pub events: Events,
     /// Where blocking work on files of others is done.
     pub pools: Pools,
+    /// What is in the directories of VMs that have one.
+    pub state_dirs: state_dir::Last,
     /// Bounds what VMs write to their logs.
     pub logs: LogGuard,
     /// What takes long, and how far it is.

@@ -209,6 +209,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
         logs: LogGuard::start(events.clone()).context("watch the logs of VMs")?,
         events,
         pools: pool::Pools::new(config.limits.files()),
+        state_dirs: state_dir::Last::default(),
         boot_id,
         started_ms: text::now_ms(),
         stopping: CancellationToken::new(),

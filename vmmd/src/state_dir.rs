@@ -8,22 +8,25 @@
 //!
 //! One task for each such VM, so that a file system that does not answer stops one alone. It goes by what the VM's actor publishes and
 //! by the daemon's own log files, and remembers nothing that a later daemon would have to know: that one writes all of it when it starts.
-//! What can't be written is told by an event, once, and tried again.
+//! What can't be written is told by an event, once, and tried again. Before a VM's logs are removed with it, its actor writes the files
+//! for the last time ([`write_last`]).
 
 use std::{
     collections::HashMap,
     fs, io,
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, Mutex, PoisonError},
     time::{Duration, SystemTime},
 };
 
 use proto::v1;
 use tokio::{
-    sync::{broadcast::error::RecvError, watch},
+    sync::{self, broadcast::error::RecvError, watch},
     task::JoinHandle,
     time::{sleep, timeout},
 };
+
+use uuid::Uuid;
 
 use crate::{
     event::{Draft, Object},
@@ -75,7 +78,6 @@ fn begin(host: &Arc<Host>, writers: &mut HashMap<String, JoinHandle<()>>, vm: &v
         name: metadata.name,
         state: entry.state.clone(),
         entry,
-        written: Written::default(),
         failed: String::new(),
     };
     writers.insert(metadata.uid, tokio::spawn(writer.run()));
@@ -90,12 +92,28 @@ struct Written {
     logs: Vec<Option<(u64, SystemTime)>>,
 }
 
+/// What was written last of each VM. Who writes holds it, so that what is newer is never replaced.
+#[derive(Debug, Default)]
+pub struct Last(Mutex<HashMap<Uuid, Arc<sync::Mutex<Written>>>>);
+
+impl Last {
+    fn of(&self, uid: Uuid) -> Arc<sync::Mutex<Written>> {
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        Arc::clone(all.entry(uid).or_default())
+    }
+
+    /// The VM is gone.
+    pub fn forget(&self, uid: Uuid) {
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        all.remove(&uid);
+    }
+}
+
 struct Writer {
     host: Arc<Host>,
     name: String,
     entry: Entry,
     state: watch::Receiver<Arc<v1::Vm>>,
-    written: Written,
     /// What went wrong last, and is still so.
     failed: String,
 }
@@ -104,20 +122,16 @@ impl Writer {
     /// Ends when the VM is deleted.
     async fn run(mut self) {
         loop {
-            let vm = Arc::clone(&self.state.borrow_and_update());
-            let dir = vm.spec.as_ref().map_or("", |spec| &spec.state_dir);
-            if dir.is_empty() {
-                self.failed.clear();
-            } else {
-                let result = self.write(&vm, Path::new(dir)).await;
-                self.tell(result);
+            match self.write().await {
+                None => self.failed.clear(),
+                Some(result) => self.tell(result),
             }
             sleep(PAUSE).await;
             if let Ok(Err(_)) = timeout(PERIOD, self.state.changed()).await {
                 // Another actor has taken the VM over, unless it is gone.
                 let entry = self.host.vms.find(self.entry.uid);
                 let Some(entry) = entry.filter(|entry| entry.state.has_changed().is_ok()) else {
-                    return;
+                    return self.host.state_dirs.forget(self.entry.uid);
                 };
                 self.state = entry.state.clone();
                 self.entry = entry;
@@ -125,60 +139,24 @@ impl Writer {
         }
     }
 
-    async fn write(&mut self, vm: &v1::Vm, dir: &Path) -> Result<(), Failure> {
-        let pretty = |json: serde_json::Result<Vec<u8>>| {
-            let mut json = json.map_err(|error| Failure::internal(error.to_string()))?;
-            json.push(b'\n');
-            Ok::<_, Failure>(json)
-        };
-        let content = pretty(serde_json::to_vec_pretty(vm))?;
+    /// `None` while the VM has no directory.
+    async fn write(&mut self) -> Option<Result<(), Failure>> {
+        self.state.mark_unchanged();
+        dir_of(&self.state.borrow())?;
         // A VM that does not run has none, and what it had last stays.
         let counters = stats::of(&self.host, &self.name, &self.entry).await.ok();
-        let counters = counters.map(|stats| pretty(serde_json::to_vec_pretty(&stats)));
-        let counters = counters.transpose()?;
-        let logs = LogDir::of(&self.host.config, self.entry.uid);
-        let (host, before, dir) = (Arc::clone(&self.host), self.written.clone(), dir.to_owned());
-        let path = dir.clone();
-        let writing = self.host.pools.files.run(&[path], move || {
-            let open = StateDir::open(&dir, &host.config.roots.shares)?;
-            let before = if before.dir == dir {
-                before
-            } else {
-                Written::default()
-            };
-            let failed = |error: io::Error| {
-                Failure::internal(format!("they can't be written: {}", text::words(&error)))
-            };
-            let sources = [
-                (logs.serial_old(), "serial.log"),
-                (logs.serial(), "serial.log"),
-                (logs.vmm(), "vmm.log"),
-            ];
-            let states: Vec<_> = sources.iter().map(|(path, _)| state(path)).collect();
-            if content != before.vm {
-                open.write("vm.json", &content).map_err(failed)?;
-            }
-            if let Some(counters) = counters {
-                open.write("metrics.json", &counters).map_err(failed)?;
-            }
-            if states != before.logs {
-                for name in ["serial.log", "vmm.log"] {
-                    let parts = sources.iter().filter(|(_, of)| *of == name);
-                    let parts: Vec<_> = parts.filter_map(|(path, _)| fs::read(path).ok()).collect();
-                    // There is none before the first run.
-                    if !parts.is_empty() {
-                        open.write(name, &parts.concat()).map_err(failed)?;
-                    }
-                }
-            }
-            Ok::<_, Failure>(Written {
-                vm: content,
-                logs: states,
-                dir,
-            })
-        });
-        self.written = writing.await??;
-        Ok(())
+        let last = self.host.state_dirs.of(self.entry.uid);
+        let mut written = last.lock().await;
+        let vm = Arc::clone(&self.state.borrow());
+        let dir = dir_of(&vm)?;
+        let result = write(
+            &self.host,
+            self.entry.uid,
+            (&vm, counters.as_ref()),
+            &dir,
+            &mut written,
+        );
+        Some(result.await)
     }
 
     /// What goes wrong again and again is told once.
@@ -203,6 +181,93 @@ impl Writer {
             }
         }
     }
+}
+
+/// The directory of a VM that has one.
+fn dir_of(vm: &v1::Vm) -> Option<PathBuf> {
+    let dir = &vm.spec.as_ref()?.state_dir;
+    (!dir.is_empty()).then(|| dir.into())
+}
+
+/// Nobody writes the files of the VM while this is there.
+#[derive(Debug)]
+pub struct Held {
+    _written: Option<sync::OwnedMutexGuard<Written>>,
+}
+
+/// Writes the files of a VM whose logs are about to be removed: its end is in them, however soon that comes after it. They stay as they are until what
+/// is returned is dropped.
+pub async fn write_last(host: &Arc<Host>, uid: Uuid, vm: &v1::Vm) -> Held {
+    let Some(dir) = dir_of(vm) else {
+        return Held { _written: None };
+    };
+    let mut written = host.state_dirs.of(uid).lock_owned().await;
+    if let Err(failure) = write(host, uid, (vm, None), &dir, &mut written).await {
+        tracing::warn!(%uid, %failure, "write the files of a VM that is deleted");
+    }
+    Held {
+        _written: Some(written),
+    }
+}
+
+/// Writes what has changed of a VM's description, its logs, and its counters if there are any.
+async fn write(
+    host: &Arc<Host>,
+    uid: Uuid,
+    (vm, counters): (&v1::Vm, Option<&v1::VmStats>),
+    dir: &Path,
+    written: &mut Written,
+) -> Result<(), Failure> {
+    let pretty = |json: serde_json::Result<Vec<u8>>| {
+        let mut json = json.map_err(|error| Failure::internal(error.to_string()))?;
+        json.push(b'\n');
+        Ok::<_, Failure>(json)
+    };
+    let content = pretty(serde_json::to_vec_pretty(vm))?;
+    let counters = counters.map(|stats| pretty(serde_json::to_vec_pretty(stats)));
+    let counters = counters.transpose()?;
+    let logs = LogDir::of(&host.config, uid);
+    let (of, before, dir) = (Arc::clone(host), written.clone(), dir.to_owned());
+    let path = dir.clone();
+    let writing = host.pools.files.run(&[path], move || {
+        let open = StateDir::open(&dir, &of.config.roots.shares)?;
+        let before = if before.dir == dir {
+            before
+        } else {
+            Written::default()
+        };
+        let failed =
+            |error: io::Error| Failure::internal(format!("they can't be written: {}", text::words(&error)));
+        let sources = [
+            (logs.serial_old(), "serial.log"),
+            (logs.serial(), "serial.log"),
+            (logs.vmm(), "vmm.log"),
+        ];
+        let states: Vec<_> = sources.iter().map(|(path, _)| state(path)).collect();
+        if content != before.vm {
+            open.write("vm.json", &content).map_err(failed)?;
+        }
+        if let Some(counters) = counters {
+            open.write("metrics.json", &counters).map_err(failed)?;
+        }
+        if states != before.logs {
+            for name in ["serial.log", "vmm.log"] {
+                let parts = sources.iter().filter(|(_, of)| *of == name);
+                let parts: Vec<_> = parts.filter_map(|(path, _)| fs::read(path).ok()).collect();
+                // There is none before the first run.
+                if !parts.is_empty() {
+                    open.write(name, &parts.concat()).map_err(failed)?;
+                }
+            }
+        }
+        Ok::<_, Failure>(Written {
+            vm: content,
+            logs: states,
+            dir,
+        })
+    });
+    *written = writing.await??;
+    Ok(())
 }
 
 fn state(path: &Path) -> Option<(u64, SystemTime)> {

@@ -96,6 +96,27 @@ async fn a_vms_spec_logs_and_counters_are_beside_the_files_of_its_owner() {
 #[tokio::test]
 async fn no_link_of_the_owner_is_followed_and_what_leads_out_is_refused() {
     let daemon = daemon().await;
+#[tokio::test]
+async fn the_end_of_a_vm_is_in_its_files_also_when_it_is_deleted_at_once() {
+    let daemon = daemon().await;
+    let at = |name: &str| daemon.path("srv/data").join(name);
+    for round in 0..5 {
+        daemon.create(vm(&daemon, "web")).await.unwrap();
+        daemon.start_vm("web").await.unwrap();
+        let mut console = Client::open(&daemon, "web").await;
+        let marker = format!("marker {round}");
+        console.type_in(&format!("{marker}\n")).await;
+        console.expect(&marker).await;
+        daemon.delete("web", true).await.unwrap();
+        let serial = fs::read_to_string(at("serial.log")).unwrap();
+        assert!(serial.contains(&marker), "{serial}");
+        let last: v1::Vm = serde_json::from_str(&fs::read_to_string(at("vm.json")).unwrap()).unwrap();
+        let status = last.status.unwrap();
+        assert_eq!(status.phase(), VmPhase::Terminating);
+        assert!(status.last_exit.is_some(), "{status:?}");
+    }
+}
+
     fs::write(daemon.path("secret"), "secret").unwrap();
     fs::create_dir(daemon.path("other")).unwrap();
     symlink("../other", daemon.path("srv/out")).unwrap();

@@ -24,6 +24,7 @@ use crate::{
     operation::{Detail, Handle, Pending, Progress, Type},
     paths::{LogDir, RuntimeDir},
     registry::vms::command::Life,
+    state_dir,
     store::{Intent, handover::Handover},
     text,
     vm::{
@@ -401,6 +402,11 @@ impl Actor {
         let before = self.view.clone();
         let (reason, message) = self.leaving();
         self.enter(VmPhase::Terminating, reason, message);
+        // Of a VM that goes to another node, or did not come, the other node writes them.
+        let _files = match self.handover().is_under_way() {
+            false => Some(state_dir::write_last(&self.host, self.uid, &self.state()).await),
+            true => None,
+        };
         let (uids, context) = (self.disks_of_other_node(), Context::daemon());
         let removed = moved::remove(&self.host, &self.record.name, &uids, &context).await;
         let buried = match removed {
@@ -428,6 +434,7 @@ impl Actor {
         self.host.disks.give_back(&self.record.name, None);
         self.host.ledger.expect(&self.record.name, None);
         self.host.vms.remove(&self.record.name, buried);
+        self.host.state_dirs.forget(self.uid);
         self.tell(EventSeverity::Normal, "Deleted", "the VM was deleted");
         operation.complete_with("the VM is deleted", self.state(), None);
         complete_all(also, &self.state());
