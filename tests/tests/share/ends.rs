@@ -25,7 +25,8 @@ fn a_share_works_again_whatever_ends() {
     // A pause under load.
     console
         .run(
-            "(i=0; while :; do i=$((i + 1)); dd if=/dev/zero of=/mnt/load bs=64k count=16 conv=fsync 2>/dev/null || break; echo $i >/tmp/rounds; done) & sleep 2; true",
+            "(i=0; while :; do i=$((i + 1)); dd if=/dev/zero of=/mnt/load bs=64k count=16 conv=fsync 2>/dev/null || break; \
+             echo $i >/tmp/rounds.new; mv /tmp/rounds.new /tmp/rounds; done) & until [ -s /tmp/rounds ]; do sleep 0.1; done",
             60,
         )
         .expect("load");

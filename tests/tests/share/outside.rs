@@ -4,7 +4,7 @@ use serde_json::json;
 use vmmd_tests::Case;
 use vmmd_tests::vm::Vm;
 
-use crate::{OWNER, Srv, booted, mapped, server, with_shares};
+use crate::{OWNER, Srv, booted, mapped, server, until, with_shares};
 
 #[test]
 fn nothing_outside_a_share_is_reached_and_a_read_only_one_stays_as_it_is() {
@@ -92,7 +92,7 @@ fn nothing_outside_a_share_is_reached_and_a_read_only_one_stays_as_it_is() {
     );
     assert_eq!(seen.trim(), "0");
     // Names race with links that take their place.
-    srv.sh("(for i in $(seq 400); do mkdir data/race && rmdir data/race; ln -s ../canary data/race; rm data/race; done) </dev/null >/dev/null 2>&1 &");
+    srv.sh("(for i in $(seq 400); do mkdir data/race && rmdir data/race; ln -s ../canary data/race; rm data/race; done; touch raced) </dev/null >/dev/null 2>&1 &");
     let caught = guest(
         "for i in $(seq 200); do cat /mnt/race/public 2>/dev/null; echo x 2>/dev/null >/mnt/race/planted; done | grep -c public; true",
     );
@@ -135,6 +135,8 @@ fn nothing_outside_a_share_is_reached_and_a_read_only_one_stays_as_it_is() {
         "100000:100000 644\n101000:101001 644\n1234:1235 600\n"
     );
 
+    // The names that raced are gone, too.
+    until(case.node(), &format!("[ -e {}/raced ]", srv.path));
     assert_eq!(srv.sh(sums), before);
     let odd = srv.sh("find data moved \\( -perm /6000 -o -type b -o -type c \\) -print; find data moved -user root -newer only/file");
     assert_eq!(odd, "");
