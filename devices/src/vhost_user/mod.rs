@@ -205,7 +205,9 @@ impl FrontEnd {
             }
             state.extend_from_slice(piece.get(..count).unwrap_or_default());
             if state.len() > MAX_STATE {
-                return Err(io::Error::other("the back end's state is too large"));
+                return Err(io::Error::other(
+                    "its process's state is too large, since the guest knows so many files: let it forget those that it does not use",
+                ));
             }
         }
         self.check_state(deadline).map(|()| state)
