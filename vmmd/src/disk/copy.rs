@@ -43,7 +43,7 @@ pub fn copy(from: &File, to: &File, size: u64, reflink: bool, control: &Control)
 }
 
 /// The next data at or after `position`; `None` when only holes follow.
-fn extent(file: &File, position: u64, size: u64) -> io::Result<Option<(u64, u64)>> {
+pub fn extent(file: &File, position: u64, size: u64) -> io::Result<Option<(u64, u64)>> {
     let start = match seek(file, SeekFrom::Data(position)) {
         Ok(start) => start,
         Err(Errno::NXIO) => return Ok(None),

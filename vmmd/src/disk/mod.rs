@@ -25,7 +25,7 @@ use proto::v1;
 use tokio::task::spawn_blocking;
 use uuid::Uuid;
 
-pub use copy::copy;
+pub use copy::{copy, extent};
 pub use create::{Begun, create, take_in};
 pub use operation::{Control, cancelled, follow};
 pub use resize::{Growing, block_device, grow, grow_record, note, reserve_growth, shrink_refused};

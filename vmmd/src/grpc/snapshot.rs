@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use proto::v1::{self, snapshot_service_server::SnapshotService};
+use proto::v1::{self, import_snapshot_request::Message, snapshot_service_server::SnapshotService};
 use tokio::task::JoinError;
 use tokio_util::sync::CancellationToken;
-use tonic::{Request, Response, Status};
+use tonic::{Request, Response, Status, Streaming};
 
 use crate::{failure::Failure, host::Host, request::once, snapshot};
 
@@ -69,6 +69,40 @@ impl SnapshotService for Snapshots {
             let delete = async move { snapshot::delete(&host, &request.name, &context).await };
             finished(tokio::spawn(delete).await)?;
             Ok(v1::DeleteSnapshotResponse {})
+        })
+        .await
+    }
+
+    type ExportSnapshotStream = snapshot::Stream;
+
+    async fn export_snapshot(
+        &self,
+        request: Request<v1::ExportSnapshotRequest>,
+    ) -> Result<Response<Self::ExportSnapshotStream>, Status> {
+        let stream = snapshot::export(&self.host, &request.get_ref().name).await?;
+        Ok(Response::new(stream))
+    }
+
+    async fn import_snapshot(
+        &self,
+        request: Request<Streaming<v1::ImportSnapshotRequest>>,
+    ) -> Result<Response<v1::ImportSnapshotResponse>, Status> {
+        let (metadata, extensions, mut stream) = request.into_parts();
+        let first = stream.message().await?.unwrap_or_default();
+        let Some(Message::Open(open)) = first.message.clone() else {
+            return Err(Failure::field("open", "must be in the first message").into());
+        };
+        // What the first message says makes the request, as its id does; the archive is what it is carried out with.
+        let request = Request::from_parts(metadata, extensions, first);
+        once(&self.host, request, |host, _, context| async move {
+            let cancel = host.stopping.child_token();
+            // In a task of its own, which cleans up when the caller goes away, or the daemon ends.
+            let _gone = CancellationToken::clone(&cancel).drop_guard();
+            let import = async move { snapshot::import(&host, open, stream, &context, cancel).await };
+            let snapshot = finished(tokio::spawn(import).await)?;
+            Ok(v1::ImportSnapshotResponse {
+                snapshot: Some(snapshot),
+            })
         })
         .await
     }

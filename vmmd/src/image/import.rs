@@ -288,9 +288,15 @@ async fn download(
 
 /// Whether a file may become longer. Blocking.
 pub fn has_room(file: &File) -> io::Result<bool> {
+    Ok(room(file)? > 0)
+}
+
+/// How many bytes the file system of a file has free, apart from those that stay free. Blocking.
+pub fn room(file: &File) -> io::Result<u64> {
     let stat = rustix::fs::fstatvfs(file)?;
     let all = stat.f_blocks.saturating_mul(stat.f_frsize);
-    Ok(stat.f_bavail.saturating_mul(stat.f_frsize) > crate::paths::image::keep_free(all))
+    let free = stat.f_bavail.saturating_mul(stat.f_frsize);
+    Ok(free.saturating_sub(crate::paths::image::keep_free(all)))
 }
 
 async fn open(

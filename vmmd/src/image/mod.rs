@@ -23,7 +23,7 @@ use proto::v1;
 use uuid::Uuid;
 
 pub use self::{
-    import::{Begun, import},
+    import::{Begun, has_room, import, room},
     prune::prune,
     upload::upload,
 };

@@ -19,6 +19,8 @@ pub enum Type {
     DiskResize,
     /// A snapshot is taken.
     SnapshotCreate,
+    /// A snapshot is made of an archive.
+    SnapshotImport,
     /// An image is imported.
     ImageImport,
     /// The node is drained.
@@ -27,7 +29,7 @@ pub enum Type {
 
 impl Type {
     /// All of them.
-    const ALL: [Self; 10] = [
+    const ALL: [Self; 11] = [
         Self::VmStart,
         Self::VmStop,
         Self::VmRestart,
@@ -36,6 +38,7 @@ impl Type {
         Self::DiskCreate,
         Self::DiskResize,
         Self::SnapshotCreate,
+        Self::SnapshotImport,
         Self::ImageImport,
         Self::NodeDrain,
     ];
@@ -51,6 +54,7 @@ impl Type {
             Self::DiskCreate => "disk.create",
             Self::DiskResize => "disk.resize",
             Self::SnapshotCreate => "snapshot.create",
+            Self::SnapshotImport => "snapshot.import",
             Self::ImageImport => "image.import",
             Self::NodeDrain => "node.drain",
         }

@@ -127,6 +127,14 @@ impl Images {
         }
     }
 
+    /// An image that can be used and has this digest.
+    pub fn with_digest(&self, digest: &[u8]) -> Option<ImageRecord> {
+        let inner = self.inner();
+        let mut images = inner.images.values().map(|slot| &slot.record);
+        let found = images.find(|image| image.stage() == ImageStage::Ready && image.digest == digest);
+        found.cloned()
+    }
+
     /// Notes that a disk is made of an image, if it is the same still; returns what is to be written to the store.
     pub fn take(&self, record: &ImageRecord) -> Result<ImageRecord, Failure> {
         let now = self.get(&record.name)?;

@@ -19,6 +19,8 @@ pub struct Snapshots {
     inner: Mutex<BTreeMap<String, SnapshotRecord>>,
     /// By the VM's UUID: who waits until its disks are quiet.
     waiting: Mutex<HashMap<Vec<u8>, Waiting>>,
+    /// By the snapshot's UUID: how many exports read it. Locked after `inner`.
+    exports: Mutex<HashMap<Vec<u8>, usize>>,
     /// Held while a VM is made of one: its NICs' addresses are compared with those of all VMs.
     pub making: tokio::sync::Mutex<()>,
 }
@@ -64,11 +66,36 @@ impl Snapshots {
         Ok(())
     }
 
+    /// A snapshot that can't be deleted until [`end_export`](Self::end_export).
+    pub fn begin_export(&self, name: &str) -> Result<SnapshotRecord, Failure> {
+        let inner = self.inner();
+        let found = inner.get(name).filter(|record| is_ready(record));
+        let record = found.ok_or_else(|| not_found(name))?;
+        *self.exports().entry(record.uid.clone()).or_default() += 1;
+        Ok(record.clone())
+    }
+
+    /// An export of the snapshot with this UUID has ended.
+    pub fn end_export(&self, uid: &[u8]) {
+        let mut exports = self.exports();
+        if let Some(count) = exports.get_mut(uid) {
+            *count -= 1;
+            if *count == 0 {
+                exports.remove(uid);
+            }
+        }
+    }
+
     /// Takes a snapshot out of use, for good unless it is [put](Self::put) back.
     pub fn begin_delete(&self, name: &str) -> Result<SnapshotRecord, Failure> {
         let mut inner = self.inner();
         let found = inner.get_mut(name).filter(|record| is_ready(record));
         let record = found.ok_or_else(|| not_found(name))?;
+        if self.exports().contains_key(&record.uid) {
+            let message =
+                format!("snapshot \"{name}\" is being exported: wait for the end of that, or end it");
+            return Err(Failure::precondition("SNAPSHOT_IN_USE", message));
+        }
         let ready = record.clone();
         record.stage = SnapshotStage::Partial.into();
         Ok(ready)
@@ -126,6 +153,10 @@ impl Snapshots {
             .values()
             .filter(|record| record.disks.iter().any(|it| it.image == image));
         needing.next().map(|record| record.name.clone())
+    }
+
+    fn exports(&self) -> MutexGuard<'_, HashMap<Vec<u8>, usize>> {
+        self.exports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn waiting(&self) -> MutexGuard<'_, HashMap<Vec<u8>, Waiting>> {

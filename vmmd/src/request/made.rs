@@ -3,7 +3,7 @@
 use prost::Message;
 use proto::v1::{
     CreateDiskResponse, CreateNetworkResponse, CreateSnapshotResponse, CreateVmResponse, ImportImageResponse,
-    ObjectMetadata, Operation, OperationPhase, RestoreVmResponse,
+    ImportSnapshotResponse, ObjectMetadata, Operation, OperationPhase, RestoreVmResponse,
 };
 use uuid::Uuid;
 
@@ -17,12 +17,13 @@ use crate::{
 
 /// The methods that make an object, or put it back.
 #[cfg(test)]
-pub const METHODS: [&str; 6] = [
+pub const METHODS: [&str; 7] = [
     "CreateVm",
     "RestoreVm",
     "CreateDisk",
     "CreateNetwork",
     "CreateSnapshot",
+    "ImportSnapshot",
     "ImportImage",
 ];
 
@@ -48,6 +49,10 @@ pub fn object(method: &str, response: &[u8]) -> Option<Object> {
         }
         "CreateSnapshot" => {
             let response = CreateSnapshotResponse::decode(response).ok()?;
+            named(Object::Snapshot, response.snapshot?.metadata)
+        }
+        "ImportSnapshot" => {
+            let response = ImportSnapshotResponse::decode(response).ok()?;
             named(Object::Snapshot, response.snapshot?.metadata)
         }
         _ => None,
@@ -91,6 +96,11 @@ impl Requests {
     /// UUID of the snapshot that the request made under an earlier daemon.
     pub fn made_snapshot(&self, context: &Context) -> Option<Vec<u8>> {
         self.made(context, "CreateSnapshot")
+    }
+
+    /// UUID of the snapshot that the request made of an archive under an earlier daemon.
+    pub fn imported_snapshot(&self, context: &Context) -> Option<Vec<u8>> {
+        self.made(context, "ImportSnapshot")
     }
 
     /// UUID of the VM that the request made of a snapshot under an earlier daemon.

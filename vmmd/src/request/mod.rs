@@ -34,6 +34,7 @@
 //! | CreateDisk | a disk with the mark is the answer, and none is made when it has been deleted since; one that was not whole was removed, and is made again |
 //! | DeleteDisk | the answer is written together with the beginning of the deletion: answered |
 //! | CreateSnapshot | a snapshot with the mark is the answer; one that was not whole was removed, and is taken again |
+//! | ImportSnapshot | a snapshot with the mark is the answer, whatever is sent; one that was not whole was removed, and is made again |
 //! | DeleteSnapshot | the answer is written together with the beginning of the deletion: answered |
 //! | RestoreVm | a run that the request began, and that goes on, is the answer; a VM with the mark is started again; else carried out again |
 //! | CreateNetwork | a network with the mark is the answer |

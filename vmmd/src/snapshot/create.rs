@@ -7,11 +7,11 @@ use proto::{
     v1,
     vmm::SaveReply,
 };
-use tokio::{sync::oneshot, task::spawn_blocking, time::timeout};
+use tokio::{sync::oneshot, time::timeout};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use super::{Folder, describe, disks, failed, folder, remove, tell};
+use super::{blocking, describe, discard, disks, failed, tell};
 use crate::{
     context::Context,
     control::Client,
@@ -74,10 +74,7 @@ pub async fn create(
         Err(failure) => Err(failure),
     };
     if let Err(failure) = noted {
-        if let Err(failure) = remove(host, &record).await {
-            tracing::error!(snapshot = record.name, %failure, "remove what is left of a snapshot");
-            host.snapshots.forget(&record.name);
-        }
+        discard(host, &record).await;
         operation.fail(&failure);
         return Err(failure);
     }
@@ -310,14 +307,4 @@ async fn copy_disks(
     let _with_this = control.cancel().clone().drop_guard();
     let of = record.clone();
     blocking(host, move |folder| disks::copy(&folder, &of, &images, &control)).await
-}
-
-/// Does something with the folder of snapshots that may block.
-async fn blocking<T: Send + 'static>(
-    host: &Arc<Host>,
-    work: impl FnOnce(Folder) -> Result<T, Failure> + Send + 'static,
-) -> Result<T, Failure> {
-    let folder = folder(host);
-    let done = spawn_blocking(move || work(folder)).await;
-    done.unwrap_or_else(|error| Err(Failure::internal(error.to_string())))
 }

@@ -153,14 +153,38 @@ pub fn sync(folder: &Folder, record: &SnapshotRecord) -> io::Result<()> {
 }
 
 /// What a start of the snapshot's own VM puts back; nothing when there are no disks.
-pub fn put_back(host: &Host, folder: &Folder, record: &SnapshotRecord) -> Result<Option<PutBack>, Failure> {
+pub fn put_back(
+    host: &Host,
+    folder: &Folder,
+    record: &SnapshotRecord,
+    vm: &str,
+) -> Result<Option<PutBack>, Failure> {
+    let spec = model(&record.vm_spec.clone().unwrap_or_default())?;
     let copies = record.disks.iter().enumerate().map(|(number, of)| {
+        let disk = spec.disks.iter().find(|disk| disk.name.as_str() == of.name);
+        let disk = disk.ok_or_else(|| Failure::internal("the snapshot has a disk that its VM has not"))?;
         check_base(host, of)?;
+        check_user(host, disk, vm)?;
         Ok((of.name.clone(), folder.disk(record, number)))
     });
     let copies = copies.collect::<Result<Vec<_>, Failure>>()?;
     let snapshot = super::uid(record);
     Ok((!copies.is_empty()).then_some(PutBack { snapshot, copies }))
+}
+
+/// Refused when a disk that the VM had is another VM's by now, or always was by what an archive says.
+fn check_user(host: &Host, disk: &Disk, vm: &str) -> Result<(), Failure> {
+    let Some(name) = disk.named() else { return Ok(()) };
+    match host.disks.uses(name.as_str()).iter().find(|user| user.vm != vm) {
+        None => Ok(()),
+        Some(other) => {
+            let message = format!(
+                "disk \"{name}\" of the snapshot is one of VM \"{}\": detach it there",
+                other.vm
+            );
+            Err(Failure::precondition("DISK_IN_USE", message))
+        }
+    }
 }
 
 /// Refused when the disk below an overlay is not there any more.

@@ -1,17 +1,23 @@
 //! Snapshots of VMs: a record in the store and a file `<state_dir>/snapshots/<uid>.snapshot` each, in the format of `vmm`.
 //!
 //! ```text
-//!  (none) ──record──▶ Partial ──file complete and durable──▶ Ready ──record──▶ Partial ──file gone──▶ (none)
+//!  (none) ──record──▶ Partial ──files complete and durable──▶ Ready ──record──▶ Partial ──file gone──▶ (none)
 //! ```
 //!
 //! Invariant: a file exists only while its record does. The next start of the daemon finds by its record what an interrupted creation or
 //! deletion left, and removes it.
 //!
+//! An export reads the files while the registry keeps the snapshot from being deleted; an import makes them of what a client sends.
+//!
 //! The `vmm` of the VM writes the file and reads it back; this daemon never looks into it. The file is root's: a `vmm` gets a
 //! descriptor of it, for reading only when it restores, so that no `vmm` can change what other VMs are restored from.
 
+mod archive;
 mod create;
+mod described;
 mod disks;
+mod export;
+mod import;
 mod restore;
 
 use std::{
@@ -28,6 +34,8 @@ use tokio::task::spawn_blocking;
 use uuid::Uuid;
 
 pub use create::create;
+pub use export::{Stream, export};
+pub use import::import;
 pub use restore::restore;
 
 use crate::{
@@ -106,6 +114,16 @@ fn folder(host: &Host) -> Folder {
     Folder::of(&host.config.state_dir)
 }
 
+/// Does something with the folder of snapshots that may block.
+async fn blocking<T: Send + 'static>(
+    host: &Arc<Host>,
+    work: impl FnOnce(Folder) -> Result<T, Failure> + Send + 'static,
+) -> Result<T, Failure> {
+    let folder = folder(host);
+    let done = spawn_blocking(move || work(folder)).await;
+    done.unwrap_or_else(|error| Err(Failure::internal(error.to_string())))
+}
+
 /// UUID of the VM that a snapshot is of.
 fn vm_uid(record: &SnapshotRecord) -> Uuid {
     Uuid::from_slice(&record.vm_uid).unwrap_or_default()
@@ -173,6 +191,14 @@ async fn remove(host: &Arc<Host>, record: &SnapshotRecord) -> Result<(), Failure
     removed.map_err(store_failure)?;
     host.snapshots.forget(&record.name);
     Ok(())
+}
+
+/// Removes what is left of a snapshot that was not made.
+async fn discard(host: &Arc<Host>, record: &SnapshotRecord) {
+    if let Err(failure) = remove(host, record).await {
+        tracing::error!(snapshot = record.name, %failure, "remove what is left of a snapshot");
+        host.snapshots.forget(&record.name);
+    }
 }
 
 /// Takes over the snapshots of the store at the daemon's start, and ends what was interrupted.

@@ -205,7 +205,7 @@ async fn start(
     let opened = opened.unwrap_or_else(|error| Err(std::io::Error::other(error)));
     let file = opened.map_err(|error| failed("open the snapshot's file", &error))?;
     let put_back = match machine {
-        Machine::OfSnapshot => disks::put_back(host, &folder(host), record)?,
+        Machine::OfSnapshot => disks::put_back(host, &folder(host), record, name)?,
         Machine::OfVm | Machine::Booted => None,
     };
     let restore = Restore {

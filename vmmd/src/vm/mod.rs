@@ -24,4 +24,5 @@ pub use api::{
     create::{Incoming, create, create_as, create_incoming},
     describe::shown,
 };
+pub use machine::secret::restore as restore_secrets;
 pub use start::refused;

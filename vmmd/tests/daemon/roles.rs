@@ -10,7 +10,7 @@ use std::{
 use prost::Message as _;
 use proto::v1::{
     self, network_service_client::NetworkServiceClient, node_service_client::NodeServiceClient,
-    vm_service_client::VmServiceClient,
+    snapshot_service_client::SnapshotServiceClient, vm_service_client::VmServiceClient,
 };
 use tonic::Code;
 
@@ -18,6 +18,7 @@ use crate::harness::{Daemon, connect, refusal};
 
 const VIEWERS: u32 = 990_017;
 const AGENTS: u32 = 990_019;
+const OPERATORS: u32 = 990_021;
 
 /// Set for the child that asks as somebody else: the folder of the daemon.
 const FOLDER: &str = "VMMD_TEST_ROLES";
@@ -61,6 +62,27 @@ async fn a_viewer_reads_and_changes_nothing() {
     // Who is in no group is let in to nothing.
     assert!(!ask(&daemon, test, 990_018).status.success());
     daemon.pause("web").await.unwrap();
+}
+
+#[tokio::test]
+async fn an_operator_takes_snapshots_and_neither_exports_nor_imports_them() {
+    if let Ok(folder) = std::env::var(FOLDER) {
+        let mut client = SnapshotServiceClient::new(connect(folder.as_ref()).await);
+        client.list_snapshots(v1::ListSnapshotsRequest {}).await.unwrap();
+        let export = v1::ExportSnapshotRequest { name: "one".into() };
+        let exported = client.export_snapshot(export).await.map(drop);
+        let import = tokio_stream::iter([v1::ImportSnapshotRequest::default()]);
+        let imported = client.import_snapshot(import).await.map(drop);
+        for refused in [exported, imported] {
+            let refused = refusal(&refused.unwrap_err());
+            assert_eq!(refused, (Code::PermissionDenied, "ROLE_REQUIRED".into()));
+        }
+        return;
+    }
+    let daemon = Daemon::configured(&format!("operator_group = '{OPERATORS}'\n")).await;
+    let test = "roles::an_operator_takes_snapshots_and_neither_exports_nor_imports_them";
+    let output = ask(&daemon, test, OPERATORS);
+    assert!(output.status.success(), "{output:?}");
 }
 
 /// What an agent asks, as the child of the test below.

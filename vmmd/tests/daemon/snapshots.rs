@@ -1,5 +1,7 @@
 //! Snapshots, and VMs that go on from them.
 
+mod archives;
+
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -344,8 +346,13 @@ async fn with_disk(daemon: &Daemon) -> PathBuf {
 
 /// The same with these options of the mock.
 async fn with_disk_and(daemon: &Daemon, options: &str) -> PathBuf {
+    with_image(daemon, options, |image| image.set_len(4096).unwrap()).await
+}
+
+/// The same, with what `make` makes of the empty image.
+async fn with_image(daemon: &Daemon, options: &str, make: impl FnOnce(&mut fs::File)) -> PathBuf {
     let image = daemon.path("disk.raw");
-    fs::write(&image, [0; 4096]).unwrap();
+    make(&mut fs::File::create(&image).unwrap());
     let mut vm = daemon.manifest("web", options);
     vm.spec.as_mut().unwrap().disks.push(v1::DiskSpec {
         name: "root".into(),
