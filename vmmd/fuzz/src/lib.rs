@@ -21,6 +21,13 @@ mod migration {
 }
 
 #[allow(dead_code, reason = "the daemon uses the rest")]
+#[path = "../../src/snapshot"]
+mod snapshot {
+    mod archive;
+    pub mod fuzzing;
+}
+
+#[allow(dead_code, reason = "the daemon uses the rest")]
 #[path = "../../src/failure"]
 mod failure {
     mod refusal;
@@ -34,3 +41,4 @@ mod text;
 
 pub use helper::fuzzing::{dhcp_client, dns_query, name_servers, router_solicitations};
 pub use migration::fuzzing::peer_messages;
+pub use snapshot::fuzzing::snapshot_archive;

@@ -17,6 +17,8 @@ mod create;
 mod described;
 mod disks;
 mod export;
+#[cfg(test)]
+mod fuzzing;
 mod import;
 mod restore;
 
