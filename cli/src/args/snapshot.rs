@@ -1,5 +1,7 @@
 //! The command line of snapshots.
 
+use std::path::PathBuf;
+
 use clap::{Args, Subcommand};
 
 use super::{FORMAT, HELP, Label, Output, Timeout, disk_name, vm_name};
@@ -18,6 +20,10 @@ pub enum Snapshot {
     /// Delete snapshots; VMs that were restored from them are not affected.
     #[command(visible_alias = "delete")]
     Rm(SnapshotNames),
+    /// Write a snapshot to a file, of which `snapshot import` makes it again on this node or another one.
+    Export(ExportSnapshot),
+    /// Make a snapshot of a file that `snapshot export` has written.
+    Import(ImportSnapshot),
 }
 
 /// `snapshot create`.
@@ -61,6 +67,48 @@ pub struct SnapshotNames {
     /// Names of snapshots.
     #[arg(required = true, value_name = "NAME", value_parser = disk_name, add = complete::snapshots())]
     pub names: Vec<String>,
+}
+
+/// `snapshot export`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+The file has the guest's memory, its disks and the secrets of its spec, not encrypted: only its owner may read it.
+
+Examples:
+  vmmctl snapshot export web-1 -o web-1.vmmsnapshot
+  vmmctl snapshot export web-1 -o - | ssh other vmmctl snapshot import -")]
+pub struct ExportSnapshot {
+    /// Name of the snapshot.
+    #[arg(value_parser = disk_name, add = complete::snapshots())]
+    pub name: String,
+    /// The file, which is replaced when the whole snapshot is there; - for standard output. NAME.vmmsnapshot when not given.
+    #[arg(short, long, value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
+    pub output: Option<PathBuf>,
+    /// Print nothing of the progress.
+    #[arg(short, long)]
+    pub quiet: bool,
+}
+
+/// `snapshot import`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmmctl snapshot import web-1.vmmsnapshot
+  vmmctl snapshot import web-1.vmmsnapshot --name before-upgrade
+  vmmctl restore before-upgrade --vm copy")]
+pub struct ImportSnapshot {
+    /// The file; - for standard input.
+    #[arg(value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
+    pub file: PathBuf,
+    /// Name of the snapshot: that which it had when not given.
+    #[arg(long, value_parser = disk_name)]
+    pub name: Option<String>,
+    /// Print nothing of the progress.
+    #[arg(short, long)]
+    pub quiet: bool,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub timeout: Timeout,
 }
 
 /// `restore`.

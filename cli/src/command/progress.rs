@@ -1,6 +1,9 @@
 //! Shows how far an operation is, until it has ended: one line that changes on a terminal, lines elsewhere.
 
-use std::io::{IsTerminal, Write, stderr};
+use std::{
+    io::{IsTerminal, Write, stderr},
+    time::{Duration, Instant},
+};
 
 use prost::Message as _;
 use proto::v1::{self, OperationPhase};
@@ -14,6 +17,8 @@ use crate::{
 
 /// Percent between two lines, where lines are printed.
 const STEP: u32 = 10;
+/// Time between two lines of a transfer on a terminal.
+const REDRAW: Duration = Duration::from_millis(100);
 
 /// Waits for the end of an operation, and fails as it does.
 pub async fn follow(client: &Client, operation: &v1::Operation, quiet: bool) -> Result<()> {
@@ -33,6 +38,69 @@ pub async fn follow(client: &Client, operation: &v1::Operation, quiet: bool) -> 
     }
 }
 
+/// Shows how many bytes this program has sent or received, as [`follow`] shows an operation.
+#[derive(Debug)]
+pub struct Transfer {
+    shown: Shown,
+    operation: v1::Operation,
+    began: Instant,
+    /// When a line was shown on a terminal.
+    drawn: Option<Instant>,
+}
+
+impl Transfer {
+    /// Of so many bytes, 0 when that is not known.
+    pub fn new(message: &str, total: u64, quiet: bool) -> Self {
+        let progress = v1::OperationProgress {
+            total,
+            unit: v1::ProgressUnit::Bytes.into(),
+            ..Default::default()
+        };
+        Self {
+            shown: Shown {
+                terminal: stderr().is_terminal(),
+                quiet,
+                last: None,
+            },
+            operation: v1::Operation {
+                message: message.to_owned(),
+                progress: Some(progress),
+                ..Default::default()
+            },
+            began: Instant::now(),
+            drawn: None,
+        }
+    }
+
+    /// So many more have gone over.
+    pub fn add(&mut self, bytes: usize) {
+        let took = self.began.elapsed().as_millis().max(1);
+        let Some(progress) = &mut self.operation.progress else {
+            return;
+        };
+        progress.done = progress.done.saturating_add(bytes as u64);
+        // About how many there are may be too few.
+        let done = u128::from(progress.done.min(progress.total)) * 100;
+        let percent = done.checked_div(u128::from(progress.total)).unwrap_or(0);
+        progress.percent = u32::try_from(percent).unwrap_or(0);
+        let rate = u128::from(progress.done) * 1000 / took;
+        progress.per_second = u64::try_from(rate).unwrap_or(u64::MAX);
+        let soon = self.drawn.is_some_and(|drawn| drawn.elapsed() < REDRAW);
+        if !(soon && self.shown.terminal) {
+            self.shown.show(&self.operation);
+            self.drawn = Some(Instant::now());
+        }
+    }
+}
+
+impl Drop for Transfer {
+    fn drop(&mut self) {
+        self.operation.phase = OperationPhase::Completed.into();
+        self.shown.show(&self.operation);
+    }
+}
+
+#[derive(Debug)]
 struct Shown {
     terminal: bool,
     quiet: bool,
@@ -78,9 +146,24 @@ fn line(operation: &v1::Operation) -> String {
         }
         if progress.per_second > 0 {
             line += &format!(", {}/s", rounded(progress.per_second));
+            if let Some(left) = left(&progress) {
+                line += &format!(", {left} left");
+            }
         }
     }
     line
+}
+
+/// How long the rest takes at this rate, when that is longer than a moment: `2m5s`.
+fn left(progress: &v1::OperationProgress) -> Option<String> {
+    let bytes = progress.total.checked_sub(progress.done)?;
+    let seconds = bytes.checked_div(progress.per_second)?;
+    match seconds {
+        0 => None,
+        1..60 => Some(format!("{seconds}s")),
+        60..3600 => Some(format!("{}m{}s", seconds / 60, seconds % 60)),
+        _ => Some(format!("{}h{}m", seconds / 3600, seconds / 60 % 60)),
+    }
 }
 
 /// Whole MiB, from one of them on.
@@ -115,6 +198,14 @@ mod tests {
             unit: v1::ProgressUnit::Bytes.into(),
             per_second: 4 << 20,
         });
-        assert_eq!(line(&operation), "downloading: 30Mi of 300Mi, 4Mi/s");
+        assert_eq!(line(&operation), "downloading: 30Mi of 300Mi, 4Mi/s, 1m7s left");
+        let mut progress = operation.progress.unwrap();
+        (progress.done, progress.per_second) = (300 << 20, 4 << 20);
+        assert_eq!(left(&progress), None, "it is there");
+        // About how many there are may be too few.
+        progress.done += 1;
+        assert_eq!(left(&progress), None);
+        progress.total += 40 << 30;
+        assert_eq!(left(&progress).unwrap(), "2h50m");
     }
 }

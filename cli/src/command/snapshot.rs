@@ -1,5 +1,7 @@
 //! Snapshots are taken, listed and deleted, and VMs are restored from them.
 
+mod archive;
+
 use proto::v1;
 
 use crate::{
@@ -26,6 +28,11 @@ pub async fn run(client: &Client, what: Snapshot) -> Result<(), Vec<Failure>> {
         Snapshot::Ls(args) => list(client, &args).await.map_err(super::one),
         Snapshot::Describe(args) => describe(client, &args.names).await,
         Snapshot::Rm(args) => delete(client, &args.names).await,
+        Snapshot::Export(args) => archive::export(client, &args).await.map_err(super::one),
+        Snapshot::Import(args) => {
+            let client = client.with_timeout(args.timeout.timeout);
+            archive::import(&client, &args).await.map_err(super::one)
+        }
     }
 }
 

@@ -12,6 +12,7 @@ mod observe;
 mod port_forward;
 mod run;
 mod screen;
+mod snapshots;
 mod support;
 mod tls;
 mod verbs;

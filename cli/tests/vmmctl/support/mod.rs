@@ -8,6 +8,7 @@ mod node;
 mod observe;
 mod operation;
 pub mod screen;
+pub mod snapshot;
 mod update;
 mod vm;
 
@@ -26,7 +27,7 @@ use proto::{
         event_service_server::EventServiceServer, image_service_server::ImageServiceServer,
         migration_service_server::MigrationServiceServer, network_service_server::NetworkServiceServer,
         node_service_server::NodeServiceServer, operation_service_server::OperationServiceServer,
-        vm_service_server::VmServiceServer,
+        snapshot_service_server::SnapshotServiceServer, vm_service_server::VmServiceServer,
     },
 };
 use tokio::{net::UnixListener, sync::broadcast};
@@ -44,6 +45,8 @@ pub struct State {
     disks: Arc<Mutex<BTreeMap<String, v1::Disk>>>,
     networks: Arc<Mutex<BTreeMap<String, v1::Network>>>,
     images: Arc<Mutex<BTreeMap<String, v1::Image>>>,
+    /// Their archives.
+    snapshots: Arc<Mutex<BTreeMap<String, Vec<u8>>>>,
     calls: Arc<Mutex<Vec<String>>>,
     ids: Arc<Mutex<Vec<String>>>,
     changes: broadcast::Sender<v1::WatchVmsResponse>,
@@ -111,6 +114,7 @@ impl Daemon {
             disks: Arc::default(),
             networks: Arc::default(),
             images: Arc::default(),
+            snapshots: Arc::default(),
             calls: Arc::default(),
             ids: Arc::default(),
             changes: broadcast::channel(64).0,
@@ -173,6 +177,7 @@ fn serve(socket: &Path, state: &State) -> tokio::runtime::Runtime {
         .add_service(MigrationServiceServer::new(state.clone()))
         .add_service(NetworkServiceServer::new(state.clone()))
         .add_service(OperationServiceServer::new(state.clone()))
+        .add_service(SnapshotServiceServer::new(state.clone()))
         .add_service(NodeServiceServer::new(state.clone()));
     runtime.spawn(server.serve_with_incoming(UnixListenerStream::new(listener)));
     runtime

@@ -1,0 +1,83 @@
+//! `vmmctl snapshot export` and `import`.
+
+use std::{fs, os::unix::fs::PermissionsExt as _};
+
+use crate::support::{Daemon, done, run, snapshot::DAMAGED};
+
+fn names(folder: &std::path::Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).unwrap();
+    entries
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect()
+}
+
+#[test]
+fn a_snapshot_goes_to_a_file_of_its_owner_alone_and_back() {
+    let (daemon, folder) = (Daemon::start(), tempfile::tempdir().unwrap());
+    let archive = vec![7; 300 << 10];
+    daemon.state.put_snapshot("one", &archive);
+    let path = folder.path().join("file");
+    fs::write(&path, "what was there before").unwrap();
+    fs::write(
+        folder.path().join("file.partial"),
+        "what an export left that was killed",
+    )
+    .unwrap();
+    let path = path.to_str().unwrap();
+    let exported = run(&daemon, &["snapshot", "export", "one", "-q", "-o", path]);
+    assert_eq!(
+        exported,
+        done(&format!("snapshot/one exported to {path} (300Ki)\n"))
+    );
+    assert_eq!(fs::read(path).unwrap(), archive);
+    assert_eq!(fs::metadata(path).unwrap().permissions().mode() & 0o777, 0o600);
+    assert_eq!(names(folder.path()), ["file"]);
+
+    let imported = run(&daemon, &["snapshot", "import", path, "-q"]);
+    assert_eq!(imported, done("snapshot/own imported (300Ki)\n"));
+    assert_eq!(daemon.state.snapshot("own").unwrap(), archive);
+    // Sent again, with the same id, when the daemon goes away before it answers.
+    daemon.state.refuse_first();
+    let imported = run(&daemon, &["snapshot", "import", path, "-q", "--name", "two"]);
+    assert_eq!(imported, done("snapshot/two imported (300Ki)\n"));
+    assert_eq!(daemon.state.snapshot("two").unwrap(), archive);
+}
+
+#[test]
+fn a_snapshot_goes_through_pipes() {
+    let daemon = Daemon::start();
+    daemon.state.put_snapshot("one", &[0xff; 5000]);
+    let export = daemon
+        .vmmctl()
+        .args(["snapshot", "export", "one", "-o", "-"])
+        .output()
+        .unwrap();
+    assert!(export.status.success());
+    assert_eq!(export.stdout, [0xff; 5000]);
+    let mut import = daemon.vmmctl();
+    import
+        .args(["snapshot", "import", "-", "--name", "two"])
+        .write_stdin(export.stdout);
+    assert!(import.output().unwrap().status.success());
+    assert_eq!(daemon.state.snapshot("two").unwrap(), [0xff; 5000]);
+}
+
+#[test]
+fn an_export_that_fails_leaves_no_file() {
+    let (daemon, folder) = (Daemon::start(), tempfile::tempdir().unwrap());
+    daemon.state.put_snapshot(DAMAGED, &[1; 5000]);
+    let path = folder.path().join("file");
+    let path = path.to_str().unwrap();
+    let (code, stdout, stderr) = run(&daemon, &["snapshot", "export", DAMAGED, "-q", "-o", path]);
+    assert!(code != 0 && stdout.is_empty(), "{code} {stdout}");
+    assert!(stderr.contains("input/output error"), "{stderr}");
+    let (code, _, stderr) = run(&daemon, &["snapshot", "export", "none", "-q", "-o", path]);
+    assert!(code != 0 && stderr.contains("`vmmctl snapshot ls`"), "{stderr}");
+    assert!(names(folder.path()).is_empty());
+    let missing = run(&daemon, &["snapshot", "import", path, "-q"]);
+    assert!(
+        missing.0 != 0 && missing.2.contains("No such file"),
+        "{}",
+        missing.2
+    );
+}
