@@ -41,7 +41,7 @@ const READY: usize = 4;
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Begins to send a snapshot. What is sent is read when the client has room for it: one that does not read costs neither a thread nor more
-/// memory, and is given up after [`PATIENCE`].
+/// memory, and is given up after a minute.
 pub async fn export(host: &Arc<Host>, name: &str) -> Result<Stream, Failure> {
     let held = Held::new(host, name)?;
     let record = held.record.clone();

@@ -122,8 +122,11 @@ async fn rest(mut stream: Streaming<v1::ExportSnapshotResponse>) -> Result<Vec<u
     Ok(archive)
 }
 
-/// Kind and content of each part of an archive.
-fn parts(archive: &[u8]) -> Vec<(u32, Vec<u8>)> {
+/// Kind and content of each part.
+type Parts = Vec<(u32, Vec<u8>)>;
+
+/// The parts of an archive.
+fn parts(archive: &[u8]) -> Parts {
     let (mut parts, mut rest) = (Vec::new(), &archive[BEGIN..]);
     while let Some((header, behind)) = rest.split_first_chunk::<8>() {
         let number = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().unwrap());
@@ -257,7 +260,7 @@ async fn an_archive_that_was_cut_off_or_changed_is_refused_and_nothing_is_left()
 async fn an_archive_that_says_what_can_not_be_is_refused_and_nothing_is_left() {
     let archive = exported().await;
     let daemon = Daemon::start().await;
-    let with = |change: &dyn Fn(&mut Vec<(u32, Vec<u8>)>)| {
+    let with = |change: &dyn Fn(&mut Parts)| {
         let mut parts = parts(&archive);
         change(&mut parts);
         sealed(&parts)
@@ -296,6 +299,42 @@ async fn an_archive_that_says_what_can_not_be_is_refused_and_nothing_is_left() {
         );
         daemon.nothing_left().await;
     }
+}
+
+#[tokio::test]
+async fn an_archive_for_which_there_is_no_room_is_refused_before_it_is_received() {
+    let mut parts = parts(&exported().await);
+    // The last field of the record says how much room the files take: number 13, a varint.
+    let record = &mut parts[0].1;
+    let field = record.iter().rposition(|byte| *byte == 13 << 3).unwrap();
+    record.truncate(field + 1);
+    record.extend([0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x7f]);
+    let daemon = Daemon::start().await;
+    let refused = daemon.import_snapshot("", &sealed(&parts)).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::ResourceExhausted, "NODE_DISK_FULL".into())
+    );
+    daemon.nothing_left().await;
+}
+
+#[tokio::test]
+async fn an_import_begins_with_what_it_is_and_has_data_then() {
+    let daemon = Daemon::start().await;
+    for messages in [vec![], vec![data(b"x")], vec![open("", ""), open("", "")]] {
+        let stream = tokio_stream::iter(messages);
+        let refused = daemon
+            .snapshots()
+            .await
+            .import_snapshot(stream)
+            .await
+            .unwrap_err();
+        assert_eq!(
+            refusal(&refused),
+            (Code::InvalidArgument, "INVALID_FIELDS".into())
+        );
+    }
+    daemon.nothing_left().await;
 }
 
 #[tokio::test]
