@@ -14,6 +14,13 @@ mod helper {
 }
 
 #[allow(dead_code, reason = "the daemon uses the rest")]
+#[path = "../../src/disk/moved"]
+mod disk {
+    #[path = "coming.rs"]
+    pub mod moved;
+}
+
+#[allow(dead_code, reason = "the daemon uses the rest")]
 #[path = "../../src/migration"]
 mod migration {
     pub mod fuzzing;

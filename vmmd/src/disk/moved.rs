@@ -4,16 +4,14 @@
 //! filled by the `vmm` that receives the machine. The record of the VM names them by their UUIDs ([`HandoverRecord`](crate::store::HandoverRecord)):
 //! whichever side does not have the VM in the end removes its own when it removes the VM.
 
-use std::{collections::BTreeMap, os::unix::fs::MetadataExt as _, sync::Arc};
+mod coming;
 
-use proto::{
-    model::{
-        disk::{Disk, NewDisk, Preallocation, Source},
-        name::Name,
-    },
-    v1,
-};
+use std::{os::unix::fs::MetadataExt as _, sync::Arc};
+
+use proto::{model::disk::Disk, v1};
 use uuid::Uuid;
+
+pub use coming::{Coming, along, check};
 
 use super::{begin_removal, create, finish, tell};
 use crate::{
@@ -25,72 +23,6 @@ use crate::{
     store::{DiskRecord, DiskStage},
     text,
 };
-
-/// A disk that comes, checked as far as that needs nothing of the node.
-#[derive(Clone, Debug)]
-pub struct Coming {
-    /// Its UUID at the source, and here.
-    uid: Uuid,
-    /// What is to be made.
-    new: NewDisk,
-    size: u64,
-    /// About how much it takes, in bytes.
-    allocated: u64,
-}
-
-impl Coming {
-    /// Checks what the source says of a disk.
-    pub fn new(wire: &v1::PeerDisk) -> Result<Self, Failure> {
-        let uid = Uuid::parse_str(&wire.uid).map_err(|_| Failure::field("disks.uid", "must be a UUID"))?;
-        let request = v1::CreateDiskRequest {
-            disk: Some(v1::Disk {
-                metadata: Some(v1::ObjectMetadata {
-                    name: wire.name.clone(),
-                    labels: wire.labels.clone(),
-                    annotations: wire.annotations.clone(),
-                    owner: wire.owner.clone(),
-                    ..Default::default()
-                }),
-                spec: Some(v1::VolumeSpec {
-                    format: wire.format,
-                    size_bytes: wire.size_bytes,
-                    preallocation: wire.preallocation,
-                    ..Default::default()
-                }),
-                status: None,
-            }),
-            ..Default::default()
-        };
-        let new = NewDisk::try_from(&request)?;
-        Ok(Self {
-            uid,
-            new,
-            size: wire.size_bytes,
-            allocated: wire.allocated_bytes.min(wire.size_bytes),
-        })
-    }
-
-    fn name(&self) -> &str {
-        self.new.name.as_ref().map_or("", Name::as_str)
-    }
-
-    /// What is to be free for it.
-    fn needs(&self) -> u64 {
-        match self.new.preallocation {
-            Preallocation::Full => self.size,
-            Preallocation::Off | Preallocation::Metadata => self.allocated,
-        }
-    }
-}
-
-/// The disks that go along with a VM, of those that it has: what each is called in the VM, and on the node.
-pub fn along(disks: &[Disk]) -> impl Iterator<Item = (&str, &str)> {
-    let written = disks.iter().filter(|disk| !disk.read_only);
-    written.filter_map(|disk| match &disk.source {
-        Source::Disk { name, .. } => Some((disk.name.as_str(), name.as_str())),
-        Source::Path { .. } | Source::Seed => None,
-    })
-}
 
 /// What the target is told of the disks that go along with VM `vm`. Refused when another VM names one.
 pub async fn going(host: &Arc<Host>, vm: &str, disks: &[Disk]) -> Result<Vec<v1::PeerDisk>, Failure> {
@@ -254,34 +186,4 @@ pub async fn remove(host: &Arc<Host>, vm: &str, uids: &[Vec<u8>], context: &Cont
         }
     }
     Ok(())
-}
-
-/// The disks of the wire by name; each disk that goes along is there once, and no other.
-pub fn check(disks: &[Disk], wire: &[v1::PeerDisk]) -> Result<Vec<Coming>, Failure> {
-    let mut given = BTreeMap::new();
-    for disk in wire {
-        if given.insert(disk.name.as_str(), disk).is_some() {
-            return Err(Failure::field("disks", "one has the name of another"));
-        }
-    }
-    let coming: Vec<_> = along(disks)
-        .map(|(_, name)| match given.remove(name) {
-            Some(disk) => Coming::new(disk),
-            None => {
-                let message =
-                    format!("the guest can write to disk \"{name}\", which the source does not send");
-                Err(Failure::precondition("MIGRATION_DISKS", message))
-            }
-        })
-        .collect::<Result<_, _>>()?;
-    match given.keys().next() {
-        Some(name) => {
-            let message = format!(
-                "\"{}\" is no disk of the VM that goes along",
-                text::one_line(name, 100)
-            );
-            Err(Failure::field("disks", message))
-        }
-        None => Ok(coming),
-    }
 }
