@@ -4,8 +4,7 @@ use std::{fs, io::Write as _, os::unix::fs::MetadataExt as _, time::Instant};
 
 use proto::v1::{
     self, export_snapshot_response::Message as Exported, image_service_client::ImageServiceClient,
-    import_snapshot_request::Message as Imported, operation_service_client::OperationServiceClient,
-    volume_spec,
+    import_snapshot_request::Message as Imported, volume_spec,
 };
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
@@ -16,6 +15,7 @@ use crate::{
     console::Client,
     disks::raw,
     harness::{Daemon, PATIENCE, refusal},
+    operations::{cancel, operations},
 };
 
 /// Length of what comes before the first part.
@@ -77,10 +77,21 @@ impl Daemon {
         Half { sender, answer }
     }
 
-    /// Waits until nothing is left of a snapshot.
+    async fn under_way(&self) -> Vec<v1::Operation> {
+        let all = v1::ListOperationsRequest::default();
+        let listed = operations(self).await.list_operations(all).await;
+        let mut listed = listed.unwrap().into_inner().operations;
+        listed.retain(|operation| {
+            let phase = operation.phase();
+            phase == v1::OperationPhase::Pending || phase == v1::OperationPhase::InProgress
+        });
+        listed
+    }
+
+    /// Waits until nothing is left of a snapshot, also of its name.
     async fn nothing_left(&self) {
         let began = Instant::now();
-        while !self.snapshot_files().is_empty() {
+        while !self.snapshot_files().is_empty() || !self.under_way().await.is_empty() {
             assert!(began.elapsed() < PATIENCE, "{:?}", self.snapshot_files());
             tokio::time::sleep(std::time::Duration::from_millis(5)).await;
         }
@@ -343,17 +354,11 @@ async fn an_import_that_is_cancelled_or_left_leaves_nothing() {
     let mut daemon = Daemon::start().await;
 
     let half = daemon.half_imported(&archive).await;
-    let channel = crate::harness::connect(daemon.folder.path()).await;
-    let mut operations = OperationServiceClient::new(channel);
-    let listed = operations
-        .list_operations(v1::ListOperationsRequest::default())
-        .await;
-    let operation = listed.unwrap().into_inner().operations.pop().unwrap();
+    let operation = daemon.under_way().await.pop().unwrap();
     assert_eq!(operation.r#type, "snapshot.import");
     let taken = daemon.import_snapshot("half", &archive).await.unwrap_err();
     assert_eq!(refusal(&taken), (Code::AlreadyExists, "SNAPSHOT_EXISTS".into()));
-    let cancel = v1::CancelOperationRequest { id: operation.id };
-    operations.cancel_operation(cancel).await.unwrap();
+    cancel(&daemon, &operation.id).await.unwrap();
     let cancelled = half.answer.await.unwrap().unwrap_err();
     assert_eq!(refusal(&cancelled), (Code::Aborted, "CANCELLED".into()));
     daemon.nothing_left().await;
