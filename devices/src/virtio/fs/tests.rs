@@ -177,12 +177,12 @@ fn what_a_back_end_completed_and_did_not_signal_before_it_died_is_signalled() {
     driver.rig.msi.wait_for(0, 1);
     back_end.mood.silent.store(true, Ordering::SeqCst);
     let served = back_end.mood.served.load(Ordering::SeqCst);
-    let before = driver.rig.msi.count(0);
     driver.submit(REQUESTS, &request(GETATTR));
     while back_end.mood.served.load(Ordering::SeqCst) == served {
         std::thread::yield_now();
     }
-    assert_eq!(driver.rig.msi.count(0), before);
+    // A signal of before that is late would be taken for it, and this would show less.
+    let before = driver.rig.msi.count(0);
     back_end.kill();
     driver.rig.msi.wait_for(0, before + 1);
     assert_eq!(driver.wait_used(REQUESTS).0.written, 16);
