@@ -272,6 +272,12 @@ fn a_snapshot_has_the_content_of_raw_and_qcow2_disks_for_its_vm_and_for_clones()
     reads(&mut first, "before");
     write(&mut first, "restored");
 
+    // What comes back from an archive has all that the snapshot had.
+    let (name, archive) = (&snapshot.name, format!("/tmp/{}.vmmsnapshot", snapshot.name));
+    node.sh(&format!(
+        "vmmctl snapshot export {name} -o {archive} && vmmctl snapshot rm {name} && vmmctl snapshot import {archive} && rm {archive}"
+    ))
+    .expect("away and back");
     let [mut clone] = snapshot.clones(["copy"]);
     reads(&mut clone, "before");
     write(&mut clone, "cloned");
