@@ -109,7 +109,10 @@ fn no_vm_runs_twice_and_all_converges_whatever_is_killed() {
                     cluster.delete_pod(pod, None);
                 }
             }
-            8 => cluster.annotate(&name, "vmmd.dev/migrate", &round.to_string()),
+            8 => {
+                // One that was deleted some rounds ago may be gone by now.
+                cluster.annotate_if_there(&name, "vmmd.dev/migrate", &round.to_string());
+            }
             9 => uncordon(&cluster),
             _ => pause(&mut random),
         }

@@ -210,9 +210,14 @@ impl Cluster {
 
     /// As `kubectl annotate` does.
     pub fn annotate(&self, machine: &str, key: &str, value: &str) {
+        assert!(self.annotate_if_there(machine, key, value), "no {machine}");
+    }
+
+    /// The same of one that may be gone; says whether it was there.
+    pub fn annotate_if_there(&self, machine: &str, key: &str, value: &str) -> bool {
         let patch = json!({"metadata": {"annotations": {key: value}}});
         let key = api::machine("shop", machine);
-        self.api.store(|store| store.patch(&key, "", &patch)).unwrap();
+        self.api.store(|store| store.patch(&key, "", &patch)).is_ok()
     }
 
     pub fn delete_pod(&self, name: &str, grace: Option<i64>) {
