@@ -219,10 +219,14 @@ fn vms_get_addresses_reach_the_outside_by_nat_and_are_reached_by_published_ports
     let rules = node.sh("nft list ruleset").expect("rules");
     assert!(rules.contains("table inet theirs"), "{rules}");
     for address in ["10.80.0.1/24", "fd00:80::1/64"] {
-        node.sh(&format!("ip addr show dev {bridge} | grep -q {address}"))
+        let there = format!("ip addr show dev {bridge} | grep -q {address}");
+        node.sh(&format!("timeout 60 sh -c 'until {there}; do sleep 0.2; done'"))
             .expect("the bridge is back");
     }
     node.sh("nft delete table inet theirs").expect("clean up");
+    for console in [&mut web_console, &mut other_console] {
+        console.attached_again(PATIENCE).expect("the daemon is back");
+    }
     // By NAT again.
     reached(&case, &mut web_console, "198.51.100.2");
     reached(&case, &mut other_console, "2001:db8::2");

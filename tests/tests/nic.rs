@@ -192,6 +192,10 @@ fn nics_come_and_go_while_the_guest_runs_also_when_the_daemon_is_killed_in_betwe
                 wired.vm.name()
             ))
             .expect("kill");
+            wired
+                .console
+                .attached_again(PATIENCE)
+                .expect("the daemon is back");
             // When it was killed before it had heard of the detach, nothing has happened.
             let _asked_before = wired.vm.try_ctl_with("nic detach", "lan");
         } else {

@@ -80,6 +80,7 @@ fn a_share_works_again_whatever_ends() {
     )
     .expect("the daemon is killed");
     assert_eq!(server(&vm), second);
+    console.attached_again(60).expect("the daemon is back");
     console
         .run("echo x >/mnt/after && cat /mnt/after", 60)
         .expect("the share goes on");
