@@ -1,0 +1,150 @@
+//! What stands for a guest and for a name server of the world.
+
+use std::{
+    io::{BufRead as _, BufReader},
+    net::Ipv4Addr,
+    process::{Child, Command, Stdio},
+};
+
+use crate::namespace::Namespace;
+
+/// A client on a port of the bridge, in a namespace of its own: a guest as the network sees it.
+pub struct Guest {
+    pub namespace: Namespace,
+}
+
+impl Guest {
+    /// In place of a VM whose tap had this name.
+    pub fn on(node: &Namespace, tap: &str, bridge: &str, mac: &str) -> Self {
+        let namespace = Namespace::new();
+        node.ip(&format!(
+            "link add {tap} type veth peer name eth0 netns {}",
+            namespace.0
+        ));
+        node.ip(&format!("link set {tap} master {bridge} up"));
+        namespace.ip(&format!("link set eth0 address {mac} up"));
+        Self { namespace }
+    }
+
+    /// Asks for an address by DHCP, by a program of Python's; the answer's address and router.
+    pub fn dhcp(&self, mac: &str) -> Option<(Ipv4Addr, Ipv4Addr)> {
+        let program = r#"
+import socket, struct, sys
+mac = bytes.fromhex(sys.argv[1].replace(':', ''))
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+s.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
+s.setsockopt(socket.SOL_SOCKET, 25, b'eth0')
+s.bind(('', 68))
+s.settimeout(2)
+head = struct.pack('!BBBBIHH4s4s4s4s16s64s128s4s', 1, 1, 6, 0, 7, 0, 0, b'', b'', b'', b'', mac, b'', b'', bytes([99, 130, 83, 99]))
+for _ in range(5):
+    s.sendto(head + bytes([53, 1, 1, 255]), ('255.255.255.255', 67))
+    try:
+        answer = s.recv(2000)
+    except TimeoutError:
+        continue
+    options, router = answer[240:], b''
+    while options and options[0] != 255:
+        if options[0] == 3:
+            router = options[2:6]
+        options = options[2 + options[1]:]
+    print(socket.inet_ntoa(answer[16:20]), socket.inet_ntoa(router))
+    break
+"#;
+        let output = Command::new("ip")
+            .args(["netns", "exec", &self.namespace.0, "python3", "-c", program, mac])
+            .output()
+            .unwrap();
+        let said = String::from_utf8(output.stdout).unwrap();
+        let (address, router) = said.trim().split_once(' ')?;
+        Some((address.parse().unwrap(), router.parse().unwrap()))
+    }
+
+    /// Asks a name server for the address of a name: the response code (RFC 1035, 4.1.1), and the address.
+    pub fn resolve(&self, server: &str, name: &str) -> String {
+        let program = r#"
+import socket, struct, sys
+server, name = sys.argv[1:]
+labels = b''.join(bytes([len(label)]) + label.encode() for label in name.split('.'))
+query = struct.pack('!HHHHHH', 7, 0x100, 1, 0, 0, 0) + labels + struct.pack('!BHH', 0, 1, 1)
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+s.settimeout(2)
+for _ in range(5):
+    s.sendto(query, (server, 53))
+    try:
+        answer = s.recv(2000)
+    except TimeoutError:
+        continue
+    assert answer[:2] == query[:2]
+    print(answer[3] & 15, socket.inet_ntoa(answer[-4:]) if answer[7] else '-')
+    break
+"#;
+        let output = Command::new("ip")
+            .args([
+                "netns",
+                "exec",
+                &self.namespace.0,
+                "python3",
+                "-c",
+                program,
+                server,
+                name,
+            ])
+            .output()
+            .unwrap();
+        String::from_utf8(output.stdout).unwrap().trim().to_owned()
+    }
+}
+
+/// A name server in a namespace that stands for the world, which knows one address for all names.
+pub struct NameServer {
+    _namespace: Namespace,
+    process: Child,
+}
+
+impl NameServer {
+    /// At 198.51.100.2 (RFC 5737), on a link to `node`.
+    pub fn beside(node: &Namespace) -> Self {
+        let namespace = Namespace::new();
+        node.ip(&format!(
+            "link add world type veth peer name eth0 netns {}",
+            namespace.0
+        ));
+        node.ip("addr add 198.51.100.1/24 dev world");
+        node.ip("link set world up");
+        namespace.ip("addr add 198.51.100.2/24 dev eth0");
+        namespace.ip("link set eth0 up");
+        let program = r#"
+import socket
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+s.bind(('', 53))
+print('ready', flush=True)
+while True:
+    query, client = s.recvfrom(2000)
+    head = query[:2] + bytes([0x81, 0x80, 0, 1, 0, 1, 0, 0, 0, 0])
+    record = bytes([0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 60, 0, 4, 192, 0, 2, 7])
+    s.sendto(head + query[12:] + record, client)
+"#;
+        let mut process = Command::new("ip")
+            .args(["netns", "exec", &namespace.0, "python3", "-c", program])
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut said = String::new();
+        BufReader::new(process.stdout.take().unwrap())
+            .read_line(&mut said)
+            .unwrap();
+        assert_eq!(said, "ready\n");
+        Self {
+            _namespace: namespace,
+            process,
+        }
+    }
+}
+
+impl Drop for NameServer {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
