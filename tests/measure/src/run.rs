@@ -55,6 +55,24 @@ impl fmt::Display for Unheard {
 
 impl error::Error for Unheard {}
 
+/// The processor of guests, and the one of all else.
+fn processors() -> Result<[usize; 2]> {
+    let allowed = sched_getaffinity(None).context("look which processors there are")?;
+    let mut processors = (0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu));
+    let (Some(guests), Some(others)) = (processors.next(), processors.next()) else {
+        bail!("two processors are needed, one for the guest and one for its VMM");
+    };
+    Ok([guests, others])
+}
+
+/// Puts the calling thread where the VMMs' threads are that are no vCPUs.
+pub fn place_beside_guests() -> Result<()> {
+    let [_, others] = processors()?;
+    let mut set = CpuSet::new();
+    set.set(others);
+    sched_setaffinity(None, &set).context("place a thread")
+}
+
 /// A running subject; killed when dropped.
 pub struct Running {
     child: Child,
@@ -91,11 +109,7 @@ impl Running {
     /// the scheduler has them on the same one a request takes half as long again, and it leaves them there for a while, or
     /// not: that would be measured, and nothing else.
     pub fn part(&self) -> Result<()> {
-        let allowed = sched_getaffinity(None).context("look which processors there are")?;
-        let mut processors = (0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu));
-        let (Some(vcpu), Some(others)) = (processors.next(), processors.next()) else {
-            bail!("two processors are needed, one for the guest and one for its VMM");
-        };
+        let [vcpu, others] = processors()?;
         let mut found = false;
         let tasks = format!("/proc/{}/task", self.pid());
         for task in fs::read_dir(tasks).context("list the threads")? {

@@ -193,8 +193,8 @@ fn qemu_nic(programs: &Programs, number: u8, name: &'static str, vhost: bool) ->
     subject
 }
 
-/// Ours and QEMU's q35 with a screen of 1920 × 1080 that is served without a password at [`screen::socket`], a keyboard, and a virtio-console that
-/// nobody reads.
+/// Ours and QEMU's q35 with a screen of 1920 × 1080 that is served without a password at [`screen::socket`], a keyboard, and a virtio-console: ours
+/// is served at [`screen::hvc`], nobody reads QEMU's.
 pub fn with_screens(programs: &Programs) -> Result<Vec<Subject>> {
     screens(programs, None, MEMORY >> 20, CMDLINE)
 }
@@ -231,9 +231,11 @@ fn screens(
         "memory": {"sizeBytes": memory_mib << 20},
         "boot": {"linux": {"kernel": programs.kernel, "initrd": programs.initrd, "cmdline": cmdline}},
     });
-    let mut ours = ours("vmm", programs, disk, more)?;
+    let mut ours = ours(screen::OURS, programs, disk, more)?;
     ours.arguments
-        .extend(["--vnc".into(), screen::socket("vmm").into_os_string()]);
+        .extend(["--vnc".into(), screen::socket(screen::OURS).into_os_string()]);
+    ours.arguments
+        .extend(["--hvc".into(), screen::hvc().into_os_string()]);
     let mut qemu = qemu("q35", programs, "q35", disk);
     for (option, value) in [
         ("-device", "virtio-gpu-pci,xres=1920,yres=1080".to_owned()),

@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 
 use super::{
-    measured,
-    table::{Row, render},
+    measured, native,
+    table::{Ratio, Row, compared, render},
 };
 use crate::{Node, guest, initramfs::Extra, node::Kernel, programs, wait::Deadline};
 
@@ -117,6 +117,24 @@ impl Cost {
     }
 }
 
+/// A flood of the serial port without a guest: the benchmark of the crate `devices`, which runs on this machine and not in the node.
+#[derive(Deserialize)]
+struct Flood {
+    rows: Vec<Way>,
+}
+
+#[derive(Deserialize)]
+struct Way {
+    /// What a byte costs beside the device's work.
+    exit: String,
+    /// How many MiB readers were attached for.
+    mib: u64,
+    read_ns: f64,
+    alone_ns: f64,
+    /// The lower quartile, the median and the upper one.
+    ratio: [f64; 3],
+}
+
 /// Measures and renders.
 pub fn run(node: &Node, runs: u32) -> Result<String> {
     let measure = programs::build_static("vmmd-measure", "measure")?;
@@ -128,13 +146,15 @@ pub fn run(node: &Node, runs: u32) -> Result<String> {
         there.success(),
         "the node has no desktop: make bench builds one that has it"
     );
+    let flood = native("vmmd-devices", "serial_flood", &[])?;
+    let flood = serde_json::from_str(&flood).context("read the benchmark's figures")?;
     let boots = runs.div_ceil(TURNS);
     let arguments = format!(
         "screen --kernel {} --initrd /root/measure.initrd --vmm /usr/lib/vmmd/vmm --desktop {desktop} --runs {boots} --turns {TURNS}",
         node.guests().vmlinuz(Kernel::Generic612),
     );
     let lines = measured(node, &arguments, Deadline::seconds(u64::from(boots) * 1200))?;
-    Ok(report(&lines, boots))
+    Ok(report(&lines, boots) + &report_flood(&lines, &flood))
 }
 
 fn report(lines: &[Line], boots: u32) -> String {
@@ -178,6 +198,53 @@ fn report(lines: &[Line], boots: u32) -> String {
     text + &format!("Other figures:\n\n{}\n", render(&SUBJECTS, &rows))
 }
 
+/// Who reads the console: jobs of `measure`.
+const READERS: [&str; 2] = ["flood, readers", "flood, nobody"];
+/// Figures of a flood.
+const FLOOD: [(&str, &str); 3] = [
+    ("us_per_kib", "hvc0, a guest in the node: µs for each KiB"),
+    ("host_cpu_us_per_kib", "the same: host CPU time of the VMM, µs"),
+    ("exits_per_kib", "the same: VM exits"),
+];
+
+fn report_flood(lines: &[Line], flood: &Flood) -> String {
+    let of = |figure: &str| {
+        READERS.map(|job| -> Vec<(u32, f64)> {
+            let costs = lines
+                .iter()
+                .flat_map(|line| line.result.iter().map(move |cost| (line.run, cost)));
+            let costs = costs.filter(|(_, cost)| cost.job == job);
+            costs
+                .filter_map(|(run, cost)| Some((run, cost.figure(figure, 1.0)?)))
+                .collect()
+        })
+    };
+    let ways = flood.rows.iter().map(|way| {
+        let what = match way.exit.as_str() {
+            "none" => "without exits",
+            _ => "with 1 µs for the exit of each",
+        };
+        let [low, value, high] = way.ratio;
+        let quartiles = Some((low, high));
+        Row {
+            name: format!("ttyS0, {} MiB {what}: ns for each byte", way.mib),
+            values: vec![way.read_ns, way.alone_ns],
+            ratios: Some(vec![Some(Ratio { value, quartiles })]),
+        }
+    });
+    let rows: Vec<Row> = FLOOD
+        .map(|(figure, name)| Row::of_turns(name, &of(figure)))
+        .into_iter()
+        .chain(ways)
+        .collect();
+    format!(
+        "A guest that floods a console which ten clients are attached to, five of which never read, beside one that nobody is attached to, in turns. \
+         In the node it is a guest that prints on hvc0; the serial port is written to by a thread without a guest on the machine that runs the node, \
+         with what an exit costs on a real processor and without. The guest has a processor of its own, the VMM's threads and the readers share another:\n\n{}\n",
+        compared(&["with readers", "with none"], "ratio", &rows)
+    )
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -205,6 +272,25 @@ mod tests {
         assert_eq!(
             text.matches("| 1.00 | 2.00 | 0.50 (0.50–0.50) |").count(),
             rows,
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn a_flood_with_readers_is_compared_with_one_that_has_none() {
+        let figures: BTreeMap<_, _> = FLOOD.map(|(name, _)| (name, 1.0)).into();
+        let result = serde_json::json!([{"job": READERS[0], "figures": figures}, {"job": READERS[1], "figures": figures}]);
+        let line = serde_json::json!({ "vmm": "vmm", "run": 0, "result": result });
+        let way = r#"{"exit":"exit","mib":48,"read_ns":1.0,"alone_ns":1.0,"ratio":[1.0,1.0,1.0]}"#;
+        let flood = format!(r#"{{"rows":[{way},{way}]}}"#);
+        let text = report_flood(
+            &[serde_json::from_value(line).expect("a line of measure")],
+            &serde_json::from_str(&flood).expect("what the benchmark prints"),
+        );
+        assert!(text.contains("| | with readers | with none | ratio |"), "{text}");
+        assert_eq!(
+            text.matches("| 1.00 | 1.00 | 1.00 (1.00–1.00) |").count(),
+            5,
             "{text}"
         );
     }

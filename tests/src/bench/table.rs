@@ -89,12 +89,23 @@ impl Row {
 
 /// The table. `names` are the columns' VMMs, ours first. A ratio below 1 means that ours needs less.
 pub fn render(names: &[&str], rows: &[Row]) -> String {
+    let ratios: Vec<_> = names
+        .iter()
+        .skip(1)
+        .map(|name| format!("ours ÷ {name}"))
+        .collect();
+    with_ratios(names, &ratios, rows)
+}
+
+/// The table of two columns whose ratio, of the first to the second one, has that name.
+pub fn compared(names: &[&str; 2], ratio: &str, rows: &[Row]) -> String {
+    with_ratios(names, &[ratio.to_owned()], rows)
+}
+
+fn with_ratios(names: &[&str], ratios: &[String], rows: &[Row]) -> String {
     let mut text = String::from("| |");
-    for name in names {
+    for name in names.iter().copied().chain(ratios.iter().map(String::as_str)) {
         write!(text, " {name} |").ok();
-    }
-    for name in names.iter().skip(1) {
-        write!(text, " ours ÷ {name} |").ok();
     }
     text += "\n|---|";
     text += &"---:|".repeat((names.len() * 2).saturating_sub(1));

@@ -4,6 +4,7 @@
 pub mod client;
 pub mod desktop;
 pub mod draw;
+mod flood;
 
 use std::{
     collections::BTreeMap,
@@ -52,6 +53,14 @@ pub fn socket(subject: &str) -> PathBuf {
     std::env::temp_dir().join(format!("measure-{subject}.vnc"))
 }
 
+/// Where the virtio-console of [`OURS`] is served.
+pub fn hvc() -> PathBuf {
+    std::env::temp_dir().join("measure-vmm.hvc")
+}
+
+/// The subject that is our VMM.
+pub const OURS: &str = "vmm";
+
 struct Guest<'a> {
     subject: &'a Subject,
     running: Running,
@@ -93,6 +102,12 @@ pub fn run(subjects: &[&Subject], turns: u32, each: impl Fn(&str, u32, &Cost)) -
             tell(guest.echoes())?;
             for console in ["ttyS0", "hvc0"] {
                 tell(guest.prints(console))?;
+            }
+            // QEMU's character device has one reader at most.
+            if guest.subject.name == OURS {
+                for cost in guest.floods(turn)? {
+                    tell(Ok(cost))?;
+                }
             }
         }
     }
