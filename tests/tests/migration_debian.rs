@@ -93,7 +93,7 @@ fn a_busy_debian_goes_on_after_its_snapshot_from_its_snapshot_and_as_four_clones
 
     // All four have them.
     daemon.keep_apart().expect("networks of their own");
-    let all = format!("clone {name} {}", clones.join(" "));
+    let all = format!("clone --share-addresses {name} {}", clones.join(" "));
     let restored = within(|| daemon.ctl(&all).expect("clone"));
     for clone in &clones {
         println!("{clone}");

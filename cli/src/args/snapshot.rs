@@ -130,6 +130,9 @@ pub struct Restore {
     /// Create a new VM with addresses of its own that boots from copies of the disks; memory is not restored.
     #[arg(long, requires = "vm", conflicts_with = "on_demand")]
     pub fresh: bool,
+    /// Let the new VM have addresses of NICs that other VMs have, which something else keeps apart from it.
+    #[arg(long, requires = "vm", conflicts_with = "fresh")]
+    pub share_addresses: bool,
     #[command(flatten)]
     #[allow(missing_docs)]
     pub timeout: Timeout,
@@ -154,6 +157,9 @@ pub struct Clone {
     /// Give the VMs addresses of their own and boot them from copies of the disks; memory is not restored.
     #[arg(long, conflicts_with = "copy")]
     pub fresh: bool,
+    /// Let the VMs have the same addresses of NICs, which something else keeps apart.
+    #[arg(long, conflicts_with = "fresh")]
+    pub share_addresses: bool,
     #[command(flatten)]
     #[allow(missing_docs)]
     pub timeout: Timeout,

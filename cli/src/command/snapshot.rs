@@ -132,8 +132,15 @@ async fn delete(client: &Client, names: &[String]) -> Result<(), Vec<Failure>> {
 
 /// Restores a VM from a snapshot.
 pub async fn restore(client: &Client, args: &Restore) -> Result<()> {
-    let vm = args.vm.clone().unwrap_or_default();
-    let name = restore_into(client, &args.snapshot, vm, (args.on_demand, args.fresh)).await?;
+    let request = v1::RestoreVmRequest {
+        snapshot: args.snapshot.clone(),
+        vm: args.vm.clone().unwrap_or_default(),
+        on_demand: args.on_demand,
+        identity: identity(args.fresh),
+        share_addresses: args.share_addresses,
+        ..Default::default()
+    };
+    let name = restored(client, request).await?;
     output::line(format!("vm/{name} restored from snapshot/{}", args.snapshot))
 }
 
@@ -141,7 +148,15 @@ pub async fn restore(client: &Client, args: &Restore) -> Result<()> {
 pub async fn clone(client: &Client, args: &Clone) -> Result<(), Vec<Failure>> {
     let mut failures = Vec::new();
     for vm in &args.vms {
-        match restore_into(client, &args.snapshot, vm.clone(), (!args.copy, args.fresh)).await {
+        let request = v1::RestoreVmRequest {
+            snapshot: args.snapshot.clone(),
+            vm: vm.clone(),
+            on_demand: !args.copy,
+            identity: identity(args.fresh),
+            share_addresses: args.share_addresses,
+            ..Default::default()
+        };
+        match restored(client, request).await {
             Ok(name) => {
                 let line = format!("vm/{name} cloned from snapshot/{}", args.snapshot);
                 output::line(line).map_err(super::one)?;
@@ -152,25 +167,19 @@ pub async fn clone(client: &Client, args: &Clone) -> Result<(), Vec<Failure>> {
     super::all(failures)
 }
 
-async fn restore_into(
-    client: &Client,
-    snapshot: &str,
-    vm: String,
-    (on_demand, fresh): (bool, bool),
-) -> Result<String> {
+fn identity(fresh: bool) -> i32 {
     let identity = match fresh {
         true => v1::RestoreIdentity::Fresh,
         false => v1::RestoreIdentity::Same,
     };
-    let request = v1::RestoreVmRequest {
-        snapshot: snapshot.to_owned(),
-        vm,
-        on_demand,
-        identity: identity.into(),
-        ..Default::default()
-    };
+    identity.into()
+}
+
+/// Restores a VM; returns its name.
+async fn restored(client: &Client, request: v1::RestoreVmRequest) -> Result<String> {
+    let snapshot = request.snapshot.clone();
     let response = send!(client.limit(COPY), client.snapshots, restore_vm, request).await;
-    let response = response.map_err(|failure| about_snapshot(failure, snapshot))?;
+    let response = response.map_err(|failure| about_snapshot(failure, &snapshot))?;
     let vm = response.vm.ok_or_else(empty_answer)?;
     Ok(vm.metadata.unwrap_or_default().name)
 }

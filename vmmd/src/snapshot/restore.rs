@@ -44,6 +44,12 @@ pub async fn restore(
             ));
         }
     };
+    if fresh && request.share_addresses {
+        return Err(Failure::field(
+            "share_addresses",
+            "a fresh VM has addresses of its own",
+        ));
+    }
     let by_this = host.requests.made_by_restore(context);
     let own = host.vms.get(&name).filter(|entry| {
         let uid = entry.uid.as_bytes().as_slice();
@@ -60,8 +66,14 @@ pub async fn restore(
         }
         // An earlier daemon has created the VM for this request.
         Some(false) => start(host, &record, &name, Machine::OfVm, request.on_demand, context).await,
-        None if fresh => make_and_start(host, &record, &name, Machine::Booted, false, context).await,
-        None => make_and_start(host, &record, &name, Machine::OfVm, request.on_demand, context).await,
+        None => {
+            let new = New {
+                name: &name,
+                machine: if fresh { Machine::Booted } else { Machine::OfVm },
+                share_addresses: request.share_addresses,
+            };
+            make_and_start(host, &record, &new, request.on_demand, context).await
+        }
     }
 }
 
@@ -76,15 +88,23 @@ enum Machine {
     Booted,
 }
 
+/// A VM that is not there yet.
+struct New<'a> {
+    name: &'a str,
+    machine: Machine,
+    /// Its NICs may have addresses that another VM has.
+    share_addresses: bool,
+}
+
 /// Creates a VM and its disks and starts it. They are deleted when that fails.
 async fn make_and_start(
     host: &Arc<Host>,
     record: &SnapshotRecord,
-    name: &str,
-    machine: Machine,
+    new: &New<'_>,
     on_demand: bool,
     context: &Context,
 ) -> Result<v1::Vm, Failure> {
+    let name = new.name;
     if let Err(error) = Name::try_from(name) {
         let problem = format_args!("{error}, is \"{}\"", text::brief(name));
         return Err(Failure::field("vm", problem));
@@ -93,7 +113,7 @@ async fn make_and_start(
     let (made, result) = disks::make(host, &folder(host), record, name, &mut spec).await;
     fault::point(&host.config.run_dir, "restore");
     let result = match result {
-        Ok(()) => make(host, record, (spec, machine), name, context).await,
+        Ok(()) => make(host, record, spec, new, context).await,
         Err(failure) => Err(failure),
     };
     let result = match result {
@@ -108,7 +128,7 @@ async fn make_and_start(
     };
     let started = match result {
         Ok(()) => {
-            let started = start(host, record, name, machine, on_demand, context).await;
+            let started = start(host, record, name, new.machine, on_demand, context).await;
             if started.is_err() {
                 delete(host, name, context).await;
             }
@@ -137,12 +157,12 @@ async fn delete(host: &Arc<Host>, name: &str, context: &Context) {
 async fn make(
     host: &Arc<Host>,
     record: &SnapshotRecord,
-    (mut spec, machine): (v1::VmSpec, Machine),
-    name: &str,
+    mut spec: v1::VmSpec,
+    new: &New<'_>,
     context: &Context,
 ) -> Result<(), Failure> {
     let hardware = record.vm_hardware.clone().unwrap_or_default();
-    let fresh = machine == Machine::Booted;
+    let fresh = new.machine == Machine::Booted;
     if fresh {
         for nic in &mut spec.nics {
             // A MAC address and an address in a network are of one VM.
@@ -154,15 +174,19 @@ async fn make(
     spec.state_dir.clear();
     // Until the VM is there, nobody else compares its addresses.
     let _turn = host.snapshots.making.lock().await;
-    if !fresh && let Some(vm) = who_has(host, &hardware) {
+    if !fresh
+        && !new.share_addresses
+        && let Some(vm) = who_has(host, &hardware)
+    {
         let message = format!(
-            "the snapshot has NICs, whose addresses VM \"{vm}\" has too: delete it first, restore into it if it is the snapshot's own, or have a fresh VM"
+            "the snapshot has NICs, whose addresses VM \"{vm}\" has too: delete it first, restore into it if it is the snapshot's own, have a fresh \
+             VM, or let them share the addresses if their NICs are kept apart"
         );
         return Err(Failure::precondition("NIC_ADDRESS_IN_USE", message));
     }
     let wire = v1::Vm {
         metadata: Some(v1::ObjectMetadata {
-            name: name.to_owned(),
+            name: new.name.to_owned(),
             labels: record.labels.clone(),
             ..Default::default()
         }),

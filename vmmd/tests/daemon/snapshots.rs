@@ -313,6 +313,29 @@ async fn addresses_of_nics_are_those_of_one_vm_of_a_snapshot_only() {
     };
     assert_eq!(refusal(&refused), in_use);
     assert_eq!(daemon.list().await.len(), 1);
+
+    // Where something else keeps them apart they may have the same.
+    let sharing = |identity: v1::RestoreIdentity| v1::RestoreVmRequest {
+        snapshot: "one".into(),
+        vm: "third".into(),
+        share_addresses: true,
+        identity: identity.into(),
+        ..Default::default()
+    };
+    let mut client = daemon.snapshots().await;
+    let fresh = client.restore_vm(sharing(v1::RestoreIdentity::Fresh)).await;
+    assert_eq!(fresh.unwrap_err().code(), Code::InvalidArgument);
+    client
+        .restore_vm(sharing(v1::RestoreIdentity::Same))
+        .await
+        .unwrap();
+    let macs = daemon
+        .list()
+        .await
+        .into_iter()
+        .map(|vm| status(&vm).nics[0].mac.clone());
+    let macs: Vec<_> = macs.collect();
+    assert_eq!(macs[0], macs[1]);
 }
 
 #[tokio::test]
