@@ -1,4 +1,5 @@
-//! `vnc`: a viewer, or a place that viewers can connect to.
+//! `vnc`: a viewer, or a place that viewers can connect to. A viewer whose screen ended, as with the daemon or when its VM is restored, is started again
+//! when there is one.
 
 use std::{
     fs::DirBuilder,
@@ -14,9 +15,10 @@ use proto::v1::{CreateVncTicketRequest, VncRequest, VncTicketKind, vnc_request::
 use tokio::{
     io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _},
     net::{TcpListener, UnixListener},
-    process::Command,
+    process::{Child, Command},
     signal::ctrl_c,
-    time::timeout,
+    task::JoinHandle,
+    time::{Instant, sleep, timeout},
 };
 
 use super::rfb::Stream;
@@ -30,6 +32,10 @@ use crate::{
 const CHUNK: usize = 32 << 10;
 /// How long the daemon may take for what a viewer said last.
 const LAST: Duration = Duration::from_secs(10);
+/// How long a screen that ended may take until it is there again.
+const BACK: Duration = Duration::from_secs(60);
+/// From one look for it to the next.
+const LOOK: Duration = Duration::from_secs(1);
 /// TigerVNC's, which takes the path of a socket.
 const VIEWER: &str = "vncviewer";
 
@@ -97,27 +103,81 @@ async fn view(client: &Client, args: &Vnc) -> Result<()> {
     let folder = Folder::new().map_err(|error| failed("making a folder for the viewer's socket", &error))?;
     let path = folder.0.join("vnc.sock");
     let listener = UnixListener::bind(&path).map_err(|error| failed("making the viewer's socket", &error))?;
-    let mut viewer = Command::new(VIEWER)
+    loop {
+        let mut viewer = start(&path, args)?;
+        let mut screen = None;
+        loop {
+            tokio::select! {
+                accepted = listener.accept() => {
+                    let (socket, _) = accepted.map_err(|error| failed("accepting the viewer", &error))?;
+                    screen = Some(serve(client, args, socket.into_split()));
+                }
+                ended = viewer.wait() => return outcome(ended),
+                End::Screen = end_of(&mut screen) => break,
+                _ = ctrl_c() => return Ok(()),
+            }
+        }
+        eprintln!(
+            "The screen of vm/{} is gone; going on when it is back. ^C ends.",
+            args.name
+        );
+        viewer
+            .kill()
+            .await
+            .map_err(|error| failed(&format!("ending {VIEWER}"), &error))?;
+        tokio::select! {
+            back = back(client, args) => back?,
+            _ = ctrl_c() => return Ok(()),
+        }
+    }
+}
+
+fn start(socket: &Path, args: &Vnc) -> Result<Child> {
+    let viewer = Command::new(VIEWER)
         // Others who look stay.
         .arg("-Shared")
-        .arg(&path)
+        .arg(socket)
         .kill_on_drop(true)
-        .spawn()
-        .map_err(|error| {
-            let message = format!("starting {VIEWER}: {error}");
-            Failure::new(Code::Other, message).hint(format!(
-                "install TigerVNC's viewer, or `vmmctl vnc {} --listen 127.0.0.1:5900` and any other viewer",
-                args.name
-            ))
-        })?;
+        .spawn();
+    viewer.map_err(|error| {
+        let message = format!("starting {VIEWER}: {error}");
+        Failure::new(Code::Other, message).hint(format!(
+            "install TigerVNC's viewer, or `vmmctl vnc {} --listen 127.0.0.1:5900` and any other viewer",
+            args.name
+        ))
+    })
+}
+
+/// Which side of a viewer's connection ended first.
+enum End {
+    Viewer,
+    Screen,
+}
+
+/// How the connection ends, if there is one.
+async fn end_of(connection: &mut Option<JoinHandle<End>>) -> End {
+    match connection {
+        Some(serving) => {
+            let end = serving.await;
+            *connection = None;
+            end.unwrap_or(End::Screen)
+        }
+        None => std::future::pending().await,
+    }
+}
+
+/// Waits until the VM has a screen, not for one that is gone for good.
+async fn back(client: &Client, args: &Vnc) -> Result<()> {
+    let begun = Instant::now();
     loop {
-        tokio::select! {
-            accepted = listener.accept() => {
-                let (socket, _) = accepted.map_err(|error| failed("accepting the viewer", &error))?;
-                serve(client, args, socket.into_split());
-            }
-            ended = viewer.wait() => return outcome(ended),
-            _ = ctrl_c() => return Ok(()),
+        sleep(LOOK).await;
+        match Stream::open(client, &args.name, args.view_only).await {
+            // It is the viewer's to open.
+            Ok(_) => return Ok(()),
+            Err(failure)
+                if matches!(failure.code, Code::Unavailable | Code::Precondition)
+                    && begun.elapsed() < BACK => {}
+            Err(failure) => return Err(failure),
         }
     }
 }
@@ -131,7 +191,7 @@ fn outcome(ended: io::Result<ExitStatus>) -> Result<()> {
 }
 
 /// Passes bytes on between a viewer and the VM's screen, in a task of its own.
-fn serve<R, W>(client: &Client, args: &Vnc, (reader, writer): (R, W))
+fn serve<R, W>(client: &Client, args: &Vnc, (reader, writer): (R, W)) -> JoinHandle<End>
 where
     R: AsyncRead + Unpin + Send + 'static,
     W: AsyncWrite + Unpin + Send + 'static,
@@ -140,12 +200,19 @@ where
     tokio::spawn(async move {
         match Stream::open(&client, &name, view_only).await {
             Ok(stream) => pass(stream, reader, writer).await,
-            Err(failure) => eprintln!("vmmctl: {failure}"),
+            Err(failure) => {
+                eprintln!("vmmctl: {failure}");
+                End::Screen
+            }
         }
-    });
+    })
 }
 
-async fn pass(stream: Stream, mut reader: impl AsyncRead + Unpin, mut writer: impl AsyncWrite + Unpin) {
+async fn pass(
+    stream: Stream,
+    mut reader: impl AsyncRead + Unpin,
+    mut writer: impl AsyncWrite + Unpin,
+) -> End {
     let Stream {
         requests,
         mut responses,
@@ -173,10 +240,11 @@ async fn pass(stream: Stream, mut reader: impl AsyncRead + Unpin, mut writer: im
     tokio::pin!(to_viewer);
     tokio::select! {
         () = to_screen => {}
-        () = &mut to_viewer => return,
+        () = &mut to_viewer => return End::Screen,
     }
     // The daemon ends its side when it has taken all: a line that was typed just before the end is whole.
     let _late = timeout(LAST, to_viewer).await;
+    End::Viewer
 }
 
 /// A folder that nobody else can enter, for as long as this lives.

@@ -201,6 +201,49 @@ fn a_viewer_is_started_with_a_socket_that_leads_to_the_screen() {
 }
 
 #[test]
+fn a_viewer_is_started_again_when_a_screen_that_ended_is_back() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let mut daemon = daemon();
+    let folder = tempfile::tempdir().unwrap();
+    let viewer = folder.path().join("vncviewer");
+    // It says that it has a screen. When it has none any more it stays, as one that asks what to do, but the second one leaves by itself.
+    let script = r#"#!/usr/bin/python3
+import os, socket, sys, time
+screen = socket.socket(socket.AF_UNIX)
+screen.connect(sys.argv[2])
+assert screen.recv(12) == b"RFB 003.008\n"
+print("looks", flush=True)
+mark = os.path.dirname(sys.argv[0]) + "/looked"
+if os.path.exists(mark):
+    sys.exit()
+open(mark, "w").close()
+while screen.recv(100):
+    pass
+time.sleep(600)
+"#;
+    std::fs::write(&viewer, script).unwrap();
+    std::fs::set_permissions(&viewer, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let mut child = Command::new(env!("CARGO_BIN_EXE_vmmctl"))
+        .args(["vnc", "web"])
+        .env("VMMD_SOCKET", &daemon.socket)
+        .env("PATH", format!("{}:/usr/bin:/bin", folder.path().display()))
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    assert_eq!(lines.next().unwrap().unwrap(), "looks");
+    daemon.restart();
+    assert_eq!(lines.next().unwrap().unwrap(), "looks");
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    assert!(
+        String::from_utf8_lossy(&output.stderr).contains("is gone; going on when it is back"),
+        "{output:?}"
+    );
+}
+
+#[test]
 fn ways_to_a_screen_are_printed_for_other_programs() {
     let daemon = daemon();
     for (option, line) in [
