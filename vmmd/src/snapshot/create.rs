@@ -11,7 +11,7 @@ use tokio::{sync::oneshot, time::timeout};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use super::{blocking, describe, discard, disks, failed, tell};
+use super::{blocking, describe, disks, end, failed};
 use crate::{
     context::Context,
     control::Client,
@@ -62,27 +62,13 @@ pub async fn create(
     operation.progress(Progress::steps(0, STEPS), "writing the snapshot");
     let cancel = Cancel(cancel, operation.token().clone());
     let made = make(host, &record, images, &client, request.paused, &cancel).await;
-    let noted = match made {
-        Ok(reply) => {
-            record.stage = SnapshotStage::Ready.into();
-            record.completed_ms = text::now_ms();
-            record.size_bytes = reply.file_bytes;
-            record.written_bytes = reply.memory_bytes;
-            record.pause_ns = reply.pause_ns;
-            host.store.put_snapshot(&record).await.map_err(store_failure)
-        }
-        Err(failure) => Err(failure),
-    };
-    if let Err(failure) = noted {
-        discard(host, &record).await;
-        operation.fail(&failure);
-        return Err(failure);
-    }
-    host.snapshots.put(record.clone());
-    operation.complete("the snapshot is complete");
-    let message = format!("a snapshot of VM \"{}\" was taken", record.vm_name);
-    tell(host, &record, "SnapshotCreated", message);
-    Ok(describe(&record))
+    let made = made.map(|reply| {
+        record.completed_ms = text::now_ms();
+        record.size_bytes = reply.file_bytes;
+        record.written_bytes = reply.memory_bytes;
+        record.pause_ns = reply.pause_ns;
+    });
+    end(host, record, made, operation, ("SnapshotCreated", "taken")).await
 }
 
 /// By the request and by the operation.

@@ -15,7 +15,7 @@ use super::{
     archive::{Damaged, Part, Reader},
     blocking, describe,
     described::Described,
-    discard, disks, failed, tell,
+    disks, end, failed,
 };
 use crate::{
     context::Context,
@@ -24,7 +24,7 @@ use crate::{
     host::Host,
     image::{has_room, room},
     operation::{Progress, Type},
-    store::{DiskImage, SnapshotRecord, SnapshotStage},
+    store::{DiskImage, SnapshotRecord},
     text,
 };
 
@@ -68,24 +68,9 @@ where
     let reporter = operation.reporter();
     let progress = |done| reporter.advance(Progress::bytes(done, open.size_bytes));
     archive.cancel[1] = operation.token().clone();
-    let noted = match make(host, &record, archive, allocated, progress).await {
-        Ok(size_bytes) => {
-            record.stage = SnapshotStage::Ready.into();
-            record.size_bytes = size_bytes;
-            host.store.put_snapshot(&record).await.map_err(store_failure)
-        }
-        Err(failure) => Err(failure),
-    };
-    if let Err(failure) = noted {
-        discard(host, &record).await;
-        operation.fail(&failure);
-        return Err(failure);
-    }
-    host.snapshots.put(record.clone());
-    operation.complete("the snapshot is complete");
-    let message = format!("a snapshot of VM \"{}\" was imported", record.vm_name);
-    tell(host, &record, "SnapshotImported", message);
-    Ok(describe(&record))
+    let made = make(host, &record, archive, allocated, progress).await;
+    let made = made.map(|size_bytes| record.size_bytes = size_bytes);
+    end(host, record, made, operation, ("SnapshotImported", "imported")).await
 }
 
 fn cancelled() -> Failure {

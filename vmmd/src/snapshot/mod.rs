@@ -45,6 +45,7 @@ use crate::{
     event::{Draft, Object},
     failure::{Failure, file_failed, store_failure},
     host::Host,
+    operation::Handle,
     paths::private_dir,
     request,
     store::{SnapshotRecord, SnapshotStage},
@@ -133,6 +134,33 @@ fn vm_uid(record: &SnapshotRecord) -> Uuid {
 
 fn uid(record: &SnapshotRecord) -> Uuid {
     Uuid::from_slice(&record.uid).unwrap_or_default()
+}
+
+/// Ends what makes a snapshot: it is complete and durable, and told with what was done, or nothing is left of it.
+async fn end(
+    host: &Arc<Host>,
+    mut record: SnapshotRecord,
+    made: Result<(), Failure>,
+    operation: Handle,
+    (reason, done): (&'static str, &str),
+) -> Result<v1::Snapshot, Failure> {
+    let noted = match made {
+        Ok(()) => {
+            record.stage = SnapshotStage::Ready.into();
+            host.store.put_snapshot(&record).await.map_err(store_failure)
+        }
+        Err(failure) => Err(failure),
+    };
+    if let Err(failure) = noted {
+        discard(host, &record).await;
+        operation.fail(&failure);
+        return Err(failure);
+    }
+    host.snapshots.put(record.clone());
+    operation.complete("the snapshot is complete");
+    let message = format!("a snapshot of VM \"{}\" was {done}", record.vm_name);
+    tell(host, &record, reason, message);
+    Ok(describe(&record))
 }
 
 /// A snapshot as the API shows it.
