@@ -45,7 +45,7 @@ const READERS: usize = 5;
 
 /// What a byte costs beside the device's own work, how many there are in a turn, and how many turns of each kind.
 const WAYS: [(&str, Duration, usize, usize); 2] = [
-    ("exit", Duration::from_micros(1), 4 << 20, 12),
+    ("exit", Duration::from_micros(1), 4 << 20, 8),
     ("none", Duration::ZERO, 64 << 20, 16),
 ];
 
