@@ -89,6 +89,32 @@ pub struct Config {
     pub screen: Screen,
     /// Where the files of VMs may be.
     pub roots: Roots,
+    /// How many snapshots there may be, and what room they may take.
+    pub snapshots: SnapshotLimits,
+}
+
+/// How many snapshots there may be, and what room they may take. One that would be more is refused before anything of it is made
+/// (`SNAPSHOT_QUOTA`). A lower limit deletes nothing that is there.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[cfg_attr(test, derive(serde::Serialize))]
+#[serde(deny_unknown_fields, default)]
+pub struct SnapshotLimits {
+    /// Room for the files of all snapshots together, in bytes: memory and copies of disks, as they are allocated. Blocks that a copy shares with
+    /// its disk count too. At least 1. Default: no limit.
+    pub max_bytes: Option<u64>,
+    /// Snapshots of one VM. At least 1. Default: no limit.
+    pub max_count_per_vm: Option<u32>,
+}
+
+impl SnapshotLimits {
+    /// The first key that is 0, which would allow no snapshot.
+    fn zero(&self) -> Option<&'static str> {
+        let zeroes = [
+            ("snapshots.max_bytes", self.max_bytes == Some(0)),
+            ("snapshots.max_count_per_vm", self.max_count_per_vm == Some(0)),
+        ];
+        zeroes.into_iter().find(|(_, zero)| *zero).map(|(key, _)| key)
+    }
 }
 
 /// Ways to the screens of VMs beside the API. Who comes shows a secret that is good once and for a minute, which
@@ -212,6 +238,7 @@ impl Default for Config {
             metrics: Metrics::default(),
             screen: Screen::default(),
             roots: Roots::default(),
+            snapshots: SnapshotLimits::default(),
         }
     }
 }
@@ -299,6 +326,9 @@ impl Config {
         }
         if let Some(key) = self.limits.zero() {
             return refuse(key, "must be at least 1");
+        }
+        if let Some(key) = self.snapshots.zero() {
+            return refuse(key, "must be at least 1; leave it out for no limit");
         }
         if let Err(problem) = self.pressure.check() {
             return refuse("pressure", &format!(": {problem}"));
@@ -417,6 +447,15 @@ mod tests {
             ("[[sizing]]\nmin_cores = 2\nmax_cores = 1", "max_cores"),
             ("[[sizing]]\nmin_cores = 2", "max_cores"),
             ("reserved = { memory_mib = -1 }", "memory_mib"),
+            (
+                "snapshots = { max_bytes = 0 }",
+                "`snapshots.max_bytes` must be at least 1",
+            ),
+            (
+                "snapshots = { max_count_per_vm = 0 }",
+                "`snapshots.max_count_per_vm` must be",
+            ),
+            ("snapshots = { max_count = 1 }", "max_count"),
             ("roots = { disks = ['/srv', 'vm'] }", "roots"),
             ("screen = { certificate = '/a' }", "`screen.key` must be given"),
             ("screen = { key = '/a' }", "`screen.certificate` must be given"),

@@ -1,10 +1,10 @@
 //! The command line of snapshots.
 
-use std::path::PathBuf;
+use std::{path::PathBuf, time::Duration};
 
-use clap::{Args, Subcommand};
+use clap::{ArgGroup, Args, Subcommand};
 
-use super::{FORMAT, HELP, Label, Output, Timeout, disk_name, vm_name};
+use super::{FORMAT, HELP, Label, Output, Timeout, age, disk_name, vm_name};
 use crate::complete;
 
 /// `snapshot`.
@@ -28,10 +28,12 @@ pub enum Snapshot {
 
 /// `snapshot create`.
 #[derive(Debug, Args)]
+#[command(group = ArgGroup::new("retention").args(["keep_last", "max_age"]).multiple(true))]
 #[command(after_help = "\
 Examples:
   vmmctl snapshot create web-1 --vm web
-  vmmctl snapshot create web-2 --vm web --paused")]
+  vmmctl snapshot create web-2 --vm web --paused
+  vmmctl snapshot create web-$(date +%F) --vm web --keep-last 7 --max-age 14d")]
 pub struct CreateSnapshot {
     /// Name of the snapshot.
     #[arg(value_parser = disk_name)]
@@ -42,6 +44,16 @@ pub struct CreateSnapshot {
     /// Pause the VM from the beginning to the end, not only while its state is taken.
     #[arg(long)]
     pub paused: bool,
+    /// When the snapshot is complete, delete all but so many snapshots of the VM, with this one. Only those that were created with --keep-last or
+    /// --max-age, and with the same --retention-group, are ever deleted.
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..))]
+    pub keep_last: Option<u32>,
+    /// When the snapshot is complete, delete those of the VM that are so much older, such as 36h or 14d.
+    #[arg(long, value_name = "DURATION", value_parser = age)]
+    pub max_age: Option<Duration>,
+    /// Tells snapshots of the VM with different retentions apart, such as daily and monthly ones.
+    #[arg(long, value_name = "NAME", requires = "retention")]
+    pub retention_group: Option<String>,
     /// Label.
     #[arg(short, long = "label", value_name = "KEY=VALUE")]
     pub labels: Vec<Label>,

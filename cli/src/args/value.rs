@@ -117,12 +117,45 @@ pub fn duration(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// `60s`, `2h`, `1m30s`, or a number of seconds.
+/// `60s`, `2h`, `1m30s`, `14d`, `1d12h`, or a number of seconds. A day has 24 hours.
 pub fn age(text: &str) -> Result<Duration, String> {
+    if let Some((days, rest)) = text.split_once('d')
+        && let Ok(days) = days.parse::<u32>()
+    {
+        let rest = if rest.is_empty() { "0s" } else { rest };
+        return Ok(short(rest)?.saturating_add(Duration::from_secs(u64::from(days) * 86_400)));
+    }
+    short(text)
+}
+
+/// The same without days.
+fn short(text: &str) -> Result<Duration, String> {
     if let Ok(seconds) = text.parse() {
         return Ok(Duration::from_secs(seconds));
     }
     let parsed = text.parse::<jiff::SignedDuration>().ok();
     let parsed = parsed.and_then(|duration| Duration::try_from(duration).ok());
     parsed.ok_or_else(|| "must be a duration such as 60s or 2m".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_age_may_have_days() {
+        for (text, seconds) in [
+            ("90", 90),
+            ("1m30s", 90),
+            ("36h", 129_600),
+            ("14d", 1_209_600),
+            ("1d12h", 129_600),
+        ] {
+            assert_eq!(age(text), Ok(Duration::from_secs(seconds)), "{text}");
+        }
+        for text in ["", "d", "-1d", "1d2d", "day"] {
+            assert!(age(text).is_err(), "{text}");
+        }
+        assert!(duration("1d").is_err());
+    }
 }

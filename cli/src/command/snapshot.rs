@@ -52,6 +52,7 @@ async fn create(client: &Client, args: &CreateSnapshot) -> Result<()> {
             status: None,
         }),
         paused: args.paused,
+        retention: retention(args),
         ..Default::default()
     };
     let response = send!(client.limit(COPY), client.snapshots, create_snapshot, request).await;
@@ -62,6 +63,18 @@ async fn create(client: &Client, args: &CreateSnapshot) -> Result<()> {
         args.name,
         output::snapshot::cost(&snapshot)
     ))
+}
+
+/// What the options say of earlier snapshots, if anything.
+fn retention(args: &CreateSnapshot) -> Option<v1::SnapshotRetention> {
+    (args.keep_last.is_some() || args.max_age.is_some()).then(|| v1::SnapshotRetention {
+        keep_last: args.keep_last.unwrap_or_default(),
+        max_age: args.max_age.map(|age| proto::well_known::Duration {
+            seconds: i64::try_from(age.as_secs()).unwrap_or(i64::MAX),
+            nanos: 0,
+        }),
+        group: args.retention_group.clone().unwrap_or_default(),
+    })
 }
 
 async fn list(client: &Client, args: &ListSnapshots) -> Result<()> {

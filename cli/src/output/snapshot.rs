@@ -56,9 +56,33 @@ pub fn describe(snapshot: &v1::Snapshot, now: jiff::Timestamp) -> String {
     text.put("Memory", &bytes(memory.unwrap_or_default().size_bytes));
     text.put("Disks", &status.disks.join(", "));
     text.put("Size", &bytes(status.size_bytes));
+    text.put("Room", &bytes(status.allocated_bytes));
+    text.put("Retention", &retention(&status));
     text.put("Written", &bytes(status.written_bytes));
     text.put("VM paused for", &pause(&status));
     text.0
+}
+
+/// `the last 7, at most 14d old, group daily`; nothing for a snapshot that no retention deletes.
+fn retention(status: &v1::SnapshotStatus) -> String {
+    let Some(retention) = &status.retention else {
+        return String::new();
+    };
+    let mut words = Vec::new();
+    if retention.keep_last != 0 {
+        words.push(format!("the last {}", retention.keep_last));
+    }
+    if let Some(age) = &retention.max_age {
+        let seconds = age.seconds;
+        words.push(match seconds % 86_400 {
+            0 => format!("at most {}d old", seconds / 86_400),
+            _ => format!("at most {seconds}s old"),
+        });
+    }
+    if !retention.group.is_empty() {
+        words.push(format!("group {}", retention.group));
+    }
+    words.join(", ")
 }
 
 /// Milliseconds.

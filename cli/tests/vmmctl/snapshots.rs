@@ -1,4 +1,4 @@
-//! `vmmctl snapshot export` and `import`.
+//! `vmmctl snapshot`.
 
 use std::{fs, os::unix::fs::PermissionsExt as _};
 
@@ -80,4 +80,47 @@ fn an_export_that_fails_leaves_no_file() {
         "{}",
         missing.2
     );
+}
+
+#[test]
+fn a_snapshot_is_taken_with_a_retention_and_shows_it() {
+    let daemon = Daemon::start();
+    let take = |name: &str, more: &[&str]| {
+        let line = [&["snapshot", "create", name, "--vm", "web"], more].concat();
+        run(&daemon, &line)
+    };
+    let (code, _, stderr) = take(
+        "one",
+        &[
+            "--keep-last",
+            "7",
+            "--max-age",
+            "14d",
+            "--retention-group",
+            "daily",
+        ],
+    );
+    assert_eq!(code, 0, "{stderr}");
+    let (_, shown, _) = run(&daemon, &["snapshot", "describe", "one"]);
+    assert!(
+        shown.contains("the last 7, at most 14d old, group daily"),
+        "{shown}"
+    );
+    assert!(shown.contains("3Mi (3145728 bytes)"), "{shown}");
+    assert_eq!(take("two", &["--max-age", "36h"]).0, 0);
+    let (_, shown, _) = run(&daemon, &["snapshot", "describe", "two"]);
+    assert!(shown.contains("at most 129600s old"), "{shown}");
+    assert_eq!(take("three", &[]).0, 0);
+    let (_, shown, _) = run(&daemon, &["snapshot", "describe", "three"]);
+    assert!(
+        !shown.contains("at most") && !shown.contains("the last"),
+        "{shown}"
+    );
+    for wrong in [
+        &["--keep-last", "0"][..],
+        &["--max-age", "soon"],
+        &["--retention-group", "daily"],
+    ] {
+        assert_ne!(take("four", wrong).0, 0, "{wrong:?}");
+    }
 }

@@ -21,7 +21,7 @@ const SOURCES: [&str; 6] = [
 ];
 
 /// Each table of the file: its key, its heading, and the type that has its keys.
-const TABLES: [(&str, &str, &str); 12] = [
+const TABLES: [(&str, &str, &str); 13] = [
     ("", "Keys outside of tables", "Config"),
     ("tcp", "`[tcp]`", "Tcp"),
     ("limits", "`[limits]`", "Limits"),
@@ -34,6 +34,7 @@ const TABLES: [(&str, &str, &str); 12] = [
     ("metrics", "`[metrics]`", "Metrics"),
     ("screen", "`[screen]`", "Screen"),
     ("roots", "`[roots]`", "Roots"),
+    ("snapshots", "`[snapshots]`", "SnapshotLimits"),
 ];
 
 const INTRODUCTION: &str = "# Configuration reference

@@ -2,12 +2,18 @@
 
 use std::sync::Arc;
 
-use proto::v1::{self, import_snapshot_request::Message, snapshot_service_server::SnapshotService};
+use proto::{
+    rule::Role,
+    v1::{self, import_snapshot_request::Message, snapshot_service_server::SnapshotService},
+};
 use tokio::task::JoinError;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
 
-use crate::{failure::Failure, host::Host, request::once, snapshot};
+use crate::{auth, failure::Failure, host::Host, request::once, snapshot};
+
+/// What CreateSnapshot is called by.
+const CREATE: &str = "/vmmd.v1.SnapshotService/CreateSnapshot";
 
 /// The service.
 #[derive(Debug)]
@@ -28,6 +34,10 @@ impl SnapshotService for Snapshots {
         &self,
         request: Request<v1::CreateSnapshotRequest>,
     ) -> Result<Response<v1::CreateSnapshotResponse>, Status> {
+        if request.get_ref().retention.is_some() {
+            // It deletes snapshots, as an admin may.
+            auth::require(&request, CREATE, Some(Role::Admin.into()))?;
+        }
         once(&self.host, request, |host, request, context| async move {
             let cancel = host.stopping.child_token();
             // In a task of its own, which cleans up when the caller goes away, or the daemon ends.

@@ -1,5 +1,7 @@
 //! All snapshots of the node by name.
 
+mod quota;
+
 use std::{
     collections::{BTreeMap, HashMap},
     sync::{Mutex, MutexGuard, PoisonError},
@@ -8,6 +10,7 @@ use std::{
 use tokio::sync::oneshot;
 
 use crate::{
+    config::SnapshotLimits,
     failure::{Failure, Kind},
     store::{SnapshotRecord, SnapshotStage},
     text,
@@ -19,8 +22,8 @@ pub struct Snapshots {
     inner: Mutex<BTreeMap<String, SnapshotRecord>>,
     /// By the VM's UUID: who waits until its disks are quiet.
     waiting: Mutex<HashMap<Vec<u8>, Waiting>>,
-    /// By the snapshot's UUID: how many exports read it. Locked after `inner`.
-    exports: Mutex<HashMap<Vec<u8>, usize>>,
+    /// By the snapshot's UUID: how many exports and restores read it. Locked after `inner`.
+    readers: Mutex<HashMap<Vec<u8>, usize>>,
     /// Held while a VM is made of one: its NICs' addresses are compared with those of all VMs.
     pub making: tokio::sync::Mutex<()>,
 }
@@ -49,8 +52,9 @@ impl Snapshots {
             .collect()
     }
 
-    /// Reserves the name of a snapshot that is to be taken. Refused while another one of the same VM is being taken.
-    pub fn reserve(&self, record: &SnapshotRecord) -> Result<(), Failure> {
+    /// Reserves the name of a snapshot that is to be made, and the room that its record says. Refused while another one of the same VM is being
+    /// made, and when there would be more than `limits` allow.
+    pub fn reserve(&self, record: &SnapshotRecord, limits: &SnapshotLimits) -> Result<(), Failure> {
         let mut inner = self.inner();
         if inner.contains_key(&record.name) {
             let message = format!("there is a snapshot \"{}\" already", record.name);
@@ -62,26 +66,38 @@ impl Snapshots {
         if let Some(other) = taken.find(|other| other.vm_uid == record.vm_uid) {
             return Err(under_way(&record.vm_name, &other.name));
         }
+        quota::check_count(inner.values(), record, limits)?;
+        quota::check_room(inner.values(), record, limits)?;
         inner.insert(record.name.clone(), record.clone());
         Ok(())
     }
 
-    /// A snapshot that can't be deleted until [`end_export`](Self::end_export).
-    pub fn begin_export(&self, name: &str) -> Result<SnapshotRecord, Failure> {
+    /// Notes that a snapshot that is being made takes the room that its record says. Refused when that is more than `limits` leave.
+    pub fn charge(&self, record: &SnapshotRecord, limits: &SnapshotLimits) -> Result<(), Failure> {
+        let mut inner = self.inner();
+        quota::check_room(inner.values(), record, limits)?;
+        if let Some(held) = inner.get_mut(&record.name) {
+            held.allocated_bytes = record.allocated_bytes;
+        }
+        Ok(())
+    }
+
+    /// A snapshot that can't be deleted until [`end_reading`](Self::end_reading).
+    pub fn begin_reading(&self, name: &str) -> Result<SnapshotRecord, Failure> {
         let inner = self.inner();
         let found = inner.get(name).filter(|record| is_ready(record));
         let record = found.ok_or_else(|| not_found(name))?;
-        *self.exports().entry(record.uid.clone()).or_default() += 1;
+        *self.readers().entry(record.uid.clone()).or_default() += 1;
         Ok(record.clone())
     }
 
-    /// An export of the snapshot with this UUID has ended.
-    pub fn end_export(&self, uid: &[u8]) {
-        let mut exports = self.exports();
-        if let Some(count) = exports.get_mut(uid) {
+    /// An export or a restore of the snapshot with this UUID has ended.
+    pub fn end_reading(&self, uid: &[u8]) {
+        let mut readers = self.readers();
+        if let Some(count) = readers.get_mut(uid) {
             *count -= 1;
             if *count == 0 {
-                exports.remove(uid);
+                readers.remove(uid);
             }
         }
     }
@@ -91,9 +107,10 @@ impl Snapshots {
         let mut inner = self.inner();
         let found = inner.get_mut(name).filter(|record| is_ready(record));
         let record = found.ok_or_else(|| not_found(name))?;
-        if self.exports().contains_key(&record.uid) {
-            let message =
-                format!("snapshot \"{name}\" is being exported: wait for the end of that, or end it");
+        if self.readers().contains_key(&record.uid) {
+            let message = format!(
+                "snapshot \"{name}\" is being exported or restored: wait for the end of that, or end it"
+            );
             return Err(Failure::precondition("SNAPSHOT_IN_USE", message));
         }
         let ready = record.clone();
@@ -155,8 +172,8 @@ impl Snapshots {
         needing.next().map(|record| record.name.clone())
     }
 
-    fn exports(&self) -> MutexGuard<'_, HashMap<Vec<u8>, usize>> {
-        self.exports.lock().unwrap_or_else(PoisonError::into_inner)
+    fn readers(&self) -> MutexGuard<'_, HashMap<Vec<u8>, usize>> {
+        self.readers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn waiting(&self) -> MutexGuard<'_, HashMap<Vec<u8>, Waiting>> {

@@ -11,7 +11,7 @@ use tokio::{sync::oneshot, time::timeout};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use super::{blocking, describe, disks, end, failed};
+use super::{blocking, describe, disks, end, failed, retention};
 use crate::{
     context::Context,
     control::Client,
@@ -31,6 +31,8 @@ use crate::{
 const GIVING_UP: Duration = Duration::from_secs(10);
 /// What is so when it does not.
 const GOES_ON: &str = "nothing is kept of it, but the VM's vmm process still writes it, and may keep the VM paused until all is written";
+/// Room for the state of processors and devices in bytes, about.
+const DEVICES: u64 = 4 << 20;
 /// Steps, as the operation counts them: the `vmm` writes the file, and the record is written.
 const STEPS: u64 = 2;
 
@@ -50,11 +52,21 @@ pub async fn create(
     let mut record = validate(host, &request).await?;
     fault::hold(&host.config.run_dir, "snapshot-validated").await;
     let (of, spec) = (Arc::clone(host), record.vm_spec.clone().unwrap_or_default());
-    let images = blocking(host, move |_| disks::open(&of, &spec)).await?;
+    let (images, allocated) = blocking(host, move |_| {
+        let images = disks::open(&of, &spec)?;
+        let allocated = images.allocated()?;
+        Ok((images, allocated))
+    })
+    .await?;
+    record.allocated_bytes = most(&record).saturating_add(allocated);
     record.disks = images.describe();
     record.begun = host.requests.mark(context).into_iter().collect();
     let client = client(host, &record.vm_name).await?;
-    host.snapshots.reserve(&record)?;
+    if record.retention.is_some() {
+        // What an earlier retention has left must not count against the limits.
+        retention::converge(host, Some(&record.vm_uid)).await;
+    }
+    host.snapshots.reserve(&record, &host.config.snapshots)?;
     let object = Object::Snapshot(record.name.clone(), super::uid(&record));
     let operation = host
         .operations
@@ -68,7 +80,18 @@ pub async fn create(
         record.written_bytes = reply.memory_bytes;
         record.pause_ns = reply.pause_ns;
     });
-    end(host, record, made, operation, ("SnapshotCreated", "taken")).await
+    let uid = record.uid.clone();
+    let taken = end(host, record, made, operation, ("SnapshotCreated", "taken")).await?;
+    fault::hold(&host.config.run_dir, "snapshot-complete").await;
+    retention::apply(host, &uid).await;
+    Ok(taken)
+}
+
+/// The most room that the memory of a snapshot can take, in bytes: a checksum of four bytes stands beside each page of 4 KiB.
+fn most(record: &SnapshotRecord) -> u64 {
+    let memory = record.vm_spec.as_ref().and_then(|spec| spec.memory.as_ref());
+    let memory = memory.map_or(0, |memory| memory.size_bytes);
+    memory.saturating_add(memory / 1024).saturating_add(DEVICES)
 }
 
 /// By the request and by the operation.
@@ -104,6 +127,7 @@ async fn validate(host: &Host, request: &v1::CreateSnapshotRequest) -> Result<Sn
     if vm.is_empty() {
         found.add("snapshot.spec.vm", "names the VM: give it");
     }
+    let retention = retention::parse(&mut found, request.retention.as_ref());
     let metadata = match metadata {
         Some(metadata) => found.or(metadata)?,
         None => return Err(found.into()),
@@ -146,6 +170,7 @@ async fn validate(host: &Host, request: &v1::CreateSnapshotRequest) -> Result<Sn
         vm_uid: uid,
         vm_spec: Some(spec),
         vm_hardware: run.hardware.or_else(|| of.hardware.clone()),
+        retention,
         ..SnapshotRecord::default()
     };
     Ok(record)

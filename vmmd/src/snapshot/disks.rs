@@ -16,7 +16,7 @@ use proto::{
 use rustix::fs::ioctl_ficlone;
 use uuid::Uuid;
 
-use super::{Folder, failed};
+use super::{Folder, allocated, failed};
 use crate::{
     disk,
     failure::Failure,
@@ -41,6 +41,16 @@ impl Images {
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
+    }
+
+    /// Room that they take, in bytes. Blocking.
+    pub fn allocated(&self) -> Result<u64, Failure> {
+        self.0.iter().try_fold(0_u64, |sum, image| {
+            let looked = image.file.metadata();
+            let looked =
+                looked.map_err(|error| failed(&format!("look at disk \"{}\"", image.of.name), &error))?;
+            Ok(sum.saturating_add(allocated(&looked)))
+        })
     }
 
     /// What the record says of them.

@@ -18,7 +18,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
 use super::{
-    Folder,
+    Folder, Held,
     archive::{MAX_DATA, MAX_RECORD, Part, Writer},
     blocking, describe,
     described::Described,
@@ -91,28 +91,6 @@ impl End {
 impl Drop for End {
     fn drop(&mut self) {
         self.fail(Failure::internal("the export ended before the archive was whole"));
-    }
-}
-
-/// A snapshot that can't be deleted while this is there.
-struct Held {
-    host: Arc<Host>,
-    record: SnapshotRecord,
-}
-
-impl Held {
-    fn new(host: &Arc<Host>, name: &str) -> Result<Self, Failure> {
-        let record = host.snapshots.begin_export(name)?;
-        Ok(Self {
-            host: Arc::clone(host),
-            record,
-        })
-    }
-}
-
-impl Drop for Held {
-    fn drop(&mut self) {
-        self.host.snapshots.end_export(&self.record.uid);
     }
 }
 

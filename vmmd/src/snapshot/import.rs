@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
 use super::{
-    Folder,
+    Folder, allocated,
     archive::{Damaged, Part, Reader},
     blocking, describe,
     described::Described,
@@ -55,11 +55,12 @@ where
         cancel: [cancel, CancellationToken::new()],
     };
     let described = archive.described().await?;
-    let allocated = described.allocated_bytes();
+    let most = described.allocated_bytes();
     let mut record = described.record(&open.name)?;
     record.begun = host.requests.mark(context).into_iter().collect();
     find_images(host, &mut record)?;
-    host.snapshots.reserve(&record)?;
+    record.allocated_bytes = most;
+    host.snapshots.reserve(&record, &host.config.snapshots)?;
     let object = Object::Snapshot(record.name.clone(), super::uid(&record));
     let operation = host
         .operations
@@ -68,7 +69,7 @@ where
     let reporter = operation.reporter();
     let progress = |done| reporter.advance(Progress::bytes(done, open.size_bytes));
     archive.cancel[1] = operation.token().clone();
-    let made = make(host, &record, archive, allocated, progress).await;
+    let made = make(host, &record, archive, progress).await;
     let made = made.map(|size_bytes| record.size_bytes = size_bytes);
     end(host, record, made, operation, ("SnapshotImported", "imported")).await
 }
@@ -164,7 +165,6 @@ async fn make<S>(
     host: &Arc<Host>,
     record: &SnapshotRecord,
     mut archive: Archive<S>,
-    allocated: u64,
     progress: impl Fn(u64),
 ) -> Result<u64, Failure>
 where
@@ -183,8 +183,9 @@ where
         return Err(Failure::new(Kind::NotFound, "IMAGE_NOT_FOUND", message));
     }
     host.store.put_snapshot(record).await.map_err(store_failure)?;
+    let mut charged = record.clone();
     let of = record.clone();
-    let mut target = blocking(host, move |folder| Target::create(folder, of, allocated)).await?;
+    let mut target = blocking(host, move |folder| Target::create(folder, of)).await?;
     loop {
         let (bytes, mut reader) = (std::mem::take(&mut archive.bytes), archive.reader);
         (archive.reader, target) = blocking(host, move |_| {
@@ -196,6 +197,14 @@ where
         })
         .await?;
         progress(archive.reader.position());
+        // An archive may have more than it says.
+        if host.config.snapshots.max_bytes.is_some() {
+            let taken = target.allocated()?;
+            if taken > charged.allocated_bytes {
+                charged.allocated_bytes = taken;
+                host.snapshots.charge(&charged, &host.config.snapshots)?;
+            }
+        }
         if !archive.more().await? {
             break;
         }
@@ -218,7 +227,7 @@ struct Target {
 
 impl Target {
     /// Makes the files, empty. Refused when the file system has not as much room as the archive says that they take.
-    fn create(folder: Folder, record: SnapshotRecord, allocated: u64) -> Result<Self, Failure> {
+    fn create(folder: Folder, record: SnapshotRecord) -> Result<Self, Failure> {
         let made: io::Result<Vec<File>> = (|| {
             let mut files = vec![folder.create(&record)?];
             for number in 0..record.disks.len() {
@@ -226,7 +235,7 @@ impl Target {
             }
             folder.sync()?;
             let enough = files.first().map(room).transpose()?;
-            match enough.is_none_or(|room| room > allocated) {
+            match enough.is_none_or(|room| room > record.allocated_bytes) {
                 true => Ok(files),
                 false => Err(io::ErrorKind::StorageFull.into()),
             }
@@ -237,6 +246,15 @@ impl Target {
             record,
             current: None,
             seen: 0,
+        })
+    }
+
+    /// Room that the files take by now, in bytes.
+    fn allocated(&self) -> Result<u64, Failure> {
+        self.files.iter().try_fold(0_u64, |sum, file| {
+            let looked = file.metadata();
+            let looked = looked.map_err(|error| failed("look at the snapshot's files", &error))?;
+            Ok(sum.saturating_add(allocated(&looked)))
         })
     }
 

@@ -7,7 +7,10 @@
 //! Invariant: a file exists only while its record does. The next start of the daemon finds by its record what an interrupted creation or
 //! deletion left, and removes it.
 //!
-//! An export reads the files while the registry keeps the snapshot from being deleted; an import makes them of what a client sends.
+//! An export reads the files while the registry keeps the snapshot from being deleted, and so does a restore; an import makes them of what a client sends.
+//!
+//! What the files take is bounded by the configuration. Each record has the room of its snapshot: before that is made the most that it can take, which is
+//! reserved, and then what was allocated.
 //!
 //! The `vmm` of the VM writes the file and reads it back; this daemon never looks into it. The file is root's: a `vmm` gets a
 //! descriptor of it, for reading only when it restores, so that no `vmm` can change what other VMs are restored from.
@@ -21,11 +24,12 @@ mod export;
 mod fuzzing;
 mod import;
 mod restore;
+mod retention;
 
 use std::{
     fs::{self, File},
     io,
-    os::unix::fs::OpenOptionsExt,
+    os::unix::fs::{MetadataExt as _, OpenOptionsExt},
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -48,7 +52,7 @@ use crate::{
     operation::Handle,
     paths::private_dir,
     request,
-    store::{SnapshotRecord, SnapshotStage},
+    store::{RequestRecord, SnapshotRecord, SnapshotStage},
     text,
 };
 
@@ -92,6 +96,14 @@ impl Folder {
             .open(self.disk(record, number))
     }
 
+    /// Room that the files of a snapshot take, in bytes.
+    fn allocated(&self, record: &SnapshotRecord) -> io::Result<u64> {
+        let disks = (0..record.disks.len()).map(|number| self.disk(record, number));
+        disks.chain([self.path(record)]).try_fold(0_u64, |sum, path| {
+            Ok(sum.saturating_add(allocated(&fs::metadata(path)?)))
+        })
+    }
+
     /// Makes the names in it durable.
     fn sync(&self) -> io::Result<()> {
         File::open(&self.0)?.sync_all()
@@ -111,6 +123,11 @@ impl Folder {
             synced => synced,
         }
     }
+}
+
+/// Room that a file takes, in bytes. Blocks that it shares with others count.
+fn allocated(metadata: &fs::Metadata) -> u64 {
+    metadata.blocks().saturating_mul(512)
 }
 
 fn folder(host: &Host) -> Folder {
@@ -136,6 +153,28 @@ fn uid(record: &SnapshotRecord) -> Uuid {
     Uuid::from_slice(&record.uid).unwrap_or_default()
 }
 
+/// A snapshot that can't be deleted while this is there.
+struct Held {
+    host: Arc<Host>,
+    record: SnapshotRecord,
+}
+
+impl Held {
+    fn new(host: &Arc<Host>, name: &str) -> Result<Self, Failure> {
+        let record = host.snapshots.begin_reading(name)?;
+        Ok(Self {
+            host: Arc::clone(host),
+            record,
+        })
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.host.snapshots.end_reading(&self.record.uid);
+    }
+}
+
 /// Ends what makes a snapshot: it is complete and durable, and told with what was done, or nothing is left of it.
 async fn end(
     host: &Arc<Host>,
@@ -144,7 +183,11 @@ async fn end(
     operation: Handle,
     (reason, done): (&'static str, &str),
 ) -> Result<v1::Snapshot, Failure> {
-    let noted = match made {
+    let within = match made {
+        Ok(()) => measure(host, &mut record).await,
+        Err(failure) => Err(failure),
+    };
+    let noted = match within {
         Ok(()) => {
             record.stage = SnapshotStage::Ready.into();
             host.store.put_snapshot(&record).await.map_err(store_failure)
@@ -161,6 +204,22 @@ async fn end(
     let message = format!("a snapshot of VM \"{}\" was {done}", record.vm_name);
     tell(host, &record, reason, message);
     Ok(describe(&record))
+}
+
+/// Finds out what room the files of a snapshot take. Refused when that is more than was reserved and more than is left.
+async fn measure(host: &Arc<Host>, record: &mut SnapshotRecord) -> Result<(), Failure> {
+    record.allocated_bytes = room(host, record).await?;
+    host.snapshots.charge(record, &host.config.snapshots)
+}
+
+/// Room that the files of a snapshot take, in bytes.
+async fn room(host: &Arc<Host>, record: &SnapshotRecord) -> Result<u64, Failure> {
+    let of = record.clone();
+    blocking(host, move |folder| {
+        let room = folder.allocated(&of);
+        room.map_err(|error| failed("look at the snapshot's files", &error))
+    })
+    .await
 }
 
 /// A snapshot as the API shows it.
@@ -186,6 +245,8 @@ pub fn describe(record: &SnapshotRecord) -> v1::Snapshot {
             written_bytes: record.written_bytes,
             pause_duration: Some(Duration::from_nanos(record.pause_ns).into()),
             disks: record.disks.iter().map(|disk| disk.name.clone()).collect(),
+            allocated_bytes: record.allocated_bytes,
+            retention: record.retention.as_ref().map(retention::describe),
         }),
     }
 }
@@ -193,21 +254,37 @@ pub fn describe(record: &SnapshotRecord) -> v1::Snapshot {
 /// Deletes a snapshot.
 pub async fn delete(host: &Arc<Host>, name: &str, context: &Context) -> Result<(), Failure> {
     let record = host.snapshots.begin_delete(name)?;
+    let answered = host.requests.mark(context);
+    let answered = answered.map(|mark| request::done(mark, &v1::DeleteSnapshotResponse::default()));
+    retire(
+        host,
+        record,
+        answered,
+        ("SnapshotDeleted", "the snapshot was deleted"),
+    )
+    .await
+}
+
+/// Deletes a snapshot that was taken out of use, remembers the request that is answered by that, and tells why.
+async fn retire(
+    host: &Arc<Host>,
+    record: SnapshotRecord,
+    answered: Option<RequestRecord>,
+    (reason, message): (&'static str, &str),
+) -> Result<(), Failure> {
     let going = SnapshotRecord {
         stage: SnapshotStage::Partial.into(),
         ..record.clone()
     };
     // From here on the next daemon completes the deletion if this one ends.
-    let answered = host.requests.mark(context);
-    let answered = answered.map(|mark| request::done(mark, &v1::DeleteSnapshotResponse::default()));
     if let Err(error) = host.store.retire_snapshot(&going, answered).await {
         host.snapshots.put(record);
         return Err(store_failure(error));
     }
     if let Err(failure) = remove(host, &going).await {
-        tracing::error!(snapshot = name, %failure, "remove a snapshot that was deleted");
+        tracing::error!(snapshot = record.name, %failure, "remove a snapshot that was deleted");
     }
-    tell(host, &record, "SnapshotDeleted", "the snapshot was deleted");
+    tell(host, &record, reason, message);
     Ok(())
 }
 
@@ -233,9 +310,18 @@ async fn discard(host: &Arc<Host>, record: &SnapshotRecord) {
 
 /// Takes over the snapshots of the store at the daemon's start, and ends what was interrupted.
 pub async fn adopt(host: &Arc<Host>, records: Vec<SnapshotRecord>) {
-    for record in records {
+    for mut record in records {
         if record.stage() == SnapshotStage::Ready {
             host.requests.adopt_snapshot(&record);
+            if record.allocated_bytes == 0 {
+                // Of an earlier daemon. No limit is applied to what is there.
+                match room(host, &record).await {
+                    Ok(bytes) => record.allocated_bytes = bytes,
+                    Err(failure) => {
+                        tracing::warn!(snapshot = record.name, %failure, "find out what room a snapshot takes");
+                    }
+                }
+            }
             host.snapshots.put(record);
             continue;
         }
@@ -249,6 +335,7 @@ pub async fn adopt(host: &Arc<Host>, records: Vec<SnapshotRecord>) {
             }
         }
     }
+    retention::converge(host, None).await;
 }
 
 fn tell(host: &Host, record: &SnapshotRecord, reason: &str, message: impl Into<String>) {

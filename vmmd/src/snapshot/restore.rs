@@ -8,7 +8,7 @@ use proto::{
 };
 use tokio::{sync::oneshot, task::spawn_blocking};
 
-use super::{disks, failed, folder};
+use super::{Held, disks, failed, folder};
 use crate::{
     context::Context,
     disk,
@@ -27,7 +27,9 @@ pub async fn restore(
     request: v1::RestoreVmRequest,
     context: &Context,
 ) -> Result<v1::Vm, Failure> {
-    let record = host.snapshots.get(&request.snapshot)?;
+    // It can't be deleted before the VM runs.
+    let held = Held::new(host, &request.snapshot)?;
+    let record = &held.record;
     let name = match request.vm.as_str() {
         "" => record.vm_name.clone(),
         name => name.to_owned(),
@@ -62,17 +64,17 @@ pub async fn restore(
         }
         Some(true) => {
             let on_demand = request.on_demand;
-            start(host, &record, &name, Machine::OfSnapshot, on_demand, context).await
+            start(host, record, &name, Machine::OfSnapshot, on_demand, context).await
         }
         // An earlier daemon has created the VM for this request.
-        Some(false) => start(host, &record, &name, Machine::OfVm, request.on_demand, context).await,
+        Some(false) => start(host, record, &name, Machine::OfVm, request.on_demand, context).await,
         None => {
             let new = New {
                 name: &name,
                 machine: if fresh { Machine::Booted } else { Machine::OfVm },
                 share_addresses: request.share_addresses,
             };
-            make_and_start(host, &record, &new, request.on_demand, context).await
+            make_and_start(host, record, &new, request.on_demand, context).await
         }
     }
 }

@@ -12,6 +12,7 @@ mod operation;
 mod record;
 mod rewrite;
 mod seal;
+mod snapshot;
 mod stored;
 
 use std::{
@@ -47,10 +48,10 @@ pub use record::{
     ConditionRecord, DiskImage, DiskRecord, DiskSource, DiskStage, FileRecord, HandoverRecord, HandoverStage,
     Hardware, ImageRecord, ImageSource, ImageStage, InstanceRecord, Intent, LeaseRecord, NetworkRecord,
     NicHardware, NodeRecord, OciLayoutSource, OciSource, PortRecord, RegistryCredentials, ReplacedImage,
-    ReplacingRecord, RestartRecord, SnapshotDisk, SnapshotRecord, SnapshotStage, StopRecord, VmRecord,
-    disk_source, image_source,
+    ReplacingRecord, RestartRecord, StopRecord, VmRecord, disk_source, image_source,
 };
 pub use seal::Key;
+pub use snapshot::{RetentionRecord, SnapshotDisk, SnapshotRecord, SnapshotStage};
 
 const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");
 const VMS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("vms");

@@ -73,7 +73,13 @@ async fn an_operator_takes_snapshots_and_neither_exports_nor_imports_them() {
         let exported = client.export_snapshot(export).await.map(drop);
         let import = tokio_stream::iter([v1::ImportSnapshotRequest::default()]);
         let imported = client.import_snapshot(import).await.map(drop);
-        for refused in [exported, imported] {
+        // It would delete others.
+        let retained = v1::CreateSnapshotRequest {
+            retention: Some(v1::SnapshotRetention::default()),
+            ..Default::default()
+        };
+        let retained = client.create_snapshot(retained).await.map(drop);
+        for refused in [exported, imported, retained] {
             let refused = refusal(&refused.unwrap_err());
             assert_eq!(refused, (Code::PermissionDenied, "ROLE_REQUIRED".into()));
         }

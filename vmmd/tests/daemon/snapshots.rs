@@ -1,6 +1,8 @@
 //! Snapshots, and VMs that go on from them.
 
 mod archives;
+mod limits;
+mod retention;
 
 use std::{
     fs,

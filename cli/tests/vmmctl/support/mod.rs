@@ -47,6 +47,8 @@ pub struct State {
     images: Arc<Mutex<BTreeMap<String, v1::Image>>>,
     /// Their archives.
     snapshots: Arc<Mutex<BTreeMap<String, Vec<u8>>>>,
+    /// Snapshots that were taken.
+    taken: Arc<Mutex<BTreeMap<String, v1::Snapshot>>>,
     calls: Arc<Mutex<Vec<String>>>,
     ids: Arc<Mutex<Vec<String>>>,
     changes: broadcast::Sender<v1::WatchVmsResponse>,
@@ -115,6 +117,7 @@ impl Daemon {
             networks: Arc::default(),
             images: Arc::default(),
             snapshots: Arc::default(),
+            taken: Arc::default(),
             calls: Arc::default(),
             ids: Arc::default(),
             changes: broadcast::channel(64).0,

@@ -1,4 +1,4 @@
-//! Snapshots, which are nothing but their archives.
+//! Snapshots: archives, and those that were taken.
 
 use std::pin::Pin;
 
@@ -46,13 +46,32 @@ fn snapshot(name: &str, size_bytes: u64) -> v1::Snapshot {
 impl SnapshotService for State {
     async fn create_snapshot(
         &self,
-        _: Request<v1::CreateSnapshotRequest>,
+        request: Request<v1::CreateSnapshotRequest>,
     ) -> Answer<v1::CreateSnapshotResponse> {
-        Err(Status::unimplemented("no test takes one"))
+        let request = request.into_inner();
+        self.once(&request)?;
+        let mut taken = request.snapshot.unwrap_or_default();
+        taken.status = Some(v1::SnapshotStatus {
+            allocated_bytes: 3 << 20,
+            retention: request.retention,
+            ..Default::default()
+        });
+        let name = taken.metadata.clone().unwrap_or_default().name;
+        lock(&self.taken).insert(name, taken.clone());
+        Ok(Response::new(v1::CreateSnapshotResponse {
+            snapshot: Some(taken),
+        }))
     }
 
-    async fn get_snapshot(&self, _: Request<v1::GetSnapshotRequest>) -> Answer<v1::GetSnapshotResponse> {
-        Err(Status::unimplemented("no test gets one"))
+    async fn get_snapshot(
+        &self,
+        request: Request<v1::GetSnapshotRequest>,
+    ) -> Answer<v1::GetSnapshotResponse> {
+        let found = lock(&self.taken).get(&request.get_ref().name).cloned();
+        let found = found.ok_or_else(|| Status::not_found("no test has taken it"))?;
+        Ok(Response::new(v1::GetSnapshotResponse {
+            snapshot: Some(found),
+        }))
     }
 
     async fn list_snapshots(

@@ -7,7 +7,7 @@ use proto::v1;
 use super::{Mirror, Timestamp, VmSpec, as_it_is, stored};
 use crate::store::{
     FileRecord, HandoverRecord, Hardware, InstanceRecord, ReplacingRecord, RequestMark, RestartRecord,
-    SnapshotDisk, SnapshotRecord, StopRecord, VmRecord,
+    RetentionRecord, SnapshotDisk, SnapshotRecord, StopRecord, VmRecord,
 };
 
 // The store's own in both places.
@@ -18,6 +18,7 @@ as_it_is!(
     ReplacingRecord,
     RequestMark,
     RestartRecord,
+    RetentionRecord,
     SnapshotDisk,
     StopRecord
 );
@@ -137,6 +138,10 @@ stored! {
         vm_hardware: Option<Hardware>,
         #[prost(message, repeated, tag = "16")]
         disks: Vec<SnapshotDisk>,
+        #[prost(uint64, tag = "17")]
+        allocated_bytes: u64,
+        #[prost(message, optional, tag = "18")]
+        retention: Option<RetentionRecord>,
         #[prost(message, repeated, tag = "20")]
         begun: Vec<RequestMark>,
     }
