@@ -52,7 +52,7 @@ pub fn describe(record: &RetentionRecord) -> v1::SnapshotRetention {
     let max_age = Duration::from_millis(record.max_age_ms);
     v1::SnapshotRetention {
         keep_last: record.keep_last,
-        max_age: (!max_age.is_zero()).then(|| max_age.try_into().ok()).flatten(),
+        max_age: (!max_age.is_zero()).then(|| max_age.into()),
         group: record.group.clone(),
     }
 }
