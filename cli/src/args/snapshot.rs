@@ -33,7 +33,7 @@ pub enum Snapshot {
 Examples:
   vmmctl snapshot create web-1 --vm web
   vmmctl snapshot create web-2 --vm web --paused
-  vmmctl snapshot create web-$(date +%F) --vm web --keep-last 7 --max-age 14d")]
+  vmmctl snapshot create web-20261128 --vm web --keep-last 7 --max-age 14d")]
 pub struct CreateSnapshot {
     /// Name of the snapshot.
     #[arg(value_parser = disk_name)]

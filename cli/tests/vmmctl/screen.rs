@@ -211,7 +211,7 @@ fn a_viewer_is_started_again_when_a_screen_that_ended_is_back() {
 import os, socket, sys, time
 screen = socket.socket(socket.AF_UNIX)
 screen.connect(sys.argv[2])
-assert screen.recv(12) == b"RFB 003.008\n"
+assert screen.recv(12, socket.MSG_WAITALL) == b"RFB 003.008\n"
 print("looks", flush=True)
 mark = os.path.dirname(sys.argv[0]) + "/looked"
 if os.path.exists(mark):
