@@ -15,7 +15,14 @@ use super::*;
 fn by_kernel(folder: &OwnedFd, rest: &Path, flags: OFlags, links: Links) -> Result<OwnedFd, Errno> {
     let mut resolve = ResolveFlags::NO_MAGICLINKS | ResolveFlags::BENEATH;
     resolve.set(ResolveFlags::NO_SYMLINKS, links == Links::Refused);
-    rustix::fs::openat2(folder, rest, flags, Mode::empty(), resolve)
+    // openat2(2): EAGAIN when anything is renamed or mounted anywhere while a `..` is followed, as other tests do.
+    let mut tries = 0;
+    loop {
+        match rustix::fs::openat2(folder, rest, flags, Mode::empty(), resolve) {
+            Err(Errno::AGAIN) if tries < 1000 => tries += 1,
+            opened => return opened,
+        }
+    }
 }
 
 fn folder(path: &Path) -> OwnedFd {
