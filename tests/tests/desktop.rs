@@ -197,7 +197,11 @@ fn a_desktop_is_seen_as_the_guest_draws_it_while_it_is_used_moved_scrolled_and_r
 
     // Somebody types, and the terminal scrolls.
     desktop.enters("seq 1 300; echo $((6 * 7)) >/tmp/typed");
-    desktop.prints("cat /tmp/typed", "42");
+    // The terminal is still busy with what scrolls.
+    desktop.prints(
+        "timeout 60 sh -c 'until [ -s /tmp/typed ]; do sleep 0.2; done'; cat /tmp/typed",
+        "42",
+    );
     // Away from the terminal, which hides the pointer of somebody who types.
     desktop.looks_the_same("desktop-scrolled", (1800, 1000));
 
