@@ -399,15 +399,16 @@ impl Receiver {
         for _ in 0..count {
             self.let_go();
         }
+        // Before the driver sees it: a packet that the guest has is one that was counted.
+        self.count(|counters| {
+            PairCounters::add(&counters.received, 1);
+            PairCounters::add(&counters.received_bytes, length.saturating_sub(HEADER).into());
+        });
         let queue = self.queue;
         if let Some(ring) = session.queue(queue) {
             ring.add_used_together(&self.used)
                 .map_err(|error| Fault::Ring { queue, error })?;
         }
-        self.count(|counters| {
-            PairCounters::add(&counters.received, 1);
-            PairCounters::add(&counters.received_bytes, length.saturating_sub(HEADER).into());
-        });
         Ok(())
     }
 
