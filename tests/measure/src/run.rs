@@ -65,12 +65,21 @@ fn processors() -> Result<[usize; 2]> {
     Ok([guests, others])
 }
 
-/// Puts the calling thread where the VMMs' threads are that are no vCPUs.
-pub fn place_beside_guests() -> Result<()> {
-    let [_, others] = processors()?;
-    let mut set = CpuSet::new();
-    set.set(others);
-    sched_setaffinity(None, &set).context("place a thread")
+/// Puts the calling thread on a processor that neither guests nor their VMMs have; beside the VMMs when there is none.
+///
+/// The node's first is one (`isolcpus`): no program runs on it that does not ask for that.
+pub fn place_elsewhere() -> Result<()> {
+    let [guests, others] = processors()?;
+    let free = (0..CpuSet::MAX_CPU).filter(|cpu| *cpu != guests && *cpu != others);
+    for cpu in free.chain([others]) {
+        let mut set = CpuSet::new();
+        set.set(cpu);
+        // Refused when it does not exist.
+        if sched_setaffinity(None, &set).is_ok() {
+            return Ok(());
+        }
+    }
+    bail!("there is no processor for a thread")
 }
 
 /// A running subject; killed when dropped.

@@ -240,7 +240,8 @@ fn report_flood(lines: &[Line], flood: &Flood) -> String {
     format!(
         "A guest that floods a console which ten clients are attached to, five of which never read, beside one that nobody is attached to, in turns. \
          In the node it is a guest that prints on hvc0; the serial port is written to by a thread without a guest on the machine that runs the node, \
-         with what an exit costs on a real processor and without. The guest has a processor of its own, the VMM's threads and the readers share another:\n\n{}\n",
+         with what an exit costs on a real processor and without. The guest has a processor of its own, and so have the VMM's threads; the readers have a third in \
+         the node, and share the VMM's on the machine that runs it:\n\n{}\n",
         compared(&["with readers", "with none"], "ratio", &rows)
     )
 }

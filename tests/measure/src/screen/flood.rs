@@ -33,8 +33,8 @@ impl Readers {
             let client = connect()?;
             let mut reads = client.try_clone().context("a second descriptor")?;
             let thread = thread::spawn(move || {
-                // The guest's processor is the guest's.
-                run::place_beside_guests().ok();
+                // Clients have a processor of their own, as they are elsewhere as a rule.
+                run::place_elsewhere().ok();
                 let (mut chunk, mut bytes) = (vec![0; 64 << 10], 0_u64);
                 while let Ok(count @ 1..) = reads.read(&mut chunk) {
                     bytes = bytes.saturating_add(u64::try_from(count).unwrap_or(0));
