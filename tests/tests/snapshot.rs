@@ -233,21 +233,65 @@ fn reads(console: &mut Console, word: &str) {
     console.run(&command, PATIENCE).expect("what the disks have");
 }
 
-#[test]
-fn a_snapshot_has_the_content_of_raw_and_qcow2_disks_for_its_vm_and_for_clones() {
-    let case = Case::new("snapshot-disks").expect("node");
-    let images = [("one", Format::Raw), ("two", Format::Qcow2)];
+/// Names and formats of a guest's disks.
+const IMAGES: [(&str, Format); 2] = [("one", Format::Raw), ("two", Format::Qcow2)];
+
+/// A guest with these disks, which has booted.
+fn with_disks(case: &Case) -> (Vm<'_>, Console) {
     let mut spec = case
         .storage_guest(Kernel::Cloud612)
         .expect("guest")
         .memory_mib(MEMORY_MIB);
-    for (name, format) in images {
+    for (name, format) in IMAGES {
         let image = case.image(name, format, 16).expect("image");
         spec = spec.with_disk(Disk::new(name, format, &image));
     }
-    let vm = Vm::start(&case, "", &spec).expect("start");
-    let mut console = vm.console().expect("console");
+    let vm = Vm::start(case, "", &spec).expect("start");
+    let console = booted(vm.console().expect("console"));
+    (vm, console)
+}
+
+/// Waits until its guest has booted.
+fn booted(mut console: Console) -> Console {
     console.until("GUEST-READY", BOOT).expect("boot");
+    console
+}
+
+#[test]
+fn a_snapshot_of_disks_alone_is_taken_of_a_vm_that_runs_or_is_stopped_and_vms_boot_from_it() {
+    let case = Case::new("snapshot-only").expect("node");
+    let (vm, mut console) = with_disks(&case);
+    write(&mut console, "before");
+    let mut snapshot = Snapshot::take(&case, &vm, "--disks-only --paused");
+    reads(&mut console, "before");
+    write(&mut console, "after");
+    drop(console);
+    vm.ctl("stop --force").expect("kill");
+    let node = case.node();
+    let of_stopped = format!("{}-stopped", snapshot.name);
+    // Nothing is paused, and nothing needs to be said of that.
+    node.sh(&format!(
+        "vmmctl snapshot create {of_stopped} --vm {} --disks-only",
+        vm.name()
+    ))
+    .expect("snapshot of a stopped VM");
+    for (of, word) in [(&snapshot.name, "before"), (&of_stopped, "after")] {
+        node.sh(&format!("vmmctl restore {of}")).expect("restore");
+        let mut console = booted(vm.console().expect("console"));
+        reads(&mut console, word);
+        write(&mut console, "restored");
+        drop(console);
+        vm.ctl("stop --force").expect("kill");
+    }
+    node.sh(&format!("vmmctl snapshot rm {of_stopped}")).expect("rm");
+    let [clone] = snapshot.clones(["copy"]);
+    reads(&mut booted(clone), "before");
+}
+
+#[test]
+fn a_snapshot_has_the_content_of_raw_and_qcow2_disks_for_its_vm_and_for_clones() {
+    let case = Case::new("snapshot-disks").expect("node");
+    let (vm, mut console) = with_disks(&case);
     write(&mut console, "before");
     // The node's file system can't share blocks.
     let node = case.node();
@@ -283,7 +327,7 @@ fn a_snapshot_has_the_content_of_raw_and_qcow2_disks_for_its_vm_and_for_clones()
     write(&mut clone, "cloned");
     reads(&mut first, "restored");
     let disks = node.sh("vmmctl get disk -o name").expect("list");
-    for (name, _) in images {
+    for (name, _) in IMAGES {
         let disk = format!("{}-copy-{name}", case.name());
         assert!(disks.contains(&disk), "{disks}");
     }

@@ -10,7 +10,7 @@ use crate::complete;
 /// `snapshot`.
 #[derive(Debug, Subcommand)]
 pub enum Snapshot {
-    /// Take a snapshot of a VM that is running or paused; the VM continues.
+    /// Take a snapshot of a VM; one that runs continues.
     Create(CreateSnapshot),
     /// List snapshots.
     #[command(visible_alias = "list")]
@@ -33,6 +33,7 @@ pub enum Snapshot {
 Examples:
   vmmctl snapshot create web-1 --vm web
   vmmctl snapshot create web-2 --vm web --paused
+  vmmctl snapshot create web-disks --vm web --disks-only     # also of a VM that is stopped
   vmmctl snapshot create web-20261128 --vm web --keep-last 7 --max-age 14d")]
 pub struct CreateSnapshot {
     /// Name of the snapshot.
@@ -44,6 +45,9 @@ pub struct CreateSnapshot {
     /// Pause the VM from the beginning to the end, not only while its state is taken.
     #[arg(long)]
     pub paused: bool,
+    /// Copy the disks alone, not memory: a VM that is restored from it boots. The VM may be stopped.
+    #[arg(long)]
+    pub disks_only: bool,
     /// When the snapshot is complete, delete all but so many snapshots of the VM, with this one. Only those that were created with --keep-last or
     /// --max-age, and with the same --retention-group, are ever deleted.
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..))]

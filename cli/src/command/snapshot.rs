@@ -48,7 +48,13 @@ async fn create(client: &Client, args: &CreateSnapshot) -> Result<()> {
                 labels: labels.collect(),
                 ..Default::default()
             }),
-            spec: Some(v1::SnapshotSpec { vm: args.vm.clone() }),
+            spec: Some(v1::SnapshotSpec {
+                vm: args.vm.clone(),
+                kind: match args.disks_only {
+                    true => v1::SnapshotKind::Disks.into(),
+                    false => v1::SnapshotKind::Full.into(),
+                },
+            }),
             status: None,
         }),
         paused: args.paused,

@@ -11,7 +11,7 @@ use crate::manifest::quantity;
 
 /// The table of snapshots.
 pub fn table() -> Table {
-    Table::new(vec!["NAME", "VM", "SIZE", "PAUSE", "AGE"])
+    Table::new(vec!["NAME", "VM", "KIND", "SIZE", "PAUSE", "AGE"])
 }
 
 /// A row of [`table`].
@@ -21,15 +21,31 @@ pub fn row(snapshot: &v1::Snapshot, now: jiff::Timestamp) -> Vec<String> {
     vec![
         metadata.name,
         snapshot.spec.clone().unwrap_or_default().vm,
+        kind(snapshot).to_owned(),
         quantity::show(status.size_bytes),
         pause(&status),
         age::since(metadata.create_time.as_ref(), now),
     ]
 }
 
-/// `256Mi written, VM paused for 3.2 ms`.
+/// What it has.
+fn kind(snapshot: &v1::Snapshot) -> &'static str {
+    match snapshot.spec.clone().unwrap_or_default().kind() {
+        v1::SnapshotKind::Disks => "disks",
+        v1::SnapshotKind::Full | v1::SnapshotKind::Unspecified => "full",
+    }
+}
+
+/// `256Mi written, VM paused for 3.2 ms`; of disks alone `2 disks, VM paused for 3.2 ms`.
 pub fn cost(snapshot: &v1::Snapshot) -> String {
     let status = snapshot.status.clone().unwrap_or_default();
+    if kind(snapshot) == "disks" {
+        let disks = match status.disks.as_slice() {
+            [disk] => format!("disk {disk}"),
+            disks => format!("{} disks", disks.len()),
+        };
+        return format!("{disks}, VM paused for {}", pause(&status));
+    }
     let written = quantity::show(status.written_bytes);
     format!("{written} written, VM paused for {}", pause(&status))
 }
@@ -52,6 +68,7 @@ pub fn describe(snapshot: &v1::Snapshot, now: jiff::Timestamp) -> String {
     text.put("Completed", &when(status.complete_time.as_ref(), now));
     text.put("VM", &snapshot.spec.clone().unwrap_or_default().vm);
     text.put("VM UID", &status.vm_uid);
+    text.put("Kind", kind(snapshot));
     let memory = status.vm_spec.clone().unwrap_or_default().memory;
     text.put("Memory", &bytes(memory.unwrap_or_default().size_bytes));
     text.put("Disks", &status.disks.join(", "));

@@ -83,6 +83,36 @@ fn an_export_that_fails_leaves_no_file() {
 }
 
 #[test]
+fn a_snapshot_of_disks_alone_says_that_it_is_one() {
+    let daemon = Daemon::start();
+    let line = ["snapshot", "create", "one", "--vm", "web"];
+    let whole = run(&daemon, &line);
+    assert_eq!(
+        whole,
+        done("snapshot/one created (0 written, VM paused for 0.0 ms)\n")
+    );
+    let (_, shown, _) = run(&daemon, &["snapshot", "describe", "one"]);
+    assert!(
+        shown
+            .lines()
+            .any(|line| line.split_whitespace().eq(["Kind:", "full"])),
+        "{shown}"
+    );
+    let disks = run(&daemon, &[line.as_slice(), &["--disks-only"]].concat());
+    assert_eq!(
+        disks,
+        done("snapshot/one created (0 disks, VM paused for 0.0 ms)\n")
+    );
+    let (_, shown, _) = run(&daemon, &["snapshot", "describe", "one"]);
+    assert!(
+        shown
+            .lines()
+            .any(|line| line.split_whitespace().eq(["Kind:", "disks"])),
+        "{shown}"
+    );
+}
+
+#[test]
 fn a_snapshot_is_taken_with_a_retention_and_shows_it() {
     let daemon = Daemon::start();
     let take = |name: &str, more: &[&str]| {

@@ -59,8 +59,8 @@ pub enum Request {
     },
     /// Writes a snapshot of it.
     Save {
-        /// Into this file.
-        file: OwnedFd,
+        /// Into this file. Without one nothing is written: it is paused with quiet disks until [`Release`](Request::Release).
+        file: Option<OwnedFd>,
         /// It is paused all the time.
         paused: bool,
         /// What the snapshot is to say of itself.
@@ -70,7 +70,7 @@ pub enum Request {
         /// Is said again when the disks are quiet.
         number: u64,
     },
-    /// Ends the pause of a snapshot with `keep_paused`.
+    /// Ends the pause of a snapshot with `keep_paused`, or without a file.
     Release {
         /// Ends the snapshot as well, however far it is.
         give_up: bool,

@@ -30,6 +30,7 @@ struct TestMachine {
     log: Log,
     inputs: Sender<Input>,
     pause_fails: bool,
+    commit_fails: bool,
     holds: Arc<AtomicBool>,
     /// Gone and not yet told.
     detached: Arc<Mutex<Vec<Detached>>>,
@@ -228,7 +229,13 @@ impl Machine for TestMachine {
 
     fn commit_disks(&mut self) -> Result<(), Failure> {
         self.log.add("commit disks");
-        Ok(())
+        match self.commit_fails {
+            true => Err(Failure {
+                kind: ErrorKind::Resources,
+                message: "disk \"root\": No space left on device".into(),
+            }),
+            false => Ok(()),
+        }
     }
 
     fn unlock_disks(&mut self) -> Result<(), Failure> {
@@ -339,6 +346,7 @@ struct TestBuilder {
     log: Log,
     inputs: Sender<Input>,
     pause_fails: bool,
+    commit_fails: bool,
     fails: bool,
     holds: Arc<AtomicBool>,
     detached: Arc<Mutex<Vec<Detached>>>,
@@ -366,6 +374,7 @@ impl Builder for TestBuilder {
             log,
             inputs,
             pause_fails: self.pause_fails,
+            commit_fails: self.commit_fails,
             holds: Arc::clone(&self.holds),
             detached: Arc::clone(&self.detached),
             slow: None,
@@ -461,6 +470,7 @@ fn run(inputs: Vec<Input>, change: impl FnOnce(&mut TestBuilder)) -> (Vec<String
         log: log.clone(),
         inputs: sender.clone(),
         pause_fails: false,
+        commit_fails: false,
         fails: false,
         holds: Arc::default(),
         detached: Arc::default(),
@@ -667,6 +677,7 @@ fn each_turn_of_a_crash_loop_is_counted() {
         log: log.clone(),
         inputs: sender.clone(),
         pause_fails: false,
+        commit_fails: false,
         fails: false,
         holds: Arc::default(),
         detached: Arc::default(),

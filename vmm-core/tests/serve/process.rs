@@ -500,7 +500,7 @@ impl Client {
         self.send(op, &fds);
     }
 
-    fn send(&mut self, op: Op, fds: &[BorrowedFd<'_>]) {
+    pub fn send(&mut self, op: Op, fds: &[BorrowedFd<'_>]) {
         self.asked += 1;
         let request = Request {
             id: self.asked,

@@ -2,7 +2,7 @@
 
 use std::{fs::File, os::unix::fs::FileExt};
 
-use proto::vmm::{ErrorKind, ExitKind, Pause, PauseReason, Resume, SaveReply, State, event};
+use proto::vmm::{ErrorKind, ExitKind, Pause, PauseReason, Release, Resume, Save, SaveReply, State, event};
 
 use super::*;
 use crate::guest::{ECHO, PRINT_HI, program};
@@ -87,6 +87,39 @@ fn a_machine_that_is_paused_for_its_snapshot_says_so_and_one_that_was_paused_sta
     assert_eq!(saved(client.save(&file, false)).pause_ns, 0);
     assert_eq!(state(&client.ask(Op::GetStatus(GetStatus {}))), State::Paused);
     assert_eq!(state(&client.ask(Op::Resume(Resume {}))), State::Running);
+}
+
+#[test]
+fn a_snapshot_of_disks_alone_pauses_the_machine_until_a_release_and_needs_no_file() {
+    let (first, mut client) = running();
+    let mut other = first.client();
+    for (number, give_up) in [(7, false), (8, true)] {
+        let save = Save {
+            number,
+            disks_alone: true,
+            ..Save::default()
+        };
+        client.send(Op::Save(save), &[]);
+        client.wait_for_event(|kind| match kind {
+            event::Kind::DisksQuiet(quiet) => (quiet.number == number).then_some(()),
+            _ => None,
+        });
+        let Answer::Status(status) = other.ask(Op::GetStatus(GetStatus {})) else {
+            panic!("no state");
+        };
+        assert_eq!(status.pause_reason(), PauseReason::Snapshot);
+        other.ask(Op::Release(Release { give_up }));
+        match client.answer() {
+            Answer::Saved(reply) if !give_up => {
+                assert_eq!((reply.file_bytes, reply.memory_bytes), (0, 0));
+                assert!(reply.pause_ns > 0);
+            }
+            Answer::Error(_) if give_up => {}
+            unexpected => panic!("{unexpected:?}"),
+        }
+        assert_eq!(state(&client.ask(Op::GetStatus(GetStatus {}))), State::Running);
+        assert!(echoes(&first));
+    }
 }
 
 #[test]

@@ -249,10 +249,26 @@ impl Client {
             description,
             keep_paused,
             number,
+            disks_alone: false,
         };
         match self.call(Op::Save(save), &[file.as_fd()]).await? {
             Outcome::Saved(reply) => Ok(reply),
             _ => Err(Error::Unexpected("something else than what it has saved")),
+        }
+    }
+
+    /// Has the machine stand still with quiet disks, of which the notice has `number`; does not end before a release.
+    pub async fn hold_disks(&self, number: u64) -> Result<SaveReply, Error> {
+        let save = Save {
+            number,
+            disks_alone: true,
+            ..Save::default()
+        };
+        match self.call(Op::Save(save), &[]).await? {
+            Outcome::Saved(reply) => Ok(reply),
+            _ => Err(Error::Unexpected(
+                "something else than for how long it stood still",
+            )),
         }
     }
 

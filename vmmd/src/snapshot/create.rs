@@ -1,13 +1,16 @@
 //! Takes a snapshot.
 
-use std::{fs::File, pin::pin, sync::Arc, time::Duration};
+use std::{fs::File, os::fd::OwnedFd, pin::pin, sync::Arc, time::Duration};
 
 use proto::{
     model::{Violations, metadata},
     v1,
     vmm::SaveReply,
 };
-use tokio::{sync::oneshot, time::timeout};
+use tokio::{
+    sync::{OwnedMutexGuard, oneshot},
+    time::timeout,
+};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
@@ -19,9 +22,10 @@ use crate::{
     event::Object,
     failure::{Failure, Kind, store_failure},
     fault,
+    files::Locks,
     host::Host,
     operation::{Progress, Type},
-    registry::vms::command::{Command, Purpose},
+    registry::vms::command::{Command, Purpose, Quiet},
     store::{SnapshotRecord, SnapshotStage},
     sys, text,
     vm::refused,
@@ -36,6 +40,34 @@ const DEVICES: u64 = 4 << 20;
 /// Steps, as the operation counts them: the `vmm` writes the file, and the record is written.
 const STEPS: u64 = 2;
 
+/// What a snapshot is taken of.
+enum Source {
+    /// A machine, whose `vmm` writes the file.
+    Machine(Client),
+    /// The disks of a machine, which stands still until they are copied.
+    DisksOfMachine(Client),
+    /// The disks of a VM that does not run, and is not started before they are copied.
+    DisksOfStopped { _held: OwnedMutexGuard<()> },
+}
+
+impl Source {
+    /// Of the disks alone. Nobody comes to write to them from here on, or only the machine.
+    async fn of_disks(host: &Host, vm: &str) -> Result<Self, Failure> {
+        Ok(match ask(host, vm, Command::Quiet).await? {
+            Quiet::Runs(client) => Self::DisksOfMachine(client),
+            Quiet::Stopped(held) => Self::DisksOfStopped { _held: held },
+        })
+    }
+
+    /// The machine, if there is one.
+    fn client(&self) -> Option<&Client> {
+        match self {
+            Self::Machine(client) | Self::DisksOfMachine(client) => Some(client),
+            Self::DisksOfStopped { .. } => None,
+        }
+    }
+}
+
 /// Takes a snapshot; returns when it is complete and durable. `cancel` ends the attempt. An attempt that fails leaves nothing, and the VM
 /// continues.
 pub async fn create(
@@ -49,19 +81,39 @@ pub async fn create(
     {
         return Ok(describe(&record));
     }
-    let mut record = validate(host, &request).await?;
+    let mut record = validate(&request)?;
+    let disks = match record.has_machine() {
+        true => None,
+        false => Some(Source::of_disks(host, &record.vm_name).await?),
+    };
+    find_vm(host, &mut record, request.paused).await?;
     fault::hold(&host.config.run_dir, "snapshot-validated").await;
+    let locks = match &disks {
+        // Whoever else has them may write to them.
+        Some(Source::DisksOfStopped { .. }) => Locks::Take,
+        _ => Locks::None,
+    };
     let (of, spec) = (Arc::clone(host), record.vm_spec.clone().unwrap_or_default());
     let (images, allocated) = blocking(host, move |_| {
-        let images = disks::open(&of, &spec)?;
+        let images = disks::open(&of, &spec, locks)?;
         let allocated = images.allocated()?;
         Ok((images, allocated))
     })
     .await?;
+    if !record.has_machine() && images.is_empty() {
+        let message = format!(
+            "VM \"{}\" has no disk that its guest can write to: there is nothing to copy",
+            record.vm_name
+        );
+        return Err(Failure::precondition("SNAPSHOT_DISKS", message));
+    }
     record.allocated_bytes = most(&record).saturating_add(allocated);
     record.disks = images.describe();
     record.begun = host.requests.mark(context).into_iter().collect();
-    let client = client(host, &record.vm_name).await?;
+    let source = match disks {
+        Some(disks) => disks,
+        None => Source::Machine(client(host, &record.vm_name).await?),
+    };
     if record.retention.is_some() {
         // What an earlier retention has left must not count against the limits.
         retention::converge(host, Some(&record.vm_uid)).await;
@@ -73,7 +125,7 @@ pub async fn create(
         .begin(Type::SnapshotCreate, &object, context, None);
     operation.progress(Progress::steps(0, STEPS), "writing the snapshot");
     let cancel = Cancel(cancel, operation.token().clone());
-    let made = make(host, &record, images, &client, request.paused, &cancel).await;
+    let made = make(host, &record, images, source, request.paused, &cancel).await;
     let made = made.map(|reply| {
         record.completed_ms = text::now_ms();
         record.size_bytes = reply.file_bytes;
@@ -89,6 +141,9 @@ pub async fn create(
 
 /// The most room that the memory of a snapshot can take, in bytes: a checksum of four bytes stands beside each page of 4 KiB.
 fn most(record: &SnapshotRecord) -> u64 {
+    if !record.has_machine() {
+        return 0;
+    }
     let memory = record.vm_spec.as_ref().and_then(|spec| spec.memory.as_ref());
     let memory = memory.map_or(0, |memory| memory.size_bytes);
     memory.saturating_add(memory / 1024).saturating_add(DEVICES)
@@ -113,8 +168,8 @@ fn cancelled(what_is: &str) -> Failure {
     Failure::new(Kind::Aborted, "CANCELLED", message)
 }
 
-/// The record of the snapshot, without its disks.
-async fn validate(host: &Host, request: &v1::CreateSnapshotRequest) -> Result<SnapshotRecord, Failure> {
+/// The record of the snapshot, as far as the request says it.
+fn validate(request: &v1::CreateSnapshotRequest) -> Result<SnapshotRecord, Failure> {
     let mut found = Violations::default();
     let snapshot = request.snapshot.clone().unwrap_or_default();
     if snapshot.status.is_some() {
@@ -123,33 +178,56 @@ async fn validate(host: &Host, request: &v1::CreateSnapshotRequest) -> Result<Sn
     let wire = snapshot.metadata.unwrap_or_default();
     metadata::refuse_given(&mut found, "snapshot.metadata", &wire);
     let metadata = metadata::Metadata::new(&mut found, "snapshot.metadata", &wire);
-    let vm = snapshot.spec.unwrap_or_default().vm;
-    if vm.is_empty() {
+    let spec = snapshot.spec.unwrap_or_default();
+    if spec.vm.is_empty() {
         found.add("snapshot.spec.vm", "names the VM: give it");
+    }
+    if v1::SnapshotKind::try_from(spec.kind).is_err() {
+        found.add("snapshot.spec.kind", "is not known to this vmmd");
     }
     let retention = retention::parse(&mut found, request.retention.as_ref());
     let metadata = match metadata {
         Some(metadata) => found.or(metadata)?,
         None => return Err(found.into()),
     };
-    let uid = host
-        .vms
-        .get(&vm)
-        .ok_or_else(|| Failure::no_vm(&vm))?
-        .uid
-        .as_bytes()
-        .to_vec();
+    Ok(SnapshotRecord {
+        uid: Uuid::new_v4().as_bytes().to_vec(),
+        name: metadata.name.to_string(),
+        created_ms: text::now_ms(),
+        labels: metadata.labels,
+        annotations: metadata.annotations,
+        owner: metadata.owner,
+        stage: SnapshotStage::Partial.into(),
+        kind: match spec.kind() {
+            v1::SnapshotKind::Disks => spec.kind,
+            v1::SnapshotKind::Full | v1::SnapshotKind::Unspecified => v1::SnapshotKind::Full.into(),
+        },
+        vm_name: spec.vm,
+        retention,
+        ..SnapshotRecord::default()
+    })
+}
+
+/// Notes in the record which VM it is of, and what that is.
+async fn find_vm(host: &Host, record: &mut SnapshotRecord, paused: bool) -> Result<(), Failure> {
+    let vm = &record.vm_name;
+    let entry = host.vms.get(vm).ok_or_else(|| Failure::no_vm(vm))?;
+    let uid = entry.uid.as_bytes().to_vec();
     let of = host.store.vm(&uid).await.map_err(store_failure)?;
-    let of = of.ok_or_else(|| Failure::no_vm(&vm))?;
-    let run = of.instance.clone().ok_or_else(|| not_running(&vm))?;
+    let of = of.ok_or_else(|| Failure::no_vm(vm))?;
+    let run = match of.instance {
+        None if record.has_machine() => return Err(not_running(vm)),
+        run => run.unwrap_or_default(),
+    };
     if let Some(disk) = run.attaching.first() {
         let message = format!("disk \"{disk}\" is being attached to VM \"{vm}\": wait until it is");
         return Err(Failure::precondition("BUSY", message));
     }
     // A run without a spec is one of an earlier daemon: it has the VM's.
-    let spec = run.spec.or_else(|| of.spec.clone()).unwrap_or_default();
+    let spec = run.spec.or(of.spec).unwrap_or_default();
     if let Some(share) = spec.shares.first()
-        && !request.paused
+        && record.has_machine()
+        && !paused
     {
         let message = format!(
             "VM \"{vm}\" has the share \"{}\", whose process writes to its memory: take the snapshot while the VM is paused (paused: true; --paused), or \
@@ -158,56 +236,53 @@ async fn validate(host: &Host, request: &v1::CreateSnapshotRequest) -> Result<Sn
         );
         return Err(Failure::precondition("SNAPSHOT_SHARES", message));
     }
-    let record = SnapshotRecord {
-        uid: Uuid::new_v4().as_bytes().to_vec(),
-        name: metadata.name.to_string(),
-        created_ms: text::now_ms(),
-        labels: metadata.labels,
-        annotations: metadata.annotations,
-        owner: metadata.owner,
-        stage: SnapshotStage::Partial.into(),
-        vm_name: vm,
-        vm_uid: uid,
-        vm_spec: Some(spec),
-        vm_hardware: run.hardware.or_else(|| of.hardware.clone()),
-        retention,
-        ..SnapshotRecord::default()
-    };
-    Ok(record)
+    record.vm_uid = uid;
+    record.vm_spec = Some(spec);
+    record.vm_hardware = run.hardware.or(of.hardware);
+    Ok(())
 }
 
 fn not_running(vm: &str) -> Failure {
-    let message = format!("VM \"{vm}\" does not run: start it first");
+    let message = format!(
+        "VM \"{vm}\" does not run: start it first, or take a snapshot of its disks alone (kind: DISKS; --disks-only)"
+    );
     Failure::precondition("VM_NOT_RUNNING", message)
+}
+
+/// Asks the VM's actor.
+async fn ask<T>(
+    host: &Host,
+    vm: &str,
+    command: impl FnOnce(oneshot::Sender<Result<T, Failure>>) -> Command,
+) -> Result<T, Failure> {
+    let entry = host.vms.get(vm).ok_or_else(|| Failure::no_vm(vm))?;
+    let (reply, answer) = oneshot::channel();
+    let sent = entry.mailbox.send(command(reply)).await;
+    sent.map_err(|_| Failure::unavailable(vm))?;
+    answer.await.map_err(|_| Failure::unavailable(vm))?
 }
 
 /// For asking the VM's `vmm`.
 async fn client(host: &Host, vm: &str) -> Result<Client, Failure> {
-    let entry = host.vms.get(vm).ok_or_else(|| Failure::no_vm(vm))?;
-    let (reply, answer) = oneshot::channel();
-    let sent = entry
-        .mailbox
-        .send(Command::Client(Purpose::Snapshot, reply))
-        .await;
-    sent.map_err(|_| Failure::unavailable(vm))?;
-    answer.await.map_err(|_| Failure::unavailable(vm))?
+    ask(host, vm, |reply| Command::Client(Purpose::Snapshot, reply)).await
 }
 
 async fn make(
     host: &Arc<Host>,
     record: &SnapshotRecord,
     images: disks::Images,
-    client: &Client,
+    source: Source,
     paused: bool,
     cancel: &Cancel,
 ) -> Result<SaveReply, Failure> {
     host.store.put_snapshot(record).await.map_err(store_failure)?;
     let images = Arc::new(images);
     let (of, prepared) = (record.clone(), Arc::clone(&images));
+    let may_copy = paused || source.client().is_none();
     let preparing = blocking(host, move |folder| {
         let made = folder.create(&of);
         let file = made.map_err(|error| failed("make the snapshot's file", &error))?;
-        disks::prepare(&folder, &of, &prepared, paused)?;
+        disks::prepare(&folder, &of, &prepared, may_copy)?;
         let synced = folder.sync().map(|()| file);
         synced.map_err(|error| failed("make the snapshot's file", &error))
     });
@@ -215,62 +290,35 @@ async fn make(
         file = preparing => file?,
         failure = cancel.cancelled() => return Err(failure),
     };
-    let description = prost::Message::encode_to_vec(&super::describe(record));
-    let keep_paused = !images.is_empty();
-    let (number, _) = super::uid(record).as_u64_pair();
-    let quiet = keep_paused.then(|| host.snapshots.until_quiet(&record.vm_uid, number));
-    let mut saving = pin!(async {
-        let how = (paused, keep_paused);
-        let saved = client.save(file.into(), how, number, description).await;
-        saved.map_err(|error| refused(&error))
-    });
-    let writing = async {
-        let Some(quiet) = quiet else {
-            return (&mut saving).await;
-        };
-        let early = tokio::select! {
-            early = &mut saving => Some(early),
-            // Nobody but the `vmm` says that they are quiet.
-            Ok(()) = quiet => None,
-        };
-        match early {
-            Some(Err(failure)) => Err(failure),
-            Some(Ok(_)) => {
-                let message =
-                    "its vmm process is of an older version that does not wait for the disks: restart the VM";
-                Err(Failure::precondition("VMM_TOO_OLD", message))
-            }
-            None => {
-                let copied = copy_disks(host, record, images).await;
-                client.clone().release().await;
-                let saved = (&mut saving).await;
-                copied.and(saved)
-            }
+    let written = match source.client() {
+        Some(client) => {
+            let with_memory = matches!(source, Source::Machine(_));
+            let file = with_memory.then(|| file.into());
+            save(host, record, images, (client, file), paused, cancel).await
+        }
+        None => {
+            drop(file);
+            let control = disk::Control::default();
+            let mut copying = pin!(copy_disks(host, record, images, &control));
+            let copied = tokio::select! {
+                copied = &mut copying => copied,
+                failure = cancel.cancelled() => {
+                    control.cancel().cancel();
+                    // The VM can be started when nobody has its disks open any more.
+                    let _ended = copying.await;
+                    Err(failure)
+                }
+            };
+            copied.map(|()| SaveReply::default())
         }
     };
-    let written = tokio::select! {
-        biased;
-        written = writing => Ok(written),
-        failure = cancel.cancelled() => Err(failure),
-    };
-    let give_up = client.clone().give_up_snapshot();
-    let reply = match written {
-        Ok(Ok(reply)) => Ok(reply),
-        Ok(Err(failure)) => {
-            // Nothing keeps the VM paused, also nothing that an earlier daemon has begun.
-            let _in_time = timeout(GIVING_UP, give_up).await;
-            Err(failure)
-        }
-        Err(failure) => {
-            let given_up = timeout(GIVING_UP, async { tokio::join!(saving, give_up) }).await;
-            Err(given_up.map_or_else(|_| cancelled(GOES_ON), |_| failure))
-        }
-    };
-    let reply = reply.map_err(|failure| Failure {
+    let reply = written.map_err(|failure| Failure {
         message: format!("snapshot of VM \"{}\": {}", record.vm_name, failure.message),
         ..failure
     })?;
-    check_devices(host, record).await?;
+    if source.client().is_some() {
+        check_devices(host, record).await?;
+    }
     // The `vmm` is not trusted: the length is the one that the daemon sees, and nobody may change the file from now on.
     let of = record.clone();
     let (file_bytes, has_writer) = blocking(host, move |folder| {
@@ -292,6 +340,73 @@ async fn make(
     Ok(SaveReply { file_bytes, ..reply })
 }
 
+/// Has the `vmm` write the file, or stand still without one, and copies the disks meanwhile.
+async fn save(
+    host: &Arc<Host>,
+    record: &SnapshotRecord,
+    images: Arc<disks::Images>,
+    (client, file): (&Client, Option<OwnedFd>),
+    paused: bool,
+    cancel: &Cancel,
+) -> Result<SaveReply, Failure> {
+    let keep_paused = !images.is_empty();
+    let (number, _) = super::uid(record).as_u64_pair();
+    let quiet = keep_paused.then(|| host.snapshots.until_quiet(&record.vm_uid, number));
+    let mut saving = pin!(async {
+        let saved = match file {
+            Some(file) => {
+                let description = prost::Message::encode_to_vec(&super::describe(record));
+                let how = (paused, keep_paused);
+                client.save(file, how, number, description).await
+            }
+            None => client.hold_disks(number).await,
+        };
+        saved.map_err(|error| refused(&error))
+    });
+    let writing = async {
+        let Some(quiet) = quiet else {
+            return (&mut saving).await;
+        };
+        let early = tokio::select! {
+            early = &mut saving => Some(early),
+            // Nobody but the `vmm` says that they are quiet.
+            Ok(()) = quiet => None,
+        };
+        match early {
+            Some(Err(failure)) => Err(failure),
+            Some(Ok(_)) => {
+                let message =
+                    "its vmm process is of an older version that does not wait for the disks: restart the VM";
+                Err(Failure::precondition("VMM_TOO_OLD", message))
+            }
+            None => {
+                let copied = copy_disks(host, record, images, &disk::Control::default()).await;
+                client.clone().release().await;
+                let saved = (&mut saving).await;
+                copied.and(saved)
+            }
+        }
+    };
+    let written = tokio::select! {
+        biased;
+        written = writing => Ok(written),
+        failure = cancel.cancelled() => Err(failure),
+    };
+    let give_up = client.clone().give_up_snapshot();
+    match written {
+        Ok(Ok(reply)) => Ok(reply),
+        Ok(Err(failure)) => {
+            // Nothing keeps the VM paused, also nothing that an earlier daemon has begun.
+            let _in_time = timeout(GIVING_UP, give_up).await;
+            Err(failure)
+        }
+        Err(failure) => {
+            let given_up = timeout(GIVING_UP, async { tokio::join!(saving, give_up) }).await;
+            Err(given_up.map_or_else(|_| cancelled(GOES_ON), |_| failure))
+        }
+    }
+}
+
 /// Refused when a device has come or gone since the record was made: the machine that was saved is not the one of the record. Later than that none does
 /// before the snapshot is complete, as the `vmm` sees to.
 async fn check_devices(host: &Host, record: &SnapshotRecord) -> Result<(), Failure> {
@@ -308,14 +423,14 @@ async fn check_devices(host: &Host, record: &SnapshotRecord) -> Result<(), Failu
     Err(Failure::new(Kind::Aborted, "SNAPSHOT_VM_CHANGED", message))
 }
 
-/// Copies the disks of the paused VM. When the caller goes away, the copy ends.
+/// Copies the disks, to which nobody writes. When the caller goes away, the copy ends.
 async fn copy_disks(
     host: &Arc<Host>,
     record: &SnapshotRecord,
     images: Arc<disks::Images>,
+    control: &disk::Control,
 ) -> Result<(), Failure> {
-    let control = disk::Control::default();
     let _with_this = control.cancel().clone().drop_guard();
-    let of = record.clone();
+    let (of, control) = (record.clone(), control.clone());
     blocking(host, move |folder| disks::copy(&folder, &of, &images, &control)).await
 }

@@ -53,6 +53,9 @@ pub struct Described {
     /// About how much room the files take, in bytes.
     #[prost(uint64, tag = "13")]
     allocated_bytes: u64,
+    /// 0 when it has the machine too, which archives of before it was there all have.
+    #[prost(enumeration = "v1::SnapshotKind", tag = "14")]
+    kind: i32,
 }
 
 /// A disk of the snapshot.
@@ -101,6 +104,10 @@ impl Described {
             written_bytes: record.written_bytes,
             pause_ns: record.pause_ns,
             allocated_bytes,
+            kind: match record.has_machine() {
+                true => v1::SnapshotKind::Unspecified.into(),
+                false => v1::SnapshotKind::Disks.into(),
+            },
         })
     }
 
@@ -151,6 +158,11 @@ impl Described {
         if Uuid::from_slice(&self.vm_uid).is_ok_and(|uid| uid.is_nil()) || self.vm_uid.len() != 16 {
             return Err(refuse("has no UUID of the VM"));
         }
+        let kind = match v1::SnapshotKind::try_from(self.kind) {
+            Ok(v1::SnapshotKind::Unspecified) => v1::SnapshotKind::Full,
+            Ok(v1::SnapshotKind::Disks) => v1::SnapshotKind::Disks,
+            _ => return Err(refuse("is of a kind that this vmmd does not know")),
+        };
         let mut spec = self.vm_spec.unwrap_or_default();
         restore_secrets(&mut spec, None)?;
         let model = VmSpec::try_from(&spec)?;
@@ -180,6 +192,7 @@ impl Described {
             vm_spec: Some(spec),
             vm_hardware: Some(hardware),
             disks: disks.collect::<Result<_, _>>()?,
+            kind: kind.into(),
             ..SnapshotRecord::default()
         })
     }

@@ -63,12 +63,12 @@ fn model(wire: &v1::VmSpec) -> Result<VmSpec, Failure> {
     VmSpec::try_from(wire).map_err(|problems| Failure::internal(problems.to_string()))
 }
 
-/// Opens the images of a VM's disks that its guest can write to. Blocking.
-pub fn open(host: &Host, wire: &v1::VmSpec) -> Result<Images, Failure> {
+/// Opens the images of a VM's disks that its guest can write to. With [`Locks::Take`] nobody comes to write to them. Blocking.
+pub fn open(host: &Host, wire: &v1::VmSpec, locks: Locks) -> Result<Images, Failure> {
     let spec = model(wire)?;
     let mut images = Vec::new();
     for disk in spec.disks.iter().filter(|disk| !disk.read_only) {
-        let opened = open_for_reading(host, disk)?;
+        let opened = open_for_reading(host, disk, locks)?;
         let file = File::from(opened.fd);
         let label = format!("disk \"{}\"", disk.name);
         let looked = file.metadata().map_err(|error| failed(&label, &error))?;
@@ -103,28 +103,28 @@ pub fn open(host: &Host, wire: &v1::VmSpec) -> Result<Images, Failure> {
     Ok(Images(images))
 }
 
-fn open_for_reading(host: &Host, disk: &Disk) -> Result<OpenDisk, Failure> {
+fn open_for_reading(host: &Host, disk: &Disk, locks: Locks) -> Result<OpenDisk, Failure> {
     let disk = Disk {
         read_only: true,
         cache: Cache::Writeback,
         ..disk.clone()
     };
     let field = format!("disks.{}", disk.name);
-    files::open_disk(&field, &disk, &host.sources(), Locks::None)
+    files::open_disk(&field, &disk, &host.sources(), locks)
 }
 
 /// Makes the files of the copies, empty, and finds out whether all of them can share blocks with their images. Refused when they can't
-/// and `paused` does not allow to copy them. Blocking.
+/// and they may not be copied (`may_copy`). Blocking.
 pub fn prepare(
     folder: &Folder,
     record: &SnapshotRecord,
     images: &Images,
-    paused: bool,
+    may_copy: bool,
 ) -> Result<(), Failure> {
     for (number, image) in images.0.iter().enumerate() {
         let copy = folder.create_disk(record, number);
         let copy = copy.map_err(|error| failed("make a disk's copy", &error))?;
-        if ioctl_ficlone(&copy, &image.file).is_ok() || paused {
+        if ioctl_ficlone(&copy, &image.file).is_ok() || may_copy {
             continue;
         }
         let message = format!(

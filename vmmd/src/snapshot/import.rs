@@ -288,6 +288,9 @@ impl Target {
                 "has a raw disk whose file is not as long as the disk is large",
             ));
         }
+        if number == 0 && length > 0 && !self.record.has_machine() {
+            return Err(invalid("has memory in a snapshot of disks alone"));
+        }
         let made = file.set_len(length).and_then(|()| file.try_clone());
         self.current = Some(made.map_err(|error| failed("make the snapshot's files", &error))?);
         self.seen += 1;

@@ -12,7 +12,7 @@
 //! What the files take is bounded by the configuration. Each record has the room of its snapshot: before that is made the most that it can take, which is
 //! reserved, and then what was allocated.
 //!
-//! The `vmm` of the VM writes the file and reads it back; this daemon never looks into it. The file is root's: a `vmm` gets a
+//! The `vmm` of the VM writes the file and reads it back; this daemon never looks into it. It stays empty in a snapshot of the disks alone. The file is root's: a `vmm` gets a
 //! descriptor of it, for reading only when it restores, so that no `vmm` can change what other VMs are restored from.
 
 mod archive;
@@ -236,6 +236,10 @@ pub fn describe(record: &SnapshotRecord) -> v1::Snapshot {
         }),
         spec: Some(v1::SnapshotSpec {
             vm: record.vm_name.clone(),
+            kind: match record.has_machine() {
+                true => v1::SnapshotKind::Full.into(),
+                false => v1::SnapshotKind::Disks.into(),
+            },
         }),
         status: Some(v1::SnapshotStatus {
             vm_uid: vm_uid(record).to_string(),

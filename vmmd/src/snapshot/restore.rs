@@ -1,6 +1,6 @@
 //! Restores a VM from a snapshot.
 
-use std::{fs::File, sync::Arc};
+use std::{fs::File, path::PathBuf, sync::Arc};
 
 use proto::{
     model::{name::Name, nic::Mac},
@@ -86,7 +86,7 @@ enum Machine {
     OfSnapshot,
     /// Its spec is the VM's, which was created like the snapshot's, with other disks.
     OfVm,
-    /// It is the VM's and boots: nothing of the snapshot's memory is in it.
+    /// It is the VM's, with addresses of its own, and boots: nothing of the snapshot's memory is in it.
     Booted,
 }
 
@@ -223,20 +223,19 @@ async fn start(
     on_demand: bool,
     context: &Context,
 ) -> Result<v1::Vm, Failure> {
-    if machine == Machine::Booted {
-        return ask(host, name, command::Request::Start, None, context).await;
-    }
-    let path = folder(host).path(record);
-    let opened = spawn_blocking(move || File::open(path)).await;
-    let opened = opened.unwrap_or_else(|error| Err(std::io::Error::other(error)));
-    let file = opened.map_err(|error| failed("open the snapshot's file", &error))?;
+    let file = match record.has_machine() && machine != Machine::Booted {
+        true => Some(open(folder(host).path(record)).await?),
+        false if machine == Machine::OfSnapshot => None,
+        // Its disks are the snapshot's already.
+        false => return ask(host, name, command::Request::Start, None, context).await,
+    };
     let put_back = match machine {
         Machine::OfSnapshot => disks::put_back(host, &folder(host), record, name)?,
         Machine::OfVm | Machine::Booted => None,
     };
     let restore = Restore {
-        file: Arc::new(file.into()),
-        on_demand,
+        on_demand: on_demand && file.is_some(),
+        file: file.map(|file| Arc::new(file.into())),
         stream: false,
         bytes: record.size_bytes,
         machine: (machine == Machine::OfSnapshot).then(|| {
@@ -246,6 +245,12 @@ async fn start(
         put_back,
     };
     ask(host, name, command::Request::Start, Some(restore), context).await
+}
+
+async fn open(path: PathBuf) -> Result<File, Failure> {
+    let opened = spawn_blocking(move || File::open(path)).await;
+    let opened = opened.unwrap_or_else(|error| Err(std::io::Error::other(error)));
+    opened.map_err(|error| failed("open the snapshot's file", &error))
 }
 
 /// Asks the VM's actor and waits for the end of what follows.

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use proto::v1::VmSpec;
+use proto::v1::{SnapshotKind, VmSpec};
 
 #[cfg(doc)]
 use super::DiskRecord;
@@ -27,7 +27,7 @@ pub struct SnapshotRecord {
     pub stage: i32,
     /// When it was complete, in milliseconds of Unix time.
     pub completed_ms: u64,
-    /// Length of its file in bytes.
+    /// Length of its file in bytes: 0 of one of the disks alone.
     pub size_bytes: u64,
     /// Memory that was written, in bytes.
     pub written_bytes: u64,
@@ -47,6 +47,8 @@ pub struct SnapshotRecord {
     pub allocated_bytes: u64,
     /// The retention that it was created with. One without is never deleted by a retention.
     pub retention: Option<RetentionRecord>,
+    /// What it has: a [`proto::v1::SnapshotKind`]; 0 in a record of an earlier daemon, which knew full ones alone.
+    pub kind: i32,
     /// Requests that have been begun on this snapshot and may not have been answered yet.
     pub begun: Vec<RequestMark>,
 }
@@ -95,6 +97,11 @@ impl SnapshotRecord {
     /// How far its life is. A stage that this daemon does not know counts as partial.
     pub fn stage(&self) -> SnapshotStage {
         SnapshotStage::try_from(self.stage).unwrap_or(SnapshotStage::Partial)
+    }
+
+    /// Whether it has the machine too: memory, processors and devices, not the disks alone.
+    pub fn has_machine(&self) -> bool {
+        self.kind != i32::from(SnapshotKind::Disks)
     }
 }
 

@@ -259,7 +259,10 @@ async fn a_vm_with_a_share_is_snapshotted_while_it_is_paused_alone() {
                 name: "s".into(),
                 ..Default::default()
             }),
-            spec: Some(v1::SnapshotSpec { vm: "web".into() }),
+            spec: Some(v1::SnapshotSpec {
+                vm: "web".into(),
+                ..Default::default()
+            }),
             ..Default::default()
         }),
         ..Default::default()

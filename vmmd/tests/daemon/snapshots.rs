@@ -1,6 +1,7 @@
 //! Snapshots, and VMs that go on from them.
 
 mod archives;
+mod disks_alone;
 mod limits;
 mod retention;
 
@@ -131,7 +132,10 @@ fn create_request(name: &str, vm: &str, paused: bool) -> v1::CreateSnapshotReque
                 name: name.into(),
                 ..Default::default()
             }),
-            spec: Some(v1::SnapshotSpec { vm: vm.into() }),
+            spec: Some(v1::SnapshotSpec {
+                vm: vm.into(),
+                ..Default::default()
+            }),
             status: None,
         }),
         paused,
@@ -206,7 +210,10 @@ async fn what_a_request_has_made_is_not_made_again_when_it_was_deleted() {
                 name: "one".into(),
                 ..Default::default()
             }),
-            spec: Some(v1::SnapshotSpec { vm: "web".into() }),
+            spec: Some(v1::SnapshotSpec {
+                vm: "web".into(),
+                ..Default::default()
+            }),
             status: None,
         }),
         request_id: "take".into(),
@@ -410,7 +417,10 @@ async fn a_vmm_that_answers_late_runs_on_from_a_snapshot_that_nobody_takes_any_m
                 name: "one".into(),
                 ..Default::default()
             }),
-            spec: Some(v1::SnapshotSpec { vm: "web".into() }),
+            spec: Some(v1::SnapshotSpec {
+                vm: "web".into(),
+                ..Default::default()
+            }),
             status: None,
         }),
         ..Default::default()
@@ -716,7 +726,10 @@ async fn snapshots_outlive_the_daemon_and_what_it_left_half_done_is_removed() {
                 name: "two".into(),
                 ..Default::default()
             }),
-            spec: Some(v1::SnapshotSpec { vm: "slow".into() }),
+            spec: Some(v1::SnapshotSpec {
+                vm: "slow".into(),
+                ..Default::default()
+            }),
             status: None,
         }),
         ..Default::default()

@@ -83,7 +83,7 @@ pub fn serve(guest: &Guest, stream: &Arc<UnixStream>) {
                 kept = save.map(|_| (id, None)).or(kept);
                 continue;
             };
-            if let Some(save) = save.filter(|save| save.keep_paused)
+            if let Some(save) = save.filter(|save| save.keep_paused || save.disks_alone)
                 && matches!(result, Outcome::Saved(_))
             {
                 snapshot::quiet(guest, save.number);

@@ -33,7 +33,7 @@ pub(super) struct Underway {
     failure: Option<Failure>,
     /// Whether the machine stays paused for its disks.
     disks: Disks,
-    /// The thread has ended, with this.
+    /// The thread has ended, with this; at once where there is none.
     ended: Option<Result<Report, Failure>>,
     /// The machine's pause is needed by the thread until it has ended.
     thread_needs_pause: bool,
@@ -51,11 +51,11 @@ enum Disks {
 }
 
 impl<A: Audience, B: Builder> Driver<A, B> {
-    /// Begins a snapshot. The answer comes when it is done.
+    /// Begins a snapshot, or without a file one of the disks alone. The answer comes when it is done.
     pub(super) fn begin_snapshot(
         &mut self,
         (token, number): (Token, u64),
-        file: OwnedFd,
+        file: Option<OwnedFd>,
         (paused, keep_paused): (bool, bool),
         description: Vec<u8>,
     ) -> Result<(), Failure> {
@@ -64,13 +64,18 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         }
         let began = Instant::now();
         let running = self.publisher.state() == State::Running;
+        let disks_alone = file.is_none();
+        let (paused, keep_paused) = (paused || disks_alone, keep_paused || disks_alone);
         let pauses = running && paused;
         if pauses {
             self.machine()?.pause()?;
         }
-        let begun = self
-            .machine()
-            .and_then(|machine| machine.begin_snapshot(File::from(file), running && !paused));
+        let begun = match file {
+            Some(file) => self
+                .machine()
+                .and_then(|machine| machine.begin_snapshot(File::from(file), running && !paused)),
+            None => Ok(()),
+        };
         if let Err(failure) = begun {
             if pauses {
                 self.machine()?.resume()?;
@@ -94,12 +99,15 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             } else {
                 Disks::NotCopied
             },
-            ended: None,
-            thread_needs_pause: true,
+            ended: disks_alone.then(|| Ok(Report::default())),
+            thread_needs_pause: !disks_alone,
         };
         self.pending.push(token);
         if !running || paused {
             self.quiet_disks(&mut snapshot)?;
+        }
+        if disks_alone && let Some(failure) = snapshot.failure.take() {
+            return self.finish(snapshot, Err(failure));
         }
         self.snapshot = Some(snapshot);
         Ok(())

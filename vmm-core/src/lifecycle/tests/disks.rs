@@ -127,6 +127,7 @@ fn a_request_that_is_pending_is_answered_at_its_deadline_without_a_notice() {
         log: log.clone(),
         inputs: sender.clone(),
         pause_fails: false,
+        commit_fails: false,
         fails: false,
         holds: Arc::default(),
         detached: Arc::default(),

@@ -12,7 +12,7 @@ fn save_with(id: u64, (paused, keep_paused): (bool, bool), description: &str) ->
     request(
         id,
         Request::Save {
-            file: file.into(),
+            file: Some(file.into()),
             paused,
             description: description.into(),
             keep_paused,
@@ -188,6 +188,81 @@ fn with_keep_paused_the_machine_stays_paused_until_its_disks_are_copied() {
             "8 ok Running web"
         ]
     );
+}
+
+fn disks_alone(id: u64) -> Input {
+    let save = Request::Save {
+        file: None,
+        paused: false,
+        description: Vec::new(),
+        keep_paused: false,
+        number: 0,
+    };
+    request(id, save)
+}
+
+#[test]
+fn a_snapshot_of_the_disks_alone_pauses_the_machine_until_they_are_copied_and_saves_nothing() {
+    let release = |give_up| request(8, Request::Release { give_up });
+    let stop = || request(9, Request::Stop);
+    let quiet = ["pause", "is Paused for a snapshot", "commit disks", "disks quiet"];
+    let copied = vec![
+        request(1, boot(false)),
+        disks_alone(2),
+        save(3, false, "x"),
+        request(4, Request::Resume),
+        release(false),
+        stop(),
+    ];
+    let log = log_of(copied, |_| ());
+    assert_eq!(log[..4], quiet);
+    assert_eq!(
+        log[4..],
+        [
+            "3 State",
+            "4 State",
+            "resume",
+            "is Running",
+            "2 saved 0",
+            "8 ok Running web"
+        ]
+    );
+    let given_up = vec![request(1, boot(false)), disks_alone(2), release(true), stop()];
+    let log = log_of(given_up, |_| ());
+    assert_eq!(log[..4], quiet);
+    assert_eq!(log[4..], ["resume", "is Running", "2 State", "8 ok Running web"]);
+    // Who has paused it has it paused.
+    let paused = vec![request(1, boot(true)), disks_alone(2), release(false), stop()];
+    assert_eq!(
+        log_of(paused, |_| ()),
+        ["commit disks", "disks quiet", "2 saved 0", "8 ok Paused web"]
+    );
+    let meanwhile = vec![
+        request(1, boot(false)),
+        disks_alone(2),
+        request(3, Request::Pause),
+        release(false),
+        stop(),
+    ];
+    assert_eq!(
+        log_of(meanwhile, |_| ())[4..],
+        ["is Paused", "3 ok Paused web", "2 saved 0", "8 ok Paused web"]
+    );
+}
+
+#[test]
+fn disks_that_can_not_be_made_quiet_are_in_no_snapshot_and_the_machine_goes_on() {
+    let inputs = || vec![request(1, boot(false)), disks_alone(2), request(9, Request::Stop)];
+    let log = log_of(inputs(), |builder| builder.commit_fails = true);
+    let going_on = log.iter().position(|line| line == "resume").unwrap();
+    assert_eq!(log[..3], ["pause", "is Paused for a snapshot", "commit disks"]);
+    assert_eq!(
+        log[going_on..going_on + 3],
+        ["resume", "is Running", "2 Resources"]
+    );
+    assert!(!log.contains(&"disks quiet".to_owned()));
+    let log = log_of(inputs(), |builder| builder.pause_fails = true);
+    assert_eq!(log.last().unwrap(), "2 Internal");
 }
 
 #[test]

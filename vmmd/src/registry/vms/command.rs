@@ -7,7 +7,7 @@ use proto::{
     model::mask::UpdateMask,
     v1,
 };
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{OwnedMutexGuard, mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
@@ -96,8 +96,8 @@ impl Life {
 /// A snapshot that a VM is restored from.
 #[derive(Clone, Debug)]
 pub struct Restore {
-    /// Its file, open for reading.
-    pub file: Arc<OwnedFd>,
+    /// Its file, open for reading. Without one the machine boots.
+    pub file: Option<Arc<OwnedFd>>,
     /// Memory is read when the guest accesses it.
     pub on_demand: bool,
     /// It is no file but a socket, over which another node sends the machine: that stays paused.
@@ -166,6 +166,17 @@ pub enum Command {
     ),
     /// For asking the running `vmm` itself.
     Client(Purpose, oneshot::Sender<Result<Client, Failure>>),
+    /// For copying the disks that its guest can write to.
+    Quiet(oneshot::Sender<Result<Quiet, Failure>>),
+}
+
+/// How nobody comes to write to the disks of a VM.
+#[derive(Debug)]
+pub enum Quiet {
+    /// Its `vmm` can be asked to pause it.
+    Runs(Client),
+    /// It does not run, and does not start before this is dropped.
+    Stopped(OwnedMutexGuard<()>),
 }
 
 /// What a client of a `vmm` is for.
@@ -285,7 +296,7 @@ impl Command {
         match self {
             Self::Life(Life { context, .. }) | Self::Disk { context, .. } => &context.trace,
             Self::Update { update, .. } => &update.context.trace,
-            Self::Reconsider | Self::Client(..) | Self::Handover(..) => "",
+            Self::Reconsider | Self::Client(..) | Self::Quiet(..) | Self::Handover(..) => "",
         }
     }
 }

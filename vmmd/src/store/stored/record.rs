@@ -142,6 +142,8 @@ stored! {
         allocated_bytes: u64,
         #[prost(message, optional, tag = "18")]
         retention: Option<RetentionRecord>,
+        #[prost(int32, tag = "19")]
+        kind: i32,
         #[prost(message, repeated, tag = "20")]
         begun: Vec<RequestMark>,
     }

@@ -89,7 +89,7 @@ impl Actor {
                 started,
             } => {
                 let restore = Restore {
-                    file: stream,
+                    file: Some(stream),
                     on_demand: false,
                     stream: true,
                     bytes: 0,

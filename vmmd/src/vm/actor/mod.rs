@@ -49,6 +49,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::Instrument;
 use uuid::Uuid;
 
+use self::run::DISKS_MINOR;
 use self::work::{Done, News, Start, Stop, Work};
 pub use self::{
     attachments::{Attachments, public_stats},
@@ -60,7 +61,7 @@ use super::{
     api::describe::View,
     instance::Instance,
     lifecycle::{
-        admission::{self, Refusal, Situation, Verdict, admit, admit_disk},
+        admission::{self, Place, Refusal, Situation, Verdict, admit, admit_disk},
         policy::Occasion,
         stop::Then,
     },
@@ -76,7 +77,7 @@ use crate::{
     operation::{Handle, Pending, Reporter, Type},
     registry::vms::{
         Entry,
-        command::{Answer, Command, Life, LifeReply, Mailbox, Purpose, Reply, Request},
+        command::{Answer, Command, Life, LifeReply, Mailbox, Purpose, Quiet, Reply, Request},
     },
     store::{Intent, VmRecord},
 };
@@ -307,6 +308,10 @@ impl Actor {
                 let _ = reply.send(self.client_for(purpose));
                 return ControlFlow::Continue(());
             }
+            Command::Quiet(reply) => {
+                let _ = reply.send(self.quiet());
+                return ControlFlow::Continue(());
+            }
         };
         if let Err(failure) = self.expected(&life.context) {
             let _ = life.reply.send(Err(failure));
@@ -376,6 +381,29 @@ impl Actor {
             self.knows_minor(UNLOCK_MINOR, "be migrated with disks that its guest can write to")?;
         }
         self.running_client()
+    }
+
+    /// For copying the disks that its guest can write to.
+    fn quiet(&self) -> Result<Quiet, Failure> {
+        let place = admit_disk(self.situation(), admission::DiskRequest::Attach);
+        match place.map_err(|refusal| refusal.into_failure(&self.record.name))? {
+            Place::Machine => {
+                if self.instance.is_some() {
+                    self.knows_minor(DISKS_MINOR, "take snapshots of its disks alone")?;
+                }
+                self.running_client().map(Quiet::Runs)
+            }
+            Place::Spec => match Arc::clone(&self.disks.offline).try_lock_owned() {
+                Ok(stopped) => Ok(Quiet::Stopped(stopped)),
+                Err(_) => {
+                    let message = format!(
+                        "the disks of VM \"{}\" are being resized or copied: wait until they are",
+                        self.record.name
+                    );
+                    Err(Failure::precondition("BUSY", message))
+                }
+            },
+        }
     }
 
     async fn begin(&mut self, situation: Situation, life: Life) -> ControlFlow<()> {

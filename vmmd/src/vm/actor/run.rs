@@ -59,6 +59,8 @@ pub const SNAPSHOT_MINOR: u32 = 4;
 pub const UNLOCK_MINOR: u32 = 6;
 /// That of a machine that is sent with its disks.
 pub const MIRROR_MINOR: u32 = 9;
+/// That of a `Save` of the disks alone.
+pub(super) const DISKS_MINOR: u32 = 11;
 
 impl Actor {
     pub(super) fn begin_change(&mut self, request: Request, reply: LifeReply) {

@@ -235,6 +235,10 @@ impl Unusable {
                 let _ = reply.send(Err(self.refusal()));
                 return false;
             }
+            Command::Quiet(reply) => {
+                let _ = reply.send(Err(self.refusal()));
+                return false;
+            }
             Command::Handover(_, reply) => {
                 let _ = reply.send(Err(self.refusal()));
                 return false;

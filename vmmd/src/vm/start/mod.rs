@@ -251,8 +251,8 @@ async fn run(
     let needs = match &restore {
         Some(_) if !received.is_empty() => MIRROR_MINOR,
         Some(restore) if restore.stream && has_disks => UNLOCK_MINOR,
-        Some(_) => SNAPSHOT_MINOR,
-        None => 0,
+        Some(restore) if restore.file.is_some() => SNAPSHOT_MINOR,
+        _ => 0,
     };
     let Checked {
         kvm,
@@ -319,9 +319,12 @@ async fn run(
             free_huge_pages,
         },
     );
+    let from = restore
+        .as_ref()
+        .and_then(|restore| Some((restore, restore.file.as_ref()?)));
     let boot = Boot {
         machine: Some(machine),
-        restore: restore.as_ref().map(|restore| vmm::Restore {
+        restore: from.map(|(restore, _)| vmm::Restore {
             snapshot_fd: u32::try_from(fds.len()).unwrap_or(u32::MAX),
             on_demand: restore.on_demand,
             stream: restore.stream,
@@ -329,9 +332,9 @@ async fn run(
         }),
         paused: restore.as_ref().is_some_and(|restore| restore.stream),
     };
-    let copied = match &restore {
-        Some(restore) => {
-            let file = restore.file.try_clone();
+    let copied = match from {
+        Some((restore, file)) => {
+            let file = file.try_clone();
             fds.push(file.map_err(|error| failed("open the snapshot", &error))?);
             restore.bytes
         }

@@ -32,7 +32,7 @@ impl Daemon {
         Ok(answer.into_inner())
     }
 
-    async fn export_snapshot(&self, name: &str) -> Result<Vec<u8>, Status> {
+    pub(super) async fn export_snapshot(&self, name: &str) -> Result<Vec<u8>, Status> {
         let mut stream = self.begin_export(name).await?;
         let Some(Exported::Open(open)) = stream.message().await?.unwrap().message else {
             panic!("it does not begin with what is exported");
@@ -41,7 +41,7 @@ impl Daemon {
         rest(stream).await
     }
 
-    async fn import_snapshot(&self, name: &str, archive: &[u8]) -> Result<v1::Snapshot, Status> {
+    pub(super) async fn import_snapshot(&self, name: &str, archive: &[u8]) -> Result<v1::Snapshot, Status> {
         self.import_as(name, archive, "").await
     }
 

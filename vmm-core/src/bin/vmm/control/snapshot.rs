@@ -14,7 +14,10 @@ pub(super) fn request(save: Save, fds: Vec<OwnedFd>) -> Result<Request, &'static
         return Err("the description of a snapshot has at most 512 KiB");
     }
     let index = usize::try_from(save.file_fd).unwrap_or(usize::MAX);
-    let file = fds.into_iter().nth(index).ok_or("Save without a file")?;
+    let file = match save.disks_alone {
+        true => None,
+        false => Some(fds.into_iter().nth(index).ok_or("Save without a file")?),
+    };
     Ok(Request::Save {
         file,
         paused: save.paused,

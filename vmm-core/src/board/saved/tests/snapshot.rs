@@ -392,15 +392,17 @@ fn a_guest_that_changes_its_memory_meanwhile_goes_on_in_the_machine_that_receive
     let kit = Kit::new(&COUNTER);
     let mut first = kit.started();
     assert_eq!(first.echo(b'x'), b'x');
-    for _ in 0..3 {
+    let (mut turns, mut changed) = (0, false);
+    // A guest that does not get a processor meanwhile changes nothing.
+    while turns < 3 || !changed {
+        assert!(turns < 50, "it never changes anything");
+        turns += 1;
         let (stream, report, rounds) = first.send();
         assert_eq!(report.file_bytes, stream.metadata().unwrap().len());
         let numbers: Vec<_> = rounds.iter().map(|round| round.number).collect();
         assert_eq!(numbers, (0..=report.rounds).collect::<Vec<_>>());
-        assert!(
-            rounds[0].sent_bytes > 0 && rounds[0].dirty_bytes > 0,
-            "{rounds:?}"
-        );
+        assert!(rounds[0].sent_bytes > 0, "{rounds:?}");
+        changed |= rounds[0].dirty_bytes > 0;
         assert!(report.memory_bytes >= rounds.last().unwrap().sent_bytes);
         let mut other = kit.received(stream).unwrap();
         assert_eq!(other.generation(), first.generation(), "it is the same machine");
