@@ -32,13 +32,19 @@ impl Output {
         }
     }
 
+    /// What it is written to.
+    pub fn fd(&self) -> &OwnedFd {
+        &self.fd
+    }
+
     /// Bytes that were taken out of the history and that the descriptor has not taken yet.
     pub fn pending(&self) -> usize {
         self.pending.len()
     }
 
-    /// Writes until there is no more, or the descriptor takes no more. An error means that nobody reads it.
-    pub fn pump(&mut self, history: &History, scratch: &mut [u8]) -> io::Result<()> {
+    /// Writes what was printed before `until`, as far as the descriptor takes it. What is printed meanwhile is left for the next time: it would be written
+    /// byte by byte. An error means that nobody reads it.
+    pub fn pump(&mut self, history: &History, scratch: &mut [u8], until: u64) -> io::Result<()> {
         while self.writable {
             let pending = self.pending.get(self.written..).unwrap_or_default();
             if !pending.is_empty() {
@@ -49,6 +55,9 @@ impl Output {
             }
             self.pending = Vec::new();
             self.written = 0;
+            if self.position >= until {
+                return Ok(());
+            }
             let read = history.read(&mut self.position, scratch);
             let text = scratch.get(..read.bytes).unwrap_or_default();
             if read.lost > 0 {

@@ -1,11 +1,18 @@
 //! Who types and reads: the terminal, and clients.
 
-use std::{os::fd::OwnedFd, sync::Arc};
+use std::{
+    io,
+    os::fd::{AsRawFd, OwnedFd},
+    sync::Arc,
+};
 
 use rustix::io::Errno;
-use vmm_sys_util::eventfd::EventFd;
+use vmm_sys_util::{
+    epoll::{ControlOperation, Epoll, EpollEvent, EventSet},
+    eventfd::EventFd,
+};
 
-use super::super::{output::Output, port::Port};
+use super::super::{history::History, output::Output, port::Port};
 
 /// A sender and reader: the terminal or a client. What an edge-triggered event said is noted here until it is used up.
 pub(super) struct Peer {
@@ -13,7 +20,46 @@ pub(super) struct Peer {
     pub(super) input: Option<Input>,
     /// Gone when nobody reads any more.
     pub(super) output: Option<Output>,
+    pub(super) room: Room,
     pub(super) client: bool,
+}
+
+/// Whether it is waited for that the descriptor of an output takes more. Only then the kernel is asked to tell: it would tell of each read of a client
+/// otherwise, and wake the thread.
+pub(super) struct Room {
+    /// How the descriptor is watched.
+    token: u64,
+    interest: EventSet,
+    /// The kernel is asked to tell.
+    awaited: bool,
+}
+
+impl Room {
+    /// Of a descriptor that is watched by `token` for `interest`.
+    pub(super) fn new(token: u64, interest: EventSet) -> Self {
+        Self {
+            token,
+            interest,
+            awaited: false,
+        }
+    }
+
+    fn wait_for(&mut self, output: &Output, epoll: &Epoll) -> io::Result<()> {
+        if self.awaited != output.writable {
+            return Ok(());
+        }
+        let interest = match output.writable {
+            true => self.interest,
+            false => self.interest | EventSet::OUT,
+        };
+        epoll.ctl(
+            ControlOperation::Modify,
+            output.fd().as_raw_fd(),
+            EpollEvent::new(interest, self.token),
+        )?;
+        self.awaited = !output.writable;
+        Ok(())
+    }
 }
 
 pub(super) struct Input {
@@ -26,6 +72,15 @@ pub(super) struct Input {
 impl Peer {
     pub(super) fn covers(&self, id: u64) -> bool {
         id == self.id || id == self.id.saturating_add(1)
+    }
+
+    /// Writes what was printed before `until`, as far as the descriptor takes it.
+    pub(super) fn pump(&mut self, history: &History, scratch: &mut [u8], until: u64, epoll: &Epoll) {
+        let Some(output) = &mut self.output else { return };
+        let pumped = output.pump(history, scratch, until);
+        if pumped.and_then(|()| self.room.wait_for(output, epoll)).is_err() {
+            self.output = None;
+        }
     }
 }
 

@@ -24,7 +24,7 @@ use super::{
         port::Port,
     },
     COALESCE, MAX_CLIENTS, Setup, Terminal,
-    peer::{Input, Peer},
+    peer::{Input, Peer, Room},
     set_nonblocking,
 };
 
@@ -168,9 +168,8 @@ impl Worker {
                 }
                 if let (Some(output), true) = (&mut peer.output, flags.contains(EventSet::OUT)) {
                     output.writable = true;
-                    if output.pump(&self.history, &mut self.scratch).is_err() {
-                        peer.output = None;
-                    }
+                    let end = self.history.end();
+                    peer.pump(&self.history, &mut self.scratch, end, &self.epoll);
                 }
             }
         }
@@ -219,12 +218,10 @@ impl Worker {
             escape: None,
         };
         let output = Output::new(Arc::clone(&socket), first, position);
-        self.watch(
-            &socket,
-            self.next_id,
-            EventSet::IN | EventSet::OUT | EventSet::READ_HANG_UP | EventSet::EDGE_TRIGGERED,
-        )?;
-        self.add_peer(input, output, true);
+        let id = self.next_id;
+        let interest = EventSet::IN | EventSet::READ_HANG_UP | EventSet::EDGE_TRIGGERED;
+        self.watch(&socket, id, interest)?;
+        self.add_peer(input, (output, Room::new(id, interest)), true);
         Ok(())
     }
 
@@ -236,25 +233,29 @@ impl Worker {
             escape: terminal.escape,
         };
         let (id, edge) = (self.next_id, EventSet::EDGE_TRIGGERED);
+        let room = Room::new(id.saturating_add(1), edge);
         self.watch_unless_file(&input, id, EventSet::IN | edge)?;
-        self.watch_unless_file(&output, id.saturating_add(1), EventSet::OUT | edge)?;
-        self.add_peer(watched, Output::new(output, Vec::new(), 0), false);
+        self.watch_unless_file(&output, id.saturating_add(1), edge)?;
+        self.add_peer(watched, (Output::new(output, Vec::new(), 0), room), false);
         Ok(())
     }
 
     /// Takes a peer in that is watched by the next free id and, where its output is apart, the one after it.
-    fn add_peer(&mut self, input: Input, mut output: Output, client: bool) {
+    fn add_peer(&mut self, input: Input, (output, room): (Output, Room), client: bool) {
         let id = self.next_id;
         self.next_id = id.saturating_add(2);
-        let alive = output.pump(&self.history, &mut self.scratch).is_ok();
-        self.peers.push(Peer {
+        let mut peer = Peer {
             id,
             input: Some(input),
-            output: alive.then_some(output),
+            output: Some(output),
+            room,
             client,
-        });
+        };
+        let end = self.history.end();
+        peer.pump(&self.history, &mut self.scratch, end, &self.epoll);
+        self.peers.push(peer);
         if !self.armed && self.due.is_none() {
-            self.rearm(self.history.end());
+            self.rearm(end);
         }
     }
 
@@ -289,28 +290,19 @@ impl Worker {
     fn pump_output(&mut self) {
         let end = self.history.end();
         self.due = None;
-        self.pump_log();
+        self.pump_log(end);
         for peer in &mut self.peers {
-            if peer
-                .output
-                .as_mut()
-                .is_some_and(|output| output.pump(&self.history, &mut self.scratch).is_err())
-            {
-                peer.output = None;
-            }
+            peer.pump(&self.history, &mut self.scratch, end, &self.epoll);
         }
         self.rearm(end);
     }
 
-    fn pump_log(&mut self) {
+    fn pump_log(&mut self, until: u64) {
         let Some(log) = &mut self.log else { return };
-        loop {
+        while self.logged < until {
             let read = self.history.read(&mut self.logged, &mut self.scratch);
             if read.lost > 0 {
                 log.append(&notice(read.lost));
-            }
-            if read.bytes == 0 {
-                return;
             }
             log.append(self.scratch.get(..read.bytes).unwrap_or_default());
         }

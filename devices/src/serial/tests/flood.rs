@@ -1,9 +1,12 @@
 //! A guest that prints without end.
 
-use std::{fs, io::Read, os::unix::net::UnixStream, thread};
+use std::{fs, io::Read, os::unix::net::UnixStream, thread, time::Instant};
 
 use super::{
-    super::log::{DEFAULT_LIMIT, Log},
+    super::{
+        log::{DEFAULT_LIMIT, Log},
+        server::COALESCE,
+    },
     server::Rig,
     *,
 };
@@ -27,6 +30,43 @@ fn follow(mut client: UnixStream) -> (usize, usize) {
         .filter_map(|part| part.rsplit('[').next()?.parse::<usize>().ok())
         .sum();
     (dots, lost)
+}
+
+/// A guest that prints all the time wakes the thread, and readers, each four milliseconds and not with each byte: however fast they read.
+#[test]
+fn readers_that_keep_up_are_written_to_once_in_a_while() {
+    let rig = Rig::with(Capacity::default(), None);
+    let readers = (0..5).map(|_| {
+        let (mut client, _) = rig.attach();
+        thread::spawn(move || {
+            let (mut chunk, mut reads, mut last) = (vec![0; 64 << 10], 0, 0);
+            while last != b'\n' {
+                let count = client.read(&mut chunk).unwrap();
+                assert!(count > 0, "the connection ended after {reads} reads");
+                last = chunk[count - 1];
+                reads += 1;
+            }
+            reads
+        })
+    });
+    let readers: Vec<_> = readers.collect();
+    let began = Instant::now();
+    let mut printed = 0_u64;
+    while began.elapsed() < COALESCE * 50 {
+        print(&rig.uart, b".");
+        printed += 1;
+    }
+    print(&rig.uart, b"\n");
+    let reads = readers.into_iter().map(|reader| reader.join().unwrap());
+    let reads: Vec<u64> = reads.collect();
+    // What is written in one go may be read in two.
+    let rounds = u64::try_from(began.elapsed().as_millis() / COALESCE.as_millis()).unwrap() + 2;
+    let chunks = printed.div_ceil(16 << 10);
+    let most = 2 * (rounds + chunks);
+    assert!(
+        reads.iter().all(|reads| *reads <= most),
+        "{reads:?} of {most}, {printed} bytes"
+    );
 }
 
 /// Memory of this process that is in no file, in bytes.
