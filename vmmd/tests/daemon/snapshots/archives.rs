@@ -134,10 +134,10 @@ async fn rest(mut stream: Streaming<v1::ExportSnapshotResponse>) -> Result<Vec<u
 }
 
 /// Kind and content of each part.
-type Parts = Vec<(u32, Vec<u8>)>;
+pub(super) type Parts = Vec<(u32, Vec<u8>)>;
 
 /// The parts of an archive.
-fn parts(archive: &[u8]) -> Parts {
+pub(super) fn parts(archive: &[u8]) -> Parts {
     let (mut parts, mut rest) = (Vec::new(), &archive[BEGIN..]);
     while let Some((header, behind)) = rest.split_first_chunk::<8>() {
         let number = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().unwrap());
@@ -150,7 +150,7 @@ fn parts(archive: &[u8]) -> Parts {
 }
 
 /// An archive of these parts, whose checksums are right.
-fn sealed(parts: &[(u32, Vec<u8>)]) -> Vec<u8> {
+pub(super) fn sealed(parts: &[(u32, Vec<u8>)]) -> Vec<u8> {
     let mut archive = b"vmmdsnapshot\x01\0\0\0".to_vec();
     let mut checksum = crc32c::crc32c(&archive);
     for (kind, content) in parts {

@@ -2,7 +2,10 @@
 
 use std::os::unix::fs::MetadataExt as _;
 
-use super::*;
+use super::{
+    archives::{parts, sealed},
+    *,
+};
 
 impl Daemon {
     async fn disks_alone(&self, name: &str, paused: bool) -> Result<v1::Snapshot, Status> {
@@ -205,4 +208,17 @@ async fn one_goes_to_another_node() {
     booted(&there, "copy").await;
     assert_eq!(content(&there.raw_disks()[0]), "until the snapshot");
     assert!(fs::metadata(there.snapshot_disk()).unwrap().blocks() > 0);
+
+    // One that says so and has memory too, and one of a kind that is not there.
+    let mut with_memory = parts(&archive);
+    with_memory[1].1[4] = 1;
+    let mut unknown = parts(&archive);
+    assert_eq!(unknown[0].1.pop(), Some(2));
+    unknown[0].1.push(3);
+    for wrong in [with_memory, unknown] {
+        let refused = there.import_snapshot("two", &sealed(&wrong)).await.unwrap_err();
+        let invalid = (Code::InvalidArgument, "ARCHIVE_INVALID".to_owned());
+        assert_eq!(refusal(&refused), invalid, "{refused}");
+    }
+    assert_eq!(there.snapshot_names().await, ["one"]);
 }
