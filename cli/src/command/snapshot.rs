@@ -10,7 +10,7 @@ use crate::{
         snapshot::{Clone, CreateSnapshot, ListSnapshots, Restore, Snapshot},
     },
     client::{COPY, Client, QUICK, WORK, about_snapshot, call, empty_answer, send},
-    failure::{Failure, Result},
+    failure::{Code, Failure, Result},
     manifest::{emit, schema},
     output::{
         self,
@@ -64,6 +64,15 @@ async fn create(client: &Client, args: &CreateSnapshot) -> Result<()> {
     let response = send!(client.limit(COPY), client.snapshots, create_snapshot, request).await;
     let response = response.map_err(|failure| about_snapshot(failure, &args.name))?;
     let snapshot = response.snapshot.ok_or_else(empty_answer)?;
+    let kind = snapshot.spec.clone().unwrap_or_default().kind();
+    if args.disks_only && kind != v1::SnapshotKind::Disks {
+        let message = format!(
+            "snapshot/{} was created with the VM's memory too: the daemon is of an older version, which knows no snapshots of disks alone",
+            args.name
+        );
+        let failure = Failure::new(Code::Precondition, message);
+        return Err(failure.hint("delete it, unless you want it: `vmmctl snapshot rm`"));
+    }
     output::line(format!(
         "snapshot/{} created ({})",
         args.name,

@@ -2,7 +2,10 @@
 
 use std::{fs, os::unix::fs::PermissionsExt as _};
 
-use crate::support::{Daemon, done, run, snapshot::DAMAGED};
+use crate::support::{
+    Daemon, done, run,
+    snapshot::{DAMAGED, OLD},
+};
 
 fn names(folder: &std::path::Path) -> Vec<String> {
     let entries = fs::read_dir(folder).unwrap();
@@ -109,6 +112,13 @@ fn a_snapshot_of_disks_alone_says_that_it_is_one() {
             .lines()
             .any(|line| line.split_whitespace().eq(["Kind:", "disks"])),
         "{shown}"
+    );
+    let old = ["snapshot", "create", OLD, "--vm", "web", "--disks-only"];
+    let (code, stdout, stderr) = run(&daemon, &old);
+    assert_eq!((code, stdout.as_str()), (5, ""));
+    assert!(
+        stderr.contains("memory too") && stderr.contains("snapshot rm"),
+        "{stderr}"
     );
 }
 

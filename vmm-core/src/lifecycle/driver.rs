@@ -236,8 +236,9 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                     keep_paused,
                     number,
                 } => match self.begin_snapshot((token, number), file, (paused, keep_paused), description) {
-                    Ok(()) => return Next::GoOn,
-                    Err(failure) => Err(failure),
+                    Ok(Ok(())) => return Next::GoOn,
+                    Ok(Err(failure)) => Err(failure),
+                    Err(failure) => return Self::lost(&failure),
                 },
                 Request::Send {
                     socket,
@@ -275,7 +276,8 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                     return self.answer(token, begun);
                 }
                 Request::ResizeDisk { name, capacity } => {
-                    self.machine().and_then(|it| it.resize_disk(&name, capacity))
+                    let sizes = self.keeps_sizes();
+                    sizes.and_then(|()| self.machine()?.resize_disk(&name, capacity))
                 }
                 Request::SetRateLimit { target, limit } => {
                     self.machine().and_then(|it| it.set_rate_limit(&target, limit))

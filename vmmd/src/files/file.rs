@@ -245,6 +245,11 @@ fn open_claimed(path: &Path, within: Within<'_>, access: OFlags) -> Result<Owned
     }
 }
 
+/// Who on the node uses an open file, beside VMs: a loop device, a mounted file system, swap. As it is written in a sentence.
+pub fn node_user_of(fd: impl AsFd) -> Option<String> {
+    in_use::user(&rustix::fs::fstat(fd).ok()?)
+}
+
 /// Who on the node uses a file, beside VMs.
 fn node_user(path: &Path) -> Option<String> {
     in_use::user(&rustix::fs::stat(path).ok()?)

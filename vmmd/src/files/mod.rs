@@ -27,7 +27,7 @@ use proto::{
 
 use self::file::{identity, identity_at, open_image};
 pub use self::{
-    file::{OpenFile, PATH_NOT_ALLOWED, Use, open_image_file, open_kvm},
+    file::{OpenFile, PATH_NOT_ALLOWED, Use, node_user_of, open_image_file, open_kvm},
     known::{Known, any_of, any_of_disks, key},
     look::{had, look, outside},
 };

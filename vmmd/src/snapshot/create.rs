@@ -26,7 +26,7 @@ use crate::{
     host::Host,
     operation::{Progress, Type},
     registry::vms::command::{Command, Purpose, Quiet},
-    store::{SnapshotRecord, SnapshotStage},
+    store::{InstanceRecord, SnapshotRecord, SnapshotStage},
     sys, text,
     vm::refused,
 };
@@ -86,7 +86,8 @@ pub async fn create(
         true => None,
         false => Some(Source::of_disks(host, &record.vm_name).await?),
     };
-    find_vm(host, &mut record, request.paused).await?;
+    let stopped = matches!(disks, Some(Source::DisksOfStopped { .. }));
+    find_vm(host, &mut record, (request.paused, stopped)).await?;
     fault::hold(&host.config.run_dir, "snapshot-validated").await;
     let locks = match &disks {
         // Whoever else has them may write to them.
@@ -125,7 +126,7 @@ pub async fn create(
         .begin(Type::SnapshotCreate, &object, context, None);
     operation.progress(Progress::steps(0, STEPS), "writing the snapshot");
     let cancel = Cancel(cancel, operation.token().clone());
-    let made = make(host, &record, images, source, request.paused, &cancel).await;
+    let made = make(host, &mut record, images, source, request.paused, &cancel).await;
     let made = made.map(|reply| {
         record.completed_ms = text::now_ms();
         record.size_bytes = reply.file_bytes;
@@ -153,6 +154,11 @@ fn most(record: &SnapshotRecord) -> u64 {
 struct Cancel(CancellationToken, CancellationToken);
 
 impl Cancel {
+    /// The snapshot is not wanted any more.
+    fn is_cancelled(&self) -> bool {
+        self.0.is_cancelled() || self.1.is_cancelled()
+    }
+
     /// Ends with the failure when the snapshot is not wanted any more.
     async fn cancelled(&self) -> Failure {
         tokio::select! {
@@ -209,14 +215,26 @@ fn validate(request: &v1::CreateSnapshotRequest) -> Result<SnapshotRecord, Failu
 }
 
 /// Notes in the record which VM it is of, and what that is.
-async fn find_vm(host: &Host, record: &mut SnapshotRecord, paused: bool) -> Result<(), Failure> {
+async fn find_vm(
+    host: &Host,
+    record: &mut SnapshotRecord,
+    (paused, stopped): (bool, bool),
+) -> Result<(), Failure> {
     let vm = &record.vm_name;
     let entry = host.vms.get(vm).ok_or_else(|| Failure::no_vm(vm))?;
     let uid = entry.uid.as_bytes().to_vec();
     let of = host.store.vm(&uid).await.map_err(store_failure)?;
     let of = of.ok_or_else(|| Failure::no_vm(vm))?;
+    if of.replacing.is_some() {
+        let message = format!(
+            "the disks that VM \"{vm}\" was restored with do not have their names yet: start it, or start it again, and see what the log says"
+        );
+        return Err(Failure::precondition("BUSY", message));
+    }
     let run = match of.instance {
         None if record.has_machine() => return Err(not_running(vm)),
+        // Of a run that has ended.
+        _ if stopped => InstanceRecord::default(),
         run => run.unwrap_or_default(),
     };
     if let Some(disk) = run.attaching.first() {
@@ -269,7 +287,7 @@ async fn client(host: &Host, vm: &str) -> Result<Client, Failure> {
 
 async fn make(
     host: &Arc<Host>,
-    record: &SnapshotRecord,
+    record: &mut SnapshotRecord,
     images: disks::Images,
     source: Source,
     paused: bool,
@@ -286,10 +304,11 @@ async fn make(
         let synced = folder.sync().map(|()| file);
         synced.map_err(|error| failed("make the snapshot's file", &error))
     });
-    let file: File = tokio::select! {
-        file = preparing => file?,
-        failure = cancel.cancelled() => return Err(failure),
-    };
+    // Waited for in any case: what it makes is removed when the snapshot is not made.
+    let file: File = preparing.await?;
+    if cancel.is_cancelled() {
+        return Err(cancelled("nothing was made"));
+    }
     let written = match source.client() {
         Some(client) => {
             let with_memory = matches!(source, Source::Machine(_));
@@ -319,13 +338,15 @@ async fn make(
     if source.client().is_some() {
         check_devices(host, record).await?;
     }
+    // A VM that does not run can be started from here on.
+    drop(source);
     // The `vmm` is not trusted: the length is the one that the daemon sees, and nobody may change the file from now on.
     let of = record.clone();
-    let (file_bytes, has_writer) = blocking(host, move |folder| {
+    let (lengths, file_bytes, has_writer) = blocking(host, move |folder| {
         let looked = (|| {
-            disks::sync(&folder, &of)?;
+            let lengths = disks::sync(&folder, &of)?;
             let file = File::open(folder.path(&of))?;
-            Ok((file.metadata()?.len(), sys::has_writer(&file)?))
+            Ok((lengths, file.metadata()?.len(), sys::has_writer(&file)?))
         })();
         looked.map_err(|error| failed("look at the snapshot's file", &error))
     })
@@ -337,6 +358,7 @@ async fn make(
         );
         return Err(Failure::new(Kind::Internal, "VMM_MISBEHAVES", message));
     }
+    disks::note_sizes(record, &lengths);
     Ok(SaveReply { file_bytes, ..reply })
 }
 
@@ -374,13 +396,14 @@ async fn save(
         };
         match early {
             Some(Err(failure)) => Err(failure),
-            Some(Ok(_)) => {
-                let message =
-                    "its vmm process is of an older version that does not wait for the disks: restart the VM";
-                Err(Failure::precondition("VMM_TOO_OLD", message))
-            }
+            Some(Ok(_)) => Err(did_not_wait()),
             None => {
-                let copied = copy_disks(host, record, images, &disk::Control::default()).await;
+                let control = disk::Control::default();
+                let copied = tokio::select! {
+                    copied = copy_disks(host, record, images, &control) => copied,
+                    // The guest may write again.
+                    early = &mut saving => return early.and(Err(did_not_wait())),
+                };
                 client.clone().release().await;
                 let saved = (&mut saving).await;
                 copied.and(saved)
@@ -405,6 +428,11 @@ async fn save(
             Err(given_up.map_or_else(|_| cancelled(GOES_ON), |_| failure))
         }
     }
+}
+
+fn did_not_wait() -> Failure {
+    let message = "its vmm process is of an older version that does not wait for the disks: restart the VM";
+    Failure::precondition("VMM_TOO_OLD", message)
 }
 
 /// Refused when a device has come or gone since the record was made: the machine that was saved is not the one of the record. Later than that none does

@@ -175,6 +175,9 @@ impl Described {
         {
             return Err(refuse("has other disks than those that the VM writes to"));
         }
+        if kind == v1::SnapshotKind::Disks && self.disks.is_empty() {
+            return Err(refuse("has neither memory nor disks"));
+        }
         let disks = self.disks.into_iter().map(Disk::checked);
         Ok(SnapshotRecord {
             uid: Uuid::new_v4().as_bytes().to_vec(),

@@ -71,6 +71,14 @@ pub fn open(host: &Host, wire: &v1::VmSpec, locks: Locks) -> Result<Images, Fail
         let opened = open_for_reading(host, disk, locks)?;
         let file = File::from(opened.fd);
         let label = format!("disk \"{}\"", disk.name);
+        if locks == Locks::Take
+            && let Some(user) = files::node_user_of(&file)
+        {
+            return Err(Failure::precondition(
+                "DISK_IN_USE",
+                format!("{label} is in use by {user}"),
+            ));
+        }
         let looked = file.metadata().map_err(|error| failed(&label, &error))?;
         if looked.file_type().is_block_device() {
             let message = format!("{label} is a block device: a snapshot can only have disks that are files");
@@ -154,12 +162,25 @@ pub fn copy(
     Ok(())
 }
 
-/// Makes the copies durable. Blocking.
-pub fn sync(folder: &Folder, record: &SnapshotRecord) -> io::Result<()> {
-    for number in 0..record.disks.len() {
-        File::open(folder.disk(record, number))?.sync_all()?;
+/// Makes the copies durable; returns their lengths. Blocking.
+pub fn sync(folder: &Folder, record: &SnapshotRecord) -> io::Result<Vec<u64>> {
+    let synced = (0..record.disks.len()).map(|number| {
+        let copy = File::open(folder.disk(record, number))?;
+        copy.sync_all()?;
+        Ok(copy.metadata()?.len())
+    });
+    let lengths = synced.collect::<io::Result<_>>()?;
+    folder.sync().map(|()| lengths)
+}
+
+/// Notes how large the disks are whose copies are so long: one may have grown since it was looked at.
+pub fn note_sizes(record: &mut SnapshotRecord, lengths: &[u64]) {
+    let raw = i32::from(v1::DiskFormat::Raw);
+    for (disk, length) in record.disks.iter_mut().zip(lengths) {
+        if disk.format == raw {
+            disk.capacity_bytes = *length;
+        }
     }
-    folder.sync()
 }
 
 /// What a start of the snapshot's own VM puts back; nothing when there are no disks.

@@ -10,7 +10,10 @@ use proto::v1;
 use rustix::mount::{MountFlags, UnmountFlags};
 use tonic::{Code, Status};
 
-use crate::harness::{Daemon, refusal};
+use crate::{
+    harness::{Daemon, refusal},
+    snapshots::disks_alone::of_disks,
+};
 
 /// A file with an ext4 file system, a loop device above it, and a folder to mount that at. All of it goes when it is dropped.
 struct Loop {
@@ -106,6 +109,15 @@ async fn a_device_that_is_mounted_and_the_file_behind_it_are_no_writable_disks()
             "{answer:?}"
         );
     }
+    // What the node writes to is in no snapshot as if nobody did.
+    let snapshot = of_disks("one", "file", false);
+    let refused = daemon.snapshots().await.create_snapshot(snapshot).await;
+    let refused = refused.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::FailedPrecondition, "DISK_IN_USE".into())
+    );
+    assert!(refused.message().contains(&mounted), "{}", refused.message());
     device.unmount();
     // The file is still the loop device's; the device is nobody's, and then the VM's alone.
     assert!(daemon.start_vm("file").await.is_err());

@@ -1,7 +1,7 @@
 //! Snapshots, and VMs that go on from them.
 
 mod archives;
-mod disks_alone;
+pub mod disks_alone;
 mod limits;
 mod retention;
 
@@ -29,7 +29,7 @@ use crate::{
 };
 
 impl Daemon {
-    async fn snapshots(&self) -> SnapshotServiceClient<Channel> {
+    pub async fn snapshots(&self) -> SnapshotServiceClient<Channel> {
         SnapshotServiceClient::new(connect(self.folder.path()).await)
     }
 

@@ -14,6 +14,7 @@ use crate::{
     console::Client,
     harness::{Daemon, refusal, status, vm_pid},
     namespace::Namespace,
+    snapshots::disks_alone::of_disks,
 };
 
 const STORE: &[u8] = include_bytes!("golden/first-release.redb.gz");
@@ -221,6 +222,9 @@ async fn a_vmm_of_the_protocol_version_before_is_driven_until_a_restart_replaces
         daemon.kill_and_restart().await;
         assert_eq!(status(&daemon.get("web").await.unwrap()).phase(), VmPhase::Paused);
         assert_eq!(status(&resume(&daemon, "web").await).phase(), VmPhase::Running);
+        let snapshot = of_disks("one", "web", true);
+        let refused = daemon.snapshots().await.create_snapshot(snapshot).await;
+        assert_eq!(refusal(&refused.unwrap_err()), too_old);
         // Disks come and go as they did.
         let attached = daemon.attach("web", disk(&daemon, "data")).await.unwrap();
         assert_eq!(phase(status(&attached), "data"), Some(AttachmentPhase::Attached));

@@ -13,6 +13,8 @@ use super::{Answer, State, lock, refusal};
 
 /// A snapshot whose archive can't be read to the end.
 pub const DAMAGED: &str = "damaged";
+/// A snapshot that is taken by a daemon that knows no kinds.
+pub const OLD: &str = "old";
 /// Bytes of an archive in a message.
 const PIECE: usize = 1000;
 
@@ -57,6 +59,9 @@ impl SnapshotService for State {
             ..Default::default()
         });
         let name = taken.metadata.clone().unwrap_or_default().name;
+        if let Some(spec) = taken.spec.as_mut().filter(|_| name == OLD) {
+            spec.kind = v1::SnapshotKind::Unspecified.into();
+        }
         lock(&self.taken).insert(name, taken.clone());
         Ok(Response::new(v1::CreateSnapshotResponse {
             snapshot: Some(taken),

@@ -51,24 +51,25 @@ enum Disks {
 }
 
 impl<A: Audience, B: Builder> Driver<A, B> {
-    /// Begins a snapshot, or without a file one of the disks alone. The answer comes when it is done.
+    /// Begins a snapshot, or without a file one of the disks alone. The answer comes when it is done. The outer error is one of the machine, which can't go
+    /// on.
     pub(super) fn begin_snapshot(
         &mut self,
         (token, number): (Token, u64),
         file: Option<OwnedFd>,
         (paused, keep_paused): (bool, bool),
         description: Vec<u8>,
-    ) -> Result<(), Failure> {
+    ) -> Result<Result<(), Failure>, Failure> {
         if self.snapshot.is_some() {
-            return Err(refused("a snapshot of this machine is being taken already"));
+            return Ok(Err(refused("a snapshot of this machine is being taken already")));
         }
         let began = Instant::now();
         let running = self.publisher.state() == State::Running;
         let disks_alone = file.is_none();
         let (paused, keep_paused) = (paused || disks_alone, keep_paused || disks_alone);
         let pauses = running && paused;
-        if pauses {
-            self.machine()?.pause()?;
+        if pauses && let Err(failure) = self.machine()?.pause() {
+            return Ok(Err(failure));
         }
         let begun = match file {
             Some(file) => self
@@ -80,7 +81,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             if pauses {
                 self.machine()?.resume()?;
             }
-            return Err(failure);
+            return Ok(Err(failure));
         }
         if pauses {
             self.publisher.paused_for(PauseReason::Snapshot);
@@ -107,10 +108,10 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             self.quiet_disks(&mut snapshot)?;
         }
         if disks_alone && let Some(failure) = snapshot.failure.take() {
-            return self.finish(snapshot, Err(failure));
+            return self.finish(snapshot, Err(failure)).map(Ok);
         }
         self.snapshot = Some(snapshot);
-        Ok(())
+        Ok(Ok(()))
     }
 
     /// Begins to send the running machine to another `vmm`. The answer comes when it is sent.
@@ -212,6 +213,16 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             Some(_) => Err(refused(
                 "a snapshot of this machine is being taken: try again when that is done",
             )),
+        }
+    }
+
+    /// Why no disk can be made larger now: its image is being copied.
+    pub(super) fn keeps_sizes(&self) -> Result<(), Failure> {
+        match &self.snapshot {
+            Some(snapshot) if snapshot.disks == Disks::Quiet => Err(refused(
+                "the disks of this machine are being copied for a snapshot: try again when that is done",
+            )),
+            _ => Ok(()),
         }
     }
 

@@ -205,13 +205,19 @@ fn disks_alone(id: u64) -> Input {
 fn a_snapshot_of_the_disks_alone_pauses_the_machine_until_they_are_copied_and_saves_nothing() {
     let release = |give_up| request(8, Request::Release { give_up });
     let stop = || request(9, Request::Stop);
+    let resize = |id| {
+        let (name, capacity) = ("data".into(), Some(4096));
+        request(id, Request::ResizeDisk { name, capacity })
+    };
     let quiet = ["pause", "is Paused for a snapshot", "commit disks", "disks quiet"];
     let copied = vec![
         request(1, boot(false)),
         disks_alone(2),
         save(3, false, "x"),
         request(4, Request::Resume),
+        resize(5),
         release(false),
+        resize(6),
         stop(),
     ];
     let log = log_of(copied, |_| ());
@@ -221,10 +227,13 @@ fn a_snapshot_of_the_disks_alone_pauses_the_machine_until_they_are_copied_and_sa
         [
             "3 State",
             "4 State",
+            "5 State",
             "resume",
             "is Running",
             "2 saved 0",
-            "8 ok Running web"
+            "8 ok Running web",
+            "resize data Some(4096)",
+            "6 ok Running web"
         ]
     );
     let given_up = vec![request(1, boot(false)), disks_alone(2), release(true), stop()];

@@ -368,7 +368,9 @@ impl Actor {
                 busy => return Err(Refusal::Busy(busy).into_failure(&self.record.name)),
             }
         }
-        if purpose != Purpose::Stats && self.instance.is_some() {
+        // One that does not answer has not said what it knows.
+        let client = self.running_client()?;
+        if purpose != Purpose::Stats {
             self.knows_minor(SNAPSHOT_MINOR, "take snapshots or be migrated")?;
         }
         if matches!(purpose, Purpose::Migration { is_newer: true, .. }) {
@@ -380,7 +382,7 @@ impl Actor {
         if matches!(purpose, Purpose::Migration { has_disks: true, .. }) {
             self.knows_minor(UNLOCK_MINOR, "be migrated with disks that its guest can write to")?;
         }
-        self.running_client()
+        Ok(client)
     }
 
     /// For copying the disks that its guest can write to.
@@ -388,10 +390,10 @@ impl Actor {
         let place = admit_disk(self.situation(), admission::DiskRequest::Attach);
         match place.map_err(|refusal| refusal.into_failure(&self.record.name))? {
             Place::Machine => {
-                if self.instance.is_some() {
-                    self.knows_minor(DISKS_MINOR, "take snapshots of its disks alone")?;
-                }
-                self.running_client().map(Quiet::Runs)
+                // One that does not answer has not said what it knows.
+                let client = self.running_client()?;
+                self.knows_minor(DISKS_MINOR, "take snapshots of its disks alone")?;
+                Ok(Quiet::Runs(client))
             }
             Place::Spec => match Arc::clone(&self.disks.offline).try_lock_owned() {
                 Ok(stopped) => Ok(Quiet::Stopped(stopped)),

@@ -110,6 +110,12 @@ pub async fn start(host: Arc<Host>, mut plan: Plan, cancel: CancellationToken) -
     let began = Instant::now();
     let name = plan.record.name.clone();
     let offline = Arc::clone(&plan.offline);
+    if offline.try_lock().is_err() {
+        plan.report.progress(
+            Progress::steps(0, STEPS),
+            "waiting until its disks are resized or copied",
+        );
+    }
     let _files_are_whole = tokio::select! {
         whole = offline.lock() => whole,
         () = cancel.cancelled() => return Err(cancelled(&name)),

@@ -109,7 +109,10 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
 /// The VM's NICs with their addresses.
 fn nics(plan: &Plan) -> Vec<(String, Mac)> {
     let none = Hardware::default();
-    let hardware = plan.record.hardware.as_ref().unwrap_or(&none);
+    // That of the run: a VM that is restored may have another one by now.
+    let run = plan.record.instance.as_ref();
+    let hardware = run.and_then(|run| run.hardware.as_ref());
+    let hardware = hardware.or(plan.record.hardware.as_ref()).unwrap_or(&none);
     let nics = plan.spec.nics.iter();
     let addressed = nics.filter_map(|nic| {
         let mac = machine::mac(hardware, nic.name.as_str())?;

@@ -9,7 +9,7 @@ use super::{
 
 impl Daemon {
     async fn disks_alone(&self, name: &str, paused: bool) -> Result<v1::Snapshot, Status> {
-        let request = disks_alone(name, paused);
+        let request = of_disks(name, "web", paused);
         let answer = self.snapshots().await.create_snapshot(request).await?;
         Ok(answer.into_inner().snapshot.unwrap())
     }
@@ -19,7 +19,7 @@ impl Daemon {
         let held = self.hold(held);
         let mut client = self.snapshots().await;
         let waiting = tokio::spawn(async move {
-            let answer = client.create_snapshot(disks_alone("one", true)).await?;
+            let answer = client.create_snapshot(of_disks("one", "web", true)).await?;
             Ok(answer.into_inner().snapshot.unwrap())
         });
         reached(&held).await;
@@ -31,8 +31,9 @@ impl Daemon {
     }
 }
 
-fn disks_alone(name: &str, paused: bool) -> v1::CreateSnapshotRequest {
-    let mut request = create_request(name, "web", paused);
+/// A request for one of the disks of a VM.
+pub fn of_disks(name: &str, vm: &str, paused: bool) -> v1::CreateSnapshotRequest {
+    let mut request = create_request(name, vm, paused);
     let spec = request.snapshot.as_mut().unwrap().spec.as_mut().unwrap();
     spec.kind = v1::SnapshotKind::Disks.into();
     request
@@ -170,7 +171,7 @@ async fn a_vm_without_disks_of_its_own_and_an_unknown_kind_are_refused() {
         refusal(&nothing),
         (Code::FailedPrecondition, "SNAPSHOT_DISKS".into())
     );
-    let mut request = disks_alone("one", true);
+    let mut request = of_disks("one", "web", true);
     request.snapshot.as_mut().unwrap().spec.as_mut().unwrap().kind = 9;
     let unknown = daemon.snapshots().await.create_snapshot(request).await;
     let unknown = unknown.unwrap_err();
@@ -186,7 +187,7 @@ async fn a_daemon_that_is_killed_while_a_vm_stands_still_leaves_it_running_and_n
     let mut daemon = Daemon::start().await;
     with_disk_and(&daemon, "mock.save=stand").await;
     let mut client = daemon.snapshots().await;
-    let taking = tokio::spawn(async move { client.create_snapshot(disks_alone("one", true)).await });
+    let taking = tokio::spawn(async move { client.create_snapshot(of_disks("one", "web", true)).await });
     daemon.wait_phase("web", VmPhase::Paused).await;
     daemon.kill();
     taking.await.unwrap().unwrap_err();
