@@ -174,13 +174,19 @@ impl<R: Read + AsFd> Follow<R> {
     /// end of `wanted`. Fails with what was read when the stream ends or the deadline passes first.
     pub fn until(&mut self, wanted: &str, deadline: Deadline) -> Result<String> {
         let mut chunk = [0u8; 4096];
+        let longest = wanted.len().max(self.end.map_or(0, str::len));
+        // Neither is before this.
+        let mut looked = self.done;
         loop {
-            let fresh = self.bytes.get(self.done..).unwrap_or_default();
+            let from = looked.saturating_sub(longest.saturating_sub(1)).max(self.done);
+            let fresh = self.bytes.get(from..).unwrap_or_default();
             if let Some(at) = find(fresh, wanted.as_bytes()) {
-                let found = fresh.get(..at + wanted.len()).unwrap_or_default();
-                self.done += found.len();
+                let end = from + at + wanted.len();
+                let found = self.bytes.get(self.done..end).unwrap_or_default();
+                self.done = end;
                 return Ok(String::from_utf8_lossy(found).into_owned());
             }
+            looked = self.bytes.len();
             if let Some(end) = self.end.filter(|end| find(fresh, end.as_bytes()).is_some()) {
                 bail!(
                     "{end:?} came before {wanted:?}; read so far:\n{}",
