@@ -267,6 +267,34 @@ async fn a_mac_address_is_one_nics_in_a_network() {
     daemon.start_vm("b").await.unwrap();
 }
 
+/// Of a VM that is restored beside the snapshot's own, and may have its addresses where something else keeps them apart.
+#[tokio::test]
+async fn addresses_in_a_network_are_one_vms_even_if_others_may_share_them() {
+    let namespace = Namespace::new();
+    let mut daemon = Daemon::in_network(&namespace.0).await;
+    daemon
+        .make_network("lan", "10.80.0.0/24", NetworkMode::Nat)
+        .await
+        .unwrap();
+    let before = daemon.start_in("web", nic("lan")).await.unwrap();
+    daemon.snapshot("one", "web", false).await.unwrap();
+    let request = v1::RestoreVmRequest {
+        snapshot: "one".into(),
+        vm: "copy".into(),
+        share_addresses: true,
+        ..Default::default()
+    };
+    let refused = daemon.snapshots().await.restore_vm(request).await.unwrap_err();
+    assert_eq!(refusal(&refused), (Code::FailedPrecondition, "MAC_IN_USE".into()));
+    assert!(refused.message().contains("VM \"web\""), "{refused}");
+
+    // Nothing is left of it, and the first one has what it had.
+    let names: Vec<_> = daemon.list().await.into_iter().map(|vm| vm.metadata.unwrap().name).collect();
+    assert_eq!(names, ["web"]);
+    let leases = daemon.network("lan").await.unwrap().status.unwrap().leases;
+    assert_eq!(leases.len(), before.len(), "{leases:?}");
+}
+
 #[tokio::test]
 async fn a_nic_that_moves_to_another_network_is_held_to_its_new_address_alone() {
     let namespace = Namespace::new();

@@ -33,7 +33,7 @@ impl Daemon {
         SnapshotServiceClient::new(connect(self.folder.path()).await)
     }
 
-    async fn snapshot(&self, name: &str, vm: &str, paused: bool) -> Result<v1::Snapshot, Status> {
+    pub async fn snapshot(&self, name: &str, vm: &str, paused: bool) -> Result<v1::Snapshot, Status> {
         let request = create_request(name, vm, paused);
         let answer = self.snapshots().await.create_snapshot(request).await?;
         Ok(answer.into_inner().snapshot.unwrap())
