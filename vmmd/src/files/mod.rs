@@ -363,6 +363,9 @@ fn not_shared(label: &str) -> Failure {
 pub fn user(image: &OpenFile, ledger: &Ledger) -> String {
     match ledger.user_of(image.id) {
         Some(vm) => format!("VM \"{vm}\""),
+        None if sys::is_locked_here(&image.fd) => {
+            "vmmd, for another operation: wait until that has ended".to_owned()
+        }
         None => sys::lock_holder(&image.fd).unwrap_or_else(|| "another program".to_owned()),
     }
 }

@@ -181,7 +181,7 @@ fn each_wrong_disk_has_its_own_words() {
 fn a_disk_in_use_names_its_user_and_readers_share() {
     let mut case = case();
     let files = case.open().unwrap();
-    assert!(case.refused().1.contains("another program"));
+    assert!(case.refused().1.contains("in use by vmmd, for another operation"));
     let claim = case.ledger.claim("other").unwrap();
     claim.set_disks(files.disks[0].ids.clone());
     assert!(case.refused().1.contains("in use by VM \"other\""));

@@ -52,13 +52,15 @@ pub async fn restore(
             "a fresh VM has addresses of its own",
         ));
     }
+    // Of a VM that is not the snapshot's own.
+    let machine = if fresh { Machine::Booted } else { Machine::OfVm };
     let by_this = host.requests.made_by_restore(context);
-    let own = host.vms.get(&name).filter(|entry| {
+    let there = host.vms.get(&name).filter(|entry| {
         let uid = entry.uid.as_bytes().as_slice();
         uid == record.vm_uid || Some(uid) == by_this.as_deref()
     });
-    match own.map(|entry| entry.uid.as_bytes().as_slice() == record.vm_uid) {
-        Some(_) if fresh => {
+    match there.map(|entry| entry.uid.as_bytes().as_slice() == record.vm_uid) {
+        Some(true) if fresh => {
             let message = format!("there is a VM \"{name}\" already: a fresh one needs a name of its own");
             Err(Failure::new(Kind::Exists, "VM_EXISTS", message))
         }
@@ -67,11 +69,11 @@ pub async fn restore(
             start(host, record, &name, Machine::OfSnapshot, on_demand, context).await
         }
         // An earlier daemon has created the VM for this request.
-        Some(false) => start(host, record, &name, Machine::OfVm, request.on_demand, context).await,
+        Some(false) => start(host, record, &name, machine, request.on_demand, context).await,
         None => {
             let new = New {
                 name: &name,
-                machine: if fresh { Machine::Booted } else { Machine::OfVm },
+                machine,
                 share_addresses: request.share_addresses,
             };
             make_and_start(host, record, &new, request.on_demand, context).await
@@ -130,6 +132,7 @@ async fn make_and_start(
     };
     let started = match result {
         Ok(()) => {
+            fault::hold(&host.config.run_dir, "restore-made").await;
             let started = start(host, record, name, new.machine, on_demand, context).await;
             if started.is_err() {
                 delete(host, name, context).await;

@@ -122,25 +122,45 @@ fn lock_range(file: BorrowedFd<'_>, lock_type: i32, range: Range) -> io::Result<
 /// A process of this node that has a lock on the file: "qemu-img (process 4711)". For a message; what it can't find out
 /// it does not know.
 pub fn lock_holder(file: impl AsFd) -> Option<String> {
-    let stat = rustix::fs::fstat(file).ok()?;
-    let (major, minor) = (rustix::fs::major(stat.st_dev), rustix::fs::minor(stat.st_dev));
-    // proc_pid_fdinfo(5): "lock:	1: OFDLCK ADVISORY WRITE -1 fd:01:1234 100 299".
-    let wanted = format!(" {major:02x}:{minor:02x}:{} ", stat.st_ino);
+    let wanted = Locked::on(file)?;
     let own = std::process::id();
     let numbers = fs::read_dir("/proc").ok()?.flatten();
     let mut processes = numbers.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    let holds = |process: u32| {
+    let process = processes.find(|process| *process != own && wanted.by(*process))?;
+    let name = fs::read_to_string(format!("/proc/{process}/comm")).ok()?;
+    Some(format!("{} (process {process})", crate::text::brief_line(&name)))
+}
+
+/// Whether this process has a file locked.
+pub fn is_locked_here(file: impl AsFd) -> bool {
+    Locked::on(file).is_some_and(|wanted| wanted.by(std::process::id()))
+}
+
+/// Looks for locks of a file.
+struct Locked {
+    /// What each has in its line of proc_pid_fdinfo(5): "lock:	1: OFDLCK ADVISORY WRITE -1 fd:01:1234 100 299".
+    file: String,
+}
+
+impl Locked {
+    fn on(file: impl AsFd) -> Option<Self> {
+        let stat = rustix::fs::fstat(file).ok()?;
+        let (major, minor) = (rustix::fs::major(stat.st_dev), rustix::fs::minor(stat.st_dev));
+        Some(Self {
+            file: format!(" {major:02x}:{minor:02x}:{} ", stat.st_ino),
+        })
+    }
+
+    /// Whether a process has one.
+    fn by(&self, process: u32) -> bool {
         let infos = fs::read_dir(format!("/proc/{process}/fdinfo"));
         let mut infos = infos.into_iter().flatten().flatten();
         infos.any(|info| {
             let text = fs::read_to_string(info.path()).unwrap_or_default();
-            text.lines()
-                .any(|line| line.starts_with("lock:") && line.contains(&wanted))
+            let mut locks = text.lines().filter(|line| line.starts_with("lock:"));
+            locks.any(|line| line.contains(&self.file))
         })
-    };
-    let process = processes.find(|process| *process != own && holds(*process))?;
-    let name = fs::read_to_string(format!("/proc/{process}/comm")).ok()?;
-    Some(format!("{} (process {process})", crate::text::brief_line(&name)))
+    }
 }
 
 #[cfg(test)]
@@ -159,7 +179,9 @@ mod tests {
         drop(first);
         assert!(!lock_file(&second, LockKind::Exclusive).unwrap());
         assert!(!lock_file(&second, LockKind::Shared).unwrap());
+        assert!(is_locked_here(&second));
         drop(passed_on);
+        assert!(!is_locked_here(&second));
         assert!(lock_file(&second, LockKind::Exclusive).unwrap());
     }
 

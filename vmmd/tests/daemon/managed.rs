@@ -289,7 +289,12 @@ async fn addresses_in_a_network_are_one_vms_even_if_others_may_share_them() {
     assert!(refused.message().contains("VM \"web\""), "{refused}");
 
     // Nothing is left of it, and the first one has what it had.
-    let names: Vec<_> = daemon.list().await.into_iter().map(|vm| vm.metadata.unwrap().name).collect();
+    let names: Vec<_> = daemon
+        .list()
+        .await
+        .into_iter()
+        .map(|vm| vm.metadata.unwrap().name)
+        .collect();
     assert_eq!(names, ["web"]);
     let leases = daemon.network("lan").await.unwrap().status.unwrap().leases;
     assert_eq!(leases.len(), before.len(), "{leases:?}");

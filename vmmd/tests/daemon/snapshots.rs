@@ -83,12 +83,16 @@ impl Daemon {
         names.filter(|name| name.starts_with('.')).collect()
     }
 
-    /// Begins to restore the VM "web" with the request id "again", and waits until it has come to where it is held.
-    async fn restore_until(&self, held: &str) -> JoinHandle<Result<v1::Vm, Status>> {
+    /// Begins to restore a VM, and waits until that has come to where it is held.
+    async fn restore_until(
+        &self,
+        held: &str,
+        request: v1::RestoreVmRequest,
+    ) -> JoinHandle<Result<v1::Vm, Status>> {
         let held = self.hold(held);
         let mut client = self.snapshots().await;
         let waiting = tokio::spawn(async move {
-            let answer = client.restore_vm(with_id()).await?;
+            let answer = client.restore_vm(request).await?;
             Ok(answer.into_inner().vm.unwrap())
         });
         reached(&held).await;
@@ -155,6 +159,7 @@ async fn reached(held: &Path) {
     }
 }
 
+/// Restores the VM "web" with the request id "again".
 fn with_id() -> v1::RestoreVmRequest {
     v1::RestoreVmRequest {
         snapshot: "one".into(),
@@ -621,7 +626,7 @@ async fn a_restored_vm_that_runs_when_the_daemon_is_killed_keeps_the_disks_of_th
  {
     for held in ["put-back", "put-back-committed"] {
         let (mut daemon, image) = stopped_behind_its_snapshot().await;
-        let waiting = daemon.restore_until(held).await;
+        let waiting = daemon.restore_until(held, with_id()).await;
         assert_eq!(content(&image), "behind the snapshot");
         daemon.kill();
         assert!(waiting.await.unwrap().is_err());
@@ -641,7 +646,7 @@ async fn a_restore_that_ends_with_the_daemon_and_the_vmm_is_undone_unless_it_was
         ("put-back-committed", "until the snapshot"),
     ] {
         let (mut daemon, image) = stopped_behind_its_snapshot().await;
-        let waiting = daemon.restore_until(held).await;
+        let waiting = daemon.restore_until(held, with_id()).await;
         daemon.kill();
         assert!(waiting.await.unwrap().is_err());
         for pid in daemon.vmm_processes() {
@@ -690,6 +695,37 @@ async fn disks_of_a_restore_that_ended_with_the_daemon_are_removed_and_a_retry_m
     daemon.delete("copy", true).await.unwrap();
     daemon.kill_and_restart().await;
     assert_eq!(daemon.raw_disks().len(), 1);
+}
+
+#[tokio::test]
+async fn a_vm_that_a_restore_made_when_the_daemon_was_killed_is_started_by_the_retry() {
+    for identity in [v1::RestoreIdentity::Same, v1::RestoreIdentity::Fresh] {
+        let mut daemon = Daemon::start().await;
+        with_disk(&daemon).await;
+        daemon.snapshot("one", "web", true).await.unwrap();
+        let request = v1::RestoreVmRequest {
+            vm: "copy".into(),
+            identity: identity.into(),
+            ..with_id()
+        };
+        let waiting = daemon.restore_until("restore-made", request.clone()).await;
+        daemon.kill();
+        assert!(waiting.await.unwrap().is_err());
+        fs::remove_file(daemon.path("run/fault/restore-made")).unwrap();
+        daemon.relaunch().await;
+        let made = daemon.get("copy").await.unwrap();
+        assert_ne!(status(&made).phase(), VmPhase::Running, "{identity:?}");
+        let again = daemon.snapshots().await.restore_vm(request).await.unwrap();
+        let vm = again.into_inner().vm.unwrap();
+        assert_eq!(status(&vm).phase(), VmPhase::Running, "{identity:?}");
+        assert_eq!(vm.metadata.unwrap().uid, made.metadata.unwrap().uid);
+        let says = match identity {
+            v1::RestoreIdentity::Fresh => "booted copy\r\n",
+            _ => "restored from snapshot of web\r\n",
+        };
+        Client::open(&daemon, "copy").await.expect(says).await;
+        assert_eq!(daemon.raw_disks().len(), 1);
+    }
 }
 
 #[tokio::test]

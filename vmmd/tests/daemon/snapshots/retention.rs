@@ -9,7 +9,7 @@ use std::{
 use proto::{v1, well_known};
 use tonic::{Code, Status};
 
-use super::{create_request, reached, stopped_behind_its_snapshot, with_image};
+use super::{create_request, reached, stopped_behind_its_snapshot, with_id, with_image};
 use crate::harness::{Daemon, PATIENCE, refusal};
 
 fn keep(keep_last: u32) -> v1::SnapshotRetention {
@@ -130,7 +130,7 @@ async fn a_snapshot_that_is_exported_stays_until_the_next_time() {
 #[tokio::test]
 async fn a_snapshot_that_is_restored_can_not_be_deleted_before_its_vm_runs() {
     let (daemon, _) = stopped_behind_its_snapshot().await;
-    let waiting = daemon.restore_until("put-back").await;
+    let waiting = daemon.restore_until("put-back", with_id()).await;
     let delete = || async {
         let request = v1::DeleteSnapshotRequest {
             name: "one".into(),
