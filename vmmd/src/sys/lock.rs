@@ -138,7 +138,7 @@ pub fn is_locked_here(file: impl AsFd) -> bool {
 
 /// Looks for locks of a file.
 struct Locked {
-    /// What each has in its line of proc_pid_fdinfo(5): "lock:	1: OFDLCK ADVISORY WRITE -1 fd:01:1234 100 299".
+    /// What the line of each has of it (proc_pid_fdinfo(5)): "lock: 1: OFDLCK ADVISORY WRITE -1 fd:01:1234 100 299".
     file: String,
 }
 
