@@ -363,10 +363,13 @@ fn not_shared(label: &str) -> Failure {
 pub fn user(image: &OpenFile, ledger: &Ledger) -> String {
     match ledger.user_of(image.id) {
         Some(vm) => format!("VM \"{vm}\""),
-        None if sys::is_locked_here(&image.fd) => {
-            "vmmd, for another operation: wait until that has ended".to_owned()
-        }
-        None => sys::lock_holder(&image.fd).unwrap_or_else(|| "another program".to_owned()),
+        None => sys::lock_holder(&image.fd).unwrap_or_else(|| {
+            let user = match sys::is_locked_here(&image.fd) {
+                true => "vmmd, for another operation: wait until that has ended",
+                false => "another program",
+            };
+            user.to_owned()
+        }),
     }
 }
 

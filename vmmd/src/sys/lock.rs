@@ -126,14 +126,15 @@ pub fn lock_holder(file: impl AsFd) -> Option<String> {
     let own = std::process::id();
     let numbers = fs::read_dir("/proc").ok()?.flatten();
     let mut processes = numbers.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    let process = processes.find(|process| *process != own && wanted.by(*process))?;
+    let process = processes.find(|process| *process != own && wanted.by(*process, ""))?;
     let name = fs::read_to_string(format!("/proc/{process}/comm")).ok()?;
     Some(format!("{} (process {process})", crate::text::brief_line(&name)))
 }
 
-/// Whether this process has a file locked.
+/// Whether this process has a file locked by another descriptor than this one, which may have a part of a lock that was refused.
 pub fn is_locked_here(file: impl AsFd) -> bool {
-    Locked::on(file).is_some_and(|wanted| wanted.by(std::process::id()))
+    let this = file.as_fd().as_raw_fd().to_string();
+    Locked::on(file).is_some_and(|wanted| wanted.by(std::process::id(), &this))
 }
 
 /// Looks for locks of a file.
@@ -151,10 +152,11 @@ impl Locked {
         })
     }
 
-    /// Whether a process has one.
-    fn by(&self, process: u32) -> bool {
+    /// Whether a process has one by another descriptor than that of this number.
+    fn by(&self, process: u32, but: &str) -> bool {
         let infos = fs::read_dir(format!("/proc/{process}/fdinfo"));
-        let mut infos = infos.into_iter().flatten().flatten();
+        let infos = infos.into_iter().flatten().flatten();
+        let mut infos = infos.filter(|info| info.file_name() != but);
         infos.any(|info| {
             let text = fs::read_to_string(info.path()).unwrap_or_default();
             let mut locks = text.lines().filter(|line| line.starts_with("lock:"));
@@ -180,6 +182,7 @@ mod tests {
         assert!(!lock_file(&second, LockKind::Exclusive).unwrap());
         assert!(!lock_file(&second, LockKind::Shared).unwrap());
         assert!(is_locked_here(&second));
+        assert!(!is_locked_here(&passed_on), "its own does not count");
         drop(passed_on);
         assert!(!is_locked_here(&second));
         assert!(lock_file(&second, LockKind::Exclusive).unwrap());
