@@ -3,6 +3,7 @@
 
 use std::time::Instant;
 
+use serde_json::json;
 use vmmd_tests::storage::{Disk, Format};
 use vmmd_tests::two_daemons::load::{Fio, Iperf, bring_fio};
 use vmmd_tests::two_daemons::traveller::{Connection, SMALL, Traveller};
@@ -29,6 +30,8 @@ fn debian(case: &Case, bridge: &str) -> VmSpec {
         .with_disk(Disk::new("root", Format::Raw, &root))
         .with_disk(Disk::new("data", Format::Raw, &data))
         .nic("eth0", bridge)
+        // It begins as the address of a tap does, and is none: the node reaches the guest by another port of the bridge.
+        .set("/nics/0/mac", json!("fe:00:00:00:c8:02"))
         .cmdline(&format!(
             "{SMALL} norandmaps root=/dev/vda rw ip={}:::255.255.255.0::eth0:off net.ifnames=0",
             Connection::GUEST

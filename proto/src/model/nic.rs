@@ -196,10 +196,13 @@ impl Mac {
         self.0
     }
 
-    /// A locally administered unicast address with these random bits.
+    /// A locally administered unicast address with these random bits. Its first byte is never `fe`, which those of taps begin with.
     pub fn local(random: [u8; 6]) -> Self {
         let [first, rest @ ..] = random;
-        let first = (first & 0xfc) | 0x02;
+        let first = match (first & 0xfc) | 0x02 {
+            0xfe => 0xf6,
+            first => first,
+        };
         Self([first, rest[0], rest[1], rest[2], rest[3], rest[4]])
     }
 }

@@ -197,12 +197,17 @@ fn open_queues(tap: &str, queues: u16) -> Result<io::Result<Vec<OwnedFd>>, Failu
     Ok(Ok(opened))
 }
 
+/// First byte of a tap's own address, and that of one whose NIC begins with it as well.
+const TAP: u8 = 0xfe;
+const TAP_OF_SUCH_A_NIC: u8 = 0xfa;
+
 /// The tap's own address: the NIC's with a first byte above any that a bridge takes for itself (it takes the lowest
-/// of its ports), so that the bridge's address doesn't change as VMs come and go.
+/// of its ports), so that the bridge's address doesn't change as VMs come and go. Never the NIC's own: what comes to the address of a port, a
+/// bridge takes for the node.
 fn host_mac(mac: Mac) -> [u8; 6] {
-    let [_, rest @ ..] = mac.octets();
-    let [b, c, d, e, f] = rest;
-    [0xfe, b, c, d, e, f]
+    let [first, b, c, d, e, f] = mac.octets();
+    let first = if first == TAP { TAP_OF_SUCH_A_NIC } else { TAP };
+    [first, b, c, d, e, f]
 }
 
 async fn existing(links: &Links, nic: &Nic, tap: &str, mac: Mac) -> Result<Tap, Failure> {
@@ -342,5 +347,13 @@ mod tests {
     fn a_tap_never_lends_its_address_to_the_bridge() {
         let mac = "52:54:00:12:34:56".parse().unwrap();
         assert_eq!(host_mac(mac), [0xfe, 0x54, 0, 0x12, 0x34, 0x56]);
+    }
+
+    #[test]
+    fn a_tap_never_has_the_address_of_its_nic() {
+        for first in (0..=0xfe).step_by(2) {
+            let mac = Mac::try_from([first, 2, 3, 4, 5, 6]).unwrap();
+            assert_ne!(host_mac(mac), mac.octets(), "{mac}");
+        }
     }
 }

@@ -88,9 +88,18 @@ async fn taps_join_the_bridge_with_its_mtu_and_vanish_with_the_vmm() {
         nic("eth1", Attachment::Bridge("br0".into())),
         nic("eth2", Attachment::Tap("tap9".into())),
     ];
+    // The first byte of a tap's own address.
+    vm.spec.as_mut().unwrap().nics[0].mac = "fe:00:00:00:00:01".into();
     daemon.create(vm.clone()).await.unwrap();
     let running = daemon.start_vm("web").await.unwrap();
     let nics = status(&running).nics.clone();
+    for nic in &nics[..2] {
+        let own = network.ip(&format!("-o link show {}", nic.tap));
+        assert!(
+            !own.contains(&nic.mac),
+            "a bridge takes what is for its port's address for the node: {own}"
+        );
+    }
     let mut taps = [nics[0].tap.clone(), nics[1].tap.clone()];
     taps.sort();
     let mut found = network.ports("br0");
