@@ -30,7 +30,7 @@ fn debian(case: &Case, bridge: &str) -> VmSpec {
         .with_disk(Disk::new("root", Format::Raw, &root))
         .with_disk(Disk::new("data", Format::Raw, &data))
         .nic("eth0", bridge)
-        // It begins as the address of a tap does, and is none: the node reaches the guest by another port of the bridge.
+        // The first byte is that of taps' own addresses: a tap must not have its NIC's, or nobody reaches the guest by another port of the bridge.
         .set("/nics/0/mac", json!("fe:00:00:00:c8:02"))
         .cmdline(&format!(
             "{SMALL} norandmaps root=/dev/vda rw ip={}:::255.255.255.0::eth0:off net.ifnames=0",
