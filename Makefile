@@ -83,7 +83,7 @@ test: tools ## Run the tests, also those in the test node; installs what is miss
 	$(MAKE) lint-deb
 	code=0; $(NODE) --name test with -- nice -n 5 \
 		$(CARGO) nextest run --locked --workspace $(FEATURES) --profile ci --test-threads $$((2 * $(JOBS))) $(TESTS) || code=$$?; \
-		.ci/report $$(($$(date +%s) - $$(cat target/began))); exit $$code
+		.ci/report $$(($$(date +%s) - $$(cat target/began))) || code=1; exit $$code
 
 .PHONY: long
 long: export VMMD_LONG = 1
