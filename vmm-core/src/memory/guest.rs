@@ -25,8 +25,9 @@ use super::{
     huge::{self, NotEnough},
     layout::{RAM_ALIGNMENT, RAM_MAX, RAM_MIN, ram_ranges},
     locate,
-    mapping::{self, Mapping, Source},
+    mapping::{Mapping, Source},
     populate,
+    replaced::Replaced,
 };
 
 /// How RAM is backed on the host.
@@ -84,8 +85,8 @@ pub struct GuestRam {
     size: u64,
     /// All pages are there and stay; of this size at the least.
     resident: Option<u64>,
-    /// It began as the content of a file.
-    of_file: bool,
+    /// It began as the content of a file: the parts that zeroes have replaced.
+    of_file: Option<Arc<Replaced>>,
 }
 
 impl GuestRam {
@@ -133,7 +134,7 @@ impl GuestRam {
             file,
             size,
             resident,
-            of_file: false,
+            of_file: None,
         })
     }
 
@@ -164,7 +165,7 @@ impl GuestRam {
             file: None,
             size,
             resident: None,
-            of_file: true,
+            of_file: Some(Arc::default()),
         })
     }
 
@@ -196,22 +197,15 @@ impl GuestRam {
         };
         for region in self.memory.iter() {
             let length = region.size();
-            region.bitmap().mark_dirty(0, length);
-            if self.of_file {
+            let dropped = match (&self.of_file, &self.file) {
                 // Dropped pages would have the file's content again.
                 // SAFETY: the range is a private mapping of ours, alive while the region is, and unmapped as a whole by its owner.
                 // Nobody holds references into guest memory.
-                unsafe { mapping::replace_with_zeroes(region.as_ptr(), length) }
-                    .map_err(|errno| host("replacing", errno.into()))?;
-                continue;
-            }
-            match &self.file {
-                Some(_) => continue,
-                // SAFETY: the range is a private anonymous mapping of ours, alive while the region is; reading it
-                // gives zeroes from then on. Nobody holds references into guest memory.
-                None => unsafe { madvise(region.as_ptr().cast(), length, Advice::LinuxDontNeed) }
-                    .map_err(|errno| host("dropping", errno.into()))?,
-            }
+                (Some(replaced), _) => unsafe { replaced.all(region.as_ptr(), length) },
+                (None, Some(_)) => Ok(()),
+                (None, None) => drop_pages(region),
+            };
+            dropped.map_err(|errno| host("dropping", errno.into()))?;
         }
         if let Some(file) = &self.file {
             fallocate(
@@ -221,6 +215,10 @@ impl GuestRam {
                 self.size,
             )
             .map_err(|errno| host("dropping", errno.into()))?;
+        }
+        // After the change: a capture that takes the marks then reads the pages after the change.
+        for region in self.memory.iter() {
+            region.bitmap().mark_dirty(0, region.size());
         }
         Ok(())
     }
@@ -234,14 +232,25 @@ impl GuestRam {
     pub fn file(&self) -> Option<&Arc<File>> {
         self.file.as_ref()
     }
+
+    /// The parts of RAM that zeroes have replaced, if it began as the content of a file.
+    pub(super) fn replaced(&self) -> Option<&Arc<Replaced>> {
+        self.of_file.as_ref()
+    }
 }
 
-/// What a region holds at first.
+/// Gives all pages of a region of private anonymous memory back to the host: it reads as zeroes from then on.
+pub(crate) fn drop_pages(region: &GuestRegionMmap<DirtyBitmap>) -> Result<(), Errno> {
+    // SAFETY: the range is a private mapping of ours, alive while the region is. There are no references into guest memory.
+    unsafe { madvise(region.as_ptr().cast(), region.size(), Advice::LinuxDontNeed) }
+}
+
 /// Memory of `bytes` that is no RAM and has no place of its own yet, of small pages or huge ones as there are.
 pub(crate) fn detached_region(bytes: u64) -> Result<GuestRegionMmap<DirtyBitmap>, RamError> {
     region(&(0..bytes), Content::Zeroes, &MemoryOptions::default())
 }
 
+/// Initial content of a region.
 #[derive(Clone, Copy)]
 enum Content<'a> {
     Zeroes,

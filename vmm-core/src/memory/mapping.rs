@@ -145,20 +145,3 @@ impl Mapping {
         unsafe { madvise(self.address.as_ptr().cast(), self.length, advice) }
     }
 }
-
-/// Puts untouched anonymous memory in the place of a private mapping, at the same address: KVM's slots and all pointers stay valid.
-///
-/// # Safety
-/// The range is a private mapping of this process whose owner unmaps it by address and length, and nobody holds a reference into it.
-pub(super) unsafe fn replace_with_zeroes(address: *mut u8, length: usize) -> Result<(), Errno> {
-    let protection = ProtFlags::READ | ProtFlags::WRITE;
-    let flags = MapFlags::FIXED | MapFlags::PRIVATE | MapFlags::NORESERVE;
-    // SAFETY: by the caller's promise.
-    unsafe { mmap_anonymous(address.cast(), length, protection, flags) }?;
-    for advice in [Advice::LinuxDontDump, Advice::LinuxHugepage] {
-        // SAFETY: none of the advice changes what the memory holds. A kernel that refuses it has small pages, or cores with guest
-        // memory in them.
-        let _ = unsafe { madvise(address.cast(), length, advice) };
-    }
-    Ok(())
-}

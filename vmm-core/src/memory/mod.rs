@@ -8,6 +8,7 @@ pub mod locate;
 mod mapping;
 mod populate;
 mod reclaim;
+mod replaced;
 
 pub use guest::{Backing, GuestRam, RamError};
 pub use load::{LoadError, load_file};

@@ -65,15 +65,16 @@ pub(super) fn touch(memory: &GuestMemory, page: u64) -> io::Result<()> {
 
 /// Writes zeroes over all of it and marks it as changed. No vCPU and no device may run.
 pub(super) fn zero(memory: &GuestMemory, page: u64) -> io::Result<()> {
-    for region in memory.iter() {
-        region.bitmap().mark_dirty(0, region.size());
-    }
     in_parallel(memory, page, |piece| {
         // SAFETY: the range is a part of a writable mapping that is alive while `memory` is. Nobody holds references into
         // guest memory, and by the caller's promise nobody else writes to it.
         unsafe { piece.address.write_bytes(0, piece.length) };
-        Ok(())
-    })
+        Ok::<_, io::Error>(())
+    })?;
+    for region in memory.iter() {
+        region.bitmap().mark_dirty(0, region.size());
+    }
+    Ok(())
 }
 
 /// Processors that this thread may run on. Not [`thread::available_parallelism`]: that one opens files of cgroups.

@@ -11,14 +11,16 @@ use rustix::{
 };
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress, bitmap::Bitmap};
 
-use super::GuestRam;
+use super::{GuestRam, replaced::Replaced};
 
 /// Drops pages of RAM that lies in ordinary pages: private ones by MADV_DONTNEED, those of a memfd by a hole in it, which
-/// takes them from everybody who maps it. Huge pages of hugetlbfs can't be dropped in part.
+/// removes them from all mappings of it. Dropped pages of a private file mapping would have the file's content again:
+/// anonymous memory replaces them. Huge pages of hugetlbfs cannot be dropped in part.
 #[derive(Debug)]
 pub struct RamReclaim {
     memory: GuestMemory,
     file: Option<Arc<std::fs::File>>,
+    replaced: Option<Arc<Replaced>>,
 }
 
 impl RamReclaim {
@@ -27,6 +29,7 @@ impl RamReclaim {
         Self {
             memory: ram.memory().clone(),
             file: ram.file().cloned(),
+            replaced: ram.replaced().cloned(),
         }
     }
 }
@@ -43,28 +46,33 @@ impl Reclaim for RamReclaim {
         if start.checked_add(length).is_none_or(|end| end > region.len()) {
             return Err(outside());
         }
-        region.bitmap().mark_dirty(offset, size);
-        if let (Some(file), Some(place)) = (&self.file, region.file_offset()) {
+        let dropped = if let (Some(file), Some(place)) = (&self.file, region.file_offset()) {
             let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-            return Ok(fallocate(
-                file,
-                flags,
-                place.start().saturating_add(start),
-                length,
-            )?);
-        }
-        let pointer = region
-            .get_host_address(MemoryRegionAddress(start))
-            .map_err(io::Error::other)?;
-        // SAFETY: the range was checked to lie in a private anonymous mapping of ours, which `memory` keeps alive; reading
-        // it gives zeroes from then on. Nobody holds references into guest memory.
-        Ok(unsafe { madvise(pointer.cast(), size, Advice::LinuxDontNeed) }?)
+            fallocate(file, flags, place.start().saturating_add(start), length)
+        } else {
+            let pointer = region
+                .get_host_address(MemoryRegionAddress(start))
+                .map_err(io::Error::other)?;
+            match &self.replaced {
+                // SAFETY: the range was checked to lie in a private mapping of ours, which `memory` keeps alive and unmaps as a
+                // whole. There are no references into guest memory.
+                Some(replaced) => unsafe { replaced.part(pointer, size) },
+                // SAFETY: the range was checked to lie in a private anonymous mapping of ours, which `memory` keeps alive;
+                // reading it gives zeroes from then on. There are no references into guest memory.
+                None => unsafe { madvise(pointer.cast(), size, Advice::LinuxDontNeed) },
+            }
+        };
+        // After the change: a capture that takes the mark then reads the pages after the change.
+        region.bitmap().mark_dirty(offset, size);
+        Ok(dropped?)
     }
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use std::os::unix::fs::FileExt;
+
     use vm_memory::Bytes;
 
     use super::{
@@ -102,6 +110,45 @@ mod tests {
                 assert!(bytes == *expected.as_flattened(), "{backing:?}");
             }
         }
+    }
+
+    /// RAM of RAM_MIN bytes that is a private mapping of a file of 0xaa.
+    fn of_file() -> GuestRam {
+        let file = tempfile::tempfile().unwrap();
+        let bytes = vec![0xaa; 2 << 20];
+        for offset in (0..RAM_MIN).step_by(bytes.len()) {
+            file.write_all_at(&bytes, offset).unwrap();
+        }
+        GuestRam::of_file(&file, &[(0..RAM_MIN, 0)], false).unwrap()
+    }
+
+    fn byte(ram: &GuestRam, address: u64) -> u8 {
+        ram.memory().read_obj(GuestAddress(address)).unwrap()
+    }
+
+    #[test]
+    fn reclaimed_pages_of_a_mapped_file_read_as_zeroes() {
+        const MAPPED: u64 = 8 << 20;
+        let ram = of_file();
+        let reclaim = RamReclaim::new(&ram);
+        ram.memory().iter().next().unwrap().get_mmap().bitmap().start();
+        // Read, written and untouched pages; then one that anonymous memory has replaced already.
+        assert_eq!(byte(&ram, 4096), 0xaa);
+        ram.memory().write_obj(7_u8, GuestAddress(2 * 4096)).unwrap();
+        reclaim.reclaim(GuestAddress(4096), 3 * 4096).unwrap();
+        reclaim.reclaim(GuestAddress(MAPPED), 2 << 20).unwrap();
+        ram.memory().write_obj(7_u8, GuestAddress(MAPPED)).unwrap();
+        reclaim.reclaim(GuestAddress(MAPPED), 4096).unwrap();
+        let marked = |page| ram.memory().iter().next().unwrap().bitmap().dirty_at(page << 12);
+        for page in [1, 2, 3, MAPPED >> 12, (MAPPED >> 12) + 511] {
+            assert_eq!(byte(&ram, page << 12), 0, "{page}");
+            assert!(marked(usize::try_from(page).unwrap()), "{page}");
+        }
+        for page in [0, 4, (MAPPED >> 12) - 1, (MAPPED >> 12) + 512] {
+            assert_eq!(byte(&ram, page << 12), 0xaa, "{page}");
+        }
+        ram.clear().unwrap();
+        assert_eq!((byte(&ram, 0), byte(&ram, 4 * 4096)), (0, 0));
     }
 
     #[test]

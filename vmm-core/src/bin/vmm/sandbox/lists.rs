@@ -305,6 +305,11 @@ static WORKER: &[Entry] = &[
         .unseen("a guest that drives a device without MSI-X"),
     with!(SYS_ioctl, Low16(1, &[TUNSETOFFLOAD])),
     with!(SYS_ioctl, Low16(1, &[TUNSETQUEUE])).unseen("a network interface with several pairs of queues"),
+    with!(
+        SYS_madvise,
+        OneOf(2, &[libc::MADV_HUGEPAGE as u64, libc::MADV_DONTDUMP as u64])
+    )
+    .unseen("a guest that was restored on demand gives memory back"),
 ];
 
 /// Gives queues of a device to another process over a socket that is connected already.
