@@ -28,6 +28,8 @@ pub trait VideoMemory: BarMemory {
     fn read(&self, offset: usize, bytes: &mut [u8]);
     /// Writes from `offset` on; what is beyond the end is lost.
     fn write(&self, offset: usize, bytes: &[u8]);
+    /// Makes all of it zeroes, and gives its pages back to the host.
+    fn clear(&self);
 }
 
 #[derive(Debug)]
@@ -88,6 +90,14 @@ impl BootScreen {
         let mut shown = self.lock();
         if std::mem::take(&mut shown.now) {
             self.framebuffer.clear(self.size);
+        }
+    }
+
+    /// The same for a driver of the adapter. The picture of the guest without a driver is cleared, so that no saved state has it.
+    pub fn hand_over(&self) {
+        if self.is_shown() {
+            self.hide();
+            self.memory.clear();
         }
     }
 
@@ -232,6 +242,10 @@ pub(crate) mod tests {
             self.bytes.lock().unwrap()[offset..offset + bytes.len()].copy_from_slice(bytes);
             self.changes.lock().unwrap().push(offset..offset + bytes.len());
         }
+
+        fn clear(&self) {
+            self.bytes.lock().unwrap().fill(0);
+        }
     }
 
     const SIZE: Size = Size::DEFAULT;
@@ -280,6 +294,17 @@ pub(crate) mod tests {
         assert_eq!(framebuffer.size(), SIZE);
         assert_eq!(screen.poll(), Some(true));
         assert_eq!(pixel(&framebuffer, 0, 0), 0x00ff_ffff);
+    }
+
+    #[test]
+    fn what_was_drawn_goes_when_a_driver_takes_over_once() {
+        let (memory, _, screen) = screen();
+        memory.write(0, &[0xff; 4]);
+        screen.hand_over();
+        assert!(screen.save().is_empty());
+        memory.write(0, &[0xff; 4]);
+        screen.hand_over();
+        assert_eq!(screen.save(), [0xff; 4], "what is drawn behind a driver stays");
     }
 
     #[test]

@@ -122,6 +122,14 @@ impl VideoMemory for Video {
         // What does not fit is lost, as told.
         let _written = self.region.write(bytes, MemoryRegionAddress(offset as u64));
     }
+
+    fn clear(&self) {
+        if let Err(error) = guest::drop_pages(&self.region)
+            && self.limit.allow().is_some()
+        {
+            tracing::error!(%error, "the memory of the screen can't be cleared");
+        }
+    }
 }
 
 #[cfg(test)]
@@ -170,6 +178,17 @@ mod tests {
         video.moved(None);
         assert_eq!(video.take_changes(), vec![0..1 << 20]);
         assert!(video.take_changes().is_empty());
+    }
+
+    #[test]
+    fn cleared_memory_reads_as_zeroes_where_it_is() {
+        let (_vm, video) = video();
+        video.moved(Some(0x8000_0000));
+        video.write(PAGE, b"drawn");
+        video.clear();
+        let mut bytes = [1; 5];
+        video.read(PAGE, &mut bytes);
+        assert_eq!(bytes, [0; 5]);
     }
 
     #[test]

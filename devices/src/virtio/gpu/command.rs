@@ -4,7 +4,10 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use super::{
     edid,
-    resource::{Backing, Entry, Format, MAX_ALL_ENTRIES, MAX_BYTES, MAX_ENTRIES, MAX_RESOURCES, Resource},
+    resource::{
+        Backing, Entry, Format, MAX_ALL_ENTRIES, MAX_BYTES, MAX_DETACHED, MAX_ENTRIES, MAX_RESOURCES,
+        Resource,
+    },
     shared::Shared,
 };
 use crate::{
@@ -188,10 +191,7 @@ impl Renderer {
             RESOURCE_FLUSH => self.flush(fields)?,
             TRANSFER_TO_HOST_2D => self.transfer(fields, memory)?,
             ATTACH_BACKING => self.attach(fields)?,
-            DETACH_BACKING => {
-                let backing = &mut self.resource(fields.u32()?)?.backing;
-                backing.take().ok_or(Refusal::Unspecified)?;
-            }
+            DETACH_BACKING => self.detach(fields.u32()?)?,
             UPDATE_CURSOR => self.update_cursor(fields)?,
             // Whoever looks has a pointer of its own, and knows best where it is.
             MOVE_CURSOR => {}
@@ -248,7 +248,7 @@ impl Renderer {
         let rect = within(rect, self.resource(id)?.size)?;
         self.scanout = Some(Scanout { resource: id, rect });
         if let Some(boot) = &self.boot {
-            boot.hide();
+            boot.hand_over();
         }
         self.show();
         Ok(())
@@ -318,6 +318,17 @@ impl Renderer {
             entries.push(Entry { address, length });
         }
         resource.backing = Some(Backing::new(entries));
+        Ok(())
+    }
+
+    fn detach(&mut self, id: u32) -> Result<(), Refusal> {
+        let detached: usize = self.resources.values().map(Resource::detached_bytes).sum();
+        let resource = self.resource(id)?;
+        let backing = resource.backing.take().ok_or(Refusal::Unspecified)?;
+        if detached.saturating_add(resource.detached_bytes()) > MAX_DETACHED {
+            resource.backing = Some(backing);
+            return Err(Refusal::OutOfMemory);
+        }
         Ok(())
     }
 

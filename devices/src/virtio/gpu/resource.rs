@@ -9,6 +9,9 @@ use crate::{
 
 /// Most bytes of the host's copies of all resources together: three pictures of the largest size and more.
 pub(super) const MAX_BYTES: usize = 128 << 20;
+/// Most bytes of the host's copies of resources without guest memory behind them: one picture of the largest size. They are part of the
+/// saved state, which a machine has to send while it stands still.
+pub(super) const MAX_DETACHED: usize = 36 << 20;
 /// Most resources, and most pieces of guest memory behind one, and behind all.
 pub(super) const MAX_RESOURCES: usize = 1024;
 pub(super) const MAX_ENTRIES: usize = 16384;
@@ -168,6 +171,14 @@ impl Resource {
     /// Bytes that the host's copy has at most.
     pub fn bytes(size: Size) -> usize {
         size.pixels().saturating_mul(4)
+    }
+
+    /// Bytes of the host's copy that no guest memory is behind.
+    pub fn detached_bytes(&self) -> usize {
+        match self.backing {
+            Some(_) => 0,
+            None => self.pixels.len().saturating_mul(4),
+        }
     }
 
     /// All pixels; empty before the first transfer.

@@ -1,10 +1,13 @@
 //! Saved state of the back. Of a resource with guest memory behind it the host's copy is not saved but made anew from that
-//! memory, which is where a driver has it; so a few megabytes need not be in the state. A transfer that the driver had not yet
+//! memory, which is where a driver has it; so its megabytes need not be in the state. A transfer that the driver had not yet
 //! asked for is then there early.
 
 use super::{
     command::{Renderer, Scanout},
-    resource::{Backing, Entry, Format, MAX_ALL_ENTRIES, MAX_BYTES, MAX_ENTRIES, MAX_RESOURCES, Resource},
+    resource::{
+        Backing, Entry, Format, MAX_ALL_ENTRIES, MAX_BYTES, MAX_DETACHED, MAX_ENTRIES, MAX_RESOURCES,
+        Resource,
+    },
 };
 use crate::{
     GuestMemory,
@@ -83,6 +86,12 @@ impl Renderer {
             let again = self.resources.insert(one.id, resource).is_some();
             check(one.id != 0 && !again, "resources.id", "none, or there twice")?;
         }
+        let detached: usize = self.resources.values().map(Resource::detached_bytes).sum();
+        check(
+            detached <= MAX_DETACHED,
+            "resources.pixels",
+            "more than a device keeps without memory behind them",
+        )?;
         self.scanout = saved
             .scanout
             .as_ref()

@@ -215,6 +215,24 @@ fn a_guest_that_asks_for_too_much_is_refused_and_gets_room_back_when_it_gives_so
 }
 
 #[test]
+fn pictures_without_memory_have_a_limit_that_a_driver_sees() {
+    let (_, _, mut driver) = running();
+    for id in 1..=3 {
+        assert_eq!(create(&mut driver, id, B8G8R8X8, 2048, 2048), OK);
+        assert_eq!(attach(&mut driver, id, PICTURES, 4), OK);
+        assert_eq!(transfer(&mut driver, id, [0, 0, 1, 1], 0), OK);
+    }
+    assert_eq!(command(&mut driver, 0x107, &[1, 0]), OK);
+    assert_eq!(command(&mut driver, 0x107, &[1, 0]), UNSPECIFIED);
+    assert_eq!(command(&mut driver, 0x107, &[2, 0]), OK);
+    // Each has 16 MiB.
+    assert_eq!(command(&mut driver, 0x107, &[3, 0]), OUT_OF_MEMORY);
+    assert_eq!(transfer(&mut driver, 3, [0, 0, 1, 1], 0), OK, "its memory stays");
+    assert_eq!(command(&mut driver, 0x102, &[1, 0]), OK);
+    assert_eq!(command(&mut driver, 0x107, &[3, 0]), OK);
+}
+
+#[test]
 fn commands_that_make_no_sense_get_the_errors_of_the_specification() {
     let (_, _, mut driver) = running();
     let driver = &mut driver;
