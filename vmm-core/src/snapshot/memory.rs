@@ -1,9 +1,9 @@
 //! Pages between guest memory and a buffer.
 
-use std::sync::LazyLock;
+use std::{os::unix::fs::FileExt, sync::LazyLock};
 
 use devices::GuestMemory;
-use vm_memory::{Bytes, GuestAddress};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
 use super::{
     error::SnapshotError,
@@ -23,7 +23,8 @@ pub(crate) fn is_zero(page: &[u8]) -> bool {
     page == ZEROES
 }
 
-/// Copies `length` bytes of guest memory into `buffer`, which has as many then.
+/// Copies `length` bytes of guest memory into `buffer`, which has as many then. Memory in a file is read through that: a read of a mapping
+/// would allocate each page that was never touched, or that the guest has given back.
 pub(crate) fn read(
     memory: &GuestMemory,
     address: u64,
@@ -32,7 +33,17 @@ pub(crate) fn read(
 ) -> Result<(), SnapshotError> {
     let length = usize::try_from(length).unwrap_or(usize::MAX);
     buffer.resize(length, 0);
-    Ok(memory.read_slice(buffer, GuestAddress(address))?)
+    let start = GuestAddress(address);
+    let in_file = memory.find_region(start).and_then(|region| {
+        let within = region.to_region_addr(start)?.0;
+        let whole = within.checked_add(length as u64)? <= region.len();
+        let place = region.file_offset().filter(|_| whole)?;
+        Some((place.file(), place.start().saturating_add(within)))
+    });
+    match in_file {
+        Some((file, offset)) => file.read_exact_at(buffer, offset).map_err(SnapshotError::reading),
+        None => Ok(memory.read_slice(buffer, start)?),
+    }
 }
 
 /// The pieces of at most [`PIECE`] bytes of a range of `length` bytes: where each begins, and its length.
