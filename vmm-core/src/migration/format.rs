@@ -20,13 +20,15 @@
 //! | 6 disk | u32 number, from 0 on; u64 size in bytes; its name: a disk that goes along |
 //! | 7 blocks | u32 number of a disk, u64 offset in it, then what it holds from there on: whole sectors, at most 1 MiB |
 //! | 8 cleared | u32 number of a disk, u64 offset, u64 length: these bytes hold zeroes by now |
+//! | 9 part | the first bytes of a section's message that is longer than a frame; more parts may follow, and then a frame of kind 4 with its last bytes |
 //!
 //! Pages and sectors that never came hold zeroes. A page or a sector may come again, and the last one holds. Sections come after all pages and
-//! blocks. A stream without disks is one that programs read which know no disks.
+//! blocks. A stream without disks is one that programs read which know no disks, and one without parts of sections one that programs read which
+//! know no parts.
 
 use devices::block::content::PIECE;
 
-use crate::snapshot::format::{MAX_SECTION, PAGE};
+use crate::snapshot::format::PAGE;
 
 /// The first bytes of each stream.
 pub const MAGIC: [u8; 8] = *b"vmmdmigr";
@@ -39,7 +41,9 @@ pub const MAX_PAGES: u64 = 256 * PAGE;
 /// Most bytes of a disk in a frame.
 pub const MAX_BLOCKS: u64 = PIECE;
 /// Longest body that there is in bytes.
-pub const MAX_BODY: u32 = MAX_SECTION;
+pub const MAX_BODY: u32 = 4 << 20;
+/// The same as a length in memory.
+pub const MAX_BODY_BYTES: usize = MAX_BODY as usize;
 
 /// What a frame is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,6 +64,8 @@ pub enum Kind {
     Blocks,
     /// A part of a disk that holds zeroes by now.
     Cleared,
+    /// The beginning of a section.
+    Part,
 }
 
 impl Kind {
@@ -74,6 +80,7 @@ impl Kind {
             Self::Disk => 6,
             Self::Blocks => 7,
             Self::Cleared => 8,
+            Self::Part => 9,
         }
     }
 
@@ -88,6 +95,7 @@ impl Kind {
             6 => Some(Self::Disk),
             7 => Some(Self::Blocks),
             8 => Some(Self::Cleared),
+            9 => Some(Self::Part),
             _ => None,
         }
     }

@@ -69,7 +69,7 @@ mod tests {
 
     use super::*;
 
-    /// A disk and a part of it, a page, a page of zeroes, and the sections of a machine.
+    /// A disk and a part of it, a page, a page of zeroes, and the sections of a machine in two parts each.
     fn seed() -> Vec<u8> {
         let mut seed = Vec::new();
         let mut push = |kind: u8, body: &[u8]| {
@@ -87,9 +87,12 @@ mod tests {
             Section::new("snapshot", &SnapshotInfo::default()),
             Section::new("kvmclock", &Clock::default()),
         ] {
-            push(4, &section.encode_to_vec());
+            let message = section.encode_to_vec();
+            let (part, rest) = message.split_at(message.len() / 2);
+            push(9, part);
+            push(4, rest);
         }
-        push(5, &8_u64.to_le_bytes());
+        push(5, &10_u64.to_le_bytes());
         seed
     }
 

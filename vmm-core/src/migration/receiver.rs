@@ -1,6 +1,6 @@
 //! The target's end of the stream: untrusted.
 
-use std::io::{self, Read};
+use std::io::{self, BufReader, Read};
 
 use devices::{
     GuestMemory,
@@ -14,12 +14,15 @@ use super::format::{FRAME, Kind, MAGIC, MAX_BLOCKS, MAX_BODY, MAX_PAGES, VERSION
 use crate::snapshot::{
     SnapshotError,
     error::Place,
-    format::{Layout, MAX_SECTIONS, MAX_SECTIONS_LENGTH, PAGE, PAGE_BYTES},
+    format::{Layout, MAX_SECTION, MAX_SECTIONS, MAX_SECTIONS_LENGTH, PAGE, PAGE_BYTES},
     reader::take,
 };
 
 /// So much of a disk is written before it is brought to stable storage, in bytes: in the end, while the guest stands still, little is left.
 const FLUSH: u64 = 64 << 20;
+
+/// As much is read at once, in bytes: several frames when they are short. A longer body is read past it.
+const READ: usize = 64 << 10;
 
 /// A machine that was received; its memory is in place.
 #[derive(Debug)]
@@ -66,13 +69,14 @@ pub fn receive(
     disks: &mut [ReceivedDisk],
 ) -> Result<Received, SnapshotError> {
     let mut receiver = Receiver {
-        stream,
+        stream: BufReader::with_capacity(READ, stream),
         offset: 0,
         memory,
         disks,
         named: 0,
         body: Vec::new(),
         sections: Vec::new(),
+        parts: Vec::new(),
         sections_length: 0,
         frames: 0,
     };
@@ -87,7 +91,7 @@ pub fn receive(
 }
 
 struct Receiver<'a, R> {
-    stream: R,
+    stream: BufReader<R>,
     /// Bytes that were read.
     offset: u64,
     memory: &'a GuestMemory,
@@ -97,6 +101,8 @@ struct Receiver<'a, R> {
     /// Of the frame that was read last.
     body: Vec<u8>,
     sections: Vec<Section>,
+    /// The beginning of the next section.
+    parts: Vec<u8>,
     sections_length: u64,
     frames: u64,
 }
@@ -166,16 +172,19 @@ impl<R: Read> Receiver<'_, R> {
     /// Takes a frame; false when it is the last.
     fn frame(&mut self) -> Result<bool, SnapshotError> {
         let (kind, at) = self.next()?;
+        let memory_ended = !self.sections.is_empty() || !self.parts.is_empty();
         match kind {
+            Kind::End if !self.parts.is_empty() => return Err(wrong(at, "the section before it is cut off")),
             Kind::Memory => return Err(wrong(at, "it has the ranges of memory again")),
-            Kind::Pages | Kind::Zeroes if !self.sections.is_empty() => {
+            Kind::Pages | Kind::Zeroes if memory_ended => {
                 return Err(wrong(at, "it has memory after the machine's state"));
             }
-            Kind::Disk | Kind::Blocks | Kind::Cleared if !self.sections.is_empty() => {
+            Kind::Disk | Kind::Blocks | Kind::Cleared if memory_ended => {
                 return Err(wrong(at, "it has a disk after the machine's state"));
             }
             Kind::Pages => self.pages(at)?,
             Kind::Zeroes => self.zeroes(at)?,
+            Kind::Part => self.part(at)?,
             Kind::Section => self.section(at)?,
             Kind::Disk => self.disk(at)?,
             Kind::Blocks => self.blocks(at)?,
@@ -271,13 +280,28 @@ impl<R: Read> Receiver<'_, R> {
         cleared.map_err(|error| SnapshotError::disk("writing", &disk.name, error))
     }
 
-    fn section(&mut self, at: u64) -> Result<(), SnapshotError> {
+    /// Takes more of a section.
+    fn part(&mut self, at: u64) -> Result<(), SnapshotError> {
         self.sections_length = self.sections_length.saturating_add(self.body.len() as u64);
         let count = u32::try_from(self.sections.len()).unwrap_or(u32::MAX);
         if count >= MAX_SECTIONS || self.sections_length > MAX_SECTIONS_LENGTH {
             return Err(wrong(at, "there are more sections than a machine has"));
         }
-        let section = Section::decode(self.body.as_slice()).map_err(|_| wrong(at, "it can't be decoded"))?;
+        if self.body.is_empty() {
+            return Err(wrong(at, "it has no part of a section"));
+        }
+        let length = self.parts.len().saturating_add(self.body.len());
+        if length as u64 > MAX_SECTION.into() {
+            return Err(wrong(at, "its section is longer than any"));
+        }
+        self.parts.extend_from_slice(&self.body);
+        Ok(())
+    }
+
+    fn section(&mut self, at: u64) -> Result<(), SnapshotError> {
+        self.part(at)?;
+        let message = std::mem::take(&mut self.parts);
+        let section = Section::decode(message.as_slice()).map_err(|_| wrong(at, "it can't be decoded"))?;
         self.sections.push(section);
         Ok(())
     }

@@ -11,7 +11,7 @@ use prost::Message as _;
 use proto::state::{self, Section, SnapshotInfo};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
-use super::format::{Kind, MAGIC, VERSION, frame};
+use super::format::{Kind, MAGIC, MAX_BODY_BYTES, VERSION, frame};
 use crate::snapshot::{
     SnapshotError,
     format::{Layout, OWN_ID, PAGE_BYTES},
@@ -21,6 +21,9 @@ use crate::snapshot::{
 
 /// How long nothing may be sent while there is nothing but zeroes: the other side waits for longer.
 const QUIET: Duration = Duration::from_secs(5);
+
+/// Frames are gathered up to so many bytes. A frame of one page would cost a system call, and wake the relay of the stream.
+const GATHERED: usize = 64 << 10;
 
 /// A disk that goes along.
 #[derive(Debug)]
@@ -43,6 +46,8 @@ pub struct Sender {
     memory: u64,
     /// Bytes of disks that were sent.
     pub(super) blocks: u64,
+    /// Frames that were not sent yet.
+    gathered: Vec<u8>,
     /// All bytes that were sent.
     sent: u64,
     /// When bytes were sent last.
@@ -64,6 +69,7 @@ impl Sender {
             frames: 0,
             memory: 0,
             blocks: 0,
+            gathered: Vec::with_capacity(GATHERED),
             sent: 0,
             wrote: Instant::now(),
             quiet: QUIET,
@@ -76,20 +82,39 @@ impl Sender {
             return Ok(());
         }
         self.begun = true;
-        let start: Vec<u8> = MAGIC.into_iter().chain(VERSION.to_le_bytes()).collect();
-        self.write(&start, go_on)?;
+        self.gathered.extend(MAGIC);
+        self.gathered.extend(VERSION.to_le_bytes());
         let ranges = self.layout.message(0).encode_to_vec();
         self.frame(Kind::Memory, &[&ranges], go_on)
     }
 
+    /// Sends a frame: at once if it is long or the stream was quiet for a while, else together with later frames.
     pub(super) fn frame(&mut self, kind: Kind, body: &[&[u8]], go_on: GoOn<'_>) -> Result<(), SnapshotError> {
-        self.write(&frame(kind, body), go_on)?;
+        self.gathered.extend(frame(kind, body));
         for part in body {
-            self.write(part, go_on)?;
+            if self.gathered.len().saturating_add(part.len()) > GATHERED {
+                self.send(go_on)?;
+            }
+            if part.len() > GATHERED {
+                self.write(part, go_on)?;
+            } else {
+                self.gathered.extend_from_slice(part);
+            }
         }
         self.frames = self.frames.saturating_add(1);
-        self.wrote = Instant::now();
+        if self.is_quiet() {
+            self.send(go_on)?;
+        }
         Ok(())
+    }
+
+    /// Sends the gathered frames.
+    pub(super) fn send(&mut self, go_on: GoOn<'_>) -> Result<(), SnapshotError> {
+        let mut gathered = std::mem::take(&mut self.gathered);
+        let sent = self.write(&gathered, go_on);
+        gathered.clear();
+        self.gathered = gathered;
+        sent
     }
 
     /// Whether the other side is to hear something, so that it does not take the silence for a broken connection.
@@ -104,6 +129,7 @@ impl Sender {
                 Ok(0) => return Err(SnapshotError::writing(io::ErrorKind::WriteZero.into())),
                 Ok(sent) => {
                     self.sent = self.sent.saturating_add(sent as u64);
+                    self.wrote = Instant::now();
                     bytes = bytes.get(sent..).unwrap_or_default();
                 }
                 Err(error)
@@ -160,7 +186,7 @@ impl Sink for Sender {
                 self.put(address, &buffer, false, go_on)?;
             }
         }
-        Ok(())
+        self.send(go_on)
     }
 
     fn pages(
@@ -174,7 +200,7 @@ impl Sink for Sender {
             memory::read(memory, address, length, &mut buffer)?;
             self.put(address, &buffer, true, go_on)?;
         }
-        Ok(())
+        self.send(go_on)
     }
 
     fn contents(&mut self, address: u64, contents: &[u8], go_on: GoOn<'_>) -> Result<(), SnapshotError> {
@@ -182,11 +208,13 @@ impl Sink for Sender {
     }
 
     fn disks(&mut self, tell: &dyn Fn(u64, u64), go_on: GoOn<'_>) -> Result<(), SnapshotError> {
-        self.all_disks(tell, go_on)
+        self.all_disks(tell, go_on)?;
+        self.send(go_on)
     }
 
     fn disk_changes(&mut self, go_on: GoOn<'_>) -> Result<(), SnapshotError> {
-        self.changes(go_on)
+        self.changes(go_on)?;
+        self.send(go_on)
     }
 
     fn changed_on_disks(&self) -> u64 {
@@ -208,10 +236,19 @@ impl Sink for Sender {
     ) -> Result<u64, SnapshotError> {
         let info = Section::new(OWN_ID, info);
         for section in std::iter::once(info).chain(machine.sections) {
-            self.frame(Kind::Section, &[&section.encode_to_vec()], go_on)?;
+            let message = section.encode_to_vec();
+            let mut rest = message.as_slice();
+            while let Some((part, behind)) = rest.split_at_checked(MAX_BODY_BYTES)
+                && !behind.is_empty()
+            {
+                self.frame(Kind::Part, &[part], go_on)?;
+                rest = behind;
+            }
+            self.frame(Kind::Section, &[rest], go_on)?;
         }
         let frames = self.frames.to_le_bytes();
         self.frame(Kind::End, &[&frames], go_on)?;
+        self.send(go_on)?;
         Ok(self.sent)
     }
 }

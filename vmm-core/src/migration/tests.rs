@@ -179,6 +179,84 @@ fn hostile(frames: &[(Kind, Vec<u8>)]) -> SnapshotError {
     receive(beginning_with(frames).as_slice(), &memory(), &mut []).unwrap_err()
 }
 
+/// The received sections of a machine with `sections` and memory of zeroes.
+fn received_with(sections: Vec<Section>) -> Vec<Section> {
+    let (near, far) = UnixStream::pair().unwrap();
+    let memory = memory();
+    let sending = thread::spawn({
+        let memory = memory.clone();
+        move || {
+            let mut sender = Box::new(Sender::new(File::from(OwnedFd::from(near)), &memory, Vec::new()));
+            sender.everything(&memory, ALWAYS).unwrap();
+            sender.finish(&info(), state::Machine { sections }, ALWAYS).unwrap();
+        }
+    });
+    let received = receive(far, &memory, &mut []).unwrap();
+    sending.join().unwrap();
+    received.machine.sections
+}
+
+/// Counts the reads of a stream.
+struct Counted<R>(R, usize);
+
+impl<R: Read> Read for &mut Counted<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        self.1 += 1;
+        self.0.read(buffer)
+    }
+}
+
+#[test]
+fn scattered_pages_are_sent_and_received_many_at_once() {
+    // A socket that keeps messages apart: each is one write.
+    let socket = |kind| {
+        use rustix::net::{AddressFamily, SocketFlags, socketpair};
+        socketpair(AddressFamily::UNIX, kind, SocketFlags::empty(), None).unwrap()
+    };
+    let (near, far) = socket(rustix::net::SocketType::SEQPACKET);
+    let reading = thread::spawn(move || {
+        let (mut far, mut writes, mut bytes) = (File::from(far), 0, Vec::new());
+        let mut message = vec![0; 1 << 20];
+        while let Ok(length @ 1..) = far.read(&mut message) {
+            writes += 1;
+            bytes.extend_from_slice(&message[..length]);
+        }
+        (writes, bytes)
+    });
+    let memory = memory();
+    let addresses: Vec<u64> = (0..600).step_by(2).map(|page| page << 12).collect();
+    for address in &addresses {
+        put(&memory, *address, 7);
+    }
+    let mut sender = Box::new(Sender::new(File::from(near), &memory, Vec::new()));
+    sender.begin(ALWAYS).unwrap();
+    sender.pages(&memory, addresses, ALWAYS).unwrap();
+    sender.finish(&info(), machine(), ALWAYS).unwrap();
+    let (writes, bytes) = reading.join().unwrap();
+    // 300 frames of a page.
+    assert!(writes < 30, "{writes}");
+    let copy = self::memory();
+    let mut stream = Counted(bytes.as_slice(), 0);
+    receive(&mut stream, &copy, &mut []).unwrap();
+    assert!(stream.1 < 30, "{}", stream.1);
+    assert!(contents(&copy) == contents(&memory));
+}
+
+#[test]
+fn a_section_longer_than_a_frame_is_received_whole() {
+    let section = |length: usize| Section {
+        kind: "virtio-pci".into(),
+        version: 1,
+        id: "gpu".into(),
+        payload: (0..length).map(|at| at.to_le_bytes()[1]).collect(),
+    };
+    let overhead = prost::Message::encoded_len(&section(MAX_BODY_BYTES)) - MAX_BODY_BYTES;
+    let just = section(MAX_BODY_BYTES - overhead);
+    assert_eq!(prost::Message::encoded_len(&just), MAX_BODY_BYTES);
+    let sent = vec![section(8 << 20), just, section(MAX_BODY_BYTES), section(5)];
+    assert!(received_with(sent.clone()) == sent);
+}
+
 #[test]
 fn frames_that_no_sender_sends_are_refused() {
     let pages = |address: u64, length: usize| [&address.to_le_bytes()[..], &vec![1; length]].concat();
@@ -214,6 +292,24 @@ fn frames_that_no_sender_sends_are_refused() {
         (
             vec![(Kind::Section, section.clone()), (Kind::Zeroes, zeroes(0, 4096))],
             "memory after the machine's state",
+        ),
+        (vec![(Kind::Part, Vec::new())], "no part of a section"),
+        (
+            vec![(Kind::Part, vec![1]), (Kind::Section, vec![0xff])],
+            "can't be decoded",
+        ),
+        (
+            vec![(Kind::Part, vec![1]), (Kind::Zeroes, zeroes(0, 4096))],
+            "memory after the machine's state",
+        ),
+        (
+            vec![(Kind::Part, vec![1]), (Kind::Cleared, vec![0; 20])],
+            "disk after the machine's state",
+        ),
+        (vec![(Kind::Part, vec![1]), (Kind::End, end(2))], "is cut off"),
+        (
+            vec![(Kind::Part, vec![0; MAX_BODY_BYTES]); 37],
+            "longer than any",
         ),
         (vec![(Kind::End, end(0))], "are missing"),
         (vec![(Kind::End, Vec::new())], "are missing"),

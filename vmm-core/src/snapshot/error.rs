@@ -106,6 +106,16 @@ pub enum SnapshotError {
         /// The limit in milliseconds.
         limit_ms: u64,
     },
+    /// A part of the machine has more state than any reader takes (a defect: devices have limits of their own).
+    #[error("the state of {id} has {bytes} bytes, and that of the whole machine {all}: that is more than a snapshot or migration takes")]
+    TooLong {
+        /// Id of the largest part.
+        id: String,
+        /// Its bytes.
+        bytes: u64,
+        /// Bytes of all parts.
+        all: u64,
+    },
     /// The file could not be read or written.
     #[error("{operation} the snapshot")]
     Io {
@@ -176,7 +186,7 @@ impl From<SnapshotError> for Failure {
             },
             SnapshotError::Log(_) => ErrorKind::Kvm,
             SnapshotError::Cancelled | SnapshotError::NotConverging { .. } => ErrorKind::State,
-            SnapshotError::Memory(_) => ErrorKind::Internal,
+            SnapshotError::Memory(_) | SnapshotError::TooLong { .. } => ErrorKind::Internal,
             _ => ErrorKind::Invalid,
         };
         Self::new(kind, &error)

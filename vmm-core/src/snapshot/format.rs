@@ -34,7 +34,10 @@ use std::ops::Range;
 use prost::Message as _;
 use proto::state::{Section, SnapshotMemory, SnapshotRange};
 
-use super::error::{Place, SnapshotError};
+use super::{
+    error::{Place, SnapshotError},
+    reader::Source,
+};
 use crate::memory::layout::RAM_MAX;
 #[cfg(doc)]
 use proto::state::{self, SnapshotInfo};
@@ -58,13 +61,16 @@ pub const OWN_ID: &str = "snapshot";
 
 /// Most sections. A machine has one for each vCPU (254 at most) and each device (93 on three buses), and some more.
 pub const MAX_SECTIONS: u32 = 1024;
-/// Longest section in bytes. The longest of a machine are vCPUs: with AMX and all MSRs below 64 KiB.
-pub const MAX_SECTION: u32 = 4 << 20;
-/// Most bytes of all sections.
-pub const MAX_SECTIONS_LENGTH: u64 = 64 << 20;
+/// Longest section in bytes. The limits of all devices are below it: a balloon has one bit for each page of the largest
+/// machine (128 MiB), and a screen has the picture of a guest without a driver and pictures without guest memory (36 MiB each).
+pub const MAX_SECTION: u32 = 144 << 20;
+/// Most bytes of all sections: those two, and 64 MiB for all others, which have some KiB each.
+pub const MAX_SECTIONS_LENGTH: u64 = 288 << 20;
 /// Most ranges of memory.
 pub const MAX_RANGES: usize = 64;
 
+/// Bytes before the message of a section.
+const SECTION_FRAME: usize = 8;
 const CHECKSUM_AT: Range<usize> = 12..16;
 const ZEROES_FROM: usize = 44;
 
@@ -149,44 +155,70 @@ impl Header {
     }
 }
 
-/// A section as it is in the file.
-pub fn encode_section(section: &Section) -> Vec<u8> {
-    let message = section.encode_to_vec();
-    let length = u32::try_from(message.len()).unwrap_or(u32::MAX).to_le_bytes();
-    let checksum = crc32c::crc32c_append(crc32c::crc32c(&length), &message);
-    [&length, checksum.to_le_bytes().as_slice(), &message].concat()
+/// Refuses a state that no reader takes, with the section that has the most.
+pub fn check_sections(sections: &[Section]) -> Result<(), SnapshotError> {
+    let lengths = || sections.iter().map(|section| section.encoded_len() as u64);
+    let all: u64 = lengths().sum();
+    let longest = lengths().zip(sections).max_by_key(|(length, _)| *length);
+    match longest {
+        Some((bytes, section)) if bytes > MAX_SECTION.into() || all > MAX_SECTIONS_LENGTH => {
+            Err(SnapshotError::TooLong {
+                id: section.id.clone(),
+                bytes,
+                all,
+            })
+        }
+        _ => Ok(()),
+    }
 }
 
-/// The sections in `bytes`, which begin at `offset` of the file.
-pub fn decode_sections(bytes: &[u8], offset: u64, count: u32) -> Result<Vec<Section>, SnapshotError> {
-    let mut rest = bytes;
+/// A section as it is in the file.
+pub fn encode_section(section: &Section) -> Vec<u8> {
+    let mut bytes = vec![0; SECTION_FRAME];
+    // A vector has room for everything.
+    let _encoded = section.encode(&mut bytes);
+    let message = bytes.get(SECTION_FRAME..).unwrap_or_default();
+    let length = u32::try_from(message.len()).unwrap_or(u32::MAX).to_le_bytes();
+    let checksum = crc32c::crc32c_append(crc32c::crc32c(&length), message);
+    put(&mut bytes, 0, &length);
+    put(&mut bytes, 4, &checksum.to_le_bytes());
+    bytes
+}
+
+/// The sections of `source`, which has `header` and whose length is the header's.
+pub fn read_sections<S: Source>(source: &S, header: &Header) -> Result<Vec<Section>, SnapshotError> {
+    let end = header.file_length;
+    let mut at = header.sections_offset;
     let mut sections = Vec::new();
-    for number in 0..count {
-        let at = offset.saturating_add(bytes.len().saturating_sub(rest.len()) as u64);
+    for number in 0..header.sections {
         let wrong = |why: &str| SnapshotError::damaged(Place::Section { number, offset: at }, why);
-        let (frame, behind) = rest
-            .split_first_chunk::<8>()
-            .ok_or_else(|| wrong("the file ends in it"))?;
-        let length = u32_at(frame, 0);
+        let mut frame = [0; SECTION_FRAME];
+        let behind = at.saturating_add(SECTION_FRAME as u64);
+        if behind > end {
+            return Err(wrong("the file ends in it"));
+        }
+        source.read_at(&mut frame, at).map_err(SnapshotError::reading)?;
+        let length = u32_at(&frame, 0);
         if length > MAX_SECTION {
             return Err(wrong("it is longer than any section"));
         }
-        let message = usize::try_from(length)
-            .ok()
-            .and_then(|length| behind.get(..length));
-        let message = message.ok_or_else(|| wrong("the file ends in it"))?;
-        let checksum = crc32c::crc32c_append(crc32c::crc32c(&length.to_le_bytes()), message);
-        if checksum != u32_at(frame, 4) {
+        let next = behind.saturating_add(length.into());
+        if next > end {
+            return Err(wrong("the file ends in it"));
+        }
+        let mut message = vec![0; usize::try_from(length).unwrap_or(0)];
+        source.read_at(&mut message, behind).map_err(SnapshotError::reading)?;
+        let checksum = crc32c::crc32c_append(crc32c::crc32c(&length.to_le_bytes()), &message);
+        if checksum != u32_at(&frame, 4) {
             return Err(wrong("its checksum is another"));
         }
-        let section = Section::decode(message).map_err(|_| wrong("it can't be decoded"))?;
+        let section = Section::decode(message.as_slice()).map_err(|_| wrong("it can't be decoded"))?;
         sections.push(section);
-        rest = behind.get(message.len()..).unwrap_or_default();
+        at = next;
     }
-    if !rest.is_empty() {
-        let at = offset.saturating_add(bytes.len().saturating_sub(rest.len()) as u64);
+    if at != end {
         let place = Place::Section {
-            number: count,
+            number: header.sections,
             offset: at,
         };
         return Err(SnapshotError::damaged(

@@ -9,7 +9,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
 use super::{
     error::{Place, SnapshotError},
-    format::{CHECKSUM, HEADER, Header, Layout, MEMORY_OFFSET, PAGE, PAGE_BYTES, Part, decode_sections},
+    format::{CHECKSUM, HEADER, Header, Layout, MEMORY_OFFSET, PAGE, PAGE_BYTES, Part, read_sections},
     memory::{self, CHECKSUM_OF_ZEROES},
 };
 use crate::memory::{GuestRam, RamError, in_parallel};
@@ -83,11 +83,7 @@ impl<S: Source> Snapshot<S> {
         source.read_at(&mut block, 0).map_err(SnapshotError::reading)?;
         let header = Header::decode(&block, length)?;
         check_gap(&source)?;
-        let mut bytes = vec![0; usize::try_from(header.sections_length).unwrap_or(0)];
-        source
-            .read_at(&mut bytes, header.sections_offset)
-            .map_err(SnapshotError::reading)?;
-        let mut sections = decode_sections(&bytes, header.sections_offset, header.sections)?;
+        let mut sections = read_sections(&source, &header)?;
         let info: SnapshotInfo = take(&mut sections)?;
         let memory: SnapshotMemory = take(&mut sections)?;
         let wrong = |why| SnapshotError::damaged(Place::Header, why);

@@ -41,7 +41,7 @@ use super::{
     Writer,
     converging::{bytes_per_second, is_time_to_pause, may_throttle, next_throttle},
     error::SnapshotError,
-    format::PAGE,
+    format::{PAGE, check_sections},
     memory,
 };
 use crate::{
@@ -284,6 +284,7 @@ impl Saving {
 
     /// Hands over what is left, after [`Event::Ready`], with the machine paused; `machine` is its state. To be called once.
     pub fn complete(&mut self, info: SnapshotInfo, machine: state::Machine) -> Result<GoesOn, Failure> {
+        check_sections(&machine.sections)?;
         let changed = take_dirty(&self.vm, &self.logged).map_err(SnapshotError::from)?;
         let bytes = changed.len() as u64 * PAGE;
         let (pages, goes_on) = if bytes <= MAX_COPIED && self.purpose == Purpose::Snapshot {
@@ -374,7 +375,9 @@ impl Job {
         let tell_disks = |done, total| tell(Event::Disks { done, total });
         self.sink.disks(&tell_disks, &go_on)?;
         // The first time all pages are named, and all are written.
-        let _all = take_dirty(&self.vm, &self.logged)?;
+        for slot in &self.logged {
+            let _all = self.vm.take_dirty(*slot)?;
+        }
         let before = self.sink.written().bytes();
         let began = Instant::now();
         self.sink.everything(&self.memory, &go_on)?;

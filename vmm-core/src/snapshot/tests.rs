@@ -1,8 +1,19 @@
 //! Snapshot files of a small memory: what is written is read, and nothing that was changed.
 
-use std::{fs::File, io::Read, os::unix::fs::MetadataExt, sync::LazyLock};
+use std::{
+    fs::File,
+    io::Read,
+    ops::Range,
+    os::unix::fs::MetadataExt,
+    sync::{Arc, LazyLock, Mutex},
+};
 
-use devices::GuestMemory;
+use devices::{
+    GuestMemory,
+    display::{BootScreen, Framebuffer, Size, VideoMemory},
+    pci::BarMemory,
+    virtio::{device::VirtioDevice, gpu::Gpu},
+};
 use proptest::{prelude::*, sample::Index};
 use proto::state::{self, Clock, Section, SnapshotInfo, StateError};
 use vm_memory::{Bytes, GuestAddress};
@@ -11,6 +22,14 @@ use super::{
     error::Place,
     format::{HEADER, Header, MEMORY_OFFSET, PAGE, PAGE_BYTES, VERSION, encode_section},
     *,
+};
+use crate::{
+    memory::{
+        Backing, GuestRam,
+        layout::{RAM_MAX, RAM_MIN},
+    },
+    migration::Sender,
+    snapshot::saving::Sink,
 };
 
 /// Two ranges of memory, as on both sides of a hole.
@@ -137,6 +156,101 @@ fn a_page_that_is_written_again_counts_as_it_was_last_also_when_it_became_zeroes
 }
 
 #[test]
+fn memory_in_a_memfd_is_not_allocated_by_a_capture() {
+    let ram = GuestRam::new(RAM_MIN, Backing::Shared).unwrap();
+    for address in [0x3000, RAM_MIN - 4096] {
+        ram.memory().write_obj(7_u8, GuestAddress(address)).unwrap();
+    }
+    let blocks = || ram.file().unwrap().metadata().unwrap().blocks();
+    let before = blocks();
+    let go_on = || Ok(());
+    let writer = Writer::new(tempfile::tempfile().unwrap(), ram.memory()).unwrap();
+    let sender = Sender::new(tempfile::tempfile().unwrap(), ram.memory(), Vec::new());
+    let sinks: [Box<dyn Sink>; 2] = [Box::new(writer), Box::new(sender)];
+    for mut sink in sinks {
+        sink.everything(ram.memory(), &go_on).unwrap();
+        // Pages that the guest gave back are named as changed.
+        sink.pages(ram.memory(), vec![0x4000, 0x5000], &go_on).unwrap();
+        assert_eq!(sink.written().memory % 4096, 0);
+        assert!(sink.written().memory >= 2 * 4096);
+        assert_eq!(blocks(), before);
+    }
+}
+
+/// The memory of a screen.
+struct Pixels(Mutex<Vec<u8>>);
+
+impl BarMemory for Pixels {
+    fn size(&self) -> u64 {
+        self.0.lock().unwrap().len() as u64
+    }
+
+    fn moved(&self, _address: Option<u64>) {}
+}
+
+impl VideoMemory for Pixels {
+    fn take_changes(&self) -> Vec<Range<usize>> {
+        Vec::new()
+    }
+
+    fn read(&self, offset: usize, bytes: &mut [u8]) {
+        bytes.copy_from_slice(&self.0.lock().unwrap()[offset..offset + bytes.len()]);
+    }
+
+    fn write(&self, offset: usize, bytes: &[u8]) {
+        self.0.lock().unwrap()[offset..offset + bytes.len()].copy_from_slice(bytes);
+    }
+
+    fn clear(&self) {
+        self.0.lock().unwrap().fill(0);
+    }
+}
+
+/// The state of an adapter whose guest has drawn in the last row of a screen of that size.
+fn screen(width: u32, height: u32) -> Section {
+    let size = Size::new(width, height).unwrap();
+    let bytes = usize::try_from(BootScreen::bar_size(size)).unwrap();
+    let pixels = Pixels(Mutex::new(vec![0; bytes]));
+    pixels.write(size.pixels() * 4 - 4, &[7; 4]);
+    let framebuffer = Arc::new(Framebuffer::new(size));
+    let boot = BootScreen::new(Arc::clone(&framebuffer), size, Arc::new(pixels));
+    let gpu = Gpu::new(framebuffer, size).with_boot_screen(Arc::new(boot));
+    VirtioDevice::save(&gpu).unwrap()
+}
+
+#[test]
+fn a_large_screen_is_in_a_snapshot() {
+    for (width, height) in [(1920, 1080), (4096, 2304)] {
+        let sections = vec![screen(width, height)];
+        assert!(sections[0].payload.len() > 4 << 20, "more than a frame");
+        format::check_sections(&sections).unwrap();
+        let file = tempfile::tempfile().unwrap();
+        let writer = Writer::new(file.try_clone().unwrap(), &memory()).unwrap();
+        let machine = state::Machine { sections };
+        writer.finish(&info(), machine.clone()).unwrap();
+        assert!(Snapshot::open(file).unwrap().machine == machine);
+    }
+}
+
+#[test]
+fn a_state_that_no_reader_takes_is_refused_with_its_part() {
+    let section = |id: &str, bytes: u32| Section {
+        id: id.into(),
+        payload: vec![0; usize::try_from(bytes).unwrap()],
+        ..Section::default()
+    };
+    let refused = |sections: &[Section]| format::check_sections(sections).unwrap_err().to_string();
+    let error = refused(&[section("pit", 5), section("gpu", format::MAX_SECTION)]);
+    assert!(error.starts_with("the state of gpu has 15"), "{error}");
+    let half = format::MAX_SECTION - 100;
+    let error = refused(&[section("gpu", half), section("balloon", half), section("pit", 1000)]);
+    assert!(error.contains("and that of the whole machine"), "{error}");
+    // A bit for each page of the largest machine, in pieces of 4 KiB with their numbers.
+    let balloon = RAM_MAX / PAGE / 8 / 4096 * (4096 + 32);
+    assert!(balloon < format::MAX_SECTION.into());
+}
+
+#[test]
 fn a_snapshot_that_was_not_finished_is_no_snapshot() {
     let memory = filled();
     let file = tempfile::tempfile().unwrap();
@@ -246,7 +360,13 @@ fn forged(sections: &[Section], change: impl FnOnce(&mut Header)) -> Vec<u8> {
 fn sections() -> Vec<Section> {
     let bytes = BYTES.clone();
     let offset = usize::try_from(END).unwrap() + 24 * 4;
-    format::decode_sections(&bytes[offset..], 0, 4).unwrap()
+    let header = Header {
+        file_length: bytes.len() as u64,
+        sections_offset: offset as u64,
+        sections_length: (bytes.len() - offset) as u64,
+        sections: 4,
+    };
+    format::read_sections(&bytes.as_slice(), &header).unwrap()
 }
 
 #[test]

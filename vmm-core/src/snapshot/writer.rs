@@ -2,7 +2,7 @@
 //!
 //! Pages can be written in any order and again. The file is whole when [`Writer::finish`] returns; before that it has no header.
 
-use std::{fs::File, io, os::unix::fs::FileExt};
+use std::{fs::File, os::unix::fs::FileExt};
 
 use devices::GuestMemory;
 use proto::state::{self, Section, SnapshotInfo};
@@ -11,8 +11,7 @@ use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 use super::{
     error::SnapshotError,
     format::{
-        CHECKSUM, Header, Layout, MAX_SECTION, MAX_SECTIONS, MAX_SECTIONS_LENGTH, OWN_ID, PAGE, PAGE_BYTES,
-        encode_section,
+        CHECKSUM, Header, Layout, OWN_ID, PAGE, PAGE_BYTES, encode_section,
     },
     memory::{self, CHECKSUM_OF_ZEROES, PIECE},
     saving::{GoOn, Sink, Written},
@@ -197,31 +196,27 @@ impl Writer {
     pub fn finish(self, info: &SnapshotInfo, machine: state::Machine) -> Result<u64, SnapshotError> {
         let memory = self.layout.message(self.checksum_of_table()?);
         let own = [Section::new(OWN_ID, info), Section::new(OWN_ID, &memory)];
-        let mut bytes = Vec::new();
-        let mut sections = 0_u32;
+        let sections_offset = self.layout.sections_offset();
+        let write = |bytes: &[u8], offset| {
+            let written = self.file.write_all_at(bytes, offset);
+            written.map_err(SnapshotError::writing)
+        };
+        let (mut end, mut sections) = (sections_offset, 0_u32);
         for section in own.into_iter().chain(machine.sections) {
             let section = encode_section(&section);
-            if section.len() as u64 > u64::from(MAX_SECTION) {
-                return Err(SnapshotError::writing(io::ErrorKind::InvalidInput.into()));
-            }
-            bytes.extend(section);
+            write(&section, end)?;
+            end = end.saturating_add(section.len() as u64);
             sections = sections.saturating_add(1);
         }
-        if sections > MAX_SECTIONS || bytes.len() as u64 > MAX_SECTIONS_LENGTH {
-            return Err(SnapshotError::writing(io::ErrorKind::InvalidInput.into()));
-        }
-        let sections_offset = self.layout.sections_offset();
         let header = Header {
-            file_length: sections_offset.saturating_add(bytes.len() as u64),
+            file_length: end,
             sections_offset,
-            sections_length: bytes.len() as u64,
+            sections_length: end.saturating_sub(sections_offset),
             sections,
         };
-        let write = |bytes: &[u8], offset| self.file.write_all_at(bytes, offset);
-        write(&bytes, sections_offset).map_err(SnapshotError::writing)?;
         // Whoever finds the header finds the rest.
         self.file.sync_all().map_err(SnapshotError::writing)?;
-        write(&header.encode(), 0).map_err(SnapshotError::writing)?;
+        write(&header.encode(), 0)?;
         self.file.sync_all().map_err(SnapshotError::writing)?;
         Ok(header.file_length)
     }
