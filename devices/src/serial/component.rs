@@ -45,6 +45,11 @@ impl SerialPort {
         self.uart().receive_break();
     }
 
+    /// How many bytes were printed so far.
+    pub fn printed(&self) -> u64 {
+        self.uart().history().end()
+    }
+
     /// Ends the server; all that was printed is in the log then. To be called at the machine's end, when no vCPU runs
     /// any more.
     pub fn finish(&mut self) {

@@ -21,7 +21,7 @@ pub mod uart;
 pub use component::SerialPort;
 pub use history::History;
 pub use port::Port;
-pub use server::{Server, Setup, Terminal};
+pub use server::{Server, Setup, Terminal, Watch};
 pub use uart::Uart;
 
 #[cfg(test)]

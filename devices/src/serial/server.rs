@@ -57,7 +57,12 @@ pub struct Setup {
     pub terminal: Option<Terminal>,
     /// Gets everything that is printed, up to the server's end.
     pub log: Option<Log>,
+    /// Sees the output, as far as the server keeps up with it.
+    pub watch: Option<Watch>,
 }
+
+/// Is called with more output, and with the number of bytes printed up to its end. The server waits for it.
+pub type Watch = Box<dyn FnMut(&[u8], u64) + Send>;
 
 /// A running server. It ends with [`stop`](Self::stop), or when dropped.
 #[derive(Debug)]

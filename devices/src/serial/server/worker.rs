@@ -23,7 +23,7 @@ use super::{
         output::Output,
         port::Port,
     },
-    COALESCE, MAX_CLIENTS, Setup, Terminal,
+    COALESCE, MAX_CLIENTS, Setup, Terminal, Watch,
     peer::{Input, Peer, Room},
     set_nonblocking,
 };
@@ -64,6 +64,7 @@ pub(super) struct Worker {
     peers: Vec<Peer>,
     next_id: u64,
     log: Option<Log>,
+    watch: Option<Watch>,
     /// Up to where the log was written.
     logged: u64,
     /// When gathered output is to be written.
@@ -87,6 +88,7 @@ impl Worker {
             peers: Vec::new(),
             next_id: FIRST_PEER,
             log: setup.log,
+            watch: setup.watch,
             logged: 0,
             due: None,
             armed: false,
@@ -298,19 +300,32 @@ impl Worker {
     }
 
     fn pump_log(&mut self, until: u64) {
-        let Some(log) = &mut self.log else { return };
+        if self.is_unread() {
+            return;
+        }
         while self.logged < until {
             let read = self.history.read(&mut self.logged, &mut self.scratch);
-            if read.lost > 0 {
-                log.append(&notice(read.lost));
+            let text = self.scratch.get(..read.bytes).unwrap_or_default();
+            if let Some(log) = &mut self.log {
+                if read.lost > 0 {
+                    log.append(&notice(read.lost));
+                }
+                log.append(text);
             }
-            log.append(self.scratch.get(..read.bytes).unwrap_or_default());
+            if let Some(watch) = &mut self.watch {
+                watch(text, self.logged);
+            }
         }
+    }
+
+    /// Whether there is neither a log nor a watch.
+    fn is_unread(&self) -> bool {
+        self.log.is_none() && self.watch.is_none()
     }
 
     /// Asks for a signal when something is printed behind `position`, if somebody wants it.
     fn rearm(&mut self, position: u64) {
-        if self.log.is_none() && self.peers.iter().all(|peer| peer.output.is_none()) {
+        if self.is_unread() && self.peers.iter().all(|peer| peer.output.is_none()) {
             return;
         }
         if self.history.arm(position) {

@@ -40,8 +40,8 @@ impl Rig {
         let listener = UnixListener::bind(&path).unwrap();
         let setup = Setup {
             listener: Some(listener.into()),
-            terminal: None,
             log,
+            ..Setup::default()
         };
         let port = SerialPort::start(Arc::new(Line::default()), capacity, setup).unwrap();
         let uart = port.device();
@@ -103,6 +103,31 @@ fn a_client_gets_what_was_printed_before_and_then_what_comes() {
     assert_eq!(take(&mut first, 4), "late");
     let (_second, replay) = rig.attach();
     assert_eq!(replay, "early late");
+}
+
+#[test]
+fn a_watch_sees_what_is_printed_without_a_log_or_a_client() {
+    let (sender, seen) = std::sync::mpsc::channel();
+    let setup = Setup {
+        watch: Some(Box::new(move |text, printed| {
+            // The test may have ended.
+            let _gone = sender.send((text.to_vec(), printed));
+        })),
+        ..Setup::default()
+    };
+    let port = SerialPort::start(Arc::new(Line::default()), CAPACITY, setup).unwrap();
+    for (line, end) in [("first\n", 6), ("second\n", 13)] {
+        print(&port.device(), line.as_bytes());
+        let mut text = Vec::new();
+        let mut printed = 0;
+        while printed < end {
+            let (more, upto) = seen.recv_timeout(Duration::from_secs(20)).unwrap();
+            text.extend(more);
+            printed = upto;
+        }
+        assert_eq!((text.as_slice(), printed), (line.as_bytes(), end));
+        assert_eq!(port.printed(), end);
+    }
 }
 
 #[test]
