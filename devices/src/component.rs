@@ -7,7 +7,7 @@ use crate::state::{Section, StateError};
 /// Why a part could not do as it was told. The machine names the part.
 #[derive(Debug, thiserror::Error)]
 pub enum ComponentError {
-    /// Requests under way did not end in time; the part runs on as before.
+    /// Requests under way did not end in time. After a pause the part runs on as before; a reset is still under way.
     #[error("requests under way did not end in time")]
     DrainTimeout,
     /// A thread of the part is gone.
@@ -40,7 +40,8 @@ pub trait Component: Send {
     fn pause(&mut self, deadline: Instant) -> Result<(), ComponentError>;
     /// Goes on where [`pause`](Self::pause) stopped it.
     fn resume(&mut self) -> Result<(), ComponentError>;
-    /// To the state after power-on.
+    /// To the state after power-on. After a [`ComponentError::DrainTimeout`] call it again: guest memory must not be used for
+    /// anything else before it succeeds, and nothing but another reset or the drop of the part may follow.
     fn reset(&mut self) -> Result<(), ComponentError>;
     /// The state of the paused component. [`StateError::NotMigratable`] when it can't be saved now, or never.
     fn save(&self) -> Result<Section, StateError>;

@@ -94,6 +94,19 @@ impl Leaving {
         self.phase
     }
 
+    /// Kind and name of the device if it is still ending at `deadline`, `None` if it is gone. An error if it will never be gone.
+    pub fn ends_after(&mut self, deadline: Instant) -> Result<Option<String>, Failure> {
+        let which = format!("{} {}", self.what, self.name);
+        match self.look(deadline) {
+            Phase::Gone => Ok(None),
+            Phase::Ending => Ok(Some(which)),
+            Phase::Lost => Err(Failure {
+                kind: ErrorKind::Internal,
+                message: format!("requests of {which}, which was taken away, will never end"),
+            }),
+        }
+    }
+
     /// Answers for those who wait in vain: their time has come, or it is lost.
     pub fn give_up(&mut self, now: Instant) -> Vec<(Token, Result<(), Failure>)> {
         let lost = self.look(now) == Phase::Lost;

@@ -8,7 +8,7 @@ use std::{
 };
 
 use devices::{
-    component::Component,
+    component::{Component, ComponentError},
     display::rfb::server::Server,
     interrupt::IrqLine,
     legacy::pm::PowerButton,
@@ -29,7 +29,7 @@ use tracing::{error, warn};
 use super::{boot::Entry, disks::Disks, image::Image, nics::Nics, shares::Shares, stats, throttle::Throttle};
 use crate::{
     kvm::{AddressSpaces, GuestTime, IrqChipState, StatsReader, Vm},
-    lifecycle::{self, Detached, Failure, LimitTarget, NicChange, Notice, Notifier, Progress, Token},
+    lifecycle::{self, Detached, Failure, LimitTarget, NicChange, Notice, Notifier, Progress, Reset, Token},
     memory::GuestRam,
     migration::Sender,
     snapshot::saving::{GoesOn, Purpose, Report, Saving},
@@ -38,6 +38,9 @@ use crate::{
 
 /// How long a pause waits for requests that are under way.
 const PAUSE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long a try of a reset waits for a device that leaves: the driver serves its requests between two tries.
+const RESET_WAIT: Duration = Duration::from_millis(250);
 
 /// A virtio-console for others than the driver. The device itself is a component.
 pub(super) struct VirtioConsole {
@@ -118,10 +121,14 @@ impl Machine {
         Ok(())
     }
 
-    /// Waits until nothing that is off the bus touches guest memory any more.
-    fn wait_for_leaving(&mut self, deadline: Instant) -> Result<(), Failure> {
-        self.disks.wait_for_leaving(deadline)?;
-        self.nics.wait_for_leaving(deadline)?;
+    /// Waits until nothing that is off the bus touches guest memory any more; gives what still does at `deadline`.
+    fn wait_for_leaving(&mut self, deadline: Instant) -> Result<Option<String>, Failure> {
+        if let Some(disk) = self.disks.wait_for_leaving(deadline)? {
+            return Ok(Some(disk));
+        }
+        if let Some(nic) = self.nics.wait_for_leaving(deadline)? {
+            return Ok(Some(nic));
+        }
         self.shares.wait_for_leaving(deadline)
     }
 
@@ -145,7 +152,12 @@ impl Machine {
     }
 
     fn pause_components(&mut self, deadline: Instant) -> Result<(), Failure> {
-        self.wait_for_leaving(deadline)?;
+        if let Some(which) = self.wait_for_leaving(deadline)? {
+            return Err(Failure {
+                kind: ErrorKind::Internal,
+                message: format!("requests of {which}, which is being taken away, did not end"),
+            });
+        }
         let mut parts = self.parts();
         for index in 0..parts.len() {
             let Some((component, before)) = parts.get_mut(..=index).and_then(<[_]>::split_last_mut) else {
@@ -198,7 +210,7 @@ impl lifecycle::Machine for Machine {
                 Ok(())
             }
             Err(failure) => {
-                self.vcpus.run()?;
+                self.vcpus.release()?;
                 Err(failure)
             }
         }
@@ -225,10 +237,12 @@ impl lifecycle::Machine for Machine {
         }
         self.resume_components()?;
         self.paused_at = None;
-        Ok(self.vcpus.run()?)
+        // One that has asked for a reset must not run on behind it.
+        Ok(self.vcpus.release()?)
     }
 
-    fn reset(&mut self) -> Result<(), Failure> {
+    fn reset(&mut self) -> Result<Reset, Failure> {
+        self.throttle = None;
         self.vcpus.stop()?;
         // The new guest finds the slots as they are. What the old one was asked for goes: it has no use of it any more, and
         // whoever asked for it still waits.
@@ -236,16 +250,21 @@ impl lifecycle::Machine for Machine {
             self.pci.remove(slot, &self.spaces.mmio);
         }
         self.hotplug.power_on(|slot| self.pci.is_taken(slot));
-        self.wait_for_leaving(Instant::now() + PAUSE_TIMEOUT)?;
+        if let Some(which) = self.wait_for_leaving(Instant::now() + RESET_WAIT)? {
+            return Ok(Reset::Waits(which));
+        }
         for component in self.parts() {
-            component.reset().map_err(|error| Failure {
-                kind: ErrorKind::Internal,
-                message: format!(
-                    "resetting {}: {}",
-                    component.name(),
-                    lifecycle::with_causes(&error)
-                ),
-            })?;
+            match component.reset() {
+                Ok(()) => {}
+                Err(ComponentError::DrainTimeout) => return Ok(Reset::Waits(component.name().to_owned())),
+                Err(error) => {
+                    let (name, causes) = (component.name(), lifecycle::with_causes(&error));
+                    return Err(Failure {
+                        kind: ErrorKind::Internal,
+                        message: format!("resetting {name}: {causes}"),
+                    });
+                }
+            }
         }
         self.pci.reset(&self.spaces.mmio);
         self.irqchip.restore(&self.vm)?;
@@ -254,7 +273,8 @@ impl lifecycle::Machine for Machine {
         self.ram.clear()?;
         (self.on_reset)();
         let entry = self.image.load(&self.ram)?;
-        self.enter_at(entry)
+        self.enter_at(entry)?;
+        Ok(Reset::Done)
     }
 
     fn start(&mut self) -> Result<(), Failure> {
@@ -475,7 +495,7 @@ impl lifecycle::Machine for Machine {
         let rest = if self.paused_at.is_none() {
             self.pause_components(deadline)
         } else {
-            self.wait_for_leaving(deadline)
+            self.wait_for_leaving(deadline).map(drop)
         };
         if let Err(failure) = rest {
             warn!(error = failure.message, "devices did not come to rest at the end");

@@ -27,7 +27,8 @@ use super::{
     machine::Machine,
 };
 use crate::lifecycle::{
-    self, Builder, Detached, Failure, LimitTarget, Machine as _, NicChange, Notifier, Progress, Token,
+    self, Builder, Detached, Failure, LimitTarget, Machine as _, NicChange, Notifier, Progress, Reset,
+    Token,
 };
 use crate::snapshot::saving::{GoesOn, Purpose, Report};
 
@@ -158,11 +159,14 @@ impl lifecycle::Machine for Rebuilt {
     }
 
     fn resume(&mut self) -> Result<(), Failure> {
-        self.rebuild()?;
+        // One whose guest has asked for a reset just before is not saved.
+        if self.machine()?.vcpus.ended().is_none() {
+            self.rebuild()?;
+        }
         self.machine()?.resume()
     }
 
-    fn reset(&mut self) -> Result<(), Failure> {
+    fn reset(&mut self) -> Result<Reset, Failure> {
         self.machine()?.reset()
     }
 

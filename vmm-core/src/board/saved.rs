@@ -93,6 +93,13 @@ impl Machine {
                 message: "a machine that runs can't be saved".to_owned(),
             });
         };
+        if let Some(index) = self.vcpus.ended() {
+            // Its report is not part of the state: a restored machine would never be reset.
+            return Err(Failure {
+                kind: ErrorKind::State,
+                message: format!("vCPU {index} has just reset the machine, powered it off or crashed: try again"),
+            });
+        }
         let mut sections = vec![Section::new(HEADER, &self.current_header())];
         for part in self.parts() {
             let section = part.save().map_err(failed("saving", part.name()))?;

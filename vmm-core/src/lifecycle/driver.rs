@@ -1,5 +1,6 @@
 //! The one thread that owns the machine: takes a request or a notice, acts, publishes, takes the next.
 
+mod reset;
 mod snapshot;
 
 use std::{
@@ -14,6 +15,7 @@ use tracing::{debug, info, warn};
 
 use crate::snapshot::saving::Purpose;
 
+use self::reset::{ResetCause, is_of_the_guest};
 use super::{
     Answer, Builder, Failure, Input, Machine, Notice, Notifier, Progress, Request, Token,
     admission::{Action, Admission, State, admit},
@@ -39,6 +41,8 @@ pub struct Driver<A, B> {
     pending: Vec<Token>,
     /// A snapshot that is being taken.
     snapshot: Option<snapshot::Underway>,
+    /// A reset that is not done yet.
+    waiting: Option<reset::Waiting>,
 }
 
 /// Why a disk holds requests.
@@ -51,16 +55,6 @@ struct DiskError {
 /// How long after a pause for a disk's error that failed it is tried again. The machine runs meanwhile, the disk's requests
 /// stay unanswered.
 const PAUSE_AGAIN: Duration = Duration::from_secs(10);
-
-/// Why the machine is reset.
-enum ResetCause {
-    /// The guest asked for it.
-    Guest,
-    /// A triple fault: what happened.
-    Crash(String),
-    /// A client asked for it, who waits for the answer.
-    Request(Token),
-}
 
 /// Whether the machine goes on.
 enum Next {
@@ -84,46 +78,48 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             pause_again: None,
             pending: Vec::new(),
             snapshot: None,
+            waiting: None,
         }
     }
 
     /// Until the run ends. `before_publishing` gets the record when the machine is quiet and before anybody is told.
     pub fn run(mut self, before_publishing: impl FnOnce(&ExitRecord)) -> ExitRecord {
         loop {
-            let input = match self.next_input() {
-                Ok(input) => input,
-                Err(RecvTimeoutError::Timeout) => {
-                    self.collect();
-                    if let Err(failure) = self.keep_time() {
-                        return self.end(
-                            exit_record(ExitKind::VmmError, &failure.message),
-                            None,
-                            before_publishing,
-                        );
-                    }
-                    if let Some((_, error)) = self.pause_again.take_if(|(when, _)| Instant::now() >= *when) {
-                        self.pause_for_error(error);
-                    }
-                    continue;
-                }
-                Err(RecvTimeoutError::Disconnected) => {
-                    return self.end(
-                        exit_record(ExitKind::VmmError, "nobody is left to ask for anything"),
-                        None,
-                        before_publishing,
-                    );
-                }
+            let next = match self.next_input() {
+                Ok(input) => self.take(input),
+                Err(RecvTimeoutError::Timeout) => self.on_time(),
+                Err(RecvTimeoutError::Disconnected) => Next::End(
+                    exit_record(ExitKind::VmmError, "nobody is left to ask for anything"),
+                    None,
+                ),
             };
-            if let Next::End(record, asker) = self.take(input) {
+            let next = match next {
+                Next::GoOn => self.continue_reset(),
+                end @ Next::End(..) => end,
+            };
+            if let Next::End(record, asker) = next {
                 return self.end(record, asker, before_publishing);
             }
         }
     }
 
+    /// Something is due.
+    fn on_time(&mut self) -> Next {
+        self.collect();
+        if let Err(failure) = self.keep_time() {
+            return Next::End(exit_record(ExitKind::VmmError, &failure.message), None);
+        }
+        if let Some((_, error)) = self.pause_again.take_if(|(when, _)| Instant::now() >= *when) {
+            self.pause_for_error(error);
+        }
+        Next::GoOn
+    }
+
     fn next_input(&self) -> Result<Input, RecvTimeoutError> {
         let again = self.pause_again.as_ref().map(|(when, _)| *when);
         let answer = self.machine.as_ref().and_then(|machine| machine.next_deadline());
-        match again.into_iter().chain(answer).min() {
+        let reset = self.continues_reset_at();
+        match [again, answer, reset].into_iter().flatten().min() {
             Some(when) => self
                 .inputs
                 .recv_timeout(when.saturating_duration_since(Instant::now())),
@@ -139,6 +135,10 @@ impl<A: Audience, B: Builder> Driver<A, B> {
     }
 
     fn take(&mut self, input: Input) -> Next {
+        if self.is_resetting() && is_of_the_guest(&input) {
+            // Another vCPU may have asked for the reset that is under way.
+            return Next::GoOn;
+        }
         match input {
             Input::Request(token, request) => self.request(token, request),
             Input::Notice(notice) => self.notice(notice),
@@ -210,6 +210,10 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             | Request::GetDiskStats
             | Request::GetMachineStats => Action::Disk,
         };
+        if let Some(failure) = self.refused_by_reset(&request) {
+            self.publisher.reply(token, Err(failure));
+            return Next::GoOn;
+        }
         let result = match admit(self.publisher.state(), action) {
             Admission::Already => {
                 if action == Action::Pause {
@@ -375,7 +379,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
     /// Pauses the machine because of a disk's error, unless that is over (the disk was reset, or is gone), or the machine
     /// is paused already: then it keeps its reason.
     fn pause_for_error(&mut self, error: DiskError) {
-        if self.publisher.state() != State::Running {
+        if self.publisher.state() != State::Running || self.is_resetting() {
             return;
         }
         let paused = match self.machine() {
@@ -521,68 +525,6 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         }
     }
 
-    /// The machine is reset and the same process goes on with it. A paused machine stays paused. A guest that resets or
-    /// crashes in a loop is not held back, as on a PC: each time is counted, the log takes a few lines of them.
-    fn reset(&mut self, cause: ResetCause) -> Next {
-        let asker = match cause {
-            ResetCause::Request(token) => Some(token),
-            ResetCause::Guest | ResetCause::Crash(_) => None,
-        };
-        let running = self.publisher.state() == State::Running;
-        let result = self.machine().and_then(Machine::reset);
-        if let Err(failure) = result {
-            return self.failed_reset("reset", failure, asker);
-        }
-        self.panicked = false;
-        self.pause_again = None;
-        self.publish_reset(cause);
-        self.collect();
-        // Of several vCPUs each may have asked for the reset that just happened, or panicked before it.
-        let waiting: Vec<_> = self
-            .inputs
-            .try_iter()
-            .filter(|input| !is_of_the_guest(input))
-            .collect();
-        if running && let Err(failure) = self.machine().and_then(Machine::start) {
-            return self.failed_reset("start after a reset", failure, asker);
-        }
-        if let Some(token) = asker {
-            self.publisher.reply(token, Ok(()));
-        }
-        for input in waiting {
-            if let end @ Next::End(..) = self.take(input) {
-                return end;
-            }
-        }
-        Next::GoOn
-    }
-
-    fn publish_reset(&mut self, cause: ResetCause) {
-        match cause {
-            ResetCause::Request(_) => info!("the machine was reset by request"),
-            ResetCause::Guest => {
-                if let Some(left_out) = self.log_limit.allow() {
-                    info!(%left_out, "the guest reset itself");
-                }
-                self.publisher.guest_reset();
-            }
-            ResetCause::Crash(message) => {
-                if let Some(left_out) = self.log_limit.allow() {
-                    warn!(%left_out, message, "the machine was reset because the guest crashed");
-                }
-                self.publisher.crash_reset(message);
-            }
-        }
-    }
-
-    fn failed_reset(&mut self, operation: &str, failure: Failure, asker: Option<Token>) -> Next {
-        let message = format!("{operation}: {}", failure.message);
-        if let Some(token) = asker {
-            self.publisher.reply(token, Err(failure));
-        }
-        Next::End(exit_record(ExitKind::VmmError, message), None)
-    }
-
     fn stopped(&self) -> ExitRecord {
         if self.panicked {
             self.panic_record()
@@ -597,18 +539,4 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             "the guest's kernel panicked and did not reset the machine",
         )
     }
-}
-
-/// A notice that the guest caused, which has no meaning after a reset.
-fn is_of_the_guest(input: &Input) -> bool {
-    matches!(
-        input,
-        Input::Notice(
-            Notice::PowerOff
-                | Notice::Reset
-                | Notice::GuestPanicked
-                | Notice::TripleFault(_)
-                | Notice::GuestCrashed(_)
-        )
-    )
 }

@@ -261,6 +261,15 @@ pub enum Progress {
     Pending,
 }
 
+/// How far a reset of a machine has come.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Reset {
+    /// It is done.
+    Done,
+    /// Requests of this device ("disk root") are under way and may still write to guest memory.
+    Waits(String),
+}
+
 /// What a machine tells its driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Notice {
@@ -353,8 +362,9 @@ pub trait Machine {
     /// The reverse.
     fn resume(&mut self) -> Result<(), Failure>;
     /// To the state after power-on with the kernel loaded; the vCPUs are stopped on return, and nothing that they
-    /// did before it can still send a notice.
-    fn reset(&mut self) -> Result<(), Failure>;
+    /// did before it can still send a notice. When it [waits](Reset::Waits), call it again until it does not; nothing else
+    /// may be done with the machine meanwhile but to look at it or to halt it.
+    fn reset(&mut self) -> Result<Reset, Failure>;
     /// Starts the vCPUs of a machine that is new or was reset.
     fn start(&mut self) -> Result<(), Failure>;
     /// Presses the power button.

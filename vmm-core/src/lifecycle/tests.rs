@@ -1,5 +1,7 @@
 mod disks;
 mod held;
+mod panic;
+mod reset;
 mod snapshot;
 
 use std::sync::{
@@ -41,6 +43,13 @@ struct TestMachine {
     late: bool,
     /// The machine can't be sent.
     unsent: bool,
+    /// How often a reset is to be asked for before it is done.
+    reset_waits: u32,
+    /// The run is stopped when the machine starts again after a reset.
+    stops_after_reset: bool,
+    was_reset: bool,
+    /// A vCPU's report just before it is stopped for the state of a capture.
+    reported: Option<Notice>,
 }
 
 impl TestMachine {
@@ -84,7 +93,12 @@ impl Machine for TestMachine {
         Ok(())
     }
 
-    fn reset(&mut self) -> Result<(), Failure> {
+    fn reset(&mut self) -> Result<Reset, Failure> {
+        if self.reset_waits > 0 {
+            self.reset_waits -= 1;
+            self.log.add("reset waits");
+            return Ok(Reset::Waits("disk root".into()));
+        }
         // A second vCPU asked too, before it was stopped; and a client is quick.
         self.inputs.send(Input::Notice(Notice::Reset)).unwrap();
         self.inputs.send(Input::Notice(Notice::PowerOff)).unwrap();
@@ -92,11 +106,15 @@ impl Machine for TestMachine {
             .send(Input::Request(token(99), Request::PowerButton))
             .unwrap();
         self.log.add("reset");
-        Ok(())
+        self.was_reset = true;
+        Ok(Reset::Done)
     }
 
     fn start(&mut self) -> Result<(), Failure> {
         self.log.add("start");
+        if self.was_reset && self.stops_after_reset {
+            self.inputs.send(request(9, Request::Stop)).unwrap();
+        }
         Ok(())
     }
 
@@ -292,6 +310,9 @@ impl Machine for TestMachine {
     fn complete_snapshot(&mut self, description: Vec<u8>) -> Result<saving::GoesOn, Failure> {
         let description = String::from_utf8(description).unwrap();
         self.log.add(format!("complete snapshot {description}"));
+        if let Some(notice) = self.reported.take() {
+            self.inputs.send(Input::Notice(notice)).unwrap();
+        }
         if description == "none" {
             return Err(Failure {
                 kind: ErrorKind::Internal,
@@ -350,6 +371,26 @@ struct TestBuilder {
     fails: bool,
     holds: Arc<AtomicBool>,
     detached: Arc<Mutex<Vec<Detached>>>,
+    reset_waits: u32,
+    stops_after_reset: bool,
+    reported: Option<Notice>,
+}
+
+impl TestBuilder {
+    fn new(log: &Log, inputs: &Sender<Input>) -> Self {
+        Self {
+            log: log.clone(),
+            inputs: inputs.clone(),
+            pause_fails: false,
+            commit_fails: false,
+            fails: false,
+            holds: Arc::default(),
+            detached: Arc::default(),
+            reset_waits: 0,
+            stops_after_reset: false,
+            reported: None,
+        }
+    }
 }
 
 impl Builder for TestBuilder {
@@ -382,6 +423,10 @@ impl Builder for TestBuilder {
             answers: Vec::new(),
             late: false,
             unsent: false,
+            reset_waits: self.reset_waits,
+            stops_after_reset: self.stops_after_reset,
+            was_reset: false,
+            reported: self.reported.take(),
         }))
     }
 }
@@ -466,15 +511,7 @@ fn triple_fault() -> Input {
 fn run(inputs: Vec<Input>, change: impl FnOnce(&mut TestBuilder)) -> (Vec<String>, ExitRecord) {
     let (sender, receiver) = channel();
     let log = Log::default();
-    let mut builder = TestBuilder {
-        log: log.clone(),
-        inputs: sender.clone(),
-        pause_fails: false,
-        commit_fails: false,
-        fails: false,
-        holds: Arc::default(),
-        detached: Arc::default(),
-    };
+    let mut builder = TestBuilder::new(&log, &sender);
     change(&mut builder);
     for input in inputs {
         sender.send(input).unwrap();
@@ -562,70 +599,6 @@ fn a_pause_that_fails_leaves_the_machine_running() {
 }
 
 #[test]
-fn a_reset_drops_what_the_old_guest_still_said_and_keeps_requests() {
-    let (log, _) = run(
-        vec![
-            request(1, boot(false)),
-            Input::Notice(Notice::Reset),
-            request(2, Request::Stop),
-        ],
-        |_| (),
-    );
-    assert_eq!(log[3..6], ["reset", "guest reset 1", "start"]);
-    assert!(log.contains(&"ended Stopped".to_owned()), "{log:?}");
-}
-
-#[test]
-fn a_reset_by_request_is_answered_when_the_machine_runs_again_and_is_not_the_guests() {
-    let (log, record) = run(
-        vec![
-            request(1, boot(false)),
-            Input::Notice(Notice::GuestPanicked),
-            request(2, Request::Reset),
-            request(3, Request::Pause),
-            request(4, Request::Reset),
-            request(5, Request::Stop),
-        ],
-        |_| (),
-    );
-    let from = log.iter().position(|line| line == "reset").unwrap();
-    assert_eq!(log[from..from + 3], ["reset", "start", "2 ok Running web"]);
-    assert!(
-        log.contains(&"4 State".to_owned()),
-        "a paused one is not: {log:?}"
-    );
-    assert!(!log.iter().any(|line| line.starts_with("guest reset")), "{log:?}");
-    assert_eq!(record.kind(), ExitKind::Stopped, "the panic is over");
-}
-
-#[test]
-fn a_panic_is_told_once_and_is_the_reason_when_the_machine_is_stopped_after_it() {
-    let panic = || Input::Notice(Notice::GuestPanicked);
-    let (log, record) = run(
-        vec![
-            request(1, boot(false)),
-            panic(),
-            panic(),
-            request(2, Request::Stop),
-        ],
-        |_| (),
-    );
-    assert_eq!(log.iter().filter(|line| *line == "guest panicked").count(), 1);
-    assert_eq!(record.kind(), ExitKind::GuestPanic);
-}
-
-#[test]
-fn a_guest_that_resets_after_its_panic_is_not_called_panicked_later() {
-    let inputs = vec![
-        request(1, boot(false)),
-        Input::Notice(Notice::GuestPanicked),
-        Input::Notice(Notice::Reset),
-        request(2, Request::Stop),
-    ];
-    assert_eq!(run(inputs, |_| ()).1.kind(), ExitKind::Stopped);
-}
-
-#[test]
 fn a_triple_fault_ends_a_run_that_is_to_stop_and_a_failure_of_the_host_is_ours() {
     let crashed = Notice::GuestCrashed("vCPU 0: emulation failure".into());
     let failed = Notice::VmmFailed("KVM_RUN: bad address".into());
@@ -643,82 +616,6 @@ fn a_triple_fault_ends_a_run_that_is_to_stop_and_a_failure_of_the_host_is_ours()
         assert_eq!(record.kind(), kind);
         assert!(record.message.contains(": "));
         assert!(!log.contains(&"reset".to_owned()), "{log:?}");
-    }
-}
-
-#[test]
-fn a_triple_fault_resets_the_machine_unless_it_is_to_stop_and_is_counted_apart() {
-    for on_crash in [OnCrash::Unspecified, OnCrash::Restart] {
-        let (log, record) = run(
-            vec![
-                request(1, boot_with(on_crash, false)),
-                triple_fault(),
-                Input::Notice(Notice::Reset),
-                request(2, Request::Stop),
-            ],
-            |_| (),
-        );
-        assert_eq!(
-            log[3..6],
-            ["reset", "crash reset 1: vCPU 0: triple fault", "start"],
-            "{log:?}"
-        );
-        assert!(!log.contains(&"guest reset 2".to_owned()), "{log:?}");
-        assert_eq!(record.kind(), ExitKind::Stopped);
-    }
-}
-
-#[test]
-fn each_turn_of_a_crash_loop_is_counted() {
-    const TURNS: usize = 100;
-    let (sender, receiver) = channel();
-    let log = Log::default();
-    let builder = TestBuilder {
-        log: log.clone(),
-        inputs: sender.clone(),
-        pause_fails: false,
-        commit_fails: false,
-        fails: false,
-        holds: Arc::default(),
-        detached: Arc::default(),
-    };
-    let (notifier, audience) = (Notifier::new(sender.clone()), log.clone());
-    // A driver stays on the thread that made it.
-    let thread = std::thread::spawn(move || Driver::new(receiver, notifier, audience, builder).run(|_| ()));
-    let starts = |log: &Log| {
-        let lines = log.0.lock().unwrap();
-        lines.iter().filter(|line| *line == "start").count()
-    };
-    sender.send(request(1, boot(false))).unwrap();
-    for turn in 1..=TURNS {
-        // A crash that is told while the machine is being reset would belong to that reset.
-        while starts(&log) < turn {
-            std::thread::yield_now();
-        }
-        sender.send(triple_fault()).unwrap();
-    }
-    while starts(&log) <= TURNS {
-        std::thread::yield_now();
-    }
-    sender.send(request(2, Request::Stop)).unwrap();
-    assert_eq!(thread.join().unwrap().kind(), ExitKind::Stopped);
-    let last = format!("crash reset {TURNS}: vCPU 0: triple fault");
-    assert!(log.take().contains(&last));
-}
-
-#[test]
-fn a_guest_that_crashes_after_its_panic_starts_anew_or_has_panicked() {
-    for (on_crash, kind) in [
-        (OnCrash::Restart, ExitKind::Stopped),
-        (OnCrash::Stop, ExitKind::GuestPanic),
-    ] {
-        let inputs = vec![
-            request(1, boot_with(on_crash, false)),
-            Input::Notice(Notice::GuestPanicked),
-            triple_fault(),
-            request(2, Request::Stop),
-        ];
-        assert_eq!(run(inputs, |_| ()).1.kind(), kind);
     }
 }
 

@@ -6,7 +6,7 @@
 //!            run                         access asks for reset or power-off, crash
 //! Parked ───────────▶ Running ─────────────────────────────────────────▶ Ended
 //!    ▲                   │ stop: immediate_exit, then a signal              │
-//!    └───────────────────┘                      run: after a reset, Running ┘
+//!    └───────────────────┘                            reset: Parked; run: Running ┘
 //! ```
 //!
 //! What always holds:
@@ -186,34 +186,33 @@ impl Vcpus {
         Ok(())
     }
 
-    /// Lets all run. Those that run already go on.
+    /// Lets all vCPUs run, also vCPUs that have ended their run. Running vCPUs are not disturbed.
     pub fn run(&mut self) -> Result<(), VcpuError> {
+        self.run_those(Shared::allow)
+    }
+
+    /// Lets all vCPUs run except those that have ended their run and were not [reset](Self::reset) since.
+    pub fn release(&mut self) -> Result<(), VcpuError> {
+        self.run_those(Shared::allow_stopped)
+    }
+
+    fn run_those(&self, allow: fn(&Shared) -> bool) -> Result<(), VcpuError> {
         for handle in &self.handles {
             handle.shared.wait_until_set_up();
         }
         // First all, so that none sees another that is still to be allowed to run.
-        let parked: Vec<_> = self.handles.iter().map(|handle| handle.shared.allow()).collect();
-        for (index, (handle, parked)) in self.handles.iter().zip(parked).enumerate() {
-            if parked {
+        let allowed: Vec<_> = self.handles.iter().map(|handle| allow(&handle.shared)).collect();
+        for (index, (handle, allowed)) in self.handles.iter().zip(allowed).enumerate() {
+            if allowed {
                 handle.send(index, Call::Run)?;
             }
         }
         Ok(())
     }
 
-    /// Lets those run that were [stopped](Self::stop); one that has ended its run by itself stays parked.
-    pub fn release(&mut self) -> Result<(), VcpuError> {
-        let stopped: Vec<_> = self
-            .handles
-            .iter()
-            .map(|handle| handle.shared.allow_stopped())
-            .collect();
-        for (index, (handle, stopped)) in self.handles.iter().zip(stopped).enumerate() {
-            if stopped {
-                handle.send(index, Call::Run)?;
-            }
-        }
-        Ok(())
+    /// The first vCPU that has ended its run and was not reset since: its report is on the way, or was taken.
+    pub fn ended(&self) -> Option<usize> {
+        self.handles.iter().position(|handle| handle.shared.has_ended())
     }
 
     /// Stops all. On return none is in the guest, and no access is half done.

@@ -264,6 +264,7 @@ fn a_vcpu_that_was_stopped_is_released_and_one_that_has_ended_its_run_is_not() {
         rig.vcpus.release().unwrap();
     }
     rig.vcpus.stop().unwrap();
+    assert_eq!(rig.vcpus.ended(), Some(0));
     assert!(behind.try_recv().is_err(), "it ran on behind its reset");
     rig.vcpus.run().unwrap();
     behind.recv_timeout(PATIENCE).expect("a run is one anew");
@@ -399,10 +400,16 @@ fn a_triple_fault_is_told_and_a_reset_gives_a_fresh_machine() {
         );
         rig.vcpus.stop().unwrap();
         rig.irqchip.restore(&rig.vm).unwrap();
+        assert_eq!(rig.vcpus.ended(), Some(0));
         rig.vcpus.reset().unwrap();
+        assert_eq!(rig.vcpus.ended(), None);
         rig.enter();
         assert_eq!(rig.vcpus.call_one(0, |vcpu| vcpu.registers()).unwrap(), first);
     }
+    // After a reset it is one that was stopped.
+    rig.vcpus.release().unwrap();
+    let report = rig.reports.recv_timeout(PATIENCE).unwrap();
+    assert!(matches!(report.kind, ReportKind::Crashed(Crash::TripleFault)));
 }
 
 /// Sets up a gate for vector 0x41 that counts at 0x200100, enables the local APIC, tells the test, and waits in HLT.

@@ -109,6 +109,11 @@ impl Shared {
         matches!(phase, Phase::New | Phase::Parked | Phase::Ended)
     }
 
+    /// Whether it has ended its run and was not reset since.
+    pub(super) fn has_ended(&self) -> bool {
+        *self.phase.lock().unwrap_or_else(PoisonError::into_inner) == Phase::Ended
+    }
+
     /// Waits until it is set up, or has failed to be: KVM knows the local APIC id only then, and would lose an INIT that another vCPU
     /// sends it.
     pub(super) fn wait_until_set_up(&self) {
@@ -217,7 +222,11 @@ impl VcpuThread {
                 }
                 (Call::Reset(reply), Ok(state)) => {
                     self.has_run = false;
-                    let _ = reply.send(state.restore(&self.vcpu));
+                    let restored = state.restore(&self.vcpu);
+                    if restored.is_ok() {
+                        self.shared.leave(Phase::Parked);
+                    }
+                    let _ = reply.send(restored);
                 }
                 (Call::With(call), Ok(power_on)) => call(Ok(Parked {
                     vcpu: &mut self.vcpu,

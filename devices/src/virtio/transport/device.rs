@@ -28,8 +28,8 @@ use crate::{
     state::{Section, StateError},
 };
 
-/// How long a reset of the machine waits for requests under way.
-const RESET_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a reset of the machine waits for requests under way before the caller has to try again.
+const RESET_TIMEOUT: Duration = Duration::from_millis(250);
 
 /// What a device needs of the machine.
 pub struct Parts<'a> {

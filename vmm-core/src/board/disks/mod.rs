@@ -299,16 +299,11 @@ impl Disks {
     }
 
     /// Waits until nothing that is off the bus touches guest memory any more.
-    pub fn wait_for_leaving(&mut self, deadline: Instant) -> Result<(), Failure> {
+    pub fn wait_for_leaving(&mut self, deadline: Instant) -> Result<Option<String>, Failure> {
         self.sweep();
         let mut devices = self.leaving.iter_mut().filter(|disk| disk.has_device);
-        match devices.find_map(|disk| (disk.look(deadline) != Phase::Gone).then_some(&disk.name)) {
-            None => Ok(()),
-            Some(name) => Err(Failure {
-                kind: ErrorKind::Internal,
-                message: format!("requests of disk {name}, which is being taken away, did not end"),
-            }),
-        }
+        let still = devices.find_map(|disk| disk.ends_after(deadline).transpose());
+        still.transpose()
     }
 
     /// See [`Machine::resize_disk`](crate::lifecycle::Machine::resize_disk).

@@ -57,7 +57,8 @@ impl Rig {
     }
 
     /// What the machine does of its reset with disks.
-    fn reset(&mut self, deadline: Instant) -> Result<(), Failure> {
+    /// Returns the disk that the reset waits for.
+    fn reset(&mut self, deadline: Instant) -> Result<Option<String>, Failure> {
         for slot in self.disks.hotplug.reset() {
             self.disks.sockets.pci.remove(slot, &self.disks.sockets.mmio);
         }
@@ -112,8 +113,8 @@ fn a_disk_is_attached_when_its_image_is_open_and_nobody_waits_for_that() {
     let mut rig = Rig::new();
     rig.attach(1, "data", 5).unwrap();
     // A pause and a reset find nothing to wait for.
-    rig.disks.wait_for_leaving(Instant::now()).unwrap();
-    rig.reset(Instant::now()).unwrap();
+    assert_eq!(rig.disks.wait_for_leaving(Instant::now()), Ok(None));
+    assert_eq!(rig.reset(Instant::now()), Ok(None));
     assert_eq!(rig.answers(), []);
     assert!(rig.names().is_empty());
     assert!(!rig.disks.sockets.pci.is_taken(5));
@@ -160,7 +161,7 @@ fn a_detach_cancels_an_attach_and_is_done_when_the_image_is_closed() {
         assert_eq!(rig.disks.next_deadline().is_some(), force);
         // Its image may be locked, so the name stays taken; but nobody waits for a disk that was never there.
         assert_eq!(rig.attach(3, "data", 5).unwrap_err().kind, ErrorKind::State);
-        rig.disks.wait_for_leaving(Instant::now()).unwrap();
+        assert_eq!(rig.disks.wait_for_leaving(Instant::now()), Ok(None));
         rig.open.send(Ok(())).unwrap();
         assert_eq!(rig.notice(), Notice::ImageOpened);
         assert_eq!(rig.notice(), Notice::Unplugged);
@@ -197,7 +198,7 @@ fn a_disk_that_is_taken_away_by_force_is_answered_when_it_is_gone() {
     assert_eq!(rig.answers(), [(1, Ok(()))]);
     assert_eq!(rig.detach(2, "data", true), Ok(Progress::Pending));
     assert_eq!(rig.notice(), Notice::Unplugged);
-    rig.disks.wait_for_leaving(soon()).unwrap();
+    assert_eq!(rig.disks.wait_for_leaving(soon()), Ok(None));
     assert_eq!(rig.disks.collect_detached(), gone("data", true));
     assert_eq!(rig.answers(), [(2, Ok(()))]);
     assert_eq!(rig.detach(3, "data", true).unwrap_err().kind, ErrorKind::NotFound);
@@ -217,10 +218,11 @@ fn a_disk_with_requests_under_way_is_never_told_as_gone_and_holds_up_whoever_nee
         [(1, Err(ErrorKind::Internal))],
         "its time has come"
     );
-    assert!(rig.disks.wait_for_leaving(Instant::now()).is_err());
-    assert!(rig.reset(Instant::now()).is_err());
+    let waits = Ok(Some("disk data".to_owned()));
+    assert_eq!(rig.disks.wait_for_leaving(Instant::now()), waits);
+    assert_eq!(rig.reset(Instant::now()), waits);
     tell_gone.send(()).unwrap();
-    rig.disks.wait_for_leaving(Instant::now()).unwrap();
+    assert_eq!(rig.disks.wait_for_leaving(Instant::now()), Ok(None));
     assert_eq!(rig.disks.collect_detached(), gone("data", true));
     assert_eq!(rig.answers(), [(2, Ok(()))]);
 }

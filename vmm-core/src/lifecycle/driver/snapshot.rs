@@ -35,8 +35,18 @@ pub(super) struct Underway {
     disks: Disks,
     /// The thread has ended, with this; at once where there is none.
     ended: Option<Result<Report, Failure>>,
-    /// The machine's pause is needed by the thread until it has ended.
-    thread_needs_pause: bool,
+    memory: Memory,
+}
+
+/// Use of the machine's memory by the thread.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Memory {
+    /// It reads the memory, and what changes meanwhile once more.
+    Logged,
+    /// It reads the memory, which must not change until the thread has ended.
+    Lent,
+    /// The thread does not read the memory any more.
+    Copied,
 }
 
 /// How far whoever copies the images of the disks is.
@@ -62,6 +72,9 @@ impl<A: Audience, B: Builder> Driver<A, B> {
     ) -> Result<Result<(), Failure>, Failure> {
         if self.snapshot.is_some() {
             return Ok(Err(refused("a snapshot of this machine is being taken already")));
+        }
+        if !self.pending.is_empty() {
+            return Ok(Err(refused(DEVICES_CHANGE)));
         }
         let began = Instant::now();
         let running = self.publisher.state() == State::Running;
@@ -101,7 +114,11 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                 Disks::NotCopied
             },
             ended: disks_alone.then(|| Ok(Report::default())),
-            thread_needs_pause: !disks_alone,
+            memory: match (disks_alone, running && !paused) {
+                (true, _) => Memory::Copied,
+                (false, true) => Memory::Logged,
+                (false, false) => Memory::Lent,
+            },
         };
         self.pending.push(token);
         if !running || paused {
@@ -127,6 +144,9 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                 "a snapshot of this machine is being taken, or it is being sent already",
             ));
         }
+        if !self.pending.is_empty() {
+            return Err(refused(DEVICES_CHANGE));
+        }
         let began = Instant::now();
         self.machine()?
             .begin_migration(File::from(socket), purpose, disks)?;
@@ -142,7 +162,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             failure: None,
             disks: Disks::NotCopied,
             ended: None,
-            thread_needs_pause: true,
+            memory: Memory::Logged,
         });
         Ok(())
     }
@@ -176,7 +196,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         match snapshot.ended.take() {
             Some(result) => self.finish(snapshot, result)?,
             None => {
-                if !snapshot.thread_needs_pause {
+                if snapshot.memory == Memory::Copied {
                     self.go_on(&mut snapshot)?;
                 }
                 self.snapshot = Some(snapshot);
@@ -239,9 +259,26 @@ impl<A: Audience, B: Builder> Driver<A, B> {
     /// Why the machine can't go on now, if a snapshot needs it to be paused.
     pub(super) fn needs_pause(&self) -> Option<Failure> {
         // Of a machine that was paused before, the memory that is being written must not change either.
-        let paused = self.publisher.state() == State::Paused;
-        (paused && self.snapshot.is_some())
+        self.stands_for_capture()
             .then(|| refused("a snapshot of this machine is being taken: wait until that is done"))
+    }
+
+    /// The machine is paused, and a snapshot or migration relies on that.
+    pub(super) fn stands_for_capture(&self) -> bool {
+        self.publisher.state() == State::Paused && self.snapshot.is_some()
+    }
+
+    /// Gives up a capture that still needs the machine's memory as it is, because of `why`. A capture that has copied it continues.
+    pub(super) fn give_up_memory(&mut self, why: &str) {
+        let needs = |it: &&mut Underway| it.memory != Memory::Copied && it.failure.is_none();
+        let Some(snapshot) = self.snapshot.as_mut().filter(needs) else {
+            return;
+        };
+        snapshot.failure = Some(refused(&format!("the capture was given up: {why}; try again")));
+        snapshot.disks = Disks::NotCopied;
+        if let Ok(machine) = self.machine() {
+            machine.give_up_snapshot();
+        }
     }
 
     pub(super) fn on_snapshot(&mut self, event: Event) -> Next {
@@ -252,7 +289,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             }
             Event::Round(round) => {
                 self.publisher.migration_round(round);
-                let runs = self.publisher.state() == State::Running;
+                let runs = self.publisher.state() == State::Running && !self.is_resetting();
                 match self.machine() {
                     Ok(machine) if runs => machine.throttle(round.throttle),
                     _ => Ok(()),
@@ -295,7 +332,11 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         if was_paused {
             snapshot.paused = Some(began);
         }
-        snapshot.thread_needs_pause = !matches!(completed, Ok(GoesOn::Now));
+        snapshot.memory = match completed {
+            Ok(GoesOn::WhenEnded) => Memory::Lent,
+            // Without the state the thread ends, and reads nothing any more.
+            Ok(GoesOn::Now) | Err(_) => Memory::Copied,
+        };
         match completed {
             Ok(_) if was_paused && snapshot.disks == Disks::Waiting => {
                 self.publisher.paused_for(PauseReason::Snapshot);
@@ -310,7 +351,9 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             Ok(_) => {}
             Err(failure) => {
                 snapshot.failure = Some(failure);
+                snapshot.disks = Disks::NotCopied;
                 self.machine()?.give_up_snapshot();
+                self.go_on(&mut snapshot)?;
             }
         }
         self.snapshot = Some(snapshot);
@@ -405,6 +448,9 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         Ok(())
     }
 }
+
+/// The device would be in the machine, and not in its saved state.
+const DEVICES_CHANGE: &str = "a device is being attached or taken away: try again when that is done";
 
 fn refused(message: &str) -> Failure {
     Failure {

@@ -123,15 +123,7 @@ fn a_machine_that_ends_answers_what_is_pending() {
 fn a_request_that_is_pending_is_answered_at_its_deadline_without_a_notice() {
     let (sender, receiver) = channel();
     let log = Log::default();
-    let builder = TestBuilder {
-        log: log.clone(),
-        inputs: sender.clone(),
-        pause_fails: false,
-        commit_fails: false,
-        fails: false,
-        holds: Arc::default(),
-        detached: Arc::default(),
-    };
+    let builder = TestBuilder::new(&log, &sender);
     let (notifier, audience) = (Notifier::new(sender.clone()), log.clone());
     let thread = std::thread::spawn(move || Driver::new(receiver, notifier, audience, builder).run(|_| ()));
     sender.send(request(1, boot(false))).unwrap();

@@ -3,11 +3,11 @@
 use super::*;
 use crate::snapshot::saving::Policy;
 
-fn save(id: u64, paused: bool, description: &str) -> Input {
+pub(super) fn save(id: u64, paused: bool, description: &str) -> Input {
     save_with(id, (paused, false), description)
 }
 
-fn save_with(id: u64, (paused, keep_paused): (bool, bool), description: &str) -> Input {
+pub(super) fn save_with(id: u64, (paused, keep_paused): (bool, bool), description: &str) -> Input {
     let file = tempfile::tempfile().unwrap();
     request(
         id,
@@ -22,7 +22,7 @@ fn save_with(id: u64, (paused, keep_paused): (bool, bool), description: &str) ->
 }
 
 /// What happened between the answer to the boot and the stop.
-fn log_of(inputs: Vec<Input>, change: impl FnOnce(&mut TestBuilder)) -> Vec<String> {
+pub(super) fn log_of(inputs: Vec<Input>, change: impl FnOnce(&mut TestBuilder)) -> Vec<String> {
     let (log, _) = run(inputs, change);
     let end = log.iter().position(|line| line == "halt").unwrap();
     let begin = log.iter().position(|line| line.starts_with("1 ok")).unwrap();
@@ -190,7 +190,7 @@ fn with_keep_paused_the_machine_stays_paused_until_its_disks_are_copied() {
     );
 }
 
-fn disks_alone(id: u64) -> Input {
+pub(super) fn disks_alone(id: u64) -> Input {
     let save = Request::Save {
         file: None,
         paused: false,
@@ -359,8 +359,8 @@ fn a_snapshot_that_fails_leaves_the_machine_running() {
             "pause",
             "complete snapshot none",
             "give up snapshot",
-            "end snapshot",
             "resume",
+            "end snapshot",
             "2 Internal"
         ]
     );
@@ -410,7 +410,7 @@ fn a_machine_that_begins_with_a_snapshot_is_resumed_and_not_started() {
     assert_eq!(restored(true), ["restore", "is Paused", "1 ok Paused web"]);
 }
 
-fn send(id: u64, downtime_ms: u64) -> Input {
+pub(super) fn send(id: u64, downtime_ms: u64) -> Input {
     let socket = tempfile::tempfile().unwrap().into();
     let downtime = Duration::from_millis(downtime_ms);
     let send = Request::Send {
