@@ -394,6 +394,18 @@ impl lifecycle::Machine for Machine {
         stats::of(self)
     }
 
+    fn may_have_panicked(&mut self, printed: u64) -> Result<bool, Failure> {
+        if self.serial.printed() != printed {
+            return Ok(false);
+        }
+        self.vcpus.stop()?;
+        let lives = self.vcpus.lives();
+        if !self.throttle.as_ref().is_some_and(Throttle::stands) {
+            self.vcpus.release()?;
+        }
+        Ok(!lives?)
+    }
+
     fn holds_requests(&self) -> bool {
         self.disks.holds_requests()
     }

@@ -13,6 +13,7 @@ pub mod image;
 mod leaving;
 pub mod machine;
 mod nics;
+mod panic_line;
 mod plugs;
 #[cfg(any(test, debug_assertions))]
 pub mod rebuilt;

@@ -260,6 +260,10 @@ impl lifecycle::Machine for Rebuilt {
         machine.map(lifecycle::Machine::stats).unwrap_or_default()
     }
 
+    fn may_have_panicked(&mut self, printed: u64) -> Result<bool, Failure> {
+        self.machine()?.may_have_panicked(printed)
+    }
+
     fn holds_requests(&self) -> bool {
         let machine = self.machine.as_ref();
         machine.is_some_and(lifecycle::Machine::holds_requests)

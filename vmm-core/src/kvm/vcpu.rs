@@ -6,7 +6,7 @@ use devices::bus::{Bus, Effect};
 use kvm_bindings::{
     CpuId, KVM_EXIT_IO_OUT, KVM_INTERNAL_ERROR_EMULATION,
     KVM_INTERNAL_ERROR_EMULATION_FLAG_INSTRUCTION_BYTES, KVM_SYSTEM_EVENT_CRASH, KVM_SYSTEM_EVENT_RESET,
-    KVM_SYSTEM_EVENT_SHUTDOWN, KVMIO, kvm_regs, kvm_run, kvm_sregs,
+    KVM_MP_STATE_HALTED, KVM_SYSTEM_EVENT_SHUTDOWN, KVMIO, kvm_regs, kvm_run, kvm_sregs,
 };
 use kvm_ioctls::{Cap, VcpuExit, VcpuFd};
 use vmm_sys_util::{ioctl::ioctl_with_ref, ioctl_iow_nr};
@@ -121,6 +121,19 @@ impl Vcpu {
     /// General registers.
     pub fn registers(&self) -> Result<kvm_regs, KvmError> {
         self.fd.get_regs().map_err(KvmError::ioctl("KVM_GET_REGS"))
+    }
+
+    /// Whether it waits for an interrupt, as an idle one does, or runs a program: what no processor does after a panic of Linux, where
+    /// one loops in the kernel and the others wait with interrupts off.
+    pub fn lives(&self) -> Result<bool, KvmError> {
+        const INTERRUPTS: u64 = 1 << 9;
+        let state = self.fd.get_mp_state().map_err(KvmError::ioctl("KVM_GET_MP_STATE"))?;
+        if state.mp_state == KVM_MP_STATE_HALTED {
+            return Ok(self.registers()?.rflags & INTERRUPTS != 0);
+        }
+        let special = self.fd.get_sregs().map_err(KvmError::ioctl("KVM_GET_SREGS"))?;
+        // One that was never started has its state after power-on, without a stack of a program.
+        Ok(special.ss.dpl == 3)
     }
 
     /// Tells the guest that it was stopped, so that its watchdogs don't bark (`KVM_KVMCLOCK_CTRL`).

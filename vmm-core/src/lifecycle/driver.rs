@@ -1,5 +1,6 @@
 //! The one thread that owns the machine: takes a request or a notice, acts, publishes, takes the next.
 
+mod panic;
 mod reset;
 mod snapshot;
 
@@ -31,6 +32,8 @@ pub struct Driver<A, B> {
     machine: Option<Box<dyn Machine>>,
     /// The guest's kernel panicked and has not been reset since.
     panicked: bool,
+    /// The serial port shows what looks like a panic.
+    suspicion: Option<panic::Suspicion>,
     /// The run ends with a triple fault, which else resets the machine.
     stops_on_crash: bool,
     /// Of lines about what a guest can do again and again.
@@ -73,6 +76,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             builder,
             machine: None,
             panicked: false,
+            suspicion: None,
             stops_on_crash: false,
             log_limit: LogLimit::new(),
             pause_again: None,
@@ -106,7 +110,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
     /// Something is due.
     fn on_time(&mut self) -> Next {
         self.collect();
-        if let Err(failure) = self.keep_time() {
+        if let Err(failure) = self.keep_time().and_then(|()| self.check_panic()) {
             return Next::End(exit_record(ExitKind::VmmError, &failure.message), None);
         }
         if let Some((_, error)) = self.pause_again.take_if(|(when, _)| Instant::now() >= *when) {
@@ -119,7 +123,8 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         let again = self.pause_again.as_ref().map(|(when, _)| *when);
         let answer = self.machine.as_ref().and_then(|machine| machine.next_deadline());
         let reset = self.continues_reset_at();
-        match [again, answer, reset].into_iter().flatten().min() {
+        let panic = self.suspicion.as_ref().map(panic::Suspicion::due);
+        match [again, answer, reset, panic].into_iter().flatten().min() {
             Some(when) => self
                 .inputs
                 .recv_timeout(when.saturating_duration_since(Instant::now())),
@@ -492,13 +497,11 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             Notice::Reset => self.reset(ResetCause::Guest),
             Notice::TripleFault(message) if !self.stops_on_crash => self.reset(ResetCause::Crash(message)),
             Notice::GuestPanicked => {
-                if !self.panicked {
-                    if self.log_limit.allow().is_some() {
-                        warn!("the guest's kernel panicked");
-                    }
-                    self.panicked = true;
-                    self.publisher.guest_panicked();
-                }
+                self.guest_panicked();
+                Next::GoOn
+            }
+            Notice::PanicPrinted { printed } => {
+                self.suspect_panic(printed);
                 Next::GoOn
             }
             Notice::TripleFault(_) | Notice::GuestCrashed(_) if self.panicked => {

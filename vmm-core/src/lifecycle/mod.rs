@@ -279,6 +279,11 @@ pub enum Notice {
     Reset,
     /// The guest's kernel said that it panicked.
     GuestPanicked,
+    /// The serial port's last line is the one with which a panic of Linux ends. It may have been printed by somebody else.
+    PanicPrinted {
+        /// How many bytes the port has printed by then.
+        printed: u64,
+    },
     /// A vCPU shut down. Holds which: "vCPU 0: triple fault".
     TripleFault(String),
     /// A vCPU can't go on: emulation failure, a state that the processor refuses. Holds what happened.
@@ -409,6 +414,9 @@ pub trait Machine {
     fn disk_stats(&self) -> Vec<DiskStats>;
     /// All counters.
     fn stats(&self) -> MachineStats;
+    /// Whether the guest may have ended in a panic whose last line is at byte `printed` of the serial port's output: nothing was printed since, and
+    /// no vCPU waits for an interrupt or runs a program. The machine must run. An error ends it.
+    fn may_have_panicked(&mut self, printed: u64) -> Result<bool, Failure>;
     /// Whether a disk keeps requests that failed ([`Notice::DiskHeld`]).
     fn holds_requests(&self) -> bool;
     /// Writes to the images' files what they hold back: with the machine paused, a copy of the files has all that the guest has

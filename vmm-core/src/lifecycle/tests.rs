@@ -48,6 +48,8 @@ struct TestMachine {
     /// The run is stopped when the machine starts again after a reset.
     stops_after_reset: bool,
     was_reset: bool,
+    /// Checks for a panic until the run is stopped. A check succeeds when its byte is beyond the number of checks that are left.
+    panic_checks: u32,
     /// A vCPU's report just before it is stopped for the state of a capture.
     reported: Option<Notice>,
 }
@@ -241,6 +243,15 @@ impl Machine for TestMachine {
         }
     }
 
+    fn may_have_panicked(&mut self, printed: u64) -> Result<bool, Failure> {
+        self.log.add(format!("panic at {printed}?"));
+        self.panic_checks -= 1;
+        if self.panic_checks == 0 {
+            self.inputs.send(request(9, Request::Stop)).unwrap();
+        }
+        Ok(printed > self.panic_checks.into())
+    }
+
     fn holds_requests(&self) -> bool {
         self.holds.load(Ordering::SeqCst)
     }
@@ -426,6 +437,7 @@ impl Builder for TestBuilder {
             reset_waits: self.reset_waits,
             stops_after_reset: self.stops_after_reset,
             was_reset: false,
+            panic_checks: 5,
             reported: self.reported.take(),
         }))
     }

@@ -308,6 +308,16 @@ impl Vcpus {
         handle.receive(0, &replied)?.map_err(state)
     }
 
+    /// Whether one of them, which are stopped, waits for an interrupt, as an idle one does, or runs a program.
+    pub fn lives(&mut self) -> Result<bool, VcpuError> {
+        let mut lives = false;
+        for (index, handle) in self.handles.iter().enumerate() {
+            let replied = handle.call(index, |parked| parked.vcpu.lives())?;
+            lives |= handle.receive(index, &replied)?;
+        }
+        Ok(lives)
+    }
+
     /// KVM's statistics of each vCPU, readable while it runs; none on kernels before 5.14.
     pub fn stats(&self) -> impl Iterator<Item = Option<&StatsReader>> {
         self.handles.iter().map(|handle| handle.stats.as_ref())

@@ -515,6 +515,31 @@ fn a_pause_keeps_a_halted_vcpu_halted_and_interrupts_come_after_it() {
 }
 
 #[test]
+fn a_vcpu_lives_when_idle_and_not_without_interrupts() {
+    // out 0x80, then: cli, hlt; a loop; sti, hlt.
+    for (rest, lives) in [(&[0xfa, 0xf4][..], false), (&[0xeb, 0xfe], false), (&[0xfb, 0xf4], true)] {
+        let mut rig = rig(1, &code(&[&[0xe6, 0x80], rest]));
+        let begun = rig.probe(&rig.spaces.pio, 0x80, 1, Effect::None);
+        rig.vcpus.run().unwrap();
+        begun.recv_timeout(PATIENCE).unwrap();
+        let start = std::time::Instant::now();
+        // It comes to its last instruction at some time, and stays there.
+        loop {
+            rig.vcpus.stop().unwrap();
+            let found = rig.vcpus.lives().unwrap();
+            let rip = rig.vcpus.call_one(0, |vcpu| vcpu.registers()).unwrap().rip;
+            let there = rip >= CODE + 2 + u64::from(rest[0] != 0xeb) * 2;
+            if there {
+                assert_eq!(found, lives, "{rest:x?}");
+                break;
+            }
+            assert!(start.elapsed() < PATIENCE);
+            rig.vcpus.release().unwrap();
+        }
+    }
+}
+
+#[test]
 fn many_vectors_are_routed_and_given_back() {
     let rig = rig(1, &SPIN);
     let vectors = rig.vm.msi_controller();

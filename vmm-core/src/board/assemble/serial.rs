@@ -11,7 +11,10 @@ use proto::{model, vmm::ErrorKind};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
 use super::{Assembly, Console, Failure};
-use crate::board::{COM1_GSI, COM1_PORT};
+use crate::{
+    board::{COM1_GSI, COM1_PORT, panic_line::PanicLine},
+    lifecycle::Notice,
+};
 
 pub(super) fn build(
     assembly: &mut Assembly,
@@ -34,6 +37,12 @@ pub(super) fn build(
         Some(Console::Terminal(terminal)) => setup.terminal = Some(terminal),
         None => {}
     }
+    let (notifier, mut panic) = (assembly.sockets.notifier.clone(), PanicLine::default());
+    setup.watch = Some(Box::new(move |text, printed| {
+        if panic.feed(text) {
+            notifier.notify(Notice::PanicPrinted { printed });
+        }
+    }));
     let irq = assembly.irq_line(COM1_GSI)?;
     let port =
         SerialPort::start(irq, Capacity::default(), setup).map_err(|error| failure("serial port", &error))?;

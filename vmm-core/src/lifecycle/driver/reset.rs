@@ -155,6 +155,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
 
     fn was_reset(&mut self, cause: &ResetCause) -> Next {
         self.panicked = false;
+        self.suspicion = None;
         self.pause_again = None;
         let asker = cause.asker();
         self.publish_reset(cause);
@@ -217,6 +218,7 @@ pub(super) fn is_of_the_guest(input: &Input) -> bool {
             Notice::PowerOff
                 | Notice::Reset
                 | Notice::GuestPanicked
+                | Notice::PanicPrinted { .. }
                 | Notice::TripleFault(_)
                 | Notice::GuestCrashed(_)
         )
