@@ -2,8 +2,10 @@
 
 use std::{fs::File, path::PathBuf, sync::Arc};
 
+use proto::v1;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
 
 use crate::{
     capacity::Cpus,
@@ -173,5 +175,10 @@ impl request::Ports for Host {
             }
             Object::Node => true,
         }
+    }
+
+    fn vm(&self, uid: Uuid) -> Option<Arc<v1::Vm>> {
+        let entry = self.vms.find(uid)?;
+        Some(Arc::clone(&entry.state.borrow()))
     }
 }

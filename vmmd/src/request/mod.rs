@@ -1,17 +1,17 @@
 //! Requests with an id: each is carried out once, however often it is sent.
 //!
 //! ```text
-//!            begin                 answered, and the answer is final
+//!            begin                          a success
 //!   (none) ─────────▶ under way ───────────────────────────────────────▶ answered (in the store)
 //!      ▲                │    │ the daemon ends
 //!      └────────────────┘    └──▶ left (in the record of what it is about) ──▶ under way …
-//!       a passing failure
+//!           a refusal
 //! ```
 //!
-//! Ids are of their callers: two callers may use the same. Who sends a request that is under way waits for the same answer. An
-//! answered one is answered as before, for a day, or for an hour when [100,000](crate::store) others have been answered
-//! since. The same id with another method or other content is refused, and so is one that has made an object which is not there any
-//! more ([`made`]).
+//! Ids are of their callers: two callers may use the same. Who sends a request that is under way waits for the same answer. A request that
+//! succeeded is answered as before for a day, or until its caller has had more answers than the store keeps of one caller. The answer shows its
+//! VM as it is then ([`shown`]). The same id with another method or other content is refused, and so is one that has made an object which is not
+//! there any more ([`made`]). A refusal is not kept: the retry is carried out. A request that only checks leaves its id free.
 //!
 //! Before the first durable effect of a request its mark (id, method, fingerprint of the content) is in the record of the VM or
 //! disk; it is written in the same transaction, so that it costs nothing. The content has secrets, such as a registry's password: its
@@ -50,6 +50,7 @@ mod answer;
 pub mod made;
 pub mod masked;
 pub mod preconditions;
+mod shown;
 
 use std::{
     collections::HashMap,
@@ -58,7 +59,7 @@ use std::{
 };
 
 use prost::Message;
-use proto::rule::Mutation;
+use proto::{rule::Mutation, v1};
 use sha2::{Digest, Sha256};
 use tokio::sync::watch;
 use tonic::{Response, Status};
@@ -118,6 +119,9 @@ pub trait Ports: Send + Sync + 'static {
 
     /// Whether this very object is on the node. One whose deletion can't fail any more is not.
     fn has(&self, object: &Object) -> bool;
+
+    /// The VM with this UUID as clients see it, if it is on the node.
+    fn vm(&self, uid: Uuid) -> Option<Arc<v1::Vm>>;
 }
 
 impl<P: Ports> Ports for Arc<P> {
@@ -131,6 +135,10 @@ impl<P: Ports> Ports for Arc<P> {
 
     fn has(&self, object: &Object) -> bool {
         self.as_ref().has(object)
+    }
+
+    fn vm(&self, uid: Uuid) -> Option<Arc<v1::Vm>> {
+        self.as_ref().vm(uid)
     }
 }
 
@@ -162,15 +170,17 @@ where
         return answer.await.map(Response::new);
     }
     let mark = mark(&request, &context.initiator, host.store().key());
-    let makes = !request.dry_run();
+    let changes = !request.dry_run();
     let mut answer = match host.requests().enter(&mark)? {
         Entered::Waiting(answer) => answer,
         Entered::Begun(sender) => {
             let answer = sender.subscribe();
             let whole = async move {
                 let under_way = Guard(Arc::clone(&host), mark.key());
-                let answer =
-                    carry_out(&*host, mark, makes, || work(Arc::clone(&host), request, context)).await;
+                let answer = carry_out(&*host, mark, changes, || {
+                    work(Arc::clone(&host), request, context)
+                })
+                .await;
                 // Who has the answer may use an id that it leaves free.
                 drop(under_way);
                 sender.send_replace(Some(answer));
@@ -185,11 +195,11 @@ where
     ended.decode().map(Response::new)
 }
 
-/// Carries out what has no answer in the store. `makes` is false for a request that only checks.
+/// Carries out what has no answer in the store. `changes` is false for a request that only checks.
 async fn carry_out<A, F>(
     host: &impl Ports,
     mark: RequestMark,
-    makes: bool,
+    changes: bool,
     work: impl FnOnce() -> F,
 ) -> Answer
 where
@@ -198,10 +208,10 @@ where
 {
     match host.store().request(mark.key()).await {
         Ok(Some(record)) if same(record.mark.as_ref(), &mark) => {
-            let made = made::object(&mark.method, &record.response).filter(|_| makes);
+            let made = made::object(&mark.method, &record.response);
             return match made.filter(|made| !host.has(made)) {
                 Some(gone) => Answer::from(Status::from(made::gone(&gone))),
-                None => Answer::from(record),
+                None => Answer::again(host, &mark.method, record),
             };
         }
         Ok(Some(_)) => return Answer::from(Status::from(reused(&mark.id))),
@@ -212,10 +222,10 @@ where
         Ok(response) => Answer::of(&response),
         Err(status) => Answer::from(status),
     };
-    if answer.is_final() {
-        let (id, key) = (mark.id.clone(), mark.key());
+    let (id, key) = (mark.id.clone(), mark.key());
+    if changes && let Some(record) = answer.record(mark) {
         // What was done stays done; without its answer a retry is carried out again.
-        if let Err(error) = host.store().complete(answer.record(mark)).await {
+        if let Err(error) = host.store().complete(record).await {
             tracing::error!(request = id, %error, "the answer of a request could not be written");
         }
         host.requests().inner().left.remove(&key);

@@ -2,13 +2,17 @@
 
 use redb::{Database, ReadableDatabase, ReadableTable, WriteTransaction};
 
-use super::{DISKS, Error, Intent, META, NODE, VMS, VmRecord, decode, history, stored::Vm, write};
+use super::{
+    DISKS, Error, Intent, Key, META, NODE, VMS, VmRecord, answers, decode, history, rewrite, seal,
+    stored::Vm, write,
+};
 
 /// Version of the records' meaning that this build writes.
-pub const SCHEMA: u64 = 5;
+pub const SCHEMA: u64 = 6;
 /// `MIGRATIONS[n]` makes schema n + 2 of schema n + 1, in the transaction that also notes the new number.
-pub(super) const MIGRATIONS: [Migration; 4] = [add_disks, add_policies, add_node, seal_secrets];
-pub(super) type Migration = fn(&WriteTransaction) -> Result<(), Error>;
+pub(super) const MIGRATIONS: [Migration; 5] =
+    [add_disks, add_policies, add_node, seal_secrets, limit_answers];
+pub(super) type Migration = fn(&WriteTransaction, &Key) -> Result<(), Error>;
 
 /// The file's schema; 0 when it is new.
 pub fn schema(database: &Database) -> Result<u64, Error> {
@@ -25,21 +29,22 @@ pub fn schema(database: &Database) -> Result<u64, Error> {
 }
 
 /// Makes this build's schema of an older one, or of an empty file.
-pub fn migrate(database: &Database, from: u64) -> Result<(), Error> {
+pub fn migrate(database: &Database, from: u64, key: &Key) -> Result<(), Error> {
     write(database, |transaction| {
         let steps = MIGRATIONS
             .iter()
             .skip(usize::try_from(from).unwrap_or(usize::MAX).saturating_sub(1));
         // A new file (schema 0) has nothing to migrate.
         for step in steps.filter(|_| from > 0) {
-            step(transaction)?;
+            step(transaction, key)?;
         }
         transaction
             .open_table(VMS)
             .map_err(|error| Error::of("make the store", error))?;
-        add_disks(transaction)?;
+        add_disks(transaction, key)?;
         history::add(transaction)?;
-        add_node(transaction)?;
+        add_node(transaction, key)?;
+        answers::prune(transaction)?;
         let mut meta = transaction
             .open_table(META)
             .map_err(|error| Error::of("make the store", error))?;
@@ -50,7 +55,7 @@ pub fn migrate(database: &Database, from: u64) -> Result<(), Error> {
 }
 
 /// Schema 2: disks of the DiskService, of which an older store has none.
-fn add_disks(transaction: &WriteTransaction) -> Result<(), Error> {
+fn add_disks(transaction: &WriteTransaction, _: &Key) -> Result<(), Error> {
     let table = transaction.open_table(DISKS);
     table
         .map(drop)
@@ -59,7 +64,7 @@ fn add_disks(transaction: &WriteTransaction) -> Result<(), Error> {
 
 /// Schema 3: what is remembered, and run policies. Daemons before had none: a VM that was down stayed so. It still does,
 /// until it is started for the first time again.
-fn add_policies(transaction: &WriteTransaction) -> Result<(), Error> {
+fn add_policies(transaction: &WriteTransaction, _: &Key) -> Result<(), Error> {
     history::add(transaction)?;
     let failed = |error: redb::StorageError| Error::of("write the store", error);
     let mut vms = transaction
@@ -81,14 +86,22 @@ fn add_policies(transaction: &WriteTransaction) -> Result<(), Error> {
 }
 
 /// Schema 4: the node itself, of which an older store says nothing.
-fn add_node(transaction: &WriteTransaction) -> Result<(), Error> {
+fn add_node(transaction: &WriteTransaction, _: &Key) -> Result<(), Error> {
     let table = transaction.open_table(NODE);
     table
         .map(drop)
         .map_err(|error| Error::of("make the store", error))
 }
 
-/// Schema 5: secrets are sealed, which [`super::seal::seal_all`] does with the key. An older daemon would lose what is sealed.
-fn seal_secrets(_: &WriteTransaction) -> Result<(), Error> {
-    Ok(())
+/// Schema 5: secrets are sealed. An older daemon would lose what is sealed.
+fn seal_secrets(transaction: &WriteTransaction, key: &Key) -> Result<(), Error> {
+    seal::seal_all(transaction, key)
+}
+
+/// Schema 6: answers of requests are limited. A daemon of schema 5 may have noted its schema and not have sealed all secrets, and its first
+/// releases wrote marks of requests without the key.
+fn limit_answers(transaction: &WriteTransaction, key: &Key) -> Result<(), Error> {
+    seal::seal_all(transaction, key)?;
+    rewrite::key_all(transaction, key)?;
+    answers::limit(transaction, key)
 }

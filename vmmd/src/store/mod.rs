@@ -5,6 +5,8 @@
 //! phases, fsync) before anybody is answered. A write that fails changes nothing: the file is closed and opened again
 //! before the next one, since redb refuses to go on after an I/O error.
 
+mod answers;
+mod change;
 pub mod handover;
 mod history;
 mod migration;
@@ -16,6 +18,7 @@ mod snapshot;
 mod stored;
 
 use std::{
+    cell::RefCell,
     fs::File,
     io,
     panic::{AssertUnwindSafe, catch_unwind},
@@ -36,12 +39,11 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 
 use crate::fault;
+use change::Change;
 use migration::{migrate, schema};
 
-pub use history::{
-    BuriedRecords, HistoryRecords, MAX_TOMBSTONES, REQUEST_AGE_MS, RequestKey, RequestMark, RequestRecord,
-    Tombstone,
-};
+pub use answers::{REQUEST_AGE_MS, RequestKey, RequestMark, RequestRecord};
+pub use history::{BuriedRecords, HistoryRecords, MAX_TOMBSTONES, Tombstone};
 pub use migration::SCHEMA;
 pub use operation::OperationRecord;
 pub use record::{
@@ -139,21 +141,6 @@ pub struct Unreadable {
 
 type Table = TableDefinition<'static, &'static [u8], &'static [u8]>;
 
-#[derive(Clone)]
-enum Change {
-    Put(Table, Vec<u8>, Vec<u8>),
-    /// Unless that is cancelled when its turn comes.
-    PutUnless(CancellationToken, Vec<u8>, Vec<u8>),
-    Remove(Table, Vec<u8>),
-    Bury(Tombstone),
-    BuryDisk(Tombstone),
-    BuryImage(Tombstone),
-    BuryNetwork(Tombstone),
-    Complete(RequestRecord),
-    /// An answer, unless there is one.
-    Presume(RequestRecord),
-}
-
 enum Job {
     /// Changes that are made together or not at all.
     Write(Vec<Change>, oneshot::Sender<Result<(), Error>>),
@@ -182,13 +169,23 @@ impl Store {
     /// Opens or makes the store in `dir`, whose secrets are sealed with `key`, migrates it, and returns it with all records.
     pub fn open(dir: &Path, key: &Key) -> Result<(Self, Records), Error> {
         let path = Self::file(dir);
-        let database = open(&path)?;
-        seal::seal_all(&database, key)?;
-        rewrite::key_all(&database, key)?;
-        let records = load(&database, key)?;
-        let records = Records {
-            history: history::begin_run(&database, records.history)?,
-            ..records
+        let database = open(&path, key)?;
+        let mut records = load(&database, key)?;
+        let run = history::Run::next(&mut records.history);
+        let begun = write(&database, |transaction| {
+            run.write(transaction)?;
+            answers::prune(transaction)
+        });
+        let (database, run) = match begun {
+            Ok(()) => (Some(database), None),
+            // VMs run, and clients must be able to look at them and to make room.
+            Err(Error::Full) => {
+                tracing::error!(
+                    "the file system of the daemon's state is full: make room; until then nothing can be changed"
+                );
+                (None, Some(run))
+            }
+            Err(error) => return Err(error),
         };
         let (jobs, receiver) = mpsc::channel(BATCH);
         let commits = Arc::<AtomicU64>::default();
@@ -200,6 +197,7 @@ impl Store {
             key: key.clone(),
             notes: notes.clone(),
             commits: counter,
+            run: RefCell::new(run),
         };
         thread::Builder::new()
             .name("store".into())
@@ -426,11 +424,10 @@ impl Store {
 /// Serves until nobody can ask any more. A panic costs those who were being answered; the file is opened again.
 fn supervise(
     thread: &Thread,
-    database: Database,
+    mut database: Option<Database>,
     mut jobs: mpsc::Receiver<Job>,
     failed: &watch::Sender<u64>,
 ) {
-    let mut database = Some(database);
     loop {
         let mut served = database.take();
         let ended = catch_unwind(AssertUnwindSafe(|| thread.serve(&mut served, &mut jobs)));
@@ -448,6 +445,8 @@ struct Thread {
     key: Key,
     notes: operation::Pending,
     commits: Arc<AtomicU64>,
+    /// This run of the daemon, when there was no room to note it: the first change that has room does.
+    run: RefCell<Option<history::Run>>,
 }
 
 impl Thread {
@@ -470,14 +469,17 @@ impl Thread {
             if !replies.is_empty() {
                 self.write(database, &changes, replies);
             }
-            let path = &self.path;
             for (id, reply) in reads {
-                let found = reopened(path, database).and_then(|database| history::request(database, &id));
+                let found = self
+                    .reopened(database)
+                    .and_then(|database| answers::request(database, &id));
                 let _ = reply.send(found);
             }
             for (uid, reply) in vms {
-                let _ =
-                    reply.send(reopened(path, database).and_then(|database| vm(database, &uid, &self.key)));
+                let found = self
+                    .reopened(database)
+                    .and_then(|database| vm(database, &uid, &self.key));
+                let _ = reply.send(found);
             }
         }
     }
@@ -494,7 +496,7 @@ impl Thread {
         let written = if nothing {
             Ok(())
         } else {
-            commit(&self.path, database, changes, &notes)
+            self.commit(database, changes, &notes)
         };
         match written {
             Ok(()) => {
@@ -515,59 +517,39 @@ impl Thread {
             }
         }
     }
-}
 
-/// The database, opened again when it had to be closed.
-fn reopened<'a>(path: &Path, database: &'a mut Option<Database>) -> Result<&'a Database, Error> {
-    Ok(match database {
-        Some(database) => database,
-        none => none.insert(open(path)?),
-    })
-}
-
-fn commit(
-    path: &Path,
-    database: &mut Option<Database>,
-    changes: &[Change],
-    notes: &operation::Notes,
-) -> Result<(), Error> {
-    fault::point(path.parent().unwrap_or(path), "store");
-    if !changes.is_empty() && fault::is_set(path.parent().unwrap_or(path), "store-full") {
-        return Err(Error::Full);
+    /// The database, opened again when it had to be closed.
+    fn reopened<'a>(&self, database: &'a mut Option<Database>) -> Result<&'a Database, Error> {
+        Ok(match database {
+            Some(database) => database,
+            none => none.insert(open(&self.path, &self.key)?),
+        })
     }
-    let database = reopened(path, database)?;
-    fault::step("write the store");
-    write(database, |transaction| {
-        let failed = |error: redb::StorageError| Error::of("write the store", error);
-        let table = |table: &Table| {
-            transaction
-                .open_table(*table)
-                .map_err(|error| Error::of("open the store", error))
-        };
-        for change in changes {
-            match change {
-                Change::Put(of, key, value) => {
-                    table(of)?
-                        .insert(key.as_slice(), value.as_slice())
-                        .map_err(failed)?;
-                }
-                Change::PutUnless(cancelled, ..) if cancelled.is_cancelled() => {}
-                Change::PutUnless(_, key, value) => {
-                    table(&VMS)?
-                        .insert(key.as_slice(), value.as_slice())
-                        .map_err(failed)?;
-                }
-                Change::Remove(of, key) => drop(table(of)?.remove(key.as_slice()).map_err(failed)?),
-                Change::Bury(tombstone) => history::bury(transaction, tombstone)?,
-                Change::BuryDisk(tombstone) => history::bury_disk(transaction, tombstone)?,
-                Change::BuryImage(tombstone) => history::bury_image(transaction, tombstone)?,
-                Change::BuryNetwork(tombstone) => history::bury_network(transaction, tombstone)?,
-                Change::Complete(record) => history::complete(transaction, record)?,
-                Change::Presume(record) => history::presume(transaction, record)?,
-            }
+
+    fn commit(
+        &self,
+        database: &mut Option<Database>,
+        changes: &[Change],
+        notes: &operation::Notes,
+    ) -> Result<(), Error> {
+        let folder = self.path.parent().unwrap_or(&self.path);
+        fault::point(folder, "store");
+        if !changes.is_empty() && fault::is_set(folder, "store-full") {
+            return Err(Error::Full);
         }
-        operation::write(transaction, notes)
-    })
+        let database = self.reopened(database)?;
+        fault::step("write the store");
+        let run = self.run.borrow().clone();
+        write(database, |transaction| {
+            if let Some(run) = &run {
+                run.write(transaction)?;
+            }
+            changes.iter().try_for_each(|change| change.make(transaction))?;
+            operation::write(transaction, notes)
+        })?;
+        self.run.take();
+        Ok(())
+    }
 }
 
 /// Runs `work` in a durable transaction of its own.
@@ -590,7 +572,7 @@ fn write(
         .map_err(|error| Error::of("write the store", error))
 }
 
-fn open(path: &Path) -> Result<Database, Error> {
+fn open(path: &Path, key: &Key) -> Result<Database, Error> {
     let database = Database::builder()
         .set_cache_size(CACHE)
         .create(path)
@@ -600,7 +582,7 @@ fn open(path: &Path) -> Result<Database, Error> {
         return Err(Error::Newer(schema));
     }
     if schema < SCHEMA {
-        migrate(&database, schema)?;
+        migrate(&database, schema, key)?;
         sync_folder(path);
     }
     Ok(database)

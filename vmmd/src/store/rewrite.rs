@@ -1,61 +1,38 @@
-//! Records that are written anew when a store is opened, since an earlier daemon has written them otherwise and the key is needed to change
-//! that.
+//! Records that a schema step writes again, since an earlier daemon has written them otherwise and the key is needed to change that.
 
 use prost::Message;
-use redb::{Database, ReadableDatabase as _, ReadableTable as _};
+use redb::{ReadableTable as _, WriteTransaction};
 
 use super::{
-    DISKS, DiskRecord, Error, IMAGES, ImageRecord, Key, NETWORKS, NetworkRecord, RequestMark, RequestRecord,
-    SNAPSHOTS, Table, VMS,
-    history::REQUESTS,
+    DISKS, DiskRecord, Error, IMAGES, ImageRecord, Key, NETWORKS, NetworkRecord, RequestMark, SNAPSHOTS,
+    Table, VMS,
     stored::{Snapshot, Vm},
-    write,
 };
 
-/// A record: its table, its key, and what is written.
-pub(super) type Row = (Table, Vec<u8>, Vec<u8>);
-
-/// The records of a table that `change` makes others of. What can't be decoded is left as it is.
-pub(super) fn changed<R: Message + Default>(
-    database: &Database,
+/// Writes the records of a table of which `change` makes others. Records that cannot be decoded stay as they are.
+pub(super) fn rewrite<R: Message + Default>(
+    transaction: &WriteTransaction,
     table: Table,
     change: impl Fn(R) -> Result<Option<Vec<u8>>, Error>,
-) -> Result<Vec<Row>, Error> {
-    let failed = |error: redb::Error| Error::of("read the store", error);
-    let transaction = database.begin_read().map_err(|error| failed(error.into()))?;
-    let rows = match transaction.open_table(table) {
-        Err(redb::TableError::TableDoesNotExist(_)) => return Ok(Vec::new()),
-        rows => rows.map_err(|error| failed(error.into()))?,
-    };
+) -> Result<(), Error> {
+    let failed = |error: redb::StorageError| Error::of("write the store", error);
+    let mut rows = transaction
+        .open_table(table)
+        .map_err(|error| Error::of("open the store", error))?;
     let mut found = Vec::new();
-    for row in rows.iter().map_err(|error| failed(error.into()))? {
-        let (key, value) = row.map_err(|error| failed(error.into()))?;
+    for row in rows.iter().map_err(failed)? {
+        let (key, value) = row.map_err(failed)?;
         let Ok(record) = R::decode(value.value()) else {
             continue;
         };
         if let Some(written) = change(record)? {
-            found.push((table, key.value().to_vec(), written));
+            found.push((key.value().to_vec(), written));
         }
     }
-    Ok(found)
-}
-
-/// Writes them, together or not at all.
-pub(super) fn put(database: &Database, rows: &[Row]) -> Result<(), Error> {
-    if rows.is_empty() {
-        return Ok(());
+    for (key, value) in found {
+        rows.insert(key.as_slice(), value.as_slice()).map_err(failed)?;
     }
-    write(database, |transaction| {
-        for (table, key, value) in rows {
-            let mut table = transaction
-                .open_table(*table)
-                .map_err(|error| Error::of("open the store", error))?;
-            table
-                .insert(key.as_slice(), value.as_slice())
-                .map_err(|error| Error::of("write the store", error))?;
-        }
-        Ok(())
-    })
+    Ok(())
 }
 
 /// A record with marks of requests.
@@ -74,42 +51,29 @@ macro_rules! begun {
 }
 begun!(Vm, Snapshot, DiskRecord, NetworkRecord, ImageRecord);
 
-impl Marked for RequestRecord {
-    fn marks(&mut self) -> &mut [RequestMark] {
-        self.mark.as_mut_slice()
-    }
+/// Makes fingerprints of the plain hashes that earlier daemons have written.
+pub(super) fn key_all(transaction: &WriteTransaction, key: &Key) -> Result<(), Error> {
+    plain::<Vm>(transaction, VMS, key)?;
+    plain::<Snapshot>(transaction, SNAPSHOTS, key)?;
+    plain::<DiskRecord>(transaction, DISKS, key)?;
+    plain::<NetworkRecord>(transaction, NETWORKS, key)?;
+    plain::<ImageRecord>(transaction, IMAGES, key)
 }
 
-/// Makes fingerprints of the plain hashes that daemons before this one have written.
-pub(super) fn key_all(database: &Database, key: &Key) -> Result<(), Error> {
-    let mut rows = plain::<Vm>(database, VMS, key)?;
-    rows.extend(plain::<Snapshot>(database, SNAPSHOTS, key)?);
-    rows.extend(plain::<DiskRecord>(database, DISKS, key)?);
-    rows.extend(plain::<NetworkRecord>(database, NETWORKS, key)?);
-    rows.extend(plain::<ImageRecord>(database, IMAGES, key)?);
-    rows.extend(plain::<RequestRecord>(database, REQUESTS, key)?);
-    put(database, &rows)
-}
-
-/// The records of a table that have marks with plain hashes, as they are to be written.
-fn plain<R: Marked>(database: &Database, table: Table, key: &Key) -> Result<Vec<Row>, Error> {
-    changed(database, table, |mut record: R| {
-        let mut wanted = false;
+fn plain<R: Marked>(transaction: &WriteTransaction, table: Table, key: &Key) -> Result<(), Error> {
+    rewrite(transaction, table, |mut record: R| {
+        let mut any = false;
         for mark in record.marks() {
-            let hash = std::mem::take(&mut mark.plain_hash);
-            if !hash.is_empty() {
-                mark.fingerprint = key.fingerprint(&hash);
-                wanted = true;
-            }
+            any |= mark.key_with(key);
         }
-        Ok(wanted.then(|| record.encode_to_vec()))
+        Ok(any.then(|| record.encode_to_vec()))
     })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::store::{RequestKey, Store, VmRecord};
+    use crate::store::{META, RequestKey, RequestRecord, Store, VmRecord, write};
 
     const HASH: [u8; 32] = [5; 32];
 
@@ -144,18 +108,24 @@ mod tests {
             ended_ms: crate::text::now_ms(),
             ..RequestRecord::default()
         };
-        let database = super::super::open(&file).unwrap();
-        put(
-            &database,
-            &[
-                (VMS, vm.uid.clone(), vm.to_bytes()),
-                (DISKS, disk.uid.clone(), disk.encode_to_vec()),
-                (REQUESTS, b"r".to_vec(), answered.encode_to_vec()),
-            ],
-        )
+        let key = Key::of(&[7; 32]);
+        let database = super::super::open(&file, &key).unwrap();
+        let entry = [answered.ended_ms.to_be_bytes().as_slice(), b"r"].concat();
+        write(&database, |transaction| {
+            for (table, key, value) in [
+                (VMS, vm.uid.as_slice(), vm.to_bytes()),
+                (DISKS, disk.uid.as_slice(), disk.encode_to_vec()),
+                (Table::new("requests"), b"r", answered.encode_to_vec()),
+                (Table::new("request_order"), b"0", entry),
+            ] {
+                let mut table = transaction.open_table(table).unwrap();
+                table.insert(key, value.as_slice()).unwrap();
+            }
+            transaction.open_table(META).unwrap().insert("schema", 5).unwrap();
+            Ok(())
+        })
         .unwrap();
         drop(database);
-        let key = Key::of(&[7; 32]);
         let (store, records) = Store::open(folder.path(), &key).unwrap();
         let answered = store.request(RequestKey::new("", "r")).await.unwrap().unwrap();
         for mark in [

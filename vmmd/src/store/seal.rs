@@ -12,7 +12,7 @@ use std::{
 };
 
 use prost::Message;
-use redb::Database;
+use redb::WriteTransaction;
 use ring::{
     aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey},
     hmac,
@@ -21,7 +21,7 @@ use ring::{
 
 use super::{
     Error, SNAPSHOTS, Table, VMS,
-    rewrite::{Row, changed, put},
+    rewrite::rewrite,
     stored::{CloudInit, Snapshot, Vm},
 };
 
@@ -261,15 +261,14 @@ impl Secrets {
 }
 
 /// Seals what daemons before this one have written in clear text.
-pub(super) fn seal_all(database: &Database, key: &Key) -> Result<(), Error> {
-    let mut rows = clear::<Vm>(database, VMS, key)?;
-    rows.extend(clear::<Snapshot>(database, SNAPSHOTS, key)?);
-    put(database, &rows)
+pub(super) fn seal_all(transaction: &WriteTransaction, key: &Key) -> Result<(), Error> {
+    clear::<Vm>(transaction, VMS, key)?;
+    clear::<Snapshot>(transaction, SNAPSHOTS, key)
 }
 
-/// The records of a table whose secrets are in clear text, as they are to be written.
-fn clear<R: Secretive>(database: &Database, table: Table, key: &Key) -> Result<Vec<Row>, Error> {
-    changed(database, table, |mut record: R| {
+/// Seals the records of a table whose secrets are in clear text.
+fn clear<R: Secretive>(transaction: &WriteTransaction, table: Table, key: &Key) -> Result<(), Error> {
+    rewrite(transaction, table, |mut record: R| {
         let is_clear = |init: &CloudInit| Secrets::take(&mut init.clone()) != Secrets::default();
         let wanted = record.inits().iter().any(|init| is_clear(init));
         if !wanted || key.open(&mut record).is_err() {
@@ -381,7 +380,8 @@ mod tests {
     async fn what_was_in_clear_text_is_sealed_at_the_next_start_and_lost_keys_are_told() {
         let folder = tempfile::tempdir().unwrap();
         let file = Store::file(folder.path());
-        let database = super::super::open(&file).unwrap();
+        let key = Key::of(&[7; LENGTH]);
+        let database = super::super::open(&file, &key).unwrap();
         write(&database, |transaction| {
             let mut vms = transaction.open_table(VMS).unwrap();
             vms.insert([1; 16].as_slice(), record().to_bytes().as_slice())
@@ -389,8 +389,7 @@ mod tests {
             Ok(())
         })
         .unwrap();
-        let key = Key::of(&[7; LENGTH]);
-        seal_all(&database, &key).unwrap();
+        write(&database, |transaction| seal_all(transaction, &key)).unwrap();
         let transaction = database.begin_read().unwrap();
         let table = transaction.open_table(VMS).unwrap();
         let written = table.get([1; 16].as_slice()).unwrap().unwrap().value().to_vec();

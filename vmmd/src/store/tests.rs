@@ -1,6 +1,16 @@
 use std::collections::BTreeMap;
 
-use super::{migration::MIGRATIONS, *};
+use redb::ReadableTableMetadata as _;
+
+use super::{
+    answers::{Limit, Limits},
+    migration::MIGRATIONS,
+    *,
+};
+
+fn key() -> Key {
+    Key::of(&[7; 32])
+}
 
 fn record(uid: u8, name: &str) -> VmRecord {
     VmRecord {
@@ -19,7 +29,7 @@ fn names(records: &[VmRecord]) -> Vec<&str> {
 async fn what_was_acknowledged_is_there_after_a_new_start() {
     let folder = tempfile::tempdir().unwrap();
     {
-        let (store, records) = Store::open(folder.path(), &Key::of(&[7; 32])).unwrap();
+        let (store, records) = Store::open(folder.path(), &key()).unwrap();
         assert_eq!((records.vms, records.disks), (Vec::new(), Vec::new()));
         store.put(&record(1, "a")).await.unwrap();
         store.put(&record(2, "b")).await.unwrap();
@@ -32,7 +42,7 @@ async fn what_was_acknowledged_is_there_after_a_new_start() {
 /// The thread closes the file some time after the last handle is gone.
 fn reopen(folder: &Path) -> Records {
     loop {
-        match Store::open(folder, &Key::of(&[7; 32])) {
+        match Store::open(folder, &key()) {
             Ok((_, records)) => return records,
             Err(Error::Failed(_, cause)) if cause.contains("already open") => thread::yield_now(),
             Err(error) => panic!("{error}"),
@@ -43,7 +53,7 @@ fn reopen(folder: &Path) -> Records {
 #[tokio::test]
 async fn many_changes_at_once_are_all_kept() {
     let folder = tempfile::tempdir().unwrap();
-    let (store, _) = Store::open(folder.path(), &Key::of(&[7; 32])).unwrap();
+    let (store, _) = Store::open(folder.path(), &key()).unwrap();
     let mut tasks = tokio::task::JoinSet::new();
     for uid in 0..100 {
         let store = store.clone();
@@ -60,7 +70,7 @@ async fn many_changes_at_once_are_all_kept() {
 fn a_store_of_a_newer_daemon_is_refused_and_left_alone() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join(FILE);
-    let database = open(&path).unwrap();
+    let database = open(&path, &key()).unwrap();
     write(&database, |transaction| {
         transaction
             .open_table(META)
@@ -71,9 +81,7 @@ fn a_store_of_a_newer_daemon_is_refused_and_left_alone() {
     })
     .unwrap();
     drop(database);
-    assert!(
-        matches!(Store::open(folder.path(), &Key::of(&[7; 32])), Err(Error::Newer(schema)) if schema == SCHEMA + 1)
-    );
+    assert!(matches!(Store::open(folder.path(), &key()), Err(Error::Newer(schema)) if schema == SCHEMA + 1));
 }
 
 #[test]
@@ -84,7 +92,7 @@ fn there_is_a_migration_for_each_older_schema() {
 #[tokio::test]
 async fn who_cancels_and_then_writes_is_not_overwritten() {
     let folder = tempfile::tempdir().unwrap();
-    let (store, _) = Store::open(folder.path(), &Key::of(&[7; 32])).unwrap();
+    let (store, _) = Store::open(folder.path(), &key()).unwrap();
     let of = |name: &str| VmRecord {
         uid: vec![1; 16],
         name: name.into(),
@@ -105,7 +113,7 @@ fn garbage_in_place_of_the_store_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join(FILE), vec![0x5a; 8192]).unwrap();
     assert!(matches!(
-        Store::open(folder.path(), &Key::of(&[7; 32])),
+        Store::open(folder.path(), &key()),
         Err(Error::Failed(..))
     ));
 }
@@ -160,7 +168,7 @@ async fn a_record_keeps_every_field() {
         ..record(9, "full")
     };
     {
-        let (store, _) = Store::open(folder.path(), &Key::of(&[7; 32])).unwrap();
+        let (store, _) = Store::open(folder.path(), &key()).unwrap();
         store.put(&full).await.unwrap();
     }
     assert_eq!(reopen(folder.path()).vms, [full]);
@@ -180,7 +188,7 @@ fn disk(uid: u8, name: &str) -> DiskRecord {
 async fn disks_are_kept_beside_vms_also_with_the_same_key() {
     let folder = tempfile::tempdir().unwrap();
     {
-        let (store, _) = Store::open(folder.path(), &Key::of(&[7; 32])).unwrap();
+        let (store, _) = Store::open(folder.path(), &key()).unwrap();
         store.put(&record(1, "vm")).await.unwrap();
         store.put_disk(&disk(1, "disk")).await.unwrap();
         store.put_disk(&disk(2, "gone")).await.unwrap();
@@ -248,7 +256,7 @@ fn a_store_of_the_first_schema_keeps_its_vms_and_what_is_down_is_not_wanted() {
 #[test]
 fn a_store_of_the_third_schema_keeps_what_is_wanted() {
     let folder = tempfile::tempdir().unwrap();
-    let database = open(&folder.path().join(FILE)).unwrap();
+    let database = open(&folder.path().join(FILE), &key()).unwrap();
     let failed = VmRecord {
         intent: Intent::Running.into(),
         ..record(1, "failed")
@@ -293,10 +301,8 @@ fn answered(id: &str) -> RequestRecord {
     RequestRecord {
         mark: Some(mark(id)),
         ended_ms: crate::text::now_ms(),
-        code: 9,
-        message: "m".to_owned(),
-        details: vec![1],
         response: vec![2],
+        ..RequestRecord::default()
     }
 }
 
@@ -314,7 +320,7 @@ async fn each_opening_is_a_run_with_a_number_of_its_own() {
 async fn a_deletion_is_remembered_with_the_answers_that_it_is() {
     let folder = tempfile::tempdir().unwrap();
     {
-        let (store, _) = Store::open(folder.path(), &Key::of(&[7; 32])).unwrap();
+        let (store, _) = Store::open(folder.path(), &key()).unwrap();
         store.put(&record(1, "a")).await.unwrap();
         store
             .bury(&[1; 16], tombstone(3), vec![answered("x")])
@@ -342,7 +348,7 @@ async fn a_deletion_is_remembered_with_the_answers_that_it_is() {
 async fn the_oldest_deletions_are_forgotten_and_that_is_noted() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join(FILE);
-    let database = open(&path).unwrap();
+    let database = open(&path, &key()).unwrap();
     write(&database, |transaction| {
         (1..=MAX_TOMBSTONES + 2).try_for_each(|revision| history::bury(transaction, &tombstone(revision)))
     })
@@ -357,7 +363,7 @@ async fn the_oldest_deletions_are_forgotten_and_that_is_noted() {
 #[tokio::test]
 async fn answers_are_forgotten_when_they_are_a_day_old() {
     let folder = tempfile::tempdir().unwrap();
-    let (store, _) = Store::open(folder.path(), &Key::of(&[7; 32])).unwrap();
+    let (store, _) = Store::open(folder.path(), &key()).unwrap();
     let old = RequestRecord {
         ended_ms: crate::text::now_ms() - REQUEST_AGE_MS - 1,
         ..answered("old")
@@ -372,7 +378,7 @@ async fn answers_are_forgotten_when_they_are_a_day_old() {
 #[tokio::test]
 async fn an_answer_that_was_told_is_not_replaced_by_what_a_deletion_presumes() {
     let folder = tempfile::tempdir().unwrap();
-    let (store, _) = Store::open(folder.path(), &Key::of(&[7; 32])).unwrap();
+    let (store, _) = Store::open(folder.path(), &key()).unwrap();
     let presumed = |id| RequestRecord {
         response: vec![3],
         ..answered(id)
@@ -386,32 +392,159 @@ async fn an_answer_that_was_told_is_not_replaced_by_what_a_deletion_presumes() {
     }
 }
 
-#[tokio::test]
-async fn an_answer_is_kept_for_an_hour_whatever_comes_after_it_also_by_the_next_daemon() {
+fn by(caller: &str, id: &str) -> RequestRecord {
+    let mut record = answered(id);
+    record.mark.as_mut().unwrap().caller = caller.to_owned();
+    record
+}
+
+/// The ids of a caller that have answers.
+async fn kept(store: &Store, caller: &str, ids: std::ops::Range<u32>) -> Vec<u32> {
+    let mut kept = Vec::new();
+    for id in ids {
+        let key = RequestKey::new(caller, &id.to_string());
+        if store.request(key).await.unwrap().is_some() {
+            kept.push(id);
+        }
+    }
+    kept
+}
+
+const NO_LIMIT: Limit = Limit {
+    count: u64::MAX,
+    bytes: u64::MAX,
+};
+
+/// Adds 6 answers of "greedy" and then 3 of "modest" within limits.
+fn full(limits: Limits) -> (tempfile::TempDir, Store) {
     let folder = tempfile::tempdir().unwrap();
-    let database = open(&folder.path().join(FILE)).unwrap();
-    let aged = |id: &str, ms: u64| RequestRecord {
-        ended_ms: crate::text::now_ms() - ms,
-        ..answered(id)
-    };
-    let minute = 60_000;
-    let promised = history::REQUEST_PROMISE_MS;
-    let mut answers = vec![aged("over", promised + minute), aged("within", promised - minute)];
-    answers.extend((0..20).map(|number| answered(&format!("new-{number}"))));
+    let database = open(&folder.path().join(FILE), &key()).unwrap();
     write(&database, |transaction| {
-        let mut answers = answers.iter();
-        answers.try_for_each(|answer| history::complete_among(transaction, answer, 3))
+        let greedy = (0..6).map(|id| by("greedy", &id.to_string()));
+        let all: Vec<_> = greedy
+            .chain((0..3).map(|id| by("modest", &id.to_string())))
+            .collect();
+        answers::complete_within(transaction, &all, limits)
     })
     .unwrap();
     drop(database);
-    let (store, _) = Store::open(folder.path(), &Key::of(&[7; 32])).unwrap();
-    for (id, kept) in [
-        ("over", false),
-        ("within", true),
-        ("new-0", true),
-        ("new-19", true),
-    ] {
-        let found = store.request(RequestKey::new("", id)).await.unwrap();
-        assert_eq!(found.is_some(), kept, "{id}");
+    let (store, _) = Store::open(folder.path(), &key()).unwrap();
+    (folder, store)
+}
+
+#[tokio::test]
+async fn caller_beyond_its_number_of_answers_loses_its_oldest() {
+    let (_folder, store) = full(Limits {
+        caller: Limit { count: 4, ..NO_LIMIT },
+        all: NO_LIMIT,
+    });
+    assert_eq!(kept(&store, "greedy", 0..6).await, [2, 3, 4, 5]);
+    assert_eq!(kept(&store, "modest", 0..3).await, [0, 1, 2]);
+}
+
+#[tokio::test]
+async fn caller_beyond_its_bytes_loses_its_oldest() {
+    let record = by("greedy", "0");
+    let one = record.encoded_len() + "greedy\x000".len();
+    let (_folder, store) = full(Limits {
+        caller: Limit {
+            bytes: u64::try_from(3 * one).unwrap(),
+            ..NO_LIMIT
+        },
+        all: NO_LIMIT,
+    });
+    assert_eq!(kept(&store, "greedy", 0..6).await, [3, 4, 5]);
+    assert_eq!(kept(&store, "modest", 0..3).await, [0, 1, 2]);
+}
+
+#[tokio::test]
+async fn all_answers_beyond_the_limit_cost_the_caller_with_most() {
+    let (_folder, store) = full(Limits {
+        caller: NO_LIMIT,
+        all: Limit {
+            count: 7,
+            bytes: 1 << 20,
+        },
+    });
+    assert_eq!(kept(&store, "greedy", 0..6).await, [2, 3, 4, 5]);
+    assert_eq!(kept(&store, "modest", 0..3).await, [0, 1, 2]);
+}
+
+/// Bytes that this thread has read from files.
+fn bytes_read() -> u64 {
+    let io = std::fs::read_to_string("/proc/thread-self/io").unwrap();
+    let line = io.lines().find_map(|line| line.strip_prefix("rchar: "));
+    line.unwrap().parse().unwrap()
+}
+
+#[test]
+fn store_after_60_000_request_ids_is_small_and_opens_unread() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join(FILE);
+    let database = open(&path, &key()).unwrap();
+    let of = |number: u32| {
+        let mut record = by("cert:agent", &format!("0198c1d2-0000-7000-8000-{number:012}"));
+        record.response = vec![1; 100];
+        record
+    };
+    for batch in 0..60 {
+        write(&database, |transaction| {
+            let answers: Vec<_> = (batch * 1000..(batch + 1) * 1000).map(of).collect();
+            answers::complete_within(transaction, &answers, answers::LIMITS)
+        })
+        .unwrap();
     }
+    drop(database);
+    let size = std::fs::metadata(&path).unwrap().len();
+    assert!(size < 100 << 20, "{size} bytes");
+    // In a debug build redb itself reads all pages.
+    let before = bytes_read();
+    let database = open(&path, &key()).unwrap();
+    let by_redb = bytes_read() - before;
+    drop(database);
+    let before = bytes_read();
+    let opened = Store::open(folder.path(), &key()).unwrap();
+    let read = (bytes_read() - before).saturating_sub(by_redb);
+    drop(opened);
+    assert!(read < 1 << 20, "{read} of {size} bytes were read");
+}
+
+#[tokio::test]
+async fn answers_of_schema_5_beyond_the_limits_are_dropped() {
+    let folder = tempfile::tempdir().unwrap();
+    let database = open(&folder.path().join(FILE), &key()).unwrap();
+    write(&database, |transaction| {
+        {
+            let mut requests = transaction.open_table(Table::new("requests")).unwrap();
+            let mut order = transaction.open_table(Table::new("request_order")).unwrap();
+            let greedy = (0..20_u64).map(|number| ("greedy", number));
+            for (caller, number) in [("modest", 0), ("modest", 1)].into_iter().chain(greedy) {
+                let mut record = by(caller, &number.to_string());
+                record.mark.as_mut().unwrap().plain_hash = vec![5; 32];
+                // Refusals are not kept any more.
+                record.code = if number == 19 { 9 } else { 0 };
+                let name = record.mark.as_ref().unwrap().key();
+                let entry = [record.ended_ms.to_be_bytes().as_slice(), name.as_bytes()].concat();
+                let place = order.len().unwrap().to_be_bytes();
+                order.insert(place.as_slice(), entry.as_slice()).unwrap();
+                let value = record.encode_to_vec();
+                requests.insert(name.as_bytes(), value.as_slice()).unwrap();
+            }
+        }
+        let limits = Limits {
+            caller: Limit { count: 5, ..NO_LIMIT },
+            all: Limit {
+                count: 21,
+                ..NO_LIMIT
+            },
+        };
+        answers::limit_to(transaction, &key(), limits)
+    })
+    .unwrap();
+    drop(database);
+    let (store, _) = Store::open(folder.path(), &key()).unwrap();
+    assert_eq!(kept(&store, "greedy", 0..20).await, [14, 15, 16, 17, 18]);
+    assert_eq!(kept(&store, "modest", 0..2).await, [1]);
+    let found = store.request(RequestKey::new("greedy", "18")).await.unwrap().unwrap();
+    assert_eq!(found.mark.unwrap().fingerprint, key().fingerprint(&[5; 32]));
 }

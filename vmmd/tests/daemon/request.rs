@@ -61,11 +61,10 @@ async fn a_request_that_is_sent_again_is_answered_as_before_also_by_the_next_dae
     let request = create(&daemon, "1", "a", false);
     let first = vm(daemon.client().create_vm(request.clone()).await);
     daemon.start_vm("a").await.unwrap();
-    assert_eq!(vm(daemon.client().create_vm(request.clone()).await), first);
-    // A failure that stays is remembered, too.
-    let again = create(&daemon, "2", "a", false);
-    let failure = daemon.client().create_vm(again.clone()).await.unwrap_err();
-    assert_eq!(refusal(&failure), (Code::AlreadyExists, "VM_EXISTS".into()));
+    // The VM is shown as it is now.
+    let again = vm(daemon.client().create_vm(request.clone()).await);
+    assert_eq!(again, daemon.get("a").await.unwrap());
+    assert_eq!(uid(&again), uid(&first));
     daemon.client().delete_vm(delete("3", "a")).await.unwrap();
     for restart in [false, true] {
         if restart {
@@ -75,8 +74,6 @@ async fn a_request_that_is_sent_again_is_answered_as_before_also_by_the_next_dae
         let failure = daemon.client().create_vm(request.clone()).await.unwrap_err();
         assert_eq!(refusal(&failure), gone());
         assert!(failure.message().contains(&uid(&first)), "{failure}");
-        let failure = daemon.client().create_vm(again.clone()).await.unwrap_err();
-        assert_eq!(refusal(&failure), (Code::AlreadyExists, "VM_EXISTS".into()));
         daemon.client().delete_vm(delete("3", "a")).await.unwrap();
         let failure = daemon.client().delete_vm(delete("", "a")).await.unwrap_err();
         assert_eq!(failure.code(), Code::NotFound);
@@ -104,15 +101,38 @@ async fn a_request_that_is_sent_again_is_answered_as_before_also_by_the_next_dae
 }
 
 #[tokio::test]
-async fn a_request_that_only_checks_is_answered_as_before() {
+async fn request_that_only_checks_leaves_its_id_free() {
     let daemon = Daemon::start().await;
     let request = v1::CreateVmRequest {
         dry_run: true,
         ..create(&daemon, "1", "a", false)
     };
-    let first = vm(daemon.client().create_vm(request.clone()).await);
-    assert_eq!(vm(daemon.client().create_vm(request).await), first);
-    assert!(daemon.list().await.is_empty());
+    for _ in 0..2 {
+        vm(daemon.client().create_vm(request.clone()).await);
+        assert!(daemon.list().await.is_empty());
+    }
+    vm(daemon.client().create_vm(create(&daemon, "1", "a", false)).await);
+}
+
+#[tokio::test]
+async fn retry_of_a_refused_request_is_carried_out() {
+    let mut daemon = Daemon::start().await;
+    let failure = daemon.client().start_vm(start("1", "a")).await.unwrap_err();
+    assert_eq!(failure.code(), Code::NotFound);
+    daemon.create(daemon.manifest("a", "")).await.unwrap();
+    let cordon = v1::CordonNodeRequest::default();
+    daemon.nodes().await.cordon_node(cordon).await.unwrap();
+    let failure = daemon.client().start_vm(start("1", "a")).await.unwrap_err();
+    assert_eq!(
+        refusal(&failure),
+        (Code::FailedPrecondition, "NODE_CORDONED".into())
+    );
+    daemon.kill_and_restart().await;
+    let uncordon = v1::UncordonNodeRequest::default();
+    daemon.nodes().await.uncordon_node(uncordon).await.unwrap();
+    let started = daemon.client().start_vm(start("1", "a")).await.unwrap();
+    let started = started.into_inner().vm.unwrap();
+    assert_eq!(status(&started).phase(), VmPhase::Running);
 }
 
 #[tokio::test]

@@ -9,9 +9,9 @@ use std::{
 
 use proto::v1::{self, VmPhase};
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
-use tonic::Code;
+use tonic::{Code, Status};
 
-use crate::harness::{Daemon, command, refusal, status};
+use crate::harness::{Daemon, command, refusal, status, uid};
 
 /// A small tmpfs, unmounted when dropped.
 struct SmallFileSystem(PathBuf);
@@ -39,6 +39,20 @@ impl Drop for SmallFileSystem {
     }
 }
 
+/// Creates VMs with large records until the store is full: redb keeps some free pages.
+async fn create_until_refused(daemon: &Daemon, made: &mut usize) -> Status {
+    loop {
+        let mut vm = daemon.manifest(&format!("new{made}"), "");
+        let labels = (0..60).map(|index| (format!("key{index}"), "x".repeat(250)));
+        vm.metadata.as_mut().unwrap().labels = labels.collect();
+        match daemon.create(vm).await {
+            Ok(_) => *made += 1,
+            Err(status) => return status,
+        }
+        assert!(*made < 1000, "the store never became full");
+    }
+}
+
 #[tokio::test]
 async fn a_full_file_system_under_the_store_is_said_and_changes_nothing() {
     let folder = tempfile::Builder::new()
@@ -53,18 +67,8 @@ async fn a_full_file_system_under_the_store_is_said_and_changes_nothing() {
     let idle = daemon.create(daemon.manifest("idle", "")).await.unwrap();
     let filler = small.fill();
     let full = (Code::ResourceExhausted, "STORE_FULL".to_owned());
-    // redb keeps some free pages: make enough records to need new ones.
     let mut made = 0;
-    let refused = loop {
-        let mut vm = daemon.manifest(&format!("new{made}"), "");
-        let labels = (0..60).map(|index| (format!("key{index}"), "x".repeat(250)));
-        vm.metadata.as_mut().unwrap().labels = labels.collect();
-        match daemon.create(vm).await {
-            Ok(_) => made += 1,
-            Err(status) => break status,
-        }
-        assert!(made < 1000, "the store never became full");
-    };
+    let refused = create_until_refused(&daemon, &mut made).await;
     assert_eq!(refusal(&refused), full);
     assert!(!refused.message().contains("/tmp"), "{}", refused.message());
     let names: Vec<_> = daemon
@@ -78,6 +82,12 @@ async fn a_full_file_system_under_the_store_is_said_and_changes_nothing() {
     let stopped = daemon.kill_vm("old").await.unwrap();
     assert_eq!(status(&stopped).phase(), VmPhase::Stopped);
     assert_eq!(daemon.get("idle").await.unwrap(), idle);
+    // The next daemon comes up, serves reads and says why it refuses changes.
+    daemon.kill_and_restart().await;
+    assert_eq!(uid(&daemon.get("idle").await.unwrap()), uid(&idle));
+    assert_eq!(daemon.list().await.len(), made + 2);
+    let refused = create_until_refused(&daemon, &mut made).await;
+    assert_eq!(refusal(&refused), full);
     fs::remove_file(filler).unwrap();
     daemon
         .create(daemon.manifest("after", ""))

@@ -325,13 +325,7 @@ pub fn reason(status: &Status) -> Option<String> {
 
 /// Whether a retry gets the same answer whatever has happened since.
 pub fn is_final(answer: &Answer) -> bool {
-    let Err(status) = answer else { return true };
-    let reason = reason(status).unwrap_or_default();
-    match status.code() {
-        Code::NotFound | Code::AlreadyExists => true,
-        Code::FailedPrecondition => reason != "BUSY",
-        _ => reason == "GENERATION_MISMATCH",
-    }
+    answer.is_ok()
 }
 
 /// Whether a creation was carried out before, and its VM is gone.

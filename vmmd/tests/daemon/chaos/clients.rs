@@ -15,7 +15,7 @@ use proto::v1::{
 };
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::{sync::Notify, time::timeout};
-use tonic::{Status, transport::Channel};
+use tonic::{Code, Status, transport::Channel};
 
 use super::{
     calls::{
@@ -156,9 +156,10 @@ fn of_two(first: Option<Answer>, second: Option<Answer>) -> Option<Answer> {
         // What was refused because of something else under way is carried out by the other attempt,
         (Some(one), Some(other)) => {
             let weight = |answer: &Answer| match answer {
-                answer if is_final(answer) => 2,
+                Ok(_) => 3,
                 Err(status) if reason(status).as_deref() == Some("BUSY") => 0,
-                _ => 1,
+                Err(status) if status.code() == Code::Aborted => 2,
+                Err(_) => 1,
             };
             Some(std::cmp::max_by_key(one, other, weight))
         }
@@ -239,15 +240,15 @@ pub async fn drain(channel: &Channel) -> Result<(), Status> {
 }
 
 /// What two answers to the same request have in common.
-pub fn plain(answer: &Answer) -> Result<&serde_json::Value, (tonic::Code, &str)> {
+pub fn plain(answer: &Answer) -> Result<Option<&serde_json::Value>, (tonic::Code, &str)> {
     match answer {
-        Ok(response) => Ok(response),
+        // The VM is shown as it is then.
+        Ok(response) => Ok(response.pointer("/vm/metadata/uid")),
         Err(status) => Err((status.code(), status.message())),
     }
 }
 
 mod tests {
-    use tonic::Code;
     use tonic_types::{ErrorDetails, StatusExt};
 
     use super::*;
@@ -268,12 +269,12 @@ mod tests {
             (busy(), None, None),
             (None, None, None),
             (done(), None, done()),
-            (missing(), None, missing()),
+            (missing(), None, None),
             (busy(), done(), done()),
             (busy(), missing(), missing()),
             (busy(), busy(), busy()),
             (busy(), cut(), cut()),
-            (cut(), missing(), missing()),
+            (cut(), missing(), cut()),
             (gone(), done(), done()),
             (gone(), None, None),
             (done(), done(), done()),

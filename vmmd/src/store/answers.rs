@@ -1,0 +1,431 @@
+//! Answers of requests: a retry of a request that succeeded gets its answer from here.
+//!
+//! Always:
+//! - An answer, its place in the order of its caller's answers, and the sums of its caller and of all callers change in one transaction.
+//! - The answers of each caller, and those of all callers, have at most the number and bytes of [`LIMITS`] when a transaction ends. The
+//!   oldest answers of the caller that exceeds its share are removed, so that no caller can fill the state's file system or remove the
+//!   answers of another caller that stays within its share.
+
+use prost::Message;
+use redb::{Database, ReadableDatabase as _, ReadableTable as _, WriteTransaction};
+
+use super::{Error, Key, Table};
+use crate::text;
+
+/// For how long an answer is kept, in milliseconds: a day.
+pub const REQUEST_AGE_MS: u64 = 24 * 3600 * 1000;
+/// Most answers that are removed because of their age together with the arrival of another.
+const AGED_AT_ONCE: u64 = 16;
+/// The same when the store is opened.
+const AGED_AT_START: u64 = 10_000;
+
+/// By caller and id ([`RequestKey`]).
+const REQUESTS: Table = Table::new("requests");
+/// The order of a caller's answers: by caller, a NUL, and a big-endian number that grows; the time of the answer (Unix time in milliseconds,
+/// big-endian), then the key in [`REQUESTS`].
+const ORDER: Table = Table::new("requests_by_caller");
+/// A [`Sum`] for each caller that has answers, and one for [`EVERYBODY`].
+const SUMS: Table = Table::new("request_sums");
+/// No caller has a NUL in it.
+const EVERYBODY: &str = "\0";
+/// What schema 5 has in the place of [`ORDER`]: by a big-endian number that grows, the time and the key.
+const OLD_ORDER: Table = Table::new("request_order");
+
+/// Most answers and bytes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Limit {
+    pub count: u64,
+    pub bytes: u64,
+}
+
+impl Limit {
+    fn is_exceeded(self, sum: &Sum) -> bool {
+        sum.count > self.count || sum.bytes > self.bytes
+    }
+}
+
+/// Of one caller, and of all callers.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Limits {
+    pub caller: Limit,
+    pub all: Limit,
+}
+
+/// An answer has some 300 bytes, since it names its object instead of showing it. So a caller that makes 13 changes a second, all the time, has
+/// the answers of the last hour. All answers together take 64 MiB, in a file of at most about twice that size.
+pub(super) const LIMITS: Limits = Limits {
+    caller: Limit {
+        count: 50_000,
+        bytes: 16 << 20,
+    },
+    all: Limit {
+        count: 200_000,
+        bytes: 64 << 20,
+    },
+};
+
+/// A request that has been begun.
+#[derive(Clone, PartialEq, prost::Message)]
+pub struct RequestMark {
+    /// As the client gave it.
+    #[prost(string, tag = "1")]
+    pub id: String,
+    /// "CreateVm".
+    #[prost(string, tag = "2")]
+    pub method: String,
+    /// What earlier releases wrote in the place of the fingerprint: SHA-256 of the request without its id. Nothing once the store is open.
+    #[prost(bytes = "vec", tag = "3")]
+    pub plain_hash: Vec<u8>,
+    /// Of the request without its id: [`Key::fingerprint`](super::Key::fingerprint) of its SHA-256.
+    #[prost(bytes = "vec", tag = "6")]
+    pub fingerprint: Vec<u8>,
+    /// Unix time in milliseconds.
+    #[prost(uint64, tag = "4")]
+    pub begun_ms: u64,
+    /// Who gave it: "uid:0", "cert:alice". Empty in what an earlier release wrote, where an id was for everybody.
+    #[prost(string, tag = "5")]
+    pub caller: String,
+}
+
+impl RequestMark {
+    /// What tells the request from those of others: ids are of their callers.
+    pub fn key(&self) -> RequestKey {
+        RequestKey::new(&self.caller, &self.id)
+    }
+
+    /// Makes a fingerprint of a plain hash; false when there is none.
+    pub(super) fn key_with(&mut self, key: &Key) -> bool {
+        let hash = std::mem::take(&mut self.plain_hash);
+        if !hash.is_empty() {
+            self.fingerprint = key.fingerprint(&hash);
+        }
+        !hash.is_empty()
+    }
+}
+
+/// A request's caller and id.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct RequestKey(String);
+
+impl RequestKey {
+    /// Of an id that a caller gave. Neither has a NUL in it; without a caller it is as earlier releases have it.
+    pub fn new(caller: &str, id: &str) -> Self {
+        Self(if caller.is_empty() {
+            id.to_owned()
+        } else {
+            format!("{caller}\0{id}")
+        })
+    }
+
+    /// As earlier releases have it.
+    fn of_everybody(&self) -> &str {
+        self.0.rsplit('\0').next().unwrap_or_default()
+    }
+
+    pub(super) fn as_bytes(&self) -> &[u8] {
+        self.0.as_bytes()
+    }
+}
+
+/// A request that succeeded.
+#[derive(Clone, PartialEq, prost::Message)]
+pub struct RequestRecord {
+    /// Which.
+    #[prost(message, optional, tag = "1")]
+    pub mark: Option<RequestMark>,
+    /// Unix time in milliseconds.
+    #[prost(uint64, tag = "2")]
+    pub ended_ms: u64,
+    /// gRPC's code in what schema 5 wrote, which kept refusals too; 0 is success.
+    #[prost(int32, tag = "3")]
+    pub code: i32,
+    /// The encoded response. Tags 4 and 5 were those of a refusal.
+    #[prost(bytes = "vec", tag = "6")]
+    pub response: Vec<u8>,
+}
+
+/// What is kept of a caller.
+#[derive(Clone, Copy, PartialEq, prost::Message)]
+struct Sum {
+    #[prost(uint64, tag = "1")]
+    count: u64,
+    /// Of the keys and values in [`REQUESTS`].
+    #[prost(uint64, tag = "2")]
+    bytes: u64,
+    /// Number of the next answer in [`ORDER`].
+    #[prost(uint64, tag = "3")]
+    next: u64,
+}
+
+type Rows<'t> = redb::Table<'t, &'static [u8], &'static [u8]>;
+
+/// The tables in a transaction.
+struct Answers<'t> {
+    requests: Rows<'t>,
+    order: Rows<'t>,
+    sums: Rows<'t>,
+}
+
+fn failed(error: redb::StorageError) -> Error {
+    Error::of("write the store", error)
+}
+
+fn size(key: &[u8], value: &[u8]) -> u64 {
+    key.len()
+        .saturating_add(value.len())
+        .try_into()
+        .unwrap_or(u64::MAX)
+}
+
+/// Where an answer of a caller is in [`ORDER`].
+fn place(caller: &str, number: u64) -> Vec<u8> {
+    [caller.as_bytes(), &[0], &number.to_be_bytes()].concat()
+}
+
+fn split(entry: &[u8]) -> (u64, &[u8]) {
+    let (time, key) = entry.split_first_chunk().unwrap_or((&[0; 8], &[]));
+    (u64::from_be_bytes(*time), key)
+}
+
+impl<'t> Answers<'t> {
+    fn open(transaction: &'t WriteTransaction) -> Result<Self, Error> {
+        let open = |table| {
+            let opened = transaction.open_table(table);
+            opened.map_err(|error| Error::of("open the store", error))
+        };
+        Ok(Self {
+            requests: open(REQUESTS)?,
+            order: open(ORDER)?,
+            sums: open(SUMS)?,
+        })
+    }
+
+    fn sum(&self, caller: &str) -> Result<Sum, Error> {
+        let sum = self.sums.get(caller.as_bytes()).map_err(failed)?;
+        Ok(sum.map_or_else(Sum::default, |sum| Sum::decode(sum.value()).unwrap_or_default()))
+    }
+
+    /// Changes the sums of a caller and of all.
+    fn change(&mut self, caller: &str, change: impl Fn(&mut Sum)) -> Result<(), Error> {
+        for of in [caller, EVERYBODY] {
+            let mut sum = self.sum(of)?;
+            change(&mut sum);
+            let written = sum.encode_to_vec();
+            let done = match sum.count {
+                0 => self.sums.remove(of.as_bytes()),
+                _ => self.sums.insert(of.as_bytes(), written.as_slice()),
+            };
+            done.map(drop).map_err(failed)?;
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, mark: &RequestMark, record: &RequestRecord) -> Result<(), Error> {
+        let (key, value) = (mark.key(), record.encode_to_vec());
+        let key = key.as_bytes();
+        let bytes = size(key, &value);
+        let before = self.requests.insert(key, value.as_slice()).map_err(failed)?;
+        let before = before.map(|before| size(key, before.value()));
+        if let Some(before) = before {
+            return self.change(&mark.caller, |sum| {
+                sum.bytes = sum.bytes.saturating_sub(before).saturating_add(bytes);
+            });
+        }
+        let number = self.sum(&mark.caller)?.next;
+        let entry = [record.ended_ms.to_be_bytes().as_slice(), key].concat();
+        self.order
+            .insert(place(&mark.caller, number).as_slice(), entry.as_slice())
+            .map_err(failed)?;
+        self.change(&mark.caller, |sum| {
+            sum.count = sum.count.saturating_add(1);
+            sum.bytes = sum.bytes.saturating_add(bytes);
+            sum.next = number.saturating_add(1);
+        })
+    }
+
+    /// When a caller's oldest answer was given.
+    fn oldest(&self, caller: &str) -> Result<Option<u64>, Error> {
+        let (first, last) = (place(caller, 0), place(caller, u64::MAX));
+        let mut rows = self
+            .order
+            .range::<&[u8]>(first.as_slice()..=last.as_slice())
+            .map_err(failed)?;
+        let row = rows.next().transpose().map_err(failed)?;
+        Ok(row.map(|(_, entry)| split(entry.value()).0))
+    }
+
+    /// Removes a caller's oldest answer; false when it has none.
+    fn remove_oldest(&mut self, caller: &str) -> Result<bool, Error> {
+        let (first, last) = (place(caller, 0), place(caller, u64::MAX));
+        let row = {
+            let mut rows = self
+                .order
+                .range::<&[u8]>(first.as_slice()..=last.as_slice())
+                .map_err(failed)?;
+            let row = rows.next().transpose().map_err(failed)?;
+            row.map(|(place, entry)| (place.value().to_vec(), split(entry.value()).1.to_vec()))
+        };
+        let Some((place, key)) = row else { return Ok(false) };
+        self.order.remove(place.as_slice()).map_err(failed)?;
+        let removed = self.requests.remove(key.as_slice()).map_err(failed)?;
+        let bytes = removed.map_or(0, |value| size(&key, value.value()));
+        self.change(caller, |sum| {
+            sum.count = sum.count.saturating_sub(1);
+            sum.bytes = sum.bytes.saturating_sub(bytes);
+        })?;
+        Ok(true)
+    }
+
+    /// Removes what a caller has beyond its share, and up to `aged` answers that are too old; how many of those.
+    fn trim(&mut self, caller: &str, limits: Limits, aged: u64) -> Result<u64, Error> {
+        while limits.caller.is_exceeded(&self.sum(caller)?) && self.remove_oldest(caller)? {}
+        let now = text::now_ms();
+        for removed in 0..aged {
+            let oldest = self.oldest(caller)?;
+            if oldest.is_none_or(|ended| now.saturating_sub(ended) <= REQUEST_AGE_MS) {
+                return Ok(removed);
+            }
+            self.remove_oldest(caller)?;
+        }
+        Ok(aged)
+    }
+
+    /// Removes what all have beyond the limit, from the caller that has most.
+    fn trim_all(&mut self, limits: Limits) -> Result<(), Error> {
+        while limits.all.is_exceeded(&self.sum(EVERYBODY)?) {
+            let callers = self.callers()?;
+            // A share of the number is worth as much as one of the bytes.
+            let part = |sum: &Sum| {
+                (sum.count
+                    .saturating_mul(limits.all.bytes / limits.all.count.max(1)))
+                .max(sum.bytes)
+            };
+            let most = callers.iter().max_by_key(|(_, sum)| part(sum));
+            let Some((caller, _)) = most else { return Ok(()) };
+            if !self.remove_oldest(caller)? {
+                return Ok(());
+            }
+        }
+        Ok(())
+    }
+
+    fn callers(&self) -> Result<Vec<(String, Sum)>, Error> {
+        let mut callers = Vec::new();
+        for row in self.sums.iter().map_err(failed)? {
+            let (caller, sum) = row.map_err(failed)?;
+            let caller = String::from_utf8_lossy(caller.value()).into_owned();
+            if caller != EVERYBODY {
+                callers.push((caller, Sum::decode(sum.value()).unwrap_or_default()));
+            }
+        }
+        Ok(callers)
+    }
+}
+
+/// Keeps an answer that was sent to no client, unless the request has an answer: what its caller was sent stays.
+pub fn presume(transaction: &WriteTransaction, record: &RequestRecord) -> Result<(), Error> {
+    let Some(mark) = &record.mark else { return Ok(()) };
+    let answered = {
+        let answers = Answers::open(transaction)?;
+        answers
+            .requests
+            .get(mark.key().as_bytes())
+            .map_err(failed)?
+            .is_some()
+    };
+    if answered {
+        Ok(())
+    } else {
+        complete(transaction, record)
+    }
+}
+
+/// Keeps an answer.
+pub fn complete(transaction: &WriteTransaction, record: &RequestRecord) -> Result<(), Error> {
+    complete_within(transaction, [record], LIMITS)
+}
+
+/// Keeps answers within these limits.
+pub(super) fn complete_within<'a>(
+    transaction: &WriteTransaction,
+    records: impl IntoIterator<Item = &'a RequestRecord>,
+    limits: Limits,
+) -> Result<(), Error> {
+    let mut answers = Answers::open(transaction)?;
+    for record in records {
+        let Some(mark) = &record.mark else { continue };
+        answers.add(mark, record)?;
+        answers.trim(&mark.caller, limits, AGED_AT_ONCE)?;
+        answers.trim_all(limits)?;
+    }
+    Ok(())
+}
+
+/// Removes answers that are too old, and what an earlier release kept beyond the limits of this one.
+pub fn prune(transaction: &WriteTransaction) -> Result<(), Error> {
+    let mut answers = Answers::open(transaction)?;
+    let mut aged = AGED_AT_START;
+    for (caller, _) in answers.callers()? {
+        aged -= answers.trim(&caller, LIMITS, aged)?;
+    }
+    answers.trim_all(LIMITS)
+}
+
+/// Schema 6: limits. Of what an older store has the newest answers are kept, and no refusals; what is beyond the limits is not read.
+pub fn limit(transaction: &WriteTransaction, key: &Key) -> Result<(), Error> {
+    limit_to(transaction, key, LIMITS)
+}
+
+/// The same, with these limits.
+pub(super) fn limit_to(transaction: &WriteTransaction, key: &Key, limits: Limits) -> Result<(), Error> {
+    let opened = |error: redb::TableError| Error::of("open the store", error);
+    let mut kept = Vec::new();
+    {
+        let requests = transaction.open_table(REQUESTS).map_err(opened)?;
+        let order = transaction.open_table(OLD_ORDER).map_err(opened)?;
+        let mut read = Sum::default();
+        for row in order.iter().map_err(failed)?.rev() {
+            let (_, entry) = row.map_err(failed)?;
+            let (_, key) = split(entry.value());
+            let Some(value) = requests.get(key).map_err(failed)? else {
+                continue;
+            };
+            read.count = read.count.saturating_add(1);
+            read.bytes = read.bytes.saturating_add(size(key, value.value()));
+            if limits.all.is_exceeded(&read) {
+                break;
+            }
+            let record = RequestRecord::decode(value.value()).ok();
+            kept.extend(record.filter(|record| record.code == 0));
+        }
+    }
+    for table in [REQUESTS, OLD_ORDER] {
+        transaction.delete_table(table).map_err(opened)?;
+    }
+    let mut answers = Answers::open(transaction)?;
+    for mut record in kept.into_iter().rev() {
+        let Some(mark) = &mut record.mark else { continue };
+        mark.key_with(key);
+        let mark = mark.clone();
+        answers.add(&mark, &record)?;
+        answers.trim(&mark.caller, limits, 0)?;
+    }
+    answers.trim_all(limits)
+}
+
+/// The answer of a request, if it is kept.
+pub fn request(database: &Database, key: &RequestKey) -> Result<Option<RequestRecord>, Error> {
+    let failed = |error: redb::Error| Error::of("read the store", error);
+    let transaction = database.begin_read().map_err(|error| failed(error.into()))?;
+    let table = transaction
+        .open_table(REQUESTS)
+        .map_err(|error| failed(error.into()))?;
+    for key in [key.as_bytes(), key.of_everybody().as_bytes()] {
+        if let Some(value) = table.get(key).map_err(|error| failed(error.into()))? {
+            let record = RequestRecord::decode(value.value())
+                .map_err(|error| Error::Failed("read the store: undecodable request", error.to_string()))?;
+            return Ok(Some(record));
+        }
+    }
+    Ok(None)
+}
