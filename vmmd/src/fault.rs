@@ -43,6 +43,16 @@ pub async fn hold(dir: &Path, name: &str) {
     }
 }
 
+/// Takes as many milliseconds as a test has written into a file of this name in the folder `fault` of `dir`.
+pub fn slow(dir: &Path, name: &str) {
+    if cfg!(debug_assertions)
+        && let Ok(milliseconds) = fs::read_to_string(dir.join("fault").join(name))
+        && let Ok(milliseconds) = milliseconds.parse()
+    {
+        thread::sleep(Duration::from_millis(milliseconds));
+    }
+}
+
 /// Whether a test has a file of this name in the folder `fault` of `dir`; one with `.reached` behind its name says that it was asked for.
 pub fn is_set(dir: &Path, name: &str) -> bool {
     let set = dir.join("fault").join(name);

@@ -5,6 +5,9 @@
 //! dead takes these, and work on others goes on; a VM whose kernel is on a good one and whose disk is on a dead one takes none of
 //! the places of those who use the good one alone. A place is taken until the work has really ended, also when its caller has stopped waiting.
 //!
+//! The deadline is for the work alone. Work that waits for a place is given up when no other work ends for as long as the deadline, and
+//! only so much may wait: many starts at once on slow storage take their time and do not fail.
+//!
 //! The daemon's own files (its folders, cgroups, /proc) are touched on the runtime's other blocking threads.
 
 use std::{
@@ -12,7 +15,11 @@ use std::{
     fs,
     os::unix::ffi::OsStringExt,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError},
+    pin::pin,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 
@@ -48,15 +55,69 @@ pub struct Pools {
     pub bulk: Pool,
 }
 
+/// Work that waits for a place of one pool at most: some times the VMs of a large node.
+const QUEUE: usize = 8192;
+
 /// Places for one kind of work.
 #[derive(Debug)]
 pub struct Pool {
-    places: Arc<Semaphore>,
+    places: Arc<Places>,
+    /// For work that waits.
+    queue: Semaphore,
     /// For work on the same file systems.
     each: usize,
     deadline: Option<Duration>,
     /// By the mount points that work is on.
-    shares: Mutex<HashMap<BTreeSet<PathBuf>, Arc<Semaphore>>>,
+    shares: Mutex<HashMap<BTreeSet<PathBuf>, Arc<Places>>>,
+}
+
+/// Places, and how much work has left them.
+#[derive(Debug)]
+struct Places {
+    free: Arc<Semaphore>,
+    left: AtomicU64,
+}
+
+/// A place that is taken.
+struct Place {
+    of: Arc<Places>,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.of.left.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+impl Places {
+    fn new(count: usize) -> Arc<Self> {
+        Arc::new(Self {
+            free: Arc::new(Semaphore::new(count)),
+            left: AtomicU64::new(0),
+        })
+    }
+
+    /// Waits for a place; `None` when no work leaves one for as long as `patience`.
+    async fn take(self: &Arc<Self>, patience: Option<Duration>) -> Option<Place> {
+        let mut taking = pin!(Arc::clone(&self.free).acquire_owned());
+        let permit = loop {
+            let left = self.left.load(Ordering::Relaxed);
+            let Some(patience) = patience else {
+                break taking.await;
+            };
+            match timeout(patience, &mut taking).await {
+                Ok(permit) => break permit,
+                Err(_) if self.left.load(Ordering::Relaxed) == left => return None,
+                Err(_) => {}
+            }
+        };
+        Some(Place {
+            of: Arc::clone(self),
+            // The semaphore is never closed.
+            _permit: permit.ok()?,
+        })
+    }
 }
 
 impl Pools {
@@ -73,7 +134,8 @@ impl Pools {
 impl Pool {
     fn new(places: usize, deadline: Option<Duration>) -> Self {
         Self {
-            places: Arc::new(Semaphore::new(places)),
+            places: Places::new(places),
+            queue: Semaphore::new(QUEUE),
             each: (places / SHARE).max(1),
             deadline,
             shares: Mutex::default(),
@@ -81,7 +143,7 @@ impl Pool {
     }
 
     /// Does what blocks on `paths`. When the deadline passes, or the caller goes away, the work goes on alone, and what it
-    /// returns is dropped.
+    /// returns is dropped. Refused as FILES_DO_NOT_ANSWER when the deadline passes, as NODE_BUSY when there is no place for it.
     pub fn run<'a, T: Send + 'static, W: FnOnce() -> T + Send + 'static>(
         &'a self,
         paths: &[PathBuf],
@@ -96,43 +158,52 @@ impl Pool {
         mounts: BTreeSet<PathBuf>,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, Failure> {
-        let whole = async {
-            let places = self.take(&mounts).await;
-            let done = spawn_blocking(move || {
-                let _places = places;
-                work()
-            });
-            done.await.map_err(|error| Failure::internal(error.to_string()))
+        let places = self.take(&mounts).await?;
+        let done = spawn_blocking(move || {
+            let _places = places;
+            work()
+        });
+        let done = match self.deadline {
+            None => done.await,
+            Some(deadline) => {
+                let done = timeout(deadline, done).await;
+                done.map_err(|_| no_answer(&mounts, deadline))?
+            }
         };
-        match self.deadline {
-            None => whole.await,
-            Some(deadline) => timeout(deadline, whole).await.unwrap_or_else(|_| {
-                let names: Vec<_> = mounts.iter().map(|mount| mount.display().to_string()).collect();
-                let message = format!(
-                    "the files on {} did not answer within {} s: look at what is mounted there, and try again",
-                    names.join(", "),
-                    deadline.as_secs()
-                );
-                Err(Failure::new(Kind::Unavailable, "FILES_DO_NOT_ANSWER", message))
-            }),
-        }
+        done.map_err(|error| Failure::internal(error.to_string()))
     }
 
     /// That among its like comes first, so that who waits for a slow file system takes none of the places of all.
-    async fn take(&self, mounts: &BTreeSet<PathBuf>) -> Vec<OwnedSemaphorePermit> {
+    async fn take(&self, mounts: &BTreeSet<PathBuf>) -> Result<[Place; 2], Failure> {
+        let _waits = self.queue.try_acquire().map_err(|_| busy())?;
         let like = {
             let mut shares = self.shares.lock().unwrap_or_else(PoisonError::into_inner);
             // What nobody uses need not be remembered.
             shares.retain(|_, places| Arc::strong_count(places) > 1);
-            let new = || Arc::new(Semaphore::new(self.each));
+            let new = || Places::new(self.each);
             Arc::clone(shares.entry(mounts.clone()).or_insert_with(new))
         };
-        let mut places = Vec::new();
-        for of in [like, Arc::clone(&self.places)] {
-            places.extend(of.acquire_owned().await);
-        }
-        places
+        let stuck = || no_answer(mounts, self.deadline.unwrap_or_default());
+        let like = like.take(self.deadline).await.ok_or_else(stuck)?;
+        let all = self.places.take(self.deadline).await.ok_or_else(busy)?;
+        Ok([like, all])
     }
+}
+
+fn no_answer(mounts: &BTreeSet<PathBuf>, deadline: Duration) -> Failure {
+    let names: Vec<_> = mounts.iter().map(|mount| mount.display().to_string()).collect();
+    let message = format!(
+        "the files on {} did not answer within {} s: look at what is mounted there, and try again",
+        names.join(", "),
+        deadline.as_secs()
+    );
+    Failure::new(Kind::Unavailable, "FILES_DO_NOT_ANSWER", message)
+}
+
+fn busy() -> Failure {
+    let message = "the node is busy with the files of other VMs, and none of that work ends: try again later, or look at what the \
+                   node has mounted";
+    Failure::new(Kind::Unavailable, "NODE_BUSY", message)
 }
 
 /// Where the file systems of `paths` are mounted, by the paths alone: a link may lead elsewhere, but to follow it would be to
@@ -202,6 +273,51 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn queue_longer_than_the_deadline_fails_no_work() {
+        let pool = Arc::new(Pool::new(SHARE, Some(Duration::from_secs(1))));
+        let mut all = tokio::task::JoinSet::new();
+        for number in 0..200 {
+            let pool = Arc::clone(&pool);
+            // One place, so that all of them take three times the deadline.
+            let work = move || {
+                std::thread::sleep(Duration::from_millis(15));
+                number
+            };
+            all.spawn(async move { pool.run_on(of(&["/mnt/nfs/a"]), work).await });
+        }
+        let mut done: Vec<_> = all.join_all().await.into_iter().map(Result::unwrap).collect();
+        done.sort_unstable();
+        assert_eq!(done, (0..200).collect::<Vec<_>>());
+    }
+
+    #[tokio::test]
+    async fn work_that_finds_no_place_is_refused_with_its_cause() {
+        let pool = Pool {
+            deadline: Some(Duration::from_millis(1)),
+            queue: Semaphore::new(1),
+            ..Pool::new(SHARE, None)
+        };
+        let hung = pool.places.take(None).await.unwrap();
+        let places: Vec<_> = (1..SHARE).map(|_| pool.places.take(None)).collect();
+        let mut taken = vec![hung];
+        for place in places {
+            taken.push(place.await.unwrap());
+        }
+        let failure = pool.run_on(of(&["/a"]), || ()).await.unwrap_err();
+        assert_eq!((failure.kind, failure.reason), (Kind::Unavailable, "NODE_BUSY"));
+        drop(taken);
+        assert_eq!(pool.run_on(of(&["/a"]), || 7).await, Ok(7));
+        let like = pool.take(&of(&["/mnt/nfs/a"])).await.unwrap();
+        let failure = pool.run_on(of(&["/mnt/nfs/b"]), || ()).await.unwrap_err();
+        assert_eq!(failure.reason, "FILES_DO_NOT_ANSWER");
+        drop(like);
+        let waits = pool.queue.acquire().await.unwrap();
+        let failure = pool.run_on(of(&["/a"]), || ()).await.unwrap_err();
+        assert_eq!(failure.reason, "NODE_BUSY");
+        drop(waits);
+    }
+
+    #[tokio::test]
     async fn a_file_system_that_hangs_takes_its_own_places_and_no_others() {
         let pool = Arc::new(Pool::new(SHARE * 2, Some(Duration::from_secs(10))));
         let short = Pool {
@@ -219,7 +335,7 @@ mod tests {
             }));
         }
         // Both places of the file system are taken; eight more wait for them.
-        while pool.places.available_permits() > SHARE * 2 - 2 {
+        while pool.places.free.available_permits() > SHARE * 2 - 2 {
             tokio::task::yield_now().await;
         }
         assert_eq!(pool.run_on(of(&["/a"]), || 7).await, Ok(7));
@@ -230,7 +346,11 @@ mod tests {
         let failure = failed.unwrap_err();
         assert_eq!(failure.reason, "FILES_DO_NOT_ANSWER");
         assert!(failure.message.contains("/mnt/nfs"), "{failure}");
-        assert_eq!(short.places.available_permits(), SHARE - 1, "it is still at work");
+        assert_eq!(
+            short.places.free.available_permits(),
+            SHARE - 1,
+            "it is still at work"
+        );
         drop(end);
         for hanging in hanging {
             assert!(hanging.await.unwrap().unwrap());

@@ -19,7 +19,7 @@ use tonic::Code;
 use crate::{
     console::Client,
     disks::copy_disk,
-    harness::{Daemon, PATIENCE, connect, refusal, status, uid, vm_pid},
+    harness::{Daemon, MANY_USERS, PATIENCE, connect, refusal, status, uid, vm_pid},
     shares::{self, OWNER},
 };
 
@@ -159,6 +159,37 @@ async fn a_dead_file_system_delays_only_its_own_vms() {
     // Those who wait in the kernel are let go with it.
     drop(dead);
     daemon.start_vm("hung1").await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn mass_start_on_slow_storage_starts_all() {
+    let many = std::env::var_os("VMMD_LONG").is_some();
+    // 600 of 2,000 ms for each VM, 16 VMs at a time: the last VMs wait longer than 2,000 ms.
+    let (count, extra) = if many { (1000, MANY_USERS) } else { (64, "") };
+    let daemon = Daemon::configured(&format!("{extra}limits = {{ file_seconds = 2 }}\n")).await;
+    for number in 0..count {
+        let vm = daemon.manifest(&format!("vm{number}"), "");
+        daemon.create(vm).await.unwrap();
+    }
+    let fault = daemon.path("run/fault");
+    fs::create_dir_all(&fault).unwrap();
+    fs::write(fault.join("slow-files"), "600").unwrap();
+    let mut starts = tokio::task::JoinSet::new();
+    for number in 0..count {
+        let mut client = daemon.client();
+        let request = v1::StartVmRequest {
+            name: format!("vm{number}"),
+            ..Default::default()
+        };
+        starts.spawn(async move { client.start_vm(request).await.map(drop) });
+    }
+    let failed: Vec<_> = starts
+        .join_all()
+        .await
+        .into_iter()
+        .filter_map(Result::err)
+        .collect();
+    assert!(failed.is_empty(), "{} failed: {:?}", failed.len(), failed.first());
 }
 
 #[tokio::test]

@@ -30,6 +30,9 @@ use tonic_types::StatusExt;
 /// No event that a test waits for takes this long; it is a failure's way to end, not a measure.
 pub const PATIENCE: Duration = Duration::from_secs(20);
 
+/// In the configuration of a test's only daemon: it has user ids for 1,000 VMs.
+pub const MANY_USERS: &str = "# many users\n";
+
 /// A running daemon. When it is dropped, it and all that it has started are ended and removed.
 pub struct Daemon {
     pub folder: tempfile::TempDir,
@@ -130,6 +133,7 @@ impl Daemon {
         let (process, number) = (std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         // No two processes of tests that run at a time have the same, also when one makes a hundred daemons one after another.
         let first = 1_000_000_000 + (process % 32_768 * 128 + number % 128) * 250;
+        let count = if extra.contains(MANY_USERS) { 1000 } else { 250 };
         // Named as the folder, which no other has: numbers of processes come again, and an earlier test may have left its cgroup.
         let name = folder.path().file_name().unwrap().to_str().unwrap();
         let cgroup = cgroup_mount().map(|mount| mount.join(format!("vmmd-test-{name}")));
@@ -155,14 +159,14 @@ impl Daemon {
         if !extra.contains("[overcommit]") {
             config += "\n[overcommit]\ncpu = 1000\nvcpu = 1000\n";
         }
-        config += &format!("\n[vm_uids]\nfirst = {first}\ncount = 250\n");
+        config += &format!("\n[vm_uids]\nfirst = {first}\ncount = {count}\n");
         fs::write(path("config.toml"), config).unwrap();
         let (child, notify) = launch(folder.path(), namespace.as_deref(), &[]).await;
         let client = VmServiceClient::new(connect(folder.path()).await);
         Self {
             folder,
             client,
-            uids: first..first + 250,
+            uids: first..first + count,
             cgroup,
             child,
             notify,

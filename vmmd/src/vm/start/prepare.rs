@@ -18,6 +18,7 @@ use crate::{
     capacity::{Demand, placement},
     cgroup::plan::Plan as Limits,
     failure::Failure,
+    fault,
     files::{self, Files, Known, Locks, state_dir::StateDir},
     host::Host,
     lock,
@@ -62,6 +63,7 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
     })?;
     let kvm = files::open_kvm(&host.config.kvm_device)?;
     let nics = nics(plan);
+    fault::slow(&host.config.run_dir, "slow-files");
     let seed = || {
         let none = CloudInit::default();
         let seed = Seed {
