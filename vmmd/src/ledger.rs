@@ -1,9 +1,10 @@
 //! What VMs hold of the node: user ids, processors, memory, disks. A [`Claim`] is held from before a `vmm` is forked
 //! until it has ended, and gives everything back when it is dropped. Room is found and taken under one lock, so that
-//! nothing is given twice. For a VM that is to be started by its run policy room is kept until then.
+//! nothing is given twice. For a VM that is to be started by its run policy, or again after a stop, room is kept until then. A VM
+//! that had its room when it stopped is on the node: it takes the same room again without a decision.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, HashSet},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     thread,
 };
@@ -52,8 +53,16 @@ struct Books {
     serial: u64,
     /// User ids that processes have which are no VM's that is known.
     strangers: BTreeSet<u32>,
-    /// By name: what VMs will have that do not run and are to be started by their run policy.
-    expected: BTreeMap<String, Demand>,
+    /// By name: what VMs will have that do not run and are to be started by their run policy, or again after a stop.
+    expected: BTreeMap<String, Expected>,
+}
+
+/// Room for a start that is to come.
+#[derive(Debug)]
+struct Expected {
+    demand: Demand,
+    /// The room of its last run; nothing for a VM that was never placed.
+    placed: Resources,
 }
 
 #[derive(Debug)]
@@ -97,17 +106,20 @@ impl Ledger {
     pub fn claim(self: &Arc<Self>, vm: &str) -> Result<Claim, Failure> {
         let mut books = self.books();
         let UidRange { first, count } = self.users;
-        let start = books.next;
-        let free = (0..count)
-            .map(|step| first + (start + step) % count)
+        let start = u64::from(books.next);
+        let free = (0..u64::from(count))
+            .filter_map(|step| u32::try_from((start + step) % u64::from(count)).ok())
+            .map(|index| first.saturating_add(index))
             .find(|user| !books.claims.contains_key(user) && !books.strangers.contains(user));
         let Some(user) = free else {
             let message = format!("all {count} user ids for VMs are in use: make `vm_uids` larger");
             return Err(Failure::new(Kind::Exhausted, "NO_FREE_UID", message));
         };
-        books.next = (user - first + 1) % count;
+        books.next = user.saturating_sub(first).saturating_add(1);
+        // Under the lock of the search: no other claim finds the same user id.
+        let serial = books.insert(vm, user, Demand::default());
         drop(books);
-        Ok(self.adopt(vm, user, Demand::default()))
+        Ok(self.held(user, serial))
     }
 
     /// No VM gets this user id as long as the daemon lives: a process has it that is none of a known VM.
@@ -120,18 +132,11 @@ impl Ledger {
 
     /// Notes what a VM that is found running holds, whatever the books say.
     pub fn adopt(self: &Arc<Self>, vm: &str, user: u32, demand: Demand) -> Claim {
-        let mut books = self.books();
-        books.serial += 1;
-        let serial = books.serial;
-        let held = Held {
-            vm: vm.to_owned(),
-            serial,
-            abandoned: false,
-            demand,
-            disks: Vec::new(),
-        };
-        books.claims.insert(user, held);
-        drop(books);
+        let serial = self.books().insert(vm, user, demand);
+        self.held(user, serial)
+    }
+
+    fn held(self: &Arc<Self>, user: u32, serial: u64) -> Claim {
         Claim {
             ledger: Arc::clone(self),
             user,
@@ -146,13 +151,24 @@ impl Ledger {
             .retain(|_, held| !(held.abandoned && held.vm == vm));
     }
 
-    /// Keeps room for a VM that is to be started by its run policy, however much others have; with `None` no more.
+    /// Keeps room for a VM that is to be started by its run policy, or again after a stop, however much others have; with `None` no
+    /// more. A VM that has a claim, or had one when room was first kept for it, has that room for certain.
     pub fn expect(&self, vm: &str, demand: Option<Demand>) {
         let mut books = self.books();
         match demand {
-            Some(demand) => drop(books.expected.insert(vm.to_owned(), demand)),
+            Some(demand) => {
+                let placed = books.placed(vm);
+                books.expected.insert(vm.to_owned(), Expected { demand, placed });
+            }
             None => drop(books.expected.remove(vm)),
         }
+    }
+
+    /// Whether room is kept for a VM that had it when it last ran.
+    pub fn keeps(&self, vm: &str) -> bool {
+        let books = self.books();
+        let expected = books.expected.get(vm);
+        expected.is_some_and(|expected| expected.placed != Resources::default())
     }
 
     /// The VM that has one of its disks on `file`.
@@ -185,16 +201,37 @@ impl Ledger {
 }
 
 impl Books {
-    fn committed_beside(&self, vm: &str) -> Resources {
-        // A start that has not come to take its part yet has it kept as before.
-        let running = |name: &str| {
-            let mut held = self.claims.values().filter(|held| held.vm == name);
-            held.any(|held| held.demand != Demand::default())
+    /// Notes a claim; returns its serial number.
+    fn insert(&mut self, vm: &str, user: u32, demand: Demand) -> u64 {
+        self.serial += 1;
+        let held = Held {
+            vm: vm.to_owned(),
+            serial: self.serial,
+            abandoned: false,
+            demand,
+            disks: Vec::new(),
         };
+        self.claims.insert(user, held);
+        self.serial
+    }
+
+    /// Room of the VM that it has not given back.
+    fn placed(&self, vm: &str) -> Resources {
+        let expected = self.expected.get(vm).map(|expected| expected.placed);
+        let claims = self.claims.values().filter(|held| held.vm == vm);
+        claims
+            .map(|held| held.demand.resources)
+            .fold(expected.unwrap_or_default(), Resources::max)
+    }
+
+    fn committed_beside(&self, vm: &str) -> Resources {
         let held = self.claims.values().map(|held| (held.vm.as_str(), &held.demand));
-        let expected = self.expected.iter().map(|(name, demand)| (name.as_str(), demand));
-        held.chain(expected.filter(|(name, _)| !running(name)))
-            .filter(|(name, _)| *name != vm)
+        let held = held.filter(|(name, demand)| *name != vm && **demand != Demand::default());
+        // A start that has not come to take its part yet has it kept as before.
+        let running: HashSet<_> = held.clone().map(|(name, _)| name).collect();
+        let expected = self.expected.iter();
+        let expected = expected.map(|(name, expected)| (name.as_str(), &expected.demand));
+        held.chain(expected.filter(|(name, _)| *name != vm && !running.contains(name)))
             .fold(Resources::default(), |sum, (_, demand)| {
                 sum.plus(demand.resources)
             })
@@ -207,8 +244,8 @@ impl Claim {
         self.user
     }
 
-    /// Takes `demand` when `decide` has nothing against it, which is told what the other VMs have. What was held before is
-    /// given back by that; after a refusal it is as it was.
+    /// Takes `demand` when `decide` has nothing against it, which is told what the other VMs have. The earlier demand is
+    /// given back by that; a refusal changes nothing. A demand within the room of the VM needs no decision.
     pub fn take(
         &self,
         demand: Demand,
@@ -216,11 +253,21 @@ impl Claim {
     ) -> Result<(), Failure> {
         let mut books = self.ledger.books();
         let vm = books.claims.get(&self.user).map(|held| held.vm.clone());
-        decide(books.committed_beside(&vm.unwrap_or_default()))?;
+        let vm = vm.unwrap_or_default();
+        if !demand.resources.within(books.placed(&vm)) {
+            decide(books.committed_beside(&vm))?;
+        }
         if let Some(held) = books.claims.get_mut(&self.user) {
             held.demand = demand;
         }
         Ok(())
+    }
+
+    /// What was taken.
+    pub fn demand(&self) -> Demand {
+        let books = self.ledger.books();
+        let held = books.claims.get(&self.user);
+        held.map(|held| held.demand).unwrap_or_default()
     }
 
     /// Notes the files that the VM's disks are on, for messages to others.
@@ -334,6 +381,60 @@ mod tests {
                 .count()
         });
         assert_eq!((given, ledger.committed().memory), (10, 1000));
+    }
+
+    #[test]
+    fn one_user_id_is_never_given_twice() {
+        let ledger = ledger(1);
+        let held = std::sync::atomic::AtomicU32::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..2000 {
+                        let Ok(claim) = ledger.claim("vm") else { continue };
+                        assert_eq!(held.fetch_add(1, std::sync::atomic::Ordering::SeqCst), 0);
+                        held.fetch_sub(1, std::sync::atomic::Ordering::SeqCst);
+                        drop(claim);
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn user_ids_at_the_end_of_their_range_are_given() {
+        let ledger = Ledger::new(UidRange {
+            first: u32::MAX - 1,
+            count: 1,
+        });
+        for _ in 0..3 {
+            assert_eq!(ledger.claim("a").unwrap().user(), u32::MAX - 1);
+        }
+    }
+
+    #[test]
+    fn vm_that_stops_to_start_again_keeps_its_room() {
+        let ledger = ledger(10);
+        let run = ledger.claim("a").unwrap();
+        take(&run, 700).unwrap();
+        ledger.expect("a", Some(demand(700)));
+        drop(run);
+        let other = ledger.claim("b").unwrap();
+        assert!(take(&other, 301).is_err());
+        // A VM that was never placed expects room too.
+        ledger.expect("c", Some(demand(900)));
+        assert!(ledger.keeps("a") && !ledger.keeps("c"));
+        let again = ledger.claim("a").unwrap();
+        take(&again, 700).unwrap();
+        assert!(take(&again, 701).is_err(), "more than it had is a decision");
+        // A failed start leaves the room.
+        drop(again);
+        ledger.expect("a", Some(demand(700)));
+        let third = ledger.claim("a").unwrap();
+        take(&third, 700).unwrap();
+        ledger.expect("a", None);
+        drop(third);
+        assert!(!ledger.keeps("a"));
     }
 
     #[test]

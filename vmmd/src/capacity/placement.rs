@@ -33,6 +33,18 @@ pub struct Picture {
     pub disk_reserved: u64,
 }
 
+impl Picture {
+    /// The node as a VM finds it that was placed there before: neither a cordon nor the reserve of disk space is asked about.
+    #[must_use]
+    pub fn without_admission(self) -> Self {
+        Self {
+            cordoned: None,
+            disk_reserved: 0,
+            ..self
+        }
+    }
+}
+
 impl Problem {
     /// A refusal that is about this field.
     pub fn of(failure: Failure, field: impl Into<String>) -> Self {

@@ -74,7 +74,36 @@ impl Demand {
     }
 }
 
+impl Demand {
+    /// The larger of each amount.
+    #[must_use]
+    pub fn max(self, other: Self) -> Self {
+        Self {
+            resources: self.resources.max(other.resources),
+            ram: self.ram.max(other.ram),
+        }
+    }
+}
+
 impl Resources {
+    /// The larger of each amount.
+    #[must_use]
+    pub fn max(self, other: Self) -> Self {
+        Self {
+            vcpu_millis: self.vcpu_millis.max(other.vcpu_millis),
+            cpu_millis: self.cpu_millis.max(other.cpu_millis),
+            memory: self.memory.max(other.memory),
+            huge_2m: self.huge_2m.max(other.huge_2m),
+            huge_1g: self.huge_1g.max(other.huge_1g),
+            disk: self.disk.max(other.disk),
+        }
+    }
+
+    /// Whether no amount is larger than that of `other`.
+    pub fn within(self, other: Self) -> bool {
+        self.max(other) == other
+    }
+
     /// Both together.
     #[must_use]
     pub fn plus(self, other: Self) -> Self {

@@ -98,6 +98,11 @@ impl State {
         Ok(true)
     }
 
+    /// Whether a drain is under way.
+    pub fn is_draining(&self) -> bool {
+        self.lock().draining
+    }
+
     /// Refused as NODE_CORDONED while no VM is to be made or started here.
     pub fn schedulable(&self) -> Result<(), Failure> {
         let record = self.lock();
@@ -108,8 +113,9 @@ impl State {
             "" => String::new(),
             reason => format!(" ({reason})"),
         };
-        let message =
-            format!("the node is cordoned{why}: no VM is created or started here until it is uncordoned");
+        let message = format!(
+            "the node is cordoned{why}: no VM is created or placed here until it is uncordoned; VMs that run here continue, also over restarts"
+        );
         Err(Failure::precondition("NODE_CORDONED", message))
     }
 

@@ -1,11 +1,17 @@
 //! Labels and cordon.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, fs};
 
 use proto::v1::{self, ConditionStatus, VmPhase};
+use tokio::sync::oneshot::error::TryRecvError;
 use tonic::{Code, Status};
 
-use crate::harness::{Daemon, refusal, status};
+use crate::{
+    console::Client,
+    disk_boot,
+    harness::{Daemon, refusal, status, vm_pid},
+    placement,
+};
 
 async fn label(
     daemon: &Daemon,
@@ -140,14 +146,12 @@ async fn a_cordoned_node_creates_and_starts_nothing_and_does_everything_else() {
         refusal(&daemon.create(daemon.manifest("new", "")).await.unwrap_err()),
         no
     );
-    let restart = v1::RestartVmRequest {
-        name: "web".into(),
-        ..Default::default()
-    };
     assert_eq!(
-        refusal(&daemon.client().restart_vm(restart).await.unwrap_err()),
-        no
+        refusal(&restart(&daemon, "idle").await.unwrap_err()),
+        no,
+        "it does not run: its restart is a start"
     );
+    restart(&daemon, "web").await.unwrap();
     let web = daemon.get("web").await.unwrap();
     assert_eq!(status(&web).phase(), VmPhase::Running);
     let request = v1::CheckPlacementRequest {
@@ -169,6 +173,160 @@ async fn a_cordoned_node_creates_and_starts_nothing_and_does_everything_else() {
     assert!(!spec.cordoned && spec.cordon_reason.is_empty());
     uncordon(&daemon).await;
     daemon.start_vm("idle").await.unwrap();
+}
+
+/// Restarts a VM by force.
+pub async fn restart(daemon: &Daemon, name: &str) -> Result<v1::Vm, Status> {
+    let request = v1::RestartVmRequest {
+        name: name.into(),
+        force: true,
+        ..Default::default()
+    };
+    let answer = daemon.client().restart_vm(request).await?;
+    Ok(answer.into_inner().vm.unwrap())
+}
+
+/// Waits until the VM runs in another process than in `before`.
+async fn runs_again(daemon: &Daemon, name: &str, before: &v1::Vm) {
+    let pid = |status: &v1::VmStatus| status.instance.as_ref().map(|instance| instance.pid);
+    let first = pid(status(before));
+    let runs = |status: &v1::VmStatus| status.phase() == VmPhase::Running && pid(status) != first;
+    daemon.wait(name, runs).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn guest_reset_on_a_cordoned_node_boots_from_disk_again() {
+    let daemon = Daemon::start().await;
+    let (vm, _) = disk_boot::vm(&daemon, "web", "boots:root=/dev/vda1 v=6.1\n");
+    daemon.create(vm).await.unwrap();
+    let first = daemon.start_vm("web").await.unwrap();
+    cordon(&daemon, "new kernel").await;
+    let mut console = Client::open(&daemon, "web").await;
+    console.type_in("reset\n").await;
+    runs_again(&daemon, "web", &first).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn run_policy_restarts_vms_on_a_cordoned_node() {
+    let mut daemon = Daemon::configured("[restart]\nfirst_ms = 10\n").await;
+    let mut vm = daemon.manifest("web", "");
+    vm.spec.as_mut().unwrap().run_policy = v1::RunPolicy::AlwaysOnUnlessStopped.into();
+    daemon.create(vm).await.unwrap();
+    let first = daemon.start_vm("web").await.unwrap();
+    cordon(&daemon, "new kernel").await;
+    let kill =
+        |vm: &v1::Vm| rustix::process::kill_process(vm_pid(vm), rustix::process::Signal::KILL).unwrap();
+    kill(&first);
+    runs_again(&daemon, "web", &first).await;
+    // The same for an end that no daemon saw.
+    let second = daemon.get("web").await.unwrap();
+    daemon.kill();
+    kill(&second);
+    daemon.relaunch().await;
+    runs_again(&daemon, "web", &second).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn new_run_policy_on_a_cordoned_node_waits_for_uncordon() {
+    let mut daemon = Daemon::configured("[restart]\nfirst_ms = 10\n").await;
+    daemon.create(daemon.manifest("web", "")).await.unwrap();
+    cordon(&daemon, "new kernel").await;
+    daemon
+        .change("web", |spec| spec.run_policy = v1::RunPolicy::AlwaysOn.into())
+        .await
+        .unwrap();
+    daemon.told("StartHeld", 1).await;
+    daemon.kill_and_restart().await;
+    daemon.told("StartHeld", 2).await;
+    let web = daemon.get("web").await.unwrap();
+    assert_eq!(status(&web).phase(), VmPhase::Stopped);
+    uncordon(&daemon).await;
+    daemon.wait_phase("web", VmPhase::Running).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn restart_on_a_full_node_keeps_its_room_against_a_start() {
+    let daemon = Daemon::configured(&placement::room(300 << 20, 1_000_000)).await;
+    daemon.run("a", "").await;
+    daemon
+        .create(placement::sized(&daemon, "b", 1, 200, 0))
+        .await
+        .unwrap();
+    let (done, mut is_done) = tokio::sync::oneshot::channel::<()>();
+    let mut client = daemon.client();
+    let starts = tokio::spawn(async move {
+        let mut refused = 0;
+        while is_done
+            .try_recv()
+            .is_err_and(|error| error == TryRecvError::Empty)
+        {
+            let request = v1::StartVmRequest {
+                name: "b".into(),
+                ..Default::default()
+            };
+            let failure = client.start_vm(request).await.unwrap_err();
+            assert_eq!(refusal(&failure).1, "INSUFFICIENT_MEMORY");
+            refused += 1;
+        }
+        refused
+    });
+    for _ in 0..10 {
+        restart(&daemon, "a").await.unwrap();
+    }
+    drop(done);
+    assert!(starts.await.unwrap() > 0);
+    daemon.kill_vm("a").await.unwrap();
+    daemon.start_vm("b").await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn restart_with_more_memory_than_there_is_changes_nothing() {
+    let daemon = Daemon::configured(&placement::room(400 << 20, 1_000_000)).await;
+    let first = daemon.run("a", "").await;
+    daemon.run("b", "").await;
+    daemon
+        .change("a", |spec| {
+            spec.memory.as_mut().unwrap().size_bytes = 256 << 20;
+        })
+        .await
+        .unwrap();
+    let refused = restart(&daemon, "a").await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::ResourceExhausted, "INSUFFICIENT_MEMORY".into())
+    );
+    let still = daemon.get("a").await.unwrap();
+    assert_eq!(
+        (status(&still).phase(), vm_pid(&still)),
+        (VmPhase::Running, vm_pid(&first))
+    );
+    daemon.kill_vm("b").await.unwrap();
+    restart(&daemon, "a").await.unwrap();
+    let committed = placement::node(&daemon).await.committed.unwrap();
+    assert!(committed.memory_bytes > 256 << 20);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn restart_below_the_disk_reserve_runs_again() {
+    let mut daemon = Daemon::start().await;
+    let first = daemon.run("web", "").await;
+    daemon.kill();
+    let config = daemon.path("config.toml");
+    let text = fs::read_to_string(&config).unwrap();
+    fs::write(config, format!("{text}\n[reserved]\ndisk_gib = 1000000\n")).unwrap();
+    daemon.relaunch().await;
+    restart(&daemon, "web").await.unwrap();
+    runs_again(&daemon, "web", &first).await;
+    daemon.kill_vm("web").await.unwrap();
+    let refused = daemon.start_vm("web").await.unwrap_err();
+    assert_eq!(refusal(&refused).1, "INSUFFICIENT_DISK");
+    // A VM that its policy starts for the first time is a new one.
+    let mut vm = daemon.manifest("new", "");
+    vm.spec.as_mut().unwrap().run_policy = v1::RunPolicy::AlwaysOn.into();
+    daemon.create(vm).await.unwrap();
+    daemon
+        .wait("new", |status| status.reason == "InsufficientDisk")
+        .await;
 }
 
 #[tokio::test]

@@ -57,7 +57,7 @@ fn cpus() -> u64 {
 }
 
 /// A manifest of this size.
-fn sized(daemon: &Daemon, name: &str, cores: u32, memory_mib: u64, fraction: u32) -> v1::Vm {
+pub fn sized(daemon: &Daemon, name: &str, cores: u32, memory_mib: u64, fraction: u32) -> v1::Vm {
     let mut vm = daemon.manifest(name, "");
     let spec = vm.spec.as_mut().unwrap();
     let cpu = spec.cpu.as_mut().unwrap();

@@ -5,12 +5,13 @@ use tokio::time::{Duration, Instant};
 
 use super::{Actor, work::Work};
 use crate::{
-    capacity::Demand,
+    capacity::{Demand, placement},
     context::{Context, Initiator},
     failure::Failure,
+    node::check,
     operation::{Handle, Type},
     registry::vms::command::{Life, Request},
-    store::{Intent, handover::Handover},
+    store::{Intent, VmRecord, handover::Handover},
     text,
     vm::{
         lifecycle::{
@@ -29,7 +30,9 @@ const REBOOTS: Duration = Duration::from_secs(10);
 impl Actor {
     /// Whether the node and the run policy let a request be. A refusal by the policy is told.
     pub(super) fn permitted(&self, life: &Life) -> Result<(), Failure> {
-        if matches!(life.request, Request::Start | Request::Restart) {
+        // A VM that is on the node stays there over a restart.
+        let is_new = self.situation() == Situation::Down;
+        if is_new && matches!(life.request, Request::Start | Request::Restart) {
             self.host.schedulable()?;
         }
         let policy = self.spec.run_policy;
@@ -55,10 +58,27 @@ impl Actor {
             operation.reopen();
             return self.begin_start(operation, None).await;
         };
+        self.host.ledger.expect(&self.record.name, None);
         self.intend(Intent::Stopped).await;
         operation.fail(&self.refused_by_policy(hint));
         self.about = Default::default();
         self.publish();
+    }
+
+    /// Takes more room for the restart of a running VM with a larger spec. After a refusal the VM continues with its room.
+    pub(super) async fn grow(&self) -> Result<(), Failure> {
+        let Some(instance) = &self.instance else {
+            return Ok(());
+        };
+        let (has, needs) = (instance.claim.demand(), Demand::of(&self.spec));
+        if needs.resources.within(has.resources) {
+            return Ok(());
+        }
+        let look = check::look(&self.host).await?;
+        instance.claim.take(needs.max(has), |others| {
+            let node = look.picture(&self.host, others).without_admission();
+            placement::refuse(&placement::decide(&needs.resources, &node))
+        })
     }
 
     /// The same for the client. Nobody is told to stop a VM that its policy lets nobody stop.
@@ -82,6 +102,7 @@ impl Actor {
             record: self.record.restart.take(),
             due: self.timer,
             held: self.held,
+            evacuated: self.record.evacuated,
         };
         let config = self.host.config.restart;
         let mut effects = restarts.step(
@@ -98,7 +119,7 @@ impl Actor {
                 now_ms: text::now_ms(),
             },
         );
-        self.record.restart = restarts.record;
+        (self.record.restart, self.record.evacuated) = (restarts.record, restarts.evacuated);
         (self.timer, self.held) = (restarts.due, restarts.held);
         effects.retain(|effect| {
             match effect {
@@ -114,9 +135,14 @@ impl Actor {
         effects
     }
 
-    /// Notes what the policy makes of what has happened after a run of `ran_ms`. The record is to be written then.
+    /// Notes the decision of the policy after a run of `ran_ms`; the caller writes the record. A VM that ends during a drain makes room
+    /// too.
     pub(super) fn plan(&mut self, occasion: Occasion, ran_ms: u64) {
+        self.record.evacuated = std::mem::take(&mut self.evacuated);
         self.step_restarts(Input::Occurred(occasion, ran_ms));
+        if self.record.evacuated || self.host.node.is_draining() {
+            self.make_room();
+        }
     }
 
     /// Notes that a start begins.
@@ -128,12 +154,7 @@ impl Actor {
     pub(super) async fn resume_policy(&mut self, occasion: Option<(Occasion, u64)>) {
         if let Some((occasion, ran_ms)) = occasion {
             let before = (self.record.restart.clone(), self.record.intent);
-            let made_room = self.record.evacuated;
-            self.step_restarts(Input::Found {
-                occasion,
-                ran_ms,
-                made_room,
-            });
+            self.step_restarts(Input::Found(occasion, ran_ms));
             if before != (self.record.restart.clone(), self.record.intent) {
                 self.persist().await;
             }
@@ -144,9 +165,19 @@ impl Actor {
         self.resume_stop();
     }
 
-    /// See [`Input::MakeRoom`].
+    /// See [`Input::MakeRoom`]. The record is to be written then.
     pub(super) fn make_room(&mut self) {
         self.step_restarts(Input::MakeRoom);
+    }
+
+    /// A VM that does not run makes room: its run policy waits.
+    pub(super) async fn wait_for_node(&mut self) {
+        let before = (self.record.restart.clone(), self.record.evacuated);
+        self.make_room();
+        if before != (self.record.restart.clone(), self.record.evacuated) {
+            self.persist().await;
+            self.publish();
+        }
     }
 
     /// The time has come.
@@ -189,7 +220,7 @@ impl Actor {
     /// Starts the VM anew whose guest has reset it, when it boots the kernel on a disk: the machine has a copy of the one that was there at
     /// its start, and the guest may have installed another one since. A guest that resets it again soon gets the copy. A migration from this
     /// node is given up first; once it can't be, the guest boots the copy.
-    pub(super) fn reboot_from_disk(&mut self) {
+    pub(super) async fn reboot_from_disk(&mut self) {
         let machine = change::machine(&self.record, &self.spec);
         let soon = self.rebooted.is_some_and(|last| last.elapsed() < REBOOTS);
         if soon
@@ -208,6 +239,13 @@ impl Actor {
             handover if handover.is_under_way() => return,
             _ => {}
         }
+        if let Err(failure) = self.grow().await {
+            let message = format!(
+                "the guest boots the kernel of its last start: {}",
+                failure.message
+            );
+            return self.tell(EventSeverity::Warning, "RestartRefused", &message);
+        }
         self.rebooted = Some(Instant::now());
         let context = Context {
             initiator: Initiator::RunPolicy,
@@ -220,10 +258,10 @@ impl Actor {
     }
 
     /// Does that after the migration that was given up for it, unless the guest runs for so long by then that it has booted.
-    pub(super) fn reboot_after_migration(&mut self) {
+    pub(super) async fn reboot_after_migration(&mut self) {
         let reset = self.reset_in_migration.take();
         if reset.is_some_and(|at| at.elapsed() < REBOOTS) {
-            self.reboot_from_disk();
+            self.reboot_from_disk().await;
         }
     }
 
@@ -244,9 +282,10 @@ impl Actor {
         if self.situation() != Situation::Down {
             return self.enforce_off();
         }
-        let before = (self.record.restart.clone(), self.record.intent);
+        let noted = |record: &VmRecord| (record.restart.clone(), record.intent, record.evacuated);
+        let before = noted(&self.record);
         self.step_restarts(Input::Reconsidered(self.record.exit_reason()));
-        if before != (self.record.restart.clone(), self.record.intent) {
+        if before != noted(&self.record) {
             self.persist().await;
         }
         self.publish();

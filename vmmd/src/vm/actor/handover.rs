@@ -209,7 +209,7 @@ impl Actor {
                 if self.view.reason == MIGRATING && self.view.phase == VmPhase::Running {
                     self.enter(VmPhase::Running, "Running", "");
                 }
-                self.reboot_after_migration();
+                self.reboot_after_migration().await;
             }
             _ => {}
         }

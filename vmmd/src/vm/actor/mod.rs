@@ -341,13 +341,19 @@ impl Actor {
         match verdict {
             Verdict::Done => {
                 match life.request {
-                    Request::Stop if life.evacuate => self.make_room(),
+                    Request::Stop if life.evacuate => self.wait_for_node().await,
                     Request::Stop => self.forget_restart().await,
                     _ => {}
                 }
                 respond(life.reply, Ok(self.state()));
             }
             Verdict::Refuse(refusal) => respond(life.reply, Err(self.refused(refusal))),
+        if (life.request, verdict) == (Request::Restart, Verdict::Begin)
+            && let Err(failure) = self.grow().await
+        {
+            let _ = life.reply.send(Err(failure));
+            return ControlFlow::Continue(());
+        }
             Verdict::Join => self.join(life).await,
             Verdict::Begin => return self.begin(situation, life).await,
         }

@@ -237,7 +237,7 @@ impl Actor {
                     instance.panicked = false;
                 }
                 self.tell_guest_reset();
-                self.reboot_from_disk();
+                self.reboot_from_disk().await;
                 self.publish();
             }
             Some(event::Kind::CrashReset(reset)) => {

@@ -52,7 +52,11 @@ impl Actor {
         if !by_policy {
             self.record.files = files::any_of(&self.record.files);
         }
-        self.record.counts.get_or_insert_default().starts += 1;
+        let counts = self.record.counts.get_or_insert_default();
+        // A VM that its policy starts for the first time is placed by that.
+        let is_here =
+            self.host.ledger.keeps(&self.record.name) || (by_policy && counts.starts > counts.failed_starts);
+        counts.starts += 1;
         self.record.intent = Intent::Running.into();
         self.record.stop = None;
         let claim = match self.host.ledger.claim(&self.record.name) {
@@ -72,6 +76,7 @@ impl Actor {
         let (lingers, lingering) = oneshot::channel();
         let plan = Plan {
             uid: self.uid,
+            is_here,
             spec,
             record: self.record.clone(),
             claim,
@@ -219,7 +224,9 @@ impl Actor {
     /// Notes that a start has been taken back.
     async fn no_start(&mut self) {
         self.record.instance = None;
-        self.record.intent = Intent::Stopped.into();
+        if !self.evacuated {
+            self.record.intent = Intent::Stopped.into();
+        }
         self.plan(Occasion::Ended(ExitReason::Killed), 0);
         self.persist().await;
     }

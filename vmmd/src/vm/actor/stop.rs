@@ -16,6 +16,7 @@ use super::{
     work::{Change, Stop, Work},
 };
 use crate::{
+    capacity::Demand,
     context::Context,
     control::Client,
     disk::moved,
@@ -247,13 +248,15 @@ impl Actor {
             Then::Stay
         };
         let deleting = then == Then::Delete;
+        if then == Then::Start {
+            // Before the claim of the run ends.
+            let demand = Demand::of(&self.spec);
+            self.host.ledger.expect(&self.record.name, Some(demand));
+        }
         if then == Then::Stay {
-            self.record.evacuated = std::mem::take(&mut self.evacuated);
+            self.record.evacuated = self.evacuated;
             let reason = self.record.exit_reason().unwrap_or(reason);
             self.plan(Occasion::Ended(reason), ran_ms);
-            if self.record.evacuated {
-                self.make_room();
-            }
         }
         // Who is told that a disk is out of the spec finds it so also when the deletion is not done before the daemon ends.
         let written = (deleting && told.is_empty()) || self.persist().await;

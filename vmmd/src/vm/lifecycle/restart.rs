@@ -1,8 +1,9 @@
 //! When the run policy starts a VM. A pure step from what is noted, what has happened and what the node allows, to what is noted then; the
 //! actor waits, and carries out what the step says.
 //!
-//! A wait is in the VM's record, so that it goes on under the next daemon. Room is kept for what is to come, also while the node is
-//! cordoned.
+//! A wait is in the VM's record, so that it continues under the next daemon. Room is kept for the start. A cordon is for VMs that are
+//! not on the node: a VM whose run ends there is started again. A VM that made room, or that its policy wants for the first time, waits
+//! until the node takes VMs.
 
 use proto::{model::policy::RunPolicy, v1::ExitReason};
 use tokio::time::{Duration, Instant};
@@ -19,6 +20,8 @@ pub struct Restarts {
     pub due: Option<Instant>,
     /// It would be started, but the node takes no VMs.
     pub held: bool,
+    /// The VM is started only while the node takes VMs. In its record too.
+    pub evacuated: bool,
 }
 
 /// What has happened.
@@ -26,16 +29,9 @@ pub struct Restarts {
 pub enum Input {
     /// Something that the policy has an opinion of, after a run of that many milliseconds.
     Occurred(Occasion, u64),
-    /// The actor has begun, and this is what it found. `made_room`: the VM was stopped to make room, and the daemon's start ends the
-    /// time for that.
-    Found {
-        /// What the policy judges.
-        occasion: Occasion,
-        /// Length of the run that has ended, in milliseconds.
-        ran_ms: u64,
-        /// See above.
-        made_room: bool,
-    },
+    /// The actor has begun. The occasion that it found, and the length of the run that has ended, in milliseconds.
+    /// For a VM that was stopped to make room the daemon's start ends the time for that.
+    Found(Occasion, u64),
     /// The VM makes room: what the policy has in mind waits until the node is started anew, or takes VMs again. One that takes VMs all
     /// the time gives no sign of that: there the policy goes on after a while.
     MakeRoom,
@@ -102,12 +98,8 @@ impl Restarts {
     fn restarts(&mut self, input: Input, of: &Situation<'_>) -> Vec<Effect> {
         match input {
             Input::Occurred(occasion, ran_ms) => self.occurred(occasion, ran_ms, of),
-            Input::Found {
-                occasion,
-                ran_ms,
-                made_room,
-            } => {
-                if made_room {
+            Input::Found(occasion, ran_ms) => {
+                if self.evacuated {
                     self.record.get_or_insert_default().next_ms = 0;
                 }
                 self.occurred(occasion, ran_ms, of)
@@ -124,7 +116,10 @@ impl Restarts {
                 Vec::new()
             }
             Input::Stopped => {
-                *self = Self::default();
+                *self = Self {
+                    evacuated: self.evacuated,
+                    ..Self::default()
+                };
                 vec![Effect::Expect(false)]
             }
         }
@@ -157,6 +152,7 @@ impl Restarts {
         if self.due.take().is_none() {
             return Vec::new();
         }
+        self.evacuated = true;
         let restart = self.record.get_or_insert_default();
         if !of.schedulable {
             self.held = true;
@@ -171,7 +167,7 @@ impl Restarts {
 
     fn due(&mut self, of: &Situation<'_>) -> Vec<Effect> {
         self.due = None;
-        if !of.schedulable {
+        if self.evacuated && !of.schedulable {
             self.held = true;
             return vec![Effect::Hold];
         }
@@ -188,13 +184,16 @@ impl Restarts {
 
     fn reconsider(&mut self, last: Option<ExitReason>, of: &Situation<'_>) -> Vec<Effect> {
         let held = std::mem::take(&mut self.held);
-        let occasion = if held || self.due.is_some() {
+        let waits = held || self.due.is_some();
+        let occasion = if waits {
             Occasion::DaemonStart(last)
         } else {
             Occasion::Changed
         };
         let attempts = self.record.as_ref().map_or(0, |before| before.attempts);
         let effects = self.occurred(occasion, 0, of);
+        // A policy that is new places the VM on the node.
+        self.evacuated |= !waits && self.due.is_some() && !of.schedulable;
         if held && self.due.is_some() {
             // The node stood in the way, not the VM: there is nothing to wait for.
             let restart = self.record.get_or_insert_default();
@@ -281,7 +280,7 @@ mod tests {
                     ..Default::default()
                 }),
                 due: Some(of.now),
-                held: false,
+                ..Default::default()
             };
             assert_eq!(restarts.step(input, &of), [Expect(false)], "{policy:?} {input:?}");
             assert_eq!(restarts, Restarts::default(), "{policy:?} {input:?}");
@@ -322,15 +321,40 @@ mod tests {
                 record: Some(record),
                 ..Default::default()
             };
-            let found = Input::Found {
-                occasion: Occasion::DaemonStart(Some(R::Lost)),
-                ran_ms: 0,
-                made_room: false,
-            };
+            let found = Input::Found(Occasion::DaemonStart(Some(R::Lost)), 0);
             restarts.step(found, &of);
             let (attempts, _, waits) = noted(&restarts, &of);
             assert_eq!((attempts, waits), (2, Some(wait)), "{next_ms}");
         }
+    }
+
+    #[test]
+    fn run_that_ends_on_a_cordoned_node_is_started_again() {
+        let closed = of(RunPolicy::OnFailure, Intent::Running, false);
+        for input in [
+            Input::Occurred(Occasion::Ended(R::Lost), 0),
+            Input::Found(Occasion::NodeBoot(Some(R::NodeRestart)), 0),
+            Input::Found(Occasion::DaemonStart(Some(R::Lost)), 0),
+        ] {
+            let mut restarts = Restarts::default();
+            assert_eq!(restarts.step(input, &closed), [Expect(true)]);
+            assert_eq!(restarts.step(Input::Due, &closed), [Start(1)], "{input:?}");
+        }
+    }
+
+    #[test]
+    fn new_policy_on_a_cordoned_node_waits_also_after_a_restart() {
+        let closed = of(RunPolicy::Always, Intent::Stopped, false);
+        let mut restarts = Restarts::default();
+        restarts.step(Input::Reconsidered(None), &closed);
+        assert_eq!(restarts.step(Input::Due, &closed), [Hold]);
+        let mut next = Restarts {
+            record: restarts.record.clone(),
+            evacuated: restarts.evacuated,
+            ..Default::default()
+        };
+        next.step(Input::Found(Occasion::DaemonStart(None), 0), &closed);
+        assert_eq!(next.step(Input::Due, &closed), [Hold]);
     }
 
     #[test]
@@ -340,7 +364,10 @@ mod tests {
             of(RunPolicy::Always, Intent::Running, true),
         );
         let ended = Input::Occurred(Occasion::Ended(R::Lost), 0);
-        let mut restarts = Restarts::default();
+        let mut restarts = Restarts {
+            evacuated: true,
+            ..Default::default()
+        };
         restarts.step(ended, &closed);
         assert_eq!(restarts.step(Input::Due, &closed), [Hold]);
         assert!(restarts.held && restarts.due.is_none());
@@ -379,13 +406,10 @@ mod tests {
         };
         let mut restarts = Restarts {
             record: Some(record),
+            evacuated: true,
             ..Default::default()
         };
-        let found = Input::Found {
-            occasion: Occasion::DaemonStart(Some(R::Stopped)),
-            ran_ms: 0,
-            made_room: true,
-        };
+        let found = Input::Found(Occasion::DaemonStart(Some(R::Stopped)), 0);
         restarts.step(found, &open);
         assert_eq!(noted(&restarts, &open).2, Some(1000));
     }

@@ -73,6 +73,8 @@ const READ_PER_SECOND: u64 = 32 << 20;
 pub struct Plan {
     /// The VM.
     pub uid: Uuid,
+    /// The VM was placed on the node before: whether the node takes VMs is not asked.
+    pub is_here: bool,
     /// Its validated spec.
     pub spec: VmSpec,
     /// What the store is to hold before the fork. Other files than those it knows are refused.
@@ -207,6 +209,7 @@ async fn run(
 ) -> Result<Started, Failure> {
     let Plan {
         uid,
+        is_here: _,
         spec,
         mut record,
         claim,

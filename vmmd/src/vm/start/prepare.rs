@@ -55,15 +55,23 @@ pub(super) struct Made {
 
 /// Finds room and files, and changes nothing on the node.
 pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
-    let Plan { uid, spec, claim, .. } = plan;
+    let Plan {
+        uid,
+        spec,
+        claim,
+        is_here,
+        ..
+    } = plan;
     let uid = *uid;
+    fault::slow(&host.config.run_dir, "slow-files");
     let (look, demand) = (Look::now(host), Demand::of(spec));
     claim.take(demand, |others| {
-        placement::refuse(&placement::decide(&demand.resources, &look.picture(host, others)))
+        let node = look.picture(host, others);
+        let node = if *is_here { node.without_admission() } else { node };
+        placement::refuse(&placement::decide(&demand.resources, &node))
     })?;
     let kvm = files::open_kvm(&host.config.kvm_device)?;
     let nics = nics(plan);
-    fault::slow(&host.config.run_dir, "slow-files");
     let seed = || {
         let none = CloudInit::default();
         let seed = Seed {

@@ -345,6 +345,9 @@ impl Actor {
         };
         match admitted {
             Admitted::Begin if grace.is_some() && self.permitted(&life).is_ok() => {
+                if let Err(failure) = self.grow().await {
+                    return respond(life.reply, Err(failure));
+                }
                 // A restart that begins never ends the actor.
                 let _ = self.begin(situation, life).await;
             }
