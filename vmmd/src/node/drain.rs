@@ -7,7 +7,11 @@
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use proto::v1::{DrainMetadata, DrainResult, ExitReason, Vm, VmPhase};
-use tokio::{sync::oneshot, task::JoinSet};
+use tokio::{
+    sync::{Semaphore, oneshot},
+    task::JoinSet,
+};
+use tokio_util::sync::CancellationToken;
 
 use super::operate;
 use crate::{
@@ -21,6 +25,8 @@ use crate::{
 
 /// Guests that are asked to power off at the same time.
 const AT_ONCE: usize = 16;
+/// VMs that a message names.
+const NAMED: usize = 10;
 
 /// Begins to drain the node. Refused as NODE_DRAINING while another drain is under way.
 pub async fn drain(
@@ -85,21 +91,23 @@ fn remaining(host: &Host) -> Vec<String> {
 }
 
 async fn run(host: Arc<Host>, operation: Handle, grace: Duration, context: Context) {
-    let mut problems = Vec::new();
     let mut stopped = Stopped::default();
+    // All VMs: one that waits for its run policy makes room too.
+    let all = host.vms.list();
+    let all = all.iter().filter_map(|vm| vm.metadata.as_ref());
+    let all = all.map(|metadata| metadata.name.clone()).collect();
+    let mut problems = round(&host, &operation, grace, &context, (all, &mut stopped)).await;
     // A start that was admitted before the cordon may come up meanwhile: looked for once more.
-    for _ in 0..2 {
-        if operation.token().is_cancelled() || remaining(&host).is_empty() {
-            break;
-        }
-        problems = round(&host, &operation, grace, &context, &mut stopped).await;
+    let left = remaining(&host);
+    if !operation.token().is_cancelled() && !left.is_empty() {
+        problems = round(&host, &operation, grace, &context, (left, &mut stopped)).await;
     }
     settle(&host).await;
     let left = remaining(&host);
     if operation.token().is_cancelled() && !left.is_empty() {
         let message = format!(
             "the drain was cancelled: the node stays cordoned, and these VMs go on: {}",
-            left.join(", ")
+            some(&left, ", ")
         );
         tell(
             &host,
@@ -124,8 +132,8 @@ async fn run(host: Arc<Host>, operation: Handle, grace: Duration, context: Conte
     } else {
         let message = format!(
             "these VMs still run: {} ({})",
-            left.join(", "),
-            problems.join("; ")
+            some(&left, ", "),
+            some(&problems, "; ")
         );
         tell(
             &host,
@@ -145,28 +153,37 @@ struct Stopped {
     killed: BTreeSet<String>,
 }
 
-/// Stops all VMs that run now; what went wrong with them.
+/// The first of them, and how many more there are: a message goes to clients in a header of HTTP/2, which is short.
+fn some(texts: &[String], separator: &str) -> String {
+    let first: Vec<_> = texts.iter().take(NAMED).map(String::as_str).collect();
+    let first = first.join(separator);
+    match texts.len().saturating_sub(NAMED) {
+        0 => first,
+        more => format!("{first}{separator}and {more} more"),
+    }
+}
+
+/// Stops these VMs; what went wrong with them.
 async fn round(
     host: &Arc<Host>,
     operation: &Handle,
     grace: Duration,
     context: &Context,
-    stopped: &mut Stopped,
+    (names, stopped): (Vec<String>, &mut Stopped),
 ) -> Vec<String> {
-    let mut waiting = remaining(host).into_iter();
     let (mut stops, mut problems) = (JoinSet::new(), Vec::new());
-    let cancelled = operation.token();
+    let (turns, cancelled) = (Arc::new(Semaphore::new(AT_ONCE)), operation.token());
+    for name in names {
+        let (host, turns) = (Arc::clone(host), Arc::clone(&turns));
+        stops.spawn(stop(
+            host,
+            name,
+            grace,
+            context.clone(),
+            (turns, cancelled.clone()),
+        ));
+    }
     loop {
-        while stops.len() < AT_ONCE && !cancelled.is_cancelled() {
-            let Some(name) = waiting.next() else { break };
-            stops.spawn(stop(
-                Arc::clone(host),
-                name,
-                grace,
-                context.clone(),
-                cancelled.clone(),
-            ));
-        }
         tell_progress(operation, stopped.all.len(), remaining(host));
         match stops.join_next().await {
             Some(Ok(Ok(end))) => {
@@ -187,7 +204,7 @@ fn tell_progress(operation: &Handle, stopped: usize, remaining: Vec<String>) {
     let progress = Progress::vms(count(stopped), count(stopped.saturating_add(remaining.len())));
     let message = match remaining.as_slice() {
         [] => "no VM runs any more".to_owned(),
-        some => format!("stopping {}", some.join(", ")),
+        names => format!("stopping {}", some(names, ", ")),
     };
     operation.metadata(Metadata::Drain(DrainMetadata { remaining }));
     operation.progress(progress, message);
@@ -199,26 +216,47 @@ async fn stop(
     name: String,
     grace: Duration,
     context: Context,
-    cancelled: tokio_util::sync::CancellationToken,
+    (turns, cancelled): (Arc<Semaphore>, CancellationToken),
 ) -> Result<Option<(String, bool)>, String> {
     let problem = |failure: Failure| format!("VM \"{name}\": {}", failure.message);
     let Some(entry) = host.vms.get(&name) else {
         return Ok(None);
     };
-    let (reply, answer) = oneshot::channel();
-    let life = Life {
-        grace: Some(grace),
-        evacuate: true,
-        ..Life::new(context, Request::Stop, reply)
+    let mut state = entry.state.clone();
+    let (_turn, pending) = loop {
+        let turn = tokio::select! {
+            turn = turns.acquire() => turn,
+            () = cancelled.cancelled() => return Ok(None),
+        };
+        state.mark_unchanged();
+        let (reply, answer) = oneshot::channel();
+        let life = Life {
+            grace: Some(grace),
+            evacuate: true,
+            ..Life::new(context.clone(), Request::Stop, reply)
+        };
+        // One that is gone meanwhile runs no more.
+        if entry.mailbox.send(Command::Life(life)).await.is_err() {
+            return Ok(None);
+        }
+        let Ok(answer) = answer.await else {
+            return Ok(None);
+        };
+        match answer {
+            // The migration decides; its end changes the VM's state. Meanwhile the turn is another VM's.
+            Err(failure) if failure.reason == "MIGRATING" => {
+                drop(turn);
+                tokio::select! {
+                    changed = state.changed() => if changed.is_err() {
+                        return Ok(None);
+                    },
+                    () = cancelled.cancelled() => return Err(problem(failure)),
+                }
+            }
+            answer => break (turn, answer.map_err(problem)?.pending),
+        }
     };
-    // One that is gone meanwhile runs no more.
-    if entry.mailbox.send(Command::Life(life)).await.is_err() {
-        return Ok(None);
-    }
-    let Ok(answer) = answer.await else {
-        return Ok(None);
-    };
-    let Some(pending) = answer.map_err(problem)?.pending else {
+    let Some(pending) = pending else {
         return Ok(None);
     };
     let end = |vm: Option<Arc<Vm>>| Some((name.clone(), vm.is_some_and(|vm| was_killed(&vm))));

@@ -9,7 +9,10 @@ use proto::{
 };
 use tonic::{Code, Status};
 
-use crate::harness::{Daemon, connect, refusal, status};
+use crate::{
+    harness::{Daemon, connect, refusal, status, vm_pid},
+    migration,
+};
 
 async fn drain(daemon: &Daemon, grace_seconds: i64, no_wait: bool) -> Result<v1::DrainNodeResponse, Status> {
     let request = v1::DrainNodeRequest {
@@ -148,4 +151,47 @@ async fn a_drain_does_not_outlive_the_daemon_and_the_cordon_does() {
     let told = events.list_events(request).await.unwrap().into_inner().events;
     assert_eq!(told.len(), 1);
     uncordon(&daemon).await.expect("no drain is under way any more");
+}
+
+#[tokio::test]
+async fn drain_waits_for_a_vm_that_is_being_migrated() {
+    let (first, second) = migration::pair().await;
+    first.run("web", "").await;
+    first.run("other", "").await;
+    second.fault("heard-Prepare");
+    let prepare = second.path("run/fault/heard-Prepare");
+    let moving = first.migrate("web", &second).await.unwrap();
+    migration::within(async || prepare.with_extension("reached").exists().then_some(())).await;
+    let begun = drain(&first, 60, true).await.unwrap().operation.unwrap();
+    // The other one is stopped meanwhile.
+    first.wait_phase("other", VmPhase::Stopped).await;
+    let under_way = first.operation(&begun.id).await;
+    assert_eq!(under_way.phase(), OperationPhase::InProgress, "{under_way:?}");
+    std::fs::remove_file(prepare).unwrap();
+    assert_eq!(first.ended(&moving).await.phase(), OperationPhase::Completed);
+    let drained = first.ended(&begun).await;
+    assert_eq!(drained.phase(), OperationPhase::Completed, "{drained:?}");
+    let Some(Detail::Drained(result)) = drained.result else {
+        panic!("{:?}", drained.result);
+    };
+    assert_eq!(result.stopped, ["other"]);
+    second.wait_phase("web", VmPhase::Running).await;
+}
+
+#[tokio::test]
+async fn drain_keeps_vms_down_that_wait_for_their_run_policy() {
+    let daemon = Daemon::configured("[restart]\nfirst_ms = 60000\n").await;
+    run(&daemon, "web", "", RunPolicy::AlwaysOnUnlessStopped).await;
+    let vm = daemon.get("web").await.unwrap();
+    rustix::process::kill_process(vm_pid(&vm), rustix::process::Signal::KILL).unwrap();
+    let waits = |status: &v1::VmStatus| {
+        let restart = status.restart.as_ref();
+        restart.is_some_and(|restart| restart.next_start_time.is_some())
+    };
+    daemon.wait("web", waits).await;
+    drain(&daemon, 60, false).await.unwrap();
+    let held = daemon.get("web").await.unwrap();
+    assert!(!waits(status(&held)), "{held:?}");
+    uncordon(&daemon).await.unwrap();
+    daemon.wait_phase("web", VmPhase::Running).await;
 }
