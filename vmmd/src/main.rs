@@ -22,6 +22,7 @@ mod image;
 mod init_certs;
 mod ledger;
 mod lock;
+mod log;
 mod log_guard;
 mod metrics;
 mod migration;
@@ -123,7 +124,7 @@ fn main() -> anyhow::Result<()> {
     if arguments.check {
         return Ok(());
     }
-    service::init_logging();
+    let log = log::init().context("begin the log")?;
     // Fails when there is one already.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let workers = available_parallelism().map_or(1, usize::from).min(MAX_WORKERS);
@@ -138,6 +139,7 @@ fn main() -> anyhow::Result<()> {
     if let Err(error) = &result {
         tracing::error!("{error:#}");
     }
+    log.flush();
     result
 }
 

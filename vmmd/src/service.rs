@@ -1,38 +1,14 @@
-//! What ties the daemon to systemd: readiness, the watchdog and the journal.
+//! Readiness and the watchdog of systemd.
 
-use std::{
-    env, future,
-    io::{self, IsTerminal},
-    time::Duration,
-};
+use std::{future, time::Duration};
 
 use sd_notify::NotifyState;
 use tokio::time::{interval, timeout};
-use tracing_subscriber::{EnvFilter, layer::SubscriberExt, util::SubscriberInitExt};
 
 use crate::{
     event::{Draft, Events, Object},
     store::Store,
 };
-
-/// Sends log messages to the journal when systemd has connected stderr to it, otherwise to stderr. What is logged is
-/// chosen by `RUST_LOG`, by default `info`.
-pub fn init_logging() {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
-    let registry = tracing_subscriber::registry().with(filter);
-    if env::var_os("JOURNAL_STREAM").is_some()
-        && let Ok(journal) = tracing_journald::layer()
-    {
-        registry.with(journal).init();
-    } else {
-        let colours = io::stderr().is_terminal();
-        let stderr = tracing_subscriber::fmt::layer()
-            .with_writer(io::stderr)
-            .with_ansi(colours)
-            .with_target(false);
-        registry.with(stderr).init();
-    }
-}
 
 /// Tells systemd that requests are served.
 pub fn ready() {
