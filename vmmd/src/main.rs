@@ -174,7 +174,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
     }
     let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let boot_id = boot_id.trim().to_owned();
-    let events = event::Events::open(&config.state_dir, &boot_id);
+    let events = event::Events::open(&config.state_dir, &boot_id).context("begin the thread of events")?;
     let (attend, left) = mpsc::unbounded_channel();
     let host = Arc::new(Host {
         attend,

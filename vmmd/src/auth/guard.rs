@@ -20,6 +20,7 @@ use super::{
     rule::{self, Rule},
 };
 use crate::{
+    event::Events,
     failure::{Failure, Kind},
     text,
 };
@@ -35,13 +36,18 @@ pub struct Bounds {
 #[derive(Clone, Debug)]
 pub struct Guard {
     audit: Arc<Audit>,
+    events: Events,
     bounds: Bounds,
 }
 
 impl Guard {
-    /// One that tells `audit`.
-    pub fn new(audit: Arc<Audit>, bounds: Bounds) -> Self {
-        Self { audit, bounds }
+    /// A guard with this audit log. The answer of a call that changes something follows its `events`.
+    pub fn new(audit: Arc<Audit>, events: Events, bounds: Bounds) -> Self {
+        Self {
+            audit,
+            events,
+            bounds,
+        }
     }
 
     /// The caller and the rule of a call that may be made.
@@ -150,9 +156,11 @@ where
         let (limit, told) = (self.guard.bounds.request, record.clone());
         let request = request.map(|body| Body::new(Arrival::new(body, limit, rule.stream, told)));
         let answer = self.inner.call(request);
+        let events = self.guard.events.clone();
         Box::pin(async move {
             let answer = answer.await?;
             let Some(record) = record else { return Ok(answer) };
+            events.told().await;
             if let Some(code) = code(answer.headers()) {
                 record.end(code);
                 return Ok(answer);

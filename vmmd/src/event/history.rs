@@ -71,13 +71,19 @@ impl History {
         history
     }
 
-    /// Adds an event; gives its number and what it is with its cursor.
-    pub fn add(&mut self, mut event: v1::Event) -> (u64, v1::Event) {
-        self.last += 1;
-        event.cursor = self.end().to_string();
-        self.events.push_back((self.last, event.clone()));
+    /// The number of the next event, and the event with its cursor.
+    pub fn stamp(&self, mut event: v1::Event) -> (u64, v1::Event) {
+        let after = self.last.saturating_add(1);
+        let epoch = self.epoch;
+        event.cursor = Cursor { epoch, after }.to_string();
+        (after, event)
+    }
+
+    /// Adds an event that was stamped last.
+    pub fn push(&mut self, sequence: u64, event: v1::Event) {
+        self.last = sequence;
+        self.events.push_back((sequence, event));
         self.trim();
-        (self.last, event)
     }
 
     fn trim(&mut self) {
@@ -86,11 +92,6 @@ impl History {
                 self.dropped = sequence;
             }
         }
-    }
-
-    /// The number of the newest event.
-    pub fn last(&self) -> u64 {
-        self.last
     }
 
     /// After all events.
@@ -188,6 +189,14 @@ impl History {
 mod tests {
     use super::*;
 
+    impl History {
+        fn add(&mut self, event: v1::Event) -> u64 {
+            let (sequence, event) = self.stamp(event);
+            self.push(sequence, event);
+            sequence
+        }
+    }
+
     fn history(count: usize) -> History {
         let mut history = History::new(7, Vec::new());
         for _ in 0..count {
@@ -258,7 +267,7 @@ mod tests {
         let event = || Some(v1::Event::default());
         let mut history = History::new(7, vec![(3, event()), (4, event()), (100, None)]);
         let text = |after| Cursor { epoch: 7, after }.to_string();
-        assert_eq!(history.add(v1::Event::default()).0, 101);
+        assert_eq!(history.add(v1::Event::default()), 101);
         assert_eq!(all_after(&history, &text(4)), Ok(1));
         assert_eq!(all_after(&history, &text(2)), Ok(3));
         assert_eq!(all_after(&history, &text(100)), Ok(1));

@@ -1,13 +1,15 @@
 //! What happens on the node, for those who want to know: the log, and clients of the EventService.
 //!
 //! ```text
-//! emit ──▶ flood ──▶ journal (page cache) ──▶ history (the newest 10,000) ──▶ watchers
-//!            │ too many alike                                                   each at its own pace
+//! emit ──▶ flood ──▶ queue ──▶ journal (page cache) ──▶ history (the newest 10,000) ──▶ watchers
+//!            │ too many alike    └── a thread of its own ──┘                             each at its own pace
 //!            └──▶ told as one when the minute is over
 //! ```
 //!
-//! An event is in its file, as far as the kernel is concerned, before [`Events::emit`] returns: what follows it, as the
-//! publication of a VM's state, is never seen by somebody who can't see the event after a crash of the daemon.
+//! [`Events::emit`] waits for no file: a file system that stalls holds up the thread alone. An event is in its file, as far as the kernel
+//! is concerned, before a client can see the event, and before the answer to a request that led to the event ([`Events::told`]). A
+//! crash of the daemon loses no event that a client has seen, and none of a request that was answered. Events that find no room in the queue are
+//! lost, and counted: the event `EventsLost` says how many.
 
 mod flood;
 mod history;
@@ -15,13 +17,18 @@ mod journal;
 
 use std::{
     collections::BTreeMap,
-    fmt,
+    fmt, io,
     path::Path,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        mpsc::{Receiver, SyncSender, sync_channel},
+    },
+    thread,
+    time::Duration,
 };
 
 use proto::v1::{self, EventSeverity};
-use tokio::sync::watch;
+use tokio::{sync::watch, time::timeout};
 use uuid::Uuid;
 
 use self::{flood::Flood, history::History, journal::Journal};
@@ -32,6 +39,11 @@ pub use self::history::{Bounds, Cursor, Expired};
 /// Longest message of an event in bytes: a sentence. So an event always fits a frame of the journal, and the history in memory
 /// is bounded.
 const LONGEST_MESSAGE: usize = 1024;
+
+/// Events that wait for their file at most: a few MiB.
+const WAITING: usize = 4096;
+/// How long an answer waits for the events that its request has led to. A file system that takes longer stalls the store too.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// What an event is about.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -76,18 +88,31 @@ pub struct Events {
 #[derive(Debug)]
 struct Shared {
     inner: Mutex<Inner>,
-    /// Changes with each event.
+    /// Counts the events of the thread that clients can see.
     news: watch::Sender<u64>,
 }
 
 #[derive(Debug)]
 struct Inner {
+    /// Events that clients can see.
     history: History,
-    /// `None` when it can't be written: then events live as long as the daemon.
-    journal: Option<Journal>,
     flood: Flood,
     /// By reason, since the daemon's start.
     counts: BTreeMap<String, u64>,
+    /// To the thread that writes.
+    jobs: SyncSender<Job>,
+    /// Events that were given to the thread.
+    given: u64,
+    /// Events that found no room since that was last told.
+    lost: u64,
+}
+
+/// A job of the thread.
+#[derive(Debug)]
+enum Job {
+    Write(Box<v1::Event>),
+    /// Force all to the disk and note an orderly end.
+    Close(SyncSender<()>),
 }
 
 impl Object {
@@ -188,41 +213,57 @@ impl Draft {
 }
 
 impl Events {
-    /// With those of earlier daemons, from `dir`. Blocking. Never fails: where the files can't be used, that is said, and
-    /// events are kept in memory alone.
-    pub fn open(dir: &Path, boot_id: &str) -> Self {
-        match Journal::open(dir, boot_id) {
-            Ok((journal, loaded)) => Self::with(History::new(journal.epoch(), loaded), Some(journal)),
+    /// With those of earlier daemons, from `dir`. Blocking. When the files can't be used, the log has the error, and events live in
+    /// memory.
+    ///
+    /// # Errors
+    ///
+    /// There is no thread to be had.
+    pub fn open(dir: &Path, boot_id: &str) -> io::Result<Self> {
+        let (history, journal) = match Journal::open(dir, boot_id) {
+            Ok((journal, loaded)) => (History::new(journal.epoch(), loaded), Some(journal)),
             Err(error) => {
                 let error = text::words(&error);
                 tracing::error!(
                     error,
                     "the files of events can't be used: events are lost with the daemon"
                 );
-                Self::with(History::new(journal::new_epoch(), Vec::new()), None)
+                (History::new(journal::new_epoch(), Vec::new()), None)
             }
-        }
-    }
-
-    fn with(history: History, journal: Option<Journal>) -> Self {
-        let news = watch::Sender::new(history.last());
+        };
+        let (jobs, receiver) = sync_channel(WAITING);
         let inner = Inner {
             history,
-            journal,
             flood: Flood::default(),
             counts: BTreeMap::new(),
+            jobs,
+            given: 0,
+            lost: 0,
         };
-        Self {
-            shared: Arc::new(Shared {
-                inner: Mutex::new(inner),
-                news,
-            }),
-        }
+        let shared = Arc::new(Shared {
+            inner: Mutex::new(inner),
+            news: watch::Sender::new(0),
+        });
+        let (of, dir) = (Arc::downgrade(&shared), dir.to_owned());
+        thread::Builder::new()
+            .name("events".into())
+            .spawn(move || serve(&dir, &of, journal, &receiver))?;
+        Ok(Self { shared })
     }
 
-    /// Tells an event. Waits for nobody; it is in the page cache when this returns.
+    /// Tells an event. Waits for nobody.
     pub fn emit(&self, draft: Draft) {
         self.shared.emit(draft);
+    }
+
+    /// Waits until clients can see all events so far, for a second at most.
+    pub async fn told(&self) {
+        let given = self.shared.lock().given;
+        let mut news = self.shared.news.subscribe();
+        let told = news.wait_for(|seen| *seen >= given);
+        if timeout(PATIENCE, told).await.is_err() {
+            tracing::debug!("events wait for their file");
+        }
     }
 
     /// The newest events that are wanted, older than the one with the cursor `before` if there is one, within `bounds`; the
@@ -260,14 +301,16 @@ impl Events {
 
     /// Writes what the kernel still has in memory to the disk: the last act of a daemon that ends as it should. Blocking.
     pub fn close(&self) {
-        let mut inner = self.shared.lock();
-        for (draft, count) in inner.flood.drain() {
-            inner.add(draft.into_event(count));
-        }
-        if let Some(journal) = &mut inner.journal
-            && let Err(error) = journal.close()
-        {
-            tracing::warn!(error = text::words(&error), "write the last events to the disk");
+        let (reply, closed) = sync_channel(1);
+        let jobs = {
+            let mut inner = self.shared.lock();
+            for (draft, count) in inner.flood.drain() {
+                inner.give(draft.into_event(count));
+            }
+            inner.jobs.clone()
+        };
+        if jobs.send(Job::Close(reply)).is_ok() {
+            let _ = closed.recv();
         }
     }
 }
@@ -283,15 +326,14 @@ impl Shared {
         match inner.flood.take(draft) {
             flood::Verdict::Tell(draft) => {
                 log(&draft, 1);
-                inner.add(draft.into_event(1));
+                inner.give(draft.into_event(1));
             }
-            flood::Verdict::Hold { first: false } => return,
+            flood::Verdict::Hold { first: false } => {}
             flood::Verdict::Hold { first: true } => {
                 drop(inner);
-                return self.sweep_later();
+                self.sweep_later();
             }
         }
-        self.news.send_replace(inner.history.last());
     }
 
     /// Tells what was held back when its minute is over.
@@ -312,36 +354,87 @@ impl Shared {
         let mut inner = self.lock();
         for (draft, count) in inner.flood.sweep() {
             log(&draft, count);
-            inner.add(draft.into_event(count));
+            inner.give(draft.into_event(count));
         }
-        self.news.send_replace(inner.history.last());
+    }
+
+    /// Lets an event be seen that is in its file.
+    fn show(&self, sequence: u64, event: v1::Event) {
+        self.lock().history.push(sequence, event);
+        self.news.send_modify(|seen| *seen += 1);
     }
 }
 
 impl Inner {
-    fn add(&mut self, event: v1::Event) {
-        let (sequence, event) = self.history.add(event);
-        if fault::deliberate("event-lost") && sequence.is_multiple_of(3) {
-            return;
+    /// Gives an event to the thread, if it has room.
+    fn give(&mut self, event: v1::Event) {
+        if self.lost > 0 {
+            let lost = format!(
+                "{} events were lost: their file did not take them in time",
+                self.lost
+            );
+            let draft = Draft::warning(Object::Node, "EventsLost", lost);
+            let Ok(()) = self
+                .jobs
+                .try_send(Job::Write(Box::new(draft.into_event(self.lost))))
+            else {
+                self.lost += 1;
+                return;
+            };
+            (self.given, self.lost) = (self.given + 1, 0);
         }
-        let Some(journal) = &mut self.journal else { return };
-        if let Err(error) = journal.append(sequence, &event) {
-            // An event that is no frame costs itself alone.
-            let broken = error.kind() != std::io::ErrorKind::InvalidInput;
-            let error = text::words(&error);
-            if broken {
-                tracing::error!(
-                    error,
-                    "an event could not be written: events are lost with the daemon from now on"
-                );
-                self.journal = None;
-            } else {
-                tracing::error!(
-                    error,
-                    "an event is too long for the journal and is lost with the daemon"
-                );
+        match self.jobs.try_send(Job::Write(Box::new(event))) {
+            Ok(()) => self.given += 1,
+            Err(_) => self.lost += 1,
+        }
+    }
+}
+
+/// Writes events as long as there are [`Events`]. Without a `journal` events live as long as the daemon.
+fn serve(dir: &Path, shared: &Weak<Shared>, mut journal: Option<Journal>, jobs: &Receiver<Job>) {
+    while let Ok(job) = jobs.recv() {
+        let Some(shared) = shared.upgrade() else { return };
+        fault::stall(dir, "events");
+        match job {
+            Job::Write(event) => {
+                // No other thread adds one.
+                let (sequence, event) = shared.lock().history.stamp(*event);
+                write(&mut journal, sequence, &event);
+                shared.show(sequence, event);
+            }
+            Job::Close(reply) => {
+                if let Some(journal) = &mut journal
+                    && let Err(error) = journal.close()
+                {
+                    tracing::warn!(error = text::words(&error), "write the last events to the disk");
+                }
+                let _ = reply.send(());
             }
         }
+    }
+}
+
+fn write(journal: &mut Option<Journal>, sequence: u64, event: &v1::Event) {
+    if fault::deliberate("event-lost") && sequence.is_multiple_of(3) {
+        return;
+    }
+    let Some(Err(error)) = journal.as_mut().map(|journal| journal.append(sequence, event)) else {
+        return;
+    };
+    // An event that is no frame costs itself alone.
+    let broken = error.kind() != io::ErrorKind::InvalidInput;
+    let error = text::words(&error);
+    if broken {
+        tracing::error!(
+            error,
+            "an event could not be written: events are lost with the daemon from now on"
+        );
+        *journal = None;
+    } else {
+        tracing::error!(
+            error,
+            "an event is too long for the journal and is lost with the daemon"
+        );
     }
 }
 
@@ -385,10 +478,16 @@ fn log(draft: &Draft, count: u64) {
         operation,
     } = draft;
     let (kind, name, request) = (object.kind(), object.name(), &context.request_id);
+    // The text names the object: a reader of the journal sees the text alone.
+    let text = match object {
+        Object::Node => message.clone(),
+        Object::Vm(..) => format!("VM \"{name}\": {message}"),
+        _ => format!("{} \"{name}\": {message}", kind.to_ascii_lowercase()),
+    };
     if *severity == EventSeverity::Warning {
-        tracing::warn!(kind, name, reason, request, operation, count, "{message}");
+        tracing::warn!(kind, name, reason, request, operation, count, "{text}");
     } else {
-        tracing::info!(kind, name, reason, request, operation, count, "{message}");
+        tracing::info!(kind, name, reason, request, operation, count, "{text}");
     }
 }
 

@@ -106,6 +106,7 @@ pub async fn serve(
     let routes = routes(&host)?;
     let guard = Guard::new(
         audit,
+        host.events.clone(),
         Bounds {
             request: limits.request(),
         },
