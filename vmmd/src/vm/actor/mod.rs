@@ -108,6 +108,9 @@ pub struct Actor {
     reset_told: Option<Instant>,
     /// The same of resets after a crash.
     crash_told: Option<Instant>,
+    /// When counters were last published alone, and when they are to be.
+    counted: Option<Instant>,
+    counts_due: Option<Instant>,
     /// The `vmm` was asked what it is doing, and has not answered.
     asks_state: bool,
     /// It is to be asked once more then.
@@ -135,7 +138,12 @@ enum Next {
     News(News),
     /// The run policy's time has come.
     Due,
+    /// Counters are to be published.
+    Counts,
 }
+
+/// A guest decides how often counters change: they are published so often at most.
+const COUNTS: Duration = Duration::from_millis(100);
 
 impl Actor {
     /// Starts the actor of a VM, with its process if it has one, and adds it to the table. `occasion` is what its run
@@ -176,6 +184,8 @@ impl Actor {
             rebooted: None,
             reset_told: None,
             crash_told: None,
+            counted: None,
+            counts_due: None,
             asks_state: false,
             asks_again: false,
             disks,
@@ -211,6 +221,7 @@ impl Actor {
                 instance,
                 disks,
                 timer,
+                counts_due,
                 ..
             } = &mut *self;
             let next = tokio::select! {
@@ -222,6 +233,7 @@ impl Actor {
                 outcome = disks.next() => Next::Outcome(outcome),
                 news = work::news(instance) => Next::News(news),
                 () = work::until(*timer) => Next::Due,
+                () = work::until(*counts_due) => Next::Counts,
             };
             self.trace = match &next {
                 Next::Command(command) => command.trace(),
@@ -262,6 +274,7 @@ impl Actor {
             Next::News(news) => return self.on_news(news).await,
             Next::Outcome(outcome) => self.on_outcome(outcome).await,
             Next::Due => self.on_due().await,
+            Next::Counts => self.publish(),
         }
         ControlFlow::Continue(())
     }
@@ -335,6 +348,12 @@ impl Actor {
             let _ = life.reply.send(Err(failure));
             return ControlFlow::Continue(());
         }
+        if (life.request, verdict) == (Request::Restart, Verdict::Begin)
+            && let Err(failure) = self.grow().await
+        {
+            let _ = life.reply.send(Err(failure));
+            return ControlFlow::Continue(());
+        }
         if !matches!(verdict, Verdict::Refuse(_)) {
             self.admitted(&life.context);
         }
@@ -348,12 +367,6 @@ impl Actor {
                 respond(life.reply, Ok(self.state()));
             }
             Verdict::Refuse(refusal) => respond(life.reply, Err(self.refused(refusal))),
-        if (life.request, verdict) == (Request::Restart, Verdict::Begin)
-            && let Err(failure) = self.grow().await
-        {
-            let _ = life.reply.send(Err(failure));
-            return ControlFlow::Continue(());
-        }
             Verdict::Join => self.join(life).await,
             Verdict::Begin => return self.begin(situation, life).await,
         }
@@ -557,8 +570,18 @@ impl Actor {
         self.publish();
     }
 
+    /// Publishes changed counters, at the latest after [`COUNTS`].
+    fn publish_counts(&mut self) {
+        let now = Instant::now();
+        match self.counted {
+            Some(last) if now < last + COUNTS => self.counts_due = Some(last + COUNTS),
+            _ => self.publish(),
+        }
+    }
+
     /// Tells everybody, when there is something new.
     fn publish(&mut self) {
+        (self.counted, self.counts_due) = (Some(Instant::now()), None);
         self.view.operation = match &self.work {
             Work::Start(Start { stop: Some(stop), .. }) | Work::Stop(stop) => stop.operation.id().to_owned(),
             Work::Start(start) => start.operation.id().to_owned(),

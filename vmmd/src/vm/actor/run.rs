@@ -238,7 +238,7 @@ impl Actor {
                 }
                 self.tell_guest_reset();
                 self.reboot_from_disk().await;
-                self.publish();
+                self.publish_counts();
             }
             Some(event::Kind::CrashReset(reset)) => {
                 if let Some(instance) = &mut self.instance {
@@ -246,7 +246,7 @@ impl Actor {
                     instance.panicked = false;
                 }
                 self.tell_crash_reset(&reset.message);
-                self.publish();
+                self.publish_counts();
             }
             Some(event::Kind::GuestPanicked(_)) => {
                 let (phase, message) = (self.view.phase, "the guest's kernel has panicked");

@@ -58,6 +58,8 @@ pub struct View {
     pub operation: String,
     /// The same of `RestartRequired`.
     restart_required: (ConditionStatus, u64),
+    /// The spec without its secrets, by generation: each change of the spec is another generation.
+    shown: Option<(u64, Option<v1::VmSpec>)>,
 }
 
 impl View {
@@ -75,6 +77,19 @@ impl View {
             block_devices: (ConditionStatus::Unspecified, now),
             operation: String::new(),
             restart_required: (ConditionStatus::Unspecified, now),
+            shown: None,
+        }
+    }
+
+    /// The VM's spec without its secrets.
+    fn spec(&mut self, record: &VmRecord) -> Option<v1::VmSpec> {
+        match &self.shown {
+            Some((generation, spec)) if *generation == record.generation => spec.clone(),
+            _ => {
+                let spec = shown(record.spec.as_ref());
+                self.shown = Some((record.generation, spec.clone()));
+                spec
+            }
         }
     }
 
@@ -143,7 +158,7 @@ impl View {
         };
         v1::Vm {
             metadata: Some(metadata),
-            spec: shown(record.spec.as_ref()),
+            spec: self.spec(record),
             status: Some(status),
         }
     }
