@@ -8,10 +8,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::v1::{
-    disk_service_server, event_service_server, image_service_server, node_service_server,
-    operation_service_server, vm_service_server,
-};
 use tonic::{
     Code,
     body::Body,
@@ -19,15 +15,13 @@ use tonic::{
 };
 
 use super::families::{Families, Histogram, as_f64};
+use crate::auth::rule;
 
 /// Upper bounds of latencies, in milliseconds; more is the last bucket's.
 const BOUNDS_MS: [u64; 12] = [1, 2, 5, 10, 20, 50, 100, 500, 1000, 5000, 20_000, 60_000];
-/// Methods that are told apart: more than there are.
-const METHODS: usize = 256;
-
 /// What has been called.
 #[derive(Debug, Default)]
-pub struct Calls(Mutex<BTreeMap<String, Method>>);
+pub struct Calls(Mutex<BTreeMap<&'static str, Method>>);
 
 #[derive(Debug, Default)]
 struct Method {
@@ -37,12 +31,9 @@ struct Method {
 }
 
 impl Calls {
-    fn note(&self, method: &str, code: Code, took: Duration) {
+    fn note(&self, method: &'static str, code: Code, took: Duration) {
         let mut methods = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if methods.len() >= METHODS && !methods.contains_key(method) {
-            return;
-        }
-        let counts = methods.entry(method.to_owned()).or_default();
+        let counts = methods.entry(method).or_default();
         *counts.codes.entry(name(code)).or_default() += 1;
         counts.seconds += took.as_secs_f64();
         let millis = took.as_millis();
@@ -105,20 +96,9 @@ fn name(code: Code) -> &'static str {
     }
 }
 
-/// The method of a path such as "/vmmd.v1.VmService/GetVm", as "VmService/GetVm"; `None` when it is none of our services.
-fn method(path: &str) -> Option<&str> {
-    let services = [
-        vm_service_server::SERVICE_NAME,
-        disk_service_server::SERVICE_NAME,
-        image_service_server::SERVICE_NAME,
-        node_service_server::SERVICE_NAME,
-        event_service_server::SERVICE_NAME,
-        operation_service_server::SERVICE_NAME,
-    ];
-    let (service, _) = path.strip_prefix('/')?.split_once('/')?;
-    services
-        .contains(&service)
-        .then(|| path.strip_prefix("/vmmd.v1."))?
+/// The method of a path such as "/vmmd.v1.VmService/GetVm", as "VmService/GetVm"; `None` when the API has no such method.
+fn method(path: &str) -> Option<&'static str> {
+    rule::find(path)?.method.strip_prefix("vmmd.v1.")
 }
 
 /// A service whose calls are counted.
@@ -146,7 +126,7 @@ where
     }
 
     fn call(&mut self, request: http::Request<B>) -> Self::Future {
-        let method = method(request.uri().path()).map(str::to_owned);
+        let method = method(request.uri().path());
         let began = Instant::now();
         let answer = self.0.call(request);
         Box::pin(async move {
@@ -157,11 +137,7 @@ where
                     .headers()
                     .get("grpc-status")
                     .map(|status| Code::from_bytes(status.as_bytes()));
-                let code = code.unwrap_or(Code::Ok);
-                // A method that there is not would be a series of the client's making.
-                if code != Code::Unimplemented {
-                    super::rpcs().note(&method, code, began.elapsed());
-                }
+                super::rpcs().note(method, code.unwrap_or(Code::Ok), began.elapsed());
             }
             Ok(response)
         })
@@ -174,11 +150,17 @@ mod tests {
 
     #[test]
     fn methods_of_our_services_alone_are_counted() {
-        assert_eq!(method("/vmmd.v1.VmService/GetVm"), Some("VmService/GetVm"));
+        for rule in proto::rule::METHOD_RULES {
+            let counted = method(&format!("/{}", rule.method));
+            assert_eq!(counted, rule.method.strip_prefix("vmmd.v1."), "{}", rule.method);
+            assert!(counted.is_some());
+        }
         for path in [
             "",
             "/",
             "/x.Y/Z",
+            "/vmmd.v1.VmService/Nothing",
+            "/grpc.health.v1.Health/Check",
             "/vmmd.v1.VmServiceX/GetVm",
             "vmmd.v1.VmService/GetVm",
         ] {
