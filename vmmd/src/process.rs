@@ -1,13 +1,16 @@
 //! A `vmm` process, ours or one that an earlier daemon started, named by a pidfd.
 
-use std::{io, os::fd::OwnedFd};
+use std::{io, os::fd::OwnedFd, time::Duration};
 
 use rustix::process::{
     Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, WaitIdStatus, pidfd_open, pidfd_send_signal, waitid,
 };
-use tokio::io::unix::AsyncFd;
+use tokio::{io::unix::AsyncFd, time::sleep};
 
 use crate::sys;
+
+/// After this time a process that could not be waited for is waited for again.
+const RETRY: Duration = Duration::from_secs(1);
 
 /// A process that is watched until it ends.
 #[derive(Debug)]
@@ -39,8 +42,10 @@ impl Process {
 
     /// Waits for its end, and leaves it to be reaped by who waits for its status. Cancel-safe.
     pub async fn gone(&self) {
-        if let Err(error) = self.pidfd.readable().await {
+        while let Err(error) = self.pidfd.readable().await {
+            // Its end is not known: its claim stays.
             tracing::error!(%error, pid = self.pid, "wait for a process");
+            sleep(RETRY).await;
         }
     }
 

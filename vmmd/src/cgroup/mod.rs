@@ -49,6 +49,8 @@ use crate::{fault, sys};
 
 /// How long a process may count after its end.
 pub const LEAVING: Duration = Duration::from_secs(2);
+/// After this time a cgroup that could not be read is read again.
+const RETRY: Duration = Duration::from_secs(1);
 
 /// The directory below which the VMs' cgroups are.
 #[derive(Clone, Debug)]
@@ -231,20 +233,34 @@ impl Group {
     /// Waits as long as it takes: a process in uninterruptible sleep (on a dead file system, say) still holds what it had
     /// open. Cancel-safe.
     pub async fn end(&self) {
-        while let Ok(events) = fs::File::open(self.dir.join("cgroup.events")) {
+        while let Err(error) = self.ending().await {
+            // Not known to be empty, as when the daemon has no descriptor left.
+            tracing::warn!(%error, cgroup = %self.dir.display(), "watch a cgroup");
+            self.kill();
+            sleep(RETRY).await;
+        }
+    }
+
+    async fn ending(&self) -> io::Result<()> {
+        loop {
+            let opened = fs::File::open(self.dir.join("cgroup.events"));
+            let found = opened.and_then(|events| Ok((io::read_to_string(&events)?, events)));
+            let (text, events) = match found {
+                Ok(found) => found,
+                Err(error) if is_removed(&error) => return Ok(()),
+                Err(error) => return Err(error),
+            };
             // A change after this read is told by poll.
-            let populated = io::read_to_string(&events).is_ok_and(|text| count(&text, "populated") != 0);
-            if !populated {
-                return;
+            if count(&text, "populated") == 0 {
+                return Ok(());
             }
             self.kill();
             let changed = async {
                 let events = sys::watch_changes(events.into())?;
                 events.ready(Interest::PRIORITY).await.map(drop)
             };
-            if let Ok(Err(error)) = timeout(LEAVING, changed).await {
-                tracing::warn!(%error, cgroup = %self.dir.display(), "watch a cgroup");
-                sleep(LEAVING).await;
+            if let Ok(changed) = timeout(LEAVING, changed).await {
+                changed?;
             }
         }
     }
@@ -289,6 +305,12 @@ impl Group {
             Err(errno) => Err(errno.into()),
         }
     }
+}
+
+/// A cgroup that is not there is empty; a file of one that was removed has no device (ENODEV).
+fn is_removed(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::NotFound
+        || error.raw_os_error() == Some(rustix::io::Errno::NODEV.raw_os_error())
 }
 
 /// `vms` below the daemon's own cgroup, or `vmmd` when that is the root.
@@ -435,6 +457,22 @@ mod tests {
         parent.ready().unwrap();
         let handed = dirs.map(|dir| fs::read_to_string(dir.join("cgroup.subtree_control")).unwrap());
         assert_eq!(handed, ["+memory", "+memory", ""]);
+    }
+
+    #[tokio::test]
+    async fn group_that_cannot_be_read_has_not_ended() {
+        let (folder, group) = pretended();
+        let events = group.dir.join("cgroup.events");
+        // It can be opened and not read.
+        fs::create_dir(&events).unwrap();
+        fs::create_dir(group.dir.join("cgroup.kill")).unwrap();
+        let mut ending = std::pin::pin!(group.end());
+        assert!(timeout(Duration::ZERO, &mut ending).await.is_err());
+        fs::remove_dir(&events).unwrap();
+        fs::write(&events, "populated 0\n").unwrap();
+        ending.await;
+        drop(folder);
+        group.end().await;
     }
 
     #[test]

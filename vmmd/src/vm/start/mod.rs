@@ -293,6 +293,10 @@ async fn run(
         group,
         uid: claim.user(),
     };
+    // Before the fork: later failures have to end the process.
+    let snapshot = restore.as_ref().and_then(|restore| restore.file.as_ref());
+    let snapshot = snapshot.map(|file| file.try_clone()).transpose();
+    let snapshot = snapshot.map_err(|error| failed("open the snapshot", &error))?;
     let memory = spec.memory;
     let serving = tokio::select! {
         serving = share::serve(host, uid, spec.shares.clone(), None) => serving?,
@@ -328,12 +332,10 @@ async fn run(
             free_huge_pages,
         },
     );
-    let from = restore
-        .as_ref()
-        .and_then(|restore| Some((restore, restore.file.as_ref()?)));
+    let from = restore.as_ref().zip(snapshot);
     let boot = Boot {
         machine: Some(machine),
-        restore: from.map(|(restore, _)| vmm::Restore {
+        restore: from.as_ref().map(|(restore, _)| vmm::Restore {
             snapshot_fd: u32::try_from(fds.len()).unwrap_or(u32::MAX),
             on_demand: restore.on_demand,
             stream: restore.stream,
@@ -343,8 +345,7 @@ async fn run(
     };
     let copied = match from {
         Some((restore, file)) => {
-            let file = file.try_clone();
-            fds.push(file.map_err(|error| failed("open the snapshot", &error))?);
+            fds.push(file);
             restore.bytes
         }
         None => 0,
