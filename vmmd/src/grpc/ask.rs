@@ -62,7 +62,9 @@ impl Vms {
     ) -> Result<(v1::Vm, Option<v1::Operation>), Failure> {
         let entry = self.find(name)?;
         let (reply, answer) = oneshot::channel();
-        let sent = entry.mailbox.send(command(reply)).await;
+        let command = command(reply);
+        let context = command.context().cloned().unwrap_or_default();
+        let sent = entry.mailbox.send(command).await;
         sent.map_err(|_| self.gone(name))?;
         let answered = async {
             let Answer { vm, pending } = answer.await.map_err(|_| self.gone(name))??;
@@ -70,7 +72,7 @@ impl Vms {
                 return Ok::<_, Failure>((vm, None));
             };
             if no_wait {
-                self.host.operations.recorded().await;
+                self.host.operations.recorded_for(&context).await;
                 return Ok((vm, Some(pending.operation())));
             }
             let ended = pending.clone().ended().await?;

@@ -215,6 +215,14 @@ impl Operations {
         }
     }
 
+    /// The same before the answer to a request. An answer that is kept is written together with all that have begun: it needs no
+    /// transaction before that.
+    pub async fn recorded_for(&self, request: &Context) {
+        if request.request_id.is_empty() {
+            self.recorded().await;
+        }
+    }
+
     /// An operation as it is.
     pub fn get(&self, id: &str) -> Result<Arc<v1::Operation>, Failure> {
         Ok(Arc::clone(&self.watch(id)?.borrow()))

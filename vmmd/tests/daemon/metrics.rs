@@ -5,7 +5,13 @@ use tokio::{
     net::UnixStream,
 };
 
-use crate::harness::Daemon;
+use proto::v1;
+use tokio_stream::StreamExt;
+
+use crate::{
+    console::Client,
+    harness::{Daemon, PATIENCE},
+};
 
 /// One request, as it is on the wire; its answer.
 async fn ask(daemon: &Daemon, request: &str) -> String {
@@ -73,4 +79,95 @@ async fn nothing_else_is_served() {
     let daemon = daemon().await;
     assert!(ask(&daemon, "GET /").await.starts_with("HTTP/1.1 404"));
     assert!(ask(&daemon, "POST /metrics").await.starts_with("HTTP/1.1 405"));
+}
+
+/// Transactions that the store has made durable.
+async fn commits(daemon: &Daemon) -> u64 {
+    let text = ask(daemon, "GET /metrics").await;
+    let count = text
+        .lines()
+        .find_map(|line| line.strip_prefix("vmmd_store_commits_total "));
+    count.unwrap().trim_end_matches(".0").parse().unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn create_that_starts_is_answered_after_two_commits() {
+    let daemon = daemon().await;
+    let fault = daemon.path("run/fault");
+    std::fs::create_dir_all(&fault).unwrap();
+    // The start writes the VM's record after the answer.
+    std::fs::write(fault.join("slow-files"), "3000").unwrap();
+    let before = commits(&daemon).await;
+    let request = v1::CreateVmRequest {
+        vm: Some(daemon.manifest("web", "")),
+        start: true,
+        request_id: "r1".into(),
+        ..Default::default()
+    };
+    let created = daemon.client().create_vm(request).await.unwrap().into_inner();
+    // The record, and the answer with the operation.
+    assert_eq!(commits(&daemon).await - before, 2);
+    let mut daemon = daemon;
+    daemon.kill_and_restart().await;
+    let kept = daemon.operation(&created.operation.unwrap().id).await;
+    assert_eq!(kept.r#type, "vm.start");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn start_with_an_id_is_answered_after_two_commits() {
+    let daemon = daemon().await;
+    daemon.create(daemon.manifest("web", "")).await.unwrap();
+    let before = commits(&daemon).await;
+    let request = v1::StartVmRequest {
+        name: "web".into(),
+        request_id: "r1".into(),
+        ..Default::default()
+    };
+    daemon.client().start_vm(request).await.unwrap();
+    let commits = commits(&daemon).await - before;
+    // The run before its fork, and the answer with the operation; one more when the start took long enough for a note of it.
+    assert!((2..=3).contains(&commits), "{commits}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn guest_that_resets_in_a_loop_does_not_flood_watchers() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    let mut watch = daemon.watch("web").await;
+    let mut console = Client::open(&daemon, "web").await;
+    let began = std::time::Instant::now();
+    console.type_in(&"reset\n".repeat(300)).await;
+    let mut told = 0;
+    loop {
+        let event = watch.next().await.unwrap().unwrap();
+        told += 1;
+        let counts = event.vm.and_then(|vm| vm.status).and_then(|status| status.counts);
+        if counts.is_some_and(|counts| counts.guest_resets == 300) {
+            break;
+        }
+    }
+    let most = 5 + began.elapsed().as_millis() / 100;
+    assert!(told <= most, "{told} of {most}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn events_file_that_stalls_holds_up_no_vm() {
+    let daemon = Daemon::start().await;
+    let fault = daemon.path("state/fault");
+    std::fs::create_dir_all(&fault).unwrap();
+    std::fs::write(fault.join("events"), "").unwrap();
+    let calls = async {
+        daemon.run("web", "").await;
+        daemon.kill_vm("web").await.unwrap();
+    };
+    tokio::time::timeout(PATIENCE, calls)
+        .await
+        .expect("calls wait for the file of events");
+    assert!(
+        daemon.events("Started").await.is_empty(),
+        "what is not in the file is not seen"
+    );
+    std::fs::remove_dir_all(&fault).unwrap();
+    daemon.told("Created", 1).await;
+    daemon.told("Started", 1).await;
 }

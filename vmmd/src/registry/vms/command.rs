@@ -293,10 +293,15 @@ pub enum DiskRequest {
 impl Command {
     /// The trace id of the request; empty when it has none.
     pub fn trace(&self) -> &str {
+        self.context().map_or("", |context| &context.trace)
+    }
+
+    /// Context of the request.
+    pub fn context(&self) -> Option<&Context> {
         match self {
-            Self::Life(Life { context, .. }) | Self::Disk { context, .. } => &context.trace,
-            Self::Update { update, .. } => &update.context.trace,
-            Self::Reconsider | Self::Client(..) | Self::Quiet(..) | Self::Handover(..) => "",
+            Self::Life(Life { context, .. }) | Self::Disk { context, .. } => Some(context),
+            Self::Update { update, .. } => Some(&update.context),
+            Self::Reconsider | Self::Client(..) | Self::Quiet(..) | Self::Handover(..) => None,
         }
     }
 }

@@ -202,7 +202,7 @@ async fn make(
         return Ok((created, None));
     }
     let operation = begin_start(host, &entry, &name, context).await;
-    host.operations.recorded().await;
+    host.operations.recorded_for(context).await;
     Ok((created, operation))
 }
 
