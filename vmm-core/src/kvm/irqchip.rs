@@ -3,7 +3,9 @@
 use std::{io, sync::Arc};
 
 use devices::interrupt::{IrqLine, LevelLine, NotifyAddress, NotifyRegistry};
-use kvm_bindings::{KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, kvm_irqchip};
+use kvm_bindings::{
+    KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, kvm_irqchip, kvm_pit_state2,
+};
 use kvm_ioctls::{IoEventAddress, NoDatamatch};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -68,9 +70,12 @@ impl NotifyRegistry for IoEvents {
     }
 }
 
-/// Registers of the in-kernel PICs and the I/O APIC.
+/// Registers of the in-kernel PICs and the I/O APIC, and of the PIT, if the VM has one.
 #[derive(Clone)]
-pub struct IrqChipState([kvm_irqchip; 3]);
+pub struct IrqChipState {
+    chips: [kvm_irqchip; 3],
+    pit: Option<kvm_pit_state2>,
+}
 
 impl std::fmt::Debug for IrqChipState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -91,12 +96,18 @@ impl IrqChipState {
                 .get_irqchip(chip)
                 .map_err(KvmError::ioctl("KVM_GET_IRQCHIP"))?;
         }
-        Ok(Self(chips))
+        let pit = vm.has_pit().then(|| vm.fd().get_pit2());
+        let pit = pit.transpose().map_err(KvmError::ioctl("KVM_GET_PIT2"))?;
+        Ok(Self { chips, pit })
     }
 
-    /// Sets them; with all vCPUs stopped.
+    /// Sets them; with all vCPUs stopped. The PIT's channels begin to count anew.
     pub fn restore(&self, vm: &Vm) -> Result<(), KvmError> {
-        for chip in &self.0 {
+        // The PIT first: what its timer raises until then is forgotten with the inputs of the other chips.
+        if let Some(pit) = &self.pit {
+            vm.fd().set_pit2(pit).map_err(KvmError::ioctl("KVM_SET_PIT2"))?;
+        }
+        for chip in &self.chips {
             vm.fd()
                 .set_irqchip(chip)
                 .map_err(KvmError::ioctl("KVM_SET_IRQCHIP"))?;
@@ -115,10 +126,25 @@ mod tests {
 
     /// Whether the input of the power button is pending in the I/O APIC, where all inputs are masked after power-on.
     fn is_pending(vm: &Vm) -> bool {
-        let IrqChipState([_, _, chip]) = IrqChipState::capture(vm).unwrap();
+        let [_, _, chip] = IrqChipState::capture(vm).unwrap().chips;
         // SAFETY: the chip was read as an I/O APIC.
         let ioapic = unsafe { chip.chip.ioapic };
         ioapic.irr & 1 << BUTTON != 0
+    }
+
+    #[test]
+    fn pit_has_its_power_on_state_after_a_reset() {
+        let host = Host::open().unwrap_or_else(|error| panic!("these tests need KVM: {error}"));
+        let vm = Vm::create_with(&host, true).unwrap();
+        let channels = || vm.save_pit().unwrap().unwrap().channels;
+        let (power_on, before) = (IrqChipState::capture(&vm).unwrap(), channels());
+        // A periodic timer, as an operating system programs it.
+        let mut programmed = vm.fd().get_pit2().unwrap();
+        (programmed.channels[0].mode, programmed.channels[0].count) = (2, 1193);
+        vm.fd().set_pit2(&programmed).unwrap();
+        assert_ne!(channels(), before);
+        power_on.restore(&vm).unwrap();
+        assert_eq!(channels(), before);
     }
 
     #[test]

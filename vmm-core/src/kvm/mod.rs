@@ -10,6 +10,7 @@ mod crash;
 mod host;
 mod irqchip;
 mod kick;
+pub mod machine_check;
 mod msi;
 mod saved;
 mod slots;

@@ -5,15 +5,16 @@ use std::sync::Arc;
 use devices::bus::{Bus, Effect};
 use kvm_bindings::{
     CpuId, KVM_EXIT_IO_OUT, KVM_INTERNAL_ERROR_EMULATION,
-    KVM_INTERNAL_ERROR_EMULATION_FLAG_INSTRUCTION_BYTES, KVM_SYSTEM_EVENT_CRASH, KVM_SYSTEM_EVENT_RESET,
-    KVM_MP_STATE_HALTED, KVM_SYSTEM_EVENT_SHUTDOWN, KVMIO, kvm_regs, kvm_run, kvm_sregs,
+    KVM_INTERNAL_ERROR_EMULATION_FLAG_INSTRUCTION_BYTES, KVM_MP_STATE_HALTED, KVM_SYSTEM_EVENT_CRASH,
+    KVM_SYSTEM_EVENT_RESET, KVM_SYSTEM_EVENT_SHUTDOWN, KVMIO, kvm_regs, kvm_run, kvm_sregs, kvm_x86_mce,
 };
 use kvm_ioctls::{Cap, VcpuExit, VcpuFd};
 use vmm_sys_util::{ioctl::ioctl_with_ref, ioctl_iow_nr};
 
-use super::{crash::Crash, host::KvmError, kick::Kicker, stats::StatsReader, vm::Vm};
+use super::{crash::Crash, host::KvmError, kick::Kicker, machine_check, stats::StatsReader, vm::Vm};
 
 ioctl_iow_nr!(KVM_X86_SETUP_MCE, KVMIO, 0x9c, u64);
+ioctl_iow_nr!(KVM_X86_SET_MCE, KVMIO, 0x9e, kvm_x86_mce);
 
 /// Where a vCPU's port and memory accesses go.
 #[derive(Clone)]
@@ -86,14 +87,31 @@ impl Vcpu {
         if banks == 0 {
             return Ok(());
         }
-        // `MCG_CAP` (Intel SDM vol. 3, 16.3.1.1): the count, no optional features.
-        let capabilities = u64::from(banks);
-        // SAFETY: the ioctl reads one u64, which lives across the call.
-        let result = unsafe { ioctl_with_ref(&self.fd, KVM_X86_SETUP_MCE(), &capabilities) };
-        if result < 0 {
+        // `MCG_CAP` (Intel SDM vol. 3, 16.3.1.1): the count, and recovery where KVM has it.
+        let count = u64::from(banks);
+        let set_up = |capabilities: u64| {
+            // SAFETY: the ioctl reads one u64, which lives across the call.
+            unsafe { ioctl_with_ref(&self.fd, KVM_X86_SETUP_MCE(), &capabilities) }
+        };
+        if set_up(count | machine_check::RECOVERY) < 0 && set_up(count) < 0 {
             return Err(KvmError::ioctl("KVM_X86_SETUP_MCE")(kvm_ioctls::Error::last()));
         }
         Ok(())
+    }
+
+    /// Has the guest take a machine check, if memory of the host has failed that it used since the last call. Returns the memory's
+    /// guest address. A guest that has not enabled machine checks, or is dealing with one, crashes by it.
+    pub fn raise_machine_check(&self) -> Result<Option<u64>, KvmError> {
+        let Some(address) = machine_check::take() else {
+            return Ok(None);
+        };
+        let record = machine_check::record(address);
+        // SAFETY: the ioctl reads one record, which lives across the call.
+        let result = unsafe { ioctl_with_ref(&self.fd, KVM_X86_SET_MCE(), &record) };
+        if result < 0 {
+            return Err(KvmError::ioctl("KVM_X86_SET_MCE")(kvm_ioctls::Error::last()));
+        }
+        Ok(Some(address))
     }
 
     /// For other threads to stop it.
@@ -127,7 +145,10 @@ impl Vcpu {
     /// one loops in the kernel and the others wait with interrupts off.
     pub fn lives(&self) -> Result<bool, KvmError> {
         const INTERRUPTS: u64 = 1 << 9;
-        let state = self.fd.get_mp_state().map_err(KvmError::ioctl("KVM_GET_MP_STATE"))?;
+        let state = self
+            .fd
+            .get_mp_state()
+            .map_err(KvmError::ioctl("KVM_GET_MP_STATE"))?;
         if state.mp_state == KVM_MP_STATE_HALTED {
             return Ok(self.registers()?.rflags & INTERRUPTS != 0);
         }
@@ -148,7 +169,10 @@ impl Vcpu {
     /// with no access half done, set the [`Kicker`] and enter until `Interrupted` comes back: KVM completes what is
     /// pending first.
     pub fn enter(&mut self, spaces: &AddressSpaces) -> Result<Exit, KvmError> {
-        let kind = match self.fd.run() {
+        machine_check::set_in_guest(true);
+        let exit = self.fd.run();
+        machine_check::set_in_guest(false);
+        let kind = match exit {
             Ok(VcpuExit::IoIn(..) | VcpuExit::IoOut(..)) => Kind::Io,
             Ok(VcpuExit::MmioRead(address, data)) => {
                 spaces.mmio.read(address, data);

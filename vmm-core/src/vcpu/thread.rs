@@ -273,6 +273,17 @@ impl VcpuThread {
                 }
                 Ok(Exit::Interrupted) => {
                     count(&self.shared.interruptions);
+                    match self.vcpu.raise_machine_check() {
+                        Ok(None) => {}
+                        Ok(Some(address)) => tracing::warn!(
+                            vcpu = self.index,
+                            "the host's memory behind guest address {address:#x} has failed: the guest gets a machine check"
+                        ),
+                        Err(error) => {
+                            self.report(ReportKind::Failed(error));
+                            return Phase::Ended;
+                        }
+                    }
                     if self.shared.kicker.is_set() {
                         return Phase::Parked;
                     }

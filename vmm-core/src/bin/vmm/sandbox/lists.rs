@@ -267,6 +267,8 @@ static VCPU: &[Entry] = &[
             ]
         )
     ),
+    with!(SYS_ioctl, Low16(1, &[kvm(0x9e)])) // KVM_X86_SET_MCE
+        .unseen("memory of the host fails that a guest uses"),
     // KVM_SET_USER_MEMORY_REGION, KVM_GET_DIRTY_LOG, KVM_CLEAR_DIRTY_LOG
     with!(SYS_ioctl, Low16(1, &[kvm(0x46), kvm(0x42), kvm(0xc0)]))
         .unseen("a guest moves the memory of its screen"),

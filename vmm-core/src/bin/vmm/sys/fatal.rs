@@ -1,11 +1,12 @@
-//! Signals that end the process: each leaves an exit record.
+//! Signals that end the process: each leaves an exit record. Failed memory of the host that a guest used is the guest's affair
+//! ([`machine_check`]).
 //!
 //! The handlers may interrupt anything, so that they allocate nothing and take no lock: they format into a buffer on
 //! the stack and make three system calls (read the thread's name, write the record, end the process).
 
 use std::ffi::{c_int, c_void};
 
-use vmm_core::memory::locate;
+use vmm_core::{kvm::machine_check, memory::locate};
 
 use crate::{exit_code, exit_record, exit_record::Text, sandbox::lists};
 
@@ -40,7 +41,11 @@ pub fn install() -> std::io::Result<()> {
         let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
         action.sa_sigaction = handle as extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void) as usize;
         // On the alternative stack that std makes for each thread: the ordinary one may have overflowed.
-        action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESETHAND;
+        action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+        // After a SIGBUS the process may go on, and get another one.
+        if signal != libc::SIGBUS {
+            action.sa_flags |= libc::SA_RESETHAND;
+        }
         // SAFETY: the action is initialised, and the handler has the signature that SA_SIGINFO asks for and does only
         // what a handler may do.
         if unsafe { libc::sigaction(signal, &raw const action, std::ptr::null_mut()) } != 0 {
@@ -51,6 +56,9 @@ pub fn install() -> std::io::Result<()> {
 }
 
 extern "C" fn handle(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
+    if signal == libc::SIGBUS && is_the_guests(info) {
+        return;
+    }
     let mut text = Text::default();
     if signal == libc::SIGSYS {
         describe_call(&mut text, info, context);
@@ -60,6 +68,15 @@ extern "C" fn handle(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_
     exit_record::write_failure(&text);
     // SAFETY: ends the process at once; no destructor and no exit handler runs.
     unsafe { libc::_exit(exit_code::ERROR) };
+}
+
+/// Whether the guest deals with it.
+fn is_the_guests(info: *const libc::siginfo_t) -> bool {
+    // SAFETY: the kernel passes a siginfo, which lives as long as the handler runs.
+    let info = unsafe { &*info };
+    // SAFETY: for this signal it has an address.
+    let address = unsafe { info.si_addr() } as usize;
+    machine_check::note(info.si_code, locate::guest_address(address))
 }
 
 fn describe_call(text: &mut Text, info: *const libc::siginfo_t, context: *const c_void) {
