@@ -23,15 +23,18 @@ impl Images {
 
     /// Runs `vmm image ARGUMENTS` with the files as descriptors from 3 on.
     fn run(&self, arguments: &str, files: &[&str]) -> Output {
+        self.command(arguments, files).output().unwrap()
+    }
+
+    fn command(&self, arguments: &str, files: &[&str]) -> Command {
         let redirections: String = (3..)
             .zip(files)
             .map(|(fd, name)| format!(" {fd}<>'{}'", self.path(name).display()))
             .collect();
         let vmm = env!("CARGO_BIN_EXE_vmm");
-        Command::new("sh")
-            .args(["-c", &format!("exec '{vmm}' image {arguments}{redirections}")])
-            .output()
-            .unwrap()
+        let mut command = Command::new("sh");
+        command.args(["-c", &format!("exec '{vmm}' image {arguments}{redirections}")]);
+        command
     }
 
     fn json(&self, arguments: &str, files: &[&str]) -> Value {
@@ -49,6 +52,52 @@ impl Images {
         let errors = String::from_utf8(output.stderr).unwrap();
         assert_eq!(errors.lines().count(), 1, "{errors}");
         errors.trim_end().to_owned()
+    }
+}
+
+/// What a program would do that an image has taken over.
+const DEEDS: &str = "\
+    open openat open_by_handle_at stat statx rename unlink chroot mount fsopen move_mount socket \
+    unix-socket netlink connect bind accept sendmsg fork vfork clone-process clone-users unshare \
+    setns execve execveat ptrace process_vm_readv process_vm_writev pidfd_open kill tgkill \
+    tgkill-other signal-of-others signal-handler setuid prlimit dumpable keyctl bpf perf_event_open \
+    init_module finit_module userfaultfd shmget semget msgget mq_unlink memfd_create splice vmsplice \
+    mmap-exec mprotect-exec tiocsti kvm-create io_uring_setup io_uring_enter ring-register";
+
+#[test]
+fn images_commands_can_not_do_forbidden_deeds() {
+    let images = Images::new();
+    images.json("create --fd 3 --format qcow2 --size 1048576", &["disk"]);
+    for name in ["raw", "source"] {
+        fs::write(images.path(name), vec![1; 4096]).unwrap();
+    }
+    let expected = DEEDS.split_whitespace().map(|deed| (deed, libc::EPERM));
+    let expected: Vec<_> = expected.chain([("clone3", libc::ENOSYS)]).collect();
+    let deeds: Vec<_> = expected.iter().map(|(deed, _)| *deed).collect();
+    let wanted = format!("image:{}", deeds.join(","));
+    for (command, files) in [
+        ("info --fd 3 --format qcow2", &["disk"][..]),
+        ("check --fd 3 --format qcow2 --repair", &["disk"]),
+        ("resize --fd 3 --format qcow2 --size 2097152", &["disk"]),
+        ("create --fd 3 --format qcow2 --size 1048576", &["new"]),
+        (&format!("{IMPORT} 1048576"), &IMPORT_FILES),
+        (
+            "boot --fd 3 --format raw --kernel-fd 4 --initrd-fd 5",
+            &["raw", "kernel", "initrd"],
+        ),
+    ] {
+        // See vmm-core/src/bin/vmm/sys/attempt.rs.
+        let mut process = images.command(command, files);
+        let output = process.env("VMM_ATTEMPT", &wanted).output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        let attempts = said.lines().filter(|line| line.starts_with("attempt "));
+        let told: Vec<_> = attempts.map(str::to_owned).collect();
+        let expected = expected
+            .iter()
+            .map(|(deed, errno)| format!("attempt {deed}: errno {errno}"));
+        assert_eq!(told, expected.collect::<Vec<_>>(), "{command}");
+        // No kernel is on that disk; all else succeeds as if nothing had been tried.
+        assert_eq!(output.status.success(), !command.starts_with("boot"), "{said}");
     }
 }
 

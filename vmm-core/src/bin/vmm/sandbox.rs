@@ -43,8 +43,12 @@ pub fn check_inherited(keep: &[RawFd]) -> Result<()> {
 
 /// Alone: drops what can be dropped, once everything is open. As root it becomes "nobody".
 pub fn drop_rights() -> Result<()> {
-    if getuid().is_root() {
-        drop_bounding_set()?;
+    let root = getuid().is_root();
+    if let Err(error) = sys::leave_network(root) {
+        warn!(%error, "the kernel gives this process no network namespace of its own: it stays in the host's network");
+    }
+    drop_bounding_set()?;
+    if root {
         sys::become_user(NOBODY, NOBODY).context("changing to the user nobody")?;
     }
     for set in [
@@ -79,11 +83,17 @@ pub fn close_in(mode: Seccomp) -> Result<Sandbox> {
     })
 }
 
-/// Gives up all that a process does not need which looks at an image that anybody may have made. `longest` is how many bytes the disk in
-/// it may have.
-pub fn close_in_converter(longest: u64) -> Result<()> {
+/// Gives up all that a process does not need which looks at an image that anybody may have made. To be called when its images are
+/// locked, before the first byte is looked at and before the first thread is made.
+pub fn close_in_image() -> Result<()> {
     sys::forbid_backtraces();
-    converter::close_in(longest)
+    converter::close_in()
+}
+
+/// The same with limits of a conversion. `longest` is how many bytes the disk may have.
+pub fn close_in_converter(longest: u64) -> Result<()> {
+    converter::limit(longest)?;
+    close_in_image()
 }
 
 /// What holds this process in.

@@ -98,6 +98,18 @@ pub fn termination_signals() -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
+/// Moves this process to a network namespace of its own, which is empty. One that is not root's takes a namespace of users first.
+/// To be called before there is a second thread.
+pub fn leave_network(root: bool) -> io::Result<()> {
+    let users = if root { 0 } else { libc::CLONE_NEWUSER };
+    // SAFETY: takes flags only. No table of descriptors is shared, and there is no other thread.
+    if unsafe { libc::unshare(libc::CLONE_NEWNET | users) } < 0 {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(())
+    }
+}
+
 /// Makes `uid` and `gid` those of the whole process, without supplementary groups.
 pub fn become_user(uid: u32, gid: u32) -> io::Result<()> {
     let check = |result: c_int| {

@@ -1,5 +1,5 @@
 //! `vmm image`: images that no VM uses. vmmd runs it as a child without rights, since it looks into files that anybody
-//! may have made. It works on inherited descriptors, writes one JSON object to standard output, and one line to standard
+//! may have made. It works on inherited descriptors, gives up all other rights before it looks at the first byte, writes one JSON object to standard output, and one line to standard
 //! error when it fails.
 
 pub mod args;
@@ -28,7 +28,7 @@ use devices::{
 use serde_json::{Value, json};
 
 use self::args::{Below, Check, Command, Create, Format, Image, Preallocation, Resize, Which};
-use crate::{exit_code, sys};
+use crate::{exit_code, sandbox, sys};
 
 /// Bytes in a unit of `st_blocks` (stat(3type)).
 const BLOCK: u64 = 512;
@@ -37,7 +37,11 @@ const BLOCK: u64 = 512;
 pub fn image(args: &Image) -> Result<i32> {
     let (result, code) = match &args.command {
         Command::Create(args) => (create(args)?, exit_code::OK),
-        Command::Info(which) => (info(&File::from(take(which.fd)?), which.format)?, exit_code::OK),
+        Command::Info(which) => {
+            let file = File::from(take(which.fd)?);
+            sandbox::close_in_image()?;
+            (info(&file, which.format)?, exit_code::OK)
+        }
         Command::Resize(args) => (resize(args)?, exit_code::OK),
         Command::Check(args) => check(args)?,
         Command::Boot(args) => (boot::boot(args)?, exit_code::OK),
@@ -76,6 +80,7 @@ fn take_below(below: &Below) -> Result<Vec<(OwnedFd, Format)>> {
 fn create(args: &Create) -> Result<Value> {
     let file = take_locked(&args.which, LockKind::Write)?;
     let below = take_below(&args.below)?;
+    sandbox::close_in_image()?;
     let size = match (args.size, below.first()) {
         (Some(size), _) => size,
         (None, Some((fd, format))) => virtual_size(&File::from(fd.try_clone()?), *format)?,
@@ -158,6 +163,8 @@ fn info(file: &File, format: Format) -> Result<Value> {
 fn resize(args: &Resize) -> Result<Value> {
     let fd = take(args.which.fd)?;
     let file = File::from(fd.try_clone()?);
+    let below = take_below(&args.below)?;
+    sandbox::close_in_image()?;
     let before = virtual_size(&file, args.which.format)?;
     if args.size < before {
         bail!(
@@ -171,7 +178,6 @@ fn resize(args: &Resize) -> Result<Value> {
             args.size
         );
     }
-    let below = take_below(&args.below)?;
     match args.which.format {
         Format::Raw => RawImage::open(fd, false)
             .context("open the image")?
@@ -197,6 +203,7 @@ fn check(args: &Check) -> Result<(Value, i32)> {
         LockKind::Read
     };
     let file = take_locked(&args.which, kind)?;
+    sandbox::close_in_image()?;
     let mut report = check::Report::default();
     if args.which.format == Format::Qcow2 {
         let header = header(&file)?;

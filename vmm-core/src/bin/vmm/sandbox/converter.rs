@@ -1,13 +1,17 @@
-//! What a process keeps that converts an image: the descriptors that it has, memory and time within bounds. It may have threads.
-
-use std::collections::BTreeMap;
+//! What a process keeps that looks at an image which anybody may have made: the descriptors that it has, and threads. A
+//! conversion also has bounds on memory, time and files.
 
 use anyhow::{Context, Result};
 use rustix::process::{Resource, Rlimit, setrlimit};
-use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch, apply_filter};
+use seccompiler::apply_filter;
 use tracing::warn;
 
-use super::{Level, landlock, lock_down};
+use super::{
+    Level, bpf, landlock,
+    lists::{Entry, of_images},
+    lock_down,
+    seccomp::no_clone3,
+};
 
 /// Address space in bytes: dictionaries of decompressors, tables of images, and the program.
 const MEMORY: u64 = 2 << 30;
@@ -18,46 +22,11 @@ const DESCRIPTORS: u64 = 32;
 /// A file may be longer than the disk that it holds, by so many bytes: tables of a qcow2 image.
 const BESIDES: u64 = 1 << 30;
 
-/// Calls that no conversion needs and that would be of use to somebody else.
-const REFUSED: [libc::c_long; 33] = [
-    libc::SYS_socket,
-    libc::SYS_socketpair,
-    libc::SYS_connect,
-    libc::SYS_bind,
-    libc::SYS_listen,
-    libc::SYS_sendmsg,
-    libc::SYS_sendto,
-    libc::SYS_execve,
-    libc::SYS_execveat,
-    libc::SYS_fork,
-    libc::SYS_vfork,
-    libc::SYS_kill,
-    libc::SYS_tkill,
-    libc::SYS_ptrace,
-    libc::SYS_process_vm_readv,
-    libc::SYS_process_vm_writev,
-    libc::SYS_pidfd_open,
-    libc::SYS_pidfd_getfd,
-    libc::SYS_io_uring_setup,
-    libc::SYS_bpf,
-    libc::SYS_userfaultfd,
-    libc::SYS_perf_event_open,
-    libc::SYS_add_key,
-    libc::SYS_request_key,
-    libc::SYS_keyctl,
-    libc::SYS_unshare,
-    libc::SYS_setns,
-    libc::SYS_mount,
-    libc::SYS_umount2,
-    libc::SYS_open_by_handle_at,
-    libc::SYS_ioctl,
-    libc::SYS_shmget,
-    libc::SYS_mq_open,
-];
+/// A call outside the list fails with EPERM.
+pub(super) const OTHERWISE: u32 = libc::SECCOMP_RET_ERRNO | libc::EPERM.cast_unsigned();
 
-/// Gives up what a conversion does not need. `longest` is how many bytes the disk may have.
-pub fn close_in(longest: u64) -> Result<()> {
-    lock_down()?;
+/// Limits what a conversion may use. `longest` is how many bytes the disk may have.
+pub fn limit(longest: u64) -> Result<()> {
     for (resource, most) in [
         (Resource::As, MEMORY),
         (Resource::Cpu, PROCESSOR_TIME),
@@ -70,18 +39,25 @@ pub fn close_in(longest: u64) -> Result<()> {
         };
         setrlimit(resource, limit).with_context(|| format!("limiting {resource:?}"))?;
     }
+    Ok(())
+}
+
+/// Gives up all system calls that images do not need, and all paths.
+pub fn close_in() -> Result<()> {
+    lock_down()?;
     if landlock::enforce()? == Level::None {
-        warn!("the host's kernel has no Landlock: the user id alone keeps files from this process");
+        warn!(
+            "the host's kernel has no Landlock: the user id and seccomp alone keep files from this process"
+        );
     }
-    let filter = SeccompFilter::new(
-        REFUSED
-            .iter()
-            .map(|call| (*call, Vec::new()))
-            .collect::<BTreeMap<_, _>>(),
-        SeccompAction::Allow,
-        SeccompAction::Errno(libc::EPERM.cast_unsigned()),
-        TargetArch::x86_64,
-    )?;
-    let program = BpfProgram::try_from(filter)?;
-    apply_filter(&program).context("limiting system calls")
+    apply_filter(&no_clone3()?).context("limiting clone3")?;
+    apply_filter(&bpf::program(&entries(), OTHERWISE)?).context("limiting system calls")?;
+    #[cfg(debug_assertions)]
+    crate::sys::attempt::run_as("image");
+    Ok(())
+}
+
+/// What such a process may call.
+pub(super) fn entries() -> Vec<&'static Entry> {
+    of_images().into_iter().flatten().collect()
 }

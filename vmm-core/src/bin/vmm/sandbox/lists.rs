@@ -88,6 +88,11 @@ pub fn of(kind: ThreadKind) -> Vec<&'static [Entry]> {
     }
 }
 
+/// What `vmm image` may do, in each of its threads.
+pub fn of_images() -> [&'static [Entry]; 5] {
+    [EVERY, IMAGES, SPARSE, THREADS, CONVERSION]
+}
+
 /// The name of a call that is on a list. Allocates nothing.
 pub fn name_of(call: c_long) -> Option<&'static str> {
     let lists = [
@@ -425,6 +430,17 @@ static SPARSE: &[Entry] = &[with!(
         ]
     )
 )];
+
+/// Converts images, and makes them.
+static CONVERSION: &[Entry] = &[
+    with!(
+        SYS_lseek,
+        OneOf(2, &[libc::SEEK_SET as u64, libc::SEEK_CUR as u64])
+    ),
+    any!(SYS_fsync),
+    // How much room the file system has.
+    any!(SYS_fstatfs),
+];
 
 /// Writes a snapshot of a machine that runs.
 static SNAPSHOT: &[Entry] = &[

@@ -6,7 +6,8 @@ use seccompiler::BpfProgram;
 
 use super::{
     bpf::{self, ARCHITECTURE, tests::run},
-    lists::{Arguments, EVERY, Entry, of},
+    converter,
+    lists::{Arguments, EVERY, Entry, of, of_images},
     seccomp::{entries, no_clone3},
 };
 
@@ -205,7 +206,8 @@ fn no_list_has_a_call_that_opens_a_path_or_makes_what_it_must_not() {
         "perf_event_open",
         "setuid",
     ];
-    for (_, _, entry, _) in all() {
+    let listed = all().map(|(_, _, entry, _)| entry);
+    for entry in listed.chain(converter::entries()) {
         let name = entry.name();
         assert!(!FORBIDDEN.iter().any(|family| name.starts_with(family)), "{name}");
         assert!(
@@ -330,6 +332,34 @@ fn the_programs_allow_what_the_lists_say_and_nothing_else() {
 }
 
 #[test]
+fn image_program_allows_its_list_and_refuses_the_rest() {
+    let entries = converter::entries();
+    let program = bpf::program(&entries, converter::OTHERWISE).unwrap();
+    for number in 0..500 {
+        let mut listed = entries.iter().filter(|entry| entry.call == number);
+        let value = listed
+            .next()
+            .map(|entry| (index(&entry.arguments), items(entry)[0]));
+        let mut arguments = [u64::from(std::process::id()), 0, 0, 0, 0, 0];
+        if let Some((Some(index), Item::Value(value))) = value {
+            arguments[usize::from(index)] = value;
+        }
+        let expected = if value.is_some() {
+            SECCOMP_RET_ALLOW
+        } else {
+            converter::OTHERWISE
+        };
+        let call = Call::new(number, arguments);
+        assert_eq!(call.through(&program).0, expected, "{call:?}");
+        if let Some((Some(index), _)) = value {
+            arguments[usize::from(index)] = 0xdead_beef;
+            let call = Call::new(number, arguments);
+            assert_eq!(call.through(&program).0, converter::OTHERWISE, "{call:?}");
+        }
+    }
+}
+
+#[test]
 fn clone3_is_said_to_be_missing() {
     let call = Call::new(libc::SYS_clone3, [0; 6]);
     let result = call.through(&no_clone3().unwrap()).0;
@@ -371,6 +401,15 @@ fn table() -> String {
 /// What every thread may do, as the documentation has it.
 fn every() -> String {
     let mut names: Vec<&str> = EVERY.iter().map(Entry::name).collect();
+    names.sort_unstable();
+    names.dedup();
+    format!("`{}`", names.join("`, `"))
+}
+
+/// What `vmm image` may do beside what all threads may, as the documentation has it.
+fn image_calls() -> String {
+    let own = of_images().into_iter().filter(|list| !std::ptr::eq(*list, EVERY));
+    let mut names: Vec<&str> = own.flatten().map(Entry::name).collect();
     names.sort_unstable();
     names.dedup();
     format!("`{}`", names.join("`, `"))
@@ -449,7 +488,7 @@ fn the_documented_tables_are_these() {
     let page = include_str!("../../../../../docs/src/security.md");
     // Lines of the page are wrapped.
     let page = &page.replace(",\n", ", ");
-    let missing: Vec<String> = [every(), table(), costs()]
+    let missing: Vec<String> = [every(), table(), image_calls(), costs()]
         .into_iter()
         .filter(|part| !page.contains(part))
         .collect();

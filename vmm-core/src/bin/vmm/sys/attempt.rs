@@ -1,7 +1,7 @@
 //! Does what the sandbox forbids, when a test asks for it: as somebody would who took a thread over. Debug builds only.
 //!
-//! The environment variable `VMM_ATTEMPT` names the kind of thread and the deed: `worker:execve`. It is done when the
-//! first thread of that kind is about to run its body. What it returned, if it did, goes to standard error. `vcpu:cost` is no
+//! The environment variable `VMM_ATTEMPT` names the kind of thread and the deeds: `worker:execve,open`. They are done when the
+//! first thread of that kind is about to run its body; `image` is a `vmm image` that is about to look at an image. What they returned, if it did, goes to standard error. `vcpu:cost` is no
 //! such deed: it measures what the filters take.
 
 use std::{env, fs::File, io, os::fd::AsRawFd, ptr};
@@ -12,23 +12,27 @@ use vmm_core::memory::locate;
 
 /// What is called when the kind of the calling thread is the one that a test wants.
 pub fn run(kind: ThreadKind) {
+    // The threads of images are made by workers, when there is a guest that has requests. Nothing of one is needed here.
+    let wants_storage = |wanted: &str| wanted.starts_with(ThreadKind::Storage.name());
+    if kind == ThreadKind::Worker && env::var("VMM_ATTEMPT").is_ok_and(|wanted| wants_storage(&wanted)) {
+        let _ = thread::spawn(ThreadKind::Storage, "blk-pool", || ());
+    }
+    run_as(kind.name());
+}
+
+/// The same for what has this name.
+pub fn run_as(name: &str) {
     let Ok(wanted) = env::var("VMM_ATTEMPT") else {
         return;
     };
-    let Some((wanted, deed)) = wanted.split_once(':') else {
+    let Some(deeds) = wanted.strip_prefix(name).and_then(|rest| rest.strip_prefix(':')) else {
         return;
     };
-    // The threads of images are made by workers, when there is a guest that has requests. Nothing of one is needed here.
-    if wanted == ThreadKind::Storage.name() && kind == ThreadKind::Worker {
-        let _ = thread::spawn(ThreadKind::Storage, "blk-pool", || ());
-    }
-    if wanted != kind.name() {
-        return;
-    }
-    let result = attempt(deed);
-    match result {
-        Ok(value) => eprintln!("attempt {deed}: {value}"),
-        Err(error) => eprintln!("attempt {deed}: errno {}", error.raw_os_error().unwrap_or(0)),
+    for deed in deeds.split(',') {
+        match attempt(deed) {
+            Ok(value) => eprintln!("attempt {deed}: {value}"),
+            Err(error) => eprintln!("attempt {deed}: errno {}", error.raw_os_error().unwrap_or(0)),
+        }
     }
 }
 
@@ -96,6 +100,10 @@ fn call(deed: &str) -> (c_long, [c_ulong; 6]) {
         "fork" => (libc::SYS_fork, &[]),
         "vfork" => (libc::SYS_vfork, &[]),
         "clone-process" => (libc::SYS_clone, &[number(libc::SIGCHLD)]),
+        "clone-users" => (
+            libc::SYS_clone,
+            &[number(libc::CLONE_NEWUSER | libc::CLONE_NEWNET | libc::SIGCHLD)],
+        ),
         "clone3" => (libc::SYS_clone3, &[0, 0]),
         "execve" => (libc::SYS_execve, &[path(c"/bin/true"), 0, 0]),
         "execveat" => (
@@ -125,6 +133,17 @@ fn call(deed: &str) -> (c_long, [c_ulong; 6]) {
         "keyctl" => (libc::SYS_keyctl, &[0, 0]),
         "perf_event_open" => (libc::SYS_perf_event_open, &[0, 0, 0, 0, 0]),
         "init_module" => (libc::SYS_init_module, &[0, 0, 0]),
+        "finit_module" => (libc::SYS_finit_module, &[0, 0, 0]),
+        "accept" => (libc::SYS_accept, &[0, 0, 0]),
+        "sendmsg" => (libc::SYS_sendmsg, &[0, 0, 0]),
+        "splice" => (libc::SYS_splice, &[0, 0, 0, 0, 0, 0]),
+        "vmsplice" => (libc::SYS_vmsplice, &[0, 0, 0, 0]),
+        "semget" => (libc::SYS_semget, &[0, 1, 0]),
+        "msgget" => (libc::SYS_msgget, &[0, 0]),
+        "mq_unlink" => (libc::SYS_mq_unlink, &[path(c"x")]),
+        "fsopen" => (libc::SYS_fsopen, &[path(c"tmpfs"), 0]),
+        "move_mount" => (libc::SYS_move_mount, &[0, path(c""), 0, path(c""), 0]),
+        "io_uring_enter" => (libc::SYS_io_uring_enter, &[0, 0, 0, 0, 0, 0]),
         "shmget" => (libc::SYS_shmget, &[0, 4096, 0]),
         "bpf" => (libc::SYS_bpf, &[0, 0, 0]),
         "userfaultfd" => (libc::SYS_userfaultfd, &[0]),
