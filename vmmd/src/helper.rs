@@ -21,7 +21,7 @@ use crate::{
     failure::{Failure, file_failed},
     host::Host,
     process::Process,
-    sys::clone::{self, Program},
+    sys::clone::{self, Network, Program},
     text,
 };
 
@@ -67,6 +67,7 @@ pub async fn run(host: &Arc<Host>, job: Job, mut line: impl FnMut(&str) + Send) 
             output: Some(output_end.as_fd()),
             log: errors_end.as_fd(),
             uid: user,
+            network: Network::Empty,
             cgroup: None,
             namespaces: None,
         };

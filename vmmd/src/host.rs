@@ -140,6 +140,7 @@ impl Host {
             store: &self.store,
             requests: &self.requests,
             events: &self.events,
+            ledger: &self.ledger,
             cgroups: self.cgroups.as_ref(),
             links: &self.links,
             networks: &self.networks,

@@ -1,7 +1,12 @@
 //! What the networks need of the daemon.
 
+use std::sync::Arc;
+
 use super::{Links, Networks};
-use crate::{cgroup, config::Config, event::Events, registry::vms::Vms, request::Requests, store::Store};
+use crate::{
+    cgroup, config::Config, event::Events, ledger::Ledger, registry::vms::Vms, request::Requests,
+    store::Store,
+};
 
 /// See the module.
 #[derive(Clone, Copy, Debug)]
@@ -14,6 +19,8 @@ pub struct Ports<'a> {
     pub requests: &'a Requests,
     /// Where what happens is told.
     pub events: &'a Events,
+    /// Where helpers have their user ids from.
+    pub ledger: &'a Arc<Ledger>,
     /// Where the helpers' cgroup goes.
     pub cgroups: Option<&'a cgroup::Parent>,
     /// Network interfaces of the node.

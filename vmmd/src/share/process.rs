@@ -26,7 +26,7 @@ use crate::{
     host::Host,
     paths::{LogDir, RuntimeDir},
     process::Process,
-    sys::clone::{self, Child, FIRST_FD, Namespaces, Program},
+    sys::clone::{self, Child, FIRST_FD, Namespaces, Network, Program},
     text,
 };
 
@@ -183,6 +183,7 @@ fn start(
         output: None,
         log: log.as_fd(),
         uid: 0,
+        network: Network::Empty,
         cgroup: group,
         namespaces: Some(&namespaces),
     };

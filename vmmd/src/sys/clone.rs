@@ -14,13 +14,14 @@ use std::{
     io::{self, Read},
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
     ptr,
+    sync::atomic::{AtomicI32, Ordering},
 };
 
 use rustix::{
     fs::{Mode, OFlags},
     io::Errno,
     process::{Resource, Rlimit, WaitId, WaitIdOptions},
-    thread::{CapabilitySet, CapabilitySets, Gid, Uid},
+    thread::{CapabilitySet, CapabilitySets, Gid, Uid, UnshareFlags},
 };
 
 /// Number of the first passed descriptor in the child.
@@ -45,10 +46,23 @@ pub struct Program<'a> {
     pub log: BorrowedFd<'a>,
     /// User and group id it runs as; not 0, unless it has namespaces.
     pub uid: u32,
+    /// Which network it reaches; with namespaces none in any case.
+    pub network: Network,
     /// Directory of the cgroup v2 that it runs in.
     pub cgroup: Option<BorrowedFd<'a>>,
     /// It is root of namespaces of its own.
     pub namespaces: Option<&'a Namespaces<'a>>,
+}
+
+/// What a program reaches of the network.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Network {
+    /// Nothing: it begins in a network namespace of its own, which is empty. That takes a namespace of users, in which the program's
+    /// user is not mapped: the program sees the kernel's overflow user (65534) as its own. Where the kernel refuses both, the
+    /// program stays in the node's network, and the log says so.
+    Empty,
+    /// That of the node.
+    Node,
 }
 
 /// Namespaces of users, processes, network, IPC and names of the host (namespaces(7)). The program is root of them, with the rights that
@@ -137,24 +151,32 @@ pub fn spawn(program: &Program<'_>) -> io::Result<Child> {
         reap(&pidfd);
         return Err(io::Error::new(error.kind(), format!("map users: {error}")));
     }
-    let mut report = [0; 5];
-    let mut reader = File::from(report_read);
-    match reader.read_exact(&mut report) {
-        Ok(()) => {
-            reap(&pidfd);
-            let [step, errno @ ..] = report;
-            let error = io::Error::from_raw_os_error(i32::from_le_bytes(errno));
-            Err(io::Error::new(
-                error.kind(),
-                format!("{}: {error}", Step::name(step)),
-            ))
-        }
-        // Closed by the exec without a word.
-        Err(_) => Ok(Child {
-            pid: u32::try_from(pid).unwrap_or_default(),
-            pidfd: Some(pidfd),
-        }),
+    if let Some((step, error)) = failure(report_read) {
+        reap(&pidfd);
+        return Err(io::Error::new(
+            error.kind(),
+            format!("{}: {error}", Step::name(step)),
+        ));
     }
+    Ok(Child {
+        pid: u32::try_from(pid).unwrap_or_default(),
+        pidfd: Some(pidfd),
+    })
+}
+
+/// What the child could not do, if it did not execute the program, which closes the pipe.
+fn failure(report: OwnedFd) -> Option<(u8, io::Error)> {
+    let mut report = File::from(report);
+    let mut line = [0; 5];
+    while report.read_exact(&mut line).is_ok() {
+        let [step, errno @ ..] = line;
+        let error = io::Error::from_raw_os_error(i32::from_le_bytes(errno));
+        if step != Step::Network as u8 {
+            return Some((step, error));
+        }
+        tracing::warn!(%error, "a process stays in the node's network: the kernel gives it no namespace of its own");
+    }
+    None
 }
 
 /// Does what a child can't do for itself: says which users of the node the users of its namespace are, and sets its limit of descriptors.
@@ -225,6 +247,8 @@ enum Step {
     Limits,
     Rights,
     User,
+    /// The child continues without it.
+    Network,
     Execute,
 }
 
@@ -259,10 +283,14 @@ fn become_program(
         limits().map_err(|errno| (Step::Limits, errno))?;
         match program.namespaces {
             None => {
-                drop_rights(CapabilitySet::empty()).map_err(|errno| (Step::Rights, errno))?;
                 change_user(program.uid).map_err(|errno| (Step::User, errno))?;
+                leave_network(program.network)
+                    .and_then(|()| drop_rights(CapabilitySet::empty()))
+                    .and_then(|()| set_rights(CapabilitySet::empty()))
+                    .map_err(|errno| (Step::Rights, errno))?;
             }
             Some(namespaces) => {
+                rustix::thread::set_thread_groups(&[]).map_err(|errno| (Step::User, errno))?;
                 drop_rights(FILE_RIGHTS).map_err(|errno| (Step::Rights, errno))?;
                 become_root_of(namespaces).map_err(|errno| (Step::User, errno))?;
             }
@@ -308,7 +336,7 @@ fn arrange(program: &Program<'_>, report: BorrowedFd<'_>) -> Result<RawFd, Errno
         number += 1;
     }
     // The report's old number may have become one of the program's descriptors; `exit_child` uses the parked one.
-    REPORT.store(parked_report, std::sync::atomic::Ordering::Relaxed);
+    REPORT.store(parked_report, Ordering::Relaxed);
     // SAFETY: marks descriptors of this process only, and none that the program is to have.
     let result = unsafe { libc::syscall(libc::SYS_close_range, number, u32::MAX, libc::CLOSE_RANGE_CLOEXEC) };
     check(result)?;
@@ -316,7 +344,7 @@ fn arrange(program: &Program<'_>, report: BorrowedFd<'_>) -> Result<RawFd, Errno
 }
 
 /// Where the child reports to; changed in the child's own copy of memory only.
-static REPORT: std::sync::atomic::AtomicI32 = std::sync::atomic::AtomicI32::new(-1);
+static REPORT: AtomicI32 = AtomicI32::new(-1);
 
 fn park(fd: BorrowedFd<'_>) -> Result<RawFd, Errno> {
     use std::os::fd::IntoRawFd;
@@ -377,7 +405,6 @@ fn become_root_of(namespaces: &Namespaces<'_>) -> Result<(), Errno> {
 /// Gives up all rights for good but those to be kept.
 fn drop_rights(keep: CapabilitySet) -> Result<(), Errno> {
     rustix::thread::set_no_new_privs(true)?;
-    rustix::thread::set_thread_groups(&[])?;
     rustix::thread::clear_ambient_capability_set()?;
     for bit in (0..64).filter(|bit| keep.bits() >> bit & 1 == 0) {
         match rustix::thread::remove_capability_from_bounding_set(CapabilitySet::from_bits_retain(1 << bit)) {
@@ -389,17 +416,40 @@ fn drop_rights(keep: CapabilitySet) -> Result<(), Errno> {
     Ok(())
 }
 
+/// Becomes the user, and keeps the rights that it may take until [`set_rights`].
 fn change_user(uid: u32) -> Result<(), Errno> {
     let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(uid));
+    rustix::thread::set_thread_groups(&[])?;
+    rustix::thread::set_keep_capabilities(true)?;
     rustix::thread::set_thread_res_gid(gid, gid, gid)?;
-    rustix::thread::set_thread_res_uid(uid, uid, uid)?;
-    let none = CapabilitySet::empty();
+    rustix::thread::set_thread_res_uid(uid, uid, uid)
+}
+
+/// Moves to an empty network. The daemon may not be allowed to make one (CAP_SYS_ADMIN), so the namespace of users comes
+/// first, which any user may make. In this namespace the child has all rights until it drops them.
+fn leave_network(network: Network) -> Result<(), Errno> {
+    if network == Network::Empty {
+        #[allow(
+            deprecated,
+            reason = "the child has one thread and no table of descriptors is shared"
+        )]
+        match rustix::thread::unshare(UnshareFlags::NEWUSER | UnshareFlags::NEWNET) {
+            Ok(()) => return Ok(()),
+            Err(errno) => tell(Step::Network, errno),
+        }
+    }
+    // The change of the user has left the right to drop others, but not in effect.
+    set_rights(CapabilitySet::SETPCAP)
+}
+
+/// Has these rights at most, and these in effect.
+fn set_rights(rights: CapabilitySet) -> Result<(), Errno> {
     rustix::thread::set_capabilities(
         None,
         CapabilitySets {
-            effective: none,
-            permitted: none,
-            inheritable: none,
+            effective: rights,
+            permitted: rights,
+            inheritable: CapabilitySet::empty(),
         },
     )
 }
@@ -422,14 +472,20 @@ fn execute(executable: RawFd, arguments: &[*const libc::c_char]) -> Errno {
 }
 
 fn exit_child(report: BorrowedFd<'_>, (step, errno): (Step, Errno)) -> ! {
-    let parked = REPORT.load(std::sync::atomic::Ordering::Relaxed);
-    let report = if parked < 0 { report.as_raw_fd() } else { parked };
+    if REPORT.load(Ordering::Relaxed) < 0 {
+        REPORT.store(report.as_raw_fd(), Ordering::Relaxed);
+    }
+    tell(step, errno);
+    // SAFETY: ends the child at once, without destructors and exit handlers of the daemon.
+    unsafe { libc::_exit(127) }
+}
+
+/// Tells the parent what did not succeed, over [`REPORT`].
+fn tell(step: Step, errno: Errno) {
     let [a, b, c, d] = errno.raw_os_error().to_le_bytes();
     let bytes = [step as u8, a, b, c, d];
     // SAFETY: writes from an array of this length; whether it succeeds makes no difference to what follows.
-    unsafe { libc::write(report, bytes.as_ptr().cast(), bytes.len()) };
-    // SAFETY: ends the child at once, without destructors and exit handlers of the daemon.
-    unsafe { libc::_exit(127) }
+    unsafe { libc::write(REPORT.load(Ordering::Relaxed), bytes.as_ptr().cast(), bytes.len()) };
 }
 
 fn check(result: libc::c_long) -> Result<libc::c_long, Errno> {

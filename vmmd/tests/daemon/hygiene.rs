@@ -112,6 +112,13 @@ async fn a_vmm_has_its_own_user_no_rights_and_no_descriptor_too_many() {
         assert_eq!(field(set), ["0".repeat(16)], "{set}");
     }
     assert_eq!(field("NoNewPrivs:"), ["1"]);
+    let network = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/net")).unwrap();
+    let other = network(&vm_pid(&first).as_raw_nonzero().to_string());
+    let networks = [network(&pid.to_string()), other, network("self")];
+    assert!(
+        (1..networks.len()).all(|index| !networks[..index].contains(&networks[index])),
+        "{networks:?}"
+    );
     let limits = fs::read_to_string(format!("/proc/{pid}/limits")).unwrap();
     let locked = limits
         .lines()

@@ -1,5 +1,5 @@
 //! `vmm image create|resize|import|boot`: no qcow2 image, but its magic and size where a header has them (qcow2 specification,
-//! "Header"), and from byte 4,096 on who made it: "uid=… caps=…".
+//! "Header"), and from byte 4,096 on who made it: "net=… caps=…".
 //!
 //! An executable called `image-fails` has no space, one called `image-hangs` never ends.
 
@@ -49,7 +49,12 @@ pub fn run() -> ! {
                 line.split_whitespace().nth(1).unwrap().to_owned()
             };
             let below = env::args().filter(|argument| argument == "--backing-fd").count();
-            let words = format!("uid={} caps={} below={below}", field("Uid:"), field("CapEff:"));
+            let network = fs::read_link("/proc/self/ns/net").unwrap();
+            let words = format!(
+                "net={} caps={} below={below}",
+                network.display(),
+                field("CapEff:")
+            );
             image.write_all_at(words.as_bytes(), 4096).unwrap();
         }
         "resize" => {

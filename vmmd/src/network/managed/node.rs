@@ -22,7 +22,10 @@ use super::{
     Links, Networks, Ports, bridge, conntrack,
     describe::{failed, tell},
     folder,
-    helper::{self, Table, process},
+    helper::{
+        self, Table,
+        process::{self, Served},
+    },
     nft,
     plan::{self, Found, Step, Wanted},
     rules::{self, Port},
@@ -382,15 +385,20 @@ async fn serve(host: Ports<'_>, record: &NetworkRecord) -> io::Result<bool> {
     };
     let name = bridge(record);
     let link = host.links.find(&name).await?.ok_or(io::ErrorKind::NotFound)?;
-    process::write_table(&folder, &table(&spec, record))?;
+    let table = table(&spec, record);
+    process::write_table(&folder, &table)?;
     let group = host.cgroups.as_ref().and_then(|parent| parent.ready().ok());
+    let served = Served {
+        folder: &folder,
+        bridge: (&name, link.index),
+        gateway: spec.gateway,
+        ipv6: table.ipv6.as_ref(),
+    };
     process::ensure(
-        &folder,
-        (&name, link.index),
-        spec.gateway,
+        &served,
+        host.ledger,
         group.map(|parent| parent.join(CGROUP)).as_deref(),
     )
-    .await
 }
 
 fn wanted(record: &NetworkRecord) -> Option<Wanted> {

@@ -1,23 +1,38 @@
 use std::{
     fs,
-    io::{Seek, SeekFrom},
-    os::unix::fs::MetadataExt,
+    io::{Seek, SeekFrom, Write as _},
+    net::{SocketAddr, TcpListener},
+    os::{
+        linux::net::SocketAddrExt as _,
+        unix::{
+            fs::MetadataExt,
+            net::{SocketAddr as UnixAddress, UnixListener},
+        },
+    },
 };
+
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, addr::SocketAddrArg as _};
 
 use super::*;
 
-/// Runs `/bin/sh -c script` as uid 1900000001 with `fds`; returns what it printed. Needs root.
+/// Runs `/bin/sh -c script` as uid 1900000001 with `fds` in the node's network; returns what it printed. Needs root.
 fn run(script: &str, fds: &[BorrowedFd<'_>]) -> String {
-    let mut log = tempfile::tempfile().unwrap();
     let shell = File::open("/bin/sh").unwrap();
-    let arguments = [c"sh".into(), c"-c".into(), CString::new(script).unwrap()];
+    execute_in(Network::Node, &shell, &["sh", "-c", script], fds)
+}
+
+/// The same of a program in one of the networks.
+fn execute_in(network: Network, executable: &File, words: &[&str], fds: &[BorrowedFd<'_>]) -> String {
+    let mut log = tempfile::tempfile().unwrap();
+    let arguments: Vec<_> = words.iter().map(|word| CString::new(*word).unwrap()).collect();
     let program = Program {
-        executable: shell.as_fd(),
+        executable: executable.as_fd(),
         arguments: &arguments,
         fds,
         output: None,
         log: log.as_fd(),
         uid: 1_900_000_001,
+        network,
         cgroup: None,
         namespaces: None,
     };
@@ -53,6 +68,162 @@ fn the_program_has_its_own_user_and_no_rights() {
         assert_eq!(field(set), "0".repeat(16), "{set}");
     }
     assert_eq!(field("NoNewPrivs"), "1");
+}
+
+/// What the program of the next test does: it tries to reach the test, by its own calls and by a ring of io_uring, whose
+/// operations no seccomp filter sees. The test's TCP port is in its first descriptor.
+#[test]
+#[ignore = "runs in a process that another test starts"]
+fn reach_the_test() {
+    let mut port = String::new();
+    // SAFETY: the test has passed this descriptor, and nothing else uses it.
+    let mut file = unsafe { File::from_raw_fd(FIRST_FD.try_into().unwrap()) };
+    file.seek(SeekFrom::Start(0)).unwrap();
+    file.read_to_string(&mut port).unwrap();
+    let tcp: SocketAddr = format!("127.0.0.1:{port}").parse().unwrap();
+    let name = abstract_name(rustix::process::getppid().unwrap());
+    let unix = SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap();
+    let kinds = [
+        ("tcp", AddressFamily::INET, tcp.as_any()),
+        ("unix", AddressFamily::UNIX, unix.as_any()),
+    ];
+    for (name, family, address) in kinds {
+        let socket = rustix::net::socket(family, SocketType::STREAM, None).unwrap();
+        let connected = rustix::net::connect(&socket, &address).map_err(Errno::raw_os_error);
+        println!("call {name} {}", connected.err().unwrap_or(0));
+        let socket = in_ring(IORING_OP_SOCKET, family.as_raw().into(), 1, 0, 0);
+        let (start, length) = (address.as_ptr() as u64, address.addr_len());
+        let connected = in_ring(IORING_OP_CONNECT, socket, length.into(), start, 0);
+        println!("ring {name} {}", -connected);
+    }
+    let interfaces = fs::read_to_string("/proc/self/net/dev").unwrap();
+    let lo_alone = interfaces
+        .lines()
+        .skip(2)
+        .all(|line| line.trim().starts_with("lo:"));
+    println!("lo alone {lo_alone}");
+}
+
+fn abstract_name(pid: rustix::process::Pid) -> String {
+    format!("vmmd-test-{}", pid.as_raw_nonzero())
+}
+
+// linux/io_uring.h.
+const IORING_OP_CONNECT: u8 = 16;
+const IORING_OP_SOCKET: u8 = 45;
+const IORING_ENTER_GETEVENTS: libc::c_uint = 1;
+const PAGE: usize = 4096;
+const IORING_OFF_SQES: i64 = 0x1000_0000;
+
+/// The result of one operation in a new ring of one entry (io_uring(7)): the fields of its entry are descriptor, offset, address and
+/// length.
+#[allow(clippy::cast_possible_truncation, reason = "halves of 64 bits")]
+fn in_ring(operation: u8, fd: i32, offset: u64, address: u64, length: u32) -> i32 {
+    // The fields of struct io_uring_params, in words: flags is 2, sq_off begins at 10, cq_off at 20.
+    let mut parameters = [0_u32; 30];
+    // SAFETY: the kernel reads and writes a structure of that size.
+    let ring = unsafe { libc::syscall(libc::SYS_io_uring_setup, 1, parameters.as_mut_ptr()) };
+    let ring = i32::try_from(ring).unwrap();
+    assert!(ring >= 0, "io_uring_setup: {}", io::Error::last_os_error());
+    // The rings of one entry fit into a page.
+    let map = |offset| {
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let memory = unsafe { libc::mmap(ptr::null_mut(), PAGE, access, libc::MAP_SHARED, ring, offset) };
+        assert_ne!(memory, libc::MAP_FAILED);
+        memory.cast::<u32>()
+    };
+    let words = |page: *mut u32| {
+        // SAFETY: a page of integers that stays mapped, of which one slice is in use at a time.
+        unsafe { std::slice::from_raw_parts_mut(page, PAGE / 4) }
+    };
+    let (rings, entries) = (map(0), map(IORING_OFF_SQES));
+    let halves = |value: u64| [value as u32, (value >> 32) as u32];
+    let entry = words(entries);
+    entry[..2].copy_from_slice(&[operation.into(), fd.cast_unsigned()]);
+    entry[2..4].copy_from_slice(&halves(offset));
+    entry[4..6].copy_from_slice(&halves(address));
+    entry[6] = length;
+    let field = |index: usize| parameters[index] as usize / 4;
+    words(rings)[field(16)] = 0;
+    words(rings)[field(11)] = 1;
+    // SAFETY: the kernel reads the entry and writes its completion, while no slice of both is in use.
+    let entered =
+        unsafe { libc::syscall(libc::SYS_io_uring_enter, ring, 1, 1, IORING_ENTER_GETEVENTS, 0, 0) };
+    assert_eq!(entered, 1, "{}", io::Error::last_os_error());
+    words(rings)[field(25) + 2].cast_signed()
+}
+
+#[test]
+fn program_in_an_empty_network_reaches_no_socket_of_the_node() {
+    let tcp = TcpListener::bind("127.0.0.1:0").unwrap();
+    let name = abstract_name(rustix::process::getpid());
+    let address = UnixAddress::from_abstract_name(name).unwrap();
+    let _unix = UnixListener::bind_addr(&address).unwrap();
+    let mut port = tempfile::tempfile().unwrap();
+    write!(port, "{}", tcp.local_addr().unwrap().port()).unwrap();
+    let own = File::open("/proc/self/exe").unwrap();
+    let test = "sys::clone::tests::reach_the_test";
+    let reached = |network| {
+        let words = [
+            "test",
+            "--exact",
+            test,
+            "--ignored",
+            "--nocapture",
+            "--test-threads=1",
+        ];
+        let said = execute_in(network, &own, &words, &[port.as_fd()]);
+        let lines = said.lines().filter(|line| {
+            let words = ["call ", "ring ", "lo alone "];
+            words.iter().any(|word| line.starts_with(word))
+        });
+        lines.collect::<Vec<_>>().join(", ")
+    };
+    let all = "call tcp 0, ring tcp 0, call unix 0, ring unix 0";
+    assert!(
+        reached(Network::Node).starts_with(all),
+        "{}",
+        reached(Network::Node)
+    );
+    let (unreachable, refused) = (libc::ENETUNREACH, libc::ECONNREFUSED);
+    let none = format!(
+        "call tcp {unreachable}, ring tcp {unreachable}, call unix {refused}, ring unix {refused}, lo alone true"
+    );
+    assert_eq!(reached(Network::Empty), none);
+}
+
+#[test]
+fn program_in_an_empty_network_has_no_rights_and_its_own_user() {
+    let log = tempfile::tempfile().unwrap();
+    let shell = File::open("/bin/sh").unwrap();
+    let program = Program {
+        executable: shell.as_fd(),
+        arguments: &[c"sh".into(), c"-c".into(), c"kill -STOP $$".into()],
+        fds: &[],
+        output: None,
+        log: log.as_fd(),
+        uid: 1_900_000_001,
+        network: Network::Empty,
+        cgroup: None,
+        namespaces: None,
+    };
+    let child = spawn(&program).unwrap();
+    let seen = |pid: &str, name: &str| fs::read_link(format!("/proc/{pid}/ns/{name}")).unwrap();
+    let pid = child.pid.to_string();
+    for name in ["net", "user"] {
+        assert_ne!(seen(&pid, name), seen("self", name), "{name}");
+    }
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let own = format!("\nUid:{}\n", "\t1900000001".repeat(4));
+    assert!(status.contains(&own), "{status}");
+    for set in ["CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"] {
+        assert!(
+            status.contains(&format!("\n{set}:\t{}\n", "0".repeat(16))),
+            "{status}"
+        );
+    }
+    assert!(status.contains("\nNoNewPrivs:\t1\n"), "{status}");
 }
 
 #[test]
@@ -105,6 +276,7 @@ fn what_cannot_be_executed_is_an_error_that_says_so_and_leaves_no_process() {
         output: None,
         log: log.as_fd(),
         uid: 1_900_000_001,
+        network: Network::Empty,
         cgroup: None,
         namespaces: None,
     };
@@ -127,6 +299,7 @@ fn root_is_refused() {
         output: None,
         log: file.as_fd(),
         uid: 0,
+        network: Network::Empty,
         cgroup: None,
         namespaces: None,
     };
@@ -144,6 +317,7 @@ fn a_child_that_nobody_watches_is_killed_and_reaped() {
             output: None,
             log: log.as_fd(),
             uid: 1_900_000_001,
+            network: Network::Empty,
             cgroup: None,
             namespaces: None,
         };
@@ -183,6 +357,7 @@ fn a_program_in_namespaces_is_root_of_the_mapped_users_alone() {
         output: None,
         log: log.as_fd(),
         uid: 0,
+        network: Network::Empty,
         cgroup: None,
         namespaces: Some(&namespaces),
     };
@@ -218,6 +393,7 @@ fn users_that_can_not_be_mapped_are_an_error_and_leave_no_process() {
         output: None,
         log: log.as_fd(),
         uid: 0,
+        network: Network::Empty,
         cgroup: None,
         namespaces: Some(&namespaces),
     };

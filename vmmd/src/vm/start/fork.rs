@@ -12,7 +12,7 @@ use std::{
 use super::failures::failed;
 use crate::{
     failure::Failure,
-    sys::clone::{self, FIRST_FD, Program},
+    sys::clone::{self, FIRST_FD, Network, Program},
 };
 
 pub(super) struct Spawn {
@@ -46,6 +46,7 @@ pub(super) fn spawn(spawn: &Spawn) -> Result<clone::Child, Failure> {
         output: None,
         log: spawn.log.as_fd(),
         uid: spawn.uid,
+        network: Network::Empty,
         cgroup: spawn.group.as_ref().map(AsFd::as_fd),
         namespaces: None,
     };

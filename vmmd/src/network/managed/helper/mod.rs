@@ -4,6 +4,7 @@
 //! ([`server`]) with sockets on the bridge and no rights, and reads a [`Table`] that the daemon writes. So it goes on when the
 //! daemon is killed or exchanged.
 
+mod confine;
 mod dhcp;
 mod dns;
 mod forward;

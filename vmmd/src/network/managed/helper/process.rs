@@ -4,24 +4,28 @@
 //! process is known by its number and the time of its start, so another one with the same number is never taken for it.
 
 use std::{
-    ffi::OsStr,
-    fs, io,
+    ffi::{CString, OsStr},
+    fs::{self, File},
+    io,
     net::{Ipv4Addr, SocketAddrV4},
     os::{
-        fd::OwnedFd,
+        fd::{AsFd as _, OwnedFd},
         unix::{ffi::OsStrExt as _, fs::PermissionsExt as _},
     },
     path::{Path, PathBuf},
-    process::Stdio,
+    sync::Arc,
 };
 
+use super::{Ipv6, Table, ra, server::TABLE};
+use crate::{
+    fault,
+    ledger::Ledger,
+    process::Process,
+    sys::clone::{self, Child, Network, Program},
+};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
 use socket2::{Domain, Protocol, Socket, Type};
-use tokio::process::Command;
-
-use super::{Table, server::TABLE};
-use crate::fault;
 
 /// Ports of DHCP and DNS servers.
 const DHCP: u16 = 67;
@@ -73,16 +77,25 @@ fn replace(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
     fs::rename(&new, path)
 }
 
-/// Sees to it that a helper of this version serves the bridge of that name and index, which has the address `gateway`; a new one
-/// goes into the cgroup. True when one had to be started.
-pub async fn ensure(
-    folder: &Path,
-    (name, bridge): (&str, u32),
-    gateway: Ipv4Addr,
-    cgroup: Option<&Path>,
-) -> io::Result<bool> {
+/// The network that a helper is to serve.
+#[derive(Debug)]
+pub struct Served<'a> {
+    /// Where its table is.
+    pub folder: &'a Path,
+    /// Name and index of its bridge.
+    pub bridge: (&'a str, u32),
+    /// The bridge's address.
+    pub gateway: Ipv4Addr,
+    /// With IPv6.
+    pub ipv6: Option<&'a Ipv6>,
+}
+
+/// Sees to it that a helper of this version serves the network. A new one has a user id of its own and goes into the cgroup. True
+/// when one had to be started.
+pub fn ensure(served: &Served<'_>, ledger: &Arc<Ledger>, cgroup: Option<&Path>) -> io::Result<bool> {
     let version = env!("CARGO_PKG_VERSION");
-    let before = Server::read(folder);
+    let before = Server::read(served.folder);
+    let (name, bridge) = served.bridge;
     if let Some(server) = &before
         && server.lives()
         && server.version == version
@@ -90,48 +103,78 @@ pub async fn ensure(
     {
         return Ok(false);
     }
-    let dhcp = socket(name, SocketAddrV4::new(Ipv4Addr::UNSPECIFIED, DHCP))?;
-    let dns = socket(name, SocketAddrV4::new(gateway, DNS)).map_err(|error| {
-        let message = format!("port {DNS} of {gateway}, which a name server of the node may have: {error}");
-        io::Error::new(error.kind(), message)
-    })?;
-    fault::step("start a helper");
-    // The file may have been exchanged since the daemon was started.
-    let mut child = Command::new("/proc/self/exe")
-        .arg("serve-network")
-        .arg(folder)
-        .stdin(Stdio::from(OwnedFd::from(dhcp)))
-        .stdout(Stdio::from(OwnedFd::from(dns)))
-        .env_clear()
-        .spawn()?;
-    let pid = child.id().and_then(|pid| i32::try_from(pid).ok()).unwrap_or(0);
-    if let Some(Err(error)) = cgroup.map(|cgroup| join(cgroup, pid)) {
-        tracing::warn!(%error, network = name, "the helper of a network stays in the daemon's cgroup");
-    }
+    let claim = ledger.claim("the helper of a network");
+    let claim = claim.map_err(|failure| io::Error::other(failure.message))?;
+    let child = start(served, claim.user(), cgroup)?;
+    let pid = i32::try_from(child.pid()).unwrap_or(0);
     let server = Server {
         pid,
         started: started(pid).unwrap_or(0),
         version: version.to_owned(),
         bridge,
     };
-    replace(&folder.join(SERVER), &serde_json::to_vec(&server)?, 0o600)?;
+    replace(&served.folder.join(SERVER), &serde_json::to_vec(&server)?, 0o600)?;
+    let process = child.watched(Process::new)?;
     // The old one goes when the new one is there, so that no client waits.
     if let Some(before) = before {
         kill(&before);
     }
     let network = name.to_owned();
     tokio::spawn(async move {
-        let ended = child.wait().await;
+        let ended = process.status().await;
         tracing::info!(network, ?ended, "the helper of a network has ended");
+        drop(claim);
     });
     Ok(true)
 }
 
-/// Moves a process into a cgroup, which is made when there is none.
-fn join(cgroup: &Path, pid: i32) -> io::Result<()> {
-    fault::step("move a helper to its cgroup");
-    fs::create_dir_all(cgroup)?;
-    fs::write(cgroup.join("cgroup.procs"), pid.to_string())
+fn start(served: &Served<'_>, uid: u32, cgroup: Option<&Path>) -> io::Result<Child> {
+    let (name, _) = served.bridge;
+    let dhcp = socket(name, SocketAddrV4::new(Ipv4Addr::UNSPECIFIED, DHCP))?;
+    let dns = socket(name, SocketAddrV4::new(served.gateway, DNS)).map_err(|error| {
+        let message = format!(
+            "port {DNS} of {}, which a name server of the node may have: {error}",
+            served.gateway
+        );
+        io::Error::new(error.kind(), message)
+    })?;
+    let routers = served.ipv6.map(ra::open).transpose()?;
+    let folder = File::open(served.folder)?;
+    let group = cgroup.map(group).and_then(|group| {
+        let failed = |error: &io::Error| {
+            tracing::warn!(%error, network = name, "the helper of a network stays in the daemon's cgroup");
+        };
+        group.inspect_err(failed).ok()
+    });
+    let arguments = ["vmmd", "serve-network"].map(str::as_bytes);
+    let arguments = arguments
+        .into_iter()
+        .chain([served.folder.as_os_str().as_bytes()]);
+    let arguments: Vec<_> = arguments.flat_map(CString::new).collect();
+    let mut fds = vec![folder.as_fd(), dhcp.as_fd(), dns.as_fd()];
+    fds.extend(routers.iter().map(Socket::as_fd));
+    fault::step("start a helper");
+    // The file may have been exchanged since the daemon was started.
+    let executable = File::open("/proc/self/exe")?;
+    clone::spawn(&Program {
+        executable: executable.as_fd(),
+        arguments: &arguments,
+        fds: &fds,
+        output: None,
+        log: io::stderr().as_fd(),
+        uid,
+        // It opens sockets for name servers there, and leaves it then.
+        network: Network::Node,
+        cgroup: group.as_ref().map(OwnedFd::as_fd),
+        namespaces: None,
+    })
+}
+
+/// The helpers' cgroup, which is made when there is none.
+fn group(path: &Path) -> io::Result<OwnedFd> {
+    fault::step("make the helpers' cgroup");
+    fs::create_dir_all(path)?;
+    Ok(File::open(path)?.into())
 }
 
 /// Ends the processes that serve a network with a folder in `networks`, whose folder names another process or none: the daemon that started them ended

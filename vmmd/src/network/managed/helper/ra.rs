@@ -31,8 +31,8 @@ const ROUTERS: Ipv6Addr = Ipv6Addr::new(0xff02, 0, 0, 0, 0, 0, 0, 2);
 /// What a router's messages have left of their hops: who hears another number knows that they come from elsewhere (RFC 4861, 6.1.2).
 const HOPS: u32 = 255;
 
-/// A socket for ICMPv6 on the network's interface, and where all its nodes are reached. Needs CAP_NET_RAW.
-pub fn open(ipv6: &Ipv6) -> io::Result<(UdpSocket, SocketAddrV6)> {
+/// A socket for ICMPv6 on the network's interface. Needs CAP_NET_RAW.
+pub fn open(ipv6: &Ipv6) -> io::Result<Socket> {
     let socket = Socket::new(Domain::IPV6, Type::RAW, Some(Protocol::ICMPV6))?;
     let index = name_to_index(&socket, &ipv6.bridge)?;
     socket.bind_device(Some(ipv6.bridge.as_bytes()))?;
@@ -41,10 +41,13 @@ pub fn open(ipv6: &Ipv6) -> io::Result<(UdpSocket, SocketAddrV6)> {
     socket.set_multicast_loop_v6(false)?;
     socket.join_multicast_v6(&ROUTERS, index)?;
     socket.set_nonblocking(true)?;
-    Ok((
-        std::os::fd::OwnedFd::from(socket).into(),
-        SocketAddrV6::new(NODES, 0, 0, index),
-    ))
+    Ok(socket)
+}
+
+/// Where such a socket reaches all nodes of the network.
+pub fn nodes(socket: &UdpSocket, ipv6: &Ipv6) -> io::Result<SocketAddrV6> {
+    let index = name_to_index(socket, &ipv6.bridge)?;
+    Ok(SocketAddrV6::new(NODES, 0, 0, index))
 }
 
 /// Whether a message asks for an advertisement.

@@ -1,14 +1,14 @@
 //! The process that answers the DHCP and DNS clients of one network, and its IPv6 hosts.
 //!
-//! It is started with sockets that are bound to the bridge as its standard input (DHCP) and output (DNS), and with the folder that
-//! the daemon writes the table to. It gives up all rights before it reads the first packet, and lives until it is killed.
+//! The daemon starts it with sockets that are bound to the bridge and with the folder that the daemon writes the table to. It gives up
+//! all rights ([`confine`](super::confine)) before it reads the first packet, and lives until it is killed.
 
 use std::{
-    fs::{self, File},
+    fs::File,
     io::{self, Read as _},
     net::{SocketAddr, SocketAddrV6, ToSocketAddrs, UdpSocket},
     os::{fd::AsFd as _, unix::fs::MetadataExt as _},
-    path::{Path, PathBuf},
+    path::PathBuf,
     time::{Duration, Instant},
 };
 
@@ -16,20 +16,19 @@ use anyhow::Context as _;
 use clap::Args;
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
+    fs::{Mode, OFlags, openat},
     io::Errno,
-    process::{Gid, Uid, chdir},
-    thread::{
-        CapabilitySet, CapabilitySets, UnshareFlags, set_capabilities, set_no_new_privs, set_thread_groups,
-        set_thread_res_gid, set_thread_res_uid,
-    },
 };
 
 use super::{
-    Table, dhcp,
+    Table,
+    confine::confine,
+    dhcp,
     dns::{self, Verdict},
     forward::Forwarder,
     ra,
 };
+use crate::sys::{self, clone::FIRST_FD};
 
 /// The table's name in its folder.
 pub const TABLE: &str = "table.json";
@@ -37,36 +36,39 @@ pub const TABLE: &str = "table.json";
 const MAX_TABLE: u64 = 16 << 20;
 /// Largest UDP packet.
 const MAX_PACKET: usize = 65_535;
-/// Nobody, as Debian numbers it: a user who owns nothing.
-const NOBODY: u32 = 65534;
 
 /// `vmmd serve-network`.
 #[derive(Debug, Args)]
 pub struct ServeNetwork {
-    /// Folder with the table.
+    /// Folder with the table: what a later daemon knows the process by. It is read through a descriptor.
     folder: PathBuf,
 }
 
 /// Serves until it is killed.
 pub fn run(arguments: &ServeNetwork) -> anyhow::Result<()> {
-    let dhcp = io::stdin().as_fd().try_clone_to_owned();
-    let dns = io::stdout().as_fd().try_clone_to_owned();
+    let take = |index: usize| sys::inherited(FIRST_FD + index);
+    let folder = take(0).context("take the network's folder")?;
     // Whether the network has IPv6 never changes.
-    let table = fs::read(arguments.folder.join(TABLE)).ok();
-    let table: Option<Table> = table.and_then(|text| serde_json::from_slice(&text).ok());
-    let routers = table.and_then(|table| table.ipv6).map(|ipv6| ra::open(&ipv6));
+    let table = openat(&folder, TABLE, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
+    let table = table.ok().map(File::from).and_then(|file| read(file).ok());
+    let routers = table.and_then(|table| table.ipv6).map(|ipv6| {
+        let socket = UdpSocket::from(take(3)?);
+        let nodes = ra::nodes(&socket, &ipv6)?;
+        io::Result::Ok((socket, nodes))
+    });
     let mut server = Server {
         routers: routers
             .transpose()
-            .context("open the socket for router advertisements")?,
+            .context("take the socket for router advertisements")?,
         schedule: ra::Schedule::default(),
-        dhcp: UdpSocket::from(dhcp.context("take the socket for DHCP")?),
-        dns: UdpSocket::from(dns.context("take the socket for DNS")?),
+        dhcp: UdpSocket::from(take(1).context("take the socket for DHCP")?),
+        dns: UdpSocket::from(take(2).context("take the socket for DNS")?),
         forwarder: Forwarder::open().context("open sockets for name servers")?,
         tables: Tables::of(TABLE.into()),
         packet: vec![0; MAX_PACKET],
     };
-    confine(&arguments.folder).context("give up rights")?;
+    confine(folder.as_fd())
+        .with_context(|| format!("give up rights beside {}", arguments.folder.display()))?;
     loop {
         if let Err(error) = server.turn() {
             // Of the interface while it is down.
@@ -228,31 +230,10 @@ fn received(result: io::Result<(usize, SocketAddr)>) -> io::Result<Option<(usize
     }
 }
 
-/// Keeps the sockets and one folder: another user, no capabilities, no way to get rights, and no other network where the kernel
-/// lets a user make one.
-fn confine(folder: &Path) -> io::Result<()> {
-    chdir(folder)?;
-    set_thread_groups(&[])?;
-    let (group, user) = (Gid::from_raw(NOBODY), Uid::from_raw(NOBODY));
-    set_thread_res_gid(group, group, group)?;
-    // With its user it loses all capabilities.
-    set_thread_res_uid(user, user, user)?;
-    set_no_new_privs(true)?;
-    #[allow(deprecated, reason = "the process has one thread")]
-    if let Err(error) = rustix::thread::unshare(UnshareFlags::NEWUSER | UnshareFlags::NEWNET) {
-        eprintln!("the helper stays in the node's network: {error}");
-    }
-    // In a user namespace of its own it would have all of them again.
-    let none = CapabilitySet::empty();
-    set_capabilities(
-        None,
-        CapabilitySets {
-            effective: none,
-            permitted: none,
-            inheritable: none,
-        },
-    )?;
-    Ok(())
+fn read(file: File) -> anyhow::Result<Table> {
+    let mut text = Vec::new();
+    file.take(MAX_TABLE).read_to_end(&mut text)?;
+    Ok(serde_json::from_slice(&text)?)
 }
 
 /// The table as it was read last.
@@ -294,6 +275,8 @@ impl Tables {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::{
         super::{Host, dhcp::tests::table, process::write_table},
         *,
