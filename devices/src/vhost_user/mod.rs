@@ -25,7 +25,8 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::{GuestMemory, sys::event::event_fd};
 
-/// How long a back end may take for an answer that it does not have to wait for.
+/// How long a back end may take for all answers of one operation, none of which it has to wait for: a VM's pause, start or stop may
+/// wait for it.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// Most regions of memory in one table (the protocol's limit without CONFIGURE_MEM_SLOTS).
 const MAX_REGIONS: usize = 8;
@@ -50,6 +51,17 @@ enum Direction {
     Load = 1,
 }
 
+/// The eventfds of a ring.
+#[derive(Clone, Copy)]
+pub struct RingEvents<'a> {
+    /// The driver's notifications.
+    pub kick: &'a EventFd,
+    /// Interrupts for the driver.
+    pub call: &'a EventFd,
+    /// The back end found the ring corrupt.
+    pub error: &'a EventFd,
+}
+
 /// A connection to a back end. After an error it is of no use any more.
 #[derive(Debug)]
 pub struct FrontEnd {
@@ -65,8 +77,9 @@ pub struct FrontEnd {
 }
 
 impl FrontEnd {
-    /// Greets the back end behind a connected UNIX stream socket, and becomes its owner.
-    pub fn new(socket: OwnedFd) -> io::Result<Self> {
+    /// Greets the back end behind a connected UNIX stream socket, and becomes its owner. Here and below the back end has time until
+    /// `deadline`, which is that of the whole operation ([`deadline`]).
+    pub fn new(socket: OwnedFd, deadline: Instant) -> io::Result<Self> {
         let mut front = Self {
             socket,
             features: 0,
@@ -74,15 +87,15 @@ impl FrontEnd {
             has_state: false,
             stopping: None,
         };
-        front.features = front.number(Request::GetFeatures)?;
+        front.features = front.number(Request::GetFeatures, deadline)?;
         if front.features & PROTOCOL_FEATURES != 0 {
-            let offered = front.number(Request::GetProtocolFeatures)?;
+            let offered = front.number(Request::GetProtocolFeatures, deadline)?;
             let taken = offered & (REPLY_ACK | MULTI_QUEUE | DEVICE_STATE);
-            front.set(Request::SetProtocolFeatures, &taken.to_le_bytes(), &[])?;
+            front.set(Request::SetProtocolFeatures, &taken.to_le_bytes(), &[], deadline)?;
             front.acknowledged = taken & REPLY_ACK != 0;
             front.has_state = taken & DEVICE_STATE != 0;
         }
-        front.set(Request::SetOwner, &[], &[])?;
+        front.set(Request::SetOwner, &[], &[], deadline)?;
         Ok(front)
     }
 
@@ -97,19 +110,19 @@ impl FrontEnd {
     }
 
     /// Accepts features: those that the driver has accepted, which all have to be on offer.
-    pub fn set_features(&mut self, accepted: u64) -> io::Result<()> {
+    pub fn set_features(&mut self, accepted: u64, deadline: Instant) -> io::Result<()> {
         if accepted & !self.features != 0 {
             return Err(io::Error::other(
                 "the back end lacks a feature that the driver uses",
             ));
         }
         let features = accepted | self.features & PROTOCOL_FEATURES;
-        self.set(Request::SetFeatures, &features.to_le_bytes(), &[])
+        self.set(Request::SetFeatures, &features.to_le_bytes(), &[], deadline)
     }
 
     /// Hands guest memory over, which has to be shared: each region is a piece of a file. Addresses of rings are
     /// guest-physical ones: they are used for "user addresses" too, which the back end only translates.
-    pub fn set_memory(&mut self, memory: &GuestMemory) -> io::Result<()> {
+    pub fn set_memory(&mut self, memory: &GuestMemory, deadline: Instant) -> io::Result<()> {
         let mut regions = Vec::new();
         let mut files: Vec<BorrowedFd<'_>> = Vec::new();
         for region in memory.iter() {
@@ -126,7 +139,7 @@ impl FrontEnd {
         let count = u32::try_from(regions.len()).unwrap_or(0);
         let mut body = [count.to_le_bytes(), [0; 4]].concat();
         body.extend(regions.iter().flatten().flat_map(|word| word.to_le_bytes()));
-        self.set(Request::SetMemTable, &body, &files)
+        self.set(Request::SetMemTable, &body, &files, deadline)
     }
 
     /// Sets a ring up, from the available entry `base` on, and starts it.
@@ -135,30 +148,32 @@ impl FrontEnd {
         index: u32,
         base: u16,
         addresses: &RingAddresses,
-        kick: &EventFd,
-        call: &EventFd,
-        error: &EventFd,
+        events: &RingEvents<'_>,
+        deadline: Instant,
     ) -> io::Result<()> {
+        let features = self.features;
+        let mut set = |request, body: &[u8], fds: &[BorrowedFd<'_>]| self.set(request, body, fds, deadline);
         let state = |value: u32| [index.to_le_bytes(), value.to_le_bytes()].concat();
-        self.set(Request::SetVringNum, &state(addresses.size.into()), &[])?;
-        self.set(Request::SetVringAddr, &addresses.body(index), &[])?;
-        self.set(Request::SetVringBase, &state(base.into()), &[])?;
+        set(Request::SetVringNum, &state(addresses.size.into()), &[])?;
+        set(Request::SetVringAddr, &addresses.body(index), &[])?;
+        set(Request::SetVringBase, &state(base.into()), &[])?;
         let number = u64::from(index).to_le_bytes();
-        self.set(Request::SetVringErr, &number, &[event_fd(error)])?;
-        self.set(Request::SetVringCall, &number, &[event_fd(call)])?;
-        self.set(Request::SetVringKick, &number, &[event_fd(kick)])?;
-        if self.features & PROTOCOL_FEATURES != 0 {
-            self.set(Request::SetVringEnable, &state(1), &[])?;
+        set(Request::SetVringErr, &number, &[event_fd(events.error)])?;
+        set(Request::SetVringCall, &number, &[event_fd(events.call)])?;
+        set(Request::SetVringKick, &number, &[event_fd(events.kick)])?;
+        if features & PROTOCOL_FEATURES != 0 {
+            set(Request::SetVringEnable, &state(1), &[])?;
         }
         Ok(())
     }
 
     /// Gives a ring another eventfd for its interrupts.
-    pub fn set_call(&mut self, index: u32, call: &EventFd) -> io::Result<()> {
+    pub fn set_call(&mut self, index: u32, call: &EventFd, deadline: Instant) -> io::Result<()> {
         self.set(
             Request::SetVringCall,
             &u64::from(index).to_le_bytes(),
             &[event_fd(call)],
+            deadline,
         )
     }
 
@@ -168,7 +183,7 @@ impl FrontEnd {
         match self.stopping {
             None => {
                 let body = [index.to_le_bytes(), [0; 4]].concat();
-                self.send(Request::GetVringBase, 0, &body, &[])?;
+                self.send(Request::GetVringBase, 0, &body, &[], deadline)?;
                 self.stopping = Some(index);
             }
             Some(other) if other != index => {
@@ -179,7 +194,7 @@ impl FrontEnd {
         if !wait(&self.socket, PollFlags::IN, deadline)? {
             return Ok(None);
         }
-        let reply: [u8; 8] = self.reply(Request::GetVringBase)?;
+        let reply: [u8; 8] = self.reply(Request::GetVringBase, deadline)?;
         self.stopping = None;
         let [a, b, c, d, base @ ..] = reply;
         let base = u16::try_from(u32::from_le_bytes(base));
@@ -192,10 +207,10 @@ impl FrontEnd {
     /// The state of the back end, in its own format: at most 3.5 MiB. All rings are stopped.
     pub fn save_state(&self) -> io::Result<Vec<u8>> {
         let (from, to) = pipe_with(PipeFlags::CLOEXEC)?;
-        self.transfer(Direction::Save, &to)?;
+        let deadline = after(STATE_PATIENCE);
+        self.transfer(Direction::Save, &to, deadline)?;
         // Its end is then the end of the state.
         drop(to);
-        let deadline = after(STATE_PATIENCE);
         let mut state = Vec::new();
         let mut piece = vec![0; 16 * PIPE_BUF];
         loop {
@@ -216,9 +231,9 @@ impl FrontEnd {
     /// Gives the back end a state that another one of its kind has saved. No ring is started yet.
     pub fn load_state(&self, mut state: &[u8]) -> io::Result<()> {
         let (from, to) = pipe_with(PipeFlags::CLOEXEC)?;
-        self.transfer(Direction::Load, &from)?;
-        drop(from);
         let deadline = after(STATE_PATIENCE);
+        self.transfer(Direction::Load, &from, deadline)?;
+        drop(from);
         while !state.is_empty() {
             if !wait(&to, PollFlags::OUT, deadline)? {
                 return Err(io::ErrorKind::TimedOut.into());
@@ -232,15 +247,16 @@ impl FrontEnd {
     }
 
     /// Hands the back end's end of a pipe over, through which its state goes.
-    fn transfer(&self, direction: Direction, pipe: &OwnedFd) -> io::Result<()> {
+    fn transfer(&self, direction: Direction, pipe: &OwnedFd, deadline: Instant) -> io::Result<()> {
         if !self.has_state {
             return Err(io::Error::other("the back end can't save its state"));
         }
         // In the only phase that there is: it is stopped.
         let body = [(direction as u32).to_le_bytes(), [0; 4]].concat();
-        self.send(Request::SetDeviceStateFd, 0, &body, &[pipe.as_fd()])?;
+        let pipe = [pipe.as_fd()];
+        self.send(Request::SetDeviceStateFd, 0, &body, &pipe, deadline)?;
         // Bit 8: no other descriptor comes back ("Back-end message: SET_DEVICE_STATE_FD").
-        match u64::from_le_bytes(self.reply(Request::SetDeviceStateFd)?) {
+        match u64::from_le_bytes(self.reply(Request::SetDeviceStateFd, deadline)?) {
             0x100 => Ok(()),
             _ => Err(io::Error::other("the back end refused to transfer its state")),
         }
@@ -248,35 +264,48 @@ impl FrontEnd {
 
     /// Asks whether the transfer has worked, which is over by `deadline`.
     fn check_state(&self, deadline: Instant) -> io::Result<()> {
-        self.send(Request::CheckDeviceState, 0, &[], &[])?;
+        self.send(Request::CheckDeviceState, 0, &[], &[], deadline)?;
         if !wait(&self.socket, PollFlags::IN, deadline)? {
             return Err(io::ErrorKind::TimedOut.into());
         }
-        match u64::from_le_bytes(self.reply(Request::CheckDeviceState)?) {
+        match u64::from_le_bytes(self.reply(Request::CheckDeviceState, deadline)?) {
             0 => Ok(()),
             _ => Err(io::Error::other("the back end could not transfer its state")),
         }
     }
 
     /// Sends a request, and waits for its acknowledgement where there are any.
-    fn set(&mut self, request: Request, body: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    fn set(
+        &mut self,
+        request: Request,
+        body: &[u8],
+        fds: &[BorrowedFd<'_>],
+        deadline: Instant,
+    ) -> io::Result<()> {
         let flags = if self.acknowledged { FLAG_NEED_REPLY } else { 0 };
-        self.send(request, flags, body, fds)?;
+        self.send(request, flags, body, fds, deadline)?;
         if !self.acknowledged {
             return Ok(());
         }
-        match u64::from_le_bytes(self.reply(request)?) {
+        match u64::from_le_bytes(self.reply(request, deadline)?) {
             0 => Ok(()),
             _ => Err(io::Error::other(format!("the back end refused {request:?}"))),
         }
     }
 
-    fn number(&mut self, request: Request) -> io::Result<u64> {
-        self.send(request, 0, &[], &[])?;
-        Ok(u64::from_le_bytes(self.reply(request)?))
+    fn number(&mut self, request: Request, deadline: Instant) -> io::Result<u64> {
+        self.send(request, 0, &[], &[], deadline)?;
+        Ok(u64::from_le_bytes(self.reply(request, deadline)?))
     }
 
-    fn send(&self, request: Request, flags: u32, body: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    fn send(
+        &self,
+        request: Request,
+        flags: u32,
+        body: &[u8],
+        fds: &[BorrowedFd<'_>],
+        deadline: Instant,
+    ) -> io::Result<()> {
         let mut bytes = Header::new(request, flags, body.len()).bytes().to_vec();
         bytes.extend_from_slice(body);
         let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_REGIONS))];
@@ -284,7 +313,7 @@ impl FrontEnd {
         if !fds.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(fds)) {
             return Err(io::Error::other("too many descriptors for a message"));
         }
-        if !wait(&self.socket, PollFlags::OUT, after(PATIENCE))? {
+        if !wait(&self.socket, PollFlags::OUT, deadline)? {
             return Err(io::ErrorKind::TimedOut.into());
         }
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
@@ -296,8 +325,7 @@ impl FrontEnd {
     }
 
     /// The body of the answer to `request`, which has to have this length.
-    fn reply<const N: usize>(&self, request: Request) -> io::Result<[u8; N]> {
-        let deadline = after(PATIENCE);
+    fn reply<const N: usize>(&self, request: Request, deadline: Instant) -> io::Result<[u8; N]> {
         let mut header = [0; HEADER];
         self.read(&mut header, deadline)?;
         if !Header::from(header).answers(request, N) {
@@ -362,6 +390,11 @@ impl std::os::fd::AsRawFd for FrontEnd {
     fn as_raw_fd(&self) -> std::os::fd::RawFd {
         self.socket.as_raw_fd()
     }
+}
+
+/// Until when the back end has to have answered all of an operation that begins now.
+pub fn deadline() -> Instant {
+    after(PATIENCE)
 }
 
 fn after(time: Duration) -> Instant {

@@ -55,7 +55,7 @@ fn what_is_no_answer_to_the_question_ends_the_connection_at_once() {
     ] {
         let began = Instant::now();
         let (front, thread) = answering(bytes);
-        assert!(FrontEnd::new(front).is_err(), "{what}");
+        assert!(FrontEnd::new(front, deadline()).is_err(), "{what}");
         assert!(began.elapsed() < PATIENCE, "{what}");
         thread.join().unwrap();
     }
@@ -65,7 +65,7 @@ fn what_is_no_answer_to_the_question_ends_the_connection_at_once() {
 fn a_back_end_that_hung_up_is_an_error_and_no_signal() {
     let (front, back) = UnixStream::pair().unwrap();
     drop(back);
-    let error = FrontEnd::new(front.into()).unwrap_err();
+    let error = FrontEnd::new(front.into(), deadline()).unwrap_err();
     assert!(matches!(
         error.kind(),
         ErrorKind::BrokenPipe | ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset
@@ -73,20 +73,30 @@ fn a_back_end_that_hung_up_is_an_error_and_no_signal() {
 }
 
 #[test]
+fn back_end_gets_no_time_beyond_its_operations_deadline() {
+    let (front, mut back) = UnixStream::pair().unwrap();
+    // It has answered the first request of the operation, and leaves the next one open.
+    back.write_all(&message(1, 5, &PROTOCOL_FEATURES.to_le_bytes()))
+        .unwrap();
+    let error = FrontEnd::new(front.into(), Instant::now()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::TimedOut);
+}
+
+#[test]
 fn features_that_the_back_end_lacks_are_not_accepted() {
     let (_back_end, socket) = BackEnd::start();
-    let mut front = FrontEnd::new(socket).unwrap();
+    let mut front = FrontEnd::new(socket, deadline()).unwrap();
     assert!(front.features() & 1 << 32 != 0);
-    front.set_features(1 << 32).unwrap();
-    assert!(front.set_features(1 << 32 | 1 << 5).is_err());
+    front.set_features(1 << 32, deadline()).unwrap();
+    assert!(front.set_features(1 << 32 | 1 << 5, deadline()).is_err());
 }
 
 #[test]
 fn memory_that_is_not_shared_is_not_handed_over() {
     let (_back_end, socket) = BackEnd::start();
-    let mut front = FrontEnd::new(socket).unwrap();
+    let mut front = FrontEnd::new(socket, deadline()).unwrap();
     let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 1 << 16)]).unwrap();
-    let error = front.set_memory(&memory).unwrap_err();
+    let error = front.set_memory(&memory, deadline()).unwrap_err();
     assert!(error.to_string().contains("not shared"), "{error}");
 }
 
@@ -110,7 +120,7 @@ fn a_ring_that_does_not_stop_in_time_is_waited_for_by_the_next_call() {
 #[test]
 fn a_ring_is_not_started_beyond_what_the_back_end_knows_without_an_error() {
     let (mut back_end, socket) = BackEnd::start();
-    let mut front = FrontEnd::new(socket).unwrap();
+    let mut front = FrontEnd::new(socket, deadline()).unwrap();
     back_end.kill();
     let event = EventFd::new(EFD_NONBLOCK).unwrap();
     let addresses = RingAddresses {
@@ -119,18 +129,20 @@ fn a_ring_is_not_started_beyond_what_the_back_end_knows_without_an_error() {
         available: 0x1000,
         used: 0x2000,
     };
-    assert!(
-        front
-            .start_ring(0, 0, &addresses, &event, &event, &event)
-            .is_err()
-    );
+    let events = RingEvents {
+        kick: &event,
+        call: &event,
+        error: &event,
+    };
+    let started = front.start_ring(0, 0, &addresses, &events, deadline());
+    assert!(started.is_err());
     assert_eq!(back_end.mood.served.load(Ordering::SeqCst), 0);
 }
 
 #[test]
 fn a_state_that_is_too_large_or_of_a_back_end_without_any_is_refused() {
     let (back_end, socket) = BackEnd::start();
-    let front = FrontEnd::new(socket).unwrap();
+    let front = FrontEnd::new(socket, deadline()).unwrap();
     assert_eq!(front.save_state().unwrap(), b"of the first");
     front.load_state(b"another").unwrap();
     assert_eq!(front.save_state().unwrap(), b"another");

@@ -82,6 +82,9 @@ pub enum RingError {
         /// Length in bytes.
         length: u32,
     },
+    /// Who served the queue is gone, and which chains it has left open can't be known.
+    #[error("what served the queues has ended, and had completed requests out of their order: those that it left open are not known")]
+    Disordered,
     /// Who serves the queue outside of this process says that its ring is corrupt.
     #[error("the process that serves the queues found a ring corrupt")]
     Delegated,

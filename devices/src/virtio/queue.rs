@@ -115,9 +115,12 @@ impl Queue {
     }
 
     /// Goes on where somebody else has stopped who served it: with the available entry `next_avail`, or with as many as the
-    /// driver has used entries.
+    /// driver has used entries. The latter is refused when the rings show that chains were not given back in their order.
     pub(super) fn go_on(&mut self, next_avail: Option<u16>) -> Result<(), RingError> {
         let next_used = self.load(Field::UsedIndex, Ordering::Acquire)?;
+        if next_avail.is_none() {
+            self.check_order(next_used)?;
+        }
         let next_avail = next_avail.unwrap_or(next_used);
         self.state.next_avail = next_avail;
         self.state.next_used = next_used;
@@ -126,6 +129,30 @@ impl Queue {
         self.signalled_used = next_used;
         self.unsignalled = false;
         self.unshown = false;
+        Ok(())
+    }
+
+    /// Compares what was given back since [`state`](Self::state) with what was available in the same place, as far as both rings still
+    /// have it.
+    fn check_order(&self, next_used: u16) -> Result<(), RingError> {
+        let open = shared::available(self)?.wrapping_sub(next_used);
+        let since = next_used.wrapping_sub(self.state.next_used);
+        let both = self.state.size.saturating_sub(open).min(since);
+        for back in 1..=both {
+            let slot = self.slot(next_used.wrapping_sub(back));
+            let available = self
+                .avail
+                .load(slot.wrapping_mul(2).wrapping_add(4), Ordering::Relaxed);
+            // The lower half of a word: heads have 16 bits.
+            let used = self
+                .used
+                .load(slot.wrapping_mul(8).wrapping_add(4), Ordering::Relaxed);
+            match (available, used) {
+                (Some(available), Some(used)) if available == used => {}
+                (Some(_), Some(_)) => return Err(RingError::Disordered),
+                _ => return Err(RingError::Memory),
+            }
+        }
         Ok(())
     }
 

@@ -7,7 +7,8 @@ use crate::{GuestMemory, virtio::chain::Chain};
 /// What the driver accepted of the features on offer.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Negotiated {
-    /// Without a negotiated flush the cache is write-through (5.2.6.2): each write is stable when it completes.
+    /// Without a negotiated flush the cache is write-through (5.2.6.2): each write, and each range that is discarded or zeroed, is
+    /// stable when its request completes.
     pub stable_writes: bool,
     pub discard: bool,
     pub write_zeroes: bool,
@@ -20,7 +21,7 @@ pub(super) struct Work {
     pub plan: Plan,
     /// Of discards and write-zeroes; they are done one after the other.
     pub ranges: Vec<Range>,
-    /// The one being done.
+    /// The one being done; behind the last one, what makes them stable.
     pub range: usize,
     /// When it was taken, in nanoseconds by its worker's clock.
     pub since: u64,
@@ -51,6 +52,17 @@ impl Work {
             }
             _ => None,
         }
+    }
+
+    /// Whether all its ranges are done, and have to be made stable.
+    pub(super) fn settles(&self, negotiated: Negotiated) -> bool {
+        let count = self.ranges.len();
+        negotiated.stable_writes && count > 0 && self.range == count
+    }
+
+    /// Whether the engine has more to do for its ranges.
+    pub(super) fn goes_on(&self, negotiated: Negotiated) -> bool {
+        self.range < self.ranges.len() || self.settles(negotiated)
     }
 
     /// Plans the request in the chain, on a disk of `capacity` bytes; false when it has no place for the status.

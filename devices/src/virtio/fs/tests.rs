@@ -123,6 +123,21 @@ fn requests_of_a_back_end_that_died_fail_at_once_and_a_new_mount_goes_to_the_nex
 }
 
 #[test]
+fn requests_left_open_out_of_order_are_not_guessed() {
+    let (mut back_end, _control, mut driver) = served();
+    back_end.mood.keeps_one.store(true, Ordering::SeqCst);
+    driver.submit(REQUESTS, &request(GETATTR));
+    // The one behind it has its answer.
+    assert_eq!(ask(&mut driver, REQUESTS, GETATTR), [0; 4]);
+    back_end.kill();
+    let DeviceEvent::NeedsReset(why) = driver.rig.sink.wait() else {
+        panic!("the device works on");
+    };
+    assert!(why.contains("out of their order"), "{why}");
+    assert!(driver.try_used(REQUESTS).is_none(), "no answer twice");
+}
+
+#[test]
 fn a_request_without_room_for_an_answer_is_completed_when_nobody_serves() {
     let (mut back_end, _control, mut driver) = served();
     back_end.kill();

@@ -15,7 +15,7 @@ use super::{
 use crate::{
     GuestMemory,
     state::{Section, StateError, message},
-    vhost_user::{FrontEnd, RingAddresses},
+    vhost_user::{self, FrontEnd, RingAddresses, RingEvents},
     virtio::{
         chain::Chain,
         device::{Drained, Progress, QueueHandler},
@@ -89,8 +89,9 @@ impl FsHandler {
             // Nobody has seen the last one end, which it did while the device was paused.
             self.stale = true;
         }
-        let greeted = FrontEnd::new(socket).and_then(|mut backend| {
-            backend.set_memory(session.memory())?;
+        let deadline = vhost_user::deadline();
+        let greeted = FrontEnd::new(socket, deadline).and_then(|mut backend| {
+            backend.set_memory(session.memory(), deadline)?;
             Ok(backend)
         });
         self.backend = Some(greeted.map_err(|error| Fault::Backend(UNUSABLE, error))?);
@@ -131,7 +132,8 @@ impl FsHandler {
         let Some(backend) = &mut self.backend else {
             return Ok(());
         };
-        backend.set_features(session.features())?;
+        let deadline = vhost_user::deadline();
+        backend.set_features(session.features(), deadline)?;
         for queue in 0..self.queues {
             let Some(state) = session.delegate(queue).map_err(io::Error::other)? else {
                 continue;
@@ -141,14 +143,13 @@ impl FsHandler {
                 continue;
             };
             let call = self.signals.queue_event(queue).unwrap_or(relay);
-            backend.start_ring(
-                queue.into(),
-                state.next_avail,
-                &addresses(&state),
+            let events = RingEvents {
                 kick,
                 call,
-                &self.ring_error,
-            )?;
+                error: &self.ring_error,
+            };
+            let base = state.next_avail;
+            backend.start_ring(queue.into(), base, &addresses(&state), &events, deadline)?;
             // What is available already, the driver does not notify of again.
             kick.write(1)?;
         }
@@ -232,6 +233,7 @@ impl FsHandler {
     /// The driver has given queues other vectors.
     fn vectors_changed(&mut self, session: &mut Session) -> Result<(), Fault> {
         self.signals.take_vector_change();
+        let deadline = vhost_user::deadline();
         for queue in 0..self.queues {
             let (Some(backend), Some(relay)) = (&mut self.backend, self.relays.get(usize::from(queue)))
             else {
@@ -241,7 +243,7 @@ impl FsHandler {
                 continue;
             }
             let call = self.signals.queue_event(queue).unwrap_or(relay);
-            if let Err(error) = backend.set_call(queue.into(), call) {
+            if let Err(error) = backend.set_call(queue.into(), call, deadline) {
                 self.lose(session)?;
                 return Err(Fault::Backend(LOST, error));
             }

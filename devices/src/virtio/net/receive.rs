@@ -2,7 +2,8 @@
 //!
 //! The host's packets are read straight into the guest's buffers. How long the next one is can't be known before, so
 //! as many buffers are put together as the longest one needs; those that it did not need are kept for the next. When the
-//! driver has buffers left, but not that many, a packet is read into memory of our own first and copied when it fits.
+//! driver has buffers left, but not that many, a packet is read into memory of our own first and copied when it fits. A driver that
+//! did not negotiate VIRTIO_NET_F_MRG_RXBUF gets a packet in one buffer: one that is longer is dropped, not cut.
 //!
 //! A packet is paid for (see [`rate`](crate::rate)) when it has been delivered, as only then its length is known; until it is
 //! paid for, no other one is read.
@@ -238,7 +239,7 @@ impl Receiver {
         if self.taken.is_empty() {
             return Ok(Round::NoBuffers);
         }
-        let direct = !self.mergeable || self.buffers.len() >= longest;
+        let direct = self.buffers.len() >= longest;
         let received = if direct {
             backend.receive(&self.buffers)
         } else {
@@ -319,7 +320,7 @@ impl Receiver {
         let length = self.pending.len();
         self.gather(session, length)?;
         if self.buffers.len() < length {
-            if length <= self.peak {
+            if self.mergeable && length <= self.peak {
                 return Ok(Round::NoBuffers);
             }
             self.pending.clear();

@@ -10,7 +10,12 @@
 //! second pair's worker executes commands for a driver that knows no pairs. Commands change what all workers share
 //! ([`Shared`]); a worker attaches its own queue of the host, and detaches it.
 
-use std::{io, os::fd::AsFd as _, sync::Arc, time::Instant};
+use std::{
+    io,
+    os::fd::AsFd as _,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use virtio_bindings::virtio_net::{
     VIRTIO_NET_F_CTRL_VLAN, VIRTIO_NET_F_CTRL_VQ, VIRTIO_NET_F_MQ, VIRTIO_NET_F_MRG_RXBUF,
@@ -44,6 +49,13 @@ const HOST: u32 = 0;
 const WAKE: u32 = 1;
 const RECEIVE_TIMER: u32 = 2;
 const TRANSMIT_TIMER: u32 = 3;
+const ANNOUNCE_TIMER: u32 = 4;
+
+/// How often the driver's new place is announced after a restore: one frame may be lost while switches learn.
+const ANNOUNCEMENTS: u32 = 5;
+/// Between the first two announcements; each later one comes after a wait that is [`LONGER`] than the last one.
+const ANNOUNCE_AFTER: Duration = Duration::from_millis(50);
+const LONGER: Duration = Duration::from_millis(100);
 
 /// The back of one pair of queues.
 pub(super) struct NetHandler {
@@ -67,8 +79,10 @@ pub(super) struct NetHandler {
     /// Whether the host's descriptor is watched, and for taking packets too.
     watched: bool,
     watches_output: bool,
-    /// The state was restored: the driver may be in another place of the network now.
-    moved: bool,
+    /// The state was restored, and the driver may be in another place of the network now: so many announcements are left.
+    announcements: u32,
+    /// The next announcement's timer; there is no limit.
+    announce_timer: Throttle<()>,
     /// The host has packets of before the driver began, which are not for it.
     fresh: bool,
     /// The kernel is to serve the pair when the packet that waits for buffers has been delivered.
@@ -99,7 +113,8 @@ impl NetHandler {
             attached: pair == 0,
             watched: false,
             watches_output: false,
-            moved: false,
+            announcements: 0,
+            announce_timer: Throttle::default(),
             fresh: true,
             postponed: false,
         }
@@ -237,6 +252,28 @@ impl NetHandler {
         Ok(())
     }
 
+    /// Says where the driver is now, if that is not known well enough yet.
+    fn announce(&mut self, session: &Session) -> Result<(), Fault> {
+        let Some(left) = self.announcements.checked_sub(1) else {
+            return Ok(());
+        };
+        self.announcements = left;
+        if !self.shared.announce() && self.shared.is_link_up() {
+            let (_, mac) = self.shared.filter();
+            let mut nothing = Iovecs::new(Arc::new(session.memory().clone()));
+            // What the host does not take now the guest's next packet says as well.
+            if let Err(error) = self.backend.send(&announce::packet(mac), &mut nothing) {
+                tracing::debug!(%error, "announce where a network interface is");
+            }
+        }
+        if left == 0 {
+            return Ok(());
+        }
+        let before = ANNOUNCEMENTS.saturating_sub(left).saturating_sub(1);
+        let wait = ANNOUNCE_AFTER.saturating_add(LONGER.saturating_mul(before));
+        self.announce_timer.arm(session, ANNOUNCE_TIMER, wait)
+    }
+
     fn refresh_limits(&mut self) {
         let wake = self.shared.wake_of(self.pair);
         self.receive_throttle.refresh(&self.shared.receive_limit, wake);
@@ -285,15 +322,8 @@ impl QueueHandler for NetHandler {
         if let Some(wake) = self.shared.wake_of(self.pair) {
             session.watch(&**wake, WAKE, EventSet::IN | EventSet::EDGE_TRIGGERED)?;
         }
-        let moved = self.pair == 0 && std::mem::take(&mut self.moved);
-        if moved && !self.shared.announce() && self.shared.is_link_up() {
-            let (_, mac) = self.shared.filter();
-            let mut nothing = Iovecs::new(Arc::new(session.memory().clone()));
-            // What the host does not take now the guest's next packet says as well.
-            if let Err(error) = self.backend.send(&announce::packet(mac), &mut nothing) {
-                tracing::debug!(%error, "announce where a network interface is");
-            }
-        }
+        self.announce_timer.start();
+        self.announce(session)?;
         match self.follow(session) {
             // This thread serves the pair then.
             Err(Fault::Backend(what, error)) if self.delegation.is_some() => {
@@ -351,6 +381,7 @@ impl QueueHandler for NetHandler {
             }
             RECEIVE_TIMER => session.kick_again(receive),
             TRANSMIT_TIMER => session.kick_again(transmit),
+            ANNOUNCE_TIMER => self.announce(session)?,
             delegation::VECTORS.. => {
                 if let Some(delegation) = &mut self.delegation {
                     let done = delegation.event(token);
@@ -387,6 +418,7 @@ impl QueueHandler for NetHandler {
     fn reset(&mut self) {
         self.running = None;
         self.fresh = true;
+        self.announcements = 0;
         if let Some(delegation) = &mut self.delegation {
             delegation.reset();
         }
@@ -411,7 +443,9 @@ impl QueueHandler for NetHandler {
 
     fn restore(&mut self, section: &Section, _memory: &GuestMemory) -> Result<(), StateError> {
         self.pending = Pending::restored(&section.open()?)?;
-        self.moved = true;
+        if self.pair == 0 {
+            self.announcements = ANNOUNCEMENTS;
+        }
         self.fresh = false;
         Ok(())
     }

@@ -35,6 +35,8 @@ const FEATURES: u64 = 1 << 32 | 1 << 30 | 1 << 29 | 1 << 28;
 pub struct Mood {
     /// It takes no requests, and keeps the one that it has.
     pub stuck: AtomicBool,
+    /// It keeps the next request that it takes, and completes those behind it.
+    pub keeps_one: AtomicBool,
     /// It does not signal what it completes.
     pub silent: AtomicBool,
     /// Requests that it has completed.
@@ -153,6 +155,9 @@ impl Server {
             loop {
                 queue.disable_notification()?;
                 while queue.pop(&mut chain)? {
+                    if self.mood.keeps_one.swap(false, Ordering::SeqCst) {
+                        continue;
+                    }
                     let mut head = [0; 40];
                     let length = (chain.readable_len() as usize).min(40);
                     chain.read(&memory, 0, &mut head[..length]).unwrap();

@@ -292,3 +292,36 @@ fn writes_are_stable_when_answered_if_the_driver_can_not_flush() {
         );
     }
 }
+
+#[test]
+fn ranges_are_stable_when_answered_without_flush() {
+    const DISCARD: u32 = 11;
+    const WRITE_ZEROES: u32 = 13;
+    let range = |sector: u64| {
+        let mut range = sector.to_le_bytes().to_vec();
+        range.extend(8_u32.to_le_bytes());
+        range.extend([0; 4]);
+        range
+    };
+    for (features, flushes) in [(ALL, 0), (ALL & !F_FLUSH, 1)] {
+        for kind in [DISCARD, WRITE_ZEROES] {
+            let (state, mut driver) = slow();
+            driver.start(features);
+            let data = [header(kind, 0), range(0), range(16)].concat();
+            driver.submit(0, &[Buffer::Readable(data), Buffer::Writable(1)]);
+            for asked in 1..=2 + flushes {
+                until(|| state.asked.lock().unwrap().len() == asked);
+                assert!(driver.try_used(0).is_none(), "{asked}");
+                state.finish_all();
+            }
+            assert_eq!(driver.wait_used(0).1, [OK]);
+            let asked = state.asked.lock().unwrap().clone();
+            assert_eq!(asked.len(), 2 + flushes, "{asked:?}");
+            let flushed = asked
+                .iter()
+                .skip(2)
+                .all(|operation| *operation == Operation::Flush);
+            assert!(flushed, "{asked:?}");
+        }
+    }
+}

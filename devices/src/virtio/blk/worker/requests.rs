@@ -211,6 +211,9 @@ impl BlkHandler {
             (Plan::Flush, _) if self.shared.is_settled() => Ok(Operation::Flush),
             (Plan::Discard { .. }, Some(range)) => Ok(range.operation(false)),
             (Plan::WriteZeroes { .. }, Some(range)) => Ok(range.operation(true)),
+            (Plan::Discard { .. } | Plan::WriteZeroes { .. }, None) if work.settles(self.negotiated) => {
+                Ok(Operation::Flush)
+            }
             (plan, _) => {
                 slot.buffers = Some(buffers);
                 return self.complete_without_engine(session, memory, token, plan);
@@ -303,8 +306,8 @@ impl BlkHandler {
             match result {
                 Ok(()) => {
                     work.range = work.range.saturating_add(1);
-                    if work.range < work.ranges.len() || work.plan == Plan::Flush {
-                        // Its next range; or a flush, which may have to be kept now.
+                    if work.goes_on(self.negotiated) || work.plan == Plan::Flush {
+                        // Its next range, or what makes its ranges stable; or a flush, which may have to be kept now.
                         self.go_on(session, memory, token)?;
                     } else {
                         self.finish(session, memory, token, Status::Ok)?;

@@ -69,6 +69,26 @@ fn without_merging_each_packet_has_one_chain() {
 }
 
 #[test]
+fn packet_longer_than_its_only_buffer_is_dropped() {
+    let (peer, front) = Peer::new();
+    let control = front.control();
+    let mut driver = Driver::new(Rig::new(front));
+    driver.start(ALL & !MRG_RXBUF);
+    // A longer buffer before makes no difference.
+    driver.submit(RECEIVE, &[Buffer::Writable(70_000)]);
+    peer.send(&packet(1, 5000));
+    assert_eq!(driver.wait_used(RECEIVE).0.written, 5012);
+    driver.submit(RECEIVE, &[Buffer::Writable(1000)]);
+    peer.send(&packet(2, 989));
+    peer.send(&packet(3, 988));
+    let mut sent = packet(3, 988);
+    sent[10] = 1;
+    assert!(driver.wait_used(RECEIVE).1 == sent);
+    assert_eq!(control.stats().receive_dropped, 1);
+    assert_eq!(control.stats().received, 2);
+}
+
+#[test]
 fn packets_wait_for_buffers_and_come_with_few_interrupts() {
     let (peer, mut driver) = running(ALL);
     for number in 0..50 {
