@@ -177,7 +177,7 @@ pub struct CreateVm {
     /// The node gets pages that the guest has freed back at once.
     #[arg(long, conflicts_with = "files")]
     pub free_page_reporting: bool,
-    /// A screen with a keyboard and a tablet: us, de or dk is what the guest's keyboard is set to (us when not given).
+    /// A screen with a keyboard and a tablet: us, de, dk, fr, gb, es or jp is what the guest's keyboard is set to (us when not given).
     #[arg(long, value_name = "LAYOUT", value_parser = keyboard_layout, num_args = 0..=1, default_missing_value = "us", conflicts_with = "files")]
     pub display: Option<KeyboardLayout>,
     /// A console beside the serial port, hvc0 in Linux: `vmmctl console --hvc`.
@@ -205,6 +205,10 @@ fn keyboard_layout(text: &str) -> Result<KeyboardLayout, String> {
         "us" => Ok(KeyboardLayout::Us),
         "de" => Ok(KeyboardLayout::De),
         "dk" => Ok(KeyboardLayout::Dk),
-        _ => Err("must be us, de or dk".to_owned()),
+        "fr" => Ok(KeyboardLayout::Fr),
+        "gb" => Ok(KeyboardLayout::Gb),
+        "es" => Ok(KeyboardLayout::Es),
+        "jp" => Ok(KeyboardLayout::Jp),
+        _ => Err("must be us, de, dk, fr, gb, es or jp".to_owned()),
     }
 }

@@ -323,7 +323,7 @@ pub struct Type {
     /// Name of the VM.
     #[arg(value_parser = vm_name, add = complete::vms())]
     pub name: String,
-    /// What to type. Characters that the VM's keyboard layout does not have are left out.
+    /// What to type. With a character that the VM's keyboard layout does not have, nothing is typed.
     pub text: String,
     /// Press Enter behind it.
     #[arg(short, long)]

@@ -256,6 +256,10 @@ fn display(spec: Option<&v1::DisplaySpec>) -> String {
         v1::KeyboardLayout::Unspecified | v1::KeyboardLayout::Us => "us",
         v1::KeyboardLayout::De => "de",
         v1::KeyboardLayout::Dk => "dk",
+        v1::KeyboardLayout::Fr => "fr",
+        v1::KeyboardLayout::Gb => "gb",
+        v1::KeyboardLayout::Es => "es",
+        v1::KeyboardLayout::Jp => "jp",
     };
     format!("{size}keyboard {layout}")
 }

@@ -1,5 +1,7 @@
 //! Keys by their names, as X11 keysyms.
 
+use proto::model::keyboard::Layout;
+
 use crate::failure::{Code, Failure, Result};
 
 /// Keys that are pressed one after the other and held until all are.
@@ -68,6 +70,24 @@ pub fn of_character(character: char) -> Result<Chord> {
         }
         _ => Ok(vec![keysym(character)]),
     }
+}
+
+/// Refuses a text with characters that the layout of the VM's keyboard does not have.
+pub fn check(vm: &str, layout: Layout, text: &str) -> Result<()> {
+    let mut lacking: Vec<char> = text.chars().filter(|one| !layout.has(*one)).collect();
+    lacking.sort_unstable();
+    lacking.dedup();
+    if lacking.is_empty() {
+        return Ok(());
+    }
+    let lacking: Vec<String> = lacking.iter().map(|one| format!("\"{one}\"")).collect();
+    let layout = format!("{layout:?}").to_lowercase();
+    let message = format!(
+        "nothing was typed into VM \"{vm}\": its keyboard layout {layout} has no key for {}",
+        lacking.join(", ")
+    );
+    let hint = "`spec.display.keyboardLayout` says what the guest's keyboard is set to";
+    Err(Failure::new(Code::Usage, message).hint(hint))
 }
 
 fn key(name: &str) -> Result<u32> {

@@ -7,6 +7,7 @@ mod viewer;
 
 use std::{io::Write as _, path::Path, time::Duration};
 
+use proto::model::keyboard::Layout;
 use tokio::time::{MissedTickBehavior, interval};
 
 use self::{
@@ -50,9 +51,15 @@ pub async fn send_key(client: &Client, args: &SendKey) -> Result<()> {
     press(client, &args.name, &chords).await
 }
 
-/// Types a text.
+/// Types a text that the VM's keyboard has all characters of.
 pub async fn type_text(client: &Client, args: &Type) -> Result<()> {
     let chords: Vec<Chord> = args.text.chars().map(keys::of_character).collect::<Result<_>>()?;
+    let spec = client.get(&args.name).await?.spec.unwrap_or_default();
+    let layout = spec.display.unwrap_or_default().keyboard_layout;
+    // A layout of a later version is for the VM to know: it leaves out what has no key.
+    if let Some(layout) = Layout::of_spec(layout) {
+        keys::check(&args.name, layout, &args.text)?;
+    }
     let enter = args.enter.then(|| keys::chord("enter")).transpose()?;
     let chords: Vec<Chord> = chords.into_iter().chain(enter).collect();
     press(client, &args.name, &chords).await

@@ -81,6 +81,20 @@ fn a_text_is_typed_with_enter_behind_it_if_that_is_asked_for() {
 }
 
 #[test]
+fn text_with_a_character_without_a_key_is_an_error() {
+    let daemon = daemon();
+    let output = daemon
+        .vmmctl()
+        .args(["type", "web", "café 5€, Hi"])
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert!(text.contains("layout us has no key for \"é\", \"€\""), "{text}");
+    assert!(!daemon.state.calls().iter().any(|call| call.starts_with("press")));
+}
+
+#[test]
 fn a_key_that_there_is_not_is_a_usage_error_and_nothing_is_pressed() {
     let daemon = daemon();
     let output = daemon

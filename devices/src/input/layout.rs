@@ -1,18 +1,9 @@
 //! What keys mean: X11 keysyms and characters by the layout that the guest is set to.
 
-use super::code::Key;
+pub use proto::model::keyboard::Layout;
+use proto::model::keyboard::Level;
 
-/// A keyboard layout.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Layout {
-    /// United States.
-    #[default]
-    Us,
-    /// Germany.
-    De,
-    /// Denmark.
-    Dk,
-}
+use super::code::Key;
 
 /// The key, and what is held with it, that gives a character.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,118 +30,41 @@ impl Stroke {
             letter: false,
         }
     }
-}
-
-/// Neighbouring keys from one on, with what they give alone, with Shift and with AltGr; a space stands for nothing.
-struct Row {
-    first: u8,
-    levels: [&'static str; 3],
-}
-
-const fn row(first: u8, alone: &'static str, shift: &'static str, alt_gr: &'static str) -> Row {
-    Row {
-        first,
-        levels: [alone, shift, alt_gr],
-    }
-}
-
-static US: [Row; 6] = [
-    row(2, "1234567890-=", "!@#$%^&*()_+", ""),
-    row(16, "qwertyuiop[]", "QWERTYUIOP{}", ""),
-    row(30, "asdfghjkl;'`", "ASDFGHJKL:\"~", ""),
-    row(43, "\\zxcvbnm,./", "|ZXCVBNM<>?", ""),
-    row(86, "<", ">", ""),
-    row(55, "*", "", ""),
-];
-
-static DE: [Row; 5] = [
-    row(2, "1234567890ß´", "!\"§$%&/()=?`", " ²³   {[]}\\"),
-    row(16, "qwertzuiopü+", "QWERTZUIOPÜ*", "@ €        ~"),
-    row(30, "asdfghjklöä^", "ASDFGHJKLÖÄ°", ""),
-    row(43, "#yxcvbnm,.-", "'YXCVBNM;:_", "       µ"),
-    row(86, "<", ">", "|"),
-];
-
-static DK: [Row; 5] = [
-    row(2, "1234567890+´", "!\"#¤%&/()=?`", " @£$€ {[]} |"),
-    row(16, "qwertyuiopå¨", "QWERTYUIOPÅ^", "  €        ~"),
-    row(30, "asdfghjklæø½", "ASDFGHJKLÆØ§", ""),
-    row(43, "'zxcvbnm,.-", "*ZXCVBNM;:_", "       µ"),
-    row(86, "<", ">", "\\"),
-];
-
-impl Layout {
-    /// The layout with that name: "us", "de" or "dk".
-    pub fn from_name(name: &str) -> Option<Self> {
-        match name {
-            "us" => Some(Self::Us),
-            "de" => Some(Self::De),
-            "dk" => Some(Self::Dk),
-            _ => None,
-        }
-    }
-
-    fn rows(self) -> &'static [Row] {
-        match self {
-            Self::Us => &US,
-            Self::De => &DE,
-            Self::Dk => &DK,
-        }
-    }
-
-    /// Whether keys that give that character wait for another one.
-    fn is_dead(self, character: char) -> bool {
-        match self {
-            Self::Us => false,
-            Self::De => matches!(character, '^' | '´' | '`'),
-            Self::Dk => matches!(character, '^' | '´' | '`' | '¨' | '~'),
-        }
-    }
 
     /// How that character is typed; `None` when the layout does not have it.
-    pub fn character(self, character: char) -> Option<Stroke> {
+    pub fn of_character(layout: Layout, character: char) -> Option<Self> {
         match character {
-            '\n' | '\r' => return Some(Stroke::plain(Key::ENTER)),
-            '\t' => return Some(Stroke::plain(Key::TAB)),
-            '\u{8}' => return Some(Stroke::plain(Key::BACKSPACE)),
-            '\u{1b}' => return Some(Stroke::plain(Key::ESC)),
+            '\n' | '\r' => return Some(Self::plain(Key::ENTER)),
+            '\t' => return Some(Self::plain(Key::TAB)),
+            '\u{8}' => return Some(Self::plain(Key::BACKSPACE)),
+            '\u{1b}' => return Some(Self::plain(Key::ESC)),
             ' ' => {
-                return Some(Stroke {
+                return Some(Self {
                     shift: Some(false),
                     alt_gr: Some(false),
-                    ..Stroke::plain(Key::SPACE)
+                    ..Self::plain(Key::SPACE)
                 });
             }
             _ => {}
         }
-        // What needs less keys comes first.
-        (0..3_usize).find_map(|level| {
-            self.rows().iter().find_map(|row| {
-                let at = row
-                    .levels
-                    .get(level)?
-                    .chars()
-                    .position(|found| found == character)?;
-                let code = u8::try_from(at).ok()?.checked_add(row.first)?;
-                Some(Stroke {
-                    key: Key::new(code)?,
-                    shift: Some(level == 1),
-                    alt_gr: Some(level == 2),
-                    dead: self.is_dead(character),
-                    letter: level < 2 && character.is_alphabetic() && character != 'ß' && character != 'µ',
-                })
-            })
+        let place = layout.place(character)?;
+        Some(Self {
+            key: Key::new(place.key)?,
+            shift: Some(place.level == Level::Shift),
+            alt_gr: Some(place.level == Level::AltGr),
+            dead: place.dead,
+            letter: place.letter,
         })
     }
 
     /// The key of an X11 keysym (keysymdef.h), and what is held with it; `None` when the layout does not have it.
-    pub fn keysym(self, keysym: u32) -> Option<Stroke> {
+    pub fn of_keysym(layout: Layout, keysym: u32) -> Option<Self> {
         if let Some((_, code)) = FUNCTIONS.iter().find(|(found, _)| *found == keysym) {
-            return Key::new(*code).map(Stroke::plain);
+            return Key::new(*code).map(Self::plain);
         }
         let code = |first: u32, key: u32| {
             let code = keysym.checked_sub(first)?.checked_add(key)?;
-            Key::new(u8::try_from(code).ok()?).map(Stroke::plain)
+            Key::new(u8::try_from(code).ok()?).map(Self::plain)
         };
         match keysym {
             // F1 to F10, F11 and F12.
@@ -160,7 +74,7 @@ impl Layout {
         }
         if let Some((_, character)) = DEAD.iter().find(|(found, _)| *found == keysym) {
             // What follows comes as an event of its own.
-            return self.character(*character).map(|stroke| Stroke {
+            return Self::of_character(layout, *character).map(|stroke| Self {
                 dead: false,
                 ..stroke
             });
@@ -171,7 +85,7 @@ impl Layout {
             0x0100_0100..=0x0110_ffff => keysym & 0x00ff_ffff,
             _ => return None,
         };
-        self.character(char::from_u32(character)?)
+        Self::of_character(layout, char::from_u32(character)?)
     }
 }
 

@@ -71,14 +71,14 @@ impl Source {
         if let Some(held) = self.held.iter().find(|held| held.keysym == Some(keysym)) {
             return self.hub.repeat(held.key);
         }
-        if let Some(stroke) = self.hub.layout().keysym(keysym) {
+        if let Some(stroke) = Stroke::of_keysym(self.hub.layout(), keysym) {
             self.stroke(stroke, Some(keysym));
         }
     }
 
     /// Types a character: presses and releases all that it takes. False when the layout does not have it.
     pub fn character(&mut self, character: char) -> bool {
-        let Some(stroke) = self.hub.layout().character(character) else {
+        let Some(stroke) = Stroke::of_character(self.hub.layout(), character) else {
             return false;
         };
         self.stroke(stroke, None);

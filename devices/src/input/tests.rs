@@ -155,7 +155,7 @@ fn each_layout_has_its_keys_for_the_characters_of_a_shell() {
     ];
     for (character, keys) in table {
         for (layout, (key, shift, alt_gr)) in [Layout::Us, Layout::De, Layout::Dk].into_iter().zip(keys) {
-            let stroke = layout.character(character).unwrap();
+            let stroke = Stroke::of_character(layout, character).unwrap();
             // US keyboards have an asterisk beside the digits, and one on the keypad that needs no Shift.
             if (layout, character) == (Layout::Us, '*') {
                 assert_eq!(stroke.key.code(), 55);
@@ -168,15 +168,175 @@ fn each_layout_has_its_keys_for_the_characters_of_a_shell() {
             );
         }
     }
-    for layout in [Layout::Us, Layout::De, Layout::Dk] {
-        for character in (' '..='~').chain(['\n', '\t']) {
-            assert!(
-                layout.character(character).is_some(),
-                "{character:?} in {layout:?}"
+    assert_eq!(Stroke::of_character(Layout::Us, 'ä'), None);
+}
+
+#[test]
+fn characters_of_a_shell_have_keys_in_later_layouts() {
+    // Character, then key, Shift and AltGr in the layouts FR, GB, ES, JP.
+    let table = [
+        (
+            'q',
+            [
+                (30, false, false),
+                (16, false, false),
+                (16, false, false),
+                (16, false, false),
+            ],
+        ),
+        (
+            '1',
+            [
+                (2, true, false),
+                (2, false, false),
+                (2, false, false),
+                (2, false, false),
+            ],
+        ),
+        (
+            '@',
+            [
+                (11, false, true),
+                (40, true, false),
+                (3, false, true),
+                (26, false, false),
+            ],
+        ),
+        (
+            '/',
+            [
+                (52, true, false),
+                (53, false, false),
+                (8, true, false),
+                (53, false, false),
+            ],
+        ),
+        (
+            '\\',
+            [
+                (9, false, true),
+                (86, false, false),
+                (41, false, true),
+                (89, false, false),
+            ],
+        ),
+        (
+            '|',
+            [
+                (7, false, true),
+                (86, true, false),
+                (2, false, true),
+                (124, true, false),
+            ],
+        ),
+        (
+            '{',
+            [
+                (5, false, true),
+                (26, true, false),
+                (40, false, true),
+                (27, true, false),
+            ],
+        ),
+        (
+            '-',
+            [
+                (7, false, false),
+                (12, false, false),
+                (53, false, false),
+                (12, false, false),
+            ],
+        ),
+        (
+            '_',
+            [
+                (9, false, false),
+                (12, true, false),
+                (53, true, false),
+                (89, true, false),
+            ],
+        ),
+        (
+            ':',
+            [
+                (52, false, false),
+                (39, true, false),
+                (52, true, false),
+                (40, false, false),
+            ],
+        ),
+        (
+            '~',
+            [
+                (3, false, true),
+                (43, true, false),
+                (5, false, true),
+                (13, true, false),
+            ],
+        ),
+        (
+            '$',
+            [
+                (27, false, false),
+                (5, true, false),
+                (5, true, false),
+                (5, true, false),
+            ],
+        ),
+        (
+            '"',
+            [
+                (4, false, false),
+                (3, true, false),
+                (3, true, false),
+                (3, true, false),
+            ],
+        ),
+        (
+            '\'',
+            [
+                (5, false, false),
+                (40, false, false),
+                (12, false, false),
+                (8, true, false),
+            ],
+        ),
+        (
+            '*',
+            [
+                (43, false, false),
+                (9, true, false),
+                (27, true, false),
+                (40, true, false),
+            ],
+        ),
+        (
+            '#',
+            [
+                (4, false, true),
+                (43, false, false),
+                (4, false, true),
+                (4, true, false),
+            ],
+        ),
+    ];
+    let layouts = [Layout::Fr, Layout::Gb, Layout::Es, Layout::Jp];
+    for (character, keys) in table {
+        for (layout, (key, shift, alt_gr)) in layouts.into_iter().zip(keys) {
+            let stroke = Stroke::of_character(layout, character).unwrap();
+            assert_eq!(
+                (stroke.key.code(), stroke.shift, stroke.alt_gr),
+                (key, Some(shift), Some(alt_gr)),
+                "{character} in {layout:?}"
             );
         }
     }
-    assert_eq!(Layout::Us.character('ä'), None);
+    // Caps lock turns ñ into Ñ, and leaves the digit row of a French keyboard alone.
+    let letter = |layout: Layout, character| Stroke::of_character(layout, character).unwrap().letter;
+    assert!(letter(Layout::Es, 'ñ') && letter(Layout::Fr, 'a'));
+    assert!(!letter(Layout::Fr, 'é') && !letter(Layout::Fr, '2'));
+    assert!(Stroke::of_character(Layout::Fr, '^').unwrap().dead);
+    assert!(!Stroke::of_character(Layout::Gb, '^').unwrap().dead);
 }
 
 #[test]

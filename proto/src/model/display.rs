@@ -1,6 +1,6 @@
 //! The screen of a VM.
 
-use super::Violations;
+use super::{Violations, keyboard::Layout};
 use crate::{v1, vmm};
 
 /// Largest width and height in pixels: what an EDID can say.
@@ -9,18 +9,6 @@ pub const MAX_SIDE: u32 = 4095;
 pub const MAX_PIXELS: u32 = 4096 * 2304;
 /// The size when nothing is said of it.
 const DEFAULT: (u32, u32) = (1280, 800);
-
-/// A keyboard layout.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Layout {
-    /// United States.
-    #[default]
-    Us,
-    /// Germany.
-    De,
-    /// Denmark.
-    Dk,
-}
 
 /// A screen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,16 +34,11 @@ impl Display {
             );
             found.add("spec.display.width", wrong);
         }
-        let layout = match v1::KeyboardLayout::try_from(wire.keyboard_layout) {
-            Ok(v1::KeyboardLayout::Unspecified | v1::KeyboardLayout::Us) => Layout::Us,
-            Ok(v1::KeyboardLayout::De) => Layout::De,
-            Ok(v1::KeyboardLayout::Dk) => Layout::Dk,
-            Err(_) => {
-                let wrong = format_args!("unknown value {}", wire.keyboard_layout);
-                found.add("spec.display.keyboardLayout", wrong);
-                Layout::Us
-            }
-        };
+        let layout = Layout::of_spec(wire.keyboard_layout).unwrap_or_else(|| {
+            let wrong = format_args!("unknown value {}", wire.keyboard_layout);
+            found.add("spec.display.keyboardLayout", wrong);
+            Layout::default()
+        });
         Self {
             width,
             height,
@@ -66,18 +49,13 @@ impl Display {
     /// What a `vmm` is told of it, without sockets. `slots` are those of adapter, keyboard and tablet.
     pub fn machine(&self, slots: [u32; 3]) -> vmm::Display {
         let [gpu_pci_slot, keyboard_pci_slot, tablet_pci_slot] = slots;
-        let layout = match self.layout {
-            Layout::Us => vmm::KeyboardLayout::Us,
-            Layout::De => vmm::KeyboardLayout::De,
-            Layout::Dk => vmm::KeyboardLayout::Dk,
-        };
         vmm::Display {
             gpu_pci_slot,
             keyboard_pci_slot,
             tablet_pci_slot,
             width: self.width,
             height: self.height,
-            layout: layout.into(),
+            layout: self.layout.machine().into(),
             vnc_fd: None,
             vnc_view_fd: None,
         }

@@ -8,7 +8,8 @@ use uuid::Uuid;
 use super::{
     Violations,
     disk::{Format, MAX_QUEUES, MAX_SERIAL, OnError, RateLimit},
-    display::{Layout, is_size},
+    display::is_size,
+    keyboard::Layout,
     nic::{self, Mac, NicSwitches},
     pci::PciSlot,
     policy::OnCrash,
@@ -447,16 +448,11 @@ fn display(claims: &mut Claims, wire: &vmm::Display) -> Display {
         let wrong = format_args!("unsupported size {} x {}", wire.width, wire.height);
         claims.found.add("display.width", wrong);
     }
-    let layout = match vmm::KeyboardLayout::try_from(wire.layout) {
-        Ok(vmm::KeyboardLayout::Unspecified | vmm::KeyboardLayout::Us) => Layout::Us,
-        Ok(vmm::KeyboardLayout::De) => Layout::De,
-        Ok(vmm::KeyboardLayout::Dk) => Layout::Dk,
-        Err(_) => {
-            let wrong = format_args!("unknown layout {}", wire.layout);
-            claims.found.add("display.layout", wrong);
-            Layout::Us
-        }
-    };
+    let layout = Layout::of_machine(wire.layout).unwrap_or_else(|| {
+        let wrong = format_args!("unknown layout {}", wire.layout);
+        claims.found.add("display.layout", wrong);
+        Layout::default()
+    });
     let (vnc, vnc_view) = (wire.vnc_fd, wire.vnc_view_fd);
     Display {
         gpu: claims.slot("display.gpu_pci_slot", wire.gpu_pci_slot),

@@ -11,6 +11,7 @@ pub mod disk;
 pub mod display;
 pub mod firewall;
 pub mod image;
+pub mod keyboard;
 pub mod machine;
 #[cfg(feature = "reflect")]
 pub mod mask;

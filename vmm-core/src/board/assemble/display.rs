@@ -9,22 +9,15 @@ use devices::{
         BootScreen, Framebuffer, Size,
         rfb::server::{Access, Server, Setup},
     },
-    input::{Hub, Layout},
+    input::Hub,
     pci::PciWindows,
     virtio::{gpu::Gpu, input::Input, transport::memory_address},
 };
-use proto::{
-    model::{display, machine},
-    vmm::ErrorKind,
-};
+use proto::{model::machine, vmm::ErrorKind};
 
 /// Where the keyboards of a machine with that screen are.
 pub(super) fn hub(spec: &machine::Display) -> Arc<Hub> {
-    Arc::new(Hub::new(match spec.layout {
-        display::Layout::Us => Layout::Us,
-        display::Layout::De => Layout::De,
-        display::Layout::Dk => Layout::Dk,
-    }))
+    Arc::new(Hub::new(spec.layout))
 }
 
 /// Gives the server, unless nobody can connect.
