@@ -72,6 +72,7 @@ fn flood(all: &CpuSet, readers: bool, exit: Duration, bytes: usize) -> f64 {
         listener: Some(UnixListener::bind(&path).expect("a socket").into()),
         terminal: None,
         log: Some(Log::new(current, Some(older), DEFAULT_LIMIT).expect("a log")),
+        watch: None,
     };
     let port = SerialPort::start(Arc::new(Line), Capacity::default(), setup).expect("a port");
     let attach = || {
