@@ -55,7 +55,7 @@ impl Images {
     }
 }
 
-/// What a program would do that an image has taken over.
+/// Deeds of a process that an image has taken over.
 const DEEDS: &str = "\
     open openat open_by_handle_at stat statx rename unlink chroot mount fsopen move_mount socket \
     unix-socket netlink connect bind accept sendmsg fork vfork clone-process clone-users unshare \

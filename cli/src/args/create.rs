@@ -177,7 +177,7 @@ pub struct CreateVm {
     /// The node gets pages that the guest has freed back at once.
     #[arg(long, conflicts_with = "files")]
     pub free_page_reporting: bool,
-    /// A screen with a keyboard and a tablet: us, de, dk, fr, gb, es or jp is what the guest's keyboard is set to (us when not given).
+    /// A screen with a keyboard and a tablet. The guest's keyboard is set to us (when not given), de, dk, fr, gb, es or jp.
     #[arg(long, value_name = "LAYOUT", value_parser = keyboard_layout, num_args = 0..=1, default_missing_value = "us", conflicts_with = "files")]
     pub display: Option<KeyboardLayout>,
     /// A console beside the serial port, hvc0 in Linux: `vmmctl console --hvc`.

@@ -56,7 +56,7 @@ pub async fn type_text(client: &Client, args: &Type) -> Result<()> {
     let chords: Vec<Chord> = args.text.chars().map(keys::of_character).collect::<Result<_>>()?;
     let spec = client.get(&args.name).await?.spec.unwrap_or_default();
     let layout = spec.display.unwrap_or_default().keyboard_layout;
-    // A layout of a later version is for the VM to know: it leaves out what has no key.
+    // Only the VM knows a layout of a later version. It leaves out characters without a key.
     if let Some(layout) = Layout::of_spec(layout) {
         keys::check(&args.name, layout, &args.text)?;
     }

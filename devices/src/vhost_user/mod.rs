@@ -25,8 +25,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::{GuestMemory, sys::event::event_fd};
 
-/// How long a back end may take for all answers of one operation, none of which it has to wait for: a VM's pause, start or stop may
-/// wait for it.
+/// Time of a back end for all answers of one operation. A VM's pause, start or stop may wait for it.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// Most regions of memory in one table (the protocol's limit without CONFIGURE_MEM_SLOTS).
 const MAX_REGIONS: usize = 8;
@@ -77,7 +76,7 @@ pub struct FrontEnd {
 }
 
 impl FrontEnd {
-    /// Greets the back end behind a connected UNIX stream socket, and becomes its owner. Here and below the back end has time until
+    /// Greets the back end behind a connected UNIX stream socket, and becomes its owner. The back end must answer by
     /// `deadline`, which is that of the whole operation ([`deadline`]).
     pub fn new(socket: OwnedFd, deadline: Instant) -> io::Result<Self> {
         let mut front = Self {
@@ -392,7 +391,7 @@ impl std::os::fd::AsRawFd for FrontEnd {
     }
 }
 
-/// Until when the back end has to have answered all of an operation that begins now.
+/// The time by which the back end must have answered all requests of an operation that begins now.
 pub fn deadline() -> Instant {
     after(PATIENCE)
 }

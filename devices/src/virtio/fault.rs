@@ -82,8 +82,8 @@ pub enum RingError {
         /// Length in bytes.
         length: u32,
     },
-    /// Who served the queue is gone, and which chains it has left open can't be known.
-    #[error("what served the queues has ended, and had completed requests out of their order: those that it left open are not known")]
+    /// The process that served the queue has ended after it completed chains out of order: the open chains are unknown.
+    #[error("the process that served the queues completed requests out of order before it ended: the open requests are unknown")]
     Disordered,
     /// Who serves the queue outside of this process says that its ring is corrupt.
     #[error("the process that serves the queues found a ring corrupt")]

@@ -115,7 +115,7 @@ impl Queue {
     }
 
     /// Goes on where somebody else has stopped who served it: with the available entry `next_avail`, or with as many as the
-    /// driver has used entries. The latter is refused when the rings show that chains were not given back in their order.
+    /// driver has used entries. The latter is an error when the rings show that chains were given back out of order.
     pub(super) fn go_on(&mut self, next_avail: Option<u16>) -> Result<(), RingError> {
         let next_used = self.load(Field::UsedIndex, Ordering::Acquire)?;
         if next_avail.is_none() {
@@ -132,8 +132,8 @@ impl Queue {
         Ok(())
     }
 
-    /// Compares what was given back since [`state`](Self::state) with what was available in the same place, as far as both rings still
-    /// have it.
+    /// Compares the heads in the used ring since [`state`](Self::state) with the heads in the same places of the available ring. Older
+    /// entries are overwritten.
     fn check_order(&self, next_used: u16) -> Result<(), RingError> {
         let open = shared::available(self)?.wrapping_sub(next_used);
         let since = next_used.wrapping_sub(self.state.next_used);

@@ -176,7 +176,7 @@ impl Session {
 
     /// Takes a queue back from whoever served it, who touches neither the rings nor the notifications any more. It goes on with
     /// the available entry `next_avail`; without it (whoever served the queue is gone) with the first one that has no used entry,
-    /// which is right if chains were completed in their order, and refused when they were not. The handler is kicked for it soon.
+    /// which is right if chains were completed in order, and an error otherwise. The handler is kicked for it soon.
     pub fn reclaim(&mut self, queue: u16, next_avail: Option<u16>) -> Result<(), Fault> {
         let Some(slot) = self.slot_mut(queue).filter(|slot| slot.delegated) else {
             return Ok(());

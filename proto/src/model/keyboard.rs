@@ -1,5 +1,5 @@
-//! Keyboard layouts: which key gives a character. The `vmm` turns what a viewer means into keys by them, and `vmmctl` knows by them what
-//! can't be typed.
+//! Keyboard layouts: the key of each character. The `vmm` turns keysyms of viewers into keys by these tables, and `vmmctl type` refuses
+//! characters without a key.
 
 use crate::{v1, vmm};
 
@@ -34,7 +34,7 @@ const WIRE: [(Layout, v1::KeyboardLayout, vmm::KeyboardLayout); 7] = [
     (Layout::Jp, v1::KeyboardLayout::Jp, vmm::KeyboardLayout::Jp),
 ];
 
-/// What a key must be held with to give a character.
+/// The modifier that a character needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Level {
     /// Nothing.
@@ -50,7 +50,7 @@ pub enum Level {
 pub struct Place {
     /// The key, as Linux numbers it (linux/input-event-codes.h, `KEY_*`).
     pub key: u8,
-    /// What is held with it.
+    /// The modifier.
     pub level: Level,
     /// The key alone gives nothing: a space must follow.
     pub dead: bool,
@@ -193,7 +193,7 @@ impl Layout {
     /// Where a character is; `None` when the layout does not have it. Characters of keys that are the same in every layout (space,
     /// Enter) are not looked for.
     pub fn place(self, character: char) -> Option<Place> {
-        // What needs less keys comes first.
+        // Characters with the fewest keys come first.
         (0..)
             .zip([Level::Alone, Level::Shift, Level::AltGr])
             .find_map(|(index, level)| {

@@ -101,7 +101,7 @@ impl IrqChipState {
         Ok(Self { chips, pit })
     }
 
-    /// Sets them; with all vCPUs stopped. The PIT's channels begin to count anew.
+    /// Sets them; with all vCPUs stopped. The PIT's channels restart their counts.
     pub fn restore(&self, vm: &Vm) -> Result<(), KvmError> {
         // The PIT first: what its timer raises until then is forgotten with the inputs of the other chips.
         if let Some(pit) = &self.pit {

@@ -1,5 +1,4 @@
-//! Failed memory of the host: the guest gets a machine check for it, as on hardware, and loses what used that memory instead of its
-//! whole machine.
+//! Failed memory of the host: the guest gets a machine check for it, as on hardware, and ends the process that used the memory.
 //!
 //! ```text
 //! guest touches a page that the host's memory controller gave up
@@ -8,7 +7,7 @@
 //!   → the vCPU's thread takes it ([`take`]) and has KVM raise exception 18 ([`record`])
 //! ```
 //!
-//! What other threads read of such a page ends the process, as they can't go on without it.
+//! A thread of the `vmm` that reads such a page itself can't continue: the process ends.
 
 use std::{cell::Cell, ffi::c_int};
 
@@ -17,7 +16,7 @@ use kvm_bindings::kvm_x86_mce;
 /// `IA32_MCG_CAP`: the guest can recover from some errors (Intel SDM vol. 3, 16.3.1.1, MCG_SER_P).
 pub(super) const RECOVERY: u64 = 1 << 24;
 
-/// The bank that errors of memory are told in, as QEMU does (`kvm_mce_inject` of its target/i386/kvm/kvm.c).
+/// The bank of memory errors, as in QEMU (`kvm_mce_inject` of its target/i386/kvm/kvm.c).
 const BANK: u8 = 9;
 
 /// `IA32_MCi_STATUS` (Intel SDM vol. 3, 16.3.2.2): valid, uncorrected, enabled, with `MISC` and `ADDR`, signalled by an exception, and
@@ -47,15 +46,15 @@ pub(super) fn set_in_guest(inside: bool) {
     let _ = IN_GUEST.try_with(|state| state.set(inside));
 }
 
-/// For the handler of SIGBUS with this `si_code`, which came for the guest address: true when the thread goes on, as the guest
-/// deals with it. Allocates nothing and takes no lock.
+/// For the handler of SIGBUS with this `si_code`, which came for the guest address: true when the guest handles
+/// the failure and the thread continues. Allocates nothing and takes no lock.
 pub fn note(code: c_int, address: Option<u64>) -> bool {
     let Some(address) = address else { return false };
     match code {
         libc::BUS_MCEERR_AR if IN_GUEST.try_with(Cell::get).unwrap_or(false) => {
             FAILED.try_with(|failed| failed.set(Some(address))).is_ok()
         }
-        // Nothing has used it yet. Whatever does gets the other signal.
+        // No access yet. The next one raises the other signal.
         libc::BUS_MCEERR_AO => true,
         _ => false,
     }
@@ -66,7 +65,7 @@ pub(super) fn take() -> Option<u64> {
     FAILED.try_with(Cell::take).ok().flatten()
 }
 
-/// What the guest's machine-check handler reads.
+/// The registers that the guest's machine-check handler reads.
 pub(super) fn record(address: u64) -> kvm_x86_mce {
     kvm_x86_mce {
         status: VALID
@@ -93,7 +92,7 @@ mod tests {
     fn failed_memory_is_the_guests_while_it_runs_alone() {
         const AT: Option<u64> = Some(0x1234_5000);
         let (required, optional) = (libc::BUS_MCEERR_AR, libc::BUS_MCEERR_AO);
-        // A thread of the process itself has touched it.
+        // A thread of the process itself has touched the memory.
         assert!(!note(required, AT));
         assert_eq!(take(), None);
         set_in_guest(true);
@@ -102,7 +101,7 @@ mod tests {
         // No RAM of the guest, or no failure of memory.
         assert!(!note(required, None));
         assert!(!note(libc::BUS_ADRERR, AT));
-        // Nobody has used it.
+        // No thread has used it.
         assert!(note(optional, AT) && !note(optional, None));
         set_in_guest(false);
         assert!(note(optional, AT) && !note(required, AT));

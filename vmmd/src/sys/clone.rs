@@ -46,7 +46,7 @@ pub struct Program<'a> {
     pub log: BorrowedFd<'a>,
     /// User and group id it runs as; not 0, unless it has namespaces.
     pub uid: u32,
-    /// Which network it reaches; with namespaces none in any case.
+    /// Its network; empty in any case when it has [`Self::namespaces`].
     pub network: Network,
     /// Directory of the cgroup v2 that it runs in.
     pub cgroup: Option<BorrowedFd<'a>>,
@@ -54,14 +54,14 @@ pub struct Program<'a> {
     pub namespaces: Option<&'a Namespaces<'a>>,
 }
 
-/// What a program reaches of the network.
+/// The network of a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Network {
-    /// Nothing: it begins in a network namespace of its own, which is empty. That takes a namespace of users, in which the program's
-    /// user is not mapped: the program sees the kernel's overflow user (65534) as its own. Where the kernel refuses both, the
-    /// program stays in the node's network, and the log says so.
+    /// An empty network namespace of its own. It takes a user namespace, in which the program's user is not mapped: the program sees
+    /// the kernel's overflow user (65534) as its own. Where the kernel refuses a namespace, the program stays in the node's network
+    /// and the daemon logs a warning.
     Empty,
-    /// That of the node.
+    /// The network of the node.
     Node,
 }
 
@@ -164,7 +164,7 @@ pub fn spawn(program: &Program<'_>) -> io::Result<Child> {
     })
 }
 
-/// What the child could not do, if it did not execute the program, which closes the pipe.
+/// The step that failed in the child; `None` when the child has executed the program, which closes the pipe.
 fn failure(report: OwnedFd) -> Option<(u8, io::Error)> {
     let mut report = File::from(report);
     let mut line = [0; 5];
@@ -425,8 +425,8 @@ fn change_user(uid: u32) -> Result<(), Errno> {
     rustix::thread::set_thread_res_uid(uid, uid, uid)
 }
 
-/// Moves to an empty network. The daemon may not be allowed to make one (CAP_SYS_ADMIN), so the namespace of users comes
-/// first, which any user may make. In this namespace the child has all rights until it drops them.
+/// Moves to an empty network. The daemon lacks CAP_SYS_ADMIN, which that takes, so the child makes a user namespace first. In this
+/// namespace the child has all rights until it drops them.
 fn leave_network(network: Network) -> Result<(), Errno> {
     if network == Network::Empty {
         #[allow(
@@ -480,7 +480,7 @@ fn exit_child(report: BorrowedFd<'_>, (step, errno): (Step, Errno)) -> ! {
     unsafe { libc::_exit(127) }
 }
 
-/// Tells the parent what did not succeed, over [`REPORT`].
+/// Reports a failed step to the parent, over [`REPORT`].
 fn tell(step: Step, errno: Errno) {
     let [a, b, c, d] = errno.raw_os_error().to_le_bytes();
     let bytes = [step as u8, a, b, c, d];

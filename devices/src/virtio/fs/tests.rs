@@ -134,7 +134,7 @@ fn requests_left_open_out_of_order_are_not_guessed() {
     let DeviceEvent::NeedsReset(why) = &event else {
         unreachable!("the device continues after {event:?}");
     };
-    assert!(why.contains("out of their order"), "{why}");
+    assert!(why.contains("out of order"), "{why}");
     assert!(driver.try_used(REQUESTS).is_none(), "no answer twice");
 }
 

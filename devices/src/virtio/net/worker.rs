@@ -51,9 +51,9 @@ const RECEIVE_TIMER: u32 = 2;
 const TRANSMIT_TIMER: u32 = 3;
 const ANNOUNCE_TIMER: u32 = 4;
 
-/// How often the driver's new place is announced after a restore: one frame may be lost while switches learn.
+/// Announcements of the driver's new place after a restore: a frame may get lost.
 const ANNOUNCEMENTS: u32 = 5;
-/// Between the first two announcements; each later one comes after a wait that is [`LONGER`] than the last one.
+/// Time between the first two announcements. Each later wait is [`LONGER`] than the one before.
 const ANNOUNCE_AFTER: Duration = Duration::from_millis(50);
 const LONGER: Duration = Duration::from_millis(100);
 
@@ -79,9 +79,9 @@ pub(super) struct NetHandler {
     /// Whether the host's descriptor is watched, and for taking packets too.
     watched: bool,
     watches_output: bool,
-    /// The state was restored, and the driver may be in another place of the network now: so many announcements are left.
+    /// Announcements that are left after a restore: the driver may be in another place of the network.
     announcements: u32,
-    /// The next announcement's timer; there is no limit.
+    /// The timer of the next announcement. It has no limiter.
     announce_timer: Throttle<()>,
     /// The host has packets of before the driver began, which are not for it.
     fresh: bool,
@@ -252,7 +252,7 @@ impl NetHandler {
         Ok(())
     }
 
-    /// Says where the driver is now, if that is not known well enough yet.
+    /// Sends one of the announcements that are left, and sets the timer for the next one.
     fn announce(&mut self, session: &Session) -> Result<(), Fault> {
         let Some(left) = self.announcements.checked_sub(1) else {
             return Ok(());
@@ -261,7 +261,7 @@ impl NetHandler {
         if !self.shared.announce() && self.shared.is_link_up() {
             let (_, mac) = self.shared.filter();
             let mut nothing = Iovecs::new(Arc::new(session.memory().clone()));
-            // What the host does not take now the guest's next packet says as well.
+            // A lost announcement does no harm: the guest's next packet has the same effect.
             if let Err(error) = self.backend.send(&announce::packet(mac), &mut nothing) {
                 tracing::debug!(%error, "announce where a network interface is");
             }

@@ -83,14 +83,14 @@ pub fn close_in(mode: Seccomp) -> Result<Sandbox> {
     })
 }
 
-/// Gives up all that a process does not need which looks at an image that anybody may have made. To be called when its images are
-/// locked, before the first byte is looked at and before the first thread is made.
+/// Gives up all that `vmm image` does not need. To be called when the images are locked, before the first byte is read and before the
+/// first thread is made.
 pub fn close_in_image() -> Result<()> {
     sys::forbid_backtraces();
     converter::close_in()
 }
 
-/// The same with limits of a conversion. `longest` is how many bytes the disk may have.
+/// The same, with the limits of a conversion. `longest` is how many bytes the disk may have.
 pub fn close_in_converter(longest: u64) -> Result<()> {
     converter::limit(longest)?;
     close_in_image()

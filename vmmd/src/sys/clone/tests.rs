@@ -70,8 +70,8 @@ fn the_program_has_its_own_user_and_no_rights() {
     assert_eq!(field("NoNewPrivs"), "1");
 }
 
-/// What the program of the next test does: it tries to reach the test, by its own calls and by a ring of io_uring, whose
-/// operations no seccomp filter sees. The test's TCP port is in its first descriptor.
+/// The program of the next test. It tries to connect to the test by its own calls, and by a ring of io_uring, whose operations no
+/// seccomp filter sees. The test's TCP port is in its first descriptor.
 #[test]
 #[ignore = "runs in a process that another test starts"]
 fn reach_the_test() {

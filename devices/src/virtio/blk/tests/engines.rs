@@ -152,7 +152,7 @@ impl Image for SlowImage {
         Geometry {
             physical_block: 4096,
             optimal_io: 0,
-            discard_granularity: None,
+            discard_granularity: Some(4096),
         }
     }
     fn grow(&self, _capacity: Option<u64>) -> io::Result<()> {
@@ -295,8 +295,6 @@ fn writes_are_stable_when_answered_if_the_driver_can_not_flush() {
 
 #[test]
 fn ranges_are_stable_when_answered_without_flush() {
-    const DISCARD: u32 = 11;
-    const WRITE_ZEROES: u32 = 13;
     let range = |sector: u64| {
         let mut range = sector.to_le_bytes().to_vec();
         range.extend(8_u32.to_le_bytes());

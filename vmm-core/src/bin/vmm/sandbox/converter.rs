@@ -1,5 +1,5 @@
-//! What a process keeps that looks at an image which anybody may have made: the descriptors that it has, and threads. A
-//! conversion also has bounds on memory, time and files.
+//! The sandbox of `vmm image`, which reads images of unknown origin. The process keeps its descriptors and may make threads. A
+//! conversion also has limits of memory, time and files.
 
 use anyhow::{Context, Result};
 use rustix::process::{Resource, Rlimit, setrlimit};
@@ -25,7 +25,7 @@ const BESIDES: u64 = 1 << 30;
 /// A call outside the list fails with EPERM.
 pub(super) const OTHERWISE: u32 = libc::SECCOMP_RET_ERRNO | libc::EPERM.cast_unsigned();
 
-/// Limits what a conversion may use. `longest` is how many bytes the disk may have.
+/// Sets the limits of a conversion. `longest` is how many bytes the disk may have.
 pub fn limit(longest: u64) -> Result<()> {
     for (resource, most) in [
         (Resource::As, MEMORY),
@@ -42,7 +42,7 @@ pub fn limit(longest: u64) -> Result<()> {
     Ok(())
 }
 
-/// Gives up all system calls that images do not need, and all paths.
+/// Gives up all paths, and all system calls that images do not need.
 pub fn close_in() -> Result<()> {
     lock_down()?;
     if landlock::enforce()? == Level::None {
@@ -57,7 +57,7 @@ pub fn close_in() -> Result<()> {
     Ok(())
 }
 
-/// What such a process may call.
+/// The calls that such a process may make.
 pub(super) fn entries() -> Vec<&'static Entry> {
     of_images().into_iter().flatten().collect()
 }

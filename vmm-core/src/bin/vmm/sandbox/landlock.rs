@@ -10,7 +10,7 @@ use landlock::{
 
 use super::Level;
 
-/// Newest ABI that is asked for. Whatever the kernel lacks of it is left out.
+/// Newest ABI that is asked for. An older kernel does a part of it.
 const NEWEST: ABI = ABI::V10;
 /// A kernel with this ABI limits files, TCP, signals and abstract sockets.
 const FULL: ABI = ABI::V6;

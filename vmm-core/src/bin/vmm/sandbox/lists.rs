@@ -88,7 +88,7 @@ pub fn of(kind: ThreadKind) -> Vec<&'static [Entry]> {
     }
 }
 
-/// What `vmm image` may do, in each of its threads.
+/// The calls of `vmm image`, in each of its threads.
 pub fn of_images() -> [&'static [Entry]; 5] {
     [EVERY, IMAGES, SPARSE, THREADS, CONVERSION]
 }

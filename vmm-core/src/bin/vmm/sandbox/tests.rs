@@ -406,7 +406,7 @@ fn every() -> String {
     format!("`{}`", names.join("`, `"))
 }
 
-/// What `vmm image` may do beside what all threads may, as the documentation has it.
+/// The calls of `vmm image` beside those of all threads, as the documentation has them.
 fn image_calls() -> String {
     let own = of_images().into_iter().filter(|list| !std::ptr::eq(*list, EVERY));
     let mut names: Vec<&str> = own.flatten().map(Entry::name).collect();

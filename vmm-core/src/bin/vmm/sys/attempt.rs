@@ -1,7 +1,7 @@
 //! Does what the sandbox forbids, when a test asks for it: as somebody would who took a thread over. Debug builds only.
 //!
 //! The environment variable `VMM_ATTEMPT` names the kind of thread and the deeds: `worker:execve,open`. They are done when the
-//! first thread of that kind is about to run its body; `image` is a `vmm image` that is about to look at an image. What they returned, if it did, goes to standard error. `vcpu:cost` is no
+//! first thread of that kind is about to run its body; `image` is a `vmm image` that is about to read an image. The result of each, if it did, goes to standard error. `vcpu:cost` is no
 //! such deed: it measures what the filters take.
 
 use std::{env, fs::File, io, os::fd::AsRawFd, ptr};
@@ -20,7 +20,7 @@ pub fn run(kind: ThreadKind) {
     run_as(kind.name());
 }
 
-/// The same for what has this name.
+/// The same under this name.
 pub fn run_as(name: &str) {
     let Ok(wanted) = env::var("VMM_ATTEMPT") else {
         return;

@@ -42,7 +42,7 @@ pub fn install() -> std::io::Result<()> {
         action.sa_sigaction = handle as extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void) as usize;
         // On the alternative stack that std makes for each thread: the ordinary one may have overflowed.
         action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
-        // After a SIGBUS the process may go on, and get another one.
+        // After a SIGBUS the process may continue, and get another one.
         if signal != libc::SIGBUS {
             action.sa_flags |= libc::SA_RESETHAND;
         }

@@ -1,4 +1,4 @@
-//! What a helper keeps: its sockets, one folder to read, and the system calls that answering packets takes.
+//! The sandbox of a helper. It keeps its sockets, one folder to read, and the system calls that answering packets takes.
 //!
 //! The daemon starts it with a user id of its own and without capabilities. The rest is given up here, before the first packet is read.
 
@@ -100,7 +100,7 @@ fn close_in(folder: BorrowedFd<'_>) -> anyhow::Result<()> {
     apply_filter(&program()?).context("limit the helper's system calls")
 }
 
-/// Files of the folder can be read. All else that this kernel's Landlock knows is forbidden, but for packets by UDP.
+/// Files of the folder can be read, and packets can be sent by UDP. The rest of this kernel's Landlock is forbidden.
 fn restrict(folder: BorrowedFd<'_>) -> anyhow::Result<()> {
     const NEWEST: ABI = ABI::V10;
     Ruleset::default()
@@ -114,11 +114,11 @@ fn restrict(folder: BorrowedFd<'_>) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A call outside the list fails with EPERM, so that one guest's packet does not end the service of the others.
+/// A call outside the list fails with EPERM: one guest's packet must not end the service of the other guests.
 fn program() -> anyhow::Result<BpfProgram> {
     let mut rules: BTreeMap<_, _> = CALLS.iter().map(|call| (*call, Vec::new())).collect();
     let flags = |bits: libc::c_int| u64::from(bits.cast_unsigned());
-    // Nothing executable, no file to write, no path to ask about, no other process.
+    // No executable memory, no file to write, no path, no other process.
     let executable = flags(libc::PROT_EXEC);
     let writes = flags(libc::O_ACCMODE | libc::O_CREAT | libc::O_TRUNC | libc::O_PATH);
     let by_descriptor = flags(libc::AT_EMPTY_PATH);
@@ -176,7 +176,7 @@ mod tests {
 
     type Deed = fn(BorrowedFd<'_>) -> io::Result<()>;
 
-    /// What a packet would have done that took the helper over.
+    /// Deeds of a helper that a packet has taken over.
     const DEEDS: [(&str, Deed); 15] = [
         ("open a file elsewhere", |_| File::open("/etc/passwd").map(drop)),
         ("make a file", |folder| {

@@ -40,7 +40,7 @@ const MAX_PACKET: usize = 65_535;
 /// `vmmd serve-network`.
 #[derive(Debug, Args)]
 pub struct ServeNetwork {
-    /// Folder with the table: what a later daemon knows the process by. It is read through a descriptor.
+    /// Folder with the table. A later daemon identifies the process by this argument. The process reads the folder through a descriptor.
     folder: PathBuf,
 }
 
