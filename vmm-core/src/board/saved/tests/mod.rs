@@ -1,5 +1,6 @@
 //! Whole machines on the host's own KVM that are saved, thrown away, built anew and restored.
 
+mod ended;
 mod golden;
 mod refusals;
 mod snapshot;
@@ -306,11 +307,22 @@ fn a_restored_machine_resets_as_a_new_one() {
 
 #[test]
 fn what_a_restored_guest_asks_of_the_machine_reaches_its_driver() {
-    let mut rig = Rig::new(1, &POWER_OFF);
+    // Powers off when a byte is typed.
+    let typed = [
+        0x66, 0xba, 0xfd, 0x03, // mov dx, 0x3fd
+        0xec, // wait: in al, dx
+        0xa8, 0x01, // test al, 1
+        0x74, 0xfb, // jz wait
+    ];
+    let mut rig = Rig::new(1, &[&typed[..], &POWER_OFF].concat());
     rig.machine.start().unwrap();
-    assert_eq!(rig.notice(), Notice::PowerOff);
     rig.pause_and_resume();
+    rig.console.write_all(b"x").unwrap();
     assert_eq!(rig.notice(), Notice::PowerOff);
+    // A guest that has ended is neither restored nor continued.
+    rig.pause_and_resume();
+    assert_eq!(rig.restores.load(Ordering::Relaxed), 1);
+    assert!(rig.notices.try_recv().is_err());
     rig.machine.halt();
 }
 

@@ -42,7 +42,7 @@ const COUNTER: [u8; 47] = [
 /// A machine with the other end of its console.
 pub(super) struct One {
     pub(super) machine: Machine,
-    console: UnixStream,
+    pub(super) console: UnixStream,
     pub(super) notices: Receiver<Input>,
 }
 
@@ -164,7 +164,7 @@ impl One {
         printed[0]
     }
 
-    fn wait_for(&self, wanted: Event) {
+    pub(super) fn wait_for(&self, wanted: Event) {
         match self.notices.recv_timeout(PATIENCE) {
             Ok(Input::Notice(Notice::Snapshot(event))) => assert_eq!(event, wanted),
             other => panic!("{other:?}"),
@@ -173,10 +173,10 @@ impl One {
 
     /// Takes a snapshot of the machine, which is paused all the time or runs; it runs afterwards.
     fn snapshot(&mut self, runs: bool) -> (File, Report, GoesOn) {
-        let file = tempfile::tempfile().unwrap();
         if !runs {
             self.machine.pause().unwrap();
         }
+        let file = tempfile::tempfile().unwrap();
         self.machine
             .begin_snapshot(file.try_clone().unwrap(), runs)
             .unwrap();
