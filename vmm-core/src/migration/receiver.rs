@@ -15,6 +15,7 @@ use crate::snapshot::{
     SnapshotError,
     error::Place,
     format::{Layout, MAX_SECTION, MAX_SECTIONS, MAX_SECTIONS_LENGTH, PAGE, PAGE_BYTES},
+    memory,
     reader::take,
 };
 
@@ -75,6 +76,7 @@ pub fn receive(
         disks,
         named: 0,
         body: Vec::new(),
+        pages: Vec::new(),
         sections: Vec::new(),
         parts: Vec::new(),
         sections_length: 0,
@@ -100,6 +102,8 @@ struct Receiver<'a, R> {
     named: usize,
     /// Of the frame that was read last.
     body: Vec<u8>,
+    /// Memory that is to become zeroes.
+    pages: Vec<u8>,
     sections: Vec<Section>,
     /// The beginning of the next section.
     parts: Vec<u8>,
@@ -229,8 +233,14 @@ impl<R: Read> Receiver<'_, R> {
         if length > MAX_PAGES {
             return Err(wrong(at, "it has more pages than any frame"));
         }
-        let zeroes = vec![0; usize::try_from(length).unwrap_or(0)];
-        let written = self.memory.write_slice(&zeroes, GuestAddress(address));
+        let outside = |_| wrong(at, "its pages are outside of memory");
+        memory::read(self.memory, address, length, &mut self.pages).map_err(outside)?;
+        if self.pages.chunks(PAGE_BYTES).all(memory::is_zero) {
+            // A write would allocate pages that the guest never touched, or gave back.
+            return Ok(());
+        }
+        self.pages.fill(0);
+        let written = self.memory.write_slice(&self.pages, GuestAddress(address));
         written.map_err(|_| wrong(at, "its pages are outside of memory"))
     }
 

@@ -3,7 +3,10 @@
 use std::{
     fs::File,
     io::Read,
-    os::{fd::OwnedFd, unix::net::UnixStream},
+    os::{
+        fd::OwnedFd,
+        unix::{fs::MetadataExt, net::UnixStream},
+    },
     sync::LazyLock,
     thread,
     time::Duration,
@@ -17,11 +20,14 @@ use vm_memory::{Bytes, GuestAddress};
 mod disks;
 
 use super::{format::*, *};
-use crate::snapshot::{
-    SnapshotError,
-    error::Place,
-    format::PAGE_BYTES,
-    saving::{GoOn, Sink},
+use crate::{
+    memory::{Backing, GuestRam, layout::RAM_MIN},
+    snapshot::{
+        SnapshotError,
+        error::Place,
+        format::PAGE_BYTES,
+        saving::{GoOn, Sink},
+    },
 };
 
 /// Two ranges of memory, as on both sides of a hole.
@@ -194,6 +200,23 @@ fn received_with(sections: Vec<Section>) -> Vec<Section> {
     let received = receive(far, &memory, &mut []).unwrap();
     sending.join().unwrap();
     received.machine.sections
+}
+
+#[test]
+fn pages_of_zeroes_allocate_nothing_at_the_target() {
+    let ram = || GuestRam::new(RAM_MIN, Backing::Shared).unwrap();
+    let (source, target) = (ram(), ram());
+    let (near, far) = UnixStream::pair().unwrap();
+    let sending = thread::spawn(move || {
+        let memory = source.memory();
+        let mut sender = Box::new(Sender::new(File::from(OwnedFd::from(near)), memory, Vec::new()));
+        sender.everything(memory, ALWAYS).unwrap();
+        sender.pages(memory, vec![0, 0x1000, 0x8000], ALWAYS).unwrap();
+        sender.finish(&info(), machine(), ALWAYS).unwrap();
+    });
+    receive(far, target.memory(), &mut []).unwrap();
+    sending.join().unwrap();
+    assert_eq!(target.file().unwrap().metadata().unwrap().blocks(), 0);
 }
 
 /// Counts the reads of a stream.
