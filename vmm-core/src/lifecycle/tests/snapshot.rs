@@ -498,6 +498,27 @@ fn a_machine_that_is_paused_meanwhile_is_not_sent_and_one_that_is_being_sent_tak
 }
 
 #[test]
+fn no_capture_begins_while_a_device_comes_or_goes() {
+    let attach = |id| {
+        let disk = Box::new(Disk {
+            name: "slow".into(),
+            ..Disk::default()
+        });
+        request(id, Request::AttachDisk { disk, fds: Vec::new() })
+    };
+    let inputs = vec![
+        request(1, boot(false)),
+        attach(2),
+        save(3, false, "x"),
+        send(4, 100),
+        disks_alone(5),
+        request(9, Request::Stop),
+    ];
+    let log = log_of(inputs, |_| ());
+    assert_eq!(log[..4], ["attach slow 0", "3 State", "4 State", "5 State"]);
+}
+
+#[test]
 fn no_device_comes_or_goes_while_the_machine_is_saved_or_sent() {
     let name = || "data".to_owned();
     let fds = Vec::new;
