@@ -291,3 +291,16 @@ fn tell(host: &Host, draft: Draft, context: &Context, operation: &Handle) {
     draft.operation = operation.id().to_owned();
     host.events.emit(draft);
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn message_names_ten_vms_and_counts_the_others() {
+        let names: Vec<_> = (0..1000).map(|number| format!("vm{number}")).collect();
+        assert_eq!(some(&names[..2], ", "), "vm0, vm1");
+        let text = some(&names, ", ");
+        assert!(text.ends_with("vm9, and 990 more") && text.len() < 80, "{text}");
+    }
+}
