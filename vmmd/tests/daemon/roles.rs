@@ -23,11 +23,18 @@ const OPERATORS: u32 = 990_021;
 /// Set for the child that asks as somebody else: the folder of the daemon.
 const FOLDER: &str = "VMMD_TEST_ROLES";
 
-/// Runs `test` of this program as a user in this group alone.
+/// Runs `test` of this program as a user in this group alone. The program is a copy in the daemon's folder: other users may be unable to reach
+/// the folder where it was built, such as one in the home of root.
 fn ask(daemon: &Daemon, test: &str, group: u32) -> Output {
     let folder = daemon.folder.path();
-    fs::set_permissions(folder, fs::Permissions::from_mode(0o755)).unwrap();
-    let mut child = Command::new(std::env::current_exe().unwrap());
+    let everybody = fs::Permissions::from_mode(0o755);
+    fs::set_permissions(folder, everybody.clone()).unwrap();
+    let program = daemon.path("client");
+    if !program.exists() {
+        fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+        fs::set_permissions(&program, everybody).unwrap();
+    }
+    let mut child = Command::new(program);
     child
         .args(["--exact", test])
         .env(FOLDER, folder)
