@@ -13,7 +13,7 @@ use std::{
 };
 
 use rustix::{
-    fs::{AtFlags, Mode, OFlags, ResolveFlags},
+    fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags},
     io::Errno,
 };
 use serde::Deserialize;
@@ -66,6 +66,24 @@ pub enum Within<'a> {
     Roots(&'a [PathBuf]),
     /// One of these folders, in which guests can make symbolic links: none below it is followed.
     NoLinks(&'a [PathBuf]),
+    /// A folder below one of the roots, in which guests or other users of the node can make files of any type: no link below the folder is
+    /// followed, and only a regular file is opened.
+    Beneath {
+        /// The folder. Links above it, and itself, are followed as for [`Within::Roots`].
+        folder: &'a Path,
+        /// The roots.
+        roots: &'a [PathBuf],
+    },
+}
+
+impl<'a> Within<'a> {
+    /// The allowed folders; `None` of the daemon's own.
+    fn roots(self) -> Option<&'a [PathBuf]> {
+        match self {
+            Self::Own => None,
+            Self::Roots(roots) | Self::NoLinks(roots) | Self::Beneath { roots, .. } => Some(roots),
+        }
+    }
 }
 
 /// Why a file can't be opened.
@@ -77,6 +95,8 @@ pub enum Refused {
     LeadsOut,
     /// The path has a symbolic link where none is followed.
     Link,
+    /// The file is a device or another special file where only a regular one is opened.
+    Special,
     /// The kernel says so.
     Errno(Errno),
 }
@@ -84,24 +104,31 @@ pub enum Refused {
 impl Refused {
     /// For a message, when it is about the folders: what stands after the path. `key` is that of the configuration.
     pub fn about_roots(&self, within: Within<'_>, key: &str) -> Option<String> {
-        let (Within::Roots(roots) | Within::NoLinks(roots)) = within else {
-            return None;
-        };
+        let roots = within.roots()?;
         let named: Vec<_> = roots.iter().map(|root| root.display().to_string()).collect();
         let named = named.join(", ");
-        match self {
-            Self::Outside => Some(format!(
+        match (self, within) {
+            (Self::Outside, _) => Some(format!(
                 "is not below a folder that this node allows: `roots.{key}` in config.toml has {named}"
             )),
-            Self::LeadsOut => Some(format!(
+            (Self::LeadsOut, _) => Some(format!(
                 "leads out of the folders that this node allows, through `..`, a link of /proc, an absolute symbolic link or one that points outside: \
                  `roots.{key}` in config.toml has {named}"
             )),
-            Self::Link => Some(format!(
+            (Self::Link, Within::Beneath { folder, .. }) => Some(format!(
+                "has a symbolic link below \"{}\", where others than the node's operator make files: no link is followed there; make it a regular \
+                 file",
+                folder.display()
+            )),
+            (Self::Special, _) => Some(
+                "is neither a regular file nor a directory, in a folder where others than the node's operator make files: make it a regular file"
+                    .to_owned(),
+            ),
+            (Self::Link, _) => Some(format!(
                 "has a symbolic link in it, which is not followed below the folders of `roots.{key}` in config.toml ({named}), since a guest may \
                  have made it: name the directory that the link leads to"
             )),
-            Self::Errno(_) => None,
+            (Self::Errno(_), _) => None,
         }
     }
 }
@@ -118,12 +145,26 @@ fn is_everything(root: &Path) -> bool {
     root.parent().is_none()
 }
 
+impl Roots {
+    /// Where the path of a VM's disk may lead; `beneath` as in its spec.
+    pub fn of_disk<'a>(&'a self, beneath: Option<&'a Path>) -> Within<'a> {
+        match beneath {
+            None => Within::Roots(&self.disks),
+            Some(folder) => Within::Beneath {
+                folder,
+                roots: &self.disks,
+            },
+        }
+    }
+}
+
 /// Opens a file by its absolute path. Of several folders above it, one beneath which it can be opened is enough.
 pub fn open(path: &Path, within: Within<'_>, flags: OFlags) -> Result<OwnedFd, Refused> {
     let (roots, links) = match within {
         Within::Own => return rustix::fs::open(path, flags, Mode::empty()).map_err(Refused::Errno),
         Within::Roots(roots) => (roots, Links::Followed),
         Within::NoLinks(roots) => (roots, Links::Refused),
+        Within::Beneath { folder, roots } => return open_regular(path, folder, roots, flags),
     };
     let mut refused = Refused::Outside;
     for root in roots {
@@ -136,6 +177,21 @@ pub fn open(path: &Path, within: Within<'_>, flags: OFlags) -> Result<OwnedFd, R
         }
     }
     Err(refused)
+}
+
+/// Opens the regular file at `path` below `folder`. It is looked at before it is opened: to open a device can have an effect.
+fn open_regular(path: &Path, folder: &Path, roots: &[PathBuf], flags: OFlags) -> Result<OwnedFd, Refused> {
+    let rest = path.strip_prefix(folder).map_err(|_| Refused::Outside)?;
+    let folder = open(folder, Within::Roots(roots), FOLDER)?;
+    let found = resolve(&folder, rest, OFlags::PATH | OFlags::CLOEXEC, Links::Refused)?;
+    let stat = rustix::fs::fstat(&found).map_err(Refused::Errno)?;
+    match FileType::from_raw_mode(stat.st_mode) {
+        _ if flags.contains(OFlags::PATH) => Ok(found),
+        FileType::RegularFile | FileType::Directory => {
+            rustix::fs::open(link_of(&found), flags, Mode::empty()).map_err(Refused::Errno)
+        }
+        _ => Err(Refused::Special),
+    }
 }
 
 /// Opens the folder that an open regular file is in, and returns its name there. The folder is beneath one of the allowed ones, whatever links were
@@ -156,27 +212,27 @@ pub fn open_folder_of(file: &OwnedFd, within: Within<'_>) -> Result<(OwnedFd, Os
 
 /// The path of an open file, without symbolic links.
 pub fn path_of(file: &OwnedFd) -> Result<PathBuf, Errno> {
-    // proc(5)
-    let link = format!("/proc/self/fd/{}", file.as_raw_fd());
-    let path = rustix::fs::readlink(link, Vec::new())?;
+    let path = rustix::fs::readlink(link_of(file), Vec::new())?;
     Ok(PathBuf::from(OsString::from_vec(path.into_bytes())))
 }
 
-/// Opens a folder by its path without symbolic links. It is beneath one of the allowed ones.
+/// The link of procfs to an open file (proc(5)).
+fn link_of(file: &OwnedFd) -> String {
+    format!("/proc/self/fd/{}", file.as_raw_fd())
+}
+
+/// Opens a folder by a path that has no symbolic links, and follows none. The folder is beneath one of the allowed ones.
 pub fn open_folder(path: &Path, within: Within<'_>) -> Result<OwnedFd, Refused> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     match real(within) {
         None => open(path, Within::Own, flags),
-        Some(real) => open(path, Within::Roots(&real), flags),
+        Some(real) => open(path, Within::NoLinks(&real), flags),
     }
 }
 
 /// The allowed folders without symbolic links; `None` of the daemon's own.
 pub fn real(within: Within<'_>) -> Option<Vec<PathBuf>> {
-    let (Within::Roots(roots) | Within::NoLinks(roots)) = within else {
-        return None;
-    };
-    let real = roots.iter().filter_map(|root| root.canonicalize().ok());
+    let real = within.roots()?.iter().filter_map(|root| root.canonicalize().ok());
     Some(real.collect())
 }
 
@@ -200,11 +256,18 @@ fn open_beneath(
     if is_everything(root) && links == Links::Followed {
         return rustix::fs::open(path, flags, Mode::empty()).map_err(Refused::Errno);
     }
-    let mut resolve = ResolveFlags::NO_MAGICLINKS | ResolveFlags::BENEATH;
-    resolve.set(ResolveFlags::NO_SYMLINKS, links == Links::Refused);
     // Opened anew each time: the folder may be mounted, or mounted over, while the daemon runs.
-    let folder_flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let folder = rustix::fs::open(root, folder_flags, Mode::empty()).map_err(Refused::Errno)?;
+    let folder = rustix::fs::open(root, FOLDER, Mode::empty()).map_err(Refused::Errno)?;
+    resolve(&folder, rest, flags, links)
+}
+
+/// Flags of a folder beneath which something is looked for.
+const FOLDER: OFlags = OFlags::PATH.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
+
+/// Opens the path `rest` below an open folder.
+fn resolve(folder: &OwnedFd, rest: &Path, flags: OFlags, links: Links) -> Result<OwnedFd, Refused> {
+    let mut how = ResolveFlags::NO_MAGICLINKS | ResolveFlags::BENEATH;
+    how.set(ResolveFlags::NO_SYMLINKS, links == Links::Refused);
     let rest = if rest.as_os_str().is_empty() {
         Path::new(".")
     } else {
@@ -212,7 +275,7 @@ fn open_beneath(
     };
     let mut tries = 0;
     loop {
-        let opened = match rustix::fs::openat2(&folder, rest, flags, Mode::empty(), resolve) {
+        let opened = match rustix::fs::openat2(folder, rest, flags, Mode::empty(), how) {
             // A filter of system calls forbids it, such as that of the daemon's unit.
             Err(Errno::NOSYS) => walk::open(folder.as_fd(), rest, flags, links),
             opened => opened,
@@ -234,6 +297,7 @@ impl From<Refused> for io::Error {
             Refused::Outside => Self::new(io::ErrorKind::PermissionDenied, "not below an allowed folder"),
             Refused::LeadsOut => Self::new(io::ErrorKind::PermissionDenied, "leads out of an allowed folder"),
             Refused::Link => Self::new(io::ErrorKind::PermissionDenied, "has a symbolic link in it"),
+            Refused::Special => Self::new(io::ErrorKind::PermissionDenied, "is no regular file"),
         }
     }
 }
@@ -242,6 +306,7 @@ impl From<Refused> for io::Error {
 mod tests {
     use std::{fs, os::unix::fs::symlink};
 
+    use rustix::fs::CWD;
     use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
 
     use super::*;
@@ -360,6 +425,58 @@ mod tests {
         assert_eq!(leads_out, Err(Refused::LeadsOut));
         // The folder itself is the operator's to choose.
         assert_eq!(open(&path("root"), "root/sub/in"), Ok(()));
+    }
+
+    #[test]
+    fn a_folder_of_others_gives_regular_files_without_links() {
+        regular_files_only();
+        let forbidden = std::thread::spawn(|| {
+            forbid_openat2();
+            regular_files_only();
+        });
+        forbidden.join().unwrap();
+    }
+
+    fn regular_files_only() {
+        let case = Case::new();
+        let path = |name: &str| case.0.path().join(name);
+        fs::create_dir(path("allowed/sub/folder")).unwrap();
+        symlink("in", path("allowed/sub/link")).unwrap();
+        symlink("../../other", path("allowed/sub/out")).unwrap();
+        rustix::fs::mknodat(CWD, path("allowed/sub/fifo"), FileType::Fifo, Mode::RWXU, 0).unwrap();
+        symlink("allowed", path("volumes")).unwrap();
+        let opened = |roots: &Path, folder: &str, file: &str| {
+            let (folder, roots) = (path(folder), [roots.to_owned()]);
+            let within = Within::Beneath {
+                folder: &folder,
+                roots: &roots,
+            };
+            open(&path(file), within, OFlags::RDWR | OFlags::NONBLOCK).map(drop)
+        };
+        for roots in [path("allowed"), "/".into()] {
+            let open = |file: &str| opened(&roots, "allowed/sub", file);
+            assert_eq!(open("allowed/sub/in"), Ok(()));
+            for link in ["allowed/sub/link", "allowed/sub/out/out"] {
+                assert_eq!(open(link), Err(Refused::Link), "{link}");
+            }
+            assert_eq!(open("allowed/sub/fifo"), Err(Refused::Special));
+            assert_eq!(open("allowed/sub/folder"), Err(Refused::Errno(Errno::ISDIR)));
+            assert_eq!(open("allowed/in"), Err(Refused::Outside));
+            assert_eq!(open("allowed/sub/../in"), Err(Refused::LeadsOut));
+        }
+        // The way to the folder is the operator's.
+        assert_eq!(opened(Path::new("/"), "volumes/sub", "volumes/sub/in"), Ok(()));
+        assert_eq!(
+            opened(&path("other"), "allowed/sub", "allowed/sub/in"),
+            Err(Refused::Outside)
+        );
+        // A path of a file, not its content.
+        let (folder, roots) = (path("allowed/sub"), ["/".into()]);
+        let within = Within::Beneath {
+            folder: &folder,
+            roots: &roots,
+        };
+        assert!(open(&path("allowed/sub/fifo"), within, OFlags::PATH).is_ok());
     }
 
     #[test]

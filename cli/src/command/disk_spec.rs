@@ -13,7 +13,7 @@ use crate::{
 };
 
 /// What a `--disk` may have beside a path.
-const KEYS: &str = "name=, path=, disk=, format=, any-content, serial=, readonly, cache=, queues=, block-size=, on-error=, bps=, \
+const KEYS: &str = "name=, path=, beneath=, disk=, format=, any-content, serial=, readonly, cache=, queues=, block-size=, on-error=, bps=, \
                     iops=, burst=, burst-ops=, rate-group=";
 
 impl From<ImageFormat> for v1::DiskFormat {
@@ -131,6 +131,7 @@ pub fn from_flags(args: &Attach) -> Result<v1::DiskSpec> {
         rate_limit: args.limits.limit(),
         rate_group: args.rate_group.clone().unwrap_or_default(),
         any_content: args.any_content,
+        beneath: String::new(),
     };
     let mut found = Violations::default();
     Disk::new(&mut found, "disk", &disk);
@@ -270,6 +271,7 @@ fn set(disk: &mut v1::DiskSpec, key: &str, value: &str) -> Result<bool, String> 
         "path" | "disk" if disk.source.is_some() => return Err("give either path= or disk=, not both".into()),
         "path" => disk.source = Some(Source::Path(value.to_owned())),
         "disk" => disk.source = Some(Source::Disk(value.to_owned())),
+        "beneath" => value.clone_into(&mut disk.beneath),
         "serial" => value.clone_into(&mut disk.serial),
         "format" => disk.format = v1::DiskFormat::from(word::<ImageFormat>(value)?).into(),
         "cache" => disk.cache = v1::DiskCache::from(word::<Cache>(value)?).into(),

@@ -3,7 +3,7 @@
 mod limit;
 mod new;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 pub use self::{
     limit::{Limit, MAX_RATE, MIN_BYTES_PER_SECOND, RateGroup, RateLimit},
@@ -58,6 +58,8 @@ pub enum Source {
         path: PathBuf,
         /// How it is to be read.
         format: Format,
+        /// A folder above it in which guests or other users of the node can make files.
+        beneath: Option<PathBuf>,
     },
     /// A disk of the DiskService.
     Disk {
@@ -263,6 +265,9 @@ fn source(found: &mut Violations, field: &str, disk: &v1::DiskSpec) -> Option<So
         }
     };
     let given = disk.format != i32::from(v1::DiskFormat::Unspecified);
+    if !disk.beneath.is_empty() && !matches!(disk.source, Some(WireSource::Path(_))) {
+        found.add(format_args!("{field}.beneath"), "is for a `path` only");
+    }
     match &disk.source {
         Some(WireSource::Disk(disk)) => {
             let name = name(found, &format!("{field}.disk"), disk);
@@ -290,12 +295,31 @@ fn source(found: &mut Violations, field: &str, disk: &v1::DiskSpec) -> Option<So
                     "must be given with `path`: DISK_FORMAT_RAW, DISK_FORMAT_QCOW2 or DISK_FORMAT_ISO; it is never guessed",
                 );
             }
+            let beneath = match (disk.beneath.as_str(), &path) {
+                ("", _) | (_, None) => None,
+                (folder, Some(path)) => Some(beneath(found, field, folder, path)?),
+            };
             Some(Source::Path {
                 path: path?,
                 format: format?,
+                beneath,
             })
         }
     }
+}
+
+/// The folder that `path` is below.
+fn beneath(found: &mut Violations, field: &str, folder: &str, path: &Path) -> Option<PathBuf> {
+    let field = format!("{field}.beneath");
+    let folder = absolute(found, &field, folder)?;
+    if path == folder || !path.starts_with(&folder) {
+        found.add(
+            &field,
+            format_args!("must be a folder above `path`, is \"{}\"", folder.display()),
+        );
+        return None;
+    }
+    Some(folder)
 }
 
 fn known(format: v1::DiskFormat) -> Option<Format> {

@@ -41,6 +41,8 @@ pub struct Growing {
     pub path: PathBuf,
     /// It is the file of a disk of the DiskService.
     pub own: bool,
+    /// See [`Source::Path`](proto::model::disk::Source::Path).
+    pub beneath: Option<PathBuf>,
     /// How that is to be read.
     pub format: Format,
     /// Its present size where that is not in the file's length.
@@ -185,6 +187,7 @@ pub async fn grow_record(
         name: record.name.clone(),
         path: resolved.path,
         own: true,
+        beneath: None,
         format: resolved.format,
         size: Some(record.size_bytes),
         preallocation: preallocation(record),
@@ -284,7 +287,7 @@ fn grow_raw(host: &Host, growing: &Growing, size: u64, control: &Control) -> Res
     let field = format!("disk \"{name}\"");
     let within = match growing.own {
         true => Within::Own,
-        false => Within::Roots(&host.config.roots.disks),
+        false => host.config.roots.of_disk(growing.beneath.as_deref()),
     };
     let open = files::open_image_file(&field, path, within, Cache::Writeback, Use::Write)?;
     if !files::lock(&open, Locks::Take, false, &host.ledger).map_err(failed)? {

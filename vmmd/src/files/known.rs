@@ -48,7 +48,7 @@ pub(super) fn check_disk(
     disk: &Disk,
     opened: &OpenDisk,
 ) -> Result<Option<(String, FileRecord)>, Failure> {
-    let Source::Path { path, format } = &disk.source else {
+    let Source::Path { path, format, .. } = &disk.source else {
         return Ok(None);
     };
     if *format == Format::Raw && !disk.any_content && !known.contains_key(&key(path)) {

@@ -117,7 +117,10 @@ fn named_by_path(spec: &VmSpec) -> Vec<(String, &Path, Named)> {
     let initrd = initrd.map(|initrd| ("spec.boot.linux.initrd".to_owned(), initrd, Named::Kernel));
     let disks = spec.disks.iter().enumerate();
     let disks = disks.filter_map(|(index, disk)| match &disk.source {
-        Source::Path { path, .. } => Some((format!("spec.disks[{index}].path"), path.as_path(), Named::Disk)),
+        Source::Path { path, beneath, .. } => {
+            let path = beneath.as_ref().unwrap_or(path);
+            Some((format!("spec.disks[{index}].path"), path.as_path(), Named::Disk))
+        }
         Source::Disk { .. } | Source::Seed => None,
     });
     let shares = spec.shares.iter().enumerate();

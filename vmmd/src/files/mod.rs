@@ -24,6 +24,7 @@ use proto::{
     },
     wire::MAX_FDS,
 };
+use rustix::fs::OFlags;
 
 use self::file::{identity, identity_at, open_image};
 pub use self::{
@@ -36,7 +37,7 @@ use crate::{
     ledger::{FileId, Ledger},
     paths::disk::Folder,
     registry::disks::Disks,
-    roots::{Roots, Within},
+    roots::{self, Roots, Within},
     sys::{self, LockKind},
     text,
 };
@@ -190,10 +191,23 @@ fn nic_queues(spec: &VmSpec) -> usize {
 /// What each disk of a VM is on, by its name, as far as that can be told without opening it.
 pub fn identify(disks: &[Disk], sources: &Sources<'_>) -> BTreeMap<String, Vec<FileId>> {
     let disks = disks.iter().map(|disk| {
-        let stats = paths(disk, sources)
-            .into_iter()
-            .filter_map(|path| rustix::fs::stat(&path).ok());
-        (disk.name.to_string(), stats.map(|stat| identity(&stat)).collect())
+        let ids = match &disk.source {
+            Source::Path {
+                path,
+                beneath: Some(folder),
+                ..
+            } => {
+                let within = sources.roots.of_disk(Some(folder));
+                let found = roots::open(path, within, OFlags::PATH | OFlags::CLOEXEC).ok();
+                let stat = found.and_then(|fd| rustix::fs::fstat(fd).ok());
+                stat.iter().map(identity).collect()
+            }
+            _ => paths(disk, sources)
+                .iter()
+                .filter_map(|path| identity_at(path))
+                .collect(),
+        };
+        (disk.name.to_string(), ids)
     });
     disks.collect()
 }
@@ -247,10 +261,14 @@ pub fn open_disk(field: &str, disk: &Disk, sources: &Sources<'_>, locks: Locks) 
     let (label, path, within, format, below) = match &disk.source {
         // Made when the VM starts, and opened nowhere else.
         Source::Seed => return Err(Failure::internal("the seed of cloud-init can't be opened")),
-        Source::Path { path, format } => (
+        Source::Path {
+            path,
+            format,
+            beneath,
+        } => (
             format!("{field}.path: disk \"{}\": \"{}\"", disk.name, path.display()),
             path.clone(),
-            Within::Roots(&sources.roots.disks),
+            sources.roots.of_disk(beneath.as_deref()),
             *format,
             Vec::new(),
         ),

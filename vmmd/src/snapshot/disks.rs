@@ -248,6 +248,9 @@ pub async fn make(
         }
         if let Some(disk) = spec.disks.iter_mut().find(|disk| disk.name == of.name) {
             disk.source = Some(v1::disk_spec::Source::Disk(name));
+            // These are about a path.
+            disk.beneath.clear();
+            disk.any_content = false;
         }
     }
     (made, Ok(()))

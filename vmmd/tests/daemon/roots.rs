@@ -75,6 +75,16 @@ fn not_allowed<T: std::fmt::Debug>(result: Result<T, Status>, what: &str) {
     assert!(status.message().contains("roots."), "{what}: {status}");
 }
 
+fn not_allowed_here<T: std::fmt::Debug>(result: Result<T, Status>, what: &str) {
+    let status = result.expect_err(what);
+    let expected = (Code::FailedPrecondition, "PATH_NOT_ALLOWED".to_owned());
+    assert_eq!(refusal(&status), expected, "{what}: {status}");
+    assert!(
+        status.message().contains("others than the node's operator"),
+        "{what}: {status}"
+    );
+}
+
 #[tokio::test]
 async fn a_path_that_is_written_as_one_outside_the_roots_is_refused_at_once() {
     let daemon = confined().await;
@@ -160,6 +170,68 @@ async fn a_link_that_leads_out_of_the_roots_is_refused_where_it_would_be_opened(
     }
     // Disks that the daemon keeps are elsewhere, and its own.
     daemon.make(raw("own", 4096), None).await.unwrap();
+}
+
+/// Two volumes are below one root. The user of one has made links and a device where the disk is looked for.
+#[tokio::test]
+async fn a_disk_beneath_a_volume_is_no_link_and_no_device() {
+    let daemon = confined().await;
+    for name in ["allowed/1", "allowed/2"] {
+        fs::create_dir(daemon.path(name)).unwrap();
+        fs::write(daemon.path(&format!("{name}/disk.img")), [0; 4096]).unwrap();
+    }
+    let file = daemon.path("allowed/1/disk.img");
+    let in_volume = |name: &str| v1::DiskSpec {
+        beneath: daemon.path("allowed/1").to_str().unwrap().into(),
+        name: name.into(),
+        ..disk(&file)
+    };
+    let mut web = vm(&daemon, "web", "boot/kernel", "allowed/disk");
+    web.spec.as_mut().unwrap().disks = vec![in_volume("root")];
+    daemon.create(web.clone()).await.unwrap();
+    daemon
+        .create(vm(&daemon, "other", "boot/kernel", "allowed/disk"))
+        .await
+        .unwrap();
+    daemon.start_vm("other").await.unwrap();
+    let resize = |name: &str| v1::ResizeVmDiskRequest {
+        vm: name.into(),
+        disk: "root".into(),
+        size_bytes: Some(8192),
+        ..Default::default()
+    };
+    let device = |path: &Path| {
+        let mode = rustix::fs::Mode::RWXU;
+        let kind = rustix::fs::FileType::CharacterDevice;
+        rustix::fs::mknodat(rustix::fs::CWD, path, kind, mode, rustix::fs::makedev(1, 3)).unwrap();
+    };
+    let plant: [(&str, &dyn Fn()); 2] = [
+        ("a link", &|| symlink("../2/disk.img", &file).unwrap()),
+        ("a device", &|| device(&file)),
+    ];
+    for (what, plant) in plant {
+        fs::remove_file(&file).unwrap();
+        plant();
+        let mut new = web.clone();
+        new.metadata.as_mut().unwrap().name = "new".into();
+        not_allowed_here(dry_run(&daemon, new).await, what);
+        not_allowed_here(daemon.start_vm("web").await, what);
+        let attach = v1::AttachDiskRequest {
+            vm: "other".into(),
+            disk: Some(in_volume("more")),
+            ..Default::default()
+        };
+        not_allowed_here(daemon.client().attach_disk(attach).await, what);
+        not_allowed_here(daemon.client().resize_vm_disk(resize("web")).await, what);
+        let length = fs::metadata(daemon.path("allowed/2/disk.img")).unwrap().len();
+        assert_eq!(length, 4096, "{what}");
+    }
+    fs::remove_file(&file).unwrap();
+    fs::write(&file, [0; 4096]).unwrap();
+    daemon.start_vm("web").await.unwrap();
+    daemon.kill_vm("web").await.unwrap();
+    daemon.client().resize_vm_disk(resize("web")).await.unwrap();
+    assert_eq!(fs::metadata(&file).unwrap().len(), 8192);
 }
 
 #[tokio::test]

@@ -397,6 +397,9 @@ async fn with_image(daemon: &Daemon, options: &str, make: impl FnOnce(&mut fs::F
         format: v1::DiskFormat::Raw.into(),
         // The mock writes some bytes, not blocks.
         cache: v1::DiskCache::Writeback.into(),
+        // Fields of a path. The restore makes a disk of the DiskService, which has neither.
+        beneath: daemon.folder.path().to_str().unwrap().into(),
+        any_content: true,
         ..Default::default()
     });
     daemon.create(vm).await.unwrap();

@@ -268,6 +268,8 @@ stored! {
         rate_group: String,
         #[prost(bool, tag = "14")]
         any_content: bool,
+        #[prost(string, tag = "15")]
+        beneath: String,
     }
 }
 

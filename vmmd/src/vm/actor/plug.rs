@@ -170,7 +170,9 @@ pub async fn resize(host: Arc<Host>, client: Client, disk: Disk, size: u64) -> R
         .find(|stats| stats.name == name)
         .map_or(0, |stats| stats.capacity_bytes);
     let block_device = match &disk.source {
-        Source::Path { path, .. } => {
+        Source::Path {
+            path, beneath: None, ..
+        } => {
             let (path, paths) = (path.clone(), [path.clone()]);
             let looking = host.pools.files.run(&paths, move || {
                 use std::os::unix::fs::FileTypeExt;
@@ -178,7 +180,8 @@ pub async fn resize(host: Arc<Host>, client: Client, disk: Disk, size: u64) -> R
             });
             looking.await?
         }
-        Source::Disk { .. } | Source::Seed => false,
+        // Beneath a folder of others only a regular file is opened.
+        Source::Path { .. } | Source::Disk { .. } | Source::Seed => false,
     };
     if block_device && size != 0 {
         return Err(disk::block_device(&name, present));
@@ -237,11 +240,16 @@ pub async fn resize_file(host: &Arc<Host>, disk: &Disk, size: u64) -> Result<u64
             }
             disk::grow_record(host, &record, size, Control::default()).await
         }
-        Source::Path { path, format } => {
+        Source::Path {
+            path,
+            format,
+            beneath,
+        } => {
             let growing = disk::Growing {
                 name: disk.name.to_string(),
                 path: path.clone(),
                 own: false,
+                beneath: beneath.clone(),
                 format: *format,
                 size: None,
                 preallocation: proto::model::disk::Preallocation::Off,

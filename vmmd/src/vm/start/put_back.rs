@@ -176,7 +176,7 @@ fn copy(
     let folder = roots::path_of(&of.folder).map_err(|errno| failed(errno.into()))?;
     let label = format!("disk \"{}\": the copy of the snapshot", disk.name);
     let real = roots::real(within(host, of.own));
-    let within = real.as_deref().map_or(Within::Own, Within::Roots);
+    let within = real.as_deref().map_or(Within::Own, Within::NoLinks);
     let image = files::open_image_file(&label, &folder.join(&of.new), within, disk.cache, Use::Write)?;
     let (is, was) = (fstat(&image.fd), fstat(&made));
     let same = is.and_then(|is| Ok((is, was?)));

@@ -166,9 +166,14 @@ fn open_disk(fds: &mut Fds, slot: u32, disk: &Disk) -> Result<vmm::Disk> {
     if disk.source == Source::Seed {
         bail!("spec.cloudInit: the seed of cloud-init is made by the daemon: leave it out here");
     }
-    let Source::Path { path, format } = &disk.source else {
+    let Source::Path {
+        path,
+        format,
+        beneath: None,
+    } = &disk.source
+    else {
         bail!(
-            "disk {}: there is no DiskService without the daemon: give its `path`",
+            "disk {}: there is no DiskService without the daemon, and `beneath` is for the daemon: give its `path` alone",
             disk.name
         );
     };
