@@ -12,6 +12,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use proto::v1;
 use rustix::{
     fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags},
     io::Errno,
@@ -53,6 +54,17 @@ impl Roots {
         match all.all(|root| root.is_absolute()) {
             true => Ok(()),
             false => Err("must have absolute paths only"),
+        }
+    }
+}
+
+impl From<&Roots> for v1::Roots {
+    fn from(roots: &Roots) -> Self {
+        let named = |roots: &[PathBuf]| roots.iter().map(|root| root.display().to_string()).collect();
+        Self {
+            disks: named(&roots.disks),
+            kernels: named(&roots.kernels),
+            shares: named(&roots.shares),
         }
     }
 }

@@ -4,6 +4,7 @@ use std::{
     collections::BTreeMap,
     fs::{self, File},
     net::{IpAddr, SocketAddr, UdpSocket},
+    ops::RangeInclusive,
     path::PathBuf,
     time::Duration,
 };
@@ -17,7 +18,7 @@ use kube::{
 };
 use rustix::fs::{FlockOperation, flock};
 
-use crate::{agent, metrics, placeholder};
+use crate::{agent, metrics, placeholder, sources::Allowed};
 
 /// Makes nodes with vmmd nodes of a Kubernetes cluster.
 #[derive(Debug, Parser)]
@@ -78,6 +79,9 @@ pub struct AgentArguments {
     /// Run no VM that names a kernel, a file, a disk, a bridge or another thing of the node by itself: of the node it has volumes and networks
     #[arg(long, env = "VMMD_KUBE_NO_NODE_FILES")]
     pub no_node_files: bool,
+    /// With --no-node-files: ports of the node that VMs may publish; none when not given
+    #[arg(long, value_name = "FIRST-LAST", value_parser = ports, env = "VMMD_KUBE_PUBLISHED_PORTS")]
+    pub published_ports: Option<RangeInclusive<u16>>,
     /// Tell figures for Prometheus on this address, "127.0.0.1:9754" or another
     #[arg(long, value_name = "ADDRESS", env = "VMMD_KUBE_METRICS")]
     pub metrics: Option<SocketAddr>,
@@ -185,7 +189,10 @@ impl AgentArguments {
             max_vms: self.max_vms,
             port: self.client_ca.is_some().then_some(self.port),
             migration_address: self.migration_address.clone(),
-            node_files: !self.no_node_files,
+            allowed: Allowed {
+                everything: !self.no_node_files,
+                ports: self.published_ports.clone(),
+            },
             labels: self.labels.iter().cloned().collect::<BTreeMap<_, _>>(),
             machine_id: fs::read_to_string("/etc/machine-id")
                 .unwrap_or_default()
@@ -229,6 +236,16 @@ fn own_address() -> Option<IpAddr> {
         .ok()
         .map(|address| address.ip())
         .filter(|ip| !ip.is_unspecified())
+}
+
+fn ports(text: &str) -> Result<RangeInclusive<u16>, String> {
+    let parsed = text
+        .split_once('-')
+        .and_then(|(first, last)| Some((first.parse().ok()?, last.parse().ok()?)));
+    match parsed {
+        Some((first, last)) if 0 < first && first <= last => Ok(first..=last),
+        _ => Err("must be FIRST-LAST, as 20000-20999".to_owned()),
+    }
 }
 
 fn pair(text: &str) -> Result<(String, String), String> {

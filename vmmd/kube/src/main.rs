@@ -76,6 +76,12 @@ async fn run_agent(clients: Clients, arguments: AgentArguments) -> anyhow::Resul
         }
     };
     let mut terminated = signal(SignalKind::terminate())?;
+    if !settings.allowed.everything {
+        tokio::select! {
+            confined = agent::confined(&daemon) => confined?,
+            _ = terminated.recv() => return Ok(()),
+        }
+    }
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
     tokio::select! {
         () = agent::run(clients, daemon, settings) => anyhow::bail!("the agent has ended"),

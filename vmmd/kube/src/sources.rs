@@ -4,7 +4,10 @@
 //! The controller checks the fields and leaves the places in the VM open. The pod carries both; the agent of its node fills the places in when
 //! it makes the VM. So neither the VirtualMachine nor its pods ever hold a secret.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    ops::RangeInclusive,
+};
 
 use proto::{
     manifest::quantity,
@@ -284,7 +287,10 @@ fn join<'a>(
             continue;
         };
         let field = format!("spec.vm.{kind}[{index}]");
-        if item.contains_key("path") || item.contains_key("disk") {
+        if ["path", "disk", "beneath"]
+            .iter()
+            .any(|key| item.contains_key(*key))
+        {
             problems.push(format!("{field}: has a source, and so has the volume {name}"));
         }
         if !joined.insert(*name) {
@@ -350,8 +356,20 @@ fn open(vm: &mut v1::Vm, joined: &BTreeSet<&str>) {
     }
 }
 
-/// The first field of a VM with open places that names something of the node by itself, which no namespace of the cluster has; networks are for all.
-pub fn of_node(vm: &v1::Vm) -> Option<String> {
+/// Things of the node that the VMs of a cluster may name, beside networks.
+#[derive(Clone, Debug, Default)]
+pub struct Allowed {
+    /// All of them.
+    pub everything: bool,
+    /// Otherwise these ports of the node, which VMs may publish.
+    pub ports: Option<RangeInclusive<u16>>,
+}
+
+/// The first field of a VM with open places that names a thing of the node against the rules.
+pub fn of_node(vm: &v1::Vm, allowed: &Allowed) -> Option<String> {
+    if allowed.everything {
+        return None;
+    }
     let spec = vm.spec.as_ref()?;
     let boot = spec.boot.as_ref().and_then(|boot| boot.source.as_ref());
     let kernel = matches!(boot, Some(v1::boot_spec::Source::Linux(_)));
@@ -364,12 +382,25 @@ pub fn of_node(vm: &v1::Vm) -> Option<String> {
     let nics = spec.nics.iter().enumerate();
     let nics =
         nics.filter(|(_, nic)| !matches!(nic.attachment, Some(v1::nic_spec::Attachment::Network(_)) | None));
+    let port = |port: &v1::PublishedPort| u16::try_from(port.node_port).ok();
+    let is_allowed = |number| {
+        allowed
+            .ports
+            .as_ref()
+            .is_some_and(|ports| ports.contains(&number))
+    };
+    let ports = spec.nics.iter().enumerate().flat_map(|(index, nic)| {
+        let of = nic.published_ports.iter().enumerate();
+        let refused = of.filter(|(_, one)| !port(one).is_some_and(is_allowed));
+        refused.map(move |(number, _)| format!("nics[{index}].publishedPorts[{number}]"))
+    });
     let mut fields = kernel
         .into_iter()
         .chain(state)
         .chain(disks.map(|(index, _)| format!("disks[{index}]")))
         .chain(shares.map(|(index, _)| format!("shares[{index}]")))
-        .chain(nics.map(|(index, _)| format!("nics[{index}]")));
+        .chain(nics.map(|(index, _)| format!("nics[{index}]")))
+        .chain(ports);
     fields.next().map(|field| format!("spec.vm.{field}"))
 }
 
@@ -383,12 +414,12 @@ pub fn closed(vm: &v1::Vm, sources: &Sources) -> v1::Vm {
             (None, Some(_)) => v1::DiskFormat::Raw,
             (None, None) => {
                 let path = disk_spec::Source::Path(format!("/volume/{}", volume.name));
-                fill(&mut vm, &volume.name, &path, false);
+                fill(&mut vm, &volume.name, &Place::of(path));
                 continue;
             }
         };
         let disk = disk_spec::Source::Disk(volume.name.clone());
-        fill(&mut vm, &volume.name, &disk, false);
+        fill(&mut vm, &volume.name, &Place::of(disk));
         let disks = vm.spec.iter_mut().flat_map(|spec| &mut spec.disks);
         for disk in disks.filter(|disk| disk.name == volume.name) {
             disk.set_format(format);
@@ -397,18 +428,41 @@ pub fn closed(vm: &v1::Vm, sources: &Sources) -> v1::Vm {
     vm
 }
 
+/// The source of a volume on a node.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Place {
+    /// The disk, or the path of a file, a block device or for a share a directory.
+    pub source: disk_spec::Source,
+    /// The folder above the file where users of the volume can make links and devices; empty for other sources.
+    pub beneath: String,
+    /// The guest can't write to it.
+    pub read_only: bool,
+}
+
+impl Place {
+    /// A source that the guest can write to. Users of the volume cannot put a link in its place.
+    pub const fn of(source: disk_spec::Source) -> Self {
+        Self {
+            source,
+            beneath: String::new(),
+            read_only: false,
+        }
+    }
+}
+
 /// Fills in the place of a volume: what the disk with its name is, or what the share with its name is of.
-pub fn fill(vm: &mut v1::Vm, name: &str, source: &disk_spec::Source, read_only: bool) {
+pub fn fill(vm: &mut v1::Vm, name: &str, place: &Place) {
     let Some(spec) = &mut vm.spec else { return };
     for share in spec.shares.iter_mut().filter(|share| share.name == name) {
-        if let disk_spec::Source::Path(path) = source {
+        if let disk_spec::Source::Path(path) = &place.source {
             path.clone_into(&mut share.path);
         }
-        share.read_only |= read_only;
+        share.read_only |= place.read_only;
     }
     for disk in spec.disks.iter_mut().filter(|disk| disk.name == name) {
-        disk.source = Some(source.clone());
-        disk.read_only |= read_only;
+        disk.source = Some(place.source.clone());
+        disk.beneath.clone_from(&place.beneath);
+        disk.read_only |= place.read_only;
     }
 }
 

@@ -66,9 +66,19 @@ fn a_volume_is_the_disk_or_share_of_its_name_and_its_place_is_open() {
 fn a_place_is_filled_by_name() {
     let mut vm = vm("web", &manifest(|_| {}), &sources(|_| {})).unwrap();
     let disk = disk_spec::Source::Disk("web-root".to_owned());
-    fill(&mut vm, "root", &disk, false);
-    let path = disk_spec::Source::Path("/mnt/files".to_owned());
-    fill(&mut vm, "files", &path, true);
+    fill(&mut vm, "root", &Place::of(disk.clone()));
+    let files = Place {
+        source: disk_spec::Source::Path("/mnt/files".to_owned()),
+        beneath: String::new(),
+        read_only: true,
+    };
+    fill(&mut vm, "files", &files);
+    let data = Place {
+        source: disk_spec::Source::Path("/mnt/data/disk.img".to_owned()),
+        beneath: "/mnt/data".to_owned(),
+        read_only: false,
+    };
+    fill(&mut vm, "data", &data);
     let spec = vm.spec.unwrap();
     assert_eq!(spec.disks[0].source, Some(disk));
     assert_eq!(
@@ -76,12 +86,14 @@ fn a_place_is_filled_by_name() {
         ("/mnt/files", true)
     );
     assert_eq!(spec.disks[1].source, None);
+    assert_eq!(spec.disks[2].source, Some(data.source));
+    assert_eq!(spec.disks[2].beneath, "/mnt/data");
 }
 
 #[test]
 fn what_is_wrong_with_a_source_is_said_with_the_path_of_the_field() {
     type Change = fn(&mut Value);
-    let table: [(Change, Change, &str); 13] = [
+    let table: [(Change, Change, &str); 14] = [
         (
             |_| {},
             |s| s["volumes"][0]["name"] = "none".into(),
@@ -126,6 +138,11 @@ fn what_is_wrong_with_a_source_is_said_with_the_path_of_the_field() {
             |m| m["disks"][0]["path"] = "/a".into(),
             |_| {},
             "spec.vm.disks[0]: has a source",
+        ),
+        (
+            |m| m["disks"][2]["beneath"] = "/a".into(),
+            |_| {},
+            "spec.vm.disks[2]: has a source",
         ),
         (
             |m| m["shares"][0]["name"] = "scratch".into(),

@@ -389,6 +389,15 @@ fn a_vm_that_names_a_file_of_a_node_that_allows_none_fails_there() {
 }
 
 #[test]
+fn no_node_files_with_disks_anywhere_ends_the_agent() {
+    let cluster = Cluster::start(1);
+    *lock(&cluster.vmmds[0].state.disk_roots) = vec!["/srv".to_owned(), "/".to_owned()];
+    let mut agent = cluster.agent_with(0, &["--no-node-files"]);
+    wait("it ends", || agent.has_ended());
+    assert!(cluster.api.store(|store| store.get(&api::node("n0"))).is_err());
+}
+
+#[test]
 fn a_creation_without_an_answer_is_not_repeated_for_a_vm_that_was_deleted_since() {
     for answers_gone in [true, false] {
         let cluster = Cluster::start(1);

@@ -442,6 +442,9 @@ fn a_claim_is_a_disk_or_a_share_once_it_is_bound() {
         .collect();
     let path = |path: &str| Source::Path(path.to_owned());
     assert_eq!(paths, [path("/srv/volumes/data/disk.img"), path("/dev/vg/block")]);
+    // Users of the volume can make links in it.
+    let beneath: Vec<_> = spec.disks.iter().map(|disk| disk.beneath.as_str()).collect();
+    assert_eq!(beneath, ["/srv/volumes/data", ""]);
     assert_eq!(
         (&*spec.shares[0].path, spec.shares[0].read_only),
         ("/srv/volumes/files", true)

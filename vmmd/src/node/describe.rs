@@ -51,6 +51,7 @@ pub async fn describe(host: &Arc<Host>) -> Result<Node, Failure> {
         cordoned: record.cordoned,
         cordon_reason: record.cordon_reason,
         sizing_policies: config.sizing.iter().map(Into::into).collect(),
+        roots: Some((&config.roots).into()),
     };
     let status = NodeStatus {
         version: env!("CARGO_PKG_VERSION").to_owned(),

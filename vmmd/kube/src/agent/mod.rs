@@ -32,7 +32,7 @@ use tokio::{
     task::{AbortHandle, JoinSet},
 };
 
-pub use self::node::Settings;
+pub use self::{node::Settings, register::confined};
 use self::{
     step::{Place, Step},
     watch::News,
@@ -59,7 +59,7 @@ pub async fn run(clients: Clients, daemon: Daemon, settings: Settings) {
         client: client.clone(),
         daemon: daemon.clone(),
         node: settings.name.clone(),
-        node_files: settings.node_files,
+        allowed: settings.allowed.clone(),
         host: host.map(|(_, address)| address.clone()).unwrap_or_default(),
         recorder: Recorder::new(client.clone(), "vmmd-kube-agent".into()),
         unanswered: Arc::default(),

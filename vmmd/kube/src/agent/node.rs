@@ -15,7 +15,7 @@ use k8s_openapi::{
 };
 use proto::v1::{self, ConditionStatus};
 
-use crate::names;
+use crate::{names, sources::Allowed};
 
 /// The release of Kubernetes whose kubelet the agent behaves like.
 const KUBELET: &str = "v1.20.0";
@@ -36,8 +36,8 @@ pub struct Settings {
     pub port: Option<u16>,
     /// Where the vmmds of other nodes reach this one's, as HOST:PORT; no VM is moved here when it is not given.
     pub migration_address: Option<String>,
-    /// Whether VMs may name files and other things of the node.
-    pub node_files: bool,
+    /// Things of the node that VMs may name.
+    pub allowed: Allowed,
     /// Labels beside those that the agent finds.
     pub labels: BTreeMap<String, String>,
     /// What /etc/machine-id holds.
@@ -254,7 +254,7 @@ mod tests {
             max_vms: 50,
             migration_address: Some("node-1.example:7443".to_owned()),
             port: Some(10950),
-            node_files: true,
+            allowed: Allowed::default(),
             labels: BTreeMap::from([("rack".to_owned(), "7".to_owned())]),
             machine_id: "m".to_owned(),
             os_image: "Debian".to_owned(),

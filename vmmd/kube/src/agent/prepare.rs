@@ -13,7 +13,7 @@ use proto::v1::{self, disk_spec};
 use tonic::Status;
 
 use super::work::{Error, Worker};
-use crate::sources::{self, CloudInitFrom, Sources, ValueFrom};
+use crate::sources::{self, CloudInitFrom, Place, Sources, ValueFrom};
 
 /// Why a VM can't be made yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -74,12 +74,13 @@ impl Worker {
             let spec = vm.spec.as_ref();
             let share = spec.is_some_and(|spec| spec.shares.iter().any(|share| share.name == volume.name));
             match self.claimed(&namespace, &claim.claim_name, share).await? {
-                Ok(path) => sources::fill(
-                    &mut vm,
-                    &volume.name,
-                    &disk_spec::Source::Path(path),
-                    claim.read_only,
-                ),
+                Ok(place) => {
+                    let place = Place {
+                        read_only: claim.read_only,
+                        ..place
+                    };
+                    sources::fill(&mut vm, &volume.name, &place);
+                }
                 Err(lack) => lacks.push(lack),
             }
         }
@@ -92,7 +93,10 @@ impl Worker {
                 continue;
             }
             match self.disk(pod, volume, &sources.image_pull_secrets).await? {
-                Ok(name) => sources::fill(&mut vm, &volume.name, &disk_spec::Source::Disk(name), false),
+                Ok(name) => {
+                    let place = Place::of(disk_spec::Source::Disk(name));
+                    sources::fill(&mut vm, &volume.name, &place);
+                }
                 Err(super::disks::NoDisk::Lacks(lack)) => lacks.push(lack),
                 Err(super::disks::NoDisk::Refused(status)) => {
                     let volume = volume.name.clone();
@@ -190,7 +194,7 @@ impl Worker {
     }
 
     /// What the volume of a claim is on this node: a file, a block device, or for a share a directory.
-    async fn claimed(&self, namespace: &str, name: &str, share: bool) -> Result<Result<String, Lack>, Error> {
+    async fn claimed(&self, namespace: &str, name: &str, share: bool) -> Result<Result<Place, Lack>, Error> {
         let claims = Api::<PersistentVolumeClaim>::namespaced(self.client.clone(), namespace);
         let Some(claim) = claims.get_opt(name).await? else {
             let message = format!("there is no PersistentVolumeClaim {name}");
@@ -207,7 +211,7 @@ impl Worker {
                 format!("there is no PersistentVolume {volume}, to which the claim {name} is bound");
             return Ok(Err(Lack::new("VolumeNotFound", message)));
         };
-        Ok(path(&found, &claim, share))
+        Ok(place(&found, &claim, share))
     }
 }
 
@@ -243,8 +247,8 @@ fn unbound(claim: &str) -> Lack {
     Lack::new("ClaimNotBound", message)
 }
 
-/// Where the volume of a claim is.
-fn path(volume: &PersistentVolume, claim: &PersistentVolumeClaim, share: bool) -> Result<String, Lack> {
+/// Where the volume of a claim is. The administrator chooses the path of a volume; the users of the volume make the files in it.
+fn place(volume: &PersistentVolume, claim: &PersistentVolumeClaim, share: bool) -> Result<Place, Lack> {
     let (name, claim_name) = (volume.name_any(), claim.name_any());
     let spec = volume.spec.clone().unwrap_or_default();
     // Both have to say so.
@@ -266,8 +270,15 @@ fn path(volume: &PersistentVolume, claim: &PersistentVolumeClaim, share: bool) -
             );
             Err(Lack::new("UnsupportedVolume", message))
         }
-        (Some("Block"), false) | (_, true) => Ok(path),
-        (_, false) => Ok(format!("{}/disk.img", path.trim_end_matches('/'))),
+        (Some("Block"), false) | (_, true) => Ok(Place::of(disk_spec::Source::Path(path))),
+        (_, false) => {
+            let file = format!("{}/disk.img", path.trim_end_matches('/'));
+            Ok(Place {
+                source: disk_spec::Source::Path(file),
+                beneath: path,
+                read_only: false,
+            })
+        }
     }
 }
 
@@ -349,16 +360,17 @@ mod tests {
             spec["local"] = Value::Null;
             spec["volumeMode"] = "Block".into();
         };
-        let table: [(Change, bool, Result<&str, &str>); 8] = [
-            (|_| {}, false, Ok("/srv/volumes/1/disk.img")),
+        type Wanted = Result<(&'static str, &'static str), &'static str>;
+        let table: [(Change, bool, Wanted); 8] = [
+            (|_| {}, false, Ok(("/srv/volumes/1/disk.img", "/srv/volumes/1"))),
             (
                 |spec| spec["local"]["path"] = "/srv/".into(),
                 false,
-                Ok("/srv/disk.img"),
+                Ok(("/srv/disk.img", "/srv/")),
             ),
-            (|_| {}, true, Ok("/srv/volumes/1")),
-            (block, false, Ok("/srv/volumes/1")),
-            (host, false, Ok("/dev/vg/data")),
+            (|_| {}, true, Ok(("/srv/volumes/1", ""))),
+            (block, false, Ok(("/srv/volumes/1", ""))),
+            (host, false, Ok(("/dev/vg/data", ""))),
             (block, true, Err("UnsupportedVolume")),
             (
                 |spec| spec["local"] = Value::Null,
@@ -372,8 +384,12 @@ mod tests {
             ),
         ];
         for (index, (change, share, wanted)) in table.into_iter().enumerate() {
-            let found = path(&volume(change), &claim, share);
-            let found = found.as_deref().map_err(|lack| lack.reason);
+            let found = place(&volume(change), &claim, share);
+            let found = found.map_err(|lack| lack.reason);
+            let wanted = wanted.map(|(path, beneath)| Place {
+                beneath: beneath.to_owned(),
+                ..Place::of(disk_spec::Source::Path(path.to_owned()))
+            });
             assert_eq!(found, wanted, "{index}");
         }
     }

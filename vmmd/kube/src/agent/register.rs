@@ -1,7 +1,8 @@
 //! Keeps the node object and its lease current.
 
-use std::{collections::BTreeMap, pin::pin, time::Duration};
+use std::{collections::BTreeMap, path::Path, pin::pin, time::Duration};
 
+use anyhow::Context as _;
 use jiff::Timestamp;
 use k8s_openapi::{
     api::{
@@ -79,6 +80,38 @@ pub async fn run(client: Client, daemon: Daemon, settings: Settings) {
             () = &mut describing => return,
         }
     }
+}
+
+/// Waits until vmmd says where disks by path may be.
+///
+/// # Errors
+///
+/// Anywhere: then nothing but the agent confines VMs to their volumes.
+pub async fn confined(daemon: &Daemon) -> anyhow::Result<()> {
+    let node = loop {
+        let request = v1::WatchNodeRequest {};
+        let stream = within(CALL, daemon.nodes.clone().watch_node(request)).await;
+        let first = match stream {
+            Ok(mut stream) => stream.message().await,
+            Err(status) => Err(status),
+        };
+        match first {
+            Ok(Some(v1::WatchNodeResponse { node: Some(node) })) => break node,
+            Ok(_) => {}
+            Err(status) => tracing::warn!("ask vmmd for the roots of disks: {}", status.message()),
+        }
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    };
+    let roots = node.spec.and_then(|spec| spec.roots);
+    let roots =
+        roots.context("--no-node-files: this vmmd does not say where disks may be: install a newer one")?;
+    if roots.disks.iter().any(|root| Path::new(root).parent().is_none()) {
+        anyhow::bail!(
+            "--no-node-files: vmmd opens disks anywhere on the node: set `roots.disks` in its config.toml to the folders of the volumes and the \
+             block devices of VMs, and restart vmmd"
+        );
+    }
+    Ok(())
 }
 
 /// Passes on what vmmd says of the node, and that it has said nothing for a while.

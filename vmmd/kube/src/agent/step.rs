@@ -11,7 +11,7 @@ use super::pod_status;
 use crate::{
     crd::{MigrationPhase, Role, VirtualMachine, VirtualMachineStatus},
     names, placeholder,
-    sources::{self, Sources},
+    sources::{self, Allowed, Sources},
 };
 
 /// How long vmmd may take beyond a guest's grace period, before the VM is taken away whatever it does.
@@ -276,9 +276,9 @@ pub enum Admission {
     },
 }
 
-/// By what the VirtualMachine says that owns the pod; `None` when there is none, or one with another uid. `node_files`: whether its VM may name files
-/// and other things of the node.
-pub fn admit(pod: &Pod, machine: Option<&VirtualMachine>, node: &str, node_files: bool) -> Admission {
+/// By what the VirtualMachine says that owns the pod; `None` when there is none, or one with another uid. `allowed` is what its VM may name of the
+/// node.
+pub fn admit(pod: &Pod, machine: Option<&VirtualMachine>, node: &str, allowed: &Allowed) -> Admission {
     let refuse = |reason, message: &str| Admission::Refuse {
         reason,
         message: message.to_owned(),
@@ -330,9 +330,11 @@ pub fn admit(pod: &Pod, machine: Option<&VirtualMachine>, node: &str, node_files
         Ok(both) => both,
         Err(error) => return refuse("InvalidManifest", &error.to_string()),
     };
-    if let Some(field) = sources::of_node(&vm).filter(|_| !node_files) {
-        let text =
-            format!("{field}: names something of the node, of which VMs have only volumes and networks here");
+    if let Some(field) = sources::of_node(&vm, allowed) {
+        let text = format!(
+            "{field}: names something of the node that its agent does not allow: VMs have only volumes, networks and the ports of \
+             `--published-ports` here"
+        );
         return refuse("NodeFilesNotAllowed", &text);
     }
     match role {

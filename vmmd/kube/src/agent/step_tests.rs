@@ -21,6 +21,14 @@ fn look(pod: &Pod, vm: Option<&v1::Vm>) -> Step {
     for_pod(pod, vm, PLACE, None, at(NOW))
 }
 
+/// The setting without --no-node-files.
+fn all() -> Allowed {
+    Allowed {
+        everything: true,
+        ports: None,
+    }
+}
+
 /// The pod of run 3.
 fn pod(change: impl FnOnce(&mut Value)) -> Pod {
     let machine = machine(|_| {});
@@ -263,7 +271,7 @@ fn no_vm_is_made_for_a_pod_of_a_migration() {
             pod["metadata"]["labels"][names::EPOCH] = "4".into();
         })
     };
-    let admit = |pod: &Pod, machine: &VirtualMachine| admit(pod, Some(machine), "n1", true);
+    let admit = |pod: &Pod, machine: &VirtualMachine| admit(pod, Some(machine), "n1", &all());
     for phase in ["Placing", "Moving"] {
         let machine = migrates(phase);
         assert_eq!(admit(&target(), &machine), Admission::Await("n1".to_owned()));
@@ -344,7 +352,7 @@ fn without_a_pod_the_api_server_is_asked_first() {
 
 #[test]
 fn the_pod_that_is_noted_gets_the_vm() {
-    let Admission::Admit(vm, _) = admit(&pod(|_| {}), Some(&noted(|_| {})), "n1", true) else {
+    let Admission::Admit(vm, _) = admit(&pod(|_| {}), Some(&noted(|_| {})), "n1", &all()) else {
         panic!("it is not admitted");
     };
     let metadata = vm.metadata.unwrap();
@@ -407,14 +415,14 @@ fn no_other_pod_gets_it() {
         ),
     ];
     for (index, (change_pod, change_machine, wanted)) in table.into_iter().enumerate() {
-        let admission = admit(&pod(change_pod), Some(&noted(change_machine)), "n1", true);
+        let admission = admit(&pod(change_pod), Some(&noted(change_machine)), "n1", &all());
         match (admission, wanted) {
             (Admission::NotYet, None) => {}
             (Admission::Refuse { reason, .. }, Some(wanted)) => assert_eq!(reason, wanted, "{index}"),
             (other, _) => panic!("{index}: {other:?}"),
         }
     }
-    let Admission::Refuse { reason, .. } = admit(&pod(|_| {}), None, "n1", true) else {
+    let Admission::Refuse { reason, .. } = admit(&pod(|_| {}), None, "n1", &all()) else {
         panic!("it is admitted");
     };
     assert_eq!(reason, "NoVirtualMachine");
@@ -422,7 +430,7 @@ fn no_other_pod_gets_it() {
 
 #[test]
 fn a_vm_that_names_something_of_the_node_is_refused_where_that_is_not_allowed() {
-    let admitted = |change: &dyn Fn(&mut Value), node_files: bool| {
+    let admitted = |change: &dyn Fn(&mut Value), everything: bool| {
         let machine = machine(|value| {
             value["spec"]["vm"]["boot"] = json!({"fromDisk": {}});
             value["spec"]["vm"]["disks"] = json!([{"name": "root"}]);
@@ -439,7 +447,10 @@ fn a_vm_that_names_something_of_the_node_is_refused_where_that_is_not_allowed() 
             &serde_json::from_value(pod).unwrap(),
             Some(&machine),
             "n1",
-            node_files,
+            &Allowed {
+                everything,
+                ports: Some(20_000..=20_009),
+            },
         ) {
             Admission::Admit(..) => None,
             Admission::Refuse { reason, message } => {
@@ -454,7 +465,7 @@ fn a_vm_that_names_something_of_the_node_is_refused_where_that_is_not_allowed() 
     let share = json!({"name": "home", "path": "/home"});
     let push = |list: &mut Value, item: &Value| list.as_array_mut().unwrap().push(item.clone());
     type Change<'a> = &'a dyn Fn(&mut Value);
-    let table: [(Change<'_>, Option<&str>); 8] = [
+    let table: [(Change<'_>, Option<&str>); 10] = [
         (&|_| {}, None),
         (
             &|vm| vm["boot"] = json!({"linux": {"kernel": "/srv/vmlinuz"}}),
@@ -467,6 +478,14 @@ fn a_vm_that_names_something_of_the_node_is_refused_where_that_is_not_allowed() 
         (&|vm| push(&mut vm["disks"], &file), Some("spec.vm.disks[1]")),
         (&|vm| push(&mut vm["disks"], &disk), Some("spec.vm.disks[1]")),
         (&|vm| vm["shares"] = json!([share]), Some("spec.vm.shares[0]")),
+        (
+            &|vm| vm["nics"][0]["publishedPorts"] = json!([{"nodePort": 20_009}]),
+            None,
+        ),
+        (
+            &|vm| vm["nics"][0]["publishedPorts"] = json!([{"nodePort": 20_000}, {"nodePort": 20_010}]),
+            Some("spec.vm.nics[0].publishedPorts[1]"),
+        ),
         (
             &|vm| vm["nics"] = json!([{"name": "eth0", "bridge": "br0"}]),
             Some("spec.vm.nics[0]"),
@@ -492,7 +511,7 @@ fn a_vm_that_always_runs_can_be_stopped_by_the_agent() {
         value["status"]["run"]["digest"] = plan.digest().into();
     });
     let pod = pod(|pod| pod["metadata"]["annotations"][names::MANIFEST] = plan.manifest.clone().into());
-    let Admission::Admit(vm, _) = admit(&pod, Some(&machine), "n1", true) else {
+    let Admission::Admit(vm, _) = admit(&pod, Some(&machine), "n1", &all()) else {
         panic!("it is not admitted");
     };
     assert_eq!(vm.spec.unwrap().run_policy(), RunPolicy::AlwaysOnUnlessStopped);

@@ -27,7 +27,7 @@ use super::{
 use crate::{
     daemon::{self, CALL, Daemon, within},
     names,
-    sources::Sources,
+    sources::{Allowed, Sources},
 };
 
 /// How long taking a VM away may take: ending its process, on a loaded node.
@@ -88,8 +88,8 @@ pub struct Worker {
     pub node: String,
     /// Its address.
     pub host: String,
-    /// Whether VMs may name files and other things of the node.
-    pub node_files: bool,
+    /// Things of the node that VMs may name.
+    pub allowed: Allowed,
     /// Tells what happened to pods.
     pub recorder: Recorder,
     /// Requests to make VMs that had no answer yet, by the uids of their pods.
@@ -176,7 +176,7 @@ impl Worker {
             Owner::Unknown => return Ok(After::Again(NO_OWNER)),
             Owner::Gone => None,
         };
-        match step::admit(pod, machine.as_ref(), &self.node, self.node_files) {
+        match step::admit(pod, machine.as_ref(), &self.node, &self.allowed) {
             Admission::NotYet => Ok(After::Again(NOT_YET)),
             Admission::Refuse { reason, message } => self.give_up(pod, reason, &message).await,
             Admission::Moving => {

@@ -53,6 +53,11 @@ impl NodeService for State {
 impl State {
     fn described(&self) -> v1::Node {
         let mut node = node();
+        let roots = v1::Roots {
+            disks: lock(&self.disk_roots).clone(),
+            ..v1::Roots::default()
+        };
+        node.spec.get_or_insert_default().roots = Some(roots);
         let status = node.status.get_or_insert_default();
         status.cpu_features.clone_from(&lock(&self.cpu_features));
         if *lock(&self.no_kvm) {

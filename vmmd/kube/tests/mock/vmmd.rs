@@ -53,6 +53,8 @@ pub struct State {
     pub no_kvm: Arc<Mutex<bool>>,
     /// Features of the node's processor.
     pub cpu_features: Arc<Mutex<Vec<String>>>,
+    /// Where disks by path may be.
+    pub disk_roots: Arc<Mutex<Vec<String>>>,
     pub storage: Storage,
     pub moves: Moves,
     pub ledger: Ledger,
@@ -89,6 +91,7 @@ impl Vmmd {
             answers_gone: Arc::default(),
             no_kvm: Arc::default(),
             cpu_features: Arc::default(),
+            disk_roots: Arc::new(Mutex::new(vec!["/srv".to_owned()])),
             storage: Storage::default(),
             moves: Moves::default(),
             ledger: ledger.clone(),
