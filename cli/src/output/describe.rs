@@ -215,7 +215,7 @@ fn balloon(spec: Option<&v1::BalloonSpec>) -> String {
     said.join(", ")
 }
 
-/// What the guest's cloud-init is told, if anything is: "user data sha256:…, 2 SSH keys, password".
+/// The content of the seed for cloud-init, if the VM has one: "user data hmac-sha256:…, 2 SSH keys, password".
 fn cloud_init(init: Option<&v1::CloudInit>) -> String {
     let Some(init) = init else {
         return String::new();
@@ -223,6 +223,14 @@ fn cloud_init(init: Option<&v1::CloudInit>) -> String {
     let mut said = Vec::new();
     if !init.user_data_digest.is_empty() {
         said.push(format!("user data {}", init.user_data_digest));
+    }
+    for (what, digest) in [
+        ("network configuration", &init.network_config_digest),
+        ("vendor data", &init.vendor_data_digest),
+    ] {
+        if !digest.is_empty() {
+            said.push(what.to_owned());
+        }
     }
     match init.ssh_authorized_keys.len() {
         0 => {}

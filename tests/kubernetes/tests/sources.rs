@@ -77,8 +77,8 @@ async fn a_guest_is_told_a_secret_that_nothing_else_shows() {
         .unwrap()
         .cloud_init
         .unwrap();
-    assert!(seed.password_hash_digest.starts_with("sha256:"), "{seed:?}");
-    assert!(seed.user_data_digest.starts_with("sha256:"), "{seed:?}");
+    assert!(seed.password_hash_digest.starts_with("hmac-sha256:"), "{seed:?}");
+    assert!(seed.user_data_digest.starts_with("hmac-sha256:"), "{seed:?}");
     let shown = [
         cluster.kubectl(&["get", "vmmvm,pods,events", "-A", "-o=yaml"]),
         cluster.kubectl(&["describe", "vmmvm,pods"]),
@@ -205,6 +205,7 @@ async fn a_vm_is_placed_where_the_volume_of_its_claim_is() {
     let disk = fleet.nodes[1].daemon.list().await[0].spec.clone().unwrap().disks[0].clone();
     let path = folder.join("disk.img").display().to_string();
     assert_eq!(disk.source, Some(v1::disk_spec::Source::Path(path)));
+    assert_eq!(disk.beneath, folder.display().to_string());
     // The claim of a VM that is there stays.
     cluster.kubectl(&["delete", "pvc", "web-data", "--wait=false"]);
     cluster.kubectl(&["get", "pvc", "web-data"]);

@@ -57,7 +57,7 @@ impl SnapshotService for Snapshots {
     ) -> Result<Response<v1::GetSnapshotResponse>, Status> {
         let record = self.host.snapshots.get(&request.get_ref().name)?;
         Ok(Response::new(v1::GetSnapshotResponse {
-            snapshot: Some(snapshot::describe(&record)),
+            snapshot: Some(snapshot::describe(&record, self.host.store.key())),
         }))
     }
 
@@ -65,9 +65,12 @@ impl SnapshotService for Snapshots {
         &self,
         _: Request<v1::ListSnapshotsRequest>,
     ) -> Result<Response<v1::ListSnapshotsResponse>, Status> {
-        let records = self.host.snapshots.list();
+        let (records, key) = (self.host.snapshots.list(), self.host.store.key());
         Ok(Response::new(v1::ListSnapshotsResponse {
-            snapshots: records.iter().map(snapshot::describe).collect(),
+            snapshots: records
+                .iter()
+                .map(|record| snapshot::describe(record, key))
+                .collect(),
         }))
     }
 

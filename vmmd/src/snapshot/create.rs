@@ -79,7 +79,7 @@ pub async fn create(
     if let Some(made) = host.requests.made_snapshot(context)
         && let Some(record) = host.snapshots.list().into_iter().find(|it| it.uid == made)
     {
-        return Ok(describe(&record));
+        return Ok(describe(&record, host.store.key()));
     }
     let mut record = validate(&request)?;
     let disks = match record.has_machine() {
@@ -377,7 +377,8 @@ async fn save(
     let mut saving = pin!(async {
         let saved = match file {
             Some(file) => {
-                let description = prost::Message::encode_to_vec(&super::describe(record));
+                let description = super::describe(record, host.store.key());
+                let description = prost::Message::encode_to_vec(&description);
                 let how = (paused, keep_paused);
                 client.save(file, how, number, description).await
             }

@@ -16,7 +16,7 @@ use crate::{
     failure::{Failure, Kind},
     store::{Hardware, SnapshotDisk, SnapshotRecord, SnapshotStage},
     text,
-    vm::restore_secrets,
+    vm::refuse_digests,
 };
 
 /// A snapshot, apart from its files.
@@ -164,7 +164,7 @@ impl Described {
             _ => return Err(refuse("is of a kind that this vmmd does not know")),
         };
         let mut spec = self.vm_spec.unwrap_or_default();
-        restore_secrets(&mut spec, None)?;
+        refuse_digests(&mut spec)?;
         let model = VmSpec::try_from(&spec)?;
         let hardware = self.vm_hardware.unwrap_or_default();
         check_hardware(&model, &hardware)?;

@@ -47,7 +47,7 @@ pub async fn export(host: &Arc<Host>, name: &str) -> Result<Stream, Failure> {
     let record = held.record.clone();
     let source = blocking(host, move |folder| Source::open(&folder, &record)).await?;
     let open = v1::ExportSnapshotOpen {
-        snapshot: Some(describe(&held.record)),
+        snapshot: Some(describe(&held.record, host.store.key())),
         size_bytes: source.allocated,
     };
     let (sender, receiver) = mpsc::channel(READY + 1);

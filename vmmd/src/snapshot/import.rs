@@ -46,7 +46,7 @@ where
     if let Some(made) = host.requests.imported_snapshot(context)
         && let Some(record) = host.snapshots.list().into_iter().find(|it| it.uid == made)
     {
-        return Ok(describe(&record));
+        return Ok(describe(&record, host.store.key()));
     }
     let mut archive = Archive {
         stream,

@@ -52,7 +52,7 @@ use crate::{
     operation::Handle,
     paths::private_dir,
     request,
-    store::{RequestRecord, SnapshotRecord, SnapshotStage},
+    store::{Key, RequestRecord, SnapshotRecord, SnapshotStage},
     text,
 };
 
@@ -203,7 +203,7 @@ async fn end(
     operation.complete("the snapshot is complete");
     let message = format!("a snapshot of VM \"{}\" was {done}", record.vm_name);
     tell(host, &record, reason, message);
-    Ok(describe(&record))
+    Ok(describe(&record, host.store.key()))
 }
 
 /// Finds out what room the files of a snapshot take. Refused when that is more than was reserved and more than is left.
@@ -223,7 +223,7 @@ async fn room(host: &Arc<Host>, record: &SnapshotRecord) -> Result<u64, Failure>
 }
 
 /// A snapshot as the API shows it.
-pub fn describe(record: &SnapshotRecord) -> v1::Snapshot {
+pub fn describe(record: &SnapshotRecord, key: &Key) -> v1::Snapshot {
     v1::Snapshot {
         metadata: Some(v1::ObjectMetadata {
             name: record.name.clone(),
@@ -243,7 +243,7 @@ pub fn describe(record: &SnapshotRecord) -> v1::Snapshot {
         }),
         status: Some(v1::SnapshotStatus {
             vm_uid: vm_uid(record).to_string(),
-            vm_spec: crate::vm::shown(record.vm_spec.as_ref()),
+            vm_spec: crate::vm::shown(record.vm_spec.as_ref(), key),
             complete_time: text::timestamp(record.completed_ms),
             size_bytes: record.size_bytes,
             written_bytes: record.written_bytes,

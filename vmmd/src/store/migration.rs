@@ -8,10 +8,10 @@ use super::{
 };
 
 /// Version of the records' meaning that this build writes.
-pub const SCHEMA: u64 = 6;
+pub const SCHEMA: u64 = 7;
 /// `MIGRATIONS[n]` makes schema n + 2 of schema n + 1, in the transaction that also notes the new number.
-pub(super) const MIGRATIONS: [Migration; 5] =
-    [add_disks, add_policies, add_node, seal_secrets, limit_answers];
+pub(super) const MIGRATIONS: [Migration; 6] =
+    [add_disks, add_policies, add_node, seal_secrets, limit_answers, seal_secrets];
 pub(super) type Migration = fn(&WriteTransaction, &Key) -> Result<(), Error>;
 
 /// The file's schema; 0 when it is new.
@@ -93,7 +93,8 @@ fn add_node(transaction: &WriteTransaction, _: &Key) -> Result<(), Error> {
         .map_err(|error| Error::of("make the store", error))
 }
 
-/// Schema 5: secrets are sealed. An older daemon would lose what is sealed.
+/// Schema 5: user data and hashes of passwords are sealed. Schema 7: network configuration and vendor data are sealed too. An older daemon would lose
+/// sealed contents.
 fn seal_secrets(transaction: &WriteTransaction, key: &Key) -> Result<(), Error> {
     seal::seal_all(transaction, key)
 }

@@ -1,6 +1,7 @@
 //! The secrets of VMs lie in the store under a key that is not in it (AES-256-GCM): a copy of the store alone does not give them away.
 //!
-//! Sealed is what the API shows as digests, user data and the hash of a password, and what a registry of images asks for. A record whose secrets can't be opened counts as
+//! Sealed are the contents that the API shows as digests (user data, vendor data, network configuration, the hash of a password), and the passwords for
+//! registries of images. A record whose secrets can't be opened counts as
 //! unreadable, since a guest that is set up without them would be another one.
 
 use std::{
@@ -242,6 +243,10 @@ struct Secrets {
     user_data_base64: String,
     #[prost(string, tag = "3")]
     password_hash: String,
+    #[prost(string, tag = "4")]
+    network_config: String,
+    #[prost(string, tag = "5")]
+    vendor_data: String,
 }
 
 impl Secrets {
@@ -250,13 +255,31 @@ impl Secrets {
             user_data: std::mem::take(&mut init.user_data),
             user_data_base64: std::mem::take(&mut init.user_data_base64),
             password_hash: std::mem::take(&mut init.password_hash),
+            network_config: std::mem::take(&mut init.network_config),
+            vendor_data: std::mem::take(&mut init.vendor_data),
         }
     }
 
     fn give(self, init: &mut CloudInit) {
-        init.user_data = self.user_data;
-        init.user_data_base64 = self.user_data_base64;
-        init.password_hash = self.password_hash;
+        let Self {
+            user_data,
+            user_data_base64,
+            password_hash,
+            network_config,
+            vendor_data,
+        } = self;
+        for (field, secret) in [
+            (&mut init.user_data, user_data),
+            (&mut init.user_data_base64, user_data_base64),
+            (&mut init.password_hash, password_hash),
+            (&mut init.network_config, network_config),
+            (&mut init.vendor_data, vendor_data),
+        ] {
+            // An older daemon has sealed some of them only, and left others in clear text.
+            if !secret.is_empty() {
+                *field = secret;
+            }
+        }
     }
 }
 
@@ -295,6 +318,8 @@ mod tests {
             cloud_init: Some(v1::CloudInit {
                 user_data: USER_DATA.into(),
                 password_hash: "$6$salt$nobody-knows-this-either".into(),
+                network_config: "wifis: {a: {password: nobody-knows-this-one}}".into(),
+                vendor_data: "#!/bin/register nobody-knows-this-key".into(),
                 hostname: "web".into(),
                 ..Default::default()
             }),
@@ -374,6 +399,41 @@ mod tests {
             "{error}"
         );
         assert!(Key::find(Some(&path.join("missing")), none, path).is_err());
+    }
+
+    #[test]
+    fn what_an_older_daemon_has_sealed_in_part_opens_whole() {
+        let key = Key::of(&[7; LENGTH]);
+        // A record of schema 5 has network configuration and vendor data in clear text.
+        let mut old = Vm::from(record());
+        let uid = old.uid.clone();
+        for init in old.inits() {
+            let all = Secrets::take(init);
+            let sealed = Secrets {
+                network_config: String::new(),
+                vendor_data: String::new(),
+                ..all.clone()
+            };
+            init.sealed = key.close(&uid, sealed.encode_to_vec()).unwrap();
+            (init.network_config, init.vendor_data) = (all.network_config, all.vendor_data);
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let database = super::super::open(&Store::file(folder.path())).unwrap();
+        write(&database, |transaction| {
+            let mut vms = transaction.open_table(VMS).unwrap();
+            vms.insert([1; 16].as_slice(), old.encode_to_vec().as_slice())
+                .unwrap();
+            Ok(())
+        })
+        .unwrap();
+        write(&database, |transaction| seal_all(transaction, &key)).unwrap();
+        let transaction = database.begin_read().unwrap();
+        let table = transaction.open_table(VMS).unwrap();
+        assert!(!has_secret(
+            table.get([1; 16].as_slice()).unwrap().unwrap().value()
+        ));
+        drop((table, transaction));
+        assert_eq!(super::super::load(&database, &key).unwrap().vms, [record()]);
     }
 
     #[tokio::test]

@@ -20,9 +20,6 @@ pub mod recovery;
 mod start;
 
 pub use actor::{guest_reset, public_stats};
-pub use api::{
-    create::{Incoming, create, create_as, create_incoming},
-    describe::shown,
-};
-pub use machine::secret::restore as restore_secrets;
+pub use api::create::{Incoming, create, create_as, create_incoming};
+pub use machine::secret::{refuse_digests, shown};
 pub use start::refused;

@@ -12,6 +12,7 @@ use crate::{
 };
 
 const USER_DATA: &str = "#cloud-config\nwrite_files: [{path: /secret, content: VERYSECRET}]\n";
+const NETWORK: &str = "{version: 2, wifis: {w: {access-points: {a: {password: VERYSECRET}}}}}";
 const HASH: &str = "$6$VERYSECRET$hash";
 
 fn vm(daemon: &Daemon, name: &str) -> v1::Vm {
@@ -20,6 +21,7 @@ fn vm(daemon: &Daemon, name: &str) -> v1::Vm {
     spec.cloud_init = Some(v1::CloudInit {
         user_data: USER_DATA.into(),
         password_hash: HASH.into(),
+        network_config: NETWORK.into(),
         ssh_authorized_keys: vec!["ssh-ed25519 AAAA me".into()],
         ..Default::default()
     });
@@ -74,10 +76,23 @@ async fn a_guest_gets_its_seed_and_nobody_is_shown_the_secrets() {
     let made = daemon.create(vm(&daemon, "web")).await.unwrap();
     let init = made.spec.clone().unwrap().cloud_init.unwrap();
     assert_eq!((init.user_data.as_str(), init.password_hash.as_str()), ("", ""));
-    assert!(init.user_data_digest.starts_with("sha256:") && init.password_hash_digest.starts_with("sha256:"));
+    assert_eq!(init.network_config, "");
+    for digest in [
+        &init.user_data_digest,
+        &init.password_hash_digest,
+        &init.network_config_digest,
+    ] {
+        // Without the node's key a guess of the secret cannot be tested.
+        assert!(digest.starts_with("hmac-sha256:"), "{digest}");
+    }
     let running = daemon.start_vm("web").await.unwrap();
     let before = seed(vm_pid(&running)).unwrap();
-    assert!(has(&before, USER_DATA) && has(&before, HASH) && has(&before, "ssh-ed25519 AAAA me"));
+    assert!(
+        has(&before, USER_DATA)
+            && has(&before, HASH)
+            && has(&before, NETWORK)
+            && has(&before, "ssh-ed25519 AAAA me")
+    );
     // The seed is no disk that clients deal with, and stays over a restart of the daemon.
     assert!(status(&running).disks.is_empty());
     daemon.kill_and_restart().await;
@@ -96,11 +111,11 @@ async fn a_guest_gets_its_seed_and_nobody_is_shown_the_secrets() {
     assert_eq!(updated.metadata.unwrap().generation, generation);
     // Another digest is refused, and another hostname keeps the rest.
     let init = shown.spec.as_mut().unwrap().cloud_init.as_mut().unwrap();
-    init.user_data_digest = format!("sha256:{}", "0".repeat(64));
+    init.network_config_digest = format!("hmac-sha256:{}", "0".repeat(64));
     let refused = daemon.send(shown.clone()).await.unwrap_err();
     assert_eq!(refusal(&refused).0, Code::InvalidArgument);
     let init = shown.spec.as_mut().unwrap().cloud_init.as_mut().unwrap();
-    init.user_data_digest = made.spec.unwrap().cloud_init.unwrap().user_data_digest;
+    init.network_config_digest = made.spec.unwrap().cloud_init.unwrap().network_config_digest;
     init.hostname = "other".into();
     daemon.send(shown).await.unwrap();
     let changes = daemon.get("web").await.unwrap().status.unwrap().pending_changes;

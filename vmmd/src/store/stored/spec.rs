@@ -106,6 +106,10 @@ pub struct CloudInit {
     pub vendor_data: String,
     #[prost(string, tag = "10")]
     pub user_data_base64: String,
+    #[prost(string, tag = "11")]
+    pub network_config_digest: String,
+    #[prost(string, tag = "12")]
+    pub vendor_data_digest: String,
     #[prost(bytes = "vec", tag = "20")]
     pub sealed: Vec<u8>,
 }
@@ -123,6 +127,8 @@ impl Mirror<CloudInit> for v1::CloudInit {
             instance_id,
             vendor_data,
             user_data_base64,
+            network_config_digest,
+            vendor_data_digest,
         } = self;
         CloudInit {
             user_data,
@@ -135,6 +141,8 @@ impl Mirror<CloudInit> for v1::CloudInit {
             instance_id,
             vendor_data,
             user_data_base64,
+            network_config_digest,
+            vendor_data_digest,
             sealed: Vec::new(),
         }
     }
@@ -153,6 +161,8 @@ impl Mirror<v1::CloudInit> for CloudInit {
             instance_id,
             vendor_data,
             user_data_base64,
+            network_config_digest,
+            vendor_data_digest,
             sealed: _,
         } = self;
         v1::CloudInit {
@@ -166,6 +176,8 @@ impl Mirror<v1::CloudInit> for CloudInit {
             instance_id,
             vendor_data,
             user_data_base64,
+            network_config_digest,
+            vendor_data_digest,
         }
     }
 }

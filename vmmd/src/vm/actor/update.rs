@@ -199,7 +199,7 @@ impl Actor {
             .as_ref()
             .and_then(|spec| spec.cloud_init.as_ref());
         match &mut vm.spec {
-            Some(spec) => Ok(secret::restore(spec, present)?),
+            Some(spec) => Ok(secret::restore(spec, present, self.host.store.key())?),
             None => Ok(()),
         }
     }

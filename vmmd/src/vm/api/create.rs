@@ -107,7 +107,7 @@ async fn create_with(
         host.disks.fill_format(disk);
     }
     if let Some(spec) = &mut vm.spec {
-        secret::restore(spec, None)?;
+        secret::restore(spec, None, host.store.key())?;
     }
     let manifest = validate(&vm)?;
     let policy = manifest.spec.run_policy;

@@ -16,7 +16,7 @@ pub use crate::vm::lifecycle::pause::{DISK_ERROR, MIGRATING, SNAPSHOT};
 use crate::{
     host::Host,
     network,
-    store::{InstanceRecord, VmRecord},
+    store::{InstanceRecord, Key, VmRecord},
     text,
     vm::{
         actor::Attachments,
@@ -29,13 +29,6 @@ use crate::{
         },
     },
 };
-
-/// A spec without its secrets.
-pub fn shown(spec: Option<&v1::VmSpec>) -> Option<v1::VmSpec> {
-    let mut spec = spec.cloned()?;
-    secret::redact(&mut spec);
-    Some(spec)
-}
 
 /// What an actor knows beside the record.
 #[derive(Clone, Debug)]
@@ -82,11 +75,11 @@ impl View {
     }
 
     /// The VM's spec without its secrets.
-    fn spec(&mut self, record: &VmRecord) -> Option<v1::VmSpec> {
+    fn spec(&mut self, record: &VmRecord, key: &Key) -> Option<v1::VmSpec> {
         match &self.shown {
             Some((generation, spec)) if *generation == record.generation => spec.clone(),
             _ => {
-                let spec = shown(record.spec.as_ref());
+                let spec = secret::shown(record.spec.as_ref(), key);
                 self.shown = Some((record.generation, spec.clone()));
                 spec
             }
@@ -154,11 +147,14 @@ impl View {
             counts: Some(counts(record, instance)),
             operation: self.operation.clone(),
             shares: shares(spec, instance, attached, &left),
-            pending_changes: left.into_iter().map(pending_change).collect(),
+            pending_changes: left
+                .into_iter()
+                .map(|left| pending_change(left, host.store.key()))
+                .collect(),
         };
         v1::Vm {
             metadata: Some(metadata),
-            spec: self.spec(record),
+            spec: self.spec(record, host.store.key()),
             status: Some(status),
         }
     }
@@ -263,15 +259,15 @@ fn counts(record: &VmRecord, instance: Option<&Instance>) -> v1::RunCounts {
     counts
 }
 
-fn pending_change((change, message): (Change, String)) -> v1::PendingChange {
-    let value = |json: serde_json::Value| match json {
+fn pending_change((change, message): (Change, String), key: &Key) -> v1::PendingChange {
+    let value = |json: serde_json::Value| match secret::shown_value(&change.path, json, key) {
         serde_json::Value::Null => None,
         json => serde_json::from_value(json).ok(),
     };
     v1::PendingChange {
-        path: change.path,
         current: value(change.current),
         desired: value(change.desired),
+        path: change.path,
         message,
     }
 }

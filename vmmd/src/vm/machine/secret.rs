@@ -1,73 +1,155 @@
-//! What of a spec is nobody's business: shown as digests, and kept where a client sends the digest back.
+//! Secrets of a spec: contents for the guest's cloud-init. Answers show their digests instead. A client that sends a digest back keeps the content.
+//!
+//! A viewer may know all of a content except a password in it. The digests of answers are made with the node's key, so that a guess cannot be tested
+//! against them.
 
 use proto::{
-    model::{Violations, cloud_init::user_data, image::checksum_text},
+    model::{
+        Violations,
+        cloud_init::user_data,
+        image::{checksum, checksum_text},
+    },
     v1,
 };
+use serde_json::Value as Json;
 use sha2::{Digest, Sha256};
 
-/// "sha256:…" of a secret; empty of none.
-fn digest_of(secret: &[u8]) -> String {
-    match secret {
-        [] => String::new(),
-        secret => checksum_text(&Sha256::digest(secret)),
+use crate::store::Key;
+
+/// Before a digest that was made with the node's key.
+const KEYED: &str = "hmac-";
+
+/// A secret of cloud-init.
+struct Secret {
+    /// Its field in JSON, without "Digest" behind it.
+    field: &'static str,
+    /// The bytes that the guest gets.
+    content: fn(&v1::CloudInit) -> Vec<u8>,
+    digest: fn(&mut v1::CloudInit) -> &mut String,
+    /// Sets the content of the first one to that of the second one.
+    put: fn(&mut v1::CloudInit, &v1::CloudInit),
+}
+
+const SECRETS: [Secret; 4] = [
+    Secret {
+        field: "userData",
+        // Content that cannot be decoded is refused by the validation.
+        content: |init| user_data(init).unwrap_or_default(),
+        digest: |init| &mut init.user_data_digest,
+        put: |init, from| {
+            init.user_data.clone_from(&from.user_data);
+            init.user_data_base64.clone_from(&from.user_data_base64);
+        },
+    },
+    Secret {
+        field: "passwordHash",
+        content: |init| init.password_hash.clone().into_bytes(),
+        digest: |init| &mut init.password_hash_digest,
+        put: |init, from| init.password_hash.clone_from(&from.password_hash),
+    },
+    Secret {
+        field: "networkConfig",
+        content: |init| init.network_config.clone().into_bytes(),
+        digest: |init| &mut init.network_config_digest,
+        put: |init, from| init.network_config.clone_from(&from.network_config),
+    },
+    Secret {
+        field: "vendorData",
+        content: |init| init.vendor_data.clone().into_bytes(),
+        digest: |init| &mut init.vendor_data_digest,
+        put: |init, from| init.vendor_data.clone_from(&from.vendor_data),
+    },
+];
+
+/// Replaces secrets by plain digests, for comparing specs. Answers have the digests of [`shown`] instead.
+pub fn redact(spec: &mut v1::VmSpec) {
+    digests(spec, |content| checksum_text(&Sha256::digest(content)));
+}
+
+/// A spec as answers have it: secrets are replaced by digests that are made with the node's key.
+pub fn shown(spec: Option<&v1::VmSpec>, key: &Key) -> Option<v1::VmSpec> {
+    let mut spec = spec.cloned()?;
+    digests(&mut spec, |content| keyed(&Sha256::digest(content), key));
+    Some(spec)
+}
+
+/// A value of a redacted spec as answers have it.
+pub fn shown_value(path: &str, value: Json, key: &Key) -> Json {
+    match value {
+        Json::String(digest) if path.starts_with("spec.cloudInit.") && path.ends_with("Digest") => {
+            let hash = checksum(&digest);
+            hash.map_or(Json::Null, |hash| keyed(&hash, key).into())
+        }
+        value => value,
     }
 }
 
-/// "sha256:…" of the user data as the guest gets it. What can't be decoded is refused by whoever validates it.
-fn of_user_data(init: &v1::CloudInit) -> String {
-    digest_of(&user_data(init).unwrap_or_default())
-}
-
-/// Puts digests in the place of secrets.
-pub fn redact(spec: &mut v1::VmSpec) {
+fn digests(spec: &mut v1::VmSpec, digest: impl Fn(&[u8]) -> String) {
     let Some(init) = &mut spec.cloud_init else {
         return;
     };
-    if !init.user_data.is_empty() || !init.user_data_base64.is_empty() {
-        init.user_data_digest = of_user_data(init);
-        init.user_data.clear();
-        init.user_data_base64.clear();
-    }
-    if !init.password_hash.is_empty() {
-        init.password_hash_digest = digest_of(init.password_hash.as_bytes());
-        init.password_hash.clear();
+    for secret in SECRETS {
+        let content = (secret.content)(init);
+        if !content.is_empty() {
+            *(secret.digest)(init) = digest(&content);
+        }
+        (secret.put)(init, &v1::CloudInit::default());
     }
 }
 
-/// Puts the secrets of `present` back where `spec` has their digests, and takes the digests away.
+/// The keyed digest of a content with this SHA-256.
+fn keyed(hash: &[u8], key: &Key) -> String {
+    format!("{KEYED}{}", checksum_text(&key.fingerprint(hash)))
+}
+
+/// Puts the secrets of `present` back where `spec` has their digests, and takes the digests away. A client that knows a content may also send its
+/// plain SHA-256 ("sha256:…").
 ///
 /// # Errors
 ///
 /// Digests of something else.
-pub fn restore(spec: &mut v1::VmSpec, present: Option<&v1::CloudInit>) -> Result<(), Violations> {
+pub fn restore(spec: &mut v1::VmSpec, present: Option<&v1::CloudInit>, key: &Key) -> Result<(), Violations> {
+    give_back(spec, present, |content, digest| {
+        let hash = Sha256::digest(content);
+        digest == keyed(&hash, key) || digest == checksum_text(&hash)
+    })
+}
+
+/// Refuses digests: a spec that was not shown by this node has its secrets themselves.
+///
+/// # Errors
+///
+/// Digests.
+pub fn refuse_digests(spec: &mut v1::VmSpec) -> Result<(), Violations> {
+    give_back(spec, None, |_, _| false)
+}
+
+fn give_back(
+    spec: &mut v1::VmSpec,
+    present: Option<&v1::CloudInit>,
+    is_of: impl Fn(&[u8], &str) -> bool,
+) -> Result<(), Violations> {
     let mut found = Violations::default();
     let Some(init) = &mut spec.cloud_init else {
         return Ok(());
     };
     let none = v1::CloudInit::default();
     let present = present.unwrap_or(&none);
-    let mut refuse = |field: &str| {
-        let problem = "is not that of what the VM has: give the content itself";
-        found.add(format_args!("spec.cloudInit.{field}"), problem);
-    };
-    let digest = std::mem::take(&mut init.user_data_digest);
-    if !digest.is_empty() {
-        if init.user_data.is_empty() && init.user_data_base64.is_empty() && digest == of_user_data(present) {
-            init.user_data.clone_from(&present.user_data);
-            init.user_data_base64.clone_from(&present.user_data_base64);
+    for secret in SECRETS {
+        let digest = std::mem::take((secret.digest)(init));
+        if digest.is_empty() {
+            continue;
         }
-        if digest != of_user_data(init) {
-            refuse("userDataDigest");
-        }
-    }
-    let digest = std::mem::take(&mut init.password_hash_digest);
-    if !digest.is_empty() {
-        if init.password_hash.is_empty() && digest == digest_of(present.password_hash.as_bytes()) {
-            init.password_hash.clone_from(&present.password_hash);
-        }
-        if digest != digest_of(init.password_hash.as_bytes()) {
-            refuse("passwordHashDigest");
+        let given = (secret.content)(init);
+        let content = match given.is_empty() {
+            true => (secret.content)(present),
+            false => given,
+        };
+        if content.is_empty() || !is_of(&content, &digest) {
+            let problem = "is not that of what the VM has: give the content itself";
+            found.add(format_args!("spec.cloudInit.{}Digest", secret.field), problem);
+        } else if (secret.content)(init).is_empty() {
+            (secret.put)(init, present);
         }
     }
     found.or(())
@@ -84,29 +166,53 @@ mod tests {
         }
     }
 
-    #[test]
-    fn secrets_are_shown_as_digests_and_come_back_by_them() {
-        let whole = spec(v1::CloudInit {
+    fn key() -> Key {
+        Key::of(&[7; 32])
+    }
+
+    fn whole() -> v1::VmSpec {
+        spec(v1::CloudInit {
             user_data: "#cloud-config\n".into(),
             password_hash: "$6$a$b".into(),
+            network_config: "wifis: {a: {password: b}}".into(),
+            vendor_data: "#!/bin/register".into(),
             hostname: "web".into(),
             ..Default::default()
-        });
-        let mut shown = whole.clone();
-        redact(&mut shown);
+        })
+    }
+
+    #[test]
+    fn secrets_are_shown_as_digests_and_come_back_by_them() {
+        let whole = whole();
+        let mut shown = super::shown(Some(&whole), &key()).unwrap();
         let text = format!("{shown:?}");
-        assert!(!text.contains("#cloud-config") && !text.contains("$6$") && text.contains("web"));
+        for secret in ["#cloud-config", "$6$", "wifis", "#!/bin", "\"sha256:"] {
+            assert!(!text.contains(secret), "{secret}");
+        }
+        assert!(text.contains("web"));
         let mut back = shown.clone();
-        restore(&mut back, whole.cloud_init.as_ref()).unwrap();
+        restore(&mut back, whole.cloud_init.as_ref(), &key()).unwrap();
         assert_eq!(back, whole);
+        let mut of_another_node = shown.clone();
+        let other = Key::of(&[8; 32]);
+        assert!(restore(&mut of_another_node, whole.cloud_init.as_ref(), &other).is_err());
+        // A client that has the content may say which one it means.
+        let mut plain = whole.clone();
+        redact(&mut plain);
+        restore(&mut plain, whole.cloud_init.as_ref(), &key()).unwrap();
+        assert_eq!(plain, whole);
+        assert!(refuse_digests(&mut shown.clone()).is_err());
+        refuse_digests(&mut whole.clone()).unwrap();
         // Of something else they are refused.
-        let found = restore(&mut shown, None).unwrap_err();
+        let found = restore(&mut shown, None, &key()).unwrap_err();
         let fields: Vec<_> = found.0.iter().map(|wrong| wrong.field.as_str()).collect();
         assert_eq!(
             fields,
             [
                 "spec.cloudInit.userDataDigest",
-                "spec.cloudInit.passwordHashDigest"
+                "spec.cloudInit.passwordHashDigest",
+                "spec.cloudInit.networkConfigDigest",
+                "spec.cloudInit.vendorDataDigest",
             ]
         );
         // New content replaces what was there.
@@ -114,7 +220,30 @@ mod tests {
             user_data: "#!/bin/sh\n".into(),
             ..Default::default()
         });
-        restore(&mut new, whole.cloud_init.as_ref()).unwrap();
+        restore(&mut new, whole.cloud_init.as_ref(), &key()).unwrap();
         assert_eq!(new.cloud_init.unwrap().user_data, "#!/bin/sh\n");
+    }
+
+    #[test]
+    fn a_change_of_a_secret_is_shown_by_keyed_digests() {
+        let mut redacted = whole();
+        redact(&mut redacted);
+        let shown = super::shown(Some(&whole()), &key()).unwrap();
+        let digests = |spec: v1::VmSpec| {
+            let init = serde_json::to_value(spec.cloud_init).unwrap();
+            let fields = init.as_object().unwrap().clone().into_iter();
+            fields
+                .filter(|(name, _)| name.ends_with("Digest"))
+                .collect::<Vec<_>>()
+        };
+        let wanted = digests(shown);
+        assert_eq!(wanted.len(), SECRETS.len());
+        let found = digests(redacted).into_iter().map(|(name, value)| {
+            let value = shown_value(&format!("spec.cloudInit.{name}"), value, &key());
+            (name, value)
+        });
+        assert_eq!(found.collect::<Vec<_>>(), wanted);
+        let other = Json::from("sha256:00");
+        assert_eq!(shown_value("spec.disks[a].serial", other.clone(), &key()), other);
     }
 }

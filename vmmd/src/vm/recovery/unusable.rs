@@ -412,7 +412,7 @@ impl Unusable {
         };
         v1::Vm {
             metadata: Some(metadata),
-            spec: crate::vm::shown(self.record.spec.as_ref()),
+            spec: crate::vm::shown(self.record.spec.as_ref(), self.host.store.key()),
             status: Some(status),
         }
     }
