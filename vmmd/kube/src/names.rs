@@ -42,6 +42,8 @@ pub const CPU_MODEL: &str = "vmmd.dev/cpu-model";
 pub const VM_GONE: &str = "vmmd.dev/vm-gone";
 /// Finalizer of VirtualMachines: the controller takes it away when the placeholder pod is not there any more.
 pub const POD_GONE: &str = "vmmd.dev/pod-gone";
+/// Type of the condition of a placeholder pod whose message has the addresses of its VM that have a meaning on the VM's node alone, with commas between.
+pub const NODE_LOCAL: &str = "vmmd.dev/node-local-addresses";
 /// The container of placeholder pods.
 pub const CONTAINER: &str = "vm";
 /// The image that placeholder pods name. Nobody ever pulls it.

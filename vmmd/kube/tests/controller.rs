@@ -14,6 +14,8 @@ fn a_machine_runs_where_its_pod_is_bound_and_leaves_nothing_behind() {
     wait("the address is known", || {
         cluster.machine("web")["status"]["addresses"] == json!(["10.0.0.7", "fd00::7"])
     });
+    // Another node may have a VM with the same address.
+    assert!(cluster.pod("web-1")["status"]["podIP"].is_null());
     wait("it is ready", || {
         let conditions = cluster.machine("web")["status"]["conditions"].clone();
         conditions

@@ -132,7 +132,7 @@ pub fn of(pod: &Pod, vm: &v1::Vm, host: &str, now: Timestamp) -> PodStatus {
         (false, Some(one)) if stage == Stage::Running => (one.reason.clone(), one.message.clone()),
         (false, _) => (status.reason.clone(), status.message.clone()),
     };
-    let ips = pod_ips(&status);
+    let (ips, local) = (pod_ips(&status, true), pod_ips(&status, false));
     let mut new = base(pod, host, now);
     new.phase = Some(phase.to_owned());
     new.reason = reason;
@@ -140,13 +140,36 @@ pub fn of(pod: &Pod, vm: &v1::Vm, host: &str, now: Timestamp) -> PodStatus {
     new.pod_ip = ips.first().map(|ip| ip.ip.clone());
     new.pod_ips = Some(ips).filter(|ips| !ips.is_empty());
     new.container_statuses = Some(vec![container]);
-    new.conditions = Some(conditions(pod, ready, why, now));
+    let mut conditions = conditions(pod, ready, why, now);
+    conditions.extend(node_local(pod, &local, now));
+    new.conditions = Some(conditions);
     new
 }
 
-/// The first address of each family: the API server takes no more.
-fn pod_ips(status: &v1::VmStatus) -> Vec<PodIP> {
-    let addresses = status.nics.iter().flat_map(|nic| nic.addresses.iter());
+/// Says which addresses others can't use. Each node may give the same ones to its VMs, and Services would lead to a VM of another node.
+fn node_local(pod: &Pod, addresses: &[PodIP], now: Timestamp) -> Option<PodCondition> {
+    let named: Vec<_> = addresses.iter().map(|address| address.ip.as_str()).collect();
+    let message = Some(named.join(",")).filter(|named| !named.is_empty())?;
+    let old = pod.status.as_ref().and_then(|status| status.conditions.as_ref());
+    let before = old
+        .into_iter()
+        .flatten()
+        .find(|one| one.type_ == names::NODE_LOCAL);
+    Some(PodCondition {
+        type_: names::NODE_LOCAL.to_owned(),
+        status: "True".to_owned(),
+        message: Some(message),
+        last_transition_time: before
+            .and_then(|before| before.last_transition_time.clone())
+            .or_else(|| Some(Time(seconds(now)))),
+        ..PodCondition::default()
+    })
+}
+
+/// The first address of each family, of NICs in routed networks or of the others: the API server takes no more.
+fn pod_ips(status: &v1::VmStatus, routed: bool) -> Vec<PodIP> {
+    let nics = status.nics.iter().filter(|nic| nic.routed == routed);
+    let addresses = nics.flat_map(|nic| nic.addresses.iter());
     let mut ips: Vec<IpAddr> = Vec::new();
     for address in addresses {
         let ip = address.split('/').next().unwrap_or_default().parse::<IpAddr>();
@@ -296,7 +319,7 @@ fn conditions(
     let own = ["Initialized", "Ready", "ContainersReady"];
     let mut new: Vec<_> = old
         .iter()
-        .filter(|one| !own.contains(&&*one.type_))
+        .filter(|one| !own.contains(&&*one.type_) && one.type_ != names::NODE_LOCAL)
         .cloned()
         .collect();
     for kind in own {

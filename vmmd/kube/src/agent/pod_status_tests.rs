@@ -32,6 +32,7 @@ fn vm(policy: RunPolicy, phase: VmPhase, exit: Option<ExitReason>, next_start: b
     };
     let nic = v1::NicStatus {
         addresses: vec!["10.0.0.5/24".to_owned()],
+        routed: true,
         ..v1::NicStatus::default()
     };
     let status = v1::VmStatus {
@@ -162,11 +163,50 @@ fn a_pod_says_how_its_vm_is() {
             (&status["podIP"], &status["hostIP"]),
             (&json!("10.0.0.5"), &json!("192.0.2.1"))
         );
+        assert!(!status.to_string().contains(names::NODE_LOCAL));
         let conditions = status["conditions"].as_array().unwrap();
         let named = |kind: &str| conditions.iter().find(|one| one["type"] == kind).unwrap();
         assert_eq!(named("PodScheduled")["status"], "True");
         assert_eq!(named("Ready")["status"], if ready { "True" } else { "False" });
     }
+}
+
+#[test]
+fn an_address_of_one_node_alone_is_no_pod_ip() {
+    let mut vm = vm(RunPolicy::Manual, VmPhase::Running, None, false);
+    let nics = &mut vm.status.as_mut().unwrap().nics;
+    let local = |addresses: [&str; 2]| v1::NicStatus {
+        addresses: addresses.map(str::to_owned).into(),
+        ..v1::NicStatus::default()
+    };
+    nics.extend([local(["10.0.0.7", "fd00::7"]), local(["10.1.0.7", "fd01::7"])]);
+    let now = at_some_time();
+    let mut pod = pod();
+    let mut status = of(&pod, &vm, "192.0.2.1", now);
+    let said = |status: &PodStatus| {
+        let conditions = status.conditions.clone().unwrap();
+        let found = conditions
+            .into_iter()
+            .filter(|one| one.type_ == names::NODE_LOCAL);
+        found.filter_map(|one| one.message).collect::<Vec<_>>()
+    };
+    let ips = |status: &PodStatus| status.pod_ips.clone().unwrap_or_default().len();
+    assert_eq!(
+        (ips(&status), said(&status)),
+        (1, vec!["10.0.0.7,fd00::7".to_owned()])
+    );
+    // It stays as it is, and goes with the addresses.
+    pod.status = Some(status);
+    status = of(&pod, &vm, "192.0.2.1", Timestamp::now());
+    assert!(!differs(&pod, &status), "{status:?}");
+    vm.status.as_mut().unwrap().nics.truncate(1);
+    pod.status = Some(status);
+    let status = of(&pod, &vm, "192.0.2.1", now);
+    assert_eq!((ips(&status), said(&status)), (1, vec![]));
+}
+
+fn at_some_time() -> Timestamp {
+    "2026-01-02T03:04:05Z".parse().unwrap()
 }
 
 #[test]

@@ -32,12 +32,12 @@ pub fn of(
     if pod.is_some() {
         new.node.clone_from(&bound);
     }
-    new.addresses = status
-        .pod_ips
-        .unwrap_or_default()
-        .into_iter()
-        .map(|ip| ip.ip)
-        .collect();
+    let ips = status.pod_ips.unwrap_or_default().into_iter().map(|ip| ip.ip);
+    let conditions = status.conditions.iter().flatten();
+    let local = conditions.filter(|one| one.type_ == names::NODE_LOCAL);
+    let local = local.filter_map(|one| one.message.as_deref());
+    let local = local.flat_map(|named| named.split(',').map(str::to_owned));
+    new.addresses = ips.chain(local).collect();
     let containers = status.container_statuses.unwrap_or_default();
     let container = containers.first();
     new.restarts = container.map_or(0, |container| container.restart_count);

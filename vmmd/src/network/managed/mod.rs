@@ -38,7 +38,7 @@ use proto::{
     model::{
         Violations,
         firewall::Firewall,
-        network::{NetworkSpec, NewNetwork},
+        network::{NetworkMode, NetworkSpec, NewNetwork},
         nic::{Mac, Protocol, PublishedPort},
     },
     v1,
@@ -264,6 +264,12 @@ impl Networks {
     /// The bridge of a network.
     pub fn bridge(&self, network: &str) -> Option<String> {
         self.inner().records.get(network).map(bridge)
+    }
+
+    /// Whether the network is routed, so that its addresses have a meaning beyond the node.
+    pub fn is_routed(&self, network: &str) -> bool {
+        let spec = self.inner().records.get(network).and_then(spec_of);
+        spec.is_some_and(|spec| spec.mode == NetworkMode::Routed)
     }
 
     /// The network whose bridge has this name.

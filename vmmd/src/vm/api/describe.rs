@@ -419,6 +419,7 @@ fn nics(
                 .collect(),
             phase: phase.into(),
             message: attached.live.failed.get(&path).cloned().unwrap_or_default(),
+            routed: host.networks.is_routed(network),
         }
     });
     described.collect()
