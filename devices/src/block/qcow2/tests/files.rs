@@ -69,14 +69,14 @@ pub(super) fn report(path: &Path) -> check::Report {
 /// What QEMU says of it, where that is installed.
 pub(super) fn ask_qemu(path: &Path) {
     let output = Command::new("qemu-img").arg("check").arg("-q").arg(path).output();
-    if let Ok(output) = output {
+    match output {
         // 3: leaks only (qemu-img(1)).
-        let code = output.status.code();
-        assert!(
-            matches!(code, Some(0 | 3)),
+        Ok(output) => assert!(
+            matches!(output.status.code(), Some(0 | 3)),
             "{}",
             String::from_utf8_lossy(&output.stderr)
-        );
+        ),
+        Err(error) => lacking("qemu-img", error),
     }
 }
 
@@ -384,7 +384,7 @@ fn images_of_qemu_are_used_and_stay_such() {
     fs::write(&base, &content).unwrap();
     let qemu_img = |arguments: &[&str], files: &[&Path]| {
         let output = Command::new("qemu-img").args(arguments).args(files).output();
-        let output = output.ok()?;
+        let output = output.map_err(|error| lacking("qemu-img", error)).ok()?;
         assert!(
             output.status.success(),
             "{}",
