@@ -26,8 +26,10 @@ pub async fn prune(
         }
         Some(age) => u64::try_from(age.seconds).unwrap_or(0).saturating_mul(1000),
     };
-    let latest = text::now_ms().saturating_sub(age_ms);
-    let used = |seen: &Seen| seen.record.used_ms.max(seen.record.stage_ms);
+    let now_ms = text::now_ms();
+    let latest = now_ms.saturating_sub(age_ms);
+    // A time in the future was noted while the clock was wrong: the image was used at some time until now.
+    let used = |seen: &Seen| seen.record.used_ms.max(seen.record.stage_ms).min(now_ms);
     let (mut all, _) = host.images.after(None);
     all.retain(|seen| seen.record.stage() == ImageStage::Ready && used(seen) <= latest && matches(seen));
     all.sort_by_key(used);

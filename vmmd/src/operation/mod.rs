@@ -142,7 +142,11 @@ impl Operations {
             let deadline = operation.deadline.as_ref().map(text::unix_ms);
             let parts = shared.restore(id, operation, &record);
             if record.ended_ms == 0 {
-                let wait = deadline.map(|end| Duration::from_millis(end.saturating_sub(text::now_ms())));
+                let wait = deadline.map(|end| {
+                    // A clock that was set back gives no more time than there was.
+                    let whole = end.saturating_sub(record.began_ms);
+                    Duration::from_millis(end.saturating_sub(text::now_ms()).min(whole))
+                });
                 left.push(handle(&shared, id, context, parts, wait));
             }
         }

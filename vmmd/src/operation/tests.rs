@@ -313,6 +313,27 @@ async fn the_next_daemon_knows_what_has_ended_and_ends_what_was_left() {
 }
 
 #[tokio::test]
+async fn a_clock_set_back_gives_an_operation_no_more_time() {
+    const YEARS: u64 = 14 * 365 * 24 * 3600 * 1000;
+    let (folder, operations) = operations();
+    let _handle = begin(&operations, Some(Duration::from_millis(1)));
+    operations.recorded().await;
+    let next = tempfile::tempdir().unwrap();
+    std::fs::copy(Store::file(folder.path()), Store::file(next.path())).unwrap();
+    let (store, mut records) = Store::open(next.path(), &Key::of(&[7; 32])).unwrap();
+    for record in &mut records.operations {
+        record.began_ms += YEARS;
+        let mut operation = record.decoded().unwrap();
+        let deadline = operation.deadline.as_ref().map(text::unix_ms).unwrap();
+        operation.deadline = text::timestamp(deadline + YEARS);
+        record.operation = prost::Message::encode_to_vec(&operation);
+    }
+    let operations = Operations::new(store, records.operations);
+    let [handle] = <[Handle; 1]>::try_from(operations.left(&web())).unwrap();
+    handle.token().cancelled().await;
+}
+
+#[tokio::test]
 async fn what_is_forgotten_is_forgotten_in_the_store_too() {
     let (folder, operations) = operations();
     for _ in 0..=registry::HISTORY {

@@ -29,9 +29,10 @@ impl LeaseRecord {
         Ipv4Addr::from(self.address)
     }
 
-    /// Whether the lease means anything at `now_ms`.
+    /// Whether the lease means anything at `now_ms`. One that was released far in the future was released while the clock was wrong, and does not
+    /// keep its address until then.
     pub fn counts(&self, now_ms: u64) -> bool {
-        self.released_ms == 0 || now_ms.saturating_sub(self.released_ms) < RETENTION_MS
+        self.released_ms == 0 || now_ms.abs_diff(self.released_ms) < RETENTION_MS
     }
 
     /// Whether it is that NIC's.
@@ -125,6 +126,17 @@ mod tests {
         assert_eq!(at(1, 2000), Ok(address(2)));
         assert_eq!(at(2, 1000 + RETENTION_MS), Ok(address(2)));
         assert_eq!(available(&spec, &leases, 2000), 0);
+    }
+
+    #[test]
+    fn an_address_released_by_a_wrong_clock_is_free() {
+        let spec = spec("10.80.0.0/30");
+        let now = 1_000_000_000;
+        let at = |released| allocate(&spec, &[lease(1, 2, released)], (&[2], "eth0"), None, now);
+        // The clock was set back a little, and by years.
+        assert_eq!(at(now + RETENTION_MS - 1), Err(Refusal::Exhausted));
+        assert_eq!(at(now + RETENTION_MS), Ok(address(2)));
+        assert_eq!(at(now * 14), Ok(address(2)));
     }
 
     #[test]
