@@ -21,13 +21,17 @@ pub struct Problem {
 
 /// Turns the document `node` into the JSON form of the message called `message`.
 pub fn decode(node: &Node, message: &str) -> Result<Json, Vec<Problem>> {
+    match partial(node, message) {
+        (json, problems) if problems.is_empty() => Ok(json),
+        (_, problems) => Err(problems),
+    }
+}
+
+/// The same as far as it can be understood, and all that can't.
+pub fn partial(node: &Node, message: &str) -> (Json, Vec<Problem>) {
     let mut decoder = Decoder { problems: Vec::new() };
     let json = decoder.message(node, message, "");
-    if decoder.problems.is_empty() {
-        Ok(json)
-    } else {
-        Err(decoder.problems)
-    }
+    (json, decoder.problems)
 }
 
 struct Decoder {
@@ -83,7 +87,10 @@ impl Decoder {
                 self.add(key.mark, &path, text);
             }
             given.push((field, key));
-            json.insert(field.json_name.to_owned(), self.field(value, field, &path));
+            match self.field(value, field, &path) {
+                Json::Null => {}
+                value => drop(json.insert(field.json_name.to_owned(), value)),
+            }
         }
         Json::Object(json)
     }
@@ -104,9 +111,14 @@ impl Decoder {
             return Json::Null;
         };
         let items = items.iter().enumerate();
-        items
-            .map(|(index, item)| self.single(item, field, &format!("{path}[{index}]")))
-            .collect()
+        let decoded = items.map(|(index, item)| self.single(item, field, &format!("{path}[{index}]")));
+        // An item that makes no sense keeps its place: paths of the others go by it.
+        let whole = |item: Json| match (item, &field.kind) {
+            (Json::Null, Kind::Message(_)) => Json::Object(Map::new()),
+            (Json::Null, _) => Json::String(String::new()),
+            (item, _) => item,
+        };
+        decoded.map(whole).collect()
     }
 
     fn single(&mut self, node: &Node, field: &Field, path: &str) -> Json {
@@ -219,6 +231,23 @@ fn alternatives(words: &[String]) -> String {
         words => words.join(" or "),
     }
 }
+
+impl Problem {
+    /// Whether this problem causes a problem of the field at `path`, which is `given` or not.
+    pub(super) fn explains(&self, path: &str, given: bool) -> bool {
+        let below = |inner: &str, outer: &str| {
+            let rest = inner.strip_prefix(outer);
+            rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(['.', '[']))
+        };
+        let around = self.path.rsplit_once('.').map_or("", |(around, _)| around);
+        let inside = around.is_empty() || below(path, around);
+        let misspelt = !given && inside && self.text.starts_with(UNKNOWN);
+        below(&self.path, path) || below(path, &self.path) || misspelt
+    }
+}
+
+/// How the problem of a field begins that does not exist.
+const UNKNOWN: &str = "unknown field";
 
 fn unknown(name: &str, message: &Message) -> String {
     let known = || message.fields.iter().map(|field| field.json_name);

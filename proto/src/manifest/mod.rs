@@ -79,27 +79,40 @@ pub fn single_vm(text: &str) -> Result<Manifest, Problems> {
 ///
 /// All that is wrong with it.
 pub fn vm(root: &Node) -> Result<(v1::Vm, Manifest), Vec<Problem>> {
-    let json = without_head(decode::decode(root, schema::VM)?);
-    let mut vm: v1::Vm = serde_json::from_value(json).map_err(|error| {
-        vec![Problem {
-            mark: Some(root.mark),
-            path: String::new(),
-            text: error.to_string(),
-        }]
-    })?;
+    let (json, mut problems) = decode::partial(root, schema::VM);
+    let read = serde_json::from_value::<v1::Vm>(without_head(json));
+    let mut vm = match read {
+        Ok(vm) => vm,
+        Err(_) if !problems.is_empty() => return Err(problems),
+        Err(error) => {
+            return Err(vec![Problem {
+                mark: Some(root.mark),
+                path: String::new(),
+                text: error.to_string(),
+            }]);
+        }
+    };
     strip(&mut vm);
-    match Manifest::try_from(&vm) {
-        Ok(manifest) => Ok((vm, manifest)),
-        Err(violations) => Err(violations
-            .0
-            .into_iter()
-            .map(|violation| Problem {
-                mark: find(root, &violation.field),
-                path: violation.field,
-                text: violation.description,
-            })
-            .collect()),
-    }
+    let found = match Manifest::try_from(&vm) {
+        Ok(manifest) if problems.is_empty() => return Ok((vm, manifest)),
+        Ok(_) => Vec::new(),
+        Err(violations) => violations.0,
+    };
+    let more = found
+        .into_iter()
+        .filter(|violation| {
+            let (field, given) = (&violation.field, is_given(root, &violation.field));
+            !problems.iter().any(|problem| problem.explains(field, given))
+        })
+        .map(|violation| Problem {
+            mark: find(root, &violation.field),
+            path: violation.field,
+            text: violation.description,
+        });
+    let more: Vec<_> = more.collect();
+    problems.extend(more);
+    problems.sort_by_key(|problem| problem.mark.map(|mark| mark.line));
+    Err(problems)
 }
 
 /// What a document describes by its `kind`, which is one of these. A document that describes something else gets one message about
@@ -171,6 +184,16 @@ pub fn strip(vm: &mut v1::Vm) {
 
 /// Where the field at `path` stands; when it is absent, the nearest thing around it.
 pub fn find(root: &Node, path: &str) -> Option<yaml::Mark> {
+    look(root, path).0
+}
+
+/// Whether a document has the field at `path`.
+fn is_given(root: &Node, path: &str) -> bool {
+    look(root, path).1
+}
+
+/// The place of the field at `path`, or of the nearest thing around it, and whether it is the field itself.
+fn look(root: &Node, path: &str) -> (Option<yaml::Mark>, bool) {
     let mut node = root;
     let mut mark = None;
     for step in path.split('.') {
@@ -178,21 +201,23 @@ pub fn find(root: &Node, path: &str) -> Option<yaml::Mark> {
             .split_once('[')
             .map_or((step, None), |(name, rest)| (name, Some(rest)));
         let yaml::Value::Mapping(entries) = &node.value else {
-            break;
+            return (mark, false);
         };
         let Some((key, value)) = entries.iter().find(|(key, _)| key.name == name) else {
-            break;
+            return (mark, false);
         };
         mark = Some(key.mark);
         node = value;
         let index = indices.and_then(|rest| rest.trim_end_matches(']').parse::<usize>().ok());
         if let (Some(index), yaml::Value::Sequence(items)) = (index, &node.value) {
-            let Some(item) = items.get(index) else { break };
+            let Some(item) = items.get(index) else {
+                return (mark, false);
+            };
             mark = Some(item.mark);
             node = item;
         }
     }
-    mark
+    (mark, true)
 }
 
 #[cfg(test)]

@@ -56,6 +56,16 @@ fn each_problem_has_its_line_and_its_field() {
             VM_OF_ONE.replace("apiVersion: vmmd/v1\n", ""),
             "line 1: apiVersion: missing: a manifest begins with `apiVersion: vmmd/v1` and `kind: Vm`",
         ),
+        // Problems that follow from another problem are left out; independent problems are reported.
+        (
+            VM_OF_ONE
+                .replace("RAW", "vmdk")
+                .replace("{kernel: /boot/vmlinuz}", "{kernell: /boot/vmlinuz}")
+                .replace("cores: 2", "cores: 0"),
+            "line 5: spec.cpu.cores: must be 1 to 254, is 0; \
+             line 7: spec.boot.linux.kernell: unknown field; did you mean `kernel`?; \
+             line 8: spec.disks[0].format: must be raw, qcow2 or iso, is \"vmdk\"",
+        ),
         (String::new(), "must hold one VM, holds 0 documents"),
     ] {
         let problems = single_vm(&text).unwrap_err();
