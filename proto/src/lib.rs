@@ -1,11 +1,12 @@
 //! The public API of vmmd ([`v1`]), the private protocol between vmmd and a `vmm` process ([`vmm`]) with its
 //! framing ([`wire`]), manifests (`manifest`), the validated forms of both ([`model`]), the rules of the API's methods ([`rule`]), the form of errors
-//! ([`rpc`]), the saved state of machines ([`state`]), and which of two daemons may run a VM that is migrated ([`handover`]).
+//! ([`rpc`]), what RFB servers have in common ([`rfb`]), the saved state of machines ([`state`]), and which of two daemons may run a VM that is migrated ([`handover`]).
 
 pub mod handover;
 #[cfg(feature = "manifest")]
 pub mod manifest;
 pub mod model;
+pub mod rfb;
 pub mod rpc;
 pub mod rule;
 pub mod state;

@@ -227,16 +227,17 @@ pub struct Vnc {
     /// Name of the VM.
     #[arg(value_parser = vm_name, add = complete::vms())]
     pub name: String,
-    /// Start no viewer, but let viewers connect at this address until ^C; port 0 takes a free one. Who can connect there can use
-    /// the screen.
+    /// Start no viewer, but let viewers connect at this address until ^C; port 0 takes a free one. The address
+    /// alone opens the screen; with --password the viewer needs the printed password.
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub listen: Option<SocketAddr>,
     /// Start no viewer, but print the address of a page that shows the screen in a browser of the node. It is good for one connection
     /// and for a minute.
     #[arg(long, conflicts_with_all = ["listen", "password"])]
     pub web: bool,
-    /// Start no viewer, but print where one can connect on the node, and a password. It is good for one connection and for a minute.
-    #[arg(long, conflicts_with = "listen")]
+    /// Start no viewer, but print where one can connect on the node, and a password. It is good for one connection and for a minute;
+    /// with --listen until ^C.
+    #[arg(long)]
     pub password: bool,
     /// Look only: keys and the pointer are ignored.
     #[arg(long)]

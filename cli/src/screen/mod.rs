@@ -2,6 +2,7 @@
 //! stream.
 
 mod keys;
+mod password;
 mod rfb;
 mod viewer;
 

@@ -2,7 +2,10 @@
 
 use std::time::Duration;
 
-use proto::v1::{VncOpen, VncRequest, VncResponse, vnc_request::Message};
+use proto::{
+    rfb::VERSION,
+    v1::{VncOpen, VncRequest, VncResponse, vnc_request::Message},
+};
 use tokio::{sync::mpsc, time::timeout};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
@@ -70,27 +73,7 @@ pub struct Rfb {
 impl Rfb {
     /// Connects to the screen of the VM with that name, beside others.
     pub async fn open(client: &Client, name: &str, view_only: bool) -> Result<Self> {
-        let mut rfb = Self {
-            stream: Stream::open(client, name, view_only).await?,
-            input: Vec::new(),
-            width: 0,
-            height: 0,
-        };
-        if !rfb.read::<12>().await?.starts_with(b"RFB 003.") {
-            return Err(unexpected());
-        }
-        rfb.send(b"RFB 003.008\n").await?;
-        let [count] = rfb.read().await?;
-        let types = rfb.take(count.into()).await?;
-        // None: the API has said who this is.
-        if !types.contains(&1) {
-            return Err(unexpected());
-        }
-        // The security type, and that others may stay.
-        rfb.send(&[1]).await?;
-        if rfb.read::<4>().await? != [0; 4] {
-            return Err(unexpected());
-        }
+        let mut rfb = Self::greet(Stream::open(client, name, view_only).await?).await?;
         rfb.send(&[1]).await?;
         let [a, b, c, d] = rfb.read().await?;
         (rfb.width, rfb.height) = (u16::from_be_bytes([a, b]), u16::from_be_bytes([c, d]));
@@ -98,6 +81,37 @@ impl Rfb {
         let name = u32::from_be_bytes(rfb.read().await?);
         rfb.take(bounded(name, 4096)?).await?;
         Ok(rfb)
+    }
+
+    /// The handshake up to ClientInit.
+    async fn greet(stream: Stream) -> Result<Self> {
+        let mut rfb = Self {
+            stream,
+            input: Vec::new(),
+            width: 0,
+            height: 0,
+        };
+        if proto::rfb::minor_version(&rfb.read::<12>().await?) != Some(8) {
+            return Err(unexpected());
+        }
+        rfb.send(VERSION).await?;
+        let [count] = rfb.read().await?;
+        let types = rfb.take(count.into()).await?;
+        // None: the API has said who this is.
+        if !types.contains(&1) {
+            return Err(unexpected());
+        }
+        rfb.send(&[1]).await?;
+        if rfb.read::<4>().await? != [0; 4] {
+            return Err(unexpected());
+        }
+        Ok(rfb)
+    }
+
+    /// A stream after the handshake, with the bytes that the server sent after it.
+    pub async fn greeted(stream: Stream) -> Result<(Stream, Vec<u8>)> {
+        let Self { stream, input, .. } = Self::greet(stream).await?;
+        Ok((stream, input))
     }
 
     /// The screen as it is.

@@ -8,6 +8,7 @@ use std::{
     os::unix::fs::DirBuilderExt as _,
     path::{Path, PathBuf},
     process::ExitStatus,
+    sync::Arc,
     time::Duration,
 };
 
@@ -21,7 +22,10 @@ use tokio::{
     time::{Instant, sleep, timeout},
 };
 
-use super::rfb::Stream;
+use super::{
+    password,
+    rfb::{Rfb, Stream},
+};
 use crate::{
     args::Vnc,
     client::{Client, about_vm},
@@ -32,6 +36,8 @@ use crate::{
 const CHUNK: usize = 32 << 10;
 /// How long the daemon may take for what a viewer said last.
 const LAST: Duration = Duration::from_secs(10);
+/// How long a viewer may take to show its password, which people type.
+const HANDSHAKE: Duration = Duration::from_secs(30);
 /// How long a screen that ended may take until it is there again.
 const BACK: Duration = Duration::from_secs(60);
 /// From one look for it to the next.
@@ -41,7 +47,7 @@ const VIEWER: &str = "vncviewer";
 
 /// Starts a viewer and ends with it, serves viewers at `--listen` until ^C, or prints a way in for `--web` and `--password`.
 pub async fn run(client: &Client, args: &Vnc) -> Result<()> {
-    if args.web || args.password {
+    if args.web || (args.password && args.listen.is_none()) {
         return ticket(client, args).await;
     }
     // Whether there is a screen is known before a viewer is started.
@@ -83,16 +89,21 @@ async fn listen(client: &Client, args: &Vnc, address: SocketAddr) -> Result<()> 
     let address = listener
         .local_addr()
         .map_err(|error| failed("listening", &error))?;
-    println!("{address}");
+    let password = args.password.then(|| Arc::<str>::from(password::new()));
+    match &password {
+        Some(password) => println!("{address} {password}"),
+        None => println!("{address}"),
+    }
     eprintln!(
-        "VNC viewers reach the screen of vm/{} at {address}. ^C ends.",
-        args.name
+        "VNC viewers reach the screen of vm/{} at {address}{}. ^C ends.",
+        args.name,
+        if password.is_some() { " with this password" } else { "" }
     );
     loop {
         tokio::select! {
             accepted = listener.accept() => {
                 let (socket, _) = accepted.map_err(|error| failed("accepting a viewer", &error))?;
-                serve(client, args, socket.into_split());
+                serve(client, args, password.clone(), socket.into_split());
             }
             _ = ctrl_c() => return Ok(()),
         }
@@ -110,7 +121,7 @@ async fn view(client: &Client, args: &Vnc) -> Result<()> {
             tokio::select! {
                 accepted = listener.accept() => {
                     let (socket, _) = accepted.map_err(|error| failed("accepting the viewer", &error))?;
-                    screen = Some(serve(client, args, socket.into_split()));
+                    screen = Some(serve(client, args, None, socket.into_split()));
                 }
                 ended = viewer.wait() => return outcome(ended),
                 End::Screen = end_of(&mut screen) => break,
@@ -190,20 +201,48 @@ fn outcome(ended: io::Result<ExitStatus>) -> Result<()> {
     }
 }
 
-/// Passes bytes on between a viewer and the VM's screen, in a task of its own.
-fn serve<R, W>(client: &Client, args: &Vnc, (reader, writer): (R, W)) -> JoinHandle<End>
+/// Passes bytes on between a viewer, which shows the password if there is one, and the VM's screen, in a task of its own.
+fn serve<R, W>(
+    client: &Client,
+    args: &Vnc,
+    password: Option<Arc<str>>,
+    (mut reader, mut writer): (R, W),
+) -> JoinHandle<End>
 where
     R: AsyncRead + Unpin + Send + 'static,
     W: AsyncWrite + Unpin + Send + 'static,
 {
     let (client, name, view_only) = (client.clone(), args.name.clone(), args.view_only);
     tokio::spawn(async move {
-        match Stream::open(&client, &name, view_only).await {
-            Ok(stream) => pass(stream, reader, writer).await,
+        if let Some(password) = &password {
+            let showing = password::shown(&mut reader, &mut writer, password);
+            if !matches!(timeout(HANDSHAKE, showing).await, Ok(Ok(true))) {
+                return End::Viewer;
+            }
+        }
+        let opened = async {
+            let stream = Stream::open(&client, &name, view_only).await?;
+            match password {
+                Some(_) => Rfb::greeted(stream).await,
+                None => Ok((stream, Vec::new())),
+            }
+        };
+        let (stream, first) = match opened.await {
+            Ok(opened) => opened,
             Err(failure) => {
                 eprintln!("vmmctl: {failure}");
-                End::Screen
+                return End::Screen;
             }
+        };
+        let admitted = async {
+            if password.is_some() {
+                password::admit(&mut writer).await?;
+            }
+            writer.write_all(&first).await
+        };
+        match admitted.await {
+            Ok(()) => pass(stream, reader, writer).await,
+            Err(_) => End::Viewer,
         }
     })
 }

@@ -7,10 +7,7 @@
 
 use std::{io, sync::Arc, time::Duration};
 
-use des::{
-    Des,
-    cipher::{Array, BlockCipherEncrypt, KeyInit},
-};
+use proto::rfb::{self, VERSION};
 use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, copy_bidirectional},
     net::{TcpListener, TcpStream, UnixStream},
@@ -32,8 +29,6 @@ use crate::{
 const HANDSHAKE: Duration = Duration::from_secs(30);
 /// How long the `vmm` may take to begin.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Our version (RFC 6143, 7.1.1).
-const VERSION: &[u8; 12] = b"RFB 003.008\n";
 /// Security types (7.1.2).
 const NONE: u8 = 1;
 const VNC_AUTHENTICATION: u8 = 2;
@@ -152,13 +147,7 @@ async fn version(stream: &mut impl Stream) -> io::Result<u8> {
     stream.write_all(VERSION).await?;
     let mut version = [0; 12];
     stream.read_exact(&mut version).await?;
-    match &version {
-        b"RFB 003.008\n" => Ok(8),
-        b"RFB 003.007\n" => Ok(7),
-        // What others say is to be taken as that (7.1.1).
-        version if version.starts_with(b"RFB 003.") => Ok(3),
-        _ => Err(io::Error::other("the viewer does not speak RFB")),
-    }
+    rfb::minor_version(&version).ok_or_else(|| io::Error::other("the viewer does not speak RFB"))
 }
 
 /// Has the viewer choose the only security type that there is.
@@ -235,25 +224,8 @@ async fn reason(stream: &mut impl Stream, why: &str) -> io::Result<()> {
 
 fn found(tickets: &Tickets, challenge: &[u8; 16], response: &[u8; 16]) -> Option<Ticket> {
     tickets.take(Form::Password, |password| {
-        encrypt(password.as_bytes(), *challenge) == *response
+        rfb::encrypt(password.as_bytes(), *challenge) == *response
     })
-}
-
-/// A challenge as VNC authentication encrypts it: DES with the password for a key, whose bits are in the other order in each byte.
-fn encrypt(password: &[u8], challenge: [u8; 16]) -> [u8; 16] {
-    let mut key = [0_u8; 8];
-    for (place, byte) in key.iter_mut().zip(password) {
-        *place = byte.reverse_bits();
-    }
-    let cipher = Des::new(&Array(key));
-    let mut encrypted = challenge;
-    for half in encrypted.chunks_exact_mut(8) {
-        let mut block = Array([0; 8]);
-        block.copy_from_slice(half);
-        cipher.encrypt_block(&mut block);
-        half.copy_from_slice(&block);
-    }
-    encrypted
 }
 
 /// The beginning of the protocol with the `vmm`, which asks for no password.
@@ -273,19 +245,4 @@ pub(super) async fn greet(screen: &mut (impl AsyncRead + AsyncWrite + Unpin)) ->
         return Err(unexpected());
     }
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// The example of FIPS 81, table B1: key 0123456789abcdef, "Now is the time ".
-    #[test]
-    fn a_challenge_is_encrypted_as_viewers_do_it() {
-        let key = [0x01_u8, 0x23, 0x45, 0x67, 0x89, 0xab, 0xcd, 0xef].map(u8::reverse_bits);
-        let encrypted = [
-            0x3f, 0xa4, 0x0e, 0x8a, 0x98, 0x4d, 0x48, 0x15, 0x6a, 0x27, 0x17, 0x87, 0xab, 0x88, 0x83, 0xf9,
-        ];
-        assert_eq!(encrypt(&key, *b"Now is the time "), encrypted);
-    }
 }

@@ -14,6 +14,8 @@
 
 use std::{collections::VecDeque, sync::Arc};
 
+use proto::rfb;
+
 use super::{
     encode::{Block, Encoders, Encoding},
     message::{BadMessage, ClientMessage, Parser},
@@ -31,7 +33,6 @@ const PIECE_PIXELS: u16 = u16::MAX;
 /// Updates that a client with continuous updates may be behind.
 const MAX_IN_FLIGHT: u8 = 2;
 
-const VERSION: &[u8; 12] = b"RFB 003.008\n";
 const SECURITY_NONE: u8 = 1;
 
 /// Numbers of pseudo-encodings.
@@ -252,7 +253,7 @@ impl Session {
             continuous: None,
             in_flight: 0,
             pieces: VecDeque::new(),
-            out: VERSION.to_vec(),
+            out: rfb::VERSION.to_vec(),
             written: 0,
             behind: Vec::new(),
             held: Vec::new(),
@@ -452,7 +453,7 @@ impl Session {
     /// One step of the handshake; false when bytes are missing.
     fn shake_hands(&mut self, input: &mut &[u8], events: &mut Vec<Event>) -> Result<bool, ProtocolError> {
         let wanted = if self.stage == Stage::Version {
-            VERSION.len()
+            rfb::VERSION.len()
         } else {
             1
         };
@@ -466,7 +467,7 @@ impl Session {
         let message = std::mem::take(&mut self.handshake);
         let first = message.first().copied().unwrap_or(0);
         match self.stage {
-            Stage::Version => match minor_version(&message).ok_or(ProtocolError::Version)? {
+            Stage::Version => match rfb::minor_version(&message).ok_or(ProtocolError::Version)? {
                 ..=6 => {
                     self.out
                         .extend_from_slice(&u32::from(SECURITY_NONE).to_be_bytes());
@@ -685,21 +686,6 @@ impl Session {
             }
         }
         count
-    }
-}
-
-/// The minor version that the client speaks; what is newer than 3.8 speaks 3.8.
-fn minor_version(message: &[u8]) -> Option<u16> {
-    let text = std::str::from_utf8(message).ok()?;
-    let (major, minor) = text.strip_prefix("RFB ")?.strip_suffix('\n')?.split_once('.')?;
-    let number = |text: &str| {
-        let plain = text.len() == 3 && text.bytes().all(|byte| byte.is_ascii_digit());
-        plain.then(|| text.parse::<u16>().ok())?
-    };
-    match (number(major)?, number(minor)?) {
-        (3, minor) if minor >= 3 => Some(minor.min(8)),
-        (4.., _) => Some(8),
-        _ => None,
     }
 }
 
