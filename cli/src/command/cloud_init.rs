@@ -7,7 +7,10 @@ use std::{
 };
 
 use base64::{Engine as _, engine::general_purpose::STANDARD};
-use proto::v1;
+use proto::{
+    model::cloud_init::{UNKNOWN_USER_DATA, is_known_user_data},
+    v1,
+};
 
 use crate::{
     args::cloud_init::CloudInit,
@@ -22,7 +25,11 @@ pub fn from_flags(args: &CloudInit) -> Result<Option<v1::CloudInit>> {
     };
     if let Some(path) = &args.user_data {
         // What gzip made is sent as base64.
-        match String::from_utf8(read(path)?) {
+        let data = as_text(read(path)?);
+        if !is_known_user_data(&data) {
+            eprintln!("warning: {}: {UNKNOWN_USER_DATA}", path.display());
+        }
+        match String::from_utf8(data) {
             Ok(text) => init.user_data = text,
             Err(other) => init.user_data_base64 = STANDARD.encode(other.as_bytes()),
         }
@@ -31,6 +38,25 @@ pub fn from_flags(args: &CloudInit) -> Result<Option<v1::CloudInit>> {
         init.ssh_authorized_keys.extend(ssh_keys(key)?);
     }
     Ok((init != v1::CloudInit::default()).then_some(init))
+}
+
+/// Converts a text to the form that cloud-init reads: UTF-8 without a byte order mark. Other data stays unchanged.
+fn as_text(data: Vec<u8>) -> Vec<u8> {
+    let utf16 = |units: &[u8], unit: fn([u8; 2]) -> u16| {
+        let (pairs, rest) = units.as_chunks::<2>();
+        let text = String::from_utf16(&pairs.iter().map(|pair| unit(*pair)).collect::<Vec<_>>()).ok();
+        text.filter(|_| rest.is_empty()).map(String::into_bytes)
+    };
+    let converted = match data.as_slice() {
+        [0xef, 0xbb, 0xbf, text @ ..] => Some(text.to_vec()),
+        [0xff, 0xfe, units @ ..] => utf16(units, u16::from_le_bytes),
+        [0xfe, 0xff, units @ ..] => utf16(units, u16::from_be_bytes),
+        // Without a mark: the first character is ASCII.
+        [b'#' | b'C' | b'M', 0, ..] => utf16(&data, u16::from_le_bytes),
+        [0, b'#' | b'C' | b'M', ..] => utf16(&data, u16::from_be_bytes),
+        _ => None,
+    };
+    converted.unwrap_or(data)
 }
 
 fn read(path: &Path) -> Result<Vec<u8>> {
@@ -85,6 +111,26 @@ mod tests {
                 .contains("private")
         );
         assert!(ssh_keys("/nonexistent/key").is_err());
+    }
+
+    #[test]
+    fn user_data_of_windows_becomes_plain_text() {
+        let text = "#cloud-config\r\nhostname: ä\r\n";
+        let units = |unit: fn(u16) -> [u8; 2]| -> Vec<u8> { text.encode_utf16().flat_map(unit).collect() };
+        let marked = |mark: &[u8], rest: &[u8]| [mark, rest].concat();
+        for (title, data) in [
+            ("plain", text.as_bytes().to_vec()),
+            ("UTF-8 with a mark", marked(&[0xef, 0xbb, 0xbf], text.as_bytes())),
+            ("UTF-16, little-endian", marked(&[0xff, 0xfe], &units(u16::to_le_bytes))),
+            ("UTF-16, big-endian", marked(&[0xfe, 0xff], &units(u16::to_be_bytes))),
+            ("UTF-16 without a mark", units(u16::to_le_bytes)),
+            ("big-endian without a mark", units(u16::to_be_bytes)),
+        ] {
+            assert_eq!(as_text(data), text.as_bytes(), "{title}");
+        }
+        for other in [vec![0x1f, 0x8b, 8, 0], vec![0xff, 0xfe, 0], vec![0xff, 0xfe, 0, 0xd8]] {
+            assert_eq!(as_text(other.clone()), other);
+        }
     }
 
     #[test]

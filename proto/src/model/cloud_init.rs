@@ -106,6 +106,36 @@ impl CloudInit {
     }
 }
 
+/// First bytes of the formats of cloud-init (its documentation, "User data formats") and of cloudbase-init for Windows.
+const BEGINNINGS: [&[u8]; 13] = [
+    b"#cloud-config",
+    b"#!",
+    b"#include",
+    b"#cloud-boothook",
+    b"#part-handler",
+    b"## template:",
+    b"Content-Type:",
+    b"MIME-Version:",
+    b"\x1f\x8b",
+    b"#ps1",
+    b"rem cmd",
+    b"From ",
+    b"<powershell>",
+];
+
+/// Whether cloud-init knows the format of user data; a guest ignores other data silently. Empty data is known.
+pub fn is_known_user_data(data: &[u8]) -> bool {
+    let begins = |begin: &&[u8]| {
+        let first = data.get(..begin.len());
+        first.is_some_and(|first| first.eq_ignore_ascii_case(begin))
+    };
+    data.is_empty() || BEGINNINGS.iter().any(begins)
+}
+
+/// The warning about unknown user data.
+pub const UNKNOWN_USER_DATA: &str = "the format of the user data is unknown to cloud-init, and most guests ignore it: begin it with \"#cloud-config\", \
+                                     \"#!\" or another header of cloud-init";
+
 /// The user data as the guest gets it.
 ///
 /// # Errors
@@ -179,6 +209,25 @@ mod tests {
             let mut found = Violations::default();
             CloudInit::new(&mut found, &init);
             assert_eq!(found.0[0].field, field);
+        }
+    }
+
+    #[test]
+    fn user_data_is_known_by_its_first_bytes() {
+        for (data, known) in [
+            (b"".as_slice(), true),
+            (b"#cloud-config\r\nhostname: a\r\n", true),
+            (b"#!/bin/sh\n", true),
+            (b"content-type: multipart/mixed", true),
+            (&[0x1f, 0x8b, 8], true),
+            (b" #cloud-config\n", false),
+            (b"\xef\xbb\xbf#cloud-config\n", false),
+            (b"#\0c\0l\0o\0", false),
+            (b"hostname: a\n", false),
+            (br#"{"ignition":{}}"#, false),
+            (b"#", false),
+        ] {
+            assert_eq!(is_known_user_data(data), known, "{data:?}");
         }
     }
 

@@ -138,3 +138,27 @@ async fn a_digest_without_its_content_makes_no_vm() {
     let refused = daemon.create(vm).await.unwrap_err();
     assert_eq!(refused.code(), Code::InvalidArgument);
 }
+
+#[tokio::test]
+async fn user_data_that_no_guest_knows_is_warned_of() {
+    let daemon = Daemon::start().await;
+    for (name, data, told) in [
+        ("known", "#cloud-config\n", 0),
+        ("blank", " #cloud-config\n", 1),
+        ("mark", "\u{feff}#cloud-config\n", 2),
+    ] {
+        let mut vm = daemon.manifest(name, "");
+        vm.spec.as_mut().unwrap().cloud_init = Some(v1::CloudInit {
+            user_data: data.into(),
+            ..Default::default()
+        });
+        daemon.create(vm).await.unwrap();
+        assert_eq!(daemon.events("UserDataUnknown").await.len(), told, "{name}");
+    }
+    let init = v1::CloudInit {
+        user_data: "hostname: a\n".into(),
+        ..Default::default()
+    };
+    daemon.change("known", |spec| spec.cloud_init = Some(init)).await.unwrap();
+    assert_eq!(daemon.events("UserDataUnknown").await.len(), 3);
+}

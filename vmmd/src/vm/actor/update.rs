@@ -25,6 +25,7 @@ use super::{
 use crate::{
     capacity::placement,
     context::Context,
+    event::Object,
     failure::{Failure, Kind, store_failure},
     files,
     node::check,
@@ -343,6 +344,12 @@ impl Actor {
                 .any(|disk| disk.name == *name);
             if !in_machine {
                 self.disks.remove(name);
+            let vm = Object::Vm(self.record.name.clone(), self.uid);
+            if before.cloud_init != self.spec.cloud_init
+                && let Some(draft) = create::unknown_user_data(vm, &self.spec)
+            {
+                self.host.events.emit(draft.of(context.clone()));
+            }
             }
         }
         for name in &back {

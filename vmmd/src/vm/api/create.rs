@@ -3,7 +3,11 @@
 use std::sync::Arc;
 
 use proto::{
-    model::{Violations, metadata, nic::Mac, vm::Manifest},
+    model::{
+        Violations, cloud_init, metadata,
+        nic::Mac,
+        vm::{Manifest, VmSpec},
+    },
     v1,
 };
 use tokio::sync::oneshot;
@@ -192,7 +196,10 @@ async fn make(
     host.store.put(&record).await.map_err(store_failure)?;
     let object = Object::Vm(name.clone(), uid);
     host.events
-        .emit(Draft::normal(object, "Created", "the VM was created").of(context.clone()));
+        .emit(Draft::normal(object.clone(), "Created", "the VM was created").of(context.clone()));
+    if let Some(draft) = unknown_user_data(object.clone(), &manifest.spec) {
+        host.events.emit(draft.of(context.clone()));
+    }
     // A start by request comes in a moment.
     let occasion = (!start && follows_policy).then_some((Occasion::Created, 0));
     Actor::spawn(host, uid, record, manifest.spec, view, None, occasion);
@@ -204,6 +211,13 @@ async fn make(
     let operation = begin_start(host, &entry, &name, context).await;
     host.operations.recorded_for(context).await;
     Ok((created, operation))
+}
+
+/// The event of a VM whose user data its guest most likely ignores.
+pub fn unknown_user_data(object: Object, spec: &VmSpec) -> Option<Draft> {
+    let init = spec.cloud_init.as_ref()?;
+    let unknown = !cloud_init::is_known_user_data(&init.user_data);
+    unknown.then(|| Draft::warning(object, "UserDataUnknown", cloud_init::UNKNOWN_USER_DATA))
 }
 
 /// Starts a VM. One that is refused is an operation that has failed, and an event: the VM is there, and its creation a success.
