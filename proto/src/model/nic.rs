@@ -81,6 +81,17 @@ pub struct PublishedPort {
     pub guest_port: u16,
 }
 
+impl PublishedPort {
+    /// The port of the node, in words.
+    pub(super) fn of_node(&self) -> String {
+        let protocol = match self.protocol {
+            Protocol::Tcp => "tcp",
+            Protocol::Udp => "udp",
+        };
+        format!("{}/{protocol}", self.node_port)
+    }
+}
+
 /// Most ports of the node that lead to a NIC.
 pub const MAX_PORTS: usize = 64;
 

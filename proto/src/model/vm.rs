@@ -334,6 +334,16 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         match (topology, boot) {
             (Some(topology), Some(boot)) => found.or(Self {
                 topology,
+        let addresses = nics.iter().filter_map(|nic| match &nic.attachment {
+            Attachment::Network { name, address, .. } => Some(format!("{} in {name}", (*address)?)),
+            Attachment::Bridge(_) | Attachment::Tap(_) => None,
+        });
+        unique(&mut found, "spec.nics", "address", addresses);
+        let ports = nics.iter().flat_map(|nic| match &nic.attachment {
+            Attachment::Network { ports, .. } => ports.as_slice(),
+            Attachment::Bridge(_) | Attachment::Tap(_) => &[],
+        });
+        unique(&mut found, "spec.nics", "published port", ports.map(PublishedPort::of_node));
                 cpu,
                 host_cpus,
                 memory_bytes,

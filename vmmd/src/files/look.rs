@@ -28,7 +28,21 @@ pub fn look(
     (name, had): (&str, &Known),
     elsewhere: bool,
 ) -> Vec<Problem> {
-    let (kernel, initrd) = spec.boot.files();
+    look_beside(spec, None, sources, (name, had), elsewhere)
+}
+
+/// The same of what is in `spec` and not in `present`.
+pub fn look_beside(
+    spec: &VmSpec,
+    present: Option<&VmSpec>,
+    sources: &Sources<'_>,
+    (name, had): (&str, &Known),
+    elsewhere: bool,
+) -> Vec<Problem> {
+    let (kernel, initrd) = match present {
+        Some(present) if present.boot.files() == spec.boot.files() => (None, None),
+        _ => spec.boot.files(),
+    };
     let kernels = Within::Roots(&sources.roots.kernels);
     let mut found = Vec::new();
     let mut note = |field: &str, failure: Failure| found.push(Problem::of(failure, field));
@@ -43,7 +57,13 @@ pub fn look(
     let mut of_disks = 0;
     for (index, disk) in spec.disks.iter().enumerate() {
         let field = format!("spec.disks[{index}]");
-        let looked = if elsewhere && !disk.read_only {
+        // The DiskService says whether a VM can get one of its disks.
+        let skipped = |present: &VmSpec| {
+            present.disks.contains(disk) || matches!(disk.source, Source::Disk { .. })
+        };
+        let looked = if present.is_some_and(skipped) {
+            Ok(1)
+        } else if elsewhere && !disk.read_only {
             open_disk(&field, disk, sources, Locks::Elsewhere).map(|opened| opened.ids.len())
         } else {
             look_at_disk(&field, disk, sources, name, had)
@@ -57,11 +77,15 @@ pub fn look(
         note("spec.disks", too_many);
     }
     for (index, share) in spec.shares.iter().enumerate() {
+        if present.is_some_and(|present| present.shares.contains(share)) {
+            continue;
+        }
         if let Err(failure) = super::share::open(share, &sources.roots.shares) {
             note(&format!("spec.shares[{index}]"), failure);
         }
     }
     if let Some(path) = &spec.state_dir
+        && present.is_none_or(|present| present.state_dir != spec.state_dir)
         && let Err(failure) = StateDir::open(path, &sources.roots.shares)
     {
         note("spec.stateDir", failure);

@@ -30,7 +30,7 @@ use self::file::{identity, identity_at, open_image};
 pub use self::{
     file::{OpenFile, PATH_NOT_ALLOWED, Use, node_user_of, open_image_file, open_kvm},
     known::{Known, any_of, any_of_disks, key},
-    look::{had, look, outside},
+    look::{had, look, look_beside, outside},
 };
 use crate::{
     failure::{Failure, Kind},

@@ -1,7 +1,5 @@
 //! UpdateVm: what is checked before a VM's actor is asked.
 
-use std::sync::Arc;
-
 use proto::{
     model::{Violations, mask::UpdateMask, vm::Manifest},
     v1::{self, ApplyMode},
@@ -9,8 +7,7 @@ use proto::{
 use tonic::Status;
 
 use crate::{
-    auth, capacity::placement, context::Context, failure::Failure, files, host::Host,
-    registry::vms::command::Update,
+    auth, context::Context, failure::Failure, host::Host, registry::vms::command::Update,
 };
 
 /// What UpdateVm is called by.
@@ -79,20 +76,4 @@ pub fn parse(
             .extend(Manifest::try_from(&whole).err().unwrap_or_default().0);
     }
     Ok(found.or((name, Box::new(update)))?)
-}
-
-/// For a dry run: whether the files are there.
-pub async fn check_files(
-    host: &Arc<Host>,
-    name: &str,
-    present: &v1::Vm,
-    update: &Update,
-) -> Result<(), Failure> {
-    let spec = Manifest::try_from(&update.desired(present, &host.disks)?)?.spec;
-    let (of, name) = (Arc::clone(host), name.to_owned());
-    let paths = files::named(&spec, &host.sources());
-    let looking = host.pools.files.run(&paths, move || {
-        files::look(&spec, &of.sources(), (&name, &files::had(&of.vms, &name)), false)
-    });
-    placement::refuse(&looking.await?)
 }

@@ -299,10 +299,6 @@ impl VmService for Vms {
             let no_wait = request.no_wait;
             let (name, update) = update::parse(&host, request, context)?;
             let vms = Self::new(Arc::clone(&host));
-            if update.mode == v1::ApplyMode::DryRun {
-                let present = vms.find(&name)?.state.borrow().clone();
-                update::check_files(&host, &name, &present, &update).await?;
-            }
             let command = |reply| Command::Update { update, reply };
             let (vm, operation) = vms.operate(&name, command, no_wait).await?;
             Ok(v1::UpdateVmResponse {

@@ -100,14 +100,37 @@ pub async fn open_tap(
     Ok(tap)
 }
 
-/// Whether what `nic` is to be attached to is there; changes nothing. Whether a tap is free shows at the start.
-pub async fn look(host: Ports<'_>, index: usize, nic: &Nic) -> Result<(), Failure> {
+/// Checks that the bridge, tap or network of `nic` exists, and that the network can give the NIC its address and ports; `mac` is its MAC
+/// address. Changes nothing. Whether a tap is free shows at the start.
+pub async fn look(
+    host: Ports<'_>,
+    vm: (Uuid, &str),
+    index: usize,
+    nic: &Nic,
+    mac: Mac,
+) -> Result<(), Failure> {
     let links = &host.links;
     if nic.vhost {
         drop(open_vhost(&nic.name)?);
     }
     match &nic.attachment {
-        Attachment::Network { name, .. } => host.networks.look(name.as_str()),
+        Attachment::Network {
+            name,
+            address,
+            ports,
+            firewall,
+        } => {
+            let request = managed::Request {
+                vm,
+                nic: nic.name.as_str(),
+                tap: String::new(),
+                mac,
+                address: *address,
+                ports,
+                firewall,
+            };
+            host.networks.would_give(host, name.as_str(), &request).await
+        }
         Attachment::Bridge(name) => {
             refuse_networks_bridge(host, index, name)?;
             bridge(links, index, name).await.map(drop)

@@ -2,8 +2,12 @@
 
 use std::{path::Path, sync::Arc};
 
-use proto::model::vm::{Attachment, Manifest, VmSpec};
+use proto::model::{
+    nic::Mac,
+    vm::{Attachment, Manifest, Nic, VmSpec},
+};
 use tokio::task::spawn_blocking;
+use uuid::Uuid;
 
 use super::conditions;
 use crate::{
@@ -11,6 +15,10 @@ use crate::{
         Demand, Facts, Resources, allocatable,
         placement::{self, Picture, Problem, decide},
         sizing,
+    },
+    cgroup::{
+        self,
+        facts::{self, SYSFS},
     },
     failure::{Failure, Kind},
     files,
@@ -139,7 +147,8 @@ pub async fn problems(
             field: violation.field,
         }));
     }
-    found.extend(nics(host, spec).await?);
+    let uid = host.vms.get(name).map_or(Uuid::nil(), |entry| entry.uid);
+    found.extend(nics(host, (uid, name), spec, |_| false).await);
     let (blocking, manifest) = (Arc::clone(host), manifest.clone());
     let paths = files::named(spec, &host.sources());
     let files = host.pools.files.run(&paths, move || {
@@ -176,17 +185,75 @@ fn disks(host: &Host, manifest: &Manifest) -> Vec<Problem> {
     problems.collect()
 }
 
-async fn nics(host: &Host, spec: &VmSpec) -> Result<Vec<Problem>, Failure> {
+/// Problems of the parts of `spec` that differ from `present`: the next start of the VM with this UUID and name would fail with them.
+pub async fn changed(
+    host: &Arc<Host>,
+    (uid, name): (Uuid, &str),
+    spec: &VmSpec,
+    present: &VmSpec,
+) -> Result<Vec<Problem>, Failure> {
+    let same = |one: &Nic, other: &Nic| {
+        (&one.name, &one.attachment, one.mac, one.vhost)
+            == (&other.name, &other.attachment, other.mac, other.vhost)
+    };
+    let has = |nic: &Nic| present.nics.iter().any(|other| same(nic, other));
+    let mut found = nics(host, (uid, name), spec, has).await;
+    let had = files::named(present, &host.sources());
+    let mut paths = files::named(spec, &host.sources());
+    paths.retain(|path| !had.contains(path));
+    let processors = |spec: &VmSpec| (spec.host_cpus.clone(), spec.memory.numa_node, spec.cpu);
+    let placed = processors(spec) != processors(present);
+    if !paths.is_empty() || placed {
+        let (of, spec, present) = (Arc::clone(host), spec.clone(), present.clone());
+        let name = name.to_owned();
+        let looking = host.pools.files.run(&paths, move || {
+            let (sources, had) = (of.sources(), files::had(&of.vms, &name));
+            let mut found = files::look_beside(&spec, Some(&present), &sources, (&name, &had), false);
+            if placed && let Err(failure) = limits(&of, &spec) {
+                found.push(Problem::of(failure, "spec"));
+            }
+            found
+        });
+        found.extend(looking.await?);
+    }
+    for problem in found.iter_mut().filter(|problem| problem.kind == Kind::NotFound) {
+        // The VM that the request names is there.
+        problem.kind = Kind::Precondition;
+    }
+    Ok(found)
+}
+
+/// Whether the node has the processors and the memory node that a VM is to run on, and can set its limits. Blocking.
+fn limits(host: &Host, spec: &VmSpec) -> Result<(), Failure> {
+    let ready = host.cgroups.as_ref().map(|parent| parent.ready()).transpose();
+    let parent = ready.map_err(|error| Failure::internal(format!("the control group of all VMs: {error}")))?;
+    cgroup::plan::plan(spec, &facts::read(Path::new(SYSFS), parent, spec)).map(drop)
+}
+
+/// Problems of the NICs of a VM, except those that `left_out` names.
+async fn nics(
+    host: &Arc<Host>,
+    vm: (Uuid, &str),
+    spec: &VmSpec,
+    left_out: impl Fn(&Nic) -> bool,
+) -> Vec<Problem> {
     let mut found = Vec::new();
     for (index, nic) in spec.nics.iter().enumerate() {
+        if left_out(nic) {
+            continue;
+        }
         let part = match nic.attachment {
             Attachment::Bridge(_) => "bridge",
             Attachment::Tap(_) => "tap",
             Attachment::Network { .. } => "network",
         };
-        if let Err(failure) = crate::network::look(host.for_networks(), index, nic).await {
+        // vmmd chooses an address that no other NIC has.
+        let [a, b, c, d, e, f, ..] = Uuid::new_v4().into_bytes();
+        let mac = nic.mac.unwrap_or_else(|| Mac::local([a, b, c, d, e, f]));
+        let looked = crate::network::look(host.for_networks(), vm, index, nic, mac).await;
+        if let Err(failure) = looked {
             found.push(Problem::of(failure, format!("spec.nics[{index}].{part}")));
         }
     }
-    Ok(found)
+    found
 }

@@ -645,3 +645,70 @@ async fn a_vmm_that_does_not_answer_is_not_asked_for_disks() {
         .await;
     daemon.attach("web", disk(&daemon, "data")).await.unwrap();
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn boot_disk_of_a_running_vm_is_not_detached() {
+    let daemon = Daemon::start().await;
+    let (vm, _) = crate::disk_boot::vm(&daemon, "web", "boots:root=/dev/vda1 v=6.1\n");
+    daemon.create(vm).await.unwrap();
+    for place in ["stopped", "running", "with another disk"] {
+        match place {
+            "running" => drop(daemon.start_vm("web").await.unwrap()),
+            "with another disk" => drop(daemon.attach("web", disk(&daemon, "data")).await.unwrap()),
+            _ => {}
+        }
+        let before = daemon.get("web").await.unwrap();
+        for force in [false, true] {
+            let refused = daemon.detach("web", "root", 100, force).await.unwrap_err();
+            assert_eq!(
+                refusal(&refused),
+                (Code::FailedPrecondition, "BOOT_DISK".into()),
+                "{place}"
+            );
+        }
+        assert_eq!(daemon.get("web").await.unwrap(), before, "{place}");
+    }
+    assert_eq!(daemon.plugged("web").await, ["root", "data"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn disk_the_spec_needs_meanwhile_stays_after_its_detach() {
+    let daemon = Daemon::start().await;
+    let (vm, _) = crate::disk_boot::vm(&daemon, "web", "boots:root=/dev/vda1 v=6.1\n");
+    let mut vm = vm;
+    let spec = vm.spec.as_mut().unwrap();
+    let linux = daemon.manifest("web", "mock.eject=ignore").spec.unwrap().boot;
+    let from_disk = std::mem::replace(&mut spec.boot, linux);
+    daemon.create(vm).await.unwrap();
+    let running = daemon.start_vm("web").await.unwrap();
+    let (detached, ()) = tokio::join!(daemon.detach("web", "root", 3_600_000, false), async {
+        let detaching = |status: &v1::VmStatus| phase(status, "root") == Some(AttachmentPhase::Detaching);
+        daemon.wait("web", detaching).await;
+        daemon.change("web", |spec| spec.boot = from_disk).await.unwrap();
+        crate::policies::end(&daemon, &running, "eject root");
+    });
+    let refused = detached.unwrap_err();
+    assert!(refused.message().contains("spec.boot.fromDisk"), "{refused}");
+    let vm = daemon.get("web").await.unwrap();
+    assert_eq!(names(&vm), ["root"]);
+    assert_eq!(phase(status(&vm), "root"), Some(AttachmentPhase::Pending));
+    // It is in the machine again after an attach, and the VM starts.
+    daemon.attach("web", vm.spec.unwrap().disks.remove(0)).await.unwrap();
+    assert_eq!(daemon.plugged("web").await, ["root"]);
+    daemon.kill_vm("web").await.unwrap();
+    daemon.start_vm("web").await.unwrap();
+}
+
+#[tokio::test]
+async fn disk_without_a_file_is_not_attached_to_a_stopped_vm() {
+    let daemon = Daemon::start().await;
+    daemon.create(daemon.manifest("web", "")).await.unwrap();
+    let missing = disk(&daemon, "data");
+    fs::remove_file(daemon.path("data.raw")).unwrap();
+    let refused = daemon.attach("web", missing).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::FailedPrecondition, "DISK_NOT_FOUND".into())
+    );
+    assert_eq!(names(&daemon.get("web").await.unwrap()).len(), 0);
+}

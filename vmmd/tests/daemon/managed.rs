@@ -447,16 +447,13 @@ async fn a_firewall_and_published_ports_change_while_the_vm_runs_and_are_kept() 
         }),
         ..moved
     };
-    let changed = daemon
-        .change("a", |spec| spec.nics = vec![closed.clone()])
-        .await
-        .unwrap();
+    let changed = daemon.change("a", |spec| spec.nics = vec![closed.clone()]).await;
     if !tracks_bridges(&namespace) {
-        // It says so, and everything else goes on.
-        let pending = &status(&changed).pending_changes;
-        assert_eq!(pending.len(), 1, "{pending:?}");
-        assert_eq!(pending[0].path, "spec.nics[eth0].firewall");
-        assert!(pending[0].message.contains("nf_conntrack_bridge"), "{pending:?}");
+        // Nothing of it is stored, and everything else goes on.
+        assert_eq!(
+            refusal(&changed.unwrap_err()),
+            (Code::FailedPrecondition, "FIREWALL_UNAVAILABLE".into())
+        );
         let alone = NicSpec {
             published_ports: Vec::new(),
             ..closed
@@ -469,6 +466,7 @@ async fn a_firewall_and_published_ports_change_while_the_vm_runs_and_are_kept() 
         daemon.start_in("c", nic("lan")).await.unwrap();
         return;
     }
+    let changed = changed.unwrap();
     assert_eq!(status(&changed).pending_changes, []);
     let tap = status(&changed).nics[0].tap.clone();
     let expected = [
@@ -802,4 +800,83 @@ async fn a_guest_gets_its_address_by_dhcp_also_while_the_daemon_is_dead() {
     // A stranger's MAC address is not served, and does not even pass.
     guest.namespace.ip("link set eth0 address 02:00:00:00:00:99");
     assert_eq!(guest.dhcp("02:00:00:00:00:99"), None);
+}
+
+#[tokio::test]
+async fn nic_that_a_network_refuses_is_not_stored() {
+    let namespace = Namespace::new();
+    let mut daemon = Daemon::in_network(&namespace.0).await;
+    daemon
+        .make_network("lan", "10.80.0.0/24", NetworkMode::Nat)
+        .await
+        .unwrap();
+    let published = |port| v1::PublishedPort {
+        node_port: port,
+        ..v1::PublishedPort::default()
+    };
+    let web = NicSpec {
+        address: "10.80.0.2".into(),
+        mac: "52:54:00:00:00:02".into(),
+        published_ports: vec![published(8080)],
+        ..nic("lan")
+    };
+    daemon.start_in("web", web.clone()).await.unwrap();
+    daemon.run("up", "").await;
+    daemon.create(daemon.manifest("down", "")).await.unwrap();
+    for name in ["up", "down"] {
+        for (wrong, reason) in [
+            (
+                NicSpec {
+                    mac: String::new(),
+                    published_ports: Vec::new(),
+                    ..web.clone()
+                },
+                "ADDRESS_IN_USE",
+            ),
+            (
+                NicSpec {
+                    address: "10.99.0.2".into(),
+                    ..nic("lan")
+                },
+                "ADDRESS_NOT_IN_NETWORK",
+            ),
+            (
+                NicSpec {
+                    mac: web.mac.clone(),
+                    ..nic("lan")
+                },
+                "MAC_IN_USE",
+            ),
+            (
+                NicSpec {
+                    published_ports: vec![published(8080)],
+                    ..nic("lan")
+                },
+                "PORT_IN_USE",
+            ),
+        ] {
+            let refused = daemon.change(name, |spec| spec.nics = vec![wrong]).await.unwrap_err();
+            assert_eq!(refusal(&refused), (Code::FailedPrecondition, reason.into()), "{name}");
+        }
+        assert_eq!(daemon.get(name).await.unwrap().spec.unwrap().nics, []);
+    }
+    // Twice in one VM is wrong by itself.
+    let two = vec![
+        NicSpec {
+            address: "10.80.0.9".into(),
+            published_ports: vec![published(9090)],
+            ..nic("lan")
+        },
+        NicSpec {
+            name: "eth1".into(),
+            address: "10.80.0.9".into(),
+            published_ports: vec![published(9090)],
+            ..nic("lan")
+        },
+    ];
+    let refused = daemon.change("up", |spec| spec.nics = two).await.unwrap_err();
+    assert_eq!(refused.code(), Code::InvalidArgument);
+    for words in ["same address", "same published port"] {
+        assert!(refused.message().contains(words), "{refused}");
+    }
 }

@@ -57,14 +57,18 @@ async fn a_nic_comes_and_goes_while_the_vm_runs_also_over_a_kill() {
     assert!(taps.contains(&status(&changed).nics[0].tap));
 
     // An attach whose end the daemon does not see is found by the next one.
-    let more = nic("more", Attachment::Bridge("nonexistent".into()));
+    network.ip("tuntap add tap9 mode tap");
+    let more = nic("more", Attachment::Tap("tap9".into()));
+    let mut other = daemon.manifest("other", "");
+    other.spec.as_mut().unwrap().nics = vec![more.clone()];
+    daemon.create(other).await.unwrap();
+    daemon.start_vm("other").await.unwrap();
     let changed = daemon.change("web", |spec| spec.nics.push(more)).await.unwrap();
     let more = status(&changed).nics[1].clone();
     assert_eq!(more.phase(), AttachmentPhase::Pending);
-    assert!(more.message.contains("nonexistent"), "{more:?}");
+    assert!(more.message.contains("in use"), "{more:?}");
     assert_eq!(status(&changed).pending_changes.len(), 1);
-    network.ip("link add nonexistent type bridge");
-    network.ip("link set nonexistent up");
+    daemon.kill_vm("other").await.unwrap();
     daemon.kill_and_restart().await;
     let begin = std::time::Instant::now();
     while phases(&daemon.get("web").await.unwrap()) != [attached("lan"), attached("more")] {

@@ -18,6 +18,7 @@ use crate::{
     attach::{disk, names, phase},
     console::Client,
     harness::{Daemon, generation, refusal, status, vm_pid},
+    namespace::Namespace,
 };
 
 fn milliseconds(milliseconds: i32) -> Option<well_known::Duration> {
@@ -488,7 +489,9 @@ async fn a_vm_on_its_way_down_is_changed_and_one_on_its_way_up_is_not() {
 
 #[tokio::test]
 async fn hardware_addresses_never_move() {
-    let daemon = Daemon::start().await;
+    let network = Namespace::new();
+    network.ip("link add none0 type bridge");
+    let daemon = Daemon::in_network(&network.0).await;
     let nic = |name: &str| NicSpec {
         name: name.into(),
         attachment: Some(nic_spec::Attachment::Bridge("none0".into())),
@@ -597,4 +600,56 @@ async fn a_mask_that_leads_nowhere_or_a_vm_that_would_be_none_is_refused() {
     let refused = daemon.update(request).await.unwrap_err();
     assert_eq!(refusal(&refused), (Code::Aborted, "GENERATION_MISMATCH".into()));
     assert_eq!(daemon.get("web").await.unwrap().spec, there.spec);
+}
+
+#[tokio::test]
+async fn change_that_the_next_start_refuses_is_not_stored() {
+    let daemon = Daemon::start().await;
+    daemon.create(daemon.manifest("down", "")).await.unwrap();
+    daemon.run("up", "").await;
+    let nic = |attachment| NicSpec {
+        name: "eth0".into(),
+        attachment: Some(attachment),
+        ..Default::default()
+    };
+    let missing = || DiskSpec {
+        source: Some(v1::disk_spec::Source::Path("/nowhere.raw".into())),
+        ..disk(&daemon, "none")
+    };
+    for name in ["down", "up"] {
+        let before = daemon.get(name).await.unwrap();
+        let refused = [
+            ("BRIDGE_NOT_FOUND", {
+                let added = nic(nic_spec::Attachment::Bridge("nowhere0".into()));
+                daemon.change(name, |spec| spec.nics.push(added)).await
+            }),
+            ("NETWORK_NOT_FOUND", {
+                let added = nic(nic_spec::Attachment::Network("nowhere".into()));
+                daemon.change(name, |spec| spec.nics.push(added)).await
+            }),
+            ("TAP_NOT_FOUND", {
+                let added = nic(nic_spec::Attachment::Tap("nowhere0".into()));
+                daemon.change(name, |spec| spec.nics.push(added)).await
+            }),
+            ("HOST_CPUS_UNAVAILABLE", {
+                let change = |spec: &mut v1::VmSpec| {
+                    spec.cpu.get_or_insert_default().host_cpus = "8191".into();
+                };
+                daemon.change(name, change).await
+            }),
+            (
+                "DISK_NOT_FOUND",
+                daemon.change(name, |spec| spec.disks.push(missing())).await,
+            ),
+        ];
+        for (reason, result) in refused {
+            let refused = result.unwrap_err();
+            assert_eq!(
+                refusal(&refused),
+                (Code::FailedPrecondition, reason.into()),
+                "{name}: {refused}"
+            );
+        }
+        assert_eq!(daemon.get(name).await.unwrap(), before);
+    }
 }

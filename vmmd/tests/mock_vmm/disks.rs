@@ -70,7 +70,7 @@ fn capacity(image: &File, format: ImageFormat) -> u64 {
 }
 
 /// `mock.attach`: `image`, `inuse`: refused; `hang`: not plugged in, nothing comes back; `lost`: plugged in, nothing
-/// comes back.
+/// comes back. `mock.bad=NAME`: this disk alone is refused.
 pub fn attach(guest: &Guest, request: AttachDisk, fds: Vec<OwnedFd>) -> Option<Outcome> {
     let how = guest.option("mock.attach");
     match how.as_deref() {
@@ -80,6 +80,9 @@ pub fn attach(guest: &Guest, request: AttachDisk, fds: Vec<OwnedFd>) -> Option<O
         _ => {}
     }
     let wire = request.disk.unwrap();
+    if guest.option("mock.bad").as_deref() == Some(wire.name.as_str()) {
+        return refuse(ErrorKind::Image, "the image is no good");
+    }
     let clash = |plugged: &Plugged| plugged.wire.name == wire.name || plugged.wire.pci_slot == wire.pci_slot;
     if guest.disks().iter().any(clash) {
         return refuse(ErrorKind::Invalid, "the name or the slot is taken");

@@ -1,5 +1,7 @@
 //! What a NIC has of a network: its address, the ports of the node that lead to it, the connections that its guest may have.
 
+use std::net::Ipv4Addr;
+
 use proto::model::{firewall::Firewall, network::NetworkMode, nic::PublishedPort};
 use uuid::Uuid;
 
@@ -31,19 +33,30 @@ impl Networks {
         self.give(host, &mut turn, record, request).await
     }
 
-    /// The same while no other change is made to networks; `record` is the network's.
-    async fn give(
+    /// Checks that a network can give a NIC its address and ports.
+    pub async fn would_give(
         &self,
         host: Ports<'_>,
-        turn: &mut Filter,
-        mut record: NetworkRecord,
+        network: &str,
         request: &Request<'_>,
-    ) -> Result<String, Failure> {
+    ) -> Result<(), Failure> {
+        let record = self.find(network)?;
+        if self.check(&record, request).await.is_ok() {
+            return Ok(());
+        }
+        // A NIC that has just gone may still have it.
+        let mut turn = self.turn.lock().await;
+        self.free(host, &mut turn, network, request).await;
+        let record = self.find(network)?;
+        self.check(&record, request).await.map(drop)
+    }
+
+    /// The address of a NIC in a network; refused when another NIC has its address, MAC address or ports.
+    async fn check(&self, record: &NetworkRecord, request: &Request<'_>) -> Result<Ipv4Addr, Failure> {
         let network = record.name.as_str();
-        let spec = spec_of(&record).ok_or_else(|| not_found(network))?;
-        let (vm, now) = (request.vm.0.as_bytes(), text::now_ms());
-        let owner = (vm.as_slice(), request.nic);
-        let address = pool::allocate(&spec, &record.leases, owner, request.address, now)
+        let spec = spec_of(record).ok_or_else(|| not_found(network))?;
+        let owner = (request.vm.0.as_bytes().as_slice(), request.nic);
+        let address = pool::allocate(&spec, &record.leases, owner, request.address, text::now_ms())
             .map_err(|refusal| refused(network, &spec, request, &refusal))?;
         if spec.mode != NetworkMode::Nat && !request.ports.is_empty() {
             let message = format!(
@@ -52,9 +65,9 @@ impl Networks {
             );
             return Err(Failure::precondition("NOT_NAT", message));
         }
-        no_mac_clash(&record, request)?;
+        no_mac_clash(record, request)?;
         self.no_port_clash(request)?;
-        self.no_port_of_the_node(&record, request)?;
+        self.no_port_of_the_node(record, request)?;
         if !request.firewall.is_open() && !nft::tracks_bridges().await {
             let message = format!(
                 "NIC \"{}\": the node's kernel can't tell connections apart on a bridge, which a firewall needs: load its module \
@@ -63,6 +76,19 @@ impl Networks {
             );
             return Err(Failure::precondition("FIREWALL_UNAVAILABLE", message));
         }
+        Ok(address)
+    }
+
+    /// Gives it while no other change is made to networks; `record` is the network's.
+    async fn give(
+        &self,
+        host: Ports<'_>,
+        turn: &mut Filter,
+        mut record: NetworkRecord,
+        request: &Request<'_>,
+    ) -> Result<String, Failure> {
+        let address = self.check(&record, request).await?;
+        let (vm, now) = (request.vm.0.as_bytes(), text::now_ms());
         let lease = LeaseRecord {
             address: address.into(),
             vm: vm.to_vec(),

@@ -230,11 +230,6 @@ impl Networks {
         self.inner().feed.nonce(run)
     }
 
-    /// Refused as NETWORK_NOT_FOUND when there is no such network.
-    pub fn look(&self, name: &str) -> Result<(), Failure> {
-        self.find(name).map(drop)
-    }
-
     /// The address of a VM's NIC, if it has one.
     pub fn address(&self, network: &str, vm: Uuid, nic: &str) -> Option<Ipv4Addr> {
         let inner = self.inner();

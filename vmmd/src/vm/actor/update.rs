@@ -172,6 +172,8 @@ impl Actor {
         let begun = self.record.begun.clone();
         if update.mode != v1::ApplyMode::DryRun {
             self.admitted(&update.context);
+        let vm = (self.uid, self.record.name.as_str());
+        placement::refuse(&check::changed(&self.host, vm, spec, &self.spec).await?)?;
         }
         let record = self.with(desired);
         let taken = self.take_disks(desired);

@@ -114,14 +114,11 @@ async fn a_disk_that_comes_back_before_the_guest_ejected_it_stays() {
 #[tokio::test]
 async fn of_several_changes_one_that_fails_is_told_and_the_others_are_made() {
     let daemon = Daemon::start().await;
-    running_with_disk(&daemon, "mock.limit=refuse").await;
+    running_with_disk(&daemon, "mock.limit=refuse mock.bad=bad").await;
     let changed = daemon
         .change("web", |spec| {
             spec.disks[0].rate_limit = Some(limit(5000));
-            spec.disks.push(DiskSpec {
-                source: Some(v1::disk_spec::Source::Path("/nowhere.raw".into())),
-                ..disk(&daemon, "bad")
-            });
+            spec.disks.push(disk(&daemon, "bad"));
             spec.disks.push(disk(&daemon, "good"));
         })
         .await

@@ -16,6 +16,7 @@ use crate::{
     failure::{Failure, Kind, store_failure},
     files,
     ledger::FileId,
+    node::check,
     registry::vms::command::Reply,
     vm::{
         actor::{
@@ -98,10 +99,11 @@ impl Actor {
             Some(_) => return Err((self.busy(&name), reply)),
             None => {}
         }
-        let attachment = self.disks.get(&name);
-        let ejected = attachment.is_some_and(|attachment| attachment.phase == AttachmentPhase::Pending);
+        let plugged = change::running_disks(&self.record)
+            .iter()
+            .any(|known| known.name == name);
         match client {
-            Some(client) if ejected => {
+            Some(client) if !plugged => {
                 let noted = self.change_run(|run| run.attaching.push(name)).await;
                 match noted {
                     Ok(()) => self.plug_in(client, disk, vec![reply]),
@@ -143,14 +145,19 @@ impl Actor {
         spec.disks.push(wire);
         let index = spec.disks.len() - 1;
         let spec = VmSpec::try_from(&*spec).map_err(|violations| renamed(violations, index))?;
-        let mut outside = files::outside(&spec, &self.host.config.roots, Some(&self.spec));
-        for problem in &mut outside {
+        let mut problems = files::outside(&spec, &self.host.config.roots, Some(&self.spec));
+        if !running {
+            // A machine that runs opens it in a moment.
+            let vm = (self.uid, self.record.name.as_str());
+            problems.extend(check::changed(&self.host, vm, &spec, &self.spec).await?);
+        }
+        for problem in &mut problems {
             // The request has that disk only.
             problem.message = problem
                 .message
                 .replacen(&format!("spec.disks[{index}]"), "disk", 1);
         }
-        placement::refuse(&outside)?;
+        placement::refuse(&problems)?;
         record
             .hardware
             .get_or_insert_default()
@@ -244,9 +251,9 @@ impl Actor {
             Err(AttachError::Refused(failure)) => {
                 tracing::info!(vm = self.record.name, disk = name, %failure, "a disk could not be attached");
                 let run = self.record.instance.as_ref();
-                if run.is_some_and(|run| run.attaching.iter().any(|noted| noted == name)) {
-                    self.drop_disk(name).await;
-                } else {
+                let noted = run.is_some_and(|run| run.attaching.iter().any(|noted| noted == name));
+                let dropped = noted && self.drop_disk(name).await.is_ok();
+                if !dropped {
                     // An update has put it into the spec, where it stays.
                     *self.disks.entry(name) =
                         Attachment::new(AttachmentPhase::Pending, failure.message.clone());

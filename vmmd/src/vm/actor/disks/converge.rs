@@ -64,7 +64,7 @@ impl Actor {
                         disk = name,
                         "not in the machine: leaves the spec"
                     );
-                    self.drop_disk(name).await;
+                    self.leave(name).await;
                 }
                 // An update has put it into the spec; the machine never had it.
                 None if !of_run.contains(name) => self.disks.entry(name).phase = AttachmentPhase::Pending,
@@ -80,7 +80,7 @@ impl Actor {
         for name in of_run.iter().filter(|name| !names.contains(name)) {
             match present.iter().find(|stats| stats.name == *name) {
                 Some(stats) => self.disks.entry(name).capacity = stats.capacity_bytes,
-                None if self.disks.plug(name).is_none() => self.drop_disk(name).await,
+                None if self.disks.plug(name).is_none() => self.leave(name).await,
                 None => {}
             }
         }
@@ -101,6 +101,12 @@ impl Actor {
             }
         }
         self.publish();
+    }
+
+    async fn leave(&mut self, name: &str) {
+        if let Err(failure) = self.drop_disk(name).await {
+            tracing::warn!(vm = self.record.name, disk = name, %failure, "a disk stays in the spec");
+        }
     }
 
     /// Ends what is under way with disks, because the process has ended: an attach has failed, a detach is done.
@@ -127,11 +133,11 @@ impl Actor {
                 continue;
             }
             let (record, spec) = self.without(&name);
-            if let Ok(spec) = spec {
+            let dropped = spec.map(|spec| {
                 (self.record, self.spec) = (record, spec);
                 self.forget_disk(&name);
-            }
-            told.push((Ok(()), plug.waiters));
+            });
+            told.push((dropped.map_err(Failure::from), plug.waiters));
         }
         self.disks.clear();
         told

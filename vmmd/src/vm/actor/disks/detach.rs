@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use proto::{
+    model::vm::Boot,
     v1::{AttachmentPhase, EventSeverity},
     vmm,
 };
@@ -37,6 +38,10 @@ impl Actor {
             .any(|disk| disk.name == name);
         if !in_machine && !self.spec.disks.iter().any(|disk| disk.name.as_str() == name) {
             return Err((no_disk(name), reply));
+        }
+        // What no spec could say, no detach may leave behind.
+        if let Err(failure) = self.can_spare(name) {
+            return Err((failure, reply));
         }
         let attachment = self.disks.get(name);
         let absent = attachment.is_some_and(|attachment| attachment.phase == AttachmentPhase::Pending);
@@ -94,6 +99,20 @@ impl Actor {
         Ok(())
     }
 
+    /// Refused when the VM needs the disk, by its spec.
+    fn can_spare(&self, name: &str) -> Result<(), Failure> {
+        if let Boot::Disk { disk, .. } = &self.spec.boot
+            && disk.as_str() == name
+        {
+            let message = format!(
+                "VM \"{}\" boots from disk \"{name}\" (spec.boot.fromDisk): name another disk there first",
+                self.record.name
+            );
+            return Err(Failure::precondition("BOOT_DISK", message));
+        }
+        self.without(name).1.map(drop).map_err(Failure::from)
+    }
+
     pub(in crate::vm::actor) fn unplug(
         &mut self,
         client: Client,
@@ -122,11 +141,7 @@ impl Actor {
 
     pub(super) async fn on_detached(&mut self, name: &str, result: Result<(), Failure>, waiters: Vec<Reply>) {
         match result {
-            Ok(()) => {
-                self.drop_disk(name).await;
-                self.tell_detached(name);
-                answer(waiters, &Ok(self.state()));
-            }
+            Ok(()) => self.end_detach(name, waiters).await,
             Err(failure) => {
                 tracing::info!(vm = self.record.name, disk = name, %failure, "a disk could not be detached");
                 let attachment = self.disks.entry(name);
@@ -167,18 +182,22 @@ impl Actor {
         match plug {
             Some(plug) if plug.kind != PlugKind::Attach => {
                 plug.task.abort();
-                self.drop_disk(&name).await;
-                self.tell_detached(&name);
-                answer(plug.waiters, &Ok(self.state()));
+                self.end_detach(&name, plug.waiters).await;
             }
             // An answer about it is on its way, and says the last word.
             Some(plug) => self.disks.entry(&name).plug = Some(plug),
-            None if asked || !in_spec => {
-                self.drop_disk(&name).await;
-                self.tell_detached(&name);
-            }
+            None if asked || !in_spec => self.end_detach(&name, Vec::new()).await,
             None => self.ejected(&name),
         }
+    }
+
+    /// The machine does not have a disk any more, as was asked.
+    async fn end_detach(&mut self, name: &str, waiters: Vec<Reply>) {
+        let dropped = self.drop_disk(name).await;
+        if dropped.is_ok() {
+            self.tell_detached(name);
+        }
+        answer(waiters, &dropped.map(|()| self.state()));
     }
 
     fn tell_detached(&self, name: &str) {
@@ -190,6 +209,9 @@ impl Actor {
     pub(super) fn ejected(&mut self, name: &str) {
         if let Some(instance) = &mut self.instance {
             instance.set_disk(name, None);
+        }
+        if let Some(run) = &mut self.record.instance {
+            run.ejecting.retain(|noted| noted != name);
         }
         change::take_over(&mut self.record, &Live::Detach(name.to_owned()));
         self.disks.remove(name);

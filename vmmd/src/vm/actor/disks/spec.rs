@@ -13,14 +13,22 @@ use crate::{
 
 impl Actor {
     /// Removes a disk that the machine does not have from the spec, whatever the store says to that: what it keeps is
-    /// put right at the next start of the daemon.
-    pub(super) async fn drop_disk(&mut self, name: &str) {
+    /// put right at the next start of the daemon. A disk that the spec has come to need meanwhile stays there, and the next start
+    /// plugs it in.
+    pub(super) async fn drop_disk(&mut self, name: &str) -> Result<(), Failure> {
         let (record, spec) = self.without(name);
-        let spec = spec.unwrap_or_else(|_| self.spec.clone());
+        let spec = match spec {
+            Ok(spec) => spec,
+            Err(violations) => {
+                self.ejected(name);
+                return Err(violations.into());
+            }
+        };
         (self.record, self.spec) = (record, spec);
         self.forget_disk(name);
         self.persist().await;
         self.publish();
+        Ok(())
     }
 
     /// Removes a disk that the machine does not have from the spec.
