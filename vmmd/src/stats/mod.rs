@@ -47,13 +47,20 @@ pub async fn of(host: &Arc<Host>, name: &str, entry: &Entry) -> Result<v1::VmSta
         vcpu.wait_ns = waiting.unwrap_or(vcpu.wait_ns);
     }
     count_taps(host, &vm, &mut counted).await;
-    let size = vm.spec.as_ref().and_then(|spec| spec.memory.as_ref());
-    Ok(public(
-        name,
-        counted,
-        &usage,
-        size.map_or(0, |memory| memory.size_bytes),
-    ))
+    Ok(public(name, counted, &usage, memory_of_the_machine(&vm)))
+}
+
+/// Guest RAM in bytes: that of the spec, unless the machine waits for a restart to get it.
+fn memory_of_the_machine(vm: &v1::Vm) -> u64 {
+    let mut pending = vm.status.iter().flat_map(|status| &status.pending_changes);
+    let change = pending.find(|change| change.path == "spec.memory.sizeBytes");
+    let running = change.and_then(|change| {
+        // 64-bit numbers are text in the canonical JSON form.
+        let json = serde_json::to_value(change.current.as_ref()?).ok()?;
+        json.as_str()?.parse().ok()
+    });
+    let memory = vm.spec.as_ref().and_then(|spec| spec.memory);
+    running.unwrap_or_else(|| memory.unwrap_or_default().size_bytes)
 }
 
 /// What the kernel carries (vhost-net) no `vmm` counts: the tap's figures take the place of its own.

@@ -116,3 +116,23 @@ async fn a_target_that_the_machine_cannot_take_waits_for_its_next_start() {
     let vm = daemon.memory_target("web", 0).await.unwrap();
     assert!(status(&vm).pending_changes.is_empty(), "{vm:?}");
 }
+
+#[tokio::test]
+async fn target_with_pending_memory_is_of_the_running_machine() {
+    let daemon = Daemon::start().await;
+    let memory = size(&daemon.run("web", "").await);
+    let larger = |spec: &mut v1::VmSpec| spec.memory.get_or_insert_default().size_bytes = 2 * memory;
+    daemon.change("web", larger).await.unwrap();
+    let mut console = Client::open(&daemon, "web").await;
+    daemon.memory_target("web", 64 * MIB).await.unwrap();
+    console
+        .expect(&format!("balloon {}\r\n", memory - 64 * MIB))
+        .await;
+    // More than the machine has: the guest keeps all of it.
+    daemon.memory_target("web", memory + 64 * MIB).await.unwrap();
+    console.expect("balloon 0\r\n").await;
+    let request = v1::GetVmStatsRequest { name: "web".into() };
+    let stats = daemon.client().get_vm_stats(request).await.unwrap().into_inner();
+    let shown = stats.stats.unwrap().memory.unwrap().size_bytes;
+    assert_eq!(shown, memory, "what the machine has");
+}

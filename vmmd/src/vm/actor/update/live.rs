@@ -225,11 +225,12 @@ impl Actor {
                 });
             }
             _ => {
+                let memory_bytes = change::running_memory(&record);
                 let spec = record.spec.unwrap_or_default();
                 let mut turn = self.disks.live.row.join();
                 self.disks.tasks.spawn(async move {
                     turn.come().await;
-                    let result = carry_out(client, &live, &spec).await;
+                    let result = carry_out(client, &live, &spec, memory_bytes).await;
                     Outcome::Applied(of, live, desired, result)
                 });
             }
@@ -357,8 +358,13 @@ impl Actor {
     }
 }
 
-/// Tells a running machine of a change that is one request.
-async fn carry_out(client: Client, live: &Live, spec: &v1::VmSpec) -> Result<(), Failure> {
+/// Requests a change that is one request from a running machine with `memory_bytes` of guest RAM.
+async fn carry_out(
+    client: Client,
+    live: &Live,
+    spec: &v1::VmSpec,
+    memory_bytes: u64,
+) -> Result<(), Failure> {
     let valid = |limit: Option<v1::RateLimit>| {
         RateLimit::new(&mut Violations::default(), "limit", &limit.unwrap_or_default())
     };
@@ -389,7 +395,7 @@ async fn carry_out(client: Client, live: &Live, spec: &v1::VmSpec) -> Result<(),
         }
         Live::BalloonTarget => {
             let valid = VmSpec::try_from(spec).ok();
-            let held = valid.and_then(|spec| Some(spec.balloon?.held_bytes(spec.memory_bytes)));
+            let held = valid.and_then(|spec| Some(spec.balloon?.held_bytes(memory_bytes)));
             balloon::tell(client, held.unwrap_or(0)).await
         }
         Live::RunPolicy

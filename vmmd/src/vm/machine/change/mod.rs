@@ -465,6 +465,13 @@ pub fn running_disks(record: &VmRecord) -> &[v1::DiskSpec] {
 /// the spec says for the next start.
 pub fn machine(record: &VmRecord, desired: &proto::model::vm::VmSpec) -> proto::model::vm::VmSpec {
     let Some(mut running) = record.instance.as_ref().and_then(|run| run.spec.clone()) else {
+/// Guest RAM of the machine in bytes, by the record; without a run that of the spec.
+pub fn running_memory(record: &VmRecord) -> u64 {
+    let run = record.instance.as_ref().and_then(|run| run.spec.as_ref());
+    let memory = run.or(record.spec.as_ref()).and_then(|spec| spec.memory);
+    memory.unwrap_or_default().size_bytes
+}
+
         return desired.clone();
     };
     let alone = running.clone();
