@@ -30,7 +30,10 @@ fn a_guest_that_powers_itself_off_is_stopped() {
 fn a_guest_that_panics_and_halts_is_told_apart() {
     let case = Case::new("panic").expect("node");
     // Without panic= the kernel stays where it is after a panic.
-    let spec = busybox().cmdline("panic=0").script("echo c >/proc/sysrq-trigger");
+    let spec = busybox()
+        .set("/onPanic", "PANIC_POLICY_IGNORE".into())
+        .cmdline("panic=0")
+        .script("echo c >/proc/sysrq-trigger");
     let vm = Vm::start(&case, "", &spec).expect("start");
     vm.console()
         .expect("console")

@@ -4,7 +4,7 @@ use std::{path::PathBuf, time::Duration};
 
 use clap::{Args, Subcommand};
 
-use proto::v1::{KeyboardLayout, RunPolicy};
+use proto::v1::{KeyboardLayout, PanicPolicy, RunPolicy};
 
 use super::{
     FORMAT, HELP, Label, Output, Timeout, cloud_init::CloudInit, disk::CreateDisk, duration, operation,
@@ -174,6 +174,9 @@ pub struct CreateVm {
     /// The guest can't be asked to give memory back.
     #[arg(long, conflicts_with_all = ["files", "free_page_reporting"])]
     pub no_balloon: bool,
+    /// Action after a panic of the guest's kernel: restart, stop, pause or ignore (by the run policy when not given).
+    #[arg(long, value_name = "RULE", value_parser = operation::panic_policy, conflicts_with = "files")]
+    pub on_panic: Option<PanicPolicy>,
     /// The node gets pages that the guest has freed back at once.
     #[arg(long, conflicts_with = "files")]
     pub free_page_reporting: bool,

@@ -1,7 +1,7 @@
 //! `get operation` and `operation`.
 
 use clap::{Args, Subcommand};
-use proto::v1::RunPolicy;
+use proto::v1::{PanicPolicy, RunPolicy};
 
 use super::{FORMAT, HELP, Output, Timeout, operation_id, vm_name};
 use crate::complete;
@@ -55,6 +55,15 @@ pub fn run_policy(text: &str) -> Result<RunPolicy, String> {
         .ok_or_else(|| {
             "must be one of always-on-unless-stopped, always-on, rerun-on-failure, manual, always-off".into()
         })
+}
+
+/// A rule for panics: `restart` or `PANIC_POLICY_RESTART`.
+pub fn panic_policy(text: &str) -> Result<PanicPolicy, String> {
+    let word = text.to_ascii_uppercase().replace('-', "_");
+    let name = format!("PANIC_POLICY_{}", word.trim_start_matches("PANIC_POLICY_"));
+    PanicPolicy::from_str_name(&name)
+        .filter(|policy| *policy != PanicPolicy::Unspecified)
+        .ok_or_else(|| "must be one of restart, stop, pause, ignore".into())
 }
 
 #[cfg(test)]

@@ -89,6 +89,7 @@ pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
             rate_groups: groups.collect::<Result<_>>()?,
             run_policy: args.run_policy.unwrap_or_default().into(),
             on_crash: v1::CrashPolicy::Unspecified.into(),
+            on_panic: args.on_panic.unwrap_or_default().into(),
             clock: None,
             cloud_init: cloud_init::from_flags(&args.cloud_init)?,
             balloon: memory::from_flags(args.no_balloon, args.free_page_reporting),

@@ -37,6 +37,10 @@ pub fn vm(vm: &v1::Vm, now: jiff::Timestamp) -> String {
         policy => policy,
     };
     text.put("Run policy", &camel(policy.as_str_name(), "RUN_POLICY_"));
+    let on_panic = vm.spec.as_ref().map(v1::VmSpec::on_panic).unwrap_or_default();
+    if on_panic != v1::PanicPolicy::Unspecified {
+        text.put("On panic", &camel(on_panic.as_str_name(), "PANIC_POLICY_"));
+    }
     restart(&mut text, &status);
     instance(&mut text, &status, now);
     spec(&mut text, &vm.spec.clone().unwrap_or_default(), &status);

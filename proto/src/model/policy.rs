@@ -83,6 +83,45 @@ impl OnCrash {
     }
 }
 
+/// The action after a panic of the guest's kernel.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OnPanic {
+    /// The run ends as a failure, and the run policy decides.
+    #[default]
+    RunPolicy,
+    /// The VM is restarted.
+    Restart,
+    /// The VM is stopped.
+    Stop,
+    /// The VM is paused.
+    Pause,
+    /// Nothing.
+    Ignore,
+}
+
+impl OnPanic {
+    /// Notes a value of the API that does not exist, or that contradicts the run policy.
+    pub(super) fn new(found: &mut Violations, value: i32, policy: RunPolicy) -> Self {
+        let field = "spec.onPanic";
+        match v1::PanicPolicy::try_from(value) {
+            Ok(v1::PanicPolicy::Unspecified) => Self::RunPolicy,
+            Ok(v1::PanicPolicy::Restart) => Self::Restart,
+            Ok(v1::PanicPolicy::Stop) => {
+                if policy == RunPolicy::Always {
+                    found.add(field, "must not be STOP with spec.runPolicy ALWAYS_ON, which starts the VM again");
+                }
+                Self::Stop
+            }
+            Ok(v1::PanicPolicy::Pause) => Self::Pause,
+            Ok(v1::PanicPolicy::Ignore) => Self::Ignore,
+            Err(_) => {
+                found.add(field, format_args!("unknown value {value}"));
+                Self::default()
+            }
+        }
+    }
+}
+
 /// What the guest's clock shows after a pause.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ClockOnResume {

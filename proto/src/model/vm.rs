@@ -17,7 +17,7 @@ use super::{
     metadata::Metadata,
     name::Name,
     nic::{self, Mac, NicSwitches, PublishedPort},
-    policy::{ClockOnResume, OnCrash, RunPolicy},
+    policy::{ClockOnResume, OnCrash, OnPanic, RunPolicy},
     resources::{self, CpuSet, MemoryOptions},
     share::{MAX_SHARES, Share},
     topology::Topology,
@@ -78,6 +78,8 @@ pub struct VmSpec {
     pub run_policy: RunPolicy,
     /// What follows on a triple fault.
     pub on_crash: OnCrash,
+    /// The action after a panic of the guest's kernel.
+    pub on_panic: OnPanic,
     /// What the guest's clock shows after a pause.
     pub clock: ClockOnResume,
     /// The balloon, if it has one.
@@ -281,6 +283,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         }
         let run_policy = RunPolicy::new(&mut found, spec.run_policy);
         let on_crash = OnCrash::new(&mut found, spec.on_crash);
+        let on_panic = OnPanic::new(&mut found, spec.on_panic, run_policy);
         let clock = ClockOnResume::new(&mut found, spec.clock.as_ref());
         let field = "spec.rateGroups";
         let rate_groups = list(
@@ -331,9 +334,6 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         let display = spec.display.as_ref().map(|wire| Display::new(&mut found, wire));
         let macs = nics.iter().filter_map(|nic| nic.mac);
         unique(&mut found, "spec.nics", "mac", macs);
-        match (topology, boot) {
-            (Some(topology), Some(boot)) => found.or(Self {
-                topology,
         let addresses = nics.iter().filter_map(|nic| match &nic.attachment {
             Attachment::Network { name, address, .. } => Some(format!("{} in {name}", (*address)?)),
             Attachment::Bridge(_) | Attachment::Tap(_) => None,
@@ -344,6 +344,9 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
             Attachment::Bridge(_) | Attachment::Tap(_) => &[],
         });
         unique(&mut found, "spec.nics", "published port", ports.map(PublishedPort::of_node));
+        match (topology, boot) {
+            (Some(topology), Some(boot)) => found.or(Self {
+                topology,
                 cpu,
                 host_cpus,
                 memory_bytes,
@@ -355,6 +358,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
                 rate_groups,
                 run_policy,
                 on_crash,
+                on_panic,
                 clock,
                 balloon,
                 display,

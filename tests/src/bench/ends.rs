@@ -75,6 +75,7 @@ pub fn run(runs: u32) -> Result<String> {
     let spec = VmSpec::busybox(Kernel::Cloud612)
         .memory_mib(128)
         .set("/onCrash", "CRASH_POLICY_STOP".into())
+        .set("/onPanic", "PANIC_POLICY_IGNORE".into())
         .cmdline("panic=0 reboot=triple");
     let vm = Vm::create(&case, "", &spec)?;
     let mut rows = Vec::new();

@@ -118,8 +118,16 @@ impl<A: Audience> Publisher<A> {
         }));
     }
 
+    /// The machine was reset: what its guest's kernel said before is over.
+    pub fn reset(&mut self) {
+        if std::mem::take(&mut self.status.panicked) {
+            self.enter(self.state());
+        }
+    }
+
     /// The guest's kernel panicked.
-    pub fn guest_panicked(&self) {
+    pub fn guest_panicked(&mut self) {
+        self.status.panicked = true;
         self.send(Kind::GuestPanicked(GuestPanicked {}));
     }
 

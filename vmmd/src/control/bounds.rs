@@ -155,6 +155,7 @@ fn bound_status(status: &Status) -> Status {
     Status {
         state: status.state().into(),
         guest_resets: status.guest_resets,
+        panicked: status.panicked,
         crash_resets: status.crash_resets,
         // The daemon knows the VM by its own record.
         name: String::new(),

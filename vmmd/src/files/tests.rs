@@ -39,6 +39,7 @@ fn case() -> Case {
         rate_groups: Vec::new(),
         run_policy: proto::model::policy::RunPolicy::default(),
         on_crash: proto::model::policy::OnCrash::default(),
+        on_panic: proto::model::policy::OnPanic::default(),
         clock: proto::model::policy::ClockOnResume::default(),
         balloon: None,
         display: None,

@@ -36,6 +36,7 @@ mod network;
 mod node;
 mod operation_records;
 mod operations;
+mod panic;
 mod pki;
 mod placement;
 mod policies;

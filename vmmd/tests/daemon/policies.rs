@@ -36,7 +36,7 @@ async fn running(daemon: &Daemon, name: &str, policy: RunPolicy) -> v1::Vm {
 }
 
 /// Makes the guest, or the process, end.
-fn end(daemon: &Daemon, vm: &v1::Vm, how: &str) {
+pub fn end(daemon: &Daemon, vm: &v1::Vm, how: &str) {
     if how == "kill" {
         return kill_process(vm_pid(vm), Signal::KILL).unwrap();
     }

@@ -58,6 +58,7 @@ struct Inner {
     cmdline: String,
     resets: u64,
     crash_resets: u64,
+    panicked: bool,
     on_crash: OnCrash,
     history: Vec<u8>,
     serial_log: Option<File>,
@@ -260,6 +261,11 @@ impl Guest {
                 self.lock().tell(Kind::GuestPanicked(GuestPanicked {}));
                 self.end(ExitKind::GuestPanic, "the guest's kernel panicked");
             }
+            ["halt"] => {
+                let mut inner = self.lock();
+                inner.panicked = true;
+                inner.tell(Kind::GuestPanicked(GuestPanicked {}));
+            }
             ["triple"] => self.triple_fault(),
             ["crash"] => self.end(ExitKind::GuestCrash, "triple fault"),
             ["error"] => self.end(ExitKind::VmmError, "out of luck"),
@@ -302,6 +308,7 @@ impl Guest {
             ["reset"] => {
                 let mut inner = self.lock();
                 inner.resets += 1;
+                inner.panicked = false;
                 let guest_resets = inner.resets;
                 inner.tell(Kind::GuestReset(GuestReset { guest_resets }));
             }
@@ -374,6 +381,7 @@ impl Inner {
             state: self.state.into(),
             guest_resets: self.resets,
             crash_resets: self.crash_resets,
+            panicked: self.panicked,
             name: self.name.clone(),
             exit: None,
             pause_reason: match (self.state, self.pause_message.is_empty()) {

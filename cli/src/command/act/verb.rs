@@ -161,8 +161,12 @@ async fn stop(client: &Client, name: String, ending: Ending, evacuate: bool) -> 
         ..Default::default()
     };
     let answer = send!(limit(client, grace), client.vms, stop_vm, request).await?;
-    if !force && !no_wait && answer.operation.is_some() && was_killed(answer.vm.as_ref()) {
+    let asked = !force && !no_wait && answer.operation.is_some();
+    if asked && was_killed(answer.vm.as_ref()) {
         return Ok(killed("killed", answer.vm.as_ref(), grace));
+    }
+    if asked && last_exit(answer.vm.as_ref()) == v1::ExitReason::GuestPanic {
+        return Ok(panicked(answer.vm.as_ref()));
     }
     Ok(told("stopped", "stopping", no_wait, answer.operation))
 }
@@ -230,8 +234,12 @@ fn told(done: &str, begun: &str, no_wait: bool, operation: Option<v1::Operation>
 
 /// Whether the last run was killed.
 fn was_killed(vm: Option<&v1::Vm>) -> bool {
+    last_exit(vm) == v1::ExitReason::Killed
+}
+
+fn last_exit(vm: Option<&v1::Vm>) -> v1::ExitReason {
     let exit = vm.and_then(|vm| vm.status.as_ref()?.last_exit.as_ref());
-    exit.is_some_and(|exit| exit.reason() == v1::ExitReason::Killed)
+    exit.map_or(v1::ExitReason::Unspecified, v1::ExitStatus::reason)
 }
 
 /// A guest that was asked to power off, and had to be killed.
@@ -244,6 +252,18 @@ fn killed(text: &str, vm: Option<&v1::Vm>, grace: Option<Duration>) -> Done {
     let warning = Failure::new(Code::Killed, message).hint("what it had not written to its disks is lost");
     Done {
         text: Some(text.to_owned()),
+        warning: Some(warning),
+    }
+}
+
+/// A guest that could not be asked to power off.
+fn panicked(vm: Option<&v1::Vm>) -> Done {
+    let metadata = vm.and_then(|vm| vm.metadata.as_ref());
+    let name = metadata.map_or("", |metadata| &metadata.name);
+    let message = format!("vm/{name}: its guest's kernel had panicked, and it was killed");
+    let warning = Failure::new(Code::Killed, message).hint("what it had not written to its disks is lost");
+    Done {
+        text: Some("killed".to_owned()),
         warning: Some(warning),
     }
 }

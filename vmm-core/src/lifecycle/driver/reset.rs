@@ -155,6 +155,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
 
     fn was_reset(&mut self, cause: &ResetCause) -> Next {
         self.panicked = false;
+        self.publisher.reset();
         self.suspicion = None;
         self.pause_again = None;
         let asker = cause.asker();

@@ -110,6 +110,7 @@ fn text_is_cut_to_one_line_and_numbers_out_of_their_set_are_unknown() {
         }),
         name: "n".repeat(1 << 16),
         guest_resets: 7,
+        panicked: true,
         crash_resets: 3,
     };
     let Ok(Outcome::Status(bound)) = response(Outcome::Status(status)) else {

@@ -37,6 +37,8 @@ stored! {
         state_dir: String,
         #[prost(message, optional, tag = "20")]
         cloud_init: Option<CloudInit>,
+        #[prost(int32, tag = "21")]
+        on_panic: i32,
     }
 }
 

@@ -16,7 +16,7 @@ use crate::{
     vm::{
         lifecycle::{
             admission::{Refusal, Situation},
-            policy::{BackOff, Occasion, refuses},
+            policy::{BackOff, Occasion, after, refuses},
             restart::{self, Effect, Input, Restarts},
             stop::Then,
         },
@@ -108,7 +108,11 @@ impl Actor {
         let mut effects = restarts.step(
             input,
             &restart::Situation {
-                policy: self.spec.run_policy,
+                policy: after(
+                    self.spec.run_policy,
+                    self.spec.on_panic,
+                    self.record.exit_reason(),
+                ),
                 intent: self.record.intent(),
                 down: self.situation() == Situation::Down,
                 schedulable: self.host.schedulable().is_ok(),
@@ -257,12 +261,13 @@ impl Actor {
         self.begin_stop(None, operation, Then::Start);
     }
 
-    /// Does that after the migration that was given up for it, unless the guest runs for so long by then that it has booted.
+    /// Restarts the VM after the migration that was given up for that, unless the guest has booted by then; or acts on a panic.
     pub(super) async fn reboot_after_migration(&mut self) {
         let reset = self.reset_in_migration.take();
         if reset.is_some_and(|at| at.elapsed() < REBOOTS) {
             self.reboot_from_disk().await;
         }
+        self.show_panic();
     }
 
     /// A stop by request ends what the policy had in mind.

@@ -21,6 +21,7 @@ mod disks;
 mod handover;
 mod left;
 mod nics;
+mod panic;
 mod pending_stop;
 mod plug;
 mod plugged;
@@ -263,6 +264,7 @@ impl Actor {
         self.look();
         self.settle_left();
         self.resume_policy(occasion).await;
+        self.show_panic();
         self.give_up_left();
         ControlFlow::Continue(())
     }

@@ -4,6 +4,7 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use proto::{
     handover::{Source, Target},
+    model::policy::OnPanic,
     v1::{EventSeverity, VmPhase},
     vmm::{Event, GetStatus, Pause, PauseReason, ResetMachine, Resume, State, Status, event, request::Op},
 };
@@ -28,12 +29,15 @@ use crate::{
     store::handover::Handover,
     text,
     vm::{
-        api::describe::SNAPSHOT,
+        api::describe::{GUEST_PANICKED, SNAPSHOT},
         instance::{
             Lingering,
             link::{self, Session},
         },
-        lifecycle::pause::{self, Effect},
+        lifecycle::{
+            exit::PANICKED,
+            pause::{self, Effect},
+        },
         machine::{change, limits},
     },
 };
@@ -116,6 +120,7 @@ impl Actor {
                 self.take_state(&status);
                 self.check_state(said);
                 if reset {
+                    self.forget_panic();
                     self.tell(
                         EventSeverity::Normal,
                         "Reset",
@@ -129,6 +134,10 @@ impl Actor {
                 self.check_state(said);
                 respond(reply, Err(failure));
             }
+        }
+        // The guest may have panicked meanwhile.
+        if self.spec.on_panic != OnPanic::Pause {
+            self.act_on_panic();
         }
     }
 
@@ -184,6 +193,9 @@ impl Actor {
             if let Work::None = &self.work {
                 self.take_state(&status);
             }
+            if status.panicked && !self.asks_again {
+                self.on_panicked();
+            }
             self.publish();
         }
         if self.asks_again {
@@ -208,6 +220,9 @@ impl Actor {
     fn take_state(&mut self, status: &Status) {
         for effect in pause::follow(status, self.view.phase, &self.view.reason) {
             match effect {
+                Effect::Enter(phase, "Running" | "Paused", _) if self.panicked() => {
+                    self.enter(phase, GUEST_PANICKED, PANICKED);
+                }
                 Effect::Enter(phase, reason, message) => self.enter(phase, reason, message),
                 Effect::NoteDiskError(message) => {
                     self.disks.errors.note(&message);
@@ -234,8 +249,8 @@ impl Actor {
             Some(event::Kind::GuestReset(reset)) => {
                 if let Some(instance) = &mut self.instance {
                     instance.guest_resets = reset.guest_resets;
-                    instance.panicked = false;
                 }
+                self.forget_panic();
                 self.tell_guest_reset();
                 self.reboot_from_disk().await;
                 self.publish_counts();
@@ -243,21 +258,12 @@ impl Actor {
             Some(event::Kind::CrashReset(reset)) => {
                 if let Some(instance) = &mut self.instance {
                     instance.crash_resets = reset.crash_resets;
-                    instance.panicked = false;
                 }
+                self.forget_panic();
                 self.tell_crash_reset(&reset.message);
                 self.publish_counts();
             }
-            Some(event::Kind::GuestPanicked(_)) => {
-                let (phase, message) = (self.view.phase, "the guest's kernel has panicked");
-                if let Some(instance) = &mut self.instance
-                    && !std::mem::replace(&mut instance.panicked, true)
-                {
-                    self.record.counts.get_or_insert_default().guest_panics += 1;
-                }
-                self.tell(EventSeverity::Warning, "GuestPanicked", message);
-                self.enter(phase, "GuestPanicked", message);
-            }
+            Some(event::Kind::GuestPanicked(_)) => self.on_panicked(),
             Some(event::Kind::DeviceError(error)) => {
                 let of_disk = error.device.starts_with("disk ");
                 let text = format!("{}: {}", error.device, error.message);
@@ -407,6 +413,9 @@ impl Actor {
                 instance.crash_resets = status.crash_resets;
                 if matches!(self.work, Work::None) {
                     self.take_state(&status);
+                }
+                if status.panicked {
+                    self.on_panicked();
                 }
                 self.look();
                 let paused = status.state() == State::Paused;

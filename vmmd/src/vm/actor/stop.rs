@@ -47,10 +47,13 @@ impl Actor {
             Then::Delete => (VmPhase::Terminating, self.leaving()),
             Then::Stay | Then::Start => (VmPhase::Stopping, ("Stopping", String::new())),
         };
-        let asked = if grace.is_some() {
-            Asked::PowerOff
-        } else {
-            Asked::Kill
+        // A panicked guest does not hear its power button.
+        let panicked = self.panicked();
+        let grace = grace.filter(|_| !panicked);
+        let asked = match grace {
+            _ if panicked => Asked::Panicked,
+            Some(_) => Asked::PowerOff,
+            None => Asked::Kill,
         };
         let mut stop = Stop::new(operation, asked, then);
         match std::mem::take(&mut self.work) {
@@ -358,7 +361,9 @@ impl Actor {
     fn stopped_message(&self) -> String {
         let exit = self.record.last_exit.as_ref();
         match exit.map(|exit| (exit.reason(), exit.message.as_str())) {
-            Some((ExitReason::Killed, why)) if !why.is_empty() => format!("the VM was killed: {why}"),
+            Some((ExitReason::Killed | ExitReason::GuestPanic, why)) if !why.is_empty() => {
+                format!("the VM was killed: {why}")
+            }
             _ => "the VM is stopped".to_owned(),
         }
     }

@@ -105,7 +105,8 @@ impl Desired {
 
 impl Actor {
     pub(super) async fn on_update(&mut self, update: Update, reply: LifeReply) {
-        let (policy, generation) = (self.spec.run_policy, self.record.generation);
+        let (policy, on_panic) = (self.spec.run_policy, self.spec.on_panic);
+        let generation = self.record.generation;
         let (applied, desired) = match self.admit_update(&update) {
             Ok(admitted) => admitted,
             Err(failure) => return respond(reply, Err(failure)),
@@ -140,6 +141,9 @@ impl Actor {
         if policy != self.spec.run_policy {
             self.reconsider().await;
         }
+        if on_panic != self.spec.on_panic {
+            self.act_on_panic();
+        }
     }
 
     /// Whether an update may be made now, where it has its effect, and what the VM is to be by it.
@@ -168,12 +172,12 @@ impl Actor {
         let spec = &desired.manifest.spec;
         placement::refuse(&files::outside(spec, &self.host.config.roots, Some(&self.spec)))?;
         placement::refuse(&share::check(&self.host, spec, Some(&self.spec)).await?)?;
+        let vm = (self.uid, self.record.name.as_str());
+        placement::refuse(&check::changed(&self.host, vm, spec, &self.spec).await?)?;
         self.no_attach_in_between(desired)?;
         let begun = self.record.begun.clone();
         if update.mode != v1::ApplyMode::DryRun {
             self.admitted(&update.context);
-        let vm = (self.uid, self.record.name.as_str());
-        placement::refuse(&check::changed(&self.host, vm, spec, &self.spec).await?)?;
         }
         let record = self.with(desired);
         let taken = self.take_disks(desired);
@@ -296,8 +300,9 @@ impl Actor {
             }
         }
         for change in pending {
-            if let Verdict::Live(live @ (Live::RunPolicy | Live::StateDir | Live::DropGroup(_))) =
-                &change.verdict
+            if let Verdict::Live(
+                live @ (Live::RunPolicy | Live::StateDir | Live::OnPanic | Live::DropGroup(_)),
+            ) = &change.verdict
             {
                 change::take_over(&mut record, live);
             }
@@ -339,6 +344,12 @@ impl Actor {
         if changed {
             let before = std::mem::replace(&mut self.spec, desired.manifest.spec.clone());
             self.keep_plugged(&before);
+            let vm = Object::Vm(self.record.name.clone(), self.uid);
+            if before.cloud_init != self.spec.cloud_init
+                && let Some(draft) = create::unknown_user_data(vm, &self.spec)
+            {
+                self.host.events.emit(draft.of(context.clone()));
+            }
         }
         for name in &removed {
             let in_machine = change::running_disks(&self.record)
@@ -346,12 +357,6 @@ impl Actor {
                 .any(|disk| disk.name == *name);
             if !in_machine {
                 self.disks.remove(name);
-            let vm = Object::Vm(self.record.name.clone(), self.uid);
-            if before.cloud_init != self.spec.cloud_init
-                && let Some(draft) = create::unknown_user_data(vm, &self.spec)
-            {
-                self.host.events.emit(draft.of(context.clone()));
-            }
             }
         }
         for name in &back {

@@ -13,6 +13,9 @@ use proto::{
 use uuid::Uuid;
 
 pub use crate::vm::lifecycle::pause::{DISK_ERROR, MIGRATING, SNAPSHOT};
+
+/// Why a VM is not ready whose guest's kernel has panicked.
+pub const GUEST_PANICKED: &str = "GuestPanicked";
 use crate::{
     host::Host,
     network,
@@ -21,7 +24,7 @@ use crate::{
     vm::{
         actor::Attachments,
         instance::{Instance, Lingering, link::State},
-        lifecycle::policy,
+        lifecycle::{exit::PANICKED, policy},
         machine::{
             self,
             change::{self, Change},
@@ -208,12 +211,16 @@ impl View {
         }
     }
 
-    /// `Ready`: the guest runs and its `vmm` answers.
+    /// `Ready`: the guest runs, its kernel has not panicked, and its `vmm` answers.
     fn ready(&mut self, instance: Option<&Instance>) -> v1::Condition {
         let link = instance.map(|instance| &instance.link.state);
+        let panicked = instance.is_some_and(|instance| instance.panicked);
         let lingering = instance.map_or(self.lingering, |instance| instance.lingering);
         let (status, reason, message) = match (lingering, self.phase, link) {
             (Some(what), ..) => (ConditionStatus::False, what.reason(), what.message()),
+            (_, VmPhase::Running, Some(State::Up(..))) if panicked => {
+                (ConditionStatus::False, GUEST_PANICKED, PANICKED)
+            }
             (_, VmPhase::Running, Some(State::Up(..))) => (ConditionStatus::True, "Running", ""),
             (_, VmPhase::Running | VmPhase::Paused, Some(State::Connecting(_))) => (
                 ConditionStatus::Unknown,
@@ -244,7 +251,8 @@ impl View {
 fn restart(record: &VmRecord, spec: &VmSpec) -> Option<v1::RestartStatus> {
     let restart = record.restart.clone().unwrap_or_default();
     let waits = restart.next_ms != 0;
-    policy::starts(spec.run_policy).then(|| v1::RestartStatus {
+    let policy = policy::after(spec.run_policy, spec.on_panic, record.exit_reason());
+    policy::starts(policy).then(|| v1::RestartStatus {
         attempts: restart.attempts,
         next_start_time: text::timestamp(restart.next_ms),
         back_off: waits.then(|| Duration::from_millis(restart.back_off_ms).into()),

@@ -121,7 +121,7 @@ impl Instance {
             disks: BTreeMap::new(),
             version: hello.map(|hello| hello.build.clone()).unwrap_or_default(),
             minor: hello.map_or(0, |hello| hello.minor),
-            panicked: false,
+            panicked: status.is_some_and(|status| status.panicked),
             lingering: None,
             guest_resets: status.map_or(0, |status| status.guest_resets),
             crash_resets: status.map_or(0, |status| status.crash_resets),

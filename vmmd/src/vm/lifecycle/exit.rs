@@ -22,21 +22,36 @@ pub enum Asked {
     Kill,
     /// To power off, and then to end at once because it didn't in time.
     Overdue,
+    /// To end at once, because its guest's kernel had panicked.
+    Panicked,
 }
 
 impl Asked {
     /// The same when the daemon ends it now.
     pub fn ended(self) -> Self {
-        if self == Self::Overdue { self } else { Self::Kill }
+        match self {
+            Self::Overdue | Self::Panicked => self,
+            Self::Nothing | Self::PowerOff | Self::Kill => Self::Kill,
+        }
     }
 
     /// True when the daemon has ended it.
     fn to_end(self) -> bool {
-        matches!(self, Self::Kill | Self::Overdue)
+        matches!(self, Self::Kill | Self::Overdue | Self::Panicked)
+    }
+
+    /// The reason of the exit after the daemon ended the run.
+    fn reason(self) -> ExitReason {
+        match self {
+            Self::Panicked => ExitReason::GuestPanic,
+            _ => ExitReason::Killed,
+        }
     }
 }
 
 const OVERDUE: &str = "the guest did not power off within the grace period";
+/// The message about a guest whose kernel has panicked.
+pub const PANICKED: &str = "the guest's kernel has panicked";
 
 /// What is known of an ended process.
 #[derive(Clone, Debug, Default)]
@@ -69,7 +84,7 @@ pub fn classify(evidence: &Evidence) -> Exit {
     let (reason, message) = match (seen(evidence), &evidence.record) {
         (Some(reason), _) => (reason, seen_message(evidence, reason)),
         (None, Some(record)) => recorded(record, evidence.asked),
-        (None, None) if evidence.asked.to_end() => (ExitReason::Killed, killed_message(evidence.asked)),
+        (None, None) if evidence.asked.to_end() => (evidence.asked.reason(), killed_message(evidence.asked)),
         (None, None) => (ExitReason::Lost, seen_message(evidence, ExitReason::Lost)),
     };
     let time = evidence.record.as_ref().map_or(0, |record| record.time_unix_ms);
@@ -106,7 +121,7 @@ fn recorded(record: &ExitRecord, asked: Asked) -> (ExitReason, String) {
     let reason = match record.kind() {
         ExitKind::PowerOff if asked == Asked::Nothing => ExitReason::GuestShutdown,
         ExitKind::PowerOff => ExitReason::Stopped,
-        ExitKind::Stopped => ExitReason::Killed,
+        ExitKind::Stopped => asked.reason(),
         ExitKind::GuestPanic => ExitReason::GuestPanic,
         ExitKind::GuestCrash => ExitReason::GuestCrash,
         ExitKind::StartFailed => ExitReason::StartFailed,
@@ -126,7 +141,7 @@ fn seen(evidence: &Evidence) -> Option<ExitReason> {
     if evidence.node_restarted {
         Some(ExitReason::NodeRestart)
     } else if killed && evidence.asked.to_end() {
-        Some(ExitReason::Killed)
+        Some(evidence.asked.reason())
     } else if evidence.oom_killed && !evidence.asked.to_end() {
         Some(ExitReason::OutOfMemory)
     } else if killed {
@@ -142,7 +157,7 @@ fn seen(evidence: &Evidence) -> Option<ExitReason> {
 fn seen_message(evidence: &Evidence, reason: ExitReason) -> String {
     match (reason, evidence.signal) {
         (ExitReason::NodeRestart, _) => "the node was restarted while the VM ran".to_owned(),
-        (ExitReason::Killed, _) => killed_message(evidence.asked),
+        (ExitReason::Killed | ExitReason::GuestPanic, _) => killed_message(evidence.asked),
         (ExitReason::OutOfMemory, _) => {
             "the VM's memory ran out on the node and the kernel killed the vmm process".to_owned()
         }
@@ -153,10 +168,10 @@ fn seen_message(evidence: &Evidence, reason: ExitReason) -> String {
 
 fn killed_message(asked: Asked) -> String {
     // That it was told to stop is nothing new.
-    if asked == Asked::Overdue {
-        OVERDUE.to_owned()
-    } else {
-        String::new()
+    match asked {
+        Asked::Overdue => OVERDUE.to_owned(),
+        Asked::Panicked => PANICKED.to_owned(),
+        Asked::Nothing | Asked::PowerOff | Asked::Kill => String::new(),
     }
 }
 
@@ -204,6 +219,8 @@ mod tests {
             (K::PowerOff, Asked::Kill, R::Stopped, VmPhase::Stopped),
             (K::Stopped, Asked::Kill, R::Killed, VmPhase::Stopped),
             (K::Stopped, Asked::Overdue, R::Killed, VmPhase::Stopped),
+            (K::Stopped, Asked::Panicked, R::GuestPanic, VmPhase::Failed),
+            (K::GuestPanic, Asked::Panicked, R::GuestPanic, VmPhase::Failed),
             (K::GuestPanic, Asked::Nothing, R::GuestPanic, VmPhase::Failed),
             (K::GuestPanic, Asked::PowerOff, R::GuestPanic, VmPhase::Failed),
             (K::GuestCrash, Asked::Nothing, R::GuestCrash, VmPhase::Failed),
@@ -222,6 +239,7 @@ mod tests {
             );
             let message = match (kind, asked) {
                 (K::Stopped, Asked::Overdue) => OVERDUE,
+                (K::Stopped, Asked::Panicked) => PANICKED,
                 (K::Stopped, _) => "",
                 _ => "m",
             };
@@ -315,6 +333,7 @@ mod tests {
             (signal(K::PowerOff, libc::SIGKILL), Asked::Nothing, R::Lost),
             (signal(K::PowerOff, libc::SIGKILL), Asked::Kill, R::Killed),
             (signal(K::GuestPanic, libc::SIGKILL), Asked::Overdue, R::Killed),
+            (signal(K::Stopped, libc::SIGKILL), Asked::Panicked, R::GuestPanic),
             (signal(K::PowerOff, libc::SIGSEGV), Asked::Nothing, R::Lost),
             (signal(K::PowerOff, libc::SIGSEGV), Asked::Kill, R::Lost),
             // It says of what it dies, and the signal does not contradict that.

@@ -5,7 +5,10 @@
 
 use std::time::Duration;
 
-use proto::{model::policy::RunPolicy, v1::ExitReason};
+use proto::{
+    model::policy::{OnPanic, RunPolicy},
+    v1::ExitReason,
+};
 
 use crate::{config, registry::vms::command::Request, store::Intent};
 
@@ -64,6 +67,17 @@ pub fn decide(policy: RunPolicy, occasion: Occasion, intent: Intent) -> Decision
         _ if !runs => Stay,
         Occasion::Created | Occasion::NodeBoot(_) | Occasion::Changed => Start,
         Occasion::Ended(_) | Occasion::DaemonStart(_) => StartLater,
+    }
+}
+
+/// The policy that judges a VM whose last run ended so: after a panic of the guest's kernel, the VM's own rule for that goes first.
+pub fn after(policy: RunPolicy, on_panic: OnPanic, last: Option<ExitReason>) -> RunPolicy {
+    match (last, on_panic, policy) {
+        (Some(ExitReason::GuestPanic), OnPanic::Restart, RunPolicy::Manual) => RunPolicy::OnFailure,
+        (Some(ExitReason::GuestPanic), OnPanic::Stop, RunPolicy::UnlessStopped | RunPolicy::OnFailure) => {
+            RunPolicy::Manual
+        }
+        _ => policy,
     }
 }
 
@@ -250,6 +264,25 @@ mod tests {
         (Changed, Intent::Running, [Stay, Start, Stay, Stay, Stay]),
         (Changed, Intent::Stopped, [Stay, Start, Stay, Stay, Stay]),
     ];
+
+    #[test]
+    fn panic_rule_restart_or_stop_goes_before_the_policy() {
+        use RunPolicy as P;
+        let panic = Some(R::GuestPanic);
+        for (policy, rule, last, expected) in [
+            (P::Manual, OnPanic::Restart, panic, P::OnFailure),
+            (P::Manual, OnPanic::Restart, Some(R::GuestCrash), P::Manual),
+            (P::Manual, OnPanic::RunPolicy, panic, P::Manual),
+            (P::Off, OnPanic::Restart, panic, P::Off),
+            (P::UnlessStopped, OnPanic::Stop, panic, P::Manual),
+            (P::UnlessStopped, OnPanic::Stop, None, P::UnlessStopped),
+            (P::OnFailure, OnPanic::Stop, panic, P::Manual),
+            (P::OnFailure, OnPanic::Restart, panic, P::OnFailure),
+            (P::Always, OnPanic::Ignore, panic, P::Always),
+        ] {
+            assert_eq!(after(policy, rule, last), expected, "{policy:?} {rule:?} {last:?}");
+        }
+    }
 
     #[test]
     fn the_table_holds() {

@@ -211,6 +211,7 @@ impl Server {
             Some(event::Kind::StateChanged(changed)) => {
                 self.status = changed.status.clone().unwrap_or_default();
             }
+            Some(event::Kind::GuestPanicked(_)) => self.status.panicked = true,
             Some(event::Kind::GuestReset(reset)) => self.status.guest_resets = reset.guest_resets,
             Some(event::Kind::CrashReset(reset)) => self.status.crash_resets = reset.crash_resets,
             _ => {}

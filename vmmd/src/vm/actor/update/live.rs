@@ -400,6 +400,7 @@ async fn carry_out(
         }
         Live::RunPolicy
         | Live::StateDir
+        | Live::OnPanic
         | Live::DropGroup(_)
         | Live::Processors
         | Live::Attach(_)

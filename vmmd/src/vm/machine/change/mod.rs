@@ -55,6 +55,8 @@ pub enum Live {
     RunPolicy,
     /// Means nothing to the machine either.
     StateDir,
+    /// The same: it is the daemon that acts.
+    OnPanic,
     /// The limit of a disk's own.
     DiskLimit(String),
     /// The limit of a rate group.
@@ -323,6 +325,7 @@ fn verdict(path: &str, was: bool, is: bool) -> Verdict {
     let live = match (was, is) {
         _ if path == "spec.runPolicy" => Some(Live::RunPolicy),
         _ if path == "spec.stateDir" => Some(Live::StateDir),
+        _ if path == "spec.onPanic" => Some(Live::OnPanic),
         _ if path == "spec.balloon.targetBytes" => Some(Live::BalloonTarget),
         _ if PROCESSORS.contains(&path) => Some(Live::Processors),
         (false, true) if path.ends_with(']') => item("spec.disks", "")
@@ -362,6 +365,7 @@ pub fn take_over(record: &mut VmRecord, live: &Live) {
     match live {
         Live::RunPolicy => running.run_policy = desired.run_policy,
         Live::StateDir => running.state_dir = desired.state_dir,
+        Live::OnPanic => running.on_panic = desired.on_panic,
         Live::DiskLimit(name) => {
             let wanted = desired.disks.iter().find(|disk| disk.name == *name);
             let disk = running.disks.iter_mut().find(|disk| disk.name == *name);
@@ -461,10 +465,6 @@ pub fn running_disks(record: &VmRecord) -> &[v1::DiskSpec] {
     spec.map(|spec| spec.disks.as_slice()).unwrap_or_default()
 }
 
-/// What the machine of a run takes of the node, with the devices that it is about to get: its limits go by this, not by what
-/// the spec says for the next start.
-pub fn machine(record: &VmRecord, desired: &proto::model::vm::VmSpec) -> proto::model::vm::VmSpec {
-    let Some(mut running) = record.instance.as_ref().and_then(|run| run.spec.clone()) else {
 /// Guest RAM of the machine in bytes, by the record; without a run that of the spec.
 pub fn running_memory(record: &VmRecord) -> u64 {
     let run = record.instance.as_ref().and_then(|run| run.spec.as_ref());
@@ -472,6 +472,10 @@ pub fn running_memory(record: &VmRecord) -> u64 {
     memory.unwrap_or_default().size_bytes
 }
 
+/// What the machine of a run takes of the node, with the devices that it is about to get: its limits go by this, not by what
+/// the spec says for the next start.
+pub fn machine(record: &VmRecord, desired: &proto::model::vm::VmSpec) -> proto::model::vm::VmSpec {
+    let Some(mut running) = record.instance.as_ref().and_then(|run| run.spec.clone()) else {
         return desired.clone();
     };
     let alone = running.clone();

@@ -1,0 +1,114 @@
+//! A guest whose kernel has panicked: `spec.onPanic` selects the action.
+
+use proto::{
+    handover::Source,
+    model::policy::OnPanic,
+    v1::{EventSeverity, VmPhase},
+};
+use tokio::sync::oneshot;
+
+use super::{Actor, work::Work};
+use crate::{
+    context::{Context, Initiator},
+    operation::Type,
+    registry::vms::command::Request,
+    store::handover::Handover,
+    vm::{
+        api::describe::{DISK_ERROR, GUEST_PANICKED, MIGRATING, SNAPSHOT, phase_word},
+        lifecycle::{
+            exit::{Asked, PANICKED},
+            stop::{self, Stage, Then},
+        },
+    },
+};
+
+impl Actor {
+    /// Whether the guest's kernel has panicked and was not reset since.
+    pub(super) fn panicked(&self) -> bool {
+        self.instance.as_ref().is_some_and(|instance| instance.panicked)
+    }
+
+    /// The `vmm` says that the guest's kernel has panicked.
+    pub(super) fn on_panicked(&mut self) {
+        let Some(instance) = &mut self.instance else { return };
+        if std::mem::replace(&mut instance.panicked, true) {
+            return;
+        }
+        self.record.counts.get_or_insert_default().guest_panics += 1;
+        self.tell(EventSeverity::Warning, GUEST_PANICKED, PANICKED);
+        self.show_panic();
+    }
+
+    /// Shows the panic in the status, and acts by the spec.
+    pub(super) fn show_panic(&mut self) {
+        if !self.panicked() {
+            return;
+        }
+        let phase = matches!(self.view.phase, VmPhase::Running | VmPhase::Paused);
+        if phase && ![SNAPSHOT, MIGRATING, DISK_ERROR].contains(&self.view.reason.as_str()) {
+            self.enter(self.view.phase, GUEST_PANICKED, PANICKED);
+        }
+        self.act_on_panic();
+    }
+
+    /// The machine was reset.
+    pub(super) fn forget_panic(&mut self) {
+        if let Some(instance) = &mut self.instance {
+            instance.panicked = false;
+        }
+        if self.view.reason == GUEST_PANICKED {
+            self.enter(self.view.phase, phase_word(self.view.phase), "");
+        }
+    }
+
+    /// Acts by `spec.onPanic`. A change under way and a migration come first: each calls this function at its end.
+    pub(super) fn act_on_panic(&mut self) {
+        if !self.panicked() {
+            return;
+        }
+        match &self.work {
+            Work::None => {}
+            Work::Stop(_) => return self.hasten_panicked(),
+            Work::Start(_) | Work::Change(_) => return,
+        }
+        if self.spec.on_panic == OnPanic::Ignore {
+            return;
+        }
+        match self.handover() {
+            Handover::Source(Source::Owner { migrating: true, .. }) => return self.give_up.cancel(),
+            handover if handover.is_under_way() => return,
+            _ => {}
+        }
+        match self.spec.on_panic {
+            OnPanic::Ignore => {}
+            OnPanic::Pause if self.view.phase == VmPhase::Paused => {}
+            OnPanic::Pause => {
+                // No client waits for the answer: the vmm publishes its new state.
+                let (reply, _) = oneshot::channel();
+                self.begin_change(Request::Pause, reply);
+            }
+            // The run ends with a panic, and the run policy decides as after every run.
+            OnPanic::RunPolicy | OnPanic::Restart | OnPanic::Stop => {
+                let context = Context {
+                    initiator: Initiator::RunPolicy,
+                    ..Context::default()
+                };
+                let operation = self.operation(Type::VmStop, &context, None);
+                self.begin_stop(None, operation, Then::Stay);
+            }
+        }
+    }
+
+    /// Ends a stop that waits for the guest: a panicked guest does not hear its power button.
+    fn hasten_panicked(&mut self) {
+        match std::mem::take(&mut self.work) {
+            Work::Stop(mut stop) if stop.state.stage == Stage::Asked => {
+                stop.state.asked = Asked::Panicked;
+                self.step_stop(&mut stop, stop::Input::Hasten(None));
+                self.work = Work::Stop(stop);
+                self.publish();
+            }
+            other => self.work = other,
+        }
+    }
+}

@@ -1,0 +1,150 @@
+//! A guest whose kernel panics and stays where it is: what follows by `spec.onPanic`.
+
+use std::time::Duration;
+
+use proto::v1::{self, ConditionStatus, ExitReason, PanicPolicy, RunPolicy, VmPhase, VmStatus};
+use rstest::rstest;
+use tonic::Code;
+
+use crate::{
+    console::Client,
+    harness::{Daemon, refusal, status, vm_pid},
+};
+
+/// So long a back-off that a test sees the VM wait.
+const LONG: &str = "[restart]\nfirst_ms = 100000\n";
+
+/// A VM that runs, and whose guest's kernel panics.
+async fn panicking(daemon: &Daemon, policy: RunPolicy, rule: PanicPolicy, options: &str) -> v1::Vm {
+    let mut vm = daemon.manifest("web", options);
+    let spec = vm.spec.as_mut().unwrap();
+    (spec.run_policy, spec.on_panic) = (policy.into(), rule.into());
+    daemon.create(vm).await.unwrap();
+    let running = daemon.start_vm("web").await.unwrap();
+    crate::policies::end(daemon, &running, "halt");
+    running
+}
+
+fn ready(status: &VmStatus) -> (ConditionStatus, &str) {
+    let mut conditions = status.conditions.iter();
+    let ready = conditions
+        .find(|condition| condition.r#type == "Ready")
+        .unwrap();
+    (ready.status(), ready.reason.as_str())
+}
+
+fn waits(status: &VmStatus) -> bool {
+    let restart = status.restart.as_ref();
+    restart.is_some_and(|restart| restart.next_start_time.is_some())
+}
+
+#[rstest]
+#[case::by_policy(RunPolicy::AlwaysOnUnlessStopped, PanicPolicy::Unspecified, true)]
+#[case::by_failure(RunPolicy::RerunOnFailure, PanicPolicy::Unspecified, true)]
+#[case::manual(RunPolicy::Manual, PanicPolicy::Unspecified, false)]
+#[case::restart(RunPolicy::Manual, PanicPolicy::Restart, true)]
+#[case::stop(RunPolicy::AlwaysOnUnlessStopped, PanicPolicy::Stop, false)]
+#[tokio::test]
+async fn panicked_guest_is_ended_and_started_as_the_spec_says(
+    #[case] policy: RunPolicy,
+    #[case] rule: PanicPolicy,
+    #[case] again: bool,
+) {
+    let mut daemon = Daemon::configured(LONG).await;
+    panicking(&daemon, policy, rule, "mock.power=ignore").await;
+    let ended = daemon.wait_phase("web", VmPhase::Failed).await;
+    assert_eq!(ended.last_exit.as_ref().unwrap().reason(), ExitReason::GuestPanic);
+    assert_eq!(ended.counts.unwrap().guest_panics, 1);
+    assert_eq!(waits(&ended), again, "{ended:?}");
+    daemon.told_exactly("GuestPanicked", 1).await;
+    daemon.kill_and_restart().await;
+    assert_eq!(waits(status(&daemon.get("web").await.unwrap())), again);
+}
+
+#[tokio::test]
+async fn panicked_guest_is_paused_where_the_spec_says_so() {
+    let daemon = Daemon::start().await;
+    let before = panicking(&daemon, RunPolicy::AlwaysOnUnlessStopped, PanicPolicy::Pause, "").await;
+    let paused = daemon.wait_phase("web", VmPhase::Paused).await;
+    assert_eq!(paused.reason, "GuestPanicked");
+    let request = v1::ResumeVmRequest {
+        name: "web".into(),
+        ..Default::default()
+    };
+    let resumed = daemon.client().resume_vm(request).await.unwrap().into_inner().vm.unwrap();
+    let told = status(&resumed);
+    assert_eq!((told.phase(), told.reason.as_str()), (VmPhase::Running, "GuestPanicked"));
+    assert_eq!(ready(told), (ConditionStatus::False, "GuestPanicked"));
+    assert_eq!(vm_pid(&resumed), vm_pid(&before));
+}
+
+#[tokio::test]
+async fn ignored_panic_makes_vm_unready_and_a_stop_kills_at_once() {
+    let mut daemon = Daemon::start().await;
+    panicking(
+        &daemon,
+        RunPolicy::AlwaysOnUnlessStopped,
+        PanicPolicy::Ignore,
+        "mock.power=ignore",
+    )
+    .await;
+    let unready = |status: &VmStatus| ready(status) == (ConditionStatus::False, "GuestPanicked");
+    let told = daemon.wait("web", unready).await;
+    assert_eq!((told.phase(), told.reason.as_str()), (VmPhase::Running, "GuestPanicked"));
+    daemon.kill_and_restart().await;
+    daemon.wait("web", unready).await;
+    // The guest has an hour, and is not waited for.
+    let stopped = daemon.stop("web", Some(Duration::from_secs(3600))).await.unwrap();
+    let exit = status(&stopped).last_exit.clone().unwrap();
+    assert_eq!(exit.reason(), ExitReason::GuestPanic);
+    assert!(exit.message.contains("panicked"), "{exit:?}");
+    assert!(!waits(status(&stopped)));
+}
+
+#[tokio::test]
+async fn stop_under_way_ends_when_the_guest_panics() {
+    let daemon = Daemon::start().await;
+    let mut vm = daemon.manifest("web", "mock.power=ignore");
+    vm.spec.as_mut().unwrap().set_on_panic(PanicPolicy::Ignore);
+    daemon.create(vm).await.unwrap();
+    daemon.start_vm("web").await.unwrap();
+    let mut console = Client::open(&daemon, "web").await;
+    let (stopped, ()) = tokio::join!(daemon.stop("web", Some(Duration::from_secs(3600))), async {
+        daemon.wait_phase("web", VmPhase::Stopping).await;
+        console.type_in("halt\n").await;
+    });
+    let exit = status(&stopped.unwrap()).last_exit.clone().unwrap();
+    assert_eq!(exit.reason(), ExitReason::GuestPanic);
+}
+
+#[tokio::test]
+async fn reset_of_a_panicked_guest_makes_vm_ready_again() {
+    let daemon = Daemon::start().await;
+    panicking(&daemon, RunPolicy::Manual, PanicPolicy::Ignore, "").await;
+    daemon.wait("web", |status| status.reason == "GuestPanicked").await;
+    let mut console = Client::open(&daemon, "web").await;
+    console.type_in("reset\n").await;
+    let is_ready = |status: &VmStatus| ready(status) == (ConditionStatus::True, "Running");
+    let told = daemon.wait("web", is_ready).await;
+    assert_eq!(told.reason, "Running");
+}
+
+#[tokio::test]
+async fn panic_rule_changes_while_the_vm_runs() {
+    let daemon = Daemon::start().await;
+    panicking(&daemon, RunPolicy::Manual, PanicPolicy::Ignore, "").await;
+    daemon.wait("web", |status| status.reason == "GuestPanicked").await;
+    let always = daemon
+        .change("web", |spec| {
+            spec.set_run_policy(RunPolicy::AlwaysOn);
+            spec.set_on_panic(PanicPolicy::Stop);
+        })
+        .await
+        .unwrap_err();
+    assert_eq!(refusal(&always), (Code::InvalidArgument, "INVALID_FIELDS".into()));
+    daemon
+        .change("web", |spec| spec.set_on_panic(PanicPolicy::Stop))
+        .await
+        .unwrap();
+    daemon.wait_phase("web", VmPhase::Failed).await;
+}
