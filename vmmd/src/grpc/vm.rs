@@ -281,7 +281,7 @@ impl VmService for Vms {
         let client = answer.await.map_err(|_| self.gone(name))??;
         // The actor waits for nothing of this.
         let stats = tokio::time::timeout(STATS_TIMEOUT, client.disk_stats()).await;
-        let stats = stats.unwrap_or(Err(control::Error::Unexpected("not in time")));
+        let stats = stats.unwrap_or(Err(control::Error::Timeout(STATS_TIMEOUT)));
         let stats = stats.map_err(|error| {
             let message = format!("the disks of VM \"{name}\": {}", text::chain(&error));
             Failure::new(Kind::Unavailable, "VMM_UNRESPONSIVE", message)

@@ -39,7 +39,7 @@ pub async fn of(host: &Arc<Host>, name: &str, entry: &Entry) -> Result<v1::VmSta
         });
     };
     let counted = tokio::time::timeout(TIMEOUT, client.machine_stats()).await;
-    let counted = counted.unwrap_or(Err(control::Error::Unexpected("not in time")));
+    let counted = counted.unwrap_or(Err(control::Error::Timeout(TIMEOUT)));
     let counted = counted.map_err(|error| unresponsive(name, &text::chain(&error)))?;
     let mut counted = bounds::of_vm(counted, &vm);
     let (usage, waiting) = usage(host, entry.uid, pid, threads(&counted)).await;

@@ -20,7 +20,7 @@ pub async fn tell(client: Client, held_bytes: u64) -> Result<(), Failure> {
         target_bytes: held_bytes,
     });
     let asked = timeout(TIMEOUT, client.request(op, &[])).await;
-    match asked.unwrap_or(Err(control::Error::Unexpected("not in time"))) {
+    match asked.unwrap_or(Err(control::Error::Timeout(TIMEOUT))) {
         Ok(_) => Ok(()),
         Err(control::Error::Refused(remote)) if remote.kind() == ErrorKind::NotFound => {
             let message = "the running machine has no balloon: restart the VM to give it one";
@@ -29,9 +29,8 @@ pub async fn tell(client: Client, held_bytes: u64) -> Result<(), Failure> {
         Err(control::Error::Refused(remote)) if remote.kind() == ErrorKind::State => {
             Err(Failure::precondition("NOT_NOW", remote.message))
         }
-        Err(control::Error::Unexpected(what)) => {
-            let message = format!("the vmm process does not answer: {what}");
-            Err(Failure::new(Kind::Unavailable, "VMM_UNRESPONSIVE", message))
+        Err(error @ control::Error::Timeout(_)) => {
+            Err(Failure::new(Kind::Unavailable, "VMM_UNRESPONSIVE", error.to_string()))
         }
         Err(error) => Err(start::refused(&error)),
     }

@@ -299,7 +299,7 @@ pub fn no_disk(name: &str) -> Failure {
 
 async fn stats(client: &Client) -> Result<Vec<DiskStats>, control::Error> {
     let stats = timeout(TIMEOUT, client.disk_stats()).await;
-    stats.unwrap_or(Err(control::Error::Unexpected("not in time")))
+    stats.unwrap_or(Err(control::Error::Timeout(TIMEOUT)))
 }
 
 /// Whether a machine has a disk, where it says so.
