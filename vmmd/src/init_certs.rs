@@ -299,7 +299,14 @@ fn write(dir: &Path, made: &[Made]) -> anyhow::Result<()> {
 fn next_steps(arguments: &InitCerts, made: &[Made], with_server: bool) -> String {
     let dir = &arguments.dir;
     let names: Vec<_> = made.iter().map(|file| file.name.as_str()).collect();
-    let mut text = format!("Made in {}: {}\n\nNext:\n", dir.display(), names.join(" "));
+    let days = arguments.days;
+    let until = jiff::Timestamp::now() + DAY.saturating_mul(days);
+    let mut text = format!(
+        "Made in {}: {}\nCertificates are valid for {days} days, until {}; make new ones before, with the CA that is there.\n\nNext:\n",
+        dir.display(),
+        names.join(" "),
+        until.strftime("%Y-%m-%d"),
+    );
     if with_server {
         text += "- Let vmmd listen, in /etc/vmmd/config.toml:\n    [tcp]\n    listen = \"0.0.0.0:7443\"\n";
         if dir != Path::new("/etc/vmmd/tls") {
