@@ -130,6 +130,8 @@ impl From<tonic::Status> for Failure {
             // What a request names is not there: by the request's own name, or by a name or path in a spec.
             Grpc::NotFound => Code::NotFound,
             Grpc::FailedPrecondition if reason.ends_with("_NOT_FOUND") => Code::NotFound,
+            // The node is smaller than the VM.
+            Grpc::FailedPrecondition if reason.starts_with("INSUFFICIENT_") => Code::Exhausted,
             Grpc::AlreadyExists | Grpc::Aborted => Code::Conflict,
             Grpc::FailedPrecondition => Code::Precondition,
             Grpc::InvalidArgument | Grpc::OutOfRange => Code::Invalid,

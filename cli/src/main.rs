@@ -26,7 +26,7 @@ use crate::failure::{Code, Failure};
 
 fn main() -> ExitCode {
     complete::answer();
-    let cli = args::Cli::parse();
+    let cli = args::Cli::try_parse().unwrap_or_else(|error| command::habits::improved(error).exit());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let result = match runtime {
         Ok(runtime) => runtime.block_on(command::run(cli)),

@@ -43,13 +43,16 @@ pub struct Apply {
     subcommand_negates_reqs = true,
     disable_help_subcommand = true
 )]
+#[command(override_usage = "\
+vmmctl edit NAME [OPTIONS]
+       vmmctl edit vm NAME [OPTIONS]")]
 pub struct Edit {
     /// Of what; a VM when nothing is said.
     #[command(subcommand)]
     pub what: Option<EditWhat>,
     #[command(flatten)]
     #[allow(missing_docs)]
-    pub vm: Option<EditVm>,
+    pub vm: EditVm,
 }
 
 /// What is edited.
@@ -64,8 +67,8 @@ pub enum EditWhat {
 #[derive(Debug, Args)]
 pub struct EditVm {
     /// Name of the VM.
-    #[arg(value_parser = vm_name, add = complete::vms())]
-    pub name: String,
+    #[arg(value_parser = vm_name, add = complete::vms(), required = true)]
+    pub name: Option<String>,
     /// Restart it when something is left that only a start can change.
     #[arg(long)]
     pub restart: bool,
@@ -171,12 +174,12 @@ pub struct CreateVm {
     /// always-off.
     #[arg(long, value_name = "POLICY", value_parser = operation::run_policy)]
     pub run_policy: Option<RunPolicy>,
-    /// The guest can't be asked to give memory back.
-    #[arg(long, conflicts_with_all = ["files", "free_page_reporting"])]
-    pub no_balloon: bool,
     /// Action after a panic of the guest's kernel: restart, stop, pause or ignore (by the run policy when not given).
     #[arg(long, value_name = "RULE", value_parser = operation::panic_policy, conflicts_with = "files")]
     pub on_panic: Option<PanicPolicy>,
+    /// The guest can't be asked to give memory back.
+    #[arg(long, conflicts_with_all = ["files", "free_page_reporting"])]
+    pub no_balloon: bool,
     /// The node gets pages that the guest has freed back at once.
     #[arg(long, conflicts_with = "files")]
     pub free_page_reporting: bool,

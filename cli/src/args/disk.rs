@@ -99,7 +99,7 @@ pub enum Preallocation {
 }
 
 /// `get disk`.
-#[derive(Debug, Args)]
+#[derive(Debug, Default, Args)]
 pub struct GetDisk {
     /// Only these; all when none is named.
     #[arg(value_parser = disk_name, add = complete::disks())]

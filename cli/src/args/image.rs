@@ -113,7 +113,7 @@ pub struct Upload {
 }
 
 /// `image ls`.
-#[derive(Debug, Args)]
+#[derive(Debug, Default, Args)]
 pub struct Ls {
     /// Only these; all when none is named.
     #[arg(value_parser = image_name, add = complete::images())]

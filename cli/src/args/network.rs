@@ -10,12 +10,14 @@ pub enum Network {
     /// Make a network: a bridge with addresses, DHCP, and a way to the outside.
     Create(CreateNetwork),
     /// List the networks.
+    #[command(visible_alias = "list")]
     Ls(ListNetworks),
     /// Show a network, and who has which address.
     Describe(DescribeNetwork),
     /// Change a network while VMs are in it.
     Update(UpdateNetwork),
     /// Delete a network that no VM's spec names.
+    #[command(visible_alias = "delete")]
     Rm(RemoveNetwork),
 }
 
@@ -71,7 +73,7 @@ pub enum Mode {
 }
 
 /// `network ls`.
-#[derive(Debug, Args)]
+#[derive(Debug, Default, Args)]
 pub struct ListNetworks {
     /// Print all of them as canonical JSON.
     #[arg(long)]

@@ -13,6 +13,7 @@ pub enum Nic {
     /// Take a NIC from a VM; the guest of one that runs is asked to eject it first.
     Detach(DetachNic),
     /// List the NICs of a VM.
+    #[command(visible_alias = "list")]
     Ls(ListNics),
     /// Change a NIC: its link and its limits at once, the rest at the next start.
     Update(UpdateNic),

@@ -19,6 +19,9 @@ pub struct Events {
     /// Only those at least this severe.
     #[arg(long, value_enum)]
     pub severity: Option<Severity>,
+    /// Only events of this time, as in 30s or 2h.
+    #[arg(long, value_name = "DURATION", value_parser = age)]
+    pub since: Option<Duration>,
     /// As many of the newest at most.
     #[arg(long, value_name = "N", default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub limit: u32,
@@ -81,7 +84,7 @@ pub struct Logs {
     #[arg(long, conflicts_with = "follow")]
     pub previous: bool,
     /// Only the last lines of what there is.
-    #[arg(long, value_name = "LINES")]
+    #[arg(short = 'n', long, value_name = "LINES")]
     pub tail: Option<usize>,
     /// Only what is not older than this, as in 30s or 2h. Lines of the serial port have no times, those of the vmm have.
     #[arg(long, value_name = "DURATION", value_parser = age, requires = "vmm")]

@@ -35,7 +35,22 @@ pub enum GetWhat {
     #[command(visible_alias = "operations")]
     Operation(operation::GetOperation),
     /// Show the node.
+    #[command(visible_alias = "nodes")]
     Node(GetNode),
+    /// List images: as `vmmctl image ls`.
+    #[command(visible_alias = "images")]
+    Image(super::image::Ls),
+    /// List networks: as `vmmctl network ls`.
+    #[command(visible_alias = "networks")]
+    Network(super::network::ListNetworks),
+    /// List snapshots: as `vmmctl snapshot ls`.
+    #[command(visible_alias = "snapshots")]
+    Snapshot(super::snapshot::ListSnapshots),
+    /// Show events: as `vmmctl events`.
+    #[command(visible_alias = "events")]
+    Event(super::observe::Events),
+    /// List VMs, then disks, images, networks and snapshots.
+    All,
 }
 
 /// `get node`.
@@ -53,7 +68,7 @@ pub const HELP: &str = "How to print: wide, yaml, json, name, jsonpath='{.metada
                         custom-columns=NAME:.metadata.name,PHASE:.status.phase";
 
 /// `get vm`.
-#[derive(Debug, Args)]
+#[derive(Debug, Default, Args)]
 pub struct GetVm {
     /// Only these; all when none is named.
     #[arg(value_parser = vm_name, add = complete::vms())]

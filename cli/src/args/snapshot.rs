@@ -67,7 +67,7 @@ pub struct CreateSnapshot {
 }
 
 /// `snapshot ls`.
-#[derive(Debug, Args)]
+#[derive(Debug, Default, Args)]
 pub struct ListSnapshots {
     /// How to print them.
     #[arg(short, long, value_name = FORMAT, help = HELP)]

@@ -129,9 +129,12 @@ pub enum DeleteWhat {
 /// `delete disk`.
 #[derive(Debug, Args)]
 pub struct DeleteDisk {
-    #[command(flatten)]
-    #[allow(missing_docs)]
-    pub names: DiskNames,
+    /// Names of disks, as NAME or disk/NAME.
+    #[arg(value_name = "NAME", value_parser = disk_name, add = complete::disks(), required_unless_present = "all")]
+    pub names: Vec<String>,
+    /// All disks that no VM and no other disk uses.
+    #[arg(long, conflicts_with = "names")]
+    pub all: bool,
     /// Do not fail for disks that are not there.
     #[arg(long)]
     pub ignore_not_found: bool,

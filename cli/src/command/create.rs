@@ -111,7 +111,7 @@ pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
         let found = violations
             .0
             .into_iter()
-            .map(|violation| (violation.field, violation.description));
+            .map(|violation| (option(violation.field), violation.description));
         let failure = Failure::new(Code::Invalid, "the VM is not valid");
         return Err(Failure {
             violations: found.collect(),
@@ -119,6 +119,19 @@ pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
         });
     }
     Ok(vm)
+}
+
+/// The option that sets a field, or the field itself: that of a list or of a part of an option is more exact.
+fn option(field: String) -> String {
+    const OPTIONS: [(&str, &str); 5] = [
+        ("metadata.name", "NAME"),
+        ("spec.cpu.cores", "--cpus"),
+        ("spec.memory.sizeBytes", "--memory"),
+        ("spec.boot.linux.kernel", "--kernel"),
+        ("spec.boot.linux.initrd", "--initrd"),
+    ];
+    let known = OPTIONS.iter().find(|(name, _)| *name == field);
+    known.map_or(field, |(_, option)| (*option).to_owned())
 }
 
 fn report(vm: &v1::Vm, args: &CreateVm) -> Result<()> {

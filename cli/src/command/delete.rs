@@ -58,10 +58,28 @@ pub async fn files(client: &Client, documents: &[Document], args: &DeleteVm) -> 
 
 /// Deletes disks that vmmd keeps.
 pub async fn disks(client: &Client, args: &DeleteDisk) -> Result<(), Vec<Failure>> {
-    let names = &args.names.names;
+    let unused = match args.all {
+        true => unused(client).await.map_err(super::one)?,
+        false => Vec::new(),
+    };
+    let names = if args.all { &unused } else { &args.names };
+    if names.is_empty() {
+        eprintln!("There are no disks to delete.");
+        return Ok(());
+    }
     let text = format!("this deletes {} with what is on them", listed("disk", names));
     confirm::ask(args.yes, &text).map_err(super::one)?;
     disk::delete(client, names, args.ignore_not_found).await
+}
+
+/// The names of disks that nothing uses.
+async fn unused(client: &Client) -> Result<Vec<String>> {
+    let disks = client.list_disks().await?.into_iter();
+    let unused = disks.filter(|disk| {
+        let status = disk.status.clone().unwrap_or_default();
+        status.used_by.is_empty() && status.overlays.is_empty()
+    });
+    Ok(unused.filter_map(|disk| Some(disk.metadata?.name)).collect())
 }
 
 fn verb(args: &DeleteVm) -> act::Verb {

@@ -24,11 +24,12 @@ const TRIES: u32 = 100;
 
 /// Lets the user change a VM. What they wrote is kept when it can't be applied.
 pub async fn vm(client: &Client, args: &EditVm) -> Result<()> {
-    let there = client.get(&args.name).await?;
+    let name = args.name.as_deref().unwrap_or_default();
+    let there = client.get(name).await?;
     let mut vm = there.clone();
     manifest::strip(&mut vm);
     let before = emit::yaml(&emit::vm(&vm)?, schema::VM)?;
-    let file = write(&args.name, &before).map_err(|error| {
+    let file = write(name, &before).map_err(|error| {
         let folder = env::temp_dir();
         let message = format!("can't write a file in {}: {error}", folder.display());
         Failure::new(Code::Other, message).hint("TMPDIR names another folder")
@@ -49,17 +50,22 @@ pub async fn vm(client: &Client, args: &EditVm) -> Result<()> {
                 Some(done) => (done.text, done.lines),
                 None => ("unchanged".to_owned(), Vec::new()),
             };
-            output::line(format!("vm/{} {text}", args.name))?;
+            output::line(format!("vm/{name} {text}"))?;
             lines
                 .iter()
                 .try_for_each(|line| output::line(format!("  {line}")))
         }
         Err(mut failure) => {
             if ["GENERATION_MISMATCH", "UID_MISMATCH"].contains(&&*failure.reason) {
-                failure.message = format!("vm/{} was changed by somebody else meanwhile", args.name);
+                failure.message = format!("vm/{name} was changed by somebody else meanwhile");
             }
-            let kept = format!("what you wrote is in {}", file.display());
-            failure.details.push(kept);
+            // An editor that did not start has written nothing.
+            if fs::read_to_string(&file).is_ok_and(|after| after == before) {
+                let _ = fs::remove_file(&file);
+            } else {
+                let kept = format!("what you wrote is in {}", file.display());
+                failure.details.push(kept);
+            }
             Err(failure)
         }
     }
@@ -75,8 +81,9 @@ async fn apply(client: &Client, there: &v1::Vm, file: &Path, args: &EditVm) -> R
         let message = format!("{} must hold one VM, it holds a disk", file.display());
         return Err(Failure::new(Code::Invalid, message));
     };
-    if document.name() != args.name {
-        let message = format!("a VM's name can't be changed: it is \"{}\"", args.name);
+    let name = args.name.as_deref().unwrap_or_default();
+    if document.name() != name {
+        let message = format!("a VM's name can't be changed: it is \"{name}\"");
         return Err(Failure::new(Code::Invalid, message));
     }
     let mut vm = vm.as_ref().clone();

@@ -9,7 +9,7 @@ use crate::{
     client::{self, Client, QUICK, call},
     failure::{Code, Failure, Result},
     manifest::emit,
-    output::{self, event, table::Table},
+    output::{self, age, event, table::Table},
 };
 
 /// How long to wait before a daemon that has gone is looked for again, at first and at most.
@@ -28,7 +28,12 @@ pub async fn events(client: &Client, args: &Events) -> Result<()> {
         json: args.output == Some(LineOutput::Json),
         table: event::table(),
     };
-    printer.all(&listed.events)?;
+    let mut shown = listed.events;
+    if let Some(since) = args.since {
+        let first = jiff::Timestamp::now() - since;
+        shown.retain(|event| age::timestamp(event.time.as_ref()).is_none_or(|time| time >= first));
+    }
+    printer.all(&shown)?;
     if !args.watch {
         return Ok(());
     }

@@ -4,7 +4,10 @@ use std::collections::BTreeMap;
 
 use proto::v1;
 
-use super::watch::{self, print_documents};
+use super::{
+    habits,
+    watch::{self, print_documents},
+};
 use crate::{
     args::{GetVm, Output, Selector},
     client::Client,
@@ -33,8 +36,14 @@ pub async fn get(client: &Client, args: &GetVm) -> Result<(), Vec<Failure>> {
     for wanted in &args.names {
         // It may be there and not be one of the others that are asked for.
         if !listed.iter().any(|vm| name(vm) == wanted)
-            && let Err(failure) = client.get(wanted).await
+            && let Err(mut failure) = client.get(wanted).await
         {
+            if let Some(hint) = habits::kind(wanted) {
+                failure = Failure {
+                    hint: Some(hint.into()),
+                    ..failure
+                };
+            }
             failures.push(failure);
         }
     }

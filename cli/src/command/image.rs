@@ -151,7 +151,8 @@ async fn upload(client: &Client, args: &Upload) -> Result<()> {
     say(client, &args.name, "uploaded").await
 }
 
-async fn list(client: &Client, args: &Ls) -> Result<(), Vec<Failure>> {
+/// `image ls`.
+pub async fn list(client: &Client, args: &Ls) -> Result<(), Vec<Failure>> {
     if args.watch {
         return watch(client, args).await.map_err(super::one);
     }

@@ -16,6 +16,7 @@ mod edit;
 mod events;
 mod generate;
 mod get;
+pub mod habits;
 mod image;
 mod interrupt;
 pub mod label;
@@ -45,8 +46,13 @@ pub mod watch;
 use crate::{
     args::{
         Cli, Command, Connection, Create, CreateVm, CreateWhat, Delete, DeleteVm, DeleteWhat, Describe,
-        DescribeWhat, Edit, EditWhat, Get, GetWhat, Output, Resize, Timeout, disk::ResizeDisk, memory::Set,
+        DescribeWhat, Edit, EditWhat, Get, GetVm, GetWhat, Output, Resize, Timeout,
+        disk::{GetDisk, ResizeDisk},
+        image::Ls,
+        memory::Set,
+        network::{ListNetworks, Network},
         operation::Operation,
+        snapshot::ListSnapshots,
     },
     client::Client,
     console,
@@ -203,7 +209,6 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
         Command::Network { what } => network::network(client, &what).await.map_err(one),
         Command::Run(args) => run::run(&client.with_timeout(args.timeout.timeout), &args)
             .await
-            .map_err(disk_spec::in_options)
             .map_err(one),
         Command::Image { what } => image::image(client, &what).await,
         Command::Nic { what } => nic::nic(client, &what).await.map_err(one),
@@ -273,7 +278,27 @@ async fn get(client: &Client, Get { what, vms }: Get) -> Result<(), Vec<Failure>
         Some(GetWhat::Disk(args)) => disk::list(client, &args).await,
         Some(GetWhat::Operation(args)) => operation::get(client, &args).await.map_err(one),
         Some(GetWhat::Node(args)) => show_node(client, args.output.as_ref()).await.map_err(one),
+        Some(GetWhat::Image(args)) => image::list(client, &args).await,
+        Some(GetWhat::Network(args)) => network::network(client, &Network::Ls(args)).await.map_err(one),
+        Some(GetWhat::Snapshot(args)) => snapshot::list(client, &args).await.map_err(one),
+        Some(GetWhat::Event(args)) => events::events(client, &args).await.map_err(one),
+        Some(GetWhat::All) => get_all(client).await,
     }
+}
+
+/// Lists of each kind, one below the other.
+async fn get_all(client: &Client) -> Result<(), Vec<Failure>> {
+    get::get(client, &GetVm::default()).await?;
+    output::line("").map_err(one)?;
+    disk::list(client, &GetDisk::default()).await?;
+    output::line("").map_err(one)?;
+    image::list(client, &Ls::default()).await?;
+    output::line("").map_err(one)?;
+    network::network(client, &Network::Ls(ListNetworks::default()))
+        .await
+        .map_err(one)?;
+    output::line("").map_err(one)?;
+    snapshot::list(client, &ListSnapshots::default()).await.map_err(one)
 }
 
 async fn describe(client: &Client, Describe { what, vms }: Describe) -> Result<(), Vec<Failure>> {
@@ -287,11 +312,9 @@ async fn describe(client: &Client, Describe { what, vms }: Describe) -> Result<(
 
 async fn edit(client: &Client, Edit { what, vm }: Edit) -> Result<(), Vec<Failure>> {
     let args = match what {
-        Some(EditWhat::Vm(args)) => Some(args),
+        Some(EditWhat::Vm(args)) => args,
         None => vm,
     };
-    // The command line is refused without one.
-    let Some(args) = args else { return Ok(()) };
     let client = &client.with_timeout(args.timeout.timeout);
     edit::vm(client, &args).await.map_err(one)
 }

@@ -14,35 +14,29 @@ use crate::{
     output,
 };
 
-/// Changes a VM's NICs as the command line asks for; the paths of an update mask that name what changes.
-type NicsChange = Box<dyn Fn(&mut Vec<v1::NicSpec>) -> Result<Vec<String>>>;
+/// Changes a VM's NICs as the command line asks for; the name of the one that changes, and the paths of an update mask for that.
+type NicsChange = Box<dyn Fn(&mut Vec<v1::NicSpec>) -> Result<(String, Vec<String>)>>;
 
 /// Does it.
 pub async fn nic(client: &Client, what: &Nic) -> Result<()> {
-    let (vm, name, change, options) = match what {
+    let (vm, change, options) = match what {
         Nic::Ls(args) => {
             let vm = client.get(&args.vm).await?;
             return output::print(&output::nic::table(&vm));
         }
         Nic::Attach(args) => {
             let nic = nic_spec::from_text(0, &args.nic)?;
-            let (vm, name) = (args.vm.clone(), nic.name.clone());
-            (vm, name, attach(nic), &args.options)
+            (args.vm.clone(), attach(nic), &args.options)
         }
-        Nic::Detach(args) => (
-            args.vm.clone(),
-            args.name.clone(),
-            detach(&args.name),
-            &args.options,
-        ),
+        Nic::Detach(args) => (args.vm.clone(), detach(&args.name), &args.options),
         Nic::Update(args) => {
             // What is wrong with it is said before anything is asked of the daemon.
             nic_spec::apply(&mut v1::NicSpec::default(), &args.nic, "KEY=VALUE")?;
             let change = change(&args.name, &args.nic);
-            (args.vm.clone(), args.name.clone(), change, &args.options)
+            (args.vm.clone(), change, &args.options)
         }
     };
-    let done = apply(
+    let (name, done) = apply(
         &client.with_timeout(options.timeout.timeout),
         &vm,
         options,
@@ -56,18 +50,38 @@ pub async fn nic(client: &Client, what: &Nic) -> Result<()> {
     Ok(())
 }
 
-async fn apply(client: &Client, vm: &str, options: &NicChange, change: &NicsChange) -> Result<update::Done> {
+/// Makes the change. Returns the name of the NIC and the result.
+async fn apply(
+    client: &Client,
+    vm: &str,
+    options: &NicChange,
+    change: &NicsChange,
+) -> Result<(String, update::Done)> {
     let how = How {
         dry_run: options.dry_run,
         restart: options.restart,
         grace: None,
     };
-    update::rewrite(client, vm, how, |there| {
+    let mut changed = String::new();
+    let done = update::rewrite(client, vm, how, |there| {
         let mut vm = there.clone();
-        let paths = change(&mut vm.spec.get_or_insert_default().nics)?;
+        let (name, paths) = change(&mut vm.spec.get_or_insert_default().nics)?;
+        changed = name;
         Ok(Change { vm, paths })
-    })
-    .await
+    });
+    let done = done.await.map_err(in_option)?;
+    Ok((changed, done))
+}
+
+/// The daemon says where the NIC is in the spec, which the command line does not.
+fn in_option(mut failure: Failure) -> Failure {
+    let begins = failure.message.strip_prefix("spec.nics[");
+    if let Some((_, said)) = begins.and_then(|rest| rest.split_once("]."))
+        && let Some((field, said)) = said.split_once(": ")
+    {
+        failure.message = format!("{field}=: {said}");
+    }
+    failure
 }
 
 fn attach(nic: v1::NicSpec) -> NicsChange {
@@ -86,8 +100,9 @@ fn attach(nic: v1::NicSpec) -> NicsChange {
             let message = format!("the VM has a NIC \"{}\" already", nic.name);
             return Err(Failure::new(Code::Invalid, message));
         }
+        let name = nic.name.clone();
         nics.push(nic);
-        Ok(paths)
+        Ok((name, paths))
     })
 }
 
@@ -99,7 +114,7 @@ fn detach(name: &str) -> NicsChange {
         if nics.len() == before {
             return Err(not_found(&name));
         }
-        Ok(vec![format!("spec.nics[{name}]")])
+        Ok((name.clone(), vec![format!("spec.nics[{name}]")]))
     })
 }
 
@@ -115,10 +130,35 @@ fn change(name: &str, text: &str) -> NicsChange {
             ));
         }
         let fields = nic_spec::fields(&text);
-        Ok(fields.map(|field| format!("spec.nics[{name}].{field}")).collect())
+        let paths = fields.map(|field| format!("spec.nics[{name}].{field}")).collect();
+        Ok((name.clone(), paths))
     })
 }
 
 fn not_found(name: &str) -> Failure {
     Failure::new(Code::NotFound, format!("the VM has no NIC \"{name}\""))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn attached_nic_has_the_first_free_name() {
+        let mut nics = vec![nic_spec::from_text(0, "network=lan").unwrap()];
+        let change = attach(nic_spec::from_text(0, "network=dmz").unwrap());
+        let (name, paths) = change(&mut nics).unwrap();
+        assert_eq!((name.as_str(), paths), ("eth1", vec!["spec.nics[eth1]".to_owned()]));
+        assert_eq!(nics[1].name, "eth1");
+    }
+
+    #[test]
+    fn refusal_names_the_key_of_the_nic() {
+        let of = |message: &str| in_option(Failure::new(Code::Precondition, message)).message;
+        assert_eq!(
+            of("spec.nics[1].bridge: there is no network interface \"br9\" on the node"),
+            "bridge=: there is no network interface \"br9\" on the node"
+        );
+        assert_eq!(of("NIC \"eth1\": taken"), "NIC \"eth1\": taken");
+    }
 }

@@ -22,6 +22,9 @@ use crate::{
     output,
 };
 
+/// The name of the patched manifest in messages.
+const PATCHED: &str = "the patched VM";
+
 /// Longest patch that is read, in bytes.
 const MAX_FILE: u64 = 4 << 20;
 
@@ -199,7 +202,7 @@ fn patched(there: &v1::Vm, merge: Option<&Json>, sets: &[Set]) -> Result<Change>
     }
     paths.retain(|path| path != "metadata.name");
     // As a manifest, so that values may be written as in one.
-    let documents = manifest::parse(&json.to_string(), "the patched VM")?;
+    let documents = manifest::parse(&json.to_string(), PATCHED).map_err(without_lines)?;
     match documents.into_iter().next().map(|document| document.object) {
         Some(Object::Vm(vm)) => Ok(Change { vm: *vm, paths }),
         _ => Err(Failure::new(
@@ -207,6 +210,15 @@ fn patched(there: &v1::Vm, merge: Option<&Json>, sets: &[Set]) -> Result<Change>
             "a patch can't make something else of a VM",
         )),
     }
+}
+
+/// Removes line numbers: the patched manifest is one line of JSON.
+fn without_lines(mut failure: Failure) -> Failure {
+    let place = format!("{PATCHED}:1: ");
+    for text in std::iter::once(&mut failure.message).chain(&mut failure.details) {
+        *text = text.replace(&place, "");
+    }
+    failure
 }
 
 /// A merge patch (RFC 7396, section 2).

@@ -23,12 +23,69 @@ const NO_DISK: &str = "DISK_NOT_FOUND";
 /// Longest name of an image that such a name has in it.
 const LONGEST: usize = 40;
 
+/// The options of `run` that set fields of the VM and of its disk; the longest beginnings come first.
+const OPTIONS: [(&str, &str); 17] = [
+    ("metadata.name", "--name"),
+    ("disk.metadata.name", "--name"),
+    ("disk.spec.sizeBytes", "--disk-size"),
+    ("disk.spec.image", "IMAGE"),
+    ("spec.disks[0]", "--name"),
+    ("spec.cpu", "--cpus"),
+    ("spec.memory", "--memory"),
+    ("spec.boot.linux.kernel", "--kernel"),
+    ("spec.boot.linux.initrd", "--initrd"),
+    ("spec.boot", "--cmdline"),
+    ("spec.cloudInit.hostname", "--hostname"),
+    ("spec.cloudInit.sshAuthorizedKeys", "--ssh-key"),
+    ("spec.cloudInit.networkConfig", "--network-config"),
+    ("spec.cloudInit", "--user-data"),
+    ("spec.shares", "--share"),
+    ("spec.stateDir", "--state-dir"),
+    ("metadata.labels", "--label"),
+];
+
 /// Makes the disk, then the VM, and starts it. When there is no VM in the end, there is no disk either.
 pub async fn run(client: &Client, args: &Run) -> Result<()> {
+    let in_network = args.network.is_some();
+    let ran = run_as_written(client, args).await;
+    ran.map_err(|failure| in_options(failure, in_network))
+}
+
+/// Replaces field paths of the VM and its disk by the options of `run`.
+fn in_options(mut failure: Failure, in_network: bool) -> Failure {
+    let option = |field: &str| match field.strip_prefix("spec.nics[") {
+        Some(nic) if in_network && nic.starts_with("0]") => match nic.contains("publishedPorts") {
+            true => Some("--publish"),
+            false => Some("--network"),
+        },
+        Some(_) => Some("--nic"),
+        None => OPTIONS
+            .iter()
+            .find(|(begin, _)| field.starts_with(begin))
+            .map(|(_, option)| *option),
+    };
+    let mut options: Vec<&str> = Vec::new();
+    failure.violations.retain_mut(|(field, _)| {
+        let Some(option) = option(field) else { return true };
+        option.clone_into(field);
+        // A bad name is one of the disk too.
+        let first = option != "--name" || !options.contains(&option);
+        options.push(option);
+        first
+    });
+    if let Some((field, rest)) = failure.message.split_once(": ")
+        && let Some(option) = option(field)
+    {
+        failure.message = format!("{option}: {rest}");
+    }
+    failure
+}
+
+async fn run_as_written(client: &Client, args: &Run) -> Result<()> {
     let name = args.name.clone().unwrap_or_else(|| new_name(&args.image));
     let disk = format!("{name}-root");
     let vm = vm(args, &name, &disk)?;
-    would_be_taken(client, &vm, &name).await?;
+    would_be_taken(client, &vm, &name, &disk).await?;
     make_disk(client, args, &disk).await?;
     let created = apply::create(client, vm, true, false).await;
     if let Err(failure) = created {
@@ -60,10 +117,15 @@ pub async fn run(client: &Client, args: &Run) -> Result<()> {
 }
 
 /// Whether the node takes the VM, but for its disk, which is made only then: that can take minutes.
-async fn would_be_taken(client: &Client, vm: &v1::Vm, name: &str) -> Result<()> {
+async fn would_be_taken(client: &Client, vm: &v1::Vm, name: &str, disk: &str) -> Result<()> {
     match apply::create(client, vm.clone(), true, true).await {
         Err(failure) if failure.reason.as_ref() == NO_DISK && failure.violations.is_empty() => {}
-        Err(failure) => return Err(failure),
+        Err(mut failure) => {
+            // The disk is made when nothing else is wrong.
+            let missing = format!("; spec.disks[0].disk: there is no disk \"{disk}\" on this node");
+            failure.message = failure.message.replace(&missing, "");
+            return Err(failure);
+        }
         Ok(_) => return Ok(()),
     }
     match client.get(name).await {
@@ -203,6 +265,34 @@ fn vm(args: &Run, name: &str, disk: &str) -> Result<v1::Vm> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn problem_of_a_field_names_the_option_of_run() {
+        let of = |field: &str, in_network| {
+            let failure = Failure {
+                violations: vec![(field.to_owned(), "is wrong".to_owned())],
+                ..Failure::new(Code::Invalid, "the VM is not valid")
+            };
+            in_options(failure, in_network).violations[0].0.clone()
+        };
+        for (field, in_network, expected) in [
+            ("spec.memory.sizeBytes", false, "--memory"),
+            ("disk.spec.sizeBytes", false, "--disk-size"),
+            ("metadata.name", false, "--name"),
+            ("spec.nics[0].network", true, "--network"),
+            ("spec.nics[0].publishedPorts[0].nodePort", true, "--publish"),
+            ("spec.nics[1].bridge", true, "--nic"),
+            ("spec.nics[0].bridge", false, "--nic"),
+            ("spec.cpu.cores", false, "--cpus"),
+        ] {
+            assert_eq!(of(field, in_network), expected, "{field}");
+        }
+        let said = in_options(
+            Failure::new(Code::Precondition, "spec.nics[0].bridge: there is none"),
+            false,
+        );
+        assert_eq!(said.message, "--nic: there is none");
+    }
 
     #[test]
     fn a_name_is_that_of_the_image_with_digits() {

@@ -92,7 +92,8 @@ fn retention(args: &CreateSnapshot) -> Option<v1::SnapshotRetention> {
     })
 }
 
-async fn list(client: &Client, args: &ListSnapshots) -> Result<()> {
+/// `snapshot ls`.
+pub async fn list(client: &Client, args: &ListSnapshots) -> Result<()> {
     let request = v1::ListSnapshotsRequest {};
     let response = call(QUICK, client.snapshots.clone().list_snapshots(request)).await?;
     let snapshots = response.snapshots;
@@ -207,7 +208,13 @@ fn identity(fresh: bool) -> i32 {
 async fn restored(client: &Client, request: v1::RestoreVmRequest) -> Result<String> {
     let snapshot = request.snapshot.clone();
     let response = send!(client.limit(COPY), client.snapshots, restore_vm, request).await;
-    let response = response.map_err(|failure| about_snapshot(failure, &snapshot))?;
+    let response = response.map_err(|failure| {
+        let failure = match &*failure.reason {
+            "NIC_ADDRESS_IN_USE" => failure.hint("--fresh is a VM with addresses of its own; --share-addresses lets both have them"),
+            _ => failure,
+        };
+        about_snapshot(failure, &snapshot)
+    })?;
     let vm = response.vm.ok_or_else(empty_answer)?;
     Ok(vm.metadata.unwrap_or_default().name)
 }

@@ -27,6 +27,9 @@ use crate::{
     failure::{Code, Failure, Result},
 };
 
+/// ssh sends a keep-alive message after 15 s of silence, and ends the session after four without an answer.
+const KEEP_ALIVE: [&str; 2] = ["-oServerAliveInterval=15", "-oServerAliveCountMax=4"];
+
 /// A user of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
@@ -77,6 +80,10 @@ pub async fn ssh(client: &Client, given: &Connection, args: &Ssh) -> Result<()> 
     command.args(options(client, given, &args.vm.vm, &args.reach).await?);
     // Options come before the host, the command after it.
     let (options, rest) = option_words(&args.rest);
+    // ssh goes by the first that it reads.
+    if !options.iter().any(|word| word.contains("ServerAlive")) {
+        command.args(KEEP_ALIVE);
+    }
     command.args(options).arg("--").arg(args.vm.word()).args(rest);
     Err(failed(&command))
 }
@@ -117,6 +124,7 @@ pub async fn scp(client: &Client, given: &Connection, args: &Scp) -> Result<()> 
     }
     let mut command = Command::new("scp");
     command.args(options(client, given, vm, &args.reach).await?);
+    command.args(KEEP_ALIVE);
     if args.recursive {
         command.arg("-r");
     }

@@ -60,7 +60,7 @@ pub async fn rewrite(
     client: &Client,
     name: &str,
     how: How,
-    change: impl Fn(&v1::Vm) -> Result<Change>,
+    change: impl FnOnce(&v1::Vm) -> Result<Change>,
 ) -> Result<Done> {
     let there = client.get(name).await?;
     let mut change = change(&there)?;

@@ -7,7 +7,7 @@ use proto::well_known::Timestamp;
 /// How long ago `time` was, as kubectl writes it: `5s`, `3m12s`, `47m`, `5h20m`, `31h`, `4d6h`, `90d`, `3y41d`.
 /// `-` when the time is not known; a time in the future is `0s`.
 pub fn since(time: Option<&Timestamp>, now: jiff::Timestamp) -> String {
-    let Some(time) = time.and_then(timestamp) else {
+    let Some(time) = timestamp(time) else {
         return "-".into();
     };
     let elapsed = Duration::try_from(now.duration_since(time)).unwrap_or_default();
@@ -16,14 +16,15 @@ pub fn since(time: Option<&Timestamp>, now: jiff::Timestamp) -> String {
 
 /// A time in the form of RFC 3339, in UTC, in whole seconds; `-` when it is not known.
 pub fn exact(time: Option<&Timestamp>) -> String {
-    let time = time.and_then(timestamp);
-    time.map_or_else(
+    timestamp(time).map_or_else(
         || "-".into(),
         |time| time.strftime("%Y-%m-%dT%H:%M:%SZ").to_string(),
     )
 }
 
-fn timestamp(time: &Timestamp) -> Option<jiff::Timestamp> {
+/// The time, when it is known.
+pub fn timestamp(time: Option<&Timestamp>) -> Option<jiff::Timestamp> {
+    let time = time?;
     jiff::Timestamp::new(time.seconds, time.nanos).ok()
 }
 

@@ -5,7 +5,7 @@ use proto::v1;
 use super::{
     age, disk, resources, share,
     table::Table,
-    vm::{attachment, camel, phase},
+    vm::{attachment, camel, now_and_then, phase},
 };
 use crate::{command::difference, failure::printable, manifest::quantity};
 
@@ -102,16 +102,20 @@ fn restart(text: &mut Lines, status: &v1::VmStatus) {
         text.put("Next start", &age::exact(next));
     }
     let Some(counts) = status.counts else { return };
+    let plural = |count: u64, one: &'static str, more: &'static str| match count {
+        1 => (1, one),
+        count => (count, more),
+    };
     let counted = [
-        (counts.starts, "starts"),
+        plural(counts.starts, "start", "starts"),
         (counts.automatic_starts, "by the run policy"),
         (counts.failed_starts, "failed"),
-        (counts.guest_shutdowns, "power-offs"),
-        (counts.guest_resets, "resets"),
-        (counts.guest_panics, "panics"),
-        (counts.crash_resets, "resets after a crash"),
-        (counts.guest_crashes, "crashes"),
-        (counts.vmm_errors, "errors of the vmm"),
+        plural(counts.guest_shutdowns, "power-off", "power-offs"),
+        plural(counts.guest_resets, "reset", "resets"),
+        plural(counts.guest_panics, "panic", "panics"),
+        plural(counts.crash_resets, "reset after a crash", "resets after a crash"),
+        plural(counts.guest_crashes, "crash", "crashes"),
+        plural(counts.vmm_errors, "error of the vmm", "errors of the vmm"),
         (counts.out_of_memory, "out of memory"),
         (counts.lost, "lost"),
     ];
@@ -142,7 +146,9 @@ fn instance(text: &mut Lines, status: &v1::VmStatus, now: jiff::Timestamp) {
 
 fn spec(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
     let memory = spec.memory.unwrap_or_default();
-    text.put("CPUs", &spec.cpu.as_ref().map_or(0, |cpu| cpu.cores).to_string());
+    let cores = u64::from(spec.cpu.as_ref().map_or(0, |cpu| cpu.cores));
+    let cores = now_and_then(status, "spec.cpu.cores", cores, |cores| cores.to_string());
+    text.put("CPUs", &cores);
     let backing = match memory.backing() {
         v1::MemoryBacking::Unspecified => String::new(),
         backing => format!(
@@ -151,10 +157,8 @@ fn spec(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
         ),
     };
     let bytes = memory.size_bytes;
-    text.put(
-        "Memory",
-        &format!("{} ({bytes} bytes{backing})", quantity::show(bytes)),
-    );
+    let size = now_and_then(status, "spec.memory.sizeBytes", bytes, quantity::show);
+    text.put("Memory", &format!("{size} ({bytes} bytes{backing})"));
     resources::of_vm(text, spec);
     text.put("Balloon", &balloon(spec.balloon.as_ref()));
     text.put("Display", &display(spec.display.as_ref()));

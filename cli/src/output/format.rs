@@ -96,6 +96,8 @@ fn closing(text: &str) -> Option<usize> {
 
 /// A path (RFC 9535), with or without the `$` at its beginning.
 fn path(text: &str) -> Result<JsonPath, String> {
+    // As kubectl has it, whose template is filled once with the list of all.
+    let text = text.strip_prefix(".items[*]").filter(|rest| !rest.is_empty()).unwrap_or(text);
     let whole = if text.starts_with('$') {
         text.to_owned()
     } else if text.starts_with(['.', '[']) {
@@ -230,6 +232,7 @@ mod tests {
         });
         for (template, expected) in [
             ("{.metadata.name}", "web"),
+            ("{.items[*].metadata.name}", "web"),
             ("{$.metadata.name}: {.spec.disks[0].queues}", "web: 2"),
             ("{.spec.disks[*].name}", "root data"),
             ("{..name}", "web root data"),

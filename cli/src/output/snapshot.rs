@@ -22,7 +22,8 @@ pub fn row(snapshot: &v1::Snapshot, now: jiff::Timestamp) -> Vec<String> {
         metadata.name,
         snapshot.spec.clone().unwrap_or_default().vm,
         kind(snapshot).to_owned(),
-        quantity::show(status.size_bytes),
+        // A snapshot of disks alone has no memory file.
+        quantity::show(status.size_bytes.max(status.allocated_bytes)),
         pause(&status),
         age::since(metadata.create_time.as_ref(), now),
     ]

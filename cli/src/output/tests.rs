@@ -198,9 +198,9 @@ fn a_table_has_one_line_per_vm_and_aligned_columns() {
     };
     let rows = [vm::row(&web(), true, now()), vm::row(&empty, true, now())];
     insta::assert_snapshot!(vm::table(true).whole(&rows, true), @r#"
-NAME                 PHASE     CPUS   MEMORY   UPTIME   AGE   PID    DISKS          NICS               LABELS       REASON
-web                  Running   2      256Mi    60s      66m   4711   root,data,cd   eth0=network:lan   tier=front   GuestRunning
-a-much-longer-name   Unknown   0      0        -        -     -      -              -                  -            -
+NAME                 PHASE     CPUS   MEMORY   ADDRESS     UPTIME   AGE   PID    DISKS          NICS               LABELS       REASON
+web                  Running   2      256Mi    10.80.0.2   60s      66m   4711   root,data,cd   eth0=network:lan   tier=front   GuestRunning
+a-much-longer-name   Unknown   0      0        -           -        -     -      -              -                  -            -
 "#);
 }
 

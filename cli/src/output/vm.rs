@@ -7,7 +7,7 @@ use crate::manifest::quantity;
 
 /// The table of VMs; `wide` has more columns.
 pub fn table(wide: bool) -> Table {
-    let mut headers = vec!["NAME", "PHASE", "CPUS", "MEMORY", "UPTIME", "AGE"];
+    let mut headers = vec!["NAME", "PHASE", "CPUS", "MEMORY", "ADDRESS", "UPTIME", "AGE"];
     if wide {
         headers.extend(["PID", "DISKS", "NICS", "LABELS", "REASON"]);
     }
@@ -21,11 +21,14 @@ pub fn row(vm: &v1::Vm, wide: bool, now: jiff::Timestamp) -> Vec<String> {
     let status = vm.status.clone().unwrap_or_default();
     let instance = status.instance.as_ref();
     let started = instance.and_then(|instance| instance.start_time.as_ref());
+    let cores = u64::from(spec.cpu.map_or(0, |cpu| cpu.cores));
+    let memory = spec.memory.map_or(0, |memory| memory.size_bytes);
     let mut row = vec![
         metadata.name,
         phase(&status),
-        spec.cpu.map_or(0, |cpu| cpu.cores).to_string(),
-        quantity::show(spec.memory.map_or(0, |memory| memory.size_bytes)),
+        now_and_then(&status, "spec.cpu.cores", cores, |cores| cores.to_string()),
+        now_and_then(&status, "spec.memory.sizeBytes", memory, quantity::show),
+        addresses(&status, wide),
         age::since(started, now),
         age::since(metadata.create_time.as_ref(), now),
     ];
@@ -47,6 +50,39 @@ pub fn row(vm: &v1::Vm, wide: bool, now: jiff::Timestamp) -> Vec<String> {
         ]);
     }
     row
+}
+
+/// A number of the spec, with the value of the running machine in front of a pending one: `512Mi -> 768Mi`.
+pub fn now_and_then(
+    status: &v1::VmStatus,
+    path: &str,
+    wanted: u64,
+    show: impl Fn(u64) -> String,
+) -> String {
+    let mut pending = status.pending_changes.iter();
+    let change = pending.find(|change| change.path == path);
+    let running = change.and_then(|change| {
+        let json = serde_json::to_value(change.current.as_ref()?).ok()?;
+        // 64-bit numbers are text in the canonical JSON form.
+        match &json {
+            serde_json::Value::String(text) => text.parse().ok(),
+            json => format!("{:.0}", json.as_f64()?).parse().ok(),
+        }
+    });
+    match running {
+        Some(running) if running != wanted => format!("{} -> {}", show(running), show(wanted)),
+        _ => show(wanted),
+    }
+}
+
+/// The addresses of its NICs in networks of the node; with `all` those of IPv6 too.
+fn addresses(status: &v1::VmStatus, all: bool) -> String {
+    let addresses = status.nics.iter().flat_map(|nic| &nic.addresses);
+    let all = addresses.filter(|address| all || !address.contains(':'));
+    match all.cloned().collect::<Vec<_>>().join(",") {
+        none if none.is_empty() => "-".to_owned(),
+        addresses => addresses,
+    }
 }
 
 /// The phase as a word: `Running`.

@@ -135,7 +135,7 @@ fn mistakes_in_a_manifest_show_without_a_daemon() {
     let (code, text) = failure(nowhere, &["create", "Web", "--kernel", "vmlinuz", "--cpus", "0"]);
     assert_eq!(code, Some(6));
     assert_eq!(text.lines().count(), 4, "{text}");
-    assert!(text.contains("  spec.cpu.cores: must be 1 to 254"), "{text}");
+    assert!(text.contains("  --cpus: must be 1 to 254"), "{text}");
 }
 
 #[test]

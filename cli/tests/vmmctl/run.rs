@@ -23,7 +23,7 @@ fn run(daemon: &Daemon, args: &[&str]) -> (i32, String) {
 fn a_vm_that_the_node_would_refuse_is_refused_before_its_disk_is_made() {
     let daemon = Daemon::start();
     let (code, said) = run(&daemon, &["--share", "/root"]);
-    assert_eq!((code, said.contains("spec.shares[0]")), (5, true), "{said}");
+    assert_eq!((code, said.contains("--share: ")), (5, true), "{said}");
     daemon.state.put("web", VmPhase::Running, &[]);
     let (code, said) = run(&daemon, &[]);
     assert_eq!(

@@ -95,11 +95,20 @@ fn apply_with_restart_restarts_what_needs_it() {
     assert_eq!(daemon.state.calls(), [call, call]);
 }
 
-/// `edit vm web` with a shell command in place of an editor.
+/// `edit web` with a shell command in place of an editor.
 fn edit(daemon: &Daemon, editor: &str, folder: &std::path::Path) -> (i32, String, String) {
+    edit_as(daemon, &["edit", "web"], editor, folder)
+}
+
+fn edit_as(
+    daemon: &Daemon,
+    words: &[&str],
+    editor: &str,
+    folder: &std::path::Path,
+) -> (i32, String, String) {
     let output = daemon
         .vmmctl()
-        .args(["edit", "vm", "web"])
+        .args(words)
         .env_remove("VISUAL")
         .env("EDITOR", editor)
         .env("TMPDIR", folder)
@@ -130,6 +139,30 @@ fn edit_applies_what_was_written() {
 }
 
 #[test]
+fn edit_of_a_name_is_edit_of_a_vm() {
+    let daemon = Daemon::start();
+    let folder = tempfile::tempdir().unwrap();
+    daemon.state.put("web", VmPhase::Running, &[]);
+    let editor = "sed -i 's/cores: 2/cores: 4/'";
+    for words in [&["edit", "web"][..], &["edit", "vm", "web"]] {
+        daemon.state.put("web", VmPhase::Running, &[]);
+        let (code, stdout, stderr) = edit_as(&daemon, words, editor, folder.path());
+        assert_eq!((code, stderr.as_str()), (0, ""), "{words:?}");
+        assert!(stdout.contains("spec.cpu.cores: 2 -> 4"), "{stdout}");
+    }
+    let (code, _, stderr) = edit_as(&daemon, &["edit", "none"], editor, folder.path());
+    assert_eq!(code, 3, "{stderr}");
+    let (code, _, stderr) = edit_as(&daemon, &["edit"], editor, folder.path());
+    assert_eq!(code, 2, "{stderr}");
+    // One that does not start has written nothing, of which nothing is kept.
+    let (code, stdout, stderr) = edit(&daemon, "no-such-editor", folder.path());
+    assert_eq!((code, stdout.as_str()), (1, ""), "{stderr}");
+    assert!(stderr.contains("the editor `no-such-editor` ended with"), "{stderr}");
+    assert!(!stderr.contains("what you wrote"), "{stderr}");
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+}
+
+#[test]
 fn edit_keeps_what_was_written_when_it_cannot_be_applied() {
     let daemon = Daemon::start();
     daemon.state.put("web", VmPhase::Stopped, &[]);
@@ -144,11 +177,11 @@ fn edit_keeps_what_was_written_when_it_cannot_be_applied() {
     );
     let wrong = "sed -i 's/cores: 2/cores: 999/'";
     let renamed = "sed -i 's/name: web/name: db/'";
-    let fails = "false && true";
+    let fails = "fails() { echo >>\"$1\"; false; }; fails";
     for (editor, code, words) in [
         (wrong, 6, "spec.cpu.cores: must be 1 to 254, is 999"),
         (renamed, 6, "a VM's name can't be changed"),
-        (fails, 1, "the editor `false && true` ended with"),
+        (fails, 1, "` ended with exit status: 1"),
         (&conflict, 4, "vm/web was changed by somebody else meanwhile"),
     ] {
         let folder = tempfile::tempdir().unwrap();
@@ -306,10 +339,10 @@ fn get_lists_and_selects() {
         .put("web-1", VmPhase::Running, &[("tier", "front"), ("zone", "a")]);
     daemon.state.put("web-2", VmPhase::Stopped, &[("tier", "front")]);
     daemon.state.put("db", VmPhase::Failed, &[]);
-    let table = "NAME    PHASE     CPUS   MEMORY   UPTIME   AGE\n\
-                 db      Failed    2      1Gi      -        -\n\
-                 web-1   Running   2      1Gi      -        -\n\
-                 web-2   Stopped   2      1Gi      -        -\n";
+    let table = "NAME    PHASE     CPUS   MEMORY   ADDRESS   UPTIME   AGE\n\
+                 db      Failed    2      1Gi      -         -        -\n\
+                 web-1   Running   2      1Gi      -         -        -\n\
+                 web-2   Stopped   2      1Gi      -         -        -\n";
     assert_eq!(run(&daemon, &["get", "vm"]), done(table));
     let names = |args: &[&str]| run(&daemon, &[&["get", "vms", "-o", "name"], args].concat());
     assert_eq!(names(&["-l", "tier=front"]), done("vm/web-1\nvm/web-2\n"));
