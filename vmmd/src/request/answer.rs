@@ -41,8 +41,8 @@ impl Answer {
         A::decode(self.0?.as_slice()).map_err(|_| Status::internal("undecodable answer of a request"))
     }
 
-    /// What is kept for a retry. Of a refusal nothing is: it changed nothing, or what a retry completes, and most of its reasons pass with time. So
-    /// the retry is carried out, and the id of a request that is wrong in itself is free for the right one.
+    /// The record that the store keeps for a retry. A refusal has none: it changed nothing that a retry does not complete, and most of its reasons
+    /// pass with time. So the retry is carried out, and an invalid request leaves its id free.
     pub fn record(&self, mark: RequestMark) -> Option<RequestRecord> {
         let response = self.0.as_ref().ok()?;
         Some(kept(mark, response.clone()))

@@ -8,7 +8,7 @@
 //!           a refusal
 //! ```
 //!
-//! Ids are of their callers: two callers may use the same. Who sends a request that is under way waits for the same answer. A request that
+//! Ids are of their callers: two callers may use the same. A second request with the id of one that is under way waits for the same answer. A request that
 //! succeeded is answered as before for a day, or until its caller has had more answers than the store keeps of one caller. The answer shows its
 //! VM as it is then ([`shown`]). The same id with another method or other content is refused, and so is one that has made an object which is not
 //! there any more ([`made`]). A refusal is not kept: the retry is carried out. A request that only checks leaves its id free.
@@ -195,7 +195,7 @@ where
     ended.decode().map(Response::new)
 }
 
-/// Carries out what has no answer in the store. `changes` is false for a request that only checks.
+/// Carries out a request, unless the store has its answer. `changes` is false for a request that only checks.
 async fn carry_out<A, F>(
     host: &impl Ports,
     mark: RequestMark,

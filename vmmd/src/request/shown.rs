@@ -1,5 +1,5 @@
-//! The VM in the answer of a request: the store keeps which VM it is, and a retry shows the VM as it is then. So an answer is small, whatever
-//! its VM's spec has.
+//! The VM in the answer of a request: the store keeps which VM it is, and a retry shows the VM as it is then. So an answer is small,
+//! also for a VM with a large spec.
 
 use prost::Message;
 use proto::v1;

@@ -28,7 +28,7 @@ const ORDER: Table = Table::new("requests_by_caller");
 const SUMS: Table = Table::new("request_sums");
 /// No caller has a NUL in it.
 const EVERYBODY: &str = "\0";
-/// What schema 5 has in the place of [`ORDER`]: by a big-endian number that grows, the time and the key.
+/// The table of schema 5 for the same: by a big-endian number that grows, the time and the key.
 const OLD_ORDER: Table = Table::new("request_order");
 
 /// Most answers and bytes.
@@ -44,7 +44,7 @@ impl Limit {
     }
 }
 
-/// Of one caller, and of all callers.
+/// The limits of one caller, and of all callers.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
     pub caller: Limit,
@@ -73,10 +73,10 @@ pub struct RequestMark {
     /// "CreateVm".
     #[prost(string, tag = "2")]
     pub method: String,
-    /// What earlier releases wrote in the place of the fingerprint: SHA-256 of the request without its id. Nothing once the store is open.
+    /// SHA-256 of the request without its id, as earlier releases wrote it instead of the fingerprint. Empty once the store is open.
     #[prost(bytes = "vec", tag = "3")]
     pub plain_hash: Vec<u8>,
-    /// Of the request without its id: [`Key::fingerprint`](super::Key::fingerprint) of its SHA-256.
+    /// [`Key::fingerprint`](super::Key::fingerprint) of the SHA-256 of the request without its id.
     #[prost(bytes = "vec", tag = "6")]
     pub fingerprint: Vec<u8>,
     /// Unix time in milliseconds.
@@ -88,7 +88,7 @@ pub struct RequestMark {
 }
 
 impl RequestMark {
-    /// What tells the request from those of others: ids are of their callers.
+    /// The key of the request in the store: each caller has ids of its own.
     pub fn key(&self) -> RequestKey {
         RequestKey::new(&self.caller, &self.id)
     }
@@ -108,7 +108,7 @@ impl RequestMark {
 pub struct RequestKey(String);
 
 impl RequestKey {
-    /// Of an id that a caller gave. Neither has a NUL in it; without a caller it is as earlier releases have it.
+    /// The key for an id of a caller. Neither has a NUL in it; without a caller it is as earlier releases have it.
     pub fn new(caller: &str, id: &str) -> Self {
         Self(if caller.is_empty() {
             id.to_owned()
@@ -144,12 +144,12 @@ pub struct RequestRecord {
     pub response: Vec<u8>,
 }
 
-/// What is kept of a caller.
+/// The number and size of the answers of a caller.
 #[derive(Clone, Copy, PartialEq, prost::Message)]
 struct Sum {
     #[prost(uint64, tag = "1")]
     count: u64,
-    /// Of the keys and values in [`REQUESTS`].
+    /// Size of the keys and values in [`REQUESTS`].
     #[prost(uint64, tag = "2")]
     bytes: u64,
     /// Number of the next answer in [`ORDER`].
@@ -254,7 +254,7 @@ impl<'t> Answers<'t> {
         Ok(row.map(|(_, entry)| split(entry.value()).0))
     }
 
-    /// Removes a caller's oldest answer; false when it has none.
+    /// Removes a caller's oldest answer; false when there is no answer.
     fn remove_oldest(&mut self, caller: &str) -> Result<bool, Error> {
         let (first, last) = (place(caller, 0), place(caller, u64::MAX));
         let row = {
@@ -276,7 +276,7 @@ impl<'t> Answers<'t> {
         Ok(true)
     }
 
-    /// Removes what a caller has beyond its share, and up to `aged` answers that are too old; how many of those.
+    /// Removes a caller's oldest answers until it is within its share, and up to `aged` answers that are too old; returns the number of those.
     fn trim(&mut self, caller: &str, limits: Limits, aged: u64) -> Result<u64, Error> {
         while limits.caller.is_exceeded(&self.sum(caller)?) && self.remove_oldest(caller)? {}
         let now = text::now_ms();
@@ -290,7 +290,7 @@ impl<'t> Answers<'t> {
         Ok(aged)
     }
 
-    /// Removes what all have beyond the limit, from the caller that has most.
+    /// Removes the oldest answers of the caller that has most, until all callers are within the limit.
     fn trim_all(&mut self, limits: Limits) -> Result<(), Error> {
         while limits.all.is_exceeded(&self.sum(EVERYBODY)?) {
             let callers = self.callers()?;
@@ -361,7 +361,7 @@ pub(super) fn complete_within<'a>(
     Ok(())
 }
 
-/// Removes answers that are too old, and what an earlier release kept beyond the limits of this one.
+/// Removes answers that are too old, and answers beyond the limits that an earlier release has kept.
 pub fn prune(transaction: &WriteTransaction) -> Result<(), Error> {
     let mut answers = Answers::open(transaction)?;
     let mut aged = AGED_AT_START;
@@ -371,7 +371,7 @@ pub fn prune(transaction: &WriteTransaction) -> Result<(), Error> {
     answers.trim_all(LIMITS)
 }
 
-/// Schema 6: limits. Of what an older store has the newest answers are kept, and no refusals; what is beyond the limits is not read.
+/// Schema 6: limits. The newest answers of an older store are kept, without refusals; answers beyond the limits are not read.
 pub fn limit(transaction: &WriteTransaction, key: &Key) -> Result<(), Error> {
     limit_to(transaction, key, LIMITS)
 }

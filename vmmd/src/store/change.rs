@@ -1,4 +1,4 @@
-//! What is written to the store.
+//! Changes of the store.
 
 use redb::WriteTransaction;
 use tokio_util::sync::CancellationToken;

@@ -1,5 +1,4 @@
-//! What is remembered beyond the life of its object: that VMs were deleted, and which runs of the daemon there have been. All of it is
-//! bounded; what is oldest goes first.
+//! Deletions of objects, and the runs of the daemon. Both are bounded; the oldest are removed first.
 
 use std::collections::BTreeMap;
 
@@ -96,7 +95,7 @@ fn failed(error: impl Into<redb::Error>) -> Error {
     Error::of("read the store", error)
 }
 
-/// Schema 3: deletions, of which an older store has none.
+/// Schema 3: an older store has no deletions.
 pub fn add(transaction: &WriteTransaction) -> Result<(), Error> {
     let table = transaction.open_table(TOMBSTONES);
     table

@@ -545,6 +545,10 @@ async fn answers_of_schema_5_beyond_the_limits_are_dropped() {
     let (store, _) = Store::open(folder.path(), &key()).unwrap();
     assert_eq!(kept(&store, "greedy", 0..20).await, [14, 15, 16, 17, 18]);
     assert_eq!(kept(&store, "modest", 0..2).await, [1]);
-    let found = store.request(RequestKey::new("greedy", "18")).await.unwrap().unwrap();
+    let found = store
+        .request(RequestKey::new("greedy", "18"))
+        .await
+        .unwrap()
+        .unwrap();
     assert_eq!(found.mark.unwrap().fingerprint, key().fingerprint(&[5; 32]));
 }
