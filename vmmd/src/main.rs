@@ -29,6 +29,7 @@ mod migration;
 mod network;
 mod node;
 mod operation;
+mod paced;
 mod paths;
 mod peers;
 mod pool;

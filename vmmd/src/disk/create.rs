@@ -225,7 +225,7 @@ pub async fn settle(host: &Arc<Host>, record: &mut DiskRecord) -> Result<(), Fai
 pub async fn write_beside(host: &Arc<Host>, record: &DiskRecord) -> Result<(), Failure> {
     let folder = host.disk_folder();
     let backing = host.disks.find(&folder, &record.backing);
-    let backing = backing.map(|seen| seen.record.name).unwrap_or_default();
+    let backing = backing.map(|seen| seen.record.name.clone()).unwrap_or_default();
     let (sidecar, path) = (Sidecar::of(record, &backing), folder.path(record));
     let paths = [folder.root()];
     let written = host.pools.files.run(&paths, move || sidecar.write(&path)).await?;

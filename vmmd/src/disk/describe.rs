@@ -9,12 +9,12 @@ use crate::{
 };
 
 /// Adds what a disk's file tells. Blocking.
-pub fn look(folder: &Folder, seen: Seen) -> v1::Disk {
-    let Seen { record, mut disk, .. } = seen;
+pub fn look(folder: &Folder, seen: &Seen) -> v1::Disk {
+    let (record, mut disk) = (&seen.record, seen.disk.clone());
     let Some(status) = &mut disk.status else {
         return disk;
     };
-    match std::fs::metadata(folder.path(&record)) {
+    match std::fs::metadata(folder.path(record)) {
         // stat(2): blocks of 512 bytes.
         Ok(metadata) => status.allocated_bytes = metadata.blocks().saturating_mul(512),
         Err(error) if record.stage() == DiskStage::Ready => {
@@ -34,11 +34,11 @@ pub fn look(folder: &Folder, seen: Seen) -> v1::Disk {
 }
 
 /// [`look`] for many, from an async task.
-pub async fn look_at(host: &Arc<Host>, seen: Vec<Seen>) -> Result<Vec<v1::Disk>, Failure> {
+pub async fn look_at(host: &Arc<Host>, seen: Vec<Arc<Seen>>) -> Result<Vec<v1::Disk>, Failure> {
     let folder = host.disk_folder();
     let paths = [folder.root()];
     let looking = host.pools.files.run(&paths, move || {
-        seen.into_iter().map(|seen| look(&folder, seen)).collect()
+        seen.iter().map(|seen| look(&folder, seen)).collect()
     });
     looking.await
 }

@@ -8,7 +8,7 @@ use proto::v1::{self, disk_service_server::DiskService};
 use tonic::{Request, Response, Status};
 
 use self::kind::Disk;
-use super::objects::{Stream, Wanted, list, watch};
+use super::objects::{Shared, Stream, Wanted, list, watch};
 use crate::{
     disk::{self, Begun, describe},
     failure::{Failure, Kind},
@@ -20,12 +20,16 @@ use crate::{
 #[derive(Debug)]
 pub struct Disks {
     host: Arc<Host>,
+    shared: Arc<Shared<Disk>>,
 }
 
 impl Disks {
     /// Over the disks of `host`.
     pub fn new(host: Arc<Host>) -> Self {
-        Self { host }
+        Self {
+            host,
+            shared: Arc::default(),
+        }
     }
 }
 
@@ -112,7 +116,7 @@ impl DiskService for Disks {
         request: Request<v1::WatchDisksRequest>,
     ) -> Result<Response<Self::WatchDisksStream>, Status> {
         let request = request.get_ref();
-        let stream = watch::<Disk>(&self.host, request.filter.as_ref(), &request.cursor)?;
+        let stream = watch(&self.host, &self.shared, request.filter.as_ref(), &request.cursor)?;
         Ok(Response::new(stream))
     }
 

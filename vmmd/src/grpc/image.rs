@@ -11,7 +11,7 @@ use self::kind::Image;
 use super::{
     disk::whole,
     filter::Filter,
-    objects::{Kind as _, Stream, Wanted, list, watch},
+    objects::{Kind as _, Shared, Stream, Wanted, list, watch},
 };
 use crate::{
     context::{Context, Initiator},
@@ -26,12 +26,16 @@ use crate::{
 #[derive(Debug)]
 pub struct Images {
     host: Arc<Host>,
+    shared: Arc<Shared<Image>>,
 }
 
 impl Images {
     /// Over the images of `host`.
     pub fn new(host: Arc<Host>) -> Self {
-        Self { host }
+        Self {
+            host,
+            shared: Arc::default(),
+        }
     }
 }
 
@@ -131,7 +135,7 @@ impl ImageService for Images {
         request: Request<v1::WatchImagesRequest>,
     ) -> Result<Response<Self::WatchImagesStream>, Status> {
         let request = request.get_ref();
-        let stream = watch::<Image>(&self.host, request.filter.as_ref(), &request.cursor)?;
+        let stream = watch(&self.host, &self.shared, request.filter.as_ref(), &request.cursor)?;
         Ok(Response::new(stream))
     }
 

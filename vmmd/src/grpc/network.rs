@@ -10,7 +10,7 @@ use tonic::{Request, Response, Status};
 use self::kind::Network;
 use super::{
     disk::whole,
-    objects::{Stream, Wanted, list, watch},
+    objects::{Shared, Stream, Wanted, list, watch},
 };
 use crate::{host::Host, request::once};
 
@@ -18,12 +18,16 @@ use crate::{host::Host, request::once};
 #[derive(Debug)]
 pub struct Networks {
     host: Arc<Host>,
+    shared: Arc<Shared<Network>>,
 }
 
 impl Networks {
     /// Over the networks of `host`.
     pub fn new(host: Arc<Host>) -> Self {
-        Self { host }
+        Self {
+            host,
+            shared: Arc::default(),
+        }
     }
 }
 
@@ -78,7 +82,7 @@ impl NetworkService for Networks {
         request: Request<v1::WatchNetworksRequest>,
     ) -> Result<Response<Self::WatchNetworksStream>, Status> {
         let request = request.get_ref();
-        let stream = watch::<Network>(&self.host, request.filter.as_ref(), &request.cursor)?;
+        let stream = watch(&self.host, &self.shared, request.filter.as_ref(), &request.cursor)?;
         Ok(Response::new(stream))
     }
 

@@ -1,6 +1,6 @@
 //! `vmmd.v1.NodeService`.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use proto::{
     model::vm::Manifest,
@@ -9,7 +9,6 @@ use proto::{
 use tonic::{Request, Response, Status};
 
 use super::watch_node;
-
 use crate::{
     failure::Failure,
     host::Host,
@@ -24,19 +23,27 @@ use crate::{
 #[derive(Debug)]
 pub struct Nodes {
     host: Arc<Host>,
+    /// For `GetNode`.
+    asked: watch_node::Shared,
+    /// For watchers.
+    watched: Arc<watch_node::Shared>,
 }
 
 impl Nodes {
     /// Over the node of `host`.
     pub fn new(host: Arc<Host>) -> Self {
-        Self { host }
+        Self {
+            host,
+            asked: watch_node::Shared::new(Duration::ZERO),
+            watched: Arc::new(watch_node::Shared::new(watch_node::TOGETHER)),
+        }
     }
 }
 
 #[tonic::async_trait]
 impl NodeService for Nodes {
     async fn get_node(&self, _: Request<GetNodeRequest>) -> Result<Response<GetNodeResponse>, Status> {
-        let node = describe(&self.host).await?;
+        let node = self.asked.get(|| describe(&self.host)).await?;
         Ok(Response::new(GetNodeResponse { node: Some(node) }))
     }
 
@@ -46,7 +53,10 @@ impl NodeService for Nodes {
         &self,
         _: Request<v1::WatchNodeRequest>,
     ) -> Result<Response<Self::WatchNodeStream>, Status> {
-        Ok(Response::new(watch_node::watch(Arc::clone(&self.host))))
+        Ok(Response::new(watch_node::watch(
+            Arc::clone(&self.host),
+            Arc::clone(&self.watched),
+        )))
     }
 
     async fn update_node_labels(

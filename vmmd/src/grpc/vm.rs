@@ -3,7 +3,6 @@
 use std::{sync::Arc, time::Duration};
 
 use proto::v1::{self, vm_service_server::VmService};
-use tokio::sync::oneshot;
 use tonic::{Request, Response, Status, Streaming};
 
 use super::{
@@ -15,21 +14,18 @@ use super::{
 use crate::{
     auth::Caller,
     context::Initiator,
-    control,
-    failure::{Failure, Kind},
+    failure::Failure,
     host::Host,
     registry::vms::{
         Entry,
-        command::{self, Command, DiskRequest, Purpose},
+        command::{self, Command, DiskRequest},
     },
     request::once,
-    stats, text, vm,
+    stats, vm,
 };
 
 /// How long the guest may take to eject a disk when nothing is given.
 const DEFAULT_EJECT: Duration = Duration::from_secs(30);
-/// How long a `vmm` may take to count.
-const STATS_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The service.
 #[derive(Debug)]
@@ -271,22 +267,7 @@ impl VmService for Vms {
         request: Request<v1::GetVmDiskStatsRequest>,
     ) -> Result<Response<v1::GetVmDiskStatsResponse>, Status> {
         let name = &request.get_ref().vm;
-        let entry = self.find(name)?;
-        let (reply, answer) = oneshot::channel();
-        entry
-            .mailbox
-            .send(Command::Client(Purpose::Stats, reply))
-            .await
-            .map_err(|_| self.gone(name))?;
-        let client = answer.await.map_err(|_| self.gone(name))??;
-        // The actor waits for nothing of this.
-        let stats = tokio::time::timeout(STATS_TIMEOUT, client.disk_stats()).await;
-        let stats = stats.unwrap_or(Err(control::Error::Timeout(STATS_TIMEOUT)));
-        let stats = stats.map_err(|error| {
-            let message = format!("the disks of VM \"{name}\": {}", text::chain(&error));
-            Failure::new(Kind::Unavailable, "VMM_UNRESPONSIVE", message)
-        })?;
-        let disks = stats.into_iter().map(vm::public_stats).collect();
+        let disks = stats::of(&self.host, name, &self.find(name)?).await?.disks;
         Ok(Response::new(v1::GetVmDiskStatsResponse { disks }))
     }
 

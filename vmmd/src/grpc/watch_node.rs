@@ -10,22 +10,25 @@ use tokio::{
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
-use crate::{failure::Failure, host::Host, node::describe};
+use crate::{failure::Failure, host::Host, node::describe, paced::Paced};
 
 /// The stream of states.
 pub type Stream = ReceiverStream<Result<WatchNodeResponse, Status>>;
 
-/// Changes within this time are sent as one.
-const TOGETHER: Duration = Duration::from_millis(200);
+/// The node, examined once for all clients that ask at the same time.
+pub type Shared = Paced<Result<Node, Failure>>;
+
+/// Changes within this time are sent as one. All watchers together have the node looked at once in this time.
+pub const TOGETHER: Duration = Duration::from_millis(200);
 /// How often the kernel is asked for what it does not tell by itself: free memory and disk space.
 const LOOK: Duration = Duration::from_secs(10);
 
 /// Watches the node.
-pub fn watch(host: Arc<Host>) -> Stream {
+pub fn watch(host: Arc<Host>, shared: Arc<Shared>) -> Stream {
     let (sender, receiver) = mpsc::channel(1);
     tokio::spawn(async move {
         tokio::select! {
-            end = follow(&host, &sender) => {
+            end = follow(&host, &shared, &sender) => {
                 if let Err(failure) = end {
                     let _ = sender.send(Err(failure.into())).await;
                 }
@@ -42,15 +45,17 @@ pub fn watch(host: Arc<Host>) -> Stream {
 /// Sends the node for as long as somebody listens.
 async fn follow(
     host: &Arc<Host>,
+    shared: &Shared,
     sender: &mpsc::Sender<Result<WatchNodeResponse, Status>>,
 ) -> Result<(), Failure> {
     let mut news = host.node.news();
     let mut sent: Option<Node> = None;
+    let (_, mut changes) = host.vms.subscribe();
     loop {
         // What changes from here on is looked at once more.
-        let (_, mut changes) = host.vms.subscribe();
+        changes = changes.resubscribe();
         news.mark_unchanged();
-        let node = describe(host).await?;
+        let node = shared.get(|| describe(host)).await?;
         if sent.as_ref().is_none_or(|sent| differs(sent, &node)) {
             let response = WatchNodeResponse {
                 node: Some(node.clone()),

@@ -109,6 +109,11 @@ impl Images {
         self.inner().feed.news()
     }
 
+    /// Where the last change is.
+    pub fn position(&self) -> Position {
+        self.inner().feed.position()
+    }
+
     /// See [`Feed::nonce`].
     pub fn nonce(&self, run: u64) -> Option<u64> {
         self.inner().feed.nonce(run)

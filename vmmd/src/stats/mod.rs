@@ -16,7 +16,7 @@ use uuid::Uuid;
 pub use self::usage::Usage;
 use self::usage::waiting_ns;
 use crate::{
-    control::{self, bounds},
+    control::{self, Client, bounds},
     failure::{Failure, Kind},
     host::Host,
     registry::vms::Entry,
@@ -27,27 +27,40 @@ use crate::{
 /// How long a `vmm` may take to count.
 pub const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The counters of a VM that runs.
+/// The counters of a running VM, counted once for all clients that ask at the same time.
 pub async fn of(host: &Arc<Host>, name: &str, entry: &Entry) -> Result<v1::VmStats, Failure> {
     let vm = Arc::clone(&entry.state.borrow());
     let status = vm.status.clone().unwrap_or_default();
     let pid = status.instance.as_ref().map(|instance| instance.pid);
-    let Some(client) = host.clients.get(entry.uid) else {
+    let Some((client, counted)) = host.clients.counting(entry.uid) else {
         return Err(match pid {
             Some(_) => unresponsive(name, "it can't be reached"),
             None => not_running(name, status.phase()),
         });
     };
+    counted
+        .get(|| count(host, name, &vm, entry.uid, pid, client))
+        .await
+}
+
+async fn count(
+    host: &Arc<Host>,
+    name: &str,
+    vm: &v1::Vm,
+    uid: Uuid,
+    pid: Option<u32>,
+    client: Client,
+) -> Result<v1::VmStats, Failure> {
     let counted = tokio::time::timeout(TIMEOUT, client.machine_stats()).await;
     let counted = counted.unwrap_or(Err(control::Error::Timeout(TIMEOUT)));
     let counted = counted.map_err(|error| unresponsive(name, &text::chain(&error)))?;
-    let mut counted = bounds::of_vm(counted, &vm);
-    let (usage, waiting) = usage(host, entry.uid, pid, threads(&counted)).await;
+    let mut counted = bounds::of_vm(counted, vm);
+    let (usage, waiting) = usage(host, uid, pid, threads(&counted)).await;
     for (vcpu, waiting) in counted.vcpus.iter_mut().zip(waiting) {
         vcpu.wait_ns = waiting.unwrap_or(vcpu.wait_ns);
     }
-    count_taps(host, &vm, &mut counted).await;
-    Ok(public(name, counted, &usage, memory_of_the_machine(&vm)))
+    count_taps(host, vm, &mut counted).await;
+    Ok(public(name, counted, &usage, memory_of_the_machine(vm)))
 }
 
 /// Guest RAM in bytes: that of the spec, unless the machine waits for a restart to get it.

@@ -39,6 +39,10 @@ impl Kind for Disk {
         Ok((buried, snapshot(disks)))
     }
 
+    fn position(host: &Host) -> Position {
+        host.disks.position()
+    }
+
     fn news(host: &Host) -> watch::Receiver<u64> {
         host.disks.news()
     }
@@ -47,7 +51,7 @@ impl Kind for Disk {
         host.disks.nonce(run)
     }
 
-    async fn look_at(host: &Arc<Host>, seen: Vec<Seen>) -> Result<Vec<v1::Disk>, Failure> {
+    async fn look_at(host: &Arc<Host>, seen: Vec<Arc<Seen>>) -> Result<Vec<v1::Disk>, Failure> {
         describe::look_at(host, seen).await
     }
 

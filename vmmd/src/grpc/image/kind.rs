@@ -28,12 +28,16 @@ impl Kind for Image {
 
     fn after(host: &Host, name: Option<&str>) -> Snapshot<Seen> {
         let (objects, at) = host.images.after(name);
-        Snapshot { objects, at }
+        Snapshot::of(objects, at)
     }
 
     fn since(host: &Host, position: Position) -> Result<(Vec<Buried>, Snapshot<Seen>), Expired> {
         let (buried, objects, at) = host.images.since(position)?;
-        Ok((buried, Snapshot { objects, at }))
+        Ok((buried, Snapshot::of(objects, at)))
+    }
+
+    fn position(host: &Host) -> Position {
+        host.images.position()
     }
 
     fn news(host: &Host) -> watch::Receiver<u64> {
@@ -44,8 +48,9 @@ impl Kind for Image {
         host.images.nonce(run)
     }
 
-    async fn look_at(host: &Arc<Host>, seen: Vec<Seen>) -> Result<Vec<v1::Image>, Failure> {
-        describe::look_at(host, seen).await
+    async fn look_at(host: &Arc<Host>, seen: Vec<Arc<Seen>>) -> Result<Vec<v1::Image>, Failure> {
+        let seen = seen.iter().map(|seen| seen.as_ref().clone());
+        describe::look_at(host, seen.collect()).await
     }
 
     fn known(seen: &Seen) -> v1::Image {

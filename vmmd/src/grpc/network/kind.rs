@@ -25,12 +25,16 @@ impl Kind for Network {
 
     fn after(host: &Host, name: Option<&str>) -> Snapshot<Seen> {
         let (objects, at) = host.networks.after(name);
-        Snapshot { objects, at }
+        Snapshot::of(objects, at)
     }
 
     fn since(host: &Host, position: Position) -> Result<(Vec<Buried>, Snapshot<Seen>), Expired> {
         let (buried, objects, at) = host.networks.since(position)?;
-        Ok((buried, Snapshot { objects, at }))
+        Ok((buried, Snapshot::of(objects, at)))
+    }
+
+    fn position(host: &Host) -> Position {
+        host.networks.position()
     }
 
     fn news(host: &Host) -> watch::Receiver<u64> {
@@ -41,8 +45,8 @@ impl Kind for Network {
         host.networks.nonce(run)
     }
 
-    async fn look_at(_: &Arc<Host>, seen: Vec<Seen>) -> Result<Vec<v1::Network>, Failure> {
-        Ok(seen.into_iter().map(|seen| seen.network).collect())
+    async fn look_at(_: &Arc<Host>, seen: Vec<Arc<Seen>>) -> Result<Vec<v1::Network>, Failure> {
+        Ok(seen.iter().map(|seen| seen.network.clone()).collect())
     }
 
     fn known(seen: &Seen) -> v1::Network {

@@ -1,6 +1,7 @@
 //! Objects that the daemon keeps by name and that have an order of changes: lists and watches of them, whatever they are.
 
 mod list;
+mod shared;
 mod watch;
 
 use std::sync::Arc;
@@ -10,6 +11,7 @@ use proto::v1::{ObjectMetadata, WatchEventType};
 
 pub use self::{
     list::{Wanted, list},
+    shared::Shared,
     watch::{Stream, watch},
 };
 use super::{cursor::Cursor, filter::Filter};
@@ -34,6 +36,8 @@ pub trait Kind: Send + Sync + 'static {
     fn after(host: &Host, name: Option<&str>) -> Snapshot<Self::Seen>;
     /// Deletions since a position, and all objects.
     fn since(host: &Host, position: Position) -> Result<(Vec<Buried>, Snapshot<Self::Seen>), Expired>;
+    /// Where the last change is.
+    fn position(host: &Host) -> Position;
     /// Wakes up with each change.
     fn news(host: &Host) -> tokio::sync::watch::Receiver<u64>;
     /// The number that tells a run of the daemon from runs of other stores, if it is known.
@@ -41,7 +45,7 @@ pub trait Kind: Send + Sync + 'static {
     /// Objects as they are now.
     fn look_at(
         host: &Arc<Host>,
-        seen: Vec<Self::Seen>,
+        seen: Vec<Arc<Self::Seen>>,
     ) -> impl Future<Output = Result<Vec<Self::Object>, Failure>> + Send;
     /// An object, but for what only its file tells.
     fn known(seen: &Self::Seen) -> Self::Object;
@@ -67,9 +71,19 @@ pub trait Kept: Clone + Send + Sync + 'static {
 #[derive(Clone, Debug)]
 pub struct Snapshot<S> {
     /// Sorted by name.
-    pub objects: Vec<S>,
+    pub objects: Vec<Arc<S>>,
     /// Which time.
     pub at: Position,
+}
+
+impl<S> Snapshot<S> {
+    /// One of new objects.
+    pub fn of(objects: Vec<S>, at: Position) -> Self {
+        Self {
+            objects: objects.into_iter().map(Arc::new).collect(),
+            at,
+        }
+    }
 }
 
 /// A cursor of lists and watches.

@@ -4,14 +4,17 @@
 //! Always: who has applied the events up to one with a cursor has the objects as they were then, but for those that have
 //! changed after it; so events are sent in the order of their revisions, those of the first look too.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use proto::v1::{ObjectFilter, WatchEventType};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
-use super::{Kept, Kind, Snapshot, cursor};
+use super::{Kept, Kind, Shared, Snapshot, cursor, shared::Latest};
 use crate::{
     failure::Failure,
     grpc::{
@@ -25,11 +28,18 @@ use crate::{
 /// The stream of events.
 pub type Stream<K> = ReceiverStream<Result<<K as Kind>::Event, Status>>;
 
-/// Events ready for a watcher that reads slowly.
-const READY: usize = 16;
+/// Events ready for a watcher that reads slowly. Each has an object of its own.
+const READY: usize = 4;
 
-/// What a watcher has been told of, by uid.
-type Known<S> = BTreeMap<Vec<u8>, S>;
+/// The state of a watcher: the events that were sent to it.
+struct Told<S> {
+    /// The objects, by uid; all watchers share them.
+    known: BTreeMap<Vec<u8>, Arc<S>>,
+    /// All changes up to this revision. Nothing when none.
+    until: Option<u64>,
+    /// All removals up to this number ([`Latest::removals`]).
+    removals: Option<u64>,
+}
 
 /// Something to be told.
 struct Event<K: Kind> {
@@ -39,7 +49,7 @@ struct Event<K: Kind> {
 }
 
 enum What<K: Kind> {
-    There(Box<K::Seen>),
+    There(Arc<K::Seen>),
     /// What was last known of it.
     Gone(Box<K::Object>),
 }
@@ -47,6 +57,7 @@ enum What<K: Kind> {
 /// Watches the objects of a filter, from a cursor on if that is given.
 pub fn watch<K: Kind>(
     host: &Arc<Host>,
+    shared: &Arc<Shared<K>>,
     filter: Option<&ObjectFilter>,
     from: &str,
 ) -> Result<Stream<K>, Failure> {
@@ -54,34 +65,46 @@ pub fn watch<K: Kind>(
     // What changes from here on is heard.
     let mut news = K::news(host);
     news.mark_unchanged();
-    let mut known = Known::<K::Seen>::new();
-    let (first, snapshot, at) = match from {
+    let mut told = Told {
+        known: BTreeMap::new(),
+        until: None,
+        removals: None,
+    };
+    let (first, synced, at) = match from {
         "" => {
-            let snapshot = K::after(host, None);
-            let first = difference::<K>(&mut known, &snapshot, Position::default(), &filter);
-            (first, snapshot, Position::default())
+            let latest = shared.latest(host);
+            let first = difference::<K>(&mut told, &latest, Position::default(), &filter);
+            (first, latest.snapshot.at, Position::default())
         }
         text => {
             let from = Cursor::read("cursor", text, &filter)?.position_in(|run| K::nonce(host, run))?;
             let (buried, snapshot) = K::since(host, from).map_err(|_| expired())?;
             let first = since::<K>(from, &buried, &snapshot, &filter);
             // What has not changed since is known to who has the cursor.
-            known.extend(present(&snapshot, &filter));
-            (first, snapshot, from)
+            let there = snapshot
+                .objects
+                .iter()
+                .filter(|seen| matches(seen.as_ref(), &filter));
+            told.known = there
+                .map(|seen| (seen.uid().to_vec(), Arc::clone(seen)))
+                .collect();
+            told.until = Some(snapshot.at.revision);
+            (first, snapshot.at, from)
         }
     };
     let (sender, receiver) = mpsc::channel(READY);
     let watcher = Watcher::<K> {
         host: Arc::clone(host),
+        shared: Arc::clone(shared),
         filter,
         sender: sender.clone(),
-        known,
+        told,
         at,
     };
     let stopping = host.stopping.clone();
     tokio::spawn(async move {
         tokio::select! {
-            _ = watcher.follow(first, snapshot.at, news) => {}
+            _ = watcher.follow(first, synced, news) => {}
             () = sender.closed() => {}
             () = stopping.cancelled() => {
                 let _ = sender.send(Err(Failure::stopping().into())).await;
@@ -93,9 +116,10 @@ pub fn watch<K: Kind>(
 
 struct Watcher<K: Kind> {
     host: Arc<Host>,
+    shared: Arc<Shared<K>>,
     filter: Filter,
     sender: mpsc::Sender<Result<K::Event, Status>>,
-    known: Known<K::Seen>,
+    told: Told<K::Seen>,
     /// Of the last event.
     at: Position,
 }
@@ -114,8 +138,9 @@ impl<K: Kind> Watcher<K> {
         self.at = synced;
         self.respond(WatchEventType::Synced, None).await?;
         while news.changed().await.is_ok() {
-            let snapshot = K::after(&self.host, None);
-            let events = difference::<K>(&mut self.known, &snapshot, self.at, &self.filter);
+            let latest = self.shared.latest(&self.host);
+            let events = difference::<K>(&mut self.told, &latest, self.at, &self.filter);
+            drop(latest);
             self.send(events).await?;
         }
         Ok(())
@@ -126,7 +151,7 @@ impl<K: Kind> Watcher<K> {
             self.at = at;
             let object = match what {
                 What::Gone(object) => *object,
-                What::There(seen) => match K::look_at(&self.host, vec![(*seen).clone()]).await {
+                What::There(seen) => match K::look_at(&self.host, vec![Arc::clone(&seen)]).await {
                     Ok(mut objects) => objects.pop().unwrap_or_default(),
                     // Its file does not answer; the rest is known.
                     Err(_) => K::known(&seen),
@@ -144,36 +169,50 @@ impl<K: Kind> Watcher<K> {
     }
 }
 
-/// What must be told to someone who knows `known` since `at`.
+/// The events that a watcher lacks; `at` is the place of its last event. Objects that have not changed are not compared.
 fn difference<K: Kind>(
-    known: &mut Known<K::Seen>,
-    snapshot: &Snapshot<K::Seen>,
+    told: &mut Told<K::Seen>,
+    latest: &Latest<K::Seen>,
     at: Position,
     filter: &Filter,
 ) -> Vec<Event<K>> {
-    let now: Known<K::Seen> = present(snapshot, filter).collect();
-    let gone = known.iter().filter(|(uid, _)| !now.contains_key(*uid));
-    let gone = gone.map(|(_, seen)| Event {
+    let snapshot = &latest.snapshot;
+    let changed = by_revision(snapshot, |seen| {
+        told.until.is_none_or(|until| seen.revision() > until)
+    });
+    let mut gone = Vec::new();
+    if told.removals != Some(latest.removals) {
+        let there: BTreeSet<_> = snapshot.objects.iter().map(|seen| seen.uid()).collect();
+        let known = told.known.keys().filter(|uid| !there.contains(uid.as_slice()));
+        let left: Vec<_> = known.cloned().collect();
+        gone.extend(left.iter().filter_map(|uid| told.known.remove(uid)));
+    }
+    let (matching, other): (Vec<_>, Vec<_>) = changed
+        .into_iter()
+        .partition(|seen| matches(seen.as_ref(), filter));
+    gone.extend(other.into_iter().filter_map(|seen| told.known.remove(seen.uid())));
+    let gone = gone.into_iter().map(|seen| Event {
         kind: WatchEventType::Deleted,
-        what: What::Gone(Box::new(K::known(seen))),
-        // Nothing later has been told yet.
+        what: What::Gone(Box::new(K::known(&seen))),
+        // The watcher has no later event.
         at,
     });
     let mut events: Vec<_> = gone.collect();
-    let there = by_revision(snapshot).filter(|seen| matches(*seen, filter));
-    events.extend(there.filter_map(|seen| {
-        let kind = match known.get(seen.uid()) {
+    events.extend(matching.into_iter().filter_map(|seen| {
+        let before = told.known.insert(seen.uid().to_vec(), Arc::clone(seen));
+        let kind = match before {
             None => WatchEventType::Added,
-            Some(old) if old.revision() != seen.revision() => WatchEventType::Modified,
+            Some(before) if before.revision() != seen.revision() => WatchEventType::Modified,
             Some(_) => return None,
         };
         Some(Event {
             kind,
-            what: What::There(Box::new(seen.clone())),
-            at: place(seen, snapshot),
+            what: What::There(Arc::clone(seen)),
+            at: place(seen.as_ref(), snapshot),
         })
     }));
-    *known = now;
+    told.until = Some(snapshot.at.revision);
+    told.removals = Some(latest.removals);
     events
 }
 
@@ -205,11 +244,13 @@ fn since<K: Kind>(
             },
         }
     });
-    let changed = by_revision(snapshot).filter(|seen| from.run != run || seen.revision() > from.revision);
-    let changed = changed.filter_map(|seen| {
+    let changed = by_revision(snapshot, |seen| {
+        from.run != run || seen.revision() > from.revision
+    });
+    let changed = changed.into_iter().filter_map(|seen| {
         let made = seen.made();
         let kind = match (
-            matches(seen, filter),
+            matches(seen.as_ref(), filter),
             filter.may_match_object(Some(&seen.metadata())),
         ) {
             (true, _) if made > (from.run, from.revision) => WatchEventType::Added,
@@ -219,8 +260,8 @@ fn since<K: Kind>(
         };
         Some(Event {
             kind,
-            what: What::There(Box::new(seen.clone())),
-            at: place(seen, snapshot),
+            what: What::There(Arc::clone(seen)),
+            at: place(seen.as_ref(), snapshot),
         })
     });
     let mut events: Vec<_> = gone.chain(changed).collect();
@@ -232,16 +273,10 @@ fn matches(seen: &impl Kept, filter: &Filter) -> bool {
     filter.matches_object(Some(&seen.metadata()))
 }
 
-/// The objects of the filter, by uid.
-fn present<S: Kept>(snapshot: &Snapshot<S>, filter: &Filter) -> impl Iterator<Item = (Vec<u8>, S)> {
-    let there = snapshot.objects.iter().filter(|seen| matches(*seen, filter));
-    there.map(|seen| (seen.uid().to_vec(), seen.clone()))
-}
-
-fn by_revision<S: Kept>(snapshot: &Snapshot<S>) -> impl Iterator<Item = &S> {
-    let mut objects: Vec<_> = snapshot.objects.iter().collect();
+fn by_revision<S: Kept>(snapshot: &Snapshot<S>, which: impl Fn(&S) -> bool) -> Vec<&Arc<S>> {
+    let mut objects: Vec<_> = snapshot.objects.iter().filter(|seen| which(seen)).collect();
     objects.sort_by_key(|seen| seen.revision());
-    objects.into_iter()
+    objects
 }
 
 /// Where someone is who has been told of all states up to this one.
@@ -252,3 +287,6 @@ fn place<S: Kept>(seen: &S, snapshot: &Snapshot<S>) -> Position {
         ..snapshot.at
     }
 }
+
+#[cfg(test)]
+mod tests;

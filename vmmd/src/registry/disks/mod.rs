@@ -6,7 +6,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     ops::Bound,
     path::PathBuf,
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
 };
 
 use proto::{
@@ -34,6 +34,10 @@ pub struct Disks {
 #[derive(Debug)]
 struct Inner {
     disks: BTreeMap<String, Slot>,
+    /// Names by UUID.
+    names: BTreeMap<Vec<u8>, String>,
+    /// Names of the disks above a disk, by its UUID.
+    above: BTreeMap<Vec<u8>, BTreeSet<String>>,
     /// By the disk's name; one entry per disk of a VM.
     uses: BTreeMap<String, Vec<Use>>,
     /// Room that is kept for disks which come from other nodes, in bytes, by their UUIDs.
@@ -48,6 +52,8 @@ struct Slot {
     operation: Option<String>,
     /// Of the last change.
     revision: u64,
+    /// The disk since then, once a client has asked for it: all watchers share it.
+    seen: OnceLock<Arc<Seen>>,
 }
 
 /// A VM's spec names a disk.
@@ -89,7 +95,7 @@ pub struct Seen {
 #[derive(Clone, Debug)]
 pub struct Snapshot {
     /// Sorted by name.
-    pub disks: Vec<Seen>,
+    pub disks: Vec<Arc<Seen>>,
     /// Which time.
     pub at: Position,
 }
@@ -105,6 +111,8 @@ impl Disks {
     pub fn new(run: u64, nonces: BTreeMap<u64, u64>, history: BuriedRecords) -> Self {
         let inner = Inner {
             disks: BTreeMap::new(),
+            names: BTreeMap::new(),
+            above: BTreeMap::new(),
             uses: BTreeMap::new(),
             expected: BTreeMap::new(),
             feed: Feed::new(run, nonces, history),
@@ -121,17 +129,16 @@ impl Disks {
     }
 
     /// A disk of whatever phase.
-    pub fn see(&self, folder: &Folder, name: &str) -> Result<Seen, Failure> {
+    pub fn see(&self, folder: &Folder, name: &str) -> Result<Arc<Seen>, Failure> {
         let inner = self.inner();
         let slot = inner.disks.get(name).ok_or_else(|| no_disk(name))?;
         Ok(inner.see(folder, slot))
     }
 
     /// The disk with this UUID, of whatever phase.
-    pub fn find(&self, folder: &Folder, uid: &[u8]) -> Option<Seen> {
+    pub fn find(&self, folder: &Folder, uid: &[u8]) -> Option<Arc<Seen>> {
         let inner = self.inner();
-        let slot = inner.disks.values().find(|slot| slot.record.uid == uid)?;
-        Some(inner.see(folder, slot))
+        Some(inner.see(folder, inner.slot_of(uid)?))
     }
 
     /// Disks after a name, and where in the order of changes that was.
@@ -159,6 +166,11 @@ impl Disks {
     /// Wakes up with each change.
     pub fn news(&self) -> watch::Receiver<u64> {
         self.inner().feed.news()
+    }
+
+    /// Where the last change is.
+    pub fn position(&self) -> Position {
+        self.inner().feed.position()
     }
 
     /// See [`Feed::nonce`].
@@ -215,7 +227,7 @@ impl Disks {
     pub fn adopt(&self, mut record: DiskRecord) -> Result<DiskRecord, Failure> {
         let mut inner = self.inner();
         inner.is_free(&record.name)?;
-        if let Some(other) = inner.disks.values().find(|slot| slot.record.uid == record.uid) {
+        if let Some(other) = inner.slot_of(&record.uid) {
             let message = format!("the file is that of disk \"{}\"", other.record.name);
             return Err(Failure::new(Kind::Exists, "DISK_EXISTS", message));
         }
@@ -240,24 +252,25 @@ impl Disks {
     /// Notes what a disk is now. One that was forgotten meanwhile stays so.
     pub fn settle(&self, record: DiskRecord) {
         let mut inner = self.inner();
-        if let Some(name) = inner.name_of(&record.uid)
-            && let Some(slot) = inner.disks.get_mut(&name)
-        {
-            slot.record = record;
-            inner.touch([name]);
+        let Some(name) = inner.name_of(&record.uid) else {
+            return;
+        };
+        let operation = inner.disks.get(&name).and_then(|slot| slot.operation.clone());
+        inner.take_out(&name);
+        inner.put(record, 0);
+        if let Some(slot) = inner.disks.get_mut(&name) {
+            slot.operation = operation;
         }
+        inner.touch([name]);
     }
 
     /// Adds a disk of an earlier daemon.
     pub fn restore(&self, record: DiskRecord) {
         let mut inner = self.inner();
         let revision = inner.feed.change();
-        let slot = Slot {
-            revision,
-            record,
-            operation: None,
-        };
-        inner.disks.insert(slot.record.name.clone(), slot);
+        let below = inner.name_of(&record.backing);
+        inner.put(record, revision);
+        inner.touch(below);
     }
 
     /// Notes that an operation of a disk begins. Refused as BUSY while another one is under way.
@@ -292,7 +305,7 @@ impl Disks {
         let mut inner = self.inner();
         inner.expected.remove(uid);
         if let Some(name) = inner.name_of(uid) {
-            let backing = inner.disks.remove(&name).map(|slot| slot.record.backing);
+            let backing = inner.take_out(&name);
             // The one below shows its overlays.
             let below = backing.and_then(|uid| inner.name_of(&uid));
             inner.touch(below);
@@ -384,9 +397,10 @@ impl Disks {
     pub fn hold<'a>(&self, vm: &str, disks: impl IntoIterator<Item = &'a v1::DiskSpec>) {
         let mut inner = self.inner();
         let before = inner.used_by(vm);
-        for uses in inner.uses.values_mut() {
+        inner.uses.retain(|_, uses| {
             uses.retain(|user| user.vm != vm);
-        }
+            !uses.is_empty()
+        });
         for disk in disks.into_iter().filter(|disk| !disk.disk().is_empty()) {
             let user = Use {
                 vm: vm.to_owned(),
@@ -407,9 +421,10 @@ impl Disks {
     pub fn give_back(&self, vm: &str, disk: Option<&str>) {
         let mut inner = self.inner();
         let before = inner.used_by(vm);
-        for uses in inner.uses.values_mut() {
+        inner.uses.retain(|_, uses| {
             uses.retain(|user| user.vm != vm || disk.is_some_and(|disk| user.disk != disk));
-        }
+            !uses.is_empty()
+        });
         let after = inner.used_by(vm);
         let changed: Vec<_> = before.difference(&after).cloned().collect();
         inner.touch(changed);
@@ -495,22 +510,48 @@ impl Inner {
         record.generation = self.feed.first_generation();
         let revision = self.feed.change();
         (record.made_run, record.made_revision) = (self.feed.run(), revision);
-        let slot = Slot {
-            record: record.clone(),
-            operation: None,
-            revision,
-        };
-        self.disks.insert(record.name.clone(), slot);
+        self.put(record.clone(), revision);
         // The one below shows its overlays.
         let below = self.name_of(&record.backing);
         self.touch(below);
         record
     }
 
+    fn put(&mut self, record: DiskRecord, revision: u64) {
+        let name = record.name.clone();
+        self.names.insert(record.uid.clone(), name.clone());
+        if !record.backing.is_empty() {
+            let above = self.above.entry(record.backing.clone()).or_default();
+            above.insert(name.clone());
+        }
+        let slot = Slot {
+            record,
+            operation: None,
+            revision,
+            seen: OnceLock::new(),
+        };
+        self.disks.insert(name, slot);
+    }
+
+    /// Removes a disk; returns the UUID of the disk below it.
+    fn take_out(&mut self, name: &str) -> Option<Vec<u8>> {
+        let DiskRecord { uid, backing, .. } = self.disks.remove(name)?.record;
+        self.names.remove(&uid);
+        if let Some(above) = self.above.get_mut(&backing) {
+            above.remove(name);
+            if above.is_empty() {
+                self.above.remove(&backing);
+            }
+        }
+        Some(backing)
+    }
+
     fn name_of(&self, uid: &[u8]) -> Option<String> {
-        let mut slots = self.disks.values();
-        let slot = slots.find(|slot| slot.record.uid == uid)?;
-        Some(slot.record.name.clone())
+        self.names.get(uid).cloned()
+    }
+
+    fn slot_of(&self, uid: &[u8]) -> Option<&Slot> {
+        self.disks.get(self.names.get(uid)?)
     }
 
     /// Notes that disks have changed.
@@ -518,6 +559,7 @@ impl Inner {
         for name in names {
             if let Some(slot) = self.disks.get_mut(&name) {
                 slot.revision = self.feed.change();
+                slot.seen = OnceLock::new();
             }
         }
     }
@@ -530,7 +572,11 @@ impl Inner {
         used.map(|(name, _)| name.clone()).collect()
     }
 
-    fn see(&self, folder: &Folder, slot: &Slot) -> Seen {
+    fn see(&self, folder: &Folder, slot: &Slot) -> Arc<Seen> {
+        Arc::clone(slot.seen.get_or_init(|| Arc::new(self.look(folder, slot))))
+    }
+
+    fn look(&self, folder: &Folder, slot: &Slot) -> Seen {
         let record = &slot.record;
         let users = self.uses.get(&record.name).into_iter().flatten();
         let used_by: BTreeSet<_> = users.map(|user| user.vm.clone()).collect();
@@ -603,9 +649,8 @@ impl Inner {
 
     /// Names of a disk's overlays, sorted.
     fn overlays(&self, record: &DiskRecord) -> Vec<String> {
-        let all = self.disks.values().map(|slot| &slot.record);
-        let overlays = all.filter(|other| other.backing == record.uid);
-        overlays.map(|other| other.name.clone()).collect()
+        let above = self.above.get(&record.uid).into_iter().flatten();
+        above.cloned().collect()
     }
 
     /// What is below a disk, the nearest first.
@@ -613,8 +658,7 @@ impl Inner {
         let mut chain: Vec<&DiskRecord> = Vec::new();
         let mut uid = &record.backing;
         while !uid.is_empty() {
-            let mut all = self.disks.values().map(|slot| &slot.record);
-            let below = all.find(|record| record.uid == *uid);
+            let below = self.slot_of(uid).map(|slot| &slot.record);
             let Some(below) = below.filter(|_| chain.len() < backing_limit()) else {
                 let message = format!("the disk below \"{}\" is missing on this node", record.name);
                 return Err(Failure::precondition("BACKING_DISK_MISSING", message));

@@ -195,7 +195,10 @@ fn a_disk_has_one_operation_at_a_time() {
     let folder = Folder::of(std::path::Path::new("/s"));
     let record = registry.get("a").unwrap();
     registry.begin("a", "first").unwrap();
-    let phase = || registry.see(&folder, "a").unwrap().disk.status.unwrap().phase();
+    let phase = || {
+        let seen = registry.see(&folder, "a").unwrap();
+        seen.disk.status.as_ref().unwrap().phase()
+    };
     assert_eq!(phase(), v1::DiskPhase::Resizing);
     for refused in [
         registry.begin("a", "second").unwrap_err(),
@@ -287,4 +290,32 @@ fn a_file_is_one_disk_and_what_is_below_it_must_be_there() {
         ..record("top")
     };
     registry.adopt(top).unwrap();
+}
+
+#[test]
+fn change_of_one_disk_of_2000_makes_one_new_state() {
+    let folder = Folder::of(std::path::Path::new("/state"));
+    let registry = Disks::default();
+    let base = record("base");
+    registry.restore(base.clone());
+    for number in 0..2000 {
+        registry.restore(DiskRecord {
+            backing: base.uid.clone(),
+            ..record(&format!("d{number}"))
+        });
+    }
+    let before = registry.after(&folder, None).disks;
+    take(&registry, "a", "d7", false).unwrap();
+    let now = registry.after(&folder, None).disks;
+    let changed = before
+        .iter()
+        .zip(&now)
+        .filter(|(old, new)| !Arc::ptr_eq(old, new));
+    let changed: Vec<_> = changed.map(|(_, new)| new.record.name.as_str()).collect();
+    assert_eq!(changed, ["d7"]);
+    let shown = registry.see(&folder, "base").unwrap();
+    assert_eq!(shown.disk.status.as_ref().unwrap().overlays.len(), 2000);
+    forget(&registry, &now[1].record);
+    let shown = registry.see(&folder, "base").unwrap();
+    assert_eq!(shown.disk.status.as_ref().unwrap().overlays.len(), 1999);
 }

@@ -182,8 +182,6 @@ pub enum Quiet {
 /// What a client of a `vmm` is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
-    /// The disks' counters.
-    Stats,
     /// A snapshot.
     Snapshot,
     /// A migration.

@@ -391,9 +391,7 @@ impl Actor {
         }
         // One that does not answer has not said what it knows.
         let client = self.running_client()?;
-        if purpose != Purpose::Stats {
-            self.knows_minor(SNAPSHOT_MINOR, "take snapshots or be migrated")?;
-        }
+        self.knows_minor(SNAPSHOT_MINOR, "take snapshots or be migrated")?;
         if matches!(purpose, Purpose::Migration { is_newer: true, .. }) {
             self.knows_minor(
                 MIRROR_MINOR,
