@@ -10,18 +10,25 @@ use std::{
 
 use http::HeaderMap;
 use http_body::{Frame, SizeHint};
-use tokio::time::{Sleep, sleep};
-use tonic::{Code, Status, body::Body};
+use tokio::{
+    sync::OwnedSemaphorePermit,
+    time::{Sleep, sleep},
+};
+use tonic::{Code, Status, body::Body, codegen::Bytes};
 
-use super::audit::Record;
+use super::{
+    Place,
+    audit::Record,
+    rule::{MAX_OFFER, Rule},
+};
 use crate::failure::{Failure, Kind};
 
 /// Compressed flag and length (gRPC over HTTP/2, "Length-Prefixed-Message").
 const PREFIX: usize = 5;
-/// Most of a message that is looked at, in bytes; a larger one is refused behind us.
-const MAX_LOOK: usize = 512 << 10;
+/// Most of a message that is looked at, in bytes; a larger one is refused.
+const MAX_LOOK: usize = MAX_OFFER + PREFIX;
 
-/// A request's body. It fails when its message, or of a stream the first one, has not arrived in time.
+/// A request's body. It fails when its message, or of a stream the first one, has not arrived in time, and when a message is too large.
 #[derive(Debug)]
 pub struct Arrival {
     inner: Body,
@@ -30,17 +37,19 @@ pub struct Arrival {
     /// Only the first message must arrive in time.
     stream: bool,
     first: First,
+    sizes: Sizes,
     record: Option<Arc<Record>>,
 }
 
 impl Arrival {
-    /// `record` is told the first message.
-    pub fn new(inner: Body, limit: Duration, stream: bool, record: Option<Arc<Record>>) -> Self {
+    /// The body of a call with this rule; `record` gets the first message.
+    pub fn new(inner: Body, limit: Duration, rule: &Rule, record: Option<Arc<Record>>) -> Self {
         Self {
             inner,
             deadline: Some(Box::pin(sleep(limit))),
-            stream,
+            stream: rule.stream,
             first: First::default(),
+            sizes: Sizes::new(rule.largest),
             record,
         }
     }
@@ -70,6 +79,9 @@ impl http_body::Body for Arrival {
         match Pin::new(&mut self.inner).poll_frame(context) {
             Poll::Ready(Some(Ok(frame))) => {
                 if let Some(bytes) = frame.data_ref() {
+                    if let Err(size) = self.sizes.add(bytes) {
+                        return Poll::Ready(Some(Err(self.sizes.refuse(size))));
+                    }
                     self.seen(bytes);
                 }
                 Poll::Ready(Some(Ok(frame)))
@@ -99,6 +111,54 @@ impl http_body::Body for Arrival {
 
     fn size_hint(&self) -> SizeHint {
         self.inner.size_hint()
+    }
+}
+
+/// The sizes of a body's messages, which the prefix of each message has.
+#[derive(Debug)]
+struct Sizes {
+    largest: usize,
+    prefix: Vec<u8>,
+    /// Bytes of the present message that have not come.
+    left: usize,
+}
+
+impl Sizes {
+    fn new(largest: usize) -> Self {
+        Self {
+            largest,
+            prefix: Vec::new(),
+            left: 0,
+        }
+    }
+
+    /// Fails with the size of a message that is too large, before any of it is kept.
+    fn add(&mut self, mut bytes: &[u8]) -> Result<(), usize> {
+        while !bytes.is_empty() {
+            let skipped = self.left.min(bytes.len());
+            self.left -= skipped;
+            bytes = bytes.get(skipped..).unwrap_or_default();
+            let missing = PREFIX.saturating_sub(self.prefix.len()).min(bytes.len());
+            let (prefix, rest) = bytes.split_at(missing);
+            self.prefix.extend_from_slice(prefix);
+            bytes = rest;
+            if self.prefix.len() == PREFIX {
+                let length = self.prefix.iter().skip(1);
+                let length = length.fold(0_usize, |length, byte| length << 8 | usize::from(*byte));
+                if length > self.largest {
+                    return Err(length);
+                }
+                (self.left, self.prefix) = (length, Vec::new());
+            }
+        }
+        Ok(())
+    }
+
+    fn refuse(&self, size: usize) -> Status {
+        Status::out_of_range(format!(
+            "the message of this call has {size} bytes, and {} is the most that there may be: send less",
+            self.largest
+        ))
     }
 }
 
@@ -180,6 +240,98 @@ impl http_body::Body for Outcome {
     }
 }
 
+/// The body of a stream, which has a place until it ends.
+#[derive(Debug)]
+pub struct Placed {
+    inner: Body,
+    _place: Place,
+}
+
+impl Placed {
+    /// One that holds `place`.
+    pub fn new(inner: Body, place: Place) -> Self {
+        Self { inner, _place: place }
+    }
+}
+
+impl http_body::Body for Placed {
+    type Data = <Body as http_body::Body>::Data;
+    type Error = Status;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Self::Data>, Status>>> {
+        Pin::new(&mut self.inner).poll_frame(context)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.inner.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.inner.size_hint()
+    }
+}
+
+/// The body of a read's answer. Its bytes have the client's turn until they have been sent: a client that reads no answers gets no
+/// further ones.
+#[derive(Debug)]
+pub struct Turned {
+    inner: Body,
+    turn: Arc<OwnedSemaphorePermit>,
+}
+
+/// Bytes with a turn.
+struct Held {
+    bytes: Bytes,
+    _turn: Arc<OwnedSemaphorePermit>,
+}
+
+impl AsRef<[u8]> for Held {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+impl Turned {
+    /// One that has this turn.
+    pub fn new(inner: Body, turn: OwnedSemaphorePermit) -> Self {
+        Self {
+            inner,
+            turn: Arc::new(turn),
+        }
+    }
+}
+
+impl http_body::Body for Turned {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        let polled = Pin::new(&mut self.inner).poll_frame(context);
+        polled.map_ok(|frame| {
+            frame.map_data(|bytes| {
+                Bytes::from_owner(Held {
+                    bytes,
+                    _turn: Arc::clone(&self.turn),
+                })
+            })
+        })
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.inner.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.inner.size_hint()
+    }
+}
+
 /// How the call has ended, by the headers or trailers of its response.
 pub fn code(headers: &HeaderMap) -> Option<Code> {
     Some(Code::from_bytes(headers.get("grpc-status")?.as_bytes()))
@@ -188,6 +340,22 @@ pub fn code(headers: &HeaderMap) -> Option<Code> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn message_above_the_limit_is_found_however_its_bytes_come() {
+        let bytes = b"\0\0\0\0\x04abcd\0\0\0\0\0\0\0\0\x01\x05abcd";
+        for size in 1..=bytes.len() {
+            let mut sizes = Sizes::new(0x104);
+            let mut chunks = bytes.chunks(size);
+            assert_eq!(
+                chunks.find_map(|chunk| sizes.add(chunk).err()),
+                Some(0x105),
+                "{size}"
+            );
+            let mut sizes = Sizes::new(0x105);
+            assert!(bytes.chunks(size).all(|chunk| sizes.add(chunk).is_ok()), "{size}");
+        }
+    }
 
     #[test]
     fn the_first_message_is_found_however_its_bytes_come() {

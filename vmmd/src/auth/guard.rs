@@ -14,10 +14,11 @@ use tonic_types::{ErrorDetails, StatusExt};
 use tower::{Layer, Service};
 
 use super::{
-    Audit, Caller, Rank, Role,
+    Audit, Caller, Place, Places, Rank, Role, Turns,
     audit::{self, Record},
-    body::{Arrival, Outcome, code},
+    body::{Arrival, Outcome, Placed, Turned, code},
     rule::{self, Rule},
+    share::Full,
 };
 use crate::{
     event::Events,
@@ -25,11 +26,15 @@ use crate::{
     text,
 };
 
-/// What one call may take.
-#[derive(Clone, Copy, Debug)]
+/// Limits of calls.
+#[derive(Clone, Debug)]
 pub struct Bounds {
-    /// Until its request is there.
+    /// How long a request may take to arrive.
     pub request: Duration,
+    /// For streams, of all connections.
+    pub streams: Arc<Places>,
+    /// For calls that read, until their answers have been sent.
+    pub reads: Arc<Turns>,
 }
 
 /// Puts a guard in front of services. Their connections must have a [`Caller`].
@@ -75,6 +80,27 @@ impl Guard {
             return Err(refused(role_required(caller, rule.method, rule.whole)));
         }
         Ok((Arc::clone(caller), rule))
+    }
+
+    /// A place for a call that is a stream.
+    fn place(&self, caller: &Caller, rule: &Rule) -> Result<Option<Place>, Status> {
+        if !rule.long {
+            return Ok(None);
+        }
+        let streams = &self.bounds.streams;
+        let message = match streams.take(&caller.initiator) {
+            Ok(place) => return Ok(Some(place)),
+            Err(Full::Client) => format!(
+                "{} has {} streams open, which is the most that one client may have (limits.streams_per_client): close some, or watch with one \
+                 stream what several watch",
+                caller.initiator,
+                streams.each()
+            ),
+            Err(Full::All) => {
+                "vmmd has as many streams open as it may have (limits.streams): try again later".to_owned()
+            }
+        };
+        Err(Failure::new(Kind::Exhausted, "TOO_MANY_STREAMS", message).into())
     }
 }
 
@@ -144,7 +170,11 @@ where
     }
 
     fn call(&mut self, mut request: http::Request<Body>) -> Self::Future {
-        let (caller, rule) = match self.guard.admit(&request) {
+        let admitted = self.guard.admit(&request).and_then(|(caller, rule)| {
+            let place = self.guard.place(&caller, rule)?;
+            Ok((caller, rule, place))
+        });
+        let (caller, rule, place) = match admitted {
             Ok(admitted) => admitted,
             Err(status) => return Box::pin(async move { Ok(status.into_http()) }),
         };
@@ -154,11 +184,22 @@ where
             .audited
             .map(|object| Arc::new(Record::new(audit, &caller, rule, object)));
         let (limit, told) = (self.guard.bounds.request, record.clone());
-        let request = request.map(|body| Body::new(Arrival::new(body, limit, rule.stream, told)));
+        let request = request.map(|body| Body::new(Arrival::new(body, limit, rule, told)));
         let answer = self.inner.call(request);
         let events = self.guard.events.clone();
+        let turns = rule.read.then(|| self.guard.bounds.reads.of(&caller.initiator));
         Box::pin(async move {
+            let turn = match turns {
+                // Nobody closes it.
+                Some(turns) => turns.acquire_owned().await.ok(),
+                None => None,
+            };
             let answer = answer.await?;
+            let answer = match (place, turn) {
+                (Some(place), _) => answer.map(|body| Body::new(Placed::new(body, place))),
+                (None, Some(turn)) => answer.map(|body| Body::new(Turned::new(body, turn))),
+                (None, None) => answer,
+            };
             let Some(record) = record else { return Ok(answer) };
             events.told().await;
             if let Some(code) = code(answer.headers()) {

@@ -20,4 +20,5 @@ pub use caller::Caller;
 pub use guard::{Bounds, Guard, require};
 pub use handshakes::Handshakes;
 pub use role::{Rank, Role};
-pub use share::{Place, Places};
+pub use rule::MAX_OFFER;
+pub use share::{Place, Places, Turns};

@@ -11,6 +11,22 @@ use proto::rule::{METHOD_RULES, MethodEffect, MethodRule};
 
 use super::{Rank, Role, object::Object};
 
+/// Largest message of a call in bytes, unless it carries a VM's manifest.
+const MAX_MESSAGE: usize = 256 << 10;
+/// The same with a manifest. The API allows user data, network configuration and vendor data of 128 KiB each, 64 keys of 8 KiB,
+/// annotations of 64 KiB, and the paths and rules of its devices. It is also what gRPC clients take as an answer by default.
+const MAX_MANIFEST: usize = 4 << 20;
+/// The same with a manifest and the labels and annotations of its disks: 64 times 96 KiB.
+pub const MAX_OFFER: usize = 10 << 20;
+/// The methods whose request carries a manifest.
+const MANIFESTS: [&str; 3] = [
+    "vmmd.v1.VmService/CreateVm",
+    "vmmd.v1.VmService/UpdateVm",
+    "vmmd.v1.NodeService/CheckPlacement",
+];
+/// The method whose request carries a manifest and its disks.
+const OFFER: &str = "vmmd.v1.PeerService/OfferVm";
+
 /// What holds for one method.
 #[derive(Clone, Copy, Debug)]
 pub struct Rule {
@@ -28,8 +44,20 @@ pub struct Rule {
     pub audited: Option<Object>,
     /// Whether it may go on for long, as one side or both send a stream of messages: then its beginning is told too.
     pub long: bool,
+    /// Whether it only reads, and answers at once.
+    pub read: bool,
     /// Whether the client sends a stream of messages.
     pub stream: bool,
+    /// Largest message that the client may send, in bytes.
+    pub largest: usize,
+}
+
+fn largest(method: &str) -> usize {
+    match method {
+        OFFER => MAX_OFFER,
+        method if MANIFESTS.contains(&method) => MAX_MANIFEST,
+        _ => MAX_MESSAGE,
+    }
 }
 
 impl Rule {
@@ -54,11 +82,13 @@ impl Rule {
                 path: rule.name,
             }),
             long: rule.client_streams || rule.server_streams,
+            read: rule.effect != MethodEffect::Change && !rule.client_streams && !rule.server_streams,
             stream: rule.client_streams,
+            largest: largest(rule.method),
         }
     }
 
-    const fn beside(method: &'static str, stream: bool) -> Self {
+    const fn beside(method: &'static str, stream: bool, long: bool) -> Self {
         Self {
             method,
             least: Rank::Viewer,
@@ -66,19 +96,26 @@ impl Rule {
             peer: true,
             agent: true,
             audited: None,
-            long: stream,
+            long,
+            read: !long,
             stream,
+            largest: MAX_MESSAGE,
         }
     }
 }
 
 /// Health and reflection.
 const BESIDE: [Rule; 4] = [
-    Rule::beside("grpc.health.v1.Health/Check", false),
-    Rule::beside("grpc.health.v1.Health/Watch", false),
-    Rule::beside("grpc.reflection.v1.ServerReflection/ServerReflectionInfo", true),
+    Rule::beside("grpc.health.v1.Health/Check", false, false),
+    Rule::beside("grpc.health.v1.Health/Watch", false, true),
+    Rule::beside(
+        "grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+        true,
+        true,
+    ),
     Rule::beside(
         "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+        true,
         true,
     ),
 ];

@@ -1,14 +1,16 @@
-//! Places for connections: so many in all, and of these so many for each client, so that none can take them from the
+//! Places for connections and for streams: so many in all, and of these so many for each client, so that none can take them from the
 //! others.
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, PoisonError, Weak},
 };
+
+use tokio::sync::Semaphore;
 
 use crate::context::Initiator;
 
-/// The places of one listener.
+/// The places for connections of one listener, or for streams of all.
 #[derive(Debug)]
 pub struct Places {
     total: usize,
@@ -35,6 +37,11 @@ pub enum Full {
 }
 
 impl Places {
+    /// Most places of one client.
+    pub fn each(&self) -> usize {
+        self.each
+    }
+
     /// `total` places, at most `each` for one client.
     pub fn new(total: usize, each: usize) -> Arc<Self> {
         Arc::new(Self {
@@ -74,9 +81,51 @@ impl Drop for Place {
     }
 }
 
+/// Turns of each client. A client that has all of its turns waits.
+#[derive(Debug)]
+pub struct Turns {
+    each: usize,
+    clients: Mutex<HashMap<Initiator, Weak<Semaphore>>>,
+}
+
+impl Turns {
+    /// `each` at once for one client.
+    pub fn new(each: usize) -> Arc<Self> {
+        Arc::new(Self {
+            each,
+            clients: Mutex::default(),
+        })
+    }
+
+    /// A client's turns.
+    pub fn of(&self, client: &Initiator) -> Arc<Semaphore> {
+        let mut clients = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(turns) = clients.get(client).and_then(Weak::upgrade) {
+            return turns;
+        }
+        clients.retain(|_, turns| turns.strong_count() > 0);
+        let turns = Arc::new(Semaphore::new(self.each));
+        clients.insert(client.clone(), Arc::downgrade(&turns));
+        turns
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn turns_of_a_client_are_its_own_and_forgotten_when_unused() {
+        let turns = Turns::new(2);
+        let (first, second) = (Initiator::User(1), Initiator::User(2));
+        let held = turns.of(&first).try_acquire_many_owned(2).unwrap();
+        assert!(turns.of(&first).try_acquire_owned().is_err());
+        assert!(turns.of(&second).try_acquire_owned().is_ok());
+        drop(held);
+        assert!(turns.of(&first).try_acquire_owned().is_ok());
+        drop(turns.of(&second));
+        assert_eq!(turns.clients.lock().unwrap().len(), 1);
+    }
 
     #[test]
     fn nobody_takes_the_places_of_others_and_places_come_back() {

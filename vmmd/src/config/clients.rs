@@ -55,6 +55,11 @@ pub struct Limits {
     pub connections: usize,
     /// Of these, for one user id or one certificate's name. Default 128.
     pub connections_per_client: usize,
+    /// Streams at once, such as watches, consoles and screens. A stream of a client that does not read takes up to some 0.5 MiB of the
+    /// daemon's memory. Default 2048.
+    pub streams: usize,
+    /// The same for one user id or one certificate's name. Default 512.
+    pub streams_per_client: usize,
     /// Calls a second on one connection, and as many at once after a pause. Default 10,000.
     pub calls_per_second: u32,
     /// How long a client may take to send its request, in seconds; and a browser the headers of one. Default 10.
@@ -76,6 +81,8 @@ impl Default for Limits {
         Self {
             connections: 1024,
             connections_per_client: 128,
+            streams: 2048,
+            streams_per_client: 512,
             calls_per_second: 10_000,
             request_seconds: 10,
             handshake_seconds: 10,
@@ -112,6 +119,8 @@ impl Limits {
         let all = [
             ("limits.connections", self.connections),
             ("limits.connections_per_client", self.connections_per_client),
+            ("limits.streams", self.streams),
+            ("limits.streams_per_client", self.streams_per_client),
             ("limits.calls_per_second", self.calls_per_second as usize),
             ("limits.request_seconds", self.request_seconds as usize),
             ("limits.handshake_seconds", self.handshake_seconds as usize),

@@ -34,15 +34,16 @@ use super::{
     vm::Vms,
 };
 use crate::{
-    auth::{Audit, Bounds, Guard},
+    auth::{Audit, Bounds, Guard, MAX_OFFER, Places, Turns},
     host::Host,
     metrics::Counted,
 };
 
 /// Most calls at once on one connection, streams included.
 const MAX_STREAMS: u32 = 512;
-/// Largest request in bytes; a manifest with everything in it has some 100 KiB.
-const MAX_REQUEST: usize = 256 << 10;
+/// Answers of one client to calls that read, being made or sent. An answer has some 3 MiB at most; a client that does not read them has
+/// the rest of its calls wait.
+const READS: usize = 32;
 /// Largest headers of a call in bytes.
 const MAX_HEADERS: u32 = 16 << 10;
 /// Largest frame that a client may send in bytes: the least that HTTP/2 allows as a limit (RFC 9113, 6.5.2).
@@ -70,29 +71,27 @@ fn reflection() -> tonic_reflection::server::Builder<'static> {
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
 }
 
-/// All services.
+/// All services. The guard knows the largest message of each method.
 fn routes(host: &Arc<Host>) -> anyhow::Result<Routes> {
     let health = HealthServer::new(Healths::new(host.store.clone()));
     let host = || Arc::clone(host);
     Ok(Routes::new(health)
         .add_service(reflection().build_v1()?)
         .add_service(reflection().build_v1alpha()?)
-        .add_service(VmServiceServer::new(Vms::new(host())).max_decoding_message_size(MAX_REQUEST))
-        .add_service(DiskServiceServer::new(Disks::new(host())).max_decoding_message_size(MAX_REQUEST))
-        .add_service(NetworkServiceServer::new(Networks::new(host())).max_decoding_message_size(MAX_REQUEST))
-        .add_service(ImageServiceServer::new(Images::new(host())).max_decoding_message_size(MAX_REQUEST))
+        .add_service(VmServiceServer::new(Vms::new(host())).max_decoding_message_size(MAX_OFFER))
+        .add_service(DiskServiceServer::new(Disks::new(host())).max_decoding_message_size(MAX_OFFER))
+        .add_service(NetworkServiceServer::new(Networks::new(host())).max_decoding_message_size(MAX_OFFER))
+        .add_service(ImageServiceServer::new(Images::new(host())).max_decoding_message_size(MAX_OFFER))
         .add_service(
-            OperationServiceServer::new(Operations::new(host())).max_decoding_message_size(MAX_REQUEST),
+            OperationServiceServer::new(Operations::new(host())).max_decoding_message_size(MAX_OFFER),
         )
-        .add_service(EventServiceServer::new(EventLog::new(host())).max_decoding_message_size(MAX_REQUEST))
+        .add_service(EventServiceServer::new(EventLog::new(host())).max_decoding_message_size(MAX_OFFER))
+        .add_service(SnapshotServiceServer::new(Snapshots::new(host())).max_decoding_message_size(MAX_OFFER))
         .add_service(
-            SnapshotServiceServer::new(Snapshots::new(host())).max_decoding_message_size(MAX_REQUEST),
+            MigrationServiceServer::new(Migrations::new(host())).max_decoding_message_size(MAX_OFFER),
         )
-        .add_service(
-            MigrationServiceServer::new(Migrations::new(host())).max_decoding_message_size(MAX_REQUEST),
-        )
-        .add_service(PeerServiceServer::new(Migrations::new(host())).max_decoding_message_size(MAX_REQUEST))
-        .add_service(NodeServiceServer::new(Nodes::new(host())).max_decoding_message_size(MAX_REQUEST)))
+        .add_service(PeerServiceServer::new(Migrations::new(host())).max_decoding_message_size(MAX_OFFER))
+        .add_service(NodeServiceServer::new(Nodes::new(host())).max_decoding_message_size(MAX_OFFER)))
 }
 
 /// Serves the API until the daemon ends.
@@ -109,6 +108,8 @@ pub async fn serve(
         host.events.clone(),
         Bounds {
             request: limits.request(),
+            streams: Places::new(limits.streams, limits.streams_per_client),
+            reads: Turns::new(READS),
         },
     );
     let (sender, local) = mpsc::channel(1);

@@ -4,14 +4,21 @@ use std::{
     io::{Read, Write},
     os::unix::net::UnixStream,
     pin::Pin,
+    sync::Arc,
     task::{Context, Poll},
     time::Duration,
 };
 
 use http_body::Frame;
+use hyper_util::rt::TokioIo;
 use proto::v1::{self, vm_service_client::VmServiceClient};
 use tokio::{net::TcpStream, time::timeout};
-use tonic::{Code, Status, body::Body, codegen::Bytes, transport::Channel};
+use tonic::{
+    Code, Status,
+    body::Body,
+    codegen::Bytes,
+    transport::{Channel, Endpoint, Uri},
+};
 use tower::{Service, ServiceExt};
 
 use crate::{
@@ -162,6 +169,154 @@ async fn the_connections_of_one_client_leave_places_for_others() {
     closed.set_read_timeout(Some(PATIENCE)).unwrap();
     assert_eq!(closed.read(&mut [0; 16]).unwrap_or(0), 0, "one too many");
     list(&local).await.unwrap();
+}
+
+/// Resident memory of a daemon in bytes.
+fn memory(daemon: &Daemon) -> u64 {
+    let path = format!("/proc/{}/statm", daemon.pid().as_raw_nonzero());
+    let statm = std::fs::read_to_string(path).unwrap();
+    let resident: u64 = statm.split(' ').nth(1).unwrap().parse().unwrap();
+    resident * 4096
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn client_that_reads_no_answers_takes_bounded_memory() {
+    const CALLS: usize = 1000;
+    let pki = Pki::new("ca");
+    let daemon = pki::serve(&pki, "").await;
+    for number in 0..20 {
+        let mut vm = daemon.manifest(&format!("vm{number}"), "");
+        let annotations = &mut vm.metadata.as_mut().unwrap().annotations;
+        annotations.insert("a".into(), "x".repeat(50_000));
+        daemon.create(vm).await.unwrap();
+    }
+    let (greedy, other) = (pki.role("greedy", "viewer"), pki.role("other", "viewer"));
+    let other = pki.channel(&daemon, Some(&other));
+    list(&other).await.unwrap();
+    let before = memory(&daemon);
+    let mut calls = tokio::task::JoinSet::new();
+    for _ in 0..CALLS / 10 {
+        let channel = with_small_windows(pki::address(&daemon), pki.tls(Some(&greedy)));
+        for _ in 0..10 {
+            let mut channel = channel.clone();
+            calls.spawn(async move {
+                let request = http::Request::post(format!("http://vmmd{LIST}"))
+                    .header("content-type", "application/grpc")
+                    .header("te", "trailers")
+                    .body(Body::new(Whole(Some(b"\0\0\0\0\0"))))
+                    .unwrap();
+                channel.ready().await.unwrap().call(request).await.unwrap()
+            });
+        }
+    }
+    // Their bodies are not read.
+    let mut unread = Vec::new();
+    for _ in 0..READS {
+        unread.push(calls.join_next().await.unwrap().unwrap());
+    }
+    list(&other).await.unwrap();
+    let grown = memory(&daemon).saturating_sub(before);
+    assert!(grown < 200 << 20, "{grown} bytes");
+    assert_eq!(calls.try_join_next().map(drop), None, "more than {READS} answers");
+    drop(unread);
+    // The next call has a turn.
+    calls.join_next().await.unwrap().unwrap();
+}
+
+/// A client that has room for little of an answer that it does not read.
+fn with_small_windows(address: String, config: rustls::ClientConfig) -> Channel {
+    let config = Arc::new(config);
+    let connector = tower::service_fn(move |_: Uri| {
+        let (address, config) = (address.clone(), Arc::clone(&config));
+        async move { pki::open(&address, config).await.map(TokioIo::new) }
+    });
+    Endpoint::from_static("http://vmmd")
+        .initial_stream_window_size(65_535)
+        .initial_connection_window_size(65_535)
+        .connect_with_connector_lazy(connector)
+}
+
+/// Answers of one client that are made at once.
+const READS: usize = 32;
+
+/// A body of one frame.
+struct Whole(Option<&'static [u8]>);
+
+impl http_body::Body for Whole {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        Poll::Ready(
+            self.0
+                .take()
+                .map(|bytes| Ok(Frame::data(Bytes::from_static(bytes)))),
+        )
+    }
+}
+
+/// Connections, and streams on each.
+const CONNECTIONS: usize = 128;
+const STREAMS: usize = 512;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn streams_of_one_client_are_bounded_and_others_are_served() {
+    let pki = Pki::new("ca");
+    let daemon = pki::serve(&pki, "").await;
+    for number in 0..100 {
+        daemon
+            .create(daemon.manifest(&format!("vm{number}"), ""))
+            .await
+            .unwrap();
+    }
+    let (greedy, other) = (pki.role("greedy", "viewer"), pki.role("other", "viewer"));
+    let other = pki.channel(&daemon, Some(&other));
+    list(&other).await.unwrap();
+    let before = memory(&daemon);
+    let mut connections = tokio::task::JoinSet::new();
+    for _ in 0..CONNECTIONS {
+        let channel = pki.channel(&daemon, Some(&greedy));
+        connections.spawn(async move {
+            let mut vms = VmServiceClient::new(channel);
+            let (mut held, mut refusals) = (Vec::new(), 0);
+            for _ in 0..STREAMS {
+                // Nobody reads them.
+                match vms.watch_vms(v1::WatchVmsRequest::default()).await {
+                    Ok(stream) => held.push(stream),
+                    Err(status) => {
+                        let expected = (Code::ResourceExhausted, "TOO_MANY_STREAMS".to_owned());
+                        assert_eq!(refusal(&status), expected, "{status}");
+                        assert!(status.message().contains("limits.streams_per_client"), "{status}");
+                        refusals += 1;
+                    }
+                }
+            }
+            (held, refusals)
+        });
+    }
+    let (mut held, mut refusals) = (Vec::new(), 0);
+    while let Some(connection) = connections.join_next().await {
+        let (streams, refused) = connection.unwrap();
+        held.extend(streams);
+        refusals += refused;
+    }
+    assert_eq!((held.len(), refusals), (512, CONNECTIONS * STREAMS - 512));
+    let grown = memory(&daemon).saturating_sub(before);
+    assert!(grown < 256 << 20, "{grown} bytes for {} streams", held.len());
+    // Another client has streams of its own, and a stream that ends makes room.
+    let mut vms = VmServiceClient::new(other);
+    vms.watch_vms(v1::WatchVmsRequest::default()).await.unwrap();
+    let mut vms = VmServiceClient::new(pki.channel(&daemon, Some(&greedy)));
+    drop(held);
+    let again = timeout(PATIENCE, async {
+        while vms.watch_vms(v1::WatchVmsRequest::default()).await.is_err() {}
+    });
+    again
+        .await
+        .expect("a stream in the place of those that have ended");
 }
 
 #[tokio::test]

@@ -52,6 +52,7 @@ mod screen_strangers;
 mod share_plug;
 mod share_steps;
 mod shares;
+mod sizes;
 mod snapshots;
 mod state_dir;
 mod stats;
