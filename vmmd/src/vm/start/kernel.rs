@@ -88,11 +88,11 @@ pub(super) async fn find(
         );
         return Err(Failure::precondition("CMDLINE_TOO_LONG", message));
     }
+    // A command line may have secrets, and more people read the log than the VM's spec.
     tracing::info!(
         vm = name,
         kernel = found.kernel,
         by = found.by,
-        cmdline,
         "the kernel is one of the disk"
     );
     files.kernel = Some(kernel.into());
