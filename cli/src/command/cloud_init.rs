@@ -121,14 +121,24 @@ mod tests {
         for (title, data) in [
             ("plain", text.as_bytes().to_vec()),
             ("UTF-8 with a mark", marked(&[0xef, 0xbb, 0xbf], text.as_bytes())),
-            ("UTF-16, little-endian", marked(&[0xff, 0xfe], &units(u16::to_le_bytes))),
-            ("UTF-16, big-endian", marked(&[0xfe, 0xff], &units(u16::to_be_bytes))),
+            (
+                "UTF-16, little-endian",
+                marked(&[0xff, 0xfe], &units(u16::to_le_bytes)),
+            ),
+            (
+                "UTF-16, big-endian",
+                marked(&[0xfe, 0xff], &units(u16::to_be_bytes)),
+            ),
             ("UTF-16 without a mark", units(u16::to_le_bytes)),
             ("big-endian without a mark", units(u16::to_be_bytes)),
         ] {
             assert_eq!(as_text(data), text.as_bytes(), "{title}");
         }
-        for other in [vec![0x1f, 0x8b, 8, 0], vec![0xff, 0xfe, 0], vec![0xff, 0xfe, 0, 0xd8]] {
+        for other in [
+            vec![0x1f, 0x8b, 8, 0],
+            vec![0xff, 0xfe, 0],
+            vec![0xff, 0xfe, 0, 0xd8],
+        ] {
             assert_eq!(as_text(other.clone()), other);
         }
     }

@@ -11,7 +11,10 @@ const VERBS: [(&[&str], &str); 20] = [
     (&["reboot"], "vmmctl restart"),
     (&["suspend", "freeze"], "vmmctl pause"),
     (&["unpause", "unfreeze"], "vmmctl resume"),
-    (&["show", "info", "inspect", "dominfo", "status"], "vmmctl describe"),
+    (
+        &["show", "info", "inspect", "dominfo", "status"],
+        "vmmctl describe",
+    ),
     (&["launch", "boot"], "vmmctl run"),
     (&["define", "init", "new", "add"], "vmmctl create"),
     (&["exec", "shell", "enter"], "vmmctl ssh"),
@@ -21,14 +24,24 @@ const VERBS: [(&[&str], &str); 20] = [
     (&["networks", "net-list"], "vmmctl network ls"),
     (&["snapshots"], "vmmctl snapshot ls"),
     (&["disks", "volumes"], "vmmctl get disk"),
-    (&["nodes", "nodeinfo", "cordon", "drain", "uncordon"], "vmmctl node"),
+    (
+        &["nodes", "nodeinfo", "cordon", "drain", "uncordon"],
+        "vmmctl node",
+    ),
     (&["scale", "setvcpus", "setmem"], "vmmctl patch"),
     (&["log", "attach-console", "connect"], "vmmctl console"),
 ];
 
 /// Kinds of objects of other tools.
 const KINDS: [&str; 8] = [
-    "pods", "vmis", "domains", "machines", "instances", "containers", "servers", "services",
+    "pods",
+    "vmis",
+    "domains",
+    "machines",
+    "instances",
+    "containers",
+    "servers",
+    "services",
 ];
 
 /// The hint for a kind of objects of another tool.
@@ -104,7 +117,10 @@ mod tests {
             ("sotp web", "'stop'"),
         ] {
             let said = said(words);
-            assert!(said.contains("unrecognized subcommand") && said.contains(tip), "{said}");
+            assert!(
+                said.contains("unrecognized subcommand") && said.contains(tip),
+                "{said}"
+            );
         }
         assert!(!said("dominate web").contains("tip"), "{}", said("dominate web"));
     }

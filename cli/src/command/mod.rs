@@ -298,7 +298,9 @@ async fn get_all(client: &Client) -> Result<(), Vec<Failure>> {
         .await
         .map_err(one)?;
     output::line("").map_err(one)?;
-    snapshot::list(client, &ListSnapshots::default()).await.map_err(one)
+    snapshot::list(client, &ListSnapshots::default())
+        .await
+        .map_err(one)
 }
 
 async fn describe(client: &Client, Describe { what, vms }: Describe) -> Result<(), Vec<Failure>> {

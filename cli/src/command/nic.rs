@@ -148,7 +148,10 @@ mod tests {
         let mut nics = vec![nic_spec::from_text(0, "network=lan").unwrap()];
         let change = attach(nic_spec::from_text(0, "network=dmz").unwrap());
         let (name, paths) = change(&mut nics).unwrap();
-        assert_eq!((name.as_str(), paths), ("eth1", vec!["spec.nics[eth1]".to_owned()]));
+        assert_eq!(
+            (name.as_str(), paths),
+            ("eth1", vec!["spec.nics[eth1]".to_owned()])
+        );
         assert_eq!(nics[1].name, "eth1");
     }
 

@@ -210,7 +210,8 @@ async fn restored(client: &Client, request: v1::RestoreVmRequest) -> Result<Stri
     let response = send!(client.limit(COPY), client.snapshots, restore_vm, request).await;
     let response = response.map_err(|failure| {
         let failure = match &*failure.reason {
-            "NIC_ADDRESS_IN_USE" => failure.hint("--fresh is a VM with addresses of its own; --share-addresses lets both have them"),
+            "NIC_ADDRESS_IN_USE" => failure
+                .hint("--fresh is a VM with addresses of its own; --share-addresses lets both have them"),
             _ => failure,
         };
         about_snapshot(failure, &snapshot)

@@ -97,7 +97,10 @@ fn closing(text: &str) -> Option<usize> {
 /// A path (RFC 9535), with or without the `$` at its beginning.
 fn path(text: &str) -> Result<JsonPath, String> {
     // As kubectl has it, whose template is filled once with the list of all.
-    let text = text.strip_prefix(".items[*]").filter(|rest| !rest.is_empty()).unwrap_or(text);
+    let text = text
+        .strip_prefix(".items[*]")
+        .filter(|rest| !rest.is_empty())
+        .unwrap_or(text);
     let whole = if text.starts_with('$') {
         text.to_owned()
     } else if text.starts_with(['.', '[']) {

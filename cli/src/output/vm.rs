@@ -53,12 +53,7 @@ pub fn row(vm: &v1::Vm, wide: bool, now: jiff::Timestamp) -> Vec<String> {
 }
 
 /// A number of the spec, with the value of the running machine in front of a pending one: `512Mi -> 768Mi`.
-pub fn now_and_then(
-    status: &v1::VmStatus,
-    path: &str,
-    wanted: u64,
-    show: impl Fn(u64) -> String,
-) -> String {
+pub fn now_and_then(status: &v1::VmStatus, path: &str, wanted: u64, show: impl Fn(u64) -> String) -> String {
     let mut pending = status.pending_changes.iter();
     let change = pending.find(|change| change.path == path);
     let running = change.and_then(|change| {

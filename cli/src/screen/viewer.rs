@@ -97,7 +97,11 @@ async fn listen(client: &Client, args: &Vnc, address: SocketAddr) -> Result<()> 
     eprintln!(
         "VNC viewers reach the screen of vm/{} at {address}{}. ^C ends.",
         args.name,
-        if password.is_some() { " with this password" } else { "" }
+        if password.is_some() {
+            " with this password"
+        } else {
+            ""
+        }
     );
     loop {
         tokio::select! {

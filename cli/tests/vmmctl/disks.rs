@@ -336,6 +336,7 @@ fn a_disk_is_attached_with_all_its_options() {
             burst_operations: 50,
         }),
         rate_group: String::new(),
+        beneath: String::new(),
         any_content: false,
     };
     assert_eq!(web_disk(&daemon, "scratch"), scratch);

@@ -100,12 +100,7 @@ fn edit(daemon: &Daemon, editor: &str, folder: &std::path::Path) -> (i32, String
     edit_as(daemon, &["edit", "web"], editor, folder)
 }
 
-fn edit_as(
-    daemon: &Daemon,
-    words: &[&str],
-    editor: &str,
-    folder: &std::path::Path,
-) -> (i32, String, String) {
+fn edit_as(daemon: &Daemon, words: &[&str], editor: &str, folder: &std::path::Path) -> (i32, String, String) {
     let output = daemon
         .vmmctl()
         .args(words)
@@ -157,7 +152,10 @@ fn edit_of_a_name_is_edit_of_a_vm() {
     // One that does not start has written nothing, of which nothing is kept.
     let (code, stdout, stderr) = edit(&daemon, "no-such-editor", folder.path());
     assert_eq!((code, stdout.as_str()), (1, ""), "{stderr}");
-    assert!(stderr.contains("the editor `no-such-editor` ended with"), "{stderr}");
+    assert!(
+        stderr.contains("the editor `no-such-editor` ended with"),
+        "{stderr}"
+    );
     assert!(!stderr.contains("what you wrote"), "{stderr}");
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
 }

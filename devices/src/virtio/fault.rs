@@ -83,7 +83,9 @@ pub enum RingError {
         length: u32,
     },
     /// The process that served the queue has ended after it completed chains out of order: the open chains are unknown.
-    #[error("the process that served the queues completed requests out of order before it ended: the open requests are unknown")]
+    #[error(
+        "the process that served the queues completed requests out of order before it ended: the open requests are unknown"
+    )]
     Disordered,
     /// Who serves the queue outside of this process says that its ring is corrupt.
     #[error("the process that serves the queues found a ring corrupt")]

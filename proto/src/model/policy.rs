@@ -108,7 +108,10 @@ impl OnPanic {
             Ok(v1::PanicPolicy::Restart) => Self::Restart,
             Ok(v1::PanicPolicy::Stop) => {
                 if policy == RunPolicy::Always {
-                    found.add(field, "must not be STOP with spec.runPolicy ALWAYS_ON, which starts the VM again");
+                    found.add(
+                        field,
+                        "must not be STOP with spec.runPolicy ALWAYS_ON, which starts the VM again",
+                    );
                 }
                 Self::Stop
             }

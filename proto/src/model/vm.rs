@@ -343,7 +343,12 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
             Attachment::Network { ports, .. } => ports.as_slice(),
             Attachment::Bridge(_) | Attachment::Tap(_) => &[],
         });
-        unique(&mut found, "spec.nics", "published port", ports.map(PublishedPort::of_node));
+        unique(
+            &mut found,
+            "spec.nics",
+            "published port",
+            ports.map(PublishedPort::of_node),
+        );
         match (topology, boot) {
             (Some(topology), Some(boot)) => found.or(Self {
                 topology,

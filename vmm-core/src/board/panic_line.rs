@@ -45,7 +45,10 @@ fn is_end_of_panic(line: &[u8]) -> bool {
             return false;
         };
         let (prefix, behind) = inside.split_at(end);
-        if !prefix.iter().all(|byte| matches!(byte, b'0'..=b'9' | b'.' | b' ' | b'T' | b'C')) {
+        if !prefix
+            .iter()
+            .all(|byte| matches!(byte, b'0'..=b'9' | b'.' | b' ' | b'T' | b'C'))
+        {
             return false;
         }
         rest = behind.get(1..).unwrap_or_default().trim_ascii_start();
@@ -65,7 +68,9 @@ mod tests {
     }
 
     #[rstest]
-    #[case("---[ end Kernel panic - not syncing: VFS: Unable to mount root fs on unknown-block(0,0) ]---\r\n")]
+    #[case(
+        "---[ end Kernel panic - not syncing: VFS: Unable to mount root fs on unknown-block(0,0) ]---\r\n"
+    )]
     #[case("[    1.204816] ---[ end Kernel panic - not syncing: sysrq triggered crash ]---\r\n")]
     #[case("[    1.204816][    T1] ---[ end Kernel panic - not syncing: x ]---\n")]
     #[case("[   12.5] last\r\n[   12.6] ---[ end Kernel panic - not syncing: x ]---\r\n")]

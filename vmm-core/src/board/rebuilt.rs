@@ -27,8 +27,7 @@ use super::{
     machine::Machine,
 };
 use crate::lifecycle::{
-    self, Builder, Detached, Failure, LimitTarget, Machine as _, NicChange, Notifier, Progress, Reset,
-    Token,
+    self, Builder, Detached, Failure, LimitTarget, Machine as _, NicChange, Notifier, Progress, Reset, Token,
 };
 use crate::snapshot::saving::{GoesOn, Purpose, Report};
 

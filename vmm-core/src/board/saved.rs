@@ -97,7 +97,9 @@ impl Machine {
             // Its report is not part of the state: a restored machine would never be reset.
             return Err(Failure {
                 kind: ErrorKind::State,
-                message: format!("vCPU {index} has just reset the machine, powered it off or crashed: try again"),
+                message: format!(
+                    "vCPU {index} has just reset the machine, powered it off or crashed: try again"
+                ),
             });
         }
         let mut sections = vec![Section::new(HEADER, &self.current_header())];

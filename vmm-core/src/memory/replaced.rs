@@ -47,12 +47,16 @@ impl Replaced {
     pub unsafe fn part(&self, address: *mut u8, length: usize) -> Result<(), Errno> {
         let (start, end) = (address as usize, (address as usize).saturating_add(length));
         let mut parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = parts.range(..=start).next_back().map(|(start, end)| (*start, *end));
+        let before = parts
+            .range(..=start)
+            .next_back()
+            .map(|(start, end)| (*start, *end));
         if before.is_some_and(|(_, last)| end <= last) {
             // SAFETY: by the caller's promise; the memory is anonymous.
             return unsafe { madvise(address.cast(), length, Advice::LinuxDontNeed) };
         }
-        let touches = before.is_some_and(|(_, last)| start <= last) || parts.range(start..=end).next().is_some();
+        let touches =
+            before.is_some_and(|(_, last)| start <= last) || parts.range(start..=end).next().is_some();
         if !touches && parts.len() >= self.most {
             // SAFETY: by the caller's promise.
             unsafe { address.write_bytes(0, length) };
@@ -80,12 +84,19 @@ impl Replaced {
 
 /// Adds a part, joined with the parts beside it.
 fn insert(parts: &mut BTreeMap<usize, usize>, mut start: usize, mut end: usize) {
-    if let Some((first, last)) = parts.range(..=start).next_back().map(|(first, last)| (*first, *last))
+    if let Some((first, last)) = parts
+        .range(..=start)
+        .next_back()
+        .map(|(first, last)| (*first, *last))
         && start <= last
     {
         (start, end) = (first, end.max(last));
     }
-    while let Some((first, last)) = parts.range(start..=end).next().map(|(first, last)| (*first, *last)) {
+    while let Some((first, last)) = parts
+        .range(start..=end)
+        .next()
+        .map(|(first, last)| (*first, *last))
+    {
         parts.remove(&first);
         end = end.max(last);
     }
@@ -130,8 +141,7 @@ mod tests {
             file.write_all_at(&[0xaa; PAGE * PAGES], 0).unwrap();
             let (protection, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
             // SAFETY: a new mapping at an address of the kernel's choice.
-            let address =
-                unsafe { mmap(std::ptr::null_mut(), PAGE * PAGES, protection, flags, &file, 0) };
+            let address = unsafe { mmap(std::ptr::null_mut(), PAGE * PAGES, protection, flags, &file, 0) };
             Self(address.unwrap().cast())
         }
 
@@ -142,7 +152,9 @@ mod tests {
         /// The first byte of each page.
         fn bytes(&self) -> Vec<u8> {
             // SAFETY: the pages are mapped, and only this thread accesses them.
-            (0..PAGES).map(|page| unsafe { self.page(page).read_volatile() }).collect()
+            (0..PAGES)
+                .map(|page| unsafe { self.page(page).read_volatile() })
+                .collect()
         }
 
         /// Mappings of the process in its range.
@@ -150,7 +162,10 @@ mod tests {
             let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
             let start = |line: &str| usize::from_str_radix(line.split('-').next()?, 16).ok();
             let own = self.0 as usize..self.page(PAGES) as usize;
-            maps.lines().filter_map(start).filter(|start| own.contains(start)).count()
+            maps.lines()
+                .filter_map(start)
+                .filter(|start| own.contains(start))
+                .count()
         }
     }
 
@@ -172,7 +187,9 @@ mod tests {
             // SAFETY: a page of the mapping, into which there is no reference.
             unsafe { replaced.part(mapped.page(page), PAGE) }.unwrap();
         }
-        let wanted: Vec<u8> = (0..PAGES).map(|page| if page % 2 == 0 { 0 } else { 0xaa }).collect();
+        let wanted: Vec<u8> = (0..PAGES)
+            .map(|page| if page % 2 == 0 { 0 } else { 0xaa })
+            .collect();
         assert_eq!(mapped.bytes(), wanted);
         assert!(mapped.mappings() <= 2 * 4 + 1, "{}", mapped.mappings());
         // Pages beside a part are replaced, and joined with it.

@@ -194,7 +194,9 @@ fn received_with(sections: Vec<Section>) -> Vec<Section> {
         move || {
             let mut sender = Box::new(Sender::new(File::from(OwnedFd::from(near)), &memory, Vec::new()));
             sender.everything(&memory, ALWAYS).unwrap();
-            sender.finish(&info(), state::Machine { sections }, ALWAYS).unwrap();
+            sender
+                .finish(&info(), state::Machine { sections }, ALWAYS)
+                .unwrap();
         }
     });
     let received = receive(far, &memory, &mut []).unwrap();
@@ -330,10 +332,7 @@ fn frames_that_no_sender_sends_are_refused() {
             "disk after the machine's state",
         ),
         (vec![(Kind::Part, vec![1]), (Kind::End, end(2))], "is cut off"),
-        (
-            vec![(Kind::Part, vec![0; MAX_BODY_BYTES]); 37],
-            "longer than any",
-        ),
+        (vec![(Kind::Part, vec![0; MAX_BODY_BYTES]); 37], "longer than any"),
         (vec![(Kind::End, end(0))], "are missing"),
         (vec![(Kind::End, Vec::new())], "are missing"),
     ] {

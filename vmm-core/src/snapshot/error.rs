@@ -107,7 +107,9 @@ pub enum SnapshotError {
         limit_ms: u64,
     },
     /// A part of the machine has more state than any reader takes (a defect: devices have limits of their own).
-    #[error("the state of {id} has {bytes} bytes, and that of the whole machine {all}: that is more than a snapshot or migration takes")]
+    #[error(
+        "the state of {id} has {bytes} bytes, and that of the whole machine {all}: that is more than a snapshot or migration takes"
+    )]
     TooLong {
         /// Id of the largest part.
         id: String,

@@ -207,7 +207,9 @@ pub fn read_sections<S: Source>(source: &S, header: &Header) -> Result<Vec<Secti
             return Err(wrong("the file ends in it"));
         }
         let mut message = vec![0; usize::try_from(length).unwrap_or(0)];
-        source.read_at(&mut message, behind).map_err(SnapshotError::reading)?;
+        source
+            .read_at(&mut message, behind)
+            .map_err(SnapshotError::reading)?;
         let checksum = crc32c::crc32c_append(crc32c::crc32c(&length.to_le_bytes()), &message);
         if checksum != u32_at(&frame, 4) {
             return Err(wrong("its checksum is another"));

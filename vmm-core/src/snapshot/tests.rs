@@ -243,7 +243,11 @@ fn a_state_that_no_reader_takes_is_refused_with_its_part() {
     let error = refused(&[section("pit", 5), section("gpu", format::MAX_SECTION)]);
     assert!(error.starts_with("the state of gpu has 15"), "{error}");
     let half = format::MAX_SECTION - 100;
-    let error = refused(&[section("gpu", half), section("balloon", half), section("pit", 1000)]);
+    let error = refused(&[
+        section("gpu", half),
+        section("balloon", half),
+        section("pit", 1000),
+    ]);
     assert!(error.contains("and that of the whole machine"), "{error}");
     // A bit for each page of the largest machine, in pieces of 4 KiB with their numbers.
     let balloon = RAM_MAX / PAGE / 8 / 4096 * (4096 + 32);

@@ -10,9 +10,7 @@ use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
 use super::{
     error::SnapshotError,
-    format::{
-        CHECKSUM, Header, Layout, OWN_ID, PAGE, PAGE_BYTES, encode_section,
-    },
+    format::{CHECKSUM, Header, Layout, OWN_ID, PAGE, PAGE_BYTES, encode_section},
     memory::{self, CHECKSUM_OF_ZEROES, PIECE},
     saving::{GoOn, Sink, Written},
 };

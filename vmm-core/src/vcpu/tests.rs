@@ -517,7 +517,11 @@ fn a_pause_keeps_a_halted_vcpu_halted_and_interrupts_come_after_it() {
 #[test]
 fn a_vcpu_lives_when_idle_and_not_without_interrupts() {
     // out 0x80, then: cli, hlt; a loop; sti, hlt.
-    for (rest, lives) in [(&[0xfa, 0xf4][..], false), (&[0xeb, 0xfe], false), (&[0xfb, 0xf4], true)] {
+    for (rest, lives) in [
+        (&[0xfa, 0xf4][..], false),
+        (&[0xeb, 0xfe], false),
+        (&[0xfb, 0xf4], true),
+    ] {
         let mut rig = rig(1, &code(&[&[0xe6, 0x80], rest]));
         let begun = rig.probe(&rig.spaces.pio, 0x80, 1, Effect::None);
         rig.vcpus.run().unwrap();

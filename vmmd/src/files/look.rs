@@ -58,9 +58,8 @@ pub fn look_beside(
     for (index, disk) in spec.disks.iter().enumerate() {
         let field = format!("spec.disks[{index}]");
         // The DiskService says whether a VM can get one of its disks.
-        let skipped = |present: &VmSpec| {
-            present.disks.contains(disk) || matches!(disk.source, Source::Disk { .. })
-        };
+        let skipped =
+            |present: &VmSpec| present.disks.contains(disk) || matches!(disk.source, Source::Disk { .. });
         let looked = if present.is_some_and(skipped) {
             Ok(1)
         } else if elsewhere && !disk.read_only {

@@ -6,9 +6,7 @@ use proto::{
 };
 use tonic::Status;
 
-use crate::{
-    auth, context::Context, failure::Failure, host::Host, registry::vms::command::Update,
-};
+use crate::{auth, context::Context, failure::Failure, host::Host, registry::vms::command::Update};
 
 /// What UpdateVm is called by.
 const PATH: &str = "/vmmd.v1.VmService/UpdateVm";

@@ -226,7 +226,8 @@ pub async fn changed(
 /// Whether the node has the processors and the memory node that a VM is to run on, and can set its limits. Blocking.
 fn limits(host: &Host, spec: &VmSpec) -> Result<(), Failure> {
     let ready = host.cgroups.as_ref().map(|parent| parent.ready()).transpose();
-    let parent = ready.map_err(|error| Failure::internal(format!("the control group of all VMs: {error}")))?;
+    let parent =
+        ready.map_err(|error| Failure::internal(format!("the control group of all VMs: {error}")))?;
     cgroup::plan::plan(spec, &facts::read(Path::new(SYSFS), parent, spec)).map(drop)
 }
 

@@ -10,8 +10,14 @@ use super::{
 /// Version of the records' meaning that this build writes.
 pub const SCHEMA: u64 = 7;
 /// `MIGRATIONS[n]` makes schema n + 2 of schema n + 1, in the transaction that also notes the new number.
-pub(super) const MIGRATIONS: [Migration; 6] =
-    [add_disks, add_policies, add_node, seal_secrets, limit_answers, seal_secrets];
+pub(super) const MIGRATIONS: [Migration; 6] = [
+    add_disks,
+    add_policies,
+    add_node,
+    seal_secrets,
+    limit_answers,
+    seal_secrets,
+];
 pub(super) type Migration = fn(&WriteTransaction, &Key) -> Result<(), Error>;
 
 /// The file's schema; 0 when it is new.

@@ -418,7 +418,7 @@ mod tests {
             (init.network_config, init.vendor_data) = (all.network_config, all.vendor_data);
         }
         let folder = tempfile::tempdir().unwrap();
-        let database = super::super::open(&Store::file(folder.path())).unwrap();
+        let database = super::super::open(&Store::file(folder.path()), &key).unwrap();
         write(&database, |transaction| {
             let mut vms = transaction.open_table(VMS).unwrap();
             vms.insert([1; 16].as_slice(), old.encode_to_vec().as_slice())

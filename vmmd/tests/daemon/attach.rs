@@ -693,7 +693,10 @@ async fn disk_the_spec_needs_meanwhile_stays_after_its_detach() {
     assert_eq!(names(&vm), ["root"]);
     assert_eq!(phase(status(&vm), "root"), Some(AttachmentPhase::Pending));
     // It is in the machine again after an attach, and the VM starts.
-    daemon.attach("web", vm.spec.unwrap().disks.remove(0)).await.unwrap();
+    daemon
+        .attach("web", vm.spec.unwrap().disks.remove(0))
+        .await
+        .unwrap();
     assert_eq!(daemon.plugged("web").await, ["root"]);
     daemon.kill_vm("web").await.unwrap();
     daemon.start_vm("web").await.unwrap();

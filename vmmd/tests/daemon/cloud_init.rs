@@ -159,6 +159,9 @@ async fn user_data_that_no_guest_knows_is_warned_of() {
         user_data: "hostname: a\n".into(),
         ..Default::default()
     };
-    daemon.change("known", |spec| spec.cloud_init = Some(init)).await.unwrap();
+    daemon
+        .change("known", |spec| spec.cloud_init = Some(init))
+        .await
+        .unwrap();
     assert_eq!(daemon.events("UserDataUnknown").await.len(), 3);
 }

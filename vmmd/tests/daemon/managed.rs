@@ -855,8 +855,15 @@ async fn nic_that_a_network_refuses_is_not_stored() {
                 "PORT_IN_USE",
             ),
         ] {
-            let refused = daemon.change(name, |spec| spec.nics = vec![wrong]).await.unwrap_err();
-            assert_eq!(refusal(&refused), (Code::FailedPrecondition, reason.into()), "{name}");
+            let refused = daemon
+                .change(name, |spec| spec.nics = vec![wrong])
+                .await
+                .unwrap_err();
+            assert_eq!(
+                refusal(&refused),
+                (Code::FailedPrecondition, reason.into()),
+                "{name}"
+            );
         }
         assert_eq!(daemon.get(name).await.unwrap().spec.unwrap().nics, []);
     }

@@ -27,9 +27,7 @@ async fn panicking(daemon: &Daemon, policy: RunPolicy, rule: PanicPolicy, option
 
 fn ready(status: &VmStatus) -> (ConditionStatus, &str) {
     let mut conditions = status.conditions.iter();
-    let ready = conditions
-        .find(|condition| condition.r#type == "Ready")
-        .unwrap();
+    let ready = conditions.find(|condition| condition.r#type == "Ready").unwrap();
     (ready.status(), ready.reason.as_str())
 }
 
@@ -71,9 +69,19 @@ async fn panicked_guest_is_paused_where_the_spec_says_so() {
         name: "web".into(),
         ..Default::default()
     };
-    let resumed = daemon.client().resume_vm(request).await.unwrap().into_inner().vm.unwrap();
+    let resumed = daemon
+        .client()
+        .resume_vm(request)
+        .await
+        .unwrap()
+        .into_inner()
+        .vm
+        .unwrap();
     let told = status(&resumed);
-    assert_eq!((told.phase(), told.reason.as_str()), (VmPhase::Running, "GuestPanicked"));
+    assert_eq!(
+        (told.phase(), told.reason.as_str()),
+        (VmPhase::Running, "GuestPanicked")
+    );
     assert_eq!(ready(told), (ConditionStatus::False, "GuestPanicked"));
     assert_eq!(vm_pid(&resumed), vm_pid(&before));
 }
@@ -90,7 +98,10 @@ async fn ignored_panic_makes_vm_unready_and_a_stop_kills_at_once() {
     .await;
     let unready = |status: &VmStatus| ready(status) == (ConditionStatus::False, "GuestPanicked");
     let told = daemon.wait("web", unready).await;
-    assert_eq!((told.phase(), told.reason.as_str()), (VmPhase::Running, "GuestPanicked"));
+    assert_eq!(
+        (told.phase(), told.reason.as_str()),
+        (VmPhase::Running, "GuestPanicked")
+    );
     daemon.kill_and_restart().await;
     daemon.wait("web", unready).await;
     // The guest has an hour, and is not waited for.
@@ -121,7 +132,9 @@ async fn stop_under_way_ends_when_the_guest_panics() {
 async fn reset_of_a_panicked_guest_makes_vm_ready_again() {
     let daemon = Daemon::start().await;
     panicking(&daemon, RunPolicy::Manual, PanicPolicy::Ignore, "").await;
-    daemon.wait("web", |status| status.reason == "GuestPanicked").await;
+    daemon
+        .wait("web", |status| status.reason == "GuestPanicked")
+        .await;
     let mut console = Client::open(&daemon, "web").await;
     console.type_in("reset\n").await;
     let is_ready = |status: &VmStatus| ready(status) == (ConditionStatus::True, "Running");
@@ -133,7 +146,9 @@ async fn reset_of_a_panicked_guest_makes_vm_ready_again() {
 async fn panic_rule_changes_while_the_vm_runs() {
     let daemon = Daemon::start().await;
     panicking(&daemon, RunPolicy::Manual, PanicPolicy::Ignore, "").await;
-    daemon.wait("web", |status| status.reason == "GuestPanicked").await;
+    daemon
+        .wait("web", |status| status.reason == "GuestPanicked")
+        .await;
     let always = daemon
         .change("web", |spec| {
             spec.set_run_policy(RunPolicy::AlwaysOn);

@@ -62,13 +62,29 @@ fn a_reset_while_a_paused_snapshot_is_written_gives_it_up() {
             notice(Notice::Reset),
         ];
         let log = log_of(inputs, |_| ());
-        let order = ["begin snapshot, runs: false", "give up snapshot", "end snapshot", "resume", "2 State", "reset"];
+        let order = [
+            "begin snapshot, runs: false",
+            "give up snapshot",
+            "end snapshot",
+            "resume",
+            "2 State",
+            "reset",
+        ];
         assert_order(&log, &order);
     }
     // A machine that a client has paused stays paused.
     let inputs = vec![request(1, boot(true)), save(2, false, "x"), notice(Notice::Reset)];
     let log = log_of(inputs, |_| ());
-    assert_order(&log, &["give up snapshot", "end snapshot", "2 State", "reset", "guest reset 1"]);
+    assert_order(
+        &log,
+        &[
+            "give up snapshot",
+            "end snapshot",
+            "2 State",
+            "reset",
+            "guest reset 1",
+        ],
+    );
     assert!(!log.contains(&"start".to_owned()), "{log:?}");
 }
 
@@ -106,7 +122,16 @@ fn a_reset_while_disks_are_copied_follows_their_release() {
 fn a_reset_with_the_memory_copied_is_done_at_once() {
     let inputs = vec![request(1, boot(false)), save(2, false, "x")];
     let log = log_of(inputs, |builder| builder.reported = Some(Notice::Reset));
-    assert_order(&log, &["complete snapshot x", "resume", "reset", "end snapshot", "2 saved 7"]);
+    assert_order(
+        &log,
+        &[
+            "complete snapshot x",
+            "resume",
+            "reset",
+            "end snapshot",
+            "2 saved 7",
+        ],
+    );
 }
 
 #[test]
@@ -163,7 +188,11 @@ fn a_reset_waits_for_the_storage_and_then_starts_the_machine() {
 
 #[test]
 fn a_reset_that_waits_gives_up_a_running_capture() {
-    let inputs = vec![request(1, boot(false)), save(2, false, "x"), notice(Notice::Reset)];
+    let inputs = vec![
+        request(1, boot(false)),
+        save(2, false, "x"),
+        notice(Notice::Reset),
+    ];
     let (log, _) = run(inputs, |builder| {
         builder.reset_waits = 2;
     });

@@ -504,7 +504,13 @@ fn no_capture_begins_while_a_device_comes_or_goes() {
             name: "slow".into(),
             ..Disk::default()
         });
-        request(id, Request::AttachDisk { disk, fds: Vec::new() })
+        request(
+            id,
+            Request::AttachDisk {
+                disk,
+                fds: Vec::new(),
+            },
+        )
     };
     let inputs = vec![
         request(1, boot(false)),

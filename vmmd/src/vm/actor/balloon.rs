@@ -29,9 +29,11 @@ pub async fn tell(client: Client, held_bytes: u64) -> Result<(), Failure> {
         Err(control::Error::Refused(remote)) if remote.kind() == ErrorKind::State => {
             Err(Failure::precondition("NOT_NOW", remote.message))
         }
-        Err(error @ control::Error::Timeout(_)) => {
-            Err(Failure::new(Kind::Unavailable, "VMM_UNRESPONSIVE", error.to_string()))
-        }
+        Err(error @ control::Error::Timeout(_)) => Err(Failure::new(
+            Kind::Unavailable,
+            "VMM_UNRESPONSIVE",
+            error.to_string(),
+        )),
         Err(error) => Err(start::refused(&error)),
     }
 }

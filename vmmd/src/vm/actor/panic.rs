@@ -30,7 +30,9 @@ impl Actor {
 
     /// The `vmm` says that the guest's kernel has panicked.
     pub(super) fn on_panicked(&mut self) {
-        let Some(instance) = &mut self.instance else { return };
+        let Some(instance) = &mut self.instance else {
+            return;
+        };
         if std::mem::replace(&mut instance.panicked, true) {
             return;
         }

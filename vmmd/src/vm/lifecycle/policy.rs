@@ -280,7 +280,11 @@ mod tests {
             (P::OnFailure, OnPanic::Restart, panic, P::OnFailure),
             (P::Always, OnPanic::Ignore, panic, P::Always),
         ] {
-            assert_eq!(after(policy, rule, last), expected, "{policy:?} {rule:?} {last:?}");
+            assert_eq!(
+                after(policy, rule, last),
+                expected,
+                "{policy:?} {rule:?} {last:?}"
+            );
         }
     }
 

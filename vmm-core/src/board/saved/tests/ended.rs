@@ -41,7 +41,10 @@ fn a_machine_whose_vcpu_has_ended_is_not_saved_and_stays_so() {
     };
     begin(&mut one);
     let failure = one.machine.complete_snapshot(Vec::new()).unwrap_err();
-    assert!(failure.message.starts_with("vCPU 0 has just reset"), "{failure:?}");
+    assert!(
+        failure.message.starts_with("vCPU 0 has just reset"),
+        "{failure:?}"
+    );
     one.machine.give_up_snapshot();
     one.wait_for(Event::Ended);
     one.machine.end_snapshot().unwrap_err();

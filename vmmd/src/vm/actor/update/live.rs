@@ -359,12 +359,7 @@ impl Actor {
 }
 
 /// Requests a change that is one request from a running machine with `memory_bytes` of guest RAM.
-async fn carry_out(
-    client: Client,
-    live: &Live,
-    spec: &v1::VmSpec,
-    memory_bytes: u64,
-) -> Result<(), Failure> {
+async fn carry_out(client: Client, live: &Live, spec: &v1::VmSpec, memory_bytes: u64) -> Result<(), Failure> {
     let valid = |limit: Option<v1::RateLimit>| {
         RateLimit::new(&mut Violations::default(), "limit", &limit.unwrap_or_default())
     };
