@@ -15,7 +15,7 @@ mod grub;
 mod links;
 mod loader;
 pub mod medium;
-mod partitions;
+pub mod partitions;
 mod uki;
 mod volume;
 mod xfs;

@@ -21,6 +21,61 @@ pub struct Partition {
     pub window: Window,
 }
 
+/// Properties of a disk by its partition table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Layout {
+    /// Length of the disk's logical blocks in bytes, if the table shows it, as a GPT does.
+    pub block: Option<u64>,
+    /// Where the last partition ends, in bytes.
+    pub end: u64,
+}
+
+/// Refuses a disk whose partition table is for logical blocks of another length: the guest would find no partition.
+///
+/// # Errors
+///
+/// The table is for other blocks; the text says what to change.
+pub fn check_block(disk: &Window, block: u64) -> Result<(), String> {
+    match layout(disk).and_then(|layout| layout.block) {
+        Some(wanted) if wanted != block => Err(format!(
+            "its partition table is for logical blocks of {wanted} bytes, and the disk has blocks of {block}, so the guest would find no \
+             partition: set logicalBlockBytes of the disk to {wanted}"
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// The layout of a disk; nothing when it has no partition table.
+pub fn layout(disk: &Window) -> Option<Layout> {
+    let is_gpt = record(disk, 0)?.iter().any(|(kind, ..)| *kind == PROTECTIVE);
+    let gpt = SECTORS.iter().filter(|_| is_gpt).find_map(|sector| {
+        let entries = entries(disk, *sector)?;
+        let ends = entries.iter().map(|(_, _, last)| last.saturating_add(1));
+        let end = ends.max().unwrap_or(0).saturating_mul(*sector);
+        Some(Layout {
+            block: Some(*sector),
+            end,
+        })
+    });
+    gpt.or_else(|| {
+        let sector: [u8; 512] = disk.bytes(0)?;
+        // The first sector of FAT and NTFS ends alike, and has text where the table would be (Linux, block/partitions/msdos.c).
+        let mut states = [446_usize, 462, 478, 494].iter().filter_map(|at| sector.get(*at));
+        if !states.all(|state| state & 0x7f == 0) {
+            return None;
+        }
+        let all = record(disk, 0)?;
+        let used = all
+            .iter()
+            .filter(|(kind, start, count)| *kind != 0 && *kind != PROTECTIVE && *start != 0 && *count != 0);
+        let ends = used.map(|(_, start, count)| u64::from(*start).saturating_add((*count).into()));
+        Some(Layout {
+            block: None,
+            end: ends.max()?.saturating_mul(512),
+        })
+    })
+}
+
 /// The partitions of a disk; none when it has no table.
 pub fn partitions(disk: &Window) -> Vec<Partition> {
     let gpt = SECTORS.iter().find_map(|sector| gpt(disk, *sector));
@@ -38,6 +93,17 @@ fn u64_at(bytes: &[u8], offset: usize) -> u64 {
 }
 
 fn gpt(disk: &Window, sector: u64) -> Option<Vec<Partition>> {
+    let entries = entries(disk, sector)?.into_iter();
+    let partition = |(number, first, last): (u32, u64, u64)| {
+        let sectors = last.checked_sub(first)?.checked_add(1)?;
+        let window = disk.part(first.checked_mul(sector)?, sectors.checked_mul(sector)?)?;
+        Some(Partition { number, window })
+    };
+    Some(entries.filter_map(partition).collect())
+}
+
+/// Number, first and last block of the partitions of a GPT; nothing when it is none.
+fn entries(disk: &Window, sector: u64) -> Option<Vec<(u32, u64, u64)>> {
     // The header is sector 1; of a disk that has become larger, the copy at its end is elsewhere.
     let header: [u8; 92] = disk.bytes(sector)?;
     if !header.starts_with(b"EFI PART") {
@@ -63,18 +129,7 @@ fn gpt(disk: &Window, sector: u64) -> Option<Vec<Partition>> {
         if entry.first_chunk() == Some(&[0; 16]) {
             continue;
         }
-        let (first, last) = (u64_at(&entry, 32), u64_at(&entry, 40));
-        let bytes = last
-            .checked_sub(first)
-            .and_then(|more| more.checked_add(1)?.checked_mul(sector));
-        let start = first.checked_mul(sector);
-        let window = start
-            .zip(bytes)
-            .and_then(|(start, bytes)| disk.part(start, bytes));
-        found.extend(window.map(|window| Partition {
-            number: index.saturating_add(1),
-            window,
-        }));
+        found.push((index.saturating_add(1), u64_at(&entry, 32), u64_at(&entry, 40)));
     }
     Some(found)
 }

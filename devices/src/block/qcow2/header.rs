@@ -286,6 +286,30 @@ impl Header {
         }
     }
 
+    /// Whether a reader of the tables and of clusters of each known kind can read the disk. Such a reader ignores refcounts.
+    pub fn check_readable(&self) -> Result<(), Refusal> {
+        if self.encrypted {
+            return Err(Refusal::Encrypted);
+        }
+        if self.corrupt() {
+            return Err(Refusal::Corrupt);
+        }
+        if self.incompatible & EXTERNAL_DATA != 0 {
+            return Err(Refusal::ExternalData);
+        }
+        let unknown = self.incompatible & !(DIRTY | COMPRESSION | EXTENDED_L2);
+        if unknown != 0 {
+            return Err(Refusal::Features(unknown));
+        }
+        if self.compression > 1 {
+            return Err(Refusal::Compression(format!("method {}", self.compression)));
+        }
+        match self.backing {
+            true => Err(Refusal::ForeignBacking),
+            false => Ok(()),
+        }
+    }
+
     /// Whether the header's extensions make sense, for an image that [can be used](Self::check_usable). Version 2 may have
     /// some too, which nobody looks at.
     pub fn check_extensions(&self, medium: &dyn Medium) -> io::Result<Result<(), Refusal>> {
@@ -319,6 +343,11 @@ impl Header {
     /// Whether it was not closed by a program that keeps refcounts lazily.
     pub fn dirty(&self) -> bool {
         self.incompatible & DIRTY != 0
+    }
+
+    /// Whether its L2 entries have two words, the second one for subclusters.
+    pub fn extended_l2(&self) -> bool {
+        self.incompatible & EXTENDED_L2 != 0
     }
 
     /// Whether somebody marked it as corrupt.

@@ -34,7 +34,6 @@ mod uncached;
 use std::{
     fs::File,
     io,
-    ops::Range,
     os::fd::OwnedFd,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
@@ -139,21 +138,6 @@ impl Qcow2Image {
     pub fn read_at(&self, data: &mut [u8], offset: u64) -> io::Result<()> {
         let read = catch_unwind(AssertUnwindSafe(|| self.disk.read_at(data, offset)));
         read.unwrap_or_else(|_| Err(io::Error::other("its tables are beyond what was expected")))
-    }
-
-    /// Calls `take` with each piece of the disk's data within `range` and its offset in bytes, in order. What was never written to, and
-    /// reads as zeroes, is left out. For an image that nobody writes to; several threads may do it.
-    ///
-    /// # Errors
-    ///
-    /// The image can't be read, its tables point beyond the file, or `take` fails.
-    pub fn each_data(
-        &self,
-        range: Range<u64>,
-        take: &mut dyn FnMut(u64, &[u8]) -> io::Result<()>,
-    ) -> io::Result<()> {
-        let whole = catch_unwind(AssertUnwindSafe(|| self.disk.each_data(range, take)));
-        whole.unwrap_or_else(|_| Err(io::Error::other("its tables are beyond what was expected")))
     }
 
     fn open_uncached(target: Arc<Target>, read_only: bool, below: Vec<Below>) -> Result<Self, OpenError> {

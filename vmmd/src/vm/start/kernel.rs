@@ -65,8 +65,10 @@ pub(super) async fn find(
     });
     let made = made.await.unwrap_or_else(|error| Err(io::Error::other(error)));
     let (kernel, initrd) = made.map_err(|error| internal(&error))?;
+    let block = position.and_then(|position| spec.disks.get(position));
+    let block = block.map_or(512, |disk| disk.logical_block);
     let job = sources
-        .job(opened, &kernel, &initrd)
+        .job(opened, block, &kernel, &initrd)
         .map_err(|error| internal(&error))?;
     let said = helper::run(host, job, |_| ())
         .await
@@ -122,13 +124,15 @@ impl Sources {
         })
     }
 
-    fn job(self, opened: &OpenDisk, kernel: &File, initrd: &File) -> io::Result<Job> {
+    fn job(self, opened: &OpenDisk, block: u32, kernel: &File, initrd: &File) -> io::Result<Job> {
         let number = |index: usize| FIRST_FD.saturating_add(index).to_string();
         let mut arguments = vec![
             "--fd".to_owned(),
             number(0),
             "--format".to_owned(),
             word(opened.format).to_owned(),
+            "--logical-block".to_owned(),
+            block.to_string(),
             "--kernel-fd".to_owned(),
             number(1),
             "--initrd-fd".to_owned(),

@@ -87,6 +87,9 @@ pub struct Boot {
     pub format: Format,
     #[command(flatten)]
     pub below: Below,
+    /// Length of the disk's logical blocks in bytes, as the guest will see them
+    #[arg(long, value_name = "BYTES", default_value = "512")]
+    pub logical_block: u64,
     /// Descriptor of an empty file for the kernel
     #[arg(long, value_name = "FD")]
     pub kernel_fd: RawFd,

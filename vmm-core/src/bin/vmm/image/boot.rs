@@ -16,7 +16,11 @@ use anyhow::{Context as _, Result};
 use devices::block::{Backing, Image as _, Qcow2Image};
 use rustix::fs::FileType;
 use serde_json::{Value, json};
-use vmm_core::bootdisk::{MAX_INITRD, find, medium::Medium};
+use vmm_core::bootdisk::{
+    MAX_INITRD, find,
+    medium::{Medium, Window},
+    partitions,
+};
 
 use super::{
     args::{Boot, Format},
@@ -42,6 +46,8 @@ pub fn boot(args: &Boot) -> Result<Value> {
             Rc::new(Qcow2(Qcow2Image::open_without_lock(fd, below.collect())?))
         }
     };
+    partitions::check_block(&Window::whole(Rc::clone(&disk)), args.logical_block)
+        .map_err(anyhow::Error::msg)?;
     let found = find(disk)?;
     let mut writer = BufWriter::with_capacity(1 << 20, &kernel);
     let kernel_bytes = found.copy_kernel(&mut writer)?;
@@ -59,13 +65,13 @@ pub fn boot(args: &Boot) -> Result<Value> {
 }
 
 /// A raw disk: a file or a block device.
-struct Raw {
+pub struct Raw {
     file: File,
     size: u64,
 }
 
 impl Raw {
-    fn new(fd: OwnedFd) -> io::Result<Self> {
+    pub fn new(fd: OwnedFd) -> io::Result<Self> {
         let file = File::from(fd);
         let metadata = file.metadata()?;
         let size = match FileType::from_raw_mode(metadata.mode()) {

@@ -8,6 +8,7 @@ use std::{
     io::{self, Read},
     ops::Range,
     os::unix::fs::FileExt as _,
+    rc::Rc,
     sync::{
         Mutex, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -17,14 +18,21 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, anyhow, bail};
-use devices::block::{Image as _, Qcow2Image, SECTOR, qcow2::Header};
+use devices::{
+    block::SECTOR,
+    sys::lock::{LockKind, lock_image},
+};
 use serde_json::{Value, json};
+use vmm_core::bootdisk::{medium::Window, partitions};
 
 use super::{
     args::Import,
+    boot::Raw,
+    compression::Compression,
     foreign::{self, Foreign, Sink},
-    layers::Layers,
-    source::{Compression, HEAD, Kind, Part},
+    layers::{self, Disk},
+    qcow2,
+    source::{Content, HEAD, Kind, Part, has_file_system},
     take,
 };
 use crate::sandbox;
@@ -45,6 +53,26 @@ const LOOK: u64 = 4 << 20;
 const TELL: Duration = Duration::from_millis(200);
 /// Where the first volume descriptor of an ISO 9660 image has its identifier, in bytes (ECMA-119, 8.1).
 const ISO_MAGIC: u64 = 32769;
+/// Shortest raw disk that may have neither a partition table nor a file system, in bytes: shorter ones are other files.
+const LEAST: u64 = 64 << 10;
+
+/// Format and size of the disk that was imported.
+#[derive(Clone, Copy)]
+struct Found {
+    kind: Kind,
+    compression: Option<Compression>,
+    /// Size of the disk in bytes.
+    size: u64,
+    /// Logical blocks of the disk in bytes, if its format says so.
+    block: Option<u32>,
+}
+
+/// Layers that a disk may still be packed in.
+#[derive(Clone, Copy)]
+struct Around {
+    compression: bool,
+    archive: bool,
+}
 
 /// Does it; gives what was found.
 pub fn import(args: &Import) -> Result<Value> {
@@ -60,67 +88,136 @@ pub fn import(args: &Import) -> Result<Value> {
         return import_layers(&source, &scratch, &writer);
     }
     let whole = Part::whole(&source)?;
-    let first = whole.head()?;
-    let Some(compression) = Compression::of(&first) else {
-        let kind = Kind::of(&first)?;
-        let size = match kind {
-            Kind::Qcow2 => convert(source, &writer)?,
-            Kind::Foreign(kind) => read_foreign(kind, &source, &writer)?,
-            _ => copy(&source, &writer)?,
-        };
-        return finish(&target, kind, None, size);
+    let found = match Content::of(&whole.head()?)? {
+        Content::Disk(kind @ (Kind::Qcow2 | Kind::Foreign(_))) => unpacked(kind, &source, &writer)?,
+        Content::Disk(kind) => {
+            let size = copy(&source, &writer)?;
+            Found {
+                kind,
+                compression: None,
+                size,
+                block: None,
+            }
+        }
+        Content::Compressed(_) | Content::Tar => {
+            let around = Around {
+                compression: true,
+                archive: true,
+            };
+            let damaged = || "the file can't be read to its end".to_owned();
+            read_through(&mut { whole }, &damaged, around, &scratch, &writer)?
+        }
     };
-    let mut content = whole.decompressed(compression);
-    let damaged = || broken(compression);
-    let (kind, size) = read_through(&mut content, &damaged, &scratch, &writer)?;
-    finish(&target, kind, Some(compression), size)
+    finish(&target, found)
 }
 
 /// Makes the image of the disk in one of several layers.
 fn import_layers(source: &File, scratch: &File, writer: &Writer<'_>) -> Result<Value> {
     let args = writer.args;
-    let mut layers = Layers::new(source, &args.layer, args.max_size);
     let mut found = None;
-    layers.walk(&mut |disk, content| {
-        writer.begin(disk.size)?;
-        let damaged = || format!("{} can't be read to its end", disk.name);
-        let (kind, size) = read_through(content, &damaged, scratch, writer)?;
-        found = Some((kind, disk.compression, size));
+    let has_disk = layers::walk(source, &args.layer, args.max_size, &mut |disk, content| {
+        found = Some(read_entry(disk, content, scratch, writer)?);
         Ok(())
     })?;
-    let Some((kind, compression, size)) = found else {
+    let Some(found) = found.filter(|_| has_disk) else {
         bail!(
             "no layer has a file below \"disk/\", as a containerDisk has: there is no disk in this OCI image"
         );
     };
-    finish(writer.target, kind, compression, size)
+    finish(writer.target, found)
 }
 
-/// Makes the image of what can only be read once, in order; gives what it was and the size of the disk. `damaged` says what can't be read.
+/// Makes the image of a file of an archive, instead of that of another one before.
+fn read_entry(disk: &Disk<'_>, content: &mut dyn Read, scratch: &File, writer: &Writer<'_>) -> Result<Found> {
+    for file in [writer.target, scratch] {
+        file.set_len(0).context("empty the image")?;
+    }
+    writer.begin(disk.size)?;
+    let damaged = || format!("{} can't be read to its end", disk.name);
+    let around = Around {
+        compression: true,
+        archive: false,
+    };
+    let found =
+        read_through(content, &damaged, around, scratch, writer).with_context(|| disk.name.to_owned())?;
+    Ok(Found {
+        compression: disk.compression.or(found.compression),
+        ..found
+    })
+}
+
+/// Makes the image from a stream. `damaged` describes the stream for an error.
 fn read_through(
     content: &mut dyn Read,
     damaged: &dyn Fn() -> String,
+    around: Around,
     scratch: &File,
     writer: &Writer<'_>,
-) -> Result<(Kind, u64)> {
+) -> Result<Found> {
     let mut first = Vec::new();
     (&mut *content)
         .take(HEAD as u64)
         .read_to_end(&mut first)
         .with_context(damaged)?;
-    let kind = Kind::of(&first)?;
     let mut content = first.as_slice().chain(content);
+    let kind = match Content::of(&first)? {
+        Content::Compressed(compression) if around.compression => {
+            let around = Around {
+                compression: false,
+                ..around
+            };
+            let damaged = || broken(compression);
+            let mut content = compression.decompressed(content);
+            let found = read_through(&mut content, &damaged, around, scratch, writer)?;
+            return Ok(Found {
+                compression: Some(compression),
+                ..found
+            });
+        }
+        Content::Compressed(again) => bail!(
+            "what was compressed is compressed with {} again: decompress it first",
+            again.name()
+        ),
+        Content::Tar if around.archive => {
+            let mut found = None;
+            layers::walk_one(&mut content, writer.args.max_size, &mut |disk, content| {
+                found = Some(read_entry(disk, content, scratch, writer)?);
+                Ok(())
+            })?;
+            return found.context("the archive has no disk");
+        }
+        Content::Tar => {
+            bail!("an archive has a further archive: unpack it, and import the disk that is in it")
+        }
+        Content::Disk(kind) => kind,
+    };
     if !matches!(kind, Kind::Qcow2 | Kind::Foreign(_)) {
-        return Ok((kind, writer.unpack(&mut content, damaged)?));
+        let size = writer.unpack(&mut content, damaged)?;
+        return Ok(Found {
+            kind,
+            compression: None,
+            size,
+            block: None,
+        });
     }
     let length = Writer::new(scratch, writer.args).unpack(&mut content, damaged)?;
     // Zeroes at the end were not written.
     scratch.set_len(length).context("unpack the image")?;
-    let size = match kind {
-        Kind::Foreign(kind) => read_foreign(kind, scratch, writer)?,
-        _ => convert(scratch.try_clone()?, writer)?,
+    unpacked(kind, scratch, writer)
+}
+
+/// Makes the image of one in a format with tables.
+fn unpacked(kind: Kind, source: &File, writer: &Writer<'_>) -> Result<Found> {
+    let (size, block) = match kind {
+        Kind::Foreign(kind) => read_foreign(kind, source, writer)?,
+        _ => (convert(source, writer)?, None),
     };
-    Ok((kind, size))
+    Ok(Found {
+        kind,
+        compression: None,
+        size,
+        block,
+    })
 }
 
 fn broken(compression: Compression) -> String {
@@ -131,12 +228,20 @@ fn broken(compression: Compression) -> String {
 }
 
 /// Makes the size one of a disk. The caller brings the image to stable storage.
-fn finish(target: &File, kind: Kind, compression: Option<Compression>, size: u64) -> Result<Value> {
+fn finish(target: &File, found: Found) -> Result<Value> {
+    let Found {
+        mut kind,
+        compression,
+        size,
+        block,
+    } = found;
     if size == 0 {
         bail!("the image is empty");
     }
+    if kind == Kind::Raw {
+        check_raw(target, size)?;
+    }
     let mut size = size.next_multiple_of(SECTOR);
-    let mut kind = kind;
     if kind == Kind::Raw && foreign::is_fixed_vhd(target) {
         // The disk is all that comes before the footer.
         kind = Kind::Foreign(Foreign::Vhd);
@@ -149,12 +254,46 @@ fn finish(target: &File, kind: Kind, compression: Option<Compression>, size: u64
     let iso = kind == Kind::Raw && target.read_exact_at(&mut magic, ISO_MAGIC).is_ok() && &magic == b"CD001";
     let mut partitioned = [0; 2];
     let boots = target.read_exact_at(&mut partitioned, 510).is_ok() && partitioned == [0x55, 0xaa];
+    let layout = partitions::layout(&Window::whole(Rc::new(Raw::new(target.try_clone()?.into())?)));
+    if kind == Kind::Raw
+        && !iso
+        && let Some(layout) = layout.filter(|layout| layout.end > size)
+    {
+        bail!(
+            "the image is cut off: its partition table has a partition that ends at byte {}, and the image has {size} bytes; get the whole \
+             file, or if it is to be so, make it that long with `truncate`",
+            layout.end
+        );
+    }
     let kind = if iso && !boots { Kind::Iso } else { kind };
+    let block = block.map(u64::from).or(layout.and_then(|layout| layout.block));
     Ok(json!({
         "format": kind.name(),
         "compression": compression.map(Compression::name),
         "virtual_size": size,
+        "logical_block": block.unwrap_or(SECTOR),
     }))
+}
+
+/// Refuses a raw file of this length that is none of a disk.
+fn check_raw(target: &File, size: u64) -> Result<()> {
+    let mut magic = [0; 4];
+    // Images of macOS end with a block that describes them.
+    let trailer = size.checked_sub(SECTOR);
+    if trailer.is_some_and(|at| target.read_exact_at(&mut magic, at).is_ok()) && &magic == b"koly" {
+        bail!("the image is in the format dmg: convert it to qcow2 or raw first, as with `qemu-img convert`");
+    }
+    let mut head = Vec::new();
+    Part::of(target, 0, size)?
+        .take(HEAD as u64)
+        .read_to_end(&mut head)
+        .context("read the image")?;
+    if size < LEAST && !has_file_system(&head) {
+        bail!(
+            "the file has {size} bytes, and neither a partition table nor a file system: it is no image of a disk, or was cut off"
+        );
+    }
+    Ok(())
 }
 
 /// Copies a raw file.
@@ -214,34 +353,26 @@ fn in_turns(size: u64, work: &(dyn Fn(Range<u64>) -> Result<()> + Sync)) -> Resu
 }
 
 /// Copies what a qcow2 image holds.
-fn convert(source: File, writer: &Writer<'_>) -> Result<u64> {
-    let header = super::header(&source)?;
-    writer.check_size(header.size)?;
-    check_tables(&source, &header)?;
-    let image = Qcow2Image::open(source.into(), true, Vec::new()).context("open the image")?;
-    let size = image.capacity();
+fn convert(source: &File, writer: &Writer<'_>) -> Result<u64> {
+    if !lock_image(source, LockKind::Read).context("lock the image")? {
+        bail!("the image is in use by a VM or another program: stop it first");
+    }
+    let header = super::header(source)?;
+    let size = header.size;
     writer.begin(size)?;
+    let image = qcow2::Image::open(source, header).context("open the image")?;
     in_turns(size, &|range| {
-        let mut failed = None;
-        let copied = image.each_data(range, &mut |offset, data| {
-            writer.write(data, offset).map_err(|error| {
-                failed = Some(error);
-                io::Error::other("write")
-            })
-        });
-        match (failed, copied) {
-            (Some(error), _) => Err(error),
-            (None, copied) => copied.context("the qcow2 image is damaged, it can't be read to its end"),
-        }
+        image.each_data(range, &mut |offset, data| writer.write(data, offset))
     })?;
     Ok(size)
 }
 
-/// Copies what an image of another hypervisor holds.
-fn read_foreign(kind: Foreign, source: &File, writer: &Writer<'_>) -> Result<u64> {
+/// Copies what an image of another hypervisor holds; gives the size of the disk, and its logical blocks if they are known.
+fn read_foreign(kind: Foreign, source: &File, writer: &Writer<'_>) -> Result<(u64, Option<u32>)> {
     struct Into<'a, 'b> {
         writer: &'a Writer<'b>,
         size: u64,
+        block: Option<u32>,
     }
     impl Sink for Into<'_, '_> {
         fn size(&mut self, bytes: u64) -> Result<()> {
@@ -249,32 +380,21 @@ fn read_foreign(kind: Foreign, source: &File, writer: &Writer<'_>) -> Result<u64
             self.writer.begin(bytes)
         }
 
+        fn logical_block(&mut self, bytes: u32) {
+            self.block = Some(bytes);
+        }
+
         fn data(&mut self, offset: u64, data: &[u8]) -> Result<()> {
             self.writer.write(data, offset)
         }
     }
-    let mut sink = Into { writer, size: 0 };
+    let mut sink = Into {
+        writer,
+        size: 0,
+        block: None,
+    };
     foreign::read(kind, source, &mut sink)?;
-    Ok(sink.size)
-}
-
-/// Refuses an image whose L2 tables are not in the file: what they would map would read as zeroes (qcow2 specification, "L1 table entry").
-fn check_tables(source: &File, header: &Header) -> Result<()> {
-    const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
-    let length = source.metadata().context("look at the file")?.len();
-    let mut table = vec![0; usize::try_from(header.l1_entries)?.saturating_mul(8)];
-    let damaged = "the qcow2 image is damaged, its tables are not in the file: was it cut off?";
-    source
-        .read_exact_at(&mut table, header.l1_offset)
-        .context(damaged)?;
-    let (entries, _) = table.as_chunks::<8>();
-    for entry in entries {
-        let offset = u64::from_be_bytes(*entry) & OFFSET;
-        if offset != 0 && offset.saturating_add(header.cluster_size()) > length {
-            bail!(damaged);
-        }
-    }
-    Ok(())
+    Ok((sink.size, sink.block))
 }
 
 /// Writes an image, with holes for zeroes. Several threads may write parts of it.

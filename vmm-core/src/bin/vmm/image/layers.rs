@@ -1,9 +1,10 @@
-//! The disk in an OCI image: the one regular file below `disk/` in its layers, as a containerDisk of KubeVirt has it.
+//! The disk in an archive of tar: in the layers of an OCI image the one regular file below `disk/`, as a containerDisk of KubeVirt has it; in
+//! an archive that was given as an image, as an OVA file is, the one file that is no text.
 //!
-//! Anybody may have made a layer, an archive of tar (OCI Image Layer Filesystem Changeset; pax: POSIX.1-2024, "pax Interchange Format").
-//! Nothing is ever made under a name that stands in one. Names are only looked at to find the disk, and an archive that has anything but
-//! files and directories with plain names is refused. The library reads the fields of headers; the walk from one to the next is here, since
-//! the library's own has no bound on what it reads into memory.
+//! Anybody may have made an archive (OCI Image Layer Filesystem Changeset; pax: POSIX.1-2024, "pax Interchange Format"; GNU tar, "Basic Tar
+//! Format"). The converter creates no file under a name from an archive: names only find the disk. So entries elsewhere are skipped, of any
+//! type. The library reads the fields of headers. The walk over the entries is here, since the library's own walk reads headers of any length
+//! into memory.
 
 use std::{
     fs::File,
@@ -13,7 +14,11 @@ use std::{
 use anyhow::{Context as _, Result, bail};
 use tar::{EntryType, Header};
 
-use super::source::{Compression, Part};
+use super::{
+    compression::Compression,
+    source::{HEAD, Part, is_tar, text},
+    sparse::Sparse,
+};
 
 /// Length of a header, and what the content of an entry is filled up to, in bytes.
 const BLOCK: usize = 512;
@@ -25,8 +30,10 @@ const LONGEST_EXTENSION: u64 = 1 << 20;
 const BESIDE: u64 = 1 << 30;
 /// The folder that the disk is in.
 const FOLDER: &str = "disk";
-/// What begins the name of a file that says that another one is gone (OCI Image Layer Filesystem Changeset, "Whiteouts").
+/// A file with this prefix removes the file with the rest of the name; the second name removes all files of its folder (OCI Image Layer
+/// Filesystem Changeset, "Whiteouts").
 const WHITEOUT: &str = ".wh.";
+const OPAQUE: &str = ".wh..wh..opq";
 
 /// The disk in an archive.
 #[derive(Debug)]
@@ -42,11 +49,11 @@ pub struct Disk<'a> {
 /// Is given the disk and its content, which has an error where the archive ends before it does.
 pub type Take<'a> = dyn FnMut(&Disk<'_>, &mut dyn Read) -> Result<()> + 'a;
 
-/// Layers that lie one after the other in a file.
+/// Archives that are read one after the other.
 #[derive(Debug)]
-pub struct Layers<'a> {
-    file: &'a File,
-    lengths: &'a [u64],
+pub struct Archives {
+    /// Whether they are layers of an OCI image.
+    layers: bool,
     /// Bytes that may still be unpacked.
     left: u64,
     /// Entries that may still come.
@@ -55,38 +62,50 @@ pub struct Layers<'a> {
     disk: Option<String>,
 }
 
-impl<'a> Layers<'a> {
-    /// Layers of which the disk has `max_size` bytes at most.
-    pub fn new(file: &'a File, lengths: &'a [u64], max_size: u64) -> Self {
+/// Walks through the layers of an OCI image, which lie one after the other in a file; the disk has `max_size` bytes at most. `take` gets
+/// the disk, and again when a later layer replaces it. Returns whether there is one in the end.
+///
+/// # Errors
+///
+/// One of them is damaged or has what none may have, or there are several files that may be the disk.
+pub fn walk(file: &File, lengths: &[u64], max_size: u64, take: &mut Take<'_>) -> Result<bool> {
+    let mut archives = Archives::new(true, max_size);
+    let mut at = 0_u64;
+    for (number, length) in lengths.iter().enumerate() {
+        let part = Part::of(file, at, *length)?;
+        at = at.saturating_add(*length);
+        let compression = Compression::of(&part.head()?);
+        let walked = match compression {
+            Some(kind) => archives.archive(&mut kind.decompressed(part), compression, take),
+            None => archives.archive(&mut { part }, None, take),
+        };
+        walked.with_context(|| format!("layer {} of {}", number + 1, lengths.len()))?;
+    }
+    Ok(archives.disk.is_some())
+}
+
+/// Walks through one archive that was given as an image.
+///
+/// # Errors
+///
+/// It is damaged, or has no disk or several.
+pub fn walk_one(content: &mut dyn Read, max_size: u64, take: &mut Take<'_>) -> Result<()> {
+    let mut archives = Archives::new(false, max_size);
+    archives.archive(content, None, take)?;
+    match archives.disk {
+        Some(_) => Ok(()),
+        None => bail!("the archive has no file that can be a disk: unpack it, and import the disk"),
+    }
+}
+
+impl Archives {
+    fn new(layers: bool, max_size: u64) -> Self {
         Self {
-            file,
-            lengths,
+            layers,
             left: max_size.saturating_add(BESIDE),
             entries: MOST_ENTRIES,
             disk: None,
         }
-    }
-
-    /// Goes through all of them; `take` is given the disk once at most.
-    ///
-    /// # Errors
-    ///
-    /// One of them is damaged or has what none may have, or there are several files that may be the disk.
-    pub fn walk(&mut self, take: &mut Take<'_>) -> Result<()> {
-        let mut at = 0_u64;
-        for (number, length) in self.lengths.iter().enumerate() {
-            let part = Part::of(self.file, at, *length)?;
-            at = at.saturating_add(*length);
-            let compression = Compression::of(&part.head()?);
-            let walked = match compression {
-                Some(compression) => {
-                    self.archive(&mut part.decompressed(compression), Some(compression), take)
-                }
-                None => self.archive(&mut { part }, None, take),
-            };
-            walked.with_context(|| format!("layer {} of {}", number + 1, self.lengths.len()))?;
-        }
-        Ok(())
     }
 
     fn archive(
@@ -102,9 +121,15 @@ impl<'a> Layers<'a> {
             };
             self.entries = entries;
             let kind = header.entry_type();
-            let extends = matches!(kind, EntryType::XHeader | EntryType::GNULongName);
-            // What extends an entry has no extension itself.
-            let Extension { name, size } = match extends {
+            let about = matches!(
+                kind,
+                EntryType::XHeader
+                    | EntryType::XGlobalHeader
+                    | EntryType::GNULongName
+                    | EntryType::GNULongLink
+            );
+            // A header about the next entry has no extension, and keeps the extensions before it.
+            let Extension { name, size, sparse } = match about {
                 true => Extension::default(),
                 false => std::mem::take(&mut extension),
             };
@@ -116,41 +141,35 @@ impl<'a> Layers<'a> {
                     .entry_size()
                     .with_context(|| format!("the length of {name}"))?,
             };
-            // Refused before it is read: what was compressed may have any length.
-            let whole = size
-                .checked_next_multiple_of(BLOCK as u64)
-                .and_then(|size| size.checked_add(BLOCK as u64));
-            match whole.and_then(|whole| self.left.checked_sub(whole)) {
-                Some(left) => self.left = left,
-                None => {
-                    bail!("{name} has {size} bytes: with it the layers are longer than they may be unpacked")
+            self.count(&name, size)?;
+            let holes = match kind {
+                EntryType::GNUSparse => {
+                    Some(Sparse::read(&header, content, size).with_context(|| name.clone())?)
                 }
-            }
+                _ => None,
+            };
             let mut entry = Entry {
                 content: &mut *content,
                 left: size,
             };
-            if extends {
-                if size > LONGEST_EXTENSION {
-                    bail!("a header has {size} bytes, more than the {LONGEST_EXTENSION} that it may have");
-                }
-                let mut text = Vec::new();
-                entry.read_to_end(&mut text).context("read an extended header")?;
-                match kind {
-                    EntryType::XHeader => extension.read(&text)?,
-                    // The name ends with a zero.
-                    _ => {
-                        extension.name =
-                            Some(text.split(|byte| *byte == 0).next().unwrap_or_default().to_vec());
-                    }
-                }
+            if about {
+                extension.take(kind, size, &mut entry)?;
             } else {
+                let length = holes.as_ref().map_or(size, |holes| holes.length);
                 let disk = Disk {
                     name: &name,
-                    size,
+                    size: length,
                     compression,
                 };
-                self.entry(kind, &given, &disk, &mut entry, take)?;
+                let kind = match (sparse, kind.is_file()) {
+                    (true, true) => EntryType::GNUSparse,
+                    (_, _) if holes.is_some() => EntryType::Regular,
+                    _ => kind,
+                };
+                match holes {
+                    Some(holes) => self.entry(kind, &given, &disk, &mut holes.over(&mut entry), take)?,
+                    None => self.entry(kind, &given, &disk, &mut entry, take)?,
+                }
             }
             // What is left of the content, and of its last block.
             entry
@@ -167,41 +186,110 @@ impl<'a> Layers<'a> {
         Ok(())
     }
 
+    /// Refuses a long entry before it is read: compressed content may have any length.
+    fn count(&mut self, name: &str, size: u64) -> Result<()> {
+        let whole = size
+            .checked_next_multiple_of(BLOCK as u64)
+            .and_then(|size| size.checked_add(BLOCK as u64));
+        match whole.and_then(|whole| self.left.checked_sub(whole)) {
+            Some(left) => self.left = left,
+            None => {
+                bail!("{name} has {size} bytes: with it the archive is longer than it may be unpacked")
+            }
+        }
+        Ok(())
+    }
+
     /// An entry that `disk` describes if it is one.
     fn entry(
         &mut self,
         kind: EntryType,
         given: &[u8],
         disk: &Disk<'_>,
-        content: &mut Entry<'_>,
+        content: &mut dyn Read,
         take: &mut Take<'_>,
     ) -> Result<()> {
         let name = disk.name;
+        if !self.layers {
+            return self.other(kind, disk, content, take);
+        }
+        let parts = parts(given).with_context(|| format!("{name} is refused"))?;
+        let Some([folders @ .., last]) = parts.as_deref() else {
+            return Ok(());
+        };
+        if let Some(gone) = last.strip_prefix(WHITEOUT) {
+            let gone = (*last != OPAQUE).then_some(gone);
+            let gone: Vec<_> = folders.iter().copied().chain(gone).collect();
+            self.remove(&gone.join("/"));
+            return Ok(());
+        }
+        if folders.first() != Some(&FOLDER) {
+            return Ok(());
+        }
         let what = match kind {
-            EntryType::Regular | EntryType::Continuous | EntryType::Directory => None,
-            EntryType::Link | EntryType::GNULongLink => Some("a link"),
+            EntryType::Regular | EntryType::Continuous => None,
+            EntryType::Directory => return Ok(()),
+            EntryType::Link => Some("a link"),
             EntryType::Symlink => Some("a symbolic link"),
             EntryType::Char | EntryType::Block => Some("a device node"),
             EntryType::Fifo => Some("a FIFO"),
-            EntryType::GNUSparse => Some("a sparse file"),
-            EntryType::XGlobalHeader => Some("a header for all entries"),
+            EntryType::GNUSparse => Some("a sparse file in the format of pax"),
             _ => Some("of an unknown type"),
         };
         if let Some(what) = what {
-            bail!("{name} is {what}: only files and directories are taken");
+            bail!("{name} is {what}: only files and directories are taken below \"{FOLDER}/\"");
         }
-        let parts = parts(given).with_context(|| format!("{name} is refused"))?;
-        if kind == EntryType::Directory || given.ends_with(b"/") {
+        if given.ends_with(b"/") {
             return Ok(());
         }
-        if parts.len() < 2 || parts.first().is_none_or(|first| *first != FOLDER) {
+        let path = format!("{}/{last}", folders.join("/"));
+        if let Some(other) = self.disk.as_ref().filter(|other| **other != path) {
+            bail!("{name} is a second file below \"{FOLDER}/\", beside \"{other}\": one is the disk");
+        }
+        self.disk = Some(path);
+        take(disk, content)
+    }
+
+    /// A later layer has removed the file or folder at a path, or everything when the path is empty.
+    fn remove(&mut self, path: &str) {
+        let stays = |disk: &String| match disk.strip_prefix(path) {
+            Some(rest) => !(path.is_empty() || rest.is_empty() || rest.starts_with('/')),
+            None => true,
+        };
+        self.disk = self.disk.take().filter(stays);
+    }
+
+    /// An entry of an archive that was given as an image: descriptions, checksums and certificates are text.
+    fn other(
+        &mut self,
+        kind: EntryType,
+        disk: &Disk<'_>,
+        content: &mut dyn Read,
+        take: &mut Take<'_>,
+    ) -> Result<()> {
+        let name = disk.name;
+        let is_file = matches!(
+            kind,
+            EntryType::Regular | EntryType::Continuous | EntryType::GNUSparse
+        );
+        if !is_file || disk.size == 0 {
             return Ok(());
+        }
+        let mut head = Vec::new();
+        (&mut *content).take(HEAD as u64).read_to_end(&mut head)?;
+        if text(&head).is_some() || name.to_lowercase().ends_with(".nvram\"") {
+            return Ok(());
+        }
+        if kind == EntryType::GNUSparse {
+            bail!("{name} is a sparse file in the format of pax: unpack the archive, and import the disk");
         }
         if let Some(other) = &self.disk {
-            bail!("{name} is a second file below \"{FOLDER}/\", beside {other}: one is the disk");
+            bail!(
+                "the archive has several files that may be a disk, {other} and {name}: unpack it, and import each disk"
+            );
         }
         self.disk = Some(name.to_owned());
-        take(disk, content)
+        take(disk, &mut head.as_slice().chain(content))
     }
 }
 
@@ -210,9 +298,36 @@ impl<'a> Layers<'a> {
 struct Extension {
     name: Option<Vec<u8>>,
     size: Option<u64>,
+    /// It has holes, in one of the formats of pax.
+    sparse: bool,
 }
 
 impl Extension {
+    /// Reads an entry that is about the next one.
+    fn take(&mut self, kind: EntryType, size: u64, entry: &mut Entry<'_>) -> Result<()> {
+        if kind == EntryType::GNULongLink {
+            return Ok(());
+        }
+        if size > LONGEST_EXTENSION {
+            bail!("a header has {size} bytes, more than the {LONGEST_EXTENSION} that it may have");
+        }
+        let mut text = Vec::new();
+        entry.read_to_end(&mut text).context("read an extended header")?;
+        match kind {
+            EntryType::XHeader => self.read(&text)?,
+            EntryType::XGlobalHeader => {
+                let mut global = Self::default();
+                global.read(&text)?;
+                if global.name.is_some() || global.size.is_some() || global.sparse {
+                    bail!("a header for all entries has a name or a length");
+                }
+            }
+            // The name ends with a zero.
+            _ => self.name = Some(text.split(|byte| *byte == 0).next().unwrap_or_default().to_vec()),
+        }
+        Ok(())
+    }
+
     /// Reads records "LENGTH KEY=VALUE\n" of an extended header.
     fn read(&mut self, mut text: &[u8]) -> Result<()> {
         const DAMAGED: &str = "an extended header is damaged";
@@ -232,10 +347,7 @@ impl Extension {
             match key {
                 b"path" => self.name = Some(value.to_vec()),
                 b"size" => self.size = Some(std::str::from_utf8(value)?.parse().context(DAMAGED)?),
-                b"linkpath" => bail!("{} is a link: only files and directories are taken", shown(value)),
-                key if key.starts_with(b"GNU.sparse") => {
-                    bail!("an entry is a sparse file: make the layer without them");
-                }
+                key if key.starts_with(b"GNU.sparse") => self.sparse = true,
                 _ => {}
             }
         }
@@ -262,28 +374,15 @@ fn next_header(content: &mut dyn Read) -> Result<Option<Header>> {
             }
             continue;
         }
-        if zeroes > 0 || !is_whole(&header) {
+        if zeroes > 0 || !is_tar(header.as_bytes()) {
             bail!("it is no archive of tar, or damaged");
         }
         return Ok(Some(header));
     }
 }
 
-/// Whether the checksum of a header is right: the sum of its bytes, with its own field as blanks.
-fn is_whole(header: &Header) -> bool {
-    const FIELD: std::ops::Range<usize> = 148..156;
-    let bytes = header.as_bytes().iter().enumerate();
-    let sum: u32 = bytes
-        .map(|(at, byte)| match FIELD.contains(&at) {
-            true => u32::from(b' '),
-            false => u32::from(*byte),
-        })
-        .sum();
-    header.cksum().is_ok_and(|wanted| wanted == sum)
-}
-
 /// Fills a block as far as there is something; returns how far.
-fn read_block(content: &mut dyn Read, block: &mut [u8]) -> io::Result<usize> {
+pub fn read_block(content: &mut dyn Read, block: &mut [u8]) -> io::Result<usize> {
     let mut filled = 0;
     while let Some(rest) = block.get_mut(filled..).filter(|rest| !rest.is_empty()) {
         match content.read(rest) {
@@ -296,30 +395,28 @@ fn read_block(content: &mut dyn Read, block: &mut [u8]) -> io::Result<usize> {
     Ok(filled)
 }
 
-/// The parts of a name.
+/// The parts of a name; nothing when the name is not in UTF-8, as no name below the folder is.
 ///
 /// # Errors
 ///
-/// What no name may have.
-fn parts(name: &[u8]) -> Result<Vec<&str>> {
-    let name = std::str::from_utf8(name).context("its name is not in UTF-8")?;
-    if name.starts_with('/') {
+/// The name is absolute or leads out of the archive, or it is below the folder and has control characters.
+fn parts(name: &[u8]) -> Result<Option<Vec<&str>>> {
+    if name.starts_with(b"/") {
         bail!("its name is absolute");
     }
-    if name.chars().any(char::is_control) {
-        bail!("its name has control characters");
-    }
-    let parts: Vec<_> = name
-        .split('/')
-        .filter(|part| !matches!(*part, "" | "."))
-        .collect();
-    if parts.contains(&"..") {
+    if name.split(|byte| *byte == b'/').any(|part| part == b"..") {
         bail!("its name leads out with \"..\"");
     }
-    if parts.iter().any(|part| part.starts_with(WHITEOUT)) {
-        bail!("it is a whiteout, and a disk is not taken away");
+    // Base images have names in any encoding.
+    let Ok(name) = std::str::from_utf8(name) else {
+        return Ok(None);
+    };
+    let parts = name.split('/').filter(|part| !matches!(*part, "" | "."));
+    let parts: Vec<_> = parts.collect();
+    if parts.first() == Some(&FOLDER) && name.chars().any(char::is_control) {
+        bail!("its name has control characters");
     }
-    Ok(parts)
+    Ok(Some(parts))
 }
 
 /// A name for messages.
@@ -329,7 +426,7 @@ fn shown(name: &[u8]) -> String {
 }
 
 /// The content of an entry, which is there to its end or an error.
-struct Entry<'a> {
+pub struct Entry<'a> {
     content: &'a mut dyn Read,
     left: u64,
 }

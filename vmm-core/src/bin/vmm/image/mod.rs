@@ -4,10 +4,13 @@
 
 pub mod args;
 mod boot;
+mod compression;
 mod foreign;
 mod import;
 mod layers;
+mod qcow2;
 mod source;
+mod sparse;
 
 use std::{
     fs::File,

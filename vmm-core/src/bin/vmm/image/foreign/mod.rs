@@ -40,6 +40,8 @@ impl Foreign {
 /// Hears the size of the disk before anything else, and then each piece of data in any order; what is left out reads as zeroes.
 pub trait Sink {
     fn size(&mut self, bytes: u64) -> Result<()>;
+    /// Hears the length of the disk's logical blocks from a format that says it.
+    fn logical_block(&mut self, bytes: u32);
     fn data(&mut self, offset: u64, data: &[u8]) -> Result<()>;
 }
 

@@ -67,11 +67,13 @@ pub fn read(file: &File, sink: &mut dyn Sink) -> Result<()> {
         bail!("it needs another image, that it is a difference to");
     }
     let size = u64::from_le_bytes(metadata(file, items, SIZE)?);
-    let sector = u64::from(u32::from_le_bytes(metadata(file, items, SECTOR_SIZE)?));
+    let logical_block = u32::from_le_bytes(metadata(file, items, SECTOR_SIZE)?);
+    let sector = u64::from(logical_block);
     if !block.is_power_of_two() || !(1 << 20..=256 << 20).contains(&block) || ![512, 4096].contains(&sector) {
         bail!("it is damaged, its blocks have {block} bytes and its sectors {sector}");
     }
     sink.size(size)?;
+    sink.logical_block(logical_block);
     // After the entries of so many blocks comes one of a bitmap, which only differences need.
     let ratio = (sector << 23) / block;
     let count = size.div_ceil(block);

@@ -90,19 +90,30 @@ fn inflate(file: &File, at: u64, length: u64) -> Result<Vec<u8>> {
     Ok(grain)
 }
 
-/// Refuses a difference to another image.
+/// Refuses a difference to another image, and a piece of a disk in several files: its description is elsewhere or names the other pieces.
 fn description(file: &File, header: &[u8]) -> Result<()> {
     let (at, length) = (
         le64(header, 28).saturating_mul(SECTOR),
         le64(header, 36).saturating_mul(SECTOR),
     );
-    if at == 0 || length == 0 {
-        return Ok(());
-    }
-    let text = bytes(file, at, usize::try_from(length.min(MOST_TEXT))?)?;
+    let text = match at == 0 || length == 0 {
+        true => Vec::new(),
+        false => bytes(file, at, usize::try_from(length.min(MOST_TEXT))?)?,
+    };
     let text = String::from_utf8_lossy(&text);
-    let lines = text.lines().map(|line| line.trim().to_lowercase());
-    let mut parents = lines.filter_map(|line| Some(line.strip_prefix("parentcid")?.replace([' ', '='], "")));
+    let lines = || text.lines().map(|line| line.trim().to_lowercase());
+    let is_extent = |line: &String| {
+        let mut access = ["rw ", "rdonly ", "noaccess "].into_iter();
+        access.any(|access| line.starts_with(access))
+    };
+    let described = lines().any(|line| line.starts_with("createtype"));
+    if !described || lines().filter(is_extent).count() > 1 {
+        bail!(
+            "it is one piece of a disk in several files: make them one with `qemu-img convert` of the .vmdk file that names them"
+        );
+    }
+    let mut parents =
+        lines().filter_map(|line| Some(line.strip_prefix("parentcid")?.replace([' ', '='], "")));
     if parents.any(|parent| parent != "ffffffff") {
         bail!("it needs another image, that it is a difference to");
     }
