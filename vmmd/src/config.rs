@@ -14,6 +14,7 @@ use crate::{
         limits::{Overcommit, Pressure, Reserved},
         sizing,
     },
+    image::reach::Rules,
     ledger::UidRange,
     roots::Roots,
 };
@@ -91,6 +92,8 @@ pub struct Config {
     pub roots: Roots,
     /// How many snapshots there may be, and what room they may take.
     pub snapshots: SnapshotLimits,
+    /// Limits of imports.
+    pub images: Rules,
 }
 
 /// How many snapshots there may be, and what room they may take. One that would be more is refused before anything of it is made
@@ -239,6 +242,7 @@ impl Default for Config {
             screen: Screen::default(),
             roots: Roots::default(),
             snapshots: SnapshotLimits::default(),
+            images: Rules::default(),
         }
     }
 }
@@ -327,8 +331,8 @@ impl Config {
         if let Some(key) = self.limits.zero() {
             return refuse(key, "must be at least 1");
         }
-        if let Some(key) = self.snapshots.zero() {
-            return refuse(key, "must be at least 1; leave it out for no limit");
+        if let Some(key) = self.snapshots.zero().or_else(|| self.images.zero()) {
+            return refuse(key, "must be at least 1; leave it out for the default");
         }
         if let Err(problem) = self.pressure.check() {
             return refuse("pressure", &format!(": {problem}"));

@@ -31,8 +31,8 @@ pub struct NewImage {
     pub owner: String,
     /// Where it comes from.
     pub source: Source,
-    /// SHA-256 of the file.
-    pub checksum: Option<[u8; 32]>,
+    /// SHA-256 or SHA-512 of the file: its length says which.
+    pub checksum: Option<Vec<u8>>,
     /// Most bytes of the file, and of the disk in it.
     pub max_size: u64,
 }
@@ -125,16 +125,9 @@ impl NewImage {
         let source = source(&mut found, field, spec.source.as_ref(), upload);
         let checksum = match spec.checksum.as_str() {
             "" => None,
-            text => {
-                let parsed = checksum(text);
-                if parsed.is_none() {
-                    found.add(
-                        format_args!("{field}.spec.checksum"),
-                        "must be \"sha256:\" and 64 hexadecimal digits",
-                    );
-                }
-                parsed
-            }
+            text => file_checksum(text)
+                .map_err(|problem| found.add(format_args!("{field}.spec.checksum"), problem))
+                .ok(),
         };
         if checksum.is_some() && matches!(source, Some(Source::Oci(_) | Source::OciLayout { .. })) {
             let problem = "is of a single file: an OCI image is named by its digest, as in NAME@sha256:…";
@@ -278,22 +271,58 @@ fn wrong(url: &str) -> Option<&'static str> {
 
 /// The digest in "sha256:…".
 pub fn checksum(text: &str) -> Option<[u8; 32]> {
-    let digits = text.strip_prefix("sha256:").filter(|digits| digits.len() == 64)?;
-    let mut bytes = [0; 32];
-    for (byte, at) in bytes.iter_mut().zip((0..64).step_by(2)) {
-        let pair = digits.get(at..at + 2)?;
-        if !pair.bytes().all(|digit| digit.is_ascii_hexdigit()) {
-            return None;
+    digits::<32>(text.strip_prefix("sha256:")?)
+}
+
+/// The checksum of a file: "sha256:…", "sha512:…", or the digits alone, as `sha256sum` and `sha512sum` print them.
+///
+/// # Errors
+///
+/// The form is another one; the text names the right ones.
+pub fn file_checksum(text: &str) -> Result<Vec<u8>, &'static str> {
+    let (kind, hexadecimal) = text.split_once(':').unwrap_or(("", text));
+    let sha256 = || digits::<32>(hexadecimal).map(|bytes| bytes.to_vec());
+    let sha512 = || digits::<64>(hexadecimal).map(|bytes| bytes.to_vec());
+    let found = match kind.to_ascii_lowercase().as_str() {
+        "sha256" => sha256(),
+        "sha512" => sha512(),
+        "" => sha256().or_else(sha512),
+        _ => None,
+    };
+    found.ok_or_else(|| {
+        let weak = ["md5", "sha1"].iter().any(|weak| kind.eq_ignore_ascii_case(weak));
+        match weak || (kind.is_empty() && matches!(hexadecimal.len(), 32 | 40)) {
+            true => {
+                "must be SHA-256 or SHA-512: files with equal MD5 or SHA-1 can be made, so those prove nothing"
+            }
+            false => {
+                "must be \"sha256:\" and 64 hexadecimal digits, or \"sha512:\" and 128, or the digits alone"
+            }
         }
-        *byte = u8::from_str_radix(pair, 16).ok()?;
+    })
+}
+
+/// Bytes in hexadecimal digits.
+fn digits<const N: usize>(text: &str) -> Option<[u8; N]> {
+    let mut bytes = [0; N];
+    let (pairs, []) = text.as_bytes().as_chunks::<2>() else {
+        return None;
+    };
+    if pairs.len() != N {
+        return None;
+    }
+    for (byte, pair) in bytes.iter_mut().zip(pairs) {
+        let [high, low] = pair.map(|digit| char::from(digit).to_digit(16));
+        *byte = u8::try_from((high? << 4) | low?).ok()?;
     }
     Some(bytes)
 }
 
-/// "sha256:…" of a digest.
+/// "sha256:…" or "sha512:…" of a digest.
 pub fn checksum_text(digest: &[u8]) -> String {
+    let kind = if digest.len() == 64 { "sha512" } else { "sha256" };
     let digits: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
-    format!("sha256:{digits}")
+    format!("{kind}:{digits}")
 }
 
 #[cfg(test)]
@@ -325,7 +354,7 @@ mod tests {
             (new.source, new.max_size),
             (Source::Url(url.into()), DEFAULT_MAX_SIZE)
         );
-        assert_eq!(new.checksum, Some([0xab; 32]));
+        assert_eq!(new.checksum, Some(vec![0xab; 32]));
         assert_eq!(checksum_text(&[0xab; 32]), digest.to_lowercase());
         assert_eq!(
             NewImage::uploaded(Some(&image(None, "")), "open.image")
@@ -333,6 +362,33 @@ mod tests {
                 .source,
             Source::Upload
         );
+    }
+
+    #[test]
+    fn file_checksum_is_sha256_or_sha512_with_or_without_a_name() {
+        for (text, length) in [
+            (format!("sha256:{}", "aB".repeat(32)), 32),
+            (format!("SHA512:{}", "aB".repeat(64)), 64),
+            ("ab".repeat(32), 32),
+            ("ab".repeat(64), 64),
+        ] {
+            assert_eq!(file_checksum(&text), Ok(vec![0xab; length]), "{text}");
+        }
+        assert_eq!(checksum_text(&[1; 64]), format!("sha512:{}", "01".repeat(64)));
+        for (text, words) in [
+            (format!("sha1:{}", "ab".repeat(20)), "prove nothing"),
+            (format!("MD5:{}", "ab".repeat(16)), "prove nothing"),
+            ("ab".repeat(20), "prove nothing"),
+            ("ab".repeat(16), "prove nothing"),
+            (format!("sha512:{}", "ab".repeat(32)), "hexadecimal"),
+            (format!("sha256:{}", "ab".repeat(64)), "hexadecimal"),
+            (format!("sha256:+{}", "0".repeat(63)), "hexadecimal"),
+            ("\u{e9}".repeat(32), "hexadecimal"),
+            (String::new(), "hexadecimal"),
+        ] {
+            let problem = file_checksum(&text).unwrap_err();
+            assert!(problem.contains(words), "{text}: {problem}");
+        }
     }
 
     #[test]

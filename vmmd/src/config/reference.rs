@@ -11,17 +11,18 @@ use super::Config;
 
 const PAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/src/configuration.md");
 const PACKAGED: &str = include_str!("../../package/config.toml");
-const SOURCES: [&str; 6] = [
+const SOURCES: [&str; 7] = [
     include_str!("../config.rs"),
     include_str!("clients.rs"),
     include_str!("../ledger.rs"),
     include_str!("../capacity/limits.rs"),
     include_str!("../capacity/sizing.rs"),
     include_str!("../roots.rs"),
+    include_str!("../image/reach.rs"),
 ];
 
 /// Each table of the file: its key, its heading, and the type that has its keys.
-const TABLES: [(&str, &str, &str); 13] = [
+const TABLES: [(&str, &str, &str); 14] = [
     ("", "Keys outside of tables", "Config"),
     ("tcp", "`[tcp]`", "Tcp"),
     ("limits", "`[limits]`", "Limits"),
@@ -35,6 +36,7 @@ const TABLES: [(&str, &str, &str); 13] = [
     ("screen", "`[screen]`", "Screen"),
     ("roots", "`[roots]`", "Roots"),
     ("snapshots", "`[snapshots]`", "SnapshotLimits"),
+    ("images", "`[images]`", "Rules"),
 ];
 
 const INTRODUCTION: &str = "# Configuration reference
@@ -90,6 +92,8 @@ fn of_file(rust: &str) -> Option<&'static str> {
         "Ratio" => "number, 0.001 to 1000",
         "Vec<u32>" => "list of whole numbers",
         "Vec<PathBuf>" => "list of paths",
+        "Vec<Network>" => "list of networks",
+        "Vec<String>" => "list of texts",
         "u8" | "u32" | "u64" | "usize" => "whole number",
         _ => return None,
     })

@@ -29,13 +29,15 @@ pub struct Control {
     cancel: CancellationToken,
     /// Of the operation; nobody hears of the work when there is none.
     reporter: Option<Reporter>,
+    /// It says nothing of numbers of bytes.
+    silent: bool,
 }
 
 impl Control {
-    /// One for a part of the work that says nothing of its progress.
+    /// One for a part of the work that says nothing of numbers of bytes.
     pub fn silent(&self) -> Self {
         Self {
-            reporter: None,
+            silent: true,
             ..self.clone()
         }
     }
@@ -47,8 +49,15 @@ impl Control {
 
     /// Notes how far the work is, in bytes.
     pub fn progress(&self, done: u64, total: u64) {
-        if let Some(reporter) = &self.reporter {
+        if let Some(reporter) = self.reporter.as_ref().filter(|_| !self.silent) {
             reporter.advance(Progress::bytes(done, total));
+        }
+    }
+
+    /// Shows the present step of the work.
+    pub fn say(&self, message: &str) {
+        if let Some(reporter) = &self.reporter {
+            reporter.say(message);
         }
     }
 
@@ -74,6 +83,7 @@ pub async fn follow<T, F: Future<Output = T>>(
     let control = Control {
         cancel: cancel.clone(),
         reporter: Some(handle.reporter()),
+        silent: false,
     };
     let mut work = pin!(work(control));
     tokio::select! {

@@ -14,6 +14,7 @@ use super::{
     objects::{Kind as _, Shared, Stream, Wanted, list, watch},
 };
 use crate::{
+    auth::{Caller, Role},
     context::{Context, Initiator},
     failure::{Failure, Kind},
     host::Host,
@@ -70,10 +71,13 @@ impl ImageService for Images {
         &self,
         request: Request<v1::ImportImageRequest>,
     ) -> Result<Response<v1::ImportImageResponse>, Status> {
-        once(&self.host, request, |host, request, context| async move {
+        let caller = request.extensions().get::<Arc<Caller>>();
+        let for_tenant = caller.is_some_and(|caller| caller.role == Some(Role::Agent));
+        once(&self.host, request, move |host, request, context| async move {
             let of = Arc::clone(&host);
             let no_wait = request.no_wait;
-            let begun = whole(async move { image::import(&of, &request, &context).await }).await?;
+            let begun =
+                whole(async move { image::import(&of, &request, &context, for_tenant).await }).await?;
             let (image, operation) = answered(&host, begun, no_wait).await?;
             Ok(v1::ImportImageResponse {
                 image: Some(image),

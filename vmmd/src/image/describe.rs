@@ -86,6 +86,10 @@ fn look(folder: &Folder, seen: &Seen, disks: Vec<String>, vms: Vec<String>) -> v
             last_used_time: text::timestamp(record.used_ms.max(record.stage_ms)),
             operation: seen.operation.clone(),
             source_manifest: checksum(&record.source_manifest),
+            logical_block_bytes: match stage {
+                ImageStage::Ready => record.logical_block.max(512),
+                _ => 0,
+            },
             conditions: vec![v1::Condition {
                 r#type: "Ready".to_owned(),
                 status: status.into(),

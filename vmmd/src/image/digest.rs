@@ -6,7 +6,7 @@ use rustix::{
     fs::{SeekFrom, seek},
     io::Errno,
 };
-use sha2::{Digest, Sha256};
+use sha2::{Digest, Sha256, Sha512};
 
 use crate::disk::Control;
 
@@ -22,6 +22,45 @@ static THREADS: LazyLock<usize> = LazyLock::new(|| {
 /// Of a block of zeroes.
 static ZEROES: LazyLock<[u8; 32]> =
     LazyLock::new(|| Sha256::digest(vec![0; usize::try_from(BLOCK).unwrap_or_default()]).into());
+
+/// Makes the checksum of a file: SHA-256, or SHA-512 when that is to be compared.
+#[derive(Clone, Debug)]
+pub enum Checksum {
+    Sha256(Sha256),
+    Sha512(Box<Sha512>),
+}
+
+impl Checksum {
+    /// A checksum of the same kind as the wanted one; SHA-256 when none is wanted.
+    pub fn like(wanted: &[u8]) -> Self {
+        match wanted.len() {
+            64 => Self::Sha512(Box::default()),
+            _ => Self::Sha256(Sha256::new()),
+        }
+    }
+
+    /// Another one of the same kind, of nothing yet.
+    pub fn anew(&self) -> Self {
+        match self {
+            Self::Sha256(_) => Self::Sha256(Sha256::new()),
+            Self::Sha512(_) => Self::Sha512(Box::default()),
+        }
+    }
+
+    pub fn update(&mut self, data: &[u8]) {
+        match self {
+            Self::Sha256(hash) => hash.update(data),
+            Self::Sha512(hash) => hash.update(data),
+        }
+    }
+
+    pub fn finalize(self) -> Vec<u8> {
+        match self {
+            Self::Sha256(hash) => hash.finalize().to_vec(),
+            Self::Sha512(hash) => hash.finalize().to_vec(),
+        }
+    }
+}
 
 /// Bytes of a file whose hashes are in memory at once.
 pub const WINDOW: u64 = 256 << 20;
@@ -63,10 +102,9 @@ pub fn parts(start: u64, size: u64) -> impl Iterator<Item = Range<u64>> {
     starts.map(move |start| start..end.min(start.saturating_add(step)))
 }
 
-/// SHA-256 of a file, and its length.
-pub fn of_file(file: &File, control: &Control) -> io::Result<([u8; 32], u64)> {
+/// The checksum of a file, begun with `hash`, and its length.
+pub fn of_file(file: &File, mut hash: Checksum, control: &Control) -> io::Result<(Vec<u8>, u64)> {
     let size = file.metadata()?.len();
-    let mut hash = Sha256::new();
     let mut buffer = vec![0; usize::try_from(BLOCK).unwrap_or_default()];
     let mut offset = 0;
     loop {
@@ -74,7 +112,7 @@ pub fn of_file(file: &File, control: &Control) -> io::Result<([u8; 32], u64)> {
         control.progress(offset, size);
         let count = file.read_at(&mut buffer, offset)?;
         if count == 0 {
-            return Ok((hash.finalize().into(), offset));
+            return Ok((hash.finalize(), offset));
         }
         hash.update(buffer.get(..count).unwrap_or_default());
         offset += count as u64;
@@ -134,9 +172,15 @@ mod tests {
         let blocks = [Sha256::digest(vec![0; 1 << 20]), Sha256::digest([7; 512])].concat();
         let size = (1 << 20) + 512;
         assert_eq!(whole(&file, size), <[u8; 32]>::from(Sha256::digest(blocks)));
-        let (checksum, length) = of_file(&file, &Control::default()).unwrap();
         let mut content = vec![0; 1 << 20];
         content.extend([7; 512]);
-        assert_eq!((checksum, length), (Sha256::digest(content).into(), size));
+        for (wanted, right) in [
+            (0, Sha256::digest(&content).to_vec()),
+            (64, Sha512::digest(&content).to_vec()),
+        ] {
+            let hash = Checksum::like(&vec![0; wanted]);
+            let found = of_file(&file, hash, &Control::default()).unwrap();
+            assert_eq!(found, (right, size));
+        }
     }
 }

@@ -1,32 +1,38 @@
 //! Downloads a file by HTTP or HTTPS into one that may hold its beginning already; also a blob of an OCI image, whose digest its caller compares.
 //!
-//! A connection that breaks is made again, and goes on where it broke, as long as the server says that the file is the same (RFC 9110, 8.8
-//! and 13.1.5: `If-Range`). Nothing that a server says is trusted: what comes is counted.
+//! After a broken connection the download continues where it broke when the server sends the same version of the file (`If-Range`, and the
+//! validators of the part are compared: servers and caches exist that ignore `If-Range`). For a blob, the digest decides instead.
+//!
+//! No server keeps a download alive without progress. A try makes progress when the file becomes longer than in all earlier tries. Tries
+//! without progress, changes of the version, and the bytes of all tries together are limited.
+
+mod version;
 
 use std::{fs::File, io, os::unix::fs::FileExt, time::Duration};
 
 use reqwest::{
-    Client, Response, StatusCode, Url,
-    header::{ACCEPT_ENCODING, CONTENT_RANGE, ETAG, HeaderMap, IF_RANGE, LAST_MODIFIED, RANGE},
-    redirect,
+    Client, Response, StatusCode,
+    header::{ACCEPT_ENCODING, CONTENT_TYPE, HeaderMap, IF_RANGE, RANGE},
 };
-use sha2::{Digest, Sha256};
 use tokio::{task::spawn_blocking, time::sleep};
 
+use self::version::Part;
+use super::digest::Checksum;
 use crate::{
     disk::Control,
     failure::{Failure, Kind, file_failed},
+    store::SourceVersion,
     text,
 };
 
-/// How long a connection may take to be made.
-const CONNECT: Duration = Duration::from_secs(30);
-/// How long a server may send nothing.
-const SILENCE: Duration = Duration::from_secs(60);
-/// Most redirects that are followed.
-const REDIRECTS: usize = 10;
-/// Most tries in a row of which none brought a byte.
+/// Most tries in a row that do not bring the file further.
 const TRIES: u32 = 8;
+/// Most changes of the file on the server during a download.
+const CHANGES: u32 = 8;
+/// Most bytes received, in lengths of the file: a server without ranges starts again after each broken connection.
+const LENGTHS: u64 = 8;
+/// Received beside that, so that small files have all their tries, in bytes.
+const BESIDE: u64 = 64 << 20;
 /// Most tries.
 const ALL_TRIES: u32 = 10_000;
 /// The usual wait before the second try; each one is twice as long, up to [`LAST_WAIT`].
@@ -54,8 +60,10 @@ pub struct Download<'a> {
     pub blob: Option<Blob>,
     /// Where it goes: what is there is its beginning.
     pub file: File,
-    /// What the server called it when that came; empty when it had no name.
-    pub validator: String,
+    /// Version of the beginning; empty when it is not known.
+    pub version: SourceVersion,
+    /// For its checksum.
+    pub hash: Checksum,
     /// Most bytes that it may have.
     pub max_size: u64,
     /// The wait before the second try.
@@ -78,10 +86,12 @@ pub struct Blob {
 /// What was downloaded.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Downloaded {
-    /// SHA-256.
-    pub checksum: [u8; 32],
+    /// Checksum of the wanted kind.
+    pub checksum: Vec<u8>,
     /// Its length.
     pub bytes: u64,
+    /// It came in several parts, or its beginning was there.
+    pub resumed: bool,
 }
 
 /// Why a try has ended.
@@ -101,7 +111,14 @@ impl From<Failure> for Broken {
 struct State<'a> {
     download: Download<'a>,
     have: u64,
-    hash: Sha256,
+    hash: Checksum,
+    resumed: bool,
+    /// Most bytes that any try had of this version.
+    furthest: u64,
+    /// Bytes of all tries.
+    received: u64,
+    /// How often the file was another one.
+    changes: u32,
 }
 
 impl State<'_> {
@@ -117,53 +134,93 @@ impl State<'_> {
             None => control.progress(have, total),
         }
     }
+
+    /// The reason to give up a server whose answers bring nothing more.
+    fn wasted(&self) -> Option<&'static str> {
+        let length = self.furthest.max(self.download.version.length);
+        let most = length.saturating_mul(LENGTHS).saturating_add(BESIDE);
+        match () {
+            () if self.changes > CHANGES => Some("the file changes on the server again and again"),
+            () if self.received > most => Some("the server does not continue where a connection broke"),
+            () => None,
+        }
+    }
+
+    /// The file on the server is another one than the one that was begun.
+    fn changed(&mut self) {
+        self.changes += 1;
+        self.furthest = 0;
+    }
+
+    fn downloaded(self) -> Downloaded {
+        Downloaded {
+            checksum: self.hash.finalize(),
+            bytes: self.have,
+            resumed: self.resumed,
+        }
+    }
 }
 
-/// Downloads it. `named` is told what the server calls the file, before anything of it is written, and has to remember it.
+/// Downloads it. `named` gets the version of the file before anything of it is written, and has to record it.
 pub async fn fetch<F: Future<Output = Result<(), Failure>>>(
     download: Download<'_>,
     control: &Control,
-    named: impl Fn(String) -> F,
+    named: impl Fn(SourceVersion) -> F,
 ) -> Result<Downloaded, Failure> {
     let (hash, have) = beginning(&download, control).await?;
-    let mut state = State { download, have, hash };
-    if state.download.blob.is_some_and(|blob| blob.size == have) {
-        return Ok(Downloaded {
-            checksum: state.hash.finalize().into(),
-            bytes: have,
-        });
+    let whole = match download.blob {
+        Some(blob) => blob.size == have,
+        None => have > 0 && download.version.length == have,
+    };
+    let mut state = State {
+        download,
+        have,
+        hash,
+        resumed: have > 0,
+        furthest: have,
+        received: 0,
+        changes: 0,
+    };
+    if whole {
+        return Ok(state.downloaded());
     }
     let first_wait = state.download.first_wait;
     let (mut wait, mut vain) = (first_wait, 0);
     for _ in 0..ALL_TRIES {
-        let before = state.have;
         let problem = match attempt(&mut state, control, &named).await {
-            Ok(()) => {
-                return Ok(Downloaded {
-                    checksum: state.hash.finalize().into(),
-                    bytes: state.have,
-                });
-            }
+            Ok(()) => return Ok(state.downloaded()),
             Err(Broken::Final(failure)) => return Err(failure),
             Err(Broken::Passing(problem)) => problem,
         };
-        if state.have > before {
+        state.resumed = true;
+        if state.have > state.furthest {
             (wait, vain) = (first_wait, 0);
         }
+        state.furthest = state.furthest.max(state.have);
         vain += 1;
         tracing::info!(problem, bytes = state.have, "a download broke off");
-        if vain >= TRIES {
-            let message = format!("the image can't be downloaded: {problem} ({vain} tries in a row)");
-            return Err(Failure::new(Kind::Unavailable, "DOWNLOAD_FAILED", message));
+        let wasted = state.wasted().map(|reason| format!("{reason} ({problem})"));
+        let in_vain = (vain >= TRIES).then(|| format!("{problem} ({vain} tries in a row)"));
+        if let Some(problem) = wasted.or(in_vain) {
+            return Err(failed_download(&problem));
         }
+        let next = vain + 1;
+        control.say(&format!(
+            "downloading: {problem}; try {next} of {TRIES} follows in {wait:.1?}"
+        ));
         tokio::select! {
             () = sleep(wait) => {}
             () = control.cancel().cancelled() => return Err(cancelled()),
         }
+        control.say("downloading");
         wait = (wait * 2).min(LAST_WAIT);
     }
-    let message = "the image can't be downloaded: the connection breaks again and again";
-    Err(Failure::new(Kind::Unavailable, "DOWNLOAD_FAILED", message))
+    Err(failed_download("the connection breaks again and again"))
+}
+
+fn failed_download(problem: &str) -> Failure {
+    let message = format!("the image can't be downloaded: {problem}");
+    Failure::new(Kind::Unavailable, "DOWNLOAD_FAILED", message)
 }
 
 pub fn cancelled() -> Failure {
@@ -171,13 +228,12 @@ pub fn cancelled() -> Failure {
 }
 
 /// Reads what an earlier daemon has downloaded.
-async fn beginning(download: &Download<'_>, control: &Control) -> Result<(Sha256, u64), Failure> {
+async fn beginning(download: &Download<'_>, control: &Control) -> Result<(Checksum, u64), Failure> {
     let file = download.file.try_clone().map_err(|error| failed(&error))?;
-    let control = control.clone();
-    let keep = !download.validator.is_empty() || download.blob.is_some();
+    let (control, mut hash) = (control.clone(), download.hash.clone());
+    let keep = download.version.validator().is_some() || download.blob.is_some();
     let (base, most) = download.blob.map_or((0, u64::MAX), |blob| (blob.base, blob.size));
     let read = spawn_blocking(move || {
-        let mut hash = Sha256::new();
         if !keep {
             file.set_len(0)?;
             return Ok((hash, 0));
@@ -204,40 +260,11 @@ fn failed(error: &io::Error) -> Failure {
     file_failed("write what is downloaded", error)
 }
 
-/// What makes connections: all of one import have it in common.
-pub fn client() -> Result<Client, Failure> {
-    let policy = || {
-        redirect::Policy::custom(|attempt| {
-            let came = attempt.previous().last().map(Url::scheme);
-            let refused = match attempt.url().scheme() {
-                _ if attempt.previous().len() > REDIRECTS => "it redirects too often",
-                "https" => return attempt.follow(),
-                "http" if came == Some("http") => return attempt.follow(),
-                "http" => "it redirects from https to http, where anybody could change what comes",
-                _ => "it redirects to an address that is neither http nor https",
-            };
-            attempt.error(io::Error::new(io::ErrorKind::InvalidInput, refused))
-        })
-    };
-    let builder = || {
-        Client::builder()
-            .redirect(policy())
-            .connect_timeout(CONNECT)
-            .read_timeout(SILENCE)
-            .user_agent(concat!("vmmd/", env!("CARGO_PKG_VERSION")))
-    };
-    // A node without certificates of authorities downloads by http all the same: by https it trusts nobody then.
-    let client = builder()
-        .build()
-        .or_else(|_| builder().tls_certs_only([]).build());
-    client.map_err(|error| Failure::internal(format!("prepare a download: {}", words(&error))))
-}
-
 /// One connection.
 async fn attempt<F: Future<Output = Result<(), Failure>>>(
     state: &mut State<'_>,
     control: &Control,
-    named: &impl Fn(String) -> F,
+    named: &impl Fn(SourceVersion) -> F,
 ) -> Result<(), Broken> {
     let mut request = state
         .download
@@ -245,12 +272,11 @@ async fn attempt<F: Future<Output = Result<(), Failure>>>(
         .get(state.download.url)
         .headers(state.download.headers.clone())
         .header(ACCEPT_ENCODING, "identity");
-    // Without a name of the file nobody knows whether the rest is that of the same one. Of a blob the digest tells.
-    let named_file = !state.download.validator.is_empty();
-    if state.have > 0 && (named_file || state.download.blob.is_some()) {
+    let validator = state.download.version.validator();
+    if state.have > 0 && (validator.is_some() || state.download.blob.is_some()) {
         request = request.header(RANGE, format!("bytes={}-", state.have));
-        if named_file {
-            request = request.header(IF_RANGE, &state.download.validator);
+        if let Some(validator) = validator {
+            request = request.header(IF_RANGE, validator);
         }
     }
     let answer = tokio::select! {
@@ -258,14 +284,14 @@ async fn attempt<F: Future<Output = Result<(), Failure>>>(
         () = control.cancel().cancelled() => return Err(cancelled().into()),
     };
     let mut response = answer.map_err(|error| broken(&error))?;
-    let said = begin(state, &response, named).await?;
+    let Begun { total, mut skip } = begin(state, &response, named).await?;
     let total = match state.download.blob {
-        Some(blob) if said != 0 && said != blob.size => {
-            let message = format!("the server sends {said} bytes of what is to have {}", blob.size);
+        Some(blob) if total != 0 && total != blob.size => {
+            let message = format!("the server sends {total} bytes of what is to have {}", blob.size);
             return Err(Failure::precondition(REFUSED, message).into());
         }
         Some(blob) => blob.size,
-        None => said,
+        None => total,
     };
     if total > state.download.max_size {
         return Err(too_large(total, state.download.max_size).into());
@@ -277,14 +303,23 @@ async fn attempt<F: Future<Output = Result<(), Failure>>>(
             next = response.chunk() => next,
             () = control.cancel().cancelled() => return Err(cancelled().into()),
         };
-        match next {
-            Ok(Some(data)) => batch.extend_from_slice(&data),
+        let data = match next {
+            Ok(Some(data)) => data,
             Ok(None) => break Ok(()),
             Err(error) => break Err(Broken::Passing(words(&error))),
-        }
-        if state.have + batch.len() as u64 > state.download.max_size {
-            let sent = state.have + batch.len() as u64;
+        };
+        state.received = state.received.saturating_add(data.len() as u64);
+        // The overlap with the present bytes is dropped.
+        let overlap = usize::try_from(skip).unwrap_or(usize::MAX).min(data.len());
+        skip -= overlap as u64;
+        batch.extend_from_slice(data.get(overlap..).unwrap_or_default());
+        let sent = state.have + batch.len() as u64;
+        if sent > state.download.max_size {
             return Err(too_large(sent, state.download.max_size).into());
+        }
+        if total > 0 && sent > total {
+            let problem = format!("the server sends more than the {total} bytes that it has announced");
+            return Err(failed_download(&problem).into());
         }
         if batch.len() >= BATCH {
             write(state, std::mem::take(&mut batch)).await?;
@@ -293,57 +328,82 @@ async fn attempt<F: Future<Output = Result<(), Failure>>>(
     write(state, batch).await?;
     ended?;
     match total {
-        0 => Ok(()),
-        total if state.have == total => Ok(()),
-        total if state.have < total => {
+        total if total > state.have => {
             let problem = format!(
                 "the server sent {} of {total} bytes and closed the connection",
                 state.have
             );
             Err(Broken::Passing(problem))
         }
-        total => {
-            let message = format!("the server sent {} bytes and had announced {total}", state.have);
-            Err(Failure::new(Kind::Unavailable, "DOWNLOAD_FAILED", message).into())
-        }
+        _ => Ok(()),
     }
 }
 
-/// Looks at the head of a response, and makes the file what the response goes on from. Returns how long the whole is to be; 0 when the
-/// server does not say.
+/// Extent of a response.
+struct Begun {
+    /// Length of the whole file in bytes; 0 when the server does not say.
+    total: u64,
+    /// Bytes of the response that the file has already.
+    skip: u64,
+}
+
+/// Checks the head of a response, and empties the file when the response begins it again.
 async fn begin<F: Future<Output = Result<(), Failure>>>(
     state: &mut State<'_>,
     response: &Response,
-    named: &impl Fn(String) -> F,
-) -> Result<u64, Broken> {
+    named: &impl Fn(SourceVersion) -> F,
+) -> Result<Begun, Broken> {
     let status = response.status();
     let length = response.content_length().unwrap_or(0);
     match status {
         StatusCode::PARTIAL_CONTENT => {
-            let (start, whole) = range(response.headers()).unwrap_or((u64::MAX, 0));
-            if start == state.have {
-                return Ok(whole.max(state.have.saturating_add(length)));
+            let Some(part) = Part::of(response.headers()).filter(|part| part.start <= state.have) else {
+                restart(state)?;
+                return Err(Broken::Passing(
+                    "the server sent another part than was asked for".to_owned(),
+                ));
+            };
+            let version = SourceVersion::of(response.headers(), part.whole);
+            let same = state.have == 0 || state.download.version.has_part(&version);
+            if state.download.blob.is_none() && !same {
+                restart(state)?;
+                state.changed();
+                state.download.version = SourceVersion::default();
+                return Err(Broken::Passing(
+                    "the server has another version of the file than at the beginning".to_owned(),
+                ));
             }
-            restart(state)?;
-            Err(Broken::Passing(
-                "the server sent another part than was asked for".to_owned(),
-            ))
+            let known = part.whole.max(state.download.version.length);
+            Ok(Begun {
+                total: match known {
+                    0 => part.start.saturating_add(length),
+                    known => known,
+                },
+                skip: state.have - part.start,
+            })
         }
         StatusCode::OK => {
             restart(state)?;
-            let validator = match state.download.blob {
-                Some(_) => String::new(),
-                None => validator(response.headers()),
-            };
-            if validator != state.download.validator {
-                state.download.validator.clone_from(&validator);
-                named(validator).await?;
+            if state.download.blob.is_none() {
+                refuse_page(response.headers())?;
+                let version = SourceVersion::of(response.headers(), length);
+                if version != state.download.version {
+                    if state.furthest > 0 {
+                        state.changed();
+                    }
+                    state.download.version = version.clone();
+                    named(version).await?;
+                }
             }
-            Ok(length)
+            Ok(Begun {
+                total: length,
+                skip: 0,
+            })
         }
         StatusCode::RANGE_NOT_SATISFIABLE => {
             restart(state)?;
-            state.download.validator.clear();
+            state.changed();
+            state.download.version = SourceVersion::default();
             Err(Broken::Passing("the file has become another one".to_owned()))
         }
         status if status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS => {
@@ -366,28 +426,24 @@ async fn begin<F: Future<Output = Result<(), Failure>>>(
     }
 }
 
-/// What the server calls the file; a weak ETag says too little (RFC 9110, 13.1.5).
-fn validator(headers: &HeaderMap) -> String {
-    let text = |name| headers.get(name).and_then(|value| value.to_str().ok());
-    let strong = text(ETAG).filter(|tag| !tag.starts_with("W/"));
-    let found = strong.or_else(|| text(LAST_MODIFIED)).unwrap_or_default();
-    if found.len() > 1024 {
-        return String::new();
+/// Refuses a web page: servers send pages for logins and expired links with the status of success.
+fn refuse_page(headers: &HeaderMap) -> Result<(), Failure> {
+    let value = headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok());
+    let kind = value.unwrap_or_default().split(';').next().unwrap_or_default();
+    let kind = kind.trim().to_ascii_lowercase();
+    if !matches!(kind.as_str(), "text/html" | "application/xhtml+xml") {
+        return Ok(());
     }
-    found.to_owned()
-}
-
-/// First byte and whole length in "bytes 5-9/10"; 0 for a length that is not known.
-fn range(headers: &HeaderMap) -> Option<(u64, u64)> {
-    let text = headers.get(CONTENT_RANGE)?.to_str().ok()?;
-    let (part, whole) = text.strip_prefix("bytes ")?.split_once('/')?;
-    let (start, _) = part.split_once('-')?;
-    Some((start.parse().ok()?, whole.parse().unwrap_or(0)))
+    let message = format!(
+        "the image can't be downloaded: the server sends a web page ({kind}) instead of an image; open the address in a browser: \
+         the link may have expired, or lead to a login"
+    );
+    Err(Failure::precondition(REFUSED, message))
 }
 
 fn restart(state: &mut State<'_>) -> Result<(), Broken> {
     state.have = 0;
-    state.hash = Sha256::new();
+    state.hash = state.hash.anew();
     let base = state.base();
     state
         .download
@@ -426,10 +482,20 @@ fn too_large(bytes: u64, most: u64) -> Failure {
 
 fn broken(error: &reqwest::Error) -> Broken {
     let message = format!("the image can't be downloaded: {}", words(error));
-    if error.is_redirect() || error.is_builder() {
+    if error.is_redirect() || error.is_builder() || is_denied(error) {
         return Broken::Final(Failure::precondition(REFUSED, message));
     }
     Broken::Passing(words(error))
+}
+
+/// Whether the server may not be connected to, which no further try changes.
+fn is_denied(error: &reqwest::Error) -> bool {
+    let first: &dyn std::error::Error = error;
+    let mut causes = std::iter::successors(Some(first), |cause| cause.source());
+    causes.any(|cause| {
+        let cause = cause.downcast_ref::<io::Error>();
+        cause.is_some_and(|cause| cause.kind() == io::ErrorKind::PermissionDenied)
+    })
 }
 
 /// The innermost cause, which says most, without the address: that may hold a secret.

@@ -10,15 +10,18 @@ use proto::{
     },
     v1,
 };
-use reqwest::header::HeaderMap;
+use reqwest::{Url, header::HeaderMap};
 use serde::Deserialize;
 use sha2::{Digest as _, Sha256};
 use uuid::Uuid;
 
 use super::{
-    digest, discard,
+    digest::{self, Checksum},
+    discard,
     fetch::{self, Download},
-    object, oci, tell,
+    object, oci,
+    reach::Reach,
+    tell,
 };
 use crate::{
     context::Context,
@@ -39,6 +42,8 @@ use crate::{
 
 /// How long it may take to make a raw image of a file.
 const DEADLINE: Duration = Duration::from_secs(4 * 3600);
+/// How long an import may take with its download: a server that sends a byte a minute must not occupy a place forever.
+pub const WHOLE_DEADLINE: Duration = Duration::from_secs(24 * 3600);
 
 /// An image that is being made, or was made before by the same request.
 #[derive(Debug)]
@@ -54,6 +59,7 @@ pub async fn import(
     host: &Arc<Host>,
     request: &v1::ImportImageRequest,
     context: &Context,
+    for_tenant: bool,
 ) -> Result<Begun, Failure> {
     if let Some(uid) = host.requests.made_image(context)
         && let Some(seen) = host.images.find(&uid)
@@ -61,8 +67,11 @@ pub async fn import(
         let pending = host.images.import_of(&seen.record.uid);
         return Ok(Begun { uid, pending });
     }
-    let new = NewImage::imported(request.image.as_ref(), "image")?;
-    let (record, handle) = begin(host, &new, context).await?;
+    let mut new = NewImage::imported(request.image.as_ref(), "image")?;
+    if for_tenant {
+        new.max_size = new.max_size.min(host.config.images.agent_max_bytes);
+    }
+    let (record, handle) = begin(host, &new, context, for_tenant).await?;
     let begun = Begun {
         uid: record.uid.clone(),
         pending: Some(handle.pending()),
@@ -76,7 +85,9 @@ pub async fn begin(
     host: &Arc<Host>,
     new: &NewImage,
     context: &Context,
+    for_tenant: bool,
 ) -> Result<(ImageRecord, Handle), Failure> {
+    host.images.check_imports(&context.initiator.to_string())?;
     let now = text::now_ms();
     let source = match &new.source {
         NewSource::Url(url) => Some(Source::Url(url.clone())),
@@ -109,15 +120,15 @@ pub async fn begin(
         annotations: new.annotations.clone(),
         owner: new.owner.clone(),
         source: source.map(|source| ImageSource { source: Some(source) }),
-        checksum: new.checksum.map(|digest| digest.to_vec()).unwrap_or_default(),
+        checksum: new.checksum.clone().unwrap_or_default(),
         max_size: new.max_size,
+        for_tenant,
         stage: ImageStage::Importing.into(),
         begun: host.requests.mark(context).into_iter().collect(),
         ..ImageRecord::default()
     })?;
-    let handle = host
-        .operations
-        .begin(Type::ImageImport, &object(&record), context, None);
+    let operations = &host.operations;
+    let handle = operations.begin(Type::ImageImport, &object(&record), context, Some(WHOLE_DEADLINE));
     host.images.begin(&record.name, handle.pending());
     if let Err(error) = host.store.put_image(&record, Vec::new()).await {
         let tombstone = host.images.bury(&record);
@@ -254,23 +265,28 @@ async fn download(
         .bulk
         .run(&[folder.root()], move || of.open(&path, false));
     let file = opened.await?.map_err(|error| failed(&error))?;
+    let address = Url::parse(url).map_err(|error| Failure::field("image.spec.url", error))?;
+    let given = address.host_str().unwrap_or_default();
+    let reach = Reach::new(&host.config.images, given, !record.for_tenant);
+    reach.check(&address)?;
     let download = Download {
-        client: fetch::client()?,
+        client: reach.client()?,
         url,
         headers: HeaderMap::new(),
         unauthorized: fetch::REFUSED,
         missing: fetch::REFUSED,
         blob: None,
         file: file.try_clone().map_err(|error| failed(&error))?,
-        validator: record.validator.clone(),
+        version: record.source_version.clone().unwrap_or_default(),
+        hash: Checksum::like(&record.checksum),
         max_size: record.max_size,
         first_wait: fetch::FIRST_WAIT,
         room: has_room,
     };
     let named = std::sync::Mutex::new(record.clone());
-    let fetched = fetch::fetch(download, control, |validator| {
+    let fetched = fetch::fetch(download, control, |version| {
         let mut record = named.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        record.validator = validator;
+        record.source_version = Some(version);
         let (host, record) = (Arc::clone(host), record.clone());
         async move {
             let written = host.store.put_image(&record, Vec::new()).await;
@@ -282,7 +298,7 @@ async fn download(
         .into_inner()
         .unwrap_or_else(std::sync::PoisonError::into_inner);
     record.source_bytes = fetched.bytes;
-    record.source_checksum = fetched.checksum.to_vec();
+    record.source_checksum = fetched.checksum;
     Ok(file)
 }
 
@@ -320,13 +336,13 @@ async fn open(
     }
     handle.progress(Progress::bytes(0, 0), "checking the file");
     let file = opened.fd.try_clone().map_err(|error| failed(&error))?;
-    let control = control.clone();
+    let (control, hash) = (control.clone(), Checksum::like(&record.checksum));
     let hashing = host
         .pools
         .bulk
-        .run(&[], move || digest::of_file(&file.into(), &control));
+        .run(&[], move || digest::of_file(&file.into(), hash, &control));
     let (checksum, bytes) = hashing.await?.map_err(|error| failed(&error))?;
-    record.source_checksum = checksum.to_vec();
+    record.source_checksum = checksum;
     record.source_bytes = bytes;
     Ok(opened.fd)
 }
@@ -350,6 +366,8 @@ struct Found {
     format: String,
     compression: Option<String>,
     virtual_size: u64,
+    #[serde(default)]
+    logical_block: u32,
 }
 
 /// What it says on its way.
@@ -368,6 +386,11 @@ async fn convert(
     handle: &Handle,
     control: &Control,
 ) -> Result<(), Failure> {
+    handle.progress(Progress::bytes(0, 0), "waiting for other images to be made");
+    let _turn = tokio::select! {
+        turn = host.images.turn() => turn,
+        () = control.cancel().cancelled() => return Err(disk::cancelled(host)),
+    };
     handle.progress(Progress::bytes(0, 0), "making the image");
     let folder = host.image_folder();
     let (of, path) = (folder.clone(), folder.new_image(record));
@@ -416,6 +439,7 @@ async fn convert(
     let size = found.virtual_size;
     record.digest = content(host, image, size, control).await?.to_vec();
     record.size_bytes = size;
+    record.logical_block = found.logical_block;
     record.source_format = found.format;
     record.source_compression = found.compression.unwrap_or_default();
     Ok(())
@@ -492,8 +516,12 @@ async fn place(host: &Arc<Host>, mut record: ImageRecord) -> Result<String, Fail
     } else {
         ""
     };
+    let blocks = match record.logical_block {
+        0 | 512 => String::new(),
+        block => format!("; its disks need logicalBlockBytes: {block} in VMs"),
+    };
     Ok(format!(
-        "the image can be used: {} bytes, {}{which}",
+        "the image can be used: {} bytes, {}{which}{blocks}",
         record.size_bytes,
         super::describe::digest_text(&record.digest)
     ))
@@ -502,7 +530,7 @@ async fn place(host: &Arc<Host>, mut record: ImageRecord) -> Result<String, Fail
 /// A name that is taken: that image, if it was made of the same file.
 pub fn same(host: &Host, new: &NewImage) -> Option<Vec<u8>> {
     let there = host.images.get(new.name.as_str()).ok()?;
-    let wanted = new.checksum?;
+    let wanted = new.checksum.clone()?;
     (there.source_checksum == wanted).then_some(there.uid)
 }
 

@@ -15,6 +15,7 @@ mod fetch;
 mod import;
 mod oci;
 mod prune;
+pub mod reach;
 mod upload;
 
 use std::sync::Arc;
@@ -159,7 +160,8 @@ pub async fn restore(host: &Arc<Host>, records: Vec<ImageRecord>) {
                 let handle = left.pop().unwrap_or_else(|| {
                     let context = Context::daemon();
                     let operations = &host.operations;
-                    operations.begin(Type::ImageImport, &object(&record), &context, None)
+                    let deadline = Some(import::WHOLE_DEADLINE);
+                    operations.begin(Type::ImageImport, &object(&record), &context, deadline)
                 });
                 host.images.begin(&record.name, handle.pending());
                 tell(

@@ -6,12 +6,12 @@ use proto::{
     model::image::NewImage,
     v1::{self, upload_image_request::Message},
 };
-use sha2::{Digest, Sha256};
 use tokio_stream::{Stream, StreamExt};
 use tonic::Status;
 
 use super::{
     Begun,
+    digest::Checksum,
     import::{begin, cut_off, end, finish_upload, has_room, same},
 };
 use crate::{
@@ -46,7 +46,7 @@ where
     if let Some(uid) = same(host, &new) {
         return Ok(Begun { uid, pending: None });
     }
-    let (mut record, handle) = begin(host, &new, context).await?;
+    let (mut record, handle) = begin(host, &new, context, false).await?;
     // When this is dropped with its caller, nothing is left either.
     let mut guard = Guard(Some((Arc::clone(host), record.clone(), handle)));
     let received = match &guard.0 {
@@ -105,7 +105,7 @@ where
         .bulk
         .run(&[folder.root()], move || of.open(&path, true));
     let file = opened.await?.map_err(|error| failed(&error))?;
-    let (mut have, mut hash, mut batch) = (0_u64, Sha256::new(), Vec::new());
+    let (mut have, mut hash, mut batch) = (0_u64, Checksum::like(&record.checksum), Vec::new());
     loop {
         let next = tokio::select! {
             next = stream.next() => next,
@@ -136,17 +136,17 @@ where
         return Err(cut_off(have, wanted));
     }
     record.source_bytes = have;
-    record.source_checksum = hash.finalize().to_vec();
+    record.source_checksum = hash.finalize();
     Ok(())
 }
 
 async fn write(
     host: &Arc<Host>,
     file: &File,
-    mut hash: Sha256,
+    mut hash: Checksum,
     at: u64,
     data: Vec<u8>,
-) -> Result<(Sha256, u64), Failure> {
+) -> Result<(Checksum, u64), Failure> {
     let file = file.try_clone().map_err(|error| failed(&error))?;
     let writing = host.pools.bulk.run(&[host.image_folder().root()], move || {
         if !has_room(&file)? {

@@ -307,6 +307,16 @@ impl Reporter {
         self.shared.progress(self.id, progress, Some(message));
     }
 
+    /// Shows the present step, with the same progress.
+    pub fn say(&self, message: &str) {
+        let message = text::one_line(message, LONGEST_MESSAGE);
+        self.shared.change(self.id, |operation| {
+            let changed = operation.message != message;
+            operation.message = message;
+            changed
+        });
+    }
+
     /// How far it is with what it does, as for each piece of a copy. May be called as often as there is something to say.
     pub fn advance(&self, progress: Progress) {
         self.shared.progress(self.id, progress, None);

@@ -7,7 +7,7 @@ use std::{
 };
 
 use proto::v1;
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, SemaphorePermit, watch};
 use uuid::Uuid;
 
 use super::feed::{Buried, Expired, Feed, Position};
@@ -18,12 +18,19 @@ use crate::{
     text,
 };
 
+/// Most imports of one caller under way at once: an agent of a cluster has all of the node's tenants.
+const IMPORTS: usize = 64;
+/// Images that are made at once: each has a process with up to four threads and 2 GiB.
+const TURNS: usize = 4;
+
 /// The images.
 #[derive(Debug)]
 pub struct Images {
     inner: Mutex<Inner>,
     /// Held while files get or lose the name of their content.
     names: tokio::sync::Mutex<()>,
+    /// For making images.
+    turns: Semaphore,
 }
 
 #[derive(Debug)]
@@ -60,7 +67,28 @@ impl Images {
                 feed: Feed::new(run, nonces, history),
             }),
             names: tokio::sync::Mutex::default(),
+            turns: Semaphore::new(TURNS),
         }
+    }
+
+    /// Waits until another image may be made, and reserves that place until the permit is dropped.
+    pub async fn turn(&self) -> Option<SemaphorePermit<'_>> {
+        // It is never closed.
+        self.turns.acquire().await.ok()
+    }
+
+    /// Refuses another import of a caller that has many under way.
+    pub fn check_imports(&self, initiator: &str) -> Result<(), Failure> {
+        let inner = self.inner();
+        let imports = inner.images.values().filter_map(|slot| slot.import.as_ref());
+        let own = imports.filter(|import| import.operation().initiator == initiator);
+        if own.count() < IMPORTS {
+            return Ok(());
+        }
+        let message = format!(
+            "{initiator} has {IMPORTS} imports of images under way, the most at once: wait until one has ended"
+        );
+        Err(Failure::new(Kind::Exhausted, "TOO_MANY_IMPORTS", message))
     }
 
     /// For giving files the name of their content, and for taking them away.

@@ -50,7 +50,7 @@ pub use record::{
     ConditionRecord, DiskImage, DiskRecord, DiskSource, DiskStage, FileRecord, HandoverRecord, HandoverStage,
     Hardware, ImageRecord, ImageSource, ImageStage, InstanceRecord, Intent, LeaseRecord, NetworkRecord,
     NicHardware, NodeRecord, OciLayoutSource, OciSource, PortRecord, RegistryCredentials, ReplacedImage,
-    ReplacingRecord, RestartRecord, StopRecord, VmRecord, disk_source, image_source,
+    ReplacingRecord, RestartRecord, SourceVersion, StopRecord, VmRecord, disk_source, image_source,
 };
 pub use seal::Key;
 pub use snapshot::{RetentionRecord, SnapshotDisk, SnapshotRecord, SnapshotStage};

@@ -450,9 +450,9 @@ pub struct ImageRecord {
     /// When it entered its stage, in milliseconds of Unix time.
     #[prost(uint64, tag = "12")]
     pub stage_ms: u64,
-    /// What the server calls the file that is being downloaded (RFC 9110, 8.8: an ETag, or a date); empty when it has no name for it.
-    #[prost(string, tag = "13")]
-    pub validator: String,
+    /// Which version of the file is being downloaded. Not there when a download cannot be resumed. (Tag 13 had a part of it.)
+    #[prost(message, optional, tag = "25")]
+    pub source_version: Option<SourceVersion>,
     /// Names the content; empty until it is known.
     #[prost(bytes = "vec", tag = "14")]
     pub digest: Vec<u8>,
@@ -486,9 +486,29 @@ pub struct ImageRecord {
     /// [`RegistryCredentials`], sealed; empty when there are none, and when the import has ended.
     #[prost(bytes = "vec", tag = "24")]
     pub sealed_credentials: Vec<u8>,
+    /// An agent of a cluster asked for it, for a tenant.
+    #[prost(bool, tag = "26")]
+    pub for_tenant: bool,
+    /// Length of the logical blocks that the disk was made for, in bytes; 0 for 512.
+    #[prost(uint32, tag = "27")]
+    pub logical_block: u32,
     /// As of a VM.
     #[prost(message, repeated, tag = "30")]
     pub begun: Vec<RequestMark>,
+}
+
+/// Validators and length of a file on a server (RFC 9110, 8.8).
+#[derive(Clone, PartialEq, Eq, prost::Message)]
+pub struct SourceVersion {
+    /// The strong ETag; empty when there is none.
+    #[prost(string, tag = "1")]
+    pub etag: String,
+    /// The value of `Last-Modified`; empty when there is none.
+    #[prost(string, tag = "2")]
+    pub modified: String,
+    /// Length of the file in bytes; 0 when the server does not say.
+    #[prost(uint64, tag = "3")]
+    pub length: u64,
 }
 
 /// Who the daemon is for a registry of images. Never written as it is.

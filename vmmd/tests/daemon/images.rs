@@ -490,6 +490,32 @@ async fn fifty_vms_of_an_image_of_2_gib_take_its_room_once_and_that_of_their_tab
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn import_from_a_closed_port_shows_each_try() {
+    let daemon = Daemon::start().await;
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}/disk.raw", listener.local_addr().unwrap());
+    drop(listener);
+    let request = v1::ImportImageRequest {
+        image: Some(image("web", Some(Source::Url(url)))),
+        no_wait: true,
+        ..Default::default()
+    };
+    let begun = daemon.images().await.import_image(request).await.unwrap();
+    let id = begun.into_inner().operation.unwrap().id;
+    let shown = async {
+        loop {
+            let message = daemon.operation(&id).await.message;
+            if message.contains("Connection refused") && message.contains("of 8 follows") {
+                return;
+            }
+            tokio::task::yield_now().await;
+        }
+    };
+    timeout(PATIENCE, shown).await.unwrap();
+    daemon.remove_image("web").await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn deleting_an_image_that_is_being_imported_cancels_the_import() {
     let daemon = Daemon::start().await;
     let (turn, _go) = held(part(&Arc::new(content()), "one", 1000));

@@ -9,7 +9,8 @@ use std::{
 
 use prost::Message as _;
 use proto::v1::{
-    self, network_service_client::NetworkServiceClient, node_service_client::NodeServiceClient,
+    self, image_service_client::ImageServiceClient, image_spec::Source,
+    network_service_client::NetworkServiceClient, node_service_client::NodeServiceClient,
     snapshot_service_client::SnapshotServiceClient, vm_service_client::VmServiceClient,
 };
 use tonic::Code;
@@ -137,6 +138,58 @@ async fn as_an_agent(folder: &Path) {
             refused.message()
         );
     }
+}
+
+/// Imports of an agent that lead to services of the node.
+async fn imports_of_an_agent(folder: &Path) {
+    let mut images = ImageServiceClient::new(connect(folder).await);
+    let registry = v1::OciSource {
+        reference: "127.0.0.1:9/other/secret:1".into(),
+        plain_http: true,
+        ..Default::default()
+    };
+    for source in [
+        Source::Url("http://127.0.0.1:9/disk.raw".into()),
+        Source::Url("http://169.254.169.254/latest/meta-data".into()),
+        Source::Oci(registry),
+    ] {
+        let image = v1::Image {
+            metadata: Some(v1::ObjectMetadata {
+                name: "taken".into(),
+                ..Default::default()
+            }),
+            spec: Some(v1::ImageSpec {
+                source: Some(source),
+                ..Default::default()
+            }),
+            status: None,
+        };
+        let request = v1::ImportImageRequest {
+            image: Some(image),
+            ..Default::default()
+        };
+        let refused = images.import_image(request).await.unwrap_err();
+        assert_eq!(
+            refusal(&refused),
+            (Code::FailedPrecondition, "DOWNLOAD_REFUSED".into())
+        );
+        assert!(
+            refused.message().contains("address of the node itself"),
+            "{}",
+            refused.message()
+        );
+    }
+}
+
+#[tokio::test]
+async fn agent_imports_nothing_from_the_node_itself() {
+    if let Ok(folder) = std::env::var(FOLDER) {
+        return imports_of_an_agent(folder.as_ref()).await;
+    }
+    let daemon = Daemon::configured(&format!("agent_group = '{AGENTS}'\n")).await;
+    let test = "roles::agent_imports_nothing_from_the_node_itself";
+    let output = ask(&daemon, test, AGENTS);
+    assert!(output.status.success(), "{output:?}");
 }
 
 #[tokio::test]

@@ -143,7 +143,8 @@ fn copy(from: &File, to: &File, place: Blob, control: &Control) -> io::Result<Do
         done += count as u64;
     }
     Ok(Downloaded {
-        checksum: hash.finalize().into(),
+        checksum: hash.finalize().to_vec(),
         bytes: done,
+        resumed: false,
     })
 }

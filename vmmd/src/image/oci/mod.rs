@@ -115,7 +115,7 @@ impl Origin {
     }
 }
 
-fn mismatch(what: &str, wanted: &[u8; 32], found: &[u8; 32]) -> Failure {
+fn mismatch(what: &str, wanted: &[u8], found: &[u8]) -> Failure {
     let message = format!(
         "{what} has the digest {}, and {} was asked for: it is another one, or was changed on its way",
         checksum_text(found),
@@ -155,10 +155,9 @@ pub async fn layers(
     let all = layers.iter().map(|layer| layer.size).sum();
     let mut base = 0;
     for layer in &layers {
-        let had = file.metadata().map_err(failed)?.len() > base;
         let mut came = origin.blob(host, layer, &file, (base, all), control).await?;
-        if had && came.checksum != layer.digest {
-            // What an earlier daemon had written was lost with the node's power.
+        if came.resumed && came.checksum != layer.digest {
+            // The parts are not of one blob, or what an earlier daemon had written was lost with the node's power.
             file.set_len(base).map_err(failed)?;
             came = origin.blob(host, layer, &file, (base, all), control).await?;
         }
@@ -181,7 +180,13 @@ fn origin(host: &Arc<Host>, record: &ImageRecord) -> Result<(Origin, Platform), 
         Some(Source::Oci(source)) => {
             let reference = Reference::parse(&source.reference).map_err(Failure::internal)?;
             let credentials = credentials(host, record)?;
-            let registry = Registry::new(reference, source.plain_http, credentials)?;
+            let registry = Registry::new(
+                reference,
+                &host.config.images,
+                source.plain_http,
+                record.for_tenant,
+                credentials,
+            )?;
             (Origin::Registry(Box::new(registry)), &source.platform)
         }
         Some(Source::OciLayout(source)) => {

@@ -8,6 +8,7 @@ use reqwest::{
     header::{ACCEPT, AUTHORIZATION, HeaderMap, HeaderValue, WWW_AUTHENTICATE},
 };
 use serde::Deserialize;
+use sha2::{Digest as _, Sha256};
 use tokio::time::timeout;
 
 use super::{
@@ -20,14 +21,18 @@ use crate::{
     failure::{Failure, Kind, file_failed},
     host::Host,
     image::{
+        digest::Checksum,
         fetch::{self, Blob, Download, Downloaded},
         import::has_room,
+        reach::{Reach, Rules},
     },
-    store::RegistryCredentials,
+    store::{RegistryCredentials, SourceVersion},
 };
 
 /// How long a document or a token may take to come.
 const DOCUMENT: Duration = Duration::from_secs(300);
+/// Most tokens for one blob: 24 hours of tokens that are good for two minutes.
+const MOST_LOGINS: u32 = 720;
 /// Most bytes of an answer with a token.
 const MAX_TOKEN: usize = 256 << 10;
 /// The reason of a failure inside of this module: there is no such manifest or blob.
@@ -36,6 +41,7 @@ const MISSING: &str = "OCI_IMAGE_NOT_FOUND";
 /// A repository of a registry.
 pub struct Registry {
     client: Client,
+    reach: Reach,
     reference: Reference,
     /// `https://HOST/v2/REPOSITORY/`.
     root: Url,
@@ -53,20 +59,26 @@ struct Token {
 }
 
 impl Registry {
-    /// Nothing is asked yet.
+    /// Sends no request. For a tenant, only the configuration decides which registries are reached by HTTP.
     pub fn new(
         reference: Reference,
+        rules: &Rules,
         plain_http: bool,
+        for_tenant: bool,
         credentials: Option<RegistryCredentials>,
     ) -> Result<Self, Failure> {
-        let scheme = match plain_http || reference.is_loopback() {
+        let insecure = rules.is_insecure(reference.host());
+        let scheme = match insecure || (!for_tenant && (plain_http || reference.is_loopback())) {
             true => "http",
             false => "https",
         };
         let root = format!("{scheme}://{}/v2/{}/", reference.host(), reference.repository());
         let root = Url::parse(&root).map_err(|error| Failure::field("image.spec.oci.reference", error))?;
+        let reach = Reach::new(rules, reference.host(), insecure || !for_tenant);
+        reach.check(&root)?;
         Ok(Self {
-            client: fetch::client()?,
+            client: reach.client()?,
+            reach,
             reference,
             root,
             credentials,
@@ -116,7 +128,8 @@ impl Registry {
         let mut bytes = vec![0; usize::try_from(found.bytes).unwrap_or_default()];
         file.read_exact_at(&mut bytes, 0)
             .map_err(|error| file_failed("read the manifest of the image", &error))?;
-        Ok((bytes, found.checksum))
+        let digest = Sha256::digest(&bytes).into();
+        Ok((bytes, digest))
     }
 
     /// Brings a blob to its place in a file, which may have its beginning.
@@ -144,7 +157,7 @@ impl Registry {
             .join(path)
             .map_err(|error| Failure::internal(error.to_string()))?;
         let failed = |error: &io::Error| file_failed("write what is downloaded", error);
-        let mut let_in_at = None;
+        let (mut let_in_at, mut logins) = (None, 0);
         loop {
             let mut headers = HeaderMap::new();
             if blob.is_none() {
@@ -159,19 +172,21 @@ impl Registry {
                 missing: MISSING,
                 blob,
                 file: file.try_clone().map_err(|error| failed(&error))?,
-                validator: String::new(),
+                version: SourceVersion::default(),
+                hash: Checksum::like(&[]),
                 max_size: blob.map_or(MAX_DOCUMENT, |blob| blob.size),
                 first_wait: self.first_wait,
                 room: has_room,
             };
             match fetch::fetch(download, control, |_| async { Ok(()) }).await {
                 Err(failure) if failure.reason == UNAUTHORIZED => {
-                    // A token is over in minutes, and a blob may take hours. One that brought nothing is none.
+                    // A token expires in minutes, and a blob may take hours. Each token has to bring the file further.
                     let have = file.metadata().map_err(|error| failed(&error))?.len();
-                    if let_in_at == Some(have) {
+                    if let_in_at.is_some_and(|at| have <= at) || logins == MOST_LOGINS {
                         return Err(self.not_let_in());
                     }
                     let_in_at = Some(have);
+                    logins += 1;
                     let entering = timeout(DOCUMENT, self.enter(&address));
                     tokio::select! {
                         entered = entering => entered.unwrap_or_else(|_| Err(slow()))?,
@@ -194,11 +209,17 @@ impl Registry {
         if response.status() != StatusCode::UNAUTHORIZED {
             return Ok(());
         }
+        // The registry may redirect to any server, which must not name the place that gets the password.
+        if response.url().origin() != self.root.origin() {
+            let message = "the registry redirects to another server, and that server asks for a password or token: neither is sent there";
+            return Err(Failure::precondition(UNAUTHORIZED, message));
+        }
         let headers = response.headers().get_all(WWW_AUTHENTICATE);
         let headers = headers.iter().filter_map(|value| value.to_str().ok());
         let value = match (Challenge::of(headers), &self.credentials) {
             (Some(Challenge::Bearer { realm, service }), _) => {
                 let address = token_address(&realm, &self.root)?;
+                self.reach.check(&address)?;
                 format!("Bearer {}", self.token(address, service).await?)
             }
             (Some(Challenge::Basic), Some(known)) => basic(known),

@@ -2,8 +2,6 @@
 
 use std::{io::Write as _, net::TcpStream};
 
-use sha2::{Digest as _, Sha256};
-
 use super::*;
 use crate::image::fetch::tests::{Server, Turn};
 
@@ -32,7 +30,7 @@ fn registry(server: &Server, password: Option<&str>) -> Registry {
         password: password.into(),
     });
     let reference = Reference::parse(&format!("{host}/debian:13")).unwrap();
-    let mut registry = Registry::new(reference, false, credentials).unwrap();
+    let mut registry = Registry::new(reference, &Rules::default(), false, false, credentials).unwrap();
     registry.first_wait = Duration::from_millis(1);
     registry
 }
@@ -159,6 +157,76 @@ async fn a_token_that_is_over_is_got_anew_and_the_blob_gone_on_with() {
 }
 
 #[tokio::test]
+async fn challenge_of_a_redirect_target_gets_no_password() {
+    let thief = Server::start(vec![gives(r#"{"token": "t0ken"}"#)]);
+    let realm = format!("WWW-Authenticate: Bearer realm=\"{}/\"\r\n", thief.address);
+    let elsewhere = Server::start(vec![Box::new(move |_, stream| {
+        answer(stream, "401 Unauthorized", &realm, b"");
+    })]);
+    let to = format!("Location: {}/blob\r\n", elsewhere.address);
+    let server = Server::start(vec![Box::new(move |_, stream| {
+        answer(stream, "307 Temporary Redirect", &to, b"");
+    })]);
+    let failure = blob(&mut registry(&server, Some("secret"))).await.unwrap_err();
+    assert_eq!(failure.reason, UNAUTHORIZED, "{failure}");
+    assert!(failure.message.contains("another server"), "{failure}");
+    assert_eq!(thief.requests.lock().unwrap().len(), 0);
+    let requests = elsewhere.requests.lock().unwrap().join("");
+    assert!(!requests.contains("authorization"), "{requests}");
+}
+
+#[tokio::test]
+async fn tenant_reaches_a_registry_of_the_node_if_configured() {
+    let server = Server::start(vec![Box::new(|head, stream| send(head, stream, usize::MAX))]);
+    let host = server.address.strip_prefix("http://").unwrap();
+    let open = |rules: &Rules| {
+        let reference = Reference::parse(&format!("{host}/debian:13")).unwrap();
+        Registry::new(reference, rules, true, true, None)
+    };
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let Err(failure) = open(&Rules::default()) else {
+        panic!("a tenant reaches the node");
+    };
+    assert!(failure.message.contains("insecure_registries"), "{failure}");
+    let rules = Rules {
+        insecure_registries: vec![host.to_owned()],
+        ..Rules::default()
+    };
+    assert!(blob(&mut open(&rules).unwrap()).await.unwrap() == content());
+}
+
+#[tokio::test]
+async fn token_that_brings_nothing_more_ends_the_import() {
+    let tokens = Server::start(vec![gives(r#"{"token": "t0ken"}"#)]);
+    let realm = format!("{}/token", tokens.address);
+    let count = std::sync::atomic::AtomicUsize::new(0);
+    let server = Server::start(vec![Box::new(move |head, stream| {
+        // Brings less each time, and never continues.
+        let number = count.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        match head.contains("bearer t0ken") && number % 2 == 1 {
+            true => {
+                let length = content().len();
+                let _ = write!(
+                    stream,
+                    "HTTP/1.1 200 OK\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n"
+                );
+                let _ = stream.write_all(&content()[..20_000 - 8 * number.min(2_000)]);
+            }
+            false => {
+                let challenge = format!("WWW-Authenticate: Bearer realm=\"{realm}\"\r\n");
+                answer(stream, "401 Unauthorized", &challenge, b"");
+            }
+        }
+    })]);
+    let failure = blob(&mut registry(&server, None)).await.unwrap_err();
+    assert!(
+        [UNAUTHORIZED, "DOWNLOAD_FAILED"].contains(&failure.reason),
+        "{failure}"
+    );
+    assert!(tokens.requests.lock().unwrap().len() < 20);
+}
+
+#[tokio::test]
 async fn another_host_that_has_the_blob_is_sent_no_secret() {
     let elsewhere = Server::start(vec![Box::new(|head, stream| send(head, stream, usize::MAX))]);
     let to = format!("Location: {}/blob\r\n", elsewhere.address);
@@ -282,11 +350,11 @@ async fn what_an_earlier_daemon_has_of_a_blob_is_not_got_again() {
     file.write_all_at(&content()[..300_000], 512).unwrap();
     let control = Control::default();
     let came = registry.blob(&digest(), &file, place(), &control).await.unwrap();
-    assert_eq!((came.checksum, came.bytes), (digest(), 400_000));
+    assert_eq!((came.checksum, came.bytes), (digest().to_vec(), 400_000));
     assert!(server.requests.lock().unwrap()[0].contains("range: bytes=300000-"));
     // What is whole is not asked for, whatever comes behind it in the file.
     file.write_all_at(b"the next one", 512 + 400_000).unwrap();
     let came = registry.blob(&digest(), &file, place(), &control).await.unwrap();
-    assert_eq!((came.checksum, came.bytes), (digest(), 400_000));
+    assert_eq!((came.checksum, came.bytes), (digest().to_vec(), 400_000));
     assert_eq!(server.requests.lock().unwrap().len(), 1);
 }

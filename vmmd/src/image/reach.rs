@@ -1,0 +1,345 @@
+//! Which servers an import may connect to. The daemon has the node's network, so an import must not lead a tenant of a cluster, or the
+//! server of an image, to services of the node: addresses are checked after names are resolved, and for each redirect.
+
+use std::{io, net::IpAddr, str::FromStr, sync::Arc, time::Duration};
+
+use reqwest::{
+    Client, Url,
+    dns::{Addrs, Name, Resolve, Resolving},
+    redirect,
+};
+use serde::Deserialize;
+
+use super::fetch::{REFUSED, words};
+use crate::failure::Failure;
+
+/// How long a connection may take to be made.
+const CONNECT: Duration = Duration::from_secs(30);
+/// How long a server may send nothing.
+const SILENCE: Duration = Duration::from_secs(60);
+/// Most redirects that are followed.
+const REDIRECTS: usize = 10;
+/// Variables of the environment that name proxies, in the client's spelling.
+const PROXIES: [&str; 6] = [
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "ALL_PROXY",
+    "http_proxy",
+    "https_proxy",
+    "all_proxy",
+];
+
+/// Limits of imports.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[cfg_attr(test, derive(serde::Serialize))]
+#[serde(deny_unknown_fields, default)]
+pub struct Rules {
+    /// Networks that no import connects to: `["10.0.0.0/8", "fd00::/8"]`. Behind a proxy, only an address in the URL is checked.
+    /// Default: none.
+    pub deny: Vec<Network>,
+    /// Registries that are reached by HTTP, as `HOST` or `HOST:PORT`. An agent of a cluster can use a registry on a loopback or link-local
+    /// address only when it is in this list. Default: none.
+    pub insecure_registries: Vec<String>,
+    /// Most bytes of an image that an agent of a cluster imports, and of the disk in it. At least 1. Default 137438953472.
+    pub agent_max_bytes: u64,
+}
+
+impl Default for Rules {
+    fn default() -> Self {
+        Self {
+            deny: Vec::new(),
+            insecure_registries: Vec::new(),
+            agent_max_bytes: 128 << 30,
+        }
+    }
+}
+
+impl Rules {
+    /// The key that is 0, which would allow no image.
+    pub fn zero(&self) -> Option<&'static str> {
+        (self.agent_max_bytes == 0).then_some("images.agent_max_bytes")
+    }
+
+    /// Whether the configuration names this registry, `HOST[:PORT]`, as one without TLS.
+    pub fn is_insecure(&self, registry: &str) -> bool {
+        self.insecure_registries.iter().any(|known| known == registry)
+    }
+}
+
+/// Addresses with a common prefix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "String")]
+pub struct Network {
+    address: IpAddr,
+    prefix: u32,
+}
+
+impl FromStr for Network {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || format!("\"{text}\" is not a network such as 10.0.0.0/8 or fd00::/8");
+        let (address, prefix) = text.split_once('/').ok_or_else(wrong)?;
+        let address: IpAddr = address.parse().map_err(|_| wrong())?;
+        let prefix = prefix.parse().map_err(|_| wrong())?;
+        match prefix <= if address.is_ipv4() { 32 } else { 128 } {
+            true => Ok(Self { address, prefix }),
+            false => Err(wrong()),
+        }
+    }
+}
+
+impl TryFrom<String> for Network {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+#[cfg(test)]
+impl serde::Serialize for Network {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(&format_args!("{}/{}", self.address, self.prefix))
+    }
+}
+
+impl Network {
+    fn has(self, address: IpAddr) -> bool {
+        let same = |ours: u128, theirs: u128, bits: u32| {
+            let shift = bits.saturating_sub(self.prefix);
+            (ours ^ theirs).checked_shr(shift).unwrap_or(0) == 0
+        };
+        match (self.address, address) {
+            (IpAddr::V4(ours), IpAddr::V4(theirs)) => {
+                same(u32::from(ours).into(), u32::from(theirs).into(), 32)
+            }
+            (IpAddr::V6(ours), IpAddr::V6(theirs)) => same(ours.into(), theirs.into(), 128),
+            _ => false,
+        }
+    }
+}
+
+/// Which servers one import may connect to.
+#[derive(Clone, Debug, Default)]
+pub struct Reach {
+    denied: Vec<Network>,
+    /// Addresses of the node itself and of its links are allowed for all servers.
+    local: bool,
+    /// They are allowed for servers with these names: the one that the import names, and proxies.
+    named: Vec<String>,
+}
+
+impl Reach {
+    /// For an import from this host, `NAME[:PORT]` or `ADDRESS[:PORT]`. A `trusted` host may have an address of the node itself.
+    pub fn new(rules: &Rules, host: &str, trusted: bool) -> Self {
+        let url = Url::parse(&format!("http://{host}/")).ok();
+        let given = url.as_ref().and_then(Url::host_str).unwrap_or_default();
+        let proxies = PROXIES.iter().filter_map(|name| {
+            let proxy = std::env::var(name).ok()?;
+            Some(Url::parse(&proxy).ok()?.host_str()?.to_owned())
+        });
+        let own = literal(given).is_some_and(is_local) || given == "localhost";
+        Self {
+            denied: rules.deny.clone(),
+            local: trusted && own,
+            named: proxies.chain(trusted.then(|| given.to_owned())).collect(),
+        }
+    }
+
+    /// The problem of an address of a server with this name, if it has one.
+    fn wrong(&self, name: &str, address: IpAddr) -> Option<String> {
+        let address = address.to_canonical();
+        let host = match literal(name) {
+            Some(_) => name.to_owned(),
+            None => format!("{name} ({address})"),
+        };
+        if self.denied.iter().any(|network| network.has(address)) {
+            let problem =
+                format!("{host} is in a network that the configuration denies for imports (`images.deny`)");
+            return Some(problem);
+        }
+        let allowed = self.local || self.named.iter().any(|named| named == name);
+        (!allowed && is_local(address)).then(|| {
+            format!(
+                "{host} is an address of the node itself or of its link: this import may not use one; \
+                 a registry there must be in `images.insecure_registries` of the configuration"
+            )
+        })
+    }
+
+    /// Refuses an address of the web whose host is an address that is not allowed. Names are checked when they are resolved.
+    pub fn check(&self, url: &Url) -> Result<(), Failure> {
+        match self.wrong_url(url) {
+            Some(problem) => {
+                let message = format!("the image can't be downloaded: {problem}");
+                Err(Failure::precondition(REFUSED, message))
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn wrong_url(&self, url: &Url) -> Option<String> {
+        let host = url.host_str()?;
+        self.wrong(host, literal(host)?)
+    }
+
+    fn redirects(&self) -> redirect::Policy {
+        let reach = self.clone();
+        redirect::Policy::custom(move |attempt| {
+            let came = attempt.previous().last().map(Url::scheme);
+            let problem = match attempt.url().scheme() {
+                _ if attempt.previous().len() > REDIRECTS => Some("it redirects too often".to_owned()),
+                "http" if came == Some("https") => {
+                    Some("it redirects from https to http, where anybody could change what comes".to_owned())
+                }
+                "http" | "https" => reach
+                    .wrong_url(attempt.url())
+                    .map(|problem| format!("it redirects to another server: {problem}")),
+                _ => Some("it redirects to an address that is neither http nor https".to_owned()),
+            };
+            match problem {
+                Some(problem) => attempt.error(io::Error::new(io::ErrorKind::InvalidInput, problem)),
+                None => attempt.follow(),
+            }
+        })
+    }
+
+    /// The client for all connections of one import.
+    pub fn client(&self) -> Result<Client, Failure> {
+        let builder = || {
+            Client::builder()
+                .redirect(self.redirects())
+                .dns_resolver(Arc::new(self.clone()))
+                .connect_timeout(CONNECT)
+                .read_timeout(SILENCE)
+                .user_agent(concat!("vmmd/", env!("CARGO_PKG_VERSION")))
+        };
+        // A node without certificates of authorities can still download by http.
+        let client = builder()
+            .build()
+            .or_else(|_| builder().tls_certs_only([]).build());
+        client.map_err(|error| Failure::internal(format!("prepare a download: {}", words(&error))))
+    }
+}
+
+impl Resolve for Reach {
+    fn resolve(&self, name: Name) -> Resolving {
+        let reach = self.clone();
+        Box::pin(async move {
+            let found = tokio::net::lookup_host((name.as_str(), 0)).await?;
+            let (mut allowed, mut refused) = (Vec::new(), None);
+            for address in found {
+                match reach.wrong(name.as_str(), address.ip()) {
+                    Some(problem) => refused = Some(problem),
+                    None => allowed.push(address),
+                }
+            }
+            match refused {
+                Some(problem) if allowed.is_empty() => {
+                    Err(io::Error::new(io::ErrorKind::PermissionDenied, problem).into())
+                }
+                _ => Ok(Box::new(allowed.into_iter()) as Addrs),
+            }
+        })
+    }
+}
+
+/// The address that a host of a URL is, if it is no name: "[::1]" is an IPv6 address.
+fn literal(host: &str) -> Option<IpAddr> {
+    host.trim_start_matches('[').trim_end_matches(']').parse().ok()
+}
+
+/// Whether an address is of the node itself or of its links, and of no other network. Linux connects 0.0.0.0 to itself.
+fn is_local(address: IpAddr) -> bool {
+    match address.to_canonical() {
+        IpAddr::V4(address) => {
+            address.octets().first() == Some(&0)
+                || address.is_loopback()
+                || address.is_link_local()
+                || address.is_multicast()
+                || address.is_broadcast()
+        }
+        IpAddr::V6(address) => {
+            address.is_unspecified()
+                || address.is_loopback()
+                || address.is_unicast_link_local()
+                || address.is_multicast()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reach(host: &str, trusted: bool) -> Reach {
+        let deny = vec!["10.0.0.0/8".parse().unwrap(), "fd00::/8".parse().unwrap()];
+        let rules = Rules {
+            deny,
+            ..Rules::default()
+        };
+        Reach::new(&rules, host, trusted)
+    }
+
+    fn allows(reach: &Reach, url: &str) -> bool {
+        reach.check(&Url::parse(url).unwrap()).is_ok()
+    }
+
+    #[test]
+    fn addresses_of_the_node_are_refused_without_trust() {
+        let agent = reach("registry.example", false);
+        for (host, allowed) in [
+            ("127.0.0.1:5000", false),
+            ("127.1", false),
+            ("2130706433", false),
+            ("0.0.0.0", false),
+            ("169.254.169.254", false),
+            ("[::1]:5000", false),
+            ("[::ffff:127.0.0.1]", false),
+            ("[fe80::1]", false),
+            ("10.1.2.3", false),
+            ("[fd00::1]", false),
+            ("192.168.1.1", true),
+            ("[2001:db8::1]", true),
+        ] {
+            assert_eq!(allows(&agent, &format!("https://{host}/v2/")), allowed, "{host}");
+        }
+    }
+
+    #[test]
+    fn trusted_import_reaches_the_node_when_it_names_it() {
+        let local = reach("127.0.0.1:5000", true);
+        assert!(allows(&local, "http://127.0.0.1:6000/"));
+        assert!(!allows(&local, "http://10.0.0.1/"));
+        let web = reach("mirror.example", true);
+        assert!(!allows(&web, "http://169.254.169.254/latest/meta-data"));
+        let own = "127.0.0.1".parse().unwrap();
+        assert_eq!(web.wrong("mirror.example", own), None);
+        assert!(web.wrong("other.example", own).is_some());
+        assert!(
+            reach("mirror.example", false)
+                .wrong("mirror.example", own)
+                .is_some()
+        );
+    }
+
+    #[tokio::test]
+    async fn name_with_an_address_of_the_node_is_refused() {
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("http://localhost:{}/", listener.local_addr().unwrap().port());
+        let client = reach("registry.example", false).client().unwrap();
+        let error = client.get(url).send().await.unwrap_err();
+        assert!(words(&error).contains("address of the node itself"), "{error:?}");
+    }
+
+    #[test]
+    fn network_that_cannot_be_is_refused() {
+        for text in ["10.0.0.0", "10.0.0.0/33", "::/129", "a/8", "/"] {
+            assert!(text.parse::<Network>().is_err(), "{text}");
+        }
+        let all: Network = "::/0".parse().unwrap();
+        assert!(all.has("2001:db8::1".parse().unwrap()));
+    }
+}
