@@ -29,9 +29,12 @@ pub enum Image {
 /// What is known of the file.
 #[derive(Debug, Args)]
 pub struct Source {
-    /// What the file is to have: sha256: and 64 hexadecimal digits.
+    /// Checksum of the file: sha256: and 64 hexadecimal digits, sha512: and 128, or the digits alone.
     #[arg(long, value_name = "DIGEST")]
     pub checksum: Option<String>,
+    /// File with the checksum in the line that has the file's name, such as SHA256SUMS or SHA512SUMS.
+    #[arg(long, value_name = "FILE", conflicts_with = "checksum", value_hint = clap::ValueHint::FilePath)]
+    pub checksum_file: Option<PathBuf>,
     /// Most bytes of the file, and of the disk in it; 1Ti when not given.
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub max_size: Option<u64>,
@@ -46,6 +49,7 @@ pub struct Source {
 Examples:
   vmmctl image import debian13 https://cloud.example.org/debian-13-generic-amd64.qcow2
   vmmctl image import debian13 http://mirror.lan/d13.qcow2.xz --checksum sha256:4f1c…
+  vmmctl image import debian13 http://mirror.lan/d13.qcow2 --checksum-file SHA512SUMS
   vmmctl image import golden /srv/vm/golden.raw --label tier=web
   vmmctl image import debian13 oci://registry.example:5000/debian/trixie:cloud
   vmmctl image import debian13 oci://registry.example/debian@sha256:4f1c… --username ci --password-file token

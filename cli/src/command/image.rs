@@ -1,5 +1,6 @@
 //! Images that the node keeps.
 
+mod checksums;
 mod source;
 
 use std::{fs::File, io::Read, path::Path};
@@ -58,9 +59,13 @@ fn wanted(name: &str, labels: &[crate::args::Label], spec: v1::ImageSpec) -> v1:
 }
 
 async fn import(client: &Client, args: &Import) -> Result<()> {
+    let checksum = match &args.source.checksum_file {
+        Some(path) => checksums::of(path, &args.from)?,
+        None => args.source.checksum.clone().unwrap_or_default(),
+    };
     let spec = v1::ImageSpec {
         source: Some(source::from_text(&args.from, &args.oci)?),
-        checksum: args.source.checksum.clone().unwrap_or_default(),
+        checksum,
         max_size_bytes: args.source.max_size.unwrap_or_default(),
     };
     let request = v1::ImportImageRequest {

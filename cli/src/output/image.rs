@@ -90,6 +90,9 @@ pub fn describe(image: &v1::Image, now: jiff::Timestamp) -> String {
     if status.virtual_size_bytes > 0 {
         text.put("Size", &bytes(status.virtual_size_bytes));
     }
+    if status.logical_block_bytes > 512 {
+        text.put("Logical block", &bytes(status.logical_block_bytes.into()));
+    }
     text.put("Allocated", &bytes(status.allocated_bytes));
     text.put("Digest", &status.digest);
     text.put("Last used", &when(status.last_used_time.as_ref(), now));
