@@ -25,6 +25,8 @@ const DOCKER_CONFIG: &str = ".dockerconfigjson";
 const FIRST_WAIT: Duration = Duration::from_secs(10);
 /// How long it waits at most.
 const LONGEST_WAIT: Duration = Duration::from_secs(300);
+/// Most imports of one namespace under way on a node, so that no tenant takes the places of the others.
+const OF_NAMESPACE: usize = 4;
 
 /// Why there is no image.
 pub enum NoImage {
@@ -42,6 +44,8 @@ pub type Imports = HashMap<String, Import>;
 pub struct Import {
     /// The operation under way; empty when there is none.
     operation: String,
+    /// For whose pod it was begun.
+    namespace: String,
     /// In a row.
     failures: u32,
     /// What the last one failed with, and when the next one may begin.
@@ -98,6 +102,12 @@ impl Worker {
         {
             return lacks("ImportFailed", format!("the image {reference}: {message}"));
         }
+        if self.under_way(&namespace).await? >= OF_NAMESPACE {
+            let message = format!(
+                "the image {reference} waits until one of the {OF_NAMESPACE} imports of this namespace has ended"
+            );
+            return lacks("ImportingImage", message);
+        }
         let registry = registry(reference);
         let mut credentials = None;
         for SecretName { name } in secrets {
@@ -106,10 +116,39 @@ impl Worker {
                 Err(lack) => return Ok(Err(NoImage::Lacks(lack))),
             }
         }
-        let request = v1::ImportImageRequest {
+        let request = self.import(&name, reference, credentials);
+        match within(CALL, self.daemon.images.clone().import_image(request)).await {
+            Ok(answer) => {
+                import.operation = answer.operation.map(|operation| operation.id).unwrap_or_default();
+                import.namespace.clone_from(&namespace);
+                import.failed = None;
+                self.imports().insert(name, import);
+                lacks("ImportingImage", importing)
+            }
+            // For another pod.
+            Err(status) if status.code() == Code::AlreadyExists => lacks("ImportingImage", importing),
+            // All namespaces together have too many imports.
+            Err(status) if status.code() == Code::ResourceExhausted => lacks(
+                "ImportingImage",
+                format!("the image {reference} waits: {}", status.message()),
+            ),
+            Err(status) if daemon::refused(&status) => Ok(Err(NoImage::Refused(Box::new(status)))),
+            Err(status) => Err(status.into()),
+        }
+    }
+}
+
+impl Worker {
+    fn import(
+        &self,
+        name: &str,
+        reference: &str,
+        credentials: Option<v1::OciCredentials>,
+    ) -> v1::ImportImageRequest {
+        v1::ImportImageRequest {
             image: Some(v1::Image {
                 metadata: Some(v1::ObjectMetadata {
-                    name: name.clone(),
+                    name: name.to_owned(),
                     labels: [(names::AGENT.to_owned(), self.node.clone())].into(),
                     owner: names::MANAGER.to_owned(),
                     ..v1::ObjectMetadata::default()
@@ -126,19 +165,31 @@ impl Worker {
             }),
             no_wait: true,
             ..v1::ImportImageRequest::default()
-        };
-        match within(CALL, self.daemon.images.clone().import_image(request)).await {
-            Ok(answer) => {
-                import.operation = answer.operation.map(|operation| operation.id).unwrap_or_default();
-                import.failed = None;
-                self.imports().insert(name, import);
-                lacks("ImportingImage", importing)
-            }
-            // For another pod.
-            Err(status) if status.code() == Code::AlreadyExists => lacks("ImportingImage", importing),
-            Err(status) if daemon::refused(&status) => Ok(Err(NoImage::Refused(Box::new(status)))),
-            Err(status) => Err(status.into()),
         }
+    }
+
+    /// How many imports of a namespace are under way. A pod that is gone does not ask for the end of its import, so vmmd is asked here.
+    async fn under_way(&self, namespace: &str) -> Result<usize, Error> {
+        let begun = self.imports().clone().into_iter();
+        let of_it =
+            |(_, import): &(String, Import)| import.namespace == namespace && !import.operation.is_empty();
+        let mut count = 0;
+        for (name, import) in begun.filter(of_it) {
+            let operation = self.daemon.operation(&import.operation).await?;
+            match operation.as_ref().map(v1::Operation::phase) {
+                None | Some(OperationPhase::Completed) => drop(self.imports().remove(&name)),
+                Some(OperationPhase::Failed | OperationPhase::Cancelled) => {
+                    let error = operation
+                        .and_then(|operation| operation.error)
+                        .unwrap_or_default();
+                    if let Some(import) = self.imports().get_mut(&name) {
+                        import.fail(&error.message, Instant::now());
+                    }
+                }
+                Some(_) => count += 1,
+            }
+        }
+        Ok(count)
     }
 }
 
