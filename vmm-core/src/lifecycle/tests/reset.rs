@@ -239,7 +239,9 @@ fn a_reset_by_request_is_answered_when_the_machine_runs_again_and_is_not_the_gue
         |_| (),
     );
     let from = log.iter().position(|line| line == "reset").unwrap();
-    assert_eq!(log[from..from + 3], ["reset", "start", "2 ok Running web"]);
+    // The state is published again, without the panic.
+    let expected = ["reset", "is Running", "start", "2 ok Running web"];
+    assert_eq!(log[from..from + expected.len()], expected);
     assert!(
         log.contains(&"4 State".to_owned()),
         "a paused one is not: {log:?}"
