@@ -83,7 +83,7 @@ pub struct PublishedPort {
 
 impl PublishedPort {
     /// The port of the node, in words.
-    pub(super) fn of_node(&self) -> String {
+    pub fn of_node(&self) -> String {
         let protocol = match self.protocol {
             Protocol::Tcp => "tcp",
             Protocol::Udp => "udp",

@@ -334,21 +334,6 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
         let display = spec.display.as_ref().map(|wire| Display::new(&mut found, wire));
         let macs = nics.iter().filter_map(|nic| nic.mac);
         unique(&mut found, "spec.nics", "mac", macs);
-        let addresses = nics.iter().filter_map(|nic| match &nic.attachment {
-            Attachment::Network { name, address, .. } => Some(format!("{} in {name}", (*address)?)),
-            Attachment::Bridge(_) | Attachment::Tap(_) => None,
-        });
-        unique(&mut found, "spec.nics", "address", addresses);
-        let ports = nics.iter().flat_map(|nic| match &nic.attachment {
-            Attachment::Network { ports, .. } => ports.as_slice(),
-            Attachment::Bridge(_) | Attachment::Tap(_) => &[],
-        });
-        unique(
-            &mut found,
-            "spec.nics",
-            "published port",
-            ports.map(PublishedPort::of_node),
-        );
         match (topology, boot) {
             (Some(topology), Some(boot)) => found.or(Self {
                 topology,

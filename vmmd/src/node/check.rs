@@ -1,9 +1,9 @@
 //! Finds out about the node, and whether a VM fits. Nothing is changed on the node by it.
 
-use std::{path::Path, sync::Arc};
+use std::{collections::BTreeSet, path::Path, sync::Arc};
 
 use proto::model::{
-    nic::Mac,
+    nic::{Mac, PublishedPort},
     vm::{Attachment, Manifest, Nic, VmSpec},
 };
 use tokio::task::spawn_blocking;
@@ -238,7 +238,7 @@ async fn nics(
     spec: &VmSpec,
     left_out: impl Fn(&Nic) -> bool,
 ) -> Vec<Problem> {
-    let mut found = Vec::new();
+    let mut found = twice(spec, &left_out);
     for (index, nic) in spec.nics.iter().enumerate() {
         if left_out(nic) {
             continue;
@@ -254,6 +254,42 @@ async fn nics(
         let looked = crate::network::look(host.for_networks(), vm, index, nic, mac).await;
         if let Err(failure) = looked {
             found.push(Problem::of(failure, format!("spec.nics[{index}].{part}")));
+        }
+    }
+    found
+}
+
+/// Addresses and published ports that two NICs of the VM claim: the second one gets none at the start.
+fn twice(spec: &VmSpec, left_out: impl Fn(&Nic) -> bool) -> Vec<Problem> {
+    let (mut seen, mut found) = (BTreeSet::new(), Vec::new());
+    for (index, nic) in spec.nics.iter().enumerate() {
+        let Attachment::Network {
+            name, address, ports, ..
+        } = &nic.attachment
+        else {
+            continue;
+        };
+        let address = address.map(|address| {
+            let what = format!("the address {address} of the network \"{name}\"");
+            (what, "ADDRESS_IN_USE", "address")
+        });
+        let ports: BTreeSet<_> = ports.iter().map(PublishedPort::of_node).collect();
+        let ports = ports.into_iter().map(|port| {
+            (
+                format!("the port {port} of the node"),
+                "PORT_IN_USE",
+                "publishedPorts",
+            )
+        });
+        for (what, reason, part) in address.into_iter().chain(ports) {
+            let message = format!(
+                "NIC \"{}\": another NIC of the VM has {what}: choose another one",
+                nic.name
+            );
+            if !seen.insert(what) && !left_out(nic) {
+                let failure = Failure::precondition(reason, message);
+                found.push(Problem::of(failure, format!("spec.nics[{index}].{part}")));
+            }
         }
     }
     found

@@ -319,3 +319,92 @@ async fn networks_are_watched_over_a_kill_and_listed_in_pages() {
         "{seen:?}"
     );
 }
+
+#[tokio::test]
+async fn nic_that_a_network_refuses_is_not_stored() {
+    let namespace = Namespace::new();
+    let mut daemon = Daemon::in_network(&namespace.0).await;
+    daemon
+        .make_network("lan", "10.80.0.0/24", NetworkMode::Nat)
+        .await
+        .unwrap();
+    let published = |port| v1::PublishedPort {
+        node_port: port,
+        ..v1::PublishedPort::default()
+    };
+    let web = NicSpec {
+        address: "10.80.0.2".into(),
+        mac: "52:54:00:00:00:02".into(),
+        published_ports: vec![published(8080)],
+        ..nic("lan")
+    };
+    daemon.start_in("web", web.clone()).await.unwrap();
+    daemon.run("up", "").await;
+    daemon.create(daemon.manifest("down", "")).await.unwrap();
+    for name in ["up", "down"] {
+        for (wrong, reason) in [
+            (
+                NicSpec {
+                    mac: String::new(),
+                    published_ports: Vec::new(),
+                    ..web.clone()
+                },
+                "ADDRESS_IN_USE",
+            ),
+            (
+                NicSpec {
+                    address: "10.99.0.2".into(),
+                    ..nic("lan")
+                },
+                "ADDRESS_NOT_IN_NETWORK",
+            ),
+            (
+                NicSpec {
+                    mac: web.mac.clone(),
+                    ..nic("lan")
+                },
+                "MAC_IN_USE",
+            ),
+            (
+                NicSpec {
+                    published_ports: vec![published(8080)],
+                    ..nic("lan")
+                },
+                "PORT_IN_USE",
+            ),
+        ] {
+            let refused = daemon
+                .change(name, |spec| spec.nics = vec![wrong])
+                .await
+                .unwrap_err();
+            assert_eq!(
+                refusal(&refused),
+                (Code::FailedPrecondition, reason.into()),
+                "{name}"
+            );
+        }
+        assert_eq!(daemon.get(name).await.unwrap().spec.unwrap().nics, []);
+    }
+    // Twice in one VM is wrong by itself.
+    let two = vec![
+        NicSpec {
+            address: "10.80.0.9".into(),
+            published_ports: vec![published(9090)],
+            ..nic("lan")
+        },
+        NicSpec {
+            name: "eth1".into(),
+            address: "10.80.0.9".into(),
+            published_ports: vec![published(9090)],
+            ..nic("lan")
+        },
+    ];
+    let refused = daemon.change("up", |spec| spec.nics = two).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::FailedPrecondition, "ADDRESS_IN_USE".into())
+    );
+    for words in ["10.80.0.9", "9090/tcp"] {
+        assert!(refused.message().contains(words), "{refused}");
+    }
+}
