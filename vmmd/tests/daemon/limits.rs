@@ -195,9 +195,10 @@ async fn client_that_reads_no_answers_takes_bounded_memory() {
     list(&other).await.unwrap();
     let before = memory(&daemon);
     let mut calls = tokio::task::JoinSet::new();
-    for _ in 0..CALLS / 10 {
+    // Fewer than there may be handshakes at once.
+    for _ in 0..CALLS / 20 {
         let channel = with_small_windows(pki::address(&daemon), pki.tls(Some(&greedy)));
-        for _ in 0..10 {
+        for _ in 0..20 {
             let mut channel = channel.clone();
             calls.spawn(async move {
                 let request = http::Request::post(format!("http://vmmd{LIST}"))
@@ -279,6 +280,8 @@ async fn streams_of_one_client_are_bounded_and_others_are_served() {
     let mut connections = tokio::task::JoinSet::new();
     for _ in 0..CONNECTIONS {
         let channel = pki.channel(&daemon, Some(&greedy));
+        // One after another: handshakes are limited, too.
+        list(&channel).await.unwrap();
         connections.spawn(async move {
             let mut vms = VmServiceClient::new(channel);
             let (mut held, mut refusals) = (Vec::new(), 0);
