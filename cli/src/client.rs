@@ -138,6 +138,20 @@ impl Client {
         }
     }
 
+    /// All snapshots, by name.
+    pub async fn list_snapshots(&self) -> Result<Vec<v1::Snapshot>> {
+        let mut request = v1::ListSnapshotsRequest::default();
+        let mut snapshots = Vec::new();
+        loop {
+            let page = call(QUICK, self.snapshots.clone().list_snapshots(request.clone())).await?;
+            snapshots.extend(page.snapshots);
+            if page.next_page_token.is_empty() {
+                return Ok(snapshots);
+            }
+            request.page_token = page.next_page_token;
+        }
+    }
+
     /// What a running VM uses and has done.
     pub async fn stats(&self, name: &str) -> Result<v1::VmStats> {
         let request = v1::GetVmStatsRequest {

@@ -97,13 +97,11 @@ async fn disk_names(client: &Client) -> Result<Vec<String>> {
 }
 
 async fn snapshot_names(client: &Client) -> Result<Vec<String>> {
-    let request = v1::ListSnapshotsRequest {};
-    let listed = call(QUICK, client.snapshots.clone().list_snapshots(request)).await?;
-    let names = listed
-        .snapshots
+    let snapshots = client.list_snapshots().await?;
+    Ok(snapshots
         .into_iter()
-        .filter_map(|snapshot| Some(snapshot.metadata?.name));
-    Ok(names.collect())
+        .filter_map(|snapshot| Some(snapshot.metadata?.name))
+        .collect())
 }
 
 async fn operation_ids(client: &Client) -> Result<Vec<String>> {

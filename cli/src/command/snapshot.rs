@@ -94,9 +94,7 @@ fn retention(args: &CreateSnapshot) -> Option<v1::SnapshotRetention> {
 
 /// `snapshot ls`.
 pub async fn list(client: &Client, args: &ListSnapshots) -> Result<()> {
-    let request = v1::ListSnapshotsRequest {};
-    let response = call(QUICK, client.snapshots.clone().list_snapshots(request)).await?;
-    let snapshots = response.snapshots;
+    let snapshots = client.list_snapshots().await?;
     if let Some(output) = args.output.as_ref().filter(|output| **output != Output::Wide) {
         let layout = Layout {
             list: true,

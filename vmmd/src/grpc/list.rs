@@ -1,14 +1,14 @@
 //! `ListVms`: VMs by name, a page at a time.
 
-use prost::Message as _;
-use proto::v1::{ListVmsRequest, ListVmsResponse, Vm};
+use prost::Message;
+use proto::v1::{ListVmsRequest, ListVmsResponse};
 
 use super::{cursor::Cursor, filter::Filter, mask::Mask};
 use crate::{failure::Failure, registry::vms::Vms};
 
-/// Most VMs in an answer.
+/// Most objects in an answer.
 const MAX_PAGE: u32 = 1000;
-/// Most bytes of the VMs in an answer of more than one: gRPC clients take no more than 4 MiB by default.
+/// Most bytes of the objects in an answer of more than one: gRPC clients take no more than 4 MiB by default.
 const MAX_BYTES: usize = 3 << 20;
 
 /// Answers a request. A page begins after the last name of the one before, so that VMs that come and go meanwhile neither
@@ -16,20 +16,12 @@ const MAX_BYTES: usize = 3 << 20;
 pub fn list(registry: &Vms, request: &ListVmsRequest) -> Result<ListVmsResponse, Failure> {
     let filter = Filter::new(request.filter.as_ref(), "")?;
     let mask = Mask::new(&request.fields)?;
-    let limit = match request.page_size {
-        0 => MAX_PAGE,
-        size if size <= MAX_PAGE => size,
-        size => {
-            let problem = format_args!("must be at most {MAX_PAGE}, is {size}");
-            return Err(Failure::field("pageSize", problem));
-        }
-    };
+    let limit = limit(request.page_size)?;
     let after = match request.page_token.as_str() {
         "" => None,
         token => Some(read_token(token, &filter)?),
     };
     let name = after.as_ref().map(|(_, name)| name.as_str());
-    let limit = usize::try_from(limit).unwrap_or(usize::MAX);
     let (vms, more, position) = registry.page(name, limit, |vm| filter.matches(vm));
     let cursor = after.as_ref().map_or_else(
         || Cursor::new(registry, position, &filter).to_string(),
@@ -46,15 +38,28 @@ pub fn list(registry: &Vms, request: &ListVmsRequest) -> Result<ListVmsResponse,
     })
 }
 
-/// As many VMs as an answer may have by their size, at least one; and whether some were left out.
-fn page(vms: impl Iterator<Item = Vm>) -> (Vec<Vm>, bool) {
+/// Most objects of a page for which a client asks for `size`.
+pub(super) fn limit(size: u32) -> Result<usize, Failure> {
+    let limit = match size {
+        0 => MAX_PAGE,
+        size if size <= MAX_PAGE => size,
+        size => {
+            let problem = format_args!("must be at most {MAX_PAGE}, is {size}");
+            return Err(Failure::field("pageSize", problem));
+        }
+    };
+    Ok(usize::try_from(limit).unwrap_or(usize::MAX))
+}
+
+/// As many objects as an answer may have by their size, at least one; and whether some were left out.
+pub(super) fn page<O: Message>(objects: impl Iterator<Item = O>) -> (Vec<O>, bool) {
     let (mut page, mut bytes) = (Vec::new(), 0);
-    for vm in vms {
-        bytes += vm.encoded_len();
+    for object in objects {
+        bytes += object.encoded_len();
         if bytes > MAX_BYTES && !page.is_empty() {
             return (page, true);
         }
-        page.push(vm);
+        page.push(object);
     }
     (page, false)
 }

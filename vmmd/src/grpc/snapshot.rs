@@ -10,6 +10,7 @@ use tokio::task::JoinError;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
 
+use super::list;
 use crate::{auth, failure::Failure, host::Host, request::once, snapshot};
 
 /// What CreateSnapshot is called by.
@@ -63,14 +64,24 @@ impl SnapshotService for Snapshots {
 
     async fn list_snapshots(
         &self,
-        _: Request<v1::ListSnapshotsRequest>,
+        request: Request<v1::ListSnapshotsRequest>,
     ) -> Result<Response<v1::ListSnapshotsResponse>, Status> {
-        let (records, key) = (self.host.snapshots.list(), self.host.store.key());
+        let v1::ListSnapshotsRequest {
+            page_size,
+            page_token,
+        } = request.get_ref();
+        let limit = list::limit(*page_size)?;
+        // A token is the last name of the page before.
+        let (records, more) = self.host.snapshots.page(page_token, limit);
+        let key = self.host.store.key();
+        let described = records.iter().map(|record| snapshot::describe(record, key));
+        let (snapshots, cut) = list::page(described);
+        let last = snapshots.last().filter(|_| more || cut);
+        let last = last.and_then(|snapshot| snapshot.metadata.as_ref());
+        let next_page_token = last.map(|metadata| metadata.name.clone()).unwrap_or_default();
         Ok(Response::new(v1::ListSnapshotsResponse {
-            snapshots: records
-                .iter()
-                .map(|record| snapshot::describe(record, key))
-                .collect(),
+            snapshots,
+            next_page_token,
         }))
     }
 

@@ -4,6 +4,7 @@ mod quota;
 
 use std::{
     collections::{BTreeMap, HashMap},
+    ops::Bound,
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
@@ -50,6 +51,15 @@ impl Snapshots {
             .filter(|record| is_ready(record))
             .cloned()
             .collect()
+    }
+
+    /// The first `limit` complete snapshots after a name, and whether there are more.
+    pub fn page(&self, after: &str, limit: usize) -> (Vec<SnapshotRecord>, bool) {
+        let inner = self.inner();
+        let rows = inner.range::<str, _>((Bound::Excluded(after), Bound::Unbounded));
+        let mut found = rows.map(|(_, record)| record).filter(|record| is_ready(record));
+        let page = found.by_ref().take(limit).cloned().collect();
+        (page, found.next().is_some())
     }
 
     /// Reserves the name of a snapshot that is to be made, and the room that its record says. Refused while another one of the same VM is being

@@ -76,7 +76,10 @@ async fn a_viewer_reads_and_changes_nothing() {
 async fn an_operator_takes_snapshots_and_neither_exports_nor_imports_them() {
     if let Ok(folder) = std::env::var(FOLDER) {
         let mut client = SnapshotServiceClient::new(connect(folder.as_ref()).await);
-        client.list_snapshots(v1::ListSnapshotsRequest {}).await.unwrap();
+        client
+            .list_snapshots(v1::ListSnapshotsRequest::default())
+            .await
+            .unwrap();
         let export = v1::ExportSnapshotRequest { name: "one".into() };
         let exported = client.export_snapshot(export).await.map(drop);
         let import = tokio_stream::iter([v1::ImportSnapshotRequest::default()]);

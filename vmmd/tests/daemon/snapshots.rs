@@ -57,12 +57,7 @@ impl Daemon {
     }
 
     async fn snapshot_names(&self) -> Vec<String> {
-        let request = v1::ListSnapshotsRequest {};
-        let answer = self.snapshots().await.list_snapshots(request).await.unwrap();
-        let snapshots = answer.into_inner().snapshots.into_iter();
-        snapshots
-            .map(|snapshot| snapshot.metadata.unwrap().name)
-            .collect()
+        self.snapshot_page(0, "").await.0
     }
 
     async fn restore(&self, snapshot: &str, vm: &str, on_demand: bool) -> Result<v1::Vm, Status> {

@@ -8,12 +8,10 @@ use proto::v1::ObjectFilter;
 use super::{Kept, Kind, cursor};
 use crate::{
     failure::Failure,
-    grpc::{cursor::Cursor, filter::Filter},
+    grpc::{cursor::Cursor, filter::Filter, list::limit},
     host::Host,
 };
 
-/// Most objects in an answer.
-const MAX_PAGE: u32 = 1000;
 /// Longest answer in bytes, but for its last object.
 const MAX_BYTES: usize = 1 << 20;
 
@@ -43,14 +41,7 @@ pub struct Page<O> {
 /// repeat others nor hide them. All pages have the cursor of the first one.
 pub async fn list<K: Kind>(host: &Arc<Host>, request: Wanted<'_>) -> Result<Page<K::Object>, Failure> {
     let filter = Filter::of_objects(K::NAME, request.filter)?;
-    let limit = match request.page_size {
-        0 => MAX_PAGE,
-        size if size <= MAX_PAGE => size,
-        size => {
-            let problem = format_args!("must be at most {MAX_PAGE}, is {size}");
-            return Err(Failure::field("pageSize", problem));
-        }
-    };
+    let limit = limit(request.page_size)?;
     let after = match request.page_token {
         "" => None,
         token => Some(read_token(token, &filter)?),
@@ -61,7 +52,6 @@ pub async fn list<K: Kind>(host: &Arc<Host>, request: Wanted<'_>) -> Result<Page
         || cursor::<K>(host, snapshot.at, &filter).to_string(),
         |(cursor, _)| cursor.to_string(),
     );
-    let limit = usize::try_from(limit).unwrap_or(usize::MAX);
     let mut bytes = 0;
     let (mut page, mut more) = (Vec::new(), false);
     for seen in snapshot.objects {

@@ -24,6 +24,23 @@ impl Daemon {
         self.told_exactly("SnapshotCreated", 0).await;
     }
 
+    /// The names on a page, and the token of the next one.
+    pub async fn snapshot_page(&self, page_size: u32, token: &str) -> (Vec<String>, String) {
+        let request = v1::ListSnapshotsRequest {
+            page_size,
+            page_token: token.into(),
+        };
+        let answer = self.snapshots().await.list_snapshots(request).await.unwrap();
+        let v1::ListSnapshotsResponse {
+            snapshots,
+            next_page_token,
+        } = answer.into_inner();
+        let names = snapshots
+            .into_iter()
+            .map(|snapshot| snapshot.metadata.unwrap().name);
+        (names.collect(), next_page_token)
+    }
+
     /// Starts it anew with another limit.
     async fn with_limit(&mut self, from: &str, to: &str) {
         let path = self.path("config.toml");
@@ -161,4 +178,28 @@ async fn a_vm_has_no_more_snapshots_than_it_may_have() {
     };
     daemon.snapshots().await.delete_snapshot(delete).await.unwrap();
     daemon.snapshot("one", "web", false).await.unwrap();
+}
+
+#[tokio::test]
+async fn snapshots_are_listed_a_page_at_a_time() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    for name in ["a", "b", "c"] {
+        daemon.snapshot(name, "web", false).await.unwrap();
+    }
+    let (first, token) = daemon.snapshot_page(2, "").await;
+    assert_eq!(first, ["a", "b"]);
+    let (second, end) = daemon.snapshot_page(2, &token).await;
+    assert_eq!((second, end), (vec!["c".to_owned()], String::new()));
+    let request = v1::ListSnapshotsRequest {
+        page_size: 1001,
+        ..Default::default()
+    };
+    let refused = daemon
+        .snapshots()
+        .await
+        .list_snapshots(request)
+        .await
+        .unwrap_err();
+    assert_eq!(refused.code(), Code::InvalidArgument);
 }
