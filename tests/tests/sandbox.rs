@@ -35,8 +35,16 @@ fn a_vmm_has_its_own_uid_no_capabilities_and_only_the_descriptors_it_needs() {
         .expect("boot");
 
     let mut uids = Vec::new();
+    let network = |pid: u32| {
+        let link = node.sh(&format!("readlink /proc/{pid}/ns/net"));
+        link.expect("a network namespace").trim().to_owned()
+    };
+    let mut networks = vec![network(1)];
     for vm in [&first, &second] {
         let pid = vm.pid().expect("pid");
+        let own = network(pid);
+        assert!(!networks.contains(&own), "{own} is not its own: {networks:?}");
+        networks.push(own);
         let status = node.sh(&format!("cat /proc/{pid}/status")).expect("status");
         let field = |name: &str| {
             let line = status

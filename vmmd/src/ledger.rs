@@ -23,7 +23,7 @@ use crate::{
 pub struct UidRange {
     /// The first user id. Default 1,900,000,000.
     pub first: u32,
-    /// How many user ids; as many VMs can run at once. Default 65,536.
+    /// How many user ids: one for each VM that runs, each network that vmmd makes, and each image that is read. Default 65,536.
     pub count: u32,
 }
 
@@ -112,7 +112,7 @@ impl Ledger {
             .map(|index| first.saturating_add(index))
             .find(|user| !books.claims.contains_key(user) && !books.strangers.contains(user));
         let Some(user) = free else {
-            let message = format!("all {count} user ids for VMs are in use: make `vm_uids` larger");
+            let message = format!("all {count} user ids for VMs and networks are in use: make `vm_uids` larger");
             return Err(Failure::new(Kind::Exhausted, "NO_FREE_UID", message));
         };
         books.next = user.saturating_sub(first).saturating_add(1);

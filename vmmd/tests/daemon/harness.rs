@@ -46,6 +46,8 @@ pub struct Daemon {
 }
 
 static NEXT: AtomicU32 = AtomicU32::new(0);
+/// User ids of a daemon: more than a test has VMs, networks and images.
+const UIDS: u32 = 500;
 
 impl Daemon {
     /// One with the mock `vmm`.
@@ -132,8 +134,8 @@ impl Daemon {
     pub async fn with(folder: tempfile::TempDir, extra: &str, namespace: Option<String>) -> Self {
         let (process, number) = (std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         // No two processes of tests that run at a time have the same, also when one makes a hundred daemons one after another.
-        let first = 1_000_000_000 + (process % 32_768 * 128 + number % 128) * 250;
-        let count = if extra.contains(MANY_USERS) { 1000 } else { 250 };
+        let first = 1_000_000_000 + (process % 32_768 * 128 + number % 128) * UIDS;
+        let count = if extra.contains(MANY_USERS) { 1000 } else { UIDS };
         // Named as the folder, which no other has: numbers of processes come again, and an earlier test may have left its cgroup.
         let name = folder.path().file_name().unwrap().to_str().unwrap();
         let cgroup = cgroup_mount().map(|mount| mount.join(format!("vmmd-test-{name}")));

@@ -75,6 +75,8 @@ fn the_program_has_its_own_user_and_no_rights() {
 #[test]
 #[ignore = "runs in a process that another test starts"]
 fn reach_the_test() {
+    // The harness has begun a line.
+    println!();
     let mut port = String::new();
     // SAFETY: the test has passed this descriptor, and nothing else uses it.
     let mut file = unsafe { File::from_raw_fd(FIRST_FD.try_into().unwrap()) };
