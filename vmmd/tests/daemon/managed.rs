@@ -2,13 +2,13 @@
 
 mod changes;
 mod guest;
+mod helpers;
 mod ipv6;
 mod packets;
 mod steps;
 
 use std::{
     collections::BTreeMap,
-    fs,
     io::{BufRead as _, BufReader},
     net::Ipv4Addr,
     process::{Child, Command, Stdio},
@@ -723,56 +723,6 @@ async fn a_guest_finds_the_others_and_the_outside_by_name() {
     // A server that does not answer is no reason not to know one's own names.
     drop(world);
     assert_eq!(guest.resolve("10.80.0.1", "a.lan.internal"), "0 10.80.0.2");
-}
-
-#[tokio::test]
-async fn helper_of_a_network_is_confined_as_one_without_rights() {
-    let namespace = Namespace::new();
-    let mut daemon = Daemon::in_network(&namespace.0).await;
-    let mut helpers = Vec::new();
-    for (name, subnet) in [("lan", "10.80.0.0/24"), ("dmz", "10.81.0.0/24")] {
-        let made = daemon.make_network(name, subnet, NetworkMode::Nat).await;
-        let uid = made.unwrap().metadata.unwrap().uid;
-        let folder = daemon.path("run/networks").join(uid);
-        let known = fs::read(folder.join("server.json")).unwrap();
-        let known: serde_json::Value = serde_json::from_slice(&known).unwrap();
-        helpers.push((known["pid"].as_i64().unwrap(), folder));
-    }
-    let network = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/net")).unwrap();
-    let mut users = Vec::new();
-    for (pid, folder) in &helpers {
-        let status = || fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-        // It serves when it has given up all.
-        let begun = Instant::now();
-        while !status().contains("\nSeccomp:\t2\n") {
-            assert!(begun.elapsed() < PATIENCE, "{}", status());
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-        let status = status();
-        let field = |name: &str| {
-            let line = status.lines().find_map(|line| line.strip_prefix(name)).unwrap();
-            line.trim().to_owned()
-        };
-        let user: u32 = field("Uid:").split('\t').next().unwrap().parse().unwrap();
-        assert!(daemon.uids.contains(&user), "{user}");
-        users.push(user);
-        for set in ["CapInh:", "CapPrm:", "CapEff:", "CapAmb:"] {
-            assert_eq!(field(set), "0".repeat(16), "{set}");
-        }
-        assert_eq!(
-            (field("NoNewPrivs:").as_str(), field("Threads:").as_str()),
-            ("1", "1")
-        );
-        let of_daemon = daemon.pid().as_raw_nonzero().to_string();
-        assert_ne!(network(&pid.to_string()), network(&of_daemon));
-        let root = fs::read_link(format!("/proc/{pid}/root")).unwrap();
-        assert_eq!(&root, folder);
-    }
-    assert_ne!(users[0], users[1]);
-    // A later daemon gives these user ids to nobody else.
-    daemon.kill_and_restart().await;
-    let vm = daemon.run("web", "").await;
-    assert!(!users.contains(&status(&vm).instance.as_ref().unwrap().uid));
 }
 
 #[tokio::test]

@@ -28,10 +28,11 @@ mod update;
 
 use std::{
     collections::BTreeMap,
+    io,
     net::{Ipv4Addr, Ipv6Addr},
     ops::Bound,
     path::PathBuf,
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use proto::{
@@ -43,7 +44,7 @@ use proto::{
     },
     v1,
 };
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use uuid::Uuid;
 
 use self::{
@@ -52,7 +53,7 @@ use self::{
 };
 pub use self::{
     helper::server::{ServeNetwork, run as serve_network},
-    node::PERIOD,
+    node::{HELPER_PAUSE, PERIOD},
     plan::{Found as BridgeFacts, Wanted as BridgeSpec},
 };
 use super::{Links, Ports};
@@ -74,6 +75,8 @@ pub struct Networks {
     inner: Mutex<Inner>,
     /// Who holds it may change records and the node.
     turn: tokio::sync::Mutex<Filter>,
+    /// Notified when a helper has ended by itself.
+    helper_ended: Arc<Notify>,
 }
 
 #[derive(Debug)]
@@ -164,6 +167,7 @@ impl Networks {
         Self {
             inner: Mutex::new(inner),
             turn: tokio::sync::Mutex::default(),
+            helper_ended: Arc::default(),
         }
     }
 
@@ -172,10 +176,22 @@ impl Networks {
         if let Err(error) = helper::process::end_strays(&host.config.run_dir.join(FOLDER)) {
             tracing::error!(%error, "look for processes that serve a network and that no daemon knows");
         }
+        let networks = host.config.run_dir.join(FOLDER);
+        match helper::process::watch_adopted(&networks, &self.helper_ended) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                tracing::error!(%error, "watch the helpers of networks: they are looked at once a minute only");
+            }
+            _ => {}
+        }
         for record in records {
             host.requests.adopt_network(&record);
             self.inner().put(record);
         }
+    }
+
+    /// Waits until a helper has ended by itself: its network has no DHCP and no names until [`Self::reconcile`].
+    pub async fn helper_ended(&self) {
+        self.helper_ended.notified().await;
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {

@@ -43,6 +43,8 @@ use crate::{
 
 /// How often the node is compared with what is wanted.
 pub const PERIOD: Duration = Duration::from_secs(60);
+/// Time between the end of a helper and the start of the next one.
+pub const HELPER_PAUSE: Duration = Duration::from_millis(500);
 /// For how long VMs are given their addresses, in seconds. They have them for their lives; a client asks again at half time.
 const LEASE_SECONDS: u32 = 3600;
 /// Cgroup of the helpers, beside those of the VMs.
@@ -393,6 +395,7 @@ async fn serve(host: Ports<'_>, record: &NetworkRecord) -> io::Result<bool> {
         bridge: (&name, link.index),
         gateway: spec.gateway,
         ipv6: table.ipv6.as_ref(),
+        ended: &host.networks.helper_ended,
     };
     process::ensure(
         &served,

@@ -19,13 +19,14 @@ use std::{
 use super::{Ipv6, Table, ra, server::TABLE};
 use crate::{
     fault,
-    ledger::Ledger,
+    ledger::{Claim, Ledger},
     process::Process,
     sys::clone::{self, Child, Network, Program},
 };
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
 use socket2::{Domain, Protocol, Socket, Type};
+use tokio::sync::Notify;
 
 /// Ports of DHCP and DNS servers.
 const DHCP: u16 = 67;
@@ -88,6 +89,8 @@ pub struct Served<'a> {
     pub gateway: Ipv4Addr,
     /// With IPv6.
     pub ipv6: Option<&'a Ipv6>,
+    /// Notified when the helper ends while its folder still names it.
+    pub ended: &'a Arc<Notify>,
 }
 
 /// Sees to it that a helper of this version serves the network. A new one has a user id of its own and goes into the cgroup. True
@@ -95,7 +98,7 @@ pub struct Served<'a> {
 pub fn ensure(served: &Served<'_>, ledger: &Arc<Ledger>, cgroup: Option<&Path>) -> io::Result<bool> {
     let version = env!("CARGO_PKG_VERSION");
     let before = Server::read(served.folder);
-    let (name, bridge) = served.bridge;
+    let (_, bridge) = served.bridge;
     if let Some(server) = &before
         && server.lives()
         && server.version == version
@@ -119,13 +122,40 @@ pub fn ensure(served: &Served<'_>, ledger: &Arc<Ledger>, cgroup: Option<&Path>) 
     if let Some(before) = before {
         kill(&before);
     }
-    let network = name.to_owned();
-    tokio::spawn(async move {
-        let ended = process.status().await;
-        tracing::info!(network, ?ended, "the helper of a network has ended");
-        drop(claim);
-    });
+    watch(process, served.folder, Arc::clone(served.ended), Some(claim));
     Ok(true)
+}
+
+/// Watches the helpers that an earlier daemon started for the networks with a folder in `networks`.
+pub fn watch_adopted(networks: &Path, ended: &Arc<Notify>) -> io::Result<()> {
+    for entry in fs::read_dir(networks)? {
+        let folder = entry?.path();
+        let Some(server) = Server::read(&folder) else {
+            continue;
+        };
+        let process = u32::try_from(server.pid).ok().map(Process::open);
+        // After the pidfd is open, the number is its own.
+        if let Some(Ok(process)) = process
+            && server.lives()
+        {
+            watch(process, &folder, Arc::clone(ended), None);
+        }
+    }
+    Ok(())
+}
+
+/// Holds `claim` until the helper has ended.
+fn watch(process: Process, folder: &Path, ended: Arc<Notify>, claim: Option<Claim>) {
+    let folder = folder.to_owned();
+    tokio::spawn(async move {
+        let status = process.status().await;
+        tracing::info!(folder = %folder.display(), ?status, "the helper of a network has ended");
+        drop(claim);
+        let pid = i32::try_from(process.pid()).ok();
+        if Server::read(&folder).is_some_and(|server| Some(server.pid) == pid) {
+            ended.notify_one();
+        }
+    });
 }
 
 fn start(served: &Served<'_>, uid: u32, cgroup: Option<&Path>) -> io::Result<Child> {
