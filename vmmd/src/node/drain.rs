@@ -243,8 +243,8 @@ async fn stop(
             return Ok(None);
         };
         match answer {
-            // The migration decides; its end changes the VM's state. Meanwhile the turn is another VM's.
-            Err(failure) if failure.reason == "MIGRATING" => {
+            // A migration, or a deletion as at its end, decides, and changes the VM's state. Meanwhile the turn is another VM's.
+            Err(failure) if matches!(failure.reason, "MIGRATING" | "BEING_DELETED") => {
                 drop(turn);
                 tokio::select! {
                     changed = state.changed() => if changed.is_err() {
