@@ -112,7 +112,8 @@ impl Ledger {
             .map(|index| first.saturating_add(index))
             .find(|user| !books.claims.contains_key(user) && !books.strangers.contains(user));
         let Some(user) = free else {
-            let message = format!("all {count} user ids for VMs and networks are in use: make `vm_uids` larger");
+            let message =
+                format!("all {count} user ids for VMs and networks are in use: make `vm_uids` larger");
             return Err(Failure::new(Kind::Exhausted, "NO_FREE_UID", message));
         };
         books.next = user.saturating_sub(first).saturating_add(1);
