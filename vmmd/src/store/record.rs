@@ -67,6 +67,9 @@ pub struct ReplacingRecord {
     /// The machine has run with the copies: they get the images' names. Until then the VM has the images.
     #[prost(bool, tag = "2")]
     pub committed: bool,
+    /// The copies are whole, and a machine may run with them.
+    #[prost(bool, tag = "3")]
+    pub copied: bool,
 }
 
 /// An image that is replaced.

@@ -3,6 +3,7 @@
 mod archives;
 pub mod disks_alone;
 mod limits;
+mod put_back;
 mod retention;
 
 use std::{
@@ -638,11 +639,9 @@ async fn a_restored_vm_that_runs_when_the_daemon_is_killed_keeps_the_disks_of_th
 }
 
 #[tokio::test]
-async fn a_restore_that_ends_with_the_daemon_and_the_vmm_is_undone_unless_it_was_committed() {
-    for (held, has) in [
-        ("put-back", "behind the snapshot"),
-        ("put-back-committed", "until the snapshot"),
-    ] {
+async fn a_restored_machine_that_ends_with_the_daemon_keeps_its_disks() {
+    let has = "until the snapshot";
+    for held in ["put-back", "put-back-committed"] {
         let (mut daemon, image) = stopped_behind_its_snapshot().await;
         let waiting = daemon.restore_until(held, with_id()).await;
         daemon.kill();

@@ -550,7 +550,7 @@ impl Actor {
                     return Box::pin(self.on_news(news)).await;
                 }
             }
-            News::Connected(result) => self.on_connected(result),
+            News::Connected(result) => self.on_connected(result).await,
             News::Shares => self.publish(),
         }
         ControlFlow::Continue(())

@@ -39,6 +39,7 @@ use crate::{
             pause::{self, Effect},
         },
         machine::{change, limits},
+        recovery::reconcile::take_up_images,
     },
 };
 
@@ -395,7 +396,7 @@ impl Actor {
         }
     }
 
-    pub(super) fn on_connected(&mut self, result: Result<Session, control::Error>) {
+    pub(super) async fn on_connected(&mut self, result: Result<Session, control::Error>) {
         let Some(instance) = &mut self.instance else {
             return;
         };
@@ -412,6 +413,8 @@ impl Actor {
                 instance.guest_resets = status.guest_resets;
                 instance.crash_resets = status.crash_resets;
                 if matches!(self.work, Work::None) {
+                    // The last daemon ended in a restore, and this one has not been answered at its start.
+                    take_up_images(&self.host, &mut self.record, Some(status.state() != State::Empty)).await;
                     self.take_state(&status);
                 }
                 if status.panicked {

@@ -121,7 +121,7 @@ pub async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
     change::hold_disks(&host, &record);
     let Some(run) = record.instance.clone() else {
         tidy(&host, uid).await;
-        take_up_images(&host, &mut record, false).await;
+        take_up_images(&host, &mut record, None).await;
         let view = stopped_view(&record);
         let occasion = Some((found_down(&host, &record), 0));
         return Actor::spawn(&host, uid, record, spec, view, None, occasion);
@@ -135,7 +135,7 @@ pub async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
             let state = status.as_ref().map(Status::state);
             if state == Some(State::Empty) {
                 abandon(&host, uid, &mut record, *instance).await;
-                take_up_images(&host, &mut record, false).await;
+                take_up_images(&host, &mut record, Some(false)).await;
                 repaired(
                     &host,
                     Object::Vm(record.name.clone(), uid),
@@ -151,7 +151,7 @@ pub async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
                 "attached to a running vmm"
             );
             if state.is_some() {
-                take_up_images(&host, &mut record, true).await;
+                take_up_images(&host, &mut record, Some(true)).await;
             }
             let machine = of_run.as_ref().unwrap_or(&spec);
             let run = Run {
@@ -176,7 +176,7 @@ pub async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
         Ok(Found::Ended) => {
             let spec = give_up_attaching(&host, &mut record, spec);
             let reason = close(&host, uid, &mut record, &run).await;
-            take_up_images(&host, &mut record, false).await;
+            take_up_images(&host, &mut record, None).await;
             let view = stopped_view(&record);
             let occasion = if run.boot_id == host.boot_id {
                 Occasion::Ended(reason)
@@ -196,13 +196,13 @@ pub async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
     }
 }
 
-/// Ends what the last daemon has left of a restore; `runs`: the machine runs with the copies of the snapshot's disks. What can't be done now is left
-/// to the next start.
-async fn take_up_images(host: &Arc<Host>, record: &mut VmRecord, runs: bool) {
+/// Ends a restore of the last daemon; `ran`: whether the machine has run with the copies of the snapshot's disks, `None` when unknown. After an error
+/// the next start tries again.
+pub async fn take_up_images(host: &Arc<Host>, record: &mut VmRecord, ran: Option<bool>) {
     if record.replacing.is_none() {
         return;
     }
-    if let Err(failure) = put_back::take_up(host, record, runs).await {
+    if let Err(failure) = put_back::take_up(host, record, ran).await {
         tracing::error!(vm = record.name, %failure, "end the restore of a VM");
         return;
     }

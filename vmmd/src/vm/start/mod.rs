@@ -122,7 +122,7 @@ pub async fn start(host: Arc<Host>, mut plan: Plan, cancel: CancellationToken) -
         whole = offline.lock() => whole,
         () = cancel.cancelled() => return Err(cancelled(&name)),
     };
-    put_back::take_up(&host, &mut plan.record, false).await?;
+    put_back::take_up(&host, &mut plan.record, None).await?;
     let mut replacing = None;
     let result = bring_up(&host, plan, &cancel, began, &mut replacing).await;
     if result.is_err()

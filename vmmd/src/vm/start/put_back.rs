@@ -5,8 +5,8 @@
 //! ```
 //!
 //! The images that the VM had keep their names until its machine runs: a start that fails removes the copies, and nothing is lost. What a daemon that was
-//! killed in between left is ended by the next one: once it is committed, or while the machine runs, the copies get the images' names, else they are
-//! removed. Each image is replaced in one step.
+//! killed in between left is ended by the next one: once it is committed, and when the machine runs or may have run, the copies get the images' names,
+//! else they are removed. Each image is replaced in one step.
 //!
 //! Everything is done beneath the folder that an image is in: nobody can have another one put in its place by a link.
 
@@ -107,10 +107,15 @@ pub(super) async fn prepare(
         }
         copied.map(|()| checked)
     });
-    tokio::select! {
+    let copied = tokio::select! {
         copied = copying => copied,
         () = cancel.cancelled() => Err(cancelled(&plan.record.name)),
+    };
+    // Written with the record before the process is forked.
+    if let Some(replacing) = &mut plan.record.replacing {
+        replacing.copied = copied.is_ok();
     }
+    copied
 }
 
 /// The images that are to be replaced. They are locked already.
@@ -157,6 +162,7 @@ fn describe(found: &[Replacement]) -> Result<ReplacingRecord, Failure> {
     Ok(ReplacingRecord {
         images: images.collect::<Result<_, Failure>>()?,
         committed: false,
+        copied: false,
     })
 }
 
@@ -242,14 +248,15 @@ pub(super) async fn commit(
     }
 }
 
-/// Ends what an earlier start has left; `runs`: the machine runs with the copies.
+/// Ends the restore of an earlier start; `ran`: whether the machine has run with the copies. When that is unknown, whole copies are put in place:
+/// they may have writes of the guest.
 pub(in crate::vm) async fn take_up(
     host: &Arc<Host>,
     record: &mut VmRecord,
-    runs: bool,
+    ran: Option<bool>,
 ) -> Result<(), Failure> {
     if let Some(replacing) = record.replacing.clone() {
-        let put_in_place = replacing.committed || runs;
+        let put_in_place = replacing.committed || ran.unwrap_or(replacing.copied);
         resolve(host, replacing, put_in_place).await?;
         record.replacing = None;
     }
