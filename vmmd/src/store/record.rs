@@ -41,6 +41,8 @@ pub struct VmRecord {
     pub restart: Option<RestartRecord>,
     /// A stop that was asked for and is not done; not there when there is none.
     pub stop: Option<StopRecord>,
+    /// A deletion that was asked for and is not done; not there when there is none.
+    pub deleting: Option<StopRecord>,
     /// The node has ended its last run to make room, for a reboot say: what is wanted of it is as it was.
     pub evacuated: bool,
     /// By path: the files that it was last started with. A start by request learns all of them anew, one by the run policy those that are

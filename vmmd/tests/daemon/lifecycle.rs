@@ -6,7 +6,10 @@ use proto::v1::{self, ConditionStatus, ExitReason, VmPhase};
 use rustix::process::{Signal, kill_process};
 use tonic::Code;
 
-use crate::harness::{Daemon, refusal, status, vm_pid};
+use crate::{
+    harness::{Daemon, refusal, status, vm_pid},
+    migration::within,
+};
 
 #[tokio::test]
 async fn a_vm_goes_through_its_whole_life() {
@@ -407,4 +410,53 @@ async fn a_name_can_be_used_again_after_a_delete_and_means_another_vm() {
     daemon.delete("web", false).await.unwrap();
     let second = daemon.create(daemon.manifest("web", "")).await.unwrap();
     assert_ne!(first.metadata.unwrap().uid, second.metadata.unwrap().uid);
+}
+
+#[tokio::test]
+async fn a_deletion_by_force_continues_after_a_restart_of_the_daemon() {
+    let mut daemon = Daemon::start().await;
+    let mut vm = daemon.manifest("web", "");
+    vm.spec.as_mut().unwrap().run_policy = v1::RunPolicy::AlwaysOn.into();
+    daemon.create(vm).await.unwrap();
+    daemon.wait_phase("web", VmPhase::Running).await;
+    daemon.fault("delete");
+    let request = v1::DeleteVmRequest {
+        name: "web".into(),
+        force: true,
+        no_wait: true,
+        ..Default::default()
+    };
+    let begun = daemon.client().delete_vm(request).await.unwrap().into_inner();
+    let held = daemon.path("run/fault/delete");
+    within(async || held.with_extension("reached").exists().then_some(())).await;
+    assert!(daemon.vmm_processes().is_empty());
+    daemon.kill();
+    std::fs::remove_file(held.with_extension("reached")).unwrap();
+    daemon.relaunch().await;
+    within(async || held.with_extension("reached").exists().then_some(())).await;
+    let vm = daemon.get("web").await.unwrap();
+    assert_eq!(status(&vm).phase(), VmPhase::Terminating);
+    std::fs::remove_file(&held).unwrap();
+    daemon.forgets("web").await;
+    assert!(
+        daemon.vmm_processes().is_empty(),
+        "the run policy does not start it"
+    );
+    let ended = daemon.ended(&begun.operation.unwrap()).await;
+    assert_eq!(ended.phase(), v1::OperationPhase::Completed, "{ended:?}");
+}
+
+#[tokio::test]
+async fn a_deletion_that_can_not_be_noted_leaves_the_vm_running() {
+    let daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    let full = daemon.path("state/fault/store-full");
+    std::fs::create_dir_all(full.parent().unwrap()).unwrap();
+    std::fs::write(&full, "").unwrap();
+    let refused = daemon.delete("web", true).await.unwrap_err();
+    assert_eq!(refusal(&refused), (Code::ResourceExhausted, "STORE_FULL".into()));
+    std::fs::remove_file(&full).unwrap();
+    let vm = daemon.get("web").await.unwrap();
+    assert_eq!(status(&vm).phase(), VmPhase::Running);
+    daemon.delete("web", true).await.unwrap();
 }

@@ -56,6 +56,8 @@ stored! {
         restart: Option<RestartRecord>,
         #[prost(message, optional, tag = "32")]
         stop: Option<StopRecord>,
+        #[prost(message, optional, tag = "37")]
+        deleting: Option<StopRecord>,
         #[prost(bool, tag = "33")]
         evacuated: bool,
         #[prost(btree_map = "string, message", tag = "34")]

@@ -20,6 +20,7 @@ impl Actor {
                     operation.complete_with("the VM is stopped", self.state(), Some(result));
                 }
                 Some(Type::VmStop) if self.record.stop.is_some() => self.left.push(operation),
+                Some(Type::VmDelete) if self.record.deleting.is_some() => self.left.push(operation),
                 _ => self.interrupted(operation),
             }
         }

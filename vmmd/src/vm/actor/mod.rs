@@ -260,10 +260,14 @@ impl Actor {
     async fn resume(&mut self, occasion: Option<(Occasion, u64)>) -> ControlFlow<()> {
         self.look_after();
         self.release_left();
+        self.take_handed_over();
         self.resume_handover().await?;
         self.look();
         self.settle_left();
-        self.resume_policy(occasion).await;
+        self.resume_delete().await?;
+        if self.record.deleting.is_none() {
+            self.resume_policy(occasion).await;
+        }
         self.show_panic();
         self.give_up_left();
         ControlFlow::Continue(())
@@ -442,6 +446,14 @@ impl Actor {
         if let Work::Start(start) = &self.work {
             // First of all: from now on the start writes no record.
             start.cancel.cancel();
+        }
+        // The run is ended only after the deletion is durable: the next daemon continues it.
+        if matches!(life.request, Request::Delete { .. })
+            && !down
+            && let Err(failure) = self.note_delete(&life.context).await
+        {
+            let _ = life.reply.send(Err(failure));
+            return ControlFlow::Continue(());
         }
         let operation = self.operation(kind, &life.context, life.deadline);
         let pending = operation.pending();

@@ -1,4 +1,6 @@
-//! A stop that is noted in the VM's record, so that it outlives the daemon with its deadline and with who asked for it.
+//! Stops and deletions in the VM's record: they outlive the daemon, with their deadlines and their callers.
+
+use std::ops::ControlFlow;
 
 use proto::v1::EventSeverity;
 use tokio::time::Duration;
@@ -6,6 +8,7 @@ use tokio::time::Duration;
 use super::{Actor, work::Work};
 use crate::{
     context::{Context, Initiator},
+    failure::{Failure, store_failure},
     operation::Type,
     store::{Intent, StopRecord},
     text,
@@ -75,6 +78,43 @@ impl Actor {
             *stop = sooner;
             self.persist().await;
         }
+    }
+
+    /// Notes durably that the VM is to be deleted as soon as its process has ended. Only a later start of the VM takes that back.
+    pub(super) async fn note_delete(&mut self, context: &Context) -> Result<(), Failure> {
+        let mut record = self.record.clone();
+        record.intent = Intent::Stopped.into();
+        record.deleting = Some(StopRecord::new(None, context));
+        self.host.store.put(&record).await.map_err(store_failure)?;
+        self.record = record;
+        Ok(())
+    }
+
+    /// Continues with a deletion that an earlier daemon had begun.
+    pub(super) async fn resume_delete(&mut self) -> ControlFlow<()> {
+        let Some(noted) = self.record.deleting.clone() else {
+            return ControlFlow::Continue(());
+        };
+        if self.handover().is_under_way() || !matches!(self.work, Work::None) {
+            return ControlFlow::Continue(());
+        }
+        let context = noted.context();
+        let message = "a deletion had been asked for before the daemon was restarted: it continues";
+        self.tell(EventSeverity::Normal, "DeleteResumed", message);
+        let begun = self.left.iter().position(|it| it.kind() == Some(Type::VmDelete));
+        // One that the earlier daemon began keeps its id: somebody may wait for it.
+        let operation = match begun.map(|place| self.left.swap_remove(place)) {
+            Some(left) => {
+                self.about = (context, left.id().to_owned());
+                left
+            }
+            None => self.operation(Type::VmDelete, &context, None),
+        };
+        if self.instance.is_none() {
+            return self.delete(operation, Vec::new()).await;
+        }
+        self.begin_stop(None, operation, Then::Delete);
+        ControlFlow::Continue(())
     }
 
     /// Goes on with a stop that an earlier daemon had begun. Its guest is asked again as soon as its `vmm` answers.

@@ -59,6 +59,7 @@ impl Actor {
         counts.starts += 1;
         self.record.intent = Intent::Running.into();
         self.record.stop = None;
+        self.record.deleting = None;
         let claim = match self.host.ledger.claim(&self.record.name) {
             Ok(claim) => claim,
             Err(failure) => return self.start_failed(failure, operation).await,

@@ -21,7 +21,7 @@ use crate::{
     control::Client,
     disk::moved,
     failure::{Failure, store_failure},
-    lock,
+    fault, lock,
     operation::{Detail, Handle, Pending, Progress, Type},
     paths::{LogDir, RuntimeDir},
     registry::vms::command::Life,
@@ -410,6 +410,7 @@ impl Actor {
         let before = self.view.clone();
         let (reason, message) = self.leaving();
         self.enter(VmPhase::Terminating, reason, message);
+        fault::hold(&self.host.config.run_dir, "delete").await;
         // Of a VM that goes to another node, or did not come, the other node writes them.
         let _files = match self.handover().is_under_way() {
             false => Some(state_dir::write_last(&self.host, self.uid, &self.state()).await),
