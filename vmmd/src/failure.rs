@@ -23,7 +23,9 @@ pub fn store_failure(error: store::Error) -> Failure {
         ),
         error => {
             tracing::error!(%error, "write the store");
-            Failure::internal("the daemon's store can't be written: nothing was changed; its log says more")
+            Failure::internal(
+                "the daemon's store can't be written, and it is not known whether the change was made: look at the daemon's log and at the object, then try again",
+            )
         }
     }
 }

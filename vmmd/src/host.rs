@@ -22,6 +22,7 @@ use crate::{
     peers::Peers,
     pool::Pools,
     registry::{
+        aborts::Aborts,
         clients::Clients,
         consoles::Consoles,
         disks::Disks,
@@ -72,8 +73,10 @@ pub struct Host {
     pub snapshots: Snapshots,
     /// How other nodes are reached.
     pub peers: Peers,
-    /// Hears of migrations that an earlier daemon left under way.
+    /// Receives migrations of an earlier daemon, and those that were taken back.
     pub attend: mpsc::UnboundedSender<Attend>,
+    /// Migrations that were taken back, without their targets' confirmation.
+    pub aborts: Aborts,
     /// Images of the ImageService.
     pub images: Images,
     /// Requests with an id.

@@ -78,7 +78,13 @@ use crate::{
     ledger::Ledger,
     log_guard::LogGuard,
     network::{Links, Networks, ServeNetwork},
-    registry::{disks::Disks, images::Images, screens::Screens, snapshots::Snapshots, vms::Vms},
+    registry::{
+        disks::Disks,
+        images::Images,
+        screens::Screens,
+        snapshots::Snapshots,
+        vms::{Vms, command::Attend},
+    },
     store::Store,
 };
 
@@ -177,6 +183,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let boot_id = boot_id.trim().to_owned();
     let events = event::Events::open(&config.state_dir, &boot_id).context("begin the thread of events")?;
     let (attend, left) = mpsc::unbounded_channel();
+    let moved = records.history.moved();
     let host = Arc::new(Host {
         attend,
         vmm,
@@ -203,6 +210,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
             records.history.networks.clone(),
         ),
         vms: Vms::new(records.history),
+        aborts: registry::aborts::Aborts::default(),
         clients: registry::clients::Clients::default(),
         snapshots: Snapshots::default(),
         consoles: Arc::default(),
@@ -242,9 +250,18 @@ async fn run(config: Config) -> anyhow::Result<()> {
     image::restore(&host, records.images).await;
     snapshot::adopt(&host, records.snapshots).await;
     host.networks.adopt(host.for_networks(), records.networks);
+    for abort in records.aborts {
+        let was_read = true;
+        let _ = host.attend.send(Attend::Abort { abort, was_read });
+    }
     vm::recovery::reconcile::reconcile(&host, records.vms, records.unreadable).await;
-    host.operations
-        .give_up_left(|uid| uid.parse().is_ok_and(|uid| host.vms.find(uid).is_none()));
+    host.operations.give_up_left(|kind, uid| match kind {
+        operation::Type::VmDelete if uid.parse().is_ok_and(|uid| host.vms.find(uid).is_none()) => {
+            Some("the VM is deleted")
+        }
+        operation::Type::VmMigrate if moved.contains(uid) => Some("the VM runs on the other node"),
+        _ => None,
+    });
     let socket = Socket::bind(&host.config.socket(), &host.config)
         .with_context(|| format!("API socket {}", host.config.socket().display()))?;
     if let Some(listen) = &host.config.metrics.listen {

@@ -21,10 +21,11 @@ use tokio_rustls::TlsConnector;
 use tonic::transport::{Channel, Endpoint, Uri};
 
 use crate::{
+    auth::Role,
     config::Tcp,
     failure::{Failure, Kind},
     text,
-    tls::ALPN,
+    tls::{ALPN, identify},
 };
 
 /// How long a connection may take.
@@ -59,6 +60,8 @@ impl Peers {
                 let stream = TcpStream::connect(to).await?;
                 stream.set_nodelay(true)?;
                 let stream = tls.connect(name, stream).await?;
+                let chain = stream.get_ref().1.peer_certificates();
+                refuse_client(chain.and_then(<[_]>::first))?;
                 Ok::<_, io::Error>(TokioIo::new(stream))
             }
         });
@@ -149,6 +152,20 @@ fn time_of_a_record(algorithm: &'static Algorithm) -> Duration {
     times.min().unwrap_or(Duration::MAX)
 }
 
+/// Refuses a server whose certificate was made for a client: it may have the node's name too, and be usable for a server.
+fn refuse_client(certificate: Option<&CertificateDer<'_>>) -> io::Result<()> {
+    match certificate.and_then(identify) {
+        Some((_, None | Some(Role::Peer))) => Ok(()),
+        Some((name, Some(role))) => {
+            let message = format!(
+                "it has the certificate of a client, \"{name}\" with the role {role}: give it one of a server"
+            );
+            Err(io::Error::other(message))
+        }
+        None => Err(io::Error::other("its certificate can't be read")),
+    }
+}
+
 fn read(key: &str, path: &Path) -> Result<Vec<u8>, Failure> {
     fs::read(path).map_err(|error| unusable(key, &text::words(&error)))
 }
@@ -169,7 +186,33 @@ fn unusable(key: &str, why: &str) -> Failure {
 
 #[cfg(test)]
 mod tests {
+    use rcgen::{CertificateParams, KeyPair, SanType};
+
     use super::*;
+
+    #[test]
+    fn server_with_a_clients_certificate_is_refused() {
+        for (uri, is_refused) in [
+            ("spiffe://node", false),
+            ("vmmd://role/peer", false),
+            ("vmmd://role/viewer", true),
+            ("vmmd://role/operator", true),
+            ("vmmd://role/admin", true),
+            ("vmmd://role/agent", true),
+        ] {
+            let mut params = CertificateParams::new(vec!["node".to_owned()]).unwrap();
+            params
+                .subject_alt_names
+                .push(SanType::URI(uri.try_into().unwrap()));
+            let certificate = params.self_signed(&KeyPair::generate().unwrap()).unwrap();
+            assert_eq!(
+                refuse_client(Some(certificate.der())).is_err(),
+                is_refused,
+                "{uri}"
+            );
+        }
+        assert!(refuse_client(None).is_err());
+    }
 
     #[test]
     fn chacha_is_asked_for_first_where_aes_takes_half_as_long_again() {

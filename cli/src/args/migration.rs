@@ -86,4 +86,7 @@ pub struct Resolve {
     /// It is removed from this node.
     #[arg(long)]
     pub drop: bool,
+    /// Number of the migration, as in `status.migration`: refused when another one waits. The one that waits when not given.
+    #[arg(long, value_name = "NUMBER")]
+    pub migration: Option<u64>,
 }

@@ -107,14 +107,23 @@ async fn resolve(client: &Client, args: &Resolve) -> Result<()> {
         true => (MigrationResolution::Run, "runs here"),
         false => (MigrationResolution::Drop, "is removed from this node"),
     };
+    let vm = client.get(&args.name).await?;
+    let migration = vm.status.and_then(|status| status.migration);
+    let Some(migration) = migration.filter(|it| it.waits_for_decision) else {
+        let message = "no migration of it waits for a decision";
+        return Err(Failure::new(Code::Precondition, message).about("vm", &args.name));
+    };
     let request = v1::ResolveMigrationRequest {
         name: args.name.clone(),
         resolution: resolution.into(),
+        migration: args.migration.unwrap_or(migration.number),
+        preconditions: Some(v1::Preconditions {
+            uid: vm.metadata.unwrap_or_default().uid,
+            ..Default::default()
+        }),
+        ..Default::default()
     };
-    let response = client.again(client.limit(WORK), || {
-        let (mut migrations, request) = (client.migrations.clone(), request.clone());
-        async move { migrations.resolve_migration(request).await }
-    });
-    response.await.map_err(|failure| about_vm(failure, &args.name))?;
+    let response = send!(client.limit(WORK), client.migrations, resolve_migration, request).await;
+    response.map_err(|failure| about_vm(failure, &args.name))?;
     output::line(format!("vm/{} {done}", args.name))
 }

@@ -105,3 +105,29 @@ fn a_drain_moves_vms_that_run_where_each_is_to_go_and_stops_nothing_when_one_sta
     let (code, _, err) = run(&daemon, &["drain", "--migrate", "web"], "");
     assert!(code == 2 && err.contains("VM=HOST:PORT"), "{err}");
 }
+
+#[test]
+fn a_decision_names_the_migration_that_waits() {
+    let daemon = Daemon::start();
+    daemon.state.put("web", proto::v1::VmPhase::Paused, &[]);
+    let resolve = ["migrate", "resolve", "web", "--run"];
+    let (code, _, err) = run(&daemon, &resolve, "");
+    assert!(code == 5 && err.contains("no migration of it waits"), "{err}");
+    let waiting = proto::v1::MigrationStatus {
+        number: 7,
+        waits_for_decision: true,
+        ..Default::default()
+    };
+    daemon.state.migrates("web", waiting);
+    let (code, _, err) = run(&daemon, &resolve, "");
+    assert_eq!(code, 0, "{err}");
+    let numbered = ["migrate", "resolve", "web", "--drop", "--migration", "6"];
+    let (code, _, err) = run(&daemon, &numbered, "");
+    assert_eq!(code, 0, "{err}");
+    let uid = daemon.state.vm("web").metadata.unwrap().uid;
+    let expected = [
+        format!("resolve web MIGRATION_RESOLUTION_RUN 7 {uid}"),
+        format!("resolve web MIGRATION_RESOLUTION_DROP 6 {uid}"),
+    ];
+    assert_eq!(daemon.state.calls(), expected);
+}

@@ -14,17 +14,20 @@
 //!
 //! What always holds, and is checked for every order of messages, losses, repetitions, crashes and restarts (`tests.rs`):
 //! - At most one side may run: the source in `Owner`, the target in `Owned`. Never both.
-//! - The source decides. Until it has written `Given` it can take everything back by itself, and its guest goes on unharmed. After that
-//!   it never runs the guest again by itself.
-//! - While both nodes live, one side runs in the end: the source repeats `Commit` until the target has answered, and a target that is
-//!   `Prepared` asks until the source has answered.
+//! - The source decides. Until it has written `Given` it can take everything back alone, and its guest continues unharmed. After that
+//!   only an operator lets the source run the guest again.
+//! - While the nodes live, one of them runs the guest in the end: the source repeats `Commit` until the target has answered. It repeats `Abort`
+//!   to the target of each migration that it has taken back ([`Aborts`]), also after the VM has moved or was deleted. Targets ask nothing.
 //! - Nobody guesses. A target that is `Prepared` while its source has vanished, and a source that has `Given` while its target has
 //!   vanished, wait for an operator ([`Resolution`]), who knows that the other side is gone for good.
 //!
-//! Migrations of a VM are numbered by its source, from 1. What is of an older one than the record's is answered as over.
+//! Migrations of a VM are numbered by its source, from 1. A source continues the numbers of the node from which the VM came, so a greater number
+//! is a later migration on any node. Messages of a migration older than the record's are answered as over.
 
 #[cfg(test)]
 mod tests;
+
+use std::collections::BTreeMap;
 
 /// Number of a migration: larger than that of each earlier one of the VM.
 pub type Migration = u64;
@@ -42,8 +45,6 @@ pub enum Message {
     Commit(Migration),
     /// Source to target: the migration is over, and the VM is the source's.
     Abort(Migration),
-    /// Target to source: what has become of it?
-    Query(Migration),
     /// Target to source: the VM is the target's, durably.
     Running(Migration),
 }
@@ -170,20 +171,7 @@ impl Source {
             ) if it == last => (Self::Given(last), vec![Effect::Send(Message::Commit(last))]),
             // Nothing but what the guest did before the daemon ended can have stopped it.
             (Self::Owner { .. }, Restarted) => (self, vec![Effect::Run]),
-            (Self::Owner { last, migrating }, Heard(Message::Query(it) | Message::Ready(it)))
-                if it < last || !migrating =>
-            {
-                (self, vec![Effect::Send(Message::Abort(it))])
-            }
             (Self::Given(it), Tick | Restarted) => (self, vec![Effect::Send(Message::Commit(it))]),
-            (Self::Given(it) | Self::Gone(it), Heard(Message::Query(of) | Message::Ready(of))) => {
-                let message = if of == it {
-                    Message::Commit(of)
-                } else {
-                    Message::Abort(of)
-                };
-                (self, vec![Effect::Send(message)])
-            }
             (Self::Given(it), Heard(Message::Running(of))) if of == it => {
                 (Self::Gone(it), vec![Effect::Kill])
             }
@@ -226,12 +214,8 @@ pub enum TargetEvent {
         /// See there.
         loaded: bool,
     },
-    /// Its `vmm` has died before it ran the guest.
-    VmmDied,
     /// The daemon was restarted.
     Restarted,
-    /// Time to ask again what has not been answered.
-    Tick,
     /// An operator decides.
     Resolve(Resolution),
 }
@@ -252,13 +236,9 @@ impl Target {
 
     /// The next record, and what is to be done then.
     pub fn on(self, event: TargetEvent) -> (Self, Vec<Effect>) {
-        use TargetEvent::{Heard, Resolve, Restarted, Tick, VmmDied};
+        use TargetEvent::{Heard, Resolve, Restarted};
         match (self, event) {
             (_, Heard { message, loaded }) => self.heard(message, loaded),
-            // The source may have committed by now, so this is no refusal: the question brings the answer.
-            (Self::Prepared(it), Tick | Restarted | VmmDied) => {
-                (self, vec![Effect::Send(Message::Query(it))])
-            }
             (Self::Prepared(it), Resolve(Resolution::Run)) => (Self::Owned(it), vec![Effect::Run]),
             (Self::Prepared(it), Resolve(Resolution::Drop)) => (Self::Idle(it), vec![Effect::Kill]),
             (Self::Owned(it), Restarted) => (self, vec![Effect::Run, Effect::Send(Message::Running(it))]),
@@ -288,10 +268,136 @@ impl Target {
             (Self::Owned(had), Message::Commit(it)) if it == had => {
                 (self, vec![Effect::Send(Message::Running(it))])
             }
-            (Self::Prepared(had), Message::Abort(it)) if it == had => (Self::Idle(it), vec![Effect::Kill]),
+            // Its source has begun a later one since, so the one that was prepared is over too.
+            (Self::Prepared(had), Message::Abort(it)) if it >= had => (Self::Idle(it), vec![Effect::Kill]),
             // Whatever comes of it later is over.
             (Self::Idle(over), Message::Abort(it)) if it > over => (Self::Idle(it), vec![Effect::Kill]),
             _ => (self, Vec::new()),
         }
+    }
+}
+
+/// Owner of the VM according to the record of one node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Handover {
+    /// This node's, or it was.
+    Source(Source),
+    /// It comes from another node.
+    Target(Target),
+}
+
+impl Handover {
+    /// As a source has it. A VM that came here for good is this node's; `None` while the VM comes.
+    pub fn source(self) -> Option<Source> {
+        match self {
+            Self::Source(source) => Some(source),
+            Self::Target(Target::Owned(last)) => Some(Source::Owner {
+                last,
+                migrating: false,
+            }),
+            Self::Target(Target::Idle(_) | Target::Prepared(_)) => None,
+        }
+    }
+
+    /// Handles a message of a source's daemon; `loaded` as in [`TargetEvent::Heard`]. `None` when the VM is not in a state for that.
+    pub fn heard(self, message: Message, loaded: bool) -> Option<(Self, Vec<Effect>)> {
+        let last = match self {
+            Self::Target(target) => {
+                let (after, effects) = target.on(TargetEvent::Heard { message, loaded });
+                return Some((Self::Target(after), effects));
+            }
+            Self::Source(Source::Owner { last, .. } | Source::Given(last) | Source::Gone(last)) => last,
+        };
+        match message {
+            // The VM ran here since, and may have moved on.
+            Message::Commit(it) if it <= last => Some((self, vec![Effect::Send(Message::Running(it))])),
+            // That migration has left nothing here.
+            Message::Abort(_) => Some((self, Vec::new())),
+            _ => None,
+        }
+    }
+
+    /// The last migration up to which the VM is or was this node's. 0 when it never was.
+    pub fn owned(self) -> Migration {
+        match self {
+            Self::Source(Source::Owner { last, .. } | Source::Given(last) | Source::Gone(last))
+            | Self::Target(Target::Owned(last)) => last,
+            Self::Target(Target::Idle(_) | Target::Prepared(_)) => 0,
+        }
+    }
+
+    /// Whether the VM may run here.
+    pub fn may_run(self) -> bool {
+        match self {
+            Self::Source(source) => source.may_run(),
+            Self::Target(target) => target.may_run(),
+        }
+    }
+
+    /// Whether only the other side, or an operator, can say what follows.
+    pub fn waits(self) -> bool {
+        match self {
+            Self::Source(source) => source.waits(),
+            Self::Target(target) => target.waits(),
+        }
+    }
+
+    /// Whether only the migration may change the VM.
+    pub fn is_under_way(self) -> bool {
+        !matches!(
+            self,
+            Self::Source(Source::Owner { migrating: false, .. }) | Self::Target(Target::Owned(_))
+        )
+    }
+}
+
+/// The same of a node that has no record of the VM. `owned`: see [`Handover::owned`] of the record that the node had. The answer says nothing
+/// where nothing is left; `None` is no answer: a source that has committed must not read that the VM is here.
+pub fn heard_without_record(owned: Migration, message: Message) -> Option<Option<Message>> {
+    match message {
+        Message::Prepare(it) => Some(Some(Message::Refuse(it))),
+        Message::Abort(_) => Some(None),
+        // It was deleted or moved to a third node since: the source can stop waiting.
+        Message::Commit(it) if (1..=owned).contains(&it) => Some(Some(Message::Running(it))),
+        _ => None,
+    }
+}
+
+/// Targets of a VM that have not confirmed that a migration which the source has taken back is over. Durable: a target is noted together with the
+/// record that takes the migration back, and stays until it has answered, whatever becomes of the VM.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Aborts<P>(BTreeMap<P, Migration>);
+
+impl<P> Default for Aborts<P> {
+    fn default() -> Self {
+        Self(BTreeMap::new())
+    }
+}
+
+impl<P: Ord> Aborts<P> {
+    /// None.
+    pub const NEW: Self = Self(BTreeMap::new());
+
+    /// A migration to `target` was taken back. An earlier one to the same target is over with it.
+    pub fn note(&mut self, target: P, migration: Migration) {
+        let noted = self.0.entry(target).or_insert(migration);
+        *noted = migration.max(*noted);
+    }
+
+    /// The target has answered that nothing of this migration is left.
+    pub fn answered(&mut self, target: &P, migration: Migration) {
+        if self.0.get(target).is_some_and(|noted| *noted <= migration) {
+            self.0.remove(target);
+        }
+    }
+
+    /// The migration that this target is to confirm.
+    pub fn get(&self, target: &P) -> Option<Migration> {
+        self.0.get(target).copied()
+    }
+
+    /// All of them.
+    pub fn iter(&self) -> impl Iterator<Item = (&P, Migration)> {
+        self.0.iter().map(|(target, migration)| (target, *migration))
     }
 }

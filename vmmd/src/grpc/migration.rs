@@ -13,11 +13,11 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::period::timeout;
 use crate::{
-    context::Context,
+    context::{Context, Initiator},
     failure::Failure,
     host::Host,
     migration,
-    registry::vms::command::{HandoverRequest, hand_over},
+    registry::vms::command::{HandoverRequest, hand_over_to},
     request::once,
 };
 
@@ -55,18 +55,39 @@ impl MigrationService for Migrations {
         &self,
         request: Request<v1::ResolveMigrationRequest>,
     ) -> Result<Response<v1::ResolveMigrationResponse>, Status> {
-        let request = request.into_inner();
-        let resolution = match request.resolution() {
-            MigrationResolution::Run => Resolution::Run,
-            MigrationResolution::Drop => Resolution::Drop,
-            MigrationResolution::Unspecified => {
-                return Err(Failure::field("resolution", "must be RUN or DROP").into());
+        once(&self.host, request, |host, request, context| async move {
+            let resolution = match request.resolution() {
+                MigrationResolution::Run => Resolution::Run,
+                MigrationResolution::Drop => Resolution::Drop,
+                MigrationResolution::Unspecified => {
+                    return Err(Failure::field("resolution", "must be RUN or DROP").into());
+                }
+            };
+            let wanted = "must be that of the VM whose migration waits: a request that comes late must not decide about another one";
+            if context.preconditions.uid.is_empty() {
+                return Err(Failure::field("preconditions.uid", wanted).into());
             }
-        };
-        let resolve = HandoverRequest::Resolve(resolution);
-        hand_over(&self.host.vms, &request.name, resolve).await?;
-        Ok(Response::new(v1::ResolveMigrationResponse {}))
+            if request.migration == 0 {
+                return Err(Failure::field("migration", wanted).into());
+            }
+            let name = request.name.as_str();
+            let entry = host.vms.get(name).ok_or_else(|| Failure::no_vm(name))?;
+            let resolve = HandoverRequest::Resolve {
+                migration: request.migration,
+                resolution,
+                context,
+            };
+            hand_over_to(&entry.mailbox, name, resolve).await?;
+            Ok(v1::ResolveMigrationResponse {})
+        })
+        .await
     }
+}
+
+/// Who calls: migrations are bound to the node that has offered them.
+fn caller<T>(request: &Request<T>) -> String {
+    let initiator = request.extensions().get::<Initiator>();
+    initiator.cloned().unwrap_or_default().to_string()
 }
 
 #[tonic::async_trait]
@@ -76,7 +97,7 @@ impl PeerService for Migrations {
         request: Request<v1::OfferVmRequest>,
     ) -> Result<Response<v1::OfferVmResponse>, Status> {
         let context = Context::daemon();
-        let answer = migration::offer(&self.host, request.into_inner(), &context).await?;
+        let answer = migration::offer(&self.host, caller(&request), request.into_inner(), &context).await?;
         Ok(Response::new(answer))
     }
 
@@ -84,9 +105,10 @@ impl PeerService for Migrations {
         &self,
         request: Request<Streaming<v1::ReceiveVmRequest>>,
     ) -> Result<Response<v1::ReceiveVmResponse>, Status> {
-        let (host, parts) = (Arc::clone(&self.host), request.into_inner());
+        let (host, from) = (Arc::clone(&self.host), caller(&request));
+        let parts = request.into_inner();
         // In a task of its own, which cleans up when the source goes away.
-        let receive = async move { migration::receive(&host, parts, &Context::daemon()).await };
+        let receive = async move { migration::receive(&host, from, parts, &Context::daemon()).await };
         let received = tokio::spawn(receive).await;
         received.map_err(|error| Failure::internal(error.to_string()))??;
         Ok(Response::new(v1::ReceiveVmResponse {}))
@@ -96,8 +118,8 @@ impl PeerService for Migrations {
         &self,
         request: Request<v1::SettleVmRequest>,
     ) -> Result<Response<v1::SettleVmResponse>, Status> {
-        Ok(Response::new(
-            migration::settle(&self.host, request.into_inner()).await?,
-        ))
+        let from = caller(&request);
+        let answer = migration::settle(&self.host, from, request.into_inner()).await?;
+        Ok(Response::new(answer))
     }
 }

@@ -255,8 +255,6 @@ pub fn step(message: Message) -> HandoverStep {
         Message::Commit(_) => HandoverStep::Commit,
         Message::Abort(_) => HandoverStep::Abort,
         Message::Running(_) => HandoverStep::Running,
-        // The source repeats what was not answered instead.
-        Message::Query(_) => HandoverStep::Unspecified,
     }
 }
 

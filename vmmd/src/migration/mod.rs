@@ -11,8 +11,8 @@
 //! ```
 //!
 //! Which side may run the VM is decided by [`proto::handover`] alone: the VM's actor keeps the record, writes it before anything is done, and
-//! carries out what concerns its own `vmm`. The source is the client of all calls, and repeats what has not been answered: so the target asks
-//! nothing. Memory goes over the daemons' connection, which has TLS with certificates on both sides.
+//! carries out what concerns its own `vmm`. The actor alone decides which message is sent: a read of the store after a failed write proves
+//! nothing. The source is the client of all calls and repeats each until it is answered, so the target asks nothing. Memory goes over the daemons' connection, which has TLS with certificates on both sides.
 
 #[cfg(test)]
 mod fuzzing;
@@ -36,63 +36,54 @@ use crate::{
     failure::Failure,
     host::Host,
     registry::vms::command::{Attend, HandoverRequest, hand_over, hand_over_to},
-    store::HandoverStage,
 };
 
 /// Waits between two tries of what was not answered, or could not be done.
 const FIRST_WAIT: Duration = Duration::from_millis(100);
 const LAST_WAIT: Duration = Duration::from_secs(10);
+/// The longest wait before a target is asked again to confirm that a migration is over: nothing waits for that, and the target may be gone for good.
+const LAST_ABORT_WAIT: Duration = Duration::from_secs(60);
 
-/// Goes on with migrations as the actors of their VMs ask for it. Never ends.
+/// Continues with migrations as the actors of their VMs, and the store, say. Never ends.
 pub async fn attend(host: Arc<Host>, mut left: mpsc::UnboundedReceiver<Attend>) {
     while let Some(left) = left.recv().await {
-        go_on(&host, left);
+        match left {
+            Attend::Left {
+                uid,
+                name,
+                migration,
+                target,
+            } => {
+                let moving = Moving { name, uid, migration };
+                tokio::spawn(go_on(Arc::clone(&host), moving, target));
+            }
+            // Otherwise its target is asked already.
+            Attend::Abort { abort, was_read } => {
+                if host.aborts.note(&abort) {
+                    tokio::spawn(source::abort(Arc::clone(&host), abort, was_read));
+                }
+            }
+        }
     }
 }
 
-/// Goes on with what the VM's record says of a migration: repeats what could not be written and what the target has not answered, and removes
-/// what is left of a VM that is the other node's.
-fn go_on(host: &Arc<Host>, left: Attend) {
-    let host = Arc::clone(host);
-    tokio::spawn(async move {
-        let Attend {
-            uid,
-            name,
-            migration,
-            target,
-        } = left;
-        let record = host.store.vm(uid.as_bytes()).await.ok().flatten();
-        let handover = record.and_then(|record| record.handover);
-        // A later migration is its own task's.
-        let Some(handover) = handover.filter(|handover| handover.migration == migration) else {
+/// Continues a migration from the VM's record: repeats failed writes and unanswered messages, and removes the rest of a VM that is on the other node.
+async fn go_on(host: Arc<Host>, moving: Moving, target: String) {
+    let migration = moving.migration;
+    let mut wait = FIRST_WAIT;
+    while let Err(failure) = moving.ask(&host, HandoverRequest::Resume { migration }).await {
+        if host.vms.find(moving.uid).is_none() {
             return;
-        };
-        let to = (name.as_str(), uid, target.as_str());
-        match handover.stage() {
-            HandoverStage::Migrating => {
-                source::take_back(&host, (&name, uid), None).await;
-                source::repeat(&host, to, None, Message::Abort(migration)).await;
-            }
-            HandoverStage::Owner if !handover.peer.is_empty() => {
-                source::repeat(&host, to, None, Message::Abort(migration)).await;
-            }
-            HandoverStage::Given => {
-                let answered = source::repeat(&host, to, None, Message::Commit(migration)).await;
-                if answered {
-                    Moving { name, uid, migration }.expires(&host, false).await;
-                }
-            }
-            HandoverStage::Gone | HandoverStage::Idle => {
-                Moving { name, uid, migration }.expires(&host, false).await;
-            }
-            _ => {}
         }
-    });
-}
-
-/// Asks the VM's actor, and returns what it says to the other daemon.
-async fn ask(host: &Host, vm: &str, request: HandoverRequest) -> Result<Vec<Message>, Failure> {
-    hand_over(&host.vms, vm, request).await
+        tracing::warn!(vm = moving.name, %failure, "continue with a migration");
+        tokio::select! {
+            () = sleep(wait) => {}
+            () = host.stopping.cancelled() => return,
+        }
+        wait = (wait * 2).min(LAST_WAIT);
+    }
+    source::commit(&host, &moving, &target, None).await;
+    moving.expires(&host, false).await;
 }
 
 /// A VM of a migration.
@@ -104,6 +95,11 @@ struct Moving {
 }
 
 impl Moving {
+    /// Asks the VM's actor; returns the messages to the other daemon.
+    async fn ask(&self, host: &Host, request: HandoverRequest) -> Result<Vec<Message>, Failure> {
+        hand_over(&host.vms, (&self.name, self.uid), request).await
+    }
+
     /// Removes what the migration leaves here, and returns when it is gone, or at once when it is to stay: `unless_begun` while it is being
     /// received. A full file system may delay that. Cancel-safe.
     async fn expires(&self, host: &Host, unless_begun: bool) {

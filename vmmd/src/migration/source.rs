@@ -24,23 +24,22 @@ use tonic::transport::Channel;
 use uuid::Uuid;
 
 use super::{
-    FIRST_WAIT, LAST_WAIT, Moving, ask, go_on,
+    FIRST_WAIT, LAST_ABORT_WAIT, LAST_WAIT, Moving,
     heard::{self, PROTOCOL},
 };
 use crate::{
     context::Context,
-    control::Client,
     disk::moved,
     event::{Draft, Object},
     failure::{Failure, Kind, store_failure},
     fault,
     host::Host,
     operation::{Handle, Progress, Type},
-    registry::vms::command::{Attend, Command, HandoverRequest, Purpose},
+    registry::vms::command::{Begin, Begun, Command, HandoverRequest, Purpose},
     request::preconditions,
-    store::{HandoverStage, Hardware, NicHardware, VmRecord},
+    store::{AbortRecord, NicHardware, VmRecord},
     text,
-    vm::{guest_reset, refused},
+    vm::{as_it_runs, guest_reset, refused},
 };
 
 /// Bytes of a message to the target.
@@ -62,13 +61,17 @@ const REMOVAL: Duration = Duration::from_secs(60);
 
 /// What is migrated.
 struct Plan {
-    name: String,
-    uid: Uuid,
+    /// Its number is 0 before the migration has begun.
+    moving: Moving,
     target: String,
-    client: Client,
+    /// Generation of the VM that was looked at.
+    generation: u64,
+    /// Requirements on its `vmm`.
+    purpose: Purpose,
     peer: PeerServiceClient<Channel>,
-    offer: v1::OfferVmRequest,
-    /// Disks that go along, as the VM calls them.
+    /// Disks that go along.
+    disks: Vec<v1::PeerDisk>,
+    /// The same, as the VM calls them.
     copied: Vec<String>,
     downtime: Duration,
     /// What is done to a guest that is too fast for that.
@@ -78,9 +81,8 @@ struct Plan {
 
 impl Plan {
     /// UUIDs of the disks that go along.
-    fn disks(&self) -> Vec<Vec<u8>> {
+    fn uids(&self) -> Vec<Vec<u8>> {
         let uids = self
-            .offer
             .disks
             .iter()
             .filter_map(|disk| Uuid::parse_str(&disk.uid).ok());
@@ -125,6 +127,9 @@ pub async fn migrate(
     }
     let policy = policy(&request)?;
     let entry = host.vms.get(&name).ok_or_else(|| Failure::no_vm(&name))?;
+    // First, since it may take long. The record is read afterwards, and compared again when the migration begins.
+    let peer = host.peers.connect(&request.target).await?;
+    fault::hold(&host.config.run_dir, "connected").await;
     let uid = entry.uid;
     let record = host.store.vm(uid.as_bytes()).await.map_err(store_failure)?;
     let record = record.ok_or_else(|| Failure::no_vm(&name))?;
@@ -133,20 +138,9 @@ pub async fn migrate(
         generation: Some(record.generation),
     };
     preconditions::check("VM", &name, &context.preconditions, &present)?;
-    let Some(run) = record.instance.clone() else {
-        let message = format!("VM \"{name}\" does not run: start it, or create it on the other node");
-        return Err(Failure::precondition("VM_NOT_RUNNING", message));
-    };
-    let wire = run.spec.or_else(|| record.spec.clone()).unwrap_or_default();
-    if record.spec.as_ref().is_some_and(|wanted| *wanted != wire) {
-        let message = format!(
-            "the spec of VM \"{name}\" was changed since its start, which only a restart can apply: restart it, or undo the change"
-        );
-        return Err(Failure::precondition("RESTART_REQUIRED", message));
-    }
+    let (wire, _) = as_it_runs(&record)?;
     let spec = VmSpec::try_from(&wire)?;
     heard::refuse_what_stays(&spec)?;
-    let has_disks = spec.disks.iter().any(|disk| !disk.read_only);
     let disks = moved::going(host, &name, &spec.disks).await?;
     let copied: Vec<_> = moved::along(&spec.disks)
         .map(|(in_vm, _)| in_vm.to_owned())
@@ -155,33 +149,29 @@ pub async fn migrate(
         policy,
         MigrationPolicy::PreferSafe | MigrationPolicy::AlwaysForced
     );
-    let is_newer = later || !copied.is_empty();
-    let hardware = run
-        .hardware
-        .or_else(|| record.hardware.clone())
-        .unwrap_or_default();
+    let purpose = Purpose::Migration {
+        has_disks: spec.disks.iter().any(|disk| !disk.read_only),
+        is_newer: later || !copied.is_empty(),
+    };
     let (reply, answer) = oneshot::channel();
-    let sent = entry
-        .mailbox
-        .send(Command::Client(Purpose::Migration { has_disks, is_newer }, reply))
-        .await;
+    let sent = entry.mailbox.send(Command::Client(purpose, reply)).await;
     sent.map_err(|_| Failure::unavailable(&name))?;
-    let client = answer.await.map_err(|_| Failure::unavailable(&name))??;
-    let peer = host.peers.connect(&request.target).await?;
+    answer.await.map_err(|_| Failure::unavailable(&name))??;
     let object = Object::Vm(name.clone(), uid);
     let operation = host.operations.begin(Type::VmMigrate, &object, context, deadline);
     operation.progress(Progress::bytes(0, 0), "asking the other node");
     let plan = Plan {
-        offer: v1::OfferVmRequest {
-            disks,
-            ..offer(host, &record, wire, hardware, uid)
+        moving: Moving {
+            name,
+            uid,
+            migration: 0,
         },
-        copied,
-        name,
-        uid,
         target: request.target,
-        client,
+        generation: record.generation,
+        purpose,
         peer,
+        disks,
+        copied,
         downtime: downtime.unwrap_or(DOWNTIME),
         policy,
         bytes_per_second: request.bytes_per_second,
@@ -192,13 +182,15 @@ pub async fn migrate(
     Ok(pending.operation())
 }
 
+/// The offer to the target: the VM at the beginning of its migration.
 fn offer(
     host: &Host,
     record: &VmRecord,
-    spec: v1::VmSpec,
-    hardware: Hardware,
     uid: Uuid,
-) -> v1::OfferVmRequest {
+    migration: u64,
+    disks: Vec<v1::PeerDisk>,
+) -> Result<v1::OfferVmRequest, Failure> {
+    let (spec, hardware) = as_it_runs(record)?;
     let nic = |(name, nic): (String, NicHardware)| {
         let network = network_of(&spec, &name);
         let address = network.and_then(|network| host.networks.address(network, uid, &name));
@@ -219,7 +211,7 @@ fn offer(
     if fault::is_set(&host.config.run_dir, "other-processor") {
         cpu_features.push("of-another-processor".to_owned());
     }
-    v1::OfferVmRequest {
+    Ok(v1::OfferVmRequest {
         protocol,
         vm: Some(v1::Vm {
             metadata: Some(v1::ObjectMetadata {
@@ -233,15 +225,15 @@ fn offer(
             status: None,
         }),
         uid: uid.to_string(),
-        migration: 0,
+        migration,
         hardware: Some(v1::PeerHardware {
             rng_slot: hardware.rng_slot,
             disk_slots: hardware.disk_slots.into_iter().collect(),
             nics,
         }),
         cpu_features,
-        disks: Vec::new(),
-    }
+        disks,
+    })
 }
 
 /// The network of the node that a NIC of this VM is in.
@@ -256,18 +248,14 @@ pub fn network_of<'a>(spec: &'a v1::VmSpec, nic: &str) -> Option<&'a str> {
 async fn carry_out(host: Arc<Host>, mut plan: Plan, operation: Handle) {
     let began = Instant::now();
     let result = hand_over(&host, &mut plan, &operation).await;
-    let object = Object::Vm(plan.name.clone(), plan.uid);
+    let moving = &plan.moving;
+    let object = Object::Vm(moving.name.clone(), moving.uid);
     match result {
         Ok(Outcome::Moved(sent)) => {
             let took = began.elapsed();
             // Whoever waits for the operation may create a VM of this name, or take the VM back.
-            let moving = Moving {
-                name: plan.name.clone(),
-                uid: plan.uid,
-                migration: plan.offer.migration,
-            };
             if !moving.expires_within(&host, REMOVAL).await {
-                tracing::warn!(vm = plan.name, "a VM that has moved is not removed yet");
+                tracing::warn!(vm = moving.name, "a VM that has moved is not removed yet");
             }
             let of_disks = match sent.disk_bytes {
                 0 => String::new(),
@@ -293,17 +281,12 @@ async fn carry_out(host: Arc<Host>, mut plan: Plan, operation: Handle) {
             );
             operation.fail(&Failure::new(Kind::Aborted, "MIGRATION_RESOLVED", message));
         }
+        // The next daemon continues with the hand-over, and ends the operation.
+        Ok(Outcome::Left) => operation.leave(),
         Err(failure) => {
             // One that has not begun has no number, and must not end another one that is under way.
-            if plan.offer.migration > 0 {
-                take_back(&host, (&plan.name, plan.uid), Some(&operation)).await;
-                let left = Attend {
-                    uid: plan.uid,
-                    name: plan.name.clone(),
-                    migration: plan.offer.migration,
-                    target: plan.target.clone(),
-                };
-                go_on(&host, left);
+            if moving.migration > 0 {
+                take_back(&host, moving, &operation).await;
             }
             let message = format!("the migration has failed, the VM stays here: {}", failure.message);
             host.events
@@ -316,23 +299,24 @@ async fn carry_out(host: Arc<Host>, mut plan: Plan, operation: Handle) {
     }
 }
 
-/// Ends a migration that has failed: the guest goes on as soon as that is written, which a full file system may delay.
-pub(super) async fn take_back(host: &Host, (name, uid): (&str, Uuid), operation: Option<&Handle>) {
+/// Ends a migration that has failed: the guest continues as soon as that is written, which a full file system may delay.
+async fn take_back(host: &Host, moving: &Moving, operation: &Handle) {
     let mut wait = FIRST_WAIT;
     loop {
         let event = SourceEvent::Cancel;
-        let Err(failure) = ask(host, name, HandoverRequest::Source { event }).await else {
+        let migration = moving.migration;
+        let Err(failure) = moving
+            .ask(host, HandoverRequest::Source { migration, event })
+            .await
+        else {
             return;
         };
-        if !is_in(host, uid, HandoverStage::Migrating).await {
-            tracing::debug!(vm = name, %failure, "end a migration that has failed");
+        if host.vms.find(moving.uid).is_none() {
             return;
         }
         let message = format!("the guest stands still until it is written that the VM stays: {failure}");
-        tracing::warn!(vm = name, message, "end a migration that has failed");
-        if let Some(operation) = operation {
-            operation.progress(Progress::bytes(0, 0), &message);
-        }
+        tracing::warn!(vm = moving.name, message, "end a migration that has failed");
+        operation.progress(Progress::bytes(0, 0), &message);
         tokio::select! {
             () = sleep(wait) => {}
             () = host.stopping.cancelled() => return,
@@ -341,42 +325,38 @@ pub(super) async fn take_back(host: &Host, (name, uid): (&str, Uuid), operation:
     }
 }
 
-/// Whether the store has the VM's migration at this stage. True when the store can't be read.
-async fn is_in(host: &Host, uid: Uuid, stage: HandoverStage) -> bool {
-    match host.store.vm(uid.as_bytes()).await {
-        Ok(record) => record
-            .and_then(|it| it.handover)
-            .is_some_and(|it| it.stage() == stage),
-        Err(_) => true,
-    }
-}
-
 /// What came of a migration after its point of no return.
 enum Outcome {
     /// The VM runs on the other node.
     Moved(SendReply),
-    /// The other node has not said so before somebody decided what becomes of the VM, or before the daemon ended.
+    /// The other node has not said so before somebody decided what becomes of the VM.
     Decided,
+    /// Nor before the daemon ends.
+    Left,
 }
 
 /// From the offer to the end. An error is one from before the point of no return.
 async fn hand_over(host: &Arc<Host>, plan: &mut Plan, operation: &Handle) -> Result<Outcome, Failure> {
     let give_up = CancellationToken::new();
-    let begin = HandoverRequest::Begin {
+    let begin = Begin {
         peer: plan.target.clone(),
+        generation: plan.generation,
+        purpose: plan.purpose,
         reporter: operation.reporter(),
+        operation: operation.id().to_owned(),
         give_up: give_up.clone(),
-        disks: plan.disks(),
+        disks: plan.uids(),
     };
     fault::hold(&host.config.run_dir, "begin").await;
-    let begun = ask(host, &plan.name, begin).await?;
-    let Some(Message::Prepare(migration)) = begun.into_iter().next() else {
-        return Err(Failure::internal("a migration without a number"));
-    };
-    plan.offer.migration = migration;
+    let (reply, begun) = oneshot::channel();
+    let begin = HandoverRequest::Begin(Box::new(begin), reply);
+    plan.moving.ask(host, begin).await?;
+    let begun = begun.await.map_err(|_| Failure::unavailable(&plan.moving.name))?;
+    let migration = begun.migration;
+    plan.moving.migration = migration;
     let cancel = operation.token().clone();
     let prepared = async {
-        let sent = send(plan, migration).await?;
+        let sent = send(host, plan, &begun).await?;
         let answer = prepare(host, plan).await?;
         Ok((sent, answer))
     };
@@ -392,8 +372,11 @@ async fn hand_over(host: &Arc<Host>, plan: &mut Plan, operation: &Handle) -> Res
         return Err(cancelled());
     }
     let event = SourceEvent::Heard(answer);
-    let commit = ask(host, &plan.name, HandoverRequest::Source { event }).await?;
-    if !matches!(commit.first(), Some(Message::Commit(_))) {
+    let said = plan
+        .moving
+        .ask(host, HandoverRequest::Source { migration, event })
+        .await?;
+    if !matches!(said.first(), Some(Message::Commit(_))) {
         return Err(Failure::internal("the VM can't be handed over"));
     }
     operation.progress(
@@ -401,22 +384,25 @@ async fn hand_over(host: &Arc<Host>, plan: &mut Plan, operation: &Handle) -> Res
         "handing the VM over",
     );
     fault::point(&host.config.run_dir, "given");
-    let to = (plan.name.as_str(), plan.uid, plan.target.as_str());
     // The connection that is there: a new one would take its time while the guest stands still.
     let peer = Some(plan.peer.clone());
-    Ok(match repeat(host, to, peer, Message::Commit(migration)).await {
+    Ok(match commit(host, &plan.moving, &plan.target, peer).await {
         true => Outcome::Moved(sent),
+        false if host.stopping.is_cancelled() => Outcome::Left,
         false => Outcome::Decided,
     })
 }
 
 /// Everything was sent. The target's `Ready`; what it says too late is answered as over.
 async fn prepare(host: &Host, plan: &mut Plan) -> Result<Message, Failure> {
-    let event = SourceEvent::Sent;
-    let prepare = ask(host, &plan.name, HandoverRequest::Source { event }).await?;
+    let (migration, event) = (plan.moving.migration, SourceEvent::Sent);
+    let prepare = plan
+        .moving
+        .ask(host, HandoverRequest::Source { migration, event })
+        .await?;
     let mut said = None;
     for message in prepare {
-        let to = (plan.name.as_str(), plan.uid);
+        let to = (plan.moving.name.as_str(), plan.moving.uid);
         said = call(host, &mut plan.peer, to, message, PREPARATION).await?;
     }
     said.filter(|answer| matches!(answer, Message::Ready(_)))
@@ -431,9 +417,10 @@ fn cancelled() -> Failure {
 }
 
 /// Offers the machine and sends it.
-async fn send(plan: &mut Plan, migration: u64) -> Result<SendReply, Failure> {
-    let patience = match plan
-        .offer
+async fn send(host: &Host, plan: &mut Plan, begun: &Begun) -> Result<SendReply, Failure> {
+    let (uid, migration) = (plan.moving.uid, begun.migration);
+    let offer = offer(host, &begun.record, uid, migration, plan.disks.clone())?;
+    let patience = match offer
         .disks
         .iter()
         .any(|disk| disk.preallocation() == DiskPreallocation::Full)
@@ -441,7 +428,7 @@ async fn send(plan: &mut Plan, migration: u64) -> Result<SendReply, Failure> {
         true => RESERVATION,
         false => CALL,
     };
-    let offered = timeout(patience, plan.peer.offer_vm(plan.offer.clone())).await;
+    let offered = timeout(patience, plan.peer.offer_vm(offer)).await;
     offered
         .map_err(|_| silent())?
         .map_err(|status| said_no(&status))?;
@@ -453,8 +440,8 @@ async fn send(plan: &mut Plan, migration: u64) -> Result<SendReply, Failure> {
     let (near, far) = sockets.map_err(|error| Failure::internal(error.to_string()))?;
     let (parts, stream) = mpsc::channel(AHEAD);
     let open = v1::receive_vm_request::Part::Open(v1::PeerVm {
-        name: plan.name.clone(),
-        uid: plan.uid.to_string(),
+        name: plan.moving.name.clone(),
+        uid: uid.to_string(),
         migration,
     });
     let open = v1::ReceiveVmRequest { part: Some(open) };
@@ -466,7 +453,7 @@ async fn send(plan: &mut Plan, migration: u64) -> Result<SendReply, Failure> {
     };
     let sending = async {
         let how = (plan.downtime, plan.policy);
-        let sent = plan.client.send_machine(far, how, plan.copied.clone()).await;
+        let sent = begun.client.send_machine(far, how, plan.copied.clone()).await;
         sent.map_err(|error| refused(&error))
     };
     // When one of them fails the others end: the sockets are closed.
@@ -563,7 +550,6 @@ async fn call(
     | Message::Refuse(migration)
     | Message::Commit(migration)
     | Message::Abort(migration)
-    | Message::Query(migration)
     | Message::Running(migration)) = message;
     let request = v1::SettleVmRequest {
         name: name.to_owned(),
@@ -582,57 +568,96 @@ async fn call(
     Ok(heard::message_of(step, migration))
 }
 
-/// Repeats a message until it is answered, first over `peer`, then over new connections. The target's answer goes to the VM's actor. False when
-/// nobody waits for an answer any more: an operator has decided otherwise, or the daemon ends.
-pub(super) async fn repeat(
+/// Repeats the commit until the target has answered, first over `peer`, then over new connections; the actor says each time whether it still waits. The
+/// target's answer goes to the VM's actor. False when nothing waits for an answer: an operator has decided otherwise, or the daemon ends.
+pub(super) async fn commit(
     host: &Arc<Host>,
-    (name, uid, target): (&str, Uuid, &str),
+    moving: &Moving,
+    target: &str,
     mut peer: Option<PeerServiceClient<Channel>>,
-    message: Message,
 ) -> bool {
+    let migration = moving.migration;
+    let source = |event| HandoverRequest::Source { migration, event };
     let mut wait = FIRST_WAIT;
     loop {
-        let connected = match peer.take() {
-            Some(peer) => Ok(peer),
-            None => host.peers.connect(target).await,
-        };
-        let said = match connected {
-            Ok(mut peer) => call(host, &mut peer, (name, uid), message, CALL).await,
-            Err(failure) => Err(failure),
-        };
-        let request = match (message, said) {
-            (Message::Abort(migration), Ok(_)) => Some(HandoverRequest::Told { migration }),
-            (_, Ok(Some(answer @ Message::Running(_)))) => Some(HandoverRequest::Source {
-                event: SourceEvent::Heard(answer),
-            }),
-            (_, Ok(_)) => None,
-            (_, Err(failure)) => {
-                tracing::info!(vm = name, peer = target, %failure, "the other node has not answered: it is asked again");
-                None
-            }
-        };
-        if let Some(request) = request {
-            match ask(host, name, request).await {
-                // The VM may be gone: that is what was wanted.
-                Err(failure) if host.vms.find(uid).is_some() => {
-                    tracing::warn!(vm = name, %failure, "the other node's answer can't be kept: it is asked again");
+        match moving.ask(host, source(SourceEvent::Tick)).await {
+            Ok(said) if matches!(said.first(), Some(Message::Commit(_))) => {
+                let message = Message::Commit(migration);
+                match say(host, (&moving.name, moving.uid, target), peer.take(), message).await {
+                    Ok(Some(answer @ Message::Running(_))) => {
+                        let heard = moving.ask(host, source(SourceEvent::Heard(answer))).await;
+                        match heard {
+                            // The VM may be gone, as wanted.
+                            Err(failure) if host.vms.find(moving.uid).is_some() => {
+                                tracing::warn!(vm = moving.name, %failure, "the other node's answer can't be kept: it is asked again");
+                            }
+                            _ => return true,
+                        }
+                    }
+                    Ok(_) => {}
+                    Err(failure) => {
+                        tracing::info!(vm = moving.name, peer = target, %failure, "the other node has not answered: it is asked again");
+                    }
                 }
-                _ => return true,
             }
+            Err(failure) if host.vms.find(moving.uid).is_some() && failure.reason != "MIGRATION_OVER" => {
+                tracing::warn!(vm = moving.name, %failure, "hand a VM over");
+            }
+            _ => return false,
         }
         tokio::select! {
             () = sleep(wait) => {}
             () = host.stopping.cancelled() => return false,
         }
         wait = (wait * 2).min(LAST_WAIT);
-        let waits = match message {
-            Message::Commit(_) => HandoverStage::Given,
-            _ => HandoverStage::Owner,
-        };
-        if !is_in(host, uid, waits).await {
-            return false;
-        }
     }
+}
+
+/// Asks a target until it has confirmed that a migration which was taken back is over.
+pub(super) async fn abort(host: Arc<Host>, mut abort: AbortRecord, was_read: bool) {
+    let mut wait = FIRST_WAIT;
+    let mut is_durable = !was_read;
+    loop {
+        let uid = Uuid::from_slice(&abort.uid).unwrap_or_default();
+        let to = (abort.name.as_str(), uid, abort.peer.as_str());
+        let confirmed = async {
+            if !is_durable {
+                host.store.again(&abort).await.map_err(store_failure)?;
+                is_durable = true;
+            }
+            say(&host, to, None, Message::Abort(abort.migration)).await?;
+            host.store.confirmed(&abort).await.map_err(store_failure)
+        };
+        let confirmed = confirmed.await;
+        match confirmed {
+            Ok(()) => match host.aborts.confirmed(&abort) {
+                None => return,
+                Some(later) => (abort.migration, wait) = (later, FIRST_WAIT),
+            },
+            Err(failure) => {
+                tracing::info!(vm = abort.name, peer = abort.peer, %failure, "the other node has not confirmed that a migration is over: it is asked again");
+            }
+        }
+        tokio::select! {
+            () = sleep(wait) => {}
+            () = host.stopping.cancelled() => return,
+        }
+        wait = (wait * 2).min(LAST_ABORT_WAIT);
+    }
+}
+
+/// Sends a message to a target, over a new connection unless there is one; returns the answer.
+async fn say(
+    host: &Host,
+    (name, uid, target): (&str, Uuid, &str),
+    peer: Option<PeerServiceClient<Channel>>,
+    message: Message,
+) -> Result<Option<Message>, Failure> {
+    let mut peer = match peer {
+        Some(peer) => peer,
+        None => host.peers.connect(target).await?,
+    };
+    call(host, &mut peer, (name, uid), message, CALL).await
 }
 
 #[cfg(test)]

@@ -3,16 +3,16 @@
 use std::{collections::BTreeMap, os::unix::net::UnixStream as Pair, sync::Arc, time::Duration};
 
 use proto::{
-    handover::{Message, Target},
+    handover::{Message, Target, heard_without_record},
     model::vm::Attachment,
     v1,
 };
-use tokio::{io::AsyncWriteExt as _, net::UnixStream, time::timeout};
+use tokio::{io::AsyncWriteExt as _, net::UnixStream, sync::oneshot, time::timeout};
 use tonic::Streaming;
 use uuid::Uuid;
 
 use super::{
-    Moving, ask,
+    Moving,
     heard::{self, Offer},
 };
 use crate::{
@@ -23,7 +23,11 @@ use crate::{
     host::Host,
     network,
     registry::vms::command::HandoverRequest,
-    store::{HandoverRecord, Hardware, NicHardware, handover::Handover},
+    store::{
+        HandoverRecord, Hardware, NicHardware,
+        handover::{self, Handover},
+    },
+    text,
     vm::{Incoming, create_incoming},
 };
 
@@ -36,20 +40,22 @@ const REMOVAL: Duration = Duration::from_secs(10);
 /// How long a machine of which everything has come may take until it is ready.
 const BUILD: Duration = Duration::from_secs(60);
 
-/// Takes an offer: afterwards the node has the VM, which nobody can start.
+/// Takes an offer of the node `from`: afterwards this node has the VM, and refuses to start it.
 pub async fn offer(
     host: &Arc<Host>,
+    from: String,
     request: v1::OfferVmRequest,
     context: &Context,
 ) -> Result<v1::OfferVmResponse, Failure> {
     let (of, context) = (Arc::clone(host), context.clone());
     // In a task of its own: a source that goes away in between would leave half a VM, which nobody removes.
-    let taken = tokio::spawn(async move { take_offer(&of, request, &context).await }).await;
+    let taken = tokio::spawn(async move { take_offer(&of, from, request, &context).await }).await;
     taken.map_err(|error| Failure::internal(error.to_string()))?
 }
 
 async fn take_offer(
     host: &Arc<Host>,
+    from: String,
     request: v1::OfferVmRequest,
     context: &Context,
 ) -> Result<v1::OfferVmResponse, Failure> {
@@ -73,7 +79,9 @@ async fn take_offer(
         hardware: hardware(&offer.hardware),
         handover: HandoverRecord {
             disks: disks.clone(),
-            ..Handover::Target(Target::Idle(offer.migration.saturating_sub(1))).record("")
+            peer: from,
+            began_ms: text::now_ms(),
+            ..handover::record(Handover::Target(Target::Idle(offer.migration.saturating_sub(1))))
         },
     };
     if let Err(failure) = create_incoming(host, offer.vm.clone(), incoming, context).await {
@@ -151,21 +159,37 @@ fn keep(host: &Arc<Host>, moving: Moving, unless_begun: bool) {
     });
 }
 
-/// Receives a VM that was offered. What came is gone when it fails.
+/// Receives a VM that the node `from` has offered. After an error nothing of the VM is left.
 pub async fn receive(
     host: &Arc<Host>,
+    from: String,
     mut parts: Streaming<v1::ReceiveVmRequest>,
     context: &Context,
 ) -> Result<(), Failure> {
     let first = parts.message().await.map_err(|status| broken(&status))?;
     let (vm, uid) = heard::opened(first)?;
     fault::hold(&host.config.run_dir, "heard-ReceiveVm").await;
-    let received = receive_parts(host, &vm, parts, context).await;
     let moving = Moving {
         name: vm.name,
         uid,
         migration: vm.migration,
     };
+    let sockets = Pair::pair().and_then(|(near, far)| {
+        near.set_nonblocking(true)?;
+        Ok((UnixStream::from_std(near)?, far))
+    });
+    let (near, far) = sockets.map_err(|error| Failure::internal(error.to_string()))?;
+    let (started, waiting) = oneshot::channel();
+    let request = HandoverRequest::Receive {
+        from,
+        migration: vm.migration,
+        stream: Arc::new(far.into()),
+        context: context.clone(),
+        started,
+    };
+    // A call of another node, or a second one, is refused and removes nothing.
+    moving.ask(host, request).await?;
+    let received = receive_parts(host, &moving.name, parts, near, waiting).await;
     if received.is_err() {
         moving.expires_within(host, REMOVAL).await;
     } else {
@@ -177,23 +201,11 @@ pub async fn receive(
 
 async fn receive_parts(
     host: &Arc<Host>,
-    vm: &v1::PeerVm,
+    vm: &str,
     mut parts: Streaming<v1::ReceiveVmRequest>,
-    context: &Context,
+    mut near: UnixStream,
+    mut waiting: oneshot::Receiver<Result<(), Failure>>,
 ) -> Result<(), Failure> {
-    let sockets = Pair::pair().and_then(|(near, far)| {
-        near.set_nonblocking(true)?;
-        Ok((UnixStream::from_std(near)?, far))
-    });
-    let (mut near, far) = sockets.map_err(|error| Failure::internal(error.to_string()))?;
-    let (started, mut waiting) = tokio::sync::oneshot::channel();
-    let request = HandoverRequest::Receive {
-        migration: vm.migration,
-        stream: Arc::new(far.into()),
-        context: context.clone(),
-        started,
-    };
-    ask(host, &vm.name, request).await?;
     let mut ended = None;
     loop {
         let next = tokio::select! {
@@ -244,7 +256,7 @@ async fn receive_parts(
             }
         },
     };
-    started.unwrap_or_else(|_| Err(Failure::unavailable(&vm.name)))
+    started.unwrap_or_else(|_| Err(Failure::unavailable(vm)))
 }
 
 fn broken(status: &tonic::Status) -> Failure {
@@ -252,8 +264,12 @@ fn broken(status: &tonic::Status) -> Failure {
     Failure::new(Kind::Unavailable, "PEER_GONE", message)
 }
 
-/// Carries out a step of the hand-over.
-pub async fn settle(host: &Arc<Host>, request: v1::SettleVmRequest) -> Result<v1::SettleVmResponse, Failure> {
+/// Carries out a step of the hand-over, which the node `from` has said.
+pub async fn settle(
+    host: &Arc<Host>,
+    from: String,
+    request: v1::SettleVmRequest,
+) -> Result<v1::SettleVmResponse, Failure> {
     let message = heard::settled(&request)?;
     if matches!(message, Message::Commit(_)) {
         fault::point(&host.config.run_dir, "commit-lost");
@@ -262,17 +278,9 @@ pub async fn settle(host: &Arc<Host>, request: v1::SettleVmRequest) -> Result<v1
     let uid = Uuid::parse_str(&request.uid);
     let found = uid.as_ref().ok().and_then(|uid| host.vms.find(*uid));
     let Some(entry) = found else {
-        return match message {
-            Message::Prepare(_) => Ok(said(Some(Message::Refuse(request.migration)))),
-            // There is nothing to take back.
-            Message::Abort(_) => Ok(said(None)),
-            // It was deleted since, or is on a third node by now: its source has nothing to wait for.
-            Message::Commit(it) if uid.is_ok_and(|uid| host.vms.had(uid, it)) => {
-                Ok(said(Some(Message::Running(it))))
-            }
-            // Whoever has committed must not hear that the VM is here.
-            _ => Err(Failure::no_vm(&request.name)),
-        };
+        let owned = uid.map_or(0, |uid| host.vms.owned(uid));
+        let answer = heard_without_record(owned, message);
+        return answer.map(said).ok_or_else(|| Failure::no_vm(&request.name));
     };
     let vm = Arc::clone(&entry.state.borrow());
     let moving = Moving {
@@ -280,7 +288,9 @@ pub async fn settle(host: &Arc<Host>, request: v1::SettleVmRequest) -> Result<v1
         uid: entry.uid,
         migration: request.migration,
     };
-    let said_back = ask(host, &moving.name, HandoverRequest::Target { message }).await?;
+    let said_back = moving
+        .ask(host, HandoverRequest::Target { from, message })
+        .await?;
     if matches!(message, Message::Commit(_)) {
         fault::point(&host.config.run_dir, "answer-lost");
     }

@@ -196,13 +196,15 @@ impl Operations {
         left.extract_if(.., of_it).collect()
     }
 
-    /// Ends what an earlier daemon left under way and nobody has taken; `gone` says which VMs, by UUID, are no more.
-    pub fn give_up_left(&self, gone: impl Fn(&str) -> bool) {
+    /// Ends operations of an earlier daemon that no owner has taken; `done` returns the message of an operation that was done, by its kind and the UUID of
+    /// its object.
+    pub fn give_up_left(&self, done: impl Fn(Type, &str) -> Option<&'static str>) {
         let left = std::mem::take(&mut *self.left.lock().unwrap_or_else(PoisonError::into_inner));
         for handle in left {
             let target = handle.operation().target.clone().unwrap_or_default();
-            if handle.kind() == Some(Type::VmDelete) && gone(&target.uid) {
-                handle.complete("the VM is deleted");
+            let done = handle.kind().and_then(|kind| done(kind, &target.uid));
+            if let Some(message) = done {
+                handle.complete(message);
             } else {
                 let message = "the daemon was restarted meanwhile and did not go on with it: see what is there, then ask \
                                again";

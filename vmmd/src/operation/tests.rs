@@ -300,7 +300,9 @@ async fn the_next_daemon_knows_what_has_ended_and_ends_what_was_left() {
     // Its deadline has passed meanwhile.
     handle.token().cancelled().await;
     handle.cancelled("too late");
-    operations.give_up_left(|uid| uid == Uuid::nil().to_string());
+    operations.give_up_left(|kind, uid| {
+        (kind == Type::VmDelete && uid == Uuid::nil().to_string()).then_some("the VM is deleted")
+    });
     let phase = |id: &str| {
         let operation = operations.get(id).unwrap();
         (operation.phase(), reason(&operation))

@@ -112,6 +112,7 @@ impl Feed {
             revision: self.revision,
             metadata: Some(metadata.into()),
             owned: 0,
+            moved: false,
         }
     }
 

@@ -41,6 +41,7 @@
 //! | UpdateNetwork | carried out again; what is so already is a success, and the generation is not looked at |
 //! | DeleteNetwork | the answer is written together with the beginning of the deletion: answered |
 //! | MigrateVm | carried out again: one that goes on, or waits for the other node, is refused, and a VM that has gone is not found |
+//! | ResolveMigration | carried out again: refused, since the migration does not wait after the decision |
 //! | ImportImage | an image with the mark is the answer, also when it is being imported still; none is made when it has been deleted since |
 //! | DeleteImage | the answer is written together with the beginning of the deletion: answered |
 //! | PruneImages | carried out again: what is gone already is not named |

@@ -3,7 +3,7 @@
 use redb::WriteTransaction;
 use tokio_util::sync::CancellationToken;
 
-use super::{Error, RequestRecord, Table, Tombstone, VMS, answers, history};
+use super::{AbortRecord, Error, RequestRecord, Table, Tombstone, VMS, answers, handover, history};
 
 /// A change of the store; those of one [`super::Store`] call are made together or not at all.
 pub(super) enum Change {
@@ -11,6 +11,10 @@ pub(super) enum Change {
     /// Unless that is cancelled when its turn comes.
     PutUnless(CancellationToken, Vec<u8>, Vec<u8>),
     Remove(Table, Vec<u8>),
+    /// The present records of a migration that was taken back, and of its VM.
+    Again(AbortRecord),
+    /// The target has confirmed that this migration is over: unless a later one is noted.
+    Confirmed(AbortRecord),
     Bury(Tombstone),
     BuryDisk(Tombstone),
     BuryImage(Tombstone),
@@ -42,6 +46,8 @@ impl Change {
                     .map_err(failed)?;
             }
             Self::Remove(of, key) => drop(table(of)?.remove(key.as_slice()).map_err(failed)?),
+            Self::Again(abort) => handover::write_again(transaction, abort)?,
+            Self::Confirmed(abort) => handover::confirm(transaction, abort)?,
             Self::Bury(tombstone) => history::bury(transaction, tombstone)?,
             Self::BuryDisk(tombstone) => history::bury_disk(transaction, tombstone)?,
             Self::BuryImage(tombstone) => history::bury_image(transaction, tombstone)?,

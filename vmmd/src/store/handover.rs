@@ -1,82 +1,113 @@
 //! What a VM's record keeps of its migration.
 
+pub use proto::handover::Handover;
 use proto::handover::{Source, Target};
 
-use crate::store::{HandoverRecord, HandoverStage};
+use prost::Message as _;
+use redb::{ReadableTable as _, WriteTransaction};
 
-/// Whose VM it is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Handover {
-    /// This node's, or it was.
-    Source(Source),
-    /// It comes from another node.
-    Target(Target),
+use super::{
+    AbortRecord, Change, Error, HandoverRecord, HandoverStage, Store, Table, VMS, VmRecord, decode, stored,
+};
+
+/// Migrations that were taken back and whose targets have not confirmed that. Made with the first of them.
+pub(super) const ABORTS: Table = Table::new("aborts");
+
+impl Store {
+    /// Writes a VM's record, and notes that a migration was taken back. Durable on return. After an error the record in the store is
+    /// unknown. A read does not help: it may show pages of the kernel's cache that never become durable.
+    pub async fn put_handover(&self, record: &VmRecord, abort: Option<&AbortRecord>) -> Result<(), Error> {
+        let sealed = self.key.seal(stored::Vm::from(record.clone()))?;
+        let put = Change::Put(VMS, record.uid.clone(), sealed);
+        let abort = abort.map(|abort| Change::Put(ABORTS, abort.key(), abort.encode_to_vec()));
+        self.changes([put].into_iter().chain(abort).collect()).await
+    }
+
+    /// Writes the records of a migration that was taken back, and of its VM, once more: records that could be read may not be durable. Durable on return.
+    pub async fn again(&self, abort: &AbortRecord) -> Result<(), Error> {
+        self.change(Change::Again(abort.clone())).await
+    }
+
+    /// The target of a migration that was taken back has confirmed that. Durable on return.
+    pub async fn confirmed(&self, abort: &AbortRecord) -> Result<(), Error> {
+        self.change(Change::Confirmed(abort.clone())).await
+    }
 }
 
-impl Handover {
-    /// As it was written. A VM that is the target's for good is its own.
-    pub fn of(record: Option<&HandoverRecord>) -> Self {
-        let Some(record) = record else {
-            return Self::Source(Source::NEW);
+fn failed(error: impl Into<redb::Error>) -> Error {
+    Error::of("write the store", error)
+}
+
+/// Carries out [`Change::Again`].
+pub(super) fn write_again(transaction: &WriteTransaction, abort: &AbortRecord) -> Result<(), Error> {
+    for (of, key) in [(VMS, abort.uid.clone()), (ABORTS, abort.key())] {
+        let mut table = transaction.open_table(of).map_err(failed)?;
+        let read = table.get(key.as_slice()).map_err(failed)?;
+        let Some(value) = read.map(|read| read.value().to_vec()) else {
+            continue;
         };
-        let number = record.migration;
-        match record.stage() {
-            HandoverStage::Owner => Self::Source(Source::Owner {
-                last: number,
-                migrating: false,
-            }),
-            HandoverStage::Migrating => Self::Source(Source::Owner {
-                last: number,
-                migrating: true,
-            }),
-            HandoverStage::Given => Self::Source(Source::Given(number)),
-            HandoverStage::Gone => Self::Source(Source::Gone(number)),
-            HandoverStage::Idle => Self::Target(Target::Idle(number)),
-            HandoverStage::Prepared => Self::Target(Target::Prepared(number)),
-            HandoverStage::Owned => Self::Target(Target::Owned(number)),
-        }
+        table.insert(key.as_slice(), value.as_slice()).map_err(failed)?;
     }
+    Ok(())
+}
 
-    /// To be written, for a migration without disks; `peer` is where the target is.
-    pub fn record(self, peer: &str) -> HandoverRecord {
-        let (stage, migration) = match self {
-            Self::Source(Source::Owner {
-                last,
-                migrating: false,
-            }) => (HandoverStage::Owner, last),
-            Self::Source(Source::Owner {
-                last,
-                migrating: true,
-            }) => (HandoverStage::Migrating, last),
-            Self::Source(Source::Given(number)) => (HandoverStage::Given, number),
-            Self::Source(Source::Gone(number)) => (HandoverStage::Gone, number),
-            Self::Target(Target::Idle(number)) => (HandoverStage::Idle, number),
-            Self::Target(Target::Prepared(number)) => (HandoverStage::Prepared, number),
-            Self::Target(Target::Owned(number)) => (HandoverStage::Owned, number),
-        };
-        HandoverRecord {
-            stage: stage.into(),
-            migration,
-            peer: peer.to_owned(),
-            disks: Vec::new(),
-        }
+/// Carries out [`Change::Confirmed`].
+pub(super) fn confirm(transaction: &WriteTransaction, abort: &AbortRecord) -> Result<(), Error> {
+    let mut table = transaction.open_table(ABORTS).map_err(failed)?;
+    let noted = table.get(abort.key().as_slice()).map_err(failed)?;
+    let noted = noted
+        .map(|noted| decode::<AbortRecord>(noted.value()))
+        .transpose()?;
+    if noted.is_some_and(|noted| noted.migration <= abort.migration) {
+        table.remove(abort.key().as_slice()).map_err(failed)?;
     }
+    Ok(())
+}
 
-    /// The last migration up to which the VM is or was this node's. 0 when it never was.
-    pub fn owned(self) -> u64 {
-        match self {
-            Self::Source(Source::Owner { last, .. } | Source::Given(last) | Source::Gone(last))
-            | Self::Target(Target::Owned(last)) => last,
-            Self::Target(Target::Idle(_) | Target::Prepared(_)) => 0,
-        }
+/// Reads it from a record. A VM without one was never migrated.
+pub fn of(record: Option<&HandoverRecord>) -> Handover {
+    let Some(record) = record else {
+        return Handover::Source(Source::NEW);
+    };
+    let number = record.migration;
+    let owner = |migrating| {
+        Handover::Source(Source::Owner {
+            last: number,
+            migrating,
+        })
+    };
+    match record.stage() {
+        HandoverStage::Owner => owner(false),
+        HandoverStage::Migrating => owner(true),
+        HandoverStage::Given => Handover::Source(Source::Given(number)),
+        HandoverStage::Gone => Handover::Source(Source::Gone(number)),
+        HandoverStage::Idle => Handover::Target(Target::Idle(number)),
+        HandoverStage::Prepared => Handover::Target(Target::Prepared(number)),
+        HandoverStage::Owned => Handover::Target(Target::Owned(number)),
     }
+}
 
-    /// Whether nobody but the migration may do anything to the VM.
-    pub fn is_under_way(self) -> bool {
-        !matches!(
-            self,
-            Self::Source(Source::Owner { migrating: false, .. }) | Self::Target(Target::Owned(_))
-        )
+/// Stage and number of the migration, to be written.
+pub fn record(handover: Handover) -> HandoverRecord {
+    let (stage, migration) = match handover {
+        Handover::Source(Source::Owner {
+            last,
+            migrating: false,
+        }) => (HandoverStage::Owner, last),
+        Handover::Source(Source::Owner {
+            last,
+            migrating: true,
+        }) => (HandoverStage::Migrating, last),
+        Handover::Source(Source::Given(number)) => (HandoverStage::Given, number),
+        Handover::Source(Source::Gone(number)) => (HandoverStage::Gone, number),
+        Handover::Target(Target::Idle(number)) => (HandoverStage::Idle, number),
+        Handover::Target(Target::Prepared(number)) => (HandoverStage::Prepared, number),
+        Handover::Target(Target::Owned(number)) => (HandoverStage::Owned, number),
+    };
+    HandoverRecord {
+        stage: stage.into(),
+        migration,
+        ..HandoverRecord::default()
     }
 }
 
@@ -101,8 +132,8 @@ mod tests {
             Handover::Target(Target::Prepared(7)),
             Handover::Target(Target::Owned(7)),
         ] {
-            assert_eq!(Handover::of(Some(&handover.record("node:7443"))), handover);
+            assert_eq!(of(Some(&record(handover))), handover);
         }
-        assert_eq!(Handover::of(None), Handover::Source(Source::NEW));
+        assert_eq!(of(None), Handover::Source(Source::NEW));
     }
 }

@@ -1,6 +1,6 @@
 //! Deletions of objects, and the runs of the daemon. Both are bounded; the oldest are removed first.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use prost::Message;
 use redb::{ReadTransaction, ReadableTable, ReadableTableMetadata, WriteTransaction};
@@ -50,6 +50,9 @@ pub struct Tombstone {
     /// Of a VM: the last migration up to which it was this node's. 0 when it never was.
     #[prost(uint64, tag = "4")]
     pub owned: u64,
+    /// Of a VM: it runs on another node.
+    #[prost(bool, tag = "5")]
+    pub moved: bool,
 }
 
 impl Tombstone {
@@ -78,6 +81,16 @@ pub struct HistoryRecords {
     pub images: BuriedRecords,
     /// Of networks.
     pub networks: BuriedRecords,
+}
+
+impl HistoryRecords {
+    /// UUIDs of the VMs that run on another node.
+    pub fn moved(&self) -> BTreeSet<String> {
+        let moved = self.tombstones.iter().filter(|tombstone| tombstone.moved);
+        moved
+            .filter_map(|tombstone| Some(tombstone.metadata.as_ref()?.uid.clone()))
+            .collect()
+    }
 }
 
 /// What is remembered of deleted disks, images, or networks.

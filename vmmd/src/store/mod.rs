@@ -47,10 +47,11 @@ pub use history::{BuriedRecords, HistoryRecords, MAX_TOMBSTONES, Tombstone};
 pub use migration::SCHEMA;
 pub use operation::OperationRecord;
 pub use record::{
-    ConditionRecord, DiskImage, DiskRecord, DiskSource, DiskStage, FileRecord, HandoverRecord, HandoverStage,
-    Hardware, ImageRecord, ImageSource, ImageStage, InstanceRecord, Intent, LeaseRecord, NetworkRecord,
-    NicHardware, NodeRecord, OciLayoutSource, OciSource, PortRecord, RegistryCredentials, ReplacedImage,
-    ReplacingRecord, RestartRecord, SourceVersion, StopRecord, VmRecord, disk_source, image_source,
+    AbortRecord, ConditionRecord, DiskImage, DiskRecord, DiskSource, DiskStage, FileRecord, HandoverRecord,
+    HandoverStage, Hardware, ImageRecord, ImageSource, ImageStage, InstanceRecord, Intent, LeaseRecord,
+    NetworkRecord, NicHardware, NodeRecord, OciLayoutSource, OciSource, PortRecord, RegistryCredentials,
+    ReplacedImage, ReplacingRecord, RestartRecord, SourceVersion, StopRecord, VmRecord, disk_source,
+    image_source,
 };
 pub use seal::Key;
 pub use snapshot::{RetentionRecord, SnapshotDisk, SnapshotRecord, SnapshotStage};
@@ -126,6 +127,8 @@ pub struct Records {
     pub node: NodeRecord,
     /// Operations, the oldest first.
     pub operations: Vec<OperationRecord>,
+    /// Migrations that were taken back and whose targets have not confirmed that.
+    pub aborts: Vec<AbortRecord>,
 }
 
 /// A VM of which no more is known.
@@ -505,7 +508,7 @@ impl Thread {
                 replies.into_iter().for_each(|reply| drop(reply.send(Ok(()))));
             }
             Err(error) => {
-                tracing::error!(%error, "the store could not be written; nothing was changed");
+                tracing::error!(%error, "the store could not be written");
                 *database = None;
                 for reply in replies {
                     let same = match &error {
@@ -548,6 +551,10 @@ impl Thread {
             operation::write(transaction, notes)
         })?;
         self.run.take();
+        // As when the disk fails after the kernel's write.
+        if !changes.is_empty() && fault::is_set(folder, "store-unsure") {
+            return Err(Error::Failed("write the store", "a fault of a test".to_owned()));
+        }
         Ok(())
     }
 }
@@ -612,6 +619,7 @@ fn load(database: &Database, key: &Key) -> Result<Records, Error> {
         history: history::load(&transaction)?,
         node: readable(&transaction, NODE)?.pop().unwrap_or_default(),
         operations: operation::load(&transaction)?,
+        aborts: readable_if_there(&transaction, handover::ABORTS)?,
     })
 }
 

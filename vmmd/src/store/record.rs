@@ -100,12 +100,43 @@ pub struct HandoverRecord {
     /// Number of the migration.
     #[prost(uint64, tag = "2")]
     pub migration: u64,
-    /// At the source: where the target is (`HOST:PORT`); empty when there is nothing that it must be told any more.
+    /// At the source: where the target is (`HOST:PORT`). At the target: name in the source's certificate. Empty when no migration is
+    /// under way, and at the target in records of older daemons.
     #[prost(string, tag = "3")]
     pub peer: String,
     /// UUIDs of the disks that go along: whichever side does not have the VM in the end removes them with it.
     #[prost(bytes = "vec", repeated, tag = "4")]
     pub disks: Vec<Vec<u8>>,
+    /// When the migration began on this node, in milliseconds of Unix time; 0 when not known.
+    #[prost(uint64, tag = "5")]
+    pub began_ms: u64,
+    /// At the source: id of the migration's operation; empty when not known.
+    #[prost(string, tag = "6")]
+    pub operation: String,
+}
+
+/// A migration that was taken back and whose target has not confirmed that: see [`proto::handover::Aborts`]. Such a record outlives its VM.
+#[derive(Clone, PartialEq, Eq, prost::Message)]
+pub struct AbortRecord {
+    /// UUID of the VM, 16 bytes.
+    #[prost(bytes = "vec", tag = "1")]
+    pub uid: Vec<u8>,
+    /// Name that the VM had.
+    #[prost(string, tag = "2")]
+    pub name: String,
+    /// Where the target is (`HOST:PORT`).
+    #[prost(string, tag = "3")]
+    pub peer: String,
+    /// Number of the migration.
+    #[prost(uint64, tag = "4")]
+    pub migration: u64,
+}
+
+impl AbortRecord {
+    /// The record's key: one for each VM and target.
+    pub fn key(&self) -> Vec<u8> {
+        [self.uid.as_slice(), self.peer.as_bytes()].concat()
+    }
 }
 
 /// States of [`proto::handover::Source`] and [`proto::handover::Target`].

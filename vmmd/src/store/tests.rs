@@ -202,6 +202,7 @@ async fn disks_are_kept_beside_vms_also_with_the_same_key() {
             revision: 2,
             metadata: Some(metadata.into()),
             owned: 0,
+            moved: false,
         };
         store.bury_disk(&[2; 16], tombstone).await.unwrap();
     }
@@ -283,6 +284,7 @@ fn tombstone(revision: u64) -> Tombstone {
         revision,
         metadata: Some(metadata.into()),
         owned: 0,
+        moved: false,
     }
 }
 
@@ -551,4 +553,34 @@ async fn answers_of_schema_5_beyond_the_limits_are_dropped() {
         .unwrap()
         .unwrap();
     assert_eq!(found.mark.unwrap().fingerprint, key().fingerprint(&[5; 32]));
+}
+
+#[tokio::test]
+async fn aborts_outlive_their_vm_until_the_last_is_confirmed() {
+    let folder = tempfile::tempdir().unwrap();
+    let abort = |peer: &str, migration| AbortRecord {
+        uid: vec![1; 16],
+        name: "a".into(),
+        peer: peer.into(),
+        migration,
+    };
+    {
+        let (store, _) = Store::open(folder.path(), &key()).unwrap();
+        for abort in [abort("one:1", 1), abort("two:1", 2), abort("one:1", 3)] {
+            store.put_handover(&record(1, "a"), Some(&abort)).await.unwrap();
+        }
+        store.confirmed(&abort("one:1", 1)).await.unwrap();
+        store.again(&abort("one:1", 3)).await.unwrap();
+        store.bury(&[1; 16], tombstone(1), Vec::new()).await.unwrap();
+        store.again(&abort("two:1", 2)).await.unwrap();
+    }
+    let records = reopen(folder.path());
+    assert_eq!(records.vms, []);
+    assert_eq!(records.aborts, [abort("one:1", 3), abort("two:1", 2)]);
+    {
+        let (store, _) = Store::open(folder.path(), &key()).unwrap();
+        store.confirmed(&abort("one:1", 3)).await.unwrap();
+        store.confirmed(&abort("two:1", 2)).await.unwrap();
+    }
+    assert_eq!(reopen(folder.path()).aborts, []);
 }

@@ -1,7 +1,7 @@
 //! Whatever happens at each step of a migration, at most one of both machines runs at any time, and in the end one of them does, or has ended
 //! where it was, or an operator is told to decide; nothing is left on the other side.
 
-mod network;
+pub mod network;
 mod stage;
 mod steps;
 

@@ -248,11 +248,7 @@ impl Stage {
             for name in others {
                 none = false;
                 let drop = v1::MigrationResolution::Drop;
-                let request = v1::ResolveMigrationRequest {
-                    name: name.clone(),
-                    resolution: drop.into(),
-                };
-                let _ = self.daemon.migrations().await.resolve_migration(request).await;
+                let _ = self.daemon.resolve(&name, drop).await;
                 let _ = self.daemon.delete(&name, true).await;
             }
             none.then_some(())

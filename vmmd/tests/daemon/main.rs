@@ -31,6 +31,7 @@ mod managed;
 mod metrics;
 mod migration;
 mod migration_disks;
+mod migration_faults;
 mod namespace;
 mod network;
 mod node;

@@ -53,10 +53,30 @@ impl Daemon {
         Ok(answer.into_inner().operation.unwrap())
     }
 
+    /// Decides about the migration of a VM that is under way, if one is.
     pub async fn resolve(&self, vm: &str, resolution: v1::MigrationResolution) -> Result<(), Status> {
+        let vm = self.get(vm).await?;
+        self.resolve_as_seen(&vm, resolution).await
+    }
+
+    /// Decides about the migration that was under way when the VM was seen so.
+    pub async fn resolve_as_seen(
+        &self,
+        vm: &v1::Vm,
+        resolution: v1::MigrationResolution,
+    ) -> Result<(), Status> {
         let request = v1::ResolveMigrationRequest {
-            name: vm.into(),
+            name: vm.metadata.as_ref().unwrap().name.clone(),
             resolution: resolution.into(),
+            migration: status(vm)
+                .migration
+                .as_ref()
+                .map_or(1, |migration| migration.number),
+            preconditions: Some(v1::Preconditions {
+                uid: uid(vm),
+                ..Default::default()
+            }),
+            ..Default::default()
         };
         self.migrations().await.resolve_migration(request).await.map(drop)
     }

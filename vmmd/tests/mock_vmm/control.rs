@@ -114,6 +114,14 @@ fn carry_out(guest: &Guest, op: Op, fds: Vec<OwnedFd>) -> Option<Outcome> {
         Op::Pause(_) if guest.option("mock.pause").as_deref() == Some("hang") => return None,
         Op::Pause(_) if guest.option("mock.pause").as_deref() == Some("fade") => guest.fade(),
         Op::Pause(_) => change(guest, State::Paused)?,
+        // As with a lock server that does not answer.
+        Op::Resume(_)
+            if guest
+                .option("mock.locks")
+                .is_some_and(|path| !std::path::Path::new(&path).exists()) =>
+        {
+            return refuse(ErrorKind::Image, "lock disk root: No locks available");
+        }
         Op::Resume(_) => {
             let status = change(guest, State::Running)?;
             if guest.option("mock.resume").is_some() {

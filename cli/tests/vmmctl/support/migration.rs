@@ -28,7 +28,9 @@ impl MigrationService for State {
     ) -> Answer<v1::ResolveMigrationResponse> {
         let request = request.into_inner();
         let resolution = request.resolution().as_str_name();
-        self.called(format!("resolve {} {resolution}", request.name));
+        let uid = request.preconditions.unwrap_or_default().uid;
+        let migration = request.migration;
+        self.called(format!("resolve {} {resolution} {migration} {uid}", request.name));
         Ok(Response::new(v1::ResolveMigrationResponse {}))
     }
 }

@@ -291,6 +291,13 @@ impl State {
         lock(&self.vms).insert(name.into(), vm);
     }
 
+    /// A migration of the VM waits for a decision.
+    pub fn migrates(&self, name: &str, migration: v1::MigrationStatus) {
+        let mut vms = lock(&self.vms);
+        let vm = vms.get_mut(name).unwrap();
+        vm.status.get_or_insert_default().migration = Some(migration);
+    }
+
     /// A guest prints.
     pub fn print(&self, name: &str, text: &[u8]) {
         lock(&self.printed)

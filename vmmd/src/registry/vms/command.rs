@@ -17,7 +17,7 @@ use crate::{
     control::Client,
     failure::Failure,
     operation::{Pending, Reporter},
-    store::Hardware,
+    store::{AbortRecord, Hardware, VmRecord},
 };
 
 /// Where an answer goes: the VM's state after the request, or why not.
@@ -193,32 +193,22 @@ pub enum Purpose {
     },
 }
 
-/// What is asked of a VM's hand-over.
+/// A request about a VM's hand-over. A request with the number of another migration has no effect.
 #[derive(Debug)]
 pub enum HandoverRequest {
-    /// At the source: begin. Answered with the `Prepare` that is to be said in the end, for its number.
-    Begin {
-        /// Where the target is.
-        peer: String,
-        /// Hears how far the `vmm` is.
-        reporter: Reporter,
-        /// Is cancelled when the VM itself ends the migration.
-        give_up: CancellationToken,
-        /// UUIDs of the disks that go along.
-        disks: Vec<Vec<u8>>,
-    },
+    /// At the source: begin.
+    Begin(Box<Begin>, oneshot::Sender<Begun>),
     /// At the source: something has happened.
     Source {
+        /// Number of the migration.
+        migration: u64,
         /// What.
         event: SourceEvent,
     },
-    /// At the source: the target knows that this migration is over.
-    Told {
-        /// Its number.
-        migration: u64,
-    },
     /// At the target: receive the machine.
     Receive {
+        /// Who sends it.
+        from: String,
         /// Number of the migration.
         migration: u64,
         /// Where it comes from.
@@ -230,8 +220,15 @@ pub enum HandoverRequest {
     },
     /// At the target: the source says something.
     Target {
+        /// Who says it.
+        from: String,
         /// What.
         message: Message,
+    },
+    /// Continue with what an earlier daemon left.
+    Resume {
+        /// Number of the migration.
+        migration: u64,
     },
     /// Remove what the migration leaves: at the target what was not prepared, on either side what could not be removed when the migration was
     /// over. Answered with `Refuse` when it is being removed, and with nothing when it is to stay.
@@ -245,24 +242,73 @@ pub enum HandoverRequest {
     Runs,
     /// The guest is to run, and can't yet.
     Waits {
+        /// One CamelCase word.
+        reason: &'static str,
         /// Why.
         why: String,
     },
     /// An operator decides.
-    Resolve(Resolution),
+    Resolve {
+        /// Number of the migration.
+        migration: u64,
+        /// The decision.
+        resolution: Resolution,
+        /// The caller and its preconditions.
+        context: Context,
+    },
 }
 
-/// A migration that an earlier daemon left: what it could not write, and what the target has not answered, is done again.
+/// A migration that is to begin.
 #[derive(Debug)]
-pub struct Attend {
-    /// The VM.
-    pub uid: Uuid,
-    /// Its name.
-    pub name: String,
+pub struct Begin {
+    /// Where the target is.
+    pub peer: String,
+    /// Generation of the VM that was looked at: another one is refused.
+    pub generation: u64,
+    /// Requirements on the `vmm`.
+    pub purpose: Purpose,
+    /// Hears how far the `vmm` is.
+    pub reporter: Reporter,
+    /// Id of the migration's operation.
+    pub operation: String,
+    /// Is cancelled when the VM itself ends the migration.
+    pub give_up: CancellationToken,
+    /// UUIDs of the disks that go along.
+    pub disks: Vec<Vec<u8>>,
+}
+
+/// A migration that has begun: nothing except the migration changes the VM.
+#[derive(Debug)]
+pub struct Begun {
     /// Number of the migration.
     pub migration: u64,
-    /// Where the target is.
-    pub target: String,
+    /// The VM as it goes to the target.
+    pub record: VmRecord,
+    /// The `vmm` that sends it.
+    pub client: Client,
+}
+
+/// Remaining work of a migration.
+#[derive(Debug)]
+pub enum Attend {
+    /// An earlier daemon has left it: failed writes and unanswered messages are repeated.
+    Left {
+        /// The VM.
+        uid: Uuid,
+        /// Its name.
+        name: String,
+        /// Number of the migration.
+        migration: u64,
+        /// Where the target is.
+        target: String,
+    },
+    /// It was taken back, and its target is to be told.
+    Abort {
+        /// As in the store.
+        abort: AbortRecord,
+        /// It was read there, which does not say that it is durable.
+        was_read: bool,
+    },
 }
 
 /// What is asked of a VM's disks.
@@ -334,9 +380,13 @@ impl Mailbox {
     }
 }
 
-/// Asks the VM's actor about its migration, and returns what it says to the other daemon.
-pub async fn hand_over(vms: &Vms, vm: &str, request: HandoverRequest) -> Result<Vec<Message>, Failure> {
-    let entry = vms.get(vm).ok_or_else(|| Failure::no_vm(vm))?;
+/// Asks the actor of the VM with this UUID about its migration; returns the messages to the other daemon.
+pub async fn hand_over(
+    vms: &Vms,
+    (vm, uid): (&str, Uuid),
+    request: HandoverRequest,
+) -> Result<Vec<Message>, Failure> {
+    let entry = vms.find(uid).ok_or_else(|| Failure::no_vm(vm))?;
     hand_over_to(&entry.mailbox, vm, request).await
 }
 

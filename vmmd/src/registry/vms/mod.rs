@@ -362,16 +362,19 @@ impl Vms {
             revision,
             metadata: Some(metadata.into()),
             owned,
+            moved: false,
         }
     }
 
-    /// Whether a VM that was deleted, as far as that is remembered, had come to this node with this migration or a later one.
-    pub fn had(&self, uid: Uuid, migration: u64) -> bool {
+    /// The last migration up to which a VM that was deleted was this node's, as far as that is remembered; 0 when it never was.
+    pub fn owned(&self, uid: Uuid) -> u64 {
         let uid = uid.to_string();
-        self.vms().tombstones.iter().any(|buried| {
-            let is_it = buried.vm.metadata.as_ref().is_some_and(|it| it.uid == uid);
-            is_it && (1..=buried.owned).contains(&migration)
-        })
+        let vms = self.vms();
+        let of_it = vms.tombstones.iter().filter(|buried| {
+            let metadata = buried.vm.metadata.as_ref();
+            metadata.is_some_and(|it| it.uid == uid)
+        });
+        of_it.map(|buried| buried.owned).max().unwrap_or_default()
     }
 
     /// The generation that a new VM begins with: above that of each VM that was deleted, also of one that had its name.

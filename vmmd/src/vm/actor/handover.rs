@@ -1,50 +1,44 @@
 //! The VM's part of a migration: [`proto::handover`] decides, the record is written, then it is done.
 
-use std::{ops::ControlFlow, sync::Arc, time::Duration};
+use std::{ops::ControlFlow, time::Duration};
 
 use proto::{
     handover::{Effect, Message, Resolution, Source, SourceEvent, Target, TargetEvent},
-    v1::{ExitReason, VmPhase},
-    vmm::{ErrorKind, MigrationDisks, MigrationRound, Resume, UnlockDisks, request::Op},
+    v1::{EventSeverity, VmPhase},
+    vmm::{MigrationDisks, MigrationRound, UnlockDisks, request::Op},
 };
-use tokio::{
-    sync::oneshot,
-    time::{Instant, sleep, timeout},
-};
+use tokio::{sync::oneshot, time::timeout};
 
 use super::{Actor, work::Work};
 use crate::{
     context::Context,
-    control,
     failure::{Failure, Kind, store_failure},
     fault,
     operation::{Handle, Progress, Type},
-    registry::vms::command::{Attend, HandoverRequest, Restore, hand_over},
-    store::{HandoverStage, handover::Handover},
+    registry::vms::command::{Attend, Begin, Begun, HandoverRequest, Restore},
+    store::{
+        AbortRecord, HandoverRecord, VmRecord,
+        handover::{self, Handover},
+    },
+    text,
     vm::{
         api::describe::MIGRATING,
-        lifecycle::{admission::Situation, policy::Occasion, stop::Then},
+        lifecycle::{admission::Situation, stop::Then},
     },
 };
 
-/// How long a machine may take to resume.
-const RESUME: Duration = Duration::from_secs(20);
 /// How long a machine may take to give its disks away: what the guest has written becomes durable.
 const UNLOCK: Duration = Duration::from_secs(10);
-/// Waits between two tries to resume a machine whose disks somebody else has.
-const FIRST_WAIT: Duration = Duration::from_millis(5);
-const LAST_WAIT: Duration = Duration::from_secs(1);
-/// After so long it is told.
-const QUIET: Duration = Duration::from_secs(1);
-
 /// The reason of a VM whose removal could not be written.
 pub(super) const DELETE_FAILED: &str = "DeleteFailed";
 const MIB: u64 = 1 << 20;
 /// What is said of a machine that was received.
 const RECEIVED: &str = "received from another node, which decides what follows";
 
-/// Where the target of a migration that begins is, and the UUIDs of the disks that go along.
-type Begin<'a> = Option<(&'a str, Vec<Vec<u8>>)>;
+/// Message of a machine whose guest is about to run.
+const RESUMES: &str = "the VM is this node's: its guest is about to run";
+/// Targets that have not confirmed that a migration is over, of all VMs; each is asked again and again.
+const MAX_ABORTS: usize = 4096;
 
 /// What is to be said to the other daemon, and whether the VM is still there.
 type Step = (Result<Vec<Message>, Failure>, ControlFlow<()>);
@@ -55,7 +49,12 @@ fn failed(failure: Failure) -> Step {
 
 impl Actor {
     pub(super) fn handover(&self) -> Handover {
-        Handover::of(self.record.handover.as_ref())
+        handover::of(self.record.handover.as_ref())
+    }
+
+    /// Number of the migration that the record is of, or the last one.
+    fn migration(&self) -> u64 {
+        self.record.handover.as_ref().map_or(0, |record| record.migration)
     }
 
     pub(super) async fn on_handover(
@@ -64,25 +63,27 @@ impl Actor {
         reply: oneshot::Sender<Result<Vec<Message>, Failure>>,
     ) -> ControlFlow<()> {
         let (said, flow) = match request {
-            HandoverRequest::Begin {
-                peer,
-                reporter,
-                give_up,
-                disks,
-            } => {
-                let begun = self.begin_migration(&peer, disks).await;
-                if begun.0.is_ok() {
-                    self.migration = Some(reporter);
-                    self.give_up = give_up;
-                }
-                begun
+            HandoverRequest::Begin(begin, begun) => {
+                let (result, flow) = self.begin_migration(*begin).await;
+                let result = result.map(|it| {
+                    if let Err(lost) = begun.send(it) {
+                        // Its task has ended: the migration is taken back.
+                        let left = self.left_migration(lost.migration);
+                        let _ = self.host.attend.send(left);
+                    }
+                    Vec::new()
+                });
+                (result, flow)
             }
-            HandoverRequest::Source { event } => self.on_source(event).await,
-            HandoverRequest::Told { migration } => {
-                self.forget_peer(migration).await;
+            HandoverRequest::Source { migration, event } if migration == self.migration() => {
+                self.on_source(event).await
+            }
+            HandoverRequest::Resume { migration } if migration == self.migration() => self.restarted().await,
+            HandoverRequest::Source { .. } | HandoverRequest::Resume { .. } => {
                 (Ok(Vec::new()), ControlFlow::Continue(()))
             }
             HandoverRequest::Receive {
+                from,
                 migration,
                 stream,
                 context,
@@ -96,9 +97,15 @@ impl Actor {
                     machine: None,
                     put_back: None,
                 };
-                self.begin_receive(migration, restore, &context, started).await
+                match self.offered_by(&from) {
+                    Ok(()) => self.begin_receive(migration, restore, &context, started).await,
+                    Err(failure) => failed(failure),
+                }
             }
-            HandoverRequest::Target { message } => self.on_target(message).await,
+            HandoverRequest::Target { from, message } => match self.offered_by(&from) {
+                Ok(()) => self.on_target(message).await,
+                Err(failure) => failed(failure),
+            },
             HandoverRequest::Expire {
                 migration,
                 unless_begun,
@@ -128,47 +135,116 @@ impl Actor {
                         last,
                         migrating: false,
                     });
-                    self.record.handover = Some(own.record(""));
+                    self.record.handover = Some(handover::record(own));
                     self.persist().await;
                 }
                 (Ok(Vec::new()), ControlFlow::Continue(()))
             }
-            HandoverRequest::Waits { why } => {
+            HandoverRequest::Waits { reason, why } => {
                 if self.view.phase == VmPhase::Paused {
-                    self.enter(VmPhase::Paused, "DiskInUse", why);
+                    let is_new = self.view.reason != reason;
+                    self.enter(VmPhase::Paused, reason, &why);
+                    if is_new {
+                        self.tell(EventSeverity::Warning, reason, &why);
+                    }
                 }
                 (Ok(Vec::new()), ControlFlow::Continue(()))
             }
-            HandoverRequest::Resolve(resolution) => self.resolve(resolution).await,
+            HandoverRequest::Resolve {
+                migration,
+                resolution,
+                context,
+            } => self.resolve(migration, resolution, &context).await,
         };
         let _ = reply.send(said);
+        if flow.is_continue() {
+            self.publish();
+        }
         flow
     }
 
-    async fn begin_migration(&mut self, peer: &str, disks: Vec<Vec<u8>>) -> Step {
-        let situation = self.situation();
-        if situation == Situation::Migrating {
-            let message = format!("VM \"{}\" is being migrated already", self.record.name);
-            return failed(Failure::precondition("MIGRATING", message));
+    /// Request to continue a migration.
+    fn left_migration(&self, migration: u64) -> Attend {
+        let record = self.record.handover.as_ref();
+        Attend::Left {
+            uid: self.uid,
+            name: self.record.name.clone(),
+            migration,
+            target: record.map(|record| record.peer.clone()).unwrap_or_default(),
         }
-        if situation != Situation::Running {
-            let message = format!(
-                "VM \"{}\" does not run, or something is under way",
-                self.record.name
-            );
-            return failed(Failure::precondition("VM_NOT_RUNNING", message));
+    }
+
+    /// Checks that a message about an incoming VM is from the node that has offered the VM.
+    fn offered_by(&self, from: &str) -> Result<(), Failure> {
+        let offered = self.record.handover.as_ref().map_or("", |record| &record.peer);
+        if matches!(self.handover(), Handover::Source(_)) || offered.is_empty() || offered == from {
+            return Ok(());
         }
-        let (said, flow) = self.step_source(SourceEvent::Begin, Some((peer, disks))).await;
-        let Handover::Source(Source::Owner {
-            last,
-            migrating: true,
-        }) = self.handover()
-        else {
-            return (said, flow);
+        let message = format!(
+            "VM \"{}\" was offered by \"{}\", not by \"{}\"",
+            self.record.name,
+            text::brief(offered),
+            text::brief(from)
+        );
+        Err(Failure::precondition("OTHER_PEER", message))
+    }
+
+    /// Begins a migration of the VM as it is now.
+    async fn begin_migration(&mut self, begin: Begin) -> (Result<Begun, Failure>, ControlFlow<()>) {
+        let checked = self.may_migrate(&begin);
+        let client = match checked {
+            Ok(client) => client,
+            Err(failure) => return (Err(failure), ControlFlow::Continue(())),
         };
-        self.enter(VmPhase::Running, MIGRATING, format!("to {peer}"));
-        // Nothing is said yet: the number is what the caller needs.
-        (said.map(|_| vec![Message::Prepare(last)]), flow)
+        let next = HandoverRecord {
+            peer: begin.peer.clone(),
+            disks: begin.disks,
+            began_ms: text::now_ms(),
+            operation: begin.operation,
+            ..HandoverRecord::default()
+        };
+        let (said, flow) = self.step_source(SourceEvent::Begin, Some(next)).await;
+        let begun = said.map(|_| {
+            self.migration = Some(begin.reporter);
+            self.give_up = begin.give_up;
+            self.enter(VmPhase::Running, MIGRATING, format!("to {}", begin.peer));
+            Begun {
+                migration: self.migration(),
+                record: self.record.clone(),
+                client,
+            }
+        });
+        (begun, flow)
+    }
+
+    fn may_migrate(&self, begin: &Begin) -> Result<crate::control::Client, Failure> {
+        let name = &self.record.name;
+        match self.situation() {
+            Situation::Running => {}
+            Situation::Migrating => {
+                let message = format!("VM \"{name}\" is being migrated already");
+                return Err(Failure::precondition("MIGRATING", message));
+            }
+            _ => {
+                let message = format!("VM \"{name}\" does not run, or something is under way");
+                return Err(Failure::precondition("VM_NOT_RUNNING", message));
+            }
+        }
+        if begin.generation != self.record.generation {
+            let message = format!(
+                "VM \"{name}\" was changed in the moment in which its migration was to begin: it has generation {}, not {}; ask again",
+                self.record.generation, begin.generation
+            );
+            return Err(Failure::new(Kind::Aborted, "GENERATION_MISMATCH", message));
+        }
+        as_it_runs(&self.record)?;
+        if self.host.aborts.len() >= MAX_ABORTS {
+            let message = format!(
+                "{MAX_ABORTS} targets of earlier migrations from this node have not confirmed that those are over: wait until these nodes can be reached"
+            );
+            return Err(Failure::new(Kind::Exhausted, "TOO_MANY_ABORTS", message));
+        }
+        self.client_for(begin.purpose)
     }
 
     async fn on_source(&mut self, event: SourceEvent) -> Step {
@@ -195,7 +271,7 @@ impl Actor {
             step.0 = Err(over);
         }
         match self.handover() {
-            Handover::Source(Source::Given(_)) => {
+            Handover::Source(Source::Given(_)) if event != SourceEvent::Tick => {
                 let peer = self.record.handover.as_ref().map_or("", |it| &it.peer);
                 let message = format!(
                     "handed over to {peer}, which has not confirmed that the VM runs there; if that node is gone for good, decide with `vmmctl \
@@ -235,83 +311,99 @@ impl Actor {
         }
     }
 
-    /// The target knows that the migration is over.
-    async fn forget_peer(&mut self, migration: u64) {
-        if let Some(record) = &mut self.record.handover
-            && record.stage() == HandoverStage::Owner
-            && record.migration == migration
-        {
-            record.peer.clear();
-            self.persist().await;
-        }
-    }
-
-    async fn step_source(&mut self, event: SourceEvent, begin: Begin<'_>) -> Step {
-        let before = match self.handover() {
-            Handover::Source(source) => source,
-            Handover::Target(Target::Owned(last)) => Source::Owner {
-                last,
-                migrating: false,
-            },
-            Handover::Target(_) => return failed(not_here()),
+    /// A step of the source; a migration begins with `begin`.
+    async fn step_source(&mut self, event: SourceEvent, begin: Option<HandoverRecord>) -> Step {
+        let Some(before) = self.handover().source() else {
+            return failed(not_here());
         };
         let (after, effects) = before.on(event);
-        if let Err(failure) = self.write(before != after, Handover::Source(after), begin).await {
-            return failed(failure);
-        }
-        self.carry_out(effects).await
+        let target = self.record.handover.as_ref().map_or("", |record| &record.peer);
+        let aborts = effects.iter().find_map(|effect| match effect {
+            Effect::Send(Message::Abort(migration)) => Some(*migration),
+            _ => None,
+        });
+        let abort = aborts
+            .filter(|_| !target.is_empty() && !matches!(event, SourceEvent::Resolve(_)))
+            .map(|migration| AbortRecord {
+                uid: self.record.uid.clone(),
+                name: self.record.name.clone(),
+                peer: target.to_owned(),
+                migration,
+            });
+        let after = match self.handover() {
+            // It is noted as the source's when there is something to note.
+            same @ Handover::Target(_) if before == after => same,
+            _ => Handover::Source(after),
+        };
+        self.step(after, effects, begin, abort).await
     }
 
     async fn on_target(&mut self, message: Message) -> Step {
-        let before = match self.handover() {
-            Handover::Target(target) => target,
-            // It ran here since, and may be on its way further.
-            Handover::Source(Source::Owner { last, .. } | Source::Given(last) | Source::Gone(last)) => {
-                match message {
-                    Message::Commit(it) if it <= last => {
-                        return (Ok(vec![Message::Running(it)]), ControlFlow::Continue(()));
-                    }
-                    _ => return failed(not_here()),
-                }
-            }
-        };
         let loaded = self.instance.is_some() && matches!(self.work, Work::None);
-        self.step_target(before, TargetEvent::Heard { message, loaded })
-            .await
+        match self.handover().heard(message, loaded) {
+            Some((after, effects)) => self.step(after, effects, None, None).await,
+            None => failed(not_here()),
+        }
     }
 
-    async fn step_target(&mut self, before: Target, event: TargetEvent) -> Step {
-        let (after, effects) = before.on(event);
-        if let Err(failure) = self.write(before != after, Handover::Target(after), None).await {
+    /// Makes the next state durable, and then does what follows.
+    async fn step(
+        &mut self,
+        after: Handover,
+        effects: Vec<Effect>,
+        begin: Option<HandoverRecord>,
+        abort: Option<AbortRecord>,
+    ) -> Step {
+        let changed = after != self.handover();
+        // A record that was read at the daemon's start, or whose write failed, may not be durable.
+        if (changed || (self.unsure && !effects.is_empty()))
+            && let Err(failure) = self.write(after, begin, abort).await
+        {
             return failed(failure);
         }
         self.carry_out(effects).await
     }
 
-    /// Makes the next state durable; `begin` is what a migration begins with.
-    async fn write(&mut self, changed: bool, handover: Handover, begin: Begin<'_>) -> Result<(), Failure> {
-        if !changed {
-            return Ok(());
-        }
+    /// Makes the next state durable; `begin` belongs to a migration that begins, and `abort` to one that is taken back. After an error the
+    /// earlier state is the safe one: the new one has had no effect yet. The store may have either until the next write succeeds.
+    async fn write(
+        &mut self,
+        next: Handover,
+        begin: Option<HandoverRecord>,
+        abort: Option<AbortRecord>,
+    ) -> Result<(), Failure> {
         let before = self.record.handover.clone();
-        let known = before.clone().unwrap_or_default();
-        let (peer, disks) = begin.unwrap_or((known.peer.as_str(), known.disks));
-        let mut next = handover.record(peer);
+        let known = begin.or_else(|| before.clone()).unwrap_or_default();
+        let stage = handover::record(next);
+        let mut record = HandoverRecord {
+            stage: stage.stage,
+            migration: stage.migration,
+            ..known
+        };
+        let mut arrived = Vec::new();
         // Of a VM that is here for good, all disks are its own.
-        if handover.is_under_way() {
-            next.disks = disks;
-        } else {
-            disks.iter().for_each(|uid| self.host.disks.arrived(uid));
+        if !next.is_under_way() {
+            arrived = std::mem::take(&mut record.disks);
         }
-        self.record.handover = Some(next);
-        let written = self.host.store.put(&self.record).await;
-        written.map_err(|error| {
-            // It may have been written: an earlier state is the safe one, since nothing of the new one was done.
+        if matches!(next, Handover::Source(Source::Owner { migrating: false, .. })) {
+            record = stage;
+        }
+        let stage = record.stage();
+        self.record.handover = Some(record);
+        self.unsure = true;
+        let written = self.host.store.put_handover(&self.record, abort.as_ref()).await;
+        if let Err(error) = written {
             self.record.handover = before;
-            store_failure(error)
-        })?;
-        let stage = handover.record("").stage();
+            return Err(store_failure(error));
+        }
+        self.unsure = false;
         fault::hold(&self.host.config.run_dir, &format!("wrote-{stage:?}")).await;
+        arrived.iter().for_each(|uid| self.host.disks.arrived(uid));
+        if let Some(abort) = abort {
+            // A send fails only while the daemon ends. The next daemon reads the store.
+            let was_read = false;
+            let _ = self.host.attend.send(Attend::Abort { abort, was_read });
+        }
         Ok(())
     }
 
@@ -329,7 +421,12 @@ impl Actor {
                     }
                     said.push(message);
                 }
-                Effect::Run => self.let_run(),
+                Effect::Run => {
+                    if self.view.phase == VmPhase::Paused && self.view.reason == MIGRATING {
+                        self.enter(VmPhase::Paused, MIGRATING, RESUMES);
+                    }
+                    self.let_run();
+                }
                 Effect::Kill => flow = self.remove().await,
             }
         }
@@ -346,55 +443,15 @@ impl Actor {
         }
     }
 
+    /// Whether the other node has confirmed that the VM is its own.
+    pub(super) fn has_moved(&self) -> bool {
+        let peer = self.record.handover.as_ref().map_or("", |record| &record.peer);
+        matches!(self.handover(), Handover::Source(Source::Gone(_))) && !peer.is_empty()
+    }
+
     /// Its removal has begun, and may have failed.
     fn is_leaving(&self) -> bool {
         self.view.phase == VmPhase::Terminating || self.view.reason == DELETE_FAILED
-    }
-
-    /// Lets the machine run, if there is one. While its `vmm` can't be reached, that waits for [`Self::on_connected`].
-    pub(super) fn let_run(&mut self) {
-        let Ok(client) = self.running_client() else {
-            if self.instance.is_none() {
-                let reason = self.record.exit_reason().unwrap_or(ExitReason::Lost);
-                self.plan(Occasion::Ended(reason), 0);
-            }
-            return;
-        };
-        let (host, name) = (Arc::clone(&self.host), self.record.name.clone());
-        tokio::spawn(async move {
-            let began = Instant::now();
-            let mut wait = FIRST_WAIT;
-            let mut told = false;
-            loop {
-                match timeout(RESUME, client.request(Op::Resume(Resume {}), &[])).await {
-                    Ok(Ok(_)) => {
-                        let _ = hand_over(&host.vms, &name, HandoverRequest::Runs).await;
-                        return;
-                    }
-                    // The other side gives its disks away when it hears that it is to, or ends.
-                    Ok(Err(control::Error::Refused(refusal))) if refusal.kind() == ErrorKind::InUse => {
-                        if !told && began.elapsed() > QUIET {
-                            told = true;
-                            let why = format!("{}: the VM goes on when nobody else has it", refusal.message);
-                            tracing::warn!(vm = name, why, "a VM waits for its disks after a migration");
-                            let _ = hand_over(&host.vms, &name, HandoverRequest::Waits { why }).await;
-                        }
-                    }
-                    Ok(Err(error)) => {
-                        tracing::warn!(vm = name, %error, "resume a VM after a migration");
-                        return;
-                    }
-                    Err(_) => {
-                        tracing::error!(
-                            vm = name,
-                            "a VM does not resume after a migration: it is asked again"
-                        );
-                    }
-                }
-                sleep(wait).await;
-                wait = (wait * 2).min(LAST_WAIT);
-            }
-        });
     }
 
     /// Ends the machine, if there is one, and removes the VM from this node.
@@ -459,77 +516,100 @@ impl Actor {
         self.remove().await
     }
 
-    async fn resolve(&mut self, resolution: Resolution) -> Step {
-        let waits = match self.handover() {
-            Handover::Source(source) => source.waits(),
-            Handover::Target(target) => target.waits(),
-        };
-        if let Some(record) = self.record.handover.as_mut().filter(|_| waits) {
-            // What the other node has is not known: nothing that a guest has written is removed for that.
+    /// Carries out an operator's decision. The other node is gone, so no message is sent to it.
+    async fn resolve(&mut self, migration: u64, resolution: Resolution, context: &Context) -> Step {
+        if let Err(failure) = self.expected(context) {
+            return failed(failure);
+        }
+        if migration != self.migration() || !self.handover().waits() {
+            let message = format!(
+                "migration {migration} of VM \"{}\" does not wait for a decision: look at the VM's `status.migration`",
+                self.record.name
+            );
+            return failed(Failure::precondition("NOTHING_TO_RESOLVE", message));
+        }
+        self.admitted(context);
+        self.end_resolved();
+        // The state of the other node is unknown, so the disks of the VM stay.
+        let before = self.record.handover.clone();
+        if let Some(record) = &mut self.record.handover {
             record.disks.clear();
+            record.peer.clear();
         }
         let step = match self.handover() {
-            Handover::Source(source) if source.waits() => {
-                self.on_source(SourceEvent::Resolve(resolution)).await
-            }
-            Handover::Target(target) if target.waits() => {
-                self.step_target(target, TargetEvent::Resolve(resolution)).await
-            }
-            _ => {
-                let message = format!("no migration of VM \"{}\" waits for a decision", self.record.name);
-                return failed(Failure::precondition("NOTHING_TO_RESOLVE", message));
+            Handover::Source(_) => self.on_source(SourceEvent::Resolve(resolution)).await,
+            Handover::Target(target) => {
+                let (after, effects) = target.on(TargetEvent::Resolve(resolution));
+                self.step(Handover::Target(after), effects, None, None).await
             }
         };
-        // The other node is gone: nobody is told.
-        if let Some(record) = &mut self.record.handover
-            && record.stage() == HandoverStage::Owner
-        {
-            record.peer.clear();
-            self.persist().await;
+        if step.0.is_err() {
+            self.record.handover = before;
         }
         step
     }
 
-    /// Goes on with what an earlier daemon left.
+    /// Continues with what an earlier daemon left.
     pub(super) async fn resume_handover(&mut self) -> ControlFlow<()> {
-        let Some(record) = self.record.handover.clone() else {
+        if self.record.handover.is_none() {
             return ControlFlow::Continue(());
-        };
+        }
         let (run, _) = self.host.vms.now();
-        let step = match self.handover() {
-            // It has just been offered.
-            Handover::Target(Target::Idle(_)) if self.record.made_run == run => {
-                return ControlFlow::Continue(());
-            }
-            Handover::Source(Source::Owner { migrating: false, .. }) => {
-                if self.view.phase == VmPhase::Paused && self.view.reason == MIGRATING {
+        // It has just been offered.
+        if matches!(self.handover(), Handover::Target(Target::Idle(_))) && self.record.made_run == run {
+            return ControlFlow::Continue(());
+        }
+        if self.handover().waits()
+            && self.instance.is_some()
+            && matches!(self.handover(), Handover::Target(_))
+        {
+            self.enter(VmPhase::Paused, MIGRATING, RECEIVED);
+        }
+        let (said, flow) = self.restarted().await;
+        let is_done = said.is_ok() && !self.handover().is_under_way();
+        if let Err(failure) = said {
+            tracing::error!(vm = self.record.name, %failure, "continue with a migration");
+        }
+        if flow.is_continue() && !is_done {
+            let left = self.left_migration(self.migration());
+            // A send fails only while the daemon ends. The next daemon begins here again.
+            let _ = self.host.attend.send(left);
+        }
+        flow
+    }
+
+    /// Continues from the record after a start of the daemon. The record is written again first: a record that could be read may not be durable.
+    async fn restarted(&mut self) -> Step {
+        match self.handover() {
+            Handover::Source(Source::Owner {
+                last,
+                migrating: false,
+            }) => {
+                // As daemons have written it that kept the target here until it had confirmed that the migration is over.
+                let peer = self.record.handover.as_ref().map_or("", |record| &record.peer);
+                let abort = (!peer.is_empty()).then(|| AbortRecord {
+                    uid: self.record.uid.clone(),
+                    name: self.record.name.clone(),
+                    peer: peer.to_owned(),
+                    migration: last,
+                });
+                let is_paused = self.view.phase == VmPhase::Paused && self.view.reason == MIGRATING;
+                if (is_paused || abort.is_some())
+                    && let Err(failure) = self.write(self.handover(), None, abort).await
+                {
+                    return failed(failure);
+                }
+                if is_paused {
                     self.let_run();
                 }
                 (Ok(Vec::new()), ControlFlow::Continue(()))
             }
             Handover::Source(_) => self.on_source(SourceEvent::Restarted).await,
             Handover::Target(target) => {
-                if target.waits() && self.instance.is_some() {
-                    self.enter(VmPhase::Paused, MIGRATING, RECEIVED);
-                }
-                self.step_target(target, TargetEvent::Restarted).await
+                let (after, effects) = target.on(TargetEvent::Restarted);
+                self.step(Handover::Target(after), effects, None, None).await
             }
-        };
-        let (said, flow) = step;
-        if let Err(failure) = said {
-            tracing::error!(vm = self.record.name, %failure, "go on with a migration");
         }
-        if flow.is_continue() {
-            let left = Attend {
-                uid: self.uid,
-                name: self.record.name.clone(),
-                migration: record.migration,
-                target: record.peer,
-            };
-            // Nobody hears it when the daemon ends, and the next one begins here again.
-            let _ = self.host.attend.send(left);
-        }
-        flow
     }
 
     pub(super) fn on_migration_disks(&mut self, disks: MigrationDisks) {
@@ -573,4 +653,22 @@ pub fn guest_reset() -> Failure {
 fn not_here() -> Failure {
     let message = "the VM is not in a state in which this migration can go on";
     Failure::new(Kind::Aborted, "MIGRATION_OVER", message)
+}
+
+/// The spec and the addresses of the running machine. Refused for a VM that does not run, or whose spec only a restart can apply.
+pub fn as_it_runs(record: &VmRecord) -> Result<(proto::v1::VmSpec, crate::store::Hardware), Failure> {
+    let name = &record.name;
+    let Some(run) = record.instance.clone() else {
+        let message = format!("VM \"{name}\" does not run: start it, or create it on the other node");
+        return Err(Failure::precondition("VM_NOT_RUNNING", message));
+    };
+    let spec = run.spec.or_else(|| record.spec.clone()).unwrap_or_default();
+    if record.spec.as_ref().is_some_and(|wanted| *wanted != spec) {
+        let message = format!(
+            "the spec of VM \"{name}\" was changed since its start, which only a restart can apply: restart it, or undo the change"
+        );
+        return Err(Failure::precondition("RESTART_REQUIRED", message));
+    }
+    let hardware = run.hardware.or_else(|| record.hardware.clone());
+    Ok((spec, hardware.unwrap_or_default()))
 }

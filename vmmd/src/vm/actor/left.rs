@@ -1,9 +1,13 @@
 //! Operations that an earlier daemon left under way on the VM: each goes on, or ends as what was found says.
 
-use proto::v1::StopResult;
+use proto::{handover::Source, v1::StopResult};
 
 use super::Actor;
-use crate::operation::{Detail, Handle, Type, interrupted};
+use crate::{
+    failure::{Failure, Kind},
+    operation::{Detail, Handle, Type, interrupted},
+    store::handover::Handover,
+};
 
 impl Actor {
     /// Ends those that are over. A stop that is noted in the record stays: it goes on.
@@ -30,6 +34,28 @@ impl Actor {
     pub(super) fn give_up_left(&mut self) {
         for operation in std::mem::take(&mut self.left) {
             self.interrupted(operation);
+        }
+    }
+
+    /// Takes the operation of a migration that has handed the VM over: it ends when the other node has confirmed that.
+    pub(super) fn take_handed_over(&mut self) {
+        let stage = self.handover();
+        let operation = self
+            .record
+            .handover
+            .as_ref()
+            .map_or("", |record| &record.operation);
+        if matches!(stage, Handover::Source(Source::Given(_) | Source::Gone(_))) {
+            let begun = self.left.iter().position(|it| it.id() == operation);
+            self.handed_over = begun.map(|place| self.left.swap_remove(place));
+        }
+    }
+
+    /// Ends the operation of a migration that an earlier daemon has handed over, as an operator has decided.
+    pub(super) fn end_resolved(&mut self) {
+        if let Some(operation) = self.handed_over.take() {
+            let message = "the other node has not confirmed that the VM runs there, and an operator has decided what becomes of it here";
+            operation.fail(&Failure::new(Kind::Aborted, "MIGRATION_RESOLVED", message));
         }
     }
 

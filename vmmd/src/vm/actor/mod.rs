@@ -20,6 +20,7 @@ mod balloon;
 mod disks;
 mod handover;
 mod left;
+mod let_run;
 mod nics;
 mod panic;
 mod pending_stop;
@@ -55,7 +56,7 @@ use self::work::{Done, News, Start, Stop, Work};
 pub use self::{
     attachments::{Attachments, public_stats},
     disks::without_disk,
-    handover::guest_reset,
+    handover::{as_it_runs, guest_reset},
     run::{MIRROR_MINOR, SNAPSHOT_MINOR, UNLOCK_MINOR},
 };
 use super::{
@@ -125,8 +126,12 @@ pub struct Actor {
     reset_in_migration: Option<Instant>,
     /// Who waits until the machine of a VM that comes from another node is there.
     receiving: Option<oneshot::Sender<Result<(), Failure>>>,
+    /// The store may have an earlier state of the hand-over than the record, or not durably: see [`Self::step`](handover).
+    unsure: bool,
     /// Operations that an earlier daemon left under way.
     left: Vec<Handle>,
+    /// The one of a migration that it has handed over.
+    handed_over: Option<Handle>,
     mailbox: mpsc::Receiver<Box<Command>>,
     publisher: watch::Sender<Arc<v1::Vm>>,
 }
@@ -194,7 +199,9 @@ impl Actor {
             give_up: CancellationToken::new(),
             reset_in_migration: None,
             receiving: None,
+            unsure: true,
             left,
+            handed_over: None,
             mailbox,
             publisher,
         });

@@ -53,7 +53,8 @@ impl Actor {
             answered.push(request::done(mark, &response));
         }
         let metadata = vm.metadata.clone().unwrap_or_default();
-        let tombstone = self.host.vms.bury(metadata, self.handover().owned());
+        let mut tombstone = self.host.vms.bury(metadata, self.handover().owned());
+        tombstone.moved = self.has_moved();
         let revision = tombstone.revision;
         let buried = self.host.store.bury(&self.record.uid, tombstone, answered).await;
         if buried.is_err() {

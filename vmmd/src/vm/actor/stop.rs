@@ -447,6 +447,10 @@ impl Actor {
         self.tell(EventSeverity::Normal, "Deleted", "the VM was deleted");
         operation.complete_with("the VM is deleted", self.state(), None);
         complete_all(also, &self.state());
+        if let Some(operation) = self.handed_over.take().filter(|_| self.has_moved()) {
+            let peer = self.record.handover.as_ref().map_or("", |record| &record.peer);
+            operation.complete(format!("the VM runs on {peer}"));
+        }
         ControlFlow::Break(())
     }
 }

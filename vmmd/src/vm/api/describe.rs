@@ -3,9 +3,10 @@
 use std::{net::IpAddr, time::Duration};
 
 use proto::{
+    handover::{Source, Target},
     model::{
         Violations,
-        disk::Source,
+        disk::Source as DiskSource,
         vm::{Attachment, Nic, VmSpec},
     },
     v1::{self, AttachmentPhase, ConditionStatus, VmPhase},
@@ -19,7 +20,10 @@ pub const GUEST_PANICKED: &str = "GuestPanicked";
 use crate::{
     host::Host,
     network,
-    store::{InstanceRecord, Key, VmRecord},
+    store::{
+        HandoverRecord, HandoverStage, InstanceRecord, Key, VmRecord,
+        handover::{self, Handover},
+    },
     text,
     vm::{
         actor::Attachments,
@@ -150,6 +154,7 @@ impl View {
             counts: Some(counts(record, instance)),
             operation: self.operation.clone(),
             shares: shares(spec, instance, attached, &left),
+            migration: record.handover.as_ref().and_then(migration),
             pending_changes: left
                 .into_iter()
                 .map(|left| pending_change(left, host.store.key()))
@@ -247,6 +252,30 @@ impl View {
     }
 }
 
+/// The migration that is under way, if one is.
+pub fn migration(record: &HandoverRecord) -> Option<v1::MigrationStatus> {
+    use v1::{MigrationPhase as Phase, MigrationRole as Role};
+    let (role, phase) = match handover::of(Some(record)) {
+        Handover::Source(Source::Owner { migrating: false, .. }) => return None,
+        Handover::Source(Source::Owner { migrating: true, .. }) => (Role::Source, Phase::Transfer),
+        Handover::Source(Source::Given(_)) => (Role::Source, Phase::HandedOver),
+        Handover::Source(Source::Gone(_)) => (Role::Source, Phase::Removal),
+        // One that is offered has the number of the migration before.
+        Handover::Target(Target::Idle(_)) => (Role::Target, Phase::Transfer),
+        Handover::Target(Target::Prepared(_)) => (Role::Target, Phase::Prepared),
+        Handover::Target(Target::Owned(_)) => (Role::Target, Phase::HandedOver),
+    };
+    let is_offered = record.stage() == HandoverStage::Idle;
+    Some(v1::MigrationStatus {
+        number: record.migration.saturating_add(u64::from(is_offered)),
+        role: role.into(),
+        peer: record.peer.clone(),
+        phase: phase.into(),
+        waits_for_decision: handover::of(Some(record)).waits(),
+        start_time: text::timestamp(record.began_ms),
+    })
+}
+
 /// Starts by the run policy, when it makes any.
 fn restart(record: &VmRecord, spec: &VmSpec) -> Option<v1::RestartStatus> {
     let restart = record.restart.clone().unwrap_or_default();
@@ -300,14 +329,14 @@ fn disks(
         .iter()
         .filter(|wire| !spec.disks.iter().any(|disk| disk.name.as_str() == wire.name))
         .filter_map(change::validated);
-    let own = spec.disks.iter().filter(|disk| disk.source != Source::Seed);
+    let own = spec.disks.iter().filter(|disk| disk.source != DiskSource::Seed);
     let described = own.cloned().chain(only_there).map(|disk| {
         let name = disk.name.as_str();
         let known = attached.get(name).filter(|_| running);
         let (path, size) = match &disk.source {
-            Source::Seed => (String::new(), 0),
-            Source::Path { path, .. } => (path.display().to_string(), 0),
-            Source::Disk { name, .. } => {
+            DiskSource::Seed => (String::new(), 0),
+            DiskSource::Path { path, .. } => (path.display().to_string(), 0),
+            DiskSource::Disk { name, .. } => {
                 let resolved = host.disks.resolve(&host.disk_folder(), name.as_str());
                 resolved.map_or_else(
                     |_| (String::new(), 0),

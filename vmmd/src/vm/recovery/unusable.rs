@@ -30,7 +30,7 @@ use crate::{
         command::{Answer, Command, Life, Mailbox, Request},
     },
     request::preconditions,
-    store::{Intent, VmRecord, handover::Handover},
+    store::{Intent, VmRecord, handover},
     text,
     vm::{
         api::describe::camel_case,
@@ -347,7 +347,7 @@ impl Unusable {
         let operation = operations.begin(Type::VmDelete, &object, &life.context, None);
         let pending = Some(operation.pending());
         let vm = Arc::clone(&self.publisher.borrow());
-        let owned = Handover::of(self.record.handover.as_ref()).owned();
+        let owned = handover::of(self.record.handover.as_ref()).owned();
         let tombstone = self.host.vms.bury(vm.metadata.clone().unwrap_or_default(), owned);
         let revision = tombstone.revision;
         if let Err(error) = self.host.store.bury(uid.as_bytes(), tombstone, Vec::new()).await {

@@ -277,9 +277,11 @@ impl Stage {
 
     /// Waits for the end, and sees that nothing else is left.
     pub async fn ends(&self, trouble: Option<Trouble>, end: End) {
-        // What an earlier daemon began is not followed.
-        if trouble != Some(Trouble::SourcesDaemon) {
-            self.source.ended(&self.operation).await;
+        let ended = self.source.ended(&self.operation).await;
+        // Also when another daemon has ended it.
+        if trouble == Some(Trouble::SourcesDaemon) {
+            let moved = end == End::RunsAtTarget;
+            assert_eq!(ended.phase() == OperationPhase::Completed, moved, "{ended:?}");
         }
         let (has, other, phase) = match end {
             End::RunsAtSource => (&self.source, &self.target, VmPhase::Running),

@@ -66,7 +66,6 @@ fn of_message(message: Message) -> (&'static str, Side) {
         Message::Ready(_) => ("Ready", Side::Source),
         Message::Running(_) => ("Running", Side::Source),
         Message::Refuse(_) => ("Refuse", Side::Source),
-        Message::Query(_) => ("Query", Side::Source),
     }
 }
 

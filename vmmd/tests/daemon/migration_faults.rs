@@ -1,0 +1,317 @@
+//! Migrations in which a VM could run twice or be lost: late decisions, messages of other nodes, writes that may have failed.
+
+use std::fs;
+
+use proto::v1::{self, OperationPhase, VmPhase};
+use tonic::Code;
+
+use crate::{
+    handover::network::Network,
+    harness::{Daemon, refusal, status, uid},
+    migration::{node, pair, within},
+    pki::{self, Pki},
+};
+
+async fn label(daemon: &Daemon, vm: &str, value: &str) {
+    let mut vm = daemon.get(vm).await.unwrap();
+    vm.status = None;
+    vm.metadata.as_mut().unwrap().labels = [("tier".to_owned(), value.to_owned())].into();
+    let request = v1::UpdateVmRequest {
+        vm: Some(vm),
+        ..Default::default()
+    };
+    daemon.client().update_vm(request).await.unwrap();
+}
+
+async fn is_reached(daemon: &Daemon, fault: &str) {
+    let held = daemon.path("run/fault").join(fault);
+    within(async || held.with_extension("reached").exists().then_some(())).await;
+}
+
+fn release(daemon: &Daemon, fault: &str) {
+    fs::remove_file(daemon.path("run/fault").join(fault)).unwrap();
+}
+
+#[tokio::test]
+async fn a_vm_changed_before_its_migration_begins_is_not_moved_as_it_was() {
+    let (first, second) = pair().await;
+    let before = first.run("web", "").await;
+    let generation = before.metadata.as_ref().unwrap().generation;
+    // While the other node is connected to, which may take long.
+    first.fault("connected");
+    let request = v1::MigrateVmRequest {
+        name: "web".into(),
+        target: pki::address(&second),
+        preconditions: Some(v1::Preconditions {
+            generation: Some(generation),
+            ..Default::default()
+        }),
+        ..Default::default()
+    };
+    let mut migrations = first.migrations().await;
+    let refused = tokio::spawn(async move { migrations.migrate_vm(request).await });
+    is_reached(&first, "connected").await;
+    label(&first, "web", "gold").await;
+    release(&first, "connected");
+    let refused = refused.await.unwrap().unwrap_err();
+    assert_eq!(refusal(&refused), (Code::Aborted, "GENERATION_MISMATCH".into()));
+    // Between the look at the VM and the beginning.
+    first.fault("begin");
+    let operation = first.migrate("web", &second).await.unwrap();
+    is_reached(&first, "begin").await;
+    label(&first, "web", "silver").await;
+    release(&first, "begin");
+    let ended = first.ended(&operation).await;
+    assert_eq!(ended.phase(), OperationPhase::Failed, "{ended:?}");
+    assert!(ended.message.contains("was changed"), "{ended:?}");
+    let vm = first.get("web").await.unwrap();
+    assert_eq!(
+        (status(&vm).phase(), &status(&vm).migration),
+        (VmPhase::Running, &None)
+    );
+    let operation = first.migrate("web", &second).await.unwrap();
+    let ended = first.ended(&operation).await;
+    assert_eq!(ended.phase(), OperationPhase::Completed, "{ended:?}");
+    let moved = second.waits_for("web", VmPhase::Running).await;
+    assert_eq!(moved.metadata.unwrap().labels["tier"], "silver");
+}
+
+#[tokio::test]
+async fn a_vm_restarted_before_its_migration_begins_is_moved_as_it_runs() {
+    let (first, second) = pair().await;
+    first.run("web", "").await;
+    first.fault("begin");
+    let operation = first.migrate("web", &second).await.unwrap();
+    is_reached(&first, "begin").await;
+    first.kill_vm("web").await.unwrap();
+    first.start_vm("web").await.unwrap();
+    release(&first, "begin");
+    let ended = first.ended(&operation).await;
+    assert_eq!(ended.phase(), OperationPhase::Completed, "{ended:?}");
+    second.waits_for("web", VmPhase::Running).await;
+}
+
+#[tokio::test]
+async fn a_decision_that_comes_late_is_not_one_about_a_later_migration() {
+    use v1::MigrationResolution::Run;
+    let (first, mut second) = pair().await;
+    first.run("web", "").await;
+    first.fault("given");
+    let operation = first.migrate("web", &second).await.unwrap();
+    first.ended(&operation).await;
+    let seen = first.waits_for("web", VmPhase::Paused).await;
+    let migration = status(&seen).migration.clone().unwrap();
+    assert_eq!(
+        (migration.number, migration.role()),
+        (1, v1::MigrationRole::Source)
+    );
+    assert_eq!(migration.phase(), v1::MigrationPhase::HandedOver);
+    assert_eq!(migration.peer, pki::address(&second));
+    assert!(migration.waits_for_decision && migration.start_time.is_some());
+    let other = second.get("web").await.unwrap();
+    let there = status(&other).migration.clone().unwrap();
+    assert_eq!((there.number, there.role()), (1, v1::MigrationRole::Target));
+    assert_eq!(
+        (there.phase(), there.peer.as_str()),
+        (v1::MigrationPhase::Prepared, "node")
+    );
+    second.kill();
+    for (uid, number, reason) in [
+        (String::new(), 1, "INVALID_FIELDS"),
+        (uid(&seen), 0, "INVALID_FIELDS"),
+    ] {
+        let request = v1::ResolveMigrationRequest {
+            name: "web".into(),
+            resolution: Run.into(),
+            migration: number,
+            preconditions: Some(v1::Preconditions {
+                uid,
+                ..Default::default()
+            }),
+            ..Default::default()
+        };
+        let refused = first
+            .migrations()
+            .await
+            .resolve_migration(request)
+            .await
+            .unwrap_err();
+        assert_eq!(refusal(&refused), (Code::InvalidArgument, reason.into()));
+    }
+    first.resolve_as_seen(&seen, Run).await.unwrap();
+    let vm = first.waits_for("web", VmPhase::Running).await;
+    assert_eq!(status(&vm).migration, None);
+    // The next one waits too.
+    second.relaunch().await;
+    within(async || second.resolve("web", v1::MigrationResolution::Drop).await.ok()).await;
+    second.forgets("web").await;
+    first.fault("given");
+    let operation = first.migrate("web", &second).await.unwrap();
+    first.ended(&operation).await;
+    first.waits_for("web", VmPhase::Paused).await;
+    let late = first.resolve_as_seen(&seen, Run).await.unwrap_err();
+    assert_eq!(
+        refusal(&late),
+        (Code::FailedPrecondition, "NOTHING_TO_RESOLVE".into())
+    );
+    let another = v1::Vm {
+        metadata: Some(v1::ObjectMetadata {
+            uid: "6f2d6d0e-6c3d-4f5b-9b1f-2f4f1f0c0001".into(),
+            ..seen.metadata.clone().unwrap()
+        }),
+        ..first.get("web").await.unwrap()
+    };
+    let other = first.resolve_as_seen(&another, Run).await.unwrap_err();
+    assert_eq!(refusal(&other), (Code::Aborted, "UID_MISMATCH".into()));
+}
+
+#[tokio::test]
+async fn a_prepared_target_is_told_when_the_vm_is_elsewhere_or_deleted() {
+    for (restarts, deletes) in [(false, false), (true, false), (false, true)] {
+        let pki = Pki::new("ca");
+        let (mut source, target, third) = (node(&pki).await, node(&pki).await, node(&pki).await);
+        let network = Network::to(&target).await;
+        source.run("web", "").await;
+        target.fault("says-Ready");
+        let request = v1::MigrateVmRequest {
+            name: "web".into(),
+            target: network.address.clone(),
+            ..Default::default()
+        };
+        let answer = source.migrations().await.migrate_vm(request).await.unwrap();
+        let operation = answer.into_inner().operation.unwrap();
+        is_reached(&target, "says-Ready").await;
+        network.up.send_replace(false);
+        release(&target, "says-Ready");
+        let ended = source.ended(&operation).await;
+        assert_eq!(ended.phase(), OperationPhase::Failed, "{ended:?}");
+        source.waits_for("web", VmPhase::Running).await;
+        if deletes {
+            within(async || source.delete("web", true).await.ok()).await;
+        } else {
+            let operation = source.migrate("web", &third).await.unwrap();
+            let ended = source.ended(&operation).await;
+            assert_eq!(ended.phase(), OperationPhase::Completed, "{ended:?}");
+            third.waits_for("web", VmPhase::Running).await;
+        }
+        if restarts {
+            source.kill_and_restart().await;
+        }
+        let left = target.get("web").await.unwrap();
+        assert_eq!(status(&left).phase(), VmPhase::Paused, "{left:?}");
+        network.up.send_replace(true);
+        target.forgets("web").await;
+        within(async || target.vmm_processes().is_empty().then_some(())).await;
+    }
+}
+
+#[tokio::test]
+async fn a_hand_over_whose_write_may_have_failed_is_not_sent() {
+    let unsure = "state/fault/store-unsure";
+    for restarts in [false, true] {
+        let (mut first, second) = pair().await;
+        first.run("web", "").await;
+        first.fault("heard-Ready");
+        let operation = first.migrate("web", &second).await.unwrap();
+        is_reached(&first, "heard-Ready").await;
+        fs::create_dir_all(first.path("state/fault")).unwrap();
+        fs::write(first.path(unsure), "").unwrap();
+        release(&first, "heard-Ready");
+        let reached = first.path(unsure).with_extension("reached");
+        let tried = async || within(async || fs::remove_file(&reached).ok()).await;
+        // The hand-over, and twice its end: the store may have any of these.
+        for _ in 0..3 {
+            tried().await;
+        }
+        if restarts {
+            first.kill_and_restart().await;
+            for _ in 0..3 {
+                tried().await;
+            }
+        }
+        let there = second.get("web").await.unwrap();
+        assert_eq!(status(&there).phase(), VmPhase::Paused, "nobody has committed");
+        let here = first.get("web").await.unwrap();
+        assert_eq!(status(&here).phase(), VmPhase::Paused, "nor taken it back");
+        fs::remove_file(first.path(unsure)).unwrap();
+        if !restarts {
+            let ended = first.ended(&operation).await;
+            assert_eq!(ended.phase(), OperationPhase::Failed, "{ended:?}");
+        }
+        // The last write counts: the VM stays.
+        first.waits_for("web", VmPhase::Running).await;
+        second.forgets("web").await;
+    }
+}
+
+#[tokio::test]
+async fn a_received_machine_that_is_not_resumed_is_tried_again() {
+    let (first, second) = pair().await;
+    let locks = second.path("locks");
+    first.run("web", &format!("mock.locks={}", locks.display())).await;
+    first.migrate("web", &second).await.unwrap();
+    let vm = second.wait("web", |status| status.reason == "ResumeFailed").await;
+    assert_eq!(vm.phase(), VmPhase::Paused);
+    assert!(vm.message.contains("No locks available"), "{vm:?}");
+    let told = second.events("ResumeFailed").await;
+    assert_eq!(told.len(), 1, "{told:?}");
+    assert_eq!(told[0].severity(), v1::EventSeverity::Warning);
+    fs::write(locks, "").unwrap();
+    second.waits_for("web", VmPhase::Running).await;
+}
+
+#[tokio::test]
+async fn only_the_node_that_has_offered_a_vm_may_settle_it() {
+    use proto::v1::{HandoverStep, peer_service_client::PeerServiceClient};
+    let pki = Pki::new("ca");
+    let (first, second) = (node(&pki).await, node(&pki).await);
+    let vm = first.run("web", "").await;
+    first.fault("heard-Ready");
+    let operation = first.migrate("web", &second).await.unwrap();
+    is_reached(&first, "heard-Ready").await;
+    let stranger = pki.role("stranger", "peer");
+    let mut peer = PeerServiceClient::new(pki.channel(&second, Some(&stranger)));
+    for step in [HandoverStep::Prepare, HandoverStep::Commit, HandoverStep::Abort] {
+        let request = v1::SettleVmRequest {
+            name: "web".into(),
+            uid: uid(&vm),
+            migration: 1,
+            step: step.into(),
+        };
+        let refused = peer.settle_vm(request).await.unwrap_err();
+        assert_eq!(refusal(&refused).1, "OTHER_PEER", "{step:?}: {refused:?}");
+    }
+    let open = v1::receive_vm_request::Part::Open(v1::PeerVm {
+        name: "web".into(),
+        uid: uid(&vm),
+        migration: 1,
+    });
+    let open = v1::ReceiveVmRequest { part: Some(open) };
+    let refused = peer.receive_vm(tokio_stream::iter([open])).await.unwrap_err();
+    assert_eq!(refusal(&refused).1, "OTHER_PEER", "{refused:?}");
+    release(&first, "heard-Ready");
+    let ended = first.ended(&operation).await;
+    assert_eq!(ended.phase(), OperationPhase::Completed, "{ended:?}");
+}
+
+#[tokio::test]
+async fn the_operation_of_a_handed_over_vm_ends_by_the_next_daemon() {
+    for held in ["wrote-Given", "says-Commit", "heard-Running", "wrote-Gone"] {
+        let (mut first, second) = pair().await;
+        first.run("web", "").await;
+        first.fault(held);
+        let operation = first.migrate("web", &second).await.unwrap();
+        is_reached(&first, held).await;
+        first.kill();
+        release(&first, held);
+        first.relaunch().await;
+        let ended = first.ended(&operation).await;
+        assert_eq!(ended.phase(), OperationPhase::Completed, "{held}: {ended:?}");
+        assert!(
+            ended.message.contains(&pki::address(&second)),
+            "{held}: {ended:?}"
+        );
+        first.forgets("web").await;
+        second.waits_for("web", VmPhase::Running).await;
+    }
+}
