@@ -303,6 +303,8 @@ impl State {
             .map(|index| v1::NicStatus {
                 name: format!("eth{index}"),
                 addresses: vec![format!("10.0.{index}.7"), format!("fd00:{index}::7")],
+                // The NIC of a VM that names none is in a network of mode NAT.
+                routed: nics > 0,
                 ..v1::NicStatus::default()
             })
             .collect();
