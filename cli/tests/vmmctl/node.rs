@@ -110,8 +110,12 @@ fn a_drain_moves_vms_that_run_where_each_is_to_go_and_stops_nothing_when_one_sta
 fn a_decision_names_the_migration_that_waits() {
     let daemon = Daemon::start();
     daemon.state.put("web", proto::v1::VmPhase::Paused, &[]);
-    let resolve = ["migrate", "resolve", "web", "--run"];
-    let (code, _, err) = run(&daemon, &resolve, "");
+    let ask = |line: &str| {
+        let output = daemon.vmmctl().args(line.split(' ')).output().unwrap();
+        let error = String::from_utf8(output.stderr).unwrap();
+        (output.status.code().unwrap(), error)
+    };
+    let (code, err) = ask("migrate resolve web --run");
     assert!(code == 5 && err.contains("no migration of it waits"), "{err}");
     let waiting = proto::v1::MigrationStatus {
         number: 7,
@@ -119,10 +123,9 @@ fn a_decision_names_the_migration_that_waits() {
         ..Default::default()
     };
     daemon.state.migrates("web", waiting);
-    let (code, _, err) = run(&daemon, &resolve, "");
+    let (code, err) = ask("migrate resolve web --run");
     assert_eq!(code, 0, "{err}");
-    let numbered = ["migrate", "resolve", "web", "--drop", "--migration", "6"];
-    let (code, _, err) = run(&daemon, &numbered, "");
+    let (code, err) = ask("migrate resolve web --drop --migration 6");
     assert_eq!(code, 0, "{err}");
     let uid = daemon.state.vm("web").metadata.unwrap().uid;
     let expected = [

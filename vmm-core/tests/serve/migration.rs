@@ -75,7 +75,7 @@ fn what_no_vmm_sends_ends_the_start() {
     let mut other = second.client();
     other.begin_receive(&echoing(), &far);
     drop(far);
-    std::io::Write::write_all(&mut &near, b"vmmdmigr\x01\0\0\0\x09\0\0\0\0\0\0\0\0\0\0\0").unwrap();
+    std::io::Write::write_all(&mut &near, b"vmmdmigr\x01\0\0\0\x0a\0\0\0\0\0\0\0\0\0\0\0").unwrap();
     drop(near);
     let Answer::Error(error) = other.answer() else {
         panic!("it is taken")

@@ -41,9 +41,13 @@ async fn what_was_acknowledged_is_there_after_a_new_start() {
 
 /// The thread closes the file some time after the last handle is gone.
 fn reopen(folder: &Path) -> Records {
+    reopen_store(folder).1
+}
+
+fn reopen_store(folder: &Path) -> (Store, Records) {
     loop {
         match Store::open(folder, &key()) {
-            Ok((_, records)) => return records,
+            Ok(opened) => return opened,
             Err(Error::Failed(_, cause)) if cause.contains("already open") => thread::yield_now(),
             Err(error) => panic!("{error}"),
         }
@@ -574,11 +578,10 @@ async fn aborts_outlive_their_vm_until_the_last_is_confirmed() {
         store.bury(&[1; 16], tombstone(1), Vec::new()).await.unwrap();
         store.again(&abort("two:1", 2)).await.unwrap();
     }
-    let records = reopen(folder.path());
-    assert_eq!(records.vms, []);
-    assert_eq!(records.aborts, [abort("one:1", 3), abort("two:1", 2)]);
     {
-        let (store, _) = Store::open(folder.path(), &key()).unwrap();
+        let (store, records) = reopen_store(folder.path());
+        assert_eq!(records.vms, []);
+        assert_eq!(records.aborts, [abort("one:1", 3), abort("two:1", 2)]);
         store.confirmed(&abort("one:1", 3)).await.unwrap();
         store.confirmed(&abort("two:1", 2)).await.unwrap();
     }

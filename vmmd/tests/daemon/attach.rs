@@ -11,6 +11,7 @@ use tonic_types::StatusExt;
 use crate::{
     console::Client,
     harness::{Daemon, refusal, status, vm_pid},
+    migration::within,
 };
 
 pub fn disk(daemon: &Daemon, name: &str) -> DiskSpec {
@@ -535,7 +536,7 @@ async fn a_detach_that_a_deletion_ends_is_answered_when_it_is_written_down() {
         answer = &mut detach => panic!("{answer:?}"),
         _ = detaching => {}
     }
-    daemon.arm_in("state", "store-hangs");
+    daemon.fault("ended");
     let mut client = daemon.client();
     let delete = tokio::spawn(async move {
         let request = v1::DeleteVmRequest {
@@ -545,9 +546,13 @@ async fn a_detach_that_a_deletion_ends_is_answered_when_it_is_written_down() {
         };
         client.delete_vm(request).await
     });
+    let held = daemon.path("run/fault/ended");
+    within(async || held.with_extension("reached").exists().then_some(())).await;
+    assert_eq!(daemon.vmm_processes(), [], "its process has ended");
+    daemon.arm_in("state", "store-hangs");
+    fs::remove_file(held).unwrap();
     let answer = tokio::time::timeout(Duration::from_secs(2), &mut detach).await;
     assert!(answer.is_err(), "{answer:?}");
-    assert_eq!(daemon.vmm_processes(), [], "its process has ended");
     fs::remove_file(daemon.path("state/fault/store-hangs")).unwrap();
     detach.await.unwrap();
     delete.await.unwrap().unwrap();

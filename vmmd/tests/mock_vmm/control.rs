@@ -28,7 +28,7 @@ pub fn serve(guest: &Guest, stream: &Arc<UnixStream>) {
     if !guest.is_controlled_by(stream) {
         return;
     }
-    let (sender, receiver) = sync_channel(64);
+    let (sender, receiver) = sync_channel(1024);
     let sending = Mutex::new(());
     thread::scope(|scope| {
         scope.spawn(|| {

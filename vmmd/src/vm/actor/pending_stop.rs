@@ -80,7 +80,7 @@ impl Actor {
         }
     }
 
-    /// Notes durably that the VM is to be deleted as soon as its process has ended. Only a later start of the VM takes that back.
+    /// Notes durably that the VM is to be deleted as soon as its process has ended. A failure of the deletion or a later start of the VM takes that back.
     pub(super) async fn note_delete(&mut self, context: &Context) -> Result<(), Failure> {
         let mut record = self.record.clone();
         record.intent = Intent::Stopped.into();
@@ -88,6 +88,13 @@ impl Actor {
         self.host.store.put(&record).await.map_err(store_failure)?;
         self.record = record;
         Ok(())
+    }
+
+    /// Removes the note of a deletion that has failed: the next daemon must not continue an operation that was reported as failed.
+    pub(super) async fn forget_delete(&mut self) {
+        if self.record.deleting.take().is_some() {
+            self.persist().await;
+        }
     }
 
     /// Continues with a deletion that an earlier daemon had begun.

@@ -249,7 +249,8 @@ impl Actor {
             }
             Some(event::Kind::GuestReset(reset)) => {
                 if let Some(instance) = &mut self.instance {
-                    instance.guest_resets = reset.guest_resets;
+                    // An answer that counts later resets too may have come first.
+                    instance.guest_resets = instance.guest_resets.max(reset.guest_resets);
                 }
                 self.forget_panic();
                 self.tell_guest_reset();
@@ -258,7 +259,7 @@ impl Actor {
             }
             Some(event::Kind::CrashReset(reset)) => {
                 if let Some(instance) = &mut self.instance {
-                    instance.crash_resets = reset.crash_resets;
+                    instance.crash_resets = instance.crash_resets.max(reset.crash_resets);
                 }
                 self.forget_panic();
                 self.tell_crash_reset(&reset.message);

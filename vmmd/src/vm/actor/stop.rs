@@ -261,7 +261,8 @@ impl Actor {
             let reason = self.record.exit_reason().unwrap_or(reason);
             self.plan(Occasion::Ended(reason), ran_ms);
         }
-        // Who is told that a disk is out of the spec finds it so also when the deletion is not done before the daemon ends.
+        fault::hold(&self.host.config.run_dir, "ended").await;
+        // A detach is answered when its change is durable, also if the daemon ends before the deletion is done.
         let written = (deleting && told.is_empty()) || self.persist().await;
         // The exit record stays where it is as long as it is nowhere else.
         if deleting || written {
@@ -403,6 +404,7 @@ impl Actor {
                 "a process of VM \"{}\" is alive but can't be reached",
                 self.record.name
             );
+            self.forget_delete().await;
             operation.fail(&Failure::precondition("OLD_PROCESS_ALIVE", message));
             complete_all(also, &self.state());
             return ControlFlow::Continue(());
@@ -430,6 +432,7 @@ impl Actor {
                     phase => phase,
                 };
                 self.enter(phase, DELETE_FAILED, failure.message.clone());
+                self.forget_delete().await;
                 operation.fail(&failure);
                 complete_all(also, &self.state());
                 return ControlFlow::Continue(());
