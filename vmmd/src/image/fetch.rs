@@ -46,7 +46,7 @@ const BATCH: usize = 4 << 20;
 /// What is to be downloaded.
 #[derive(Debug)]
 pub struct Download<'a> {
-    /// Of [`client`].
+    /// Of [`Reach::client`](super::reach::Reach::client).
     pub client: Client,
     /// Its address.
     pub url: &'a str,

@@ -245,7 +245,7 @@ impl Resolve for Reach {
     }
 }
 
-/// The address that a host of a URL is, if it is no name: "[::1]" is an IPv6 address.
+/// The address that a host of a URL is, if it is no name: `[::1]` is an IPv6 address.
 fn literal(host: &str) -> Option<IpAddr> {
     host.trim_start_matches('[').trim_end_matches(']').parse().ok()
 }
