@@ -153,12 +153,13 @@ impl Ledger {
     }
 
     /// Keeps room for a VM that is to be started by its run policy, or again after a stop, however much others have; with `None` no
-    /// more. A VM that has a claim, or had one when room was first kept for it, has that room for certain.
+    /// more. A VM that has a claim, or had one when room was first kept for it, has that room for certain. It loses what it does not
+    /// demand any more: others may have taken that.
     pub fn expect(&self, vm: &str, demand: Option<Demand>) {
         let mut books = self.books();
         match demand {
             Some(demand) => {
-                let placed = books.placed(vm);
+                let placed = books.placed(vm).min(demand.resources);
                 books.expected.insert(vm.to_owned(), Expected { demand, placed });
             }
             None => drop(books.expected.remove(vm)),

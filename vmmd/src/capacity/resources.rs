@@ -86,6 +86,18 @@ impl Demand {
 }
 
 impl Resources {
+    /// The smaller amount of each kind.
+    pub fn min(self, other: Self) -> Self {
+        Self {
+            vcpu_millis: self.vcpu_millis.min(other.vcpu_millis),
+            cpu_millis: self.cpu_millis.min(other.cpu_millis),
+            memory: self.memory.min(other.memory),
+            huge_2m: self.huge_2m.min(other.huge_2m),
+            huge_1g: self.huge_1g.min(other.huge_1g),
+            disk: self.disk.min(other.disk),
+        }
+    }
+
     /// The larger of each amount.
     #[must_use]
     pub fn max(self, other: Self) -> Self {
