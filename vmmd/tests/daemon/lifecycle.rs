@@ -460,3 +460,26 @@ async fn a_deletion_that_can_not_be_noted_leaves_the_vm_running() {
     assert_eq!(status(&vm).phase(), VmPhase::Running);
     daemon.delete("web", true).await.unwrap();
 }
+
+#[tokio::test]
+async fn a_deletion_reported_as_failed_is_not_continued() {
+    let mut daemon = Daemon::start().await;
+    daemon.run("web", "").await;
+    daemon.arm_in("state", "store-unsure");
+    daemon.fault("rewritten");
+    let refused = daemon.delete("web", true).await.unwrap_err();
+    assert_eq!(refused.code(), Code::Internal, "{refused}");
+    assert_eq!(
+        status(&daemon.get("web").await.unwrap()).phase(),
+        VmPhase::Running
+    );
+    let pid = vm_pid(&daemon.get("web").await.unwrap());
+    std::fs::remove_file(daemon.path("state/fault/store-unsure")).unwrap();
+    let held = daemon.path("run/fault/rewritten");
+    within(async || held.with_extension("reached").exists().then_some(())).await;
+    daemon.kill();
+    daemon.relaunch().await;
+    daemon.wait_phase("web", VmPhase::Running).await;
+    let vm = daemon.get("web").await.unwrap();
+    assert_eq!(vm_pid(&vm), pid, "it was neither ended nor deleted");
+}

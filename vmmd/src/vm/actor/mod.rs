@@ -128,6 +128,8 @@ pub struct Actor {
     receiving: Option<oneshot::Sender<Result<(), Failure>>>,
     /// The store may have an earlier state of the hand-over than the record, or not durably: see [`Self::step`](handover).
     unsure: bool,
+    /// When the record is written again: the store may have a later one, of a deletion that was reported as failed.
+    rewrite_due: Option<Instant>,
     /// Operations that an earlier daemon left under way.
     left: Vec<Handle>,
     /// The one of a migration that it has handed over.
@@ -146,6 +148,8 @@ enum Next {
     Due,
     /// Counters are to be published.
     Counts,
+    /// The record is to be written again.
+    Rewrite,
 }
 
 /// A guest decides how often counters change: they are published so often at most.
@@ -200,6 +204,7 @@ impl Actor {
             reset_in_migration: None,
             receiving: None,
             unsure: true,
+            rewrite_due: None,
             left,
             handed_over: None,
             mailbox,
@@ -230,6 +235,7 @@ impl Actor {
                 disks,
                 timer,
                 counts_due,
+                rewrite_due,
                 ..
             } = &mut *self;
             let next = tokio::select! {
@@ -242,6 +248,7 @@ impl Actor {
                 news = work::news(instance) => Next::News(news),
                 () = work::until(*timer) => Next::Due,
                 () = work::until(*counts_due) => Next::Counts,
+                () = work::until(*rewrite_due) => Next::Rewrite,
             };
             self.trace = match &next {
                 Next::Command(command) => command.trace(),
@@ -288,6 +295,7 @@ impl Actor {
             Next::Outcome(outcome) => self.on_outcome(outcome).await,
             Next::Due => self.on_due().await,
             Next::Counts => self.publish(),
+            Next::Rewrite => self.rewrite().await,
         }
         ControlFlow::Continue(())
     }
@@ -516,7 +524,11 @@ impl Actor {
         let pending = if same {
             let pending = stop.operation.pending();
             // Who stops a VM that only makes room does not want it to come up again.
-            if life.request == Request::Stop && !life.evacuate && std::mem::take(&mut self.evacuated) {
+            // A stop after a panic is not one that a client asked for either.
+            if life.request == Request::Stop
+                && !life.evacuate
+                && (std::mem::take(&mut self.evacuated) || self.record.intent() != Intent::Stopped)
+            {
                 self.note_stop(life.grace, &life.context).await;
             }
             pending

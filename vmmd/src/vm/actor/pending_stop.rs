@@ -3,17 +3,21 @@
 use std::ops::ControlFlow;
 
 use proto::v1::EventSeverity;
-use tokio::time::Duration;
+use tokio::time::{Duration, Instant};
 
 use super::{Actor, work::Work};
 use crate::{
     context::{Context, Initiator},
     failure::{Failure, store_failure},
+    fault,
     operation::Type,
     store::{Intent, StopRecord},
     text,
     vm::lifecycle::stop::{self, Then},
 };
+
+/// How soon a record is written again after a failure.
+const REWRITE: Duration = Duration::from_secs(1);
 
 /// How long the guest of a VM that must not run any more may take to power off: as when a stop says nothing.
 const GRACE: Duration = Duration::from_secs(60);
@@ -85,7 +89,11 @@ impl Actor {
         let mut record = self.record.clone();
         record.intent = Intent::Stopped.into();
         record.deleting = Some(StopRecord::new(None, context));
-        self.host.store.put(&record).await.map_err(store_failure)?;
+        if let Err(error) = self.host.store.put(&record).await {
+            // The store may have the note all the same.
+            self.rewrite_due = Some(Instant::now());
+            return Err(store_failure(error));
+        }
         self.record = record;
         Ok(())
     }
@@ -93,7 +101,17 @@ impl Actor {
     /// Removes the note of a deletion that has failed: the next daemon must not continue an operation that was reported as failed.
     pub(super) async fn forget_delete(&mut self) {
         if self.record.deleting.take().is_some() {
-            self.persist().await;
+            self.rewrite().await;
+        }
+    }
+
+    /// Writes the record, and again until that succeeds: the next daemon would continue a deletion that the store has.
+    pub(super) async fn rewrite(&mut self) {
+        if self.persist().await {
+            self.rewrite_due = None;
+            fault::hold(&self.host.config.run_dir, "rewritten").await;
+        } else {
+            self.rewrite_due = Some(Instant::now() + REWRITE);
         }
     }
 
