@@ -195,10 +195,23 @@ fn a_path_that_is_too_deep_is_refused() {
     assert_eq!(refused.unwrap_err(), Errno::NAMETOOLONG);
 }
 
-/// Opens `paths` beneath `in` while another thread does `change` over and over; whatever is opened must be of a file that has "inside".
+/// Opens `paths` beneath `in`, at first alone and then while another thread does `change` over and over. Each file that is opened has
+/// "inside". Returns the number of files that were opened; a busy machine may open none during the changes.
 fn race(root: &Path, paths: &[&str], change: impl Fn() + Send) -> u32 {
     let over = AtomicBool::new(false);
     let mut opened = 0;
+    let mut open_all = || {
+        for path in paths {
+            let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+            let inside = folder(&root.join("in"));
+            if let Ok(file) = open(inside.as_fd(), Path::new(path), flags, Links::Followed) {
+                let text = std::io::read_to_string(fs::File::from(file)).unwrap();
+                assert_eq!(text, "inside", "{path}");
+                opened += 1;
+            }
+        }
+    };
+    open_all();
     thread::scope(|scope| {
         let over = &over;
         scope.spawn(move || {
@@ -207,15 +220,7 @@ fn race(root: &Path, paths: &[&str], change: impl Fn() + Send) -> u32 {
             }
         });
         for _ in 0..5000 {
-            for path in paths {
-                let flags = OFlags::RDONLY | OFlags::CLOEXEC;
-                let inside = folder(&root.join("in"));
-                if let Ok(file) = open(inside.as_fd(), Path::new(path), flags, Links::Followed) {
-                    let text = std::io::read_to_string(fs::File::from(file)).unwrap();
-                    assert_eq!(text, "inside", "{path}");
-                    opened += 1;
-                }
-            }
+            open_all();
         }
         over.store(true, Ordering::Relaxed);
     });
