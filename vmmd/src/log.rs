@@ -50,14 +50,14 @@ pub struct Log {
     lost: Arc<AtomicU64>,
 }
 
-/// What the thread does.
+/// Work of the thread.
 enum Job {
     Write(Vec<u8>),
     /// Say when all before is written.
     Flush(SyncSender<()>),
 }
 
-/// What the thread writes to.
+/// The destination of the lines.
 enum Sink {
     Journal(UnixDatagram, PathBuf),
     Text(Box<dyn Write + Send>),
@@ -282,7 +282,7 @@ impl Line {
 mod tests {
     use super::*;
 
-    /// What a datagram of the journal has, by field.
+    /// The fields of a datagram of the journal.
     fn read(socket: &UnixDatagram) -> Vec<(String, String)> {
         let mut buffer = vec![0; 2 * LONGEST];
         let length = socket.recv(&mut buffer).unwrap();

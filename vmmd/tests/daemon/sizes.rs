@@ -8,7 +8,7 @@ use crate::{
     update::masked,
 };
 
-/// What a field of cloud-init data may have, in bytes.
+/// Longest field of cloud-init data, in bytes.
 const DATA: usize = 128 << 10;
 /// The same of annotations together.
 const ANNOTATIONS: usize = 64 << 10;
