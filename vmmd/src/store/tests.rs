@@ -484,7 +484,7 @@ fn bytes_read() -> u64 {
 }
 
 #[test]
-fn store_after_60_000_request_ids_is_small_and_opens_unread() {
+fn store_after_200_000_request_ids_is_small_and_opens_unread() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join(FILE);
     let database = open(&path, &key()).unwrap();
@@ -493,7 +493,7 @@ fn store_after_60_000_request_ids_is_small_and_opens_unread() {
         record.response = vec![1; 100];
         record
     };
-    for batch in 0..60 {
+    for batch in 0..200 {
         write(&database, |transaction| {
             let answers: Vec<_> = (batch * 1000..(batch + 1) * 1000).map(of).collect();
             answers::complete_within(transaction, &answers, answers::LIMITS)
