@@ -166,7 +166,11 @@ async fn mass_start_on_slow_storage_starts_all() {
     let many = std::env::var_os("VMMD_LONG").is_some();
     // 600 of 2,000 ms for each VM, 16 VMs at a time: the last VMs wait longer than 2,000 ms.
     let (count, extra) = if many { (1000, MANY_USERS) } else { (64, "") };
-    let daemon = Daemon::configured(&format!("{extra}limits = {{ file_seconds = 2 }}\n")).await;
+    // The mocks take no memory of a guest.
+    let daemon = Daemon::configured(&format!(
+        "{extra}limits = {{ file_seconds = 2 }}\n[overcommit]\ncpu = 1000\nvcpu = 1000\nmemory = 100\n"
+    ))
+    .await;
     for number in 0..count {
         let vm = daemon.manifest(&format!("vm{number}"), "");
         daemon.create(vm).await.unwrap();
