@@ -191,6 +191,7 @@ fn file_that_is_no_image_is_refused_with_what_it_is() {
         (program, "a program (EFI)"),
         (dmg, "format dmg"),
         (vec![7; 1000], "neither a partition table nor a file system"),
+        (vec![7; (1 << 20) + 100], "in whole sectors"),
     ] {
         refused(&images, &content, words);
         refused(&images, &packed("gzip", &content), words);

@@ -119,10 +119,12 @@ fn a_file_of_any_known_format_becomes_the_same_sparse_raw_image() {
 }
 
 #[test]
-fn a_file_that_is_not_whole_sectors_is_filled_up_with_zeroes() {
+fn disk_that_is_not_whole_sectors_is_filled_up_with_zeroes() {
     let images = Images::new();
     const LENGTH: usize = (1 << 20) + 700;
-    let found = imported(&images, &[7; LENGTH], 2 << 20).unwrap();
+    let mut image = vec![7; LENGTH];
+    image[510..512].copy_from_slice(&[0x55, 0xaa]);
+    let found = imported(&images, &image, 2 << 20).unwrap();
     assert_eq!(found["virtual_size"].as_u64(), Some((1 << 20) + 1024));
     let target = fs::read(images.path("target")).unwrap();
     assert_eq!(target[LENGTH - 1..LENGTH + 2], [7, 0, 0]);

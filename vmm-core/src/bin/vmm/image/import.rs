@@ -288,9 +288,10 @@ fn check_raw(target: &File, size: u64) -> Result<()> {
         .take(HEAD as u64)
         .read_to_end(&mut head)
         .context("read the image")?;
-    if size < LEAST && !has_file_system(&head) {
+    if (size < LEAST || !size.is_multiple_of(SECTOR)) && !has_file_system(&head) {
         bail!(
-            "the file has {size} bytes, and neither a partition table nor a file system: it is no image of a disk, or was cut off"
+            "the file has {size} bytes, and neither a partition table nor a file system: it is no image of a disk, or was cut off (an empty disk \
+             has at least {LEAST} bytes, in whole sectors of {SECTOR})"
         );
     }
     Ok(())
