@@ -138,16 +138,21 @@ fuzz: ## Fuzz a part with libFuzzer (FUZZ=blk_queue, snapshot, dns_query, … as
 	cd $(FUZZ_CRATE) && RUSTC_BOOTSTRAP=1 $(CARGO) fuzz run --target-dir $(CURDIR)/target/fuzz $(FUZZ) $(FOUND) fuzz/corpus/$(FUZZ) -- -max_total_time=$(FUZZ_SECONDS)
 
 # Parts that need no node run while there is none.
-BENCH_HERE = $(filter $(or $(ONLY),rings pacing daemon image kubernetes),rings pacing daemon image kubernetes)
-BENCH_NODE = $(filter $(or $(ONLY),start memory disk fs migrate net screen ends),start memory disk fs migrate net screen ends)
+PARTS_HERE = rings pacing daemon image kubernetes
+PARTS_NODE = start memory disk fs migrate net screen ends
 comma := ,
+PARTS = $(or $(subst $(comma), ,$(ONLY)),$(PARTS_HERE) $(PARTS_NODE))
+BENCH_HERE = $(filter $(PARTS),$(PARTS_HERE))
+BENCH_NODE = $(filter $(PARTS),$(PARTS_NODE))
+NO_PARTS = $(filter-out $(PARTS_HERE) $(PARTS_NODE),$(PARTS))
 list = $(subst $() ,$(comma),$(strip $(1)))
 BENCH = target/debug/bench $(if $(PUBLISH),--publish) --only
 
 # A screen's part has a desktop, which only the node of the nightly tests has.
 .PHONY: bench
 bench: FEATURES ?= $(if $(filter screen,$(BENCH_NODE)),--features vmmd-tests/nightly)
-bench: $(if $(BENCH_NODE),node-tool deb) ## Measure vmmd, beside QEMU in the test node and without guests (ONLY=start, memory, disk, fs, migrate, net, screen, ends, rings, pacing, daemon, image or kubernetes: a part)
+bench: $(if $(BENCH_NODE),node-tool deb) ## Measure vmmd, beside QEMU in the test node and without guests (ONLY=start, memory, disk, fs, migrate, net, screen, ends, rings, pacing, daemon, image or kubernetes: parts, with commas)
+	$(if $(NO_PARTS),$(error there is no part $(NO_PARTS): $(PARTS_HERE) $(PARTS_NODE)))
 	$(CARGO) build -q -p vmmd-tests $(FEATURES) --bin bench
 	$(if $(filter kubernetes,$(BENCH_HERE)),tests/kubernetes/build.sh)
 	$(if $(BENCH_HERE),$(BENCH) $(call list,$(BENCH_HERE)))
