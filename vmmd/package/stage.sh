@@ -38,6 +38,7 @@ done
 put 644 "$here/vmmd.sysusers" usr/lib/sysusers.d/vmmd.conf
 put 644 "$here/config.toml" etc/vmmd/config.toml
 put 644 "$here/vmmd.logrotate" etc/logrotate.d/vmmd
+put 644 "$here/apparmor/vmmd" usr/share/vmmd/apparmor/vmmd
 for example in "$here"/examples/*.yaml; do
     put 644 "$example" "usr/share/doc/vmmd/examples/${example##*/}"
 done

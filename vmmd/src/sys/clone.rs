@@ -14,7 +14,7 @@ use std::{
     io::{self, Read},
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
     ptr,
-    sync::atomic::{AtomicI32, Ordering},
+    sync::atomic::{AtomicBool, AtomicI32, Ordering},
 };
 
 use rustix::{
@@ -58,8 +58,8 @@ pub struct Program<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Network {
     /// An empty network namespace of its own. It takes a user namespace, in which the program's user is not mapped: the program sees
-    /// the kernel's overflow user (65534) as its own. Where the kernel refuses a namespace, the program stays in the node's network
-    /// and the daemon logs a warning.
+    /// the kernel's overflow user (65534) as its own. Where the kernel refuses a namespace, or gives no rights in one, the program stays
+    /// in the node's network and the daemon logs a warning.
     Empty,
     /// The network of the node.
     Node,
@@ -113,11 +113,77 @@ impl Drop for Child {
     }
 }
 
+/// The kernel makes user namespaces, and gives no rights in them.
+static NO_RIGHTS: AtomicBool = AtomicBool::new(false);
+/// Why a program gets no rights in a user namespace, and the next step.
+const RESTRICTED: &str = "the kernel gives no rights in user namespaces (kernel.apparmor_restrict_unprivileged_userns): load the AppArmor \
+                          profile /usr/share/vmmd/apparmor/vmmd and restart vmmd";
+
 /// Starts `program`; returns when the child executes it, or with what the child could not do.
 pub fn spawn(program: &Program<'_>) -> io::Result<Child> {
     if program.fds.len() > MAX_FDS || (program.uid == 0 && program.namespaces.is_none()) {
         return Err(io::ErrorKind::InvalidInput.into());
     }
+    let leaves = program.network == Network::Empty && program.namespaces.is_none();
+    if !leaves || NO_RIGHTS.load(Ordering::Relaxed) {
+        return attempt(program, Network::Node).map_err(|failed| failed.describe(program));
+    }
+    match attempt(program, Network::Empty) {
+        // A security module may let a process make a user namespace and then take all rights in it. The process can not leave the
+        // namespace, so another process begins.
+        Err(failed) if failed.step == Some(Step::Rights) && failed.is_denied() => {
+            let child = attempt(program, Network::Node).map_err(|failed| failed.describe(program))?;
+            if !NO_RIGHTS.swap(true, Ordering::Relaxed) {
+                tracing::warn!("programs stay in the node's network: {RESTRICTED}");
+            }
+            Ok(child)
+        }
+        result => result.map_err(|failed| failed.describe(program)),
+    }
+}
+
+/// Why no program was executed.
+#[derive(Debug)]
+struct Failed {
+    /// Of the child; `None` when there was no child, or the daemon could not do its part.
+    step: Option<Step>,
+    error: io::Error,
+}
+
+impl From<io::Error> for Failed {
+    fn from(error: io::Error) -> Self {
+        Self { step: None, error }
+    }
+}
+
+impl From<Errno> for Failed {
+    fn from(errno: Errno) -> Self {
+        io::Error::from(errno).into()
+    }
+}
+
+impl Failed {
+    fn is_denied(&self) -> bool {
+        self.error.raw_os_error() == Some(libc::EPERM)
+    }
+
+    fn describe(self, program: &Program<'_>) -> io::Error {
+        let Some(step) = self.step else {
+            return self.error;
+        };
+        let restricted = program.namespaces.is_some() && self.is_denied();
+        let help = if restricted {
+            format!(", perhaps because {RESTRICTED}")
+        } else {
+            String::new()
+        };
+        let message = format!("{}: {}{help}", step.name(), self.error);
+        io::Error::new(self.error.kind(), message)
+    }
+}
+
+/// The same in the given network.
+fn attempt(program: &Program<'_>, network: Network) -> Result<Child, Failed> {
     let (report_read, report_write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
     // The child goes on when its users are mapped.
     let (go_read, go_write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
@@ -132,11 +198,12 @@ pub fn spawn(program: &Program<'_>) -> io::Result<Child> {
     if pid == 0 {
         // SAFETY: this copy of the process does not use it; while it is open, the end of the daemon would not be seen.
         unsafe { libc::close(go_write.as_raw_fd()) };
-        let failed = become_program(program, report_write.as_fd(), go_read.as_fd(), &arguments);
+        let pipes = (report_write.as_fd(), go_read.as_fd());
+        let failed = become_program(program, network, pipes, &arguments);
         exit_child(report_write.as_fd(), failed);
     }
     if pid < 0 {
-        return Err(io::Error::last_os_error());
+        return Err(io::Error::last_os_error().into());
     }
     drop(report_write);
     // SAFETY: CLONE_PIDFD has stored a new descriptor that nobody else owns.
@@ -149,14 +216,11 @@ pub fn spawn(program: &Program<'_>) -> io::Result<Child> {
     if let Err(error) = goes {
         // Without the word to go on it ends.
         reap(&pidfd);
-        return Err(io::Error::new(error.kind(), format!("map users: {error}")));
+        return Err(io::Error::new(error.kind(), format!("map users: {error}")).into());
     }
-    if let Some((step, error)) = failure(report_read) {
+    if let Some(failed) = failure(report_read) {
         reap(&pidfd);
-        return Err(io::Error::new(
-            error.kind(),
-            format!("{}: {error}", Step::name(step)),
-        ));
+        return Err(failed);
     }
     Ok(Child {
         pid: u32::try_from(pid).unwrap_or_default(),
@@ -165,14 +229,18 @@ pub fn spawn(program: &Program<'_>) -> io::Result<Child> {
 }
 
 /// The step that failed in the child; `None` when the child has executed the program, which closes the pipe.
-fn failure(report: OwnedFd) -> Option<(u8, io::Error)> {
+fn failure(report: OwnedFd) -> Option<Failed> {
     let mut report = File::from(report);
     let mut line = [0; 5];
     while report.read_exact(&mut line).is_ok() {
         let [step, errno @ ..] = line;
         let error = io::Error::from_raw_os_error(i32::from_le_bytes(errno));
-        if step != Step::Network as u8 {
-            return Some((step, error));
+        let step = Step::read(step);
+        if step != Step::Network {
+            return Some(Failed {
+                step: Some(step),
+                error,
+            });
         }
         tracing::warn!(%error, "a process stays in the node's network: the kernel gives it no namespace of its own");
     }
@@ -238,7 +306,7 @@ pub fn reap(pidfd: impl AsFd) {
 }
 
 /// What the child does on its way, for the message when it fails.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 enum Step {
     Namespaces,
@@ -253,15 +321,31 @@ enum Step {
 }
 
 impl Step {
-    fn name(step: u8) -> &'static str {
-        match step {
-            step if step == Self::Namespaces as u8 => "wait for its users",
-            step if step == Self::Session as u8 => "begin a session",
-            step if step == Self::Descriptors as u8 => "arrange descriptors",
-            step if step == Self::Limits as u8 => "set limits",
-            step if step == Self::Rights as u8 => "give up rights",
-            step if step == Self::User as u8 => "change the user",
-            _ => "execute the program",
+    /// The step with this number.
+    fn read(number: u8) -> Self {
+        let steps = [
+            Self::Namespaces,
+            Self::Session,
+            Self::Descriptors,
+            Self::Limits,
+            Self::Rights,
+            Self::User,
+            Self::Network,
+        ];
+        let step = steps.into_iter().find(|step| *step as u8 == number);
+        step.unwrap_or(Self::Execute)
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Namespaces => "wait for its users",
+            Self::Session => "begin a session",
+            Self::Descriptors => "arrange descriptors",
+            Self::Limits => "set limits",
+            Self::Rights => "give up rights",
+            Self::User => "change the user",
+            Self::Network => "leave the node's network",
+            Self::Execute => "execute the program",
         }
     }
 }
@@ -269,8 +353,8 @@ impl Step {
 /// In the child. Returns only when something failed.
 fn become_program(
     program: &Program<'_>,
-    report: BorrowedFd<'_>,
-    go: BorrowedFd<'_>,
+    network: Network,
+    (report, go): (BorrowedFd<'_>, BorrowedFd<'_>),
     arguments: &[*const libc::c_char],
 ) -> (Step, Errno) {
     let steps = || {
@@ -284,7 +368,7 @@ fn become_program(
         match program.namespaces {
             None => {
                 change_user(program.uid).map_err(|errno| (Step::User, errno))?;
-                leave_network(program.network)
+                leave_network(network)
                     .and_then(|()| drop_rights(CapabilitySet::empty()))
                     .and_then(|()| set_rights(CapabilitySet::empty()))
                     .map_err(|errno| (Step::Rights, errno))?;
@@ -434,6 +518,8 @@ fn leave_network(network: Network) -> Result<(), Errno> {
             reason = "the child has one thread and no table of descriptors is shared"
         )]
         match rustix::thread::unshare(UnshareFlags::NEWUSER | UnshareFlags::NEWNET) {
+            #[cfg(test)]
+            Ok(()) if tests::NO_RIGHTS_IN_NAMESPACES.load(Ordering::Relaxed) => return Err(Errno::PERM),
             Ok(()) => return Ok(()),
             Err(errno) => tell(Step::Network, errno),
         }

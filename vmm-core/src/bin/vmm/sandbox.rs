@@ -16,7 +16,11 @@ use std::os::fd::RawFd;
 
 use anyhow::{Context, Result, bail};
 use caps::{CapSet, Capability};
-use rustix::process::{DumpableBehavior, Resource, Rlimit, getuid, set_dumpable_behavior, setrlimit};
+use rustix::{
+    io::Errno,
+    process::{DumpableBehavior, Resource, Rlimit, getuid, set_dumpable_behavior, setrlimit},
+    thread::{CapabilitySet, remove_capability_from_bounding_set},
+};
 use tracing::warn;
 
 use crate::{args::Seccomp, sys};
@@ -141,8 +145,17 @@ fn drop_bounding_set() -> Result<()> {
         return Ok(());
     }
     for capability in bounding.known() {
-        caps::drop(None, CapSet::Bounding, capability)
-            .with_context(|| format!("dropping {capability} from the bounding set"))?;
+        let bit = CapabilitySet::from_bits_retain(capability.bitmask());
+        match remove_capability_from_bounding_set(bit) {
+            // A security module may take all rights in a user namespace (kernel.apparmor_restrict_unprivileged_userns).
+            Err(Errno::PERM) => {
+                warn!(
+                    "the kernel gives this process no rights in its user namespace: its bounding set stays"
+                );
+                return Ok(());
+            }
+            result => result.with_context(|| format!("dropping {capability} from the bounding set"))?,
+        }
     }
     Ok(())
 }

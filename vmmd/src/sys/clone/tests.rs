@@ -15,6 +15,9 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, addr::SocketAddrArg
 
 use super::*;
 
+/// The child of this test finds itself without rights in its user namespace, as AppArmor does it.
+pub(super) static NO_RIGHTS_IN_NAMESPACES: AtomicBool = AtomicBool::new(false);
+
 /// Runs `/bin/sh -c script` as uid 1900000001 with `fds` in the node's network; returns what it printed. Needs root.
 fn run(script: &str, fds: &[BorrowedFd<'_>]) -> String {
     let shell = File::open("/bin/sh").unwrap();
@@ -193,6 +196,30 @@ fn program_in_an_empty_network_reaches_no_socket_of_the_node() {
         "call tcp {unreachable}, ring tcp {unreachable}, call unix {refused}, ring unix {refused}, lo alone true"
     );
     assert_eq!(reached(Network::Empty), none);
+}
+
+#[test]
+fn program_without_rights_in_namespaces_keeps_the_network() {
+    let network = |file: &str| fs::read_link(file).unwrap().to_string_lossy().into_owned();
+    let shell = File::open("/bin/sh").unwrap();
+    let script =
+        "readlink /proc/self/ns/net; while read -r line; do echo \"$line\"; done < /proc/self/status";
+    let said = || execute_in(Network::Empty, &shell, &["sh", "-c", script], &[]);
+    assert!(!said().starts_with(&network("/proc/self/ns/net")));
+    NO_RIGHTS_IN_NAMESPACES.store(true, Ordering::Relaxed);
+    let said_then = said();
+    assert!(
+        said_then.starts_with(&network("/proc/self/ns/net")),
+        "{said_then}"
+    );
+    for set in ["CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"] {
+        let none = format!("\n{set}:\t{}\n", "0".repeat(16));
+        assert!(said_then.contains(&none), "{said_then}");
+    }
+    // The next program does without the attempt.
+    NO_RIGHTS_IN_NAMESPACES.store(false, Ordering::Relaxed);
+    assert!(said().starts_with(&network("/proc/self/ns/net")));
+    NO_RIGHTS.store(false, Ordering::Relaxed);
 }
 
 #[test]

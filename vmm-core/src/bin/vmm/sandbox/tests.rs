@@ -1,12 +1,15 @@
 //! The lists against what was seen to be used, the programs against the lists, and the documentation against both.
 
+use caps::{CapSet, Capability};
 use devices::thread::ThreadKind;
 use libc::{SECCOMP_RET_ALLOW, c_long};
-use seccompiler::BpfProgram;
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
+};
 
 use super::{
     bpf::{self, ARCHITECTURE, tests::run},
-    converter,
+    converter, drop_bounding_set,
     lists::{Arguments, EVERY, Entry, of, of_images},
     seccomp::{entries, no_clone3},
 };
@@ -99,6 +102,29 @@ fn line(kind: ThreadKind) -> &'static [ThreadKind] {
         ThreadKind::Helper => &[ThreadKind::Main, ThreadKind::Helper],
         ThreadKind::Snapshot => &[ThreadKind::Main, ThreadKind::Snapshot],
     }
+}
+
+/// As root, in a thread of its own that the filter ends with.
+#[test]
+fn bounding_set_that_can_not_be_dropped_is_left() {
+    let thread = std::thread::spawn(|| {
+        assert!(caps::has_cap(None, CapSet::Effective, Capability::CAP_SETPCAP).unwrap());
+        let drops = libc::PR_CAPBSET_DROP.cast_unsigned().into();
+        let drops = SeccompCondition::new(0, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, drops).unwrap();
+        let rules = [(libc::SYS_prctl, vec![SeccompRule::new(vec![drops]).unwrap()])];
+        let denied = SeccompAction::Errno(libc::EPERM.cast_unsigned());
+        let filter = SeccompFilter::new(
+            rules.into(),
+            SeccompAction::Allow,
+            denied,
+            seccompiler::TargetArch::x86_64,
+        );
+        let filter: BpfProgram = filter.unwrap().try_into().unwrap();
+        seccompiler::apply_filter(&filter).unwrap();
+        assert!(caps::drop(None, CapSet::Bounding, Capability::CAP_CHOWN).is_err());
+        drop_bounding_set().unwrap();
+    });
+    thread.join().unwrap();
 }
 
 #[test]
