@@ -139,6 +139,7 @@ async fn lease(host: &Arc<Host>, offer: &Offer, vm: &str) -> Result<(), Failure>
             address: Some(address.address),
             ports,
             firewall,
+            plugged: false,
         };
         host.networks
             .lease(host.for_networks(), address.network, &request)

@@ -59,14 +59,14 @@ fn is_tap_name(name: &str) -> bool {
     })
 }
 
-/// Opens the tap of `nic`, or makes `tap` on its bridge. `index` is its number in the spec.
+/// Opens the tap of `nic`, or makes `tap` on its bridge. `index` is its number in the spec; `plugged` says that the machine of the VM runs.
 pub async fn open_tap(
     host: Ports<'_>,
     vm: Uuid,
     name: &str,
     index: usize,
     nic: &Nic,
-    (mac, tap): (Mac, String),
+    (mac, tap, plugged): (Mac, String, bool),
 ) -> Result<Tap, Failure> {
     let links = &host.links;
     let mut tap = match &nic.attachment {
@@ -84,6 +84,7 @@ pub async fn open_tap(
                 address: *address,
                 ports,
                 firewall,
+                plugged,
             };
             let bridge = host.networks.lease(host, network.as_str(), &request).await?;
             on_bridge(links, tap, name, index, (&bridge, nic.queues), mac).await
@@ -130,6 +131,7 @@ pub async fn look(
                 address: *address,
                 ports,
                 firewall,
+                plugged: false,
             };
             host.networks.would_give(host, name.as_str(), &request).await
         }

@@ -51,13 +51,20 @@ impl Networks {
         self.check(&record, request).await.map(drop)
     }
 
-    /// The address of a NIC in a network; refused when another NIC has its address, MAC address or ports.
+    /// The address of a NIC in a network; refused when another NIC has its address or MAC address, or another VM its ports.
     async fn check(&self, record: &NetworkRecord, request: &Request<'_>) -> Result<Ipv4Addr, Failure> {
         let network = record.name.as_str();
         let spec = spec_of(record).ok_or_else(|| not_found(network))?;
         let owner = (request.vm.0.as_bytes().as_slice(), request.nic);
-        let address = pool::allocate(&spec, &record.leases, owner, request.address, text::now_ms())
-            .map_err(|refusal| refused(network, &spec, request, &refusal))?;
+        let keeps = |lease: &LeaseRecord| keeps(request, lease);
+        let address = pool::allocate(
+            &spec,
+            &record.leases,
+            owner,
+            (request.address, keeps),
+            text::now_ms(),
+        )
+        .map_err(|refusal| refused(network, &spec, request, &refusal))?;
         if spec.mode != NetworkMode::Nat && !request.ports.is_empty() {
             let message = format!(
                 "NIC \"{}\": the network \"{network}\" has not the mode NAT, so ports can't be published",
@@ -103,10 +110,10 @@ impl Networks {
         let before = record.clone();
         let taken = |other: &LeaseRecord| other.is_of(vm, request.nic) || other.address == lease.address;
         record.leases.retain(|other| !taken(other) && other.counts(now));
-        for other in self.vacated(&record.uid, &lease.tap, now) {
+        for other in self.vacated(&record.uid, &lease, now) {
             self.write(host, &other).await?;
         }
-        vacate(&mut record, &lease.tap, now);
+        vacate(&mut record, &lease, now);
         record.leases.push(lease);
         record.leases.sort_by_key(|lease| lease.address);
         if record != before {
@@ -144,6 +151,7 @@ impl Networks {
             address: Some(lease.ip()),
             ports,
             firewall,
+            plugged: true,
         };
         self.free(host, &mut turn, network, &request).await;
         let record = self.find(network)?;
@@ -152,20 +160,20 @@ impl Networks {
 
     /// Takes the MAC address and the ports that are wanted from NICs that have just gone, if they still have them.
     async fn free(&self, host: Ports<'_>, turn: &mut Filter, network: &str, request: &Request<'_>) {
-        let has = |record: NetworkRecord| no_mac_clash(&record, request).is_err();
+        let has = |record: NetworkRecord| others_with_mac(&record, request).next().is_some();
         if self.find(network).is_ok_and(has) || self.no_port_clash(request).is_err() {
             self.drop_gone(host, turn).await;
         }
     }
 
-    /// The records of networks other than the one with the UUID `uid` that change as `tap` becomes one of its NICs.
-    fn vacated(&self, uid: &[u8], tap: &str, now: u64) -> Vec<NetworkRecord> {
+    /// The records of networks other than the one with the UUID `uid` that change as a NIC gets `lease`.
+    fn vacated(&self, uid: &[u8], lease: &LeaseRecord, now: u64) -> Vec<NetworkRecord> {
         let inner = self.inner();
-        let has = |record: &&NetworkRecord| record.leases.iter().any(|lease| is_behind(lease, tap));
         let others = inner.records.values().filter(|record| record.uid != uid);
-        let changed = others.filter(has).cloned().map(|mut record| {
-            vacate(&mut record, tap, now);
-            record
+        let changed = others.filter_map(|record| {
+            let mut changed = record.clone();
+            vacate(&mut changed, lease, now);
+            (changed != *record).then_some(changed)
         });
         changed.collect()
     }
@@ -185,7 +193,8 @@ impl Networks {
             }
         }
         let leases = inner.records.values().flat_map(|record| &record.leases);
-        let others = leases.filter(|lease| lease.released_ms == 0 && !lease.is_of(vm, request.nic));
+        // Another NIC of the VM gives its port up: see `vacate`.
+        let others = leases.filter(|lease| lease.released_ms == 0 && lease.vm != vm);
         for lease in others {
             let clash = |port: &&PortRecord| wanted.iter().any(|wanted| same_port(wanted, port));
             if let Some(port) = lease.ports.iter().find(clash) {
@@ -231,14 +240,26 @@ impl Networks {
     }
 }
 
+/// Whether the NIC with a lease keeps its addresses when they are requested for another NIC. The spec of a VM gives an address to one NIC, so
+/// other leases of this VM are out of date, except of NICs that its machine has.
+fn keeps(request: &Request<'_>, lease: &LeaseRecord) -> bool {
+    lease.vm != request.vm.0.as_bytes() || (request.plugged && lease.released_ms == 0)
+}
+
+/// Leases of other NICs in a network with the requested MAC address.
+fn others_with_mac<'a>(
+    record: &'a NetworkRecord,
+    request: &Request<'_>,
+) -> impl Iterator<Item = &'a LeaseRecord> {
+    let (vm, nic, mac) = (request.vm.0, request.nic, request.mac);
+    record.leases.iter().filter(move |lease| {
+        lease.released_ms == 0 && lease.mac() == Some(mac) && !lease.is_of(vm.as_bytes(), nic)
+    })
+}
+
 /// Refuses a MAC address that another NIC of the network has: frames, and addresses by DHCP, go by it.
 fn no_mac_clash(record: &NetworkRecord, request: &Request<'_>) -> Result<(), Failure> {
-    let vm = request.vm.0.as_bytes();
-    let mut leases = record.leases.iter();
-    let other = leases.find(|lease| {
-        lease.released_ms == 0 && lease.mac() == Some(request.mac) && !lease.is_of(vm, request.nic)
-    });
-    let Some(lease) = other else {
+    let Some(lease) = others_with_mac(record, request).find(|lease| keeps(request, lease)) else {
         return Ok(());
     };
     let message = format!(
@@ -259,16 +280,19 @@ fn in_words(port: &PortRecord) -> String {
     format!("{protocol} port {}", port.node_port)
 }
 
-/// Releases the addresses of NICs that were behind a tap: it is another NIC's from now on. It would be held to their addresses as well,
-/// until the daemon notices that they are gone.
-fn vacate(record: &mut NetworkRecord, tap: &str, now: u64) {
-    for lease in record.leases.iter_mut().filter(|lease| is_behind(lease, tap)) {
-        lease.released_ms = now;
+/// Takes the tap and the ports of the lease `new` from other NICs. A NIC that was behind its tap releases its address: it would be held to that address as
+/// well, until the daemon notices that it is gone. Other NICs of the VM give up the ports.
+fn vacate(record: &mut NetworkRecord, new: &LeaseRecord, now: u64) {
+    for lease in record.leases.iter_mut().filter(|lease| lease.released_ms == 0) {
+        if lease.tap == new.tap {
+            lease.released_ms = now;
+        }
+        if lease.vm == new.vm && lease.nic != new.nic {
+            lease
+                .ports
+                .retain(|port| !new.ports.iter().any(|wanted| same_port(wanted, port)));
+        }
     }
-}
-
-fn is_behind(lease: &LeaseRecord, tap: &str) -> bool {
-    lease.tap == tap && lease.released_ms == 0
 }
 
 #[cfg(test)]
@@ -286,8 +310,40 @@ mod tests {
             leases: vec![lease("a", 0), lease("b", 0), lease("a", 5)],
             ..NetworkRecord::default()
         };
-        vacate(&mut record, "a", 9);
+        vacate(&mut record, &lease("a", 0), 9);
         let released: Vec<_> = record.leases.iter().map(|lease| lease.released_ms).collect();
         assert_eq!(released, [9, 0, 5]);
+    }
+
+    #[test]
+    fn other_nics_of_a_vm_give_up_its_ports() {
+        let lease = |vm: u8, nic: &str, ports: &[u32]| LeaseRecord {
+            vm: vec![vm],
+            nic: nic.into(),
+            tap: format!("{vm}{nic}"),
+            ports: ports
+                .iter()
+                .map(|port| PortRecord {
+                    node_port: *port,
+                    ..PortRecord::default()
+                })
+                .collect(),
+            ..LeaseRecord::default()
+        };
+        let mut record = NetworkRecord {
+            leases: vec![
+                lease(1, "a", &[80, 81]),
+                lease(1, "b", &[80]),
+                lease(2, "a", &[80]),
+            ],
+            ..NetworkRecord::default()
+        };
+        vacate(&mut record, &lease(1, "b", &[80]), 9);
+        let left: Vec<Vec<_>> = record
+            .leases
+            .iter()
+            .map(|lease| lease.ports.iter().map(|port| port.node_port).collect())
+            .collect();
+        assert_eq!(left, [vec![81], vec![80], vec![80]]);
     }
 }

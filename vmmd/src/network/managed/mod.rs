@@ -153,6 +153,8 @@ pub struct Request<'a> {
     pub ports: &'a [PublishedPort],
     /// Which connections its guest may have.
     pub firewall: &'a Firewall,
+    /// The machine of its VM runs: its other NICs keep their addresses.
+    pub plugged: bool,
 }
 
 impl Networks {

@@ -41,12 +41,13 @@ impl LeaseRecord {
     }
 }
 
-/// The address of the NIC `nic` of the VM with UUID `vm`: the `requested` one, or its own, or one that is free.
+/// The address of the NIC `nic` of the VM with UUID `vm`: the `requested` one, or its own, or one that is free. The requested address may be
+/// that of a NIC which does not keep it.
 pub fn allocate(
     spec: &NetworkSpec,
     leases: &[LeaseRecord],
     (vm, nic): (&[u8], &str),
-    requested: Option<Ipv4Addr>,
+    (requested, keeps): (Option<Ipv4Addr>, impl Fn(&LeaseRecord) -> bool),
     now_ms: u64,
 ) -> Result<Ipv4Addr, Refusal> {
     let counting = || leases.iter().filter(|lease| lease.counts(now_ms));
@@ -59,7 +60,8 @@ pub fn allocate(
     if !spec.net.has_host(wanted) || wanted == spec.gateway {
         return Err(Refusal::NotInPool(wanted));
     }
-    match counting().find(|lease| lease.ip() == wanted && !lease.is_of(vm, nic)) {
+    let keeps = |lease: &LeaseRecord| requested.is_none() || keeps(lease);
+    match counting().find(|lease| lease.ip() == wanted && !lease.is_of(vm, nic) && keeps(lease)) {
         Some(lease) => Err(Refusal::Taken(wanted, Box::new(lease.clone()))),
         None => Ok(wanted),
     }
@@ -111,7 +113,7 @@ mod tests {
     fn a_nic_gets_the_first_free_address_and_the_same_one_again() {
         let spec = spec("10.80.0.0/29");
         let leases = [lease(1, 2, 0), lease(2, 4, 0)];
-        let allocate = |vm: u8| allocate(&spec, &leases, (&[vm], "eth0"), None, 5000);
+        let allocate = |vm: u8| allocate(&spec, &leases, (&[vm], "eth0"), (None, |_| true), 5000);
         assert_eq!(allocate(3), Ok(address(3)));
         assert_eq!(allocate(2), Ok(address(4)));
         assert_eq!(available(&spec, &leases, 5000), 3);
@@ -121,7 +123,7 @@ mod tests {
     fn a_released_address_waits_for_its_nic_for_ten_minutes() {
         let spec = spec("10.80.0.0/30");
         let leases = [lease(1, 2, 1000)];
-        let at = |vm: u8, now| allocate(&spec, &leases, (&[vm], "eth0"), None, now);
+        let at = |vm: u8, now| allocate(&spec, &leases, (&[vm], "eth0"), (None, |_| true), now);
         assert_eq!(at(2, 2000), Err(Refusal::Exhausted));
         assert_eq!(at(1, 2000), Ok(address(2)));
         assert_eq!(at(2, 1000 + RETENTION_MS), Ok(address(2)));
@@ -132,7 +134,15 @@ mod tests {
     fn an_address_released_by_a_wrong_clock_is_free() {
         let spec = spec("10.80.0.0/30");
         let now = 1_000_000_000;
-        let at = |released| allocate(&spec, &[lease(1, 2, released)], (&[2], "eth0"), None, now);
+        let at = |released| {
+            allocate(
+                &spec,
+                &[lease(1, 2, released)],
+                (&[2], "eth0"),
+                (None, |_| true),
+                now,
+            )
+        };
         // The clock was set back a little, and by years.
         assert_eq!(at(now + RETENTION_MS - 1), Err(Refusal::Exhausted));
         assert_eq!(at(now + RETENTION_MS), Ok(address(2)));
@@ -143,7 +153,15 @@ mod tests {
     fn a_requested_address_is_given_or_refused_with_its_owner() {
         let spec = spec("10.80.0.0/24");
         let leases = [lease(1, 9, 0)];
-        let ask = |vm: u8, wanted| allocate(&spec, &leases, (&[vm], "eth0"), Some(wanted), 5);
+        let ask = |vm: u8, wanted| {
+            allocate(
+                &spec,
+                &leases,
+                (&[vm], "eth0"),
+                (Some(wanted), |lease| lease.vm != [vm]),
+                5,
+            )
+        };
         assert_eq!(ask(2, address(77)), Ok(address(77)));
         assert_eq!(ask(1, address(9)), Ok(address(9)));
         assert_eq!(
@@ -155,13 +173,27 @@ mod tests {
         }
     }
 
+    #[test]
+    fn a_requested_address_of_the_same_vm_moves_to_the_nic() {
+        let spec = spec("10.80.0.0/24");
+        for released_ms in [0, 4] {
+            let leases = [lease(1, 9, released_ms)];
+            let ask = |keeps| allocate(&spec, &leases, (&[1], "eth1"), (Some(address(9)), |_| keeps), 5);
+            assert_eq!(ask(false), Ok(address(9)));
+            assert_eq!(
+                ask(true),
+                Err(Refusal::Taken(address(9), Box::new(leases[0].clone())))
+            );
+        }
+    }
+
     proptest::proptest! {
         #[test]
         fn no_two_nics_have_one_address(vms in proptest::collection::vec(0_u8..40, 1..60)) {
             let spec = spec("10.80.0.0/27");
             let mut leases: Vec<LeaseRecord> = Vec::new();
             for vm in vms {
-                match allocate(&spec, &leases, (&[vm], "eth0"), None, 5) {
+                match allocate(&spec, &leases, (&[vm], "eth0"), (None, |_| true), 5) {
                     Ok(address) => {
                         leases.retain(|lease| lease.vm != [vm]);
                         leases.push(lease(vm, address.octets()[3], 0));

@@ -38,7 +38,8 @@ pub async fn attach(
     };
     plugged::make_room(&host, uid, &record, &spec).await;
     let tap = machine::taps(uid, &hardware).remove(name).unwrap_or_default();
-    let tap = network::open_tap(host.for_networks(), uid, &record.name, index, nic, (mac, tap)).await?;
+    let end = (mac, tap, true);
+    let tap = network::open_tap(host.for_networks(), uid, &record.name, index, nic, end).await?;
     let (wire, fds) = machine::plug_nic(&hardware, nic, tap);
     let op = Op::AttachNic(AttachNic { nic: Some(wire) });
     plugged::plug_in(&client, (What::Nic, name), op, fds).await

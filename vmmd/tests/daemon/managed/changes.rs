@@ -408,3 +408,80 @@ async fn nic_that_a_network_refuses_is_not_stored() {
         assert!(refused.message().contains(words), "{refused}");
     }
 }
+
+/// A NIC with all that a network can give it.
+fn with_all(name: &str, port: u32) -> NicSpec {
+    NicSpec {
+        name: name.into(),
+        address: "10.80.0.9".into(),
+        mac: "52:54:00:00:00:09".into(),
+        published_ports: vec![v1::PublishedPort {
+            node_port: port,
+            guest_port: 80,
+            ..v1::PublishedPort::default()
+        }],
+        ..nic("lan")
+    }
+}
+
+/// Names and addresses of the NICs that the machine has.
+fn plugged(vm: &v1::Vm) -> Vec<(String, Vec<String>)> {
+    let nics = status(vm).nics.iter().filter(|nic| !nic.tap.is_empty());
+    nics.map(|nic| (nic.name.clone(), nic.addresses.clone()))
+        .collect()
+}
+
+#[tokio::test]
+async fn nic_with_another_name_takes_over_its_lease() {
+    let (_namespace, mut daemon, _made) = Daemon::with_networks(["lan"]).await;
+    let addresses = daemon.start_in("web", with_all("eth0", 8080)).await.unwrap();
+    assert_eq!(addresses, ["10.80.0.9"]);
+    // The running machine has the old NIC until the restart or the guest's answer.
+    let renamed = daemon.change("web", |spec| spec.nics = vec![with_all("eth1", 8080)]);
+    assert_eq!(renamed.await.unwrap().spec.unwrap().nics[0].name, "eth1");
+    daemon.kill_vm("web").await.unwrap();
+    let running = daemon.start_vm("web").await.unwrap();
+    assert_eq!(plugged(&running), [("eth1".into(), vec!["10.80.0.9".into()])]);
+    daemon.kill_vm("web").await.unwrap();
+    let renamed = daemon.change("web", |spec| spec.nics = vec![with_all("eth2", 8080)]);
+    renamed.await.unwrap();
+    let running = daemon.start_vm("web").await.unwrap();
+    assert_eq!(plugged(&running), [("eth2".into(), vec!["10.80.0.9".into()])]);
+}
+
+#[tokio::test]
+async fn port_moves_between_the_nics_of_one_vm() {
+    let (namespace, daemon, _made) = Daemon::with_networks(["lan", "dmz"]).await;
+    let other = NicSpec {
+        name: "eth0".into(),
+        address: "10.80.1.9".into(),
+        ..nic("dmz")
+    };
+    let mut wanted = daemon.manifest("web", "");
+    wanted.spec.as_mut().unwrap().nics = vec![other, with_all("eth1", 8080)];
+    daemon.create(wanted).await.unwrap();
+    daemon.start_vm("web").await.unwrap();
+    let leads_to = || {
+        let rules = namespace.run("nft list ruleset");
+        ["10.80.0.9", "10.80.1.9"].map(|address| {
+            let to = |line: &&str| line.contains("8080") && line.contains(address);
+            rules.lines().filter(to).count() > 0
+        })
+    };
+    assert_eq!(leads_to(), [true, false]);
+    let swap = |spec: &mut v1::VmSpec| {
+        let (first, second) = spec.nics.split_at_mut(1);
+        std::mem::swap(&mut first[0].published_ports, &mut second[0].published_ports);
+    };
+    // The machine runs, and the VM is stopped: the NIC that gets the port comes first, or last.
+    daemon.change("web", swap).await.unwrap();
+    assert_eq!(leads_to(), [false, true]);
+    daemon.change("web", swap).await.unwrap();
+    assert_eq!(leads_to(), [true, false]);
+    for leading in [[false, true], [true, false]] {
+        daemon.kill_vm("web").await.unwrap();
+        daemon.change("web", swap).await.unwrap();
+        daemon.start_vm("web").await.unwrap();
+        assert_eq!(leads_to(), leading);
+    }
+}
