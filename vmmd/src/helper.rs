@@ -18,6 +18,7 @@ use tokio::{
 };
 
 use crate::{
+    cgroup::plan::Limits,
     failure::{Failure, file_failed},
     host::Host,
     process::Process,
@@ -29,6 +30,15 @@ use crate::{
 const MAX_OUTPUT: u64 = 64 << 10;
 /// Most lines that are read.
 const MAX_LINES: usize = 1 << 20;
+
+/// Cgroup of the processes, beside those of the VMs.
+const GROUP: &str = "images";
+/// Limits of all these processes together. Each process has 2 GiB of address space, most of it for tables and dictionaries that ordinary images do not need. Files that
+/// they write count too, and are written back earlier then. Each has up to four threads.
+const LIMITS: Limits = Limits {
+    memory: 2 << 30,
+    tasks: 4096,
+};
 
 /// What is to be done.
 #[derive(Debug)]
@@ -60,6 +70,11 @@ pub async fn run(host: &Arc<Host>, job: Job, mut line: impl FnMut(&str) + Send) 
             .filter_map(|argument| CString::new(argument).ok())
             .collect();
         let fds: Vec<_> = job.fds.iter().map(AsFd::as_fd).collect();
+        let group = blocking_host.cgroups.as_ref().and_then(|parent| {
+            let made = parent.for_helpers(GROUP, LIMITS);
+            let warn = |error: &io::Error| tracing::warn!(%error, "`vmm image` stays in the daemon's cgroup");
+            made.inspect_err(warn).ok()
+        });
         let program = Program {
             executable: executable.as_fd(),
             arguments: &arguments,
@@ -68,7 +83,7 @@ pub async fn run(host: &Arc<Host>, job: Job, mut line: impl FnMut(&str) + Send) 
             log: errors_end.as_fd(),
             uid: user,
             network: Network::Empty,
-            cgroup: None,
+            cgroup: group.as_ref().map(AsFd::as_fd),
             namespaces: None,
         };
         clone::spawn(&program).map_err(|error| failed(&error))

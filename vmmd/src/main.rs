@@ -347,11 +347,7 @@ async fn watch_networks(host: Arc<Host>) {
         tokio::select! {
             _ = ticks.tick() => host.networks.reconcile(host.for_networks()).await,
             () = host.vms.nic_gone() => host.networks.forget_gone(host.for_networks()).await,
-            () = host.networks.helper_ended() => {
-                // A helper that ends at once again must not keep the daemon busy.
-                tokio::time::sleep(network::HELPER_PAUSE).await;
-                host.networks.reconcile(host.for_networks()).await;
-            }
+            () = host.networks.helper_due() => host.networks.reconcile(host.for_networks()).await,
         }
     }
 }

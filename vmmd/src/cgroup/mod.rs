@@ -121,6 +121,27 @@ impl Parent {
         Ok(group)
     }
 
+    /// The cgroup `name` of processes that work for the daemon, with these limits. Made when there is none. Without a controller the node
+    /// does without its limit.
+    pub fn for_helpers(&self, name: &str, limits: plan::Limits) -> io::Result<OwnedFd> {
+        let group = Group {
+            dir: self.dir.join(name),
+        };
+        match fs::create_dir(&group.dir) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                fs::create_dir_all(self.ready()?.join(name))?
+            }
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+            _ => {}
+        }
+        for (setting, error) in group.apply(&limits.settings(), true) {
+            if error.kind() != io::ErrorKind::NotFound {
+                tracing::warn!(%error, cgroup = name, file = setting.file, "limit the daemon's helpers");
+            }
+        }
+        group.descriptor()
+    }
+
     /// The cgroup of a VM, whether or not it exists.
     pub fn group(&self, vm: Uuid) -> Group {
         Group {
@@ -457,6 +478,33 @@ mod tests {
         parent.ready().unwrap();
         let handed = dirs.map(|dir| fs::read_to_string(dir.join("cgroup.subtree_control")).unwrap());
         assert_eq!(handed, ["+memory", "+memory", ""]);
+    }
+
+    #[test]
+    fn helpers_are_limited_in_a_group_that_is_made_when_it_is_missing() {
+        let root = tempfile::tempdir().unwrap();
+        let parent = Parent {
+            dir: root.path().join("vms"),
+        };
+        let limits = plan::Limits {
+            memory: 1 << 20,
+            tasks: 7,
+        };
+        parent.for_helpers("images", limits).unwrap();
+        let dir = parent.dir.join("images");
+        let files = ["memory.max", "pids.max", "cpu.weight"].map(|file| dir.join(file));
+        // The kernel makes the files. Without a controller they are missing.
+        assert!(files.iter().all(|file| !file.exists()));
+        for file in &files {
+            fs::write(file, "").unwrap();
+        }
+        parent.for_helpers("images", limits).unwrap();
+        let written = files.map(|file| fs::read_to_string(file).unwrap());
+        assert_eq!(written, ["1048576\n", "7\n", "100\n"]);
+        fs::write(dir.join("memory.current"), (2 << 20).to_string()).unwrap();
+        fs::write(dir.join("memory.max"), "max").unwrap();
+        parent.for_helpers("images", limits).unwrap();
+        assert_eq!(fs::read_to_string(dir.join("memory.max")).unwrap(), "max");
     }
 
     #[tokio::test]

@@ -98,6 +98,26 @@ pub struct Plan {
     pub missing: Vec<Controller>,
 }
 
+/// Limits of processes that work for the daemon, all together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Bytes, the page cache of their files included.
+    pub memory: u64,
+    /// Processes and threads.
+    pub tasks: u64,
+}
+
+impl Limits {
+    /// What to set. Where processors are short, the group has as much as a VM with one processor.
+    pub fn settings(self) -> [Setting; 3] {
+        [
+            set("memory.max", &self.memory),
+            set("pids.max", &self.tasks),
+            set("cpu.weight", &100),
+        ]
+    }
+}
+
 /// Decides. Refused when the spec asks for what the node can't do:
 /// CGROUP_CONTROLLER_MISSING, HOST_CPUS_UNAVAILABLE, NUMA_NODE_NOT_FOUND.
 pub fn plan(spec: &VmSpec, facts: &Facts) -> Result<Plan, Failure> {

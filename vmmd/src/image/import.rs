@@ -27,6 +27,7 @@ use crate::{
     context::Context,
     disk::{self, Control, follow},
     failure::{Failure, Kind, file_failed, store_failure},
+    fault,
     files::{self, Use},
     helper::{self, Job},
     host::Host,
@@ -127,8 +128,9 @@ pub async fn begin(
         begun: host.requests.mark(context).into_iter().collect(),
         ..ImageRecord::default()
     })?;
+    let deadline = fault::patience(&host.config.run_dir, "import-patience", WHOLE_DEADLINE);
     let operations = &host.operations;
-    let handle = operations.begin(Type::ImageImport, &object(&record), context, Some(WHOLE_DEADLINE));
+    let handle = operations.begin(Type::ImageImport, &object(&record), context, Some(deadline));
     host.images.begin(&record.name, handle.pending());
     if let Err(error) = host.store.put_image(&record, Vec::new()).await {
         let tombstone = host.images.bury(&record);
@@ -417,7 +419,7 @@ async fn convert(
         .flat_map(|(option, value)| [option.to_owned(), value.to_string()])
         .collect(),
         fds: vec![source, target.into(), scratch.into()],
-        deadline: DEADLINE,
+        deadline: fault::patience(&host.config.run_dir, "conversion-patience", DEADLINE),
     };
     let reporter = control.clone();
     let running = helper::run(host, job, move |line| {

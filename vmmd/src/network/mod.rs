@@ -25,9 +25,7 @@ use rustix::{
 use uuid::Uuid;
 
 pub use link::{Link, Links};
-pub use managed::{
-    HELPER_PAUSE, Networks, PERIOD, Request as Lease, Seen as SeenNetwork, ServeNetwork, serve_network,
-};
+pub use managed::{Networks, PERIOD, Request as Lease, Seen as SeenNetwork, ServeNetwork, serve_network};
 pub use ports::Ports;
 
 use crate::{failure::Failure, fault, sys, text};

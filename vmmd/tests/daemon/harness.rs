@@ -389,7 +389,15 @@ impl Daemon {
         ours.filter_map(Pid::from_raw).collect()
     }
 
+    /// Those of VMs: they are named by UUIDs.
     pub fn cgroups(&self) -> Vec<PathBuf> {
+        let mut groups = self.all_cgroups();
+        groups.retain(|group| group.file_name().is_some_and(|name| name.len() == 36));
+        groups
+    }
+
+    /// Those of helpers too.
+    pub fn all_cgroups(&self) -> Vec<PathBuf> {
         let Some(cgroup) = &self.cgroup else {
             return Vec::new();
         };
@@ -422,7 +430,7 @@ impl Drop for Daemon {
                 end(pid);
             }
         }
-        for group in self.cgroups().into_iter().chain(self.cgroup.clone()) {
+        for group in self.all_cgroups().into_iter().chain(self.cgroup.clone()) {
             // One that the daemon was starting is not what it will be called yet.
             let pids = fs::read_to_string(group.join("cgroup.procs")).unwrap_or_default();
             pids.lines()

@@ -2,6 +2,7 @@
 
 #[path = "../support/http.rs"]
 mod http;
+mod limits;
 mod oci;
 
 use std::{

@@ -195,6 +195,46 @@ async fn agent_imports_nothing_from_the_node_itself() {
     assert!(output.status.success(), "{output:?}");
 }
 
+fn of_path(name: &str, path: &Path) -> v1::ImportImageRequest {
+    let image = v1::Image {
+        metadata: Some(v1::ObjectMetadata {
+            name: name.into(),
+            ..Default::default()
+        }),
+        spec: Some(v1::ImageSpec {
+            source: Some(Source::Path(path.display().to_string())),
+            ..Default::default()
+        }),
+        status: None,
+    };
+    v1::ImportImageRequest {
+        image: Some(image),
+        ..Default::default()
+    }
+}
+
+#[tokio::test]
+async fn import_of_an_agent_has_a_limit_of_bytes() {
+    let import = async |folder: &Path, name: &str| {
+        let mut images = ImageServiceClient::new(connect(folder).await);
+        images.import_image(of_path(name, &folder.join(name))).await
+    };
+    if let Ok(folder) = std::env::var(FOLDER) {
+        import(folder.as_ref(), "small").await.unwrap();
+        import(folder.as_ref(), "large").await.unwrap_err();
+        return;
+    }
+    let limit = format!("agent_group = '{AGENTS}'\n[images]\nagent_max_bytes = 512\n");
+    let daemon = Daemon::configured(&limit).await;
+    fs::write(daemon.path("small"), [1; 512]).unwrap();
+    fs::write(daemon.path("large"), [2; 513]).unwrap();
+    let test = "roles::import_of_an_agent_has_a_limit_of_bytes";
+    let output = ask(&daemon, test, AGENTS);
+    assert!(output.status.success(), "{output:?}");
+    // An administrator imports the same file.
+    import(daemon.folder.path(), "large").await.unwrap();
+}
+
 #[tokio::test]
 async fn an_agent_makes_and_deletes_vms_and_changes_nothing_of_the_node() {
     if let Ok(folder) = std::env::var(FOLDER) {

@@ -44,7 +44,7 @@ use proto::{
     },
     v1,
 };
-use tokio::sync::{Notify, watch};
+use tokio::sync::watch;
 use uuid::Uuid;
 
 use self::{
@@ -53,7 +53,7 @@ use self::{
 };
 pub use self::{
     helper::server::{ServeNetwork, run as serve_network},
-    node::{HELPER_PAUSE, PERIOD},
+    node::PERIOD,
     plan::{Found as BridgeFacts, Wanted as BridgeSpec},
 };
 use super::{Links, Ports};
@@ -75,8 +75,7 @@ pub struct Networks {
     inner: Mutex<Inner>,
     /// Who holds it may change records and the node.
     turn: tokio::sync::Mutex<Filter>,
-    /// Notified when a helper has ended by itself.
-    helper_ended: Arc<Notify>,
+    helper_ends: Arc<helper::process::Ends>,
 }
 
 #[derive(Debug)]
@@ -169,7 +168,7 @@ impl Networks {
         Self {
             inner: Mutex::new(inner),
             turn: tokio::sync::Mutex::default(),
-            helper_ended: Arc::default(),
+            helper_ends: Arc::default(),
         }
     }
 
@@ -179,7 +178,7 @@ impl Networks {
             tracing::error!(%error, "look for processes that serve a network and that no daemon knows");
         }
         let networks = host.config.run_dir.join(FOLDER);
-        match helper::process::watch_adopted(&networks, &self.helper_ended) {
+        match helper::process::watch_adopted(&networks, &self.helper_ends) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
                 tracing::error!(%error, "watch the helpers of networks: they are looked at once a minute only");
             }
@@ -191,9 +190,9 @@ impl Networks {
         }
     }
 
-    /// Waits until a helper has ended by itself: its network has no DHCP and no names until [`Self::reconcile`].
-    pub async fn helper_ended(&self) {
-        self.helper_ended.notified().await;
+    /// Waits until a network needs another helper, because the last one has ended: it has no DHCP and no names until [`Self::reconcile`].
+    pub async fn helper_due(&self) {
+        self.helper_ends.due().await;
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {

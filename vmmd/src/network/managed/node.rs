@@ -43,12 +43,8 @@ use crate::{
 
 /// How often the node is compared with what is wanted.
 pub const PERIOD: Duration = Duration::from_secs(60);
-/// Time between the end of a helper and the start of the next one.
-pub const HELPER_PAUSE: Duration = Duration::from_millis(500);
 /// For how long VMs are given their addresses, in seconds. They have them for their lives; a client asks again at half time.
 const LEASE_SECONDS: u32 = 3600;
-/// Cgroup of the helpers, beside those of the VMs.
-const CGROUP: &str = "networks";
 
 /// The packet filter as the daemon has set it up.
 #[derive(Debug, Default)]
@@ -389,19 +385,15 @@ async fn serve(host: Ports<'_>, record: &NetworkRecord) -> io::Result<bool> {
     let link = host.links.find(&name).await?.ok_or(io::ErrorKind::NotFound)?;
     let table = table(&spec, record);
     process::write_table(&folder, &table)?;
-    let group = host.cgroups.as_ref().and_then(|parent| parent.ready().ok());
     let served = Served {
         folder: &folder,
         bridge: (&name, link.index),
         gateway: spec.gateway,
         ipv6: table.ipv6.as_ref(),
-        ended: &host.networks.helper_ended,
+        ends: &host.networks.helper_ends,
+        networks: host.networks.inner().records.len(),
     };
-    process::ensure(
-        &served,
-        host.ledger,
-        group.map(|parent| parent.join(CGROUP)).as_deref(),
-    )
+    process::ensure(&served, host.ledger, host.cgroups)
 }
 
 fn wanted(record: &NetworkRecord) -> Option<Wanted> {

@@ -2,12 +2,15 @@
 
 use std::{
     fs,
+    os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
 use proto::v1::NetworkMode;
+use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
 
+use super::nic;
 use crate::{
     harness::{Daemon, PATIENCE, status},
     namespace::Namespace,
@@ -26,6 +29,93 @@ fn helper(folder: &Path) -> i32 {
     i32::try_from(known["pid"].as_i64().unwrap()).unwrap()
 }
 
+/// Waits until something is so.
+async fn until(what: &str, is_so: impl Fn() -> bool) {
+    let begun = Instant::now();
+    while !is_so() {
+        assert!(begun.elapsed() < PATIENCE, "{what}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+/// A field of a process, of proc_pid_status(5).
+fn field(pid: i32, name: &str) -> String {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix(name)).unwrap();
+    line.trim().to_owned()
+}
+
+/// chroot(2) fails as in a user namespace without rights: in this thread, the daemon and the daemon's helpers.
+#[tokio::test]
+async fn helper_that_may_not_chroot_serves_nevertheless() {
+    let namespace = Namespace::new();
+    let filter = SeccompFilter::new(
+        [(libc::SYS_chroot, Vec::new())].into(),
+        SeccompAction::Allow,
+        SeccompAction::Errno(libc::EPERM.cast_unsigned()),
+        TargetArch::x86_64,
+    );
+    let filter: BpfProgram = filter.unwrap().try_into().unwrap();
+    seccompiler::apply_filter(&filter).unwrap();
+    let daemon = Daemon::in_network(&namespace.0).await;
+    let folder = folder(&daemon, "lan", "10.80.0.0/24").await;
+    let pid = helper(&folder);
+    // It serves when it has added its own filter to the test's.
+    until("its filter", || field(pid, "Seccomp_filters:") == "2").await;
+    let link = |of: &str, name: &str| fs::read_link(format!("/proc/{of}/{name}")).unwrap();
+    let (own, of_daemon) = (pid.to_string(), daemon.pid().as_raw_nonzero().to_string());
+    assert_eq!(link(&own, "root"), Path::new("/"));
+    assert_ne!(link(&own, "ns/net"), link(&of_daemon, "ns/net"));
+    assert_eq!(helper(&folder), pid);
+}
+
+#[tokio::test]
+async fn helper_of_another_program_is_exchanged_and_leases_stay() {
+    let namespace = Namespace::new();
+    let mut daemon = Daemon::in_network(&namespace.0).await;
+    let folder = folder(&daemon, "lan", "10.80.0.0/24").await;
+    let addresses = daemon.start_in("web", nic("lan")).await.unwrap();
+    let known = || -> serde_json::Value {
+        serde_json::from_slice(&fs::read(folder.join("server.json")).unwrap()).unwrap()
+    };
+    let own = fs::metadata(env!("CARGO_BIN_EXE_vmmd")).unwrap();
+    let program = serde_json::json!({"device": own.dev(), "inode": own.ino()});
+    assert_eq!(known()["program"], program);
+    let (before, table) = (helper(&folder), fs::read(folder.join("table.json")).unwrap());
+
+    // The daemon's own program.
+    daemon.kill_and_restart().await;
+    assert_eq!(helper(&folder), before);
+
+    // Another file of the same version, and what an older daemon has written.
+    for wrong in [
+        serde_json::json!({"device": own.dev(), "inode": 0}),
+        serde_json::Value::Null,
+    ] {
+        let before = helper(&folder);
+        daemon.kill();
+        let mut record = known();
+        record["program"] = wrong;
+        if record["program"].is_null() {
+            record.as_object_mut().unwrap().remove("program");
+        }
+        fs::write(folder.join("server.json"), record.to_string()).unwrap();
+        daemon.relaunch().await;
+        until("another helper", || helper(&folder) != before).await;
+        let lives = || {
+            let status = fs::read_to_string(format!("/proc/{before}/status"));
+            status.is_ok_and(|status| !status.contains("State:\tZ"))
+        };
+        until("the end of the one before", || !lives()).await;
+        assert_eq!(known()["program"], program);
+    }
+    assert_eq!(fs::read(folder.join("table.json")).unwrap(), table);
+    assert_eq!(
+        status(&daemon.get("web").await.unwrap()).nics[0].addresses,
+        addresses
+    );
+}
+
 #[tokio::test]
 async fn helper_that_ends_is_replaced_at_once() {
     let namespace = Namespace::new();
@@ -37,11 +127,7 @@ async fn helper_that_ends_is_replaced_at_once() {
         let before = helper();
         let process = rustix::process::Pid::from_raw(before).unwrap();
         rustix::process::kill_process(process, rustix::process::Signal::KILL).unwrap();
-        let begun = Instant::now();
-        while helper() == before {
-            assert!(begun.elapsed() < PATIENCE, "no other helper");
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
+        until("another helper", || helper() != before).await;
         daemon.kill_and_restart().await;
     }
 }
@@ -58,18 +144,9 @@ async fn helper_of_a_network_is_confined_as_one_without_rights() {
     let network = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/net")).unwrap();
     let mut users = Vec::new();
     for (pid, folder) in &helpers {
-        let status = || fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
         // It serves when it has given up all.
-        let begun = Instant::now();
-        while !status().contains("\nSeccomp:\t2\n") {
-            assert!(begun.elapsed() < PATIENCE, "{}", status());
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-        let status = status();
-        let field = |name: &str| {
-            let line = status.lines().find_map(|line| line.strip_prefix(name)).unwrap();
-            line.trim().to_owned()
-        };
+        until("its filter", || field(*pid, "Seccomp:") == "2").await;
+        let field = |name: &str| field(*pid, name);
         let user: u32 = field("Uid:").split('\t').next().unwrap().parse().unwrap();
         assert!(daemon.uids.contains(&user), "{user}");
         users.push(user);

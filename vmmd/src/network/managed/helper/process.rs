@@ -1,24 +1,30 @@
 //! The daemon's side of a helper: it is started, found again by a later daemon, exchanged and ended.
 //!
 //! What is known of it is in its folder: `table.json`, which it reads, and `server.json`, which says which process it is. A
-//! process is known by its number and the time of its start, so another one with the same number is never taken for it.
+//! process is known by its number and the time of its start, so another one with the same number is never taken for it. A helper
+//! that runs another program file than the daemon is exchanged. A helper keeps nothing: leases are in the table.
 
 use std::{
+    collections::BTreeMap,
     ffi::{CString, OsStr},
-    fs::{self, File},
+    fs::{self, File, Metadata},
     io,
     net::{Ipv4Addr, SocketAddrV4},
     os::{
         fd::{AsFd as _, OwnedFd},
-        unix::{ffi::OsStrExt as _, fs::PermissionsExt as _},
+        unix::{
+            ffi::OsStrExt as _,
+            fs::{MetadataExt as _, PermissionsExt as _},
+        },
     },
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
 };
 
 use super::{Ipv6, Table, ra, server::TABLE};
 use crate::{
-    fault,
+    cgroup, fault,
     ledger::{Claim, Ledger},
     process::Process,
     sys::clone::{self, Child, Network, Program},
@@ -26,12 +32,33 @@ use crate::{
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
 use socket2::{Domain, Protocol, Socket, Type};
-use tokio::sync::Notify;
+use tokio::{
+    sync::Notify,
+    time::{Instant, sleep},
+};
 
 /// Ports of DHCP and DNS servers.
 const DHCP: u16 = 67;
 const DNS: u16 = 53;
 const SERVER: &str = "server.json";
+/// The program that the daemon runs, also after the file has been exchanged.
+const OWN_PROGRAM: &str = "/proc/self/exe";
+/// Cgroup of the helpers, beside those of the VMs.
+const GROUP: &str = "networks";
+/// Memory of all helpers in bytes: that of one, and of each network twice the largest table with its parsed form.
+const MEMORY: u64 = 256 << 20;
+const MEMORY_OF_EACH: u64 = 64 << 20;
+/// Tasks of all helpers: a helper has one thread, and two helpers serve a network during an exchange.
+const TASKS: u64 = 16;
+const TASKS_OF_EACH: u64 = 2;
+/// Time between the end of a helper and the start of the next one: at first, and at most. A helper that ends at once again must not
+/// keep the daemon busy.
+const SHORTEST_PAUSE: Duration = Duration::from_millis(500);
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+/// A helper that has lived shorter ends soon, and the pause doubles.
+const SOON: Duration = Duration::from_secs(10);
+/// A helper that has lived so long works.
+const STEADY: Duration = Duration::from_secs(60);
 
 /// A helper that was started.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -39,8 +66,9 @@ struct Server {
     pid: i32,
     /// Clock ticks after the start of the system (proc(5), starttime).
     started: u64,
-    /// Version of the program.
-    version: String,
+    /// The file that it runs.
+    #[serde(default)]
+    program: ProgramFile,
     /// Index of the bridge that its sockets are bound to.
     bridge: u32,
 }
@@ -52,6 +80,56 @@ impl Server {
 
     fn lives(&self) -> bool {
         started(self.pid) == Some(self.started)
+    }
+}
+
+/// A file, named as no other file is while a process runs it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct ProgramFile {
+    device: u64,
+    inode: u64,
+}
+
+impl From<Metadata> for ProgramFile {
+    fn from(facts: Metadata) -> Self {
+        Self {
+            device: facts.dev(),
+            inode: facts.ino(),
+        }
+    }
+}
+
+/// The ends of helpers that their networks still need.
+#[derive(Debug, Default)]
+pub struct Ends {
+    /// Notified when another helper is to be started.
+    due: Notify,
+    /// The pause after the last end, by folder.
+    pauses: Mutex<BTreeMap<PathBuf, Duration>>,
+}
+
+impl Ends {
+    /// Waits until another helper is to be started.
+    pub async fn due(&self) {
+        self.due.notified().await;
+    }
+
+    /// The pause after the end of a helper that has lived so long.
+    fn pause(&self, folder: &Path, lived: Duration) -> Duration {
+        let mut pauses = self.pauses.lock().unwrap_or_else(PoisonError::into_inner);
+        pauses.retain(|folder, _| folder.exists());
+        let pause = pause(pauses.get(folder).copied(), lived);
+        pauses.insert(folder.to_owned(), pause);
+        pause
+    }
+}
+
+/// The pause after the end of a helper that has lived so long, when the pause before was `last`.
+fn pause(last: Option<Duration>, lived: Duration) -> Duration {
+    match last {
+        Some(last) if lived < SOON => last.saturating_mul(2).min(LONGEST_PAUSE),
+        Some(last) if lived < STEADY => last,
+        _ => SHORTEST_PAUSE,
     }
 }
 
@@ -89,31 +167,37 @@ pub struct Served<'a> {
     pub gateway: Ipv4Addr,
     /// With IPv6.
     pub ipv6: Option<&'a Ipv6>,
-    /// Notified when the helper ends while its folder still names it.
-    pub ended: &'a Arc<Notify>,
+    /// Hears when the helper ends while its folder still names it.
+    pub ends: &'a Arc<Ends>,
+    /// How many networks the node has.
+    pub networks: usize,
 }
 
-/// Sees to it that a helper of this version serves the network. A new one has a user id of its own and goes into the cgroup. True
-/// when one had to be started.
-pub fn ensure(served: &Served<'_>, ledger: &Arc<Ledger>, cgroup: Option<&Path>) -> io::Result<bool> {
-    let version = env!("CARGO_PKG_VERSION");
+/// Ensures that a helper with the daemon's program serves the network. A new one has a user id of its own, and a cgroup below `parent`
+/// with all helpers. True when one had to be started.
+pub fn ensure(
+    served: &Served<'_>,
+    ledger: &Arc<Ledger>,
+    parent: Option<&cgroup::Parent>,
+) -> io::Result<bool> {
+    let program = ProgramFile::from(fs::metadata(OWN_PROGRAM)?);
     let before = Server::read(served.folder);
     let (_, bridge) = served.bridge;
     if let Some(server) = &before
         && server.lives()
-        && server.version == version
+        && server.program == program
         && server.bridge == bridge
     {
         return Ok(false);
     }
     let claim = ledger.claim("the helper of a network");
     let claim = claim.map_err(|failure| io::Error::other(failure.message))?;
-    let child = start(served, claim.user(), cgroup)?;
+    let child = start(served, claim.user(), parent)?;
     let pid = i32::try_from(child.pid()).unwrap_or(0);
     let server = Server {
         pid,
         started: started(pid).unwrap_or(0),
-        version: version.to_owned(),
+        program,
         bridge,
     };
     replace(&served.folder.join(SERVER), &serde_json::to_vec(&server)?, 0o600)?;
@@ -122,12 +206,12 @@ pub fn ensure(served: &Served<'_>, ledger: &Arc<Ledger>, cgroup: Option<&Path>) 
     if let Some(before) = before {
         kill(&before);
     }
-    watch(process, served.folder, Arc::clone(served.ended), Some(claim));
+    watch(process, served.folder, Arc::clone(served.ends), Some(claim));
     Ok(true)
 }
 
 /// Watches the helpers that an earlier daemon started for the networks with a folder in `networks`.
-pub fn watch_adopted(networks: &Path, ended: &Arc<Notify>) -> io::Result<()> {
+pub fn watch_adopted(networks: &Path, ends: &Arc<Ends>) -> io::Result<()> {
     for entry in fs::read_dir(networks)? {
         let folder = entry?.path();
         let Some(server) = Server::read(&folder) else {
@@ -138,27 +222,32 @@ pub fn watch_adopted(networks: &Path, ended: &Arc<Notify>) -> io::Result<()> {
         if let Some(Ok(process)) = process
             && server.lives()
         {
-            watch(process, &folder, Arc::clone(ended), None);
+            watch(process, &folder, Arc::clone(ends), None);
         }
     }
     Ok(())
 }
 
-/// Holds `claim` until the helper has ended.
-fn watch(process: Process, folder: &Path, ended: Arc<Notify>, claim: Option<Claim>) {
+/// Holds `claim` until the helper has ended. After a pause another helper is due, if the folder still names the one that has ended.
+fn watch(process: Process, folder: &Path, ends: Arc<Ends>, claim: Option<Claim>) {
     let folder = folder.to_owned();
+    let begun = Instant::now();
     tokio::spawn(async move {
         let status = process.status().await;
         tracing::info!(folder = %folder.display(), ?status, "the helper of a network has ended");
         drop(claim);
         let pid = i32::try_from(process.pid()).ok();
-        if Server::read(&folder).is_some_and(|server| Some(server.pid) == pid) {
-            ended.notify_one();
+        let is_named = || Server::read(&folder).is_some_and(|server| Some(server.pid) == pid);
+        if is_named() {
+            sleep(ends.pause(&folder, begun.elapsed())).await;
+            if is_named() {
+                ends.due.notify_one();
+            }
         }
     });
 }
 
-fn start(served: &Served<'_>, uid: u32, cgroup: Option<&Path>) -> io::Result<Child> {
+fn start(served: &Served<'_>, uid: u32, parent: Option<&cgroup::Parent>) -> io::Result<Child> {
     let (name, _) = served.bridge;
     let dhcp = socket(name, SocketAddrV4::new(Ipv4Addr::UNSPECIFIED, DHCP))?;
     let dns = socket(name, SocketAddrV4::new(served.gateway, DNS)).map_err(|error| {
@@ -170,7 +259,7 @@ fn start(served: &Served<'_>, uid: u32, cgroup: Option<&Path>) -> io::Result<Chi
     })?;
     let routers = served.ipv6.map(ra::open).transpose()?;
     let folder = File::open(served.folder)?;
-    let group = cgroup.map(group).and_then(|group| {
+    let group = parent.map(|parent| group(parent, served.networks)).and_then(|group| {
         let failed = |error: &io::Error| {
             tracing::warn!(%error, network = name, "the helper of a network stays in the daemon's cgroup");
         };
@@ -185,7 +274,7 @@ fn start(served: &Served<'_>, uid: u32, cgroup: Option<&Path>) -> io::Result<Chi
     fds.extend(routers.iter().map(Socket::as_fd));
     fault::step("start a helper");
     // The file may have been exchanged since the daemon was started.
-    let executable = File::open("/proc/self/exe")?;
+    let executable = File::open(OWN_PROGRAM)?;
     clone::spawn(&Program {
         executable: executable.as_fd(),
         arguments: &arguments,
@@ -200,11 +289,15 @@ fn start(served: &Served<'_>, uid: u32, cgroup: Option<&Path>) -> io::Result<Chi
     })
 }
 
-/// The helpers' cgroup, which is made when there is none.
-fn group(path: &Path) -> io::Result<OwnedFd> {
+/// The helpers' cgroup, which is made when there is none, with limits for so many networks.
+fn group(parent: &cgroup::Parent, networks: usize) -> io::Result<OwnedFd> {
     fault::step("make the helpers' cgroup");
-    fs::create_dir_all(path)?;
-    Ok(File::open(path)?.into())
+    let networks = u64::try_from(networks).unwrap_or(u64::MAX);
+    let limits = cgroup::plan::Limits {
+        memory: networks.saturating_mul(MEMORY_OF_EACH).saturating_add(MEMORY),
+        tasks: networks.saturating_mul(TASKS_OF_EACH).saturating_add(TASKS),
+    };
+    parent.for_helpers(GROUP, limits)
 }
 
 /// Ends the processes that serve a network with a folder in `networks`, whose folder names another process or none: the daemon that started them ended
@@ -223,7 +316,7 @@ pub fn end_strays(networks: &Path) -> io::Result<()> {
             kill(&Server {
                 pid,
                 started,
-                version: String::new(),
+                program: ProgramFile::default(),
                 bridge: 0,
             });
         }
@@ -291,9 +384,66 @@ fn socket(bridge: &str, address: SocketAddrV4) -> io::Result<Socket> {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::MetadataExt as _;
+    use std::process::{Command, Stdio};
 
     use super::{super::dhcp::tests::table, *};
+
+    #[test]
+    fn pause_doubles_while_helpers_end_soon_and_is_bounded() {
+        let seconds = Duration::from_secs;
+        let mut last = None;
+        let pauses = [(); 9].map(|()| {
+            let next = pause(last, seconds(9));
+            last = Some(next);
+            next.as_millis()
+        });
+        assert_eq!(
+            pauses,
+            [500, 1000, 2000, 4000, 8000, 16_000, 30_000, 30_000, 30_000]
+        );
+        assert_eq!(pause(last, seconds(59)), LONGEST_PAUSE);
+        assert_eq!(pause(last, seconds(60)), SHORTEST_PAUSE);
+        assert_eq!(pause(None, seconds(0)), SHORTEST_PAUSE);
+    }
+
+    /// The clock stands still, except while all tasks wait for it.
+    #[tokio::test(start_paused = true)]
+    async fn next_helper_is_due_after_the_pause() {
+        let folder = tempfile::tempdir().unwrap();
+        let ends = Arc::<Ends>::default();
+        for (lived, pause) in [(0, 500), (0, 1000), (0, 2000), (30, 2000), (60, 500), (0, 1000)] {
+            let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
+            let server = Server {
+                pid: child.id().try_into().unwrap(),
+                started: 0,
+                program: ProgramFile::default(),
+                bridge: 0,
+            };
+            let named = serde_json::to_vec(&server).unwrap();
+            fs::write(folder.path().join(SERVER), named).unwrap();
+            let process = Process::open(child.id()).unwrap();
+            watch(process, folder.path(), Arc::clone(&ends), None);
+            tokio::time::advance(Duration::from_secs(lived)).await;
+            let ended = Instant::now();
+            drop(child.stdin.take());
+            ends.due().await;
+            let waited = ended.elapsed().as_millis();
+            // The timer's resolution is a millisecond.
+            assert!((pause..pause + 5).contains(&waited), "{lived} s: {waited} ms");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn no_helper_is_due_after_an_exchange() {
+        let folder = tempfile::tempdir().unwrap();
+        let ends = Arc::<Ends>::default();
+        let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
+        let process = Process::open(child.id()).unwrap();
+        watch(process, folder.path(), Arc::clone(&ends), None);
+        drop(child.stdin.take());
+        let due = tokio::time::timeout(2 * LONGEST_PAUSE, ends.due());
+        assert!(due.await.is_err());
+    }
 
     #[test]
     fn a_table_is_written_when_it_is_another_one() {
@@ -317,7 +467,7 @@ mod tests {
         let server = Server {
             pid: own,
             started,
-            version: String::new(),
+            program: ProgramFile::default(),
             bridge: 1,
         };
         assert!(server.lives());
