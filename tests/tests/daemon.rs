@@ -58,6 +58,14 @@ fn a_restart_and_a_kill_of_the_service_leave_running_vms_alone() {
         "pid=$(systemctl show -P MainPID vmmd); kill -9 $pid; \
          while [ \"$(systemctl show -P MainPID vmmd)\" = $pid ] || ! systemctl is-active -q vmmd; do sleep 0.1; done",
     );
+    // The unit with the VMs' control group: the VMs stay in it, and it starts again while they run.
+    survives(
+        &vm,
+        "systemctl stop vmmd-vms && systemctl start vmmd-vms && systemctl restart vmmd-vms vmmd && systemctl is-active vmmd-vms",
+    );
+    let group = "/sys/fs/cgroup/machine.slice/vmmd-vms.service";
+    let holders = format!("wc -l <{group}/holder/cgroup.procs; cat {group}/cgroup.procs");
+    assert_eq!(case.node().sh(&holders).expect("the holder").trim(), "1");
     vm.ctl("stop --grace 60s").expect("stop");
     assert_eq!(
         vm.field("/status/lastExit/reason").expect("reason"),
