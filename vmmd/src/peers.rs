@@ -25,7 +25,7 @@ use crate::{
     config::Tcp,
     failure::{Failure, Kind},
     text,
-    tls::{ALPN, identify},
+    tls::{ALPN, identify, is_for_servers},
 };
 
 /// How long a connection may take.
@@ -152,18 +152,22 @@ fn time_of_a_record(algorithm: &'static Algorithm) -> Duration {
     times.min().unwrap_or(Duration::MAX)
 }
 
-/// Refuses a server whose certificate was made for a client: it may have the node's name too, and be usable for a server.
+/// Refuses a server whose certificate was made for a client: it may have the node's name too, and be usable for a server. So a certificate has the
+/// role `peer`, or no role and the extended key usage for servers, which TLS does not demand.
 fn refuse_client(certificate: Option<&CertificateDer<'_>>) -> io::Result<()> {
-    match certificate.and_then(identify) {
-        Some((_, None | Some(Role::Peer))) => Ok(()),
-        Some((name, Some(role))) => {
-            let message = format!(
-                "it has the certificate of a client, \"{name}\" with the role {role}: give it one of a server"
-            );
-            Err(io::Error::other(message))
-        }
-        None => Err(io::Error::other("its certificate can't be read")),
-    }
+    let identified = certificate.and_then(|certificate| Some((identify(certificate)?, certificate)));
+    let message = match identified {
+        Some(((_, Some(Role::Peer)), _)) => return Ok(()),
+        Some(((_, None), certificate)) if is_for_servers(certificate) => return Ok(()),
+        Some(((name, None), _)) => format!(
+            "its certificate, \"{name}\", may be that of a client: give it one with the extended key usage serverAuth, or with the role peer"
+        ),
+        Some(((name, Some(role)), _)) => format!(
+            "it has the certificate of a client, \"{name}\" with the role {role}: give it one of a server"
+        ),
+        None => "its certificate can't be read".to_owned(),
+    };
+    Err(io::Error::other(message))
 }
 
 fn read(key: &str, path: &Path) -> Result<Vec<u8>, Failure> {
@@ -186,29 +190,34 @@ fn unusable(key: &str, why: &str) -> Failure {
 
 #[cfg(test)]
 mod tests {
-    use rcgen::{CertificateParams, KeyPair, SanType};
+    use rcgen::{CertificateParams, ExtendedKeyUsagePurpose, KeyPair, SanType};
 
     use super::*;
 
     #[test]
     fn server_with_a_clients_certificate_is_refused() {
-        for (uri, is_refused) in [
-            ("spiffe://node", false),
-            ("vmmd://role/peer", false),
-            ("vmmd://role/viewer", true),
-            ("vmmd://role/operator", true),
-            ("vmmd://role/admin", true),
-            ("vmmd://role/agent", true),
+        use ExtendedKeyUsagePurpose::{ClientAuth, ServerAuth};
+        for (uri, usages, is_refused) in [
+            ("spiffe://node", vec![ServerAuth], false),
+            ("spiffe://node", vec![ClientAuth, ServerAuth], false),
+            ("spiffe://node", vec![], true),
+            ("spiffe://node", vec![ClientAuth], true),
+            ("vmmd://role/peer", vec![], false),
+            ("vmmd://role/viewer", vec![ServerAuth], true),
+            ("vmmd://role/operator", vec![], true),
+            ("vmmd://role/admin", vec![], true),
+            ("vmmd://role/agent", vec![], true),
         ] {
             let mut params = CertificateParams::new(vec!["node".to_owned()]).unwrap();
             params
                 .subject_alt_names
                 .push(SanType::URI(uri.try_into().unwrap()));
+            params.extended_key_usages.clone_from(&usages);
             let certificate = params.self_signed(&KeyPair::generate().unwrap()).unwrap();
             assert_eq!(
                 refuse_client(Some(certificate.der())).is_err(),
                 is_refused,
-                "{uri}"
+                "{uri} {usages:?}"
             );
         }
         assert!(refuse_client(None).is_err());

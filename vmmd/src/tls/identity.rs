@@ -14,6 +14,15 @@ pub fn identify(certificate: &CertificateDer<'_>) -> Option<(String, Option<Role
     Some((name, Role::of_uris(certificate.valid_uri_names())))
 }
 
+/// Whether a certificate says that it is for servers. Without the extension any use is allowed, and nothing is said.
+pub fn is_for_servers(certificate: &CertificateDer<'_>) -> bool {
+    let Ok((_, certificate)) = parse_x509_certificate(certificate) else {
+        return false;
+    };
+    let usage = certificate.extended_key_usage().ok().flatten();
+    usage.is_some_and(|usage| usage.value.server_auth)
+}
+
 /// The last common name of the subject, at most 100 bytes and without control characters.
 pub fn common_name(certificate: &CertificateDer<'_>) -> Option<String> {
     let (_, certificate) = parse_x509_certificate(certificate).ok()?;
