@@ -3,7 +3,7 @@
 use std::{fs::File, path::PathBuf, sync::Arc};
 
 use proto::v1;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
@@ -95,6 +95,8 @@ pub struct Host {
     pub boot_id: String,
     /// When the daemon was started, in milliseconds of Unix time.
     pub started_ms: u64,
+    /// Told each time that the node's wall clock is set.
+    pub clock_steps: watch::Sender<()>,
     /// Cancelled when the daemon ends.
     pub stopping: CancellationToken,
 }

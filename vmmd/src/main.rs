@@ -7,6 +7,7 @@
 mod auth;
 mod capacity;
 mod cgroup;
+mod clock;
 mod config;
 mod context;
 mod control;
@@ -223,6 +224,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
         state_dirs: state_dir::Last::default(),
         boot_id,
         started_ms: text::now_ms(),
+        clock_steps: watch::Sender::new(()),
         stopping: CancellationToken::new(),
         config,
     });
@@ -280,6 +282,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
     parts.spawn(watch_networks(Arc::clone(&host)));
     parts.spawn(state_dir::keep(Arc::clone(&host)));
     parts.spawn(service::watchdog(host.store.clone()));
+    parts.spawn(clock::watch_steps(host.clock_steps.clone()));
     parts.spawn(service::tell_failures(host.store.clone(), host.events.clone()));
     service::ready();
     tracing::info!(

@@ -211,6 +211,8 @@ pub struct InstanceRecord {
     pub user: u32,
     /// Unix time in milliseconds.
     pub started_ms: u64,
+    /// The same in milliseconds since the boot of the node; 0 in what an older daemon has written.
+    pub started_since_boot: u64,
     /// Generation of the spec it runs with.
     pub generation: u64,
     /// Of the node's kernel at that time: a run never outlives it.

@@ -154,6 +154,7 @@ async fn a_record_keeps_every_field() {
             shared_memory: true,
             user: 7,
             started_ms: 8,
+            started_since_boot: 9,
             generation: 1,
             boot_id: "x".into(),
             attaching: vec!["a".into()],

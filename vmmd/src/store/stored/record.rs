@@ -102,6 +102,8 @@ stored! {
         taps: BTreeMap<String, String>,
         #[prost(bool, tag = "25")]
         shared_memory: bool,
+        #[prost(uint64, tag = "26")]
+        started_since_boot: u64,
     }
 }
 

@@ -148,6 +148,8 @@ enum Next {
     Due,
     /// Counters are to be published.
     Counts,
+    /// The wall clock was set.
+    ClockStep,
     /// The record is to be written again.
     Rewrite,
 }
@@ -227,6 +229,7 @@ impl Actor {
         if Box::pin(self.resume(occasion)).await.is_break() {
             return;
         }
+        let mut clock_steps = self.host.clock_steps.subscribe();
         loop {
             let Self {
                 mailbox,
@@ -249,6 +252,7 @@ impl Actor {
                 () = work::until(*timer) => Next::Due,
                 () = work::until(*counts_due) => Next::Counts,
                 () = work::until(*rewrite_due) => Next::Rewrite,
+                Ok(()) = clock_steps.changed() => Next::ClockStep,
             };
             self.trace = match &next {
                 Next::Command(command) => command.trace(),
@@ -294,7 +298,8 @@ impl Actor {
             Next::News(news) => return self.on_news(news).await,
             Next::Outcome(outcome) => self.on_outcome(outcome).await,
             Next::Due => self.on_due().await,
-            Next::Counts => self.publish(),
+            // Times that are shown may be others now.
+            Next::Counts | Next::ClockStep => self.publish(),
             Next::Rewrite => self.rewrite().await,
         }
         ControlFlow::Continue(())

@@ -15,6 +15,7 @@ use super::{
     work::{Start, Stop, Work},
 };
 use crate::{
+    clock,
     context::Initiator,
     failure::{Failure, Kind},
     files,
@@ -119,6 +120,7 @@ impl Actor {
         self.record.instance = Some(InstanceRecord {
             user,
             started_ms: text::now_ms(),
+            started_since_boot: clock::since_boot_ms(),
             // A snapshot may be of another generation; which one is not known.
             generation: if wanted == own { self.record.generation } else { 0 },
             boot_id: self.host.boot_id.clone(),

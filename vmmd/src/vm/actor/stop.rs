@@ -17,6 +17,7 @@ use super::{
 };
 use crate::{
     capacity::Demand,
+    clock,
     context::Context,
     control::Client,
     disk::moved,
@@ -299,7 +300,8 @@ impl Actor {
         self.record.stop = None;
         self.record.last_exit = Some(exit);
         let run = self.record.instance.take().unwrap_or_default();
-        text::now_ms().saturating_sub(run.started_ms)
+        let by_wall_clock = || text::now_ms().saturating_sub(run.started_ms);
+        clock::elapsed_ms(run.started_since_boot).unwrap_or_else(by_wall_clock)
     }
 
     async fn gather(&self, asked: Asked, signal: Option<i32>, told: Option<vmm::ExitRecord>) -> Evidence {

@@ -18,6 +18,7 @@ pub use crate::vm::lifecycle::pause::{DISK_ERROR, MIGRATING, SNAPSHOT};
 /// Why a VM is not ready whose guest's kernel has panicked.
 pub const GUEST_PANICKED: &str = "GuestPanicked";
 use crate::{
+    clock,
     host::Host,
     network,
     store::{
@@ -136,7 +137,7 @@ impl View {
             instance: instance.map(|instance| v1::InstanceStatus {
                 pid: instance.process.pid(),
                 uid: instance.claim.user(),
-                start_time: run.and_then(|run| text::timestamp(run.started_ms)),
+                start_time: run.and_then(started),
                 guest_resets: instance.guest_resets,
                 crash_resets: instance.crash_resets,
                 vmm_version: instance.version.clone(),
@@ -392,6 +393,11 @@ pub fn camel_case(reason: &str) -> String {
 }
 
 /// NICs of a VM as the API shows them: those that its machine has, and those that it is to get.
+/// When a run began, by today's wall clock.
+pub fn started(run: &InstanceRecord) -> Option<proto::well_known::Timestamp> {
+    text::timestamp(clock::shown_ms(run.started_ms, run.started_since_boot))
+}
+
 fn nics(
     host: &Host,
     uid: Uuid,

@@ -19,6 +19,7 @@ use uuid::Uuid;
 use super::unusable::{self, Why};
 use crate::{
     capacity::Demand,
+    clock,
     event::{Draft, Object},
     host::Host,
     lock,
@@ -186,6 +187,9 @@ pub async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
             // When it ended is not known to the millisecond, but when that was found is later.
             let ended_ms = view.phase_ms;
             let ran_ms = ended_ms.saturating_sub(run.started_ms);
+            // The wall clock may have been set meanwhile.
+            let elapsed = clock::elapsed_ms(run.started_since_boot).filter(|_| run.boot_id == host.boot_id);
+            let ran_ms = elapsed.map_or(ran_ms, |elapsed| ran_ms.min(elapsed));
             Actor::spawn(&host, uid, record, spec, view, None, Some((occasion, ran_ms)));
         }
         Err(error) => {

@@ -17,6 +17,7 @@ use uuid::Uuid;
 use super::{reconcile::restore, supervisor};
 use crate::{
     capacity::Demand,
+    clock,
     context::Context,
     event::{Draft, Object},
     failure::{Failure, store_failure},
@@ -33,7 +34,7 @@ use crate::{
     store::{Intent, VmRecord, handover},
     text,
     vm::{
-        api::describe::camel_case,
+        api::describe::{camel_case, started},
         instance::{Found, Instance, find},
         machine::change,
         start::clean_up,
@@ -391,7 +392,7 @@ impl Unusable {
             instance: self.instance.as_ref().map(|instance| v1::InstanceStatus {
                 pid: instance.process.pid(),
                 uid: instance.claim.user(),
-                start_time: run.and_then(|run| text::timestamp(run.started_ms)),
+                start_time: run.and_then(started),
                 vmm_version: instance.version.clone(),
                 ..Default::default()
             }),
