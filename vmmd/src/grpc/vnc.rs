@@ -93,6 +93,9 @@ pub fn ticket(
         Failure::precondition("NOT_SERVED", message)
     })?;
     screen::there(&entry)?;
+    if form == Form::Token {
+        web::has_page(&host.config.screen.novnc)?;
+    }
     let ticket = Ticket {
         vm: entry.uid,
         name: request.name.clone(),

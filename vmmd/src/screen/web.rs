@@ -27,7 +27,7 @@ use super::{
     accept, enter,
     tls::{self, Stream},
 };
-use crate::{host::Host, registry::screens::Form};
+use crate::{failure::Failure, host::Host, registry::screens::Form};
 
 /// Largest message of a browser in bytes.
 const MAX_MESSAGE: usize = 1 << 20;
@@ -39,15 +39,30 @@ const MAX_FILE: u64 = 4 << 20;
 const SOCKET: &str = "websockify";
 /// In the address of the page, before the token: where noVNC connects to, percent-encoded.
 const PATH: &str = "path=websockify%3Ftoken%3D";
+/// The next step when noVNC is missing.
+const NO_NOVNC: &str =
+    "noVNC is not there: install the package novnc, or say where it is (`novnc` in `[screen]`)";
 /// What who comes without a good ticket is told.
 const NO_TICKET: &str = "This address opens no screen: it is good for one connection, and for a minute. \
                          `vmmctl vnc <VM> --web` prints another one.\n";
+
+/// The page of noVNC.
+const PAGE: &str = "vnc.html";
 
 /// The address of the page that shows a screen. `base` is where the listener is, for others.
 pub fn url(base: &str, encrypted: bool, token: &str, view_only: bool) -> String {
     let scheme = if encrypted { "https" } else { "http" };
     let more = if view_only { "&view_only=true" } else { "" };
-    format!("{scheme}://{base}/vnc.html?autoconnect=true&{PATH}{token}{more}")
+    format!("{scheme}://{base}/{PAGE}?autoconnect=true&{PATH}{token}{more}")
+}
+
+/// Refused as NOT_SERVED when the page is not in the folder of noVNC: its address would show nothing.
+pub fn has_page(folder: &Path) -> Result<(), Failure> {
+    if folder.join(PAGE).is_file() {
+        return Ok(());
+    }
+    let message = format!("this node has no web page for screens: {NO_NOVNC}");
+    Err(Failure::precondition("NOT_SERVED", message))
 }
 
 /// Serves browsers until the daemon ends.
@@ -168,11 +183,7 @@ async fn file(State(host): State<Arc<Host>>, uri: Uri) -> Response<Body> {
                 .extend(fixed.map(|(name, value): (HeaderName, _)| (name, HeaderValue::from_static(value))));
             (headers, bytes).into_response()
         }
-        Err(_) if !folder.is_dir() => {
-            let message =
-                "noVNC is not there: install the package novnc, or say where it is (`novnc` in `[screen]`)\n";
-            (StatusCode::NOT_FOUND, message).into_response()
-        }
+        Err(_) if !folder.is_dir() => (StatusCode::NOT_FOUND, format!("{NO_NOVNC}\n")).into_response(),
         Err(_) => (StatusCode::NOT_FOUND, "no such file\n").into_response(),
     }
 }

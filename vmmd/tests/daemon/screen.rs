@@ -21,7 +21,15 @@ use crate::{
     pki::Pki,
 };
 
-pub const BOTH: &str = "[screen]\nvnc = '127.0.0.1:0'\nweb = '127.0.0.1:0'\nnovnc = '/usr/lib'\n";
+/// A folder with a page instead of noVNC.
+pub const PAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/daemon/novnc");
+
+/// Viewers and browsers are served.
+pub const BOTH: &str = concat!(
+    "[screen]\nvnc = '127.0.0.1:0'\nweb = '127.0.0.1:0'\nnovnc = '",
+    env!("CARGO_MANIFEST_DIR"),
+    "/tests/daemon/novnc'\n"
+);
 
 /// A daemon with a running VM `web` that has a screen.
 pub async fn with_screen(extra: &str) -> Daemon {
@@ -212,10 +220,7 @@ pub async fn websocket(way: &v1::CreateVncTicketResponse) -> TcpStream {
 
 #[tokio::test]
 async fn a_browser_gets_the_page_and_with_its_token_the_screen_once() {
-    let folder = tempfile::tempdir().unwrap();
-    fs::write(folder.path().join("vnc.html"), "<p>the page").unwrap();
-    let config = BOTH.replace("/usr/lib", folder.path().to_str().unwrap());
-    let daemon = with_screen(&config).await;
+    let daemon = with_screen(BOTH).await;
     let way = ticket(&daemon, VncTicketKind::Web, false).await.unwrap();
     let (page, token) = way.url.split_once("path=websockify%3Ftoken%3D").unwrap();
     assert_eq!(page, format!("http://{}/vnc.html?autoconnect=true&", way.address));
@@ -224,7 +229,7 @@ async fn a_browser_gets_the_page_and_with_its_token_the_screen_once() {
     for page in ["/vnc.html?autoconnect=true", &whole] {
         let answer = to_the_end(http(&way.address, page, close).await).await;
         assert!(
-            answer.starts_with("HTTP/1.1 200 OK\r\n") && answer.ends_with("<p>the page"),
+            answer.starts_with("HTTP/1.1 200 OK\r\n") && answer.ends_with("<p>the page\n"),
             "{answer}"
         );
     }
@@ -269,10 +274,17 @@ async fn who_can_not_be_served_is_told_what_to_do() {
         refused.message()
     );
 
-    let without_novnc = BOTH.replace("/usr/lib", "/nothing/is/here");
+    let without_novnc = BOTH.replace(PAGE, "/nothing/is/here");
     let daemon = with_screen(&without_novnc).await;
-    let way = ticket(&daemon, VncTicketKind::Web, false).await.unwrap();
-    let answer = to_the_end(http(&way.address, "/vnc.html", "Connection: close\r\n").await).await;
+    let refused = ticket(&daemon, VncTicketKind::Web, false).await.unwrap_err();
+    assert_eq!(refusal(&refused), (Code::FailedPrecondition, "NOT_SERVED".into()));
+    assert!(
+        refused.message().contains("install the package novnc"),
+        "{}",
+        refused.message()
+    );
+    let address = fs::read_to_string(daemon.path("run/web.addr")).unwrap();
+    let answer = to_the_end(http(address.trim(), "/vnc.html", "Connection: close\r\n").await).await;
     assert!(
         answer.starts_with("HTTP/1.1 404") && answer.contains("install the package novnc"),
         "{answer}"
@@ -409,9 +421,7 @@ async fn with_a_certificate_everything_is_encrypted_and_nobody_is_served_without
     let pki = Pki::new("screens");
     let folder = tempfile::tempdir().unwrap();
     pki.install(folder.path(), &pki.server("node"));
-    fs::write(folder.path().join("vnc.html"), "<p>the page").unwrap();
-    let config = BOTH.replace("/usr/lib", folder.path().to_str().unwrap());
-    let daemon = with_screen(&with_certificate(&config, folder.path())).await;
+    let daemon = with_screen(&with_certificate(BOTH, folder.path())).await;
     for way in [X509_VNC, X509_PLAIN] {
         let issued = ticket(&daemon, VncTicketKind::Password, false).await.unwrap();
         let (result, mut stream) = vencrypt(&issued.address, &pki, way, &issued.password).await;
@@ -480,7 +490,7 @@ async fn with_a_certificate_everything_is_encrypted_and_nobody_is_served_without
         .unwrap();
     let answer = to_the_end(stream).await;
     assert!(
-        answer.starts_with("HTTP/1.1 200 OK\r\n") && answer.ends_with("<p>the page"),
+        answer.starts_with("HTTP/1.1 200 OK\r\n") && answer.ends_with("<p>the page\n"),
         "{answer}"
     );
 }

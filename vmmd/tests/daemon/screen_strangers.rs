@@ -14,8 +14,8 @@ use crate::{
     migration::within,
     pki::Pki,
     screen::{
-        BOTH, X509_PLAIN, X509_VNC, choose, ended, read, rest, run_web, shows, ticket, to_the_end, vencrypt,
-        viewer, websocket, with_certificate, with_screen,
+        BOTH, PAGE, X509_PLAIN, X509_VNC, choose, ended, read, rest, run_web, shows, ticket, to_the_end,
+        vencrypt, viewer, websocket, with_certificate, with_screen,
     },
 };
 
@@ -76,9 +76,10 @@ async fn viewers_without_a_ticket_keep_nobody_out_who_has_one() {
 async fn browsers_without_a_token_keep_nobody_out_who_has_one() {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("large.js"), vec![b' '; 4 << 20]).unwrap();
+    fs::write(folder.path().join("vnc.html"), "the page").unwrap();
     // None of these handshakes ends because it takes too long.
     let limits = "limits = { handshakes = 4, request_seconds = 600, handshake_seconds = 600 }\n";
-    let config = BOTH.replace("/usr/lib", folder.path().to_str().unwrap());
+    let config = BOTH.replace(PAGE, folder.path().to_str().unwrap());
     let daemon = with_screen(&format!("{limits}{config}")).await;
     let mut admitted = Vec::new();
     for _ in 0..6 {
