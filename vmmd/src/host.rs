@@ -1,6 +1,10 @@
 //! What all VMs of the daemon share.
 
-use std::{fs::File, path::PathBuf, sync::Arc};
+use std::{
+    fs::File,
+    path::PathBuf,
+    sync::{Arc, OnceLock},
+};
 
 use proto::v1;
 use tokio::sync::{mpsc, watch};
@@ -36,6 +40,7 @@ use crate::{
     state_dir,
     store::{DiskStage, ImageStage, Store},
     text,
+    tls::Certificates,
 };
 
 /// The node as the VM actors and the services see it.
@@ -71,6 +76,8 @@ pub struct Host {
     pub disks: Disks,
     /// Snapshots of VMs.
     pub snapshots: Snapshots,
+    /// Certificates of the API over TCP, where it is served.
+    pub certificates: OnceLock<Arc<Certificates>>,
     /// How other nodes are reached.
     pub peers: Peers,
     /// Receives migrations of an earlier daemon, and those that were taken back.

@@ -123,7 +123,8 @@ pub fn run(arguments: &InitCerts) -> anyhow::Result<()> {
         );
     }
     write(dir, &made)?;
-    print!("{}", next_steps(arguments, &made, with_server));
+    let now = jiff::Timestamp::now();
+    print!("{}", next_steps(arguments, &made, with_server, now));
     Ok(())
 }
 
@@ -296,11 +297,11 @@ fn write(dir: &Path, made: &[Made]) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn next_steps(arguments: &InitCerts, made: &[Made], with_server: bool) -> String {
+fn next_steps(arguments: &InitCerts, made: &[Made], with_server: bool, now: jiff::Timestamp) -> String {
     let dir = &arguments.dir;
     let names: Vec<_> = made.iter().map(|file| file.name.as_str()).collect();
     let days = arguments.days;
-    let until = jiff::Timestamp::now() + DAY.saturating_mul(days);
+    let until = now + DAY.saturating_mul(days);
     let mut text = format!(
         "Made in {}: {}\nCertificates are valid for {days} days, until {}; make new ones before, with the CA that is there.\n\nNext:\n",
         dir.display(),
@@ -381,6 +382,15 @@ mod tests {
         for (path, content) in before {
             assert_eq!(fs::read(&path).unwrap(), content, "{path:?}");
         }
+        // The renewal as documented: move the old files, keep the CA.
+        for name in ["server.crt", "server.key", "alice.crt", "alice.key"] {
+            fs::rename(dir.join(name), folder.path().join(name)).unwrap();
+        }
+        run(&arguments(&dir, &["node1", "192.0.2.1"], &["alice=operator"])).unwrap();
+        for name in ["server.crt", "alice.crt"] {
+            let before = fs::read(folder.path().join(name)).unwrap();
+            assert!(fs::read(dir.join(name)).unwrap() != before, "{name}");
+        }
         fs::remove_file(dir.join("ca.key")).unwrap();
         assert!(run(&arguments(&dir, &[], &["carol=viewer"])).is_err());
         let other = KeyPair::generate().unwrap();
@@ -389,6 +399,17 @@ mod tests {
             .unwrap_err()
             .to_string();
         assert!(refused.contains("not made by init-certs"), "{refused}");
+    }
+
+    #[test]
+    fn last_day_of_the_certificates_is_printed() {
+        let arguments = arguments(Path::new("/etc/vmmd/tls"), &["node1"], &["alice=admin"]);
+        let now = "2026-11-29T12:00:00Z".parse().unwrap();
+        let text = next_steps(&arguments, &[], true, now);
+        assert!(
+            text.contains("valid for 30 days, until 2026-12-29; make new ones"),
+            "{text}"
+        );
     }
 
     #[test]

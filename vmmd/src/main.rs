@@ -54,7 +54,7 @@ use std::{
     fs::{self, DirBuilder, File},
     os::unix::fs::{DirBuilderExt, OpenOptionsExt},
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, OnceLock},
     thread::available_parallelism,
     time::Duration,
 };
@@ -215,6 +215,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
         clients: registry::clients::Clients::default(),
         snapshots: Snapshots::default(),
         consoles: Arc::default(),
+        certificates: OnceLock::new(),
         screens: Screens::new(&config.limits),
         peers: peers::Peers::new(config.tcp.clone()),
         requests: request::Requests::default(),
@@ -327,6 +328,7 @@ async fn listen(host: &Arc<Host>) -> anyhow::Result<Option<grpc::Listener>> {
     let address = tcp.listen;
     let certificates = Arc::new(tls::Certificates::new(tcp));
     tls::reload(&host.events, &certificates).await;
+    let _set_once = host.certificates.set(Arc::clone(&certificates));
     let listener = grpc::Listener::bind(address, Arc::clone(&certificates)).await;
     let listener = listener.with_context(|| format!("listen on {address}"))?;
     let bound = listener.address().context("ask for the bound address")?;

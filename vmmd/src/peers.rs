@@ -25,7 +25,7 @@ use crate::{
     config::Tcp,
     failure::{Failure, Kind},
     text,
-    tls::{ALPN, identify, is_for_servers},
+    tls::{ALPN, identify, is_for_servers, valid_until},
 };
 
 /// How long a connection may take.
@@ -82,6 +82,13 @@ impl Peers {
     /// Whether this node takes part in migrations: refused when it has no certificate for that.
     pub fn takes_part(&self) -> Result<(), Failure> {
         self.credentials().map(drop)
+    }
+
+    /// When this node's certificate for other nodes ends, in seconds of Unix time. Blocking.
+    pub fn ends(&self) -> Option<i64> {
+        let (certificate, ..) = self.credentials().ok()?;
+        let chain = certificates("peer_certificate", certificate).ok()?;
+        chain.iter().filter_map(valid_until).min()
     }
 
     fn credentials(&self) -> Result<(&Path, &Path, &Path), Failure> {

@@ -16,9 +16,9 @@ use std::{
 };
 
 use proto::v1;
-use tokio::task::JoinSet;
+use tokio::task::{JoinSet, spawn_blocking};
 
-use self::families::Families;
+use self::families::{Families, as_f64};
 use crate::{host::Host, node::describe, operation::has_ended, stats};
 
 pub use self::{listener::Listener, rpc::Counted};
@@ -69,6 +69,7 @@ pub async fn gather(host: &Arc<Host>) -> String {
     }
     rpcs().add(&mut families);
     daemon(&mut families, host);
+    certificates(&mut families, &ends(host).await);
     process::add(&mut families);
     families.text()
 }
@@ -109,6 +110,27 @@ fn daemon(families: &mut Families, host: &Host) {
         &[],
         host.store.commits(),
     );
+}
+
+/// When certificates end, by the key of the configuration.
+async fn ends(host: &Arc<Host>) -> Vec<(&'static str, i64)> {
+    let mut ends = host.certificates.get().map_or_else(Vec::new, |all| all.ends());
+    let of_peers = Arc::clone(host);
+    let peer = spawn_blocking(move || of_peers.peers.ends()).await;
+    ends.extend(peer.ok().flatten().map(|end| ("peer_certificate", end)));
+    ends
+}
+
+/// The ends of the certificates of the API over TCP.
+fn certificates(families: &mut Families, ends: &[(&'static str, i64)]) {
+    for (key, end) in ends {
+        families.gauge(
+            "vmmd_certificate_expiry_timestamp_seconds",
+            "When a certificate of the API over TCP ends, in Unix time",
+            &[("certificate", key)],
+            as_f64(u64::try_from(*end).unwrap_or(0)),
+        );
+    }
 }
 
 #[cfg(test)]

@@ -59,6 +59,7 @@ fn everything() -> String {
         ..Default::default()
     };
     node::add(&mut families, &node);
+    certificates(&mut families, &[("certificate", 1_800_000_000)]);
     process::add(&mut families);
     families.text()
 }
@@ -123,6 +124,7 @@ fn times_and_sizes_are_in_base_units_and_say_so() {
     for (name, unit) in [
         ("vmmd_vm_cpu_seconds", "seconds"),
         ("vmmd_vm_memory_used_bytes", "bytes"),
+        ("vmmd_certificate_expiry_timestamp_seconds", "seconds"),
     ] {
         assert!(text.contains(&format!("# UNIT {name} {unit}\n")), "{text}");
     }
@@ -134,5 +136,7 @@ fn times_and_sizes_are_in_base_units_and_say_so() {
     ] {
         assert!(text.contains(line), "{line}\n{text}");
     }
+    let line = "vmmd_certificate_expiry_timestamp_seconds{certificate=\"certificate\"} 1800000000.0";
+    assert!(text.contains(line), "{text}");
     assert!(text.ends_with("# EOF\n"));
 }

@@ -16,6 +16,7 @@ use rustls::{
 
 use tokio_util::sync::CancellationToken;
 
+use super::valid_until;
 use crate::{config::Tcp, text};
 
 /// HTTP/2 in the ALPN (RFC 9113, 3.2).
@@ -65,6 +66,8 @@ impl Files {
 struct Loaded {
     config: Arc<ServerConfig>,
     verifier: Arc<dyn ClientCertVerifier>,
+    /// See [`Certificates::ends`].
+    ends: Vec<(&'static str, i64)>,
 }
 
 /// The other end of a connection: it is to end when its certificate is not good any more.
@@ -179,6 +182,12 @@ impl Certificates {
             .clone()
     }
 
+    /// The ends of the certificates in use, in seconds of Unix time, by the key of the configuration. A file with several certificates has the
+    /// earliest end.
+    pub fn ends(&self) -> Vec<(&'static str, i64)> {
+        self.loaded().map(|loaded| loaded.ends).unwrap_or_default()
+    }
+
     /// Where the files are.
     pub fn files(&self) -> Vec<&Path> {
         let always = [&self.tcp.certificate, &self.tcp.key, &self.tcp.client_ca];
@@ -194,8 +203,11 @@ fn load(files: &Files) -> Result<Loaded, Error> {
     let chain = certificates("certificate", &files.certificate)?;
     let key = PrivateKeyDer::from_pem_slice(&files.key)
         .map_err(|error| Error::Content("key", format!("has no private key: {error}")))?;
+    let authorities = certificates("client_ca", &files.client_ca)?;
+    let ends = [("certificate", &chain), ("client_ca", &authorities)];
+    let ends = ends.map(|(key, all)| Some((key, all.iter().filter_map(valid_until).min()?)));
     let mut roots = RootCertStore::empty();
-    for authority in certificates("client_ca", &files.client_ca)? {
+    for authority in authorities {
         roots
             .add(authority)
             .map_err(|error| Error::Content("client_ca", format!("has a wrong certificate: {error}")))?;
@@ -230,6 +242,7 @@ fn load(files: &Files) -> Result<Loaded, Error> {
     Ok(Loaded {
         config: Arc::new(config),
         verifier,
+        ends: ends.into_iter().flatten().collect(),
     })
 }
 
@@ -279,6 +292,11 @@ mod tests {
         }
         assert!(certificates.reload().unwrap());
         assert!(!certificates.reload().unwrap(), "nothing has changed");
+        // The default of rcgen is the first day of the year 4096.
+        assert_eq!(
+            certificates.ends(),
+            [("certificate", 67_090_118_400), ("client_ca", 67_090_118_400)]
+        );
         let first = certificates.current().unwrap();
         for (name, text, what) in [
             ("key", other_key.as_str(), "can't be used with its key"),

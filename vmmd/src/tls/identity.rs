@@ -23,6 +23,12 @@ pub fn is_for_servers(certificate: &CertificateDer<'_>) -> bool {
     usage.is_some_and(|usage| usage.value.server_auth)
 }
 
+/// The end of a certificate's validity, in seconds of Unix time.
+pub fn valid_until(certificate: &CertificateDer<'_>) -> Option<i64> {
+    let (_, certificate) = parse_x509_certificate(certificate).ok()?;
+    Some(certificate.validity().not_after.timestamp())
+}
+
 /// The last common name of the subject, at most 100 bytes and without control characters.
 pub fn common_name(certificate: &CertificateDer<'_>) -> Option<String> {
     let (_, certificate) = parse_x509_certificate(certificate).ok()?;

@@ -10,5 +10,5 @@ mod identity;
 mod watch;
 
 pub use certificates::{ALPN, Certificates, Peer};
-pub use identity::{common_name, identify, is_for_servers};
+pub use identity::{common_name, identify, is_for_servers, valid_until};
 pub use watch::{reload, watch};

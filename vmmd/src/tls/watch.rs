@@ -44,7 +44,11 @@ pub async fn reload(events: &Events, certificates: &Arc<Certificates>) {
     let (severity, reason, message) = match loaded {
         Ok(Ok(false)) | Err(_) => return,
         Ok(Ok(true)) => {
-            let message = "new connections over TCP use the certificates that were loaded".to_owned();
+            let mut message = "new connections over TCP use the certificates that were loaded".to_owned();
+            let end = certificates.ends().into_iter().map(|(_, end)| end).min();
+            if let Some(end) = end.and_then(|end| jiff::Timestamp::from_second(end).ok()) {
+                message += &format!("; the first of them ends on {}", end.strftime("%Y-%m-%d"));
+            }
             (EventSeverity::Normal, "CertificatesLoaded", message)
         }
         Ok(Err(error)) => {
