@@ -10,6 +10,7 @@ use std::{
 
 use http::HeaderMap;
 use http_body::{Frame, SizeHint};
+use http_body_util::BodyExt;
 use tokio::{
     sync::OwnedSemaphorePermit,
     time::{Sleep, sleep},
@@ -200,86 +201,20 @@ impl First {
     }
 }
 
-/// A response's body, whose trailers say how the call has ended.
-#[derive(Debug)]
-pub struct Outcome {
-    inner: Body,
-    record: Arc<Record>,
-}
-
-impl Outcome {
-    /// `record` is told the end.
-    pub fn new(inner: Body, record: Arc<Record>) -> Self {
-        Self { inner, record }
-    }
-}
-
-impl http_body::Body for Outcome {
-    type Data = <Body as http_body::Body>::Data;
-    type Error = Status;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Self::Data>, Status>>> {
-        let polled = Pin::new(&mut self.inner).poll_frame(context);
-        if let Poll::Ready(Some(Ok(frame))) = &polled
-            && let Some(code) = frame.trailers_ref().and_then(code)
-        {
-            self.record.end(code);
+/// A response's body. Its trailers end `record` with the code of the call.
+pub fn recorded(body: Body, record: Arc<Record>) -> Body {
+    Body::new(body.inspect_frame(move |frame| {
+        if let Some(code) = frame.trailers_ref().and_then(code) {
+            record.end(code);
         }
-        polled
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.inner.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.inner.size_hint()
-    }
+    }))
 }
 
-/// The body of a stream, which has a place until it ends.
-#[derive(Debug)]
-pub struct Placed {
-    inner: Body,
-    _place: Place,
-}
-
-impl Placed {
-    /// One that holds `place`.
-    pub fn new(inner: Body, place: Place) -> Self {
-        Self { inner, _place: place }
-    }
-}
-
-impl http_body::Body for Placed {
-    type Data = <Body as http_body::Body>::Data;
-    type Error = Status;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Self::Data>, Status>>> {
-        Pin::new(&mut self.inner).poll_frame(context)
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.inner.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.inner.size_hint()
-    }
-}
-
-/// The body of a read's answer. Its bytes have the client's turn until they have been sent: a client that reads no answers gets no
-/// further ones.
-#[derive(Debug)]
-pub struct Turned {
-    inner: Body,
-    turn: Arc<OwnedSemaphorePermit>,
+/// The body of a stream, which has `place` until it ends.
+pub fn placed(body: Body, place: Place) -> Body {
+    Body::new(body.inspect_frame(move |_| {
+        let _held = &place;
+    }))
 }
 
 /// Bytes with a turn.
@@ -294,42 +229,18 @@ impl AsRef<[u8]> for Held {
     }
 }
 
-impl Turned {
-    /// One that has this turn.
-    pub fn new(inner: Body, turn: OwnedSemaphorePermit) -> Self {
-        Self {
-            inner,
-            turn: Arc::new(turn),
-        }
-    }
-}
-
-impl http_body::Body for Turned {
-    type Data = Bytes;
-    type Error = Status;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
-        let polled = Pin::new(&mut self.inner).poll_frame(context);
-        polled.map_ok(|frame| {
-            frame.map_data(|bytes| {
-                Bytes::from_owner(Held {
-                    bytes,
-                    _turn: Arc::clone(&self.turn),
-                })
+/// The body of a read's answer. Its bytes have the client's turn until they have been sent: a client that reads no answers gets no
+/// further ones.
+pub fn turned(body: Body, turn: OwnedSemaphorePermit) -> Body {
+    let turn = Arc::new(turn);
+    Body::new(body.map_frame(move |frame| {
+        frame.map_data(|bytes| {
+            Bytes::from_owner(Held {
+                bytes,
+                _turn: Arc::clone(&turn),
             })
         })
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.inner.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.inner.size_hint()
-    }
+    }))
 }
 
 /// How the call has ended, by the headers or trailers of its response.

@@ -16,7 +16,7 @@ use tower::{Layer, Service};
 use super::{
     Audit, Caller, Place, Places, Rank, Role, Turns,
     audit::{self, Record},
-    body::{Arrival, Outcome, Placed, Turned, code},
+    body::{Arrival, code, placed, recorded, turned},
     rule::{self, Rule},
     share::Full,
 };
@@ -196,8 +196,8 @@ where
             };
             let answer = answer.await?;
             let answer = match (place, turn) {
-                (Some(place), _) => answer.map(|body| Body::new(Placed::new(body, place))),
-                (None, Some(turn)) => answer.map(|body| Body::new(Turned::new(body, turn))),
+                (Some(place), _) => answer.map(|body| placed(body, place)),
+                (None, Some(turn)) => answer.map(|body| turned(body, turn)),
                 (None, None) => answer,
             };
             let Some(record) = record else { return Ok(answer) };
@@ -206,7 +206,7 @@ where
                 record.end(code);
                 return Ok(answer);
             }
-            Ok(answer.map(|body| Body::new(Outcome::new(body, record))))
+            Ok(answer.map(|body| recorded(body, record)))
         })
     }
 }
