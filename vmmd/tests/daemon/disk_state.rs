@@ -235,18 +235,7 @@ async fn a_vm_that_a_disk_has_paused_says_so_also_after_a_restart_of_the_daemon_
         (status(&vm).phase(), status(&vm).reason.as_str()),
         (VmPhase::Paused, "DiskError")
     );
-    let request = v1::ResumeVmRequest {
-        name: "web".into(),
-        ..Default::default()
-    };
-    let vm = daemon
-        .client()
-        .resume_vm(request)
-        .await
-        .unwrap()
-        .into_inner()
-        .vm
-        .unwrap();
+    let vm = daemon.resume("web").await.unwrap();
     assert_eq!(
         (status(&vm).phase(), status(&vm).message.as_str()),
         (VmPhase::Running, "")
@@ -276,11 +265,7 @@ async fn a_disk_that_fails_again_in_the_moment_of_a_resume_is_not_missed() {
         .unwrap();
     assert_eq!(status(&vm).reason, "Paused");
     for _ in 0..10 {
-        let request = v1::ResumeVmRequest {
-            name: "web".into(),
-            ..Default::default()
-        };
-        daemon.client().resume_vm(request).await.unwrap();
+        daemon.resume("web").await.unwrap();
         daemon.wait("web", |status| status.reason == "DiskError").await;
     }
 }

@@ -287,6 +287,14 @@ impl Daemon {
         Ok(self.client().pause_vm(request).await?.into_inner().vm.unwrap())
     }
 
+    pub async fn resume(&self, name: &str) -> Result<v1::Vm, Status> {
+        let request = v1::ResumeVmRequest {
+            name: name.into(),
+            ..Default::default()
+        };
+        Ok(self.client().resume_vm(request).await?.into_inner().vm.unwrap())
+    }
+
     pub async fn stop(&self, name: &str, grace: Option<Duration>) -> Result<v1::Vm, Status> {
         let grace_period = grace.map(|grace| well_known::Duration {
             seconds: i64::try_from(grace.as_secs()).unwrap(),

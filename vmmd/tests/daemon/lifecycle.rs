@@ -45,18 +45,7 @@ async fn a_vm_goes_through_its_whole_life() {
         .pause_vm(request)
         .await
         .expect("a pause of a paused VM is done already");
-    let request = v1::ResumeVmRequest {
-        name: "web".into(),
-        ..Default::default()
-    };
-    let resumed = daemon
-        .client()
-        .resume_vm(request)
-        .await
-        .unwrap()
-        .into_inner()
-        .vm
-        .unwrap();
+    let resumed = daemon.resume("web").await.unwrap();
     assert_eq!(
         (status(&resumed).phase(), vm_pid(&resumed)),
         (VmPhase::Running, vm_pid(&running))

@@ -73,6 +73,18 @@ impl Daemon {
         self.networks().await.delete_network(request).await.map(drop)
     }
 
+    /// One in a namespace of its own, with NAT networks of these names: 10.80.0.0/24, 10.80.1.0/24, …
+    async fn with_networks<const N: usize>(names: [&str; N]) -> (Namespace, Self, [v1::Network; N]) {
+        let namespace = Namespace::new();
+        let daemon = Self::in_network(&namespace.0).await;
+        let mut made = Vec::new();
+        for (number, name) in names.into_iter().enumerate() {
+            let cidr = format!("10.80.{number}.0/24");
+            made.push(daemon.make_network(name, &cidr, NetworkMode::Nat).await.unwrap());
+        }
+        (namespace, daemon, made.try_into().unwrap())
+    }
+
     /// Starts a VM with one NIC; its addresses.
     async fn start_in(&mut self, vm: &str, nic: NicSpec) -> Result<Vec<String>, Status> {
         let mut wanted = self.manifest(vm, "");
@@ -271,12 +283,7 @@ async fn a_mac_address_is_one_nics_in_a_network() {
 /// Of a VM that is restored beside the snapshot's own, and may have its addresses where something else keeps them apart.
 #[tokio::test]
 async fn addresses_in_a_network_are_one_vms_even_if_others_may_share_them() {
-    let namespace = Namespace::new();
-    let mut daemon = Daemon::in_network(&namespace.0).await;
-    daemon
-        .make_network("lan", "10.80.0.0/24", NetworkMode::Nat)
-        .await
-        .unwrap();
+    let (_namespace, mut daemon, _) = Daemon::with_networks(["lan"]).await;
     let before = daemon.start_in("web", nic("lan")).await.unwrap();
     daemon.snapshot("one", "web", false).await.unwrap();
     let request = v1::RestoreVmRequest {
@@ -331,12 +338,7 @@ async fn a_nic_that_moves_to_another_network_is_held_to_its_new_address_alone() 
 
 #[tokio::test]
 async fn ports_are_published_once() {
-    let namespace = Namespace::new();
-    let mut daemon = Daemon::in_network(&namespace.0).await;
-    daemon
-        .make_network("lan", "10.80.0.0/24", NetworkMode::Nat)
-        .await
-        .unwrap();
+    let (namespace, mut daemon, _) = Daemon::with_networks(["lan"]).await;
     let published = |vm_port| NicSpec {
         published_ports: vec![PublishedPort {
             protocol: v1::PortProtocol::Tcp.into(),
@@ -351,6 +353,17 @@ async fn ports_are_published_once() {
     let clash = daemon.start_in("b", published(81)).await.unwrap_err();
     assert_eq!(refusal(&clash), (Code::FailedPrecondition, "PORT_IN_USE".into()));
     assert!(clash.message().contains("VM \"a\""), "{clash}");
+    // `vmmctl run` asks before it makes a disk.
+    let mut wanted = daemon.manifest("c", "");
+    wanted.spec.as_mut().unwrap().nics = vec![published(82)];
+    let request = v1::CreateVmRequest {
+        vm: Some(wanted),
+        start: true,
+        dry_run: true,
+        ..Default::default()
+    };
+    let clash = daemon.client().create_vm(request).await.unwrap_err();
+    assert_eq!(refusal(&clash), (Code::FailedPrecondition, "PORT_IN_USE".into()));
     // A VM that is deleted has none from that moment on.
     daemon.delete("a", true).await.unwrap();
     daemon.start_vm("b").await.unwrap();
@@ -363,12 +376,7 @@ async fn ports_are_published_once() {
 
 #[tokio::test]
 async fn the_rules_of_a_nic_go_with_it() {
-    let namespace = Namespace::new();
-    let mut daemon = Daemon::in_network(&namespace.0).await;
-    daemon
-        .make_network("lan", "10.80.0.0/24", NetworkMode::Nat)
-        .await
-        .unwrap();
+    let (namespace, mut daemon, _) = Daemon::with_networks(["lan"]).await;
     daemon.start_in("a", nic("lan")).await.unwrap();
     assert!(namespace.run("nft list ruleset").contains("10.80.0.2"));
     daemon.delete("a", true).await.unwrap();
@@ -398,12 +406,7 @@ fn tracks_bridges(namespace: &Namespace) -> bool {
 
 #[tokio::test]
 async fn a_firewall_and_published_ports_change_while_the_vm_runs_and_are_kept() {
-    let namespace = Namespace::new();
-    let mut daemon = Daemon::in_network(&namespace.0).await;
-    daemon
-        .make_network("lan", "10.80.0.0/24", NetworkMode::Nat)
-        .await
-        .unwrap();
+    let (namespace, mut daemon, _) = Daemon::with_networks(["lan"]).await;
     let published = |node_port| {
         vec![PublishedPort {
             node_port,

@@ -65,18 +65,7 @@ async fn panicked_guest_is_paused_where_the_spec_says_so() {
     let before = panicking(&daemon, RunPolicy::AlwaysOnUnlessStopped, PanicPolicy::Pause, "").await;
     let paused = daemon.wait_phase("web", VmPhase::Paused).await;
     assert_eq!(paused.reason, "GuestPanicked");
-    let request = v1::ResumeVmRequest {
-        name: "web".into(),
-        ..Default::default()
-    };
-    let resumed = daemon
-        .client()
-        .resume_vm(request)
-        .await
-        .unwrap()
-        .into_inner()
-        .vm
-        .unwrap();
+    let resumed = daemon.resume("web").await.unwrap();
     let told = status(&resumed);
     assert_eq!(
         (told.phase(), told.reason.as_str()),

@@ -94,11 +94,7 @@ async fn an_actor_that_panics_is_made_anew_and_nobody_is_told_that_its_vm_is_gon
         assert_eq!(user(&paused), user(&before));
         assert_ne!(user(&daemon.run("next", "").await), user(&before));
         daemon.delete("next", true).await.unwrap();
-        let request = v1::ResumeVmRequest {
-            name: "web".into(),
-            ..Default::default()
-        };
-        daemon.client().resume_vm(request).await.unwrap();
+        daemon.resume("web").await.unwrap();
     }
     daemon.told_exactly("SupervisorFailed", 3).await;
     assert_eq!(vm_pid(&daemon.get("other").await.unwrap()), vm_pid(&other));

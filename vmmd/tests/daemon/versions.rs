@@ -166,21 +166,6 @@ async fn vms_of_the_first_release_can_do_all_that_new_ones_can() {
     );
 }
 
-async fn resume(daemon: &Daemon, name: &str) -> v1::Vm {
-    let request = v1::ResumeVmRequest {
-        name: name.into(),
-        ..Default::default()
-    };
-    daemon
-        .client()
-        .resume_vm(request)
-        .await
-        .unwrap()
-        .into_inner()
-        .vm
-        .unwrap()
-}
-
 async fn reset(daemon: &Daemon, name: &str) -> Result<(), Status> {
     let request = v1::ResetVmRequest {
         name: name.into(),
@@ -221,7 +206,10 @@ async fn a_vmm_of_the_protocol_version_before_is_driven_until_a_restart_replaces
         );
         daemon.kill_and_restart().await;
         assert_eq!(status(&daemon.get("web").await.unwrap()).phase(), VmPhase::Paused);
-        assert_eq!(status(&resume(&daemon, "web").await).phase(), VmPhase::Running);
+        assert_eq!(
+            status(&daemon.resume("web").await.unwrap()).phase(),
+            VmPhase::Running
+        );
         let snapshot = of_disks("one", "web", true);
         let refused = daemon.snapshots().await.create_snapshot(snapshot).await;
         assert_eq!(refusal(&refused.unwrap_err()), too_old);

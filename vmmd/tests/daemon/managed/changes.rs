@@ -11,18 +11,6 @@ use super::*;
 use crate::harness::generation;
 
 impl Daemon {
-    /// One in a namespace of its own, with NAT networks of these names: 10.80.0.0/24, 10.80.1.0/24, …
-    async fn with_networks<const N: usize>(names: [&str; N]) -> (Namespace, Self, [v1::Network; N]) {
-        let namespace = Namespace::new();
-        let daemon = Self::in_network(&namespace.0).await;
-        let mut made = Vec::new();
-        for (number, name) in names.into_iter().enumerate() {
-            let cidr = format!("10.80.{number}.0/24");
-            made.push(daemon.make_network(name, &cidr, NetworkMode::Nat).await.unwrap());
-        }
-        (namespace, daemon, made.try_into().unwrap())
-    }
-
     async fn update_network(&self, request: v1::UpdateNetworkRequest) -> Result<v1::Network, Status> {
         let answer = self.networks().await.update_network(request).await?;
         Ok(answer.into_inner().network.unwrap())
@@ -322,12 +310,7 @@ async fn networks_are_watched_over_a_kill_and_listed_in_pages() {
 
 #[tokio::test]
 async fn nic_that_a_network_refuses_is_not_stored() {
-    let namespace = Namespace::new();
-    let mut daemon = Daemon::in_network(&namespace.0).await;
-    daemon
-        .make_network("lan", "10.80.0.0/24", NetworkMode::Nat)
-        .await
-        .unwrap();
+    let (_namespace, mut daemon, _) = Daemon::with_networks(["lan"]).await;
     let published = |port| v1::PublishedPort {
         node_port: port,
         ..v1::PublishedPort::default()

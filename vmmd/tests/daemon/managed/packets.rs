@@ -377,12 +377,7 @@ async fn a_routed_network_is_reached_by_other_routed_ones_and_the_world_but_by_n
 
 #[tokio::test]
 async fn a_network_without_ipv6_carries_none() {
-    let namespace = Namespace::new();
-    let mut daemon = Daemon::in_network(&namespace.0).await;
-    daemon
-        .make_network("lan", "10.80.0.0/24", NetworkMode::Nat)
-        .await
-        .unwrap();
+    let (namespace, mut daemon, _) = Daemon::with_networks(["lan"]).await;
     let mut guests = Vec::new();
     for vm in ["a", "b"] {
         daemon.start_in(vm, nic("lan")).await.unwrap();
