@@ -478,16 +478,21 @@ fn log(draft: &Draft, count: u64) {
         operation,
     } = draft;
     let (kind, name, request) = (object.kind(), object.name(), &context.request_id);
-    // The text names the object: a reader of the journal sees the text alone.
-    let text = match object {
-        Object::Node => message.clone(),
-        Object::Vm(..) => format!("VM \"{name}\": {message}"),
-        _ => format!("{} \"{name}\": {message}", kind.to_ascii_lowercase()),
-    };
+    let text = line(object, message);
     if *severity == EventSeverity::Warning {
         tracing::warn!(kind, name, reason, request, operation, count, "{text}");
     } else {
         tracing::info!(kind, name, reason, request, operation, count, "{text}");
+    }
+}
+
+/// The text of a line of the log. It names the object: a reader of the journal sees the text alone.
+fn line(object: &Object, message: &str) -> String {
+    let (kind, name) = (object.kind(), object.name());
+    match object {
+        Object::Node => message.to_owned(),
+        Object::Vm(..) => format!("VM \"{name}\": {message}"),
+        _ => format!("{} \"{name}\": {message}", kind.to_ascii_lowercase()),
     }
 }
 

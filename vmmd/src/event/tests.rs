@@ -237,3 +237,18 @@ async fn file_that_takes_nothing_delays_no_event_and_losses_are_told() {
     kill(events);
     assert_eq!(reasons(&open(folder.path(), "boot")).len(), found.len());
 }
+
+#[test]
+fn line_of_the_log_names_the_object() {
+    let uid = Uuid::nil();
+    for (object, expected) in [
+        (Object::Vm("web".into(), uid), "VM \"web\": it is being started"),
+        (
+            Object::Disk("data".into(), uid),
+            "disk \"data\": it is being started",
+        ),
+        (Object::Node, "it is being started"),
+    ] {
+        assert_eq!(line(&object, "it is being started"), expected);
+    }
+}
