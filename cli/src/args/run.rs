@@ -3,8 +3,11 @@
 use std::time::Duration;
 
 use clap::Args;
+use proto::v1::RunPolicy;
 
-use super::{Label, Timeout, cloud_init::CloudInit, disk::CloneMode, duration, image_name, size, vm_name};
+use super::{
+    Label, Timeout, cloud_init::CloudInit, disk::CloneMode, duration, image_name, operation, size, vm_name,
+};
 use crate::complete;
 
 /// `run`.
@@ -62,6 +65,10 @@ pub struct Run {
     /// Directory of the node where the daemon keeps the VM's description, logs and counters.
     #[arg(long, value_name = "PATH")]
     pub state_dir: Option<String>,
+    /// Starts by the node: always-on-unless-stopped (default; also after a power-off by the guest), always-on, rerun-on-failure, manual,
+    /// always-off.
+    #[arg(long, value_name = "POLICY", value_parser = operation::run_policy)]
+    pub run_policy: Option<RunPolicy>,
     /// Label of the VM and its disk.
     #[arg(short, long = "label", value_name = "KEY=VALUE")]
     pub labels: Vec<Label>,

@@ -16,7 +16,7 @@ use crate::{
         disk::{CloneMode, CreateDisk, DiskFormat, GetDisk, Preallocation},
     },
     client::{COPY, Client, WORK, about_disk, empty_answer, send},
-    failure::{Code, Failure, Result},
+    failure::{Code, Failure, Result, printable},
     manifest::disk,
     output::{self, describe::Lines, format::Layout},
 };
@@ -24,6 +24,9 @@ use crate::{
 /// What a client changes of a disk, as a mask has it.
 const METADATA: [&str; 3] = ["metadata.labels", "metadata.annotations", "metadata.owner"];
 const SIZE: &str = "spec.size_bytes";
+
+/// Events that are looked at for warnings.
+const LAST_EVENTS: u32 = 10;
 
 /// How often a change is made anew of what somebody else has changed meanwhile.
 const TRIES: u32 = 5;
@@ -103,7 +106,29 @@ pub async fn create(
     let response = send!(client.limit(COPY), client.disks, create_disk, request).await;
     let response = response.map_err(|failure| about_disk(failure, &name))?;
     let disk = response.disk.ok_or_else(empty_answer)?;
+    if !no_wait {
+        warn(client, disk::name(&disk)).await;
+    }
     Ok((disk, response.operation.filter(|_| no_wait)))
+}
+
+/// Prints the warnings of vmmd about a disk that was made or changed just now.
+pub async fn warn(client: &Client, name: &str) {
+    // A failure to read events is no failure of the disk.
+    let events = client
+        .events_of("Disk", name, LAST_EVENTS)
+        .await
+        .unwrap_or_default();
+    for warning in last_warnings(&events) {
+        eprintln!("warning: disk/{name}: {}", printable(&warning.message));
+    }
+}
+
+/// The warnings after the last other event, which says that the disk was made or changed.
+fn last_warnings(events: &[v1::Event]) -> &[v1::Event] {
+    let is_other = |event: &v1::Event| event.severity() != v1::EventSeverity::Warning;
+    let begin = events.iter().rposition(is_other).map_or(0, |at| at + 1);
+    events.get(begin..).unwrap_or_default()
 }
 
 /// Says that a disk was made, or is being made.
@@ -131,7 +156,9 @@ pub async fn resize(client: &Client, name: &str, size: u64) -> Result<v1::Disk> 
         }),
         status: None,
     };
-    update(client, disk, &[SIZE]).await
+    let disk = update(client, disk, &[SIZE]).await?;
+    warn(client, name).await;
+    Ok(disk)
 }
 
 /// Changes labels, annotations and owner of a disk to those of `wanted`, and with `grow` its size.
@@ -303,4 +330,25 @@ fn print(disks: &[&v1::Disk], args: &GetDisk) -> Result<()> {
         .map(|disk| output::disk::row(disk, wide, now))
         .collect();
     output::print(&output::disk::table(wide).whole(&rows, !args.no_headers))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn warnings_after_the_last_change_are_shown() {
+        use v1::EventSeverity::{Normal, Warning};
+        let shown = |severities: &[v1::EventSeverity]| {
+            let events = severities.iter().map(|severity| v1::Event {
+                severity: (*severity).into(),
+                ..Default::default()
+            });
+            last_warnings(&events.collect::<Vec<_>>()).len()
+        };
+        assert_eq!(shown(&[]), 0);
+        assert_eq!(shown(&[Normal, Warning]), 1);
+        assert_eq!(shown(&[Normal, Warning, Normal]), 0);
+        assert_eq!(shown(&[Normal, Warning, Normal, Warning, Warning]), 2);
+    }
 }

@@ -5,7 +5,7 @@ use proto::{
     v1::{self, boot_spec::Source as Boot, volume_spec::Source},
 };
 
-use super::{apply, cloud_init, nic_spec, port_forward, progress, share_spec};
+use super::{apply, cloud_init, disk, nic_spec, port_forward, progress, share_spec};
 use crate::{
     args::{Console, disk::CloneMode, run::Run},
     client::{COPY, Client, WORK, about_disk, send},
@@ -121,9 +121,7 @@ async fn would_be_taken(client: &Client, vm: &v1::Vm, name: &str, disk: &str) ->
     match apply::create(client, vm.clone(), true, true).await {
         Err(failure) if failure.reason.as_ref() == NO_DISK && failure.violations.is_empty() => {}
         Err(mut failure) => {
-            // The disk is made when nothing else is wrong.
-            let missing = format!("; spec.disks[0].disk: there is no disk \"{disk}\" on this node");
-            failure.message = failure.message.replace(&missing, "");
+            failure.message = without_disk(&failure.message, disk);
             return Err(failure);
         }
         Ok(_) => return Ok(()),
@@ -136,6 +134,13 @@ async fn would_be_taken(client: &Client, vm: &v1::Vm, name: &str, disk: &str) ->
             Err(failure.hint(format!("`vmmctl describe vm {name}` shows it")))
         }
     }
+}
+
+/// Leaves the missing disk out of a refusal with several reasons: the disk is made when nothing else is wrong.
+fn without_disk(message: &str, disk: &str) -> String {
+    let missing = format!("spec.disks[0].disk: there is no disk \"{disk}\" on this node");
+    let reasons = message.split("; ").filter(|reason| *reason != missing);
+    reasons.collect::<Vec<_>>().join("; ")
 }
 
 fn new_name(image: &str) -> String {
@@ -181,9 +186,11 @@ async fn make_disk(client: &Client, args: &Run, name: &str) -> Result<()> {
     let response = send!(client.limit(COPY), client.disks, create_disk, request).await;
     let response = response.map_err(|failure| about_disk(failure, name))?;
     match response.operation {
-        Some(operation) => progress::follow(client, &operation, args.quiet).await,
-        None => Ok(()),
+        Some(operation) => progress::follow(client, &operation, args.quiet).await?,
+        None => return Ok(()),
     }
+    disk::warn(client, name).await;
+    Ok(())
 }
 
 /// The VM that the flags describe.
@@ -243,6 +250,7 @@ fn vm(args: &Run, name: &str, disk: &str) -> Result<v1::Vm> {
                 .map(|text| share_spec::from_text(text))
                 .collect::<Result<_>>()?,
             state_dir: args.state_dir.clone().unwrap_or_default(),
+            run_policy: args.run_policy.unwrap_or_default().into(),
             // Without any of it the guest is told its name and its network all the same.
             cloud_init: Some(cloud_init::from_flags(&args.cloud_init)?.unwrap_or_default()),
             ..Default::default()
@@ -292,6 +300,39 @@ mod tests {
             false,
         );
         assert_eq!(said.message, "--nic: there is none");
+    }
+
+    #[test]
+    fn bad_name_of_vm_and_disk_is_said_once() {
+        let wrong = |field: &str, text: &str| (field.to_owned(), text.to_owned());
+        let failure = Failure {
+            violations: vec![
+                wrong("metadata.name", "must be 1 to 63 of a-z, 0-9 and -, is \"X_1\""),
+                wrong(
+                    "spec.disks[0].disk",
+                    "must be 1 to 63 of a-z, 0-9 and -, is \"X_1-root\"",
+                ),
+            ],
+            ..Failure::new(Code::Invalid, "the VM is not valid")
+        };
+        assert_eq!(
+            in_options(failure, false).to_string(),
+            "--name: must be 1 to 63 of a-z, 0-9 and -, is \"X_1\""
+        );
+    }
+
+    #[test]
+    fn disk_that_is_not_made_yet_is_no_reason() {
+        let missing = "spec.disks[0].disk: there is no disk \"web-root\" on this node";
+        for message in [
+            format!("not enough memory; {missing}"),
+            format!("{missing}; not enough memory"),
+            "not enough memory".to_owned(),
+        ] {
+            assert_eq!(without_disk(&message, "web-root"), "not enough memory");
+        }
+        let other = "not enough memory; spec.disks[1].disk: there is no disk \"b\" on this node";
+        assert_eq!(without_disk(other, "web-root"), other);
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::io::{BufRead as _, BufReader};
 
 use proto::v1::{self, VmPhase};
 
-use crate::support::Daemon;
+use crate::support::{Daemon, disk::DISK_MADE};
 
 /// Runs vmmctl; its exit code, standard output and standard error.
 fn run(daemon: &Daemon, args: &str) -> (i32, String, String) {
@@ -100,6 +100,45 @@ Last events:     none
     assert_eq!(run(&daemon, "delete disk over -y --ignore-not-found"), done(""));
     let exists = "error: there is a disk \"copy\" already; `vmmctl describe disk copy` shows it\n";
     assert_eq!(run(&daemon, "create disk copy --size 1Mi"), failed(4, exists));
+}
+
+#[test]
+fn warning_of_the_daemon_is_printed_with_a_disk() {
+    let daemon = Daemon::start();
+    daemon.state.warn_of_disks("the disk may take more than is free");
+    let warned = |said: &str| {
+        let warning = "warning: disk/data: the disk may take more than is free\n";
+        (0, said.to_owned(), warning.to_owned())
+    };
+    assert_eq!(
+        run(&daemon, "create disk data --size 10Gi"),
+        warned("disk/data created\n")
+    );
+    assert_eq!(
+        run(&daemon, "resize disk data --size 20Gi"),
+        warned("disk/data resized to 20Gi\n")
+    );
+    daemon.state.operation_of(DISK_MADE, "web-root", "");
+    let (code, said, warning) = run(&daemon, "run debian --name web -q");
+    assert_eq!((code, said.as_str()), (0, "vm/web started\n"));
+    assert!(warning.contains("warning: disk/web-root: "), "{warning}");
+}
+
+#[test]
+fn delete_disk_with_all_deletes_what_nothing_uses() {
+    let daemon = Daemon::start();
+    for name in ["a", "b"] {
+        run(&daemon, &format!("create disk {name} --size 1Gi"));
+    }
+    let refused =
+        "error: this deletes disk/a, disk/b with what is on them; say that you mean it with --yes\n";
+    assert_eq!(run(&daemon, "delete disk --all"), failed(2, refused));
+    assert_eq!(
+        run(&daemon, "delete disk --all -y"),
+        done("disk/a deleted\ndisk/b deleted\n")
+    );
+    let nothing = (0, String::new(), "There are no disks to delete.\n".to_owned());
+    assert_eq!(run(&daemon, "delete disk --all -y"), nothing);
 }
 
 #[test]

@@ -21,7 +21,7 @@ use super::{
     copy::copy,
     finish, image,
     operation::{self, Control, cancelled, follow},
-    tell,
+    room, tell,
 };
 use crate::{
     context::Context,
@@ -63,6 +63,12 @@ pub async fn create(
     let new = NewDisk::try_from(request)?;
     if let Content::Adopted(path) = &new.content {
         return adopt::adopt(host, &new, path, context).await;
+    }
+    if let Some(size) = new.size
+        && new.preallocation != Preallocation::Full
+    {
+        let name = new.name.as_ref().map_or("", |name| name.as_str());
+        room::could_hold(host, name, size).await?;
     }
     let mut record = record(host, &new, context);
     let image = match &new.content {
@@ -198,6 +204,7 @@ async fn carry_out(host: Arc<Host>, new: NewDisk, mut record: DiskRecord, handle
         Ok(()) => {
             let message = format!("the disk was made, {} bytes", record.size_bytes);
             tell(&host, &record, "DiskCreated", message);
+            room::warn(&host, &record).await;
             handle.complete("the disk can be used");
         }
         Err(failure) => {

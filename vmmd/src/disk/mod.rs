@@ -17,6 +17,7 @@ mod image;
 pub mod moved;
 mod operation;
 mod resize;
+mod room;
 mod update;
 
 use std::{path::PathBuf, sync::Arc};

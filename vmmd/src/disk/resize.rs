@@ -15,7 +15,7 @@ use super::{
     create::reserve,
     image,
     operation::{self, Control, cancelled, follow},
-    tell,
+    room, tell,
 };
 use crate::{
     context::Context,
@@ -110,7 +110,12 @@ pub fn begin(host: &Arc<Host>, record: DiskRecord, size: u64, context: &Context)
         let grown = growing.await;
         host.disks.end(&record.uid);
         match (grown, handle.cause()) {
-            (Ok(()), _) => handle.complete(format!("the disk has {size} bytes")),
+            (Ok(()), _) => {
+                if let Ok(grown) = host.disks.get(&record.name) {
+                    room::warn(&host, &grown).await;
+                }
+                handle.complete(format!("the disk has {size} bytes"));
+            }
             (Err(failure), Some(_)) if failure.reason == "CANCELLED" => {
                 handle.cancelled("the disk has the size that it had");
             }

@@ -6,7 +6,7 @@ use proto::v1;
 
 use super::{
     create::{Begun, write_beside},
-    resize, tell,
+    resize, room, tell,
 };
 use crate::{
     context::Context,
@@ -35,8 +35,11 @@ pub async fn update(
     let before = host.disks.get(name)?;
     expected(&before, context)?;
     let grows = match size {
-        Some(size) => resize::may_grow(host, &before, size)?,
-        None => false,
+        Some(size) if resize::may_grow(host, &before, size)? => {
+            room::could_hold(host, name, size).await?;
+            true
+        }
+        _ => false,
     };
     let mut record = before.clone();
     masked.change(&mut record.labels, &mut record.annotations, &mut record.owner);

@@ -438,10 +438,33 @@ async fn a_full_state_file_system_is_said_and_nothing_is_left() {
     let told: u64 = told.unwrap().0.parse().unwrap();
     // The daemon writes a little itself all the time.
     assert!(told.abs_diff(free) < 1 << 20, "{words}: {free}");
-    daemon
-        .make(raw("data", 1 << 30), None)
-        .await
-        .expect("a sparse one has room");
+    // A sparse disk may exceed the free space, with a warning, but not the file system.
+    let refused = daemon.make(raw("data", 1 << 30), None).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::ResourceExhausted, "NODE_DISK_FULL".into())
+    );
+    assert!(
+        refused
+            .message()
+            .contains("1073741824 bytes are more than the whole file system"),
+        "{}",
+        refused.message()
+    );
+    assert_eq!(daemon.events("DiskLargerThanFree").await.len(), 0);
+    daemon.make(raw("data", 16 << 20), None).await.unwrap();
+    let [warning] = daemon.events("DiskLargerThanFree").await.try_into().unwrap();
+    assert_eq!(warning.object.unwrap().name, "data");
+    assert!(
+        warning.message.contains("may take 16777216 bytes more"),
+        "{}",
+        warning.message
+    );
+    let refused = daemon.grow("data", 1 << 30).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::ResourceExhausted, "NODE_DISK_FULL".into())
+    );
     drop(daemon);
     rustix::mount::unmount(&state, rustix::mount::UnmountFlags::DETACH).unwrap();
 }

@@ -67,7 +67,11 @@ impl ImageService for State {
     }
 
     async fn list_images(&self, _: Request<v1::ListImagesRequest>) -> Answer<v1::ListImagesResponse> {
-        Err(Status::unimplemented("no test lists them"))
+        let images = lock(&self.images).values().cloned().collect();
+        Ok(Response::new(v1::ListImagesResponse {
+            images,
+            ..Default::default()
+        }))
     }
 
     type WatchImagesStream = Events<v1::WatchImagesResponse>;

@@ -72,6 +72,7 @@ struct Play {
     changes_before_updates: usize,
     refuse_first: bool,
     refused_watches: usize,
+    disk_warning: Option<String>,
 }
 
 /// Runs vmmctl; its exit code, standard output and standard error.
@@ -326,6 +327,11 @@ impl State {
         lock(&self.play).exit = Some(exit);
     }
 
+    /// The daemon warns of each disk in these words.
+    pub fn warn_of_disks(&self, warning: &str) {
+        lock(&self.play).disk_warning = Some(warning.to_owned());
+    }
+
     /// That many times, somebody else changes a VM just before an update comes.
     pub fn change_before_updates(&self, times: usize) {
         lock(&self.play).changes_before_updates = times;
@@ -374,6 +380,14 @@ impl State {
     /// How many watch.
     pub fn watchers(&self) -> usize {
         self.changes.receiver_count()
+    }
+
+    /// The run of a VM ends as it is to end.
+    fn end_run(&self, vm: Option<&mut v1::Vm>) {
+        let exit = lock(&self.play).exit;
+        if let (Some(status), Some(exit)) = (vm.and_then(|vm| vm.status.as_mut()), exit) {
+            status.last_exit.get_or_insert_default().set_reason(exit);
+        }
     }
 
     fn called(&self, call: String) {

@@ -107,14 +107,32 @@ impl State {
 impl EventService for State {
     async fn list_events(&self, request: Request<v1::ListEventsRequest>) -> Answer<v1::ListEventsResponse> {
         let filter = request.into_inner().filter.unwrap_or_default();
+        let of_disk = filter.object.as_ref().filter(|object| object.kind == "Disk");
+        if let (Some(disk), Some(warning)) = (of_disk, lock(&self.play).disk_warning.clone()) {
+            let mut events = [
+                event(1, "DiskCreated", v1::EventSeverity::Normal),
+                event(2, "DiskLargerThanFree", v1::EventSeverity::Warning),
+            ];
+            for event in &mut events {
+                event.object = Some(disk.clone());
+                event.message.clone_from(&warning);
+            }
+            return Ok(Response::new(v1::ListEventsResponse {
+                events: events.into(),
+                ..Default::default()
+            }));
+        }
         let mut events = vec![
             event(1, "Started", v1::EventSeverity::Normal),
             event(2, "GuestPanic", v1::EventSeverity::Warning),
         ];
         events.retain(|event| event.severity >= filter.severity);
-        let name = |object: Option<v1::ObjectReference>| object.unwrap_or_default().name;
-        let wanted = name(filter.object);
-        events.retain(|event| wanted.is_empty() || wanted == name(event.object.clone()));
+        let wanted = filter.object.unwrap_or_default();
+        let fits = |wanted: &str, is: &str| wanted.is_empty() || wanted == is;
+        events.retain(|event| {
+            let object = event.object.clone().unwrap_or_default();
+            fits(&wanted.name, &object.name) && fits(&wanted.kind, &object.kind)
+        });
         Ok(Response::new(v1::ListEventsResponse {
             events,
             cursor: "c2".into(),

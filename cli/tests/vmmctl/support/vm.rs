@@ -203,10 +203,7 @@ impl VmService for State {
         let grace = grace_period.map(|grace| grace.seconds);
         self.called(format!("stop {name} grace={grace:?} force={force}"));
         let mut vm = self.change(&name, &[VmPhase::Running, VmPhase::Paused], VmPhase::Stopped)?;
-        let exit = lock(&self.play).exit;
-        if let (Some(status), Some(exit)) = (vm.as_mut().and_then(|vm| vm.status.as_mut()), exit) {
-            status.last_exit.get_or_insert_default().set_reason(exit);
-        }
+        self.end_run(vm.as_mut());
         Ok(Response::new(v1::StopVmResponse {
             vm,
             operation: Some(v1::Operation::default()),
@@ -223,10 +220,11 @@ impl VmService for State {
         } = request.into_inner();
         let grace = grace_period.map(|grace| grace.seconds);
         self.called(format!("restart {name} grace={grace:?} force={force}"));
-        let vm = self.change(&name, &[VmPhase::Running], VmPhase::Running)?;
+        let mut vm = self.change(&name, &[VmPhase::Running], VmPhase::Running)?;
+        self.end_run(vm.as_mut());
         Ok(Response::new(v1::RestartVmResponse {
             vm,
-            ..Default::default()
+            operation: Some(v1::Operation::default()),
         }))
     }
 
