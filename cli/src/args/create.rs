@@ -170,7 +170,7 @@ pub struct CreateVm {
     /// Directory of the node where the daemon keeps the VM's description, logs and counters.
     #[arg(long, value_name = "PATH")]
     pub state_dir: Option<String>,
-    /// When the node starts it by itself: always-on-unless-stopped (when not given), always-on, rerun-on-failure, manual,
+    /// Starts by the node: always-on-unless-stopped (default; also after a power-off by the guest), always-on, rerun-on-failure, manual,
     /// always-off.
     #[arg(long, value_name = "POLICY", value_parser = operation::run_policy)]
     pub run_policy: Option<RunPolicy>,

@@ -26,7 +26,8 @@ Examples:
   vmmctl ssh debian@web -- uptime
   vmmctl ssh web -- -L 8080:localhost:80 -N        # what begins with - is an option of ssh")]
 pub struct Ssh {
-    /// Name of the VM, with the user there in front: USER@VM. Without a user ssh chooses one, as always.
+    /// Name of the VM, with the user there in front: USER@VM. Without USER, vmmctl selects the default user of the VM's image if the VM has SSH
+    /// keys and the image's name contains that of a distribution; otherwise ssh selects the user.
     #[arg(value_name = "[USER@]VM", value_parser = crate::command::ssh::place, add = complete::vms())]
     pub vm: crate::command::ssh::Place,
     #[command(flatten)]

@@ -1,6 +1,12 @@
 //! Commands of other tools, and the commands of vmmctl for the same purpose.
 
-use clap::error::{ContextKind, ContextValue, Error, ErrorKind};
+use clap::{
+    CommandFactory as _,
+    builder::StyledStr,
+    error::{ContextKind, ContextValue, Error, ErrorKind},
+};
+
+use crate::args::Cli;
 
 /// Commands of docker, kubectl, virsh, multipass and lxc, with the command of vmmctl.
 const VERBS: [(&[&str], &str); 20] = [
@@ -78,8 +84,13 @@ pub fn improved(mut error: Error) -> Error {
                 error.insert(ContextKind::SuggestedSubcommand, ContextValue::Strings(tips));
             }
         }
+        ErrorKind::MissingRequiredArgument => add_example(&mut error),
         // clap suggests to pass every unknown option as a name.
         ErrorKind::UnknownArgument => {
+            if !wrong_arguments(&error).iter().any(|word| word.starts_with('-')) {
+                add_example(&mut error);
+                return error;
+            }
             if let Some(ContextValue::StyledStrs(tips)) = error.remove(ContextKind::Suggested) {
                 let helps = |tip: &clap::builder::StyledStr| !tip.to_string().contains("as a value");
                 let tips: Vec<_> = tips.into_iter().filter(helps).collect();
@@ -93,12 +104,66 @@ pub fn improved(mut error: Error) -> Error {
     error
 }
 
+/// The arguments that an error is about.
+fn wrong_arguments(error: &Error) -> Vec<String> {
+    match error.get(ContextKind::InvalidArg) {
+        Some(ContextValue::String(word)) => vec![word.clone()],
+        Some(ContextValue::Strings(words)) => words.clone(),
+        _ => Vec::new(),
+    }
+}
+
+/// Adds an example of the command as a tip, one with the missing options if there is one.
+fn add_example(error: &mut Error) {
+    let Some(ContextValue::StyledStr(usage)) = error.get(ContextKind::Usage) else {
+        return;
+    };
+    let examples = examples(&usage.to_string());
+    let missing = wrong_arguments(error);
+    let has_all = |example: &&String| {
+        let options = missing.iter().filter_map(|word| word.split([' ', '=']).next());
+        options
+            .filter(|word| word.starts_with('-'))
+            .all(|option| example.contains(option))
+    };
+    if let Some(example) = examples.iter().find(has_all).or_else(|| examples.first()) {
+        let tip = StyledStr::from(format!("for example `{example}`"));
+        error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip]));
+    }
+}
+
+/// The examples in the help of the command whose usage this is: `Usage: vmmctl snapshot create …`.
+fn examples(usage: &str) -> Vec<String> {
+    let root = Cli::command();
+    let mut command = &root;
+    for word in usage
+        .split_whitespace()
+        .skip_while(|word| *word != "vmmctl")
+        .skip(1)
+    {
+        match command.find_subcommand(word) {
+            Some(found) => command = found,
+            None => break,
+        }
+    }
+    let help = command
+        .get_after_help()
+        .map(ToString::to_string)
+        .unwrap_or_default();
+    let lines = help.lines().filter_map(|line| line.strip_prefix("  vmmctl "));
+    // A line that continues is no whole command.
+    let whole = lines.filter(|line| !line.ends_with('\\'));
+    let without_comment = whole.filter_map(|line| line.split(" #").next());
+    without_comment
+        .map(|line| format!("vmmctl {}", line.trim_end()))
+        .collect()
+}
+
 #[cfg(test)]
 mod tests {
     use clap::Parser as _;
 
     use super::*;
-    use crate::args::Cli;
 
     /// The error of a command line.
     fn said(words: &str) -> String {
@@ -135,8 +200,61 @@ mod tests {
     }
 
     #[test]
+    fn command_without_an_argument_shows_an_example() {
+        for (words, example) in [
+            ("snapshot create web", "`vmmctl snapshot create web-1 --vm web`"),
+            (
+                "snapshot create web web-1",
+                "`vmmctl snapshot create web-1 --vm web`",
+            ),
+            (
+                "snapshot create --vm web",
+                "`vmmctl snapshot create web-1 --vm web`",
+            ),
+            (
+                "network create lan",
+                "`vmmctl network create lan --cidr 10.80.0.0/24 --dns 10.0.0.53`",
+            ),
+            ("logs web --since 10m", "`vmmctl logs web --vmm --since 10m`"),
+            ("clone web-1", "`vmmctl clone web-1 web-a web-b web-c`"),
+            ("restore", "`vmmctl stop --force web && vmmctl restore web-1`"),
+        ] {
+            let said = said(words);
+            assert!(
+                said.contains(&format!("tip: for example {example}")),
+                "{words}: {said}"
+            );
+        }
+        // Commands without examples.
+        let said = said("pause");
+        assert!(!said.contains("for example"), "{said}");
+    }
+
+    #[test]
+    fn kinds_and_lists_of_other_tools_exist_here() {
+        for words in [
+            "get images",
+            "get networks",
+            "get snapshots",
+            "get nodes",
+            "get events",
+            "get all",
+            "network list",
+            "network delete lan",
+            "nic list web",
+            "image list",
+            "snapshot delete one",
+            "logs web -n 5",
+            "events --since 10m",
+            "delete disk --all",
+        ] {
+            let words = ["vmmctl"].into_iter().chain(words.split(' '));
+            Cli::try_parse_from(words).unwrap_or_else(|error| panic!("{error}"));
+        }
+    }
+
+    #[test]
     fn every_command_of_the_table_exists() {
-        use clap::CommandFactory as _;
         for (words, command) in VERBS {
             let verb = command.split(' ').nth(1).unwrap();
             let all = Cli::command();

@@ -17,6 +17,8 @@ use std::{
     process::Command,
 };
 
+use proto::v1;
+
 use crate::{
     args::{
         Connection,
@@ -76,16 +78,75 @@ impl Place {
 
 /// Becomes ssh; returns only when that can't be.
 pub async fn ssh(client: &Client, given: &Connection, args: &Ssh) -> Result<()> {
+    let vm = client.get(&args.vm.vm).await?;
     let mut command = Command::new("ssh");
-    command.args(options(client, given, &args.vm.vm, &args.reach).await?);
+    command.args(options(&vm, given, &args.vm.vm, &args.reach)?);
     // Options come before the host, the command after it.
     let (options, rest) = option_words(&args.rest);
-    // ssh goes by the first that it reads.
-    if !options.iter().any(|word| word.contains("ServerAlive")) {
-        command.args(KEEP_ALIVE);
+    // ssh goes by the first that it reads: the user's options are stronger.
+    command.args(options).args(KEEP_ALIVE);
+    if args.vm.user.is_none() {
+        command.args(user_option(client, &vm).await);
     }
-    command.args(options).arg("--").arg(args.vm.word()).args(rest);
+    command.arg("--").arg(args.vm.word()).args(rest);
     Err(failed(&command))
+}
+
+/// The default users of images of distributions, in which root and other users cannot log in, by a word in the image's name or source.
+const DEFAULT_USERS: [(&str, &str); 7] = [
+    ("debian", "debian"),
+    ("ubuntu", "ubuntu"),
+    ("fedora", "fedora"),
+    ("rocky", "rocky"),
+    ("almalinux", "almalinux"),
+    ("alpine", "alpine"),
+    ("arch", "arch"),
+];
+
+/// The option of ssh that selects the default user of the VM's image, when the SSH keys of the VM are for that user.
+async fn user_option(client: &Client, vm: &v1::Vm) -> Option<String> {
+    let spec = vm.spec.as_ref()?;
+    if !is_for_default_user(spec.cloud_init.as_ref()?, rustix::process::geteuid().is_root()) {
+        return None;
+    }
+    let image = image_of(client, spec).await?;
+    let user = default_user(&image)?;
+    eprintln!(
+        "Logging in as {user}, the default user of image {image}. `vmmctl ssh USER@VM` selects another user."
+    );
+    Some(format!("-oUser={user}"))
+}
+
+/// Whether a login without a user's name is for the default user of the image. User data may make other users, such as one with the name of the
+/// local user, but not root.
+fn is_for_default_user(init: &v1::CloudInit, local_is_root: bool) -> bool {
+    let has_user_data = [&init.user_data, &init.user_data_base64, &init.user_data_digest]
+        .iter()
+        .any(|data| !data.is_empty());
+    !init.ssh_authorized_keys.is_empty() && (local_is_root || !has_user_data)
+}
+
+/// The image that the VM's first disk was made of.
+async fn image_of(client: &Client, spec: &v1::VmSpec) -> Option<String> {
+    let Some(v1::disk_spec::Source::Disk(disk)) = &spec.disks.first()?.source else {
+        return None;
+    };
+    match client.disk(disk).await.ok()?.spec?.source? {
+        v1::volume_spec::Source::Image(image) => Some(image.name),
+        _ => None,
+    }
+}
+
+/// The default user of an image with this name: `debian` for `debian13`.
+fn default_user(image: &str) -> Option<&'static str> {
+    let image = image.to_lowercase();
+    let mut words = image.split(|letter: char| !letter.is_ascii_alphabetic());
+    words.find_map(|word| {
+        let known = DEFAULT_USERS
+            .iter()
+            .find(|(distribution, _)| *distribution == word);
+        known.map(|(_, user)| *user)
+    })
 }
 
 /// The options of ssh that `words` begin with, and the rest. Options with a value take the next word.
@@ -122,9 +183,13 @@ pub async fn scp(client: &Client, given: &Connection, args: &Scp) -> Result<()> 
             "all files are to be of one VM, and these are of {vm} and {other}: copy in two steps"
         )));
     }
+    let spec = client.get(vm).await?;
     let mut command = Command::new("scp");
-    command.args(options(client, given, vm, &args.reach).await?);
+    command.args(options(&spec, given, vm, &args.reach)?);
     command.args(KEEP_ALIVE);
+    if places.iter().flatten().all(|place| place.user.is_none()) {
+        command.args(user_option(client, &spec).await);
+    }
     if args.recursive {
         command.arg("-r");
     }
@@ -142,8 +207,8 @@ fn remote(file: &str) -> Result<Option<Place>, String> {
 }
 
 /// Options for both programs.
-async fn options(client: &Client, given: &Connection, vm: &str, reach: &Reach) -> Result<Vec<OsString>> {
-    let metadata = client.get(vm).await?.metadata.unwrap_or_default();
+fn options(vm: &v1::Vm, given: &Connection, name: &str, reach: &Reach) -> Result<Vec<OsString>> {
+    let uid = vm.metadata.as_ref().map_or("", |metadata| metadata.uid.as_str());
     let program = env::current_exe();
     let program = program.map_err(|error| Failure::new(Code::Other, format!("finding vmmctl: {error}")))?;
     let known = known_hosts()?;
@@ -154,8 +219,8 @@ async fn options(client: &Client, given: &Connection, vm: &str, reach: &Reach) -
         word.push(value);
         options.extend(["-o".into(), word]);
     };
-    option("ProxyCommand", &proxy(&program, given, vm, reach)?);
-    option("HostKeyAlias", format!("vmmd-{}", metadata.uid).as_ref());
+    option("ProxyCommand", &proxy(&program, given, name, reach)?);
+    option("HostKeyAlias", format!("vmmd-{uid}").as_ref());
     option("UserKnownHostsFile", quoted(&known)?.as_ref());
     // The first key is taken, as the way there is the daemon's; another one later is not.
     option("StrictHostKeyChecking", "accept-new".as_ref());
@@ -302,6 +367,38 @@ mod tests {
             let words = words(text);
             assert_eq!(option_words(&words).0.len(), options, "{text}");
         }
+    }
+
+    #[test]
+    fn default_user_is_that_of_the_distribution() {
+        for (image, user) in [
+            ("debian13", Some("debian")),
+            ("Ubuntu-24.04-server", Some("ubuntu")),
+            ("my-rocky-9", Some("rocky")),
+            ("arch", Some("arch")),
+            ("archive", None),
+            ("golden", None),
+            ("", None),
+        ] {
+            assert_eq!(default_user(image), user, "{image}");
+        }
+    }
+
+    #[test]
+    fn default_user_is_taken_where_the_keys_are_for_it() {
+        let init = |keys: &[&str], user_data: &str| v1::CloudInit {
+            ssh_authorized_keys: keys.iter().map(|key| (*key).to_owned()).collect(),
+            user_data_digest: user_data.to_owned(),
+            ..Default::default()
+        };
+        let (without, with) = (init(&["key"], ""), init(&["key"], "hmac-sha256:1"));
+        assert!(is_for_default_user(&without, true) && is_for_default_user(&without, false));
+        assert!(is_for_default_user(&with, true), "root cannot log in");
+        assert!(
+            !is_for_default_user(&with, false),
+            "a user of the user data may be meant"
+        );
+        assert!(!is_for_default_user(&init(&[], ""), true));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::{
 
 use proto::v1::VmPhase;
 
-use crate::support::Daemon;
+use crate::support::{Daemon, disk::DISK_MADE};
 
 fn daemon() -> Daemon {
     let daemon = Daemon::start();
@@ -114,7 +114,18 @@ fn ssh_reaches_a_vm_through_the_daemon_and_knows_it_by_its_uid() {
     let known = folder.path().join("state/vmmctl/known_hosts");
     assert_eq!(option("UserKnownHostsFile"), format!("\"{}\"", known.display()));
     assert!(known.parent().unwrap().is_dir());
-    let end = ["-v", "-L", "1:localhost:2", "--", "root@web", "uptime", "-p"];
+    // A guest that no longer answers ends the session; options of the user come first and are stronger.
+    let end = [
+        "-v",
+        "-L",
+        "1:localhost:2",
+        "-oServerAliveInterval=15",
+        "-oServerAliveCountMax=4",
+        "--",
+        "root@web",
+        "uptime",
+        "-p",
+    ];
     assert_eq!(words[words.len() - end.len()..], end);
 
     // What ssh runs leads to the guest.
@@ -123,6 +134,50 @@ fn ssh_reaches_a_vm_through_the_daemon_and_knows_it_by_its_uid() {
     pipe.args(["-c", &proxy]).env("VMMD_SOCKET", &daemon.socket);
     let output = pipe.write_stdin("SSH-2.0").output().unwrap();
     assert_eq!(output.stdout, b"SSH-2.0", "{output:?}");
+}
+
+/// A VM of the image `debian13` with a key for the image's default user.
+fn of_an_image(daemon: &Daemon) {
+    daemon.state.operation_of(DISK_MADE, "web-root", "");
+    let run = [
+        "run",
+        "debian13",
+        "--name",
+        "web",
+        "--ssh-key",
+        "ssh-ed25519 AAAA me",
+        "-q",
+    ];
+    let output = daemon.vmmctl().args(run).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+}
+
+#[test]
+fn login_without_a_user_is_that_of_the_images_user() {
+    let daemon = Daemon::start();
+    of_an_image(&daemon);
+    let folder = tempfile::tempdir().unwrap();
+    let run = |words: &[&str]| {
+        let mut command = daemon.vmmctl();
+        with_programs(&mut command, folder.path());
+        let output = command.args(words).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap())
+    };
+    let [words, said] = run(&["ssh", "web", "--", "-l", "root"]);
+    // The user's own option comes first.
+    let end = "-l\nroot\n-oServerAliveInterval=15\n-oServerAliveCountMax=4\n-oUser=debian\n--\nweb\n";
+    assert!(words.ends_with(end), "{words}");
+    assert!(
+        said.contains("as debian, the default user of image debian13"),
+        "{said}"
+    );
+    let [words, said] = run(&["ssh", "root@web"]);
+    assert!(!words.contains("-oUser") && said.is_empty(), "{words}{said}");
+    let [words, _] = run(&["scp", "web:/etc/motd", "."]);
+    assert!(words.contains("-oUser=debian\n"), "{words}");
+    let [words, _] = run(&["scp", "root@web:/etc/motd", "."]);
+    assert!(!words.contains("-oUser"), "{words}");
 }
 
 #[test]
@@ -137,7 +192,8 @@ fn scp_copies_files_of_one_vm() {
     };
     let output = run(&["-r", "root@web:/etc", "./b:c"]);
     let said = String::from_utf8(output.stdout).unwrap();
-    assert!(said.ends_with("-r\n--\nroot@web:/etc\n./b:c\n"), "{said}");
+    let end = "-oServerAliveInterval=15\n-oServerAliveCountMax=4\n-r\n--\nroot@web:/etc\n./b:c\n";
+    assert!(said.ends_with(end), "{said}");
     for (words, wanted) in [
         (["a", "b"], "name a file of a VM"),
         (["web:a", "db:b"], "in two steps"),
