@@ -186,3 +186,29 @@ pub fn printable(text: &str) -> String {
         .map(|letter| if letter.is_control() { '\u{fffd}' } else { letter })
         .collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use tonic::{Code as Grpc, Status};
+    use tonic_types::ErrorDetails;
+
+    use super::*;
+
+    #[test]
+    fn exit_code_follows_the_reason_of_a_precondition() {
+        let code = |grpc, reason: &str| {
+            let details = ErrorDetails::with_error_info(reason, "vmmd", []);
+            Failure::from(Status::with_error_details(grpc, "refused", details)).code
+        };
+        for (grpc, reason, expected) in [
+            (Grpc::FailedPrecondition, "INSUFFICIENT_MEMORY", Code::Exhausted),
+            (Grpc::FailedPrecondition, "INSUFFICIENT_CPU", Code::Exhausted),
+            (Grpc::FailedPrecondition, "DISK_NOT_FOUND", Code::NotFound),
+            (Grpc::FailedPrecondition, "NOT_RUNNING", Code::Precondition),
+            (Grpc::ResourceExhausted, "NODE_DISK_FULL", Code::Exhausted),
+            (Grpc::Aborted, "GENERATION_MISMATCH", Code::Conflict),
+        ] {
+            assert_eq!(code(grpc, reason), expected, "{reason}");
+        }
+    }
+}

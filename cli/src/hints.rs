@@ -37,33 +37,30 @@ fn advised(source: &str) -> Vec<String> {
     commands.map(str::to_owned).collect()
 }
 
-/// The commands in the console blocks of a page, and in the examples of a help text.
+/// The commands in the blocks of a page, or in the examples of a help text.
 fn typed(text: &str) -> Vec<String> {
-    let mut commands = Vec::new();
-    let mut open: Option<String> = None;
-    for line in text.lines() {
-        let line = match &open {
-            Some(_) => line.trim_start(),
-            None => {
-                let line = line.trim_start();
-                let command = line
-                    .strip_prefix("# ")
-                    .or_else(|| line.strip_prefix("$ "))
-                    .unwrap_or(line);
-                if !command.starts_with("vmmctl ") || (command == line && !text.contains("Examples:")) {
-                    continue;
-                }
-                command
-            }
-        };
-        let mut command = open.take().unwrap_or_default();
-        command += line;
-        match command.strip_suffix('\\') {
-            Some(begun) => open = Some(begun.to_owned()),
-            None => commands.push(command),
+    let mut inside = text.contains("Examples:");
+    let (mut commands, mut open) = (Vec::new(), String::new());
+    for line in text.lines().map(str::trim_start) {
+        if line.starts_with("```") {
+            inside = !inside;
+        } else if let Some(begun) = line.strip_suffix('\\').filter(|_| inside) {
+            open += begun;
+        } else if inside {
+            commands.extend(in_line(&(std::mem::take(&mut open) + line)));
         }
     }
     commands
+}
+
+/// The commands of vmmctl in a line of a shell: behind a prompt, another command, or a program that runs them.
+fn in_line(line: &str) -> Vec<String> {
+    let begins = line.match_indices("vmmctl ").filter(|(at, _)| {
+        let before = line[..*at].trim_end();
+        let ends = ["#", "$", "|", "&&", "ssh other"];
+        before.is_empty() || ends.iter().any(|end| before.ends_with(end)) || before.contains("# timeout ")
+    });
+    begins.map(|(at, _)| line[at..].to_owned()).collect()
 }
 
 /// Words as a shell would make them of a command, without what is for the shell.
@@ -110,18 +107,30 @@ fn filled(command: &str) -> String {
     text + rest
 }
 
-fn problem(command: &str) -> Option<String> {
+/// Whether a command is whole, or names a verb or an option, as in "`vmmctl resume` tries again".
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Form {
+    Whole,
+    Named,
+}
+
+fn problem(command: &str, form: Form) -> Option<String> {
     let command = filled(command);
     // Where a choice is shown, or something is left out.
-    if command.contains(['|', '…', '[']) && !command.contains("--set") && !command.contains("-o ") {
+    let is_choice =
+        command.contains(['|', '…', '[']) && !command.contains("--set") && !command.contains("-o ");
+    if form == Form::Named && is_choice {
         return None;
     }
     match Cli::command().try_get_matches_from(words(&command)) {
         Ok(_) => None,
         Err(error) if !error.use_stderr() => None,
-        // A command that only names a verb or an option, as in "`vmmctl resume` tries again".
-        Err(error) if error.kind() == clap::error::ErrorKind::MissingRequiredArgument => None,
-        Err(error) if error.to_string().contains("but none was supplied") => None,
+        Err(error)
+            if form == Form::Named && error.kind() == clap::error::ErrorKind::MissingRequiredArgument =>
+        {
+            None
+        }
+        Err(error) if form == Form::Named && error.to_string().contains("but none was supplied") => None,
         Err(error) => Some(format!(
             "`{command}`: {}",
             error.to_string().lines().next().unwrap_or_default()
@@ -142,23 +151,27 @@ fn every_command_that_a_message_the_help_or_the_book_advises_exists() {
     pages.push(("README.md".into(), fs::read_to_string(readme).unwrap()));
 
     let of_sources = sources.iter().filter(|(file, _)| !file.ends_with("hints.rs"));
-    let of_sources =
-        of_sources.flat_map(|(file, text)| advised(text).into_iter().map(move |each| (file, each)));
+    let named = |text: &str| advised(text).into_iter().map(|each| (Form::Named, each));
+    let whole = |text: &str| typed(text).into_iter().map(|each| (Form::Whole, each));
+    let of_sources = of_sources.flat_map(|(file, text)| named(text).map(move |each| (file, each)));
     let of_pages = pages.iter().flat_map(|(file, text)| {
-        let all = typed(text).into_iter().chain(advised(text));
+        let all = whole(text).chain(named(text));
         all.map(move |each| (file, each))
     });
     let mut help = Vec::new();
     all_help(&mut Cli::command(), &mut help);
     let of_help = help
         .iter()
-        .flat_map(|(verb, text)| typed(text).into_iter().map(move |each| (verb, each)));
+        .flat_map(|(verb, text)| whole(text).map(move |each| (verb, each)));
 
     let found: Vec<_> = of_sources.chain(of_pages).chain(of_help).collect();
-    assert!(found.len() > 100, "only {} commands were found", found.len());
+    for form in [Form::Whole, Form::Named] {
+        let count = found.iter().filter(|(_, (of, _))| *of == form).count();
+        assert!(count > 100, "only {count} commands were found");
+    }
     let wrong = found
         .into_iter()
-        .filter_map(|(place, command)| Some(format!("{place}: {}", problem(&command)?)));
+        .filter_map(|(place, (form, command))| Some(format!("{place}: {}", problem(&command, form)?)));
     let wrong: Vec<_> = wrong.collect();
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
@@ -180,9 +193,14 @@ fn the_command_line_is_consistent() {
 
 #[test]
 fn a_command_that_does_not_exist_is_found() {
-    assert!(problem("vmmctl operations").is_some());
-    assert!(problem("vmmctl start x --fast").is_some());
-    assert!(problem("vmmctl stop {name} --grace 5s  # politely").is_none());
+    for wrong in ["vmmctl operations", "vmmctl start x --fast"] {
+        assert!(problem(wrong, Form::Named).is_some(), "{wrong}");
+    }
+    assert!(problem("vmmctl stop {name} --grace 5s  # politely", Form::Named).is_none());
+    assert!(problem("vmmctl snapshot create", Form::Named).is_none());
+    assert!(problem("vmmctl snapshot create one", Form::Whole).is_some());
+    let page = "vmmctl no\n```console\n# vmmctl a \\\n  b\nvmmctl c | vmmctl d\nx/vmmctl e\n```\nvmmctl no\n";
+    assert_eq!(typed(page), ["vmmctl a b", "vmmctl c | vmmctl d", "vmmctl d"]);
     assert_eq!(
         advised("a(\"see `vmmctl get vm` \\\n   and `vmmctl \\\n  node`\")"),
         ["vmmctl get vm", "vmmctl node"]

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeSet;
 
+use proto::v1;
+
 use super::{act, confirm, disk};
 use crate::{
     args::{DeleteDisk, DeleteVm, Targets},
@@ -74,12 +76,13 @@ pub async fn disks(client: &Client, args: &DeleteDisk) -> Result<(), Vec<Failure
 
 /// The names of disks that nothing uses.
 async fn unused(client: &Client) -> Result<Vec<String>> {
-    let disks = client.list_disks().await?.into_iter();
-    let unused = disks.filter(|disk| {
-        let status = disk.status.clone().unwrap_or_default();
-        status.used_by.is_empty() && status.overlays.is_empty()
-    });
+    let unused = client.list_disks().await?.into_iter().filter(is_unused);
     Ok(unused.filter_map(|disk| Some(disk.metadata?.name)).collect())
+}
+
+fn is_unused(disk: &v1::Disk) -> bool {
+    let status = disk.status.clone().unwrap_or_default();
+    status.used_by.is_empty() && status.overlays.is_empty()
 }
 
 fn verb(args: &DeleteVm) -> act::Verb {
@@ -126,5 +129,24 @@ fn listed(kind: &str, names: &[String]) -> String {
     match names.len().saturating_sub(MAX_NAMES) {
         0 => shown.join(", "),
         more => format!("{} and {more} more", shown.join(", ")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn disk_of_a_vm_or_below_an_overlay_is_used() {
+        let disk = |used_by: &[&str], overlays: &[&str]| v1::Disk {
+            status: Some(v1::VolumeStatus {
+                used_by: used_by.iter().map(|name| (*name).to_owned()).collect(),
+                overlays: overlays.iter().map(|name| (*name).to_owned()).collect(),
+                ..Default::default()
+            }),
+            ..Default::default()
+        };
+        assert!(is_unused(&disk(&[], &[])));
+        assert!(!is_unused(&disk(&["web"], &[])) && !is_unused(&disk(&[], &["web-root"])));
     }
 }

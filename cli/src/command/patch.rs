@@ -357,6 +357,22 @@ mod tests {
     }
 
     #[test]
+    fn problem_of_a_patch_has_no_line_of_the_manifest() {
+        let failure = Failure {
+            details: vec![format!("{PATCHED}:1: spec.memory: is required")],
+            ..Failure::new(
+                Code::Invalid,
+                format!("{PATCHED}:1: spec.cpu.cores: must be 1 to 254, is 0"),
+            )
+        };
+        let shown = without_lines(failure).to_string();
+        assert_eq!(
+            shown,
+            "spec.cpu.cores: must be 1 to 254, is 0\n  spec.memory: is required"
+        );
+    }
+
+    #[test]
     fn a_field_is_set_by_its_path() {
         let there = json!({"spec": {"cpu": {"cores": 2}, "disks": [{"name": "root"}, {"name": "data", "readOnly": true}]}});
         for (set, expected) in [

@@ -202,18 +202,44 @@ fn identity(fresh: bool) -> i32 {
     identity.into()
 }
 
+/// Names the options for a VM that cannot have the addresses of the snapshot.
+fn with_options(failure: Failure) -> Failure {
+    match &*failure.reason {
+        "NIC_ADDRESS_IN_USE" => {
+            failure.hint("--fresh is a VM with addresses of its own; --share-addresses lets both have them")
+        }
+        _ => failure,
+    }
+}
+
 /// Restores a VM; returns its name.
 async fn restored(client: &Client, request: v1::RestoreVmRequest) -> Result<String> {
     let snapshot = request.snapshot.clone();
     let response = send!(client.limit(COPY), client.snapshots, restore_vm, request).await;
-    let response = response.map_err(|failure| {
-        let failure = match &*failure.reason {
-            "NIC_ADDRESS_IN_USE" => failure
-                .hint("--fresh is a VM with addresses of its own; --share-addresses lets both have them"),
-            _ => failure,
-        };
-        about_snapshot(failure, &snapshot)
-    })?;
+    let response = response.map_err(|failure| about_snapshot(with_options(failure), &snapshot))?;
     let vm = response.vm.ok_or_else(empty_answer)?;
     Ok(vm.metadata.unwrap_or_default().name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clone_refused_because_of_addresses_names_the_options() {
+        let refused = |reason: &str| {
+            let failure = Failure {
+                reason: reason.into(),
+                ..Failure::new(Code::Precondition, "VM \"web\" has the address")
+            };
+            about_snapshot(with_options(failure), "one").to_string()
+        };
+        let said = refused("NIC_ADDRESS_IN_USE");
+        assert!(
+            said.contains("; --fresh") && said.contains("--share-addresses"),
+            "{said}"
+        );
+        assert!(!refused("SNAPSHOT_DISKS").contains("--fresh"));
+        assert!(refused("SNAPSHOT_DISKS").contains("`--paused`"));
+    }
 }

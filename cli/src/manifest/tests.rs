@@ -282,25 +282,49 @@ fn the_manifests_of_the_package_and_of_the_book_are_right() {
         read(&path).unwrap_or_else(|failure| panic!("{failure}"));
         count += 1;
     }
-    for page in ["quick-start.md", "disks.md"] {
-        let text = fs::read_to_string(top.join("docs/src").join(page)).unwrap();
+    let mut pages = vec![top.join("README.md")];
+    let book = fs::read_dir(top.join("docs/src")).unwrap();
+    pages.extend(book.map(|entry| entry.unwrap().path()));
+    // Those of kubernetes.md are for a cluster.
+    for page in pages.iter().filter(|page| !page.ends_with("kubernetes.md")) {
+        let text = fs::read_to_string(page).unwrap();
+        let page = page.display().to_string();
         let blocks = text.split("```yaml\n").skip(1);
         for block in blocks.filter_map(|rest| rest.split("\n```").next()) {
-            if block.starts_with("#cloud-config") {
-                // Read by cloud-init in the guest.
+            // Read by cloud-init in the guest; one of the package's files.
+            if block.starts_with("#cloud-config") || block.starts_with("{{#include") {
                 continue;
             }
-            if block.contains("apiVersion:") {
-                parse(block, page).unwrap_or_else(|failure| panic!("{failure}"));
-            } else {
-                // A piece of a VM's spec.
-                let text = GOOD.split("  disks:").next().unwrap();
-                parse(&format!("{text}{block}\n"), page).unwrap_or_else(|failure| panic!("{failure}"));
-            }
+            parse(&whole(block), &page).unwrap_or_else(|failure| panic!("{failure}"));
             count += 1;
         }
     }
-    assert!(count >= 6, "{count}");
+    assert!(count >= 16, "{count}");
+}
+
+/// The manifest with a piece of a VM's spec, or the piece itself when it is a manifest.
+fn whole(piece: &str) -> String {
+    if piece.contains("apiVersion:") {
+        return piece.to_owned();
+    }
+    let piece = piece.strip_prefix("spec:\n").unwrap_or(piece);
+    let mut text = GOOD.split("  cpu:").next().unwrap().to_owned();
+    let parts = [
+        "  cpu: {cores: 2}\n",
+        "  memory: {sizeBytes: 2Gi}\n",
+        "  boot: {linux: {kernel: /boot/vmlinuz}}\n",
+        "  cloudInit: {}\n",
+    ];
+    for part in parts {
+        let (key, _) = part.split_once(':').unwrap();
+        if !piece.lines().any(|line| line.starts_with(&format!("{key}:"))) {
+            text += part;
+        }
+    }
+    if piece.starts_with("    ") {
+        text += "  shares:\n  - name: data\n    path: /srv/data\n";
+    }
+    text + piece + "\n"
 }
 
 #[test]

@@ -339,6 +339,7 @@ fn what_a_run_policy_does_and_has_done_is_described() {
             starts: 4,
             automatic_starts: 3,
             guest_crashes: 4,
+            guest_panics: 1,
             ..Default::default()
         }),
         ..Default::default()
@@ -357,7 +358,7 @@ fn what_a_run_policy_does_and_has_done_is_described() {
         "Run policy:      RerunOnFailure",
         "Restarts:        3 in a row",
         "Next start:      2027-",
-        "Counts:          4 starts, 3 by the run policy, 4 crashes",
+        "Counts:          4 starts, 3 by the run policy, 1 panic, 4 crashes",
     ] {
         assert!(text.contains(line), "{line}: {text}");
     }
@@ -395,4 +396,56 @@ fn an_operation_is_a_row() {
         "ending the vmm process",
     ];
     assert_eq!(row, expected);
+}
+
+#[test]
+fn running_values_stand_before_pending_ones() {
+    let mut vm = web();
+    let status = vm.status.as_mut().unwrap();
+    let pending = |path: &str, current: serde_json::Value| v1::PendingChange {
+        path: path.into(),
+        current: serde_json::from_value(current).ok(),
+        ..Default::default()
+    };
+    status.pending_changes = vec![
+        pending("spec.cpu.cores", 1.into()),
+        // 64-bit numbers are text in the canonical JSON form.
+        pending("spec.memory.sizeBytes", (128_u64 << 20).to_string().into()),
+    ];
+    let row = vm::row(&vm, false, now());
+    assert_eq!(row[2..4], ["1 -> 2", "128Mi -> 256Mi"]);
+    let described = describe::vm(&vm, now());
+    assert!(
+        described.contains("Memory:          128Mi -> 256Mi ("),
+        "{described}"
+    );
+}
+
+#[test]
+fn addresses_of_ipv6_are_in_the_wide_table() {
+    let mut vm = web();
+    let nics = &mut vm.status.as_mut().unwrap().nics;
+    nics[0].addresses.push("fd00:80::2".into());
+    assert_eq!(vm::row(&vm, false, now())[4], "10.80.0.2");
+    assert_eq!(vm::row(&vm, true, now())[4], "10.80.0.2,fd00:80::2");
+    vm.status.as_mut().unwrap().nics.clear();
+    assert_eq!(vm::row(&vm, true, now())[4], "-");
+}
+
+#[test]
+fn snapshot_of_disks_has_the_size_of_its_files() {
+    let size = |size_bytes, allocated_bytes| {
+        let status = v1::SnapshotStatus {
+            size_bytes,
+            allocated_bytes,
+            ..Default::default()
+        };
+        let snapshot = v1::Snapshot {
+            status: Some(status),
+            ..Default::default()
+        };
+        super::snapshot::row(&snapshot, now())[3].clone()
+    };
+    assert_eq!(size(0, 245 << 20), "245Mi");
+    assert_eq!(size(256 << 20, 100 << 20), "256Mi");
 }

@@ -199,6 +199,35 @@ fn a_guest_that_had_to_be_killed_is_told_with_a_code_of_its_own() {
 }
 
 #[test]
+fn stop_of_a_panicked_guest_ends_with_the_code_of_a_kill() {
+    let daemon = Daemon::start();
+    daemon.state.put("web", VmPhase::Running, &[]);
+    daemon.state.end_with(ExitReason::GuestPanic);
+    let warning = "warning: vm/web: its guest's kernel had panicked, and it was killed; what it had not written to its \
+                   disks is lost\n";
+    assert_eq!(
+        run(&daemon, &["stop", "web"]),
+        (13, "vm/web killed\n".into(), warning.into())
+    );
+    // A kill on request is no warning.
+    daemon.state.put("web", VmPhase::Running, &[]);
+    assert_eq!(
+        run(&daemon, &["stop", "web", "--force"]),
+        done("vm/web stopped\n")
+    );
+}
+
+#[test]
+fn restart_of_a_guest_that_was_killed_ends_with_13() {
+    let daemon = Daemon::start();
+    daemon.state.put("web", VmPhase::Running, &[]);
+    daemon.state.end_with(ExitReason::Killed);
+    let (code, said, warning) = run(&daemon, &["restart", "web", "--grace", "5s"]);
+    assert_eq!((code, said.as_str()), (13, "vm/web killed and started again\n"));
+    assert!(warning.contains("did not power off within 5 s"), "{warning}");
+}
+
+#[test]
 fn starting_what_runs_is_no_failure() {
     let daemon = Daemon::start();
     daemon.state.put("web", VmPhase::Running, &[]);

@@ -39,6 +39,9 @@ TIME                   SEVERITY   OBJECT   REASON       MESSAGE
     let json: serde_json::Value = serde_json::from_str(&warnings).unwrap();
     assert_eq!(json["reason"], "GuestPanic");
     assert!(!run(&daemon, "events --vm db").1.contains("Started"));
+    // Both are of the year 2023.
+    assert!(!run(&daemon, "events --since 2h").1.contains("Started"));
+    assert!(run(&daemon, "events --since 30000d").1.contains("Started"));
     assert!(run(&daemon, "describe vm web").1.contains("Last events:"));
 }
 
@@ -126,7 +129,9 @@ fn what_a_guest_does_to_terminals_is_taken_out_of_its_log_unless_asked_for() {
 #[test]
 fn the_end_of_a_log_is_shown_by_lines() {
     let daemon = with_vm();
-    assert_eq!(run(&daemon, "logs web --tail 1").1, "serial two\n");
+    for tail in ["--tail 1", "-n 1"] {
+        assert_eq!(run(&daemon, &format!("logs web {tail}")).1, "serial two\n");
+    }
     assert_eq!(run(&daemon, "logs web --tail 0 --vmm").1, "");
     let (code, _, said) = run(&daemon, "logs web --since 5m");
     assert!(code == 2 && said.contains("--vmm"), "{said}");

@@ -354,6 +354,43 @@ fn get_lists_and_selects() {
 }
 
 #[test]
+fn get_lists_each_kind() {
+    let daemon = Daemon::start();
+    daemon.state.put("web", VmPhase::Running, &[]);
+    for line in [
+        "create disk data --size 1Gi",
+        "image import debian /srv/a.raw -q",
+        "snapshot create one --vm web",
+        "snapshot create two --vm web",
+    ] {
+        let words: Vec<_> = line.split(' ').collect();
+        assert_eq!(run(&daemon, &words).0, 0, "{line}");
+    }
+    for (kind, listed) in [
+        ("vms", "web "),
+        ("disks", "data "),
+        ("images", "debian "),
+        ("snapshots", "two "),
+        ("events", "Started "),
+        ("nodes", "node-1"),
+    ] {
+        let (code, shown, said) = run(&daemon, &["get", kind]);
+        assert!(code == 0 && shown.contains(listed), "{kind}: {shown}{said}");
+    }
+    let (code, all, said) = run(&daemon, &["get", "all"]);
+    assert_eq!(code, 0, "{said}");
+    for listed in ["\nweb ", "\ndata ", "\ndebian ", "\none ", "\ntwo "] {
+        assert!(all.contains(listed), "{all}");
+    }
+    let (code, _, said) = run(&daemon, &["get", "pods"]);
+    assert_eq!(code, 3);
+    assert!(
+        said.contains("there is no VM \"pods\"") && said.contains("the other kinds are disk, image"),
+        "{said}"
+    );
+}
+
+#[test]
 fn fields_are_printed_by_path() {
     let daemon = Daemon::start();
     daemon.state.put("a", VmPhase::Running, &[("tier", "front")]);
