@@ -3,7 +3,10 @@
 use std::{
     fs::File,
     os::fd::OwnedFd,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
@@ -91,8 +94,8 @@ pub struct Machine {
     /// Tells the guest that its generation id is another.
     pub(super) generation_line: Arc<dyn IrqLine>,
     pub(super) notifier: Notifier,
-    /// Is told that the guest starts anew.
-    pub(super) on_reset: Box<dyn Fn()>,
+    /// The guest's kernel has panicked and was not reset since: the report of a vCPU sets this, before the driver reads its notice.
+    pub(super) panicked: Arc<AtomicBool>,
 }
 
 impl Machine {
@@ -271,7 +274,7 @@ impl lifecycle::Machine for Machine {
         self.power_button.refresh();
         self.vcpus.reset()?;
         self.ram.clear()?;
-        (self.on_reset)();
+        self.panicked.store(false, Ordering::Relaxed);
         let entry = self.image.load(&self.ram)?;
         self.enter_at(entry)?;
         Ok(Reset::Done)
@@ -459,7 +462,8 @@ impl lifecycle::Machine for Machine {
         }
     }
 
-    fn complete_snapshot(&mut self, description: Vec<u8>) -> Result<GoesOn, Failure> {
+    fn complete_snapshot(&mut self, description: Vec<u8>, panicked: bool) -> Result<GoesOn, Failure> {
+        self.panicked.fetch_or(panicked, Ordering::Relaxed);
         let machine = self.save()?;
         if self.current_header().devices != self.saving_devices {
             return Err(Failure {

@@ -292,8 +292,8 @@ impl lifecycle::Machine for Rebuilt {
         self.machine()?.keep_time()
     }
 
-    fn complete_snapshot(&mut self, description: Vec<u8>) -> Result<GoesOn, Failure> {
-        self.machine()?.complete_snapshot(description)
+    fn complete_snapshot(&mut self, description: Vec<u8>, panicked: bool) -> Result<GoesOn, Failure> {
+        self.machine()?.complete_snapshot(description, panicked)
     }
 
     fn end_snapshot(&mut self) -> Result<Report, Failure> {

@@ -13,6 +13,8 @@ mod sections;
 #[cfg(test)]
 mod tests;
 
+use std::sync::atomic::Ordering;
+
 use proto::{
     state::{self, MachineHeader, Section, StateError},
     vmm::ErrorKind,
@@ -23,7 +25,7 @@ use self::sections::Sections;
 use super::machine::Machine;
 use crate::{
     kvm::GuestTime,
-    lifecycle::{Failure, with_causes},
+    lifecycle::{Failure, Notice, with_causes},
 };
 
 /// Ids of the sections that belong to no device.
@@ -69,11 +71,18 @@ struct Core {
     controllers: state::InterruptControllers,
     pit: Option<state::Pit>,
     clock: state::Clock,
+    panicked: bool,
 }
 
 impl Core {
-    fn take(sections: &mut Sections, vcpus: usize, has_pit: bool) -> Result<Self, StateError> {
+    fn take(
+        sections: &mut Sections,
+        vcpus: usize,
+        has_pit: bool,
+        panicked: bool,
+    ) -> Result<Self, StateError> {
         Ok(Self {
+            panicked,
             vcpus: (0..vcpus)
                 .map(|index| sections.open(&vcpu(index)))
                 .collect::<Result<_, _>>()?,
@@ -146,6 +155,10 @@ impl Machine {
         restored.map_err(failed("restoring", PCI_ROOT))?;
         let restored = self.hotplug.restore(&hotplug);
         restored.map_err(failed("restoring", HOT_PLUG))?;
+        if core.panicked {
+            self.panicked.store(true, Ordering::Relaxed);
+            self.notifier.notify(Notice::GuestPanicked);
+        }
         Ok(self)
     }
 
@@ -156,8 +169,10 @@ impl Machine {
         saved: state::Machine,
     ) -> Result<(Core, Vec<Section>, Section, Section), StateError> {
         let mut sections = Sections::new(saved.sections)?;
-        header::compare(&self.current_header(), &sections.open(HEADER)?)?;
-        let core = Core::take(&mut sections, self.vcpus.len(), self.vm.has_pit())?;
+        let header: MachineHeader = sections.open(HEADER)?;
+        header::compare(&self.current_header(), &header)?;
+        let (vcpus, has_pit) = (self.vcpus.len(), self.vm.has_pit());
+        let core = Core::take(&mut sections, vcpus, has_pit, header.panicked)?;
         let parts = self.parts();
         let parts = parts.iter().map(|part| sections.take(part.name()));
         let parts = parts.collect::<Result<_, _>>()?;
@@ -182,6 +197,7 @@ impl Machine {
         devices.sort_by_key(|device| device.slot);
         MachineHeader {
             devices,
+            panicked: self.panicked.load(Ordering::Relaxed),
             ..self.header.clone()
         }
     }

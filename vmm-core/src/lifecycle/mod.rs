@@ -441,8 +441,9 @@ pub trait Machine {
     /// Does what [`next_deadline`](Self::next_deadline) is for, as far as that is no answer. An error is one of the machine, which can't go on.
     fn keep_time(&mut self) -> Result<(), Failure>;
     /// Takes the state of the paused machine, when the snapshot is [ready](saving::Event::Ready) for it; says when the machine may
-    /// go on. The snapshot says `description` of itself.
-    fn complete_snapshot(&mut self, description: Vec<u8>) -> Result<saving::GoesOn, Failure>;
+    /// go on. The snapshot says `description` of itself, and the state has the mark of a guest that has `panicked`: a machine that is
+    /// restored from it sends [`Notice::GuestPanicked`].
+    fn complete_snapshot(&mut self, description: Vec<u8>, panicked: bool) -> Result<saving::GoesOn, Failure>;
     /// What came of the snapshot, when it has [ended](saving::Event::Ended).
     fn end_snapshot(&mut self) -> Result<saving::Report, Failure>;
     /// Has the snapshot end without a result.

@@ -318,9 +318,10 @@ impl Machine for TestMachine {
         Ok(())
     }
 
-    fn complete_snapshot(&mut self, description: Vec<u8>) -> Result<saving::GoesOn, Failure> {
+    fn complete_snapshot(&mut self, description: Vec<u8>, panicked: bool) -> Result<saving::GoesOn, Failure> {
         let description = String::from_utf8(description).unwrap();
-        self.log.add(format!("complete snapshot {description}"));
+        let mark = if panicked { " of a panicked guest" } else { "" };
+        self.log.add(format!("complete snapshot {description}{mark}"));
         if let Some(notice) = self.reported.take() {
             self.inputs.send(Input::Notice(notice)).unwrap();
         }

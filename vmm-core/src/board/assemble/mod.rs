@@ -465,7 +465,7 @@ impl Assembly {
             throttle: None,
             generation_line,
             notifier: self.sockets.notifier,
-            on_reset: Box::new(move || panicked.store(false, Ordering::Relaxed)),
+            panicked,
         };
         Ok((machine, known))
     }

@@ -28,6 +28,7 @@ pub(in crate::board) fn header(memory_bytes: u64, cpuids: &[(u32, CpuId)]) -> Ma
         apic_ids: cpuids.iter().map(|(id, _)| *id).collect(),
         cpuid,
         devices: Vec::new(),
+        panicked: false,
     }
 }
 
@@ -112,6 +113,7 @@ mod tests {
                 ..CpuidEntry::default()
             }],
             devices: vec![device(1, "rng"), device(10, "disk root")],
+            panicked: false,
         }
     }
 

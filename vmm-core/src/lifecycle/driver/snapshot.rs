@@ -328,7 +328,8 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         let began = Instant::now();
         let completed = if running { self.machine()?.pause() } else { Ok(()) };
         let was_paused = completed.is_ok() && running;
-        let completed = completed.and_then(|()| self.machine()?.complete_snapshot(description));
+        let panicked = self.panicked;
+        let completed = completed.and_then(|()| self.machine()?.complete_snapshot(description, panicked));
         if was_paused {
             snapshot.paused = Some(began);
         }

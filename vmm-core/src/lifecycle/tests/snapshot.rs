@@ -563,3 +563,20 @@ fn no_device_comes_or_goes_while_the_machine_is_saved_or_sent() {
     );
     assert_eq!(log[1], "3 State");
 }
+
+#[test]
+fn state_of_a_panicked_guest_has_the_mark_until_a_reset() {
+    let inputs = vec![
+        request(1, boot(false)),
+        Input::Notice(Notice::GuestPanicked),
+        save(2, true, "x"),
+        Input::Notice(Notice::Reset),
+        save(3, true, "y"),
+    ];
+    let log = log_of(inputs, |_| ());
+    let saved = log.iter().filter(|line| line.starts_with("complete snapshot"));
+    assert_eq!(
+        saved.collect::<Vec<_>>(),
+        ["complete snapshot x of a panicked guest", "complete snapshot y"]
+    );
+}

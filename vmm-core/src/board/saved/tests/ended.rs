@@ -40,7 +40,7 @@ fn a_machine_whose_vcpu_has_ended_is_not_saved_and_stays_so() {
         one.wait_for(Event::Ready);
     };
     begin(&mut one);
-    let failure = one.machine.complete_snapshot(Vec::new()).unwrap_err();
+    let failure = one.machine.complete_snapshot(Vec::new(), false).unwrap_err();
     assert!(
         failure.message.starts_with("vCPU 0 has just reset"),
         "{failure:?}"
@@ -54,7 +54,7 @@ fn a_machine_whose_vcpu_has_ended_is_not_saved_and_stays_so() {
     // After a reset the paused machine can be saved, and it runs again.
     assert_eq!(one.machine.reset(), Ok(Reset::Done));
     begin(&mut one);
-    one.machine.complete_snapshot(Vec::new()).unwrap();
+    one.machine.complete_snapshot(Vec::new(), false).unwrap();
     one.wait_for(Event::Ended);
     one.machine.end_snapshot().unwrap();
     one.machine.resume().unwrap();
@@ -79,4 +79,25 @@ fn the_last_line_of_a_panic_is_seen_on_the_serial_port() {
     let mut printed = [0; 38];
     other.console.read_exact(&mut printed).unwrap();
     assert!(other.notices.try_recv().is_err());
+}
+
+#[test]
+fn machine_restored_from_a_panicked_guest_reports_the_panic() {
+    let kit = Kit::new(&SPIN);
+    let mut one = kit.started();
+    for panicked in [false, true] {
+        one.machine.pause().unwrap();
+        let file = tempfile::tempfile().unwrap();
+        one.machine
+            .begin_snapshot(file.try_clone().unwrap(), false)
+            .unwrap();
+        one.wait_for(Event::Ready);
+        one.machine.complete_snapshot(Vec::new(), panicked).unwrap();
+        one.wait_for(Event::Ended);
+        one.machine.end_snapshot().unwrap();
+        one.machine.resume().unwrap();
+        let other = kit.restored(&file, false).unwrap();
+        let told = matches!(other.notices.try_recv(), Ok(Input::Notice(Notice::GuestPanicked)));
+        assert_eq!(told, panicked);
+    }
 }

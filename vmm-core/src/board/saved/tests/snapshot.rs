@@ -77,7 +77,7 @@ impl Kit {
     }
 
     /// A machine that goes on from a snapshot; paused.
-    fn restored(&self, snapshot: &File, on_demand: bool) -> Result<One, Failure> {
+    pub(super) fn restored(&self, snapshot: &File, on_demand: bool) -> Result<One, Failure> {
         let (inputs, notices) = channel();
         let (console, mut consoles) = console();
         let mut assembler = Assembler::new(consoles().unwrap());
@@ -150,7 +150,7 @@ impl One {
             }
         }
         self.machine.pause().unwrap();
-        let goes_on = self.machine.complete_snapshot(Vec::new()).unwrap();
+        let goes_on = self.machine.complete_snapshot(Vec::new(), false).unwrap();
         assert_eq!(goes_on, GoesOn::WhenEnded);
         self.wait_for(Event::Ended);
         let report = self.machine.end_snapshot().unwrap();
@@ -184,7 +184,7 @@ impl One {
         if runs {
             self.machine.pause().unwrap();
         }
-        let goes_on = self.machine.complete_snapshot(b"echo".to_vec()).unwrap();
+        let goes_on = self.machine.complete_snapshot(b"echo".to_vec(), false).unwrap();
         if goes_on == GoesOn::Now {
             self.machine.resume().unwrap();
         }
@@ -352,7 +352,7 @@ fn a_machine_whose_guest_ejects_a_device_meanwhile_is_not_saved_and_goes_on() {
     first.machine.begin_snapshot(file, true).unwrap();
     first.machine.pci.remove(FURTHER_DISK, &first.machine.spaces.mmio);
     first.machine.pause().unwrap();
-    let failure = first.machine.complete_snapshot(Vec::new()).unwrap_err();
+    let failure = first.machine.complete_snapshot(Vec::new(), false).unwrap_err();
     assert_eq!(failure.kind, vmm::ErrorKind::State);
     first.machine.give_up_snapshot();
     first.machine.end_snapshot().unwrap_err();

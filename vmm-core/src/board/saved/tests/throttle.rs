@@ -85,7 +85,7 @@ impl One {
                 Event::Disks { .. } => panic!("it has none"),
                 Event::Ready => {
                     self.machine.pause().unwrap();
-                    self.machine.complete_snapshot(Vec::new()).unwrap();
+                    self.machine.complete_snapshot(Vec::new(), false).unwrap();
                 }
                 Event::Ended => {
                     let report = self.machine.end_snapshot()?;
