@@ -440,6 +440,32 @@ mod tests {
     }
 
     #[test]
+    fn room_that_a_vm_does_not_demand_is_not_kept() {
+        let ledger = ledger(10);
+        let of = |memory, cpu_millis| {
+            let resources = Resources {
+                cpu_millis,
+                ..demand(memory).resources
+            };
+            Demand {
+                resources,
+                ram: memory / 2,
+            }
+        };
+        let run = ledger.claim("a").unwrap();
+        run.take(of(700, 10), |_| Ok(())).unwrap();
+        // Less memory and more processors than it had.
+        ledger.expect("a", Some(of(400, 20)));
+        drop(run);
+        assert!(ledger.keeps("a"));
+        let refuse = |_| Err(Failure::new(Kind::Exhausted, "INSUFFICIENT_MEMORY", "no"));
+        let again = ledger.claim("a").unwrap();
+        assert!(again.take(of(401, 10), refuse).is_err());
+        assert!(again.take(of(400, 11), refuse).is_err());
+        again.take(of(400, 10), refuse).unwrap();
+    }
+
+    #[test]
     fn room_is_kept_for_a_vm_that_is_to_be_started_and_is_its_own() {
         let ledger = ledger(10);
         ledger.expect("later", Some(demand(700)));
