@@ -185,24 +185,29 @@ fn disks(host: &Host, manifest: &Manifest) -> Vec<Problem> {
     problems.collect()
 }
 
-/// Problems of the parts of `spec` that differ from `present`: the next start of the VM with this UUID and name would fail with them.
+/// Problems of the parts of `spec` that differ from `present`: the next start of the VM with this UUID and name would fail with them. All parts
+/// of a new VM differ, except its files: these may come before its start.
 pub async fn changed(
     host: &Arc<Host>,
     (uid, name): (Uuid, &str),
     spec: &VmSpec,
-    present: &VmSpec,
+    present: Option<&VmSpec>,
 ) -> Result<Vec<Problem>, Failure> {
     let same = |one: &Nic, other: &Nic| {
         (&one.name, &one.attachment, one.mac, one.vhost)
             == (&other.name, &other.attachment, other.mac, other.vhost)
     };
-    let has = |nic: &Nic| present.nics.iter().any(|other| same(nic, other));
+    let has = |nic: &Nic| present.is_some_and(|present| present.nics.iter().any(|other| same(nic, other)));
     let mut found = nics(host, (uid, name), spec, has).await;
+    let processors = |spec: &VmSpec| (spec.host_cpus.clone(), spec.memory.numa_node, spec.cpu);
+    let placed = match present {
+        Some(present) => processors(spec) != processors(present),
+        None => spec.host_cpus.is_some() || spec.memory.numa_node.is_some(),
+    };
+    let present = present.unwrap_or(spec);
     let had = files::named(present, &host.sources());
     let mut paths = files::named(spec, &host.sources());
     paths.retain(|path| !had.contains(path));
-    let processors = |spec: &VmSpec| (spec.host_cpus.clone(), spec.memory.numa_node, spec.cpu);
-    let placed = processors(spec) != processors(present);
     if !paths.is_empty() || placed {
         let (of, spec, present) = (Arc::clone(host), spec.clone(), present.clone());
         let name = name.to_owned();
@@ -221,6 +226,24 @@ pub async fn changed(
         problem.kind = Kind::Precondition;
     }
     Ok(found)
+}
+
+/// Reasons of problems that end when another VM or a program of the node gives something back.
+const HELD: [&str; 4] = ["ADDRESS_IN_USE", "MAC_IN_USE", "NO_FREE_ADDRESS", "PORT_IN_USE"];
+
+/// Problems of a new VM that is not started yet: the ones that stay, and the ones that another VM or program can end.
+pub async fn created(
+    host: &Arc<Host>,
+    name: &str,
+    spec: &VmSpec,
+) -> Result<(Vec<Problem>, Vec<Problem>), Failure> {
+    let found = changed(host, (Uuid::nil(), name), spec, None).await?;
+    let own: Vec<_> = twice(spec, |_: &Nic| false)
+        .into_iter()
+        .map(|it| it.message)
+        .collect();
+    let can_stay = |problem: &Problem| !HELD.contains(&problem.reason) || own.contains(&problem.message);
+    Ok(found.into_iter().partition(can_stay))
 }
 
 /// Whether the node has the processors and the memory node that a VM is to run on, and can set its limits. Blocking.

@@ -223,8 +223,7 @@ async fn a_bridge_that_does_not_exist_or_is_none_is_named() {
     ] {
         let mut vm = daemon.manifest(name, "");
         spec(&mut vm).nics = vec![nic(bridge)];
-        daemon.create(vm).await.unwrap();
-        let refused = daemon.start_vm(name).await.unwrap_err();
+        let refused = daemon.create(vm).await.unwrap_err();
         assert_eq!(refusal(&refused), (Code::FailedPrecondition, reason.into()));
     }
     assert!(daemon.vmm_processes().is_empty() && daemon.cgroups().is_empty());

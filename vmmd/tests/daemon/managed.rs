@@ -353,6 +353,8 @@ async fn ports_are_published_once() {
     let clash = daemon.start_in("b", published(81)).await.unwrap_err();
     assert_eq!(refusal(&clash), (Code::FailedPrecondition, "PORT_IN_USE".into()));
     assert!(clash.message().contains("VM \"a\""), "{clash}");
+    let warnings = daemon.told_exactly("StartWouldBeRefused", 1).await;
+    assert!(warnings[0].message.contains("VM \"a\""), "{warnings:?}");
     // `vmmctl run` asks before it makes a disk.
     let mut wanted = daemon.manifest("c", "");
     wanted.spec.as_mut().unwrap().nics = vec![published(82)];

@@ -653,3 +653,55 @@ async fn change_that_the_next_start_refuses_is_not_stored() {
         assert_eq!(daemon.get(name).await.unwrap(), before);
     }
 }
+
+#[tokio::test]
+async fn new_vm_that_can_never_start_here_is_not_created() {
+    let daemon = Daemon::start().await;
+    let with_nic = |name: &str, attachment| {
+        let mut vm = daemon.manifest(name, "");
+        vm.spec.as_mut().unwrap().nics.push(NicSpec {
+            name: "eth0".into(),
+            attachment: Some(attachment),
+            ..Default::default()
+        });
+        vm
+    };
+    let mut placed = daemon.manifest("placed", "");
+    placed
+        .spec
+        .as_mut()
+        .unwrap()
+        .cpu
+        .get_or_insert_default()
+        .host_cpus = "8191".into();
+    for (reason, vm) in [
+        (
+            "BRIDGE_NOT_FOUND",
+            with_nic("bridge", nic_spec::Attachment::Bridge("nowhere0".into())),
+        ),
+        (
+            "NETWORK_NOT_FOUND",
+            with_nic("network", nic_spec::Attachment::Network("nowhere".into())),
+        ),
+        (
+            "TAP_NOT_FOUND",
+            with_nic("tap", nic_spec::Attachment::Tap("nowhere0".into())),
+        ),
+        ("HOST_CPUS_UNAVAILABLE", placed),
+    ] {
+        let refused = daemon.create(vm).await.unwrap_err();
+        assert_eq!(
+            refusal(&refused),
+            (Code::FailedPrecondition, reason.into()),
+            "{refused}"
+        );
+    }
+    // Its files may come before its start.
+    let mut vm = daemon.manifest("web", "");
+    vm.spec.as_mut().unwrap().disks.push(DiskSpec {
+        source: Some(v1::disk_spec::Source::Path("/nowhere.raw".into())),
+        ..disk(&daemon, "none")
+    });
+    daemon.create(vm).await.unwrap();
+    assert_eq!(daemon.list().await.len(), 1);
+}

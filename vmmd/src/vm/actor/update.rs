@@ -173,7 +173,7 @@ impl Actor {
         placement::refuse(&files::outside(spec, &self.host.config.roots, Some(&self.spec)))?;
         placement::refuse(&share::check(&self.host, spec, Some(&self.spec)).await?)?;
         let vm = (self.uid, self.record.name.as_str());
-        placement::refuse(&check::changed(&self.host, vm, spec, &self.spec).await?)?;
+        placement::refuse(&check::changed(&self.host, vm, spec, Some(&self.spec)).await?)?;
         self.no_attach_in_between(desired)?;
         let begun = self.record.begun.clone();
         if update.mode != v1::ApplyMode::DryRun {

@@ -15,7 +15,7 @@ use uuid::Uuid;
 
 use super::describe::View;
 use crate::{
-    capacity::placement,
+    capacity::placement::{self, Problem},
     context::Context,
     event::{Draft, Object},
     failure::{Failure, Kind, store_failure},
@@ -126,7 +126,7 @@ async fn create_with(
         // Whether the files are there is asked at the start: they may come later.
         _ => None,
     };
-    admit(&host, &manifest, question).await?;
+    let held = admit(&host, &manifest, question).await?;
     let name = manifest.metadata.name.to_string();
     let Some(_reservation) = host.vms.reserve(&name).await else {
         let message = format!("there is a VM \"{name}\" already");
@@ -138,6 +138,17 @@ async fn create_with(
     let made = make(&host, (vm.spec, starts), manifest, start, dry_run, context).await;
     if dry_run || made.is_err() {
         host.disks.give_back(&name, None);
+    }
+    if let (Ok((vm, _)), false) = (&made, dry_run || held.is_empty()) {
+        let uid = vm
+            .metadata
+            .as_ref()
+            .and_then(|metadata| metadata.uid.parse().ok());
+        let held: Vec<_> = held.into_iter().map(|problem| problem.message).collect();
+        let message = format!("a start would be refused now: {}", held.join("; "));
+        let object = Object::Vm(name, uid.unwrap_or_default());
+        let draft = Draft::warning(object, "StartWouldBeRefused", message);
+        host.events.emit(draft.of(context.clone()));
     }
     made
 }
@@ -285,19 +296,29 @@ fn validate(vm: &v1::Vm) -> Result<Manifest, Failure> {
     }
 }
 
-/// Whether the node takes such a VM.
-async fn admit(host: &Arc<Host>, manifest: &Manifest, question: Option<Question>) -> Result<(), Failure> {
+/// Whether the node takes such a VM. Returns what other VMs have of it at present, where no start follows.
+async fn admit(
+    host: &Arc<Host>,
+    manifest: &Manifest,
+    question: Option<Question>,
+) -> Result<Vec<Problem>, Failure> {
     check::could_ever(host, &manifest.spec).await?;
+    let mut held = Vec::new();
     let problems = match question {
         Some(question) => check::problems(host, manifest, question).await?,
         None => {
             host.schedulable()?;
             let mut problems = files::outside(&manifest.spec, &host.config.roots, None);
             problems.extend(share::check(host, &manifest.spec, None).await?);
+            let name = manifest.metadata.name.as_str();
+            let (refused, others) = check::created(host, name, &manifest.spec).await?;
+            problems.extend(refused);
+            held = others;
             problems
         }
     };
-    placement::refuse(&problems)
+    placement::refuse(&problems)?;
+    Ok(held)
 }
 
 /// A locally administered address that no VM of the node has.

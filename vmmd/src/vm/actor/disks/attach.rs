@@ -149,7 +149,7 @@ impl Actor {
         if !running {
             // A machine that runs opens it in a moment.
             let vm = (self.uid, self.record.name.as_str());
-            problems.extend(check::changed(&self.host, vm, &spec, &self.spec).await?);
+            problems.extend(check::changed(&self.host, vm, &spec, Some(&self.spec)).await?);
         }
         for problem in &mut problems {
             // The request has that disk only.
