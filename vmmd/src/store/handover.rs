@@ -1,7 +1,7 @@
 //! What a VM's record keeps of its migration.
 
 pub use proto::handover::Handover;
-use proto::handover::{Source, Target};
+use proto::handover::{Effect, Message, Source, Target};
 
 use prost::Message as _;
 use redb::{ReadableTable as _, WriteTransaction};
@@ -85,6 +85,46 @@ pub fn of(record: Option<&HandoverRecord>) -> Handover {
         HandoverStage::Prepared => Handover::Target(Target::Prepared(number)),
         HandoverStage::Owned => Handover::Target(Target::Owned(number)),
     }
+}
+
+/// The record of the next state of the migration that `known` describes. All disks of a VM that stays here are its own: their UUIDs are
+/// returned too.
+pub fn next(next: Handover, known: HandoverRecord) -> (HandoverRecord, Vec<Vec<u8>>) {
+    let stage = record(next);
+    if next.is_under_way() {
+        let record = HandoverRecord {
+            stage: stage.stage,
+            migration: stage.migration,
+            ..known
+        };
+        return (record, Vec::new());
+    }
+    let arrived = known.disks;
+    let record = match next {
+        Handover::Source(_) => stage,
+        Handover::Target(_) => HandoverRecord {
+            stage: stage.stage,
+            migration: stage.migration,
+            disks: Vec::new(),
+            ..known
+        },
+    };
+    (record, arrived)
+}
+
+/// The note of a migration that `effects` take back. None when they take none back, or the target is gone.
+pub fn abort(vm: &VmRecord, effects: &[Effect]) -> Option<AbortRecord> {
+    let peer = vm.handover.as_ref().map_or("", |record| &record.peer);
+    let migration = effects.iter().find_map(|effect| match effect {
+        Effect::Send(Message::Abort(migration)) => Some(*migration),
+        _ => None,
+    })?;
+    (!peer.is_empty()).then(|| AbortRecord {
+        uid: vm.uid.clone(),
+        name: vm.name.clone(),
+        peer: peer.to_owned(),
+        migration,
+    })
 }
 
 /// Stage and number of the migration, to be written.

@@ -21,6 +21,7 @@ use tonic_health::pb::{
 use crate::{
     console::Client,
     harness::{Daemon, PATIENCE, connect, refusal, status, uid, vm_pid},
+    migration::pair,
 };
 
 impl Daemon {
@@ -182,24 +183,81 @@ async fn a_record_that_cannot_be_read_costs_its_own_vm() {
     assert_eq!(daemon.get("broken").await.unwrap_err().code(), Code::NotFound);
 }
 
+/// Makes the spec of a record one that is not valid.
+fn spoil(value: &mut Vec<u8>) {
+    let cpu = v1::CpuSpec {
+        cores: 100_000,
+        ..Default::default()
+    };
+    let spec = v1::VmSpec {
+        cpu: Some(cpu),
+        ..Default::default()
+    };
+    // Field 6 is the spec; later bytes of the field are merged into it.
+    value.push(6 << 3 | 2);
+    spec.encode_length_delimited(value).unwrap();
+}
+
+#[tokio::test]
+async fn migration_of_an_unusable_vm_is_decided_by_an_operator() {
+    use v1::MigrationResolution::{Drop, Run};
+    for (at_source, resolution) in [(true, Run), (true, Drop), (false, Run), (false, Drop)] {
+        let (mut first, mut second) = pair().await;
+        let before = first.run("web", "").await;
+        first.fault("given");
+        let operation = first.migrate("web", &second).await.unwrap();
+        first.ended(&operation).await;
+        let (left, gone) = if at_source {
+            (&mut first, &mut second)
+        } else {
+            (&mut second, &mut first)
+        };
+        gone.kill();
+        left.kill();
+        left.change_record(&uid(&before), spoil);
+        left.relaunch().await;
+        let vm = left.get("web").await.unwrap();
+        assert_eq!(status(&vm).reason, "SpecInvalid");
+        let migration = status(&vm).migration.clone().unwrap();
+        assert!(migration.waits_for_decision, "{migration:?}");
+        let pid = vm_pid(&vm);
+        left.resolve("web", resolution).await.unwrap();
+        match resolution {
+            Run => {
+                let vm = left.get("web").await.unwrap();
+                let migration = &status(&vm).migration;
+                assert!(
+                    migration.as_ref().is_none_or(|it| !it.waits_for_decision),
+                    "{vm:?}"
+                );
+                assert_eq!(vm_pid(&vm), pid);
+                left.delete("web", true).await.unwrap();
+            }
+            _ => left.forgets("web").await,
+        }
+    }
+}
+
+#[tokio::test]
+async fn source_with_an_unusable_vm_repeats_its_commit() {
+    let (mut first, second) = pair().await;
+    let before = first.run("web", "").await;
+    first.fault("given");
+    let operation = first.migrate("web", &second).await.unwrap();
+    first.ended(&operation).await;
+    first.kill();
+    first.change_record(&uid(&before), spoil);
+    first.relaunch().await;
+    second.waits_for("web", VmPhase::Running).await;
+    first.forgets("web").await;
+}
+
 #[tokio::test]
 async fn a_vm_whose_spec_is_not_valid_any_more_keeps_what_it_holds() {
     let mut daemon = Daemon::start().await;
     let before = daemon.run("old", "").await;
     daemon.kill();
-    daemon.change_record(&uid(&before), |value| {
-        let cpu = v1::CpuSpec {
-            cores: 100_000,
-            ..Default::default()
-        };
-        let spec = v1::VmSpec {
-            cpu: Some(cpu),
-            ..Default::default()
-        };
-        // Field 6 is the spec; what comes later is merged into it.
-        value.push(6 << 3 | 2);
-        spec.encode_length_delimited(value).unwrap();
-    });
+    daemon.change_record(&uid(&before), spoil);
     daemon.relaunch().await;
     let found = daemon.get("old").await.unwrap();
     assert_eq!(

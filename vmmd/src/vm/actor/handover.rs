@@ -317,19 +317,7 @@ impl Actor {
             return failed(not_here());
         };
         let (after, effects) = before.on(event);
-        let target = self.record.handover.as_ref().map_or("", |record| &record.peer);
-        let aborts = effects.iter().find_map(|effect| match effect {
-            Effect::Send(Message::Abort(migration)) => Some(*migration),
-            _ => None,
-        });
-        let abort = aborts
-            .filter(|_| !target.is_empty() && !matches!(event, SourceEvent::Resolve(_)))
-            .map(|migration| AbortRecord {
-                uid: self.record.uid.clone(),
-                name: self.record.name.clone(),
-                peer: target.to_owned(),
-                migration,
-            });
+        let abort = handover::abort(&self.record, &effects);
         let after = match self.handover() {
             // It is noted as the source's when there is something to note.
             same @ Handover::Target(_) if before == after => same,
@@ -374,20 +362,7 @@ impl Actor {
     ) -> Result<(), Failure> {
         let before = self.record.handover.clone();
         let known = begin.or_else(|| before.clone()).unwrap_or_default();
-        let stage = handover::record(next);
-        let mut record = HandoverRecord {
-            stage: stage.stage,
-            migration: stage.migration,
-            ..known
-        };
-        let mut arrived = Vec::new();
-        // Of a VM that is here for good, all disks are its own.
-        if !next.is_under_way() {
-            arrived = std::mem::take(&mut record.disks);
-        }
-        if matches!(next, Handover::Source(Source::Owner { migrating: false, .. })) {
-            record = stage;
-        }
+        let (record, arrived) = handover::next(next, known);
         let stage = record.stage();
         self.record.handover = Some(record);
         self.unsure = true;
@@ -522,11 +497,7 @@ impl Actor {
             return failed(failure);
         }
         if migration != self.migration() || !self.handover().waits() {
-            let message = format!(
-                "migration {migration} of VM \"{}\" does not wait for a decision: look at the VM's `status.migration`",
-                self.record.name
-            );
-            return failed(Failure::precondition("NOTHING_TO_RESOLVE", message));
+            return failed(nothing_to_resolve(&self.record.name, migration));
         }
         self.admitted(context);
         self.end_resolved();
@@ -648,6 +619,14 @@ impl Actor {
 pub fn guest_reset() -> Failure {
     let message = "the guest has reset its machine, and boots the kernel that is on its disk by now";
     Failure::new(Kind::Aborted, "GUEST_RESET", message)
+}
+
+/// Why an operator's decision is refused.
+pub fn nothing_to_resolve(name: &str, migration: u64) -> Failure {
+    let message = format!(
+        "migration {migration} of VM \"{name}\" does not wait for a decision: look at the VM's `status.migration`"
+    );
+    Failure::precondition("NOTHING_TO_RESOLVE", message)
 }
 
 fn not_here() -> Failure {

@@ -56,7 +56,7 @@ use self::work::{Done, News, Start, Stop, Work};
 pub use self::{
     attachments::{Attachments, public_stats},
     disks::without_disk,
-    handover::{as_it_runs, guest_reset},
+    handover::{as_it_runs, guest_reset, nothing_to_resolve},
     run::{MIRROR_MINOR, SNAPSHOT_MINOR, UNLOCK_MINOR},
 };
 use super::{

@@ -19,6 +19,7 @@ use crate::{
     capacity::Demand,
     clock,
     context::Context,
+    disk::moved,
     event::{Draft, Object},
     failure::{Failure, store_failure},
     host::Host,
@@ -34,7 +35,7 @@ use crate::{
     store::{Intent, VmRecord, handover},
     text,
     vm::{
-        api::describe::{camel_case, started},
+        api::describe::{camel_case, migration, started},
         instance::{Found, Instance, find},
         machine::change,
         start::clean_up,
@@ -87,13 +88,13 @@ impl Why {
 }
 
 /// What looks after it.
-struct Unusable {
-    host: Arc<Host>,
-    uid: Uuid,
-    record: VmRecord,
-    why: Why,
+pub(super) struct Unusable {
+    pub(super) host: Arc<Host>,
+    pub(super) uid: Uuid,
+    pub(super) record: VmRecord,
+    pub(super) why: Why,
     /// Its process, where that is found.
-    instance: Option<Instance>,
+    pub(super) instance: Option<Instance>,
     /// What it holds while nobody knows whether it runs.
     _claim: Option<Claim>,
     since_ms: u64,
@@ -154,6 +155,10 @@ pub fn spawn(host: &Arc<Host>, uid: Uuid, record: VmRecord, why: Why, instance: 
         state,
     };
     host.vms.insert(&name, entry, made);
+    if let Some(left) = unusable.left_migration() {
+        // A send fails only while the daemon ends. The next daemon begins here again.
+        let _ = host.attend.send(left);
+    }
     supervisor::spawn(Arc::clone(host), uid, name, unusable.run());
 }
 
@@ -240,9 +245,10 @@ impl Unusable {
                 let _ = reply.send(Err(self.refusal()));
                 return false;
             }
-            Command::Handover(_, reply) => {
-                let _ = reply.send(Err(self.refusal()));
-                return false;
+            Command::Handover(request, reply) => {
+                let (said, gone) = self.on_handover(*request).await;
+                let _ = reply.send(said);
+                return gone;
             }
         };
         match life.request {
@@ -259,7 +265,7 @@ impl Unusable {
     }
 
     /// Checks the preconditions of a request.
-    fn expected(&self, context: &Context) -> Result<(), Failure> {
+    pub(super) fn expected(&self, context: &Context) -> Result<(), Failure> {
         let present = v1::Preconditions {
             uid: self.uid.to_string(),
             generation: Some(self.record.generation),
@@ -267,7 +273,7 @@ impl Unusable {
         preconditions::check("VM", &self.record.name, &context.preconditions, &present)
     }
 
-    fn refusal(&self) -> Failure {
+    pub(super) fn refusal(&self) -> Failure {
         let message = format!("VM \"{}\": {}", self.record.name, self.why.message());
         Failure::precondition(self.why.reason(), message)
     }
@@ -319,33 +325,45 @@ impl Unusable {
             tracing::error!(vm = self.record.name, %error, "the VM's record could not be written");
         }
         change::hold_disks(&self.host, &self.record);
+        self.show();
+    }
+
+    /// Publishes its state.
+    pub(super) fn show(&self) {
         let state = Arc::new(self.describe());
         self.host.vms.publish(&self.publisher, state);
     }
 
-    /// Removes it for good; true when that is done.
+    /// Deletes it by request; true when that is done.
     async fn delete(&mut self, life: Life, force: bool) -> bool {
+        if self.instance.is_some() && !force {
+            let message = format!("VM \"{}\" is running: delete it with force", self.record.name);
+            let failure = Failure::precondition("STILL_RUNNING", message);
+            let _ = life.reply.send(Err(failure));
+            return false;
+        }
+        let removed = self.remove(&life.context).await;
+        let gone = removed.is_ok();
+        let _ = life.reply.send(removed);
+        gone
+    }
+
+    /// Ends its process, and removes it for good.
+    pub(super) async fn remove(&mut self, context: &Context) -> Result<Answer, Failure> {
         if let Some(instance) = &mut self.instance {
-            if !force {
-                let message = format!("VM \"{}\" is running: delete it with force", self.record.name);
-                let _ = life
-                    .reply
-                    .send(Err(Failure::precondition("STILL_RUNNING", message)));
-                return false;
-            }
             instance.process.kill();
             instance.ended().await;
             self.on_end().await;
         }
         let lock = RuntimeDir::of(&self.host.config, self.uid).lock();
         if !matches!(lock::released(&lock).await, Ok(true)) {
-            let _ = life.reply.send(Err(self.refusal()));
-            return false;
+            return Err(self.refusal());
         }
         let (name, uid) = (self.record.name.clone(), self.uid);
+        moved::remove(&self.host, &name, &self.disks_of_other_node(), context).await?;
         let operations = &self.host.operations;
         let object = Object::Vm(name.clone(), uid);
-        let operation = operations.begin(Type::VmDelete, &object, &life.context, None);
+        let operation = operations.begin(Type::VmDelete, &object, context, None);
         let pending = Some(operation.pending());
         let vm = Arc::clone(&self.publisher.borrow());
         let owned = handover::of(self.record.handover.as_ref()).owned();
@@ -353,8 +371,9 @@ impl Unusable {
         let revision = tombstone.revision;
         if let Err(error) = self.host.store.bury(uid.as_bytes(), tombstone, Vec::new()).await {
             self.host.vms.unbury(revision);
-            let _ = life.reply.send(Err(store_failure(error)));
-            return false;
+            let failure = store_failure(error);
+            operation.fail(&failure);
+            return Err(failure);
         }
         let host = Arc::clone(&self.host);
         let cleaned = spawn_blocking(move || {
@@ -369,10 +388,9 @@ impl Unusable {
         self.host.vms.remove(&name, revision);
         self.host
             .events
-            .emit(Draft::normal(object, "Deleted", "the VM was deleted").of(life.context));
+            .emit(Draft::normal(object, "Deleted", "the VM was deleted").of(context.clone()));
         operation.complete_with("the VM is deleted", Arc::clone(&vm), None);
-        let _ = life.reply.send(Ok(Answer { vm, pending }));
-        true
+        Ok(Answer { vm, pending })
     }
 
     fn describe(&self) -> v1::Vm {
@@ -400,6 +418,7 @@ impl Unusable {
             conditions: vec![ready],
             phase_time: text::timestamp(self.since_ms),
             counts: self.record.counts,
+            migration: self.record.handover.as_ref().and_then(migration),
             ..Default::default()
         };
         let metadata = v1::ObjectMetadata {
