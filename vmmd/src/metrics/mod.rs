@@ -52,6 +52,7 @@ pub async fn gather(host: &Arc<Host>) -> String {
             let stats = match &entry {
                 Some(entry) => tokio::time::timeout(SCRAPE, stats::of(&host, name, entry))
                     .await
+                    .inspect_err(|_| stats::probe(entry))
                     .ok(),
                 None => None,
             };

@@ -19,13 +19,16 @@ use crate::{
     control::{self, Client, bounds},
     failure::{Failure, Kind},
     host::Host,
-    registry::vms::Entry,
+    registry::vms::{Entry, command::Command},
     text,
     vm::public_stats,
 };
 
 /// How long a `vmm` may take to count.
 pub const TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How often the node sees whether each `vmm` answers, where no client asks for counters.
+const PROBE: Duration = Duration::from_secs(60);
 
 /// The counters of a running VM, counted once for all clients that ask at the same time.
 pub async fn of(host: &Arc<Host>, name: &str, entry: &Entry) -> Result<v1::VmStats, Failure> {
@@ -38,21 +41,46 @@ pub async fn of(host: &Arc<Host>, name: &str, entry: &Entry) -> Result<v1::VmSta
             None => not_running(name, status.phase()),
         });
     };
-    counted
-        .get(|| count(host, name, &vm, entry.uid, pid, client))
-        .await
+    counted.get(|| count(host, name, &vm, entry, pid, client)).await
+}
+
+/// Sees every minute which `vmm` does not answer. Never ends.
+pub async fn watch(host: Arc<Host>) {
+    let first = tokio::time::Instant::now() + PROBE;
+    let mut ticks = tokio::time::interval_at(first, PROBE);
+    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        for vm in host.vms.list() {
+            let runs = vm.status.as_ref().is_some_and(|status| status.instance.is_some());
+            let name = vm.metadata.as_ref().map_or("", |metadata| &metadata.name);
+            if let Some(entry) = host.vms.get(name).filter(|_| runs) {
+                probe(&entry);
+            }
+        }
+    }
+}
+
+/// Has the actor of a VM see whether its `vmm` answers: a query was not answered in time.
+pub fn probe(entry: &Entry) {
+    let mailbox = entry.mailbox.clone();
+    tokio::spawn(async move { mailbox.send(Command::Probe).await });
 }
 
 async fn count(
     host: &Arc<Host>,
     name: &str,
     vm: &v1::Vm,
-    uid: Uuid,
+    entry: &Entry,
     pid: Option<u32>,
     client: Client,
 ) -> Result<v1::VmStats, Failure> {
+    let uid = entry.uid;
     let counted = tokio::time::timeout(TIMEOUT, client.machine_stats()).await;
-    let counted = counted.unwrap_or(Err(control::Error::Timeout(TIMEOUT)));
+    let counted = counted.unwrap_or_else(|_| {
+        probe(entry);
+        Err(control::Error::Timeout(TIMEOUT))
+    });
     let counted = counted.map_err(|error| unresponsive(name, &text::chain(&error)))?;
     let mut counted = bounds::of_vm(counted, vm);
     let (usage, waiting) = usage(host, uid, pid, threads(&counted)).await;

@@ -10,7 +10,7 @@ use rustix::process::{Signal, kill_process};
 
 use crate::{
     console::Client,
-    harness::{Daemon, status, uid, vm_pid},
+    harness::{Daemon, refusal, status, uid, vm_pid},
 };
 
 #[tokio::test]
@@ -387,4 +387,25 @@ async fn a_guest_whose_vmm_does_not_answer_has_its_time_all_the_same() {
     let vm = stop.await.unwrap().unwrap().into_inner().vm.unwrap();
     let exit = status(&vm).last_exit.clone().unwrap();
     assert_eq!(exit.reason(), ExitReason::Stopped, "{exit:?}");
+}
+
+#[tokio::test]
+async fn vmm_that_does_not_answer_is_unready_until_it_does() {
+    let daemon = Daemon::start().await;
+    let vm = daemon.run("web", "").await;
+    kill_process(vm_pid(&vm), Signal::STOP).unwrap();
+    let request = v1::GetVmStatsRequest { name: "web".into() };
+    let refused = daemon.client().get_vm_stats(request).await.unwrap_err();
+    assert_eq!(refusal(&refused).1, "VMM_UNRESPONSIVE");
+    let ready = |status: &v1::VmStatus| {
+        let mut conditions = status.conditions.iter();
+        let ready = conditions.find(|condition| condition.r#type == "Ready").unwrap();
+        (ready.status(), ready.reason.clone())
+    };
+    let silent = (v1::ConditionStatus::Unknown, "Unresponsive".to_owned());
+    daemon.wait("web", |status| ready(status) == silent).await;
+    daemon.told_exactly("Unresponsive", 1).await;
+    kill_process(vm_pid(&vm), Signal::CONT).unwrap();
+    let answers = (v1::ConditionStatus::True, "Running".to_owned());
+    daemon.wait("web", |status| ready(status) == answers).await;
 }

@@ -143,6 +143,8 @@ pub enum Command {
     Life(Life),
     /// The run policy, or whether the node takes VMs, may be another: see what follows.
     Reconsider,
+    /// See whether its `vmm` answers.
+    Probe,
     /// About its disks.
     Disk {
         /// Who asks, and what for.
@@ -345,7 +347,7 @@ impl Command {
         match self {
             Self::Life(Life { context, .. }) | Self::Disk { context, .. } => Some(context),
             Self::Update { update, .. } => Some(&update.context),
-            Self::Reconsider | Self::Client(..) | Self::Quiet(..) | Self::Handover(..) => None,
+            Self::Reconsider | Self::Probe | Self::Client(..) | Self::Quiet(..) | Self::Handover(..) => None,
         }
     }
 }

@@ -330,6 +330,10 @@ impl Actor {
                 self.reconsider().await;
                 return ControlFlow::Continue(());
             }
+            Command::Probe => {
+                self.ask_state();
+                return ControlFlow::Continue(());
+            }
             Command::Disk {
                 context,
                 request,

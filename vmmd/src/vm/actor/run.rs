@@ -29,7 +29,7 @@ use crate::{
     store::handover::Handover,
     text,
     vm::{
-        api::describe::{GUEST_PANICKED, SNAPSHOT},
+        api::describe::{GUEST_PANICKED, NO_ANSWER, SNAPSHOT, UNRESPONSIVE},
         instance::{
             Lingering,
             link::{self, Session},
@@ -133,6 +133,9 @@ impl Actor {
             Err(error) => {
                 let failure = self.unchanged(&error);
                 self.check_state(said);
+                if matches!(error, control::Error::Timeout(_)) {
+                    self.ask_state();
+                }
                 respond(reply, Err(failure));
             }
         }
@@ -169,7 +172,7 @@ impl Actor {
     }
 
     /// Asks the `vmm` what it is doing. While it has not answered, it is not asked a second time at once.
-    fn ask_state(&mut self) {
+    pub(super) fn ask_state(&mut self) {
         if self.asks_state {
             self.asks_again = true;
             return;
@@ -185,7 +188,11 @@ impl Actor {
 
     /// What the `vmm` is doing, unless something is under way whose end will say.
     pub(super) fn on_state(&mut self, state: Result<Status, control::Error>) {
+        if matches!(state, Err(control::Error::Timeout(_))) {
+            return self.on_silent();
+        }
         self.asks_state = false;
+        self.set_silent(false);
         if let Ok(status) = state {
             if let Some(instance) = &mut self.instance {
                 instance.guest_resets = status.guest_resets;
@@ -202,6 +209,32 @@ impl Actor {
         if self.asks_again {
             self.ask_state();
         }
+    }
+
+    /// The `vmm` has not answered in time. Its answer, or the end of the connection, is waited for without a limit.
+    fn on_silent(&mut self) {
+        let Ok(client) = self.running_client() else {
+            self.asks_state = false;
+            return;
+        };
+        self.set_silent(true);
+        self.disks.tasks.spawn(async move {
+            let answer = client.request(Op::GetStatus(GetStatus {}), &[]).await;
+            Outcome::State(answer)
+        });
+    }
+
+    fn set_silent(&mut self, silent: bool) {
+        let Some(instance) = &mut self.instance else {
+            return;
+        };
+        if std::mem::replace(&mut instance.silent, silent) == silent {
+            return;
+        }
+        if silent {
+            self.tell(EventSeverity::Warning, UNRESPONSIVE, NO_ANSWER);
+        }
+        self.publish();
     }
 
     pub(super) async fn on_notice(&mut self, notice: Notice) {
@@ -409,6 +442,7 @@ impl Actor {
             }) => {
                 let status = hello.status.unwrap_or_default();
                 instance.link.up(client, notices);
+                instance.silent = false;
                 instance.version = hello.build;
                 instance.minor = hello.minor;
                 instance.guest_resets = status.guest_resets;

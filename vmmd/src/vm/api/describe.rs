@@ -15,6 +15,10 @@ use uuid::Uuid;
 
 pub use crate::vm::lifecycle::pause::{DISK_ERROR, MIGRATING, SNAPSHOT};
 
+/// Reason of a `vmm` that lives and does not answer.
+pub const UNRESPONSIVE: &str = "Unresponsive";
+/// Message of that.
+pub const NO_ANSWER: &str = "the vmm process lives but does not answer: a stop by force ends it";
 /// Why a VM is not ready whose guest's kernel has panicked.
 pub const GUEST_PANICKED: &str = "GuestPanicked";
 use crate::{
@@ -221,18 +225,20 @@ impl View {
     fn ready(&mut self, instance: Option<&Instance>) -> v1::Condition {
         let link = instance.map(|instance| &instance.link.state);
         let panicked = instance.is_some_and(|instance| instance.panicked);
+        let silent = instance.is_some_and(|instance| instance.silent);
         let lingering = instance.map_or(self.lingering, |instance| instance.lingering);
         let (status, reason, message) = match (lingering, self.phase, link) {
             (Some(what), ..) => (ConditionStatus::False, what.reason(), what.message()),
+            (_, VmPhase::Running | VmPhase::Paused, Some(State::Up(..))) if silent => {
+                (ConditionStatus::Unknown, UNRESPONSIVE, NO_ANSWER)
+            }
             (_, VmPhase::Running, Some(State::Up(..))) if panicked => {
                 (ConditionStatus::False, GUEST_PANICKED, PANICKED)
             }
             (_, VmPhase::Running, Some(State::Up(..))) => (ConditionStatus::True, "Running", ""),
-            (_, VmPhase::Running | VmPhase::Paused, Some(State::Connecting(_))) => (
-                ConditionStatus::Unknown,
-                "Unresponsive",
-                "the vmm process lives but doesn't answer",
-            ),
+            (_, VmPhase::Running | VmPhase::Paused, Some(State::Connecting(_))) => {
+                (ConditionStatus::Unknown, UNRESPONSIVE, NO_ANSWER)
+            }
             (_, VmPhase::Running | VmPhase::Paused, Some(State::Unreachable)) => (
                 ConditionStatus::Unknown,
                 "ControlLost",

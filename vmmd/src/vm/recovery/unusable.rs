@@ -228,7 +228,7 @@ impl Unusable {
                     return false;
                 }
             },
-            Command::Reconsider => return false,
+            Command::Reconsider | Command::Probe => return false,
             Command::Disk { reply, .. } => {
                 let _ = reply.send(Err(self.refusal()));
                 return false;
