@@ -368,3 +368,36 @@ async fn a_start_that_is_given_up_and_whose_vmm_does_not_die_says_so() {
     let stopped = daemon.wait_phase("web", VmPhase::Stopped).await;
     assert_ne!(stopped.conditions[0].reason, "VmmAlive");
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn stop_by_force_does_not_wait_for_an_update_on_dead_files() {
+    let daemon = Daemon::configured("limits = { file_seconds = 300 }\n").await;
+    daemon.run("web", "").await;
+    let folder = daemon.path("nfs");
+    fs::create_dir(&folder).unwrap();
+    let mut dead = Dead::over(&folder);
+    dead.greet();
+    let disk = with_disk(&daemon, "web", &folder.join("disk"))
+        .spec
+        .unwrap()
+        .disks;
+    let updates = daemon.change("web", |spec| spec.disks = disk);
+    let stops = async {
+        // The update waits for the file system.
+        let asked = tokio::task::spawn_blocking(move || {
+            dead.request();
+            dead
+        });
+        let dead = asked.await.unwrap();
+        timeout(PATIENCE, daemon.kill_vm("web"))
+            .await
+            .expect("a stop by force waits for an update")
+            .unwrap();
+        drop(dead);
+    };
+    let (updated, ()) = tokio::join!(updates, stops);
+    assert_eq!(
+        refusal(&updated.unwrap_err()),
+        (Code::Aborted, "SUPERSEDED".into())
+    );
+}

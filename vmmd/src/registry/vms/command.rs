@@ -1,13 +1,22 @@
 //! What the actor is asked, and how it answers.
 
-use std::{os::fd::OwnedFd, path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    os::fd::OwnedFd,
+    path::PathBuf,
+    pin::pin,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
 
 use proto::{
     handover::{Message, Resolution, SourceEvent},
     model::mask::UpdateMask,
     v1,
 };
-use tokio::sync::{OwnedMutexGuard, mpsc, oneshot};
+use tokio::sync::{Notify, OwnedMutexGuard, mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
@@ -350,6 +359,18 @@ impl Command {
             Self::Reconsider | Self::Probe | Self::Client(..) | Self::Quiet(..) | Self::Handover(..) => None,
         }
     }
+
+    /// A stop or a deletion by force.
+    fn is_urgent(&self) -> bool {
+        match self {
+            Self::Life(life) => match life.request {
+                Request::Stop => life.grace.is_none(),
+                Request::Delete { force } => force,
+                _ => false,
+            },
+            _ => false,
+        }
+    }
 }
 
 /// Commands that wait for an actor at most; more wait at their senders.
@@ -358,7 +379,48 @@ const MAILBOX: usize = 32;
 /// Where the actor of a VM takes commands from. They are boxed, as a channel keeps room for 32 of what goes through it for as long as
 /// it lives: a pointer each, where nothing waits.
 #[derive(Clone, Debug)]
-pub struct Mailbox(mpsc::Sender<Box<Command>>);
+pub struct Mailbox {
+    commands: mpsc::Sender<Box<Queued>>,
+    urgent: Arc<Urgent>,
+}
+
+/// Where the commands come out.
+#[derive(Debug)]
+pub struct Commands {
+    commands: mpsc::Receiver<Box<Queued>>,
+    urgent: Arc<Urgent>,
+}
+
+#[derive(Debug)]
+struct Queued {
+    command: Command,
+    _urgent: Option<Waiting>,
+}
+
+/// How many urgent commands the actor has not taken yet.
+#[derive(Debug, Default)]
+struct Urgent {
+    count: AtomicUsize,
+    more: Notify,
+}
+
+/// One of them.
+#[derive(Debug)]
+struct Waiting(Arc<Urgent>);
+
+impl Waiting {
+    fn new(urgent: &Arc<Urgent>) -> Self {
+        urgent.count.fetch_add(1, Ordering::SeqCst);
+        urgent.more.notify_waiters();
+        Self(Arc::clone(urgent))
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        self.0.count.fetch_sub(1, Ordering::SeqCst);
+    }
+}
 
 /// The actor is gone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -366,19 +428,52 @@ pub struct Gone;
 
 impl Mailbox {
     /// One, and where its commands come out.
-    pub fn new() -> (Self, mpsc::Receiver<Box<Command>>) {
+    pub fn new() -> (Self, Commands) {
         let (sender, receiver) = mpsc::channel(MAILBOX);
-        (Self(sender), receiver)
+        let urgent = Arc::<Urgent>::default();
+        let commands = Commands {
+            commands: receiver,
+            urgent: Arc::clone(&urgent),
+        };
+        let mailbox = Self {
+            commands: sender,
+            urgent,
+        };
+        (mailbox, commands)
     }
 
     /// Waits until there is room for the command. Cancel-safe.
     pub async fn send(&self, command: Command) -> Result<(), Gone> {
-        self.0.send(Box::new(command)).await.map_err(|_| Gone)
+        let queued = Box::new(Queued {
+            _urgent: command.is_urgent().then(|| Waiting::new(&self.urgent)),
+            command,
+        });
+        self.commands.send(queued).await.map_err(|_| Gone)
     }
 
     /// Waits until the actor is gone. Cancel-safe.
     pub async fn closed(&self) {
-        self.0.closed().await;
+        self.commands.closed().await;
+    }
+}
+
+impl Commands {
+    /// The next command; `None` when there can be no more. Cancel-safe.
+    pub async fn recv(&mut self) -> Option<Command> {
+        Some(self.commands.recv().await?.command)
+    }
+
+    /// Waits until a stop or a deletion by force waits to be taken. Cancel-safe.
+    pub async fn urgent(&self) {
+        let mut more = pin!(self.urgent.more.notified());
+        loop {
+            more.as_mut().enable();
+            if self.urgent.count.load(Ordering::SeqCst) > 0 {
+                return;
+            }
+            more.as_mut().await;
+            more.set(self.urgent.more.notified());
+        }
     }
 }
 

@@ -44,8 +44,8 @@ use proto::{
     v1::{self, VmPhase},
 };
 use tokio::{
-    sync::{mpsc, oneshot, watch},
-    time::Instant,
+    sync::{oneshot, watch},
+    time::{Instant, sleep},
 };
 use tokio_util::sync::CancellationToken;
 use tracing::Instrument;
@@ -79,7 +79,7 @@ use crate::{
     operation::{Handle, Pending, Reporter, Type},
     registry::vms::{
         Entry,
-        command::{Answer, Command, Life, LifeReply, Mailbox, Purpose, Quiet, Reply, Request},
+        command::{Answer, Command, Commands, Life, LifeReply, Mailbox, Purpose, Quiet, Reply, Request},
     },
     store::{Intent, VmRecord},
 };
@@ -134,7 +134,7 @@ pub struct Actor {
     left: Vec<Handle>,
     /// The one of a migration that it has handed over.
     handed_over: Option<Handle>,
-    mailbox: mpsc::Receiver<Box<Command>>,
+    mailbox: Commands,
     publisher: watch::Sender<Arc<v1::Vm>>,
 }
 
@@ -153,6 +153,9 @@ enum Next {
     /// The record is to be written again.
     Rewrite,
 }
+
+/// Work on files that answer takes less: a stop by force that comes meanwhile waits for it.
+const USUAL: Duration = Duration::from_millis(200);
 
 /// A guest decides how often counters change: they are published so often at most.
 const COUNTS: Duration = Duration::from_millis(100);
@@ -243,7 +246,7 @@ impl Actor {
             } = &mut *self;
             let next = tokio::select! {
                 command = mailbox.recv() => match command {
-                    Some(command) => Next::Command(*command),
+                    Some(command) => Next::Command(command),
                     None => return,
                 },
                 done = work.next() => Next::Done(done),
@@ -594,6 +597,19 @@ impl Actor {
             News::Shares => self.publish(),
         }
         ControlFlow::Continue(())
+    }
+
+    /// Does work on files and networks that may not answer. A stop by force does not wait for its end: the work is given up.
+    async fn unless_stopped<T>(&self, work: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
+        let urgent = async {
+            self.mailbox.urgent().await;
+            sleep(USUAL).await;
+        };
+        tokio::select! {
+            biased;
+            result = work => result,
+            () = urgent => Err(superseded(&self.record.name)),
+        }
     }
 
     fn enter(&mut self, phase: VmPhase, reason: impl Into<String>, message: impl Into<String>) {

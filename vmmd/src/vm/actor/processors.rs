@@ -71,7 +71,7 @@ impl Actor {
         let setting = self.host.pools.files.run(&paths, move || {
             limits::set(&host, uid, &wanted).inspect_err(|_| limits::renew(&host, uid, &before))
         });
-        let set = setting.await.and_then(|set| set);
+        let set = self.unless_stopped(async { setting.await? }).await;
         if set.is_err() {
             instance.claim.take(held, |_| Ok(()))?;
         }

@@ -9,7 +9,10 @@ mod live;
 use std::time::Duration;
 
 use proto::{
-    model::{Violations, mask, vm::Manifest},
+    model::{
+        Violations, mask,
+        vm::{Manifest, VmSpec},
+    },
     v1::{self, AttachmentPhase, EventSeverity},
 };
 use tokio::time::Instant;
@@ -168,12 +171,8 @@ impl Actor {
         if self.has_begun(&update.context) {
             return Ok(());
         }
-        check::could_ever(&self.host, &desired.manifest.spec).await?;
         let spec = &desired.manifest.spec;
-        placement::refuse(&files::outside(spec, &self.host.config.roots, Some(&self.spec)))?;
-        placement::refuse(&share::check(&self.host, spec, Some(&self.spec)).await?)?;
-        let vm = (self.uid, self.record.name.as_str());
-        placement::refuse(&check::changed(&self.host, vm, spec, Some(&self.spec)).await?)?;
+        self.unless_stopped(self.check(spec)).await?;
         self.no_attach_in_between(desired)?;
         let begun = self.record.begun.clone();
         if update.mode != v1::ApplyMode::DryRun {
@@ -196,6 +195,15 @@ impl Actor {
         }
         self.commit(record, desired, &update.context);
         Ok(())
+    }
+
+    /// Whether the node could run the VM with this spec.
+    async fn check(&self, spec: &VmSpec) -> Result<(), Failure> {
+        check::could_ever(&self.host, spec).await?;
+        placement::refuse(&files::outside(spec, &self.host.config.roots, Some(&self.spec)))?;
+        placement::refuse(&share::check(&self.host, spec, Some(&self.spec)).await?)?;
+        let vm = (self.uid, self.record.name.as_str());
+        placement::refuse(&check::changed(&self.host, vm, spec, Some(&self.spec)).await?)
     }
 
     /// Puts back what clients are not shown.

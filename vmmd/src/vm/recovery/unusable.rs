@@ -7,11 +7,7 @@ use proto::{
     model::vm::VmSpec,
     v1::{self, ConditionStatus, ExitReason, ExitStatus, VmPhase},
 };
-use tokio::{
-    sync::{mpsc, watch},
-    task::spawn_blocking,
-    time::sleep,
-};
+use tokio::{sync::watch, task::spawn_blocking, time::sleep};
 use uuid::Uuid;
 
 use super::{reconcile::restore, supervisor};
@@ -29,7 +25,7 @@ use crate::{
     paths::{LogDir, RuntimeDir},
     registry::vms::{
         Entry,
-        command::{Answer, Command, Life, Mailbox, Request},
+        command::{Answer, Command, Commands, Life, Mailbox, Request},
     },
     request::preconditions,
     store::{Intent, VmRecord, handover},
@@ -98,7 +94,7 @@ pub(super) struct Unusable {
     /// What it holds while nobody knows whether it runs.
     _claim: Option<Claim>,
     since_ms: u64,
-    mailbox: mpsc::Receiver<Box<Command>>,
+    mailbox: Commands,
     publisher: watch::Sender<Arc<v1::Vm>>,
 }
 
@@ -186,7 +182,7 @@ impl Unusable {
             };
             tokio::select! {
                 command = mailbox.recv() => match command {
-                    Some(command) => if self.on(*command).await {
+                    Some(command) => if self.on(command).await {
                         return;
                     },
                     None => return,

@@ -149,7 +149,8 @@ impl Actor {
         if !running {
             // A machine that runs opens it in a moment.
             let vm = (self.uid, self.record.name.as_str());
-            problems.extend(check::changed(&self.host, vm, &spec, Some(&self.spec)).await?);
+            let checking = check::changed(&self.host, vm, &spec, Some(&self.spec));
+            problems.extend(self.unless_stopped(checking).await?);
         }
         for problem in &mut problems {
             // The request has that disk only.
