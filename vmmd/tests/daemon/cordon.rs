@@ -10,7 +10,7 @@ use crate::{
     console::Client,
     disk_boot,
     harness::{Daemon, refusal, status, vm_pid},
-    placement,
+    operations, placement,
 };
 
 async fn label(
@@ -304,6 +304,56 @@ async fn restart_with_more_memory_than_there_is_changes_nothing() {
     restart(&daemon, "a").await.unwrap();
     let committed = placement::node(&daemon).await.committed.unwrap();
     assert!(committed.memory_bytes > 256 << 20);
+}
+
+fn larger(spec: &mut v1::VmSpec) {
+    spec.memory.as_mut().unwrap().size_bytes = 256 << 20;
+}
+
+/// Begins a restart whose guest does not power off; returns the id of its operation.
+async fn restarting(daemon: &Daemon, name: &str) -> String {
+    let request = v1::RestartVmRequest {
+        name: name.into(),
+        no_wait: true,
+        ..Default::default()
+    };
+    let answer = daemon.client().restart_vm(request).await.unwrap();
+    answer.into_inner().operation.unwrap().id
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn update_during_a_restart_that_has_no_room_is_refused() {
+    let daemon = Daemon::configured(&placement::room(400 << 20, 1_000_000)).await;
+    let first = daemon.run("a", "mock.power=ignore").await;
+    daemon.run("b", "").await;
+    restarting(&daemon, "a").await;
+    let refused = daemon.change("a", larger).await.unwrap_err();
+    assert_eq!(
+        refusal(&refused),
+        (Code::ResourceExhausted, "INSUFFICIENT_MEMORY".into())
+    );
+    restart(&daemon, "a").await.unwrap();
+    runs_again(&daemon, "a", &first).await;
+    // With room for it, the room is taken at once: no other VM gets it in between.
+    daemon.kill_vm("b").await.unwrap();
+    restarting(&daemon, "a").await;
+    daemon.change("a", larger).await.unwrap();
+    let refused = daemon.start_vm("b").await.unwrap_err();
+    assert_eq!(refusal(&refused).1, "INSUFFICIENT_MEMORY");
+    restart(&daemon, "a").await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn cancelled_restart_gives_its_larger_room_back() {
+    let daemon = Daemon::configured(&placement::room(400 << 20, 1_000_000)).await;
+    daemon.run("a", "mock.power=ignore").await;
+    let before = placement::node(&daemon).await.committed;
+    daemon.change("a", larger).await.unwrap();
+    let operation = restarting(&daemon, "a").await;
+    assert_ne!(placement::node(&daemon).await.committed, before);
+    operations::cancel(&daemon, &operation).await.unwrap();
+    assert_eq!(placement::node(&daemon).await.committed, before);
+    daemon.run("b", "").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -1,6 +1,13 @@
 //! What the VM's run policy does: starts after a back-off, at the node's boot, at the VM's creation; and what it refuses.
 
-use proto::{handover::Source, model::vm::Boot, v1::EventSeverity};
+use proto::{
+    handover::Source,
+    model::{
+        policy::RunPolicy,
+        vm::{Boot, VmSpec},
+    },
+    v1::EventSeverity,
+};
 use tokio::time::{Duration, Instant};
 
 use super::{Actor, work::Work};
@@ -65,12 +72,12 @@ impl Actor {
         self.publish();
     }
 
-    /// Takes more room for the restart of a running VM with a larger spec. After a refusal the VM continues with its room.
-    pub(super) async fn grow(&self) -> Result<(), Failure> {
+    /// Takes more room for the restart of a running VM with a larger `spec`. After a refusal the VM continues with its room.
+    pub(super) async fn grow(&self, spec: &VmSpec) -> Result<(), Failure> {
         let Some(instance) = &self.instance else {
             return Ok(());
         };
-        let (has, needs) = (instance.claim.demand(), Demand::of(&self.spec));
+        let (has, needs) = (instance.claim.demand(), Demand::of(spec));
         if needs.resources.within(has.resources) {
             return Ok(());
         }
@@ -79,6 +86,14 @@ impl Actor {
             let node = look.picture(&self.host, others).without_admission();
             placement::refuse(&placement::decide(&needs.resources, &node))
         })
+    }
+
+    /// Gives back the room that [`Self::grow`] took for a restart that does not come: the VM keeps `demand`.
+    pub(super) fn give_back(&self, demand: Demand) {
+        if let Some(instance) = &self.instance {
+            // Less room is never refused.
+            let _ = instance.claim.take(demand, |_| Ok(()));
+        }
     }
 
     /// The same for the client. Nobody is told to stop a VM that its policy lets nobody stop.
@@ -98,6 +113,7 @@ impl Actor {
 
     /// Notes what the policy makes of what has happened. The record is to be written then. Returns what is to be done beside that.
     fn step_restarts(&mut self, input: Input) -> Vec<Effect> {
+        let pending = self.record.restart.is_some();
         let mut restarts = Restarts {
             record: self.record.restart.take(),
             due: self.timer,
@@ -112,6 +128,7 @@ impl Actor {
                     self.spec.run_policy,
                     self.spec.on_panic,
                     self.record.exit_reason(),
+                    pending,
                 ),
                 intent: self.record.intent(),
                 down: self.situation() == Situation::Down,
@@ -243,7 +260,7 @@ impl Actor {
             handover if handover.is_under_way() => return,
             _ => {}
         }
-        if let Err(failure) = self.grow().await {
+        if let Err(failure) = self.grow(&self.spec).await {
             let message = format!(
                 "the guest boots the kernel of its last start: {}",
                 failure.message
@@ -282,13 +299,17 @@ impl Actor {
         }
     }
 
-    /// The policy, or whether the node takes VMs, may be another.
-    pub(super) async fn reconsider(&mut self) {
+    /// The policy, if it `is_new`, or the rule for panics, or whether the node takes VMs, may be another.
+    pub(super) async fn reconsider(&mut self, is_new: bool) {
         if self.situation() != Situation::Down {
             return self.enforce_off();
         }
         let noted = |record: &VmRecord| (record.restart.clone(), record.intent, record.evacuated);
         let before = noted(&self.record);
+        if is_new && self.spec.run_policy == RunPolicy::Manual {
+            // The start that the earlier policy had in mind is none after a panic.
+            self.record.restart = None;
+        }
         self.step_restarts(Input::Reconsidered(self.record.exit_reason()));
         if before != noted(&self.record) {
             self.persist().await;

@@ -330,7 +330,7 @@ impl Actor {
         let life = match command {
             Command::Life(life) => life,
             Command::Reconsider => {
-                self.reconsider().await;
+                self.reconsider(false).await;
                 return ControlFlow::Continue(());
             }
             Command::Probe => {
@@ -382,7 +382,7 @@ impl Actor {
             return ControlFlow::Continue(());
         }
         if (life.request, verdict) == (Request::Restart, Verdict::Begin)
-            && let Err(failure) = self.grow().await
+            && let Err(failure) = self.grow(&self.spec).await
         {
             let _ = life.reply.send(Err(failure));
             return ControlFlow::Continue(());

@@ -383,6 +383,9 @@ impl Actor {
                 let message = "the stop was cancelled: the guest runs on. Its power button had been pressed already, so \
                                that it may still power itself off";
                 self.record.stop = None;
+                // A restart may have taken more room than the machine needs.
+                let runs = change::machine(&self.record, &self.spec);
+                self.give_back(Demand::of(&runs));
                 self.intend(Intent::Running).await;
                 self.enter(VmPhase::Running, "StopCancelled", message);
                 stop.operation.cancelled(message);

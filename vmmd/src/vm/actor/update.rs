@@ -41,7 +41,7 @@ use crate::{
     text,
     vm::{
         api::create,
-        lifecycle::admission::{self, Applied},
+        lifecycle::admission::{self, Applied, Situation},
         machine::{
             self,
             change::{self, Live, Verdict},
@@ -141,8 +141,9 @@ impl Actor {
             plugs,
             paths,
         });
-        if policy != self.spec.run_policy {
-            self.reconsider().await;
+        let is_new = policy != self.spec.run_policy;
+        if is_new || on_panic != self.spec.on_panic {
+            self.reconsider(is_new).await;
         }
         if on_panic != self.spec.on_panic {
             self.act_on_panic();
@@ -179,10 +180,19 @@ impl Actor {
             self.admitted(&update.context);
         }
         let record = self.with(desired);
-        let taken = self.take_disks(desired);
+        let mut taken = self.take_disks(desired);
+        // The start that follows a restart finds room for the spec that is stored then.
+        let had = self.instance.as_ref().map(|instance| instance.claim.demand());
+        let had = had.filter(|_| self.situation() == Situation::Stopping { restarting: true });
+        if taken.is_ok() && had.is_some() {
+            taken = self.grow(spec).await;
+        }
         if taken.is_err() || update.mode == v1::ApplyMode::DryRun {
             self.record.begun = begun;
             change::hold_disks(&self.host, &self.record);
+            if let Some(had) = had {
+                self.give_back(had);
+            }
             return taken;
         }
         if record == self.record {
@@ -191,6 +201,9 @@ impl Actor {
         if let Err(error) = self.host.store.put(&record).await {
             self.record.begun = begun;
             change::hold_disks(&self.host, &self.record);
+            if let Some(had) = had {
+                self.give_back(had);
+            }
             return Err(store_failure(error));
         }
         self.commit(record, desired, &update.context);

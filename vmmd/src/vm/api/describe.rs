@@ -287,7 +287,8 @@ pub fn migration(record: &HandoverRecord) -> Option<v1::MigrationStatus> {
 fn restart(record: &VmRecord, spec: &VmSpec) -> Option<v1::RestartStatus> {
     let restart = record.restart.clone().unwrap_or_default();
     let waits = restart.next_ms != 0;
-    let policy = policy::after(spec.run_policy, spec.on_panic, record.exit_reason());
+    let pending = record.restart.is_some();
+    let policy = policy::after(spec.run_policy, spec.on_panic, record.exit_reason(), pending);
     policy::starts(policy).then(|| v1::RestartStatus {
         attempts: restart.attempts,
         next_start_time: text::timestamp(restart.next_ms),

@@ -71,9 +71,15 @@ pub fn decide(policy: RunPolicy, occasion: Occasion, intent: Intent) -> Decision
 }
 
 /// The policy that judges a VM whose last run ended so: after a panic of the guest's kernel, the VM's own rule for that goes first.
-pub fn after(policy: RunPolicy, on_panic: OnPanic, last: Option<ExitReason>) -> RunPolicy {
+/// A start that failed while a restart was `pending` has tried to end that panic: under the policy manual, only a panic makes one pending.
+pub fn after(policy: RunPolicy, on_panic: OnPanic, last: Option<ExitReason>, pending: bool) -> RunPolicy {
+    let panicked = match last {
+        Some(ExitReason::GuestPanic) => true,
+        Some(ExitReason::StartFailed) => pending,
+        _ => false,
+    };
     match (last, on_panic, policy) {
-        (Some(ExitReason::GuestPanic), OnPanic::Restart, RunPolicy::Manual) => RunPolicy::OnFailure,
+        (_, OnPanic::Restart, RunPolicy::Manual) if panicked => RunPolicy::OnFailure,
         (Some(ExitReason::GuestPanic), OnPanic::Stop, RunPolicy::UnlessStopped | RunPolicy::OnFailure) => {
             RunPolicy::Manual
         }
@@ -269,21 +275,27 @@ mod tests {
     fn panic_rule_restart_or_stop_goes_before_the_policy() {
         use RunPolicy as P;
         let panic = Some(R::GuestPanic);
-        for (policy, rule, last, expected) in [
-            (P::Manual, OnPanic::Restart, panic, P::OnFailure),
-            (P::Manual, OnPanic::Restart, Some(R::GuestCrash), P::Manual),
-            (P::Manual, OnPanic::RunPolicy, panic, P::Manual),
-            (P::Off, OnPanic::Restart, panic, P::Off),
-            (P::UnlessStopped, OnPanic::Stop, panic, P::Manual),
-            (P::UnlessStopped, OnPanic::Stop, None, P::UnlessStopped),
-            (P::OnFailure, OnPanic::Stop, panic, P::Manual),
-            (P::OnFailure, OnPanic::Restart, panic, P::OnFailure),
-            (P::Always, OnPanic::Ignore, panic, P::Always),
+        let failed = Some(R::StartFailed);
+        for (policy, rule, last, pending, expected) in [
+            (P::Manual, OnPanic::Restart, panic, false, P::OnFailure),
+            (P::Manual, OnPanic::Restart, failed, true, P::OnFailure),
+            (P::Manual, OnPanic::Restart, failed, false, P::Manual),
+            (P::Manual, OnPanic::RunPolicy, failed, true, P::Manual),
+            (P::Manual, OnPanic::Restart, Some(R::GuestCrash), true, P::Manual),
+            (P::Manual, OnPanic::RunPolicy, panic, false, P::Manual),
+            (P::Off, OnPanic::Restart, panic, false, P::Off),
+            (P::Off, OnPanic::Restart, failed, true, P::Off),
+            (P::UnlessStopped, OnPanic::Stop, panic, false, P::Manual),
+            (P::UnlessStopped, OnPanic::Stop, failed, true, P::UnlessStopped),
+            (P::UnlessStopped, OnPanic::Stop, None, false, P::UnlessStopped),
+            (P::OnFailure, OnPanic::Stop, panic, false, P::Manual),
+            (P::OnFailure, OnPanic::Restart, panic, false, P::OnFailure),
+            (P::Always, OnPanic::Ignore, panic, false, P::Always),
         ] {
             assert_eq!(
-                after(policy, rule, last),
+                after(policy, rule, last, pending),
                 expected,
-                "{policy:?} {rule:?} {last:?}"
+                "{policy:?} {rule:?} {last:?} {pending}"
             );
         }
     }

@@ -346,7 +346,7 @@ impl Actor {
         };
         match admitted {
             Admitted::Begin if grace.is_some() && self.permitted(&life).is_ok() => {
-                if let Err(failure) = self.grow().await {
+                if let Err(failure) = self.grow(&self.spec).await {
                     return respond(life.reply, Err(failure));
                 }
                 // A restart that begins never ends the actor.
