@@ -19,7 +19,6 @@ use tokio::{
     time::{Instant, sleep, sleep_until, timeout},
 };
 use tokio_stream::wrappers::ReceiverStream;
-use tokio_util::sync::CancellationToken;
 use tonic::transport::Channel;
 use uuid::Uuid;
 
@@ -39,7 +38,7 @@ use crate::{
     request::preconditions,
     store::{AbortRecord, NicHardware, VmRecord},
     text,
-    vm::{as_it_runs, guest_reset, refused},
+    vm::{as_it_runs, refused},
 };
 
 /// Bytes of a message to the target.
@@ -337,14 +336,14 @@ enum Outcome {
 
 /// From the offer to the end. An error is one from before the point of no return.
 async fn hand_over(host: &Arc<Host>, plan: &mut Plan, operation: &Handle) -> Result<Outcome, Failure> {
-    let give_up = CancellationToken::new();
+    let (give_up, gives_up) = oneshot::channel();
     let begin = Begin {
         peer: plan.target.clone(),
         generation: plan.generation,
         purpose: plan.purpose,
         reporter: operation.reporter(),
         operation: operation.id().to_owned(),
-        give_up: give_up.clone(),
+        give_up,
         disks: plan.uids(),
     };
     fault::hold(&host.config.run_dir, "begin").await;
@@ -364,7 +363,8 @@ async fn hand_over(host: &Arc<Host>, plan: &mut Plan, operation: &Handle) -> Res
     let prepared = tokio::select! {
         prepared = prepared => prepared,
         () = cancel.cancelled() => Err(cancelled()),
-        () = give_up.cancelled() => Err(guest_reset()),
+        // Without a reason the VM does not end the migration any more.
+        Ok(failure) = gives_up => Err(failure),
     };
     let (sent, answer) = prepared?;
     // From here on nobody can cancel it.

@@ -338,6 +338,42 @@ async fn a_vmm_that_does_not_die_is_told_and_keeps_what_it_holds() {
 }
 
 #[tokio::test]
+async fn stop_that_joins_the_stop_after_a_panic_is_kept() {
+    let daemon = Daemon::start().await;
+    fs::set_permissions(daemon.folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let folder = daemon.path("nfs");
+    fs::create_dir(&folder).unwrap();
+    let mut dead = Dead::over(&folder);
+    dead.greet();
+    let mut vm = daemon.manifest("web", "");
+    let policy = v1::RunPolicy::AlwaysOnUnlessStopped;
+    vm.spec.as_mut().unwrap().set_run_policy(policy);
+    daemon.create(vm).await.unwrap();
+    daemon.start_vm("web").await.unwrap();
+    let mut console = Client::open(&daemon, "web").await;
+    console
+        .type_in(&format!("stick {}/file\n", folder.display()))
+        .await;
+    console.expect("stuck").await;
+    dead.request();
+    // The run that ends with the panic does not end yet.
+    console.type_in("halt\n").await;
+    daemon.wait_phase("web", VmPhase::Stopping).await;
+    let stop = v1::StopVmRequest {
+        name: "web".into(),
+        no_wait: true,
+        ..Default::default()
+    };
+    daemon.client().stop_vm(stop).await.unwrap();
+    drop(dead);
+    let ended = daemon.wait_phase("web", VmPhase::Failed).await;
+    let reason = ended.last_exit.as_ref().unwrap().reason();
+    assert_eq!(reason, v1::ExitReason::GuestPanic);
+    let next = ended.restart.as_ref().unwrap().next_start_time;
+    assert_eq!(next, None, "the run policy starts it again");
+}
+
+#[tokio::test]
 async fn a_start_that_is_given_up_and_whose_vmm_does_not_die_says_so() {
     let daemon = Daemon::start().await;
     fs::set_permissions(daemon.folder.path(), fs::Permissions::from_mode(0o755)).unwrap();

@@ -1,14 +1,18 @@
 //! A guest whose kernel panics and stays where it is: what follows by `spec.onPanic`.
 
-use std::time::Duration;
+use std::{fs, time::Duration};
 
-use proto::v1::{self, ConditionStatus, ExitReason, PanicPolicy, RunPolicy, VmPhase, VmStatus};
+use proto::v1::{
+    self, ConditionStatus, ExitReason, OperationPhase, PanicPolicy, RunPolicy, VmPhase, VmStatus,
+};
 use rstest::rstest;
 use tonic::Code;
 
 use crate::{
     console::Client,
     harness::{Daemon, refusal, status, vm_pid},
+    migration::pair,
+    policies,
 };
 
 /// So long a back-off that a test sees the VM wait.
@@ -21,7 +25,7 @@ async fn panicking(daemon: &Daemon, policy: RunPolicy, rule: PanicPolicy, option
     (spec.run_policy, spec.on_panic) = (policy.into(), rule.into());
     daemon.create(vm).await.unwrap();
     let running = daemon.start_vm("web").await.unwrap();
-    crate::policies::end(daemon, &running, "halt");
+    policies::end(daemon, &running, "halt");
     running
 }
 
@@ -151,4 +155,101 @@ async fn panic_rule_changes_while_the_vm_runs() {
         .await
         .unwrap();
     daemon.wait_phase("web", VmPhase::Failed).await;
+}
+
+#[tokio::test]
+async fn restart_after_a_panic_is_tried_again_when_a_start_fails() {
+    let mut daemon = Daemon::configured("[restart]\nfirst_ms = 1\nmax_ms = 2\n").await;
+    let mut vm = daemon.manifest("web", "mock.power=ignore");
+    let spec = vm.spec.as_mut().unwrap();
+    (spec.run_policy, spec.on_panic) = (RunPolicy::Manual.into(), PanicPolicy::Restart.into());
+    daemon.create(vm).await.unwrap();
+    let running = daemon.start_vm("web").await.unwrap();
+    let (kernel, away) = (daemon.path("kernel"), daemon.path("away"));
+    fs::rename(&kernel, &away).unwrap();
+    policies::end(&daemon, &running, "halt");
+    let failed = |status: &VmStatus, more: u64| status.counts.unwrap_or_default().failed_starts >= more;
+    daemon.wait("web", |status| failed(status, 3)).await;
+    daemon.kill_and_restart().await;
+    let now = daemon.get("web").await.unwrap();
+    let before = status(&now).counts.unwrap().failed_starts;
+    daemon.wait("web", |status| failed(status, before + 2)).await;
+    fs::rename(&away, &kernel).unwrap();
+    daemon.wait_phase("web", VmPhase::Running).await;
+}
+
+#[tokio::test]
+async fn change_to_manual_ends_restarts_that_no_panic_began() {
+    let daemon = Daemon::configured(LONG).await;
+    let mut vm = daemon.manifest("web", "");
+    let spec = vm.spec.as_mut().unwrap();
+    (spec.run_policy, spec.on_panic) = (RunPolicy::RerunOnFailure.into(), PanicPolicy::Restart.into());
+    daemon.create(vm).await.unwrap();
+    fs::remove_file(daemon.path("kernel")).unwrap();
+    daemon.start_vm("web").await.unwrap_err();
+    daemon.wait("web", waits).await;
+    daemon
+        .change("web", |spec| spec.set_run_policy(RunPolicy::Manual))
+        .await
+        .unwrap();
+    assert!(!waits(status(&daemon.get("web").await.unwrap())));
+}
+
+#[tokio::test]
+async fn panic_goes_along_with_a_migration() {
+    let (first, second) = pair().await;
+    panicking(&first, RunPolicy::Manual, PanicPolicy::Ignore, "").await;
+    let unready = |status: &VmStatus| ready(status) == (ConditionStatus::False, "GuestPanicked");
+    first.wait("web", unready).await;
+    let operation = first.migrate("web", &second).await.unwrap();
+    let ended = first.ended(&operation).await;
+    assert_eq!(ended.phase(), OperationPhase::Completed, "{ended:?}");
+    let told = second
+        .wait("web", |status| {
+            status.phase() == VmPhase::Running && unready(status)
+        })
+        .await;
+    assert_eq!(told.reason, "GuestPanicked");
+}
+
+#[tokio::test]
+async fn panic_that_pauses_ends_a_migration_and_the_vm_is_paused() {
+    let (first, second) = pair().await;
+    let locks = first.path("locks");
+    let options = format!("mock.send=hang mock.locks={}", locks.display());
+    let mut vm = first.manifest("web", &options);
+    vm.spec.as_mut().unwrap().set_on_panic(PanicPolicy::Pause);
+    first.create(vm).await.unwrap();
+    let running = first.start_vm("web").await.unwrap();
+    let operation = first.migrate("web", &second).await.unwrap();
+    first.wait("web", |status| status.reason == "Migrating").await;
+    policies::end(&first, &running, "halt");
+    let ended = first.ended(&operation).await;
+    assert_eq!(ended.phase(), OperationPhase::Failed, "{ended:?}");
+    assert!(ended.message.contains("panicked"), "{ended:?}");
+    // The machine is asked to run after the migration, which fails until now.
+    fs::write(locks, "").unwrap();
+    let paused = first.wait_phase("web", VmPhase::Paused).await;
+    assert_eq!(paused.reason, "GuestPanicked");
+    first.resume("web").await.unwrap();
+    first.wait_phase("web", VmPhase::Running).await;
+}
+
+#[tokio::test]
+async fn panic_in_a_pause_for_a_disk_is_acted_on_when_the_pause_ends() {
+    let daemon = Daemon::start().await;
+    let mut vm = daemon.manifest("web", "");
+    vm.spec.as_mut().unwrap().set_on_panic(PanicPolicy::Pause);
+    daemon.create(vm).await.unwrap();
+    daemon.start_vm("web").await.unwrap();
+    let mut console = Client::open(&daemon, "web").await;
+    console.type_in("stall root\nhalt\n").await;
+    daemon.told_exactly("GuestPanicked", 1).await;
+    daemon.wait("web", |status| status.reason == "DiskError").await;
+    daemon.resume("web").await.unwrap();
+    let paused = |status: &VmStatus| status.phase() == VmPhase::Paused && status.reason == "GuestPanicked";
+    daemon.wait("web", paused).await;
+    daemon.resume("web").await.unwrap();
+    let told = daemon.wait_phase("web", VmPhase::Running).await;
+    assert_eq!(told.reason, "GuestPanicked");
 }

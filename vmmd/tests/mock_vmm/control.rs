@@ -282,6 +282,9 @@ fn boot_machine(guest: &Guest, boot: &Boot, fds: Vec<OwnedFd>) -> Option<Outcome
     let status = guest.boot(&wire, log, fds);
     if let Some(text) = restored {
         guest.print(&format!("{text}\r\n"));
+        if text.ends_with(snapshot::PANICKED) {
+            guest.type_in(b"halt\n");
+        }
     }
     if boot.paused {
         return Some(Outcome::Status(guest.set_state(State::Paused)));

@@ -23,6 +23,9 @@ const BEGIN: &str = "snapshot of ";
 /// What each machine that is sent begins with.
 const SENT: &str = "machine of ";
 
+/// Follows the name of a guest that has panicked.
+pub const PANICKED: &str = " that has panicked";
+
 /// The first save hangs of a guest with `mock.save=hang`.
 static HUNG: AtomicBool = AtomicBool::new(false);
 
@@ -80,7 +83,9 @@ pub fn save(guest: &Guest, request: &Save, fds: Vec<OwnedFd>) -> Option<Outcome>
 pub fn send(guest: &Guest, request: &Send, fds: Vec<OwnedFd>) -> Option<Outcome> {
     let socket = fds.into_iter().nth(request.socket_fd as usize).unwrap();
     let mut socket = File::from(socket);
-    let text = format!("{SENT}{}", guest.status().name);
+    let status = guest.status();
+    let mark = if status.panicked { PANICKED } else { "" };
+    let text = format!("{SENT}{}{mark}", status.name);
     if !request.disks.is_empty() {
         guest.tell(event::Kind::MigrationDisks(MigrationDisks {
             done_bytes: 3 << 20,

@@ -17,7 +17,6 @@ use proto::{
     v1,
 };
 use tokio::sync::{Notify, OwnedMutexGuard, mpsc, oneshot};
-use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::Vms;
@@ -282,8 +281,8 @@ pub struct Begin {
     pub reporter: Reporter,
     /// Id of the migration's operation.
     pub operation: String,
-    /// Is cancelled when the VM itself ends the migration.
-    pub give_up: CancellationToken,
+    /// Hears why, when the VM itself ends the migration.
+    pub give_up: oneshot::Sender<Failure>,
     /// UUIDs of the disks that go along.
     pub disks: Vec<Vec<u8>>,
 }

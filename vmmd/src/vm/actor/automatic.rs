@@ -10,7 +10,7 @@ use proto::{
 };
 use tokio::time::{Duration, Instant};
 
-use super::{Actor, work::Work};
+use super::{Actor, handover::guest_reset, work::Work};
 use crate::{
     capacity::{Demand, placement},
     context::{Context, Initiator},
@@ -254,7 +254,7 @@ impl Actor {
         match self.handover() {
             Handover::Source(Source::Owner { migrating: true, .. }) => {
                 self.reset_in_migration = Some(Instant::now());
-                self.give_up.cancel();
+                self.give_up_migration(guest_reset());
                 return;
             }
             handover if handover.is_under_way() => return,

@@ -130,6 +130,7 @@ impl Actor {
                 }
             }
             HandoverRequest::Runs => {
+                self.resuming = false;
                 if let Handover::Target(Target::Owned(last)) = self.handover() {
                     let own = Handover::Source(Source::Owner {
                         last,
@@ -138,6 +139,7 @@ impl Actor {
                     self.record.handover = Some(handover::record(own));
                     self.persist().await;
                 }
+                self.act_on_panic();
                 (Ok(Vec::new()), ControlFlow::Continue(()))
             }
             HandoverRequest::Waits { reason, why } => {
@@ -206,7 +208,7 @@ impl Actor {
         let (said, flow) = self.step_source(SourceEvent::Begin, Some(next)).await;
         let begun = said.map(|_| {
             self.migration = Some(begin.reporter);
-            self.give_up = begin.give_up;
+            self.give_up = Some(begin.give_up);
             self.enter(VmPhase::Running, MIGRATING, format!("to {}", begin.peer));
             Begun {
                 migration: self.migration(),
@@ -215,6 +217,14 @@ impl Actor {
             }
         });
         (begun, flow)
+    }
+
+    /// Ends the migration from this node, which is not beyond its point of no return.
+    pub(super) fn give_up_migration(&mut self, why: Failure) {
+        if let Some(give_up) = self.give_up.take() {
+            // A migration that has ended meanwhile does not listen.
+            let _ = give_up.send(why);
+        }
     }
 
     fn may_migrate(&self, begin: &Begin) -> Result<crate::control::Client, Failure> {
@@ -253,6 +263,8 @@ impl Actor {
         let ended = self.instance.is_none() || matches!(self.work, Work::Start(_) | Work::Stop(_));
         let over = if !goes_on {
             None
+        } else if self.acts_on_panic() {
+            Some(guest_panicked())
         } else if ended {
             let message = format!("VM \"{}\" has ended meanwhile", self.record.name);
             Some(Failure::new(Kind::Aborted, "NOT_RUNNING", message))
@@ -616,9 +628,15 @@ impl Actor {
 }
 
 /// Why a migration is given up whose guest boots anew.
-pub fn guest_reset() -> Failure {
+pub(super) fn guest_reset() -> Failure {
     let message = "the guest has reset its machine, and boots the kernel that is on its disk by now";
     Failure::new(Kind::Aborted, "GUEST_RESET", message)
+}
+
+/// Why a migration is given up whose guest has panicked.
+pub(super) fn guest_panicked() -> Failure {
+    let message = "the guest's kernel has panicked, and the action of `spec.onPanic` follows on this node";
+    Failure::new(Kind::Aborted, "GUEST_PANICKED", message)
 }
 
 /// Why an operator's decision is refused.

@@ -34,6 +34,7 @@ impl Actor {
             }
             return;
         };
+        self.resuming = true;
         let (host, name, uid) = (self.host.clone(), self.record.name.clone(), self.uid);
         tokio::spawn(async move {
             let began = Instant::now();

@@ -47,7 +47,6 @@ use tokio::{
     sync::{oneshot, watch},
     time::{Instant, sleep},
 };
-use tokio_util::sync::CancellationToken;
 use tracing::Instrument;
 use uuid::Uuid;
 
@@ -56,7 +55,7 @@ use self::work::{Done, News, Start, Stop, Work};
 pub use self::{
     attachments::{Attachments, public_stats},
     disks::without_disk,
-    handover::{as_it_runs, guest_reset, nothing_to_resolve},
+    handover::{as_it_runs, nothing_to_resolve},
     run::{MIRROR_MINOR, SNAPSHOT_MINOR, UNLOCK_MINOR},
 };
 use super::{
@@ -121,7 +120,9 @@ pub struct Actor {
     /// Hears how far a migration is.
     migration: Option<Reporter>,
     /// Ends the migration that was begun last.
-    give_up: CancellationToken,
+    give_up: Option<oneshot::Sender<Failure>>,
+    /// The machine is asked to run after a migration, until it does: see [`Self::let_run`].
+    resuming: bool,
     /// When the guest reset its machine during a migration, which is given up for that.
     reset_in_migration: Option<Instant>,
     /// Who waits until the machine of a VM that comes from another node is there.
@@ -205,7 +206,8 @@ impl Actor {
             asks_again: false,
             disks,
             migration: None,
-            give_up: CancellationToken::new(),
+            give_up: None,
+            resuming: false,
             reset_in_migration: None,
             receiving: None,
             unsure: true,

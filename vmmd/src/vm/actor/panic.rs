@@ -7,7 +7,7 @@ use proto::{
 };
 use tokio::sync::oneshot;
 
-use super::{Actor, work::Work};
+use super::{Actor, handover::guest_panicked, work::Work};
 use crate::{
     context::{Context, Initiator},
     operation::Type,
@@ -56,14 +56,24 @@ impl Actor {
     /// The machine was reset.
     pub(super) fn forget_panic(&mut self) {
         if let Some(instance) = &mut self.instance {
-            instance.panicked = false;
+            (instance.panicked, instance.paused_for_panic) = (false, false);
         }
         if self.view.reason == GUEST_PANICKED {
             self.enter(self.view.phase, phase_word(self.view.phase), "");
         }
     }
 
-    /// Acts by `spec.onPanic`. A change under way and a migration come first: each calls this function at its end.
+    /// Whether an action by `spec.onPanic` follows a panic of the guest.
+    pub(super) fn acts_on_panic(&self) -> bool {
+        let panicked = self.instance.as_ref().filter(|instance| instance.panicked);
+        panicked.is_some_and(|instance| match self.spec.on_panic {
+            OnPanic::Ignore => false,
+            OnPanic::Pause => !instance.paused_for_panic,
+            OnPanic::RunPolicy | OnPanic::Restart | OnPanic::Stop => true,
+        })
+    }
+
+    /// Acts by `spec.onPanic`. A change under way, a migration and the end of a pause come first: each calls this function at its end.
     pub(super) fn act_on_panic(&mut self) {
         if !self.panicked() {
             return;
@@ -73,21 +83,26 @@ impl Actor {
             Work::Stop(_) => return self.hasten_panicked(),
             Work::Start(_) | Work::Change(_) => return,
         }
-        if self.spec.on_panic == OnPanic::Ignore {
+        if !self.acts_on_panic() {
             return;
         }
         match self.handover() {
-            Handover::Source(Source::Owner { migrating: true, .. }) => return self.give_up.cancel(),
+            Handover::Source(Source::Owner { migrating: true, .. }) => {
+                return self.give_up_migration(guest_panicked());
+            }
             handover if handover.is_under_way() => return,
             _ => {}
         }
         match self.spec.on_panic {
             OnPanic::Ignore => {}
-            OnPanic::Pause if self.view.phase == VmPhase::Paused => {}
+            // The machine is about to run, or runs again without a request.
+            OnPanic::Pause if self.resuming || self.is_paused_for_a_while() => {}
+            OnPanic::Pause if self.view.phase == VmPhase::Paused => self.note_panic_pause(true),
             OnPanic::Pause => {
                 // No client waits for the answer: the vmm publishes its new state.
                 let (reply, _) = oneshot::channel();
                 self.begin_change(Request::Pause, reply);
+                self.note_panic_pause(matches!(self.work, Work::Change(_)));
             }
             // The run ends with a panic, and the run policy decides as after every run.
             OnPanic::RunPolicy | OnPanic::Restart | OnPanic::Stop => {
@@ -98,6 +113,18 @@ impl Actor {
                 let operation = self.operation(Type::VmStop, &context, None);
                 self.begin_stop(None, operation, Then::Stay);
             }
+        }
+    }
+
+    fn is_paused_for_a_while(&self) -> bool {
+        self.view.phase == VmPhase::Paused
+            && [SNAPSHOT, MIGRATING, DISK_ERROR].contains(&self.view.reason.as_str())
+    }
+
+    /// Notes that the VM is paused for its panic, or that the pause failed.
+    pub(super) fn note_panic_pause(&mut self, paused: bool) {
+        if let Some(instance) = &mut self.instance {
+            instance.paused_for_panic = paused;
         }
     }
 

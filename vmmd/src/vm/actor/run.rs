@@ -116,12 +116,15 @@ impl Actor {
         else {
             return;
         };
+        let failed = result.is_err();
         match result {
             Ok(status) => {
+                if reset {
+                    self.forget_panic();
+                }
                 self.take_state(&status);
                 self.check_state(said);
                 if reset {
-                    self.forget_panic();
                     self.tell(
                         EventSeverity::Normal,
                         "Reset",
@@ -133,14 +136,15 @@ impl Actor {
             Err(error) => {
                 let failure = self.unchanged(&error);
                 self.check_state(said);
+                self.note_panic_pause(false);
                 if matches!(error, control::Error::Timeout(_)) {
                     self.ask_state();
                 }
                 respond(reply, Err(failure));
             }
         }
-        // The guest may have panicked meanwhile.
-        if self.spec.on_panic != OnPanic::Pause {
+        // The guest may have panicked meanwhile. A pause that failed is not tried again at once.
+        if !failed || self.spec.on_panic != OnPanic::Pause {
             self.act_on_panic();
         }
     }
@@ -264,6 +268,8 @@ impl Actor {
                 Effect::ForgetDiskErrors => self.disks.errors = Errors::default(),
             }
         }
+        // The guest may have panicked before the pause that has ended.
+        self.act_on_panic();
     }
 
     pub(super) async fn on_event(&mut self, event: Event) {
@@ -458,9 +464,11 @@ impl Actor {
                 self.look();
                 let paused = status.state() == State::Paused;
                 self.ask_again(paused);
+                self.resuming = false;
                 if paused && matches!(self.work, Work::None) {
                     self.run_on(status.pause_reason());
                 }
+                self.act_on_panic();
             }
             Err(error) => {
                 tracing::debug!(

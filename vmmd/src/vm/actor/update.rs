@@ -146,6 +146,9 @@ impl Actor {
             self.reconsider(is_new).await;
         }
         if on_panic != self.spec.on_panic {
+            if let Some(instance) = &mut self.instance {
+                instance.paused_for_panic = false;
+            }
             self.act_on_panic();
         }
     }

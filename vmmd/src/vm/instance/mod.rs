@@ -94,6 +94,8 @@ pub struct Instance {
     pub crash_resets: u64,
     /// The guest's kernel has panicked and has not been reset since.
     pub panicked: bool,
+    /// The VM was paused for that panic, as its spec says: a client that resumes the VM wants it to run.
+    pub paused_for_panic: bool,
     /// Its `vmm` has not answered for some seconds, and its answer is waited for.
     pub silent: bool,
     /// What of the run was killed and does not die, if anything.
@@ -124,6 +126,7 @@ impl Instance {
             version: hello.map(|hello| hello.build.clone()).unwrap_or_default(),
             minor: hello.map_or(0, |hello| hello.minor),
             panicked: status.is_some_and(|status| status.panicked),
+            paused_for_panic: false,
             silent: false,
             lingering: None,
             guest_resets: status.map_or(0, |status| status.guest_resets),

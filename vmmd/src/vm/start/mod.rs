@@ -459,6 +459,7 @@ fn instance(
         guest_resets: 0,
         crash_resets: 0,
         panicked: false,
+        paused_for_panic: false,
         silent: false,
         lingering: None,
         ended: None,
