@@ -34,8 +34,8 @@ const PROXIES: [&str; 6] = [
 #[cfg_attr(test, derive(serde::Serialize))]
 #[serde(deny_unknown_fields, default)]
 pub struct Rules {
-    /// Networks that no import connects to: `["10.0.0.0/8", "fd00::/8"]`. Behind a proxy, only an address in the URL is checked.
-    /// Default: none.
+    /// Networks that no import connects to: `["10.0.0.0/8", "fd00::/8"]`. Behind a proxy, only an address in the URL is checked. The
+    /// proxy itself may be in such a network. Default: none.
     pub deny: Vec<Network>,
     /// Registries that are reached by HTTP, as `HOST` or `HOST:PORT`. An agent of a cluster can use a registry on a loopback or link-local
     /// address only when it is in this list. Default: none.
@@ -126,25 +126,40 @@ pub struct Reach {
     denied: Vec<Network>,
     /// Addresses of the node itself and of its links are allowed for all servers.
     local: bool,
-    /// They are allowed for servers with these names: the one that the import names, and proxies.
-    named: Vec<String>,
+    /// They are allowed for a server with this name: the one that the import names.
+    named: Option<String>,
+    /// Names of proxies. The administrator has chosen them, so all of their addresses are allowed for connections to them.
+    proxies: Vec<String>,
 }
 
 impl Reach {
     /// For an import from this host, `NAME[:PORT]` or `ADDRESS[:PORT]`. A `trusted` host may have an address of the node itself.
     pub fn new(rules: &Rules, host: &str, trusted: bool) -> Self {
+        let proxies = PROXIES.iter().filter_map(|name| std::env::var(name).ok());
+        Self::behind(proxies, rules, host, trusted)
+    }
+
+    /// The same with these proxies.
+    fn behind(
+        proxies: impl IntoIterator<Item = String>,
+        rules: &Rules,
+        host: &str,
+        trusted: bool,
+    ) -> Self {
         let url = Url::parse(&format!("http://{host}/")).ok();
         let given = url.as_ref().and_then(Url::host_str).unwrap_or_default();
-        let proxies = PROXIES.iter().filter_map(|name| {
-            let proxy = std::env::var(name).ok()?;
-            Some(Url::parse(&proxy).ok()?.host_str()?.to_owned())
-        });
         let own = literal(given).is_some_and(is_local) || given == "localhost";
+        let proxies = proxies.into_iter();
         Self {
             denied: rules.deny.clone(),
             local: trusted && own,
-            named: proxies.chain(trusted.then(|| given.to_owned())).collect(),
+            named: trusted.then(|| given.to_owned()),
+            proxies: proxies.filter_map(|proxy| proxy_name(&proxy)).collect(),
         }
+    }
+
+    fn is_proxy(&self, name: &str) -> bool {
+        self.proxies.iter().any(|proxy| proxy.eq_ignore_ascii_case(name))
     }
 
     /// The problem of an address of a server with this name, if it has one.
@@ -159,13 +174,16 @@ impl Reach {
                 format!("{host} is in a network that the configuration denies for imports (`images.deny`)");
             return Some(problem);
         }
-        let allowed = self.local || self.named.iter().any(|named| named == name);
-        (!allowed && is_local(address)).then(|| {
+        (!self.may_be_local(name) && is_local(address)).then(|| {
             format!(
                 "{host} is an address of the node itself or of its link: this import may not use one; \
                  a registry there must be in `images.insecure_registries` of the configuration"
             )
         })
+    }
+
+    fn may_be_local(&self, name: &str) -> bool {
+        self.local || self.named.as_deref() == Some(name)
     }
 
     /// Refuses an address of the web whose host is an address that is not allowed. Names are checked when they are resolved.
@@ -181,7 +199,17 @@ impl Reach {
 
     fn wrong_url(&self, url: &Url) -> Option<String> {
         let host = url.host_str()?;
-        self.wrong(host, literal(host)?)
+        match literal(host) {
+            Some(address) => self.wrong(host, address),
+            // A connection to this name is taken for one to the proxy, whose addresses are not checked.
+            None if self.is_proxy(host) && !(self.denied.is_empty() && self.may_be_local(host)) => {
+                Some(format!(
+                    "{host} is the proxy of the daemon's environment: an import may not use the proxy's name for another server; \
+                     use another name of that server"
+                ))
+            }
+            None => None,
+        }
     }
 
     fn redirects(&self) -> redirect::Policy {
@@ -229,10 +257,11 @@ impl Resolve for Reach {
         Box::pin(async move {
             let found = tokio::net::lookup_host((name.as_str(), 0)).await?;
             let (mut allowed, mut refused) = (Vec::new(), None);
+            let is_proxy = reach.is_proxy(name.as_str());
             for address in found {
                 match reach.wrong(name.as_str(), address.ip()) {
-                    Some(problem) => refused = Some(problem),
-                    None => allowed.push(address),
+                    Some(problem) if !is_proxy => refused = Some(problem),
+                    _ => allowed.push(address),
                 }
             }
             match refused {
@@ -243,6 +272,12 @@ impl Resolve for Reach {
             }
         })
     }
+}
+
+/// The host of a proxy as an environment variable names it: a URL, or `HOST:PORT` for a proxy that is spoken to by HTTP.
+fn proxy_name(proxy: &str) -> Option<String> {
+    let uri: http::Uri = proxy.parse().ok()?;
+    uri.host().map(str::to_owned)
 }
 
 /// The address that a host of a URL is, if it is no name: `[::1]` is an IPv6 address.
@@ -332,6 +367,38 @@ mod tests {
         let client = reach("registry.example", false).client().unwrap();
         let error = client.get(url).send().await.unwrap_err();
         assert!(words(&error).contains("address of the node itself"), "{error:?}");
+    }
+
+    #[test]
+    fn proxy_is_known_however_it_is_written() {
+        for (proxy, name) in [
+            ("localhost:3128", Some("localhost")),
+            ("proxy.example", Some("proxy.example")),
+            ("me:secret@proxy.example:3128", Some("proxy.example")),
+            ("http://Proxy.example:3128/", Some("Proxy.example")),
+            ("https://me:secret@[::1]:3128", Some("[::1]")),
+            ("", None),
+            ("http://", None),
+        ] {
+            assert_eq!(proxy_name(proxy).as_deref(), name, "{proxy}");
+        }
+    }
+
+    #[tokio::test]
+    async fn proxy_in_a_denied_network_is_used() {
+        let rules = Rules {
+            deny: vec!["127.0.0.0/8".parse().unwrap(), "::1/128".parse().unwrap()],
+            ..Rules::default()
+        };
+        let behind = |proxy: &str| Reach::behind([proxy.to_owned()], &rules, "web.example", false);
+        let name = || "localhost".parse::<Name>().unwrap();
+        for proxy in ["localhost:3128", "http://LocalHost:3128"] {
+            assert!(behind(proxy).resolve(name()).await.is_ok(), "{proxy}");
+        }
+        assert!(behind("other.example:3128").resolve(name()).await.is_err());
+        // The proxy's name and addresses are no way to other servers, which NO_PROXY may name.
+        assert!(!allows(&behind("localhost:3128"), "http://localhost:5000/"));
+        assert!(!allows(&behind("127.0.0.1:3128"), "http://127.0.0.1:5000/"));
     }
 
     #[test]
