@@ -17,7 +17,7 @@ use super::{
     Audit, Caller, Place, Places, Rank, Role, Turns,
     audit::{self, Record},
     body::{Arrival, code, placed, recorded, turned},
-    rule::{self, Rule},
+    rule::{self, Read, Rule},
     share::Full,
 };
 use crate::{
@@ -33,8 +33,10 @@ pub struct Bounds {
     pub request: Duration,
     /// For streams, of all connections.
     pub streams: Arc<Places>,
-    /// For calls that read, until their answers have been sent.
+    /// For calls that read and wait for nothing else, until their answers have been sent.
     pub reads: Arc<Turns>,
+    /// The same for calls that wait for files or processes: a file system that answers nothing holds up no other reads.
+    pub looks: Arc<Turns>,
 }
 
 /// Puts a guard in front of services. Their connections must have a [`Caller`].
@@ -187,7 +189,10 @@ where
         let request = request.map(|body| Body::new(Arrival::new(body, limit, rule, told)));
         let answer = self.inner.call(request);
         let events = self.guard.events.clone();
-        let turns = rule.read.then(|| self.guard.bounds.reads.of(&caller.initiator));
+        let turns = rule.read.map(|read| match read {
+            Read::Known => self.guard.bounds.reads.of(&caller.initiator),
+            Read::Look => self.guard.bounds.looks.of(&caller.initiator),
+        });
         Box::pin(async move {
             let turn = match turns {
                 // Nobody closes it.

@@ -24,8 +24,27 @@ const MANIFESTS: [&str; 3] = [
     "vmmd.v1.VmService/UpdateVm",
     "vmmd.v1.NodeService/CheckPlacement",
 ];
+/// The methods that read and wait for files or for the process of a VM.
+const LOOKS: [&str; 7] = [
+    "vmmd.v1.DiskService/GetDisk",
+    "vmmd.v1.DiskService/ListDisks",
+    "vmmd.v1.ImageService/GetImage",
+    "vmmd.v1.ImageService/ListImages",
+    "vmmd.v1.NodeService/CheckPlacement",
+    "vmmd.v1.VmService/GetVmDiskStats",
+    "vmmd.v1.VmService/GetVmStats",
+];
 /// The method whose request carries a manifest and its disks.
 const OFFER: &str = "vmmd.v1.PeerService/OfferVm";
+
+/// How long a method that reads may take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Read {
+    /// It answers at once, from memory or from the store.
+    Known,
+    /// It waits for files or for the process of a VM.
+    Look,
+}
 
 /// What holds for one method.
 #[derive(Clone, Copy, Debug)]
@@ -44,8 +63,8 @@ pub struct Rule {
     pub audited: Option<Object>,
     /// Whether it may go on for long, as one side or both send a stream of messages: then its beginning is told too.
     pub long: bool,
-    /// Whether it only reads, and answers at once.
-    pub read: bool,
+    /// For a method that only reads and is no stream.
+    pub read: Option<Read>,
     /// Whether the client sends a stream of messages.
     pub stream: bool,
     /// Largest message that the client may send, in bytes.
@@ -71,6 +90,11 @@ impl Rule {
     }
 
     fn of(rule: &MethodRule) -> Self {
+        let long = rule.client_streams || rule.server_streams;
+        let read = match LOOKS.contains(&rule.method) {
+            true => Read::Look,
+            false => Read::Known,
+        };
         Self {
             method: rule.method,
             least: rule.masked_role.into(),
@@ -81,8 +105,8 @@ impl Rule {
                 kind: rule.kind,
                 path: rule.name,
             }),
-            long: rule.client_streams || rule.server_streams,
-            read: rule.effect != MethodEffect::Change && !rule.client_streams && !rule.server_streams,
+            long,
+            read: (rule.effect != MethodEffect::Change && !long).then_some(read),
             stream: rule.client_streams,
             largest: largest(rule.method),
         }
@@ -97,7 +121,8 @@ impl Rule {
             agent: true,
             audited: None,
             long,
-            read: !long,
+            // The answer of a health check has some bytes, and a probe must not wait for other calls of its client.
+            read: None,
             stream,
             largest: MAX_MESSAGE,
         }

@@ -44,6 +44,8 @@ const MAX_STREAMS: u32 = 512;
 /// Answers of one client to calls that read, being made or sent. An answer has some 3 MiB at most; a client that does not read them has
 /// the rest of its calls wait.
 const READS: usize = 32;
+/// The same for calls that read and wait for files or for the process of a VM.
+const LOOKS: usize = 16;
 /// Largest headers of a call in bytes.
 const MAX_HEADERS: u32 = 16 << 10;
 /// Largest frame that a client may send in bytes: the least that HTTP/2 allows as a limit (RFC 9113, 6.5.2).
@@ -110,6 +112,7 @@ pub async fn serve(
             request: limits.request(),
             streams: Places::new(limits.streams, limits.streams_per_client),
             reads: Turns::new(READS),
+            looks: Turns::new(LOOKS),
         },
     );
     let (sender, local) = mpsc::channel(1);

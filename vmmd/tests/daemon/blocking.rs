@@ -15,10 +15,13 @@ use proto::v1::{self, VmPhase};
 use rustix::mount::{MountFlags, UnmountFlags};
 use tokio::time::timeout;
 use tonic::Code;
+use tonic_health::pb::{
+    HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient,
+};
 
 use crate::{
     console::Client,
-    disks::copy_disk,
+    disks::{copy_disk, raw},
     harness::{Daemon, MANY_USERS, PATIENCE, connect, refusal, status, uid, vm_pid},
     shares::{self, OWNER},
 };
@@ -159,6 +162,41 @@ async fn a_dead_file_system_delays_only_its_own_vms() {
     // Those who wait in the kernel are let go with it.
     drop(dead);
     daemon.start_vm("hung1").await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn reads_of_a_dead_file_system_delay_no_other_reads() {
+    // More than one client may have answers being made.
+    const READS: usize = 64;
+    let daemon = Daemon::configured("limits = { file_seconds = 600 }\n").await;
+    daemon.make(raw("data", 1 << 20), None).await.unwrap();
+    daemon.create(daemon.manifest("web", "")).await.unwrap();
+    let dead = Dead::over(&daemon.path("state/disks"));
+    let disks = daemon.disks().await;
+    let mut reads = tokio::task::JoinSet::new();
+    for _ in 0..READS {
+        let mut disks = disks.clone();
+        let request = v1::GetDiskRequest { name: "data".into() };
+        reads.spawn(async move { disks.get_disk(request).await.map(drop) });
+    }
+    let mut listing = disks.clone();
+    // The daemon has all of them when it has one that was sent after them.
+    reads.spawn(async move { listing.list_disks(v1::ListDisksRequest::default()).await.map(drop) });
+    let others = async {
+        daemon.get("web").await.unwrap();
+        assert_eq!(daemon.list().await.len(), 1);
+        let mut health = HealthClient::new(connect(daemon.folder.path()).await);
+        let answer = health.check(HealthCheckRequest::default()).await.unwrap();
+        assert_eq!(answer.into_inner().status(), ServingStatus::Serving);
+    };
+    timeout(PATIENCE, others)
+        .await
+        .expect("reads wait for the files of others");
+    assert!(reads.try_join_next().is_none(), "the file system answers");
+    drop(dead);
+    timeout(PATIENCE, async { while reads.join_next().await.is_some() {} })
+        .await
+        .expect("reads wait for a file system that is gone");
 }
 
 #[tokio::test(flavor = "multi_thread")]

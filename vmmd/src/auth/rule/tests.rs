@@ -42,6 +42,18 @@ fn every_method_has_one_rule_and_every_rule_a_method() {
 }
 
 #[test]
+fn reads_that_wait_for_others_have_turns_of_their_own() {
+    let looks = RULES.iter().filter(|rule| rule.read == Some(Read::Look));
+    let mut looks: Vec<_> = looks.map(|rule| rule.method).collect();
+    looks.sort_unstable();
+    assert_eq!(looks, LOOKS);
+    assert_eq!(find("/vmmd.v1.VmService/GetVm").unwrap().read, Some(Read::Known));
+    for method in ["grpc.health.v1.Health/Check", "vmmd.v1.VmService/CreateVm"] {
+        assert_eq!(find(&format!("/{method}")).unwrap().read, None, "{method}");
+    }
+}
+
+#[test]
 fn roles_contain_each_other_and_a_peer_and_an_agent_are_apart() {
     for rule in RULES.iter() {
         for (less, more) in [(Role::Viewer, Role::Operator), (Role::Operator, Role::Admin)] {
