@@ -31,6 +31,8 @@ use tracing_subscriber::{
     util::SubscriberInitExt,
 };
 
+use crate::finish::finish;
+
 /// Lines that wait to be written at most.
 const WAITING: usize = 2048;
 /// Longest line for the journal in bytes, with all of its fields: it fits a datagram.
@@ -100,10 +102,11 @@ impl Log {
 
     /// Waits until all lines are written, for a moment: the last act of a daemon that ends.
     pub fn flush(&self) {
-        let (sender, receiver) = sync_channel(1);
-        if self.jobs.try_send(Job::Flush(sender)).is_ok() {
-            let _ = receiver.recv_timeout(LAST);
-        }
+        self.flush_within(LAST);
+    }
+
+    fn flush_within(&self, limit: Duration) -> bool {
+        finish(self.jobs.clone(), Job::Flush, limit)
     }
 }
 
@@ -112,12 +115,12 @@ fn serve(mut sink: Sink, jobs: &Receiver<Job>, lost: &AtomicU64) {
         match job {
             Job::Write(line) => {
                 sink.write(&line);
-                let lost = lost.swap(0, Ordering::Relaxed);
-                if lost > 0 {
-                    sink.tell_lost(lost);
-                }
+                sink.tell_lost(lost);
             }
-            Job::Flush(reply) => drop(reply.send(())),
+            Job::Flush(reply) => {
+                sink.tell_lost(lost);
+                let _ = reply.send(());
+            }
         }
     }
 }
@@ -131,7 +134,11 @@ impl Sink {
         };
     }
 
-    fn tell_lost(&mut self, lost: u64) {
+    fn tell_lost(&mut self, lost: &AtomicU64) {
+        let lost = lost.swap(0, Ordering::Relaxed);
+        if lost == 0 {
+            return;
+        }
         let message = format!("{lost} lines of the log were lost: the log did not take them in time");
         let line = match self {
             Self::Text(_) => format!("{message}\n").into_bytes(),
@@ -370,6 +377,51 @@ mod tests {
             }
         });
         reader.join().unwrap();
+    }
+
+    /// A file that takes nothing before it is opened, and then counts the lines.
+    struct Gate {
+        open: Receiver<()>,
+        lines: Arc<AtomicU64>,
+    }
+
+    impl Write for Gate {
+        fn write(&mut self, text: &[u8]) -> io::Result<usize> {
+            // Opened for all lines when the sender is dropped.
+            let _ = self.open.recv();
+            let lines = text.iter().filter(|byte| **byte == b'\n').count();
+            self.lines.fetch_add(lines.try_into().unwrap(), Ordering::Relaxed);
+            Ok(text.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn flush_of_a_full_queue_waits_for_its_last_line() {
+        let (opener, open) = sync_channel(0);
+        let lines = Arc::<AtomicU64>::default();
+        let gate = Gate {
+            open,
+            lines: Arc::clone(&lines),
+        };
+        let log = Log::start(Sink::Text(Box::new(gate))).unwrap();
+        let mut written: u64 = 0;
+        while log.lost.load(Ordering::Relaxed) == 0 {
+            Log::write(&log, b"a line\n".to_vec());
+            written += 1;
+        }
+        assert!(!log.flush_within(Duration::from_millis(1)), "nothing is written");
+        let flushing = {
+            let log = log.clone();
+            thread::spawn(move || log.flush_within(Duration::from_secs(60)))
+        };
+        drop(opener);
+        assert!(flushing.join().unwrap());
+        // One line says instead of the lost one that it is lost.
+        assert_eq!(lines.load(Ordering::Relaxed), written);
     }
 
     #[test]

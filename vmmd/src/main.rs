@@ -16,6 +16,7 @@ mod event;
 mod failure;
 mod fault;
 mod files;
+mod finish;
 mod grpc;
 mod helper;
 mod host;
@@ -183,6 +184,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
     let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let boot_id = boot_id.trim().to_owned();
     let events = event::Events::open(&config.state_dir, &boot_id).context("begin the thread of events")?;
+    let _closing = event::Closing(events.clone());
     let (attend, left) = mpsc::unbounded_channel();
     let moved = records.history.moved();
     let host = Arc::new(Host {
@@ -313,8 +315,6 @@ async fn run(config: Config) -> anyhow::Result<()> {
     if let Err(error) = host.store.flush().await {
         tracing::warn!(%error, "write the last operations");
     }
-    let closing = Arc::clone(&host);
-    let _ = tokio::task::spawn_blocking(move || closing.events.close()).await;
     served.context("serve the API")?
 }
 

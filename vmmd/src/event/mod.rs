@@ -32,7 +32,7 @@ use tokio::{sync::watch, time::timeout};
 use uuid::Uuid;
 
 use self::{flood::Flood, history::History, journal::Journal};
-use crate::{context::Context, fault, text};
+use crate::{context::Context, fault, finish::finish, text};
 
 pub use self::history::{Bounds, Cursor, Expired};
 
@@ -44,6 +44,8 @@ const LONGEST_MESSAGE: usize = 1024;
 const WAITING: usize = 4096;
 /// How long an answer waits for the events that its request has led to. A file system that takes longer stalls the store too.
 const PATIENCE: Duration = Duration::from_secs(1);
+/// How long the last events of a daemon that ends may take: systemd kills a daemon that does not end.
+const LAST: Duration = Duration::from_secs(10);
 
 /// What an event is about.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -299,9 +301,8 @@ impl Events {
         self.shared.lock().counts.clone()
     }
 
-    /// Writes what the kernel still has in memory to the disk: the last act of a daemon that ends as it should. Blocking.
+    /// Writes the events in the queue and in the kernel's memory to the disk, for some seconds. No event follows. Blocking.
     pub fn close(&self) {
-        let (reply, closed) = sync_channel(1);
         let jobs = {
             let mut inner = self.shared.lock();
             for (draft, count) in inner.flood.drain() {
@@ -309,9 +310,17 @@ impl Events {
             }
             inner.jobs.clone()
         };
-        if jobs.send(Job::Close(reply)).is_ok() {
-            let _ = closed.recv();
-        }
+        finish(jobs, Job::Close, LAST);
+    }
+}
+
+/// Closes the file of events when it is dropped: at the end of the daemon, with or without an error.
+#[derive(Debug)]
+pub struct Closing(pub Events);
+
+impl Drop for Closing {
+    fn drop(&mut self) {
+        self.0.close();
     }
 }
 

@@ -1,11 +1,12 @@
 //! What happened is known afterwards: over restarts of the daemon, by cursor, without gaps that nobody tells of.
 
+use prost::Message as _;
 use proto::v1::{self, EventSeverity, event_service_client::EventServiceClient};
 use tokio::time::timeout;
 use tokio_stream::StreamExt;
 use tonic::{Code, Streaming, transport::Channel};
 
-use crate::harness::{Daemon, PATIENCE, connect, refusal};
+use crate::harness::{Daemon, PATIENCE, command, connect, refusal};
 
 async fn events(daemon: &Daemon) -> EventServiceClient<Channel> {
     EventServiceClient::new(connect(daemon.folder.path()).await)
@@ -195,4 +196,53 @@ async fn lists_have_pages_of_which_the_newest_comes_first() {
 fn names(listed: &v1::ListEventsResponse) -> Vec<&str> {
     let objects = listed.events.iter().filter_map(|event| event.object.as_ref());
     objects.map(|object| object.name.as_str()).collect()
+}
+
+/// A frame of the file of events.
+#[derive(Clone, PartialEq, prost::Message)]
+struct Record {
+    #[prost(message, optional, tag = "2")]
+    event: Option<v1::Event>,
+    #[prost(message, optional, tag = "3")]
+    mark: Option<Mark>,
+}
+
+#[derive(Clone, PartialEq, prost::Message)]
+struct Mark {
+    #[prost(bool, tag = "3")]
+    closed: bool,
+}
+
+/// The frames of the file of events. A frame has a length, a checksum and a content.
+fn frames(daemon: &Daemon) -> Vec<Record> {
+    let bytes = std::fs::read(daemon.path("state/events.log")).unwrap();
+    let (mut rest, mut records) = (&bytes[..], Vec::new());
+    while let Some((length, after)) = rest.split_first_chunk() {
+        let (content, next) = after[4..].split_at(u32::from_le_bytes(*length) as usize);
+        records.push(Record::decode(content).unwrap());
+        rest = next;
+    }
+    records
+}
+
+#[tokio::test]
+async fn daemon_that_cannot_serve_closes_the_file_of_events() {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut daemon = Daemon::start().await;
+    daemon.kill();
+    let config = daemon.path("config.toml");
+    let metrics = format!("\n[metrics]\nlisten = \"{}\"\n", listener.local_addr().unwrap());
+    let text = std::fs::read_to_string(&config).unwrap() + &metrics;
+    std::fs::write(&config, text).unwrap();
+    let before = frames(&daemon).len();
+    let ended = command(daemon.folder.path(), None).status().unwrap();
+    assert!(!ended.success());
+    let frames = frames(&daemon);
+    let reasons: Vec<_> = frames[before..]
+        .iter()
+        .filter_map(|record| Some(record.event.as_ref()?.reason.as_str()))
+        .collect();
+    assert!(reasons.contains(&"DaemonStarted"), "{reasons:?}");
+    let last = frames.last().unwrap().mark.as_ref();
+    assert!(last.is_some_and(|mark| mark.closed), "{last:?}");
 }
