@@ -6,6 +6,8 @@
 //!   oldest answers of the caller that exceeds its share are removed, so that no caller can fill the state's file system or remove the
 //!   answers of another caller that stays within its share.
 
+use std::ops::Bound;
+
 use prost::Message;
 use redb::{Database, ReadableDatabase as _, ReadableTable as _, WriteTransaction};
 
@@ -18,6 +20,9 @@ pub const REQUEST_AGE_MS: u64 = 24 * 3600 * 1000;
 const AGED_AT_ONCE: u64 = 16;
 /// The same when the store is opened.
 const AGED_AT_START: u64 = 10_000;
+/// With the arrival of an answer, the answers of so many other callers are checked for their age: of those behind its caller in the order
+/// of names, where the first name follows the last. So each caller that is gone is behind one that is not.
+const OTHERS_AT_ONCE: usize = 4;
 
 /// By caller and id ([`RequestKey`]).
 const REQUESTS: Table = Table::new("requests");
@@ -182,6 +187,18 @@ fn place(caller: &str, number: u64) -> Vec<u8> {
     [caller.as_bytes(), &[0], &number.to_be_bytes()].concat()
 }
 
+/// Whether an answer is too old to be kept.
+fn is_aged(ended_ms: u64, now_ms: u64) -> bool {
+    now_ms.saturating_sub(ended_ms) > REQUEST_AGE_MS
+}
+
+/// The answer, unless it is too old.
+fn current(value: &[u8]) -> Result<Option<RequestRecord>, Error> {
+    let record = RequestRecord::decode(value)
+        .map_err(|error| Error::Failed("read the store: undecodable request", error.to_string()))?;
+    Ok(Some(record).filter(|record| !is_aged(record.ended_ms, text::now_ms())))
+}
+
 fn split(entry: &[u8]) -> (u64, &[u8]) {
     let (time, key) = entry.split_first_chunk().unwrap_or((&[0; 8], &[]));
     (u64::from_be_bytes(*time), key)
@@ -226,19 +243,18 @@ impl<'t> Answers<'t> {
         let bytes = size(key, &value);
         let before = self.requests.insert(key, value.as_slice()).map_err(failed)?;
         let before = before.map(|before| size(key, before.value()));
-        if let Some(before) = before {
-            return self.change(&mark.caller, |sum| {
-                sum.bytes = sum.bytes.saturating_sub(before).saturating_add(bytes);
-            });
-        }
         let number = self.sum(&mark.caller)?.next;
         let entry = [record.ended_ms.to_be_bytes().as_slice(), key].concat();
         self.order
             .insert(place(&mark.caller, number).as_slice(), entry.as_slice())
             .map_err(failed)?;
+        // The place of the answer before this one in the order stays, and means nothing (see `remove_oldest`).
         self.change(&mark.caller, |sum| {
-            sum.count = sum.count.saturating_add(1);
-            sum.bytes = sum.bytes.saturating_add(bytes);
+            sum.count = sum.count.saturating_add(u64::from(before.is_none()));
+            sum.bytes = sum
+                .bytes
+                .saturating_sub(before.unwrap_or(0))
+                .saturating_add(bytes);
             sum.next = number.saturating_add(1);
         })
     }
@@ -263,12 +279,23 @@ impl<'t> Answers<'t> {
                 .range::<&[u8]>(first.as_slice()..=last.as_slice())
                 .map_err(failed)?;
             let row = rows.next().transpose().map_err(failed)?;
-            row.map(|(place, entry)| (place.value().to_vec(), split(entry.value()).1.to_vec()))
+            row.map(|(place, entry)| (place.value().to_vec(), entry.value().to_vec()))
         };
-        let Some((place, key)) = row else { return Ok(false) };
+        let Some((place, entry)) = row else { return Ok(false) };
         self.order.remove(place.as_slice()).map_err(failed)?;
-        let removed = self.requests.remove(key.as_slice()).map_err(failed)?;
-        let bytes = removed.map_or(0, |value| size(&key, value.value()));
+        let (ended_ms, key) = split(&entry);
+        let is_its_answer = {
+            let value = self.requests.get(key).map_err(failed)?;
+            value.is_some_and(|value| {
+                RequestRecord::decode(value.value()).map_or(true, |record| record.ended_ms == ended_ms)
+            })
+        };
+        if !is_its_answer {
+            // A later answer to the same id has a place of its own.
+            return Ok(true);
+        }
+        let removed = self.requests.remove(key).map_err(failed)?;
+        let bytes = removed.map_or(0, |value| size(key, value.value()));
         self.change(caller, |sum| {
             sum.count = sum.count.saturating_sub(1);
             sum.bytes = sum.bytes.saturating_sub(bytes);
@@ -276,18 +303,44 @@ impl<'t> Answers<'t> {
         Ok(true)
     }
 
-    /// Removes a caller's oldest answers until it is within its share, and up to `aged` answers that are too old; returns the number of those.
-    fn trim(&mut self, caller: &str, limits: Limits, aged: u64) -> Result<u64, Error> {
+    /// Removes a caller's oldest answers until it is within its share.
+    fn trim(&mut self, caller: &str, limits: Limits) -> Result<(), Error> {
         while limits.caller.is_exceeded(&self.sum(caller)?) && self.remove_oldest(caller)? {}
-        let now = text::now_ms();
-        for removed in 0..aged {
+        Ok(())
+    }
+
+    /// Removes up to `most` answers of a caller that are too old at a time; returns their number.
+    fn remove_aged(&mut self, caller: &str, now_ms: u64, most: u64) -> Result<u64, Error> {
+        for removed in 0..most {
             let oldest = self.oldest(caller)?;
-            if oldest.is_none_or(|ended| now.saturating_sub(ended) <= REQUEST_AGE_MS) {
+            if !oldest.is_some_and(|ended_ms| is_aged(ended_ms, now_ms)) {
                 return Ok(removed);
             }
             self.remove_oldest(caller)?;
         }
-        Ok(aged)
+        Ok(most)
+    }
+
+    /// Removes up to `most` answers that are too old at a time, of the callers behind this one.
+    fn remove_aged_of_others(&mut self, caller: &str, now_ms: u64, mut most: u64) -> Result<(), Error> {
+        let others = {
+            let behind = self
+                .sums
+                .range::<&[u8]>((Bound::Excluded(caller.as_bytes()), Bound::Unbounded));
+            let first = self.sums.range::<&[u8]>(..caller.as_bytes());
+            let rows = behind.map_err(failed)?.chain(first.map_err(failed)?);
+            let mut others = Vec::new();
+            // EVERYBODY is among them.
+            for row in rows.take(OTHERS_AT_ONCE + 1) {
+                let (other, _) = row.map_err(failed)?;
+                others.push(String::from_utf8_lossy(other.value()).into_owned());
+            }
+            others
+        };
+        for other in others.iter().filter(|other| *other != EVERYBODY) {
+            most = most.saturating_sub(self.remove_aged(other, now_ms, most)?);
+        }
+        Ok(())
     }
 
     /// Removes the oldest answers of the caller that has most, until all callers are within the limit.
@@ -327,13 +380,13 @@ pub fn presume(transaction: &WriteTransaction, record: &RequestRecord) -> Result
     let Some(mark) = &record.mark else { return Ok(()) };
     let answered = {
         let answers = Answers::open(transaction)?;
-        answers
+        let kept = answers
             .requests
             .get(mark.key().as_bytes())
-            .map_err(failed)?
-            .is_some()
+            .map_err(failed)?;
+        kept.map(|kept| current(kept.value())).transpose()?.flatten()
     };
-    if answered {
+    if answered.is_some() {
         Ok(())
     } else {
         complete(transaction, record)
@@ -355,7 +408,10 @@ pub(super) fn complete_within<'a>(
     for record in records {
         let Some(mark) = &record.mark else { continue };
         answers.add(mark, record)?;
-        answers.trim(&mark.caller, limits, AGED_AT_ONCE)?;
+        answers.trim(&mark.caller, limits)?;
+        let (caller, now_ms) = (&mark.caller, record.ended_ms);
+        let removed = answers.remove_aged(caller, now_ms, AGED_AT_ONCE)?;
+        answers.remove_aged_of_others(caller, now_ms, AGED_AT_ONCE.saturating_sub(removed))?;
         answers.trim_all(limits)?;
     }
     Ok(())
@@ -366,7 +422,8 @@ pub fn prune(transaction: &WriteTransaction) -> Result<(), Error> {
     let mut answers = Answers::open(transaction)?;
     let mut aged = AGED_AT_START;
     for (caller, _) in answers.callers()? {
-        aged -= answers.trim(&caller, LIMITS, aged)?;
+        answers.trim(&caller, LIMITS)?;
+        aged -= answers.remove_aged(&caller, text::now_ms(), aged)?;
     }
     answers.trim_all(LIMITS)
 }
@@ -408,12 +465,12 @@ pub(super) fn limit_to(transaction: &WriteTransaction, key: &Key, limits: Limits
         mark.key_with(key);
         let mark = mark.clone();
         answers.add(&mark, &record)?;
-        answers.trim(&mark.caller, limits, 0)?;
+        answers.trim(&mark.caller, limits)?;
     }
     answers.trim_all(limits)
 }
 
-/// The answer of a request, if it is kept.
+/// The answer of a request, if it is kept and not too old.
 pub fn request(database: &Database, key: &RequestKey) -> Result<Option<RequestRecord>, Error> {
     let failed = |error: redb::Error| Error::of("read the store", error);
     let transaction = database.begin_read().map_err(|error| failed(error.into()))?;
@@ -422,9 +479,7 @@ pub fn request(database: &Database, key: &RequestKey) -> Result<Option<RequestRe
         .map_err(|error| failed(error.into()))?;
     for key in [key.as_bytes(), key.of_everybody().as_bytes()] {
         if let Some(value) = table.get(key).map_err(|error| failed(error.into()))? {
-            let record = RequestRecord::decode(value.value())
-                .map_err(|error| Error::Failed("read the store: undecodable request", error.to_string()))?;
-            return Ok(Some(record));
+            return current(value.value());
         }
     }
     Ok(None)

@@ -439,6 +439,54 @@ fn full(limits: Limits) -> (tempfile::TempDir, Store) {
     (folder, store)
 }
 
+/// A store with an answer of this age for each caller.
+fn aged(callers: &[(&str, u64)]) -> (tempfile::TempDir, Database) {
+    let folder = tempfile::tempdir().unwrap();
+    let database = open(&folder.path().join(FILE), &key()).unwrap();
+    for (caller, age_ms) in callers {
+        let mut record = by(caller, "0");
+        record.ended_ms -= age_ms;
+        write(&database, |transaction| answers::complete(transaction, &record)).unwrap();
+    }
+    (folder, database)
+}
+
+#[test]
+fn answers_of_callers_that_are_gone_end_with_their_age() {
+    let old = answers::REQUEST_AGE_MS + 60_000;
+    // Written in an order in which each of them has no older caller behind it yet.
+    let names: Vec<_> = (0..20).map(|number| format!("gone{number:02}")).collect();
+    let mut callers: Vec<_> = names.iter().map(|name| (name.as_str(), old)).collect();
+    callers.insert(10, ("fresh", 0));
+    let (_folder, database) = aged(&callers);
+    let left = || {
+        let transaction = database.begin_read().unwrap();
+        let table = transaction.open_table(Table::new("requests")).unwrap();
+        table.len().unwrap()
+    };
+    for number in 1..=10 {
+        let record = by("alive", &number.to_string());
+        write(&database, |transaction| answers::complete(transaction, &record)).unwrap();
+    }
+    // Those of "alive", and that of "fresh".
+    assert_eq!(left(), 11);
+}
+
+#[tokio::test]
+async fn answer_that_is_too_old_is_given_to_no_retry() {
+    let (folder, database) = aged(&[("late", answers::REQUEST_AGE_MS + 60_000)]);
+    let found = |database: &Database| answers::request(database, &RequestKey::new("late", "0")).unwrap();
+    assert_eq!(found(&database), None);
+    // The request is carried out again, and its new answer is kept as long as any other.
+    let again = by("late", "0");
+    write(&database, |transaction| answers::complete(transaction, &again)).unwrap();
+    assert_eq!(found(&database), Some(again.clone()));
+    drop(database);
+    let (store, _) = Store::open(folder.path(), &key()).unwrap();
+    let kept = store.request(RequestKey::new("late", "0")).await.unwrap();
+    assert_eq!(kept, Some(again));
+}
+
 #[tokio::test]
 async fn caller_beyond_its_number_of_answers_loses_its_oldest() {
     let (_folder, store) = full(Limits {
