@@ -18,6 +18,8 @@ pub enum Challenge {
         realm: String,
         /// For whom the token is.
         service: Option<String>,
+        /// The rights of the token.
+        scope: Option<String>,
     },
 }
 
@@ -37,6 +39,7 @@ impl Challenge {
                 .map(|realm| Self::Bearer {
                     realm,
                     service: value("service"),
+                    scope: value("scope"),
                 })
         });
         bearer.or_else(|| {
@@ -134,9 +137,14 @@ mod tests {
     use super::*;
 
     fn bearer(realm: &str, service: Option<&str>) -> Option<Challenge> {
+        with_scope(realm, service, None)
+    }
+
+    fn with_scope(realm: &str, service: Option<&str>, scope: Option<&str>) -> Option<Challenge> {
         Some(Challenge::Bearer {
             realm: realm.to_owned(),
             service: service.map(str::to_owned),
+            scope: scope.map(str::to_owned),
         })
     }
 
@@ -145,7 +153,7 @@ mod tests {
         for (headers, expected) in [
             (
                 vec![r#"Bearer realm="https://a.b/token",service="a.b",scope="repository:x:pull""#],
-                bearer("https://a.b/token", Some("a.b")),
+                with_scope("https://a.b/token", Some("a.b"), Some("repository:x:pull")),
             ),
             (
                 vec![r#"bearer service=x , realm="https://a/?b=\"c\"""#],

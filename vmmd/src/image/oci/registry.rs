@@ -51,6 +51,12 @@ pub struct Registry {
     first_wait: Duration,
 }
 
+/// The address of a request and its authorization.
+struct Grant {
+    address: Url,
+    authorization: Option<HeaderValue>,
+}
+
 /// An answer with a token; registries call it by one of two names.
 #[derive(Deserialize)]
 struct Token {
@@ -152,10 +158,12 @@ impl Registry {
         blob: Option<Blob>,
         control: &Control,
     ) -> Result<Downloaded, Failure> {
-        let address = self
-            .root
-            .join(path)
-            .map_err(|error| Failure::internal(error.to_string()))?;
+        let own = self.root.join(path);
+        let own = own.map_err(|error| Failure::internal(error.to_string()))?;
+        let mut grant = Grant {
+            address: own.clone(),
+            authorization: self.authorization.clone(),
+        };
         let failed = |error: &io::Error| file_failed("write what is downloaded", error);
         let (mut let_in_at, mut logins) = (None, 0);
         loop {
@@ -163,10 +171,10 @@ impl Registry {
             if blob.is_none() {
                 headers.insert(ACCEPT, HeaderValue::from_static(manifest::ACCEPT));
             }
-            headers.extend(self.authorization.clone().map(|value| (AUTHORIZATION, value)));
+            headers.extend(grant.authorization.clone().map(|value| (AUTHORIZATION, value)));
             let download = Download {
                 client: self.client.clone(),
-                url: address.as_str(),
+                url: grant.address.as_str(),
                 headers,
                 unauthorized: UNAUTHORIZED,
                 missing: MISSING,
@@ -187,8 +195,8 @@ impl Registry {
                     }
                     let_in_at = Some(have);
                     logins += 1;
-                    let entering = timeout(DOCUMENT, self.enter(&address));
-                    tokio::select! {
+                    let entering = timeout(DOCUMENT, self.enter(&own));
+                    grant = tokio::select! {
                         entered = entering => entered.unwrap_or_else(|_| Err(slow()))?,
                         () = control.cancel().cancelled() => return Err(fetch::cancelled()),
                     }
@@ -201,26 +209,43 @@ impl Registry {
         }
     }
 
-    /// Asks what the registry wants to see, and gets it.
-    async fn enter(&mut self, address: &Url) -> Result<(), Failure> {
+    /// Asks for the challenge of an address, and answers the challenge.
+    ///
+    /// The registry may redirect to any server, for example to the registry that its images have moved to. That server must not name the
+    /// place that gets the password. Without a password, that server gets its own anonymous token. No redirect carries a token to
+    /// another server, so the request is sent to that server directly.
+    async fn enter(&mut self, own: &Url) -> Result<Grant, Failure> {
         self.authorization = None;
-        let request = self.client.get(address.clone());
+        let request = self.client.get(own.clone());
         let response = request.send().await.map_err(|error| unreachable(&error))?;
         if response.status() != StatusCode::UNAUTHORIZED {
-            return Ok(());
+            return Ok(Grant {
+                address: own.clone(),
+                authorization: None,
+            });
         }
-        // The registry may redirect to any server, which must not name the place that gets the password.
-        if response.url().origin() != self.root.origin() {
+        let address = response.url().clone();
+        let is_other = address.origin() != self.root.origin();
+        if is_other && self.credentials.is_some() {
             let message = "the registry redirects to another server, and that server asks for a password or token: neither is sent there";
             return Err(Failure::precondition(UNAUTHORIZED, message));
         }
         let headers = response.headers().get_all(WWW_AUTHENTICATE);
         let headers = headers.iter().filter_map(|value| value.to_str().ok());
         let value = match (Challenge::of(headers), &self.credentials) {
-            (Some(Challenge::Bearer { realm, service }), _) => {
-                let address = token_address(&realm, &self.root)?;
-                self.reach.check(&address)?;
-                format!("Bearer {}", self.token(address, service).await?)
+            (
+                Some(Challenge::Bearer {
+                    realm,
+                    service,
+                    scope,
+                }),
+                _,
+            ) => {
+                let realm = token_address(&realm, &address)?;
+                self.reach.check(&realm)?;
+                // Another server may have another name for the repository.
+                let scope = scope.filter(|_| is_other);
+                format!("Bearer {}", self.token(realm, service, scope).await?)
             }
             (Some(Challenge::Basic), Some(known)) => basic(known),
             (Some(Challenge::Basic), None) => return Err(self.not_let_in()),
@@ -232,13 +257,25 @@ impl Registry {
         };
         let mut value = HeaderValue::try_from(value).map_err(|_| no_token())?;
         value.set_sensitive(true);
-        self.authorization = Some(value);
-        Ok(())
+        let mut grant = Grant {
+            address,
+            authorization: Some(value),
+        };
+        if !is_other {
+            grant.address = own.clone();
+            self.authorization.clone_from(&grant.authorization);
+        }
+        Ok(grant)
     }
 
     /// A token with which this repository can be read (Distribution, "Token Authentication Specification").
-    async fn token(&self, mut address: Url, service: Option<String>) -> Result<String, Failure> {
-        let scope = format!("repository:{}:pull", self.reference.repository());
+    async fn token(
+        &self,
+        mut address: Url,
+        service: Option<String>,
+        scope: Option<String>,
+    ) -> Result<String, Failure> {
+        let scope = scope.unwrap_or_else(|| format!("repository:{}:pull", self.reference.repository()));
         if let Some(service) = service {
             address.query_pairs_mut().append_pair("service", &service);
         }

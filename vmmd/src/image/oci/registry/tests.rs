@@ -176,6 +176,25 @@ async fn challenge_of_a_redirect_target_gets_no_password() {
 }
 
 #[tokio::test]
+async fn redirect_target_gives_a_token_where_there_is_no_password() {
+    let tokens = Server::start(vec![gives(r#"{"token": "t0ken"}"#)]);
+    let elsewhere = Server::start(vec![with_token(format!("{}/token", tokens.address))]);
+    let to = format!("Location: {}/v2/moved/blob\r\n", elsewhere.address);
+    let server = Server::start(vec![Box::new(move |_, stream| {
+        answer(stream, "307 Temporary Redirect", &to, b"");
+    })]);
+    let mut registry = registry(&server, None);
+    for _ in 0..2 {
+        assert!(blob(&mut registry).await.unwrap() == content());
+    }
+    let asked = tokens.requests.lock().unwrap().join("");
+    // The target's own scope: it may have another name for the repository.
+    assert!(asked.starts_with("get /token?service=us&scope=more%3athan%3apull http/1.1"), "{asked}");
+    let requests = server.requests.lock().unwrap().join("");
+    assert!(!requests.contains("authorization"), "{requests}");
+}
+
+#[tokio::test]
 async fn tenant_reaches_a_registry_of_the_node_if_configured() {
     let server = Server::start(vec![Box::new(|head, stream| send(head, stream, usize::MAX))]);
     let host = server.address.strip_prefix("http://").unwrap();
