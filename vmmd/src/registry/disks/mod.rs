@@ -40,6 +40,8 @@ struct Inner {
     above: BTreeMap<Vec<u8>, BTreeSet<String>>,
     /// By the disk's name; one entry per disk of a VM.
     uses: BTreeMap<String, Vec<Use>>,
+    /// Names of the disks that a VM names: the keys of `uses` by VM.
+    used: BTreeMap<String, BTreeSet<String>>,
     /// Room that is kept for disks which come from other nodes, in bytes, by their UUIDs.
     expected: BTreeMap<Vec<u8>, u64>,
     feed: Feed,
@@ -114,6 +116,7 @@ impl Disks {
             names: BTreeMap::new(),
             above: BTreeMap::new(),
             uses: BTreeMap::new(),
+            used: BTreeMap::new(),
             expected: BTreeMap::new(),
             feed: Feed::new(run, nonces, history),
         };
@@ -369,7 +372,7 @@ impl Disks {
         }
         let names: Vec<_> = taken.iter().map(|(name, _)| name.clone()).collect();
         for (name, user) in taken {
-            inner.uses.entry(name).or_default().push(user);
+            inner.add_use(name, user);
         }
         inner.touch(names);
         Ok(())
@@ -396,20 +399,16 @@ impl Disks {
     /// Notes that these disks are all that a VM has, in its spec or in its machine.
     pub fn hold<'a>(&self, vm: &str, disks: impl IntoIterator<Item = &'a v1::DiskSpec>) {
         let mut inner = self.inner();
-        let before = inner.used_by(vm);
-        inner.uses.retain(|_, uses| {
-            uses.retain(|user| user.vm != vm);
-            !uses.is_empty()
-        });
+        let before = inner.drop_uses(vm, None);
         for disk in disks.into_iter().filter(|disk| !disk.disk().is_empty()) {
             let user = Use {
                 vm: vm.to_owned(),
                 disk: disk.name.clone(),
                 writes: !disk.read_only,
             };
-            let uses = inner.uses.entry(disk.disk().to_owned()).or_default();
-            if !uses.contains(&user) {
-                uses.push(user);
+            let uses = inner.uses.get(disk.disk());
+            if !uses.is_some_and(|uses| uses.contains(&user)) {
+                inner.add_use(disk.disk().to_owned(), user);
             }
         }
         let after = inner.used_by(vm);
@@ -420,11 +419,7 @@ impl Disks {
     /// Notes that a VM names a disk no more, or with `None` none at all.
     pub fn give_back(&self, vm: &str, disk: Option<&str>) {
         let mut inner = self.inner();
-        let before = inner.used_by(vm);
-        inner.uses.retain(|_, uses| {
-            uses.retain(|user| user.vm != vm || disk.is_some_and(|disk| user.disk != disk));
-            !uses.is_empty()
-        });
+        let before = inner.drop_uses(vm, disk);
         let after = inner.used_by(vm);
         let changed: Vec<_> = before.difference(&after).cloned().collect();
         inner.touch(changed);
@@ -565,11 +560,36 @@ impl Inner {
     }
 
     fn used_by(&self, vm: &str) -> BTreeSet<String> {
-        let used = self
-            .uses
-            .iter()
-            .filter(|(_, uses)| uses.iter().any(|user| user.vm == vm));
-        used.map(|(name, _)| name.clone()).collect()
+        self.used.get(vm).cloned().unwrap_or_default()
+    }
+
+    fn add_use(&mut self, name: String, user: Use) {
+        let used = self.used.entry(user.vm.clone()).or_default();
+        used.insert(name.clone());
+        self.uses.entry(name).or_default().push(user);
+    }
+
+    /// Removes the use of a disk by a VM, or with `None` all uses by the VM; returns the names of the disks that it used before. `disk` is
+    /// the disk's name in the VM.
+    fn drop_uses(&mut self, vm: &str, disk: Option<&str>) -> BTreeSet<String> {
+        let before = self.used.remove(vm).unwrap_or_default();
+        let mut left = BTreeSet::new();
+        for name in &before {
+            let Some(uses) = self.uses.get_mut(name) else {
+                continue;
+            };
+            uses.retain(|user| user.vm != vm || disk.is_some_and(|disk| user.disk != disk));
+            if uses.iter().any(|user| user.vm == vm) {
+                left.insert(name.clone());
+            }
+            if uses.is_empty() {
+                self.uses.remove(name);
+            }
+        }
+        if !left.is_empty() {
+            self.used.insert(vm.to_owned(), left);
+        }
+        before
     }
 
     fn see(&self, folder: &Folder, slot: &Slot) -> Arc<Seen> {

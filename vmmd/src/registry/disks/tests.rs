@@ -319,3 +319,45 @@ fn change_of_one_disk_of_2000_makes_one_new_state() {
     let shown = registry.see(&folder, "base").unwrap();
     assert_eq!(shown.disk.status.as_ref().unwrap().overlays.len(), 1999);
 }
+
+#[test]
+fn uses_of_a_vm_are_found_by_the_vm_and_by_the_disk() {
+    let registry = with(&["a", "b", "c"]);
+    let spec = |disk: &str, name: &str| v1::DiskSpec {
+        name: name.into(),
+        source: Some(v1::disk_spec::Source::Disk(disk.into())),
+        ..Default::default()
+    };
+    // The index by VM has what the uses of all disks say, and no VM without a disk.
+    let check = |expected: &[(&str, &[&str])]| {
+        let inner = registry.inner();
+        let mut by_vm: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+        for (disk, uses) in &inner.uses {
+            for user in uses {
+                by_vm.entry(user.vm.clone()).or_default().insert(disk.clone());
+            }
+        }
+        assert_eq!(inner.used, by_vm);
+        let used: Vec<_> = by_vm
+            .iter()
+            .map(|(vm, disks)| (vm.as_str(), disks.iter().map(String::as_str).collect::<Vec<_>>()))
+            .collect();
+        let expected: Vec<_> = expected.iter().map(|(vm, disks)| (*vm, disks.to_vec())).collect();
+        assert_eq!(used, expected);
+    };
+    take(&registry, "one", "a", false).unwrap();
+    take(&registry, "two", "a", true).unwrap();
+    check(&[("one", &["a"]), ("two", &["a"])]);
+    registry.hold("one", &[spec("a", "data"), spec("a", "again"), spec("b", "other")]);
+    check(&[("one", &["a", "b"]), ("two", &["a"])]);
+    registry.give_back("one", Some("again"));
+    check(&[("one", &["a", "b"]), ("two", &["a"])]);
+    registry.give_back("one", Some("data"));
+    check(&[("one", &["b"]), ("two", &["a"])]);
+    registry.hold("two", &[spec("c", "data"), spec("gone", "late")]);
+    check(&[("one", &["b"]), ("two", &["c", "gone"])]);
+    registry.give_back("two", None);
+    registry.give_back("nobody", None);
+    registry.hold("one", &[]);
+    check(&[]);
+}
