@@ -67,6 +67,9 @@ pub fn describe(disk: &v1::Disk, now: jiff::Timestamp) -> String {
     text.put("Format", &format(spec.format()));
     text.put("Size", &bytes(spec.size_bytes));
     text.put("Allocated", &bytes(status.allocated_bytes));
+    if status.logical_block_bytes > 512 {
+        text.put("Logical block", &bytes(status.logical_block_bytes.into()));
+    }
     if spec.preallocation() != v1::DiskPreallocation::Unspecified {
         let name = camel(spec.preallocation().as_str_name(), "DISK_PREALLOCATION_");
         text.put("Preallocation", &name.to_lowercase());

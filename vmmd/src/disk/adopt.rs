@@ -130,6 +130,10 @@ fn complete(new: &NewDisk, found: Found, record: DiskRecord) -> Result<DiskRecor
     Ok(DiskRecord {
         image: image.map(|uid| uid.as_bytes().to_vec()).unwrap_or_default(),
         image_digest,
+        logical_block: match beside.logical_block_bytes {
+            block @ (512 | 4096) => block,
+            _ => 0,
+        },
         uid: uid.as_bytes().to_vec(),
         name: name.to_string(),
         format: format.into(),

@@ -176,6 +176,7 @@ fn of_image(record: &mut DiskRecord, image: &ImageRecord, overlay: bool) -> Resu
         );
         return Err(Failure::field("disk.spec.sizeBytes", problem));
     }
+    record.logical_block = image.logical_block;
     if overlay {
         (record.image, record.image_digest) = (image.uid.clone(), image.digest.clone());
     }

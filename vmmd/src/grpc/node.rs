@@ -82,7 +82,7 @@ impl NodeService for Nodes {
         // A VM as GetVm gives it may be asked about too.
         vm.status = None;
         for disk in vm.spec.iter_mut().flat_map(|spec| &mut spec.disks) {
-            self.host.disks.fill_format(disk);
+            self.host.disks.fill_in(disk);
         }
         let manifest = Manifest::try_from(&vm).map_err(Failure::from)?;
         let problems = check::problems(&self.host, &manifest, Question::Start).await?;

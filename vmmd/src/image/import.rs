@@ -520,7 +520,7 @@ async fn place(host: &Arc<Host>, mut record: ImageRecord) -> Result<String, Fail
     };
     let blocks = match record.logical_block {
         0 | 512 => String::new(),
-        block => format!("; its disks need logicalBlockBytes: {block} in VMs"),
+        block => format!("; its disks have logical blocks of {block} bytes"),
     };
     Ok(format!(
         "the image can be used: {} bytes, {}{which}{blocks}",

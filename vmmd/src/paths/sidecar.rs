@@ -32,6 +32,8 @@ pub struct Sidecar {
     pub image_digest: String,
     /// UUID of that image.
     pub image_uid: String,
+    /// Length of the logical blocks that the first content was made for, in bytes; 0 when not known.
+    pub logical_block_bytes: u32,
     /// As the API has them.
     pub labels: BTreeMap<String, String>,
     /// As the API has them.
@@ -59,6 +61,7 @@ impl Sidecar {
                 .map(|byte| format!("{byte:02x}"))
                 .collect(),
             image_uid: image.map(|uid| uid.to_string()).unwrap_or_default(),
+            logical_block_bytes: record.logical_block,
             labels: record.labels.clone(),
             annotations: record.annotations.clone(),
             owner: record.owner.clone(),

@@ -409,6 +409,9 @@ pub struct DiskRecord {
     /// Digest of that image.
     #[prost(bytes = "vec", tag = "32")]
     pub image_digest: Vec<u8>,
+    /// Length of the logical blocks that its first content was made for, in bytes; 0 when not known.
+    #[prost(uint32, tag = "33")]
+    pub logical_block: u32,
     /// UUID of the VM that it was made for and goes with; empty when it stays.
     #[prost(bytes = "vec", tag = "31")]
     pub goes_with: Vec<u8>,

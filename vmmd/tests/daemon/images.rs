@@ -541,6 +541,41 @@ async fn deleting_an_image_that_is_being_imported_cancels_the_import() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn disk_of_an_image_for_long_blocks_has_them_in_a_vm() {
+    let mut daemon = Daemon::start().await;
+    // The mock looks for the header of a GPT where one for such blocks is.
+    let mut bytes = content();
+    bytes[4096..4104].copy_from_slice(b"EFI PART");
+    let file = daemon.file("disk.raw", &bytes);
+    let made = daemon.import(of_path("long", &file)).await.unwrap();
+    assert_eq!(made.status.unwrap().logical_block_bytes, 4096);
+    let mut vm = daemon.manifest("web", "");
+    for clone in [v1::DiskClone::Copy, v1::DiskClone::Overlay] {
+        let name = format!("{clone:?}").to_lowercase();
+        let mut wanted = raw(&name, 0);
+        wanted.spec.as_mut().unwrap().format = v1::DiskFormat::Unspecified.into();
+        let source = DiskSource::Image(v1::ImageClone {
+            name: "long".into(),
+            clone: clone.into(),
+        });
+        let made = daemon.make(wanted, Some(source)).await.unwrap();
+        assert_eq!(made.status.unwrap().logical_block_bytes, 4096, "{name}");
+        let spec = v1::DiskSpec {
+            name: name.clone(),
+            ..named(&name)
+        };
+        vm.spec.as_mut().unwrap().disks.push(spec);
+    }
+    // A length in the manifest is kept.
+    vm.spec.as_mut().unwrap().disks[1].logical_block_bytes = 512;
+    daemon.create(vm).await.unwrap();
+    daemon.kill_and_restart().await;
+    let disks = daemon.get("web").await.unwrap().spec.unwrap().disks;
+    let blocks: Vec<_> = disks.iter().map(|disk| disk.logical_block_bytes).collect();
+    assert_eq!(blocks, [4096, 512]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn disks_are_copies_or_overlays_of_an_image_which_stays_while_an_overlay_needs_it() {
     let mut daemon = Daemon::start().await;
     let file = daemon.file("disk.raw", &content());

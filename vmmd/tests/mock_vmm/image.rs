@@ -93,7 +93,7 @@ fn boot() -> ! {
     process::exit(0);
 }
 
-/// Copies the file, whatever it is. What begins with "refuse:" is refused with the words behind that.
+/// Copies a file of any content. One with the header of a GPT at byte 4096 has blocks of that length. One that begins with "refuse:" is refused with the words behind that.
 fn import(max_size: u64) -> ! {
     let (mut source, mut target) = (File::from(owned(3)), File::from(owned(4)));
     let mut content = Vec::new();
@@ -106,9 +106,11 @@ fn import(max_size: u64) -> ! {
     println!("{{\"done\": 0, \"total\": {}}}", content.len());
     content.resize(content.len().next_multiple_of(512), 0);
     target.write_all(&content).unwrap();
+    let is_long = content.get(4096..4104) == Some(b"EFI PART");
     println!(
-        "{{\"format\": \"raw\", \"compression\": null, \"virtual_size\": {}}}",
-        content.len()
+        "{{\"format\": \"raw\", \"compression\": null, \"virtual_size\": {}, \"logical_block\": {}}}",
+        content.len(),
+        if is_long { 4096 } else { 512 }
     );
     process::exit(0);
 }

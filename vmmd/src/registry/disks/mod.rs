@@ -221,6 +221,7 @@ impl Disks {
             }
             record.backing = base.uid;
             (record.image, record.image_digest) = (base.image, base.image_digest);
+            record.logical_block = base.logical_block;
         }
         record.stage = DiskStage::Creating.into();
         Ok(inner.add(record))
@@ -344,13 +345,18 @@ impl Disks {
         Ok(record)
     }
 
-    /// Fills in the format of a disk that a spec names and leaves the format out. One that is not there is left as it is.
-    pub fn fill_format(&self, spec: &mut v1::DiskSpec) {
-        if spec.format() == v1::DiskFormat::Unspecified
-            && spec.path().is_empty()
-            && let Ok(record) = self.inner().ready(spec.disk())
-        {
+    /// Fills in the format and the length of logical blocks of a disk that a spec names and leaves them out. One that is not there is left as
+    /// it is.
+    pub fn fill_in(&self, spec: &mut v1::DiskSpec) {
+        let inner = self.inner();
+        let Some(record) = inner.ready(spec.disk()).ok().filter(|_| spec.path().is_empty()) else {
+            return;
+        };
+        if spec.format() == v1::DiskFormat::Unspecified {
             spec.format = record.format;
+        }
+        if spec.logical_block_bytes == 0 {
+            spec.logical_block_bytes = record.logical_block;
         }
     }
 

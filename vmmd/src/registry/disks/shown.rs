@@ -78,6 +78,7 @@ pub fn disk(folder: &Folder, record: &DiskRecord, relations: Relations) -> v1::D
             backing_image: relations.image,
             operation: relations.operation,
             conditions: vec![ready(record)],
+            logical_block_bytes: record.logical_block,
         }),
     }
 }

@@ -53,7 +53,7 @@ fn take(registry: &Disks, vm: &str, disk: &str, read_only: bool) -> Result<(), F
 }
 
 #[test]
-fn the_format_is_filled_in_where_it_is_known_and_left_out() {
+fn format_and_blocks_are_filled_in_where_known_and_left_out() {
     let registry = with(&["a"]);
     let filled = |disk: &str, path: &str, format: v1::DiskFormat| {
         let source = match path {
@@ -65,9 +65,32 @@ fn the_format_is_filled_in_where_it_is_known_and_left_out() {
             format: format.into(),
             ..Default::default()
         };
-        registry.fill_format(&mut spec);
+        registry.fill_in(&mut spec);
         spec.format()
     };
+    let blocks = |disk: &str, said: u32| {
+        let mut spec = v1::DiskSpec {
+            source: Some(v1::disk_spec::Source::Disk(disk.into())),
+            logical_block_bytes: said,
+            ..Default::default()
+        };
+        registry.fill_in(&mut spec);
+        spec.logical_block_bytes
+    };
+    registry.restore(DiskRecord {
+        logical_block: 4096,
+        ..record("long")
+    });
+    overlay(&registry, "above", "long", 0).unwrap();
+    for (disk, said, filled) in [
+        ("a", 0, 0),
+        ("long", 0, 4096),
+        ("above", 0, 4096),
+        ("long", 512, 512),
+        ("none", 0, 0),
+    ] {
+        assert_eq!(blocks(disk, said), filled, "{disk} {said}");
+    }
     let (unsaid, raw) = (v1::DiskFormat::Unspecified, v1::DiskFormat::Raw);
     assert_eq!(filled("a", "", unsaid), v1::DiskFormat::Qcow2);
     assert_eq!(filled("a", "", raw), raw);

@@ -76,7 +76,7 @@ impl Update {
             None => self.vm.clone(),
         };
         for disk in vm.spec.iter_mut().flat_map(|spec| &mut spec.disks) {
-            disks.fill_format(disk);
+            disks.fill_in(disk);
         }
         Ok(vm)
     }

@@ -108,7 +108,7 @@ async fn create_with(
         return created.ok_or_else(|| request::made::gone(&Object::Vm(name, uid)));
     }
     for disk in vm.spec.iter_mut().flat_map(|spec| &mut spec.disks) {
-        host.disks.fill_format(disk);
+        host.disks.fill_in(disk);
     }
     if let Some(spec) = &mut vm.spec {
         secret::restore(spec, None, host.store.key())?;

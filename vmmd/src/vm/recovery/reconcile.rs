@@ -103,7 +103,7 @@ fn take_unreadable(host: &Arc<Host>, uid: Uuid, bad: Unreadable) {
 pub async fn restore(host: Arc<Host>, uid: Uuid, mut record: VmRecord) {
     for disk in record.spec.iter_mut().flat_map(|spec| &mut spec.disks) {
         // As an attach of the same disk has it.
-        host.disks.fill_format(disk);
+        host.disks.fill_in(disk);
     }
     let spec = match record.spec.as_ref().map(VmSpec::try_from) {
         Some(Ok(spec)) => spec,

@@ -41,7 +41,7 @@ impl Actor {
         mut wire: v1::DiskSpec,
         reply: Reply,
     ) -> Result<(), (Failure, Reply)> {
-        self.host.disks.fill_format(&mut wire);
+        self.host.disks.fill_in(&mut wire);
         let disk = match validate(&wire) {
             Ok(disk) => disk,
             Err(violations) => return Err((violations.into(), reply)),
