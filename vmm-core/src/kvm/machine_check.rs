@@ -17,7 +17,7 @@ use kvm_bindings::kvm_x86_mce;
 pub(super) const RECOVERY: u64 = 1 << 24;
 
 /// The bank of memory errors, as in QEMU (`kvm_mce_inject` of its target/i386/kvm/kvm.c).
-const BANK: u8 = 9;
+pub(super) const BANK: u8 = 9;
 
 /// `IA32_MCi_STATUS` (Intel SDM vol. 3, 16.3.2.2): valid, uncorrected, enabled, with `MISC` and `ADDR`, signalled by an exception, and
 /// action required.
