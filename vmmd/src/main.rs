@@ -66,7 +66,7 @@ use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::{
     runtime,
     signal::unix::{Signal, SignalKind, signal},
-    sync::mpsc,
+    sync::{mpsc, watch},
     task::JoinSet,
 };
 use tokio_util::sync::CancellationToken;

@@ -13,7 +13,6 @@ use uuid::Uuid;
 use super::{reconcile::restore, supervisor};
 use crate::{
     capacity::Demand,
-    clock,
     context::Context,
     disk::moved,
     event::{Draft, Object},

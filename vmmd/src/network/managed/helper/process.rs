@@ -384,8 +384,6 @@ fn socket(bridge: &str, address: SocketAddrV4) -> io::Result<Socket> {
 
 #[cfg(test)]
 mod tests {
-    use std::process::{Command, Stdio};
-
     use super::{super::dhcp::tests::table, *};
 
     #[test]
@@ -404,45 +402,6 @@ mod tests {
         assert_eq!(pause(last, seconds(59)), LONGEST_PAUSE);
         assert_eq!(pause(last, seconds(60)), SHORTEST_PAUSE);
         assert_eq!(pause(None, seconds(0)), SHORTEST_PAUSE);
-    }
-
-    /// The clock stands still, except while all tasks wait for it.
-    #[tokio::test(start_paused = true)]
-    async fn next_helper_is_due_after_the_pause() {
-        let folder = tempfile::tempdir().unwrap();
-        let ends = Arc::<Ends>::default();
-        for (lived, pause) in [(0, 500), (0, 1000), (0, 2000), (30, 2000), (60, 500), (0, 1000)] {
-            let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
-            let server = Server {
-                pid: child.id().try_into().unwrap(),
-                started: 0,
-                program: ProgramFile::default(),
-                bridge: 0,
-            };
-            let named = serde_json::to_vec(&server).unwrap();
-            fs::write(folder.path().join(SERVER), named).unwrap();
-            let process = Process::open(child.id()).unwrap();
-            watch(process, folder.path(), Arc::clone(&ends), None);
-            tokio::time::advance(Duration::from_secs(lived)).await;
-            let ended = Instant::now();
-            drop(child.stdin.take());
-            ends.due().await;
-            let waited = ended.elapsed().as_millis();
-            // The timer's resolution is a millisecond.
-            assert!((pause..pause + 5).contains(&waited), "{lived} s: {waited} ms");
-        }
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn no_helper_is_due_after_an_exchange() {
-        let folder = tempfile::tempdir().unwrap();
-        let ends = Arc::<Ends>::default();
-        let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
-        let process = Process::open(child.id()).unwrap();
-        watch(process, folder.path(), Arc::clone(&ends), None);
-        drop(child.stdin.take());
-        let due = tokio::time::timeout(2 * LONGEST_PAUSE, ends.due());
-        assert!(due.await.is_err());
     }
 
     #[test]
