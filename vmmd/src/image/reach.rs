@@ -140,12 +140,7 @@ impl Reach {
     }
 
     /// The same with these proxies.
-    fn behind(
-        proxies: impl IntoIterator<Item = String>,
-        rules: &Rules,
-        host: &str,
-        trusted: bool,
-    ) -> Self {
+    fn behind(proxies: impl IntoIterator<Item = String>, rules: &Rules, host: &str, trusted: bool) -> Self {
         let url = Url::parse(&format!("http://{host}/")).ok();
         let given = url.as_ref().and_then(Url::host_str).unwrap_or_default();
         let own = literal(given).is_some_and(is_local) || given == "localhost";

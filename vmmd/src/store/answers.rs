@@ -281,7 +281,9 @@ impl<'t> Answers<'t> {
             let row = rows.next().transpose().map_err(failed)?;
             row.map(|(place, entry)| (place.value().to_vec(), entry.value().to_vec()))
         };
-        let Some((place, entry)) = row else { return Ok(false) };
+        let Some((place, entry)) = row else {
+            return Ok(false);
+        };
         self.order.remove(place.as_slice()).map_err(failed)?;
         let (ended_ms, key) = split(&entry);
         let is_its_answer = {
@@ -380,10 +382,7 @@ pub fn presume(transaction: &WriteTransaction, record: &RequestRecord) -> Result
     let Some(mark) = &record.mark else { return Ok(()) };
     let answered = {
         let answers = Answers::open(transaction)?;
-        let kept = answers
-            .requests
-            .get(mark.key().as_bytes())
-            .map_err(failed)?;
+        let kept = answers.requests.get(mark.key().as_bytes()).map_err(failed)?;
         kept.map(|kept| current(kept.value())).transpose()?.flatten()
     };
     if answered.is_some() {

@@ -181,7 +181,12 @@ async fn reads_of_a_dead_file_system_delay_no_other_reads() {
     }
     let mut listing = disks.clone();
     // The daemon has all of them when it has one that was sent after them.
-    reads.spawn(async move { listing.list_disks(v1::ListDisksRequest::default()).await.map(drop) });
+    reads.spawn(async move {
+        listing
+            .list_disks(v1::ListDisksRequest::default())
+            .await
+            .map(drop)
+    });
     let others = async {
         daemon.get("web").await.unwrap();
         assert_eq!(daemon.list().await.len(), 1);

@@ -371,7 +371,10 @@ fn uses_of_a_vm_are_found_by_the_vm_and_by_the_disk() {
     take(&registry, "one", "a", false).unwrap();
     take(&registry, "two", "a", true).unwrap();
     check(&[("one", &["a"]), ("two", &["a"])]);
-    registry.hold("one", &[spec("a", "data"), spec("a", "again"), spec("b", "other")]);
+    registry.hold(
+        "one",
+        &[spec("a", "data"), spec("a", "again"), spec("b", "other")],
+    );
     check(&[("one", &["a", "b"]), ("two", &["a"])]);
     registry.give_back("one", Some("again"));
     check(&[("one", &["a", "b"]), ("two", &["a"])]);

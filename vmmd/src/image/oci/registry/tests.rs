@@ -189,7 +189,10 @@ async fn redirect_target_gives_a_token_where_there_is_no_password() {
     }
     let asked = tokens.requests.lock().unwrap().join("");
     // The target's own scope: it may have another name for the repository.
-    assert!(asked.starts_with("get /token?service=us&scope=more%3athan%3apull http/1.1"), "{asked}");
+    assert!(
+        asked.starts_with("get /token?service=us&scope=more%3athan%3apull http/1.1"),
+        "{asked}"
+    );
     let requests = server.requests.lock().unwrap().join("");
     assert!(!requests.contains("authorization"), "{requests}");
 }
