@@ -228,23 +228,32 @@ pub fn watch_adopted(networks: &Path, ends: &Arc<Ends>) -> io::Result<()> {
     Ok(())
 }
 
-/// Holds `claim` until the helper has ended. After a pause another helper is due, if the folder still names the one that has ended.
+/// Holds `claim` until the helper has ended, and notifies `ends` then.
 fn watch(process: Process, folder: &Path, ends: Arc<Ends>, claim: Option<Claim>) {
     let folder = folder.to_owned();
+    tokio::spawn(async move { follow(process, &folder, &ends, claim, sleep).await });
+}
+
+/// After the end of a helper and a pause another one is due, if the folder still names the one that has ended.
+async fn follow<F: Future>(
+    process: Process,
+    folder: &Path,
+    ends: &Ends,
+    claim: Option<Claim>,
+    wait: impl FnOnce(Duration) -> F,
+) {
     let begun = Instant::now();
-    tokio::spawn(async move {
-        let status = process.status().await;
-        tracing::info!(folder = %folder.display(), ?status, "the helper of a network has ended");
-        drop(claim);
-        let pid = i32::try_from(process.pid()).ok();
-        let is_named = || Server::read(&folder).is_some_and(|server| Some(server.pid) == pid);
+    let status = process.status().await;
+    tracing::info!(folder = %folder.display(), ?status, "the helper of a network has ended");
+    drop(claim);
+    let pid = i32::try_from(process.pid()).ok();
+    let is_named = || Server::read(folder).is_some_and(|server| Some(server.pid) == pid);
+    if is_named() {
+        wait(ends.pause(folder, begun.elapsed())).await;
         if is_named() {
-            sleep(ends.pause(&folder, begun.elapsed())).await;
-            if is_named() {
-                ends.due.notify_one();
-            }
+            ends.due.notify_one();
         }
-    });
+    }
 }
 
 fn start(served: &Served<'_>, uid: u32, parent: Option<&cgroup::Parent>) -> io::Result<Child> {
@@ -384,6 +393,8 @@ fn socket(bridge: &str, address: SocketAddrV4) -> io::Result<Socket> {
 
 #[cfg(test)]
 mod tests {
+    use std::process::Command;
+
     use super::{super::dhcp::tests::table, *};
 
     #[test]
@@ -402,6 +413,50 @@ mod tests {
         assert_eq!(pause(last, seconds(59)), LONGEST_PAUSE);
         assert_eq!(pause(last, seconds(60)), SHORTEST_PAUSE);
         assert_eq!(pause(None, seconds(0)), SHORTEST_PAUSE);
+    }
+
+    /// Runs a process that ends at once, and follows it in a folder that names `named`, or the process itself. Returns the pause, and whether
+    /// another helper is due.
+    async fn pause_after_an_end(folder: &Path, ends: &Ends, named: Option<i32>) -> (Option<Duration>, bool) {
+        let child = Command::new("true").spawn().unwrap();
+        let server = Server {
+            pid: named.unwrap_or_else(|| child.id().try_into().unwrap()),
+            started: 0,
+            program: ProgramFile::default(),
+            bridge: 0,
+        };
+        fs::write(folder.join(SERVER), serde_json::to_vec(&server).unwrap()).unwrap();
+        let process = Process::open(child.id()).unwrap();
+        let mut pause = None;
+        let wait = |time| {
+            pause = Some(time);
+            std::future::ready(())
+        };
+        follow(process, folder, ends, None, wait).await;
+        let due = tokio::time::timeout(Duration::ZERO, ends.due()).await;
+        (pause, due.is_ok())
+    }
+
+    #[tokio::test]
+    async fn next_helper_is_due_after_a_pause_of_its_network() {
+        let (lan, dmz) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let ends = Ends::default();
+        for (folder, milliseconds) in [(&lan, 500), (&lan, 1000), (&dmz, 500), (&lan, 2000)] {
+            let (pause, due) = pause_after_an_end(folder.path(), &ends, None).await;
+            assert_eq!((pause, due), (Some(Duration::from_millis(milliseconds)), true));
+        }
+        // A network that is gone is forgotten.
+        drop(lan);
+        ends.pause(dmz.path(), Duration::ZERO);
+        assert_eq!(ends.pauses.lock().unwrap().len(), 1);
+    }
+
+    #[tokio::test]
+    async fn no_helper_is_due_after_an_exchange() {
+        let folder = tempfile::tempdir().unwrap();
+        let ends = Ends::default();
+        let exchanged = pause_after_an_end(folder.path(), &ends, Some(1)).await;
+        assert_eq!(exchanged, (None, false));
     }
 
     #[test]
