@@ -129,7 +129,7 @@ impl Parent {
         };
         match fs::create_dir(&group.dir) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                fs::create_dir_all(self.ready()?.join(name))?
+                fs::create_dir_all(self.ready()?.join(name))?;
             }
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
             _ => {}
