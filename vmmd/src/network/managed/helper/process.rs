@@ -418,7 +418,7 @@ mod tests {
     /// Runs a process that ends at once, and follows it in a folder that names `named`, or the process itself. Returns the pause, and whether
     /// another helper is due.
     async fn pause_after_an_end(folder: &Path, ends: &Ends, named: Option<i32>) -> (Option<Duration>, bool) {
-        let child = Command::new("true").spawn().unwrap();
+        let mut child = Command::new("true").spawn().unwrap();
         let server = Server {
             pid: named.unwrap_or_else(|| child.id().try_into().unwrap()),
             started: 0,
@@ -433,6 +433,8 @@ mod tests {
             std::future::ready(())
         };
         follow(process, folder, ends, None, wait).await;
+        // `follow` has reaped it.
+        let _ = child.wait();
         let due = tokio::time::timeout(Duration::ZERO, ends.due()).await;
         (pause, due.is_ok())
     }
