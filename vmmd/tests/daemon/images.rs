@@ -144,7 +144,7 @@ fn with_checksum(mut image: v1::Image, content: &[u8]) -> v1::Image {
 }
 
 fn content() -> Vec<u8> {
-    (0..200_000_u32).flat_map(u32::to_le_bytes).collect()
+    (0..200_064_u32).flat_map(u32::to_le_bytes).collect()
 }
 
 fn reason(status: &Status) -> String {
@@ -592,7 +592,7 @@ async fn disks_are_copies_or_overlays_of_an_image_which_stays_while_an_overlay_n
         .unwrap();
     let copied = fs::read(copy.status.unwrap().path).unwrap();
     assert_eq!(copied.len(), 4 << 20);
-    assert!(copied[..800_000] == content() && copied[800_000..].iter().all(|byte| *byte == 0));
+    assert!(copied[..800_256] == content() && copied[800_256..].iter().all(|byte| *byte == 0));
     let small = daemon
         .make(raw("small", 512), of_image(v1::DiskClone::Copy))
         .await
