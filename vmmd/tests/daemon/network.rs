@@ -147,8 +147,7 @@ async fn the_tap_of_a_vms_nic_is_given_to_no_other_vm() {
     let tap = status(&running).nics[0].tap.clone();
     vm.metadata.as_mut().unwrap().name = "other".into();
     vm.spec.as_mut().unwrap().nics = vec![queues(nic("eth0", Attachment::Tap(tap)))];
-    daemon.create(vm).await.unwrap();
-    let refused = daemon.start_vm("other").await.unwrap_err();
+    let refused = daemon.create(vm).await.unwrap_err();
     assert_eq!(refusal(&refused), (Code::FailedPrecondition, "TAP_IN_USE".into()));
 }
 
