@@ -49,7 +49,7 @@ fn after_steps(recorded: u64, computed: u64) -> u64 {
     }
 }
 
-/// Tells `steps` each time that the wall clock is set. Never ends.
+/// Notifies `steps` of each change of the wall clock. Never ends.
 pub async fn watch_steps(steps: watch::Sender<()>) {
     loop {
         let Err(error) = wait_for_steps(&steps).await;

@@ -61,10 +61,9 @@ pub async fn watch(host: Arc<Host>) {
     }
 }
 
-/// Has the actor of a VM see whether its `vmm` answers: a query was not answered in time.
+/// Has the actor of a VM check whether its `vmm` answers. An actor with a full mailbox is busy, and checks at the next time.
 pub fn probe(entry: &Entry) {
-    let mailbox = entry.mailbox.clone();
-    tokio::spawn(async move { mailbox.send(Command::Probe).await });
+    entry.mailbox.offer(Command::Probe);
 }
 
 async fn count(

@@ -351,7 +351,7 @@ fn uses_of_a_vm_are_found_by_the_vm_and_by_the_disk() {
         source: Some(v1::disk_spec::Source::Disk(disk.into())),
         ..Default::default()
     };
-    // The index by VM has what the uses of all disks say, and no VM without a disk.
+    // The index by VM agrees with the uses of all disks. It has no VM without a disk.
     let check = |expected: &[(&str, &[&str])]| {
         let inner = registry.inner();
         let mut by_vm: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();

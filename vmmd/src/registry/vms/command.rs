@@ -443,11 +443,19 @@ impl Mailbox {
 
     /// Waits until there is room for the command. Cancel-safe.
     pub async fn send(&self, command: Command) -> Result<(), Gone> {
-        let queued = Box::new(Queued {
+        self.commands.send(self.queued(command)).await.map_err(|_| Gone)
+    }
+
+    /// Sends the command if there is room for it.
+    pub fn offer(&self, command: Command) {
+        let _ = self.commands.try_send(self.queued(command));
+    }
+
+    fn queued(&self, command: Command) -> Box<Queued> {
+        Box::new(Queued {
             _urgent: command.is_urgent().then(|| Waiting::new(&self.urgent)),
             command,
-        });
-        self.commands.send(queued).await.map_err(|_| Gone)
+        })
     }
 
     /// Waits until the actor is gone. Cancel-safe.

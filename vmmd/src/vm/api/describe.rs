@@ -15,12 +15,6 @@ use uuid::Uuid;
 
 pub use crate::vm::lifecycle::pause::{DISK_ERROR, MIGRATING, SNAPSHOT};
 
-/// Reason of a `vmm` that lives and does not answer.
-pub const UNRESPONSIVE: &str = "Unresponsive";
-/// Message of that.
-pub const NO_ANSWER: &str = "the vmm process lives but does not answer: a stop by force ends it";
-/// Why a VM is not ready whose guest's kernel has panicked.
-pub const GUEST_PANICKED: &str = "GuestPanicked";
 use crate::{
     clock,
     host::Host,
@@ -41,6 +35,13 @@ use crate::{
         },
     },
 };
+
+/// Reason of a `vmm` that lives and does not answer.
+pub const UNRESPONSIVE: &str = "Unresponsive";
+/// Message of that.
+pub const NO_ANSWER: &str = "the vmm process lives but does not answer: a stop by force ends it";
+/// Why a VM is not ready whose guest's kernel has panicked.
+pub const GUEST_PANICKED: &str = "GuestPanicked";
 
 /// What an actor knows beside the record.
 #[derive(Clone, Debug)]
@@ -399,12 +400,12 @@ pub fn camel_case(reason: &str) -> String {
         .collect()
 }
 
-/// NICs of a VM as the API shows them: those that its machine has, and those that it is to get.
 /// When a run began, by today's wall clock.
 pub fn started(run: &InstanceRecord) -> Option<proto::well_known::Timestamp> {
     text::timestamp(clock::shown_ms(run.started_ms, run.started_since_boot))
 }
 
+/// NICs of a VM as the API shows them: those that its machine has, and those that it is to get.
 fn nics(
     host: &Host,
     uid: Uuid,
