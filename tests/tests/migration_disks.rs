@@ -86,10 +86,17 @@ fn a_guest_that_writes_to_its_disks_finds_all_of_it_at_its_new_place() {
             let more = "wrote=$(cat /run/wrote); until [ $(cat /run/wrote) -gt $wrote ]; do sleep 0.05; done; \
                         touch /run/stop; while [ -e /run/stop ]; do sleep 0.05; done";
             guest.console.run(more, PATIENCE).expect("it writes on, and ends");
-            guest
-                .console
-                .run(&verify(), PATIENCE)
-                .expect("the disks have what was written");
+            if let Err(error) = guest.console.run(&verify(), PATIENCE) {
+                let home = guest.home();
+                // Counters of the queues and vCPUs twice, and the tasks that wait in the guest: which of them stands still?
+                let stats = format!("stats {}", case.name());
+                let tasks = format!(
+                    "(echo w; sleep 5) | timeout 10 {}",
+                    home.command(&format!("console {} --no-replay --send-break", case.name()))
+                );
+                let seen = [home.ctl(&stats), case.node().sh(&tasks), home.ctl(&stats)];
+                panic!("the disks have what was written: {error:?}\n{seen:#?}");
+            }
             let left = guest.away().ctl("get disk -o name").expect("list");
             assert_eq!(left.trim(), "", "a disk is where its VM is");
             for (name, _, _) in DISKS {
