@@ -283,7 +283,6 @@ async fn run(config: Config) -> anyhow::Result<()> {
     parts.spawn(migration::attend(Arc::clone(&host), left));
     parts.spawn(reopen(Arc::clone(&audit), hangup));
     parts.spawn(watch_networks(Arc::clone(&host)));
-    parts.spawn(stats::watch(Arc::clone(&host)));
     parts.spawn(state_dir::keep(Arc::clone(&host)));
     parts.spawn(service::watchdog(host.store.clone()));
     parts.spawn(clock::watch_steps(host.clock_steps.clone()));

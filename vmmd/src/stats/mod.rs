@@ -27,9 +27,6 @@ use crate::{
 /// How long a `vmm` may take to count.
 pub const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How often the node sees whether each `vmm` answers, where no client asks for counters.
-const PROBE: Duration = Duration::from_secs(60);
-
 /// The counters of a running VM, counted once for all clients that ask at the same time.
 pub async fn of(host: &Arc<Host>, name: &str, entry: &Entry) -> Result<v1::VmStats, Failure> {
     let vm = Arc::clone(&entry.state.borrow());
@@ -42,23 +39,6 @@ pub async fn of(host: &Arc<Host>, name: &str, entry: &Entry) -> Result<v1::VmSta
         });
     };
     counted.get(|| count(host, name, &vm, entry, pid, client)).await
-}
-
-/// Sees every minute which `vmm` does not answer. Never ends.
-pub async fn watch(host: Arc<Host>) {
-    let first = tokio::time::Instant::now() + PROBE;
-    let mut ticks = tokio::time::interval_at(first, PROBE);
-    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    loop {
-        ticks.tick().await;
-        for vm in host.vms.list() {
-            let runs = vm.status.as_ref().is_some_and(|status| status.instance.is_some());
-            let name = vm.metadata.as_ref().map_or("", |metadata| &metadata.name);
-            if let Some(entry) = host.vms.get(name).filter(|_| runs) {
-                probe(&entry);
-            }
-        }
-    }
 }
 
 /// Has the actor of a VM check whether its `vmm` answers. An actor with a full mailbox is busy, and checks at the next time.
