@@ -2,6 +2,7 @@
 //! framing ([`wire`]), manifests (`manifest`), the validated forms of both ([`model`]), the rules of the API's methods ([`rule`]), the form of errors
 //! ([`rpc`]), what RFB servers have in common ([`rfb`]), the saved state of machines ([`state`]), and which of two daemons may run a VM that is migrated ([`handover`]).
 
+pub mod failure;
 pub mod handover;
 #[cfg(feature = "manifest")]
 pub mod manifest;

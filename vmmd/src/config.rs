@@ -8,16 +8,16 @@ use std::{
 };
 
 use serde::Deserialize;
-
-use crate::{
+use vmmd_host::{
     capacity::{
         limits::{Overcommit, Pressure, Reserved},
         sizing,
     },
-    image::reach::Rules,
     ledger::UidRange,
     roots::Roots,
 };
+
+use crate::image::reach::Rules;
 
 mod clients;
 #[cfg(test)]

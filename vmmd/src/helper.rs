@@ -16,15 +16,15 @@ use tokio::{
     task::spawn_blocking,
     time::timeout,
 };
-
-use crate::{
+use vmmd_host::{
     cgroup::plan::Limits,
     failure::{Failure, file_failed},
-    host::Host,
     process::Process,
     sys::clone::{self, Network, Program},
     text,
 };
+
+use crate::host::Host;
 
 /// Longest line, and longest text of errors, that is read, in bytes.
 const MAX_OUTPUT: u64 = 64 << 10;

@@ -10,21 +10,21 @@ use proto::v1;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
+use vmmd_host::{capacity::Cpus, cgroup, failure::Failure, ledger::Ledger, pool::Pools, text};
+use vmmd_objects::{
+    event::{Events, Object},
+    operation::Operations,
+    request::{self, Requests},
+};
+use vmmd_store::{DiskStage, ImageStage, Store};
 
 use crate::{
-    capacity::Cpus,
-    cgroup,
     config::Config,
-    event::{Events, Object},
-    failure::Failure,
     files::Sources,
-    ledger::Ledger,
     log_guard::LogGuard,
     network::{self, Links, Networks},
-    operation::Operations,
     paths::{disk::Folder, image},
     peers::Peers,
-    pool::Pools,
     registry::{
         aborts::Aborts,
         clients::Clients,
@@ -36,10 +36,7 @@ use crate::{
         snapshots::Snapshots,
         vms::{Vms, command::Attend},
     },
-    request::{self, Requests},
     state_dir,
-    store::{DiskStage, ImageStage, Store},
-    text,
     tls::Certificates,
 };
 

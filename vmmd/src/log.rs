@@ -30,8 +30,7 @@ use tracing_subscriber::{
     registry::LookupSpan,
     util::SubscriberInitExt,
 };
-
-use crate::finish::finish;
+use vmmd_host::finish::finish;
 
 /// Lines that wait to be written at most.
 const WAITING: usize = 2048;

@@ -25,11 +25,9 @@ use rustix::fs::{
     inotify::{self, CreateFlags, ReadFlags, WatchFlags},
 };
 use uuid::Uuid;
+use vmmd_objects::event::{Draft, Events, Object};
 
-use crate::{
-    event::{Draft, Events, Object},
-    paths::LogDir,
-};
+use crate::paths::LogDir;
 
 /// Longest log file in bytes: twice what an honest `vmm` writes before it goes on in the other file.
 const MOST: u64 = 2 << 20;

@@ -19,12 +19,14 @@ use rustls::{
 use tokio::{net::TcpStream, time::timeout};
 use tokio_rustls::TlsConnector;
 use tonic::transport::{Channel, Endpoint, Uri};
+use vmmd_host::{
+    failure::{Failure, Kind},
+    text,
+};
 
 use crate::{
     auth::Role,
     config::Tcp,
-    failure::{Failure, Kind},
-    text,
     tls::{ALPN, identify, is_for_servers, valid_until},
 };
 

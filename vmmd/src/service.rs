@@ -4,11 +4,8 @@ use std::{future, time::Duration};
 
 use sd_notify::NotifyState;
 use tokio::time::{interval, timeout};
-
-use crate::{
-    event::{Draft, Events, Object},
-    store::Store,
-};
+use vmmd_objects::event::{Draft, Events, Object};
+use vmmd_store::Store;
 
 /// Tells systemd that requests are served.
 pub fn ready() {

@@ -25,18 +25,11 @@ use tokio::{
     task::JoinHandle,
     time::{sleep, timeout},
 };
-
 use uuid::Uuid;
+use vmmd_host::{failure::Failure, text};
+use vmmd_objects::event::{Draft, Object};
 
-use crate::{
-    event::{Draft, Object},
-    failure::Failure,
-    files::state_dir::StateDir,
-    host::Host,
-    paths::LogDir,
-    registry::vms::Entry,
-    stats, text,
-};
+use crate::{files::state_dir::StateDir, host::Host, paths::LogDir, registry::vms::Entry, stats};
 
 /// How old counters and logs can be.
 const PERIOD: Duration = Duration::from_secs(30);

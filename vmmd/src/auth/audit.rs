@@ -293,11 +293,10 @@ fn name(code: Code) -> String {
 mod tests {
     use std::{fs, os::unix::fs::PermissionsExt};
 
+    use vmmd_objects::context::Initiator;
+
     use super::*;
-    use crate::{
-        auth::{Bucket, Role, rule},
-        context::Initiator,
-    };
+    use crate::auth::{Bucket, Role, rule};
 
     fn caller() -> Arc<Caller> {
         Arc::new(Caller {

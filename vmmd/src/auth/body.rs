@@ -16,13 +16,13 @@ use tokio::{
     time::{Sleep, sleep},
 };
 use tonic::{Code, Status, body::Body, codegen::Bytes};
+use vmmd_host::failure::{Failure, Kind};
 
 use super::{
     Place,
     audit::Record,
     rule::{MAX_OFFER, Rule},
 };
-use crate::failure::{Failure, Kind};
 
 /// Compressed flag and length (gRPC over HTTP/2, "Length-Prefixed-Message").
 const PREFIX: usize = 5;

@@ -1,9 +1,8 @@
 //! Who is at the other end of a connection.
 
-use crate::{
-    auth::{Bucket, Role},
-    context::Initiator,
-};
+use vmmd_objects::context::Initiator;
+
+use crate::auth::{Bucket, Role};
 
 /// The other end of one connection.
 #[derive(Debug)]

@@ -12,6 +12,11 @@ use std::{
 use tonic::{Code, Status, body::Body};
 use tonic_types::{ErrorDetails, StatusExt};
 use tower::{Layer, Service};
+use vmmd_host::{
+    failure::{Failure, Kind},
+    text,
+};
+use vmmd_objects::event::Events;
 
 use super::{
     Audit, Caller, Place, Places, Rank, Role, Turns,
@@ -19,11 +24,6 @@ use super::{
     body::{Arrival, code, placed, recorded, turned},
     rule::{self, Read, Rule},
     share::Full,
-};
-use crate::{
-    event::Events,
-    failure::{Failure, Kind},
-    text,
 };
 
 /// Limits of calls.
@@ -134,7 +134,7 @@ fn role_required(caller: &Caller, method: &str, least: Rank) -> Status {
         ("method".to_owned(), method.to_owned()),
     ];
     let mut details = ErrorDetails::new();
-    details.set_error_info("ROLE_REQUIRED", crate::failure::DOMAIN, metadata);
+    details.set_error_info("ROLE_REQUIRED", vmmd_host::failure::DOMAIN, metadata);
     Status::with_error_details(Code::PermissionDenied, message, details)
 }
 

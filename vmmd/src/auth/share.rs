@@ -7,8 +7,7 @@ use std::{
 };
 
 use tokio::sync::Semaphore;
-
-use crate::context::Initiator;
+use vmmd_objects::context::Initiator;
 
 /// The places for connections of one listener, or for streams of all.
 #[derive(Debug)]

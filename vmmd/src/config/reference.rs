@@ -14,10 +14,10 @@ const PACKAGED: &str = include_str!("../../package/config.toml");
 const SOURCES: [&str; 7] = [
     include_str!("../config.rs"),
     include_str!("clients.rs"),
-    include_str!("../ledger.rs"),
-    include_str!("../capacity/limits.rs"),
-    include_str!("../capacity/sizing.rs"),
-    include_str!("../roots.rs"),
+    include_str!("../../host/src/ledger.rs"),
+    include_str!("../../host/src/capacity/limits.rs"),
+    include_str!("../../host/src/capacity/sizing.rs"),
+    include_str!("../../host/src/roots.rs"),
     include_str!("../image/reach.rs"),
 ];
 

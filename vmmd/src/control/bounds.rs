@@ -17,8 +17,7 @@ use proto::{
     },
     wire::Limits,
 };
-
-use crate::text;
+use vmmd_host::text;
 
 /// Of what is received. The largest true message counts 64 disks with four kinds of requests, 24 buckets each, and
 /// 254 vCPUs: some 60 KiB. A field decodes to 300 bytes at most, so that a message takes at most 20 MiB for a moment.

@@ -197,7 +197,7 @@ impl Client {
         let op = Op::Release(vmm::Release { give_up });
         if let Err(error) = self.request(op, &[]).await {
             tracing::debug!(
-                error = crate::text::chain(&error),
+                error = vmmd_host::text::chain(&error),
                 "release a VM after a snapshot"
             );
         }
@@ -412,7 +412,7 @@ async fn read(shared: Arc<Shared>, outlet: Outlet, dropped: CancellationToken) {
         () = dropped.cancelled() => Ok(()),
     };
     if let Err(error) = ended {
-        let text = crate::text::chain(&error);
+        let text = vmmd_host::text::chain(&error);
         match error {
             Error::OutOfBounds(_) | Error::Wire(wire::Error::TooManyFields(_) | wire::Error::TooManyFds) => {
                 tracing::warn!(

@@ -16,24 +16,21 @@ use proto::{
     v1,
 };
 use uuid::Uuid;
+use vmmd_host::{failure::Failure, roots::Within, text};
+use vmmd_objects::{context::Context, operation::Type};
+use vmmd_store::DiskRecord;
 
 use super::{
     create::{self, Begun, record},
     operation, tell,
 };
 use crate::{
-    context::Context,
-    failure::Failure,
     files::{self, Locks, Use},
     host::Host,
-    operation::Type,
     paths::{
         disk::Folder,
         sidecar::{self, Sidecar, parse},
     },
-    roots::Within,
-    store::DiskRecord,
-    text,
 };
 
 /// The field of the request.

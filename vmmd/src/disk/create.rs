@@ -15,6 +15,17 @@ use proto::{
 };
 use rustix::fs::{FallocateFlags, fallocate};
 use uuid::Uuid;
+use vmmd_host::{
+    failure::{Failure, file_failed},
+    roots::Within,
+    text,
+};
+use vmmd_objects::{
+    context::Context,
+    operation::{Handle, Pending, Type},
+};
+use vmmd_store::store_failure;
+use vmmd_store::{DiskImage, DiskRecord, DiskSource, DiskStage, ImageRecord, disk_source::Source};
 
 use super::{
     adopt,
@@ -24,15 +35,9 @@ use super::{
     room, tell,
 };
 use crate::{
-    context::Context,
-    failure::{Failure, file_failed, store_failure},
     files::{self, Locks, Use, signature},
     host::Host,
-    operation::{Handle, Pending, Type},
     paths::{disk::enough_room, sidecar::Sidecar},
-    roots::Within,
-    store::{DiskImage, DiskRecord, DiskSource, DiskStage, ImageRecord, disk_source::Source},
-    text,
 };
 
 /// Reserved between two looks at whether it is still wanted, in bytes.

@@ -3,10 +3,10 @@
 use std::{io, os::unix::fs::MetadataExt, sync::Arc};
 
 use proto::v1::{self, ConditionStatus};
+use vmmd_host::{failure::Failure, text};
+use vmmd_store::DiskStage;
 
-use crate::{
-    failure::Failure, host::Host, paths::disk::Folder, registry::disks::Seen, store::DiskStage, text,
-};
+use crate::{host::Host, paths::disk::Folder, registry::disks::Seen};
 
 /// Adds what a disk's file tells. Blocking.
 pub fn look(folder: &Folder, seen: &Seen) -> v1::Disk {

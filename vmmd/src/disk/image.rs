@@ -3,12 +3,11 @@
 use std::{os::fd::OwnedFd, sync::Arc, time::Duration};
 
 use proto::model::disk::{Format, Preallocation};
+use vmmd_host::{failure::Failure, sys::clone::FIRST_FD};
 
 use crate::{
-    failure::Failure,
     helper::{self, Job},
     host::Host,
-    sys::clone::FIRST_FD,
 };
 
 /// How long work on tables may take.

@@ -32,17 +32,17 @@ pub use operation::{Control, cancelled, follow};
 pub use resize::{Growing, block_device, grow, grow_record, note, reserve_growth, shrink_refused};
 pub use update::update;
 
-use crate::{
+use vmmd_host::{failure::Failure, text};
+use vmmd_objects::{
     context::Context,
     event::{Draft, Object},
-    failure::{Failure, store_failure},
-    host::Host,
     operation::{Type, interrupted},
-    paths::sidecar::Sidecar,
     request,
-    store::{DiskRecord, DiskStage},
-    text,
 };
+use vmmd_store::store_failure;
+use vmmd_store::{DiskRecord, DiskStage};
+
+use crate::{host::Host, paths::sidecar::Sidecar};
 
 /// Most files that are named in one event.
 const NAMED: usize = 5;

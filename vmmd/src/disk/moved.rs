@@ -1,7 +1,7 @@
 //! Disks that go to another node, or come from one, with their VM.
 //!
 //! At the source they stay as they are until the VM runs on the other node. There they are made, empty, before anything is sent, and are
-//! filled by the `vmm` that receives the machine. The record of the VM names them by their UUIDs ([`HandoverRecord`](crate::store::HandoverRecord)):
+//! filled by the `vmm` that receives the machine. The record of the VM names them by their UUIDs ([`HandoverRecord`](vmmd_store::HandoverRecord)):
 //! whichever side does not have the VM in the end removes its own when it removes the VM.
 
 mod coming;
@@ -13,16 +13,16 @@ use uuid::Uuid;
 
 pub use coming::{Coming, along, check};
 
-use super::{begin_removal, create, finish, tell};
-use crate::{
-    context::Context,
-    failure::{Failure, Kind, store_failure},
-    fault,
-    host::Host,
-    paths::disk::free_bytes,
-    store::{DiskRecord, DiskStage},
-    text,
+use vmmd_host::{
+    failure::{Failure, Kind},
+    fault, text,
 };
+use vmmd_objects::context::Context;
+use vmmd_store::store_failure;
+use vmmd_store::{DiskRecord, DiskStage};
+
+use super::{begin_removal, create, finish, tell};
+use crate::{host::Host, paths::disk::free_bytes};
 
 /// What the target is told of the disks that go along with VM `vm`. Refused when another VM names one.
 pub async fn going(host: &Arc<Host>, vm: &str, disks: &[Disk]) -> Result<Vec<v1::PeerDisk>, Failure> {

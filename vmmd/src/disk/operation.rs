@@ -3,15 +3,15 @@
 use std::{io, pin::pin};
 
 use tokio_util::sync::CancellationToken;
+use vmmd_host::failure::{Failure, Kind};
+use vmmd_objects::{
+    context::Context,
+    operation::{Handle, Progress, Reporter, Type},
+};
+use vmmd_store::DiskRecord;
 
 use super::object;
-use crate::{
-    context::Context,
-    failure::{Failure, Kind},
-    host::Host,
-    operation::{Handle, Progress, Reporter, Type},
-    store::DiskRecord,
-};
+use crate::host::Host;
 
 /// Notes an operation of a disk that begins. Refused as BUSY while another one is under way.
 pub fn begin(host: &Host, what: Type, record: &DiskRecord, context: &Context) -> Result<Handle, Failure> {

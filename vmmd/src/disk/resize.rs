@@ -10,6 +10,16 @@ use proto::{
     v1,
 };
 use tokio::sync::oneshot;
+use vmmd_host::{
+    failure::{Failure, Kind, file_failed},
+    roots::Within,
+};
+use vmmd_objects::{
+    context::Context,
+    operation::{Pending, Type},
+};
+use vmmd_store::DiskRecord;
+use vmmd_store::store_failure;
 
 use super::{
     create::reserve,
@@ -18,15 +28,10 @@ use super::{
     room, tell,
 };
 use crate::{
-    context::Context,
-    failure::{Failure, Kind, file_failed, store_failure},
     files::{self, Locks, Use},
     host::Host,
-    operation::{Pending, Type},
     paths::disk::{enough_room, format},
     registry::vms::command::{Command, DiskRequest},
-    roots::Within,
-    store::DiskRecord,
 };
 
 /// Where a request to the DiskService has the size.

@@ -3,14 +3,12 @@
 
 use std::{io, os::unix::fs::MetadataExt, path::Path, sync::Arc};
 
+use vmmd_host::failure::{Failure, Kind, file_failed};
+use vmmd_objects::event::Draft;
+use vmmd_store::DiskRecord;
+
 use super::object;
-use crate::{
-    event::Draft,
-    failure::{Failure, Kind, file_failed},
-    host::Host,
-    paths::disk::free_bytes,
-    store::DiskRecord,
-};
+use crate::{host::Host, paths::disk::free_bytes};
 
 /// Refused as NODE_DISK_FULL when `size` bytes are more than the whole file system has: no guest can fill such a disk.
 pub async fn could_hold(host: &Arc<Host>, name: &str, size: u64) -> Result<(), Failure> {

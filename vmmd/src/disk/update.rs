@@ -3,18 +3,19 @@
 use std::sync::Arc;
 
 use proto::v1;
+use vmmd_host::failure::Failure;
+use vmmd_objects::{
+    context::Context,
+    request::{masked::Masked, preconditions},
+};
+use vmmd_store::DiskRecord;
+use vmmd_store::store_failure;
 
 use super::{
     create::{Begun, write_beside},
     resize, room, tell,
 };
-use crate::{
-    context::Context,
-    failure::{Failure, store_failure},
-    host::Host,
-    request::{masked::Masked, preconditions},
-    store::DiskRecord,
-};
+use crate::host::Host;
 
 /// What may be in a mask, beside the metadata.
 const SIZE: &str = "spec.size_bytes";

@@ -16,14 +16,14 @@ use rustix::{
     fs::{Mode, OFlags, major, minor},
     io::Errno,
 };
-
-use super::{ENDING, in_use};
-use crate::{
+use vmmd_host::{
     failure::Failure,
     ledger::FileId,
     roots::{self, Refused, Within},
     text,
 };
+
+use super::{ENDING, in_use};
 
 /// An image or block device, open.
 #[derive(Debug)]

@@ -74,7 +74,7 @@ fn mounted(mountinfo: &str, devices: &[u64], rdev_of: impl Fn(&Path) -> Option<u
             .filter(|source| source.starts_with("/dev/"));
         let source = || rdev_of(Path::new(source?));
         let ours = devices.contains(&device) || source().is_some_and(|source| devices.contains(&source));
-        ours.then(|| crate::pool::unescaped(point))
+        ours.then(|| vmmd_host::pool::unescaped(point))
     })
 }
 
@@ -104,7 +104,8 @@ fn swap(same: impl Fn(&Stat) -> bool) -> Option<String> {
         .lines()
         .skip(1)
         .filter_map(|line| line.split_whitespace().next());
-    let swaps = paths.any(|path| rustix::fs::stat(crate::pool::unescaped(path)).is_ok_and(|of| same(&of)));
+    let swaps =
+        paths.any(|path| rustix::fs::stat(vmmd_host::pool::unescaped(path)).is_ok_and(|of| same(&of)));
     swaps.then(|| "the node, which swaps to it".to_owned())
 }
 

@@ -9,9 +9,10 @@ use proto::model::{
     vm::VmSpec,
 };
 use rustix::fs::{AtFlags, FileType, StatxFlags, fstat, fstatfs, statx};
+use vmmd_host::{failure::Failure, text};
+use vmmd_store::FileRecord;
 
 use super::{OpenDisk, signature};
-use crate::{failure::Failure, store::FileRecord, text};
 
 /// By path. A record with nothing in it stands for any file: one by which it can't be known again, or that a request has accepted.
 pub type Known = BTreeMap<String, FileRecord>;

@@ -6,19 +6,19 @@ use proto::model::{
     disk::{Disk, Source},
     vm::VmSpec,
 };
+use vmmd_host::{
+    capacity::placement::Problem,
+    failure::{Failure, Kind},
+    roots::{self, Roots, Within},
+    sys::{self, LockKind},
+};
+use vmmd_store::FileRecord;
 
 use super::{
     Known, Locks, OpenDisk, PATH_NOT_ALLOWED, Sources, beyond, known, open_disk, open_image,
     state_dir::StateDir,
 };
-use crate::{
-    capacity::placement::Problem,
-    failure::{Failure, Kind},
-    registry::vms::Vms,
-    roots::{self, Roots, Within},
-    store::FileRecord,
-    sys::{self, LockKind},
-};
+use crate::registry::vms::Vms;
 
 /// All that stands in the way of opening the files of a VM called `name`. What that VM has itself is no hindrance; `had` are the paths
 /// of its disks. `elsewhere`: it runs on another node, which has its disks locked. No lock is taken, so that no start is disturbed.

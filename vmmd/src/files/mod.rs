@@ -32,15 +32,15 @@ pub use self::{
     known::{Known, any_of, any_of_disks, key},
     look::{had, look, look_beside, outside},
 };
-use crate::{
+use vmmd_host::{
     failure::{Failure, Kind},
     ledger::{FileId, Ledger},
-    paths::disk::Folder,
-    registry::disks::Disks,
     roots::{self, Roots, Within},
     sys::{self, LockKind},
     text,
 };
+
+use crate::{paths::disk::Folder, registry::disks::Disks};
 
 /// Descriptors with a machine beside those of disks, NICs and the initrd: /dev/kvm, kernel, random source, two logs.
 const OTHER_FDS: usize = 5;

@@ -4,13 +4,13 @@ use std::{os::fd::OwnedFd, path::PathBuf};
 
 use proto::model::share::{IdRange, Share};
 use rustix::fs::{OFlags, fstat};
-
-use super::PATH_NOT_ALLOWED;
-use crate::{
+use vmmd_host::{
     failure::Failure,
     roots::{self, Refused, Within},
     text,
 };
+
+use super::PATH_NOT_ALLOWED;
 
 /// A directory that is to be shared, opened: nobody can put another one in its place any more.
 #[derive(Debug)]

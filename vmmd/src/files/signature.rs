@@ -3,7 +3,7 @@
 
 use std::{io, os::fd::AsFd};
 
-use crate::{failure::Failure, text};
+use vmmd_host::{failure::Failure, text};
 
 /// How many bytes of an image [`of`] is given.
 const LENGTH: usize = 4096;

@@ -13,13 +13,13 @@ use rustix::{
     fs::{AtFlags, Gid, Mode, OFlags, Uid, fchmod, fchown, fstat, openat, renameat, unlinkat},
     io::Errno,
 };
-
-use super::PATH_NOT_ALLOWED;
-use crate::{
+use vmmd_host::{
     failure::Failure,
     roots::{self, Refused, Within},
     text,
 };
+
+use super::PATH_NOT_ALLOWED;
 
 /// The directory is not there, or is no directory.
 pub const NOT_USABLE: &str = "STATE_DIR_NOT_USABLE";

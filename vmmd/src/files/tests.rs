@@ -5,9 +5,9 @@ use std::{
 
 use proto::model::{Violations, cpu::CpuShare, topology::Topology, vm::Backing};
 use proto::v1;
+use vmmd_host::ledger::UidRange;
 
 use super::*;
-use crate::ledger::UidRange;
 
 struct Case {
     folder: tempfile::TempDir,

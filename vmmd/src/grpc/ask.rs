@@ -4,13 +4,11 @@ use std::time::Duration;
 
 use proto::v1;
 use tokio::sync::oneshot;
+use vmmd_host::failure::Failure;
+use vmmd_objects::context::Context;
 
 use super::vm::Vms;
-use crate::{
-    context::Context,
-    failure::Failure,
-    registry::vms::command::{self, Answer, Command, DiskRequest, Life, Reply},
-};
+use crate::registry::vms::command::{self, Answer, Command, DiskRequest, Life, Reply};
 
 /// What is asked of a VM's life.
 pub(super) struct Asked {

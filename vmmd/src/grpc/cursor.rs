@@ -2,11 +2,11 @@
 
 use std::{fmt, str::FromStr};
 
+use vmmd_host::failure::{Failure, Kind};
+use vmmd_objects::feed::Position;
+
 use super::filter::Filter;
-use crate::{
-    failure::{Failure, Kind},
-    registry::{feed::Position, vms::Vms},
-};
+use crate::registry::vms::Vms;
 
 /// A cursor. Clients see it as text that means nothing to them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -6,14 +6,14 @@ use std::sync::Arc;
 
 use proto::v1::{self, disk_service_server::DiskService};
 use tonic::{Request, Response, Status};
+use vmmd_host::failure::{Failure, Kind};
+use vmmd_objects::request::once;
 
 use self::kind::Disk;
 use super::objects::{Shared, Stream, Wanted, list, watch};
 use crate::{
     disk::{self, Begun, describe},
-    failure::{Failure, Kind},
     host::Host,
-    request::once,
 };
 
 /// The service.

@@ -9,12 +9,10 @@ use proto::{
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
+use vmmd_host::failure::{Failure, Kind};
+use vmmd_objects::event::{Bounds, Expired, Follower};
 
-use crate::{
-    event::{Bounds, Expired, Follower},
-    failure::{Failure, Kind},
-    host::Host,
-};
+use crate::host::Host;
 
 /// Most events in one answer.
 const MAX_PAGE: u32 = 1000;

@@ -8,8 +8,7 @@ use proto::{
     v1::{ObjectFilter, ObjectMetadata, Vm, VmFilter, VmPhase},
 };
 use sha2::{Digest, Sha256};
-
-use crate::failure::Failure;
+use vmmd_host::failure::Failure;
 
 /// A filter. All that it says must hold.
 #[derive(Clone, Debug)]

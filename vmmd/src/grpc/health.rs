@@ -16,8 +16,9 @@ use tonic::{Request, Response, Status};
 use tonic_health::pb::{
     HealthCheckRequest, HealthCheckResponse, health_check_response::ServingStatus, health_server::Health,
 };
+use vmmd_store::Store;
 
-use crate::{service, store::Store};
+use crate::service;
 
 /// How often it is asked for a client that watches.
 const PERIOD: Duration = Duration::from_secs(5);

@@ -6,6 +6,11 @@ use std::sync::Arc;
 
 use proto::v1::{self, image_service_server::ImageService};
 use tonic::{Request, Response, Status, Streaming};
+use vmmd_host::failure::{Failure, Kind};
+use vmmd_objects::{
+    context::{Context, Initiator},
+    request::once,
+};
 
 use self::kind::Image;
 use super::{
@@ -15,12 +20,9 @@ use super::{
 };
 use crate::{
     auth::{Caller, Role},
-    context::{Context, Initiator},
-    failure::{Failure, Kind},
     host::Host,
     image::{self, Begun, describe},
     registry::images::{Seen, metadata},
-    request::once,
 };
 
 /// The service.

@@ -2,9 +2,10 @@
 
 use prost::Message;
 use proto::v1::{ListVmsRequest, ListVmsResponse};
+use vmmd_host::failure::Failure;
 
 use super::{cursor::Cursor, filter::Filter, mask::Mask};
-use crate::{failure::Failure, registry::vms::Vms};
+use crate::registry::vms::Vms;
 
 /// Most objects in an answer.
 const MAX_PAGE: u32 = 1000;

@@ -13,8 +13,9 @@ use tokio::{io::unix::AsyncFd, sync::mpsc, task::spawn_blocking};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 use uuid::Uuid;
+use vmmd_host::{failure::Failure, sys, text};
 
-use crate::{failure::Failure, host::Host, paths::LogDir, sys, text};
+use crate::{host::Host, paths::LogDir};
 
 /// The stream of a log.
 pub type Stream = ReceiverStream<Result<GetVmLogsResponse, Status>>;

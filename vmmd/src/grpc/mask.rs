@@ -11,8 +11,7 @@ use prost::{
 };
 use prost_types::{DescriptorProto, FileDescriptorSet, field_descriptor_proto::Type};
 use proto::{model::Violations, v1::Vm};
-
-use crate::{failure::Failure, text};
+use vmmd_host::{failure::Failure, text};
 
 /// Most paths.
 const MAX_PATHS: usize = 256;
@@ -149,7 +148,7 @@ mod tests {
                 name: "a".into(),
                 uid: "u".into(),
                 labels: [("k".into(), "v".into())].into(),
-                create_time: crate::text::timestamp(5),
+                create_time: vmmd_host::text::timestamp(5),
                 ..Default::default()
             }),
             spec: Some(VmSpec {

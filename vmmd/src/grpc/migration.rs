@@ -10,15 +10,17 @@ use proto::{
     },
 };
 use tonic::{Request, Response, Status, Streaming};
+use vmmd_host::failure::Failure;
+use vmmd_objects::{
+    context::{Context, Initiator},
+    request::once,
+};
 
 use super::period::timeout;
 use crate::{
-    context::{Context, Initiator},
-    failure::Failure,
     host::Host,
     migration,
     registry::vms::command::{HandoverRequest, hand_over_to},
-    request::once,
 };
 
 /// Both services.

@@ -6,7 +6,6 @@ mod connection;
 mod console;
 mod cursor;
 mod disk;
-mod error;
 mod event;
 mod filter;
 mod health;

@@ -6,13 +6,14 @@ use std::sync::Arc;
 
 use proto::v1::{self, network_service_server::NetworkService};
 use tonic::{Request, Response, Status};
+use vmmd_objects::request::once;
 
 use self::kind::Network;
 use super::{
     disk::whole,
     objects::{Shared, Stream, Wanted, list, watch},
 };
-use crate::{host::Host, request::once};
+use crate::host::Host;
 
 /// The service.
 #[derive(Debug)]

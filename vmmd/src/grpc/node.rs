@@ -7,16 +7,16 @@ use proto::{
     v1::{self, GetNodeRequest, GetNodeResponse, node_service_server::NodeService},
 };
 use tonic::{Request, Response, Status};
+use vmmd_host::failure::Failure;
+use vmmd_objects::request::once;
 
 use super::watch_node;
 use crate::{
-    failure::Failure,
     host::Host,
     node::{
         check::{self, Question},
         describe, drain, operate,
     },
-    request::once,
 };
 
 /// The service.

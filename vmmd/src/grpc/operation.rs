@@ -8,13 +8,10 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 use uuid::Uuid;
+use vmmd_host::{failure::Failure, fault};
+use vmmd_objects::operation::{Change, Position, has_ended};
 
-use crate::{
-    failure::Failure,
-    fault,
-    host::Host,
-    operation::{Change, Position, has_ended},
-};
+use crate::host::Host;
 
 /// Most operations in an answer.
 const MAX_PAGE: u32 = 1000;

@@ -3,8 +3,7 @@
 use std::time::Duration;
 
 use proto::well_known;
-
-use crate::failure::Failure;
+use vmmd_host::failure::Failure;
 
 /// Grace period when none is given.
 const DEFAULT_GRACE: Duration = Duration::from_secs(60);

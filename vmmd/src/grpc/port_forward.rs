@@ -19,8 +19,9 @@ use tokio::{
 };
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
+use vmmd_host::{failure::Failure, text};
 
-use crate::{failure::Failure, host::Host, text};
+use crate::host::Host;
 
 /// The stream to the client.
 pub type Stream = ReceiverStream<Result<PortForwardResponse, Status>>;

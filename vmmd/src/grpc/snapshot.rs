@@ -9,9 +9,11 @@ use proto::{
 use tokio::task::JoinError;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
+use vmmd_host::failure::Failure;
+use vmmd_objects::request::once;
 
 use super::list;
-use crate::{auth, failure::Failure, host::Host, request::once, snapshot};
+use crate::{auth, host::Host, snapshot};
 
 /// What CreateSnapshot is called by.
 const CREATE: &str = "/vmmd.v1.SnapshotService/CreateSnapshot";

@@ -15,13 +15,13 @@ use tokio::{
     sync::mpsc,
     time::sleep,
 };
+use vmmd_host::sys;
+use vmmd_objects::context::Initiator;
 
 use super::{authority::LocalStream, connection::Connection};
 use crate::{
     auth::{Bucket, Caller, Places, Role},
     config::{Config, Limits},
-    context::Initiator,
-    sys,
 };
 
 /// After a failed accept, as when descriptors have run out.

@@ -8,13 +8,13 @@ use tokio::{
     time::{sleep, timeout},
 };
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
+use vmmd_host::text;
+use vmmd_objects::context::Initiator;
 
 use crate::{
     auth::{Bucket, Caller, Handshakes, Places},
     config::Limits,
-    context::Initiator,
     grpc::{ACCEPT_PAUSE, Connection},
-    text,
     tls::{ALPN, Certificates, identify},
 };
 

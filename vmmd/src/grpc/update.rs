@@ -5,8 +5,10 @@ use proto::{
     v1::{self, ApplyMode},
 };
 use tonic::Status;
+use vmmd_host::failure::Failure;
+use vmmd_objects::context::Context;
 
-use crate::{auth, context::Context, failure::Failure, host::Host, registry::vms::command::Update};
+use crate::{auth, host::Host, registry::vms::command::Update};
 
 /// What UpdateVm is called by.
 const PATH: &str = "/vmmd.v1.VmService/UpdateVm";

@@ -4,6 +4,8 @@ use std::{sync::Arc, time::Duration};
 
 use proto::v1::{self, vm_service_server::VmService};
 use tonic::{Request, Response, Status, Streaming};
+use vmmd_host::failure::Failure;
+use vmmd_objects::{context::Initiator, request::once};
 
 use super::{
     ask::Asked,
@@ -13,14 +15,11 @@ use super::{
 };
 use crate::{
     auth::Caller,
-    context::Initiator,
-    failure::Failure,
     host::Host,
     registry::vms::{
         Entry,
         command::{self, Command, DiskRequest},
     },
-    request::once,
     stats, vm,
 };
 

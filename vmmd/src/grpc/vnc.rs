@@ -17,14 +17,13 @@ use tokio::{
 };
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
+use vmmd_host::{failure::Failure, text};
+use vmmd_objects::context::Initiator;
 
 use crate::{
-    context::Initiator,
-    failure::Failure,
     host::Host,
     registry::screens::{Form, LIFE, Ticket},
     screen::{self, web},
-    text,
 };
 
 /// The stream to the client.

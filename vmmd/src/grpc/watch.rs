@@ -13,6 +13,8 @@ use tokio::sync::{
 };
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
+use vmmd_host::failure::Failure;
+use vmmd_objects::feed::Position;
 
 use super::{
     cursor::{Cursor, expired},
@@ -20,12 +22,8 @@ use super::{
     mask::Mask,
 };
 use crate::{
-    failure::Failure,
     host::Host,
-    registry::{
-        feed::Position,
-        vms::{Buried, Change, ChangeKind, Seen, Snapshot},
-    },
+    registry::vms::{Buried, Change, ChangeKind, Seen, Snapshot},
 };
 
 /// The stream of events.

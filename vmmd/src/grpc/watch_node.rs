@@ -9,8 +9,9 @@ use tokio::{
 };
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
+use vmmd_host::{failure::Failure, paced::Paced};
 
-use crate::{failure::Failure, host::Host, node::describe, paced::Paced};
+use crate::{host::Host, node::describe};
 
 /// The stream of states.
 pub type Stream = ReceiverStream<Result<WatchNodeResponse, Status>>;

@@ -6,14 +6,13 @@ use proto::{
     model::image::checksum_text,
     v1::{self, ConditionStatus, ImagePhase},
 };
+use vmmd_host::{failure::Failure, text};
+use vmmd_store::{ImageStage, image_source::Source};
 
 use crate::{
-    failure::Failure,
     host::Host,
     paths::image::Folder,
     registry::images::{Seen, metadata},
-    store::{ImageStage, image_source::Source},
-    text,
 };
 
 /// "blocks-sha256:…".
@@ -102,7 +101,7 @@ fn look(folder: &Folder, seen: &Seen, disks: Vec<String>, vms: Vec<String>) -> v
 }
 
 /// What stands after a "?" may be a secret; credentials are one.
-fn source(source: &crate::store::ImageSource) -> Option<v1::image_spec::Source> {
+fn source(source: &vmmd_store::ImageSource) -> Option<v1::image_spec::Source> {
     match source.source.as_ref()? {
         Source::Url(url) => {
             let shown = url.split(['?', '#']).next().unwrap_or_default();

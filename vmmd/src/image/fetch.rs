@@ -15,15 +15,15 @@ use reqwest::{
     header::{ACCEPT_ENCODING, CONTENT_TYPE, HeaderMap, IF_RANGE, RANGE},
 };
 use tokio::{task::spawn_blocking, time::sleep};
-
-use self::version::Part;
-use super::digest::Checksum;
-use crate::{
-    disk::Control,
+use vmmd_host::{
     failure::{Failure, Kind, file_failed},
-    store::SourceVersion,
     text,
 };
+use vmmd_store::SourceVersion;
+
+use self::version::{Part, version_of};
+use super::digest::Checksum;
+use crate::disk::Control;
 
 /// Most tries in a row that do not bring the file further.
 const TRIES: u32 = 8;
@@ -363,7 +363,7 @@ async fn begin<F: Future<Output = Result<(), Failure>>>(
                     "the server sent another part than was asked for".to_owned(),
                 ));
             };
-            let version = SourceVersion::of(response.headers(), part.whole);
+            let version = version_of(response.headers(), part.whole);
             let same = state.have == 0 || state.download.version.has_part(&version);
             if state.download.blob.is_none() && !same {
                 restart(state)?;
@@ -386,7 +386,7 @@ async fn begin<F: Future<Output = Result<(), Failure>>>(
             restart(state)?;
             if state.download.blob.is_none() {
                 refuse_page(response.headers())?;
-                let version = SourceVersion::of(response.headers(), length);
+                let version = version_of(response.headers(), length);
                 if version != state.download.version {
                     if state.furthest > 0 {
                         state.changed();

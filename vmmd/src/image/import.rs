@@ -14,6 +14,22 @@ use reqwest::{Url, header::HeaderMap};
 use serde::Deserialize;
 use sha2::{Digest as _, Sha256};
 use uuid::Uuid;
+use vmmd_host::{
+    failure::{Failure, Kind, file_failed},
+    fault,
+    roots::Within,
+    sys::clone::FIRST_FD,
+    text,
+};
+use vmmd_objects::{
+    context::Context,
+    operation::{Handle, Pending, Progress, Type},
+};
+use vmmd_store::store_failure;
+use vmmd_store::{
+    ImageRecord, ImageSource, ImageStage, OciLayoutSource, OciSource, RegistryCredentials,
+    image_source::Source,
+};
 
 use super::{
     digest::{self, Checksum},
@@ -24,21 +40,10 @@ use super::{
     tell,
 };
 use crate::{
-    context::Context,
     disk::{self, Control, follow},
-    failure::{Failure, Kind, file_failed, store_failure},
-    fault,
     files::{self, Use},
     helper::{self, Job},
     host::Host,
-    operation::{Handle, Pending, Progress, Type},
-    roots::Within,
-    store::{
-        ImageRecord, ImageSource, ImageStage, OciLayoutSource, OciSource, RegistryCredentials,
-        image_source::Source,
-    },
-    sys::clone::FIRST_FD,
-    text,
 };
 
 /// How long it may take to make a raw image of a file.

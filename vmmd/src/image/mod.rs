@@ -28,17 +28,17 @@ pub use self::{
     prune::prune,
     upload::upload,
 };
-use crate::{
+use vmmd_host::{failure::Failure, text};
+use vmmd_objects::{
     context::Context,
     event::{Draft, Object},
-    failure::{Failure, store_failure},
-    host::Host,
     operation::{Type, interrupted},
-    registry::images::Deletion,
     request::{self, preconditions},
-    store::{ImageRecord, ImageStage, RequestRecord},
-    text,
 };
+use vmmd_store::store_failure;
+use vmmd_store::{ImageRecord, ImageStage, RequestRecord};
+
+use crate::{host::Host, registry::images::Deletion};
 
 /// Deletes an image; an import that is under way is cancelled.
 pub async fn delete(host: &Arc<Host>, name: &str, context: &Context) -> Result<(), Failure> {
@@ -51,7 +51,7 @@ pub async fn delete(host: &Arc<Host>, name: &str, context: &Context) -> Result<(
         Deletion::Importing(operation) => {
             let mut state = host.operations.cancel(&operation)?;
             let _ = state
-                .wait_for(|operation| crate::operation::has_ended(operation))
+                .wait_for(|operation| vmmd_objects::operation::has_ended(operation))
                 .await;
             return match host.images.see(name) {
                 // It was whole before it could be cancelled.

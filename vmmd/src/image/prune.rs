@@ -3,14 +3,13 @@
 use std::sync::Arc;
 
 use proto::v1;
+use vmmd_host::{failure::Failure, text};
+use vmmd_store::ImageStage;
 
 use super::{describe, remove};
 use crate::{
-    failure::Failure,
     host::Host,
     registry::images::{Deletion, Seen},
-    store::ImageStage,
-    text,
 };
 
 /// Deletes those that `matches` chooses, the ones first that were not used for longest. One that is taken into use meanwhile stays.

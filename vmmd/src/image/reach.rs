@@ -9,9 +9,9 @@ use reqwest::{
     redirect,
 };
 use serde::Deserialize;
+use vmmd_host::failure::Failure;
 
 use super::fetch::{REFUSED, words};
-use crate::failure::Failure;
 
 /// How long a connection may take to be made.
 const CONNECT: Duration = Duration::from_secs(30);

@@ -8,6 +8,9 @@ use proto::{
 };
 use tokio_stream::{Stream, StreamExt};
 use tonic::Status;
+use vmmd_host::failure::{Failure, file_failed};
+use vmmd_objects::{context::Context, operation::Handle};
+use vmmd_store::ImageRecord;
 
 use super::{
     Begun,
@@ -15,12 +18,8 @@ use super::{
     import::{begin, cut_off, end, finish_upload, has_room, same},
 };
 use crate::{
-    context::Context,
     disk::{self, Control, follow},
-    failure::{Failure, file_failed},
     host::Host,
-    operation::Handle,
-    store::ImageRecord,
 };
 
 /// Bytes that are received before they are written.
@@ -79,7 +78,7 @@ impl Drop for Guard {
     fn drop(&mut self) {
         if let Some((host, record, handle)) = self.0.take() {
             let gone = Failure::new(
-                crate::failure::Kind::Aborted,
+                vmmd_host::failure::Kind::Aborted,
                 "UPLOAD_CUT_OFF",
                 "the client went away in the middle of the upload: nothing is left of the image",
             );

@@ -17,9 +17,10 @@ use std::{
 
 use proto::v1;
 use tokio::task::{JoinSet, spawn_blocking};
+use vmmd_objects::operation::has_ended;
 
 use self::families::{Families, as_f64};
-use crate::{host::Host, node::describe, operation::has_ended, stats};
+use crate::{host::Host, node::describe, stats};
 
 pub use self::{listener::Listener, rpc::Counted};
 

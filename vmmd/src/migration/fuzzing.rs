@@ -11,12 +11,10 @@ use proto::{
     v1,
 };
 use uuid::Uuid;
+use vmmd_host::failure::{Failure, Kind};
 
 use super::heard::{self, Offer};
-use crate::{
-    disk::moved,
-    failure::{Failure, Kind},
-};
+use crate::disk::moved;
 
 /// What the processors of this node can do.
 static FEATURES: LazyLock<Vec<String>> = LazyLock::new(|| vec!["avx".to_owned(), "sse2".to_owned()]);

@@ -14,8 +14,9 @@ use proto::{
     v1::{self, HandoverStep, receive_vm_request::Part},
 };
 use uuid::Uuid;
+use vmmd_host::{failure::Failure, text};
 
-use crate::{disk::moved, failure::Failure, text};
+use crate::disk::moved;
 
 /// Version of what daemons say to each other.
 pub const PROTOCOL: u32 = 1;

@@ -31,9 +31,9 @@ use tokio::{
     time::{sleep, timeout},
 };
 use uuid::Uuid;
+use vmmd_host::failure::Failure;
 
 use crate::{
-    failure::Failure,
     host::Host,
     registry::vms::command::{Attend, HandoverRequest, hand_over, hand_over_to},
 };

@@ -21,23 +21,27 @@ use tokio::{
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
 use uuid::Uuid;
+use vmmd_host::{
+    failure::{Failure, Kind},
+    fault, text,
+};
+use vmmd_objects::{
+    context::Context,
+    event::{Draft, Object},
+    operation::{Handle, Progress, Type},
+    request::preconditions,
+};
+use vmmd_store::store_failure;
+use vmmd_store::{AbortRecord, NicHardware, VmRecord};
 
 use super::{
     FIRST_WAIT, LAST_ABORT_WAIT, LAST_WAIT, Moving,
     heard::{self, PROTOCOL},
 };
 use crate::{
-    context::Context,
     disk::moved,
-    event::{Draft, Object},
-    failure::{Failure, Kind, store_failure},
-    fault,
     host::Host,
-    operation::{Handle, Progress, Type},
     registry::vms::command::{Begin, Begun, Command, HandoverRequest, Purpose},
-    request::preconditions,
-    store::{AbortRecord, NicHardware, VmRecord},
-    text,
     vm::{as_it_runs, refused},
 };
 

@@ -10,24 +10,25 @@ use proto::{
 use tokio::{io::AsyncWriteExt as _, net::UnixStream, sync::oneshot, time::timeout};
 use tonic::Streaming;
 use uuid::Uuid;
+use vmmd_host::{
+    failure::{Failure, Kind},
+    fault, text,
+};
+use vmmd_objects::context::Context;
+use vmmd_store::{
+    HandoverRecord, Hardware, NicHardware,
+    handover::{self, Handover},
+};
 
 use super::{
     Moving,
     heard::{self, Offer},
 };
 use crate::{
-    context::Context,
     disk::{self, moved},
-    failure::{Failure, Kind},
-    fault,
     host::Host,
     network,
     registry::vms::command::HandoverRequest,
-    store::{
-        HandoverRecord, Hardware, NicHardware,
-        handover::{self, Handover},
-    },
-    text,
     vm::{Incoming, create_incoming},
 };
 

@@ -16,9 +16,9 @@ use rtnetlink::{
     },
 };
 use tokio_stream::StreamExt;
+use vmmd_host::fault;
 
 use super::managed::{BridgeFacts, BridgeSpec};
-use crate::fault;
 
 /// The node's network interfaces.
 #[derive(Clone, Debug)]

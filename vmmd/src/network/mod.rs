@@ -28,7 +28,7 @@ pub use link::{Link, Links};
 pub use managed::{Networks, PERIOD, Request as Lease, Seen as SeenNetwork, ServeNetwork, serve_network};
 pub use ports::Ports;
 
-use crate::{failure::Failure, fault, sys, text};
+use vmmd_host::{failure::Failure, fault, sys, text};
 
 /// A NIC's end on the node.
 #[derive(Debug)]

@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 
+use vmmd_host::{cgroup, ledger::Ledger};
+use vmmd_objects::{event::Events, request::Requests};
+use vmmd_store::Store;
+
 use super::{Links, Networks};
-use crate::{
-    cgroup, config::Config, event::Events, ledger::Ledger, registry::vms::Vms, request::Requests,
-    store::Store,
-};
+use crate::{config::Config, registry::vms::Vms};
 
 /// See the module.
 #[derive(Clone, Copy, Debug)]

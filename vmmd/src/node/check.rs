@@ -8,9 +8,7 @@ use proto::model::{
 };
 use tokio::task::spawn_blocking;
 use uuid::Uuid;
-
-use super::conditions;
-use crate::{
+use vmmd_host::{
     capacity::{
         Demand, Facts, Resources, allocatable,
         placement::{self, Picture, Problem, decide},
@@ -21,10 +19,11 @@ use crate::{
         facts::{self, SYSFS},
     },
     failure::{Failure, Kind},
-    files,
-    host::Host,
     text,
 };
+
+use super::conditions;
+use crate::{files, host::Host};
 
 /// What was found out about the node.
 #[derive(Clone, Debug)]

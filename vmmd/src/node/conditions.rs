@@ -4,14 +4,13 @@
 use std::collections::BTreeMap;
 
 use proto::v1::{Condition, ConditionStatus};
-
-use crate::{
+use vmmd_host::{
     capacity::{Facts, limits::Pressure},
-    event::{Draft, Object},
     failure::Failure,
-    store::ConditionRecord,
     text,
 };
+use vmmd_objects::event::{Draft, Object};
+use vmmd_store::ConditionRecord;
 
 /// Judges what was found, without times.
 pub fn judge(

@@ -4,14 +4,14 @@ use std::{fs, path::Path, sync::Arc};
 
 use proto::v1::{Node, NodeSpec, NodeStatus, ObjectMetadata};
 use uuid::Uuid;
-
-use super::check;
-use crate::{
+use vmmd_host::{
     capacity::{Facts, allocatable, capacity},
     failure::Failure,
-    host::Host,
     text,
 };
+
+use super::check;
+use crate::host::Host;
 
 /// What `vmmd.v1` has been extended by since its first release.
 const API_MINOR: u32 = 1;

@@ -12,14 +12,16 @@ use tokio::{
     task::JoinSet,
 };
 use tokio_util::sync::CancellationToken;
+use vmmd_host::failure::{Failure, Kind};
+use vmmd_objects::{
+    context::Context,
+    event::{Draft, Object},
+    operation::{Detail, Handle, Metadata, Pending, Progress, Type, interrupted},
+};
 
 use super::operate;
 use crate::{
-    context::Context,
-    event::{Draft, Object},
-    failure::{Failure, Kind},
     host::Host,
-    operation::{Detail, Handle, Metadata, Pending, Progress, Type, interrupted},
     registry::vms::command::{Command, Life, Request},
 };
 

@@ -7,14 +7,13 @@ use proto::model::{
     Violations,
     metadata::{MAX_PAIRS, labels},
 };
-
-use crate::{
+use vmmd_host::failure::Failure;
+use vmmd_objects::{
     context::Context,
     event::{Draft, Object},
-    failure::Failure,
-    host::Host,
-    registry::vms::command::Command,
 };
+
+use crate::{host::Host, registry::vms::command::Command};
 
 /// Longest reason of a cordon in bytes.
 const MAX_REASON: usize = 500;

@@ -9,12 +9,10 @@ use std::{
 
 use proto::{model::disk::Format, v1::DiskFormat};
 use uuid::Uuid;
+use vmmd_host::failure::{Failure, Kind, file_failed};
+use vmmd_store::DiskRecord;
 
 use super::{private_dir, sidecar::Sidecar};
-use crate::{
-    failure::{Failure, Kind, file_failed},
-    store::DiskRecord,
-};
 
 /// Most images below an overlay. Each costs a descriptor in each message that names the disk.
 pub const fn backing_limit() -> usize {

@@ -12,8 +12,7 @@ use std::{
 use proto::v1::DiskFormat;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
-
-use crate::store::DiskRecord;
+use vmmd_store::DiskRecord;
 
 /// Longest that is read, in bytes: labels and annotations are bounded far below.
 const MAX_LENGTH: u64 = 1 << 20;

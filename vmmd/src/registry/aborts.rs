@@ -3,8 +3,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use proto::handover;
-
-use crate::store::AbortRecord;
+use vmmd_store::AbortRecord;
 
 /// By UUID of the VM and address of the target.
 type Key = (Vec<u8>, String);

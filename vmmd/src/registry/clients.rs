@@ -8,8 +8,9 @@ use std::{
 
 use proto::v1::VmStats;
 use uuid::Uuid;
+use vmmd_host::{failure::Failure, paced::Paced};
 
-use crate::{control::Client, failure::Failure, paced::Paced};
+use crate::control::Client;
 
 /// Between two times that a `vmm` counts for clients: however many ask, its guest has the rest.
 const PACE: Duration = Duration::from_millis(100);

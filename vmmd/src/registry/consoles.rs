@@ -12,8 +12,7 @@ use std::{
 use proto::v1::{ConsoleAccess, ConsoleWriter};
 use tokio::sync::oneshot;
 use uuid::Uuid;
-
-use crate::{failure::Failure, text};
+use vmmd_host::{failure::Failure, text};
 
 /// A console of a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -9,14 +9,13 @@ use std::{
 use proto::v1;
 use tokio::sync::{Semaphore, SemaphorePermit, watch};
 use uuid::Uuid;
-
-use super::feed::{Buried, Expired, Feed, Position};
-use crate::{
+use vmmd_host::{
     failure::{Failure, Kind},
-    operation::Pending,
-    store::{BuriedRecords, ImageRecord, ImageStage, Tombstone},
     text,
 };
+use vmmd_objects::feed::{Buried, Expired, Feed, Position};
+use vmmd_objects::operation::Pending;
+use vmmd_store::{BuriedRecords, ImageRecord, ImageStage, Tombstone};
 
 /// Most imports of one caller under way at once: an agent of a cluster has all of the node's tenants.
 const IMPORTS: usize = 64;

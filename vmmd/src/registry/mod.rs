@@ -5,7 +5,6 @@ pub mod aborts;
 pub mod clients;
 pub mod consoles;
 pub mod disks;
-pub mod feed;
 pub mod images;
 pub mod node;
 pub mod screens;

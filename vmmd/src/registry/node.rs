@@ -5,12 +5,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use proto::v1::Preconditions;
 use tokio::sync::watch;
 use uuid::Uuid;
-
-use crate::{
-    failure::{Failure, store_failure},
-    request::preconditions,
-    store::{NodeRecord, Store},
-};
+use vmmd_host::failure::Failure;
+use vmmd_objects::request::preconditions;
+use vmmd_store::store_failure;
+use vmmd_store::{NodeRecord, Store};
 
 /// The state.
 #[derive(Debug)]

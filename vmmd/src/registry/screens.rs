@@ -7,13 +7,10 @@ use std::{
 };
 
 use uuid::Uuid;
+use vmmd_host::failure::{Failure, Kind};
+use vmmd_objects::context::Initiator;
 
-use crate::{
-    auth::Places,
-    config::Limits,
-    context::Initiator,
-    failure::{Failure, Kind},
-};
+use crate::{auth::Places, config::Limits};
 
 /// How long a ticket is good.
 pub const LIFE: Duration = Duration::from_secs(60);

@@ -9,13 +9,13 @@ use std::{
 };
 
 use tokio::sync::oneshot;
-
-use crate::{
-    config::SnapshotLimits,
+use vmmd_host::{
     failure::{Failure, Kind},
-    store::{SnapshotRecord, SnapshotStage},
     text,
 };
+use vmmd_store::{SnapshotRecord, SnapshotStage};
+
+use crate::config::SnapshotLimits;
 
 /// The snapshots.
 #[derive(Debug, Default)]

@@ -26,16 +26,15 @@ use std::{
 };
 
 use anyhow::Context as _;
-
 use socket2::{SockRef, TcpKeepalive};
 use tokio::{
     net::{TcpListener, TcpStream, UnixStream},
     time::sleep,
 };
+use vmmd_host::failure::{Failure, Kind};
 
 use crate::{
     auth::{Handshakes, Place},
-    failure::{Failure, Kind},
     host::Host,
     paths::RuntimeDir,
     registry::{screens::Ticket, vms::Entry},

@@ -14,13 +14,10 @@ use tokio::{
     task::spawn_blocking,
 };
 use tokio_rustls::TlsAcceptor;
+use vmmd_host::text;
+use vmmd_objects::event::{Draft, Events, Object};
 
-use crate::{
-    config::Screen,
-    event::{Draft, Events, Object},
-    host::Host,
-    text,
-};
+use crate::{config::Screen, host::Host};
 
 /// A connection, encrypted or not.
 pub trait Stream: AsyncRead + AsyncWrite + Unpin + Send {}

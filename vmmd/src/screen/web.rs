@@ -22,12 +22,13 @@ use tokio::{
     net::{TcpListener, TcpStream, UnixStream},
     time::timeout,
 };
+use vmmd_host::failure::Failure;
 
 use super::{
     accept, enter,
     tls::{self, Stream},
 };
-use crate::{failure::Failure, host::Host, registry::screens::Form};
+use crate::{host::Host, registry::screens::Form};
 
 /// Largest message of a browser in bytes.
 const MAX_MESSAGE: usize = 1 << 20;

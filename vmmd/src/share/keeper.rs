@@ -30,17 +30,11 @@ use tokio::{
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
 use uuid::Uuid;
+use vmmd_host::{failure::Failure, fault, process::Process, text};
+use vmmd_objects::event::{Draft, Object};
 
 use super::process::{Serving, find, forget, noted_inode, serve};
-use crate::{
-    event::{Draft, Object},
-    failure::Failure,
-    fault,
-    host::Host,
-    paths::RuntimeDir,
-    process::Process,
-    text,
-};
+use crate::{host::Host, paths::RuntimeDir};
 
 /// How long after the end of a process the next one is made; twice as long each time when it ends soon again, as the `vmm` can have it
 /// end at will.

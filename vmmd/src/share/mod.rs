@@ -16,9 +16,9 @@ pub use self::{
     keeper::{Keepers, Run},
     process::{Serving, Unkept, serve},
 };
+use vmmd_host::{capacity::placement::Problem, failure::Failure};
+
 use crate::{
-    capacity::placement::Problem,
-    failure::Failure,
     files::{
         share::{NOT_USABLE, open},
         state_dir::{self, StateDir},

@@ -18,16 +18,18 @@ use std::{
 use proto::model::share::{Cache, Share};
 use tokio::{runtime::Handle, task::spawn_blocking};
 use uuid::Uuid;
-
-use crate::{
+use vmmd_host::{
     failure::Failure,
     fault,
-    files::share::{Inode, Opened, open},
-    host::Host,
-    paths::{LogDir, RuntimeDir},
     process::Process,
     sys::clone::{self, Child, FIRST_FD, Namespaces, Network, Program},
     text,
+};
+
+use crate::{
+    files::share::{Inode, Opened, open},
+    host::Host,
+    paths::{LogDir, RuntimeDir},
 };
 
 /// A process that serves a share, and the connection that a `vmm` is to have.

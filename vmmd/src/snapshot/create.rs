@@ -13,21 +13,25 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
+use vmmd_host::{
+    failure::{Failure, Kind},
+    fault, sys, text,
+};
+use vmmd_objects::{
+    context::Context,
+    event::Object,
+    operation::{Progress, Type},
+};
+use vmmd_store::store_failure;
+use vmmd_store::{InstanceRecord, SnapshotRecord, SnapshotStage};
 
 use super::{blocking, describe, disks, end, failed, retention};
 use crate::{
-    context::Context,
     control::Client,
     disk,
-    event::Object,
-    failure::{Failure, Kind, store_failure},
-    fault,
     files::Locks,
     host::Host,
-    operation::{Progress, Type},
     registry::vms::command::{Command, Purpose, Quiet},
-    store::{InstanceRecord, SnapshotRecord, SnapshotStage},
-    sys, text,
     vm::refused,
 };
 

@@ -11,13 +11,13 @@ use proto::{
     v1,
 };
 use uuid::Uuid;
-
-use crate::{
+use vmmd_host::{
     failure::{Failure, Kind},
-    store::{Hardware, SnapshotDisk, SnapshotRecord, SnapshotStage},
     text,
-    vm::refuse_digests,
 };
+use vmmd_store::{Hardware, SnapshotDisk, SnapshotRecord, SnapshotStage};
+
+use crate::vm::refuse_digests;
 
 /// A snapshot, apart from its files.
 #[derive(Clone, PartialEq, prost::Message)]

@@ -15,16 +15,15 @@ use proto::{
 };
 use rustix::fs::ioctl_ficlone;
 use uuid::Uuid;
+use vmmd_host::{failure::Failure, text};
+use vmmd_store::{DiskRecord, DiskSource, SnapshotDisk, SnapshotRecord, disk_source};
 
 use super::{Folder, allocated, failed};
 use crate::{
     disk,
-    failure::Failure,
     files::{self, Locks, OpenDisk},
     host::Host,
     registry::vms::command::PutBack,
-    store::{DiskRecord, DiskSource, SnapshotDisk, SnapshotRecord, disk_source},
-    text,
 };
 
 /// The disks that are to be in a snapshot, open for reading.

@@ -16,6 +16,11 @@ use tokio::{
 };
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
+use vmmd_host::{
+    failure::{Failure, Kind},
+    fault,
+};
+use vmmd_store::SnapshotRecord;
 
 use super::{
     Folder, Held,
@@ -24,13 +29,7 @@ use super::{
     described::Described,
     failed,
 };
-use crate::{
-    disk,
-    failure::{Failure, Kind},
-    fault,
-    host::Host,
-    store::SnapshotRecord,
-};
+use crate::{disk, host::Host};
 
 /// The stream of an export.
 pub type Stream = ReceiverStream<Result<v1::ExportSnapshotResponse, Status>>;

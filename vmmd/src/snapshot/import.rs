@@ -9,6 +9,17 @@ use proto::{
 use tokio_stream::{Stream, StreamExt as _};
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
+use vmmd_host::{
+    failure::{Failure, Kind},
+    text,
+};
+use vmmd_objects::{
+    context::Context,
+    event::Object,
+    operation::{Progress, Type},
+};
+use vmmd_store::store_failure;
+use vmmd_store::{DiskImage, SnapshotRecord};
 
 use super::{
     Folder, allocated,
@@ -18,14 +29,8 @@ use super::{
     disks, end, failed,
 };
 use crate::{
-    context::Context,
-    event::Object,
-    failure::{Failure, Kind, store_failure},
     host::Host,
     image::{has_room, room},
-    operation::{Progress, Type},
-    store::{DiskImage, SnapshotRecord},
-    text,
 };
 
 /// Longest file of an archive in bytes: a disk of the largest size with the tables of its image.

@@ -44,17 +44,20 @@ pub use export::{Stream, export};
 pub use import::import;
 pub use restore::restore;
 
-use crate::{
-    context::Context,
-    event::{Draft, Object},
-    failure::{Failure, file_failed, store_failure},
-    host::Host,
-    operation::Handle,
-    paths::private_dir,
-    request,
-    store::{Key, RequestRecord, SnapshotRecord, SnapshotStage},
+use vmmd_host::{
+    failure::{Failure, file_failed},
     text,
 };
+use vmmd_objects::{
+    context::Context,
+    event::{Draft, Object},
+    operation::Handle,
+    request,
+};
+use vmmd_store::store_failure;
+use vmmd_store::{Key, RequestRecord, SnapshotRecord, SnapshotStage};
+
+use crate::{host::Host, paths::private_dir};
 
 /// `<state_dir>/snapshots`, for root only. Blocking.
 #[derive(Clone, Debug)]

@@ -7,17 +7,18 @@ use proto::{
     v1,
 };
 use tokio::{sync::oneshot, task::spawn_blocking};
+use vmmd_host::{
+    failure::{Failure, Kind},
+    fault, text,
+};
+use vmmd_objects::context::Context;
+use vmmd_store::{Hardware, SnapshotRecord};
 
 use super::{Held, disks, failed, folder};
 use crate::{
-    context::Context,
     disk,
-    failure::{Failure, Kind},
-    fault,
     host::Host,
     registry::vms::command::{self, Command, Life, Restore},
-    store::{Hardware, SnapshotRecord},
-    text,
     vm::create_as,
 };
 

@@ -10,13 +10,11 @@ use proto::{
     model::{Violations, name::Name},
     v1,
 };
+use vmmd_host::text;
+use vmmd_store::{RetentionRecord, SnapshotRecord};
 
 use super::retire;
-use crate::{
-    host::Host,
-    store::{RetentionRecord, SnapshotRecord},
-    text,
-};
+use crate::host::Host;
 
 /// Longest `max_age`: a hundred years.
 const MAX_AGE: Duration = Duration::from_secs(100 * 366 * 24 * 3600);

@@ -14,13 +14,16 @@ use tokio::task::spawn_blocking;
 use uuid::Uuid;
 
 pub use self::usage::Usage;
+use vmmd_host::{
+    failure::{Failure, Kind},
+    text,
+};
+
 use self::usage::waiting_ns;
 use crate::{
     control::{self, Client, bounds},
-    failure::{Failure, Kind},
     host::Host,
     registry::vms::{Entry, command::Command},
-    text,
     vm::public_stats,
 };
 

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use crate::cgroup::{Group, count};
+use vmmd_host::cgroup::{Group, count};
 
 /// Clock ticks of a second in /proc: USER_HZ, which is the same on all kernels (asm-generic/param.h).
 const TICKS: u64 = 100;

@@ -13,11 +13,11 @@ use rustls::{
     server::{NoServerSessionStorage, WebPkiClientVerifier, danger::ClientCertVerifier},
     version::{TLS12, TLS13},
 };
-
 use tokio_util::sync::CancellationToken;
+use vmmd_host::text;
 
 use super::valid_until;
-use crate::{config::Tcp, text};
+use crate::config::Tcp;
 
 /// HTTP/2 in the ALPN (RFC 9113, 3.2).
 pub const ALPN: &[u8] = b"h2";

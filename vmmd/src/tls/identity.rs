@@ -2,10 +2,11 @@
 //! in the subject.
 
 use rustls::pki_types::CertificateDer;
+use vmmd_host::text;
 use webpki::EndEntityCert;
 use x509_parser::parse_x509_certificate;
 
-use crate::{auth::Role, text};
+use crate::auth::Role;
 
 /// The name and the role of a certificate that the handshake has verified.
 pub fn identify(certificate: &CertificateDer<'_>) -> Option<(String, Option<Role>)> {

@@ -5,13 +5,13 @@ use std::{collections::BTreeSet, io, os::fd::OwnedFd, path::Path, sync::Arc, tim
 use proto::v1::EventSeverity;
 use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
 use tokio::{io::unix::AsyncFd, signal::unix::Signal, task::spawn_blocking, time::sleep};
-
-use super::Certificates;
-use crate::{
+use vmmd_host::{sys, text};
+use vmmd_objects::{
     context::Context,
     event::{Draft, Events, Object},
-    sys, text,
 };
+
+use super::Certificates;
 
 /// A certificate and its key are two files: how long to wait for the second one after the first.
 const SETTLE: Duration = Duration::from_millis(300);

@@ -10,8 +10,7 @@ use proto::{
     v1,
 };
 use uuid::Uuid;
-
-use crate::{failure::Failure, text};
+use vmmd_host::{failure::Failure, text};
 
 /// A disk that comes, checked as far as that needs nothing of the node.
 #[derive(Clone, Debug)]

@@ -36,17 +36,19 @@ use tokio::{
 };
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
+use vmmd_host::{
+    failure::{Failure, Kind},
+    text,
+};
 
 use self::typing::Typing;
 use crate::{
-    failure::{Failure, Kind},
     host::Host,
     paths::{LogDir, RuntimeDir},
     registry::{
         consoles::{Access, Device, Permit},
         vms::Entry,
     },
-    text,
 };
 
 /// The stream to the client.

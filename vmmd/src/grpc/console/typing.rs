@@ -16,14 +16,16 @@ use tokio::{
 };
 use tonic::Streaming;
 use uuid::Uuid;
+use vmmd_host::{
+    failure::{Failure, Kind},
+    text,
+};
 
 use super::{Gone, Sender, response};
 use crate::{
     control,
-    failure::{Failure, Kind},
     host::Host,
     registry::consoles::{Device, Permit},
-    text,
 };
 
 /// Largest message of input in bytes.

@@ -4,16 +4,14 @@ use std::sync::Arc;
 
 use proto::v1::{self, ObjectMetadata, WatchEventType};
 use tokio::sync::watch;
+use vmmd_host::failure::Failure;
+use vmmd_objects::feed::{Buried, Expired, Position};
 
 use crate::{
     disk::describe,
-    failure::Failure,
     grpc::objects::{Kept, Kind, Snapshot},
     host::Host,
-    registry::{
-        disks::{self, Seen, shown},
-        feed::{Buried, Expired, Position},
-    },
+    registry::disks::{self, Seen, shown},
 };
 
 /// See the module.

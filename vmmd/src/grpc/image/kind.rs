@@ -4,16 +4,14 @@ use std::sync::Arc;
 
 use proto::v1::{self, ObjectMetadata, WatchEventType};
 use tokio::sync::watch;
+use vmmd_host::failure::Failure;
+use vmmd_objects::feed::{Buried, Expired, Position};
 
 use crate::{
-    failure::Failure,
     grpc::objects::{Kept, Kind, Snapshot},
     host::Host,
     image::describe,
-    registry::{
-        feed::{Buried, Expired, Position},
-        images::{Seen, metadata},
-    },
+    registry::images::{Seen, metadata},
 };
 
 /// See the module.

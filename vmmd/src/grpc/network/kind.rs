@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use proto::v1::{self, ObjectMetadata, WatchEventType};
 use tokio::sync::watch;
+use vmmd_host::failure::Failure;
+use vmmd_objects::feed::{Buried, Expired, Position};
 
 use crate::{
-    failure::Failure,
     grpc::objects::{Kept, Kind, Snapshot},
     host::Host,
     network::SeenNetwork as Seen,
-    registry::feed::{Buried, Expired, Position},
 };
 
 /// See the module.

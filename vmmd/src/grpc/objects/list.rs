@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use prost::Message;
 use proto::v1::ObjectFilter;
+use vmmd_host::failure::Failure;
 
 use super::{Kept, Kind, cursor};
 use crate::{
-    failure::Failure,
     grpc::{cursor::Cursor, filter::Filter, list::limit},
     host::Host,
 };

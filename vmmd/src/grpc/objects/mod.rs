@@ -14,12 +14,11 @@ pub use self::{
     shared::Shared,
     watch::{Stream, watch},
 };
+use vmmd_host::failure::Failure;
+use vmmd_objects::feed::{Buried, Expired, Position};
+
 use super::{cursor::Cursor, filter::Filter};
-use crate::{
-    failure::Failure,
-    host::Host,
-    registry::feed::{Buried, Expired, Position},
-};
+use crate::host::Host;
 
 /// One kind of objects.
 pub trait Kind: Send + Sync + 'static {

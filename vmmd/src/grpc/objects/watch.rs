@@ -13,16 +13,16 @@ use proto::v1::{ObjectFilter, WatchEventType};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
+use vmmd_host::failure::Failure;
+use vmmd_objects::feed::{Buried, Position};
 
 use super::{Kept, Kind, Shared, Snapshot, cursor, shared::Latest};
 use crate::{
-    failure::Failure,
     grpc::{
         cursor::{Cursor, expired},
         filter::Filter,
     },
     host::Host,
-    registry::feed::{Buried, Position},
 };
 
 /// The stream of events.

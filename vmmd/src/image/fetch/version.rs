@@ -1,41 +1,23 @@
 //! The version of a file on a server. It decides whether a part continues the present beginning (RFC 9110, 8.8 and 15.3.7).
 
 use reqwest::header::{CONTENT_RANGE, ETAG, HeaderMap, LAST_MODIFIED};
-
-use crate::store::SourceVersion;
+use vmmd_store::SourceVersion;
 
 /// Longest value of a header that is recorded, in bytes.
 const LONGEST: usize = 1024;
 
-impl SourceVersion {
-    /// From the headers of a response, and the length of the whole file in bytes: 0 when the server does not say.
-    pub fn of(headers: &HeaderMap, length: u64) -> Self {
-        let text = |name| {
-            let value = headers.get(name).and_then(|value| value.to_str().ok());
-            value.filter(|text| text.len() <= LONGEST)
-        };
-        // A weak ETag does not promise equal bytes (RFC 9110, 8.8.1).
-        let strong = text(ETAG).filter(|tag| !tag.starts_with("W/"));
-        Self {
-            etag: strong.unwrap_or_default().to_owned(),
-            modified: text(LAST_MODIFIED).unwrap_or_default().to_owned(),
-            length,
-        }
-    }
-
-    /// The value of `If-Range`; nothing when the server gives neither a strong ETag nor a date.
-    pub fn validator(&self) -> Option<&str> {
-        let mut both = [&self.etag, &self.modified].into_iter();
-        both.find(|text| !text.is_empty()).map(String::as_str)
-    }
-
-    /// Whether a part is of this version: the part has one of the validators at least, and nothing of the part differs.
-    pub fn has_part(&self, part: &Self) -> bool {
-        let validators = [(&self.etag, &part.etag), (&self.modified, &part.modified)];
-        let known = |(ours, theirs): &(&String, &String)| !ours.is_empty() && !theirs.is_empty();
-        let mut common = validators.into_iter().filter(known).peekable();
-        let lengths = self.length == 0 || part.length == 0 || self.length == part.length;
-        lengths && common.peek().is_some() && common.all(|(ours, theirs)| ours == theirs)
+/// From the headers of a response, and the length of the whole file in bytes: 0 when the server does not say.
+pub fn version_of(headers: &HeaderMap, length: u64) -> SourceVersion {
+    let text = |name| {
+        let value = headers.get(name).and_then(|value| value.to_str().ok());
+        value.filter(|text| text.len() <= LONGEST)
+    };
+    // A weak ETag does not promise equal bytes (RFC 9110, 8.8.1).
+    let strong = text(ETAG).filter(|tag| !tag.starts_with("W/"));
+    SourceVersion {
+        etag: strong.unwrap_or_default().to_owned(),
+        modified: text(LAST_MODIFIED).unwrap_or_default().to_owned(),
+        length,
     }
 }
 
@@ -95,10 +77,10 @@ mod tests {
         let mut headers = HeaderMap::new();
         headers.insert(ETAG, "W/\"a\"".parse().unwrap());
         headers.insert(LAST_MODIFIED, "x".repeat(2000).parse().unwrap());
-        let found = SourceVersion::of(&headers, 7);
+        let found = version_of(&headers, 7);
         assert_eq!((found.validator(), found.length), (None, 7));
         headers.insert(LAST_MODIFIED, "Sat, 01 Nov 2025".parse().unwrap());
-        let found = SourceVersion::of(&headers, 7);
+        let found = version_of(&headers, 7);
         assert_eq!(found.validator(), Some("Sat, 01 Nov 2025"));
     }
 

@@ -1,8 +1,7 @@
 //! What a registry asks for that answers 401: the header `WWW-Authenticate` (RFC 9110, 11.6.1; RFC 6750, 3), and where a token is asked for.
 
 use reqwest::Url;
-
-use crate::failure::Failure;
+use vmmd_host::failure::Failure;
 
 /// The reason of a failure: the registry does not let the daemon in.
 pub const UNAUTHORIZED: &str = "REGISTRY_UNAUTHORIZED";

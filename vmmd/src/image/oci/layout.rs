@@ -10,18 +10,20 @@ use std::{
 
 use proto::model::{disk::Cache, image::checksum_text, oci::LayoutTarget};
 use sha2::{Digest as _, Sha256};
+use vmmd_host::{
+    failure::{Failure, file_failed},
+    roots::Within,
+};
 
 use super::{MAX_DOCUMENT, Target, manifest::unusable};
 use crate::{
     disk::{self, Control},
-    failure::{Failure, file_failed},
     files::{self, OpenFile, Use},
     host::Host,
     image::{
         fetch::{Blob, Downloaded},
         import::has_room,
     },
-    roots::Within,
 };
 
 /// Bytes that are copied at a time.

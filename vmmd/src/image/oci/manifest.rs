@@ -8,8 +8,7 @@ use proto::model::{
     oci::{LayoutTarget, Platform},
 };
 use serde::Deserialize;
-
-use crate::{failure::Failure, text};
+use vmmd_host::{failure::Failure, text};
 
 /// Most layers of an image: Linux mounts no more one over the other.
 const MAX_LAYERS: usize = 128;

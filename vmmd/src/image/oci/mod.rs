@@ -24,6 +24,10 @@ use proto::model::{
     image::checksum_text,
     oci::{Platform, Reference},
 };
+use vmmd_host::failure::{Failure, Kind, file_failed};
+use vmmd_objects::operation::{Handle, Progress};
+use vmmd_store::store_failure;
+use vmmd_store::{ImageRecord, RegistryCredentials, image_source::Source};
 
 use self::{
     layout::Layout,
@@ -31,13 +35,7 @@ use self::{
     registry::Registry,
 };
 use super::fetch::Downloaded;
-use crate::{
-    disk::Control,
-    failure::{Failure, Kind, file_failed, store_failure},
-    host::Host,
-    operation::{Handle, Progress},
-    store::{ImageRecord, RegistryCredentials, image_source::Source},
-};
+use crate::{disk::Control, host::Host};
 
 /// Documents that lead to a manifest at most: an index of a folder, an index of platforms, the manifest.
 const MOST_STEPS: usize = 3;

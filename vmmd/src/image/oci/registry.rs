@@ -10,6 +10,8 @@ use reqwest::{
 use serde::Deserialize;
 use sha2::{Digest as _, Sha256};
 use tokio::time::timeout;
+use vmmd_host::failure::{Failure, Kind, file_failed};
+use vmmd_store::{RegistryCredentials, SourceVersion};
 
 use super::{
     MAX_DOCUMENT, Target,
@@ -18,7 +20,6 @@ use super::{
 };
 use crate::{
     disk::Control,
-    failure::{Failure, Kind, file_failed},
     host::Host,
     image::{
         digest::Checksum,
@@ -26,7 +27,6 @@ use crate::{
         import::has_room,
         reach::{Reach, Rules},
     },
-    store::{RegistryCredentials, SourceVersion},
 };
 
 /// How long a document or a token may take to come.

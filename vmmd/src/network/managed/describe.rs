@@ -1,24 +1,21 @@
 //! Networks as the API shows them, and why something about them is refused.
 
 use proto::{
-    model::{
-        network::{Ipv6Net, NetworkSpec},
-        nic::Mac,
-    },
+    model::network::{Ipv6Net, NetworkSpec},
     v1,
 };
 use uuid::Uuid;
+use vmmd_host::{
+    failure::{Failure, Kind},
+    text,
+};
+use vmmd_objects::event::{Draft, Object};
+use vmmd_store::{LeaseRecord, NetworkRecord};
 
 use super::{
     Ports, Request, bridge,
     pool::{self, Refusal},
     spec_of,
-};
-use crate::{
-    event::{Draft, Object},
-    failure::{Failure, Kind},
-    store::{LeaseRecord, NetworkRecord},
-    text,
 };
 
 /// A network; `problem` is why it is not served.
@@ -70,14 +67,6 @@ fn describe_lease(lease: &LeaseRecord, net6: Option<Ipv6Net>) -> v1::NetworkLeas
         release_time: (lease.released_ms != 0)
             .then(|| text::timestamp(lease.released_ms))
             .flatten(),
-    }
-}
-
-impl LeaseRecord {
-    /// The NIC's MAC address.
-    pub fn mac(&self) -> Option<Mac> {
-        let octets: [u8; 6] = self.mac.as_slice().try_into().ok()?;
-        Mac::try_from(octets).ok()
     }
 }
 

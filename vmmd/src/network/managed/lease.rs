@@ -4,6 +4,8 @@ use std::net::Ipv4Addr;
 
 use proto::model::{firewall::Firewall, network::NetworkMode, nic::PublishedPort};
 use uuid::Uuid;
+use vmmd_host::{failure::Failure, text};
+use vmmd_store::{LeaseRecord, NetworkRecord, PortRecord};
 
 use super::{
     Networks, Request, bridge,
@@ -12,12 +14,7 @@ use super::{
     node::Filter,
     pool, spec_of,
 };
-use crate::{
-    failure::Failure,
-    network::Ports,
-    store::{LeaseRecord, NetworkRecord, PortRecord},
-    text,
-};
+use crate::network::Ports;
 
 impl Networks {
     /// Gives a NIC its address and its rules; the bridge that its tap belongs on.

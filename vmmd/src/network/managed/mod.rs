@@ -40,7 +40,7 @@ use proto::{
         Violations,
         firewall::Firewall,
         network::{NetworkMode, NetworkSpec, NewNetwork},
-        nic::{Mac, Protocol, PublishedPort},
+        nic::{Mac, PublishedPort},
     },
     v1,
 };
@@ -56,15 +56,19 @@ pub use self::{
     node::PERIOD,
     plan::{Found as BridgeFacts, Wanted as BridgeSpec},
 };
-use super::{Links, Ports};
-use crate::{
-    context::Context,
-    failure::{Failure, Kind, store_failure},
-    registry::feed::{Buried, Expired, Feed, Position},
-    request,
-    store::{BuriedRecords, LeaseRecord, NetworkRecord, PortRecord, RequestRecord},
+use vmmd_host::{
+    failure::{Failure, Kind},
     text,
 };
+use vmmd_objects::{
+    context::Context,
+    feed::{Buried, Expired, Feed, Position},
+    request,
+};
+use vmmd_store::store_failure;
+use vmmd_store::{BuriedRecords, LeaseRecord, NetworkRecord, RequestRecord};
+
+use super::{Links, Ports};
 
 /// The folder of all helpers in the daemon's runtime folder.
 const FOLDER: &str = "networks";
@@ -447,24 +451,4 @@ fn bridge(record: &NetworkRecord) -> String {
 fn folder(host: Ports<'_>, record: &NetworkRecord) -> PathBuf {
     let uid = Uuid::from_slice(&record.uid).unwrap_or_default();
     host.config.run_dir.join(FOLDER).join(uid.to_string())
-}
-
-impl From<&PublishedPort> for PortRecord {
-    fn from(port: &PublishedPort) -> Self {
-        Self {
-            udp: port.protocol == Protocol::Udp,
-            node_port: port.node_port.into(),
-            guest_port: port.guest_port.into(),
-        }
-    }
-}
-
-impl PortRecord {
-    fn valid(&self) -> Option<PublishedPort> {
-        Some(PublishedPort {
-            protocol: if self.udp { Protocol::Udp } else { Protocol::Tcp },
-            node_port: u16::try_from(self.node_port).ok()?,
-            guest_port: u16::try_from(self.guest_port).ok()?,
-        })
-    }
 }

@@ -4,12 +4,12 @@ use std::{io, process::Stdio, time::Duration};
 
 use serde_json::Value;
 use tokio::{io::AsyncWriteExt, process::Command, time::timeout};
+use vmmd_host::fault;
 
 use super::{
     connections,
     ruleset::{FAMILIES, Name, TABLE},
 };
-use crate::fault;
 
 /// How long it may take.
 const TIMEOUT: Duration = Duration::from_secs(20);

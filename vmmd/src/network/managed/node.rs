@@ -17,6 +17,10 @@ use proto::{
     v1,
 };
 use uuid::Uuid;
+use vmmd_host::{fault, text};
+use vmmd_objects::event::{Draft, Object};
+use vmmd_store::store_failure;
+use vmmd_store::{LeaseRecord, NetworkRecord, PortRecord};
 
 use super::{
     Links, Networks, Ports, bridge, conntrack,
@@ -32,14 +36,7 @@ use super::{
     ruleset::{Known, Ruleset},
     spec_of,
 };
-use crate::{
-    event::{Draft, Object},
-    failure::store_failure,
-    fault,
-    network::Link,
-    store::{LeaseRecord, NetworkRecord, PortRecord},
-    text,
-};
+use crate::network::Link;
 
 /// How often the node is compared with what is wanted.
 pub const PERIOD: Duration = Duration::from_secs(60);

@@ -3,9 +3,9 @@
 use std::net::IpAddr;
 
 use proto::model::network::{Ipv6Net, NewNetwork};
+use vmmd_host::failure::Failure;
 
 use super::{Networks, Ports, bridge, describe::failed};
-use crate::failure::Failure;
 
 /// An address in it, and the bits of its prefix.
 type Range = (IpAddr, u8);

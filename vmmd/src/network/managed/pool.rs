@@ -1,16 +1,12 @@
 //! Which addresses of a network are whose: a pure function of its leases.
 //!
 //! A NIC keeps its address until it is taken from its VM, or the VM is deleted; the address is *released* then. For
-//! [`RETENTION_MS`] it is kept for the same NIC, as a guest may still use it and others may still know it.
+//! [`LEASE_RETENTION_MS`] it is kept for the same NIC, as a guest may still use it and others may still know it.
 
 use std::{collections::BTreeSet, net::Ipv4Addr};
 
 use proto::model::network::NetworkSpec;
-
-use crate::store::LeaseRecord;
-
-/// How long an address stays with its NIC after its release, in milliseconds.
-pub const RETENTION_MS: u64 = 10 * 60 * 1000;
+use vmmd_store::LeaseRecord;
 
 /// Why a NIC gets no address.
 #[derive(Clone, Debug, PartialEq)]
@@ -21,24 +17,6 @@ pub enum Refusal {
     Taken(Ipv4Addr, Box<LeaseRecord>),
     /// All are taken.
     Exhausted,
-}
-
-impl LeaseRecord {
-    /// The address.
-    pub fn ip(&self) -> Ipv4Addr {
-        Ipv4Addr::from(self.address)
-    }
-
-    /// Whether the lease means anything at `now_ms`. One that was released far in the future was released while the clock was wrong, and does not
-    /// keep its address until then.
-    pub fn counts(&self, now_ms: u64) -> bool {
-        self.released_ms == 0 || now_ms.abs_diff(self.released_ms) < RETENTION_MS
-    }
-
-    /// Whether it is that NIC's.
-    pub fn is_of(&self, vm: &[u8], nic: &str) -> bool {
-        self.vm == vm && self.nic == nic
-    }
 }
 
 /// The address of the NIC `nic` of the VM with UUID `vm`: the `requested` one, or its own, or one that is free. The requested address may be
@@ -79,6 +57,8 @@ pub fn available(spec: &NetworkSpec, leases: &[LeaseRecord], now_ms: u64) -> u32
 #[cfg(test)]
 mod tests {
     use proto::model::network::NetworkMode;
+
+    use vmmd_store::LEASE_RETENTION_MS;
 
     use super::*;
 
@@ -126,7 +106,7 @@ mod tests {
         let at = |vm: u8, now| allocate(&spec, &leases, (&[vm], "eth0"), (None, |_| true), now);
         assert_eq!(at(2, 2000), Err(Refusal::Exhausted));
         assert_eq!(at(1, 2000), Ok(address(2)));
-        assert_eq!(at(2, 1000 + RETENTION_MS), Ok(address(2)));
+        assert_eq!(at(2, 1000 + LEASE_RETENTION_MS), Ok(address(2)));
         assert_eq!(available(&spec, &leases, 2000), 0);
     }
 
@@ -144,8 +124,8 @@ mod tests {
             )
         };
         // The clock was set back a little, and by years.
-        assert_eq!(at(now + RETENTION_MS - 1), Err(Refusal::Exhausted));
-        assert_eq!(at(now + RETENTION_MS), Ok(address(2)));
+        assert_eq!(at(now + LEASE_RETENTION_MS - 1), Err(Refusal::Exhausted));
+        assert_eq!(at(now + LEASE_RETENTION_MS), Ok(address(2)));
         assert_eq!(at(now * 14), Ok(address(2)));
     }
 

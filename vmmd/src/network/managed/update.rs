@@ -7,16 +7,16 @@ use proto::{
     },
     v1,
 };
+use vmmd_host::failure::Failure;
+use vmmd_objects::{
+    context::Context,
+    request::{masked::Masked, preconditions},
+};
+use vmmd_store::{LeaseRecord, NetworkRecord};
 
 use super::{
     Networks, Ports,
     describe::{not_found, tell},
-};
-use crate::{
-    context::Context,
-    failure::Failure,
-    request::{masked::Masked, preconditions},
-    store::{LeaseRecord, NetworkRecord},
 };
 
 /// What may be in a mask, beside the metadata.

@@ -14,14 +14,14 @@ use proto::{
     v1,
 };
 use tokio::sync::watch;
-
-use super::feed::{Buried, Expired, Feed, Position};
-use crate::{
+use vmmd_host::{
     failure::{Failure, Kind},
-    paths::disk::{Folder, backing_limit, format},
-    store::{BuriedRecords, DiskRecord, DiskStage, ImageRecord, Tombstone},
     text,
 };
+use vmmd_objects::feed::{Buried, Expired, Feed, Position};
+use vmmd_store::{BuriedRecords, DiskRecord, DiskStage, ImageRecord, Tombstone};
+
+use crate::paths::disk::{Folder, backing_limit, format};
 
 /// The disks.
 #[derive(Debug)]

@@ -2,12 +2,10 @@
 
 use proto::v1::{self, ConditionStatus, DiskPhase};
 use uuid::Uuid;
+use vmmd_host::text;
+use vmmd_store::{DiskRecord, DiskStage, disk_source::Source};
 
-use crate::{
-    paths::disk::Folder,
-    store::{DiskRecord, DiskStage, disk_source::Source},
-    text,
-};
+use crate::paths::disk::Folder;
 
 /// What a disk has to do with others.
 #[derive(Clone, Debug, Default)]

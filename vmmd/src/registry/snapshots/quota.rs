@@ -1,11 +1,10 @@
 //! Whether a snapshot is within the limits of the configuration.
 
+use vmmd_host::failure::{Failure, Kind};
+use vmmd_store::SnapshotRecord;
+
 use super::is_ready;
-use crate::{
-    config::SnapshotLimits,
-    failure::{Failure, Kind},
-    store::SnapshotRecord,
-};
+use crate::config::SnapshotLimits;
 
 /// Refused when the VM has as many snapshots as it may. One that is being made counts, one that is being deleted does not.
 pub fn check_count<'a>(
@@ -60,8 +59,9 @@ fn refuse(message: String) -> Failure {
 
 #[cfg(test)]
 mod tests {
+    use vmmd_store::SnapshotStage;
+
     use super::*;
-    use crate::store::SnapshotStage;
 
     fn record(
         uid: u8,

@@ -18,15 +18,15 @@ use proto::{
 };
 use tokio::sync::{Notify, OwnedMutexGuard, mpsc, oneshot};
 use uuid::Uuid;
+use vmmd_host::failure::Failure;
+use vmmd_objects::{
+    context::Context,
+    operation::{Pending, Reporter},
+};
+use vmmd_store::{AbortRecord, Hardware, VmRecord};
 
 use super::Vms;
-use crate::{
-    context::Context,
-    control::Client,
-    failure::Failure,
-    operation::{Pending, Reporter},
-    store::{AbortRecord, Hardware, VmRecord},
-};
+use crate::control::Client;
 
 /// Where an answer goes: the VM's state after the request, or why not.
 pub type Reply = oneshot::Sender<Result<Arc<v1::Vm>, Failure>>;

@@ -4,7 +4,7 @@
 //! so that a watcher sees each change after its first look exactly once and in order.
 //!
 //! Each change has a revision: numbers that grow, from 1 in each run of the daemon. Deletions are remembered, those of
-//! earlier runs too ([`crate::store`]), so that who knows the state at a revision can be told what has changed since. A
+//! earlier runs too ([`vmmd_store`]), so that who knows the state at a revision can be told what has changed since. A
 //! deletion takes a first revision before it is written to the store and another one when it is told: of who has seen the
 //! first only, a later daemon must assume that it has not seen the deletion.
 
@@ -20,12 +20,10 @@ use std::{
 use proto::v1;
 use tokio::sync::{Notify, broadcast, watch};
 use uuid::Uuid;
+use vmmd_objects::feed::{Expired, Position};
+use vmmd_store::{HistoryRecords, MAX_TOMBSTONES, Tombstone};
 
-use crate::{
-    registry::feed::{Expired, Position},
-    registry::vms::command::Mailbox,
-    store::{HistoryRecords, MAX_TOMBSTONES, Tombstone},
-};
+use crate::registry::vms::command::Mailbox;
 
 /// Changes kept for a watcher that is slow; one that falls behind further looks at everything anew.
 const CHANGES: usize = 512;

@@ -9,17 +9,21 @@ use proto::{
     v1::EventSeverity,
 };
 use tokio::time::{Duration, Instant};
+use vmmd_host::{
+    capacity::{Demand, placement},
+    failure::Failure,
+    text,
+};
+use vmmd_objects::{
+    context::{Context, Initiator},
+    operation::{Handle, Type},
+};
+use vmmd_store::{Intent, VmRecord, handover::Handover};
 
 use super::{Actor, handover::guest_reset, work::Work};
 use crate::{
-    capacity::{Demand, placement},
-    context::{Context, Initiator},
-    failure::Failure,
     node::check,
-    operation::{Handle, Type},
     registry::vms::command::{Life, Request},
-    store::{Intent, VmRecord, handover::Handover},
-    text,
     vm::{
         lifecycle::{
             admission::{Refusal, Situation},

@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use proto::vmm::{ErrorKind, SetBalloon, request::Op};
 use tokio::time::timeout;
+use vmmd_host::failure::{Failure, Kind};
 
 use crate::{
     control::{self, Client},
-    failure::{Failure, Kind},
     vm::start,
 };
 

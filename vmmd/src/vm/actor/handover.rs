@@ -8,19 +8,23 @@ use proto::{
     vmm::{MigrationDisks, MigrationRound, UnlockDisks, request::Op},
 };
 use tokio::{sync::oneshot, time::timeout};
+use vmmd_host::{
+    failure::{Failure, Kind},
+    fault, text,
+};
+use vmmd_objects::{
+    context::Context,
+    operation::{Handle, Progress, Type},
+};
+use vmmd_store::store_failure;
+use vmmd_store::{
+    AbortRecord, HandoverRecord, VmRecord,
+    handover::{self, Handover},
+};
 
 use super::{Actor, work::Work};
 use crate::{
-    context::Context,
-    failure::{Failure, Kind, store_failure},
-    fault,
-    operation::{Handle, Progress, Type},
     registry::vms::command::{Attend, Begin, Begun, HandoverRequest, Restore},
-    store::{
-        AbortRecord, HandoverRecord, VmRecord,
-        handover::{self, Handover},
-    },
-    text,
     vm::{
         api::describe::MIGRATING,
         lifecycle::{admission::Situation, stop::Then},
@@ -653,7 +657,7 @@ fn not_here() -> Failure {
 }
 
 /// The spec and the addresses of the running machine. Refused for a VM that does not run, or whose spec only a restart can apply.
-pub fn as_it_runs(record: &VmRecord) -> Result<(proto::v1::VmSpec, crate::store::Hardware), Failure> {
+pub fn as_it_runs(record: &VmRecord) -> Result<(proto::v1::VmSpec, vmmd_store::Hardware), Failure> {
     let name = &record.name;
     let Some(run) = record.instance.clone() else {
         let message = format!("VM \"{name}\" does not run: start it, or create it on the other node");

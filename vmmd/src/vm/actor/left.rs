@@ -1,13 +1,11 @@
 //! Operations that an earlier daemon left under way on the VM: each goes on, or ends as what was found says.
 
 use proto::{handover::Source, v1::StopResult};
+use vmmd_host::failure::{Failure, Kind};
+use vmmd_objects::operation::{Detail, Handle, Type, interrupted};
+use vmmd_store::handover::Handover;
 
 use super::Actor;
-use crate::{
-    failure::{Failure, Kind},
-    operation::{Detail, Handle, Type, interrupted},
-    store::handover::Handover,
-};
 
 impl Actor {
     /// Ends those that are over. A stop that is noted in the record stays: it goes on.

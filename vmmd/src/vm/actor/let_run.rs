@@ -52,7 +52,7 @@ impl Actor {
                     Ok(Err(Error::Refused(refusal))) if refusal.kind() == ErrorKind::InUse => {
                         ("DiskInUse", refusal.message.clone())
                     }
-                    Ok(Err(error)) => ("ResumeFailed", crate::text::chain(&error)),
+                    Ok(Err(error)) => ("ResumeFailed", vmmd_host::text::chain(&error)),
                     Err(_) => ("ResumeFailed", format!("no answer within {} s", RESUME.as_secs())),
                 };
                 if !told && began.elapsed() > QUIET {

@@ -58,6 +58,17 @@ pub use self::{
     handover::{as_it_runs, nothing_to_resolve},
     run::{MIRROR_MINOR, SNAPSHOT_MINOR, UNLOCK_MINOR},
 };
+use vmmd_host::{
+    failure::{Failure, Kind},
+    fault,
+};
+use vmmd_objects::{
+    context::{self, Context},
+    event::Object,
+    operation::{Handle, Pending, Reporter, Type},
+};
+use vmmd_store::{Intent, VmRecord};
+
 use super::{
     api::describe::View,
     instance::Instance,
@@ -69,18 +80,12 @@ use super::{
     recovery::supervisor,
 };
 use crate::{
-    context::{self, Context},
     control,
-    event::Object,
-    failure::{Failure, Kind},
-    fault,
     host::Host,
-    operation::{Handle, Pending, Reporter, Type},
     registry::vms::{
         Entry,
         command::{Answer, Command, Commands, Life, LifeReply, Mailbox, Purpose, Quiet, Reply, Request},
     },
-    store::{Intent, VmRecord},
 };
 
 /// The actor.

@@ -7,16 +7,11 @@ use proto::{
     vmm::{AttachNic, request::Op},
 };
 use uuid::Uuid;
+use vmmd_host::failure::{Failure, Kind};
+use vmmd_store::VmRecord;
 
 use super::plugged::{self, What};
-use crate::{
-    control::Client,
-    failure::{Failure, Kind},
-    host::Host,
-    network,
-    store::VmRecord,
-    vm::machine,
-};
+use crate::{control::Client, host::Host, network, vm::machine};
 
 /// Makes the tap of the NIC `name` of a VM's spec, and plugs it in.
 pub async fn attach(

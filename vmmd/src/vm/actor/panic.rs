@@ -6,13 +6,15 @@ use proto::{
     v1::{EventSeverity, VmPhase},
 };
 use tokio::sync::oneshot;
+use vmmd_objects::{
+    context::{Context, Initiator},
+    operation::Type,
+};
+use vmmd_store::handover::Handover;
 
 use super::{Actor, handover::guest_panicked, work::Work};
 use crate::{
-    context::{Context, Initiator},
-    operation::Type,
     registry::vms::command::Request,
-    store::handover::Handover,
     vm::{
         api::describe::{DISK_ERROR, GUEST_PANICKED, MIGRATING, SNAPSHOT, phase_word},
         lifecycle::{

@@ -4,17 +4,16 @@ use std::ops::ControlFlow;
 
 use proto::v1::EventSeverity;
 use tokio::time::{Duration, Instant};
+use vmmd_host::{failure::Failure, fault, text};
+use vmmd_objects::{
+    context::{Context, Initiator},
+    operation::Type,
+};
+use vmmd_store::store_failure;
+use vmmd_store::{Intent, StopRecord};
 
 use super::{Actor, work::Work};
-use crate::{
-    context::{Context, Initiator},
-    failure::{Failure, store_failure},
-    fault,
-    operation::Type,
-    store::{Intent, StopRecord},
-    text,
-    vm::lifecycle::stop::{self, Then},
-};
+use crate::vm::lifecycle::stop::{self, Then};
 
 /// How soon a record is written again after a failure.
 const REWRITE: Duration = Duration::from_secs(1);
@@ -22,47 +21,40 @@ const REWRITE: Duration = Duration::from_secs(1);
 /// How long the guest of a VM that must not run any more may take to power off: as when a stop says nothing.
 const GRACE: Duration = Duration::from_secs(60);
 
-impl StopRecord {
-    /// A stop that begins now; `None` is one by force.
-    fn new(grace: Option<Duration>, context: &Context) -> Self {
-        let grace = grace.unwrap_or_default().as_millis();
-        let grace_ms = u64::try_from(grace).unwrap_or(u64::MAX);
-        let (mut user, mut certificate, mut policy) = (None, String::new(), false);
-        match &context.initiator {
-            Initiator::Daemon => {}
-            Initiator::RunPolicy => policy = true,
-            Initiator::User(uid) => user = Some(*uid),
-            Initiator::Certificate(name) => certificate.clone_from(name),
-        }
-        Self {
-            deadline_ms: text::now_ms().saturating_add(grace_ms),
-            grace_ms,
-            user,
-            certificate,
-            policy,
-            request_id: context.request_id.clone(),
-        }
+/// A stop that begins now; `None` is one by force.
+fn stop_record(grace: Option<Duration>, context: &Context) -> StopRecord {
+    let grace = grace.unwrap_or_default().as_millis();
+    let grace_ms = u64::try_from(grace).unwrap_or(u64::MAX);
+    let (mut user, mut certificate, mut policy) = (None, String::new(), false);
+    match &context.initiator {
+        Initiator::Daemon => {}
+        Initiator::RunPolicy => policy = true,
+        Initiator::User(uid) => user = Some(*uid),
+        Initiator::Certificate(name) => certificate.clone_from(name),
     }
-
-    /// Who asked, and with which request.
-    fn context(&self) -> Context {
-        let initiator = match (self.user, self.certificate.as_str()) {
-            (Some(uid), _) => Initiator::User(uid),
-            (None, "") if self.policy => Initiator::RunPolicy,
-            (None, "") => Initiator::Daemon,
-            (None, name) => Initiator::Certificate(name.to_owned()),
-        };
-        Context {
-            request_id: self.request_id.clone(),
-            trace: self.request_id.clone(),
-            initiator,
-            preconditions: Default::default(),
-        }
+    StopRecord {
+        deadline_ms: text::now_ms().saturating_add(grace_ms),
+        grace_ms,
+        user,
+        certificate,
+        policy,
+        request_id: context.request_id.clone(),
     }
+}
 
-    /// What is left of the guest's time at `now_ms`. A clock that was set back gives no more than there was.
-    fn left(&self, now_ms: u64) -> Duration {
-        Duration::from_millis(self.deadline_ms.saturating_sub(now_ms).min(self.grace_ms))
+/// Who asked, and with which request.
+fn context_of(stop: &StopRecord) -> Context {
+    let initiator = match (stop.user, stop.certificate.as_str()) {
+        (Some(uid), _) => Initiator::User(uid),
+        (None, "") if stop.policy => Initiator::RunPolicy,
+        (None, "") => Initiator::Daemon,
+        (None, name) => Initiator::Certificate(name.to_owned()),
+    };
+    Context {
+        request_id: stop.request_id.clone(),
+        trace: stop.request_id.clone(),
+        initiator,
+        preconditions: Default::default(),
     }
 }
 
@@ -70,14 +62,14 @@ impl Actor {
     /// Notes durably that the VM is not to run any more, and until when its guest has time.
     pub(super) async fn note_stop(&mut self, grace: Option<Duration>, context: &Context) {
         self.record.intent = Intent::Stopped.into();
-        self.record.stop = Some(StopRecord::new(grace, context));
+        self.record.stop = Some(stop_record(grace, context));
         self.persist().await;
     }
 
     /// Notes that the guest has less time than was noted.
     pub(super) async fn note_haste(&mut self, grace: Option<Duration>) {
         let Some(stop) = &mut self.record.stop else { return };
-        let sooner = StopRecord::new(grace, &stop.context());
+        let sooner = stop_record(grace, &context_of(stop));
         if sooner.deadline_ms < stop.deadline_ms {
             *stop = sooner;
             self.persist().await;
@@ -88,7 +80,7 @@ impl Actor {
     pub(super) async fn note_delete(&mut self, context: &Context) -> Result<(), Failure> {
         let mut record = self.record.clone();
         record.intent = Intent::Stopped.into();
-        record.deleting = Some(StopRecord::new(None, context));
+        record.deleting = Some(stop_record(None, context));
         if let Err(error) = self.host.store.put(&record).await {
             // The store may have the note all the same.
             self.rewrite_due = Some(Instant::now());
@@ -123,7 +115,7 @@ impl Actor {
         if self.handover().is_under_way() || !matches!(self.work, Work::None) {
             return ControlFlow::Continue(());
         }
-        let context = noted.context();
+        let context = context_of(&noted);
         let message = "a deletion had been asked for before the daemon was restarted: it continues";
         self.tell(EventSeverity::Normal, "DeleteResumed", message);
         let begun = self.left.iter().position(|it| it.kind() == Some(Type::VmDelete));
@@ -149,11 +141,11 @@ impl Actor {
         }
         let noted = self.record.stop.clone();
         // An earlier release noted no more than that it is not to run.
-        let stop = noted.unwrap_or_else(|| StopRecord::new(Some(GRACE), &Context::daemon()));
+        let stop = noted.unwrap_or_else(|| stop_record(Some(GRACE), &Context::daemon()));
         let left = Some(stop.left(text::now_ms())).filter(|_| stop.grace_ms != 0);
         let message = "a stop had been asked for before the daemon was started anew: it goes on";
         self.tell(EventSeverity::Normal, "StopResumed", message);
-        self.stop_as(left, &stop.context());
+        self.stop_as(left, &context_of(&stop));
     }
 
     /// Stops what must not run.
@@ -164,7 +156,7 @@ impl Actor {
                 ..Context::default()
             };
             self.record.intent = Intent::Stopped.into();
-            self.record.stop = Some(StopRecord::new(Some(GRACE), &context));
+            self.record.stop = Some(stop_record(Some(GRACE), &context));
             self.stop_as(Some(GRACE), &context);
         }
     }
@@ -211,8 +203,8 @@ mod tests {
                 initiator,
                 preconditions: Default::default(),
             };
-            let stop = StopRecord::new(Some(Duration::from_secs(10)), &context);
-            assert_eq!(stop.context(), context);
+            let stop = stop_record(Some(Duration::from_secs(10)), &context);
+            assert_eq!(context_of(&stop), context);
             assert_eq!(stop.left(stop.deadline_ms - 4000), Duration::from_secs(4));
             assert_eq!(stop.left(stop.deadline_ms + 1), Duration::ZERO);
             assert_eq!(stop.left(0), Duration::from_secs(10), "a clock that was set back");

@@ -10,17 +10,19 @@ use proto::{
     },
 };
 use tokio::time::{Instant, sleep_until, timeout};
+use vmmd_host::{
+    failure::{Failure, Kind},
+    ledger::FileId,
+};
+use vmmd_store::Hardware;
 
 use crate::{
     control::{self, Client},
     disk::{self, Control},
-    failure::{Failure, Kind},
     files::{self, Known, Locks},
     host::Host,
-    ledger::FileId,
     registry::vms::command::Reply,
     share::Unkept,
-    store::Hardware,
     vm::{
         machine::{self, change::Live},
         start,
@@ -293,7 +295,7 @@ pub async fn look(client: Client) -> Result<Vec<DiskStats>, control::Error> {
 
 /// The VM has no disk of this name.
 pub fn no_disk(name: &str) -> Failure {
-    let message = format!("the VM has no disk \"{}\"", crate::text::brief(name));
+    let message = format!("the VM has no disk \"{}\"", vmmd_host::text::brief(name));
     Failure::new(Kind::NotFound, "DISK_NOT_FOUND", message)
 }
 
@@ -338,7 +340,7 @@ fn unclear_failure<T, E>(name: &str, answer: Result<Result<T, control::Error>, E
 
 pub(super) fn unclear_about<T, E>(what: &str, answer: Result<Result<T, control::Error>, E>) -> Failure {
     let why = match answer {
-        Ok(Err(error)) => crate::text::chain(&error),
+        Ok(Err(error)) => vmmd_host::text::chain(&error),
         Ok(Ok(_)) | Err(_) => format!("the vmm did not answer within {} s", TIMEOUT.as_secs()),
     };
     let message = format!("{what}: {why}; look at the VM's status for what has become of it");

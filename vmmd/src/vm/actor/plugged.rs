@@ -21,13 +21,16 @@ use proto::{
 };
 use tokio::time::{Instant, sleep_until, timeout};
 use uuid::Uuid;
+use vmmd_host::{
+    failure::{Failure, Kind},
+    fault,
+};
+use vmmd_store::VmRecord;
 
 use crate::{
     control::{self, Client},
-    failure::{Failure, Kind},
-    fault, files,
+    files,
     host::Host,
-    store::VmRecord,
     vm::{
         actor::{
             Actor,

@@ -3,14 +3,16 @@
 use std::sync::Arc;
 
 use proto::v1::EventSeverity;
+use vmmd_host::{
+    capacity::{Demand, placement},
+    failure::Failure,
+};
+use vmmd_store::VmRecord;
 
 use super::Actor;
 use crate::{
-    capacity::{Demand, placement},
-    failure::Failure,
     files,
     node::check,
-    store::VmRecord,
     vm::machine::{
         change::{self, Live, Verdict},
         limits,

@@ -1,14 +1,14 @@
 //! What goes along with a request: its id, and its preconditions.
 
 use proto::v1;
+use vmmd_host::failure::Failure;
+use vmmd_objects::{
+    context::Context,
+    request::{self, preconditions},
+};
+use vmmd_store;
 
 use super::Actor;
-use crate::{
-    context::Context,
-    failure::Failure,
-    request::{self, preconditions},
-    store,
-};
 
 impl Actor {
     /// Checks the preconditions of a request. The generation is not compared again for a request that was begun already: the
@@ -37,7 +37,7 @@ impl Actor {
     /// Removes the record for good, and answers those who asked for that together with it. Who asked an earlier daemon for
     /// the VM's creation is answered as well: its retry must not make another one. Returns the deletion's revision in the
     /// store.
-    pub(super) async fn bury(&self) -> Result<u64, store::Error> {
+    pub(super) async fn bury(&self) -> Result<u64, vmmd_store::Error> {
         let vm = self.state();
         let requests = &self.host.requests;
         let begun = self.record.begun.iter();

@@ -10,6 +10,13 @@ use proto::{
 };
 use tokio::time::{Instant, timeout, timeout_at};
 use tracing::Instrument;
+use vmmd_host::{
+    failure::{Failure, Kind},
+    ledger::FileId,
+    text,
+};
+use vmmd_objects::event::{Draft, Object};
+use vmmd_store::handover::Handover;
 
 use super::{
     Actor,
@@ -21,13 +28,8 @@ use super::{
 };
 use crate::{
     control::{self, Notice},
-    event::{Draft, Object},
-    failure::{Failure, Kind},
     files,
-    ledger::FileId,
     registry::vms::command::{LifeReply, Request},
-    store::handover::Handover,
-    text,
     vm::{
         api::describe::{GUEST_PANICKED, NO_ANSWER, SNAPSHOT, UNRESPONSIVE},
         instance::{

@@ -7,6 +7,11 @@ use proto::{
     vmm::{AttachShare, request::Op},
 };
 use uuid::Uuid;
+use vmmd_host::{
+    failure::{Failure, Kind},
+    process::Process,
+};
+use vmmd_store::VmRecord;
 
 use super::{
     Actor,
@@ -14,12 +19,9 @@ use super::{
 };
 use crate::{
     control::Client,
-    failure::{Failure, Kind},
     host::Host,
     paths::RuntimeDir,
-    process::Process,
     share::{self, Run, Serving, Unkept},
-    store::VmRecord,
     vm::machine,
 };
 

@@ -9,20 +9,24 @@ use proto::{
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 use tracing::Instrument;
+use vmmd_host::{
+    clock,
+    failure::{Failure, Kind},
+    text,
+};
+use vmmd_objects::{
+    context::Initiator,
+    operation::{Handle, Metadata, Progress},
+};
+use vmmd_store::{InstanceRecord, Intent, handover::Handover};
 
 use super::{
     Actor,
     work::{Start, Stop, Work},
 };
 use crate::{
-    clock,
-    context::Initiator,
-    failure::{Failure, Kind},
     files,
-    operation::{Handle, Metadata, Progress},
     registry::vms::command::Restore,
-    store::{InstanceRecord, Intent, handover::Handover},
-    text,
     vm::{
         api::describe::camel_case,
         lifecycle::{

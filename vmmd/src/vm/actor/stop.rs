@@ -8,6 +8,13 @@ use proto::{
     vmm::{self, PowerButton, Resume, request::Op},
 };
 use tokio::{task::spawn_blocking, time::Instant};
+use vmmd_host::{capacity::Demand, clock, failure::Failure, fault, lock, text};
+use vmmd_objects::{
+    context::Context,
+    operation::{Detail, Handle, Pending, Progress, Type},
+};
+use vmmd_store::store_failure;
+use vmmd_store::{Intent, handover::Handover};
 
 use super::{
     Actor, answer,
@@ -16,19 +23,11 @@ use super::{
     work::{Change, Stop, Work},
 };
 use crate::{
-    capacity::Demand,
-    clock,
-    context::Context,
     control::Client,
     disk::moved,
-    failure::{Failure, store_failure},
-    fault, lock,
-    operation::{Detail, Handle, Pending, Progress, Type},
     paths::{LogDir, RuntimeDir},
     registry::vms::command::Life,
     state_dir,
-    store::{Intent, handover::Handover},
-    text,
     vm::{
         instance::{Instance, Lingering, exit_record},
         lifecycle::{

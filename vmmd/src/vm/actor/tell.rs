@@ -2,12 +2,10 @@
 
 use proto::v1::{EventSeverity, VmPhase};
 use tokio::time::{Duration, Instant};
+use vmmd_objects::event::{Draft, Object};
 
 use super::Actor;
-use crate::{
-    event::{Draft, Object},
-    vm::api::describe::DISK_ERROR,
-};
+use crate::vm::api::describe::DISK_ERROR;
 
 /// Resets by the guest are told at most so often: a guest may do nothing else.
 const RESETS: Duration = Duration::from_secs(1);

@@ -18,6 +18,15 @@ use proto::{
 use tokio::time::Instant;
 
 pub use self::live::LiveChanges;
+use vmmd_host::{
+    capacity::placement,
+    failure::{Failure, Kind},
+    text,
+};
+use vmmd_objects::{context::Context, event::Object};
+use vmmd_store::VmRecord;
+use vmmd_store::store_failure;
+
 use self::live::Waiter;
 use super::{
     Actor, answer,
@@ -26,10 +35,6 @@ use super::{
     respond, superseded,
 };
 use crate::{
-    capacity::placement,
-    context::Context,
-    event::Object,
-    failure::{Failure, Kind, store_failure},
     files,
     node::check,
     registry::{
@@ -37,8 +42,6 @@ use crate::{
         vms::command::{LifeReply, Update},
     },
     share,
-    store::VmRecord,
-    text,
     vm::{
         api::create,
         lifecycle::admission::{self, Applied, Situation},
@@ -277,7 +280,7 @@ impl Actor {
     /// The record after the update; the same when it changes nothing.
     fn with(&self, desired: &Desired) -> VmRecord {
         let mut record = self.record.clone();
-        let none = crate::store::Hardware::default();
+        let none = vmmd_store::Hardware::default();
         let old = record.hardware.clone().unwrap_or_default();
         let of_run = record.instance.as_ref().and_then(|run| run.hardware.clone());
         let new = machine::reallocate(

@@ -12,14 +12,12 @@ use tokio::{
     time::{Duration, Instant, sleep, sleep_until},
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
+use vmmd_host::{cgroup::LEAVING, failure::Failure, text};
+use vmmd_objects::operation::{Handle, Metadata, Progress};
 
 use crate::{
-    cgroup::LEAVING,
     control::{self, Notice},
-    failure::Failure,
-    operation::{Handle, Metadata, Progress},
     registry::vms::command::LifeReply,
-    text,
     vm::{
         instance::{
             Instance, Lingering,

@@ -12,24 +12,30 @@ use proto::{
 };
 use tokio::sync::oneshot;
 use uuid::Uuid;
+use vmmd_host::{
+    capacity::placement::{self, Problem},
+    failure::{Failure, Kind},
+    text,
+};
+use vmmd_objects::{
+    context::Context,
+    event::{Draft, Object},
+    operation::Type,
+    request,
+};
+use vmmd_store::store_failure;
+use vmmd_store::{HandoverRecord, Hardware, Intent, VmRecord};
 
 use super::describe::View;
 use crate::{
-    capacity::placement::{self, Problem},
-    context::Context,
-    event::{Draft, Object},
-    failure::{Failure, Kind, store_failure},
     files,
     host::Host,
     node::check::{self, Question},
-    operation::Type,
     registry::vms::{
         Entry,
         command::{Command, Life, Request},
     },
-    request, share,
-    store::{HandoverRecord, Hardware, Intent, VmRecord},
-    text,
+    share,
     vm::{
         actor::{Actor, Attachments},
         lifecycle::policy::{Decision, Occasion, decide, refuses},

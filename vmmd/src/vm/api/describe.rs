@@ -15,15 +15,15 @@ use uuid::Uuid;
 
 pub use crate::vm::lifecycle::pause::{DISK_ERROR, MIGRATING, SNAPSHOT};
 
+use vmmd_host::{clock, text};
+use vmmd_store::{
+    HandoverRecord, HandoverStage, InstanceRecord, Key, VmRecord,
+    handover::{self, Handover},
+};
+
 use crate::{
-    clock,
     host::Host,
     network,
-    store::{
-        HandoverRecord, HandoverStage, InstanceRecord, Key, VmRecord,
-        handover::{self, Handover},
-    },
-    text,
     vm::{
         actor::Attachments,
         instance::{Instance, Lingering, link::State},

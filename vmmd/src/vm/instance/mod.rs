@@ -17,17 +17,19 @@ use proto::vmm::{ExitRecord, HelloReply};
 use rustix::fs::{Mode, OFlags};
 use tokio::time::timeout;
 use uuid::Uuid;
+use vmmd_host::{
+    capacity::Demand,
+    cgroup::Group,
+    ledger::{Claim, FileId},
+    lock,
+    process::Process,
+};
 
 use self::link::{DYING, Link, Session, State, greet};
 use crate::{
-    capacity::Demand,
-    cgroup::Group,
     control::{Client, bounds},
     host::Host,
-    ledger::{Claim, FileId},
-    lock,
     paths::RuntimeDir,
-    process::Process,
     share::Keepers,
 };
 

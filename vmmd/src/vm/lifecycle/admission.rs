@@ -1,6 +1,8 @@
 //! May a request be carried out now, given what the VM does at present? A pure function: the actor acts on it.
 
-use crate::{failure::Failure, registry::vms::command::Request};
+use vmmd_host::failure::Failure;
+
+use crate::registry::vms::command::Request;
 
 /// What the VM is doing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -7,8 +7,7 @@ use proto::{
     v1::{ExitReason, ExitStatus, RunCounts, VmPhase},
     vmm::{ExitKind, ExitRecord},
 };
-
-use crate::text;
+use vmmd_host::text;
 
 /// What was asked of the VM when it ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

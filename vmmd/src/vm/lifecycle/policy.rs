@@ -9,8 +9,9 @@ use proto::{
     model::policy::{OnPanic, RunPolicy},
     v1::ExitReason,
 };
+use vmmd_store::Intent;
 
-use crate::{config, registry::vms::command::Request, store::Intent};
+use crate::{config, registry::vms::command::Request};
 
 /// What has happened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -7,9 +7,9 @@
 
 use proto::{model::policy::RunPolicy, v1::ExitReason};
 use tokio::time::{Duration, Instant};
+use vmmd_store::{Intent, RestartRecord};
 
 use super::policy::{BackOff, Decision, Occasion, decide};
-use crate::store::{Intent, RestartRecord};
 
 /// What is noted of the next start by the run policy.
 #[derive(Clone, Debug, Default, PartialEq)]

@@ -12,9 +12,9 @@
 //! Always: what an exit means is decided by `asked`, so it is written before the `vmm` is told anything; a deadline never gets later.
 
 use tokio::time::{Duration, Instant};
+use vmmd_host::cgroup::LEAVING;
 
 use super::exit::Asked;
-use crate::cgroup::LEAVING;
 
 /// How long a `vmm` that was told to end may take before it is killed. Nothing that it had acknowledged to the guest
 /// depends on it.

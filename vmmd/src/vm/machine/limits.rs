@@ -5,8 +5,7 @@ use std::{io, path::Path};
 
 use proto::model::vm::VmSpec;
 use uuid::Uuid;
-
-use crate::{
+use vmmd_host::{
     cgroup::{
         Group,
         facts::{self, SYSFS},
@@ -14,10 +13,10 @@ use crate::{
         plan::{self, Plan},
     },
     failure::Failure,
-    files,
-    host::Host,
     text,
 };
+
+use crate::{files, host::Host};
 
 /// Decides what a VM's cgroup is to say. Refused when the node can't do what the spec asks for.
 pub fn plan(host: &Host, spec: &VmSpec) -> Result<Plan, Failure> {

@@ -23,11 +23,11 @@ use proto::{
     vmm::{self, MachineSpec},
 };
 use uuid::Uuid;
+use vmmd_store::{Hardware, NicHardware};
 
 use crate::{
     files::{Files, OpenDisk},
     network::{self, Tap},
-    store::{Hardware, NicHardware},
 };
 
 /// PCI slots of platform v1 on bus 0, whose device 0 is the host bridge. Each kind has its own range, so that what is added

@@ -13,8 +13,7 @@ use proto::{
 };
 use serde_json::Value as Json;
 use sha2::{Digest, Sha256};
-
-use crate::store::Key;
+use vmmd_store::Key;
 
 /// Before a digest that was made with the node's key.
 const KEYED: &str = "hmac-";

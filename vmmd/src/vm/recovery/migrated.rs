@@ -5,13 +5,14 @@ use proto::{
     handover::{Effect, Message, Source, SourceEvent, Target, TargetEvent},
     vmm::{Resume, request::Op},
 };
+use vmmd_host::failure::Failure;
+use vmmd_objects::context::Context;
+use vmmd_store::handover::{self, Handover};
+use vmmd_store::store_failure;
 
 use super::unusable::{Unusable, Why};
 use crate::{
-    context::Context,
-    failure::{Failure, store_failure},
     registry::vms::command::{Attend, HandoverRequest},
-    store::handover::{self, Handover},
     vm::{actor::nothing_to_resolve, instance::Instance},
 };
 

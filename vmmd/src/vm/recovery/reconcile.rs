@@ -15,18 +15,15 @@ use proto::{
 };
 use tokio::task::{JoinSet, spawn_blocking};
 use uuid::Uuid;
+use vmmd_host::{capacity::Demand, clock, lock, text};
+use vmmd_objects::event::{Draft, Object};
+use vmmd_store::{InstanceRecord, Unreadable, VmRecord};
 
 use super::unusable::{self, Why};
 use crate::{
-    capacity::Demand,
-    clock,
-    event::{Draft, Object},
     host::Host,
-    lock,
     paths::{self, LogDir, RuntimeDir},
     share::{Keepers, Run},
-    store::{InstanceRecord, Unreadable, VmRecord},
-    text,
     vm::{
         actor::{Actor, without_disk},
         api::describe::{DISK_ERROR, MIGRATING, SNAPSHOT, View},

@@ -5,12 +5,10 @@ use std::{future::Future, pin::Pin, sync::Arc, time::Duration};
 
 use tokio::time::sleep;
 use uuid::Uuid;
+use vmmd_objects::event::{Draft, Object};
 
 use super::reconcile::restore;
-use crate::{
-    event::{Draft, Object},
-    host::Host,
-};
+use crate::host::Host;
 
 /// The wait before the first of several attempts in a row; each is twice the one before.
 const FIRST: Duration = Duration::from_millis(50);

@@ -9,26 +9,25 @@ use proto::{
 };
 use tokio::{sync::watch, task::spawn_blocking, time::sleep};
 use uuid::Uuid;
+use vmmd_host::{capacity::Demand, failure::Failure, ledger::Claim, lock, text};
+use vmmd_objects::{
+    context::Context,
+    event::{Draft, Object},
+    operation::Type,
+    request::preconditions,
+};
+use vmmd_store::store_failure;
+use vmmd_store::{Intent, VmRecord, handover};
 
 use super::{reconcile::restore, supervisor};
 use crate::{
-    capacity::Demand,
-    context::Context,
     disk::moved,
-    event::{Draft, Object},
-    failure::{Failure, store_failure},
     host::Host,
-    ledger::Claim,
-    lock,
-    operation::Type,
     paths::{LogDir, RuntimeDir},
     registry::vms::{
         Entry,
         command::{Answer, Command, Commands, Life, Mailbox, Request},
     },
-    request::preconditions,
-    store::{Intent, VmRecord, handover},
-    text,
     vm::{
         api::describe::{camel_case, migration, started},
         instance::{Found, Instance, find},

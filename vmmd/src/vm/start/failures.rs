@@ -5,15 +5,12 @@ use std::{io, sync::Arc};
 use proto::vmm::ErrorKind;
 use tokio::task::spawn_blocking;
 use uuid::Uuid;
-
-use crate::{
-    control,
+use vmmd_host::{
     failure::{Failure, Kind},
-    host::Host,
-    paths::RuntimeDir,
     text,
-    vm::instance::exit_record,
 };
+
+use crate::{control, host::Host, paths::RuntimeDir, vm::instance::exit_record};
 
 pub(super) fn failed(operation: &str, error: &io::Error) -> Failure {
     let message = format!("{operation}: {}", text::words(error));

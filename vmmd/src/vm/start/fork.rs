@@ -9,11 +9,12 @@ use std::{
     },
 };
 
-use super::failures::failed;
-use crate::{
+use vmmd_host::{
     failure::Failure,
     sys::clone::{self, FIRST_FD, Network, Program},
 };
+
+use super::failures::failed;
 
 pub(super) struct Spawn {
     pub(super) executable: File,

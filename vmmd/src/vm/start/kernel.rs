@@ -15,14 +15,13 @@ use proto::model::{
 };
 use serde::Deserialize;
 use tokio::task::spawn_blocking;
+use vmmd_host::{failure::Failure, sys::clone::FIRST_FD};
 
 use super::failures::failed;
 use crate::{
-    failure::Failure,
     files::{Files, OpenDisk},
     helper::{self, Job},
     host::Host,
-    sys::clone::FIRST_FD,
 };
 
 /// How long it may take to find and copy it. From a slow disk 100 MiB take a while.

@@ -31,6 +31,19 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 pub use self::failures::refused;
+use vmmd_host::{
+    cgroup::{Group, LEAVING, facts},
+    failure::{Failure, Kind},
+    ledger::{Claim, FileId},
+    process::Process,
+};
+use vmmd_objects::{
+    event::{Draft, Object},
+    operation::{Progress, Reporter},
+};
+use vmmd_store::store_failure;
+use vmmd_store::{ReplacingRecord, VmRecord};
+
 use self::{
     failures::{GONE, OUT_OF_MEMORY, cancelled, died, failed, out_of_memory},
     fork::{Spawn, spawn},
@@ -42,21 +55,14 @@ use super::{
     machine::{self, Parts},
 };
 use crate::{
-    cgroup::{Group, LEAVING, facts},
     control::{Client, Notices},
     disk::moved,
-    event::{Draft, Object},
-    failure::{Failure, Kind, store_failure},
     files::{self, Known},
     host::Host,
-    ledger::{Claim, FileId},
     network,
-    operation::{Progress, Reporter},
     paths::RuntimeDir,
-    process::Process,
     registry::vms::command::Restore,
     share::{self, Keepers, Run, Serving},
-    store::{ReplacingRecord, VmRecord},
 };
 
 /// How long a `vmm` may take from its fork to a booted machine. Loading a kernel from a slow disk is the longest part.

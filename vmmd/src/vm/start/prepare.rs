@@ -12,19 +12,20 @@ use std::{
 
 use proto::model::{cloud_init::CloudInit, nic::Mac};
 use uuid::Uuid;
-
-use super::{Plan, failures::failed, seed::Seed};
-use crate::{
+use vmmd_host::{
     capacity::{Demand, placement},
     cgroup::plan::Plan as Limits,
     failure::Failure,
-    fault,
+    fault, lock,
+};
+use vmmd_store::Hardware;
+
+use super::{Plan, failures::failed, seed::Seed};
+use crate::{
     files::{self, Files, Known, Locks, state_dir::StateDir},
     host::Host,
-    lock,
     node::check::Look,
     paths::{LogDir, RuntimeDir},
-    store::Hardware,
     vm::machine::{self, limits},
 };
 

@@ -31,17 +31,20 @@ use rustix::{
     io::Errno,
 };
 use tokio_util::sync::CancellationToken;
+use vmmd_host::{
+    failure::{Failure, file_failed},
+    fault,
+    roots::{self, Within},
+};
+use vmmd_store::store_failure;
+use vmmd_store::{ReplacedImage, ReplacingRecord, VmRecord};
 
 use super::{Plan, blocking, failures::cancelled, prepare::Checked};
 use crate::{
     disk,
-    failure::{Failure, file_failed, store_failure},
-    fault,
     files::{self, Locks, Use},
     host::Host,
     registry::vms::command::PutBack,
-    roots::{self, Within},
-    store::{ReplacedImage, ReplacingRecord, VmRecord},
 };
 
 /// An image that is to be replaced.

@@ -1,7 +1,8 @@
 use proto::v1::{self, ObjectMetadata};
+use vmmd_objects::feed::Expired;
 
 use super::*;
-use crate::{grpc::objects::shared::after, registry::feed::Expired};
+use crate::grpc::objects::shared::after;
 
 /// An object with a revision and a name.
 #[derive(Clone, Debug)]

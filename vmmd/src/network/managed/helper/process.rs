@@ -22,13 +22,6 @@ use std::{
     time::Duration,
 };
 
-use super::{Ipv6, Table, ra, server::TABLE};
-use crate::{
-    cgroup, fault,
-    ledger::{Claim, Ledger},
-    process::Process,
-    sys::clone::{self, Child, Network, Program},
-};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
 use socket2::{Domain, Protocol, Socket, Type};
@@ -36,6 +29,14 @@ use tokio::{
     sync::Notify,
     time::{Instant, sleep},
 };
+use vmmd_host::{
+    cgroup, fault,
+    ledger::{Claim, Ledger},
+    process::Process,
+    sys::clone::{self, Child, Network, Program},
+};
+
+use super::{Ipv6, Table, ra, server::TABLE};
 
 /// Ports of DHCP and DNS servers.
 const DHCP: u16 = 67;

@@ -19,6 +19,7 @@ use rustix::{
     fs::{Mode, OFlags, openat},
     io::Errno,
 };
+use vmmd_host::sys::{self, clone::FIRST_FD};
 
 use super::{
     Table,
@@ -28,7 +29,6 @@ use super::{
     forward::Forwarder,
     ra,
 };
-use crate::sys::{self, clone::FIRST_FD};
 
 /// The table's name in its folder.
 pub const TABLE: &str = "table.json";

@@ -9,13 +9,16 @@ use proto::{
     },
     v1::{self, AttachmentPhase},
 };
+use vmmd_host::{
+    capacity::placement,
+    failure::{Failure, Kind},
+    ledger::FileId,
+};
+use vmmd_store::store_failure;
 
 use crate::{
-    capacity::placement,
     control::Client,
-    failure::{Failure, Kind, store_failure},
     files,
-    ledger::FileId,
     node::check,
     registry::vms::command::Reply,
     vm::{

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use proto::{model::disk::Disk, v1::AttachmentPhase};
+use vmmd_host::failure::Failure;
 
 use crate::{
-    failure::Failure,
     registry::vms::command::Reply,
     vm::{
         actor::{

@@ -4,9 +4,9 @@ use proto::{
     v1::AttachmentPhase,
     vmm::{self, request::Op},
 };
+use vmmd_host::failure::Failure;
 
 use crate::{
-    failure::Failure,
     registry::vms::command::Reply,
     vm::{
         actor::{

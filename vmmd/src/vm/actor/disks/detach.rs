@@ -8,10 +8,10 @@ use proto::{
     vmm,
 };
 use tokio::time::Instant;
+use vmmd_host::failure::{Failure, Kind};
 
 use crate::{
     control::Client,
-    failure::{Failure, Kind},
     registry::vms::command::Reply,
     vm::{
         actor::{

@@ -26,11 +26,12 @@ mod detach;
 mod spec;
 
 pub use self::spec::without_disk;
+use vmmd_host::failure::{Failure, Kind};
+use vmmd_objects::context::Context;
+
 use super::{Actor, answer, plug::Outcome};
 use crate::{
-    context::Context,
     control::Client,
-    failure::{Failure, Kind},
     registry::vms::command::{DiskRequest, Reply},
     vm::lifecycle::admission::{self, admit_disk},
 };

@@ -1,14 +1,13 @@
 //! The disks of the VM's record: what is changed there is stored first.
 
 use proto::model::{Violations, vm::VmSpec};
+use vmmd_host::failure::Failure;
+use vmmd_store::VmRecord;
+use vmmd_store::store_failure;
 
-use crate::{
-    failure::{Failure, store_failure},
-    store::VmRecord,
-    vm::{
-        actor::Actor,
-        machine::change::{self, Live},
-    },
+use crate::vm::{
+    actor::Actor,
+    machine::change::{self, Live},
 };
 
 impl Actor {
@@ -58,7 +57,7 @@ impl Actor {
     /// Writes a changed record of the run; nothing is changed when that fails.
     pub(super) async fn change_run(
         &mut self,
-        change: impl FnOnce(&mut crate::store::InstanceRecord),
+        change: impl FnOnce(&mut vmmd_store::InstanceRecord),
     ) -> Result<(), Failure> {
         let mut record = self.record.clone();
         change(record.instance.get_or_insert_default());

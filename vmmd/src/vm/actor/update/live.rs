@@ -13,15 +13,15 @@ use proto::{
 };
 use serde_json::Value as Json;
 use tokio::{task::AbortHandle, time::Instant};
+use vmmd_host::failure::Failure;
+use vmmd_objects::context::Context;
+use vmmd_store::VmRecord;
 
 use super::DEFAULT_EJECT;
 use crate::{
-    context::Context,
     control::Client,
-    failure::Failure,
     registry::vms::command::{Life, LifeReply, Request},
     share::Unkept,
-    store::VmRecord,
     vm::{
         actor::{
             Actor,

@@ -19,12 +19,9 @@ use proto::{
 };
 use serde_json::Value as Json;
 use uuid::Uuid;
+use vmmd_store::{Hardware, VmRecord};
 
-use crate::{
-    host::Host,
-    network::tap_name,
-    store::{Hardware, VmRecord},
-};
+use crate::{host::Host, network::tap_name};
 
 /// Something of the spec that the machine has otherwise.
 #[derive(Clone, Debug, PartialEq)]

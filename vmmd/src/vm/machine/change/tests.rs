@@ -5,9 +5,9 @@ use proto::v1::{
     BalloonSpec, BootSpec, CpuSpec, DiskSpec, LinuxBoot, MemorySpec, NicSpec, RateGroup, RateLimit,
     ShareSpec, boot_spec, nic_spec,
 };
+use vmmd_store::{InstanceRecord, NicHardware};
 
 use super::*;
-use crate::store::{InstanceRecord, NicHardware};
 
 fn disk(name: &str) -> DiskSpec {
     DiskSpec {

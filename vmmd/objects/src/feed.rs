@@ -1,0 +1,245 @@
+//! The order in which objects of a kind (disks, images, networks) change: a revision for each change, and what is remembered of
+//! deleted ones, so that who knows the objects at a revision can be told what has changed since. Deletions by earlier runs of the daemon
+//! are in the store.
+//!
+//! A deletion has a revision before it is written to the store, and another one when watchers can see it. A later daemon must assume
+//! of who has seen the first revision only that the deletion was not seen.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use proto::v1::ObjectMetadata;
+use tokio::sync::watch;
+use vmmd_store::{BuriedRecords, MAX_TOMBSTONES, Tombstone};
+
+/// A place in the order of changes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Position {
+    /// Run of the daemon.
+    pub run: u64,
+    /// All changes of that run up to this revision have been told.
+    pub revision: u64,
+    /// All deletions whose first revision is not later than this have been told.
+    pub buried: u64,
+}
+
+/// Why what has changed since a position can't be told: it is of another store, or from before what is remembered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Expired;
+
+/// See the module.
+#[derive(Debug)]
+pub struct Feed {
+    /// Of the daemon.
+    run: u64,
+    /// By run of the daemon: a number that tells it from runs of other stores.
+    nonces: BTreeMap<u64, u64>,
+    /// Of the last change.
+    revision: u64,
+    /// First revisions of deletions that watchers can't see yet.
+    being_buried: BTreeSet<u64>,
+    /// Deletions, the oldest first.
+    tombstones: VecDeque<Buried>,
+    /// Run and revision of the last deletion that was forgotten.
+    trimmed: (u64, u64),
+    /// Highest generation of a deleted object: a new one has a higher one.
+    generation: u64,
+    /// Has the last revision.
+    news: watch::Sender<u64>,
+}
+
+/// An object that was deleted.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Buried {
+    /// What was last known of it.
+    pub metadata: ObjectMetadata,
+    /// Run and revision at which watchers could see that; of an earlier run, its first revision.
+    pub at: (u64, u64),
+}
+
+impl Feed {
+    /// One that remembers what the store does; `run` and `nonces` as in [`vmmd_store::HistoryRecords`].
+    pub fn new(run: u64, nonces: BTreeMap<u64, u64>, history: BuriedRecords) -> Self {
+        let tombstones = history.tombstones.into_iter().map(|tombstone| Buried {
+            at: (tombstone.run, tombstone.revision),
+            metadata: tombstone.metadata.unwrap_or_default().into(),
+        });
+        Self {
+            run,
+            nonces,
+            revision: 0,
+            being_buried: BTreeSet::new(),
+            tombstones: tombstones.collect(),
+            trimmed: history.trimmed,
+            generation: history.generation,
+            news: watch::channel(0).0,
+        }
+    }
+
+    /// The number that tells a run of the daemon from runs of other stores, if it is known.
+    pub fn nonce(&self, run: u64) -> Option<u64> {
+        self.nonces.get(&run).copied()
+    }
+
+    /// Run of the daemon.
+    pub fn run(&self) -> u64 {
+        self.run
+    }
+
+    /// The generation that a new object begins with.
+    pub fn first_generation(&self) -> u64 {
+        self.generation + 1
+    }
+
+    /// Wakes up with each change.
+    pub fn news(&self) -> watch::Receiver<u64> {
+        self.news.subscribe()
+    }
+
+    /// The revision of a change that is made now, under the same lock.
+    pub fn change(&mut self) -> u64 {
+        self.revision += 1;
+        self.news.send_replace(self.revision);
+        self.revision
+    }
+
+    /// Begins a deletion: what is to be written to the store. [`Self::buried`] follows.
+    pub fn bury(&mut self, metadata: ObjectMetadata) -> Tombstone {
+        self.revision += 1;
+        self.being_buried.insert(self.revision);
+        Tombstone {
+            run: self.run,
+            revision: self.revision,
+            metadata: Some(metadata.into()),
+            owned: 0,
+            moved: false,
+        }
+    }
+
+    /// A deletion did not come about.
+    pub fn kept(&mut self, tombstone: &Tombstone) {
+        self.being_buried.remove(&tombstone.revision);
+    }
+
+    /// Ends a deletion: from now on watchers can see it.
+    pub fn buried(&mut self, tombstone: Tombstone) {
+        self.being_buried.remove(&tombstone.revision);
+        let metadata = ObjectMetadata::from(tombstone.metadata.unwrap_or_default());
+        self.generation = self.generation.max(metadata.generation);
+        let at = (self.run, self.change());
+        self.tombstones.push_back(Buried { metadata, at });
+        while u64::try_from(self.tombstones.len()).is_ok_and(|count| count > MAX_TOMBSTONES) {
+            if let Some(oldest) = self.tombstones.pop_front() {
+                self.trimmed = oldest.at;
+            }
+        }
+    }
+
+    /// Where the last change is.
+    pub fn position(&self) -> Position {
+        let pending = self.being_buried.first();
+        Position {
+            run: self.run,
+            revision: self.revision,
+            buried: pending.map_or(self.revision, |first| first.saturating_sub(1)),
+        }
+    }
+
+    /// Deletions since a position, the oldest first.
+    ///
+    /// # Errors
+    ///
+    /// The position is of a later run, or older than what is remembered.
+    pub fn buried_since(&self, position: Position) -> Result<Vec<Buried>, Expired> {
+        let Position {
+            run,
+            revision,
+            buried,
+        } = position;
+        if run > self.run || (run == self.run && revision > self.revision) {
+            return Err(Expired);
+        }
+        // Deletions of this run are remembered with the revision at which they could be seen.
+        let known = (run, if run == self.run { revision } else { buried });
+        if self.trimmed > known {
+            return Err(Expired);
+        }
+        let since = self.tombstones.iter().filter(|buried| buried.at > known);
+        Ok(since.cloned().collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn named(name: &str, generation: u64) -> ObjectMetadata {
+        ObjectMetadata {
+            name: name.into(),
+            generation,
+            ..Default::default()
+        }
+    }
+
+    fn feed(run: u64, history: BuriedRecords) -> Feed {
+        Feed::new(run, BTreeMap::new(), history)
+    }
+
+    #[test]
+    fn a_deletion_that_was_written_and_not_seen_is_told_by_the_next_run() {
+        let mut first = feed(1, BuriedRecords::default());
+        first.change();
+        let tombstone = first.bury(named("a", 3));
+        // Somebody sees a later change, and then the daemon is killed.
+        first.change();
+        let seen = first.position();
+        let history = BuriedRecords {
+            tombstones: vec![tombstone.clone()],
+            trimmed: (0, 0),
+            generation: 3,
+        };
+        let second = feed(2, history);
+        let told = second.buried_since(seen).unwrap();
+        assert_eq!((told.len(), told[0].metadata.name.as_str()), (1, "a"));
+        assert_eq!(second.first_generation(), 4);
+        // Who had seen it is not told again.
+        first.buried(tombstone);
+        assert_eq!(second.buried_since(first.position()).unwrap(), []);
+    }
+
+    #[test]
+    fn a_deletion_that_did_not_come_about_is_not_told_and_holds_nothing_up() {
+        let mut feed = feed(1, BuriedRecords::default());
+        let start = feed.position();
+        let tombstone = feed.bury(named("a", 3));
+        assert_eq!(feed.position().buried, 0);
+        feed.kept(&tombstone);
+        assert_eq!(feed.position().buried, feed.position().revision);
+        assert_eq!(feed.buried_since(start).unwrap(), []);
+    }
+
+    #[test]
+    fn a_position_before_what_is_remembered_is_refused() {
+        let mut feed = feed(1, BuriedRecords::default());
+        let start = feed.position();
+        for _ in 0..=MAX_TOMBSTONES {
+            let tombstone = feed.bury(named("a", 1));
+            feed.buried(tombstone);
+        }
+        assert_eq!(feed.buried_since(start), Err(Expired));
+        assert_eq!(feed.buried_since(feed.position()), Ok(Vec::new()));
+        let later = Position {
+            run: 2,
+            ..Position::default()
+        };
+        assert_eq!(feed.buried_since(later), Err(Expired));
+    }
+
+    #[test]
+    fn generations_of_new_disks_are_above_those_of_deleted_ones() {
+        let mut feed = feed(1, BuriedRecords::default());
+        assert_eq!(feed.first_generation(), 1);
+        let tombstone = feed.bury(named("a", 7));
+        feed.buried(tombstone);
+        assert_eq!(feed.first_generation(), 8);
+    }
+}

@@ -1,0 +1,126 @@
+//! What a request has made: its answer is right only as long as that is there.
+
+use prost::Message;
+use proto::v1::{
+    CreateDiskResponse, CreateNetworkResponse, CreateSnapshotResponse, CreateVmResponse, ImportImageResponse,
+    ImportSnapshotResponse, ObjectMetadata, Operation, OperationPhase, RestoreVmResponse,
+};
+use uuid::Uuid;
+use vmmd_host::failure::{Failure, Kind};
+use vmmd_store::RequestKey;
+
+use super::Requests;
+use crate::{context::Context, event::Object};
+
+/// The methods that make an object, or put it back.
+#[cfg(test)]
+pub const METHODS: [&str; 7] = [
+    "CreateVm",
+    "RestoreVm",
+    "CreateDisk",
+    "CreateNetwork",
+    "CreateSnapshot",
+    "ImportSnapshot",
+    "ImportImage",
+];
+
+/// The object that a response of this method says is there. `None` when the method makes nothing, and when the response says that making it
+/// has begun (`no_wait`): what came of that is in the operation.
+pub fn object(method: &str, response: &[u8]) -> Option<Object> {
+    match method {
+        "CreateVm" => vm(CreateVmResponse::decode(response).ok()?.vm?.metadata),
+        "RestoreVm" => vm(RestoreVmResponse::decode(response).ok()?.vm?.metadata),
+        "CreateDisk" => {
+            let response = CreateDiskResponse::decode(response).ok()?;
+            let metadata = whole(response.operation, response.disk?.metadata);
+            named(Object::Disk, metadata)
+        }
+        "ImportImage" => {
+            let response = ImportImageResponse::decode(response).ok()?;
+            let metadata = whole(response.operation, response.image?.metadata);
+            named(Object::Image, metadata)
+        }
+        "CreateNetwork" => {
+            let response = CreateNetworkResponse::decode(response).ok()?;
+            named(Object::Network, response.network?.metadata)
+        }
+        "CreateSnapshot" => {
+            let response = CreateSnapshotResponse::decode(response).ok()?;
+            named(Object::Snapshot, response.snapshot?.metadata)
+        }
+        "ImportSnapshot" => {
+            let response = ImportSnapshotResponse::decode(response).ok()?;
+            named(Object::Snapshot, response.snapshot?.metadata)
+        }
+        _ => None,
+    }
+}
+
+fn vm(metadata: Option<ObjectMetadata>) -> Option<Object> {
+    named(Object::Vm, metadata)
+}
+
+/// Nothing while the operation that makes the object goes on.
+fn whole(operation: Option<Operation>, metadata: Option<ObjectMetadata>) -> Option<ObjectMetadata> {
+    metadata.filter(|_| operation.is_none_or(|operation| operation.phase() == OperationPhase::Completed))
+}
+
+fn named(object: fn(String, Uuid) -> Object, metadata: Option<ObjectMetadata>) -> Option<Object> {
+    let metadata = metadata?;
+    let uid = Uuid::parse_str(&metadata.uid).ok()?;
+    Some(object(metadata.name, uid))
+}
+
+/// A repeated request whose object is not there any more.
+pub fn gone(object: &Object) -> Failure {
+    let message = format!(
+        "this request was carried out before, and its {object} is not on this node any more: to make another one, take a new request id"
+    );
+    Failure::new(Kind::NotFound, "OBJECT_GONE", message)
+}
+
+impl Requests {
+    /// UUID of the VM that the request made under an earlier daemon.
+    pub fn made_vm(&self, context: &Context) -> Option<Vec<u8>> {
+        self.made(context, "CreateVm")
+    }
+
+    /// UUID of the disk that the request made under an earlier daemon.
+    pub fn made_disk(&self, context: &Context) -> Option<Vec<u8>> {
+        self.made(context, "CreateDisk")
+    }
+
+    /// UUID of the snapshot that the request made under an earlier daemon.
+    pub fn made_snapshot(&self, context: &Context) -> Option<Vec<u8>> {
+        self.made(context, "CreateSnapshot")
+    }
+
+    /// UUID of the snapshot that the request made of an archive under an earlier daemon.
+    pub fn imported_snapshot(&self, context: &Context) -> Option<Vec<u8>> {
+        self.made(context, "ImportSnapshot")
+    }
+
+    /// UUID of the VM that the request made of a snapshot under an earlier daemon.
+    pub fn made_by_restore(&self, context: &Context) -> Option<Vec<u8>> {
+        self.made(context, "RestoreVm")
+    }
+
+    /// UUID of the network that the request made under an earlier daemon.
+    pub fn made_network(&self, context: &Context) -> Option<Vec<u8>> {
+        self.made(context, "CreateNetwork")
+    }
+
+    /// UUID of the image that the request made under an earlier daemon.
+    pub fn made_image(&self, context: &Context) -> Option<Vec<u8>> {
+        self.made(context, "ImportImage")
+    }
+
+    fn made(&self, context: &Context, method: &str) -> Option<Vec<u8>> {
+        let inner = self.inner();
+        let left = inner.left.get(&context.key()).or_else(|| {
+            // What an earlier release began, when an id was for everybody.
+            inner.left.get(&RequestKey::new("", &context.request_id))
+        })?;
+        (left.mark.method == method).then(|| left.on.clone())
+    }
+}

@@ -1,0 +1,408 @@
+//! Requests with an id: each is carried out once, however often it is sent.
+//!
+//! ```text
+//!            begin                          a success
+//!   (none) ─────────▶ under way ───────────────────────────────────────▶ answered (in the store)
+//!      ▲                │    │ the daemon ends
+//!      └────────────────┘    └──▶ left (in the record of what it is about) ──▶ under way …
+//!           a refusal
+//! ```
+//!
+//! Ids are of their callers: two callers may use the same. A second request with the id of one that is under way waits for the same answer. A request that
+//! succeeded is answered as before for a day, or until its caller has had more answers than the store keeps of one caller. The answer shows its
+//! VM as it is then ([`shown`]). The same id with another method or other content is refused, and so is one that has made an object which is not
+//! there any more ([`made`]). A refusal is not kept: the retry is carried out. A request that only checks leaves its id free.
+//!
+//! Before the first durable effect of a request its mark (id, method, fingerprint of the content) is in the record of the VM or
+//! disk; it is written in the same transaction, so that it costs nothing. The content has secrets, such as a registry's password: its
+//! fingerprint is an HMAC, so that who reads the store can't test guesses. With another `secrets_key` no retry is known again: it is
+//! refused. The answer is written before the client has
+//! it, which is the one commit that an id costs. What a daemon that was killed in between leaves is carried out again
+//! by the retry, which then finds the mark:
+//!
+//! | request | a retry after the daemon was killed |
+//! |---|---|
+//! | CreateVm | a VM with the mark is the answer; with `start` it is started when it never was; none is made when it has been deleted since |
+//! | UpdateVm | what was written is not written again; what could not be applied is tried again |
+//! | DeleteVm | the answer is written together with the removal of the record: answered |
+//! | StartVm, RestartVm | a run that the request began, and that goes on, is the answer; else carried out again |
+//! | StopVm, PauseVm, ResumeVm | carried out again; what is so already is a success |
+//! | ResetVm | carried out again when its answer was not written: nothing durable tells of a reset |
+//! | AttachDisk | carried out again; the same disk again is no error, and `preconditions.generation` is not looked at |
+//! | DetachDisk | a disk that is not there any more is a success |
+//! | ResizeVmDisk, UpdateDisk | carried out again; what is so already is a success, and the generation is not looked at |
+//! | CreateDisk | a disk with the mark is the answer, and none is made when it has been deleted since; one that was not whole was removed, and is made again |
+//! | DeleteDisk | the answer is written together with the beginning of the deletion: answered |
+//! | CreateSnapshot | a snapshot with the mark is the answer; one that was not whole was removed, and is taken again |
+//! | ImportSnapshot | a snapshot with the mark is the answer, whatever is sent; one that was not whole was removed, and is made again |
+//! | DeleteSnapshot | the answer is written together with the beginning of the deletion: answered |
+//! | RestoreVm | a run that the request began, and that goes on, is the answer; a VM with the mark is started again; else carried out again |
+//! | CreateNetwork | a network with the mark is the answer |
+//! | UpdateNetwork | carried out again; what is so already is a success, and the generation is not looked at |
+//! | DeleteNetwork | the answer is written together with the beginning of the deletion: answered |
+//! | MigrateVm | carried out again: one that goes on, or waits for the other node, is refused, and a VM that has gone is not found |
+//! | ResolveMigration | carried out again: refused, since the migration does not wait after the decision |
+//! | ImportImage | an image with the mark is the answer, also when it is being imported still; none is made when it has been deleted since |
+//! | DeleteImage | the answer is written together with the beginning of the deletion: answered |
+//! | PruneImages | carried out again: what is gone already is not named |
+//! | UpdateNodeLabels, CordonNode, UncordonNode, DrainNode | carried out again; what is so already is a success |
+
+mod answer;
+pub mod made;
+pub mod masked;
+pub mod preconditions;
+mod shown;
+
+use std::{
+    collections::HashMap,
+    future::Future,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use prost::Message;
+use proto::{rule::Mutation, v1};
+use sha2::{Digest, Sha256};
+use tokio::sync::watch;
+use tonic::{Response, Status};
+use tracing::Instrument;
+use uuid::Uuid;
+
+use self::answer::Answer;
+pub use self::answer::done;
+use vmmd_host::{
+    failure::{Failure, Kind},
+    text,
+};
+use vmmd_store::{
+    self, DiskRecord, ImageRecord, Key, NetworkRecord, REQUEST_AGE_MS, RequestKey, RequestMark,
+    SnapshotRecord, Store, VmRecord,
+};
+
+use crate::{
+    context::{self, Context, Initiator},
+    event::Object,
+};
+
+/// Longest id in bytes.
+const MAX_ID: usize = 128;
+
+/// Requests that have been begun and not been answered.
+#[derive(Debug, Default)]
+pub struct Requests {
+    inner: Mutex<Inner>,
+}
+
+#[derive(Debug, Default)]
+struct Inner {
+    under_way: HashMap<RequestKey, UnderWay>,
+    /// Begun by an earlier daemon. Some of them were answered: the store says so.
+    left: HashMap<RequestKey, Left>,
+}
+
+#[derive(Debug)]
+struct UnderWay {
+    mark: RequestMark,
+    /// Nothing until it has ended.
+    answer: watch::Receiver<Option<Answer>>,
+}
+
+#[derive(Debug)]
+struct Left {
+    mark: RequestMark,
+    /// UUID of the VM, disk, snapshot or image that has the mark.
+    on: Vec<u8>,
+}
+
+/// What is needed of the daemon to carry a request out once.
+pub trait Ports: Send + Sync + 'static {
+    /// Those under way.
+    fn requests(&self) -> &Requests;
+
+    /// Where answers are kept.
+    fn store(&self) -> &Store;
+
+    /// Whether this very object is on the node. One whose deletion can't fail any more is not.
+    fn has(&self, object: &Object) -> bool;
+
+    /// The VM with this UUID as clients see it, if it is on the node.
+    fn vm(&self, uid: Uuid) -> Option<Arc<v1::Vm>>;
+}
+
+impl<P: Ports> Ports for Arc<P> {
+    fn requests(&self) -> &Requests {
+        self.as_ref().requests()
+    }
+
+    fn store(&self) -> &Store {
+        self.as_ref().store()
+    }
+
+    fn has(&self, object: &Object) -> bool {
+        self.as_ref().has(object)
+    }
+
+    fn vm(&self, uid: Uuid) -> Option<Arc<v1::Vm>> {
+        self.as_ref().vm(uid)
+    }
+}
+
+/// What becomes of a request.
+enum Entered {
+    Begun(watch::Sender<Option<Answer>>),
+    Waiting(watch::Receiver<Option<Answer>>),
+}
+
+/// Carries a request out, or answers it as it was answered. `work` goes on when the caller goes away, if the request has an
+/// id.
+pub async fn once<H, Q, A, F>(
+    host: &Arc<H>,
+    request: tonic::Request<Q>,
+    work: impl FnOnce(Arc<H>, Q, Context) -> F + Send + 'static,
+) -> Result<Response<A>, Status>
+where
+    H: Ports,
+    Q: Mutation,
+    A: Message + Default + 'static,
+    F: Future<Output = Result<A, Status>> + Send + 'static,
+{
+    let context = context(&request)?;
+    let request = request.into_inner();
+    let host = Arc::clone(host);
+    let span = context::span(&context.trace);
+    if context.request_id.is_empty() {
+        let answer = work(host, request, context).instrument(span);
+        return answer.await.map(Response::new);
+    }
+    let mark = mark(&request, &context.initiator, host.store().key());
+    let changes = !request.dry_run();
+    let mut answer = match host.requests().enter(&mark)? {
+        Entered::Waiting(answer) => answer,
+        Entered::Begun(sender) => {
+            let answer = sender.subscribe();
+            let whole = async move {
+                let under_way = Guard(Arc::clone(&host), mark.key());
+                let answer = carry_out(&*host, mark, changes, || {
+                    work(Arc::clone(&host), request, context)
+                })
+                .await;
+                // Who has the answer may use an id that it leaves free.
+                drop(under_way);
+                sender.send_replace(Some(answer));
+            };
+            tokio::spawn(whole.instrument(span));
+            answer
+        }
+    };
+    let ended = answer.wait_for(Option::is_some).await;
+    let ended = ended.ok().and_then(|answer| answer.clone());
+    let ended = ended.ok_or_else(|| Failure::internal("the request ended without an answer"))?;
+    ended.decode().map(Response::new)
+}
+
+/// Carries out a request, unless the store has its answer. `changes` is false for a request that only checks.
+async fn carry_out<A, F>(
+    host: &impl Ports,
+    mark: RequestMark,
+    changes: bool,
+    work: impl FnOnce() -> F,
+) -> Answer
+where
+    A: Message,
+    F: Future<Output = Result<A, Status>>,
+{
+    match host.store().request(mark.key()).await {
+        Ok(Some(record)) if same(record.mark.as_ref(), &mark) => {
+            let made = made::object(&mark.method, &record.response);
+            return match made.filter(|made| !host.has(made)) {
+                Some(gone) => Answer::from(Status::from(made::gone(&gone))),
+                None => Answer::again(host, &mark.method, record),
+            };
+        }
+        Ok(Some(_)) => return Answer::from(Status::from(reused(&mark.id))),
+        Ok(None) => {}
+        Err(error) => return Answer::from(Status::from(vmmd_store::store_failure(error))),
+    }
+    let answer = match work().await {
+        Ok(response) => Answer::of(&response),
+        Err(status) => Answer::from(status),
+    };
+    let (id, key) = (mark.id.clone(), mark.key());
+    if changes && let Some(record) = answer.record(mark) {
+        // What was done stays done; without its answer a retry is carried out again.
+        if let Err(error) = host.store().complete(record).await {
+            tracing::error!(request = id, %error, "the answer of a request could not be written");
+        }
+        host.requests().inner().left.remove(&key);
+    }
+    answer
+}
+
+/// Who asks, with which id, with which preconditions. An id that is none is refused.
+pub fn context<Q: Mutation>(request: &tonic::Request<Q>) -> Result<Context, Failure> {
+    let id = request.get_ref().request_id();
+    if id.len() > MAX_ID || !id.bytes().all(|byte| byte.is_ascii_graphic() || byte == b' ') {
+        let problem = format_args!("must be at most {MAX_ID} printable ASCII characters");
+        return Err(Failure::field("requestId", problem));
+    }
+    let trace = match id {
+        "" => Uuid::new_v4().simple().to_string(),
+        id => id.to_owned(),
+    };
+    Ok(Context {
+        request_id: id.to_owned(),
+        trace,
+        initiator: request
+            .extensions()
+            .get::<Initiator>()
+            .cloned()
+            .unwrap_or_default(),
+        preconditions: request.get_ref().preconditions().cloned().unwrap_or_default(),
+    })
+}
+
+fn mark<Q: Mutation>(request: &Q, caller: &Initiator, key: &Key) -> RequestMark {
+    // Maps are sorted: the same content has the same bytes.
+    let mut content = request.clone();
+    content.set_request_id(String::new());
+    RequestMark {
+        id: request.request_id().to_owned(),
+        method: Q::METHOD.to_owned(),
+        plain_hash: Vec::new(),
+        fingerprint: key.fingerprint(&Sha256::digest(content.encode_to_vec())),
+        begun_ms: text::now_ms(),
+        caller: caller.scope(),
+    }
+}
+
+fn same(known: Option<&RequestMark>, mark: &RequestMark) -> bool {
+    known.is_some_and(|known| known.method == mark.method && known.fingerprint == mark.fingerprint)
+}
+
+fn reused(id: &str) -> Failure {
+    let message =
+        format!("request id \"{id}\" was used for another request: give each request an id of its own");
+    Failure::new(Kind::Exists, "REQUEST_ID_REUSED", message)
+}
+
+/// Of the requests that have been begun on something, the one with this method that nobody was answered: that would be
+/// carried out anew by a retry if the thing were gone.
+pub async fn unanswered(
+    host: &impl Ports,
+    begun: &[RequestMark],
+    method: &str,
+) -> Result<Option<RequestMark>, vmmd_store::Error> {
+    let Some(mark) = begun.iter().find(|mark| mark.method == method) else {
+        return Ok(None);
+    };
+    let answered = !host.requests().is_open(&mark.key()) || host.store().request(mark.key()).await?.is_some();
+    Ok((!answered).then(|| mark.clone()))
+}
+
+/// Takes a request out of those under way.
+struct Guard<H: Ports>(Arc<H>, RequestKey);
+
+impl<H: Ports> Drop for Guard<H> {
+    fn drop(&mut self) {
+        self.0.requests().inner().under_way.remove(&self.1);
+    }
+}
+
+impl Requests {
+    /// The mark of the request, while it is under way; `None` when it has no id.
+    pub fn mark(&self, context: &Context) -> Option<RequestMark> {
+        let inner = self.inner();
+        inner
+            .under_way
+            .get(&context.key())
+            .map(|under_way| under_way.mark.clone())
+    }
+
+    /// Whether this request is under way.
+    pub fn is_under_way(&self, key: &RequestKey) -> bool {
+        self.inner().under_way.contains_key(key)
+    }
+
+    /// Whether this request may have no answer.
+    fn is_open(&self, key: &RequestKey) -> bool {
+        let inner = self.inner();
+        inner.under_way.contains_key(key) || inner.left.contains_key(key)
+    }
+
+    /// Adds the mark of the request to those of a VM, and forgets those that have been answered.
+    pub fn note(&self, context: &Context, begun: &mut Vec<RequestMark>) {
+        let Some(mark) = self.mark(context) else { return };
+        let inner = self.inner();
+        let open = |key: &RequestKey| inner.under_way.contains_key(key) || inner.left.contains_key(key);
+        begun.retain(|known| known.key() != mark.key() && open(&known.key()));
+        begun.push(mark);
+    }
+
+    /// Takes over what an earlier daemon has begun on a VM.
+    pub fn adopt_vm(&self, record: &VmRecord) {
+        self.adopt(&record.begun, &record.uid);
+    }
+
+    /// Takes over what an earlier daemon has begun on a disk.
+    pub fn adopt_disk(&self, record: &DiskRecord) {
+        self.adopt(&record.begun, &record.uid);
+    }
+
+    /// Takes over what an earlier daemon has begun on a snapshot.
+    pub fn adopt_snapshot(&self, record: &SnapshotRecord) {
+        self.adopt(&record.begun, &record.uid);
+    }
+
+    /// Takes over what an earlier daemon has begun on a network.
+    pub fn adopt_network(&self, record: &NetworkRecord) {
+        self.adopt(&record.begun, &record.uid);
+    }
+
+    /// Takes over what an earlier daemon has begun on an image.
+    pub fn adopt_image(&self, record: &ImageRecord) {
+        self.adopt(&record.begun, &record.uid);
+    }
+
+    fn adopt(&self, begun: &[RequestMark], on: &[u8]) {
+        let now = text::now_ms();
+        let mut inner = self.inner();
+        let recent = begun
+            .iter()
+            .filter(|mark| now.saturating_sub(mark.begun_ms) < REQUEST_AGE_MS);
+        inner.left.extend(recent.map(|mark| {
+            let left = Left {
+                mark: mark.clone(),
+                on: on.to_vec(),
+            };
+            (mark.key(), left)
+        }));
+    }
+
+    fn enter(&self, mark: &RequestMark) -> Result<Entered, Failure> {
+        let mut inner = self.inner();
+        if let Some(under_way) = inner.under_way.get(&mark.key()) {
+            if !same(Some(&under_way.mark), mark) {
+                return Err(reused(&mark.id));
+            }
+            return Ok(Entered::Waiting(under_way.answer.clone()));
+        }
+        if let Some(left) = inner.left.get(&mark.key())
+            && !same(Some(&left.mark), mark)
+        {
+            return Err(reused(&mark.id));
+        }
+        let (sender, answer) = watch::channel(None);
+        let under_way = UnderWay {
+            mark: mark.clone(),
+            answer,
+        };
+        inner.under_way.insert(mark.key(), under_way);
+        Ok(Entered::Begun(sender))
+    }
+
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests;

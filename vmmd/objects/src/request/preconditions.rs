@@ -1,0 +1,52 @@
+//! What must be true of an object for a change of it.
+
+use proto::v1::Preconditions;
+use uuid::Uuid;
+use vmmd_host::failure::{Failure, Kind};
+use vmmd_store::RequestMark;
+
+use crate::context::Context;
+
+/// Compares what a request wants with what is `present`; `what` ("VM") and `name` say of which object. A generation is
+/// compared when both have one.
+///
+/// # Errors
+///
+/// ABORTED, `UID_MISMATCH` or `GENERATION_MISMATCH`.
+pub fn check(what: &str, name: &str, wanted: &Preconditions, present: &Preconditions) -> Result<(), Failure> {
+    let (uid, now) = (&wanted.uid, &present.uid);
+    if !uid.is_empty() && uid != now {
+        let message =
+            format!("{what} \"{name}\" has the uid {now}, not {uid}: it is another {what} of this name");
+        return Err(Failure::new(Kind::Aborted, "UID_MISMATCH", message));
+    }
+    match (wanted.generation, present.generation) {
+        (Some(wanted), Some(present)) if wanted != present => {
+            let message = format!(
+                "{what} \"{name}\" has generation {present}, not {wanted}: look at it again, then decide anew"
+            );
+            Err(Failure::new(Kind::Aborted, "GENERATION_MISMATCH", message))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The same for an object of the store, which has a uid, a generation and marks of requests. The generation is not compared again for a
+/// request that was begun already: the request may have changed it itself.
+///
+/// # Errors
+///
+/// As [`check`].
+pub fn check_record(
+    what: &str,
+    name: &str,
+    (uid, generation, begun): (&[u8], u64, &[RequestMark]),
+    context: &Context,
+) -> Result<(), Failure> {
+    let present = Preconditions {
+        uid: Uuid::from_slice(uid).unwrap_or_default().to_string(),
+        // Those that an earlier release wrote have none.
+        generation: (!context.has_begun(begun)).then_some(generation.max(1)),
+    };
+    check(what, name, &context.preconditions, &present)
+}

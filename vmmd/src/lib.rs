@@ -1,0 +1,39 @@
+//! The per-node hypervisor daemon: manages virtual machines, each of which is a `vmm` process that continues when the
+//! daemon ends.
+//!
+//! This crate holds the verbs (what is done to VMs, disks, snapshots, shares and screens), the API and the daemon's
+//! assembly. It never links the VMM or a device model.
+//!
+//! A reader starts at [`daemon::run`], which puts the parts together. The path of a request: [`grpc`] finds the VM in
+//! [`registry::vms`] and sends a message to its actor. The actor decides ([`vm::lifecycle`]) and acts. The store keeps
+//! all state that must outlive the daemon.
+
+mod auth;
+mod config;
+mod control;
+pub mod daemon;
+mod disk;
+mod files;
+mod grpc;
+mod helper;
+mod host;
+mod image;
+mod init_certs;
+mod log;
+mod log_guard;
+mod metrics;
+mod migration;
+mod network;
+mod node;
+mod paths;
+mod peers;
+pub mod program;
+mod registry;
+mod screen;
+mod service;
+mod share;
+mod snapshot;
+mod state_dir;
+mod stats;
+mod tls;
+mod vm;

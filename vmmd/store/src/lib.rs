@@ -1,0 +1,766 @@
+//! The durable state: one redb file with a record per VM and per disk, and what is remembered of deleted VMs and of
+//! requests that were answered ([`history`]), and operations ([`operation`]).
+//!
+//! One thread owns the file. Whatever waits when it becomes free goes into one transaction, which is durable (two
+//! phases, fsync) before anybody is answered. A write that fails changes nothing: the file is closed and opened again
+//! before the next one, since redb refuses to go on after an I/O error.
+
+mod answers;
+mod change;
+mod failure;
+pub mod handover;
+mod history;
+mod migration;
+mod network;
+mod operation;
+mod record;
+mod rewrite;
+mod seal;
+mod snapshot;
+mod stop;
+mod stored;
+mod version;
+
+use std::{
+    cell::RefCell,
+    fs::File,
+    io,
+    panic::{AssertUnwindSafe, catch_unwind},
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread,
+};
+
+use change::Change;
+use migration::{migrate, schema};
+use prost::Message;
+use redb::{
+    Database, Durability, ReadTransaction, ReadableDatabase, ReadableTable, TableDefinition,
+    TableHandle as _, WriteTransaction,
+};
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio_util::sync::CancellationToken;
+use vmmd_host::fault;
+
+pub use answers::{REQUEST_AGE_MS, RequestKey, RequestMark, RequestRecord};
+pub use failure::store_failure;
+pub use history::{BuriedRecords, HistoryRecords, MAX_TOMBSTONES, Tombstone};
+pub use migration::SCHEMA;
+pub use network::LEASE_RETENTION_MS;
+pub use operation::OperationRecord;
+pub use record::{
+    AbortRecord, ConditionRecord, DiskImage, DiskRecord, DiskSource, DiskStage, FileRecord, HandoverRecord,
+    HandoverStage, Hardware, ImageRecord, ImageSource, ImageStage, InstanceRecord, Intent, LeaseRecord,
+    NetworkRecord, NicHardware, NodeRecord, OciLayoutSource, OciSource, PortRecord, RegistryCredentials,
+    ReplacedImage, ReplacingRecord, RestartRecord, SourceVersion, StopRecord, VmRecord, disk_source,
+    image_source,
+};
+pub use seal::Key;
+pub use snapshot::{RetentionRecord, SnapshotDisk, SnapshotRecord, SnapshotStage};
+
+const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");
+const VMS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("vms");
+const DISKS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("disks");
+/// Made by the first change: a store that no daemon with snapshots has written to has none.
+const SNAPSHOTS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("snapshots");
+/// Made with the first network.
+const NETWORKS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("networks");
+/// Made by the first change: a store that no daemon with images has written to has none.
+const IMAGES: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("images");
+const NODE: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("node");
+/// Key of the one record in [`NODE`].
+const SELF: &[u8] = b"self";
+const FILE: &str = "vmmd.redb";
+/// Pages kept in memory, in bytes: records are read once, at start.
+const CACHE: usize = 1 << 20;
+/// Most changes in one transaction.
+const BATCH: usize = 64;
+
+/// Why the store can't do something.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The file system is full.
+    #[error("the file system of the daemon's state is full")]
+    Full,
+    /// The file can't be opened, read or written.
+    #[error("{0}: {1}")]
+    Failed(&'static str, String),
+    /// A newer daemon has been at work.
+    #[error("the store has schema {0}, this daemon knows up to {SCHEMA}: install the newer vmmd again")]
+    Newer(u64),
+    /// The thread has ended.
+    #[error("the store is closed")]
+    Closed,
+}
+
+impl Error {
+    fn of(operation: &'static str, error: impl Into<redb::Error>) -> Self {
+        let error = error.into();
+        if let redb::Error::Io(cause) = &error
+            && matches!(
+                cause.kind(),
+                io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge
+            )
+        {
+            return Self::Full;
+        }
+        Self::Failed(operation, error.to_string())
+    }
+}
+
+/// All that is in the store.
+#[derive(Debug, Default, PartialEq)]
+pub struct Records {
+    /// VMs.
+    pub vms: Vec<VmRecord>,
+    /// VMs whose records can't be decoded.
+    pub unreadable: Vec<Unreadable>,
+    /// Disks of the DiskService.
+    pub disks: Vec<DiskRecord>,
+    /// Snapshots of VMs.
+    pub snapshots: Vec<SnapshotRecord>,
+    /// Networks of the NetworkService.
+    pub networks: Vec<NetworkRecord>,
+    /// Images of the ImageService.
+    pub images: Vec<ImageRecord>,
+    /// What is remembered.
+    pub history: HistoryRecords,
+    /// The node.
+    pub node: NodeRecord,
+    /// Operations, the oldest first.
+    pub operations: Vec<OperationRecord>,
+    /// Migrations that were taken back and whose targets have not confirmed that.
+    pub aborts: Vec<AbortRecord>,
+}
+
+/// A VM of which no more is known.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Unreadable {
+    /// The record's key: the VM's UUID.
+    pub uid: Vec<u8>,
+    /// As far as it can be read; empty when it can't.
+    pub name: String,
+    /// What is wrong.
+    pub error: String,
+}
+
+type Table = TableDefinition<'static, &'static [u8], &'static [u8]>;
+
+enum Job {
+    /// Changes that are made together or not at all.
+    Write(Vec<Change>, oneshot::Sender<Result<(), Error>>),
+    /// A VM's record, by its key.
+    Vm(Vec<u8>, oneshot::Sender<Result<Option<VmRecord>, Error>>),
+    /// Of an answered request.
+    Read(RequestKey, oneshot::Sender<Result<Option<RequestRecord>, Error>>),
+}
+
+/// The store; clones are the same.
+#[derive(Clone, Debug)]
+pub struct Store {
+    jobs: mpsc::Sender<Job>,
+    key: Key,
+    commits: Arc<AtomicU64>,
+    failures: watch::Receiver<u64>,
+    notes: operation::Pending,
+}
+
+impl Store {
+    /// The file of the store in `dir`; locked while it is open.
+    pub fn file(dir: &Path) -> PathBuf {
+        dir.join(FILE)
+    }
+
+    /// Opens or makes the store in `dir`, whose secrets are sealed with `key`, migrates it, and returns it with all records.
+    pub fn open(dir: &Path, key: &Key) -> Result<(Self, Records), Error> {
+        let path = Self::file(dir);
+        let database = open(&path, key)?;
+        let mut records = load(&database, key)?;
+        let run = history::Run::next(&mut records.history);
+        let begun = write(&database, |transaction| {
+            run.write(transaction)?;
+            answers::prune(transaction)
+        });
+        let (database, run) = match begun {
+            Ok(()) => (Some(database), None),
+            // VMs run, and clients must be able to look at them and to make room.
+            Err(Error::Full) => {
+                tracing::error!(
+                    "the file system of the daemon's state is full: make room; until then nothing can be changed"
+                );
+                (None, Some(run))
+            }
+            Err(error) => return Err(error),
+        };
+        let (jobs, receiver) = mpsc::channel(BATCH);
+        let commits = Arc::<AtomicU64>::default();
+        let counter = Arc::clone(&commits);
+        let (failed, failures) = watch::channel(0);
+        let notes = operation::Pending::default();
+        let thread = Thread {
+            path,
+            key: key.clone(),
+            notes: notes.clone(),
+            commits: counter,
+            run: RefCell::new(run),
+        };
+        thread::Builder::new()
+            .name("store".into())
+            .spawn(move || supervise(&thread, database, receiver, &failed))
+            .map_err(|error| Error::Failed("start the store's thread", error.to_string()))?;
+        let store = Self {
+            jobs,
+            key: key.clone(),
+            commits,
+            failures,
+            notes,
+        };
+        Ok((store, records))
+    }
+
+    /// Transactions that were made durable since it was opened.
+    pub fn commits(&self) -> u64 {
+        self.commits.load(Ordering::Relaxed)
+    }
+
+    /// Changes each time when the store's thread has panicked and goes on. What it was asked in that moment has failed.
+    pub fn failures(&self) -> watch::Receiver<u64> {
+        self.failures.clone()
+    }
+
+    /// Returns when the store answers; whether it can be written it does not say.
+    pub async fn ping(&self) -> Result<(), Error> {
+        self.vm(&[]).await.map(drop)
+    }
+
+    /// The record of a VM, if there is one. One that can't be decoded is an error.
+    pub async fn vm(&self, uid: &[u8]) -> Result<Option<VmRecord>, Error> {
+        let (sender, receiver) = oneshot::channel();
+        self.jobs
+            .send(Job::Vm(uid.to_vec(), sender))
+            .await
+            .map_err(|_| Error::Closed)?;
+        receiver.await.map_err(|_| Error::Closed)?
+    }
+
+    /// Writes a VM's record, new or changed. Durable on return.
+    pub async fn put(&self, record: &VmRecord) -> Result<(), Error> {
+        let sealed = self.key.seal(stored::Vm::from(record.clone()))?;
+        self.change(Change::Put(VMS, record.uid.clone(), sealed)).await
+    }
+
+    /// Writes a VM's record unless `cancelled` is by the time it is written: whoever cancels first and then writes the record
+    /// himself is not overwritten. Durable on return; false when it was not written.
+    pub async fn put_unless(&self, cancelled: &CancellationToken, record: &VmRecord) -> Result<bool, Error> {
+        let key = record.uid.clone();
+        let value = self.key.seal(stored::Vm::from(record.clone()))?;
+        self.change(Change::PutUnless(cancelled.clone(), key, value))
+            .await?;
+        Ok(!cancelled.is_cancelled())
+    }
+
+    /// Removes a VM's record, and remembers that and the requests that are answered by it, but for those that have an answer.
+    /// Durable on return.
+    pub async fn bury(
+        &self,
+        uid: &[u8],
+        tombstone: Tombstone,
+        answered: Vec<RequestRecord>,
+    ) -> Result<(), Error> {
+        let mut changes = vec![Change::Remove(VMS, uid.to_vec()), Change::Bury(tombstone)];
+        changes.extend(answered.into_iter().map(Change::Presume));
+        self.changes(changes).await
+    }
+
+    /// Remembers the answer of a request. Durable on return.
+    pub async fn complete(&self, record: RequestRecord) -> Result<(), Error> {
+        self.change(Change::Complete(record)).await
+    }
+
+    /// The answer of a request, if it is remembered.
+    pub async fn request(&self, key: RequestKey) -> Result<Option<RequestRecord>, Error> {
+        let (sender, receiver) = oneshot::channel();
+        self.jobs
+            .send(Job::Read(key, sender))
+            .await
+            .map_err(|_| Error::Closed)?;
+        receiver.await.map_err(|_| Error::Closed)?
+    }
+
+    /// Writes a disk's record, new or changed. Durable on return.
+    pub async fn put_disk(&self, record: &DiskRecord) -> Result<(), Error> {
+        self.change(Change::Put(DISKS, record.uid.clone(), record.encode_to_vec()))
+            .await
+    }
+
+    /// Removes a disk's record, and remembers that. Durable on return.
+    pub async fn bury_disk(&self, uid: &[u8], tombstone: Tombstone) -> Result<(), Error> {
+        let changes = vec![Change::Remove(DISKS, uid.to_vec()), Change::BuryDisk(tombstone)];
+        self.changes(changes).await
+    }
+
+    /// Writes the record of a disk whose deletion begins, and remembers the request that is answered by that. Durable on
+    /// return.
+    pub async fn retire_disk(&self, record: &DiskRecord, answered: Vec<RequestRecord>) -> Result<(), Error> {
+        let put = Change::Put(DISKS, record.uid.clone(), record.encode_to_vec());
+        let changes = [put].into_iter().chain(answered.into_iter().map(Change::Presume));
+        self.changes(changes.collect()).await
+    }
+
+    /// Writes a snapshot's record, new or changed. Durable on return.
+    pub async fn put_snapshot(&self, record: &SnapshotRecord) -> Result<(), Error> {
+        let sealed = self.key.seal(stored::Snapshot::from(record.clone()))?;
+        self.change(Change::Put(SNAPSHOTS, record.uid.clone(), sealed))
+            .await
+    }
+
+    /// Writes the record of a snapshot whose deletion begins, and remembers the request that is answered by that. Durable on
+    /// return.
+    pub async fn retire_snapshot(
+        &self,
+        record: &SnapshotRecord,
+        answered: Option<RequestRecord>,
+    ) -> Result<(), Error> {
+        let sealed = self.key.seal(stored::Snapshot::from(record.clone()))?;
+        let put = Change::Put(SNAPSHOTS, record.uid.clone(), sealed);
+        let changes = [put].into_iter().chain(answered.map(Change::Complete));
+        self.changes(changes.collect()).await
+    }
+
+    /// Removes a snapshot's record. Durable on return.
+    pub async fn remove_snapshot(&self, uid: &[u8]) -> Result<(), Error> {
+        self.change(Change::Remove(SNAPSHOTS, uid.to_vec())).await
+    }
+
+    /// Writes a network's record, new or changed. Durable on return.
+    pub async fn put_network(&self, record: &NetworkRecord) -> Result<(), Error> {
+        self.change(Change::Put(NETWORKS, record.uid.clone(), record.encode_to_vec()))
+            .await
+    }
+
+    /// Removes a network's record. Durable on return.
+    pub async fn remove_network(&self, uid: &[u8]) -> Result<(), Error> {
+        self.change(Change::Remove(NETWORKS, uid.to_vec())).await
+    }
+
+    /// Writes the record of a network whose deletion begins, and remembers that and the request that is answered by it. Durable
+    /// on return.
+    pub async fn retire_network(
+        &self,
+        record: &NetworkRecord,
+        tombstone: Tombstone,
+        answered: Option<RequestRecord>,
+    ) -> Result<(), Error> {
+        let put = Change::Put(NETWORKS, record.uid.clone(), record.encode_to_vec());
+        let changes = [put, Change::BuryNetwork(tombstone)];
+        let answered = answered.map(Change::Complete);
+        self.changes(changes.into_iter().chain(answered).collect()).await
+    }
+
+    /// What secrets are sealed with.
+    pub fn key(&self) -> &Key {
+        &self.key
+    }
+
+    /// Seals a secret, for the record with this UUID.
+    pub fn seal(&self, uid: &[u8], secret: Vec<u8>) -> Result<Vec<u8>, Error> {
+        self.key.close(uid, secret)
+    }
+
+    /// A secret that [`Self::seal`] has sealed; nothing when that was done with another key or for another record.
+    pub fn unseal(&self, uid: &[u8], sealed: &[u8]) -> Option<Vec<u8>> {
+        self.key.plain(uid, sealed)
+    }
+
+    /// Writes an image's record, new or changed, and remembers requests that are answered by that. Durable on return.
+    pub async fn put_image(&self, record: &ImageRecord, answered: Vec<RequestRecord>) -> Result<(), Error> {
+        let put = Change::Put(IMAGES, record.uid.clone(), record.encode_to_vec());
+        let changes = [put].into_iter().chain(answered.into_iter().map(Change::Presume));
+        self.changes(changes.collect()).await
+    }
+
+    /// Removes an image's record, and remembers that. Durable on return.
+    pub async fn bury_image(&self, uid: &[u8], tombstone: Tombstone) -> Result<(), Error> {
+        let changes = vec![Change::Remove(IMAGES, uid.to_vec()), Change::BuryImage(tombstone)];
+        self.changes(changes).await
+    }
+
+    /// Writes the node's record. Durable on return.
+    pub async fn put_node(&self, record: &NodeRecord) -> Result<(), Error> {
+        self.change(Change::Put(NODE, SELF.to_vec(), record.encode_to_vec()))
+            .await
+    }
+
+    /// Notes what is to be kept of an operation, or that nothing is. Written with the next change of anything, or soon after.
+    pub fn note(&self, id: &str, record: Option<&OperationRecord>) {
+        if !self.notes.add(id, record) {
+            return;
+        }
+        // Without a runtime, as in tests, it waits for the next change.
+        if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+            let store = self.clone();
+            runtime.spawn(async move {
+                tokio::time::sleep(operation::DELAY).await;
+                // An error is logged where it happens, and the note stays.
+                let _ = store.flush().await;
+            });
+        }
+    }
+
+    /// Writes what has been noted of operations. Durable on return.
+    pub async fn flush(&self) -> Result<(), Error> {
+        self.changes(Vec::new()).await
+    }
+
+    async fn change(&self, change: Change) -> Result<(), Error> {
+        self.changes(vec![change]).await
+    }
+
+    async fn changes(&self, changes: Vec<Change>) -> Result<(), Error> {
+        let (sender, receiver) = oneshot::channel();
+        self.jobs
+            .send(Job::Write(changes, sender))
+            .await
+            .map_err(|_| Error::Closed)?;
+        receiver.await.map_err(|_| Error::Closed)?
+    }
+}
+
+/// Serves until nobody can ask any more. A panic costs those who were being answered; the file is opened again.
+fn supervise(
+    thread: &Thread,
+    mut database: Option<Database>,
+    mut jobs: mpsc::Receiver<Job>,
+    failed: &watch::Sender<u64>,
+) {
+    loop {
+        let mut served = database.take();
+        let ended = catch_unwind(AssertUnwindSafe(|| thread.serve(&mut served, &mut jobs)));
+        if ended.is_ok() {
+            return;
+        }
+        tracing::error!("the store's thread has panicked: the file is opened again");
+        failed.send_modify(|failures| *failures += 1);
+    }
+}
+
+/// What the store's thread works with.
+struct Thread {
+    path: PathBuf,
+    key: Key,
+    notes: operation::Pending,
+    commits: Arc<AtomicU64>,
+    /// This run of the daemon, when there was no room to note it: the first change that has room does.
+    run: RefCell<Option<history::Run>>,
+}
+
+impl Thread {
+    fn serve(&self, database: &mut Option<Database>, jobs: &mut mpsc::Receiver<Job>) {
+        let mut batch = Vec::new();
+        while jobs.blocking_recv_many(&mut batch, BATCH) > 0 {
+            fault::stall(self.path.parent().unwrap_or(&self.path), "store-hangs");
+            let (mut changes, mut replies, mut reads) = (Vec::new(), Vec::new(), Vec::new());
+            let mut vms = Vec::new();
+            for job in batch.drain(..) {
+                match job {
+                    Job::Write(more, reply) => {
+                        changes.extend(more);
+                        replies.push(reply);
+                    }
+                    Job::Read(id, reply) => reads.push((id, reply)),
+                    Job::Vm(uid, reply) => vms.push((uid, reply)),
+                }
+            }
+            if !replies.is_empty() {
+                self.write(database, &changes, replies);
+            }
+            for (id, reply) in reads {
+                let found = self
+                    .reopened(database)
+                    .and_then(|database| answers::request(database, &id));
+                let _ = reply.send(found);
+            }
+            for (uid, reply) in vms {
+                let found = self
+                    .reopened(database)
+                    .and_then(|database| vm(database, &uid, &self.key));
+                let _ = reply.send(found);
+            }
+        }
+    }
+
+    /// Writes changes and what has been noted, and tells those who wait for that.
+    fn write(
+        &self,
+        database: &mut Option<Database>,
+        changes: &[Change],
+        replies: Vec<oneshot::Sender<Result<(), Error>>>,
+    ) {
+        let notes = self.notes.get();
+        let nothing = changes.is_empty() && notes.is_empty();
+        let written = if nothing {
+            Ok(())
+        } else {
+            self.commit(database, changes, &notes)
+        };
+        match written {
+            Ok(()) => {
+                self.notes.written(&notes);
+                self.commits.fetch_add(u64::from(!nothing), Ordering::Relaxed);
+                replies.into_iter().for_each(|reply| drop(reply.send(Ok(()))));
+            }
+            Err(error) => {
+                tracing::error!(%error, "the store could not be written");
+                *database = None;
+                for reply in replies {
+                    let same = match &error {
+                        Error::Failed(operation, cause) => Error::Failed(operation, cause.clone()),
+                        _ => Error::Full,
+                    };
+                    let _ = reply.send(Err(same));
+                }
+            }
+        }
+    }
+
+    /// The database, opened again when it had to be closed.
+    fn reopened<'a>(&self, database: &'a mut Option<Database>) -> Result<&'a Database, Error> {
+        Ok(match database {
+            Some(database) => database,
+            none => none.insert(open(&self.path, &self.key)?),
+        })
+    }
+
+    fn commit(
+        &self,
+        database: &mut Option<Database>,
+        changes: &[Change],
+        notes: &operation::Notes,
+    ) -> Result<(), Error> {
+        let folder = self.path.parent().unwrap_or(&self.path);
+        fault::point(folder, "store");
+        if !changes.is_empty() && fault::is_set(folder, "store-full") {
+            return Err(Error::Full);
+        }
+        let database = self.reopened(database)?;
+        fault::step("write the store");
+        let run = self.run.borrow().clone();
+        write(database, |transaction| {
+            if let Some(run) = &run {
+                run.write(transaction)?;
+            }
+            changes.iter().try_for_each(|change| change.make(transaction))?;
+            operation::write(transaction, notes)
+        })?;
+        self.run.take();
+        // As when the disk fails after the kernel's write.
+        if !changes.is_empty() && fault::is_set(folder, "store-unsure") {
+            return Err(Error::Failed("write the store", "a fault of a test".to_owned()));
+        }
+        Ok(())
+    }
+}
+
+/// Runs `work` in a durable transaction of its own.
+fn write(
+    database: &Database,
+    work: impl FnOnce(&WriteTransaction) -> Result<(), Error>,
+) -> Result<(), Error> {
+    let mut transaction = database
+        .begin_write()
+        .map_err(|error| Error::of("write the store", error))?;
+    transaction
+        .set_durability(Durability::Immediate)
+        .map_err(|error| Error::Failed("write the store", error.to_string()))?;
+    transaction.set_two_phase_commit(true);
+    // Reopening after a crash or a failed write must not read the whole file.
+    transaction.set_quick_repair(true);
+    work(&transaction)?;
+    transaction
+        .commit()
+        .map_err(|error| Error::of("write the store", error))
+}
+
+fn open(path: &Path, key: &Key) -> Result<Database, Error> {
+    let database = Database::builder()
+        .set_cache_size(CACHE)
+        .create(path)
+        .map_err(|error| Error::of("open the store", error))?;
+    let schema = schema(&database)?;
+    if schema > SCHEMA {
+        return Err(Error::Newer(schema));
+    }
+    if schema < SCHEMA {
+        migrate(&database, schema, key)?;
+        sync_folder(path);
+    }
+    Ok(database)
+}
+
+/// Makes the new file's name durable.
+fn sync_folder(path: &Path) {
+    let folder = path.parent().map(PathBuf::from).unwrap_or_default();
+    if let Err(error) = File::open(folder).and_then(|folder| folder.sync_all()) {
+        tracing::warn!(%error, "sync the store's folder");
+    }
+}
+
+fn load(database: &Database, key: &Key) -> Result<Records, Error> {
+    let transaction = database
+        .begin_read()
+        .map_err(|error| Error::of("read the store", error))?;
+    let (vms, mut unreadable) = load_table::<stored::Vm>(&transaction, VMS)?;
+    let vms = opened(vms, key, &mut unreadable);
+    Ok(Records {
+        vms: vms.into_iter().map(VmRecord::from).collect(),
+        unreadable: unreadable.into_iter().map(salvage).collect(),
+        disks: readable(&transaction, DISKS)?,
+        snapshots: snapshots(&transaction, key)?,
+        networks: networks(&transaction)?,
+        images: readable_if_there(&transaction, IMAGES)?,
+        history: history::load(&transaction)?,
+        node: readable(&transaction, NODE)?.pop().unwrap_or_default(),
+        operations: operation::load(&transaction)?,
+        aborts: readable_if_there(&transaction, handover::ABORTS)?,
+    })
+}
+
+/// The records whose secrets can be opened; the others are added to those that can't be read.
+fn opened<R: seal::Secretive>(records: Vec<R>, key: &Key, bad: &mut Vec<BadRow>) -> Vec<R> {
+    let mut good = Vec::new();
+    for mut record in records {
+        let value = record.encode_to_vec();
+        match key.open(&mut record) {
+            Ok(()) => good.push(record),
+            Err(error) => bad.push(BadRow {
+                key: record.uid().to_vec(),
+                value,
+                error: error.to_string(),
+            }),
+        }
+    }
+    good
+}
+
+fn snapshots(transaction: &ReadTransaction, key: &Key) -> Result<Vec<SnapshotRecord>, Error> {
+    match transaction.open_table(SNAPSHOTS) {
+        Err(redb::TableError::TableDoesNotExist(_)) => Ok(Vec::new()),
+        Err(error) => Err(Error::of("read the store", error)),
+        Ok(_) => {
+            let records = readable::<stored::Snapshot>(transaction, SNAPSHOTS)?;
+            let mut bad = Vec::new();
+            let records = opened(records, key, &mut bad);
+            log_unreadable(SNAPSHOTS, bad);
+            Ok(records.into_iter().map(SnapshotRecord::from).collect())
+        }
+    }
+}
+
+fn networks(transaction: &ReadTransaction) -> Result<Vec<NetworkRecord>, Error> {
+    match transaction.open_table(NETWORKS) {
+        Err(redb::TableError::TableDoesNotExist(_)) => Ok(Vec::new()),
+        _ => readable(transaction, NETWORKS),
+    }
+}
+
+fn vm(database: &Database, uid: &[u8], key: &Key) -> Result<Option<VmRecord>, Error> {
+    let failed = |error: redb::Error| Error::of("read the store", error);
+    let transaction = database.begin_read().map_err(|error| failed(error.into()))?;
+    let table = transaction
+        .open_table(VMS)
+        .map_err(|error| failed(error.into()))?;
+    let value = table.get(uid).map_err(|error| failed(error.into()))?;
+    let record = value.map(|value| decode::<stored::Vm>(value.value()));
+    let Some(mut record) = record.transpose()? else {
+        return Ok(None);
+    };
+    key.open(&mut record)?;
+    Ok(Some(VmRecord::from(record)))
+}
+
+/// What can be read of a VM's record all the same: a field is kept although one behind it is damaged.
+fn salvage(row: BadRow) -> Unreadable {
+    #[derive(Clone, PartialEq, prost::Message)]
+    struct Name {
+        #[prost(string, tag = "2")]
+        name: String,
+    }
+    let mut known = Name::default();
+    let _ = known.merge(row.value.as_slice());
+    Unreadable {
+        uid: row.key,
+        name: known.name,
+        error: row.error,
+    }
+}
+
+/// A record that can't be decoded.
+struct BadRow {
+    key: Vec<u8>,
+    value: Vec<u8>,
+    error: String,
+}
+
+/// Records; what can't be decoded is left out, and logged.
+fn readable<R: Message + Default>(transaction: &ReadTransaction, table: Table) -> Result<Vec<R>, Error> {
+    let (records, bad) = load_table(transaction, table)?;
+    log_unreadable(table, bad);
+    Ok(records)
+}
+
+fn log_unreadable(table: Table, bad: Vec<BadRow>) {
+    for BadRow { key, error, .. } in bad {
+        tracing::error!(
+            table = table.name(),
+            ?key,
+            error,
+            "a record of the store can't be read and is left out"
+        );
+    }
+}
+
+/// The records of a table that is made by the first change.
+fn readable_if_there<R: Message + Default>(
+    transaction: &ReadTransaction,
+    table: Table,
+) -> Result<Vec<R>, Error> {
+    match transaction.open_table(table) {
+        Err(redb::TableError::TableDoesNotExist(_)) => Ok(Vec::new()),
+        Err(error) => Err(Error::of("read the store", error)),
+        Ok(_) => readable(transaction, table),
+    }
+}
+
+/// The records of a table, and those that can't be decoded.
+fn load_table<R: Message + Default>(
+    transaction: &ReadTransaction,
+    table: Table,
+) -> Result<(Vec<R>, Vec<BadRow>), Error> {
+    let failed = |error: redb::Error| Error::of("read the store", error);
+    let table = transaction
+        .open_table(table)
+        .map_err(|error| failed(error.into()))?;
+    let (mut records, mut bad) = (Vec::new(), Vec::new());
+    for row in table.iter().map_err(|error| failed(error.into()))? {
+        let (key, value) = row.map_err(|error| failed(error.into()))?;
+        match R::decode(value.value()) {
+            Ok(record) => records.push(record),
+            Err(error) => bad.push(BadRow {
+                key: key.value().to_vec(),
+                value: value.value().to_vec(),
+                error: error.to_string(),
+            }),
+        }
+    }
+    Ok((records, bad))
+}
+
+fn decode<R: Message + Default>(value: &[u8]) -> Result<R, Error> {
+    R::decode(value).map_err(|error| Error::Failed("read the store: undecodable record", error.to_string()))
+}
+
+#[cfg(test)]
+mod tests;

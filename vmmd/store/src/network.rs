@@ -1,0 +1,55 @@
+//! Leases and ports of managed networks.
+
+use std::net::Ipv4Addr;
+
+use proto::model::nic::{Mac, Protocol, PublishedPort};
+
+use crate::{LeaseRecord, PortRecord};
+
+/// How long an address stays with its NIC after its release, in milliseconds.
+pub const LEASE_RETENTION_MS: u64 = 10 * 60 * 1000;
+
+impl LeaseRecord {
+    /// The address.
+    pub fn ip(&self) -> Ipv4Addr {
+        Ipv4Addr::from(self.address)
+    }
+
+    /// Whether the lease means anything at `now_ms`. One that was released far in the future was released while the clock was wrong, and does not
+    /// keep its address until then.
+    pub fn counts(&self, now_ms: u64) -> bool {
+        self.released_ms == 0 || now_ms.abs_diff(self.released_ms) < LEASE_RETENTION_MS
+    }
+
+    /// Whether it is that NIC's.
+    pub fn is_of(&self, vm: &[u8], nic: &str) -> bool {
+        self.vm == vm && self.nic == nic
+    }
+
+    /// The NIC's MAC address.
+    pub fn mac(&self) -> Option<Mac> {
+        let octets: [u8; 6] = self.mac.as_slice().try_into().ok()?;
+        Mac::try_from(octets).ok()
+    }
+}
+
+impl From<&PublishedPort> for PortRecord {
+    fn from(port: &PublishedPort) -> Self {
+        Self {
+            udp: port.protocol == Protocol::Udp,
+            node_port: port.node_port.into(),
+            guest_port: port.guest_port.into(),
+        }
+    }
+}
+
+impl PortRecord {
+    /// The port as specs have it; `None` for numbers that are no ports.
+    pub fn valid(&self) -> Option<PublishedPort> {
+        Some(PublishedPort {
+            protocol: if self.udp { Protocol::Udp } else { Protocol::Tcp },
+            node_port: u16::try_from(self.node_port).ok()?,
+            guest_port: u16::try_from(self.guest_port).ok()?,
+        })
+    }
+}

@@ -1,0 +1,465 @@
+//! The secrets of VMs lie in the store under a key that is not in it (AES-256-GCM): a copy of the store alone does not give them away.
+//!
+//! Sealed are the contents that the API shows as digests (user data, vendor data, network configuration, the hash of a password), and the passwords for
+//! registries of images. A record whose secrets can't be opened counts as
+//! unreadable, since a guest that is set up without them would be another one.
+
+use std::{
+    fs::{self, File},
+    io::{self, Write as _},
+    os::unix::fs::OpenOptionsExt as _,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use prost::Message;
+use redb::WriteTransaction;
+use ring::{
+    aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey},
+    hmac,
+    rand::{SecureRandom as _, SystemRandom},
+};
+
+use super::{
+    Error, SNAPSHOTS, Table, VMS,
+    rewrite::rewrite,
+    stored::{CloudInit, Snapshot, Vm},
+};
+
+/// Length of the key in bytes.
+const LENGTH: usize = 32;
+/// The key that the daemon makes when it is given none, in its state folder.
+const OWN: &str = "secrets.key";
+/// Name of the credential of the unit that is the key (systemd.exec(5), "LoadCredential=").
+const CREDENTIAL: &str = "vmmd.secrets-key";
+/// What the key for fingerprints of requests is derived with.
+const FINGERPRINTS: &[u8] = b"vmmd: fingerprints of requests";
+/// First byte of what is sealed: how.
+const VERSION: u8 = 1;
+
+/// Why there is no key.
+#[derive(Debug, thiserror::Error)]
+pub enum KeyError {
+    /// Its file can't be read or made.
+    #[error("{0}: {1}")]
+    File(PathBuf, io::Error),
+    /// The file is something else.
+    #[error(
+        "{0} has {1} bytes, and a key has {LENGTH}: make one with `head -c {LENGTH} /dev/urandom`, or bring back the one that was there"
+    )]
+    Length(PathBuf, u64),
+}
+
+/// What secrets are sealed with; clones are the same.
+#[derive(Clone)]
+pub struct Key(Arc<Keys>);
+
+struct Keys {
+    sealing: LessSafeKey,
+    fingerprints: hmac::Key,
+}
+
+impl std::fmt::Debug for Key {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Key")
+    }
+}
+
+impl Key {
+    /// The key that the configuration names, else the unit's credential, else the one in the state folder, which is made when it is
+    /// not there.
+    ///
+    /// # Errors
+    ///
+    /// It can't be read or made, or has another length.
+    pub fn find(
+        configured: Option<&Path>,
+        credentials: Option<&Path>,
+        state_dir: &Path,
+    ) -> Result<Self, KeyError> {
+        let credential = credentials.map(|folder| folder.join(CREDENTIAL));
+        let given = configured
+            .map(Path::to_owned)
+            .or_else(|| credential.filter(|path| path.exists()));
+        let path = match given {
+            Some(path) => path,
+            None => {
+                let own = state_dir.join(OWN);
+                make(&own).map_err(|error| KeyError::File(own.clone(), error))?;
+                own
+            }
+        };
+        let bytes = fs::read(&path).map_err(|error| KeyError::File(path.clone(), error))?;
+        let key: [u8; LENGTH] = bytes
+            .as_slice()
+            .try_into()
+            .map_err(|_| KeyError::Length(path, bytes.len() as u64))?;
+        Ok(Self::of(&key))
+    }
+
+    /// A key of these bytes.
+    pub fn of(bytes: &[u8; LENGTH]) -> Self {
+        let key = UnboundKey::new(&AES_256_GCM, bytes);
+        #[allow(clippy::expect_used)] // It fails for another length only.
+        let sealing = LessSafeKey::new(key.expect("the length of a key"));
+        let derived = hmac::sign(&hmac::Key::new(hmac::HMAC_SHA256, bytes), FINGERPRINTS);
+        let fingerprints = hmac::Key::new(hmac::HMAC_SHA256, derived.as_ref());
+        Self(Arc::new(Keys {
+            sealing,
+            fingerprints,
+        }))
+    }
+
+    /// What tells a request from another one, of the hash of its content: who has it and not the key can't test guesses of secrets in
+    /// the request.
+    pub fn fingerprint(&self, hash: &[u8]) -> Vec<u8> {
+        hmac::sign(&self.0.fingerprints, hash).as_ref().to_vec()
+    }
+
+    /// The record as it is written.
+    pub(super) fn seal<R: Secretive>(&self, mut record: R) -> Result<Vec<u8>, Error> {
+        let uid = record.uid().to_vec();
+        for init in record.inits() {
+            let secrets = Secrets::take(init);
+            if secrets != Secrets::default() {
+                init.sealed = self.close(&uid, secrets.encode_to_vec())?;
+            }
+        }
+        Ok(record.encode_to_vec())
+    }
+
+    /// Puts the secrets of a record back where they belong.
+    pub(super) fn open<R: Secretive>(&self, record: &mut R) -> Result<(), Error> {
+        let uid = record.uid().to_vec();
+        for init in record.inits() {
+            let sealed = std::mem::take(&mut init.sealed);
+            if !sealed.is_empty() {
+                let secrets = self.opened(&uid, &sealed).ok_or_else(|| {
+                    let reason = "they were sealed with another key, or are damaged: bring back the key (`secrets_key`) and restart vmmd";
+                    Error::Failed("open the VM's secrets", reason.to_owned())
+                })?;
+                secrets.give(init);
+            }
+        }
+        Ok(())
+    }
+
+    /// Seals what belongs to the record with this UUID.
+    pub(super) fn close(&self, uid: &[u8], mut text: Vec<u8>) -> Result<Vec<u8>, Error> {
+        let failed = |_| Error::Failed("seal a secret", "no random numbers".to_owned());
+        let mut nonce = [0; NONCE_LEN];
+        SystemRandom::new().fill(&mut nonce).map_err(failed)?;
+        let used = Nonce::assume_unique_for_key(nonce);
+        self.0
+            .sealing
+            .seal_in_place_append_tag(used, Aad::from(uid), &mut text)
+            .map_err(failed)?;
+        Ok([&[VERSION], nonce.as_slice(), &text].concat())
+    }
+
+    fn opened(&self, uid: &[u8], sealed: &[u8]) -> Option<Secrets> {
+        Secrets::decode(self.plain(uid, sealed)?.as_slice()).ok()
+    }
+
+    /// What was sealed; nothing when that was done with another key or for another record.
+    pub(super) fn plain(&self, uid: &[u8], sealed: &[u8]) -> Option<Vec<u8>> {
+        let (version, rest) = sealed.split_first()?;
+        let (nonce, text) = rest.split_first_chunk::<NONCE_LEN>()?;
+        if *version != VERSION {
+            return None;
+        }
+        let mut text = text.to_vec();
+        let nonce = Nonce::assume_unique_for_key(*nonce);
+        let plain = self
+            .0
+            .sealing
+            .open_in_place(nonce, Aad::from(uid), &mut text)
+            .ok()?;
+        Some(plain.to_vec())
+    }
+}
+
+/// Makes a key, unless it is there: whole or not at all.
+fn make(path: &Path) -> io::Result<()> {
+    if path.exists() {
+        return Ok(());
+    }
+    let mut key = [0; LENGTH];
+    SystemRandom::new()
+        .fill(&mut key)
+        .map_err(|_| io::Error::other("no random numbers"))?;
+    let new = path.with_extension("new");
+    let mut file = File::options()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(&new)?;
+    file.write_all(&key)?;
+    file.sync_all()?;
+    fs::rename(&new, path)?;
+    File::open(path.parent().unwrap_or(path))?.sync_all()
+}
+
+/// A record with secrets.
+pub(super) trait Secretive: Message + Default {
+    /// What it is known by: secrets of one record can't be taken for those of another.
+    fn uid(&self) -> &[u8];
+    /// Where its secrets are.
+    fn inits(&mut self) -> Vec<&mut CloudInit>;
+}
+
+impl Secretive for Vm {
+    fn uid(&self) -> &[u8] {
+        &self.uid
+    }
+
+    fn inits(&mut self) -> Vec<&mut CloudInit> {
+        let running = self.instance.as_mut().and_then(|instance| instance.spec.as_mut());
+        let specs = [self.spec.as_mut(), running].into_iter().flatten();
+        specs.filter_map(|spec| spec.cloud_init.as_mut()).collect()
+    }
+}
+
+impl Secretive for Snapshot {
+    fn uid(&self) -> &[u8] {
+        &self.uid
+    }
+
+    fn inits(&mut self) -> Vec<&mut CloudInit> {
+        let spec = self.vm_spec.as_mut();
+        spec.and_then(|spec| spec.cloud_init.as_mut())
+            .into_iter()
+            .collect()
+    }
+}
+
+/// What is sealed.
+#[derive(Clone, PartialEq, prost::Message)]
+struct Secrets {
+    #[prost(string, tag = "1")]
+    user_data: String,
+    #[prost(string, tag = "2")]
+    user_data_base64: String,
+    #[prost(string, tag = "3")]
+    password_hash: String,
+    #[prost(string, tag = "4")]
+    network_config: String,
+    #[prost(string, tag = "5")]
+    vendor_data: String,
+}
+
+impl Secrets {
+    fn take(init: &mut CloudInit) -> Self {
+        Self {
+            user_data: std::mem::take(&mut init.user_data),
+            user_data_base64: std::mem::take(&mut init.user_data_base64),
+            password_hash: std::mem::take(&mut init.password_hash),
+            network_config: std::mem::take(&mut init.network_config),
+            vendor_data: std::mem::take(&mut init.vendor_data),
+        }
+    }
+
+    fn give(self, init: &mut CloudInit) {
+        let Self {
+            user_data,
+            user_data_base64,
+            password_hash,
+            network_config,
+            vendor_data,
+        } = self;
+        for (field, secret) in [
+            (&mut init.user_data, user_data),
+            (&mut init.user_data_base64, user_data_base64),
+            (&mut init.password_hash, password_hash),
+            (&mut init.network_config, network_config),
+            (&mut init.vendor_data, vendor_data),
+        ] {
+            // An older daemon has sealed some of them only, and left others in clear text.
+            if !secret.is_empty() {
+                *field = secret;
+            }
+        }
+    }
+}
+
+/// Seals what daemons before this one have written in clear text.
+pub(super) fn seal_all(transaction: &WriteTransaction, key: &Key) -> Result<(), Error> {
+    clear::<Vm>(transaction, VMS, key)?;
+    clear::<Snapshot>(transaction, SNAPSHOTS, key)
+}
+
+/// Seals the records of a table whose secrets are in clear text.
+fn clear<R: Secretive>(transaction: &WriteTransaction, table: Table, key: &Key) -> Result<(), Error> {
+    rewrite(transaction, table, |mut record: R| {
+        let is_clear = |init: &CloudInit| Secrets::take(&mut init.clone()) != Secrets::default();
+        let wanted = record.inits().iter().any(|init| is_clear(init));
+        if !wanted || key.open(&mut record).is_err() {
+            return Ok(None);
+        }
+        key.seal(record).map(Some)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use proto::v1;
+    use redb::ReadableDatabase as _;
+
+    use super::*;
+    use crate::{InstanceRecord, Store, VmRecord, write};
+
+    const USER_DATA: &str = "#cloud-config\npassword: nobody-knows-this\n";
+
+    fn record() -> VmRecord {
+        let spec = v1::VmSpec {
+            cloud_init: Some(v1::CloudInit {
+                user_data: USER_DATA.into(),
+                password_hash: "$6$salt$nobody-knows-this-either".into(),
+                network_config: "wifis: {a: {password: nobody-knows-this-one}}".into(),
+                vendor_data: "#!/bin/register nobody-knows-this-key".into(),
+                hostname: "web".into(),
+                ..Default::default()
+            }),
+            ..Default::default()
+        };
+        VmRecord {
+            uid: vec![1; 16],
+            name: "web".into(),
+            spec: Some(spec.clone()),
+            instance: Some(InstanceRecord {
+                spec: Some(spec),
+                ..Default::default()
+            }),
+            ..Default::default()
+        }
+    }
+
+    fn has_secret(bytes: &[u8]) -> bool {
+        bytes.windows(12).any(|window| window == b"nobody-knows")
+    }
+
+    #[test]
+    fn what_is_written_has_no_secret_and_opens_with_the_same_key_for_the_same_record_only() {
+        let key = Key::of(&[7; LENGTH]);
+        let sealed = key.seal(Vm::from(record())).unwrap();
+        assert!(has_secret(&record().to_bytes()) && !has_secret(&sealed));
+        let mut back = Vm::decode(sealed.as_slice()).unwrap();
+        key.open(&mut back).unwrap();
+        assert_eq!(VmRecord::from(back), record());
+        // Twice the same is not written twice alike.
+        assert_ne!(sealed, key.seal(Vm::from(record())).unwrap());
+
+        let sealed = Vm::decode(sealed.as_slice()).unwrap();
+        let error = Key::of(&[8; LENGTH]).open(&mut sealed.clone()).unwrap_err();
+        assert!(error.to_string().contains("secrets_key"), "{error}");
+        let mut other = sealed.clone();
+        other.uid = vec![2; 16];
+        assert!(key.open(&mut other).is_err());
+        let mut damaged = sealed;
+        let init = damaged.inits().pop().unwrap();
+        init.sealed.truncate(20);
+        assert!(key.open(&mut damaged).is_err());
+    }
+
+    #[test]
+    fn a_key_is_made_once_and_what_is_no_key_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, none) = (folder.path(), None);
+        let sealed = Key::find(none, none, path)
+            .unwrap()
+            .seal(Vm::from(record()))
+            .unwrap();
+        let mut back = Vm::decode(sealed.as_slice()).unwrap();
+        Key::find(none, none, path).unwrap().open(&mut back).unwrap();
+        let own = path.join(OWN);
+        assert_eq!(fs::metadata(&own).unwrap().permissions().mode() & 0o777, 0o600);
+
+        // The credential goes before it, and what the configuration names before both.
+        let (credentials, given) = (path.join("credentials"), path.join("given"));
+        fs::create_dir(&credentials).unwrap();
+        let mut sealed = Vm::decode(sealed.as_slice()).unwrap();
+        Key::find(none, Some(&credentials), path)
+            .unwrap()
+            .open(&mut sealed.clone())
+            .unwrap();
+        fs::write(credentials.join(CREDENTIAL), [1; LENGTH]).unwrap();
+        let other = Key::find(none, Some(&credentials), path).unwrap();
+        assert!(other.open(&mut sealed.clone()).is_err());
+        fs::copy(&own, &given).unwrap();
+        let key = Key::find(Some(&given), Some(&credentials), path).unwrap();
+        key.open(&mut sealed).unwrap();
+
+        fs::write(&given, "short").unwrap();
+        let error = Key::find(Some(&given), none, path).unwrap_err().to_string();
+        assert!(
+            error.contains("5 bytes") && error.contains("/dev/urandom"),
+            "{error}"
+        );
+        assert!(Key::find(Some(&path.join("missing")), none, path).is_err());
+    }
+
+    #[test]
+    fn what_an_older_daemon_has_sealed_in_part_opens_whole() {
+        let key = Key::of(&[7; LENGTH]);
+        // A record of schema 5 has network configuration and vendor data in clear text.
+        let mut old = Vm::from(record());
+        let uid = old.uid.clone();
+        for init in old.inits() {
+            let all = Secrets::take(init);
+            let sealed = Secrets {
+                network_config: String::new(),
+                vendor_data: String::new(),
+                ..all.clone()
+            };
+            init.sealed = key.close(&uid, sealed.encode_to_vec()).unwrap();
+            (init.network_config, init.vendor_data) = (all.network_config, all.vendor_data);
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let database = super::super::open(&Store::file(folder.path()), &key).unwrap();
+        write(&database, |transaction| {
+            let mut vms = transaction.open_table(VMS).unwrap();
+            vms.insert([1; 16].as_slice(), old.encode_to_vec().as_slice())
+                .unwrap();
+            Ok(())
+        })
+        .unwrap();
+        write(&database, |transaction| seal_all(transaction, &key)).unwrap();
+        let transaction = database.begin_read().unwrap();
+        let table = transaction.open_table(VMS).unwrap();
+        assert!(!has_secret(
+            table.get([1; 16].as_slice()).unwrap().unwrap().value()
+        ));
+        drop((table, transaction));
+        assert_eq!(super::super::load(&database, &key).unwrap().vms, [record()]);
+    }
+
+    #[tokio::test]
+    async fn what_was_in_clear_text_is_sealed_at_the_next_start_and_lost_keys_are_told() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = Store::file(folder.path());
+        let key = Key::of(&[7; LENGTH]);
+        let database = super::super::open(&file, &key).unwrap();
+        write(&database, |transaction| {
+            let mut vms = transaction.open_table(VMS).unwrap();
+            vms.insert([1; 16].as_slice(), record().to_bytes().as_slice())
+                .unwrap();
+            Ok(())
+        })
+        .unwrap();
+        write(&database, |transaction| seal_all(transaction, &key)).unwrap();
+        let transaction = database.begin_read().unwrap();
+        let table = transaction.open_table(VMS).unwrap();
+        let written = table.get([1; 16].as_slice()).unwrap().unwrap().value().to_vec();
+        assert!(!has_secret(&written));
+        drop((table, transaction));
+        let records = super::super::load(&database, &key).unwrap();
+        assert_eq!(records.vms, [record()]);
+        let records = super::super::load(&database, &Key::of(&[8; LENGTH])).unwrap();
+        assert_eq!(records.vms, []);
+        assert_eq!(records.unreadable[0].name, "web");
+        assert!(records.unreadable[0].error.contains("another key"));
+    }
+}

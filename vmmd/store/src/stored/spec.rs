@@ -1,0 +1,512 @@
+//! The stored spec of a VM.
+
+use proto::v1;
+
+use super::{Mirror, stored};
+
+stored! {
+    /// What a VM is to be.
+    VmSpec of v1::VmSpec {
+        #[prost(message, optional, tag = "1")]
+        cpu: Option<CpuSpec>,
+        #[prost(message, optional, tag = "2")]
+        memory: Option<MemorySpec>,
+        #[prost(message, optional, tag = "3")]
+        boot: Option<BootSpec>,
+        #[prost(message, repeated, tag = "4")]
+        disks: Vec<DiskSpec>,
+        #[prost(message, repeated, tag = "5")]
+        nics: Vec<NicSpec>,
+        #[prost(message, repeated, tag = "6")]
+        rate_groups: Vec<RateGroup>,
+        #[prost(int32, tag = "7")]
+        run_policy: i32,
+        #[prost(message, optional, tag = "8")]
+        balloon: Option<BalloonSpec>,
+        #[prost(int32, tag = "9")]
+        on_crash: i32,
+        #[prost(message, optional, tag = "12")]
+        clock: Option<ClockSpec>,
+        #[prost(message, optional, tag = "13")]
+        display: Option<DisplaySpec>,
+        #[prost(message, optional, tag = "14")]
+        virtio_console: Option<VirtioConsoleSpec>,
+        #[prost(message, repeated, tag = "16")]
+        shares: Vec<ShareSpec>,
+        #[prost(string, tag = "17")]
+        state_dir: String,
+        #[prost(message, optional, tag = "20")]
+        cloud_init: Option<CloudInit>,
+        #[prost(int32, tag = "21")]
+        on_panic: i32,
+    }
+}
+
+stored! {
+    /// A directory of the node that the guest can mount.
+    ShareSpec of v1::ShareSpec {
+        #[prost(string, tag = "1")]
+        name: String,
+        #[prost(string, tag = "2")]
+        path: String,
+        #[prost(string, tag = "3")]
+        tag: String,
+        #[prost(bool, tag = "4")]
+        read_only: bool,
+        #[prost(int32, tag = "5")]
+        cache: i32,
+        #[prost(bool, tag = "6")]
+        writeback: bool,
+        #[prost(bool, tag = "7")]
+        xattr: bool,
+        #[prost(bool, tag = "8")]
+        posix_acl: bool,
+        #[prost(message, repeated, tag = "9")]
+        uid_map: Vec<IdRange>,
+        #[prost(message, repeated, tag = "10")]
+        gid_map: Vec<IdRange>,
+        #[prost(uint32, tag = "11")]
+        max_open_files: u32,
+        #[prost(string, tag = "12")]
+        mount: String,
+    }
+}
+
+stored! {
+    /// Ids of a guest that are ids of the node.
+    IdRange of v1::IdRange {
+        #[prost(uint32, tag = "1")]
+        guest: u32,
+        #[prost(uint32, tag = "2")]
+        node: u32,
+        #[prost(uint32, tag = "3")]
+        count: u32,
+    }
+}
+
+/// What cloud-init is told. Its secrets are in `sealed` when it is written, and in their own fields otherwise
+/// ([`seal`](crate::seal)).
+#[derive(Clone, PartialEq, prost::Message)]
+pub struct CloudInit {
+    #[prost(string, tag = "1")]
+    pub user_data: String,
+    #[prost(string, tag = "2")]
+    pub user_data_digest: String,
+    #[prost(string, tag = "3")]
+    pub network_config: String,
+    #[prost(string, tag = "4")]
+    pub hostname: String,
+    #[prost(string, repeated, tag = "5")]
+    pub ssh_authorized_keys: Vec<String>,
+    #[prost(string, tag = "6")]
+    pub password_hash: String,
+    #[prost(string, tag = "7")]
+    pub password_hash_digest: String,
+    #[prost(string, tag = "8")]
+    pub instance_id: String,
+    #[prost(string, tag = "9")]
+    pub vendor_data: String,
+    #[prost(string, tag = "10")]
+    pub user_data_base64: String,
+    #[prost(string, tag = "11")]
+    pub network_config_digest: String,
+    #[prost(string, tag = "12")]
+    pub vendor_data_digest: String,
+    #[prost(bytes = "vec", tag = "20")]
+    pub sealed: Vec<u8>,
+}
+
+impl Mirror<CloudInit> for v1::CloudInit {
+    fn mirror(self) -> CloudInit {
+        let v1::CloudInit {
+            user_data,
+            user_data_digest,
+            network_config,
+            hostname,
+            ssh_authorized_keys,
+            password_hash,
+            password_hash_digest,
+            instance_id,
+            vendor_data,
+            user_data_base64,
+            network_config_digest,
+            vendor_data_digest,
+        } = self;
+        CloudInit {
+            user_data,
+            user_data_digest,
+            network_config,
+            hostname,
+            ssh_authorized_keys,
+            password_hash,
+            password_hash_digest,
+            instance_id,
+            vendor_data,
+            user_data_base64,
+            network_config_digest,
+            vendor_data_digest,
+            sealed: Vec::new(),
+        }
+    }
+}
+
+impl Mirror<v1::CloudInit> for CloudInit {
+    fn mirror(self) -> v1::CloudInit {
+        let CloudInit {
+            user_data,
+            user_data_digest,
+            network_config,
+            hostname,
+            ssh_authorized_keys,
+            password_hash,
+            password_hash_digest,
+            instance_id,
+            vendor_data,
+            user_data_base64,
+            network_config_digest,
+            vendor_data_digest,
+            sealed: _,
+        } = self;
+        v1::CloudInit {
+            user_data,
+            user_data_digest,
+            network_config,
+            hostname,
+            ssh_authorized_keys,
+            password_hash,
+            password_hash_digest,
+            instance_id,
+            vendor_data,
+            user_data_base64,
+            network_config_digest,
+            vendor_data_digest,
+        }
+    }
+}
+
+stored! {
+    /// Virtual CPUs.
+    CpuSpec of v1::CpuSpec {
+        #[prost(uint32, tag = "1")]
+        cores: u32,
+        #[prost(uint32, tag = "2")]
+        core_fraction_percent: u32,
+        #[prost(uint32, tag = "3")]
+        core_limit_percent: u32,
+        #[prost(string, tag = "4")]
+        host_cpus: String,
+    }
+}
+
+stored! {
+    /// Guest RAM.
+    MemorySpec of v1::MemorySpec {
+        #[prost(uint64, tag = "1")]
+        size_bytes: u64,
+        #[prost(int32, tag = "2")]
+        backing: i32,
+        #[prost(int32, tag = "3")]
+        huge_pages: i32,
+        #[prost(bool, tag = "4")]
+        prefault: bool,
+        #[prost(bool, tag = "5")]
+        mergeable: bool,
+        #[prost(uint32, optional, tag = "6")]
+        numa_node: Option<u32>,
+    }
+}
+
+stored! {
+    /// What a VM boots.
+    BootSpec of v1::BootSpec {
+        #[prost(oneof = "BootSource", tags = "1, 2")]
+        source: Option<BootSource>,
+    }
+}
+
+/// Of [`BootSpec`].
+#[derive(Clone, PartialEq, prost::Oneof)]
+pub enum BootSource {
+    #[prost(message, tag = "1")]
+    Linux(LinuxBoot),
+    #[prost(message, tag = "2")]
+    FromDisk(DiskBoot),
+}
+
+stored! {
+    /// The kernel that is installed on a disk.
+    DiskBoot of v1::DiskBoot {
+        #[prost(string, tag = "1")]
+        disk: String,
+        #[prost(string, tag = "2")]
+        cmdline_append: String,
+    }
+}
+
+stored! {
+    /// A Linux kernel, directly.
+    LinuxBoot of v1::LinuxBoot {
+        #[prost(string, tag = "1")]
+        kernel: String,
+        #[prost(string, tag = "2")]
+        initrd: String,
+        #[prost(string, tag = "3")]
+        cmdline: String,
+    }
+}
+
+stored! {
+    /// A disk of a VM.
+    DiskSpec of v1::DiskSpec {
+        #[prost(string, tag = "1")]
+        name: String,
+        #[prost(oneof = "DiskSource", tags = "2, 6")]
+        source: Option<DiskSource>,
+        #[prost(int32, tag = "3")]
+        format: i32,
+        #[prost(bool, tag = "4")]
+        read_only: bool,
+        #[prost(string, tag = "5")]
+        serial: String,
+        #[prost(int32, tag = "7")]
+        cache: i32,
+        #[prost(uint32, tag = "8")]
+        queues: u32,
+        #[prost(uint32, tag = "9")]
+        logical_block_bytes: u32,
+        #[prost(int32, tag = "10")]
+        on_error: i32,
+        #[prost(message, optional, tag = "11")]
+        rate_limit: Option<RateLimit>,
+        #[prost(string, tag = "12")]
+        rate_group: String,
+        #[prost(bool, tag = "14")]
+        any_content: bool,
+        #[prost(string, tag = "15")]
+        beneath: String,
+    }
+}
+
+/// Of [`DiskSpec`].
+#[derive(Clone, PartialEq, Eq, prost::Oneof)]
+pub enum DiskSource {
+    #[prost(string, tag = "2")]
+    Path(String),
+    #[prost(string, tag = "6")]
+    Disk(String),
+}
+
+stored! {
+    /// A network interface of a VM.
+    NicSpec of v1::NicSpec {
+        #[prost(string, tag = "1")]
+        name: String,
+        #[prost(oneof = "Attachment", tags = "2, 3, 11")]
+        attachment: Option<Attachment>,
+        #[prost(string, tag = "4")]
+        mac: String,
+        #[prost(uint32, tag = "5")]
+        queues: u32,
+        #[prost(uint32, tag = "6")]
+        mtu: u32,
+        #[prost(int32, repeated, tag = "7")]
+        disabled_offloads: Vec<i32>,
+        #[prost(bool, tag = "8")]
+        link_down: bool,
+        #[prost(message, optional, tag = "9")]
+        receive_limit: Option<RateLimit>,
+        #[prost(message, optional, tag = "10")]
+        transmit_limit: Option<RateLimit>,
+        #[prost(string, tag = "12")]
+        address: String,
+        #[prost(message, repeated, tag = "13")]
+        published_ports: Vec<PublishedPort>,
+        #[prost(int32, tag = "14")]
+        backend: i32,
+        #[prost(message, optional, tag = "15")]
+        firewall: Option<NicFirewall>,
+    }
+}
+
+stored! {
+    /// Which connections a guest may have over a NIC.
+    NicFirewall of v1::NicFirewall {
+        #[prost(message, optional, tag = "1")]
+        ingress: Option<NicRules>,
+        #[prost(message, optional, tag = "2")]
+        egress: Option<NicRules>,
+    }
+}
+
+stored! {
+    /// What is let through.
+    NicRules of v1::NicRules {
+        #[prost(message, repeated, tag = "1")]
+        allow: Vec<NicRule>,
+    }
+}
+
+stored! {
+    /// A kind of connections.
+    NicRule of v1::NicRule {
+        #[prost(string, repeated, tag = "1")]
+        addresses: Vec<String>,
+        #[prost(int32, tag = "2")]
+        protocol: i32,
+        #[prost(message, repeated, tag = "3")]
+        ports: Vec<PortRange>,
+    }
+}
+
+stored! {
+    /// Ports in a row.
+    #[derive(Copy)]
+    PortRange of v1::PortRange {
+        #[prost(uint32, tag = "1")]
+        first: u32,
+        #[prost(uint32, tag = "2")]
+        last: u32,
+    }
+}
+
+/// Of [`NicSpec`].
+#[derive(Clone, PartialEq, Eq, prost::Oneof)]
+pub enum Attachment {
+    #[prost(string, tag = "2")]
+    Bridge(String),
+    #[prost(string, tag = "3")]
+    Tap(String),
+    #[prost(string, tag = "11")]
+    Network(String),
+}
+
+stored! {
+    /// A port of the node that leads to a guest.
+    #[derive(Copy)]
+    PublishedPort of v1::PublishedPort {
+        #[prost(int32, tag = "1")]
+        protocol: i32,
+        #[prost(uint32, tag = "2")]
+        node_port: u32,
+        #[prost(uint32, tag = "3")]
+        guest_port: u32,
+    }
+}
+
+stored! {
+    /// A limit with a name.
+    RateGroup of v1::RateGroup {
+        #[prost(string, tag = "1")]
+        name: String,
+        #[prost(message, optional, tag = "2")]
+        limit: Option<RateLimit>,
+    }
+}
+
+stored! {
+    /// How much may flow.
+    #[derive(Copy)]
+    RateLimit of v1::RateLimit {
+        #[prost(uint64, tag = "1")]
+        bytes_per_second: u64,
+        #[prost(uint64, tag = "2")]
+        operations_per_second: u64,
+        #[prost(uint64, tag = "3")]
+        burst_bytes: u64,
+        #[prost(uint64, tag = "4")]
+        burst_operations: u64,
+    }
+}
+
+stored! {
+    /// The balloon.
+    BalloonSpec of v1::BalloonSpec {
+        #[prost(bool, tag = "1")]
+        disabled: bool,
+        #[prost(bool, tag = "2")]
+        free_page_reporting: bool,
+        #[prost(uint64, tag = "3")]
+        target_bytes: u64,
+    }
+}
+
+stored! {
+    /// The guest's clock.
+    ClockSpec of v1::ClockSpec {
+        #[prost(int32, tag = "1")]
+        on_resume: i32,
+    }
+}
+
+stored! {
+    /// The virtio-console.
+    VirtioConsoleSpec of v1::VirtioConsoleSpec {}
+}
+
+stored! {
+    /// The screen.
+    DisplaySpec of v1::DisplaySpec {
+        #[prost(uint32, tag = "1")]
+        width: u32,
+        #[prost(uint32, tag = "2")]
+        height: u32,
+        #[prost(int32, tag = "3")]
+        keyboard_layout: i32,
+    }
+}
+
+impl Mirror<BootSource> for v1::boot_spec::Source {
+    fn mirror(self) -> BootSource {
+        match self {
+            Self::Linux(linux) => BootSource::Linux(linux.mirror()),
+            Self::FromDisk(disk) => BootSource::FromDisk(disk.mirror()),
+        }
+    }
+}
+
+impl Mirror<v1::boot_spec::Source> for BootSource {
+    fn mirror(self) -> v1::boot_spec::Source {
+        match self {
+            Self::Linux(linux) => v1::boot_spec::Source::Linux(linux.mirror()),
+            Self::FromDisk(disk) => v1::boot_spec::Source::FromDisk(disk.mirror()),
+        }
+    }
+}
+
+impl Mirror<DiskSource> for v1::disk_spec::Source {
+    fn mirror(self) -> DiskSource {
+        match self {
+            Self::Path(path) => DiskSource::Path(path),
+            Self::Disk(disk) => DiskSource::Disk(disk),
+        }
+    }
+}
+
+impl Mirror<v1::disk_spec::Source> for DiskSource {
+    fn mirror(self) -> v1::disk_spec::Source {
+        match self {
+            Self::Path(path) => v1::disk_spec::Source::Path(path),
+            Self::Disk(disk) => v1::disk_spec::Source::Disk(disk),
+        }
+    }
+}
+
+impl Mirror<Attachment> for v1::nic_spec::Attachment {
+    fn mirror(self) -> Attachment {
+        match self {
+            Self::Bridge(bridge) => Attachment::Bridge(bridge),
+            Self::Tap(tap) => Attachment::Tap(tap),
+            Self::Network(network) => Attachment::Network(network),
+        }
+    }
+}
+
+impl Mirror<v1::nic_spec::Attachment> for Attachment {
+    fn mirror(self) -> v1::nic_spec::Attachment {
+        match self {
+            Self::Bridge(bridge) => v1::nic_spec::Attachment::Bridge(bridge),
+            Self::Tap(tap) => v1::nic_spec::Attachment::Tap(tap),
+            Self::Network(network) => v1::nic_spec::Attachment::Network(network),
+        }
+    }
+}
