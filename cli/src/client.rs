@@ -1,4 +1,4 @@
-//! The connection to vmmd, and what is asked of it.
+//! The connection to vmmd, and the calls on it.
 
 mod about;
 mod call;
@@ -47,9 +47,9 @@ pub struct Client {
     pub images: ImageServiceClient<Channel>,
     /// Its node.
     pub nodes: NodeServiceClient<Channel>,
-    /// What has happened on it.
+    /// Client for the node's events.
     pub events: EventServiceClient<Channel>,
-    /// What takes long there.
+    /// Client for the node's operations.
     pub operations: OperationServiceClient<Channel>,
     /// How long each change may take at most; as long as its kind usually may, when not given.
     timeout: Option<Duration>,
@@ -152,7 +152,7 @@ impl Client {
         }
     }
 
-    /// What a running VM uses and has done.
+    /// Returns the usage and counters of a running VM.
     pub async fn stats(&self, name: &str) -> Result<v1::VmStats> {
         let request = v1::GetVmStatsRequest {
             name: name.to_owned(),

@@ -1,6 +1,7 @@
-//! What a word of the command line may be, asked of the daemon while it is typed.
+//! Completion of words of the command line, with queries to the daemon.
 //!
-//! Shells call this program for it (clap_complete's dynamic engine). It answers with nothing rather than late.
+//! Shells call this program for it (clap_complete's dynamic engine). An empty answer is better than
+//! a late one.
 
 use std::{env, ffi::OsStr, path::PathBuf, time::Duration};
 
@@ -120,7 +121,7 @@ async fn operation_ids(client: &Client) -> Result<Vec<String>> {
         .collect())
 }
 
-/// What the daemon has that begins with the word.
+/// Returns the daemon's objects whose name starts with the word.
 fn candidates(
     word: &OsStr,
     kind: &str,

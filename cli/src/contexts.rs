@@ -63,7 +63,7 @@ pub struct Context {
 }
 
 impl Context {
-    /// What was given goes before what the context has. A socket and an endpoint take each other's place.
+    /// Given options override those of the context. A socket and an endpoint replace each other.
     pub fn with(self, given: &Connection) -> Self {
         let socket = match (&given.socket, &given.endpoint) {
             (Some(socket), _) => Some(socket.clone()),
@@ -101,7 +101,7 @@ impl Context {
     }
 }
 
-/// What the environment says.
+/// Values from the environment.
 #[derive(Clone, Debug, Default)]
 struct Environment {
     socket: Option<PathBuf>,
@@ -168,7 +168,7 @@ impl Contexts {
 
     /// Reads the file; without one there are no contexts.
     pub fn load() -> Result<Self> {
-        // Who has no home folder has no contexts.
+        // Without a home folder there are no contexts.
         let Ok(path) = Self::file() else {
             return Ok(Self::default());
         };

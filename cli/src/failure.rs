@@ -1,4 +1,4 @@
-//! What went wrong, as the user sees it: one line that says what to do next, and an exit code.
+//! Failures as the user sees them: one line with the next step, and an exit code.
 
 use std::{error::Error as _, fmt};
 
@@ -13,13 +13,13 @@ pub enum Code {
     Usage = 2,
     /// There is no such VM, disk, operation, or file of the node.
     NotFound = 3,
-    /// It exists already, or differs from what is asked for.
+    /// It exists already, or differs from the request.
     Conflict = 4,
     /// Not possible in the present state.
     Precondition = 5,
     /// A manifest, a value or a file is not valid.
     Invalid = 6,
-    /// The daemon can't be reached, or ended the connection.
+    /// The daemon is not reachable, or closed the connection.
     Unavailable = 7,
     /// Not allowed to.
     Permission = 8,
@@ -29,14 +29,14 @@ pub enum Code {
     Timeout = 10,
     /// It was cancelled.
     Cancelled = 11,
-    /// The certificate of the daemon can't be trusted, or the connection is no TLS of one.
+    /// The certificate of the daemon is not trusted, or the connection does not use TLS.
     Untrusted = 12,
     /// It was done, but a guest that was to power off had to be killed.
     Killed = 13,
 }
 
 impl Code {
-    /// What `failure:` is called for a person.
+    /// Word that precedes the failure's message for users.
     pub fn severity(self) -> &'static str {
         match self {
             Self::Killed => "warning",
@@ -50,11 +50,11 @@ impl Code {
 pub struct Failure {
     /// Exit code.
     pub code: Code,
-    /// What went wrong, one line.
+    /// Description of the failure, one line.
     pub message: String,
     /// The daemon's word for it (`google.rpc.ErrorInfo`), `STILL_RUNNING`; empty for failures of this side.
     pub reason: Box<str>,
-    /// What to do about it; joined to the message's line.
+    /// Next step for the user; joined to the message's line.
     pub hint: Option<Box<str>>,
     /// Further lines.
     pub details: Vec<String>,
@@ -84,7 +84,8 @@ impl Failure {
         self
     }
 
-    /// Puts in front what it is about (`vm` or `disk`, and its name) when the message does not have the name.
+    /// Prefixes the message with its subject (`vm` or `disk`, and its name) when the message does
+    /// not contain the name.
     pub fn about(mut self, kind: &str, name: &str) -> Self {
         if !self.message.contains(&format!("\"{name}\"")) && self.violations.is_empty() {
             self.message = format!("{kind}/{name}: {}", self.message);
@@ -127,7 +128,7 @@ impl From<tonic::Status> for Failure {
             .map(|info| info.reason.as_str())
             .unwrap_or_default();
         let code = match status.code() {
-            // What a request names is not there: by the request's own name, or by a name or path in a spec.
+            // The missing object is named by the request, or by a name or path in a spec.
             Grpc::NotFound => Code::NotFound,
             Grpc::FailedPrecondition if reason.ends_with("_NOT_FOUND") => Code::NotFound,
             // The node is smaller than the VM.
@@ -180,7 +181,7 @@ fn transport(status: &tonic::Status) -> Option<Failure> {
     ))
 }
 
-/// The text without control characters, so that what a daemon or a file says can't act on the terminal.
+/// Replaces control characters, so that text from a daemon or a file cannot act on the terminal.
 pub fn printable(text: &str) -> String {
     text.chars()
         .map(|letter| if letter.is_control() { '\u{fffd}' } else { letter })

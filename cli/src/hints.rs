@@ -18,9 +18,9 @@ fn files(folder: &Path, ending: &str, found: &mut Vec<(String, String)>) {
     }
 }
 
-/// The commands in a source file's strings: what is in backquotes and begins with `vmmctl`.
+/// Returns the commands in a source file's strings: text in backquotes that starts with `vmmctl`.
 fn advised(source: &str) -> Vec<String> {
-    // A string that goes on in the next line.
+    // A string may continue on the next line.
     let mut text = String::new();
     let mut goes_on = false;
     for line in source.lines() {
@@ -63,7 +63,7 @@ fn in_line(line: &str) -> Vec<String> {
     begins.map(|(at, _)| line[at..].to_owned()).collect()
 }
 
-/// Words as a shell would make them of a command, without what is for the shell.
+/// Splits a command into words as a shell does, up to the first shell operator or comment.
 fn words(command: &str) -> Vec<String> {
     let (mut words, mut word, mut quote) = (Vec::new(), None::<String>, None);
     for letter in command.chars() {
@@ -82,7 +82,7 @@ fn words(command: &str) -> Vec<String> {
     words
 }
 
-/// Fills what a message fills in.
+/// Replaces the placeholders of a message.
 fn filled(command: &str) -> String {
     let mut text = String::new();
     let mut rest = command;
@@ -238,7 +238,7 @@ fn every_field_of_a_manifest_is_in_the_book() {
     assert_eq!(missing.collect::<Vec<_>>(), [""; 0]);
 }
 
-/// The names of all commands, with those that they are below: `node cordon`. Not those that are hidden.
+/// Collects the paths of all visible commands, such as `node cordon`.
 fn commands(of: &clap::Command, below: &[String], found: &mut Vec<Vec<String>>) {
     for command in of.get_subcommands().filter(|command| !command.is_hide_set()) {
         let path = [below, &[command.get_name().to_owned()]].concat();

@@ -28,10 +28,10 @@ use crate::{
 /// Where vmmd listens when the endpoint has no port.
 const PORT: u16 = 7443;
 
-/// A connection that is up. What the daemon said first has been read and is given to the reader.
+/// An established connection. The daemon's first bytes are already in the reader's buffer.
 pub type Stream = BufReader<TlsStream<TcpStream>>;
 
-/// A daemon over TCP, and who we are to it.
+/// A daemon over TCP, and the client's credentials.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Remote {
     host: String,
@@ -54,7 +54,7 @@ impl Remote {
         let uri: Uri = endpoint.parse().map_err(|_| wrong())?;
         let host = uri.host().filter(|host| !host.is_empty()).ok_or_else(wrong)?;
         let path = uri.path_and_query().is_none_or(|path| path == "/");
-        // Nothing but a host and a port: no user, and no port that is none.
+        // Allows only a host and a valid port, without a user.
         let behind = uri
             .authority()
             .and_then(|whole| whole.as_str().strip_prefix(host));
@@ -132,7 +132,7 @@ impl Remote {
         }
     }
 
-    /// What a failed handshake means to the user.
+    /// Returns the failure for a failed handshake, for the user.
     fn explain(&self, error: &io::Error) -> Failure {
         let (address, ca, cert) = (self.address(), self.ca.display(), self.cert.display());
         let tls = error

@@ -1,11 +1,14 @@
-//! What a guest that floods its serial port loses when the port has readers.
+//! Slowdown of a guest that floods its serial port while the port has readers.
 //!
-//! A thread writes bytes to the port's data register as a guest does, with ten readers attached of which five never read, and with none, in turns
-//! that change their order. It has a processor of its own; the port's server and the readers share another one. First each byte costs a microsecond
-//! more, as it does a guest that leaves a real processor for it; then it costs nothing but the device, and a GiB goes by with readers.
+//! A thread writes bytes to the port's data register, as a guest does. Turns with ten attached
+//! readers, of which five never read, alternate with turns without readers, and the order changes.
+//! The thread has a processor of its own. The port's server and the readers share another
+//! processor. The first series adds a microsecond per byte, which is the cost of an exit of a guest
+//! from a real processor. The second series adds nothing and writes one GiB with readers.
 //!
-//! `cargo bench -p vmmd-devices --features testing --bench serial_flood`
-//! prints one JSON object on stdout: nanoseconds for each byte by the time of the writing thread, and the ratio with its quartiles.
+//! `cargo bench -p vmmd-devices --features testing --bench serial_flood` prints one JSON object on
+//! stdout: nanoseconds per byte in the time of the writing thread, and the ratio with its
+//! quartiles.
 
 #![allow(
     clippy::unwrap_used,
@@ -43,7 +46,8 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 /// Readers that read, and as many that never do.
 const READERS: usize = 5;
 
-/// What a byte costs beside the device's own work, how many there are in a turn, and how many turns of each kind.
+/// Name of each series, additional cost of a byte, bytes in a turn, and number of turns of each
+/// kind.
 const WAYS: [(&str, Duration, usize, usize); 2] = [
     ("exit", Duration::from_micros(1), 4 << 20, 8),
     ("none", Duration::ZERO, 64 << 20, 16),
@@ -55,7 +59,8 @@ impl IrqLine for Line {
     fn pulse(&self) {}
 }
 
-/// Has the calling thread, and those that it starts, run on the processor of that number among those of the process.
+/// Pins the calling thread, and the threads that it starts, to one of the processors of the
+/// process. `number` is the index in `all`.
 fn place(all: &CpuSet, number: usize) {
     let processors: Vec<_> = (0..CpuSet::MAX_CPU).filter(|cpu| all.is_set(*cpu)).collect();
     let mut only = CpuSet::new();
@@ -77,7 +82,7 @@ fn flood(all: &CpuSet, readers: bool, exit: Duration, bytes: usize) -> f64 {
     let port = SerialPort::start(Arc::new(Line), Capacity::default(), setup).expect("a port");
     let attach = || {
         let mut client = UnixStream::connect(&path).expect("attach");
-        // It is served when the length of what was printed before has come.
+        // The port serves the client as soon as the length of the earlier output arrives.
         client.read_exact(&mut [0; 8]).expect("attached");
         client
     };
@@ -105,7 +110,7 @@ fn flood(all: &CpuSet, readers: bool, exit: Duration, bytes: usize) -> f64 {
             for number in 0..bytes {
                 let byte = if number % 80 == 79 { b'\n' } else { b'.' };
                 let _ = uart.lock().expect("the port").write(0, &[byte]);
-                // What the device took is not part of it.
+                // The exit's time starts after the device's work.
                 let written = (!exit.is_zero()).then(Instant::now);
                 while written.is_some_and(|written| written.elapsed() < exit) {
                     spin_loop();

@@ -1,5 +1,6 @@
-//! The pace of a disk's worker judged by a model, over the whole grid: what the tests of `virtio::blk::simulation` do with
-//! a part of it. The model and the policy are those files.
+//! Judges the pacing policy of a disk's worker by a model, over the whole grid of parameters. The
+//! tests of `virtio::blk::simulation` cover a part of the grid. The model and the policy are
+//! compiled from the files of that module.
 //!
 //! `cargo run --release -p vmmd-devices --example pacing` prints one JSON object on stdout.
 

@@ -1,9 +1,9 @@
-//! Which pages of guest RAM the VMM itself has written.
+//! Pages of guest RAM that the VMM itself has written.
 //!
-//! KVM's dirty log knows the guest's writes only; what devices write (used rings, read data) is marked here. While
-//! nobody migrates nothing is kept: a mark is one load of a flag that never changes, no atomic read-modify-write on a
-//! cache line shared by all queues, and there is no memory behind it. [`DirtyBitmap::start`] allocates one bit per
-//! page.
+//! KVM's dirty log covers only the guest's writes; this module marks writes of devices (used rings,
+//! read data). Without a migration no state is kept: a mark is one load of a flag that never
+//! changes, without an atomic read-modify-write on a cache line shared by all queues, and no memory
+//! is allocated. [`DirtyBitmap::start`] allocates one bit per page.
 
 use std::{
     any::Any,
@@ -16,7 +16,7 @@ use std::{
 
 use vm_memory::bitmap::{Bitmap, NewBitmap, RefSlice, WithBitmapSlice};
 
-/// What one bit stands for, in bytes (log2).
+/// Bytes covered by one bit (log2).
 const PAGE_SHIFT: u32 = 12;
 const WORD_BITS: usize = 64;
 
@@ -34,7 +34,8 @@ pub struct DirtyBitmap {
     enabled: AtomicBool,
     pages: usize,
     words: OnceLock<Box<[AtomicU64]>>,
-    /// What must live as long as the region: the bitmap is the one part of a region that is dropped with it.
+    /// Owner of the mapping, which must live as long as the region: the bitmap is the only part of
+    /// a region that is dropped with it.
     _owner: Option<Box<dyn Any + Send + Sync>>,
 }
 

@@ -1,5 +1,6 @@
-//! What fuzz targets call: one function for each, which takes any bytes and must not panic. The targets are in
-//! `devices/fuzz`, with a corpus of seeds each; the tests here run the functions over the seeds and over generated input.
+//! Entry points of the fuzz targets: one function for each, which takes any bytes and must not
+//! panic. The targets and their seed corpora are in `devices/fuzz`. The tests here run the
+//! functions over the seeds and over generated input.
 
 pub use crate::{
     block::qcow2::fuzz::image as qcow2_image,

@@ -1,5 +1,6 @@
-//! What devices need of the hypervisor: interrupt lines, message-signalled interrupts, and write notifications
-//! without a vCPU leaving the kernel. vmm-core implements these on KVM; tests implement them in memory.
+//! Services of the hypervisor for devices: interrupt lines, message-signalled interrupts, and write
+//! notifications that do not make a vCPU leave the kernel. vmm-core implements these on KVM; tests
+//! implement them in memory.
 
 use std::{io, sync::Arc};
 
@@ -17,7 +18,7 @@ pub trait LevelLine: Send + Sync {
     fn set(&self, high: bool);
 }
 
-/// What a message-signalled interrupt writes, and where (PCI 3.0, 6.8.1).
+/// Address and data of a message-signalled interrupt (PCI 3.0, 6.8.1).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MsiMessage {
     /// Message Address and Message Upper Address.

@@ -1,8 +1,8 @@
-//! Device models: buses, PCI, the virtio framework and everything on it, serial port and legacy devices.
+//! Device models: buses, PCI, the virtio framework and its devices, serial port and legacy devices.
 //!
-//! The guest is hostile: nothing that it writes to a register, a descriptor or a shared page may panic, hang or
-//! corrupt anything but itself. What a device needs of the hypervisor (interrupts, notifications) it gets through
-//! the traits in [`interrupt`]; this crate knows no KVM.
+//! The guest is hostile: no guest write to a register, a descriptor or a shared page may cause a
+//! panic, a hang or a corruption outside the guest. Devices use the hypervisor (interrupts,
+//! notifications) only through the traits in [`interrupt`]; this crate does not depend on KVM.
 
 pub mod block;
 pub mod bus;
@@ -26,8 +26,9 @@ pub mod thread;
 pub mod vhost_user;
 pub mod virtio;
 
-/// Guest memory as every part of the project has it. Writes through it are marked in the bitmap that live
-/// migration reads (KVM's dirty log does not see the VMM's own writes); it costs nothing while nobody migrates.
+/// Guest memory type of the whole project. Writes through it are marked in the bitmap that live
+/// migration reads (KVM's dirty log does not see the VMM's own writes); the marking costs nothing
+/// without a migration.
 pub type GuestMemory = vm_memory::GuestMemoryMmap<dirty::DirtyBitmap>;
 
 /// A test needs `what`, which this host does not have. Where continuous integration runs (`CI` is set) that fails the test; a

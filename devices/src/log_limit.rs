@@ -6,7 +6,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Lets a burst of log lines through, then one per interval: what a guest can trigger must not fill the host's log.
+/// Passes a burst of log lines, then one per interval: log lines triggered by a guest must not fill
+/// the host's log.
 #[derive(Debug)]
 pub struct LogLimit {
     state: Mutex<LimitState>,

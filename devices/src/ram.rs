@@ -6,7 +6,7 @@ use vm_memory::{
 
 use crate::{GuestMemory, sys};
 
-/// A slice of guest memory that marks what is written through it in the dirty bitmap.
+/// A slice of guest memory that marks writes in the dirty bitmap.
 pub type GuestSlice<'a> = VolatileSlice<'a, MS<'a, GuestMemory>>;
 
 /// One buffer of a request in guest memory, not empty.
@@ -40,8 +40,8 @@ pub fn slice(memory: &GuestMemory, address: GuestAddress, length: usize) -> Opti
     })
 }
 
-/// Has the processor fetch the cache line at `address`, to be changed, while it goes on. Nothing happens where there is no
-/// guest memory.
+/// Prefetches the cache line at `address` for writing, in the background. No effect outside guest
+/// memory.
 #[inline]
 pub fn fetch_to_change(memory: &GuestMemory, address: GuestAddress) {
     if let Some(place) = slice(memory, address, 1) {

@@ -1,7 +1,8 @@
-//! The one way in which this process makes threads.
+//! Only way in which this process creates threads.
 //!
-//! Each thread has a [`ThreadKind`], which says what it may do. Before its body, each new thread runs the process's
-//! *entry*, if one was set: `vmm` limits the thread's system calls there. This crate knows nothing of the limits.
+//! Each thread has a [`ThreadKind`], which determines its rights. Before its body, each new thread
+//! runs the process's *entry*, if one was set: `vmm` limits the thread's system calls there. This
+//! crate is independent of the limits.
 
 use std::{
     fmt, io,
@@ -9,7 +10,7 @@ use std::{
     thread::{Builder, JoinHandle, Scope, ScopedJoinHandle},
 };
 
-/// What a thread is for. Threads of one kind have the same rights.
+/// Purpose of a thread. Threads of one kind have the same rights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ThreadKind {
     /// Drives the machine's life and makes most other threads; the process's first thread.
@@ -69,7 +70,7 @@ impl ThreadKind {
         }
     }
 
-    /// Bytes of stack; `None` for the process's default. What a thread does not touch costs address space only.
+    /// Bytes of stack; `None` for the process's default. Untouched stack costs only address space.
     const fn stack(self) -> Option<usize> {
         match self {
             // Device models, imago and the report of a panic go a little deep.
@@ -99,7 +100,7 @@ pub fn set_entry(entry: impl Fn(ThreadKind) + Send + Sync + 'static) -> bool {
     ENTRY.set(Box::new(entry)).is_ok()
 }
 
-/// Starts a thread. `name` is what the kernel and logs show of it (the kernel the first 15 bytes).
+/// Starts a thread. `name` is the thread's name in the kernel (its first 15 bytes) and in logs.
 pub fn spawn<T: Send + 'static>(
     kind: ThreadKind,
     name: impl Into<String>,

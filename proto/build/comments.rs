@@ -1,4 +1,4 @@
-//! Every part of the public API says what it is.
+//! Check that every part of the public API has a comment.
 
 use std::collections::HashSet;
 
@@ -9,7 +9,7 @@ use protox::prost_reflect::{
 /// The package of which everything must have a comment.
 const PACKAGE: &str = "vmmd.v1";
 
-/// Field numbers in descriptor.proto: what a location's path is made of.
+/// Field numbers in descriptor.proto, the elements of a location's path.
 mod tag {
     pub const FILE_MESSAGE: i32 = 4;
     pub const FILE_ENUM: i32 = 5;

@@ -127,7 +127,7 @@ impl Rule {
         Ok(found)
     }
 
-    /// A change of an object takes preconditions; its creation, and what changes no object, has nothing to check.
+    /// Checks that exactly the methods that change an existing object take preconditions.
     fn check_preconditions(&self, method: &MethodDescriptor) -> Result<(), String> {
         let creates = ["Create", "Import"]
             .iter()
@@ -179,7 +179,7 @@ impl Rule {
     }
 }
 
-/// Of an enum field, its value in the generated code: `Viewer` of `ROLE_VIEWER`.
+/// Returns the value of an enum field in the generated code: `Viewer` of `ROLE_VIEWER`.
 fn value(rule: &DynamicMessage, field: &str) -> Result<String, String> {
     let descriptor = rule.descriptor().get_field_by_name(field);
     let Some(Kind::Enum(known)) = descriptor.map(|field| field.kind()) else {

@@ -1,5 +1,6 @@
-//! What fields the public messages have, as text that a program can read message by message: to decode all descriptors for one
-//! manifest took a `vmm run` eight times as many instructions as the rest of its start, and 1.2 MiB of memory.
+//! Fields of the public messages, as text that a program can read message by message. Decoding all
+//! descriptors for one manifest took a `vmm run` eight times as many instructions as the rest of
+//! its start, and 1.2 MiB of memory.
 
 use std::{collections::HashMap, fmt::Write as _};
 

@@ -38,7 +38,7 @@ pub struct ErrorInfo {
     /// `UPPER_SNAKE_CASE`.
     #[prost(string, tag = "1")]
     pub reason: String,
-    /// Whose reason it is: `vmmd`.
+    /// Domain of the reason: `vmmd`.
     #[prost(string, tag = "2")]
     pub domain: String,
     /// More about it.
@@ -63,7 +63,7 @@ pub struct FieldViolation {
     /// Its path.
     #[prost(string, tag = "1")]
     pub field: String,
-    /// What is wrong with it.
+    /// Problem with the field.
     #[prost(string, tag = "2")]
     pub description: String,
 }
@@ -121,7 +121,7 @@ struct Typed<'a, T> {
 }
 
 impl Serialize for Detail {
-    /// Of a type that is not one of ours only the URL is written.
+    /// Writes only the URL of an unknown type.
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let url = self.type_url.as_str();
         if let Some(content) = self.decode::<ErrorInfo>() {

@@ -1,4 +1,4 @@
-//! What holds for each method of the public API: the rules in `vmmd/v1/rule.proto`, as tables and traits.
+//! Rules of the methods of the public API: those in `vmmd/v1/rule.proto`, as tables and traits.
 
 use prost::Message;
 
@@ -17,9 +17,9 @@ pub struct MethodRule {
     pub masked_role: Role,
     /// Whether another node's daemon may call it.
     pub peers: bool,
-    /// Whether the agent of a cluster may call it, whatever its update mask names.
+    /// Whether the agent of a cluster may call it, regardless of its update mask.
     pub agents: bool,
-    /// What the call does; never [`MethodEffect::Unspecified`].
+    /// Effect of the call; never [`MethodEffect::Unspecified`].
     pub effect: MethodEffect,
     /// Kind of the thing that the call is about: `vm`, `disk`, `operation`, `node`; empty when it is about no single one.
     pub kind: &'static str,
@@ -42,11 +42,11 @@ pub trait Mutation: Message + Clone + Default + Send + 'static {
     /// Gives it an id, or with an empty one takes it away.
     fn set_request_id(&mut self, id: String);
 
-    /// What must be true of the object that the request changes; `None` when the client says nothing, or when the request changes
-    /// no object that there is.
+    /// Conditions on the object that the request changes; `None` if the client sets none, or if the
+    /// request changes no existing object.
     fn preconditions(&self) -> Option<&v1::Preconditions>;
 
-    /// Whether the request only checks what it asks for, and changes nothing.
+    /// Whether the request is only validated, without a change.
     fn dry_run(&self) -> bool;
 }
 

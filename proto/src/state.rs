@@ -17,16 +17,16 @@ mod generated {
 
 /// A message that is the saved state of one component, and the payload of a [`Section`].
 pub trait Saved: prost::Message + Default {
-    /// What the component is: "serial", "virtio-blk". Never changes once released.
+    /// Kind of the component: "serial", "virtio-blk". Never changes once released.
     const KIND: &'static str;
     /// Version of the format that this program writes, from 1. It also reads all older ones.
     const VERSION: u32;
 }
 
-/// Why a state can't be saved or restored.
+/// Reason why a state cannot be saved or restored.
 #[derive(Debug, thiserror::Error)]
 pub enum StateError {
-    /// The component can't be saved, now or ever.
+    /// The component does not support a save at this time or in general.
     #[error("{component} can't be saved: {reason}")]
     NotMigratable {
         /// Name of the component.
@@ -61,7 +61,7 @@ pub enum StateError {
     Decode {
         /// The section's id.
         id: String,
-        /// What is wrong with the encoding.
+        /// Problem with the encoding.
         source: DecodeError,
     },
     /// The machine has a component that the state lacks.
@@ -91,7 +91,7 @@ pub enum StateError {
     Invalid {
         /// Name of the field in the message.
         field: &'static str,
-        /// What is wrong with its value.
+        /// Problem with the value.
         why: String,
     },
     /// The host refused something that saving or restoring needs.
@@ -100,7 +100,7 @@ pub enum StateError {
 }
 
 impl StateError {
-    /// The component can't be saved: `reason` completes the sentence.
+    /// The component cannot be saved: `reason` completes the sentence.
     pub fn not_migratable(component: &str, reason: impl Into<String>) -> Self {
         Self::NotMigratable {
             component: component.to_owned(),
@@ -108,7 +108,7 @@ impl StateError {
         }
     }
 
-    /// `field` has a value that can't be.
+    /// `field` has an invalid value.
     pub fn invalid(field: &'static str, why: impl Into<String>) -> Self {
         Self::Invalid {
             field,

@@ -31,7 +31,7 @@ pub const MAX_FDS: usize = 768;
 /// Most file descriptors that go with one system call (Linux' SCM_MAX_FD).
 const FDS_PER_CALL: usize = 253;
 
-/// Why a peer can't be talked to any more.
+/// Reason why a connection is not usable any more.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The frame's length is 0 or above [`Limits::frame_bytes`].
@@ -67,7 +67,7 @@ pub fn encode(message: &Message) -> Result<Vec<u8>, Error> {
     Ok(frame)
 }
 
-/// What is left to send of one frame and its descriptors.
+/// Unsent rest of one frame and its descriptors.
 #[derive(Debug)]
 pub struct Sending<'a> {
     frame: &'a [u8],
@@ -140,7 +140,7 @@ pub enum Read {
     Closed,
 }
 
-/// What a receiver takes from its peer. Beyond a limit the connection is of no use any more.
+/// Limits of a receiver. Beyond a limit the connection becomes unusable.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Longest encoded message in bytes, at most [`MAX_FRAME`].
@@ -167,7 +167,7 @@ impl Default for Limits {
     }
 }
 
-/// Puts messages together from what a socket delivers.
+/// Assembles messages from received bytes.
 #[derive(Debug, Default)]
 pub struct Receiver {
     limits: Limits,
@@ -190,7 +190,8 @@ impl Receiver {
         }
     }
 
-    /// Does one receive. Errors of kind `WouldBlock` mean that a non-blocking socket has nothing.
+    /// Performs one receive. Errors of kind `WouldBlock` mean that a non-blocking socket has no
+    /// data.
     pub fn read(&mut self, socket: impl AsFd) -> Result<Read, Error> {
         let mut bytes = [0; 16 << 10];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_PER_CALL))];
@@ -226,9 +227,10 @@ impl Receiver {
 
     /// Takes the next whole message and the descriptors that came with it.
     ///
-    /// One receive may return the end of what was sent without descriptors and then one piece that was sent with
-    /// them, never anything behind that (unix(7)); and a piece is of one frame. So descriptors belong to the frame that
-    /// has the last byte of what they came with, whatever requests are under way before it.
+    /// One receive may return the end of data sent without descriptors and then one piece sent with
+    /// descriptors, but never data behind that piece (unix(7)). A piece belongs to one frame. So
+    /// descriptors belong to the frame that contains the last byte received with them, regardless
+    /// of requests under way before it.
     pub fn next_message(&mut self) -> Result<Option<(Message, Vec<OwnedFd>)>, Error> {
         let Some(head) = self.buffer.first_chunk::<4>() else {
             return Ok(None);
@@ -257,10 +259,11 @@ impl Receiver {
     }
 }
 
-/// Whether an encoded message has at most that many fields, nested ones included.
+/// Returns whether an encoded message has at most that many fields, nested ones included.
 ///
-/// The encoding does not tell a nested message from a string or packed numbers, so everything that has a length counts as
-/// the fields that it could be read as: that counts too many, at most one for two bytes, and never too few.
+/// The encoding does not distinguish a nested message from a string or packed numbers, so every
+/// value with a length counts as the fields that it could be parsed as. The result may be too high,
+/// at most one field for two bytes, and never too low.
 fn has_at_most(message: &[u8], fields: usize) -> bool {
     let mut left = fields;
     count_fields(message, &mut left, NESTING).is_some()

@@ -1,6 +1,7 @@
-//! The reference of the public API in the book, made from the protocol files and their comments.
+//! The reference of the public API in the book, generated from the protocol files and their
+//! comments.
 //!
-//! `UPDATE_REFERENCE=1 cargo nextest run -p vmmd-proto reference` writes it anew.
+//! `UPDATE_REFERENCE=1 cargo nextest run -p vmmd-proto reference` regenerates it.
 
 use std::{collections::BTreeMap, fmt::Write as _, fs};
 
@@ -29,7 +30,7 @@ fn files() -> Vec<FileDescriptorProto> {
     files
 }
 
-/// The comments of a file by the paths of what they stand before.
+/// The comments of a file, by the paths of the commented items.
 struct Comments(BTreeMap<Vec<i32>, String>);
 
 impl Comments {

@@ -1,5 +1,5 @@
-//! What the build refuses of the public API: methods without a rule or with one that their messages contradict, and parts without a
-//! comment.
+//! Errors of the build for the public API: methods without a rule or with one that their messages
+//! contradict, and parts without a comment.
 
 #[path = "../build/comments.rs"]
 mod comments;

@@ -16,8 +16,9 @@ use crate::wait::{Deadline, Follow, Process, tail};
 /// Gives a program the pipes where `--remote-debugging-pipe` expects them.
 const WITH_PIPES: &str = "exec \"$@\" 3<&0 4>&1 </dev/null >/dev/null";
 
-/// Chromium's options. It calls nobody by itself, and whatever is not at 127.0.0.1 is behind a proxy that does not exist. Its sandbox
-/// does not work for root; tests open pages of their own alone.
+/// Chromium's options. The browser makes no connections on its own. Each address except 127.0.0.1
+/// is behind a proxy that does not exist. The sandbox does not work for root, but tests open only
+/// their own pages.
 const OPTIONS: [&str; 13] = [
     "--headless",
     "--remote-debugging-pipe",
@@ -145,7 +146,7 @@ impl Browser {
         text.as_str().map(str::to_owned).context("the page's text")
     }
 
-    /// What is seen of a part of the page, as a PNG.
+    /// Takes a screenshot of a part of the page, as a PNG.
     pub fn screenshot(&mut self, area: Area) -> Result<Vec<u8>> {
         let clip = json!({
             "x": area.left, "y": area.top, "width": area.width, "height": area.height, "scale": 1
@@ -211,7 +212,7 @@ impl Browser {
         Ok(message)
     }
 
-    /// What the browser wrote on standard error.
+    /// Returns an error message with the browser's standard error.
     fn complaints(&self) -> String {
         let log = fs::read_to_string(self.home.path().join("log")).unwrap_or_default();
         format!("chromium does not answer; it said:\n{}", tail(&log, 20))
@@ -220,7 +221,7 @@ impl Browser {
 
 impl Drop for Browser {
     fn drop(&mut self) {
-        // It ends its other processes when it ends by itself.
+        // A regular exit also ends the browser's other processes.
         let _ = self.call("Browser.close", json!({}));
         let process = Process::open(self.child.id());
         if let Ok(Some(process)) = process

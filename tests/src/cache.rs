@@ -1,9 +1,10 @@
 //! Artefacts that are built once per set of inputs.
 //!
-//! An artefact is a folder `<name>-<hash>` below [`paths::test_node_dir`]. It is built under a temporary name and
-//! renamed when it is complete, so that what has the final name is always whole. A file lock makes parallel callers
-//! build once. When a new one is complete, the ones made from earlier inputs are removed; who still has their files
-//! open keeps them.
+//! An artefact is a folder `<name>-<hash>` below [`paths::test_node_dir`]. The build uses a
+//! temporary name and renames the complete artefact, so that a folder with the final name is always
+//! complete. A file lock makes parallel callers build once. When a new artefact is complete, the
+//! artefacts from earlier inputs are removed. A process with open files of a removed artefact keeps
+//! them.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};

@@ -1,4 +1,4 @@
-//! What one end-to-end test has: a name of its own, and a report when it fails.
+//! Context of one end-to-end test: a unique name, and a report on a failure.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -10,8 +10,8 @@ use crate::wait::{Deadline, tail};
 /// How many lines of each log a report shows.
 const LINES: usize = 60;
 
-/// One test on a node. When it is dropped while the test panics it prints what is needed to see why: the VMs as the
-/// daemon sees them, their serial logs, the daemon's journal, and the end of the node's own console.
+/// One test on a node. When dropped during a panic, it prints diagnostics: the VMs as the daemon
+/// reports them, their serial logs, the daemon's journal, and the end of the node's own console.
 pub struct Case {
     node: Node,
     name: String,
@@ -88,7 +88,7 @@ impl Case {
         format!("/var/tmp/vmmd-tests/{}", self.name)
     }
 
-    /// What is printed when the test fails.
+    /// Returns the report of a failed test.
     pub fn report(&self) -> String {
         let console = std::fs::read_to_string(self.node.machine().console_log()).unwrap_or_default();
         let mut report = format!(

@@ -1,4 +1,4 @@
-//! What `blkcheck write` in a guest has printed: which operations of its threads are on stable storage.
+//! Output of `blkcheck write` in a guest: the operations of its threads that are on stable storage.
 
 use std::time::{Duration, Instant};
 
@@ -21,11 +21,12 @@ pub fn last(text: &str, name: &str, threads: usize) -> Vec<u64> {
     (0..threads).map(last).collect()
 }
 
-/// Waits until something more was confirmed on each of the disks `names`, whichever thread it was.
+/// Waits until each of the disks `names` has a new confirmation from any thread.
 ///
 /// # Errors
 ///
-/// With the last confirmation of each thread, when there is a disk without one for three minutes.
+/// Fails with the last confirmation of each thread if a disk has no new confirmation within three
+/// minutes.
 pub fn wait(console: &mut Console, names: &[&str], threads: usize) -> Result<()> {
     let sums = |text: &str| -> Vec<u64> {
         names

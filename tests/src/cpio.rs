@@ -2,7 +2,7 @@
 
 use std::io::{self, Write};
 
-/// What a directory entry is, with its permission bits where they vary.
+/// Type of a directory entry, with its permission bits where they vary.
 #[derive(Clone, Copy, Debug)]
 pub enum Entry<'a> {
     /// A folder.
@@ -15,8 +15,8 @@ pub enum Entry<'a> {
     Character(u32, u32),
 }
 
-/// Writes an archive entry by entry. Paths are relative to the root, without a leading slash; a folder comes before
-/// what is in it.
+/// Writes an archive entry by entry. Paths are relative to the root, without a leading slash. A
+/// folder must precede its content.
 pub struct Archive<W: Write> {
     out: W,
     inode: u32,
@@ -72,7 +72,7 @@ impl<W: Write> Archive<W> {
         self.out.write_all(zeros.get(..count).unwrap_or_default())
     }
 
-    /// Writes the end mark and returns what was written to.
+    /// Writes the end mark and returns the writer.
     pub fn finish(mut self) -> io::Result<W> {
         self.record(0, 0, "TRAILER!!!", b"", (0, 0))?;
         self.out.flush()?;

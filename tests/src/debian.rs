@@ -39,16 +39,16 @@ impl Release {
     }
 }
 
-/// What goes into a Debian root folder.
+/// Description of a Debian root folder.
 pub struct Root<'a> {
     /// Which Debian.
     pub release: Release,
     /// mmdebstrap's variant: `minbase` for a system, `extract` for unpacked packages only.
     pub variant: &'a str,
-    /// Packages beside what the variant holds.
+    /// Packages in addition to those of the variant.
     pub packages: &'a [String],
-    /// apt sources beside those of the release, for packages that only another release of Debian has. What both have comes in the
-    /// newer version.
+    /// apt sources in addition to those of the release, for packages that only another release of
+    /// Debian has. The newer version of a package wins.
     pub more_sources: Option<PathBuf>,
     /// A folder whose files are laid over the root before packages are configured, and again at the end.
     pub overlay: Option<PathBuf>,
@@ -162,7 +162,8 @@ pub fn source(name: &str, version: &str, target: &Path) -> Result<()> {
 pub fn ext4_image(root: &Path, image: &Path, label: &str, size_mib: u64) -> Result<()> {
     let file = fs::File::create(image).with_context(|| format!("create {}", image.display()))?;
     file.set_len(size_mib << 20)?;
-    // Nothing is left to be initialised in the background later, while a test measures something else.
+    // The kernel must not initialise the rest in the background later, while a test measures
+    // something else.
     let mut command = Command::new("mkfs.ext4");
     command
         .args([

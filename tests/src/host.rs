@@ -1,4 +1,4 @@
-//! What the build host can do.
+//! Capabilities of the build host.
 
 use std::fs::{self, OpenOptions};
 use std::path::Path;
@@ -13,8 +13,9 @@ pub enum Accel {
 }
 
 impl Accel {
-    /// What this machine has: KVM only when `/dev/kvm` is VT-x or SVM with nesting on. Another backend (some clouds
-    /// have a paravirtual one) shows a `/dev/kvm` as well, but runs no ordinary kernel.
+    /// Detects the accelerator of this machine. KVM requires a `/dev/kvm` on VT-x or SVM with
+    /// nesting enabled. Another backend (some clouds have a paravirtual one) also provides a
+    /// `/dev/kvm`, but runs no ordinary kernel.
     pub fn detect() -> Accel {
         let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         let nested = |module: &str| {
@@ -55,15 +56,21 @@ impl Accel {
         }
     }
 
-    /// How many processors the node has beside those that do its work.
+    /// Number of the node's processors that stay idle, in addition to the working ones.
     ///
-    /// One under TCG, its first, on which no guest may run. Every FXRSTOR and XRSTOR of any emulated processor clears
-    /// IGNNE# of the *first* one (`cpu_clear_ignne` in QEMU's target/i386/tcg/sysemu/fpu_helper.c, seen in 7.2 and 10.0):
-    /// it reads, changes and writes that one's `hflags2` from another thread, without a lock. When that comes in the middle of
-    /// a VMRUN or #VMEXIT there, its changes to `hflags2` are lost: the guest goes on without nested paging (and
-    /// triple-faults) or without the global interrupt flag (and the processor hangs), or the host with nested paging (and its
-    /// own state is saved as the guest's, which then hangs with endless nested page faults). It took some minutes of typing at a
-    /// console.
+    /// One under TCG: the first processor, on which no guest may run. Every FXRSTOR and XRSTOR of
+    /// any emulated processor clears IGNNE# of the *first* one (`cpu_clear_ignne` in QEMU's
+    /// target/i386/tcg/sysemu/fpu_helper.c, seen in 7.2 and 10.0). The emulator reads, changes and
+    /// writes that processor's `hflags2` from another thread, without a lock. If this coincides
+    /// with a VMRUN or #VMEXIT on the first processor, the changes of VMRUN or #VMEXIT to `hflags2`
+    /// are lost. There are three outcomes:
+    ///
+    /// - The guest continues without nested paging and triple-faults.
+    /// - The guest continues without the global interrupt flag, and the processor hangs.
+    /// - The host continues with nested paging. Its own state is saved as the guest's, which then
+    ///   hangs with endless nested page faults.
+    ///
+    /// It took some minutes of typing at a console.
     pub fn idle_cpus(self) -> u32 {
         match self {
             Accel::Kvm => 0,
@@ -71,10 +78,14 @@ impl Accel {
         }
     }
 
-    /// What the node's kernel is told about it: that no program runs on its first processor unless it asks for that, that the timer works,
-    /// which it does not find out in time where the host has other work, and that it need not compare the time stamp counter with the HPET. Both are the
-    /// host's clock, but where the host has other work the emulator may be stopped between a read of the one and of the other. A kernel that has taken the
-    /// counter for unstable sets that of a guest anew each time that a vCPU gets a processor (KVM's `tsc_catchup`), and the guest's kernel rightly complains.
+    /// Arguments for the node's kernel. Under TCG:
+    ///
+    /// - No program runs on the first processor unless the program requests it.
+    /// - The kernel skips the check of the timer, which can time out on a busy host.
+    /// - The kernel does not compare the time stamp counter with the HPET. Both derive from the
+    ///   host's clock, but on a busy host the emulator may stop between the two reads. A kernel
+    ///   with an unstable counter sets a guest's counter again each time that a vCPU gets a
+    ///   processor (KVM's `tsc_catchup`), and the guest's kernel rightly complains.
     pub fn kernel_arguments(self) -> &'static str {
         match self {
             Accel::Kvm => "",

@@ -39,14 +39,14 @@ impl Extra {
     }
 }
 
-/// What an initramfs is made of.
+/// Content of an initramfs.
 pub struct Initramfs<'a> {
     /// A folder with `bin/busybox` and the kernel's `lib/modules/<version>`, with `modules.dep`.
     pub root: &'a Path,
     /// The kernel's release.
     pub version: &'a str,
-    /// The modules that its `/init` finds in `/lib/modules/order`, one path a line, each after what it needs. Those
-    /// that are built into the kernel are left out.
+    /// Modules listed for `/init` in `/lib/modules/order`, one path per line, each after its
+    /// dependencies. Modules that are built into the kernel are omitted.
     pub modules: &'a [&'a str],
     /// Files: `init` at least.
     pub files: &'a [Extra],
@@ -140,9 +140,9 @@ fn module_name(path: &str) -> &str {
     file.split('.').next().unwrap_or(file)
 }
 
-/// The paths of `wanted` and all that they need, which comes before them. `dependencies` is the text of `modules.dep`:
-/// on a line `path: dependency …` each module stands before those that it needs. What is not in the list is built into
-/// the kernel or not there.
+/// Returns the paths of `wanted` and of their dependencies, dependencies first. `dependencies` is
+/// the text of `modules.dep`: on a line `path: dependency …`, each module precedes its own
+/// dependencies. A module that is not in the list is built into the kernel or does not exist.
 fn insertion_order<'a>(dependencies: &'a str, wanted: &[&str]) -> Vec<&'a str> {
     let mut order: Vec<&str> = Vec::new();
     for name in wanted {

@@ -1,11 +1,13 @@
-//! The test node, the guest images, and what the end-to-end tests share.
+//! The test node, the guest images, and the common parts of the end-to-end tests.
 //!
-//! A *node* is a whole Debian under QEMU with a working KVM: by nested virtualization where the machine has it, by
-//! QEMU's emulation of AMD SVM everywhere else. vmmd's Debian package is installed in it and its unit is started;
-//! tests drive the service through a forwarded socket and look around with ssh. *Guests* are what runs in VMs there:
-//! unmodified Debian kernels with a busybox initramfs, and a Debian root disk.
+//! A *node* is a complete Debian under QEMU with a working KVM: through nested virtualization if
+//! the machine supports it, otherwise through QEMU's emulation of AMD SVM. vmmd's Debian package is
+//! installed in the node, and its unit is started. Tests drive the service through a forwarded
+//! socket and inspect the node with ssh. *Guests* run in VMs in the node: unmodified Debian kernels
+//! with a busybox initramfs, and a Debian root disk.
 //!
-//! Images are built once per set of inputs ([`cache`]); `node` (src/bin/node.rs) is the command line to all of this.
+//! Images are built once per set of inputs ([`cache`]). `node` (src/bin/node.rs) is the command
+//! line for all of this.
 
 pub mod bench;
 pub mod browser;

@@ -14,13 +14,14 @@ const MOMENTS: u32 = 4;
 /// Requests that the guest has under way on each disk.
 const DEPTH: usize = 32;
 const DISK_MIB: u64 = 16;
-/// Of the file system with the images.
+/// Size of the file system with the images, in sectors.
 const SECTORS: u64 = 256 << 11;
 
-/// ext4 on dm-log-writes on loop devices, mounted at `folder`; taken down when dropped.
+/// ext4 on dm-log-writes on loop devices, mounted at `folder`; unmounted and removed when dropped.
 ///
-/// A loop device between the two has one flush under way at a time: dm-log-writes takes what a flush covers when it comes and writes it
-/// down when it ends, so that of two flushes at once the later one's writes may be before the earlier one's.
+/// A loop device between the two allows only one flush at a time. dm-log-writes collects the writes
+/// that a flush covers at its start, and logs them at its end. With two concurrent flushes, the
+/// later one's writes could precede the earlier one's in the log.
 struct Logged<'case> {
     node: &'case Node,
     name: String,
@@ -53,12 +54,12 @@ impl<'case> Logged<'case> {
         self.node.sh(script).expect("in the node")
     }
 
-    /// Writes a mark into the log: what is confirmed by now is durable there.
+    /// Writes a mark into the log. All writes confirmed so far are durable at the mark.
     fn mark(&self, moment: u32) {
         self.sh(&format!("dmsetup message {} 0 mark moment-{moment}.", self.name));
     }
 
-    /// Nothing more is written: the log has all of it, in its order.
+    /// Ends the writes. Checks that the log contains all of them in order.
     fn end(&self, blkcheck: &str) {
         self.sh(&format!(
             "cd {base} && umount logged && losetup -d $(losetup -j /dev/mapper/{name} -O NAME -n) && udevadm settle && \
@@ -70,7 +71,8 @@ impl<'case> Logged<'case> {
         ));
     }
 
-    /// Mounts at `after` what is there when the power is lost at a moment; says why when that is no file system any more.
+    /// Mounts at `after` the disk as a loss of power at `moment` leaves it. Returns the reason if
+    /// it contains no valid file system.
     fn lose_power(&self, blkcheck: &str, moment: u32) -> Result<(), String> {
         let seed = u64::from(std::process::id()) << 8 | u64::from(moment);
         let found = self.sh(&format!(
@@ -88,7 +90,8 @@ impl<'case> Logged<'case> {
             .map_err(|error| format!("moment {moment}: {error:#}"))
     }
 
-    /// What is wrong with the images after a loss of power at a moment until which the guest had printed `text`.
+    /// Returns the errors of the images after a loss of power at `moment`. `text` is the guest's
+    /// output until then.
     fn after_a_loss(&self, blkcheck: &str, moment: u32, text: &str) -> Vec<String> {
         if let Err(error) = self.lose_power(blkcheck, moment) {
             return vec![error];
@@ -148,12 +151,13 @@ impl Subject {
         format!("{folder}/{}", self.name())
     }
 
-    /// Each thread's last confirmation in what the guest has printed.
+    /// Returns each thread's last confirmation in the guest's output.
     fn confirmed(self, text: &str) -> Vec<u64> {
         confirmed::last(text, &self.name(), DEPTH)
     }
 
-    /// Looks for everything that was confirmed in the image in `folder`; says what is wrong.
+    /// Checks that the image in `folder` contains all confirmed operations. Returns a description
+    /// of an error.
     fn verify(self, node: &Node, folder: &str, blkcheck: &str, confirmed: &[u64]) -> Result<String, String> {
         let image = self.image(folder);
         let raw = if self.0 == Format::Qcow2 {
@@ -173,13 +177,13 @@ impl Subject {
     }
 }
 
-/// Has a guest with four disks (raw and qcow2, with the host's cache and without) of as many queues as `cores` write, and loses the power
-/// at some moments; `mount` has options for the file system of the images. Returns what is wrong after the first moment after which
-/// something is.
+/// Simulates losses of power while a guest writes. The guest has four disks (raw and qcow2, with
+/// and without the host's cache), each with as many queues as `cores`. `mount` contains options for
+/// the file system of the images. Returns the errors of the first moment that has any.
 ///
 /// # Panics
 ///
-/// When the node or the guest does not do what it should.
+/// Panics if the node or the guest misbehaves.
 pub fn lose(case: &Case, cores: u32, mount: &str) -> Vec<String> {
     let (node, blkcheck) = (case.node(), case.blkcheck().expect("blkcheck"));
     let logged = Logged::new(case, mount);

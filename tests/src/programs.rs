@@ -1,4 +1,5 @@
-//! Static programs of ours that run in the node or in a guest, whatever C library is there.
+//! Static programs of the project that run in the node or in a guest, independent of the C library
+//! there.
 
 use std::fs;
 use std::path::PathBuf;
@@ -22,15 +23,16 @@ pub fn build_static(package: &str, program: &str) -> Result<PathBuf> {
     finish(command, program, "release")
 }
 
-/// Builds `program` of the workspace's `package` for development with these features, beside the build that has none, and returns
-/// where it is.
+/// Builds `program` of the workspace's `package` for development with these features, beside the
+/// build without features. Returns the program's path.
 pub fn build_with(package: &str, program: &str, features: &[&str]) -> Result<PathBuf> {
     let mut command = cargo(package, program);
     command.args(["--features", &features.join(",")]);
     finish(command, program, "debug")
 }
 
-/// A program of the workspace's development build, which is there wherever the tests were built.
+/// Returns the path of a program of the workspace's development build, which exists if the tests
+/// were built.
 pub fn development(program: &str) -> Result<PathBuf> {
     let path = paths::target_dir().join("debug").join(program);
     ensure!(path.is_file(), "{} is missing: run `make build`", path.display());

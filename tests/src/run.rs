@@ -1,4 +1,5 @@
-//! Running other programs: with their output kept, a deadline, and an error that says what was run.
+//! Execution of other programs, with captured output, a deadline, and errors that contain the
+//! command.
 
 use std::io::{Read, Write};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -9,14 +10,14 @@ use anyhow::{Context, Result, bail};
 use crate::steps::step;
 use crate::wait::{Deadline, Process, tail};
 
-/// What a program left behind.
+/// Result of a program.
 #[derive(Debug)]
 pub struct Output {
     /// Its exit status.
     pub status: ExitStatus,
-    /// What it wrote on standard output; bytes that are not UTF-8 are replaced.
+    /// Its standard output; bytes that are not UTF-8 are replaced.
     pub stdout: String,
-    /// What it wrote on standard error.
+    /// Its standard error.
     pub stderr: String,
 }
 
@@ -27,8 +28,8 @@ impl Output {
     }
 }
 
-/// Runs `command` to its end and returns what it printed, whatever its exit status. Past the deadline it is killed,
-/// and that is an error.
+/// Runs `command` to its end and returns its output, for any exit status. At the deadline the
+/// command is killed, and the call fails.
 pub fn output(command: &mut Command, deadline: Deadline) -> Result<Output> {
     output_with_input(command, None, deadline)
 }
@@ -40,7 +41,7 @@ pub fn output_with_input(
     deadline: Deadline,
 ) -> Result<Output> {
     let what = describe(command);
-    // What is run over ssh comes behind "--".
+    // A command over ssh follows "--".
     let words = || what.rsplit(" -- ").next().unwrap_or(&what).to_owned();
     step(words, || to_its_end(command, &what, input, deadline))
 }

@@ -1,5 +1,5 @@
-//! Where the time of end-to-end tests goes: with `VMMD_STEPS` set to a file, each command in the node and each wait at a console adds
-//! a line to it, of the test, the seconds and what was done.
+//! Durations in end-to-end tests. With `VMMD_STEPS` set to a file, each command in the node and
+//! each wait at a console adds a line to the file: the test, the seconds and the step.
 
 use std::env;
 use std::fs::OpenOptions;
@@ -21,7 +21,7 @@ pub fn step<T>(what: impl FnOnce() -> String, work: impl FnOnce() -> T) -> T {
     let words: String = what().replace(['\n', '\t'], " ").chars().take(WIDTH).collect();
     let test = thread::current().name().unwrap_or_default().to_owned();
     let line = format!("{test}\t{seconds:.2}\t{words}\n");
-    // A test does not fail for what is only told.
+    // An error of the report must not fail the test.
     let _ = OpenOptions::new()
         .append(true)
         .create(true)

@@ -1,5 +1,5 @@
-//! Disks for VMs in the node: what a VM's spec says of them, guests that have the tools to try them, and looking at
-//! their images from outside.
+//! Disks for VMs in the node: their part of a VM's spec, guests with tools to test them, and checks
+//! of their images from outside.
 
 use std::fmt;
 use std::path::Path;
@@ -93,13 +93,14 @@ impl Case {
         Ok(VmSpec::quick(kernel, self.bring(&guest::net_initrd(kernel)?)?))
     }
 
-    /// A kernel that has a driver for the display, booted as a bzImage: an ELF is entered another way, which does not tell of screens.
+    /// A guest whose kernel has a driver for the display, booted as a bzImage. The boot protocol of
+    /// an ELF has no information about screens.
     pub fn screen_guest(&self, kernel: Kernel) -> Result<VmSpec> {
         let initrd = self.bring(&guest::screen_initrd(kernel)?)?;
         Ok(VmSpec::new(Guests.vmlinuz(kernel), Some(initrd)).cmdline(kernel.arguments()))
     }
 
-    /// Copies an initramfs into the node, once a node: the name is made of what is in it.
+    /// Copies an initramfs into the node, once per node. Its name depends on its content.
     fn bring(&self, initrd: &Path) -> Result<String> {
         let name = initrd
             .parent()

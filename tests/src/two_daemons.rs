@@ -33,12 +33,12 @@ pub struct Daemon<'case> {
     address: String,
     /// When it is not in the node's own.
     namespace: Option<String>,
-    /// What there was when it came to the test.
+    /// Traces that existed when the test took over the daemon.
     before: BTreeSet<String>,
 }
 
-/// Two of them in the test's node, each with a root of its own, with certificates of one CA. `number`, 1 to 99, tells cases apart: it is in
-/// addresses and interfaces' names.
+/// Starts two daemons in the test's node, each with its own root, and with certificates of one CA.
+/// `number`, 1 to 99, distinguishes cases: it is part of addresses and of interface names.
 pub fn pair(case: &Case, number: u32) -> Result<[Daemon<'_>; 2]> {
     let tls = format!("{}/tls", case.folder()?);
     let [one, two] = [1, 2].map(|side| format!("10.78.{number}.{side}"));
@@ -56,7 +56,8 @@ pub fn pair(case: &Case, number: u32) -> Result<[Daemon<'_>; 2]> {
     ])
 }
 
-/// Makes certificates for daemons at two addresses, and for what they are to each other.
+/// Creates server certificates for daemons at two addresses, and the client certificate that each
+/// uses for the other.
 fn init_certs(node: &Node, tls: &str, [one, two]: [&str; 2]) -> Result<()> {
     node.sh(&format!(
         "/usr/lib/vmmd/vmmd init-certs --dir {tls} --server-name {one} --server-name {two} --client node=peer >/dev/null"
@@ -146,7 +147,8 @@ impl<'case> Daemon<'case> {
         .map(drop)
     }
 
-    /// Moves a VM to another daemon; `more` are options. Returns what was told on the way, and for how long the guest stood still.
+    /// Moves a VM to another daemon; `more` contains options. Returns the command's output, which
+    /// includes the guest's downtime.
     pub fn migrate(&self, name: &str, to: &Daemon<'_>, more: &str) -> Result<String> {
         let command = self.command(&format!("migrate {name} --to {} {more} 2>&1", to.address()));
         self.node.sh_within(&command, Deadline::seconds(MIGRATION))
@@ -167,7 +169,7 @@ impl<'case> Daemon<'case> {
         pids.split_whitespace().map(|pid| Ok(pid.parse()?)).collect()
     }
 
-    /// What there is of VMs that came after it: processes, control groups, folders, taps. Empty when there are none.
+    /// Lists new traces of VMs: control groups, folders, taps. Empty if none remain.
     pub fn traces(&self) -> Result<String> {
         let found = self.found()?;
         let new: Vec<_> = found.difference(&self.before).map(String::as_str).collect();
@@ -257,13 +259,13 @@ impl<'case> Daemon<'case> {
 impl Drop for Daemon<'_> {
     fn drop(&mut self) {
         let Self { unit, namespace, .. } = &*self;
-        // One that is installed goes on, and is reported with its node.
+        // An installed daemon continues to run, and the report of its node covers it.
         let Some(namespace) = namespace else { return };
         if std::thread::panicking() {
             eprintln!("\n{}", self.report());
         }
         let delete = self.command("delete --force --yes --all");
-        // What a failed test leaves is reported by the test of leftovers.
+        // The test of leftovers reports a failure.
         let _ = self.node.ssh(&format!(
             "{delete}; systemctl stop {unit}; ip netns del {namespace}"
         ));

@@ -18,7 +18,7 @@ pub use console::Console;
 /// How long a guest may take to come up in a slow node.
 pub const BOOT: u64 = 150;
 
-/// What a VM is to be.
+/// Specification of a VM.
 #[derive(Clone, Debug)]
 pub struct VmSpec {
     kernel: String,
@@ -30,14 +30,15 @@ pub struct VmSpec {
     disks: Vec<Value>,
     nics: Vec<Value>,
     rate_groups: Vec<Value>,
-    /// What else the spec says, by JSON pointer.
+    /// Other fields of the spec, by JSON pointer.
     more: Vec<(String, Value)>,
     balloon: Option<Value>,
 }
 
-/// What a guest's kernel need not do where each of its instructions is emulated: try out its ciphers and read the keys that
-/// it was built with, about an eighth of the time until it runs `init`; nor put programs at random addresses, since an emulator
-/// translates them anew for each. `tests/boot.rs` starts kernels without this.
+/// Arguments that save time in an emulated guest. Its kernel does not test its ciphers or load its
+/// built-in keys, which takes about an eighth of the time until `init`. It does not randomize the
+/// addresses of programs, because an emulator translates a program again for each address.
+/// `tests/boot.rs` starts kernels without these arguments.
 const QUICK: &str = "norandmaps cryptomgr.notests \
     initcall_blacklist=init_encrypted,jent_mod_init,crypto_kdf108_init,load_system_certificate_list,sed_opal_init";
 
@@ -100,7 +101,8 @@ impl VmSpec {
         self
     }
 
-    /// Any other field of `spec`, by its JSON pointer there: "/cpu/hostCpus". What is around it is there already.
+    /// Sets any other field of `spec`, by its JSON pointer in the spec: "/cpu/hostCpus". The
+    /// enclosing object must exist.
     pub fn set(mut self, pointer: &str, value: Value) -> Self {
         self.more.push((pointer.to_owned(), value));
         self
@@ -158,7 +160,8 @@ impl VmSpec {
                 "boot": {"linux": linux},
                 "disks": self.disks,
                 "nics": self.nics,
-                // What a guest does to itself is looked at afterwards: nothing follows by itself.
+                // The tests inspect the effects of a guest's own actions, so the daemon must not
+                // react to them.
                 "runPolicy": "RUN_POLICY_MANUAL",
             },
         });
@@ -230,7 +233,7 @@ impl<'case> Vm<'case> {
         self.case.node()
     }
 
-    /// `vmmctl VERB NAME`, which must end with 0; `verb` may have options. Returns what it printed.
+    /// Runs `vmmctl VERB NAME`, which must end with 0; `verb` may have options. Returns its output.
     pub fn ctl(&self, verb: &str) -> Result<String> {
         let output = self.try_ctl(verb)?;
         ensure!(
@@ -279,7 +282,7 @@ impl<'case> Vm<'case> {
             .with_context(|| format!("no disk {name} in {vm}"))
     }
 
-    /// What one of its disks has done since the run began.
+    /// Returns the statistics of one of its disks since the start of the run.
     pub fn disk_stats(&self, name: &str) -> Result<Value> {
         let stats: Value =
             serde_json::from_str(&self.ctl_with("stats", "-o json")?).context("read the counters")?;
@@ -349,10 +352,10 @@ impl<'case> Vm<'case> {
 impl Drop for Vm<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            // Before it is gone; the case reports what is left.
+            // The report needs the VM. The case reports everything else.
             report::report(self.case.node(), &self.name);
         }
-        // What a failed test leaves is reported by the test of leftovers.
+        // The test of leftovers reports a failure.
         let _ = self
             .case
             .node()

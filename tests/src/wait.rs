@@ -1,4 +1,4 @@
-//! Deadlines, and waiting for what has an event to wait on.
+//! Deadlines, and waits for anything that has an event.
 
 use std::fmt;
 use std::io::Read;
@@ -30,7 +30,7 @@ impl Deadline {
         Self::after(Duration::from_secs(seconds))
     }
 
-    /// What is left, zero when it has passed.
+    /// Remaining time; zero after the deadline.
     pub fn left(&self) -> Duration {
         self.end.saturating_duration_since(Instant::now())
     }
@@ -63,7 +63,7 @@ impl fmt::Display for Deadline {
 /// Which of two descriptors has something to read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Which {
-    /// The first, whatever the second has.
+    /// The first, independent of the second.
     First,
     /// Only the second.
     Second,
@@ -147,12 +147,12 @@ pub struct Follow<R> {
     bytes: Vec<u8>,
     /// Where the last thing that was waited for ends.
     done: usize,
-    /// What tells that nothing more will come.
+    /// Text after which no more output follows.
     end: Option<&'static str>,
 }
 
 impl<R: Read + AsFd> Follow<R> {
-    /// Nothing is read yet.
+    /// Creates a reader at the start of the stream.
     pub fn new(stream: R) -> Self {
         Follow {
             stream,
@@ -162,7 +162,7 @@ impl<R: Read + AsFd> Follow<R> {
         }
     }
 
-    /// As [`Self::new`]; when `end` comes before what is waited for, that is not waited for any longer.
+    /// Like [`Self::new`], but a wait fails as soon as `end` arrives before the wanted text.
     pub fn ends_with(stream: R, end: &'static str) -> Self {
         Follow {
             end: Some(end),
@@ -170,8 +170,9 @@ impl<R: Read + AsFd> Follow<R> {
         }
     }
 
-    /// Reads on until `wanted` has come after what was waited for before, and returns the text from there up to the
-    /// end of `wanted`. Fails with what was read when the stream ends or the deadline passes first.
+    /// Reads until `wanted` arrives after the previous match. Returns the text from the previous
+    /// match up to the end of `wanted`. Fails with the text read so far if the stream ends or the
+    /// deadline passes first.
     pub fn until(&mut self, wanted: &str, deadline: Deadline) -> Result<String> {
         let mut chunk = [0u8; 4096];
         let longest = wanted.len().max(self.end.map_or(0, str::len));

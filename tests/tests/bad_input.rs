@@ -111,7 +111,7 @@ fn what_the_node_does_not_have_is_refused_at_start_and_nothing_is_left_running()
     for (suffix, spec, says) in table {
         let manifest = spec.manifest(&format!("{}-{suffix}", case.name()));
         let created = create(node, &manifest);
-        // What can be known when the VM is made is refused then; else when it is started.
+        // Errors that are detectable at creation are refused there, other errors at the start.
         let output = if created.success() {
             let started = node
                 .ssh(&format!("vmmctl start {}-{suffix}", case.name()))

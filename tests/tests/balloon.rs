@@ -1,4 +1,4 @@
-//! A guest gives memory back to the node, when it is asked to and by itself.
+//! Balloon: a guest gives memory back to the node, on request and on its own.
 
 use serde_json::json;
 use vmmd_tests::Case;
@@ -18,7 +18,7 @@ fn up(vm: &Vm<'_>) -> Console {
     console
 }
 
-/// What the `vmm` has in memory, in KiB.
+/// Resident memory of the `vmm`, in KiB.
 fn rss(vm: &Vm<'_>) -> u64 {
     let pid = vm.pid().expect("pid");
     let text = vm
@@ -105,7 +105,7 @@ fn with_free_page_reporting_the_node_gets_what_a_guest_has_freed() {
     assert!(full > 250 << 10, "{full} KiB: the guest used more");
     console.run("umount /fill", PATIENCE).expect("free it");
     wait_rss_below(&vm, full - (150 << 10));
-    // What was reported can be used again.
+    // The guest can use reported pages again.
     touch(&mut console, 250);
     console.run("sync", PATIENCE).expect("it is alive");
 }

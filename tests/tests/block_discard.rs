@@ -1,4 +1,5 @@
-//! Space that a guest gives back is free again in the node, and what it zeroes reads as zeroes.
+//! Discard: the node frees space that a guest discards. Ranges that the guest zeroes read as
+//! zeroes.
 
 use rstest::rstest;
 use vmmd_tests::Case;

@@ -1,5 +1,5 @@
-//! What becomes of errors of the node's storage: no space, a broken device. The guest is told, or waits until it is mended;
-//! nothing else is harmed.
+//! Errors of the node's storage: no space, a broken device. The guest receives the error, or waits
+//! until the storage is repaired. No other component is affected.
 
 use rstest::rstest;
 use serde_json::Value;
@@ -46,7 +46,7 @@ struct Broken<'node> {
 }
 
 impl<'node> Broken<'node> {
-    /// 16 MiB, of which 4 MiB from 8 MiB on can't be read or written.
+    /// A disk of 16 MiB. Reads and writes of the 4 MiB from offset 8 MiB on fail.
     fn new(case: &'node Case) -> Self {
         let file = case.image("broken", Format::Raw, 16).expect("image");
         let device = Broken {
@@ -269,7 +269,7 @@ fn with_on_error_pause_a_vm_waits_for_space_and_loses_nothing(
     let stats = vm.disk_stats("disk").expect("counters");
     assert_ne!(stats["held"].as_str().unwrap_or("0"), "0", "{stats}");
 
-    // Without space it is back where it was; with space it goes on.
+    // Without space a resumed VM pauses again; with space it continues.
     vm.ctl("resume").expect("resume");
     paused(&vm);
     node.sh(&format!("rm {}/ballast", small.path)).expect("space");

@@ -37,7 +37,7 @@ fn buses(console: &mut Console) -> String {
     buses.expect("the buses").trim().to_owned()
 }
 
-/// Waits in the guest until a disk is there, or gone.
+/// Waits in the guest until a disk exists, or is gone.
 fn wait_for(console: &mut Console, disk: &str, there: bool) {
     let test = if there { "!" } else { "" };
     console
@@ -98,7 +98,7 @@ fn a_disk_is_attached_used_detached_and_attached_again(#[case] kernel: Kernel) {
             "qemu-img dd -O raw -f {format} bs=5 count=1 if={image} of={image}.first && head -c 4 {image}.first"
         );
         assert_eq!(case.node().sh(&first).expect("read the image").trim(), "vmmd");
-        // Nobody has it open or locked any more.
+        // No process has the image open or locked.
         case.node()
             .sh(&format!(
                 "! find /proc/[0-9]*/fd -lname {image} 2>/dev/null | grep . && rm {image}"
@@ -249,7 +249,7 @@ fn a_guest_that_ignores_the_eject_keeps_its_disk_until_it_is_taken_by_force() {
     vm.ctl_with("detach", "data --timeout 2s --force")
         .expect("by force");
     assert!(vm.disk("data").is_err(), "it is gone");
-    // Requests to what is not there any more must not hang the guest for ever; its driver may wait for itself.
+    // Requests to the removed disk must not block the guest forever, although its driver may wait.
     console
         .run(
             "dd if=/dev/zero of=/dev/vdb oflag=direct bs=64k count=8 2>/dev/null",

@@ -78,7 +78,7 @@ impl<'case> Subject<'case> {
         )
     }
 
-    /// Each thread's last confirmation in what the guest printed.
+    /// Last confirmation of each thread in the guest's output.
     fn confirmed(&self, text: &str, depth: usize) -> Vec<u64> {
         confirmed::last(text, &self.name, depth)
     }
@@ -128,7 +128,7 @@ fn write_until_killed(
     vm.node()
         .sh(&format!("sleep {seconds}; kill -9 {pid}"))
         .expect("kill");
-    // The stream ends with the run; what it had until then is all that counts as confirmed.
+    // The stream ends with the run. Only operations in its output count as confirmed.
     console.until("never printed", 60).expect_err("the console ends");
     console.text()
 }

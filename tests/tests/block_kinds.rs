@@ -1,4 +1,4 @@
-//! What a guest is told about a disk: its blocks, its serial, that it can't be written to; and ISO images.
+//! Properties of a disk that a guest sees: block size, serial, write protection; and ISO images.
 
 use rstest::rstest;
 use vmmd_tests::Case;
@@ -15,7 +15,7 @@ fn blocks_topology_and_serial_are_in_the_guests_sysfs(#[case] block: u32) {
     let disk = Disk::new("data", Format::Raw, &image)
         .with("logicalBlockBytes", block)
         .with("serial", "VMMD-0123456789-ABCD");
-    // Its name is the serial of a disk that has none.
+    // A disk without a serial has its name as the serial.
     let plain = Disk::new(
         "plain",
         Format::Qcow2,
@@ -55,7 +55,7 @@ fn blocks_topology_and_serial_are_in_the_guests_sysfs(#[case] block: u32) {
     let optimal = number("vda/queue/optimal_io_size");
     assert!(optimal.is_multiple_of(physical), "optimal {optimal}");
     assert_eq!(number("vda/size"), 16 << 11);
-    // Less than a block can't be written past the guest's cache; a block can.
+    // A direct write of less than a block fails; a direct write of a block succeeds.
     let write = |bytes: u32| {
         format!(
             "fio --name=w --filename=/dev/vda --direct=1 --rw=write --bs={bytes} --size={bytes} --minimal >/dev/null 2>&1"

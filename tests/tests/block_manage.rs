@@ -155,7 +155,7 @@ fn a_disk_that_one_vm_can_write_to_is_refused_to_another_with_the_first_ones_nam
         };
         let started = |suffix: &str, read_only| {
             let vm = Vm::start(&case, &format!("-{suffix}-{format}"), &spec(read_only)).expect("start");
-            // Who has a disk is what counts here, not what its guest does.
+            // Locks do not depend on the state of the guest.
             vm.ctl("pause").expect("pause");
             vm
         };
@@ -281,7 +281,7 @@ fn the_nodes_own_disks_are_made_listed_grown_used_and_deleted() {
         &[],
     );
 
-    // What is used stays.
+    // Disks in use cannot be deleted.
     for (name, user) in [(qcow2, vm.name()), (overlay, vm.name()), (copy, overlay.as_str())] {
         let output = node.ssh(&format!("vmmctl delete disk -y {name}")).expect("ssh");
         refused(&output, 5, &[user]);

@@ -1,5 +1,5 @@
-//! What a guest writes to a disk is what it reads, on every format and with several queues, and also when the machine is
-//! paused and resumed all the while.
+//! A guest reads back the data that it writes to a disk: on every format, with several queues, and
+//! also while the machine is paused and resumed repeatedly.
 
 use rstest::rstest;
 use vmmd_tests::node::Kernel;

@@ -1,4 +1,5 @@
-//! Unmodified Debian kernels boot to a shell, whatever their size, and see the machine they were promised.
+//! Unmodified Debian kernels boot to a shell on machines of any size, and see the specified
+//! machine.
 
 use std::fs::File;
 
@@ -7,14 +8,14 @@ use vmmd_tests::node::Kernel;
 use vmmd_tests::vm::{BOOT, Vm, VmSpec};
 use vmmd_tests::{Case, Guests, long, paths};
 
-/// What the guest prints about its size, and what its kernel has complained of: one `name=value` a line.
+/// Script that prints the guest's size and the complaints of its kernel: one `name=value` per line.
 const SIZE: &str = r#"
 echo "nproc=$(nproc)"
 echo "mem_mib=$(($(sed -n 's/^MemTotal: *\([0-9]*\) kB/\1/p' /proc/meminfo) / 1024))"
 dmesg | grep -i -E 'firmware bug|BUG:|ACPI.*error|WARNING: ' | sed 's/^/error=/'
 "#;
 
-/// What else it prints about itself.
+/// Script that prints further properties of the guest.
 const FACTS: &str = r#"
 for device in /sys/bus/pci/devices/*; do
     driver=$(readlink $device/driver); driver=${driver##*/}
@@ -60,7 +61,8 @@ fn has_its_size(text: &str, (cores, memory_mib): (u32, u64)) {
     assert!(errors.is_empty(), "{errors:#?}");
 }
 
-/// The node has room for one machine of more than half its memory: who boots one waits for the other to be gone.
+/// Lock for a machine of more than half the node's memory. The node has room for only one, so a
+/// test waits until the other machine is gone.
 fn room((_, memory_mib): (u32, u64)) -> Option<File> {
     let lock = || File::create(paths::test_node_dir().join(".large-guest.lock"));
     (memory_mib > 8 * 1024).then(|| {

@@ -1,4 +1,4 @@
-//! Consoles from end to end: the virtio-console beside the serial port, breaks, who may type.
+//! Consoles from end to end: the virtio-console beside the serial port, breaks, access for typing.
 
 use serde_json::{Value, json};
 use vmmd_tests::node::{Kernel, Stream};
@@ -31,8 +31,9 @@ fn exits(vm: &Vm<'_>) -> u64 {
         .sum()
 }
 
-/// How many exits it costs the guest to print a number of lines on a terminal, by a command that is typed on a console. What is typed on the
-/// serial port costs exits itself, more of them the fewer letters the guest finds at once.
+/// Number of exits for printing a number of lines on a terminal, with a command that is typed on a
+/// console. Input on the serial port also causes exits, and more of them the fewer characters the
+/// guest finds at once.
 fn exits_of_lines(console: &mut Console, vm: &Vm<'_>, terminal: &str) -> u64 {
     let line = "x".repeat(usize::try_from(WIDTH).expect("a small number") - 2);
     console
@@ -125,7 +126,7 @@ struct Readers<'a> {
     case: &'a Case,
     /// Their process group.
     group: String,
-    /// Where the first of those that never read would get its output from.
+    /// Path of the output FIFO of the first reader that never reads.
     unread: String,
     /// The marks that the others have read.
     marks: Stream,
@@ -137,7 +138,8 @@ const READERS: usize = 5;
 impl<'a> Readers<'a> {
     fn start(case: &'a Case, vm: &Vm<'_>) -> Self {
         let folder = case.folder().expect("folder");
-        // Nobody types, and the input does not end. What blocks at a full pipe has its output neither read nor closed.
+        // The input FIFO is empty and stays open. The output FIFOs of the blocked readers are
+        // neither read nor closed.
         let reader = format!("vmmctl console {} --hvc --read-only <&3", vm.name());
         let script = format!(
             "set -e; cd {folder}; mkfifo in; exec 3<>in; echo $$
@@ -179,7 +181,7 @@ impl Drop for Readers<'_> {
     }
 }
 
-/// What a flood has cost.
+/// Cost of a flood of output.
 #[derive(Debug)]
 struct Flood {
     /// Calls of `read` and `write` by the threads of the virtio-console.
@@ -260,7 +262,7 @@ fn a_flood_is_printed_though_five_of_ten_readers_never_read_and_memory_and_log_a
         assert!(after < before + (16 << 10), "{alone:?}, {read:?}");
     }
 
-    // The serial port has a log, in two files of a MiB. What is printed on hvc0 is not in it.
+    // The serial port has a log, in two files of 1 MiB. The log does not contain output on hvc0.
     serial
         .run("for i in 1 2 3; do cat /tmp/mib; done > /dev/ttyS0", 1200)
         .expect("3 MiB on the serial port");

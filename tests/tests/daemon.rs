@@ -1,4 +1,5 @@
-//! The daemon restarts and dies; guests don't notice. What it made is gone when the VMs are.
+//! The daemon restarts and crashes without effect on the guests. Resources that it created
+//! disappear with the VMs.
 
 use std::collections::BTreeSet;
 
@@ -20,7 +21,8 @@ fn last_count(text: &str) -> u64 {
         .unwrap_or(0)
 }
 
-/// The daemon ends by `kill` and comes back; the VM goes on, and is under control.
+/// The daemon is ended by the command `kill` and restarts. The VM continues, and the new daemon
+/// controls it.
 fn survives(vm: &Vm<'_>, kill: &str) {
     let node = vm.node();
     let mut console = vm.console().expect("console");
@@ -91,7 +93,8 @@ fn a_vm_that_ended_while_the_daemon_was_down_is_found_ended() {
     assert_eq!(vm.phase().expect("phase"), "RUNNING");
 }
 
-/// Within how many seconds clients are told of a VM's end. An emulated node, where the figure says little, has ten times as long.
+/// Limit for the notification of clients about a VM's end, in seconds. It is ten times as long in
+/// an emulated node, where times are less meaningful.
 const TOLD: f64 = 1.0;
 
 #[test]

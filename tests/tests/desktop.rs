@@ -23,10 +23,10 @@ const LARGE: (usize, usize) = (1920, 1080);
 const SMALL: (usize, usize) = (1280, 800);
 /// No cursor reaches further from the pointer's place, in pixels.
 const CURSOR: usize = 64;
-/// From one look to the next: nothing tells when a picture has come through.
+/// Interval between two pictures: no event reports a new picture.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// The guest, and who looks at it.
+/// The guest, and a viewer of its screen.
 struct Desktop<'a> {
     case: &'a Case,
     console: Console,
@@ -53,7 +53,7 @@ impl Desktop<'_> {
         }
     }
 
-    /// What the guest's X server says that is on its screen, without the cursor.
+    /// Content of the screen according to the guest's X server, without the cursor.
     fn own_picture(&mut self, name: &str) -> Picture {
         let text = self.guest(
             "xwd -root -silent | xwdtopnm -quiet | pnmtopng -quiet -force -compression 9 | base64 -w 0",
@@ -73,7 +73,8 @@ impl Desktop<'_> {
         let (left, top) = self.window();
         let (x, y) = (left + pointer.0, top + pointer.1);
         let place = format!("x:{} y:{} ", pointer.0, pointer.1);
-        // What is moved before the viewer has got another size of the screen means a place of the old one.
+        // A pointer movement before the viewer has received a new screen size refers to the old
+        // size.
         loop {
             self.viewer
                 .acts(&format!("xdotool mousemove {} {y} mousemove {x} {y}", x - 1));
@@ -133,7 +134,7 @@ impl Desktop<'_> {
         ));
     }
 
-    /// The screen has a size, for the guest and for who looks.
+    /// Checks the size of the screen, for the guest and the viewer.
     fn has_size(&mut self, size: (usize, usize)) {
         self.prints("xdotool getdisplaygeometry", &format!("{} {}", size.0, size.1));
         self.viewer.size = size;
@@ -141,7 +142,7 @@ impl Desktop<'_> {
     }
 }
 
-/// Places whose pixels are others than in another picture, with what they are here.
+/// Positions at which two pictures differ, with the pixels of the first picture.
 fn differences(here: &Picture, there: &Picture) -> Vec<(usize, usize, u32)> {
     if here.size() != there.size() {
         return vec![(0, 0, 0)];
@@ -190,7 +191,7 @@ fn a_desktop_is_seen_as_the_guest_draws_it_while_it_is_used_moved_scrolled_and_r
         cursor.iter().map(|(x, y, _)| (*x, *y)).collect()
     };
     assert_ne!(shape(&arrow), shape(&beam), "a terminal's cursor is no arrow");
-    // Of the picture of 64 x 64 pixels in which a driver has it, most can be seen through.
+    // The driver's cursor has 64 x 64 pixels, and most of them are transparent.
     for cursor in [arrow, beam] {
         assert!(cursor.len() < 400, "a cursor of {} pixels", cursor.len());
     }
@@ -202,7 +203,7 @@ fn a_desktop_is_seen_as_the_guest_draws_it_while_it_is_used_moved_scrolled_and_r
         "timeout 60 sh -c 'until [ -s /tmp/typed ]; do sleep 0.2; done'; cat /tmp/typed",
         "42",
     );
-    // Away from the terminal, which hides the pointer of somebody who types.
+    // The pointer is outside the terminal, which hides the pointer during typing.
     desktop.looks_the_same("desktop-scrolled", (1800, 1000));
 
     // The window is moved by its title, 300 pixels to the right and 200 down.
@@ -220,7 +221,7 @@ fn a_desktop_is_seen_as_the_guest_draws_it_while_it_is_used_moved_scrolled_and_r
     desktop.prints(place, &format!("{} {}", x + 300, y + 200));
     desktop.looks_the_same("desktop-moved", (1800, 1000));
 
-    // Who looks makes the window smaller, and the guest follows; and back.
+    // The viewer makes the window smaller and larger again, and the guest follows.
     for size in [SMALL, LARGE] {
         desktop.viewer.acts(&format!(
             "xdotool search --onlyvisible --name TigerVNC windowsize %1 {} {}",
@@ -230,7 +231,7 @@ fn a_desktop_is_seen_as_the_guest_draws_it_while_it_is_used_moved_scrolled_and_r
         desktop.looks_the_same(&format!("desktop-{}", size.0), (size.0 - 70, size.1 - 70));
     }
 
-    // The guest takes another size by itself, and the viewer follows.
+    // The guest changes its screen size, and the viewer follows.
     desktop.guest("xrandr --output Virtual-1 --mode 1024x768");
     desktop.has_size((1024, 768));
     desktop.looks_the_same("desktop-1024", (900, 700));

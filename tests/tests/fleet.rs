@@ -1,7 +1,8 @@
-//! Many idle guests, and a daemon that is killed again and again: no guest sees anything.
+//! Many idle guests, and a daemon that is killed again and again without effect on the guests.
 //!
-//! Each guest counts the seconds on its serial console, with its own uptime beside the count. The whole truth about what
-//! it printed is its serial log, which its `vmm` writes; what clients saw is what their consoles were sent.
+//! Each guest counts the seconds on its serial console, with its own uptime beside the count. The
+//! reference for a guest's output is its serial log, which its `vmm` writes. The view of a client
+//! is the data that its console received.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -51,7 +52,8 @@ struct Fleet<'case> {
 impl<'case> Fleet<'case> {
     fn boot(case: &'case Case, size: usize) -> Self {
         let node = case.node();
-        // What the daemon sets aside for each, so that none can starve another, is more than the node has for all.
+        // The daemon reserves memory for each guest, so that no guest starves another. The sum
+        // exceeds the memory of the node.
         node.sh("cp /etc/vmmd/config.toml /etc/vmmd/config.before-fleet; sed -i '/^\\[overcommit\\]/a memory = 4.0' /etc/vmmd/config.toml; systemctl restart vmmd")
             .expect("the daemon's configuration");
         let names: Vec<_> = (0..size)
@@ -125,7 +127,7 @@ impl<'case> Fleet<'case> {
             .collect()
     }
 
-    /// What each guest has printed so far.
+    /// Output of each guest so far.
     fn printed(&self) -> BTreeMap<String, Vec<Line>> {
         let show = self
             .logs
@@ -159,7 +161,8 @@ impl<'case> Fleet<'case> {
         }
     }
 
-    /// Opens the console of every VM: what was printed is replayed from the beginning, and goes on.
+    /// Opens the console of every VM: earlier output is replayed from the beginning, and further
+    /// output follows.
     fn open_consoles(&self, folder: &str, printed: &BTreeMap<String, Vec<Line>>) {
         let open = printed.iter().map(|(name, lines)| {
             let next = lines.len() + 2;
@@ -206,7 +209,8 @@ impl<'case> Fleet<'case> {
 impl Drop for Fleet<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            // A guest whose kernel has panicked has begun to count anew, and its log goes with the VM.
+            // A guest whose kernel has panicked has restarted its count, and its log is deleted
+            // with the VM.
             let logs = self.logs.values().cloned().collect::<Vec<_>>().join(" ");
             let shown = self
                 .node
@@ -373,9 +377,10 @@ fn shows(client: &mut Stream, count: usize) {
         .expect("the console goes on");
 }
 
-/// What a client saw that was at a console all the time: each line once, from the first to what comes now.
+/// Checks the output that a permanently connected client received: each line once, from the first
+/// to the current one.
 fn saw_all(name: &str, client: &mut Stream, printed: usize) {
-    // The line before the one whose beginning is there is whole.
+    // When the beginning of a line has arrived, the line before it is complete.
     shows(client, printed + 2);
     let seen = lines(&client.text());
     assert_eq!(seen.first().map(|line| line.count), Some(1), "{name}");

@@ -1,4 +1,4 @@
-//! A hostile guest: nonsense in every port, register and ring harms nobody but itself.
+//! A hostile guest writes nonsense to every port, register and ring, and harms only itself.
 
 use vmmd_tests::initramfs::Extra;
 use vmmd_tests::node::Kernel;
@@ -6,15 +6,15 @@ use vmmd_tests::programs;
 use vmmd_tests::vm::{BOOT, Console, Vm, VmSpec};
 use vmmd_tests::{Case, long};
 
-/// Of the bytes of BARs behind the registers, each with this distance from the last is accessed, and each byte when the test is to be long.
-/// Each access leaves the guest, and the more often that happens, the more often the emulator loses it.
+/// Distance between the accessed bytes of BARs behind the registers; a long test accesses each
+/// byte. Each access leaves the guest. With more exits the emulator loses the guest more often.
 const DISTANCE: u64 = 32;
 /// The same of a machine that is restored all the time, of which half the time goes into that.
 const RESTORED_DISTANCE: u64 = 128;
 
 const UNBIND: &str = "for d in /sys/bus/pci/drivers/virtio-pci/0*; do echo ${d##*/} >/sys/bus/pci/drivers/virtio-pci/unbind; done";
 
-/// A guest with the hostile program, two disks and a NIC, and what they are made of in the node.
+/// A guest with the hostile program, two disks and a NIC, and its resources in the node.
 struct Guest {
     spec: VmSpec,
     folder: String,
@@ -132,8 +132,9 @@ fn counts(text: &str, word: &str, unit: &str) -> Vec<u64> {
         .collect()
 }
 
-/// Accesses of a walk over `bytes` bytes: each byte in all of `widths` in the first 256 bytes of a page, behind them some in one of
-/// the widths in turn; only those that end within the bytes.
+/// Number of accesses of a walk over `bytes` bytes. The first 256 bytes of a page are accessed in
+/// all of `widths`. In the rest of the page, one byte per `distance` is accessed, in one of the
+/// widths in turn. Accesses that would exceed the range are left out.
 fn accesses(bytes: u64, widths: &[u64], distance: u64) -> u64 {
     let at = |offset: u64| match offset % 4096 {
         0..256 => widths.to_vec(),
@@ -210,11 +211,11 @@ fn nonsense_in_every_port_is_harmless_and_a_reset_of_the_machine_mends_all() {
 /// How long the machine of the next test runs before it is thrown away and restored once more, in milliseconds.
 const RESTORE_EVERY: u64 = 2500;
 
-/// `vmm run` of a development build. The machine that is attacked is a restored one all the time, and is saved in the middle of
-/// whatever the guest does.
+/// Runs `vmm run` of a development build. The attacked machine is always a restored one. It is
+/// saved at any point of the guest's activity.
 ///
-/// Not its ports: a restored TSS is a busy one, as processors have it, and QEMU's emulation then refuses I/O to every user program of
-/// the guest (`helper_check_io` takes type 9 only).
+/// Its ports are not attacked: a restored TSS is busy, as on real processors. QEMU's emulation then
+/// refuses I/O to every user program of the guest (`helper_check_io` accepts type 9 only).
 #[test]
 fn nonsense_is_harmless_to_a_machine_that_is_restored_again_and_again() {
     let case = Case::new("hostile-restored").expect("node");
@@ -240,7 +241,7 @@ fn nonsense_is_harmless_to_a_machine_that_is_restored_again_and_again() {
     ))
     .expect("manifest");
     let run = format!("{vmm} run --spec {folder}/vm.yaml --restore-every {RESTORE_EVERY}");
-    // Its log is a file: on the console it would be in the middle of what the guest prints.
+    // The vmm logs to a file, because the console would mix the log with the guest's output.
     let mut console = Console::open(&case, &format!("{run} 2>{folder}/log; echo vmm-exit=$?")).expect("vmm");
     console.until("GUEST-READY", BOOT).expect("boot");
     console.run(UNBIND, 60).expect("unbind the drivers");

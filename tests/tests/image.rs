@@ -26,7 +26,8 @@ use self::http::{Server, held, part, start};
 /// A whole Debian with cloud-init, which is some 30 programs in Python, boots in three to eight minutes in an emulated node.
 const BOOT: u64 = 900;
 
-/// The commands of the quick start's section about cloud images, with what it says that they print; and the user data in it.
+/// The commands of the quick start's section about cloud images, with their documented output, and
+/// its user data.
 struct Page {
     commands: Vec<(String, String)>,
     user_data: String,
@@ -77,8 +78,8 @@ impl Page {
     }
 }
 
-/// A line with `…` in the place of what is another one for each VM: MAC addresses and names of taps. A program that waits may have printed
-/// dots before it.
+/// A line with `…` instead of words that differ between VMs: MAC addresses and names of taps.
+/// Leading dots of a waiting program are removed.
 fn masked(line: &str) -> String {
     let words = line
         .trim_start_matches('.')
@@ -91,7 +92,7 @@ fn masked(line: &str) -> String {
     words.collect::<Vec<_>>().join(" ")
 }
 
-/// What the page makes is removed when the test ends, also in the middle of it.
+/// Removes the objects of the page's commands at the end of the test, also after a failure.
 struct Made<'case>(&'case Case);
 
 impl Drop for Made<'_> {
@@ -109,7 +110,7 @@ struct Mirror {
     /// Closes the fourth connection.
     close: Sender<()>,
     fifth: usize,
-    /// What `vmmctl image import` is given.
+    /// Source argument for `vmmctl image import`.
     source: String,
     _way: Forward,
 }
@@ -157,7 +158,8 @@ impl Mirror {
         self.close.send(()).expect("the server waits");
     }
 
-    /// Each connection went on where the one before it ended, the last one for another daemon.
+    /// Each connection continued at the end of the previous one; the last one was for another
+    /// daemon.
     fn assert_broken_and_gone_on_with(&self) {
         let requests = self.server.requests.lock().expect("requests");
         let starts: Vec<_> = requests.iter().map(|head| start(head)).collect();
@@ -207,7 +209,8 @@ fn the_quick_start_makes_a_web_server_of_a_cloud_image_and_a_kernel_installed_in
     let mut commands = page.commands.into_iter();
     let mut step = |last: &str| {
         for (command, printed) in commands.by_ref() {
-            // There is no internet here, everything is emulated, and nobody to be asked.
+            // Adapts the commands: there is no internet here, everything is emulated, and no user
+            // can confirm.
             let typed: Vec<_> = command
                 .split(' ')
                 .map(|word| match word {
@@ -246,7 +249,7 @@ fn the_quick_start_makes_a_web_server_of_a_cloud_image_and_a_kernel_installed_in
     mirror.assert_broken_and_gone_on_with();
     let curl = step("curl ");
 
-    // What the user data says, and the image's system makes of it.
+    // Effect of the user data on the image's system.
     let ssh = |command: &str| {
         within(&format!(
             "ssh -o BatchMode=yes -i {folder}/alice alice@10.80.0.2 {}",
@@ -281,7 +284,8 @@ fn the_quick_start_makes_a_web_server_of_a_cloud_image_and_a_kernel_installed_in
         "kept\n"
     );
 
-    // The packages of another kernel lie in the image. What they run writes GRUB's configuration anew.
+    // The image contains the packages of another kernel. Their installation rewrites GRUB's
+    // configuration.
     let state = "cat /etc/ssh/ssh_host_ed25519_key.pub /etc/fstab; ls /var/lib/cloud/instances; \
                  stat -c '%n %Y' /var/lib/cloud/instance/sem/*";
     let first = ssh(state);

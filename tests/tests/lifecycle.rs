@@ -196,7 +196,7 @@ fn a_resumed_guests_clock_is_behind_or_right_as_its_spec_says() {
     let after = behind();
     for ((_, on_resume, is_behind), (before, after)) in kinds.into_iter().zip(before.into_iter().zip(after)) {
         let lost = after - before;
-        // What it takes to ask may be seconds in an emulated node.
+        // The query itself may take seconds in an emulated node.
         assert_eq!(lost >= 15, is_behind, "{on_resume}: {lost} s");
     }
 }
@@ -237,7 +237,7 @@ fn a_press_of_the_power_button_before_the_guest_has_its_driver_is_seen_once_it_h
     let spec = busybox().script("grep ACPI:Ged /proc/interrupts");
     let vm = Vm::start(&case, "", &spec).expect("start");
     let mut console = vm.console().expect("console");
-    // Pressed at once; what the guest's init does about it is not waited for.
+    // The button is pressed at once. The test does not wait for the reaction of the guest's init.
     vm.ctl("stop --grace 300s --no-wait").expect("stop");
     let text = console.until("GUEST-RUN-EXIT 0", BOOT).expect("boot");
     // How often input 17 of the I/O APIC interrupted the only processor. The kernel gives it a number of its own.

@@ -35,7 +35,7 @@ fn a_guest_moves_to_and_fro_with_its_disk_its_clock_and_an_open_connection() {
     for turn in 1..=turns() {
         for _ in 0..2 {
             println!("turn {turn}");
-            // What was written at the one place is read at the other.
+            // Data that is written on one node is read on the other.
             let write = "head -c 262144 /dev/urandom >/run/block && dd if=/run/block of=/dev/vda bs=64k oflag=direct 2>/dev/null";
             guest.console.run(write, PATIENCE).expect("write");
             guest.moves();
@@ -101,7 +101,8 @@ fn a_guest_keeps_its_address_in_a_network_that_both_nodes_have() {
         .expect("it reaches the gateway there");
     drop(console);
 
-    // A node without the network is told by its name, before anything moves.
+    // When the target node lacks the network, the error names the network before the transfer
+    // begins.
     let [other, on] = &daemons;
     other.ctl("network rm lan").expect("remove the network");
     let refused = |why: &str| {

@@ -1,5 +1,5 @@
-//! A whole Debian with systemd is moved, saved, restored and copied while it is busy: fio verifies what it writes to a disk, iperf sends to it from the
-//! node, and a program watches its clock.
+//! A complete Debian with systemd is moved, saved, restored and copied under load. fio verifies its
+//! writes to a disk, iperf sends data from the node, and a program watches the clock.
 
 use std::time::Instant;
 
@@ -30,7 +30,8 @@ fn debian(case: &Case, bridge: &str) -> VmSpec {
         .with_disk(Disk::new("root", Format::Raw, &root))
         .with_disk(Disk::new("data", Format::Raw, &data))
         .nic("eth0", bridge)
-        // The first byte is that of taps' own addresses: a tap must not have its NIC's, or nobody reaches the guest by another port of the bridge.
+        // The first byte is that of the taps' own addresses. A tap must not have the address of its
+        // NIC, or the guest is not reachable through other ports of the bridge.
         .set("/nics/0/mac", json!("fe:00:00:00:c8:02"))
         .cmdline(&format!(
             "{SMALL} norandmaps root=/dev/vda rw ip={}:::255.255.255.0::eth0:off net.ifnames=0",
@@ -89,7 +90,8 @@ fn a_busy_debian_goes_on_after_its_snapshot_from_its_snapshot_and_as_four_clones
     let restored = within(|| daemon.ctl(&format!("restore {name}")).expect("restore"));
     let clones = [1, 2, 3, 4].map(|number| format!("{name}-{number}"));
     goes_on(&mut guest.copy(name, &saved, restored));
-    // Clones that are not fresh have the addresses of its NIC, which it has as long as it is there.
+    // Clones that are not fresh have the addresses of its NIC, which are in use as long as it
+    // exists.
     daemon
         .ctl(&format!("delete --force --yes {name}"))
         .expect("delete");
@@ -104,16 +106,17 @@ fn a_busy_debian_goes_on_after_its_snapshot_from_its_snapshot_and_as_four_clones
     }
 }
 
-/// When something began and ended that prints what it is about.
+/// Runs `work`, prints its output, and returns the start and end time.
 fn within(work: impl FnOnce() -> String) -> [Instant; 2] {
     let begun = Instant::now();
     println!("{}", work());
     [begun, Instant::now()]
 }
 
-/// fio goes on in a guest that was restored, and ends without having missed anything; the clock goes on meanwhile.
+/// Checks that fio continues in a restored guest and ends without errors, and that the clock
+/// continues meanwhile.
 fn goes_on(guest: &mut Traveller<'_, '_>) {
-    // Of the first round a part was in the snapshot.
+    // The first round was partly in the snapshot.
     for _ in 0..2 {
         Fio.goes_on(&mut guest.console);
     }

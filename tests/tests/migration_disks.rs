@@ -1,4 +1,5 @@
-//! A guest moves between two daemons with disks that are theirs alone: what it writes while they are copied is on the other side.
+//! A guest moves between two daemons with local disks. Writes during the copy of the disks are
+//! present at the target.
 
 use serde_json::json;
 use vmmd_tests::Case;
@@ -9,7 +10,8 @@ use vmmd_tests::vm::VmSpec;
 
 /// The guest's disks: of the node it is on, with their size there.
 const DISKS: [(&str, &str, &str); 2] = [("plain", "raw", "vda"), ("tables", "qcow2", "vdb")];
-/// Pieces of 64 KiB that the guest writes again and again, each disk's one after the other, and what it remembers of them in its memory.
+/// Number of pieces of 64 KiB per disk that the guest writes repeatedly, in turn. The guest keeps a
+/// copy of each in memory.
 const PIECES: u32 = 12;
 /// How often it moves there and back.
 fn turns() -> u32 {
@@ -30,7 +32,7 @@ fn writer() -> String {
     )
 }
 
-/// Succeeds when each disk has what the guest remembers of it.
+/// Script that succeeds when each disk has the content that the guest remembers.
 fn verify() -> String {
     let each = DISKS.map(|(_, _, disk)| {
         format!(

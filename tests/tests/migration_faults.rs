@@ -1,4 +1,5 @@
-//! Migrations that end early: whatever is killed, cut or cancelled, the guest runs on where it was, and nothing is left elsewhere.
+//! Migrations that end early by a kill, a cut connection or a cancellation. The guest continues at
+//! the source, and the target keeps no remains.
 
 use vmmd_tests::Case;
 use vmmd_tests::node::Kernel;
@@ -6,7 +7,7 @@ use vmmd_tests::two_daemons::traveller::{PATIENCE, SMALL, Traveller};
 use vmmd_tests::two_daemons::{self, Daemon};
 use vmmd_tests::vm::VmSpec;
 
-/// What may happen while memory is sent.
+/// Fault during the transfer of memory.
 #[derive(Clone, Copy, Debug)]
 enum Trouble {
     Cancel,

@@ -9,7 +9,8 @@ use vmmd_tests::{Case, long};
 /// With 128 MiB, of which most is free.
 const MEMORY_MIB: u64 = 128;
 
-/// One migration, or in the long form a hundred. After each the guest has the memory that it had, its clock goes on, and nothing of it is left where it was.
+/// One migration, or a hundred in the long form. After each, the guest's memory is unchanged, its
+/// clock continues, and the source has no remains of it.
 #[test]
 fn a_guest_moves_to_another_node() {
     let case = Case::new("migration-nodes").expect("node");

@@ -6,7 +6,7 @@ use std::process::Command;
 use vmmd_tests::wait::Deadline;
 use vmmd_tests::{Case, Node, paths, power, programs, run};
 
-/// A `vmm` whose disks do nothing for a FLUSH, in the place of the installed one until it is dropped.
+/// Replaces the installed `vmm`, until it is dropped, with one whose disks ignore FLUSH.
 struct Mutated<'node>(&'node Node);
 
 impl<'node> Mutated<'node> {
@@ -56,7 +56,7 @@ fn devices_that_ignore_flushes_are_noticed_by_their_own_tests() {
             "--",
         ])
         .args(NOTICING)
-        // What fails is not to be made smaller, nor kept in the tree.
+        // Failures are neither shrunk nor stored in the tree.
         .env("PROPTEST_MAX_SHRINK_ITERS", "0")
         .env("PROPTEST_DISABLE_FAILURE_PERSISTENCE", "1")
         .current_dir(paths::workspace_dir());

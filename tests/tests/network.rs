@@ -1,4 +1,4 @@
-//! Networks that the node makes: addresses, names of nobody else's business, the outside, and what is repaired.
+//! Networks that the node creates: addresses, private names, access to the outside, and repairs.
 
 use serde_json::{Value, json};
 use vmmd_tests::Case;
@@ -97,7 +97,8 @@ fn guest<'case>(case: &'case Case, suffix: &str, nic: &Value) -> (Vm<'case>, Con
     (vm, console, address)
 }
 
-/// The IPv6 address of a VM, once its guest has made it of what the node tells.
+/// Returns the IPv6 address of a VM, after the guest has configured it from the router
+/// advertisement.
 fn address6(vm: &Vm<'_>, console: &mut Console) -> String {
     let address = vm.field("/status/nics/0/addresses/1").expect("the status has it");
     let made = format!("ip -6 addr show dev eth0 | grep -v tentative | grep -q 'inet6 {address}/64'");
@@ -115,7 +116,7 @@ fn answers(console: &mut Console, to: &str, tries: u32) -> bool {
     console.run(&command, PATIENCE).expect("ping").trim() == "reached"
 }
 
-/// When no answer comes, the failure has what the guest and the node know of the way.
+/// Checks that `to` answers. A failure includes the network state of the guest and the node.
 #[track_caller]
 fn reached(case: &Case, console: &mut Console, to: &str) {
     if answers(console, to, 5) {
@@ -207,7 +208,7 @@ fn vms_get_addresses_reach_the_outside_by_nat_and_are_reached_by_published_ports
     }
     fetched(&fetch("198.51.100.1"));
 
-    // What others take away is repaired, and what is theirs stays.
+    // The daemon repairs rules and bridges that others delete, and keeps the rules of others.
     node.sh("nft flush ruleset && nft add table inet theirs")
         .expect("flush");
     node.sh(&format!("ip link del {bridge}"))
@@ -234,7 +235,8 @@ fn vms_get_addresses_reach_the_outside_by_nat_and_are_reached_by_published_ports
     assert_eq!(addresses, web_address);
 }
 
-/// The helper of a network needs no daemon, and what a guest says about itself is held against what it is.
+/// The helper of a network works without the daemon. Packets in which a guest claims other
+/// addresses are dropped.
 #[test]
 fn addresses_and_names_are_served_without_the_daemon_and_lies_of_guests_are_dropped() {
     let case = Case::new("network").expect("node");
@@ -251,8 +253,9 @@ fn addresses_and_names_are_served_without_the_daemon_and_lies_of_guests_are_drop
     let (honest, mut console, address) = guest(&case, "-honest", &nic);
     reached(&case, &mut liar_console, &address);
 
-    // Without the daemon: names of VMs, of the outside, and an address that is renewed. Consoles go through the daemon, so the guest begins when
-    // somebody connects to it, and gives what came of it to who connects next.
+    // Without the daemon: names of VMs, names of the outside, and the renewal of an address.
+    // Consoles go through the daemon. So the guest starts its commands when a client connects to
+    // it, and sends the results to the next client.
     let ask = format!(
         "busybox nslookup -type=a {0}.lan.internal 10.80.0.1; busybox nslookup -type=aaaa {0}.lan.internal 10.80.0.1; \
          busybox nslookup -type=a www.outside.example 10.80.0.1; \
@@ -308,7 +311,7 @@ fn addresses_and_names_are_served_without_the_daemon_and_lies_of_guests_are_drop
         gateway.trim(),
     );
 
-    // A guest's DHCP server is heard by nobody, even when the network's says nothing.
+    // A guest's DHCP server reaches no other guest, even while the network's server is silent.
     liar_console
         .run(
             "printf 'start 10.80.0.100\\nend 10.80.0.110\\ninterface eth0\\nlease_file /tmp/leases\\npidfile /tmp/pid\\n' \
@@ -331,8 +334,9 @@ fn addresses_and_names_are_served_without_the_daemon_and_lies_of_guests_are_drop
     drop((liar, honest));
 }
 
-/// What a guest runs that renews its lease, and asks for a name of its network and one of the outside, again and again. Each answer is a line of
-/// `/tmp/said`, and so is what is wanted and does not come; each round is a line of `/tmp/rounds`.
+/// Script for a guest. It renews its lease and asks for a name of its network and a name of the
+/// outside, in a loop. Each answer, and each missing answer, is a line of `/tmp/said`; each round
+/// is a line of `/tmp/rounds`.
 const CLIENT: &str = r#"
 printf '#!/bin/sh\necho "$1 $ip" >> /tmp/said\n' > /tmp/told
 chmod +x /tmp/told
@@ -387,7 +391,7 @@ fn leases_are_renewed_and_names_are_told_while_vmmd_is_upgraded() {
     place.network("lan", "--cidr 10.80.0.0/24 --dns 198.51.100.2");
     let (vm, mut console, address) = guest(&case, "", &json!({"name": "eth0", "network": "lan"}));
     let client = CLIENT.replace("NAME", vm.name()).replace("ADDRESS", &address);
-    // In pieces: the shell of busybox cuts what is typed after 1,023 characters.
+    // In pieces: the shell of busybox truncates input lines at 1,023 characters.
     for piece in base64(client.as_bytes()).as_bytes().chunks(512) {
         let piece = String::from_utf8_lossy(piece);
         console
@@ -541,7 +545,8 @@ fn lies_about_neighbors(case: &Case, liar: &mut Console, honest: &mut Console, o
         let lie = match words[..] {
             ["02:00:00:00:00:99", ..] => true,
             [from, ..] if from != liar_mac => false,
-            // A guest asks for others and for routers; for its own address nobody asks but the gateway, which it is not.
+            // A guest asks for other addresses and for routers. Only the gateway asks for the
+            // guest's own address.
             [_, "133", _] => false,
             [_, "135", target] => target == own,
             [_, "136", target] => target == "fd00:80::1",
@@ -560,7 +565,7 @@ fn lies_about_neighbors(case: &Case, liar: &mut Console, honest: &mut Console, o
     }
 }
 
-/// What a guest may receive and send: within its network, and to the world.
+/// Traffic that a guest may receive and send: within its network, and to the outside.
 #[test]
 fn the_rules_of_a_nic_hold_in_both_directions_and_change_while_the_guest_runs() {
     let case = Case::new("network").expect("node");

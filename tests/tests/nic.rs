@@ -8,7 +8,7 @@ use vmmd_tests::vm::{BOOT, Console, Vm, VmSpec};
 /// How long a transfer, or a change of the link, may take in a slow node.
 const PATIENCE: u64 = 120;
 
-/// Size of what is transferred, in MiB.
+/// Size of a transfer, in MiB.
 const MIB: u32 = 8;
 
 /// A guest whose NICs are on a bridge on which the node is 10.9.NUMBER.1, and the guest 10.9.NUMBER.2 with its first NIC.
@@ -61,7 +61,8 @@ impl<'case> Wired<'case> {
             .expect("the guest listens");
     }
 
-    /// What arrives is what was sent, both ways: streams that are cut on neither side. `ports` are two free ones of the guest.
+    /// Checks that transferred data is unchanged in both directions, in streams that no side cuts
+    /// off. `ports` are two free ports of the guest.
     fn compare(&mut self, [there, back]: [u16; 2]) {
         let (node, guest) = (self.case.node(), self.guest.clone());
         let folder = self.case.folder().expect("folder");
@@ -185,7 +186,7 @@ fn nics_come_and_go_while_the_guest_runs_also_when_the_daemon_is_killed_in_betwe
         node.sh(&format!("ping -c 3 -i 0.2 -W 10 {address}"))
             .expect("ping");
         if backend == "vhost" {
-            // The daemon is killed while the guest is asked; the next one goes on.
+            // The daemon is killed while it asks the guest; the next daemon continues.
             node.sh(&format!(
                 "(vmmctl nic detach {} lan >/dev/null 2>&1 &); sleep 0.05; systemctl kill -s KILL vmmd; \
                  until vmmctl node >/dev/null 2>&1; do sleep 0.2; done",
@@ -254,7 +255,8 @@ fn a_macvtap_carries_data_unchanged_with_both_backends_and_is_of_one_vm() {
             let bytes = bytes.and_then(|bytes| bytes.as_str()?.parse::<u64>().ok());
             assert!(bytes > Some(u64::from(MIB) << 20), "{direction}: {stats}");
         }
-        // Whoever comes second is told so, and has it when the first one is gone.
+        // The second user of the tap receives an error, and can start when the first one has
+        // stopped.
         let other = Vm::create(&case, "-other", &spec.expect("the spec")).expect("create");
         let refused = other.try_ctl("start").expect("vmmctl");
         let said = &refused.stderr;
@@ -267,7 +269,8 @@ fn a_macvtap_carries_data_unchanged_with_both_backends_and_is_of_one_vm() {
     }
 }
 
-/// vhost-net: the kernel carries the packets; what it can't do, the `vmm` does, and the guest notices nothing of either.
+/// vhost-net: the kernel carries the packets, and the `vmm` carries packets that vhost-net cannot.
+/// The guest sees no difference.
 #[test]
 fn a_guest_whose_packets_the_kernel_carries_moves_data_unchanged_with_one_and_with_four_queues() {
     for (number, queues) in [(1, 1), (2, 4)] {

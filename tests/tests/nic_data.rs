@@ -1,5 +1,5 @@
-//! Packets of all sizes between a guest and the node arrive as they were sent, with each combination of offloads, and those under way survive
-//! what is done to the VM.
+//! Packets of all sizes between a guest and the node arrive unchanged, with each combination of
+//! offloads. Packets in transit survive operations on the VM.
 
 use rstest::rstest;
 use serde_json::{Value, json};
@@ -17,7 +17,7 @@ const UNDER_WAY: u64 = 2 * 63;
 /// Times that the link goes down under load.
 const FLAPS: u64 = 2;
 
-/// What a NIC does not offer. Without checksums there is no segmentation.
+/// Offloads that a NIC does not offer. Without checksums there is no segmentation.
 type Off = &'static [&'static str];
 const TCP: &str = "TCP_SEGMENTATION";
 const UDP: &str = "UDP_SEGMENTATION";
@@ -37,7 +37,7 @@ const ALL: [&[Off]; 2] = [
 /// Each value of each at least once. The first NIC offers everything.
 const SOME: [&[Off]; 1] = [&[&[], &[UDP, MERGEABLE], &[TCP], &[CHECKSUM, MERGEABLE]]];
 
-/// What a guest's kernel may do by itself with a NIC that offers everything.
+/// Offloads that a guest's kernel may perform in software, with a NIC that offers all of them.
 const SWITCHED: [&str; 4] = [
     "tx-udp-segmentation=off",
     "tx-udp-segmentation=on tx-tcp-segmentation=off tx-tcp6-segmentation=off rx-gro-hw=off",
@@ -56,9 +56,12 @@ const WHOLE_BUFFERS_MIB: u64 = 20;
 /// snapshot is taken, or where the NIC's thread waits for a processor.
 const QUEUE: &str = "pfifo_fast";
 
-/// A guest with several NICs on one bridge, each with a network of its own: the node is 10.NUMBER.NIC.1 and fd09:NUMBER:NIC::1 there, the guest ends
-/// with 2. The first NIC has a VLAN too, 10.NUMBER.100.0/24. Both know each other's MAC addresses for ever: for a neighbor that a kernel asks for it
-/// keeps 212,992 bytes, some 13 packets of 9,000 bytes, and drops what is more.
+/// A guest with several NICs on one bridge, each with a network of its own. The node is
+/// 10.NUMBER.NIC.1 and fd09:NUMBER:NIC::1 there; the guest's addresses end with 2. The first NIC
+/// also has a VLAN, 10.NUMBER.100.0/24.
+///
+/// Both ends have permanent neighbor entries. While a kernel resolves a neighbor, it queues at most
+/// 212,992 bytes (some 13 packets of 9,000 bytes) and drops the rest.
 struct Wired<'case> {
     case: &'case Case,
     vm: Vm<'case>,
@@ -128,7 +131,7 @@ impl<'case> Wired<'case> {
         wired
     }
 
-    /// Has both ends know each other's MAC addresses for ever.
+    /// Gives both ends permanent neighbor entries for each other.
     fn pin(&mut self) {
         let (bridge, number) = (&self.bridge, self.number);
         let mut node = format!(
@@ -204,7 +207,7 @@ impl<'case> Wired<'case> {
         self.case.node().sh(&set).expect("the node's MTU");
     }
 
-    /// Nothing is lost, and all is as it was sent. `to` is the end of an address of the guest.
+    /// Checks that all packets arrive unchanged. `to` is the end of an address of the guest.
     fn compare(&self, to: &str, mtu: u32, kinds: &str, seconds: u64) {
         let (netcheck, number) = (&self.netcheck, self.number);
         let to = match to.split_once(':') {
@@ -259,7 +262,7 @@ fn mac(number: u8, nic: usize) -> String {
     format!("52:54:00:00:{number:02x}:{nic:02x}")
 }
 
-/// What `netcheck` counted in one direction.
+/// Counters of `netcheck` in one direction.
 struct Counts {
     sent: u64,
     received: u64,
@@ -297,7 +300,7 @@ impl Counts {
     }
 }
 
-/// `netcheck` in the node, which sends and receives until it is told to stop.
+/// `netcheck` in the node, which sends and receives until it is stopped.
 struct Load(Console);
 
 impl Load {
@@ -337,7 +340,7 @@ impl<'case> Snapshot<'case> {
 
 impl Drop for Snapshot<'_> {
     fn drop(&mut self) {
-        // What a failed test leaves is reported by the test of leftovers.
+        // The test of leftovers reports remains of a failed test.
         let _ = self.0.node().ssh(&format!("vmmctl snapshot rm {}", self.1));
     }
 }
@@ -403,7 +406,7 @@ fn a_million_packets_arrive_each_way_as_they_were_sent(
     wired.compare("0", 1500, "udp:1000000", MILLION);
 }
 
-/// The guest's kernel does by itself what the NIC would do.
+/// The guest's kernel performs the offloads of the NIC in software.
 fn switched_offloads(wired: &mut Wired<'_>) {
     for features in SWITCHED {
         wired.switch(0, features);
@@ -414,8 +417,8 @@ fn switched_offloads(wired: &mut Wired<'_>) {
     }
 }
 
-/// Packets with a tag, and those for a group that the guest or the node is in. What is for a group that the guest is not in is kept from it by
-/// the `vmm`.
+/// Packets with a VLAN tag, and packets to multicast groups of the guest or the node. The `vmm`
+/// filters packets to groups that the guest has not joined.
 fn vlan_and_groups(wired: &mut Wired<'_>, backend: &str) {
     wired.compare("0", 1500, "udp:1500 multicast:1500", PATIENCE);
     wired.compare("100", 1500, "tcp:20 udp:300 trains:300 multicast:300", PATIENCE);
@@ -437,10 +440,14 @@ fn vlan_and_groups(wired: &mut Wired<'_>, backend: &str) {
     }
 }
 
-/// What is done to a VM while packets travel. A pause loses nothing: what is under way has room in the rings and in the tap. While a snapshot of the
-/// running guest is taken the guest is slow for seconds, and with four pairs a tap and the guest's own network drop some of what waits. With the link
-/// down, or when the VM is another process and its tap is another one, what is under way is lost once: the sender waits for an acknowledgement
-/// after two windows.
+/// Operations on a VM while packets are in transit. A pause loses no packets: the rings and the tap
+/// have room for them.
+///
+/// During a snapshot of the running guest, the guest is slow for seconds. With four pairs, the tap
+/// and the guest's network stack drop some of the waiting packets.
+///
+/// Packets in transit are lost once when the link is down, or when the VM has another process and
+/// another tap. The sender waits for an acknowledgement after two windows.
 fn under_load(wired: &mut Wired<'_>) {
     let mut load = wired.load();
     for _ in 0..2 {

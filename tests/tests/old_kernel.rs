@@ -1,5 +1,5 @@
-//! What the oldest guest kernel says while it boots, beside what it says under QEMU's q35 in the same node. Lines that only one of
-//! them has are listed here, each with its reason.
+//! Boot messages of the oldest guest kernel, compared with its messages under QEMU's q35 in the
+//! same node. Lines that appear on only one side are listed here, each with its reason.
 
 use std::collections::BTreeSet;
 
@@ -210,7 +210,7 @@ fn without_numbers(text: &str) -> String {
     out.trim_end_matches('\0').to_owned()
 }
 
-/// What of `lines` no reason explains.
+/// Those of `lines` that no reason explains.
 fn unexplained<'line>(lines: impl Iterator<Item = &'line Line>, explained: &[Explained]) -> Vec<&'line Line> {
     let known = |text: &str| {
         let mut all = explained.iter().chain([&TIME]);

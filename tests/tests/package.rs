@@ -64,7 +64,7 @@ fn removal_stops_guests_in_order_and_purge_leaves_no_key_and_no_failed_unit() {
         );
         assert_eq!(node.sh("pgrep -x 'vmm|vmmd' || true").expect("processes"), "");
         assert_eq!(failed_units(node), "", "with vmmd {daemon}");
-        // The guest powered off by itself: it was not killed.
+        // The guest powered off on its own: it was not killed.
         let serial = node
             .sh("cat /var/log/vmmd/vms/*/serial.log")
             .expect("the serial log");

@@ -1,5 +1,5 @@
-//! A node that loses its power keeps what guests had flushed: every write that was confirmed by a FLUSH is in the image, whatever
-//! becomes of the others.
+//! A node that loses power keeps flushed data of its guests: every write that a FLUSH confirmed is
+//! in the image, regardless of other writes.
 
 use vmmd_tests::{Case, long, power};
 
@@ -14,7 +14,7 @@ fn what_a_guest_has_flushed_survives_a_loss_of_power() {
     }
 }
 
-/// The test above can fail: a file system that keeps flushes to itself loses what was confirmed.
+/// The test above can fail: a file system that ignores flushes loses confirmed writes.
 #[test]
 fn a_flush_that_does_not_reach_the_disk_is_noticed() {
     let case = Case::new("power-nobarrier").expect("node");

@@ -1,4 +1,5 @@
-//! What a VM may have of its node: limits of its control group, out of memory, huge pages, prefault.
+//! Resources that a VM may use of its node: limits of its control group, out of memory, huge pages,
+//! prefault.
 
 use serde_json::json;
 use vmmd_tests::Case;
@@ -111,7 +112,7 @@ fn a_vm_that_is_out_of_memory_ends_alone_and_is_said_to_be() {
     );
     assert_eq!(other.pid().expect("pid"), other_pid);
     console.run("echo alive", 60).expect("the other guest answers");
-    // What happened is said of that run only.
+    // The reason applies only to that run.
     victim.ctl("start").expect("start again");
     node.sh(&format!("kill -9 {}", victim.pid().expect("pid")))
         .expect("kill");

@@ -1,5 +1,5 @@
-//! A `vmm` of the daemon's seen from outside: whose it is, what it may do, what it holds, and how it ends when one of its
-//! threads does what it must not.
+//! A `vmm` of the daemon, seen from outside: its user, its permissions, its open files, and its end
+//! after a forbidden action of one of its threads.
 
 use rstest::rstest;
 use vmmd_tests::Case;
@@ -84,8 +84,9 @@ fn a_vmm_has_its_own_uid_no_capabilities_and_only_the_descriptors_it_needs() {
     drop((first, second));
 }
 
-/// Of every thread: its user, no capabilities, no new privileges, and three system call filters (two of the main thread, which
-/// has none of a kind) beside those that the daemon has from its unit and hands down.
+/// Checks for every thread: its user, no capabilities, no new privileges, and three system call
+/// filters (two for the main thread, which has no filter for a kind of thread). The filters that
+/// the daemon has from its unit and passes on come on top.
 fn threads_are_limited(node: &vmmd_tests::Node, pid: u32) {
     let daemons = "awk '/^Seccomp_filters:/ { print $2 }' /proc/$(systemctl show -p MainPID --value vmmd.service)/status";
     let text = node.sh(daemons).expect("the daemon's status");
@@ -150,8 +151,8 @@ fn descriptors(node: &vmmd_tests::Node, pid: u32, folder: &str) {
     assert!(sockets <= 6, "{listing}");
 }
 
-/// strace(1) has the thread make another call than it wants to: getuid(2), which is on no list. What a program that was taken
-/// over would try, and what of it fails, is in `vmm-core/tests/serve/sandbox.rs`.
+/// strace(1) replaces a system call of the thread with getuid(2), which is on no list.
+/// `vmm-core/tests/serve/sandbox.rs` tests the attempts of a compromised program.
 #[rstest]
 #[case("vcpu-0", "ioctl")]
 #[case("control", "ppoll,restart_syscall")]

@@ -16,7 +16,7 @@ use vmmd_tests::vm::{BOOT, Console, Vm, VmSpec};
 use vmmd_tests::wait::Deadline;
 use vmmd_tests::{Case, Guests};
 
-/// What the protocol begins with, of the newest version (RFC 6143, 7.1.1).
+/// Start of the protocol in its newest version (RFC 6143, 7.1.1).
 const GREETING: &str = "RFB 003.008\n";
 
 fn with_screen() -> VmSpec {
@@ -95,7 +95,7 @@ fn picture(case: &Case, vm: &Vm<'_>) -> Picture {
 #[case::backports(Kernel::Cloud612)]
 fn the_text_console_of_a_kernel_without_a_driver_is_on_the_screen(#[case] kernel: Kernel) {
     let case = Case::new("screen-text").expect("node");
-    // As a bzImage: an ELF is entered another way, which does not tell of screens.
+    // A bzImage, because the entry path of an ELF does not report screens.
     let spec = VmSpec::new(Guests.vmlinuz(kernel), Some(Guests.initrd(kernel)))
         .cmdline(kernel.arguments())
         .set("/display", json!({ "width": 1024, "height": 768 }));
@@ -128,7 +128,7 @@ fn booted<'case>(case: &'case Case, spec: &VmSpec) -> (Vm<'case>, Console) {
     (vm, console)
 }
 
-/// What the guest draws is in the screenshot, and what is typed comes to the guest.
+/// Checks that the screenshot shows the guest's drawing, and that the guest receives typed input.
 fn has_its_text_console_on_the_screen(case: &Case, vm: &Vm<'_>, console: &mut Console) {
     let alphabet: String = glyphs::alphabet().collect();
     let quoted = alphabet.replace('\'', "'\\''");
@@ -142,11 +142,11 @@ fn has_its_text_console_on_the_screen(case: &Case, vm: &Vm<'_>, console: &mut Co
         .expect("the same text by serial");
     let font = comes_to_show(case, vm, |picture| {
         let font = picture.learn(0)?;
-        // What was there before is gone: the picture is of now.
+        // Earlier content is gone: the picture is current.
         (picture.text(&font, 1).is_empty() && picture.text(&font, 2) == wanted.trim()).then_some(font)
     });
 
-    // A line that is typed is echoed on the screen, and read by whoever reads the terminal.
+    // A typed line is echoed on the screen, and a reader of the terminal receives it.
     let read = "head -n 1 < /dev/tty1 > /tmp/typed & sleep 1";
     console.run(read, 60).expect("a reader");
     vm.ctl_with("type", "'Hello, {Guest}: 3 < 4!' --enter")
@@ -163,7 +163,8 @@ fn has_its_text_console_on_the_screen(case: &Case, vm: &Vm<'_>, console: &mut Co
     });
 }
 
-/// Looks at the screen until it has what is `wanted`: a driver sends what is drawn some time later, and nothing tells when.
+/// Polls the screen until it shows the `wanted` content. A driver sends a drawing with a delay, and
+/// no event reports it.
 fn comes_to_show<T>(case: &Case, vm: &Vm<'_>, wanted: impl Fn(&Picture) -> Option<T>) -> T {
     let deadline = Deadline::seconds(90);
     loop {

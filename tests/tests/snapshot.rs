@@ -39,7 +39,7 @@ fn count(console: &mut Console) -> u64 {
         .unwrap_or_else(|error| panic!("{text:?}: {error}"))
 }
 
-/// The guest goes on from a count that is not below `from`, and does not stand still.
+/// Checks that the guest's count is at least `from` and increases.
 fn goes_on(console: &mut Console, from: u64) {
     let now = count(console);
     assert!(now >= from, "{now} is before {from}");
@@ -98,7 +98,8 @@ impl<'a> Snapshot<'a> {
         fields
     }
 
-    /// What a process has of the snapshot's file in memory, in KiB: all, and its part of what it shares with others.
+    /// Memory that a process uses of the snapshot's file, in KiB: the total, and its proportional
+    /// part of shared pages.
     fn memory(&self, pid: &str) -> (u64, u64) {
         let sum = format!(
             "awk '/^[0-9a-f]+-/ {{ of = /\\/snapshots\\/|\\.snapshot/ }} of && $1 == \"Rss:\" {{ rss += $2 }} of && $1 == \"Pss:\" {{ pss += $2 }} \
@@ -118,7 +119,7 @@ impl<'a> Snapshot<'a> {
 impl Drop for Snapshot<'_> {
     fn drop(&mut self) {
         for name in &self.clones {
-            // What a failed test leaves is reported by the test of leftovers.
+            // The test of leftovers reports remains of a failed test.
             let _ = self.case.node().ssh(&format!(
                 "vmmctl delete --force --with-disks --yes --ignore-not-found {name}"
             ));
@@ -161,7 +162,7 @@ fn a_guest_that_was_killed_goes_on_from_its_snapshot_and_so_do_four_clones_at_on
             .expect("what another one writes is its own");
     }
     snapshot.all_differ("/metadata/uid");
-    // What none of them has changed is there once.
+    // Memory that no VM has changed exists once.
     for pid in snapshot.all_differ("/status/instance/pid") {
         let (all, share) = snapshot.memory(&pid);
         println!("{all} KiB of the snapshot in memory, {share} KiB of them its share");
@@ -269,7 +270,7 @@ fn a_snapshot_of_disks_alone_is_taken_of_a_vm_that_runs_or_is_stopped_and_vms_bo
     vm.ctl("stop --force").expect("kill");
     let node = case.node();
     let of_stopped = format!("{}-stopped", snapshot.name);
-    // Nothing is paused, and nothing needs to be said of that.
+    // A snapshot of a stopped VM pauses no VM and needs no `--paused`.
     node.sh(&format!(
         "vmmctl snapshot create {of_stopped} --vm {} --disks-only",
         vm.name()
@@ -316,7 +317,7 @@ fn a_snapshot_has_the_content_of_raw_and_qcow2_disks_for_its_vm_and_for_clones()
     reads(&mut first, "before");
     write(&mut first, "restored");
 
-    // What comes back from an archive has all that the snapshot had.
+    // A snapshot from an archive has the complete content of the original.
     let (name, archive) = (&snapshot.name, format!("/tmp/{}.vmmsnapshot", snapshot.name));
     node.sh(&format!(
         "vmmctl snapshot export {name} -o {archive} && vmmctl snapshot rm {name} && vmmctl snapshot import {archive} && rm {archive}"

@@ -1,4 +1,5 @@
-//! Real programs that show screens, and what is typed in them: TigerVNC's viewer on an X server without a screen, vncdotool, and noVNC in Chromium.
+//! Programs that show screens, and input in them: TigerVNC's viewer on an X server without a
+//! screen, vncdotool, and noVNC in Chromium.
 
 #[path = "screen/commands.rs"]
 mod commands;

@@ -204,7 +204,8 @@ fn a_machine_with_a_screen_shows_it_to_vnc_clients_at_its_socket() {
         pixels += side(4) * side(6);
     }
     assert_eq!(pixels, 640 * 480);
-    // A key, the pointer and a wish for another size, which nobody takes, do no harm.
+    // A key, the pointer and a request for another size do no harm, although the guest ignores
+    // them.
     client
         .write_all(&[4, 1, 0, 0, 0, 0, 0, 0x41, 5, 1, 0, 9, 0, 9])
         .unwrap();

@@ -32,14 +32,15 @@ pub const DEFAULT_PATH: &str = "/etc/vmmd/config.toml";
 /// address (108 bytes with the final NUL).
 const MAX_RUN_DIR: usize = 107 - 54;
 
-/// What the daemon is told about its node.
+/// Configuration of the daemon.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[cfg_attr(test, derive(serde::Serialize))]
 #[serde(deny_unknown_fields, default)]
 pub struct Config {
     /// Durable state: the store. Default `/var/lib/vmmd`.
     pub state_dir: PathBuf,
-    /// What is gone after a restart of the node: sockets, locks, exit records. At most 53 bytes. Default `/run/vmmd`.
+    /// Volatile state, which a restart of the node deletes: sockets, locks, exit records. At most
+    /// 53 bytes. Default `/run/vmmd`.
     pub run_dir: PathBuf,
     /// Serial logs and the logs of the `vmm` processes. Default `/var/log/vmmd`.
     pub log_dir: PathBuf,
@@ -55,7 +56,8 @@ pub struct Config {
     pub operator_group: Option<String>,
     /// Group whose members are viewers on the socket. Default: none.
     pub viewer_group: Option<String>,
-    /// Group whose members are agents of a cluster on the socket, as `vmmd-kube agent` is. Default `vmmd-agents`; when that group doesn't exist, nobody.
+    /// Group whose members are agents of a cluster on the socket, as `vmmd-kube agent` is. Default
+    /// `vmmd-agents`; when that group doesn't exist, there are no agents.
     pub agent_group: Option<String>,
     /// The `vmm` program. Default: `vmm` beside the daemon's own binary, or else `/usr/lib/vmmd/vmm`.
     pub vmm: Option<PathBuf>,
@@ -72,17 +74,17 @@ pub struct Config {
     pub restart: Restart,
     /// The API over TCP. Default: not at all.
     pub tcp: Option<Tcp>,
-    /// What clients may take.
+    /// Limits of clients.
     pub limits: Limits,
     /// A file for the audit log, beside the journal. Default: none.
     pub audit_log: Option<PathBuf>,
-    /// How many times VMs may be promised what the node has.
+    /// Overcommit ratios of the node's resources.
     pub overcommit: Overcommit,
-    /// What is the node's own and never a VM's.
+    /// Resources of the node that VMs never get.
     pub reserved: Reserved,
     /// When the node says that it runs short.
     pub pressure: Pressure,
-    /// What sizes VMs may have; any when there are none.
+    /// Sizes that VMs may have; any when the list is empty.
     pub sizing: Vec<sizing::Policy>,
     /// Figures for Prometheus.
     pub metrics: Metrics,
@@ -96,8 +98,8 @@ pub struct Config {
     pub images: Rules,
 }
 
-/// How many snapshots there may be, and what room they may take. One that would be more is refused before anything of it is made
-/// (`SNAPSHOT_QUOTA`). A lower limit deletes nothing that is there.
+/// Limits of the number and the size of snapshots. A snapshot above a limit is refused before vmmd
+/// creates any of its files (`SNAPSHOT_QUOTA`). A lower limit does not delete existing snapshots.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[cfg_attr(test, derive(serde::Serialize))]
 #[serde(deny_unknown_fields, default)]
@@ -120,9 +122,10 @@ impl SnapshotLimits {
     }
 }
 
-/// Ways to the screens of VMs beside the API. Who comes shows a secret that is good once and for a minute, which
-/// `CreateVncTicket` makes. Without a certificate nothing is encrypted, so each address must be of the loopback interface then; from
-/// elsewhere by ssh's port forwarding. With port 0, what was bound is in `vnc.addr` and `web.addr` in `run_dir`.
+/// Access to the screens of VMs without the API. A client authenticates with a secret from
+/// `CreateVncTicket`, which is valid once and for one minute. Without a certificate there is no
+/// encryption, so each address must be of the loopback interface. Use ssh's port forwarding from
+/// other hosts. With port 0, `vnc.addr` and `web.addr` in `run_dir` contain the bound address.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[cfg_attr(test, derive(serde::Serialize))]
 #[serde(deny_unknown_fields, default)]
@@ -146,7 +149,7 @@ impl Screen {
         self.certificate.is_some()
     }
 
-    /// The first key whose value can't be, and what is wrong with it.
+    /// The first key with an invalid value, and the problem.
     fn wrong(&self) -> Option<(&'static str, &'static str)> {
         match (&self.certificate, &self.key) {
             (Some(_), None) => return Some(("screen.key", "must be given too, as `certificate` is")),
@@ -204,12 +207,13 @@ impl Default for Restart {
     }
 }
 
-/// Where figures for Prometheus are told.
+/// Listener for Prometheus metrics.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[cfg_attr(test, derive(serde::Serialize))]
 #[serde(deny_unknown_fields, default)]
 pub struct Metrics {
-    /// `127.0.0.1:9753`, or the absolute path of a UNIX socket. Nowhere by default. Whoever reaches it reads the figures.
+    /// `127.0.0.1:9753`, or the absolute path of a UNIX socket. Any client that can connect reads
+    /// the metrics. Default: none.
     pub listen: Option<String>,
 }
 
@@ -247,21 +251,21 @@ impl Default for Config {
     }
 }
 
-/// Why the configuration can't be used.
+/// Error in the configuration.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The file can't be read.
+    /// The file is unreadable.
     #[error("read configuration {0}")]
     Read(PathBuf, #[source] io::Error),
     /// It is no TOML, or has unknown keys or wrong types.
     #[error("configuration {0}: {1}")]
     Parse(PathBuf, String),
-    /// A value that can't be.
+    /// A value is invalid.
     #[error("configuration: `{key}` {problem}")]
     Value {
         /// The key.
         key: &'static str,
-        /// What is wrong with its value.
+        /// Problem with its value.
         problem: String,
     },
 }

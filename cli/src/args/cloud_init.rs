@@ -1,4 +1,4 @@
-//! What the guest of a VM is told at its first boot.
+//! Cloud-init flags for the first boot of a guest.
 
 use std::path::PathBuf;
 
@@ -13,7 +13,7 @@ pub struct CloudInit {
     /// Public SSH key for the image's default user: a file, or the key itself. May be given several times.
     #[arg(long = "ssh-key", value_name = "FILE|KEY")]
     pub ssh_keys: Vec<String>,
-    /// What the guest calls itself; the name of the VM when not given. Needs cloud-init in the guest.
+    /// Host name of the guest (the name of the VM when not given); needs cloud-init in the guest
     #[arg(long, value_name = "NAME")]
     pub hostname: Option<String>,
 }

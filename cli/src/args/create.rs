@@ -1,4 +1,4 @@
-//! What VMs and disks are to be: `apply`, `create`, `edit`.
+//! Arguments of the commands that define VMs and disks: `apply`, `create`, `edit`.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -27,8 +27,8 @@ pub struct Apply {
     /// How long guests may take to let go of disks (30s when not given), and to power off with --restart (60s); at most 1h.
     #[arg(long, value_name = "DURATION", value_parser = duration)]
     pub grace: Option<Duration>,
-    /// Let the daemon check everything, print what would change, and change nothing. Of new disks only the manifest is
-    /// checked.
+    /// Let the daemon check everything, print the changes, and change nothing. For new disks, only
+    /// the manifest is checked
     #[arg(long, conflicts_with = "restart")]
     pub dry_run: bool,
     #[command(flatten)]
@@ -58,8 +58,8 @@ pub struct Edit {
 /// What is edited.
 #[derive(Debug, Subcommand)]
 pub enum EditWhat {
-    /// Change a VM: the same as without this word. When it was changed by somebody else meanwhile nothing is applied, and what
-    /// was written is kept.
+    /// Change a VM, as without this word. After a concurrent change by another client nothing is
+    /// applied, and the edited text is kept
     Vm(EditVm),
 }
 
@@ -134,7 +134,8 @@ pub struct CreateVm {
     /// Boot the kernel that is installed on the first disk.
     #[arg(long, conflicts_with_all = ["kernel", "initrd", "files"])]
     pub from_disk: bool,
-    /// Kernel command line (console=ttyS0 when not given); with --from-disk, what is put behind the disk's own.
+    /// Kernel command line (console=ttyS0 when not given); with --from-disk, text to append to the
+    /// disk's own command line
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub cmdline: Option<String>,
     #[command(flatten)]
@@ -157,11 +158,12 @@ pub struct CreateVm {
     /// Limit that several disks share (rate-group=NAME in --disk): name=NAME[,bps=100Mi][,iops=500][,burst=…][,burst-ops=…].
     #[arg(long = "rate-group", value_name = "KEY=VALUE,…")]
     pub rate_groups: Vec<String>,
-    /// Network interface: network=lan, bridge=br0 or tap=tap0. In a network: address=10.80.0.9, publish=8080:80+53/udp (ports of
-    /// the node that lead to the VM). More keys: name=eth0, mac=52:54:00:12:34:56, queues=4, mtu=9000, backend=vhost
-    /// (the node's kernel carries its packets), link=down,
-    /// off=tso+uso (of checksum, tso, uso, merge: what the guest is not offered), rx-bps=100Mi, rx-pps=20000, tx-bps=…,
-    /// tx-pps=… (limits of what it receives and sends, in bytes and packets a second).
+    /// Network interface: network=lan, bridge=br0 or tap=tap0. In a network: address=10.80.0.9,
+    /// publish=8080:80+53/udp (ports of the node that lead to the VM). More keys: name=eth0,
+    /// mac=52:54:00:12:34:56, queues=4, mtu=9000, backend=vhost (the node's kernel carries its
+    /// packets), link=down, off=tso+uso (offloads to hide from the guest: checksum, tso, uso,
+    /// merge), rx-bps=100Mi, rx-pps=20000, tx-bps=…, tx-pps=… (limits on received and sent traffic,
+    /// in bytes and packets a second)
     #[arg(long = "nic", value_name = "KEY=VALUE,…")]
     pub nics: Vec<String>,
     /// Directory of the node that the guest can mount: /srv/data, with keys as in `vmmctl share add`.
@@ -177,7 +179,7 @@ pub struct CreateVm {
     /// Action after a panic of the guest's kernel: restart, stop, pause or ignore (by the run policy when not given).
     #[arg(long, value_name = "RULE", value_parser = operation::panic_policy, conflicts_with = "files")]
     pub on_panic: Option<PanicPolicy>,
-    /// The guest can't be asked to give memory back.
+    /// Create the VM without a balloon: the node cannot reclaim guest memory
     #[arg(long, conflicts_with_all = ["files", "free_page_reporting"])]
     pub no_balloon: bool,
     /// The node gets pages that the guest has freed back at once.
@@ -198,7 +200,7 @@ pub struct CreateVm {
     /// Let the daemon check everything, and change nothing.
     #[arg(long)]
     pub dry_run: bool,
-    /// Print what was made (with --dry-run: what would be) in this form.
+    /// Print the created VM in this form (with --dry-run: the VM that would be created)
     #[arg(short, long, value_name = FORMAT, help = HELP)]
     pub output: Option<Output>,
     #[command(flatten)]

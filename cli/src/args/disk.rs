@@ -1,4 +1,4 @@
-//! The command line of what is about disks.
+//! Arguments of the disk commands.
 
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ pub struct CreateDisk {
     /// Name of the disk; with --adopt the one that it had, when not given.
     #[arg(value_parser = disk_name, add = complete::disks(), required_unless_present = "adopt")]
     pub name: Option<String>,
-    /// What the guest sees, as in 10Gi; not needed with --from-file or --overlay-of.
+    /// Size that the guest sees, as in 10Gi; not needed with --from-file or --overlay-of
     #[arg(
         long,
         value_name = "SIZE",
@@ -49,7 +49,8 @@ pub struct CreateDisk {
     /// The file is raw although it begins as an image of another format does.
     #[arg(long, requires = "from_file")]
     pub any_content: bool,
-    /// Keep only what differs from this disk, which can't be written to or deleted while the overlay is there.
+    /// Store only the differences from this disk; while the overlay exists, this disk cannot be
+    /// written to or deleted
     #[arg(long, value_name = "DISK", value_parser = disk_name, add = complete::disks())]
     pub overlay_of: Option<String>,
     /// Make a disk of this file, which an earlier installation of vmmd left in its folder, as it is.
@@ -61,7 +62,7 @@ pub struct CreateDisk {
     /// Label.
     #[arg(short, long = "label", value_name = "KEY=VALUE")]
     pub labels: Vec<Label>,
-    /// Print what was made in this form.
+    /// Print the created disk in this form
     #[arg(short, long, value_name = FORMAT, help = HELP)]
     pub output: Option<Output>,
     #[command(flatten)]
@@ -83,7 +84,7 @@ pub enum DiskFormat {
 pub enum CloneMode {
     /// It has the content for itself: blocks are shared where the file system can, else copied.
     Copy,
-    /// It keeps what differs from the image, which can't be deleted while the disk is there.
+    /// Store only the differences from the image; the image cannot be deleted while the disk exists
     Overlay,
 }
 
@@ -107,7 +108,7 @@ pub struct GetDisk {
     /// How to print them.
     #[arg(short, long, value_name = FORMAT, help = HELP)]
     pub output: Option<Output>,
-    /// Go on printing changes as they happen.
+    /// Keep printing changes as they happen
     #[arg(short, long)]
     pub watch: bool,
     /// Only disks with this label (KEY=VALUE, KEY!=VALUE or KEY); several must all hold.
@@ -131,7 +132,7 @@ Examples:
   vmmctl resize disk root --vm web --size 20Gi      # a file that the VM's spec names
   vmmctl resize disk db --vm web --rescan           # a block device that has grown")]
 pub struct ResizeDisk {
-    /// Name of the disk: among those that vmmd keeps, or with --vm in that VM.
+    /// Name of the disk: a disk that vmmd keeps, or with --vm a disk of that VM
     #[arg(value_parser = disk_name, add = complete::disks())]
     pub name: String,
     /// The VM in whose spec the disk is; for files and block devices that the spec names by path.
@@ -171,7 +172,7 @@ pub struct Attach {
     /// An image file or a block device of the node.
     #[arg(long, value_name = "PATH", requires = "format")]
     pub path: Option<String>,
-    /// What the file is; never guessed.
+    /// Format of the file; never guessed
     #[arg(long, value_enum)]
     pub format: Option<ImageFormat>,
     /// The file is raw although it begins as an image of another format does.
@@ -183,7 +184,7 @@ pub struct Attach {
     /// The guest can't write to it.
     #[arg(long)]
     pub read_only: bool,
-    /// What the guest reads as the serial (/dev/disk/by-id/virtio-SERIAL); the name when not given.
+    /// Serial that the guest reads (/dev/disk/by-id/virtio-SERIAL); the name when not given
     #[arg(long)]
     pub serial: Option<String>,
     /// Whether the node's page cache is between guest and disk; none where that works, when not given.
@@ -195,7 +196,7 @@ pub struct Attach {
     /// Bytes of a block: 512 (when not given) or 4096.
     #[arg(long, value_name = "BYTES", value_parser = quantity::bytes)]
     pub block_size: Option<u64>,
-    /// What follows when the node can't carry out a request; report when not given.
+    /// Action when the node cannot carry out a request; report when not given
     #[arg(long, value_enum)]
     pub on_error: Option<OnError>,
     #[command(flatten)]
@@ -209,7 +210,7 @@ pub struct Attach {
     pub timeout: Timeout,
 }
 
-/// What an image is.
+/// Format of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum ImageFormat {
     /// Byte for byte; also for block devices.
@@ -225,11 +226,11 @@ pub enum ImageFormat {
 pub enum Cache {
     /// No (O_DIRECT).
     None,
-    /// Yes. What the guest flushes is on stable storage all the same.
+    /// Yes; a flush by the guest still reaches stable storage
     Writeback,
 }
 
-/// What follows an error of the node.
+/// Action after an error of the node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum OnError {
     /// The guest gets an input/output error.
@@ -267,7 +268,8 @@ pub struct Detach {
     /// How long the guest may take to let go of it, at most 1h (30s when not given).
     #[arg(long, value_name = "DURATION", value_parser = duration)]
     pub timeout: Option<Duration>,
-    /// Take it away when the guest has not let go of it in time: it loses what it has not written yet.
+    /// Remove the disk even when the guest has not released it in time: the guest loses unwritten
+    /// data
     #[arg(long)]
     pub force: bool,
 }
@@ -298,7 +300,7 @@ pub struct Limit {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub limits: Limits,
-    /// Take all limits away. Otherwise those that are not named stay.
+    /// Remove all limits; without this flag, limits that are not named stay
     #[arg(long, conflicts_with_all = ["bps", "iops", "burst", "burst_ops"])]
     pub none: bool,
     #[command(flatten)]

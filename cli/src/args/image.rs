@@ -1,4 +1,4 @@
-//! The command line of what is about images.
+//! Arguments of the image commands.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -26,7 +26,7 @@ pub enum Image {
     Prune(Prune),
 }
 
-/// What is known of the file.
+/// Checksum, size limit and labels of an image file.
 #[derive(Debug, Args)]
 pub struct Source {
     /// Checksum of the file: sha256: and 64 hexadecimal digits, sha512: and 128, or the digits alone.
@@ -79,7 +79,7 @@ pub struct Import {
     pub timeout: Timeout,
 }
 
-/// What is said of an OCI image.
+/// Options for an OCI image.
 #[derive(Debug, Args)]
 pub struct Oci {
     /// Which image of those for several platforms: linux/amd64, say. That of the node when not given.
@@ -125,7 +125,7 @@ pub struct Ls {
     /// How to print them.
     #[arg(short, long, value_name = FORMAT, help = HELP)]
     pub output: Option<Output>,
-    /// Go on printing changes as they happen.
+    /// Keep printing changes as they happen
     #[arg(short, long)]
     pub watch: bool,
     /// Only images with this label (KEY=VALUE, KEY!=VALUE or KEY); several must all hold.

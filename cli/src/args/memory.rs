@@ -1,4 +1,4 @@
-//! The command line of what is about a VM's memory.
+//! Arguments of the commands for a VM's memory.
 
 use clap::{Args, Subcommand};
 
@@ -8,7 +8,8 @@ use crate::complete;
 /// What is set.
 #[derive(Debug, Subcommand)]
 pub enum Set {
-    /// Set how much of its memory a VM keeps; what it can spare of the rest goes back to the node.
+    /// Set how much of its memory a VM keeps; the VM returns spare memory above this size to the
+    /// node
     Memory(SetMemory),
 }
 
@@ -22,7 +23,7 @@ pub struct SetMemory {
     /// Name of the VM.
     #[arg(value_parser = vm_name, add = complete::vms())]
     pub name: String,
-    /// What is left to the guest: 64Mi to its memory, a multiple of 2Mi.
+    /// Memory that the guest keeps: from 64Mi to all its memory, a multiple of 2Mi
     #[arg(long, value_name = "SIZE", value_parser = size, required_unless_present = "all")]
     pub target: Option<u64>,
     /// The guest gets all of its memory back.

@@ -19,7 +19,7 @@ Examples:
   vmmctl migrate cancel web"
 )]
 pub struct Migrate {
-    /// What else than to migrate.
+    /// Operation on a migration in progress
     #[command(subcommand)]
     pub what: Option<MigrateVerb>,
     /// The VM.
@@ -31,7 +31,8 @@ pub struct Migrate {
     /// How long the guest may stand still while the rest of its memory and disks is sent; 300ms when not given.
     #[arg(long, value_name = "DURATION", value_parser = duration)]
     pub downtime_limit: Option<Duration>,
-    /// What is done to a guest that changes its memory and disks too fast for the limit; always-safe when not given.
+    /// Action for a guest that changes its memory and disks too fast for the limit; always-safe
+    /// when not given
     #[arg(long, value_enum)]
     pub policy: Option<Policy>,
     /// The same as `--policy prefer-forced`.
@@ -48,7 +49,8 @@ pub struct Migrate {
     pub detach: bool,
 }
 
-/// What is done to a guest that is too fast. To slow it means that its virtual CPUs stand still for 20 to 99 % of the time.
+/// Action for a guest that changes its memory and disks too fast. The virtual CPUs of a slowed
+/// guest stand still for 20 to 99 % of the time.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum Policy {
     /// Nothing: it stays here when 30 rounds have not helped.

@@ -127,7 +127,7 @@ pub enum Config {
 /// What to do.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Make VMs and disks be as a manifest says: create them, or change those that exist.
+    /// Create or change VMs and disks to match a manifest
     Apply(Apply),
     /// Create a VM or a disk from a manifest or from flags; it must not exist.
     Create(Box<Create>),
@@ -158,15 +158,15 @@ pub enum Command {
         #[command(subcommand)]
         what: operation::Operation,
     },
-    /// Ask guests to power off; kill those that have not when the grace period ends.
+    /// Ask guests to power off; kill guests that still run when the grace period ends
     Stop(Stop),
     /// Stop VMs, then start them.
     Restart(Restart),
     /// Hold the vCPUs of running VMs.
     Pause(Act),
-    /// Let paused VMs go on.
+    /// Resume paused VMs
     Resume(Act),
-    /// Delete stopped VMs (their disks stay), or disks with what is on them.
+    /// Delete stopped VMs (their disks stay), or disks with their content
     Delete(Delete),
     /// Add a disk to a VM; one that runs gets it at once.
     Attach(Box<Attach>),
@@ -204,7 +204,7 @@ pub enum Command {
         #[command(subcommand)]
         what: network::Network,
     },
-    /// Change what a VM has to do with.
+    /// Change the resources of a VM
     Set {
         /// Of what.
         #[command(subcommand)]
@@ -212,15 +212,16 @@ pub enum Command {
     },
     /// Change how much may flow through a disk of a VM, or through a group of them.
     Limit(Limit),
-    /// Show what a running VM uses and has done: processors, memory, NICs, disks with their latencies.
+    /// Show the usage and counters of a running VM: processors, memory, NICs, disks with their
+    /// latencies
     Stats(Stats),
     /// Show what running VMs use of the node, again and again.
     Top(observe::Top),
-    /// Show what has happened on the node.
+    /// Show the events of the node
     Events(observe::Events),
-    /// Print what a guest wrote to its serial port, or the log of its vmm.
+    /// Print the output of a guest's serial port, or the log of its vmm
     Logs(observe::Logs),
-    /// Collect everything about a VM into one archive, for whoever is to find out what is wrong.
+    /// Collect everything about a VM into one archive for troubleshooting
     Diagnose(observe::Diagnose),
     /// Take, list and delete snapshots of VMs.
     Snapshot {
@@ -250,7 +251,8 @@ pub enum Command {
     SendKey(SendKey),
     /// Type a text on the keyboard of a VM.
     Type(Type),
-    /// Show the node (capacity, what is committed, conditions), take it out of use and back, ask whether a VM fits.
+    /// Show the node (capacity, committed resources, conditions), cordon, drain and uncordon it,
+    /// check whether a VM fits
     Node(node::Node),
     /// Keep how to reach the vmmd of other nodes, by name.
     Config {

@@ -1,4 +1,4 @@
-//! The command line of what is about networks.
+//! Arguments of the network commands.
 
 use clap::{Args, Subcommand, ValueEnum};
 
@@ -12,7 +12,7 @@ pub enum Network {
     /// List the networks.
     #[command(visible_alias = "list")]
     Ls(ListNetworks),
-    /// Show a network, and who has which address.
+    /// Show a network and its address assignments
     Describe(DescribeNetwork),
     /// Change a network while VMs are in it.
     Update(UpdateNetwork),
@@ -47,7 +47,7 @@ pub struct CreateNetwork {
     /// Name server that is asked for names outside the network; several are given one by one.
     #[arg(long = "dns", value_name = "ADDRESS")]
     pub dns: Vec<String>,
-    /// NTP server that VMs are told; several are given one by one.
+    /// NTP server to announce to VMs; repeat the flag for several
     #[arg(long = "ntp", value_name = "ADDRESS")]
     pub ntp: Vec<String>,
     /// Largest packet in bytes; 1500 when not given.
@@ -78,7 +78,7 @@ pub struct ListNetworks {
     /// Print all of them as canonical JSON.
     #[arg(long)]
     pub json: bool,
-    /// Go on printing changes as they happen, those of leases too.
+    /// Keep printing changes as they happen, including changes of leases
     #[arg(short, long)]
     pub watch: bool,
     /// Only networks with this label (KEY=VALUE, KEY!=VALUE or KEY); several must all hold.
@@ -109,7 +109,8 @@ pub struct UpdateNetwork {
     /// those of the node.
     #[arg(long = "dns", value_name = "ADDRESS|node")]
     pub dns: Vec<String>,
-    /// NTP server that VMs are told, instead of those before: several are given one by one, "none" is none.
+    /// NTP server to announce to VMs, in place of the present ones: repeat the flag for several,
+    /// "none" removes all
     #[arg(long = "ntp", value_name = "ADDRESS|none")]
     pub ntp: Vec<String>,
     /// Label to set, or to take away.

@@ -1,4 +1,4 @@
-//! The command line of what is about NICs.
+//! Arguments of the NIC commands.
 
 use clap::{Args, Subcommand};
 
@@ -43,7 +43,7 @@ pub struct AttachNic {
     /// Name of the VM.
     #[arg(value_parser = vm_name, add = complete::vms())]
     pub vm: String,
-    /// What it is like: as in `vmmctl create --nic`.
+    /// Properties of the NIC, as in `vmmctl create --nic`
     #[arg(value_name = "KEY=VALUE,…")]
     pub nic: String,
     #[command(flatten)]
@@ -89,7 +89,7 @@ pub struct UpdateNic {
     pub vm: String,
     /// Name of the NIC.
     pub name: String,
-    /// What changes: as in `vmmctl create --nic`, but for its name.
+    /// Properties to change, as in `vmmctl create --nic`, without the name
     #[arg(value_name = "KEY=VALUE,…")]
     pub nic: String,
     #[command(flatten)]

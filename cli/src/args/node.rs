@@ -18,10 +18,10 @@ pub struct Node {
     pub output: Option<Output>,
 }
 
-/// What is done to the node.
+/// Operation on the node.
 #[derive(Debug, Subcommand)]
 pub enum NodeVerb {
-    /// Create and start no VMs here any more, by request or run policy; those that run go on.
+    /// Reject the creation and start of VMs here, by request or run policy; running VMs continue
     Cordon {
         /// Why, for people.
         #[arg(long, value_name = "TEXT", default_value = "")]
@@ -32,8 +32,8 @@ pub enum NodeVerb {
     },
     /// Create and start VMs here again; those whose run policy wants it are started.
     Uncordon(Timeout),
-    /// Cordon the node and stop all VMs, or move them to other nodes first; what was stopped starts again after `uncordon` when its run policy
-    /// wants it.
+    /// Cordon the node and stop all VMs, or move them to other nodes first; after `uncordon`,
+    /// stopped VMs start again as their run policy requires
     Drain(Drain),
     /// Set (KEY=VALUE) and remove (KEY-) labels of the node.
     Label {
@@ -63,16 +63,18 @@ pub struct Drain {
     /// Why, for people.
     #[arg(long, value_name = "TEXT", default_value = "")]
     pub reason: String,
-    /// How long each guest may take to power off, at most 1h (60s when not given); those that have not are killed.
+    /// Time for each guest to power off, at most 1h (60s when not given); guests that take longer
+    /// are killed
     #[arg(long, value_name = "DURATION", value_parser = duration)]
     pub grace: Option<Duration>,
-    /// Move VMs that run to the node where vmmd listens there, one after the other, while they run. When one can't be moved, nothing is stopped.
+    /// Move running VMs one after the other to the node whose vmmd listens there. When one VM
+    /// cannot be moved, no VM is stopped
     #[arg(long, value_name = "HOST:PORT")]
     pub migrate_to: Option<String>,
     /// Move this VM there instead. May be given several times; without --migrate-to, all others are stopped.
     #[arg(long = "migrate", value_name = "VM=HOST:PORT", value_parser = destination)]
     pub destinations: Vec<(String, String)>,
-    /// Stop VMs that can't be moved.
+    /// Stop VMs that cannot be moved
     #[arg(long)]
     pub stop_rest: bool,
     /// Return when it has begun, once VMs are moved.

@@ -1,4 +1,4 @@
-//! The command line of what is for looking at a node and its VMs.
+//! Arguments of the commands that observe a node and its VMs.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -10,7 +10,7 @@ use crate::complete;
 /// `events`.
 #[derive(Debug, Args)]
 pub struct Events {
-    /// Go on printing events as they happen, over restarts of vmmd too.
+    /// Keep printing events as they happen, across restarts of vmmd
     #[arg(short, long)]
     pub watch: bool,
     /// Only those of this VM.
@@ -35,7 +35,7 @@ pub struct Events {
 pub enum Severity {
     /// Anything.
     Normal,
-    /// What somebody should look at.
+    /// Events that need attention
     Warning,
 }
 
@@ -71,22 +71,23 @@ pub struct Logs {
     /// Name of the VM.
     #[arg(value_parser = vm_name, add = complete::vms())]
     pub name: String,
-    /// Go on printing what is added, over restarts of vmmd too.
+    /// Keep printing new lines, across restarts of vmmd
     #[arg(short, long)]
     pub follow: bool,
-    /// What the guest wrote to its serial port (when nothing is said).
+    /// Output of the guest's serial port (default)
     #[arg(long, conflicts_with = "vmm")]
     pub serial: bool,
-    /// What the vmm process that runs it had to say.
+    /// Log of the vmm process that runs the VM
     #[arg(long)]
     pub vmm: bool,
-    /// Of the run before the last one.
+    /// Log of the run before the last one
     #[arg(long, conflicts_with = "follow")]
     pub previous: bool,
     /// Only the last lines of what there is.
     #[arg(short = 'n', long, value_name = "LINES")]
     pub tail: Option<usize>,
-    /// Only what is not older than this, as in 30s or 2h. Lines of the serial port have no times, those of the vmm have.
+    /// Only lines newer than this, as in 30s or 2h. Lines of the serial port have no times, those
+    /// of the vmm have
     #[arg(long, value_name = "DURATION", value_parser = age, requires = "vmm")]
     pub since: Option<Duration>,
     /// Print control characters and sequences of the guest too: they act on your terminal.

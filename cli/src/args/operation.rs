@@ -18,10 +18,10 @@ pub struct GetOperation {
     /// Only those of this disk.
     #[arg(long, conflicts_with_all = ["id", "vm"])]
     pub disk: Option<String>,
-    /// Only those that have not ended.
+    /// Only operations that have not ended
     #[arg(long, conflicts_with = "id")]
     pub active: bool,
-    /// Go on printing the changes of the one that is named until it has ended.
+    /// Keep printing changes of the named operation until it has ended
     #[arg(short, long, requires = "id")]
     pub watch: bool,
     /// How to print them.

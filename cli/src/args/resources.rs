@@ -1,4 +1,4 @@
-//! Options of `create` about what the VM may have of its node.
+//! Options of `create` for the VM's share of the node's resources.
 
 use clap::Args;
 use proto::v1;
@@ -11,7 +11,8 @@ pub struct Resources {
     /// Share of a physical processor that each vCPU is guaranteed, in percent: 1 to 100 [default: 100].
     #[arg(long, value_name = "PERCENT", conflicts_with = "files")]
     pub core_fraction: Option<u32>,
-    /// What each vCPU may use at most, in percent of a physical processor, from the core fraction to 100 [default: no limit].
+    /// Maximum use by each vCPU, in percent of a physical processor, from the core fraction to 100
+    /// [default: no limit]
     #[arg(long, value_name = "PERCENT", conflicts_with = "files")]
     pub core_limit: Option<u32>,
     /// Processors of the node that the VM runs on, as in 0-3,8 [default: all].

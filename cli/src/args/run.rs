@@ -43,7 +43,7 @@ pub struct Run {
     /// Initial RAM disk on the node, for that kernel.
     #[arg(long, value_name = "PATH", requires = "kernel")]
     pub initrd: Option<String>,
-    /// The kernel's command line; for the kernel on the disk, what is put behind its own.
+    /// Kernel command line; for the kernel on the disk, text to append to its own command line
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub cmdline: Option<String>,
     #[command(flatten)]

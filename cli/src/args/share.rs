@@ -1,4 +1,4 @@
-//! The command line of what is about shares.
+//! Arguments of the share commands.
 
 use clap::{Args, Subcommand};
 
@@ -31,7 +31,8 @@ pub struct AddShare {
     /// Name of the VM.
     #[arg(value_parser = vm_name, add = complete::vms())]
     pub vm: String,
-    /// The directory on the node, and what the share is like; it is called as the directory when no name is given.
+    /// Directory on the node, and properties of the share; the share has the directory's name when
+    /// no name is given
     #[arg(value_name = "PATH[,KEY=VALUE…]")]
     pub share: String,
     #[command(flatten)]

@@ -31,7 +31,7 @@ pub enum GetWhat {
     /// List the disks that vmmd keeps.
     #[command(visible_alias = "disks")]
     Disk(GetDisk),
-    /// List what takes long: what is under way, and what has ended in the last hour.
+    /// List operations: all in progress, and all that ended in the last hour
     #[command(visible_alias = "operations")]
     Operation(operation::GetOperation),
     /// Show the node.
@@ -63,7 +63,7 @@ pub struct GetNode {
 
 /// Name of the value of `--output`.
 pub const FORMAT: &str = "FORMAT";
-/// What the value of `--output` may be.
+/// Help text for the value of `--output`.
 pub const HELP: &str = "How to print: wide, yaml, json, name, jsonpath='{.metadata.name}' (a line each), or \
                         custom-columns=NAME:.metadata.name,PHASE:.status.phase";
 
@@ -76,7 +76,7 @@ pub struct GetVm {
     /// How to print them.
     #[arg(short, long, value_name = FORMAT, help = HELP)]
     pub output: Option<Output>,
-    /// Go on printing changes as they happen.
+    /// Keep printing changes as they happen
     #[arg(short, long)]
     pub watch: bool,
     /// Only VMs with this label (KEY=VALUE, KEY!=VALUE or KEY); several must all hold.

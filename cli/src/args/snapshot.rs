@@ -48,14 +48,16 @@ pub struct CreateSnapshot {
     /// Copy the disks alone, not memory: a VM that is restored from it boots. The VM may be stopped.
     #[arg(long)]
     pub disks_only: bool,
-    /// When the snapshot is complete, delete all but so many snapshots of the VM, with this one. Only those that were created with --keep-last or
-    /// --max-age, and with the same --retention-group, are ever deleted.
+    /// When the snapshot is complete, delete all but this number of the VM's snapshots, counting
+    /// this one. Only snapshots with the same --retention-group that were created with --keep-last
+    /// or --max-age are ever deleted
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..))]
     pub keep_last: Option<u32>,
     /// When the snapshot is complete, delete those of the VM that are so much older, such as 36h or 14d.
     #[arg(long, value_name = "DURATION", value_parser = age)]
     pub max_age: Option<Duration>,
-    /// Tells snapshots of the VM with different retentions apart, such as daily and monthly ones.
+    /// Retention group that separates snapshots of the VM with different retentions, such as daily
+    /// and monthly
     #[arg(long, value_name = "NAME", requires = "retention")]
     pub retention_group: Option<String>,
     /// Label.
@@ -97,7 +99,8 @@ pub struct ExportSnapshot {
     /// Name of the snapshot.
     #[arg(value_parser = disk_name, add = complete::snapshots())]
     pub name: String,
-    /// The file, which is replaced when the whole snapshot is there; - for standard output. NAME.vmmsnapshot when not given.
+    /// File to write, replaced when the whole snapshot has arrived; - for standard output.
+    /// NAME.vmmsnapshot when not given
     #[arg(short, long, value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
     pub output: Option<PathBuf>,
     /// Print nothing of the progress.

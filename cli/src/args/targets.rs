@@ -38,7 +38,7 @@ pub struct Timeout {
 /// Leave to destroy data.
 #[derive(Clone, Copy, Debug, Default, Args)]
 pub struct Yes {
-    /// Do not ask before data is destroyed; needed where nobody can be asked.
+    /// Do not ask before data is destroyed; required without a terminal to ask on
     #[arg(short = 'y', long)]
     pub yes: bool,
 }

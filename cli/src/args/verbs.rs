@@ -1,5 +1,5 @@
-//! What is done to VMs and disks that exist: `start`, `stop`, `restart`, `delete`, `console`, `vnc`, `screenshot`,
-//! `send-key`, `type`.
+//! Arguments of the commands for existing VMs and disks: `start`, `stop`, `restart`, `delete`,
+//! `console`, `vnc`, `screenshot`, `send-key`, `type`.
 
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
@@ -121,7 +121,7 @@ pub enum DeleteWhat {
     /// Delete VMs: the same as without this word.
     #[command(visible_alias = "vms")]
     Vm(DeleteVm),
-    /// Delete disks with what is on them. Refused while a VM or an overlay needs one.
+    /// Delete disks with their content; refused while a VM or an overlay needs one
     #[command(visible_alias = "disks")]
     Disk(DeleteDisk),
 }
@@ -155,7 +155,7 @@ pub struct DeleteVm {
     /// Kill them first when they run.
     #[arg(long)]
     pub force: bool,
-    /// Delete the disks that vmmd keeps and that their specs name too, with what is on them.
+    /// Also delete, with their content, the disks in the VMs' specs that vmmd keeps
     #[arg(long, conflicts_with_all = ["files", "no_wait"])]
     pub with_disks: bool,
     /// Do not wait for the end: print the operation that has begun.
@@ -172,7 +172,7 @@ pub struct DeleteVm {
     pub timeout: Timeout,
 }
 
-/// What is to be deleted.
+/// VMs and disks to delete.
 #[derive(Debug, Args)]
 #[group(required = true, multiple = false)]
 pub struct Doomed {
@@ -201,7 +201,7 @@ pub struct Console {
     /// Name of the VM.
     #[arg(value_parser = vm_name, add = complete::vms())]
     pub name: String,
-    /// Leave out what was printed before.
+    /// Leave out earlier output
     #[arg(long)]
     pub no_replay: bool,
     /// The serial port, which every VM has.
@@ -210,13 +210,13 @@ pub struct Console {
     /// The virtio-console (hvc0), of a VM that has one.
     #[arg(long, conflicts_with = "serial")]
     pub hvc: bool,
-    /// Nobody else may type meanwhile.
+    /// Exclude other clients from typing
     #[arg(long)]
     pub exclusive: bool,
     /// Only read.
     #[arg(long, conflicts_with_all = ["exclusive", "force", "send_break"])]
     pub read_only: bool,
-    /// Take the console from others who type there; they can read on.
+    /// Take the console from other clients that type there; they keep read access
     #[arg(long)]
     pub force: bool,
     /// Begin with a break of the serial line: Linux takes the next key as a SysRq command.

@@ -1,4 +1,4 @@
-//! What a failure is about, and the command that helps.
+//! Names the subject of a failure, and adds a command that helps.
 
 use std::time::Duration;
 
@@ -7,17 +7,18 @@ use proto::v1;
 use super::{Client, call, call::NO_ANSWER};
 use crate::failure::{Code, Failure};
 
-/// The command that helps who names a disk that is not there.
+/// Hint for an unknown disk.
 pub const DISKS: &str = "`vmmctl get disk` lists the disks there are";
 
-/// The command that helps who names an image that is not there.
+/// Hint for an unknown image.
 const IMAGES: &str = "`vmmctl image ls` lists the images there are";
 
 /// How long to ask for the reason of an answer that did not come.
 const PROBE: Duration = Duration::from_secs(5);
 
 impl Client {
-    /// Finds out who did not answer in time: vmmd, or the process of the VM that the call was about.
+    /// Names the process that did not answer in time: vmmd, or the vmm process of the VM in the
+    /// call.
     pub async fn name_the_silent(&self, failure: Failure, vm: &str) -> Failure {
         if &*failure.reason != NO_ANSWER {
             return failure;

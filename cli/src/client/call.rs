@@ -10,9 +10,10 @@ use uuid::Uuid;
 use super::Client;
 use crate::failure::{Code, Failure, Result};
 
-/// How long the daemon may take to answer what is no work for it.
+/// Time limit for an answer that takes the daemon no work.
 pub const QUICK: Duration = Duration::from_secs(30);
-/// How long it may take for what is: building a machine, ending a process, on a loaded node.
+/// Time limit for an answer that takes work, such as building a machine or ending a process, on a
+/// loaded node.
 pub const WORK: Duration = Duration::from_secs(180);
 /// How long it may take to copy or reserve the whole of a disk. A daemon that ends is noticed at once in any case.
 pub const COPY: Duration = Duration::from_secs(24 * 3600);
@@ -21,8 +22,8 @@ pub const COPY: Duration = Duration::from_secs(24 * 3600);
 pub const RESTART: Duration = Duration::from_secs(1);
 /// How often a daemon that went away before it answered is asked again.
 const TRIES: u32 = 5;
-/// How often what is followed (a console, a watch, an operation) is taken up again without anything of it in between. A daemon of a node
-/// that is busy takes seconds to be back.
+/// Limit on successive attempts to resume a stream (a console, a watch, an operation) that deliver
+/// nothing. The daemon of a busy node takes seconds to return.
 pub const TRIES_TO_GO_ON: u32 = 20;
 
 /// Reason of a failure: the answer did not come in time.
@@ -48,7 +49,7 @@ pub fn went_away(failure: &Failure) -> bool {
     failure.code == Code::Unavailable && matches!(&*failure.reason, "" | "DAEMON_STOPPING")
 }
 
-/// Notes the id of a change, and takes it away when the change has ended, or nobody waits for it any more.
+/// Registers the id of a change until the change ends or its caller stops waiting.
 struct UnderWay<'a>(&'a Client, String);
 
 impl<'a> UnderWay<'a> {

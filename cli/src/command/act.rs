@@ -1,4 +1,4 @@
-//! Verbs that change what a VM does: on several VMs at once, each with a result of its own.
+//! Verbs that change the state of VMs: on several VMs at once, each with its own result.
 
 mod verb;
 
@@ -16,12 +16,12 @@ use crate::{
 /// How many guests are waited for at a time when they are asked to power off.
 const GUESTS_AT_ONCE: usize = 64;
 
-/// What came of a verb.
+/// Result of a verb.
 #[derive(Debug, Default)]
 pub struct Done {
-    /// What to print after the VM's name; nothing when there is nothing to tell.
+    /// Text to print after the VM's name; `None` prints nothing.
     pub text: Option<String>,
-    /// What is to be known of it all the same.
+    /// Warning about a verb that succeeded.
     pub warning: Option<Failure>,
 }
 
@@ -54,8 +54,8 @@ pub async fn targets(client: &Client, targets: &Targets, verb: &Verb) -> Result<
     each(client, names, verb).await
 }
 
-/// The names of the VMs that the command line means. Those that it doesn't name are only meant in a phase in which there is
-/// something to do.
+/// Returns the names of the VMs that the command line selects. VMs without an explicit name count
+/// only in a phase that the verb applies to.
 pub async fn names(
     client: &Client,
     targets: &Targets,

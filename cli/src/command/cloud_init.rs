@@ -1,4 +1,4 @@
-//! What the guest of a VM is told at its first boot, from flags.
+//! Cloud-init data for the first boot of a guest, from flags.
 
 use std::{
     fs,
@@ -17,14 +17,14 @@ use crate::{
     failure::{Code, Failure, Result},
 };
 
-/// What the flags say; nothing when they say nothing.
+/// Returns the cloud-init data from the flags; `None` without any such flag.
 pub fn from_flags(args: &CloudInit) -> Result<Option<v1::CloudInit>> {
     let mut init = v1::CloudInit {
         hostname: args.hostname.clone().unwrap_or_default(),
         ..Default::default()
     };
     if let Some(path) = &args.user_data {
-        // What gzip made is sent as base64.
+        // Gzip data is sent as base64.
         let data = as_text(read(path)?);
         if !is_known_user_data(&data) {
             eprintln!("warning: {}: {UNKNOWN_USER_DATA}", path.display());

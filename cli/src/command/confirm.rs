@@ -8,7 +8,7 @@ use crate::{
     output,
 };
 
-/// Asks whether to go on with what `text` says ("this deletes disk/data with what is on it"); an error when not.
+/// Asks for confirmation of the action that `text` describes; an error without confirmation.
 pub fn ask(yes: Yes, text: &str) -> Result<()> {
     if yes.yes {
         return Ok(());

@@ -43,7 +43,8 @@ pub async fn vms(client: &Client, args: &DeleteVm) -> Result<(), Vec<Failure>> {
     disk::delete(client, &disks, args.ignore_not_found).await
 }
 
-/// Deletes the VMs of manifests, then their disks: those that come later first, as they may be overlays of earlier ones.
+/// Deletes the VMs of manifests, then their disks. Disks go in reverse order, as later ones may be
+/// overlays of earlier ones.
 pub async fn files(client: &Client, documents: &[Document], args: &DeleteVm) -> Result<(), Vec<Failure>> {
     let name = |document: &Document| document.name().to_owned();
     let (vms, disks): (Vec<_>, Vec<_>) = documents

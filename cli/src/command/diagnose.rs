@@ -22,7 +22,7 @@ const TAIL: usize = 1 << 20;
 /// Writes the archive.
 pub async fn diagnose(client: &Client, args: &Diagnose) -> Result<()> {
     let name = args.name.as_str();
-    // Without it there is nothing to tell.
+    // Without the VM, the archive would be empty.
     let vm = client.get(name).await?;
     let file = File::options()
         .write(true)
@@ -101,7 +101,7 @@ async fn log_of(client: &Client, name: &str, log: VmLog, previous: bool) -> Resu
     Ok(head)
 }
 
-/// What goes into the archive, and what does not.
+/// Files of the archive, and reasons for missing ones.
 #[derive(Default)]
 struct Parts {
     files: Vec<(String, Vec<u8>)>,
@@ -124,7 +124,7 @@ impl Parts {
         self.json(name, message.and_then(|message| emit::json(&message)));
     }
 
-    /// Adds what there is to say about the archive itself; gives what is missing.
+    /// Adds a README about the archive; returns the reasons for missing files.
     fn finish(&mut self) -> Vec<String> {
         let missing = std::mem::take(&mut self.missing);
         let mut text = format!(

@@ -1,4 +1,4 @@
-//! What differs between a manifest and what is there.
+//! Differences between a manifest and an existing object.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,7 +16,7 @@ use crate::{
 /// Most differences that are spelled out.
 const MAX_DIFFERENCES: usize = 5;
 
-/// Says how a disk differs from its manifest in what can't be changed.
+/// Returns the failure for a disk that differs from its manifest in immutable fields.
 pub fn of_disk(name: &str, differences: &[String]) -> Failure {
     let message = format!("disk/{name} exists and differs from the manifest in what can't be changed");
     failure(message, differences).hint("give the new disk another name")
@@ -34,8 +34,8 @@ fn failure(message: String, differences: &[String]) -> Failure {
     }
 }
 
-/// What differs in labels and spec between a VM that was `there` and one that is `now`, as `path: there -> now`; items of
-/// lists by their names.
+/// Returns the differences in labels and spec between the VM `there` and the VM `now`, as
+/// `path: there -> now`. Paths contain the names of list items.
 pub fn of_vms(there: &v1::Vm, now: &v1::Vm) -> Result<Vec<String>> {
     let mut sides = [there.clone(), now.clone()];
     sides.iter_mut().for_each(manifest::strip);
@@ -80,16 +80,16 @@ fn whole(number: &serde_json::Number) -> Json {
     }
 }
 
-/// What differs between two disks, as `path: there -> wanted`.
+/// Differences between two disks, as `path: there -> wanted`.
 #[derive(Debug, Default)]
 pub struct OfDisks {
-    /// What can't be changed.
+    /// Differences in immutable fields.
     pub fixed: Vec<String>,
-    /// Labels and the like.
+    /// Differences in metadata, such as labels.
     pub changeable: Vec<String>,
 }
 
-/// What differs between a disk that is there and the one that is wanted, but for a larger size.
+/// Returns the differences between an existing disk and the wanted one, without a larger size.
 pub fn disk_differences(wanted: &v1::Disk, there: &v1::Disk) -> Result<OfDisks> {
     let (mut wanted, mut there) = (wanted.clone(), there.clone());
     disk::strip(&mut there);
@@ -106,7 +106,7 @@ pub fn disk_differences(wanted: &v1::Disk, there: &v1::Disk) -> Result<OfDisks> 
     if new.preallocation() == v1::DiskPreallocation::Unspecified {
         new.preallocation = old.preallocation;
     }
-    // Disks of daemons before have no source, but for overlays.
+    // Disks of older daemons have no recorded source, except overlays.
     let remembered = matches!(old.source, Some(Source::RawFile(_) | Source::Adopt(_)));
     if !remembered && matches!(new.source, Some(Source::RawFile(_) | Source::Adopt(_))) {
         (new.source, new.any_content) = (old.source.clone(), old.any_content);

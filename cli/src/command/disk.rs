@@ -21,14 +21,14 @@ use crate::{
     output::{self, describe::Lines, format::Layout},
 };
 
-/// What a client changes of a disk, as a mask has it.
+/// Mask of the metadata fields that a client may change.
 const METADATA: [&str; 3] = ["metadata.labels", "metadata.annotations", "metadata.owner"];
 const SIZE: &str = "spec.size_bytes";
 
 /// Events that are looked at for warnings.
 const LAST_EVENTS: u32 = 10;
 
-/// How often a change is made anew of what somebody else has changed meanwhile.
+/// Limit on attempts to apply a change after concurrent changes by others.
 const TRIES: u32 = 5;
 
 /// The request that the flags describe.
@@ -167,8 +167,8 @@ pub async fn change(client: &Client, wanted: &v1::Disk, grow: bool) -> Result<v1
     update(client, wanted.clone(), &fields).await
 }
 
-/// Makes of the metadata of a disk what `wanted` makes of it; whether that was a change. When somebody else changes the disk between
-/// the two, it is read and changed anew.
+/// Applies `wanted` to the metadata of a disk; returns whether the metadata changed. After a
+/// concurrent change by another client, the disk is read and changed again.
 pub async fn rewrite(client: &Client, name: &str, wanted: impl Fn(&mut v1::ObjectMetadata)) -> Result<bool> {
     let mut tries = 0;
     loop {

@@ -12,7 +12,7 @@ use crate::{
     manifest::quantity,
 };
 
-/// What a `--disk` may have beside a path.
+/// Keys of `--disk` besides a path.
 const KEYS: &str = "name=, path=, beneath=, disk=, format=, any-content, serial=, readonly, cache=, queues=, block-size=, on-error=, bps=, \
                     iops=, burst=, burst-ops=, rate-group=";
 
@@ -163,7 +163,7 @@ pub fn valid(found: Violations, message: &str) -> Result<()> {
     Err(in_options(failure))
 }
 
-/// Names in what is wrong with fields of a request the options that set them.
+/// Replaces the field names of a request in a failure by the options that set them.
 pub fn in_options(mut failure: Failure) -> Failure {
     const OPTIONS: [(&str, &str); 20] = [
         ("name", "NAME"),
@@ -199,7 +199,7 @@ pub fn in_options(mut failure: Failure) -> Failure {
     failure
 }
 
-/// What a file is called in a VM: its name without folder and extension.
+/// Returns the name of a file's disk in a VM: the file name without folder and extension.
 fn name_of(path: &str) -> Result<String> {
     let stem = std::path::Path::new(path)
         .file_stem()

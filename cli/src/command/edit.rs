@@ -22,7 +22,7 @@ use crate::{
 /// Names that are tried for the file before it is given up.
 const TRIES: u32 = 100;
 
-/// Lets the user change a VM. What they wrote is kept when it can't be applied.
+/// Lets the user change a VM. The edited text is kept when it cannot be applied.
 pub async fn vm(client: &Client, args: &EditVm) -> Result<()> {
     let name = args.name.as_deref().unwrap_or_default();
     let there = client.get(name).await?;

@@ -1,4 +1,4 @@
-//! `events`: what has happened, and what happens.
+//! `events`: past and current events.
 
 use std::time::Duration;
 

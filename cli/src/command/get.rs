@@ -51,7 +51,7 @@ pub async fn get(client: &Client, args: &GetVm) -> Result<(), Vec<Failure>> {
     super::all(failures)
 }
 
-/// What the command line asks for, as the daemon takes it.
+/// Builds the daemon's filter from the command line.
 fn filter(args: &GetVm) -> v1::VmFilter {
     v1::VmFilter {
         labels: args.selectors.iter().map(ToString::to_string).collect(),
@@ -75,7 +75,8 @@ pub async fn describe(client: &Client, names: &[String]) -> Result<(), Vec<Failu
     super::all(failures)
 }
 
-/// Adds the last events of a thing to its description. A daemon of before them says what it does without.
+/// Adds the last events of an object to its description. Omits them for an older daemon without
+/// events.
 pub async fn last_events(client: &Client, kind: &str, name: &str, text: &mut Lines) {
     if let Ok(events) = client.events_of(kind, name, LAST_EVENTS).await {
         let rows: Vec<_> = events.iter().map(output::event::row).collect();

@@ -140,7 +140,7 @@ async fn upload(client: &Client, args: &Upload) -> Result<()> {
             let mut piece = vec![0; PIECE];
             let count = file.read(&mut piece)?;
             piece.truncate(count);
-            // Who does not listen any more says why.
+            // A closed receiver ends the read; the upload call returns the reason.
             if count == 0 || sender.blocking_send(message(Message::Data(piece))).is_err() {
                 return Ok::<_, std::io::Error>(());
             }

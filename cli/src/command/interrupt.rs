@@ -1,4 +1,4 @@
-//! ^C while the daemon is at work: that goes on, and the user hears so.
+//! Handling of ^C during a call: the daemon's work continues, and the user is notified.
 
 use std::{collections::BTreeSet, future::Future, time::Duration};
 
@@ -9,12 +9,13 @@ use crate::{
     failure::{Code, Failure},
 };
 
-/// How long to look for what goes on.
+/// Time limit for the list of continuing operations.
 const LOOK: Duration = Duration::from_secs(2);
 /// As the shell reports a program that SIGINT ended.
 const INTERRUPTED: i32 = 130;
 
-/// Does `work`. When the user interrupts it, says what of it goes on in the daemon, and ends the program.
+/// Runs `work`. On an interrupt by the user, reports the operations that continue in the daemon,
+/// and ends the program.
 pub async fn guarded<T>(client: &Client, work: impl Future<Output = T>) -> T {
     tokio::select! {
         done = work => done,
@@ -27,7 +28,8 @@ pub async fn guarded<T>(client: &Client, work: impl Future<Output = T>) -> T {
     }
 }
 
-/// Follows an operation that is known. When the user interrupts it, says that it goes on, and ends the program.
+/// Follows a known operation. On an interrupt by the user, reports that the operation continues,
+/// and ends the program.
 pub async fn guarded_operation<T>(hint: &str, work: impl Future<Output = T>) -> T {
     tokio::select! {
         done = work => done,
@@ -38,7 +40,7 @@ pub async fn guarded_operation<T>(hint: &str, work: impl Future<Output = T>) -> 
     }
 }
 
-/// A line for each operation that goes on.
+/// Returns a line for each continuing operation.
 async fn goes_on(client: &Client) -> Vec<String> {
     let ids: BTreeSet<_> = client.under_way().into_iter().collect();
     if ids.is_empty() {

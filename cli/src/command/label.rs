@@ -69,7 +69,7 @@ impl What {
     }
 }
 
-/// What the words of the command line mean.
+/// Parsed words of the command line.
 #[derive(Debug)]
 pub struct Labelling {
     vms: Targets,
@@ -168,7 +168,7 @@ fn changed(there: &v1::Vm, what: What, changes: &[LabelChange]) -> Change {
     }
 }
 
-/// Changes the labels of disks, one after another; the failures of those that could not be.
+/// Changes the labels of disks one after another; returns the failures.
 async fn label_disks(
     client: &Client,
     what: What,

@@ -1,4 +1,4 @@
-//! `logs`: what a guest, or its vmm, has written.
+//! `logs`: the output of a guest or the log of its vmm.
 
 use std::{
     collections::VecDeque,
@@ -51,7 +51,7 @@ async fn open(client: &Client, args: &Logs, follow: bool) -> Result<tonic::Strea
     opened.map_err(|failure| about_vm(failure, &args.name))
 }
 
-/// Prints what there is and what comes, until the run has ended or somebody ends it.
+/// Prints existing and new output until the run ends or the user ends it.
 async fn follow(client: &Client, args: &Logs, printer: &mut Printer) -> Result<()> {
     let mut tries = 0;
     loop {
@@ -79,7 +79,7 @@ async fn follow(client: &Client, args: &Logs, printer: &mut Printer) -> Result<(
     }
 }
 
-/// A vmm's log: what is in the file now, and what is added to it.
+/// Follows a vmm's log: the content of the file, then new lines.
 async fn follow_vmm(client: &Client, args: &Logs, printer: &mut Printer) -> Result<()> {
     let mut stream = open(client, args, false).await?;
     let mut there = Vec::new();
@@ -97,7 +97,7 @@ async fn follow_vmm(client: &Client, args: &Logs, printer: &mut Printer) -> Resu
     Err(Failure::new(Code::Unavailable, "vmmd ended the log"))
 }
 
-/// The console without input: what it has kept, and what comes.
+/// Follows the console without input: the kept output, then new output.
 async fn follow_serial(client: &Client, args: &Logs, printer: &mut Printer) -> Result<()> {
     let open = v1::ConsoleOpen {
         name: args.name.clone(),
@@ -132,7 +132,7 @@ async fn follow_serial(client: &Client, args: &Logs, printer: &mut Printer) -> R
     Err(Failure::new(Code::Unavailable, "vmmd ended the console"))
 }
 
-/// Prints, and knows what it has printed.
+/// Prints output and records the end of the printed part.
 struct Printer {
     clean: Option<Cleaner>,
     seen: Seen,
@@ -149,7 +149,7 @@ impl Printer {
         }
     }
 
-    /// Prints what is new in what the daemon has kept; the first time, as much of it as was asked for.
+    /// Prints the new part of the daemon's kept output; the first time, as much of it as requested.
     fn replay(&mut self, kept: &[u8], args: &Logs) -> Result<()> {
         if self.printed > 0 {
             let new = self.seen.unseen(kept).to_vec();
@@ -163,7 +163,7 @@ impl Printer {
         self.print(&history.end())
     }
 
-    /// Prints what was added.
+    /// Prints new output.
     fn add(&mut self, bytes: &[u8]) -> Result<()> {
         self.seen.note(bytes);
         self.printed += bytes.len();
@@ -180,13 +180,13 @@ impl Printer {
     }
 }
 
-/// What of a log's past is printed.
+/// The part of a log's past that is printed.
 struct History {
     tail: Option<usize>,
     /// Lines before it are left out.
     from: Option<jiff::Timestamp>,
     lines: VecDeque<Vec<u8>>,
-    /// The last line, which may go on.
+    /// The last line, possibly incomplete.
     open: Vec<u8>,
 }
 
@@ -220,7 +220,7 @@ impl History {
             if time < from {
                 return;
             }
-            // What follows is not older, times or not.
+            // Later lines are newer, with or without a time.
             self.from = None;
         } else if self.from.is_some() {
             return;

@@ -10,7 +10,7 @@ use crate::{
     output,
 };
 
-/// Does what is asked for.
+/// Runs the command.
 pub async fn run(client: &Client, args: Migrate) -> Result<()> {
     match args.what {
         Some(MigrateVerb::Cancel { name }) => cancel(client, &name).await,

@@ -1,4 +1,4 @@
-//! What each verb does.
+//! Implementation of each verb.
 
 mod act;
 mod apply;
@@ -65,7 +65,7 @@ use crate::{
     screen,
 };
 
-/// Does what the command line says. A command on several VMs may fail for several reasons.
+/// Runs the command line. A command on several VMs may fail for several reasons.
 pub async fn run(cli: Cli) -> Result<(), Vec<Failure>> {
     let given = &cli.connection;
     match cli.command {

@@ -14,7 +14,7 @@ use crate::{
     output,
 };
 
-/// What to do about a network that there is not.
+/// Hint for an unknown network.
 const LIST: &str = "`vmmctl network ls` lists the networks";
 
 /// Does it.
@@ -126,7 +126,7 @@ async fn update(client: &Client, args: &UpdateNetwork) -> Result<()> {
     output::line(format!("network/{} updated", args.name))
 }
 
-/// What the flags say, but for labels.
+/// Returns the request for the flags, without labels.
 fn changes(args: &UpdateNetwork) -> Result<v1::UpdateNetworkRequest> {
     let (mut spec, mut paths) = (v1::NetworkSpec::default(), Vec::new());
     if let Some(mode) = args.mode {

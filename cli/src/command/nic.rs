@@ -30,7 +30,7 @@ pub async fn nic(client: &Client, what: &Nic) -> Result<()> {
         }
         Nic::Detach(args) => (args.vm.clone(), detach(&args.name), &args.options),
         Nic::Update(args) => {
-            // What is wrong with it is said before anything is asked of the daemon.
+            // Reports errors in the keys before any call to the daemon.
             nic_spec::apply(&mut v1::NicSpec::default(), &args.nic, "KEY=VALUE")?;
             let change = change(&args.name, &args.nic);
             (args.vm.clone(), change, &args.options)

@@ -17,7 +17,7 @@ pub fn from_text(index: usize, text: &str) -> Result<v1::NicSpec> {
     Ok(nic)
 }
 
-/// Changes what the keys of `text`, which is an `option` of the command line, name.
+/// Applies the keys of `text`, the value of the command line's `option`.
 pub fn apply(nic: &mut v1::NicSpec, text: &str, option: &str) -> Result<()> {
     let mut attached = false;
     for part in text.split(',') {
@@ -92,8 +92,8 @@ fn set(nic: &mut v1::NicSpec, key: &str, value: &str) -> Result<bool, String> {
     Ok(true)
 }
 
-/// The fields of a NIC, as in the protocol files, that the keys of a text are for. Both limits of a direction are one field: what a
-/// text does not name of it stays.
+/// Returns the NIC fields, as in the protocol files, of the keys in a text. Both limits of a
+/// direction are one field: a limit that the text does not name stays unchanged.
 pub fn fields(text: &str) -> impl Iterator<Item = &str> {
     let keys = text.split(',').filter_map(|part| Some(part.split_once('=')?.0));
     keys.map(|key| match key {

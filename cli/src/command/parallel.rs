@@ -27,7 +27,7 @@ where
     for (index, item) in items.into_iter().enumerate() {
         let (room, task) = (Arc::clone(&room), work(item));
         tasks.spawn(async move {
-            // Nobody closes it, so that there is always a permit in the end.
+            // The semaphore is never closed, so a permit always becomes available.
             let _permit = room.acquire().await;
             (index, task.await)
         });
@@ -36,7 +36,7 @@ where
     while let Some(ended) = tasks.join_next().await {
         let (index, result) = match ended {
             Ok(ended) => ended,
-            // Nobody aborts a task, so that it has panicked: a bug, which is reported as one.
+            // Tasks are never aborted, so the task has panicked: a bug, reported as a panic.
             Err(error) => std::panic::resume_unwind(error.into_panic()),
         };
         if let Some(place) = results.get_mut(index) {

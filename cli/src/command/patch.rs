@@ -93,7 +93,7 @@ impl std::str::FromStr for Set {
     }
 }
 
-/// The steps of a path up to the `=`, and what comes after that.
+/// Parses the steps of a path up to the `=`; also returns the text after the `=`.
 fn steps(text: &str) -> Result<(Vec<Step>, &str), String> {
     let syntax = || "must be PATH=VALUE, as in spec.cpu.cores=4".to_owned();
     let (mut path, mut word) = (Vec::new(), String::new());

@@ -64,11 +64,12 @@ pub async fn port_forward(client: &Client, args: &PortForward) -> Result<()> {
 /// Where a port of this machine is opened when no address is given.
 const LOCALHOST: std::net::IpAddr = std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST);
 
-/// Waits until something in the guest sends the first bytes of a connection to a port, as SSH servers do.
+/// Waits until the guest sends the first bytes of a connection to a port, as SSH servers do.
 ///
 /// # Errors
 ///
-/// Nothing does for `patience`, with the last reason, or the VM can't be asked at all.
+/// Fails when no bytes arrive within `patience`, with the last reason, or when the VM cannot be
+/// queried.
 pub async fn answers(client: &Client, name: &str, port: u16, patience: Duration) -> Result<()> {
     let args = PortForward {
         name: name.to_owned(),
@@ -168,7 +169,8 @@ async fn serve(connection: Connection, socket: TcpStream) {
     sending.abort();
 }
 
-/// Sends what is read; the end of it ends the requests, which the guest is told.
+/// Sends the bytes read. The end of input ends the requests, and the guest receives an end of
+/// stream.
 async fn send(mut reader: OwnedReadHalf, requests: mpsc::Sender<PortForwardRequest>) {
     let mut buffer = vec![0; CHUNK];
     while let Ok(count) = reader.read(&mut buffer).await {
@@ -185,7 +187,8 @@ async fn over_stdio(connection: Connection) -> Result<()> {
         requests,
         mut responses,
     } = connection;
-    // A thread of its own: a read of standard input can't be ended, and the program is not to wait for it.
+    // A separate thread: a read of standard input is not cancellable, and the program must not wait
+    // for it.
     std::thread::spawn(move || {
         let mut buffer = vec![0; CHUNK];
         while let Ok(count) = rustix::io::retry_on_intr(|| rustix::io::read(io::stdin(), &mut buffer)) {

@@ -49,7 +49,7 @@ pub struct Transfer {
 }
 
 impl Transfer {
-    /// Of so many bytes, 0 when that is not known.
+    /// Creates a progress display for `total` bytes, 0 when unknown.
     pub fn new(message: &str, total: u64, quiet: bool) -> Self {
         let progress = v1::OperationProgress {
             total,
@@ -115,7 +115,7 @@ impl Shown {
         }
         if operation::has_ended(operation) {
             if self.terminal && self.last.is_some() {
-                // Of what was there before, nothing stays.
+                // Clears the progress line.
                 eprint!("\r\x1b[K");
             }
             return;

@@ -89,7 +89,7 @@ async fn run_as_written(client: &Client, args: &Run) -> Result<()> {
     make_disk(client, args, &disk).await?;
     let created = apply::create(client, vm, true, false).await;
     if let Err(failure) = created {
-        // A VM that is there and could not be started keeps its disk.
+        // An existing VM that failed to start keeps its disk.
         if client.get(&name).await.is_err() {
             let request = v1::DeleteDiskRequest {
                 name: disk.clone(),
@@ -116,7 +116,8 @@ async fn run_as_written(client: &Client, args: &Run) -> Result<()> {
     }
 }
 
-/// Whether the node takes the VM, but for its disk, which is made only then: that can take minutes.
+/// Checks whether the node accepts the VM, without its disk: the disk is created only afterwards,
+/// which can take minutes.
 async fn would_be_taken(client: &Client, vm: &v1::Vm, name: &str, disk: &str) -> Result<()> {
     match apply::create(client, vm.clone(), true, true).await {
         Err(failure) if failure.reason.as_ref() == NO_DISK && failure.violations.is_empty() => {}
@@ -251,7 +252,7 @@ fn vm(args: &Run, name: &str, disk: &str) -> Result<v1::Vm> {
                 .collect::<Result<_>>()?,
             state_dir: args.state_dir.clone().unwrap_or_default(),
             run_policy: args.run_policy.unwrap_or_default().into(),
-            // Without any of it the guest is told its name and its network all the same.
+            // Even without these flags, the guest receives its name and its network.
             cloud_init: Some(cloud_init::from_flags(&args.cloud_init)?.unwrap_or_default()),
             ..Default::default()
         }),

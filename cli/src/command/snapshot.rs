@@ -18,7 +18,7 @@ use crate::{
     },
 };
 
-/// Does what is asked for.
+/// Runs the command.
 pub async fn run(client: &Client, what: Snapshot) -> Result<(), Vec<Failure>> {
     match what {
         Snapshot::Create(args) => {
@@ -80,7 +80,7 @@ async fn create(client: &Client, args: &CreateSnapshot) -> Result<()> {
     ))
 }
 
-/// What the options say of earlier snapshots, if anything.
+/// Returns the retention of earlier snapshots from the options, if any.
 fn retention(args: &CreateSnapshot) -> Option<v1::SnapshotRetention> {
     (args.keep_last.is_some() || args.max_age.is_some()).then(|| v1::SnapshotRetention {
         keep_last: args.keep_last.unwrap_or_default(),

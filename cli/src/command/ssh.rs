@@ -76,7 +76,7 @@ impl Place {
     }
 }
 
-/// Becomes ssh; returns only when that can't be.
+/// Replaces this process by ssh; returns only on failure.
 pub async fn ssh(client: &Client, given: &Connection, args: &Ssh) -> Result<()> {
     let vm = client.get(&args.vm.vm).await?;
     let mut command = Command::new("ssh");
@@ -170,7 +170,7 @@ fn option_words(words: &[String]) -> (&[String], &[String]) {
     words.split_at(at.min(words.len()))
 }
 
-/// Becomes scp; returns only when that can't be.
+/// Replaces this process by scp; returns only on failure.
 pub async fn scp(client: &Client, given: &Connection, args: &Scp) -> Result<()> {
     let places = args.files.iter().map(|file| remote(file));
     let places: Vec<_> = places.collect::<Result<_, _>>().map_err(usage)?;

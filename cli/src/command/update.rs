@@ -1,4 +1,4 @@
-//! Changes of a VM that exists: what is asked of the daemon, and what is said of what came of it.
+//! Changes of an existing VM: the request to the daemon, and the report of its result.
 
 use std::time::Duration;
 
@@ -13,10 +13,10 @@ use crate::{
     failure::{Failure, Result},
 };
 
-/// What the daemon gives a guest to power off when nothing is said.
+/// Grace period that the daemon uses for a power-off by default.
 const DEFAULT_GRACE: Duration = Duration::from_secs(60);
 
-/// What is said of a VM that is as wanted.
+/// Report for a VM without changes.
 pub const UNCHANGED: &str = "unchanged";
 
 /// How a VM is changed.
@@ -26,11 +26,11 @@ pub struct How {
     pub dry_run: bool,
     /// Restart it when something is left that needs that.
     pub restart: bool,
-    /// How long the guest may take for what it is asked.
+    /// Grace period for requests to the guest.
     pub grace: Option<Duration>,
 }
 
-/// What came of it.
+/// Result of a change.
 #[derive(Debug, Default, PartialEq)]
 pub struct Done {
     /// In a few words.
@@ -55,7 +55,8 @@ pub async fn update(client: &Client, wanted: v1::Vm, there: &v1::Vm, how: How) -
     said(there, &now.map_err(|failure| explained(failure, &name))?)
 }
 
-/// Changes some fields of a VM; `change` makes the change of the VM that is there. What others change meanwhile stays.
+/// Changes some fields of a VM; `change` builds the change from the existing VM. Concurrent changes
+/// of other fields stay.
 pub async fn rewrite(
     client: &Client,
     name: &str,
@@ -125,7 +126,7 @@ pub fn waits(vm: &v1::Vm, path: &str) -> String {
         .unwrap_or_default()
 }
 
-/// What to say of a VM that was `there` and is `now`.
+/// Reports the change from the VM `there` to the VM `now`.
 fn said(there: &v1::Vm, now: &v1::Vm) -> Result<Done> {
     let status = now.status.clone().unwrap_or_default();
     let pending = &status.pending_changes;
@@ -154,7 +155,7 @@ fn said(there: &v1::Vm, now: &v1::Vm) -> Result<Done> {
             None => difference.clone(),
         })
         .collect();
-    // What an earlier change has left.
+    // Pending changes from an earlier update.
     for change in pending {
         let mut told = differences.iter().filter_map(|difference| waits(difference));
         if !told.any(|told| told.path == change.path) {

@@ -22,7 +22,7 @@ use crate::{
     },
 };
 
-/// What the daemon gives a guest to let go of a disk when nothing is said.
+/// Time limit that the daemon uses for the release of a disk by default.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// `attach`.
@@ -104,7 +104,7 @@ pub async fn resize(client: &Client, vm: &str, disk: &str, size: Option<u64>) ->
     output::line(format!("vm/{vm} disk {disk} resized{size}"))
 }
 
-/// What a limit is changed of.
+/// Returns the target of a limit change.
 pub fn target(args: &Limit) -> Result<Target> {
     if args.limits.is_empty() && !args.none {
         let message =
@@ -118,7 +118,7 @@ pub fn target(args: &Limit) -> Result<Target> {
     }
 }
 
-/// Changes a limit; what is not named stays as it is.
+/// Changes a limit; fields that are not named stay unchanged.
 pub async fn limit(client: &Client, args: &Limit, target: Target) -> Result<()> {
     let (path, shown) = match &target {
         Target::Disk(name) => (
@@ -166,7 +166,7 @@ pub async fn limit(client: &Client, args: &Limit, target: Target) -> Result<()> 
     output::line(format!("vm/{} {done}{waits}", args.vm))
 }
 
-/// Whose limit is changed.
+/// Target of a limit change.
 #[derive(Clone, Debug)]
 pub enum Target {
     /// That of a disk in the VM.
@@ -203,7 +203,7 @@ fn present(vm: &v1::Vm, target: &Target) -> v1::RateLimit {
     limit.unwrap_or_default()
 }
 
-/// Prints what a VM's disks have done.
+/// Prints the counters of a VM's disks.
 pub async fn stats(client: &Client, args: &Stats) -> Result<(), Vec<Failure>> {
     if args.disks.is_empty() {
         return vm_stats(client, args).await.map_err(super::one);
@@ -227,7 +227,7 @@ pub async fn stats(client: &Client, args: &Stats) -> Result<(), Vec<Failure>> {
     super::all(failures)
 }
 
-/// Prints what the VM as a whole has done.
+/// Prints the counters of the whole VM.
 async fn vm_stats(client: &Client, args: &Stats) -> Result<()> {
     let stats = client.stats(&args.vm).await?;
     match &args.output {

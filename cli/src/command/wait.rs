@@ -49,7 +49,7 @@ pub struct Wait {
     pub timeout: Duration,
 }
 
-/// What is waited for.
+/// Subject of a wait.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Subject {
     /// A VM by its name.
@@ -79,7 +79,7 @@ pub enum Wanted {
     Phase(v1::VmPhase),
     /// Not there.
     Deleted,
-    /// Nothing is under way.
+    /// No operation is under way.
     Idle,
 }
 
@@ -124,7 +124,7 @@ impl Wanted {
         }
     }
 
-    /// What a VM is for which it holds.
+    /// Describes a VM that meets the condition.
     fn text(&self) -> String {
         match self {
             Self::Condition(kind, status) => format!("has {kind}={}", condition_word(*status)),
@@ -270,7 +270,7 @@ fn state(vm: &v1::Vm, wanted: &Wanted) -> String {
 /// VMs that are waited for.
 struct Waiting<'a> {
     wanted: &'a Wanted,
-    /// Names of those that are not as wanted yet.
+    /// Names of the VMs that do not meet the condition yet.
     left: BTreeSet<String>,
     /// Those of `left` that the present watch has not shown yet; nothing once it has shown all that there are.
     last: Option<BTreeSet<String>>,

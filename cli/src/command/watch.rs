@@ -32,7 +32,7 @@ pub trait Event {
     fn parts(self) -> (WatchEventType, Option<Self::Object>, String);
 }
 
-/// What can be watched. The second column of its table is the phase, or what says whether it can be used.
+/// An object that can be watched. The second column of its table is the phase or the readiness.
 pub trait Object {
     /// Unique among its kind.
     fn name(&self) -> &str;
@@ -234,7 +234,7 @@ async fn follow<E: Event>(
 struct Watcher<'a, T> {
     output: Option<&'a Output>,
     no_headers: bool,
-    /// What was there at the beginning, until all of it has come.
+    /// Objects of the initial state, until all of them have arrived.
     before: Option<Vec<T>>,
     table: Table,
 }
@@ -242,7 +242,7 @@ struct Watcher<'a, T> {
 impl<T: Object> Watcher<'_, T> {
     fn event(&mut self, kind: WatchEventType, object: Option<T>) -> Result<()> {
         if kind == WatchEventType::Synced {
-            // Not when it goes on after a pause.
+            // `None` when the watch resumes after a pause.
             let Some(mut objects) = self.before.take() else {
                 return Ok(());
             };

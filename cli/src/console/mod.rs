@@ -1,8 +1,9 @@
 //! `console`: the terminal attached to a VM's serial port, or to its virtio-console.
 //!
-//! What is typed (or comes through a pipe) goes to the guest byte for byte, except ^] which leaves. When standard
-//! input ends, output goes on: a script ends it with ^] or a signal, or waits for the VM to stop. When the daemon is restarted
-//! the console attaches again and goes on where it was; what is typed meanwhile is lost.
+//! Input from the keyboard or a pipe goes to the guest byte for byte, except ^], which leaves. When
+//! standard input ends, output continues: a script ends it with ^] or a signal, or waits for the VM
+//! to stop. After a restart of the daemon the console attaches again and continues at the same
+//! place; input in between is lost.
 
 mod seen;
 mod terminal;
@@ -113,7 +114,7 @@ struct Connection {
     output: tonic::Streaming<v1::ConsoleResponse>,
     /// Others that type.
     writers: Vec<v1::ConsoleWriter>,
-    /// How much of what comes was printed before.
+    /// Replay of earlier output received so far; `replay_left` bytes are missing.
     replay: Vec<u8>,
     replay_left: u64,
 }
@@ -133,7 +134,7 @@ impl Connection {
         let (requests, queue) = mpsc::channel(QUEUE);
         let open = v1::ConsoleOpen {
             name: name.to_owned(),
-            // What was printed is needed to find out later where to go on.
+            // The replay is needed to find the position after a reconnect.
             no_replay: false,
             access: access.into(),
             force,
@@ -166,7 +167,7 @@ impl Connection {
         Ok(connection)
     }
 
-    /// Sends something; that nobody takes it any more is found out when the output ends.
+    /// Sends a request. A closed connection shows up when the output ends.
     async fn send(&self, request: v1::ConsoleRequest) {
         let _gone = self.requests.send(request).await;
     }
@@ -178,7 +179,7 @@ async fn reopen(client: &Client, args: &Console) -> Result<Connection> {
     loop {
         sleep(RESTART).await;
         tries += 1;
-        // Who took it by force from this one keeps it.
+        // Without force: a client that took the console by force keeps it.
         match Connection::open(client, args, false).await {
             Err(failure) if went_away(&failure) && tries < TRIES_TO_GO_ON => {}
             opened => return opened,
@@ -215,7 +216,7 @@ fn caught(kind: SignalKind) -> Result<Signal> {
     signal(kind).map_err(|error| Failure::new(Code::Other, format!("can't catch signals: {error}")))
 }
 
-/// What of a connection is to be done next.
+/// Next event of a connection.
 enum Step {
     Output(Option<v1::ConsoleResponse>),
     Typed(Vec<u8>),
@@ -232,7 +233,7 @@ struct Session<'a> {
     /// The terminal has another size.
     resized: Signal,
     seen: Seen,
-    /// What was printed before the console was opened is not shown.
+    /// Suppresses output from before the console was opened.
     silent: bool,
 }
 
@@ -305,7 +306,7 @@ impl Session<'_> {
         }
     }
 
-    /// Passes on what was typed before ^], and prints what still comes until the daemon ends its side.
+    /// Sends the input typed before ^], and prints output until the daemon closes its side.
     async fn finish(
         &mut self,
         connection: &mut Connection,
@@ -320,7 +321,7 @@ impl Session<'_> {
                 break;
             }
         }
-        // The queue's end tells the daemon that nothing more comes.
+        // The end of the queue signals the end of input to the daemon.
         let (gone, _) = mpsc::channel(1);
         drop(std::mem::replace(&mut connection.requests, gone));
         while let Some(response) = connection.output.message().await? {
@@ -329,7 +330,7 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// Prints what the guest printed; the reason when the VM's run ended.
+    /// Prints the guest's output; returns the reason when the VM's run has ended.
     fn show(&mut self, connection: &mut Connection, response: v1::ConsoleResponse) -> Result<Option<String>> {
         match response.message {
             Some(console_response::Message::Output(bytes)) if connection.replay_left > 0 => {
@@ -399,10 +400,11 @@ struct Input {
 }
 
 impl Input {
-    /// Starts the thread that reads it.
+    /// Starts the thread that reads the input.
     ///
-    /// It is a thread because reading a terminal, a pipe and a file has no common form that can be waited for; it ends
-    /// with the program. A break that was `sent` before is to arrive like what is typed.
+    /// A thread is used because there is no common way to wait for a terminal, a pipe and a file.
+    /// The thread ends with the program. A break that was `sent` before is to arrive like typed
+    /// input.
     fn start(sent: bool) -> Self {
         let (typing, typed) = mpsc::channel(QUEUE);
         let (left, escape) = mpsc::channel(1);
@@ -411,7 +413,7 @@ impl Input {
         Self { typed, escape }
     }
 
-    /// Throws away what is typed, until ^] is.
+    /// Discards input until ^].
     async fn discard(&mut self) {
         loop {
             tokio::select! {
@@ -443,7 +445,7 @@ fn read(typing: &mpsc::Sender<Vec<u8>>, left: &mpsc::Sender<Instant>, mut deadli
             deadline = Instant::now() + FAREWELL;
         }
         if end {
-            // Fails only when nobody waits for it any more.
+            // Fails only when the receiver is closed.
             let _ = left.blocking_send(deadline);
             return;
         }

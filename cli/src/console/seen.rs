@@ -1,16 +1,16 @@
-//! Where a stream of output goes on after a connection was lost.
+//! Position at which a stream of output resumes after a lost connection.
 
 /// As many bytes of the end are kept, to be found again.
 const KEPT: usize = 4096;
 
-/// The end of what was shown.
+/// End of the shown output.
 #[derive(Debug, Default)]
 pub struct Seen {
     tail: Vec<u8>,
 }
 
 impl Seen {
-    /// Notes what is shown.
+    /// Records shown output.
     pub fn note(&mut self, bytes: &[u8]) {
         let bytes = bytes.get(bytes.len().saturating_sub(KEPT)..).unwrap_or_default();
         self.tail.extend_from_slice(bytes);
@@ -18,8 +18,9 @@ impl Seen {
         drop(self.tail.drain(..surplus));
     }
 
-    /// What of a replay was not shown yet: what comes after the last place that has the end of what was shown, or with which
-    /// that end overlaps. All of it when there is no such place, as after a lot of output, or in another run.
+    /// Returns the part of a replay that was not shown yet. This part begins after the last place
+    /// that contains the end of the shown output, or overlaps with it. Without such a place, as
+    /// after a lot of output or in another run, returns the whole replay.
     pub fn unseen<'a>(&self, replay: &'a [u8]) -> &'a [u8] {
         if self.tail.is_empty() {
             return replay;
@@ -34,7 +35,7 @@ impl Seen {
         replay.get(from..).unwrap_or_default()
     }
 
-    /// How many bytes at the beginning of a replay are at the end of what was shown.
+    /// Number of bytes at the beginning of a replay that are also the end of the shown output.
     fn overlap(&self, replay: &[u8]) -> usize {
         let longest = self.tail.len().min(replay.len());
         (1..=longest)
@@ -57,7 +58,7 @@ mod tests {
             (&["one\ntwo\n"], "two\nthree\n", "three\n"),
             (&[], "all\n", "all\n"),
             (&["one\n"], "another run\n", "another run\n"),
-            // Of several places the last one counts.
+            // With several places, the last one counts.
             (&["# "], "# a\n# b\n# c", "c"),
         ] {
             let mut seen = Seen::default();

@@ -49,7 +49,7 @@ pub fn manifest(disk: &v1::Disk) -> Result<Json, Failure> {
     Ok(Json::Object(manifest))
 }
 
-/// What can be seen to be wrong with a request without the node; fields as a manifest has them.
+/// Returns the errors in a request that are detectable without the node; fields as in a manifest.
 pub fn check(request: &v1::CreateDiskRequest) -> Violations {
     let mut found = NewDisk::try_from(request).err().unwrap_or_default();
     for violation in &mut found.0 {
@@ -68,7 +68,7 @@ pub fn name(disk: &v1::Disk) -> &str {
     disk.metadata.as_ref().map_or("", |metadata| &metadata.name)
 }
 
-/// What the guest sees of a disk, in bytes.
+/// Size of a disk as the guest sees it, in bytes.
 pub fn size(disk: &v1::Disk) -> u64 {
     disk.spec.as_ref().map_or(0, |spec| spec.size_bytes)
 }

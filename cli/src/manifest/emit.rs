@@ -38,7 +38,7 @@ pub fn vm(vm: &v1::Vm) -> Result<Json, Failure> {
     Ok(manifest::with_head(VM, json(vm)?))
 }
 
-/// What a piece of JSON is by the schema.
+/// Schema element of a piece of JSON.
 #[derive(Clone, Copy)]
 enum Form<'a> {
     Message(&'a str),

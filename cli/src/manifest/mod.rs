@@ -32,7 +32,7 @@ pub struct Document {
     root: Node,
 }
 
-/// What a document describes, without what only the daemon sets.
+/// Object that a document describes, without fields that only the daemon sets.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Object {
     /// A VM.
@@ -79,7 +79,7 @@ impl Document {
     }
 }
 
-/// Reads and checks what is in a file, or on standard input when it is `-`.
+/// Reads and checks the documents in a file, or on standard input when the path is `-`.
 pub fn read(path: &Path) -> Result<Vec<Document>, Failure> {
     let source = if path == Path::new("-") {
         "stdin".to_owned()
@@ -110,7 +110,7 @@ fn read_text(path: &Path) -> io::Result<String> {
     }
 }
 
-/// Reads and checks what is in a text; `source` is what messages call it.
+/// Reads and checks the documents in a text; `source` is its name in messages.
 pub fn parse(text: &str, source: &str) -> Result<Vec<Document>, Failure> {
     let roots = yaml::documents(text).map_err(|error| invalid(source, &[error.into()]))?;
     if roots.is_empty() {

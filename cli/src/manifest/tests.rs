@@ -230,7 +230,7 @@ fn a_disk_is_a_manifest_too() {
     assert_eq!(titles, ["vm/web", "disk/data"]);
 }
 
-/// What is wrong with a disk is named with its line as well.
+/// Errors in a disk manifest also name the line.
 #[rstest]
 #[case::no_size(
     "  sizeBytes: 10Gi\n",
@@ -272,7 +272,7 @@ fn a_mistake_in_a_disk_is_named_with_its_line(#[case] good: &str, #[case] bad: &
     assert_eq!(message(&DISK.replace(good, bad)), expected);
 }
 
-/// What is printed for people to copy has to work.
+/// Manifests that users copy must be valid.
 #[test]
 fn the_manifests_of_the_package_and_of_the_book_are_right() {
     let top = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
@@ -348,7 +348,7 @@ fn anchors_and_aliases_stand_for_what_they_name() {
     assert_eq!(linux.initrd, "/boot/vmlinuz");
 }
 
-/// The mistakes that people make, and what they are told.
+/// Common mistakes and their messages.
 #[rstest]
 #[case::unknown_field(
     "cores: 2",

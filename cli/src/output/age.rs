@@ -28,7 +28,7 @@ pub fn timestamp(time: Option<&Timestamp>) -> Option<jiff::Timestamp> {
     jiff::Timestamp::new(time.seconds, time.nanos).ok()
 }
 
-/// Two units at most, the second one only where it still tells something.
+/// Returns at most two units, the second one only where it adds information.
 fn short(elapsed: Duration) -> String {
     const MINUTE: u64 = 60;
     const HOUR: u64 = 60 * MINUTE;

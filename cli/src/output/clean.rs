@@ -11,7 +11,7 @@ pub struct Cleaner {
 }
 
 impl Cleaner {
-    /// What of `bytes`, which come after those of earlier calls, may be shown.
+    /// Returns the printable part of `bytes`, which follow the bytes of earlier calls.
     pub fn clean(&mut self, bytes: &[u8]) -> Vec<u8> {
         for byte in bytes {
             if *byte == b'\n' {
@@ -27,7 +27,7 @@ impl Cleaner {
     }
 }
 
-/// What is left when the sequences are gone.
+/// Text without escape sequences.
 #[derive(Debug, Default)]
 struct Text {
     shown: String,

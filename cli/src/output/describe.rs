@@ -49,7 +49,7 @@ pub fn vm(vm: &v1::Vm, now: jiff::Timestamp) -> String {
     text.0
 }
 
-/// What waits for the next start; nothing when nothing does.
+/// Lists the changes that wait for the next start, if any.
 fn pending(text: &mut Lines, changes: &[v1::PendingChange]) {
     let rows: Vec<_> = changes
         .iter()
@@ -89,7 +89,7 @@ pub fn conditions(text: &mut Lines, conditions: &[v1::Condition], now: jiff::Tim
     );
 }
 
-/// Starts by the run policy, and what the runs were.
+/// Starts by the run policy, and counts of starts and ends of runs.
 fn restart(text: &mut Lines, status: &v1::VmStatus) {
     if let Some(restart) = status.restart.as_ref().filter(|restart| restart.attempts > 0) {
         text.put("Restarts", &format!("{} in a row", restart.attempts));
@@ -205,7 +205,7 @@ fn spec(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
     }
 }
 
-/// What is said of the balloon, if anything is: "64Mi left to the guest, free page reporting".
+/// Describes the balloon, if any: "64Mi left to the guest, free page reporting".
 fn balloon(spec: Option<&v1::BalloonSpec>) -> String {
     let Some(spec) = spec else {
         return String::new();
@@ -259,7 +259,7 @@ fn cloud_init(init: Option<&v1::CloudInit>) -> String {
     }
 }
 
-/// What is said of the screen, if there is one: "1280 x 800, keyboard us".
+/// Describes the screen, if any: "1280 x 800, keyboard us".
 fn display(spec: Option<&v1::DisplaySpec>) -> String {
     let Some(spec) = spec else {
         return String::new();

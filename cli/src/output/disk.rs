@@ -183,7 +183,7 @@ fn limit_of(disk: &v1::DiskSpec) -> String {
     }
 }
 
-/// What differs from the defaults: `cache=none,queues=4`.
+/// Options that differ from the defaults: `cache=none,queues=4`.
 fn options(disk: &v1::DiskSpec) -> String {
     let mut options = Vec::new();
     if disk.cache() != v1::DiskCache::Unspecified {

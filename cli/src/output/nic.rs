@@ -4,7 +4,7 @@ use proto::v1;
 
 use super::{table::Table, vm::attachment};
 
-/// The NICs that the VM's spec names, and those that it runs with.
+/// The NICs in the VM's spec, and the NICs of the running VM.
 pub fn table(vm: &v1::Vm) -> String {
     let mut table = Table::new(vec!["NAME", "ATTACHED TO", "MAC", "ADDRESS", "LINK", "TAP"]);
     let wanted: Vec<_> = vm.spec.iter().flat_map(|spec| &spec.nics).collect();

@@ -54,7 +54,7 @@ pub fn node(node: &v1::Node, now: jiff::Timestamp) -> String {
     text.0
 }
 
-/// What there is, what VMs may have, and what they have.
+/// Capacity of the node, resources allocatable to VMs, and committed resources.
 fn resources(text: &mut Lines, node: &v1::NodeStatus) {
     let (Some(capacity), Some(allocatable), Some(committed)) =
         (node.capacity, node.allocatable, node.committed)

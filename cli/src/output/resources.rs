@@ -1,10 +1,10 @@
-//! `describe vm`: what a VM may have of its node.
+//! `describe vm`: the resources of the node that a VM may use.
 
 use proto::v1;
 
 use super::describe::Lines;
 
-/// What the spec says beside the number of vCPUs and the size of the RAM; nothing of what it leaves open.
+/// Prints the set resources of the spec, besides the number of vCPUs and the size of the RAM.
 pub fn of_vm(text: &mut Lines, spec: &v1::VmSpec) {
     let cpu = spec.cpu.clone().unwrap_or_default();
     for (key, percent) in [

@@ -7,7 +7,7 @@ use super::table::Table;
 /// What [`rows`] has.
 pub const HEADERS: [&str; 7] = ["NAME", "PATH", "TAG", "MODE", "PHASE", "PID", "RESTARTS"];
 
-/// The shares that the VM's spec names, and those that it runs with.
+/// The shares in the VM's spec, and the shares of the running VM.
 pub fn table(vm: &v1::Vm) -> String {
     let mut table = Table::new(HEADERS.to_vec());
     let spec = vm.spec.as_ref().map_or(&[][..], |spec| &spec.shares);

@@ -1,4 +1,4 @@
-//! What disks have done, as a table.
+//! Counters of VMs and their disks, as text.
 
 use std::time::Duration;
 
@@ -150,7 +150,7 @@ fn mean(stats: &DiskOperationStats) -> Option<Duration> {
     Some(Duration::from_nanos(u64::try_from(nanos).ok()?))
 }
 
-/// The bound below which `percent` of the requests were, as far as the buckets tell: `<512us`.
+/// Upper bound on the latency of `percent` of the requests, by bucket: `<512us`.
 fn percentile(latency: &LatencyHistogram, percent: u64) -> Option<String> {
     let buckets = &latency.counts;
     let total: u128 = buckets.iter().copied().map(u128::from).sum();

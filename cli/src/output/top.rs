@@ -1,4 +1,4 @@
-//! What VMs use, as a table of rates.
+//! Resource usage of VMs, as a table of rates.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -10,7 +10,7 @@ use proto::{
 use super::table::Table;
 use crate::manifest::quantity;
 
-/// Rates between two samples; a VM that was not in the first has none yet.
+/// Rates between two samples; a VM without a first sample has no rates yet.
 pub fn table(before: &BTreeMap<String, VmStats>, now: &BTreeMap<String, VmStats>) -> String {
     let rows: Vec<_> = now
         .iter()

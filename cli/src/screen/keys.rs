@@ -58,7 +58,7 @@ pub fn chord(text: &str) -> Result<Chord> {
     text.split('+').map(key).collect()
 }
 
-/// What is pressed for a character of a text.
+/// Returns the keys to press for a character of a text.
 pub fn of_character(character: char) -> Result<Chord> {
     let code = u32::from(character);
     match character {

@@ -97,7 +97,7 @@ impl Rfb {
         rfb.send(VERSION).await?;
         let [count] = rfb.read().await?;
         let types = rfb.take(count.into()).await?;
-        // None: the API has said who this is.
+        // Security type None: the API has authenticated the client.
         if !types.contains(&1) {
             return Err(unexpected());
         }

@@ -34,11 +34,11 @@ use crate::{
 
 /// Bytes of one message, at most 64 KiB by the API.
 const CHUNK: usize = 32 << 10;
-/// How long the daemon may take for what a viewer said last.
+/// Time limit for the daemon to process a viewer's last input.
 const LAST: Duration = Duration::from_secs(10);
 /// How long a viewer may take to show its password, which people type.
 const HANDSHAKE: Duration = Duration::from_secs(30);
-/// How long a screen that ended may take until it is there again.
+/// Time limit for the return of a screen that ended.
 const BACK: Duration = Duration::from_secs(60);
 /// From one look for it to the next.
 const LOOK: Duration = Duration::from_secs(1);
@@ -149,7 +149,7 @@ async fn view(client: &Client, args: &Vnc) -> Result<()> {
 
 fn start(socket: &Path, args: &Vnc) -> Result<Child> {
     let viewer = Command::new(VIEWER)
-        // Others who look stay.
+        // Other viewers stay connected.
         .arg("-Shared")
         .arg(socket)
         .kill_on_drop(true)
@@ -275,7 +275,7 @@ async fn pass(
     };
     let to_viewer = async move {
         let mut gone = false;
-        // What a viewer has said before it went is still on its way.
+        // Continues after the viewer has left: its last input is still in transit.
         while let Ok(Some(response)) = responses.message().await {
             gone = gone || writer.write_all(&response.data).await.is_err();
         }
@@ -290,7 +290,7 @@ async fn pass(
     End::Viewer
 }
 
-/// A folder that nobody else can enter, for as long as this lives.
+/// Private folder of this user (mode 0700), removed on drop.
 struct Folder(PathBuf);
 
 impl Folder {

@@ -1,4 +1,4 @@
-//! What works, and what is said, without a daemon.
+//! Behavior and messages without a daemon.
 
 use std::{
     io::{Read as _, Write as _},

@@ -1,4 +1,5 @@
-//! Changes of VMs that exist, in parts: `diff`, `patch`, `label`; and what is said when the daemon is slow, or kills.
+//! Partial changes of existing VMs: `diff`, `patch`, `label`; and messages for a slow daemon and
+//! for killed guests.
 
 use std::{
     fs,

@@ -1,4 +1,5 @@
-//! Which VMs a verb is for: by name, by label, all; and what is asked before data is destroyed.
+//! Selection of VMs for a verb: by name, by label, all; and the confirmation before data is
+//! destroyed.
 
 use std::fs;
 

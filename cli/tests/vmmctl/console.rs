@@ -211,7 +211,7 @@ impl Terminal {
         }
     }
 
-    /// Reads until `text` was printed, and forgets it and what was before it.
+    /// Reads until `text` was printed, and discards it and all output before it.
     fn expect(&mut self, text: &str) {
         let mut buffer = [0; 256];
         loop {

@@ -435,7 +435,7 @@ fn why_a_disk_can_not_be_attached_is_said_with_what_to_do() {
     );
 }
 
-/// What can't be asked for, told of the options before a daemon is asked.
+/// Invalid values are reported with their options, before any call to a daemon.
 #[test]
 fn wrong_values_are_told_of_the_options() {
     let daemon = Daemon::start();

@@ -1,4 +1,4 @@
-//! What happened, what VMs use, and what is kept for finding out why.
+//! Events, usage of VMs, and data for troubleshooting.
 
 use std::{
     collections::BTreeMap,

@@ -67,7 +67,7 @@ fn a_port_of_this_machine_leads_to_one_of_the_vm_for_several_clients() {
     child.wait().unwrap();
 }
 
-/// Programs that write down what they were called with, in place of ssh and scp.
+/// Installs programs that print their arguments, instead of ssh and scp.
 fn with_programs(command: &mut assert_cmd::Command, folder: &std::path::Path) {
     use std::os::unix::fs::PermissionsExt as _;
     for program in ["ssh", "scp"] {
@@ -128,7 +128,7 @@ fn ssh_reaches_a_vm_through_the_daemon_and_knows_it_by_its_uid() {
     ];
     assert_eq!(words[words.len() - end.len()..], end);
 
-    // What ssh runs leads to the guest.
+    // The proxy command leads to the guest.
     let proxy = option("ProxyCommand");
     let mut pipe = assert_cmd::Command::new("sh");
     pipe.args(["-c", &proxy]).env("VMMD_SOCKET", &daemon.socket);

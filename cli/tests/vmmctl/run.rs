@@ -4,7 +4,7 @@ use proto::v1::VmPhase;
 
 use crate::support::{Daemon, disk::DISK_MADE};
 
-/// Runs it for a VM `web` of the image `debian`; its exit code and what it says of a failure.
+/// Runs it for a VM `web` of the image `debian`; returns the exit code and the text of a failure.
 fn run(daemon: &Daemon, args: &[&str]) -> (i32, String) {
     let output = daemon
         .vmmctl()

@@ -11,7 +11,7 @@ use proto::v1::VmPhase;
 
 use crate::support::{Daemon, screen::PICTURE};
 
-/// How long what was typed may take to a daemon.
+/// Time limit for typed text to reach a daemon.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 fn daemon() -> Daemon {
@@ -220,7 +220,8 @@ fn a_viewer_is_started_again_when_a_screen_that_ended_is_back() {
     let mut daemon = daemon();
     let folder = tempfile::tempdir().unwrap();
     let viewer = folder.path().join("vncviewer");
-    // It says that it has a screen. When it has none any more it stays, as one that asks what to do, but the second one leaves by itself.
+    // The viewer reports that it has a screen. When the screen ends, the first viewer stays, like
+    // one that asks the user; the second viewer exits on its own.
     let script = r#"#!/usr/bin/python3
 import os, socket, sys, time
 screen = socket.socket(socket.AF_UNIX)

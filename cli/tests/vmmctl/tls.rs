@@ -1,4 +1,4 @@
-//! A vmmd over TCP: contexts, and what is said when TLS fails.
+//! A vmmd over TCP: contexts, and messages for TLS failures.
 
 use std::{
     fs,
@@ -78,7 +78,7 @@ impl Pki {
     }
 }
 
-/// A port where a TLS server passes on to the daemon's socket what comes from clients that it trusts.
+/// Port of a TLS server that forwards data from trusted clients to the daemon's socket.
 fn front(daemon: &Daemon, pki: &Pki) -> u16 {
     let mut roots = RootCertStore::empty();
     roots

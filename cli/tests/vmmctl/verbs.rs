@@ -1,4 +1,4 @@
-//! What each verb asks the daemon for, what it prints, and how it ends.
+//! Requests of each verb to the daemon, its output, and its exit code.
 
 use std::{
     fs,
@@ -65,7 +65,7 @@ fn apply_changes_a_vm_and_says_what_is_live_and_what_waits_for_a_start() {
     );
     assert_eq!(daemon.state.vm("web"), before);
     assert_eq!(apply(&[], &changed), done(&format!("vm/web changed\n{lines}")));
-    // What waits is told each time.
+    // Every update reports the pending changes.
     let waits = "vm/web unchanged\n  spec.cpu.cores: 2 -> 4 (at the next start)\n";
     assert_eq!(apply(&[], &changed), done(waits));
     let (_, described, _) = run(&daemon, &["describe", "vm", "web"]);

@@ -1,4 +1,4 @@
-//! `wait`, against what the daemon tells in its watches.
+//! `wait`, against events in the daemon's watches.
 
 use std::process::{Child, Command, Output, Stdio};
 

@@ -34,7 +34,8 @@ const STATUS: usize = 16;
 /// How the driver waits for answers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Wait {
-    /// It looks at the used ring all the time, as SPDK's does. What is measured is the device.
+    /// The driver polls the used ring continuously, as SPDK's driver does. This mode measures the
+    /// device alone.
     Polling,
     /// As Linux' does, it asks for an interrupt when there is nothing to do. Here that wakes a thread that sleeps, which the
     /// device's thread does and a guest without a hypervisor around it does not have: it is measured along.

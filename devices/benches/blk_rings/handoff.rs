@@ -1,4 +1,4 @@
-//! What it costs that the driver and the device are on two processors.
+//! Cost of the hand-off between a driver and a device on two processors.
 
 use std::{
     hint::spin_loop,

@@ -1,21 +1,29 @@
-//! The disk's rings, driven without a guest, beside the same io_uring without virtio.
+//! Benchmark of the disk's rings without a guest, compared with the same io_uring without virtio.
 //!
-//! 4 KiB random reads from one file, at several depths, through the page cache and past it: first by a loop that does
-//! nothing but submit and reap on a ring of its own, then through a virtio-blk device with its worker thread, whose
-//! driver is a thread here. Both read into the same guest memory, and have another thread beside them that does the same:
-//! a driver that polls, or for the loop one that looks at its progress. (The loop without such a thread is measured as
-//! well, and told beside it.) They take turns, in short rounds, as the speed of a machine that others share changes all the
-//! time, and each processor's (see [`turns`] and [`places`]); figures are medians of the rounds, ratios are medians of each
-//! round's ratio. How long a number takes from one processor to the other and back is told as well: each request goes that
-//! way, and the loop's don't.
+//! The benchmark reads 4 KiB blocks at random from one file, at several depths, with the page cache
+//! and with direct I/O. It compares two variants:
 //!
-//! Before that the queue alone is measured, beside that of the crate virtio-queue (see [`queues`]); `--only queues` leaves
-//! the disk out.
+//! - a loop that only submits and reaps on its own ring;
+//! - a virtio-blk device with its worker thread. A thread of the benchmark is the driver.
 //!
-//! `cargo bench -p vmmd-devices --features testing --bench blk_rings -- [--file PATH] [--mib N] [--millis N] [--rounds N]
-//! [--depth N] [--cache cached|direct] [--driver polling|interrupts]`
-//! prints a table on stderr and one JSON object on stdout. CPU time is that of the thread that serves the disk: the
-//! device's worker, or the loop.
+//! Both variants read into the same guest memory. Each has a second thread that polls: the driver
+//! for the device, an observer of the progress for the loop. The benchmark also measures and
+//! reports the loop without an observer. The variants take turns in short rounds, because the speed
+//! of a shared machine and of each of its processors varies (see [`turns`] and [`places`]). Figures
+//! are medians of the rounds. Ratios are medians of the ratios of the rounds. The benchmark also
+//! reports the round-trip time of a number between two processors. Each request of the device makes
+//! this round trip, the loop's requests do not.
+//!
+//! Before the disk, the benchmark measures the queue alone and compares it with the crate
+//! virtio-queue (see [`queues`]). `--only queues` omits the disk.
+//!
+//! ```text
+//! cargo bench -p vmmd-devices --features testing --bench blk_rings -- [--file PATH] [--mib N]
+//!     [--millis N] [--rounds N] [--depth N] [--cache cached|direct] [--driver polling|interrupts]
+//! ```
+//!
+//! The benchmark prints a table on stderr and one JSON object on stdout. CPU time is the time of
+//! the thread that serves the disk: the device's worker, or the loop.
 
 #![allow(
     clippy::unwrap_used,
@@ -55,12 +63,12 @@ const BLOCK: u64 = 4096;
 /// Where the data of requests is in guest memory, one block for each.
 const DATA: u64 = 32 << 20;
 
-/// What one run came to.
+/// Results of one run.
 #[derive(Clone, Copy, Debug)]
 struct Figures {
     requests: u64,
     elapsed: Duration,
-    /// Of the thread that serves the disk.
+    /// CPU time of the thread that serves the disk.
     cpu: Duration,
     /// Notifications by the driver.
     kicks: u64,
@@ -183,7 +191,7 @@ fn median(values: impl Iterator<Item = f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// Shows what was measured, and gives it as JSON.
+/// Prints the results of the turns and returns them as JSON.
 fn row(cache: &str, depth: u16, driver: Wait, turns: &Turns<Round>) -> String {
     let (rounds, disturbed) = (&turns.counted, turns.disturbed);
     let of = |figure: &dyn Fn(&Round) -> f64| median(rounds.iter().map(figure));

@@ -1,8 +1,9 @@
-//! Which thread runs on which processor.
+//! Placement of threads on processors.
 //!
-//! Of two processors that a host gives to a guest, one may be half as fast as the other for a while, as another guest runs
-//! on the same core. So loop and worker are on the same one in a turn, and who asks is on the other; they change places
-//! from turn to turn.
+//! One of two processors of a guest may temporarily run at half the other's speed, because another
+//! guest shares its core. Within a turn, the loop and the worker therefore run on the same
+//! processor, and the requesting thread runs on the other. The two sides swap processors after
+//! every second turn.
 
 use std::path::Path;
 

@@ -50,7 +50,7 @@ fn watch(progress: &AtomicU64, over: &AtomicBool) {
     }
 }
 
-/// `done` is told how many requests were carried out, each time there are more.
+/// Runs the loop. `done` receives the number of completed requests each time the number grows.
 #[allow(unsafe_code)]
 pub(super) fn run(file: &File, bytes: u64, depth: u16, time: Duration, done: impl Fn(u64)) -> Figures {
     let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 64 << 20)]).unwrap();

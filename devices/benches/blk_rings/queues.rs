@@ -1,15 +1,19 @@
-//! Our queue beside the one of the crate virtio-queue: what taking a chain, going through its descriptors, giving it back and
-//! deciding about the interrupt costs. One thread is the driver and the device; what the driver's part costs alone is measured
-//! too and taken off.
+//! Cost of the queue, compared with the queue of the crate virtio-queue. The benchmark measures
+//! four steps: taking a chain, iterating over its descriptors, returning the chain, and deciding
+//! about the interrupt. One thread is both the driver and the device. The cost of the driver's part
+//! is measured alone and subtracted.
 //!
-//! Two devices are measured with what they do for a request as well (see [`Work`]), the system call for it included: in time,
-//! that is, since callgrind counts no instructions of the kernel.
+//! For two devices, the benchmark also measures the work for a request (see [`Work`]), including
+//! its system call. These rows contain only times, because callgrind does not count instructions of
+//! the kernel.
 //!
-//! The crate's iterators are used as they are. Ours also finds out that all buffers lie in guest memory, that readable ones come
-//! first, and that the chain is whole; a device on the crate's queue would have to do that itself.
+//! The benchmark uses the crate's iterators unchanged. The project's queue additionally checks that
+//! all buffers lie in guest memory, that the readable buffers come first, and that the chain is
+//! complete. A device on the crate's queue would have to do these checks.
 //!
-//! Instructions are counted by callgrind, which runs this program twice with different numbers of requests, so that what is not
-//! done for each request is in neither figure. They are the same in each run.
+//! Callgrind counts the instructions. It runs this program twice with different numbers of
+//! requests, so that neither figure contains work that is not done per request. The counts are the
+//! same in each run.
 
 use std::{
     hint::black_box,
@@ -56,7 +60,7 @@ const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 const INDIRECT: u16 = 4;
 
-/// What drivers put into a ring: length and flags of each buffer.
+/// Layout of a driver's chain in a ring: length and flags of each buffer.
 struct Shape {
     name: &'static str,
     buffers: &'static [(u32, u16)],
@@ -106,10 +110,10 @@ fn buffer(number: u64) -> u64 {
     BUFFERS + number * 0x2000
 }
 
-/// Who is on the device's side.
+/// Implementation of the device's side.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Side {
-    /// Nobody: what the driver costs.
+    /// No device: measures the cost of the driver.
     Nobody,
     Ours,
     Crate,

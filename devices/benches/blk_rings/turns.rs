@@ -1,12 +1,13 @@
-//! Turns that nobody disturbs.
+//! Undisturbed turns.
 //!
-//! The host of a machine that is itself a guest takes processors away now and then. A loop loses that time; a driver and a
-//! device lose it twice, as each waits for the other one's processor too. A turn in which that happened says something
-//! of the host, and is not counted.
+//! If the machine is a guest, its host takes processors away occasionally. A loop loses this time
+//! once. A driver and a device lose the time twice, because each also waits for the other's
+//! processor. Such a turn measures the host and is not counted.
 
 use std::fs;
 
-/// Of all processors together, in hundredths of a second; 0 where the kernel does not tell (proc_stat(5), `steal`).
+/// Steal time of all processors together, in hundredths of a second. Returns 0 if the kernel does
+/// not report it (proc_stat(5), `steal`).
 fn stolen() -> u64 {
     let text = fs::read_to_string("/proc/stat").unwrap_or_default();
     let all = text.lines().find_map(|line| line.strip_prefix("cpu "));
@@ -21,9 +22,10 @@ pub(super) struct Turns<T> {
     pub(super) disturbed: usize,
 }
 
-/// Takes `count` turns that nobody disturbs, and three times as many at most; `turn` is told the number of each.
+/// Takes turns until `count` turns were undisturbed, at most `3 * count` turns in total. `turn`
+/// receives the number of each turn.
 ///
-/// Panics when there are too few then for a median: a quarter of `count`.
+/// Panics if fewer than a quarter of `count` turns were undisturbed, because a median needs more.
 pub(super) fn take<T>(count: usize, mut turn: impl FnMut(usize) -> T) -> Turns<T> {
     let (mut counted, mut disturbed) = (Vec::new(), 0);
     for number in 0..count * 3 {

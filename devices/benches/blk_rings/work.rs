@@ -1,5 +1,5 @@
-//! What a device does with a request besides taking it and giving it back, the same on either queue: with it, what a queue
-//! costs is seen as a part of the whole.
+//! Work of a device for a request, besides taking and returning the request. The work is the same
+//! with either queue. It relates the cost of the queue to the cost of the complete request.
 
 use std::fs::File;
 
@@ -16,7 +16,7 @@ pub(super) const REQUEST: u32 = (PAGES * NUMBER) as u32;
 const FIRST: u32 = 0x800;
 const PAGE: u64 = 4096;
 
-/// What is to be done.
+/// Kind of work for a request.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Work {
     /// Nothing: the queue alone.
@@ -46,7 +46,7 @@ impl Hand {
         }
     }
 
-    /// What the driver has in the buffer of a request at `address`.
+    /// Writes the driver's data into the buffer of a request at `address`.
     pub(super) fn prepare(&self, memory: &GuestMemory, address: vm_memory::GuestAddress) {
         if self.work == Work::Balloon {
             for number in 0..PAGES as u32 {

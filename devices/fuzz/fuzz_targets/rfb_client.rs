@@ -1,4 +1,4 @@
-//! What a client of the screen sends.
+//! Fuzz target for the screen's server: bytes from a client.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| devices::fuzzing::rfb_client(data));

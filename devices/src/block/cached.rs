@@ -1,7 +1,8 @@
-//! Reads that the host's page cache answers at once.
+//! Reads answered synchronously from the host's page cache.
 //!
-//! A read of what is in the page cache is a copy, which a ring makes at the moment when it is given the read. For one read
-//! alone, a call of its own is less work than that; for many at once the ring is. What is not there is left to the ring.
+//! A read of cached data is a copy, and a ring makes the copy when it receives the read. A single
+//! read is cheaper as a direct system call; a batch of reads is cheaper through the ring. Reads of
+//! uncached data go to the ring.
 
 use std::io;
 
@@ -11,7 +12,7 @@ const COLD: u32 = 16;
 /// Whether reads are worth trying.
 #[derive(Debug)]
 pub(super) struct Cached {
-    /// The image is read through the page cache, and its file system can say what is not there (RWF_NOWAIT).
+    /// The image is read through the page cache, and its file system supports RWF_NOWAIT.
     able: bool,
     /// Reads that are not to be tried.
     skipped: u32,
@@ -37,7 +38,7 @@ impl Cached {
         }
     }
 
-    /// What became of a read of `length` bytes that was tried: how many there were.
+    /// Records the result of a tried read of `length` bytes. `Ok` holds the number of bytes read.
     pub(super) fn learn(&mut self, length: usize, result: &io::Result<usize>) {
         match result {
             Ok(count) if *count == length => {}
@@ -61,7 +62,7 @@ mod tests {
         Err(io::Error::from_raw_os_error(number))
     }
 
-    /// Of so many reads, which were tried.
+    /// Returns the indices of the tried reads, of `reads` in total.
     fn tried(cached: &mut Cached, reads: u32, result: &io::Result<usize>) -> Vec<u32> {
         let mut tried = Vec::new();
         for read in 0..reads {

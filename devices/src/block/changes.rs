@@ -1,8 +1,9 @@
-//! Which blocks of a disk its guest has changed, while somebody copies the disk.
+//! Tracks the blocks of a disk that the guest changes while the disk is being copied.
 //!
-//! What must hold: a copy has all that the driver was told of. Whoever changes a block marks it after the change and before the driver is
-//! told; whoever copies takes the mark away and reads the block after that. So a change that the read does not see is marked after the mark was
-//! taken away, and the block is copied again.
+//! Invariant: a copy contains every change that was completed to the driver. The writer marks a
+//! block after the change and before the completion to the driver. The copier clears the mark first
+//! and then reads the block. A change that the read misses is therefore marked after the mark was
+//! cleared, and the block is copied again.
 
 use std::{
     io,
@@ -31,7 +32,7 @@ pub struct Changes {
 }
 
 impl Changes {
-    /// Of a disk with `capacity` bytes of which nothing is marked.
+    /// Creates a tracker for a disk of `capacity` bytes, without marked blocks.
     pub fn new(capacity: u64) -> Self {
         let most = capacity.div_ceil(MAX_BLOCKS).max(BLOCK);
         let shift = most.checked_next_power_of_two().map_or(63, u64::trailing_zeros);

@@ -1,4 +1,4 @@
-//! What is on a disk as a whole, for whoever copies it while its guest uses it. Each call waits for the host.
+//! Content of a whole disk, for copies while the guest uses the disk. Each call waits for the host.
 
 use std::{io, ops::Range, sync::Arc};
 
@@ -10,7 +10,7 @@ use crate::{GuestMemory, ram::Segment, sys::Iovecs};
 /// Most bytes that are read or written at once.
 pub const PIECE: u64 = 1 << 20;
 
-/// What extents are whole multiples of, in bytes, but for the last one of a disk.
+/// Granularity of extents in bytes. Only the last extent of a disk may have another length.
 pub const BLOCK: u64 = 4096;
 
 /// Carries out requests on an image one by one, beside its engines, and returns when each is done.
@@ -48,7 +48,7 @@ impl std::fmt::Debug for Content {
 }
 
 impl Content {
-    /// Of an image with `capacity` bytes.
+    /// Creates the content of an image with `capacity` bytes.
     pub fn new(access: Box<dyn Access>, capacity: u64) -> io::Result<Self> {
         let length = usize::try_from(PIECE).map_err(io::Error::other)?;
         let memory = GuestMemory::from_ranges(&[(GuestAddress(0), length)]).map_err(io::Error::other)?;

@@ -1,9 +1,10 @@
-//! What direct I/O (O_DIRECT) asks of requests, and buffers for those that are otherwise.
+//! Alignment rules of direct I/O (O_DIRECT), and bounce buffers for requests that do not meet them.
 //!
-//! A request that does not fit goes through a buffer of our own. When it begins or ends within a block of the host,
-//! that block is read first and written back whole ("read-modify-write"), for which no other change of it may be under
-//! way: see [`Ranges`]. There is no second descriptor without O_DIRECT to go through: a VM's process gets open
-//! descriptors and opens nothing by path, and what another node wrote could be stale in this node's page cache.
+//! An unaligned request goes through a buffer of our own. If the request begins or ends within a
+//! block of the host, that block is read first and written back whole ("read-modify-write"). No
+//! other change of the block may be under way during that time: see [`Ranges`]. There is no second
+//! descriptor without O_DIRECT as a fallback: a VM's process receives open descriptors and opens no
+//! paths, and this node's page cache could hold stale data after a write by another node.
 
 use std::{
     fs::File,
@@ -23,7 +24,7 @@ pub(super) const BUFFER_BYTES: usize = 128 << 10;
 /// Largest alignment that is met. Linux's largest logical block is 64 KiB.
 const MAX_ALIGNMENT: u32 = 64 << 10;
 
-/// Of what the places in memory, and offsets and lengths, have to be multiples.
+/// Required alignment of memory addresses, offsets and lengths.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Alignment {
     /// In bytes.
@@ -36,7 +37,7 @@ impl Alignment {
     /// Anything goes.
     pub(super) const NONE: Self = Self { memory: 1, offset: 1 };
 
-    /// What the file wants, which is open for direct I/O.
+    /// Returns the alignment that `file`, which is open for direct I/O, requires.
     pub(super) fn of(file: &File) -> io::Result<Self> {
         let status = statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)?;
         // Zeroes when the file system reads and writes this file through the page cache all the same.
@@ -51,7 +52,7 @@ impl Alignment {
         Self::probe(file)
     }
 
-    /// Finds by trying what kernels before 6.1 and some file systems don't tell.
+    /// Probes for the alignment, which kernels before 6.1 and some file systems do not report.
     fn probe(file: &File) -> io::Result<Self> {
         let mut buffer = Buffer::new();
         let mut value = 512;
@@ -103,7 +104,7 @@ impl Buffer {
         Self { bytes, start }
     }
 
-    /// The first bytes, [`BUFFER_BYTES`] at most. They hold whatever they held.
+    /// Returns the first `length` bytes, at most [`BUFFER_BYTES`]. The old content remains.
     pub(super) fn get(&mut self, length: usize) -> &mut [u8] {
         let end = self.start.saturating_add(length.min(BUFFER_BYTES));
         self.bytes.get_mut(self.start..end).unwrap_or_default()
@@ -116,10 +117,11 @@ impl Buffer {
     }
 }
 
-/// Parts of an image that are being changed, of which no two overlap. Only for images whose blocks are larger than sectors.
+/// Disjoint ranges of an image that are being changed. Used only for images whose blocks are larger
+/// than sectors.
 ///
-/// Whoever holds a range needs no other to finish: those in an engine's ring wait for the host alone, and threads take
-/// theirs when they run.
+/// No holder of a range waits for another range: the holders in an engine's ring wait only for the
+/// host, and threads take their range when they run.
 #[derive(Debug, Default)]
 pub(super) struct Ranges {
     held: Mutex<Vec<Range<u64>>>,

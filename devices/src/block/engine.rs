@@ -10,7 +10,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::sys::Iovecs;
 
-/// What is to be done.
+/// Kind of a request and its arguments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
     /// Fill the buffers from this byte on.
@@ -27,8 +27,9 @@ pub enum Operation {
     },
     /// Completes when all writes, discards and zeroings that completed before are on stable storage.
     Flush,
-    /// Forget the content of these bytes, to give their space back. What is read there afterwards is undefined; where
-    /// the image can't do it nothing happens. It has no buffers.
+    /// Discard the content of these bytes to free their space. Later reads of the bytes return
+    /// undefined data. The request has no effect if the image does not support discards. It has no
+    /// buffers.
     Discard {
         /// In bytes.
         offset: u64,
@@ -46,13 +47,14 @@ pub enum Operation {
     },
 }
 
-/// A request, with what it works on.
+/// A request and its buffers.
 #[derive(Debug)]
 pub struct Request {
-    /// Says which one it is when it completes. Unique among those under way, and small, as an engine may have a list by it:
-    /// the caller counts from 0 and takes those that are free again first. One of 65,536 or more may fail.
+    /// Identifies the request in its completion. Unique among the requests in flight, and small,
+    /// because an engine may index a list by it: the caller counts from 0 and reuses freed tokens
+    /// first. Tokens of 65,536 or more may fail.
     pub token: u32,
-    /// What is to be done.
+    /// Operation to carry out.
     pub operation: Operation,
     /// Guest memory to read from or write to; comes back, used up, with the completion. It goes through several hands: a
     /// box is moved in one register.
@@ -70,10 +72,11 @@ pub struct Completion {
     pub buffers: Box<Iovecs>,
 }
 
-/// Carries out requests. It is made anywhere, and used by one thread from the first [`commit`](Self::commit) on.
+/// Carries out requests. Any thread may create an engine, but only one thread uses it from the
+/// first [`commit`](Self::commit) on.
 ///
-/// What completes is taken until [`completed`](Self::completed) gives `None`: only then
-/// [`event`](Self::event) tells of the next.
+/// The caller takes completions until [`completed`](Self::completed) returns `None`. Only then does
+/// [`event`](Self::event) signal the next one.
 pub trait Engine: Send {
     /// Begins a request; it may wait for [`commit`](Self::commit), and may complete at once. Not more at once than
     /// [`depth`](Self::depth).
@@ -82,26 +85,30 @@ pub trait Engine: Send {
     fn commit(&mut self) -> io::Result<()>;
     /// A request that completed.
     fn completed(&mut self) -> Option<Completion>;
-    /// The same, of those only that are known without asking the host, which may take a system call. `None` says nothing
-    /// of others, and the event need not tell of them: [`completed`](Self::completed) is asked later.
+    /// Returns a completed request without a system call, if one is known. `None` does not exclude
+    /// further completions, and the event need not signal them: the caller uses
+    /// [`completed`](Self::completed) later.
     fn at_hand(&mut self) -> Option<Completion>;
     /// Requests submitted of which [`completed`](Self::completed) has not told.
     fn in_flight(&self) -> usize;
     /// Most requests at once.
     fn depth(&self) -> usize;
-    /// Readable when requests may have completed since [`completed`](Self::completed) last gave `None`; each completion
-    /// after that signals it anew, so that it can be watched edge-triggered and need not be read. It need not tell of what
-    /// completes within `submit` and `commit`: `completed` is asked after them. `None` when all have completed as soon as
+    /// Readable when requests may have completed since [`completed`](Self::completed) last returned
+    /// `None`. Each later completion signals the event again, so an edge-triggered watch works
+    /// without reading the event. The event need not signal completions within `submit` and
+    /// `commit`: the caller checks `completed` after them. `None` if all requests complete before
     /// `commit` returns.
     fn event(&self) -> Option<&EventFd>;
-    /// Does what [`commit`](Self::commit) does and sleeps until requests may have completed, `other` is readable, a signal
-    /// comes, or `limit` has passed, if there is one. False when it did neither, or not all: who wants to sleep does so
-    /// otherwise. `other` has to be readable when [`event`](Self::event) is. Without requests in flight it needs a limit.
+    /// Commits like [`commit`](Self::commit) and sleeps until requests may have completed, `other`
+    /// is readable, a signal arrives, or the optional `limit` has passed. Returns false if the
+    /// engine did not do both; the caller then sleeps by other means. `other` must be readable
+    /// whenever [`event`](Self::event) is. Without requests in flight, a limit is required.
     fn commit_and_sleep(&mut self, other: RawFd, limit: Option<Duration>) -> io::Result<bool>;
-    /// Whether `other` became readable, once more perhaps, since this was asked last. Known when [`completed`](Self::completed) has given `None`.
-    /// Until it was asked, nobody sleeps.
+    /// Returns whether `other` became readable since the last call; true may be reported once too
+    /// often. The value is valid once [`completed`](Self::completed) has returned `None`. The
+    /// engine does not sleep while a true value is pending.
     fn other_called(&mut self) -> bool;
-    /// Looks after `other` no more: to be called before who wants to sleep does so otherwise, without requests in flight.
+    /// Stops watching `other`. Call it before a sleep by other means without requests in flight.
     fn forget_other(&mut self);
     /// Whether requests often have completed as soon as [`commit`](Self::commit) returns.
     fn is_prompt(&self) -> bool;

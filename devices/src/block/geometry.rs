@@ -11,15 +11,16 @@ use crate::sys::{blockdev, file};
 /// Taken where the host says nothing, or nothing of use: the page size, and nearly every file system's block.
 const USUAL_BLOCK: u32 = 4096;
 
-/// Larger blocks than any disk or local file system has are not believed. Network file systems tell their transfer
-/// sizes as blocks.
+/// Largest plausible block size: no disk or local file system has larger blocks. Network file
+/// systems report their transfer sizes as blocks.
 const MAX_BLOCK: u32 = 64 << 10;
 
 /// Larger ones are of no use to a guest, which splits its requests below that.
 const MAX_OPTIMAL_IO: u32 = 16 << 20;
 
-/// Of an image that is read only nothing is discarded. `discard` is what the queue of a block device says of discards, in
-/// bytes; 0 when it can't.
+/// Returns the geometry of `target`. A read-only image supports no discards. `discard` is the
+/// discard granularity in bytes that the queue of a block device reports; 0 means that discards are
+/// not supported.
 pub(super) fn of(target: &Target, read_only: bool, discard: Option<u32>) -> Geometry {
     let (physical, optimal) = match target.kind {
         Kind::File => {
@@ -60,7 +61,8 @@ fn block(size: u32) -> u32 {
 fn discard_granularity(target: &Target, physical_block: u32, queue: Option<u32>) -> Option<u32> {
     match target.kind {
         Kind::File => {
-            // Behind the end there is nothing to punch a hole into; the answer tells whether it could be done.
+            // A hole beyond the end of the file changes nothing, but the result shows whether the
+            // file system supports hole punching.
             let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
             let behind = target.capacity().checked_next_multiple_of(MAX_BLOCK.into())?;
             match fallocate(&target.file, flags, behind, physical_block.into()).map_err(Into::into) {

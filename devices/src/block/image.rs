@@ -1,4 +1,4 @@
-//! What a disk is made of.
+//! Interface of disk images.
 
 use std::io;
 
@@ -15,17 +15,21 @@ pub trait Image: Send {
     fn geometry(&self) -> Geometry;
     /// Something that carries out requests on it, for one thread. There may be several at once.
     fn engine(&self) -> io::Result<Box<dyn Engine>>;
-    /// Something that reads and writes it beside the engines, for who copies it as a whole. `Unsupported` where nobody does.
+    /// Returns an accessor that reads and writes the image beside the engines, for copies of the
+    /// whole image. `Unsupported` if the image type has no accessor.
     fn access(&self) -> io::Result<Box<dyn Access>> {
         Err(io::ErrorKind::Unsupported.into())
     }
-    /// Makes it larger, while engines of it are at work: afterwards [`capacity`](Self::capacity) is `capacity` bytes, a
-    /// multiple of [`SECTOR`] and not less than before. `None` takes over what a block device has by now.
+    /// Grows the image while its engines are at work. Afterwards [`capacity`](Self::capacity) is
+    /// `capacity` bytes, a multiple of [`SECTOR`] and at least the old capacity. `None` takes over
+    /// the current size of a block device.
     fn grow(&self, capacity: Option<u64>) -> io::Result<()>;
-    /// Writes what it holds back to its files: afterwards a copy of the files has all requests that have completed.
+    /// Writes cached state back to the image's files. Afterwards a copy of the files contains all
+    /// completed requests.
     fn commit(&self) -> io::Result<()>;
-    /// Makes durable what was written, and gives up the lock: somebody else may use the image then, and no engine of this one does until it is
-    /// locked again. `Unsupported` for an image that somebody else's writes would make useless here.
+    /// Makes all writes durable and releases the lock. Another process may use the image then, and
+    /// no engine of this image does until it is locked again. `Unsupported` for an image whose
+    /// state here becomes invalid after foreign writes.
     fn unlock(&self) -> io::Result<()> {
         Err(io::ErrorKind::Unsupported.into())
     }
@@ -42,14 +46,14 @@ pub struct Geometry {
     pub physical_block: u32,
     /// Requests of this size and its multiples are best; 0 says nothing.
     pub optimal_io: u32,
-    /// What a discard gives back is in units of this size; `None` when it gives nothing back.
+    /// Granularity in which a discard frees space; `None` if discards free none.
     pub discard_granularity: Option<u32>,
 }
 
-/// Why a file can't be used as a disk. The caller names the disk.
+/// Reason why a file is not usable as a disk. The caller names the disk.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// It is a directory, a socket or the like.
+    /// The file is a directory, a socket or another unsupported type.
     #[error("not a regular file or block device but a {0}")]
     Kind(&'static str),
     /// The size is no multiple of a sector.
@@ -71,13 +75,13 @@ pub enum OpenError {
     /// There is nothing in it.
     #[error("the image is empty")]
     Empty,
-    /// The descriptor does not allow what the disk is to be used for.
+    /// The descriptor does not allow the intended access.
     #[error("not open for {0}")]
     Access(&'static str),
     /// Somebody else has locked it.
     #[error("in use by another VM or program")]
     InUse,
-    /// It can't be used as a qcow2 image.
+    /// The file is not usable as a qcow2 image.
     #[error(transparent)]
     Qcow2(#[from] super::qcow2::Refusal),
     /// The host refused something.

@@ -1,4 +1,4 @@
-//! Disk images: what they are made of ([`image`]), and how requests are carried out on them ([`engine`]).
+//! Disk images: their interface ([`image`]), and the execution of requests on them ([`engine`]).
 
 mod cached;
 pub mod changes;

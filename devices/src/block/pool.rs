@@ -84,7 +84,7 @@ impl Mailbox {
     }
 }
 
-/// A request and where to tell of its end.
+/// A request and the mailbox for its completion.
 #[derive(Debug)]
 pub(super) struct Job {
     pub(super) request: Request,
@@ -124,7 +124,8 @@ impl Pool {
         }
     }
 
-    /// Has jobs done. What no thread can be made for completes with the reason.
+    /// Queues jobs for the pool's threads. If no thread can be started, the jobs complete with that
+    /// error.
     pub(super) fn begin(&self, jobs: impl IntoIterator<Item = Job>) {
         let mut state = locked(&self.shared.state);
         state.jobs.extend(jobs);
@@ -172,7 +173,7 @@ impl Drop for Pool {
 }
 
 impl Shared {
-    /// A thread. It is idle (and counted so) but for the time of a job.
+    /// Main loop of a thread. The thread counts as idle except while it runs a job.
     fn serve(&self) {
         let mut bounce = Bounce::default();
         let mut state = locked(&self.state);

@@ -1,4 +1,5 @@
-//! Raw images: a regular file or a block device, byte for byte. Nothing is ever guessed from the content.
+//! Raw images: a regular file or a block device, byte for byte. The content never influences the
+//! interpretation.
 
 use std::{
     fs::File,
@@ -34,17 +35,19 @@ pub struct RawImage {
     target: Arc<Target>,
     pool: Arc<Pool>,
     read_only: bool,
-    /// What the block device's queue says of discards, where somebody looked.
+    /// Discard granularity of the block device's queue, if the caller has read it.
     discard_granularity: Option<u32>,
     /// That there is no io_uring is said once.
     told: Once,
 }
 
 impl RawImage {
-    /// Checks and locks what was opened: for writing nobody else may use it, for reading others may read it too. A
-    /// descriptor with O_DIRECT is used past the host's page cache, one without through it.
+    /// Checks and locks an opened image. A writer excludes all other users; readers share the
+    /// image. A descriptor with O_DIRECT bypasses the host's page cache, any other descriptor uses
+    /// it.
     ///
-    /// The lock belongs to the open file description (fcntl(2), OFD locks): whoever shares it keeps it locked.
+    /// The lock belongs to the open file description (fcntl(2), OFD locks): every process that
+    /// shares the description keeps the image locked.
     pub fn open(fd: OwnedFd, read_only: bool) -> Result<Self, OpenError> {
         let image = Self::open_unlocked(fd, read_only)?;
         match image.lock() {
@@ -68,8 +71,8 @@ impl RawImage {
         })
     }
 
-    /// With what the queue of a block device says of discards, in bytes; 0 when it can't discard. This process can't
-    /// look at that itself.
+    /// Sets the discard granularity of the block device's queue in bytes; 0 if the device does not
+    /// support discards. This process has no access to that value.
     pub fn with_discard_granularity(mut self, bytes: Option<u32>) -> Self {
         self.discard_granularity = bytes;
         self
@@ -339,7 +342,7 @@ mod tests {
         file.as_file().set_len(32768).unwrap();
         disk.grow(None).unwrap();
         assert_eq!(disk.capacity(), 32768);
-        // Or smaller: what the guest knows stays.
+        // The same for a smaller file: the size that the guest knows stays valid.
         file.as_file().set_len(512).unwrap();
         assert!(disk.grow(None).is_err());
         assert_eq!(disk.capacity(), 32768);

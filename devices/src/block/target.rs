@@ -36,7 +36,7 @@ use crate::sys::{Iovecs, blockdev};
 pub(super) struct Target {
     pub(super) file: File,
     pub(super) kind: Kind,
-    /// What requests have to keep to; [`Alignment::NONE`] without O_DIRECT.
+    /// Alignment required of requests; [`Alignment::NONE`] without O_DIRECT.
     alignment: Alignment,
     /// Held while blocks are changed, if requests may change parts of blocks.
     changing: Option<Ranges>,
@@ -71,7 +71,8 @@ pub(super) fn unsupported(error: &io::Error) -> bool {
 }
 
 impl Target {
-    /// Of what was opened; checks that it is a file or a block device of whole sectors.
+    /// Creates a target of an opened file. Checks that it is a regular file or a block device of
+    /// whole sectors.
     pub(super) fn new(file: File) -> Result<Self, OpenError> {
         let (kind, capacity) = measure(&file).map_err(|error| OpenError::Host("look at the image", error))?;
         let kind = match kind {
@@ -95,7 +96,8 @@ impl Target {
         Self::with(file, kind, capacity, alignment)
     }
 
-    /// Of a file that is no disk by itself: behind its end there are zeroes, and writes extend it.
+    /// Creates a target of a file that is not a disk image on its own: bytes beyond its end read as
+    /// zeroes, and writes extend it.
     pub(super) fn extended_by_writes(file: File, alignment: Alignment) -> Self {
         Self {
             file,
@@ -142,13 +144,14 @@ impl Target {
         self.capacity.load(Ordering::Acquire)
     }
 
-    /// What requests have to keep to.
+    /// Alignment required of requests.
     pub(super) fn alignment(&self) -> Alignment {
         self.alignment
     }
 
-    /// How a request went, given what the host says. When the page cache could not be flushed, the kernel may have
-    /// dropped what was in it and call the next flush a success (fsync(2), "EIO"): from then on each flush fails.
+    /// Returns the outcome of a request, given the host's result. After a failed flush of the page
+    /// cache, the kernel may have dropped its content and report success for the next flush
+    /// (fsync(2), "EIO"). Therefore every later flush fails.
     pub(super) fn outcome(&self, operation: Operation, result: io::Result<()>) -> io::Result<()> {
         let flushes = matches!(
             operation,
@@ -215,7 +218,7 @@ impl Target {
                 && buffers.aligned(self.alignment.memory, self.alignment.offset)
     }
 
-    /// What has to be held in [`changing`](Self::changing) while an operation is carried out, if anything.
+    /// Returns the range to hold in [`changing`](Self::changing) during an operation, if any.
     pub(super) fn changes(&self, operation: Operation, buffers: &Iovecs) -> Option<(&Ranges, Range<u64>)> {
         let changing = self.changing.as_ref()?;
         let (offset, length) = match operation {
@@ -247,7 +250,7 @@ impl Target {
         })
     }
 
-    /// Changes a range while nobody else changes anything in its blocks.
+    /// Changes a range while excluding all other changes in its blocks.
     pub(super) fn alone<T>(&self, offset: u64, length: u64, change: impl FnOnce() -> T) -> T {
         self.while_held(Some(self.alignment.around(offset, length)), change)
     }
@@ -280,7 +283,8 @@ impl Target {
         }
     }
 
-    /// How far from `offset` on, below the capacity, there is data or a hole. A file system that can't tell has data everywhere.
+    /// Returns how far data or a hole extends from `offset` on, below the capacity. A file system
+    /// without support for this reports data everywhere.
     pub(super) fn extent(&self, offset: u64) -> io::Result<Extent> {
         let extent = |end: u64, is_hole| Extent {
             length: end.saturating_sub(offset).max(1),

@@ -1,8 +1,10 @@
-//! The engine for raw images: io_uring, with threads ([`pool`](super::pool)) for what it can't do.
+//! Engine for raw images: io_uring, with threads ([`pool`](super::pool)) for unsupported
+//! operations.
 //!
-//! A request is a call in the ring until it is done: short reads and writes are continued, interrupted ones made again.
-//! These leave the ring for the pool: discards of block devices, zeroings that the file system has no call for, and what
-//! direct I/O does not take as it is, or not now (see [`direct`](super::direct)).
+//! A request stays a call in the ring until it is done: short reads and writes are continued,
+//! interrupted ones repeated. These requests leave the ring for the pool: discards of block
+//! devices, zeroings without a matching call of the file system, and requests that direct I/O
+//! cannot take unchanged or at this moment (see [`direct`](super::direct)).
 
 mod verdict;
 
@@ -33,12 +35,12 @@ use crate::sys::{
 /// Most requests at once: a virtqueue's size.
 const DEPTH: u32 = 256;
 
-/// What is known of a request in the ring. Its tag there is its token.
+/// State of a request in the ring. Its tag there is its token.
 #[derive(Debug)]
 struct Running {
-    /// What is left of it.
+    /// Rest of the operation.
     operation: Operation,
-    /// What it holds of the image's [`changing`](Target::changing) ranges.
+    /// Range held in the image's [`changing`](Target::changing) ranges.
     changes: Option<Range<u64>>,
 }
 
@@ -201,7 +203,7 @@ impl UringEngine {
         }]);
     }
 
-    /// What becomes of a call that came back: the request's end, or nothing yet.
+    /// Processes a returned call. Returns the completion if the request has ended.
     fn apply(&mut self, back: Return<Running>) -> Option<Completion> {
         let (token, Held { note, mut buffers }) = (back.tag, back.held);
         let Running { operation, changes } = note;
@@ -229,7 +231,7 @@ impl UringEngine {
 }
 
 impl UringEngine {
-    /// Hands what is in the ring to the kernel.
+    /// Hands the calls in the ring to the kernel.
     fn send(&mut self) {
         let Err(error) = self.ring.submit() else {
             return;
@@ -324,7 +326,7 @@ impl Engine for UringEngine {
 
     fn commit_and_sleep(&mut self, other: RawFd, limit: Option<Duration>) -> io::Result<bool> {
         self.begin_alone();
-        // What the pool is done with has called already, perhaps before `other` was looked at last.
+        // The pool has already signalled its completions, perhaps before the last look at `other`.
         let told = !self.ended.is_empty() || !self.mailbox.is_empty();
         if told || self.unsent || self.ring.under_way() == 0 && limit.is_none() {
             return Ok(false);

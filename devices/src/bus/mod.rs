@@ -1,27 +1,29 @@
 //! Address spaces: port I/O and memory-mapped I/O.
 //!
-//! A [`Bus`] owns the map from addresses to devices. Accesses look a device up, drop the lookup lock, then lock the
-//! device alone. What an access asks of the machine is *returned* as an [`Effect`] and carried out by the caller when
-//! no lock is held. Accesses that hit nothing, or that run over a device's end, are answered here alone: reads give
-//! all ones, writes are dropped, both are counted.
+//! A [`Bus`] owns the map from addresses to devices. An access looks the device up, drops the
+//! lookup lock, and then locks only the device. The access *returns* its demands on the machine as
+//! an [`Effect`], and the caller carries the effect out without any lock. The bus alone answers
+//! accesses that hit no device or exceed a device's range: reads return all ones, writes are
+//! dropped, and both are counted.
 
 use std::sync::{
     Arc, Mutex, PoisonError, RwLock,
     atomic::{AtomicU64, Ordering},
 };
 
-/// A device's registers behind an address range. It sees offsets into its range only.
+/// Registers of a device behind an address range. The device receives only offsets into its range.
 ///
-/// `data` is 1 to 8 bytes long and lies wholly within the range; the width is what the guest chose and may be one
-/// that the device does not have: then reads give all ones and writes do nothing.
+/// `data` is 1 to 8 bytes long and lies wholly within the range. The guest chooses the width, which
+/// the device may not support: then reads return all ones and writes have no effect.
 pub trait BusDevice: Send {
-    /// Fills `data` with what a read at `offset` gives.
+    /// Fills `data` with the result of a read at `offset`.
     fn read(&mut self, offset: u64, data: &mut [u8]);
-    /// Takes a write at `offset`; returns what the machine must do about it.
+    /// Handles a write at `offset`; returns the effect for the machine to carry out.
     fn write(&mut self, offset: u64, data: &[u8]) -> Effect;
 }
 
-/// What a register write asks of the machine; carried out by the caller after the device's lock is dropped.
+/// Demand of a register write on the machine. The caller carries it out after dropping the device's
+/// lock.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[must_use = "an effect does nothing unless it is carried out"]
 pub enum Effect {
@@ -54,7 +56,7 @@ pub enum BusError {
         /// Length in bytes.
         length: u64,
     },
-    /// The range overlaps one that is there.
+    /// The range overlaps an existing one.
     #[error("range of {length:#x} bytes at {base:#x} overlaps another device's")]
     Overlap {
         /// First address.

@@ -1,8 +1,8 @@
-//! The screen of a guest that has no driver for its adapter yet, or never has one: pixels in memory that the guest simply
-//! writes to, as firmware leaves it to a kernel (Linux's efifb and simpledrm).
+//! Screen of a guest without a driver for its adapter: pixels in memory that the guest writes
+//! directly, as firmware hands it to a kernel (Linux's efifb and simpledrm).
 //!
-//! The host learns what has changed by asking which pages were written. So somebody has to ask now and then; that is who looks at the
-//! screen, and only while this is what the screen shows.
+//! The host detects changes by querying the written pages. Therefore the viewer of the screen polls
+//! the pages, and only while the screen shows this memory.
 
 use std::{
     ops::Range,
@@ -21,12 +21,12 @@ pub const PIXEL: usize = 4;
 
 /// Memory that the guest writes pixels to.
 pub trait VideoMemory: BarMemory {
-    /// The bytes that were written since the last call, in order; all bytes at the first call. What they hold is read after the
-    /// call: a write that comes later is told by the next one.
+    /// Returns the byte ranges written since the last call, in order; all bytes at the first call.
+    /// The content is read after the call: the next call reports a later write.
     fn take_changes(&self) -> Vec<Range<usize>>;
-    /// Reads from `offset` on; what is beyond the end reads as zeroes.
+    /// Reads from `offset` on; bytes beyond the end read as zeroes.
     fn read(&self, offset: usize, bytes: &mut [u8]);
-    /// Writes from `offset` on; what is beyond the end is lost.
+    /// Writes from `offset` on; bytes beyond the end are dropped.
     fn write(&self, offset: usize, bytes: &[u8]);
     /// Makes all of it zeroes, and gives its pages back to the host.
     fn clear(&self);
@@ -36,7 +36,7 @@ pub trait VideoMemory: BarMemory {
 struct Shown {
     /// The screen shows this.
     now: bool,
-    /// All is to be read, whatever has changed.
+    /// The next read covers everything, regardless of changes.
     all: bool,
 }
 
@@ -73,7 +73,7 @@ impl BootScreen {
         screen
     }
 
-    /// What is behind the BAR.
+    /// Memory behind the BAR.
     pub fn memory(&self) -> Arc<dyn VideoMemory> {
         Arc::clone(&self.memory)
     }
@@ -106,8 +106,8 @@ impl BootScreen {
         self.lock().now
     }
 
-    /// Brings the framebuffer up to date. Says whether the guest had written anything; `None` when the screen shows something
-    /// else, of which the framebuffer is told without being asked.
+    /// Updates the framebuffer. Returns whether the guest had written to the memory; `None` if the
+    /// screen shows another source, which updates the framebuffer without polling.
     pub fn poll(&self) -> Option<bool> {
         let mut shown = self.lock();
         if !shown.now {
@@ -139,7 +139,7 @@ impl BootScreen {
         });
     }
 
-    /// What is in the memory, without the zeroes at its end.
+    /// Returns the content of the memory without trailing zeroes.
     pub(crate) fn save(&self) -> Vec<u8> {
         let mut bytes = vec![0; self.bytes()];
         self.memory.read(0, &mut bytes);
@@ -148,7 +148,7 @@ impl BootScreen {
         bytes
     }
 
-    /// Takes over what was saved; false when it is more than there is room for.
+    /// Restores saved content; false if it exceeds the memory.
     pub(crate) fn restore(&self, saved: &[u8]) -> bool {
         let fits = saved.len() <= self.bytes();
         if fits {

@@ -51,7 +51,7 @@ impl Damage {
         self.count == 0
     }
 
-    /// Adds all tiles that have a pixel of `rect`; what lies outside the picture is ignored.
+    /// Adds all tiles that overlap `rect`; the part outside the picture is ignored.
     pub fn add(&mut self, rect: Rect) {
         self.set(rect, true);
     }

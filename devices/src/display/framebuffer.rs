@@ -20,9 +20,9 @@ pub(crate) const MAX_CURSOR: u16 = 64;
 /// The picture of the pointer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Cursor {
-    /// Columns, at most 64; 0 for one that can't be seen.
+    /// Columns, at most 64; 0 for an invisible cursor.
     pub width: u16,
-    /// Rows, at most 64; 0 for one that can't be seen.
+    /// Rows, at most 64; 0 for an invisible cursor.
     pub height: u16,
     /// Which of its pixels points.
     pub hotspot: (u16, u16),
@@ -78,7 +78,7 @@ fn range(size: Size, rect: Rect, y: u16) -> std::ops::Range<usize> {
     begin..begin.saturating_add(rect.width.into())
 }
 
-/// What a reader has not read yet.
+/// Changes that a reader has not read yet.
 #[derive(Debug)]
 struct Reading {
     id: u64,
@@ -107,7 +107,7 @@ struct Inner {
     next_id: u64,
 }
 
-/// The picture on the screen. Shared between whoever writes it and whoever reads it.
+/// The picture on the screen. Writers and readers share it.
 #[derive(Debug)]
 pub struct Framebuffer {
     inner: Mutex<Inner>,
@@ -211,7 +211,7 @@ impl Framebuffer {
     }
 }
 
-/// What has changed since a reader read last.
+/// Changes since the last read of a reader.
 #[derive(Debug)]
 pub struct Update {
     /// The parts of the picture that differ, or may differ.
@@ -228,9 +228,9 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// Brings `frame` up to date, which is the one that this reader filled the last time (or any, the first time), and says
-    /// what has changed. Only damaged parts are copied, and of those only what is really different counts as changed, in whole
-    /// tiles.
+    /// Updates `frame` and returns the changes. `frame` must be the frame that this reader filled
+    /// in the last call; any frame in the first call. Only damaged parts are copied. Only parts
+    /// with different pixels count as changed, in whole tiles.
     pub fn read(&mut self, frame: &mut Frame) -> Update {
         let mut inner = self.framebuffer.lock();
         let Inner {
@@ -303,7 +303,7 @@ fn copy(from: &Frame, to: &mut Frame, rect: Rect, damage: &mut Damage) {
             }
             let tiles = source.chunks(TILE.into()).zip(target.chunks_mut(TILE.into()));
             for ((source, target), different) in tiles.zip(&mut different) {
-                // A tile that is known to be different is not compared any more.
+                // A tile with a known difference needs no further comparison.
                 if *different || source != target {
                     target.copy_from_slice(source);
                     *different = true;
@@ -411,7 +411,7 @@ mod tests {
         let update = reader.read(&mut frame);
         assert_eq!(update.damage, Damage::all(size(32, 16)));
         assert_eq!(frame, Frame::black(size(32, 16)));
-        // What lies outside is not written.
+        // Pixels outside the picture are not written.
         paint(&framebuffer, Rect::new(31, 15, u16::MAX, u16::MAX), 9);
         paint(&framebuffer, Rect::new(32, 0, 5, 5), 9);
         assert_eq!(

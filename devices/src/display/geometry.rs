@@ -13,7 +13,7 @@ pub struct Size {
 }
 
 impl Size {
-    /// What a screen has before anybody chose its size.
+    /// Initial size of a screen.
     pub const DEFAULT: Self = Self {
         width: 1024,
         height: 768,

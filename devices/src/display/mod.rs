@@ -5,9 +5,9 @@
 //!  BootScreen, polled by the server ────────▶
 //! ```
 //!
-//! A device writes pixels and says which part of the picture it changed (*damage*). Each reader has a record of its own of
-//! the damage that it has not read yet, in tiles, so a reader that is slow or absent costs a few kilobytes and makes nobody
-//! wait.
+//! A device writes pixels and reports the changed part of the picture (*damage*). Each reader has
+//! its own record of the unread damage, in tiles. A slow or absent reader therefore costs a few
+//! kilobytes and does not delay other readers or the device.
 
 pub(crate) mod boot;
 mod damage;

@@ -5,7 +5,7 @@ use proto::model::keyboard::Level;
 
 use super::code::Key;
 
-/// The key, and what is held with it, that gives a character.
+/// Key and modifiers that produce a character.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stroke {
     /// The key.
@@ -57,7 +57,8 @@ impl Stroke {
         })
     }
 
-    /// The key of an X11 keysym (keysymdef.h), and what is held with it; `None` when the layout does not have it.
+    /// Returns the key of an X11 keysym (keysymdef.h) and its modifiers; `None` if the layout lacks
+    /// the keysym.
     pub fn of_keysym(layout: Layout, keysym: u32) -> Option<Self> {
         if let Some((_, code)) = FUNCTIONS.iter().find(|(found, _)| *found == keysym) {
             return Key::new(*code).map(Self::plain);
@@ -73,7 +74,7 @@ impl Stroke {
             _ => {}
         }
         if let Some((_, character)) = DEAD.iter().find(|(found, _)| *found == keysym) {
-            // What follows comes as an event of its own.
+            // The character that follows arrives as an event of its own.
             return Self::of_character(layout, *character).map(|stroke| Self {
                 dead: false,
                 ..stroke

@@ -1,13 +1,14 @@
-//! Keyboard and pointer: from whoever types (VNC clients, the API) to the device that the guest listens to.
+//! Keyboard and pointer: from the input source (VNC clients, the API) to the device that the guest
+//! listens to.
 //!
 //! ```text
 //!  Source (a client) ─▶ Hub ─▶ the best keyboard whose driver listens: virtio-input, else the i8042's
 //!         ...              └─▶ the tablet
 //! ```
 //!
-//! A source knows keys by their place (scancodes) or by what they mean (keysyms). Keysyms are turned into keys by the
-//! [`Layout`] that the guest is set to. Each source releases what it holds when it is dropped; a key that several sources
-//! hold is released by the last one.
+//! A source identifies keys by their place (scancodes) or by their meaning (keysyms). The guest's
+//! configured [`Layout`] maps keysyms to keys. A dropped source releases the keys that it holds; if
+//! several sources hold a key, the last one releases it.
 
 mod code;
 mod layout;
@@ -35,7 +36,7 @@ pub trait Keyboard: Send + Sync {
     fn is_listening(&self) -> bool;
     /// A key went down, or up.
     fn key(&self, key: Key, down: bool);
-    /// Whether the guest has not taken all that the keyboard was told.
+    /// Returns whether the guest has not yet taken all events of the keyboard.
     fn is_waiting(&self) -> bool;
     /// The client repeats a key that is down. Guests are not to repeat by themselves: a release that is late, by a slow line or in a busy
     /// node, would be a key that was held.
@@ -75,7 +76,7 @@ struct Inner {
     keyboards: Vec<Arc<dyn Keyboard>>,
     tablet: Option<Arc<dyn Tablet>>,
     layout: Layout,
-    /// For each key that is down how many sources hold it, and which keyboard was told.
+    /// For each pressed key: the number of sources that hold it, and the keyboard that received it.
     held: BTreeMap<Key, (usize, usize)>,
     leds: u8,
     watcher: Option<Arc<EventFd>>,
@@ -101,7 +102,7 @@ impl Hub {
         }
     }
 
-    /// One more keyboard; those that are added after it are preferred.
+    /// Adds a keyboard; keyboards added later take precedence.
     pub fn add_keyboard(&self, keyboard: Arc<dyn Keyboard>) {
         self.lock().keyboards.push(keyboard);
     }
@@ -137,7 +138,8 @@ impl Hub {
         self.lock().watcher = Some(watcher);
     }
 
-    /// Whether the guest has not taken all keys yet that the keyboard was told which its driver listens to.
+    /// Returns whether the keyboard with a listening driver holds keys that the guest has not taken
+    /// yet.
     pub fn keys_wait(&self) -> bool {
         let inner = self.lock();
         let best = inner

@@ -1,4 +1,4 @@
-//! Somebody who types and points.
+//! A source of keyboard and pointer input.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ struct Held {
     keysym: Option<u32>,
 }
 
-/// Types and points for one client. What it holds is released when it is dropped.
+/// Types and points for one client. Dropping it releases its pressed keys and buttons.
 pub struct Source {
     hub: Arc<Hub>,
     held: Vec<Held>,
@@ -57,8 +57,9 @@ impl Source {
         }
     }
 
-    /// A key by its X11 keysym. Modifiers that the character needs and that are not held are pressed around it; those that
-    /// it must not have are let go of meanwhile. Keysyms that the layout does not have are ignored.
+    /// Handles a key by its X11 keysym. Missing modifiers of the character are pressed around the
+    /// key; modifiers that it excludes are released meanwhile. Keysyms missing in the layout are
+    /// ignored.
     pub fn keysym(&mut self, keysym: u32, down: bool) {
         if !down {
             // It may have been pressed when another modifier was held, and so by the other case.

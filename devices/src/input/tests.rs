@@ -1,6 +1,6 @@
 use super::*;
 
-/// A keyboard and tablet that notes what it is told.
+/// Keyboard and tablet that record their events.
 #[derive(Default)]
 struct Notes {
     deaf: std::sync::atomic::AtomicBool,
@@ -84,7 +84,7 @@ fn keys_go_to_the_last_keyboard_that_is_listened_to_and_their_release_to_the_sam
 fn modifiers_are_made_to_fit_the_character() {
     let (hub, notes) = hub(Layout::Us);
     let mut source = Hub::source(&hub);
-    // A client that says what it means without the modifier.
+    // A client that sends the character without the modifier.
     source.keysym('A'.into(), true);
     assert_eq!(notes.take(), [(SHIFT, true), (30, true), (SHIFT, false)]);
     source.keysym('A'.into(), false);

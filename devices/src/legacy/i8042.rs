@@ -1,8 +1,9 @@
 //! The keyboard controller: it resets the machine, and a keyboard may be plugged in.
 //!
-//! A driver that probes it gets an answer to each command at once: the controller and the interfaces of both ports are well.
-//! A machine with a screen has a keyboard; there is never a mouse. Without a keyboard ACPI says that there is no controller, so kernels
-//! that believe ACPI do not look for one. The keyboard's interrupt comes for what the keyboard sends, not for what the controller answers.
+//! A probing driver gets an answer to each command at once: the controller and the interfaces of
+//! both ports pass their tests. A machine with a screen has a keyboard; there is never a mouse.
+//! Without a keyboard ACPI reports no controller, so kernels that rely on ACPI do not look for one.
+//! The keyboard's interrupt signals bytes of the keyboard, not answers of the controller.
 
 use std::{
     collections::VecDeque,
@@ -34,7 +35,7 @@ const STATUS_AUX: u8 = 1 << 5;
 const CONFIG_INTERRUPT: u8 = 1 << 0;
 /// Configuration byte: the keyboard's clock is off, so it can't send.
 const CONFIG_CLOCK_OFF: u8 = 1 << 4;
-/// Configuration byte: what the keyboard sends is translated to scan code set 1.
+/// Configuration byte: bytes of the keyboard are translated to scan code set 1.
 const CONFIG_TRANSLATE: u8 = 1 << 6;
 /// Configuration byte: system flag; both devices' clocks off.
 const CONFIG_DEFAULT: u8 = 1 << 2 | CONFIG_CLOCK_OFF | 1 << 5;
@@ -78,7 +79,7 @@ struct Plugged {
     irq: Arc<dyn IrqLine>,
     /// The driver was interrupted for the byte that waits.
     told: bool,
-    /// Nobody holds what the saved keyboard said was down.
+    /// The keyboard was restored, and no source holds its pressed keys.
     restored: bool,
 }
 
@@ -132,7 +133,7 @@ impl I8042 {
 
     pub(super) fn restore(&mut self, saved: &message::I8042) -> Result<(), StateError> {
         check(saved.answers.len() <= MAX_ANSWERS, "i8042.answers", "too many")?;
-        // Version 1 has none: no answer came from the auxiliary port.
+        // Empty in version 1: no answer came from the auxiliary port.
         check(
             saved.aux_answers.is_empty() || saved.aux_answers.len() == saved.answers.len(),
             "i8042.aux_answers",
@@ -163,8 +164,9 @@ impl I8042 {
         };
         let plugged = self.plugged.take();
         *self = restored;
-        // A state from before there were keyboards has none: it is as after power-on then. The saved machine's interrupt is pending or
-        // handled; one too many does no harm.
+        // A state from a version without keyboards has no keyboard: the keyboard is as after
+        // power-on then. The saved machine's interrupt is pending or handled; a spurious one does
+        // no harm.
         self.plugged = plugged.map(|plugged| Plugged {
             keyboard: keyboard.unwrap_or_default(),
             restored: true,
@@ -179,7 +181,7 @@ impl I8042 {
         self.plugged.as_mut().filter(|_| !clock_off)
     }
 
-    /// Tells the driver of a byte of the keyboard.
+    /// Interrupts the driver for a byte of the keyboard.
     fn interrupt(&mut self) {
         if !self.answers.is_empty() || self.config & CONFIG_INTERRUPT == 0 {
             return;
@@ -205,7 +207,7 @@ impl I8042 {
         byte.unwrap_or(0)
     }
 
-    /// Whether a driver takes what the keyboard sends.
+    /// Returns whether a driver reads the keyboard's bytes.
     fn is_listening(&self) -> bool {
         self.config & (CONFIG_INTERRUPT | CONFIG_CLOCK_OFF) == CONFIG_INTERRUPT
             && self
@@ -283,7 +285,7 @@ impl I8042 {
             }
             Some(WRITE_KEYBOARD_OUTPUT) => self.put(byte, false),
             Some(WRITE_AUX_OUTPUT) => self.put(byte, true),
-            // What is for a mouse goes nowhere.
+            // Bytes for a mouse are dropped.
             Some(_) => {}
             None => {
                 if let Some(plugged) = &mut self.plugged {
@@ -353,7 +355,7 @@ fn takes_data(command: u8) -> bool {
 /// The controller at its data port.
 pub struct DataPort {
     controller: Arc<Mutex<I8042>>,
-    /// Is told of the keyboard's lights.
+    /// Receives the state of the keyboard's lights.
     hub: Arc<OnceLock<Arc<Hub>>>,
 }
 
@@ -550,7 +552,7 @@ mod tests {
         assert_eq!(read(&mut data), 0x9c);
         assert_eq!((irq.take(), read(&mut command) & 1), (0, 0));
 
-        // While the clock is off the byte waits, and the driver is told when it is on again.
+        // While the clock is off the byte waits; the driver is notified when the clock is on again.
         assert_eq!(command.write(0, &[DISABLE_KEYBOARD]), Effect::None);
         source.key(Key::ESC, true);
         assert_eq!((irq.take(), read(&mut command) & 1), (0, 0));
@@ -603,7 +605,7 @@ mod tests {
         assert_eq!(read(&mut data), 0x2a);
         saved.pause(Instant::now()).unwrap();
         let section = saved.save().unwrap();
-        // The machine that was saved goes on, and its key is held.
+        // The saved machine continues, and its key stays pressed.
         saved.resume().unwrap();
         assert_eq!(read(&mut command) & 1, 0);
 
@@ -684,7 +686,7 @@ mod tests {
         prop::collection::vec((any::<bool>(), prop::option::of(write)), 0..40)
     }
 
-    /// What each access read, or had as its effect.
+    /// Returns the value or effect of each access.
     fn run(ports: &mut (DataPort, CommandPort), accesses: &[Access]) -> Vec<(u8, Effect)> {
         let access = |(is_command, value): &Access| {
             let port: &mut dyn BusDevice = if *is_command { &mut ports.1 } else { &mut ports.0 };

@@ -1,7 +1,8 @@
-//! The keyboard behind the controller: an AT keyboard with scan code set 2 (IBM PS/2 Hardware Interface Technical Reference,
-//! "Keyboards (101- and 102-Key)"), for guests that have no driver for a better one.
+//! The keyboard behind the controller: an AT keyboard with scan code set 2 (IBM PS/2 Hardware
+//! Interface Technical Reference, "Keyboards (101- and 102-Key)"), for guests without a driver for
+//! a better one.
 //!
-//! It repeats a key that is held when the client that holds it does, and not by itself.
+//! A pressed key repeats only when the client repeats it, not on its own.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -33,7 +34,7 @@ const RESET: u8 = 0xff;
 /// The only scan code set that it has.
 const SET: u8 = 2;
 
-/// What the controller makes of each byte of set 2 when it translates: set 1 (the 8042's own table).
+/// The controller's translation of each byte of set 2 to set 1 (the 8042's own table).
 const TRANSLATED: [u8; 0x85] = [
     0xff, 0x43, 0x41, 0x3f, 0x3d, 0x3b, 0x3c, 0x58, 0x64, 0x44, 0x42, 0x40, 0x3e, 0x0f, 0x29, 0x59, //
     0x65, 0x38, 0x2a, 0x70, 0x1d, 0x10, 0x02, 0x5a, 0x66, 0x71, 0x2c, 0x1f, 0x1e, 0x11, 0x03, 0x5b, //
@@ -104,7 +105,7 @@ impl AtKeyboard {
         }
     }
 
-    /// Releases all keys that are down: whoever held them is not there any more.
+    /// Releases all pressed keys, because their holder is gone.
     pub fn release_all(&mut self) {
         for key in self.down.clone() {
             self.key(key, false);
@@ -177,7 +178,8 @@ impl AtKeyboard {
         self.answer(&[ACK]);
     }
 
-    /// Keys that wait are lost, as the commands that change the state of the keyboard say; those that are down are not released.
+    /// Drops waiting keys, as documented for the commands that change the keyboard's state; pressed
+    /// keys are not released.
     fn forget(&mut self) {
         self.queue.clear();
         self.down.clear();
@@ -333,7 +335,7 @@ mod tests {
         assert_eq!(ask(&[SCAN_CODE_SET, 3]), [ACK, RESEND]);
         assert_eq!(ask(&[ECHO]), [ECHO]);
         assert_eq!(ask(&[0x77]), [RESEND]);
-        // A command in the place of an argument is a command; this one makes it forget what waits.
+        // A command instead of an argument is handled as a command; this one drops waiting keys.
         assert_eq!(ask(&[SET_LEDS, ENABLE]), [ACK]);
         assert_eq!((keyboard.leds(), keyboard.is_scanning()), (0b100, true));
     }

@@ -1,19 +1,21 @@
-//! The small fixed devices of platform v1: real-time clock, keyboard controller, pvpanic, and what ACPI needs.
+//! The small fixed devices of platform v1: real-time clock, keyboard controller, pvpanic, and the
+//! ACPI registers.
 //!
-//! | I/O ports | device | what the guest is told in ACPI |
+//! | I/O ports | device | announcement in ACPI |
 //! |---|---|---|
 //! | 0x60, 0x64 | [`i8042`] | FADT: no 8042; with a keyboard, DSDT: PNP0303 |
-//! | 0x70, 0x71 | [`rtc`] | DSDT: PNP0B00; FADT: where the century is |
+//! | 0x70, 0x71 | [`rtc`] | DSDT: PNP0B00; FADT: index of the century |
 //! | 0x505 | [`pvpanic`] | DSDT: QEMU0001 |
 //! | 0x600 | [`pm::PowerRegister`] | FADT: reset register (value 1), sleep control and status register |
 //! | 0x604 | [`pm::PowerButton`] | DSDT: the generic event device GED0 |
-//! | 0x608 | [`pm::PmTimer`] | nothing: for EDK2, which knows it by its address |
+//! | 0x608 | [`pm::PmTimer`] | none: for EDK2, which has the address built in |
 //!
-//! The ACPI is hardware-reduced (ACPI 6.5, 4.1), so there are no PM1 event and control blocks and no SCI. The power
-//! button ([`pm::PowerButton`]) has an interrupt and a status register of its own, which a generic event device (5.6.9) turns into
-//! a notification of the PNP0C0C device.
+//! The ACPI is hardware-reduced (ACPI 6.5, 4.1), so there are no PM1 event and control blocks and
+//! no SCI. The power button ([`pm::PowerButton`]) has its own interrupt and status register. A
+//! generic event device (5.6.9) turns the interrupt into a notification of the PNP0C0C device.
 //!
-//! Port 0x80 (POST codes, which some kernels write for a delay) is nobody's: the bus drops what is written there.
+//! Port 0x80 (POST codes, which some kernels write for a delay) belongs to no device: the bus drops
+//! writes to it.
 
 pub mod i8042;
 mod keyboard;
@@ -68,7 +70,7 @@ impl LegacyDevices {
         }
     }
 
-    /// The power button, for whoever presses it.
+    /// The power button, for the requester of a shutdown.
     pub fn power_button(&self) -> Arc<pm::PowerButton> {
         Arc::clone(&self.button)
     }
@@ -139,7 +141,7 @@ impl Component for LegacyDevices {
         }
         lock(&self.rtc).restore(required("rtc", saved.rtc.as_ref())?)?;
         lock(&self.timer).restore(required("pm_timer", saved.pm_timer.as_ref())?);
-        // Version 1 has none: its button was an edge that left nothing behind.
+        // Missing in version 1: its button was an edge without state.
         self.button.restore(saved.power_button.unwrap_or_default());
         Ok(())
     }
@@ -157,7 +159,7 @@ mod tests {
     use super::*;
     use crate::bus::Effect;
 
-    /// An interrupt line that nobody listens to.
+    /// An interrupt line without a listener.
     #[derive(Default)]
     pub(super) struct Line(AtomicBool);
 

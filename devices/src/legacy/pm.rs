@@ -15,10 +15,10 @@ use crate::{
 /// Port of the [`PowerRegister`], as on EDK2's CloudHv platform.
 pub const POWER_PORT: u64 = 0x600;
 
-/// What is written to the [`PowerRegister`] to reset the machine: RESET_VALUE of the FADT.
+/// Value that resets the machine when written to the [`PowerRegister`]: RESET_VALUE of the FADT.
 pub const RESET_VALUE: u8 = 1;
 
-/// SLP_TYPx for S5, soft off: what the `_S5` package holds.
+/// SLP_TYPx for S5, soft off: the value in the `_S5` package.
 pub const SLEEP_TYPE_S5: u8 = 5;
 
 /// The sleep control register's SLP_TYPx, bits 2 to 4, and SLP_EN, bit 5 (ACPI 6.5, 4.8.3.7).
@@ -26,8 +26,9 @@ const SLEEP_TYPE_SHIFT: u32 = 2;
 const SLEEP_TYPE_MASK: u8 = 0b111;
 const SLEEP_ENABLE: u8 = 1 << 5;
 
-/// Sleep control, sleep status and reset register in one byte. What a guest writes to a sleep status register (only
-/// WAK_STS, bit 7) means nothing in the others. It reads as zero: the machine never wakes from a sleep.
+/// Sleep control, sleep status and reset register in one byte. Valid writes to a sleep status
+/// register (only WAK_STS, bit 7) have no effect in the others. The register reads as zero: the
+/// machine never wakes from a sleep.
 #[derive(Debug, Default)]
 pub struct PowerRegister;
 
@@ -75,7 +76,7 @@ impl PmTimer {
         self.since = None;
     }
 
-    /// Lets it go on.
+    /// Lets the timer run again.
     pub fn resume(&mut self) {
         self.since.get_or_insert_with(Instant::now);
     }
@@ -136,11 +137,12 @@ pub const BUTTON_PORT: u64 = 0x604;
 /// registers of a machine that is not hardware-reduced (ACPI 6.5, 4.8.3.1.1).
 pub const BUTTON_PRESSED: u8 = 1;
 
-/// The power button: a press sets a bit in the status register, and the interrupt line is high while the bit is set. A press while
-/// the guest has the interrupt masked, or no driver yet, is seen when it unmasks the interrupt.
+/// The power button. A press sets a bit in the status register, and the interrupt line is high
+/// while the bit is set. If the guest has masked the interrupt or has no driver yet, it receives
+/// the press when it unmasks the interrupt.
 ///
-/// A press that no guest has cleared outlives a reset of the machine: whoever wants a guest to power off may do so while it
-/// reboots.
+/// A press that no guest has cleared survives a reset of the machine: a shutdown may be requested
+/// during a reboot.
 pub struct PowerButton {
     pressed: Mutex<bool>,
     line: Arc<dyn LevelLine>,
@@ -165,7 +167,8 @@ impl PowerButton {
         self.set(true);
     }
 
-    /// Sets the interrupt line anew: interrupt controllers that were reset have forgotten the level of their inputs.
+    /// Sets the interrupt line again: interrupt controllers lose the level of their inputs in a
+    /// reset.
     pub fn refresh(&self) {
         self.line.set(*self.pressed());
     }
@@ -224,7 +227,7 @@ mod tests {
             };
             assert_eq!(PowerRegister.write(0, &[value]), expected, "{value:#x}");
         }
-        // What Linux writes to the status register before it sleeps, and what it polls there.
+        // Linux's write to the status register before a sleep, and its poll there.
         assert_eq!(PowerRegister.write(0, &[0x80]), Effect::None);
         let mut data = [0xff];
         PowerRegister.read(0, &mut data);

@@ -1,7 +1,8 @@
 //! The CMOS real-time clock (Motorola MC146818), without its interrupts.
 //!
-//! It shows the host's time in UTC and can't be set: what a guest writes to the time registers is dropped. Control
-//! registers, the alarm and the memory are stored. Its interrupt is not connected: a guest is not to be told one.
+//! It shows the host's time in UTC and cannot be set: writes to the time registers are dropped.
+//! Control registers, the alarm and the memory are stored. Its interrupt is not connected, so no
+//! interrupt may be announced to the guest.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -15,7 +16,7 @@ pub const PORT: u64 = 0x70;
 /// Number of ports.
 pub const LENGTH: u64 = 2;
 
-/// Bytes behind the index register. Its bit 7 turns NMIs off, which nobody needs here.
+/// Bytes behind the index register. Its bit 7 turns NMIs off, which has no use here.
 const SIZE: usize = 128;
 
 const SECONDS: u8 = 0x00;
@@ -29,7 +30,7 @@ const REGISTER_A: u8 = 0x0a;
 const REGISTER_B: u8 = 0x0b;
 const REGISTER_C: u8 = 0x0c;
 const REGISTER_D: u8 = 0x0d;
-/// Index of the register that holds the century, which the FADT tells (ACPI 6.5, 5.2.9: CENTURY).
+/// Index of the century register, announced by the FADT (ACPI 6.5, 5.2.9: CENTURY).
 pub const CENTURY: u8 = 0x32;
 
 /// Register A: update in progress; and the divider of a 32,768 Hz clock with a periodic rate of 1,024 Hz.

@@ -1,4 +1,4 @@
-//! What network devices are attached to.
+//! Backends of network devices.
 
 pub mod tap;
 pub mod vhost;
@@ -31,11 +31,11 @@ bitflags::bitflags! {
     }
 }
 
-/// One queue of a network interface's host side. It sends and receives Ethernet frames, each behind a `virtio_net_hdr` of
-/// 12 bytes (virtio 1.3, 5.1.6), without ever waiting: what can't be done now fails with `WouldBlock`, and the descriptor is
-/// ready when it can.
+/// One queue of a network interface's host side. It sends and receives Ethernet frames, each behind
+/// a `virtio_net_hdr` of 12 bytes (virtio 1.3, 5.1.6), and never waits: an operation that would
+/// wait fails with `WouldBlock`, and the descriptor becomes ready when the operation is possible.
 pub trait NetBackend: Send + Sync + AsFd {
-    /// What may be handed over unfinished, in both directions.
+    /// Supported offloads, in both directions.
     fn capabilities(&self) -> Offloads;
     /// Receives one packet into `buffers`; gives its length with the header.
     fn receive(&self, buffers: &Iovecs) -> io::Result<usize>;
@@ -46,15 +46,16 @@ pub trait NetBackend: Send + Sync + AsFd {
     /// Sets what may be received unfinished from now on, for all queues of the interface: a part of
     /// [`capabilities`](Self::capabilities).
     fn set_offloads(&self, offloads: Offloads) -> io::Result<()>;
-    /// Whether the host hands packets to this queue. Each queue is attached at first. The descriptor of a queue that was
-    /// attached again has to be watched anew. Only for an interface with several queues.
+    /// Sets whether the host hands packets to this queue. Each queue is attached initially. After a
+    /// queue was attached again, its descriptor must be watched again. Only for an interface with
+    /// several queues.
     fn set_attached(&self, attached: bool) -> io::Result<()>;
 }
 
-/// Serves a pair of queues in the place of the device's worker: the kernel.
+/// Serves a pair of queues instead of the device's worker: the kernel.
 pub trait PairServer: Send {
-    /// Begins to serve the receive and the transmit queue (in this order) with packets of `tap`; `features` are those that the
-    /// driver accepted. After an error it serves nothing.
+    /// Starts serving the receive and the transmit queue (in this order) with packets of `tap`;
+    /// `features` are the features accepted by the driver. After an error no queue is served.
     fn start(
         &mut self,
         memory: &GuestMemory,
@@ -64,7 +65,8 @@ pub trait PairServer: Send {
     ) -> io::Result<()>;
     /// Interrupts for one of the rings go there from now on.
     fn set_call(&mut self, ring: u32, call: &EventFd) -> io::Result<()>;
-    /// Ends what is under way and serves no longer. Gives the available entry of each ring that would have been taken next.
+    /// Finishes the work under way and stops serving. Returns the index of the next available entry
+    /// of each ring.
     fn stop(&mut self) -> io::Result<[u16; 2]>;
 }
 

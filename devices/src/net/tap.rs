@@ -20,13 +20,13 @@ pub struct Tap {
     capabilities: Offloads,
 }
 
-/// Why a descriptor can't be used as a tap. The caller names the network interface.
+/// Reason why a descriptor is not usable as a tap. The caller names the network interface.
 #[derive(Debug, thiserror::Error)]
 pub enum TapError {
     /// It is something else.
     #[error("not a tap device")]
     NotATap(#[source] io::Error),
-    /// It is a tun, or was attached without what is needed.
+    /// The descriptor is a tun, or was attached without the required flags.
     #[error("not attached with IFF_TAP, IFF_NO_PI and IFF_VNET_HDR")]
     Flags,
     /// The host refused something.

@@ -18,7 +18,7 @@ use crate::{
     sys::vhost::{self, RingEvent},
 };
 
-/// Features that concern who serves the rings. The others are the tap's and the device's.
+/// Features that concern the server of the rings. The others belong to the tap and the device.
 const OF_RINGS: u64 = 1 << VIRTIO_F_VERSION_1
     | 1 << VIRTIO_NET_F_MRG_RXBUF
     | 1 << VIRTIO_RING_F_EVENT_IDX
@@ -28,7 +28,8 @@ const OF_RINGS: u64 = 1 << VIRTIO_F_VERSION_1
 #[derive(Debug)]
 pub struct VhostNet {
     fd: OwnedFd,
-    /// What the kernel goes by while it serves; after `fd`, which is closed first.
+    /// Memory that the kernel uses while it serves. Declared after `fd`, so that `fd` is closed
+    /// first.
     memory: Option<GuestMemory>,
 }
 
@@ -90,7 +91,7 @@ impl PairServer for VhostNet {
         self.memory = Some(memory.clone());
         let started = self.try_start(memory, features, rings, tap);
         if started.is_err() {
-            // What fails here has no backend.
+            // A failure here means that the rings have no backend.
             let _silent = self.silence();
         }
         started

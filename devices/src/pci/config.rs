@@ -5,8 +5,9 @@
 
 use crate::state::{StateError, message};
 
-/// Bytes of the space: that of a conventional function. Of PCI Express' 4 KiB the rest reads as all ones, as on a
-/// conventional bus (PCI Express 5.0, 7.2.2), which tells a kernel not to look for extended capabilities there.
+/// Bytes of the space: that of a conventional function. The rest of PCI Express' 4 KiB reads as all
+/// ones, as on a conventional bus (PCI Express 5.0, 7.2.2), so kernels do not look for extended
+/// capabilities there.
 pub const CONFIG_SIZE: usize = 256;
 /// Number of BAR registers.
 pub const BARS: usize = 6;
@@ -21,8 +22,8 @@ const FIRST_CAPABILITY: usize = 0x40;
 const COMMAND_MEMORY: u16 = 1 << 1;
 /// Command: the function may read and write memory, and send interrupts by that.
 const COMMAND_MASTER: u16 = 1 << 2;
-/// Command: what a guest may write. There are no I/O BARs, so I/O decoding can't be turned on. Memory, bus master,
-/// parity error response, SERR, INTx disable.
+/// Command: bits that a guest may write. There are no I/O BARs, so I/O decoding cannot be turned
+/// on. Memory, bus master, parity error response, SERR, INTx disable.
 const COMMAND_WRITABLE: u16 = COMMAND_MEMORY | COMMAND_MASTER | 1 << 6 | 1 << 8 | 1 << 10;
 /// Status: there is a list of capabilities.
 const STATUS_CAPABILITIES: u8 = 1 << 4;
@@ -31,7 +32,7 @@ const BAR_64: u8 = 0b100;
 /// Smallest memory BAR.
 const MIN_BAR: u64 = 16;
 
-/// What identifies a function.
+/// Identification of a function.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Header {
     /// Vendor ID.
@@ -183,7 +184,7 @@ impl ConfigSpace {
         Ok(offset)
     }
 
-    /// Reads; what lies beyond the end is all ones.
+    /// Reads bytes; bytes beyond the end are all ones.
     pub fn read(&self, offset: usize, data: &mut [u8]) {
         let bytes = self.bytes.get(offset..).unwrap_or_default();
         for (at, byte) in data.iter_mut().enumerate() {
@@ -213,7 +214,7 @@ impl ConfigSpace {
         u32::from_le_bytes(bytes)
     }
 
-    /// Sets bytes regardless of what the guest may write; the state after power-on stays.
+    /// Sets bytes regardless of the guest's write mask; the state after power-on is unchanged.
     pub fn overwrite(&mut self, offset: usize, data: &[u8]) {
         for (byte, new) in self.bytes.iter_mut().skip(offset).zip(data) {
             *byte = *new;
@@ -228,7 +229,8 @@ impl ConfigSpace {
             .filter_map(|(index, bar)| bar.map(|bar| (index, bar.kind, bar.size)))
     }
 
-    /// Has memory BARs decode from power-on, as firmware leaves what a guest uses before it has a driver for it.
+    /// Lets memory BARs decode from power-on, as firmware does for devices that the guest uses
+    /// without a driver.
     pub fn decode_memory(&mut self) {
         let command = self.read_u16(COMMAND) | COMMAND_MEMORY;
         self.set(COMMAND, &command.to_le_bytes());
@@ -282,7 +284,8 @@ impl ConfigSpace {
         }
     }
 
-    /// Takes over a saved state. The bits that a guest can't write have to be the same: they are what the function is.
+    /// Restores a saved state. The bits that are read-only for the guest must be equal: they define
+    /// the function.
     pub fn restore(&mut self, saved: &message::PciConfig) -> Result<(), StateError> {
         let bytes: [u8; CONFIG_SIZE] = saved
             .bytes

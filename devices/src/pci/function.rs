@@ -1,11 +1,11 @@
-//! What the root bus asks of a function.
+//! Interface between the root bus and a function.
 
 use std::sync::{Arc, Mutex};
 
 use super::config::ConfigSpace;
 use crate::bus::Effect;
 
-/// A PCI function. The root bus finds out by itself when a write to its configuration moves a BAR.
+/// A PCI function. The root bus detects on its own when a write to the configuration moves a BAR.
 pub trait PciFunction: Send {
     /// Its configuration space.
     fn config(&self) -> &ConfigSpace;
@@ -22,8 +22,8 @@ pub trait PciFunction: Send {
     /// The BAR is on the bus at `address` now, or not any more. Addresses that are listened for (notifications)
     /// move with it.
     fn bar_moved(&mut self, bar: usize, address: Option<u64>);
-    /// To the state after power-on. What the BARs' addresses mean for the bus comes by
-    /// [`bar_moved`](Self::bar_moved) later.
+    /// Resets to the state after power-on. [`bar_moved`](Self::bar_moved) reports the resulting
+    /// changes of the BARs on the bus later.
     fn reset(&mut self);
 }
 

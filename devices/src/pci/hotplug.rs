@@ -1,20 +1,24 @@
-//! ACPI PCI hot-plug: the registers that the DSDT's methods use, and what the host asks through them.
+//! ACPI PCI hot-plug: the registers that the DSDT's methods use, and the host's requests through
+//! them.
 //!
 //! Each bus has three registers, those of bus *b* at 12 *b*:
 //!
 //! | offset | register | read | write |
 //! |---|---|---|---|
 //! | 0 | CHECK | slots to look at: a function came; cleared by the read | nothing |
-//! | 4 | ASKED | slots that the guest is asked to give back, or that are empty by force; cleared by the read | nothing |
+//! | 4 | ASKED | slots that the guest should give back, or that are empty by force; cleared by the read | nothing |
 //! | 8 | EJECT | zero | slots that the guest gives back |
 //!
-//! and one more register is behind those of the last bus, at 36: PRESENT, the buses whose host bridges the guest finds, bit *n* for
-//! bus *n*; writes do nothing. Bus 0 is always there. Each other one comes with the first function on it and stays until the
-//! machine is reset, so that a guest does not look at 32 device numbers of each bus that nobody uses.
+//! One more register follows those of the last bus, at 36: PRESENT, the buses whose host bridges
+//! the guest finds, bit *n* for bus *n*; writes have no effect. Bus 0 is always present. Each other
+//! bus appears with its first function and stays until a reset of the machine, so that a guest does
+//! not probe 32 device numbers of each unused bus.
 //!
-//! Bit *n* of the others is device *n* of the bus. Device 0 of a bus is no slot; its bit in CHECK says that the bus came. Registers are read and written whole (32 bits); all else reads as ones and does
-//! nothing. The interrupt is a level: high while CHECK or ASKED holds anything, so that nothing is lost on a guest that
-//! is still booting. What is read is forgotten here, but not that a slot was *requested*:
+//! Bit *n* of the other registers is device *n* of the bus. Device 0 of a bus is no slot; its bit
+//! in CHECK reports a new bus. Registers are read and written whole (32 bits); other accesses read
+//! as ones and have no effect. The interrupt is a level: high while CHECK or ASKED is not empty, so
+//! that a guest that is still booting loses no event. A read clears CHECK or ASKED here, but not
+//! the record that a slot was *requested*:
 //!
 //! ```text
 //!            ask                  EJECT written              taken off the bus
@@ -24,8 +28,9 @@
 //!    └──────────────────────────────── plugged ───────────────────────────────────┘
 //! ```
 //!
-//! A guest can eject only what it was asked for, so no value that it writes reaches another slot. The host keeps
-//! the state's lock while it takes a function off the bus: a slot that is in use again is never ejected by an older write.
+//! A guest can eject only requested slots, so no value that it writes affects another slot. The
+//! host holds the state's lock while it takes a function off the bus: an older write never ejects a
+//! slot that is in use again.
 
 mod state;
 
@@ -57,7 +62,7 @@ const EJECT: u64 = 8;
 /// Sets of slots: bit *n* is slot *n*, so that each bus has a word of 32 bits.
 type Set = u128;
 
-/// All buses, and those that are not there before they have a function: a bit for each.
+/// Bit masks of all buses, and of the buses that are absent until they have a function.
 const ALL_BUSES: u32 = (1 << BUSES) - 1;
 const FURTHER_BUSES: u32 = ALL_BUSES & !1;
 
@@ -84,7 +89,7 @@ impl Default for State {
 }
 
 impl State {
-    /// The buses of a set of slots are there; gives the bits of the slots 0 of those that were not.
+    /// Marks the buses of a set of slots as present; returns the slot 0 bits of the new ones.
     fn bring(&mut self, slots: Set) -> Set {
         let mut came = 0;
         for bus in (0_u32..).take(BUSES).filter(|bus| word(slots, *bus) != 0) {
@@ -115,7 +120,7 @@ pub struct HotPlug {
     line: Arc<dyn LevelLine>,
 }
 
-/// A slot's bit; what is no slot, such as the host bridge's place, has none.
+/// Returns a slot's bit; 0 for numbers that are no slot, such as the host bridge's.
 fn bit(slot: u8) -> Set {
     if is_slot(slot.into()) {
         1_u128.checked_shl(slot.into()).unwrap_or(0)
@@ -148,7 +153,7 @@ fn register(offset: u64) -> Option<(u32, u64)> {
 }
 
 impl HotPlug {
-    /// With nothing to tell; interrupts the guest through `line`.
+    /// Creates registers without pending events; interrupts the guest through `line`.
     pub fn new(line: Arc<dyn LevelLine>) -> Arc<Self> {
         const { assert!(DEVICES == 32 && SLOTS <= 128) };
         Arc::new(Self {
@@ -171,7 +176,7 @@ impl HotPlug {
         });
     }
 
-    /// There is a function in the slot: tells the guest, also of the bus when it is the first there.
+    /// Reports a function in the slot to the guest, and the bus if the function is the first there.
     pub fn plugged(&self, slot: u8) {
         self.change(|state| {
             state.forget(bit(slot));
@@ -188,8 +193,9 @@ impl HotPlug {
         });
     }
 
-    /// Takes the slot's function off the bus (with `take`), whatever the guest does, and asks the guest for it, so that it
-    /// cleans up: at a check, Linux only looks for what is new. What it ejects then is nothing.
+    /// Takes the slot's function off the bus (with `take`) regardless of the guest, and asks the
+    /// guest for the slot so that the guest cleans up: at a check, Linux only looks for new
+    /// functions. An eject of the slot then has no effect.
     pub fn withdraw(&self, slot: u8, take: impl FnOnce()) {
         self.change(|state| {
             state.forget(bit(slot));
@@ -198,8 +204,9 @@ impl HotPlug {
         });
     }
 
-    /// Takes the functions off the bus (with `take`) that the guest ejected: after [`Effect::Eject`], before the vCPU
-    /// goes on. Any number of vCPUs may come here; each slot is taken once.
+    /// Takes the functions ejected by the guest off the bus (with `take`). Call it after
+    /// [`Effect::Eject`], before the vCPU continues. Any number of vCPUs may call it at once; each
+    /// slot is taken once.
     pub fn eject(&self, mut take: impl FnMut(u8)) {
         self.change(|state| {
             for slot in slots(state.ejecting) {
@@ -214,8 +221,8 @@ impl HotPlug {
         self.state().requested & bit(slot) != 0
     }
 
-    /// To the state after power-on: the guest finds out by itself what there is. Gives the slots that the old guest
-    /// was asked for and still had; nothing is asked any more.
+    /// Resets to the state after power-on: the guest discovers the functions on its own. Returns
+    /// the slots that the old guest was asked for and still had, and cancels those requests.
     pub fn reset(&self) -> Vec<u8> {
         let mut requested = 0;
         self.change(|state| {

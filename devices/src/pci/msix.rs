@@ -94,7 +94,7 @@ impl MsixVectors {
 struct Entry {
     message: MsiMessage,
     control: u32,
-    /// What the vector is connected to.
+    /// Message that the vector is connected to.
     connected: Option<MsiMessage>,
 }
 
@@ -138,7 +138,7 @@ impl Msix {
         })
     }
 
-    /// What workers raise interrupts through.
+    /// The vectors through which workers raise interrupts.
     pub fn vectors(&self) -> &Arc<MsixVectors> {
         &self.shared
     }
@@ -167,7 +167,7 @@ impl Msix {
     pub fn write_message_control(&mut self, value: u16) {
         let new = value & (CONTROL_ENABLE | CONTROL_FUNCTION_MASK);
         if new & !self.control & CONTROL_ENABLE != 0 {
-            // What was raised before MSI-X was there is not for its vectors.
+            // Interrupts raised before MSI-X was enabled are not meant for its vectors.
             for vector in &self.shared.vectors {
                 vector.pending.store(false, Ordering::SeqCst);
             }
@@ -277,8 +277,9 @@ impl Msix {
         }
     }
 
-    /// Takes over a saved state, with message control as the restored configuration space has it. The function is no bus
-    /// master yet, so no message is sent: [`set_bus_master`](Self::set_bus_master) sends what is pending.
+    /// Restores a saved state; `message_control` is the value in the restored configuration space.
+    /// The function is no bus master yet, so no message is sent:
+    /// [`set_bus_master`](Self::set_bus_master) sends the pending ones.
     pub fn restore(&mut self, saved: &message::Msix, message_control: u16) -> Result<(), StateError> {
         check(
             saved.entries.len() == self.table.len(),

@@ -1,23 +1,25 @@
-//! The root buses: buses 0 to 2 with up to 32 single-function devices each, reached through ECAM and through ports
-//! 0xCF8/0xCFC.
+//! The root buses: buses 0 to 2 with up to 32 single-function devices each, reached through ECAM
+//! and through ports 0xCF8/0xCFC.
 //!
-//! A *slot* is a bus and a device number in one: `bus << 5 | device`, the upper bits of a PCI routing id. Each bus has a
-//! host bridge of its own in the ACPI namespace, and no bridge leads from one to another: every slot can be plugged by
-//! itself, and its address never depends on what else there is. Device 0 of each bus is no slot; on bus 0 it is the
-//! host bridge that firmware looks for.
+//! A *slot* is a bus and a device number in one: `bus << 5 | device`, the upper bits of a PCI
+//! routing id. Each bus has its own host bridge in the ACPI namespace, and no bridge connects two
+//! of them: every slot can be plugged independently, and its address never depends on other
+//! functions. Device 0 of each bus is no slot; on bus 0 it is the host bridge that firmware looks
+//! for.
 //!
-//! It owns the map from slots to functions, and the knowledge which BARs are on the MMIO bus. The two may differ for a
-//! moment: a write to a configuration space changes the registers and returns [`Effect::Remap`]; then the caller, with
-//! no lock held, has [`PciRoot::remap`] make the bus agree.
+//! [`PciRoot`] owns the map from slots to functions and the list of the BARs on the MMIO bus. The
+//! two may differ for a moment: a write to a configuration space changes the registers and returns
+//! [`Effect::Remap`]. Then the caller, without any lock, uses [`PciRoot::remap`] to update the bus.
 //!
-//! A guest may put a BAR where it likes. It is on the bus only if it lies wholly within the windows given to PCI and
-//! overlaps nothing; so it never shadows guest memory or another device. A BAR that is refused is tried again at
-//! each later remap.
+//! A guest may place a BAR anywhere. The BAR is on the bus only if it lies wholly within the
+//! windows given to PCI and overlaps no other range; so it never shadows guest memory or another
+//! device. Each later remap tries a refused BAR again.
 //!
-//! Functions come and go while vCPUs run. One that is removed is off the bus at once, but a vCPU may have looked it up
-//! before: its [`Seat`] says, under the function's lock, that it is gone; then reads give ones and writes do nothing.
+//! Functions are added and removed while vCPUs run. A removed function is off the bus at once, but
+//! a vCPU may have looked it up before: its [`Seat`] records the removal under the function's lock;
+//! then reads return ones and writes have no effect.
 //!
-//! Locks, in this order: `mapped`, then one function's. `slots` is held for a look only.
+//! Locks, in this order: `mapped`, then one function's. `slots` is held only for a lookup.
 
 mod bridge;
 mod mechanism;
@@ -70,9 +72,9 @@ pub struct PciWindows {
 }
 
 impl PciWindows {
-    /// The part of a bus, of the low and of the high window. Bus 0 has all of the low one, for it alone has devices with
-    /// 32-bit BARs, and the first half of the high one. The others have a quarter of the high one each. A bus that does
-    /// not exist has nothing.
+    /// Returns a bus's part of the low and of the high window. Bus 0 has all of the low one,
+    /// because only bus 0 has devices with 32-bit BARs, and the first half of the high one. The
+    /// others have a quarter of the high one each. Both parts of a nonexistent bus are empty.
     pub fn of_bus(&self, bus: usize) -> (Range<u64>, Range<u64>) {
         let Range { start, end } = self.high;
         let quarter = end.saturating_sub(start) / 4;
@@ -85,8 +87,8 @@ impl PciWindows {
         }
     }
 
-    /// The parts of `reach` that are a bus's, in order of addresses. What is outside `high` is bus 0's, the only one that firmware
-    /// knows.
+    /// Returns a bus's parts of `reach`, in order of addresses. Addresses outside `high` belong to
+    /// bus 0, the only bus that firmware knows.
     pub fn reach_of_bus(&self, bus: usize) -> Vec<Range<u64>> {
         let (_, own) = self.of_bus(bus);
         let ranges = if bus == 0 {
@@ -97,8 +99,8 @@ impl PciWindows {
         ranges.into_iter().filter(|range| !range.is_empty()).collect()
     }
 
-    /// Where the BARs of a function in `slot` are after power-on, by their indices. That depends on the slot and the BARs alone, so
-    /// that it is the same whatever else there is.
+    /// Returns the addresses of the BARs of a function in `slot` after power-on, by their indices.
+    /// They depend only on the slot and the BARs, never on other functions.
     pub fn place(
         &self,
         slot: u8,
@@ -118,7 +120,7 @@ impl PciWindows {
     }
 }
 
-/// A device that can't be added.
+/// Reason why a device was not added.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PciError {
     /// Device 0 of a bus is no slot, 95 is the last slot.
@@ -140,7 +142,7 @@ struct Mapping {
     window: Window,
 }
 
-/// What is on the MMIO bus.
+/// Ranges on the MMIO bus.
 #[derive(Default)]
 struct Mapped {
     bars: Vec<Mapping>,
@@ -196,8 +198,9 @@ impl PciRoot {
         self.take_off(slot, mmio, false)
     }
 
-    /// [`remove`](Self::remove) for a function whose driver does not know it: its configuration space reads as ones, but
-    /// what was behind its BARs as zeroes, until the guest puts something else there or is reset.
+    /// Like [`remove`](Self::remove), for a function whose driver is not prepared for the removal.
+    /// The configuration space reads as ones, but the ranges of its BARs read as zeroes, until the
+    /// guest maps other BARs there or is reset.
     pub fn remove_by_force(&self, slot: u8, mmio: &Bus) -> bool {
         self.take_off(slot, mmio, true)
     }
@@ -254,8 +257,8 @@ impl PciRoot {
         Arc::new(Mutex::new(Ports(Arc::clone(self))))
     }
 
-    /// Makes the MMIO bus agree with the BARs. To be called after [`Effect::Remap`], with no lock held, before the vCPU
-    /// goes on.
+    /// Updates the MMIO bus to match the BARs. Call it after [`Effect::Remap`], without any lock,
+    /// before the vCPU continues.
     pub fn remap(&self, mmio: &Bus) {
         let mut mapped = self.mapped.lock().unwrap_or_else(PoisonError::into_inner);
         let seats = self.seats();
@@ -361,7 +364,7 @@ impl PciRoot {
     }
 }
 
-/// Puts a BAR on the MMIO bus and tells its function; says whether there was room.
+/// Puts a BAR on the MMIO bus and notifies its function; returns whether there was room.
 fn map(seat: &Arc<Seat>, mapping: &Mapping, mmio: &Bus) -> bool {
     let Window { address, size } = mapping.window;
     let device = Arc::new(Mutex::new(BarDevice {

@@ -477,7 +477,7 @@ proptest! {
             }
             prop_assert!(placed.windows(2).all(|pair| pair[1] - pair[0] >= 0x8000));
             prop_assert_eq!(machine.read(FOREIGN, 1), 0xee);
-            // What a card believes is where it answers.
+            // Each card answers at its recorded address.
             for (number, card) in (1_u64..).zip(&cards) {
                 let address = lock(card).bars[0];
                 if let Some(address) = address {

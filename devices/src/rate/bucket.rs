@@ -1,6 +1,6 @@
 //! A token bucket as a point in time.
 
-/// What a burst of 0 stands for: what flows in that many nanoseconds.
+/// Burst for a configured burst of 0: the inflow in that many nanoseconds.
 const DEFAULT_BURST: u64 = 100_000_000;
 
 const SECOND: u128 = 1_000_000_000;

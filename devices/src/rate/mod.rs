@@ -1,15 +1,17 @@
 //! Limits on bytes and operations per second, for one disk or shared by several.
 //!
-//! A [`Limiter`] has two token buckets, one for bytes and one for operations. A request passes when neither is in debt,
-//! and then pays for itself, into debt if it must: one that is larger than the burst is delayed no longer than a small
-//! one, the next one waits for it. On average the rates are kept exactly, at any instant the buckets are exact as well:
-//! they are not refilled by ticks, what they hold follows from the time.
+//! A [`Limiter`] has two token buckets, one for bytes and one for operations. A request passes if
+//! neither bucket is in debt, and then pays its cost, if necessary into debt: a request larger than
+//! the burst is delayed no longer than a small one, but the next request waits for the debt. The
+//! rates are exact on average, and the buckets are exact at any instant: there is no periodic
+//! refill, the content follows from the time.
 //!
-//! Each thread that sends requests is a [`Tenant`] of the limiter. Tenants that wait are served fairly: none may be ahead
-//! of one that waits by more than [`AHEAD`] of the limiter's whole capacity, whatever their queue depths and request
-//! sizes are. One that did not use its share has no claim on it later.
+//! Each thread that sends requests is a [`Tenant`] of the limiter. Waiting tenants are served
+//! fairly: none may be ahead of a waiting one by more than [`AHEAD`] of the limiter's whole
+//! capacity, regardless of queue depths and request sizes. A tenant has no later claim on an unused
+//! share.
 //!
-//! Time comes in from the caller, so that tests need no clock.
+//! The caller passes the time, so that tests need no clock.
 
 mod bucket;
 #[cfg(test)]
@@ -31,8 +33,8 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use self::bucket::Bucket;
 
-/// A tenant that waits is not asked to come back sooner than after that long, so that high rates cost few wake-ups.
-/// What passes is smooth to that degree.
+/// Minimum wait of a delayed tenant, so that high rates cost few wake-ups. It bounds the smoothness
+/// of the flow.
 pub const TICK: Duration = Duration::from_millis(2);
 
 /// How far one tenant may be ahead of another that waits: what flows through the limiter in that time.
@@ -54,7 +56,7 @@ pub struct Limits {
     pub burst_operations: u64,
 }
 
-/// What a request costs.
+/// Cost of a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cost {
     /// Bytes moved.
@@ -75,15 +77,15 @@ pub struct Limiter {
 struct State {
     bytes: Bucket,
     operations: Bucket,
-    /// Start tag of the request that passed last: where those that come anew begin.
+    /// Start tag of the last passed request: the initial tag of new tenants.
     virtual_time: u64,
     tenants: Vec<Option<Account>>,
 }
 
-/// What is kept of a tenant. Times and tags are in nanoseconds.
+/// State of a tenant. Times and tags are in nanoseconds.
 #[derive(Debug)]
 struct Account {
-    /// What it was served, as time that the limiter's whole capacity takes for it.
+    /// Service received, as the time that it takes at the limiter's whole capacity.
     tag: u64,
     /// It waits, and is expected back at this time.
     waits_until: Option<u64>,
@@ -110,8 +112,8 @@ impl Limiter {
         })
     }
 
-    /// Changes the limits, for those that wait too. Debts stay what they are in bytes and operations, and are paid off
-    /// at the new rates.
+    /// Changes the limits, also for waiting tenants. Debts keep their value in bytes and
+    /// operations, and are paid off at the new rates.
     pub fn set(&self, limits: Limits) {
         self.set_at(limits, Instant::now());
     }
@@ -137,7 +139,8 @@ impl Limiter {
         }
     }
 
-    /// Somebody new who sends requests. `wake` is signalled when limits change, so that one who waits can ask again.
+    /// Adds a tenant. `wake` is signalled when limits change, so that a waiting tenant can ask
+    /// again.
     pub fn join(self: &Arc<Self>, wake: Arc<EventFd>) -> Tenant {
         let mut state = self.lock();
         let account = Account {
@@ -179,7 +182,7 @@ fn nanos(span: Duration) -> u64 {
     u64::try_from(span.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// One who sends requests through a limiter; it leaves when dropped.
+/// A sender of requests through a limiter; dropping it leaves the limiter.
 #[derive(Debug)]
 pub struct Tenant {
     limiter: Arc<Limiter>,
@@ -187,8 +190,8 @@ pub struct Tenant {
 }
 
 impl Tenant {
-    /// Lets a request pass, which is paid for then; or says how long to wait before asking again. Whoever has asked and
-    /// was told to wait either asks again or [gives up](Self::give_up).
+    /// Lets a request pass and charges it, or returns the time to wait before the next try. A
+    /// delayed tenant must either try again or [give up](Self::give_up).
     pub fn pass(&self, cost: Cost, now: Instant) -> Result<(), Duration> {
         let now = self.limiter.nanos(now);
         self.limiter.lock().pass(self.index, cost, now)
@@ -230,7 +233,7 @@ impl State {
             return Ok(());
         };
         if account.waits_until.is_none() {
-            // Between two requests of a burst it is no less busy; what it left unused before that is gone.
+            // A tenant stays busy between two requests of a burst; its older unused share expires.
             account.tag = account.tag.max(virtual_time.saturating_sub(nanos(AHEAD)));
         }
         let tag = account.tag;
@@ -264,7 +267,7 @@ impl State {
         bytes.max(operations)
     }
 
-    /// Whether somebody else waits who is too far behind `tag`.
+    /// Returns whether another waiting tenant is too far behind `tag`.
     fn another_is_due(&self, index: usize, tag: u64, now: u64) -> bool {
         self.tenants.iter().enumerate().any(|(at, other)| {
             at != index

@@ -29,7 +29,7 @@ fn tenant(limiter: &Arc<Limiter>) -> Tenant {
     limiter.join(Limiter::waker().unwrap())
 }
 
-/// Somebody who always has another request of that size, and asks again when told to.
+/// Tenant that always has another request of that size, and tries again at the given time.
 struct Greedy {
     tenant: Tenant,
     size: u64,

@@ -40,7 +40,7 @@ impl SerialPort {
         Arc::clone(&self.uart)
     }
 
-    /// Sends a break to the guest, behind the input that is there.
+    /// Sends a break to the guest, behind the pending input.
     pub fn send_break(&self) {
         self.uart().receive_break();
     }

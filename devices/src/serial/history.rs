@@ -1,8 +1,8 @@
-//! What a serial port printed, in bounded memory.
+//! Output of a serial port, in bounded memory.
 //!
-//! The first bytes are kept for ever (a boot's messages), and so are the last ones; what lies between is overwritten. Bytes are
-//! counted from the port's first one on; a reader is a position in that count and nothing else, so that there may be any number
-//! of readers, and none can hold anything up.
+//! The first bytes (the boot messages) are kept permanently, and so are the last ones; bytes in
+//! between are overwritten. Positions count from the port's first byte. A reader is only a
+//! position, so any number of readers is possible, and none delays the guest or another reader.
 
 use std::{
     io,
@@ -14,9 +14,9 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 /// How many of the first and of the last bytes are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Capacity {
-    /// Of the first ones.
+    /// Number of first bytes.
     pub first: usize,
-    /// Of those that follow, at least 1.
+    /// Number of last bytes behind the first ones, at least 1.
     pub last: usize,
 }
 
@@ -104,7 +104,7 @@ impl History {
         }
     }
 
-    /// How many bytes were printed so far: the position of a reader that wants only what comes.
+    /// Number of bytes printed so far: the initial position of a reader that wants only new output.
     pub fn end(&self) -> u64 {
         self.lock().end
     }
@@ -114,8 +114,8 @@ impl History {
         self.lock().read(position, buffer)
     }
 
-    /// What is there, and the position behind it. A [`notice`] is in place of what was overwritten. What is there without the
-    /// oldest bytes, when it is more than `most`.
+    /// Returns the stored output and the position behind it. A [`notice`] replaces overwritten
+    /// bytes. If more than `most` bytes are stored, only the last `most` are returned.
     pub fn replay(&self, most: usize) -> (Vec<u8>, u64) {
         self.lock().replay(most)
     }
@@ -148,7 +148,7 @@ impl Ring {
         while !rest.is_empty() {
             let room = self.capacity.last.saturating_sub(self.next);
             let (now, later) = rest.split_at_checked(room).unwrap_or((rest, &[]));
-            // Nothing is there yet while the ring fills for the first time: `next` is the length.
+            // While the ring fills for the first time, `next` is its length.
             let over = copy(self.bytes.get_mut(self.next..).unwrap_or_default(), now);
             append(
                 &mut self.bytes,
@@ -210,7 +210,7 @@ impl Ring {
     }
 }
 
-/// What a reader sees in place of output that is gone.
+/// Notice that replaces lost output for a reader.
 pub(super) fn notice(lost: u64) -> Vec<u8> {
     format!("\r\n[{lost} bytes of output lost]\r\n").into_bytes()
 }

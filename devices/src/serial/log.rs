@@ -1,4 +1,4 @@
-//! The serial log: the end of what a port printed, in two files of bounded size.
+//! The serial log: the end of a port's output, in two files of bounded size.
 
 use std::{fs::File, io, os::unix::fs::FileExt as _};
 
@@ -10,9 +10,9 @@ pub const DEFAULT_LIMIT: u64 = 1 << 20;
 /// Bytes that are copied at once to the older file.
 const PIECE: usize = 64 << 10;
 
-/// A log in two files: when the current one is full, its content replaces that of the older one. Works on open files
-/// alone, so that no path is needed. It never fails: what can't be written (a full file system) is counted and left
-/// out.
+/// A log in two files: when the current one is full, its content replaces that of the older one. It
+/// works only on open files, so no path is needed. It never fails: text that cannot be written (a
+/// full file system) is counted and left out.
 #[derive(Debug)]
 pub struct Log {
     current: File,
@@ -24,8 +24,9 @@ pub struct Log {
 }
 
 impl Log {
-    /// Goes on at the end of `current`. Both files are open for reading and writing, and belong to this log alone;
-    /// without `older` what is full is thrown away. Each file holds at most `limit` bytes (at least 1).
+    /// Continues at the end of `current`. Both files are open for reading and writing, and belong
+    /// to this log alone; without `older` the content of a full file is dropped. Each file holds at
+    /// most `limit` bytes (at least 1).
     pub fn new(current: File, older: Option<File>, limit: u64) -> io::Result<Self> {
         let length = file::length(&current)?;
         Ok(Self {

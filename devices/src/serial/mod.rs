@@ -6,8 +6,9 @@
 //!  RBR read  ◀── Uart ◀── input, as the guest makes room ◀──────────┘
 //! ```
 //!
-//! Nobody who reads (or doesn't) ever makes the guest wait: a reader that falls behind by more than the history holds
-//! loses bytes and is told how many. Input is never thrown away: it stays in its sender's socket until there is room.
+//! Readers never make the guest wait: a reader that falls behind by more than the history's
+//! capacity loses bytes and receives their number. Input is never dropped: it stays in its sender's
+//! socket until there is room.
 
 mod component;
 pub mod history;

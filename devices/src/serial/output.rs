@@ -21,7 +21,7 @@ pub(super) struct Output {
 }
 
 impl Output {
-    /// Writes `first`, then what is printed from `position` on.
+    /// Writes `first`, then the output from `position` on.
     pub fn new(fd: Arc<OwnedFd>, first: Vec<u8>, position: u64) -> Self {
         Self {
             fd,
@@ -32,7 +32,7 @@ impl Output {
         }
     }
 
-    /// What it is written to.
+    /// Descriptor that receives the output.
     pub fn fd(&self) -> &OwnedFd {
         &self.fd
     }
@@ -42,8 +42,8 @@ impl Output {
         self.pending.len()
     }
 
-    /// Writes what was printed before `until`, as far as the descriptor takes it. What is printed meanwhile is left for the next time: it would be written
-    /// byte by byte. An error means that nobody reads it.
+    /// Writes the output before `until`, as far as the descriptor takes it. Newer output waits for
+    /// the next call: it would be written byte by byte. An error means that the reader is gone.
     pub fn pump(&mut self, history: &History, scratch: &mut [u8], until: u64) -> io::Result<()> {
         while self.writable {
             let pending = self.pending.get(self.written..).unwrap_or_default();

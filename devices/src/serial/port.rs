@@ -1,4 +1,4 @@
-//! What a console's server needs of a port, whatever the guest sees of it.
+//! Interface between a console's server and a port, independent of the guest's device.
 
 use std::{
     io,

@@ -2,15 +2,17 @@
 //!
 //! # Protocol of console clients
 //!
-//! A client connects to the UNIX stream socket and first gets 8 bytes: the length, little-endian, of the output from before it
-//! connected, which follows; then comes what is printed from there on. What it sends is input. A client that reads too
-//! slowly loses output and finds a line in its place that says how much. At most [`MAX_CLIENTS`] are served; one too
-//! many is closed without the 8 bytes.
+//! A client connects to the UNIX stream socket and first receives 8 bytes: the length,
+//! little-endian, of the output from before the connection. That output follows, and then the new
+//! output. Bytes from the client are input. A client that reads too slowly loses output and
+//! receives a line with the number of lost bytes instead. At most [`MAX_CLIENTS`] are served; a
+//! connection above the limit is closed without the 8 bytes.
 //!
 //! # Cost
 //!
-//! The guest's first byte after a silence wakes the thread, which waits for [`COALESCE`] before it writes what has come
-//! by then, so that a flood costs 250 wake-ups a second at most and a line is one write. The thread sleeps otherwise.
+//! The guest's first byte after a silence wakes the thread. The thread waits for [`COALESCE`]
+//! before it writes the collected output, so that a flood costs 250 wake-ups a second at most and a
+//! line is one write. The thread sleeps otherwise.
 
 mod peer;
 mod worker;
@@ -44,11 +46,11 @@ pub struct Terminal {
     pub input: OwnedFd,
     /// Where the output goes.
     pub output: OwnedFd,
-    /// A byte that is no input, and what is signalled when it is typed.
+    /// A byte that is not passed as input, and the event that it signals.
     pub escape: Option<(u8, EventFd)>,
 }
 
-/// What is to be served.
+/// Configuration of the server.
 #[derive(Default)]
 pub struct Setup {
     /// A listening UNIX stream socket; it is made non-blocking.
@@ -83,8 +85,9 @@ impl Server {
         })
     }
 
-    /// Writes what was printed so far (to the log all of it, to others what they take without waiting), closes
-    /// everything and ends the thread; says whether it had been alive. To be called when no vCPU runs any more.
+    /// Writes the output so far (all of it to the log, to other readers as much as they take
+    /// without waiting), closes everything and ends the thread. Returns whether the thread had been
+    /// alive. Call it after all vCPUs have stopped.
     pub fn stop(&mut self) -> bool {
         let Some(thread) = self.thread.take() else {
             return true;
@@ -106,8 +109,9 @@ impl Drop for Server {
     }
 }
 
-/// A non-blocking descriptor for the terminal, pipe or file behind `fd`, with a file description of its own: the mode of
-/// the one that the shell uses stays as it is. Sockets can't be opened anew; theirs is changed. Files are taken as they are.
+/// Returns a non-blocking descriptor for the terminal, pipe or file behind `fd`, with its own file
+/// description, so the mode of the shell's description is unchanged. Sockets cannot be reopened;
+/// the mode of their description is changed. Regular files are duplicated unchanged.
 pub fn reopen(fd: impl AsFd, write: bool) -> io::Result<OwnedFd> {
     if FileType::from_raw_mode(fstat(&fd)?.st_mode) == FileType::RegularFile {
         // Never blocks, and its position may be shared with standard error.

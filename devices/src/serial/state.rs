@@ -1,4 +1,4 @@
-//! Saved state of the port. What was printed stays with the process that printed it.
+//! Saved state of the port. The printed output stays with the process that printed it.
 
 use super::uart::{BACKLOG, Fcr, Ier, Lcr, Mcr, Msr, Registers, Uart};
 use crate::state::{StateError, check, message, narrow};

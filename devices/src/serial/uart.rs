@@ -1,13 +1,14 @@
-//! A 16550A (National Semiconductor PC16550D) whose line is infinitely fast: what is written is gone at once, so that
-//! a driver never waits for the transmitter.
+//! A 16550A (National Semiconductor PC16550D) with an infinitely fast line: written bytes are sent
+//! at once, so that a driver never waits for the transmitter.
 //!
 //! # Interrupts
 //!
-//! The interrupt controllers get edges. One is sent whenever a cause of an interrupt *arises*: input comes into an empty FIFO,
-//! the transmitter becomes empty after a write or is found empty when its interrupt is enabled, an
-//! error or a modem line changes. More input than the FIFO holds waits in a backlog and is let in when the FIFO is empty, which
-//! again counts as arising. After a pause all causes that are still there send an edge, so none is lost. OUT2 does not
-//! gate interrupts (as in QEMU's model: small kernels rely on that).
+//! The interrupt controllers get edges. One is sent whenever a cause of an interrupt *arises*:
+//! input enters an empty FIFO, the transmitter becomes empty after a write or is found empty when
+//! its interrupt is enabled, an error or a modem line changes. Input beyond the FIFO's size waits
+//! in a backlog and enters when the FIFO is empty, which counts as arising again. After a pause
+//! each cause that persists sends an edge, so none is lost. OUT2 does not gate interrupts (as in
+//! QEMU's model: small kernels rely on that).
 
 use std::{collections::VecDeque, io, sync::Arc};
 
@@ -101,7 +102,7 @@ bitflags::bitflags! {
 
 impl Msr {
     const LINES: Self = Self::CTS.union(Self::DSR).union(Self::RI).union(Self::DCD);
-    /// A peer that is there and ready.
+    /// A connected and ready peer.
     const CONNECTED: Self = Self::CTS.union(Self::DSR).union(Self::DCD);
 }
 
@@ -128,12 +129,12 @@ pub struct Uart {
     pub(super) break_after: Option<usize>,
     /// No input is let in.
     paused: bool,
-    /// A sender was told that there is no room: `room` is signalled when there is.
+    /// A sender found no room: `room` is signalled when there is room again.
     starved: bool,
     room: EventFd,
 }
 
-/// What a reset puts back.
+/// Registers that a reset restores.
 pub(super) struct Registers {
     pub ier: Ier,
     pub fcr: Fcr,
@@ -310,7 +311,8 @@ impl Uart {
         taken.len()
     }
 
-    /// Takes a break, which comes after the input that is there. A second one before the guest has had the first is the same one.
+    /// Takes a break, which follows the pending input. A second break before the guest has received
+    /// the first is merged with it.
     pub fn receive_break(&mut self) {
         self.break_after.get_or_insert(self.backlog.len());
         self.refill();
@@ -321,7 +323,7 @@ impl Uart {
         self.paused = true;
     }
 
-    /// Lets input in again, and tells the guest once more of what it may not have seen.
+    /// Accepts input again, and repeats notifications that the guest may have missed.
     pub fn resume(&mut self) {
         self.paused = false;
         self.tell_of_room();
@@ -331,7 +333,7 @@ impl Uart {
         }
     }
 
-    /// As after power-on; input that came and was not read is gone, what was printed stays.
+    /// Resets to the state after power-on; unread input is dropped, the printed output stays.
     pub fn reset(&mut self) {
         self.registers = Registers::new();
         self.backlog.clear();
@@ -347,8 +349,9 @@ impl Uart {
             return;
         }
         if self.break_after == Some(0) {
-            // A break is a byte of zeroes with an error that says what it is (8.6.3 of the data sheet). It is alone in the FIFO, so
-            // that the error belongs to no other byte.
+            // A break is a byte of zeroes with an error flag that marks the break (8.6.3 of the
+            // data sheet). The byte is alone in the FIFO, so that the flag applies to no other
+            // byte.
             self.break_after = None;
             registers.fifo.push_back(0);
             registers.break_received = true;

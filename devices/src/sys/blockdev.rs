@@ -53,8 +53,9 @@ pub fn optimal_io(device: impl AsFd) -> io::Result<u32> {
     get(device, BLKIOOPT)
 }
 
-/// What the queue of the block device, or of the disk that it is a partition of, says of discards: in bytes, 0 when it
-/// can't. `None` for a file, and where that can't be told. Opens files of /sys, which a `vmm` in its sandbox can't.
+/// Returns the discard granularity of the queue of the block device, or of the disk that contains
+/// the partition: in bytes, 0 without discard support. `None` for a file, or if the value is not
+/// available. Opens files of /sys, which a `vmm` in its sandbox cannot do.
 pub fn discard_granularity(device: impl AsFd) -> Option<u32> {
     let stat = rustix::fs::fstat(device).ok()?;
     if FileType::from_raw_mode(stat.st_mode) != FileType::BlockDevice {

@@ -19,12 +19,12 @@ pub fn event_fd(event: &EventFd) -> BorrowedFd<'_> {
 pub fn wait_for(event: &EventFd, deadline: Instant) -> io::Result<()> {
     let fd = event_fd(event);
     let left = deadline.saturating_duration_since(Instant::now());
-    // Longer than the type can say is for ever.
+    // A time too long for the type means no timeout.
     let timeout = Timespec::try_from(left).ok();
     match poll(&mut [PollFd::new(&fd, PollFlags::IN)], timeout.as_ref()) {
         Ok(0) | Err(rustix::io::Errno::INTR) => Ok(()),
         Ok(_) => {
-            // Nobody else may have read it; if so, it is off as well.
+            // Another thread may have read the event; it is reset in that case too.
             let _count = event.read();
             Ok(())
         }

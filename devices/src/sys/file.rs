@@ -1,13 +1,13 @@
-//! What an open file is: by fstat(2) alone.
+//! Attributes of an open file, by fstat(2) alone.
 //!
-//! std asks with statx(2) and an empty path. That call takes any path, and the threads of a limited
-//! process that carry out requests may not make it.
+//! std uses statx(2) with an empty path. That call accepts any path, and the limited threads that
+//! carry out requests may not use it.
 
 use std::{fs::File, io};
 
 use rustix::fs::{FileType, fstat};
 
-/// What the file system says of an open file.
+/// Attributes of an open file.
 #[derive(Clone, Copy, Debug)]
 pub struct Status {
     /// What it is.

@@ -159,7 +159,7 @@ impl Iovecs {
         self.entries.drain(1..consumed.saturating_add(1));
     }
 
-    /// What one call may be given: pointer and number of entries.
+    /// Returns the arguments of one call: pointer and number of entries.
     pub(super) fn window(&self) -> (*const libc::iovec, u32) {
         let entries = self.entries.get(1..).unwrap_or_default();
         let entries = entries.get(..MAX_ENTRIES).unwrap_or(entries);

@@ -1,13 +1,15 @@
 //! Locks that belong to an open file description (fcntl(2), "Open file description locks").
 //!
-//! Images are locked at single bytes, as QEMU does it (its block/file-posix.c, and the page "Image locking" of its manual):
-//! byte 100 + n stands for what somebody does, 200 + n for what he does not want others to do. We write lock them
-//! all to write, which leaves nothing for anybody else; to read, we read lock "reads" (100), "nobody writes" (201) and
-//! "nobody resizes" (203). So two VMs of ours exclude each other as they have to, on one node or on several with a
-//! file system that has byte-range locks between them (NFS), and so do we and QEMU, qemu-img and qemu-nbd. Whoever locks the whole
-//! file, as vmmd did before and does while it prepares a VM, meets the same bytes.
+//! Images are locked at single bytes, like in QEMU (its block/file-posix.c, and the page "Image
+//! locking" of its manual): byte 100 + n stands for an operation that the holder performs, 200 + n
+//! for an operation that the holder forbids to others. A writer here write-locks all of these
+//! bytes, which excludes every other user. A reader read-locks "reads" (100), "forbid writes" (201)
+//! and "forbid resizes" (203). So two VMs of ours exclude each other as required, on one node or on
+//! several nodes with a file system that shares byte-range locks (NFS), and so do we and QEMU,
+//! qemu-img and qemu-nbd. A lock on the whole file, which vmmd takes while it prepares a VM and
+//! older releases took, covers the same bytes.
 //!
-//! The locks are advisory: reading and writing the bytes with these numbers has nothing to do with them.
+//! The locks are advisory: they do not affect reads and writes of the bytes with these numbers.
 
 use std::{
     fs, io,
@@ -19,12 +21,12 @@ use std::{
     path::Path,
 };
 
-/// What others may still do with the file.
+/// Rights that remain for others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LockKind {
     /// Others may read it.
     Read,
-    /// Nobody else may use it.
+    /// Others may not use the file.
     Write,
 }
 
@@ -52,12 +54,13 @@ pub fn lock_image(file: impl AsFd, kind: LockKind) -> io::Result<bool> {
     Ok(true)
 }
 
-/// Gives up what [`lock_image`] took, whoever shares this open file description.
+/// Releases the lock of [`lock_image`], for all processes that share this open file description.
 pub fn unlock_image(file: impl AsFd) -> io::Result<()> {
     try_lock(file, libc::F_UNLCK, &ALL).map(drop)
 }
 
-/// Who keeps [`lock_image`] from succeeding, as far as this host tells this process: "qemu-img (process 4711)".
+/// Returns the process that blocks [`lock_image`], as far as this host reports it: "qemu-img
+/// (process 4711)".
 pub fn holder(file: impl AsFd, kind: LockKind) -> Option<String> {
     let file = file.as_fd();
     let (lock, ranges) = match kind {
@@ -162,7 +165,7 @@ mod tests {
 
     use super::*;
 
-    /// What the first releases did.
+    /// Range that the first releases locked.
     const WHOLE: Range<i64> = 0..0;
 
     struct Opened(tempfile::NamedTempFile);
@@ -240,7 +243,7 @@ mod tests {
     fn a_reader_that_is_refused_keeps_no_lock() {
         let file = Opened::new();
         let (other, reader) = (file.again(), file.again());
-        // Somebody who resizes, and lets others read and write.
+        // A process that resizes, and lets others read and write.
         assert!(try_lock(&other, libc::F_WRLCK, &(203..204)).unwrap());
         assert!(!lock_image(&reader, LockKind::Read).unwrap());
         drop(other);

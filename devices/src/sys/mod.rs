@@ -18,7 +18,8 @@ pub use iovecs::Iovecs;
 
 use crate::ram::GuestSlice;
 
-/// Has the processor fetch the cache line that a slice of guest memory begins in, to be changed, while it goes on.
+/// Prefetches the cache line at the beginning of a slice of guest memory for writing, in the
+/// background.
 #[inline]
 pub fn fetch_to_change(slice: &GuestSlice<'_>) {
     #[cfg(target_arch = "x86_64")]

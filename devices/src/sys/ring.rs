@@ -41,27 +41,27 @@ const MAX_TAG: u32 = 1 << 16;
 pub struct Return<T> {
     /// The caller's number for it.
     pub tag: u32,
-    /// What the system call gives: a count, or the negative error number.
+    /// Result of the system call: a count, or the negative error number.
     pub result: i32,
-    /// What the call was pushed with.
+    /// The value passed to `push`.
     pub held: Held<T>,
 }
 
-/// What a ring keeps for a call.
+/// State that a ring keeps for a call.
 #[derive(Debug)]
 pub struct Held<T> {
-    /// What the caller wants to know again when it comes back.
+    /// The caller's note, returned with the result.
     pub note: T,
-    /// What it works on.
+    /// Buffers of the call.
     pub buffers: Box<Iovecs>,
 }
 
-/// The ring. Used by one thread from the first [`submit`](Self::submit) on.
+/// The ring. Only one thread uses it from the first [`submit`](Self::submit) on.
 ///
-/// `T` is what the caller notes of each call.
+/// `T` is the caller's note for each call.
 ///
-/// Invariant: the buffers of each call that the kernel may know of are in `held`, at the index that is the call's tag and
-/// its user data.
+/// Invariant: the buffers of each call that the kernel may know are in `held`, at the index that is
+/// the call's tag and its user data.
 pub struct Ring<T> {
     ring: IoUring,
     event: Arc<EventFd>,
@@ -80,7 +80,7 @@ pub struct Ring<T> {
     armed: bool,
     /// Number of the poll request that is in the ring.
     poll: Option<u32>,
-    /// Of the next one.
+    /// Number of the next poll request.
     next_poll: u32,
     /// It has found something.
     called: bool,
@@ -158,9 +158,9 @@ impl<T> Ring<T> {
         self.under_way
     }
 
-    /// Puts a call into the ring; `patient` has it done by a kernel thread that may wait. When the ring is full even
-    /// after a submission, what it was to be pushed with comes back; also when a call with that tag is under way, and when
-    /// the tag is 65,536 or more, as there is a list by it.
+    /// Puts a call into the ring; `patient` hands it to a kernel thread that may wait. Returns
+    /// `held` with an error if the ring is full even after a submission, if a call with that tag is
+    /// under way, or if the tag is 65,536 or more, because a list is indexed by the tag.
     pub fn push(
         &mut self,
         tag: u32,
@@ -195,31 +195,33 @@ impl<T> Ring<T> {
         Ok(())
     }
 
-    /// Puts the entry of a call into the submission queue; false when that is full.
+    /// Puts the entry of a call into the submission queue; false if the queue is full.
     ///
-    /// The entry is built anew for each try: nothing else points to it, so that it is built in registers.
+    /// The entry is rebuilt for each try: no pointer to it exists, so the compiler builds it in
+    /// registers.
     #[inline(always)]
     fn enqueue(&mut self, tag: u32, call: Call, buffers: &Iovecs, patient: bool) -> bool {
         let mut entry = build(call, buffers).user_data(tag.into());
         if patient {
             entry = entry.flags(squeue::Flags::ASYNC);
         }
-        // SAFETY: what the entry points to is owned by `buffers`: the list of pieces on the heap, which stays where it is, and
-        // mappings of guest memory. Both live in `self.held` until the call has come back (or for ever, see `drop`), and
-        // nothing in Rust holds references into guest memory. The file is registered with the ring.
+        // SAFETY: `buffers` owns everything that the entry points to: the list of pieces on the
+        // heap, which does not move, and mappings of guest memory. Both live in `self.held` until
+        // the call has returned (or are leaked, see `drop`), and no Rust reference into guest
+        // memory exists. The file is registered with the ring.
         unsafe { self.ring.submission().push(&entry) }.is_ok()
     }
 
-    /// What is kept for a call that is not under way any more.
+    /// Takes the state of a call that is not under way any more.
     fn release(&mut self, tag: u32) -> Option<Held<T>> {
         let held = self.held.get_mut(tag as usize)?.take()?;
         self.under_way = self.under_way.saturating_sub(1);
         Some(held)
     }
 
-    /// Hands what was pushed to the kernel, with one system call, or none when that is nothing. After EAGAIN, EBUSY and
-    /// ENOMEM it can be tried again; after another error the ring takes no calls any more, see
-    /// [`abandoned`](Self::abandoned).
+    /// Hands all pushed calls to the kernel with one system call, or without one if there are none.
+    /// After EAGAIN, EBUSY and ENOMEM the caller can try again; after another error the ring takes
+    /// no further calls, see [`abandoned`](Self::abandoned).
     pub fn submit(&mut self) -> io::Result<()> {
         if self.pushed.is_empty() {
             return Ok(());
@@ -254,7 +256,7 @@ impl<T> Ring<T> {
         }
     }
 
-    /// The thread is awake and gathers by itself.
+    /// Prepares for an awake thread, which gathers completions on its own.
     fn wake_up(&mut self) -> io::Result<()> {
         if self.disabled {
             self.ring.submitter().register_enable_rings()?;
@@ -273,7 +275,7 @@ impl<T> Ring<T> {
         }
         loop {
             let tag = self.pushed.pop()?;
-            // A poll request has none.
+            // A poll request holds no state.
             if let Some(held) = self.release(tag) {
                 return Some((tag, held));
             }
@@ -306,8 +308,9 @@ impl<T> Ring<T> {
         }
     }
 
-    /// A call that came back and is in the completion queue. Without one the kernel may have others, and the event need not
-    /// tell of them: [`returned`](Self::returned) is asked later.
+    /// Returns a completed call from the completion queue. `None` does not exclude further
+    /// completions in the kernel, and the event need not signal them: the caller uses
+    /// [`returned`](Self::returned) later.
     #[inline]
     pub fn at_hand(&mut self) -> Option<Return<T>> {
         loop {
@@ -331,7 +334,7 @@ impl<T> Ring<T> {
         }
     }
 
-    /// Has the kernel put into the completion queue what it has. `None` when it refuses.
+    /// Moves the kernel's pending completions into the completion queue. `None` on an error.
     fn gather(&self) -> Option<()> {
         const GET_EVENTS: u32 = 1;
         // SAFETY: submits nothing, waits for nothing, and passes no argument.
@@ -355,15 +358,15 @@ impl<T> Drop for Ring<T> {
         // The file would else be closed some time after the ring. Another thread than the ring's can't do that.
         let _later = self.ring.submitter().unregister_files();
         if self.under_way() > 0 {
-            // The kernel may go on to use guest memory and the lists for as long as it likes.
+            // The kernel may continue to use guest memory and the lists without a time limit.
             std::mem::forget(std::mem::take(&mut self.held));
         }
     }
 }
 
-/// Forbids a ring that is not enabled yet everything but what this module does with it: what comes through a ring is
-/// seen by no seccomp filter (io_uring_register(2), IORING_REGISTER_RESTRICTIONS). The kernel completes other requests with
-/// EACCES.
+/// Restricts a ring that is not enabled yet to the operations of this module, because seccomp
+/// filters do not see operations of a ring (io_uring_register(2), IORING_REGISTER_RESTRICTIONS).
+/// The kernel completes other requests with EACCES.
 fn restrict(ring: &IoUring) -> io::Result<()> {
     // linux/io_uring.h; the crate does not name them.
     const IORING_UNREGISTER_FILES: u8 = 3;

@@ -1,4 +1,5 @@
-//! Requests to the kernel's vhost drivers (`linux/vhost.h`): who owns a device, where the rings are, which events it uses.
+//! Requests to the kernel's vhost drivers (`linux/vhost.h`): owner of a device, addresses of the
+//! rings, events of the device.
 
 use std::{
     io,
@@ -81,7 +82,8 @@ pub enum RingEvent {
     Error,
 }
 
-/// Makes this process the owner of the device: its memory is what the device works in. Starts the device's thread.
+/// Makes this process the owner of the device: the device works in this process's memory. Starts
+/// the device's thread.
 pub fn set_owner(vhost: impl AsFd) -> io::Result<()> {
     // SAFETY: VHOST_SET_OWNER has no argument.
     check(unsafe { ioctl(&vhost.as_fd(), VHOST_SET_OWNER()) })
@@ -101,8 +103,8 @@ pub fn set_features(vhost: impl AsFd, features: u64) -> io::Result<()> {
     check(unsafe { ioctl_with_ref(&vhost.as_fd(), VHOST_SET_FEATURES(), &features) })
 }
 
-/// Says where guest memory is in this process. Whoever calls keeps `memory` until the device has been closed, or has no
-/// backend any more: the kernel goes by these addresses.
+/// Sets the addresses of guest memory in this process. The caller keeps `memory` until the device
+/// has been closed or has lost its backend, because the kernel uses these addresses.
 pub fn set_memory(vhost: impl AsFd, memory: &GuestMemory) -> io::Result<()> {
     let mut regions: Vec<[u64; 4]> = Vec::new();
     for region in memory.iter() {

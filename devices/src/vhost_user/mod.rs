@@ -1,8 +1,9 @@
-//! The front end of a vhost-user connection: what a device asks of a process that serves its queues ("Vhost-user Protocol",
-//! QEMU's docs/interop/vhost-user.rst).
+//! The front end of a vhost-user connection: a device's requests to the process that serves its
+//! queues ("Vhost-user Protocol", QEMU's docs/interop/vhost-user.rst).
 //!
-//! The peer is another process and not trusted with anything but guest memory: each answer is bounded in length and in time, and
-//! whatever does not fit ends the connection's use. No call here makes a socket or sets an option of one.
+//! The peer is another process and is trusted only with guest memory: each answer is bounded in
+//! length and in time, and an invalid answer makes the connection unusable. The functions here
+//! neither create sockets nor set options of them.
 
 mod message;
 
@@ -39,7 +40,7 @@ const DEVICE_STATE: u64 = 1 << 19;
 const MAX_STATE: usize = 7 << 19;
 /// How long the transfer of a state may take: of each file that the driver knows, its path is looked up.
 const STATE_PATIENCE: Duration = Duration::from_secs(30);
-/// What a pipe that can be written to takes at least without a wait (PIPE_BUF, pipe(7)).
+/// Minimum number of bytes that a writable pipe takes without a wait (PIPE_BUF, pipe(7)).
 const PIPE_BUF: usize = 4096;
 
 /// Which way a state goes ("Transfer direction").
@@ -65,7 +66,7 @@ pub struct RingEvents<'a> {
 #[derive(Debug)]
 pub struct FrontEnd {
     socket: OwnedFd,
-    /// What the back end offers.
+    /// Features offered by the back end.
     features: u64,
     /// Requests are acknowledged.
     acknowledged: bool,
@@ -108,7 +109,7 @@ impl FrontEnd {
         self.stopping.is_some()
     }
 
-    /// Accepts features: those that the driver has accepted, which all have to be on offer.
+    /// Accepts the features that the driver has accepted; all of them must be on offer.
     pub fn set_features(&mut self, accepted: u64, deadline: Instant) -> io::Result<()> {
         if accepted & !self.features != 0 {
             return Err(io::Error::other(
@@ -176,8 +177,9 @@ impl FrontEnd {
         )
     }
 
-    /// Stops a ring: the back end ends the request that it is at, and says which available entry it would have taken next. `None`
-    /// when it has not by `deadline`: then the ring is still being stopped, and the same call goes on waiting.
+    /// Stops a ring: the back end ends its current request and returns the index of the next
+    /// available entry. `None` if the stop has not completed by `deadline`: the ring is still being
+    /// stopped, and another call continues the wait.
     pub fn stop_ring(&mut self, index: u32, deadline: Instant) -> io::Result<Option<u16>> {
         match self.stopping {
             None => {

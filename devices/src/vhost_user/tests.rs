@@ -17,7 +17,7 @@ use vmm_sys_util::eventfd::EFD_NONBLOCK;
 use super::*;
 use crate::virtio::testing::back_end::BackEnd;
 
-/// A back end that sends these bytes for whatever it is asked, and then hangs up.
+/// Back end that sends these bytes as the answer to any request, and then disconnects.
 fn answering(bytes: Vec<u8>) -> (OwnedFd, JoinHandle<()>) {
     let (front, mut back) = UnixStream::pair().unwrap();
     let thread = std::thread::spawn(move || {

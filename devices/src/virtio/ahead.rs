@@ -1,9 +1,10 @@
-//! Which chains come next in an available ring.
+//! Read-ahead of the next chains in an available ring.
 //!
-//! The driver's processor has just written what a device reads to take a chain: the ring's entry, the descriptor, and
-//! mostly an indirect table. One after the other they come from its cache, each time for about the price of a hundred
-//! instructions, or of the whole rest of taking the chain. Here several entries are read at a time, and what they lead to is
-//! fetched meanwhile.
+//! To take a chain, a device reads the ring's entry, the descriptor, and usually an indirect table.
+//! The driver's processor has just written all three, so each read fetches a cache line from the
+//! driver's cache. Each such fetch costs about a hundred instructions, as much as all other work
+//! for taking the chain. This module reads several entries at a time and meanwhile fetches the
+//! memory that they refer to.
 
 use std::sync::atomic::Ordering;
 
@@ -36,8 +37,10 @@ impl Heads {
         self.list.get(usize::from(at)).copied()
     }
 
-    /// Reads those of the chains from `index` on, of which `available` are, from the ring `avail` of `size` entries, a power
-    /// of two. Has the processor fetch what they lead to in the descriptor table `desc` and in `memory`.
+    /// Reads the heads of the chains from `index` on from the ring `avail`. `available` is the
+    /// number of available chains. `size` is the number of entries of the ring and is a power of
+    /// two. Prefetches the descriptors of the chains from the table `desc` and their indirect
+    /// tables from `memory`.
     pub(super) fn read(
         &mut self,
         index: u16,
@@ -47,7 +50,7 @@ impl Heads {
         memory: &GuestMemory,
     ) {
         (self.first, self.count) = (index, 0);
-        // Nothing is gained by looking ahead to what is looked at next.
+        // For a single chain a prefetch has no benefit, because the caller reads the chain next.
         let fetches = available > 1;
         for (entry, at) in self.list.iter_mut().zip(0..available) {
             let slot = index.wrapping_add(at) & size.wrapping_sub(1);

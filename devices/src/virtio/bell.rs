@@ -1,4 +1,4 @@
-//! What tells a worker that there is a command for it.
+//! Event that notifies a worker of a new command.
 
 use std::{
     io,
@@ -22,13 +22,14 @@ impl Bell {
         })
     }
 
-    /// Tells the worker of a command that was sent before.
+    /// Notifies the worker of a command. The caller sends the command first.
     pub(super) fn ring(&self) -> io::Result<()> {
         self.rung.store(true, Ordering::SeqCst);
         self.event.write(1)
     }
 
-    /// Readable once it has rung: to be watched edge-triggered, as nobody reads it.
+    /// Event that becomes readable when the bell rings. No one reads its counter, so it must be
+    /// watched edge-triggered.
     pub(super) fn event(&self) -> &EventFd {
         &self.event
     }

@@ -12,10 +12,11 @@ use crate::{
 /// indirect tables do not keep.
 pub const MAX_SEGMENTS: usize = 1024;
 
-/// The buffers of one request: first those that the device reads, then those that it writes.
+/// Buffers of one request: first the device-readable buffers, then the device-writable ones.
 ///
-/// Filled by [`Queue::pop`](super::queue::Queue::pop) and meant to be used again, which saves its allocation. What
-/// the buffers *hold* is the guest's to change at any time: copy a header once, check the copy, act on the copy.
+/// [`Queue::pop`](super::queue::Queue::pop) fills a chain. Reuse the chain to save its allocation.
+/// The guest can change the *content* of the buffers at any time: copy a header once, check the
+/// copy, and act on the copy.
 #[derive(Debug, Default)]
 pub struct Chain {
     pub(super) head: u16,
@@ -122,8 +123,9 @@ impl Chain {
         slices(self.readable(), memory, offset, length)
     }
 
-    /// The host's view of `length` bytes of the writable part from `offset` on, for handing to system calls. What the
-    /// kernel writes there has to be told to the dirty log: [`mark_written`](Self::mark_written).
+    /// Returns the host's view of `length` bytes of the writable part from `offset` on, for system
+    /// calls. The caller must report the bytes that the kernel writes to the dirty log with
+    /// [`mark_written`](Self::mark_written).
     pub fn writable_slices<'a>(
         &'a self,
         memory: &'a GuestMemory,

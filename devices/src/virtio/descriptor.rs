@@ -1,6 +1,6 @@
-//! Descriptor tables in guest memory, and following the descriptors of a chain (virtio 1.3, 2.7.5).
+//! Descriptor tables in guest memory, and traversal of a chain's descriptors (virtio 1.3, 2.7.5).
 //!
-//! Done for each request of each device: what is in the loop stays in registers.
+//! This code runs for each request of each device, so the loop's state stays in registers.
 
 use std::ops::Range;
 

@@ -10,7 +10,7 @@ use crate::{
     thread::ThreadKind,
 };
 
-/// What a device is (virtio 1.3, 5: device IDs).
+/// Type of a device (virtio 1.3, 5: device IDs).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
 #[allow(missing_docs, reason = "the specification's names")]
@@ -31,8 +31,9 @@ pub enum DeviceKind {
 pub trait VirtioDevice: Send {
     /// What it is.
     fn kind(&self) -> DeviceKind;
-    /// The device's own feature bits on offer (bits 0 to 23 and 50 to 127 of which the low 64 are used). The
-    /// transport adds what it and the rings offer: INDIRECT_DESC, EVENT_IDX and VERSION_1.
+    /// Device-specific feature bits on offer (bits 0 to 23 and 50 to 127, of which the low 64 are
+    /// used). The transport adds its own features and those of the rings: INDIRECT_DESC, EVENT_IDX
+    /// and VERSION_1.
     fn features(&self) -> u64;
     /// Largest size of each queue: powers of two, at most 1024. The list's length is the number of queues.
     fn queue_sizes(&self) -> &[u16];
@@ -48,10 +49,12 @@ pub trait VirtioDevice: Send {
     fn bar_memory(&self) -> Option<Arc<dyn BarMemory>> {
         None
     }
-    /// The driver reset the device, its workers are quiet: what it wrote to the configuration is forgotten.
+    /// Discards the driver's configuration writes after a reset of the device. The workers are
+    /// quiet.
     fn reset(&mut self);
-    /// The backs, one for each worker thread. Called once, when the VM is built. What changes the configuration space
-    /// later, other than the driver, tells so through `signals`.
+    /// Returns the backs, one for each worker thread. Called once, when the VM is built. Later
+    /// changes of the configuration space that the driver did not make must be reported through
+    /// `signals`.
     fn workers(&mut self, signals: &Arc<Signals>) -> io::Result<Vec<WorkerSpec>>;
     /// State of the front. The transport saves its registers and the configuration space itself.
     fn save(&self) -> Result<Section, StateError>;
@@ -60,11 +63,12 @@ pub trait VirtioDevice: Send {
     fn restore(&mut self, section: &Section) -> Result<(), StateError>;
 }
 
-/// A worker thread to be made, and what it does.
+/// Specification of a worker thread.
 pub struct WorkerSpec {
     /// Name of the thread, at most 15 bytes: "blk0-q1".
     pub name: String,
-    /// What the thread may do: [`ThreadKind::Worker`], or [`ThreadKind::Delegate`] if it gives queues to another process.
+    /// Permissions of the thread: [`ThreadKind::Worker`], or [`ThreadKind::Delegate`] if it passes
+    /// queues to another process.
     pub kind: ThreadKind,
     /// The queues it serves; each of the device's queues is in exactly one worker's list.
     pub queues: Vec<u16>,
@@ -72,33 +76,37 @@ pub struct WorkerSpec {
     pub handler: Box<dyn QueueHandler>,
 }
 
-/// The back of a device, owned by its worker thread. The framework calls one method at a time. Outside of `start` …
-/// `drain` it calls only `reset`, `save` and `restore`.
+/// Back of a device, owned by its worker thread. The framework calls one method at a time. Outside
+/// of `start` … `drain` it calls only `reset`, `save` and `restore`.
 ///
-/// Whatever was put into used rings is signalled to the driver after each call, as its notification suppression
-/// demands, so handlers don't raise interrupts.
+/// After each call, the framework signals new entries of used rings to the driver, subject to the
+/// driver's notification suppression. Handlers do not raise interrupts.
 pub trait QueueHandler: Send {
-    /// The driver is ready (or the machine goes on after a pause): registers events with
-    /// [`Session::watch`], looks at [`Session::features`]. Each queue is kicked afterwards without having been asked
-    /// to. An error makes the device ask for a reset.
+    /// Starts the back when the driver is ready, or when the machine continues after a pause.
+    /// Registers events with [`Session::watch`] and reads [`Session::features`]. Afterwards the
+    /// framework kicks each queue once without a notification. An error makes the device ask for a
+    /// reset.
     fn start(&mut self, session: &mut Session) -> Result<(), Fault>;
-    /// `queue` has new buffers, or may have. Takes them with [`Session::pop`] until that gives none, or until
-    /// something is missing to go on. A flood can't keep the thread here: `pop` gives none when the batch is
-    /// large enough, and the framework looks after other queues and commands before it calls again. After an error
-    /// that the device survives it is called again, so the request that caused it must have been taken.
+    /// Takes buffers from `queue`, which has or may have new ones. Calls [`Session::pop`] until it
+    /// returns none, or until the handler must wait for something. A flood cannot occupy the
+    /// thread: `pop` returns none at the end of a batch, and the framework handles other queues and
+    /// commands before the next call. After an error that the device survives, the framework calls
+    /// `kick` again. Therefore the handler must have taken the request that caused the error.
     ///
-    /// A handler of a single queue may sleep, here and in `event`, while [`Session::events`] is not readable. What was
-    /// readable when it was called it is not told of again: it looks after all that it watches before it sleeps.
+    /// A handler of a single queue may sleep, here and in `event`, while [`Session::events`] is not
+    /// readable. The framework does not repeat events that were ready at the time of the call.
+    /// Therefore the handler checks all its watched descriptors before it sleeps.
     fn kick(&mut self, session: &mut Session, queue: u16) -> Result<Progress, Fault>;
     /// A watched file descriptor is ready. It is level-triggered, so the work done here is to be bounded. One that was
     /// just unwatched may still come once.
     fn event(&mut self, session: &mut Session, token: u32) -> Result<(), Fault>;
-    /// Ends or cancels what is under way, waiting for it here: no events are delivered meanwhile. Takes no new
-    /// requests. When it returns [`Drained::Quiet`], nothing of this device touches guest
-    /// memory or the backend any more; [`Drained::Late`] when `deadline` came first: then the handler goes on to be
-    /// used.
+    /// Completes or cancels requests in progress and waits for them; meanwhile the framework
+    /// delivers no events. Takes no new requests. Returns [`Drained::Quiet`] when no part of this
+    /// device accesses guest memory or the backend. Returns [`Drained::Late`] if `deadline` passed
+    /// first; the framework then continues to use the handler.
     fn drain(&mut self, session: &mut Session, deadline: Instant) -> Result<Drained, Fault>;
-    /// The driver reset the device: forgets what it had set up. Called after `drain`, and not for a mere pause.
+    /// Discards the driver's state after a reset of the device. Called after `drain`, but not for a
+    /// pause.
     fn reset(&mut self);
     /// State of the drained back. The framework saves the progress of the queues.
     fn save(&self) -> Result<Section, StateError>;
@@ -106,7 +114,7 @@ pub trait QueueHandler: Send {
     fn restore(&mut self, section: &Section, memory: &GuestMemory) -> Result<(), StateError>;
 }
 
-/// What [`QueueHandler::kick`] leaves behind.
+/// Result of [`QueueHandler::kick`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
     /// All available buffers were taken. The framework asks the driver for a notification of the next one (and looks
@@ -120,7 +128,7 @@ pub enum Progress {
 /// What [`QueueHandler::drain`] achieved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Drained {
-    /// Nothing is under way.
+    /// No request is in progress.
     Quiet,
     /// The deadline passed, something is still under way.
     Late,
@@ -139,7 +147,7 @@ pub(super) fn thread_name(kind: &str, name: &str, index: u16) -> String {
     format!("{kind}-{head}{tail}")
 }
 
-/// Copies from `source` at `offset`; what lies beyond its end reads as zero.
+/// Copies from `source` at `offset`. Bytes beyond its end read as zero.
 pub fn read_bytes(source: &[u8], offset: usize, data: &mut [u8]) {
     let available = source.get(offset..).unwrap_or_default();
     for (at, byte) in data.iter_mut().enumerate() {

@@ -1,4 +1,4 @@
-//! What can go wrong in a device's worker, whose fault it is, and who is told.
+//! Failures in a device's worker: their kinds, their cause, and their reports.
 
 use std::{
     io,
@@ -17,16 +17,16 @@ pub enum Fault {
         queue: u16,
         /// Head of its descriptor chain.
         head: u16,
-        /// What is wrong with it.
+        /// Description of the error.
         reason: &'static str,
     },
-    /// The ring itself can't be trusted any more: the device asks to be reset (virtio 1.3, 2.1.1) and does nothing
-    /// until it is.
+    /// The ring is corrupt. The device asks for a reset (virtio 1.3, 2.1.1) and does nothing until
+    /// the reset.
     #[error("queue {queue}: {error}")]
     Ring {
         /// The queue.
         queue: u16,
-        /// What is wrong with it.
+        /// Description of the error.
         error: RingError,
     },
     /// The host refused something that no request can be blamed for (a request gets an error status instead). It is
@@ -45,7 +45,7 @@ pub enum Fault {
 /// How a ring is corrupt (virtio 1.3, 2.7).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RingError {
-    /// The queue's size is 0, no power of two, or above what the device offers.
+    /// The queue's size is 0, not a power of two, or larger than the device offers.
     #[error("queue size {0} is not allowed")]
     Size(u16),
     /// A part of the ring is not aligned or not wholly in guest memory.
@@ -87,7 +87,7 @@ pub enum RingError {
         "the process that served the queues completed requests out of order before it ended: the open requests are unknown"
     )]
     Disordered,
-    /// Who serves the queue outside of this process says that its ring is corrupt.
+    /// The external process that serves the queue reports a corrupt ring.
     #[error("the process that serves the queues found a ring corrupt")]
     Delegated,
     /// The ring's memory could not be accessed.
@@ -95,7 +95,7 @@ pub enum RingError {
     Memory,
 }
 
-/// The host's error in words, without its number: what operators are told.
+/// Returns the host's error as text without its number, for reports to operators.
 pub(super) fn words(error: &io::Error) -> String {
     let text = error.to_string();
     match text.split_once(" (os error ") {
@@ -104,14 +104,15 @@ pub(super) fn words(error: &io::Error) -> String {
     }
 }
 
-/// What a device tells the lifecycle driver.
+/// Report from a device to the lifecycle driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DeviceEvent {
     /// The driver corrupted a ring (or the backend could not be started); the device waits to be reset.
     NeedsReset(String),
     /// The host refused something; the device works on.
     BackendError(String),
-    /// The host refused something, and requests are kept until the device goes on after a pause (or is reset).
+    /// The host refused an operation. Requests are kept until the device continues after a pause or
+    /// is reset.
     Held(String),
     /// A defect of this program: the VM has to be failed.
     Failed(String),

@@ -4,7 +4,8 @@ use std::sync::atomic::{AtomicU16, Ordering};
 
 use super::window::Window;
 
-/// Of one queue while it is served. It reads the available ring, and holds on to guest memory.
+/// Gauge of one queue while the queue is served. It reads the available ring and keeps guest memory
+/// alive.
 #[derive(Debug)]
 pub(super) struct Gauge {
     avail: Window,
@@ -31,7 +32,8 @@ impl Gauge {
     /// Buffers that the driver made available and that were not taken when the worker last said; 0 when the ring makes no
     /// sense.
     pub(super) fn waiting(&self) -> u16 {
-        // The worker's word first: what the driver adds meanwhile waits, what the worker takes meanwhile may still count.
+        // The worker's index must be read first. Requests that the driver adds meanwhile count as
+        // waiting, and requests that the worker takes meanwhile may still count.
         let taken = self.taken.load(Ordering::Relaxed);
         let index = self.avail.load(2, Ordering::Acquire).map_or(taken, u16::from_le);
         let waiting = index.wrapping_sub(taken);

@@ -1,9 +1,10 @@
-//! Virtio 1.3: what all devices share.
+//! Virtio 1.3: the common parts of all devices.
 //!
-//! A device has two halves. Its *front* ([`device::VirtioDevice`]) sits behind the transport and is used on vCPU
-//! threads: identity, features, configuration space. Its *back* ([`device::QueueHandler`]) is owned by a worker
-//! thread and never seen by anybody else: it takes requests from queues. The [`worker`] framework runs the backs, the
-//! transport tells it when: DRIVER_OK starts them, a reset or a pause stops them.
+//! A device has two halves. Its *front* ([`device::VirtioDevice`]) sits behind the transport and
+//! runs on vCPU threads: identity, features, configuration space. Its *back*
+//! ([`device::QueueHandler`]) takes requests from queues. A worker thread owns the back
+//! exclusively. The [`worker`] framework runs the backs under control of the transport: DRIVER_OK
+//! starts them, a reset or a pause stops them.
 
 mod ahead;
 pub mod balloon;

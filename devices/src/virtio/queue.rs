@@ -1,7 +1,7 @@
-//! A split virtqueue as a device uses it (virtio 1.3, 2.7): buffers are taken, checked, and given back.
+//! Split virtqueue from the device's side (virtio 1.3, 2.7): takes, checks and returns buffers.
 //!
-//! What lies in guest memory is untrusted at every access. A [`RingError`] means that the ring as such makes no sense
-//! any more; the queue is not to be used after one.
+//! All content of guest memory is untrusted at every access. A [`RingError`] means that the ring
+//! itself is invalid. The queue must not be used after such an error.
 
 use std::sync::atomic::{Ordering, fence};
 
@@ -55,7 +55,7 @@ pub struct Queue {
     avail: Window,
     used: Window,
     event_idx: bool,
-    /// The available index when it was last looked at: what is before it can be taken.
+    /// Last value read from the available index. All entries before it can be taken.
     avail_seen: u16,
     heads: Heads,
     /// `next_used` when the driver was last told, or found not to want to be.
@@ -70,8 +70,8 @@ pub struct Queue {
 }
 
 impl Queue {
-    /// Checks `state` and makes a queue of it. `max_size` is what the device offers, `event_idx` says whether
-    /// VIRTIO_F_EVENT_IDX was negotiated.
+    /// Checks `state` and creates a queue from it. `max_size` is the device's limit. `event_idx` is
+    /// true if VIRTIO_F_EVENT_IDX was negotiated.
     pub fn new(
         state: &QueueState,
         max_size: u16,
@@ -114,8 +114,9 @@ impl Queue {
         self.state.index
     }
 
-    /// Goes on where somebody else has stopped who served it: with the available entry `next_avail`, or with as many as the
-    /// driver has used entries. The latter is an error when the rings show that chains were given back out of order.
+    /// Continues after another server of the queue stopped. Without `next_avail`, continues with as
+    /// many available entries as the driver has used entries. In this case, chains that were
+    /// returned out of order are an error.
     pub(super) fn go_on(&mut self, next_avail: Option<u16>) -> Result<(), RingError> {
         let next_used = self.load(Field::UsedIndex, Ordering::Acquire)?;
         if next_avail.is_none() {
@@ -161,7 +162,7 @@ impl Queue {
         self.state.size
     }
 
-    /// What another queue can be made of that goes on where this one is.
+    /// Returns the state from which another queue can continue.
     pub fn state(&self) -> QueueState {
         self.state
     }
@@ -174,7 +175,7 @@ impl Queue {
         };
         let next = self.state.next_avail;
         if next == self.avail_seen {
-            // Also orders what is read of the ring and the buffers after it.
+            // The load also orders the later reads of the ring and the buffers.
             let index = shared::available(self)?;
             if index.wrapping_sub(next) > self.state.size {
                 return Err(RingError::AvailableIndex(next));
@@ -256,7 +257,7 @@ impl Queue {
         Ok(())
     }
 
-    /// Shows the driver what was put into the used ring.
+    /// Publishes the entries put into the used ring.
     pub fn show_used(&mut self) -> Result<(), RingError> {
         if std::mem::take(&mut self.unshown) {
             shared::publish(self, self.state.next_used)?;
@@ -283,7 +284,7 @@ impl Queue {
         self.show_used()
     }
 
-    /// Whether the driver wants an interrupt for what was added since the last call (2.7.7.2).
+    /// Whether the driver wants an interrupt for the entries added since the last call (2.7.7.2).
     pub fn needs_interrupt(&mut self) -> Result<bool, RingError> {
         self.show_used()?;
         if !std::mem::take(&mut self.unsignalled) {
@@ -300,18 +301,18 @@ impl Queue {
         shared::ask_to_notify(self, self.event_idx, self.state.next_avail)
     }
 
-    /// Tells the driver that no notifications are needed.
+    /// Asks the driver not to send notifications.
     pub fn disable_notification(&mut self) -> Result<(), RingError> {
         shared::ask_not_to_notify(self, self.event_idx, self.state.next_avail)
     }
 
-    /// How many chains are available; 0 if the ring makes no sense, which [`pop`](Self::pop) tells.
+    /// Number of available chains; 0 if the ring is invalid, which [`pop`](Self::pop) reports.
     pub fn available(&self) -> u16 {
         let available = shared::available(self).map_or(0, |index| index.wrapping_sub(self.state.next_avail));
         if available > self.state.size { 0 } else { available }
     }
 
-    /// What tells others how many chains are available.
+    /// Returns a gauge of the available chains for other threads.
     pub(super) fn gauge(&self) -> Gauge {
         Gauge::new(self.avail.clone(), self.state.size, self.state.next_avail)
     }

@@ -1,4 +1,5 @@
-//! What a worker works with between `Start` and `Stop`: the queues, the negotiated features, the events it waits for.
+//! A worker's context between `Start` and `Stop`: the queues, the negotiated features, and the
+//! watched events.
 
 use std::{
     io,
@@ -30,7 +31,7 @@ const TAG_COMMAND: u64 = 1 << 32;
 const TAG_QUEUE: u64 = 2 << 32;
 const TAG_HANDLER: u64 = 3 << 32;
 
-/// What woke a worker.
+/// Event that woke a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Wake {
     Command,
@@ -52,7 +53,8 @@ struct Slot {
 pub struct Session {
     memory: GuestMemory,
     features: u64,
-    /// By the queue's number; `None` for those that the driver did not enable or another worker serves.
+    /// Slots by queue number; `None` for a queue that the driver did not enable or another worker
+    /// serves.
     slots: Vec<Option<Slot>>,
     epoll: Epoll,
     bell: Arc<Bell>,
@@ -121,7 +123,7 @@ impl Session {
         Some(&mut self.slots.get_mut(usize::from(index))?.as_mut()?.queue)
     }
 
-    /// [`Queue::pop`]; a queue that is not there has nothing.
+    /// See [`Queue::pop`]. An absent queue is empty.
     pub fn pop(&mut self, queue: u16, chain: &mut Chain) -> Result<bool, Fault> {
         self.on(queue, false, |ring| ring.pop(chain))
     }
@@ -157,12 +159,15 @@ impl Session {
         }
     }
 
-    /// Gives a queue away, to the kernel (vhost) or another process (vhost-user): from here on it takes chains, completes them and
-    /// interrupts the driver, with [`kick_event`](Self::kick_event) and [`interrupt_event`](Self::interrupt_event). The framework
-    /// touches neither the rings nor the notifications until [`reclaim`](Self::reclaim), which has to come before a drain is over.
-    /// Gives what the queue is and from where on it is to be served; `None` when it is not enabled or delegated already.
+    /// Delegates a queue to the kernel (vhost) or to another process (vhost-user). From now on,
+    /// that server takes chains, completes them and interrupts the driver, with
+    /// [`kick_event`](Self::kick_event) and [`interrupt_event`](Self::interrupt_event). The
+    /// framework uses neither the rings nor the notifications until [`reclaim`](Self::reclaim),
+    /// which must precede the end of a drain. Returns the queue and its position, or `None` if the
+    /// queue is not enabled or is delegated already.
     ///
-    /// Some notifications may have been seen here: what is available already is not notified of again.
+    /// The framework may have consumed some notifications. The driver does not repeat them for
+    /// available requests.
     pub fn delegate(&mut self, queue: u16) -> Result<Option<QueueState>, Fault> {
         let Some(slot) = self.slot_mut(queue).filter(|slot| !slot.delegated) else {
             return Ok(None);
@@ -174,9 +179,10 @@ impl Session {
         Ok(Some(state))
     }
 
-    /// Takes a queue back from whoever served it, who touches neither the rings nor the notifications any more. It goes on with
-    /// the available entry `next_avail`; without it (whoever served the queue is gone) with the first one that has no used entry,
-    /// which is right if chains were completed in order, and an error otherwise. The handler is kicked for it soon.
+    /// Takes a delegated queue back. Its server must not use the rings and the notifications any
+    /// more. The queue continues with the available entry `next_avail`. Without `next_avail` (the
+    /// server is gone), it continues with the first entry that has no used entry. This is correct
+    /// if chains were completed in order, and an error otherwise. The handler is kicked soon.
     pub fn reclaim(&mut self, queue: u16, next_avail: Option<u16>) -> Result<(), Fault> {
         let Some(slot) = self.slot_mut(queue).filter(|slot| slot.delegated) else {
             return Ok(());
@@ -212,7 +218,8 @@ impl Session {
         self.on(queue, false, Queue::enable_notification)
     }
 
-    /// Tells the driver that no notifications are needed, outside of `kick` (where they are off).
+    /// Asks the driver not to send notifications, outside of `kick`. Notifications are off during
+    /// `kick`.
     pub fn suppress_kicks(&mut self, queue: u16) -> Result<(), Fault> {
         self.on(queue, (), Queue::disable_notification)
     }
@@ -240,7 +247,7 @@ impl Session {
         .map_err(|error| Fault::Backend("watch a file descriptor", error))
     }
 
-    /// Changes what is waited for on a watched `fd`.
+    /// Changes the events of a watched `fd`.
     pub fn rewatch(&self, fd: &impl AsRawFd, token: u32, interest: EventSet) -> Result<(), Fault> {
         self.control(
             ControlOperation::Modify,
@@ -251,24 +258,24 @@ impl Session {
         .map_err(|error| Fault::Backend("change how a file descriptor is watched", error))
     }
 
-    /// No longer waits for `fd`. What is watched ends with the session by itself.
+    /// Stops watching `fd`. The end of the session ends all watches.
     pub fn unwatch(&self, fd: &impl AsRawFd) -> Result<(), Fault> {
         self.control(ControlOperation::Delete, fd.as_raw_fd(), 0, EventSet::empty())
             .map_err(|error| Fault::Backend("stop watching a file descriptor", error))
     }
 
-    /// Readable when the framework has an event to look after: the driver's notification, a command, or one that is
-    /// [watched](Self::watch).
+    /// Descriptor that is readable when the framework has an event to handle: the driver's
+    /// notification, a command, or a [watched](Self::watch) descriptor.
     pub fn events(&self) -> RawFd {
         self.epoll.as_raw_fd()
     }
 
-    /// Whether there is a command for the worker, which the framework has to look after: the handler has to return soon.
+    /// Whether the framework has a command to handle. The handler must then return soon.
     pub fn has_command(&self) -> bool {
         self.bell.has_rung()
     }
 
-    /// Counts a notification of the driver that the handler has seen by itself.
+    /// Counts a notification of the driver that the handler noticed itself.
     pub fn count_kick(&self) {
         Counters::bump(&self.counters.kicks);
     }
@@ -291,7 +298,7 @@ impl Session {
         Ok(sent)
     }
 
-    /// Tells the driver that the device's configuration space changed.
+    /// Notifies the driver of a change of the device's configuration space.
     pub fn config_changed(&self) {
         self.signals.config_changed();
     }
@@ -306,7 +313,7 @@ impl Session {
         Some(&self.slots.get(usize::from(queue))?.as_ref()?.kick)
     }
 
-    /// What to signal so that the driver gets a queue's interrupt, for handing to the kernel (vhost).
+    /// Returns the event that raises a queue's interrupt, for the kernel (vhost).
     pub fn interrupt_event(&self, queue: u16) -> Option<&EventFd> {
         self.signals.queue_event(queue)
     }
@@ -326,7 +333,7 @@ impl Session {
         self.slots.iter().flatten().any(|slot| slot.ready)
     }
 
-    /// Lets the handler take what it wants, outside of `kick`.
+    /// Removes the handler's limit for taking chains, outside of `kick`.
     pub(super) fn lift_budgets(&mut self) {
         for slot in self.slots.iter_mut().flatten() {
             slot.queue.set_budget(u32::MAX);
@@ -390,14 +397,14 @@ impl Session {
     }
 }
 
-/// What a session is made of.
+/// Parameters of a session.
 pub(super) struct Setup<'a> {
     pub memory: &'a GuestMemory,
     pub features: u64,
     pub states: &'a [QueueState],
-    /// Of all queues of the device.
+    /// One entry for each queue of the device.
     pub max_sizes: &'a [u16],
-    /// Of all queues of the device.
+    /// One entry for each queue of the device.
     pub kicks: &'a [Arc<EventFd>],
     pub bell: &'a Arc<Bell>,
     pub signals: Arc<Signals>,

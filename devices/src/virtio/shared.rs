@@ -1,9 +1,11 @@
-//! The fields of a ring that driver and device both use while the other one runs, and in which order they must be seen
-//! (virtio 1.3, 2.7.6 to 2.7.10, 2.7.13).
+//! Fields of a ring that driver and device access concurrently, and the memory ordering of these
+//! accesses (virtio 1.3, 2.7.6 to 2.7.10, 2.7.13).
 //!
-//! Each side writes what it has and then reads the other's wish; each writes its wish and then reads what the other has. With a
-//! full fence between the two, at least one side sees the other: no interrupt and no notification is lost. The functions are
-//! generic so that the very same code runs on guest memory and in loom's model of memory (`tests/order_model.rs`).
+//! Each side publishes its entries and then reads the other side's notification wish. Each side
+//! also writes its own wish and then reads the other side's entries. A full fence separates the
+//! write from the read, so that at least one side sees the other's write and no interrupt or
+//! notification is lost. The functions are generic, so the same code runs on guest memory and in
+//! loom's memory model (`tests/order_model.rs`).
 
 use std::sync::atomic::Ordering;
 
@@ -28,7 +30,7 @@ pub(super) enum Field {
 
 /// The fields of one queue.
 pub(super) trait Fields {
-    /// Why a field can't be used.
+    /// Error of an access to a field.
     type Error;
 
     /// Reads a field, in one access.
@@ -37,11 +39,12 @@ pub(super) trait Fields {
     /// Writes a field, in one access.
     fn store(&self, field: Field, value: u16, order: Ordering) -> Result<(), Self::Error>;
 
-    /// What was written before it is visible to all before what is read after it is read.
+    /// Full fence: earlier writes become visible before later reads execute.
     fn fence(&self);
 }
 
-/// The index up to which the driver has made chains available. What it wrote before is read after this.
+/// Index up to which the driver has made chains available. The load precedes reads of the driver's
+/// earlier writes.
 #[inline(always)]
 pub(super) fn available<F: Fields>(fields: &F) -> Result<u16, F::Error> {
     fields.load(Field::AvailIndex, Ordering::Acquire)
@@ -83,7 +86,7 @@ pub(super) fn ask_to_notify<F: Fields>(fields: &F, event_idx: bool, taken: u16) 
     Ok(available(fields)? != taken)
 }
 
-/// Tells the driver that no notifications are needed. It may miss that for a while.
+/// Asks the driver not to send notifications. The driver may see the request late.
 #[inline(always)]
 pub(super) fn ask_not_to_notify<F: Fields>(fields: &F, event_idx: bool, taken: u16) -> Result<(), F::Error> {
     // At a buffer that was taken already, or VRING_USED_F_NO_NOTIFY.

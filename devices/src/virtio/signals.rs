@@ -1,7 +1,8 @@
-//! What workers tell the driver, and where: used buffers, configuration changes, the wish to be reset.
+//! Signals from workers to the driver: used buffers, configuration changes, the need for a reset.
 //!
-//! Shared by the transport and the workers of a device. Raising an interrupt takes no lock: all is atomics but for the
-//! generation of the configuration space, which nobody reads while the space changes.
+//! The transport and the workers of a device share the signals. Raising an interrupt takes no lock:
+//! all state is atomic, except the generation of the configuration space. A read of the generation
+//! waits while the space changes.
 
 use std::{
     io,
@@ -58,13 +59,15 @@ impl Signals {
         }
     }
 
-    /// The configuration space (or the status) changed: raises the generation and tells a driver that is there.
+    /// Reports a change of the configuration space or the status: increments the generation and
+    /// notifies the driver, if one runs.
     pub fn config_changed(&self) {
         self.change_config(|| ());
     }
 
-    /// Changes the configuration space by `change`, raises the generation and tells a driver that is there. A driver that
-    /// has read anything new finds another generation afterwards, and reads again (4.1.4.3.1).
+    /// Changes the configuration space with `change`, increments the generation, and notifies the
+    /// driver, if one runs. A driver that has read a new value sees another generation afterwards
+    /// and reads again (4.1.4.3.1).
     pub fn change_config<T>(&self, change: impl FnOnce() -> T) -> T {
         let mut generation = self.generation.lock().unwrap_or_else(PoisonError::into_inner);
         let result = change();
@@ -77,7 +80,7 @@ impl Signals {
         result
     }
 
-    /// The device can't go on until it is reset (2.1.1).
+    /// Reports that the device cannot continue without a reset (2.1.1).
     pub fn need_reset(&self) {
         self.needs_reset.store(true, Ordering::SeqCst);
         self.config_changed();
@@ -93,7 +96,7 @@ impl Signals {
         *self.generation.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What a read of the ISR status gives; it is cleared by that.
+    /// Returns the ISR status and clears it, as a read of the register does.
     pub fn take_isr(&self) -> u8 {
         self.isr.swap(0, Ordering::SeqCst)
     }
@@ -144,8 +147,9 @@ impl Signals {
         }
     }
 
-    /// Readable when a queue got another vector since the last [`take_vector_change`](Self::take_vector_change): whoever has
-    /// given [`queue_event`](Self::queue_event) away gives the new one.
+    /// Event that becomes readable when a queue gets another vector, until
+    /// [`take_vector_change`](Self::take_vector_change). A caller that passed
+    /// [`queue_event`](Self::queue_event) to a server must then pass the new one.
     pub fn vector_changes(&self) -> io::Result<&EventFd> {
         if let Some(event) = self.vector_changes.get() {
             return Ok(event);

@@ -1,7 +1,8 @@
-//! What of a queue waits for its rate limit, and the timer that says when to look again.
+//! Requests of a queue that wait for the rate limit, and the timer for the next attempt.
 //!
-//! While something waits, nothing more is taken from the ring: what is there waits in guest memory, and its driver has no
-//! reason to notify. Requests behind one that waits wait as well, also those that are not limited themselves.
+//! While a request waits, the worker takes no others from the ring. The others wait in guest
+//! memory, and their driver has no reason to notify. Requests behind a waiting request also wait,
+//! even if they are not limited themselves.
 
 use std::{
     io,
@@ -58,7 +59,7 @@ impl LimiterCell {
 #[derive(Debug)]
 pub(super) struct Throttle<W> {
     tenant: Option<Tenant>,
-    /// Of the limiter that it is a tenant of.
+    /// Version of the limiter that `tenant` belongs to.
     version: Option<u32>,
     /// Made when it is needed first.
     timer: Option<OwnedFd>,
@@ -81,12 +82,13 @@ impl<W> Default for Throttle<W> {
 }
 
 impl<W> Throttle<W> {
-    /// Nothing is watched any more: a session begins.
+    /// Prepares for a new session, in which the timer is not watched yet.
     pub(super) fn start(&mut self) {
         self.watched = false;
     }
 
-    /// Goes over to another limiter if there is one now. `wake` tells the worker that the limits changed.
+    /// Switches to the cell's current limiter. The limiter signals `wake` after a change of the
+    /// limits.
     pub(super) fn refresh(&mut self, cell: &LimiterCell, wake: Option<&Arc<EventFd>>) {
         let version = cell.version.load(Ordering::Acquire);
         if self.version == Some(version) {
@@ -113,7 +115,7 @@ impl<W> Throttle<W> {
         tenant.pass(cost, now()).err()
     }
 
-    /// Nobody waits any more.
+    /// Cancels the wait and returns the waiting request.
     pub(super) fn give_up(&mut self) -> Option<W> {
         if let Some(tenant) = &self.tenant {
             tenant.give_up();

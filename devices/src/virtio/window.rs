@@ -1,6 +1,7 @@
-//! A part of guest memory that is used again and again, found once.
+//! Part of guest memory that is looked up once and then accessed repeatedly.
 //!
-//! What is in it is the guest's to change at any time, as everywhere in guest memory: each access is volatile or atomic.
+//! The guest can change its content at any time, as in all guest memory. Therefore each access is
+//! volatile or atomic.
 
 use std::sync::{
     Arc,
@@ -75,7 +76,7 @@ impl Window {
         }
     }
 
-    /// A copy of what is at `offset`.
+    /// Returns a copy of the value at `offset`.
     pub(super) fn read<T: ByteValued>(&self, offset: u64) -> Option<T> {
         match self.place(offset) {
             Ok((region, place)) => Some(
@@ -102,7 +103,7 @@ impl Window {
         }
     }
 
-    /// Has the processor fetch the cache line at `offset`, to be read, while it goes on.
+    /// Prefetches the cache line at `offset` for reading.
     #[inline]
     pub(super) fn fetch(&self, offset: u64) {
         if let Ok((region, place)) = self.place(offset)

@@ -1,28 +1,34 @@
-//! The hand-over of a live migration: which of two daemons may run a VM, whatever is lost or dies in between.
+//! The hand-over of a live migration: it decides which of two daemons may run a VM, regardless of
+//! losses and crashes in between.
 //!
-//! Each daemon keeps a durable record, [`Source`] or [`Target`]. What it hears is an event; [`Source::on`] and [`Target::on`] are pure
-//! and say the next record and what is to be done. The record is durable before anything of that is done.
+//! Each daemon keeps a durable record, [`Source`] or [`Target`]. Its input is an event.
+//! [`Source::on`] and [`Target::on`] are pure functions that return the next record and the
+//! effects. The record is durable before the daemon carries out an effect.
 //!
 //! ```text
 //!  source   Owner ──begin──▶ Owner, migrating ──all sent, guest stands──▶ ⋯ ──Ready──▶ Given ──Running──▶ Gone
 //!             ▲                 │ cancel, Refuse, restart                        (point of no return)
-//!             └──────────────────┘ the guest goes on, Abort is sent
+//!             └─────────────────┘ the guest continues, Abort is sent
 //!  target   Idle ──Prepare──▶ Prepared ──Commit──▶ Owned, runs
 //!             ▲                  │ Abort, or its vmm died
 //!             └──────────────────┘
 //! ```
 //!
-//! What always holds, and is checked for every order of messages, losses, repetitions, crashes and restarts (`tests.rs`):
+//! Invariants, checked for every order of messages, losses, repetitions, crashes and restarts
+//! (`tests.rs`):
 //! - At most one side may run: the source in `Owner`, the target in `Owned`. Never both.
-//! - The source decides. Until it has written `Given` it can take everything back alone, and its guest continues unharmed. After that
-//!   only an operator lets the source run the guest again.
-//! - While the nodes live, one of them runs the guest in the end: the source repeats `Commit` until the target has answered. It repeats `Abort`
-//!   to the target of each migration that it has taken back ([`Aborts`]), also after the VM has moved or was deleted. Targets ask nothing.
-//! - Nobody guesses. A target that is `Prepared` while its source has vanished, and a source that has `Given` while its target has
-//!   vanished, wait for an operator ([`Resolution`]), who knows that the other side is gone for good.
+//! - The source decides. Until it has written `Given` it can take the migration back alone, and its
+//!   guest continues unharmed. After that only an operator lets the source run the guest again.
+//! - While the nodes live, one of them runs the guest in the end: the source repeats `Commit` until
+//!   the target has answered. It repeats `Abort` to the target of each migration that it has taken
+//!   back ([`Aborts`]), also after the VM has moved or was deleted. Targets send no queries.
+//! - Neither side guesses. A target that is `Prepared` while its source has vanished, and a source
+//!   that has `Given` while its target has vanished, wait for the decision of an operator
+//!   ([`Resolution`]) that the other side is gone permanently.
 //!
-//! Migrations of a VM are numbered by its source, from 1. A source continues the numbers of the node from which the VM came, so a greater number
-//! is a later migration on any node. Messages of a migration older than the record's are answered as over.
+//! The source numbers the migrations of a VM from 1. A source continues the numbers of the node
+//! from which the VM came, so a greater number is a later migration on any node. The answer to
+//! messages of a migration older than the record's is that it is over.
 
 #[cfg(test)]
 mod tests;
@@ -32,12 +38,12 @@ use std::collections::BTreeMap;
 /// Number of a migration: larger than that of each earlier one of the VM.
 pub type Migration = u64;
 
-/// What the daemons say to one another.
+/// Message between the two daemons.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Message {
     /// Source to target: everything has been sent, and the guest stands still.
     Prepare(Migration),
-    /// Target to source: everything is there, and it waits for `Commit`.
+    /// Target to source: everything has arrived, and the target waits for `Commit`.
     Ready(Migration),
     /// Target to source: it does not take the VM.
     Refuse(Migration),
@@ -49,18 +55,18 @@ pub enum Message {
     Running(Migration),
 }
 
-/// What a daemon is to do after its record is durable.
+/// Action of a daemon after its record is durable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
     /// Says something to the other daemon.
     Send(Message),
-    /// Lets the vCPUs of its own `vmm` run, if that is there.
+    /// Lets the vCPUs of its own `vmm` run, if it exists.
     Run,
-    /// Ends its own `vmm`, if that is there.
+    /// Ends its own `vmm`, if it exists.
     Kill,
 }
 
-/// What an operator says who knows that the other node is gone for good.
+/// Decision of an operator after the other node is gone permanently.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Resolution {
     /// The VM is to run here.
@@ -85,7 +91,7 @@ pub enum Source {
     Gone(Migration),
 }
 
-/// What the source's daemon hears.
+/// Input of the source's daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SourceEvent {
     /// A client asks for a migration.
@@ -96,7 +102,7 @@ pub enum SourceEvent {
     Cancel,
     /// The daemon was restarted.
     Restarted,
-    /// Time to say again what has not been answered.
+    /// It is time to repeat unanswered messages.
     Tick,
     /// The target's daemon says something.
     Heard(Message),
@@ -116,12 +122,12 @@ impl Source {
         matches!(self, Self::Owner { .. })
     }
 
-    /// Whether only the other side, or an operator, can say how it goes on.
+    /// Whether only the other side, or an operator, can decide how the hand-over continues.
     pub fn waits(self) -> bool {
         matches!(self, Self::Given(_))
     }
 
-    /// The next record, and what is to be done then.
+    /// Returns the next record and its effects.
     pub fn on(self, event: SourceEvent) -> (Self, Vec<Effect>) {
         use SourceEvent::{Begin, Cancel, Heard, Resolve, Restarted, Sent, Tick};
         match (self, event) {
@@ -169,7 +175,7 @@ impl Source {
                 },
                 Heard(Message::Ready(it)),
             ) if it == last => (Self::Given(last), vec![Effect::Send(Message::Commit(last))]),
-            // Nothing but what the guest did before the daemon ended can have stopped it.
+            // The daemon may have ended after the record of a take-back and before its `Run`.
             (Self::Owner { .. }, Restarted) => (self, vec![Effect::Run]),
             (Self::Given(it), Tick | Restarted) => (self, vec![Effect::Send(Message::Commit(it))]),
             (Self::Given(it), Heard(Message::Running(of))) if of == it => {
@@ -204,7 +210,7 @@ pub enum Target {
     Owned(Migration),
 }
 
-/// What the target's daemon hears.
+/// Input of the target's daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TargetEvent {
     /// The source's daemon says something. `loaded`: a `vmm` has received everything of this migration and lives.
@@ -229,12 +235,12 @@ impl Target {
         matches!(self, Self::Owned(_))
     }
 
-    /// Whether only the other side, or an operator, can say how it goes on.
+    /// Whether only the other side, or an operator, can decide how the hand-over continues.
     pub fn waits(self) -> bool {
         matches!(self, Self::Prepared(_))
     }
 
-    /// The next record, and what is to be done then.
+    /// Returns the next record and its effects.
     pub fn on(self, event: TargetEvent) -> (Self, Vec<Effect>) {
         use TargetEvent::{Heard, Resolve, Restarted};
         match (self, event) {
@@ -270,7 +276,7 @@ impl Target {
             }
             // Its source has begun a later one since, so the one that was prepared is over too.
             (Self::Prepared(had), Message::Abort(it)) if it >= had => (Self::Idle(it), vec![Effect::Kill]),
-            // Whatever comes of it later is over.
+            // A later `Prepare` of this migration is refused.
             (Self::Idle(over), Message::Abort(it)) if it > over => (Self::Idle(it), vec![Effect::Kill]),
             _ => (self, Vec::new()),
         }
@@ -363,8 +369,9 @@ pub fn heard_without_record(owned: Migration, message: Message) -> Option<Option
     }
 }
 
-/// Targets of a VM that have not confirmed that a migration which the source has taken back is over. Durable: a target is noted together with the
-/// record that takes the migration back, and stays until it has answered, whatever becomes of the VM.
+/// Targets of a VM that have not yet confirmed the end of a migration that the source took back.
+/// Durable: a target is recorded together with the record that takes the migration back, and stays
+/// until it has answered, regardless of the VM's further life.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Aborts<P>(BTreeMap<P, Migration>);
 

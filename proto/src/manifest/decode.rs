@@ -8,14 +8,14 @@ use super::{
     yaml::{Key, Mark, Node, Value},
 };
 
-/// Something in a manifest that can't be accepted.
+/// A problem in a manifest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Problem {
-    /// Where, when that is known.
+    /// Position, if known.
     pub mark: Option<Mark>,
     /// Path of the field: `spec.disks[1].path`; empty for the document itself.
     pub path: String,
-    /// What is wrong and what to write instead.
+    /// Problem and a valid replacement.
     pub text: String,
 }
 
@@ -124,7 +124,8 @@ impl Decoder {
     fn single(&mut self, node: &Node, field: &Field, path: &str) -> Json {
         match &field.kind {
             Kind::Message(name) => return self.message(node, name, path),
-            // Only what the daemon sets has such fields, and a manifest's is dropped.
+            // Only fields set by the daemon have this type, and their values in a manifest are
+            // dropped.
             Kind::Json => return Json::Null,
             _ => {}
         }

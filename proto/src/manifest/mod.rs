@@ -115,12 +115,12 @@ pub fn vm(root: &Node) -> Result<(v1::Vm, Manifest), Vec<Problem>> {
     Err(problems)
 }
 
-/// What a document describes by its `kind`, which is one of these. A document that describes something else gets one message about
-/// that, not one for each of its fields.
+/// Returns the document's `kind`, which must be one of `kinds`. A document of another kind gets one
+/// problem about the kind instead of one for each field.
 ///
 /// # Errors
 ///
-/// What is wrong with its head.
+/// The problem with the document's head.
 pub fn kind<'a>(root: &'a Node, kinds: &[&'a str]) -> Result<&'a str, Problem> {
     let yaml::Value::Mapping(entries) = &root.value else {
         return Ok(kinds.first().copied().unwrap_or_default());

@@ -1,6 +1,7 @@
 //! Numbers of bytes as people write them: `268435456`, `256Mi`, `5Gi`, `1G`, `1.5Gi`.
 
-/// Suffixes and what they multiply by: powers of 1,024 with an `i`, of 1,000 without. A final `B` may follow.
+/// Suffixes and their factors: powers of 1,024 with an `i`, of 1,000 without. A final `B` may
+/// follow.
 const SUFFIXES: [(&str, u64); 8] = [
     ("Ki", 1 << 10),
     ("Mi", 1 << 20),

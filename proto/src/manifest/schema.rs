@@ -1,8 +1,9 @@
-//! What fields the API's messages have: lines that the build made of the descriptors, read message by message.
+//! Fields of the API's messages: lines that the build generated from the descriptors, read message
+//! by message.
 
-/// What a VM's manifest is: the message with `apiVersion` and `kind` in front.
+/// A VM's manifest: the message with `apiVersion` and `kind` in front.
 pub const VM: &str = "VM manifest";
-/// What a disk's manifest is.
+/// A disk's manifest.
 pub const DISK: &str = "disk manifest";
 /// An image.
 pub const IMAGE: &str = ".vmmd.v1.Image";
@@ -91,7 +92,7 @@ impl Field {
     }
 }
 
-/// What a field holds.
+/// Type of a field's value.
 #[derive(Clone, Debug)]
 pub enum Kind {
     /// Text, and what JSON writes as text: timestamps, durations, bytes.
@@ -111,7 +112,7 @@ pub enum Kind {
     Enum {
         /// Names as in the .proto file: `DISK_FORMAT_RAW`.
         names: Vec<&'static str>,
-        /// What they have in common: `DISK_FORMAT_`.
+        /// Common prefix of the names: `DISK_FORMAT_`.
         prefix: &'static str,
     },
     /// A mapping of text to text.

@@ -27,7 +27,7 @@ pub struct Node {
     pub value: Value,
 }
 
-/// What a node is.
+/// Content of a node.
 #[derive(Clone, Debug)]
 pub enum Value {
     /// A scalar's text.
@@ -63,7 +63,7 @@ impl Node {
         }
     }
 
-    /// What it is called in messages.
+    /// Returns the name of the node's type in messages.
     pub fn kind(&self) -> &'static str {
         match &self.value {
             _ if self.is_null() => "nothing",

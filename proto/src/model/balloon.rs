@@ -11,13 +11,13 @@ use crate::{v1, vmm};
 pub struct Balloon {
     /// The guest reports pages that it has freed, and the node takes them back.
     pub free_page_reporting: bool,
-    /// What is left to the guest, in bytes; all of its memory when `None`.
+    /// Memory left to the guest, in bytes; all of its memory when `None`.
     pub target_bytes: Option<u64>,
 }
 
 impl Balloon {
-    /// Validates the balloon of a VM with that memory. A VM has one unless it says otherwise, or has huge pages: they can't
-    /// be given back in part.
+    /// Validates the balloon of a VM with that memory. A VM has a balloon by default, except with
+    /// huge pages: they cannot be given back in part.
     pub(super) fn new(found: &mut Violations, spec: &v1::VmSpec) -> Option<Self> {
         let memory = spec.memory.unwrap_or_default();
         let huge = memory.huge_pages() != v1::HugePages::Unspecified;
@@ -51,13 +51,13 @@ impl Balloon {
         })
     }
 
-    /// What the balloon of a VM with that memory is to hold, in bytes.
+    /// Returns the size of the balloon of a VM with that memory, in bytes.
     pub fn held_bytes(&self, memory_bytes: u64) -> u64 {
         self.target_bytes
             .map_or(0, |target| memory_bytes.saturating_sub(target))
     }
 
-    /// What a `vmm` is told of it.
+    /// Returns the balloon's configuration for a `vmm`.
     pub fn machine(&self, pci_slot: u32, memory_bytes: u64) -> vmm::Balloon {
         vmm::Balloon {
             pci_slot,
@@ -67,7 +67,8 @@ impl Balloon {
     }
 }
 
-/// Notes what is wrong with a memory target of a VM with that memory; 0 is all of it.
+/// Records a violation for an invalid memory target of a VM with that memory; 0 stands for all of
+/// it.
 pub fn target(found: &mut Violations, field: &str, bytes: u64, memory_bytes: u64) {
     if bytes == 0 {
         return;

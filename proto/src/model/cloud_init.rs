@@ -1,4 +1,4 @@
-//! What a guest's cloud-init is told.
+//! Data for a guest's cloud-init.
 
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 
@@ -14,7 +14,7 @@ pub const MAX_KEY: usize = 8 << 10;
 /// Name of the disk with the seed in the VM.
 pub const SEED: &str = "cloud-init";
 
-/// What cloud-init is told.
+/// Data for cloud-init.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CloudInit {
     /// As the guest gets it; empty when there is none.
@@ -25,7 +25,7 @@ pub struct CloudInit {
     pub network_config: String,
     /// The guest's name for itself; that of the VM when empty.
     pub hostname: String,
-    /// Tells the guest whether it boots for the first time; the VM's UUID when empty.
+    /// Lets the guest detect its first boot; the VM's UUID when empty.
     pub instance_id: String,
     /// For the image's default user.
     pub ssh_authorized_keys: Vec<String>,

@@ -3,23 +3,23 @@
 use super::Violations;
 use crate::v1;
 
-/// What each core of a VM gets of a logical processor of the node, in percent.
+/// Share of a logical processor of the node for each core of a VM, in percent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CpuShare {
-    /// What it is guaranteed: 1 to 100.
+    /// Guaranteed share: 1 to 100.
     pub fraction_percent: u32,
-    /// What it may use at most, from the fraction to 100; all that is free without it.
+    /// Maximum share, from the fraction to 100; without it all free time.
     pub limit_percent: Option<u32>,
 }
 
 impl CpuShare {
-    /// A whole processor, without a cap: what a spec that says nothing means.
+    /// A whole processor, without a cap: the default of a spec.
     pub const WHOLE: Self = Self {
         fraction_percent: 100,
         limit_percent: None,
     };
 
-    /// Of `spec.cpu`, with what is wrong noted.
+    /// Reads `spec.cpu` and records violations.
     pub fn new(found: &mut Violations, cpu: &v1::CpuSpec) -> Self {
         let fraction_percent = match cpu.core_fraction_percent {
             0 => Self::WHOLE.fraction_percent,

@@ -41,7 +41,7 @@ pub struct Disk {
     pub queues: u32,
     /// 512 or 4096.
     pub logical_block: u32,
-    /// What follows when the node can't carry out a request.
+    /// Action when the node cannot carry out a request.
     pub on_error: OnError,
     /// How much may flow.
     pub limit: Limit,
@@ -65,7 +65,7 @@ pub enum Source {
     Disk {
         /// Its name.
         name: Name,
-        /// What the manifest says about its format, if anything; never ISO.
+        /// Format given in the manifest, if any; never ISO.
         format: Option<Format>,
     },
     /// The seed of cloud-init, which the daemon makes.
@@ -95,7 +95,7 @@ pub enum Cache {
     Writeback,
 }
 
-/// What follows when the node can't carry out a request.
+/// Action when the node cannot carry out a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnError {
     /// The guest gets an error.
@@ -195,7 +195,8 @@ impl Disk {
         })
     }
 
-    /// What a `vmm` is told of it, but for its descriptors and its slot. `format` is that of its image.
+    /// Returns the disk's configuration for a `vmm`, without its descriptors and its slot. `format`
+    /// is that of its image.
     pub fn machine(&self, format: Format) -> vmm::Disk {
         let (rate_limit, rate_group) = match &self.limit {
             Limit::None => (None, String::new()),

@@ -17,7 +17,7 @@ pub struct Display {
     pub width: u32,
     /// Pixels from top to bottom, 1 to [`MAX_SIDE`]; at most [`MAX_PIXELS`] together.
     pub height: u32,
-    /// What the guest's keyboard is set to.
+    /// Layout of the guest's keyboard.
     pub layout: Layout,
 }
 
@@ -46,7 +46,8 @@ impl Display {
         }
     }
 
-    /// What a `vmm` is told of it, without sockets. `slots` are those of adapter, keyboard and tablet.
+    /// Returns the display's configuration for a `vmm`, without sockets. `slots` are those of
+    /// adapter, keyboard and tablet.
     pub fn machine(&self, slots: [u32; 3]) -> vmm::Display {
         let [gpu_pci_slot, keyboard_pci_slot, tablet_pci_slot] = slots;
         vmm::Display {

@@ -1,4 +1,5 @@
-//! The validated form of what a NIC's firewall lets through. Ranges are merged, since the packet filter refuses those that overlap.
+//! Validated rules of a NIC's firewall. Ranges are merged, because the packet filter refuses
+//! overlapping ranges.
 
 use std::{fmt, net::Ipv4Addr, ops::RangeInclusive, str::FromStr};
 
@@ -11,24 +12,24 @@ pub const MAX_RULES: usize = 64;
 /// Which connections a guest may have.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Firewall {
-    /// Those that others open; all when there is none.
+    /// Allowed incoming connections; all if `None`.
     pub ingress: Option<Vec<Rule>>,
-    /// Those that the guest opens; all when there is none.
+    /// Allowed outgoing connections; all if `None`.
     pub egress: Option<Vec<Rule>>,
 }
 
 /// A kind of connections that is let through.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rule {
-    /// Of the other side, without those that are in another one; all when empty.
+    /// Addresses of the other side, without nested ranges; all if empty.
     pub addresses: Vec<Addresses>,
-    /// What it is about.
+    /// Protocol of the connections.
     pub protocol: RuleProtocol,
-    /// Of the side to which the connection is opened, in order and apart from each other; all when empty.
+    /// Ports of the side to which the connection is opened, in order and disjoint; all if empty.
     pub ports: Vec<RangeInclusive<u16>>,
 }
 
-/// What a rule is about.
+/// Protocol of a rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RuleProtocol {
     /// Everything.
@@ -227,7 +228,7 @@ fn without_nested(all: &[Addresses]) -> Vec<Addresses> {
     kept
 }
 
-/// Those that overlap, or follow each other, as one.
+/// Merges overlapping and adjacent ranges.
 fn merged(mut ranges: Vec<RangeInclusive<u16>>) -> Vec<RangeInclusive<u16>> {
     ranges.sort_by_key(|range| *range.start());
     let mut merged: Vec<RangeInclusive<u16>> = Vec::new();

@@ -11,7 +11,7 @@ use super::{
 };
 use crate::v1::{self, image_spec::Source as WireSource};
 
-/// Most bytes of an image, when nobody says anything else.
+/// Default maximum size of an image in bytes.
 pub const DEFAULT_MAX_SIZE: u64 = 1 << 40;
 /// Longest address in bytes.
 pub const MAX_URL: usize = 4096;
@@ -27,7 +27,7 @@ pub struct NewImage {
     pub labels: BTreeMap<String, String>,
     /// For clients to keep.
     pub annotations: BTreeMap<String, String>,
-    /// Whom the image belongs to; empty when nobody says.
+    /// Owner of the image; empty if not set.
     pub owner: String,
     /// Where it comes from.
     pub source: Source,
@@ -52,7 +52,7 @@ pub enum Source {
         path: PathBuf,
         /// Which image in it.
         target: LayoutTarget,
-        /// For which platform; the node's when nobody says.
+        /// Platform of the image; the node's if `None`.
         platform: Option<Platform>,
     },
     /// The client sends it.
@@ -64,7 +64,7 @@ pub enum Source {
 pub struct Oci {
     /// Which image.
     pub reference: Reference,
-    /// For which platform; the node's when nobody says.
+    /// Platform of the image; the node's if `None`.
     pub platform: Option<Platform>,
     /// Whether the registry is spoken to by HTTP.
     pub plain_http: bool,
@@ -228,7 +228,7 @@ fn layout(found: &mut Violations, field: &str, source: &v1::OciLayoutSource) -> 
     })
 }
 
-/// Nothing when it is wrong.
+/// Returns `None` for an invalid platform.
 fn platform(found: &mut Violations, field: &str, text: &str) -> Option<Option<Platform>> {
     if text.is_empty() {
         return Some(None);
@@ -241,7 +241,7 @@ fn platform(found: &mut Violations, field: &str, text: &str) -> Option<Option<Pl
     parsed.map(Some)
 }
 
-/// What is wrong with an address, if anything. Whether it leads anywhere is seen later.
+/// Returns the problem with an address, if any. Whether the address is reachable is checked later.
 fn wrong(url: &str) -> Option<&'static str> {
     let rest = ["http://", "https://"]
         .iter()

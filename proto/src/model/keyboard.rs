@@ -58,7 +58,8 @@ pub struct Place {
     pub letter: bool,
 }
 
-/// Neighbouring keys from one on, with what they give alone, with Shift and with AltGr; a space stands for nothing.
+/// Adjacent keys from `first` on, with their characters alone, with Shift and with AltGr; a space
+/// stands for no character.
 struct Row {
     first: u8,
     levels: [&'static str; 3],
@@ -151,7 +152,7 @@ impl Layout {
         Some(found.0)
     }
 
-    /// Of the private protocol; `None` when it is not known.
+    /// Converts a layout of the private protocol; `None` for an unknown one.
     pub fn of_machine(wire: i32) -> Option<Self> {
         let wire = vmm::KeyboardLayout::try_from(wire).ok()?;
         if wire == vmm::KeyboardLayout::Unspecified {

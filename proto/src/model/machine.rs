@@ -1,5 +1,5 @@
-//! The validated form of what a machine is built of: a [`vmm::MachineSpec`] in which every
-//! fd index names one of the descriptors that came with it, and every PCI slot is in range and used once.
+//! The validated configuration of a machine: a [`vmm::MachineSpec`] in which every fd index names
+//! one of the descriptors that came with it, and every PCI slot is in range and used once.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -24,7 +24,7 @@ use crate::vmm;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct FdIndex(pub usize);
 
-/// What a machine is built of.
+/// Configuration of a machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Machine {
     /// The VM's name, for messages.
@@ -65,9 +65,9 @@ pub struct Machine {
     pub console: Option<Console>,
     /// Directories of the node in order.
     pub shares: Vec<Share>,
-    /// What follows on a triple fault.
+    /// Action on a triple fault.
     pub on_crash: OnCrash,
-    /// After a pause kvmclock goes on with the host's real time.
+    /// After a pause kvmclock continues with the host's real time.
     pub sync_clock: bool,
 }
 
@@ -78,7 +78,7 @@ pub struct Balloon {
     pub slot: PciSlot,
     /// The guest reports free pages.
     pub free_page_reporting: bool,
-    /// What it is to hold at first, in bytes: whole pages of 4 KiB, at most the machine's memory.
+    /// Initial size of the balloon, in bytes: whole pages of 4 KiB, at most the machine's memory.
     pub target_bytes: u64,
 }
 
@@ -102,7 +102,7 @@ pub struct Display {
     pub tablet: PciSlot,
     /// Width and height in pixels, within the limits of [`display`](super::display).
     pub size: (u32, u32),
-    /// What the guest's keyboard is set to.
+    /// Layout of the guest's keyboard.
     pub layout: Layout,
     /// Socket for VNC clients.
     pub vnc: Option<FdIndex>,
@@ -117,7 +117,7 @@ pub const DEFAULT_QUEUES: u32 = 4;
 /// Longest chain of images below an overlay.
 pub const MAX_BACKING: usize = 16;
 
-/// What a disk is limited by.
+/// Rate limit of a disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DiskLimit {
     /// Nothing.
@@ -154,9 +154,10 @@ pub struct Disk {
     pub queues: u16,
     /// Bytes of a logical block: 512 or 4096.
     pub logical_block: u32,
-    /// What the queue of a block device says of discards, in bytes; 0 when it can't. `None` when nobody looked.
+    /// Discard granularity of a block device's queue, in bytes; 0 without discard support. `None`
+    /// if not read.
     pub discard_granularity: Option<u32>,
-    /// What an error of the host leads to.
+    /// Action on an error of the host.
     pub on_error: OnError,
     /// What limits it.
     pub limit: DiskLimit,
@@ -177,13 +178,13 @@ pub struct Nic {
     pub vhosts: Vec<FdIndex>,
     /// It has a control queue.
     pub control: bool,
-    /// What the guest is not offered.
+    /// Features that are not offered to the guest.
     pub without: NicSwitches,
     /// The link is up at first.
     pub link_up: bool,
-    /// Limits what the guest receives. Operations are packets.
+    /// Limit on traffic to the guest. Operations are packets.
     pub receive_limit: Option<RateLimit>,
-    /// Limits what the guest sends.
+    /// Limit on traffic from the guest.
     pub transmit_limit: Option<RateLimit>,
     /// Its address.
     pub mac: Mac,
@@ -198,7 +199,7 @@ pub struct Nic {
 pub struct Share {
     /// Unique in the machine, not empty.
     pub name: String,
-    /// What the guest mounts it by: 1 to [`MAX_TAG`] bytes.
+    /// Mount tag in the guest: 1 to [`MAX_TAG`] bytes.
     pub tag: String,
     /// Connected to the process.
     pub fd: FdIndex,
@@ -215,7 +216,7 @@ pub struct Rng {
     pub fd: FdIndex,
 }
 
-/// What is claimed while a spec is read; each may be claimed once.
+/// Descriptors and slots claimed by a spec; each may be claimed once.
 struct Claims {
     found: Violations,
     fds: BTreeMap<u32, String>,
@@ -353,8 +354,9 @@ impl Machine {
 }
 
 impl Disk {
-    /// Validates a disk that is plugged into a machine with that many vCPUs and groups of these names. `wire` came with
-    /// `fds` descriptors. What the machine has already in that slot, or under that name, is not looked at.
+    /// Validates a disk that is plugged into a machine with that many vCPUs and groups of these
+    /// names. `wire` came with `fds` descriptors. Does not check whether the machine already uses
+    /// that slot or name.
     pub fn new(
         wire: &vmm::Disk,
         fds: usize,
@@ -368,8 +370,8 @@ impl Disk {
 }
 
 impl Share {
-    /// Validates a share that is plugged into a machine. `wire` came with `fds` descriptors. What the machine has already in that slot, or
-    /// under that name, is not looked at.
+    /// Validates a share that is plugged into a machine. `wire` came with `fds` descriptors. Does
+    /// not check whether the machine already uses that slot or name.
     pub fn new(wire: &vmm::Share, fds: usize) -> Result<Self, Violations> {
         let mut claims = Claims::of(fds);
         let share = share(&mut claims, wire);
@@ -378,8 +380,8 @@ impl Share {
 }
 
 impl Nic {
-    /// Validates a NIC that is plugged into a machine. `wire` came with `fds` descriptors. What the machine has already in that slot,
-    /// or under that name, is not looked at.
+    /// Validates a NIC that is plugged into a machine. `wire` came with `fds` descriptors. Does not
+    /// check whether the machine already uses that slot or name.
     pub fn new(wire: &vmm::Nic, fds: usize) -> Result<Self, Violations> {
         let mut claims = Claims::of(fds);
         if wire.name.is_empty() {

@@ -1,6 +1,8 @@
-//! Changes of a VM by a mask: which fields a request changes, who may do that, and what the VM is then.
+//! Changes of a VM by a mask: the fields that a request changes, the role that may change them, and
+//! the resulting VM.
 //!
-//! Paths are followed, and fields set, by the descriptors of the API: a new field of the spec needs nothing here.
+//! Paths are followed, and fields set, by the descriptors of the API: a new field of the spec
+//! requires no change here.
 
 use std::sync::LazyLock;
 
@@ -15,14 +17,14 @@ use crate::{DESCRIPTORS, rule::Role, v1};
 const MAX_PATHS: usize = 256;
 /// Most letters of a wrong path that are repeated.
 const MAX_SHOWN: usize = 100;
-/// What of a VM's metadata clients may change.
+/// Fields of a VM's metadata that clients may change.
 const METADATA: [&str; 3] = ["labels", "annotations", "owner"];
 
 /// The fields of a VM that a request changes. At least one.
 #[derive(Clone, Debug)]
 pub struct UpdateMask(Vec<Path>);
 
-/// Why a mask can't be applied.
+/// Reason why a mask cannot be applied.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A path leads through an item that the VM does not have.
@@ -32,7 +34,7 @@ pub enum Error {
         list: String,
         /// Name of the item.
         item: String,
-        /// Those that it has.
+        /// Names of the existing items.
         there: Vec<String>,
     },
     /// A path leads through an item that the request does not have.
@@ -90,11 +92,11 @@ fn of_vm() -> Option<MessageDescriptor> {
 }
 
 impl UpdateMask {
-    /// Of the paths of a request. `field` is what the mask is called in violations.
+    /// Creates a mask from the paths of a request. `field` is the name of the mask in violations.
     ///
     /// # Errors
     ///
-    /// All paths that lead nowhere, or to what no client may change.
+    /// All paths that do not exist, or that clients may not change.
     pub fn new(field: &str, paths: &[String]) -> Result<Self, Violations> {
         let mut found = Violations::default();
         if paths.is_empty() {
@@ -125,11 +127,11 @@ impl UpdateMask {
         roles.max_by_key(|role| *role as i32).unwrap_or(Role::Admin)
     }
 
-    /// `present` with the fields of `wanted` that the mask names.
+    /// Returns `present` with the fields of `wanted` that the mask names.
     ///
     /// # Errors
     ///
-    /// See [`Error`]. Nothing is changed then.
+    /// See [`Error`].
     pub fn apply(&self, present: &v1::Vm, wanted: &v1::Vm) -> Result<v1::Vm, Error> {
         let (mut target, wanted) = (dynamic(present)?, dynamic(wanted)?);
         for path in &self.0 {
@@ -169,7 +171,7 @@ fn dynamic(vm: &v1::Vm) -> Result<DynamicMessage, Error> {
     Ok(message)
 }
 
-/// The steps of a path; what is wrong with it when it has none.
+/// Returns the steps of a path, or the reason why the path is invalid.
 fn steps(vm: &MessageDescriptor, path: &str) -> Result<Vec<Step>, String> {
     let nowhere = || {
         format!(
@@ -242,7 +244,8 @@ fn check_changeable(steps: &[Step]) -> Result<(), String> {
     }
 }
 
-/// Sets what `steps` lead to in `target` to what it is in `wanted`; takes it away where `wanted` has none.
+/// Sets the field at `steps` in `target` to its value in `wanted`; clears the field if `wanted`
+/// does not set it.
 fn put(
     target: &mut DynamicMessage,
     wanted: Option<&DynamicMessage>,
@@ -286,7 +289,7 @@ fn put(
                 return Ok(());
             };
             put(inner, value.as_ref().and_then(Value::as_message), rest, path)?;
-            // What was not said before is not said now.
+            // An absent message that would be set empty stays absent.
             let says_nothing = *inner == DynamicMessage::new(inner.descriptor());
             if !was_there && says_nothing {
                 target.clear_field(field);
@@ -296,7 +299,7 @@ fn put(
     }
 }
 
-/// The same for an item of a list, or what is in it.
+/// Like `put`, for an item of a list or a field in the item.
 fn put_item(
     target: &mut DynamicMessage,
     field: &FieldDescriptor,

@@ -1,4 +1,4 @@
-//! The validated form of what a client says of an object: its name and what is kept beside its spec.
+//! The validated metadata of an object: its name and the data kept beside its spec.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ pub const MAX_TEXT: usize = 253;
 /// Most bytes of all annotations together.
 pub const MAX_ANNOTATIONS: usize = 64 << 10;
 
-/// What a client says of an object.
+/// Client-defined metadata of an object.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Metadata {
     /// Unique on the node among the objects of its kind.
@@ -21,13 +21,13 @@ pub struct Metadata {
     pub labels: BTreeMap<String, String>,
     /// For clients to keep.
     pub annotations: BTreeMap<String, String>,
-    /// Whom the object belongs to; empty when nobody says.
+    /// Owner of the object; empty if not set.
     pub owner: String,
 }
 
 impl Metadata {
-    /// Checks `metadata`, and notes what is wrong with it; `field` is its path. What the daemon sets is not looked at. `None`
-    /// when the name is no name.
+    /// Checks `metadata` and records violations; `field` is its path. Ignores fields set by the
+    /// daemon. `None` for an invalid name.
     pub fn new(found: &mut Violations, field: &str, metadata: &v1::ObjectMetadata) -> Option<Self> {
         labels(found, &format!("{field}.labels"), &metadata.labels);
         annotations(found, &format!("{field}.annotations"), &metadata.annotations);
@@ -63,7 +63,7 @@ pub fn refuse_given(found: &mut Violations, field: &str, metadata: &v1::ObjectMe
     }
 }
 
-/// Notes what is wrong with labels; `field` is their path.
+/// Records violations in labels; `field` is their path.
 pub fn labels(found: &mut Violations, field: &str, labels: &BTreeMap<String, String>) {
     count(found, field, labels);
     for (key, value) in labels {

@@ -1,8 +1,9 @@
-//! Validated forms of the wire types: what exists as one of these can be acted on without further checks of its
-//! shape. Each is made with `TryFrom` its wire type, which reports *all* problems at once, each with the path of the
-//! field as a manifest has it (`spec.disks[1].path`).
+//! Validated forms of the wire types: code can act on such a value without further checks of its
+//! shape. Each is created with `TryFrom` from its wire type, which reports *all* problems at once,
+//! each with the path of the field in a manifest (`spec.disks[1].path`).
 //!
-//! What depends on the node (does the file exist, is there enough memory) is checked where it is used.
+//! Conditions that depend on the node (existence of a file, free memory) are checked at the place
+//! of use.
 
 pub mod balloon;
 pub mod cloud_init;
@@ -30,12 +31,12 @@ pub mod vm;
 
 use std::fmt;
 
-/// One field that can't be accepted.
+/// An invalid field.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Violation {
     /// Path as a manifest has it: `spec.disks[1].path`.
     pub field: String,
-    /// What is wrong and what is allowed: "must be 1 to 254, is 0".
+    /// Problem and valid values: "must be 1 to 254, is 0".
     pub description: String,
 }
 

@@ -28,7 +28,7 @@ pub struct Ipv4Net {
 }
 
 impl Ipv4Net {
-    /// The network's own address, the first one, which nobody has.
+    /// The network's own address, the first one, which is never assigned.
     pub fn first(self) -> Ipv4Addr {
         Ipv4Addr::from(self.address)
     }
@@ -105,7 +105,7 @@ impl Ipv6Net {
     /// Bits of the prefix.
     pub const PREFIX: u8 = 64;
 
-    /// The network's own address, which nobody has.
+    /// The network's own address, which is never assigned.
     pub fn first(self) -> Ipv6Addr {
         self.with(0)
     }
@@ -170,13 +170,13 @@ pub enum NetworkMode {
     /// The outside by the node's address.
     #[default]
     Nat,
-    /// Nobody but each other.
+    /// Only each other.
     Isolated,
     /// The outside by their own addresses.
     Routed,
 }
 
-/// What a network is to be.
+/// Specification of a network.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NetworkSpec {
     /// Who reaches whom.
@@ -187,7 +187,7 @@ pub struct NetworkSpec {
     pub gateway: Ipv4Addr,
     /// Name servers that are asked for names outside the network; those of the node when empty.
     pub dns: Vec<Ipv4Addr>,
-    /// NTP servers that VMs are told.
+    /// NTP servers announced to VMs.
     pub ntp: Vec<Ipv4Addr>,
     /// One of [`MTUS`].
     pub mtu: u16,
@@ -198,7 +198,7 @@ pub struct NetworkSpec {
 /// A network as a client asks for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NewNetwork {
-    /// Its name, and what is kept beside its spec.
+    /// Name and metadata, kept beside the spec.
     pub metadata: Metadata,
     /// What is wanted.
     pub spec: NetworkSpec,

@@ -1,4 +1,4 @@
-//! What NICs are like: MAC addresses, queues, offloads.
+//! Properties of NICs: MAC addresses, queues, offloads.
 
 use std::{fmt, net::Ipv4Addr, str::FromStr};
 
@@ -49,7 +49,7 @@ impl NicSwitches {
     }
 }
 
-/// Validates who carries a NIC's packets; `field` is the NIC's path. True for vhost-net.
+/// Validates a NIC's backend; `field` is the NIC's path. True for vhost-net.
 pub(super) fn vhost(found: &mut Violations, field: &str, backend: i32) -> bool {
     match v1::NicBackend::try_from(backend) {
         Ok(v1::NicBackend::Vhost) => true,
@@ -61,7 +61,7 @@ pub(super) fn vhost(found: &mut Violations, field: &str, backend: i32) -> bool {
     }
 }
 
-/// What a port is of.
+/// Protocol of a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Protocol {
     /// TCP.
@@ -73,11 +73,11 @@ pub enum Protocol {
 /// A port of the node that leads to a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PublishedPort {
-    /// What both are of.
+    /// Protocol of both ports.
     pub protocol: Protocol,
-    /// Of the node, not 0.
+    /// Port of the node, not 0.
     pub node_port: u16,
-    /// Of the guest, not 0.
+    /// Port of the guest, not 0.
     pub guest_port: u16,
 }
 
@@ -95,7 +95,7 @@ impl PublishedPort {
 /// Most ports of the node that lead to a NIC.
 pub const MAX_PORTS: usize = 64;
 
-/// Validates what a NIC in a network of the node has; `field` is its path.
+/// Validates the fields of a NIC in a network of the node; `field` is its path.
 pub(super) fn in_network(
     found: &mut Violations,
     field: &str,
@@ -153,7 +153,7 @@ fn published(found: &mut Violations, field: &str, wire: &v1::PublishedPort) -> P
     }
 }
 
-/// Notes what a NIC has that is only for one in a network of the node.
+/// Records violations for fields that are only valid for a NIC in a network of the node.
 pub(super) fn refuse_in_network(found: &mut Violations, field: &str, nic: &v1::NicSpec) {
     for (name, given) in [
         ("address", !nic.address.is_empty()),

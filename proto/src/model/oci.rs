@@ -10,7 +10,7 @@ const MAX_REFERENCE: usize = 1024;
 const MAX_TAG: usize = 128;
 /// The tag when a reference has neither a tag nor a digest.
 const LATEST: &str = "latest";
-/// What Docker Hub is called in references, and where it is.
+/// Name of Docker Hub in references, and its host.
 const DOCKER_HUB: (&str, &str) = ("docker.io", "registry-1.docker.io");
 
 /// An image in a registry.
@@ -28,7 +28,7 @@ impl Reference {
     ///
     /// # Errors
     ///
-    /// What is wrong with it.
+    /// The problem with the reference.
     pub fn parse(text: &str) -> Result<Self, &'static str> {
         if text.len() > MAX_REFERENCE {
             return Err("must have at most 1,024 bytes");
@@ -166,7 +166,7 @@ fn is_component(text: &str) -> bool {
 pub enum LayoutTarget {
     /// The only one.
     Only,
-    /// What the folder calls it.
+    /// Tag of the image in the folder.
     Tag(String),
     /// SHA-256 of its manifest or index.
     Digest([u8; 32]),
@@ -177,7 +177,7 @@ impl LayoutTarget {
     ///
     /// # Errors
     ///
-    /// What is wrong with it.
+    /// The problem with the text.
     pub fn parse(text: &str) -> Result<Self, &'static str> {
         if text.is_empty() {
             return Ok(Self::Only);
@@ -204,7 +204,7 @@ impl fmt::Display for LayoutTarget {
     }
 }
 
-/// What an image is for, in the words of Go (OCI Image Index Specification, "platform").
+/// Platform of an image, in Go's terms (OCI Image Index Specification, "platform").
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Platform {
     /// Such as "linux".
@@ -237,7 +237,7 @@ impl Platform {
         })
     }
 
-    /// What this node runs.
+    /// Returns this node's platform.
     pub fn native() -> Self {
         let architecture = match std::env::consts::ARCH {
             "x86_64" => "amd64",

@@ -1,5 +1,6 @@
-//! What a `vmm` takes of the node's memory beside its guest's RAM. It is no estimate of what one uses (some MiB, see the
-//! benchmarks) but a bound that its ordinary work never reaches: beyond it the kernel kills the VM.
+//! Memory of the node that a `vmm` uses beside its guest's RAM. The value is no estimate of the
+//! usual consumption (some MiB, see the benchmarks) but a bound that ordinary work never reaches:
+//! beyond it the kernel kills the VM.
 
 use super::{
     disk::{Format, Source},
@@ -10,8 +11,9 @@ use super::{
 
 const MIB: u64 = 1 << 20;
 
-/// The process at rest (4 MiB measured as PSS beyond guest RAM), what serving clients and a console adds (6.5 MiB: its history, and
-/// what clients have not taken of it), and what the kernel allocates for it and for its KVM machine: sixteen times what was measured.
+/// The process at rest (4 MiB measured as PSS beyond guest RAM), the addition for clients and a
+/// console (6.5 MiB: the history and untaken output), and the kernel's allocations for the process
+/// and its KVM machine: sixteen times the measured value.
 const PROCESS: u64 = 64 * MIB;
 
 /// Page tables take 1/512 of RAM each: those of the process, those of KVM (EPT or NPT), and half as much again when both hold
@@ -33,22 +35,26 @@ const QCOW2: u64 = 384 * MIB;
 /// A NIC: frames of 64 KiB on their way in and out, and the tap's queue in the kernel.
 const NIC: u64 = 4 * MIB;
 
-/// A screen: the framebuffer and the server's copy of it (36 MiB each), what the guest's pictures have on the host (128 MiB at
-/// most), the memory that a guest without a driver draws into (64 MiB at most), and 32 clients with compressors and an encoded piece of
-/// the picture (2 MiB each); and room for a quarter more.
+/// A screen: the framebuffer and the server's copy of it (36 MiB each), the host's memory for the
+/// guest's pictures (128 MiB at most), the memory that a guest without a driver draws into (64 MiB
+/// at most), and 32 clients with compressors and an encoded piece of the picture (2 MiB each); and
+/// room for a quarter more.
 const DISPLAY: u64 = 410 * MIB;
 
 /// A virtio-console: its history of 1.25 MiB, and 5 MiB that clients have not taken of it.
 const CONSOLE: u64 = 8 * MIB;
-/// A share: the process that serves it, with what it remembers of the files that the guest knows. It has 2.4 MiB as PSS when it
-/// has begun (measured); the rest is an allowance, for as many files as a share may have when its spec says nothing.
+/// A share: the process that serves it, with its state of the files that the guest knows. The
+/// process has 2.4 MiB as PSS after its start (measured); the rest is an allowance, for the default
+/// maximum number of files of a share.
 const SHARE: u64 = 128 * MIB;
-/// A file that the guest knows: what the process and the kernel keep of it (a descriptor, an inode, a name). An allowance.
+/// A file that the guest knows: its state in the process and the kernel (a descriptor, an inode, a
+/// name). An allowance.
 const KNOWN_FILE: u64 = 2 << 10;
 
 /// Processes and threads beside those of vCPUs, disks and NICs.
 const TASKS: u64 = 64;
-/// Of a disk's queue: its own, 16 of the pool or those of io_uring, which are more the more processors there are.
+/// Threads of a disk's queue: its own, 16 of the pool or those of io_uring, whose number grows with
+/// the number of processors.
 const QUEUE_TASKS: u64 = 128;
 /// Of a NIC.
 const NIC_TASKS: u64 = 4;

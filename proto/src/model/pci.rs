@@ -1,17 +1,18 @@
-//! Where PCI devices of platform v1 are.
+//! Slots of PCI devices of platform v1.
 //!
-//! A slot is a bus and a device number in one: `bus << 5 | device`, so that the numbers of bus 0, which were all that
-//! there was at first, mean what they did. Bus 0 has a range for each kind of device. Buses 1 and 2 are for the disks and
-//! NICs that find no number there: disks take them from the bottom, NICs from the top. So a new disk moves no NIC, also
-//! where addresses follow from the order in a manifest alone.
+//! A slot is a bus and a device number in one: `bus << 5 | device`, so that numbers from the time
+//! when only bus 0 existed keep their meaning. Bus 0 has a range for each kind of device. Buses 1
+//! and 2 are for the disks and NICs that find no number on bus 0: disks take them from the bottom,
+//! NICs from the top. So a new disk moves no NIC, even where addresses follow only from the order
+//! in a manifest.
 
 /// Device numbers of a bus.
 const DEVICES: u8 = 32;
 /// The first number beyond those of the last bus, 2.
 const END: u8 = 3 * DEVICES;
 
-/// A place for a device: 1 to 95, but for the multiples of 32. Device 0 of bus 0 is the host bridge, of other buses
-/// nothing.
+/// A place for a device: 1 to 95, except the multiples of 32. Device 0 of bus 0 is the host bridge;
+/// device 0 of other buses does not exist.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PciSlot(u8);
 

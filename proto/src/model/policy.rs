@@ -3,7 +3,7 @@
 use super::Violations;
 use crate::{v1, vmm};
 
-/// What the node does when a VM has ended, and when the node has been restarted.
+/// Action of the node after the end of a VM's run, and after a restart of the node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum RunPolicy {
     /// It runs from its first start until it is stopped by request.
@@ -20,7 +20,7 @@ pub enum RunPolicy {
 }
 
 impl RunPolicy {
-    /// Of `spec.runPolicy`, with what is wrong noted.
+    /// Reads `spec.runPolicy` and records violations.
     pub fn new(found: &mut Violations, value: i32) -> Self {
         match v1::RunPolicy::try_from(value) {
             Ok(v1::RunPolicy::Unspecified | v1::RunPolicy::AlwaysOnUnlessStopped) => Self::UnlessStopped,
@@ -47,7 +47,7 @@ impl RunPolicy {
     }
 }
 
-/// What follows when a vCPU shuts down (triple fault).
+/// Action after a shutdown of a vCPU (triple fault).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnCrash {
     /// The machine is reset, as PCs are.
@@ -125,7 +125,7 @@ impl OnPanic {
     }
 }
 
-/// What the guest's clock shows after a pause.
+/// Time of the guest's clock after a pause.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ClockOnResume {
     /// The time at the pause.

@@ -1,4 +1,4 @@
-//! What a VM may have of its node, beside how many vCPUs and how much RAM it sees.
+//! Resources of the node that a VM may use, beside the number of vCPUs and the amount of RAM.
 
 use std::{collections::BTreeSet, fmt, str::FromStr};
 
@@ -16,13 +16,14 @@ pub const MAX_NUMA_NODE: u32 = 1023;
 pub struct MemoryOptions {
     /// Pages that the node has set aside; ordinary and transparent huge pages when `None`.
     pub huge_pages: Option<HugePages>,
-    /// All of it is there before the guest starts.
+    /// All RAM is allocated before the guest starts.
     pub prefault: bool,
     /// KSM may merge its pages.
     pub mergeable: bool,
     /// The NUMA node that all of it comes from.
     pub numa_node: Option<u32>,
-    /// Huge pages that the node has free of those; `None` when nobody looked. No part of a manifest.
+    /// Number of free huge pages of that kind on the node; `None` if not read. Not part of a
+    /// manifest.
     pub free_huge_pages: Option<u64>,
 }
 
@@ -77,7 +78,7 @@ impl CpuSet {
         self.0.is_empty()
     }
 
-    /// Those that `other` does not have.
+    /// Returns the processors that are not in `other`.
     pub fn without(&self, other: &Self) -> Self {
         Self(self.0.difference(&other.0).copied().collect())
     }
@@ -144,7 +145,7 @@ pub(super) fn host_cpus(found: &mut Violations, text: &str) -> Option<CpuSet> {
     .ok()
 }
 
-/// Reads and checks `spec.memory` but for size and backing; both are needed for what must hold between them.
+/// Reads and checks `spec.memory` except its size and backing; the checks between fields use both.
 pub(super) fn memory(found: &mut Violations, memory: &v1::MemorySpec, backing: Backing) -> MemoryOptions {
     let huge_pages = match v1::HugePages::try_from(memory.huge_pages) {
         Ok(v1::HugePages::Unspecified) => None,

@@ -29,11 +29,11 @@ pub struct Share {
     pub name: Name,
     /// The directory; absolute, without `..`.
     pub path: PathBuf,
-    /// What the guest mounts it by: 1 to [`MAX_TAG`] bytes.
+    /// Mount tag in the guest: 1 to [`MAX_TAG`] bytes.
     pub tag: String,
     /// The guest can't write to it.
     pub read_only: bool,
-    /// What the guest may remember.
+    /// Caching in the guest.
     pub cache: Cache,
     /// The guest collects writes.
     pub writeback: bool,
@@ -51,7 +51,7 @@ pub struct Share {
     pub mount: Option<PathBuf>,
 }
 
-/// What a guest may remember of files.
+/// How long a guest may cache files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Cache {
     /// For a second.
@@ -63,7 +63,7 @@ pub enum Cache {
     Never,
 }
 
-/// `count` ids, `guest` and those that follow in the guest, `node` and those that follow on the node.
+/// `count` consecutive ids, from `guest` on in the guest and from `node` on at the node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IdRange {
     /// The first in the guest.

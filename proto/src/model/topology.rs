@@ -13,7 +13,7 @@ pub struct Topology {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("must be 1 to {max}, is {cores}", max = Topology::MAX_CORES)]
 pub struct InvalidCores {
-    /// What was asked for.
+    /// Requested number of cores.
     pub cores: u32,
 }
 

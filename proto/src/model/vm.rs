@@ -42,21 +42,21 @@ pub const MAX_RATE_GROUPS: usize = 16;
 /// Longest name of a network interface in bytes (Linux' IFNAMSIZ less the final NUL).
 pub const MAX_IFNAME: usize = 15;
 
-/// A manifest: what a client asks for.
+/// A client's manifest of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Manifest {
-    /// Name of the VM, and what is kept beside its spec.
+    /// Name and metadata of the VM, kept beside its spec.
     pub metadata: Metadata,
     /// What is wanted.
     pub spec: VmSpec,
 }
 
-/// What a VM is to be.
+/// Specification of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VmSpec {
     /// CPUs and how they are laid out.
     pub topology: Topology,
-    /// What each of them gets of the node's processors.
+    /// Share of the node's processors for each CPU.
     pub cpu: CpuShare,
     /// The node's processors that it runs on; all when `None`.
     pub host_cpus: Option<CpuSet>,
@@ -76,11 +76,11 @@ pub struct VmSpec {
     pub rate_groups: Vec<RateGroup>,
     /// When it is started without having been asked to.
     pub run_policy: RunPolicy,
-    /// What follows on a triple fault.
+    /// Action on a triple fault.
     pub on_crash: OnCrash,
     /// The action after a panic of the guest's kernel.
     pub on_panic: OnPanic,
-    /// What the guest's clock shows after a pause.
+    /// Time of the guest's clock after a pause.
     pub clock: ClockOnResume,
     /// The balloon, if it has one.
     pub balloon: Option<Balloon>,
@@ -92,7 +92,7 @@ pub struct VmSpec {
     pub shares: Vec<Share>,
     /// Directory of the node where the daemon keeps files about the VM; absolute, without `..`.
     pub state_dir: Option<PathBuf>,
-    /// What its guest's cloud-init is told; the last of `disks` is its seed then.
+    /// Data for the guest's cloud-init; if set, the last of `disks` is its seed.
     pub cloud_init: Option<CloudInit>,
 }
 
@@ -100,7 +100,7 @@ impl VmSpec {
     /// Whether guest RAM is a memfd that other processes can map, or private to the VM's process.
     pub fn shares_memory(&self) -> bool {
         match self.backing {
-            // What serves a share maps the guest's memory.
+            // The server of a share maps the guest's memory.
             Backing::Auto => self.memory.huge_pages.is_some() || !self.shares.is_empty(),
             Backing::Private => false,
             Backing::Shared => true,
@@ -120,7 +120,7 @@ pub enum Backing {
     Shared,
 }
 
-/// What a VM boots.
+/// Boot method of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Boot {
     /// A Linux kernel, directly.
@@ -136,7 +136,7 @@ pub enum Boot {
     Disk {
         /// Name of the disk in the VM.
         disk: Name,
-        /// What is put behind the command line that is found, without NUL.
+        /// Text appended to the command line of the disk, without NUL.
         append: String,
     },
 }
@@ -162,22 +162,23 @@ pub struct Nic {
     pub mac: Option<Mac>,
     /// Pairs of queues: 1 to [`MAX_QUEUES`](nic::MAX_QUEUES).
     pub queues: u16,
-    /// Largest packet without the Ethernet header, in bytes: 68 to 65,535. That of what it is attached to when there is none.
+    /// Largest packet without the Ethernet header, in bytes: 68 to 65,535. `None` takes that of the
+    /// attachment.
     pub mtu: Option<u16>,
-    /// What the guest is not offered.
+    /// Features that are not offered to the guest.
     pub without: NicSwitches,
     /// The guest sees a cable.
     pub link_up: bool,
-    /// Limits what the guest receives. Operations are packets.
+    /// Limit on traffic to the guest. Operations are packets.
     pub receive_limit: Option<RateLimit>,
-    /// Limits what the guest sends.
+    /// Limit on traffic from the guest.
     pub transmit_limit: Option<RateLimit>,
     /// The kernel carries packets (vhost-net).
     pub vhost: bool,
 }
 
 impl Nic {
-    /// What a machine is built with, but for its tap, address and slot.
+    /// Returns the NIC's configuration for a `vmm`, without its tap, address and slot.
     pub fn machine(&self) -> vmm::Nic {
         vmm::Nic {
             name: self.name.to_string(),
@@ -200,7 +201,7 @@ impl Nic {
     }
 }
 
-/// What a NIC is attached to on the node.
+/// Attachment of a NIC on the node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Attachment {
     /// A new tap on this bridge.
@@ -362,7 +363,8 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
     }
 }
 
-/// What serves a share maps the guest's memory: it can't be private, nor merged with that of others.
+/// Checks memory options against shares: the server of a share maps the guest's memory, so the
+/// memory must be neither private nor merged with other memory.
 fn shared_memory(found: &mut Violations, shares: &[Share], backing: Backing, spec: &v1::VmSpec) {
     if shares.is_empty() {
         return;
@@ -408,7 +410,7 @@ fn mounts(found: &mut Violations, shares: &[Share], spec: &v1::VmSpec) {
     }
 }
 
-/// What must hold between the disks of a VM.
+/// Checks the conditions between the disks of a VM.
 fn disks_together(found: &mut Violations, disks: &[Disk], spec: &v1::VmSpec) {
     let source = |disk: &Disk| match &disk.source {
         Source::Path { path, .. } => ("path", path.display().to_string()),
@@ -508,7 +510,7 @@ fn disk_boot(found: &mut Violations, boot: &v1::DiskBoot, spec: &v1::VmSpec) -> 
         );
     }
     Some(Boot::Disk {
-        // What is wrong with it is said of the disk.
+        // The disk itself reports an invalid name.
         disk: Name::try_from(disk.name.as_str()).ok()?,
         append: boot.cmdline_append.clone(),
     })

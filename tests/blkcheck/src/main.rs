@@ -1,10 +1,12 @@
-//! `blkcheck write` runs in a guest until its machine is killed: it writes and zeroes random parts of a disk and prints
-//! how many operations of each thread were on stable storage. `blkcheck verify` reads the disk's image afterwards, in
-//! the node, and finds each sector as the operations of the same round left it: none that was confirmed may be missing.
-//! `blkcheck digest` prints a number for the disk's whole content, to compare what two readers see. `blkcheck replay` makes a disk as
-//! it is after a loss of power, from a log of dm-log-writes.
+//! `blkcheck write` runs in a guest until its machine is killed. It writes and zeroes random parts
+//! of a disk, and prints the number of operations of each thread that are on stable storage.
+//! `blkcheck verify` then reads the disk's image on the node, and checks each sector against the
+//! operations of the same round: every confirmed operation must be present. `blkcheck digest`
+//! prints a digest of the disk's whole content, to compare the views of two readers.
+//! `blkcheck replay` creates a disk in its state after a power loss, from a log of dm-log-writes.
 //!
-//! What is written is a function of the round, the thread and the operation's number: see [`plan`].
+//! The written content is a function of the round, the thread and the operation's number: see
+//! [`plan`].
 
 mod digest;
 mod plan;
@@ -18,7 +20,8 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 
-/// Writes numbered sectors to a disk, says what is on stable storage, and checks it afterwards.
+/// Writes numbered sectors to a disk, reports the operations on stable storage, and checks the disk
+/// afterwards.
 #[derive(Parser)]
 #[command(name = "blkcheck", version)]
 struct Arguments {
@@ -35,7 +38,7 @@ enum Action {
         /// Which plan is carried out. Rounds on one disk are numbered upwards.
         #[arg(long)]
         round: u32,
-        /// What each line begins with.
+        /// Prefix of each line.
         #[arg(long, default_value = "confirmed")]
         prefix: String,
         /// How many threads write; each has one request under way at a time.
@@ -45,11 +48,12 @@ enum Action {
         #[arg(long)]
         operations: Option<u64>,
     },
-    /// Check an image against the plan of a round, and write down what it holds.
+    /// Check an image against the plan of a round, and save its contents to the state file.
     Verify {
         /// The raw image.
         image: PathBuf,
-        /// What the image held before the round and, after success, what it holds now. An absent file stands for zeroes.
+        /// State file: the image's contents before the round and, after success, its current
+        /// contents. An absent file stands for zeroes.
         #[arg(long)]
         state: PathBuf,
         /// Which plan was carried out.
@@ -59,8 +63,8 @@ enum Action {
         #[arg(long, value_delimiter = ',')]
         confirmed: Vec<u64>,
     },
-    /// Make a disk as it is when the power is lost at a mark: what was flushed until then is there, and some of what was written
-    /// and not flushed.
+    /// Create the disk's state after a power loss at a mark: all flushed writes, and some of the
+    /// unflushed ones.
     Replay {
         /// The log device of dm-log-writes.
         log: PathBuf,

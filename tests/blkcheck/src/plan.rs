@@ -1,8 +1,8 @@
-//! What a thread does, operation by operation, and what a sector then holds.
+//! Operations of each thread, and the resulting sector contents.
 //!
-//! Each thread has parts of the disk of its own, so that the order of its operations is the order of what is on them. In
-//! the lower half these are one large run of sectors a thread; in the upper half they alternate every 35 sectors, so
-//! that 4 KiB blocks are shared by threads.
+//! Each thread owns parts of the disk, so that the order of its operations determines the contents
+//! of these parts. In the lower half, each thread owns one large run of sectors. In the upper half,
+//! the owners alternate every 35 sectors, so that threads share 4 KiB blocks.
 
 /// The most threads that a round may have.
 pub const MOST_THREADS: u64 = 64;
@@ -39,7 +39,7 @@ impl Random {
     }
 }
 
-/// What is done to a run of sectors.
+/// Kind of an operation on a run of sectors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Filled with the operation's content.
@@ -53,7 +53,7 @@ pub enum Kind {
 /// One operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Operation {
-    /// Tells it from all others on this disk, of all rounds; never 0.
+    /// Unique id on this disk in all rounds; never 0.
     pub id: u64,
     /// What is done.
     pub kind: Kind,
@@ -66,7 +66,7 @@ pub struct Operation {
 }
 
 impl Operation {
-    /// What its sectors hold afterwards: its id, or 0 for zeroes.
+    /// Content of its sectors afterwards: its id, or 0 for zeroes.
     pub fn content(&self) -> u64 {
         match self.kind {
             Kind::Write => self.id,
@@ -122,7 +122,7 @@ pub fn fill(buffer: &mut [u8], id: u64, sector: u64) {
     }
 }
 
-/// The id of what a sector holds, when all of it is what [`fill`] makes of that id there.
+/// Returns the id of a sector's content if the whole sector matches [`fill`] for this id.
 pub fn identify(buffer: &[u8], sector: u64) -> Option<u64> {
     let id = match buffer.get(8..16).and_then(|word| word.try_into().ok()) {
         Some(word) => u64::from_le_bytes(word),

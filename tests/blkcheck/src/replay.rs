@@ -1,8 +1,10 @@
-//! A disk after a loss of power, from a log of the kernel's dm-log-writes (Documentation/admin-guide/device-mapper/log-writes.rst).
+//! Disk after a power loss, from a log of the kernel's dm-log-writes
+//! (Documentation/admin-guide/device-mapper/log-writes.rst).
 //!
-//! That target writes down every write in the order in which the writes became durable: those of before a flush come before it,
-//! and a write that was never flushed comes after the flush that did not cover it. Its format is in drivers/md/dm-log-writes.c: a
-//! superblock, then for each write an entry of one sector and the data.
+//! The target logs every write in the order of durability: writes before a flush precede the flush
+//! in the log, and a write that was never flushed follows the last flush that did not cover it.
+//! drivers/md/dm-log-writes.c defines the format: a superblock, then for each write an entry of one
+//! sector and the data.
 
 use std::fs::File;
 use std::io::ErrorKind;
@@ -23,7 +25,7 @@ const MARK: u64 = 8;
 /// Bytes of an entry before its text.
 const HEADER: usize = 32;
 
-/// What the log says of one write.
+/// Log entry of one write.
 struct Entry {
     /// Bytes from the disk's beginning.
     offset: u64,
@@ -105,8 +107,8 @@ fn word(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(word)
 }
 
-/// Writes to `onto` what was durable at the mark, and each later write up to the next flush with a probability of one half. Without a
-/// mark it is all that was ever written.
+/// Writes to `onto` all writes that were durable at the mark, and each later write up to the next
+/// flush with a probability of one half. Without a mark, writes all logged writes.
 pub fn run(log: &Path, onto: &Path, mark: Option<&str>, seed: u64) -> Result<()> {
     let mut log = Log::open(log)?;
     let disk = File::options()

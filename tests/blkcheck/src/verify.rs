@@ -16,11 +16,11 @@ const AHEAD: usize = 16_384;
 /// How many wrong sectors are shown.
 const SHOWN: usize = 8;
 
-/// What each sector may hold.
+/// Permitted contents of the sectors.
 struct Expected {
-    /// What the last confirmed operation left, or what was there before.
+    /// Contents after the last confirmed operation, or from before the round.
     confirmed: Vec<u64>,
-    /// What operations that may have happened would leave.
+    /// Contents that unconfirmed operations may have left.
     possible: HashMap<u64, Vec<u64>>,
     /// Confirmed operations.
     operations: u64,
@@ -165,7 +165,7 @@ mod tests {
         run(&image, &state, 1, &[40; 4]).expect("all is there");
         fs::remove_file(&state).expect("state");
         run(&image, &state, 1, &[10, 20, 30, 40]).expect("more is there");
-        // The next round begins with what was found.
+        // The next round starts from the saved contents.
         run(&image, &state, 2, &[0; 4]).expect("nothing changed");
         fs::remove_dir_all(image.parent().expect("folder")).expect("remove");
     }
@@ -173,7 +173,7 @@ mod tests {
     #[test]
     fn a_lost_write_and_a_damaged_sector_are_found() {
         let (image, state) = written(40);
-        // A lost zeroing of what was zero is no loss: the next operation that writes.
+        // The test needs the next operation that writes: a lost zeroing of zeroes has no effect.
         let next = plan::operations(1, 0, 4, BYTES / SECTOR as u64).enumerate();
         let writes = |operation: &plan::Operation| operation.kind == plan::Kind::Write;
         let next = next

@@ -10,7 +10,7 @@ use rustix::fs::{FallocateFlags, OFlags, fallocate};
 
 use crate::plan::{self, Kind, MOST_THREADS, Operation, SECTOR};
 
-/// What a direct request's memory is aligned to.
+/// Memory alignment of direct requests.
 const ALIGNMENT: usize = 4096;
 /// Room for the longest operation.
 const BUFFER: usize = 256 * SECTOR;

@@ -133,7 +133,8 @@ fn longer_and_shorter(at: &Path) -> Outcome {
     Ok(format!("{read:?}"))
 }
 
-/// Writes through a mapping of the file's page: what the mapping has, and what the file has afterwards.
+/// Writes through a mapping of the file's page. Returns the byte of the mapping and of the file
+/// afterwards.
 #[allow(unsafe_code)]
 fn mapped(at: &Path, kind: MapFlags) -> io::Result<(u8, u8)> {
     let file = open(&at.join("a"), OFlags::CREATE | OFlags::RDWR)?;
@@ -142,7 +143,7 @@ fn mapped(at: &Path, kind: MapFlags) -> io::Result<(u8, u8)> {
     // SAFETY: a new mapping at a place that the kernel chooses.
     let page = unsafe { rustix::mm::mmap(std::ptr::null_mut(), 4096, access, kind, &file, 0) }?;
     let byte = page.cast::<u8>();
-    // SAFETY: it is mapped for writing, and nobody else has it.
+    // SAFETY: the page is mapped for writing, and no other code has a reference to it.
     unsafe { byte.write_volatile(2) };
     // SAFETY: as above.
     let seen = unsafe { byte.read_volatile() };

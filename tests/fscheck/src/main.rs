@@ -1,6 +1,8 @@
-//! `fscheck table FOLDER` does what POSIX and Linux say of files, one thing after another, and prints a line for each: its name and what
-//! came of it, by numbers that are the same on each file system that does it right. A test compares the lines of two. `fscheck small FOLDER COUNT` makes,
-//! looks up and removes many small files; `fscheck storm FOLDER SECONDS` renames and looks up in several threads and says whether a name was ever lost.
+//! `fscheck table FOLDER` performs file operations of POSIX and Linux in sequence, and prints a
+//! line for each: its name and its result, with numbers that are the same on every correct file
+//! system. A test compares the lines of two file systems. `fscheck small FOLDER COUNT` creates,
+//! looks up and removes many small files. `fscheck storm FOLDER SECONDS` renames and looks up files
+//! in several threads, and reports whether a name was ever lost.
 
 mod content;
 mod metadata;
@@ -17,7 +19,7 @@ use std::{
 use clap::{Parser, Subcommand};
 use rustix::io::Errno;
 
-/// Says what a file system does.
+/// Reports the behavior of a file system.
 #[derive(Parser)]
 #[command(name = "fscheck", version)]
 struct Arguments {
@@ -27,7 +29,7 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Action {
-    /// Print what comes of each operation.
+    /// Print the result of each operation.
     Table {
         /// An empty folder.
         folder: PathBuf,
@@ -41,7 +43,7 @@ enum Action {
         folder: PathBuf,
         /// How many.
         count: u32,
-        /// Only `create`, `stat` or `unlink`; what was made before is there for the next one.
+        /// Only `create`, `stat` or `unlink`; the files of one step remain for the next.
         #[arg(long)]
         step: Option<String>,
         /// By how many threads at once.
@@ -57,10 +59,10 @@ enum Action {
     },
 }
 
-/// What an operation came to: a text that is the same on each file system.
+/// Result of an operation: a text that is the same on each file system.
 type Outcome = io::Result<String>;
 
-/// A name and what is done, in an empty folder.
+/// Name and function of an operation in an empty folder.
 type Check = (&'static str, fn(&Path) -> Outcome);
 
 fn main() -> ExitCode {
@@ -100,7 +102,7 @@ fn table(folder: &Path, only: Option<&str>) -> io::Result<()> {
     Ok(())
 }
 
-/// An error by its number, whatever the C library says of it.
+/// Formats an error by its number, because C libraries differ in their texts.
 fn said(error: &io::Error) -> String {
     match error.raw_os_error() {
         Some(number) => format!("errno {number}"),

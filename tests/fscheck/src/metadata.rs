@@ -1,4 +1,4 @@
-//! What is known of files beside their content.
+//! Metadata operations.
 
 use std::{
     fs::{self, File, Permissions},

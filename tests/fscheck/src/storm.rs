@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// What is done with the file of each number, and what that is called.
+/// Operation on the file of each number, and its name.
 type Step<'a> = (&'static str, &'a (dyn Fn(u32) -> io::Result<()> + Sync));
 
 /// Files of one byte: made, looked up, removed, or only one of these, by so many threads at once. Prints the microseconds of each.

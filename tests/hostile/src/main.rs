@@ -1,14 +1,17 @@
-//! `hostile [--distance N] PHASE…`: misuses the virtual machine that it runs in. It is put into a guest's initramfs and run as root,
-//! with no driver bound to the virtio devices that it works on.
+//! `hostile [--distance N] PHASE…` misuses the virtual machine that it runs in. The program is put
+//! into a guest's initramfs and runs as root. No driver may be bound to the tested virtio devices.
 //!
-//! Phases: `config` (all of the PCI configuration space of each function), `absent` (that of functions that are not there),
-//! `mmio` (every byte of every BAR in wrong widths), `rings` (broken descriptor chains on every queue), `ports` (every I/O
-//! port but those of the next), `pic` and `pit` (the interrupt controllers and the timer, which the kernel here has no use
-//! for once it is up), `fatal-ports` (those that may end the machine). After each phase
-//! and device it prints `HOSTILE <phase> <device> survived` and how many accesses it made, after `rings` also that the device
-//! works again after a reset. With `--distance N` the walks through configuration space and BARs access each Nth byte only behind
-//! the first 256 of a page, where the registers are. It ends with `HOSTILE DONE`, or with `HOSTILE FAILED: …`. All numbers come from a seeded generator: a run
-//! can be repeated.
+//! Phases: `config` (all of the PCI configuration space of each function), `absent` (that of absent
+//! functions), `mmio` (every byte of every BAR in wrong widths), `rings` (broken descriptor chains
+//! on every queue), `ports` (every I/O port except those of the next phases), `pic` and `pit` (the
+//! interrupt controllers and the timer, which the kernel does not use after its boot),
+//! `fatal-ports` (ports that may end the machine).
+//!
+//! After each phase and device, the program prints `HOSTILE <phase> <device> survived` and the
+//! number of accesses. After `rings` it also prints that the device works again after a reset. With
+//! `--distance N`, the walks through configuration space and BARs access only each Nth byte behind
+//! the first 256 bytes of a page, where the registers are. The program ends with `HOSTILE DONE` or
+//! `HOSTILE FAILED: …`. All numbers come from a seeded generator, so that a run is repeatable.
 
 mod pci;
 mod phases;

@@ -1,4 +1,4 @@
-//! The phases: what is done to which device, in which order.
+//! Test phases: their devices, operations and order.
 
 use std::{io, num::NonZeroUsize};
 
@@ -88,8 +88,8 @@ fn config(function: &pci::Function, distance: NonZeroUsize) -> io::Result<()> {
     Ok(())
 }
 
-/// Configuration space of all functions that are not there: the first and the last dword of each read as ones, whatever is
-/// written there.
+/// Configuration space of all absent functions: the first and the last dword of each read as ones,
+/// even after writes.
 fn absent() -> io::Result<()> {
     let ecam = pci::Ecam::open()?;
     let there: Vec<usize> = pci::functions(false)?

@@ -1,11 +1,11 @@
-//! Every I/O port in every width. Each access belongs to one phase, by the ports that it touches; the phases say how many
-//! accesses they made, so that whoever adds them up sees that none was left out.
+//! Every I/O port in every width. Each access belongs to one phase, depending on its ports. The
+//! phases report their numbers of accesses, so that the sum proves the coverage.
 
 use std::io;
 
 use crate::{random::Random, sys};
 
-/// Accesses that there are: 65,536 ports in three widths, without those that would go on beyond the last port.
+/// Number of accesses: 65,536 ports in three widths, except accesses beyond the last port.
 pub const ACCESSES: u64 = 3 * 65_536 - 4;
 
 const WIDTHS: [usize; 3] = [1, 2, 4];
@@ -78,7 +78,8 @@ pub fn plain() -> io::Result<()> {
     Ok(())
 }
 
-/// The interrupt controllers: every value in every register, with what it makes the others read.
+/// The interrupt controllers: writes every value to every register, and reads the other registers
+/// after each write.
 pub fn pic() -> io::Result<()> {
     sys::allow_ports()?;
     let mut random = Random::new(0x0070_6963);
@@ -160,14 +161,14 @@ fn stop_pit() {
     sys::port_write(0x61, 1, 0);
 }
 
-/// Zeroes in every width on the ports that can end the machine, then the i8042's reset: the machine must come up again
-/// by itself.
+/// Writes zeroes in every width to the ports that can end the machine, then resets through the
+/// i8042: the machine must reboot on its own.
 pub fn fatal() -> io::Result<()> {
     sys::allow_ports()?;
     let count = walk(Sort::Fatal, || 0);
     told("fatal-ports", count);
     println!("HOSTILE fatal-ports survived, now the reset");
-    // What the kernel has not sent yet would be lost with the machine.
+    // Unsent output of the kernel would be lost with the machine.
     sys::drain_output()?;
     sys::port_write(0x64, 1, 0xfe);
     Err(io::Error::other("the machine did not reset"))

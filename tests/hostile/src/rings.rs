@@ -245,7 +245,7 @@ fn works(device: &Device<'_>) -> io::Result<()> {
     }
 }
 
-/// The broken chains: what is in the table and in the side table (used as an indirect table).
+/// Broken chains: contents of the table and of the side table, which serves as an indirect table.
 fn broken(device: &Device<'_>) -> io::Result<Vec<(Vec<Descriptor>, Vec<Descriptor>)>> {
     let (data, side) = (device.physical(DATA)?, device.physical(SIDE)?);
     let far = 0x7fff_ffff_f000;
@@ -296,7 +296,7 @@ fn broken(device: &Device<'_>) -> io::Result<Vec<(Vec<Descriptor>, Vec<Descripto
         (vec![(side, 32, INDIRECT, 0)], vec![(data, 16, NEXT, 99)]),
         (vec![(side, u32::MAX - 15, INDIRECT, 0)], vec![(data, 16, 0, 0)]),
         (vec![(side, 16, INDIRECT | WRITE, 0)], vec![(data, 16, WRITE, 0)]),
-        // Flags that nobody knows.
+        // Undefined flags.
         (vec![(data, 16, 0xfff8, 3)], vec![]),
     ])
 }
@@ -312,7 +312,7 @@ fn chains(device: &Device<'_>, queue: u16) -> io::Result<()> {
         }
         device.offer(&[0], 1);
         device.kick(queue);
-        // Whatever the device makes of it: a receive queue may rightly keep a chain.
+        // The result is irrelevant: a receive queue may keep a chain.
         device.settled(1, Duration::from_millis(20));
     }
     // Indices: a head beyond the table, an index that jumps too far, one that goes back, the same head many times.

@@ -1,4 +1,4 @@
-//! The API server, asked without kubectl: for what a test asks many times a second.
+//! Client of the API server without kubectl, for frequent requests of a test.
 
 use std::{path::Path, time::Duration};
 
@@ -65,7 +65,7 @@ impl Api {
         serde_json::from_slice(&body).map_err(|error| format!("{path}: {error}"))
     }
 
-    /// What is at this path.
+    /// Returns the object or collection at this path.
     pub async fn get(&self, path: &str) -> Result<Value, String> {
         self.value(Method::GET, path, None).await
     }
@@ -97,12 +97,12 @@ impl Api {
         Ok(list["items"].as_array().cloned().unwrap_or_default())
     }
 
-    /// Calls `see` with each object of a collection, those that are there first, and with what each of them becomes, until the API server
-    /// ends the watch.
+    /// Calls `see` with each object of a collection, the existing ones first, and then with each
+    /// change, until the API server ends the watch.
     ///
     /// # Errors
     ///
-    /// That the connection broke.
+    /// The connection broke.
     pub async fn watch(&self, path: &str, mut see: impl FnMut(&Value)) -> Result<(), String> {
         let request = self.client.get(format!("{}{path}?watch=true", self.base));
         let request = request

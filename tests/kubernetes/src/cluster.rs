@@ -16,7 +16,8 @@ use tempfile::TempDir;
 
 use crate::{api::Api, certificates::Authority, eventually, program::Program};
 
-/// What the controller manager does: what vmmd-kube's objects need, and what people do with pods.
+/// Controllers of the controller manager: those for vmmd-kube's objects, and those for manual work
+/// with pods.
 const CONTROLLERS: &str = "clusterrole-aggregation,deployment,disruption,endpoint,endpointslice,garbagecollector,namespace,nodelifecycle,\
     persistentvolume-binder,podgc,pv-protection,pvc-protection,replicaset,resourcequota,root-ca-cert-publisher,serviceaccount,\
     serviceaccount-token";
@@ -24,7 +25,7 @@ const CONTROLLERS: &str = "clusterrole-aggregation,deployment,disruption,endpoin
 /// Where the manifests of vmmd-kube put it.
 pub const NAMESPACE: &str = "vmmd-system";
 
-/// The token of who may do everything.
+/// Token of the administrator.
 const ADMIN: &str = "token-of-the-administrator";
 
 static NEXT: AtomicU32 = AtomicU32::new(0);
@@ -69,7 +70,8 @@ impl Cluster {
         for name in ["pki", "logs", "config", "home"] {
             fs::create_dir(folder.path().join(name)).unwrap();
         }
-        // 127.128.0.0/9 is the tests': each process has a few networks of /24, where ports are what they are by default.
+        // The tests use 127.128.0.0/9: each process has four networks of /24, in which programs use
+        // their default ports.
         let number = std::process::id().wrapping_mul(4) + NEXT.fetch_add(1, Ordering::Relaxed) % 4;
         let [.., high, low] = number.to_be_bytes();
         let network = [128 | high, low];
@@ -169,11 +171,11 @@ impl Cluster {
         program.env("VMMD_KUBE_LOG", level)
     }
 
-    /// Whether a node is ready and takes pods that tolerate its own taint.
+    /// Checks that a node is ready and accepts pods that tolerate its own taint.
     ///
     /// # Errors
     ///
-    /// What the node is instead.
+    /// The node's actual state.
     pub async fn node_ready(&self, name: &str) -> Result<(), String> {
         let found = self.api.get(&format!("/api/v1/nodes/{name}")).await?;
         let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
@@ -213,9 +215,9 @@ impl Cluster {
         Ipv4Addr::new(127, self.network[0], self.network[1], last)
     }
 
-    /// Writes a kubeconfig for who has this token.
+    /// Writes a kubeconfig for the user with this token.
     pub fn kubeconfig(&self, name: &str, token: &str) -> PathBuf {
-        // What is JSON is YAML too.
+        // YAML is a superset of JSON.
         let config = json!({
             "apiVersion": "v1",
             "kind": "Config",
@@ -283,7 +285,7 @@ impl Cluster {
         printed
     }
 
-    /// What `kubectl` complains of; the test fails when it does not.
+    /// Returns the error output of `kubectl`; fails if `kubectl` succeeds.
     pub fn refused(&self, arguments: &[&str]) -> String {
         let output = self.run(arguments);
         assert!(
@@ -333,7 +335,7 @@ impl Drop for Cluster {
     }
 }
 
-/// Writes what the programs read.
+/// Writes the programs' input files.
 fn prepare(folder: &Path, server: Ipv4Addr) {
     let pki = folder.join("pki");
     let authority = Authority::new();

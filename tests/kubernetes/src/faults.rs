@@ -1,4 +1,5 @@
-//! What is killed, chosen at random. The same seed makes the same choices, though not the same moments.
+//! Random selection of the programs to kill. The same seed yields the same choices, but not the
+//! same times.
 //!
 //! `VMMD_KUBERNETES_ROUNDS` is the number of rounds, `VMMD_KUBERNETES_SEED` the seed (1).
 

@@ -32,7 +32,8 @@ use crate::{
 #[path = "../../../vmmd/tests/daemon/namespace.rs"]
 pub mod namespace;
 
-/// Agents run as this user, and in this group only, which makes them agents for their daemon. Nobody else has the number.
+/// Agents run as this user, and only in this group, which gives them the agent role in their
+/// daemon. The number is otherwise unused.
 const AGENT: u32 = 990_021;
 
 /// A node of the cluster.
@@ -41,7 +42,7 @@ pub struct Node {
     pub name: String,
     /// Its daemon.
     pub daemon: Daemon,
-    /// What makes it a node.
+    /// Its Kubernetes agent.
     pub agent: Program,
 }
 
@@ -61,7 +62,7 @@ pub struct Fleet {
     pub controllers: Vec<Program>,
     /// The nodes.
     pub nodes: Vec<Node>,
-    /// Of the daemons' certificates.
+    /// Authority of the daemons' certificates.
     authority: Authority,
     /// The control plane. It is the last to end.
     pub cluster: Cluster,
@@ -277,7 +278,7 @@ impl Fleet {
         eventually("all VMs run", patience, async || self.converged(names).await).await;
     }
 
-    /// Waits for the same after faults, and starts again what ends by itself because of them.
+    /// Waits for the same after faults, and restarts programs that end because of them.
     pub async fn recovered(&mut self, names: &[String], patience: Duration) {
         eventually("all VMs run again", patience, async || {
             self.programs().for_each(Program::revive);

@@ -26,7 +26,7 @@ pub mod vms;
 
 use std::time::{Duration, Instant};
 
-// What the harness and the registry need.
+// Dependencies of the harness and the registry.
 use hyper_util as _;
 use sha2 as _;
 use tar as _;
@@ -37,8 +37,8 @@ use tower as _;
 
 use tokio::time::sleep;
 
-/// Waits until `found` gives something. Many programs take part in what the tests wait for, and no single one of them has an event for it,
-/// so it is asked again and again. Fails when the time has passed, with what `found` says it lacks.
+/// Polls `found` until it returns a value. The awaited states depend on many programs without a
+/// common event, so polling is required. Fails after `patience` with the last error of `found`.
 pub async fn eventually<T>(
     what: &str,
     patience: Duration,

@@ -15,7 +15,7 @@ use rustix::process::Pid;
 
 /// A program with its arguments; killed when dropped. All that it prints in its lives is in one log.
 pub struct Program {
-    /// What the test calls it.
+    /// Name in the test.
     pub name: String,
     executable: PathBuf,
     arguments: Vec<OsString>,
@@ -24,7 +24,7 @@ pub struct Program {
     /// The user and the only group that it runs as; those of the test when there are none.
     user: Option<u32>,
     child: Option<Child>,
-    /// How often it ended by itself and was started again.
+    /// Number of restarts after an unrequested end.
     pub revived: u32,
 }
 
@@ -93,7 +93,7 @@ impl Program {
         }
     }
 
-    /// Its process, while it has not ended by itself.
+    /// Its process, unless it has ended on its own.
     pub fn pid(&mut self) -> Option<Pid> {
         let child = self.child.as_mut()?;
         child
@@ -103,7 +103,7 @@ impl Program {
             .then(|| Pid::from_child(child))
     }
 
-    /// Fails when it has ended by itself.
+    /// Fails if it has ended on its own.
     pub fn check(&mut self) -> Result<(), String> {
         let Some(status) = self.child.as_mut().and_then(|child| child.try_wait().unwrap()) else {
             return Ok(());
@@ -119,7 +119,8 @@ impl Program {
         ))
     }
 
-    /// Starts it again when it has ended by itself, as systemd or a Deployment would. The test fails when it panicked.
+    /// Restarts it after an unrequested end, as systemd or a Deployment would. The test fails if it
+    /// panicked.
     pub fn revive(&mut self) {
         if self.check().is_err() {
             assert!(
@@ -148,7 +149,7 @@ impl Program {
         String::from_utf8_lossy(&fs::read(&self.log).unwrap_or_default()).into_owned()
     }
 
-    /// The end of what it has printed.
+    /// The last lines of its output.
     pub fn tail(&self, lines: usize) -> String {
         let printed = self.printed();
         let all: Vec<_> = printed.lines().collect();
@@ -162,7 +163,7 @@ impl Drop for Program {
     }
 }
 
-/// Those that ended by themselves, and how often.
+/// Programs that ended on their own, with their counts.
 pub fn ended_by_themselves<'a>(programs: impl Iterator<Item = &'a mut Program>) -> Vec<(String, u32)> {
     let ended = programs.filter(|program| program.revived > 0);
     ended

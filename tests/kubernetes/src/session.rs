@@ -1,4 +1,4 @@
-//! A `kubectl` that goes on, as `logs -f` does.
+//! A long-running `kubectl`, such as `logs -f`.
 
 use std::{process::Stdio, time::Duration};
 
@@ -55,7 +55,7 @@ impl Session {
         input.flush().await.unwrap();
     }
 
-    /// Ends what is typed.
+    /// Closes the input.
     pub fn end_input(&mut self) {
         self.input = None;
     }

@@ -46,11 +46,11 @@ pub async fn list(api: &Api) -> Result<Vec<Vm>, String> {
     Ok(vms.collect())
 }
 
-/// All of them, when these and no others are there and Running, and no migration is asked for or under way.
+/// Returns all VMs if exactly these exist and are Running, without a requested or active migration.
 ///
 /// # Errors
 ///
-/// What is otherwise.
+/// The difference from this state.
 pub async fn running(api: &Api, names: &[String]) -> Result<Vec<Vm>, String> {
     let vms = list(api).await?;
     let other: Vec<_> = vms
@@ -76,12 +76,12 @@ pub struct Run {
     pub starts: i64,
 }
 
-/// Whether each VM runs on exactly the node that the API server says, and was started as often there, and nothing else runs. `found` has
-/// what runs on each node, by the node's name.
+/// Checks that each VM runs only on the node that the API server reports, with the reported number
+/// of starts, and that no other VM runs. `found` has the runs of each node, by the node's name.
 ///
 /// # Errors
 ///
-/// What is otherwise.
+/// The difference from this state.
 pub fn each_once(vms: &[Vm], found: &[(&str, Vec<Run>)]) -> Result<(), String> {
     for vm in vms {
         let runs = found.iter().flat_map(|(node, runs)| {
@@ -100,11 +100,11 @@ pub fn each_once(vms: &[Vm], found: &[(&str, Vec<Run>)]) -> Result<(), String> {
     Ok(())
 }
 
-/// What there is of VMs, and of pods in their namespace. Empty when they are all gone.
+/// Returns the remaining VMs and pods in their namespace. Empty when all are gone.
 ///
 /// # Errors
 ///
-/// That the API server does not answer.
+/// The API server does not answer.
 pub async fn left(api: &Api) -> Result<Vec<String>, String> {
     let vms = list(api).await?.into_iter().map(|vm| format!("{vm:?}"));
     let pods = api.list("/api/v1/namespaces/default/pods").await?;

@@ -64,7 +64,7 @@ async fn no_vm_runs_twice_or_is_lost_whatever_is_killed() {
     let mut longest = Duration::ZERO;
     let began = Instant::now();
     for round in 0..rounds {
-        // What somebody asks for right before.
+        // A request just before the fault.
         let mut drained = None;
         match random.below(5) {
             0 if names.len() < 10 => create(&mut fleet, &mut names, &mut made),
@@ -133,7 +133,7 @@ fn create(fleet: &mut Fleet, names: &mut Vec<String>, made: &mut usize) {
     names.push(name);
 }
 
-/// What `kubectl drain` does, without waiting for its end.
+/// Does the same as `kubectl drain`, without a wait for its end.
 async fn drain(fleet: &Fleet, number: usize) -> String {
     let node = fleet.nodes[number].name.clone();
     fleet.cluster.kubectl(&["cordon", &node]);
@@ -190,7 +190,7 @@ async fn vms_run_on_while_the_api_server_is_away() {
     fleet.cluster.api_server.kill();
     sleep(away).await;
     assert_eq!(processes(&fleet), before);
-    // What ends meanwhile is started again by its vmmd.
+    // vmmd restarts a VM that ends meanwhile.
     let killed = before.iter().flatten().next().copied().unwrap();
     kill_process(killed, Signal::KILL).unwrap();
     let running = Duration::from_secs(20);
@@ -244,7 +244,7 @@ async fn a_vm_of_a_node_that_is_cut_off_runs_nowhere_else() {
         "--timeout=120s",
     ]);
     let pod = cluster.kubectl(&["get", "vmmvm", &vms[0].name, "-o=jsonpath={.status.run.pod}"]);
-    // Whoever believes that the node is gone does this.
+    // An operator does this after the loss of a node.
     cluster.kubectl(&[
         "delete",
         "pod",

@@ -18,7 +18,7 @@ async fn vms(fleet: &Fleet) -> Vec<Vm> {
     vms
 }
 
-/// What is said of a VM's migrations.
+/// Reasons of the events of a VM's migrations.
 fn events(fleet: &Fleet, name: &str) -> String {
     let of = format!("--field-selector=involvedObject.kind=VirtualMachine,involvedObject.name={name}");
     let format = "-o=jsonpath={range .items[*]}{.reason}{'\\n'}{end}";
@@ -30,7 +30,7 @@ async fn migration(fleet: &Fleet, name: &str) -> Value {
     vm["status"]["migration"].clone()
 }
 
-/// The console of a VM's mock: what it has printed since it is in this `vmm`.
+/// Console output of a VM's mock since its arrival in this `vmm`.
 fn log(fleet: &Fleet, name: &str) -> String {
     let pod = ["get", "vmmvm", name, "-o=jsonpath={.status.run.pod}"];
     let pod = fleet.cluster.kubectl(&pod);

@@ -1,4 +1,4 @@
-//! What VMs take from the cluster: Secrets, ConfigMaps, images of a registry, claims.
+//! VM inputs from the cluster: Secrets, ConfigMaps, images of a registry, claims.
 
 use std::{fs, time::Duration};
 
@@ -133,7 +133,7 @@ async fn a_vm_has_the_disk_of_an_image_in_a_registry_while_it_runs() {
     ]);
     cluster.apply(&vm);
     said(&fleet, "web", "Ready", "ImportFailed").await;
-    // What a run waits for is in its spec: another one is needed.
+    // The spec fixes the inputs that a run waits for, so the VM needs another run.
     let_agents_read(&fleet);
     let address = &registry.address;
     let config = json!({"auths": {address: {"username": USER, "password": PASSWORD}}});
@@ -206,7 +206,7 @@ async fn a_vm_is_placed_where_the_volume_of_its_claim_is() {
     let path = folder.join("disk.img").display().to_string();
     assert_eq!(disk.source, Some(v1::disk_spec::Source::Path(path)));
     assert_eq!(disk.beneath, folder.display().to_string());
-    // The claim of a VM that is there stays.
+    // The claim of an existing VM stays.
     cluster.kubectl(&["delete", "pvc", "web-data", "--wait=false"]);
     cluster.kubectl(&["get", "pvc", "web-data"]);
     cluster.kubectl(&["delete", "vmmvm", "web", "--timeout=60s"]);

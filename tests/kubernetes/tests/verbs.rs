@@ -108,7 +108,7 @@ async fn a_console_is_attached_to_and_left() {
     terminal.expect("vcpus=1", PATIENCE).await;
     terminal.type_in("\x1d").await;
     assert!(terminal.end(PATIENCE).await, "it was left");
-    // What is printed goes on after the end of what is typed.
+    // Output continues after the end of the input.
     attached.type_in("print 100000\n").await;
     attached.end_input();
     attached.expect("printed", PATIENCE).await;
@@ -205,7 +205,7 @@ async fn a_port_of_a_guest_is_forwarded() {
         connection.read_to_string(&mut had).await.unwrap();
         assert!(had == format!("had {text}"), "{} bytes", had.len());
     }
-    // Where nobody listens, the connection ends, and others go on.
+    // A connection to a port without a listener ends, and other connections continue.
     let mut connection = TcpStream::connect(("127.0.0.1", closed)).await.unwrap();
     let mut had = Vec::new();
     let _ended = connection.read_to_end(&mut had).await;

@@ -20,18 +20,18 @@ use crate::memory;
 const ACCESSES: u32 = 1 << 18;
 const ROUNDS: usize = 9;
 
-/// What backs the memory.
+/// Backing of the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Backing {
     /// Private anonymous memory with MADV_HUGEPAGE.
     Private,
-    /// A memfd with MADV_HUGEPAGE, which gets what the host's `shmem_enabled` allows.
+    /// A memfd with MADV_HUGEPAGE, subject to the host's `shmem_enabled`.
     Shared,
     /// A memfd whose pages are collapsed into huge ones with MADV_COLLAPSE once they are there.
     Collapsed,
 }
 
-/// What it cost, in CPU time of this thread.
+/// Costs in CPU time of this thread.
 #[derive(Serialize)]
 pub struct Access {
     /// The first write to each page.
@@ -52,12 +52,13 @@ pub fn run(mib: usize, backing: Backing) -> Result<Access> {
     let start = map(length, backing)?;
     let (begin, before) = (cpu_time(), faults()?);
     for offset in (0..length).step_by(page_size()) {
-        // SAFETY: inside a writable mapping of `length` bytes that nobody else knows and that is never unmapped.
+        // SAFETY: the address is inside a writable mapping of `length` bytes, which no other code
+        // uses and which is never unmapped.
         unsafe { start.wrapping_add(offset).write_volatile(1) };
     }
     let touched = cpu_time();
     if backing == Backing::Collapsed {
-        // SAFETY: changes the pages behind the mapping, not what they hold.
+        // SAFETY: the call changes the pages behind the mapping, but not their contents.
         if unsafe { libc::madvise(start.cast(), length, libc::MADV_COLLAPSE) } != 0 {
             // The host has not that many huge pages: the rest stays as it is.
             let error = io::Error::last_os_error();
@@ -124,7 +125,7 @@ fn map(length: usize, backing: Backing) -> io::Result<*mut u8> {
         let file = memfd_create("access", MemfdFlags::CLOEXEC)?;
         ftruncate(&file, length as u64)?;
         let flags = MapFlags::SHARED | MapFlags::FIXED;
-        // SAFETY: replaces a part of the mapping above, which nobody else knows.
+        // SAFETY: the call replaces a part of the mapping above, which no other code uses.
         unsafe { mmap(start.cast(), length, protection, flags, &file, 0) }?;
     }
     // A kernel without transparent huge pages refuses this; small pages do.

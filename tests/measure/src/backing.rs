@@ -1,5 +1,5 @@
-//! `measure memory`: the same guest under our `vmm` with its RAM backed in different ways: what its boot costs, what memory
-//! costs that it touches, and what the host gets back from the balloon.
+//! `measure memory`: the same guest under our `vmm` with different RAM backings. Measures the cost
+//! of the boot, the cost of touched memory, and the memory that the balloon returns to the host.
 
 use std::fs;
 
@@ -17,9 +17,10 @@ use crate::{
 
 /// Guest RAM in bytes.
 const RAM: u64 = 512 << 20;
-/// What a program in the guest touches, in MiB.
+/// Memory that a program in the guest touches, in MiB.
 const TOUCHED: u64 = 256;
-/// What the balloon leaves to the guest, in bytes, and what it then has free at the most, in KiB.
+/// Memory that the balloon leaves to the guest, in bytes, and the resulting upper limit of the
+/// guest's free memory, in KiB.
 const TARGET: u64 = 192 << 20;
 const FREE_KIB: u64 = 170 << 10;
 
@@ -31,7 +32,7 @@ struct Backing {
     name: &'static str,
     /// More of `spec.memory`.
     memory: fn(&mut Value),
-    /// What the host is set to meanwhile: a file of /sys and its value.
+    /// Temporary setting of the host: a file of /sys and its value.
     setting: (&'static str, &'static str),
     /// Whether the spec can have a balloon that gives memory back.
     balloon: bool,
@@ -62,7 +63,7 @@ const BACKINGS: [Backing; 5] = [
             memory["backing"] = json!("MEMORY_BACKING_PRIVATE");
             memory["hugePages"] = json!("HUGE_PAGES_2M");
         },
-        // Of 2 MiB each: as many as RAM has.
+        // Number of 2 MiB pages of the RAM.
         setting: (HUGE_PAGES, "256"),
         balloon: false,
     },
@@ -77,7 +78,7 @@ const BACKINGS: [Backing; 5] = [
     },
 ];
 
-/// What one run gave. Times are in microseconds.
+/// Results of one run. Times are in microseconds.
 #[derive(Serialize)]
 struct Cost {
     /// From just before the process is started.
@@ -85,18 +86,18 @@ struct Cost {
     /// KVM's counters until then.
     to_init: Counters,
     idle: Memory,
-    /// What `measure access` printed in the guest.
+    /// Output of `measure access` in the guest.
     access: Value,
     /// KVM's counters of that program's run.
     of_access: Counters,
     touched: Memory,
-    /// When the balloon has what it was to take.
+    /// Memory after the balloon has reached its target.
     given_back: Option<Memory>,
     /// By how much the host's free memory grew then, in KiB; less when others needed some.
     host_gained_kib: Option<i64>,
 }
 
-/// A setting of the host; as it was before when this is dropped.
+/// A setting of the host. Dropping it restores the previous value.
 struct Setting {
     path: &'static str,
     before: String,
@@ -105,7 +106,7 @@ struct Setting {
 impl Setting {
     fn new((path, value): (&'static str, &str)) -> Result<Self> {
         let text = fs::read_to_string(path).with_context(|| format!("read {path}"))?;
-        // Of several words the chosen one is in brackets.
+        // A file with several words has the active one in brackets.
         let chosen = text.split_once('[').and_then(|(_, rest)| rest.split_once(']'));
         let before = chosen.map_or(text.trim(), |(chosen, _)| chosen).to_owned();
         fs::write(path, value).with_context(|| format!("write {value} to {path}"))?;
@@ -115,12 +116,12 @@ impl Setting {
 
 impl Drop for Setting {
     fn drop(&mut self) {
-        // What can't be undone here is undone with the node.
+        // Best effort: the node is disposable.
         fs::write(self.path, &self.before).ok();
     }
 }
 
-/// Runs all of them in turn, `runs` times; `each` is told what one cost.
+/// Runs all backings in turn, `runs` times, and passes each cost to `each`.
 pub fn run(programs: &Programs, runs: u32, each: impl Fn(&str, u32, &Value)) -> Result<()> {
     each(
         "host",
@@ -161,7 +162,8 @@ fn measure(programs: &Programs, backing: &Backing) -> Result<Cost> {
     let mut given_back = (None, None);
     if backing.balloon {
         let free = host_free_kib()?;
-        // The driver takes what it is asked for as soon as it is there. The marker is not in the line that is echoed.
+        // The driver inflates as soon as it is loaded. The marker does not occur in the echo of the
+        // command.
         running.type_line(&format!(
             "while read -r m; do insmod $m; done </lib/modules/order; \
              until [ $(sed -n 's/^MemFree: *\\([0-9]*\\) kB/\\1/p' /proc/meminfo) -lt {FREE_KIB} ]; do sleep 1; done; \

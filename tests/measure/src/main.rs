@@ -49,7 +49,7 @@ enum Command {
     First {
         #[command(flatten)]
         common: Common,
-        /// Of a kernel of some bytes without an initial RAM disk.
+        /// Use a kernel of a few bytes without an initial RAM disk.
         #[arg(long)]
         tiny: bool,
     },
@@ -108,8 +108,9 @@ enum Command {
         /// How many of them.
         count: u32,
     },
-    /// Boots of a guest whose RAM is backed in different ways, what it then costs that the guest touches memory, and what the
-    /// host gets back from the balloon. The initial RAM disk has this program in /bin.
+    /// Boots of a guest with different RAM backings, the costs when the guest then touches memory,
+    /// and the memory that the balloon returns to the host. The initial RAM disk has this program
+    /// in /bin.
     Memory {
         #[command(flatten)]
         common: Common,

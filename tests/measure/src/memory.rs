@@ -1,4 +1,4 @@
-//! Memory of a VMM: its guest's, its own and what it shares with others.
+//! Memory of a VMM: guest RAM, own memory and shared memory.
 
 use std::fs;
 
@@ -8,7 +8,7 @@ use serde::Serialize;
 /// Mappings of at least this many KiB are guest RAM: no VMM maps anything else of its size.
 const GUEST_RAM_KIB: u64 = 120 << 10;
 
-/// What a process has in memory, in KiB (proc(5), smaps).
+/// Resident memory of a process in KiB (proc(5), smaps).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Memory {
     /// Guest RAM that the host has given.

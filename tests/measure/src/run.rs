@@ -22,7 +22,7 @@ use crate::{
     vmm::Subject,
 };
 
-/// What one run gave. Times are in microseconds from just before the process is started.
+/// Results of one run. Times are in microseconds since just before the start of the process.
 #[derive(Serialize)]
 pub struct Start {
     first_instruction_us: u128,
@@ -32,11 +32,11 @@ pub struct Start {
     memory: Memory,
 }
 
-/// What a guest has not printed by then it won't print any more: it may have fallen silent, or complain of itself for ever.
-/// Five that boot beside each other on an emulated node take half a minute.
+/// Timeout of a guest's output: it may hang, or print complaints forever. Five guests that boot at
+/// the same time on an emulated node take half a minute.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// It did not print what was waited for.
+/// Error: the guest did not print the marker.
 #[derive(Debug)]
 pub struct Unheard {
     marker: String,
@@ -114,9 +114,9 @@ impl Running {
         self.child.id()
     }
 
-    /// Puts the process' vCPU on one processor and all its other threads, with those that they start, on another. Where
-    /// the scheduler has them on the same one a request takes half as long again, and it leaves them there for a while, or
-    /// not: that would be measured, and nothing else.
+    /// Pins the process' vCPU to one processor and all its other threads, including later ones, to
+    /// another. When the scheduler puts both on the same processor, a request takes 50 % longer,
+    /// and this placement persists at random. It would dominate the measurement.
     pub fn part(&self) -> Result<()> {
         let [vcpu, others] = processors()?;
         let mut found = false;

@@ -10,7 +10,7 @@ use std::{
 
 use anyhow::{Context, Result};
 
-/// Sends its count to `to` every `every`, without end. A datagram that can't be sent is left out.
+/// Sends a counter to `to` every `every`, without end. A datagram that fails to send is skipped.
 pub fn send(to: &str, every: Duration, rewrite_mib: usize) -> Result<()> {
     let socket = UdpSocket::bind("0.0.0.0:0").context("make a socket")?;
     socket.connect(to).with_context(|| format!("talk to {to}"))?;

@@ -4,7 +4,7 @@
 /// Where the code is loaded and entered.
 const ADDRESS: u32 = 0x20_0000;
 const CODE: [u8; 4] = [0xfa, 0xf4, 0xeb, 0xfd];
-/// Of the ELF header and two program headers.
+/// Size of the ELF header and two program headers.
 const HEADERS: u64 = 64 + 2 * 56;
 
 /// The file.

@@ -22,7 +22,7 @@ const INSTANCE: &str = "/sys/kernel/tracing/instances/measure";
 /// A tracer of `kvm_entry` of all processes, until dropped. Only one guest runs meanwhile.
 pub struct FirstEntry {
     pipe: File,
-    /// What was read of it.
+    /// Text read from the pipe so far.
     text: String,
 }
 
@@ -93,7 +93,7 @@ impl AsFd for FirstEntry {
 
 impl Drop for FirstEntry {
     fn drop(&mut self) {
-        // What can't be undone here is undone with the node.
+        // Best effort: the node is disposable.
         fs::write(Path::new(INSTANCE).join("events/kvm/kvm_entry/enable"), "0").ok();
         fs::remove_dir(INSTANCE).ok();
     }

@@ -20,7 +20,7 @@ const NO_MODULES: &str = "guest.modules=none";
 
 /// A program with arguments that boots the guest with its serial console on the standard output.
 pub struct Subject {
-    /// What the table calls it.
+    /// Name in the tables.
     pub name: &'static str,
     /// Its file.
     pub program: PathBuf,
@@ -36,7 +36,7 @@ pub struct Image {
     path: PathBuf,
 }
 
-/// The copy is there until this is dropped.
+/// The copied file, removed on drop.
 pub struct Copied(PathBuf);
 
 impl Image {
@@ -56,7 +56,7 @@ impl Drop for Copied {
     }
 }
 
-/// The programs and what they boot.
+/// Programs and guest files.
 pub struct Programs {
     /// Ours.
     pub vmm: PathBuf,
@@ -69,7 +69,8 @@ pub struct Programs {
 }
 
 impl Programs {
-    /// The same with a kernel of some bytes that halts: what they take until its first instruction is their own.
+    /// Returns the same programs with a kernel of a few bytes that halts: the time to its first
+    /// instruction is the VMM's own.
     pub fn with_tiny_kernel(&self) -> Result<Self> {
         let kernel = std::env::temp_dir().join("measure-tiny");
         fs::write(&kernel, tiny::kernel()).context("write the tiny kernel")?;
@@ -87,7 +88,7 @@ impl Programs {
 pub struct Disk<'a> {
     /// "raw" or "qcow2".
     pub format: &'a str,
-    /// What each subject gets a copy of.
+    /// Image that each subject gets a copy of.
     pub template: &'a Path,
 }
 
@@ -193,8 +194,9 @@ fn qemu_nic(programs: &Programs, number: u8, name: &'static str, vhost: bool) ->
     subject
 }
 
-/// Ours and QEMU's q35 with a screen of 1920 × 1080 that is served without a password at [`screen::socket`], a keyboard, and a virtio-console: ours
-/// is served at [`screen::hvc`], nobody reads QEMU's.
+/// Our VMM and QEMU's q35 with a screen of 1920 × 1080, served without a password at
+/// [`screen::socket`], a keyboard and a virtio-console. Ours is served at [`screen::hvc`]; QEMU's
+/// has no reader.
 pub fn with_screens(programs: &Programs) -> Result<Vec<Subject>> {
     screens(programs, None, MEMORY >> 20, CMDLINE)
 }

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// Bytes of the sequence number at the beginning of a packet. A shorter packet has none, and only its number is counted.
+/// Bytes of the sequence number at the beginning of a packet. A shorter packet has no sequence
+/// number: only its count is checked.
 pub const HEADER: usize = 4;
 /// Packets of one size that are handed to the kernel at once, to be cut there or in the NIC. Seven of 9,000 bytes fit into a datagram.
 pub const TRAIN: u32 = 7;
@@ -49,16 +50,16 @@ pub fn fill(packet: &mut [u8], sequence: u32) {
     }
 }
 
-/// What became of the packets of one direction.
+/// Fate of the packets of one direction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Counts {
     /// Handed to the kernel.
     pub sent: u64,
-    /// Of these, in trains that were left to the kernel or the NIC to cut.
+    /// Sent packets in trains that the kernel or the NIC cuts.
     pub in_trains: u64,
     /// Times that a window was not acknowledged in time, so that its probe was sent again.
     pub again: u64,
-    /// Arrived as they were sent, each counted once.
+    /// Intact arrivals, each counted once.
     pub received: u64,
     /// Did not arrive.
     pub lost: u64,
@@ -90,7 +91,7 @@ impl Counts {
     }
 }
 
-/// What has arrived of a stream of packets.
+/// Arrived packets of a stream.
 pub struct Arrived {
     sizes: Sizes,
     counts: Counts,
@@ -121,7 +122,8 @@ impl Arrived {
         self.counts.received + self.short
     }
 
-    /// Compares a packet with what was sent, and counts it. `late`: how long the stream had been over.
+    /// Compares a packet with its expected content, and counts it. `late` is the time since the end
+    /// of the stream.
     pub fn take(&mut self, packet: &[u8], late: Option<Duration>) {
         let late = late.map_or(0, |late| late.as_millis());
         self.counts.late_ms = u64::try_from(late).unwrap_or(u64::MAX).max(self.counts.late_ms);
@@ -155,7 +157,7 @@ impl Arrived {
         self.next = self.next.max(sequence + 1);
     }
 
-    /// The counts when `sent` is what the sender counted. A packet that was not sent is damage.
+    /// Returns the counts, given the sender's `sent`. A packet that was not sent is damage.
     pub fn counts(mut self, sent: &Counts) -> Counts {
         let total = u32::try_from(sent.sent).unwrap_or(u32::MAX);
         let short = (0..total)

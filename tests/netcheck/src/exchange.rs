@@ -1,5 +1,6 @@
-//! What both ends agree on: one TCP connection for each stream, with lines of JSON. The end that connects says what it wants
-//! and, for datagrams, both say their ports. Records of a stream over TCP come on the same connection.
+//! Protocol between both ends: one TCP connection for each stream, with lines of JSON. The
+//! connecting end sends its request, and for datagrams both ends send their ports. Records of a
+//! stream over TCP use the same connection.
 
 use std::{
     io::{BufRead, BufReader, Write},
@@ -48,7 +49,7 @@ pub struct Job {
     pub window: u32,
 }
 
-/// What the end that connects wants.
+/// Request of the connecting end.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Request {
     /// A stream; the port is that of this end's socket for datagrams.
@@ -148,7 +149,7 @@ impl Line {
     }
 }
 
-/// Serves those who connect, without end.
+/// Serves connections without end.
 pub fn serve() -> Result<()> {
     let listener = TcpListener::bind(("::", PORT)).context("listen")?;
     for stream in listener.incoming() {

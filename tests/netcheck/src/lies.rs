@@ -1,4 +1,4 @@
-//! Frames with which a machine says that it is another one, or a router (RFC 4861), and who hears them.
+//! Spoofed neighbor and router frames (RFC 4861), and a listener for them.
 
 use std::{fmt::Write as _, net::Ipv6Addr};
 
@@ -14,10 +14,10 @@ const REDIRECT: u8 = 137;
 /// ICMPv6, and a header of options in front of it, as values of "next header".
 const ICMP: u8 = 58;
 const OPTIONS: u8 = 60;
-/// What its router advertisements give: a prefix for documentation (RFC 3849).
+/// Prefix in its router advertisements, from the documentation range (RFC 3849).
 const PREFIX: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0xbad, 0, 0, 0, 0, 0);
 const ALL_NODES: Ipv6Addr = Ipv6Addr::new(0xff02, 0, 0, 0, 0, 0, 0, 1);
-/// An address of nobody.
+/// Unassigned address.
 const FALSE_MAC: [u8; 6] = [2, 0, 0, 0, 0, 0x99];
 
 fn mac_of(device: &str) -> Result<[u8; 6]> {
@@ -93,7 +93,7 @@ fn neighbor(target: Ipv6Addr, mac: [u8; 6]) -> Vec<u8> {
     .concat()
 }
 
-/// "Who is `target`? Who asks has this MAC address."
+/// Neighbor solicitation for `target` from this MAC address.
 fn question(target: Ipv6Addr, mac: [u8; 6]) -> Vec<u8> {
     [
         &[QUESTION, 0, 0, 0, 0, 0, 0, 0][..],
@@ -177,7 +177,7 @@ struct Heard {
     target: Ipv6Addr,
 }
 
-/// What a frame says, if it is about neighbors or routers.
+/// Parses a frame about neighbors or routers.
 fn heard(frame: &[u8]) -> Option<Heard> {
     let mac = *frame.get(6..)?.first_chunk()?;
     let (ethernet, packet) = frame.split_at_checked(14)?;

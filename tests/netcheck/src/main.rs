@@ -1,9 +1,11 @@
-//! `netcheck serve` runs in a guest, `netcheck run` in the node: packets of all sizes travel in both directions, each with its number and
-//! a content made of that. The receiver compares every byte, and counts what was lost, doubled, reordered and damaged. `run` prints
-//! one line of JSON: `{"udp": {"there": {…}, "back": {…}}, …}`, where "there" is what it has sent.
+//! `netcheck serve` runs in a guest, `netcheck run` on the node. Packets of all sizes travel in
+//! both directions, each with its number and a content derived from it. The receiver compares every
+//! byte, and counts lost, doubled, reordered and damaged packets. `run` prints one line of JSON,
+//! `{"udp": {"there": {…}, "back": {…}}, …}`, where "there" has its sent packets.
 //!
-//! `netcheck switch` has the guest switch offloads and pairs of queues. `netcheck pin` has its machine know a neighbor. `netcheck lie` and `netcheck listen` are about false neighbors and
-//! routers.
+//! `netcheck switch` makes the guest switch offloads and pairs of queues. `netcheck pin` adds
+//! permanent neighbors to the machine. `netcheck lie` and `netcheck listen` test spoofed neighbors
+//! and routers.
 
 mod data;
 mod exchange;
@@ -68,7 +70,7 @@ enum Action {
         /// Features by the names of `ethtool -k`: `tx-udp-segmentation=off`.
         features: Vec<String>,
     },
-    /// Know the MAC address of a neighbor for ever.
+    /// Add a permanent neighbor entry.
     Pin {
         /// The device over which it is reached.
         device: String,
@@ -78,7 +80,7 @@ enum Action {
         #[arg(required = true)]
         addresses: Vec<IpAddr>,
     },
-    /// Tell lies about neighbors and routers, and at last the truth.
+    /// Send spoofed frames about neighbors and routers, and at last a true one.
     Lie {
         /// Over this device.
         device: String,
@@ -87,7 +89,7 @@ enum Action {
         /// One that it has not.
         of: Ipv6Addr,
     },
-    /// Print what is said of neighbors and routers.
+    /// Print received frames about neighbors and routers.
     Listen {
         /// On this device.
         device: String,
@@ -220,7 +222,7 @@ fn compare(server: IpAddr, mtu: usize, flows: u32, kinds: &[Kind]) -> Result<()>
                 let flows = if kind.name == "large" { 1 } else { flows };
                 for there in (0..flows).flat_map(|_| [true, false]) {
                     let job = kind.job(server, mtu, flows, there);
-                    // Nothing would tell the server that it has sent enough.
+                    // A server that sends without limit over TCP would have no stop signal.
                     if there || job.packets > 0 || job.way != Way::Tcp {
                         running.push((
                             kind,

@@ -1,4 +1,4 @@
-//! Neighbors that are known for ever: none of them is asked for, so no packet waits for an answer.
+//! Permanent neighbors: without resolution, no packet waits for an answer.
 
 use std::{
     io,
@@ -11,7 +11,7 @@ use rustix::net::{
     sendto, socket,
 };
 
-/// Type of the message, and its flags: request, with an answer, in the place of what is there, also when there is nothing (linux/rtnetlink.h,
+/// Type of the message, and its flags: request, acknowledge, replace, create (linux/rtnetlink.h,
 /// linux/netlink.h).
 const NEW_NEIGHBOR: u16 = 28;
 const FLAGS: u16 = 1 | 4 | 0x100 | 0x400;

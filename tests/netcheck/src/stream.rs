@@ -1,7 +1,8 @@
 //! One stream of packets in one direction: UDP datagrams with a window, or records over TCP.
 //!
-//! A window is [`WINDOW`] datagrams and a probe, which the receiver acknowledges. At most two windows are under way at once, and no datagram is
-//! sent again: what the way between the two loses, in any length of time, is at most [`AHEAD`] windows each time that it is interrupted.
+//! A window is [`WINDOW`] datagrams and a probe, which the receiver acknowledges. At most two
+//! windows are under way at once, and datagrams are not repeated. Therefore an interruption of any
+//! length loses at most [`AHEAD`] windows.
 
 use std::{
     io::{self, ErrorKind, Read, Write},
@@ -28,11 +29,12 @@ pub const WINDOW: u32 = 63;
 pub const LARGE_WINDOW: u32 = 3;
 /// Windows that are sent before the first of them has to be acknowledged.
 pub const AHEAD: u32 = 2;
-/// In the place of a sequence number: this is a probe, and the rest is the number of the window.
+/// Marks a probe instead of a sequence number; the other bits are the number of the window.
 const PROBE: u32 = 1 << 31;
 /// A probe is sent again when it is not acknowledged for this long.
 const AGAIN: Duration = Duration::from_millis(250);
-/// How long after the end of a stream what is missing of it is waited for. What comes then is not lost, but something held it.
+/// Time after the end of a stream during which missing packets may arrive. Such a packet is late,
+/// not lost.
 const LINGER: Duration = Duration::from_secs(5);
 /// How long the way may be interrupted.
 const PATIENCE: Duration = Duration::from_secs(240);
@@ -201,7 +203,7 @@ pub fn receive(
     let mut buffer = vec![0; LARGEST + 1];
     let mut quiet = None;
     loop {
-        // What has arrived until then is taken out first.
+        // Read before `recv`, so that the socket is drained before the end counts.
         let sent = over.get();
         let length = match socket.recv(&mut buffer) {
             Ok(length) => length,

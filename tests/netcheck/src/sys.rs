@@ -1,4 +1,5 @@
-//! What neither the standard library nor rustix can ask the kernel for: segments, the switches of ethtool(8), raw frames.
+//! System calls without a wrapper in the standard library or rustix: segmentation, settings of
+//! ethtool(8), raw frames.
 #![allow(unsafe_code)]
 
 use std::{
@@ -22,7 +23,7 @@ const FEATURES: u32 = 4;
 /// ETH_GSTRING_LEN.
 const NAME: usize = 32;
 
-/// What is sent from now on is cut into datagrams of this many bytes; 0: it is not (UDP_SEGMENT).
+/// Cuts later sends into datagrams of this many bytes (UDP_SEGMENT); 0 disables the segmentation.
 pub fn set_segment(socket: &UdpSocket, bytes: usize) -> Result<()> {
     let bytes = libc::c_int::try_from(bytes)?;
     // SAFETY: the option is an int, which lives for the call.
@@ -39,7 +40,8 @@ pub fn set_segment(socket: &UdpSocket, bytes: usize) -> Result<()> {
     Ok(())
 }
 
-/// Carries out a request of ethtool: `words` begins with its number and is as long as its structure, also with what the kernel adds.
+/// Performs an ethtool request. `words` begins with its number and is as long as its structure,
+/// including the part that the kernel fills.
 fn ethtool(device: &str, words: &mut [u32]) -> Result<()> {
     let socket = UdpSocket::bind("0.0.0.0:0")?;
     ensure!(
@@ -63,7 +65,8 @@ fn ethtool(device: &str, words: &mut [u32]) -> Result<()> {
     Ok(())
 }
 
-/// Switches features by their names, as `ethtool -K` does. Fails when one is not as it was wanted afterwards.
+/// Switches features by name, as `ethtool -K` does. Fails if a feature does not have the requested
+/// state afterwards.
 pub fn set_features(device: &str, wanted: &[(String, bool)]) -> Result<()> {
     let mut info = [GET_SET_INFO, 0, 1 << FEATURES, 0, 0];
     ethtool(device, &mut info)?;

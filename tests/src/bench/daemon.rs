@@ -1,4 +1,4 @@
-//! What of a start is the daemon's: vmmd says so in its journal.
+//! The daemon's share of a VM's start, which vmmd records in its journal.
 
 use anyhow::{Context, Result, ensure};
 use serde::Deserialize;

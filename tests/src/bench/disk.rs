@@ -1,4 +1,4 @@
-//! What a request to a disk costs, from `measure disk` in the node.
+//! Cost of a disk request, from `measure disk` in the node.
 
 use anyhow::Result;
 use serde::Deserialize;
@@ -11,7 +11,7 @@ use crate::{Case, Node, node::Kernel, storage::Format, wait::Deadline};
 
 /// Size of the images in MiB.
 const SIZE: u64 = 192;
-/// The jobs of `measure` and what they are called in the tables.
+/// Jobs of `measure` and their names in the tables.
 const JOBS: [(&str, &str); 7] = [
     ("randread-qd1", "4 KiB random read, QD 1"),
     ("randwrite-qd1", "4 KiB random write, QD 1"),
@@ -21,7 +21,7 @@ const JOBS: [(&str, &str); 7] = [
     ("write-128k", "128 KiB sequential write, QD 4"),
     ("write-fsync", "4 KiB random write and fsync, QD 1"),
 ];
-/// What is compared with what: `measure`'s names, ours first, and the columns' names.
+/// Subjects of each comparison, ours first: names in `measure`, and names of the columns.
 const TABLES: [(&str, &[(&str, &str)]); 2] = [
     (
         "Raw image",
@@ -53,7 +53,7 @@ struct Cost {
     host_cpu_us_per_request: f64,
 }
 
-/// What a table shows, and how it is called there.
+/// Figure of a table: its name and its value.
 type Figure = (&'static str, fn(&Cost) -> f64);
 
 const FIGURES: [Figure; 3] = [
@@ -70,7 +70,7 @@ pub fn run(node: &Node, runs: u32) -> Result<String> {
     let initrd = case.storage_initrd(Kernel::Cloud612)?;
     let raw = case.image("disk", Format::Raw, SIZE)?;
     let qcow2 = case.image("disk", Format::Qcow2, SIZE)?;
-    // All allocated and written: what is measured is a disk in use.
+    // The images are allocated and written completely, like those of a disk in use.
     node.sh(&format!(
         "for i in 'raw {raw}' 'qcow2 {qcow2}'; do qemu-io -f $i -c 'write -P 0x5a 0 {SIZE}M' >/dev/null || exit; done; sync"
     ))?;
@@ -114,7 +114,7 @@ fn report(lines: &[Line], boots: u32) -> String {
     text
 }
 
-/// Whose guests did nothing any more, which the emulated processor makes happen.
+/// Names the VMMs whose guests stood still, which the emulated processor can cause.
 fn stood_still(lines: &[Line]) -> String {
     let mut names: Vec<&str> = lines
         .iter()

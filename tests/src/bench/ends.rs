@@ -1,5 +1,6 @@
-//! How soon it is told that a run has ended, or that a guest has panicked: from when it happens until a client that
-//! watches the VM, and one that watches the events, has the line. All is read by one clock, the node's, in the node.
+//! Delay until clients learn about the end of a run or about a guest's panic. It lasts from the
+//! event until the line reaches a client that watches the VM, and a client that watches the events.
+//! All times come from the node's clock.
 
 use anyhow::{Context, Result, ensure};
 
@@ -12,24 +13,27 @@ use crate::wait::Deadline;
 /// Within how many milliseconds it is to be told.
 const BUDGET: f64 = 1000.0;
 
-/// Puts the time in seconds before each line that comes; a process for each would take longer than what is measured.
+/// Prefixes each incoming line with the time in seconds. A process per line would take longer than
+/// the measured delay.
 const STAMP: &str = "while IFS= read -r line; do echo \"$EPOCHREALTIME $line\"; done";
 
 /// One way to end.
 struct End {
     name: &'static str,
     how: How,
-    /// What a watch of the VM says then, and before that in the same line,
+    /// Text that completes the wait in a watch of the VM, and text that must precede it in the same
+    /// line.
     status: [&'static str; 2],
     /// and the reason of the event.
     event: &'static str,
 }
 
-/// What is done, and when that was.
+/// Method to end the VM, with the start of the measurement.
 enum How {
     /// The node's shell does this; `$pid` is the `vmm`, `$group` its control group.
     Node(&'static str),
-    /// The guest's shell does this; it begins with the line that has these words.
+    /// Command for the guest's shell. The measurement starts with the line that contains the second
+    /// text.
     Guest(&'static str, &'static str),
 }
 

@@ -35,7 +35,7 @@ pub struct Call {
     pub count: u32,
     /// The median, in milliseconds.
     pub p50_ms: f64,
-    /// What 99 of 100 took at most, in milliseconds.
+    /// 99th percentile, in milliseconds.
     pub p99_ms: f64,
 }
 

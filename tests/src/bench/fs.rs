@@ -1,5 +1,5 @@
-//! What an operation on a share costs: the same guest under our daemon and under QEMU, with the same virtiofsd in the same node, in turn, and the
-//! same programs on the node itself.
+//! Cost of an operation on a share. The same guest runs in turn under our daemon and under QEMU,
+//! with the same virtiofsd in the same node. The same programs also run on the node itself.
 
 use anyhow::{Context, Result, ensure};
 
@@ -11,16 +11,16 @@ use crate::{Case, Node, node::Kernel, paths};
 const FILES: u32 = 10_000;
 /// Guest RAM in MiB.
 const MEMORY: u64 = 512;
-/// The most that a VM with that has, with what is around it, in MiB: the daemon's `memory.max`.
+/// Memory limit of a VM of this size with its overhead, in MiB: the daemon's `memory.max`.
 const LIMIT_MIB: u64 = 714;
 /// The scope of QEMU and its virtiofsd.
 const UNIT: &str = "fsbench";
-/// Whose the directories are on the node.
+/// Owner of the directories on the node.
 const OWNER: &str = "1234:1235";
 
-/// What is run in a directory.
+/// Job that runs in a directory.
 struct Job {
-    /// What the tables call it.
+    /// Name in the tables.
     name: &'static str,
     what: What,
 }
@@ -32,7 +32,8 @@ enum What {
     Files(&'static str),
 }
 
-/// Each takes a few seconds at the least: in a shorter one the start of fio counts, and what it finds untouched.
+/// Each job takes at least a few seconds. In a shorter job, the start of fio and first accesses
+/// would count.
 const JOBS: [Job; 8] = [
     Job {
         name: "1 MiB sequential write",
@@ -107,7 +108,7 @@ struct Subject {
     pid: u32,
 }
 
-/// What a job cost in a turn, for each operation.
+/// Cost of a job in a turn, per operation.
 struct Cost {
     us: f64,
     exits: f64,
@@ -142,7 +143,7 @@ fn measured(case: &Case, node: &Node, srv: &str, runs: u32) -> Result<String> {
             .console
             .run("mount -t virtiofs data /mnt && echo ready", 60)?;
     }
-    // As often the one is first as the other: who comes first takes some percent longer.
+    // Each subject is first equally often, because the first one takes some percent longer.
     let runs = runs.next_multiple_of(2);
     let mut turns: Vec<Vec<[Cost; 3]>> = Vec::new();
     for turn in 0..runs {
@@ -226,7 +227,7 @@ fn in_guest(node: &Node, subject: &mut Subject, job: &Job) -> Result<Cost> {
     })
 }
 
-/// Of its VM, by KVM's counters.
+/// Returns the number of exits of the process's VM from KVM's counters.
 fn exits(node: &Node, pid: u32) -> Result<u64> {
     let text = node.sh(&format!("cat /sys/kernel/debug/kvm/{pid}-*/exits"))?;
     text.trim()

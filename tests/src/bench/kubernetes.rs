@@ -49,7 +49,7 @@ struct Part {
 
 /// Runs it, building it first, and renders.
 pub fn run() -> Result<String> {
-    // Another package's program: cargo builds it for no benchmark by itself.
+    // The program is in another package, so cargo does not build it for a benchmark automatically.
     let build = [
         "build",
         "-q",

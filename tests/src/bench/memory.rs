@@ -1,4 +1,4 @@
-//! Memory: what guest RAM costs by what backs it, and what a `vmm` has beside it.
+//! Memory: cost of guest RAM by its backing, and other memory of a `vmm`.
 
 use std::collections::BTreeMap;
 
@@ -151,7 +151,7 @@ fn render_backings(lines: Vec<Line>, runs: u32) -> Result<String> {
     ))
 }
 
-/// What memory costs on this machine, without a guest.
+/// Measures the cost of memory on this machine, without a guest.
 fn here(runs: u32) -> Result<String> {
     let measure = programs::build_static("vmmd-measure", "measure")?;
     let mut costs: Vec<(&str, Access)> = Vec::new();
@@ -188,7 +188,7 @@ fn here(runs: u32) -> Result<String> {
     ))
 }
 
-/// What `vmm` processes have beside guest RAM.
+/// Measures the memory of `vmm` processes other than guest RAM.
 fn of_vmms() -> Result<String> {
     let case = Case::new("bench-memory")?;
     let bridge = case.bridge()?;
@@ -221,7 +221,7 @@ fn of_vmms() -> Result<String> {
     Ok(render_vmms(&[one, first.unwrap_or_default(), many]))
 }
 
-/// Beside those that each VM has.
+/// Adds a disk and a NIC to the devices that each VM has.
 fn with_all_devices(case: &Case, name: &str, bridge: &str, spec: VmSpec) -> Result<VmSpec> {
     let image = case.image(name, Format::Raw, 16)?;
     let disk = Disk::new("data", Format::Raw, &image);
@@ -250,7 +250,7 @@ impl<'a> Overcommit<'a> {
 
 impl Drop for Overcommit<'_> {
     fn drop(&mut self) {
-        // What can't be undone here is undone with the node.
+        // If this fails, the end of the node discards the change.
         let back = "mv /etc/vmmd/config.before-bench /etc/vmmd/config.toml; systemctl restart vmmd";
         let _ = self.0.sh(back);
     }

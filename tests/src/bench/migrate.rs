@@ -22,7 +22,7 @@ use qemu::{From, Qemu};
 const MEMORY_MIB: u64 = 256;
 /// How long a guest may stand still, as far as that can be foreseen: QEMU's default, and ours.
 const DOWNTIME_MS: u32 = 300;
-/// Tells the two daemons from those of tests.
+/// Number of the pair of daemons, distinct from those of tests.
 const NUMBER: u32 = 90;
 /// UDP port to which guests tick.
 const TICKS: u16 = 9000;
@@ -34,10 +34,11 @@ const GUEST: &str = "10.77.0.2";
 #[derive(Clone, Copy, Debug)]
 struct Kind {
     title: &'static str,
-    /// Memory that it rewrites for ever.
+    /// Memory that the guest rewrites continuously.
     rewritten_mib: u64,
-    /// Its vCPUs may be throttled. Memory that is rewritten all the time can be sent within the limit only by what sends 110 MiB/s, which no VMM
-    /// that encrypts does in an emulated node: it is given up, or goes on for ever.
+    /// Whether the guest's vCPUs may be throttled. Without throttling, a move within the downtime
+    /// limit would need 110 MiB/s if the guest rewrites its memory continuously. No encrypting VMM
+    /// reaches this rate in an emulated node: the move fails or never ends.
     throttled: bool,
 }
 
@@ -54,7 +55,7 @@ const KINDS: [Kind; 2] = [
     },
 ];
 
-/// What a move, or a snapshot, has cost.
+/// Cost of a move or a snapshot.
 #[derive(Clone, Copy, Debug, Default)]
 struct Cost {
     /// For how long no tick came.
@@ -64,11 +65,11 @@ struct Cost {
     total_ms: f64,
     /// Bytes that left an interface, with all that is around them.
     wire_mib: f64,
-    /// Pages that were sent, those that were sent again included; pages of zeroes are not.
+    /// Sent pages, including repeated ones. Pages of zeroes do not count.
     pages_mib: f64,
 }
 
-/// What was measured of one VMM with one kind of guest.
+/// Results of one VMM with one kind of guest.
 #[derive(Debug, Default)]
 struct Measured {
     /// The longest silence in two seconds without a move.
@@ -82,7 +83,7 @@ struct Measured {
     on_demand_ms: Vec<f64>,
 }
 
-/// The node with what the guests need.
+/// Prepared node for the guests.
 struct Stage<'case> {
     case: &'case Case,
     bridge: String,
@@ -117,7 +118,7 @@ pub fn run(runs: u32) -> Result<String> {
     Ok(text)
 }
 
-/// Of ours, QEMU with TLS and QEMU without.
+/// Renders three columns: ours, QEMU with TLS, and QEMU without TLS.
 fn table(measured: &[Measured; 3]) -> String {
     let of = |name: &str, values: &dyn Fn(&Measured) -> Vec<f64>| {
         Row::new(name, measured.iter().map(|of| median(values(of))).collect())
@@ -346,7 +347,7 @@ impl<'case> Stage<'case> {
 
 impl Drop for Stage<'_> {
     fn drop(&mut self) {
-        // What is left is reported by the test of leftovers.
+        // The test of leftovers reports a failure.
         let _ = self
             .node()
             .ssh(&format!("systemctl stop {}-hear", self.case.name()));

@@ -32,7 +32,8 @@ use crate::{Node, paths, programs, run};
 pub enum Part {
     /// Start to init, and StartVm. In the node.
     Start,
-    /// What backs guest RAM, and the memory of a `vmm` beside it. In the node, and a part on this machine.
+    /// Guest RAM by its backing, and other memory of a `vmm`. In the node, and a part on this
+    /// machine.
     Memory,
     /// Requests to a disk. In the node.
     Disk,
@@ -44,7 +45,7 @@ pub enum Part {
     Net,
     /// A screen that somebody looks at. In the node.
     Screen,
-    /// How soon the end of a run is told. In the node.
+    /// Delay of reports about the end of a run. In the node.
     Ends,
     /// A disk's rings without a guest. On this machine.
     Rings,
@@ -132,12 +133,12 @@ fn figures(name: &str, arguments: &[&str]) -> Result<String> {
         .context("the benchmark printed no figures")
 }
 
-/// Runs cargo with these arguments and returns what it prints.
+/// Runs cargo with these arguments and returns its output.
 fn cargo(arguments: &[&str], deadline: Deadline) -> Result<String> {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command
         .args(arguments)
-        // What the daemon logs in production.
+        // The daemon's log level in production.
         .env("RUST_LOG", "info")
         .current_dir(paths::workspace_dir());
     run::check(&mut command, deadline)
@@ -148,13 +149,14 @@ pub fn page() -> PathBuf {
     paths::workspace_dir().join("docs/src/benchmarks.md")
 }
 
-/// The median; of an even number what is between the two in the middle. 0 of nothing.
+/// Returns the median; for an even number of values, the mean of the two middle ones; for no
+/// values, 0.
 fn median(values: impl IntoIterator<Item = f64>) -> f64 {
     let values: Vec<f64> = values.into_iter().collect();
     quantile(&values, 0.5)
 }
 
-/// What that part of the values is below, from 0 to 1, between two of them as it falls. 0 of nothing.
+/// Returns the quantile `part` (0 to 1), interpolated between two values. Returns 0 for no values.
 #[allow(
     clippy::cast_precision_loss,
     clippy::cast_possible_truncation,

@@ -1,4 +1,4 @@
-//! What a packet costs, from `measure net` in the node.
+//! Cost of a packet, from `measure net` in the node.
 
 use anyhow::Result;
 use serde::Deserialize;
@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{Node, guest, initramfs::Extra, node::Kernel, programs, wait::Deadline};
 
-/// The jobs of `measure` and what they are called in the tables.
+/// Jobs of `measure` and their names in the tables.
 const JOBS: [(&str, &str); 11] = [
     ("tcp-out-1", "TCP from the guest, 1 stream, MiB"),
     ("tcp-out-4", "TCP from the guest, 4 streams, MiB"),
@@ -23,7 +23,8 @@ const JOBS: [(&str, &str); 11] = [
     ("udp-in-1400", "UDP of 1,400 bytes to the guest, packet"),
     ("ping", "there and back, one at a time"),
 ];
-/// What is compared with what, ours first, and in how many of the figures: with vhost-net the process reads and writes nothing.
+/// Subjects of each comparison, ours first, and the number of figures. With vhost-net the process
+/// does not read or write packets.
 const TABLES: [(&str, [&str; 2], usize); 2] = [
     ("Without vhost-net", ["vmm", "qemu"], FIGURES.len()),
     ("With vhost-net", ["vmm-vhost", "qemu-vhost"], FIGURES.len() - 1),
@@ -49,7 +50,7 @@ struct Cost {
     calls_per_unit: f64,
 }
 
-/// What a table shows, and how it is called there.
+/// Figure of a table: its name and its value.
 type Figure = (&'static str, fn(&Cost) -> f64);
 
 const FIGURES: [Figure; 4] = [

@@ -11,7 +11,8 @@ struct Report {
     groups: Vec<Group>,
 }
 
-/// Points of the grid that have something in common. Figures are parts of their number, but for `worst`.
+/// Points of the grid with a common property. All figures except `worst` are fractions of their
+/// number.
 #[derive(Deserialize)]
 struct Group {
     name: String,
@@ -26,7 +27,8 @@ struct Group {
     least: f64,
     /// Its smallest part of it.
     worst: f64,
-    /// Where a policy that knows what a worker can't has at least 0.85 of it.
+    /// Points at which the informed policy has at least 0.85 of it. That policy knows more than a
+    /// worker can.
     reachable: f64,
     /// Where it adds no more than a tenth of the time that the device has a request to the p99 of never holding back.
     latency: f64,

@@ -1,4 +1,4 @@
-//! What a screen costs that somebody looks at, from `measure screen` in the node.
+//! Cost of a screen with a viewer, from `measure screen` in the node.
 
 use std::collections::BTreeMap;
 
@@ -12,8 +12,9 @@ use super::{
 use crate::{Node, guest, initramfs::Extra, node::Kernel, programs, wait::Deadline};
 
 const SUBJECTS: [&str; 2] = ["vmm", "q35"];
-/// Jobs of `measure` by their names there and in the tables, and what costs are told for: what scrolls is the same in each second, however many
-/// updates it is sent in; a picture that is left out costs nothing.
+/// Jobs of `measure`: their names there and in the tables, and the unit of their costs. Scrolling
+/// text is the same in each second, independent of the number of updates. A skipped picture costs
+/// nothing.
 const SHOWN: [(&str, &str, Per); 3] = [
     (
         "text",
@@ -32,7 +33,7 @@ const SHOWN: [(&str, &str, Per); 3] = [
     ),
 ];
 
-/// What costs are told for.
+/// Unit of a cost.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Per {
     Second,
@@ -52,7 +53,7 @@ const FIGURES: [(&str, &str, f64); 3] = [
 ];
 /// From one update to the next.
 const PERIOD: &str = "us_per_frame";
-/// Job, figure, what it is called, and in which unit.
+/// Job, figure, name of the row, and divisor for the unit.
 const OTHERS: [(&str, &str, &str, f64); 8] = [
     (
         "idle",
@@ -125,7 +126,7 @@ struct Flood {
 
 #[derive(Deserialize)]
 struct Way {
-    /// What a byte costs beside the device's work.
+    /// Additional cost of a byte: `exit` or `none`.
     exit: String,
     /// How many MiB readers were attached for.
     mib: u64,
@@ -198,7 +199,7 @@ fn report(lines: &[Line], boots: u32) -> String {
     text + &format!("Other figures:\n\n{}\n", render(&SUBJECTS, &rows))
 }
 
-/// Who reads the console: jobs of `measure`.
+/// Jobs of `measure` with and without readers of the console.
 const READERS: [&str; 2] = ["flood, readers", "flood, nobody"];
 /// Figures of a flood.
 const FLOOD: [(&str, &str); 3] = [

@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{Node, node::Kernel, wait::Deadline};
 
-/// What `measure` calls the VMMs, ours first.
+/// Names of the VMMs in `measure`, ours first.
 const NAMES: [&str; 3] = ["vmm", "microvm", "q35"];
 /// Counters that are the same thing as another one, or no events.
 const NO_EXITS: [&str; 6] = [

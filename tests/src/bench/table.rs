@@ -6,7 +6,7 @@ use super::{median, quantile};
 
 /// Figures of one kind: of ours first, then of the others in the order of the header.
 pub struct Row {
-    /// What it is, with its unit.
+    /// Name with its unit.
     pub name: String,
     /// The medians.
     pub values: Vec<f64>,
@@ -19,7 +19,7 @@ pub struct Row {
 pub struct Ratio {
     /// What it is.
     pub value: f64,
-    /// Of several, between which the middle half of them lies.
+    /// Lower and upper quartile of several ratios.
     pub quartiles: Option<(f64, f64)>,
 }
 
@@ -53,8 +53,8 @@ impl Row {
         }
     }
 
-    /// Of figures that were measured in turn, by the turn's number: ours first, then each other's. Only those of the same
-    /// turn are compared.
+    /// Creates a row from figures that were measured in turn, with the number of the turn: ours
+    /// first, then each other's. Only figures of the same turn are compared.
     pub fn of_turns(name: impl Into<String>, turns: &[Vec<(u32, f64)>]) -> Self {
         let values = turns
             .iter()

@@ -64,7 +64,7 @@ enum Action {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
-    /// Tell whether the node runs, and how to reach it.
+    /// Report whether the node runs, and how to reach it
     Status,
     /// End the node.
     Down,

@@ -17,7 +17,7 @@ const BRIDGE: &str = "demo0";
 const BOOT: u64 = 400;
 const PROMPT: &str = "root@";
 
-/// Numbers what is done.
+/// Numbers the steps of the demonstration.
 struct Steps(u32);
 
 impl Steps {

@@ -93,7 +93,7 @@ impl Place {
         }
     }
 
-    /// Ends what was started for the demonstration.
+    /// Ends the node or the daemon that the demonstration started.
     pub fn end(self) -> Result<()> {
         match self {
             Place::Node { node, ours: true } => node.stop(),

@@ -26,7 +26,7 @@ const DISK_MIB: u64 = 1536;
 /// Where the EFI system partition begins, and where the root, in MiB; the last MiB has the copy of the partition table.
 const ESP_AT: u64 = 1;
 const ROOT_AT: u64 = 16;
-/// Of the root file system; the overlay's fstab has it too.
+/// UUID of the root file system. The overlay's fstab contains it, too.
 const ROOT_UUID: &str = "5c1f0000-0000-4000-8000-00000000c10d";
 
 /// The image of a release: `disk.qcow2.xz`, of 1.5 GiB.

@@ -16,7 +16,8 @@ const BUILDER_VERSION: u32 = 1;
 /// Disk size. It is sparse.
 const DISK_MIB: u64 = 2048;
 
-/// A folder with `disk.raw`, and the `vmlinuz` and `initrd` that were installed on it. What is installed is in `tests/guest/<name>`.
+/// Returns a folder with `disk.raw`, and the `vmlinuz` and `initrd` installed on it.
+/// `tests/guest/<name>` defines the content.
 pub fn get(name: &str) -> Result<PathBuf> {
     let source = paths::crate_dir().join("guest").join(name);
     let key = ssh_key()?;

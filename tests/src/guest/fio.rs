@@ -14,7 +14,8 @@ use crate::{debian, run};
 /// The version in Debian 12. Raise it with Debian's.
 const VERSION: &str = "3.33-3";
 
-/// What it can do without: engines that the guests have no libraries for. io_uring and the system calls stay.
+/// Configuration without engines whose libraries the guests lack. io_uring and the system calls
+/// stay.
 const CONFIGURE: &str = "./configure --build-static --disable-native --disable-numa --disable-rdma --disable-rados \
                          --disable-rbd --disable-http --disable-gfapi --disable-pmem --disable-libnfs --disable-xnvme \
                          --disable-lex --disable-shm";

@@ -1,4 +1,4 @@
-//! The initramfs of guests whose kernel has drivers for the display and for what is typed and pointed at.
+//! Initramfs of guests whose kernel has drivers for the display, the keyboard and the pointer.
 
 use std::path::PathBuf;
 

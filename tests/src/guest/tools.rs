@@ -15,8 +15,8 @@ use crate::wait::Deadline;
 /// Raise it to fetch newer versions of the packages.
 const BUILDER_VERSION: u32 = 1;
 
-/// The programs, by their path in Debian and in the guest, where `/tools` holds them. busybox has some of these names
-/// too, but its programs lack what is needed here.
+/// Programs by their path in Debian and in the guest, in which `/tools` contains them. busybox has
+/// programs with some of these names, but without the functions required here.
 const PROGRAMS: [(&str, &str); 4] = [
     ("sbin/mke2fs", "tools/mkfs.ext4"),
     ("sbin/e2fsck", "tools/e2fsck"),

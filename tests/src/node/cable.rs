@@ -12,7 +12,8 @@ use super::machine::Machine;
 /// The NIC's name in each node.
 pub const CABLE: &str = "cable";
 
-/// QEMU's name for the port that each node has for such a NIC. A NIC can't be put into q35's root bus while the machine runs.
+/// QEMU's name for the port for such a NIC, which each node has. A NIC cannot be added to q35's
+/// root bus while the machine runs.
 pub const PORT: &str = "cable-port";
 
 /// Pulled out when it is dropped.

@@ -41,11 +41,11 @@ impl Kernel {
         }
     }
 
-    /// What the kernel is to be told where the node is emulated.
+    /// Arguments for the kernel in an emulated node.
     ///
-    /// A guest's XSETBV changes nothing of CPUID leaf 0xD there, which goes on to give the size of the state without AVX. Newer
-    /// kernels warn and leave XSAVE alone. 5.10 warns and uses it: its first process is lost at its first signal (under QEMU's
-    /// q35 in the node too).
+    /// There, a guest's XSETBV does not change CPUID leaf 0xD, which continues to report the size
+    /// of the state without AVX. Newer kernels warn and do not use XSAVE. 5.10 warns and uses
+    /// XSAVE: its first process is lost at its first signal (under QEMU's q35 in the node, too).
     pub fn arguments(self) -> &'static str {
         match (self, Accel::detect()) {
             (Kernel::Cloud510, Accel::Tcg) => "noxsave",

@@ -16,13 +16,14 @@ use crate::{paths, run};
 /// Raise it when the code below makes another image of the same inputs.
 const BUILDER_VERSION: u32 = 2;
 
-/// Disk size. It is sparse, and what a node writes goes to a throw-away overlay.
+/// Disk size. The disk is sparse, and a node's writes go to a temporary overlay.
 const DISK_MIB: u64 = 24 * 1024;
 
-/// What the initrd needs to reach the root disk, and the driver of the management NIC, which is then there at once.
+/// Modules of the initrd: those for the root disk, and the driver of the management NIC, so that
+/// the NIC exists from the start.
 const MODULES: [&str; 4] = ["virtio_pci", "virtio_blk", "ext4", "virtio_net"];
 
-/// What a node is booted from.
+/// Files that a node boots from.
 pub struct NodeImage {
     /// The kernel.
     pub kernel: PathBuf,
@@ -65,7 +66,8 @@ pub fn ssh_key() -> Result<PathBuf> {
     Ok(dir.join("id_ed25519"))
 }
 
-/// Writes `key` into a root folder: who holds it may log in as root, and root there holds it too.
+/// Writes `key` into a root folder. The holder of the key may log in as root, and root there holds
+/// the key, too.
 pub fn install_ssh_key(root: &Path, key: &Path) -> Result<()> {
     let folder = root.join("root/.ssh");
     fs::create_dir_all(&folder)?;

@@ -39,8 +39,10 @@ pub const PACKAGE: &str = "/var/tmp/vmmd.deb";
 pub const SCREENS: &str = "/etc/ssl/vmmd-screens";
 
 impl Node {
-    /// Installs a package and starts its service, or restarts it when it runs. Its configuration is that of the package, but
-    /// for VMs with far more processors than the node has, and for screens; dpkg keeps that when it installs the same configuration again.
+    /// Installs a package and starts its service, or restarts the running service. The
+    /// configuration is the package's, with additions for VMs with far more processors than the
+    /// node has, and for screens. dpkg keeps the additions when it installs the same configuration
+    /// again.
     pub fn install(&self, package: &Path) -> Result<()> {
         self.bring(package)?;
         self.sh(&format!(
@@ -65,7 +67,8 @@ CONFIG
         self.restart_daemon()
     }
 
-    /// Copies a package to [`PACKAGE`], unless it is there: that takes an emulated node ten seconds.
+    /// Copies a package to [`PACKAGE`], unless it exists there. The copy takes ten seconds in an
+    /// emulated node.
     fn bring(&self, package: &Path) -> Result<()> {
         let content = fs::read(package).with_context(|| format!("read {}", package.display()))?;
         let sum: String = Sha256::digest(content)

@@ -1,10 +1,12 @@
-//! A node is booted while other tests run already, and another one in the place of a node that the emulator lost.
+//! Keeper of the test node: boots the node while other tests already run, and replaces a node that
+//! the emulator lost.
 //!
-//! QEMU's multi-threaded TCG (before 8.1) can run an instruction that was patched while it was being translated: the
-//! kernel then dies of an `int3` that it has already removed. And a processor that it lost otherwise (as its first was
-//! before guests were kept off it, see `host::Accel::idle_cpus`) takes no interrupt, not even an NMI, and the others
-//! wait for it. That is no fault of what is tested, and must not fail every test that comes after it. Whoever needs the node
-//! asks its keeper, who boots another one, a few times at most.
+//! QEMU's multi-threaded TCG (before 8.1) can run an instruction that was patched during its
+//! translation. The kernel then dies of an `int3` that it has already removed. The emulator can
+//! also lose a processor in another way, as it lost the first one while guests ran on it (see
+//! `host::Accel::idle_cpus`). Such a processor takes no interrupt, not even an NMI, and the others
+//! wait for it. These are no faults of the tested programs and must not fail every later test. A
+//! test that needs the node asks its keeper, which boots a replacement, at most a few times.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -23,8 +25,8 @@ pub const KEEPER_VARIABLE: &str = "VMMD_NODE_KEEPER";
 /// How many nodes are replaced before it is said that something else is wrong.
 pub const REPLACEMENTS: u32 = 3;
 
-/// What the console of a node shows that died in one of these ways. The kernel panics by itself when a processor is stuck
-/// (`softlockup_panic` on its command line).
+/// Messages on the console of a node that died in one of these ways. The kernel panics when a
+/// processor is stuck (`softlockup_panic` on its command line).
 const SIGNATURES: [&str; 2] = ["Oops: int3", "softlockup: hung tasks"];
 
 /// Boots a node, and replaces it. It ends with the process.
@@ -35,7 +37,8 @@ pub struct Keeper {
 }
 
 impl Keeper {
-    /// Boots the node in `dir` beside the caller, by `boot`, and keeps it. Whoever asks is answered when it is up, or has failed.
+    /// Boots the node in `dir` with `boot` in parallel to the caller, and keeps it. Requests are
+    /// answered when the node is up or has failed.
     pub fn start(dir: PathBuf, mut boot: impl FnMut() -> Result<Node> + Send + 'static) -> Result<Keeper> {
         let folder = tempfile::Builder::new().prefix("vmmd-keeper.").tempdir()?;
         let socket = folder.path().join("keeper.sock");
@@ -55,7 +58,7 @@ impl Keeper {
                         Err(error) => format!("the node is not replaced: {error:#}"),
                     },
                 };
-                // Who asked may have gone meanwhile.
+                // The requester may have ended meanwhile.
                 let _ = stream.write_all(answer.as_bytes());
             }
         })?;
@@ -80,7 +83,7 @@ impl Keeper {
     }
 }
 
-/// What the emulator is known for, when the node with that console died of it.
+/// Returns the known fault of the emulator, if the node with this console died of one.
 pub fn signature(console: &Path) -> Option<&'static str> {
     let console = fs::read_to_string(console).unwrap_or_default();
     SIGNATURES
@@ -109,7 +112,8 @@ fn replace(dir: &Path, replaced: &mut u32, boot: &mut impl FnMut() -> Result<Nod
     boot().map(drop)
 }
 
-/// Waits for the node that the keeper boots, and asks for another one in the place of one that failed. Without a keeper it is false.
+/// Waits for the node that the keeper boots, and requests a replacement if the node failed. Returns
+/// false without a keeper.
 pub fn ask() -> Result<bool> {
     let Some(socket) = std::env::var_os(KEEPER_VARIABLE) else {
         return Ok(false);

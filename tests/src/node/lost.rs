@@ -10,14 +10,14 @@ use anyhow::{Context, Result};
 use super::machine::Machine;
 use super::{NODE_VARIABLE, keeper};
 
-/// What nextest calls the program of a test: the crate, `::`, the test's file.
+/// Variable with nextest's name for the program of a test: the crate, `::`, the test's file.
 const BINARY_VARIABLE: &str = "NEXTEST_BINARY_ID";
 const TEST_VARIABLE: &str = "NEXTEST_TEST_NAME";
 
 /// Names the program through which cargo, nextest and assert_cmd start others.
 pub const RUNNER_VARIABLE: &str = "CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER";
 
-/// Names the file that is there when the emulator has lost a guest of the test.
+/// Variable with the path of a file. The file exists if the emulator has lost a guest of the test.
 const GUEST_VARIABLE: &str = "VMMD_GUEST_LOST";
 
 /// Has the test that runs here run again when it fails, as the emulator has lost a guest of it.
@@ -32,12 +32,12 @@ pub fn retried_log(dir: &Path) -> PathBuf {
     dir.join("retried.log")
 }
 
-/// What the name of a node ends with that a test boots beside its own.
+/// Suffix of the name of a second node that a test boots.
 pub const SECOND: &str = "-second";
 
-/// Runs a program of tests, and when it fails once more if it is one of the end-to-end tests and its node was replaced meanwhile
-/// (or is now, as it died of what the emulator is known for), or if that befell the second node that it had booted, or a guest. `node with`
-/// makes this the runner of all test programs.
+/// Runs a test program. Runs a failed end-to-end test once more if the emulator lost its node, its
+/// second node or a guest: its node was replaced meanwhile, or died of a known fault of the
+/// emulator. `node with` makes this function the runner of all test programs.
 pub fn run_test(program: &str, arguments: &[String]) -> Result<ExitStatus> {
     let guest = std::env::temp_dir().join(format!("vmmd-guest-lost.{}", std::process::id()));
     let run = || {
@@ -56,11 +56,12 @@ pub fn run_test(program: &str, arguments: &[String]) -> Result<ExitStatus> {
     ) else {
         return run();
     };
-    // The first tests come while the node still boots. The test itself says what is wrong with it.
+    // The first tests start while the node still boots. The test itself reports an error of the
+    // node.
     let _ = keeper::ask();
     let before = Machine::load(&dir)?.map(|node| node.pid);
     let status = run()?;
-    // All are looked at: what is found out is not found again.
+    // All checks must run, because each check consumes its finding.
     let guest_lost = fs::remove_file(&guest).is_ok();
     if status.success() || !(guest_lost | second_lost(&dir)? | replaced(&dir, before)?) {
         return Ok(status);

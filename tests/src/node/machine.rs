@@ -38,7 +38,7 @@ impl Default for Size {
     }
 }
 
-/// What is written down about a running node, in `node.json` of its folder.
+/// Record of a running node, in `node.json` of its folder.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Machine {
     /// The node's name.
@@ -71,7 +71,7 @@ impl Machine {
         Ok(machine.process()?.map(|_| machine))
     }
 
-    /// The node whose folder is `dir` when it was not stopped but ended by itself: it failed.
+    /// Returns the node in `dir` if it failed, that is, if it ended without a stop.
     pub fn failed(dir: &Path) -> Result<Option<Machine>> {
         let Some(machine) = Self::read(dir)? else {
             return Ok(None);
@@ -173,7 +173,7 @@ impl Machine {
                 sockets.path().join("ready.sock").display()
             ))
             .args(["-device", "isa-serial,chardev=ready"])
-            // Nothing in the node reaches beyond this machine.
+            // The node cannot reach anything beyond this machine.
             .args([
                 "-netdev",
                 "user,id=management,restrict=on,hostfwd=tcp:127.0.0.1:0-:22",
@@ -296,10 +296,14 @@ impl Machine {
     }
 }
 
-/// The node's kernel command line. `mitigations=off nokaslr norandmaps` save time under emulation: QEMU keeps what it has translated of a
-/// program for the next process that has it at the same address, which halves what a call of vmmctl takes. A processor that is stuck for 40 s
-/// (twice the threshold) ends the node: see `keeper`. `no_timer_check`: on a busy host QEMU's timer may not tick within the moment that
-/// the kernel gives it, and the kernel would panic.
+/// The node's kernel command line.
+///
+/// - `mitigations=off nokaslr norandmaps` save time under emulation. QEMU reuses the translation of
+///   a program for the next process that has the program at the same address, which halves the time
+///   of a call of vmmctl.
+/// - A processor that is stuck for 40 s (twice the threshold) ends the node: see `keeper`.
+/// - `no_timer_check`: on a busy host QEMU's timer may not tick within the short time that the
+///   kernel waits for it, and the kernel would panic.
 const KERNEL_ARGUMENTS: &str = "root=/dev/vda rw console=ttyS0 net.ifnames=0 mitigations=off nokaslr norandmaps no_timer_check panic=1 \
                                 softlockup_panic=1 watchdog_thresh=20 systemd.show_status=false quiet loglevel=5";
 

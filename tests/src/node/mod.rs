@@ -99,8 +99,8 @@ impl Node {
         }))
     }
 
-    /// Boots the node `name`, which must not run yet, building what it needs first. With `tied` it ends with this
-    /// process. vmmd is not installed yet: see [`Node::install`].
+    /// Boots the node `name`, which must not run yet, and first builds its missing images. With
+    /// `tied` the node ends with this process. vmmd is not installed yet: see [`Node::install`].
     pub fn boot(name: &str, size: Size, tied: bool) -> Result<Node> {
         let dir = paths::run_dir(name);
         fs::create_dir_all(&dir).with_context(|| format!("create {}", dir.display()))?;
@@ -130,7 +130,7 @@ impl Node {
         Ok(node)
     }
 
-    /// Ends the node at once. What was on its disk is gone; its console log stays in its folder.
+    /// Ends the node at once. The content of its disk is lost; its console log stays in its folder.
     pub fn stop(&self) -> Result<()> {
         self.connection.close()?;
         self.machine.stop()
@@ -146,8 +146,8 @@ impl Node {
         &self.machine
     }
 
-    /// Runs a shell command in the node and returns what it printed, whatever its exit status. Gives up after five
-    /// minutes; [`Node::ssh_within`] has another limit.
+    /// Runs a shell command in the node and returns its output, for any exit status. Gives up after
+    /// five minutes; [`Node::ssh_within`] has another limit.
     pub fn ssh(&self, command: &str) -> Result<Output> {
         self.ssh_within(command, Deadline::seconds(300))
     }
@@ -175,7 +175,8 @@ impl Node {
         Ok(output.stdout)
     }
 
-    /// Runs a shell command as root in a Debian guest that the node reaches at `address`, whatever its exit status.
+    /// Runs a shell command as root in a Debian guest that the node reaches at `address`. Returns
+    /// the output for any exit status.
     pub fn guest_ssh(&self, address: &str, command: &str) -> Result<Output> {
         self.ssh(&format!("ssh root@{address} -- {}", quote(command)))
     }

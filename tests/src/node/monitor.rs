@@ -34,7 +34,7 @@ impl Monitor {
         Ok(monitor)
     }
 
-    /// Carries out a command, and returns what it answers.
+    /// Executes a command, and returns its answer.
     pub fn ask(&mut self, command: &str, arguments: &Value) -> Result<Value> {
         let request = json!({"execute": command, "arguments": arguments});
         self.stream

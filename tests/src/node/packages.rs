@@ -14,7 +14,8 @@ const REPACK: &str = "cd /var/tmp && rm -rf repack && dpkg-deb -R $PACKAGE repac
     sed -i \"s/$(dpkg-deb -f $PACKAGE Version)/$VERSION/\" repack/DEBIAN/control repack/DEBIAN/preinst && \
     dpkg-deb -Znone -b repack /var/tmp/vmmd-$VERSION.deb >/dev/null && rm -rf repack";
 
-/// What a test does to the installed package. When it is dropped the node has the package that it was made with, however the test ends.
+/// A test's changes to the installed package. The drop installs the newest built package again,
+/// independent of the test's result.
 pub struct Packages<'node>(&'node Node, PathBuf);
 
 impl<'node> Packages<'node> {

@@ -222,7 +222,7 @@ pub struct Forward {
     connection: Connection,
     /// ssh's option.
     direction: &'static str,
-    /// What ssh calls it.
+    /// Route in ssh's notation.
     route: String,
     /// The port.
     pub port: u16,

@@ -1,4 +1,4 @@
-//! Following what a command in the node prints.
+//! Output of a command in the node, read while the command runs.
 
 use std::process::{Child, ChildStdout, Command, Stdio};
 

@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 
 use super::Node;
 
-/// What was killed of a unit.
+/// Killed main process of a unit.
 #[derive(Debug)]
 #[must_use = "systemd starts the unit again"]
 pub struct Killed {

@@ -1,4 +1,5 @@
-//! What a Debian guest is busy with while it is moved, saved and copied: fio writes to a disk and reads all of it back, and iperf sends from the node.
+//! Load of a Debian guest during moves, snapshots and copies: fio writes to a disk and reads all of
+//! it back, and iperf sends from the node.
 
 use super::traveller::PATIENCE;
 use crate::Case;
@@ -74,12 +75,12 @@ impl Fio {
     }
 }
 
-/// iperf from the node to a guest, over one connection all the time. It sends a little ten times a second; by itself it would look at its clock a thousand
-/// times.
+/// iperf from the node to a guest, over one permanent connection. It sends a small amount ten times
+/// per second. By default it would check its clock a thousand times per second.
 pub struct Iperf<'case> {
     case: &'case Case,
     unit: String,
-    /// What it has said, a line each second.
+    /// Its output so far, one line per second.
     said: String,
 }
 

@@ -10,7 +10,7 @@ use crate::wait::tail;
 /// Their addresses on the cable between them.
 const ADDRESSES: [&str; 2] = ["10.79.0.1", "10.79.0.2"];
 
-/// Of the second node.
+/// Size of the second node.
 const SIZE: Size = Size {
     cpus: 2,
     memory_mib: 2048,
@@ -19,10 +19,10 @@ const SIZE: Size = Size {
 /// Where the daemons' certificates are in both.
 const TLS: &str = "/etc/vmmd/peers";
 
-/// What the test's node goes back to.
+/// Backup of the configuration of the test's node.
 const CONFIG_BEFORE: &str = "/run/vmmd-config.before";
 
-/// Both of them. When it is dropped the second one ends, and the test's is as it was before.
+/// Both nodes. The drop ends the second node and restores the test's node.
 pub struct Nodes<'case> {
     case: &'case Case,
     cable: Option<Cable>,
@@ -101,7 +101,8 @@ impl Drop for Nodes<'_> {
         // Its NIC goes before the second node does.
         self.cable = None;
         let lost = matches!(self.second.machine().process(), Ok(None));
-        // Whoever runs the test again looks at what is left of one that has ended by itself.
+        // The record of a node that ended on its own must stay: the test runner inspects it before
+        // a retry.
         let ended = if lost { Ok(()) } else { self.second.stop() };
         if let Err(error) = back.map(drop).and(ended)
             && !std::thread::panicking()

@@ -17,9 +17,10 @@ const DEBIAN_BOOT: u64 = 300;
 /// Longest time between two looks at its clock that the guest may see beside a blackout and the time that its node did not run, in hundredths of a
 /// second: it has to share the node's processors with what encrypts its memory.
 const LONGEST_GAP: u64 = 300;
-/// Longest time that a guest stands still beside what it is told to have stood, in a slow node: the hand-over, and the pause and the resume themselves.
+/// Longest time that a guest stands still in a slow node, in addition to the reported time. It
+/// covers the hand-over, the pause and the resume.
 const HAND_OVER: Duration = Duration::from_secs(5);
-/// What a guest that rewrites its memory may be stopped for.
+/// Permitted downtime of a guest that rewrites its memory.
 pub const DOWNTIME: &str = "--downtime-limit 2s";
 /// For its kernel's command line. Memory that is free is zero, and not sent: an emulated node encrypts and decrypts a megabyte or two in a second.
 pub const SMALL: &str = "init_on_free=1";
@@ -30,8 +31,9 @@ const WATCHER: &str = "{ (n=0; last=0; max=0; while :; do \
      read now rest </proc/uptime; now=${now%.*}${now#*.}; gap=$((now-last)); [ $gap -lt 0 ] && gap=99999; \
      [ $last -gt 0 ] && [ $gap -gt $max ] && max=$gap; last=$now; n=$((n+1)); \
      echo $n $max >/run/seen.new; mv /run/seen.new /run/seen; sleep 0.02; done) >/dev/null 2>&1 & }";
-/// The same for a Debian, with a real-time priority, so that it does not wait for what the guest is busy with, and without a process for each look, whose
-/// pages would be most of what is changed while memory is sent.
+/// The same for a Debian, with a real-time priority, so that the watcher does not wait for the
+/// guest's load. It starts no process for each look, because the pages of such processes would
+/// dominate the changes during the transfer of memory.
 const DEBIAN_WATCHER: &str = "{ chrt -f 1 perl -e 'open U, q(/proc/uptime); ($n, $last, $max) = (0, 0, 0); for (;;) { \
      sysseek U, 0, 0; sysread U, $_, 99; tr/.//d; ($now) = split; $gap = $now - $last; $gap = 99999 if $gap < 0; \
      $max = $gap if $last && $gap > $max; $last = $now; $n++; \
@@ -47,8 +49,10 @@ const WITNESS: &str = "perl -e '$| = 1; open U, q(/proc/uptime); ($last, $max) =
 
 /// Fails when the guest's kernel has said that something is wrong with it.
 const NO_COMPLAINT: &str = "! dmesg | grep -iE 'lockup|stall|unstable|BUG:|WARNING:|hung'";
-/// The same for a Debian, whose dmesg knows what is a warning and what is worse. Two warnings are shown only: that an interrupt took long, and that a timer
-/// was more than a second late, so that its clocks were not compared. Both say that a vCPU waited for the node's processors. The node says the first of itself.
+/// The same for a Debian, whose dmesg distinguishes warnings and worse. Two warnings are only
+/// shown: an interrupt took long, and a timer was more than a second late, so that its clocks were
+/// not compared. Both mean that a vCPU waited for the node's processors. The node logs the first
+/// one about itself.
 const NO_WARNING: &str = "dmesg -l emerg,alert,crit,err,warn >/run/warnings; cat /run/warnings; \
      ! grep -vE 'hrtimer: interrupt took|clocksource: Long readout interval' /run/warnings >/dev/null";
 
@@ -64,7 +68,7 @@ pub struct Traveller<'pair, 'case> {
     looks: u64,
     /// Fails in the guest when its kernel has complained.
     no_complaint: &'static str,
-    /// What it may be stopped for by a move, and whether it may be slowed.
+    /// Options of a move: the permitted downtime, and whether the guest may be throttled.
     downtime: &'static str,
     /// The longest time for which it was stopped.
     blackout: Duration,
@@ -93,7 +97,7 @@ impl Moment {
     }
 }
 
-/// What a snapshot has of a guest.
+/// State of a guest in a snapshot.
 #[derive(Clone, Copy, Debug)]
 pub struct Saved {
     looks: u64,
@@ -125,13 +129,13 @@ impl<'pair, 'case> Traveller<'pair, 'case> {
         console.attached_again(PATIENCE).expect("a shell");
         // Without editing of lines, whose echo is long.
         console.type_line("exec sh").expect("a plain shell");
-        // What it has read to boot need not be sent.
+        // The files cached during the boot need not be sent.
         console
             .run("sync; echo 3 >/proc/sys/vm/drop_caches", PATIENCE)
             .expect("less memory in use");
         Self {
             no_complaint: NO_WARNING,
-            // What it is busy with may change memory faster than a slow node encrypts it.
+            // The guest's load may change memory faster than a slow node encrypts it.
             downtime: "--downtime-limit 5s --force",
             ..Self::watching(name, daemons, console, DEBIAN_WATCHER)
         }
@@ -143,7 +147,7 @@ impl<'pair, 'case> Traveller<'pair, 'case> {
         mut console: Console,
         watcher: &str,
     ) -> Self {
-        // What this kernel says of the node's processor when it boots is no complaint about a move.
+        // This kernel's boot messages about the node's processor are not complaints about a move.
         for command in [
             "dmesg -c >/dev/null",
             watcher,
@@ -186,7 +190,8 @@ impl<'pair, 'case> Traveller<'pair, 'case> {
         }
     }
 
-    /// What goes on from a snapshot of it in the VM of that name, which was restored within this time.
+    /// Returns the guest that continues from a snapshot in the VM `name`. `restored` is the time
+    /// span of the restore.
     pub fn copy(&self, name: &'pair str, saved: &Saved, restored: [Instant; 2]) -> Self {
         let [begun, ended] = restored;
         // Between the snapshot and the restore its time stood still.
@@ -219,7 +224,8 @@ impl<'pair, 'case> Traveller<'pair, 'case> {
         &self.daemons[1 - self.at]
     }
 
-    /// Moves it to the other daemon, where it goes on; nothing stays behind.
+    /// Moves the guest to the other daemon. Checks that it continues there and leaves no traces
+    /// here.
     pub fn moves(&mut self) {
         let (from, to) = (self.home(), self.away());
         let told = from.migrate(self.name, to, self.downtime).expect("migrate");
@@ -233,14 +239,15 @@ impl<'pair, 'case> Traveller<'pair, 'case> {
         self.goes_on();
     }
 
-    /// Takes note of for how long it was stopped, as a migration or a snapshot tells it: its clock may go on by as much.
+    /// Records the downtime that a migration or a snapshot reports. The guest's clock may stand
+    /// still or continue during it.
     fn stood_still(&mut self, told: &str) {
         let blackout = blackout(told).unwrap_or_else(|| panic!("how long it stood still: {told}"));
         self.blackout = self.blackout.max(blackout);
         self.stood += blackout;
     }
 
-    /// Its clock goes on from where it was, and its memory is what it was.
+    /// Checks that the guest's clock continues without a step, and that its memory is unchanged.
     pub fn goes_on(&mut self) {
         self.console = self.home().console(self.name).expect("console");
         let (looks, gap, moment) = seen(&mut self.console);
@@ -291,7 +298,7 @@ impl<'pair, 'case> Traveller<'pair, 'case> {
     }
 }
 
-/// What a guest's watcher has written down, and its clock now.
+/// Reads the notes of a guest's watcher, and the guest's current clock.
 fn seen(console: &mut Console) -> (u64, u64, Moment) {
     let not_before = Instant::now();
     let text = console.run("cat /run/seen /proc/uptime", PATIENCE).expect("read");
@@ -318,7 +325,7 @@ fn is_no_step(clock: Duration, [least, most]: [Duration; 2], stood: Duration) ->
     clock <= most + drift && clock + stood + HAND_OVER + drift >= least
 }
 
-/// For how long a guest stood still, as a migration or a snapshot tells it.
+/// Returns the guest's downtime from the output of a migration or a snapshot.
 fn blackout(told: &str) -> Option<Duration> {
     let rest = ["stood still for ", "VM paused for "]
         .iter()
@@ -411,7 +418,7 @@ mod tests {
             (10_000, [9_900, 10_100], 0, true),
             (10_200, [9_900, 10_100], 0, true),
             (10_300, [9_900, 10_100], 0, false),
-            // In the blackout it went on, or not.
+            // During the downtime the clock continued, or stood still.
             (10_000, [9_900, 10_100], 4_000, true),
             (6_000, [9_900, 10_100], 4_000, true),
             (12_000, [9_900, 10_100], 4_000, false),

@@ -18,7 +18,8 @@ pub struct Console {
     output: Follow<ChildStdout>,
 }
 
-/// Commands run at any console of this process. What a console prints again, when it is opened once more, has other numbers.
+/// Number of commands run at any console of this process. A reopened console repeats earlier
+/// output, which has other numbers.
 static COMMANDS: AtomicU32 = AtomicU32::new(0);
 
 /// The last line that a guest's kernel prints, after everything there is to know.
@@ -57,11 +58,11 @@ impl Console {
         self.input.flush().context("type")
     }
 
-    /// Runs a command in the guest's shell and returns what it printed; it must end with 0.
+    /// Runs a command in the guest's shell and returns its output; the command must end with 0.
     pub fn run(&mut self, command: &str, seconds: u64) -> Result<String> {
         let n = COMMANDS.fetch_add(1, Ordering::Relaxed) + 1;
         let (begin, end) = (format!("begin-{n}:"), format!(":end-{n}="));
-        // The marks are put together in the guest, so that the echo of what is typed does not have them.
+        // The guest assembles the marks, so the echo of the typed line does not contain them.
         self.type_line(&format!(
             "printf '%s-%s:' begin {n}; {command}; printf ':%s-%s=%s;' end {n} $?"
         ))?;
@@ -82,7 +83,8 @@ impl Console {
         Ok(text)
     }
 
-    /// Waits until what is typed reaches the guest's shell again: `vmmctl console` throws away what is typed while the daemon is gone.
+    /// Waits until input reaches the guest's shell again: `vmmctl console` drops input while the
+    /// daemon is gone.
     pub fn attached_again(&mut self, seconds: u64) -> Result<()> {
         let deadline = Deadline::seconds(seconds);
         for attempt in 1.. {

@@ -1,10 +1,10 @@
-//! What is known of a VM whose test failed.
+//! Report about a VM whose test failed.
 
 use crate::Node;
 use crate::node::guest_lost;
 
-/// Where in the kernel each thread of each `vmm` is, what KVM has counted for each VM, and what of the guest vCPUs have left for
-/// in a second, on stderr. A vCPU that halts for ever is in none of the exits.
+/// Prints to stderr each `vmm` thread's position in the kernel, KVM's counters of each VM, and the
+/// exits of the guest vCPUs within a second. A vCPU that halts forever causes no exit.
 const PLACES: &str = r#"for thread in $(pgrep -x vmm | sed 's,.*,/proc/&/task/*,'); do
     echo "$thread $(cat $thread/comm 2>/dev/null), $(sed -n 's/^State:[[:space:]]*//p' $thread/status 2>/dev/null), waits in" \
         "$(cat $thread/wchan 2>/dev/null):" $(head -n 6 $thread/stack 2>/dev/null) >&2
@@ -25,9 +25,10 @@ grep -v '^#' trace | sed -n 's/^ *\([^ ]*\) .*reason \([^ ]*\) rip \([^ ]*\) .*/
 grep -v '^#' trace | tail -n 40 >&2
 echo > trace"#;
 
-/// Has the guest's kernel say what each of its processors does (which takes an NMI, so that a processor says it too that has its
-/// interrupts off) and which of its tasks wait, and prints the end of its log. `$1` is the VM. By the keys of SysRq: its messages are all printed, then
-/// processors, then tasks. What tells most comes first: a long report is cut.
+/// Makes the guest's kernel report the state of each processor and the waiting tasks, and prints
+/// the end of its log. `$1` is the VM. The kernel uses an NMI, so processors with interrupts off
+/// report, too. The SysRq keys enable all messages, then report processors, then tasks. The most
+/// informative lines come first, because a long report is truncated.
 const GUEST: &str = r"for key in 7 l w; do
     { sleep 1; printf $key; sleep 2; } | timeout 10 vmmctl console $1 --no-replay --send-break >/dev/null 2>&1
 done
@@ -46,14 +47,23 @@ done"#;
 /// Fewer interrupts of the node in two seconds say nothing: its clock ticks 250 times a second on a processor that is not idle.
 const INTERRUPTS: u64 = 50;
 
-/// Whether the emulator has lost an interrupt that KVM has for a guest; `counters` is what [`COUNTERS`] prints.
+/// Whether the emulator has lost an interrupt that KVM has for a guest; `counters` is the output of
+/// [`COUNTERS`].
 ///
-/// KVM has the processor tell it as soon as the guest takes interrupts again (V_IRQ; AMD64 Architecture Programmer's Manual, volume 2, 15.21.4), and gives
-/// it the interrupt then. QEMU noted that in `interrupt_request` of its processor, in `helper_vmrun`, without the lock under which other threads
-/// set bits there (`svm_helper.c`; later versions change that word atomically): what one of the two has set may be lost. Without its clock's interrupt
-/// the guest runs on, and sets no other: its processors leave it for interrupts of the node alone, and KVM has nothing new for them. It was seen once, right
-/// after a guest had read its clock with interrupts off, and never provoked. A guest that waits for ever takes its clock's interrupts, which is more than
-/// these exits, or halts; only one that loops with its interrupts off is taken for one of these, and loops again when the test is run once more.
+/// KVM requests an exit as soon as the guest accepts interrupts again (V_IRQ; AMD64 Architecture
+/// Programmer's Manual, volume 2, 15.21.4), and then delivers the interrupt. QEMU recorded this
+/// request in `interrupt_request` of its processor, in `helper_vmrun`, without the lock that other
+/// threads hold to set bits there (`svm_helper.c`; later versions change this word atomically).
+/// Therefore one of the two bits may be lost.
+///
+/// Without its clock's interrupt the guest continues to run, and sets no other timer. Its
+/// processors exit only for interrupts of the node, and KVM has no new interrupt for them. The
+/// fault was seen once, directly after a guest had read its clock with interrupts off, and never
+/// provoked.
+///
+/// A guest that waits forever takes its clock's interrupts, which cause additional exits, or halts.
+/// Only a guest that loops with its interrupts off is mistaken for a deaf one. Such a guest loops
+/// again when the test is repeated.
 fn is_deaf(counters: &str) -> bool {
     let numbers: Vec<u64> = counters
         .split_whitespace()
@@ -74,8 +84,8 @@ fn is_deaf(counters: &str) -> bool {
     left >= INTERRUPTS && left == later_interrupts.saturating_sub(interrupts) && later_events == events
 }
 
-/// Prints how a VM is, what all `vmm` processes of its node do, and what the guest says of itself. It changes nothing but what
-/// the guest prints, and fails silently.
+/// Prints the state of a VM, the activity of all `vmm` processes of its node, and the guest's own
+/// report. The only change is additional output of the guest. Errors are ignored.
 pub(super) fn report(node: &Node, name: &str) {
     // Before it is sent anything: that has KVM look for interrupts again.
     let counters = node.ssh(&format!("set -- {name}; {COUNTERS}"));
@@ -97,7 +107,8 @@ mod tests {
 
     #[test]
     fn a_guest_without_interrupts_is_told_from_one_that_waits_or_works() {
-        // As it was seen, and with one exit more; a guest in a loop that its clock interrupts; one that halts; one that was not there.
+        // The observed fault; the same with one more exit; a guest in a loop with clock interrupts;
+        // a halted guest; a missing guest.
         for (counters, deaf) in [
             ("43010 39492 736\n43805 40287 736", true),
             ("43010 39492 736\n43806 40287 736", false),

@@ -11,7 +11,7 @@ use super::served::Served;
 use super::shows::{SIZE, Shows};
 use super::viewer::{kept, save};
 
-/// vncdotool on this machine. It connects anew for each line and for each picture.
+/// vncdotool on this machine. It reconnects for each line and for each picture.
 pub struct CommandLine<'a> {
     port: Forward,
     served: Served<'a>,

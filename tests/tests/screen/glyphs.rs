@@ -16,7 +16,7 @@ pub fn alphabet() -> impl Iterator<Item = char> {
 /// Pixels of a character, from the upper left, row after row.
 type Glyph = Vec<u32>;
 
-/// Characters by what they look like.
+/// Characters by their glyphs.
 pub struct Font(HashMap<Glyph, char>);
 
 impl Picture {
@@ -39,7 +39,7 @@ impl Picture {
         whole.then_some(Font(font))
     }
 
-    /// A row of text without the blanks at its end. What is no character of the font is a question mark in a box.
+    /// A row of text without trailing blanks. A glyph that is not in the font becomes U+FFFD.
     pub fn text(&self, font: &Font, row: usize) -> String {
         let columns = 0..self.width / CELL.0;
         let text: String = columns

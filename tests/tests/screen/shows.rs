@@ -15,25 +15,26 @@ use super::viewer::Viewer;
 /// Size of the guest's screen.
 pub const SIZE: (usize, usize) = (1024, 768);
 
-/// Of the guest's root. It is short, as nobody sees whether all of it has come: an older keyboard controller keeps a few keys only.
+/// Password of the guest's root. It is short because its echo is invisible and an older keyboard
+/// controller buffers only a few keys.
 pub const PASSWORD: &str = "lab1";
 
 /// Has characters that need Shift and AltGr on some keyboards.
 const COMMAND: &str = "echo $((6 * 7)) {A} '~' ok";
 
-/// What a shell prints of it.
+/// Output of a shell for the command.
 pub const ANSWER: &str = "42 {A} ~ ok";
 
-/// From one picture to the next. Neither an X server nor a page tells when it shows something new.
+/// Interval between two pictures. Neither an X server nor a page reports new content.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// A guest whose text console is on its screen: by the framebuffer that its kernel begins with, or by a driver for the adapter where the kernel has one.
-/// Whoever logs in there can type commands.
+/// A guest with its text console on its screen, by the kernel's initial framebuffer, or by a driver
+/// for the adapter where the kernel has one. After a login there, commands can be typed.
 pub fn guest(case: &Case, kernel: Kernel) -> Vm<'_> {
     let spec = if kernel == Kernel::Generic612 {
         case.screen_guest(kernel).expect("initramfs")
     } else {
-        // As a bzImage: an ELF is entered another way, which does not tell of screens.
+        // A bzImage, because the entry path of an ELF does not report screens.
         VmSpec::new(Guests.vmlinuz(kernel), Some(Guests.initrd(kernel))).cmdline(kernel.arguments())
     };
     let spec = spec.set("/display", json!({ "width": SIZE.0, "height": SIZE.1 }));
@@ -44,8 +45,8 @@ pub fn guest(case: &Case, kernel: Kernel) -> Vm<'_> {
     vm
 }
 
-/// Clears the guest's screen, writes the alphabet into its first row, and has somebody asked for a name and a password below. Who gives them can type
-/// commands.
+/// Clears the guest's screen, writes the alphabet into its first row, and starts a login prompt
+/// with name and password below. After the login, commands can be typed.
 fn prepare(console: &mut Console) {
     let alphabet: String = glyphs::alphabet().collect();
     let quoted = alphabet.replace('\'', "'\\''");
@@ -62,30 +63,30 @@ fn prepare(console: &mut Console) {
     }
 }
 
-/// Whatever shows the guest's screen, and has a keyboard.
+/// A viewer of the guest's screen with a keyboard.
 pub trait Shows {
     /// Types a line that nothing may be shown of.
     fn enters(&mut self, line: &str);
 
-    /// Logs in where the guest asks for that, in the third row. What is typed then is in the sixth.
+    /// Logs in at the prompt in the third row. Later input appears in the sixth row.
     fn logs_in(&mut self, name: &str, font: &Font) {
         self.shows(name, font, 2, "lab login:");
         self.enters("root");
         self.shows(name, font, 2, "lab login: root");
         self.shows(name, font, 3, "Password:");
         self.enters(PASSWORD);
-        // What is typed before the shell reads is thrown away.
+        // Input before the shell reads is lost.
         self.shows(name, font, 4, "welcome");
     }
 
-    /// Types a line into a row of the screen, and waits until it is there.
+    /// Types a line into a row of the screen, and waits until the screen shows it.
     fn types(&mut self, name: &str, font: &Font, row: usize, line: &str) {
         self.enters(line);
         self.shows(name, font, row, line);
     }
 
-    /// Sees who asks for a name on the guest's screen, logs in, types a command, and sees what the shell makes of it. Pictures of each step are kept
-    /// under names that begin with `name`.
+    /// Finds the login prompt on the guest's screen, logs in, types a command, and checks the
+    /// shell's output. Pictures of each step are kept under names that begin with `name`.
     fn is_used(&mut self, name: &str) -> Font {
         let font = self.learn(&format!("{name}-alphabet"));
         self.logs_in(&format!("{name}-login"), &font);
@@ -94,7 +95,7 @@ pub trait Shows {
         font
     }
 
-    /// What is shown of the screen now. The PNG is kept as `name` beside the node's console.
+    /// Current picture of the screen. The PNG is kept as `name` beside the node's console.
     fn picture(&mut self, name: &str) -> Picture;
 
     /// Waits until the picture has the alphabet, and learns the font from it.

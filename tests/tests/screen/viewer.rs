@@ -20,7 +20,7 @@ pub fn kept(case: &Case, name: &str) -> PathBuf {
 
 /// An X server in the node whose picture is in a file, and a viewer in it. Both end when this is dropped.
 pub struct Viewer<'a> {
-    /// Of the guest's screen, and so of the viewer's window.
+    /// Size of the guest's screen, and so of the viewer's window.
     pub size: (usize, usize),
     case: &'a Case,
     display: String,
@@ -83,8 +83,8 @@ impl<'a> Viewer<'a> {
         self.case.node().sh(&command).expect("keys or the pointer");
     }
 
-    /// What is in the viewer's window, or in the corner as long as it does not have the screen's size. The PNG is kept as `name` beside the node's
-    /// console.
+    /// Picture of the viewer's window, or of the corner while the window does not have the screen's
+    /// size. The PNG is kept as `name` beside the node's console.
     pub fn picture(&self, name: &str) -> Picture {
         let folder = tempfile::tempdir().expect("a folder");
         let raw = folder.path().join("screen.xwd");
@@ -119,7 +119,8 @@ fn placed(window: &str, wanted: (usize, usize)) -> Option<(usize, usize)> {
     (size == wanted).then_some((number("X=")?, number("Y=")?))
 }
 
-/// Makes a PNG of what is at `(left, top)` in an X window dump (X11/XWDFile.h): a header of big-endian words, a colour map, then pixels.
+/// Converts the area at `(left, top)` in an X window dump (X11/XWDFile.h) to a PNG. The dump has a
+/// header of big-endian words, a colour map, and then pixels.
 fn convert(dump: &[u8], (left, top): (usize, usize), size: (usize, usize), png: &Path) {
     let word = |index: usize| {
         let bytes = dump[index * 4..index * 4 + 4].try_into().expect("four bytes");

@@ -16,7 +16,7 @@ fn a_whole_debian_mounts_its_shares_by_its_fstab() {
     node.sh(&format!("ip addr add 10.78.0.1/24 dev {bridge}"))
         .expect("a bridge");
     let disk = case.debian_disk().expect("a disk");
-    // As docs/src/shares.md says it, and nothing else: systemd loads what it needs.
+    // Exactly as in docs/src/shares.md: systemd loads the required modules.
     srv.sh(&format!(
         "mkdir root && mount -o loop {disk} root && mkdir -p root/data root/mapped && \
          for tag in data mapped; do echo \"$tag /$tag virtiofs defaults,nofail 0 0\"; done >>root/etc/fstab && umount root"

@@ -1,4 +1,4 @@
-//! Ends of whatever a share needs, and changes of the shares of a VM.
+//! Ends of the components that a share needs, and changes of the shares of a VM.
 
 use serde_json::json;
 use vmmd_tests::Case;
@@ -43,7 +43,7 @@ fn a_share_works_again_whatever_ends() {
     }
     assert_eq!(server(&vm), first);
 
-    // What serves it is killed under load: the mount fails at once, and works when it is made anew.
+    // The share's process is killed under load: the mount fails at once, and works after a remount.
     console.run("echo kept >/mnt/kept && sync", 60).expect("a file");
     node.sh(&format!("kill -9 {first}")).expect("kill");
     until(
@@ -73,7 +73,8 @@ fn a_share_works_again_whatever_ends() {
     let second = server(&vm);
     assert_ne!(second, first);
 
-    // The daemon is killed; what serves the share is found again, and made anew.
+    // The daemon is killed. The new daemon finds the share's process, and restarts it after a later
+    // kill.
     node.sh(
         "pid=$(systemctl show -P MainPID vmmd); kill -9 $pid; \
          while [ \"$(systemctl show -P MainPID vmmd)\" = $pid ] || ! systemctl is-active -q vmmd; do sleep 0.1; done",
@@ -97,7 +98,7 @@ fn a_share_works_again_whatever_ends() {
         .expect("mounted anew");
     assert_eq!(read, "kept\nx\n");
 
-    // The guest reboots: the share is there for the next one.
+    // The guest reboots: the share is available after the reboot.
     console.type_line("reboot").expect("reboot");
     console.until("GUEST-READY", BOOT).expect("boot");
     let read = console
@@ -211,7 +212,7 @@ fn a_share_is_attached_and_detached_while_the_guest_runs_and_comes_again() {
         assert_eq!(vm.ctl("share ls").expect("list").lines().count(), 1);
         until(node, &format!("[ ! -d /proc/{pid} ]"));
         if round == "second" {
-            // What was still mounted fails, and nothing hangs.
+            // The existing mount fails without a hang.
             console
                 .run(
                     "! timeout 60 cat /mnt/round 2>/tmp/error; cat /tmp/error; umount -l /mnt",

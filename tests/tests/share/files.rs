@@ -1,4 +1,4 @@
-//! Files in a share beside those of the node, and what the guest remembers of them.
+//! Files in a share compared with files of the node, and the guest's cache of them.
 
 use std::fmt::Write as _;
 
@@ -8,7 +8,8 @@ use vmmd_tests::vm::Vm;
 
 use crate::{OWNER, Srv, booted, mapped, with_shares};
 
-/// What a guest sees otherwise than a program of the directory's owner on the node, by the name of the check, and why.
+/// Differences between the view of a guest and that of a program of the directory's owner on the
+/// node, by the name of the check, with reasons.
 const DIFFERENCES: [(&str, &str); 2] = [
     // The daemon's unit lets nothing that it starts set these bits.
     ("set-user-id and set-group-id bits", "errno 1 errno 1 644"),
@@ -56,14 +57,14 @@ fn files_behave_in_a_share_as_they_do_on_the_node() {
         .run("mkdir /mnt/storm && fscheck storm /mnt/storm 5", 120)
         .expect("storm");
     assert!(storm.contains(" lost 0 left 4"), "{storm}");
-    // All of it belongs to the directory's owner, whoever made it in the guest.
+    // All files belong to the directory's owner, regardless of the guest's user.
     console
         .run("echo kept >/mnt/kept && chown 5:6 /mnt/kept && sync", 60)
         .expect("a file");
     let foreign = srv.sh("find data ! -uid 1234 -o ! -gid 1235");
     assert_eq!(foreign, "");
     assert_eq!(srv.sh("cat data/kept"), "kept\n");
-    // What the node writes is seen in the guest, once the second is over in which that remembers what was there.
+    // The guest sees writes of the node after its cache has expired, which takes a second.
     console
         .run("! cat /mnt/node 2>/dev/null", 30)
         .expect("nothing yet");
@@ -202,7 +203,7 @@ fn what_a_guest_remembers_of_a_share_is_as_the_spec_says() {
         let seen = srv.sh(&format!("cat {share}/file && stat -c %s {share}/big"));
         assert_eq!(seen, "old\n4194304\n", "{share}");
     }
-    // What the node changes is seen at once, or not at all.
+    // The guest sees changes by the node at once, or not at all.
     for (share, seen) in [("never", "new\n"), ("always", "old\n")] {
         assert_eq!(guest(&format!("cat /{share}/file")), "old\n");
         srv.sh(&format!("echo new >{share}/file"));

@@ -11,7 +11,7 @@ use vmmd_tests::node::Kernel;
 use vmmd_tests::vm::{BOOT, Console, Vm, VmSpec};
 use vmmd_tests::{Case, Node};
 
-/// Whose the shared directories are.
+/// Owner of the shared directories.
 const OWNER: &str = "1234:1235";
 
 /// Folders of a test below /srv; removed with it.
@@ -45,7 +45,7 @@ impl<'case> Srv<'case> {
 
 impl Drop for Srv<'_> {
     fn drop(&mut self) {
-        // What a test has mounted there goes first.
+        // Mounts of a test are removed first.
         let _ = self.node.ssh(&format!(
             "for at in $(grep -o ' {0}/[^ ]*' /proc/mounts | tac); do umount $at; done; rm -rf {0}",
             self.path

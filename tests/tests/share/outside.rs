@@ -1,4 +1,4 @@
-//! What a guest can not reach.
+//! Files and directories that a guest cannot reach.
 
 use serde_json::json;
 use vmmd_tests::Case;
@@ -11,7 +11,7 @@ fn nothing_outside_a_share_is_reached_and_a_read_only_one_stays_as_it_is() {
     let case = Case::new("share-out").expect("node");
     let srv = Srv::new(&case, &["data", "only"]);
     srv.sh("mkdir -m 755 canary && echo SECRET >canary/secret && chmod 600 canary/secret && echo public >canary/public");
-    // What the node's own programs have put into the share.
+    // Links and files that the node's own programs have put into the share.
     srv.sh(&format!(
         "cd data && ln -s {0}/canary/public absolute && ln -s ../canary up && ln -s /proc/1/root root && ln -s /proc/self/fd fd && \
          ln ../canary/secret linked && cp -p ../canary/secret of-root && mkdir -m 777 moving && echo inside >moving/inside && \
@@ -112,7 +112,8 @@ fn nothing_outside_a_share_is_reached_and_a_read_only_one_stays_as_it_is() {
     }
     assert_eq!(guest("cat /only/file"), "fixed\n");
     guest("mount -o remount,rw /only 2>/dev/null; ! touch /only/new 2>/dev/null");
-    // With maps the guest's root is a user of the node's like the others, and files of the node's other users are nobody's.
+    // With maps, the guest's root is an ordinary user of the node. Files of the node's other users
+    // belong to `nobody`.
     guest(
         "mkdir /mapped && mount -t virtiofs mapped /mapped && cd /mapped && echo x >root && echo y >user && chown 1000:1001 user && cd",
     );

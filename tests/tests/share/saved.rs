@@ -14,7 +14,7 @@ struct Saved<'a> {
 
 impl Drop for Saved<'_> {
     fn drop(&mut self) {
-        // What a failed test leaves is reported by the test of leftovers.
+        // The test of leftovers reports remains of a failed test.
         let Self { snapshot, clone, .. } = self;
         let _ = self.case.node().ssh(&format!(
             "vmmctl delete --force --yes --ignore-not-found {clone}; vmmctl snapshot rm {snapshot}"
@@ -49,7 +49,8 @@ fn what_a_guest_has_open_of_a_share_goes_on_in_a_restored_vm_and_in_a_clone() {
     );
     node.sh(&format!("{take} --paused")).expect("snapshot");
 
-    // The guest goes on with the same process, and its later changes of files are no part of the snapshot.
+    // The guest continues with the same process, and the snapshot does not contain its later
+    // changes of files.
     let first = server(&vm);
     console
         .run("echo two >&7 && echo more >/mnt/a/b/later", 60)
@@ -81,7 +82,8 @@ fn what_a_guest_has_open_of_a_share_goes_on_in_a_restored_vm_and_in_a_clone() {
     goes_on(&mut clone, "four");
     goes_on(&mut restored, "five");
     assert_eq!(srv.sh("cat data/log"), "one\ntwo\nthree\nfour\nfive\n");
-    // A mount that is made anew is as any other. The guest's `timeout` looks once a second whether it is still wanted, with the files open until then.
+    // A new mount behaves like any other. The guest's `timeout` checks once a second whether its
+    // command has ended, and keeps the files open until then.
     restored
         .run(
             "exec 6<&- 7>&-; until umount /mnt 2>/dev/null; do usleep 200000; done; mount -t virtiofs data /mnt && grep -qx new /mnt/a/b/gone",
@@ -90,7 +92,7 @@ fn what_a_guest_has_open_of_a_share_goes_on_in_a_restored_vm_and_in_a_clone() {
         .expect("mounted anew");
 }
 
-/// The guest writes to the file that it has open, which is there before it is told so.
+/// Checks that the guest can write to its open file, and that the file then has the data.
 fn goes_on(console: &mut Console, word: &str) {
     let command = format!("timeout 20 sh -c 'echo {word}' >&7 && sync && grep -qx {word} /mnt/log");
     console.run(&command, 60).expect("its files are as they were");

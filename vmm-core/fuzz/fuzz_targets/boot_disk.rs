@@ -1,4 +1,4 @@
-//! What is installed on a disk: partitions, file systems, configurations of boot loaders.
+//! Operating system of a disk: partitions, file systems, boot loader configurations.
 #![no_main]
 
 use std::{

@@ -1,5 +1,5 @@
-//! What lies in RAM when the guest begins: firmware tables, kernel, initial RAM disk. Built anew at each reset; the
-//! files stay open, not in memory.
+//! Content of RAM when the guest begins: firmware tables, kernel, initial RAM disk. Each reset
+//! rebuilds it; the files stay open but are not kept in memory.
 
 use std::{fs::File, thread::JoinHandle};
 
@@ -117,7 +117,7 @@ impl Image {
         Ok(self.source.load(memory, &params)?)
     }
 
-    /// Writes the generation id where ACPI tells guests to look for it.
+    /// Writes the generation ID to the address that the ACPI tables give.
     pub(super) fn write_generation(&self, memory: &GuestMemory) -> Result<(), Failure> {
         let place = layout::GENERATION_ID;
         write(memory, place.start, place.end, &self.generation.to_bytes_le())
@@ -134,8 +134,8 @@ impl Image {
     }
 }
 
-/// An image that is being loaded on a thread of its own: reading a kernel takes as long as building the rest of the
-/// machine, which goes on meanwhile.
+/// An image that a thread of its own loads, in parallel with the assembly of the machine: to read a
+/// kernel takes as long as the assembly.
 pub(super) struct Loading(JoinHandle<Result<(Image, Entry), Failure>>);
 
 impl Loading {

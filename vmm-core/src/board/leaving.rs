@@ -21,9 +21,10 @@ pub(super) struct Leaving {
     pub forced: bool,
     /// It had a device, which may write to guest memory until it is gone.
     pub has_device: bool,
-    /// Who is to be answered when it is gone, and by when at the latest.
+    /// Callers that wait for the end of the device, and their deadlines.
     pub waiting: Vec<(Token, Instant)>,
-    /// Says that it is gone. Disconnected without that when it will never be: requests are under way for ever.
+    /// Gets a message when the device is gone. Disconnected without a message if its requests never
+    /// end.
     gone: Receiver<()>,
     phase: Phase,
 }
@@ -35,12 +36,12 @@ pub(super) enum Phase {
     Ending,
     /// Its threads have ended, and its image is closed.
     Gone,
-    /// Nobody knows what its requests do.
+    /// The state of its requests is unknown.
     Lost,
 }
 
 impl Leaving {
-    /// Of something that says through `gone` that it is.
+    /// State of a device that reports its end through `gone`.
     pub fn new(what: Pluggable, name: String, forced: bool, has_device: bool, gone: Receiver<()>) -> Self {
         Self {
             what,
@@ -66,7 +67,7 @@ impl Leaving {
         let end = move || {
             match device.end() {
                 Ok(()) => {
-                    // Nobody receives this when the machine is gone.
+                    // The send fails if the machine is gone.
                     let _machine_is_gone = here.send(());
                 }
                 Err(error) => error!(%what, name = of, %error, "a device can't be ended"),
@@ -107,7 +108,7 @@ impl Leaving {
         }
     }
 
-    /// Answers for those who wait in vain: their time has come, or it is lost.
+    /// Errors for callers whose deadline has passed, or for all callers if the device is lost.
     pub fn give_up(&mut self, now: Instant) -> Vec<(Token, Result<(), Failure>)> {
         let lost = self.look(now) == Phase::Lost;
         let late = self

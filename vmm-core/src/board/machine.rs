@@ -1,4 +1,4 @@
-//! A machine that is built: its parts, and the order in which they stop, go on and start anew.
+//! A built machine: its parts, and the order in which they stop, continue and reset.
 
 use std::{
     fs::File,
@@ -48,20 +48,21 @@ const RESET_WAIT: Duration = Duration::from_millis(250);
 /// A virtio-console for others than the driver. The device itself is a component.
 pub(super) struct VirtioConsole {
     pub(super) control: ConsoleControl,
-    /// Unless nobody can connect.
+    /// `None` if no client can connect.
     pub(super) server: Option<serial::Server>,
 }
 
 /// See the module. Fields are dropped in order: first the vCPUs, which use all else.
 pub struct Machine {
     pub(super) vcpus: Vcpus,
-    /// In the order of assembly. All but what comes and goes, and the serial port, which has an end of its own.
+    /// In the order of assembly. Excludes hot-plug devices, and the serial port, which ends
+    /// separately.
     pub(super) components: Vec<Box<dyn Component>>,
     pub(super) balloon: Option<BalloonControl>,
     pub(super) disks: Disks,
     pub(super) serial: SerialPort,
     pub(super) console: Option<VirtioConsole>,
-    /// Shows the screen. It has no state that is saved: its clients connect anew.
+    /// Shows the screen. The screen has no saved state: its clients reconnect.
     pub(super) screen: Option<Server>,
     pub(super) nics: Nics,
     pub(super) shares: Shares,
@@ -83,15 +84,15 @@ pub struct Machine {
     pub(super) unlocked: bool,
     /// kvmclock catches up with the real time after a pause.
     pub(super) sync_clock: bool,
-    /// What it was built as, but for the devices.
+    /// Configuration from the assembly, except for the devices.
     pub(super) header: MachineHeader,
     /// The snapshot that is being taken.
     pub(super) saving: Option<Saving>,
-    /// What it had when that began.
+    /// Devices of the machine at the start of the snapshot.
     pub(super) saving_devices: Vec<PciDevice>,
     /// The vCPUs stand still for a part of the time, of a machine that runs.
     pub(super) throttle: Option<Throttle>,
-    /// Tells the guest that its generation id is another.
+    /// Notifies the guest of a change of its generation ID.
     pub(super) generation_line: Arc<dyn IrqLine>,
     pub(super) notifier: Notifier,
     /// The guest's kernel has panicked and was not reset since: the report of a vCPU sets this, before the driver reads its notice.
@@ -168,7 +169,8 @@ impl Machine {
             };
             if let Err(error) = component.pause(deadline) {
                 let message = format!("pausing {}: {}", component.name(), lifecycle::with_causes(&error));
-                // A part that failed runs on by itself; those before it are told to.
+                // A part that failed to pause continues on its own; the parts paused before it need
+                // a resume.
                 for component in before.iter_mut().rev() {
                     if let Err(error) = component.resume() {
                         error!(part = component.name(), %error, "resuming after a failed pause");
@@ -230,7 +232,8 @@ impl lifecycle::Machine for Machine {
             } else {
                 self.vm.set_clock(then.clock)?;
             }
-            // A guest whose counters have run on finds that out; one that does not go on is lost.
+            // A failure is only logged. A guest detects counters that ran on, but a guest that does
+            // not resume is lost.
             if let Err(error) = self.vcpus.go_on_from(then) {
                 warn!(
                     error = lifecycle::with_causes(&error),
@@ -247,8 +250,8 @@ impl lifecycle::Machine for Machine {
     fn reset(&mut self) -> Result<Reset, Failure> {
         self.throttle = None;
         self.vcpus.stop()?;
-        // The new guest finds the slots as they are. What the old one was asked for goes: it has no use of it any more, and
-        // whoever asked for it still waits.
+        // The new guest finds the current slots. The requested ejects complete here: the old guest
+        // does not need the devices, and the callers still wait.
         for slot in self.hotplug.reset() {
             self.pci.remove(slot, &self.spaces.mmio);
         }
@@ -342,7 +345,7 @@ impl lifecycle::Machine for Machine {
 
     fn attach_share(&mut self, share: &vmm::Share, fds: Vec<OwnedFd>) -> Result<(), Failure> {
         if self.saving.is_some() {
-            // What its process writes to memory would be in no dirty log.
+            // No dirty log would contain the writes of the share's process to memory.
             return Err(Failure {
                 kind: ErrorKind::State,
                 message: "a snapshot is being taken, or the machine is sent".to_owned(),

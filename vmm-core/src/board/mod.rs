@@ -1,8 +1,8 @@
-//! Platform v1: what the guest sees, and how it is put together.
+//! Platform v1: the hardware that the guest sees, and its assembly.
 //!
-//! [`assemble`] builds a [`machine::Machine`] from a spec and open descriptors. What the guest is told of it is in
-//! [`acpi`], [`cpuid`] and [`smbios`]; [`boot`] loads what it runs, and [`image`] does all that anew at each reset.
-//! [`saved`] has its state in the form in which it moves.
+//! [`assemble`] builds a [`machine::Machine`] from a spec and open descriptors. [`acpi`], [`cpuid`]
+//! and [`smbios`] describe the machine to the guest. [`boot`] loads the guest's kernel, and
+//! [`image`] repeats this at each reset. [`saved`] has the machine's state in its serialized form.
 
 pub mod acpi;
 pub mod assemble;
@@ -40,14 +40,17 @@ pub const COM1_PORT: u16 = 0x3f8;
 pub const COM1_GSI: u32 = 4;
 /// Interrupt of the keyboard, where there is one: that of a PC.
 pub const KEYBOARD_GSI: u32 = 1;
-/// Interrupt of the generic event device that tells of PCI slots: an input that no ISA device ever had, level-triggered.
+/// Interrupt of the generic event device for PCI slots: an input that no ISA device uses,
+/// level-triggered.
 pub const HOTPLUG_GSI: u32 = 16;
-/// Interrupt of the generic event device that tells of the power button: such an input too, level-triggered.
+/// Interrupt of the generic event device for the power button: an input that no ISA device uses,
+/// level-triggered.
 pub const POWER_BUTTON_GSI: u32 = 17;
-/// Interrupt of the generic event device that tells of another generation id: such an input too, edge-triggered.
+/// Interrupt of the generic event device for a changed generation ID: an input that no ISA device
+/// uses, edge-triggered.
 pub const GENERATION_GSI: u32 = 18;
 
-/// What goes wrong while a machine is built or driven is told as the driver tells it.
+/// Converts an error during assembly or operation of a machine to the driver's [`Failure`].
 macro_rules! failure_from {
     ($error:ty, $kind:expr) => {
         impl From<$error> for Failure {

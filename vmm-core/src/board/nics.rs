@@ -32,7 +32,7 @@ pub(super) struct Nic {
     pub slot: u8,
     pub device: VirtioPciDevice,
     pub control: NetControl,
-    /// Of what the guest receives and sends, if they are limited.
+    /// Limiters of received and sent data, for limited directions only.
     pub receive_limiter: Option<Arc<Limiter>>,
     pub transmit_limiter: Option<Arc<Limiter>>,
 }
@@ -80,7 +80,7 @@ impl DerefMut for Nics {
 }
 
 impl Nics {
-    /// Of a machine whose guest is told of changes through `hotplug`.
+    /// NICs of a machine that notifies its guest of changes through `hotplug`.
     pub fn new(sockets: Sockets, hotplug: Arc<HotPlug>) -> Self {
         Self {
             plugs: Plugs::new(sockets, hotplug),
@@ -88,7 +88,7 @@ impl Nics {
         }
     }
 
-    /// Puts in a NIC that is there when the machine is switched on.
+    /// Adds a NIC that exists when the machine is switched on.
     pub fn fit(&mut self, spec: &machine::Nic, fds: &mut Fds) -> Result<(), Failure> {
         let nic = nic::plug(&self.plugs.sockets, spec, fds)?;
         self.plugs.fit(spec.slot, nic);
@@ -112,15 +112,16 @@ impl Nics {
         })
     }
 
-    /// While memory is logged no kernel (vhost-net) serves NICs: the dirty log does not see what it writes. Without `keep` it may
-    /// again.
+    /// With `keep`, the kernel (vhost-net) serves no NIC: its writes are missing in the dirty log
+    /// of guest memory. Without `keep`, the kernel may serve NICs again.
     pub fn keep_queues(&mut self, keep: bool) -> Result<(), Failure> {
         self.kept = keep;
         let serves = |nic: &&Nic| !nic.control.keep_queues(keep, TAKE_BACK);
         let serving = self.plugs.iter().find(serves).map(|nic| nic.name.clone());
         let Some(name) = serving else { return Ok(()) };
         if keep {
-            // Nothing is logged then, and this waits for nothing.
+            // After this failure no memory log starts, so the kernel may serve all NICs again. The
+            // call does not wait.
             let _free = self.keep_queues(false);
         }
         Err(Failure {
@@ -135,7 +136,7 @@ impl Nics {
         Ok(())
     }
 
-    /// What they did so far, in the order of their slots.
+    /// Statistics of the NICs, in the order of their slots.
     pub fn stats(&self) -> Vec<NicStats> {
         let mut nics: Vec<&Nic> = self.plugs.iter().collect();
         nics.sort_by_key(|nic| nic.slot);
@@ -177,7 +178,7 @@ impl Nic {
     }
 }
 
-/// Changes a limit. A limiter that is there keeps what its tenants owe.
+/// Changes a limit. An existing limiter keeps the debts of its users.
 fn set(limiter: &mut Option<Arc<Limiter>>, limit: RateLimit, exchange: impl Fn(Option<Arc<Limiter>>)) {
     if limit == RateLimit::default() {
         *limiter = None;

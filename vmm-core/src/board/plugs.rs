@@ -1,6 +1,8 @@
-//! Devices of one kind that come and go while the machine lives, as disks do ([`disks`](super::disks)): a *fitted* one has its function on
-//! the PCI bus, and a *leaving* one, which the guest has ejected or which was taken away, ends on a thread of its own. What it is on is closed
-//! then.
+//! Devices of one kind that can be attached and detached while the machine runs, as disks can
+//! ([`disks`](super::disks)).
+//!
+//! A *fitted* device has its function on the PCI bus. A *leaving* device was ejected by the guest
+//! or removed by force. It ends on a thread of its own, which then closes the device's backend.
 
 use std::{
     sync::Arc,
@@ -16,7 +18,7 @@ use super::{
 };
 use crate::lifecycle::{Detached, Failure, Pluggable, Progress, Token};
 
-/// How long a device that is taken away by force may take before whoever asked is told that it takes longer.
+/// Time that a forcibly detached device has to end before the caller gets an error about the delay.
 const FORCE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A kind of device that comes and goes.
@@ -33,7 +35,7 @@ pub(super) trait Plug {
     /// For pause, resume and reset.
     fn device_mut(&mut self) -> &mut VirtioPciDevice;
 
-    /// The device, and what has to live as long as it.
+    /// The device, and the resources that must live as long as the device.
     fn apart(self) -> (VirtioPciDevice, Box<dyn Send>);
 }
 
@@ -49,12 +51,12 @@ pub(super) struct Plugs<P> {
     leaving: Vec<Leaving>,
     pub sockets: Sockets,
     hotplug: Arc<HotPlug>,
-    /// Answers that nobody collected yet.
+    /// Results that the driver has not collected yet.
     answers: Vec<(Token, Result<(), Failure>)>,
 }
 
 impl<P: Plug> Plugs<P> {
-    /// Of a machine whose guest is told of changes through `hotplug`.
+    /// Devices of a machine that notifies its guest of changes through `hotplug`.
     pub fn new(sockets: Sockets, hotplug: Arc<HotPlug>) -> Self {
         Self {
             fitted: Vec::new(),
@@ -71,7 +73,7 @@ impl<P: Plug> Plugs<P> {
         self.fitted.push(Fitted { slot, plug });
     }
 
-    /// Those that the guest has, in the order in which they came.
+    /// The fitted devices, in the order of their attachment.
     pub fn iter(&self) -> impl Iterator<Item = &P> {
         self.fitted.iter().map(|fitted| &fitted.plug)
     }
@@ -84,14 +86,14 @@ impl<P: Plug> Plugs<P> {
             .ok_or_else(|| not_found::<P>(name))
     }
 
-    /// Those that the machine's pause, resume and reset are for.
+    /// Devices that take part in the machine's pause, resume and reset.
     pub fn components(&mut self) -> impl Iterator<Item = &mut dyn Component> {
         self.fitted
             .iter_mut()
             .map(|fitted| fitted.plug.device_mut() as &mut dyn Component)
     }
 
-    /// Slots of those that the guest has, by the names of their components.
+    /// Slots of the fitted devices, and the names of their components.
     pub fn slots(&self) -> impl Iterator<Item = (u8, String)> {
         self.fitted
             .iter()
@@ -103,7 +105,8 @@ impl<P: Plug> Plugs<P> {
         self.fitted.is_empty() && self.leaving.is_empty()
     }
 
-    /// Puts in the device `name`, which `plug` makes and puts into its slot, and tells the guest.
+    /// Attaches the device `name` and notifies the guest. `plug` creates the device and adds it to
+    /// its slot.
     pub fn attach(
         &mut self,
         name: &str,

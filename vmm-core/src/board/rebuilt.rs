@@ -1,8 +1,10 @@
-//! A machine that is thrown away and restored at each resume, for tests: saved, dropped with all its threads and
-//! descriptors, built anew from its spec, and restored from the encoded state. Only its memory is handed over. Whatever works on
-//! such a machine across a pause works across a migration.
+//! A test machine that is discarded and restored at each resume. The machine is saved, dropped with
+//! all its threads and descriptors, rebuilt from its spec, and restored from the encoded state.
+//! Only its memory is handed over. A feature that works on such a machine across a pause also works
+//! across a migration.
 //!
-//! Disks and NICs that were attached after the start are not in the spec, so a machine with one is not restored.
+//! Disks and NICs that were attached after the start are not in the spec, so a machine with one is
+//! not restored.
 
 use std::{
     fs::File,
@@ -135,11 +137,11 @@ impl Rebuilt {
             .map_err(|error| Failure::new(ErrorKind::Resources, &error))
     }
 
-    /// Puts another machine in the place of the paused one, as a migration does.
+    /// Replaces the paused machine by a restored one, as a migration does.
     pub(super) fn rebuild(&mut self) -> Result<(), Failure> {
         let machine = self.machine()?;
         let (saved, ram) = (machine.save()?.encode_to_vec(), machine.ram.clone());
-        // What the guest printed comes out.
+        // Outputs the guest's pending console data.
         machine.halt();
         self.machine = None;
         let saved = state::Machine::decode(saved.as_slice());

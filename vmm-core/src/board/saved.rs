@@ -1,12 +1,15 @@
-//! The state of a whole machine: one section for each component, and a header that says what the machine was built as.
+//! The state of a whole machine: one section for each component, and a header with the
+//! configuration from the assembly.
 //!
-//! Snapshots and migrations use this and nothing else. Guest memory and the content of disks are not part of it: both have to
-//! be complete when the state is restored.
+//! Snapshots and migrations use only this state. Guest memory and the content of disks are not part
+//! of it: both must be complete when the state is restored.
 //!
-//! The order of a save and of a restore, and why, is written at [`Component`](devices::component::Component).
+//! [`Component`](devices::component::Component) documents the order of a save and of a restore, and
+//! the reasons.
 //!
-//! A state that is read back is untrusted. Before anything is changed, the header is compared, and each section has found its
-//! component. A restore consumes the machine: one that failed can only be dropped.
+//! A state that is read back is untrusted. Before any change, the header is compared, and each
+//! section has found its component. A restore consumes the machine: after a failed restore, the
+//! caller can only drop the machine.
 
 mod header;
 mod sections;
@@ -55,7 +58,8 @@ fn failed<E: Into<StateError>>(operation: &str, part: &str) -> impl Fn(E) -> Fai
     }
 }
 
-/// Takes what the counters have run on since the pause out of their values, so that they belong to the same moment as kvmclock.
+/// Subtracts the counters' advance since the pause from their values, so that the values match the
+/// kvmclock of the pause.
 fn at_the_pause(mut vcpus: Vec<state::Vcpu>, paused: GuestTime) -> Vec<state::Vcpu> {
     let first = vcpus.first().and_then(|vcpu| vcpu.tsc);
     let since = first.map_or(0, |counter| counter.value.wrapping_sub(paused.counter));
@@ -65,7 +69,7 @@ fn at_the_pause(mut vcpus: Vec<state::Vcpu>, paused: GuestTime) -> Vec<state::Vc
     vcpus
 }
 
-/// What is restored beside the components, decoded.
+/// Decoded state that is restored in addition to the components.
 struct Core {
     vcpus: Vec<state::Vcpu>,
     controllers: state::InterruptControllers,
@@ -94,7 +98,7 @@ impl Core {
 }
 
 impl Machine {
-    /// The state of the paused machine, which may go on afterwards.
+    /// Returns the state of the paused machine, which may continue afterwards.
     pub fn save(&mut self) -> Result<state::Machine, Failure> {
         let Some(paused) = self.paused_at else {
             return Err(Failure {

@@ -71,7 +71,7 @@ impl DerefMut for Shares {
 }
 
 impl Shares {
-    /// Of a machine whose guest is told of changes through `hotplug`.
+    /// Shares of a machine that notifies its guest of changes through `hotplug`.
     pub fn new(sockets: Sockets, hotplug: Arc<HotPlug>, has_shared_memory: bool) -> Self {
         Self {
             plugs: Plugs::new(sockets, hotplug),
@@ -79,7 +79,7 @@ impl Shares {
         }
     }
 
-    /// Puts in a share that is there when the machine is switched on.
+    /// Adds a share that exists when the machine is switched on.
     pub fn fit(&mut self, spec: &machine::Share, fds: &mut Fds) -> Result<(), Failure> {
         let share = share::plug(&self.plugs.sockets, spec, fds)?;
         self.plugs.fit(spec.slot, share);
@@ -112,8 +112,8 @@ impl Shares {
         })
     }
 
-    /// An error when there are any: what another process writes to the machine's memory is in no dirty log, so that the memory can't be saved while
-    /// the guest runs.
+    /// Returns an error if the machine has shares. The dirty log misses another process's writes to
+    /// the machine's memory, so the memory cannot be saved while the guest runs.
     pub fn write_unseen(&self) -> Result<(), Failure> {
         if self.plugs.is_empty() {
             return Ok(());
@@ -126,7 +126,7 @@ impl Shares {
         })
     }
 
-    /// Those that the guest has.
+    /// Statistics of the fitted shares.
     pub fn stats(&self) -> Vec<ShareStats> {
         let name = |share: &Share| ShareStats {
             name: share.name.clone(),

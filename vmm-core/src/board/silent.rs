@@ -5,7 +5,7 @@ use std::{io, sync::Arc};
 use devices::interrupt::{LevelLine, MsiController, MsiMessage, MsiVector, NotifyAddress, NotifyRegistry};
 use vmm_sys_util::eventfd::EventFd;
 
-/// Nothing comes of anything.
+/// Ignores all operations.
 pub(super) struct Silent;
 
 impl LevelLine for Silent {

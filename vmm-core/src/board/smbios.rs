@@ -1,10 +1,10 @@
-//! SMBIOS: what the guest reads as its system's maker, serial number and UUID (DSP0134, version 3.7).
+//! SMBIOS: manufacturer, serial number and UUID of the guest's system (DSP0134, version 3.7).
 
 use std::ops::Range;
 
 use crate::memory::layout;
 
-/// What the tables tell.
+/// Properties that the tables describe.
 #[derive(Clone, Copy, Debug)]
 pub struct System<'a> {
     /// In RFC 9562 byte order.
@@ -158,7 +158,7 @@ fn processor(table: &mut Table, socket: u32, cores: u32) {
     let count = u8::try_from(cores).unwrap_or(u8::MAX);
     let wide = u16::try_from(cores).unwrap_or(u16::MAX);
     let mut body = vec![1, CENTRAL, OTHER, 2];
-    // Processor id (CPUID tells), version, voltage, clocks: not said.
+    // Processor ID (CPUID has it), version, voltage, clocks: not given.
     body.extend([0; 8]);
     body.extend([3, 0]);
     body.extend([0; 6]);

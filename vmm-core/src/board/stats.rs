@@ -1,5 +1,5 @@
-//! What a machine counts, put together from its parts. Nothing of it disturbs the guest, but that its balloon asks for
-//! what it has to say.
+//! Counters of a machine, collected from its parts. Only the query of the balloon's statistics
+//! involves the guest.
 
 use std::collections::BTreeMap;
 
@@ -27,10 +27,10 @@ pub(super) fn of(machine: &Machine) -> MachineStats {
     }
 }
 
-/// What KVM has counted since the start, added up by name.
+/// KVM's counters since the start, summed by name.
 fn sum<'a>(readers: impl Iterator<Item = &'a StatsReader>) -> BTreeMap<String, u64> {
     let mut sums = BTreeMap::new();
-    // A file that can't be read is one counter less, as on an older kernel.
+    // A statistics file that fails to read lacks its counters, as on an older kernel.
     for stat in readers.filter_map(|reader| reader.read().ok()).flatten() {
         if stat.cumulative {
             let sum: &mut u64 = sums.entry(stat.name).or_default();

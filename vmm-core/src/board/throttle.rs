@@ -16,7 +16,7 @@ pub(super) struct Throttle {
 }
 
 impl Throttle {
-    /// Of vCPUs that run at `now`. None for 0.
+    /// Throttle of vCPUs that run at `now`. `None` for 0.
     pub fn new(percent: u8, now: Instant) -> Option<Self> {
         let percent = u32::from(percent.min(99));
         (percent > 0).then(|| Self {
@@ -52,7 +52,7 @@ impl Throttle {
         } else {
             100 - self.percent
         };
-        // What came late is not made up for: the vCPUs run for their part in any case.
+        // A late call is not compensated: the vCPUs get their running time in any case.
         self.due = now + TURN * percent / 100;
         Some(self.stands)
     }

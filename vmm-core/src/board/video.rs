@@ -14,7 +14,7 @@ use crate::{
     memory::{RamError, guest},
 };
 
-/// What a change is told in: the pages of a memory slot.
+/// Granularity of changes: the pages of a memory slot.
 const PAGE: usize = 4096;
 const _: () = assert!(PAGE as u64 == SLOT_PAGE);
 
@@ -30,7 +30,7 @@ pub(super) struct Video {
 struct State {
     /// The slot and its guest-physical address, while the BAR is on the bus.
     placed: Option<(SlotId, u64)>,
-    /// Changes that nobody has taken, of a slot that is gone.
+    /// Pending changes of a removed slot.
     left: Vec<Range<usize>>,
 }
 
@@ -60,7 +60,8 @@ impl Video {
 
     fn place(&self, state: &mut State, address: Option<u64>) -> Result<(), SlotError> {
         if let Some((slot, old)) = state.placed.take() {
-            // What can't be learnt may be anything. The slot goes in any case: another device may come to be there.
+            // If the changes cannot be read, the whole memory counts as changed. The slot is
+            // removed in any case, since another device may get its address.
             let left = self.take(slot, old);
             self.vm.remove_slot(slot)?;
             state.left = left.unwrap_or_else(|_| iter::once(0..usize::MAX).collect());
@@ -83,7 +84,7 @@ impl BarMemory for Video {
         self.region.len()
     }
 
-    /// Where KVM has no slot for it, the guest reads ones and what it writes is lost.
+    /// Without a KVM slot, the guest reads ones and its writes are lost.
     fn moved(&self, address: Option<u64>) {
         let mut state = self.lock();
         if let Err(error) = self.place(&mut state, address)
@@ -119,7 +120,7 @@ impl VideoMemory for Video {
     }
 
     fn write(&self, offset: usize, bytes: &[u8]) {
-        // What does not fit is lost, as told.
+        // Bytes beyond the end are lost, as the trait specifies.
         let _written = self.region.write(bytes, MemoryRegionAddress(offset as u64));
     }
 

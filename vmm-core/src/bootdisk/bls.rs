@@ -13,9 +13,9 @@ use super::{
 pub struct Entry {
     /// Name of its file, without `.conf`.
     pub id: String,
-    /// What a menu shows.
+    /// Title in the menu.
     pub title: String,
-    /// What it is sorted by first.
+    /// First criterion of the order.
     pub sort_key: String,
     /// Version of the kernel.
     pub version: String,
@@ -25,7 +25,7 @@ pub struct Entry {
     pub initrds: Vec<String>,
     /// Command line.
     pub cmdline: String,
-    /// What is where, when the kernel is a unified image.
+    /// Layout of the kernel's file, if the kernel is a unified image.
     pub image: Option<Image>,
 }
 
@@ -60,7 +60,8 @@ pub fn entry(id: &str, text: &str, variables: &Variables) -> Option<Entry> {
             "options" => {
                 for word in value.split_whitespace() {
                     let word = variable(word, variables);
-                    // What is longer is no command line either.
+                    // Further words are dropped: the options are already too long for a command
+                    // line.
                     if !word.is_empty() && options.len() <= LONGEST_COMMAND {
                         options.extend((!options.is_empty()).then_some(' '));
                         options.push_str(word);
@@ -82,7 +83,8 @@ fn variable<'a>(word: &'a str, variables: &'a Variables) -> &'a str {
     }
 }
 
-/// Puts the entry first that is booted when nobody chooses: `saved` is the name that GRUB has noted, or the number from the top.
+/// Sorts the entries, and puts the default entry first: `saved` is GRUB's saved name, or a number
+/// from the top.
 pub fn sort(entries: &mut Vec<Entry>, saved: &str) {
     entries.sort_by(order);
     let by_name = entries

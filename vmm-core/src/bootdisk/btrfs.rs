@@ -1,9 +1,10 @@
-//! Btrfs as the library reads it: what the last transaction has written. The log of what was synced behind that (`fsync`) is not looked at, as
-//! GRUB does not either.
+//! Btrfs as the library reads it: the state of the last transaction. Like GRUB, the library ignores
+//! the log of later syncs (`fsync`).
 //!
-//! What a distribution's GRUB takes for the root of the file system differs: upstream it is the top level, openSUSE's is the default subvolume. So
-//! there is a volume of each: the default subvolume, which is what a mount without options shows, then the top level, then those that
-//! installers make for `/`.
+//! Distributions' versions of GRUB differ in the root of the file system: upstream uses the top
+//! level, openSUSE the default subvolume. This module therefore offers several volumes: the default
+//! subvolume, which a mount without options shows, then the top level, then the subvolumes that
+//! installers create for `/`.
 
 use std::{cell::RefCell, io, ops::Range};
 
@@ -26,7 +27,7 @@ const LABEL: u64 = 0x12b;
 /// A subvolume.
 pub struct Btrfs(RefCell<lambutter::Btrfs<Reader>>);
 
-/// What `UUID` and `LABEL` are.
+/// Returns `UUID` and `LABEL`.
 pub fn names(window: &Window) -> (String, String) {
     let uuid = window.bytes(SUPERBLOCK + UUID).unwrap_or_default();
     let label: [u8; 256] = window.bytes(SUPERBLOCK + LABEL).unwrap_or([0; 256]);
@@ -37,7 +38,8 @@ pub fn names(window: &Window) -> (String, String) {
     )
 }
 
-/// Opens the subvolumes that are looked at; all but the default one have a name. The error says why the file system can't be read.
+/// Opens the supported subvolumes; all except the default one have a name. The error describes why
+/// the file system is unreadable.
 pub fn open(window: &Window) -> Result<Vec<(Option<String>, Btrfs)>, String> {
     let reader = || Reader(window.clone());
     let default = lambutter::Btrfs::open(reader(), window.length()).map_err(|error| error.to_string())?;

@@ -1,7 +1,8 @@
 //! ext2 to ext4 as the library can read them.
 //!
-//! It reads the journal in any case, and refuses one that has no checksums: such has a file system that was never mounted (as mkfs.ext4 makes
-//! it), or one without `metadata_csum`. Where nothing is to be taken from the journal, the library is told that there is none.
+//! The library always reads the journal, and refuses a journal without checksums. A file system has
+//! such a journal if it was never mounted (as mkfs.ext4 creates it), or has no `metadata_csum`. If
+//! the journal needs no recovery, this module hides the journal from the library.
 
 use std::{error::Error, io, ops::Range};
 
@@ -31,7 +32,7 @@ const BLOCKS_HIGH: usize = 0x150;
 /// Most groups of blocks: the library keeps something of each. A file system of 128 TiB has as many with its usual 128 MiB each.
 const GROUPS: u64 = 1 << 20;
 
-/// Opens a file system. The error says why it can't be read.
+/// Opens a file system. The error describes why the file system is unreadable.
 pub fn open(window: &Window) -> Result<Ext4, String> {
     let superblock: Option<[u8; LENGTH]> = window.bytes(SUPERBLOCK);
     if let Some(superblock) = &superblock {
@@ -46,7 +47,8 @@ pub fn open(window: &Window) -> Result<Ext4, String> {
         }))
     };
     let loaded = match needs_recovery {
-        // GRUB never looks into a journal: what it would boot is better than nothing.
+        // GRUB never reads a journal: the state without the journal, which GRUB would boot, is
+        // better than an error.
         true => load(None).or_else(|_| load(without_journal)),
         false => load(without_journal),
     };
@@ -130,7 +132,7 @@ impl Ext4Read for Reader {
         let Some(superblock) = &self.superblock else {
             return Ok(());
         };
-        // It may be a part of what is read, or the other way round.
+        // The read range may be a part of the superblock, or the reverse.
         for (offset, byte) in (SUPERBLOCK..).zip(superblock) {
             let at = offset
                 .checked_sub(start_byte)

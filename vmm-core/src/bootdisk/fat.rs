@@ -47,7 +47,7 @@ impl Files for Fat {
 
     fn copy(&self, path: &str, range: Range<u64>, to: &mut Sink<'_>) -> io::Result<()> {
         let mut file = self.0.root_dir().open_file(relative(path))?;
-        // What is behind the end is not looked for, and the library goes to the end.
+        // For an offset beyond the end, the library's seek moves to the end, and the copy is empty.
         file.seek(SeekFrom::Start(range.start))?;
         stream(range, to, |_, buffer| file.read(buffer))
     }

@@ -1,4 +1,5 @@
-//! What a library for a file system offers, and how links are followed: here, the same way for all, and within bounds.
+//! The interface to file system libraries. Links are followed here, in the same way for all
+//! libraries, and within limits.
 
 use std::{io, ops::Range, path::Path};
 
@@ -11,7 +12,7 @@ const LINKS: usize = 40;
 /// Longest path in bytes, and the longest target of a link.
 pub const LONGEST_PATH: usize = 4096;
 
-/// What a path names.
+/// Type of the file at a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// A regular file.
@@ -25,22 +26,25 @@ pub enum Kind {
 /// Takes a piece of a file.
 pub type Sink<'a> = dyn FnMut(&[u8]) -> io::Result<()> + 'a;
 
-/// A file system. Paths begin with a slash and have no links in them, but perhaps as their last part. Any function may panic: libraries do
-/// on what they did not expect.
+/// A file system. Paths begin with a slash and contain no links, except perhaps as their last part.
+/// Any function may panic, because libraries panic on unexpected content.
 pub trait Files {
-    /// What a path names; nothing when that is not there, or is a device or the like.
+    /// Type of the file at a path; `None` if the file does not exist, or is a device or another
+    /// special file.
     fn kind(&self, path: &str) -> Option<Kind>;
-    /// Names of what is in a folder, [`NAMES`] at most.
+    /// Names in a folder, [`NAMES`] at most.
     fn names(&self, path: &str) -> Vec<String>;
-    /// Passes on what a regular file has of these bytes, in pieces of at most [`PIECE`] bytes.
+    /// Passes the bytes of a regular file in this range to `to`, in pieces of at most [`PIECE`]
+    /// bytes.
     ///
     /// # Errors
     ///
-    /// It can't be read, or `to` fails.
+    /// The file cannot be read, or `to` fails.
     fn copy(&self, path: &str, range: Range<u64>, to: &mut Sink<'_>) -> io::Result<()>;
 }
 
-/// Passes on what `read` gives of these bytes. It is told where the next ones are, and says how many it has read: none at the end.
+/// Passes these bytes from `read` to `to`. `read` receives the offset of the next bytes, and
+/// returns the number of bytes read: 0 at the end.
 pub fn stream(
     range: Range<u64>,
     to: &mut Sink<'_>,
@@ -61,7 +65,7 @@ pub fn stream(
     Ok(())
 }
 
-/// The path that another one leads to when links are followed, and what is there.
+/// Follows all links of a path. Returns the resolved path and the file's type.
 pub fn follow(files: &dyn Files, path: &str) -> Option<(String, Kind)> {
     let mut left = parts(path);
     let (mut there, mut links) = (Vec::new(), 0_usize);
@@ -107,7 +111,7 @@ fn parts(path: &str) -> Vec<String> {
 mod tests {
     use super::*;
 
-    /// Paths and what they name.
+    /// Paths and their types.
     struct Tree(Vec<(&'static str, Kind)>);
 
     impl Files for Tree {

@@ -1,4 +1,4 @@
-//! What fuzzers and tests feed with bytes of their own (`vmm-core/fuzz`).
+//! Entry points for fuzzers and tests with data of their own (`vmm-core/fuzz`).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -21,12 +21,14 @@ const COPYING: u64 = 64 << 20;
 /// A copy is ended behind so many bytes.
 const LONGEST: u64 = 4 << 20;
 
-/// Looks for what is to be booted, where the first byte says:
+/// Searches for a bootable kernel in input of the form that the first byte selects:
 ///
-/// - 0: on a disk of pieces, each with the number of its first sector and its length in two bytes each (little-endian); what is found is copied;
-/// - 1: in a grub.cfg, with the environment block and a zero byte before it;
-/// - 2: in boot loader entries: the environment block, loader.conf, and entries whose first line is their name; a zero byte between them;
-/// - 3: in a unified kernel image.
+/// - 0: a disk of pieces, each with the number of its first sector and its length in two bytes each
+///   (little-endian); a found kernel is copied;
+/// - 1: a grub.cfg, with the environment block and a zero byte before it;
+/// - 2: boot loader entries: the environment block, loader.conf, and entries whose first line is
+///   their name; a zero byte between them;
+/// - 3: a unified kernel image.
 pub fn boot_disk(data: &[u8]) {
     let Some((kind, rest)) = data.split_first() else {
         return;
@@ -138,7 +140,7 @@ impl Medium for Pieces {
         let end = offset + data.len() as u64;
         for (number, bytes) in self.0.range(offset / SECTOR..end.div_ceil(SECTOR)) {
             let start = number * SECTOR;
-            // Where the sector and what is asked for have something in common.
+            // Overlap of the sector and the requested range.
             let (from, to) = (start.max(offset), end.min(start + SECTOR));
             let part = |base: u64| {
                 let within = |at: u64| usize::try_from(at.saturating_sub(base)).unwrap_or(0);

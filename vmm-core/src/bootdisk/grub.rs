@@ -1,5 +1,6 @@
-//! What a grub.cfg boots. GRUB's language is not carried out: commands are taken in the order in which they are written, whatever
-//! condition they stand under, which is right for what grub-mkconfig(8) and the distributions' own generators write.
+//! Boot entries of a grub.cfg. The GRUB language is not executed. Commands are read in the order of
+//! the text, regardless of their conditions, which is right for the output of grub-mkconfig(8) and
+//! of the distributions' own generators.
 
 #[path = "grub/parser.rs"]
 mod parser;
@@ -14,8 +15,8 @@ use super::files::LONGEST_PATH;
 const DEEPEST: usize = 16;
 /// Most entries and menus that are looked at.
 const MOST_ITEMS: usize = 256;
-/// Most variables, and the longest name and value of one, in bytes; a command line is at most as long (`MAX_CMDLINE`). Each entry has
-/// the variables as they were before it.
+/// Most variables, and the longest name and value of one, in bytes; a command line is at most as
+/// long (`MAX_CMDLINE`). Each entry has a copy of the variables that are set at its position.
 const MOST_VARIABLES: usize = 256;
 const LONGEST_VALUE: usize = 2048;
 /// Longest text that a command may become, in bytes.
@@ -43,9 +44,9 @@ pub enum Root {
 /// Something that can be booted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Entry {
-    /// What the menu shows.
+    /// Title in the menu.
     pub title: String,
-    /// What it is also known by.
+    /// Alternative name of the entry.
     pub id: String,
     /// Where its files are.
     pub root: Root,
@@ -68,8 +69,8 @@ struct Item {
     root: Root,
 }
 
-/// The entries of a configuration: first the one that it boots when nobody chooses, then the others from the top. `variables` are those
-/// of the environment block.
+/// The entries of a configuration: the default entry first, then the others from the top.
+/// `variables` are the variables of the environment block.
 pub fn entries(text: &str, variables: &Variables) -> Vec<Entry> {
     let nodes = parse(text);
     let mut state = State {
@@ -144,7 +145,7 @@ fn items(nodes: Vec<Node>, state: &mut State, left: &mut usize) -> Vec<Item> {
                     root: state.root.clone(),
                 });
             }
-            // A function, or a group of commands: what it would do depends on who calls it.
+            // A function, or a group of commands, whose effect depends on the caller.
             Some(_) => {}
             None => run(&words, state),
         }
@@ -162,7 +163,7 @@ fn id(written: &[Word], words: &[String]) -> String {
     next.cloned().unwrap_or_default()
 }
 
-/// Notes what a command sets.
+/// Records the variable or the root that a command sets.
 fn run(words: &[String], state: &mut State) {
     let Some((command, arguments)) = words.split_first() else {
         return;
@@ -186,7 +187,7 @@ fn run(words: &[String], state: &mut State) {
                 .bytes()
                 .all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
     };
-    // Under a condition one branch often sets what the other clears.
+    // With a condition, one branch often sets the variable that the other branch clears.
     if is_name(name) && !value.is_empty() {
         if let ("root", Some(number)) = (name, partition(value)) {
             state.root = Root::Partition(number);
@@ -229,8 +230,8 @@ fn search(command: &str, arguments: &[String]) -> Option<Root> {
     }
 }
 
-/// Title and id of the entry that is booted when nobody chooses, in the words of `default`: a number, a title or an id, with those of menus
-/// before it and `>` in between.
+/// Title and ID of the default entry, which `default` gives as a number, a title or an ID. Parent
+/// menus precede the entry, separated by `>`.
 fn choose(items: &[Item], default: &str) -> Option<(String, String)> {
     let (first, rest) = default.split_once('>').unwrap_or((default, ""));
     let first = first.trim();
@@ -281,7 +282,7 @@ fn flatten(items: Vec<Item>, found: &mut Vec<Item>, depth: usize, left: &mut usi
     }
 }
 
-/// What an entry boots; nothing when that is no kernel.
+/// The kernel that an entry boots; `None` if the entry boots no kernel.
 fn entry(item: &Item) -> Option<Entry> {
     let mut state = State {
         variables: item.variables.clone(),
@@ -293,7 +294,8 @@ fn entry(item: &Item) -> Option<Entry> {
         let words: Vec<&String> = words.iter().filter(|word| !word.is_empty()).collect();
         match words.split_first() {
             Some((command, arguments)) if matches!(command.as_str(), "linux" | "linuxefi" | "linux16") => {
-                // Of several under conditions, one with an initial RAM disk goes before one without.
+                // If conditions select between several kernels, one with an initial RAM disk takes
+                // precedence.
                 let Some((kernel, cmdline)) = arguments.split_first() else {
                     continue;
                 };
@@ -337,7 +339,7 @@ fn without_device(path: &str) -> String {
     }
 }
 
-/// The words of a command with what is in their variables; none when they become too long.
+/// The words of a command with expanded variables; empty if they become too long.
 fn expand(words: &[Word], variables: &Variables) -> Vec<String> {
     let mut length: usize = 0;
     let mut found = Vec::with_capacity(words.len());

@@ -51,7 +51,8 @@ pub fn links(volumes: &[Volume]) -> Vec<Candidate> {
     found
 }
 
-/// The command line of a system whose boot loader has none: kernel-install's, or that which grub-mkconfig would use.
+/// The command line of a system whose boot loader gives none: that of kernel-install, or that of
+/// grub-mkconfig.
 fn default_cmdline(root: &Volume) -> String {
     let written = root.text("/etc/kernel/cmdline", TEXT).or_else(|| {
         let text = root.text("/etc/default/grub", TEXT)?;

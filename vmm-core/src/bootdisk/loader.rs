@@ -1,4 +1,5 @@
-//! What systemd-boot and GRUB with its `blscfg` offer: entries of the Boot Loader Specification, and unified kernel images.
+//! Entries of systemd-boot and of GRUB with its `blscfg`: the Boot Loader Specification's entries,
+//! and unified kernel images.
 
 use super::{
     Candidate, MOST_ENTRIES, TEXT,
@@ -16,7 +17,8 @@ const IMAGES: &str = "EFI/Linux";
 /// Most unified kernel images that are looked at.
 const MOST_IMAGES: usize = 64;
 
-/// The entries of all file systems, of each first what it boots when nobody chooses. `variables` are those of GRUB's environment block.
+/// The entries of all file systems, with each file system's default entry first. `variables` are
+/// those of GRUB's environment block.
 pub fn entries(volumes: &[Volume], variables: &Variables) -> Vec<Candidate> {
     let saved = variables.get("saved_entry").cloned().unwrap_or_default();
     // systemd-boot has one file for the EFI system partition and the one for `/boot`.
@@ -129,7 +131,7 @@ pub fn default_of_loader(text: &str, entries: &[Entry]) -> Option<String> {
 fn is_match(pattern: &str, text: &str) -> bool {
     let (pattern, text): (Vec<_>, Vec<_>) = (pattern.chars().collect(), text.chars().collect());
     let (mut at, mut read) = (0_usize, 0_usize);
-    // The last star, and what it stood for when it was tried.
+    // The last star, and the position in `text` at which the star was tried.
     let mut star: Option<(usize, usize)> = None;
     while let Some(letter) = text.get(read) {
         match pattern.get(at) {

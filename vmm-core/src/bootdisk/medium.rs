@@ -11,11 +11,11 @@ use std::{
 pub trait Medium {
     /// Size in bytes.
     fn size(&self) -> u64;
-    /// Fills `data` from byte `offset` on, all of which lies within the disk.
+    /// Fills `data` from byte `offset` on. The whole range lies within the disk.
     ///
     /// # Errors
     ///
-    /// The disk can't be read there.
+    /// The read failed.
     fn read_at(&self, data: &mut [u8], offset: u64) -> io::Result<()>;
 }
 
@@ -34,14 +34,14 @@ impl Medium for Vec<u8> {
     }
 }
 
-/// A disk that is read so much and no more, since what is on it may lead a library round in circles.
+/// A disk with a limit of read bytes, since its content may make a library loop.
 pub struct Bounded {
     disk: Rc<dyn Medium>,
     left: Cell<u64>,
 }
 
 impl Bounded {
-    /// What a read counts at least, in bytes.
+    /// Minimum cost of a read in bytes.
     const LEAST: u64 = 256;
 
     /// So many bytes may be read, until [`Bounded::refill`].
@@ -110,7 +110,8 @@ impl Window {
         }
     }
 
-    /// A part of it, in bytes; `None` when it begins behind the end. What lies behind the end is cut off.
+    /// A part of the window, in bytes, cut off at the window's end; `None` if the part begins
+    /// beyond the end.
     pub fn part(&self, start: u64, length: u64) -> Option<Self> {
         let left = self.length.checked_sub(start).filter(|left| *left > 0)?;
         Some(Self {
@@ -172,7 +173,7 @@ impl Seek for Window {
     }
 }
 
-/// What reads FAT wants to be able to write; it never does when it only reads.
+/// The FAT library requires this trait, but never writes when it only reads.
 impl Write for Window {
     fn write(&mut self, _: &[u8]) -> io::Result<usize> {
         Err(io::ErrorKind::ReadOnlyFilesystem.into())

@@ -1,8 +1,9 @@
-//! Finds the kernel that is installed on a disk, as the boot loader there would: by entries of the Boot Loader Specification and unified kernel
-//! images, by grub.cfg, or by the links that Debian makes in `/boot` and `/`.
+//! Finds the kernel that is installed on a disk, as the disk's boot loader would: by entries of the
+//! Boot Loader Specification and unified kernel images, by grub.cfg, or by the links that Debian
+//! creates in `/boot` and `/`.
 //!
-//! The disk is hostile: whoever wrote it may have written anything. Nothing here follows what it says beyond bounds, nothing is
-//! mounted, and whoever calls this has given up all rights before.
+//! The content of the disk is untrusted. This module limits all work that the content can cause,
+//! and mounts nothing. The caller has given up all rights before.
 
 mod bls;
 mod btrfs;
@@ -52,7 +53,8 @@ const TEXT: u64 = 64 << 10;
 /// system is sound.
 const LOOKING: u64 = 1 << 30;
 const COPYING: u64 = 16 << 30;
-/// What the archives of an initial RAM disk begin at a multiple of, in bytes (Documentation/driver-api/early-userspace/buffer-format.rst).
+/// Alignment of the archives of an initial RAM disk, in bytes
+/// (Documentation/driver-api/early-userspace/buffer-format.rst).
 const ALIGNMENT: u64 = 4;
 
 /// Why there is nothing to boot.
@@ -61,7 +63,7 @@ pub enum FindError {
     /// There is no kernel.
     #[error("no kernel was found on the disk: {0}")]
     None(String),
-    /// There is one that can't be used.
+    /// A kernel exists, but is not usable.
     #[error("{what} can't be booted: {problem}")]
     Unusable {
         /// What names it: "the entry "Debian" of grub.cfg".
@@ -69,12 +71,12 @@ pub enum FindError {
         /// Why not.
         problem: String,
     },
-    /// A file can't be read.
+    /// A file on the disk failed to read.
     #[error("copy {0} from the disk")]
     Copy(String, #[source] io::Error),
 }
 
-/// What a disk boots.
+/// The kernel that a disk boots.
 #[derive(Debug)]
 pub struct Found {
     /// Path of the kernel on its file system, or of the unified kernel image that has it.
@@ -96,12 +98,12 @@ pub struct Found {
 struct Candidate {
     root: Root,
     kernel: String,
-    /// What paths are also tried below of.
+    /// A further folder in which the paths are tried.
     below: &'static str,
     initrds: Vec<String>,
     cmdline: String,
     by: String,
-    /// What is where, when the kernel is a unified image.
+    /// Layout of the kernel's file, if the kernel is a unified image.
     image: Option<uki::Image>,
     volume: usize,
 }
@@ -109,11 +111,11 @@ struct Candidate {
 /// All bytes of a file.
 const WHOLE: Range<u64> = 0..u64::MAX;
 
-/// Finds what a disk boots.
+/// Finds the kernel that a disk boots.
 ///
 /// # Errors
 ///
-/// There is nothing that can be booted, with the reason.
+/// The disk has no bootable kernel; the error gives the reason.
 pub fn find(disk: Rc<dyn Medium>) -> Result<Found, FindError> {
     find_within(disk, LOOKING, COPYING)
 }
@@ -179,18 +181,18 @@ impl Found {
     ///
     /// # Errors
     ///
-    /// It can't be read or written, or is longer than [`MAX_KERNEL`].
+    /// A read or a write failed, or the kernel is longer than [`MAX_KERNEL`].
     pub fn copy_kernel(&self, to: &mut dyn Write) -> Result<u64, FindError> {
         self.disk.refill(self.copying);
         let copied = self.volume.copy(&self.kernel, self.range.clone(), to, MAX_KERNEL);
         copied.map_err(|error| FindError::Copy(self.kernel.clone(), error))
     }
 
-    /// Copies the initial RAM disks, one behind the other; returns their length in bytes.
+    /// Copies the initial RAM disks, one after the other; returns their length in bytes.
     ///
     /// # Errors
     ///
-    /// One can't be read or written, or they are longer than [`MAX_INITRD`].
+    /// A read or a write failed, or they are longer than [`MAX_INITRD`].
     pub fn copy_initrd(&self, to: &mut dyn Write) -> Result<u64, FindError> {
         self.disk.refill(self.copying);
         let mut length: u64 = 0;
@@ -234,7 +236,7 @@ fn place(volumes: &[Volume], candidate: &Candidate) -> Option<(usize, &'static s
         Root::File(path) => volume.has(path),
         Root::Partition(number) => volume.number == *number,
     };
-    // Of a partition with subvolumes each has the same names.
+    // The subvolumes of a partition have the same UUID and label, so all of them are tried.
     let named = volumes.iter().position(is_named).and_then(|at| volumes.get(at));
     let number = named.unwrap_or(own).number;
     let is_there = |at: &usize| volumes.get(*at).is_some_and(|volume| volume.number == number);
@@ -262,7 +264,7 @@ fn on(volume: &Volume) -> String {
     }
 }
 
-/// GRUB's environment block, of whichever file system has one.
+/// GRUB's environment block, from the first file system that has one.
 fn environment(volumes: &[Volume]) -> Variables {
     let places = GRUB.iter().map(|folder| format!("{folder}/grubenv"));
     let places: Vec<_> = places.chain(["/EFI/fedora/grubenv".to_owned()]).collect();
@@ -300,7 +302,7 @@ fn grub_entries(volumes: &[Volume]) -> Vec<Candidate> {
     found
 }
 
-/// What there is instead of a kernel, in words.
+/// A text that describes the disk's content other than a kernel.
 fn nothing(readable: &[Volume], others: &[String], missing: Option<String>) -> String {
     if let Some(missing) = missing {
         return missing;

@@ -19,7 +19,7 @@ const MIB: u64 = 1 << 20;
 pub const ROOT: &str = "11111111-2222-4333-8444-555555555555";
 const BOOT: &str = "66666666-7777-4888-9999-aaaaaaaaaaaa";
 
-/// A folder for what a disk is made of.
+/// A folder for the parts of a disk.
 pub struct Workshop(tempfile::TempDir);
 
 impl Workshop {
@@ -59,7 +59,7 @@ impl Workshop {
         let image = self.0.path().join("xfs");
         fs::File::create(&image).unwrap().set_len(24 * MIB).unwrap();
         let done = Command::new(tool("mkfs.xfs"))
-            // What its own tests set, so that it makes a small one.
+            // The environment of its own tests, with which mkfs.xfs creates a small file system.
             .envs(["TEST_DIR", "TEST_DEV", "QA_CHECK_FS"].map(|name| (name, "1")))
             .args(["-q", "-f", "-L", "system", "-m"])
             .arg(format!("uuid={ROOT}"))
@@ -157,7 +157,7 @@ fn tool(name: &str) -> PathBuf {
     found.unwrap_or_else(|| panic!("{name} is missing: install e2fsprogs, xfsprogs, btrfs-progs and fdisk"))
 }
 
-/// What is in a folder, as mkfs.xfs wants it.
+/// Content of a folder, as a prototype file for mkfs.xfs.
 fn prototype_of(folder: &Path) -> String {
     let mut text = String::new();
     for entry in fs::read_dir(folder).unwrap() {
@@ -284,7 +284,7 @@ fn a_boot_partition_has_its_own_entries_and_grub_remembers_which() {
         let disk = workshop.disk("gpt", &["L", "L"], &[boot(saved), root.clone()]);
         let found = find(disk).unwrap();
         assert_eq!(content(&found).0, kernel, "{saved}");
-        // Nobody would see it boot otherwise.
+        // The console is added, since the boot would be invisible without it.
         assert_eq!(found.cmdline, format!("root=UUID={ROOT} ro console=ttyS0"));
     }
 }
@@ -422,7 +422,8 @@ fn a_disk_without_a_kernel_is_refused_with_what_it_has() {
         ("boot/initrd.img-6.1", "ramdisk"),
     ]);
     assert!(refused(long).contains("longer than 2047 bytes"));
-    // What a library would believe: more blocks than there are, and more groups of them than fit into memory.
+    // Values that a library would trust: more blocks than the partition has, and more block groups
+    // than fit into memory.
     for (field, value, reason) in [
         (0x4, 0xffff_ffff_u32, "more than its partition"),
         (0x20, 0, "groups of blocks"),

@@ -28,11 +28,11 @@ pub struct Image {
     pub initrd: Option<Range<u64>>,
     /// Command line.
     pub cmdline: String,
-    /// What it is sorted by first, and what comes next.
+    /// First criterion of the order, and the second one.
     pub sort_key: String,
     /// Its version.
     pub version: String,
-    /// What a menu shows.
+    /// Title in the menu.
     pub title: String,
 }
 
@@ -48,7 +48,8 @@ pub fn image(read: &Read<'_>) -> Option<Image> {
     let mut profiles = 0;
     for (name, range) in sections(read)? {
         match name.as_slice() {
-            // What is behind the first one changes the image for one of several ways to boot it; the first is the default.
+            // Each `.profile` begins the changes for one way to boot the image. The first profile
+            // is the default, so the rest is ignored.
             b".profile" if profiles > 0 => break,
             b".profile" => profiles = 1,
             b".linux" => image.kernel = range,
@@ -85,7 +86,8 @@ fn sections(read: &Read<'_>) -> Option<Vec<(Vec<u8>, Range<u64>)>> {
     let table = read(table..table + count.min(SECTIONS) * SECTION)?;
     let found = table.chunks_exact(usize::try_from(SECTION).ok()?).map(|entry| {
         let name = entry.get(..8)?.split(|byte| *byte == 0).next()?.to_vec();
-        // What is longer in memory than in the file is zeroes, what is longer in the file is padding.
+        // A section that is longer in memory ends with zeroes, and one that is longer in the file
+        // has padding.
         let length = u64::from(u32_at(entry, 8)?.min(u32_at(entry, 16)?));
         let start = u64::from(u32_at(entry, 20)?);
         Some((name, start..start + length))
@@ -93,7 +95,7 @@ fn sections(read: &Read<'_>) -> Option<Vec<(Vec<u8>, Range<u64>)>> {
     found.collect()
 }
 
-/// Takes what it is sorted by from its os-release(5), as systemd-boot does.
+/// Takes the sort criteria from the image's os-release(5), as systemd-boot does.
 fn release(text: &str, image: &mut Image) {
     let value = |wanted: &[&str]| {
         let lines = || text.lines().filter_map(|line| line.trim().split_once('='));

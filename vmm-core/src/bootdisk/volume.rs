@@ -26,7 +26,7 @@ pub struct Volume {
     pub uuid: String,
     /// What `LABEL` is.
     pub label: String,
-    /// Of Btrfs, which subvolume this is, where that is not the default one.
+    /// Name of the Btrfs subvolume; `None` for the default subvolume and other file systems.
     pub subvolume: Option<String>,
     files: Box<dyn Files>,
 }
@@ -37,12 +37,12 @@ impl fmt::Debug for Volume {
     }
 }
 
-/// What is on a disk.
+/// File systems of a disk.
 #[derive(Debug, Default)]
 pub struct Volumes {
-    /// What can be read.
+    /// File systems that are readable.
     pub readable: Vec<Volume>,
-    /// What can't be, in words: "partition 2 has LVM".
+    /// Descriptions of unreadable content: "partition 2 has LVM".
     pub others: Vec<String>,
 }
 
@@ -61,7 +61,7 @@ pub fn volumes(disk: &Window) -> Volumes {
             0 => "the disk".to_owned(),
             number => format!("partition {number}"),
         };
-        // A library may panic over what it did not expect.
+        // A library may panic on unexpected content.
         let opened = catch_unwind(AssertUnwindSafe(|| open(&part)));
         match opened.unwrap_or_else(|_| Err("a damaged file system".to_owned())) {
             Ok(volumes) => found.readable.extend(volumes),
@@ -71,14 +71,15 @@ pub fn volumes(disk: &Window) -> Volumes {
     found
 }
 
-/// Opens what is on a partition, with each subvolume by itself; nothing when it is not known. The error is what there is that can't be read.
+/// Opens the file system on a partition, with each subvolume as a volume; empty for unknown
+/// content. The error describes unreadable content.
 fn open(part: &Partition) -> Result<Vec<Volume>, String> {
     let window = &part.window;
     let has = |offset: u64, magic: &[u8]| {
         let mut bytes = vec![0; magic.len()];
         window.fill(&mut bytes, offset).is_ok() && bytes == magic
     };
-    // Of each, where its magic number is: LUKS2 4.1, LVM's label may be in any of the first four sectors.
+    // Offsets of the magic numbers: LUKS2 4.1; LVM's label may be in any of the first four sectors.
     let sectors = [0, 512, 1024, 1536];
     if sectors.iter().any(|at| has(*at, b"LABELONE")) {
         return Err("LVM, which is not read".to_owned());
@@ -166,7 +167,7 @@ impl Volume {
         catch_unwind(AssertUnwindSafe(|| question(self.files.as_ref()))).unwrap_or_default()
     }
 
-    /// Names of what is in a folder, sorted; none when there is no such folder.
+    /// Sorted names in a folder; empty if the folder does not exist.
     pub fn names(&self, path: &str) -> Vec<String> {
         let Some((path, Kind::Folder)) = self.find(path) else {
             return Vec::new();
@@ -177,11 +178,12 @@ impl Volume {
         names
     }
 
-    /// Copies what a file has of these bytes, at most so many; returns how many they are.
+    /// Copies the bytes of a file in `range`, and returns the number of copied bytes.
     ///
     /// # Errors
     ///
-    /// There is none, it is longer, it can't be read, or `to` fails.
+    /// The file does not exist, has more than `most` bytes in the range or fails to read, or `to`
+    /// fails.
     pub fn copy(&self, path: &str, range: Range<u64>, to: &mut dyn Write, most: u64) -> io::Result<u64> {
         let path = match self.find(path) {
             Some((path, Kind::File)) => path,

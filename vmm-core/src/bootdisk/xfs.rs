@@ -1,4 +1,5 @@
-//! XFS as the library reads it: with what a log holds that was not written back, or without where the library can't tell.
+//! XFS as the library reads it: with the pending changes of the log, or without the log if the
+//! library cannot interpret it.
 
 use std::{cell::RefCell, io, ops::Range};
 
@@ -21,7 +22,7 @@ const LOG_BLOCK: u64 = 512;
 pub struct Xfs(RefCell<lamxfs::Xfs<Reader>>);
 
 impl Xfs {
-    /// Opens it. The error says why it can't be read.
+    /// Opens the file system. The error describes why the file system is unreadable.
     pub fn open(window: &Window) -> Result<Self, String> {
         let open = |without_log: Option<u64>| {
             let reader = Reader {
@@ -31,7 +32,8 @@ impl Xfs {
             lamxfs::Xfs::open(reader, window.length())
         };
         let opened = match open(None) {
-            // GRUB never looks into a log: what it would boot is better than nothing.
+            // GRUB never reads a log: the state without the log, which GRUB would boot, is better
+            // than an error.
             Err(Error::BadSuperblock(SuperblockReason::DirtyLog)) => open(log(window)),
             opened => opened,
         };

@@ -1,7 +1,7 @@
 //! Processor time of a vCPU's thread, the guest's included.
 
-/// Bits of the id of a thread's processor-time clock (the kernel's linux/posix-timers_types.h): a single thread's
-/// (CPUCLOCK_PERTHREAD_MASK), and what the scheduler counted (CPUCLOCK_SCHED).
+/// Bits of the ID of a thread's processor-time clock (the kernel's linux/posix-timers_types.h): a
+/// single thread (CPUCLOCK_PERTHREAD_MASK), and the scheduler's count (CPUCLOCK_SCHED).
 const OF_THREAD: libc::clockid_t = 4 | 2;
 
 /// The clock of one thread of this process, for others to read.
@@ -11,7 +11,7 @@ pub struct ThreadClock {
 }
 
 impl ThreadClock {
-    /// Of the thread that calls this.
+    /// The clock of the calling thread.
     pub fn of_this_thread() -> Self {
         let thread = rustix::thread::gettid().as_raw_nonzero().get();
         Self { thread }

@@ -1,4 +1,4 @@
-//! Why a vCPU can't go on.
+//! Reasons for the crash of a vCPU.
 
 use std::fmt;
 
@@ -22,7 +22,7 @@ pub enum Crash {
     Emulation {
         /// Instruction pointer.
         rip: u64,
-        /// The instruction's bytes, where KVM tells them.
+        /// The instruction's bytes, if KVM reports them.
         bytes: Vec<u8>,
         /// Whether the host has VT-x or SVM; without, no ordinary guest runs on it.
         hardware: bool,
@@ -31,7 +31,7 @@ pub enum Crash {
     Internal {
         /// `KVM_INTERNAL_ERROR_*`.
         suberror: u32,
-        /// What KVM says about it.
+        /// KVM's data about the error.
         data: Vec<u64>,
     },
     /// `KVM_EXIT_MEMORY_FAULT`: the host could not provide a page.

@@ -12,7 +12,8 @@ use kvm_bindings::{
 };
 use kvm_ioctls::{Cap, Kvm};
 
-/// KVM can't be used, or not in this way. Messages say what is wrong and, where somebody can help, what to do.
+/// KVM is not available, or lacks a required feature. The messages name the problem and, where
+/// possible, the remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum KvmError {
     /// There is no /dev/kvm.
@@ -70,7 +71,8 @@ impl KvmError {
     }
 }
 
-/// Width of a physical address, as CPUID tells (leaf 0x8000_0008, EAX, bits 7:0; 36 without it, Intel SDM vol. 3, 4.1.4).
+/// Width of a physical address according to CPUID (leaf 0x8000_0008, EAX, bits 7:0; 36 without it,
+/// Intel SDM vol. 3, 4.1.4).
 pub(crate) fn address_bits(cpuid: &[kvm_cpuid_entry2]) -> u32 {
     address_leaf(cpuid).map_or(36, |leaf| leaf.eax & 0xff)
 }
@@ -79,7 +81,7 @@ fn address_leaf(cpuid: &[kvm_cpuid_entry2]) -> Option<&kvm_cpuid_entry2> {
     cpuid.iter().find(|entry| entry.function == 0x8000_0008)
 }
 
-/// What every VM needs.
+/// Capabilities that every VM needs.
 const REQUIRED: &[(Cap, &str)] = &[
     (Cap::UserMemory, "KVM_CAP_USER_MEMORY"),
     (Cap::Irqchip, "KVM_CAP_IRQCHIP"),
@@ -120,7 +122,7 @@ impl Host {
             .open(path)
             .map_err(|source| {
                 match source.raw_os_error() {
-                    // ENXIO, ENODEV: the node is there, the module is not.
+                    // ENXIO, ENODEV: the node exists, but the module is not loaded.
                     Some(libc::ENOENT | libc::ENXIO | libc::ENODEV) => KvmError::Missing,
                     Some(libc::EACCES | libc::EPERM) => KvmError::Permission,
                     _ => KvmError::Ioctl {
@@ -134,7 +136,8 @@ impl Host {
 
     /// Takes an open /dev/kvm.
     pub fn from_fd(fd: OwnedFd) -> Result<Self, KvmError> {
-        // SAFETY: the fd is open, and nobody else owns it. Being another kind of file makes ioctls fail, no more.
+        // SAFETY: the fd is open and has no other owner. If it is another kind of file, ioctls
+        // fail, with no other effect.
         let kvm = unsafe { Kvm::from_raw_fd(fd.into_raw_fd()) };
         match kvm.get_api_version() {
             -1 => return Err(KvmError::NotKvm),
@@ -161,7 +164,7 @@ impl Host {
         &self.kvm
     }
 
-    /// What CPUID can say on this host (`KVM_GET_SUPPORTED_CPUID`).
+    /// The CPUID that KVM supports on this host (`KVM_GET_SUPPORTED_CPUID`).
     pub fn supported_cpuid(&self) -> Result<CpuId, KvmError> {
         if let Some(supported) = self.supported.get() {
             return Ok(supported.clone());
@@ -173,8 +176,9 @@ impl Host {
         Ok(self.supported.get_or_init(|| supported).clone())
     }
 
-    /// Width of the physical addresses of guests that can be mapped: what CPUID tells, or less where nested paging has fewer levels
-    /// (leaf 0x8000_0008, EAX, bits 23:16, which are zero when they do not say; AMD64 APM vol. 3, E.4.7).
+    /// Width of the guest-physical addresses that can be mapped: CPUID's width, or less if nested
+    /// paging has fewer levels (leaf 0x8000_0008, EAX, bits 23:16, which are zero if not given;
+    /// AMD64 APM vol. 3, E.4.7).
     pub fn physical_address_bits(&self) -> Result<u32, KvmError> {
         let supported = self.supported_cpuid()?;
         let bits = address_bits(supported.as_slice());
@@ -196,8 +200,9 @@ impl Host {
         !(self.has_tsc_deadline() && self.kvm.check_extension(Cap::Clocksource))
     }
 
-    /// Whether the processor tells of VT-x or SVM. KVM on a host without either is a paravirtual backend, on which
-    /// guest kernels run by emulation of single instructions, or not at all.
+    /// Whether the processor reports VT-x or SVM. Without either, the host's KVM is a paravirtual
+    /// backend. Guest kernels run on such a backend by emulation of single instructions, or not at
+    /// all.
     pub fn has_hardware_virtualization() -> bool {
         use std::arch::x86_64::__cpuid;
         const VMX: u32 = 1 << 5;

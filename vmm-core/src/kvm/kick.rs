@@ -1,8 +1,9 @@
-//! Getting a vCPU out of `KVM_RUN`.
+//! Exit of a vCPU from `KVM_RUN`.
 //!
-//! A signal alone is lost when it comes just before `KVM_RUN`; `immediate_exit` alone is not looked at while the guest
-//! runs. So the flag is set first, then the thread is signalled: either the flag is seen on entry, or the signal ends
-//! the run. The flag stays set until whoever stopped the vCPU clears it.
+//! A signal alone is lost if it arrives just before `KVM_RUN`. KVM does not check `immediate_exit`
+//! while the guest runs. The caller therefore sets the flag first, and then signals the thread:
+//! either KVM sees the flag on entry, or the signal ends the run. The flag stays set until the
+//! thread that stopped the vCPU clears it.
 
 use std::{
     mem::offset_of,

@@ -29,7 +29,7 @@ use super::{host::KvmError, vm::Vm};
 
 ioctl_iowr_nr!(KVM_CLEAR_DIRTY_LOG, KVMIO, 0xc0, kvm_clear_dirty_log);
 
-/// What KVM counts slots in, in bytes.
+/// KVM's unit of slot sizes, in bytes.
 pub const PAGE: u64 = 4096;
 /// The most pages of one slot (the kernel's `KVM_MEM_MAX_NR_PAGES`, include/linux/kvm_host.h).
 const PAGES_MAX: u64 = (1 << 31) - 1;
@@ -55,7 +55,7 @@ impl fmt::Display for SlotId {
     }
 }
 
-/// A slot that can't be added, removed or logged.
+/// Error of an operation on a memory slot.
 #[derive(Debug, thiserror::Error)]
 pub enum SlotError {
     /// Not whole pages, empty, or past the end of the address space.
@@ -69,12 +69,12 @@ pub enum SlotError {
     /// More pages than one slot can have.
     #[error("a memory slot of {0:#x} bytes: KVM takes at most {PAGES_MAX} pages of {PAGE} bytes")]
     TooLarge(u64),
-    /// Another slot is there.
+    /// The range overlaps another slot.
     #[error("a memory slot at {wanted:x?} overlaps the one at {present:x?}")]
     Overlap {
         /// As asked for.
         wanted: Range<u64>,
-        /// Of the other slot.
+        /// Range of the other slot.
         present: Range<u64>,
     },
     /// KVM has no more.
@@ -83,7 +83,7 @@ pub enum SlotError {
     /// Removed already, or of another VM.
     #[error("there is no {0} any more")]
     Unknown(SlotId),
-    /// Dirty pages of a slot whose pages nobody logs.
+    /// A query of dirty pages for a slot without a dirty log.
     #[error("the pages of {0} are not logged")]
     NotLogged(SlotId),
     /// KVM refused.
@@ -145,7 +145,7 @@ impl Slot {
         self.log.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Tells KVM of the slot: its flags, and its size or 0 when it goes.
+    /// Sets the slot in KVM: its flags and its size; size 0 removes the slot.
     fn set(&self, fd: &VmFd, flags: u32, size: u64) -> Result<(), KvmError> {
         let region = kvm_userspace_memory_region {
             slot: self.id.number,
@@ -154,8 +154,9 @@ impl Slot {
             memory_size: size,
             userspace_addr: self.region.as_ptr().addr() as u64,
         };
-        // SAFETY: the range is mapped as long as the region lives, and the VM's table holds the region as long as KVM
-        // knows the slot. What the guest writes there is seen through volatile accesses only.
+        // SAFETY: the range stays mapped as long as the region lives, and the VM's table holds the
+        // region as long as KVM has the slot. This process accesses memory that the guest writes
+        // through volatile accesses only.
         unsafe { fd.set_user_memory_region(region) }.map_err(KvmError::ioctl("KVM_SET_USER_MEMORY_REGION"))
     }
 }
@@ -246,7 +247,8 @@ impl Vm {
         self.add_slot_at(region, region.start_addr().0)
     }
 
-    /// [`add_slot`](Self::add_slot) at the guest-physical address `start`, whatever the region's is.
+    /// [`add_slot`](Self::add_slot) at the guest-physical address `start` instead of the region's
+    /// address.
     pub fn add_slot_at(&self, region: &Arc<Region>, start: u64) -> Result<SlotId, SlotError> {
         let mut table = self.slots.table();
         let slot = table.place(Arc::clone(region), start, self.slots.limit)?;
@@ -257,7 +259,7 @@ impl Vm {
         Ok(id)
     }
 
-    /// Takes a slot away: what the guest accesses there is MMIO from now on.
+    /// Removes a slot. The guest's accesses to its range are MMIO from then on.
     pub fn remove_slot(&self, id: SlotId) -> Result<(), SlotError> {
         let slot = self.slots.find(id)?;
         let mut table = self.slots.table();
@@ -287,8 +289,8 @@ impl Vm {
         self.start_log(id, true)
     }
 
-    /// [`start_dirty_log`](Self::start_dirty_log) of the guest's writes alone, for memory that this process does not write to:
-    /// while no RAM is logged, nobody has to look for marks.
+    /// [`start_dirty_log`](Self::start_dirty_log) of the guest's writes alone, for memory that this
+    /// process does not write to. While no RAM is logged, no write has to check for dirty marks.
     pub fn start_guest_dirty_log(&self, id: SlotId) -> Result<(), SlotError> {
         self.start_log(id, false)
     }
@@ -327,8 +329,8 @@ impl Vm {
         Ok(())
     }
 
-    /// The pages that were written since the last call, by the guest or by this process; all pages at the first call of a
-    /// log. Read what they hold after the call: a write that comes later names its page again.
+    /// The pages that the guest or this process wrote since the last call; all pages at the first
+    /// call of a log. Read the pages after the call: a later write marks its page again.
     pub fn take_dirty(&self, id: SlotId) -> Result<DirtyPages, SlotError> {
         let slot = self.slots.find(id)?;
         let mut log = slot.log();

@@ -28,7 +28,8 @@ pub struct Stat {
     pub cumulative: bool,
 }
 
-/// Reads figures, without disturbing the guest, from any thread. What they are is asked for at the first read.
+/// Reads statistics from any thread, without disturbing the guest. The first read queries the names
+/// of the statistics.
 #[derive(Debug)]
 pub struct StatsReader {
     file: File,
@@ -51,14 +52,14 @@ const HEADER: usize = 24;
 const DESCRIPTOR: usize = 16;
 
 impl StatsReader {
-    /// Of a VM or vCPU; `None` on kernels before 5.14.
+    /// Opens the statistics of a VM or vCPU; `None` on kernels older than 5.14.
     pub(super) fn open(fd: &impl AsRawFd) -> Option<Self> {
         // SAFETY: the ioctl takes no argument.
         let file = unsafe { ioctl(fd, KVM_GET_STATS_FD()) };
         if file < 0 {
             return None;
         }
-        // SAFETY: a new fd, which nobody else owns.
+        // SAFETY: a new fd without another owner.
         let file = unsafe { File::from_raw_fd(file) };
         Some(Self {
             file,

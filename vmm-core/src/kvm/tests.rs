@@ -11,7 +11,7 @@ fn a_host_without_kvm_is_told_what_to_do() {
     let error = Host::open_at("/nonexistent/kvm").unwrap_err();
     assert!(matches!(error, KvmError::Missing));
     assert!(error.to_string().contains("kvm_intel"), "{error}");
-    // A file of sysfs that nobody may write to, not even root.
+    // A file of sysfs that is read-only for all users, including root.
     let error = Host::open_at("/sys/devices/system/cpu/online").unwrap_err();
     assert!(matches!(error, KvmError::Permission));
     assert!(error.to_string().contains("run as root"), "{error}");
@@ -84,7 +84,8 @@ fn the_most_ram_that_fits_the_host_can_be_built_without_having_it() {
     };
     for backing in [Backing::Private, Backing::Shared] {
         let memory = GuestRam::new(ram, backing).unwrap();
-        // KVM may need seconds for its own tables of so much, whatever is behind the memory.
+        // For so much memory, KVM may need seconds for its own tables with either backing, so only
+        // one is tested.
         if backing == Backing::Private {
             Vm::create(&host).unwrap().set_ram(&memory).unwrap();
         }

@@ -124,7 +124,7 @@ impl Vcpu {
         StatsReader::open(&self.fd)
     }
 
-    /// Sets general and special registers, each derived from what they are now.
+    /// Sets general and special registers, each derived from the current values.
     pub fn set_registers(&self, change: impl FnOnce(&mut kvm_sregs) -> kvm_regs) -> Result<(), KvmError> {
         let mut special = self.fd.get_sregs().map_err(KvmError::ioctl("KVM_GET_SREGS"))?;
         let general = change(&mut special);
@@ -157,17 +157,18 @@ impl Vcpu {
         Ok(special.ss.dpl == 3)
     }
 
-    /// Tells the guest that it was stopped, so that its watchdogs don't bark (`KVM_KVMCLOCK_CTRL`).
+    /// Reports the stop to the guest, so that the guest's watchdogs do not trigger
+    /// (`KVM_KVMCLOCK_CTRL`).
     pub fn note_pause(&self) {
-        // Refused when the guest does not use kvmclock: then there is nothing to tell.
+        // KVM refuses this if the guest does not use kvmclock, and then no report is needed.
         let _ = self.fd.kvmclock_ctrl();
     }
 
-    /// Runs the guest until it needs something that KVM can't do by itself.
+    /// Runs the guest until an exit that KVM cannot handle alone.
     ///
-    /// Accesses are carried out here, on `spaces`; an access to several elements (`rep outs`) one by one. To stop
-    /// with no access half done, set the [`Kicker`] and enter until `Interrupted` comes back: KVM completes what is
-    /// pending first.
+    /// This function performs accesses on `spaces`, and accesses to several elements (`rep outs`)
+    /// one by one. To stop without a partial access, set the [`Kicker`] and call this function
+    /// until it returns `Interrupted`: KVM completes pending accesses first.
     pub fn enter(&mut self, spaces: &AddressSpaces) -> Result<Exit, KvmError> {
         machine_check::set_in_guest(true);
         let exit = self.fd.run();
@@ -229,7 +230,7 @@ impl Vcpu {
         };
         // SAFETY: within the pages that are mapped behind `run`, as was just checked.
         let data = unsafe { run.cast::<u8>().add(offset) };
-        // SAFETY: as above; while the vCPU is not in the guest nobody else accesses them.
+        // SAFETY: as above; no other code accesses the pages while the vCPU is not in the guest.
         let data = unsafe { std::slice::from_raw_parts_mut(data, length) };
 
         let mut effect = Effect::None;

@@ -1,4 +1,5 @@
-//! The whole state of a vCPU: read after creation, it is what a machine reset goes back to. `saved` has the form that moves.
+//! The whole state of a vCPU, which is read after its creation and restored by a machine reset.
+//! `saved` has the serialized form.
 
 use kvm_bindings::{
     Msrs, kvm_debugregs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs, kvm_vcpu_events,
@@ -7,7 +8,7 @@ use kvm_bindings::{
 
 use super::{host::KvmError, vcpu::Vcpu};
 
-/// The MSRs that KVM counts as state, less those that guests of ours don't have.
+/// The MSRs that KVM counts as state, except MSRs that this VMM's guests do not have.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MsrNumbers(Vec<u32>);
 
@@ -39,8 +40,8 @@ mod mtrr {
     /// One range, as its length is a power of two and its start a multiple of that.
     const _: () = assert!(HIGH_RAM_START - HOLE_START == GIB && HOLE_START.is_multiple_of(GIB));
 
-    /// What firmware sets in an MTRR; `None` for all other MSRs, and for ranges that are not in use. Physical addresses have `bits`
-    /// bits.
+    /// Value that firmware sets in an MTRR; `None` for all other MSRs, and for unused ranges.
+    /// Physical addresses have `bits` bits.
     pub(super) fn value(msr: u32, bits: u32) -> Option<u64> {
         let end = 1_u64.checked_shl(bits).unwrap_or(0);
         match msr {
@@ -149,7 +150,7 @@ impl VcpuState {
         })
     }
 
-    /// The MSRs that are state of this vCPU: what it can read of those that count as state on this host.
+    /// The MSRs that are state of this vCPU: those of the host's state MSRs that the vCPU can read.
     pub(super) fn msr_indices(&self) -> impl Iterator<Item = u32> {
         self.msrs.iter().map(|msr| msr.index)
     }
@@ -170,7 +171,8 @@ impl VcpuState {
             }
         }
         write_msrs(vcpu, &changed)?;
-        // What it is already: but only this puts a vCPU into KVM's map of APIC ids, where its INIT is looked for.
+        // Writes the unchanged state: only this call adds the vCPU to KVM's map of APIC IDs, in
+        // which KVM looks up the target of an INIT.
         vcpu.fd()
             .set_lapic(&state.lapic)
             .map_err(KvmError::ioctl("KVM_SET_LAPIC"))?;
@@ -230,7 +232,7 @@ fn read_msrs(vcpu: &Vcpu) -> Result<Vec<kvm_msr_entry>, KvmError> {
     Ok(read)
 }
 
-/// Writes what can be written: what is read-only can't have changed either.
+/// Writes the writable MSRs. A read-only MSR cannot have changed.
 fn write_msrs(vcpu: &Vcpu, mut entries: &[kvm_msr_entry]) -> Result<(), KvmError> {
     while !entries.is_empty() {
         let count = vcpu

@@ -46,19 +46,21 @@ impl fmt::Debug for Vm {
     }
 }
 
-/// What kvmclock shows to the guest, for carrying it over a pause.
+/// kvmclock as the guest reads it, to carry the clock across a pause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Clock {
     /// Nanoseconds since the VM's creation, less its pauses.
     pub nanoseconds: u64,
-    /// The host's real time at that moment, in nanoseconds since 1970, where the kernel tells (5.16 and later).
+    /// The host's real time at that moment, in nanoseconds since 1970, if the kernel reports it
+    /// (5.16 and later).
     pub realtime_ns: Option<u64>,
-    /// The host's time stamp counter at that moment, where the kernel tells.
+    /// The host's time stamp counter at that moment, if the kernel reports it.
     pub host_tsc: Option<u64>,
 }
 
-/// Takes the performance counters away, where the kernel can (5.18 and later); says whether it did. CPUID tells of none, but
-/// the oldest of AMD's need no bit there: a guest finds them by trying.
+/// Disables the performance counters, if the kernel can (5.18 and later), and returns whether it
+/// did. CPUID reports no counters. AMD's oldest counters need no CPUID bit, so a guest finds them
+/// by trial.
 fn disable_counters(fd: &VmFd) -> Result<bool, KvmError> {
     let supported = fd.check_extension_raw(KVM_CAP_PMU_CAPABILITY.into());
     if u32::try_from(supported).unwrap_or(0) & KVM_PMU_CAP_DISABLE == 0 {
@@ -196,8 +198,8 @@ impl Vm {
         })
     }
 
-    /// Sets kvmclock to where it was, however long ago that is; before vCPUs run again. Each vCPU tells its guest that it was stopped
-    /// (`KVM_KVMCLOCK_CTRL`) by itself.
+    /// Sets kvmclock back to `clock`, however much time has passed; called before vCPUs run again.
+    /// Each vCPU reports the stop to its guest separately (`KVM_KVMCLOCK_CTRL`).
     pub fn set_clock(&self, clock: Clock) -> Result<(), KvmError> {
         let data = kvm_clock_data {
             clock: clock.nanoseconds,
@@ -206,8 +208,9 @@ impl Vm {
         self.fd.set_clock(&data).map_err(KvmError::ioctl("KVM_SET_CLOCK"))
     }
 
-    /// Sets kvmclock to where it was and lets it catch up with the host's real time since, as [`Vm::set_clock`] otherwise. Where
-    /// the kernel did not tell the real time at that moment, the clock goes on from where it was.
+    /// Sets kvmclock to `clock` plus the host's real time since then; otherwise like
+    /// [`Vm::set_clock`]. If the kernel did not report the real time at that moment, kvmclock
+    /// continues from `clock`.
     pub fn set_clock_caught_up(&self, clock: Clock) -> Result<(), KvmError> {
         let Some(realtime) = clock.realtime_ns else {
             return self.set_clock(clock);

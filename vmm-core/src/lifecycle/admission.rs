@@ -35,7 +35,7 @@ impl From<State> for vmm::State {
     }
 }
 
-/// What can be asked of a machine.
+/// Operations on a machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Build it and start the guest.

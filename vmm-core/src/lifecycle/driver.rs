@@ -36,7 +36,7 @@ pub struct Driver<A, B> {
     suspicion: Option<panic::Suspicion>,
     /// The run ends with a triple fault, which else resets the machine.
     stops_on_crash: bool,
-    /// Of lines about what a guest can do again and again.
+    /// Limit for log lines about events that a guest can cause repeatedly.
     log_limit: LogLimit,
     /// The machine could not be paused after a disk's error: when it is tried again, and the error.
     pause_again: Option<(Instant, DiskError)>,
@@ -59,10 +59,10 @@ struct DiskError {
 /// stay unanswered.
 const PAUSE_AGAIN: Duration = Duration::from_secs(10);
 
-/// Whether the machine goes on.
+/// Continuation of the run.
 enum Next {
     GoOn,
-    /// The run is over. Whoever asked for the end is answered when it is done.
+    /// The run is over. The requester of the end gets its answer when the end is complete.
     End(ExitRecord, Option<Token>),
 }
 
@@ -86,7 +86,8 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         }
     }
 
-    /// Until the run ends. `before_publishing` gets the record when the machine is quiet and before anybody is told.
+    /// Runs until the end of the run. `before_publishing` gets the record when the machine is
+    /// quiet, before any client is notified.
     pub fn run(mut self, before_publishing: impl FnOnce(&ExitRecord)) -> ExitRecord {
         loop {
             let next = match self.next_input() {
@@ -375,7 +376,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
 
     fn pause(&mut self) -> Result<(), Failure> {
         self.machine()?.pause()?;
-        // What is held is tried again at the next resume, whatever the pause was for.
+        // The next resume retries held requests, independent of the reason of the pause.
         self.pause_again = None;
         self.publisher.paused(None);
         Ok(())
@@ -418,7 +419,8 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         }
     }
 
-    /// Answers a request, unless that comes later; before it, tells what it led to at once.
+    /// Answers a request, unless the answer comes later. Reports the request's immediate effects
+    /// first.
     fn answer(&mut self, token: Token, result: Result<Progress, Failure>) -> Next {
         let result = match result {
             Ok(Progress::Pending) => {
@@ -434,7 +436,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         Next::GoOn
     }
 
-    /// Tells which disks are gone, then answers the requests that were pending and are done.
+    /// Reports the detached devices, then answers the pending requests that are done.
     fn collect(&mut self) {
         self.tell_detached();
         let answers = self.machine().map(|it| it.collect_answers()).unwrap_or_default();

@@ -1,5 +1,6 @@
-//! The life of a machine: one thread (`main`) owns it and takes one request or notice at a time ([`driver`]); what
-//! may happen when is a pure function ([`admission`]); who listens is told by the [`publisher`].
+//! The life of a machine. One thread (`main`) owns the machine and handles one request or notice at
+//! a time ([`driver`]). A pure function decides which requests are allowed in which state
+//! ([`admission`]). The [`publisher`] notifies the clients.
 
 pub mod admission;
 pub mod driver;
@@ -32,29 +33,29 @@ pub struct Token {
     pub request: u64,
 }
 
-/// What the driver takes.
+/// Input of the driver.
 #[derive(Debug)]
 pub enum Input {
     /// Somebody asks for something and gets one answer.
     Request(Token, Request),
-    /// The machine tells something.
+    /// Notice of the machine.
     Notice(Notice),
-    /// Nobody will ever boot a machine here.
+    /// No client will boot a machine in this process.
     Abandoned,
 }
 
-/// What can be asked for; see [`proto::vmm::request::Op`].
+/// Requests to the driver; see [`proto::vmm::request::Op`].
 #[derive(Debug)]
 pub enum Request {
     /// Builds the machine and starts the guest.
     Boot {
-        /// What it is built of.
+        /// Specification of the machine.
         spec: Box<MachineSpec>,
         /// The descriptors that the spec names.
         fds: Vec<OwnedFd>,
         /// Leave the vCPUs stopped.
         paused: bool,
-        /// Go on from a snapshot, whose descriptor is among `fds`.
+        /// Continue from a snapshot, whose descriptor is among `fds`.
         restore: Option<Restore>,
     },
     /// Writes a snapshot of it.
@@ -63,7 +64,7 @@ pub enum Request {
         file: Option<OwnedFd>,
         /// It is paused all the time.
         paused: bool,
-        /// What the snapshot is to say of itself.
+        /// Description that the snapshot contains.
         description: Vec<u8>,
         /// The machine stays paused, from the moment when its state is taken, until [`Release`](Request::Release).
         keep_paused: bool,
@@ -83,7 +84,7 @@ pub enum Request {
         socket: OwnedFd,
         /// How long sending the rest may take; zero: no matter how long.
         downtime: Duration,
-        /// What is done to a guest that is too fast for that.
+        /// Policy for a guest that changes memory too fast for `downtime`.
         policy: saving::Policy,
         /// Disks whose content is sent too.
         disks: Vec<String>,
@@ -109,14 +110,14 @@ pub enum Request {
     DetachDisk {
         /// Which.
         name: String,
-        /// Take it away whatever the guest does.
+        /// Take it away without the guest's cooperation.
         force: bool,
     },
     /// Makes a disk larger.
     ResizeDisk {
         /// Which.
         name: String,
-        /// To that many bytes; what a block device has by now, if `None`.
+        /// New size in bytes; `None` for the current size of a block device.
         capacity: Option<u64>,
     },
     /// Changes a limit.
@@ -137,7 +138,7 @@ pub enum Request {
     DetachNic {
         /// Which.
         name: String,
-        /// Take it away whatever the guest does.
+        /// Take it away without the guest's cooperation.
         force: bool,
     },
     /// Changes a NIC.
@@ -158,7 +159,7 @@ pub enum Request {
     DetachShare {
         /// Which.
         name: String,
-        /// Take it away whatever the guest does.
+        /// Take it away without the guest's cooperation.
         force: bool,
     },
     /// Gives a share another process.
@@ -172,7 +173,7 @@ pub enum Request {
     SetBalloon(u64),
     /// Sends a break to the serial port.
     SendBreak,
-    /// Tells the guest how large the terminal at its virtio-console is.
+    /// Sends the size of the terminal at the virtio-console to the guest.
     ResizeConsole {
         /// Characters in a line.
         columns: u16,
@@ -185,18 +186,18 @@ pub enum Request {
     GetMachineStats,
 }
 
-/// What changes in a NIC; what is `None` stays.
+/// Changes of a NIC; `None` leaves a property unchanged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NicChange {
     /// The link comes up, or goes down.
     pub link_up: Option<bool>,
-    /// Limit of what the guest receives. All zeroes is none.
+    /// Limit for the guest's received data. All zeroes removes the limit.
     pub receive_limit: Option<RateLimit>,
-    /// Limit of what the guest sends.
+    /// Limit for the guest's sent data.
     pub transmit_limit: Option<RateLimit>,
 }
 
-/// What has a rate limit.
+/// Target of a rate limit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LimitTarget {
     /// The disk of that name.
@@ -205,7 +206,7 @@ pub enum LimitTarget {
     Group(String),
 }
 
-/// What a request is answered with.
+/// Answer to a request.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Answer {
     /// The state after it.
@@ -220,7 +221,7 @@ pub enum Answer {
     Sent(SendReply),
 }
 
-/// What comes and goes while a machine lives.
+/// Kinds of hot-plug devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pluggable {
     /// A disk.
@@ -241,7 +242,7 @@ impl fmt::Display for Pluggable {
     }
 }
 
-/// Something that is gone: what it was on is closed.
+/// A device that is gone, with its backend closed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Detached {
     /// What it was.
@@ -257,7 +258,7 @@ pub struct Detached {
 pub enum Progress {
     /// It is done.
     Done,
-    /// It goes on elsewhere; [`Machine::collect_answers`] gives its answer.
+    /// It continues elsewhere; [`Machine::collect_answers`] returns its answer.
     Pending,
 }
 
@@ -270,7 +271,7 @@ pub enum Reset {
     Waits(String),
 }
 
-/// What a machine tells its driver.
+/// Notice from a machine to its driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Notice {
     /// The guest powered off.
@@ -286,27 +287,28 @@ pub enum Notice {
     },
     /// A vCPU shut down. Holds which: "vCPU 0: triple fault".
     TripleFault(String),
-    /// A vCPU can't go on: emulation failure, a state that the processor refuses. Holds what happened.
+    /// A vCPU cannot continue: emulation failure, or a state that the processor refuses. Holds a
+    /// description.
     GuestCrashed(String),
     /// The host or the vmm failed. Holds what happened.
     VmmFailed(String),
-    /// A device had an error; the machine goes on.
+    /// A device had an error; the machine continues.
     DeviceError {
         /// "disk root".
         device: String,
         /// What happened.
         message: String,
     },
-    /// A disk keeps requests that failed until the machine was paused and goes on again.
+    /// A disk holds failed requests until the machine is paused and resumed.
     DiskHeld {
         /// "disk root".
         device: String,
         /// What happened.
         message: String,
     },
-    /// A snapshot goes on.
+    /// Progress of a snapshot.
     Snapshot(saving::Event),
-    /// An image is open, or can't be opened: see [`Machine::collect_answers`].
+    /// An image is open, or failed to open: see [`Machine::collect_answers`].
     ImageOpened,
     /// The guest ejected something, or something that was taken away is gone for good: see
     /// [`Machine::collect_detached`].
@@ -323,7 +325,7 @@ impl Notifier {
         Self(inputs)
     }
 
-    /// Tells. When the driver is gone the process is about to end, and nobody needs to know.
+    /// Sends a notice. Without a driver, the process is about to end and the notice is dropped.
     pub fn notify(&self, notice: Notice) {
         let _ = self.0.send(Input::Notice(notice));
     }
@@ -374,41 +376,45 @@ pub trait Machine {
     fn start(&mut self) -> Result<(), Failure>;
     /// Presses the power button.
     fn press_power_button(&mut self);
-    /// Begins to plug a disk in: its image is opened elsewhere, for as long as that takes. Then it is plugged in and the
-    /// guest is told, which may be paused or have been reset meanwhile. The answer comes with
-    /// [`collect_answers`](Self::collect_answers); an error here is the answer.
+    /// Begins to attach a disk: another thread opens its image, for as long as that takes. The
+    /// machine then plugs in the disk and notifies the guest, which may be paused or have been
+    /// reset meanwhile. The result comes from [`collect_answers`](Self::collect_answers); an error
+    /// of this call is final.
     fn attach_disk(&mut self, token: Token, disk: &Disk, fds: Vec<OwnedFd>) -> Result<(), Failure>;
-    /// Asks the guest for a disk. With `force` takes it away at once: it is gone on success, and when that takes too long it
-    /// goes later. A disk whose image is not open yet is not attached at all: whoever asked for that gets an error.
+    /// Asks the guest for a disk. With `force`, removes the disk at once: on success the disk is
+    /// gone, and a removal that takes too long completes later. A disk whose image is not open yet
+    /// is not attached, and its attach request gets an error.
     fn detach_disk(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure>;
-    /// Looks after the disks that the guest ejected; gives those that are gone since it was asked last.
+    /// Handles the disks that the guest ejected; returns the devices that are gone since the last
+    /// call.
     fn collect_detached(&mut self) -> Vec<Detached>;
     /// Plugs in the disks whose images are open by now; gives the answers of requests that were pending. To be asked after
     /// [`collect_detached`](Self::collect_detached), and at [`next_deadline`](Self::next_deadline).
     fn collect_answers(&mut self) -> Vec<(Token, Result<(), Failure>)>;
     /// When a request that is pending has waited long enough.
     fn next_deadline(&self) -> Option<Instant>;
-    /// Makes a disk larger, and tells the guest.
+    /// Enlarges a disk, and notifies the guest.
     fn resize_disk(&mut self, name: &str, capacity: Option<u64>) -> Result<(), Failure>;
     /// Changes a limit.
     fn set_rate_limit(&mut self, target: &LimitTarget, limit: RateLimit) -> Result<(), Failure>;
-    /// Plugs a NIC in, and tells the guest.
+    /// Plugs a NIC in, and notifies the guest.
     fn attach_nic(&mut self, nic: &Nic, fds: Vec<OwnedFd>) -> Result<(), Failure>;
     /// Asks the guest for a NIC, or takes it away, as [`detach_disk`](Self::detach_disk) does with a disk.
     fn detach_nic(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure>;
-    /// Changes a NIC, and tells the guest what it has to know.
+    /// Changes a NIC, and notifies the guest of the changes that it can see.
     fn update_nic(&mut self, name: &str, change: &NicChange) -> Result<(), Failure>;
-    /// Plugs a share in, and tells the guest. Refused while the machine is saved.
+    /// Plugs a share in, and notifies the guest. Refused while the machine is saved.
     fn attach_share(&mut self, share: &Share, fds: Vec<OwnedFd>) -> Result<(), Failure>;
     /// Asks the guest for a share, or takes it away, as [`detach_disk`](Self::detach_disk) does with a disk.
     fn detach_share(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure>;
-    /// Gives the share `name` another process, behind this connected socket, in the place of the one that has ended.
+    /// Connects the share `name` to another process, behind this connected socket, after the old
+    /// process has ended.
     fn set_share_backend(&mut self, name: &str, socket: OwnedFd) -> Result<(), Failure>;
-    /// Changes how many bytes the balloon is to hold, and tells the guest.
+    /// Changes the number of bytes that the balloon is to hold, and notifies the guest.
     fn set_balloon(&mut self, bytes: u64) -> Result<(), Failure>;
     /// Sends a break to the serial port.
     fn send_break(&mut self) -> Result<(), Failure>;
-    /// Tells the guest how large the terminal at its virtio-console is.
+    /// Sends the size of the terminal at the virtio-console to the guest.
     fn resize_console(&mut self, columns: u16, rows: u16) -> Result<(), Failure>;
     /// Counters of all disks.
     fn disk_stats(&self) -> Vec<DiskStats>;
@@ -419,36 +425,40 @@ pub trait Machine {
     fn may_have_panicked(&mut self, printed: u64) -> Result<bool, Failure>;
     /// Whether a disk keeps requests that failed ([`Notice::DiskHeld`]).
     fn holds_requests(&self) -> bool;
-    /// Writes to the images' files what they hold back: with the machine paused, a copy of the files has all that the guest has
-    /// written.
+    /// Writes the images' buffered data to their files: with the machine paused, a copy of the
+    /// files has all of the guest's writes.
     fn commit_disks(&mut self) -> Result<(), Failure>;
     /// Gives up the locks of the disks of the paused machine that the guest can write to, with all that it has written durable. `resume` takes
     /// them again, or fails while somebody else has one.
     fn unlock_disks(&mut self) -> Result<(), Failure>;
-    /// Begins to write a snapshot into `file`; `runs` when the machine goes on meanwhile. [`Notice::Snapshot`] says how far it is.
+    /// Begins to write a snapshot into `file`; `runs` means that the machine continues meanwhile.
+    /// [`Notice::Snapshot`] reports the progress.
     fn begin_snapshot(&mut self, file: File, runs: bool) -> Result<(), Failure>;
-    /// Begins to send the running machine over `socket`, with what `disks` hold. It goes on as a snapshot does, but for the end: the machine
-    /// stays paused.
+    /// Begins to send the running machine over `socket`, with the content of `disks`. The save
+    /// works like a snapshot, except for the end: the machine stays paused.
     fn begin_migration(
         &mut self,
         socket: File,
         purpose: saving::Purpose,
         disks: &[String],
     ) -> Result<(), Failure>;
-    /// Has the vCPUs stand still for so many percent of the time, 0 to 99, until the next pause or the end of what is under way. An error is one of
-    /// the machine, which can't go on.
+    /// Stops the vCPUs for this percentage of the time, 0 to 99, until the next pause or the end of
+    /// the capture. An error means that the machine cannot continue.
     fn throttle(&mut self, percent: u8) -> Result<(), Failure>;
-    /// Does what [`next_deadline`](Self::next_deadline) is for, as far as that is no answer. An error is one of the machine, which can't go on.
+    /// Does the work that is due at [`next_deadline`](Self::next_deadline), except for answers. An
+    /// error means that the machine cannot continue.
     fn keep_time(&mut self) -> Result<(), Failure>;
-    /// Takes the state of the paused machine, when the snapshot is [ready](saving::Event::Ready) for it; says when the machine may
-    /// go on. The snapshot says `description` of itself, and the state has the mark of a guest that has `panicked`: a machine that is
-    /// restored from it sends [`Notice::GuestPanicked`].
+    /// Takes the state of the paused machine, when the snapshot is [ready](saving::Event::Ready)
+    /// for it; returns when the machine may continue. The snapshot contains `description`. The
+    /// state marks a guest that has `panicked`: a machine that is restored from it sends
+    /// [`Notice::GuestPanicked`].
     fn complete_snapshot(&mut self, description: Vec<u8>, panicked: bool) -> Result<saving::GoesOn, Failure>;
-    /// What came of the snapshot, when it has [ended](saving::Event::Ended).
+    /// Result of the snapshot, when it has [ended](saving::Event::Ended).
     fn end_snapshot(&mut self) -> Result<saving::Report, Failure>;
     /// Has the snapshot end without a result.
     fn give_up_snapshot(&mut self);
-    /// Stops the vCPUs and lets the devices finish and flush what they took. There is no way back.
+    /// Stops the vCPUs, and lets the devices finish and flush accepted requests. The machine cannot
+    /// continue afterwards.
     fn halt(&mut self);
 }
 

@@ -1,4 +1,4 @@
-//! Keeps the status that others see, and tells those who listen of each change.
+//! Keeps the status for clients, and reports each change to listening clients.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -11,7 +11,7 @@ use proto::vmm::{
 use super::{Answer, Detached, Failure, Pluggable, Token, admission::State};
 use crate::snapshot::saving::Round;
 
-/// Who asks and listens. The driver calls it; no method may wait.
+/// Clients of the driver. The driver calls the methods, which must not block.
 pub trait Audience: Send {
     /// Something happened.
     fn event(&self, event: Event);

@@ -14,7 +14,7 @@ use proto::vmm::{Event, ExitKind, ExitRecord, OnCrash, PauseReason, event::Kind}
 
 use super::{driver::Driver, publisher::Audience, *};
 
-/// Notes what it is told to do.
+/// Record of the calls to a machine.
 #[derive(Clone, Default)]
 struct Log(Arc<Mutex<Vec<String>>>);
 
@@ -41,7 +41,7 @@ struct TestMachine {
     answers: Vec<(Token, Result<(), Failure>)>,
     /// A snapshot needs the pause until it has ended.
     late: bool,
-    /// The machine can't be sent.
+    /// The save ends with an error instead of a report.
     unsent: bool,
     /// How often a reset is to be asked for before it is done.
     reset_waits: u32,

@@ -1,8 +1,9 @@
-//! What backs guest RAM on the host.
+//! Host backing of guest RAM.
 //!
-//! Each region's host address is a multiple of 2 MiB, as its guest address is, so that both sides can map huge pages.
-//! Pages come with the guest's first access, private memory by transparent huge pages; with huge pages of the host, or
-//! when it is asked for, all of them are there from the beginning and stay.
+//! Each region's host address and guest address are multiples of 2 MiB, so that both sides can map
+//! huge pages. The kernel allocates pages on the guest's first access; private memory uses
+//! transparent huge pages. With huge pages of the host, or on request, all pages are allocated at
+//! the start and stay.
 
 #![allow(unsafe_code)]
 
@@ -39,7 +40,7 @@ pub enum Backing {
     Shared,
 }
 
-/// RAM that can't be had.
+/// Guest RAM could not be allocated.
 #[derive(Debug, thiserror::Error)]
 pub enum RamError {
     /// Outside the platform's range, or not a multiple of 2 MiB.
@@ -122,8 +123,8 @@ impl GuestRam {
             offset = range.end.saturating_sub(range.start).saturating_add(offset);
         }
         let memory = GuestMemory::from_arc_regions(regions.clone())?;
-        // A reservation of huge pages holds for the whole host: what a NUMA node or a control group has not shows only
-        // now, and later would be a SIGBUS.
+        // A reservation of huge pages covers the whole host. A shortage on a NUMA node or in a
+        // control group shows only here, and would be a SIGBUS later.
         let resident = (options.prefault || options.huge_pages.is_some()).then_some(page);
         if let Some(page) = resident {
             populate::touch(&memory, page).map_err(|error| lacking(size, options, "taking", error))?;
@@ -138,8 +139,9 @@ impl GuestRam {
         })
     }
 
-    /// RAM that begins as the content of `file`, a range of guest addresses at each offset. Pages are read when they are first
-    /// accessed; what is written stays in this process. Whoever cuts the file off meanwhile ends the process with a SIGBUS.
+    /// RAM with the initial content of `file`, a range of guest addresses at each offset. The
+    /// kernel reads a page on the first access; writes stay in this process. If another process
+    /// truncates the file, a SIGBUS ends this process.
     pub fn of_file(file: &File, ranges: &[(Range<u64>, u64)], mergeable: bool) -> Result<Self, RamError> {
         let size = ranges
             .iter()
@@ -179,11 +181,12 @@ impl GuestRam {
         &self.regions
     }
 
-    /// Back to zeroes, none of it touched unless it is to be there all the time: for a machine that starts anew. With all
-    /// vCPUs and devices stopped.
+    /// Resets all memory to zeroes, for a machine reset. Pages are untouched afterwards, unless
+    /// they are resident. All vCPUs and devices are stopped.
     pub fn clear(&self) -> Result<(), RamError> {
         if let Some(page) = self.resident {
-            // What is given back may be somebody else's before it is needed again.
+            // The host could give released pages to another process before this process needs them
+            // again.
             return populate::zero(&self.memory, page).map_err(|source| RamError::Host {
                 operation: "clearing",
                 bytes: self.size,
@@ -199,8 +202,9 @@ impl GuestRam {
             let length = region.size();
             let dropped = match (&self.of_file, &self.file) {
                 // Dropped pages would have the file's content again.
-                // SAFETY: the range is a private mapping of ours, alive while the region is, and unmapped as a whole by its owner.
-                // Nobody holds references into guest memory.
+                //
+                // SAFETY: the range is a private mapping of this process, alive while the region
+                // is, and unmapped as a whole by its owner. No references into guest memory exist.
                 (Some(replaced), _) => unsafe { replaced.all(region.as_ptr(), length) },
                 (None, Some(_)) => Ok(()),
                 (None, None) => drop_pages(region),
@@ -254,9 +258,9 @@ pub(crate) fn detached_region(bytes: u64) -> Result<GuestRegionMmap<DirtyBitmap>
 #[derive(Clone, Copy)]
 enum Content<'a> {
     Zeroes,
-    /// A memfd from this offset on, of all who map it.
+    /// A memfd from this offset on, shared by all processes that map it.
     Shared(&'a Arc<File>, u64),
-    /// A file from this offset on, which keeps what it holds.
+    /// A file from this offset on, whose content stays unchanged.
     Copied(&'a File, u64),
 }
 
@@ -327,7 +331,7 @@ fn region(
     GuestRegionMmap::new(region, GuestAddress(range.start)).ok_or(RamError::Size(bytes))
 }
 
-/// What it means that memory could not be had.
+/// Error for a failed allocation of memory.
 fn lacking(bytes: u64, options: &MemoryOptions, operation: &'static str, error: io::Error) -> RamError {
     match options.huge_pages {
         Some(size) => NotEnough::new(bytes, size, options, Some(error)).into(),
@@ -350,7 +354,7 @@ fn memfd(size: u64, options: &MemoryOptions) -> Result<File, RamError> {
         };
     let file = memfd_create("guest-ram", flags).map_err(host("memfd_create"))?;
     ftruncate(&file, size).map_err(host("sizing the memfd"))?;
-    // Whoever maps it can't be killed by SIGBUS through another process's ftruncate.
+    // Another process's ftruncate must not cause a SIGBUS in a process that maps the memfd.
     fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
         .map_err(host("sealing the memfd"))?;
     Ok(File::from(file))

@@ -12,11 +12,11 @@ pub struct NotEnough {
     pub needed: u64,
     /// Of this size.
     pub size: HugePages,
-    /// As many are free; `None` when that can't be told.
+    /// Number of free pages; `None` if unknown.
     pub free: Option<u64>,
     /// On this NUMA node only.
     pub numa_node: Option<u32>,
-    /// What the kernel said, when it was asked.
+    /// Error of the kernel, if the allocation was tried.
     #[source]
     pub source: Option<io::Error>,
 }
@@ -62,7 +62,8 @@ pub(super) fn check(ram: u64, options: &MemoryOptions) -> Result<(), NotEnough> 
     }
 }
 
-/// Pages that nobody has and nobody is promised. Opens files of /sys, which a `vmm` in its sandbox can't.
+/// Number of pages that are free and not reserved. Opens files of /sys, which a sandboxed `vmm`
+/// cannot open.
 pub fn free(size: HugePages, numa_node: Option<u32>) -> Option<u64> {
     let pool = format!("hugepages-{}kB", size.bytes() >> 10);
     let read = |path: String| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
@@ -70,7 +71,7 @@ pub fn free(size: HugePages, numa_node: Option<u32>) -> Option<u64> {
     let promised = read(format!("{all}/resv_hugepages"))?;
     let free = read(format!("{all}/free_hugepages"))?.saturating_sub(promised);
     match numa_node {
-        // What is promised is so wherever it will come from.
+        // A reservation is host-wide: its pages may come from any node.
         Some(node) => {
             let on_node = read(format!(
                 "/sys/devices/system/node/node{node}/hugepages/{pool}/free_hugepages"

@@ -98,8 +98,8 @@ pub struct TooLarge {
     pub most: u64,
 }
 
-/// Whether all of a machine's address space is below `1 << bits`: an address beyond it can't be mapped (Intel SDM vol. 3, 4.1.4;
-/// EPT and NPT have the same width).
+/// Checks that all of a machine's address space is below `1 << bits`. An address beyond it cannot
+/// be mapped (Intel SDM vol. 3, 4.1.4; EPT and NPT have the same width).
 pub fn fits(ram: u64, bits: u32) -> Result<(), TooLarge> {
     let end = 1_u64.checked_shl(bits).unwrap_or(u64::MAX);
     if mmio64(ram).end <= end {
@@ -111,7 +111,7 @@ pub fn fits(ram: u64, bits: u32) -> Result<(), TooLarge> {
     Err(TooLarge { ram, bits, most })
 }
 
-/// What firmware or a kernel may use of a range (ACPI 6.5, 15: address range types).
+/// Allowed use of a range by firmware or a kernel (ACPI 6.5, 15: address range types).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RangeKind {
     /// `AddressRangeMemory`.
@@ -120,7 +120,7 @@ pub enum RangeKind {
     Reserved = 2,
 }
 
-/// The memory map that the guest is told (e820, PVH memmap), in order of addresses.
+/// The guest's memory map (e820, PVH memmap), in order of addresses.
 pub fn memory_map(ram: u64) -> Vec<(Range<u64>, RangeKind)> {
     let (low, high) = ram_ranges(ram);
     let mut map = vec![

@@ -2,8 +2,8 @@
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-/// Regions of guest RAM that are remembered: RAM below and above the MMIO hole, and slots that are added. What does not
-/// fit is not found.
+/// Maximum number of recorded regions of guest RAM: RAM below and above the MMIO hole, and added
+/// slots. A lookup does not find further regions.
 const REGIONS: usize = 64;
 
 /// A region of guest RAM in this process. Free while `length` is 0.

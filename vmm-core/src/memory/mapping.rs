@@ -26,13 +26,13 @@ pub(super) struct Mapping {
 pub(super) struct Source<'a> {
     /// A file, and where in it; anonymous memory when `None`.
     pub file: Option<(&'a File, u64)>,
-    /// What is written to the mapping of a file stays in this process.
+    /// Writes to the mapping of a file stay in this process.
     pub copy_on_write: bool,
     /// Of these pages; a file is made of them too.
     pub huge_pages: Option<HugePages>,
 }
 
-// SAFETY: the address is only used for unmapping, by whoever drops the value.
+// SAFETY: the address is only used to unmap the range when the value is dropped.
 unsafe impl Send for Mapping {}
 // SAFETY: there is nothing to do with a shared reference.
 unsafe impl Sync for Mapping {}
@@ -47,7 +47,7 @@ impl Drop for Mapping {
 }
 
 impl Mapping {
-    /// Of huge pages as many as are needed are promised by the kernel from now on, or it fails with ENOMEM.
+    /// For huge pages, the kernel reserves all needed pages at once, or the call fails with ENOMEM.
     pub(super) fn new(length: usize, source: Source<'_>) -> Result<Self, Errno> {
         let page = source.huge_pages.map_or(RAM_ALIGNMENT, HugePages::bytes);
         let alignment = usize::try_from(page).map_err(|_| Errno::NOMEM)?;
@@ -70,7 +70,7 @@ impl Mapping {
                 None => MapFlags::NORESERVE,
                 Some(_) => MapFlags::empty(),
             };
-        // Of a file the pages are known.
+        // Flags of anonymous memory only: a file determines its page size.
         let anonymous = fixed
             | MapFlags::PRIVATE
             | match source.huge_pages {
@@ -84,7 +84,7 @@ impl Mapping {
             MapFlags::SHARED
         };
         let mapped = match source.file {
-            // SAFETY: replaces a part of the reservation above, which nobody else knows.
+            // SAFETY: replaces a part of the reservation above, which no other code uses.
             Some((file, offset)) => unsafe {
                 mmap(address, length, protection, fixed | of_file, file, offset)
             },
@@ -112,7 +112,7 @@ impl Mapping {
         self.address
     }
 
-    /// All its pages come from this NUMA node of the host, those that are there already excepted (mbind(2)).
+    /// Allocates all pages from this NUMA node of the host, except for existing pages (mbind(2)).
     pub(super) fn bind(&self, node: u32) -> Result<(), Errno> {
         const BITS: usize = libc::c_ulong::BITS as usize;
         let node = usize::try_from(node).map_err(|_| Errno::INVAL)?;
@@ -120,7 +120,7 @@ impl Mapping {
         if let Some(word) = mask.get_mut(node / BITS) {
             *word = libc::c_ulong::from(1_u8) << (node % BITS);
         }
-        // The kernel leaves out the last bit of the number that it is told.
+        // The kernel ignores the last bit of the given number.
         let bits = mask.len() * BITS + 1;
         // SAFETY: reads `bits` less one bits of the mask, and sets a policy for a range that is ours.
         let result = unsafe {
@@ -141,7 +141,7 @@ impl Mapping {
     }
 
     pub(super) fn advise(&self, advice: Advice) -> Result<(), Errno> {
-        // SAFETY: none of the advice used here changes what the memory holds.
+        // SAFETY: the advice used here never changes the content of the memory.
         unsafe { madvise(self.address.as_ptr().cast(), self.length, advice) }
     }
 }

@@ -27,7 +27,7 @@ const MAX_THREADS: usize = 16;
 /// A thread takes that many bytes at a time; with larger pages, one page.
 const PIECE: usize = 64 << 20;
 
-/// Bytes of a mapping of ours that nobody else uses meanwhile.
+/// Bytes of a mapping of this process, which no other code uses meanwhile.
 #[derive(Clone, Copy)]
 pub(crate) struct Piece {
     address: *mut u8,
@@ -43,13 +43,14 @@ impl Piece {
     }
 }
 
-// SAFETY: only an address; what may be done there is the business of who does it.
+// SAFETY: only an address; the code that accesses it is responsible for the access.
 unsafe impl Send for Piece {}
 // SAFETY: as above.
 unsafe impl Sync for Piece {}
 
-/// Has the kernel provide all pages, writable and zeroed when they are new (MADV_POPULATE_WRITE). What they hold stays.
-/// Fails as the first access would: with ENOMEM, or EFAULT where that would be a SIGBUS.
+/// Makes the kernel allocate all pages, writable, with new pages zeroed (MADV_POPULATE_WRITE).
+/// Existing content stays. Fails like the first access: with ENOMEM, or with EFAULT instead of a
+/// SIGBUS.
 pub(super) fn touch(memory: &GuestMemory, page: u64) -> io::Result<()> {
     in_parallel(memory, page, |piece| {
         loop {
@@ -66,8 +67,9 @@ pub(super) fn touch(memory: &GuestMemory, page: u64) -> io::Result<()> {
 /// Writes zeroes over all of it and marks it as changed. No vCPU and no device may run.
 pub(super) fn zero(memory: &GuestMemory, page: u64) -> io::Result<()> {
     in_parallel(memory, page, |piece| {
-        // SAFETY: the range is a part of a writable mapping that is alive while `memory` is. Nobody holds references into
-        // guest memory, and by the caller's promise nobody else writes to it.
+        // SAFETY: the range is a part of a writable mapping that is alive while `memory` is. No
+        // references into guest memory exist, and by the caller's promise no other code writes to
+        // it.
         unsafe { piece.address.write_bytes(0, piece.length) };
         Ok::<_, io::Error>(())
     })?;

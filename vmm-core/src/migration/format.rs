@@ -1,4 +1,5 @@
-//! The stream of a migration, version 1. All numbers are little-endian, all checksums CRC32C (Castagnoli, as in RFC 3720).
+//! The stream of a migration, version 1. All numbers are little-endian, all checksums CRC32C
+//! (Castagnoli, as in RFC 3720).
 //!
 //! ```text
 //! 0          "vmmdmigr"
@@ -12,19 +13,21 @@
 //!
 //! | kind | body |
 //! |---|---|
-//! | 1 memory | message [`SnapshotMemory`](proto::state::SnapshotMemory): the ranges of RAM; comes first, once |
-//! | 2 pages | u64 guest-physical address, then what 1 to 256 pages of 4 KiB hold |
-//! | 3 zeroes | u64 guest-physical address, u64 length: these pages hold zeroes by now |
+//! | 1 memory | message [`SnapshotMemory`](proto::state::SnapshotMemory): the ranges of RAM; first frame, exactly once |
+//! | 2 pages | u64 guest-physical address, then the content of 1 to 256 pages of 4 KiB |
+//! | 3 zeroes | u64 guest-physical address, u64 length: the content of these pages is now zero |
 //! | 4 section | message `vmm.state.v1.Section`: one of the [`SnapshotInfo`](proto::state::SnapshotInfo), and those of the saved machine |
-//! | 5 end | u64: how many frames came before |
-//! | 6 disk | u32 number, from 0 on; u64 size in bytes; its name: a disk that goes along |
-//! | 7 blocks | u32 number of a disk, u64 offset in it, then what it holds from there on: whole sectors, at most 1 MiB |
-//! | 8 cleared | u32 number of a disk, u64 offset, u64 length: these bytes hold zeroes by now |
+//! | 5 end | u64: number of the frames before |
+//! | 6 disk | u32 number, from 0 on; u64 size in bytes; its name: a mirrored disk |
+//! | 7 blocks | u32 number of a disk, u64 offset in it, then the content from there on: whole sectors, at most 1 MiB |
+//! | 8 cleared | u32 number of a disk, u64 offset, u64 length: the content of these bytes is now zero |
 //! | 9 part | the first bytes of a section's message that is longer than a frame; more parts may follow, and then a frame of kind 4 with its last bytes |
 //!
-//! Pages and sectors that never came hold zeroes. A page or a sector may come again, and the last one holds. Sections come after all pages and
-//! blocks. A stream without disks is one that programs read which know no disks, and one without parts of sections one that programs read which
-//! know no parts.
+//! Pages and sectors that the stream omits are zero. A page or a sector may be repeated, and the
+//! last one applies. Sections follow all pages and blocks.
+//!
+//! Programs without support for disks can read a stream without disks. Programs without support for
+//! parts can read a stream without parts of sections.
 
 use devices::block::content::PIECE;
 
@@ -45,7 +48,7 @@ pub const MAX_BODY: u32 = 4 << 20;
 /// The same as a length in memory.
 pub const MAX_BODY_BYTES: usize = MAX_BODY as usize;
 
-/// What a frame is.
+/// Kind of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// The ranges of RAM.
@@ -60,7 +63,7 @@ pub enum Kind {
     End,
     /// A disk that goes along.
     Disk,
-    /// What a disk holds.
+    /// Content of a disk.
     Blocks,
     /// A part of a disk that holds zeroes by now.
     Cleared,
@@ -84,7 +87,7 @@ impl Kind {
         }
     }
 
-    /// Of a number in the stream.
+    /// Returns the kind of a number in the stream.
     pub const fn of(number: u32) -> Option<Self> {
         match number {
             1 => Some(Self::Memory),
@@ -101,7 +104,7 @@ impl Kind {
     }
 }
 
-/// What is before the body of a frame, which is in several pieces.
+/// Header of a frame. The body is in several pieces.
 pub fn frame(kind: Kind, body: &[&[u8]]) -> [u8; FRAME] {
     let length: usize = body.iter().map(|part| part.len()).sum();
     let [a, b, c, d] = kind.number().to_le_bytes();
@@ -110,7 +113,7 @@ pub fn frame(kind: Kind, body: &[&[u8]]) -> [u8; FRAME] {
     [a, b, c, d, e, f, g, h, i, j, k, l]
 }
 
-/// Of the first 8 bytes of a frame and its body.
+/// Checksum of the first 8 bytes of a frame and its body.
 pub fn checksum(start: &[u8], body: &[&[u8]]) -> u32 {
     let start = crc32c::crc32c(start);
     body.iter()

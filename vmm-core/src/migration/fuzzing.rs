@@ -1,4 +1,4 @@
-//! What fuzzers and tests feed with bytes of their own (`vmm-core/fuzz`).
+//! Entry points for fuzzers and tests with data of their own (`vmm-core/fuzz`).
 
 use std::fs::File;
 

@@ -11,17 +11,17 @@ use devices::block::content::{BLOCK, PIECE};
 use super::{Mirrored, Sender, format::Kind};
 use crate::snapshot::{SnapshotError, format::PAGE_BYTES, memory, saving::GoOn};
 
-/// What is changed of disks while they are sent is sent again, before memory, until so little is left, in bytes, or a pass leaves more than the
-/// one before.
+/// The changes of the disks during their transfer are sent again, before memory. This ends when at
+/// most this many bytes are left, or a pass does not leave less than the previous one.
 const FEW: u64 = 16 << 20;
 /// Most such passes.
 const MAX_PASSES: u32 = 16;
-/// How often it is told how far it is.
+/// Interval of progress reports.
 const TELL: Duration = Duration::from_secs(1);
 
 impl Sender {
-    /// Sends all that the disks hold, and then what was changed meanwhile until that is little. `tell` is told how far that is and how much it
-    /// is, in bytes of the disks.
+    /// Sends the whole content of the disks, and then the changes until few are left. `tell`
+    /// receives the progress and the total, in bytes of the disks.
     pub(super) fn all_disks(
         &mut self,
         tell: &dyn Fn(u64, u64),
@@ -82,7 +82,8 @@ impl Sender {
             if !extent.is_hole {
                 self.blocks(number, disk, &(offset..end), &mut buffer, false, go_on)?;
             }
-            // Of a part of which something was sent that would take it back.
+            // Only if no frame was sent for this part: otherwise this frame would clear the sent
+            // data.
             if self.frames == frames && self.is_quiet() {
                 self.cleared(number, &(offset..end.min(offset.saturating_add(PIECE))), go_on)?;
             }
@@ -91,7 +92,7 @@ impl Sender {
         Ok(())
     }
 
-    /// Sends what was changed since the last time.
+    /// Sends the changes since the last call.
     pub(super) fn changes(&mut self, go_on: GoOn<'_>) -> Result<(), SnapshotError> {
         let mut disks = std::mem::take(&mut self.disks);
         let mut buffer = Vec::new();
@@ -113,7 +114,8 @@ impl Sender {
         Ok(())
     }
 
-    /// Sends what a part of a disk holds; zeroes too when `again`, since they may have been something else before.
+    /// Sends the content of a part of a disk. With `again`, also sends zeroes, since the part may
+    /// have had other content before.
     fn blocks(
         &mut self,
         number: u32,

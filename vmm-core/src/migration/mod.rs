@@ -1,18 +1,22 @@
-//! Live migration, between two `vmm` processes: a whole machine over one stream, while its guest runs on.
+//! Live migration between two `vmm` processes: a whole machine over one stream, while its guest
+//! runs.
 //!
-//! [`mod@format`] describes the stream. The source is a [`Sender`], which a [`Saving`](crate::snapshot::Saving) fills as it fills a
-//! snapshot: all memory, then what the guest has changed meanwhile, round after round, and the rest while the machine is paused. The
-//! target [receives](receive) memory into the RAM of a machine that is built then.
+//! [`mod@format`] describes the stream. The source is a [`Sender`], which a
+//! [`Saving`](crate::snapshot::Saving) fills like a snapshot: all memory, then the guest's changes,
+//! round after round, and the rest while the machine is paused. The target [receives](receive)
+//! memory into the RAM of a machine that is built afterwards.
 //!
-//! Disks that are the source's alone go along ([`Mirrored`]): all of a disk first, before memory, and what the guest changes meanwhile in each
-//! round, as with memory. What is sent is the content of the disk, whatever its format is; the target writes it into an image of its own
-//! ([`ReceivedDisk`]), and has it on stable storage when everything has come.
+//! The stream includes disks that only the source can access ([`Mirrored`]): the whole disk first,
+//! before memory, and the guest's changes in each round, as with memory. The stream has the content
+//! of the disk, independent of the image's format. The target writes the content into an image of
+//! its own ([`ReceivedDisk`]), and flushes it to stable storage after the end of the stream.
 //!
-//! The stream is untrusted. The target checks each frame, and refuses what was changed or cut off with the place where that is. The
-//! stream is not encrypted here: whoever makes the sockets sees to that.
+//! The stream is untrusted. The target checks each frame, and refuses a changed or truncated stream
+//! with the position of the error. This module does not encrypt the stream: the creator of the
+//! sockets is responsible for encryption.
 //!
-//! Whether the machine goes on here or there is not decided here: the source's stays paused when all has been sent, the target's when
-//! all has been received, until the daemons have agreed.
+//! This module does not decide which side continues. The source's machine stays paused when all is
+//! sent, and the target's when all is received, until the daemons have agreed.
 
 pub mod format;
 #[cfg(any(test, feature = "testing"))]

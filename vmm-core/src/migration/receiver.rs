@@ -28,7 +28,7 @@ const READ: usize = 64 << 10;
 /// A machine that was received; its memory is in place.
 #[derive(Debug)]
 pub struct Received {
-    /// What the source says of itself.
+    /// Info about the machine from the source.
     pub info: SnapshotInfo,
     /// The machine's state.
     pub machine: state::Machine,
@@ -39,7 +39,7 @@ pub struct Received {
 pub struct ReceivedDisk {
     /// Its name.
     pub name: String,
-    /// What comes goes there.
+    /// Target of the received content.
     pub content: Content,
     /// Bytes that were written and may not be on stable storage.
     unflushed: u64,
@@ -100,7 +100,7 @@ struct Receiver<'a, R> {
     disks: &'a mut [ReceivedDisk],
     /// How many of the disks the stream has named.
     named: usize,
-    /// Of the frame that was read last.
+    /// Body of the last frame that was read.
     body: Vec<u8>,
     /// Memory that is to become zeroes.
     pages: Vec<u8>,
@@ -360,7 +360,7 @@ fn wrong(at: u64, why: &str) -> SnapshotError {
     SnapshotError::damaged(Place::Stream { offset: at }, why)
 }
 
-/// Of a stream that can't be read on.
+/// Error for a failed read of the stream.
 fn ended(at: u64, error: io::Error) -> SnapshotError {
     match error.kind() {
         io::ErrorKind::UnexpectedEof => wrong(at, "it ends there"),

@@ -30,11 +30,12 @@ const GATHERED: usize = 64 << 10;
 pub struct Mirrored {
     /// Its name.
     pub name: String,
-    /// What it holds, and what its guest changes.
+    /// Content of the disk, and the changes by its guest.
     pub mirror: Mirror,
 }
 
-/// Sends a machine. The socket has a limit of time for sends (`SO_SNDTIMEO`): each time that it passes, it is asked whether to go on.
+/// Sends a machine. The socket has a time limit for sends (`SO_SNDTIMEO`). Each time that the limit
+/// passes, the sender checks for cancellation.
 #[derive(Debug)]
 pub struct Sender {
     socket: File,

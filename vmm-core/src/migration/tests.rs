@@ -1,4 +1,5 @@
-//! Streams of a small memory: what is sent is received, and nothing that was changed or cut off.
+//! Streams of a small memory: a complete stream is received, and a changed or truncated one is
+//! refused.
 
 use std::{
     fs::File,
@@ -72,7 +73,7 @@ fn put(memory: &GuestMemory, address: u64, byte: u8) {
     memory.write_slice(&[byte], GuestAddress(address)).unwrap();
 }
 
-/// What is sent of a machine that changes while it is sent, and its memory in the end.
+/// The stream of a machine that changes while it is sent, and its final memory.
 fn stream() -> (Vec<u8>, Vec<u8>) {
     let (near, far) = UnixStream::pair().unwrap();
     let reading = thread::spawn(move || {
@@ -109,7 +110,8 @@ fn what_is_sent_is_received_with_the_last_of_each_page() {
     assert_eq!(received.machine.sections, machine().sections);
 }
 
-/// What is sent of a machine whose memory is zeroes but for one page, when so long nothing may be sent.
+/// The stream of a machine whose memory is zero except for one page. `quiet` is the maximum silence
+/// of the sender.
 fn mostly_zeroes(quiet: Duration) -> Vec<u8> {
     let (near, far) = UnixStream::pair().unwrap();
     let reading = thread::spawn(move || {
@@ -168,7 +170,7 @@ fn a_machine_with_other_memory_takes_nothing() {
     assert!(matches!(error, SnapshotError::OtherMemory(_)), "{error}");
 }
 
-/// A stream that begins as it should and goes on with `frames`.
+/// A stream with a valid beginning, followed by `frames`.
 fn beginning_with(frames: &[(Kind, Vec<u8>)]) -> Vec<u8> {
     // The frame of the ranges: its length is in its bytes 4 to 7.
     let bytes = &STREAM.0;

@@ -1,4 +1,5 @@
-//! When the rounds of a migration end, and what is done to the guest until then, as a function of what they found.
+//! Decisions about the end of a migration's rounds and the throttling of the guest, as functions of
+//! the rounds' results.
 
 use std::time::Duration;
 
@@ -72,7 +73,7 @@ pub(super) fn next_throttle(percent: u8, sent: u64, dirty: u64) -> u8 {
     }
 }
 
-/// Of what was sent in that time.
+/// Rate of `bytes` that were sent in `time`.
 pub(super) fn bytes_per_second(bytes: u64, time: Duration) -> u64 {
     let per_second = u128::from(bytes).saturating_mul(1_000_000_000) / time.as_nanos().max(1);
     u64::try_from(per_second).unwrap_or(u64::MAX)

@@ -1,4 +1,4 @@
-//! What goes wrong with a snapshot file.
+//! Errors of snapshot files.
 
 use std::{fmt, io};
 
@@ -51,7 +51,7 @@ impl fmt::Display for Place {
     }
 }
 
-/// A snapshot that can't be written, read or used.
+/// A snapshot could not be written, read or used.
 #[derive(Debug, thiserror::Error)]
 pub enum SnapshotError {
     /// The file is no snapshot.
@@ -90,7 +90,7 @@ pub enum SnapshotError {
     /// The snapshot's memory does not fit the machine.
     #[error("the snapshot is of a machine with other memory: {0}")]
     OtherMemory(String),
-    /// The machine has ended, or can't be paused.
+    /// The machine has ended, or could not be paused.
     #[error("the snapshot was given up")]
     Cancelled,
     /// The guest changes memory and disks faster than they can be sent.
@@ -99,7 +99,7 @@ pub enum SnapshotError {
          and the limit of the downtime is {limit_ms} ms"
     )]
     NotConverging {
-        /// How often what was changed was sent again.
+        /// Number of rounds that sent changes.
         rounds: u32,
         /// How long sending the rest would take, in milliseconds.
         rest_ms: u64,
@@ -138,7 +138,7 @@ pub enum SnapshotError {
         #[source]
         source: io::Error,
     },
-    /// Which pages are changed can't be told.
+    /// The log of changed pages failed.
     #[error("logging the guest's writes")]
     Log(#[from] SlotError),
     /// Guest memory could not be accessed (a defect).

@@ -1,4 +1,5 @@
-//! The snapshot file, version 1. All numbers are little-endian, all checksums CRC32C (Castagnoli, as in RFC 3720).
+//! The snapshot file, version 1. All numbers are little-endian, all checksums CRC32C (Castagnoli,
+//! as in RFC 3720).
 //!
 //! ```text
 //! 0          header, one block of 4 KiB
@@ -19,15 +20,16 @@
 //!              8  message vmm.state.v1.Section (kind, version, id, payload)
 //! ```
 //!
-//! Sections are one `snapshot` ([`SnapshotInfo`]), one `snapshot-memory` ([`SnapshotMemory`]), and those of the saved machine
-//! ([`state::Machine`]); their order means nothing, and none is there that no part of a machine takes. The header is written last: a file
-//! without one is a snapshot that was never completed.
+//! Sections are one `snapshot` ([`SnapshotInfo`]), one `snapshot-memory` ([`SnapshotMemory`]), and
+//! those of the saved machine ([`state::Machine`]). Their order has no meaning, and each section
+//! must belong to a part of a machine. The header is written last: a file without a header is a
+//! snapshot that was never completed.
 //!
-//! Memory begins at a multiple of 2 MiB and is in its own order, so that a machine can have the file for its memory: see
-//! [`Snapshot::map`](super::Snapshot::map).
+//! Memory begins at a multiple of 2 MiB and keeps its order, so that a machine can map the file as
+//! its memory: see [`Snapshot::map`](super::Snapshot::map).
 //!
-//! Compatibility: sections carry versions of their own (`proto/src/state.rs`); another layout of the file is another version of the
-//! format.
+//! Compatibility: sections carry versions of their own (`proto/src/state.rs`); another layout of
+//! the file is another version of the format.
 
 use std::ops::Range;
 
@@ -50,7 +52,7 @@ pub const VERSION: u32 = 1;
 pub const HEADER: usize = 4096;
 /// Where memory begins.
 pub const MEMORY_OFFSET: u64 = 2 << 20;
-/// What has a checksum, in bytes.
+/// Unit that has a checksum, in bytes.
 pub const PAGE: u64 = PAGE_BYTES as u64;
 /// The same as a length in memory.
 pub const PAGE_BYTES: usize = 4096;
@@ -74,7 +76,7 @@ const SECTION_FRAME: usize = 8;
 const CHECKSUM_AT: Range<usize> = 12..16;
 const ZEROES_FROM: usize = 44;
 
-/// What the header says.
+/// Content of the header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     /// Bytes of the file.
@@ -250,7 +252,7 @@ pub struct Part {
 }
 
 impl Layout {
-    /// Of ranges of whole pages, (guest address, length), in order of addresses.
+    /// Layout of ranges of whole pages, (guest address, length), in order of addresses.
     pub fn new(ranges: impl IntoIterator<Item = (u64, u64)>) -> Self {
         let mut offset = MEMORY_OFFSET;
         let place = |(address, length)| {
@@ -267,7 +269,8 @@ impl Layout {
         }
     }
 
-    /// What a file says, checked: one range behind the other, in the file and in the address space.
+    /// Layout from a file, checked: the ranges follow one another, in the file and in the address
+    /// space.
     pub fn read(memory: &SnapshotMemory) -> Result<Self, &'static str> {
         if memory.ranges.len() > MAX_RANGES {
             return Err("it has too many ranges of memory");

@@ -1,14 +1,15 @@
-//! What fuzzers and tests feed with bytes of their own (`vmm-core/fuzz`).
+//! Entry points for fuzzers and tests with data of their own (`vmm-core/fuzz`).
 
 use super::{
     Snapshot,
     format::{CHECKSUM, HEADER, Header, MEMORY_OFFSET, PAGE},
 };
 
-/// Reads a snapshot and all that its memory holds. `data` says what is in it; the checksums of header and sections are right, since no
-/// fuzzer finds those.
+/// Reads a snapshot and all of its memory. `data` determines the content. The checksums of header
+/// and sections are correct, since a fuzzer cannot find them.
 ///
-/// Byte 0 is the number of pages of memory; then come sections, each with its length in two bytes (little-endian).
+/// Byte 0 is the number of pages of memory; then come sections, each with its length in two bytes
+/// (little-endian).
 pub fn snapshot(data: &[u8]) {
     let Some((pages, rest)) = data.split_first() else {
         return;

@@ -18,7 +18,7 @@ const ZEROES: [u8; PAGE_BYTES] = [0; PAGE_BYTES];
 /// The checksum of a page of zeroes.
 pub(crate) static CHECKSUM_OF_ZEROES: LazyLock<u32> = LazyLock::new(|| crc32c::crc32c(&ZEROES));
 
-/// Whether a page has nothing but zeroes.
+/// Whether a page has only zeroes.
 pub(crate) fn is_zero(page: &[u8]) -> bool {
     page == ZEROES
 }

@@ -1,11 +1,13 @@
-//! Snapshots: a whole machine in one file, from which it goes on, once or many times.
+//! Snapshots: a whole machine in one file, from which the machine can continue once or many times.
 //!
-//! [`mod@format`] describes the file. A [`Writer`] fills it, also while the guest runs on and writes pages again; a [`Snapshot`] is a
-//! file that was read back and checked. [`saving`] takes the snapshot of a machine: it copies memory on a thread of its own, and the
-//! machine is paused only while its state and the last changed pages are taken.
+//! [`mod@format`] describes the file. A [`Writer`] fills the file, also while the guest runs, and
+//! writes changed pages again. A [`Snapshot`] is a file that was read back and checked. [`saving`]
+//! takes the snapshot of a machine: it copies memory on a thread of its own, and pauses the machine
+//! only to take its state and the last changed pages.
 //!
-//! A file is untrusted. Whatever was changed, cut off or added in it is refused with the place where that is, before the machine
-//! runs: the header, the sections and the table of checksums when the file is opened, memory when it is loaded.
+//! A file is untrusted. Changed, truncated or added data is refused with its position, before the
+//! machine runs: the header, the sections and the table of checksums when the file is opened,
+//! memory when it is loaded.
 
 mod converging;
 pub mod error;

@@ -20,7 +20,7 @@ pub trait Source: Sync {
     fn length(&self) -> io::Result<u64>;
     /// Reads exactly that much.
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()>;
-    /// The first place from `offset` on that is known to hold something, and where that ends; `None` when only zeroes follow.
+    /// The first range of data from `offset` on; `None` if only zeroes follow.
     fn data(&self, offset: u64) -> io::Result<Option<Range<u64>>>;
 }
 
@@ -66,7 +66,7 @@ impl Source for &[u8] {
 pub struct Snapshot<S = File> {
     source: S,
     layout: Layout,
-    /// What it says of itself.
+    /// Info about the snapshot.
     pub info: SnapshotInfo,
     /// The saved machine.
     pub machine: state::Machine,
@@ -152,7 +152,8 @@ impl<S: Source> Snapshot<S> {
         )))
     }
 
-    /// Reads and checks a piece of a range, and gives `each` what is not a hole: runs of whole pages with their guest addresses.
+    /// Reads and checks a piece of a range, and passes the data outside holes to `each`: runs of
+    /// whole pages with their guest addresses.
     fn pages(
         &self,
         part: &Part,
@@ -168,7 +169,7 @@ impl<S: Source> Snapshot<S> {
         while at < end {
             let data = self.source.data(at).map_err(SnapshotError::reading)?;
             let data = data.map_or(end..end, |data| {
-                // Whole pages, whatever the file system's blocks are.
+                // Whole pages, independent of the file system's block size.
                 let first = data.start / PAGE * PAGE;
                 first.clamp(at, end)..data.end.next_multiple_of(PAGE).clamp(at, end)
             });

@@ -1,19 +1,22 @@
-//! Taking a snapshot of a machine: a thread writes memory, the machine's owner takes the rest while the machine is paused.
+//! Snapshots of a machine: a thread writes memory, and the machine's owner takes the rest while the
+//! machine is paused.
 //!
 //! ```text
 //!  owner   begin ───────────────── Ready ▶ pause, take state and changed pages, complete ─ resume ──── Ended ▶ end
 //!  thread    └ all memory, then what the guest changed meanwhile, again and again ┘    └ the rest, make it durable ┘
 //! ```
 //!
-//! Of a machine that is paused all the time, memory is written once. Of one that runs, the pages that it changes are logged and
-//! written again, until few are left, or a round does not make them fewer. The last of them are copied while the machine is paused and
-//! written later; when they are too many for that, the machine stays paused until they are written.
+//! The memory of a machine that is paused all the time is written once. For a running machine,
+//! changed pages are logged and written again, until few are left or a round finds no fewer. The
+//! last pages are copied while the machine is paused, and written later. If they are too many for a
+//! copy, the machine stays paused until they are written.
 //!
-//! A live [migration](crate::migration) is a save into a stream ([`Purpose::Migration`]): rounds go on until what is left can be sent within
-//! the limit of the downtime, and the machine stays paused until all is sent. When rounds do not make it less, the machine's owner may be asked
-//! to [throttle](Round::throttle) its vCPUs.
+//! A live [migration](crate::migration) is a save into a stream ([`Purpose::Migration`]). Rounds
+//! continue until the rest can be sent within the limit of the downtime, and the machine stays
+//! paused until all is sent. If rounds do not reduce the rest, the save may ask the machine's owner
+//! to [throttle](Round::throttle) the vCPUs.
 //!
-//! Whoever drops a [`Saving`] ends the thread and leaves a file that was never completed.
+//! The drop of a [`Saving`] ends the thread, and leaves a file that was never completed.
 
 use std::{
     fs::File,
@@ -56,7 +59,7 @@ pub(super) const MAX_ROUNDS: u32 = 16;
 /// Most bytes that are copied while the machine is paused, to be written later.
 const MAX_COPIED: u64 = 32 << 20;
 
-/// Asked each mebibyte whether to go on: an error ends the save.
+/// Called for each mebibyte: an error ends the save.
 pub type GoOn<'a> = &'a dyn Fn() -> Result<(), SnapshotError>;
 
 /// Where a machine is written to.
@@ -72,16 +75,17 @@ pub trait Sink: Send {
     ) -> Result<(), SnapshotError>;
     /// Writes whole pages whose content was copied, at a guest-physical address within one range of memory.
     fn contents(&mut self, address: u64, contents: &[u8], go_on: GoOn<'_>) -> Result<(), SnapshotError>;
-    /// Writes all that disks hold which go along, and most of what is changed of them meanwhile. Comes before memory. `tell` is told how many
-    /// bytes of how many it has come to.
+    /// Writes the content of all mirrored disks, and most of their changes meanwhile. Called before
+    /// memory. `tell` receives the number of written bytes and the total.
     fn disks(&mut self, tell: &dyn Fn(u64, u64), go_on: GoOn<'_>) -> Result<(), SnapshotError>;
-    /// Writes what was changed on the disks since the last time.
+    /// Writes the changes of the disks since the last call.
     fn disk_changes(&mut self, go_on: GoOn<'_>) -> Result<(), SnapshotError>;
     /// Bytes that were changed on the disks and not written since.
     fn changed_on_disks(&self) -> u64;
     /// How much was written so far.
     fn written(&self) -> Written;
-    /// Writes the rest; returns the length of all. Memory was written as it was when `machine` was saved.
+    /// Writes the rest; returns the total length. The written memory matches the moment at which
+    /// `machine` was saved.
     fn finish(
         self: Box<Self>,
         info: &SnapshotInfo,
@@ -90,7 +94,7 @@ pub trait Sink: Send {
     ) -> Result<u64, SnapshotError>;
 }
 
-/// Bytes that were written, those that were written again included; zeroes need not be written.
+/// Number of bytes written, including repeated writes; zeroes may be omitted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Written {
     /// Of memory.
@@ -106,7 +110,8 @@ impl Written {
     }
 }
 
-/// What is done to a guest that changes memory and disks faster than they can be sent within the limit of the downtime.
+/// Policy for a guest that changes memory and disks faster than they can be sent within the limit
+/// of the downtime.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Policy {
     /// Nothing: it is not migrated then.
@@ -120,16 +125,16 @@ pub enum Policy {
     AlwaysForced,
 }
 
-/// What a machine is saved for.
+/// Purpose of a save.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
-    /// It goes on as soon as it can.
+    /// The machine continues as soon as possible.
     Snapshot,
     /// It stays paused when all is sent.
     Migration {
         /// How long sending the rest may take while the machine is paused. Zero: no matter how long.
         downtime: Duration,
-        /// What is done to a guest that is too fast.
+        /// Policy for a guest that is too fast.
         policy: Policy,
     },
 }
@@ -149,14 +154,14 @@ pub struct Round {
     pub throttle: u8,
 }
 
-/// What is told of a save that goes on.
+/// Progress of a save.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
     /// The disks that go along are sent: bytes of how many.
     Disks {
         /// So far.
         done: u64,
-        /// Of all of them.
+        /// Total of all disks.
         total: u64,
     },
     /// A round of a migration has ended.
@@ -167,12 +172,12 @@ pub enum Event {
     Ended,
 }
 
-/// What came of a save.
+/// Result of a save.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Report {
     /// Length of the file.
     pub file_bytes: u64,
-    /// Bytes of memory that were written, those that were written again included; pages of zeroes are not.
+    /// Bytes of memory written, including repeated writes but without pages of zeroes.
     pub memory_bytes: u64,
     /// The same of disks.
     pub disk_bytes: u64,
@@ -180,7 +185,7 @@ pub struct Report {
     pub rounds: u32,
 }
 
-/// When the machine can go on.
+/// Time at which the machine can continue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GoesOn {
     /// At once.
@@ -189,7 +194,7 @@ pub enum GoesOn {
     WhenEnded,
 }
 
-/// What the thread needs at last.
+/// Final input of the thread.
 struct Rest {
     info: SnapshotInfo,
     machine: state::Machine,
@@ -204,7 +209,7 @@ enum LastPages {
     Named(Vec<u64>),
 }
 
-/// What was left to be written when the machine is to be paused.
+/// Remaining data at the time of the pause.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Left {
     rounds: u32,
@@ -218,7 +223,7 @@ pub struct Saving {
     vm: Arc<Vm>,
     memory: GuestMemory,
     purpose: Purpose,
-    /// Whose pages are logged; none when the machine is paused.
+    /// Slots with a dirty log; empty if the machine is paused.
     logged: Vec<SlotId>,
     rest: Option<Sender<Rest>>,
     stop: Arc<AtomicBool>,
@@ -282,7 +287,8 @@ impl Saving {
         Ok(saving)
     }
 
-    /// Hands over what is left, after [`Event::Ready`], with the machine paused; `machine` is its state. To be called once.
+    /// Passes the remaining data to the thread, after [`Event::Ready`], with the machine paused;
+    /// `machine` is its state. To be called once.
     pub fn complete(&mut self, info: SnapshotInfo, machine: state::Machine) -> Result<GoesOn, Failure> {
         check_sections(&machine.sections)?;
         let changed = take_dirty(&self.vm, &self.logged).map_err(SnapshotError::from)?;
@@ -314,7 +320,7 @@ impl Saving {
         self.rest = None;
     }
 
-    /// What came of it, after [`Event::Ended`].
+    /// Result of the save, after [`Event::Ended`].
     pub fn end(mut self) -> Result<Report, Failure> {
         self.stop_logs();
         match self.thread.take().map(JoinHandle::join) {
@@ -341,7 +347,7 @@ impl Drop for Saving {
         self.rest = None;
         self.stop_logs();
         if let Some(thread) = self.thread.take() {
-            // What it has to say interests nobody any more.
+            // The result of the thread is not needed.
             let _ = thread.join();
         }
     }
@@ -357,7 +363,7 @@ fn take_dirty(vm: &Vm, slots: &[SlotId]) -> Result<Vec<u64>, SlotError> {
     Ok(pages)
 }
 
-/// What the thread does.
+/// Work of the thread.
 struct Job {
     vm: Arc<Vm>,
     memory: GuestMemory,
@@ -413,7 +419,7 @@ impl Job {
         })
     }
 
-    /// Writes what is changed until that is little, or more than before.
+    /// Writes changed pages until few are left, or a round finds no fewer than the previous one.
     fn rounds(&mut self) -> Result<Left, SnapshotError> {
         let go_on = go_on(&self.stop);
         let mut before = u64::MAX;
@@ -435,8 +441,9 @@ impl Job {
         })
     }
 
-    /// Sends what is changed until the rest can be sent within `downtime`, and does to the guest what `policy` says. Before all memory was
-    /// sent, in `elapsed`, `before` bytes had been.
+    /// Sends changes until the rest can be sent within `downtime`, and applies `policy` to the
+    /// guest. `before` is the number of bytes written before all memory, and `elapsed` is the time
+    /// that all memory took.
     fn converge(
         &mut self,
         (downtime, policy): (Duration, Policy),

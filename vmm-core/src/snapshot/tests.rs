@@ -1,4 +1,4 @@
-//! Snapshot files of a small memory: what is written is read, and nothing that was changed.
+//! Snapshot files of a small memory: a reader gets the written content, and refuses a changed file.
 
 use std::{
     fs::File,
@@ -129,7 +129,7 @@ fn a_snapshot_gives_back_what_was_written() {
 fn pages_of_zeroes_take_no_room() {
     let full = written(&filled()).metadata().unwrap().blocks() * 512;
     let empty = written(&memory()).metadata().unwrap().blocks() * 512;
-    // A file system may need blocks of its own for what is scattered.
+    // A file system may need blocks of its own for scattered data.
     assert!((5 * PAGE..=8 * PAGE).contains(&(full - empty)), "{full} {empty}");
     assert!(empty <= 4 * PAGE, "{empty}");
 }

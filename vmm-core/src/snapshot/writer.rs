@@ -83,7 +83,7 @@ pub enum Pass {
 }
 
 impl Writer {
-    /// Begins a snapshot of a machine with `memory` in `file`, which loses what it holds.
+    /// Begins a snapshot of a machine with `memory` in `file`, whose old content is discarded.
     pub fn new(file: File, memory: &GuestMemory) -> Result<Self, SnapshotError> {
         let regions = memory.iter();
         let layout = Layout::new(regions.map(|region| (region.start_addr().0, region.len())));
@@ -189,8 +189,8 @@ impl Writer {
         self.file.write_all_at(bytes, at).map_err(SnapshotError::writing)
     }
 
-    /// Writes the rest and makes all of it durable; gives the file's length. Memory was written as it was when `machine` was
-    /// saved.
+    /// Writes the rest and makes all data durable; returns the file's length. The written memory
+    /// matches the moment at which `machine` was saved.
     pub fn finish(self, info: &SnapshotInfo, machine: state::Machine) -> Result<u64, SnapshotError> {
         let memory = self.layout.message(self.checksum_of_table()?);
         let own = [Section::new(OWN_ID, info), Section::new(OWN_ID, &memory)];
@@ -212,7 +212,7 @@ impl Writer {
             sections_length: end.saturating_sub(sections_offset),
             sections,
         };
-        // Whoever finds the header finds the rest.
+        // A file with a header is complete.
         self.file.sync_all().map_err(SnapshotError::writing)?;
         write(&header.encode(), 0)?;
         self.file.sync_all().map_err(SnapshotError::writing)?;

@@ -1,6 +1,7 @@
 //! The vCPUs of a machine and their threads.
 //!
-//! Each vCPU is owned by a thread of its own; [`Vcpus`] is the one controller, held by the lifecycle driver.
+//! Each vCPU is owned by a thread of its own; [`Vcpus`] is the one controller, held by the
+//! lifecycle driver.
 //!
 //! ```text
 //!            run                         access asks for reset or power-off, crash
@@ -9,10 +10,10 @@
 //!    └───────────────────┘                            reset: Parked; run: Running ┘
 //! ```
 //!
-//! What always holds:
-//! - `immediate_exit` is set by anybody while the vCPU runs, and cleared by the controller only, while it is parked. So a
-//!   stop can't be lost, whenever it comes.
-//! - A parked vCPU has no access half done.
+//! Invariants:
+//! - Any thread may set `immediate_exit` while the vCPU runs. Only the controller clears it, while
+//!   the vCPU is parked. A stop therefore cannot be lost at any time.
+//! - A parked vCPU has no incomplete access.
 //! - No lock is held while waiting for a vCPU.
 
 #[cfg(test)]
@@ -33,7 +34,7 @@ use crate::kvm::{
 };
 use thread::{Call, Parked, Shared, VcpuThread};
 
-/// Something that a vCPU tells the machine. Sent from the vCPU's thread, with no lock held.
+/// Report from a vCPU to the machine. Sent from the vCPU's thread, with no lock held.
 #[derive(Debug)]
 pub struct Report {
     /// Which vCPU, counted from 0.
@@ -51,17 +52,18 @@ pub enum ReportKind {
     PowerOff,
     /// The guest's kernel says that it panicked. The vCPU runs on.
     GuestPanicked,
-    /// The vCPU can't go on. It is parked.
+    /// The vCPU cannot continue. It is parked.
     Crashed(Crash),
     /// The host failed. The vCPU is parked.
     Failed(KvmError),
 }
 
-/// What vCPUs do about the accesses that leave KVM.
+/// Handling of accesses that leave KVM.
 pub struct Outside {
     /// Where accesses go.
     pub spaces: AddressSpaces,
-    /// Maps PCI functions' BARs anew ([`devices::bus::Effect::Remap`]), before the guest's next instruction.
+    /// Remaps PCI functions' BARs ([`devices::bus::Effect::Remap`]), before the guest's next
+    /// instruction.
     pub remap: Box<dyn Fn() + Send + Sync>,
     /// Takes PCI functions away that the guest ejected ([`devices::bus::Effect::Eject`]), before the guest's next
     /// instruction.
@@ -70,7 +72,7 @@ pub struct Outside {
     pub report: Box<dyn Fn(Report) + Send + Sync>,
 }
 
-/// vCPUs that don't do as they are told.
+/// Error of an operation on vCPUs.
 #[derive(Debug, thiserror::Error)]
 pub enum VcpuError {
     /// A thread could not be made.
@@ -90,7 +92,7 @@ pub enum VcpuError {
         /// Why.
         source: KvmError,
     },
-    /// Its state can't be saved, or not be restored.
+    /// The vCPU's state could not be saved or restored.
     #[error("vCPU {vcpu}")]
     State {
         /// Counted from 0.
@@ -191,7 +193,8 @@ impl Vcpus {
         self.run_those(Shared::allow)
     }
 
-    /// Lets all vCPUs run except those that have ended their run and were not [reset](Self::reset) since.
+    /// Lets all vCPUs run except vCPUs that have ended their run and were not [reset](Self::reset)
+    /// since.
     pub fn release(&mut self) -> Result<(), VcpuError> {
         self.run_those(Shared::allow_stopped)
     }
@@ -279,8 +282,9 @@ impl Vcpus {
         self.with_first(|parked| parked.vcpu.time())
     }
 
-    /// Lets the counters of all, which are stopped, go on from `then`, together with kvmclock, which is set already. What the counters differ
-    /// by stays. Where the kernel has no offsets (before 5.16), they have run on in the meantime.
+    /// Makes the counters of all stopped vCPUs continue from `then`, together with kvmclock, which
+    /// is set before. The differences between the counters stay. On a kernel without offsets (older
+    /// than 5.16), the counters have run on during the pause.
     pub fn go_on_from(&mut self, then: GuestTime) -> Result<(), VcpuError> {
         let correction = self.with_first(move |parked| parked.vcpu.counter_correction(&then))?;
         let Some(correction) = correction else {
@@ -331,7 +335,7 @@ impl Vcpus {
         })
     }
 
-    /// What left KVM for this process so far, of each vCPU.
+    /// Number of exits from KVM to this process so far, for each vCPU.
     pub fn exit_counts(&self) -> impl Iterator<Item = ExitCounts> {
         self.handles.iter().map(|handle| handle.shared.counts())
     }
@@ -346,7 +350,7 @@ impl Handle {
     ) -> Result<mpsc::Receiver<Result<R, KvmError>>, VcpuError> {
         let (reply, replied) = mpsc::channel();
         let call = move |parked: Result<Parked<'_>, KvmError>| {
-            // Nobody waits for the reply only when the caller is gone.
+            // The send fails only if the caller is gone.
             let _ = reply.send(parked.and_then(call));
         };
         self.send(vcpu, Call::With(Box::new(call)))?;

@@ -28,7 +28,7 @@ use crate::{
 };
 use proto::model::topology::Topology;
 
-/// Nothing here takes that long; a test that waits in vain fails instead of hanging.
+/// Longer than any step here; a test fails after this time instead of hanging.
 const PATIENCE: Duration = Duration::from_secs(100);
 const CODE: u64 = 0x10_0000;
 const MMIO: u64 = layout::MMIO32.start;
@@ -325,8 +325,8 @@ fn all_vcpus_of_a_large_machine_stop_and_run_together() {
     assert!(rig.reports.try_recv().is_err());
 }
 
-/// What 254 vCPUs are for: each is there, under the local APIC id that the topology says, and the last of them starts when
-/// the first one sends it INIT and a startup IPI.
+/// 254 vCPUs: each vCPU has the local APIC ID of the topology, and the last one starts when the
+/// first one sends it INIT and a startup IPI.
 #[test]
 fn the_last_vcpu_of_the_largest_machine_starts_when_the_first_says_so() {
     const FLAG: u64 = 0x9000;
@@ -412,7 +412,8 @@ fn a_triple_fault_is_told_and_a_reset_gives_a_fresh_machine() {
     assert!(matches!(report.kind, ReportKind::Crashed(Crash::TripleFault)));
 }
 
-/// Sets up a gate for vector 0x41 that counts at 0x200100, enables the local APIC, tells the test, and waits in HLT.
+/// Sets up a handler for vector 0x41 that counts at 0x202000, enables the local APIC, signals the
+/// test, and waits in HLT.
 fn interrupt_guest() -> Vec<u8> {
     let handler = u32::try_from(CODE + 0x80).unwrap();
     let mut guest = code(&[
@@ -482,7 +483,7 @@ fn a_message_signalled_interrupt_wakes_a_halted_vcpu_by_ioctl_and_by_eventfd() {
     vector.connect(None).unwrap();
     vector.trigger();
     event.write(1).unwrap();
-    // What was signalled while masked comes when it is connected again, once.
+    // Signals while masked arrive once, after the vector is connected again.
     vector.connect(Some(MESSAGE)).unwrap();
     handled.recv_timeout(PATIENCE).expect("pending while masked");
     rig.vcpus.stop().unwrap();

@@ -1,4 +1,4 @@
-//! What the thread of a vCPU does.
+//! The thread of a vCPU.
 
 use std::{
     io,
@@ -20,7 +20,7 @@ use proto::state::StateError;
 use super::{ExitCounts, Outside, Report, ReportKind};
 use crate::kvm::{Exit, Kicker, KvmError, MACHINE_CHECK_BANKS, ThreadClock, Vcpu, VcpuState, address_bits};
 
-/// What a parked vCPU can be told.
+/// Call to the thread of a parked vCPU.
 pub(super) enum Call {
     /// Enter the guest.
     Run,
@@ -31,12 +31,12 @@ pub(super) enum Call {
     With(Box<dyn FnOnce(Result<Parked<'_>, KvmError>) + Send>),
 }
 
-/// What a call has of a vCPU.
+/// Access of a call to a vCPU.
 pub(super) struct Parked<'a> {
     pub(super) vcpu: &'a mut Vcpu,
     /// Its state after power-on.
     pub(super) power_on: &'a VcpuState,
-    /// Whether the guest ran: then it is told that it was stopped when it goes on.
+    /// Whether the guest has run. The next run then reports the stop to the guest.
     pub(super) has_run: &'a mut bool,
 }
 
@@ -59,7 +59,7 @@ enum Phase {
     Gone,
 }
 
-/// What controller and thread share.
+/// Shared state of controller and thread.
 pub(super) struct Shared {
     pub(super) kicker: Kicker,
     phase: Mutex<Phase>,
@@ -88,7 +88,7 @@ impl Shared {
         self.allow_from(&[Phase::Parked, Phase::Ended])
     }
 
-    /// The same, unless it has ended its run by itself.
+    /// The same, unless the vCPU has ended its run on its own.
     pub(super) fn allow_stopped(&self) -> bool {
         self.allow_from(&[Phase::Parked])
     }
@@ -132,7 +132,7 @@ impl Shared {
         if *phase == Phase::Gone { Err(()) } else { Ok(()) }
     }
 
-    /// For a thread that is known to be ending.
+    /// Waits for a thread that is about to end.
     pub(super) fn wait_until_gone(&self) {
         let phase = self.phase.lock().unwrap_or_else(PoisonError::into_inner);
         let waited = self.changed.wait_while(phase, |phase| *phase != Phase::Gone);
@@ -167,7 +167,7 @@ pub(super) struct VcpuThread {
     has_run: bool,
 }
 
-/// Tells the controller when the thread ends, also by a panic.
+/// Reports the end of the thread to the controller, also after a panic.
 struct Farewell(Arc<Shared>);
 
 impl Drop for Farewell {

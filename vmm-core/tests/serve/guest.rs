@@ -10,7 +10,7 @@ pub const PRINT_HI: &[u8] = &[
     0xb0, b'i', 0xee,
 ];
 
-/// Sends back what comes in, for ever.
+/// Echoes each received byte in an endless loop.
 pub const ECHO: &[u8] = &[
     0x66, 0xba, 0xfd, 0x03, // mov dx, 0x3fd
     0xec, // in al, dx

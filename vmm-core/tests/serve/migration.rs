@@ -166,7 +166,7 @@ fn a_disk_that_only_one_process_has_goes_along_by_its_content() {
     let (mut client, mut other) = (first.client(), second.client());
     assert_eq!(state(&client.boot_with_disk(&echoing(), &one)), State::Running);
 
-    // A disk that is smaller is refused, and the guest goes on.
+    // A smaller disk is refused, and the guest continues.
     let (near, far) = UnixStream::pair().unwrap();
     let small = Vmm::start();
     let mut refusing = small.client();
@@ -214,7 +214,7 @@ fn a_disk_that_only_one_process_has_goes_along_by_its_content() {
     assert_eq!(state(&client.ask(Op::UnlockDisks(UnlockDisks {}))), State::Paused);
     assert_eq!(state(&client.ask(Op::Resume(Resume {}))), State::Running);
     assert!(echoes(&first));
-    // Nothing that is not there is sent.
+    // A migration of an unknown disk is refused.
     let (near, _far) = UnixStream::pair().unwrap();
     client.begin_send_with(&near, 1000, &["data"]);
     assert!(matches!(client.answer(), Answer::Error(error) if error.kind() == ErrorKind::NotFound));

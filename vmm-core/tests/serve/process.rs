@@ -30,7 +30,7 @@ use tempfile::TempDir;
 /// The user that the processes run as.
 pub const UID: u32 = 54321;
 
-/// Nothing takes that long; a test that waits in vain fails instead of hanging.
+/// Longer than any step here; a test fails after this time instead of hanging.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The descriptors' numbers in the process.
@@ -52,7 +52,8 @@ impl Vmm {
         )
     }
 
-    /// One that does a forbidden deed, "KIND:DEED", with these options of `vmm serve`; what it prints is kept.
+    /// Starts a process that does a forbidden operation, "KIND:DEED", with these options of
+    /// `vmm serve`; its standard error is captured.
     pub fn attempting(deed: &str, more: &[&str]) -> Self {
         let user = [&format!("--reuid={UID}"), "--bounding-set=-all"];
         Self::spawn(&user, more, &[("VMM_ATTEMPT", deed)], Stdio::piped())
@@ -96,7 +97,7 @@ impl Vmm {
         }
     }
 
-    /// A client that nobody knows yet.
+    /// A client that has not said Hello.
     pub fn connect(&self) -> Client {
         Client {
             socket: UnixStream::connect(self.dir.path().join("control")).unwrap(),
@@ -154,7 +155,7 @@ impl Vmm {
         }
     }
 
-    /// Whether nobody holds the lock that the process inherited.
+    /// Whether the lock that the process inherited is free.
     pub fn lock_is_free(&self) -> bool {
         let lock = File::open(self.dir.path().join("lock")).unwrap();
         flock(&lock, FlockOperation::NonBlockingLockExclusive).is_ok()
@@ -228,7 +229,7 @@ impl Drop for Vmm {
     }
 }
 
-/// What `vmm serve` says when it is started with these rights.
+/// Error message of `vmm serve` when it starts with these rights.
 pub fn refused(options: &[&str]) -> String {
     let mut vmm = Vmm::with_options(options, Stdio::piped());
     assert_eq!(vmm.wait().code(), Some(1));
@@ -297,7 +298,7 @@ fn duplicate(fd: i32, lowest: i32) -> std::io::Result<i32> {
 
 #[allow(unsafe_code)]
 fn replace(fd: i32, number: i32) -> std::io::Result<()> {
-    // SAFETY: takes numbers only; in the child nobody owns what `number` was before.
+    // SAFETY: takes numbers only; in the child, no object owns the old descriptor `number`.
     if unsafe { libc::dup2(fd, number) } < 0 {
         Err(std::io::Error::last_os_error())
     } else {
@@ -324,7 +325,7 @@ pub struct Client {
     socket: UnixStream,
     receiver: wire::Receiver,
     asked: u64,
-    /// Those that came while an answer was waited for.
+    /// Events that arrived during a wait for an answer.
     events: Vec<event::Kind>,
     serial: File,
 }
@@ -353,7 +354,7 @@ impl Client {
         self.answer()
     }
 
-    /// Boots a machine like that of [`boot`](Self::boot), which goes on from a snapshot.
+    /// Boots a machine like that of [`boot`](Self::boot), which continues from a snapshot.
     pub fn restore(&mut self, kernel: &[u8], snapshot: &File, on_demand: bool) -> Answer {
         let restore = Restore {
             snapshot_fd: 5,

@@ -1,5 +1,6 @@
-//! What holds a `vmm` in, seen from outside, and tried from inside: debug builds do a forbidden deed when the environment
-//! variable `VMM_ATTEMPT` names it (`vmm-core/src/bin/vmm/sys/attempt.rs`).
+//! The sandbox of a `vmm`, checked from outside and from inside. Debug builds do a forbidden
+//! operation that the environment variable `VMM_ATTEMPT` names
+//! (`vmm-core/src/bin/vmm/sys/attempt.rs`).
 
 use std::fs;
 
@@ -24,8 +25,8 @@ fn every_thread_has_filters_and_no_new_privileges() {
     let expected = ["blk-root-q0", "control", "rng", "serial", "vcpu-0", "vmm"];
     // The filter that refuses clone3, the main thread's, and that of the thread's kind.
     let filters = |name: &str| if name == "vmm" { "2" } else { "3" };
-    // A thread has its name a moment before its filter; the one that opened the image ends by itself. KVM's recovery of huge
-    // pages is the kernel's.
+    // A thread gets its name just before its filter, and the thread that opened the image ends on
+    // its own. The kernel owns the thread for KVM's recovery of huge pages.
     let threads = vmm.thread_statuses_when(|threads| {
         let ours = threads
             .iter()
@@ -61,7 +62,7 @@ fn the_daemon_is_told_what_holds_the_process_in() {
     assert!(told || !has_landlock, "{reply:?}");
 }
 
-/// What somebody would do who took a thread over, and the system call that it is.
+/// Operations of an attacker in control of a thread, and their system calls.
 const DEEDS: [(&str, libc::c_long); 42] = [
     ("open", libc::SYS_open),
     ("openat", libc::SYS_openat),
@@ -167,7 +168,7 @@ fn a_fault_of_the_process_leaves_a_record(#[case] deed: &str, #[case] expected: 
     assert!(record.starts_with(expected), "{record}");
 }
 
-/// What the record says after `kind` of thread did `deed`, without a machine.
+/// Message of the record after `kind` of thread did `deed`, without a machine.
 fn attempt(kind: &str, deed: &str) -> String {
     end(&mut begin(kind, deed, false), deed)
 }
@@ -182,7 +183,7 @@ fn begin(kind: &str, deed: &str, machine: bool) -> Vmm {
     vmm
 }
 
-/// What the record says when the process has ended.
+/// Message of the record after the end of the process.
 fn end(vmm: &mut Vmm, deed: &str) -> String {
     assert_eq!(vmm.wait().code(), Some(1), "{deed}");
     let record = vmm.exit_record();
@@ -190,7 +191,7 @@ fn end(vmm: &mut Vmm, deed: &str) -> String {
     record.message
 }
 
-/// Without seccomp, what Landlock forbids fails, and the process goes on.
+/// Without seccomp, Landlock alone makes forbidden calls fail, and the process continues.
 #[rstest]
 #[case("openat", libc::EACCES)]
 #[case("tcp", libc::EACCES)]

@@ -18,7 +18,7 @@ fn saved(answer: Answer) -> SaveReply {
     }
 }
 
-/// Whether the guest answers what is typed.
+/// Whether the guest echoes typed input.
 pub fn echoes(vmm: &Vmm) -> bool {
     let mut console = vmm.console();
     let replay = u64::from_le_bytes(console.read(8).try_into().unwrap());

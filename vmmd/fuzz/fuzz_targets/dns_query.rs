@@ -1,4 +1,4 @@
-//! What is sent to the name server of a network.
+//! Queries to the name server of a network.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| vmmd_fuzz::dns_query(data));

@@ -1,4 +1,4 @@
-//! What another daemon says of a migration.
+//! Messages of another daemon about a migration.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| vmmd_fuzz::peer_messages(data));

@@ -1,4 +1,5 @@
-//! What of vmmd answers guests and other daemons: the files that need nothing else of it.
+//! Parts of vmmd that answer guests and other daemons: the files that depend on nothing else in
+//! vmmd.
 
 #[allow(dead_code, reason = "the helper's process uses the rest")]
 #[path = "../../src/network/managed/helper"]

@@ -32,7 +32,7 @@ pub struct Arguments {
     pub action: Action,
 }
 
-/// What the program does.
+/// Action of the program.
 #[derive(Debug, Subcommand)]
 pub enum Action {
     /// Make the vmmd of this machine a node
@@ -76,13 +76,14 @@ pub struct AgentArguments {
     /// Where the vmmds of other nodes reach this node's; VMs are moved to this node when it is given
     #[arg(long, value_name = "HOST:PORT", env = "VMMD_KUBE_MIGRATION_ADDRESS")]
     pub migration_address: Option<String>,
-    /// Run no VM that names a kernel, a file, a disk, a bridge or another thing of the node by itself: of the node it has volumes and networks
+    /// Run no VM that directly names a kernel, a file, a disk, a bridge or another thing of the
+    /// node; VMs then have only volumes and networks
     #[arg(long, env = "VMMD_KUBE_NO_NODE_FILES")]
     pub no_node_files: bool,
     /// With --no-node-files: ports of the node that VMs may publish; none when not given
     #[arg(long, value_name = "FIRST-LAST", value_parser = ports, env = "VMMD_KUBE_PUBLISHED_PORTS")]
     pub published_ports: Option<RangeInclusive<u16>>,
-    /// Tell figures for Prometheus on this address, "127.0.0.1:9754" or another
+    /// Serve metrics for Prometheus on this address, "127.0.0.1:9754" or another
     #[arg(long, value_name = "ADDRESS", env = "VMMD_KUBE_METRICS")]
     pub metrics: Option<SocketAddr>,
     /// Locked while the agent runs, so that there is one
@@ -112,7 +113,7 @@ pub struct ControllerArguments {
     /// Memory in MiB that pods request beyond what vmmd sets aside for their VMs
     #[arg(long, value_name = "MIB", default_value_t = 0)]
     pub overhead_mib: u32,
-    /// Tell figures for Prometheus on this address, "127.0.0.1:9755" or another
+    /// Serve metrics for Prometheus on this address, "127.0.0.1:9755" or another
     #[arg(long, value_name = "ADDRESS", env = "VMMD_KUBE_METRICS")]
     pub metrics: Option<SocketAddr>,
     /// Work without asking whether another controller does
@@ -166,11 +167,11 @@ fn counted(config: Config) -> anyhow::Result<Client> {
 }
 
 impl AgentArguments {
-    /// What the node is told to be.
+    /// Settings of the node.
     ///
     /// # Errors
     ///
-    /// That no address is given, and none is found.
+    /// Fails when no address is given, and none is found.
     pub fn settings(&self) -> anyhow::Result<agent::Settings> {
         let host = rustix::system::uname()
             .nodename()

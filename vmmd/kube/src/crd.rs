@@ -13,7 +13,7 @@ use crate::{
     sources::{CloudInitFrom, SecretName, Sources, Volume},
 };
 
-/// What a virtual machine is to be, and where it may run.
+/// Desired state of a virtual machine, and where it may run.
 #[derive(CustomResource, Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[kube(
     group = "vmmd.dev",
@@ -44,8 +44,8 @@ use crate::{
 )]
 #[serde(rename_all = "camelCase")]
 pub struct VirtualMachineSpec {
-    /// The virtual machine as in the `spec` of vmmd's manifests. Its run policy also decides whether a run that has ended, on whatever
-    /// node, is followed by another one.
+    /// The virtual machine as in the `spec` of vmmd's manifests. Its run policy also decides
+    /// whether another run follows a run that has ended, on any node.
     #[schemars(schema_with = "schema::vm_spec")]
     pub vm: Map<String, Value>,
     /// Disks and shares of the VM whose content is not named in `vm`.
@@ -74,7 +74,7 @@ pub struct VirtualMachineSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::any_object")]
     pub affinity: Option<Value>,
-    /// As in a pod. That of the taint of vmmd's nodes is there in any case.
+    /// As in a pod. The toleration for the taint of vmmd's nodes is always present.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::any_objects")]
     pub tolerations: Vec<Value>,
@@ -91,7 +91,7 @@ pub struct VirtualMachineSpec {
 }
 
 impl VirtualMachineSpec {
-    /// What the agent fills in.
+    /// Parts of the VM that the agent fills in.
     pub fn sources(&self) -> Sources {
         Sources {
             volumes: self.volumes.clone(),
@@ -105,7 +105,8 @@ impl VirtualMachineSpec {
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 pub struct MigrationPolicy {
-    /// What an eviction does, as by `kubectl drain`: Migrate, the default, moves the VM when that is possible, Stop stops it.
+    /// Effect of an eviction, as by `kubectl drain`: Migrate, the default, moves the VM when that
+    /// is possible, Stop stops the VM.
     pub eviction: Eviction,
     /// How long a migration may take, in seconds; 600 when not given.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -115,7 +116,7 @@ pub struct MigrationPolicy {
     pub force: bool,
 }
 
-/// What an eviction does with a VM that runs.
+/// Effect of an eviction on a running VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 pub enum Eviction {
     #[default]
@@ -135,7 +136,7 @@ pub struct PodMetadata {
     pub annotations: BTreeMap<String, String>,
 }
 
-/// What is true of a virtual machine now.
+/// Present state of a virtual machine.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 pub struct VirtualMachineStatus {
@@ -203,8 +204,8 @@ pub struct Run {
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Migration {
-    /// Placing until the second placeholder pod is on a node that waits for the VM; Moving from then on until an agent says what has become
-    /// of the VM; Succeeded, or Failed.
+    /// Placing until the second placeholder pod is on a node that waits for the VM; Moving from
+    /// then on until an agent reports the result for the VM; Succeeded, or Failed.
     pub phase: MigrationPhase,
     /// Number of the run that the VM gets.
     pub epoch: i64,
@@ -261,18 +262,18 @@ impl Migration {
     }
 }
 
-/// What a placeholder pod is to a VirtualMachine.
+/// Role of a placeholder pod for a VirtualMachine.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Role<'a> {
     /// That of its run.
     Run(&'a Run),
-    /// That which its VM is to be moved to.
+    /// The pod that its VM is to be moved to.
     Target(&'a Migration),
-    /// It is not noted yet, or what is known of the VirtualMachine is older than the pod.
+    /// The pod is not noted yet, or the known VirtualMachine is older than the pod.
     NotYet,
     /// Another pod has been noted for that number.
     Other,
-    /// Of a run, or of a migration, that is over.
+    /// The pod of a run, or of a migration, that is over.
     Old,
 }
 
@@ -289,14 +290,14 @@ impl VirtualMachineStatus {
             .filter(|migration| migration.is_under_way())
     }
 
-    /// The migration of which nobody but an agent can say what has become of the VM.
+    /// The migration whose result for the VM only an agent can report.
     pub fn moving(&self) -> Option<&Migration> {
         self.migration
             .as_ref()
             .filter(|migration| migration.phase == MigrationPhase::Moving)
     }
 
-    /// What the pod with this number, name and uid is.
+    /// Role of the pod with this number, name and uid.
     pub fn role(&self, epoch: i64, name: &str, uid: Option<&str>) -> Role<'_> {
         let run = self.run.as_ref().filter(|_| self.run_epoch() == epoch);
         let target = self.under_way().filter(|migration| migration.epoch == epoch);

@@ -33,11 +33,11 @@ pub struct Daemon {
     pub events: EventServiceClient<Channel>,
     /// Its disks.
     pub disks: DiskServiceClient<Channel>,
-    /// What moves its VMs.
+    /// Its migrations.
     pub migrations: MigrationServiceClient<Channel>,
     /// Its images.
     pub images: ImageServiceClient<Channel>,
-    /// What takes long there.
+    /// Its operations.
     operations: OperationServiceClient<Channel>,
 }
 

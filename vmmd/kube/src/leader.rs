@@ -27,14 +27,14 @@ pub struct Leadership {
     identity: String,
 }
 
-/// What another's record was when it was seen to change last.
+/// Last observed change of another holder's record.
 struct Watched {
     version: Option<String>,
     since: Instant,
 }
 
 impl Leadership {
-    /// Of the lease with this name; `identity` is this process's own.
+    /// For the lease with this name; `identity` is this process's own.
     pub fn new(leases: Api<Lease>, name: &str, identity: &str) -> Self {
         Self {
             leases,

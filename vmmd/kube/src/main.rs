@@ -92,7 +92,7 @@ async fn run_agent(clients: Clients, arguments: AgentArguments) -> anyhow::Resul
 }
 
 async fn run_controller(clients: Clients, arguments: ControllerArguments) -> anyhow::Result<()> {
-    // Of a container it is the first process, which no signal ends that it does not handle.
+    // In a container this is the first process, which is only ended by signals that it handles.
     let terminated = signal(SignalKind::terminate())?;
     let settings = arguments.settings();
     let metrics = arguments.metrics;
@@ -132,7 +132,7 @@ async fn lead(
     tracing::info!("leads as {identity}");
     tokio::select! {
         () = controller::run(clients, settings) => anyhow::bail!("the controller has ended"),
-        // Whatever is under way ends with the process.
+        // All work in progress ends with the process.
         () = leadership.hold() => anyhow::bail!("the lease is lost"),
         _ = terminated.recv() => {
             leadership.release().await;

@@ -18,11 +18,13 @@ pub const POD: &str = "vmmd.dev/pod";
 pub const AGENT: &str = "vmmd.dev/node";
 /// Annotation of placeholder pods: the VM of vmmd, as its canonical JSON.
 pub const MANIFEST: &str = "vmmd.dev/manifest";
-/// Annotation of placeholder pods: what the agent fills in, as JSON; not there when there is nothing.
+/// Annotation of placeholder pods: sources that the agent fills in, as JSON; absent without
+/// sources.
 pub const SOURCES: &str = "vmmd.dev/sources";
 /// Annotation of disks in vmmd that were made for a run: name of the volume.
 pub const VOLUME: &str = "vmmd.dev/volume";
-/// Annotation of VirtualMachines: another value begins a new run, whatever the run policy says of ended ones.
+/// Annotation of VirtualMachines: another value begins a new run, regardless of the run policy for
+/// ended runs.
 pub const START: &str = "vmmd.dev/start";
 /// Annotation of VirtualMachines: another value moves the VM to another node while it runs.
 pub const MIGRATE: &str = "vmmd.dev/migrate";
@@ -46,9 +48,9 @@ pub const POD_GONE: &str = "vmmd.dev/pod-gone";
 pub const NODE_LOCAL: &str = "vmmd.dev/node-local-addresses";
 /// The container of placeholder pods.
 pub const CONTAINER: &str = "vm";
-/// The image that placeholder pods name. Nobody ever pulls it.
+/// The image that placeholder pods name. It is never pulled.
 pub const IMAGE: &str = "vmmd.dev/virtual-machine:none";
-/// What all nodes are.
+/// Architecture of all nodes.
 pub const ARCHITECTURE: &str = "amd64";
 /// The field manager, and the source of events.
 pub const MANAGER: &str = "vmmd-kube";
@@ -87,8 +89,8 @@ pub fn disk_name(volume: &str, pod_uid: &str) -> String {
     format!("{}-{hash}", readable.trim_end_matches('-'))
 }
 
-/// Name in vmmd of the image of this reference. What was imported with passwords of a namespace is another image than what anybody may have:
-/// its content is kept once in any case.
+/// Name in vmmd of the image of this reference. An image that was imported with passwords of a
+/// namespace is not the public image of the same reference: the content is kept once in any case.
 pub fn image_name(reference: &str, namespace: Option<&str>) -> String {
     let place = format!("{}/{reference}", namespace.unwrap_or_default());
     format!("kube-{}", &digest(place.as_bytes())[..24])

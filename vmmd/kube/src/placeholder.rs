@@ -1,4 +1,5 @@
-//! The placeholder pod of a run: what the scheduler places, and what tells the node's agent which VM to run.
+//! The placeholder pod of a run. The scheduler places the pod, and the pod names the VM for the
+//! node's agent.
 
 use std::collections::BTreeMap;
 
@@ -38,18 +39,18 @@ pub struct Settings {
 pub struct Plan {
     /// The VM.
     pub vm: v1::Vm,
-    /// What the pod carries of it.
+    /// The VM as the pod carries it.
     pub manifest: String,
-    /// What the agent fills in.
+    /// Sources that the agent fills in.
     pub sources: Sources,
 }
 
 impl Plan {
-    /// Of a VirtualMachine as it is.
+    /// Plan of a VirtualMachine in its present state.
     ///
     /// # Errors
     ///
-    /// All that is wrong with its VM, or what of its scheduling fields is no part of a pod.
+    /// Returns all errors of its VM, or the scheduling fields that are no part of a pod.
     pub fn of(machine: &VirtualMachine) -> Result<Self, Invalid> {
         let namespace = machine.namespace().unwrap_or_default();
         let uid = machine.uid().unwrap_or_default();
@@ -67,12 +68,12 @@ impl Plan {
             manifest,
             sources,
         };
-        // What the scheduling fields are is known only by making a pod of them.
+        // Only the creation of a pod shows whether the scheduling fields are valid.
         pod(machine, &plan, 0, &Settings::default())?;
         Ok(plan)
     }
 
-    /// SHA-256 of what the pod carries.
+    /// SHA-256 of the VM and the sources in the pod.
     pub fn digest(&self) -> String {
         digest(&self.manifest, self.annotation().as_deref())
     }
@@ -246,7 +247,8 @@ fn owner(machine: &VirtualMachine) -> OwnerReference {
     }
 }
 
-/// The scheduler places the pod where the volumes of the claims are, and no claim goes while the pod is there.
+/// Claims as volumes of the pod: the scheduler places the pod at the claims' volumes, and no claim
+/// is removed while the pod exists.
 fn claims(sources: &Sources) -> Vec<Volume> {
     let claims = sources.volumes.iter().filter_map(|volume| {
         let claim = volume.persistent_volume_claim.as_ref()?;
@@ -372,7 +374,7 @@ pub mod tests {
         assert_eq!(key["topologyKey"], "kubernetes.io/hostname");
     }
 
-    /// What a node has to have for a VM, as its vmmd sees it, and the settings of tests.
+    /// Memory that a node needs for a VM, by its vmmd and the settings of tests.
     fn memory(vm: &v1::Vm) -> u64 {
         let spec = Manifest::try_from(vm).unwrap().spec;
         spec.memory_bytes + overhead::memory(&spec) + settings().overhead
@@ -498,7 +500,7 @@ pub mod tests {
         let other = Plan::of(&with("db")).unwrap();
         assert_eq!(other.manifest, plan.manifest);
         assert_ne!(other.digest(), plan.digest());
-        // Nobody's own annotation passes for it.
+        // An annotation of the user is not accepted as the sources.
         let plain = self::machine(|value| {
             value["spec"]["podMetadata"] = json!({"annotations": {names::SOURCES: "{}"}});
         });

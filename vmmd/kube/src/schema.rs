@@ -1,4 +1,5 @@
-//! The OpenAPI schema of vmmd's VM, from the descriptors of its API: what the API server refuses, with the path of the field.
+//! The OpenAPI schema of vmmd's VM, from the descriptors of its API. With it, the API server
+//! refuses invalid fields with their path.
 
 use proto::manifest::schema::{self, Field, Kind};
 use schemars::{Schema, SchemaGenerator};
@@ -15,17 +16,17 @@ pub fn vm_spec(_: &mut SchemaGenerator) -> Schema {
     into_schema(schema)
 }
 
-/// Of a part of a pod, which the API server checks when the pod is made.
+/// Schema of a part of a pod, which the API server checks when the pod is created.
 pub fn any_object(_: &mut SchemaGenerator) -> Schema {
     into_schema(open())
 }
 
-/// Of a list of such parts.
+/// Schema of a list of such parts.
 pub fn any_objects(_: &mut SchemaGenerator) -> Schema {
     into_schema(json!({"type": "array", "items": open()}))
 }
 
-/// Of a number of bytes, with a unit or without.
+/// Schema of a number of bytes, with a unit or without.
 pub fn quantity(_: &mut SchemaGenerator) -> Schema {
     into_schema(json!({"x-kubernetes-int-or-string": true}))
 }
@@ -90,7 +91,7 @@ fn field(field: &Field) -> Value {
     }
 }
 
-/// Bounds beyond 32 bits can't be said: numbers of a schema are floating-point ones.
+/// Bounds beyond 32 bits are left out: numbers of a schema are floating-point ones.
 fn integer(min: i128, max: i128) -> Value {
     let mut schema = json!({"type": "integer", "format": "int64"});
     for (word, bound) in [("minimum", min), ("maximum", max)] {

@@ -1,8 +1,10 @@
-//! What a VirtualMachine takes from the cluster beside `spec.vm`: volumes, which are disks and shares of the VM by their names, and values of
-//! Secrets and ConfigMaps for the guest's cloud-init.
+//! Parts of a VirtualMachine from the cluster, beside `spec.vm`: volumes, which are disks and
+//! shares of the VM by their names, and values of Secrets and ConfigMaps for the guest's
+//! cloud-init.
 //!
-//! The controller checks the fields and leaves the places in the VM open. The pod carries both; the agent of its node fills the places in when
-//! it makes the VM. So neither the VirtualMachine nor its pods ever hold a secret.
+//! The controller checks the fields and leaves the places in the VM open. The pod carries both; the
+//! agent of its node fills the places in when it creates the VM. So neither the VirtualMachine nor
+//! its pods ever hold a secret.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -44,7 +46,8 @@ pub struct Volume {
 /// A disk in an OCI image.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
 pub struct ContainerDisk {
-    /// `HOST[:PORT]/REPOSITORY`, and then `:TAG`, `@sha256:DIGEST` or both. A node imports a reference once, whatever its tag means later.
+    /// `HOST[:PORT]/REPOSITORY`, and then `:TAG`, `@sha256:DIGEST` or both. A node imports a
+    /// reference once, regardless of later changes of its tag.
     pub image: String,
     /// Bytes, or with a unit as in 20Gi; that of the image when not given, and never less.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -117,7 +120,7 @@ pub struct SecretName {
     pub name: String,
 }
 
-/// All that a VirtualMachine takes from the cluster: what a pod carries beside the VM.
+/// All parts of a VirtualMachine from the cluster, which a pod carries beside the VM.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Sources {
@@ -170,7 +173,7 @@ impl CloudInitFrom {
 ///
 /// # Errors
 ///
-/// What is wrong with it.
+/// Returns a description of the error.
 pub fn bytes(size: &Value) -> Result<u64, String> {
     let wrong = || "must be a number of bytes, or one with a unit, as 20Gi".to_owned();
     match size {
@@ -404,7 +407,8 @@ pub fn of_node(vm: &v1::Vm, allowed: &Allowed) -> Option<String> {
     fields.next().map(|field| format!("spec.vm.{field}"))
 }
 
-/// A VM whose places are filled in by what takes as much of a node as what the agent will fill in.
+/// Returns a VM with stand-ins in its places. They take as much of a node as the later content from
+/// the agent.
 pub fn closed(vm: &v1::Vm, sources: &Sources) -> v1::Vm {
     let mut vm = vm.clone();
     for volume in &sources.volumes {
@@ -450,7 +454,8 @@ impl Place {
     }
 }
 
-/// Fills in the place of a volume: what the disk with its name is, or what the share with its name is of.
+/// Fills in a volume's place: the source of the disk with its name, or the directory of the share
+/// with its name.
 pub fn fill(vm: &mut v1::Vm, name: &str, place: &Place) {
     let Some(spec) = &mut vm.spec else { return };
     for share in spec.shares.iter_mut().filter(|share| share.name == name) {

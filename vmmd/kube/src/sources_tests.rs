@@ -169,7 +169,7 @@ fn what_is_wrong_with_a_source_is_said_with_the_path_of_the_field() {
         let Invalid(text) = vm("web", &manifest(change_vm), &sources(change_sources)).unwrap_err();
         assert!(text.contains(wanted), "{index}: {text}");
     }
-    // What vmmd itself refuses is said beside it.
+    // Errors found by vmmd's own checks appear beside these.
     let both = vm(
         "web",
         &manifest(|m| m["memory"]["sizeBytes"] = 5.into()),

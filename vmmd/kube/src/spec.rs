@@ -1,4 +1,5 @@
-//! A VirtualMachine as a VM of vmmd: validated before a node is asked for it, and what it takes of one.
+//! A VirtualMachine as a VM of vmmd: its validation before a request to a node, and its use of a
+//! node.
 
 use proto::{
     manifest::{self, yaml},
@@ -7,7 +8,7 @@ use proto::{
 };
 use serde_json::{Map, Value, json};
 
-/// What is wrong with a spec, one sentence with the paths of the fields.
+/// Errors in a spec, one sentence with the paths of the fields.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct Invalid(pub String);
@@ -40,7 +41,7 @@ pub fn run_policy(vm: &v1::Vm) -> RunPolicy {
     }
 }
 
-/// What a VM takes of a node.
+/// Resources of a node that a VM takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Requests {
     /// Guaranteed processor time, in thousandths of a processor.
@@ -110,7 +111,7 @@ mod tests {
         })
     }
 
-    /// What vmmd sets aside beside the guest's memory.
+    /// Memory that vmmd sets aside beside the guest's memory.
     fn beside(vm: &v1::Vm) -> u64 {
         overhead::memory(&Manifest::try_from(vm).unwrap().spec)
     }

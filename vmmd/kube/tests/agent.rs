@@ -1,4 +1,4 @@
-//! What the agent does for a node, its pods and its VMs.
+//! Behavior of the agent for a node, its pods and its VMs.
 
 use proto::v1::ExitReason;
 use serde_json::json;
@@ -194,7 +194,7 @@ fn vms_go_on_while_the_api_server_is_away_and_what_was_deleted_meanwhile_goes_af
         cluster.run(name, 1, "n0");
     }
     cluster.api.stop();
-    // Nor does an agent that starts without it stop what it finds.
+    // An agent that starts without the API server does not stop existing VMs either.
     agent.kill();
     let _agent = cluster.agent(0);
     cluster.delete_machine("dropped");

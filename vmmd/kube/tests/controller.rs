@@ -1,4 +1,4 @@
-//! What the controller does, with agents and without.
+//! Behavior of the controller, with agents and without.
 
 use serde_json::json;
 
@@ -141,7 +141,7 @@ fn a_pod_that_the_api_server_refuses_is_said_in_the_status_and_made_when_it_is_a
             .unwrap()
             .contains("exceeded quota: vms")
     );
-    // What is tried again, with more time in between each time, changes nothing.
+    // Retries, with growing intervals, change nothing.
     let tries = || {
         let requests = lock(&cluster.api.inner.requests);
         requests
@@ -170,7 +170,7 @@ fn a_pod_that_goes_while_the_api_server_is_away_is_missed_when_pods_are_listed_a
         cluster.machine("web")["status"]["phase"] == "Stopping"
     });
     cluster.api.stop();
-    // Nothing is told of the pod, and nothing else has changed.
+    // No event about the pod follows, and nothing else has changed.
     cluster.api.store(|store| {
         store.tear_out(&api::pod("shop", "web-1"));
         store.forget("pods");
@@ -249,7 +249,7 @@ fn a_controller_ends_when_it_is_asked_to_whether_it_works_or_waits_for_the_lease
         .api
         .store(|store| store.get(&api::lease("vmmd-system", "vmmd-kube-controller")));
     assert_eq!(lease.unwrap()["spec"]["holderIdentity"], "another");
-    // Who has the lease gives it back.
+    // The holder of the lease gives it back.
     let key = api::lease("vmmd-system", "vmmd-kube-controller");
     cluster.api.store(|store| store.tear_out(&key));
     let leads = cluster.elected_controller();

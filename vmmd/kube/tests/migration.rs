@@ -17,7 +17,7 @@ use crate::mock::{
     wait,
 };
 
-/// What drains a node does to a pod.
+/// Evicts a pod, as a drain of its node does.
 fn evict(cluster: &Cluster, pod: &str, node: &str) {
     cluster.cordon(node, true);
     cluster.delete_pod(pod, None);
@@ -246,7 +246,7 @@ fn who_wants_no_migration_has_none() {
     cluster.run("web", 2, "n1");
     assert!(moves(cluster).is_empty());
     assert_eq!(migration(cluster, "web")["reason"], "StoppedByPolicy");
-    // Nor is one made for who gives the guest no time.
+    // Nor is a migration made when the guest has no time.
     let patch = json!({"spec": {"migration": null}});
     let key = api::machine("shop", "web");
     cluster.api.store(|store| store.patch(&key, "", &patch)).unwrap();
@@ -301,7 +301,7 @@ fn a_vm_whose_first_node_is_lost_after_the_hand_over_is_the_other_ones() {
         let status = cluster.machine("web")["status"].clone();
         status["run"]["pod"] == "web-2" && status["phase"] == "Running"
     });
-    // Nothing begins elsewhere as long as the first node has not said that it is over there.
+    // No run begins elsewhere until the first node has reported the end of its own.
     let name = cluster.vmmds[1].state.vms()[0].metadata.clone().unwrap().name;
     cluster.vmmds[1].state.end(&name, ExitReason::Stopped);
     wait("the run has ended", || {

@@ -4,7 +4,7 @@ use std::{collections::BTreeSet, fs, path::Path};
 
 use proto::rule::METHOD_RULES;
 
-/// The clients of `Daemon`, and what they are clients of.
+/// The clients of `Daemon`, and their services.
 const CLIENTS: [(&str, &str); 7] = [
     ("vms", "VmService"),
     ("nodes", "NodeService"),

@@ -1,4 +1,5 @@
-//! What the agent takes from the cluster and has made for a VM: Secrets, ConfigMaps, claims, images and disks.
+//! Parts of a VM from the cluster, and objects created for it: Secrets, ConfigMaps, claims, images
+//! and disks.
 
 use proto::v1::{self, disk_spec::Source};
 use serde_json::{Value, json};
@@ -119,7 +120,7 @@ fn a_vm_waits_for_its_secret_which_only_vmmd_is_told() {
         (HASH, "#cloud-config\n")
     );
     assert_eq!(seed.hostname, "web");
-    // Nothing but the Secret has it.
+    // Only the Secret contains it.
     let all = cluster.api.store(|store| store.log.clone());
     for (_, _, key, object) in all.iter().filter(|(_, _, key, _)| key.resource != "secrets") {
         let text = object.to_string();

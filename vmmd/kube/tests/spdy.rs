@@ -9,7 +9,7 @@ use std::{
 
 use rustls::{ClientConfig, ClientConnection, StreamOwned, pki_types::ServerName};
 
-/// What headers are compressed with.
+/// Dictionary for the compression of headers.
 #[path = "../src/kubelet/spdy/dictionary.rs"]
 mod dictionary;
 /// Frames.
@@ -24,7 +24,7 @@ pub struct Session {
     frames: Client,
     next: u32,
     replied: BTreeSet<u32>,
-    /// What came on each stream.
+    /// Received data of each stream.
     data: BTreeMap<u32, Vec<u8>>,
     ended: BTreeSet<u32>,
     reset: BTreeSet<u32>,
@@ -124,7 +124,7 @@ impl Session {
         true
     }
 
-    /// What came on a stream up to now.
+    /// Data received on a stream so far.
     pub fn data(&self, stream: u32) -> String {
         let data = self.data.get(&stream).cloned().unwrap_or_default();
         String::from_utf8_lossy(&data).into_owned()
@@ -137,7 +137,7 @@ impl Session {
         }
     }
 
-    /// Waits until the agent has ended a stream; what came on it.
+    /// Waits until the agent has ended a stream; returns its data.
     pub fn end(&mut self, stream: u32) -> Vec<u8> {
         while !self.ended.contains(&stream) {
             assert!(self.receive(), "the agent has closed the connection");

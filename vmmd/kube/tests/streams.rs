@@ -24,7 +24,7 @@ fn begin(fixture: &Fixture, path: &str, protocol: &str) -> Session {
     Session::begin(fixture.port, config, path, &headers).unwrap_or_else(|answer| panic!("{answer}"))
 }
 
-/// What a request that begins no session is answered with.
+/// Answer to a request that begins no session.
 fn refused(fixture: &Fixture, user: &str, path: &str, headers: &[&str]) -> String {
     let config = client(Some(user), &fixture.authority);
     match Session::begin(fixture.port, config, path, headers) {
@@ -48,7 +48,7 @@ fn what_is_attached_to_is_the_console_from_now_on_until_its_run_ends() {
     session.expect(stdout, "HELLO GUEST\n");
     assert!(!session.data(stdout).contains("one\n"), "nothing is shown again");
     session.write(stdin, b"poweroff\n");
-    // The end of what is typed is not the end of the session.
+    // The end of the input is not the end of the session.
     session.finish(stdin);
     session.expect(stderr, "the guest powered off");
     assert_eq!(session.end(error), br#"{"metadata":{},"status":"Success"}"#);
@@ -171,7 +171,7 @@ fn a_session_that_breaks_the_rules_ends_and_others_go_on() {
     other.end(error);
 }
 
-/// A server that answers each connection with what it has read, once all is read.
+/// A server that answers each connection with its input, once all is read.
 fn server(connections: usize) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();

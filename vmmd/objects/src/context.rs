@@ -1,4 +1,4 @@
-//! Who asked for something, and with which request.
+//! Initiator and id of a request.
 
 use std::fmt;
 
@@ -6,21 +6,21 @@ use proto::v1::Preconditions;
 use tracing::Span;
 use vmmd_store::{RequestKey, RequestMark};
 
-/// What goes along with a request from where it came in to what it leads to: operations, events, logs.
+/// Context that accompanies a request to its results: operations, events, logs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Context {
     /// The client's id of the request; empty when it gave none.
     pub request_id: String,
     /// Who asked.
     pub initiator: Initiator,
-    /// What must be true of the object that is to be changed.
+    /// Required state of the object that the request changes.
     pub preconditions: Preconditions,
-    /// Ties log messages together, those of the `vmm` included: the request's id, or one made up for a request without.
-    /// Empty for what the daemon does by itself.
+    /// Id that links log messages, including those of the `vmm`: the request's id, or a generated
+    /// id for a request without one. Empty for the daemon's own actions.
     pub trace: String,
 }
 
-/// Who asked for something.
+/// Initiator of an action.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Initiator {
     /// The daemon itself: a repair.
@@ -35,7 +35,8 @@ pub enum Initiator {
 }
 
 impl Initiator {
-    /// Whose request ids these are: different for each, which what is shown to people need not be.
+    /// Scope of this initiator's request ids, unique per client. The display form need not be
+    /// unique.
     pub fn scope(&self) -> String {
         match self {
             Self::Daemon | Self::RunPolicy => "vmmd:".to_owned(),
@@ -57,7 +58,7 @@ impl fmt::Display for Initiator {
     }
 }
 
-/// The span of what a request leads to.
+/// Returns the tracing span for the effects of a request.
 pub fn span(trace: &str) -> Span {
     if trace.is_empty() {
         Span::none()
@@ -67,7 +68,7 @@ pub fn span(trace: &str) -> Span {
 }
 
 impl Context {
-    /// What tells the request from those of others.
+    /// Returns the key that distinguishes the request from those of other clients.
     pub fn key(&self) -> RequestKey {
         RequestKey::new(&self.initiator.scope(), &self.request_id)
     }
@@ -78,7 +79,7 @@ impl Context {
         !self.request_id.is_empty() && marks.iter().any(|mark| mark.key() == key)
     }
 
-    /// Of what the daemon does by itself.
+    /// Context of the daemon's own actions.
     pub fn daemon() -> Self {
         Self::default()
     }

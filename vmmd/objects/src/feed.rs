@@ -1,9 +1,10 @@
-//! The order in which objects of a kind (disks, images, networks) change: a revision for each change, and what is remembered of
-//! deleted ones, so that who knows the objects at a revision can be told what has changed since. Deletions by earlier runs of the daemon
-//! are in the store.
+//! Order of the changes of one kind of objects (disks, images, networks): a revision for each
+//! change, and the history of deletions. A client that knows the objects at a revision can so
+//! receive the changes since. The store has the deletions of earlier runs of the daemon.
 //!
-//! A deletion has a revision before it is written to the store, and another one when watchers can see it. A later daemon must assume
-//! of who has seen the first revision only that the deletion was not seen.
+//! A deletion has one revision before it is written to the store, and another one when watchers can
+//! see it. A later daemon must assume that a watcher with only the first revision has not seen the
+//! deletion.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -22,7 +23,8 @@ pub struct Position {
     pub buried: u64,
 }
 
-/// Why what has changed since a position can't be told: it is of another store, or from before what is remembered.
+/// Error of a position whose later changes are unknown: it belongs to another store, or is older
+/// than the history.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Expired;
 
@@ -31,9 +33,9 @@ pub struct Expired;
 pub struct Feed {
     /// Of the daemon.
     run: u64,
-    /// By run of the daemon: a number that tells it from runs of other stores.
+    /// Nonce of each run of the daemon, to distinguish it from runs of other stores.
     nonces: BTreeMap<u64, u64>,
-    /// Of the last change.
+    /// Revision of the last change.
     revision: u64,
     /// First revisions of deletions that watchers can't see yet.
     being_buried: BTreeSet<u64>,
@@ -50,14 +52,15 @@ pub struct Feed {
 /// An object that was deleted.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Buried {
-    /// What was last known of it.
+    /// Last known metadata.
     pub metadata: ObjectMetadata,
     /// Run and revision at which watchers could see that; of an earlier run, its first revision.
     pub at: (u64, u64),
 }
 
 impl Feed {
-    /// One that remembers what the store does; `run` and `nonces` as in [`vmmd_store::HistoryRecords`].
+    /// Creates a feed with the history of the store; for `run` and `nonces` see
+    /// [`vmmd_store::HistoryRecords`].
     pub fn new(run: u64, nonces: BTreeMap<u64, u64>, history: BuriedRecords) -> Self {
         let tombstones = history.tombstones.into_iter().map(|tombstone| Buried {
             at: (tombstone.run, tombstone.revision),
@@ -75,7 +78,7 @@ impl Feed {
         }
     }
 
-    /// The number that tells a run of the daemon from runs of other stores, if it is known.
+    /// Nonce that distinguishes a run of the daemon from runs of other stores, if the run is known.
     pub fn nonce(&self, run: u64) -> Option<u64> {
         self.nonces.get(&run).copied()
     }
@@ -102,7 +105,7 @@ impl Feed {
         self.revision
     }
 
-    /// Begins a deletion: what is to be written to the store. [`Self::buried`] follows.
+    /// Begins a deletion. Returns the record for the store. [`Self::buried`] follows.
     pub fn bury(&mut self, metadata: ObjectMetadata) -> Tombstone {
         self.revision += 1;
         self.being_buried.insert(self.revision);
@@ -144,11 +147,11 @@ impl Feed {
         }
     }
 
-    /// Deletions since a position, the oldest first.
+    /// Returns the deletions since a position, the oldest first.
     ///
     /// # Errors
     ///
-    /// The position is of a later run, or older than what is remembered.
+    /// The position belongs to a later run, or is older than the history.
     pub fn buried_since(&self, position: Position) -> Result<Vec<Buried>, Expired> {
         let Position {
             run,
@@ -201,7 +204,7 @@ mod tests {
         let told = second.buried_since(seen).unwrap();
         assert_eq!((told.len(), told[0].metadata.name.as_str()), (1, "a"));
         assert_eq!(second.first_generation(), 4);
-        // Who had seen it is not told again.
+        // A watcher that has seen the deletion does not receive it again.
         first.buried(tombstone);
         assert_eq!(second.buried_since(first.position()).unwrap(), []);
     }

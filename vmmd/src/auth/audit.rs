@@ -39,16 +39,16 @@ pub struct Audit {
     lost: AtomicU64,
 }
 
-/// What the thread does.
+/// Job of the writer thread.
 enum Job {
     Write(Box<Line>),
-    /// Open the file anew.
+    /// Reopen the file.
     Reopen(oneshot::Sender<io::Result<()>>),
     /// Say when all before is written.
     Flush(oneshot::Sender<()>),
 }
 
-/// What a line is about.
+/// Kind of event that a line reports.
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum Kind {
@@ -97,7 +97,8 @@ impl Audit {
         })
     }
 
-    /// Opens the file anew, after it was renamed by whoever rotates logs. When that fails the old one stays.
+    /// Reopens the file after a log rotation has renamed it. On failure the thread continues to
+    /// write to the old file.
     pub async fn reopen(&self) -> io::Result<()> {
         let (sender, receiver) = oneshot::channel();
         self.ask(Job::Reopen(sender)).await;
@@ -106,7 +107,7 @@ impl Audit {
             .unwrap_or_else(|error| Err(io::Error::other(error)))
     }
 
-    /// Waits until all that was told is written.
+    /// Waits until the thread has written all earlier lines.
     pub async fn flush(&self) {
         let (sender, receiver) = oneshot::channel();
         self.ask(Job::Flush(sender)).await;
@@ -173,8 +174,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A call under way that is to be told. It is told once: by [`Record::end`], or as cancelled when the last who could do that
-/// is dropped.
+/// A call in progress that the audit log records. The log receives one end: from [`Record::end`],
+/// or `CANCELLED` when the record is dropped before.
 #[derive(Debug)]
 pub struct Record {
     audit: Arc<Audit>,
@@ -189,7 +190,7 @@ pub struct Record {
 }
 
 impl Record {
-    /// Of a call that is about `object`.
+    /// Creates the record of a call on `object`.
     pub fn new(audit: &Arc<Audit>, caller: &Arc<Caller>, rule: &'static Rule, object: Object) -> Self {
         Self {
             audit: Arc::clone(audit),
@@ -203,7 +204,8 @@ impl Record {
         }
     }
 
-    /// The request's message, or the first one of a stream, is there.
+    /// Reads the object and request id from the request's message, or from the first message of a
+    /// stream.
     pub fn arrived(&self, message: &[u8]) {
         *lock(&self.subject) = (self.object.read(message), request_id(message));
         if self.stream {
@@ -240,7 +242,7 @@ impl Drop for Record {
     }
 }
 
-/// Tells of a call that was not let through.
+/// Logs a call that was not admitted.
 pub fn denied(audit: &Audit, caller: &Caller, method: &str, code: Code) {
     tell(
         audit,
@@ -372,7 +374,7 @@ mod tests {
             0,
         )
         .unwrap();
-        // As long as nobody reads it takes 64 KiB, and then nothing.
+        // Without a reader the FIFO holds 64 KiB, then writes block.
         let mut reader = File::options().read(true).write(true).open(&path).unwrap();
         let audit = Audit::open(Some(&path)).unwrap();
         let some = WAITING + 2000;

@@ -1,4 +1,5 @@
-//! The bodies of calls: a request's, which must arrive in time, and a response's, whose end the audit log tells.
+//! Bodies of calls. A request body has a deadline. The end of a response body goes to the audit
+//! log.
 
 use std::{
     future::Future,
@@ -166,7 +167,7 @@ impl Sizes {
 /// The first message of a body.
 #[derive(Debug)]
 enum First {
-    /// Of which this has come.
+    /// Incomplete, with the bytes received so far.
     Coming(Vec<u8>),
     /// It has been looked at.
     Done,

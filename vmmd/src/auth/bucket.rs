@@ -5,7 +5,8 @@ use std::{
     time::Instant,
 };
 
-/// Calls per second, with a burst of as many. Refilled by the time that has passed, whatever the interval.
+/// Calls per second, with a burst of the same number. The refill depends on the elapsed time, so
+/// the interval between calls does not matter.
 #[derive(Debug)]
 pub struct Bucket {
     per_second: f64,
@@ -51,7 +52,7 @@ mod tests {
         let taken = |from: Duration| (0..5000).filter(|_| bucket.take_at(start + from)).count();
         assert_eq!(taken(Duration::ZERO), 1000);
         assert_eq!(taken(Duration::from_micros(900)), 0);
-        // What came in small intervals counts too.
+        // Short intervals also refill the bucket.
         let drops = (1..=100).map(|step| taken(Duration::from_micros(900 + 500 * step)));
         assert!((50..=51).contains(&drops.sum::<usize>()));
         assert_eq!(taken(Duration::from_secs(60)), 1000, "never more than its burst");

@@ -1,4 +1,4 @@
-//! Who is at the other end of a connection.
+//! Identity of the client of a connection.
 
 use vmmd_objects::context::Initiator;
 
@@ -9,7 +9,7 @@ use crate::auth::{Bucket, Role};
 pub struct Caller {
     /// Who it is.
     pub initiator: Initiator,
-    /// What it may do; `None` when its certificate gives it no role.
+    /// Role from the certificate; `None` when the certificate has no role.
     pub role: Option<Role>,
     /// Where it is: an address, or a process of this node.
     pub address: String,

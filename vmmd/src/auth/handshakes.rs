@@ -1,5 +1,6 @@
-//! Handshakes: connections whose clients have not shown yet who they are. Their number is bounded. One more than the most ends the
-//! oldest of the network that has most of them, so that whoever begins many and finishes none keeps nobody out but himself.
+//! Handshakes: connections whose clients are not authenticated yet. Their number is bounded. A
+//! handshake above the limit ends the oldest one of the network that has the most of them. A client
+//! that opens many and finishes none displaces only its own.
 
 use std::{
     collections::VecDeque,

@@ -1,7 +1,7 @@
-//! Who may do what. Each connection has a [`Caller`]: who is at its other end, and in which role. [`Guard`] is in front of
-//! all services and lets a call through when the [`rule`] of its method admits the caller's role; what has no rule is
-//! refused. It also writes the [`audit`] log and keeps slow and greedy clients in their bounds.
-//! [`Handshakes`] and [`Places`] bound connections.
+//! Authorization. Each connection has a [`Caller`] with identity and role. [`Guard`] precedes all
+//! services. A call passes when the [`rule`] of its method admits the caller's role; a method
+//! without a rule is refused. [`Guard`] also writes the [`audit`] log and limits slow and greedy
+//! clients. [`Handshakes`] and [`Places`] bound connections.
 
 pub mod audit;
 mod body;

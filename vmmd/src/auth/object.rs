@@ -1,4 +1,4 @@
-//! What a request is about, read from its bytes: enough for the audit log, whatever the message is.
+//! Object of a request, read from the bytes of any message type. The result serves the audit log.
 
 use proto::rule::REQUEST_ID;
 
@@ -7,7 +7,7 @@ use proto::rule::REQUEST_ID;
 pub struct Object {
     /// `vm`, `disk`, `node`, `operation`.
     pub kind: &'static str,
-    /// Field numbers from the request to the name; empty when the object has none.
+    /// Field numbers from the request to the name. The path is empty for objects without a name.
     pub path: &'static [u32],
 }
 

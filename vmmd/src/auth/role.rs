@@ -13,13 +13,15 @@ pub enum Rank {
     Admin,
 }
 
-/// What somebody is to this node. Viewer, operator and admin have a [`Rank`]. A peer and an agent have none: the methods that they
-/// may call are named one by one. Roles have no order, so that nobody compares one of these with a rank.
+/// Role of a caller on this node. Viewer, operator and admin have a [`Rank`]. A peer and an agent
+/// have no rank: rules list each method that they may call. Roles have no order, which prevents a
+/// comparison of these two with a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// Sees everything but consoles, changes nothing.
     Viewer,
-    /// Runs what is there: starts, stops, consoles, limits, cordon and drain. Can't name a file of the node.
+    /// Operates existing VMs: start, stop, console, limits. Also cordon and drain. Cannot name a
+    /// file of the node.
     Operator,
     /// Decides what there is. As good as root on the node: a manifest can name any of its files.
     Admin,
@@ -33,11 +35,14 @@ impl Role {
     /// All of them.
     pub const ALL: [Self; 5] = [Self::Viewer, Self::Operator, Self::Admin, Self::Peer, Self::Agent];
 
-    /// What comes before the role in the URI of a certificate (RFC 5280, 4.2.1.6, `uniformResourceIdentifier`).
+    /// Prefix of the role in the URI of a certificate (RFC 5280, 4.2.1.6,
+    /// `uniformResourceIdentifier`).
     ///
-    /// Why a URI in the subject alternative name, and not the subject's OU: it says for which program it is meant, so that no
-    /// certificate that a company's CA has issued for something else has a role here by the name of a department; tools
-    /// that issue certificates (cert-manager, SPIFFE, step-ca) set and restrict it; and the verifier reads it.
+    /// Reasons for a URI in the subject alternative name instead of the subject's OU:
+    /// - The URI names the program. A certificate that a company's CA issued for another purpose
+    ///   gets no role here from the name of a department.
+    /// - Tools that issue certificates (cert-manager, SPIFFE, step-ca) set and restrict the URI.
+    /// - The verifier reads it.
     pub const URI: &str = "vmmd://role/";
 
     /// As in the URI.
@@ -61,7 +66,7 @@ impl Role {
         }
     }
 
-    /// Whether it may what the rank `least` may.
+    /// Whether the role includes the permissions of the rank `least`.
     pub fn contains(self, least: Rank) -> bool {
         self.rank().is_some_and(|rank| rank >= least)
     }

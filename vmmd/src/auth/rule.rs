@@ -1,9 +1,10 @@
-//! Who may call what: the rules that the protocol files give the methods of the API (`vmmd/v1/rule.proto`), and those of the
-//! services beside it.
+//! Authorization rules: the rules from the protocol files for the methods of the API
+//! (`vmmd/v1/rule.proto`), and the rules of the other services.
 //!
-//! Their principle: a *viewer* reads; an *operator* runs what is there; whatever can name a file or an interface of the
-//! node, or makes and destroys, is for an *admin*. A *peer* may ask what this node is and could take. An *agent* may call what
-//! `vmmd-kube agent` calls and nothing else; a test there compares the two.
+//! A *viewer* reads. An *operator* operates existing objects. A method that can name a file or an
+//! interface of the node, or that creates or deletes objects, requires an *admin*. A *peer* may
+//! query the identity and the free capacity of this node. An *agent* may call exactly the methods
+//! that `vmmd-kube agent` calls; a test there compares the two lists.
 
 use std::sync::LazyLock;
 
@@ -46,22 +47,24 @@ pub enum Read {
     Look,
 }
 
-/// What holds for one method.
+/// Rule of one method.
 #[derive(Clone, Copy, Debug)]
 pub struct Rule {
     /// `vmmd.v1.VmService/GetVm`: the path of the call without the first slash.
     pub method: &'static str,
     /// The least rank that may call it, if only with an update mask that names what this rank may change.
     pub least: Rank,
-    /// The least rank that may call it whatever the request says.
+    /// Least rank that may call the method with any request.
     pub whole: Rank,
     /// Whether a peer may.
     pub peer: bool,
-    /// Whether an agent may, whatever the request says.
+    /// Whether an agent may call the method, with any request.
     pub agent: bool,
-    /// What it is about, when it is in the audit log: it changes something, or reads what belongs to a guest.
+    /// Object for the audit log. `None` for methods that neither change anything nor read guest
+    /// data: these are not logged.
     pub audited: Option<Object>,
-    /// Whether it may go on for long, as one side or both send a stream of messages: then its beginning is told too.
+    /// Whether the method is a stream in one or both directions. The audit log then also records
+    /// the begin of the call.
     pub long: bool,
     /// For a method that only reads and is no stream.
     pub read: Option<Read>,

@@ -9,7 +9,8 @@ use serde::Deserialize;
 #[cfg_attr(test, derive(serde::Serialize))]
 #[serde(deny_unknown_fields)]
 pub struct Tcp {
-    /// Address and port. With port 0, or any, what was bound is in `tcp.addr` in `run_dir`.
+    /// Address and port. The file `tcp.addr` in `run_dir` contains the bound address, also when the
+    /// port is 0.
     pub listen: SocketAddr,
     /// The server's certificate and what leads from it to its CA. Default `/etc/vmmd/tls/server.crt`.
     #[serde(default = "Tcp::default_certificate")]
@@ -23,8 +24,9 @@ pub struct Tcp {
     /// Lists of certificates that were revoked by these CAs (CRLs, RFC 5280). Default: none.
     #[serde(default)]
     pub revoked: Option<PathBuf>,
-    /// This node's certificate for calling the daemons of other nodes, with the role `peer`; VMs are migrated with it. Theirs must be of
-    /// `client_ca`. Default: none, VMs can't be migrated from here.
+    /// This node's certificate for calls to the daemons of other nodes, with the role `peer`;
+    /// migration uses it. A CA in `client_ca` must have issued the certificates of the other nodes.
+    /// Default: none, migration from this node is not possible.
     #[serde(default)]
     pub peer_certificate: Option<PathBuf>,
     /// Its key. Default: none.
@@ -46,14 +48,15 @@ impl Tcp {
     }
 }
 
-/// What clients may take, so that none can take it from the others. Each is at least 1.
+/// Limits of clients, so that one client cannot exhaust the resources of the others. Each is at
+/// least 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[cfg_attr(test, derive(serde::Serialize))]
 #[serde(deny_unknown_fields, default)]
 pub struct Limits {
     /// Connections at once, of each listener. Screens that VNC viewers and browsers have open count together. Default 1024.
     pub connections: usize,
-    /// Of these, for one user id or one certificate's name. Default 128.
+    /// Connections at once of one user id or of one certificate's name. Default 128.
     pub connections_per_client: usize,
     /// Streams at once, such as watches, consoles and screens. A stream of a client that does not read takes up to some 0.5 MiB of the
     /// daemon's memory. Default 2048.
@@ -66,8 +69,9 @@ pub struct Limits {
     pub request_seconds: u32,
     /// How long a TLS handshake may take, in seconds. Default 10.
     pub handshake_seconds: u32,
-    /// How long a connection over TCP may be, in seconds: then it takes no further calls, and the client makes another one, with
-    /// its certificate checked anew. Calls under way have a tenth of that time to end. Default 43,200 (12 hours).
+    /// Lifetime of a connection over TCP in seconds. After it, the connection takes no further
+    /// calls. The client opens another one, and vmmd checks its certificate again. Calls in
+    /// progress have a tenth of that time to end. Default 43,200 (12 hours).
     pub connection_seconds: u32,
     /// Handshakes at once, of each listener; one more ends the oldest of the address (of IPv6: the /64) that has most. A connection to a
     /// screen is one until it has shown its ticket. Default 64.

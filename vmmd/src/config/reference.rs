@@ -1,7 +1,7 @@
-//! The reference of the configuration in the book, made from the code: the keys, types and comments of the sources, and the defaults
-//! that an empty file has.
+//! Generated configuration reference of the book: the keys, types and comments of the sources, and
+//! the defaults of an empty file.
 //!
-//! `UPDATE_REFERENCE=1 cargo nextest run -p vmmd reference` writes it anew.
+//! `UPDATE_REFERENCE=1 cargo nextest run -p vmmd reference` regenerates it.
 
 use std::{collections::BTreeSet, fmt::Write as _, fs, path::Path};
 
@@ -99,7 +99,7 @@ fn of_file(rust: &str) -> Option<&'static str> {
     })
 }
 
-/// What an empty file means, with the tables that are not there in one.
+/// Values of an empty file, plus the tables that an empty file does not have.
 fn defaults() -> Value {
     let text = "[tcp]\nlisten = '0.0.0.0:7443'\n[[sizing]]\nmin_cores = 1\nmax_cores = 254\n";
     let config = Config::parse(text, Path::new("test.toml")).unwrap();
@@ -108,7 +108,7 @@ fn defaults() -> Value {
     value
 }
 
-/// `table.key`, or the key of what is in no table.
+/// `table.key`, or `key` outside of tables.
 fn full(table: &str, key: &str) -> String {
     if table.is_empty() {
         key.to_owned()
@@ -117,7 +117,7 @@ fn full(table: &str, key: &str) -> String {
     }
 }
 
-/// What the comment says without its default, which has to be the code's.
+/// Text of the comment without its default. Asserts that the default is the code's.
 fn meaning(key: &str, field: &Field, default: &Value) -> String {
     let (text, said) = match field.text.split_once("Default ") {
         Some((text, said)) if !default.is_null() => (text, said),
@@ -245,7 +245,7 @@ fn the_packaged_file_has_every_key_and_says_what_is_so_without_it() {
             } else {
                 &defaults[table][&field.name]
             };
-            // A table that is there any number of times, or a key without a default, has an example.
+            // A repeatable table and a key without a default have an example instead.
             if table != "sizing" && !default.is_null() {
                 assert_eq!(
                     serde_json::to_value(value).unwrap(),

@@ -1,11 +1,12 @@
-//! The one place that decides what a `vmm` may say.
+//! Validation of all data from a `vmm`.
 //!
-//! A guest that broke out of its `vmm` says what it likes. So whatever comes from a `vmm`, over its socket or in its exit
-//! record, passes through here before any other part of the daemon sees it: counts are bounded, names are printable and
-//! short, numbers are ones that the API can express. Free text is cut, since a true message may be long. Everything else
-//! that is out of bounds is a [`Lie`]: the connection ends, and nothing of the message is used.
+//! A guest that has compromised its `vmm` can send any data. All data from a `vmm`, over its socket
+//! or in its exit record, passes through this module before any other part of the daemon reads it:
+//! counts are bounded, names are printable and short, and the API can express all numbers. Free
+//! text is cut, since a true message may be long. Any other value out of bounds is a [`Lie`]: the
+//! daemon closes the connection and discards the whole message.
 //!
-//! Which devices a given VM has, the VM itself says: [`of_vm`].
+//! [`of_vm`] lists the devices of a given VM.
 
 use std::collections::HashSet;
 
@@ -19,8 +20,9 @@ use proto::{
 };
 use vmmd_host::text;
 
-/// Of what is received. The largest true message counts 64 disks with four kinds of requests, 24 buckets each, and
-/// 254 vCPUs: some 60 KiB. A field decodes to 300 bytes at most, so that a message takes at most 20 MiB for a moment.
+/// Limits of received messages. The largest true message counts 64 disks with four kinds of
+/// requests, 24 buckets each, and 254 vCPUs: some 60 KiB. A field decodes to 300 bytes at most, so
+/// that a message takes at most 20 MiB for a moment.
 pub const LIMITS: Limits = Limits {
     frame_bytes: 256 << 10,
     fields: 64 << 10,

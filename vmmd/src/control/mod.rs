@@ -1,8 +1,9 @@
 //! The daemon's end of a `vmm`'s control socket.
 //!
-//! A [`Client`] is shared by all who ask; a task reads what comes back and hands each response to its request, and
-//! events to the VM's actor. The task ends, and all waiting requests with it, when the connection closes.
-//! Nothing that comes back is trusted: it is read within [`bounds::LIMITS`] and passes through [`bounds`].
+//! All callers share a [`Client`]. A task reads the socket, passes each response to its request,
+//! and passes events to the VM's actor. When the connection closes, the task and all waiting
+//! requests end. The daemon does not trust the received data: it reads within [`bounds::LIMITS`]
+//! and validates with [`bounds`].
 
 pub mod bounds;
 
@@ -33,7 +34,8 @@ use tokio::{
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-/// Events kept until the actor takes them. More are dropped, and the actor is told that it has missed some.
+/// Capacity of the event queue for the actor. Further events are dropped, and the actor receives
+/// [`Notice::Missed`].
 const EVENTS: usize = 64;
 
 /// Messages that a `vmm` may send in [`BURST_TIME`]; the daemon reads the next ones later. One of ours sends a few.
@@ -41,7 +43,7 @@ const BURST: u32 = 1000;
 /// See [`BURST`].
 const BURST_TIME: Duration = Duration::from_secs(1);
 
-/// Why a `vmm` did not do what it was asked.
+/// Error of a request to a `vmm`.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// It said no.
@@ -50,16 +52,16 @@ pub enum Error {
     /// The connection is gone, and most likely the process too.
     #[error("the vmm closed its control connection")]
     Closed,
-    /// What came back makes no sense.
+    /// The response does not fit the request.
     #[error("the vmm answered {0}")]
     Unexpected(&'static str),
-    /// Nothing came back in this time.
+    /// No response within this time.
     #[error("the vmm did not answer within {} s", .0.as_secs())]
     Timeout(Duration),
     /// It speaks another protocol.
     #[error("the vmm speaks protocol version {0}, this daemon {ours}", ours = wire::MAJOR)]
     Version(u32),
-    /// What came back is nothing that a `vmm` of ours says.
+    /// The message is outside the bounds of a valid `vmm`.
     #[error(transparent)]
     OutOfBounds(#[from] bounds::Lie),
     /// Sending or receiving failed.
@@ -71,7 +73,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// Nothing came back, for the connection broke.
+    /// Whether the connection broke before a response.
     pub fn is_lost(&self) -> bool {
         matches!(
             self,
@@ -80,12 +82,12 @@ impl Error {
     }
 }
 
-/// What a `vmm` says without being asked.
+/// Unsolicited message from a `vmm`.
 #[derive(Debug)]
 pub enum Notice {
     /// An event.
     Event(Event),
-    /// Events were dropped because nobody took them in time: what they said has to be asked for.
+    /// Events were dropped from a full queue. The receiver must query the state instead.
     Missed,
 }
 
@@ -99,7 +101,8 @@ pub struct Notices {
 impl Notices {
     /// Waits for the next one; `None` when the connection is gone. Cancel-safe.
     pub async fn next(&mut self) -> Option<Notice> {
-        // Events are dropped while the queue is full, so whoever has emptied it finds the flag.
+        // Events are dropped only while the queue is full, so the receiver sees the flag after it
+        // has emptied the queue.
         if let Ok(event) = self.queue.try_recv() {
             return Some(Notice::Event(event));
         }
@@ -176,7 +179,7 @@ impl Client {
         ))
     }
 
-    /// The same connection, for what is part of the request with this trace id.
+    /// Returns the same connection for requests with this trace id.
     pub fn traced(self, trace: &str) -> Self {
         let trace = trace.to_owned();
         Self { trace, ..self }
@@ -187,8 +190,8 @@ impl Client {
         self.release_with(false).await;
     }
 
-    /// Gives the snapshot up that is being taken, however far it is. It is no failure when none is. A `vmm` of before minor version 10 does what
-    /// [`release`](Self::release) does.
+    /// Cancels the snapshot in progress, at any stage. Does nothing without one. A `vmm` older than
+    /// minor version 10 handles this as [`release`](Self::release).
     pub async fn give_up_snapshot(self) {
         self.release_with(true).await;
     }
@@ -203,7 +206,7 @@ impl Client {
         }
     }
 
-    /// Who listens at the other end: process and user id at the time of its listen(2).
+    /// Returns process id and user id of the peer at the time of its listen(2).
     pub fn peer(&self) -> io::Result<(u32, u32)> {
         let peer = rustix::net::sockopt::socket_peercred(&self.shared.stream)?;
         Ok((
@@ -272,8 +275,9 @@ impl Client {
         }
     }
 
-    /// Has the machine sent over `socket`, with what `disks` hold; takes as long as that takes. It stays paused then. `policy` is what is done to a
-    /// guest that is too fast for `downtime`.
+    /// Starts the transfer of the machine over `socket`, with the content of `disks`, and waits
+    /// without a time limit. The machine then stays paused. `policy` applies to a guest that
+    /// dirties memory too fast for `downtime`.
     pub async fn send_machine(
         &self,
         socket: OwnedFd,
@@ -283,7 +287,7 @@ impl Client {
         let send = vmm::Send {
             socket_fd: 0,
             downtime_ms: u64::try_from(downtime.as_millis()).unwrap_or(u64::MAX),
-            // For those that know no policy.
+            // For a `vmm` without `policy`.
             throttle: policy == MigrationPolicy::PreferForced,
             disks,
             policy: policy.into(),
@@ -304,7 +308,8 @@ impl Client {
         }
     }
 
-    /// All counters of the machine. A `vmm` of before minor version 2 tells those of its disks alone.
+    /// Returns all counters of the machine. A `vmm` older than minor version 2 returns only its
+    /// disk counters.
     pub async fn machine_stats(&self) -> Result<MachineStats, Error> {
         match self.call(Op::GetMachineStats(GetMachineStats {}), &[]).await {
             Ok(Outcome::MachineStats(stats)) => Ok(stats),
@@ -379,7 +384,7 @@ impl Drop for Part<'_> {
     }
 }
 
-/// A connection that the other side has closed is [`Error::Closed`] whichever call notices first.
+/// Maps a connection that the peer has closed to [`Error::Closed`], for reads and writes.
 fn closed(error: io::Error) -> Error {
     match error.kind() {
         io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => Error::Closed,
@@ -602,7 +607,7 @@ mod tests {
         let listener = UnixListener::bind(&path).unwrap();
         let (client, mut events) = Client::connect(&path).await.unwrap();
         let (stream, _) = listener.accept().unwrap();
-        // More than the socket takes of it while nobody reads.
+        // More bytes than the socket buffers without a reader.
         let long = client.clone().traced(&"x".repeat(wire::MAX_FRAME - 100));
         let given_up = tokio::time::timeout(Duration::from_millis(50), long.hello()).await;
         assert!(given_up.is_err(), "{given_up:?}");

@@ -46,7 +46,7 @@ struct Found {
     beside: Sidecar,
 }
 
-/// Makes a disk of the file at `path`. Whatever fails, the file stays as it is.
+/// Creates a disk from the file at `path`. On any failure the file stays unchanged.
 pub async fn adopt(
     host: &Arc<Host>,
     new: &NewDisk,
@@ -73,7 +73,7 @@ pub async fn adopt(
             return Err(failure);
         }
     };
-    // Only now is it in the store, and whole: a daemon that ends before leaves the file as it was.
+    // This call writes the disk to the store. If the daemon ends before, the file is unchanged.
     if let Err(failure) = create::settle(host, &mut record).await {
         create::forget(host, &record);
         handle.fail(&failure);
@@ -93,7 +93,7 @@ pub async fn adopt(
     })
 }
 
-/// The record of the disk: what the request says, then what is beside the file.
+/// Builds the disk's record. The values of the request take precedence over the sidecar file.
 fn complete(new: &NewDisk, found: Found, record: DiskRecord) -> Result<DiskRecord, Failure> {
     let Found {
         uid,
@@ -221,7 +221,7 @@ fn examine(host: &Host, path: &Path, wanted: Option<Format>) -> Result<Found, Fa
     })
 }
 
-/// Files of the folder that no disk has, with the names that they had, as far as that is known. Blocking.
+/// Files in the folder without a disk, with their last names if known. Blocking.
 pub fn left(folder: &Folder, known: &[Uuid]) -> io::Result<Vec<(PathBuf, String)>> {
     let entries = match fs::read_dir(folder.root()) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),

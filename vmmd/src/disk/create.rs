@@ -42,7 +42,7 @@ use crate::{
 
 /// Reserved between two looks at whether it is still wanted, in bytes.
 const RESERVED_AT_ONCE: u64 = 1 << 30;
-/// How often it is looked how much of an image is there, while the child that makes it says nothing.
+/// Interval between size checks of an image while its child process reports no progress.
 const LOOK: Duration = Duration::from_secs(1);
 
 /// A disk that is being made, or was made before by the same request.
@@ -50,7 +50,7 @@ const LOOK: Duration = Duration::from_secs(1);
 pub struct Begun {
     /// Its UUID.
     pub uid: Vec<u8>,
-    /// The operation; nothing when the disk is there already.
+    /// The operation; `None` when the disk already exists.
     pub pending: Option<Pending>,
 }
 
@@ -170,7 +170,7 @@ pub fn record(host: &Host, new: &NewDisk, context: &Context) -> DiskRecord {
     }
 }
 
-/// Notes what a disk has from the image that it is made of.
+/// Copies the image's properties to the record of a disk.
 fn of_image(record: &mut DiskRecord, image: &ImageRecord, overlay: bool) -> Result<(), Failure> {
     if record.size_bytes == 0 {
         record.size_bytes = image.size_bytes;
@@ -234,7 +234,7 @@ pub async fn settle(host: &Arc<Host>, record: &mut DiskRecord) -> Result<(), Fai
     Ok(())
 }
 
-/// Writes beside the file of a disk what the store has of it.
+/// Writes the disk's record to its sidecar file.
 pub async fn write_beside(host: &Arc<Host>, record: &DiskRecord) -> Result<(), Failure> {
     let folder = host.disk_folder();
     let backing = host.disks.find(&folder, &record.backing);
@@ -245,7 +245,8 @@ pub async fn write_beside(host: &Arc<Host>, record: &DiskRecord) -> Result<(), F
     written.map_err(|error| file_failed(&format!("note the name of disk \"{}\"", record.name), &error))
 }
 
-/// Makes a disk of a copy of an image; returns when it is whole and durable. Nothing is left when it fails.
+/// Creates a disk from a copy of an image. Returns when the disk is complete and durable. A failure
+/// leaves no files.
 pub async fn take_in(host: &Arc<Host>, record: DiskRecord, image: PathBuf) -> Result<(), Failure> {
     let mut record = host.disks.reserve(record, None)?;
     if let Err(error) = host.store.put_disk(&record).await {
@@ -420,7 +421,8 @@ fn copy_file(
     copy_into(host, "rawFile", (&from, size), wanted, new, record, control)
 }
 
-/// Makes a disk of `wanted` bytes of what is in a file. Blocking; returns the size of the disk.
+/// Creates a disk of `wanted` bytes from the content of a file. Blocking. Returns the size of the
+/// disk.
 fn copy_into(
     host: &Host,
     label: &str,
@@ -514,7 +516,8 @@ async fn make_qcow2(
     Ok(record.size_bytes)
 }
 
-/// Says how much of an image is there, which the child that makes it does not. Never ends.
+/// Reports the allocated size of an image as progress, because its child process reports none.
+/// Never returns.
 async fn watch_growth(host: &Arc<Host>, image: &File, size: u64, control: &Control) {
     let mut clock = tokio::time::interval(LOOK);
     loop {

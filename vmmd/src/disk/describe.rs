@@ -8,7 +8,7 @@ use vmmd_store::DiskStage;
 
 use crate::{host::Host, paths::disk::Folder, registry::disks::Seen};
 
-/// Adds what a disk's file tells. Blocking.
+/// Adds the state of the disk's file. Blocking.
 pub fn look(folder: &Folder, seen: &Seen) -> v1::Disk {
     let (record, mut disk) = (&seen.record, seen.disk.clone());
     let Some(status) = &mut disk.status else {
@@ -24,7 +24,7 @@ pub fn look(folder: &Folder, seen: &Seen) -> v1::Disk {
                 let reason = if missing { "FileMissing" } else { "FileUnusable" };
                 condition.reason = reason.to_owned();
                 condition.message = format!("the disk's file: {}", text::words(&error));
-                // Nobody saw it happen.
+                // The time of this change is unknown.
                 condition.transition_time = None;
             }
         }

@@ -15,7 +15,7 @@ const DEADLINE: Duration = Duration::from_secs(60);
 /// How long it may take to reserve all space, which some file systems do by writing it.
 const DEADLINE_FULL: Duration = Duration::from_secs(3600);
 
-/// What is to be done with an image.
+/// Operation on an image file.
 #[derive(Debug)]
 pub struct Task {
     /// `create` or `resize`.
@@ -24,11 +24,11 @@ pub struct Task {
     pub image: OwnedFd,
     /// How it is to be read.
     pub format: Format,
-    /// What the guest is to see, in bytes.
+    /// Virtual size in bytes.
     pub size: u64,
     /// Space to be reserved.
     pub preallocation: Preallocation,
-    /// What is below it, the nearest first, open for reading.
+    /// Backing files, nearest first, open for reading.
     pub backing: Vec<(OwnedFd, Format)>,
 }
 

@@ -1,13 +1,15 @@
-//! Disks of the DiskService: a record in the store and a file `<state_dir>/disks/<uid>.{raw,qcow2}` each, with
-//! `<uid>.json` beside it, which says what the store has of it ([`crate::paths::sidecar`]).
+//! Disks of the DiskService. Each has a record in the store, a file
+//! `<state_dir>/disks/<uid>.{raw,qcow2}`, and `<uid>.json` beside it with a copy of the record
+//! ([`crate::paths::sidecar`]).
 //!
 //! ```text
 //!  (none) ──record──▶ Creating ──file whole and synced──▶ Ready ──record──▶ Deleting ──file gone──▶ (none)
 //! ```
 //!
-//! Always: a file exists only while its record does, so that what an interrupted create or delete leaves is found by
-//! its record at the next start; a file without a record is never touched. A disk with overlays is named by no VM that
-//! writes to it, and is deleted after its overlays only ([`crate::registry`] keeps both under one lock).
+//! Invariants: a file exists only while its record exists. The next start therefore finds the
+//! remains of an interrupted create or delete by the record. The daemon never touches a file
+//! without a record. No VM that writes to a disk may name a disk with overlays, and such a disk is
+//! deleted only after its overlays ([`crate::registry`] keeps both under one lock).
 
 mod adopt;
 mod copy;
@@ -88,9 +90,10 @@ async fn begin_removal(
     Ok(record)
 }
 
-/// Writes that the disk goes, together with the answer to who asked for that: the next daemon carries on with what this
-/// one has begun. Who asked an earlier daemon for the disk's creation is answered as well: its retry must not make
-/// another one.
+/// Stores the deletion of the disk together with the response to the delete request. The next
+/// daemon continues a deletion that this daemon has begun. The function also stores the response to
+/// a CreateDisk request that an earlier daemon did not answer: its retry must not create another
+/// disk.
 async fn retire(host: &Arc<Host>, record: &DiskRecord, context: &Context) -> Result<(), Failure> {
     let mark = host.requests.mark(context);
     let mut answered: Vec<_> = mark
@@ -112,7 +115,7 @@ async fn retire(host: &Arc<Host>, record: &DiskRecord, context: &Context) -> Res
         .map_err(store_failure)
 }
 
-/// Tells an event of a disk.
+/// Emits an event of a disk.
 fn tell(host: &Host, record: &DiskRecord, reason: &str, message: impl Into<String>) {
     host.events.emit(Draft::normal(object(record), reason, message));
 }
@@ -123,7 +126,7 @@ fn object(record: &DiskRecord) -> Object {
     Object::Disk(record.name.clone(), uid)
 }
 
-/// Removes a disk's file, then its record. What fails here is done at the daemon's next start.
+/// Removes a disk's file, then its record. The daemon's next start retries the steps that failed.
 async fn finish(host: &Arc<Host>, record: &DiskRecord) {
     let (folder, of) = (host.disk_folder(), record.clone());
     let paths = [folder.root()];

@@ -10,7 +10,7 @@ use vmmd_objects::context::Context;
 use super::vm::Vms;
 use crate::registry::vms::command::{self, Answer, Command, DiskRequest, Life, Reply};
 
-/// What is asked of a VM's life.
+/// Life-cycle request for a VM.
 pub(super) struct Asked {
     pub(super) context: Context,
     pub(super) request: command::Request,
@@ -32,8 +32,8 @@ impl Asked {
 }
 
 impl Vms {
-    /// Asks a VM's actor, and waits for the end of the operation that follows unless `no_wait`. What was begun goes on
-    /// when the caller goes away.
+    /// Sends a request to a VM's actor, and waits for the end of the operation unless `no_wait`.
+    /// The operation continues if the caller disconnects.
     pub(super) async fn ask(
         &self,
         name: &str,

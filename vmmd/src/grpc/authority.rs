@@ -1,12 +1,14 @@
-//! Clients of the UNIX socket whose `:authority` is a path.
+//! Support for clients of the UNIX socket whose `:authority` is a path.
 //!
-//! gRPC's C core (Python, C++, …), and others, send the path of the socket as `:authority`, escaped (`%2Frun%2Fvmmd.sock`) or as it is.
-//! That is no authority (RFC 9110, 7.2), and the HTTP/2 library ends the stream before anything of ours sees it. On this socket an
-//! authority says nothing, so `%` and `/` in it are made `-` while the bytes come in.
+//! gRPC's C core (Python, C++, …) and other clients send the socket's path as `:authority`, escaped
+//! (`%2Frun%2Fvmmd.sock`) or unchanged. Such a path is not a valid authority (RFC 9110, 7.2), and
+//! the HTTP/2 library resets the stream before our code sees it. On this socket the authority is
+//! irrelevant, so the filter replaces `%` and `/` in it by `-` in the incoming bytes.
 //!
-//! Nothing changes its length by that: in HPACK's Huffman code (RFC 7541, appendix B) all three have six bits. So frames stay where
-//! they are, and the tables of both sides, which are bounded by the lengths of names and values, stay the same. What is not understood is
-//! passed on as it is: the library then says what is wrong with it.
+//! The replacement never changes the length: all three characters have six bits in HPACK's Huffman
+//! code (RFC 7541, appendix B). So frames keep their positions, and the tables of both sides stay
+//! equal, because the lengths of names and values bound them. Input that the filter cannot parse
+//! passes unchanged, and the library reports the error.
 
 use std::{
     io,
@@ -20,7 +22,7 @@ use tokio::{
     net::UnixStream,
 };
 
-/// What a client says first (RFC 9113, 3.4).
+/// Client connection preface (RFC 9113, 3.4).
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 /// Length, type, flags and stream of a frame (RFC 9113, 4.1).
 const FRAME_HEADER: usize = 9;
@@ -42,13 +44,13 @@ const CHUNK: usize = 16 << 10;
 pub struct LocalStream {
     stream: UnixStream,
     filter: Filter,
-    /// What has come and is not read yet, from `next` on.
+    /// Received bytes; the bytes from `next` on are unread.
     ready: Vec<u8>,
     next: usize,
 }
 
 impl LocalStream {
-    /// Of an accepted connection.
+    /// Wraps an accepted connection.
     pub fn new(stream: UnixStream) -> Self {
         Self {
             stream,
@@ -80,7 +82,7 @@ impl AsyncRead for LocalStream {
             let mut chunk = ReadBuf::new(&mut chunk);
             ready!(Pin::new(&mut this.stream).poll_read(context, &mut chunk))?;
             if chunk.filled().is_empty() {
-                // The end: what is left of a frame is the library's.
+                // End of the stream: the library handles the rest of a frame.
                 this.filter.finish(&mut this.ready);
                 if this.ready.is_empty() {
                     return Poll::Ready(Ok(()));
@@ -125,7 +127,7 @@ impl AsyncWrite for LocalStream {
 #[derive(Debug, Default)]
 struct Filter {
     at: Place,
-    /// Of the preface, a frame's header or a frame that is looked into: what has come of it.
+    /// Bytes received so far of the preface, a frame's header or an inspected frame.
     held: Vec<u8>,
 }
 
@@ -146,7 +148,7 @@ enum Place {
 }
 
 impl Filter {
-    /// Takes what has come next, and adds to `out` what is to be passed on.
+    /// Takes received bytes, and appends the bytes to pass on to `out`.
     fn take(&mut self, mut bytes: &[u8], out: &mut Vec<u8>) {
         while !bytes.is_empty() {
             let wanted = match self.at {
@@ -175,7 +177,7 @@ impl Filter {
         }
     }
 
-    /// What is held is whole.
+    /// Handles a complete unit in `held`.
     fn complete(&mut self, out: &mut Vec<u8>) {
         self.at = match self.at {
             Place::Preface if self.held == PREFACE => Place::Header,
@@ -210,7 +212,7 @@ impl Filter {
     }
 }
 
-/// Makes the authority in a HEADERS frame one, if it is there and none. `None` where the frame is not understood.
+/// Replaces an invalid authority in a HEADERS frame. Returns `None` if the frame is not parseable.
 fn rewrite(frame: &mut [u8]) -> Option<()> {
     let flags = *frame.get(4)?;
     let mut payload = frame.get_mut(FRAME_HEADER..)?;
@@ -284,8 +286,9 @@ fn string(bytes: &[u8], at: &mut usize) -> Option<(bool, Range<usize>)> {
     Some((huffman, range))
 }
 
-/// Makes `%` and `/` in a Huffman coded string `-`. The code is canonical: of each length the codes are in a row, and those of up to 8
-/// bits begin as is told here; a letter with a longer code is in no path that a client sends, and ends the look.
+/// Replaces `%` and `/` in a Huffman-coded string by `-`. The code is canonical: the codes of one
+/// length are consecutive, and `LENGTHS` has their ends for up to 8 bits. A longer code does not
+/// occur in a path of a client, and ends the scan.
 fn replace_coded(bytes: &mut [u8]) {
     /// Length of codes, and the first code of that length that is none.
     const LENGTHS: [(u32, u32); 4] = [(5, 0x0a), (6, 0x2e), (7, 0x7c), (8, 0xfe)];

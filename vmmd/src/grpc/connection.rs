@@ -1,4 +1,4 @@
-//! A client's connection: its bytes, who is at its other end, and its place.
+//! Connection of a client: its bytes, its peer, and its slot in the connection limits.
 
 use std::{
     future::Future,
@@ -26,7 +26,7 @@ use crate::{
 pub struct Connection<S> {
     stream: S,
     caller: Arc<Caller>,
-    /// Until the client has said something: HTTP/2 itself waits for its first word for ever.
+    /// Timeout of the first bytes of the client. HTTP/2 itself has no such timeout.
     silence: Option<Pin<Box<Sleep>>>,
     /// Until its certificate is not good any more.
     gone: Option<(Arc<Peer>, Pin<Box<WaitForCancellationFutureOwned>>)>,

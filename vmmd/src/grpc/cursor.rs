@@ -11,7 +11,7 @@ use crate::registry::vms::Vms;
 /// A cursor. Clients see it as text that means nothing to them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cursor {
-    /// Tells the run of the daemon from runs of other stores.
+    /// Distinguishes the daemon's run from runs of other stores.
     nonce: u64,
     /// Everything up to here has been told.
     position: Position,
@@ -20,7 +20,7 @@ pub struct Cursor {
 }
 
 impl Cursor {
-    /// At `position` of those that `filter` chooses.
+    /// Cursor at `position` of the objects that `filter` selects.
     pub fn new(vms: &Vms, position: Position, filter: &Filter) -> Self {
         Self {
             nonce: vms.nonce(position.run).unwrap_or_default(),
@@ -66,7 +66,7 @@ impl Cursor {
     }
 }
 
-/// What a cursor is refused with when nobody knows any more what has been since.
+/// Refusal of a cursor whose later changes are unknown.
 pub fn expired() -> Failure {
     let message = "the cursor is of another node, or older than what the node remembers: list the VMs and watch from the \
                    cursor of that list, or watch without one";

@@ -33,7 +33,7 @@ impl Disks {
     }
 }
 
-/// Waits for the end of what was begun, unless `no_wait`; returns the disk as it is then.
+/// Waits for the end of the operation unless `no_wait`. Returns the disk in its new state.
 async fn answered(
     host: &Arc<Host>,
     begun: Begun,
@@ -149,7 +149,7 @@ impl DiskService for Disks {
     }
 }
 
-/// Does work that goes on when the caller goes away.
+/// Runs work that continues if the caller disconnects.
 pub(super) async fn whole<T: Send + 'static>(
     work: impl Future<Output = Result<T, Failure>> + Send + 'static,
 ) -> Result<T, Failure> {

@@ -20,9 +20,9 @@ const MAX_PAGE: u32 = 1000;
 const MAX_BYTES: usize = 1 << 20;
 /// Messages ready for a watcher that reads slowly; the rest waits in the history.
 const READY: usize = 64;
-/// A watcher is told where it is after as many events that it did not ask for.
+/// A watcher receives a bookmark after this number of events that its filter excludes.
 const BOOKMARK: usize = 1000;
-/// What events are about.
+/// Kinds of objects that have events.
 const KINDS: [&str; 5] = ["Vm", "Disk", "Network", "Image", "Node"];
 
 /// The service.
@@ -105,7 +105,7 @@ impl EventService for EventLog {
         let before = Some(page_token.as_str()).filter(|token| !token.is_empty());
         let listed = self.host.events.list(before, bounds, |event| filter.wants(event));
         let (events, cursor, more) = listed.map_err(|Expired| expired())?;
-        // The next page is what is older than the oldest of this one.
+        // The next page has the events before the oldest of this page.
         let oldest = events.first().filter(|_| more);
         Ok(Response::new(v1::ListEventsResponse {
             next_page_token: oldest.map_or_else(String::new, |event| event.cursor.clone()),
@@ -143,7 +143,7 @@ impl EventService for EventLog {
     }
 }
 
-/// Sends what is wanted for as long as somebody listens.
+/// Sends the matching events until the watcher leaves.
 async fn follow(
     mut follower: Follower,
     filter: &Filter,

@@ -64,7 +64,7 @@ impl Filter {
         })?)
     }
 
-    /// Of a request about objects of another kind than VMs.
+    /// Filter of a request about objects of a kind other than VMs.
     pub fn of_objects(kind: &'static str, filter: Option<&ObjectFilter>) -> Result<Self, Failure> {
         let given = filter.cloned().unwrap_or_default();
         let filter = VmFilter {
@@ -82,7 +82,7 @@ impl Filter {
         (self.phases.is_empty() || self.phases.contains(&phase)) && self.matches_object(vm.metadata.as_ref())
     }
 
-    /// Whether an object with this metadata is one of them, whatever its phase.
+    /// Whether an object with this metadata matches, in any phase.
     pub fn matches_object(&self, metadata: Option<&ObjectMetadata>) -> bool {
         let label = |key: &str| metadata.and_then(|metadata| metadata.labels.get(key));
         self.may_match_object(metadata)

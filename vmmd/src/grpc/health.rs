@@ -1,5 +1,5 @@
-//! The standard health service (grpc.health.v1). Whether the daemon works is asked when a client asks, and again and
-//! again only while somebody watches: a daemon that nobody calls sleeps.
+//! Standard health service (grpc.health.v1). The daemon's health is checked on request, and
+//! periodically only while a client watches, so that an unused daemon sleeps.
 
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ use crate::service;
 /// How often it is asked for a client that watches.
 const PERIOD: Duration = Duration::from_secs(5);
 
-/// What can be asked for; "" is the server as a whole. All of them need the same parts of the daemon.
+/// Known services; "" is the server as a whole. All services need the same parts of the daemon.
 const SERVICES: [&str; 11] = [
     "", VMS, NODE, DISKS, NETWORKS, IMAGES, OPERATIONS, EVENTS, SNAPSHOTS, MIGRATIONS, PEERS,
 ];
@@ -72,8 +72,8 @@ impl Health for Healths {
 
     type WatchStream = ReceiverStream<Result<HealthCheckResponse, Status>>;
 
-    /// The status now, and each other one from then on. As the service's protocol wants it, the status of a service that is not
-    /// known is told, not refused.
+    /// Sends the current status and each change. The protocol requires a status for an unknown
+    /// service, not a refusal.
     async fn watch(
         &self,
         request: Request<HealthCheckRequest>,

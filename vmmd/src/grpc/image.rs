@@ -42,7 +42,7 @@ impl Images {
     }
 }
 
-/// Waits for the end of what was begun, unless `no_wait`; returns the image as it is then.
+/// Waits for the end of the operation unless `no_wait`. Returns the image in its new state.
 async fn answered(
     host: &Arc<Host>,
     Begun { uid, pending }: Begun,

@@ -12,8 +12,9 @@ const MAX_PAGE: u32 = 1000;
 /// Most bytes of the objects in an answer of more than one: gRPC clients take no more than 4 MiB by default.
 const MAX_BYTES: usize = 3 << 20;
 
-/// Answers a request. A page begins after the last name of the one before, so that VMs that come and go meanwhile neither
-/// repeat others nor hide them. All pages have the cursor of the first: a watch from there tells what was missed since.
+/// Answers a request. A page begins after the last name of the previous page, so that concurrent
+/// creations and deletions neither repeat nor hide other VMs. All pages have the cursor of the
+/// first page: a watch from this cursor reports the changes since.
 pub fn list(registry: &Vms, request: &ListVmsRequest) -> Result<ListVmsResponse, Failure> {
     let filter = Filter::new(request.filter.as_ref(), "")?;
     let mask = Mask::new(&request.fields)?;

@@ -1,4 +1,4 @@
-//! `GetVmLogs`: what is in a VM's log files, and what comes to be in them.
+//! `GetVmLogs`: contents of a VM's log files, and later additions.
 
 use std::{
     fs::File,
@@ -140,7 +140,7 @@ async fn send_from(path: PathBuf, from: u64, sender: &Sender) -> io::Result<u64>
     }
 }
 
-/// Tells when something is written to a file.
+/// Notifies of writes to a file.
 struct Watch(AsyncFd<std::os::fd::OwnedFd>);
 
 impl Watch {
@@ -159,7 +159,7 @@ impl Watch {
         Ok(Self(sys::watch(fd)?))
     }
 
-    /// Sends what is added, until the caller goes away.
+    /// Sends additions until the caller disconnects.
     async fn follow(self, path: PathBuf, mut position: u64, sender: &Sender) -> io::Result<()> {
         loop {
             let mut ready = self.0.readable().await?;

@@ -40,7 +40,7 @@ static MESSAGES: LazyLock<BTreeMap<String, DescriptorProto>> = LazyLock::new(|| 
 });
 
 impl Mask {
-    /// Of the paths of a request; all fields when there are none. The name is always among them.
+    /// Mask of a request's paths; all fields without paths. The mask always includes the name.
     pub fn new(paths: &[String]) -> Result<Self, Failure> {
         if paths.is_empty() {
             return Ok(Self(None));

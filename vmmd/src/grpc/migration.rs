@@ -30,7 +30,7 @@ pub struct Migrations {
 }
 
 impl Migrations {
-    /// Of the VMs of `host`.
+    /// Migrations of the VMs of `host`.
     pub fn new(host: Arc<Host>) -> Self {
         Self { host }
     }

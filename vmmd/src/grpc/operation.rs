@@ -225,7 +225,7 @@ async fn follow(
         // Another daemon's cursor says nothing of what its client knows.
         let first = !synced && position.is_none_or(|position| position.nonce != end.nonce);
         for Change { at, new, operation } in changed {
-            // What was active before is to be known to have ended.
+            // The end of an operation that was active before must be reported.
             let wanted = if first {
                 matches(filter, &operation)
             } else {

@@ -1,7 +1,8 @@
 //! `PortForward`: a connection from the node to a port of a VM, over a stream.
 //!
-//! The daemon connects to the address that it has given the VM's NIC, so the guest needs no route to the client. The end of what
-//! the client sends is told the guest, and what the guest sends goes on until it has ended.
+//! The daemon connects to the address that it has assigned to the VM's NIC, so the guest needs no
+//! route to the client. The end of the client's data is passed on to the guest, and the guest's
+//! data continues until its own end.
 
 use std::{net::Ipv4Addr, sync::Arc, time::Duration};
 
@@ -52,7 +53,7 @@ pub async fn open(host: Arc<Host>, mut input: Streaming<PortForwardRequest>) -> 
         Ok(Err(error)) => return Err(unreachable(address, port, &text::words(&error))),
         Err(_) => return Err(unreachable(address, port, "no answer in 10 s")),
     };
-    // What is small is not held back: it may be typed.
+    // Small writes are sent at once, because they may be interactive.
     let _slower_without = connection.set_nodelay(true);
     let (sender, receiver) = mpsc::channel(READY);
     tokio::spawn(async move {
@@ -98,7 +99,7 @@ fn unreachable(address: Ipv4Addr, port: u16, why: &str) -> Failure {
     Failure::precondition("PORT_UNREACHABLE", message)
 }
 
-/// Passes on what the client sends; returns when it does what it may not. The end of it is passed on as well.
+/// Passes the client's data to the guest, including its end. Returns on an invalid message.
 async fn pass_in(mut input: Streaming<PortForwardRequest>, mut writer: OwnedWriteHalf) -> Failure {
     while let Ok(Some(request)) = input.message().await {
         match request.message {
@@ -116,7 +117,8 @@ async fn pass_in(mut input: Streaming<PortForwardRequest>, mut writer: OwnedWrit
     std::future::pending().await
 }
 
-/// Passes on what the guest sends, until it ends the connection or the client is gone.
+/// Passes the guest's data to the client, until the guest ends the connection or the client
+/// disconnects.
 async fn pass_out(mut reader: OwnedReadHalf, sender: &Sender) {
     let mut buffer = vec![0; CHUNK];
     while let Ok(count) = reader.read(&mut buffer).await {

@@ -50,7 +50,7 @@ const LOOKS: usize = 16;
 const MAX_HEADERS: u32 = 16 << 10;
 /// Largest frame that a client may send in bytes: the least that HTTP/2 allows as a limit (RFC 9113, 6.5.2).
 const MAX_FRAME: u32 = 16 << 10;
-/// What a client may have sent of one call before we have read it, in bytes.
+/// Flow-control window of a call: unread bytes that a client may send.
 const STREAM_WINDOW: u32 = 256 << 10;
 /// The same of all calls of a connection.
 const CONNECTION_WINDOW: u32 = 1 << 20;
@@ -58,7 +58,7 @@ const CONNECTION_WINDOW: u32 = 1 << 20;
 const MAX_PENDING_RESETS: usize = 20;
 /// Calls that we have ended because of the client's mistakes; more end the connection.
 const MAX_ERROR_RESETS: usize = 256;
-/// Over TCP, how long a client may be silent before it is asked whether it is there.
+/// Over TCP, silence of a client after which it receives a ping.
 const KEEPALIVE: Duration = Duration::from_secs(30);
 /// How long it may take to answer that.
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
@@ -120,7 +120,7 @@ pub async fn serve(
     let (sender, remote) = mpsc::channel(1);
     let tcp = tcp.map(|tcp| tokio::spawn(tcp.accept(limits, sender)));
     let stopping = &host.stopping;
-    // Who is on the same node can't vanish, and may be held for long by ^Z.
+    // A local client cannot vanish, and may be suspended (^Z) for a long time.
     let local = serve_on(&routes, &guard, None, local, stopping);
     let bounds = Some((KEEPALIVE, limits.connection()));
     let remote = serve_on(&routes, &guard, bounds, remote, stopping);

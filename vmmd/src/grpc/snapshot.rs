@@ -15,7 +15,7 @@ use vmmd_objects::request::once;
 use super::list;
 use crate::{auth, host::Host, snapshot};
 
-/// What CreateSnapshot is called by.
+/// Path of CreateSnapshot.
 const CREATE: &str = "/vmmd.v1.SnapshotService/CreateSnapshot";
 
 /// The service.
@@ -118,7 +118,8 @@ impl SnapshotService for Snapshots {
         let Some(Message::Open(open)) = first.message.clone() else {
             return Err(Failure::field("open", "must be in the first message").into());
         };
-        // What the first message says makes the request, as its id does; the archive is what it is carried out with.
+        // The first message and the request id identify the request; the archive is only its
+        // payload.
         let request = Request::from_parts(metadata, extensions, first);
         once(&self.host, request, |host, _, context| async move {
             let cancel = host.stopping.child_token();
@@ -146,7 +147,7 @@ impl SnapshotService for Snapshots {
     }
 }
 
-/// What came of a task.
+/// Converts the result of a task.
 fn finished<T>(task: Result<Result<T, Failure>, JoinError>) -> Result<T, Failure> {
     task.unwrap_or_else(|error| Err(Failure::internal(error.to_string())))
 }

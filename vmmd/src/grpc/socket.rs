@@ -43,7 +43,7 @@ const ACL_GROUP: u16 = 0x08;
 const ACL_MASK: u16 = 0x10;
 const ACL_OTHER: u16 = 0x20;
 const ACL_UNDEFINED_ID: u32 = u32::MAX;
-/// Reading and writing, as in a mode. Who connects to a socket needs to write.
+/// Read and write, as in a mode. A connect to the socket needs write permission.
 const READ_WRITE: u16 = 0o6;
 
 /// The bound socket; its file is removed when it is dropped.
@@ -121,8 +121,9 @@ impl Groups {
         Some(list)
     }
 
-    /// Lets root and the groups open the socket, and nobody else. On a file system without access control lists everybody can open
-    /// the socket when there are other groups than that of admins, and who has no role is closed at once.
+    /// Lets only root and the configured groups open the socket. A file system without access
+    /// control lists cannot express several groups. Then the socket is open to all users, and the
+    /// daemon closes the connections of users without a role at once.
     fn permit(&self, path: &Path) -> io::Result<()> {
         chown(path, None, self.admin)?;
         fs::set_permissions(path, fs::Permissions::from_mode(self.mode()))?;
@@ -139,9 +140,10 @@ impl Groups {
         }
     }
 
-    /// The role of a peer by its user id and all of its groups: the one that may most. An agent comes before an operator: it can
-    /// make VMs, which an operator can't, and a program in the group of agents must work whatever other groups its user has. Who
-    /// needs both roles is an admin.
+    /// Returns the highest role of a peer by its user id and all of its groups. Agent precedes
+    /// operator: an agent can create VMs, which an operator cannot, and a program in the agents'
+    /// group must work regardless of its user's other groups. A user that needs both roles must be
+    /// an admin.
     fn role(&self, uid: u32, groups: &[u32]) -> Option<Role> {
         let is_in = |group: Option<u32>| group.is_some_and(|group| groups.contains(&group));
         if uid == 0 || is_in(self.admin) {
@@ -230,7 +232,7 @@ pub async fn accept(
     }
 }
 
-/// Who has no role here has no connection.
+/// Returns the connection of a peer with a role. A peer without a role is disconnected.
 fn connection(
     stream: UnixStream,
     groups: &Groups,

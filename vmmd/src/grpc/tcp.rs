@@ -30,7 +30,7 @@ pub struct Listener {
     certificates: Arc<Certificates>,
 }
 
-/// What all handshakes share.
+/// State that all handshakes share.
 struct Gate {
     certificates: Arc<Certificates>,
     limits: Limits,

@@ -1,4 +1,4 @@
-//! UpdateVm: what is checked before a VM's actor is asked.
+//! UpdateVm: the checks before a VM's actor receives the request.
 
 use proto::{
     model::{Violations, mask::UpdateMask, vm::Manifest},
@@ -10,10 +10,11 @@ use vmmd_objects::context::Context;
 
 use crate::{auth, host::Host, registry::vms::command::Update};
 
-/// What UpdateVm is called by.
+/// Path of UpdateVm.
 const PATH: &str = "/vmmd.v1.VmService/UpdateVm";
 
-/// Refuses an update whose mask names what the caller may not change; without a mask it is an admin's.
+/// Refuses an update whose mask names fields that the caller may not change. An update without a
+/// mask requires an admin.
 pub fn permit(request: &tonic::Request<v1::UpdateVmRequest>) -> Result<(), Status> {
     let mask = mask(request.get_ref())?;
     auth::require(request, PATH, mask.map(|mask| mask.role().into()))
@@ -25,7 +26,7 @@ fn mask(request: &v1::UpdateVmRequest) -> Result<Option<UpdateMask>, Failure> {
     Ok(parsed.transpose()?)
 }
 
-/// The VM that a request is about, and what is to be changed; all wrong fields at once.
+/// Returns the name of the request's VM and the update. Reports all invalid fields at once.
 pub fn parse(
     host: &Host,
     request: v1::UpdateVmRequest,
@@ -68,7 +69,7 @@ pub fn parse(
         no_wait,
         context,
     };
-    // What a mask leaves of a VM is known when it is applied.
+    // The result of a mask is only known when it is applied.
     if update.mask.is_none() {
         let whole = update.desired(&v1::Vm::default(), &host.disks)?;
         found

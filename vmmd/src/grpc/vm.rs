@@ -43,7 +43,7 @@ impl Vms {
     }
 }
 
-/// What the caller is called.
+/// Name of the caller.
 fn who<T>(request: &Request<T>) -> String {
     let caller = request.extensions().get::<Arc<Caller>>();
     caller.map_or_else(String::new, |caller| caller.initiator.to_string())

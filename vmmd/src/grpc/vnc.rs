@@ -120,7 +120,7 @@ pub fn ticket(
     })
 }
 
-/// Passes on what the client sends, until it or the `vmm` ends the connection.
+/// Passes the client's data to the `vmm`, until either side ends the connection.
 async fn pass_in(mut input: Streaming<VncRequest>, mut writer: OwnedWriteHalf) -> Option<Failure> {
     while let Ok(Some(request)) = input.message().await {
         match request.message {
@@ -132,7 +132,8 @@ async fn pass_in(mut input: Streaming<VncRequest>, mut writer: OwnedWriteHalf) -
     None
 }
 
-/// Passes on what the `vmm` sends, until it ends the connection or the client is gone.
+/// Passes the data of the `vmm` to the client, until the `vmm` ends the connection or the client
+/// disconnects.
 async fn pass_out(mut reader: OwnedReadHalf, sender: &Sender) {
     let mut buffer = vec![0; CHUNK];
     while let Ok(count) = reader.read(&mut buffer).await {

@@ -1,8 +1,10 @@
-//! `WatchVms`: what is there, or what has changed since a cursor, then each change. A watcher that falls far behind is
-//! not dropped: it gets the difference between what it knows and what is, and may so miss states in between.
+//! `WatchVms`: the current VMs, or the changes since a cursor, then each change. A watcher that
+//! falls far behind is not dropped: it receives the difference between its known state and the
+//! current state, and may miss intermediate states.
 //!
-//! Always: who has applied the events up to one with a cursor has the VMs as they were then, but for those that have
-//! changed after it; so events are sent in the order of their revisions, the first look too.
+//! Invariant: a client that has applied the events up to a cursor has the VMs of that time, except
+//! VMs with later changes. Therefore events are sent in the order of their revisions, including the
+//! events of the first snapshot.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -32,7 +34,7 @@ pub type Stream = ReceiverStream<Result<WatchVmsResponse, Status>>;
 /// Events ready for a watcher that reads slowly; more wait in the registry's own queue.
 const READY: usize = 16;
 
-/// What a watcher has been told of, by uid.
+/// VMs that a watcher knows, by uid.
 type Known = BTreeMap<String, Arc<Vm>>;
 
 /// Something to be told.
@@ -58,7 +60,7 @@ pub fn watch(host: Arc<Host>, request: &WatchVmsRequest) -> Result<Stream, Failu
     let first = if request.cursor.is_empty() {
         difference(&mut known, &snapshot, at, &filter)
     } else {
-        // What has not changed since is known to who has the cursor.
+        // The holder of the cursor knows the VMs that have not changed since.
         known.extend(present(&snapshot, &filter));
         first
     };
@@ -88,7 +90,7 @@ struct Watcher {
     mask: Mask,
     sender: mpsc::Sender<Result<WatchVmsResponse, Status>>,
     known: Known,
-    /// Of the last event.
+    /// Position of the last event.
     at: Position,
 }
 
@@ -136,7 +138,8 @@ impl Watcher {
     }
 }
 
-/// What a change is to someone who sees the VMs of the filter only; nothing when it is about others.
+/// Returns the event of a change for a watcher of the filter's VMs; `None` if the change concerns
+/// other VMs.
 fn note(known: &mut Known, change: &Change, filter: &Filter) -> Option<WatchEventType> {
     if change.kind != ChangeKind::Deleted && filter.matches(&change.vm) {
         let before = known.insert(uid(&change.vm).to_owned(), Arc::clone(&change.vm));
@@ -148,11 +151,11 @@ fn note(known: &mut Known, change: &Change, filter: &Filter) -> Option<WatchEven
     known.remove(uid(&change.vm)).map(|_| WatchEventType::Deleted)
 }
 
-/// What must be told to someone who knows `known` since `at`.
+/// Returns the events for a watcher that knows `known` since `at`.
 fn difference(known: &mut Known, snapshot: &Snapshot, at: Position, filter: &Filter) -> Vec<Event> {
     let now: Known = present(snapshot, filter).collect();
     let gone = known.iter().filter(|(uid, _)| !now.contains_key(*uid));
-    // Nothing later has been told yet.
+    // No later event has been sent yet.
     let gone = gone.map(|(_, vm)| (WatchEventType::Deleted, Arc::clone(vm), at));
     let mut events: Vec<_> = gone.collect();
     let there = by_revision(snapshot).filter(|seen| filter.matches(&seen.vm));
@@ -168,8 +171,8 @@ fn difference(known: &mut Known, snapshot: &Snapshot, at: Position, filter: &Fil
     events
 }
 
-/// What must be told to someone who has been told everything until `from`. Which VMs of the filter it knows is not known:
-/// of one that has changed and is not of the filter now, it may have to be told that it is gone.
+/// Returns the events for a watcher that has all events until `from`. Its known VMs are unknown
+/// here: a VM that has changed and does not match the filter may need a deletion event.
 fn since(from: Position, buried: &[Buried], snapshot: &Snapshot, filter: &Filter) -> Vec<Event> {
     let run = snapshot.at.run;
     let gone = buried.iter().filter(|buried| filter.may_match(&buried.vm));
@@ -213,7 +216,7 @@ fn by_revision(snapshot: &Snapshot) -> impl Iterator<Item = &Seen> {
     vms.into_iter()
 }
 
-/// Where someone is who has been told of all states up to this one.
+/// Position of a watcher that has received all states up to this one.
 fn place(seen: &Seen, snapshot: &Snapshot) -> Position {
     Position {
         revision: seen.revision,

@@ -21,7 +21,7 @@ pub type Shared = Paced<Result<Node, Failure>>;
 
 /// Changes within this time are sent as one. All watchers together have the node looked at once in this time.
 pub const TOGETHER: Duration = Duration::from_millis(200);
-/// How often the kernel is asked for what it does not tell by itself: free memory and disk space.
+/// Polling interval for values without change notifications: free memory and disk space.
 const LOOK: Duration = Duration::from_secs(10);
 
 /// Watches the node.
@@ -53,7 +53,7 @@ async fn follow(
     let mut sent: Option<Node> = None;
     let (_, mut changes) = host.vms.subscribe();
     loop {
-        // What changes from here on is looked at once more.
+        // Changes from here on cause another look.
         changes = changes.resubscribe();
         news.mark_unchanged();
         let node = shared.get(|| describe(host)).await?;

@@ -1,4 +1,4 @@
-//! The control connections of all VMs, for those who only want to know something: they need not wait for an actor.
+//! Control connections of all VMs, for read-only queries without a wait for an actor.
 
 use std::{
     collections::HashMap,

@@ -1,8 +1,9 @@
-//! Who may type into the consoles of VMs.
+//! Admission of clients that type into the consoles of VMs.
 //!
-//! A client that types is a writer for as long as its stream lives. Writers share a console, or one has it for itself. By force a
-//! client takes a console from the writers that it does not go with: those read on, and are told who has it now. Nothing of this
-//! outlives the daemon: clients open their consoles anew.
+//! A client that types is a writer as long as its stream lives. Several writers share a console, or
+//! one writer has it exclusively. A forced open takes the console from incompatible writers: these
+//! continue to read, and receive the name of the new writer. This state does not survive the
+//! daemon: clients reopen their consoles.
 
 use std::{
     collections::HashMap,
@@ -23,7 +24,7 @@ pub enum Device {
     Virtio,
 }
 
-/// What a client wants of a console.
+/// Access to a console that a client requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     /// To type, as others may.
@@ -34,7 +35,7 @@ pub enum Access {
     ReadOnly,
 }
 
-/// What comes of it.
+/// Decision about a client's access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Admission {
     /// It goes with the writers that are there.
@@ -45,7 +46,8 @@ enum Admission {
     Refuse,
 }
 
-/// Decides. `present` is what the writers that are there have: any number of [`Access::Shared`], or one [`Access::Exclusive`].
+/// Decides about a client's access. `present` is the access of the current writers: any number of
+/// [`Access::Shared`], or one [`Access::Exclusive`].
 fn admit(present: impl IntoIterator<Item = Access>, wanted: Access, force: bool) -> Admission {
     let fits = match wanted {
         Access::ReadOnly => true,
@@ -76,7 +78,7 @@ struct Writer {
     id: u64,
     access: Access,
     about: ConsoleWriter,
-    /// Is told who has the console now.
+    /// Receives the new writer when the console is taken over.
     lost: oneshot::Sender<ConsoleWriter>,
 }
 
@@ -108,7 +110,7 @@ impl Consoles {
             Admission::Refuse => return Err(held(present)),
             Admission::TakeOver => {
                 for writer in present.drain(..) {
-                    // Who has gone meanwhile need not be told.
+                    // A send fails only if the writer has left.
                     let _gone = writer.lost.send(about(who, access));
                 }
             }

@@ -49,7 +49,7 @@ struct Slot {
 /// An image at a time.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Seen {
-    /// What is known of it.
+    /// Record of the image.
     pub record: ImageRecord,
     /// Id of the operation under way; empty when there is none.
     pub operation: String,
@@ -95,7 +95,7 @@ impl Images {
         self.names.lock().await
     }
 
-    /// An image of whatever phase.
+    /// Returns an image in any phase.
     pub fn see(&self, name: &str) -> Result<Seen, Failure> {
         let inner = self.inner();
         inner
@@ -105,7 +105,7 @@ impl Images {
             .ok_or_else(|| no_image(name))
     }
 
-    /// The image with this UUID, of whatever phase.
+    /// Returns the image with this UUID, in any phase.
     pub fn find(&self, uid: &[u8]) -> Option<Seen> {
         let inner = self.inner();
         let slot = inner.images.values().find(|slot| slot.record.uid == uid);
@@ -167,7 +167,8 @@ impl Images {
         found.cloned()
     }
 
-    /// Notes that a disk is made of an image, if it is the same still; returns what is to be written to the store.
+    /// Notes that a disk is created from an image. Fails if the image was replaced. Returns the
+    /// record for the store.
     pub fn take(&self, record: &ImageRecord) -> Result<ImageRecord, Failure> {
         let now = self.get(&record.name)?;
         if now.uid != record.uid {
@@ -177,7 +178,8 @@ impl Images {
         self.get(&record.name)
     }
 
-    /// Takes the name of an image that is to be made; returns the record with what it has from here.
+    /// Reserves the name of a new image. Returns the record with its generation and creation
+    /// revision.
     pub fn reserve(&self, mut record: ImageRecord) -> Result<ImageRecord, Failure> {
         let mut inner = self.inner();
         if inner.images.contains_key(&record.name) {
@@ -260,7 +262,7 @@ impl Images {
         others.any(|other| other.uid != record.uid && other.digest == record.digest)
     }
 
-    /// Begins to forget an image: what is to be written to the store. [`Self::forget`] follows.
+    /// Begins to forget an image. Returns the record for the store. [`Self::forget`] follows.
     pub fn bury(&self, record: &ImageRecord) -> Tombstone {
         self.inner().feed.bury(metadata(record))
     }
@@ -289,10 +291,10 @@ impl Images {
     }
 }
 
-/// What a deletion finds.
+/// State of an image at the begin of its deletion.
 #[derive(Debug)]
 pub enum Deletion {
-    /// The image can't be used any more. This is how it was.
+    /// The image is out of use. Its previous record.
     Ready(Box<ImageRecord>),
     /// Id of the operation that makes it.
     Importing(String),

@@ -1,5 +1,6 @@
-//! What there is on the node, by name and in memory: who reads here waits for nobody. Each registry knows what is in the store of its
-//! kind, in which order it changed ([`feed`]), and who uses it; what is done to the things is elsewhere.
+//! Objects of the node, by name and in memory, for reads without waits. Each registry has the
+//! stored objects of its kind, their order of changes ([`feed`]) and their users. Operations on the
+//! objects are elsewhere.
 
 pub mod aborts;
 pub mod clients;

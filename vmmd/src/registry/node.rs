@@ -1,4 +1,5 @@
-//! What the node's operator has said, durably: labels, cordon. Changes are made one after the other, in the store first.
+//! Durable settings of the node's operator: labels, cordon. Changes are serialized, and written to
+//! the store first.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -15,7 +16,7 @@ use vmmd_store::{NodeRecord, Store};
 pub struct State {
     store: Store,
     record: Mutex<NodeRecord>,
-    /// Held by who changes it.
+    /// Held during a change.
     writer: tokio::sync::Mutex<()>,
     /// Counts changes, those of conditions too.
     news: watch::Sender<u64>,
@@ -32,7 +33,7 @@ impl State {
         }
     }
 
-    /// Gives the node the UUID that it keeps, when it has none yet.
+    /// Assigns the node's permanent UUID unless the node already has one.
     pub async fn identify(&self) -> Result<(), Failure> {
         let identified = self.change(|record| {
             if record.uid.is_empty() {

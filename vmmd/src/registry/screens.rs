@@ -14,9 +14,9 @@ use crate::{auth::Places, config::Limits};
 
 /// How long a ticket is good.
 pub const LIFE: Duration = Duration::from_secs(60);
-/// Most tickets that nobody has used and that are good.
+/// Maximum number of unused valid tickets.
 const MAX_TICKETS: usize = 1024;
-/// What passwords are made of: 64 characters, 6 bits each.
+/// Alphabet of passwords: 64 characters, 6 bits each.
 const ALPHABET: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
 
 /// The ways that there are, and the secrets that open them.
@@ -28,7 +28,7 @@ pub struct Screens {
     pub web: OnceLock<SocketAddr>,
     /// See [`Ticket`].
     pub tickets: Tickets,
-    /// Of connections that have shown a ticket, by who asked for it.
+    /// Slots of connections that have presented a ticket, by the requester of the ticket.
     pub places: Arc<Places>,
     /// Why the certificate could not be used when it was read last; `None` when it could.
     pub certificate_problem: Arc<tokio::sync::Mutex<Option<String>>>,
@@ -47,7 +47,7 @@ impl Screens {
     }
 }
 
-/// What a ticket opens.
+/// Access that a ticket grants.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ticket {
     /// The VM.
@@ -56,7 +56,7 @@ pub struct Ticket {
     pub name: String,
     /// Keys and the pointer are ignored.
     pub view_only: bool,
-    /// Who asked for it.
+    /// Requester of the ticket.
     pub who: Initiator,
 }
 
@@ -133,7 +133,7 @@ impl Tickets {
 
 fn password() -> String {
     let random = Uuid::new_v4().into_bytes();
-    // All but those that have the version and the variant in them.
+    // Only bytes without the bits of the UUID's version and variant.
     let bytes = random.iter().take(6).chain(random.iter().skip(9).take(2));
     bytes
         .filter_map(|byte| ALPHABET.get(usize::from(byte % 64)))

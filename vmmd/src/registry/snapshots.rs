@@ -21,7 +21,7 @@ use crate::config::SnapshotLimits;
 #[derive(Debug, Default)]
 pub struct Snapshots {
     inner: Mutex<BTreeMap<String, SnapshotRecord>>,
-    /// By the VM's UUID: who waits until its disks are quiet.
+    /// Snapshots that wait until a VM's disks are quiet, by the VM's UUID.
     waiting: Mutex<HashMap<Vec<u8>, Waiting>>,
     /// By the snapshot's UUID: how many exports and restores read it. Locked after `inner`.
     readers: Mutex<HashMap<Vec<u8>, usize>>,
@@ -31,7 +31,7 @@ pub struct Snapshots {
 
 #[derive(Debug)]
 struct Waiting {
-    /// Of the request to the `vmm`.
+    /// Number of the request to the `vmm`.
     number: u64,
     quiet: oneshot::Sender<()>,
 }
@@ -92,7 +92,7 @@ impl Snapshots {
         Ok(())
     }
 
-    /// A snapshot that can't be deleted until [`end_reading`](Self::end_reading).
+    /// Returns a snapshot and protects it from deletion until [`end_reading`](Self::end_reading).
     pub fn begin_reading(&self, name: &str) -> Result<SnapshotRecord, Failure> {
         let inner = self.inner();
         let found = inner.get(name).filter(|record| is_ready(record));
@@ -128,7 +128,7 @@ impl Snapshots {
         Ok(ready)
     }
 
-    /// Notes what a snapshot is now.
+    /// Sets the record of a snapshot.
     pub fn put(&self, record: SnapshotRecord) {
         self.inner().insert(record.name.clone(), record);
     }
@@ -149,8 +149,9 @@ impl Snapshots {
         quiet
     }
 
-    /// The disks of a VM are quiet: its `vmm` says so, for the snapshot of that number; 0 stands for any. False when nobody waits, as after a cancel.
-    /// When somebody waits for another one, the notice is one of a snapshot that was given up, and means nothing.
+    /// Handles the notice of a `vmm` that the disks of a VM are quiet for the snapshot `number`; 0
+    /// stands for any. Returns false if no snapshot waits, as after a cancel. A notice for a number
+    /// other than the waiting one belongs to an abandoned snapshot and is ignored.
     pub fn disks_quiet(&self, vm: &[u8], number: u64) -> bool {
         let mut all = self.waiting();
         let Some(waiting) = all.get(vm).filter(|it| !it.quiet.is_closed()) else {
@@ -222,7 +223,7 @@ mod tests {
         assert!(quiet.try_recv().is_err());
         assert!(snapshots.disks_quiet(b"web", 2));
         assert_eq!(quiet.try_recv(), Ok(()));
-        // A `vmm` of before minor version 10 has no numbers.
+        // A `vmm` before minor version 10 sends no numbers.
         let mut quiet = snapshots.until_quiet(b"web", 3);
         assert!(snapshots.disks_quiet(b"web", 0));
         assert_eq!(quiet.try_recv(), Ok(()));

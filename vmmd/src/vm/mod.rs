@@ -1,15 +1,15 @@
-//! Virtual machines: an actor for each, and what brings one up, watches it and takes it down. Who wants something of a VM
-//! finds its actor's mailbox in the [registry](crate::registry::vms).
+//! Virtual machines: one actor for each, and the code that starts, watches and ends it. A caller
+//! finds the actor's mailbox in the [registry](crate::registry::vms).
 //!
-//! | room | what |
+//! | module | contents |
 //! |---|---|
 //! | [`api`] | creates a VM's record, and shows a VM to clients |
-//! | [`actor`] | the only one that changes a VM: takes requests, has work done, hears what its process does |
-//! | [`lifecycle`] | decides, and does nothing: what is admitted, what an exit means, what the run policy makes of it |
+//! | [`actor`] | the only code that changes a VM: takes requests, runs work, receives news of the process |
+//! | [`lifecycle`] | pure decisions: admission, meaning of an exit, reaction of the run policy |
 //! | [`start`] | from a spec to a booted `vmm`, from top to bottom |
-//! | [`instance`] | one run: the process, the connection to it, what it holds of the node |
-//! | [`machine`] | what a `vmm` is told to build of a spec, how a running machine differs from its spec, its cgroup limits |
-//! | [`recovery`] | a VM after the daemon's restart, after its actor has failed, and one that can't be looked after |
+//! | [`instance`] | one run: the process, its connection, its claims on the node |
+//! | [`machine`] | machine description for a `vmm`, differences of a running machine from its spec, cgroup limits |
+//! | [`recovery`] | a VM after the daemon's restart, after a panic of its actor, and an unusable VM |
 
 mod actor;
 mod api;

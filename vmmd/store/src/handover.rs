@@ -1,4 +1,4 @@
-//! What a VM's record keeps of its migration.
+//! Migration state in a VM's record.
 
 pub use proto::handover::Handover;
 use proto::handover::{Effect, Message, Source, Target};

@@ -44,7 +44,7 @@ pub struct Tombstone {
     /// Revision in that run, not later than that of the deletion; unique.
     #[prost(uint64, tag = "2")]
     pub revision: u64,
-    /// What was last known of it.
+    /// Last known metadata.
     #[prost(message, optional, tag = "3")]
     pub metadata: Option<Metadata>,
     /// Of a VM: the last migration up to which it was this node's. 0 when it never was.
@@ -61,19 +61,20 @@ impl Tombstone {
     }
 }
 
-/// All that is remembered, but for the answers: those are read when they are asked for.
+/// History in the store, except the answers of requests: these are read on demand.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct HistoryRecords {
     /// Number of this run of the daemon, from 1.
     pub run: u64,
-    /// A random number for each run that is remembered, this one included: it tells a run from one of another store, and
-    /// from one that is not in this store because an older copy of it was put back.
+    /// Random nonce of each known run, including this one. It distinguishes a run from runs of
+    /// other stores, and from runs that are missing because an older copy of the store was
+    /// restored.
     pub nonces: BTreeMap<u64, u64>,
     /// Deletions, the oldest first.
     pub tombstones: Vec<Tombstone>,
     /// Run and revision of the last deletion that was forgotten.
     pub trimmed: (u64, u64),
-    /// The greatest generation of an object that was deleted: what is made from now on begins above it.
+    /// Highest generation of a deleted object: new objects begin above it.
     pub generation_floor: u64,
     /// Of disks.
     pub disks: BuriedRecords,
@@ -93,7 +94,7 @@ impl HistoryRecords {
     }
 }
 
-/// What is remembered of deleted disks, images, or networks.
+/// History of deleted disks, images or networks.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct BuriedRecords {
     /// Deletions, the oldest first.

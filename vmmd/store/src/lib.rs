@@ -1,9 +1,9 @@
-//! The durable state: one redb file with a record per VM and per disk, and what is remembered of deleted VMs and of
-//! requests that were answered ([`history`]), and operations ([`operation`]).
+//! Durable state: one redb file with a record per VM and per disk, the history of deleted VMs and
+//! answered requests ([`history`]), and operations ([`operation`]).
 //!
-//! One thread owns the file. Whatever waits when it becomes free goes into one transaction, which is durable (two
-//! phases, fsync) before anybody is answered. A write that fails changes nothing: the file is closed and opened again
-//! before the next one, since redb refuses to go on after an I/O error.
+//! One thread owns the file. It writes all waiting changes in one transaction, which is durable
+//! (two phases, fsync) before any caller is answered. A failed write changes nothing: the file is
+//! closed and reopened before the next one, because redb refuses to continue after an I/O error.
 
 mod answers;
 mod change;
@@ -64,11 +64,11 @@ pub use snapshot::{RetentionRecord, SnapshotDisk, SnapshotRecord, SnapshotStage}
 const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");
 const VMS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("vms");
 const DISKS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("disks");
-/// Made by the first change: a store that no daemon with snapshots has written to has none.
+/// Created by the first change: a store without snapshots lacks this table.
 const SNAPSHOTS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("snapshots");
 /// Made with the first network.
 const NETWORKS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("networks");
-/// Made by the first change: a store that no daemon with images has written to has none.
+/// Created by the first change: a store without images lacks this table.
 const IMAGES: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("images");
 const NODE: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("node");
 /// Key of the one record in [`NODE`].
@@ -85,7 +85,7 @@ pub enum Error {
     /// The file system is full.
     #[error("the file system of the daemon's state is full")]
     Full,
-    /// The file can't be opened, read or written.
+    /// The file could not be opened, read or written.
     #[error("{0}: {1}")]
     Failed(&'static str, String),
     /// A newer daemon has been at work.
@@ -116,7 +116,7 @@ impl Error {
 pub struct Records {
     /// VMs.
     pub vms: Vec<VmRecord>,
-    /// VMs whose records can't be decoded.
+    /// VMs with undecodable records.
     pub unreadable: Vec<Unreadable>,
     /// Disks of the DiskService.
     pub disks: Vec<DiskRecord>,
@@ -154,7 +154,7 @@ enum Job {
     Write(Vec<Change>, oneshot::Sender<Result<(), Error>>),
     /// A VM's record, by its key.
     Vm(Vec<u8>, oneshot::Sender<Result<Option<VmRecord>, Error>>),
-    /// Of an answered request.
+    /// Record of an answered request.
     Read(RequestKey, oneshot::Sender<Result<Option<RequestRecord>, Error>>),
 }
 
@@ -226,7 +226,8 @@ impl Store {
         self.commits.load(Ordering::Relaxed)
     }
 
-    /// Changes each time when the store's thread has panicked and goes on. What it was asked in that moment has failed.
+    /// Counter of the panics of the store's thread, after which it continues. Requests at that
+    /// moment have failed.
     pub fn failures(&self) -> watch::Receiver<u64> {
         self.failures.clone()
     }
@@ -236,7 +237,7 @@ impl Store {
         self.vm(&[]).await.map(drop)
     }
 
-    /// The record of a VM, if there is one. One that can't be decoded is an error.
+    /// Returns the record of a VM, if it exists. An undecodable record is an error.
     pub async fn vm(&self, uid: &[u8]) -> Result<Option<VmRecord>, Error> {
         let (sender, receiver) = oneshot::channel();
         self.jobs
@@ -252,8 +253,9 @@ impl Store {
         self.change(Change::Put(VMS, record.uid.clone(), sealed)).await
     }
 
-    /// Writes a VM's record unless `cancelled` is by the time it is written: whoever cancels first and then writes the record
-    /// himself is not overwritten. Durable on return; false when it was not written.
+    /// Writes a VM's record unless `cancelled` is set at the time of the write. A caller that
+    /// cancels first and then writes the record itself is thus not overwritten. Durable on return;
+    /// false if the record was not written.
     pub async fn put_unless(&self, cancelled: &CancellationToken, record: &VmRecord) -> Result<bool, Error> {
         let key = record.uid.clone();
         let value = self.key.seal(stored::Vm::from(record.clone()))?;
@@ -262,8 +264,8 @@ impl Store {
         Ok(!cancelled.is_cancelled())
     }
 
-    /// Removes a VM's record, and remembers that and the requests that are answered by it, but for those that have an answer.
-    /// Durable on return.
+    /// Removes a VM's record, and stores its tombstone and the answers of `answered`, except for
+    /// requests with an existing answer. Durable on return.
     pub async fn bury(
         &self,
         uid: &[u8],
@@ -360,7 +362,7 @@ impl Store {
         self.changes(changes.into_iter().chain(answered).collect()).await
     }
 
-    /// What secrets are sealed with.
+    /// Returns the key of the secrets.
     pub fn key(&self) -> &Key {
         &self.key
     }
@@ -394,7 +396,8 @@ impl Store {
             .await
     }
 
-    /// Notes what is to be kept of an operation, or that nothing is. Written with the next change of anything, or soon after.
+    /// Notes the record of an operation, or its removal. The note is written with the next change,
+    /// or soon after.
     pub fn note(&self, id: &str, record: Option<&OperationRecord>) {
         if !self.notes.add(id, record) {
             return;
@@ -410,7 +413,7 @@ impl Store {
         }
     }
 
-    /// Writes what has been noted of operations. Durable on return.
+    /// Writes the notes of operations. Durable on return.
     pub async fn flush(&self) -> Result<(), Error> {
         self.changes(Vec::new()).await
     }
@@ -429,7 +432,8 @@ impl Store {
     }
 }
 
-/// Serves until nobody can ask any more. A panic costs those who were being answered; the file is opened again.
+/// Serves until all senders are gone. After a panic, the requests under way fail and the file is
+/// reopened.
 fn supervise(
     thread: &Thread,
     mut database: Option<Database>,
@@ -447,7 +451,7 @@ fn supervise(
     }
 }
 
-/// What the store's thread works with.
+/// State of the store's thread.
 struct Thread {
     path: PathBuf,
     key: Key,
@@ -492,7 +496,7 @@ impl Thread {
         }
     }
 
-    /// Writes changes and what has been noted, and tells those who wait for that.
+    /// Writes the changes and the notes, and answers the waiting callers.
     fn write(
         &self,
         database: &mut Option<Database>,
@@ -628,7 +632,7 @@ fn load(database: &Database, key: &Key) -> Result<Records, Error> {
     })
 }
 
-/// The records whose secrets can be opened; the others are added to those that can't be read.
+/// Returns the records whose secrets could be opened, and adds the others to `bad`.
 fn opened<R: seal::Secretive>(records: Vec<R>, key: &Key, bad: &mut Vec<BadRow>) -> Vec<R> {
     let mut good = Vec::new();
     for mut record in records {
@@ -681,7 +685,7 @@ fn vm(database: &Database, uid: &[u8], key: &Key) -> Result<Option<VmRecord>, Er
     Ok(Some(VmRecord::from(record)))
 }
 
-/// What can be read of a VM's record all the same: a field is kept although one behind it is damaged.
+/// Reads the decodable part of a VM's record: a field survives damage to later fields.
 fn salvage(row: BadRow) -> Unreadable {
     #[derive(Clone, PartialEq, prost::Message)]
     struct Name {
@@ -697,14 +701,14 @@ fn salvage(row: BadRow) -> Unreadable {
     }
 }
 
-/// A record that can't be decoded.
+/// An undecodable record.
 struct BadRow {
     key: Vec<u8>,
     value: Vec<u8>,
     error: String,
 }
 
-/// Records; what can't be decoded is left out, and logged.
+/// Returns the decodable records, and logs the others.
 fn readable<R: Message + Default>(transaction: &ReadTransaction, table: Table) -> Result<Vec<R>, Error> {
     let (records, bad) = load_table(transaction, table)?;
     log_unreadable(table, bad);
@@ -734,7 +738,7 @@ fn readable_if_there<R: Message + Default>(
     }
 }
 
-/// The records of a table, and those that can't be decoded.
+/// Returns the records of a table, and the undecodable ones.
 fn load_table<R: Message + Default>(
     transaction: &ReadTransaction,
     table: Table,

@@ -40,7 +40,7 @@ pub fn migrate(database: &Database, from: u64, key: &Key) -> Result<(), Error> {
         let steps = MIGRATIONS
             .iter()
             .skip(usize::try_from(from).unwrap_or(usize::MAX).saturating_sub(1));
-        // A new file (schema 0) has nothing to migrate.
+        // A new file (schema 0) needs no migration.
         for step in steps.filter(|_| from > 0) {
             step(transaction, key)?;
         }
@@ -60,7 +60,7 @@ pub fn migrate(database: &Database, from: u64, key: &Key) -> Result<(), Error> {
     })
 }
 
-/// Schema 2: disks of the DiskService, of which an older store has none.
+/// Schema 2: adds disks of the DiskService.
 fn add_disks(transaction: &WriteTransaction, _: &Key) -> Result<(), Error> {
     let table = transaction.open_table(DISKS);
     table
@@ -68,8 +68,8 @@ fn add_disks(transaction: &WriteTransaction, _: &Key) -> Result<(), Error> {
         .map_err(|error| Error::of("make the store", error))
 }
 
-/// Schema 3: what is remembered, and run policies. Daemons before had none: a VM that was down stayed so. It still does,
-/// until it is started for the first time again.
+/// Schema 3: adds the history and run policies. Without policies, a VM that was down stayed down.
+/// The migration preserves this until the VM's next start.
 fn add_policies(transaction: &WriteTransaction, _: &Key) -> Result<(), Error> {
     history::add(transaction)?;
     let failed = |error: redb::StorageError| Error::of("write the store", error);

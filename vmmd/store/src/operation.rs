@@ -1,7 +1,8 @@
-//! Operations in the store: what clients are told of each, for as long as it is kept.
+//! Operations in the store: the state of each as clients see it, as long as it is kept.
 //!
-//! Nobody waits for these records. They are noted here, and go along with the next change of anything else, or alone after
-//! [`DELAY`]: the record of a start is in the same transaction as the VM's record, before the process is forked.
+//! No caller waits for these records. They are noted here, and written with the next change of
+//! another record, or alone after [`DELAY`]. The record of a start is in the same transaction as
+//! the VM's record, before the process is forked.
 
 use std::{
     collections::BTreeMap,
@@ -30,22 +31,23 @@ pub struct OperationRecord {
     /// When it ended; 0 when it has not.
     #[prost(uint64, tag = "2")]
     pub ended_ms: u64,
-    /// What clients are told, encoded, as the answers of requests are.
+    /// Encoded [`Operation`] for clients.
     #[prost(bytes = "vec", tag = "3")]
     pub operation: Vec<u8>,
 }
 
 impl OperationRecord {
-    /// What clients are told; `None` when it can't be decoded.
+    /// Returns the operation for clients; `None` if it is undecodable.
     pub fn decoded(&self) -> Option<Operation> {
         Operation::decode(self.operation.as_slice()).ok()
     }
 }
 
-/// What is to be written: records, or `None` for those that go.
+/// Notes to write: records, or `None` for removals.
 pub type Notes = BTreeMap<String, (u64, Option<Vec<u8>>)>;
 
-/// Notes that wait for a transaction. Of one operation the newest note counts, so there are never more than operations.
+/// Notes that wait for a transaction. A newer note of an operation replaces the older one, which
+/// bounds the number of notes.
 #[derive(Clone, Debug, Default)]
 pub struct Pending(Arc<Mutex<Inner>>);
 
@@ -58,7 +60,7 @@ struct Inner {
 }
 
 impl Pending {
-    /// Adds a note; true when nobody comes for it yet.
+    /// Adds a note. Returns true if no write is scheduled yet.
     pub fn add(&self, id: &str, record: Option<&OperationRecord>) -> bool {
         let mut inner = self.lock();
         inner.last += 1;
@@ -74,7 +76,7 @@ impl Pending {
         inner.notes.clone()
     }
 
-    /// These notes are durable: what was noted since stays.
+    /// Removes notes that are durable; newer notes stay.
     pub fn written(&self, notes: &Notes) {
         let newer = |id: &String, number: u64| notes.get(id).is_none_or(|(written, _)| *written != number);
         self.lock().notes.retain(|id, (number, _)| newer(id, *number));
@@ -103,7 +105,7 @@ pub fn write(transaction: &WriteTransaction, notes: &Notes) -> Result<(), Error>
     Ok(())
 }
 
-/// All records, the oldest first. A store that no daemon with this table has written to has none.
+/// Returns all records, the oldest first. A store of a daemon without operations lacks the table.
 pub fn load(transaction: &ReadTransaction) -> Result<Vec<OperationRecord>, Error> {
     match transaction.open_table(OPERATIONS) {
         Err(redb::TableError::TableDoesNotExist(_)) => return Ok(Vec::new()),

@@ -1,5 +1,6 @@
-//! What the store keeps of VMs, disks and the node. The wire form is Protocol Buffers, so that fields can be added; a change of meaning
-//! needs a new [`SCHEMA`](super::SCHEMA) and a migration. How a VM is written is in [`super::stored`].
+//! Records of VMs, disks and the node in the store. The wire form is Protocol Buffers, so that
+//! fields can be added. A change of meaning needs a new [`SCHEMA`](super::SCHEMA) and a migration.
+//! [`super::stored`] has the wire form of a VM.
 
 use std::{collections::BTreeMap, fmt};
 
@@ -29,13 +30,13 @@ pub struct VmRecord {
     pub spec: Option<VmSpec>,
     /// Given once, the same in each run.
     pub hardware: Option<Hardware>,
-    /// What was last asked for: an [`Intent`].
+    /// Last requested state: an [`Intent`].
     pub intent: i32,
     /// Written before its process is forked, removed when that has ended.
     pub instance: Option<InstanceRecord>,
     /// How the last run ended.
     pub last_exit: Option<ExitStatus>,
-    /// What its runs were, since its creation. Resets are of runs that have ended.
+    /// Counters of its runs since its creation. Resets are counted at the end of a run.
     pub counts: Option<RunCounts>,
     /// Starts by the run policy; not there when there was none since the last one by request.
     pub restart: Option<RestartRecord>,
@@ -43,10 +44,11 @@ pub struct VmRecord {
     pub stop: Option<StopRecord>,
     /// A deletion that was asked for and is not done; not there when there is none.
     pub deleting: Option<StopRecord>,
-    /// The node has ended its last run to make room, for a reboot say: what is wanted of it is as it was.
+    /// The node has ended its last run to make room, for example for a reboot; the intent is
+    /// unchanged.
     pub evacuated: bool,
-    /// By path: the files that it was last started with. A start by request learns all of them anew, one by the run policy those that are
-    /// not known.
+    /// Files of the last start, by path. A start by request replaces all of them; a start by the
+    /// run policy adds only unknown ones.
     pub files: BTreeMap<String, FileRecord>,
     /// Its migration to another node, or from one; not there when there was none.
     pub handover: Option<HandoverRecord>,
@@ -104,7 +106,8 @@ pub struct HandoverRecord {
     /// under way, and at the target in records of older daemons.
     #[prost(string, tag = "3")]
     pub peer: String,
-    /// UUIDs of the disks that go along: whichever side does not have the VM in the end removes them with it.
+    /// UUIDs of the disks that migrate with the VM. The side that does not own the VM in the end
+    /// removes them.
     #[prost(bytes = "vec", repeated, tag = "4")]
     pub disks: Vec<Vec<u8>>,
     /// When the migration began on this node, in milliseconds of Unix time; 0 when not known.
@@ -159,7 +162,7 @@ pub enum HandoverStage {
     Owned = 6,
 }
 
-/// What the guest sees and must never change across runs.
+/// Guest-visible hardware that must never change across runs.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct Hardware {
     /// PCI device number of the entropy device.
@@ -215,19 +218,20 @@ pub struct InstanceRecord {
     pub started_since_boot: u64,
     /// Generation of the spec it runs with.
     pub generation: u64,
-    /// Of the node's kernel at that time: a run never outlives it.
+    /// Boot id of the node's kernel at the start: a run never outlives it.
     pub boot_id: String,
-    /// Disks that are being plugged in: noted before the `vmm` is asked, forgotten when it has answered. What a daemon
-    /// that ended in between leaves is decided by what the `vmm` has.
+    /// Disks that are being attached: noted before the request to the `vmm`, and removed after its
+    /// answer. If the daemon ends in between, the next daemon asks the `vmm`.
     pub attaching: Vec<String>,
     /// Disks that the guest has been asked to eject and has not ejected: when it does, they leave the spec.
     pub ejecting: Vec<String>,
     /// Id of the request that began the run; empty when it had none.
     pub request_id: String,
-    /// Id of the operation that began the run; empty in what a daemon without durable operations has written.
+    /// Id of the operation that began the run; empty in records of daemons without durable
+    /// operations.
     pub operation: String,
-    /// What the machine has: the spec that it was started with, and what was changed live since. Not there in what a daemon
-    /// without updates has written: it is that of the VM then.
+    /// Spec of the machine: the spec of its start, with the live changes since. Absent in records
+    /// of daemons without updates: the VM's spec applies then.
     pub spec: Option<VmSpec>,
     /// The addresses that go with it.
     pub hardware: Option<Hardware>,
@@ -249,18 +253,18 @@ pub struct RestartRecord {
     /// How long that one waits.
     #[prost(uint64, tag = "3")]
     pub back_off_ms: u64,
-    /// Of the node's kernel when it was set.
+    /// Boot id of the node's kernel when the restart was planned.
     #[prost(string, tag = "4")]
     pub boot_id: String,
 }
 
 impl VmRecord {
-    /// What was last asked for.
+    /// Returns the last requested state.
     pub fn intent(&self) -> Intent {
         Intent::try_from(self.intent).unwrap_or(Intent::Stopped)
     }
 
-    /// Notes what is asked for.
+    /// Sets the requested state.
     pub fn set_intent(&mut self, intent: Intent) {
         self.intent = intent.into();
     }
@@ -279,7 +283,7 @@ impl VmRecord {
     }
 }
 
-/// A stop under way, for the next daemon to go on with.
+/// A stop under way, which the next daemon continues.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct StopRecord {
     /// When the guest's time is over, in milliseconds of Unix time.
@@ -288,10 +292,10 @@ pub struct StopRecord {
     /// How much time the guest was given, in milliseconds; 0 for a stop by force.
     #[prost(uint64, tag = "2")]
     pub grace_ms: u64,
-    /// The user id of who asked over the UNIX socket.
+    /// User id of the requester over the UNIX socket.
     #[prost(uint32, optional, tag = "3")]
     pub user: Option<u32>,
-    /// The certificate's name of who asked over TCP; empty when nobody did.
+    /// Certificate name of the requester over TCP; empty without one.
     #[prost(string, tag = "4")]
     pub certificate: String,
     /// The run policy wants it.
@@ -302,7 +306,7 @@ pub struct StopRecord {
     pub request_id: String,
 }
 
-/// What was last asked for.
+/// Last requested state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, prost::Enumeration)]
 #[repr(i32)]
 pub enum Intent {
@@ -312,7 +316,7 @@ pub enum Intent {
     Running = 1,
 }
 
-/// What the node's operator has said, and what was seen of the node.
+/// Settings of the node's operator, and observations of the node.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct NodeRecord {
     /// As set by UpdateNodeLabels.
@@ -324,7 +328,7 @@ pub struct NodeRecord {
     /// Why, for people.
     #[prost(string, tag = "3")]
     pub cordon_reason: String,
-    /// A drain is under way: a new daemon that finds it so tells that it has ended early.
+    /// A drain is under way: the next daemon reports its early end.
     #[prost(bool, tag = "4")]
     pub draining: bool,
     /// By type.
@@ -338,7 +342,7 @@ pub struct NodeRecord {
     pub generation: u64,
 }
 
-/// What a condition was when it was last looked at.
+/// Last observed state of a condition.
 #[derive(Clone, Copy, PartialEq, prost::Message)]
 pub struct ConditionRecord {
     /// Its status.
@@ -367,7 +371,7 @@ pub struct DiskRecord {
     /// Raw or qcow2.
     #[prost(enumeration = "proto::v1::DiskFormat", tag = "5")]
     pub format: i32,
-    /// What the guest sees, in bytes. 0 until it is known.
+    /// Virtual size in bytes; 0 until it is known.
     #[prost(uint64, tag = "6")]
     pub size_bytes: u64,
     /// As in the request.
@@ -400,7 +404,8 @@ pub struct DiskRecord {
     /// Where its first content came from; not there for zeroes, or when not known.
     #[prost(message, optional, tag = "16")]
     pub source: Option<DiskSource>,
-    /// Name of the VM that it is made for as a part of a restore; empty once that VM is there, and for all other disks.
+    /// Name of the VM whose restore creates the disk; empty once this VM exists, and for all other
+    /// disks.
     #[prost(string, tag = "17")]
     pub for_vm: String,
     /// UUID of the image that it, or the disk at the bottom of its chain, is an overlay of; empty when it is of none.
@@ -497,10 +502,10 @@ pub struct ImageRecord {
     /// Names the content; empty until it is known.
     #[prost(bytes = "vec", tag = "14")]
     pub digest: Vec<u8>,
-    /// Of the disk, in bytes. 0 until it is known.
+    /// Virtual size in bytes; 0 until it is known.
     #[prost(uint64, tag = "15")]
     pub size_bytes: u64,
-    /// What the file was.
+    /// Format of the source file.
     #[prost(string, tag = "16")]
     pub source_format: String,
     /// How it was compressed.
@@ -552,7 +557,7 @@ pub struct SourceVersion {
     pub length: u64,
 }
 
-/// Who the daemon is for a registry of images. Never written as it is.
+/// Credentials of the daemon for a registry of images. Only written sealed.
 #[derive(Clone, PartialEq, Eq, prost::Message)]
 #[prost(skip_debug)]
 pub struct RegistryCredentials {
@@ -630,7 +635,8 @@ pub struct OciLayoutSource {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, prost::Enumeration)]
 #[repr(i32)]
 pub enum ImageStage {
-    /// It is being made. A daemon that finds it so goes on, but for an upload, whose client is gone.
+    /// It is being imported. The next daemon continues the import, except an upload, because its
+    /// client is gone.
     Importing = 0,
     /// It is whole.
     Ready = 1,
@@ -661,7 +667,8 @@ pub mod disk_source {
 /// A network of the NetworkService.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct NetworkRecord {
-    /// UUID, 16 bytes; also the record's key. What is on the node is named after it.
+    /// UUID, 16 bytes; also the record's key. The names of the network's parts on the node derive
+    /// from it.
     #[prost(bytes = "vec", tag = "1")]
     pub uid: Vec<u8>,
     /// Unique among the node's networks.
@@ -726,7 +733,7 @@ pub struct LeaseRecord {
     /// Ports of the node that lead to it.
     #[prost(message, repeated, tag = "7")]
     pub ports: Vec<PortRecord>,
-    /// When the NIC was gone, in milliseconds of Unix time; 0 while it is there.
+    /// Time of the NIC's removal, in milliseconds of Unix time; 0 while the NIC exists.
     #[prost(uint64, tag = "8")]
     pub released_ms: u64,
     /// Which connections its guest may have; all when there is none.
@@ -748,8 +755,8 @@ pub struct PortRecord {
     pub guest_port: u32,
 }
 
-/// How far the life of a disk is. A record that a new daemon finds in another stage than `Ready` is removed with its
-/// file: the disk was never told to be there, or was told to be gone.
+/// Life-cycle stage of a disk. The next daemon removes a record in a stage other than `Ready` with
+/// its file: clients never saw the disk as existing, or saw it as deleted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, prost::Enumeration)]
 #[repr(i32)]
 pub enum DiskStage {

@@ -1,8 +1,10 @@
-//! The secrets of VMs lie in the store under a key that is not in it (AES-256-GCM): a copy of the store alone does not give them away.
+//! Encryption of the VMs' secrets in the store (AES-256-GCM). The key is not in the store, so that
+//! a copy of the store alone does not reveal them.
 //!
-//! Sealed are the contents that the API shows as digests (user data, vendor data, network configuration, the hash of a password), and the passwords for
-//! registries of images. A record whose secrets can't be opened counts as
-//! unreadable, since a guest that is set up without them would be another one.
+//! The sealed values are the contents that the API shows as digests (user data, vendor data,
+//! network configuration, password hash), and the passwords for registries of images. A record with
+//! unopenable secrets counts as unreadable, because a guest without them would be set up
+//! differently.
 
 use std::{
     fs::{self, File},
@@ -32,15 +34,15 @@ const LENGTH: usize = 32;
 const OWN: &str = "secrets.key";
 /// Name of the credential of the unit that is the key (systemd.exec(5), "LoadCredential=").
 const CREDENTIAL: &str = "vmmd.secrets-key";
-/// What the key for fingerprints of requests is derived with.
+/// Context string for the derivation of the fingerprint key.
 const FINGERPRINTS: &[u8] = b"vmmd: fingerprints of requests";
-/// First byte of what is sealed: how.
+/// First byte of a sealed value: the format version.
 const VERSION: u8 = 1;
 
 /// Why there is no key.
 #[derive(Debug, thiserror::Error)]
 pub enum KeyError {
-    /// Its file can't be read or made.
+    /// Its file could not be read or created.
     #[error("{0}: {1}")]
     File(PathBuf, io::Error),
     /// The file is something else.
@@ -50,7 +52,7 @@ pub enum KeyError {
     Length(PathBuf, u64),
 }
 
-/// What secrets are sealed with; clones are the same.
+/// Key of the secrets; clones share it.
 #[derive(Clone)]
 pub struct Key(Arc<Keys>);
 
@@ -66,12 +68,12 @@ impl std::fmt::Debug for Key {
 }
 
 impl Key {
-    /// The key that the configuration names, else the unit's credential, else the one in the state folder, which is made when it is
-    /// not there.
+    /// Returns the configured key, else the unit's credential, else the key in the state folder,
+    /// which is created if it is missing.
     ///
     /// # Errors
     ///
-    /// It can't be read or made, or has another length.
+    /// The key could not be read or created, or has another length.
     pub fn find(
         configured: Option<&Path>,
         credentials: Option<&Path>,
@@ -110,8 +112,8 @@ impl Key {
         }))
     }
 
-    /// What tells a request from another one, of the hash of its content: who has it and not the key can't test guesses of secrets in
-    /// the request.
+    /// Fingerprint of a request, from the hash of its content. Keyed, so that a reader without the
+    /// key cannot test guesses of secrets in the request.
     pub fn fingerprint(&self, hash: &[u8]) -> Vec<u8> {
         hmac::sign(&self.0.fingerprints, hash).as_ref().to_vec()
     }
@@ -179,7 +181,7 @@ impl Key {
     }
 }
 
-/// Makes a key, unless it is there: whole or not at all.
+/// Creates a key atomically unless it exists.
 fn make(path: &Path) -> io::Result<()> {
     if path.exists() {
         return Ok(());
@@ -203,7 +205,7 @@ fn make(path: &Path) -> io::Result<()> {
 
 /// A record with secrets.
 pub(super) trait Secretive: Message + Default {
-    /// What it is known by: secrets of one record can't be taken for those of another.
+    /// Identity of the record, as associated data: a secret of one record is invalid in another.
     fn uid(&self) -> &[u8];
     /// Where its secrets are.
     fn inits(&mut self) -> Vec<&mut CloudInit>;
@@ -377,7 +379,7 @@ mod tests {
         let own = path.join(OWN);
         assert_eq!(fs::metadata(&own).unwrap().permissions().mode() & 0o777, 0o600);
 
-        // The credential goes before it, and what the configuration names before both.
+        // The credential has precedence over the own key, and the configured key over both.
         let (credentials, given) = (path.join("credentials"), path.join("given"));
         fs::create_dir(&credentials).unwrap();
         let mut sealed = Vm::decode(sealed.as_slice()).unwrap();

@@ -76,7 +76,7 @@ pub struct SnapshotDisk {
     /// Raw or qcow2.
     #[prost(enumeration = "proto::v1::DiskFormat", tag = "2")]
     pub format: i32,
-    /// What the guest sees, in bytes; of a qcow2 image that is no disk of the DiskService the length of its file.
+    /// Virtual size in bytes; for a qcow2 image outside the DiskService, the length of its file.
     #[prost(uint64, tag = "3")]
     pub capacity_bytes: u64,
     /// UUID of the disk of the DiskService that it is an overlay of; empty when it is none.

@@ -258,7 +258,7 @@ fn a_store_of_the_first_schema_keeps_its_vms_and_what_is_down_is_not_wanted() {
     drop(reopen(folder.path()));
 }
 
-/// What a daemon with run policies wrote means what it says.
+/// Intents of a daemon with run policies keep their meaning.
 #[test]
 fn a_store_of_the_third_schema_keeps_what_is_wanted() {
     let folder = tempfile::tempdir().unwrap();

@@ -51,7 +51,7 @@ impl Daemon {
         Ok(self.client().detach_disk(request).await?.into_inner().vm.unwrap())
     }
 
-    /// What the `vmm` says that it has.
+    /// Names of the disks that the `vmm` reports.
     pub async fn plugged(&self, vm: &str) -> Vec<String> {
         let stats = self.stats(vm).await.unwrap();
         stats.into_iter().map(|disk| disk.name).collect()
@@ -433,7 +433,8 @@ async fn a_vm_on_its_way_up_or_down_takes_no_disks() {
     assert_eq!(refusal(&missing), (Code::NotFound, "DISK_NOT_FOUND".into()));
 }
 
-/// The daemon is killed while the `vmm` has, or has not, what it was asked for. The next one goes by what is there.
+/// The daemon is killed before or after the `vmm` has carried out the request. The next daemon
+/// adopts the `vmm`'s state.
 #[rstest]
 #[case::not_plugged_in("mock.attach=hang", 0)]
 #[case::plugged_in("mock.attach=lost", 1)]
@@ -558,7 +559,8 @@ async fn a_detach_that_a_deletion_ends_is_answered_when_it_is_written_down() {
     delete.await.unwrap().unwrap();
 }
 
-/// Whatever was under way: what the spec, the `vmm` and the next daemon say of disks is the same in the end.
+/// Regardless of the interrupted operation, the spec, the `vmm` and the next daemon agree on the
+/// disks in the end.
 #[tokio::test]
 async fn a_daemon_killed_at_any_moment_of_attach_and_detach_converges() {
     let mut daemon = Daemon::start().await;
@@ -587,7 +589,7 @@ async fn a_daemon_killed_at_any_moment_of_attach_and_detach_converges() {
         tokio::time::sleep(Duration::from_micros(round * 900)).await;
         daemon.kill_and_restart().await;
         under_way.await.unwrap();
-        // The first look of the new daemon at what the vmm has is over when the capacities are known.
+        // Known capacities mean that the new daemon has completed its first query of the vmm.
         let settled = |status: &v1::VmStatus| {
             let mut disks = status.disks.iter();
             disks.all(|disk| disk.phase() == AttachmentPhase::Attached && disk.capacity_bytes == Some(4096))
@@ -610,7 +612,7 @@ async fn an_attach_that_hangs_ends_with_the_vm_and_leaves_no_disk() {
             .await;
         daemon.kill_vm("web").await.unwrap();
     });
-    // What is noticed first: that the connection is gone, or that the process is.
+    // The daemon may first notice the broken connection, or the end of the process.
     let (code, _) = refusal(&attach.unwrap_err());
     assert!(
         [Code::FailedPrecondition, Code::Unavailable].contains(&code),

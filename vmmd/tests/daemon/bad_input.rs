@@ -84,7 +84,8 @@ async fn all_wrong_fields_are_told_at_once() {
     );
 }
 
-/// What is wrong with files and the node shows at the start, and at a create that starts or only checks.
+/// Errors in files and the node are reported at the start, and at a create with a start or a dry
+/// run.
 #[rstest]
 #[case::missing_kernel(|vm: &mut v1::Vm, folder: &str| linux(vm).kernel = format!("{folder}/none"), "KERNEL_NOT_FOUND")]
 #[case::empty_kernel(|vm: &mut v1::Vm, folder: &str| linux(vm).kernel = format!("{folder}/empty"), "KERNEL_UNUSABLE")]

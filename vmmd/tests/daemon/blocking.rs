@@ -1,4 +1,5 @@
-//! What blocks one caller or one VM leaves the others alone: readers that don't read, and file systems that don't answer.
+//! Isolation of blocked callers and VMs: readers that do not read, and file systems that do not
+//! answer.
 
 use std::{
     ffi::CString,
@@ -26,7 +27,8 @@ use crate::{
     shares::{self, OWNER},
 };
 
-/// A file system over a folder whose server never answers. Unmounted, and all who wait for it let go, when it is dropped.
+/// A file system over a folder whose server never answers. On drop it is unmounted, and all its
+/// waiting processes are released.
 struct Dead {
     path: PathBuf,
     server: File,
@@ -51,8 +53,9 @@ impl Dead {
         }
     }
 
-    /// Does as if it worked (`struct fuse_init_out`, Linux's uapi/linux/fuse.h), so that what comes next is sent to the server.
-    /// Whoever waits for the answer to a request that was sent can't be killed.
+    /// Answers as a working server (`struct fuse_init_out`, Linux's uapi/linux/fuse.h), so that
+    /// further requests go to the server. A process that waits for an answer to a sent request is
+    /// not killable.
     fn greet(&mut self) {
         let request = self.request();
         let mut reply = [80_u32.to_le_bytes(), [0; 4]].concat();
@@ -159,7 +162,7 @@ async fn a_dead_file_system_delays_only_its_own_vms() {
         status(&daemon.get("hung0").await.unwrap()).phase(),
         VmPhase::Failed
     );
-    // Those who wait in the kernel are let go with it.
+    // This also releases the processes that wait in the kernel.
     drop(dead);
     daemon.start_vm("hung1").await.unwrap();
 }
@@ -280,7 +283,7 @@ async fn a_share_on_a_dead_file_system_delays_only_its_own_vms() {
     while let Some(start) = starts.join_next().await {
         assert_eq!(refusal(&start.unwrap().unwrap_err()), do_not_answer);
     }
-    // A VM that runs does not get it, and is there for what comes next.
+    // A running VM does not get the share, and still accepts later requests.
     let share = shares::share(&daemon, "srv/nfs/data");
     let changed = daemon.change("web", |spec| spec.shares.push(share)).await;
     assert_eq!(refusal(&changed.unwrap_err()), do_not_answer);
@@ -288,7 +291,7 @@ async fn a_share_on_a_dead_file_system_delays_only_its_own_vms() {
         .await
         .expect("a stop waits for a share")
         .unwrap();
-    // Those who wait in the kernel are let go with it.
+    // This also releases the processes that wait in the kernel.
     drop(dead);
     daemon.start_vm("hung2").await.unwrap();
 }
@@ -311,7 +314,7 @@ async fn copies_of_whole_disks_that_hang_hold_up_nobody() {
     let vm = timeout(PATIENCE, daemon.run("other", "")).await;
     vm.expect("a start waits for copies");
     assert!(copies.try_join_next().is_none(), "none of them is done");
-    // Those who wait in the kernel are let go with it.
+    // This also releases the processes that wait in the kernel.
     drop(dead);
     while let Some(copied) = copies.join_next().await {
         copied.unwrap().unwrap_err();
@@ -371,7 +374,7 @@ async fn a_vmm_that_does_not_die_is_told_and_keeps_what_it_holds() {
     let stopping = daemon.wait("web", lingering).await;
     assert_eq!(stopping.phase(), VmPhase::Stopping);
     daemon.told_exactly("VmmAlive", 1).await;
-    // It holds its user id, and can't be started a second time.
+    // The VM keeps its user id, and cannot be started a second time.
     let user = |vm: &v1::Vm| status(vm).instance.as_ref().unwrap().uid;
     assert_ne!(user(&daemon.run("other", "").await), user(&before));
     assert_eq!(refusal(&daemon.start_vm("web").await.unwrap_err()).1, "BUSY");

@@ -1,4 +1,4 @@
-//! What a guest's cloud-init is told, and what nobody else is.
+//! Cloud-init data for a guest, hidden from all others.
 
 use std::{fs, path::Path};
 
@@ -103,7 +103,7 @@ async fn a_guest_gets_its_seed_and_nobody_is_shown_the_secrets() {
         (vm_pid(&running), 0)
     );
     assert!(seed(vm_pid(&running)).unwrap() == before);
-    // A client that sends back what it was shown changes nothing.
+    // A client that sends back the VM as shown changes nothing.
     let mut shown = daemon.get("web").await.unwrap();
     let generation = shown.metadata.clone().unwrap().generation;
     shown.status = None;

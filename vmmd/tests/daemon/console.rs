@@ -379,7 +379,7 @@ async fn a_console_that_one_client_has_for_itself_is_refused_to_others_who_can_r
     }
     reader.type_in("x").await;
     assert_eq!(reader.fails().await.code(), Code::InvalidArgument);
-    // Who leaves frees it; the daemon may hear of that a moment later.
+    // A client that leaves releases the console; the daemon may notice a moment later.
     drop(second);
     let again = async {
         while Client::with(&daemon, open_as(ConsoleAccess::Shared, false))

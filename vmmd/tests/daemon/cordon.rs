@@ -122,7 +122,7 @@ async fn a_cordoned_node_creates_and_starts_nothing_and_does_everything_else() {
     let condition = schedulable(&cordoned);
     assert_eq!(condition.status(), ConditionStatus::False);
     assert!(condition.message.contains("new kernel"), "{}", condition.message);
-    // Of two ways to say the same the later counts, and neither is an error.
+    // A repeated cordon replaces the reason, and is not an error.
     cordon(&daemon, "").await;
     cordon(&daemon, "new kernel").await;
     daemon.kill_and_restart().await;
@@ -430,7 +430,7 @@ async fn a_change_of_the_node_is_refused_when_it_is_not_the_one_that_was_seen() 
     assert_eq!(node(&daemon).await.metadata.unwrap(), seen);
     let as_seen = labels(expecting(&seen.uid, Some(seen.generation)));
     nodes.update_node_labels(as_seen.clone()).await.unwrap();
-    // A retry finds what it wants, and a change by somebody else does not hide that.
+    // A retry finds the labels set already, and succeeds despite the newer generation.
     nodes.update_node_labels(as_seen).await.unwrap();
     let late = v1::CordonNodeRequest {
         preconditions: expecting(&seen.uid, Some(seen.generation)),

@@ -1,4 +1,5 @@
-//! Deliberate faults of the daemon (`vmmd/src/fault.rs`): each makes the test fail that is there to notice it.
+//! Deliberate faults of the daemon (`vmmd/src/fault.rs`): each must make the test fail that detects
+//! it.
 
 use std::{env, process::Command};
 

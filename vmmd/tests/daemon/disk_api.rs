@@ -85,7 +85,7 @@ impl Daemon {
             .await
     }
 
-    /// Ends the daemon, takes its store away and starts it anew, as after a reinstallation.
+    /// Ends the daemon, removes its store and starts it again, as after a reinstallation.
     async fn forget_everything(&mut self) {
         self.kill();
         fs::remove_file(self.path("state/vmmd.redb")).unwrap();
@@ -166,7 +166,7 @@ async fn a_disk_is_made_by_an_operation_whose_cancel_leaves_nothing() {
     assert_eq!(state(&disk).phase(), DiskPhase::Creating);
     assert_eq!(state(&disk).operation, operation.id);
     assert_eq!(state(&disk).conditions[0].status(), v1::ConditionStatus::False);
-    // It is seen, and can't be used or deleted.
+    // The disk is visible, but neither usable nor deletable.
     assert_eq!(daemon.disk("data").await.unwrap(), disk);
     for refused in [
         daemon.remove("data").await.unwrap_err(),
@@ -478,7 +478,7 @@ async fn a_watch_goes_on_by_its_cursor_also_under_another_daemon() {
     assert_eq!(told, expected);
     assert_eq!(missed(&daemon, &later).await.0, BTreeMap::new());
     daemon.kill_and_restart().await;
-    // Which of those that are there have changed is not known any more.
+    // After a restart, the daemon does not know which of the existing disks have changed.
     let (mut told, _) = missed(&daemon, &cursor).await;
     assert_eq!(told.remove("kept"), Some(Modified));
     assert_eq!(told, expected);
@@ -522,7 +522,7 @@ async fn files_of_an_earlier_installation_become_disks_again_with_their_names() 
     assert_eq!(daemon.files().len(), 3, "nothing was touched");
     let told = daemon.told_exactly("DisksWithoutRecord", 1).await;
     assert!(told[0].message.contains("\"plain\""), "{told:?}");
-    // What is below comes first.
+    // The backing disk must be adopted first.
     let refused = daemon.adopt("", &path(&top)).await.unwrap_err();
     assert_eq!(
         refusal(&refused),
@@ -556,7 +556,7 @@ async fn files_of_an_earlier_installation_become_disks_again_with_their_names() 
     assert_eq!(daemon.disk("plain").await.unwrap().spec.unwrap().size_bytes, 4096);
     // All have one.
     daemon.told_exactly("DisksWithoutRecord", 1).await;
-    // Without what is beside it, a name is asked for.
+    // Without the metadata file, a name is required.
     daemon.forget_everything().await;
     fs::remove_file(PathBuf::from(path(&plain)).with_extension("json")).unwrap();
     let refused = daemon.adopt("", &path(&plain)).await.unwrap_err();

@@ -9,7 +9,7 @@ use crate::{
     harness::{Daemon, refusal, status},
 };
 
-/// Whose limit is changed.
+/// Target of a limit change.
 enum Target {
     Disk(&'static str),
     Group(&'static str),
@@ -41,7 +41,7 @@ impl Daemon {
         }
     }
 
-    /// The mock tells the limit of bytes per second as `throttled`.
+    /// The mock reports the limit on bytes per second as `throttled`.
     async fn limits(&self, vm: &str) -> Vec<u64> {
         let stats = self.stats(vm).await.unwrap();
         stats.into_iter().map(|disk| disk.throttled).collect()
@@ -301,7 +301,8 @@ async fn direct_io_is_used_where_it_can_be_and_refused_clearly_where_not() {
     }
 }
 
-/// A loop device over a file; `None` where the machine has none to give, which fails the test in continuous integration.
+/// A loop device over a file; `None` on a machine that cannot provide one, which fails the test in
+/// continuous integration.
 struct Loop(String);
 
 impl Loop {

@@ -96,7 +96,7 @@ impl Daemon {
             .unwrap())
     }
 
-    /// Those of disks, without what is written beside them.
+    /// Files of disks, without the metadata files beside them.
     pub fn files(&self) -> Vec<PathBuf> {
         let entries = fs::read_dir(self.path("state/disks"))
             .into_iter()
@@ -427,7 +427,8 @@ async fn a_full_state_file_system_is_said_and_nothing_is_left() {
         assert!(refused.message().contains(words), "{}", refused.message());
         assert_eq!((daemon.all_disks().await.len(), daemon.files().len()), (0, 0));
     }
-    // What can't be there is refused before it has taken all room from others, with how much there is.
+    // A disk that is larger than the free space is refused before it takes space from others. The
+    // refusal names the free space.
     let refused = daemon.make(full("data", 1 << 30), None).await.unwrap_err();
     let stat = rustix::fs::statvfs(&state).unwrap();
     let free = stat.f_bavail * stat.f_frsize;
@@ -510,7 +511,7 @@ async fn a_disk_is_used_by_name_and_kept_while_a_spec_names_it() {
     }
     daemon.detach("web", "data", 5000, false).await.unwrap();
     daemon.remove("data-1").await.unwrap();
-    // What is not there can't be named.
+    // References to a missing disk are refused.
     let refused = daemon.attach("web", named("data-1")).await.unwrap_err();
     assert_eq!(refusal(&refused), (Code::NotFound, "DISK_NOT_FOUND".into()));
     let mut vm = daemon.manifest("other", "");

@@ -1,4 +1,4 @@
-//! What happened is known afterwards: over restarts of the daemon, by cursor, without gaps that nobody tells of.
+//! Events stay available: across restarts of the daemon, by cursor, without unreported gaps.
 
 use prost::Message as _;
 use proto::v1::{self, EventSeverity, event_service_client::EventServiceClient};
@@ -182,7 +182,7 @@ async fn lists_have_pages_of_which_the_newest_comes_first() {
     let mut client = events(&daemon).await;
     let newest = client.list_events(request.clone()).await.unwrap().into_inner();
     assert_eq!(names(&newest), ["b", "c"]);
-    // What happens meanwhile is on none of the other pages.
+    // Events of the meantime are on none of the other pages.
     daemon.create(daemon.manifest("d", "")).await.unwrap();
     request.page_token.clone_from(&newest.next_page_token);
     let older = client.list_events(request.clone()).await.unwrap().into_inner();

@@ -24,7 +24,8 @@ fn text(output: &Output) -> String {
     format!("{}\n{out}\n{error}", output.status)
 }
 
-/// Whether something that .ci/setup installs is there. On a developer's machine a test that lacks it says so and passes.
+/// Whether a file that .ci/setup installs exists. On a developer's machine, a test without the file
+/// reports this and passes.
 fn is_there(path: &Path) -> bool {
     let there = path.exists();
     if !there {
@@ -35,8 +36,8 @@ fn is_there(path: &Path) -> bool {
     there
 }
 
-/// The Python client, with messages that are made from the protocol files, in a folder that lives as long as the second value. `None` on a
-/// developer's machine without what it requires.
+/// The Python client, with messages generated from the protocol files, in a folder that lives as
+/// long as the second value. `None` on a developer's machine without the client's requirements.
 fn python() -> Option<(Command, tempfile::TempDir)> {
     let installed = Path::new(TREE).join("target/tools/python-example");
     if !is_there(&installed.join("requirements.txt")) {
@@ -76,7 +77,7 @@ fn go() -> Option<(Command, tempfile::TempDir)> {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("go-example");
     let module = folder.join("src/vmmd-example");
     fs::create_dir_all(&module).unwrap();
-    // One process at a time builds; what the others build is in the cache then.
+    // One process builds at a time; the others then find the result in the cache.
     let lock = fs::File::create(folder.join("lock")).unwrap();
     lock.lock().unwrap();
     fs::copy(example.join("main.go"), module.join("main.go")).unwrap();

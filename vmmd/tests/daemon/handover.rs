@@ -1,5 +1,6 @@
-//! Whatever happens at each step of a migration, at most one of both machines runs at any time, and in the end one of them does, or has ended
-//! where it was, or an operator is told to decide; nothing is left on the other side.
+//! A migration with trouble at each of its steps. At most one of both machines runs at any time. In
+//! the end one machine runs, or one machine has ended, or an operator must decide. The other side
+//! keeps no remains.
 
 pub mod network;
 mod stage;
@@ -19,12 +20,12 @@ use crate::{
     pki::Pki,
 };
 
-/// What happens at a step.
+/// Trouble at a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Trouble {
     /// A client cancels it.
     Cancel,
-    /// The network is cut, and is there again.
+    /// The network is cut, then restored.
     Cut,
     /// `kill -9`, and a new one of it comes up.
     SourcesDaemon,
@@ -47,9 +48,9 @@ enum End {
     RunsAtTarget,
     EndedAtSource,
     EndedAtTarget,
-    /// Of a node that is left alone: it has nothing.
+    /// For a node without its peer: it does not have the VM.
     Nothing,
-    /// Of a node that is left alone: it has the VM, which stands still until an operator decides.
+    /// For a node without its peer: it has the VM, which stands still until an operator decides.
     Waits,
 }
 
@@ -111,8 +112,9 @@ fn before(step: &Step, name: &str) -> bool {
     place(&step.name) < place(name)
 }
 
-/// What comes of it; nothing where that can't happen. Until the source has written that it gives the VM away, the VM is the source's. What the
-/// source does not hear is as if it had not been said.
+/// Returns the expected result; `None` where the trouble cannot occur. The VM belongs to the source
+/// until the source has written that it gives the VM away. A message that the source has not
+/// received has no effect.
 fn expected(step: &Step, aborts: bool, trouble: Trouble) -> Option<Expected> {
     use End::*;
     let heard = !aborts && !before(step, "heard-Ready");
@@ -224,7 +226,7 @@ async fn daemons_that_come_up_without_room_end_the_migration_when_there_is_some(
     stage.is_forgotten().await;
 }
 
-/// What becomes of a VM at the target while its source has not heard that it runs there.
+/// Fate of a VM at the target before its source has heard that the VM runs there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Then {
     Deleted,

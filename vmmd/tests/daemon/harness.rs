@@ -40,7 +40,7 @@ pub struct Daemon {
     pub uids: std::ops::Range<u32>,
     cgroup: Option<PathBuf>,
     child: Child,
-    /// Where it tells systemd how it is.
+    /// Socket on which the daemon notifies systemd.
     pub notify: UnixDatagram,
     namespace: Option<String>,
 }
@@ -81,7 +81,8 @@ impl Daemon {
         response.operation.unwrap()
     }
 
-    /// Waits until `count` events with this reason are told: what a call or a status shows can be seen before its event is.
+    /// Waits for `count` events with this reason. A call or a status may show a change before its
+    /// event appears.
     pub async fn told(&self, reason: &str, count: usize) -> Vec<v1::Event> {
         let told = timeout(PATIENCE, async {
             loop {
@@ -180,7 +181,7 @@ impl Daemon {
         self.folder.path().join(name)
     }
 
-    /// Ends the daemon without a word, starts it anew and connects to it.
+    /// Kills the daemon, starts it again and connects to it.
     pub async fn kill_and_restart(&mut self) {
         self.kill();
         self.relaunch().await;
@@ -390,7 +391,7 @@ impl Daemon {
                     .find_map(|line| line.strip_prefix(name)?.split_whitespace().next())
             };
             let uid = field("Uid:").and_then(|uid| uid.parse().ok());
-            // Those that have ended wait for whoever inherited them.
+            // Zombies wait for their inheriting parent.
             let alive = field("State:").is_some_and(|state| state != "Z");
             alive && uid.is_some_and(|uid| self.uids.contains(&uid))
         });
@@ -439,7 +440,7 @@ impl Drop for Daemon {
             }
         }
         for group in self.all_cgroups().into_iter().chain(self.cgroup.clone()) {
-            // One that the daemon was starting is not what it will be called yet.
+            // A process that the daemon was just starting may not be recognizable yet.
             let pids = fs::read_to_string(group.join("cgroup.procs")).unwrap_or_default();
             pids.lines()
                 .filter_map(|pid| Pid::from_raw(pid.parse().ok()?))

@@ -1,4 +1,4 @@
-//! What the node itself uses is no disk of a VM.
+//! Devices and files that the node itself uses are refused as disks of a VM.
 
 use std::{
     fs,
@@ -109,7 +109,7 @@ async fn a_device_that_is_mounted_and_the_file_behind_it_are_no_writable_disks()
             "{answer:?}"
         );
     }
-    // What the node writes to is in no snapshot as if nobody did.
+    // A file that the node writes to is refused for a snapshot.
     let snapshot = of_disks("one", "file", false);
     let refused = daemon.snapshots().await.create_snapshot(snapshot).await;
     let refused = refused.unwrap_err();
@@ -119,7 +119,7 @@ async fn a_device_that_is_mounted_and_the_file_behind_it_are_no_writable_disks()
     );
     assert!(refused.message().contains(&mounted), "{}", refused.message());
     device.unmount();
-    // The file is still the loop device's; the device is nobody's, and then the VM's alone.
+    // The loop device still uses the file. The device is free, and then belongs to the VM alone.
     assert!(daemon.start_vm("file").await.is_err());
     daemon.start_vm("device").await.unwrap();
     assert!(

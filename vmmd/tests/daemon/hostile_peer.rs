@@ -1,5 +1,5 @@
-//! What a daemon with the role `peer` may say, in any order and however wrong: this one goes on, its own VMs are left alone, and what came can
-//! be removed.
+//! Messages of a daemon with the role `peer`, in any order and with any error: this daemon
+//! continues, its own VMs are unaffected, and the received objects can be removed.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ use crate::{
 /// VMs that are spoken of: the daemon's own, and two that it does not have.
 const NAMES: [&str; 3] = ["own", "one", "two"];
 
-/// What is wrong with an offer.
+/// Defect of an offer.
 #[derive(Clone, Debug)]
 enum Twist {
     Nothing,
@@ -114,7 +114,7 @@ impl Stage {
     async fn new() -> Self {
         let pki = Pki::new("ca");
         let daemon = node(&pki).await;
-        // What nobody settles is gone soon.
+        // Unsettled migrations are removed soon.
         daemon.fault("hasty");
         let own = daemon.run("own", "").await;
         let leaf = pki.role("other", "peer");
@@ -236,7 +236,7 @@ impl Stage {
         }
     }
 
-    /// Everything but the own VM is removed, by whichever way there is.
+    /// Removes all VMs except `own`, by resolution or by deletion.
     async fn cleans_up(&mut self) {
         within(async || {
             let left = self.daemon.list().await;
@@ -275,7 +275,7 @@ async fn anything_may_be_said(steps: Vec<Step>) {
     stage.cleans_up().await;
     within(async || (stage.daemon.vmm_processes().len() == 1).then_some(())).await;
     stage.daemon.kill_and_restart().await;
-    // Those that VMs had which were the node's, or of which an operator has decided.
+    // Disks of VMs that belonged to the node, or were resolved by an operator.
     for disk in stage.daemon.all_disks().await {
         stage.daemon.remove(&disk).await.unwrap();
     }

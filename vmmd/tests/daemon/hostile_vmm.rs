@@ -1,4 +1,4 @@
-//! A `vmm` that its guest took over: what it says and leaves behind costs its own VM alone.
+//! A `vmm` under the control of its guest: its messages and its remains affect its own VM alone.
 
 use std::{fs, time::Duration};
 
@@ -48,7 +48,7 @@ async fn what_a_vmm_leaves_behind_dies_with_its_run() {
         let mut console = Client::open(&daemon, &name).await;
         console.type_in(&format!("{end}\n")).await;
         daemon.wait_phase(&name, phase).await;
-        // Whoever sees the VM as ended can rely on it.
+        // When the VM is reported as ended, the cleanup is complete.
         assert!(daemon.vmm_processes().is_empty(), "{end}");
         assert!(daemon.cgroups().is_empty(), "{end}");
         assert!(!daemon.path(&format!("run/vms/{}", uid(&vm))).exists());
@@ -62,7 +62,7 @@ async fn a_lie_ends_the_connection_and_neither_the_vm_nor_the_daemon() {
     let liar = daemon.run("liar", "").await;
     for lie in ["text", "device", "disk", "many", "long", "garbage", "flood"] {
         command(&daemon, "liar", &format!("lie {lie}"), &format!("lied {lie}")).await;
-        // The connection is made anew, and the VM is as it was.
+        // The connection is restored, and the VM is unchanged.
         let ready = |status: &v1::VmStatus| {
             let mut conditions = status.conditions.iter();
             conditions.any(|condition| {
@@ -110,7 +110,7 @@ async fn what_a_vmm_writes_into_its_logs_is_bounded() {
         let events = daemon.events("LogTruncated").await;
         let told = |log: &str| events.iter().any(|event| event.message.contains(log));
         let (vmm, serial) = (length("vmm.log"), length("serial.log"));
-        // Of what the vmm says itself the end is kept.
+        // For the vmm's own log, the end is kept.
         let bounded = (64 << 10..=2 << 20).contains(&vmm) && serial <= 2 << 20;
         if bounded && told("vmm.log") && told("serial.log") {
             break;
@@ -142,7 +142,7 @@ async fn a_flood_of_one_vm_leaves_the_audit_log_where_it_is() {
     // All of it was read when this is answered.
     daemon.kill_vm("liar").await.unwrap();
     let all = lines(&daemon);
-    // 15,000 messages; of each kind of event 30 are told in a minute.
+    // 15,000 messages; of each kind of event, 30 are reported per minute.
     assert!(all.len() - before < 400, "{} lines", all.len() - before);
     let audited = |line: &&String| line.contains("event=Call") && line.contains("PauseVm");
     assert_eq!(all.iter().filter(audited).count(), 1);

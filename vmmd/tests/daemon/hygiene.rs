@@ -1,4 +1,4 @@
-//! Nothing is left behind, and a `vmm` has only what it needs.
+//! No object is left behind, and a `vmm` has only the resources that it needs.
 
 use std::{
     fs,
@@ -75,7 +75,7 @@ async fn twenty_vms_in_a_loop_leave_nothing() {
             before = descriptors();
         }
     }
-    // What an answer was made with may be closed after it.
+    // Descriptors used for an answer may be closed after the answer.
     let deadline = Instant::now() + PATIENCE;
     while descriptors() > before {
         assert!(

@@ -72,7 +72,7 @@ impl Daemon {
         Ok(response.into_inner().image.unwrap())
     }
 
-    /// What lies in the folder of images, sorted.
+    /// Names in the folder of images, sorted.
     fn image_files(&self) -> Vec<String> {
         let Ok(entries) = fs::read_dir(self.folder.path().join("state/images")) else {
             return Vec::new();
@@ -179,7 +179,7 @@ async fn an_image_that_was_deleted_is_not_imported_again_by_the_same_request() {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
         match client.import_image(request).await {
-            // The operation says what came of it.
+            // The operation contains the result.
             Ok(again) => assert!(begun && again.into_inner() == first),
             Err(refused) => assert_eq!(refusal(&refused), crate::request::gone()),
         }
@@ -322,7 +322,7 @@ async fn a_killed_daemons_import_is_gone_on_with_and_its_retry_is_answered() {
     assert_eq!(daemon.image_files().len(), 1);
 }
 
-/// A disk of 64 MiB with data here and there that can't be compressed.
+/// A disk of 64 MiB with some incompressible data.
 fn disk() -> Vec<u8> {
     let mut disk = vec![0; 64 << 20];
     let mut word = 1_u64;

@@ -146,7 +146,7 @@ async fn a_guest_that_ignores_the_power_button_is_killed_after_the_grace_period(
         "{:?}",
         stopped.status
     );
-    // Who only looks at the operation is told too.
+    // A client that only reads the operation sees the kill too.
     daemon.start_vm("deaf").await.unwrap();
     let request = v1::StopVmRequest {
         name: "deaf".into(),

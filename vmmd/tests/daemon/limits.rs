@@ -1,4 +1,4 @@
-//! Clients that are slow, greedy or broken, and others who must not notice.
+//! Slow, greedy or broken clients, which must not affect others.
 
 use std::{
     io::{Read, Write},
@@ -78,7 +78,7 @@ async fn a_request_that_does_not_arrive_is_refused_and_others_are_served_meanwhi
         (LIST, &b""[..]),
         (LIST, b"\0\0"),
         (LIST, b"\0\0\0\0\x09\x0a"),
-        // Whole, but the stream goes on.
+        // Complete, but the stream stays open.
         (LIST, b"\0\0\0\0\0"),
         ("/vmmd.v1.VmService/CreateVm", b"\0\0\0\0\x09\x0a"),
     ] {
@@ -364,7 +364,7 @@ async fn garbage_and_plain_http_over_tcp_disturb_nobody() {
         let _ = stream.read_to_end(&mut Vec::new());
         list(&channel).await.unwrap();
     }
-    // Who does not ask for HTTP/2 is closed too.
+    // The connection of a client without HTTP/2 is closed too.
     let mut config = pki.tls(Some(&alice));
     config.alpn_protocols.clear();
     let mut stream = pki::open(&pki::address(&daemon), config.into()).await.unwrap();
@@ -404,7 +404,7 @@ fn raw(daemon: &Daemon) -> UnixStream {
     stream
 }
 
-/// What the daemon sends until it closes the connection: the kinds of its frames.
+/// Kinds of the frames that the daemon sends until it closes the connection.
 fn kinds(mut stream: UnixStream) -> Vec<u8> {
     let mut kinds = Vec::new();
     let mut header = [0; 9];

@@ -215,7 +215,7 @@ async fn a_network_takes_no_addresses_that_the_node_reaches_otherwise() {
         assert!(refused.message().contains("\"eth1\""), "{refused}");
     }
     assert_eq!(namespace.interfaces(), ["eth1"]);
-    // The default route leads everywhere, and the daemon's own bridges are nobody else's.
+    // The default route and the daemon's own bridges do not count as overlaps.
     for (name, cidr) in [("lan", "10.80.0.0/24"), ("dmz", "10.81.0.0/24")] {
         daemon.make_network(name, cidr, NetworkMode::Nat).await.unwrap();
     }
@@ -275,12 +275,13 @@ async fn a_mac_address_is_one_nics_in_a_network() {
     assert!(refused.message().contains("VM \"a\""), "{refused}");
     daemon.start_in("c", same("dmz")).await.unwrap();
     daemon.start_vm("a").await.unwrap();
-    // A VM that is deleted has none from that moment on.
+    // The deletion releases it at once.
     daemon.delete("a", true).await.unwrap();
     daemon.start_vm("b").await.unwrap();
 }
 
-/// Of a VM that is restored beside the snapshot's own, and may have its addresses where something else keeps them apart.
+/// For a VM that is restored beside the snapshot's own, with shared addresses that something else
+/// keeps apart.
 #[tokio::test]
 async fn addresses_in_a_network_are_one_vms_even_if_others_may_share_them() {
     let (_namespace, mut daemon, _) = Daemon::with_networks(["lan"]).await;
@@ -296,7 +297,7 @@ async fn addresses_in_a_network_are_one_vms_even_if_others_may_share_them() {
     assert_eq!(refusal(&refused), (Code::FailedPrecondition, "MAC_IN_USE".into()));
     assert!(refused.message().contains("VM \"web\""), "{refused}");
 
-    // Nothing is left of it, and the first one has what it had.
+    // The copy leaves no remains, and the first VM keeps its leases.
     let names: Vec<_> = daemon
         .list()
         .await
@@ -323,7 +324,7 @@ async fn a_nic_that_moves_to_another_network_is_held_to_its_new_address_alone() 
         .unwrap();
     let running = daemon.start_vm("a").await.unwrap();
     assert_eq!(status(&running).nics[0].addresses, ["10.81.0.2"]);
-    // At once, and not when the daemon looks after its networks next.
+    // Immediately, not at the daemon's next check of its networks.
     let rules = namespace.run("nft list table bridge vmmd");
     assert!(
         rules.contains("10.81.0.2") && !rules.contains("10.80.0.2"),
@@ -366,7 +367,7 @@ async fn ports_are_published_once() {
     };
     let clash = daemon.client().create_vm(request).await.unwrap_err();
     assert_eq!(refusal(&clash), (Code::FailedPrecondition, "PORT_IN_USE".into()));
-    // A VM that is deleted has none from that moment on.
+    // The deletion releases it at once.
     daemon.delete("a", true).await.unwrap();
     daemon.start_vm("b").await.unwrap();
     let rules = namespace.run("nft list ruleset");
@@ -454,7 +455,7 @@ async fn a_firewall_and_published_ports_change_while_the_vm_runs_and_are_kept() 
     };
     let changed = daemon.change("a", |spec| spec.nics = vec![closed.clone()]).await;
     if !tracks_bridges(&namespace) {
-        // Nothing of it is stored, and everything else goes on.
+        // The change is not stored, and everything else continues.
         assert_eq!(
             refusal(&changed.unwrap_err()),
             (Code::FailedPrecondition, "FIREWALL_UNAVAILABLE".into())
@@ -581,7 +582,7 @@ async fn after_many_changes_the_packet_filter_is_as_one_that_is_set_up_anew() {
         assert!(Instant::now() < deadline, "{changed:#?} is not {anew:#?}");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    // What others take away while the daemon knows nothing of it is there again with the next change.
+    // The next change restores rules that others have removed without the daemon's knowledge.
     namespace.run("nft delete table bridge vmmd");
     daemon
         .change("a", |spec| spec.nics = vec![published(8080)])
@@ -647,7 +648,7 @@ async fn a_port_of_a_guest_is_reached_through_the_api() {
         refusal(&refused),
         (Code::FailedPrecondition, "PORT_UNREACHABLE".into())
     );
-    // A server that says what it has read when there is no more to read.
+    // A server that sends back its input at the end of the input.
     let program = r#"
 import socket
 s = socket.create_server(('', 7000))
@@ -725,7 +726,7 @@ async fn a_guest_finds_the_others_and_the_outside_by_name() {
     daemon.kill();
     assert_eq!(guest.resolve("10.80.0.1", "b.lan.internal"), "0 10.80.0.3");
     assert_eq!(guest.resolve("10.80.0.1", "www.example.com"), "0 192.0.2.7");
-    // A server that does not answer is no reason not to know one's own names.
+    // An unreachable server does not affect the network's own names.
     drop(world);
     assert_eq!(guest.resolve("10.80.0.1", "a.lan.internal"), "0 10.80.0.2");
 }

@@ -52,7 +52,8 @@ async fn a_scrape_tells_of_every_vm_and_the_series_of_a_vm_go_with_it() {
         assert!(text.contains(line), "{line}\n{text}");
     }
     assert!(!text.contains("vmmd_vm_vcpu_seconds_total{vm=\"idle\""));
-    // The mock counts a NIC that the VM does not have: what a vmm says makes no series of its own.
+    // The mock counts a NIC that the VM does not have: a vmm's report does not create a series of
+    // its own.
     assert!(!text.contains("nic=\"eth0\""), "{text}");
     daemon.delete("web", true).await.unwrap();
     let text = ask(&daemon, "GET /metrics").await;

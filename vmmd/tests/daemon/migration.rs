@@ -109,7 +109,7 @@ impl Daemon {
     }
 }
 
-/// Asks again and again, since what is waited for is on two daemons.
+/// Polls repeatedly, as the awaited state involves two daemons.
 pub async fn within<T>(poll: impl AsyncFnMut() -> Option<T>) -> T {
     within_seconds(30, poll).await
 }
@@ -392,7 +392,7 @@ async fn a_cancel_is_heard_while_the_guest_stands_still_and_the_other_node_does_
     let id = operation.id.clone();
     let mut operations =
         v1::operation_service_client::OperationServiceClient::new(connect(first.folder.path()).await);
-    // Sooner than the call ends by itself.
+    // Before the call ends on its own.
     let ended = tokio::time::timeout(Duration::from_secs(8), async {
         let cancel = v1::CancelOperationRequest { id };
         operations.cancel_operation(cancel).await.unwrap();
@@ -403,7 +403,7 @@ async fn a_cancel_is_heard_while_the_guest_stands_still_and_the_other_node_does_
     .expect("a cancel waits for the other node");
     assert_eq!(ended.phase(), OperationPhase::Cancelled, "{ended:?}");
     second.forgets("web").await;
-    // What was held is heard by nobody, and comes too late.
+    // The held message has no receiver, and comes too late.
     assert!(prepare.exists());
     fs::remove_file(prepare).unwrap();
     within(async || second.vmm_processes().is_empty().then_some(())).await;
@@ -568,7 +568,7 @@ async fn an_operator_decides_when_the_other_node_is_gone_for_good() {
             &first
         } else {
             first.kill();
-            // What it waits for outlives its daemon.
+            // The awaited decision outlives the daemon.
             second.kill_and_restart().await;
             &second
         };
@@ -651,7 +651,7 @@ async fn a_target_whose_vmm_takes_nothing_gives_up() {
     let (first, second) = pair().await;
     first.run("web", "mock.send=much mock.receive=hang").await;
     let operation = first.migrate("web", &second).await.unwrap();
-    // What was offered is kept as long as usual until something of it comes.
+    // An offer is kept for its usual time until its first data arrives.
     second.waits_for("web", VmPhase::Starting).await;
     second.fault("hasty");
     let ended = first.ended(&operation).await;

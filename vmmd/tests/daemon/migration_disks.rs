@@ -18,7 +18,7 @@ use crate::{
 
 const SIZE: u64 = 1 << 20;
 
-/// What each disk begins with: a block.
+/// First block of a disk.
 fn content(letter: u8) -> Vec<u8> {
     vec![letter; 4096]
 }
@@ -71,7 +71,8 @@ impl Daemon {
         answer.into_inner().operation.unwrap()
     }
 
-    /// A migration that fails: why. The VM runs on here with its disk, and the other node has nothing.
+    /// Expects that a migration fails; returns the reason. The VM continues here with its disk, and
+    /// the other node keeps no part of the VM.
     async fn stays_here(&self, operation: &v1::Operation, other: &Daemon) -> String {
         let ended = self.ended(operation).await;
         assert!(
@@ -292,7 +293,7 @@ async fn an_operators_decision_removes_no_disk() {
     }
 }
 
-/// What the spec of a VM says of disks is not what goes along: read-only ones must be there.
+/// The migrated disks are not all disks of the VM's spec: read-only disks must exist on the target.
 #[tokio::test]
 async fn a_read_only_disk_of_the_node_must_be_there() {
     let (first, second) = pair().await;

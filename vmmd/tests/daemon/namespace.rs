@@ -24,7 +24,7 @@ impl Namespace {
         Self(name)
     }
 
-    /// What `ip` prints about it.
+    /// Output of `ip` about it.
     pub fn ip(&self, arguments: &str) -> String {
         let output = Command::new("ip")
             .args(["-n", &self.0])
@@ -35,7 +35,7 @@ impl Namespace {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// What a command in it prints.
+    /// Output of a command in it.
     pub fn run(&self, command: &str) -> String {
         let output = Command::new("ip")
             .args(["netns", "exec", &self.0])

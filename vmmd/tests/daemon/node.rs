@@ -90,7 +90,7 @@ async fn a_watch_of_the_node_sends_what_it_is_and_each_change() {
     }
 }
 
-/// The last is a file of sysfs that nobody may write to, not even root.
+/// The last is a sysfs file without write permission, even for root.
 #[rstest]
 #[case("/nonexistent/kvm", "no /dev/kvm")]
 #[case(

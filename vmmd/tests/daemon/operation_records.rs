@@ -172,7 +172,7 @@ async fn lists_have_pages() {
         .unwrap()
         .into_inner();
     assert_eq!(first.operations, all.operations[..4]);
-    // What begins meanwhile is not on a later page.
+    // An operation that begins meanwhile is not on a later page.
     daemon.start_vm("web").await.unwrap();
     request.page_token = first.next_page_token;
     let second = client
@@ -245,7 +245,7 @@ async fn a_watch_of_all_sends_what_is_there_and_then_each_change() {
     daemon.run("other", "").await;
     let id = begin_stop(&daemon, "deaf", false).await;
     daemon.kill_vm("deaf").await.unwrap();
-    // Also who asked for the active ones sees the end.
+    // A watch of active operations reports their end too.
     let mut seen_before = false;
     let last = loop {
         let message = active.next().await;
@@ -258,7 +258,7 @@ async fn a_watch_of_all_sends_what_is_there_and_then_each_change() {
         }
     };
     assert_eq!(last.phase(), P::Completed);
-    // A resumed watch sends what has changed since, once, as it is now.
+    // A resumed watch sends each changed operation once, in its present state.
     let mut resumed = watch(&daemon, v1::OperationFilter::default(), &cursor).await;
     let (seen, _) = resumed.until_synced().await;
     let types: Vec<_> = seen

@@ -128,7 +128,7 @@ async fn what_takes_long_is_an_operation_that_the_answer_names() {
         (stopped.phase(), result.exit.unwrap().reason()),
         (P::Completed, ExitReason::Stopped)
     );
-    // What is so already is none.
+    // A stop of a stopped VM creates no operation.
     assert_eq!(
         client.stop_vm(stop("web")).await.unwrap().into_inner().operation,
         None

@@ -15,7 +15,7 @@ use crate::{
     policies,
 };
 
-/// So long a back-off that a test sees the VM wait.
+/// Back-off that is long enough for a test to see the VM wait.
 const LONG: &str = "[restart]\nfirst_ms = 100000\n";
 
 /// A VM that runs, and whose guest's kernel panics.

@@ -76,7 +76,7 @@ impl Pki {
         self.issue(name, params, ExtendedKeyUsagePurpose::ServerAuth)
     }
 
-    /// Of a client with these URIs.
+    /// Certificate of a client with these URIs.
     pub fn client(&self, name: &str, uris: &[&str]) -> Leaf {
         self.issue(name, client_params(uris), ExtendedKeyUsagePurpose::ClientAuth)
     }

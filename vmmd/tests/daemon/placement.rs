@@ -1,4 +1,4 @@
-//! What the node has for VMs, and what CheckPlacement says of one more.
+//! Resources of the node for VMs, and CheckPlacement for one more VM.
 
 use std::{fs, os::fd::AsFd};
 
@@ -10,7 +10,7 @@ use tonic_types::StatusExt;
 use crate::harness::{Daemon, refusal, status};
 
 const MIB: u64 = 1 << 20;
-/// What a VM of 128 MiB with one core takes beside its guest's RAM.
+/// Overhead of a VM of 128 MiB with one core, besides its guest's RAM.
 const OVERHEAD: u64 = (64 + 128 / 64 + 2) * MIB;
 
 pub async fn node(daemon: &Daemon) -> v1::NodeStatus {

@@ -10,7 +10,7 @@ use crate::harness::{Daemon, refusal, status, uid, vm_pid};
 
 /// So short a back-off that the next start comes at once.
 const SHORT: &str = "[restart]\nfirst_ms = 1\nmax_ms = 2\n";
-/// So long that a test sees the VM wait.
+/// Back-off that is long enough for a test to see the VM wait.
 const LONG: &str = "[restart]\nfirst_ms = 100000\n";
 
 const POLICIES: [RunPolicy; 3] = [
@@ -154,7 +154,7 @@ async fn a_stop_by_request_is_final_unless_the_policy_forbids_it() {
     let expected = (Code::FailedPrecondition, "RUN_POLICY".to_owned());
     assert_eq!(refused(daemon.stop("on", None).await), expected);
     assert_eq!(refused(daemon.kill_vm("on").await), expected);
-    // Nobody is sent to a stop that is refused.
+    // The refusal must not suggest a stop, which would be refused too.
     let deletion = daemon.delete("on", false).await.unwrap_err();
     assert_eq!(refusal(&deletion).1, "STILL_RUNNING");
     assert!(!deletion.message().contains("stop it first"), "{deletion}");
@@ -282,7 +282,7 @@ async fn a_vm_that_makes_room_for_the_nodes_shutdown_stays_wanted() {
     running(&daemon, "rerun", RunPolicy::RerunOnFailure).await;
     for name in ["on", "web", "manual", "rerun"] {
         let stopped = evacuate(&daemon, name).await;
-        // Unless the node goes down or is cordoned, its policy goes on in a while.
+        // Unless the node shuts down or is cordoned, the run policy acts again after a while.
         let starts = name != "manual";
         assert_eq!(
             (status(&stopped).phase(), waits(status(&stopped))),

@@ -1,4 +1,5 @@
-//! Whatever a daemon finds when it starts, of what VMs consist of: it ends in the truth, and no VM runs twice.
+//! Remains of VMs that a daemon finds at its start: it determines the true state, and no VM runs
+//! twice.
 
 use std::{fs, io::ErrorKind, os::unix::fs::MetadataExt as _};
 
@@ -11,7 +12,7 @@ use crate::{
     survival::consistent,
 };
 
-/// A run: what the store says of it, its process, and its files, in every combination.
+/// A run: its record, its process, and its files, in every combination.
 #[rstest]
 #[tokio::test]
 async fn what_is_left_of_a_run_is_taken_for_what_it_is(

@@ -1,4 +1,4 @@
-//! Request ids and generations: a request is carried out once, whatever happens to the daemon.
+//! Request ids and generations: a request is carried out once, regardless of kills of the daemon.
 
 use std::future::Future;
 
@@ -70,7 +70,7 @@ async fn a_request_that_is_sent_again_is_answered_as_before_also_by_the_next_dae
         if restart {
             daemon.kill_and_restart().await;
         }
-        // What it has made is gone.
+        // The created VM is gone.
         let failure = daemon.client().create_vm(request.clone()).await.unwrap_err();
         assert_eq!(refusal(&failure), gone());
         assert!(failure.message().contains(&uid(&first)), "{failure}");
@@ -169,7 +169,7 @@ async fn the_same_request_at_the_same_time_waits_for_the_same_answer() {
 }
 
 impl Daemon {
-    /// Makes a call, kills the daemon when an event comes of which `seen` holds, and starts it anew.
+    /// Makes a call, kills the daemon at an event that satisfies `seen`, and starts it again.
     async fn killed_at<T: Send + 'static>(
         &mut self,
         call: impl Future<Output = T> + Send + 'static,
@@ -250,7 +250,7 @@ async fn a_start_that_the_daemon_did_not_survive_leads_to_one_run() {
             .into_inner();
         assert_eq!(status(&started.vm.unwrap()).phase(), VmPhase::Running, "{at:?}");
         assert_eq!(daemon.vmm_processes().len(), 1);
-        // Another one has nothing to do.
+        // Another start changes nothing.
         daemon.client().start_vm(start("2", "a")).await.unwrap();
         assert_eq!(daemon.vmm_processes().len(), 1);
     }

@@ -1,4 +1,4 @@
-//! What a VM may have of its node.
+//! Resources of the node that a VM may use.
 
 use std::fs;
 
@@ -71,7 +71,7 @@ async fn options_that_exclude_each_other_are_refused_with_all_their_fields() {
     }
 }
 
-/// Of each controller that this machine hands down; on one without cgroup v2 there is nothing to be seen.
+/// Checks each controller that this machine delegates; without cgroup v2 none can be checked.
 #[tokio::test]
 async fn a_vm_has_the_limits_of_its_spec_and_keeps_them_over_a_restart_of_the_daemon() {
     let mut daemon = Daemon::start().await;
@@ -106,7 +106,7 @@ async fn a_vm_has_the_limits_of_its_spec_and_keeps_them_over_a_restart_of_the_da
     check(&daemon);
 }
 
-/// What the cgroup of the one VM says, where this machine has such a file.
+/// Limit in the cgroup of the one VM, where this machine has such a file.
 fn limit(daemon: &Daemon, file: &str) -> Option<String> {
     let groups = daemon.cgroups();
     let text = groups
@@ -115,7 +115,7 @@ fn limit(daemon: &Daemon, file: &str) -> Option<String> {
     Some(text.trim().to_owned())
 }
 
-/// What waits for the next start, with the reason why it could not be had at once.
+/// Changes that wait for the next start, with the reason for the wait.
 fn waiting(vm: &v1::Vm) -> Vec<(String, String)> {
     let changes = status(vm).pending_changes.iter();
     changes

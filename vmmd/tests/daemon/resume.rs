@@ -1,4 +1,5 @@
-//! `WatchVms` with a cursor: who comes back is told what it has missed, whatever the daemon went through.
+//! `WatchVms` with a cursor: a returning client receives all missed changes, regardless of kills of
+//! the daemon.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -74,7 +75,7 @@ async fn a_watch_goes_on_after_any_of_its_events() {
         (Modified, "a".to_owned()),
     ];
     assert_eq!(missed, expected);
-    // The next daemon can't know which are unchanged, but it knows what is gone and what is new.
+    // The next daemon does not know the unchanged VMs, but it knows the removed and the new ones.
     daemon.kill_and_restart().await;
     let mut missed = catch_up(&mut daemon.watch_from(&synced).await).await.0;
     missed.sort_by(|a, b| a.1.cmp(&b.1));
@@ -161,7 +162,7 @@ async fn a_vm_that_enters_or_leaves_the_filter_is_told_as_added_or_deleted() {
     assert_eq!(told(&last), (Modified, "a".to_owned()));
     daemon.kill_vm("a").await.unwrap();
     assert_eq!(told(&next(&mut events).await), (Deleted, "a".to_owned()));
-    // Who was away in between may have seen it.
+    // A client that was away in between may have seen it.
     let back = WatchVmsRequest {
         cursor: synced,
         ..request
@@ -170,7 +171,7 @@ async fn a_vm_that_enters_or_leaves_the_filter_is_told_as_added_or_deleted() {
     assert!(missed.contains(&(Deleted, "a".to_owned())), "{missed:?}");
 }
 
-/// What a client of the property test does, or what happens to it.
+/// Action of a client of the property test, or of its environment.
 #[derive(Clone, Debug)]
 enum Step {
     Create(u8),
@@ -293,7 +294,7 @@ async fn play(steps: Vec<Step>) {
             }
         }
     }
-    // Whatever it has missed comes now. The daemon may still be finding its VMs again.
+    // All missed changes arrive here. The daemon may still be recovering its VMs.
     loop {
         let there = daemon.list().await;
         let there: BTreeMap<_, _> = there.into_iter().map(|vm| (uid(&vm), vm)).collect();

@@ -78,7 +78,7 @@ async fn a_full_file_system_under_the_store_is_said_and_changes_nothing() {
         .map(|vm| vm.metadata.unwrap().name)
         .collect();
     assert!(!names.contains(&format!("new{made}")), "{names:?}");
-    // What needs no new record still works, above all getting rid of a running VM.
+    // Actions that need no new record still work, above all the removal of a running VM.
     let stopped = daemon.kill_vm("old").await.unwrap();
     assert_eq!(status(&stopped).phase(), VmPhase::Stopped);
     assert_eq!(daemon.get("idle").await.unwrap(), idle);

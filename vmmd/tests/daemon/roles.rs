@@ -44,7 +44,7 @@ fn ask(daemon: &Daemon, test: &str, group: u32) -> Output {
     child.output().unwrap()
 }
 
-/// The test program itself, as a user in the group, asks what the test below wants to know.
+/// The test program itself, as a user in the group, makes the requests of the test below.
 #[tokio::test]
 async fn a_viewer_reads_and_changes_nothing() {
     if let Ok(folder) = std::env::var(FOLDER) {
@@ -67,7 +67,7 @@ async fn a_viewer_reads_and_changes_nothing() {
     let test = "roles::a_viewer_reads_and_changes_nothing";
     let output = ask(&daemon, test, VIEWERS);
     assert!(output.status.success(), "{output:?}");
-    // Who is in no group is let in to nothing.
+    // A user in no group has no access.
     assert!(!ask(&daemon, test, 990_018).status.success());
     daemon.pause("web").await.unwrap();
 }
@@ -102,7 +102,7 @@ async fn an_operator_takes_snapshots_and_neither_exports_nor_imports_them() {
     assert!(output.status.success(), "{output:?}");
 }
 
-/// What an agent asks, as the child of the test below.
+/// Requests of an agent, as the child of the test below.
 async fn as_an_agent(folder: &Path) {
     let channel = connect(folder).await;
     let mut vms = VmServiceClient::new(channel.clone());

@@ -1,4 +1,5 @@
-//! Where the files of VMs may be, and that a start which nobody has asked for takes no others than the last one.
+//! Allowed places for the files of VMs. A start by the run policy takes only the files of the last
+//! start.
 
 use std::{fs, os::unix::fs::symlink, path::Path};
 
@@ -245,7 +246,7 @@ async fn a_start_by_the_run_policy_takes_no_other_file_than_the_last_start() {
         web.spec.as_mut().unwrap().run_policy = RunPolicy::AlwaysOnUnlessStopped.into();
         daemon.create(web).await.unwrap();
         let first = daemon.start_vm("web").await.unwrap();
-        // What the guest writes is no other file.
+        // A write by the guest does not make it another file.
         fs::write(daemon.path("allowed/disk"), [2; 8192]).unwrap();
         kill_process(vm_pid(&first), Signal::KILL).unwrap();
         daemon

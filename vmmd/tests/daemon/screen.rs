@@ -66,7 +66,8 @@ pub async fn read(stream: &mut (impl AsyncRead + Unpin), length: usize) -> Vec<u
     bytes
 }
 
-/// What comes until the daemon ends the connection. Whether it is an end or an error depends on what the daemon had not read yet.
+/// Reads until the daemon closes the connection. The daemon's unread data decides between an end
+/// and an error.
 pub async fn rest(stream: &mut (impl AsyncRead + Unpin), what: &str) -> Vec<u8> {
     let mut bytes = Vec::new();
     let read = timeout(PATIENCE, stream.read_to_end(&mut bytes)).await;
@@ -92,7 +93,7 @@ pub async fn viewer(address: &str, version: &[u8; 12], password: &str) -> (u32, 
     shows(stream, version, password).await
 }
 
-/// The same over a connection that is there, of which nothing was read.
+/// The same over an existing connection, before any read.
 pub async fn shows(mut stream: TcpStream, version: &[u8; 12], password: &str) -> (u32, TcpStream) {
     assert_eq!(read(&mut stream, 12).await, b"RFB 003.008\n");
     stream.write_all(version).await.unwrap();
@@ -113,7 +114,7 @@ async fn result(stream: &mut (impl AsyncRead + Unpin)) -> u32 {
     u32::from_be_bytes(bytes.try_into().unwrap())
 }
 
-/// What a viewer makes of a challenge (RFC 6143, 7.2.2).
+/// Response of a viewer to a challenge (RFC 6143, 7.2.2).
 fn response(challenge: &[u8], password: &str) -> Vec<u8> {
     let mut key = [0; 8];
     for (place, byte) in key.iter_mut().zip(password.bytes()) {
@@ -191,7 +192,7 @@ async fn who_is_gone_without_a_word_is_looked_for_on_both_ports() {
 const UPGRADE: &str = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n\
                        Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Protocol: binary\r\n";
 
-/// What comes back for a request.
+/// Sends a request; returns the connection with the response.
 async fn http(address: &str, path: &str, headers: &str) -> TcpStream {
     let mut stream = TcpStream::connect(address).await.unwrap();
     let request = format!("GET {path} HTTP/1.1\r\nHost: {address}\r\n{headers}\r\n");
@@ -322,14 +323,14 @@ async fn encrypted(stream: TcpStream, pki: &Pki) -> TlsStream<TcpStream> {
         .expect("a certificate of the CA")
 }
 
-/// A viewer with VeNCrypt up to what it shows in TLS.
+/// A viewer with VeNCrypt up to its authentication in TLS.
 async fn in_tls(address: &str, pki: &Pki, way: u32) -> TlsStream<TcpStream> {
     let mut stream = TcpStream::connect(address).await.unwrap();
     choose(&mut stream, way).await;
     encrypted(stream, pki).await
 }
 
-/// What a viewer with VeNCrypt and the daemon say before TLS.
+/// Handshake between a viewer with VeNCrypt and the daemon, before TLS.
 pub async fn choose(stream: &mut TcpStream, way: u32) {
     assert_eq!(read(stream, 12).await, b"RFB 003.008\n");
     stream.write_all(b"RFB 003.008\n").await.unwrap();
@@ -406,7 +407,7 @@ async fn a_name_and_a_password_in_tls_get_in_by_the_password_and_only_when_they_
         ended(&mut stream, &format!("{name} and {length} bytes")).await;
     }
 
-    // The longest name that is taken. None of the others has used the password.
+    // The longest accepted name. The other attempts have not used up the password.
     let mut stream = in_tls(address, &pki, X509_PLAIN).await;
     stream
         .write_all(&plain(&"n".repeat(256), password))
@@ -435,7 +436,7 @@ async fn with_a_certificate_everything_is_encrypted_and_nobody_is_served_without
         assert!(reason.contains("ask vmmd for another one"), "{reason}");
     }
 
-    // An old viewer is told why, and what chooses something else gets no further.
+    // An old viewer receives the reason, and a viewer with another choice gets no further.
     let issued = ticket(&daemon, VncTicketKind::Password, false).await.unwrap();
     let mut old = TcpStream::connect(&issued.address).await.unwrap();
     read(&mut old, 12).await;
@@ -461,7 +462,7 @@ async fn with_a_certificate_everything_is_encrypted_and_nobody_is_served_without
         let ended = read.await.expect("in time");
         assert!(ended.is_err() || bytes == answer, "{say:?}: {bytes:?}");
     }
-    // A certificate that cannot be used ends no connection that is there, and is put right without a restart.
+    // An unusable certificate ends no existing connection, and is corrected without a restart.
     let (result, mut stream) = vencrypt(&issued.address, &pki, X509_VNC, &issued.password).await;
     assert_eq!(result, 0);
     assert_eq!(read(&mut stream, 13).await, b"screen of web");

@@ -1,4 +1,5 @@
-//! Ways to a screen beside the API: strangers without a ticket, certificates that can't be used, and what the configuration may not say.
+//! Access to a screen beside the API: strangers without a ticket, unusable certificates, and
+//! invalid configurations.
 
 use std::{fs, net::SocketAddr};
 
@@ -20,7 +21,7 @@ use crate::{
 };
 
 const RFB: &[u8; 12] = b"RFB 003.008\n";
-/// More than there could be connections at once, whatever a stranger did, before handshakes had places of their own.
+/// More connections of a stranger than all places for handshakes.
 const MANY: usize = 100;
 
 /// A connection from another address than that of the test's other clients, 127.0.0.1.
@@ -34,7 +35,7 @@ async fn stranger(address: &str) -> TcpStream {
 #[tokio::test]
 async fn viewers_without_a_ticket_keep_nobody_out_who_has_one() {
     let daemon = with_screen(&format!("limits = {{ handshakes = 4 }}\n{BOTH}")).await;
-    // Who has shown a ticket is no handshake any more: there are more of these.
+    // Viewers with an accepted ticket do not count as handshakes: more of them are admitted.
     let mut admitted = Vec::new();
     for _ in 0..6 {
         let way = ticket(&daemon, Password, false).await.unwrap();
@@ -56,7 +57,7 @@ async fn viewers_without_a_ticket_keep_nobody_out_who_has_one() {
         }
         strangers.push(stream);
     }
-    // The oldest of them had to go, and not who had begun before them.
+    // The oldest strangers were closed, but not the viewer that had begun before them.
     for stream in strangers.iter_mut().take(MANY - 4) {
         ended(stream, "a stranger").await;
     }
@@ -77,7 +78,7 @@ async fn browsers_without_a_token_keep_nobody_out_who_has_one() {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("large.js"), vec![b' '; 4 << 20]).unwrap();
     fs::write(folder.path().join("vnc.html"), "the page").unwrap();
-    // None of these handshakes ends because it takes too long.
+    // No handshake here ends by a timeout.
     let limits = "limits = { handshakes = 4, request_seconds = 600, handshake_seconds = 600 }\n";
     let config = BOTH.replace(PAGE, folder.path().to_str().unwrap());
     let daemon = with_screen(&format!("{limits}{config}")).await;
@@ -199,7 +200,7 @@ async fn a_daemon_starts_without_a_usable_certificate_says_so_once_and_needs_no_
         "two problems and the end of the second: {lines:#?}"
     );
 
-    // What is broken again is said again.
+    // A repeated failure is reported again.
     fs::remove_file(tls.path().join("server.key")).unwrap();
     refuse_many().await;
     let unusable = told("ScreenCertificateUnusable").await;

@@ -70,7 +70,7 @@ async fn until_not_served(daemon: &Daemon) {
     assert_eq!(servers(daemon), []);
 }
 
-/// What the daemon notes of processes of shares: nothing of a VM that has just gone.
+/// The daemon's notes about processes of shares; empty for a VM that has just gone.
 pub fn notes(daemon: &Daemon, vm: &v1::Vm) -> Vec<String> {
     let entries = match fs::read_dir(daemon.path("run/vms").join(uid(vm))) {
         Err(gone) if gone.kind() == ErrorKind::NotFound => return Vec::new(),
@@ -108,7 +108,7 @@ async fn a_share_comes_and_goes_while_the_vm_runs_also_over_a_kill() {
     let again = served(status(&change(&daemon, true).await));
     assert_ne!(again, pid);
     assert_eq!(servers(&daemon), [again]);
-    // It is the one of the run: a process that ends is made anew, and none is left when the VM ends.
+    // The share belongs to the run: its process is restarted after an end, and ends with the VM.
     rustix::process::kill_process(again, rustix::process::Signal::KILL).unwrap();
     let restored = daemon.wait("web", |status| status.shares[0].restarts == 1).await;
     assert_ne!(served(&restored), again);
@@ -200,7 +200,7 @@ async fn a_machine_with_private_memory_gets_a_share_with_the_next_start() {
     assert_eq!(servers(&daemon), []);
     daemon.kill_vm("web").await.unwrap();
     served(status(&daemon.start_vm("web").await.unwrap()));
-    // From now on its memory is shared, whichever shares it has.
+    // From this start on the memory is shared, with or without shares.
     assert_eq!(phase(status(&self::change(&daemon, false).await)), None);
     served(status(&self::change(&daemon, true).await));
 }
@@ -220,7 +220,8 @@ async fn a_share_is_not_changed_while_it_is_being_attached() {
     };
     let busy = (Code::FailedPrecondition, "BUSY".to_owned());
     assert_eq!(refusal(&read_only().await.unwrap_err()), busy);
-    // The same spec once more, and without it: nobody is told what is not so.
+    // The same spec once more, then the spec without the share: neither update reports a false
+    // state.
     begin(&daemon, true).await;
     begin(&daemon, false).await;
     assert_eq!(refusal(&read_only().await.unwrap_err()), busy);
@@ -277,14 +278,14 @@ async fn a_share_that_is_in_the_spec_again_stays_also_when_the_guest_ejects_it_a
     until_gone(pid).await;
     assert_eq!(servers(&daemon), [served(&again)]);
     assert_eq!(daemon.events("ShareEjected").await, []);
-    // By itself, it is the guest's doing again.
+    // Without a request, the eject counts as the guest's own again.
     console.type_in("eject data\n").await;
     daemon.told_exactly("ShareEjected", 1).await;
 }
 
 #[tokio::test]
 async fn a_daemon_that_is_killed_in_the_middle_of_an_attach_leaves_what_the_machine_has() {
-    // The machine has it, and nobody was told.
+    // The machine has the share, and the daemon has no answer.
     let mut daemon = running("mock.attach=lost").await;
     let mut console = Client::open(&daemon, "web").await;
     begin(&daemon, true).await;

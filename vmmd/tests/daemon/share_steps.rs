@@ -1,5 +1,5 @@
-//! The daemon is killed before each step of what makes, ends and makes anew the processes of shares: the next one leaves none that serves nobody,
-//! and the same request again comes to its end.
+//! The daemon is killed before each step that starts, ends and restarts the processes of shares.
+//! The next daemon leaves no orphaned process, and the repeated request completes.
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ use crate::{
     walk::{Round, STORE, Walk},
 };
 
-/// What is done with the VM `web` and its share `data`.
+/// Action with the VM `web` and its share `data`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Act {
     Attach,
@@ -27,7 +27,7 @@ enum Act {
 }
 
 impl Act {
-    /// Makes what it begins with: `web` runs, but for a start.
+    /// Creates the initial state: `web` runs, except before a start.
     async fn prepare(self, daemon: &Daemon) {
         if daemon.get("web").await.is_err() {
             let mut vm = daemon.manifest("web", "");

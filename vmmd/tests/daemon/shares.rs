@@ -1,4 +1,5 @@
-//! Directories of the node that are shared with guests: who serves them, for how long, and which are refused.
+//! Directories of the node that are shared with guests: their server processes, the lifetime of
+//! these processes, and refused directories.
 
 use std::{
     fs,
@@ -235,7 +236,7 @@ async fn what_is_outside_the_folders_or_roots_own_is_refused_at_creation_and_at_
         let expected = (Code::FailedPrecondition, reason.to_owned());
         assert_eq!(refusal(&refused.unwrap_err()), expected, "{path}");
     }
-    // What it becomes after the creation.
+    // The path may change after the creation.
     create(&daemon, vm(&daemon, "web", vec![share(&daemon, "srv/later")]))
         .await
         .unwrap();

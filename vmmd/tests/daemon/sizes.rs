@@ -74,7 +74,7 @@ async fn offer_with_most_annotations_of_64_disks_is_read() {
         ..Default::default()
     });
     let offer = v1::OfferVmRequest {
-        // A protocol that there is not: what is refused was read.
+        // An unknown protocol version: the refusal shows that the offer was read.
         protocol: 1_000_000,
         vm: Some(vm),
         disks: disks.collect(),

@@ -1,4 +1,4 @@
-//! Snapshots, and VMs that go on from them.
+//! Snapshots, and VMs restored from them.
 
 mod archives;
 pub mod disks_alone;
@@ -72,7 +72,7 @@ impl Daemon {
         Ok(answer.into_inner().vm.unwrap())
     }
 
-    /// What restores have put beside images, and not in their place.
+    /// Files that restores have left beside images instead of replacing the images.
     fn copies(&self) -> Vec<String> {
         let names = fs::read_dir(self.folder.path()).unwrap();
         let names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
@@ -275,7 +275,7 @@ async fn a_stopped_vm_goes_on_from_its_snapshot_and_so_do_others() {
     daemon.start_vm("copy").await.unwrap();
     let mut console = Client::open(&daemon, "copy").await;
     console.expect("booted copy\r\n").await;
-    // What nothing goes on from any more can go, and so can what something does.
+    // The snapshot outlives the VM that was restored from it, and recreates this VM.
     daemon.delete("web", true).await.unwrap();
     assert_eq!(daemon.snapshot_names().await, ["one"]);
     let vm = daemon.restore("one", "web", false).await.unwrap();

@@ -1,4 +1,4 @@
-//! The files of a VM in a directory of whoever runs it.
+//! The files of a VM in a directory of its owner.
 
 use std::{
     fs,
@@ -84,14 +84,14 @@ async fn a_vms_spec_logs_and_counters_are_beside_the_files_of_its_owner() {
     let names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
     assert_eq!(names.filter(|name| !name.starts_with('.')).count(), 5);
 
-    // A later daemon writes them anew, and goes on.
+    // A later daemon writes the files again, and continues.
     daemon.kill();
     fs::remove_file(&description).unwrap();
     fs::remove_file(&serial).unwrap();
     daemon.relaunch().await;
     file(&description, |content| phase(content) == VmPhase::Stopped).await;
     file(&serial, |content| content.contains("hello")).await;
-    // What is there when the VM is deleted stays.
+    // The files stay when the VM is deleted.
     daemon.delete("web", false).await.unwrap();
     assert!(description.exists() && serial.exists());
 }
@@ -142,7 +142,7 @@ async fn no_link_of_the_owner_is_followed_and_what_leads_out_is_refused() {
     let refused = daemon.create(vm(&daemon, "two")).await.unwrap_err();
     assert_eq!(refusal(&refused).1, "STATE_DIR_IN_USE");
 
-    // What it becomes after the creation.
+    // The directory may change after the creation.
     fs::rename(daemon.path("srv/data"), daemon.path("srv/away")).unwrap();
     let missing = daemon.start_vm("web").await.unwrap_err();
     assert_eq!(refusal(&missing).1, "STATE_DIR_NOT_USABLE");

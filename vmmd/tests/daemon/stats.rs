@@ -1,4 +1,4 @@
-//! What a VM uses and has done, and what its logs hold.
+//! Resource usage, counters and logs of a VM.
 
 use proto::v1::{self, nic_spec::Attachment};
 use tokio_stream::StreamExt;

@@ -1,4 +1,5 @@
-//! Parts of the daemon that panic, and VMs that it can't take over as usual: what is there stays visible and in one hand.
+//! Panicking parts of the daemon, and VMs that it cannot take over as usual: existing VMs stay
+//! visible and under one supervisor.
 
 use std::{
     fs::{self, File},
@@ -37,7 +38,7 @@ impl Daemon {
         fs::write(folder.join(name), "").unwrap();
     }
 
-    /// Changes what the store has of a VM, while no daemon runs.
+    /// Changes a VM's record in the store, while no daemon runs.
     fn change_record(&self, uid: &str, change: impl FnOnce(&mut Vec<u8>)) {
         const VMS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("vms");
         let key = uuid::Uuid::parse_str(uid).unwrap();
@@ -90,7 +91,7 @@ async fn an_actor_that_panics_is_made_anew_and_nobody_is_told_that_its_vm_is_gon
             (vm_pid(&paused), status(&paused).phase()),
             (vm_pid(&before), VmPhase::Paused)
         );
-        // Its user id is nobody else's.
+        // No other VM gets its user id.
         let user = |vm: &v1::Vm| status(vm).instance.as_ref().unwrap().uid;
         assert_eq!(user(&paused), user(&before));
         assert_ne!(user(&daemon.run("next", "").await), user(&before));
@@ -176,7 +177,7 @@ async fn a_record_that_cannot_be_read_costs_its_own_vm() {
     );
     let refused = daemon.create(daemon.manifest("broken", "")).await.unwrap_err();
     assert_eq!(refused.code(), Code::AlreadyExists, "its name is taken");
-    // It is as it was after another restart, and can be deleted.
+    // It is unchanged after another restart, and can be deleted.
     daemon.kill_and_restart().await;
     daemon.delete("broken", false).await.unwrap();
     daemon.kill_and_restart().await;
@@ -286,7 +287,7 @@ async fn a_vm_whose_process_cannot_be_found_is_seen_and_taken_over_when_it_can()
     kill_process(pid, Signal::KILL).unwrap();
     let mut fds = [rustix::event::PollFd::new(&pidfd, rustix::event::PollFlags::IN)];
     rustix::event::poll(&mut fds, None).unwrap();
-    // Somebody holds its lock, and nobody knows who.
+    // An unknown process holds its lock.
     let lock = File::open(daemon.path(&format!("run/vms/{}/lock", uid(&before)))).unwrap();
     flock(&lock, FlockOperation::NonBlockingLockExclusive).unwrap();
     daemon.relaunch().await;
@@ -338,7 +339,7 @@ async fn health_and_the_watchdog_follow_the_store() {
     alive(PATIENCE).expect("it tells that it works");
     daemon.arm_in("state", "store-hangs");
     assert_eq!(next().await, ServingStatus::NotServing);
-    // What was told before.
+    // Drains earlier notifications.
     while alive(Duration::from_millis(1)).is_some() {}
     assert_eq!(alive(Duration::from_secs(1)), None, "it tells that it works");
     fs::remove_file(daemon.path("state/fault/store-hangs")).unwrap();
@@ -350,7 +351,7 @@ async fn health_and_the_watchdog_follow_the_store() {
 #[tokio::test]
 async fn a_start_that_a_creation_was_refused_is_told() {
     let daemon = Daemon::start().await;
-    // Whoever is to start it panics first.
+    // The task that starts it panics first.
     daemon.arm("web");
     let request = v1::CreateVmRequest {
         vm: Some(daemon.manifest("web", "")),

@@ -80,7 +80,7 @@ async fn an_end_while_no_daemon_was_there_is_told_as_it_was() {
     let lost = vm_pid(&daemon.run("lost", "").await);
     let kept = vm_pid(&daemon.run("kept", "").await);
     daemon.run("off", "").await;
-    // The guest powers off when the daemon has gone: its command arrives, nobody hears of the end.
+    // The guest powers off without the daemon: the command arrives, but no daemon sees the end.
     let socket = daemon.path(&format!(
         "run/vms/{}/console.sock",
         uid(&daemon.get("off").await.unwrap())
@@ -114,8 +114,8 @@ async fn an_end_while_no_daemon_was_there_is_told_as_it_was() {
     assert_eq!(fs::read_dir(daemon.path("run/vms")).unwrap().count(), 1);
 }
 
-/// The daemon is killed at many moments of a start, a stop and a delete. Whatever it was doing: afterwards the
-/// store, the processes and what is left in the file system agree.
+/// The daemon is killed at many moments of a start, a stop and a delete. Afterwards the store, the
+/// processes and the file system agree, regardless of the interrupted step.
 #[tokio::test]
 async fn a_daemon_killed_in_the_middle_of_anything_leaves_a_consistent_state() {
     let mut daemon = Daemon::start().await;
@@ -175,8 +175,8 @@ async fn a_daemon_killed_in_the_middle_of_anything_leaves_a_consistent_state() {
     assert_eq!(daemon.vmm_processes(), []);
 }
 
-/// A guest that was asked to power off before the daemon was killed may do so at any moment after it: what is told and
-/// what is there agree in the end.
+/// A guest that was asked to power off before the daemon was killed may do so at any later moment.
+/// The reported state and the real state agree in the end.
 pub async fn consistent(daemon: &Daemon) {
     let began = std::time::Instant::now();
     while let Some(difference) = difference(daemon).await {
@@ -236,7 +236,7 @@ async fn a_stop_that_the_daemon_did_not_survive_goes_on() {
     daemon.kill_and_restart().await;
     let stopping = daemon.wait_phase("slow", VmPhase::Stopping).await;
     assert!(stopping.instance.is_some());
-    // Who asks again is told of its end, and can hasten it.
+    // A further stop waits for the same end, and can hasten it.
     daemon.kill_vm("slow").await.unwrap();
     // The other was only paused.
     assert_eq!(
@@ -360,7 +360,7 @@ async fn a_stop_keeps_its_deadline_and_who_asked_over_a_restart() {
     );
     assert_eq!(daemon.vmm_processes(), [vm_pid(&before)]);
     let stopped = daemon.wait_phase("slow", VmPhase::Stopped).await;
-    // Not a minute, which is what a stop without a word has, and not at once.
+    // Neither after a minute, the default of a stop, nor at once.
     assert!(began.elapsed() < Duration::from_secs(50) && began.elapsed() >= Duration::from_secs(8));
     let exit = stopped.last_exit.unwrap();
     assert!(exit.message.contains("grace period"), "{exit:?}");

@@ -1,4 +1,4 @@
-//! The API over TCP: who is let in, to what, and what the audit log says of it.
+//! The API over TCP: admitted clients, their methods, and the audit log.
 
 use std::{collections::BTreeMap, fs, future::Future, process::Command, time::Duration};
 
@@ -19,7 +19,7 @@ use crate::{
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Calls a method by its path with one empty message, whatever it is.
+/// Calls any method by its path with one empty message.
 async fn call(channel: &Channel, method: &str) -> Result<(), Status> {
     let mut grpc = Grpc::new(channel.clone());
     let path: PathAndQuery = format!("/{method}").parse().unwrap();
@@ -60,7 +60,7 @@ fn methods() -> Vec<String> {
     methods
 }
 
-/// Who may call what, as the documentation has it: the roles by method.
+/// Documented permissions: the roles by method.
 fn documented() -> BTreeMap<String, Vec<&'static str>> {
     let page = include_str!("../../../docs/src/security.md");
     let rows = page
@@ -238,7 +238,7 @@ async fn list(channel: &Channel) -> Result<(), Status> {
     vms.list_vms(v1::ListVmsRequest::default()).await.map(drop)
 }
 
-/// Tries until it works. What it waits for is nowhere to be seen but in its working.
+/// Retries until success, which is the only sign of the awaited state.
 async fn until<F: Future<Output = bool>>(what: &str, mut attempt: impl FnMut() -> F) {
     let tried = timeout(PATIENCE, async { while !attempt().await {} });
     tried.await.unwrap_or_else(|_| panic!("in vain: {what}"));
@@ -252,7 +252,7 @@ async fn new_certificates_are_used_for_new_connections_once_they_are_there() {
     let before = old.channel(&daemon, Some(&alice));
     list(&before).await.unwrap();
     let dir = daemon.path("tls");
-    // A key that is not the certificate's: what was there stays.
+    // A key that does not match the certificate: the previous pair stays in use.
     let key = fs::read_to_string(dir.join("server.key")).unwrap();
     pki::replace(&dir.join("server.key"), "broken");
     kill_process(daemon.pid(), Signal::HUP).unwrap();
@@ -306,7 +306,7 @@ fn audit(daemon: &Daemon) -> Vec<serde_json::Value> {
         .collect()
 }
 
-/// Event, who, role, method, object, request id and code of a line.
+/// The fields `event`, `who`, `role`, `method`, `object`, `request_id` and `code` of a line.
 fn facts(line: &serde_json::Value) -> [&str; 7] {
     ["event", "who", "role", "method", "object", "request_id", "code"]
         .map(|key| line[key].as_str().unwrap_or_default())
@@ -346,7 +346,7 @@ async fn changes_and_refusals_are_in_the_audit_log_with_who_and_what_and_reading
     drop(console);
     daemon.kill_vm("web").await.unwrap();
     drop((alice, eve));
-    // What was under way is told at the end at the latest.
+    // Calls in progress are logged at the end at the latest.
     daemon.terminate();
     let lines = audit(&daemon);
     let facts: Vec<_> = lines.iter().map(facts).collect();

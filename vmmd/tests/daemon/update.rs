@@ -1,4 +1,5 @@
-//! A VM's spec is changed: what a running machine takes over, what waits for a restart, and what is refused.
+//! Changes of a VM's spec: changes to a running machine, changes that wait for a restart, and
+//! refused changes.
 
 mod disks;
 
@@ -88,7 +89,7 @@ impl Daemon {
         vm
     }
 
-    /// What the mock's machine was built of.
+    /// Configuration of the mock's machine.
     async fn machine(&self, name: &str) -> String {
         let mut console = Client::open(self, name).await;
         console.type_in("machine\n").await;
@@ -119,7 +120,7 @@ fn cores(spec: &mut v1::VmSpec, cores: u32) {
     spec.cpu.get_or_insert_default().cores = cores;
 }
 
-/// `path: current -> desired`, and what is said to it.
+/// Pending changes, as `path: current -> desired`.
 fn pending(vm: &v1::Vm) -> Vec<String> {
     let changes = status(vm).pending_changes.iter();
     changes
@@ -244,7 +245,7 @@ async fn with_restart_the_machine_is_the_new_one_when_the_call_answers() {
         apply: ApplyMode::Restart.into(),
         ..request(vm)
     };
-    // Nothing is left that needs one.
+    // No change is left that needs a restart.
     let live = daemon
         .changed("web", |spec| spec.disks[0].rate_limit = Some(limit(5000)))
         .await;
@@ -322,7 +323,7 @@ async fn a_dry_run_says_what_would_wait_and_changes_nothing() {
     assert_eq!(daemon.get("web").await.unwrap(), before);
     assert_eq!(daemon.limit_of("web", "root").await, 0);
     assert_eq!(daemon.plugged("web").await, ["root", "grouped"]);
-    // What an update would be refused for, a dry run is too; and files are looked for.
+    // A dry run refuses the same changes as an update, and checks files too.
     let missing = daemon
         .changed("web", |spec| {
             spec.disks.push(DiskSpec {

@@ -1,5 +1,5 @@
-//! What other versions of the project have left: the store of the first release (`golden/` says how it was made), and
-//! a running `vmm` that speaks the protocol version before.
+//! Remains of other versions of the project: the store of the first release (`golden/` documents
+//! its origin), and a running `vmm` with the previous protocol version.
 
 use std::{
     fs,
@@ -18,7 +18,7 @@ use crate::{
 };
 
 const STORE: &[u8] = include_bytes!("golden/first-release.redb.gz");
-/// What the first release told of its VMs when it wrote that.
+/// VMs as the first release reported them when it wrote the store.
 const TOLD: &str = include_str!("golden/first-release.json");
 
 /// Today's daemon with the first release's store, in a network as that had one.
@@ -45,7 +45,7 @@ async fn after_the_first_release() -> (Namespace, Daemon, Vec<v1::Vm>) {
     assert!(unpack.wait().unwrap().success());
     let daemon = Daemon::with(folder, "", Some(network.0.clone())).await;
     let told = TOLD.lines().map(|line| {
-        // What was a VM's message then is its manifest now.
+        // The VM message of that release corresponds to the present manifest.
         let mut manifest: serde_json::Map<_, _> = serde_json::from_str(line).unwrap();
         manifest.retain(|field, _| !["apiVersion", "kind"].contains(&field.as_str()));
         serde_json::from_value(manifest.into()).unwrap()
@@ -84,7 +84,7 @@ async fn the_store_of_the_first_release_is_taken_over_with_all_that_it_told() {
         .instance
         .unwrap()
         .pid;
-    // The second time from what the first has made of it.
+    // The second round reads the store as the first round has left it.
     for _ in 0..2 {
         let found = daemon.list().await;
         assert_eq!(found.len(), told.len());
@@ -218,7 +218,7 @@ async fn a_vmm_of_the_protocol_version_before_is_driven_until_a_restart_replaces
         assert_eq!(phase(status(&attached), "data"), Some(AttachmentPhase::Attached));
         assert_eq!(daemon.plugged("web").await, ["data"]);
         daemon.detach("web", "data", 0, true).await.unwrap();
-        // What it does not know it is not asked, and why is said.
+        // Operations unknown to the `vmm` are refused, with the reason.
         let refused = reset(&daemon, "web").await.unwrap_err();
         assert_eq!(refusal(&refused), too_old);
         assert!(refused.message().contains("restart"), "{refused}");

@@ -12,14 +12,14 @@ use rustix::fs::{FlockOperation, flock};
 
 use crate::harness::{Daemon, PATIENCE, status};
 
-/// Most steps that something has, and most times that it is tried to kill the daemon before those that were missed.
+/// Limit on the steps of an action, and on attempts to kill the daemon before missed steps.
 const MOST: usize = 100;
 /// Of the store: operations are written down by the way, with others or alone. So a step may have another number the next time.
 pub const STORE: &str = "write the store";
 
-/// What became of a round of a [`Walk`].
+/// Result of a round of a [`Walk`].
 pub enum Round {
-    /// The daemon was killed. What to say when something is not right then.
+    /// The daemon was killed. Contains the description for a failed check.
     Killed(String),
     /// It was not killed, and some steps were missed.
     Missed,
@@ -62,7 +62,8 @@ impl Walk {
         daemon.relaunch_with(&[("VMMD_STEPS", folder)]).await;
     }
 
-    /// Waits until the daemon does nothing more, and has the next one compare the node with what is wanted, as each does when it starts.
+    /// Waits until the daemon is idle. Then the next daemon compares the node with the wanted
+    /// state, as at each start.
     pub async fn settle_anew(&self, daemon: &mut Daemon, place: &str) {
         until_settled(daemon, place).await;
         self.launch(daemon).await;
@@ -110,7 +111,7 @@ impl Walk {
     }
 }
 
-/// How often each is there.
+/// Number of occurrences of each step.
 fn counted(steps: &[String]) -> BTreeMap<&str, usize> {
     let mut counted = BTreeMap::new();
     for step in steps {

@@ -1,10 +1,10 @@
-//! The balloon, which tells on the console what it is to hold.
+//! The balloon, which prints its target on the console.
 
 use proto::vmm::{Error, ErrorKind, MachineSpec, SetBalloon, response::Result as Outcome};
 
 use crate::guest::Guest;
 
-/// What is told at the boot.
+/// Message at the boot.
 pub fn boot(machine: &MachineSpec) -> Option<String> {
     let target = machine.balloon.map(|balloon| balloon.target_bytes);
     target

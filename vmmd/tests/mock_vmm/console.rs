@@ -1,4 +1,5 @@
-//! The console's socket: 8 bytes with the length of the replay, the replay, then what the guest prints.
+//! The console's socket: 8 bytes with the length of the replay, the replay, then the guest's
+//! output.
 
 use std::{
     io::{Read, Write},
@@ -78,7 +79,8 @@ pub fn serve_hvc(name: &str, listener: UnixListener) {
     });
 }
 
-/// A screen that speaks RFB (RFC 6143, 7.1) as far as the security result; then it says what it is, and echoes.
+/// A screen that speaks RFB (RFC 6143, 7.1) up to the security result; then it sends its name, and
+/// echoes.
 pub fn serve_screen(name: &str, listener: UnixListener) {
     let name = name.to_owned();
     thread::spawn(move || {

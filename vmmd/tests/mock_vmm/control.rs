@@ -52,7 +52,8 @@ pub fn serve(guest: &Guest, stream: &Arc<UnixStream>) {
             };
             wire::send_all(stream, &message, &[]).is_ok()
         };
-        // A Save that waits for a Release, with its answer; without one it never ends by itself.
+        // A Save that waits for a Release, with its answer. Without an answer, only a Release that
+        // gives up ends it.
         let mut kept: Option<(u64, Option<Outcome>)> = None;
         let mut frames = wire::Receiver::new();
         while let Ok(Some((message, fds))) = wire::receive(stream, &mut frames) {

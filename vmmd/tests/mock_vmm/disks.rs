@@ -24,7 +24,7 @@ pub struct Plugged {
 }
 
 impl Plugged {
-    /// Takes the disk's descriptors out of those that came.
+    /// Takes the disk's descriptors out of the received ones.
     pub fn new(wire: Disk, fds: &mut [Option<OwnedFd>]) -> Self {
         let mut take = |index: u32| fds[index as usize].take().unwrap();
         let image = File::from(take(wire.fd));
@@ -39,7 +39,7 @@ impl Plugged {
         }
     }
 
-    /// `throttled` is the disk's limit of bytes per second: what the tests look at.
+    /// `throttled` contains the disk's limit of bytes per second, for the tests.
     fn stats(&self) -> DiskStats {
         DiskStats {
             name: self.wire.name.clone(),

@@ -39,7 +39,7 @@ pub struct Guest {
     disks: Mutex<Vec<Plugged>>,
     nics: Mutex<Vec<nics::Plugged>>,
     shares: Mutex<Vec<shares::Plugged>>,
-    /// Nothing when it has given up its control connections.
+    /// `None` after it has given up its control connections.
     controls: Mutex<Option<Vec<Weak<UnixStream>>>>,
     exit: File,
     /// Held as long as the process lives.
@@ -64,14 +64,14 @@ struct Inner {
     serial_log: Option<File>,
     /// Why it is paused, if by a disk.
     pause_message: String,
-    /// What it stands still for, if it was not paused by request or by a disk.
+    /// Reason for a pause that neither a request nor a disk caused.
     stands_for: PauseReason,
     /// Taps and so on: held as the real one does.
     devices: Vec<OwnedFd>,
     consoles: Vec<SyncSender<Arc<[u8]>>>,
     listeners: Vec<SyncSender<Event>>,
     line: Vec<u8>,
-    /// "vcpus=2 memory=134217728 nics=eth0@2": what the machine was built of.
+    /// "vcpus=2 memory=134217728 nics=eth0@2": configuration of the machine.
     machine: String,
 }
 
@@ -158,8 +158,8 @@ impl Guest {
             .map(|(_, value)| value.into())
     }
 
-    /// The guest runs from now on, or does not. Of `mock.exclusive=PATH`, a file that anybody may write to, only one runs at a time: another one
-    /// writes `twice` into it.
+    /// Records whether the guest runs. Only one guest at a time may run with the same
+    /// world-writable file `mock.exclusive=PATH`. A second guest writes `twice` into the file.
     pub fn runs(&self, runs: bool) {
         let Some(path) = self.option("mock.exclusive") else {
             return;
@@ -227,7 +227,7 @@ impl Guest {
         self.lock().listeners.push(listener);
     }
 
-    /// A new console, and what was printed before it.
+    /// Adds a console; returns the earlier output.
     pub fn open_console(&self, console: SyncSender<Arc<[u8]>>) -> Vec<u8> {
         let mut inner = self.lock();
         inner.consoles.push(console);
@@ -324,7 +324,7 @@ impl Guest {
         }
     }
 
-    /// What the spec says about a vCPU that shuts down.
+    /// Handles the shutdown of a vCPU by the spec.
     fn triple_fault(&self) {
         let message = "vCPU 0: triple fault";
         let mut inner = self.lock();
@@ -340,7 +340,7 @@ impl Guest {
         }));
     }
 
-    /// Ends as a killed process does, only slower: first what it has open, then itself.
+    /// Ends like a killed process, but slower: first its control connections, then the process.
     pub fn fade(&self) -> ! {
         let controls = self.controls.lock().unwrap().take().unwrap_or_default();
         for stream in controls.iter().filter_map(Weak::upgrade) {

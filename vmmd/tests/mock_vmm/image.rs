@@ -1,5 +1,5 @@
-//! `vmm image create|resize|import|boot`: no qcow2 image, but its magic and size where a header has them (qcow2 specification,
-//! "Header"), and from byte 4,096 on who made it: "net=… caps=…".
+//! `vmm image create|resize|import|boot`: writes no qcow2 image, only the magic and the size of its
+//! header (qcow2 specification, "Header"), and from byte 4,096 on the creator: "net=… caps=…".
 //!
 //! An executable called `image-fails` has no space, one called `image-hangs` never ends.
 

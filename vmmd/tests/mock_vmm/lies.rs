@@ -1,4 +1,4 @@
-//! What a `vmm` may say that its guest took over.
+//! Messages of a `vmm` under the control of its guest.
 
 use std::{
     io::Write,
@@ -18,7 +18,7 @@ use proto::{
 
 use crate::guest::Guest;
 
-/// Leaves a child behind that has nothing to do with this process but its user and its cgroup.
+/// Leaves a child behind that shares only its user and its cgroup with this process.
 pub fn fork(guest: &Guest) {
     let mut sleep = Command::new("/bin/sleep");
     sleep
@@ -26,7 +26,7 @@ pub fn fork(guest: &Guest) {
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .stderr(Stdio::null());
-    // Nobody waits for it: that is the point.
+    // The child must not be waited for.
     std::mem::forget(sleep.spawn().unwrap());
     guest.print("forked\r\n");
 }
@@ -91,7 +91,7 @@ pub fn tell(guest: &Guest, word: &str, controls: &[Weak<UnixStream>]) {
                 let _ = (&*stream).write_all(&[0xff; 64]);
             }
         }
-        // Ends with a record of a time that nobody can write down.
+        // Ends with a record whose time is not representable.
         "time" => {
             let record = ExitRecord {
                 kind: 1,
@@ -129,7 +129,7 @@ fn error(device: &str, message: &str) -> EventKind {
     })
 }
 
-/// A reply that nobody asked for.
+/// An unsolicited reply.
 fn disks(count: usize) -> Message {
     Message {
         kind: Some(Kind::Response(Response {

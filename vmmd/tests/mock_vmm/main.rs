@@ -1,24 +1,28 @@
-//! A `vmm` without KVM: the private protocol, the console, the lock and the exit record are as in the real one, the
-//! guest is a few commands.
+//! A `vmm` without KVM: the private protocol, the console, the lock and the exit record are as in
+//! the real one, the guest is a few commands.
 //!
-//! Words of the kernel command line choose how it behaves:
+//! Words of the kernel command line choose its behavior:
 //!
 //! - `mock.power=ignore`: the guest does nothing when its power button is pressed.
-//! - `mock.boot=image|kvm|exit|hang|stick:PATH`: `Boot` is refused, the process ends, or nothing comes back (and PATH is asked for).
+//! - `mock.boot=image|kvm|exit|hang|stick:PATH`: `Boot` is refused, the process ends, or no answer
+//!   follows (and PATH is accessed).
 //! - `mock.pause=hang|fade`: `Pause` is never answered, or the process ends as by `fade`.
 //! - `mock.alone=WORD`: `Boot` is refused while a machine of the same name with the same word runs.
 //! - `mock.exclusive=PATH`: see [`guest::Guest::runs`].
-//! - `mock.attach`, `mock.eject`, `mock.limit`, `mock.stats`: see [`disks`]. `mock.event=none`: no word of an ejected
-//!   disk. `mock.resume=fails`: a disk fails again in the moment of a resume.
+//! - `mock.attach`, `mock.eject`, `mock.limit`, `mock.stats`: see [`disks`]. `mock.event=none`: no
+//!   event about an ejected disk. `mock.resume=fails`: a disk fails again in the moment of a
+//!   resume.
 //!
-//! An executable called `silent` never answers anything, one called `old` speaks minor version 1. A reset by request is
-//! echoed as `reset by the host`. Lines typed on the console are commands to the guest:
-//! `poweroff`, `panic`, `crash`, `error`, `abort`, `fade` (its control connections end, a moment later the process),
-//! `reset`, `print N` (N bytes), `pause` (as of itself), `eject NAME`, `fail NAME` (a disk reports an error), `stall NAME`
-//! (a disk pauses the machine), `machine` (prints what it was built of), `deaf` (reads
-//! no more from this console until another one has typed `hear`, and then says how many bytes waited), `fork` (leaves a child behind), `stick PATH` (asks a file system), `lie WORD` (says what
-//! no `vmm` says, see [`lies`]); all others are echoed. As `vmm image`
-//! it makes what looks like an image, see [`image`]; called `virtiofsd` it serves a share, see [`share`].
+//! An executable called `silent` never answers, one called `old` speaks minor version 1. A reset by
+//! request is echoed as `reset by the host`. Lines typed on the console are commands to the guest:
+//! `poweroff`, `panic`, `crash`, `error`, `abort`, `fade` (its control connections end, a moment
+//! later the process), `reset`, `print N` (N bytes), `pause` (on its own), `eject NAME`,
+//! `fail NAME` (a disk reports an error), `stall NAME` (a disk pauses the machine), `machine`
+//! (prints its configuration), `deaf` (reads no more from this console until another one has typed
+//! `hear`, and then prints the number of waiting bytes), `fork` (leaves a child behind),
+//! `stick PATH` (accesses a file system), `lie WORD` (sends messages that no `vmm` sends, see
+//! [`lies`]); all others are echoed. As `vmm image` it writes a simulated image, see [`image`];
+//! called `virtiofsd` it serves a share, see [`share`].
 #![allow(clippy::unwrap_used, reason = "a test's helper may fail loudly")]
 
 mod balloon;
@@ -60,7 +64,7 @@ fn main() {
     };
     let listener = |option: &str| {
         let fd = fd(option);
-        // Makes this process the peer of those who connect from now on.
+        // Makes this process the peer of later connections.
         rustix::net::listen(&fd, 128).unwrap();
         UnixListener::from(fd)
     };

@@ -38,7 +38,7 @@ pub fn attach(guest: &Guest, request: AttachNic, fds: Vec<OwnedFd>) -> Option<Ou
     (how.as_deref() != Some("lost")).then(|| Outcome::Status(guest.status()))
 }
 
-/// Those that the machine is booted with; takes their descriptors.
+/// Stores the NICs of the boot; takes their descriptors.
 pub fn boot(guest: &Guest, machine: &MachineSpec, fds: &mut [Option<OwnedFd>]) {
     let nics = machine.nics.iter().map(|nic| {
         let own = std::iter::once(&nic.fd)

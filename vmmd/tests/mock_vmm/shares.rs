@@ -57,7 +57,7 @@ pub fn attach(guest: &Guest, request: AttachShare, fds: Vec<OwnedFd>) -> Option<
     Some(Outcome::Status(guest.status()))
 }
 
-/// Those that the machine is booted with; takes their descriptors.
+/// Stores the shares of the boot; takes their descriptors.
 pub fn boot(guest: &Guest, machine: &MachineSpec, fds: &mut [Option<OwnedFd>]) {
     let shares = machine.shares.iter().map(|share| Plugged {
         name: share.name.clone(),
@@ -69,7 +69,7 @@ pub fn boot(guest: &Guest, machine: &MachineSpec, fds: &mut [Option<OwnedFd>]) {
     *guest.shares() = shares;
 }
 
-/// A process in the place of the one that has ended.
+/// Replaces the process of a share that has ended.
 pub fn renew(guest: &Guest, name: &str, fds: Vec<OwnedFd>) -> Option<Outcome> {
     let mut shares = guest.shares();
     let Some(share) = shares.iter_mut().find(|share| share.name == name) else {

@@ -17,10 +17,10 @@ use proto::vmm::{
 
 use crate::guest::Guest;
 
-/// What each begins with.
+/// Prefix of each snapshot.
 const BEGIN: &str = "snapshot of ";
 
-/// What each machine that is sent begins with.
+/// Prefix of each machine that is sent.
 const SENT: &str = "machine of ";
 
 /// Follows the name of a guest that has panicked.
@@ -143,7 +143,8 @@ fn until_there(path: &str) {
 /// Follows the text when disks go along: what each holds, in hexadecimal digits.
 const DISKS: &str = " with disks ";
 
-/// What is sent of disks: the first block of each raw one, and nothing of others, since the mock can't read them.
+/// Disk data to send: the first block of each raw disk, and zeros for other disks, which the mock
+/// cannot read.
 fn along(guest: &Guest, names: &[String]) -> String {
     if names.is_empty() {
         return String::new();
@@ -175,7 +176,8 @@ fn read_block(image: &File) -> Page {
     page
 }
 
-/// Writes what came of disks; the text without it. `None` when a disk could not be written, or another one came than is expected.
+/// Writes the received disk data; returns the text without it. `None` after a failed write, or when
+/// the disks are not the expected ones.
 pub fn take_disks(guest: &Guest, text: &str, names: &[String]) -> Option<String> {
     let (text, blocks) = text.split_once(DISKS).unwrap_or((text, ""));
     let came: Vec<_> = blocks
@@ -218,7 +220,7 @@ fn write_much(socket: &mut File) -> bool {
     true
 }
 
-/// Keeps a socket that nobody reads from, for ever.
+/// Keeps a socket open without reading from it, endlessly.
 pub fn never_read(socket: &OwnedFd) -> ! {
     loop {
         std::thread::park();
@@ -226,14 +228,14 @@ pub fn never_read(socket: &OwnedFd) -> ! {
     }
 }
 
-/// What comes over a socket; nothing when it is no machine.
+/// Receives a machine from a socket; `None` for other data.
 pub fn receive(socket: OwnedFd) -> Option<String> {
     let mut text = String::new();
     File::from(socket).read_to_string(&mut text).unwrap();
     text.starts_with(SENT).then_some(text)
 }
 
-/// The first disk has what was written until now, and is quiet.
+/// The first disk contains all data written until now, and is quiet.
 pub fn quiet(guest: &Guest, number: u64) {
     write(guest, b"until the snapshot");
     guest.tell(event::Kind::DisksQuiet(DisksQuiet { number }));
@@ -259,7 +261,7 @@ fn write(guest: &Guest, text: &[u8]) {
     }
 }
 
-/// What is in a snapshot; nothing when it is none.
+/// Content of a snapshot; `None` for another file.
 pub fn read(file: OwnedFd) -> Option<String> {
     let mut file = File::from(file);
     assert!(file.write_at(b"x", 0).is_err(), "it is open for reading only");

@@ -10,7 +10,7 @@ use std::{
 /// How a server treats a connection whose request's head, in lower case, it has read.
 pub type Turn = Box<dyn Fn(&str, &mut TcpStream) + Send>;
 
-/// It treats its nth connection as it is told, and the rest as the last one.
+/// Treats its nth connection by the nth turn, and the rest by the last turn.
 pub struct Server {
     /// "http://127.0.0.1:…"
     pub address: String,
@@ -49,7 +49,8 @@ pub fn start(head: &str) -> Option<usize> {
     rest.split('-').next()?.parse().ok()
 }
 
-/// Sends what was asked for of the file, which has that name (`ETag`), but at most `most` bytes of it.
+/// Sends the requested part of the file with the tag `tag` (`ETag`), but at most `most` bytes of
+/// it.
 pub fn part(content: &Arc<Vec<u8>>, tag: &'static str, most: usize) -> Turn {
     let content = Arc::clone(content);
     Box::new(move |head, stream| {
@@ -73,7 +74,7 @@ pub fn part(content: &Arc<Vec<u8>>, tag: &'static str, most: usize) -> Turn {
     })
 }
 
-/// Holds the connection after that, until it is told to close it, or the test ends.
+/// Holds the connection after the turn, until the sender signals the end or the test ends.
 pub fn held(turn: Turn) -> (Turn, mpsc::Sender<()>) {
     let (go, may_go) = mpsc::channel();
     let turn: Turn = Box::new(move |head, stream| {

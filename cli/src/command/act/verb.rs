@@ -1,4 +1,4 @@
-//! What can be done to a VM, and what the daemon is asked for it.
+//! The verbs for a VM, and their requests to the daemon.
 
 use std::time::Duration;
 
@@ -11,13 +11,13 @@ use crate::{
     failure::{Code, Failure, Result},
 };
 
-/// What the daemon gives a guest to power off when nothing is said.
+/// Grace period that the daemon uses for a power-off by default.
 const DEFAULT_GRACE: Duration = Duration::from_secs(60);
 
 /// How much longer than the daemon vmmctl waits, so that the daemon says what became of an operation whose time is over.
 const LATE: Duration = Duration::from_secs(2);
 
-/// What is to be done with a VM.
+/// Verb for a VM.
 #[derive(Clone, Debug)]
 pub enum Verb {
     /// Start it.
@@ -33,7 +33,7 @@ pub enum Verb {
     Restart(Ending),
     /// Hold its vCPUs.
     Pause,
-    /// Let it go on.
+    /// Resume it.
     Resume,
     /// Delete it.
     Delete {
@@ -136,10 +136,10 @@ async fn start(client: &Client, name: String, no_wait: bool) -> Result<Done> {
         ..Default::default()
     };
     match send!(wait(client, WORK), client.vms, start_vm, request).await {
-        // As with `stop` of a VM that is stopped: it is as it was to be, and nothing has begun.
+        // As with `stop` of a stopped VM: the VM runs already, and no operation has begun.
         Ok(answer) if answer.operation.is_none() => Ok(said("runs already")),
         Ok(answer) => Ok(told("started", "starting", no_wait, answer.operation)),
-        // As a daemon of before says it.
+        // An older daemon returns this error.
         Err(failure) if &*failure.reason == "ALREADY_RUNNING" => Ok(said("runs already")),
         Err(failure) => Err(failure),
     }
@@ -224,7 +224,7 @@ fn done<T>(text: &str, answer: Result<T>) -> Result<Done> {
     answer.map(|_| said(text))
 }
 
-/// What was done; or, when that was not waited for, what has begun.
+/// Reports the completed verb; without waiting, reports the operation in progress.
 fn told(done: &str, begun: &str, no_wait: bool, operation: Option<v1::Operation>) -> Done {
     match operation.filter(|_| no_wait) {
         Some(operation) => said(format!("{begun} (operation/{})", operation.id)),

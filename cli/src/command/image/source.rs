@@ -18,7 +18,7 @@ const REGISTRY: &str = "oci://";
 /// Before a folder with OCI images.
 const LAYOUT: &str = "oci-layout:";
 
-/// Reads it, with what the flags say of an OCI image.
+/// Parses the source, with the options for an OCI image.
 pub fn from_text(from: &str, oci: &Oci) -> Result<Source> {
     let platform = oci.platform.clone().unwrap_or_default();
     if let Some(reference) = from.strip_prefix(REGISTRY) {

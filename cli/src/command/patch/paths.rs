@@ -1,11 +1,11 @@
-//! Which fields a patch changes, as paths of an update mask: all others stay as they are, also those that this vmmctl does not
-//! know.
+//! Fields that a patch changes, as paths of an update mask. All other fields stay unchanged,
+//! including fields unknown to this vmmctl.
 
 use serde_json::Value as Json;
 
 use super::Step;
 
-/// What of a manifest only the daemon sets; in a patch it means nothing, as in a manifest.
+/// Manifest fields that only the daemon sets; a patch ignores them, as a manifest does.
 const IGNORED: [&str; 6] = [
     "apiVersion",
     "kind",
@@ -17,7 +17,7 @@ const IGNORED: [&str; 6] = [
 /// Maps, whose keys are named in brackets.
 const MAPS: [&str; 2] = ["metadata.labels", "metadata.annotations"];
 
-/// Of a merge patch: a list, a value and a null are each one change.
+/// Returns the paths of a merge patch: a list, a value and a null are each one change.
 pub(super) fn of_merge(patch: &Json) -> Vec<String> {
     let mut paths = Vec::new();
     walk(patch, String::new(), &mut paths);
@@ -36,7 +36,8 @@ fn walk(patch: &Json, path: String, paths: &mut Vec<String>) {
     }
 }
 
-/// Of the way to a field of a VM that is `json`; the items of lists are named by their names. `value` is what is put there.
+/// Returns the path of the steps to a field of the VM `json`; list items appear by name. `value` is
+/// the new value of the field.
 pub(super) fn of_steps(json: &Json, steps: &[Step], value: &Json) -> Option<String> {
     let (mut path, mut at) = (String::new(), Some(json));
     for (index, step) in steps.iter().enumerate() {

@@ -78,7 +78,7 @@ pub async fn export(client: &Client, args: &ExportSnapshot) -> Result<()> {
     }
 }
 
-/// What happened to a file of the user, or to standard output or input.
+/// Failure of the user's file, or of standard input or output.
 fn failed(path: &Path, error: &io::Error) -> Failure {
     if path.as_os_str() == "-" && error.kind() == io::ErrorKind::BrokenPipe {
         return Failure::new(
@@ -117,7 +117,7 @@ impl Partial {
         let mut partial = path.as_os_str().to_owned();
         partial.push(".partial");
         let partial = PathBuf::from(partial);
-        // What an export left that was killed, which others may be able to read.
+        // Removes the partial file of a killed export, which may have wider permissions.
         let _ = fs::remove_file(&partial);
         let file = File::options()
             .write(true)
@@ -149,7 +149,8 @@ impl Drop for Partial {
     }
 }
 
-/// Makes a snapshot of a file. When the daemon goes away before it has answered, the file is sent again; standard input can't be.
+/// Creates a snapshot from a file. When the daemon goes away before its answer, the file is sent
+/// again, but standard input cannot be sent twice.
 pub async fn import(client: &Client, args: &ImportSnapshot) -> Result<()> {
     let from_stdin = args.file.as_os_str() == "-";
     if from_stdin && io::stdin().is_terminal() {
@@ -247,7 +248,7 @@ fn read(
             message: Some(imported::Message::Data(piece)),
             ..Default::default()
         };
-        // Who does not listen any more says why.
+        // A closed receiver ends the read; the import call returns the reason.
         if count == 0 || sender.blocking_send(message).is_err() {
             return Ok(());
         }

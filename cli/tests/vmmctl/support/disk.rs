@@ -13,7 +13,7 @@ pub const BUSY: &str = "busy";
 /// A disk for which no VM has a slot.
 pub const TOO_MANY: &str = "one-too-many";
 
-/// The operation that makes a disk, which nobody waits for in the call.
+/// Id of the operation that creates a disk without a wait in the call.
 pub const DISK_MADE: &str = "0d6b9b07-4f0d-4f5a-8f3e-2d3a6a1c9f10";
 
 impl State {
@@ -22,7 +22,7 @@ impl State {
         lock(&self.disks).get(name).cloned()
     }
 
-    /// Tells watchers of a change of a disk.
+    /// Notifies watchers of a change of a disk.
     pub fn announce_disk(&self, kind: WatchEventType, disk: v1::Disk) {
         // Nobody may watch.
         let _ = self.disk_changes.send(v1::WatchDisksResponse {

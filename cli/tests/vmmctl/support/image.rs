@@ -11,7 +11,7 @@ pub const IMAGE_MADE: &str = "f3a1c2d4-93cb-4a9f-8ed4-0c4c2f3b7a61";
 pub const MANIFEST: &str = "sha256:4f1c4f1c4f1c4f1c4f1c4f1c4f1c4f1c4f1c4f1c4f1c4f1c4f1c4f1c4f1c4f1c";
 
 impl State {
-    /// An image as it was asked for.
+    /// An image as requested.
     pub fn image(&self, name: &str) -> Option<v1::Image> {
         lock(&self.images).get(name).cloned()
     }

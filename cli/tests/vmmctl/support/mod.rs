@@ -38,7 +38,7 @@ use tonic_types::{ErrorDetails, StatusExt as _};
 type Answer<T> = Result<Response<T>, Status>;
 type Events<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
-/// What the daemon has and was asked.
+/// Objects of the mock daemon, and the calls on it.
 #[derive(Clone)]
 pub struct State {
     vms: Arc<Mutex<BTreeMap<String, v1::Vm>>>,
@@ -57,7 +57,7 @@ pub struct State {
     samples: Arc<Mutex<u64>>,
     operations: Arc<Mutex<BTreeMap<String, v1::Operation>>>,
     play: Arc<Mutex<Play>>,
-    /// What guests have printed on their consoles.
+    /// Console output of guests.
     printed: Arc<Mutex<BTreeMap<String, Vec<u8>>>>,
     consoles: Arc<Mutex<usize>>,
 }
@@ -90,12 +90,12 @@ pub fn run_with_input(daemon: &Daemon, args: &[&str], input: &str) -> (i32, Stri
     )
 }
 
-/// What a command that has nothing to say on standard error ends with.
+/// Result of a successful command without output on standard error.
 pub fn done(stdout: &str) -> (i32, String, String) {
     (0, stdout.to_owned(), String::new())
 }
 
-/// What a command that has nothing to say on standard output ends with.
+/// Result of a failed command without output on standard output.
 pub fn failed(code: i32, stderr: &str) -> (i32, String, String) {
     (code, String::new(), stderr.to_owned())
 }
@@ -138,7 +138,7 @@ impl Daemon {
         }
     }
 
-    /// Drops all connections and listens anew, as after a crash.
+    /// Drops all connections and listens again, as after a crash.
     pub fn restart(&mut self) {
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
@@ -162,7 +162,7 @@ impl Daemon {
     }
 }
 
-/// Serves `state` on `socket` as long as the runtime is there.
+/// Serves `state` on `socket` for the lifetime of the runtime.
 fn serve(socket: &Path, state: &State) -> tokio::runtime::Runtime {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
@@ -351,7 +351,7 @@ impl State {
         lock(&self.play).starts -= 1;
     }
 
-    /// The phase of a VM, if it is there.
+    /// Phase of a VM, if the VM exists.
     pub fn phase(&self, name: &str) -> Option<VmPhase> {
         Some(lock(&self.vms).get(name)?.status.as_ref()?.phase())
     }
@@ -361,12 +361,12 @@ impl State {
         lock(&self.vms)[name].clone()
     }
 
-    /// What changed the daemon was asked for, in order.
+    /// Requests for changes, in order.
     pub fn calls(&self) -> Vec<String> {
         lock(&self.calls).clone()
     }
 
-    /// Tells watchers of a change.
+    /// Notifies watchers of a change.
     pub fn announce(&self, kind: WatchEventType, name: &str) {
         let vm = Some(self.vm(name));
         // Nobody may watch.
@@ -420,7 +420,7 @@ impl State {
     }
 }
 
-/// Whether the guest runs and its vmm answers: of the VM called `silent` nobody knows.
+/// Whether the guest runs and its vmm answers; unknown for the VM `silent`.
 fn ready(name: &str, phase: VmPhase) -> v1::Condition {
     let status = match (name, phase) {
         ("silent", _) => v1::ConditionStatus::Unknown,

@@ -81,7 +81,7 @@ impl NetworkService for State {
 
     type WatchNetworksStream = Events<v1::WatchNetworksResponse>;
 
-    /// What there is, and then that it is gone.
+    /// Sends the existing networks, then their deletion.
     async fn watch_networks(
         &self,
         request: Request<v1::WatchNetworksRequest>,

@@ -1,4 +1,4 @@
-//! What the daemon counts, logs and tells.
+//! Counters, logs and events of the daemon.
 
 use std::time::Duration;
 
@@ -29,7 +29,7 @@ fn event(number: u32, reason: &str, severity: v1::EventSeverity) -> v1::Event {
 }
 
 impl State {
-    /// Tells those who watch.
+    /// Sends an event to the watchers.
     pub fn tell(&self, number: u32, reason: &str) {
         let _ = self.events.send(event(number, reason, v1::EventSeverity::Normal));
     }

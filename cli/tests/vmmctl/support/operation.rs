@@ -28,7 +28,7 @@ impl State {
         lock(&self.operations).insert(id.into(), operation);
     }
 
-    /// Operations can't be watched that often, as while a daemon is restarted.
+    /// Refuses this number of watches of operations, as during a restart of the daemon.
     pub fn refuse_watches(&self, times: usize) {
         lock(&self.play).refused_watches = times;
     }

@@ -1,4 +1,5 @@
-//! The screen of a running VM: an RFB server with a picture of 4 x 3 pixels, which notes what is pressed.
+//! The screen of a running VM: an RFB server with a picture of 4 x 3 pixels that records pressed
+//! keys.
 
 use proto::v1::{self, VmPhase, vnc_request::Message};
 use tokio::sync::mpsc;
@@ -18,7 +19,7 @@ pub const PICTURE: [[u8; 3]; 12] = {
     picture
 };
 
-/// Bytes of the client, and where what it is told goes.
+/// Received bytes of the client, and the channel for data to the client.
 struct Peer {
     input: Streaming<v1::VncRequest>,
     buffer: Vec<u8>,

@@ -1,4 +1,4 @@
-//! Snapshots: archives, and those that were taken.
+//! Snapshots: archives, and created snapshots.
 
 use std::pin::Pin;
 
@@ -11,7 +11,7 @@ use tonic::{Code, Request, Response, Status, Streaming};
 
 use super::{Answer, State, lock, refusal};
 
-/// A snapshot whose archive can't be read to the end.
+/// A snapshot with an archive that cannot be read completely.
 pub const DAMAGED: &str = "damaged";
 /// A snapshot that is taken by a daemon that knows no kinds.
 pub const OLD: &str = "old";

@@ -298,7 +298,8 @@ impl VmService for State {
 
     type ConsoleStream = Events<v1::ConsoleResponse>;
 
-    /// Prints a banner, then echoes what is typed in capitals; a line `halt` ends the run. Ends when the client does.
+    /// Prints a banner, then echoes input in capitals; a line `halt` ends the run. Ends when the
+    /// client does.
     async fn console(&self, request: Request<Streaming<v1::ConsoleRequest>>) -> Answer<Self::ConsoleStream> {
         let mut input = request.into_inner();
         let first = input.message().await?.and_then(|request| request.message);
@@ -412,7 +413,7 @@ impl VmService for State {
 
     type PortForwardStream = Events<v1::PortForwardResponse>;
 
-    /// Port 7 says what it is told (RFC 862); nothing listens at any other.
+    /// Port 7 echoes its input (RFC 862); no other port listens.
     async fn port_forward(
         &self,
         request: Request<Streaming<v1::PortForwardRequest>>,

@@ -1,4 +1,4 @@
-//! What is below an image's tables and data: a file, and what of it is stable.
+//! File below an image's tables and data, and the state of its writes on stable storage.
 
 use std::{
     io,
@@ -15,8 +15,8 @@ use super::{buffers::Buffers, medium::Medium};
 pub(super) struct Base {
     pub(super) medium: Arc<dyn Medium>,
     unsynced: AtomicBool,
-    /// The errno of a sync that failed. The kernel may have dropped what it could not write, and call the next sync a
-    /// success (fsync(2), "EIO"): from then on each sync fails.
+    /// Errno of a failed sync. The kernel may have dropped the data of failed writes and report
+    /// success for the next sync (fsync(2), "EIO"). Therefore every later sync fails.
     lost: Mutex<Option<i32>>,
     /// For tables and compressed data.
     pub(super) buffers: Buffers,
@@ -43,9 +43,10 @@ impl Base {
         result
     }
 
-    /// On return all is stable of which [`written`](Self::written) was told before the call.
+    /// Makes stable every write that was reported to [`written`](Self::written) before the call.
     pub(super) fn sync(&self) -> io::Result<()> {
-        // Whoever finds nothing to do must have waited for another thread that does it.
+        // The lock is held across the sync: a caller that finds `unsynced` clear has waited for the
+        // thread that syncs.
         let mut lost = self.lost.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(number) = *lost {
             return Err(io::Error::from_raw_os_error(number));

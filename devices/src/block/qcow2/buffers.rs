@@ -1,5 +1,5 @@
-//! Buffers that are used again: to make a large one means, for the allocator of a `vmm`, to map memory and to unmap it
-//! afterwards, of which the processor of each vCPU is told.
+//! Reusable buffers. For a large buffer, the allocator of a `vmm` maps memory and unmaps it
+//! afterwards, and each unmapping interrupts the processors of all vCPUs.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -9,7 +9,7 @@ const KEPT: usize = 2;
 /// A larger buffer is not kept, in bytes: one cluster at the most is so large.
 const MAX_KEPT: usize = 2 << 20;
 
-/// Those that nobody uses.
+/// Unused buffers.
 #[derive(Debug, Default)]
 pub(super) struct Buffers(Mutex<Vec<Vec<u8>>>);
 

@@ -25,7 +25,7 @@ const L1_RESERVED: u64 = !(L1_OFFSET | COPIED);
 /// Bits of an L2 entry of a standard cluster that must be 0.
 const L2_RESERVED: u64 = !(L1_OFFSET | COPIED | COMPRESSED | ZERO);
 
-/// What a check found.
+/// Result of a check.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Report {
     /// Contradictions in the tables.
@@ -38,10 +38,10 @@ pub struct Report {
     pub allocated: u64,
 }
 
-/// What a check found, and what it needs to repair leaks.
+/// Result of a check, and the state needed to repair leaks.
 #[derive(Debug)]
 pub struct Inspection {
-    /// What is to be told.
+    /// Result to report.
     pub report: Report,
     references: References,
     /// Where the refcount blocks are, by number; 0 for none.
@@ -53,7 +53,7 @@ pub struct Inspection {
 struct References {
     /// By cluster: [`OWNED`], or how often compressed data lies in it, up to [`MANY`].
     counts: Vec<u8>,
-    /// Those that are at [`MANY`].
+    /// Counts of the clusters at [`MANY`].
     many: HashMap<u64, u64>,
 }
 
@@ -73,7 +73,7 @@ impl References {
         }
     }
 
-    /// Notes a use; says why it can't be.
+    /// Records a use of a cluster; the error describes the conflict.
     fn add(&mut self, cluster: u64, owned: bool) -> Result<(), &'static str> {
         let index = usize::try_from(cluster).unwrap_or(usize::MAX);
         let Some(count) = self.counts.get_mut(index) else {

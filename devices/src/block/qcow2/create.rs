@@ -1,4 +1,4 @@
-//! New qcow2 images, and what happens to one that nobody uses.
+//! Creation of qcow2 images, and changes of images that are not in use.
 
 use std::{fs::File, io, sync::Arc};
 
@@ -13,7 +13,7 @@ use crate::block::SECTOR;
 /// How much of a new image's space is taken at once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Preallocation {
-    /// Nothing but what the format needs.
+    /// Only the space that the format requires.
     Off,
     /// All tables; data takes no space on the host yet.
     Metadata,
@@ -21,7 +21,7 @@ pub enum Preallocation {
     Full,
 }
 
-/// What a new image is to be.
+/// Properties of a new image.
 #[derive(Debug, Clone, Copy)]
 pub struct CreateOptions {
     /// Size of the disk in bytes, a multiple of [`SECTOR`].
@@ -37,7 +37,8 @@ pub struct CreateOptions {
 /// The size of clusters that suits most: QEMU's default.
 pub const CLUSTER_SIZE: u32 = 64 << 10;
 
-/// What stands in an overlay's header for its backing file, which vmmd knows and nobody is to look for by a name.
+/// Name of the backing file in an overlay's header. vmmd knows the backing file, and no program may
+/// open it by this name.
 const BACKING_NAME: &str = "given by vmmd";
 
 /// Makes `file`, which is empty, an image; on return it is on stable storage.

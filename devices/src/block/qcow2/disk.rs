@@ -1,17 +1,19 @@
-//! The disk in an image: what each request does.
+//! Requests on the disk in an image.
 //!
-//! What keeps imago in order, in the order in which it is taken:
+//! Locks that keep imago consistent, in the order of acquisition:
 //!
-//! 1. `ranges`: where a cluster lies stays true for whoever uses its range, so that data is read and written in place
-//!    without a lock. Who takes clusters away has their range alone.
+//! 1. `ranges`: the place of a cluster is stable while a request uses its range, so that data is
+//!    read and written in place without a lock. A request that removes clusters holds their range
+//!    exclusively.
 //! 2. `access`: shared by all requests, exclusive for growing.
-//! 3. `turns`: an L2 table is changed, or locked by imago, by one request at a time.
-//! 4. `tables`: shared for look-ups and exclusive for changes of tables: imago's caches write each other back in a
-//!    certain order only as long as nobody changes them meanwhile.
+//! 3. `turns`: one request at a time changes an L2 table or makes imago lock it.
+//! 4. `tables`: shared for look-ups and exclusive for changes of tables. imago's caches write each
+//!    other back in a certain order, which holds only while no other request changes them.
 //!
-//! A write that allocates holds `tables` while the cluster is allocated and again while the L2 table begins to name it,
-//! and not while the data is written; a commit in between finds a cluster that is counted and not named, which at worst
-//! leaks. A flush and a look-up wait for no data.
+//! A write that allocates holds `tables` during the allocation of the cluster and again during the
+//! update of the L2 table, but not while the data is written. A commit in between finds a cluster
+//! with a refcount and without a reference, which at worst leaks. Flushes and look-ups do not wait
+//! for data.
 
 mod clear;
 mod export;
@@ -54,7 +56,7 @@ pub(super) struct Disk {
     /// Size in bytes of the image below.
     below: Option<u64>,
     capacity: AtomicU64,
-    /// Something panicked: nobody knows what state the tables in memory are in.
+    /// A request panicked: the state of the tables in memory is unknown.
     failed: AtomicBool,
     /// The file is at least so long, in bytes.
     length: AtomicU64,
@@ -80,7 +82,7 @@ pub(super) struct Place {
     write: bool,
 }
 
-/// What an image is, for [`Disk::new`].
+/// Properties of an image, for [`Disk::new`].
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Traits {
     pub(super) read_only: bool,
@@ -139,8 +141,9 @@ impl Disk {
         self.ranges.fail();
     }
 
-    /// Where in the file a range lies, if it is in one piece and, with `write`, can be written there. It stays there
-    /// until [`unplace`](Self::unplace). Nothing waits here for other requests.
+    /// Returns the place of a range in the file, if the range is contiguous and, with `write`, can
+    /// be written in place. The place is stable until [`unplace`](Self::unplace). Does not wait for
+    /// other requests.
     pub(super) fn place(&self, offset: u64, length: u64, write: bool) -> Option<Place> {
         let allowed = if write {
             self.check_change(offset, length)
@@ -170,7 +173,7 @@ impl Disk {
         else {
             return None;
         };
-        // What is not writable may be given up meanwhile, if anything is.
+        // A write to another part of the cluster may give up a place that is not writable.
         if run < length || !(writable || self.read_only) {
             return None;
         }
@@ -299,7 +302,7 @@ impl Disk {
         })
     }
 
-    /// Whether what is at `offset` is compressed in this file, and may change.
+    /// Returns whether the cluster at `offset` is compressed in this file and may change.
     fn is_compressed(&self, access: &FormatAccess<Layer>, offset: u64) -> io::Result<bool> {
         let (mapping, _) = access.get_shallow_mapping(offset, 1)?;
         Ok(!self.read_only && matches!(mapping, ShallowMapping::Special { .. }))
@@ -367,7 +370,7 @@ impl Disk {
         let (length, gives_up) = match mapping {
             // Somebody else was quicker.
             ShallowMapping::Raw { writable: true, .. } => (run, false),
-            // What it has is given up: compressed data, or a cluster that is not its own.
+            // The write gives up the old place: compressed data, or a cluster with other users.
             ShallowMapping::Special { .. } | ShallowMapping::Raw { .. } => (run, true),
             _ => (self.unallocated(access, offset, length)?, false),
         };
@@ -388,7 +391,7 @@ impl Disk {
         tables.given_up |= gives_up;
         match result {
             Ok(()) => access.commit_data_mapping(mapping)?,
-            // What was allocated is free again; what the range held before is untouched.
+            // Frees the allocation; the old content of the range is untouched.
             Err(error) => {
                 drop(mapping);
                 return Err(error);

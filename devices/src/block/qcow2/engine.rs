@@ -1,8 +1,9 @@
-//! The engine of a qcow2 image: what lies in one piece of the file is read and written there by io_uring, as in a raw
-//! image; everything else is done by threads ([`pool`](super::pool)), and all where the kernel forbids io_uring.
+//! Engine of a qcow2 image. io_uring reads and writes ranges that are contiguous in the file, as in
+//! a raw image. Threads ([`pool`](super::pool)) do everything else, and all requests if the kernel
+//! forbids io_uring.
 //!
-//! Invariant: as long as a request is in the ring, its clusters are counted as in use
-//! ([`Disk::place`](super::disk::Disk::place)), so that nobody takes them away.
+//! Invariant: while a request is in the ring, its clusters count as in use
+//! ([`Disk::place`](super::disk::Disk::place)), so no other request removes them.
 
 use std::{
     io,
@@ -26,7 +27,7 @@ use crate::{
 
 /// Most requests at once: a virtqueue's size.
 const DEPTH: usize = 256;
-/// How long an engine that nobody wants any more waits for the host.
+/// How long a dropped engine waits for the host.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// See the module.
@@ -98,7 +99,7 @@ impl Qcow2Engine {
         }
     }
 
-    /// Has the threads begin with what was submitted for them.
+    /// Hands the submitted jobs to the threads.
     fn commit_jobs(&mut self) {
         if !self.submitted.is_empty()
             && let Err(error) = self.pool.begin(&mut self.submitted)
@@ -184,7 +185,8 @@ impl Engine for Qcow2Engine {
     fn commit_and_sleep(&mut self, other: RawFd, limit: Option<Duration>) -> io::Result<bool> {
         self.commit_jobs();
         match self.ring.as_mut() {
-            // What the threads are done with has called already, perhaps before `other` was looked at last.
+            // The threads have already signalled their completions, perhaps before the last look at
+            // `other`.
             Some(ring) if self.ended.is_empty() && self.mailbox.is_empty() => {
                 ring.commit_and_sleep(other, limit)
             }
@@ -224,7 +226,7 @@ impl Engine for Qcow2Engine {
 
 impl Drop for Qcow2Engine {
     fn drop(&mut self) {
-        // Mostly there is nothing: whoever drops it has waited.
+        // Normally no request is in flight, because the owner has waited.
         let deadline = Instant::now().checked_add(PATIENCE);
         while let Some(ring) = self.ring.as_mut().filter(|ring| ring.in_flight() > 0) {
             if let Some(completion) = ring.completed() {

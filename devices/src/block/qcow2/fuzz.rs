@@ -115,7 +115,7 @@ pub fn image(data: &[u8]) {
         let disk = open_disk(Arc::clone(&medium) as Arc<dyn Medium>, read_only, Vec::new());
         disk.ok().map(|disk| (disk, medium))
     };
-    // Errors are fine here, as for places that can't be.
+    // Errors are acceptable here, for example at impossible places.
     if let Some((disk, medium)) = open(true) {
         for offset in places(&disk) {
             let _result = disk.read(&mut buffers(), offset);

@@ -1,5 +1,5 @@
-//! The header of a qcow2 file, read by ourselves before anything else looks at the file: what can't be used is refused
-//! here, with the reason. Sections are those of QEMU's `docs/interop/qcow2.rst`.
+//! Header of a qcow2 file. Our own parser reads it before any other code looks at the file, and
+//! refuses unusable files with the reason. Sections are those of QEMU's `docs/interop/qcow2.rst`.
 
 use std::{io, num::NonZeroU64, ops::RangeInclusive};
 
@@ -43,7 +43,7 @@ const EXTENDED_L2: u64 = 1 << 4;
 /// Autoclear features ("Header", bytes 88-95).
 const BITMAPS: u64 = 1 << 0;
 
-/// Why a file can't be used as a qcow2 image.
+/// Reason why a file is not usable as a qcow2 image.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     /// Other magic bytes, or too short.
@@ -73,7 +73,7 @@ pub enum Refusal {
     /// Not deflate.
     #[error("the qcow2 image is compressed with {0}, only deflate is supported")]
     Compression(String),
-    /// Bits that nobody here knows.
+    /// Unknown feature bits.
     #[error("the qcow2 image has unknown incompatible features {0:#x}")]
     Features(u64),
     /// Snapshots inside of the image, which is to be written to.
@@ -82,7 +82,7 @@ pub enum Refusal {
     /// Dirty bitmaps inside of the image, which is to be written to.
     #[error("the qcow2 image has persistent bitmaps: such images can be used read-only")]
     Bitmaps,
-    /// It names a file that nobody has allowed it to use.
+    /// The image names a backing file that was not passed for it.
     #[error("the qcow2 image names a backing file, and none was given for it: such a name is never followed")]
     ForeignBacking,
     /// One was given that the image does not want.
@@ -96,7 +96,7 @@ pub enum Refusal {
     TooLarge(String),
 }
 
-/// What the header says, checked. Offsets and sizes are in bytes.
+/// Checked fields of the header. Offsets and sizes are in bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Header {
     /// 2 or 3.
@@ -145,7 +145,8 @@ impl Fields<'_> {
 }
 
 impl Header {
-    /// Reads and checks the header of a file; what can't be right is refused, whatever the file is to be used for.
+    /// Reads the header of a file and checks it. Invalid values are refused for every use of the
+    /// file.
     pub fn read(medium: &dyn Medium) -> io::Result<Result<Self, Refusal>> {
         if medium.size()? < u64::from(V2_LENGTH) {
             return Ok(Err(Refusal::NotQcow2));
@@ -155,7 +156,7 @@ impl Header {
         Ok(Self::parse(&bytes))
     }
 
-    /// Parses the first bytes of a file; what is missing counts as zeroes.
+    /// Parses the first bytes of a file; missing bytes count as zeroes.
     pub fn parse(bytes: &[u8]) -> Result<Self, Refusal> {
         let fields = Fields(bytes);
         if !bytes.starts_with(&MAGIC) {
@@ -310,8 +311,8 @@ impl Header {
         }
     }
 
-    /// Whether the header's extensions make sense, for an image that [can be used](Self::check_usable). Version 2 may have
-    /// some too, which nobody looks at.
+    /// Checks the header's extensions, for an image that [can be used](Self::check_usable).
+    /// Extensions of version 2 images are ignored.
     pub fn check_extensions(&self, medium: &dyn Medium) -> io::Result<Result<(), Refusal>> {
         let damaged = |reason: String| Ok(Err(Refusal::Header(reason)));
         if self.version < 3 {

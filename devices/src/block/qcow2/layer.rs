@@ -44,7 +44,7 @@ impl Layer {
         }))
     }
 
-    /// The file itself, for data: what lies in tables may not be up to date there.
+    /// The file itself, for data. Its tables may be out of date.
     pub(super) fn base(&self) -> &Base {
         &self.0.base
     }
@@ -129,18 +129,20 @@ impl Storage for Layer {
     }
 }
 
-// imago asks for sole access to the image where it takes clusters away, as somebody may still use a mapping that it gave
-// before. The users of a range exclude each other here (`disk::ranges`), so that requests elsewhere go on.
+// imago requires exclusive access to the image for the removal of clusters, because another request
+// may still use an earlier mapping. The users of a range exclude each other here (`disk::ranges`),
+// so requests elsewhere continue.
 
-/// Gives up the clusters of a range, of which nobody uses a mapping: it shows what lies below. `length` is within one L2
-/// table.
+/// Gives up the clusters of a range without mappings in use: the range shows the image below.
+/// `length` is within one L2 table.
 #[allow(unsafe_code)]
 pub(super) fn unmap(access: &FormatAccess<Layer>, offset: u64, length: u64) -> io::Result<()> {
-    // SAFETY: nobody uses a mapping of the range, as the caller has it alone; memory does not depend on it.
+    // SAFETY: the caller holds the range exclusively, so no mapping of the range is in use; memory
+    // does not depend on mappings.
     unsafe { access.discard_to_backing_unsafe(offset, length) }
 }
 
-/// Gives up the clusters of a range, of which nobody uses a mapping: it reads as zeroes.
+/// Gives up the clusters of a range without mappings in use: the range reads as zeroes.
 #[allow(unsafe_code)]
 pub(super) fn unmap_to_zero(access: &FormatAccess<Layer>, offset: u64, length: u64) -> io::Result<()> {
     // SAFETY: as above.

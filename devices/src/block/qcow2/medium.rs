@@ -1,4 +1,4 @@
-//! What an image lies on: a file, or in tests something that remembers what was done to it.
+//! Storage of an image: a file, or in tests a recorder of all changes.
 
 use std::{fmt, fs::File, io, os::unix::fs::FileExt};
 
@@ -26,7 +26,7 @@ pub trait Medium: fmt::Debug + Send + Sync {
     fn sync(&self) -> io::Result<()>;
 }
 
-/// Bytes written at once where a hole can't be made.
+/// Size of one write of zeroes in bytes, where holes are not supported.
 const ZEROES: usize = 64 << 10;
 
 impl Medium for File {

@@ -1,9 +1,11 @@
-//! qcow2 images. imago knows where clusters lie and allocates them; everything around it is ours: what is refused
-//! ([`header`], [`check`]), when changes of tables reach the file (`stage`), and how requests are carried out (`disk`,
-//! `pool`). Nothing is ever opened by a name that an image contains: all files come as descriptors.
+//! qcow2 images. imago locates and allocates clusters. Everything else is our own code: the refusal
+//! of images ([`header`], [`check`]), the time at which changes of tables reach the file (`stage`),
+//! and the execution of requests (`disk`, `pool`). No file is opened by a name from an image: all
+//! files arrive as descriptors.
 //!
-//! What a guest's flush confirmed survives the death of the process and of the host. What it wrote since may be lost,
-//! but the image stays consistent: at worst clusters leak, which the next opening for writing repairs.
+//! Data that a guest's flush confirmed survives the death of the process and of the host. Later
+//! writes may be lost, but the image stays consistent: at worst clusters leak, and the next opening
+//! for writing repairs leaks.
 
 mod base;
 mod buffers;
@@ -88,11 +90,12 @@ pub struct Qcow2Image {
 }
 
 impl Qcow2Image {
-    /// Checks and locks what was opened, as [`RawImage::open`](super::RawImage::open) does; `backing` are the images
-    /// below it, the nearest first, as many as the headers say. Clusters that leaked are freed.
+    /// Checks and locks an opened image, like [`RawImage::open`](super::RawImage::open). `backing`
+    /// holds the images below it, the nearest first, as many as the headers require. Leaked
+    /// clusters are freed.
     ///
-    /// With `O_DIRECT` the image's data and tables go past the host's page cache, else through it. What lies below goes
-    /// through it in any case: several VMs have it in common.
+    /// With `O_DIRECT` the image's data and tables bypass the host's page cache, otherwise they use
+    /// it. Images below always use the page cache, because several VMs share them.
     pub fn open(fd: OwnedFd, read_only: bool, backing: Vec<Backing>) -> Result<Self, OpenError> {
         let file = prepare(fd, read_only)?;
         let mut chain = Vec::new();
@@ -116,12 +119,12 @@ impl Qcow2Image {
         Ok(Self { target, ..image })
     }
 
-    /// Opens an image for reading that the caller's own lock, taken through another descriptor, keeps others from writing to; no lock is
-    /// taken here. See [`open`](Self::open) for `backing`.
+    /// Opens an image for reading without taking a lock. The caller's own lock, taken through
+    /// another descriptor, must exclude writers. See [`open`](Self::open) for `backing`.
     ///
     /// # Errors
     ///
-    /// It can't be used as a qcow2 image.
+    /// The file is not usable as a qcow2 image.
     pub fn open_without_lock(fd: OwnedFd, backing: Vec<Backing>) -> Result<Self, OpenError> {
         let below = backing.into_iter().map(|backing| match backing {
             Backing::Raw(fd) => Below::Raw(Arc::new(File::from(fd))),
@@ -130,11 +133,12 @@ impl Qcow2Image {
         Self::open_on(Arc::new(File::from(fd)), true, below.collect())
     }
 
-    /// Fills `data` from byte `offset` of the disk on; all of it lies within the disk. For an image that nobody writes to.
+    /// Fills `data` from byte `offset` of the disk on; the whole range must lie within the disk.
+    /// Only for images without writers.
     ///
     /// # Errors
     ///
-    /// The image can't be read, or its tables point beyond the file.
+    /// The image is unreadable, or its tables point beyond the file.
     pub fn read_at(&self, data: &mut [u8], offset: u64) -> io::Result<()> {
         let read = catch_unwind(AssertUnwindSafe(|| self.disk.read_at(data, offset)));
         read.unwrap_or_else(|_| Err(io::Error::other("its tables are beyond what was expected")))
@@ -299,7 +303,7 @@ fn for_rings(file: &File, read_only: bool) -> Option<Arc<Target>> {
     Some(Arc::new(target))
 }
 
-/// Makes the file end with a whole block, if it is there to be written.
+/// Extends a writable file to a whole block.
 fn fill_up(file: &File, read_only: bool, block: u64) -> io::Result<()> {
     let length = file::length(file)?;
     if !read_only && !length.is_multiple_of(block) {

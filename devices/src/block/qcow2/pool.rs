@@ -48,7 +48,7 @@ struct Shared {
     work: Condvar,
     /// No thread is busy.
     rested: Condvar,
-    /// The last commit by itself failed.
+    /// The last automatic commit failed.
     failing: AtomicBool,
 }
 
@@ -59,12 +59,12 @@ struct Queue {
     busy: usize,
     /// Threads end when there are no jobs.
     closed: bool,
-    /// Nobody waits for them.
+    /// The pool's owner does not wait for the threads.
     abandoned: bool,
 }
 
 impl Pool {
-    /// The threads begin with the first request for them.
+    /// The threads start with their first request.
     pub(super) fn new(disk: Arc<Disk>) -> Arc<Self> {
         let shared = Arc::new(Shared {
             disk,
@@ -168,7 +168,8 @@ impl Drop for Pool {
             .wait_timeout_while(queue, PATIENCE, |queue| queue.busy > 0 || !queue.jobs.is_empty());
         let (mut queue, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
         if timeout.timed_out() {
-            // Nobody waits for a host whose storage is stuck: the last thread commits when it goes.
+            // A host with stuck storage must not block the drop: the last thread commits when it
+            // ends.
             queue.abandoned = true;
             return;
         }
@@ -186,7 +187,7 @@ impl Shared {
         while let Some(job) = self.next() {
             let Job { request, mailbox } = job;
             let completion = self.carry_out(request);
-            // Who is told of the last request finds nobody busy.
+            // When the completion of the last request is delivered, no thread is busy.
             let last = self.rest(locked(&self.queue));
             mailbox.put(completion);
             if last {
@@ -195,7 +196,7 @@ impl Shared {
         }
     }
 
-    /// A thread is busy no more; says whether it was the last one of an image that nobody waits for.
+    /// Marks a thread as idle. Returns whether it was the last thread of an abandoned image.
     fn rest(&self, mut queue: MutexGuard<'_, Queue>) -> bool {
         queue.busy = queue.busy.saturating_sub(1);
         if queue.busy == 0 {
@@ -261,7 +262,7 @@ impl Shared {
         }
     }
 
-    /// A panic, of a library that did not expect what it found, is an error of the image.
+    /// Turns a panic of the library on unexpected data into an error of the image.
     fn guarded<T>(&self, action: impl FnOnce(&Disk) -> io::Result<T>) -> io::Result<T> {
         catch_unwind(AssertUnwindSafe(|| action(&self.disk))).unwrap_or_else(|_| {
             self.disk.fail();

@@ -1,9 +1,11 @@
-//! What is to become of an image's tables: changes are kept here, in memory, until they are committed together.
+//! Pending state of an image's tables: changes are kept in memory until they are committed
+//! together.
 //!
-//! imago keeps tables in caches and writes them back when it likes, sometimes a pointer before the refcount of what it
-//! points to. So none of its writes to tables that the file refers to reaches the file; only data, and tables that
-//! nothing in the file points to yet, are written at once. A commit brings the file from one consistent state to the
-//! next, and each step is on stable storage before the next begins:
+//! imago keeps tables in caches and writes them back at any time, sometimes a pointer before the
+//! refcount of its target. Therefore imago's writes to tables that the file refers to do not reach
+//! the file. Only data, and tables without a reference in the file, are written at once. A commit
+//! brings the file from one consistent state to the next, and each step is on stable storage before
+//! the next begins:
 //!
 //! 1. data and new tables,
 //! 2. refcounts, none of them lower than before,
@@ -11,10 +13,11 @@
 //! 5. L1 and L2 tables,
 //! 6. refcounts that became lower; this step need not be stable.
 //!
-//! Whenever that ends, each refcount is at least what it should be: clusters may leak, but none is used twice.
+//! If the commit is interrupted anywhere, each refcount is at least the correct value: clusters may
+//! leak, but none is used twice.
 //!
-//! Invariant: a cluster that was given up since the last commit is not used for anything else before the next one.
-//! [`Stage::moved`] tells of tables that were given up; of data only the user of the stage knows.
+//! Invariant: a cluster that was given up since the last commit is not reused before the next one.
+//! [`Stage::moved`] reports given up tables; only the user of the stage knows about given up data.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -34,7 +37,7 @@ pub(super) const L1_OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 /// Bits of a refcount table entry that are an offset ("Refcount table entry").
 pub(super) const REFCOUNT_OFFSET: u64 = !0x1ff;
 
-/// What a cluster holds, as far as the tables say.
+/// Content of a cluster according to the tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Data,
@@ -245,7 +248,7 @@ impl Stage {
         }
     }
 
-    /// Finds out where the tables are when the header says so anew.
+    /// Locates the tables after a change of the header.
     fn locate(&mut self, header: &Header) -> io::Result<()> {
         let l1 = Region {
             offset: header.l1_offset,

@@ -1,8 +1,9 @@
-//! An image's file past the host's page cache (O_DIRECT): tables and data alike.
+//! File of an image that bypasses the host's page cache (O_DIRECT), for tables and data alike.
 //!
-//! Nothing goes through the page cache beside: a block that is written both ways can lose one of the writes. So what is
-//! not made of whole blocks is bounced, as in a raw image, and changes of a part of a block exclude each other, whether
-//! they come from here or from a ring on the same [`Target`].
+//! No access to the file uses the page cache: a block written both ways can lose one of the writes.
+//! Therefore requests that are not whole blocks are bounced, as in a raw image. Changes of a part
+//! of a block exclude each other, whether they come from this type or from a ring on the same
+//! [`Target`].
 
 use std::{
     io,
@@ -20,14 +21,15 @@ use crate::{
     sys::{Iovecs, file},
 };
 
-/// Buffers that are kept for the next request: one for each thread of the pool, and one for whoever opens or closes.
+/// Number of buffers kept for later requests: one for each thread of the pool, and one for opening
+/// or closing.
 const KEPT: usize = 5;
 
 /// See the module.
 #[derive(Debug)]
 pub(super) struct Uncached {
     target: Arc<Target>,
-    /// Buffers that nobody uses.
+    /// Unused buffers.
     bounces: Mutex<Vec<Bounce>>,
 }
 
@@ -121,7 +123,7 @@ impl Medium for Uncached {
         if self.size()? >= end {
             return Ok(());
         }
-        // To the end of a block, so that what is behind it stays in reach of reads.
+        // Extends to the end of a block, so that reads reach the bytes behind the range.
         let blocks = self.target.alignment().around(offset, length);
         let length = blocks.end.saturating_sub(offset);
         Ok(fallocate(

@@ -81,7 +81,8 @@ impl Target {
             };
             rest = rest.get_mut(count..).unwrap_or_default();
             offset = offset.saturating_add(count as u64);
-            // Direct I/O can't go on from within a block: only the end of the file leads there.
+            // Direct I/O is impossible from within a block; only a read at the end of the file
+            // stops there.
             if count == 0 || !offset.is_multiple_of(self.alignment.offset.into()) {
                 if !self.extended {
                     return Err(io::ErrorKind::UnexpectedEof.into());

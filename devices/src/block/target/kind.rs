@@ -1,4 +1,4 @@
-//! What it is that an image is in.
+//! Type of the file that holds an image.
 
 use std::{fs::File, io};
 
@@ -6,7 +6,7 @@ use rustix::fs::FileType;
 
 use crate::sys::{blockdev, file};
 
-/// What it is that holds the bytes.
+/// Type of the storage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::block) enum Kind {
     File,
@@ -16,7 +16,7 @@ pub(in crate::block) enum Kind {
     },
 }
 
-/// What the file is (or is, as no disk can be), and its size in bytes.
+/// Returns the kind of the file (or the name of its unsupported type) and its size in bytes.
 pub(super) fn measure(file: &File) -> io::Result<(Result<Kind, &'static str>, u64)> {
     let status = file::status(file)?;
     match status.kind {

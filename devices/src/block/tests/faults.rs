@@ -1,4 +1,4 @@
-//! What goes wrong, and what is at its limits.
+//! Failures and limits.
 
 use std::io;
 
@@ -31,7 +31,7 @@ fn a_file_that_was_cut_off_is_an_error_where_it_ends(
         let cut = carry_out(&mut *engine, request(&memory, 2, read(offset), 0, length));
         assert_eq!(cut.result.unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
     }
-    // What is written makes it as long as that needs; the disk is whole for who writes first.
+    // A write extends the file as needed; to the guest the disk has its full size again.
     carry_out(&mut *engine, request(&memory, 3, write(SIZE - 4096), 0, 4096))
         .result
         .unwrap();
@@ -151,7 +151,8 @@ fn a_wait_ends_at_its_deadline(#[values(Which::Uring, Which::OldUring, Which::Th
     assert_eq!(engine.in_flight(), 0);
 }
 
-/// The event tells of each completion after everything was taken, also edge-triggered.
+/// After all completions were taken, the event signals each further completion, also
+/// edge-triggered.
 #[rstest]
 fn the_event_tells_of_completions(
     #[values(Which::Uring, Which::OldUring, Which::Threads)] which: Which,
@@ -192,7 +193,8 @@ fn the_event_tells_of_completions(
     }
 }
 
-/// A request under way when its engine goes: its memory is there until the host is done, and the image is closed.
+/// Drop of an engine with a request under way: the memory lives until the host is done, and the
+/// image is closed.
 #[rstest]
 fn an_engine_may_go_with_requests_under_way(
     #[values(Which::Uring, Which::OldUring, Which::Threads)] which: Which,

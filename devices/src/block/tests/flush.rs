@@ -1,4 +1,5 @@
-//! A FLUSH reaches what the image lies on. The page cache tells: what was written is dirty before a FLUSH, and nothing is after it.
+//! A FLUSH reaches the storage of the image. The page cache shows this: written pages are dirty
+//! before a FLUSH, and none is dirty after it.
 
 use rstest::rstest;
 use rustix::fs::fstatfs;
@@ -7,12 +8,12 @@ use super::{hosts::Loop, *};
 use crate::sys::cachestat::not_written_back;
 
 const SIZE: u64 = 1 << 20;
-/// `statfs` of what has no disk below it (`linux/magic.h`).
+/// `statfs` type of a file system without a disk below it (`linux/magic.h`).
 const TMPFS_MAGIC: i64 = 0x0102_1994;
-/// The kernel may write dirty pages back by itself; it will not do so this often right after each write.
+/// The kernel may write dirty pages back on its own, but not this often right after each write.
 const TRIES: u32 = 20;
 
-/// The file, where this host tells what of it is dirty.
+/// Opens the file, if this host reports its dirty pages.
 fn watched(path: &Path) -> Option<File> {
     let file = File::open(path).unwrap();
     if fstatfs(&file).unwrap().f_type == TMPFS_MAGIC {

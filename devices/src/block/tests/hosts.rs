@@ -1,4 +1,5 @@
-//! What needs a file system of a certain size, or a block device whose content may be lost. The tests make both, as root.
+//! Tests that need a file system of a certain size, or a block device with disposable content. The
+//! tests create both, as root.
 
 use std::process::Command;
 
@@ -73,7 +74,8 @@ impl Drop for SmallFs {
     }
 }
 
-/// Blocks run out in the middle: who wrote them has them, the others get ENOSPC, and none of it is the end.
+/// Space runs out midway: earlier writes keep their blocks, later ones get ENOSPC, and the image
+/// stays usable.
 #[rstest]
 fn a_full_file_system_is_an_error_until_there_is_space(
     #[values(Which::Uring, Which::Threads)] which: Which,

@@ -37,7 +37,7 @@ use super::{
 };
 use crate::{GuestMemory, lacking, ram::Segment, sys::Iovecs};
 
-/// How long a test waits for what has to come, before it fails.
+/// How long a test waits for an expected event before it fails.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 fn late() -> Instant {
@@ -55,7 +55,7 @@ fn write(offset: u64) -> Operation {
     }
 }
 
-/// Who does the work.
+/// Implementation of the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Which {
     Uring,

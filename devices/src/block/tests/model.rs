@@ -85,7 +85,7 @@ struct UnderWay {
     /// Sectors that it changes or reads.
     sectors: Range<u64>,
     changes: bool,
-    /// What a read has to give, where known.
+    /// Expected bytes of a read, where known.
     expected: Vec<Option<u8>>,
     pieces: Vec<Segment>,
 }
@@ -105,7 +105,7 @@ pub(super) fn run(setup: &Setup, steps: Vec<Step>) {
     run_on(setup.engine(), steps, || setup.content());
 }
 
-/// The same with any engine of an image that holds zeroes; `content` is asked for what it holds in the end.
+/// The same with any engine of an image that holds zeroes; `content` returns the final content.
 pub(in crate::block) fn run_on(engine: Box<dyn Engine>, steps: Vec<Step>, content: impl FnOnce() -> Vec<u8>) {
     let memory = GuestMemory::from_ranges(&[(GuestAddress(0), (ROOM * SLOTS) as usize)]).unwrap();
     let mut model = Model {

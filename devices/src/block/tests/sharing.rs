@@ -10,8 +10,8 @@ use super::*;
 const ENGINES: u64 = 4;
 const BLOCKS: u64 = 16;
 
-/// Each engine has sectors of its own in each block of 4 KiB, which it writes and zeroes many times while the others
-/// do the same with theirs. Whatever read-modify-write loses is seen at once, or at the end.
+/// Each engine writes and zeroes its own sectors in each block of 4 KiB many times, concurrently
+/// with the others. A loss by read-modify-write is detected at once or at the end.
 #[rstest]
 fn neighbours_in_a_block_keep_what_they_wrote(
     #[values(Which::Uring, Which::OldUring, Which::Threads)] which: Which,
@@ -50,7 +50,7 @@ fn last_value(engine: u64, request: u64) -> u8 {
     value(engine, request, ROUNDS - 1)
 }
 
-/// What a sector is filled with in a round.
+/// Fill byte of a sector in a round.
 fn value(engine: u64, request: u64, round: u8) -> u8 {
     if (request + u64::from(round)).is_multiple_of(7) {
         return 0;

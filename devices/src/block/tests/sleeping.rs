@@ -23,7 +23,7 @@ fn sleep_on_a_write(engine: &mut dyn Engine, memory: &Arc<GuestMemory>, other: &
     engine.commit_and_sleep(other.as_raw_fd(), None).unwrap()
 }
 
-/// Takes what was submitted, and what else there is.
+/// Takes the completions of all requests in flight.
 fn take_one(engine: &mut dyn Engine) {
     while engine.in_flight() > 0 {
         if let Some(completion) = engine.completed() {
@@ -170,7 +170,7 @@ fn without_requests_the_other_or_the_limit_ends_the_sleep() {
     assert!(!engine.other_called());
 }
 
-/// The ring had no room for what it was to wait for beside the requests, or the kernel took nothing.
+/// The ring has no room for the poll request beside the requests, or the kernel takes nothing.
 #[test]
 fn who_could_not_sleep_this_time_is_woken_where_it_sleeps_then() {
     let Some((_setup, mut engine)) = ring() else {

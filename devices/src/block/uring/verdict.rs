@@ -1,4 +1,4 @@
-//! What becomes of a request when its call came back.
+//! Outcome of a request whose call returned.
 
 use std::io;
 
@@ -7,7 +7,7 @@ use crate::{
     sys::Iovecs,
 };
 
-/// What to do when a call came back.
+/// Action after the return of a call.
 pub(super) enum Verdict {
     /// Its request is at its end.
     Over(io::Result<()>),
@@ -17,8 +17,9 @@ pub(super) enum Verdict {
     Elsewhere,
 }
 
-/// When `operation`, as far as it was left, came back with `result`: what the system call gives, or the negative error
-/// number. `buffers` are its own, and are used up as far as it got.
+/// Classifies the return of `operation`, the rest of a request. `result` is the value of the system
+/// call, or the negative error number. `buffers` belongs to the request; the transferred part is
+/// consumed.
 pub(super) fn classify(operation: Operation, result: i32, buffers: &mut Iovecs) -> Verdict {
     if let Ok(count) = u32::try_from(result) {
         return advance(operation, count, buffers);

@@ -1,4 +1,4 @@
-//! Any bytes as what a hostile client sends.
+//! Arbitrary bytes as input from a hostile client.
 
 #![allow(
     clippy::unwrap_used,
@@ -81,7 +81,7 @@ pub fn client(data: &[u8]) {
         }
         assert!(session.output().len() < 2 << 20);
     }
-    // What is left comes to an end when the client takes it.
+    // The rest of the output ends once the client takes it.
     for _ in 0..1000 {
         if session.output().is_empty() {
             return;

@@ -1,7 +1,8 @@
-//! What clients send, cut out of a stream of bytes (RFC 6143, 7.5, and the community's extensions).
+//! Parser of client messages in a stream of bytes (RFC 6143, 7.5, and the community's extensions).
 //!
-//! A client may say that a message has 4 GiB. What is long is either counted off without being kept (cut text, encodings) or
-//! refused; at most [`MAX_BUFFERED`] bytes of an unfinished message are kept.
+//! A client may announce a message of 4 GiB. Long parts are either consumed without being stored
+//! (cut text, encodings) or refused; at most [`MAX_BUFFERED`] bytes of an unfinished message are
+//! stored.
 
 use super::pixel::{BadFormat, PixelFormat};
 use crate::display::Rect;
@@ -24,7 +25,7 @@ pub enum ClientMessage {
     EncodingsEnd,
     /// FramebufferUpdateRequest.
     UpdateRequest {
-        /// Only what has changed.
+        /// Only changed parts are requested.
         incremental: bool,
         /// Of this part.
         area: Rect,
@@ -79,7 +80,7 @@ pub enum ClientMessage {
     },
 }
 
-/// Why a client's messages can't be understood. The stream is lost then.
+/// Reason why a client's messages are invalid. The rest of the stream is unusable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadMessage {
     /// A type that was not announced.
@@ -107,7 +108,7 @@ pub struct Parser {
     ending: bool,
 }
 
-/// What is at the beginning of some bytes.
+/// Result of parsing the beginning of a buffer.
 enum Found {
     /// More bytes are needed, this many in all.
     Incomplete(usize),
@@ -241,7 +242,7 @@ fn find(raw: &[u8]) -> Result<Found, BadMessage> {
     body(kind, length, fields, raw)?.ok_or(BadMessage::Type(kind))
 }
 
-/// The message behind its type; its fixed part is there.
+/// Parses the message after its type; the fixed part is complete.
 fn body(kind: u8, length: usize, mut fields: Fields<'_>, raw: &[u8]) -> Result<Option<Found>, BadMessage> {
     let read = || -> Option<Result<Found, BadMessage>> {
         let message = match kind {

@@ -1,15 +1,16 @@
-//! The RFB protocol (VNC) for the machine's screen: RFC 6143, and extensions of the community's RFB text.
+//! The RFB protocol (VNC) for the machine's screen: RFC 6143, and extensions of the community's RFB
+//! text.
 //!
-//! | file | what |
+//! | file | content |
 //! |---|---|
 //! | [`session`] | one client's protocol as a state machine over bytes |
-//! | [`message`] | what clients send |
+//! | [`message`] | client messages |
 //! | [`pixel`] | pixel formats |
 //! | `encode` | Raw, Hextile, ZRLE, Tight (without JPEG) |
-//! | [`server`] | clients on UNIX sockets, their pacing, and who may do what |
+//! | [`server`] | clients on UNIX sockets, their pacing and their rights |
 //!
-//! The server is on a UNIX socket, whose owner decides who connects; so the security type is None. Cut text (the clipboard)
-//! is thrown away.
+//! The server listens on a UNIX socket whose owner controls access, so the security type is None.
+//! Cut text (the clipboard) is discarded.
 
 mod encode;
 #[cfg(any(test, feature = "testing"))]

@@ -47,7 +47,7 @@ impl Channel {
 pub struct BadFormat;
 
 impl PixelFormat {
-    /// What the server says in its ServerInit: 32 bits, 0x00RRGGBB in little-endian order.
+    /// Format in the server's ServerInit: 32 bits, 0x00RRGGBB in little-endian order.
     pub const NATIVE: Self = Self {
         bytes: 4,
         depth: 24,
@@ -57,8 +57,8 @@ impl PixelFormat {
         blue: Channel { max: 255, shift: 0 },
     };
 
-    /// What a client that wants a colour map gets: 3 bits of red, 3 of green, 2 of blue, with a fixed map
-    /// ([`colour_map`]).
+    /// Format for a client that requests a colour map: 3 bits of red, 3 of green, 2 of blue, with a
+    /// fixed map ([`colour_map`]).
     const INDEXED: Self = Self {
         bytes: 1,
         depth: 8,

@@ -2,15 +2,17 @@
 //!
 //! # Pacing
 //!
-//! A client gets an update when it has asked for one, has taken all of the update before, and there is something new. So a client
-//! that is slow, or on a slow line, gets fewer updates, each with the picture of that moment, and nobody waits for it. The
-//! framebuffer is read at most once in [`FRAME`], for all clients together.
+//! A client gets an update when it has requested one, has taken all of the previous update, and the
+//! picture has changed. A slow client, or a client on a slow line, therefore gets fewer updates,
+//! each with the current picture, and delays no other client. The framebuffer is read at most once
+//! in [`FRAME`], for all clients together.
 //!
 //! # Cost
 //!
-//! The thread sleeps while nothing changes, and while no client waits for an update. Without clients it does not follow the
-//! framebuffer and keeps no copy of it. One source of pixels, the [`BootScreen`], can't say that they have changed: while it is
-//! shown and a client waits, the thread asks it, less and less often while nothing happens ([`POLLS`]).
+//! The thread sleeps while the picture does not change, and while no client waits for an update.
+//! Without clients it does not follow the framebuffer and keeps no copy. One source of pixels, the
+//! [`BootScreen`], cannot report changes: while it is shown and a client waits, the thread polls
+//! it, less and less often without changes ([`POLLS`]).
 
 mod client;
 mod poll;
@@ -34,14 +36,14 @@ pub const MAX_CLIENTS: usize = 32;
 /// Least time from one reading of the framebuffer to the next.
 pub const FRAME: Duration = Duration::from_millis(16);
 
-/// Least and most time from one look at the boot screen to the next. It doubles with each look that finds nothing; what a client
-/// types or points at makes it short again.
+/// Minimum and maximum interval of polling the boot screen. The interval doubles with each poll
+/// without changes; keyboard or pointer input from a client resets it to the minimum.
 pub const POLLS: (Duration, Duration) = (Duration::from_millis(32), Duration::from_millis(512));
 
 /// Least and most time from asking whether the guest has taken all keys to asking again, while a client waits for that. It doubles each time.
 pub const KEY_POLLS: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(64));
 
-/// What clients of a socket may do.
+/// Rights of a socket's clients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     /// See the screen, type, point, ask for another size.
@@ -50,17 +52,17 @@ pub enum Access {
     ViewOnly,
 }
 
-/// Whoever can give the screen another size: the guest, which is asked.
+/// Requests another screen size from the guest.
 pub trait Resizer: Send + Sync {
-    /// Asks for that size; false when nobody is there who could.
+    /// Requests that size; false without a driver, or if the adapter cannot offer the size.
     fn request_size(&self, size: Size) -> bool;
 }
 
-/// What is to be served.
+/// Configuration of the server.
 pub struct Setup {
     /// Listening UNIX stream sockets; they are made non-blocking.
     pub listeners: Vec<(OwnedFd, Access)>,
-    /// What clients call the screen: the VM's name.
+    /// Name of the screen for clients: the VM's name.
     pub name: String,
     /// The screen.
     pub framebuffer: Arc<Framebuffer>,

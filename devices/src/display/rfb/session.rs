@@ -5,12 +5,13 @@
 //!         └── 3.3 ────────────▲
 //! ```
 //!
-//! What is sent has an order that must hold: an update consists of pieces (rectangles) that are encoded one after the other as the
-//! client takes them, and nothing else is sent between two of them; messages that are due meanwhile wait in `behind`. At
-//! most one piece more than [`LOW_WATER`] is kept in `out`.
+//! Invariant on the order of output: an update consists of pieces (rectangles), which are encoded
+//! one after the other as the client takes them, without other messages between them. Messages that
+//! become due meanwhile wait in `behind`. `out` holds at most one piece more than [`LOW_WATER`].
 //!
-//! A client is never sent a picture that is older than the one it could have got: damage is gathered until the client has
-//! asked and has taken all of the update before, and pixels are read when they are encoded.
+//! A client always receives the newest possible picture: damage is collected until the client has
+//! requested an update and has taken all of the previous one, and pixels are read at the time of
+//! encoding.
 
 use std::{collections::VecDeque, sync::Arc};
 
@@ -70,7 +71,7 @@ pub enum ProtocolError {
     Message(#[from] BadMessage),
 }
 
-/// What a client did that the server has to act on.
+/// Event of a client for the server to handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
     /// The handshake is over; a client that does not share wants to be the only one.
@@ -114,11 +115,11 @@ pub enum Event {
     },
 }
 
-/// What became of a client's wish for another size (its status in ExtendedDesktopSize).
+/// Result of a client's request for another size (status in ExtendedDesktopSize).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum ResizeStatus {
-    /// Nobody can, or this client may not.
+    /// The size is fixed, or this client lacks the right.
     Prohibited = 1,
     /// A layout or size that there is not.
     Invalid = 3,
@@ -134,7 +135,7 @@ enum Stage {
     Normal,
 }
 
-/// What the client said it understands.
+/// Extensions that the client supports.
 #[derive(Clone, Copy, Debug, Default)]
 struct Capabilities {
     copy_rect: bool,
@@ -174,7 +175,7 @@ enum Piece {
     Copy { to: Rect, from: (u16, u16) },
 }
 
-/// A part of the picture that moved: what was at `from` is at `to` now.
+/// A part of the picture that moved from `from` to `to`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Move {
     /// Where it is.
@@ -199,11 +200,11 @@ pub struct Session {
     handshake: Vec<u8>,
     parser: Parser,
     capabilities: Capabilities,
-    /// What [`Capabilities`] a SetEncodings message that is being read says, and its encoding.
+    /// [`Capabilities`] collected from a SetEncodings message during parsing, and its encoding.
     announced: Capabilities,
     chosen: Option<Encoding>,
     format: PixelFormat,
-    /// What the format is to be from the next update on.
+    /// Format that takes effect with the next update.
     next_format: Option<PixelFormat>,
     encoding: Encoding,
     encoders: Encoders,
@@ -215,7 +216,7 @@ pub struct Session {
     cursor: Arc<Cursor>,
     leds: u8,
     due: Due,
-    /// What the client has asked for.
+    /// Area of the pending update request.
     request: Option<Rect>,
     continuous: Option<Rect>,
     in_flight: u8,
@@ -223,7 +224,7 @@ pub struct Session {
     out: Vec<u8>,
     written: usize,
     behind: Vec<u8>,
-    /// Answers to fences that are to come when what the client sent before them has taken effect.
+    /// Answers to fences that wait until the client's earlier messages have taken effect.
     held: Vec<u8>,
     values: Vec<u32>,
 }
@@ -273,8 +274,8 @@ impl Session {
             && self.output().len() < LOW_WATER.saturating_mul(16)
     }
 
-    /// Takes what the client sent. After an error nothing more of it is to be taken; what is in
-    /// [`output`](Self::output) may still be sent.
+    /// Handles input of the client. After an error the session takes no more input; the caller may
+    /// still send the [`output`](Self::output).
     pub fn receive(&mut self, mut input: &[u8], events: &mut Vec<Event>) -> Result<(), ProtocolError> {
         while self.stage != Stage::Normal {
             if !self.shake_hands(&mut input, events)? {
@@ -287,7 +288,7 @@ impl Session {
         Ok(())
     }
 
-    /// What is to be sent now.
+    /// Bytes that are ready to be sent.
     pub fn output(&self) -> &[u8] {
         self.out.get(self.written..).unwrap_or_default()
     }
@@ -298,7 +299,7 @@ impl Session {
         if self.written == self.out.len() {
             self.written = 0;
             self.out.clear();
-            // What one large piece needed is not kept.
+            // Frees the memory that one large piece needed.
             self.out.shrink_to(LOW_WATER);
         }
     }
@@ -338,7 +339,8 @@ impl Session {
         }
     }
 
-    /// Whether the client waits to hear that what it has sent has taken effect. To be answered with [`took_effect`](Self::took_effect).
+    /// Returns whether the client waits for a confirmation that its messages have taken effect.
+    /// [`took_effect`](Self::took_effect) confirms it.
     pub fn waits_for_effect(&self) -> bool {
         !self.held.is_empty()
     }
@@ -380,7 +382,7 @@ impl Session {
         self.format = self.next_format.take().unwrap_or(self.format);
         let mut pseudo = Vec::new();
         let mut count = self.put_pseudo(&mut pseudo);
-        // A client whose picture has another size from here on begins anew.
+        // A change of the picture's size restarts the client with full damage.
         if self.size == self.new_size || !self.can_resize() {
             let copy = moved.map(|moved| Piece::Copy {
                 to: moved.to,
@@ -393,7 +395,7 @@ impl Session {
         } else {
             self.size = self.new_size;
             self.damage = Damage::all(self.size);
-            // Also those who ask for a part only ask for all now.
+            // Continuous updates of a part cover the whole picture from here on.
             self.continuous = self.continuous.map(|_| self.size.rect());
         }
         count = count.saturating_add(u16::try_from(self.pieces.len()).unwrap_or(u16::MAX));
@@ -572,15 +574,15 @@ impl Session {
         }
         if !incremental {
             self.damage.add(area);
-            // Who begins anew may have lost these as well.
+            // A client that restarts may have lost these as well.
             self.due.cursor |= self.capabilities.cursor;
             self.due.size |= self.capabilities.extended_desktop_size;
         }
         self.request = Some(self.request.map_or(area, |before| hull(before, area)));
     }
 
-    /// A pixel format holds from the next update on: what is under way is in the old one, and the client can't tell which
-    /// rectangles were encoded when.
+    /// Sets the pixel format from the next update on. The update under way keeps the old format,
+    /// because the client cannot distinguish the rectangles.
     fn set_format(&mut self, format: PixelFormat, indexed: bool) {
         self.next_format = Some(format);
         if indexed {
@@ -717,7 +719,7 @@ fn pieces(rect: Rect) -> impl Iterator<Item = Rect> {
     })
 }
 
-/// The pixels of `rect` in the client's format; what lies outside the frame is black.
+/// Collects the pixels of `rect` in the client's format; pixels outside the frame are black.
 fn values(frame: &Frame, rect: Rect, format: &PixelFormat, values: &mut Vec<u32>) {
     values.clear();
     values.reserve(rect.pixels());

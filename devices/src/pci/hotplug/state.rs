@@ -1,4 +1,5 @@
-//! Saved state of the hot-plug registers. Which functions there are is known to whoever builds the machine.
+//! Saved state of the hot-plug registers. The set of existing functions belongs to the builder of
+//! the machine.
 
 use super::{BUSES, FURTHER_BUSES, HotPlug, Set, State, bit, set_of, slots, word};
 use crate::state::{Section, StateError, check, message};
@@ -7,7 +8,8 @@ use crate::state::{Section, StateError, check, message};
 const NAME: &str = "hot-plug";
 
 impl HotPlug {
-    /// What is to be read, and what the guest was asked for. The vCPUs are stopped, so no eject is under way.
+    /// Saves the unread bits, and the requests to the guest. The vCPUs are stopped, so no eject is
+    /// under way.
     pub fn save(&self) -> Result<Section, StateError> {
         let state = self.state().clone();
         if state.ejecting != 0 {

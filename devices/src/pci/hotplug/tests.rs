@@ -44,7 +44,7 @@ impl Rig {
         u32::from_le_bytes(data)
     }
 
-    /// Writes to EJECT and carries the effect out; gives what was taken.
+    /// Writes to EJECT and carries the effect out; returns the taken slots.
     fn eject(&self, value: u32) -> Vec<u8> {
         self.eject_of(0, value)
     }
@@ -163,7 +163,7 @@ fn a_further_bus_is_there_from_its_first_function_on_and_until_a_reset() {
     let rig = Rig::new();
     let present = || rig.read(36);
     assert_eq!(present(), 0b001);
-    // A function that is there at power-on brings its bus without a word.
+    // A function present at power-on adds its bus without an event.
     rig.hotplug.power_on(|slot| slot == 5 || slot == 70);
     assert_eq!((present(), rig.high()), (0b101, false));
     rig.hotplug.plugged(71);
@@ -207,8 +207,8 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 proptest! {
-    /// Whatever host and guest do: a slot is taken only if it was asked for since it was last plugged, taken or
-    /// reset; and the line says whether something is to be read.
+    /// For any sequence of host and guest actions: a slot is taken only after a request since its
+    /// last plug, take or reset, and the line shows whether events are unread.
     #[test]
     fn only_what_was_asked_for_is_ever_taken(steps in prop::collection::vec(step(), 1..100)) {
         let rig = Rig::new();

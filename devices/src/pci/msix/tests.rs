@@ -160,7 +160,7 @@ fn a_reset_masks_all_and_forgets() {
     );
 }
 
-/// Drops what is triggered while disconnected, as KVM does without an irqfd.
+/// Drops triggers while disconnected, as KVM does without an irqfd.
 #[derive(Default)]
 struct Lossy {
     connected: Mutex<Option<MsiMessage>>,
@@ -227,7 +227,7 @@ fn no_interrupt_is_lost_to_masking_at_the_same_time() {
             std::thread::yield_now();
             let before = vector.sent.load(Ordering::SeqCst);
             msix.write_table(12, &0_u32.to_le_bytes());
-            // It stays open until something came: nothing else would send what is left pending.
+            // Stays unmasked until a message was sent: no other event would send a pending one.
             while vector.sent.load(Ordering::SeqCst) == before && !raiser.is_finished() {
                 std::hint::spin_loop();
             }

@@ -56,8 +56,9 @@ impl BusDevice for BarDevice {
     }
 }
 
-/// Stands where the BAR of a function was that was taken away from its driver. It reads as zero: a virtio driver that
-/// finds its device gone still resets it, and waits until the status is zero (virtio 1.3, 4.1.4.3.2); Linux waits for ever.
+/// Replaces the BAR of a function that was removed from its driver by force. It reads as zero: a
+/// virtio driver still resets a vanished device and waits until the status is zero (virtio 1.3,
+/// 4.1.4.3.2); Linux waits without a limit.
 pub(super) struct ZeroBar;
 
 impl BusDevice for ZeroBar {

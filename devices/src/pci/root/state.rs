@@ -1,9 +1,9 @@
-//! Saved state of the root buses: their own registers, and what lies where on the MMIO bus. Functions are saved by their
-//! devices.
+//! Saved state of the root buses: their own registers and the layout of the MMIO bus. The devices
+//! save their functions.
 //!
-//! Where a BAR decodes follows from its function's configuration. Whether it is on the bus does not: of two that overlap, the
-//! older one is there, and a BAR that was refused is tried again at the next remap only. So the mappings are saved in
-//! their order, and a restore makes exactly these.
+//! A function's configuration determines where a BAR decodes, but not whether it is on the bus: of
+//! two overlapping BARs, the older one is mapped, and a refused BAR is tried again only at the next
+//! remap. So the mappings are saved in their order, and a restore recreates exactly these.
 
 use std::sync::{Arc, Mutex, PoisonError, atomic::Ordering};
 

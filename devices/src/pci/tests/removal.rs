@@ -120,7 +120,7 @@ fn vcpus_may_use_a_slot_while_its_function_comes_and_goes() {
             assert!(machine.root.remove(5, &machine.mmio));
             let mut card = card.lock().unwrap();
             assert_eq!(card.bars, [None; 6]);
-            // Whoever still reaches it fails.
+            // An access that still reaches the card fails the test.
             card.busy = false;
         }
     });

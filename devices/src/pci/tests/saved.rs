@@ -88,7 +88,7 @@ impl Twin {
         }
     }
 
-    /// What a guest sees.
+    /// Returns all guest-visible values.
     fn shown(&self) -> Vec<u64> {
         let places = PLACES
             .into_iter()
@@ -109,7 +109,7 @@ impl Twin {
         memory.chain([port(0xcf8), port(0xcfc)]).collect()
     }
 
-    /// The same machine built anew, its functions restored, its buses not.
+    /// Builds the same machine again, with restored functions and without restored buses.
     fn built_anew(&self) -> Self {
         let mut new = Self {
             machine: Machine::new(),

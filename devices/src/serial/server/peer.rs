@@ -1,4 +1,4 @@
-//! Who types and reads: the terminal, and clients.
+//! Peers of the server: the terminal, and clients.
 
 use std::{
     io,
@@ -14,28 +14,29 @@ use vmm_sys_util::{
 
 use super::super::{history::History, output::Output, port::Port};
 
-/// A sender and reader: the terminal or a client. What an edge-triggered event said is noted here until it is used up.
+/// A sender and reader: the terminal or a client. It records the state of edge-triggered events
+/// until they are handled.
 pub(super) struct Peer {
     pub(super) id: u64,
     pub(super) input: Option<Input>,
-    /// Gone when nobody reads any more.
+    /// `None` when the reader is gone.
     pub(super) output: Option<Output>,
     pub(super) room: Room,
     pub(super) client: bool,
 }
 
-/// Whether it is waited for that the descriptor of an output takes more. Only then the kernel is asked to tell: it would tell of each read of a client
-/// otherwise, and wake the thread.
+/// Registration for writability of an output's descriptor. The kernel is asked for it only while
+/// the output is full: otherwise each read of a client would wake the thread.
 pub(super) struct Room {
     /// How the descriptor is watched.
     token: u64,
     interest: EventSet,
-    /// The kernel is asked to tell.
+    /// The kernel watches for writability.
     awaited: bool,
 }
 
 impl Room {
-    /// Of a descriptor that is watched by `token` for `interest`.
+    /// Creates the registration of a descriptor that is watched by `token` for `interest`.
     pub(super) fn new(token: u64, interest: EventSet) -> Self {
         Self {
             token,
@@ -74,7 +75,7 @@ impl Peer {
         id == self.id || id == self.id.saturating_add(1)
     }
 
-    /// Writes what was printed before `until`, as far as the descriptor takes it.
+    /// Writes the output before `until`, as far as the descriptor takes it.
     pub(super) fn pump(&mut self, history: &History, scratch: &mut [u8], until: u64, epoll: &Epoll) {
         let Some(output) = &mut self.output else { return };
         let pumped = output.pump(history, scratch, until);

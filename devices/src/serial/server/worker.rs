@@ -1,4 +1,4 @@
-//! The thread: who is connected, and when what is written.
+//! Main loop of the thread: connections and the timing of writes.
 
 use std::{
     io,
@@ -31,7 +31,7 @@ use super::{
 /// Input taken from one sender before the next has its turn, in bytes.
 const INPUT_CHUNK: usize = 1024;
 
-/// What is copied out of the history at once, in bytes.
+/// Number of bytes copied out of the history at once.
 const OUTPUT_CHUNK: usize = 16 << 10;
 
 /// Replays that no client has taken yet have together at most this many bytes, and [`LEAST_REPLAY`] each.
@@ -43,7 +43,7 @@ const LEAST_REPLAY: usize = 64 << 10;
 /// Events taken from the kernel at once.
 const EVENTS: usize = 16;
 
-/// What an epoll event is about.
+/// Tokens of epoll events.
 const STOP: u64 = 0;
 const NEWS: u64 = 1;
 const ROOM: u64 = 2;
@@ -139,7 +139,7 @@ impl Worker {
         self.pump_output();
     }
 
-    /// In milliseconds, rounded up; -1 is for ever.
+    /// Returns the timeout in milliseconds, rounded up; -1 for no timeout.
     fn timeout(&self) -> i32 {
         self.due.map_or(-1, |due| {
             let left = due.saturating_duration_since(Instant::now());
@@ -177,7 +177,7 @@ impl Worker {
         }
     }
 
-    /// Takes in who waits at the socket.
+    /// Accepts waiting connections.
     fn accept(&mut self) {
         while self.knocked {
             let Some(listener) = &self.listener else { return };
@@ -200,7 +200,7 @@ impl Worker {
 
     fn add_client(&mut self, socket: OwnedFd) -> io::Result<()> {
         if self.clients() >= MAX_CLIENTS {
-            // Those that are gone but left input that nobody takes make room.
+            // Disconnected clients with untaken input make room.
             self.peers.retain(|peer| !peer.client || peer.output.is_some());
         }
         if self.clients() >= MAX_CLIENTS {
@@ -265,7 +265,7 @@ impl Worker {
         self.peers.iter().filter(|peer| peer.client).count()
     }
 
-    /// Gives the port what was typed, as long as it has room.
+    /// Passes input to the port, as long as the port has room.
     fn pump_input(&mut self) {
         let mut buffer = [0; INPUT_CHUNK];
         let mut more = true;
@@ -288,7 +288,7 @@ impl Worker {
         }
     }
 
-    /// Writes what was gathered.
+    /// Writes the collected output.
     fn pump_output(&mut self) {
         let end = self.history.end();
         self.due = None;
@@ -351,7 +351,7 @@ impl Worker {
         )
     }
 
-    /// Plain files can't be watched, and need not be: they are always ready.
+    /// Ignores regular files: they cannot be watched, and are always ready.
     fn watch_unless_file(&self, fd: &impl AsRawFd, token: u64, interest: EventSet) -> io::Result<()> {
         match self.watch(fd, token, interest) {
             Err(error) if error.raw_os_error() == Some(Errno::PERM.raw_os_error()) => Ok(()),

@@ -14,7 +14,8 @@ use super::{
 /// The last that is printed; everything before is dots.
 const END: &str = "the end";
 
-/// What of the output a reader got: dots, and how many bytes it was told are lost. Reads up to [`END`].
+/// Returns the number of dots that a reader received, and the number of bytes reported as lost.
+/// Reads up to [`END`].
 fn follow(mut client: UnixStream) -> (usize, usize) {
     let (mut chunk, mut dots, mut rest) = (vec![0; 64 << 10], 0, String::new());
     while !rest.ends_with(END) {
@@ -59,7 +60,7 @@ fn readers_that_keep_up_are_written_to_once_in_a_while() {
     print(&rig.uart, b"\n");
     let reads = readers.into_iter().map(|reader| reader.join().unwrap());
     let reads: Vec<u64> = reads.collect();
-    // What is written in one go may be read in two.
+    // One write may arrive in two reads.
     let rounds = u64::try_from(began.elapsed().as_millis() / COALESCE.as_millis()).unwrap() + 2;
     let chunks = printed.div_ceil(16 << 10);
     let most = 2 * (rounds + chunks);
@@ -96,7 +97,8 @@ fn a_flood_that_five_of_ten_readers_never_read_is_taken_whole_and_memory_and_log
     let lively: Vec<_> = lively.collect();
     let before = resident();
     let chunk = [b'.'; 4096];
-    // The guest's writes wait for nobody: the end comes although half of the readers take nothing.
+    // The guest's writes wait for no reader: the end arrives although half of the readers take no
+    // data.
     for _ in 0..flood / chunk.len() {
         print(&rig.uart, &chunk);
     }

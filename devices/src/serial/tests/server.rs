@@ -265,7 +265,7 @@ fn the_log_holds_all_that_was_printed_up_to_the_end() {
     rig.port.finish();
     let text = std::fs::read_to_string(file.path()).unwrap();
     assert!(text.starts_with("line 0\nline 1\n") && text.ends_with("line 99\nreboot: Power down\n"));
-    // Clients are told by the end of the stream.
+    // The end of the stream notifies clients.
     let mut rest = String::new();
     client.read_to_string(&mut rest).unwrap();
     assert!(rest.ends_with("Power down\n"));

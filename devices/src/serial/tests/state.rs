@@ -27,7 +27,8 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 0..60)
 }
 
-/// What each step read, or how much of the input was taken; and how many edges it raised.
+/// Returns the read value or the number of taken input bytes of each step, and the number of raised
+/// edges.
 fn run(uart: &Mutex<Uart>, line: &Line, steps: &[Step]) -> Vec<(usize, usize)> {
     let step = |step: &Step| {
         let result = match step {

@@ -22,7 +22,7 @@ fn what_is_transmitted_is_printed_and_the_transmitter_is_always_empty() {
 
 #[test]
 fn enabling_the_transmitter_interrupt_raises_it_each_time_and_reading_iir_clears_it() {
-    // What Linux' serial8250_do_startup tests, to tell broken ports.
+    // Sequence that Linux' serial8250_do_startup uses to detect broken ports.
     let (uart, line) = port(100);
     for _ in 0..2 {
         write(&uart, IER, 2);

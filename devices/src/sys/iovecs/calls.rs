@@ -80,7 +80,8 @@ impl Iovecs {
         Ok(())
     }
 
-    /// Receives one packet into the list (one readv); returns its length. What does not fit is cut off.
+    /// Receives one packet into the list (one readv); returns its length. A longer packet is
+    /// truncated.
     pub fn receive(&self, socket: impl AsFd) -> io::Result<usize> {
         let fd = socket.as_fd().as_raw_fd();
         let (entries, count) = self.call_window();

@@ -6,7 +6,7 @@ use vm_memory::VolatileSlice;
 
 use super::{EMPTY, Iovecs};
 
-/// What guest memory is filled with, a page at a time.
+/// Source for zeroing guest memory, one page at a time.
 static ZEROES: [u8; 4096] = [0; 4096];
 
 impl Iovecs {

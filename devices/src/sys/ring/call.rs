@@ -1,4 +1,4 @@
-//! What a ring can be asked for.
+//! Operations of a ring.
 
 use io_uring::{opcode, squeue, types};
 
@@ -7,7 +7,7 @@ use super::Iovecs;
 /// The file's place among the registered ones.
 const FILE: types::Fixed = types::Fixed(0);
 
-/// What the kernel is to do with the file.
+/// Operation of the kernel on the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Call {
     /// preadv at this byte.

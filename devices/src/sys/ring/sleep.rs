@@ -12,12 +12,14 @@ use io_uring::{opcode, types};
 use super::{POLL, POLL_INDEX, Ring};
 
 impl<T> Ring<T> {
-    /// Hands what was pushed to the kernel and waits until a call comes back, `other` is readable, a signal comes, or
-    /// `limit` has passed. False when it did not wait: the ring can't wait for both, or the kernel takes nothing, which
-    /// [`submit`](Self::submit) finds out about.
+    /// Hands all pushed calls to the kernel and waits until a call returns, `other` is readable, a
+    /// signal arrives, or `limit` has passed. Returns false without waiting if the ring does not
+    /// support this wait, if the result of [`other_called`](Self::other_called) is pending, or if
+    /// the kernel takes no calls, which [`submit`](Self::submit) then reports.
     ///
-    /// From then on `other` is polled until [`forget_other`](Self::forget_other): each time that it becomes readable, or would
-    /// if it were not, [`other_called`](Self::other_called) tells. Nobody needs to read it in between.
+    /// From the first call on `other` is polled until [`forget_other`](Self::forget_other).
+    /// [`other_called`](Self::other_called) reports each time that `other` becomes readable, or is
+    /// signalled again while readable. So no read of `other` is needed in between.
     pub fn wait_beside(&mut self, other: RawFd, limit: Option<Duration>) -> io::Result<bool> {
         if !self.deferred || self.dead || self.called {
             return Ok(false);
@@ -54,7 +56,8 @@ impl<T> Ring<T> {
         }
     }
 
-    /// There was no sleep: who sleeps otherwise then is woken by the event, also for what came while that was off.
+    /// Returns without a sleep. The event wakes a thread that sleeps by other means then, also for
+    /// completions from the time while the event was off.
     fn stay_awake(&mut self) -> io::Result<bool> {
         self.ring.completion().enable_eventfd();
         fence(Ordering::SeqCst);
@@ -70,12 +73,13 @@ impl<T> Ring<T> {
         std::mem::take(&mut self.called)
     }
 
-    /// Nothing is polled any more.
+    /// Stops polling `other`.
     pub fn forget_other(&mut self) {
         self.called = false;
         if let Some(number) = self.poll.take() {
             let which = types::CancelBuilder::user_data(POLL | u64::from(number));
-            // If it is not there any more, it is on its way to the completion queue, where nobody knows it.
+            // A poll request that is already gone has its completion under way to the queue, and
+            // its number is ignored there.
             let _gone = self.ring.submitter().register_sync_cancel(None, which);
             if self.under_way() == 0 {
                 // The poll request's own completion would end the next wait.

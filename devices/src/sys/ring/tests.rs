@@ -122,7 +122,7 @@ fn what_has_to_be_gathered_is_not_at_hand() {
     if rig.ring.deferred {
         assert!(rig.ring.at_hand().is_none());
     }
-    // The event is on, and nobody gathers.
+    // The event is on, and no thread gathers completions.
     let first = rig.ring.returned().unwrap().tag;
     // It was gathered with the first.
     let second = rig.ring.at_hand().unwrap().tag;

@@ -2,16 +2,16 @@
 
 use zerocopy::{Immutable, IntoBytes, little_endian::U32};
 
-/// What a page number counts, in bytes, whatever the guest's own pages are (5.5.6).
+/// Bytes that a page number stands for, independent of the guest's page size (5.5.6).
 pub const PAGE: u64 = 4096;
 /// The same as an exponent of two.
 pub(super) const PAGE_SHIFT: u32 = PAGE.trailing_zeros();
 
-/// VIRTIO_BALLOON_F_STATS_VQ: the driver tells about its memory when it is asked.
+/// VIRTIO_BALLOON_F_STATS_VQ: the driver reports memory statistics on request.
 pub(super) const F_STATS_VQ: u32 = 1;
 /// VIRTIO_BALLOON_F_DEFLATE_ON_OOM: the driver takes pages back before its guest runs out of memory.
 pub(super) const F_DEFLATE_ON_OOM: u32 = 2;
-/// VIRTIO_BALLOON_F_PAGE_POISON: the driver says what it fills free pages with.
+/// VIRTIO_BALLOON_F_PAGE_POISON: the driver reports the value that it fills free pages with.
 pub(super) const F_PAGE_POISON: u32 = 4;
 /// VIRTIO_BALLOON_F_PAGE_REPORTING: the driver reports free pages.
 pub(super) const F_PAGE_REPORTING: u32 = 5;
@@ -30,13 +30,13 @@ pub(super) const POISON: usize = 12;
 #[derive(Clone, Copy, Debug, IntoBytes, Immutable)]
 #[repr(C)]
 pub(super) struct Config {
-    /// What the balloon is to hold, in pages.
+    /// Target size of the balloon, in pages.
     pub num_pages: U32,
-    /// What it holds, as the driver has it.
+    /// Size of the balloon according to the driver, in pages.
     pub actual: U32,
-    /// Of free page hints, which are not offered.
+    /// Command of free page hints, which the device does not offer.
     pub free_page_hint_cmd_id: U32,
-    /// What the driver fills free pages with.
+    /// Value that the driver fills free pages with.
     pub poison_val: U32,
 }
 
@@ -50,7 +50,7 @@ pub(super) fn features(free_page_reporting: bool) -> u64 {
     }
 }
 
-/// What a queue is for.
+/// Purpose of a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Role {
     Inflate,
@@ -60,10 +60,12 @@ pub(super) enum Role {
 }
 
 impl Role {
-    /// Of the queue with that number, when the driver accepted `features`. The specification numbers the queues
-    /// whatever was accepted (5.5.2: statistics are 2, hints 3, reports 4). Linux' drivers and QEMU number those
-    /// that are in use without gaps: reports are on 3 then, hints being off, and on 2 without statistics. No queue
-    /// has two meanings, so both are served.
+    /// Returns the role of the queue with the number `queue` if the driver accepted `features`.
+    ///
+    /// The specification numbers the queues independently of the accepted features (5.5.2:
+    /// statistics are 2, hints 3, reports 4). Linux' drivers and QEMU number the queues in use
+    /// without gaps: reports are on 3, because hints are off, and on 2 without statistics. No queue
+    /// has two meanings, so the device serves both numberings.
     pub(super) fn of(queue: u16, features: u64) -> Option<Self> {
         let has = |bit: u32| features >> bit & 1 == 1;
         match queue {

@@ -1,4 +1,4 @@
-//! Any bytes as what a hostile driver does to a balloon.
+//! Fuzzer of the balloon: interprets arbitrary bytes as actions of a hostile driver.
 
 #![allow(
     clippy::unwrap_used,
@@ -60,7 +60,7 @@ impl Input<'_> {
         }
     }
 
-    /// Of a page, most often one in memory.
+    /// Returns a page number, most often of a page in memory.
     fn number(&mut self) -> u32 {
         match self.byte() % 8 {
             0 => self.quad() as u32,
@@ -80,8 +80,9 @@ struct Guest<'a> {
     resets: usize,
 }
 
-/// The entry function. It panics if the balloon does what it must not: gives back what is not guest memory, counts pages
-/// that it does not have, loses a request or answers it twice, works without end, or panics itself.
+/// Entry function of the fuzzer. Panics if the balloon violates an invariant: it must not give back
+/// memory outside guest memory, count pages that it does not hold, lose a request, answer a request
+/// twice, work without end, or panic.
 pub fn queue(data: &[u8]) {
     let mut input = Input(data);
     let (setting, features) = (input.byte(), input.byte());
@@ -209,7 +210,7 @@ impl Guest<'_> {
         let memory: u64 = REGIONS.iter().map(|region| region.end - region.start).sum();
         assert!(stats.held <= memory, "{stats:?}");
         for queue in 0..self.harness.queues() {
-            // What is under way, or held for statistics.
+            // At most one request per queue is in progress or held for statistics.
             assert!(self.harness.outstanding(queue) <= 1);
         }
         assert!(self.features >> F_STATS_VQ & 1 == 1 || stats.guest.is_none());

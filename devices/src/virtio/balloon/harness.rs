@@ -49,7 +49,7 @@ pub(super) const DATA: u64 = 0x1_0000;
 /// Size of each queue.
 pub(super) const SIZE: u16 = 16;
 
-/// The host: notes what it is given, and fails when it is told to.
+/// Mock of the host: records the reclaimed ranges, and fails on demand.
 #[derive(Clone, Default)]
 pub(super) struct MockHost {
     /// In pages, since it was looked at last.
@@ -141,7 +141,8 @@ impl Harness {
         self.kicks.len() as u16
     }
 
-    /// The available ring has something new; the worker does all that it does by itself.
+    /// Notifies the worker of a new entry in the available ring and runs all its work, including
+    /// its own follow-up kicks.
     pub(super) fn kick(&mut self, queue: u16) {
         if let Some(session) = &mut self.session {
             session.kick_again(queue);

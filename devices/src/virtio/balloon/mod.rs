@@ -1,11 +1,14 @@
-//! The memory balloon (virtio 1.3, 5.5): a guest gives pages back to the host, as many as it is asked for (inflating) or
-//! all that it has free (free page reporting).
+//! Memory balloon (virtio 1.3, 5.5): a guest gives pages back to the host, either as many as the
+//! host requests (inflating) or all free pages (free page reporting).
 //!
-//! One worker serves all queues. What the balloon holds is what its driver gave and did not take back, page by page
-//! ([`pages`]); the driver's own count (`actual` in the configuration space) is only shown. A page in the balloon is
-//! not kept from the guest: it comes back, empty, when it is touched, so VIRTIO_BALLOON_F_MUST_TELL_HOST is not offered.
+//! One worker serves all queues. The balloon holds the pages that its driver gave and did not take
+//! back, tracked page by page ([`pages`]). The driver's own count (`actual` in the configuration
+//! space) is for display only. The device does not keep a page in the balloon from the guest: a
+//! page that the guest touches returns empty. Therefore VIRTIO_BALLOON_F_MUST_TELL_HOST is not
+//! offered.
 //!
-//! Memory in huge pages of hugetlbfs can't be given back page by page: such a machine has no balloon.
+//! Memory in huge pages of hugetlbfs cannot be given back page by page. A machine with such memory
+//! has no balloon.
 
 mod config;
 #[cfg(any(test, feature = "testing"))]
@@ -44,12 +47,12 @@ pub trait Reclaim: Send {
     fn reclaim(&self, address: GuestAddress, length: u64) -> io::Result<()>;
 }
 
-/// What a balloon is to be like.
+/// Options of a balloon.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct BalloonOptions {
     /// Offers VIRTIO_BALLOON_F_PAGE_REPORTING.
     pub free_page_reporting: bool,
-    /// What it is to hold at first, in bytes; what is not a whole [`PAGE`] is cut off.
+    /// Initial target size in bytes, rounded down to a multiple of [`PAGE`].
     pub target: u64,
 }
 

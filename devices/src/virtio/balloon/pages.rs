@@ -1,7 +1,8 @@
-//! Which pages of guest memory are in the balloon: one bit each, kept only while there are any.
+//! Set of guest pages in the balloon: one bit per page, allocated only while the set is not empty.
 //!
-//! Pages have the number that the driver gives them: their guest-physical address divided by [`PAGE`](super::PAGE).
-//! What is not guest memory is never in the set, so it can neither grow beyond memory nor below nothing.
+//! The number of a page is the driver's number: the guest-physical address divided by
+//! [`PAGE`](super::PAGE). The set contains only pages of guest memory, so its size stays between
+//! zero and the size of memory.
 
 use std::ops::Range;
 
@@ -109,7 +110,7 @@ impl PageSet {
         pieces
     }
 
-    /// A set of pages of `memory` as it was saved.
+    /// Restores a saved set of pages of `memory`.
     pub(super) fn restored(memory: &GuestMemory, saved: &[message::PageBitmap]) -> Result<Self, StateError> {
         let mut set = Self::new(memory);
         for piece in saved {

@@ -1,6 +1,7 @@
-//! What a driver's buffers say: lists of page numbers, reported ranges, statistics (virtio 1.3, 5.5.6).
+//! Parser of a driver's buffers: lists of page numbers, reported ranges, statistics (virtio 1.3,
+//! 5.5.6).
 //!
-//! All of it is copied once and checked in the copy.
+//! Each buffer is copied once and checked in the copy.
 
 use std::{collections::BTreeMap, ops::Range};
 
@@ -64,8 +65,8 @@ pub(super) fn pages_of(segment: &Segment) -> Range<u64> {
     first..(end >> PAGE_SHIFT).max(first)
 }
 
-/// The statistics in the readable part, by tag (5.5.6.3). Tags that nobody knows are kept, a part of a statistic at
-/// the end is not.
+/// Returns the statistics in the readable part, by tag (5.5.6.3). Unknown tags are kept. An
+/// incomplete statistic at the end is dropped.
 pub(super) fn statistics(chain: &Chain, memory: &GuestMemory) -> BTreeMap<u16, u64> {
     let mut bytes = [0; STATISTICS * STATISTIC];
     let length = bytes.len().min(chain.readable_len() as usize);

@@ -1,4 +1,4 @@
-//! What a balloon's front, its worker and the machine's control share.
+//! State that a balloon's front, its worker and the machine's control share.
 
 use std::{
     collections::BTreeMap,
@@ -18,7 +18,7 @@ use crate::{
     virtio::signals::Signals,
 };
 
-/// What the guest's driver said about its memory.
+/// Memory statistics from the guest's driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GuestStats {
     /// By tag (virtio 1.3, 5.5.6.3).
@@ -27,14 +27,14 @@ pub struct GuestStats {
     pub time: SystemTime,
 }
 
-/// What is known of a balloon; all but `guest` in bytes.
+/// State of a balloon. All fields except `guest` are in bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct BalloonStats {
-    /// What it is to hold.
+    /// Target size.
     pub target: u64,
     /// What it holds: pages given by the driver and not taken back.
     pub held: u64,
-    /// What it holds by the driver's own account; only to be shown.
+    /// Size according to the driver, for display only.
     pub claimed: u64,
     /// Given back through free page reports, since the machine was built.
     pub reported: u64,
@@ -60,7 +60,7 @@ pub(super) struct Shared {
 
 struct Connection {
     signals: Arc<Signals>,
-    /// Tells the worker to ask the driver for statistics.
+    /// Wakes the worker, which then asks the driver for statistics.
     wake: Arc<EventFd>,
 }
 
@@ -87,7 +87,8 @@ impl Shared {
         }
     }
 
-    /// Connects it to the machine, once. Gives what the worker is woken with.
+    /// Connects the balloon to the machine. Returns the event that wakes the worker. Fails on a
+    /// second call.
     pub(super) fn connect(&self, signals: &Arc<Signals>) -> io::Result<Arc<EventFd>> {
         let wake = Arc::new(EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK)?);
         let connection = Connection {
@@ -146,7 +147,7 @@ impl Shared {
         self.answered.notify_all();
     }
 
-    /// The driver is gone, with what it said.
+    /// Forgets the driver and its statistics after a reset.
     pub(super) fn forget(&self) {
         self.set_held(0);
         let mut guest = self.guest();
@@ -198,7 +199,8 @@ pub struct BalloonControl {
 }
 
 impl BalloonControl {
-    /// Sets what it is to hold, in bytes (what is not a whole [`PAGE`] is cut off), and tells the driver.
+    /// Sets the target size in bytes, rounded down to a multiple of [`PAGE`], and notifies the
+    /// driver.
     pub fn set_target(&self, bytes: u64) {
         self.shared.target.store(pages(bytes), Ordering::SeqCst);
         if let Some(connection) = self.shared.connection.get() {
@@ -206,14 +208,15 @@ impl BalloonControl {
         }
     }
 
-    /// What is known now.
+    /// Returns the current state.
     pub fn stats(&self) -> BalloonStats {
         let guest = self.shared.guest().stats.clone();
         self.with(guest)
     }
 
-    /// The same, after the driver was asked what it has to say. Waits for it for at most `patience`; a driver that does not
-    /// answer in time, or is not there, leaves what it said last.
+    /// Asks the driver for statistics and returns the state. Waits for the answer for at most
+    /// `patience`. If the driver does not run or does not answer in time, the state contains the
+    /// last statistics.
     pub fn ask(&self, patience: Duration) -> BalloonStats {
         let mut guest = self.shared.guest();
         if let Some(connection) = self.shared.connection.get().filter(|_| guest.speaks) {

@@ -26,7 +26,7 @@ const ALL: u64 = 1 << config::F_STATS_VQ
     | 1 << config::F_DEFLATE_ON_OOM
     | 1 << config::F_PAGE_POISON
     | 1 << config::F_PAGE_REPORTING;
-/// Those that a Linux guest takes that does not poison its pages.
+/// Features that a Linux guest accepts if it does not poison its pages.
 const USUAL: u64 = ALL & !(1 << config::F_PAGE_POISON);
 const REPORTING: BalloonOptions = BalloonOptions {
     free_page_reporting: true,
@@ -110,7 +110,8 @@ impl Guest {
         self.offer(queue, &[(DATA, bytes.len() as u32)], 0);
     }
 
-    /// Has it worked off; gives what the host got, in pages.
+    /// Offers the list, lets the device process it, and returns the ranges that the host got, in
+    /// pages.
     fn given(&mut self, queue: u16, pages: impl IntoIterator<Item = u32>) -> Vec<Range<u64>> {
         self.list(queue, pages);
         self.harness.kick(queue);
@@ -315,7 +316,7 @@ fn statistics_come_when_they_are_asked_for() {
     assert_eq!(guest.harness.outstanding(STATS), 0);
     guest.say(&[(4, 50)]);
     assert_eq!(guest.said(), Some(BTreeMap::from([(4, 50)])));
-    // What the driver said before a pause is not news after it.
+    // After a pause, the device does not count the driver's last statistics as new.
     let before = guest.harness.control.stats().guest;
     guest.harness.pause_and_resume();
     assert_eq!(guest.harness.control.stats().guest, before);
@@ -402,7 +403,7 @@ fn a_driver_is_asked_across_threads_and_one_that_is_not_there_is_not_waited_for(
     let front = Balloon::new(Box::new(Anything), REPORTING);
     let control = front.control();
     let mut driver = Driver::new(Rig::new(Box::new(front)));
-    // Would wait for ever.
+    // A wait for the missing driver would never end.
     assert_eq!(control.ask(Duration::MAX).guest, None);
     driver.start(USUAL);
     assert_eq!(control.ask(Duration::MAX).guest, None);
@@ -421,13 +422,14 @@ fn a_driver_is_asked_across_threads_and_one_that_is_not_there_is_not_waited_for(
     driver.wait_used(STATS);
     say(&mut driver, 2);
     assert_eq!(answer.join().unwrap().guest.unwrap().values[&4], 2);
-    // One that does not answer: what it said last.
+    // For a driver that does not answer, `ask` returns the last statistics.
     assert_eq!(control.ask(Duration::from_millis(1)).guest.unwrap().values[&4], 2);
     // One that goes away while it is asked.
     let asker = control.clone();
     let answer = std::thread::spawn(move || asker.ask(PATIENCE * 100));
     driver.rig.reset_device();
-    // It is told at the stop, between which and the reset there still is what was said last.
+    // The stop of the device ends the wait. The last statistics remain until the reset, which
+    // follows the stop.
     let last = answer.join().unwrap().guest;
     assert!(last.is_none_or(|said| said.values[&4] == 2));
     assert_eq!(control.ask(Duration::MAX).guest, None);
@@ -436,8 +438,8 @@ fn a_driver_is_asked_across_threads_and_one_that_is_not_there_is_not_waited_for(
 proptest! {
     #![proptest_config(ProptestConfig { cases: 128, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Whatever lists a driver sends: the balloon holds the pages that it gave and did not take back, and the host got
-    /// each page that was given, nothing else.
+    /// For all lists of a driver, the balloon holds the pages that the driver gave and did not take
+    /// back. The host got exactly the given pages.
     #[test]
     fn the_balloon_holds_what_was_given_and_not_taken_back(
         steps in prop::collection::vec(

@@ -1,11 +1,12 @@
-//! The worker: takes pages, gives them back, holds the buffer for statistics.
+//! Worker of the balloon: takes pages, gives pages back, and holds the buffer for statistics.
 //!
 //! ```text
 //!  inflate, deflate, report:  pop ─▶ Job ─ a piece at each kick ─▶ used
-//!  statistics:                pop ─▶ held ─ somebody asks ─▶ used (the driver fills it again)
+//!  statistics:                pop ─▶ held ─ request of the host ─▶ used (the driver refills it)
 //! ```
 //!
-//! A job that is interrupted by a pause goes back into the ring and is done anew: all of it can be done twice.
+//! A pause puts an unfinished job back into the ring, and the job starts again later. All steps of
+//! a job are idempotent.
 
 use std::{io, sync::Arc, time::Instant};
 
@@ -36,7 +37,7 @@ const ASKED: u32 = 0;
 const BATCH: usize = 4 * NUMBERS;
 /// Most pages of a report that are given back in one piece: 64 MiB.
 const PIECE: u64 = 1 << 14;
-/// What such a piece counts in a batch.
+/// Cost of a piece in a batch.
 const PIECE_COST: usize = NUMBERS;
 
 /// A request under way.
@@ -50,7 +51,7 @@ struct Job {
     within: u64,
     /// Pages that were given back.
     reclaimed: u64,
-    /// What is wrong with it.
+    /// Error of the driver in this request.
     wrong: Option<&'static str>,
     /// Why the host did not take something.
     refused: Option<io::Error>,
@@ -74,7 +75,7 @@ pub(super) struct BalloonHandler {
     pages: PageSet,
     /// By queue.
     jobs: [Job; QUEUE_SIZES.len()],
-    /// What statistics are read from.
+    /// Chain that statistics are read from.
     statistics: Chain,
     /// Queue and head of the buffer for statistics, while it is ours.
     held: Option<(u16, u16)>,
@@ -156,7 +157,8 @@ impl BalloonHandler {
                 for part in self.pages.within(&run).collect::<Vec<_>>() {
                     left = left.saturating_sub(count_of(&part));
                     if role == Role::Inflate {
-                        // Also what is in the balloon already: the guest may have touched it.
+                        // Pages that are in the balloon already are given back again, because the
+                        // guest may have touched them.
                         self.pages.insert(&part);
                         give(&*self.reclaim, &part, job);
                     } else if self.pages.remove(&part) < count_of(&part) {
@@ -174,7 +176,8 @@ impl BalloonHandler {
 
     /// Gives reported pages back; says whether the request is done.
     fn report(&mut self, session: &Session, job: &mut Job, budget: &mut usize) -> bool {
-        // 5.5.6.7: what the driver fills free pages with has to stay, and it is zeroes that come in their place.
+        // 5.5.6.7: free pages must keep the driver's poison value, but pages that were given back
+        // read as zeroes.
         let keep = session.has_feature(F_PAGE_POISON) && self.shared.poison() != 0;
         if job.chain.writable_len() == 0 {
             job.wrong = Some("a report of no pages");
@@ -188,7 +191,8 @@ impl BalloonHandler {
             let piece = start..pages.end.min(start.saturating_add(PIECE));
             *budget = budget.saturating_sub(cost(&piece));
             if !keep && !piece.is_empty() {
-                // Buffers lie in memory, but one may go on from a region into the next.
+                // All buffers lie in memory, but one buffer may continue from one region into the
+                // next.
                 for part in self.pages.within(&piece).collect::<Vec<_>>() {
                     give(&*self.reclaim, &part, job);
                 }
@@ -218,7 +222,8 @@ impl BalloonHandler {
         }
     }
 
-    /// Takes the buffer for statistics and reads what it says. There is one (5.5.6.3); a second one stays in the ring.
+    /// Takes the buffer for statistics and reads its values. The driver may offer one buffer
+    /// (5.5.6.3). A second buffer stays in the ring.
     fn take_statistics(&mut self, session: &mut Session, queue: u16) -> Result<Progress, Fault> {
         if self.held.is_some() {
             return Ok(Progress::Waiting);
@@ -262,7 +267,7 @@ impl QueueHandler for BalloonHandler {
     }
 
     fn event(&mut self, session: &mut Session, _token: u32) -> Result<(), Fault> {
-        // Nobody else reads it; empty after a spurious event.
+        // The worker is the only reader. After a spurious event the counter is empty.
         let _count = self.wake.read();
         if let Some((queue, head)) = self.held.take() {
             session.add_used(queue, head, 0)?;

@@ -53,7 +53,7 @@ pub(super) struct Config {
 }
 
 impl Config {
-    /// Of a disk with these limits; the capacity is set apart.
+    /// Configuration of a disk with these limits, without the capacity.
     pub(super) fn new(limits: &Limits, geometry: &Geometry, queues: u16) -> Self {
         let block = limits.block;
         let blocks = |bytes: u32| bytes.checked_div(block).unwrap_or(0);

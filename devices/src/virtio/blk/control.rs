@@ -1,4 +1,4 @@
-//! What a disk's front, its workers and the machine's control share.
+//! State that a disk's front, its workers and the machine's control share.
 
 use std::{
     fmt, io,
@@ -40,7 +40,8 @@ pub(super) struct Shared {
 
 struct Connection {
     signals: Arc<Signals>,
-    /// By queue. Tells the worker that the limiter changed, or that flushes can go on.
+    /// One event per queue. Wakes the worker after a change of the limiter, or when flushes may
+    /// continue.
     wakes: Vec<Arc<EventFd>>,
 }
 
@@ -72,7 +73,7 @@ impl Shared {
             .map_err(|_| io::ErrorKind::AlreadyExists.into())
     }
 
-    /// What a queue's worker is told through that something here changed.
+    /// Returns the event that wakes a queue's worker after a change of this state.
     pub(super) fn wake_of(&self, queue: u16) -> Option<&Arc<EventFd>> {
         self.connection.get()?.wakes.get(usize::from(queue))
     }
@@ -90,7 +91,7 @@ impl Shared {
         self.unsettled.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// One less; with the last one, flushes can go on.
+    /// Removes one unsettled request. After the last one, flushes may continue.
     pub(super) fn remove_unsettled(&self) {
         if self.unsettled.fetch_sub(1, Ordering::SeqCst) == 1 {
             self.wake_all();
@@ -127,7 +128,7 @@ impl fmt::Debug for BlkControl {
 }
 
 impl BlkControl {
-    /// What the disk did so far.
+    /// Returns the disk's statistics.
     pub fn stats(&self) -> BlkStats {
         stats::sum(self.shared.queues.iter())
     }
@@ -137,10 +138,11 @@ impl BlkControl {
         self.shared.capacity.load(Ordering::SeqCst)
     }
 
-    /// Makes the image larger, to `capacity` bytes, or takes over what a block device has by now (`None`), and tells the
-    /// driver. What it has already is no error; errors are the image's, and `NotConnected` when the disk is gone.
+    /// Grows the image to `capacity` bytes, or adopts the current size of a block device (`None`),
+    /// and notifies the driver. The current size is not an error. Returns the image's errors, and
+    /// `NotConnected` if the disk is gone.
     ///
-    /// It may wait for the host's file system, not for requests of the guest.
+    /// The call may wait for the host's file system, but not for requests of the guest.
     pub fn grow(&self, capacity: Option<u64>) -> io::Result<()> {
         let block = u64::from(self.shared.block);
         if capacity.is_some_and(|capacity| !capacity.is_multiple_of(block)) {
@@ -152,7 +154,7 @@ impl BlkControl {
         image.grow(capacity)?;
         let size = image.capacity();
         let now = size.saturating_sub(size.checked_rem(block).unwrap_or(0));
-        // Under the image's lock nobody else changes it.
+        // The image's lock serializes changes of the capacity.
         if now > self.capacity() {
             let store = || self.shared.capacity.store(now, Ordering::SeqCst);
             match self.shared.connection.get() {
@@ -164,7 +166,8 @@ impl BlkControl {
         Ok(())
     }
 
-    /// Writes to the image's files what it holds back of requests that have completed. `NotConnected` when the disk is gone.
+    /// Writes the cached state of completed requests to the image's files. Returns `NotConnected`
+    /// if the disk is gone.
     pub fn commit(&self) -> io::Result<()> {
         let image = self.image.upgrade().ok_or(io::ErrorKind::NotConnected)?;
         let image = image.lock().unwrap_or_else(PoisonError::into_inner);
@@ -185,7 +188,7 @@ impl BlkControl {
         image.lock()
     }
 
-    /// Limits the disk by another limiter from now on, or not at all. Requests that wait are looked at anew.
+    /// Replaces the disk's limiter, or removes it. The workers check waiting requests again.
     pub fn set_limiter(&self, limiter: Option<Arc<Limiter>>) {
         self.shared.limiter.set(limiter);
         self.shared.wake_all();

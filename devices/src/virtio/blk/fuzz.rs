@@ -1,4 +1,5 @@
-//! Any bytes as what a hostile driver and a capricious host do to one queue of a disk.
+//! Fuzzer of a disk's queue: interprets arbitrary bytes as actions of a hostile driver and of an
+//! unreliable host.
 
 #![allow(
     clippy::unwrap_used,
@@ -75,8 +76,9 @@ struct Guest<'a> {
     next_desc: u16,
 }
 
-/// The entry function. It panics if the device does what it must not: leaves the disk or the guest's memory, writes to
-/// what is read-only, gives back more than it was given, or panics itself.
+/// Entry function of the fuzzer. Panics if the device violates an invariant: it must not access
+/// anything outside the disk or the guest's memory, write to read-only parts, return more requests
+/// than it took, or panic.
 pub fn queue(data: &[u8]) {
     let mut input = Input(data);
     let (setting, features) = (input.byte(), input.byte());

@@ -112,7 +112,8 @@ impl Harness {
         harness
     }
 
-    /// The available ring has something new; the worker does all that it does by itself.
+    /// Notifies the worker of a new entry in the available ring and runs all its work, including
+    /// its own follow-up kicks.
     pub(super) fn kick(&mut self) {
         if let Some(session) = &mut self.session {
             session.kick_again(0);

@@ -1,21 +1,24 @@
-//! Requests that are kept: those that the host could not carry out, to be tried again, and flushes that wait for them.
+//! Kept requests: requests that the host could not carry out and that are retried, and flushes that
+//! wait for them.
 //!
 //! ```text
 //!            host's error                 next start
 //!  engine ────────────────▶ failed ──────────────────────▶ again ──▶ engine
 //!         ────────────────▶ flushes ─────────────────────▶ again
-//!            writes are kept          none is kept any more
+//!            writes are kept          no write is kept
 //! ```
 //!
-//! A kept request holds its descriptors and what was copied of it, nothing of guest memory: the lists stay over a pause. Of a
-//! device that was restored only the heads are known; their chains are read at its first start, before anything is taken from the
-//! ring. A request can't be kept twice, so a queue keeps at most as many as it has descriptors.
+//! A kept request holds its descriptors and its copied parts, but nothing of guest memory, so the
+//! lists survive a pause. After a restore, only the heads are known. The worker reads their chains
+//! at the first start, before it takes anything from the ring. A request is kept at most once, so a
+//! queue keeps at most as many requests as it has descriptors.
 //!
-//! A driver may take a flush that succeeds for a promise about everything before it, and on some file systems an error
-//! in writing shows up once, at a flush. So as long as a write, discard or zeroing of *any* queue is kept (it is
-//! *unsettled*, until it succeeds), no flush is carried out, and one that was under way when that began does not complete
-//! but is done again: flushes of all queues wait until all such writes have succeeded. A flush that failed is kept like
-//! any other request.
+//! A driver may read a successful flush as a promise about all earlier requests. Some file systems
+//! report a write error only once, at a flush. A failed write, discard or zeroing of *any* queue is
+//! *unsettled* until it succeeds. While an unsettled request exists, no flush starts. A flush that
+//! was in progress when the request failed does not complete, but is repeated. The flushes of all
+//! queues wait until all unsettled requests have succeeded. A failed flush is kept like any other
+//! request.
 
 use std::collections::VecDeque;
 
@@ -30,7 +33,7 @@ pub(super) struct Restored {
     pub unsettled: bool,
 }
 
-/// What one worker keeps.
+/// Kept requests of one worker.
 #[derive(Debug, Default)]
 pub(super) struct Kept {
     failed: Vec<Work>,
@@ -39,7 +42,7 @@ pub(super) struct Kept {
     again: VecDeque<Work>,
     /// To be read at the next start; they come before all others.
     restored: VecDeque<Restored>,
-    /// Somebody was told that requests are kept, since the last pause.
+    /// The worker has reported kept requests since the last pause.
     reported: bool,
 }
 
@@ -67,7 +70,7 @@ impl Kept {
         self.again.pop_front()
     }
 
-    /// The device goes on: what failed is tried again.
+    /// Schedules failed requests for a retry when the device continues.
     pub(super) fn restart(&mut self) {
         self.again.extend(self.failed.drain(..));
     }

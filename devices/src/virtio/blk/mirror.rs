@@ -12,7 +12,8 @@ use std::{
 use super::control::{BlkControl, Shared, SharedImage};
 use crate::block::{Changes, Content, Extent};
 
-/// Whether, and where, the workers mark what they change. A mark is one load of a flag while nobody copies the disk.
+/// Change tracking of the workers: on or off, and the target of the marks. While no copy runs, a
+/// mark costs one load of a flag.
 #[derive(Debug, Default)]
 pub(super) struct Tracking {
     is_on: AtomicBool,
@@ -93,7 +94,7 @@ impl Mirror {
         self.content.capacity()
     }
 
-    /// Where changes are marked, for whoever makes some that are not its driver's.
+    /// Returns the change map. Writers other than the disk's driver must mark their changes there.
     pub fn changes(&self) -> &Arc<Changes> {
         &self.changes
     }

@@ -1,7 +1,7 @@
-//! The block device (virtio 1.3, 5.2).
+//! Block device (virtio 1.3, 5.2).
 //!
-//! Each queue has a worker thread and an engine of its own. What they share is in [`control`]: capacity, limiter,
-//! counters, and how many writes are kept back.
+//! Each queue has its own worker thread and engine. The shared state is in [`control`]: capacity,
+//! limiter, counters, and the number of unsettled writes.
 
 mod config;
 mod control;
@@ -57,31 +57,31 @@ use crate::{
 /// Most queues of a disk.
 pub const MAX_QUEUES: u16 = 16;
 
-/// What a disk is to be like.
+/// Options of a disk.
 #[derive(Clone, Debug)]
 pub struct BlkOptions {
     /// Goes into the threads' names.
     pub name: String,
-    /// What the driver is told when it asks for an identification: at most 20 bytes, the rest is cut off.
+    /// Identification that the driver can read: at most 20 bytes, longer values are truncated.
     pub serial: String,
-    /// 1 to [`MAX_QUEUES`], each with a thread; what is beyond is brought into that range.
+    /// Number of queues, each with a thread. Values are clamped to 1..=[`MAX_QUEUES`].
     pub queues: u16,
     /// Bytes in a logical block, 512 or 4096 (anything else is taken as 512).
     pub logical_block: u32,
-    /// What follows when the host can't carry out a request.
+    /// Reaction to a request that the host cannot carry out.
     pub on_error: OnError,
     /// Limits its requests, if there is one.
     pub limiter: Option<Arc<Limiter>>,
 }
 
-/// What follows when the host can't carry out a request.
+/// Reaction to a request that the host cannot carry out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnError {
     /// The driver gets the error, and an event says so.
     #[default]
     Report,
-    /// The request is kept without a completion, and an event says so; it is tried again when the device goes on after a
-    /// pause. Others go on meanwhile.
+    /// The device keeps the request without a completion and sends an event. It retries the request
+    /// when it continues after a pause. Other requests continue meanwhile.
     Hold,
 }
 
@@ -90,7 +90,7 @@ pub struct Blk {
     image: Arc<SharedImage>,
     shared: Arc<Shared>,
     limits: Limits,
-    /// But for the capacity.
+    /// Configuration without the capacity.
     config: Config,
     queue_sizes: Vec<u16>,
     identity: Identity,

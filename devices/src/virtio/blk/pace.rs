@@ -1,25 +1,32 @@
-//! When a worker polls before it sleeps, and when it holds completions back. Times are nanoseconds by its clock.
+//! Pacing of a worker: when to poll before sleeping, and when to hold completions back. Times are
+//! nanoseconds of its clock.
 //!
-//! *Polling.* A notification makes a vCPU leave the guest, and a sleeping thread is slow to wake: both cost more than all
-//! the rest of a small request. So notifications are off while the worker is awake, and it stays awake for a while when
-//! it has nothing to do. For how long is learnt: when something comes soon after the worker went to sleep, the window in
-//! which it polls doubles until it covers that time; when it comes late, the window closes. There is one window for
-//! waiting on the device and one for waiting on the driver alone. Between two polls the worker yields its processor. When
-//! a yield takes long and nothing has come of it, the processor is contended: the worker neither polls nor holds
+//! *Polling.* A notification makes a vCPU leave the guest, and a sleeping thread is slow to wake.
+//! Each costs more than all other work for a small request. Therefore notifications are off while
+//! the worker is awake, and an idle worker polls for a while before it sleeps. The worker learns
+//! the duration. If something arrives soon after the worker went to sleep, its polling window
+//! doubles until the window covers that time. If something arrives late, the window closes. One
+//! window applies while the worker waits for the device, another while it waits for the driver
+//! alone. Between two polls the worker yields its processor. If a yield takes long and nothing
+//! arrived meanwhile, the processor is contended. Then the worker neither polls nor holds
 //! completions back for a while.
 //!
-//! *Holding back.* Completions that one round finds raise one interrupt. They are held back only while the driver is
-//! provably busy: it has yet to replace completions that it may have seen, and it added a request within half the average
-//! time between two. An interrupt would stop it. They are never held longer than a sixteenth of what requests take from
-//! the driver's point of view: the requests that it has, times the average time between two (Little's law). The worker
-//! keeps its processor meanwhile, or that bound would be the scheduler's to keep.
+//! *Holding back.* Completions that one round finds raise one interrupt. The worker holds
+//! completions back only while the driver is provably busy, because an interrupt would stop the
+//! driver. The driver is busy if two conditions hold: it has not yet replaced completions that it
+//! may have seen, and it added a request within half the average time between two requests. The
+//! maximum time is a sixteenth of the duration of a request from the driver's point of view. This
+//! duration is the number of the driver's requests times the average time between two (Little's
+//! law). The worker keeps its processor meanwhile, otherwise the scheduler would determine the
+//! bound.
 
 // ANCHOR: policy
 /// The smallest window.
 const MIN_WINDOW: u64 = 25_000;
-/// The largest window: twice what a guest takes from interrupt to next request where an exit takes 40 µs.
+/// The largest window: twice the time from interrupt to next request of a guest on a host where an
+/// exit takes 40 µs.
 const MAX_WINDOW: u64 = 250_000;
-/// A yield that takes longer than this went to somebody who is busy.
+/// Threshold for a contended processor: after a longer yield, another thread is busy on it.
 const CONTENDED: u64 = 50_000;
 /// Sleeps after that from which nothing is learnt.
 const REST: u32 = 256;
@@ -30,7 +37,7 @@ pub(super) const MANY: usize = 8;
 /// The longest time between two requests that counts in the average: longer ones are pauses.
 const MAX_GAP: u64 = 1_000_000;
 
-/// What one worker has learnt.
+/// Learnt state of one worker.
 #[derive(Debug, Default)]
 pub(super) struct Pace {
     /// For how long to poll: with no request in flight, and with some.

@@ -1,10 +1,10 @@
-//! A request from when it was taken from the ring: what is to be done for its chain. All of that is copied and checked before
-//! any of it is done.
+//! Plan of a request that was taken from the ring. The parts of the chain are copied and checked
+//! before the operation starts.
 
 use super::request::{HEADER, Header, Limits, Plan, RANGE, Range, RangeHeader, Status, few_enough};
 use crate::{GuestMemory, virtio::chain::Chain};
 
-/// What the driver accepted of the features on offer.
+/// Features that the driver accepted.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Negotiated {
     /// Without a negotiated flush the cache is write-through (5.2.6.2): each write, and each range that is discarded or zeroed, is
@@ -14,12 +14,12 @@ pub(super) struct Negotiated {
     pub write_zeroes: bool,
 }
 
-/// A request with what is known of it.
+/// Request with its plan and its progress.
 #[derive(Debug)]
 pub(super) struct Work {
     pub chain: Chain,
     pub plan: Plan,
-    /// Of discards and write-zeroes; they are done one after the other.
+    /// Ranges of a discard or write-zeroes request; the engine processes them one after the other.
     pub ranges: Vec<Range>,
     /// The one being done; behind the last one, what makes them stable.
     pub range: usize,
@@ -42,7 +42,8 @@ impl Work {
         }
     }
 
-    /// What of the disk the call changes that the engine has just been given for it: where, and how many bytes.
+    /// Offset and length, in bytes, of the part of the disk that the engine's current call for this
+    /// request changes.
     pub(super) fn changes(&self) -> Option<(u64, u64)> {
         match self.plan {
             Plan::Write { offset, length } => Some((offset, length.into())),

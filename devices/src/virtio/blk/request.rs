@@ -1,4 +1,4 @@
-//! What a driver asks for, and whether it may be done (virtio 1.3, 5.2.6).
+//! Parser of a driver's request, and checks whether the disk permits it (virtio 1.3, 5.2.6).
 
 use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK, VIRTIO_BLK_S_UNSUPP, VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_FLUSH,
@@ -76,7 +76,7 @@ impl Status {
     }
 }
 
-/// What is to be done for a request.
+/// Operation that a request plans.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Plan {
     /// Read `length` bytes into the writable part's beginning.
@@ -96,7 +96,7 @@ pub(super) enum Plan {
 }
 
 impl Plan {
-    /// What it is counted as, if it is.
+    /// Returns the kind for the statistics, if they count the request.
     pub(super) fn kind(&self) -> Option<Kind> {
         match self {
             Self::Read { .. } => Some(Kind::Read),
@@ -107,9 +107,10 @@ impl Plan {
         }
     }
 
-    /// What a rate limit counts it as, with these ranges. Flushes are free: they move no data, and a guest that waits for
-    /// one holds locks. A discard moves no data either: it is a hint, and the host does nothing where it can't. Zeroes are
-    /// counted as if they were written: only the host finds out whether they have to be.
+    /// Returns the request's cost for a rate limiter; `ranges` are the request's ranges. Flushes
+    /// are free: they move no data, and a guest that waits for a flush holds locks. A discard moves
+    /// no data either: it is a hint, and the host may ignore it. Zeroes cost as much as written
+    /// data, because only the host finds out whether it must write them.
     pub(super) fn cost(&self, ranges: &[Range]) -> Cost {
         let bytes = match *self {
             Self::Read { length, .. } | Self::Write { length, .. } => length.into(),
@@ -120,7 +121,7 @@ impl Plan {
         Cost { bytes, operations: 1 }
     }
 
-    /// Whether it changes what is on the disk.
+    /// Whether the request changes the disk's content.
     pub(super) fn is_write(&self) -> bool {
         matches!(
             self,
@@ -128,7 +129,7 @@ impl Plan {
         )
     }
 
-    /// What it is called when the host can't do it.
+    /// Name of the operation in an error report.
     pub(super) fn failure(&self) -> &'static str {
         match self {
             Self::Read { .. } => "read from the image",
@@ -167,7 +168,7 @@ impl Range {
     }
 }
 
-/// What a disk allows, but for its size.
+/// Limits of a disk, except its size.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
     /// Bytes in a logical block: 512 or 4096, a power of two in any case. Requests are whole blocks.

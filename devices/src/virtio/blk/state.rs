@@ -57,7 +57,8 @@ impl BlkHandler {
         Ok(())
     }
 
-    /// Reads the requests that were restored. The driver may not change them; what can't be read is a broken ring.
+    /// Reads the restored requests. The driver must not change them, so an unreadable request means
+    /// a corrupt ring.
     pub(super) fn read_restored(&mut self, session: &mut Session, memory: &GuestMemory) -> Result<(), Fault> {
         let capacity = self.shared.capacity.load(Ordering::Acquire);
         while let Some(Restored { head, unsettled }) = self.kept.restored() {

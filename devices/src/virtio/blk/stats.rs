@@ -1,7 +1,8 @@
-//! What a disk did so far.
+//! Statistics of a disk.
 //!
-//! Each queue counts for itself, in memory of its own: there is one writer, so that counting is a load and a store. A
-//! reader adds the queues up; figures of one moment they are only roughly.
+//! Each queue has its own counters in its own memory. Each counter has one writer, so counting is a
+//! load and a store. A reader adds up the queues. The sums are only approximately from the same
+//! moment.
 
 use std::sync::{
     Arc, Mutex, PoisonError,
@@ -23,7 +24,7 @@ pub(super) enum Kind {
     Discard,
 }
 
-/// What a disk did since it was made.
+/// Statistics of a disk since its creation.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct BlkStats {
     /// Reads.
@@ -44,10 +45,10 @@ pub struct BlkStats {
     pub waiting: u64,
 }
 
-/// What one kind of requests came to.
+/// Statistics of one kind of request.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct OperationStats {
-    /// Answered, errors included. Those that made no sense don't count.
+    /// Answered requests, including errors. Invalid requests do not count.
     pub requests: u64,
     /// Bytes read, written, discarded or zeroed by requests that succeeded.
     pub bytes: u64,
@@ -93,7 +94,7 @@ pub(super) struct QueueCounters {
     in_flight: AtomicU64,
     throttled: AtomicU64,
     held: AtomicU64,
-    /// Of the ring, while the queue is served.
+    /// Gauge of the ring, while the queue is served.
     ring: Mutex<Option<Arc<Gauge>>>,
 }
 

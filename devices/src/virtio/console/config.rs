@@ -5,7 +5,7 @@ pub(super) const LENGTH: usize = 12;
 /// Offset of the emergency write.
 pub(super) const EMERG_WRITE: usize = 8;
 
-/// Size of the terminal in characters; zeroes when nobody has said it.
+/// Size of the terminal in characters; zero while the size is unknown.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Config {
     pub columns: u16,

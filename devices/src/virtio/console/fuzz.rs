@@ -1,4 +1,5 @@
-//! Any bytes as what happens to a console: what is typed, what a driver takes and writes to the configuration, pauses, saves.
+//! Fuzzer of a console. It interprets arbitrary bytes as typed input, input taken by a driver,
+//! configuration writes, pauses and saves.
 
 #![allow(
     clippy::unwrap_used,

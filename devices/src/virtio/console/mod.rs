@@ -28,7 +28,7 @@ use crate::{
 const F_SIZE: u64 = 1;
 const F_EMERG_WRITE: u64 = 1 << 2;
 
-/// Of what the driver receives, and of what it sends.
+/// Sizes of the receive queue and of the transmit queue.
 const QUEUE_SIZES: [u16; 2] = [64; 2];
 
 /// The front of a console.
@@ -46,7 +46,7 @@ impl Console {
         })
     }
 
-    /// What a [`Server`](crate::serial::Server) serves.
+    /// Returns the port for a [`Server`](crate::serial::Server).
     pub fn port(&self) -> Arc<dyn Port> {
         Arc::<Shared>::clone(&self.shared)
     }
@@ -62,7 +62,7 @@ impl Console {
 pub struct ConsoleControl(Arc<Shared>);
 
 impl ConsoleControl {
-    /// Tells the guest how large the terminal is: columns and rows of characters.
+    /// Sets the size of the terminal in columns and rows of characters, and notifies the guest.
     pub fn resize(&self, columns: u16, rows: u16) {
         self.0.resize(columns, rows);
     }
@@ -90,7 +90,7 @@ impl VirtioDevice for Console {
     }
 
     fn write_config(&mut self, offset: usize, data: &[u8]) {
-        // The lowest byte is what is printed; drivers write the whole field.
+        // The console prints the lowest byte. Drivers write the whole field.
         if let (config::EMERG_WRITE, [character, _, _, _]) = (offset, data) {
             self.shared.print(&[*character]);
         }

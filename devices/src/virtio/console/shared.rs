@@ -1,4 +1,5 @@
-//! What front, back and the server of a console have in common: the output, and input that waits for the driver.
+//! State that the front, the back and the server of a console share: the output, and the input that
+//! waits for the driver.
 
 use std::{
     collections::VecDeque,
@@ -33,7 +34,7 @@ struct State {
     backlog: VecDeque<u8>,
     /// The machine is paused: no input is let in.
     paused: bool,
-    /// A sender was told that there is no room.
+    /// A sender found no room.
     starved: bool,
     config: Config,
 }
@@ -84,7 +85,8 @@ impl Shared {
         self.lock().backlog.len()
     }
 
-    /// The oldest bytes of input, at most as many as `space` has; they go on waiting until they are [`taken`](Self::taken).
+    /// Copies the oldest bytes of input, at most as many as `space` holds. The bytes stay in the
+    /// backlog until [`taken`](Self::taken).
     pub fn peek(&self, space: &mut [u8]) -> usize {
         let state = self.lock();
         let mut count: usize = 0;

@@ -1,4 +1,4 @@
-//! The back: prints what the driver sends, and hands over what was typed.
+//! Worker of the console: prints the driver's output, and delivers typed input.
 
 use std::{sync::Arc, time::Instant};
 
@@ -17,7 +17,8 @@ use crate::{
 const RECEIVE: u16 = 0;
 /// Token of input that has come.
 const WAKE: u32 = 0;
-/// What is printed of one buffer, in bytes. Drivers send a page at most; more than the history keeps would be lost in any case.
+/// Maximum output from one buffer, in bytes. Drivers send at most a page. The history would drop
+/// more in any case.
 const MAX_BYTES: u32 = 1 << 20;
 /// Bytes copied at once.
 const PIECE: u32 = 4096;
@@ -100,7 +101,7 @@ impl QueueHandler for ConsoleHandler {
     }
 
     fn event(&mut self, session: &mut Session, _token: u32) -> Result<(), Fault> {
-        // Nobody else reads it; empty after a spurious event.
+        // The worker is the only reader. After a spurious event the counter is empty.
         let _count = self.shared.wake().read();
         session.kick_again(RECEIVE);
         Ok(())

@@ -1,5 +1,5 @@
-//! The file system device (virtio 1.3, 5.11): a directory of the node, served by a process of its own (virtiofsd) over
-//! vhost-user.
+//! File system device (virtio 1.3, 5.11): a directory of the node, served by a separate process
+//! (virtiofsd) over vhost-user.
 //!
 //! ```text
 //!              start, INIT of a driver                driver resets
@@ -7,13 +7,17 @@
 //!     ▲  ◀──────── process gone ───────────┘
 //! ```
 //!
-//! *Delegated*: the process takes requests from the rings in guest memory and signals the guest; this one is not asked. *Refusing*: the
-//! process is gone. Each request is completed at once with ENOTCONN, as Linux does for a FUSE server that has ended, so that no
-//! process of the guest hangs. A new process knows none of the inodes and handles that the driver has: it gets the queues only with the next
-//! FUSE_INIT, which a driver sends when it mounts anew; a handle of the old process must never name a file of the new one.
+//! *Delegated*: the process takes requests from the rings in guest memory and signals the guest
+//! without this process. *Refusing*: the serving process is gone. The device completes each request
+//! at once with ENOTCONN, as Linux does after the end of a FUSE server, so that no process of the
+//! guest hangs. A new process does not have the driver's inodes and handles. It gets the queues
+//! only with the next FUSE_INIT, which a driver sends for a new mount. A handle of the old process
+//! must never refer to a file of the new process.
 //!
-//! Saved with the device is what the process says of itself: which inodes and handles the driver has, by the paths of their files. The process behind
-//! the restored device is given that before it gets the queues. One that can't take it is let go, and the driver has to mount anew.
+//! The saved state contains the process's own state: the driver's inodes and handles, as paths of
+//! their files. The process behind the restored device receives this state before it gets the
+//! queues. If a process cannot load the state, the device drops this process, and the driver must
+//! mount again.
 
 mod request;
 mod worker;
@@ -76,13 +80,13 @@ impl Fs {
         })
     }
 
-    /// What gives it other processes.
+    /// Returns a handle that can replace the serving process.
     pub fn control(&self) -> FsControl {
         FsControl(Arc::clone(&self.inbox))
     }
 }
 
-/// Gives a file system device a process that serves it in the place of the last one.
+/// Handle that replaces the serving process of a file system device.
 #[derive(Clone)]
 pub struct FsControl(Arc<Inbox>);
 

@@ -7,7 +7,7 @@ pub(super) const OUT_HEADER: usize = 16;
 /// FUSE_INIT: a driver mounts the file system, and knows nothing of an earlier server.
 const INIT: u32 = 26;
 
-/// The head of a request; what is in it is the guest's.
+/// Header of a request; its content is untrusted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Head {
     opcode: u32,

@@ -100,7 +100,7 @@ fn the_back_end_serves_the_rings_and_this_process_is_not_asked() {
 #[test]
 fn requests_of_a_back_end_that_died_fail_at_once_and_a_new_mount_goes_to_the_next_one() {
     let (mut back_end, control, mut driver) = served();
-    // What it may have taken and has not answered is answered here.
+    // The device answers the requests that the back end may have taken but has not answered.
     back_end.mood.stuck.store(true, Ordering::SeqCst);
     for _ in 0..3 {
         driver.submit(REQUESTS, &request(GETATTR));
@@ -189,7 +189,7 @@ fn what_a_back_end_completed_and_did_not_signal_before_it_died_is_signalled() {
     let (mut back_end, _control, mut driver) = served();
     driver.rig.write(Area::Common, 0x16, 2, REQUESTS.into());
     driver.rig.write(Area::Common, 0x1a, 2, 0);
-    // The change of the vector interrupts once by itself.
+    // The change of the vector raises one interrupt itself.
     driver.rig.msi.wait_for(0, 1);
     back_end.mood.silent.store(true, Ordering::SeqCst);
     let served = back_end.mood.served.load(Ordering::SeqCst);
@@ -197,7 +197,7 @@ fn what_a_back_end_completed_and_did_not_signal_before_it_died_is_signalled() {
     while back_end.mood.served.load(Ordering::SeqCst) == served {
         std::thread::yield_now();
     }
-    // A signal of before that is late would be taken for it, and this would show less.
+    // A late signal from an earlier request would satisfy the wait below and weaken the test.
     let before = driver.rig.msi.count(0);
     back_end.kill();
     driver.rig.msi.wait_for(0, before + 1);
@@ -218,7 +218,8 @@ fn a_process_that_takes_the_place_of_another_during_a_pause_gets_nothing_of_the_
     assert_eq!(ask(&mut driver, REQUESTS, GETATTR), [0; 4]);
 }
 
-/// The driver's device with another process behind it, which has been given what the one before said of itself.
+/// Restores the driver's device with a new process. The new process receives the saved state of the
+/// old process.
 fn restored(driver: &mut Driver, refuses: bool) -> (BackEnd, FsControl) {
     driver.rig.pause();
     let section = driver.rig.device.save().unwrap();
@@ -234,7 +235,7 @@ fn restored(driver: &mut Driver, refuses: bool) -> (BackEnd, FsControl) {
 #[test]
 fn what_a_driver_has_open_goes_with_a_restored_device_to_its_process() {
     let (back_end, _control, mut driver) = served();
-    // Longer than what a pipe takes at once for certain, and no multiple of it.
+    // Longer than the capacity of a pipe, and not a multiple of it.
     let state: Vec<u8> = (0..=250).cycle().take(50_001).collect();
     back_end.mood.state.lock().unwrap().clone_from(&state);
     let (next, _control) = restored(&mut driver, false);

@@ -37,7 +37,7 @@ const RELAY: u32 = 16;
 /// How long a back end may take to stop a queue that it has no request in.
 const STOP: Duration = Duration::from_secs(5);
 
-/// What the process is called in messages.
+/// Messages about the serving process.
 const LOST: &str = "the process that serves the share has ended";
 const UNUSABLE: &str = "take the process that serves the share into use";
 
@@ -52,7 +52,7 @@ pub(super) struct FsHandler {
     delegated: bool,
     /// The driver may have inodes and handles of a process that is gone.
     stale: bool,
-    /// What the driver's inodes and handles are, for the first process of a restored device.
+    /// State of the driver's inodes and handles, for the first process of a restored device.
     inherited: Vec<u8>,
     /// Where a queue's interrupts go that have no eventfd of their own; this thread raises them.
     relays: Vec<EventFd>,
@@ -80,13 +80,14 @@ impl FsHandler {
         })
     }
 
-    /// Takes a process that waits in the inbox into use, in the place of the present one. False when none waits.
+    /// Starts to use a process that waits in the inbox, instead of the current process. Returns
+    /// false if no process waits.
     fn greet(&mut self, session: &Session) -> Result<bool, Fault> {
         let Some(socket) = self.inbox.take() else {
             return Ok(false);
         };
         if self.backend.take().is_some() {
-            // Nobody has seen the last one end, which it did while the device was paused.
+            // The previous process ended unnoticed while the device was paused.
             self.stale = true;
         }
         let deadline = vhost_user::deadline();
@@ -98,7 +99,8 @@ impl FsHandler {
         Ok(true)
     }
 
-    /// Tells the first process of a restored device which inodes and handles the driver has. When that fails, the process is let go: it would take them for others.
+    /// Loads the driver's inodes and handles into the first process of a restored device. On a
+    /// failure, drops the process, because it would confuse them with others.
     fn hand_down(&mut self) {
         let inherited = std::mem::take(&mut self.inherited);
         if inherited.is_empty() {
@@ -150,7 +152,7 @@ impl FsHandler {
             };
             let base = state.next_avail;
             backend.start_ring(queue.into(), base, &addresses(&state), &events, deadline)?;
-            // What is available already, the driver does not notify of again.
+            // The driver does not notify again of requests that are already available.
             kick.write(1)?;
         }
         Ok(())
@@ -166,7 +168,7 @@ impl FsHandler {
             self.stale = true;
             for queue in 0..self.queues {
                 session.reclaim(queue, None)?;
-                // It may have ended after it showed the driver what it completed, and before it signalled that.
+                // The process may have ended between publishing completions and signalling them.
                 self.signals.queue_interrupt(queue);
             }
         }
@@ -209,14 +211,15 @@ impl FsHandler {
         Ok(Drained::Quiet)
     }
 
-    /// A new process has come: it is greeted, and gets the queues when the driver mounts anew.
+    /// Handles the arrival of a new process. The process gets the queues when the driver mounts
+    /// again.
     fn receive(&mut self, session: &mut Session) -> Result<(), Fault> {
         let _read = self.inbox.arrived.read();
         if self.delegated {
             // It takes the place of one that ends, whose end is seen first.
             return Ok(());
         }
-        // One that came during a pause is there, and watched, already.
+        // A process that arrived during a pause is already in use and watched.
         match self.greet(session)? {
             true => self.watch_backend(session),
             false => Ok(()),
@@ -280,7 +283,8 @@ impl FsHandler {
 impl QueueHandler for FsHandler {
     fn start(&mut self, session: &mut Session) -> Result<(), Fault> {
         session.watch(&self.inbox.arrived, ARRIVED, EventSet::IN)?;
-        // What was said of rings that are no more; one that is still corrupt is found to be so again.
+        // Drops reports about rings of an earlier session. A ring that is still corrupt will be
+        // reported again.
         let _read = self.ring_error.read();
         session.watch(&self.ring_error, RING_ERROR, EventSet::IN)?;
         let changes = self.signals.vector_changes();
@@ -360,7 +364,7 @@ impl QueueHandler for FsHandler {
     }
 
     fn reset(&mut self) {
-        // Whatever driver comes next begins with FUSE_INIT.
+        // The next driver starts with FUSE_INIT.
         self.stale = false;
         self.inherited.clear();
     }

@@ -53,7 +53,7 @@ pub(super) enum Refusal {
     Parameter = 0x1205,
 }
 
-/// What is scanned out.
+/// Resource and part of it that the screen shows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Scanout {
     pub resource: u32,
@@ -93,7 +93,7 @@ fn within([x, y, width, height]: [u32; 4], size: Size) -> Result<Rect, Refusal> 
     Ok(Rect::new(narrow(x)?, narrow(y)?, narrow(width)?, narrow(height)?))
 }
 
-/// The resources of a driver, and what is shown of them.
+/// Resources of a driver, and their presentation on the screen.
 pub(super) struct Renderer {
     framebuffer: Arc<Framebuffer>,
     pub(super) boot: Option<Arc<BootScreen>>,
@@ -139,7 +139,8 @@ impl Renderer {
         (whole, result.is_err())
     }
 
-    /// As it is after a reset of the device: the screen is what a guest without a driver draws, or black.
+    /// Resets the renderer. The screen then shows the drawing of a guest without a driver, or
+    /// black.
     pub fn reset(&mut self) {
         self.resources.clear();
         self.scanout = None;
@@ -151,7 +152,7 @@ impl Renderer {
         }
     }
 
-    /// Shows what is scanned out, and the cursor, anew.
+    /// Redraws the scanned-out resource and the cursor.
     pub fn show(&self) {
         self.framebuffer.set_cursor(self.cursor.clone());
         let Some(scanout) = self.scanout else { return };
@@ -193,7 +194,7 @@ impl Renderer {
             ATTACH_BACKING => self.attach(fields)?,
             DETACH_BACKING => self.detach(fields.u32()?)?,
             UPDATE_CURSOR => self.update_cursor(fields)?,
-            // Whoever looks has a pointer of its own, and knows best where it is.
+            // Each viewer draws its own pointer at its own position.
             MOVE_CURSOR => {}
             _ => return Err(Refusal::Unspecified),
         }
@@ -362,7 +363,8 @@ impl Renderer {
     }
 }
 
-/// `struct virtio_gpu_resp_display_info` behind its header: the one scan-out, and those that there are not.
+/// Appends the body of `struct virtio_gpu_resp_display_info`: the only scan-out, and zeroes for the
+/// absent ones.
 fn put_display_info(size: Size, response: &mut Vec<u8>) {
     const MODE: usize = 24;
     let fields = [0, 0, size.width().into(), size.height().into(), 1, 0];

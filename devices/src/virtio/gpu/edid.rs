@@ -1,4 +1,5 @@
-//! What the screen says of itself: a block of E-EDID 1.4 (VESA E-EDID Standard, release A, revision 2).
+//! Identification data of the screen: a block of E-EDID 1.4 (VESA E-EDID Standard, release A,
+//! revision 2).
 
 use crate::display::Size;
 
@@ -10,7 +11,7 @@ const RATE: u32 = 60;
 const HORIZONTAL: [u32; 3] = [48, 32, 160];
 const VERTICAL: [u32; 3] = [3, 6, 40];
 
-/// The block of a screen whose preferred mode has that size (4095 at most in each direction; what is larger is cut).
+/// Returns the block of a screen with the preferred mode `size`. Each direction is limited to 4095.
 pub(super) fn block(size: Size) -> [u8; LENGTH] {
     let mut block = Vec::with_capacity(LENGTH);
     block.extend_from_slice(&[0, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0]);

@@ -1,11 +1,14 @@
-//! The graphics adapter without 3D (virtio 1.3, 5.7): a guest draws into *resources* in its own memory, transfers what it
-//! changed to the host's copies, and has one of them scanned out to the machine's [`Framebuffer`].
+//! Graphics adapter without 3D (virtio 1.3, 5.7). A guest draws into *resources* in its own memory,
+//! transfers changed parts to the host's copies, and has one of them scanned out to the machine's
+//! [`Framebuffer`].
 //!
-//! Before its driver is there, the guest may draw into memory behind a BAR: see [`BootScreen`]. The screen shows that until a driver
-//! scans something out, and again when the device is reset.
+//! Before its driver runs, the guest may draw into memory behind a BAR: see [`BootScreen`]. The
+//! screen shows this memory until a driver scans out a resource, and again after a reset of the
+//! device.
 //!
-//! There is one scan-out. The host's copies of all resources together have [`MAX_BYTES`](resource::MAX_BYTES) at most, whatever the
-//! guest asks for, and a copy has memory from its first transfer on.
+//! The adapter has one scan-out. The host's copies of all resources together have at most
+//! [`MAX_BYTES`](resource::MAX_BYTES), independent of the guest's requests. A copy occupies memory
+//! from its first transfer on.
 
 mod command;
 mod edid;
@@ -31,9 +34,9 @@ use crate::{
 
 pub use self::shared::GpuControl;
 
-/// VIRTIO_GPU_F_EDID: the driver can ask what the screen is like.
+/// VIRTIO_GPU_F_EDID: the driver can read the screen's properties.
 const F_EDID: u32 = 1;
-/// Of control commands and of the cursor's.
+/// Sizes of the control queue and of the cursor queue.
 const QUEUE_SIZES: [u16; 2] = [256, 64];
 /// Offset of `events_clear` in `struct virtio_gpu_config`.
 const EVENTS_CLEAR: usize = 4;
@@ -42,14 +45,14 @@ const CONFIG_LEN: usize = 16;
 /// The front of a graphics adapter.
 pub struct Gpu {
     framebuffer: Arc<Framebuffer>,
-    /// What the screen shows while no driver shows anything.
+    /// Content of the screen while no driver scans out a resource.
     boot: Option<Arc<BootScreen>>,
     shared: Arc<Shared>,
     connected: bool,
 }
 
 impl Gpu {
-    /// An adapter that shows what it has on `framebuffer`. Guests choose `size` by themselves.
+    /// Creates an adapter that draws on `framebuffer`. Guests choose `size` by default.
     pub fn new(framebuffer: Arc<Framebuffer>, size: Size) -> Self {
         Self {
             framebuffer,

@@ -17,8 +17,9 @@ pub(super) const MAX_RESOURCES: usize = 1024;
 pub(super) const MAX_ENTRIES: usize = 16384;
 pub(super) const MAX_ALL_ENTRIES: usize = 65536;
 
-/// How a pixel is in memory (5.7.6.8, `enum virtio_gpu_formats`). Formats with alpha and without are the same here: a screen has none, and Linux
-/// makes the picture of a cursor, of which alpha is the shape, in a format that says there is none.
+/// Layout of a pixel in memory (5.7.6.8, `enum virtio_gpu_formats`). Formats with and without alpha
+/// are equivalent here. A screen has no alpha, and Linux creates cursor pictures, in which alpha
+/// defines the shape, in a format without alpha.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Format {
     pub number: u32,
@@ -196,8 +197,9 @@ impl Resource {
             .unwrap_or_default()
     }
 
-    /// Copies `rect`, which lies within, from guest memory, where its first pixel is `offset` bytes from the beginning. False
-    /// when it has no memory or too little of it; what was copied by then stays.
+    /// Copies `rect` from guest memory, in which its first pixel is at `offset` bytes. `rect` must
+    /// lie within the resource. Returns false if the resource has no or too little memory behind
+    /// it. Rows copied before a failure stay.
     pub fn transfer(&mut self, memory: &GuestMemory, rect: Rect, offset: u64, scratch: &mut Vec<u8>) -> bool {
         let Some(backing) = &self.backing else {
             return false;

@@ -1,4 +1,4 @@
-//! What front, back and the handle of an adapter have in common.
+//! State that the front, the back and the handle of an adapter share.
 
 use std::sync::{
     Arc, Mutex, OnceLock, PoisonError,
@@ -15,7 +15,7 @@ use crate::{
 const EVENT_DISPLAY: u32 = 1;
 
 pub(super) struct Shared {
-    /// The size that a guest chooses when nobody tells it another.
+    /// Size that a guest chooses by default.
     initial: Size,
     /// The size that the guest is asked to have.
     preferred: Mutex<Size>,
@@ -100,8 +100,8 @@ impl GpuControl {
 }
 
 impl Resizer for GpuControl {
-    /// The guest is asked, and takes the size when it likes. False when no driver is there, or when the size can't be said
-    /// in an EDID, which has 12 bits for each.
+    /// Asks the guest to change to this size; the guest decides when. Returns false if no driver
+    /// runs, or if the size exceeds the 12 bits that an EDID has for each direction.
     fn request_size(&self, size: Size) -> bool {
         const LARGEST: u16 = 0xfff;
         let said = size.width() <= LARGEST && size.height() <= LARGEST;

@@ -1,6 +1,9 @@
-//! Saved state of the back. Of a resource with guest memory behind it the host's copy is not saved but made anew from that
-//! memory, which is where a driver has it; so its megabytes need not be in the state. A transfer that the driver had not yet
-//! asked for is then there early.
+//! Saved state of the back.
+//!
+//! The state does not contain the host's copy of a resource that has guest memory behind it. A
+//! restore recreates the copy from this memory, in which the driver keeps the picture. This saves
+//! megabytes in the state. A transfer that the driver has not requested yet then takes effect
+//! early.
 
 use super::{
     command::{Renderer, Scanout},

@@ -145,7 +145,7 @@ fn only_what_was_transferred_and_flushed_is_seen_where_the_scan_out_says() {
     let (framebuffer, _, mut driver) = running();
     assert_eq!(create(&mut driver, 1, B8G8R8X8, 100, 80), OK);
     assert_eq!(attach(&mut driver, 1, PICTURES, 100 * 80 * 4), OK);
-    // What is seen is the part of 50 × 40 from 20, 10 on.
+    // The screen shows the part of 50 × 40 from 20, 10 on.
     assert_eq!(set_scanout(&mut driver, 1, [20, 10, 50, 40]), OK);
     assert_eq!(framebuffer.size(), size(50, 40));
     paint(&driver, PICTURES, 1..=100 * 80);
@@ -321,7 +321,7 @@ fn a_size_that_somebody_asks_for_reaches_the_driver() {
         (1056, 0x1104, 128)
     );
     assert_eq!(response[32..32 + 128], edid::block(size(1920, 1080)));
-    // Nobody is there who could.
+    // After the reset, no driver can follow the request.
     driver.rig.reset_device();
     assert!(!control.request_size(size(640, 480)));
 }
@@ -358,7 +358,8 @@ fn a_restored_device_shows_the_picture_and_the_cursor() {
         paint(&driver, PICTURES, id..id + side * side);
         assert_eq!(transfer(&mut driver, id, [0, 0, side, side], 0), OK);
     }
-    // The picture has no memory any more; what is behind the cursor's has.
+    // The picture's resource has no memory behind it any more. The cursor's resource still has
+    // memory.
     assert_eq!(command(&mut driver, 0x107, &[1, 0]), OK);
     assert_eq!(set_scanout(&mut driver, 1, [5, 5, 40, 40]), OK);
     driver.request(
@@ -425,7 +426,7 @@ fn a_guest_without_a_driver_has_a_screen_behind_a_bar_and_the_driver_takes_it_ov
     assert_eq!(set_scanout(&mut driver, 7, [0, 0, 64, 48]), OK);
     memory.write(0, &[9; 4]);
     assert_eq!((boot.poll(), first(&framebuffer)), (None, 0));
-    // The driver switches the screen off: that is no reason to show what was there before it.
+    // The driver switches the screen off. The boot screen must not reappear.
     assert_eq!(set_scanout(&mut driver, 0, [0; 4]), OK);
     assert_eq!(boot.poll(), None);
 

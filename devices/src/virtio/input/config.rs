@@ -1,11 +1,11 @@
-//! The configuration space (virtio 1.3, 5.8.4 and 5.8.5): the driver selects what it wants to know.
+//! Configuration space (virtio 1.3, 5.8.4 and 5.8.5): the driver selects an item and then reads it.
 
 use super::Kind;
 use crate::input::{Key, TABLET_MAX};
 
 /// Length of `struct virtio_input_config`.
 pub(super) const LENGTH: usize = 136;
-/// Where what was selected begins.
+/// Offset of the selected item.
 const UNION: usize = 8;
 
 const ID_NAME: u8 = 1;
@@ -35,7 +35,7 @@ pub(super) mod code {
 const BUS_VIRTUAL: u16 = 6;
 const VENDOR: u16 = 0x1af4;
 
-/// What a device says of itself.
+/// Configuration of a device.
 pub(super) struct Config {
     kind: Kind,
     select: u8,
@@ -71,7 +71,7 @@ impl Config {
         }
     }
 
-    /// The whole of it: selectors, size of what was selected, and that.
+    /// Returns the whole space: the selectors, the size of the selected item, and the item.
     pub fn read(&self) -> [u8; LENGTH] {
         let mut config = [0; LENGTH];
         let content = self.content();

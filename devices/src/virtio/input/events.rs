@@ -66,9 +66,9 @@ impl Event {
 #[derive(Debug, Default)]
 struct State {
     pending: VecDeque<Event>,
-    /// What is down when all pending events have been taken.
+    /// Keys and buttons that are down after all pending events.
     down: BTreeSet<u16>,
-    /// The pointer as it was told last.
+    /// Last queued position of the pointer.
     pointer: Option<(u16, u16)>,
     /// The last three of the pending events are the pointer's place and nothing else.
     moved_last: bool,
@@ -125,7 +125,7 @@ impl Events {
         self.driven.store(true, Ordering::SeqCst);
     }
 
-    /// The driver is gone, with what it was told.
+    /// Forgets the driver and all pending events.
     pub fn forget(&self) {
         self.driven.store(false, Ordering::SeqCst);
         *self.lock() = State::default();
@@ -140,7 +140,7 @@ impl Events {
         }
     }
 
-    /// A key that is down is pressed again by who holds it. A guest that is slow to take such news gets less of it.
+    /// Queues the repetition of a held key. A slow guest gets fewer repetitions.
     pub fn repeat(&self, code: u16) {
         let event = Event::new(code::EV_KEY, code, REPEATED);
         let mut state = self.lock();
@@ -207,11 +207,11 @@ impl Events {
     pub fn pop(&self) {
         let mut state = self.lock();
         state.pending.pop_front();
-        // What is left of the pointer's place must not be replaced.
+        // The rest of a partly delivered pointer position must not be replaced.
         state.moved_last &= state.pending.len() >= PLACE;
     }
 
-    /// Releases all that is down: whoever held it is not there any more.
+    /// Releases all keys and buttons, because their holder is gone.
     pub fn release_all(&self) {
         let mut state = self.lock();
         for code in std::mem::take(&mut state.down) {

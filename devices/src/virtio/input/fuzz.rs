@@ -1,5 +1,5 @@
-//! Any bytes as what happens to an input device: what a driver writes to its configuration, and what is typed and pointed at while
-//! it takes events, or does not.
+//! Fuzzer of an input device. It interprets arbitrary bytes as a driver's configuration writes, as
+//! typed keys and pointer movements, and as taken events.
 
 #![allow(
     clippy::unwrap_used,
@@ -20,8 +20,9 @@ use crate::{
     virtio::device::VirtioDevice,
 };
 
-/// The entry function. It panics if the device keeps more than it may, leaves a key down that nobody holds, says that one is
-/// released or repeated which was not pressed, or panics itself.
+/// Entry function of the fuzzer. Panics if the device violates an invariant: it must not keep more
+/// than its limit, leave a key down without a holder, report a release or repetition of a key that
+/// is not down, or panic.
 pub fn driver(data: &[u8]) {
     let hub = Arc::new(Hub::new(Layout::De));
     let mut devices = [Input::keyboard(&hub).unwrap(), Input::tablet(&hub).unwrap()];

@@ -1,7 +1,8 @@
-//! Input devices (virtio 1.3, 5.8): a keyboard with lights, and a tablet, a pointer with absolute coordinates.
+//! Input devices (virtio 1.3, 5.8): a keyboard with lights, and a tablet, which is a pointer with
+//! absolute coordinates.
 //!
-//! Events wait in a bounded list until the driver has buffers for them. What does not fit is left out, but never the release of a
-//! key or button whose press was not.
+//! Events wait in a bounded list until the driver has buffers for them. The device drops events
+//! beyond the limit, but never the release of a key or button whose press it reported.
 
 mod config;
 mod events;
@@ -27,13 +28,14 @@ use crate::{
     state::{Section, StateError, check, message, narrow},
 };
 
-/// Of events, and of what the driver says about lights.
+/// Sizes of the event queue and of the status queue, which carries the driver's changes of the
+/// lights.
 const QUEUE_SIZES: [u16; 2] = [64; 2];
 
 /// All lights.
 const LEDS: u8 = LED_CAPS | LED_NUM | LED_SCROLL;
 
-/// What an input device is.
+/// Type of an input device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Keyboard,
@@ -104,7 +106,7 @@ impl VirtioDevice for Input {
     }
 
     fn write_config(&mut self, offset: usize, data: &[u8]) {
-        // The two fields that are written have a byte each; drivers write each by itself.
+        // The two writable fields have one byte each, and drivers write each of them separately.
         if let [value] = data {
             self.config.write(offset, *value);
         }

@@ -62,7 +62,8 @@ impl DeviceUnderTest for KeyboardTest {
     }
 }
 
-/// The worker begins after DRIVER_OK: what is typed before goes nowhere. A status that comes back says that it has begun.
+/// Waits until the worker runs. It starts after DRIVER_OK and drops earlier input. A returned
+/// status buffer shows that it runs.
 fn wait_for_driver(driver: &mut Driver, _hub: &Hub) {
     driver.request(STATUS, &[Buffer::Readable(vec![0; 8])]);
 }
@@ -93,7 +94,7 @@ fn each_device_says_what_it_has() {
     assert_eq!(select(&keyboard, 1, 0), b"vmmd keyboard");
     assert_eq!(select(&keyboard, 0x11, 1), [&[0xfe][..], &[0xff; 15]].concat());
     assert_eq!(select(&keyboard, 0x11, 0x11), [7]);
-    // EV_REP: the guest does not repeat keys by itself.
+    // EV_REP: the guest does not generate key repetitions.
     assert!(select(&keyboard, 0x11, 0x14).is_empty());
     assert!(select(&keyboard, 0x11, 3).is_empty());
     let (_, tablet) = running(Input::tablet);
@@ -143,7 +144,7 @@ fn a_held_key_repeats_as_often_as_its_client_says_so_and_a_slow_guest_sees_one_o
         source.scancode(0x2a, false);
     }
     source.scancode(ENTER, false);
-    // What is not down does not repeat.
+    // A key that is not down does not repeat.
     source.scancode(ENTER, false);
     offer(&mut driver, 16);
     let seen: Vec<_> = (0..16)
@@ -218,7 +219,7 @@ fn the_pointer_moves_to_its_last_place_and_no_click_is_lost() {
     assert_eq!(seen, expected);
 }
 
-/// What the driver says of a light.
+/// Status buffer for the state of a light.
 fn led(code: u16, value: u32) -> Vec<Buffer> {
     let event = Event {
         kind: 0x11,

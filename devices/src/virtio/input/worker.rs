@@ -25,11 +25,11 @@ const EVENT_LEN: u32 = 8;
 
 pub(super) struct InputHandler {
     events: Arc<Events>,
-    /// Of a keyboard: who is told about the lights.
+    /// Hub to notify about the lights; only for a keyboard.
     lights: Option<Arc<Hub>>,
     leds: u8,
     chain: Chain,
-    /// Nobody holds what the saved device said was down.
+    /// The saved device's pressed keys have no holder.
     restored: bool,
 }
 
@@ -121,7 +121,7 @@ impl QueueHandler for InputHandler {
     }
 
     fn event(&mut self, session: &mut Session, _token: u32) -> Result<(), Fault> {
-        // Nobody else reads it; empty after a spurious event.
+        // The worker is the only reader. After a spurious event the counter is empty.
         let _count = self.events.wake().read();
         session.kick_again(EVENTS);
         Ok(())

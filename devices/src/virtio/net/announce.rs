@@ -1,13 +1,14 @@
-//! Says where an interface is now, for guests whose driver does not say so itself (`VIRTIO_NET_F_GUEST_ANNOUNCE`): without it, switches send to
-//! the old place what is for the guest until that sends something.
+//! Announcement of an interface's new location, for guests whose driver cannot send one
+//! (`VIRTIO_NET_F_GUEST_ANNOUNCE`). Without it, switches send the guest's packets to the old
+//! location until the guest sends a packet.
 
 use super::{filter::Address, header::HEADER};
 
 /// With the shortest Ethernet frame, which is 60 bytes without its checksum.
 const PACKET: usize = HEADER as usize + 60;
 
-/// With a header, a broadcast of the interface that asks for its own address (reverse ARP, RFC 903): all switches see who sent it, and there is
-/// nobody to reply.
+/// Returns a packet with a header: a broadcast from the interface that asks for its own address
+/// (reverse ARP, RFC 903). All switches see the sender, and no host replies.
 pub(super) fn packet(mac: Address) -> Vec<u8> {
     let mut packet = vec![0; HEADER as usize];
     packet.extend([0xff; 6]);

@@ -1,7 +1,7 @@
-//! The control queue: what the driver asks of the interface (virtio 1.3, 5.1.6.5).
+//! Control queue: commands of the driver to the interface (virtio 1.3, 5.1.6.5).
 //!
-//! A command is a class, a number and its data; the answer is one byte. What makes no sense is answered with an error and
-//! changes nothing.
+//! A command consists of a class, a number and data. The answer is one byte. The device answers an
+//! invalid command with an error and changes no state.
 
 use std::sync::Arc;
 
@@ -29,10 +29,10 @@ use crate::{
 /// Class and number of a command.
 const COMMAND: u32 = 2;
 
-/// Longest data of a command: two tables of addresses, with more of them than the filter tells apart.
+/// Longest data of a command: two tables, each with more addresses than the filter distinguishes.
 const MAX_DATA: u32 = 65_536;
 
-/// Executes what is in the control queue.
+/// Executor of the control queue's commands.
 pub(super) struct Commands {
     memory: Arc<GuestMemory>,
     chain: Chain,
@@ -92,7 +92,7 @@ impl Commands {
     }
 }
 
-/// Does what a command says; `None` when it can't be done.
+/// Executes a command. Returns `None` if the command is invalid or fails.
 fn apply(shared: &Shared, features: u64, class: u32, number: u32, data: &[u8]) -> Option<()> {
     let has = |bit: u32| features & 1 << bit != 0;
     match class {
@@ -108,7 +108,7 @@ fn apply(shared: &Shared, features: u64, class: u32, number: u32, data: &[u8]) -
         VIRTIO_NET_CTRL_MAC => match number {
             VIRTIO_NET_CTRL_MAC_ADDR_SET if has(VIRTIO_NET_F_CTRL_MAC_ADDR) => {
                 let mac: Address = data.try_into().ok()?;
-                // Multicast addresses are nobody's.
+                // A multicast address cannot be the interface's address.
                 (mac[0] & 1 == 0).then(|| shared.set_mac(mac))
             }
             VIRTIO_NET_CTRL_MAC_TABLE_SET if has(VIRTIO_NET_F_CTRL_RX) => tables(shared, data),
@@ -183,7 +183,7 @@ fn tables(shared: &Shared, data: &[u8]) -> Option<()> {
     Some(())
 }
 
-/// The addresses of a table, and what is behind it.
+/// Splits a table into its addresses and the remaining data.
 fn table(data: &[u8]) -> Option<(&[u8], &[u8])> {
     let (count, rest) = data.split_first_chunk::<4>()?;
     let length = usize::try_from(u32::from_le_bytes(*count)).ok()?.checked_mul(6)?;

@@ -40,7 +40,8 @@ impl Config {
     }
 }
 
-/// Feature bits of what a driver sends unfinished, and of what it takes unfinished, by kind.
+/// Feature bits for each kind of offload: for packets that the driver sends, and for packets that
+/// it receives.
 const OFFLOADS: [(Offloads, u64, u64); 5] = [
     (
         Offloads::CHECKSUM,
@@ -69,7 +70,7 @@ const OFFLOADS: [(Offloads, u64, u64); 5] = [
     ),
 ];
 
-/// What the control queue is for.
+/// Features of the control queue.
 const CONTROL: u64 = 1 << VIRTIO_NET_F_CTRL_VQ
     | 1 << VIRTIO_NET_F_CTRL_RX
     | 1 << VIRTIO_NET_F_CTRL_RX_EXTRA
@@ -111,8 +112,8 @@ pub(super) fn consistent(mut offloads: Offloads) -> Offloads {
     offloads
 }
 
-/// What the driver takes unfinished, of the features it accepted or of the offloads that it chose later. Without checksums
-/// nothing (5.1.3.1).
+/// Returns the offloads of packets that the driver accepts. `features` are the accepted features,
+/// or the driver's later choice. Without checksums, no other offload is possible (5.1.3.1).
 pub(super) fn offloads(features: u64) -> Offloads {
     let accepted = OFFLOADS
         .into_iter()

@@ -1,4 +1,4 @@
-//! What an interface's front, its workers and the machine's control share.
+//! State that an interface's front, its workers and the machine's control share.
 
 use std::{
     fmt, io,
@@ -24,19 +24,19 @@ use crate::{
     virtio::{signals::Signals, throttle::LimiterCell},
 };
 
-/// What the driver set, over the control queue and by its features.
+/// Settings of the driver, from the control queue and from its features.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Driver {
     pub mac: Address,
     pub filter: Arc<Filter>,
     /// Pairs of queues in use, at least 1.
     pub pairs: u16,
-    /// Feature bits of what it takes unfinished, if it chose other ones than those it accepted.
+    /// Feature bits of the receive offloads, if the driver chose others than the accepted ones.
     pub guest_offloads: Option<u64>,
 }
 
 impl Driver {
-    /// Of an interface with that address and no driver.
+    /// Settings of an interface with the address `mac` and without a driver.
     fn none(mac: Address) -> Self {
         Self {
             mac,
@@ -57,9 +57,9 @@ pub(super) struct Shared {
     driver: Mutex<Driver>,
     /// Changes with `driver`'s address and filter.
     filter_version: AtomicU32,
-    /// What the driver takes unfinished at present ([`Offloads`]).
+    /// Current receive offloads of the driver ([`Offloads`]).
     offloads: AtomicU32,
-    /// Features of the driver that is there.
+    /// Features of the current driver.
     negotiated: AtomicU64,
     /// Pairs that the host hands packets to.
     active: AtomicU32,
@@ -76,7 +76,7 @@ pub(super) struct Shared {
     connection: OnceLock<Connection>,
 }
 
-/// What the kernel serves (vhost-net).
+/// Pairs that the kernel serves (vhost-net).
 #[derive(Default)]
 struct Served {
     /// Number of pairs.
@@ -87,7 +87,8 @@ struct Served {
 
 struct Connection {
     signals: Arc<Signals>,
-    /// By pair. Tells the worker that a limiter or the number of active pairs changed.
+    /// One event per pair. Wakes the worker after a change of a limiter or of the number of active
+    /// pairs.
     wakes: Vec<Arc<EventFd>>,
 }
 
@@ -134,7 +135,7 @@ impl Shared {
             .map_err(|_| io::ErrorKind::AlreadyExists.into())
     }
 
-    /// What a pair's worker is told through that something here changed.
+    /// Returns the event that wakes a pair's worker after a change of this state.
     pub(super) fn wake_of(&self, pair: u16) -> Option<&Arc<EventFd>> {
         self.connection.get()?.wakes.get(usize::from(pair))
     }
@@ -199,12 +200,12 @@ impl Shared {
         result
     }
 
-    /// What the driver takes unfinished at present.
+    /// Current receive offloads of the driver.
     pub(super) fn offloads(&self) -> Offloads {
         Offloads::from_bits_truncate(self.offloads.load(Ordering::Relaxed))
     }
 
-    /// A driver with `features` is there. Sets what the host may hand over unfinished.
+    /// Records the features of a new driver, and sets the offloads that the host may use.
     pub(super) fn begin(&self, features: u64) -> io::Result<()> {
         self.negotiated.store(features, Ordering::SeqCst);
         let chosen = self.driver().guest_offloads;
@@ -312,7 +313,7 @@ impl Shared {
         }
     }
 
-    /// Takes over a saved state. The link is as it was when it was saved.
+    /// Restores a saved state, including the state of the link.
     pub(super) fn restore(&self, saved: &message::VirtioNet) -> Result<(), StateError> {
         let mac = match saved.mac.as_slice() {
             [] => self.mac,
@@ -363,7 +364,7 @@ impl fmt::Debug for NetControl {
 }
 
 impl NetControl {
-    /// What the interface did so far.
+    /// Returns the interface's statistics.
     pub fn stats(&self) -> NetStats {
         stats::sum(self.shared.counters.iter())
     }
@@ -373,14 +374,15 @@ impl NetControl {
         self.shared.is_link_up()
     }
 
-    /// Plugs the cable in, or pulls it, and tells the driver. While the link is down, packets of both directions are lost.
+    /// Connects or disconnects the link, and notifies the driver. While the link is down, packets
+    /// of both directions are lost.
     pub fn set_link(&self, up: bool) {
         let store = || self.shared.link_up.store(up, Ordering::SeqCst);
         match self.shared.connection.get() {
             Some(connection) if self.is_link_up() != up => connection.signals.change_config(store),
             _ => store(),
         }
-        // What the kernel serves is taken back, or given to it again.
+        // The workers take queues back from the kernel, or delegate them again.
         self.shared.wake_all();
     }
 
@@ -389,8 +391,9 @@ impl NetControl {
         self.shared.served().pairs
     }
 
-    /// With `keep` this process serves all queues itself from now on, and marks what it writes in the dirty log; without it the
-    /// kernel may again. Returns when the kernel serves none any more; false when it still does after `patience`.
+    /// With `keep`, the workers of this process serve all queues and mark their writes in the dirty
+    /// log. Without `keep`, the kernel may serve queues again. Returns when the kernel serves no
+    /// queue. Returns false if it still does after `patience`.
     pub fn keep_queues(&self, keep: bool, patience: Duration) -> bool {
         self.shared.served().kept = keep;
         self.shared.wake_all();
@@ -410,13 +413,13 @@ impl NetControl {
         self.shared.announce();
     }
 
-    /// Limits what the guest receives by another limiter from now on, or not at all. Operations are packets.
+    /// Replaces the limiter of the guest's incoming packets, or removes it. Operations are packets.
     pub fn set_receive_limit(&self, limiter: Option<Arc<Limiter>>) {
         self.shared.receive_limit.set(limiter);
         self.shared.wake_all();
     }
 
-    /// Limits what the guest sends by another limiter from now on, or not at all. Operations are packets.
+    /// Replaces the limiter of the guest's outgoing packets, or removes it. Operations are packets.
     pub fn set_transmit_limit(&self, limiter: Option<Arc<Limiter>>) {
         self.shared.transmit_limit.set(limiter);
         self.shared.wake_all();

@@ -1,15 +1,17 @@
-//! Who serves a pair of queues: its worker, or the kernel (vhost-net) in its place.
+//! Delegation of a pair of queues: either its worker or the kernel (vhost-net) serves the pair.
 //!
 //! ```text
-//!              nothing speaks against it
+//!              no obstacle
 //!   worker ─────────────────────────────▶ kernel
 //!     ▲                                     │ a limit, a link that is down, a dirty log, a pause, a reset, a corrupt ring, the pair out of use
 //!     └─────────────────────────────────────┘
 //! ```
 //!
-//! The kernel knows nothing of limits and links, and marks no pages in a dirty log. While any of these is there the worker serves
-//! the pair as it does without vhost-net, so a NIC can do the same with both. The driver notices nothing: the rings say how
-//! far they are served. Filters of the driver are not applied by the kernel: a device may let more through (virtio 1.3, 5.1.6.5.1).
+//! The kernel does not support limits and links, and marks no pages in a dirty log. While one of
+//! these applies, the worker serves the pair, so a NIC has the same functions with and without
+//! vhost-net. The change is invisible to the driver: the rings contain the progress. The kernel
+//! does not apply the driver's filters: a device may let more packets through (virtio 1.3,
+//! 5.1.6.5.1).
 
 use std::{io, os::fd::BorrowedFd, sync::Arc};
 
@@ -84,7 +86,8 @@ impl Delegation {
 
     /// A session begins.
     pub(super) fn watch(&self, session: &Session) -> Result<(), Fault> {
-        // What was said of rings that are no more; one that is still corrupt is found to be so again.
+        // Drops reports about rings of an earlier session. A ring that is still corrupt will be
+        // reported again.
         let _read = self.ring_error.read();
         session.watch(&self.ring_error, RING_ERROR, EventSet::IN)?;
         let changes = self.signals.vector_changes();
@@ -103,7 +106,7 @@ impl Delegation {
             return Ok(());
         }
         self.serving = true;
-        // What is owed to the driver: afterwards the kernel knows nothing of it.
+        // Sends pending interrupts, because the kernel cannot send them later.
         session.flush_interrupts()?;
         let started = self.try_begin(session, tap);
         started.or_else(|error| {
@@ -137,7 +140,7 @@ impl Delegation {
         ];
         self.server
             .start(session.memory(), session.features(), rings, tap)?;
-        // What is available already, the driver does not notify of again.
+        // The driver does not notify again of requests that are already available.
         rings.iter().try_for_each(|ring| ring.kick.write(1))
     }
 

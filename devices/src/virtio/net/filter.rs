@@ -1,7 +1,7 @@
-//! Which of the host's packets the driver wants (virtio 1.3, 5.1.6.5.1 to 5.1.6.5.3).
+//! Filter of incoming packets on behalf of the driver (virtio 1.3, 5.1.6.5.1 to 5.1.6.5.3).
 //!
-//! A driver that sets nothing gets all packets. Filtering is a service to the driver, not a protection: what is in a guest's
-//! network is decided on the host.
+//! A driver without settings gets all packets. The filter is a service to the driver and no
+//! protection: the host decides which packets reach a guest's network.
 
 use std::collections::BTreeSet;
 
@@ -30,7 +30,8 @@ pub(super) struct Table {
 }
 
 impl Table {
-    /// Of the addresses in `bytes`, six bytes each; an incomplete one at the end is left out.
+    /// Creates a table from `bytes`, six bytes per address. An incomplete address at the end is
+    /// dropped.
     pub(super) fn new(bytes: &[u8]) -> Self {
         let (addresses, _) = bytes.as_chunks::<6>();
         if addresses.len() > TABLE {
@@ -66,7 +67,7 @@ impl Table {
     }
 }
 
-/// What a driver set.
+/// Filter settings of a driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Filter {
     pub promiscuous: bool,
@@ -81,7 +82,7 @@ pub(super) struct Filter {
 }
 
 impl Default for Filter {
-    /// Of a driver that set nothing.
+    /// Filter of a driver without settings.
     fn default() -> Self {
         Self {
             promiscuous: true,

@@ -1,4 +1,5 @@
-//! Any bytes as what a hostile driver and a capricious host do to a pair of queues and the control queue.
+//! Fuzzer of a network interface. It interprets arbitrary bytes as actions of a hostile driver and
+//! of an unreliable host on a pair of queues and the control queue.
 
 #![allow(
     clippy::unwrap_used,
@@ -94,11 +95,11 @@ impl Input<'_> {
     }
 }
 
-/// The host: packets for the guest, and what it makes of the guest's.
+/// Mock of the host: packets for the guest, and results for the guest's packets.
 #[derive(Default)]
 struct Host {
     packets: VecDeque<Vec<u8>>,
-    /// What it says to the next packets that are sent.
+    /// Errors for the next packets that are sent.
     failures: VecDeque<io::ErrorKind>,
     sent: u64,
     features: u64,
@@ -106,7 +107,7 @@ struct Host {
 
 struct Mock {
     host: Arc<Mutex<Host>>,
-    /// Never readable: the test says itself when something is to be had.
+    /// Never readable: the test itself reports events.
     fd: OwnedFd,
 }
 
@@ -149,7 +150,7 @@ impl NetBackend for Mock {
         let length = u32::try_from(begin.len() + packet.len()).unwrap();
         assert!((14..=MAX_FRAME).contains(&length), "a frame of {length} bytes");
         check(&Header::read_from_bytes(header).unwrap(), length, host.features);
-        // What the device says of itself is not one of the guest's packets.
+        // The device's announcements do not count as packets of the guest.
         host.sent += u64::from(!packet.is_empty());
         Ok(())
     }
@@ -205,8 +206,9 @@ struct Guest<'a> {
     next: [u16; QUEUES as usize],
 }
 
-/// The entry function. It panics if the device does what it must not: hands the host a header that was not negotiated or leads
-/// out of the packet, gives back more than it was given, loses count, or panics itself.
+/// Entry function of the fuzzer. Panics if the device violates an invariant: it must not pass the
+/// host a header that was not negotiated or points outside the packet, return more buffers than it
+/// took, miscount, or panic.
 pub fn queue(data: &[u8]) {
     let mut input = Input(data);
     // CSUM to MRG_RXBUF, STATUS to CTRL_MAC_ADDR without MQ, EVENT_IDX; USO.
@@ -340,7 +342,7 @@ impl<'a> Guest<'a> {
         self.chain(1, &parts);
     }
 
-    /// Buffers for what comes.
+    /// Offers buffers for incoming packets.
     fn buffers(&mut self) {
         let mut parts = Vec::new();
         for _ in 0..1 + self.input.byte() % 4 {
@@ -512,7 +514,8 @@ impl<'a> Guest<'a> {
         self.session = Some(session);
     }
 
-    /// No chain is given back that was not taken, and what the host got is what is counted.
+    /// Checks that the device returns only taken chains, and that its counter matches the packets
+    /// at the host.
     fn check(&self) {
         let states = self
             .session

@@ -38,7 +38,8 @@ pub(super) struct Header {
 }
 
 impl Header {
-    /// What a frame of `length` bytes counts for in a rate limit: each segment is a packet.
+    /// Returns the cost of a frame of `length` bytes for a rate limiter: each segment counts as a
+    /// packet.
     pub(super) fn cost(&self, length: u32) -> Cost {
         let size = u32::from(self.gso_size.get());
         let segments = match self.gso_type {
@@ -52,11 +53,11 @@ impl Header {
     }
 }
 
-/// What is wrong with a packet that is not sent.
+/// Reason why a packet is not sent.
 pub(super) type Refusal = &'static str;
 
-/// Checks a driver's header of a frame of `length` bytes against the features it accepted. Gives what the host gets:
-/// only what was checked.
+/// Checks a driver's header of a frame of `length` bytes against the accepted features. Returns the
+/// header for the host, which contains only checked fields.
 pub(super) fn check(header: &Header, length: u32, features: u64) -> Result<Header, Refusal> {
     let has = |bit: u32| features & 1 << bit != 0;
     if !(MIN_FRAME..=MAX_FRAME).contains(&length) {
@@ -119,7 +120,7 @@ pub(super) fn for_driver(header: &Header, offloads: Offloads) -> Option<Header> 
     if header.flags & flag(VIRTIO_NET_HDR_F_NEEDS_CSUM) != 0 {
         return None;
     }
-    // A driver that takes no packets without checksums is told nothing about them.
+    // A driver that requires checksums gets no information about them.
     Some(Header {
         flags: 0,
         csum_start: 0.into(),
@@ -128,7 +129,7 @@ pub(super) fn for_driver(header: &Header, offloads: Offloads) -> Option<Header> 
     })
 }
 
-/// The bindings have 32 bits for what is one byte in the header.
+/// Converts a constant from 32 bits in the bindings to the header's byte.
 fn flag(value: u32) -> u8 {
     u8::try_from(value).unwrap_or(0)
 }

@@ -1,8 +1,8 @@
-//! The network device (virtio 1.3, 5.1).
+//! Network device (virtio 1.3, 5.1).
 //!
-//! Each pair of queues has a worker thread and a queue of the host's interface of its own. What they share is in [`control`]:
-//! what the driver set, the link, limiters, counters. With vhost-net the kernel serves the pairs in place of their workers: see
-//! [`delegation`].
+//! Each pair of queues has its own worker thread and its own queue of the host's interface. The
+//! shared state is in [`control`]: the driver's settings, the link, limiters, counters. With
+//! vhost-net the kernel serves the pairs instead of their workers: see [`delegation`].
 
 mod announce;
 mod command;
@@ -43,16 +43,16 @@ use crate::{
 /// Most pairs of queues of an interface.
 pub const MAX_PAIRS: u16 = 16;
 
-/// What an interface is to be like.
+/// Options of a network interface.
 #[derive(Clone, Debug)]
 pub struct NetOptions {
     /// Goes into the threads' names.
     pub name: String,
     /// Its address.
     pub mac: [u8; 6],
-    /// Most bytes that its frames carry: 68 to 65,535 (5.1.4.1; what is less is taken as 68).
+    /// MTU in bytes: 68 to 65,535 (5.1.4.1). Smaller values are raised to 68.
     pub mtu: u16,
-    /// What the driver may hand over unfinished, and what it may be given, as far as the host can.
+    /// Offloads that the driver may use in both directions, limited to the host's capabilities.
     pub offloads: Offloads,
     /// Packets may lie in several buffers of the driver (VIRTIO_NET_F_MRG_RXBUF).
     pub merge: bool,
@@ -60,9 +60,9 @@ pub struct NetOptions {
     pub control: bool,
     /// The link is up at first.
     pub link_up: bool,
-    /// Limits what the guest receives, if there is one. Operations are packets.
+    /// Limiter of the guest's incoming packets. Operations are packets.
     pub receive_limit: Option<Arc<Limiter>>,
-    /// Limits what the guest sends, if there is one.
+    /// Limiter of the guest's outgoing packets.
     pub transmit_limit: Option<Arc<Limiter>>,
 }
 
@@ -94,8 +94,8 @@ pub struct Net {
 }
 
 impl Net {
-    /// An interface with a pair of queues for each of `backends`, which are the queues of one interface of the host: 1 to
-    /// [`MAX_PAIRS`]. Those that are too many are left out.
+    /// Creates an interface with a pair of queues for each of `backends`, which are the queues of
+    /// one interface of the host: 1 to [`MAX_PAIRS`]. Surplus backends are dropped.
     pub fn new(backends: Vec<Box<dyn NetBackend>>, options: NetOptions) -> Self {
         let most = if options.control { MAX_PAIRS } else { 1 };
         let backends: Vec<Arc<dyn NetBackend>> =

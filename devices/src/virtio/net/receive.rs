@@ -1,12 +1,14 @@
-//! From the host to the guest.
+//! Packets from the host to the guest.
 //!
-//! The host's packets are read straight into the guest's buffers. How long the next one is can't be known before, so
-//! as many buffers are put together as the longest one needs; those that it did not need are kept for the next. When the
-//! driver has buffers left, but not that many, a packet is read into memory of our own first and copied when it fits. A driver that
-//! did not negotiate VIRTIO_NET_F_MRG_RXBUF gets a packet in one buffer: one that is longer is dropped, not cut.
+//! The worker reads the host's packets directly into the guest's buffers. The length of the next
+//! packet is unknown, so the worker collects buffers for the longest packet and keeps the unused
+//! ones for the next packet. If the driver's remaining buffers are too few, the worker reads a
+//! packet into its own memory and copies it as soon as it fits. Without VIRTIO_NET_F_MRG_RXBUF a
+//! packet must fit into one buffer. A longer packet is dropped, not truncated.
 //!
-//! A packet is paid for (see [`rate`](crate::rate)) when it has been delivered, as only then its length is known; until it is
-//! paid for, no other one is read.
+//! The length of a packet is known only after its delivery. Therefore the worker charges the packet
+//! (see [`rate`](crate::rate)) after the delivery, and reads no other packet before the limiter
+//! admits the cost.
 
 use std::{collections::VecDeque, io, sync::Arc, time::Instant};
 
@@ -76,7 +78,7 @@ pub(super) struct Setup {
     pub vlans: bool,
 }
 
-/// What stays over a pause.
+/// State that survives a pause.
 #[derive(Default)]
 pub(super) struct Pending {
     /// A packet that waits for buffers, with its header; or nothing.
@@ -112,13 +114,13 @@ impl Pending {
     }
 }
 
-/// What a round achieved.
+/// Result of a round.
 enum Round {
     /// A packet was delivered that counts for that much in a rate limit.
     Packet(Cost),
     /// A packet is kept until there are buffers for it, or was not for the driver.
     Nothing,
-    /// No packet; the descriptor will tell.
+    /// No packet is available. The descriptor signals the next one.
     NoPacket,
     NoBuffers,
     /// The host failed, or the packet was no use.
@@ -211,7 +213,7 @@ impl Receiver {
         Ok(Progress::Waiting)
     }
 
-    /// Reads what the host has and forgets it: the link is down.
+    /// Reads the host's packets and drops them, because the link is down.
     fn discard(&mut self, session: &mut Session, backend: &dyn NetBackend) {
         let mut lost = u64::from(!self.pending.is_empty());
         self.pending.clear();

@@ -1,11 +1,12 @@
-//! What a network device counts.
+//! Counters of a network device.
 //!
-//! Each pair of queues counts for itself, in memory of its own: there is one writer, so that counting is a load and a store.
-//! A reader adds the pairs up; figures of one moment they are only roughly.
+//! Each pair of queues has its own counters in its own memory. Each counter has one writer, so
+//! counting is a load and a store. A reader adds up the pairs. The sums are only approximately from
+//! the same moment.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What a network device did since it was made. Bytes are those of Ethernet frames.
+/// Statistics of a network device since its creation. Bytes are those of Ethernet frames.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NetStats {
     /// Packets given to the guest.

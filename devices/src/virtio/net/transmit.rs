@@ -18,8 +18,9 @@ use crate::{
     virtio::{chain::Chain, device::Progress, fault::Fault, session::Session, throttle::Throttle},
 };
 
-/// Completions that the driver is told of together, at most. A driver whose ring is full asks to be told of a number of them: told only
-/// at the end of a batch, it would wait while this thread sends, and this thread while the driver fills the ring.
+/// Maximum number of completions per interrupt. A driver with a full ring requests an interrupt
+/// after a number of completions. If the interrupt came only at the end of a batch, the driver
+/// would idle while this thread sends. Then this thread would idle while the driver fills the ring.
 const TOLD_TOGETHER: u32 = 16;
 
 /// Sending, from start to drain.
@@ -33,14 +34,14 @@ pub(super) struct Sender {
     buffers: Iovecs,
     /// The packet that is taken next was paid for already (see [`rate`](crate::rate)).
     paid: bool,
-    /// The host takes no packets at present; the descriptor will tell.
+    /// The host takes no packets at present. The descriptor signals when it does again.
     pub blocked: bool,
 }
 
-/// What became of a packet.
+/// Result for a packet.
 enum Outcome {
     Sent,
-    /// It is lost: what it said of itself made no sense.
+    /// Dropped: its header or length is invalid.
     Invalid,
     /// It is lost: the link is down.
     Lost,
@@ -61,8 +62,9 @@ impl Sender {
         }
     }
 
-    /// Sends what the guest has, until the host takes no more or `throttle` says to wait, which has a timer call with
-    /// `timer` for its token. After errors of the host (the packets are dropped) the last one is given, when all is sent.
+    /// Sends the guest's packets until the host takes no more or `throttle` requires a wait. For a
+    /// wait, arms a timer with the token `timer`. Packets with a host error are dropped. The last
+    /// such error is returned after all packets are sent.
     pub fn run(
         &mut self,
         session: &mut Session,
@@ -147,7 +149,7 @@ impl Sender {
                     return Ok(Outcome::Lost);
                 }
                 match backend.send(header.as_bytes(), &mut self.buffers) {
-                    // What the host finds wrong with a packet is the guest's doing.
+                    // The host rejects only packets that the guest made invalid.
                     Err(error) if error.kind() == io::ErrorKind::InvalidInput => Ok(Outcome::Invalid),
                     Err(error) => Err(error),
                     Ok(()) => Ok(Outcome::Sent),

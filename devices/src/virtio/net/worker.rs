@@ -1,4 +1,4 @@
-//! The workers: one thread for each pair of queues.
+//! Workers of the network device: one thread for each pair of queues.
 //!
 //! ```text
 //! queues with VIRTIO_NET_F_MQ:     0 1 │ 2 3 │ 4 5 │ … │ 2N      the last one is the control queue,
@@ -6,9 +6,10 @@
 //! without:                         0 1 │  2  │                   queue 2 is the control queue
 //! ```
 //!
-//! Which queue is the control queue depends on what was negotiated (virtio 1.3, 5.1.2); which thread has a queue does not. So the
-//! second pair's worker executes commands for a driver that knows no pairs. Commands change what all workers share
-//! ([`Shared`]); a worker attaches its own queue of the host, and detaches it.
+//! The number of the control queue depends on the negotiated features (virtio 1.3, 5.1.2). The
+//! assignment of queues to threads does not. For a driver without pairs, the second pair's worker
+//! therefore executes the commands. Commands change the workers' shared state ([`Shared`]). Each
+//! worker attaches and detaches its own queue of the host.
 
 use std::{
     io,
@@ -83,7 +84,7 @@ pub(super) struct NetHandler {
     announcements: u32,
     /// The timer of the next announcement. It has no limiter.
     announce_timer: Throttle<()>,
-    /// The host has packets of before the driver began, which are not for it.
+    /// The host may have packets from before the driver's start, which are not for the driver.
     fresh: bool,
     /// The kernel is to serve the pair when the packet that waits for buffers has been delivered.
     postponed: bool,
@@ -191,8 +192,8 @@ impl NetHandler {
         }
     }
 
-    /// After the fault of a ring nobody serves the pair until the driver has reset the device. The kernel does not either, so that nobody
-    /// waits for it to end.
+    /// Ends the service of the pair after a ring fault, until the driver resets the device. Also
+    /// takes the queues back from the kernel, so that no caller waits for the kernel to stop.
     fn end_of_service(&mut self, session: &mut Session, fault: Fault) -> Fault {
         if matches!(fault, Fault::Ring { .. })
             && let Some(delegation) = &mut self.delegation
@@ -241,9 +242,10 @@ impl NetHandler {
         Ok(())
     }
 
-    /// Watches for edges: one that comes while there are no buffers is remembered, not repeated. Changing what is
-    /// watched looks at the descriptor anew, so that nothing that happened before is missed; a tap does not even tell
-    /// of room for output unless it was looked at since there was none.
+    /// Changes whether the host's descriptor is watched for output. The watch is edge-triggered: an
+    /// edge that arrives without buffers is remembered, not repeated. A change of the watch checks
+    /// the descriptor again, so no earlier event is lost. A tap signals room for output only if it
+    /// was polled since it ran out of room.
     fn watch_output(&mut self, session: &Session, wanted: bool) -> Result<(), Fault> {
         if self.watched && (wanted || self.watches_output) {
             session.rewatch(&self.backend.as_fd(), HOST, interest(wanted))?;

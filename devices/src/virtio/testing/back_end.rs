@@ -30,14 +30,14 @@ use crate::{
 
 const FEATURES: u64 = 1 << 32 | 1 << 30 | 1 << 29 | 1 << 28;
 
-/// What the thread does otherwise than it should.
+/// Deliberate misbehaviour of the thread.
 #[derive(Debug, Default)]
 pub struct Mood {
     /// It takes no requests, and keeps the one that it has.
     pub stuck: AtomicBool,
     /// It keeps the next request that it takes, and completes those behind it.
     pub keeps_one: AtomicBool,
-    /// It does not signal what it completes.
+    /// It does not signal completions.
     pub silent: AtomicBool,
     /// Requests that it has completed.
     pub served: AtomicU64,

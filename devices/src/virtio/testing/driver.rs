@@ -31,7 +31,7 @@ pub enum Buffer {
     Writable(u32),
 }
 
-/// What the device gave back.
+/// Used entry from the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Used {
     pub head: u16,
@@ -149,7 +149,8 @@ impl Driver {
         }
     }
 
-    /// From the next start on, rings and buffers are elsewhere: what was used until now can be watched.
+    /// Moves rings and buffers to another place at the next start, so that a test can watch the old
+    /// place.
     pub fn relocate(&mut self) {
         self.base = OTHER_RINGS;
         self.next_data = DATA + (DATA_END - DATA) / 2;
@@ -169,7 +170,7 @@ impl Driver {
         low | self.rig.read(Area::Common, 4, 4) << 32
     }
 
-    /// Negotiates what is offered of `wanted` and VERSION_1, up to FEATURES_OK.
+    /// Negotiates the offered features of `wanted` and VERSION_1, up to FEATURES_OK.
     pub fn negotiate(&mut self, wanted: u64) {
         let rig = &self.rig;
         rig.reset_device();
@@ -202,7 +203,7 @@ impl Driver {
         }
     }
 
-    /// Tells the device where the queue is, and enables it.
+    /// Writes the queue's location to the device, and enables the queue.
     pub fn place_queue(&self, index: u16) {
         let (rig, ring) = (&self.rig, &self.rings[usize::from(index)]);
         rig.write(Area::Common, 0x16, 2, index.into());
@@ -221,7 +222,7 @@ impl Driver {
             .write(Area::Common, 0x14, 1, u64::from(FEATURES_OK | DRIVER_OK | 3));
     }
 
-    /// From whatever state to a running device.
+    /// Starts the device from any state.
     pub fn start(&mut self, wanted: u64) {
         self.negotiate(wanted);
         self.set_up_queues();
@@ -324,7 +325,8 @@ impl Driver {
         self.kicks
     }
 
-    /// What the device gave back next, with what it wrote; `None` when there is nothing yet.
+    /// Returns the next used entry and the data that the device wrote, or `None` if no entry is
+    /// available.
     pub fn try_used(&mut self, queue: u16) -> Option<(Used, Vec<u8>)> {
         let memory = &self.rig.memory;
         let ring = &mut self.rings[usize::from(queue)];
@@ -364,7 +366,7 @@ impl Driver {
         Some((used, written))
     }
 
-    /// Waits for the interrupt and takes what the device gave back next.
+    /// Waits for the interrupt and returns the next used entry.
     pub fn wait_used(&mut self, queue: u16) -> (Used, Vec<u8>) {
         let (rig, ring) = (&self.rig, &self.rings[usize::from(queue)]);
         let came = rig.msi.wait_until(|| ring.has_used(&rig.memory));

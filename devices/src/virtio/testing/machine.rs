@@ -1,4 +1,4 @@
-//! What a machine gives to devices, in memory.
+//! In-memory mock of a machine's services for devices.
 
 use std::{
     collections::HashMap,
@@ -130,7 +130,7 @@ pub struct MockNotify {
 }
 
 impl MockNotify {
-    /// A guest's write; false when nobody listens there.
+    /// Simulates a guest's write. Returns false if no event is registered at the address.
     pub fn signal(&self, address: NotifyAddress) -> bool {
         self.events
             .lock()

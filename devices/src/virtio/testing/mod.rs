@@ -28,5 +28,5 @@ pub use rig::{Area, MEMORY_END, Rig};
 
 use std::time::Duration;
 
-/// How long a test waits for what has to come, before it fails.
+/// Maximum time that a test waits for an expected event.
 pub const PATIENCE: Duration = Duration::from_secs(20);

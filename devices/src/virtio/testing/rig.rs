@@ -81,8 +81,8 @@ impl Rig {
         rig
     }
 
-    /// The same machine in another process, as it were: `device` on the same memory, restored from `section`. Its driver
-    /// goes on where it was.
+    /// Simulates a restore in another process: `device` on the same memory, restored from
+    /// `section`. The driver's state stays the same.
     pub fn restored(&self, device: Box<dyn VirtioDevice>, section: &Section) -> Result<Self, StateError> {
         let mut rig = Self {
             ioeventfd: self.ioeventfd,
@@ -176,7 +176,7 @@ impl Rig {
         self.write(Area::Config, msix_capability + 2, 2, 0x8000);
     }
 
-    /// Undoes what a random walk may have done to PCI: as if the machine were reset.
+    /// Resets the machine to undo changes of a random walk to the PCI state.
     pub fn reset_machine(&mut self) {
         self.device.reset().unwrap();
         self.root.reset(&self.mmio);

@@ -1,5 +1,5 @@
-//! What every virtio device that can be saved has to stand. [`virtio_saved_device_tests!`](crate::virtio_saved_device_tests)
-//! makes tests of it.
+//! Tests that every virtio device with saved state must pass.
+//! [`virtio_saved_device_tests!`](crate::virtio_saved_device_tests) generates them.
 
 use proptest::{prelude::*, sample::Index};
 use prost::Message;
@@ -41,7 +41,7 @@ macro_rules! virtio_saved_device_tests {
     };
 }
 
-/// Puts a restored device in the place of the driver's, which is dropped.
+/// Replaces the driver's device with a restored one, and drops the old device.
 fn replace<T: DeviceUnderTest>(driver: &mut Driver) -> (T, Section) {
     let section = driver.rig.device.save().unwrap();
     let (device, front) = T::build();
@@ -134,7 +134,7 @@ pub fn a_device_is_restored_in_each_stage_of_its_setup<T: DeviceUnderTest>() {
             let read = |area, width: usize| move |offset| driver.rig.read(area, offset, width);
             let words = (0..0x10).step_by(4).chain((0x20..0x38).step_by(4));
             let halves = [0x10, 0x12, 0x16, 0x18, 0x1a, 0x1c, 0x1e].into_iter();
-            // A device that is broken finds its fault once more, so its generation (0x15) goes on.
+            // A broken device detects its fault again, which increments its generation (0x15).
             let bytes = [0x14]
                 .into_iter()
                 .chain((driver.rig.status() & 0x40 == 0).then_some(0x15));

@@ -1,5 +1,5 @@
-//! What every virtio device has to stand, whatever it does. [`virtio_device_tests!`](crate::virtio_device_tests) makes
-//! tests of it.
+//! Tests that every virtio device must pass. [`virtio_device_tests!`](crate::virtio_device_tests)
+//! generates them.
 
 use proptest::prelude::*;
 use vm_memory::{Bytes, GuestAddress};
@@ -20,7 +20,7 @@ pub trait DeviceUnderTest {
     fn build() -> (Self, Box<dyn VirtioDevice>)
     where
         Self: Sized;
-    /// Uses a running device, and asserts that it does what it is for.
+    /// Uses a running device, and checks its function.
     fn probe(&mut self, driver: &mut Driver);
     /// A request that the device answers soon: which queue, and what.
     fn request(&self) -> (u16, Vec<Buffer>);
@@ -150,7 +150,7 @@ pub fn a_reset_with_requests_under_way_ends_all_writes<T: DeviceUnderTest>() {
             .unwrap();
         let mut before = vec![0; length];
         driver.rig.memory.read_slice(&mut before, used).unwrap();
-        // Its workers being busy with something else now, what they still did for the old requests would be seen.
+        // The workers get other work, so that any late writes for the old requests become visible.
         driver.relocate();
         works(&mut device, &mut driver);
         let (mut after, mut buffers) = (vec![0; length], vec![0; pattern.len()]);
@@ -176,7 +176,7 @@ pub fn pause_and_resume_lose_no_request<T: DeviceUnderTest>() {
             while driver.try_used(queue).is_some() {
                 answered += 1;
             }
-            // Nothing comes while it is paused, and kicks are not lost.
+            // A paused device answers no request, and kicks are not lost.
             if round % 2 == 0 {
                 driver.kick(queue);
             }
@@ -191,7 +191,7 @@ pub fn pause_and_resume_lose_no_request<T: DeviceUnderTest>() {
         }
         device.probe(&mut driver);
     }
-    // Pausing what is not running is fine, too.
+    // A pause of a stopped device is valid, too.
     driver.rig.reset_device();
     driver.rig.pause();
     driver.rig.device.resume().unwrap();

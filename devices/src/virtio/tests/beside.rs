@@ -140,7 +140,7 @@ enum Step {
     /// The driver wants no interrupts (without EVENT_IDX).
     NoInterrupt(bool),
     Pop,
-    /// What was taken last is put back.
+    /// Puts the last taken chain back.
     Unpop,
     /// One of those taken is given back, with that many bytes written.
     AddUsed(prop::sample::Index, u32),
@@ -222,7 +222,7 @@ impl Side {
     }
 }
 
-/// Both queues, and what the driver knows.
+/// Both queues, and the driver's state.
 struct Both {
     event_idx: bool,
     sides: [Side; 2],
@@ -352,7 +352,8 @@ impl Both {
             Step::Interrupt => {
                 let wanted = self.theirs.needs_notification(&self.sides[1].memory).unwrap();
                 let added = std::mem::take(&mut self.added);
-                // The crate's queue knows neither the flag nor whether there is anything to tell without EVENT_IDX.
+                // The crate's queue ignores the flag. Without EVENT_IDX it also ignores whether
+                // entries were added.
                 let expected = wanted && (self.event_idx || added && !self.no_interrupt);
                 assert_eq!(self.ours.needs_interrupt().unwrap(), expected);
             }
@@ -401,7 +402,7 @@ proptest! {
     }
 }
 
-/// What the crate's queue makes of a ring.
+/// Reaction of the crate's queue to a ring.
 #[derive(Debug, PartialEq, Eq)]
 enum Crates {
     /// It refuses the ring.
@@ -425,7 +426,8 @@ fn what_our_queue_refuses_the_crates_mostly_cuts_short_or_passes_on() {
     let chain = |descriptors: &[(u64, u32, u16, u16)]| descriptors.to_vec();
     let data = DATA;
     let many = MAX_SEGMENTS + 1;
-    // The queue's descriptors, what is in an indirect table, our error, the crate's chain.
+    // Each case: the queue's descriptors, the number of descriptors in an indirect table, our
+    // error, the crate's chain.
     let cases = [
         (
             "the next one is not in the table",

@@ -61,7 +61,7 @@ fn a_reset_is_not_acknowledged_before_requests_under_way_have_ended() {
     assert!(start.elapsed() < Duration::from_secs(2), "the vCPU was held");
     for _ in 0..3 {
         assert_eq!(driver.rig.status(), 0xf);
-        // Nothing is taken meanwhile.
+        // Writes have no effect meanwhile.
         driver.rig.write(Area::Common, 0x14, 1, 1);
         driver.rig.write(Area::Common, 0x16, 2, 1);
     }
@@ -92,7 +92,7 @@ fn a_panic_fails_the_vm_and_leaves_a_device_that_is_safe_to_touch() {
     driver.wait_needs_reset();
     let result = driver.rig.device.pause(Instant::now() + PATIENCE);
     assert!(matches!(result, Err(ComponentError::WorkerGone)), "{result:?}");
-    // The other queue's worker goes on.
+    // The other queue's worker continues.
     driver.request(1, &ask());
     driver.rig.write(Area::Common, 0x14, 1, 0);
     assert!(matches!(

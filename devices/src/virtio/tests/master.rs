@@ -29,7 +29,7 @@ fn ask() -> Vec<Buffer> {
     vec![Buffer::Readable(vec![1, 2, 3]), Buffer::Writable(8)]
 }
 
-/// Time in which a device that ignores bus-master enable would have done what it must not.
+/// Waits long enough to detect a device that ignores bus-master enable.
 fn wait_in_vain() {
     std::thread::sleep(Duration::from_millis(50));
 }
@@ -65,7 +65,7 @@ fn a_device_that_was_never_a_bus_master_does_not_start() {
     driver.kick(0);
     wait_in_vain();
     assert_eq!(first.starts.load(Ordering::SeqCst), 0);
-    // Its life goes on: it can be paused, reset and started again.
+    // Pause, reset and start work as usual.
     driver.rig.pause();
     driver.rig.device.resume().unwrap();
     driver.start(0);
@@ -84,7 +84,7 @@ fn requests_under_way_when_bus_mastering_ends_are_answered_and_none_are_taken_af
     first.hold.store(true, Ordering::SeqCst);
     driver.submit(0, &ask());
     first.wait_for_taken(1);
-    // The write does not wait for ever: the vCPU goes on with the request under way.
+    // The wait of this write is bounded: the vCPU continues while the request is in progress.
     set_master(&driver.rig, false);
     assert!(driver.try_used(0).is_none());
     driver.offer(0, &ask());

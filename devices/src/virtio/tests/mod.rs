@@ -1,4 +1,4 @@
-//! The framework and the transport, with a device that does what a test tells it.
+//! Tests of the framework and the transport, with a device that the test controls.
 
 #![allow(
     clippy::unwrap_used,

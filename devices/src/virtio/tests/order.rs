@@ -1,4 +1,4 @@
-//! Which chains are taken, in which order, whatever was put back meanwhile.
+//! Tests of the order in which chains are taken, also after chains were put back.
 
 use std::collections::VecDeque;
 
@@ -30,7 +30,7 @@ enum Step {
     Offer(u16),
     /// The device takes that many, if there are.
     Take(u16),
-    /// The device puts that many of those that it has taken and not given back into the ring again.
+    /// The device puts this number of taken and unreturned chains back into the ring.
     PutBack(u16),
     /// The device gives all that it has taken back.
     GiveBack,

@@ -1,8 +1,9 @@
-//! The order in which driver and device see each other's writes: all interleavings and all values that weak memory allows, by
-//! loom, with the functions that a queue runs.
+//! Model of the order in which driver and device see each other's writes. Loom explores all
+//! interleavings and all values that weak memory permits, with the functions of the real queue.
 //!
-//! The driver's part is what Linux' does (2.7.6, 2.7.7, 2.7.10). Whatever keeps the two in step is left out once, and then the
-//! model must find a driver or a device that waits for ever, or a buffer that is read while it is written.
+//! The driver's part follows Linux (2.7.6, 2.7.7, 2.7.10). Each synchronizing operation is omitted
+//! once. In that case the model must find an endless wait of the driver or the device, or a
+//! concurrent read and write of a buffer.
 
 use std::convert::Infallible;
 
@@ -18,7 +19,7 @@ use loom::{
 
 use crate::virtio::shared::{Field, Fields, ask_to_notify, available, publish, wants_interrupt};
 
-/// What of the device's part is left out.
+/// Omitted operation of the device's part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Without {
     Nothing,
@@ -30,7 +31,7 @@ enum Without {
 /// A queue with one buffer in either direction.
 struct Ring {
     fields: [AtomicU16; 6],
-    /// The entry that the available index publishes, and that of the used index. What is in them does not matter.
+    /// Entries that the available index and the used index publish. Their content is irrelevant.
     avail: UnsafeCell<()>,
     used: UnsafeCell<()>,
     interrupted: AtomicBool,
@@ -94,7 +95,8 @@ impl Fields for Ring {
     }
 }
 
-/// Runs the driver beside the device, in all ways, and checks what has come of it. So far neither wanted to hear of the other.
+/// Runs the driver and the device concurrently in all interleavings, and checks the result.
+/// Initially, neither side requests notifications.
 fn model(
     without: Without,
     driver: impl Fn(&Ring) + Copy + Send + Sync + 'static,

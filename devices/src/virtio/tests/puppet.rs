@@ -33,7 +33,7 @@ pub struct Strings {
     pub release: EventFd,
     /// The next call panics.
     pub panic: AtomicBool,
-    /// `kick` says that there is more, for ever.
+    /// `kick` always reports more work.
     pub endless: AtomicBool,
     /// Starting fails.
     pub refuse_start: AtomicBool,
@@ -71,13 +71,13 @@ impl Strings {
         until(|| self.taken.load(Ordering::SeqCst) >= count);
     }
 
-    /// Waits until the handler was told that many times more to drain.
+    /// Waits for `count` further calls of `drain`.
     pub fn wait_for_drains(&self, count: u64) {
         let goal = self.drains.load(Ordering::SeqCst) + count;
         until(|| self.drains.load(Ordering::SeqCst) >= goal);
     }
 
-    /// The backend answers all that it holds, and what comes from now on.
+    /// Makes the backend answer all held requests and all future ones.
     pub fn let_go(&self) {
         self.hold.store(false, Ordering::SeqCst);
         self.release.write(1).unwrap();

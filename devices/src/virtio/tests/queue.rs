@@ -184,7 +184,7 @@ fn what_waits_to_be_taken_is_shown_to_others() {
     memory.write_obj(3_u16, index).unwrap();
     gauge.set_taken(2);
     assert_eq!(gauge.waiting(), 1);
-    // What was put back waits again.
+    // Chains that were put back wait again.
     gauge.set_taken(0);
     assert_eq!(gauge.waiting(), 3);
 }
@@ -286,7 +286,7 @@ fn with_the_event_index_notifications_are_off_on_or_on_after_some_buffers() {
         assert!(!queue.enable_notification().unwrap());
         assert!(notifies(&memory, start, index(1)));
         assert!(!notifies(&memory, index(1), index(2)));
-        // What is there already is told, whether it would have been notified or not.
+        // The call reports available buffers, with or without a notification for them.
         set(1);
         assert!(queue.enable_notification().unwrap());
         assert_eq!(queue.available(), 1);

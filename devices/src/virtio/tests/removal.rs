@@ -87,7 +87,7 @@ fn an_idle_and_a_paused_device_end_at_once() {
     }
 }
 
-/// What takes the device away while its driver's reset is under way.
+/// Removes the device while its driver's reset is in progress.
 fn end_in_the_middle_of_a_reset(before_end: impl FnOnce(&mut Rig)) {
     let (mut driver, strings, _) = puppet();
     let [first, _] = &strings;

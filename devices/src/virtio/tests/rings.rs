@@ -1,4 +1,4 @@
-//! Where the rings are, and when the driver sees what is put into them.
+//! Tests of the rings' locations, and of the time when entries become visible to the driver.
 
 use vm_memory::{Bytes, GuestAddress};
 
@@ -109,12 +109,12 @@ fn what_is_put_into_the_used_ring_is_seen_when_it_is_shown() {
     assert_eq!(used(&memory, &state), 2);
     assert_eq!(element(&memory, &state, 0), [3, 30]);
     assert_eq!(element(&memory, &state, 1), [5, 50]);
-    // Whoever asks whether the driver is to be told shows it first.
+    // A query for the interrupt publishes the entries first.
     queue.put_used(1, 10).unwrap();
     assert_eq!(queue.needs_interrupt(), Ok(true));
     assert_eq!(used(&memory, &state), 3);
     assert_eq!(queue.needs_interrupt(), Ok(false));
-    // All or none: what was put in before stays.
+    // On an error no entry of the call is added; earlier entries stay.
     queue.put_used(2, 20).unwrap();
     assert_eq!(
         queue.add_used_together(&[(4, 0), (SIZE, 0)]),

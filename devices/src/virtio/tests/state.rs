@@ -112,7 +112,7 @@ fn an_interrupt_that_was_pending_and_the_isr_come_after_a_restore_and_not_before
         + 2;
     driver.rig.write(Area::Config, control, 2, 0xc000);
     driver.submit(0, &[Buffer::Writable(16)]);
-    // No interrupt tells of it.
+    // The masked interrupt does not arrive.
     until(|| driver.rings[0].has_used(&driver.rig.memory));
     driver.rig.pause();
     let count = |driver: &Driver| (0..2).map(|vector| driver.rig.msi.count(vector)).sum::<u64>();

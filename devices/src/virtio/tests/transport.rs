@@ -219,7 +219,7 @@ fn the_bar_can_be_reached_through_configuration_space() {
         rig.write(Area::Config, capability + 8, 4, offset);
         rig.write(Area::Config, capability + 12, 4, length);
     };
-    // It works without memory decoding: that is what it is for.
+    // The capability's purpose is access without memory decoding.
     rig.write(Area::Config, 4, 2, 0);
     aim(0, 0x16, 2);
     rig.write(Area::Config, capability + 16, 2, 1);
@@ -260,7 +260,8 @@ fn the_devices_configuration_ends_where_it_says() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
 
-    /// The common configuration as a state machine: what the device says is consistent at every step.
+    /// The common configuration as a state machine: the device's registers are consistent at every
+    /// step.
     #[test]
     fn the_status_never_claims_what_was_not_agreed(
         writes in prop::collection::vec(

@@ -1,4 +1,4 @@
-//! The life of a device as its driver drives it (virtio 1.3, 3.1 and 4.1.4.3).
+//! Life cycle of a device under control of its driver (virtio 1.3, 3.1 and 4.1.4.3).
 //!
 //! ```text
 //!          DRIVER_OK             pause
@@ -8,14 +8,16 @@
 //!    └── resetting ◀────┘ status := 0
 //! ```
 //!
-//! Workers are parked in *idle* and *paused*. A reset of a running device is acknowledged (the status reads as zero) only
-//! when all of them are, so nothing touches guest memory after it. Until then the status keeps its last value and
-//! all writes but a reset are dropped; a vCPU waits here for a moment only.
+//! Workers are parked in *idle* and *paused*. A reset of a running device is acknowledged (the
+//! status reads as zero) only when all workers are parked, so no worker accesses guest memory
+//! afterwards. Until then the status keeps its last value and the device drops all writes except a
+//! reset. The wait of a vCPU here is bounded to a moment.
 //!
-//! Bus-master enable is beside this: in each phase the workers know whether they may touch guest memory.
+//! Bus-master enable is independent of the phases: in each phase it determines whether the workers
+//! may access guest memory.
 //!
-//! Registers have their natural widths, 64-bit ones may be accessed in halves. What is not a register's width, or
-//! comes at the wrong time, or makes no sense, reads as ones and does nothing.
+//! Registers have their natural widths. 64-bit registers may be accessed in halves. An access with
+//! another width, at the wrong time or with an invalid value reads as ones and has no effect.
 
 use std::{
     io,
@@ -56,11 +58,11 @@ pub(super) const FEATURES_OK: u8 = 8;
 const NEEDS_RESET: u8 = 64;
 pub(super) const FAILED: u8 = 128;
 
-/// What the transport and the rings offer for every device.
+/// Features that the transport and the rings offer for every device.
 const TRANSPORT_FEATURES: u64 =
     1 << VIRTIO_F_VERSION_1 | 1 << VIRTIO_RING_F_INDIRECT_DESC | 1 << VIRTIO_RING_F_EVENT_IDX;
 
-/// What the driver sets up of a queue.
+/// Setup of a queue by the driver.
 #[derive(Clone, Copy, Default)]
 pub(super) struct QueueSetup {
     pub size: u16,
@@ -322,7 +324,8 @@ impl Core {
         self.finish_reset(Instant::now().checked_add(RESET_WAIT));
     }
 
-    /// Ends a reset under way if the workers are parked, or will be by then. False while registers can't be used.
+    /// Completes a reset in progress if the workers are parked by `deadline`. Returns false while
+    /// the registers cannot be used.
     fn finish_reset(&mut self, deadline: Option<Instant>) -> bool {
         let Phase::Resetting(stopping) = &mut self.phase else {
             return !matches!(self.phase, Phase::Dead);
@@ -381,8 +384,9 @@ impl Core {
         }
     }
 
-    /// The driver enables or disables the function as a bus master. While it is none, the device takes no requests and
-    /// touches no guest memory. Requests under way when it is disabled are waited for, but for a moment only.
+    /// Enables or disables the function as a bus master. A disabled device takes no requests and
+    /// accesses no guest memory. The disabling waits for requests in progress, but only for a
+    /// moment.
     pub(super) fn set_bus_master(&self, on: bool) {
         let deadline = Instant::now().checked_add(HALT_WAIT);
         self.workers.set_bus_master(on, deadline.filter(|_| !on));
@@ -419,7 +423,7 @@ impl Core {
     }
 }
 
-/// What stands in the place of a front that is gone.
+/// Placeholder for a removed front.
 struct Gone(DeviceKind);
 
 impl VirtioDevice for Gone {

@@ -31,9 +31,9 @@ use crate::{
 /// How long a reset of the machine waits for requests under way before the caller has to try again.
 const RESET_TIMEOUT: Duration = Duration::from_millis(250);
 
-/// What a device needs of the machine.
+/// Services of the machine for a device.
 pub struct Parts<'a> {
-    /// What it is called in messages: "disk root".
+    /// Name of the device in messages: "disk root".
     pub name: String,
     /// Guest memory.
     pub memory: GuestMemory,
@@ -41,7 +41,7 @@ pub struct Parts<'a> {
     pub msi: &'a dyn MsiController,
     /// Turns notifications into signals without an exit.
     pub notify: Arc<dyn NotifyRegistry>,
-    /// Is told what happens to the device.
+    /// Receives events of the device.
     pub sink: Arc<dyn EventSink>,
 }
 
@@ -83,9 +83,10 @@ impl VirtioPciDevice {
         })
     }
 
-    /// Ends it, after it was taken off the bus: what it has under way first, then its threads; what it held open is
-    /// closed. This takes as long as that takes, so it is not for a thread that others wait for. On an error
-    /// ([`ComponentError::WorkerGone`]) requests may be under way for ever.
+    /// Ends the device after its removal from the bus. Completes its requests, ends its threads,
+    /// and closes its descriptors. The duration is unbounded, so a thread that others wait for must
+    /// not call it. After an error ([`ComponentError::WorkerGone`]) requests may stay in progress
+    /// indefinitely.
     pub fn end(self) -> Result<(), ComponentError> {
         let workers = {
             let mut function = lock(&self.function);
@@ -101,18 +102,18 @@ impl VirtioPciDevice {
         function
     }
 
-    /// What happened to it so far.
+    /// Counters of the device.
     pub fn counters(&self) -> &Arc<Counters> {
         &self.shared.counters
     }
 
-    /// What others raise a configuration change through, after the front began to show it.
+    /// Signals for reporting a configuration change, after the front shows the change.
     pub fn signals(&self) -> &Arc<Signals> {
         &self.shared.signals
     }
 }
 
-/// What has to be true of a device for the transport to carry it.
+/// Checks the transport's requirements on a device.
 fn check(device: &dyn VirtioDevice, specs: &[WorkerSpec]) -> Result<(), &'static str> {
     let sizes = device.queue_sizes();
     if sizes.len() > MAX_QUEUES || device.config_len() > MAX_CONFIG {
@@ -164,8 +165,8 @@ impl Component for VirtioPciDevice {
         Ok(Section::new(&self.name, &lock(&self.function).save()?))
     }
 
-    /// [`PciRoot::remap`](crate::pci::PciRoot::remap) has to follow, before the machine goes on: it puts the BAR where the
-    /// restored configuration says.
+    /// Restores the device. [`PciRoot::remap`](crate::pci::PciRoot::remap) must follow before the
+    /// machine continues: it maps the BAR at the address in the restored configuration.
     fn restore(&mut self, section: &Section) -> Result<(), StateError> {
         let saved = section.open()?;
         lock(&self.function).restore(&saved)

@@ -21,7 +21,7 @@ const BAR: usize = 0;
 const BAR_SIZE: u64 = 0x8000;
 /// Index of the BAR of a device's memory. The first one takes two registers.
 const MEMORY_BAR: usize = 2;
-/// What lies where in it, a page each.
+/// Offsets of the areas in the BAR, one page each.
 const COMMON: u64 = 0x0000;
 const ISR: u64 = 0x1000;
 const DEVICE: u64 = 0x2000;
@@ -44,7 +44,7 @@ const FIRST_DEVICE: u16 = 0x1040;
 const SUBSYSTEM: u16 = 0x1100;
 const CAPABILITY_VENDOR: u8 = 0x09;
 const CAPABILITY_MSIX: u8 = 0x11;
-/// What a vendor capability tells the place of (4.1.4, `cfg_type`).
+/// Area that a vendor capability describes (4.1.4, `cfg_type`).
 const AREA_COMMON: u8 = 1;
 const AREA_NOTIFY: u8 = 2;
 const AREA_ISR: u8 = 3;
@@ -108,7 +108,7 @@ impl VirtioFunction {
     }
 
     fn write_notify(&self, offset: u64) {
-        // What is written is the queue's number again; the address says it already.
+        // The written value repeats the queue's number, which the address already determines.
         let queue = offset
             .checked_div(NOTIFY_MULTIPLIER.into())
             .and_then(|queue| usize::try_from(queue).ok());

@@ -1,8 +1,9 @@
-//! Virtio over PCI, modern only (virtio 1.3, 4.1): how drivers reach the fronts of devices.
+//! Virtio over PCI, modern only (virtio 1.3, 4.1): the drivers' access to the fronts of devices.
 //!
-//! [`core`] is the device's life as its driver drives it: status, features, queues, start and reset of the
-//! workers. [`function`] is the PCI function around it: identity, capabilities, the BAR and
-//! what lies in it. [`state`] is their saved state. [`VirtioPciDevice`] is what the machine holds.
+//! [`core`] is the device's life cycle under control of its driver: status, features, queues, start
+//! and reset of the workers. [`function`] is the PCI function around it: identity, capabilities,
+//! the BAR and its areas. [`state`] is their saved state. [`VirtioPciDevice`] is the machine's
+//! handle.
 
 pub(crate) mod core;
 mod device;

@@ -1,8 +1,8 @@
 //! Saved state of a virtio device: function, transport, front and backs.
 //!
-//! A device is saved in its phases *idle* and *paused*. An idle device's backs hold nothing, so they are left out. What is
-//! restored is checked first and taken over afterwards; a device that a restore failed on is as if paused without
-//! queues, so a reset empties its backs too.
+//! A device is saved in its phases *idle* and *paused*. The backs of an idle device have no state
+//! and are omitted. A restore checks the complete state before it applies the state. After a failed
+//! restore, the device behaves as if paused without queues, so that a reset also clears its backs.
 
 use super::{
     super::{queue::QueueState, signals::NO_VECTOR},
@@ -40,14 +40,14 @@ impl VirtioFunction {
         self.core.restore(transport, device, &saved.workers)
     }
 
-    /// Goes on. After a restore this connects the interrupts and sends those that are pending.
+    /// Resumes the device. After a restore this connects the interrupts and sends pending ones.
     pub(super) fn resume(&mut self) {
         self.apply_bus_master();
         self.core.resume();
     }
 }
 
-/// What [`Core::restore`] takes over once all of it is checked.
+/// Checked state for [`Core::restore`].
 struct Checked {
     status: u8,
     queue_select: u16,
@@ -56,7 +56,7 @@ struct Checked {
     generation: u8,
     /// Each queue with its vector.
     queues: Vec<(QueueSetup, u16)>,
-    /// Of the queues that are served.
+    /// Progress of the served queues.
     progress: Vec<QueueState>,
 }
 

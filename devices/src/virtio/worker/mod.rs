@@ -1,4 +1,4 @@
-//! The threads that run the backs of devices.
+//! Threads that run the backs of devices.
 //!
 //! ```text
 //!            Start                      ring fault, failed start
@@ -11,16 +11,18 @@
 //!    └── Pause, Reset: drained ──────────────────────────────────────┘
 //! ```
 //!
-//! Made when the VM is built; from then on a worker does what its command channel says. *Parked*: waits for a
-//! command, touches neither guest memory nor the backend. *Serving*: owns a session; between any two calls of the
-//! handler it looks for commands. *Halted*: as parked, but it goes on when the driver enables the function as a bus
-//! master. *Broken*: DEVICE_NEEDS_RESET is set; waits to be stopped. *Dead*: the VM is failing; a stop is answered with
-//! an error.
+//! The workers are created when the VM is built. Afterwards each worker follows its command
+//! channel. *Parked*: waits for a command, accesses neither guest memory nor the backend.
+//! *Serving*: owns a session; checks for commands between any two calls of the handler. *Halted*:
+//! as parked, but continues when the driver enables the function as a bus master. *Broken*:
+//! DEVICE_NEEDS_RESET is set; waits for a stop. *Dead*: the VM is failing; answers a stop with an
+//! error.
 //!
-//! Invariant: a worker answers a pause or a reset with success, and drops its handler, only when the handler is drained.
-//! No command ends a drain early but for the one that gave the reason for it: a pause by its deadline, bus-master enable
-//! by being set again. Commands that come meanwhile join the drain that is under way ([`stop`]). A thread whose owner
-//! does not wait any more drains on until the process ends.
+//! Invariant: a worker answers a pause or a reset with success, and drops its handler, only when
+//! the handler is drained. A drain ends early only through its own reason: a pause through its
+//! deadline, a cleared bus-master enable through setting it again. Commands that arrive during a
+//! drain join it ([`stop`]). If the owner of a thread stops waiting, the thread continues the drain
+//! until the process ends.
 
 mod state;
 mod stop;
@@ -52,7 +54,7 @@ use crate::{GuestMemory, log_limit::LogLimit};
 /// How long an ending worker is waited for before it is left alone.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What the workers and the transport of a device share.
+/// State that the workers and the transport of a device share.
 pub(super) struct Shared {
     /// "disk root"
     pub name: String,
@@ -100,7 +102,8 @@ enum Command {
     Reset {
         reply: SyncSender<ResetResult>,
     },
-    /// The driver enabled or disabled the function as a bus master. The reply says that the worker does as it was told.
+    /// The driver enabled or disabled the function as a bus master. The worker replies when it
+    /// complies.
     BusMaster {
         on: bool,
         reply: SyncSender<()>,
@@ -123,7 +126,7 @@ struct Handle {
 
 impl Handle {
     fn send(&self, command: Command) {
-        // Fails only if the thread is gone; the missing answer tells that.
+        // The send fails only if the thread is gone. The caller then notices the missing answer.
         if self.commands.send(command).is_ok() && self.bell.ring().is_err() {
             tracing::error!("a worker's eventfd refused a write");
         }
@@ -181,8 +184,8 @@ impl Workers {
         }
     }
 
-    /// Begins to reset all; the answer comes in its own time. A reset that is under way already goes on, and answers
-    /// this one too.
+    /// Starts a reset of all workers; the answers arrive later. A reset in progress continues and
+    /// also answers this one.
     pub fn reset(&self) -> Stopping {
         let reset = |handle: &Handle| {
             let (reply, answer) = mpsc::sync_channel(1);
@@ -195,8 +198,9 @@ impl Workers {
         }
     }
 
-    /// Has all take requests and touch guest memory, or not, from now on and over all later starts. Returns when all
-    /// do as they are told, or at `deadline`; what is under way then ends in its own time.
+    /// Allows or forbids all workers to take requests and to access guest memory, for this and all
+    /// later sessions. Returns when all workers comply, or at `deadline`. Requests that are then in
+    /// progress end later.
     pub fn set_bus_master(&self, on: bool, deadline: Option<Instant>) {
         let tell = |handle: &Handle| {
             let (reply, answer) = mpsc::sync_channel(1);
@@ -244,13 +248,14 @@ impl Workers {
         Err(error)
     }
 
-    /// None of them: what is left in a device whose workers were taken out.
+    /// Returns an empty set of workers, for a device whose workers were taken.
     pub fn none() -> Self {
         Self { handles: Vec::new() }
     }
 
-    /// Ends all for good, for as long as it takes: first what is under way, then the threads, and with them the backs
-    /// and what these hold open. An error when a worker is dead: then requests may be under way for ever.
+    /// Ends all workers without a time limit: first the requests in progress, then the threads with
+    /// the backs and their open descriptors. Returns an error if a worker is dead. Its requests may
+    /// then stay in progress indefinitely.
     pub fn end(mut self) -> Result<(), Gone> {
         let drained = self.reset().wait_all();
         for handle in &mut self.handles {

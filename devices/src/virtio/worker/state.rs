@@ -40,7 +40,8 @@ impl Workers {
 }
 
 impl Handle {
-    /// Has the worker call `call`. Nothing is received if the worker is not parked, is dead, or panics in `call`.
+    /// Makes the worker call `call`. The receiver gets no value if the worker is not parked, is
+    /// dead, or panics in `call`.
     fn visit<T: Send + 'static>(
         &self,
         call: impl FnOnce(&mut dyn QueueHandler) -> T + Send + 'static,

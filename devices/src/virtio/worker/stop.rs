@@ -17,13 +17,13 @@ const DRAIN_ROUND: Duration = Duration::from_millis(500);
 /// Faults in a row during a drain, after which the handler is taken for defective.
 const MAX_DRAIN_FAULTS: u32 = 64;
 
-/// The reasons for a drain and who waits for it. More may come while it is under way. The bus-master bit of the worker
-/// is one more reason while it is clear.
+/// Reasons for a drain, with their waiting callers. More may arrive during the drain. A cleared
+/// bus-master bit of the worker is a further reason.
 #[derive(Default)]
 pub(super) struct StopRequest {
     pause: Option<(Instant, SyncSender<PauseResult>)>,
     resets: Vec<SyncSender<ResetResult>>,
-    /// Who cleared bus-master enable.
+    /// Replies to callers that cleared bus-master enable.
     halts: Vec<SyncSender<()>>,
     exit: bool,
 }
@@ -38,7 +38,7 @@ impl StopRequest {
         self.exit || !self.resets.is_empty()
     }
 
-    /// Tells all who wait that the handler will never be drained.
+    /// Reports to all waiting callers that the handler will never be drained.
     fn fail(self) {
         if let Some((_, reply)) = self.pause {
             let _nobody_waits = reply.send(Err(StopError::Gone));
@@ -63,7 +63,7 @@ impl Worker {
             Command::BusMaster { on, reply } => {
                 self.bus_master = on;
                 if on {
-                    // Who waits for the halt sees that its answer will not come.
+                    // Dropping the reply ends the wait of the halt's caller.
                     request.halts.clear();
                     let _nobody_waits = reply.send(());
                 } else {
@@ -74,8 +74,9 @@ impl Worker {
         }
     }
 
-    /// Drains for `request` and for what joins it. `None` when no reason is left before the handler is drained: then
-    /// the session goes on, and what was made ready meanwhile is found in the rings.
+    /// Drains for `request` and for all reasons that join it. Returns `None` if no reason remains
+    /// before the handler is drained. Then the session continues and finds new requests in the
+    /// rings.
     pub(super) fn stop(&mut self, session: &mut Session, mut request: StopRequest) -> Option<Next> {
         let mut faults = 0_u32;
         session.lift_budgets();
@@ -105,7 +106,7 @@ impl Worker {
                 match self.commands.try_recv() {
                     Ok(command) => self.join(&mut request, command),
                     Err(TryRecvError::Empty) => break,
-                    // Nobody is left to ask for anything.
+                    // No sender of commands remains.
                     Err(TryRecvError::Disconnected) => {
                         request.exit = true;
                         break;
@@ -121,7 +122,7 @@ impl Worker {
         }
     }
 
-    /// The handler is drained: tells all who wait for that.
+    /// Notifies all waiting callers after the drain.
     fn drained(&mut self, session: &mut Session, request: StopRequest) -> Next {
         if request.is_for_good() {
             if !self.reset_handler() {

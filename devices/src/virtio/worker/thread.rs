@@ -1,4 +1,4 @@
-//! What one worker thread does.
+//! Main loop of a worker thread.
 
 use std::sync::{
     Arc,
@@ -65,8 +65,8 @@ impl Worker {
         }
     }
 
-    /// Answers for a dead handler. What it holds is not dropped: a destructor could panic again, or wait, and requests
-    /// under way may still need it.
+    /// Answers commands for a dead handler. Leaks the handler: a destructor could panic again or
+    /// block, and requests in progress may still use its resources.
     fn refuse(self) {
         std::mem::forget(self.handler);
         while let Ok(command) = self.commands.recv() {
@@ -205,7 +205,8 @@ impl Worker {
             Ok(())
         });
         if result.is_err() {
-            // It was interrupted, with notifications off: what is left in the ring is not forgotten.
+            // The handler was interrupted while notifications were off. The next kick continues
+            // with the rest of the ring.
             session.kick_again(queue);
         }
         self.finish(session, result)
@@ -225,7 +226,7 @@ impl Worker {
         }
     }
 
-    /// Does what the command channel says; gives how the session ends, if it does.
+    /// Executes the commands in the channel. Returns the end of the session, if a command ends it.
     fn obey(&mut self, session: &mut Session) -> Option<Next> {
         self.bell.silence();
         loop {
@@ -278,7 +279,7 @@ impl Worker {
         self.broken(session)
     }
 
-    /// Waits to be stopped. What is under way ends meanwhile, or in the drain.
+    /// Waits for a stop. Requests in progress end meanwhile, or in the drain.
     fn broken(&mut self, mut session: Option<Session>) -> Next {
         loop {
             let command = self.commands.recv().unwrap_or(Command::Exit);
@@ -287,7 +288,7 @@ impl Worker {
                 None => self.obey_parked(command, &[]),
             };
             match next {
-                // Still broken, drained or not: what is left is a reset.
+                // Drained or not, the device stays broken. Only a reset helps.
                 None | Some(Next::Again(..)) => {}
                 Some(next) => return next,
             }

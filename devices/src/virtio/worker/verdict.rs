@@ -13,7 +13,7 @@ use super::{
     Shared,
 };
 
-/// What a fault does to a session.
+/// Effect of a fault on a session.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Health {
     Good,
@@ -22,7 +22,7 @@ pub(super) enum Health {
 }
 
 impl Shared {
-    /// The one place that decides what a fault means.
+    /// Decides the consequences of a fault. All decisions are in this function.
     pub(super) fn handle_fault(&self, session: &mut Session, fault: Fault) -> Health {
         match fault {
             Fault::Guest { queue, head, .. } => {

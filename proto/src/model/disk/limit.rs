@@ -5,7 +5,7 @@ use crate::{v1, vmm};
 
 /// Least limit of bytes per second: below it one request of a page would wait for more than a second.
 pub const MIN_BYTES_PER_SECOND: u64 = 4096;
-/// Most of anything in a limit: far above what a disk can do, far below where sums overflow.
+/// Largest value in a limit: far above a disk's capability, far below an overflow of sums.
 pub const MAX_RATE: u64 = 1 << 40;
 
 /// How much may flow to and from a disk.
@@ -27,7 +27,7 @@ pub struct RateLimit {
     pub bytes_per_second: u64,
     /// At most [`MAX_RATE`].
     pub operations_per_second: u64,
-    /// What may flow at once after a pause.
+    /// Amount that may flow at once after a pause.
     pub burst_bytes: u64,
     /// See `burst_bytes`.
     pub burst_operations: u64,

@@ -27,30 +27,30 @@ pub struct NewDisk {
     pub labels: BTreeMap<String, String>,
     /// For clients to keep.
     pub annotations: BTreeMap<String, String>,
-    /// Whom the disk belongs to; empty when nobody says.
+    /// Owner of the disk; empty if not set.
     pub owner: String,
     /// Raw or qcow2, never ISO. `None` takes that of an adopted file.
     pub format: Option<Format>,
     /// In bytes, a multiple of [`SECTOR`]. `None` is the size of the source.
     pub size: Option<u64>,
-    /// What is reserved at once.
+    /// Space reserved at creation.
     pub preallocation: Preallocation,
-    /// What is in it.
+    /// Content of the disk.
     pub content: Content,
     /// A raw source is raw although it begins as an image of another format does.
     pub any_content: bool,
 }
 
-/// What is in a new disk.
+/// Content of a new disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Content {
     /// Zeroes.
     Empty,
     /// A copy of this raw file or block device.
     RawFile(PathBuf),
-    /// What is in another disk of the DiskService, until it is written to.
+    /// Content of another disk of the DiskService, as an overlay.
     OverlayOf(Name),
-    /// What is in an image of the ImageService.
+    /// Content of an image of the ImageService.
     Image {
         /// Its name.
         name: Name,
@@ -61,7 +61,7 @@ pub enum Content {
     Adopted(PathBuf),
 }
 
-/// What space is reserved at once.
+/// Space reserved at creation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Preallocation {
     /// None.
@@ -73,7 +73,7 @@ pub enum Preallocation {
     Full,
 }
 
-/// Notes what is wrong with the size of a disk of the DiskService.
+/// Records a violation for an invalid size of a disk of the DiskService.
 pub fn size(found: &mut Violations, field: impl fmt::Display, bytes: u64) {
     if bytes == 0 || bytes > MAX_SIZE || !bytes.is_multiple_of(SECTOR) {
         found.add(

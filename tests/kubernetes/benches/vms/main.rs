@@ -1,11 +1,12 @@
-//! What many VMs on many nodes cost `vmmd-kube`: memory and processor time of the agents and of the controller, requests to the API server, and
-//! how long a VM takes from its creation to Running.
+//! Costs of many VMs on many nodes for `vmmd-kube`: memory and processor time of the agents and of
+//! the controller, requests to the API server, and the time from a VM's creation to Running.
 //!
-//! The control plane is the real one (`build.sh`), and agents and controller are the programs as they are packaged, one process for each
-//! node. Their vmmds are mocks in this process, whose guests run at once and do nothing.
+//! The control plane is the real one (`build.sh`). Agents and controller are the packaged programs,
+//! one process for each node. Their vmmds are mocks in this process, whose guests run at once and
+//! do nothing.
 //!
-//! `cargo build --release -p vmmd-kube && cargo bench -p vmmd-kubernetes-tests --bench vms -- [--vms N] [--nodes N] [--idle SECONDS]` prints
-//! one JSON object on stdout.
+//! `cargo build --release -p vmmd-kube && cargo bench -p vmmd-kubernetes-tests --bench vms -- [--vms N] [--nodes N] [--idle SECONDS]`
+//! prints one JSON object on stdout.
 #![allow(
     missing_docs,
     dead_code,
@@ -47,7 +48,8 @@ use vmmd_kubernetes_tests::{
 use mock::{ledger::Ledger, vmmd::Vmmd};
 use scrape::{Figures, Scraper};
 
-/// Ports on which agents tell their figures, one for each node from here on; the controller's is the one before.
+/// First metrics port of the agents, one port for each node; the controller's port is the one
+/// before.
 const METRICS: usize = 20_001;
 /// Tasks that create VMs at the same time.
 const CREATORS: usize = 4;
@@ -113,7 +115,7 @@ async fn main() {
     let together = times(&asked, &seen);
     eprintln!("{vms} VMs run after {:.0} s", running.as_secs_f64());
 
-    // What was changed last is looked at again.
+    // Lets the follow-up reconciliations of the last changes end.
     sleep(Duration::from_secs(10)).await;
     let before = scraper.scrape(&mut controller, &mut agents).await;
     sleep(Duration::from_secs(idle)).await;
@@ -162,11 +164,11 @@ async fn main() {
     });
     println!("{report}");
     drop((controller, agents));
-    // Their runtimes can't be dropped in this one.
+    // Their runtimes must not be dropped in this one.
     vmmds.iter_mut().for_each(Vmmd::stop);
 }
 
-/// Of the controller, or of all agents together.
+/// Figures of the controller, or the sums of all agents.
 fn part(empty: &Figures, up: &Figures, before: &Figures, after: &Figures, vms: usize, minutes: f64) -> Value {
     let started = up.requests_since(empty);
     let idle = after.requests_since(before);

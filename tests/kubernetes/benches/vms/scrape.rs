@@ -1,4 +1,4 @@
-//! What agents and controller tell of themselves.
+//! Metrics of agents and controller.
 
 use std::{collections::BTreeMap, fs, time::Duration};
 
@@ -23,7 +23,7 @@ pub struct Scrape {
     pub agents: Figures,
 }
 
-/// Where they are told.
+/// Source of the metrics.
 pub struct Scraper {
     client: Client,
     controller: usize,
@@ -88,7 +88,7 @@ impl Scraper {
 }
 
 impl Figures {
-    /// Those that came after an earlier moment, without those of which none came.
+    /// Returns the counts of requests since an earlier scrape, without zeroes.
     pub fn requests_since(&self, before: &Self) -> BTreeMap<String, f64> {
         let more = self.requests.iter().map(|(what, count)| {
             let before = before.requests.get(what).copied().unwrap_or_default();

@@ -1,5 +1,5 @@
-//! What guests say of themselves: each sends a line to the node twice a second, with its name, the id of its boot, and how long it is up.
-//! Of two runs of a VM at the same time, the one or the other says something that comes too late.
+//! Heartbeats of guests: each guest sends a line to the node twice a second, with its name, the id
+//! of its boot and its uptime. Two concurrent runs of a VM show up as a line that comes too late.
 
 use std::collections::BTreeMap;
 

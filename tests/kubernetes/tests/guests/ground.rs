@@ -24,7 +24,7 @@ use vmmd_tests::{
 
 use crate::beats::{self, Beats};
 
-/// Of the daemons' addresses and namespaces: no other test's.
+/// Number in the daemons' addresses and namespaces, unique among the tests.
 const NUMBER: u32 = 31;
 /// The node on the guests' network, and the port that it hears guests at.
 const NODE: Ipv4Addr = Ipv4Addr::new(10, 78, 210, 1);
@@ -117,13 +117,13 @@ impl Node<'_> {
         Ok(machines.into_iter().map(|vm| vm.run).collect())
     }
 
-    /// What there is of VMs. Empty when they are all gone.
+    /// Returns the remains of VMs. Empty when all are gone.
     fn left(&self) -> Result<String, String> {
         Ok(said(self.daemon.vms())? + &said(self.daemon.traces())?)
     }
 }
 
-/// What a fault has killed.
+/// Programs that a fault has killed.
 #[derive(Default)]
 pub struct Struck {
     /// systemd starts it again.
@@ -140,10 +140,10 @@ pub struct Ground<'case> {
     _api: Forward,
     case: &'case Case,
     bridge: String,
-    /// Where the node writes down what it hears of guests, and how much of it was read.
+    /// File on the node with the heartbeats of the guests, and the number of bytes that were read.
     heard: String,
     read: usize,
-    /// What was heard of guests.
+    /// Heartbeats of the guests.
     pub beats: Beats,
     /// The control plane.
     pub cluster: Cluster,
@@ -162,7 +162,7 @@ impl<'case> Ground<'case> {
         node.copy_in(&cluster.path("pki/ca.crt"), &authority).unwrap();
         let bridge = case.bridge().unwrap();
         let heard = format!("{folder}/heard");
-        // A line is written as a whole, though what is received at once may be half of it.
+        // Each line is written as a whole, although a receive may return half a line.
         node.sh(&format!(
             "ip addr add {NODE}/24 dev {bridge} && touch {heard} && cat >{folder}/hear <<'SCRIPT'\n\
              while read -r line; do echo \"$line\" >>{heard}; done\nSCRIPT\n"
@@ -224,7 +224,7 @@ impl<'case> Ground<'case> {
         ground
     }
 
-    /// A manifest of a VM whose guest tells the node that it runs. `number` is in its address.
+    /// Manifest of a VM whose guest sends heartbeats to the node. `number` is in its address.
     pub fn vm(&self, name: &str, number: usize) -> Value {
         let guest = format!("guest.ip=10.78.210.{}/24", 11 + number);
         let spec = VmSpec::busybox(Kernel::Cloud612)
@@ -277,7 +277,8 @@ impl<'case> Ground<'case> {
         .await;
     }
 
-    /// Reads what the node has heard of guests. The test fails when two runs of a VM were there at a time.
+    /// Reads new heartbeats of the guests. The test fails if two runs of a VM existed at the same
+    /// time.
     fn listen(&mut self) {
         let script = format!("tail -c +{} {}", self.read + 1, self.heard);
         let more = self.case.node().sh(&script).unwrap();
@@ -290,7 +291,8 @@ impl<'case> Ground<'case> {
         }
     }
 
-    /// Kills what the fault names. A node without a VM has no vmm: then it is one of the other node.
+    /// Kills the fault's program. If the node has no VM and thus no vmm, kills a vmm of the other
+    /// node.
     pub fn kill(&mut self, fault: Fault, random: &mut Random) -> Struck {
         let test_node = self.case.node();
         let mut struck = Struck::default();
@@ -322,7 +324,7 @@ impl<'case> Ground<'case> {
         struck
     }
 
-    /// Starts again what was killed, or waits until systemd has.
+    /// Restarts the killed program, or waits until systemd has.
     pub fn mend(&mut self, fault: Fault, struck: &Struck) {
         match fault {
             Fault::Agent(_) | Fault::Daemon(_) | Fault::Vmm(_) => {}
@@ -342,7 +344,7 @@ impl<'case> Ground<'case> {
             for node in &self.nodes {
                 left.push(node.left()?);
             }
-            // Those of the whole test node, whoever has started them.
+            // All vmm processes of the whole test node.
             left.push(said(self.case.node().sh("pgrep -x vmm || true"))?);
             left.retain(|one| !one.is_empty());
             if left.is_empty() {
@@ -354,7 +356,7 @@ impl<'case> Ground<'case> {
         .await;
     }
 
-    /// The end of what the agents and daemons have logged.
+    /// Log lines of the agents and daemons; `lines` selects them.
     fn journal(&self, lines: &str) -> String {
         let units = self
             .nodes
@@ -369,7 +371,7 @@ impl<'case> Ground<'case> {
         journal.map_or_else(|error| format!("{error:#}"), |output| output.stdout)
     }
 
-    /// What agents and daemons say of panics of their own.
+    /// Log lines about panics of the agents and daemons.
     pub fn panics(&self) -> String {
         self.journal("| grep 'panicked at'")
     }

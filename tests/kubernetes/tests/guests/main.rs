@@ -75,7 +75,8 @@ async fn no_guest_runs_twice_or_is_lost_whatever_is_killed() {
         let vmmd_died = faults.iter().any(|fault| matches!(fault, Fault::Daemon(_)));
         for (name, before) in names.iter().zip(before) {
             let (killed, moved) = (victim == Some(name.as_str()), moved == Some(name.as_str()));
-            // A VM on its way has two vmms, and one that its vmmd is killed with may have to begin anew.
+            // A migrating VM has two vmms. A VM whose vmmd is killed at the same time may have to
+            // restart.
             let least = usize::from(killed && !moved);
             let most = usize::from(killed || (moved && vmmd_died));
             let boots = ground.beats.boots(name) - before;

@@ -1,4 +1,4 @@
-//! What a VMM's process has cost so far, and what of it went to the disk.
+//! Costs of a VMM's process, and its disk I/O.
 
 use std::fs;
 
@@ -6,14 +6,14 @@ use anyhow::{Context, Result};
 
 use crate::kvm_stats;
 
-/// A moment's counters of a process, or what they moved by.
+/// Counters of a process at a moment, or their differences.
 #[derive(Clone, Default)]
 pub struct Counters {
     /// Of its VM.
     pub kvm: kvm_stats::Counters,
     /// CPU time beside that in which the guest ran, of all its threads.
     pub cpu_us: f64,
-    /// What it had the node's disk read and write.
+    /// Bytes that it has read from and written to the node's disk.
     pub disk_bytes: u64,
 }
 
@@ -36,7 +36,7 @@ impl Counters {
         self.disk_bytes += other.disk_bytes;
     }
 
-    /// What they moved by since `before`.
+    /// Returns the differences since `before`.
     pub fn since(&self, before: &Self) -> Self {
         let moved = |(name, after): (&String, &u64)| {
             let by = after.saturating_sub(before.kvm.get(name).copied().unwrap_or(0));

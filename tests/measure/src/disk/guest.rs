@@ -43,9 +43,9 @@ impl fmt::Display for StoodStill {
 
 impl error::Error for StoodStill {}
 
-/// See the module. What waits for the guest fails with [`StoodStill`] when it does nothing any more.
+/// See the module. Waits for the guest fail with [`StoodStill`] when it hangs.
 pub struct Guest<'a> {
-    /// What it is a guest of.
+    /// The guest's subject.
     pub subject: &'a Subject,
     running: Running,
     pid: Pid,
@@ -70,7 +70,7 @@ impl<'a> Guest<'a> {
         self.stop()
     }
 
-    /// Begins a job; when it goes on, the guest is stopped.
+    /// Begins a job; once it is under way, the guest is stopped.
     pub fn begin(&mut self, job: &Job) -> Result<()> {
         let before = disk_bytes(self.running.pid())?;
         self.go_on()?;
@@ -98,7 +98,8 @@ impl<'a> Guest<'a> {
         self.stop()
     }
 
-    /// Lets it run for a moment; gives how long that was, and what it cost. There were requests.
+    /// Resumes the guest for a slice. Returns the elapsed time and the costs, with at least one
+    /// request.
     pub fn slice(&mut self, job: &Job) -> Result<(Duration, Counters)> {
         let before = Counters::read(self.running.pid())?;
         let mut time = Duration::ZERO;
@@ -117,7 +118,7 @@ impl<'a> Guest<'a> {
         bail!(self.stood_still())
     }
 
-    /// Gives what was printed up to a line that has the marker.
+    /// Returns the output up to a line with the marker.
     fn wait_for(&mut self, marker: &str) -> Result<String> {
         self.running.text_until(marker).map_err(|error| {
             if error.is::<Unheard>() {
@@ -149,7 +150,7 @@ impl<'a> Guest<'a> {
             "{} has ended",
             self.subject.name
         );
-        // So that it is told of the next time as well.
+        // Consumes the stop, so that the next stop is reported as well.
         waitid(WaitId::Pid(self.pid), WaitIdOptions::STOPPED).context("wait for a VMM")?;
         Ok(())
     }

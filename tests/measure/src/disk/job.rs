@@ -1,8 +1,8 @@
 //! The fio jobs.
 
-/// A job that goes on until it is ended.
+/// A job that runs until it is ended.
 pub struct Job {
-    /// What the tables call it.
+    /// Name in the tables.
     pub name: &'static str,
     options: &'static str,
     block_kib: u64,
@@ -48,7 +48,7 @@ pub const JOBS: [Job; 7] = [
 ];
 
 impl Job {
-    /// What the guest's shell runs; what it says goes to /tmp/fio.
+    /// Shell command for the guest; its output is in /tmp/fio.
     pub fn command(&self) -> String {
         format!(
             "fio --name=j --filename=/dev/vda --direct=1 --ioengine=io_uring --bs={}k --size=100% --time_based --runtime=1d \

@@ -1,13 +1,14 @@
-//! What a request to a disk costs: the same fio jobs in the same guest under each subject, with KVM's counters and the
-//! process' CPU time beside them.
+//! Cost of a disk request: the same fio jobs in the same guest under each subject, with KVM's
+//! counters and the process' CPU time.
 //!
-//! How fast an emulated machine is changes from second to second, and would be taken for a difference between the
-//! subjects. So all guests are up with the same job under way, and one at a time runs for a moment while the others are
-//! stopped. Nothing of a job's beginning and end is in the figures.
+//! The speed of an emulated machine varies from second to second, which would look like a
+//! difference between the subjects. Therefore all guests are up with the same job under way, and
+//! one at a time runs for a slice while the others are stopped. The figures exclude the begin and
+//! the end of a job.
 //!
-//! An emulated processor may let a guest down: an interrupt while these are off, after which its kernel waits for ever for a
-//! lock that it holds itself. Such a turn does not count, and it is told whose guest it was; so with one that does
-//! not get up.
+//! An emulated processor may hang a guest: it delivers an interrupt while interrupts are off, and
+//! the guest's kernel then waits forever for a lock that it holds itself. Such a turn does not
+//! count, and its subject is reported. The same applies to a guest that does not boot.
 
 pub mod counters;
 mod guest;
@@ -28,7 +29,7 @@ use crate::vmm::Subject;
 /// How often each guest runs in a turn.
 const SLICES: u32 = 6;
 
-/// What one job cost in one turn.
+/// Costs of one job in one turn.
 #[derive(Serialize)]
 pub struct Cost {
     job: &'static str,
@@ -41,22 +42,22 @@ pub struct Cost {
     kvm_per_request: BTreeMap<String, f64>,
 }
 
-/// So many times all may have to be booted anew within a job.
+/// Maximum number of reboots of all guests within a job.
 const MAX_FALLS: u32 = 5;
 
-/// What [`run`] tells of.
+/// Report of [`run`].
 pub enum News {
     /// A job's cost in a turn.
     Cost(Box<Cost>),
-    /// The guest did nothing any more, in a turn, which does not count, or before. All are booted anew.
+    /// The guest hung, in a turn, which does not count, or before it. All guests are rebooted.
     StoodStill {
         /// The job.
         job: &'static str,
     },
 }
 
-/// Boots all subjects' guests and runs on their disks all jobs whose name contains `wanted`, for that many turns. `each` is
-/// told what happened to which subject in which turn.
+/// Boots all subjects' guests, and runs all jobs whose name contains `wanted` on their disks for
+/// the given number of turns. Passes each event to `each`, with the subject and the turn.
 pub fn run(subjects: &[&Subject], wanted: &str, turns: u32, each: impl Fn(&str, u32, News)) -> Result<()> {
     let mut up = None;
     for job in JOBS.iter().filter(|job| job.name.contains(wanted)) {
@@ -81,8 +82,8 @@ pub fn run(subjects: &[&Subject], wanted: &str, turns: u32, each: impl Fn(&str, 
     Ok(())
 }
 
-/// Has those that are up, or all that are booted then, do a job in turns, until none is left of these or a guest stands
-/// still.
+/// Runs a job in turns on the guests in `up`, or on newly booted ones, until all turns are done or
+/// a guest hangs.
 fn some_turns<'a>(
     up: Option<Vec<Guest<'a>>>,
     subjects: &[&'a Subject],
@@ -112,7 +113,7 @@ fn boot<'a>(subjects: &[&'a Subject]) -> Result<Vec<Guest<'a>>> {
     Ok(guests)
 }
 
-/// One turn of all. When a guest stands still it tells of no cost.
+/// Runs one turn of all guests. If a guest hangs, the turn reports no costs.
 fn turn(guests: &mut [Guest<'_>], job: &Job, each: impl Fn(&str, Cost)) -> Result<()> {
     let mut order: Vec<usize> = (0..guests.len()).collect();
     let mut sums = vec![(Duration::ZERO, Counters::default()); guests.len()];

@@ -1,5 +1,6 @@
-//! What it costs to move packets between a guest and the node: the same traffic under each subject in turn, with KVM's counters, the
-//! process' CPU time and its reads and writes beside it. vhost's threads belong to the process.
+//! Cost of packets between a guest and the node: the same traffic under each subject in turn, with
+//! KVM's counters, the process' CPU time and its reads and writes. vhost's threads belong to the
+//! process.
 
 pub mod traffic;
 
@@ -48,7 +49,7 @@ const fn udp(size: u16, from_guest: bool) -> Traffic {
     Traffic::Udp { size, from_guest }
 }
 
-/// What one job cost in one turn, for each MiB of streams, each datagram, each round trip.
+/// Costs of one job in one turn, for each MiB of streams, each datagram, each round trip.
 #[derive(Serialize)]
 pub struct Cost {
     job: &'static str,
@@ -83,7 +84,7 @@ impl Wires {
     /// Makes them.
     pub fn new(count: u8) -> Result<Self> {
         let wires = Self(count);
-        // What an earlier run has left.
+        // Removes the remains of an earlier run.
         wires.remove();
         ip(&format!("link add {BRIDGE} type bridge"))?;
         ip(&format!("addr add 10.8.0.1/24 dev {BRIDGE}"))?;
@@ -125,7 +126,7 @@ struct Pair<'a> {
     number: u8,
     subject: &'a Subject,
     running: Running,
-    /// What the first sends to.
+    /// Target of the first guest's traffic.
     peer: Running,
 }
 
@@ -135,10 +136,11 @@ impl Pair<'_> {
     }
 }
 
-/// What is asked for: subjects with their numbers, and the same with another tap, for traffic between both.
+/// Subjects with their numbers, and the same subjects with another tap, for traffic between both.
 pub type Pairs<'a> = [(u8, &'a Subject, &'a Subject)];
 
-/// Boots all guests, and has each do each job whose name contains `wanted` in its turn. `each` is told what it cost.
+/// Boots all guests, and runs each job whose name contains `wanted` on each guest in turn. Passes
+/// each cost to `each`.
 pub fn run(pairs: &Pairs<'_>, wanted: &str, turns: u32, each: impl Fn(&str, u32, &Cost)) -> Result<()> {
     let mut guests = Vec::new();
     for (number, subject, peer) in pairs {

@@ -1,5 +1,5 @@
-//! Traffic between a guest and the node. In the guest a server waits ([`serve`]) for orders over TCP: the first byte of a connection says what
-//! it is for, and its end is the end of the traffic.
+//! Traffic between a guest and the node. A server in the guest ([`serve`]) receives orders over
+//! TCP: the first byte of a connection is its purpose, and its end is the end of the traffic.
 
 use std::{
     io::{self, ErrorKind, Read, Write},
@@ -19,8 +19,9 @@ const ORDERS: u16 = 5000;
 const SINK: u16 = 5001;
 const ECHO: u16 = 5002;
 
-/// What a connection is for: the guest receives, sends, sends to another guest, floods with datagrams of so many bytes, or says how many it
-/// has received and how many bytes it has sent to other guests.
+/// Purpose of a connection: the guest receives, sends, sends to another guest, floods with
+/// datagrams of the given size, or reports its counts of received datagrams and of bytes sent to
+/// other guests.
 const RECEIVE: u8 = b'R';
 const SEND: u8 = b'S';
 const SEND_TO: u8 = b'T';
@@ -29,10 +30,10 @@ const COUNT: u8 = b'C';
 
 /// Bytes of one write and read of a stream.
 const CHUNK: usize = 128 << 10;
-/// A connection that can't be made by then never will be.
+/// Connect timeout; a later success is not expected.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Serves for ever, in a guest.
+/// Serves without end, in a guest.
 pub fn serve() -> Result<()> {
     let received = Arc::<AtomicU64>::default();
     let sink = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, SINK)).context("listen for datagrams")?;
@@ -160,7 +161,7 @@ pub enum Traffic {
     Ping,
 }
 
-/// Traffic that goes on until it is dropped.
+/// Traffic that continues until it is dropped.
 pub struct Flow {
     guest: Ipv4Addr,
     /// Bytes of streams, datagrams, round trips: as far as they are counted in this process.
@@ -270,7 +271,8 @@ impl Drop for Flow {
     }
 }
 
-/// Bytes that the kernel has taken: what is under way is a small part of what a measurement counts.
+/// Sends and counts the bytes that the kernel has accepted: the bytes in flight are a small part of
+/// a measurement.
 fn give_counted(connection: &mut TcpStream, bytes: &AtomicU64) -> io::Result<()> {
     let buffer = vec![0x5a; CHUNK];
     loop {

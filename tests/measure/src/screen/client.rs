@@ -1,5 +1,5 @@
-//! A client of VNC (RFC 6143) that asks for updates and reads over their pixels without decoding them, so that what a server costs is not
-//! hidden behind what its client costs.
+//! VNC client (RFC 6143) that requests updates and skips their pixels without decoding, so that the
+//! client's cost does not hide the server's.
 
 use std::{
     io::{self, BufRead, BufReader, Read, Write},
@@ -87,7 +87,7 @@ impl Client {
         self.received
     }
 
-    /// Asks for what has changed, or for everything.
+    /// Requests an update of the changes, or of the whole screen.
     pub fn ask(&mut self, incremental: bool) -> Result<()> {
         let (width, height) = self.size;
         let mut ask = vec![3, u8::from(incremental), 0, 0, 0, 0];
@@ -116,7 +116,7 @@ impl Client {
             }
             self.server.get_ref().set_read_timeout(Some(left))?;
             let ready = self.server.fill_buf().map(|bytes| !bytes.is_empty());
-            // What has begun is read to its end.
+            // A message that has begun is read to its end.
             self.server.get_ref().set_read_timeout(Some(PATIENCE))?;
             match ready {
                 Ok(true) => {}
@@ -145,7 +145,7 @@ impl Client {
             }
             // A bell.
             2 => {}
-            // What somebody has cut.
+            // Cut text.
             3 => {
                 self.skip(3)?;
                 let length = self.u32()?;

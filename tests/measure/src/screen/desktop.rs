@@ -5,11 +5,11 @@ use anyhow::{Context, Result};
 use super::{Cost, ENCODINGS, Guest, socket};
 use crate::{run::Running, vmm::Subject};
 
-/// A terminal of 1920 × 1080, with what it shows: 20 lines each second, of words that are not again the same.
+/// A terminal of 1920 × 1080 with its output: 20 lines per second, of unique words.
 const TERMINAL: &str = "xterm -fn 9x15 -geometry 211x70+0+0 -e perl -e '$|=1; srand 1; while (1) { \
     printf \"[%9d] %s\\n\", $n++, join \" \", map { sprintf \"%06x\", rand 1 << 24 } 1 .. 12; select undef, undef, undef, 0.05 }'";
 
-/// Boots all guests, and has each show the terminal in its turn. `each` is told what it cost.
+/// Boots all guests, and shows the terminal on each in turn. Passes each cost to `each`.
 pub fn run(subjects: &[&Subject], turns: u32, each: impl Fn(&str, u32, &Cost)) -> Result<()> {
     let mut guests = Vec::new();
     for subject in subjects {

@@ -1,4 +1,4 @@
-//! What a guest shows: a text console that scrolls, and a screen that changes as a whole.
+//! Screen contents in a guest: a text console that scrolls, and a screen that changes completely.
 
 use std::{
     fs::{self, File},
@@ -17,7 +17,7 @@ const PICTURE_EVERY: Duration = Duration::from_millis(250);
 /// Pictures that take turns.
 const PICTURES: u32 = 4;
 
-/// What is shown without end.
+/// Endless screen content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum What {
     /// Lines on the text console.

@@ -1,4 +1,4 @@
-//! A guest that floods a console: what it loses when the console has readers, some of which never read.
+//! A guest that floods a console: losses with readers attached, some of which never read.
 
 use std::{
     collections::BTreeMap,
@@ -19,7 +19,7 @@ const LINES: u32 = 32 << 10;
 /// Readers that read, and as many that never do.
 const READERS: usize = 5;
 
-/// They read until this is told to end.
+/// Readers that run until they are detached.
 struct Readers {
     silent: Vec<UnixStream>,
     lively: Vec<(UnixStream, JoinHandle<u64>)>,
@@ -49,7 +49,7 @@ impl Readers {
         })
     }
 
-    /// Detaches them. Each of those that read got at least so many bytes, or this fails.
+    /// Detaches them. Fails if an active reader got fewer than `least` bytes.
     fn end(self, least: u64) -> Result<()> {
         drop(self.silent);
         for (client, thread) in self.lively {
@@ -65,7 +65,7 @@ impl Readers {
 }
 
 impl Guest<'_> {
-    /// One flood that nobody reads and one with readers; which is first changes from turn to turn.
+    /// Runs one flood without readers and one with readers; the order alternates from turn to turn.
     pub(super) fn floods(&mut self, turn: u32) -> Result<[Cost; 2]> {
         let first = !turn.is_multiple_of(2);
         Ok([self.flood(first)?, self.flood(!first)?])
@@ -80,7 +80,7 @@ impl Guest<'_> {
         let cost = Counters::read(self.running.pid())?.since(&before);
         let bytes = u64::from(LINES) * 80;
         if let Some(attached) = attached {
-            // What one who is too slow loses is told in its place.
+            // A slow reader receives a notice in place of lost bytes.
             attached.end(bytes / 2)?;
         }
         let (kib, exits) = (bytes >> 10, cost.kvm.get("exits").copied().unwrap_or(0));

@@ -1,5 +1,5 @@
-//! What a screen costs that somebody looks at: the same guest draws the same under our VMM and under QEMU, while a client of VNC asks for each
-//! change as soon as it has the one before.
+//! Cost of a screen with a viewer: the same guest draws the same content under our VMM and under
+//! QEMU, while a VNC client requests each change as soon as it has the previous one.
 
 pub mod client;
 pub mod desktop;
@@ -20,14 +20,14 @@ use serde::Serialize;
 use self::client::{Client, HEXTILE, RAW, TIGHT, ZRLE};
 use crate::{disk::counters::Counters, run::Running, vmm::Subject};
 
-/// What is asked for, and its name.
+/// Requested encodings and their names.
 pub const ENCODINGS: [(&str, i32); 4] = [
     ("raw", RAW),
     ("hextile", HEXTILE),
     ("tight", TIGHT),
     ("zrle", ZRLE),
 ];
-/// What the guest shows meanwhile.
+/// Screen contents during the measurement.
 pub const SHOWN: [&str; 2] = ["text", "pictures"];
 
 /// Before a measurement, so that it is under way.
@@ -41,7 +41,7 @@ const KEYS: u32 = 20;
 /// Lines that are printed on a console.
 const LINES: u32 = 300;
 
-/// What one job cost in one turn: figures by their names.
+/// Results of one job in one turn: figures by name.
 #[derive(Serialize)]
 pub struct Cost {
     job: String,
@@ -66,7 +66,7 @@ struct Guest<'a> {
     running: Running,
 }
 
-/// Boots all guests, and has each do each job in its turn. `each` is told what it cost.
+/// Boots all guests, and runs each job on each guest in turn. Passes each cost to `each`.
 pub fn run(subjects: &[&Subject], turns: u32, each: impl Fn(&str, u32, &Cost)) -> Result<()> {
     let mut guests = Vec::new();
     for subject in subjects {
@@ -117,7 +117,7 @@ pub fn run(subjects: &[&Subject], turns: u32, each: impl Fn(&str, u32, &Cost)) -
 impl Guest<'_> {
     /// Has the guest's shell do something, and waits until it is done.
     fn order(&mut self, command: &str) -> Result<()> {
-        // The marker is not in what the console echoes.
+        // The quotes keep the marker out of the console's echo.
         self.running.type_line(&format!("{command}; echo OR''DERED"))?;
         self.running.text_until("ORDERED").map(drop)
     }
@@ -145,7 +145,7 @@ impl Guest<'_> {
         })
     }
 
-    /// Updates, in which time and of how many bytes, and what they cost the VMM.
+    /// Returns the number of updates, their time and bytes, and their cost in the VMM.
     fn look(&self, client: &mut Client) -> Result<(u64, Duration, u64, Counters)> {
         let begin = Instant::now();
         while begin.elapsed() < SETTLE {
@@ -166,7 +166,7 @@ impl Guest<'_> {
         Ok((frames, begin.elapsed(), client.received() - bytes, cost))
     }
 
-    /// Nothing changes, and a client waits for what changes.
+    /// A client waits for changes of a static screen.
     #[allow(clippy::cast_precision_loss, reason = "small numbers")]
     fn idles(&mut self) -> Result<Cost> {
         self.order("printf '\\033[2J' >/dev/tty1")?;
@@ -224,7 +224,7 @@ impl Guest<'_> {
         let mut times = Vec::new();
         for _ in 0..KEYS {
             client.ask(true)?;
-            // What was under way before.
+            // Drains the pending updates.
             while client.update_within(Duration::from_millis(200))? {
                 client.ask(true)?;
             }
@@ -245,7 +245,7 @@ impl Guest<'_> {
         })
     }
 
-    /// Lines on a console that nobody reads.
+    /// Lines on a console without readers.
     #[allow(clippy::cast_precision_loss, reason = "small numbers")]
     fn prints(&mut self, console: &str) -> Result<Cost> {
         let before = Counters::read(self.running.pid())?;

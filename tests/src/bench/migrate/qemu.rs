@@ -41,7 +41,7 @@ impl<'case> Qemu<'case> {
         node.sh(&format!("{key} >{folder}/keys.psk")).map(drop)
     }
 
-    /// Boots the guest, or waits for one. `number` tells several apart.
+    /// Boots the guest, or waits for an incoming one. `number` distinguishes several instances.
     pub fn start(
         stage: &'case Stage<'_>,
         kind: Kind,
@@ -124,7 +124,7 @@ impl<'case> Qemu<'case> {
         })
     }
 
-    /// Writes the guest, which goes on, to a file.
+    /// Writes the running guest to a file. The guest continues.
     pub fn snapshot(&self, file: &str) -> Result<Cost> {
         self.set_capability("auto-converge", false)?;
         self.set_capability("background-snapshot", true)?;

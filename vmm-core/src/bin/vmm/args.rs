@@ -41,16 +41,16 @@ pub struct Run {
     /// Manifest of the VM: the YAML that vmmctl takes
     #[arg(long, value_name = "FILE")]
     pub spec: PathBuf,
-    /// Serves the screen (`spec.display`) to VNC clients at this UNIX socket, which is made anew
+    /// Serves the screen (`spec.display`) to VNC clients at this UNIX socket, which is recreated
     #[arg(long, value_name = "SOCKET")]
     pub vnc: Option<PathBuf>,
-    /// Serves the virtio-console (`spec.virtioConsole`) at this UNIX socket, which is made anew
+    /// Serves the virtio-console (`spec.virtioConsole`) at this UNIX socket, which is recreated
     #[arg(long, value_name = "SOCKET")]
     pub hvc: Option<PathBuf>,
     /// Writes the exit record, an encoded vmm.v1.ExitRecord, to this file
     #[arg(long, value_name = "FILE")]
     pub exit_record: Option<PathBuf>,
-    /// What follows a system call that a thread has no need of
+    /// Action on a system call outside the thread's list
     #[arg(long, value_name = "MODE", value_enum, default_value_t)]
     pub seccomp: Seccomp,
     /// Throws the machine away and restores it, with so many milliseconds in between
@@ -59,13 +59,13 @@ pub struct Run {
     pub restore_every: Option<u64>,
 }
 
-/// What follows a system call that is not on the list of the thread's kind.
+/// Action on a system call outside the list of the thread's kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Seccomp {
     /// The process ends, with an exit record
     #[default]
     On,
-    /// The kernel logs it (audit, type 1326): to find out what a list lacks
+    /// The kernel logs the call (audit, type 1326), which shows the calls that a list lacks
     Log,
     /// Nothing: for developers only
     Off,
@@ -83,10 +83,11 @@ pub struct Serve {
     /// Empty file, open for writing, that takes the exit record
     #[arg(long, value_name = "FD")]
     pub exit_fd: RawFd,
-    /// Locked file; held open until the process ends, so that the lock tells whether it lives
+    /// Locked file; stays open until the process ends, so that the lock shows whether the process
+    /// lives
     #[arg(long, value_name = "FD")]
     pub lock_fd: RawFd,
-    /// What follows a system call that a thread has no need of
+    /// Action on a system call outside the thread's list
     #[arg(long, value_name = "MODE", value_enum, default_value_t)]
     pub seccomp: Seccomp,
 }

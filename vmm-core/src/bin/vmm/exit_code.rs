@@ -1,4 +1,4 @@
-//! What the process's exit code says; part of the user interface (`vmm run --help`).
+//! Exit codes of the process; part of the user interface (`vmm run --help`).
 
 use proto::vmm::ExitKind;
 
@@ -6,7 +6,7 @@ use proto::vmm::ExitKind;
 pub const OK: i32 = 0;
 /// The vmm or the host failed, or the guest could not be started.
 pub const ERROR: i32 = 1;
-/// The guest's kernel panicked, or a vCPU could not go on (triple fault).
+/// The guest's kernel panicked, or a vCPU failed (triple fault).
 pub const GUEST_FAILED: i32 = 2;
 
 /// The code for how a run ended.

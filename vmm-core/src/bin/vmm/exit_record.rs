@@ -79,8 +79,8 @@ fn is_vital(thread: Option<&str>) -> bool {
     thread.is_some_and(|name| matches!(name, "main" | "control") || name.starts_with("vcpu-"))
 }
 
-/// Writes an error of this process, unless a record was written before, and ends it: for a thread that can't go on and
-/// that nobody waits for.
+/// Writes an error of this process, unless a record exists, and ends the process. For a thread that
+/// cannot continue and that no other thread joins.
 pub fn fail(message: &str) -> ! {
     let mut text = Text::default();
     text.push(message);
@@ -88,8 +88,8 @@ pub fn fail(message: &str) -> ! {
     std::process::exit(crate::exit_code::ERROR);
 }
 
-/// Writes an error of this process to the record, unless one was written before, and to standard error. What it calls
-/// is async-signal-safe.
+/// Writes an error of this process to the record, unless a record exists, and to standard error.
+/// Calls only async-signal-safe functions.
 pub fn write_failure(message: &Text) {
     if let Some(file) = FILE.get() {
         file.write(ExitKind::VmmError, message.as_str(), now_unix_ms());
@@ -113,7 +113,8 @@ fn on_vital_panic(info: &PanicHookInfo<'_>) -> ! {
         message.push_number(info.location().map_or(0, |location| location.line().into()));
         file.write(ExitKind::VmmError, message.as_str(), now_unix_ms());
     }
-    // Ends all threads at once; no destructor runs into what the panic left behind.
+    // Ends all threads at once, so that no destructor runs on state that the panic left
+    // inconsistent.
     std::process::exit(crate::exit_code::ERROR);
 }
 

@@ -33,7 +33,8 @@ use run::terminal::LogOutput;
 
 fn main() {
     let cli = Cli::parse();
-    // What converts an image is gone soon, and takes and gives back a piece of it all the time.
+    // A process of `vmm image` is short-lived, and allocates and frees the same memory all the
+    // time.
     if !matches!(cli.command, Command::Image(_)) {
         sys::keep_memory_small();
     }
@@ -54,7 +55,7 @@ fn main() {
     std::process::exit(code);
 }
 
-/// To standard error, with the time where nobody looks on.
+/// Logs to standard error, with timestamps for `vmm serve` only.
 fn init_log(command: &Command) {
     let level = match command {
         // The terminal is the guest's.

@@ -1,7 +1,8 @@
-//! The rights that the process gives up, and the check that it has none that it should not have.
+//! Drop of the process's rights, and the check that no unexpected rights remain.
 //!
-//! Order: descriptors (inherited, or opened by `vmm run`), uid and capabilities ([`check_inherited`], [`drop_rights`]),
-//! Landlock and the main thread's seccomp filter ([`close_in`]), then threads, each with the filter of its kind.
+//! Order: descriptors (inherited, or opened by `vmm run`), uid and capabilities
+//! ([`check_inherited`], [`drop_rights`]), Landlock and the main thread's seccomp filter
+//! ([`close_in`]), then threads, each with the filter of its kind.
 
 mod bpf;
 mod capabilities;
@@ -45,7 +46,8 @@ pub fn check_inherited(keep: &[RawFd]) -> Result<()> {
     lock_down()
 }
 
-/// Alone: drops what can be dropped, once everything is open. As root it becomes "nobody".
+/// For `vmm run`: drops all droppable rights, after all files are open. A root process becomes the
+/// user `nobody`.
 pub fn drop_rights() -> Result<()> {
     let root = getuid().is_root();
     if let Err(error) = sys::leave_network(root) {
@@ -100,12 +102,12 @@ pub fn close_in_converter(longest: u64) -> Result<()> {
     close_in_image()
 }
 
-/// What holds this process in.
+/// Restrictions of this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sandbox {
-    /// What of Landlock the kernel has.
+    /// Landlock support of the kernel.
     pub landlock: Level,
-    /// What happens at a system call outside a thread's list.
+    /// Action on a system call outside a thread's list.
     pub seccomp: Seccomp,
 }
 
@@ -121,7 +123,7 @@ pub enum Level {
 }
 
 impl Sandbox {
-    /// For the daemon, as features of this process: what it can tell an operator.
+    /// Restrictions as features of this process, which the daemon reports to an operator.
     pub fn features(self) -> Vec<&'static str> {
         let landlock = match self.landlock {
             Level::Full => Some("landlock"),
@@ -139,8 +141,9 @@ impl Sandbox {
 
 fn drop_bounding_set() -> Result<()> {
     let [_, bounding, effective, ..] = capabilities::held().context("reading the capability sets")?;
-    // In a container some may be missing, among them the right to drop others; what can't be dropped can't be
-    // gained back either, since no_new_privs is set below.
+    // In a container, some capabilities may be missing, among them CAP_SETPCAP, the right to drop
+    // others. The process cannot regain a capability that stays in the set, since no_new_privs is
+    // set below.
     if effective.bits & Capability::CAP_SETPCAP.bitmask() == 0 {
         return Ok(());
     }

@@ -38,8 +38,8 @@ pub fn close_others(keep: &[RawFd]) -> io::Result<()> {
 }
 
 fn close_range(first: RawFd, last: RawFd) -> io::Result<()> {
-    // SAFETY: called when the process begins, before anything but standard streams and the descriptors that are
-    // kept was opened: nobody owns what is closed.
+    // SAFETY: called when the process begins. Only standard streams and the kept descriptors were
+    // opened before, so no object owns a closed descriptor.
     let result = unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) };
     if result < 0 {
         Err(io::Error::last_os_error())

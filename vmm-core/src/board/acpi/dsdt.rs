@@ -1,4 +1,4 @@
-//! The DSDT's definition block: devices that can't be discovered, in AML.
+//! The DSDT's definition block: devices that a guest cannot discover, in AML.
 
 use std::ops::RangeInclusive;
 
@@ -95,7 +95,7 @@ pub(super) fn host_bridge(bus: u8) -> String {
     format!("PCI{bus}")
 }
 
-/// What is taken without belonging to a device: a guest uses the ECAM only if it is reserved here.
+/// Reserved resources that belong to no device. A guest uses the ECAM only if it is reserved here.
 fn motherboard_resources(platform: &Platform, aml: &mut Vec<u8>) {
     let (button, hotplug) = (platform.power_button_port, platform.hotplug_port);
     let ecam_length = platform.ecam.end() - platform.ecam.start() + 1;
@@ -161,8 +161,8 @@ fn keyboard(platform: &Platform, aml: &mut Vec<u8>) {
     .to_aml_bytes(aml);
 }
 
-/// The power button and the generic event device (ACPI 6.5, 5.6.9) that tells of it. The press is cleared before the guest is
-/// notified, so that the next one is another event.
+/// The power button and the generic event device (ACPI 6.5, 5.6.9) that reports a press. The method
+/// clears the press before it notifies the guest, so that the next press is a separate event.
 fn power_button(platform: &Platform, aml: &mut Vec<u8>) {
     Device::new(
         Path::new("PWRB"),
@@ -218,9 +218,10 @@ fn power_button(platform: &Platform, aml: &mut Vec<u8>) {
     .to_aml_bytes(aml);
 }
 
-/// The generation id ("Virtual Machine Generation ID", Microsoft, 2018), which is another when the machine goes on from a snapshot,
-/// and the generic event device that tells of that: a guest then makes anew what must be no one else's. The interrupt is an edge: a
-/// guest without a driver reads the id when the driver comes.
+/// The generation ID ("Virtual Machine Generation ID", Microsoft, 2018), and the generic event
+/// device that reports its change. The ID changes when the machine continues from a snapshot. The
+/// guest then renews data that must be unique. The interrupt is an edge: a guest without a driver
+/// reads the ID when it loads the driver.
 fn generation_id(platform: &Platform, aml: &mut Vec<u8>) {
     Device::new(
         Path::new("VGEN"),

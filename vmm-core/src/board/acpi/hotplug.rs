@@ -1,5 +1,6 @@
-//! PCI hot-plug in the DSDT: a device per slot, the registers of [`devices::pci::hotplug`], and the generic event
-//! device that is told of them. Each host bridge has the slots and the registers of its bus:
+//! PCI hot-plug in the DSDT: a device per slot, the registers of [`devices::pci::hotplug`], and the
+//! generic event device that notifies them. Each host bridge has the slots and the registers of its
+//! bus:
 //!
 //! ```text
 //! GED1._EVT ──┬─ PCI0.PCNT ──┬── DVNT(CHK_, device check)   ── Notify(Snn_, 1)
@@ -9,11 +10,12 @@
 //!             └─ PCI2.PCNT ── …
 //! ```
 //!
-//! The host bridges of the further buses are present (`_STA`) from the first function on them on. A function that brings its bus
-//! has the host bridge notified before the slot. That is a bus check: it is right as well for a guest that has found the bridge
-//! by itself meanwhile. To Linux, a device check of a bridge that it has is an error.
+//! The host bridge of a further bus is present (`_STA`) from the first function on that bus
+//! onwards. For the function that makes the bus present, the method notifies the host bridge before
+//! the slot. That notification is a bus check, which is also correct for a guest that has already
+//! found the bridge on its own. Linux treats a device check of a known bridge as an error.
 //!
-//! Devices have function 0 only, and each slot can be plugged; device 0 of a bus is no slot.
+//! Devices have function 0 only. Each slot supports hot-plug; device 0 of a bus is no slot.
 
 use acpi_tables::{
     Aml,
@@ -70,7 +72,7 @@ fn registers(platform: &Platform, bus: u8, aml: &mut Vec<u8>) {
     fields("HPRG", &[*b"CHK_", *b"ASK_", *b"EJCT"], aml);
 }
 
-/// Whether the bus's host bridge is there.
+/// Method that returns whether the bus's host bridge is present.
 fn bridge_status(platform: &Platform, bus: u8, aml: &mut Vec<u8>) {
     let (port, length) = (platform.hotplug_port + u16::from(PRESENT), 4_u8);
     OpRegion::new(Path::new("HPBR"), OpRegionSpace::SystemIO, &port, &length).to_aml_bytes(aml);
@@ -142,7 +144,7 @@ fn notify_slots(bus: u8, aml: &mut Vec<u8>) {
     Method::new(Path::new("PCNT"), 0, true, vec![&check, &ask]).to_aml_bytes(aml);
 }
 
-/// Its interrupt is a level, so that what happens while the guest boots is told when its driver is there.
+/// The interrupt is level-triggered, so that the guest's driver sees events from before its start.
 fn event_device(platform: &Platform, buses: &[u8], aml: &mut Vec<u8>) {
     let calls: Vec<MethodCall<'_>> = buses
         .iter()

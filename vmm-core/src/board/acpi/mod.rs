@@ -1,8 +1,9 @@
-//! ACPI tables of platform v1: what the guest learns of processors, interrupt controllers, PCI and power.
+//! ACPI tables of platform v1: processors, interrupt controllers, PCI and power.
 //!
-//! The platform is *hardware-reduced* (ACPI 6.5, 4.1): no fixed power-management registers, no SCI and no 8259 or
-//! PIT that the guest would have to program at boot. Sleep, reset and power button are the sleep control register,
-//! the reset register and a generic event device. A guest with this contract takes hundreds of exits less to boot.
+//! The platform is *hardware-reduced* (ACPI 6.5, 4.1): it has no fixed power-management registers,
+//! and no SCI, 8259 or PIT that the guest would have to program at boot. Sleep, reset and power
+//! button are the sleep control register, the reset register and a generic event device. This saves
+//! hundreds of VM exits per boot.
 
 mod dsdt;
 mod hotplug;
@@ -15,7 +16,7 @@ use devices::pci::root::BUSES;
 
 use tables::{OEM_ID, OEM_REVISION, OEM_TABLE_ID};
 
-/// What of a machine the tables tell.
+/// Properties of a machine that the tables describe.
 #[derive(Clone, Debug)]
 pub struct Platform {
     /// Local APIC ids of the vCPUs, in order of their numbers.
@@ -36,7 +37,7 @@ pub struct Platform {
     pub keyboard: Option<(u16, u16, u32)>,
     /// I/O port of the sleep control, sleep status and reset register, one byte.
     pub power_port: u16,
-    /// What is written there to reset the machine.
+    /// Value that resets the machine when the guest writes it to the reset register.
     pub reset_value: u8,
     /// I/O port of the power button's status register ([`devices::legacy::pm::PowerButton`]), one byte.
     pub power_button_port: u16,

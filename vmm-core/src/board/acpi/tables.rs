@@ -37,8 +37,9 @@ pub(super) fn dsdt(definition_block: &[u8]) -> Vec<u8> {
     table(*b"DSDT", 6, definition_block)
 }
 
-/// IAPC_BOOT_ARCH (ACPI 6.5, 5.2.9.3): what a guest need not look for, or may look for. Bit 0 (legacy devices)
-/// stays clear, and bit 1 (8042) without a keyboard, so that it probes none.
+/// IAPC_BOOT_ARCH (ACPI 6.5, 5.2.9.3): flags for hardware that a guest may or need not probe. Bit 0
+/// (legacy devices) stays clear. Bit 1 (8042) is clear without a keyboard, so that the guest does
+/// not probe for one.
 mod boot_arch {
     pub const I8042: u16 = 1 << 1;
     pub const VGA_NOT_PRESENT: u16 = 1 << 2;

@@ -8,11 +8,11 @@ use proto::{model, vmm};
 use super::{Assembly, Failure};
 use crate::memory::RamReclaim;
 
-/// How long a guest is waited for when it is asked what it has to say. Drivers answer from their interrupt's work queue, within
-/// a millisecond; one that does not holds up the thread that drives its machine for no longer than this, and is heard the
-/// next time.
+/// Maximum wait for a guest's statistics. Drivers answer from their interrupt's work queue within a
+/// millisecond. A slower guest delays the machine's driver thread by at most this time, and its
+/// answer counts for the next request.
 const PATIENCE: Duration = Duration::from_millis(20);
-/// What the guest said is not asked for again within this time.
+/// Age up to which a guest's statistics are reused.
 const FRESH: Duration = Duration::from_secs(1);
 
 pub(super) fn build(assembly: &mut Assembly, spec: &model::machine::Balloon) -> Result<(), Failure> {
@@ -25,7 +25,7 @@ pub(super) fn build(assembly: &mut Assembly, spec: &model::machine::Balloon) -> 
     assembly.add_virtio("balloon", spec.slot, Box::new(device))
 }
 
-/// What is known of a balloon, with what its guest has to say by now.
+/// Returns a balloon's state, with current statistics of the guest if the guest answers in time.
 pub(in crate::board) fn stats(balloon: &BalloonControl) -> vmm::BalloonStats {
     let known = balloon.stats();
     let said = known.guest.as_ref().map(|guest| guest.time);

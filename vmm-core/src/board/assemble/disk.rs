@@ -117,7 +117,7 @@ pub(in crate::board) fn plug(
     })
 }
 
-/// What a limiter takes.
+/// Converts a rate limit to the options of a limiter.
 pub(in crate::board) fn limits(limit: RateLimit) -> Limits {
     Limits {
         bytes_per_second: limit.bytes_per_second,

@@ -20,7 +20,7 @@ pub(super) fn hub(spec: &machine::Display) -> Arc<Hub> {
     Arc::new(Hub::new(spec.layout))
 }
 
-/// Gives the server, unless nobody can connect.
+/// Returns the server, or `None` if no client can connect.
 pub(super) fn build(
     assembly: &mut Assembly,
     name: &str,
@@ -59,7 +59,7 @@ pub(super) fn build(
     Ok(Some(server))
 }
 
-/// What a kernel is told of the screen that it can use without a driver.
+/// Description of the screen for a kernel that uses it without a driver.
 pub fn boot_framebuffer(spec: &machine::Display, windows: &PciWindows) -> Result<BootFramebuffer, Failure> {
     let size = size(spec)?;
     let address = memory_address(windows, spec.gpu.number(), BootScreen::bar_size(size));

@@ -106,15 +106,16 @@ impl Assembler {
         let assembly = Assembly::new(&spec, host, windows, fds, ram, notifier)?;
         assembly.map_pci_ports(is_linux)?;
         let (mut machine, entry) = assembly.build(&spec, self.console.take(), || loading.finish())?;
-        // Those of a screen that is there without a driver. A machine that is restored finds all of them in its state.
+        // Maps the BARs of a screen that works without a driver. A restored machine finds all BARs
+        // in its state.
         machine.pci.remap(&machine.spaces.mmio);
         machine.enter_at(entry)?;
         Ok(machine)
     }
 
-    /// Builds a machine as `spec` says, with `ram` for its memory, and puts it into a saved state; it is paused then. The
-    /// spec has all devices of the saved machine at their addresses, those too that were attached later. `ram` holds what
-    /// the saved machine's held. `saved` is untrusted.
+    /// Builds a paused machine from `spec`, with `ram` as its memory, and loads a saved state. The
+    /// spec has all devices of the saved machine at their addresses, including those attached
+    /// later. `ram` has the content of the saved machine's memory. `saved` is untrusted.
     pub fn restore(
         &mut self,
         spec: &MachineSpec,
@@ -128,7 +129,8 @@ impl Assembler {
         self.restore_onto(&spec, Grounds::new(Fds::new(fds)), notifier, ram, saved)
     }
 
-    /// Builds a machine as `spec` says, which goes on from a snapshot; it is paused. The snapshot is untrusted.
+    /// Builds a paused machine from `spec` that continues from a snapshot. The snapshot is
+    /// untrusted.
     pub(super) fn assemble_restored(
         &mut self,
         spec: &MachineSpec,
@@ -174,7 +176,8 @@ impl Assembler {
         Ok(machine)
     }
 
-    /// Builds a machine as `spec` says, which another `vmm` sends over `source`; it is paused. What comes is untrusted.
+    /// Builds a paused machine from `spec` with the state that another `vmm` sends over `source`.
+    /// The received data is untrusted.
     fn assemble_received(
         &mut self,
         spec: &model::machine::Machine,
@@ -193,7 +196,7 @@ impl Assembler {
         let (images, mut disks) = disk::open_received(spec, &mut fds, &restore.disks)?;
         let received = migration::receive(source, ram.memory(), &mut disks)?;
         drop(disks);
-        // Whoever has sent it may still go on with the disks that both have.
+        // The sender may still use the disks that both processes have open.
         let grounds = Grounds {
             fds,
             locks: Locks::Later,
@@ -279,7 +282,7 @@ fn image(spec: &model::machine::Machine, fds: &mut Fds, windows: &PciWindows) ->
     Image::new(spec, fds, apic_ids.collect(), windows)
 }
 
-/// What a machine that goes on from a saved state is built on.
+/// Resources for a machine that continues from a saved state.
 struct Grounds {
     fds: Fds,
     locks: Locks,
@@ -287,7 +290,7 @@ struct Grounds {
 }
 
 impl Grounds {
-    /// Nobody else has its disks.
+    /// For a machine whose disks no other process uses.
     fn new(fds: Fds) -> Self {
         Self {
             fds,
@@ -309,14 +312,14 @@ struct Assembly {
     components: Vec<Box<dyn Component>>,
     /// When the images of its disks are locked.
     locks: Locks,
-    /// Those that are open already, by the disks' names.
+    /// Images that are open already, by the disks' names.
     images: disk::Images,
-    /// Of the components that have one.
+    /// PCI slots and names of the components in slots.
     slots: Vec<(u8, String)>,
     balloon: Option<BalloonControl>,
 }
 
-/// What virtio devices are built with and put into, when the machine is built and later.
+/// Parts of a machine that virtio devices are built with and added to, during assembly and later.
 #[derive(Clone)]
 pub(super) struct Sockets {
     memory: GuestMemory,
@@ -384,7 +387,8 @@ impl Assembly {
         Ok(self.spaces.pio.insert(FIRST_PORT, PORTS, ports)?)
     }
 
-    /// Builds everything. `image` gives what a reset loads, with what the caller wants to know of it; it is called last.
+    /// Builds the machine. `image` runs last, and returns the image that a reset loads, and a
+    /// result for the caller.
     fn build<T>(
         mut self,
         spec: &model::machine::Machine,
@@ -514,7 +518,7 @@ impl Assembly {
 }
 
 impl Sockets {
-    /// Of a machine without KVM and without vCPUs.
+    /// Sockets of a machine without KVM and without vCPUs.
     #[cfg(test)]
     pub(super) fn of(
         memory: GuestMemory,
@@ -563,7 +567,7 @@ impl Sockets {
     }
 }
 
-/// Whether a machine of this size fits what the host's processors and KVM can do.
+/// Checks the machine's size against the limits of KVM and of the host's processors.
 fn holds(host: &Host, vm: &Vm, spec: &model::machine::Machine) -> Result<(), Failure> {
     let wanted = usize::try_from(spec.topology.cores()).unwrap_or(usize::MAX);
     let max = vm.max_vcpus();
@@ -595,7 +599,8 @@ impl Fds {
     }
 }
 
-/// Hands what a device reports to the driver; what a guest can cause again and again, now and then only.
+/// Passes device reports to the driver. Limits the rate of reports that a guest can cause
+/// repeatedly.
 struct Sink {
     notifier: Notifier,
     limit: LogLimit,

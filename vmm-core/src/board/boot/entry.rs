@@ -48,7 +48,8 @@ const DATA_32: u64 = 0x00cf_9300_0000_ffff;
 const TASK_32: u64 = 0x0000_8b00_0000_0067;
 
 impl Entry {
-    /// The general registers; changes the special ones from what they are after power-on.
+    /// Returns the general registers. Changes `special`, which holds the special registers' values
+    /// after power-on.
     pub fn registers(self, special: &mut kvm_sregs) -> kvm_regs {
         let general = match self {
             Self::Linux64 { rip, zero_page } => {

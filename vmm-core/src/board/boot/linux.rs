@@ -8,9 +8,9 @@ use vm_memory::{ByteValued, Bytes, GuestAddress};
 use super::{BootError, BootFramebuffer, Entry, Job, entry, place};
 use crate::memory::layout;
 
-/// Of "HdrS" in the file.
+/// Offset of "HdrS" in the file.
 pub(super) const MAGIC_OFFSET: u64 = 0x202;
-/// Of `setup_header` in file and zero page.
+/// Offset of `setup_header` in the file and in the zero page.
 const HEADER_OFFSET: u64 = 0x1f1;
 /// `setup_header.boot_flag`.
 const BOOT_FLAG: u16 = 0xaa55;
@@ -19,12 +19,12 @@ const OLDEST_VERSION: u16 = 0x020c;
 /// "Undefined" boot loader.
 const LOADER_TYPE: u8 = 0xff;
 const SECTOR: u64 = 512;
-/// Of the boot screen's pixels.
+/// Size of a pixel of the boot screen.
 const BYTES_PER_PIXEL: u16 = 4;
 /// `screen_info.orig_video_isVGA`: a linear framebuffer as EFI leaves it (include/uapi/linux/screen_info.h). Kernels take it
 /// without EFI too.
 const VIDEO_TYPE_EFI: u8 = 0x70;
-/// `screen_info.capabilities`: the address is the one that is said, whatever the kernel knows of certain machines.
+/// `screen_info.capabilities`: the kernel uses the given address and skips machine quirks.
 const VIDEO_CAPABILITY_SKIP_QUIRKS: u32 = 1 << 0;
 /// `screen_info.capabilities`: `ext_lfb_base` has the upper half of the address.
 const VIDEO_CAPABILITY_64BIT_BASE: u32 = 1 << 1;
@@ -46,7 +46,8 @@ pub(super) fn load(job: &Job<'_>) -> Result<Entry, BootError> {
         .ok_or(BootError::Truncated("kernel"))?;
     check_length(&header, length)?;
 
-    // What the kernel needs before it knows the memory map: room to decompress itself in place.
+    // Memory that the kernel uses before it reads the memory map: room to decompress itself in
+    // place.
     let needed = length.max(header.init_size.into());
     let start = header.pref_address;
     let alignment = u64::from(header.kernel_alignment);

@@ -1,9 +1,10 @@
-//! Direct boot: a kernel file, an initial RAM disk and a command line into guest memory, and the registers with which
-//! the bootstrap processor begins.
+//! Direct boot: loads a kernel file, an initial RAM disk and a command line into guest memory, and
+//! sets the registers with which the bootstrap processor begins.
 //!
-//! What kind of kernel it is, the kernel file's magic says, and nothing else: a bzImage ([`linux`]) or an ELF with
-//! a PVH entry ([`pvh`]). Kernel files are untrusted: whatever they claim is checked against the file and the RAM
-//! before it is used. The files stay open, not in memory: a machine that resets reads them again.
+//! The magic of the kernel file alone determines its format: a bzImage ([`linux`]) or an ELF with a
+//! PVH entry ([`pvh`]). Kernel files are untrusted: all their fields are checked against the file
+//! and the RAM before use. The files stay open but are not kept in memory: a machine that resets
+//! reads them again.
 
 mod entry;
 mod linux;
@@ -41,7 +42,7 @@ pub enum Format {
     Pvh,
 }
 
-/// What of the machine the kernel is told.
+/// Properties of the machine that the kernel's boot parameters describe.
 #[derive(Clone, Copy, Debug)]
 pub struct BootParams {
     /// RAM in bytes.
@@ -63,19 +64,19 @@ pub struct BootFramebuffer {
     pub height: u16,
 }
 
-/// A boot that can't be.
+/// Error of a direct boot.
 #[derive(Debug, thiserror::Error)]
 pub enum BootError {
     /// Neither magic.
     #[error("the kernel is neither a bzImage nor an x86-64 ELF")]
     UnknownFormat,
-    /// A file that is a directory, a socket or the like.
+    /// A file is a directory, a socket or another special file.
     #[error("the {0} is not a regular file")]
     NotAFile(&'static str),
-    /// A file ends before what it claims to hold.
+    /// A file is shorter than its headers claim.
     #[error("the {0} is truncated")]
     Truncated(&'static str),
-    /// A field of the kernel's headers is not what it must be.
+    /// A field of the kernel's headers is invalid or not supported.
     #[error("the kernel is corrupt or not supported: {0}")]
     Kernel(&'static str),
     /// RAM is too small.
@@ -105,12 +106,13 @@ pub enum BootError {
         #[source]
         source: io::Error,
     },
-    /// Guest memory refused what was laid out for it (a defect).
+    /// Guest memory refused a write to the planned layout (a defect).
     #[error("writing boot structures")]
     Memory(#[from] vm_memory::GuestMemoryError),
 }
 
-/// Where the loader's structures are, all in conventional memory. The kernel copies what it keeps of them.
+/// Addresses of the loader's structures, all in conventional memory. The kernel copies the parts
+/// that it keeps.
 mod place {
     use std::ops::Range;
 
@@ -125,7 +127,7 @@ mod place {
     pub(super) const CMDLINE: Range<u64> = 0x2_0000..0x3_0000;
 }
 
-/// What kernels with the boot protocol before 2.06 take, and enough for all (`COMMAND_LINE_SIZE` of x86 less the NUL).
+/// Maximum length of a command line in bytes: `COMMAND_LINE_SIZE` of x86 less the NUL.
 pub const CMDLINE_MAX: usize = 2047;
 const _: () = assert!(CMDLINE_MAX as u64 + 1 < place::CMDLINE.end - place::CMDLINE.start);
 
@@ -154,7 +156,7 @@ impl BootSource {
         }
     }
 
-    /// What kind of file the kernel is.
+    /// Format of the kernel file.
     pub fn format(&self) -> Result<Format, BootError> {
         Image::new("kernel", &self.kernel)?.format()
     }
@@ -181,7 +183,7 @@ impl<'a> Image<'a> {
         })
     }
 
-    /// What the magic of a kernel file says that it is.
+    /// Returns the format that the magic of a kernel file names.
     fn format(&self) -> Result<Format, BootError> {
         let mut magic = [0; 4];
         self.read(&mut magic, 0)?;

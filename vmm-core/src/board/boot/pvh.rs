@@ -18,7 +18,7 @@ const START_VERSION: u32 = 1;
 /// `XEN_ELFNOTE_PHYS32_ENTRY`: the 32-bit entry point.
 const NOTE_PHYS32_ENTRY: u32 = 18;
 const NOTE_NAME: &[u8] = b"Xen\0";
-/// More than any kernel has; bounds what a hostile file costs.
+/// More than any kernel has; limits the cost of a hostile file.
 const PROGRAM_HEADERS_MAX: u16 = 64;
 const NOTES_MAX: u64 = 64 << 10;
 /// `EM_X86_64`, `ELFCLASS64`, `ELFDATA2LSB`.

@@ -382,7 +382,7 @@ fn a_second_load_reads_the_files_again() {
 }
 
 proptest! {
-    /// Whatever a kernel file holds, loading it ends, in a result.
+    /// For any content of a kernel file, the loader ends with a result.
     #[test]
     fn no_kernel_file_breaks_the_loader(
         is_elf in any::<bool>(),

@@ -1,10 +1,12 @@
-//! What CPUID tells the guest.
+//! CPUID of the guest.
 //!
-//! It starts from what KVM can offer on this host and is made the platform's: a topology of its own, local APIC ids, a
-//! brand string that is the same everywhere, and nothing that depends on the host's layout, its clock rates or its
-//! performance counters, or that needs state which we don't carry (nested virtualization, AMX, SGX, processor trace).
-//! A guest that runs on kvmclock and TSC deadlines needs neither a PIT nor any calibration, so the frequency leaves
-//! (0x15, 0x16) say nothing.
+//! The base is the CPUID that KVM supports on this host. The platform replaces the topology, the
+//! local APIC IDs and the brand string, which is the same everywhere. It removes all that depends
+//! on the host's layout, clock rates or performance counters, and features whose state is not saved
+//! (nested virtualization, AMX, SGX, processor trace).
+//!
+//! A guest that runs on kvmclock and TSC deadlines needs neither a PIT nor a calibration, so the
+//! frequency leaves (0x15, 0x16) are empty.
 
 #[cfg(test)]
 mod tests;
@@ -14,7 +16,7 @@ use proto::model::topology::Topology;
 
 use crate::kvm::{Host, KvmError};
 
-/// Whose processor it is; its leaves differ.
+/// Vendor of the processor; some leaves differ by vendor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Vendor {
     Intel,
@@ -105,7 +107,7 @@ fn is_dropped(leaf: u32) -> bool {
     )
 }
 
-/// What all vCPUs have in common.
+/// Leaves that are the same for all vCPUs.
 fn common(supported: &[kvm_cpuid_entry2], topology: Topology, tsc_deadline: bool) -> Vec<kvm_cpuid_entry2> {
     let vendor = vendor(supported);
     let mut entries: Vec<_> = supported
@@ -228,7 +230,8 @@ fn set_brand(entry: &mut kvm_cpuid_entry2, vendor: Vendor) {
     (entry.eax, entry.ebx, entry.ecx, entry.edx) = (word(0), word(4), word(8), word(12));
 }
 
-/// Leaf 0xd: what is left of the extended state ends where its last component does (Intel SDM vol. 1, 13.2).
+/// Leaf 0xd: sets the size of the extended state to the end of its last remaining component (Intel
+/// SDM vol. 1, 13.2).
 fn set_xsave_size(entries: &mut Vec<kvm_cpuid_entry2>) {
     /// Legacy area and XSAVE header.
     const BASE: u32 = 576;
@@ -288,7 +291,7 @@ fn topology_leaves(topology: Topology) -> [kvm_cpuid_entry2; 3] {
     ]
 }
 
-/// What differs between vCPUs: ids.
+/// Sets the IDs, in which the vCPUs differ.
 fn personalise(entries: &mut [kvm_cpuid_entry2], topology: Topology, index: u32) {
     let id = apic_id(topology, index);
     let core = index % topology.cores_per_socket.max(1);

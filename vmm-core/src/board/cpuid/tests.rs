@@ -118,7 +118,7 @@ fn the_brand_is_the_same_whatever_the_host_says() {
 fn the_timer_bits_follow_the_host() {
     let without = common(&greedy(b"GenuineIntel"), topology(1), false);
     assert_eq!(find(&without, 1, 0).ecx & bit::TSC_DEADLINE, 0);
-    // KVM leaves the bit out of what it supports and says it by a capability.
+    // KVM's supported CPUID lacks the bit; KVM reports the feature through a capability.
     let mut modest = greedy(b"GenuineIntel");
     modest
         .iter_mut()
@@ -166,7 +166,8 @@ proptest! {
                 let package = find(&entries, 0xb, 1);
                 prop_assert_eq!(package.ebx, topology.cores_per_socket);
                 sockets.insert(id >> package.eax);
-                // The last level's cache is shared by exactly the package; the others by nobody.
+                // Exactly the package shares the last level's cache. The other caches are not
+                // shared.
                 let shared_by = |level: u32| find(&entries, 4, level).eax >> 14 & 0xfff;
                 prop_assert_eq!(shared_by(3) + 1, 1 << package.eax);
                 prop_assert_eq!(shared_by(0) + shared_by(2), 0);

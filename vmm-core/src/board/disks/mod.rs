@@ -1,4 +1,4 @@
-//! The disks of a machine, which come and go while it lives.
+//! The disks of a machine, which can be attached and detached while the machine runs.
 //!
 //! ```text
 //!            attach             image open          eject, force, reset           image closed
@@ -6,16 +6,19 @@
 //!                       └──────────────────────── detach ────────────────────▲
 //! ```
 //!
-//! An *opening* disk has its name and its slot, and is on no bus: a thread opens its image, however long its host takes,
-//! and nobody waits for that. Pauses, resumes and resets meanwhile don't touch it, and the disk is plugged in after them.
-//! A detach, and the end of the machine, cancel it.
+//! An *opening* disk has its name and its slot, and is on no bus. A thread opens the image, and no
+//! other thread waits for the open, however long the host takes. Pauses, resumes and resets
+//! meanwhile ignore the disk, which is plugged in after them. A detach and the end of the machine
+//! cancel it.
 //!
-//! A *fitted* disk has its function on the PCI bus. The guest's eject takes the function off the bus on the vCPU's
-//! thread, and nothing more; what follows is done by the owner of this struct when it is told: a fitted disk whose
-//! function is no longer on the bus leaves. A *leaving* disk ends on a thread of its own, however long its image's
-//! host takes for the requests under way; its name is taken until then, its slot is not. Nobody waits for it but with
-//! a deadline: who takes it away by force, a pause and a reset (it may still write to guest memory), and the end of the
-//! machine.
+//! A *fitted* disk has its function on the PCI bus. The guest's eject takes the function off the
+//! bus on the vCPU's thread, and does nothing else. The owner of this struct does the rest on the
+//! next notification: a fitted disk whose function is not on the bus leaves.
+//!
+//! A *leaving* disk ends on a thread of its own, however long the image's host takes for the
+//! requests in flight. The disk's name stays taken until then; its slot does not. All waits for it
+//! have a deadline: those of a forced detach, of a pause and a reset (the disk may still write to
+//! guest memory), and of the end of the machine.
 
 mod opening;
 #[cfg(test)]
@@ -57,8 +60,8 @@ use crate::{
     migration::Mirrored,
 };
 
-/// How long a disk that is taken away by force may take for its requests under way before whoever asked is told that
-/// it takes longer.
+/// Time that the requests in flight of a forcibly detached disk have before the caller gets an
+/// error about the delay.
 const FORCE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A disk in its slot.
@@ -85,12 +88,12 @@ pub(super) struct Disks {
     hotplug: Arc<HotPlug>,
     /// How images of disks that are attached are opened.
     opener: Opener,
-    /// Answers that nobody collected yet.
+    /// Results that the driver has not collected yet.
     answers: Vec<(Token, Result<(), Failure>)>,
 }
 
 impl Disks {
-    /// Of a machine whose guest is told of changes through `hotplug`.
+    /// Disks of a machine that notifies its guest of changes through `hotplug`.
     pub fn new(sockets: Sockets, hotplug: Arc<HotPlug>, spec: &machine::Machine) -> Self {
         let groups = spec.rate_groups.iter();
         let groups = groups.map(|(name, limit)| (name.clone(), Limiter::new(disk::limits(*limit))));
@@ -123,7 +126,7 @@ impl Disks {
         }
     }
 
-    /// Puts in a disk that is there when the machine is switched on.
+    /// Adds a disk that exists when the machine is switched on.
     pub fn fit(&mut self, spec: &machine::Disk, fds: &mut Fds, locks: Locks) -> Result<(), Failure> {
         let image = disk::open_locked(spec, fds, locks)?;
         self.fit_open(spec, image)
@@ -136,7 +139,7 @@ impl Disks {
         Ok(())
     }
 
-    /// Those that the machine's pause, resume and reset are for.
+    /// Components of the disks that take part in the machine's pause, resume and reset.
     pub fn components(&mut self) -> impl Iterator<Item = &mut dyn Component> {
         self.fitted
             .iter_mut()
@@ -186,7 +189,8 @@ impl Disks {
         Ok(())
     }
 
-    /// Plugs in the disks whose images are open, and has those answered whose images can't be opened.
+    /// Plugs in the disks whose images are open, and queues an error for those whose images failed
+    /// to open.
     fn plug_opened(&mut self) {
         let mut opened = Vec::new();
         self.opening.retain(|opening| match opening.take() {
@@ -360,7 +364,8 @@ impl Disks {
         for disk in self.fitted.iter().filter(|disk| disk.writable) {
             match disk.control.unlock() {
                 Ok(()) => {}
-                // Nobody else is to have it: another process goes on with a copy.
+                // No other process takes this image over: the receiver of a migration continues
+                // with a copy.
                 Err(error) if error.kind() == io::ErrorKind::Unsupported => {}
                 Err(error) => {
                     return Err(Failure {
@@ -378,7 +383,7 @@ impl Disks {
         for (index, disk) in self.fitted.iter().enumerate().filter(|(_, disk)| disk.writable) {
             let (kind, why) = match disk.control.lock() {
                 Ok(true) => continue,
-                // An image that can't be unlocked is locked.
+                // An image that does not support unlocking is still locked.
                 Err(error) if error.kind() == io::ErrorKind::Unsupported => continue,
                 Ok(false) => (ErrorKind::InUse, "in use by another VM or program".to_owned()),
                 Err(error) => (ErrorKind::Image, format!("lock the image: {error}")),

@@ -19,14 +19,15 @@ pub(super) type Opener = Arc<dyn Fn(&Disk, &mut Fds) -> Result<Box<dyn Image>, F
 
 /// See the module.
 pub(super) struct Opening {
-    /// Who asked for the disk.
+    /// Request that attached the disk.
     pub token: Token,
     pub spec: Disk,
-    /// The image can be taken, or can't be opened.
+    /// A message says that the open has ended, with an image or an error.
     opened: Receiver<()>,
-    /// Without a buffer: what nobody takes is closed by the thread, which may take long too.
+    /// Without a buffer: the thread itself closes an image that is not taken, which may take long
+    /// too.
     image: Receiver<Result<Box<dyn Image>, Failure>>,
-    /// An image that nobody took is closed.
+    /// A message says that an image that was not taken is closed.
     closed: Receiver<()>,
 }
 
@@ -45,9 +46,9 @@ impl Opening {
         let (opener, disk) = (Arc::clone(opener), spec.clone());
         let body = move || {
             let image = opener(&disk, &mut fds);
-            // Those that the image did not take.
+            // The descriptors that the image did not take.
             drop(fds);
-            // Nobody listens when it was cancelled.
+            // The send fails if the open was cancelled.
             let _cancelled = tell_opened.send(());
             notifier.notify(Notice::ImageOpened);
             if let Err(unwanted) = hand_over.send(image) {
@@ -69,7 +70,7 @@ impl Opening {
         })
     }
 
-    /// The image, or why it can't be opened, once that is known. Does not wait.
+    /// Returns the image or the error of the open, if the open has ended. Does not wait.
     pub fn take(&self) -> Option<Result<Box<dyn Image>, Failure>> {
         let lost = || Failure {
             kind: ErrorKind::Internal,
@@ -83,7 +84,7 @@ impl Opening {
         }
     }
 
-    /// Nobody wants the image any more; its file is closed when it is open.
+    /// Gives the image up; the thread closes its file after the open.
     pub fn cancel(self, forced: bool) -> Leaving {
         Leaving::new(Pluggable::Disk, self.spec.name, forced, false, self.closed)
     }

@@ -56,8 +56,8 @@ impl Rig {
         self.disks.detach(token(request), name, force)
     }
 
-    /// What the machine does of its reset with disks.
-    /// Returns the disk that the reset waits for.
+    /// Runs the part of a machine's reset that concerns disks. Returns the disk that the reset
+    /// waits for.
     fn reset(&mut self, deadline: Instant) -> Result<Option<String>, Failure> {
         for slot in self.disks.hotplug.reset() {
             self.disks.sockets.pci.remove(slot, &self.disks.sockets.mmio);
@@ -159,7 +159,8 @@ fn a_detach_cancels_an_attach_and_is_done_when_the_image_is_closed() {
         assert_eq!(rig.disks.collect_detached(), []);
         assert_eq!(rig.answers(), [(1, Err(ErrorKind::State))]);
         assert_eq!(rig.disks.next_deadline().is_some(), force);
-        // Its image may be locked, so the name stays taken; but nobody waits for a disk that was never there.
+        // The image may be locked, so the name stays taken. A wait for leaving disks ignores a disk
+        // that was never plugged in.
         assert_eq!(rig.attach(3, "data", 5).unwrap_err().kind, ErrorKind::State);
         assert_eq!(rig.disks.wait_for_leaving(Instant::now()), Ok(None));
         rig.open.send(Ok(())).unwrap();
@@ -181,7 +182,7 @@ fn a_machine_that_ends_leaves_an_image_to_the_thread_that_opens_it() {
     let Rig { disks, notices, open } = rig;
     drop(disks);
     open.send(Ok(())).unwrap();
-    // The thread ends: nobody holds the other end any more.
+    // The thread ends and drops the last sender of notices.
     while notices.recv_timeout(PATIENCE).is_ok() {}
     assert_eq!(
         notices.recv_timeout(PATIENCE).unwrap_err(),

@@ -1,4 +1,5 @@
-//! What a machine was built as, and whether another was built the same.
+//! Header of a saved machine: its configuration, and the comparison with another machine's
+//! configuration.
 
 use kvm_bindings::CpuId;
 use proto::state::{CpuidEntry, MachineHeader, PciDevice, StateError};
@@ -6,7 +7,7 @@ use proto::state::{CpuidEntry, MachineHeader, PciDevice, StateError};
 /// The virtual platform that this program builds (the SMBIOS version and the memory map are part of it).
 const PLATFORM: &str = "v1";
 
-/// What does not change while the machine lives: all but the devices.
+/// Properties that stay constant during the machine's life: all except the devices.
 pub(in crate::board) fn header(memory_bytes: u64, cpuids: &[(u32, CpuId)]) -> MachineHeader {
     let first = cpuids.first().map(|(_, cpuid)| cpuid.as_slice());
     let mut cpuid: Vec<CpuidEntry> = first
@@ -62,7 +63,7 @@ pub(super) fn compare(own: &MachineHeader, saved: &MachineHeader) -> Result<(), 
     Ok(())
 }
 
-/// The first place at which two lists differ, and what is there.
+/// The first pair of entries that differ between two lists.
 fn first_difference<'a, T: PartialEq>(
     own: &'a [T],
     saved: &'a [T],

@@ -18,7 +18,7 @@ fn folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus/boot_disk")
 }
 
-/// What is on a disk, in pieces.
+/// Content of a disk, in pieces.
 fn pieces(disk: &dyn Medium) -> Vec<u8> {
     let mut seed = vec![0];
     let mut piece: Vec<u8> = Vec::new();

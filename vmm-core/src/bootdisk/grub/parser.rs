@@ -5,7 +5,7 @@ use super::DEEPEST;
 /// Most commands that are looked at.
 const MOST: usize = 20_000;
 
-/// What is in a word: text, and variables.
+/// Part of a word: text or a variable.
 #[derive(Debug)]
 pub enum Piece {
     /// As it is written.
@@ -20,9 +20,9 @@ pub type Word = Vec<Piece>;
 /// A command.
 #[derive(Debug, Default)]
 pub struct Node {
-    /// Its words, the first of which says what it does.
+    /// Words; the first one names the command.
     pub words: Vec<Word>,
-    /// What is in the braces behind it.
+    /// Commands in the braces after the words.
     pub block: Option<Vec<Node>>,
 }
 
@@ -102,7 +102,7 @@ impl Parser<'_> {
                 }
                 '"' => self.quoted(&mut word, &mut text),
                 '\\' => match self.characters.next() {
-                    // The line goes on.
+                    // An escaped line break continues the line.
                     Some('\n') | None => {}
                     Some(other) => text.push(other),
                 },

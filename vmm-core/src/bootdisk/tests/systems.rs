@@ -99,7 +99,8 @@ fn what_is_damaged_is_refused_with_the_reason(#[case] system: &str) {
     assert!(refused.contains("no /boot/vmlinuz"), "{refused}");
 }
 
-/// A log whose first block is of no record, with the cycle numbers of one that is written just now: what can't be told is not looked at.
+/// A log whose first block belongs to no record, with the cycle numbers of a log in use. A log that
+/// cannot be interpreted is ignored.
 #[test]
 fn an_xfs_whose_log_makes_no_sense_is_read_without_it() {
     let mut disk = made("xfs", &files());

@@ -116,7 +116,7 @@ fn what_is_no_image_or_lies_about_its_sections_is_none() {
     // A kernel without bytes.
     assert_eq!(changed(section(5, 8), &[0; 4]), None);
     assert_eq!(read(&pe(&[(".initrd", b"ramdisk")])), None);
-    // Two sections of the same bytes do no harm: each is what it says.
+    // Two sections with the same bytes do no harm: each has the range that it claims.
     let start = u32::try_from(read(&file).unwrap().kernel.start).unwrap();
     let overlapping = changed(section(4, 20), &start.to_le_bytes()).unwrap();
     assert_eq!(overlapping.initrd.unwrap().start, overlapping.kernel.start);

@@ -1,7 +1,8 @@
-//! Exceptions, interrupts, NMIs and SMIs on their way to a vCPU.
+//! Pending and injected exceptions, interrupts, NMIs and SMIs of a vCPU.
 //!
-//! Pending exceptions are told apart from injected ones, and a pending triple fault is told at all, because [`enable`] asked
-//! KVM for it. A kernel without one of these capabilities never has what it would tell.
+//! Pending exceptions are distinguished from injected ones, and a pending triple fault is reported,
+//! because [`enable`] asks KVM for both. A kernel without one of these capabilities never has the
+//! corresponding state.
 
 use kvm_bindings::{
     KVM_CAP_EXCEPTION_PAYLOAD, KVM_CAP_X86_TRIPLE_FAULT_EVENT, KVM_VCPUEVENT_VALID_NMI_PENDING,
@@ -13,7 +14,7 @@ use proto::state::{Events, StateError};
 
 use super::{super::host::KvmError, narrow};
 
-/// Asks KVM to tell all kinds of events; before vCPUs run.
+/// Makes KVM report all kinds of events; called before vCPUs run.
 pub(in crate::kvm) fn enable(fd: &VmFd) -> Result<(), KvmError> {
     for cap in [KVM_CAP_EXCEPTION_PAYLOAD, KVM_CAP_X86_TRIPLE_FAULT_EVENT] {
         if fd.check_extension_raw(cap.into()) <= 0 {
@@ -54,7 +55,7 @@ pub(super) fn save(events: &kvm_vcpu_events) -> Events {
     }
 }
 
-/// The events of `saved` for a vCPU on which KVM tells what `here` has.
+/// The events of `saved` for a vCPU on which KVM reports the events in `here`.
 pub(super) fn events(saved: &Events, here: &kvm_vcpu_events) -> Result<kvm_vcpu_events, StateError> {
     let lacks = |flag, field| {
         Err(StateError::invalid(

@@ -89,19 +89,20 @@ impl Vm {
                 .map(|()| chip.chip)
         };
         let pic = |chip: kvm_irqchip__bindgen_ty_1| {
-            // SAFETY: what was read is a PIC.
+            // SAFETY: KVM filled the union with a PIC.
             save_pic(unsafe { &chip.pic })
         };
         let chip = read(KVM_IRQCHIP_IOAPIC)?;
         Ok(InterruptControllers {
             master: Some(pic(read(KVM_IRQCHIP_PIC_MASTER)?)),
             slave: Some(pic(read(KVM_IRQCHIP_PIC_SLAVE)?)),
-            // SAFETY: what was read is an I/O APIC.
+            // SAFETY: KVM filled the union with an I/O APIC.
             io_apic: Some(save_io_apic(unsafe { &chip.ioapic })),
         })
     }
 
-    /// Sets them; after the vCPUs, whose local APICs get what the I/O APIC has still to deliver.
+    /// Restores the controllers. Called after the restore of the vCPUs, whose local APICs receive
+    /// the I/O APIC's pending interrupts.
     pub fn restore_interrupt_controllers(&self, saved: &InterruptControllers) -> Result<(), StateError> {
         let set = |chip_id, chip| {
             let chip = kvm_irqchip {

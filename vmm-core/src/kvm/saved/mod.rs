@@ -1,14 +1,19 @@
-//! The state of KVM's part of a machine in the form in which it moves: to a file, to another process, to another host.
+//! The state of KVM's part of a machine in serialized form: for a file, another process, or another
+//! host.
 //!
-//! (The other form, [`VcpuState`](super::VcpuState), is what a machine reset goes back to. It never leaves the process.)
+//! (The other form, [`VcpuState`](super::VcpuState), is the state that a machine reset restores. It
+//! never leaves the process.)
 //!
-//! Saving changes nothing, but for what KVM does with pending INIT and SIPI when the state of a vCPU is read. All vCPUs and
-//! devices are stopped. Interrupts flow from the devices and the PIT through I/O APIC and PICs to the local APICs. The parts
-//! are saved in this order: what moves on meanwhile is then in the part that is saved later, and nothing is lost. They are
-//! restored in the reverse order, so that no part hands an interrupt to another whose state is still to be overwritten.
+//! A save changes nothing, except for KVM's treatment of pending INIT and SIPI when the state of a
+//! vCPU is read. All vCPUs and devices are stopped. Interrupts flow from the devices and the PIT
+//! through I/O APIC and PICs to the local APICs. The parts are saved in this order: an interrupt
+//! that moves during the save is then in the part that is saved later, and is not lost. The parts
+//! are restored in the reverse order, so that no part delivers an interrupt to a part whose state
+//! is still to be overwritten.
 //!
-//! A state that is read back is untrusted. The length of each list and the range of each value that is narrower here than in
-//! the message are checked here; what a processor may hold, KVM checks.
+//! A state that is read back is untrusted. This module checks the length of each list, and the
+//! range of each value that is narrower here than in the message. KVM checks the values that a
+//! processor accepts.
 
 mod clock;
 mod events;

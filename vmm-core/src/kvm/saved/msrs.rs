@@ -49,8 +49,9 @@ pub(super) fn read_one(vcpu: &Vcpu, index: u32) -> Result<u64, StateError> {
     Ok(read.first().map_or(0, |msr| msr.value))
 }
 
-/// Writes all of `saved`, in their order. `known` are the MSRs that are state of this vCPU; those of them that are not in
-/// `saved` keep their value after power-on, since whoever saved did not know them.
+/// Writes all of `saved`, in their order. `known` are the MSRs that are state of this vCPU. Known
+/// MSRs that are missing in `saved` keep their value after power-on, since the saving host did not
+/// know them.
 pub(super) fn write(vcpu: &Vcpu, saved: &[Msr], known: &BTreeSet<u32>) -> Result<(), StateError> {
     let mut seen = BTreeSet::new();
     for msr in saved {
@@ -73,7 +74,8 @@ pub(super) fn write(vcpu: &Vcpu, saved: &[Msr], known: &BTreeSet<u32>) -> Result
         let Some(refused) = rest.get(count) else {
             return Ok(());
         };
-        // What only KVM sets is in the list too. It is no loss when it is the same here.
+        // The list includes MSRs that only KVM can set. A refusal does no harm if the values are
+        // equal.
         let here = read_one(vcpu, refused.index)?;
         if here != refused.data {
             let why = format!(

@@ -64,7 +64,8 @@ impl Vm {
         }))
     }
 
-    /// Sets it; after the interrupt controllers. All channels begin to count anew: KVM loads the counts that it is given.
+    /// Restores the PIT; called after the interrupt controllers. All channels restart their count:
+    /// KVM loads the given counts.
     pub fn restore_pit(&self, saved: &Pit) -> Result<(), StateError> {
         if saved.flags & !FLAGS != 0 {
             let why = format!("{:#x} is not known", saved.flags & !FLAGS);

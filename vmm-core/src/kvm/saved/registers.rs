@@ -147,7 +147,7 @@ fn has_sregs2(vcpu: &Vcpu) -> bool {
     vcpu.vm().fd().check_extension_raw(KVM_CAP_SREGS2.into()) > 0
 }
 
-/// Reads the special registers, with the page directory pointers where KVM tells them.
+/// Reads the special registers, with the page directory pointers if KVM reports them.
 fn read_special(vcpu: &Vcpu) -> Result<kvm_sregs2, KvmError> {
     if !has_sregs2(vcpu) {
         let old = vcpu.fd().get_sregs().map_err(KvmError::ioctl("KVM_GET_SREGS"))?;

@@ -1,9 +1,10 @@
-//! The guest's time over a standstill: kvmclock and the time stamp counters go on together.
+//! The guest's time across a standstill: kvmclock and the time stamp counters continue together.
 //!
-//! KVM lets the counters run while no vCPU does, and kvmclock is set back to where it was at the pause (or forward, to the real time).
-//! Without a correction the two differ by the standstill from then on, and Linux takes the counter for unstable. So kvmclock and the first
-//! vCPU's counter are read at one moment of the pause, and again when kvmclock has been set at the resume. What the counter has run
-//! more than kvmclock in between is subtracted from all vCPUs' offsets.
+//! KVM lets the counters run while no vCPU runs, and kvmclock is set back to its value at the pause
+//! (or forward, to the real time). Without a correction, the two then differ by the standstill, and
+//! Linux marks the counter as unstable. kvmclock and the first vCPU's counter are therefore read at
+//! one moment of the pause, and again after kvmclock is set at the resume. The counter's excess
+//! over kvmclock in between is subtracted from all vCPUs' offsets.
 
 use proto::state::StateError;
 
@@ -20,13 +21,13 @@ const READINGS: usize = 4;
 pub struct GuestTime {
     /// kvmclock.
     pub clock: Clock,
-    /// What the first vCPU's time stamp counter shows then.
+    /// Value of the first vCPU's time stamp counter at that moment.
     pub counter: u64,
 }
 
 impl GuestTime {
-    /// What to add to a counter which shows `self.counter` when kvmclock shows `self.clock`, so that it has run for as long as kvmclock since
-    /// `then`. `khz` is the counter's frequency.
+    /// Value to add to a counter that shows `self.counter` when kvmclock shows `self.clock`, so
+    /// that both have advanced equally since `then`. `khz` is the counter's frequency.
     fn correction(&self, then: &Self, khz: u32) -> u64 {
         let passed_ns = self.clock.nanoseconds.saturating_sub(then.clock.nanoseconds);
         let passed = u128::from(passed_ns).saturating_mul(khz.into()) / 1_000_000;
@@ -52,8 +53,9 @@ impl Vcpu {
             .ok_or_else(|| StateError::invalid("tsc", "was not read"))
     }
 
-    /// What to add to all vCPUs' counters, so that they have run for as long as kvmclock since `then`, when this one was the first; `None`
-    /// where the kernel has no offsets (before 5.16). kvmclock is set already.
+    /// Value to add to all vCPUs' counters, so that they have advanced as much as kvmclock since
+    /// `then`. This vCPU is the one that was read then. `None` if the kernel has no offsets (older
+    /// than 5.16). kvmclock is set before the call.
     pub fn counter_correction(&self, then: &GuestTime) -> Result<Option<u64>, StateError> {
         if tsc::offset(self)?.is_none() {
             return Ok(None);
@@ -63,8 +65,8 @@ impl Vcpu {
         Ok(Some(self.time()?.correction(then, khz)))
     }
 
-    /// Adds to the counter. `has_deadline`: IA32_TSC_DEADLINE is state of this vCPU; KVM has turned it into a moment of the host's time, and
-    /// does that anew.
+    /// Adds to the counter. `has_deadline`: IA32_TSC_DEADLINE is state of this vCPU. KVM has
+    /// converted the deadline to the host's time, so the deadline is written again.
     pub fn correct_counter(&self, by: u64, has_deadline: bool) -> Result<(), StateError> {
         let Some(offset) = tsc::offset(self)? else {
             return Ok(());

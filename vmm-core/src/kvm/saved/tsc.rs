@@ -1,8 +1,10 @@
-//! The time stamp counter: its frequency, its value, and what the vCPUs' counters differ by.
+//! The time stamp counter: its frequency, its value, and the differences between the vCPUs'
+//! counters.
 //!
-//! The guest's counter goes on from its value at the pause; it stands while the machine is saved, as kvmclock does (`time`). The first
-//! vCPU's counter is set to its value, which gives a shift between the host that saved and this one. All other vCPUs get their
-//! saved offset plus that shift, so what their counters differ by is exactly as it was.
+//! The guest's counter continues from its value at the pause. Like kvmclock (`time`), it stands
+//! while the machine is saved. The first vCPU's counter is set to its value, which gives a shift
+//! between the saving host and this host. All other vCPUs get their saved offset plus that shift,
+//! so the differences between the counters stay exactly the same.
 
 use kvm_bindings::{KVM_CAP_VCPU_ATTRIBUTES, KVM_VCPU_TSC_CTRL, KVM_VCPU_TSC_OFFSET, KVMIO, kvm_device_attr};
 use kvm_ioctls::Cap;
@@ -27,7 +29,8 @@ pub(super) const TSC_DEADLINE: u32 = 0x6e0;
 /// `tsc_tolerance_ppm`).
 const TOLERANCE_PPM: u64 = 250;
 
-/// What offsets differ by between the host that saved and this one; `None` where one of them does not tell offsets.
+/// Difference of the offsets between the saving host and this host; `None` if one of them does not
+/// report offsets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TscShift(Option<u64>);
 
@@ -40,7 +43,7 @@ fn attribute(value: &u64) -> kvm_device_attr {
     }
 }
 
-/// The offset, where the kernel tells it (5.16 and later).
+/// The offset, if the kernel reports it (5.16 and later).
 pub(super) fn offset(vcpu: &Vcpu) -> Result<Option<u64>, KvmError> {
     if vcpu.vm().fd().check_extension_raw(KVM_CAP_VCPU_ATTRIBUTES.into()) <= 0 {
         return Ok(None);
@@ -113,8 +116,9 @@ fn set_frequency(vcpu: &Vcpu, wanted: u32) -> Result<(), StateError> {
         .map_err(KvmError::ioctl("KVM_SET_TSC_KHZ"))?)
 }
 
-/// What to add to each saved offset: `then` and `now` are the first vCPU's offsets where it was saved and here, `value` is what
-/// its counter shows here and `saved` what it is to show.
+/// Value to add to each saved offset. `then` and `now` are the first vCPU's offsets on the saving
+/// host and on this host. `value` is its counter's current value here, and `saved` is the wanted
+/// value.
 pub(super) fn shift(then: u64, now: u64, value: u64, saved: u64) -> u64 {
     let wanted = now.wrapping_add(saved).wrapping_sub(value);
     wanted.wrapping_sub(then)

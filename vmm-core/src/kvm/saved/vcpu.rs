@@ -52,8 +52,8 @@ impl Vcpu {
         })
     }
 
-    /// Puts a vCPU that has never run, and whose CPUID is set, into a saved state. The first vCPU of a machine comes first,
-    /// without a shift; what it returns is for all others.
+    /// Restores a saved state to a vCPU that has never run and whose CPUID is set. The first vCPU
+    /// of a machine is restored first, without a shift; its result is the shift for all others.
     pub fn restore(
         &self,
         power_on: &VcpuState,
@@ -99,8 +99,8 @@ impl Vcpu {
         Ok(shift)
     }
 
-    /// Guests are told of no nested virtualization, so there is no such state; a guest that has some all the same is not
-    /// moved without it.
+    /// CPUID offers no nested virtualization to guests, so the saved state excludes it. A guest
+    /// that uses it regardless is not migrated.
     fn check_nested(&self) -> Result<(), StateError> {
         /// `hdr.vmx.vmxon_pa` outside VMX operation.
         const NO_VMXON: u64 = u64::MAX;

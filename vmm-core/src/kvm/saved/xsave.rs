@@ -1,11 +1,12 @@
-//! The XSAVE area, in the size that the host's KVM tells (`KVM_CAP_XSAVE2`; 4 KiB before kernel 5.17).
+//! The XSAVE area, in the size that the host's KVM reports (`KVM_CAP_XSAVE2`; 4 KiB before kernel
+//! 5.17).
 
 use kvm_bindings::{KVM_CAP_XSAVE2, Xsave, kvm_xsave};
 use proto::state::StateError;
 
 use super::super::{host::KvmError, vcpu::Vcpu};
 
-/// What `kvm_xsave` has without its flexible part, in bytes.
+/// Size of `kvm_xsave` without its flexible part, in bytes.
 const FIXED: usize = size_of::<kvm_xsave>();
 /// More than any processor's state (AMX makes it 11 KiB), in bytes.
 const LENGTH_MAX: usize = 64 << 10;
@@ -50,7 +51,7 @@ pub(super) fn restore(vcpu: &Vcpu, saved: &[u8]) -> Result<(), StateError> {
         *into = word;
     }
     for into in area.as_mut_slice() {
-        // An area that is shorter than here has nothing of what comes behind it.
+        // An area that is shorter than this host's lacks the state beyond its end.
         *into = words.next().unwrap_or(0);
     }
     if words.any(|word| word != 0) {

@@ -17,13 +17,14 @@ use crate::{
 
 /// A snapshot that is being taken.
 pub(super) struct Underway {
-    /// Who waits for it.
+    /// Request that waits for the snapshot.
     token: Token,
     /// Of the request.
     number: u64,
     began: Instant,
     description: Vec<u8>,
-    /// The machine was paused for it, then, and goes on when it is done.
+    /// Time at which the machine was paused for the snapshot. The machine continues when the
+    /// snapshot is done.
     paused: Option<Instant>,
     /// The machine is sent to another `vmm`, and stays paused in the end.
     migrates: bool,
@@ -49,7 +50,7 @@ enum Memory {
     Copied,
 }
 
-/// How far whoever copies the images of the disks is.
+/// State of the copy of the disks' images.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Disks {
     /// Nobody does.
@@ -61,8 +62,8 @@ enum Disks {
 }
 
 impl<A: Audience, B: Builder> Driver<A, B> {
-    /// Begins a snapshot, or without a file one of the disks alone. The answer comes when it is done. The outer error is one of the machine, which can't go
-    /// on.
+    /// Begins a snapshot, or one of the disks alone if `file` is `None`. The answer comes when the
+    /// snapshot is done. The outer error means that the machine cannot continue.
     pub(super) fn begin_snapshot(
         &mut self,
         (token, number): (Token, u64),
@@ -167,7 +168,8 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         Ok(())
     }
 
-    /// The machine is paused: whoever copies the disks may begin. A failure is one of the snapshot.
+    /// Reports that the copy of the disks may begin, since the machine is paused. A failure of the
+    /// disks is a failure of the snapshot.
     fn quiet_disks(&mut self, snapshot: &mut Underway) -> Result<(), Failure> {
         if snapshot.disks != Disks::Waiting {
             return Ok(());
@@ -186,7 +188,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         Ok(())
     }
 
-    /// The disks were copied. The outer error is one of the machine, which can't go on.
+    /// Ends the copy of the disks. The outer error means that the machine cannot continue.
     pub(super) fn release(&mut self) -> Result<Result<(), Failure>, Failure> {
         let released = self.snapshot.take_if(|it| it.disks == Disks::Quiet);
         let Some(mut snapshot) = released else {
@@ -205,8 +207,8 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         Ok(Ok(()))
     }
 
-    /// Gives a snapshot up, however far it is: the machine goes on, and who waits for the snapshot hears it. The outer error is one of the machine, which
-    /// can't go on.
+    /// Cancels a snapshot in any state: the machine continues, and the waiting request gets an
+    /// error. The outer error means that the machine cannot continue.
     pub(super) fn give_up(&mut self) -> Result<Result<(), Failure>, Failure> {
         let Some(mut snapshot) = self.snapshot.take_if(|it| !it.migrates) else {
             return Ok(Err(refused("no snapshot of this machine is being taken")));
@@ -225,7 +227,8 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         Ok(Ok(()))
     }
 
-    /// Why no device can come or go now: the state of the machine that is being saved, or sent, has those that there were when that began.
+    /// Returns an error while devices must not change: the state of a saved or sent machine has the
+    /// devices from the start of the capture.
     pub(super) fn keeps_devices(&self) -> Result<(), Failure> {
         match &self.snapshot {
             None => Ok(()),
@@ -256,9 +259,10 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         paused.is_some()
     }
 
-    /// Why the machine can't go on now, if a snapshot needs it to be paused.
+    /// Returns an error if a snapshot needs the machine to stay paused.
     pub(super) fn needs_pause(&self) -> Option<Failure> {
-        // Of a machine that was paused before, the memory that is being written must not change either.
+        // Even if the machine was paused before the snapshot, its memory must not change while it
+        // is written.
         self.stands_for_capture()
             .then(|| refused("a snapshot of this machine is being taken: wait until that is done"))
     }
@@ -304,20 +308,20 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         }
     }
 
-    /// The machine can't go on.
+    /// Ends the run, since the machine cannot continue.
     pub(super) fn lost(failure: &Failure) -> Next {
         let message = format!("going on after a snapshot: {}", failure.message);
         Next::End(super::exit_record(proto::vmm::ExitKind::VmmError, message), None)
     }
 
-    /// Takes the machine's state. An error is one of the machine, which can't go on.
+    /// Takes the machine's state. An error means that the machine cannot continue.
     fn complete_snapshot(&mut self) -> Result<(), Failure> {
         // One that was given up needs nothing any more.
         let Some(mut snapshot) = self.snapshot.take_if(|it| it.failure.is_none()) else {
             return Ok(());
         };
         if snapshot.migrates && self.publisher.state() != State::Running {
-            // Whoever has paused it does not want it elsewhere.
+            // The client that paused the machine does not expect it to move.
             snapshot.failure = Some(refused("the machine was paused while it was being sent"));
             self.machine()?.give_up_snapshot();
             self.snapshot = Some(snapshot);
@@ -361,7 +365,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         Ok(())
     }
 
-    /// The thread has ended. An error is one of the machine, which can't go on.
+    /// Handles the end of the thread. An error means that the machine cannot continue.
     fn end_snapshot(&mut self) -> Result<(), Failure> {
         let Some(mut snapshot) = self.snapshot.take() else {
             return Ok(());
@@ -379,7 +383,8 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         self.finish(snapshot, result)
     }
 
-    /// Lets the machine go on and answers who asked for the snapshot. An error is one of the machine, which can't go on.
+    /// Resumes the machine and answers the request for the snapshot. An error means that the
+    /// machine cannot continue.
     fn finish(&mut self, mut snapshot: Underway, result: Result<Report, Failure>) -> Result<(), Failure> {
         let token = snapshot.token;
         self.pending.retain(|pending| *pending != token);
@@ -407,7 +412,8 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         Ok(())
     }
 
-    /// The machine stays paused if all was sent, else it goes on. An error is one of the machine, which can't go on.
+    /// Leaves the machine paused if all was sent, and resumes it otherwise. An error means that the
+    /// machine cannot continue.
     fn finish_migration(
         &mut self,
         mut snapshot: Underway,
@@ -436,7 +442,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         Ok(())
     }
 
-    /// Lets a machine go on that was paused for the snapshot.
+    /// Resumes a machine that was paused for the snapshot.
     fn go_on(&mut self, snapshot: &mut Underway) -> Result<(), Failure> {
         let Some(paused) = snapshot.paused.take() else {
             return Ok(());

@@ -13,7 +13,7 @@ fn fault() -> Notice {
     Notice::TripleFault("vCPU 0: triple fault".into())
 }
 
-/// Positions of lines in a log. Each line is there once.
+/// Positions of lines in a log. The log has each line exactly once.
 fn positions(log: &[String], lines: &[&str]) -> Vec<usize> {
     let position = |line: &&str| {
         let found: Vec<_> = (0..log.len()).filter(|index| log[*index] == **line).collect();
@@ -287,7 +287,7 @@ fn each_turn_of_a_crash_loop_is_counted() {
     };
     sender.send(request(1, boot(false))).unwrap();
     for turn in 1..=TURNS {
-        // A crash that is told while the machine is being reset would belong to that reset.
+        // A crash that is reported during a reset would belong to that reset.
         while starts(&log) < turn {
             std::thread::yield_now();
         }

@@ -1,4 +1,4 @@
-//! Snapshots: when the machine is paused for one, and when it goes on.
+//! Snapshots: pauses of the machine for a snapshot, and when the machine continues.
 
 use super::*;
 use crate::snapshot::saving::Policy;
@@ -21,7 +21,7 @@ pub(super) fn save_with(id: u64, (paused, keep_paused): (bool, bool), descriptio
     )
 }
 
-/// What happened between the answer to the boot and the stop.
+/// The log between the answer to the boot and the stop.
 pub(super) fn log_of(inputs: Vec<Input>, change: impl FnOnce(&mut TestBuilder)) -> Vec<String> {
     let (log, _) = run(inputs, change);
     let end = log.iter().position(|line| line == "halt").unwrap();
@@ -240,7 +240,7 @@ fn a_snapshot_of_the_disks_alone_pauses_the_machine_until_they_are_copied_and_sa
     let log = log_of(given_up, |_| ());
     assert_eq!(log[..4], quiet);
     assert_eq!(log[4..], ["resume", "is Running", "2 State", "8 ok Running web"]);
-    // Who has paused it has it paused.
+    // A machine that was paused before stays paused.
     let paused = vec![request(1, boot(true)), disks_alone(2), release(false), stop()];
     assert_eq!(
         log_of(paused, |_| ()),

@@ -104,7 +104,7 @@ impl Guest {
     }
 }
 
-/// What is sent of a machine with that disk, which changes meanwhile.
+/// The stream of a machine with that disk, which changes meanwhile.
 fn stream(guest: &mut Guest) -> Vec<u8> {
     stream_with(guest, Duration::MAX)
 }
@@ -187,7 +187,7 @@ fn a_disk_is_on_stable_storage_when_the_machine_was_received() {
     assert_eq!(log.last(), Some(&"flush"), "{log:?}");
 }
 
-/// Says what it was asked for.
+/// Records the operations.
 struct Logged(Arc<Mutex<Vec<&'static str>>>);
 
 impl Access for Logged {

@@ -1,4 +1,4 @@
-//! Memory slots that come and go, and the log of what a guest writes.
+//! Memory slots that are added and removed, and the log of a guest's writes.
 
 use std::sync::Arc;
 
@@ -33,7 +33,7 @@ fn the_log_names_exactly_the_pages_that_the_guest_wrote() {
     for round in 0..3 {
         assert_eq!(rig.vm.take_dirty(slot).unwrap().count(), 0, "round {round}");
         rig.run_to_end();
-        // What this process writes is in the same log.
+        // The same log has this process's writes.
         rig.ram.memory().write_obj(7_u8, GuestAddress(0x50_0000)).unwrap();
         let dirty: Vec<_> = rig.vm.take_dirty(slot).unwrap().addresses().collect();
         assert_eq!(

@@ -1,4 +1,4 @@
-//! Machines that are saved, thrown away, built anew and restored.
+//! Machines that are saved, dropped, rebuilt and restored.
 
 use std::sync::mpsc::Receiver;
 
@@ -10,7 +10,7 @@ use super::*;
 /// All of RAM that the guests here use: low memory with tables and code, and the data behind.
 const USED: usize = 0x40_0000;
 
-/// A machine that is gone: what is left of it.
+/// Saved state of a machine that has ended.
 struct Saved {
     vcpus: Vec<state::Vcpu>,
     chips: state::InterruptControllers,
@@ -18,7 +18,7 @@ struct Saved {
     ram: Vec<u8>,
 }
 
-/// What a test sees of a guest: port writes.
+/// Output of a guest: port writes.
 struct Ports {
     counts: Receiver<(u64, Vec<u8>)>,
     ticks: Receiver<(u64, Vec<u8>)>,
@@ -48,7 +48,7 @@ impl Rig {
 }
 
 impl Saved {
-    /// A new machine that goes on where this one was.
+    /// Returns a new machine that continues from the saved state.
     fn restore(&self) -> Rig {
         let cores = u32::try_from(self.vcpus.len()).unwrap();
         let mut rig = rig(cores, &[]);
@@ -60,8 +60,8 @@ impl Saved {
     }
 }
 
-/// Counts in EAX, sums up in EBX, tells both at ports 0x500 and 0x504, while the local APIC's timer interrupts it: the
-/// handler tells port 0x82.
+/// Counts in EAX, sums up in EBX, and writes both to ports 0x500 and 0x504. The local APIC's timer
+/// interrupts the guest, and the handler writes to port 0x82.
 fn counting_guest() -> Vec<u8> {
     let handler = u32::try_from(CODE + 0x100).unwrap();
     let mut guest = code(&[
@@ -100,7 +100,7 @@ fn counting_guest() -> Vec<u8> {
         &[0xff, 0x05, 0x00, 0x20, 0x20, 0x00], // inc dword [0x202000]
         &[0xe6, 0x82],                         // out 0x82, al
         &[0xc7, 0x05, 0xb0, 0x00, 0xe0, 0xfe, 0x00, 0x00, 0x00, 0x00], // end of interrupt
-        // What `iret` does, which KVM's emulator does not know in protected mode.
+        // Equivalent of `iret`, which KVM's emulator lacks in protected mode.
         &[0xff, 0x74, 0x24, 0x08], // push dword [esp + 8]
         &[0x9d],                   // popfd
         &[0xc2, 0x08, 0x00],       // ret 8
@@ -108,7 +108,7 @@ fn counting_guest() -> Vec<u8> {
     guest
 }
 
-/// Checks that the guest goes on counting where it was.
+/// Checks that the guest continues its count.
 struct Count {
     last: u32,
     sum: u32,
@@ -164,11 +164,12 @@ fn a_guest_that_is_restored_at_any_point_sees_no_difference() {
         "{} counts, {ticks} ticks",
         count.last
     );
-    // The handler counts before it tells: at most the tick under way was counted and not told.
+    // The handler counts before its port write: at most one tick was counted and not written.
     assert!([ticks, ticks + 1].contains(&rig.word(0x20_2000)));
 }
 
-/// The state without what goes on by itself while nobody runs: the counter, and the current count of the APIC's timer.
+/// The state without values that advance while no vCPU runs: the counter, and the current count of
+/// the APIC's timer.
 fn at_rest(mut vcpu: state::Vcpu) -> state::Vcpu {
     const TIMER_CURRENT: usize = 0x390;
     vcpu.local_apic[TIMER_CURRENT..TIMER_CURRENT + 4].fill(0);
@@ -187,7 +188,7 @@ fn what_is_restored_is_what_was_saved() {
     }
     rig.vcpus.stop().unwrap();
     let mut first = rig.save();
-    // What no guest of these can do: the state of SSE, debug registers, an exception on its way.
+    // State that these guests cannot produce: SSE, debug registers, a pending exception.
     let vcpu = &mut first.vcpus[0];
     vcpu.xsave[160..160 + 256]
         .iter_mut()
@@ -218,8 +219,9 @@ fn what_is_restored_is_what_was_saved() {
     assert!(second.clock.nanoseconds >= first.clock.nanoseconds);
 }
 
-/// Saved state in which the counters are far ahead and `apart`, and what a restore makes of it: a state that is saved again, or
-/// nothing where this host's KVM has no counters but the host's. Then it must say so.
+/// Saved state whose counters are far ahead and `apart`, and the state after a restore and a second
+/// save. `None` if this host's KVM has only the host's counters, and the restore must then fail
+/// with an error about them.
 fn with_counters(offsets: bool, apart: u64) -> (Saved, Option<Saved>) {
     let mut saved = rig(3, &SPIN).save();
     for (index, vcpu) in (0..).zip(&mut saved.vcpus) {
@@ -294,7 +296,8 @@ fn an_interrupt_that_comes_between_stop_and_save_is_delivered_after_the_restore(
         let handled = rig.probe(&rig.spaces.pio, 0x82, 1, Effect::None);
         rig.vcpus.run().unwrap();
         handled.recv_timeout(PATIENCE).expect("what was pending");
-        // A vector that is connected anew on the new machine, as a device's restore does, by ioctl and by irqfd.
+        // A vector that is reconnected on the new machine, as a device's restore does, by ioctl and
+        // by irqfd.
         let vector = rig.vm.msi_controller().allocate().unwrap();
         vector.connect(Some(MESSAGE)).unwrap();
         if by_irqfd {
@@ -386,7 +389,7 @@ fn a_reset_of_a_restored_machine_gives_a_fresh_one() {
     rig.vcpus.stop().unwrap();
 }
 
-/// What a restore of the first vCPU says when its state was changed like this.
+/// Error of a restore of the first vCPU after `change` of its state.
 fn refused(saved: &Saved, change: impl FnOnce(&mut state::Vcpu)) -> String {
     let mut vcpu = saved.vcpus[0].clone();
     change(&mut vcpu);

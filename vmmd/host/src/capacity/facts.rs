@@ -1,10 +1,10 @@
-//! What the kernel says about the node. Blocking.
+//! Node facts from the kernel. The functions block.
 
 use std::{fs, path::Path};
 
 use proto::v1;
 
-/// What may change while the daemon runs.
+/// Facts that may change while the daemon runs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Facts {
     /// Logical CPUs on line.
@@ -19,7 +19,7 @@ pub struct Facts {
     pub huge_1g: u64,
     /// Bytes of the file system with the daemon's state.
     pub disk: u64,
-    /// Bytes of those that root may still fill.
+    /// Bytes of that file system available to root.
     pub disk_available: u64,
     /// By id.
     pub numa: Vec<NumaNode>,
@@ -36,7 +36,7 @@ pub struct NumaNode {
     pub memory: u64,
 }
 
-/// What does not change.
+/// Constant facts about the processors.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Cpus {
     /// Model name.
@@ -46,7 +46,7 @@ pub struct Cpus {
 }
 
 impl Facts {
-    /// Reads them; `root` is `/` but for tests. What can't be read is 0.
+    /// Reads the facts. `root` is `/`, except in tests. An unreadable value is 0.
     pub fn read(root: &Path, state_dir: &Path) -> Self {
         let text = |path: &str| fs::read_to_string(root.join(path)).unwrap_or_default();
         let meminfo = text("proc/meminfo");

@@ -1,16 +1,17 @@
-//! What the configuration says about how much of the node VMs may have.
+//! Configuration of the share of the node that VMs may use.
 
 use serde::{Deserialize, Serialize};
 
-/// `[overcommit]`: how many times VMs may be promised what the node has.
+/// `[overcommit]`: ratio of promised to existing resources.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Overcommit {
-    /// Of processors by guaranteed processor time (cores times core fraction). Default 4.0.
+    /// Overcommit of guaranteed processor time (cores times core fraction). Default 4.0.
     pub cpu: Ratio,
-    /// Of processors by cores, whatever their fraction. Default 100.0: what a core fraction of 1 % allows.
+    /// Overcommit of cores, without regard to the core fraction. Default 100.0: the maximum at a
+    /// core fraction of 1 %.
     pub vcpu: Ratio,
-    /// Of memory that is not set aside as huge pages. Default 1.0.
+    /// Overcommit of memory outside the huge page pools. Default 1.0.
     pub memory: Ratio,
 }
 
@@ -26,7 +27,7 @@ impl From<Ratio> for f64 {
     }
 }
 
-/// `[reserved]`: what is the node's own and never a VM's.
+/// `[reserved]`: resources of the node that VMs never get.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Reserved {
@@ -114,7 +115,7 @@ impl Reserved {
 }
 
 impl Pressure {
-    /// What is wrong with it.
+    /// Checks the value ranges.
     pub fn check(&self) -> Result<(), String> {
         for (key, value) in [
             ("disk_percent", self.disk_percent),

@@ -1,8 +1,9 @@
-//! What the node has, what a VM takes of it, and whether one more fits: pure functions of facts and specs.
+//! Resources of the node, demand of a VM, and placement. All are pure functions of facts and specs.
 //!
-//! [`facts`] are read from the kernel when they are needed; [`resources`] makes amounts of them and of specs, with what a `vmm` takes
-//! for itself ([`proto::model::overhead`]); [`placement`] decides, and is the only place that does: for CheckPlacement, for CreateVm and, with the
-//! books of the [`ledger`](crate::ledger) held, for each start.
+//! [`facts`] reads from the kernel on demand. [`resources`] computes amounts from facts and specs,
+//! including the overhead of a `vmm` ([`proto::model::overhead`]). [`placement`] is the only place
+//! that decides: for CheckPlacement, for CreateVm and for each start. A start holds the books of
+//! the [`ledger`](crate::ledger).
 
 pub mod facts;
 pub mod limits;

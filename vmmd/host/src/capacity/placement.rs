@@ -1,4 +1,4 @@
-//! Does one more VM fit? A pure decision over what was found out about the node.
+//! Placement decision for one more VM: a pure function of the collected node state.
 
 use super::Resources;
 use crate::failure::{Failure, Kind};
@@ -6,7 +6,7 @@ use crate::failure::{Failure, Kind};
 /// Something that stands against a VM's being here.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Problem {
-    /// What kind of refusal it makes.
+    /// Kind of refusal.
     pub kind: Kind,
     /// For programs.
     pub reason: &'static str,
@@ -21,11 +21,11 @@ pub struct Problem {
 pub struct Picture {
     /// Why no VM is to be started here, when the node is cordoned.
     pub cordoned: Option<Failure>,
-    /// Why KVM can't be used.
+    /// Reason why KVM is unusable.
     pub no_kvm: Option<Failure>,
-    /// What VMs may have, all together.
+    /// Resources that all VMs together may have.
     pub allocatable: Resources,
-    /// What the other VMs have of it.
+    /// Resources committed to the other VMs.
     pub committed: Resources,
     /// Bytes that are free on the file system with the daemon's state.
     pub disk_available: u64,
@@ -78,12 +78,12 @@ pub fn decide(demand: &Resources, node: &Picture) -> Vec<Problem> {
     problems
 }
 
-/// What there is not enough of.
+/// Resources that are short.
 fn amounts(demand: &Resources, allocatable: &Resources, committed: &Resources) -> Vec<Problem> {
     const MIB: u64 = 1 << 20;
-    /// Of what is counted in thousandths.
+    /// Unit of amounts that are counted in thousandths.
     const THOUSANDTH: u64 = 1000;
-    // Reason, what it is called, unit and its size, the field, and how much is needed, there, and taken.
+    // Reason, (name, unit, unit size), field, [needed, allocatable, committed].
     let rows = [
         (
             "INSUFFICIENT_VCPUS",
@@ -117,7 +117,7 @@ fn amounts(demand: &Resources, allocatable: &Resources, committed: &Resources) -
         ),
     ];
     let short = rows.into_iter().filter(|(.., [needed, there, taken])| {
-        // What is not asked for is not missing, however much others have.
+        // A demand of 0 is never short, even when the others exceed the allocatable amount.
         *needed > 0 && *needed > there.saturating_sub(*taken)
     });
     short
@@ -214,7 +214,7 @@ mod tests {
             }),
             ..Default::default()
         };
-        // 3 cores and the like are no sizes of a spec only when they don't divide evenly.
+        // A fraction of a core is the only amount that a spec cannot express.
         VmSpec::try_from(&wire).unwrap()
     }
 
@@ -309,7 +309,7 @@ mod tests {
                 cordoned,
                 &["NODE_CORDONED", "KVM_UNAVAILABLE", "INSUFFICIENT_DISK"],
             ),
-            // The node had more when those were started: what is not asked for is not missing.
+            // The committed amounts exceed the allocatable ones. A demand of 0 is still not short.
             (
                 "no huge pages",
                 [1, 1, 1, 0, 0],

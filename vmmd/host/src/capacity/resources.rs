@@ -27,7 +27,7 @@ pub struct Resources {
     pub disk: u64,
 }
 
-/// What one VM needs to run.
+/// Demand of one running VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Demand {
     /// Of the node.
@@ -37,14 +37,15 @@ pub struct Demand {
 }
 
 impl Demand {
-    /// Of a VM with this spec.
+    /// Returns the demand of a VM with this spec.
     pub fn of(spec: &VmSpec) -> Self {
         let ram = spec.memory_bytes;
         let cores = spec.topology.cores();
         let mut resources = Resources {
             vcpu_millis: u64::from(cores) * 1000,
             cpu_millis: spec.cpu.millis(cores),
-            // As the VM's cgroup allows: what is promised to all is never more than there is.
+            // The same amount as the limit of the VM's cgroup. The sum of all promises never
+            // exceeds the node.
             memory: overhead::memory(spec),
             ..Resources::default()
         };
@@ -59,7 +60,7 @@ impl Demand {
 }
 
 impl Demand {
-    /// Of a spec that is not valid: what it says of RAM and cores, as far as that can be.
+    /// Returns the demand of an invalid spec, from its RAM and cores only.
     pub fn unchecked(spec: &v1::VmSpec) -> Self {
         let ram = spec.memory.as_ref().map_or(0, |memory| memory.size_bytes);
         let cores = spec.cpu.as_ref().map_or(0, |cpu| cpu.cores);
@@ -143,7 +144,7 @@ impl From<Resources> for v1::Resources {
     }
 }
 
-/// What the node has.
+/// Returns the total resources of the node.
 pub fn capacity(facts: &Facts) -> Resources {
     let millis = u64::from(facts.cpus) * 1000;
     Resources {
@@ -156,7 +157,8 @@ pub fn capacity(facts: &Facts) -> Resources {
     }
 }
 
-/// What VMs may have of it. Huge pages are memory that nothing else can use, and are never promised twice.
+/// Returns the resources that VMs may have. Huge pages are reserved memory and are never
+/// overcommitted.
 pub fn allocatable(facts: &Facts, overcommit: &Overcommit, reserved: &Reserved) -> Resources {
     let has = capacity(facts);
     let small = has.memory.saturating_sub(has.huge_2m.saturating_add(has.huge_1g));

@@ -38,7 +38,7 @@ fn max_memory() -> u64 {
 }
 
 impl Policy {
-    /// What is wrong with it.
+    /// Checks the value ranges.
     pub fn check(&self) -> Result<(), String> {
         let within = |key: &str, value: u64, least: u64, most: u64| {
             if (least..=most).contains(&value) {
@@ -95,7 +95,7 @@ impl From<&Policy> for v1::SizingPolicy {
     }
 }
 
-/// Whether a VM may be of this size here; when not, what is allowed instead, by field.
+/// Checks the VM's size against the policies. The error names the allowed sizes by field.
 pub fn check(policies: &[Policy], spec: &VmSpec) -> Result<(), Violations> {
     let (cores, memory) = (spec.topology.cores(), spec.memory_bytes);
     let fraction = spec.cpu.fraction_percent;
@@ -122,7 +122,8 @@ pub fn check(policies: &[Policy], spec: &VmSpec) -> Result<(), Violations> {
         );
         return Err(found);
     }
-    // Of several policies for so many cores, those that one part of the size fits say what the other may be.
+    // Several policies may cover this number of cores. The policies that match the fraction give
+    // the allowed memory, and the reverse.
     let by_fraction: Vec<_> = of_cores
         .iter()
         .filter(|policy| policy.has_fraction(fraction))
@@ -179,7 +180,7 @@ mod tests {
         }
     }
 
-    /// Fields with a part of what is said of each.
+    /// Refused fields, each with a part of its message.
     type Refused = &'static [(&'static str, &'static str)];
 
     #[test]
@@ -189,7 +190,7 @@ mod tests {
             policy((4, 4), (2048, 8192, 0), &[]),
             policy((2, 2), (4096, 4096, 0), &[100]),
         ];
-        // Cores, MiB, core fraction; the fields refused, each with a part of what is said.
+        // Cores, MiB, core fraction, refused fields.
         let table: &[(u32, u64, u32, Refused)] = &[
             (1, 512, 5, &[]),
             (2, 2048, 100, &[]),

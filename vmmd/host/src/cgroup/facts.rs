@@ -1,4 +1,4 @@
-//! What the node has for the limits of VMs, read from sysfs and the parent's group.
+//! Node facts for the limits of VMs, from sysfs and the parent's cgroup.
 
 use std::{collections::BTreeSet, fs, path::Path};
 
@@ -33,7 +33,7 @@ pub fn read(sysfs: &Path, parent: Option<&Path>, spec: &VmSpec) -> Facts {
     }
 }
 
-/// What there is now of what `spec` asks for specially.
+/// Returns the free memory of the kind that `spec` requests: huge pages or a NUMA node.
 pub fn room(sysfs: &Path, spec: &VmSpec) -> Room {
     let room = match (spec.memory.huge_pages, spec.memory.numa_node) {
         (Some(size), node) => free_huge_pages(sysfs, size, node).map(|free| Room::HugePages { free }),
@@ -95,12 +95,13 @@ fn huge_page_sizes(sysfs: &Path) -> Vec<(String, u64)> {
     sizes
 }
 
-/// Huge pages that are free of those that `memory` asks for; `None` when it asks for none or that can't be told.
+/// Free huge pages of the size and node in `memory`. `None` when `memory` requests no huge pages,
+/// or the number is unreadable.
 pub fn free_huge_pages_for(memory: MemoryOptions) -> Option<u64> {
     free_huge_pages(Path::new(SYSFS), memory.huge_pages?, memory.numa_node)
 }
 
-/// 0 when the node has no pages of this size; `None` when that can't be told.
+/// 0 when the node has no pages of this size; `None` when the number is unreadable.
 fn free_huge_pages(sysfs: &Path, size: HugePages, node: Option<u32>) -> Option<u64> {
     let pool = format!("hugepages-{}kB", size.bytes() >> 10);
     let all = sysfs.join("kernel/mm/hugepages").join(&pool);
@@ -119,7 +120,7 @@ fn free_huge_pages(sysfs: &Path, size: HugePages, node: Option<u32>) -> Option<u
     }
 }
 
-/// Free memory and what is there to be dropped, of lines as "Node 0 MemFree: 16 kB".
+/// Free and reclaimable memory, from lines such as "Node 0 MemFree: 16 kB".
 fn numa_memory(meminfo: &str) -> u64 {
     let plain: String = meminfo
         .lines()

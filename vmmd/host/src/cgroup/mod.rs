@@ -1,27 +1,32 @@
 //! One cgroup (v2) per VM, below a parent directory.
 //!
-//! # Where the parent is
+//! # Location of the parent
 //!
-//! A `vmm` must survive a stop, restart or upgrade of the daemon's unit. Three places were weighed:
+//! A `vmm` must survive a stop, restart or upgrade of the daemon's unit. There are three
+//! candidates:
 //!
-//! - *Below the daemon's own unit* (`Delegate=yes`, `KillMode=process`): the default, since it needs nothing else.
-//!   systemd leaves the subtree alone on stop and restart, and only remarks on left-over processes. Its limit: the
-//!   unit's own cgroup holds the daemon, so no controllers can be handed down from it (the "no internal processes"
-//!   rule of Documentation/admin-guide/cgroup-v2.rst): enabling them would make systemd before version 254 fail to
-//!   put the restarted daemon there (EBUSY).
-//! - *A transient scope per VM* by D-Bus: survives best, but needs a D-Bus client, a running bus and a round trip of
-//!   some milliseconds in each start.
-//! - *A holder unit*: a service with `Delegate=yes`, `KillMode=process` and one idle process in a sub-cgroup, so that
-//!   its cgroup itself holds none and can hand down controllers; nothing done to the daemon's unit concerns it. The
-//!   idle process is needed: systemd removes the cgroup of a unit without processes between two VMs.
+//! - *Below the daemon's own unit* (`Delegate=yes`, `KillMode=process`): the default, since it
+//!   needs no other unit. systemd keeps the subtree on stop and restart, and only logs the
+//!   remaining processes. Its limit: the unit's own cgroup contains the daemon, so it cannot
+//!   delegate controllers (the "no internal processes" rule of
+//!   Documentation/admin-guide/cgroup-v2.rst). With enabled controllers, systemd before version 254
+//!   cannot place the restarted daemon there (EBUSY).
+//! - *A transient scope per VM* by D-Bus: most robust, but needs a D-Bus client, a running bus and
+//!   a round trip of some milliseconds in each start.
+//! - *A holder unit*: a service with `Delegate=yes`, `KillMode=process` and one idle process in a
+//!   sub-cgroup. Its own cgroup has no processes and can delegate controllers. Operations on the
+//!   daemon's unit do not affect it. The idle process is necessary: systemd removes the cgroup of a
+//!   unit without processes between two VMs.
 //!
-//! So: the daemon's own cgroup unless the configuration names another with `cgroup`, which is how a holder unit is
-//! used. Controllers are handed down there as far as the kernel lets us.
+//! The parent is therefore the daemon's own cgroup, unless `cgroup` in the configuration names
+//! another, for example that of a holder unit. The daemon enables controllers there as far as the
+//! kernel permits.
 //!
-//! # What is in it
+//! # Content
 //!
-//! [`plan`] decides what a VM's cgroup says, from its spec and from what [`facts`] finds on the node; [`Group::apply`] writes
-//! it. A node without some controller does without, unless the spec asks for what needs it.
+//! [`plan`] computes the settings of a VM's cgroup from its spec and from the [`facts`] of the
+//! node. [`Group::apply`] writes them. On a node without a controller its limits are absent, unless
+//! the spec requires that controller.
 
 pub mod facts;
 pub mod plan;
@@ -97,7 +102,8 @@ impl Parent {
             let has = |list: &str, name: &str| list.split_whitespace().any(|word| word == name);
             for controller in plan::Controller::ALL.map(plan::Controller::name) {
                 if has(&there, controller) && !has(&handed, controller) {
-                    // Some can't be had everywhere; the VMs that need them are told.
+                    // Some controllers are not available everywhere. A VM that requires one gets an
+                    // error later.
                     let _ = fs::write(dir.join("cgroup.subtree_control"), format!("+{controller}"));
                 }
             }
@@ -181,8 +187,9 @@ impl Group {
         count(&events, "oom_kill") > 0
     }
 
-    /// Writes what was planned; returns what could not be, with why. What a limit of memory would take from a VM that runs
-    /// (`running`) stays: the kernel would kill it.
+    /// Writes the planned settings. Returns the settings that failed, with the error. With
+    /// `running`, a memory limit that would shrink stays unchanged, because the kernel would kill
+    /// the VM.
     pub fn apply(&self, settings: &[Setting], running: bool) -> Vec<(Setting, io::Error)> {
         let mut refused = Vec::new();
         for setting in settings {
@@ -206,8 +213,8 @@ impl Group {
         refused
     }
 
-    /// What stands for "as the parent has it" in a group with processes: there the kernel takes no empty set in the place of
-    /// another (ENOSPC, `validate_change` in kernel/cgroup/cpuset.c).
+    /// Value for "same as the parent" in a group with processes. The kernel refuses an empty set
+    /// there when the file has another value (ENOSPC, `validate_change` in kernel/cgroup/cpuset.c).
     fn all_there_are(&self, file: &str) -> String {
         let read = |dir: &Path, file: &str| fs::read_to_string(dir.join(file)).unwrap_or_default();
         if read(&self.dir, file).trim().is_empty() {
@@ -229,7 +236,7 @@ impl Group {
             || number("memory.current").is_some_and(|used| used > limit)
     }
 
-    /// The content of one of its files, if that is there.
+    /// Reads one of the cgroup's files; `None` when that fails.
     pub fn read(&self, file: &str) -> Option<String> {
         fs::read_to_string(self.dir.join(file)).ok()
     }
@@ -240,7 +247,8 @@ impl Group {
         text.lines().filter_map(|line| line.parse().ok()).collect()
     }
 
-    /// Kills every process in it, those that are being forked too (cgroup.kill, Linux 5.14). Nothing when there is none.
+    /// Kills every process in the cgroup, including processes that a fork is creating (cgroup.kill,
+    /// Linux 5.14). Does nothing when the cgroup does not exist.
     fn kill(&self) {
         let killed = fs::write(self.dir.join("cgroup.kill"), "1");
         if let Err(error) = killed
@@ -250,11 +258,12 @@ impl Group {
         }
     }
 
-    /// Kills what is left in it and waits until it is empty: only then has the run of a VM ended, and what it held can be
-    /// given to others. A `vmm` that a guest took over may have forked; its children are in the same cgroup.
+    /// Kills the remaining processes and waits until the cgroup is empty. Only then has the run of
+    /// a VM ended, and others may use its resources. A `vmm` that a guest has compromised may have
+    /// forked; its children are in the same cgroup.
     ///
-    /// Waits as long as it takes: a process in uninterruptible sleep (on a dead file system, say) still holds what it had
-    /// open. Cancel-safe.
+    /// The wait has no time limit: a process in uninterruptible sleep (on a dead file system, for
+    /// example) still holds its open files. Cancel-safe.
     pub async fn end(&self) {
         while let Err(error) = self.ending().await {
             // Not known to be empty, as when the daemon has no descriptor left.
@@ -273,7 +282,7 @@ impl Group {
                 Err(error) if is_removed(&error) => return Ok(()),
                 Err(error) => return Err(error),
             };
-            // A change after this read is told by poll.
+            // Poll reports a change after this read.
             if count(&text, "populated") == 0 {
                 return Ok(());
             }
@@ -288,15 +297,16 @@ impl Group {
         }
     }
 
-    /// Kills what is in it, and removes it. Blocking.
+    /// Kills the processes of the cgroup and removes it. Blocking.
     pub fn clear(&self) -> io::Result<()> {
         self.kill();
         self.remove()
     }
 
-    /// Removes it; nothing may run in it any more. Blocking.
+    /// Removes the cgroup, which must not contain running processes. Blocking.
     ///
-    /// A process may count for a moment after its end was told: that is waited for, but not long.
+    /// The kernel may count a process for a moment after the notice of its end. The function waits
+    /// at most [`LEAVING`] for this.
     pub fn remove(&self) -> io::Result<()> {
         if fault::deliberate("cgroup-left") {
             return Ok(());
@@ -316,7 +326,7 @@ impl Group {
     /// Waits for `populated 0` (Documentation/admin-guide/cgroup-v2.rst, "\[Un\]populated Notification").
     fn wait_until_empty(&self, deadline: Instant) -> io::Result<()> {
         let events = fs::File::open(self.dir.join("cgroup.events"))?;
-        // The next change after this read is told by poll.
+        // Poll reports the next change after this read.
         if count(&io::read_to_string(&events)?, "populated") == 0 {
             return Ok(());
         }
@@ -440,7 +450,8 @@ mod tests {
         for (before, running, expected) in [("2\n", true, "0-2\n"), ("\n", true, "\n"), ("2\n", false, "\n")]
         {
             let file = group.dir.join("cpuset.cpus");
-            // A file of a cgroup has no rest of what it was before.
+            // Unlike a cgroup file, a plain file keeps the tail of its old content. The test
+            // compares the beginning only.
             fs::write(&file, before).unwrap();
             assert!(group.apply(&[set("cpuset.cpus", "")], running).is_empty());
             let found = fs::read_to_string(&file).unwrap();

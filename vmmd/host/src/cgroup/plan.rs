@@ -1,4 +1,4 @@
-//! What a VM's control group is to say, decided from its spec and what the node has. A pure function.
+//! Settings of a VM's cgroup, computed from the VM's spec and the node facts. A pure function.
 
 use std::{collections::BTreeSet, fmt};
 
@@ -61,7 +61,7 @@ impl fmt::Display for Controller {
     }
 }
 
-/// What the node has, as far as the limits of one VM depend on it.
+/// Node facts that affect the limits of one VM.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Facts {
     /// Controllers that the groups of VMs have.
@@ -74,18 +74,19 @@ pub struct Facts {
     pub huge_page_sizes: Vec<(String, u64)>,
     /// The memory controller counts huge pages too (mount option `memory_hugetlb_accounting`).
     pub huge_pages_are_memory: bool,
-    /// Size in bytes of disks that are in the node's memory (tmpfs): the VM is charged for what it writes there.
+    /// Size in bytes of disks in the node's memory (tmpfs). The kernel charges the VM for its
+    /// writes to them.
     pub disks_in_memory: u64,
 }
 
-/// A file of the group and what is written to it.
+/// A file of the cgroup and its value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Setting {
     /// Its name.
     pub file: String,
     /// Without a newline.
     pub value: String,
-    /// The spec's field that is nothing without it: then a VM can't be started when it can't be set.
+    /// The spec's field that requires this setting. When the setting fails, the VM does not start.
     pub field: Option<&'static str>,
 }
 
@@ -118,7 +119,7 @@ impl Limits {
     }
 }
 
-/// Decides. Refused when the spec asks for what the node can't do:
+/// Computes the settings. Error reasons for a spec that the node cannot fulfil:
 /// CGROUP_CONTROLLER_MISSING, HOST_CPUS_UNAVAILABLE, NUMA_NODE_NOT_FOUND.
 pub fn plan(spec: &VmSpec, facts: &Facts) -> Result<Plan, Failure> {
     check(spec, facts)?;
@@ -187,7 +188,8 @@ fn settings(controller: Controller, spec: &VmSpec, facts: &Facts) -> Vec<Setting
             set("memory.max", &memory_max(spec, facts)),
             // Half a VM is none: all of it goes, and nothing else does.
             set("memory.oom.group", &1),
-            // Guest memory never goes to the node's disk: it would be slow beyond what a guest can cope with, and readable there.
+            // The node must not swap guest memory. It would be too slow for a guest, and readable
+            // on the node's disk.
             set("memory.swap.max", &0),
         ],
         Controller::Hugetlb => {
@@ -200,9 +202,10 @@ fn settings(controller: Controller, spec: &VmSpec, facts: &Facts) -> Vec<Setting
             });
             files.collect()
         }
-        // Only a share. Limits in bytes or operations a second are those of the spec's disks: the devices keep them, for
-        // each disk, and let the guest wait. `io.max` counts by block device of the node, which several disks share, and
-        // lets the vmm's threads wait in the kernel, where they can't be paused or ended.
+        // The group has only a share. The devices enforce the spec's limits in bytes or operations
+        // per second for each disk, and delay the guest. `io.max` counts per block device of the
+        // node, which several disks may share. It also blocks the vmm's threads in the kernel,
+        // where the daemon cannot pause or end them.
         Controller::Io => vec![set("io.weight", &format!("default {}", weight(spec)))],
         Controller::Pids => vec![set("pids.max", &overhead::tasks(spec))],
     }
@@ -301,12 +304,12 @@ pub fn check_room(spec: &VmSpec, room: &Room) -> Result<(), Failure> {
     Ok(())
 }
 
-/// What there is now of what a spec asks for specially.
+/// Free amount of the special memory that a spec requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Room {
-    /// It asks for nothing special, or it can't be told.
+    /// The spec requests no special memory, or the free amount is unreadable.
     Unknown,
-    /// Huge pages of its size that nobody has and nobody is promised.
+    /// Free and unreserved huge pages of the requested size.
     HugePages {
         /// Their number.
         free: u64,

@@ -1,4 +1,5 @@
-//! What of vmmd-kube reads the bytes of clients of the kubelet's API: the files that need no runtime.
+//! Parts of vmmd-kube that read bytes from clients of the kubelet's API: the files that need no
+//! runtime.
 
 #[allow(dead_code, reason = "the program uses the rest")]
 #[path = "../../src/kubelet/spdy"]

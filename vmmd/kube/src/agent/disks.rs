@@ -1,5 +1,5 @@
-//! Disks of vmmd that are made for a run: of images, which the node keeps, or of zeroes. They have the label of the pod's uid, and go before the
-//! pod does; what is left of pods that were torn out goes later.
+//! Disks of vmmd for a run: from images, which the node keeps, or of zeroes. They have the label of
+//! the pod's uid, and are removed before the pod. Disks of forcibly removed pods are removed later.
 
 use std::time::Duration;
 
@@ -28,7 +28,7 @@ const KEEP_IMAGES: i64 = 7 * 24 * 3600;
 
 /// Why a run has no disk.
 pub enum NoDisk {
-    /// It can't be made yet.
+    /// The disk cannot be created yet.
     Lacks(Lack),
     /// vmmd does not make it.
     Refused(Box<Status>),
@@ -154,7 +154,7 @@ async fn delete(daemon: &Daemon, disk: &v1::Disk) -> Result<(), Status> {
     }
 }
 
-/// Takes away what was made for pods that are gone. Never returns.
+/// Removes objects that were created for pods that are gone. Never returns.
 pub async fn sweep(client: Client, daemon: Daemon, node: String) {
     loop {
         let wait = match sweep_once(&client, &daemon, &node).await {
@@ -168,7 +168,7 @@ pub async fn sweep(client: Client, daemon: Daemon, node: String) {
     }
 }
 
-/// A disk of a VM is refused by vmmd, whatever the API server says of the pod.
+/// vmmd refuses the removal of a disk of a VM, regardless of the API server's report about the pod.
 async fn sweep_once(client: &Client, daemon: &Daemon, node: &str) -> Result<(), Error> {
     for disk in list(daemon, names::AGENT, node).await? {
         let metadata = disk.metadata.clone().unwrap_or_default();

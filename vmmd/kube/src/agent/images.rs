@@ -30,7 +30,7 @@ const OF_NAMESPACE: usize = 4;
 
 /// Why there is no image.
 pub enum NoImage {
-    /// It is being imported, or can't be for now.
+    /// The image is being imported, or cannot be imported for now.
     Lacks(Lack),
     /// vmmd does not import it.
     Refused(Box<Status>),
@@ -48,7 +48,7 @@ pub struct Import {
     namespace: String,
     /// In a row.
     failures: u32,
-    /// What the last one failed with, and when the next one may begin.
+    /// Error of the last import, and earliest time of the next one.
     failed: Option<(String, Instant)>,
 }
 
@@ -198,7 +198,9 @@ fn registry(reference: &str) -> &str {
     reference.split('/').next().unwrap_or_default()
 }
 
-/// What a Secret has for a registry: `{"auths": {HOST: {"username": …, "password": …}}}`, or `"auth"`, both in base64 with a colon between.
+/// Returns a Secret's credentials for a registry:
+/// `{"auths": {HOST: {"username": …, "password": …}}}`, or `"auth"` with both in base64 and a colon
+/// between.
 fn credentials(data: &Data, registry: &str) -> Option<v1::OciCredentials> {
     let config: Value = serde_json::from_slice(data.get(DOCKER_CONFIG)?).ok()?;
     let auths = config["auths"].as_object()?;
@@ -219,7 +221,8 @@ fn credentials(data: &Data, registry: &str) -> Option<v1::OciCredentials> {
     })
 }
 
-/// Of a key of such a Secret, which may be an address with a path. Docker Hub has several names.
+/// Host of a key in such a Secret; the key may be an address with a path. Docker Hub has several
+/// names.
 fn host(key: &str) -> &str {
     let bare = key.trim_start_matches("https://").trim_start_matches("http://");
     match bare.split('/').next().unwrap_or_default() {

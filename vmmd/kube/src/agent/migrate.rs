@@ -1,13 +1,15 @@
-//! The agent's part of a migration (see `controller::migration`): it asks vmmd to move a VM, says what came of it, and takes over
-//! a VM that was moved here.
+//! Agent's part of a migration (see `controller::migration`). The agent asks vmmd to move a VM,
+//! reports the result, and takes over a VM that was moved here.
 //!
-//! Which node runs the VM is vmmd's hand-over alone. What the API server is told follows from it:
+//! vmmd's hand-over alone decides which node runs the VM. The reports to the API server follow from
+//! it:
 //!
-//! - Before vmmd is asked, the VM is marked with the pod that it is to get ([`names::MOVING`]), and vmmd is asked to move it as it is with
-//!   that mark, of that generation. To say that it stays, the mark is taken away first: vmmd refuses that as long as the VM may leave, and
-//!   afterwards a request of an agent that was killed is one for a VM that has changed.
-//! - A VM that was marked, and is not there, has been moved. So has one that runs at the other node.
-//! - The mark goes with the VM: by it the other node's agent knows it.
+//! - Before the request to vmmd, the agent marks the VM with its target pod ([`names::MOVING`]).
+//!   The request names the generation of the VM with this mark. Before a report that the VM stays,
+//!   the agent removes the mark. vmmd refuses the removal as long as the VM may leave. Afterwards,
+//!   a late request of a killed agent names a VM that has changed.
+//! - A marked VM that is missing here has been moved. So has a VM that runs on the other node.
+//! - The mark moves with the VM: the other node's agent recognizes the VM by it.
 
 use std::time::Duration;
 
@@ -36,7 +38,7 @@ use crate::{
 
 /// How soon it is looked again at what somebody else does.
 const AGAIN: Duration = Duration::from_secs(1);
-/// The same, for what nobody may ever do.
+/// The same, for an action that may never happen.
 const LATER: Duration = Duration::from_secs(5);
 
 /// The VirtualMachine that owns a pod.
@@ -59,7 +61,7 @@ impl Owner {
 }
 
 impl Worker {
-    /// The API server is asked, not what the agent remembers.
+    /// Reads the owner from the API server, not from the agent's memory.
     pub async fn owner(&self, pod: &Pod) -> Result<Owner, Error> {
         let owner = pod
             .owner_references()
@@ -134,7 +136,7 @@ impl Worker {
         self.removed(pod).await
     }
 
-    /// What is to be done before a pod without a VM may be said to be over: a migration may name it.
+    /// Next action before a pod without a VM may be reported as over: a migration may name the pod.
     pub async fn is_named(&self, pod: &Pod, status: &VirtualMachineStatus) -> Result<Option<After>, Error> {
         let role = step::epoch(pod).map(|epoch| self.role(pod, epoch, status));
         match (role, status.moving(), step::vm_name(pod)) {
@@ -149,7 +151,8 @@ impl Worker {
         }
     }
 
-    /// Has the VM of a pod moved, and says what came of it. Each time from the beginning: nothing is remembered.
+    /// Has the VM of a pod moved, and reports the result. Each call starts from the beginning,
+    /// without remembered state.
     async fn move_away(&self, pod: &Pod, vm: &str, migration: &Migration) -> Result<After, Error> {
         if pod_status::migration(pod, migration.epoch).is_some() {
             return Ok(After::Again(AGAIN));
@@ -267,7 +270,7 @@ impl Worker {
                 self.say(pod, epoch, true, ("Moved", "the VM runs on this node"))
                     .await
             }
-            // vmmd removes what is left of one that has not been moved.
+            // vmmd removes the remains of a VM that was not moved.
             _ => Ok(After::Again(AGAIN)),
         }
     }
@@ -276,7 +279,8 @@ impl Worker {
         status.role(epoch, &pod.name_any(), pod.metadata.uid.as_deref())
     }
 
-    /// Says what has become of a VM, over the version of the pod that was seen: nothing that others have said is lost.
+    /// Reports the result of a migration, over the version of the pod that was seen, so that
+    /// reports of others are not lost.
     async fn say(&self, pod: &Pod, epoch: i64, moved: bool, why: (&str, &str)) -> Result<After, Error> {
         let conditions = pod_status::with_migration(pod, epoch, moved, why, Timestamp::now());
         let patch = json!({

@@ -1,8 +1,10 @@
 //! The agent: a vmmd as a node of the cluster.
 //!
-//! It watches the pods that are bound to its node, and the VMs that it has made in vmmd. For each pod, and each VM without one, [`step`] says
-//! what to do next, and [`work`] does it; one step for one pod at a time. Nothing is remembered over a restart: both sides are listed anew.
-//! As long as one side does not answer, what it said last is not acted upon: VMs go on as they are, and vmmd starts them again by itself.
+//! It watches the pods that are bound to its node, and the VMs that it has created in vmmd. For
+//! each pod, and each VM without one, [`step`] returns the next step, and [`work`] carries it out;
+//! one step for one pod at a time. The agent keeps no state over a restart: it lists both sides
+//! again. While one side does not answer, the agent does not act on that side's last report: VMs
+//! continue unchanged, and vmmd restarts them on its own.
 
 mod disks;
 mod images;
@@ -48,7 +50,7 @@ use crate::{
 const FIRST_WAIT: Duration = Duration::from_millis(500);
 /// How long an attempt waits at most.
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
-/// How soon after a step the watch is given the time to show what it did, before the same step is done again.
+/// Time for the watch to show the effect of a step, before the same step is repeated.
 const SETTLE: Duration = Duration::from_secs(2);
 
 /// Works as long as all of its parts do.
@@ -88,7 +90,7 @@ pub async fn run(clients: Clients, daemon: Daemon, settings: Settings) {
     }
 }
 
-/// What ends a wait of the loop.
+/// Reason for the end of a wait of the loop.
 enum Done {
     /// A step for this pod.
     Step(String, Step, Result<After, Error>),
@@ -108,7 +110,8 @@ struct Agent {
     busy: HashSet<String>,
     /// Those of them that have changed meanwhile.
     changed: HashSet<String>,
-    /// Those whose VM the watch has shown meanwhile: what the step's answer says of it is older, or comes by the watch too.
+    /// Pods whose VM the watch has shown meanwhile: the step's answer about the VM is older, or
+    /// arrives by the watch too.
     heard: HashSet<String>,
     failures: HashMap<String, u32>,
     /// Until when the guests of pods that are being deleted have time, said once for each deletion; and when the pod was to be gone then.
@@ -148,7 +151,7 @@ impl Agent {
                         self.timers.remove(&uid);
                         self.look(&uid);
                     }
-                    // A timer that was set anew.
+                    // A timer that was replaced.
                     Err(error) if error.is_cancelled() => {}
                     Err(error) => std::panic::resume_unwind(error.into_panic()),
                 },
@@ -157,7 +160,7 @@ impl Agent {
         }
     }
 
-    /// What a scrape is told of the VMs.
+    /// Updates the metrics of the VMs.
     fn count(&self) {
         let phase = |vm: &Arc<v1::Vm>| {
             let phase = vm.status.as_ref().map(v1::VmStatus::phase).unwrap_or_default();
@@ -214,7 +217,7 @@ impl Agent {
         }
     }
 
-    /// Not one that was made anew.
+    /// Forgets this VM, but not a recreated one.
     fn forget_vm(&mut self, uid: &str, gone: &v1::Vm) {
         let id = |vm: &v1::Vm| vm.metadata.as_ref().map(|metadata| metadata.uid.clone());
         if self.vms.get(uid).is_some_and(|known| id(known) == id(gone)) {

@@ -23,7 +23,7 @@ const KUBELET: &str = "v1.20.0";
 /// Before the features of vmmd, and those of the processor, in the labels that say that the node has them.
 const FEATURES: [&str; 2] = ["feature.vmmd.dev/", "cpu.vmmd.dev/"];
 
-/// What the agent is told of the node.
+/// Settings of the agent for the node.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// The node's name in the cluster.
@@ -38,7 +38,7 @@ pub struct Settings {
     pub migration_address: Option<String>,
     /// Things of the node that VMs may name.
     pub allowed: Allowed,
-    /// Labels beside those that the agent finds.
+    /// Labels in addition to the labels that the agent finds.
     pub labels: BTreeMap<String, String>,
     /// What /etc/machine-id holds.
     pub machine_id: String,
@@ -68,7 +68,7 @@ pub fn new(settings: &Settings, node: Option<&v1::Node>) -> Node {
     }
 }
 
-/// What others have to know of the node.
+/// Annotations of the node that other components need.
 pub fn annotations(settings: &Settings) -> BTreeMap<String, String> {
     let address = settings.migration_address.iter();
     address
@@ -76,7 +76,7 @@ pub fn annotations(settings: &Settings) -> BTreeMap<String, String> {
         .collect()
 }
 
-/// What VMs are placed by.
+/// Labels of the node for the placement of VMs.
 pub fn labels(settings: &Settings, node: Option<&v1::Node>) -> BTreeMap<String, String> {
     let mut labels = settings.labels.clone();
     let mut set = |key: &str, value: &str| labels.insert(key.to_owned(), value.to_owned());
@@ -150,7 +150,7 @@ pub fn status(
         }),
         ..NodeStatus::default()
     };
-    // What a daemon that does not answer had, it has.
+    // A daemon that does not answer keeps its previous values.
     let Some(known) = known else {
         let old = old.cloned().unwrap_or_default();
         status.capacity = old.capacity;

@@ -1,4 +1,4 @@
-//! What the status of a placeholder pod says, from the VM that vmmd has.
+//! Status of a placeholder pod, from its VM in vmmd.
 
 use std::net::IpAddr;
 
@@ -52,7 +52,7 @@ pub fn stage(vm: &v1::Vm) -> Stage {
         .as_ref()
         .and_then(|restart| restart.next_start_time.as_ref());
     let Some(exit) = &status.last_exit else {
-        // A start that failed is an end too; what has none was never started.
+        // A failed start counts as an end too. Without an exit, the VM was never started.
         return Stage::Waiting;
     };
     if next.is_some() {
@@ -71,7 +71,7 @@ pub fn stage(vm: &v1::Vm) -> Stage {
     if again { Stage::Waiting } else { Stage::Ended(end) }
 }
 
-/// The status of a pod whose VM is there.
+/// Status of a pod with an existing VM.
 pub fn of(pod: &Pod, vm: &v1::Vm, host: &str, now: Timestamp) -> PodStatus {
     let status = vm.status.clone().unwrap_or_default();
     let metadata = vm.metadata.clone().unwrap_or_default();
@@ -211,7 +211,7 @@ pub fn failed(pod: &Pod, reason: &str, message: &str, host: &str, now: Timestamp
     new
 }
 
-/// The status of a pod whose VM can't be made yet.
+/// Status of a pod whose VM cannot be created yet.
 pub fn waiting(pod: &Pod, reason: &str, message: &str, host: &str, now: Timestamp) -> PodStatus {
     let mut new = base(pod, host, now);
     new.phase = Some("Pending".to_owned());
@@ -237,7 +237,7 @@ pub fn waiting(pod: &Pod, reason: &str, message: &str, host: &str, now: Timestam
     new
 }
 
-/// What a pod says of how a migration has ended.
+/// Condition of a pod about the end of a migration.
 pub fn migration(pod: &Pod, epoch: i64) -> Option<&PodCondition> {
     let kind = names::migration_condition(epoch);
     let conditions = pod.status.as_ref()?.conditions.as_ref()?;

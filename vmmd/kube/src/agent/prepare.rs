@@ -1,6 +1,8 @@
-//! Fills in what the VM of a pod takes from the cluster (see [`crate::sources`]): reads Secrets, ConfigMaps and claims by name, and has disks made.
+//! Fills in the parts of a pod's VM that come from the cluster (see [`crate::sources`]): reads
+//! Secrets, ConfigMaps and claims by name, and has disks created.
 //!
-//! What is read is in the request to vmmd alone. Statuses, events and logs name objects and keys, never values.
+//! The values are in the request to vmmd alone. Statuses, events and logs name objects and keys,
+//! never values.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +17,7 @@ use tonic::Status;
 use super::work::{Error, Worker};
 use crate::sources::{self, CloudInitFrom, Place, Sources, ValueFrom};
 
-/// Why a VM can't be made yet.
+/// Reason why a VM cannot be created yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Lack {
     /// One CamelCase word.
@@ -34,7 +36,7 @@ impl Lack {
     }
 }
 
-/// What came of it.
+/// Result of the preparation.
 pub enum Prepared {
     /// The VM, whole.
     Ready(Box<v1::Vm>),
@@ -59,7 +61,7 @@ enum Kind {
 }
 
 impl Worker {
-    /// Of a pod that has been admitted.
+    /// Prepares the VM of an admitted pod.
     pub async fn prepare(&self, pod: &Pod, mut vm: v1::Vm, sources: &Sources) -> Result<Prepared, Error> {
         let namespace = pod.namespace().unwrap_or_default();
         let mut lacks = Vec::new();
@@ -193,7 +195,7 @@ impl Worker {
         }))
     }
 
-    /// What the volume of a claim is on this node: a file, a block device, or for a share a directory.
+    /// Volume of a claim on this node: a file, a block device, or a directory for a share.
     async fn claimed(&self, namespace: &str, name: &str, share: bool) -> Result<Result<Place, Lack>, Error> {
         let claims = Api::<PersistentVolumeClaim>::namespaced(self.client.clone(), namespace);
         let Some(claim) = claims.get_opt(name).await? else {
@@ -312,7 +314,7 @@ fn set(seed: &mut v1::CloudInit, field: &str, value: Vec<u8>) -> Result<(), Lack
     Ok(())
 }
 
-/// What vmmd says of the VM, with the fields where the VirtualMachine has them.
+/// Translates vmmd's message about the VM to the field names of the VirtualMachine.
 pub fn as_given(mut message: String, sources: &Sources) -> String {
     let Some(from) = &sources.cloud_init_from else {
         return message;

@@ -33,15 +33,15 @@ const RENEW: Duration = Duration::from_secs(10);
 const LENGTH: i32 = 40;
 /// How often the status is written although nothing has changed.
 const HEARTBEAT: Duration = Duration::from_secs(60);
-/// How soon what has failed is tried again.
+/// Wait before a failed action is retried.
 const RETRY: Duration = Duration::from_secs(2);
 /// How long vmmd may be away before the node is not ready: a restart of the daemon takes less.
 const AWAY: Duration = Duration::from_secs(5);
 
-/// What is known of the node.
+/// Known state of the node.
 #[derive(Clone)]
 enum Described {
-    /// Nothing yet: what was written of it by an agent before this one stays.
+    /// Unknown yet: the values written by an earlier agent stay.
     NotYet,
     /// vmmd does not answer.
     Away,
@@ -170,7 +170,8 @@ async fn write(nodes: &Api<Node>, settings: &Settings, described: Option<&v1::No
     Ok(())
 }
 
-/// What is to be written: others' stay, and what is the agent's alone goes when it is not said any more.
+/// Changes to write: values of others stay. The agent's own values are removed when they are not
+/// set any longer.
 fn changes(
     old: &BTreeMap<String, String>,
     new: BTreeMap<String, String>,
@@ -185,14 +186,14 @@ fn changes(
         .collect()
 }
 
-/// Keeps the lease that tells the cluster that this node is there. Never returns.
+/// Keeps the lease that marks this node as alive. Never returns.
 pub async fn renew(client: Client, name: String) {
     let leases = Api::<Lease>::namespaced(client.clone(), LEASES);
     let nodes = Api::<Node>::all(client);
     loop {
         let wait = match renew_once(&leases, &nodes, &name).await {
             Ok(true) => RENEW,
-            // A new node: its lease is made once it is there.
+            // A new node: its lease is created once the node exists.
             Ok(false) => RETRY,
             Err(error) => {
                 tracing::warn!("lease of the node: {error}");

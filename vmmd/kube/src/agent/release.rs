@@ -83,8 +83,9 @@ impl Worker {
         }
     }
 
-    /// The VM of a pod, which the watch has not shown yet. A request to make it that had no answer is made again first: its answer says
-    /// that it will not be carried out later. Whether the VM is there now is asked afterwards, since that answer may be an old one.
+    /// Returns the VM of a pod that the watch has not shown yet. An unanswered creation request is
+    /// repeated first: after its answer, the request is not carried out later. The existence of the
+    /// VM is queried afterwards, since the answer may be an old one.
     pub async fn find(&self, pod: &Pod, uid: &str) -> Result<Option<v1::Vm>, Error> {
         let Some(name) = step::vm_name(pod) else {
             return Ok(None);

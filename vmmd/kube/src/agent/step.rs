@@ -1,4 +1,4 @@
-//! What the agent does next for a placeholder pod, or for a VM whose pod is not there: pure functions.
+//! Next step of the agent for a placeholder pod, or for a VM without its pod: pure functions.
 
 use std::time::Duration;
 
@@ -14,18 +14,18 @@ use crate::{
     sources::{self, Allowed, Sources},
 };
 
-/// How long vmmd may take beyond a guest's grace period, before the VM is taken away whatever it does.
+/// Time for vmmd beyond a guest's grace period, before the VM is removed in any case.
 const PATIENCE: SignedDuration = SignedDuration::from_secs(5);
 
 /// How long the controller may take to say what becomes of an evicted pod's VM.
 const DECISION: SignedDuration = SignedDuration::from_secs(20);
 
-/// What is to be done.
+/// Next step of the agent.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Step {
-    /// Nothing, until something changes.
+    /// No step, until something changes.
     Idle,
-    /// Nothing, until that time has passed or something changes.
+    /// No step, until that time has passed or something changes.
     Wait(Duration),
     /// Ask the API server whether the pod is the one that is to have the VM, and make and start it.
     Create,
@@ -43,13 +43,14 @@ pub enum Step {
     Leave,
     /// The VM was moved here, or is on its way: ask the API server whether it is the pod's.
     TakeOver,
-    /// Tell the API server.
+    /// Report the status to the API server.
     Report(Box<PodStatus>),
     /// Ask the API server whether the pod is gone; then stop the VM, and take it away.
     CheckPod,
 }
 
-/// Whether a pod is a placeholder, and not one that came to the node in another way. Whoever takes the label away makes it no other pod.
+/// Whether a pod is a placeholder, and not a pod that came to the node in another way. The removal
+/// of the label does not change this.
 pub fn is_placeholder(pod: &Pod) -> bool {
     let finalized = pod.finalizers().iter().any(|name| name == names::VM_GONE);
     finalized || pod.labels().contains_key(names::MACHINE_UID)
@@ -69,7 +70,8 @@ pub struct Place<'a> {
     pub host: &'a str,
 }
 
-/// For a pod that is bound to this node, and its VM. `deadline` is until when the guest of a pod that is being deleted has time, once that is known.
+/// Returns the step for a pod that is bound to this node, and its VM. `deadline` is the end of the
+/// guest's time when the pod is being deleted, once known.
 pub fn for_pod(
     pod: &Pod,
     vm: Option<&v1::Vm>,
@@ -80,14 +82,14 @@ pub fn for_pod(
     let host = place.host;
     let deleted = pod.metadata.deletion_timestamp.as_ref();
     if !is_placeholder(pod) && vm.is_none() {
-        // Nothing of it runs here.
+        // No part of it runs here.
         return if deleted.is_some() {
             Step::Release
         } else {
             foreign(pod, host, now)
         };
     }
-    // Until it is said what has become of the VM.
+    // Until the result for the VM is reported.
     let leaves = leaves_for(pod).is_some_and(|epoch| pod_status::migration(pod, epoch).is_none());
     if let Some(vm) = vm
         && is_incoming(vm, place.node)
@@ -107,7 +109,7 @@ pub fn for_pod(
         return if vm.is_some() { Step::Leave } else { Step::Missing };
     }
     if is_terminal(pod) {
-        // Nothing is to run for it any more, whoever has said that it has ended.
+        // No VM may run for it, regardless of the component that reported the end.
         return match vm {
             Some(vm) if has_process(vm) => Step::Stop(grace(pod)),
             _ => Step::Idle,
@@ -217,7 +219,7 @@ fn is_terminal(pod: &Pod) -> bool {
     matches!(phase, Some("Succeeded" | "Failed"))
 }
 
-/// Whether the API server was told of a VM of this pod.
+/// Whether the API server has a report about a VM of this pod.
 fn had_vm(pod: &Pod) -> bool {
     let containers = pod
         .status
@@ -257,9 +259,9 @@ fn is_unstarted(vm: &v1::Vm) -> bool {
 /// Whether a pod is the one that is to have the VM.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Admission {
-    /// It is: the VM, and what is to be filled in.
+    /// It is: the VM, and the sources to fill in.
     Admit(Box<v1::Vm>, Box<Sources>),
-    /// It is, and nobody but this agent can say whether the VM was moved away.
+    /// It is, and only this agent can report whether the VM was moved away.
     Moving,
     /// The VM is to be moved to it from this node.
     Await(String),
@@ -276,8 +278,8 @@ pub enum Admission {
     },
 }
 
-/// By what the VirtualMachine says that owns the pod; `None` when there is none, or one with another uid. `allowed` is what its VM may name of the
-/// node.
+/// Decides by the VirtualMachine that owns the pod; `None` when there is no such VirtualMachine, or
+/// one with another uid. `allowed` are the things of the node that its VM may name.
 pub fn admit(pod: &Pod, machine: Option<&VirtualMachine>, node: &str, allowed: &Allowed) -> Admission {
     let refuse = |reason, message: &str| Admission::Refuse {
         reason,
@@ -360,7 +362,7 @@ pub fn pod_path(pod: &Pod) -> String {
     format!("{}/{}", pod.namespace().unwrap_or_default(), pod.name_any())
 }
 
-/// A VM with what the agent knows it again by.
+/// Returns a VM with the marks by which the agent recognizes it.
 pub fn marked(mut vm: v1::Vm, pod: &Pod, node: &str) -> v1::Vm {
     let metadata = vm.metadata.get_or_insert_default();
     metadata.labels.extend(marks(pod, node));
@@ -375,7 +377,7 @@ pub fn marked(mut vm: v1::Vm, pod: &Pod, node: &str) -> v1::Vm {
     vm
 }
 
-/// What becomes of a VM whose pod is being deleted, or was told that its VM leaves.
+/// Fate of a VM whose pod is being deleted, or has the note that its VM leaves.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Departure {
     /// The guest is powered off until then.
@@ -416,8 +418,9 @@ pub fn departure(pod: &Pod, status: &VirtualMachineStatus, evicted: bool, now: T
     }
 }
 
-/// Until when the guest of a pod has time that was to be gone by `deletion`, when it is known from now on that the VM stays. As with a kubelet it has
-/// its whole grace period: neither what a migration took nor how long the agent was away is taken from it.
+/// Deadline for the guest of a pod that was to be gone by `deletion`, when it is known since `now`
+/// that the VM stays. As with a kubelet, the guest has its whole grace period: neither the time of
+/// a migration nor an absence of the agent counts.
 pub fn stop_deadline(pod: &Pod, deletion: Timestamp, now: Timestamp) -> Timestamp {
     let whole = now.checked_add(deletion_grace(pod)).unwrap_or(Timestamp::MAX);
     deletion.max(whole)

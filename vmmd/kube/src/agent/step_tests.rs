@@ -80,7 +80,7 @@ fn deleted(at: &str) -> impl FnOnce(&mut Value) {
 #[test]
 fn a_vm_is_made_once() {
     assert_eq!(look(&pod(|_| {}), None), Step::Create);
-    // The API server was told that there is one.
+    // The API server has a report about a VM.
     let told = pod(|pod| {
         pod["status"]["containerStatuses"] = json!([{
             "name": "vm", "image": "", "imageID": "", "ready": true, "restartCount": 0, "containerID": "vmmd://v",
@@ -155,7 +155,7 @@ fn the_guest_of_a_deleted_pod_is_not_asked_to_power_off_before_it_is_known_that_
         for_pod(&forced, Some(&running), PLACE, later, at(NOW)),
         Step::Remove
     );
-    // One that is to leave by request, until it is said what came of it.
+    // A pod whose VM is to leave by request, until the result is reported.
     let leaves = |said: &'static str| {
         pod(move |pod| {
             pod["metadata"]["annotations"][names::LEAVES] = "4".into();
@@ -396,7 +396,7 @@ fn no_other_pod_gets_it() {
             Box::new(|_| {}),
             Some("ManifestChanged"),
         ),
-        // Whoever may change pods reads no Secrets by that.
+        // The permission to change pods gives no access to Secrets.
         (
             Box::new(|pod| pod["metadata"]["annotations"][names::SOURCES] = "{}".into()),
             Box::new(|_| {}),
@@ -407,7 +407,7 @@ fn no_other_pod_gets_it() {
             Box::new(|_| {}),
             Some("NoEpoch"),
         ),
-        // The watch of the pod is ahead of what the API server said of the VirtualMachine.
+        // The watch of the pod is ahead of the API server's answer about the VirtualMachine.
         (
             Box::new(|pod| pod["metadata"]["labels"][names::EPOCH] = "5".into()),
             Box::new(|_| {}),

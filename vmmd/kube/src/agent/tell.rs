@@ -1,4 +1,4 @@
-//! Passes on what vmmd tells of VMs, as events of their pods.
+//! Forwards vmmd's events about VMs, as events of their pods.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ use crate::{
 /// How soon a vmmd that does not answer is asked again.
 const RETRY: Duration = Duration::from_secs(5);
 
-/// Goes on after the last event that was passed on. Never returns.
+/// Continues after the last forwarded event. Never returns.
 pub async fn run(daemon: Daemon, node: String, recorder: Recorder) {
     let mut cursor = String::new();
     loop {

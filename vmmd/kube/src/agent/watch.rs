@@ -21,7 +21,7 @@ use crate::{
 /// How soon a vmmd that does not answer is asked again.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// What the watches say.
+/// Message from the watches.
 #[derive(Debug)]
 pub enum News {
     /// All pods of the node.
@@ -40,7 +40,7 @@ pub enum News {
     VmmdAway,
 }
 
-/// Of the pods. Returns when nobody listens any more.
+/// Watches the pods. Returns when the receiver is closed.
 pub async fn pods(client: Client, node: String, news: Sender<News>) {
     let config = watching().fields(&format!("spec.nodeName={node}"));
     let mut events = pin!(watcher(Api::<Pod>::all(client), config).backoff(Watches::new()));
@@ -69,13 +69,14 @@ pub async fn pods(client: Client, node: String, news: Sender<News>) {
     }
 }
 
-/// Of the VMs. Returns when nobody listens any more. All are listed anew after each interruption: they are few.
+/// Watches the VMs. Returns when the receiver is closed. After each interruption all VMs are listed
+/// again, as they are few.
 pub async fn vms(daemon: Daemon, news: Sender<News>) {
     loop {
         if let Err(status) = watch_vms(&daemon, &news).await {
             tracing::warn!("watch of VMs: {}: {}", status.code(), status.message());
         }
-        // What changes until they are listed is not known.
+        // Changes before the next list are unknown.
         if news.send(News::VmmdAway).await.is_err() {
             return;
         }

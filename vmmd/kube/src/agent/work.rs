@@ -38,12 +38,12 @@ const NOT_YET: Duration = Duration::from_millis(500);
 const NO_OWNER: Duration = Duration::from_secs(5);
 /// How soon vmmd is asked again to make a VM whose name another one had.
 const TAKEN: Duration = Duration::from_secs(2);
-/// How soon it is tried again to write what was written over meanwhile.
+/// Wait before a write is retried that conflicted with another one.
 const CHANGED: Duration = Duration::from_secs(1);
-/// How soon it is looked again for what a VM lacks.
+/// Wait before the missing parts of a VM are checked again.
 const LACKS: Duration = Duration::from_secs(5);
 
-/// What is known after a step.
+/// Result of a step.
 #[derive(Debug)]
 pub enum After {
     /// A VM as vmmd described it last.
@@ -63,7 +63,7 @@ pub enum After {
 /// Why a step was not completed. It is tried again.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Of the API server.
+    /// Error of the API server.
     #[error("API server: {0}")]
     Api(#[from] kube::Error),
     /// Of vmmd.
@@ -77,7 +77,7 @@ impl From<Status> for Error {
     }
 }
 
-/// What steps are carried out with.
+/// Clients and settings for the steps.
 #[derive(Clone)]
 pub struct Worker {
     /// The API server.
@@ -90,7 +90,7 @@ pub struct Worker {
     pub host: String,
     /// Things of the node that VMs may name.
     pub allowed: Allowed,
-    /// Tells what happened to pods.
+    /// Publishes events of pods.
     pub recorder: Recorder,
     /// Requests to make VMs that had no answer yet, by the uids of their pods.
     pub unanswered: Arc<Mutex<HashMap<String, v1::CreateVmRequest>>>,
@@ -141,7 +141,7 @@ impl Worker {
 
     async fn report(&self, pod: &Pod, status: &PodStatus) -> Result<After, Error> {
         let mut status = serde_json::to_value(status).map_err(kube::Error::SerdeError)?;
-        // What is not said any more is to go.
+        // Absent fields are to be removed.
         if let Value::Object(fields) = &mut status {
             for name in ["reason", "message", "podIP", "podIPs"] {
                 fields.entry(name).or_insert(Value::Null);
@@ -151,8 +151,8 @@ impl Worker {
         self.patch_status(pod, patch).await
     }
 
-    /// Writes what a patch says of a pod's status. The patch names the pod's uid, and the version that was seen where nothing that others have
-    /// written may be lost.
+    /// Patches a pod's status. The patch names the pod's uid. It also names the version that was
+    /// seen where values written by others must not be lost.
     pub async fn patch_status(&self, pod: &Pod, patch: Value) -> Result<After, Error> {
         let parameters = PatchParams::default();
         match self
@@ -168,7 +168,7 @@ impl Worker {
         }
     }
 
-    /// See [`step::admit`]. The API server is asked, not what the agent remembers.
+    /// See [`step::admit`]. Reads the owner from the API server, not from the agent's memory.
     async fn create(&self, pod: &Pod) -> Result<After, Error> {
         let machine = match self.owner(pod).await? {
             Owner::Found(machine) => Some(*machine),
@@ -207,7 +207,7 @@ impl Worker {
         }
     }
 
-    /// Says what a VM waits for, once; it is looked for again and again.
+    /// Reports once why a VM waits. The check is repeated.
     async fn wait_for(&self, pod: &Pod, lacks: &[Lack]) -> Result<After, Error> {
         let reason = lacks.first().map_or("Waiting", |lack| lack.reason);
         let messages: Vec<_> = lacks.iter().map(|lack| lack.message.as_str()).collect();
@@ -281,8 +281,9 @@ impl Worker {
         }
     }
 
-    /// Id of the request to make a VM, which is the next one once nothing can come of the one before. An agent that begins anew has them refused in the
-    /// same order, so that it comes to the one that has made the VM, if any.
+    /// Id of the request to create a VM. The next id is used once the previous request cannot take
+    /// effect any longer. A restarted agent has the requests refused in the same order, and so
+    /// comes to the request that has created the VM, if any.
     fn creation_id(&self, uid: &str) -> String {
         match self.spent().get(uid) {
             None => format!("kube-create-{uid}"),
@@ -317,7 +318,7 @@ impl Worker {
         self.spent.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Of a pod that has its VM, or is gone.
+    /// Forgets the requests of a pod that has its VM, or is gone.
     pub fn forget(&self, uid: &str) {
         self.unanswered().remove(uid);
         self.spent().remove(uid);
@@ -378,7 +379,7 @@ impl Worker {
         self.report(pod, &status).await
     }
 
-    /// An event that can't be told is no reason to stop.
+    /// Publishes an event. A failure does not stop the work.
     pub async fn tell(&self, pod: Option<&Pod>, type_: EventType, reason: &str, note: &str) {
         let Some(pod) = pod else { return };
         let event = Event {
@@ -407,7 +408,7 @@ pub fn name(vm: &v1::Vm) -> String {
         .unwrap_or_default()
 }
 
-/// Of the very VM that was seen, not of one that has its name by now.
+/// Preconditions for exactly the VM that was seen, not for a later VM with the same name.
 pub fn same(vm: &v1::Vm) -> v1::Preconditions {
     v1::Preconditions {
         uid: vm

@@ -1,9 +1,11 @@
-//! What the controller does next for a VirtualMachine: a pure function of what the API server says.
+//! Next action of the controller for a VirtualMachine: a pure function of the API server's state.
 //!
-//! One VM never runs twice. A run is a number (the epoch), a pod of that number, and the pod's uid; all three are in the status, which is only
-//! written over the version that was read. The next run begins when the API server says that the pod is not there. It says so only after the
-//! agent of the pod's node has taken the finalizer away, which it does when the VM is gone. An agent starts a VM only for the pod whose uid
-//! the status names: of a controller that was overtaken, a late pod never becomes a VM. While a VM is moved there is a second pod, see
+//! One VM never runs twice. A run is a number (the epoch), a pod of that number, and the pod's uid.
+//! All three are in the status, which is only written over the version that was read. The next run
+//! begins when the API server reports that the pod does not exist. This happens only after the
+//! agent of the pod's node has removed the finalizer, which the agent does when the VM is gone. An
+//! agent starts a VM only for the pod whose uid the status names: a late pod of an outdated
+//! controller never becomes a VM. During a migration there is a second pod, see
 //! [`super::migration`]: then both have to be gone.
 
 use jiff::{SignedDuration, Timestamp};
@@ -27,7 +29,7 @@ const LONGEST_WAIT: SignedDuration = SignedDuration::from_secs(300);
 /// How soon it is looked again whether the name of a run's pod is free.
 const NAME_TAKEN: SignedDuration = SignedDuration::from_secs(10);
 
-/// What is known of a VirtualMachine.
+/// Known state of a VirtualMachine.
 pub struct Seen<'a> {
     /// It.
     pub machine: &'a VirtualMachine,
@@ -45,7 +47,7 @@ pub struct Seen<'a> {
     pub now: Timestamp,
 }
 
-/// What is to be done. Everything is looked at anew afterwards.
+/// Next action. The state is read again afterwards.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Act {
     /// Note that the pod must be gone before the VirtualMachine is.
@@ -67,7 +69,7 @@ pub enum Act {
         /// That node's processor.
         cpu_model: Option<String>,
     },
-    /// Tell the agent of this pod's node to move the VM.
+    /// Notify the agent of this pod's node to move the VM.
     Wake {
         /// The pod's name.
         pod: String,

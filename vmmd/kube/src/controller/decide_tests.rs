@@ -130,7 +130,7 @@ fn the_run_policy_says_what_follows_an_end() {
             if again { deletes("p-3") } else { Act::Idle },
             "{policy} {reason:?}"
         );
-        // Nothing begins as long as the pod is there.
+        // No run begins as long as the pod exists.
         assert_eq!(machine.status.as_ref().unwrap().epoch, 3);
         let (machine, _) = settle(machine, None, None);
         assert_eq!(
@@ -364,7 +364,7 @@ fn a_pod_of_somebody_else_with_the_name_of_the_run_is_told_and_waited_for() {
     assert!(message.contains("web-3"), "{message}");
     let (machine, act) = settle(machine, Some(&other), None);
     assert!(matches!(act, Act::Wait(_)), "{act:?}");
-    // It is told once.
+    // It is reported once.
     let now = machine.status.clone().unwrap();
     assert_eq!(status::news(&status, &now), []);
     // When it is gone, the run begins, under the same number.

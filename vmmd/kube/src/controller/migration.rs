@@ -1,21 +1,24 @@
-//! What the controller does for a migration: pure functions, as [`super::decide`].
+//! Next action of the controller for a migration: pure functions, as [`super::decide`].
 //!
 //! ```text
 //!              eviction, annotation
 //!   (none) ──────────────────────────▶ Placing ──second pod waits for the VM──▶ Moving ──an agent: moved──▶ Succeeded
-//!      │  it can't be moved               │  nothing fits, a pod goes, ...        │  source's agent: it stays
+//!      │  it cannot be moved              │  nothing fits, a pod goes, ...        │  source's agent: it stays
 //!      └──────────────▶ Failed ◀──────────┴───────────────────────────────────────┘
 //! ```
 //!
-//! The migration is in the status, beside the run, and written with it over the version that was read. So which pod has the VM changes in
-//! one step. In `Placing` nobody has moved anything, and the controller may give the migration up. From `Moving` on it may not:
-//! the agent of the VM's node may have asked vmmd to move it, at any time. What has become of the VM is then said
+//! The migration is in the status, beside the run, and written with it over the version that was
+//! read. So the pod that has the VM changes in one step. In `Placing` no agent has moved anything,
+//! and the controller may give the migration up. From `Moving` on it may not: the agent of the VM's
+//! node may have asked vmmd to move the VM, at any time. One of these then reports the result:
 //!
-//! - by that agent, once vmmd says that the VM is gone, or that it stays, after the request can't be carried out any more;
-//! - by the other node's agent, once the VM runs there: vmmd lets no VM run on two nodes;
-//! - by the source's pod being gone, which only its agent, or somebody who knows that the node is off, lets go.
+//! - that agent, once vmmd reports that the VM is gone, or that it stays, after the request cannot
+//!   be carried out any longer;
+//! - the other node's agent, once the VM runs there: vmmd lets no VM run on two nodes;
+//! - the removal of the source's pod, by its agent, or by an operator with the knowledge that the
+//!   node is off.
 //!
-//! A pod of a migration is not released by its agent as long as the status names it.
+//! An agent does not release a pod of a migration as long as the status names the pod.
 
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::{Node, Pod, PodCondition};
@@ -36,11 +39,12 @@ const PLACING: SignedDuration = SignedDuration::from_secs(120);
 /// How long the scheduler may find no node for it.
 const UNSCHEDULABLE: SignedDuration = SignedDuration::from_secs(20);
 
-/// How long a migration may take by itself, in seconds.
+/// Default time limit of a migration, in seconds.
 const TIMEOUT: i64 = 600;
 
-/// Whether a pod that is being deleted is so in order to empty its node: by the Eviction API, where Kubernetes says that (1.26), or
-/// since the node is cordoned, as `kubectl drain` does first. Who gives the guest no time wants no migration.
+/// Whether a pod is being deleted in order to empty its node. This is so after a call of the
+/// Eviction API, where Kubernetes reports it (1.26), and on a cordoned node, as `kubectl drain`
+/// cordons first. A deletion without time for the guest wants no migration.
 pub fn is_evicted(pod: &Pod, node: Option<&Node>) -> bool {
     let metadata = &pod.metadata;
     if metadata.deletion_timestamp.is_none() || metadata.deletion_grace_period_seconds == Some(0) {
@@ -59,8 +63,8 @@ fn condition<'a>(pod: &'a Pod, kind: &str) -> Option<&'a PodCondition> {
     conditions.iter().find(|one| one.type_ == kind)
 }
 
-/// The next thing to do for the migration that is under way, or that is to begin; `None` when there is none. `run` is the pod of the last
-/// run, as long as that is there.
+/// Next action for the migration that is under way, or that is to begin; `None` without a
+/// migration. `run` is the pod of the last run, as long as it exists.
 pub fn next(
     seen: &Seen<'_>,
     old: &VirtualMachineStatus,

@@ -89,7 +89,7 @@ fn node(name: &str, cordoned: bool) -> Node {
     serde_json::from_value(value).unwrap()
 }
 
-/// What is to be done `seconds` later.
+/// Next action `seconds` later.
 fn look(machine: &VirtualMachine, source: Option<&Pod>, target: Option<&Pod>, seconds: i64) -> Option<Act> {
     let (from, to) = (node("n1", true), node("n2", false));
     let seen = Seen {
@@ -200,7 +200,7 @@ fn the_number_is_spent_before_the_second_pod_is_made_and_the_run_keeps_its_own()
     let (machine, act) = settle(machine, Some(&going), Some(&made), 1);
     assert!(matches!(act, Some(Act::Wait(_))), "{act:?}");
     assert_eq!(machine.status.as_ref().unwrap().phase, "Migrating");
-    // The node of the second pod waits for the VM, and the agent of the first one is told.
+    // The node of the second pod waits for the VM, and the agent of the first pod is notified.
     let waits = target(&machine, awaiting);
     let (machine, act) = settle(machine, Some(&going), Some(&waits), 2);
     let wake = Act::Wake {

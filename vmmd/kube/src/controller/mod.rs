@@ -1,7 +1,9 @@
-//! The controller: one placeholder pod for each run of a VirtualMachine, and the status of each.
+//! The controller: one placeholder pod for each run of a VirtualMachine, and the status of each
+//! VirtualMachine.
 //!
-//! It reads, asks [`decide`] what to do, does that one thing, and reads again. Of several controllers one works: the one that has the
-//! [`crate::leader`] lease. Two that both believe so do no harm, see [`decide`].
+//! It reads, asks [`decide`] for the next action, carries out this one action, and reads again.
+//! Only one of several controllers works: the holder of the [`crate::leader`] lease. Two
+//! controllers that both believe to be the holder do no harm, see [`decide`].
 
 mod decide;
 mod migration;
@@ -119,8 +121,8 @@ pub async fn run(clients: Clients, settings: Settings) {
     orphans.abort();
 }
 
-/// Pods as they change. When they are listed anew, which is told to `listed`, nothing is said of those that were deleted since they were watched:
-/// all VirtualMachines have to be looked at.
+/// Changes of pods. A new list of the pods, signalled to `listed`, does not report pods that were
+/// deleted since the last watch: all VirtualMachines have to be checked.
 fn watched(
     pods: Api<Pod>,
     listed: mpsc::UnboundedSender<()>,
@@ -128,14 +130,15 @@ fn watched(
     watcher(pods, watching().labels(names::MACHINE_UID))
         .inspect(move |event| {
             if matches!(event, Ok(watcher::Event::InitDone)) {
-                // Nobody listens only when the controller ends.
+                // The receiver is closed only when the controller ends.
                 let _ = listed.unbounded_send(());
             }
         })
         .touched_objects()
 }
 
-/// The VirtualMachines whose status depends on a node. What a node says every minute makes no work where nothing is on it.
+/// The VirtualMachines whose status depends on a node. The node's periodic reports cause no work
+/// without VMs on the node.
 fn on_node(store: &Store<VirtualMachine>, node: &Node) -> Vec<ObjectRef<VirtualMachine>> {
     let conditions = node.status.as_ref().and_then(|status| status.conditions.as_ref());
     let lost = conditions
@@ -158,7 +161,7 @@ fn on_node(store: &Store<VirtualMachine>, node: &Node) -> Vec<ObjectRef<VirtualM
 #[allow(clippy::needless_pass_by_value, reason = "the form that Controller wants")]
 fn on_error(machine: Arc<VirtualMachine>, error: &Error, _: Arc<Context>) -> Action {
     match error {
-        // Somebody else has written, or it is gone: what is true now comes by the watch.
+        // Another client has written, or it is gone: the present state arrives by the watch.
         Error::Api(kube::Error::Api(status)) if status.is_conflict() || status.is_not_found() => {
             Action::requeue(Duration::from_secs(1))
         }
@@ -182,7 +185,7 @@ async fn reconcile(machine: Arc<VirtualMachine>, context: Arc<Context>) -> Resul
         let source = migration.map(|migration| migration.source_pod.as_str());
         let pod = find(&pods, run).await?;
         let node = node_of(&nodes, pod.as_ref()).await?;
-        // Of a migration that is over, all is known that there will be, but for a pod that it may have left over.
+        // All about a finished migration is known, except a pod that it may have left over.
         let (target, source) = match migration.map(|migration| migration.phase) {
             None => (None, None),
             Some(MigrationPhase::Succeeded) => (None, find(&pods, source).await?),
@@ -412,7 +415,7 @@ impl Context {
         }
     }
 
-    /// An event that can't be told is no reason to stop.
+    /// Publishes an event. A failure does not stop the work.
     async fn tell(&self, machine: &VirtualMachine, type_: EventType, reason: &str, note: &str) {
         use kube::Resource as _;
         let event = Event {

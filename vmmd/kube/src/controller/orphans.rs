@@ -1,7 +1,9 @@
-//! Placeholder pods that no reconciliation looks at.
+//! Placeholder pods outside of all reconciliations.
 //!
-//! - Those that were deleted before they were bound: no node has anything of them, and no agent will ever take their finalizer away.
-//! - Those of an earlier run, which a controller that was overtaken has made late: no agent runs them, and nobody else deletes them.
+//! - Pods that were deleted before they were bound: no node has any part of them, and no agent will
+//!   ever remove their finalizer.
+//! - Pods of an earlier run that an outdated controller has created late: no agent runs them, and
+//!   no other component deletes them.
 
 use std::{collections::BTreeMap, pin::pin, time::Duration};
 
@@ -103,8 +105,9 @@ fn owner(pod: &Pod) -> Option<&OwnerReference> {
     pod.owner_references().iter().find(kind)
 }
 
-/// Whether a pod is of a run that is over. Nothing follows from a VirtualMachine that is not found: an API server says that of all for a
-/// moment after its start, and the pods of one that is gone are deleted by the garbage collector.
+/// Whether a pod belongs to a run that is over. A missing VirtualMachine proves nothing: an API
+/// server reports all as missing for a moment after its start, and the garbage collector deletes
+/// the pods of a removed one.
 fn is_stale(pod: &Pod, owner: &OwnerReference, machine: Option<&VirtualMachine>) -> bool {
     let Some(machine) = machine else { return false };
     if machine.metadata.uid.as_ref() != Some(&owner.uid) {

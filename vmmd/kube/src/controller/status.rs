@@ -1,4 +1,4 @@
-//! What the status of a VirtualMachine says, from its pod and the pod's node.
+//! Status of a VirtualMachine, from its pod and the pod's node.
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Node, Pod, PodCondition};
@@ -134,7 +134,7 @@ fn with(mut status: VirtualMachineStatus, new: Condition) -> VirtualMachineStatu
     status
 }
 
-/// What of a new status is worth an event: type, reason and message.
+/// Events for a new status: type, reason and message.
 pub fn news(old: &VirtualMachineStatus, new: &VirtualMachineStatus) -> Vec<(EventType, String, String)> {
     let news = new.conditions.iter().filter(|condition| {
         let wrong =

@@ -1,6 +1,8 @@
-//! `kubectl attach` and `kubectl exec -it POD -- console`: a terminal at a console of the VM, over the streams of `v4.channel.k8s.io`.
+//! `kubectl attach` and `kubectl exec -it POD -- console`: a terminal at a console of the VM, over
+//! the streams of `v4.channel.k8s.io`.
 //!
-//! What is typed goes to the guest as it is, but for ^] which leaves, as with `vmmctl console`. When the input ends, output goes on.
+//! Input goes to the guest unchanged, except ^], which leaves, as with `vmmctl console`. When the
+//! input ends, output continues.
 
 use std::{pin::pin, time::Duration};
 
@@ -14,7 +16,7 @@ use tonic::Streaming;
 use super::spdy::{Acceptor, Closed, Input, Output};
 use crate::daemon::{CALL, Daemon, within};
 
-/// What the streams are.
+/// Protocol of the streams.
 pub const PROTOCOL: &str = "v4.channel.k8s.io";
 /// ^]
 const LEAVE: u8 = 0x1d;
@@ -24,13 +26,13 @@ const CHUNK: usize = 4096;
 const QUEUE: usize = 8;
 /// How long the client may take to open its streams.
 const STREAMS: Duration = Duration::from_secs(30);
-/// How long output goes on at most after ^], so that what was typed before it reaches the guest. vmmd ends the console as soon as it has
-/// passed that on.
+/// Time limit for output after ^], so that earlier input reaches the guest. vmmd ends the console
+/// as soon as it has passed this input on.
 const FAREWELL: Duration = Duration::from_secs(5);
 /// Bytes of a message about the terminal's size at most; it has about 30.
 const MAX_SIZE: usize = 256;
 
-/// What a client asks for.
+/// Options of a client's request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Options {
     stdin: bool,
@@ -38,16 +40,16 @@ pub struct Options {
     stderr: bool,
     tty: bool,
     hvc: bool,
-    /// What was printed before comes first.
+    /// Earlier output comes first.
     replay: bool,
 }
 
 impl Options {
-    /// Of the query of `attach`, which shows what is printed from then on, as with a container.
+    /// Parses the query of `attach`, which shows new output only, as with a container.
     ///
     /// # Errors
     ///
-    /// What is missing.
+    /// Returns the missing option.
     pub fn attach(query: &str) -> Result<Self, String> {
         let has = |key: &str| pairs(query).any(|pair| pair == (key, "1") || pair == (key, "true"));
         let tty = has("tty");
@@ -65,11 +67,11 @@ impl Options {
         Ok(options)
     }
 
-    /// Of the query of `exec`.
+    /// Parses the query of `exec`.
     ///
     /// # Errors
     ///
-    /// That the command is none of those there are.
+    /// Fails for an unknown command.
     pub fn exec(query: &str) -> Result<Self, String> {
         let options = Self::attach(query)?;
         let command = pairs(query).filter(|(key, _)| *key == "command");
@@ -115,14 +117,14 @@ fn pairs(query: &str) -> impl Iterator<Item = (&str, &str)> {
     query.split('&').filter_map(|pair| pair.split_once('='))
 }
 
-/// What a client sends.
+/// Streams from a client.
 #[derive(Default)]
 struct Inputs {
     stdin: Option<Input>,
     resize: Option<Input>,
 }
 
-/// What a client is sent.
+/// Streams to a client.
 #[derive(Default)]
 struct Outputs {
     error: Option<Output>,
@@ -181,7 +183,7 @@ impl Outputs {
         }
     }
 
-    /// What is not the guest's, for people.
+    /// Shows the user a notice that is not output of the guest.
     async fn notice(&self, options: Options, text: &str) -> Result<(), Closed> {
         let place = match &self.stderr {
             None if options.tty => &self.stdout,
@@ -209,7 +211,7 @@ impl Outputs {
     }
 }
 
-/// What the error stream ends with.
+/// Final message on the error stream.
 fn status(problem: Option<&str>) -> Value {
     match problem {
         None => json!({"metadata": {}, "status": "Success"}),
@@ -263,7 +265,7 @@ impl Console {
 /// How a console ended: well, or with what vmmd says; or the session did.
 type Outcome = Result<Result<(), String>, Closed>;
 
-/// Passes on what is typed and printed, until the client leaves or the console ends.
+/// Passes on input and output, until the client leaves or the console ends.
 async fn pass(console: Console, options: Options, inputs: Inputs, outputs: &Outputs) -> Outcome {
     let Console { requests, answers } = console;
     let mut printing = pin!(print(answers, options, outputs));
@@ -271,7 +273,7 @@ async fn pass(console: Console, options: Options, inputs: Inputs, outputs: &Outp
         outcome = &mut printing => return outcome,
         () = pass_input(inputs, requests) => {}
     }
-    // What was typed before ^] is to reach the guest. How the console ends now does not matter.
+    // Input before ^] must reach the guest. The kind of the console's end does not matter here.
     match timeout(FAREWELL, printing).await {
         Ok(Err(Closed)) => Err(Closed),
         _ => Ok(Ok(())),
@@ -311,7 +313,7 @@ async fn print(mut answers: Streaming<v1::ConsoleResponse>, options: Options, ou
     }
 }
 
-/// Passes on what is typed and the size of the terminal. Returns when the client leaves with ^].
+/// Passes on input and the size of the terminal. Returns when the client leaves with ^].
 async fn pass_input(inputs: Inputs, requests: mpsc::Sender<v1::ConsoleRequest>) {
     let Inputs { stdin, resize } = inputs;
     let left = async {
@@ -347,7 +349,7 @@ async fn pass_input(inputs: Inputs, requests: mpsc::Sender<v1::ConsoleRequest>) 
     }
 }
 
-/// That nobody takes it is seen where answers are read.
+/// Sends a request. A closed receiver shows up where answers are read.
 async fn send(requests: &mpsc::Sender<v1::ConsoleRequest>, message: console_request::Message) {
     let request = v1::ConsoleRequest {
         message: Some(message),
@@ -355,7 +357,7 @@ async fn send(requests: &mpsc::Sender<v1::ConsoleRequest>, message: console_requ
     let _ = requests.send(request).await;
 }
 
-/// Sizes of a terminal, one JSON object a line. What is none is passed over.
+/// Sizes of a terminal, one JSON object per line. Invalid lines are ignored.
 #[derive(Default)]
 struct Sizes {
     line: Vec<u8>,

@@ -1,5 +1,6 @@
-//! TLS with certificates on both sides. The agent's own is made when it starts and signed by itself: an API server that is to know it
-//! by a CA is given none yet, and one without `--kubelet-certificate-authority` does not ask.
+//! TLS with certificates on both sides. The agent creates its own self-signed certificate at its
+//! start. An API server that verifies it by a CA does not accept it yet; an API server without
+//! `--kubelet-certificate-authority` does not verify it.
 
 use std::{
     io::{self, IoSlice},
@@ -33,12 +34,13 @@ const HANDSHAKE: Duration = Duration::from_secs(10);
 const ASK: Duration = Duration::from_secs(60);
 /// Handshakes that are done and not served yet.
 const READY: usize = 16;
-/// Handshakes at the same time: anybody can begin one. Who comes later waits to be accepted.
+/// Limit on simultaneous handshakes, as any client can begin one. Later clients wait to be
+/// accepted.
 const HANDSHAKES: usize = 32;
 /// Connections at the same time. The unit has a limit of descriptors that is higher.
 const CONNECTIONS: usize = 512;
 
-/// Who calls, by the subject of its certificate.
+/// Caller, by the subject of its certificate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Peer {
     /// The common name.
@@ -47,7 +49,7 @@ pub struct Peer {
     pub groups: Vec<String>,
 }
 
-/// A connection, with its place among those that there may be.
+/// A connection, with its place within the limit.
 pub struct Connection {
     stream: TlsStream<TcpStream>,
     _place: OwnedSemaphorePermit,
@@ -60,11 +62,12 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// On this address, for clients whose certificate is of a CA in `client_ca`. `names` are the addresses and names in the agent's own.
+    /// Listens on this address, for clients with a certificate of a CA in `client_ca`. `names` are
+    /// the addresses and names in the agent's own certificate.
     ///
     /// # Errors
     ///
-    /// That the address or the file can't be used.
+    /// Fails for an unusable address or file.
     pub async fn bind(address: SocketAddr, client_ca: &Path, names: &[String]) -> anyhow::Result<Self> {
         let acceptor = TlsAcceptor::from(Arc::new(config(client_ca, names)?));
         let listener = TcpListener::bind(address).await?;
@@ -130,7 +133,7 @@ fn config(client_ca: &Path, names: &[String]) -> anyhow::Result<ServerConfig> {
         .with_single_cert(vec![own.cert.der().clone()], key)?)
 }
 
-/// `None` when the certificate names nobody.
+/// Returns the peer; `None` when the certificate names no user.
 fn peer(certificate: &CertificateDer<'_>) -> Option<Peer> {
     let (_, certificate) = X509Certificate::from_der(certificate).ok()?;
     let subject = certificate.subject();

@@ -10,12 +10,13 @@ use crate::daemon::Daemon;
 
 type Bytes = Pin<Box<dyn Stream<Item = Result<Vec<u8>, Status>> + Send>>;
 
-/// What is asked for. `sinceTime`, `sinceSeconds` and `timestamps` are ignored: what a guest prints has no times.
+/// Options of a request for logs. `sinceTime`, `sinceSeconds` and `timestamps` are ignored: a
+/// guest's output has no times.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Options {
-    /// Go on with what is printed from now on.
+    /// Continue with new output.
     pub follow: bool,
-    /// Of the run before the last one.
+    /// Log of the run before the last one.
     pub previous: bool,
     /// Only so many lines of what there is already.
     pub tail_lines: Option<usize>,
@@ -90,7 +91,8 @@ async fn log(daemon: &Daemon, name: String, options: Options) -> Result<Bytes, S
     Ok(Box::pin(stream::iter([Ok(end)])))
 }
 
-/// What was printed is replayed before what is printed: nothing is missed between the two.
+/// Output of the console. The replay comes before new output, so that no output is missed between
+/// the two.
 async fn console(daemon: &Daemon, name: String, lines: Option<usize>) -> Result<Bytes, Status> {
     let open = v1::ConsoleOpen {
         name,

@@ -1,8 +1,9 @@
-//! The kubelet's API, as far as the API server asks a node for it: the serial log of a VM as the log of its pod's container, its consoles as
-//! what is attached to, and its ports.
+//! The kubelet's API, as far as the API server uses it of a node: the serial log of a VM as the log
+//! of its pod's container, its consoles for `attach`, and its ports.
 //!
-//! Over TLS, only for clients with a certificate of the cluster's CA, and only for what the API server says that they may do
-//! (SubjectAccessReview), as a kubelet with `--authorization-mode=Webhook` does.
+//! The API uses TLS, and accepts only clients with a certificate of the cluster's CA. Clients may
+//! do only what SubjectAccessReview of the API server permits, as with a kubelet with
+//! `--authorization-mode=Webhook`.
 
 mod attach;
 mod listener;
@@ -41,7 +42,7 @@ use self::{
 };
 use crate::{daemon::Daemon, metrics, names};
 
-/// What requests are answered with.
+/// State for the answers to requests.
 #[derive(Clone)]
 struct Context {
     client: Client,
@@ -50,11 +51,11 @@ struct Context {
     sessions: Sessions,
 }
 
-/// Serves the API as long as the process lives.
+/// Serves the API for the lifetime of the process.
 ///
 /// # Errors
 ///
-/// That the port or the CA can't be used.
+/// Fails for an unusable port or CA.
 pub async fn serve(
     client: Client,
     daemon: Daemon,

@@ -17,9 +17,9 @@ use tonic::Streaming;
 use super::spdy::{Acceptor, Closed, Input, Output, Stream};
 use crate::daemon::{CALL, Daemon, within};
 
-/// What the streams are.
+/// Protocol of the streams.
 pub const PROTOCOL: &str = "portforward.k8s.io";
-/// Connections of a session at the same time, with those that lack a stream.
+/// Limit on simultaneous connections of a session, including connections that lack a stream.
 const MAX_PAIRS: usize = 100;
 /// How long the second stream of a connection may take.
 const STREAMS: Duration = Duration::from_secs(30);
@@ -33,7 +33,7 @@ enum Kind {
     Error,
 }
 
-/// What a stream's headers say.
+/// Headers of a stream.
 #[derive(Debug, PartialEq, Eq)]
 struct Headers {
     kind: Kind,
@@ -156,7 +156,7 @@ async fn forward(
                 break;
             }
         }
-        // The guest is told that no more comes. What it sends goes on.
+        // The guest receives the end of the input. Its own data continues.
         drop(requests);
         std::future::pending::<()>().await;
     };

@@ -17,11 +17,11 @@ use tokio::{
 
 use super::refusal;
 
-/// What is spoken on the connection.
+/// Protocol on the connection.
 const SPDY: &str = "SPDY/3.1";
-/// What the streams are for: the client's list, of which the server chooses one.
+/// Header for the protocol of the streams: the client's list, of which the server chooses one.
 const PROTOCOL: HeaderName = HeaderName::from_static("x-stream-protocol-version");
-/// What the server would have chosen from.
+/// Header for the protocols that the server accepts.
 const ACCEPTED: HeaderName = HeaderName::from_static("x-accepted-stream-protocol-versions");
 /// Sessions at the same time.
 const SESSIONS: usize = 128;

@@ -11,11 +11,12 @@ use super::gather;
 /// Of OpenMetrics 1.0.
 const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// Tells the figures on this address as long as the process lives; never returns without one.
+/// Serves the metrics on this address for the lifetime of the process; without an address, never
+/// returns.
 ///
 /// # Errors
 ///
-/// That the address can't be used.
+/// Fails for an unusable address.
 pub async fn serve(address: Option<SocketAddr>) -> anyhow::Result<()> {
     let Some(address) = address else {
         return std::future::pending().await;

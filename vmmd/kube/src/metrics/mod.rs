@@ -1,4 +1,5 @@
-//! Figures for Prometheus, on a listener of their own (`--metrics`). What they are is in docs/src/metrics.md, which a test holds to.
+//! Metrics for Prometheus, on a listener of their own (`--metrics`). They are listed in
+//! docs/src/metrics.md, and a test checks the list.
 
 mod listener;
 mod process;
@@ -22,7 +23,7 @@ type Labels = Vec<(&'static str, String)>;
 pub type Phases = BTreeMap<String, i64>;
 type Source = Box<dyn Fn() -> Phases + Send>;
 
-/// What the process counts for its whole life.
+/// Counters for the lifetime of the process.
 static FIGURES: LazyLock<Figures> = LazyLock::new(Figures::default);
 
 #[derive(Default)]

@@ -35,7 +35,7 @@ pub struct Inner {
     pub requests: Arc<Mutex<Vec<String>>>,
     /// Why no pod may be made.
     pub quota: Arc<Mutex<Option<String>>>,
-    /// A resource that nobody may read.
+    /// A resource without read permission.
     pub forbidden: Arc<Mutex<String>>,
     trap: Trap,
 }
@@ -90,7 +90,7 @@ impl Api {
         }
     }
 
-    /// Listens again, with what it has.
+    /// Listens again, with the existing objects.
     pub fn resume(&mut self) {
         self.stop();
         self.runtime = Some(serve(&self.inner, self.address).0);
@@ -237,7 +237,7 @@ fn list(inner: &Inner, key: &Key, query: &BTreeMap<String, String>) -> Response 
     reply(200, list.to_string())
 }
 
-/// What has happened since the version that is named, and then each thing as it happens.
+/// Changes since the version that is named, and then each change as it happens.
 fn watch_from(inner: &Inner, of: Key, query: BTreeMap<String, String>) -> Response {
     let since: u64 = query
         .get("resourceVersion")

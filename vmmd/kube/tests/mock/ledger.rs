@@ -1,4 +1,4 @@
-//! What runs on all nodes of a test: of one machine there must never be two.
+//! Machines that run on all nodes of a test: one machine must never run twice.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

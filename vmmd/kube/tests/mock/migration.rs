@@ -16,7 +16,7 @@ use tonic_types::{ErrorDetails, StatusExt as _};
 
 use super::vmmd::{State, lock, move_id};
 
-/// How far a migration goes before the test lets it go on.
+/// Point at which a migration waits for the test.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Hold {
     #[default]
@@ -27,7 +27,7 @@ pub enum Hold {
     Given,
 }
 
-/// What a vmmd knows of migrations.
+/// A vmmd's state of migrations.
 #[derive(Clone, Default)]
 pub struct Moves {
     /// VMs about which only a migration may decide.
@@ -38,7 +38,7 @@ pub struct Moves {
     pub up: Arc<AtomicBool>,
     pub lives: Arc<AtomicU32>,
     pub hold: Arc<Mutex<Hold>>,
-    /// What a migration is refused with.
+    /// Refusal of a migration.
     pub refusal: Arc<Mutex<Option<Status>>>,
     /// How a migration fails after its beginning.
     pub failure: Arc<Mutex<Option<String>>>,
@@ -179,7 +179,7 @@ impl State {
             let held = *lock(&self.moves.hold) == Hold::Offered;
             failure.is_some() || !held && Instant::now() >= sent
         });
-        // Nobody else may end it in this moment.
+        // Under the lock, no other call can end it at this moment.
         let given = failure.is_none() && {
             let mut vms = lock(&self.vms);
             let vm = vms.get_mut(name);
@@ -222,7 +222,7 @@ impl State {
         Some(lock(&self.vms).get(name)?.status.as_ref()?.phase())
     }
 
-    /// Keeps the VM of another node, which nobody can start.
+    /// Keeps the VM of another node, which cannot be started here.
     fn offered(&self, source: &State, name: &str) -> bool {
         let Some(mut vm) = lock(&source.vms).get(name).cloned() else {
             return false;
@@ -241,7 +241,7 @@ impl State {
         true
     }
 
-    /// Nothing of the VM stays.
+    /// Removes the VM completely.
     fn forget(&self, name: &str) {
         let gone = lock(&self.vms).remove(name);
         lock(&self.moves.under_way).remove(name);

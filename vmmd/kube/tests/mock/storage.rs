@@ -1,4 +1,4 @@
-//! Disks and images of the mock: made at once, but for images, which are there when the test says so.
+//! Disks and images of the mock: disks exist at once, images when the test says so.
 
 use std::{
     collections::BTreeMap,
@@ -26,7 +26,7 @@ struct Kept {
     disks: BTreeMap<String, v1::Disk>,
     images: BTreeMap<String, v1::Image>,
     operations: BTreeMap<String, v1::Operation>,
-    /// What making a disk is refused with.
+    /// Refusal for the creation of a disk.
     refusal: Option<Status>,
     /// Names of the disks of VMs, by VM.
     used: BTreeMap<String, Vec<String>>,

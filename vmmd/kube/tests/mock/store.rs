@@ -1,4 +1,5 @@
-//! What an API server keeps, with the rules of its that the agent and the controller depend on: versions, uids, finalizers, grace periods.
+//! Objects of an API server, with the rules that the agent and the controller depend on: versions,
+//! uids, finalizers, grace periods.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -24,7 +25,7 @@ const INVALID: Refusal = (422, "Invalid");
 pub struct Store {
     objects: BTreeMap<Key, Value>,
     version: u64,
-    /// Version, type of the event, what it is about.
+    /// Version, type of the event, key and object.
     pub log: Vec<(u64, &'static str, Key, Value)>,
     /// By resource, the version up to which the log is gone.
     forgotten: BTreeMap<String, u64>,
@@ -42,7 +43,7 @@ impl Store {
         self.version
     }
 
-    /// What has happened to a resource is not told any more, as after a compaction.
+    /// Forgets the history of a resource, as after a compaction.
     pub fn forget(&mut self, resource: &str) {
         self.log.retain(|(_, _, key, _)| key.resource != resource);
         self.forgotten.insert(resource.to_owned(), self.version);
@@ -135,7 +136,7 @@ impl Store {
         let mut object = self.get(key)?;
         check(&object, &patch["metadata"])?;
         merge(&mut object, patch);
-        // As the real one writes it for a container that has none.
+        // As the real API server writes it for a container without a last state.
         let containers = object.pointer_mut("/status/containerStatuses");
         for container in containers.and_then(Value::as_array_mut).into_iter().flatten() {
             if container["lastState"].is_null() {
@@ -173,7 +174,7 @@ impl Store {
         Ok(self.put_or_remove(key, object))
     }
 
-    /// Takes it away whatever stands against it, as somebody who edits the finalizers does.
+    /// Removes it regardless of finalizers, as an edit of the finalizers does.
     pub fn tear_out(&mut self, key: &Key) {
         let object = self.objects.remove(key).expect("it is there");
         self.note(key, "DELETED", object);

@@ -11,8 +11,9 @@ use tonic::{Status, Streaming};
 
 use super::vmmd::Events;
 
-/// Two lines that were printed before, and one that is printed afterwards; who only reads sees the end of the run then. The guest answers
-/// what is typed in capitals, says what size the terminal has, and powers off when it is told to.
+/// Prints two earlier lines, and one new line; a client that only reads then sees the end of the
+/// run. The guest answers input in capitals, prints the size of the terminal, and powers off on
+/// request.
 pub fn console(
     open: &v1::ConsoleOpen,
     requests: Streaming<v1::ConsoleRequest>,

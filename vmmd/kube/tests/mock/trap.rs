@@ -1,17 +1,17 @@
-//! Lets a test act at one of the calls that change something: so each step of what the programs do can be the last one of one of them.
+//! Lets a test act at one of the calls with a change: each step of a program can be its last one.
 
 use std::sync::{Arc, Mutex};
 
 use super::vmmd::lock;
 
-/// What becomes of the call.
+/// Outcome of the call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// It is carried out and answered.
     Pass,
     /// It is not carried out, and clients try it again by themselves.
     Refuse,
-    /// It is not carried out, and the client is told of an error.
+    /// It is not carried out, and the client gets an error.
     Fail,
     /// It is carried out, and the answer is lost.
     Lose,
@@ -19,7 +19,7 @@ pub enum Verdict {
 
 type Act = Box<dyn FnOnce(&str) -> Verdict + Send>;
 
-/// Of the API server and of all vmmds of a test.
+/// Trap of the API server and of all vmmds of a test.
 #[derive(Clone, Default)]
 pub struct Trap(Arc<Mutex<Inner>>);
 

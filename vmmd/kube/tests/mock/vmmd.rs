@@ -1,4 +1,4 @@
-//! A vmmd on a UNIX socket: VMs in a map, guests that power off when they are told to, or not.
+//! A vmmd on a UNIX socket: VMs in a map, and guests that power off on request, or not.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -43,7 +43,7 @@ pub struct State {
     taken: Arc<Mutex<BTreeSet<String>>>,
     /// Guests do not power off when they are asked to.
     pub stubborn: Arc<Mutex<bool>>,
-    /// What creating a VM is refused with.
+    /// Refusal for the creation of a VM.
     pub refusal: Arc<Mutex<Option<Status>>>,
     /// The next VM is created, and the answer is lost.
     pub cut: Arc<Mutex<bool>>,
@@ -59,7 +59,7 @@ pub struct State {
     pub moves: Moves,
     pub ledger: Ledger,
     pub node: String,
-    /// What the agent may not call.
+    /// Calls that the agent may not make.
     refused: Refused,
 }
 
@@ -258,7 +258,7 @@ impl State {
         self.ledger.end(&id(vm).0, &self.node);
         let metadata = vm.metadata.as_ref().unwrap();
         self.storage.use_by(&metadata.name, Vec::new());
-        // Who repeats the creation is told of the VM as it was last.
+        // A repeated creation returns the VM in its last state.
         for known in lock(&self.answered).values_mut() {
             if known.metadata.as_ref().unwrap().uid == metadata.uid {
                 known

@@ -1,4 +1,4 @@
-//! The table against what is served and the documentation.
+//! Comparison of the rules with the served methods and the documentation.
 
 use std::collections::BTreeMap;
 

@@ -1,13 +1,16 @@
 //! `Console`: a VM's serial port, or its virtio-console, over a stream.
 //!
-//! Each client has a connection of its own to the VM's `console.sock` or `hvc.sock`, on which the `vmm` first says how much it
-//! replays (8 bytes, little-endian), then replays, then sends what the guest writes; what it receives is typed into
-//! the port. Who may type is decided by [`crate::registry::consoles`]. A client that doesn't read leaves its bytes in that socket, where the `vmm` drops what doesn't fit:
-//! nothing is buffered here beyond a few messages, and nobody else waits. A client that may type and ends its requests leaves: the stream
-//! ends when its input is in that socket, and the past was sent.
+//! Each client has its own connection to the VM's `console.sock` or `hvc.sock`. On this connection
+//! the `vmm` first sends the length of the replay (8 bytes, little-endian), then the replay, then
+//! the guest's output. Bytes from the client are typed into the port. [`crate::registry::consoles`]
+//! decides which client may type. The bytes for a slow client stay in its socket, where the `vmm`
+//! drops the excess: the daemon buffers only a few messages, and other clients do not wait. A
+//! client that may type and ends its requests leaves. The stream ends when its input is in the
+//! socket and the replay was sent.
 //!
-//! Of a VM that doesn't run, the end of the last run's serial log is shown (a virtio-console has no log), and the stream ends. Of one that is about
-//! to start, the stream waits for it.
+//! For a VM that does not run, the stream shows the end of the last run's serial log (a
+//! virtio-console has no log) and ends. For a VM that is about to start, the stream waits for the
+//! start.
 
 mod typing;
 
@@ -97,7 +100,7 @@ pub async fn open(
         let message = "the VM has no virtio-console: give it a `virtioConsole` and restart it";
         return Err(Failure::precondition("NO_CONSOLE", message));
     }
-    // Nobody loses a console to a client that finds no place at the `vmm`.
+    // The connection comes first: a client that the `vmm` refuses must not take over the console.
     let connection = tokio::select! {
         connection = connect(&host, &entry, device) => connection?,
         () = host.stopping.cancelled() => return Err(Failure::stopping()),
@@ -184,7 +187,7 @@ struct Session {
     host: Arc<Host>,
     entry: Entry,
     device: Device,
-    /// Of a VM that ran when the client came.
+    /// Connection to a VM that was running when the client connected.
     connection: Option<Connection>,
     /// Others that type, when this one came.
     writers: Vec<ConsoleWriter>,
@@ -220,7 +223,8 @@ impl Session {
             }
             let phase = phase(&state.borrow_and_update());
             match phase {
-                // The socket is there before the VM runs, so one of the next changes brings it or an end.
+                // The socket exists before the VM runs, so one of the next changes brings the
+                // connection or the end.
                 VmPhase::Pending | VmPhase::Starting => {
                     if state.changed().await.is_err() {
                         return self.closed("the VM was deleted").await;
@@ -250,13 +254,13 @@ impl Session {
         let result = self.copy_output(reader, replay_bytes, &mut typing).await;
         typing.abort();
         match result? {
-            // The end of the stream tells the client that its input was passed on.
+            // The end of the stream confirms to the client that its input was passed on.
             OutputEnd::Typed => Ok(()),
             OutputEnd::Closed => self.closed(&end_of_run(state).await).await,
         }
     }
 
-    /// Sends what was printed before, and then what is printed until an end.
+    /// Sends the replay, then the guest's output until an end.
     async fn copy_output(
         &mut self,
         mut reader: OwnedReadHalf,

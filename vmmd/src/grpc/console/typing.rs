@@ -1,4 +1,4 @@
-//! What a client of a console sends.
+//! Input of a console's client.
 
 use std::{sync::Arc, time::Duration};
 
@@ -32,22 +32,22 @@ use crate::{
 const MAX_INPUT: usize = 4 << 10;
 /// How long a `vmm` may take for a break.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// How long a guest may take to read what a client typed before it left.
+/// Time that a guest has to read the input of a client that has left.
 const LINGER: Duration = Duration::from_secs(5);
 
-/// Passes on what a client sends.
+/// Task that passes a client's input to the port.
 pub(super) struct Typing {
     pub(super) host: Arc<Host>,
     pub(super) uid: Uuid,
     pub(super) device: Device,
-    /// Of a client that may type, until another one has taken the console over.
+    /// Permit of a client that may type, until another client takes the console over.
     pub(super) permit: Option<Permit>,
     pub(super) sender: Sender,
 }
 
 impl Typing {
-    /// Passes on what the client types. Returns when a client that may type has ended its requests, and all its input was passed on, also
-    /// when the client itself has left.
+    /// Passes the client's input to the port. Returns when a client that may type has ended its
+    /// requests and all its input was passed on, even if the client has left.
     pub(super) async fn run(mut self, mut input: Streaming<ConsoleRequest>, mut writer: OwnedWriteHalf) {
         let only_reads = self.permit.is_none();
         loop {
@@ -67,18 +67,19 @@ impl Typing {
                     Err(Failure::field("input", "must follow after `open`"))
                 }
                 Some(_) if only_reads => Err(Failure::field("input", "this console was opened to read only")),
-                // Another client has the console, and this one was told.
+                // Another client has taken the console over, and this client was notified.
                 Some(_) if self.permit.is_none() => Ok(()),
                 Some(console_request::Message::Input(bytes)) if bytes.len() <= MAX_INPUT => {
                     tokio::select! {
                         written = writer.write_all(&bytes) => {
                             if written.is_err() {
-                                // The `vmm` has closed the console: who reads its output finds that out, and says why.
+                                // The `vmm` has closed the console: the task that reads its output
+                                // notices this and reports the reason.
                                 self.permit = None;
                                 return self.sender.closed().await;
                             }
                         }
-                        // What is not written yet is not typed any more.
+                        // The unwritten rest of the input is dropped.
                         by = lost(&mut self.permit) => {
                             if self.taken_over(by).await.is_err() {
                                 return;
@@ -106,7 +107,7 @@ impl Typing {
         }
     }
 
-    /// Tells the client who has the console now.
+    /// Notifies the client that another client has taken over the console.
     async fn taken_over(&mut self, by: Option<ConsoleWriter>) -> Result<(), Gone> {
         self.permit = None;
         let message = Message::TakenOver(ConsoleTakenOver { by });
@@ -120,7 +121,7 @@ impl Typing {
         self.ask(Op::SendBreak(SendBreak {})).await
     }
 
-    /// The guest is told when it can be; nobody depends on it.
+    /// Best effort: sends the new size to the guest.
     async fn resize(&self, ConsoleSize { columns, rows }: ConsoleSize) -> Result<(), Failure> {
         if columns > u16::MAX.into() || rows > u16::MAX.into() {
             return Err(Failure::field("size", "at most 65535 each way"));
@@ -163,7 +164,8 @@ async fn left(sender: &Sender) {
     sleep(LINGER).await;
 }
 
-/// Who has taken the console from the client with that permit; never of one without.
+/// Returns the client that took the console over, once the permit is lost. Pending forever without
+/// a permit.
 async fn lost(permit: &mut Option<Permit>) -> Option<ConsoleWriter> {
     match permit {
         Some(permit) => (&mut permit.lost).await.ok(),

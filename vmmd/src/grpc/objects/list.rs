@@ -12,17 +12,17 @@ use crate::{
     host::Host,
 };
 
-/// Longest answer in bytes, but for its last object.
+/// Maximum size of an answer in bytes. Only a single object may exceed it.
 const MAX_BYTES: usize = 1 << 20;
 
-/// What a client asks for.
+/// Parameters of a list request.
 #[derive(Clone, Copy, Debug)]
 pub struct Wanted<'a> {
     /// Which; all when there is none.
     pub filter: Option<&'a ObjectFilter>,
     /// Most of them; 0 for as many as there may be.
     pub page_size: u32,
-    /// Of the page before.
+    /// Token of the previous page.
     pub page_token: &'a str,
 }
 
@@ -31,9 +31,9 @@ pub struct Wanted<'a> {
 pub struct Page<O> {
     /// By name.
     pub objects: Vec<O>,
-    /// Of the next page; empty when there is none.
+    /// Token of the next page; empty on the last page.
     pub next_page_token: String,
-    /// For a watch that goes on from here.
+    /// Cursor for a watch that continues from here.
     pub cursor: String,
 }
 

@@ -1,4 +1,4 @@
-//! Objects that the daemon keeps by name and that have an order of changes: lists and watches of them, whatever they are.
+//! Lists and watches of any kind of named objects with an order of changes.
 
 mod list;
 mod shared;
@@ -22,7 +22,7 @@ use crate::host::Host;
 
 /// One kind of objects.
 pub trait Kind: Send + Sync + 'static {
-    /// What cursors of this kind are told from those of others by.
+    /// Name that distinguishes cursors of this kind from those of other kinds.
     const NAME: &'static str;
     /// An object at a time, as the daemon has it.
     type Seen: Kept;
@@ -39,14 +39,14 @@ pub trait Kind: Send + Sync + 'static {
     fn position(host: &Host) -> Position;
     /// Wakes up with each change.
     fn news(host: &Host) -> tokio::sync::watch::Receiver<u64>;
-    /// The number that tells a run of the daemon from runs of other stores, if it is known.
+    /// Nonce that distinguishes a run of the daemon from runs of other stores, if the run is known.
     fn nonce(host: &Host, run: u64) -> Option<u64>;
     /// Objects as they are now.
     fn look_at(
         host: &Arc<Host>,
         seen: Vec<Arc<Self::Seen>>,
     ) -> impl Future<Output = Result<Vec<Self::Object>, Failure>> + Send;
-    /// An object, but for what only its file tells.
+    /// Returns an object without the fields that only its file provides.
     fn known(seen: &Self::Seen) -> Self::Object;
     /// An object that is gone.
     fn buried(metadata: ObjectMetadata) -> Self::Object;

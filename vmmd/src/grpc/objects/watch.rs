@@ -1,8 +1,10 @@
-//! Watches of objects: what is there, or what has changed since a cursor, then each change. A watcher gets the difference between
-//! what it knows and what is, so that who reads slowly misses states in between and nothing else.
+//! Watches of objects: the current objects, or the changes since a cursor, then each change. A
+//! watcher receives the difference between its known state and the current state, so that a slow
+//! reader misses only intermediate states.
 //!
-//! Always: who has applied the events up to one with a cursor has the objects as they were then, but for those that have
-//! changed after it; so events are sent in the order of their revisions, those of the first look too.
+//! Invariant: a client that has applied the events up to a cursor has the objects of that time,
+//! except objects with later changes. Therefore events are sent in the order of their revisions,
+//! including the events of the first snapshot.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -50,7 +52,7 @@ struct Event<K: Kind> {
 
 enum What<K: Kind> {
     There(Arc<K::Seen>),
-    /// What was last known of it.
+    /// Last known state of the object.
     Gone(Box<K::Object>),
 }
 
@@ -62,7 +64,7 @@ pub fn watch<K: Kind>(
     from: &str,
 ) -> Result<Stream<K>, Failure> {
     let filter = Filter::of_objects(K::NAME, filter)?;
-    // What changes from here on is heard.
+    // Changes from here on wake the watcher.
     let mut news = K::news(host);
     news.mark_unchanged();
     let mut told = Told {
@@ -80,7 +82,7 @@ pub fn watch<K: Kind>(
             let from = Cursor::read("cursor", text, &filter)?.position_in(|run| K::nonce(host, run))?;
             let (buried, snapshot) = K::since(host, from).map_err(|_| expired())?;
             let first = since::<K>(from, &buried, &snapshot, &filter);
-            // What has not changed since is known to who has the cursor.
+            // The holder of the cursor knows the objects that have not changed since.
             let there = snapshot
                 .objects
                 .iter()
@@ -120,7 +122,7 @@ struct Watcher<K: Kind> {
     filter: Filter,
     sender: mpsc::Sender<Result<K::Event, Status>>,
     told: Told<K::Seen>,
-    /// Of the last event.
+    /// Position of the last event.
     at: Position,
 }
 
@@ -216,8 +218,8 @@ fn difference<K: Kind>(
     events
 }
 
-/// What must be told to someone who has been told everything until `from`. Which disks of the filter it knows is not
-/// known: of one that has changed and is not of the filter now, it may have to be told that it is gone.
+/// Returns the events for a watcher that has all events until `from`. Its known objects are unknown
+/// here: an object that has changed and does not match the filter may need a deletion event.
 fn since<K: Kind>(
     from: Position,
     buried: &[Buried],
@@ -279,7 +281,7 @@ fn by_revision<S: Kept>(snapshot: &Snapshot<S>, which: impl Fn(&S) -> bool) -> V
     objects
 }
 
-/// Where someone is who has been told of all states up to this one.
+/// Position of a watcher that has received all states up to this one.
 fn place<S: Kept>(seen: &S, snapshot: &Snapshot<S>) -> Position {
     Position {
         revision: seen.revision(),

@@ -128,7 +128,7 @@ fn who_comes_back_is_told_what_has_changed_since() {
         },
     ];
     let since = |from, gone: &[Buried], names: &[&str]| told(&since(from, gone, &snapshot, &filter(names)));
-    // In the same run: what is unchanged is not repeated.
+    // In the same run, unchanged VMs are not repeated.
     let expected = [
         (Deleted, "9".into(), 2),
         (Modified, "2".into(), 2),
@@ -144,7 +144,7 @@ fn who_comes_back_is_told_what_has_changed_since() {
 }
 
 proptest::proptest! {
-    /// Whatever was known: one who applies the events knows exactly what is there.
+    /// From any known state, applying the events yields exactly the current state.
     #[test]
     fn the_difference_leads_from_any_knowledge_to_what_is_there(
         before in proptest::collection::btree_set(0..20_u8, 0..20),

@@ -1,4 +1,5 @@
-//! All disks of the node by name, with who uses them. What depends on both is decided under one lock.
+//! All disks of the node by name, with their users. Decisions that depend on both are made under
+//! one lock.
 
 pub mod shown;
 
@@ -52,7 +53,7 @@ struct Slot {
     record: DiskRecord,
     /// Id of the operation under way.
     operation: Option<String>,
-    /// Of the last change.
+    /// Revision of the last change.
     revision: u64,
     /// The disk since then, once a client has asked for it: all watchers share it.
     seen: OnceLock<Arc<Seen>>,
@@ -63,7 +64,7 @@ struct Slot {
 pub struct Use {
     /// The VM.
     pub vm: String,
-    /// What the disk is called there.
+    /// Name of the disk in the VM.
     pub disk: String,
     /// The VM's guest can write to it.
     pub writes: bool,
@@ -76,18 +77,19 @@ pub struct Resolved {
     pub path: PathBuf,
     /// How that is to be read.
     pub format: Format,
-    /// What is below it, the nearest first.
+    /// Backing files, the nearest first.
     pub backing: Vec<(PathBuf, Format)>,
-    /// What its guest sees, in bytes; 0 when not known.
+    /// Virtual size in bytes; 0 if unknown.
     pub size: u64,
 }
 
 /// A disk at a time.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Seen {
-    /// What is known of it.
+    /// Record of the disk.
     pub record: DiskRecord,
-    /// As the API shows it, but for what only its file tells (see [`crate::disk::describe::look`]).
+    /// The disk for the API, without the fields that only its file provides (see
+    /// [`crate::disk::describe::look`]).
     pub disk: v1::Disk,
     /// Of this state.
     pub revision: u64,
@@ -126,19 +128,19 @@ impl Disks {
         }
     }
 
-    /// For changing the record of a disk: who has it is the only one to do so.
+    /// Lock for changes of a disk's record.
     pub async fn edit(&self) -> tokio::sync::MutexGuard<'_, ()> {
         self.edit.lock().await
     }
 
-    /// A disk of whatever phase.
+    /// Returns a disk in any phase.
     pub fn see(&self, folder: &Folder, name: &str) -> Result<Arc<Seen>, Failure> {
         let inner = self.inner();
         let slot = inner.disks.get(name).ok_or_else(|| no_disk(name))?;
         Ok(inner.see(folder, slot))
     }
 
-    /// The disk with this UUID, of whatever phase.
+    /// Returns the disk with this UUID, in any phase.
     pub fn find(&self, folder: &Folder, uid: &[u8]) -> Option<Arc<Seen>> {
         let inner = self.inner();
         Some(inner.see(folder, inner.slot_of(uid)?))
@@ -186,8 +188,8 @@ impl Disks {
         self.inner().ready(name).cloned()
     }
 
-    /// Takes the name of a disk that is to be made, as an overlay of `below` if that is given; returns the record with
-    /// what it has from there.
+    /// Reserves the name of a new disk, an overlay of `below` if given. Returns the record with the
+    /// values inherited from `below`.
     pub fn reserve(&self, mut record: DiskRecord, below: Option<&str>) -> Result<DiskRecord, Failure> {
         let mut inner = self.inner();
         inner.is_free(&record.name)?;
@@ -227,7 +229,7 @@ impl Disks {
         Ok(inner.add(record))
     }
 
-    /// Adds a disk whose file is there; `backing` of the record is that of its file.
+    /// Adds a disk with an existing file; `backing` of the record is the backing of the file.
     pub fn adopt(&self, mut record: DiskRecord) -> Result<DiskRecord, Failure> {
         let mut inner = self.inner();
         inner.is_free(&record.name)?;
@@ -253,7 +255,7 @@ impl Disks {
         self.inner().expected.remove(uid);
     }
 
-    /// Notes what a disk is now. One that was forgotten meanwhile stays so.
+    /// Replaces the record of a disk. A disk that was forgotten meanwhile stays forgotten.
     pub fn settle(&self, record: DiskRecord) {
         let mut inner = self.inner();
         let Some(name) = inner.name_of(&record.uid) else {
@@ -299,7 +301,7 @@ impl Disks {
         }
     }
 
-    /// Begins to forget a disk: what is to be written to the store. [`Self::forget`] follows.
+    /// Begins to forget a disk. Returns the record for the store. [`Self::forget`] follows.
     pub fn bury(&self, record: &DiskRecord) -> Tombstone {
         self.inner().feed.bury(shown::metadata(record))
     }
@@ -317,7 +319,7 @@ impl Disks {
         inner.feed.buried(tombstone);
     }
 
-    /// Takes a disk out of use for good, or says who uses it; `check` may refuse that too.
+    /// Takes a disk out of use for good. Fails if the disk is in use, or if `check` refuses.
     pub fn begin_delete(
         &self,
         name: &str,
@@ -431,7 +433,7 @@ impl Disks {
         inner.touch(changed);
     }
 
-    /// Who names a disk.
+    /// Returns the VMs that name a disk.
     pub fn uses(&self, name: &str) -> Vec<Use> {
         self.inner().uses.get(name).cloned().unwrap_or_default()
     }
@@ -679,7 +681,7 @@ impl Inner {
         above.cloned().collect()
     }
 
-    /// What is below a disk, the nearest first.
+    /// Returns the backing disks of a disk, the nearest first.
     fn chain(&self, record: &DiskRecord) -> Result<Vec<&DiskRecord>, Failure> {
         let mut chain: Vec<&DiskRecord> = Vec::new();
         let mut uid = &record.backing;

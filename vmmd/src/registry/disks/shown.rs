@@ -1,4 +1,4 @@
-//! A disk as the API shows it, but for what only its file tells.
+//! A disk for the API, without the fields that only its file provides.
 
 use proto::v1::{self, ConditionStatus, DiskPhase};
 use uuid::Uuid;
@@ -7,7 +7,7 @@ use vmmd_store::{DiskRecord, DiskStage, disk_source::Source};
 
 use crate::paths::disk::Folder;
 
-/// What a disk has to do with others.
+/// Relations of a disk to VMs and other disks.
 #[derive(Clone, Debug, Default)]
 pub struct Relations {
     /// Names of VMs.
@@ -35,7 +35,7 @@ pub fn metadata(record: &DiskRecord) -> v1::ObjectMetadata {
     }
 }
 
-/// A disk, but for what only its file tells.
+/// Returns the API's disk, without the fields that only its file provides.
 pub fn disk(folder: &Folder, record: &DiskRecord, relations: Relations) -> v1::Disk {
     let phase = match record.stage() {
         DiskStage::Creating => DiskPhase::Creating,
@@ -51,7 +51,8 @@ pub fn disk(folder: &Folder, record: &DiskRecord, relations: Relations) -> v1::D
             name: image.name,
             clone: image.clone,
         })),
-        // As daemons before wrote it: what is below an overlay has its name still.
+        // Records of older daemons have no source. The backing disk of an overlay still has its
+        // original name.
         None if !relations.backing.is_empty() => {
             Some(v1::volume_spec::Source::OverlayOf(relations.backing.clone()))
         }

@@ -29,8 +29,8 @@ pub fn check_count<'a>(
     )))
 }
 
-/// Refused when all snapshots would take more room than they may. What is being made counts with the most that it can take, what is being deleted
-/// until it is gone.
+/// Refuses a snapshot if all snapshots would exceed the size limit. A snapshot under way counts
+/// with its maximum size, a snapshot that is being deleted counts until it is gone.
 pub fn check_room<'a>(
     all: impl Iterator<Item = &'a SnapshotRecord>,
     new: &SnapshotRecord,

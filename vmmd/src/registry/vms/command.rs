@@ -1,4 +1,4 @@
-//! What the actor is asked, and how it answers.
+//! Commands to a VM's actor, and their answers.
 
 use std::{
     os::fd::OwnedFd,
@@ -35,16 +35,16 @@ pub type Reply = oneshot::Sender<Result<Arc<v1::Vm>, Failure>>;
 /// has begun, or that it has joined, if it takes long.
 pub type LifeReply = oneshot::Sender<Result<Answer, Failure>>;
 
-/// What a request about a VM's life has led to.
+/// Answer to a request about a VM's life cycle.
 #[derive(Clone, Debug)]
 pub struct Answer {
     /// The VM now.
     pub vm: Arc<v1::Vm>,
-    /// What is under way; `None` when all is done.
+    /// Operation under way; `None` if the request is done.
     pub pending: Option<Pending>,
 }
 
-/// What can be asked for of a VM's life.
+/// Life-cycle request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Request {
     /// Start it.
@@ -69,16 +69,16 @@ pub enum Request {
 /// A request about the life of a VM.
 #[derive(Debug)]
 pub struct Life {
-    /// Who asks, and what for.
+    /// Context of the request.
     pub context: Context,
-    /// What is asked for.
+    /// Requested action.
     pub request: Request,
-    /// Of a stop or restart: how long the guest may take; none at all by force.
+    /// Grace time of the guest for a stop or restart; `None` by force.
     pub grace: Option<Duration>,
     /// When the operation is cancelled; never without.
     pub deadline: Option<Duration>,
-    /// Of a stop: the node is drained. No run policy refuses it, and it is not the end of what is wanted: the policy may
-    /// start the VM when the node takes VMs again.
+    /// The stop drains the node. No run policy refuses it, and the requested state of the VM stays:
+    /// the policy may start the VM when the node takes VMs again.
     pub evacuate: bool,
     /// Of a start: the snapshot that the VM is restored from. Refused unless the VM is down.
     pub restore: Option<Box<Restore>>,
@@ -127,18 +127,18 @@ pub struct PutBack {
     pub copies: Vec<(String, PathBuf)>,
 }
 
-/// What a request changes of a VM.
+/// Update of a VM.
 #[derive(Debug)]
 pub struct Update {
     /// Of the request; without status, and the formats of disks are filled in.
     pub vm: v1::Vm,
     /// The fields of `vm` that are changed; all when `None`.
     pub mask: Option<UpdateMask>,
-    /// What is to be done with it.
+    /// How the update is applied.
     pub mode: v1::ApplyMode,
-    /// How long the guest may take for what it is asked.
+    /// Time that the guest has for requests of the update.
     pub grace: Option<Duration>,
-    /// The answer comes when what a running machine takes over has begun.
+    /// The answer is sent when the live changes have begun.
     pub no_wait: bool,
     /// Who asks.
     pub context: Context,
@@ -155,21 +155,21 @@ pub enum Command {
     Probe,
     /// About its disks.
     Disk {
-        /// Who asks, and what for.
+        /// Context of the request.
         context: Context,
-        /// What is asked for.
+        /// Requested change.
         request: DiskRequest,
         /// Where the answer goes.
         reply: Reply,
     },
     /// About its spec.
     Update {
-        /// What is to be changed.
+        /// The update.
         update: Box<Update>,
         /// Where the answer goes.
         reply: LifeReply,
     },
-    /// About its migration; answered with what is to be said to the other daemon.
+    /// About its migration; the answer has the messages for the other daemon.
     Handover(
         Box<HandoverRequest>,
         oneshot::Sender<Result<Vec<Message>, Failure>>,
@@ -180,7 +180,7 @@ pub enum Command {
     Quiet(oneshot::Sender<Result<Quiet, Failure>>),
 }
 
-/// How nobody comes to write to the disks of a VM.
+/// How writes to the disks of a VM are prevented.
 #[derive(Debug)]
 pub enum Quiet {
     /// Its `vmm` can be asked to pause it.
@@ -189,7 +189,7 @@ pub enum Quiet {
     Stopped(OwnedMutexGuard<()>),
 }
 
-/// What a client of a `vmm` is for.
+/// Purpose of a `vmm`'s client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
     /// A snapshot.
@@ -198,7 +198,7 @@ pub enum Purpose {
     Migration {
         /// With disks that the guest can write to.
         has_disks: bool,
-        /// With what a `vmm` of before minor version 9 does not know: disks that are copied, or a policy.
+        /// Needs minor version 9 of the `vmm`: disks that are copied, or a policy.
         is_newer: bool,
     },
 }
@@ -225,7 +225,7 @@ pub enum HandoverRequest {
         stream: Arc<OwnedFd>,
         /// Who asks.
         context: Context,
-        /// Hears when it is there, or why not.
+        /// Receives the success or failure when the machine is loaded.
         started: oneshot::Sender<Result<(), Failure>>,
     },
     /// At the target: the source says something.
@@ -240,8 +240,9 @@ pub enum HandoverRequest {
         /// Number of the migration.
         migration: u64,
     },
-    /// Remove what the migration leaves: at the target what was not prepared, on either side what could not be removed when the migration was
-    /// over. Answered with `Refuse` when it is being removed, and with nothing when it is to stay.
+    /// Remove the remains of the migration: at the target an unprepared VM, on either side a VM
+    /// whose removal failed after the end of the migration. Answered with `Refuse` if the VM is
+    /// being removed, and without a message if it stays.
     Expire {
         /// Number of the migration.
         migration: u64,
@@ -321,7 +322,7 @@ pub enum Attend {
     },
 }
 
-/// What is asked of a VM's disks.
+/// Request about a VM's disks.
 #[derive(Debug)]
 pub enum DiskRequest {
     /// Add it.
@@ -332,20 +333,20 @@ pub enum DiskRequest {
         disk: String,
         /// How long the guest may take.
         timeout: Duration,
-        /// Take it away then, whatever the guest does.
+        /// Detach the disk after the timeout even if the guest has not ejected it.
         force: bool,
     },
     /// Make it larger.
     Resize {
         /// Its name in the VM.
         disk: String,
-        /// In bytes; 0 takes what a block device has.
+        /// Size in bytes; 0 takes the size of the block device.
         size: u64,
     },
 }
 
 impl Command {
-    /// The trace id of the request; empty when it has none.
+    /// Trace id of the request, or an empty string.
     pub fn trace(&self) -> &str {
         self.context().map_or("", |context| &context.trace)
     }

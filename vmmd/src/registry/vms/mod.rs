@@ -1,12 +1,14 @@
-//! All VMs of the node by name, with the state that each actor published last, and the changes as they happen.
+//! All VMs of the node by name, with the last state that each actor published, and a feed of
+//! changes.
 //!
-//! Nobody who reads here waits for an actor. A state is put into the registry and told to the watchers under one lock,
-//! so that a watcher sees each change after its first look exactly once and in order.
+//! A read does not wait for an actor. A state is stored and sent to the watchers under one lock, so
+//! that a watcher receives each change after its first snapshot exactly once and in order.
 //!
-//! Each change has a revision: numbers that grow, from 1 in each run of the daemon. Deletions are remembered, those of
-//! earlier runs too ([`vmmd_store`]), so that who knows the state at a revision can be told what has changed since. A
-//! deletion takes a first revision before it is written to the store and another one when it is told: of who has seen the
-//! first only, a later daemon must assume that it has not seen the deletion.
+//! Each change has a revision. Revisions grow from 1 in each run of the daemon. The registry
+//! remembers deletions, including deletions of earlier runs ([`vmmd_store`]), so that a client
+//! that knows the state at a revision can receive the changes since. A deletion has a first
+//! revision before it is written to the store and another one when watchers receive it. A later
+//! daemon must assume that a watcher with only the first revision has not seen the deletion.
 
 pub mod command;
 
@@ -25,7 +27,7 @@ use vmmd_store::{HistoryRecords, MAX_TOMBSTONES, Tombstone};
 
 use crate::registry::vms::command::Mailbox;
 
-/// Changes kept for a watcher that is slow; one that falls behind further looks at everything anew.
+/// Changes kept for a slow watcher. A watcher that falls behind further starts with a new snapshot.
 const CHANGES: usize = 512;
 
 /// The VMs.
@@ -37,9 +39,9 @@ pub struct Vms {
     /// Some NIC is gone, or a VM that had some.
     nics_gone: Notify,
     changes: broadcast::Sender<Change>,
-    /// Of this run of the daemon.
+    /// Number of the daemon's current run.
     run: u64,
-    /// By run of the daemon: a number that tells it from runs of other stores.
+    /// Nonce of each run of the daemon, to distinguish it from runs of other stores.
     nonces: BTreeMap<u64, u64>,
 }
 
@@ -48,7 +50,7 @@ struct Inner {
     by_name: BTreeMap<String, Slot>,
     /// Names of VMs that are being made.
     reserved: BTreeSet<String>,
-    /// Of the last change.
+    /// Revision of the last change.
     revision: u64,
     /// First revisions of deletions that have not been told yet, with [`Buried::owned`].
     being_buried: BTreeMap<u64, u64>,
@@ -65,9 +67,9 @@ struct Slot {
     entry: Entry,
     /// Run and revision of its creation.
     made: (u64, u64),
-    /// Of its present state.
+    /// Revision of its current state.
     revision: u64,
-    /// How often in a row what looks after it has failed.
+    /// Number of failures of the VM's task.
     failures: u32,
 }
 
@@ -78,11 +80,11 @@ pub struct Entry {
     pub uid: Uuid,
     /// Its actor.
     pub mailbox: Mailbox,
-    /// What the actor published last.
+    /// Last state that the actor published.
     pub state: watch::Receiver<Arc<v1::Vm>>,
 }
 
-/// What happened to a VM.
+/// Change of a VM.
 #[derive(Clone, Debug)]
 pub struct Change {
     /// What.
@@ -93,7 +95,7 @@ pub struct Change {
     pub at: Position,
 }
 
-/// What can happen to a VM.
+/// Kind of a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ChangeKind {
     /// It is new.
@@ -118,9 +120,10 @@ pub struct Seen {
 /// A VM that was deleted.
 #[derive(Clone, Debug)]
 pub struct Buried {
-    /// What is known of it.
+    /// Last known metadata.
     pub vm: Arc<v1::Vm>,
-    /// When that was told, or of a deletion by an earlier run: its first revision.
+    /// Run and revision at which watchers received the deletion; for an earlier run, its first
+    /// revision.
     pub at: (u64, u64),
     /// The last migration up to which the VM was this node's; 0 when it never was.
     pub owned: u64,
@@ -135,7 +138,7 @@ pub struct Snapshot {
     pub at: Position,
 }
 
-/// A name that nobody else can take until this is dropped.
+/// Reservation of a name until it is dropped.
 #[derive(Debug)]
 pub struct Reservation<'a> {
     vms: &'a Vms,
@@ -154,7 +157,7 @@ impl Default for Vms {
 }
 
 impl Vms {
-    /// One without VMs, which remembers what the store does.
+    /// Creates a registry without VMs, with the history of the store.
     pub fn new(history: HistoryRecords) -> Self {
         let tombstones = history.tombstones.into_iter().map(|tombstone| Buried {
             at: (tombstone.run, tombstone.revision),
@@ -248,7 +251,7 @@ impl Vms {
         ))
     }
 
-    /// The number that tells a run of the daemon from runs of other stores, if it is known.
+    /// Nonce that distinguishes a run of the daemon from runs of other stores, if the run is known.
     pub fn nonce(&self, run: u64) -> Option<u64> {
         self.nonces.get(&run).copied()
     }
@@ -258,12 +261,12 @@ impl Vms {
         (self.run, self.vms().revision)
     }
 
-    /// Takes a name for a VM that is being made; `None` when there is one. Waits for others who are making one with this
-    /// name: only then it is known whether there is one.
+    /// Reserves the name of a new VM; `None` if the name is taken. Waits for another creation of
+    /// this name, because its result decides.
     pub async fn reserve(&self, name: &str) -> Option<Reservation<'_>> {
         loop {
             let mut released = pin!(self.released.notified());
-            // What is released from here on is heard.
+            // Releases from here on wake this task.
             released.as_mut().enable();
             {
                 let mut vms = self.vms();
@@ -281,12 +284,12 @@ impl Vms {
         }
     }
 
-    /// Adds a VM, or another actor in the place of one that has failed; `made` is run and revision of the VM's creation, or
-    /// not later than that.
+    /// Adds a VM, or replaces a failed actor; `made` is a run and revision at or before the VM's
+    /// creation.
     pub fn insert(&self, name: &str, entry: Entry, made: (u64, u64)) {
         let mut vms = self.vms();
         vms.revision += 1;
-        // Of one that was made now it is known better.
+        // The exact revision of a VM of this run is this one.
         let made = if made.0 == self.run {
             (self.run, vms.revision)
         } else {
@@ -309,7 +312,7 @@ impl Vms {
         self.tell(&vms, kind, vm);
     }
 
-    /// Notes that what looks after a VM has failed; returns how often by now.
+    /// Counts a failure of a VM's task. Returns the number of failures.
     pub fn failed(&self, name: &str) -> u32 {
         let mut vms = self.vms();
         vms.by_name.get_mut(name).map_or(0, |slot| {
@@ -347,8 +350,8 @@ impl Vms {
         self.nics_gone.notified().await;
     }
 
-    /// Begins a deletion: what is to be written to the store; `owned` is the last migration up to which the VM was this node's.
-    /// [`Self::remove`] follows, or [`Self::unbury`].
+    /// Begins a deletion. Returns the record for the store. `owned` is the last migration up to
+    /// which the VM belonged to this node. [`Self::remove`] follows, or [`Self::unbury`].
     pub fn bury(&self, metadata: v1::ObjectMetadata, owned: u64) -> Tombstone {
         let mut vms = self.vms();
         vms.revision += 1;
@@ -397,7 +400,7 @@ impl Vms {
         if !nics(&vm).is_empty() {
             self.nics_gone.notify_one();
         }
-        // What was last known, as after a restart: the rest is not worth its memory.
+        // Only the metadata is kept, as after a restart, to save memory.
         let remembered = v1::Vm {
             metadata: vm.metadata.clone(),
             ..v1::Vm::default()

@@ -1,4 +1,4 @@
-//! What an actor knows of its VM's disks beside the spec, and what is under way with them.
+//! State of a VM's plugged disks, and the operations under way on them.
 
 use std::{collections::BTreeMap, future, sync::Arc, time::Duration};
 
@@ -27,7 +27,7 @@ pub struct Attachments {
     pub(in crate::vm) live: LiveChanges,
     /// Held while the files of a VM without a process are changed: a start waits for that.
     pub(super) offline: Arc<Mutex<()>>,
-    /// Counts changes of what is plugged in: an answer about it from before the last one is out of date.
+    /// Generation of the attachments. An answer from an older generation is stale.
     changes: u64,
 }
 
@@ -51,13 +51,13 @@ pub(super) struct Plug {
     pub kind: PlugKind,
     /// Distinguishes it from one that it has replaced.
     pub serial: u64,
-    /// Who wants to know.
+    /// Callers that wait for the result.
     pub waiters: Vec<Reply>,
     /// Ends its task.
     pub task: AbortHandle,
 }
 
-/// What a plug does.
+/// Kind of a hot-plug operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PlugKind {
     /// Adds the disk.
@@ -172,7 +172,7 @@ impl Attachments {
             match self.tasks.join_next().await {
                 None => return future::pending().await,
                 Some(Ok(outcome)) => return outcome,
-                // Ended by the actor, which has settled what it was for.
+                // The actor aborted the task and has settled its plug.
                 Some(Err(error)) if error.is_cancelled() => {}
                 Some(Err(error)) => tracing::error!(%error, "a task of a disk"),
             }
@@ -220,7 +220,8 @@ pub fn public_stats(stats: vmm::DiskStats) -> v1::DiskStats {
     }
 }
 
-/// Of the private protocol's buckets: number i counts what took less than 2^i microseconds, the last one what took longer.
+/// Converts the buckets of the private protocol. Bucket `i` counts operations that took less than
+/// 2^i microseconds; the last bucket counts the longer ones.
 fn histogram(counts: Vec<u64>) -> Option<v1::LatencyHistogram> {
     let bounds = u32::try_from(counts.len()).ok()?.checked_sub(1)?;
     let bounds_us = (0..bounds).map(|power| 1_u64.checked_shl(power).unwrap_or(u64::MAX));

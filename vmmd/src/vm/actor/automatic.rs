@@ -1,4 +1,5 @@
-//! What the VM's run policy does: starts after a back-off, at the node's boot, at the VM's creation; and what it refuses.
+//! Run policy of a VM: starts after a back-off, at the node's boot and at the VM's creation, and
+//! the requests that the policy refuses.
 
 use proto::{
     handover::Source,
@@ -39,7 +40,8 @@ use crate::{
 const REBOOTS: Duration = Duration::from_secs(10);
 
 impl Actor {
-    /// Whether the node and the run policy let a request be. A refusal by the policy is told.
+    /// Checks whether the node and the run policy permit a request. Emits an event when the policy
+    /// refuses.
     pub(super) fn permitted(&self, life: &Life) -> Result<(), Failure> {
         // A VM that is on the node stays there over a restart.
         let is_new = self.situation() == Situation::Down;
@@ -63,7 +65,8 @@ impl Actor {
         Failure::precondition("RUN_POLICY", message)
     }
 
-    /// Starts a VM that was stopped for a restart, unless its policy has been changed meanwhile to one that lets nobody start it.
+    /// Starts a VM that was stopped for a restart. Fails if the run policy was changed meanwhile
+    /// and forbids a start.
     pub(super) async fn start_again(&mut self, operation: Handle) {
         let Some(hint) = refuses(self.spec.run_policy, Request::Start) else {
             operation.reopen();
@@ -100,7 +103,8 @@ impl Actor {
         }
     }
 
-    /// The same for the client. Nobody is told to stop a VM that its policy lets nobody stop.
+    /// Converts a refusal into the client's failure. The message does not suggest a stop if the run
+    /// policy forbids one.
     pub(super) fn refused(&self, refusal: Refusal) -> Failure {
         let policy = self.spec.run_policy;
         if refusal == Refusal::StillRunning && refuses(policy, Request::Stop).is_some() {
@@ -115,7 +119,8 @@ impl Actor {
         refusal.into_failure(&self.record.name)
     }
 
-    /// Notes what the policy makes of what has happened. The record is to be written then. Returns what is to be done beside that.
+    /// Advances the restart state by one input. The caller writes the record afterwards and carries
+    /// out the returned effects.
     fn step_restarts(&mut self, input: Input) -> Vec<Effect> {
         let pending = self.record.restart.is_some();
         let mut restarts = Restarts {
@@ -175,7 +180,7 @@ impl Actor {
         self.step_restarts(Input::Started { by_policy });
     }
 
-    /// What the policy makes of what was found at the actor's start.
+    /// Applies the run policy to the situation at the actor's start.
     pub(super) async fn resume_policy(&mut self, occasion: Option<(Occasion, u64)>) {
         if let Some((occasion, ran_ms)) = occasion {
             let before = (self.record.restart.clone(), self.record.intent);
@@ -242,9 +247,11 @@ impl Actor {
         self.begin_start(operation, None).await;
     }
 
-    /// Starts the VM anew whose guest has reset it, when it boots the kernel on a disk: the machine has a copy of the one that was there at
-    /// its start, and the guest may have installed another one since. A guest that resets it again soon gets the copy. A migration from this
-    /// node is given up first; once it can't be, the guest boots the copy.
+    /// Restarts a VM that boots the kernel on a disk, after its guest has reset the machine.
+    ///
+    /// The machine has a copy of the kernel from its start, and the guest may have installed
+    /// another kernel since. If the guest resets again within [`REBOOTS`], it boots the copy. A
+    /// migration from this node is given up first; when that is too late, the guest boots the copy.
     pub(super) async fn reboot_from_disk(&mut self) {
         let machine = change::machine(&self.record, &self.spec);
         let soon = self.rebooted.is_some_and(|last| last.elapsed() < REBOOTS);
@@ -291,7 +298,7 @@ impl Actor {
         self.show_panic();
     }
 
-    /// A stop by request ends what the policy had in mind.
+    /// Cancels the restart that the run policy has planned, after a stop by request.
     pub(super) async fn forget_restart(&mut self) {
         let waited = self.record.restart.is_some();
         self.step_restarts(Input::Stopped);

@@ -11,7 +11,7 @@ use crate::{
     vm::start,
 };
 
-/// How long a `vmm` may take to tell its guest.
+/// Timeout of the request to the `vmm`.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Has a machine's balloon hold that many bytes.

@@ -31,12 +31,12 @@ use crate::{
     },
 };
 
-/// How long a machine may take to give its disks away: what the guest has written becomes durable.
+/// Timeout for the release of a machine's disks. The guest's writes become durable meanwhile.
 const UNLOCK: Duration = Duration::from_secs(10);
 /// The reason of a VM whose removal could not be written.
 pub(super) const DELETE_FAILED: &str = "DeleteFailed";
 const MIB: u64 = 1 << 20;
-/// What is said of a machine that was received.
+/// Message of a machine that was received.
 const RECEIVED: &str = "received from another node, which decides what follows";
 
 /// Message of a machine whose guest is about to run.
@@ -44,7 +44,7 @@ const RESUMES: &str = "the VM is this node's: its guest is about to run";
 /// Targets that have not confirmed that a migration is over, of all VMs; each is asked again and again.
 const MAX_ABORTS: usize = 4096;
 
-/// What is to be said to the other daemon, and whether the VM is still there.
+/// Messages for the other daemon, and whether the VM still exists.
 type Step = (Result<Vec<Message>, Failure>, ControlFlow<()>);
 
 fn failed(failure: Failure) -> Step {
@@ -262,7 +262,7 @@ impl Actor {
     }
 
     async fn on_source(&mut self, event: SourceEvent) -> Step {
-        // What was sent is of a machine that has ended since: that is its end, as without a migration.
+        // The machine that was sent has ended since, so the migration ends as well.
         let goes_on = matches!(event, SourceEvent::Sent | SourceEvent::Heard(Message::Ready(_)));
         let ended = self.instance.is_none() || matches!(self.work, Work::Start(_) | Work::Stop(_));
         let over = if !goes_on {
@@ -308,8 +308,8 @@ impl Actor {
         step
     }
 
-    /// The target can lock the disks as soon as it hears the commit. What goes wrong here is no loss: the locks go when the target has answered,
-    /// with the process.
+    /// Releases the disks so that the target can lock them as soon as it receives the commit. A
+    /// failure loses nothing: after the target's answer the process ends, and its locks with it.
     async fn give_disks_away(&mut self) {
         let disks = self.record.instance.as_ref().and_then(|run| run.spec.as_ref());
         let writes = disks.is_some_and(|spec| spec.disks.iter().any(|disk| !disk.read_only));
@@ -404,7 +404,8 @@ impl Actor {
         for effect in effects {
             match effect {
                 Effect::Send(message) => {
-                    // What this node does not take is of no use here: the source's abort concerns a migration that is over by then.
+                    // A VM that this node refuses is removed. The source's abort then concerns a
+                    // migration that is over.
                     if matches!(message, Message::Refuse(_))
                         && matches!(self.handover(), Handover::Target(Target::Idle(_)))
                     {
@@ -489,7 +490,7 @@ impl Actor {
         (Err(failure), flow)
     }
 
-    /// The machine is there, and stays paused.
+    /// Handles a received machine: the machine stays paused.
     pub(super) fn on_received(&mut self) {
         self.enter(VmPhase::Paused, MIGRATING, RECEIVED);
         if let Some(started) = self.receiving.take() {
@@ -631,7 +632,7 @@ impl Actor {
     }
 }
 
-/// Why a migration is given up whose guest boots anew.
+/// Failure of a migration whose guest reboots.
 pub(super) fn guest_reset() -> Failure {
     let message = "the guest has reset its machine, and boots the kernel that is on its disk by now";
     Failure::new(Kind::Aborted, "GUEST_RESET", message)

@@ -1,4 +1,5 @@
-//! Operations that an earlier daemon left under way on the VM: each goes on, or ends as what was found says.
+//! Operations on the VM that an earlier daemon left under way. Each one continues or ends,
+//! depending on the state at the actor's start.
 
 use proto::{handover::Source, v1::StopResult};
 use vmmd_host::failure::{Failure, Kind};
@@ -8,7 +9,8 @@ use vmmd_store::handover::Handover;
 use super::Actor;
 
 impl Actor {
-    /// Ends those that are over. A stop that is noted in the record stays: it goes on.
+    /// Ends the operations that are over. Keeps a stop or deletion that the record notes, because
+    /// it continues.
     pub(super) fn settle_left(&mut self) {
         for operation in std::mem::take(&mut self.left) {
             let runs = self.instance.is_some();
@@ -28,7 +30,7 @@ impl Actor {
         }
     }
 
-    /// Ends those that nobody has gone on with.
+    /// Ends the operations that were not resumed.
     pub(super) fn give_up_left(&mut self) {
         for operation in std::mem::take(&mut self.left) {
             self.interrupted(operation);

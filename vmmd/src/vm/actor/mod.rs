@@ -1,7 +1,9 @@
-//! The actor of one VM: the only one that changes its record, drives its `vmm` and publishes its state.
+//! Actor of one VM. Only the actor changes the VM's record, drives its `vmm` and publishes its
+//! state.
 //!
-//! It waits for one of: a command, the work under way, news of the process. Nothing that takes long is awaited where
-//! commands are handled, so that a stop by force always gets through. What is under way ([`Work`]):
+//! The actor waits for a command, the work under way or news of the process. A command handler
+//! awaits nothing that takes long, so that a forced stop always gets through. States of the work
+//! under way ([`Work`]):
 //!
 //! ```text
 //!            start                 ok                  stop, restart, delete
@@ -11,8 +13,8 @@
 //!                    (none)                  Change                            (none), Start or deleted
 //! ```
 //!
-//! Always: `record.instance` is in the store before a process is forked and goes after it has ended; a new process is
-//! made only when there is none.
+//! Invariants: `record.instance` is in the store before a process is forked, and is removed after
+//! the process has ended. A new process is created only when none exists.
 
 mod attachments;
 mod automatic;
@@ -98,9 +100,9 @@ pub struct Actor {
     view: View,
     instance: Option<Instance>,
     work: Work,
-    /// What the operation under way, or the last one, is part of: for events.
+    /// Context and id of the current or last operation, for events.
     about: (Context, String),
-    /// Of what is being handled.
+    /// Trace of the input that is being handled.
     trace: String,
     /// When the run policy starts it.
     timer: Option<Instant>,
@@ -108,7 +110,7 @@ pub struct Actor {
     held: bool,
     /// The stop under way makes room: the run policy waits until the node takes VMs again.
     evacuated: bool,
-    /// When it was started anew because its guest had reset it.
+    /// Time of the last restart after a reset by the guest.
     rebooted: Option<Instant>,
     /// When a reset by the guest was last told of.
     reset_told: Option<Instant>,
@@ -117,7 +119,7 @@ pub struct Actor {
     /// When counters were last published alone, and when they are to be.
     counted: Option<Instant>,
     counts_due: Option<Instant>,
-    /// The `vmm` was asked what it is doing, and has not answered.
+    /// A status request to the `vmm` is unanswered.
     asks_state: bool,
     /// It is to be asked once more then.
     asks_again: bool,
@@ -130,7 +132,7 @@ pub struct Actor {
     resuming: bool,
     /// When the guest reset its machine during a migration, which is given up for that.
     reset_in_migration: Option<Instant>,
-    /// Who waits until the machine of a VM that comes from another node is there.
+    /// Caller that waits until the machine of a VM from another node is loaded.
     receiving: Option<oneshot::Sender<Result<(), Failure>>>,
     /// The store may have an earlier state of the hand-over than the record, or not durably: see [`Self::step`](handover).
     unsure: bool,
@@ -144,7 +146,7 @@ pub struct Actor {
     publisher: watch::Sender<Arc<v1::Vm>>,
 }
 
-/// What it acts on.
+/// Input of the actor.
 enum Next {
     Command(Command),
     Done(Done),
@@ -180,7 +182,8 @@ impl Actor {
     ) {
         let (sender, mailbox) = Mailbox::new();
         let disks = Attachments::default();
-        // Before the table has the VM: whoever finds it there as running can reach its `vmm`.
+        // Before the table has the VM: a reader that finds the VM running in the table can reach
+        // its `vmm`.
         host.clients
             .set(uid, instance.as_ref().and_then(Instance::client));
         let first = view.describe(host, uid, &record, &spec, instance.as_ref(), &disks);
@@ -234,7 +237,8 @@ impl Actor {
         supervisor::spawn(Arc::clone(host), uid, name, actor.run(occasion));
     }
 
-    /// What waits here does so for as long as the VM is there, so it is small: the actor, and what handles something only while it does.
+    /// Main loop. This future lives as long as the VM, so it is kept small: handlers are boxed and
+    /// allocated only while they run.
     async fn run(mut self: Box<Self>, occasion: Option<(Occasion, u64)>) {
         if Box::pin(self.resume(occasion)).await.is_break() {
             return;
@@ -382,7 +386,8 @@ impl Actor {
             return ControlFlow::Continue(());
         }
         let verdict = admit(situation, life.request);
-        // A start that has nothing to do needs no permission. A stop of a VM that is down does: it ends what the policy has in mind.
+        // A start without effect needs no permission. A stop of a stopped VM does, because it
+        // cancels the run policy's restart.
         let nothing_to_do = life.request == Request::Start && verdict == Verdict::Done;
         if !nothing_to_do && let Err(failure) = self.permitted(&life) {
             let _ = life.reply.send(Err(failure));
@@ -413,7 +418,7 @@ impl Actor {
         ControlFlow::Continue(())
     }
 
-    /// For asking the `vmm` itself, or why it can't be asked.
+    /// Returns the client of the `vmm` for the purpose, or the reason for a refusal.
     fn client_for(&self, purpose: Purpose) -> Result<control::Client, Failure> {
         admit_disk(self.situation(), admission::DiskRequest::Stats)
             .map_err(|refusal| refusal.into_failure(&self.record.name))?;
@@ -427,7 +432,7 @@ impl Actor {
                 busy => return Err(Refusal::Busy(busy).into_failure(&self.record.name)),
             }
         }
-        // One that does not answer has not said what it knows.
+        // Before the check of the minor version: a `vmm` that does not answer has not reported it.
         let client = self.running_client()?;
         self.knows_minor(SNAPSHOT_MINOR, "take snapshots or be migrated")?;
         if matches!(purpose, Purpose::Migration { is_newer: true, .. }) {
@@ -447,7 +452,8 @@ impl Actor {
         let place = admit_disk(self.situation(), admission::DiskRequest::Attach);
         match place.map_err(|refusal| refusal.into_failure(&self.record.name))? {
             Place::Machine => {
-                // One that does not answer has not said what it knows.
+                // Before the check of the minor version: a `vmm` that does not answer has not
+                // reported it.
                 let client = self.running_client()?;
                 self.knows_minor(DISKS_MINOR, "take snapshots of its disks alone")?;
                 Ok(Quiet::Runs(client))
@@ -521,7 +527,7 @@ impl Actor {
         operation
     }
 
-    /// Waits with those who asked for the same before: it is the same operation.
+    /// Joins a request to the same operation that is already under way.
     async fn join(&mut self, life: Life) {
         let stop = match &mut self.work {
             Work::Start(start) if life.request == Request::Start => {
@@ -542,8 +548,8 @@ impl Actor {
         };
         let pending = if same {
             let pending = stop.operation.pending();
-            // Who stops a VM that only makes room does not want it to come up again.
-            // A stop after a panic is not one that a client asked for either.
+            // A client's stop replaces a stop that only makes room, and the VM must not start
+            // again. The same applies to a stop after a panic, which no client requested.
             if life.request == Request::Stop
                 && !life.evacuate
                 && (std::mem::take(&mut self.evacuated) || self.record.intent() != Intent::Stopped)
@@ -642,7 +648,7 @@ impl Actor {
         }
     }
 
-    /// Tells everybody, when there is something new.
+    /// Publishes the VM's state if it has changed.
     fn publish(&mut self) {
         (self.counted, self.counts_due) = (Some(Instant::now()), None);
         self.view.operation = match &self.work {
@@ -670,7 +676,7 @@ impl Actor {
         Arc::clone(&self.publisher.borrow())
     }
 
-    /// Notes durably what is wanted, if it is something else than before.
+    /// Makes the intent durable if it changes.
     async fn intend(&mut self, intent: Intent) {
         let before = std::mem::replace(&mut self.record.intent, intent.into());
         if before != self.record.intent {
@@ -688,14 +694,14 @@ impl Actor {
     }
 }
 
-/// Gives the same answer to all who wait for it.
+/// Sends the same answer to all waiters.
 fn answer(waiters: impl IntoIterator<Item = Reply>, result: &Result<Arc<v1::Vm>, Failure>) {
     for waiter in waiters {
         let _ = waiter.send(result.clone());
     }
 }
 
-/// Answers what is done, or not to be done.
+/// Answers a request that needs no operation: it is already done, or refused.
 fn respond(reply: LifeReply, result: Result<Arc<v1::Vm>, Failure>) {
     let _ = reply.send(result.map(|vm| Answer { vm, pending: None }));
 }

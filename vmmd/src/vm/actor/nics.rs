@@ -1,4 +1,4 @@
-//! What a NIC of a running machine needs of the node.
+//! Node resources of a NIC of a running machine.
 
 use std::sync::Arc;
 

@@ -42,7 +42,7 @@ fn stop_record(grace: Option<Duration>, context: &Context) -> StopRecord {
     }
 }
 
-/// Who asked, and with which request.
+/// Context of the stop: its initiator and request.
 fn context_of(stop: &StopRecord) -> Context {
     let initiator = match (stop.user, stop.certificate.as_str()) {
         (Some(uid), _) => Initiator::User(uid),
@@ -134,7 +134,8 @@ impl Actor {
         ControlFlow::Continue(())
     }
 
-    /// Goes on with a stop that an earlier daemon had begun. Its guest is asked again as soon as its `vmm` answers.
+    /// Continues a stop that an earlier daemon began. The guest receives the power button again as
+    /// soon as its `vmm` answers.
     pub(super) fn resume_stop(&mut self) {
         if self.record.intent() != Intent::Stopped || !self.runs() {
             return;

@@ -1,4 +1,5 @@
-//! The tasks that plug, unplug and change disks. They know nothing of the actor: what comes of them is an [`Outcome`].
+//! Tasks that plug, unplug and change disks. The tasks are independent of the actor and report an
+//! [`Outcome`].
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -33,7 +34,7 @@ use crate::{
 /// A client has more patience than that, so that it hears whose fault it is.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// What came of a task.
+/// Result of a task.
 #[derive(Debug)]
 pub enum Outcome {
     /// An attach.
@@ -42,24 +43,24 @@ pub enum Outcome {
     Detached(String, u64, Result<(), Failure>),
     /// A resize: the disk's new size.
     Resized(String, Reply, Result<u64, Failure>),
-    /// Another live change: its path, what it is, and what it was to be.
+    /// Another live change: its path, its kind and the value that was requested.
     Applied(String, Live, serde_json::Value, Result<(), Failure>),
-    /// What it is doing.
+    /// Status of the `vmm`.
     State(Result<Status, control::Error>),
-    /// What the disks are on that the machine had when the daemon started.
+    /// Files behind the disks that the machine had when the daemon started.
     Identified(BTreeMap<String, Vec<FileId>>),
     /// A share more: as [`Self::Applied`], with the process that serves it.
     ShareAttached(String, Live, serde_json::Value, Result<Option<Unkept>, Failure>),
     /// Which NICs and shares the machine has, asked after so many changes of them.
     PluggedLooked(u64, Result<MachineStats, control::Error>),
-    /// What the machine has, asked after so many changes.
+    /// Disks of the machine, with the generation at the time of the request.
     Looked(u64, Result<Vec<DiskStats>, control::Error>),
 }
 
 /// A disk that was plugged in.
 #[derive(Debug)]
 pub struct Plugged {
-    /// What it is on.
+    /// Files behind the disk.
     pub ids: Vec<FileId>,
     /// Which file is at its path, if it has one.
     pub known: Known,
@@ -119,7 +120,7 @@ pub async fn detach(client: Client, name: String, deadline: Instant, force: bool
         match asked {
             Ok(Ok(_)) => {}
             Ok(Err(control::Error::Refused(error))) if error.kind() == ErrorKind::NotFound => return Ok(()),
-            // A guest that can't be asked can still be surprised.
+            // A forced detach does not need the guest's cooperation.
             Ok(Err(control::Error::Refused(_))) if force => {}
             Ok(Err(control::Error::Refused(error))) => {
                 return Err(about(&name, refused(&control::Error::Refused(error))));
@@ -156,7 +157,8 @@ fn detach_op(name: &str, force: bool) -> Op {
     })
 }
 
-/// Makes a disk of a running machine larger; returns the size. 0 takes what a block device has.
+/// Grows a disk of a running machine and returns the new size. Size 0 takes the size of the block
+/// device.
 pub async fn resize(host: Arc<Host>, client: Client, disk: Disk, size: u64) -> Result<u64, Failure> {
     let name = disk.name.to_string();
     let record = match &disk.source {
@@ -263,7 +265,7 @@ pub async fn resize_file(host: &Arc<Host>, disk: &Disk, size: u64) -> Result<u64
     }
 }
 
-/// Tells a running machine of another limit.
+/// Changes a rate limit of a running machine.
 pub async fn limit(client: Client, target: Target, limit: RateLimit) -> Result<(), Failure> {
     let (Target::Disk(name) | Target::Group(name)) = &target;
     let what = &name.clone();
@@ -310,7 +312,7 @@ async fn has(client: &Client, name: &str) -> Option<bool> {
     Some(stats.iter().any(|stats| stats.name == name))
 }
 
-/// What a client is told when a `vmm` refuses something about a disk.
+/// Failure for the client when a `vmm` refuses a disk request.
 pub(super) fn refused(error: &control::Error) -> Failure {
     let control::Error::Refused(remote) = error else {
         return start::refused(error);

@@ -1,5 +1,6 @@
-//! NICs and shares that come and go while the machine runs. Which ones the VM is to have is its spec: an update says it, and what the machine has
-//! otherwise is a pending change, like others that a machine takes over ([`live`](super::update)).
+//! Hot-plug of NICs and shares. The spec says which ones the VM should have, and an update changes
+//! the spec. A difference between the spec and the machine is a pending change, like other live
+//! changes ([`live`](super::update)).
 //!
 //! ```text
 //!            update                vmm has it               update                  guest ejects it
@@ -8,9 +9,11 @@
 //!                        └───────▶ Pending ◀───────┘                       └──────▶ Attached, with the reason
 //! ```
 //!
-//! What an update has again while the guest is asked for it stays Attached. The guest may eject it all the same; it is attached anew then.
+//! A device that an update adds again while the guest is asked to eject it stays Attached. If the
+//! guest ejects the device all the same, the actor attaches it again.
 //!
-//! The spec is stored before the `vmm` is asked. A daemon that starts anew compares what the `vmm` has with it, and goes on.
+//! The spec is stored before the `vmm` receives the request. After a restart, the daemon compares
+//! the `vmm`'s devices with the spec and continues.
 
 use std::{os::fd::OwnedFd, sync::Arc};
 
@@ -45,7 +48,7 @@ use crate::{
     },
 };
 
-/// What it is that comes or goes.
+/// Kind of a hot-pluggable device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum What {
     /// A network interface.
@@ -55,7 +58,7 @@ pub enum What {
 }
 
 impl What {
-    /// What a change attaches or detaches, if it does.
+    /// Device that a change attaches or detaches, if it does.
     pub fn of(live: &Live) -> Option<(Self, &str)> {
         match live {
             Live::AttachNic(name) | Live::DetachNic(name) => Some((Self::Nic, name)),
@@ -94,7 +97,7 @@ impl What {
         Failure::precondition("BUSY", message)
     }
 
-    /// For programs: that it is gone, and that the guest has ejected it by itself.
+    /// Event reasons: for a detached device, and for one that the guest ejected without a request.
     fn events(self) -> (&'static str, &'static str) {
         match self {
             Self::Nic => ("NicDetached", "NicEjected"),
@@ -132,7 +135,8 @@ impl What {
     }
 }
 
-/// Lets the VM take what it needs of the node with what it is about to get: buffers take memory, threads and processes are tasks.
+/// Raises the limits of the VM for the device that it is about to receive: buffers take memory,
+/// threads and processes are tasks.
 pub async fn make_room(host: &Arc<Host>, uid: Uuid, record: &VmRecord, spec: &VmSpec) {
     let (limited, larger) = (Arc::clone(host), change::machine(record, spec));
     let paths = files::named(&larger, &host.sources());
@@ -236,7 +240,8 @@ impl Actor {
         !has && self.disks.live.is_under_way(&what.path(name))
     }
 
-    /// Makes what is known agree with what the machine has, and begins what an earlier daemon did not come to.
+    /// Reconciles the known state with the machine's devices, and begins the changes that an
+    /// earlier daemon did not begin.
     pub(super) async fn converge_plugged(&mut self, changes: u64, present: &MachineStats) {
         if changes != self.disks.live.plugs_changed {
             return self.look_at_plugged();
@@ -291,7 +296,8 @@ impl Actor {
         self.publish();
     }
 
-    /// What has just been attached is taken away again when the spec does not have it any more, and the record of the machine never had it.
+    /// Detaches a device that was just attached if the spec does not have it any more. The record
+    /// of the machine never had the device.
     pub(super) fn take_back_unwanted(&mut self, live: &Live) {
         let comes = matches!(live, Live::AttachNic(_) | Live::AttachShare(_));
         if let Some((what, name)) = What::of(live).filter(|_| comes)
@@ -350,8 +356,9 @@ impl Actor {
         }
     }
 
-    /// NICs and shares that were to leave the machine stay, those of the spec that `before` did not have. The guest can't be told: one that
-    /// ejects them all the same gets them again.
+    /// Cancels the detach of NICs and shares that the spec has again and that `before` did not
+    /// have. The request to the guest cannot be withdrawn; if the guest ejects a device all the
+    /// same, the actor attaches it again.
     pub(super) fn keep_plugged(&mut self, before: &VmSpec) {
         let nics = self.spec.nics.iter().map(|nic| (What::Nic, &nic.name));
         let shares = self.spec.shares.iter().map(|share| (What::Share, &share.name));
@@ -363,7 +370,8 @@ impl Actor {
         }
     }
 
-    /// The guest has ejected something by itself, or the machine lacks it: it is plugged in by the next update or start.
+    /// Handles a device that the guest ejected without a request, or that the machine lacks. The
+    /// next update or start plugs it in.
     async fn ejected_by_itself(&mut self, what: What, name: &str) {
         let (_, ejected) = what.events();
         change::take_over(&mut self.record, &what.detach_change(name));

@@ -1,4 +1,5 @@
-//! What a running VM may have of the node's processors, changed at once: its cgroup says it, the machine does not know.
+//! CPU share and limits of a running VM. A change applies to the cgroup at once; the machine is not
+//! involved.
 
 use std::sync::Arc;
 
@@ -20,7 +21,8 @@ use crate::{
 };
 
 impl Actor {
-    /// Gives a running VM what its spec says now. When the node has not so much, it keeps what it had, and says why.
+    /// Applies the processor settings of the spec to a running VM. If the node has too little CPU,
+    /// the VM keeps its old share and the status has the reason.
     pub(super) async fn apply_processors(&mut self) {
         let ours = |change: &change::Change| change.verdict == Verdict::Live(Live::Processors);
         let paths: Vec<_> = change::pending(&self.record)
@@ -62,7 +64,8 @@ impl Actor {
             if demand.resources.cpu_millis <= held.resources.cpu_millis {
                 return Ok(());
             }
-            // What else the VM has, it has already, and keeps also where no VM may be started.
+            // Only CPU is checked. The VM already has its other resources, and keeps them even on a
+            // cordoned node.
             let picture = look.picture(&self.host, others);
             let mut problems = placement::decide(&demand.resources, &picture);
             problems.retain(|problem| problem.reason == "INSUFFICIENT_CPU");

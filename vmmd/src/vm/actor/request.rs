@@ -1,4 +1,4 @@
-//! What goes along with a request: its id, and its preconditions.
+//! Request id and preconditions of a request.
 
 use proto::v1;
 use vmmd_host::failure::Failure;
@@ -6,7 +6,6 @@ use vmmd_objects::{
     context::Context,
     request::{self, preconditions},
 };
-use vmmd_store;
 
 use super::Actor;
 
@@ -24,7 +23,7 @@ impl Actor {
         preconditions::check("VM", &self.record.name, &context.preconditions, &present)
     }
 
-    /// Notes that the request was admitted; it is written together with what it does first.
+    /// Notes that the request was admitted. The next write of the record stores the note.
     pub(super) fn admitted(&mut self, context: &Context) {
         self.host.requests.note(context, &mut self.record.begun);
     }
@@ -34,9 +33,9 @@ impl Actor {
         context.has_begun(&self.record.begun)
     }
 
-    /// Removes the record for good, and answers those who asked for that together with it. Who asked an earlier daemon for
-    /// the VM's creation is answered as well: its retry must not make another one. Returns the deletion's revision in the
-    /// store.
+    /// Removes the record for good and answers the deletion requests in the same write. A creation
+    /// request to an earlier daemon receives its answer as well, so that its retry does not create
+    /// another VM. Returns the deletion's revision in the store.
     pub(super) async fn bury(&self) -> Result<u64, vmmd_store::Error> {
         let vm = self.state();
         let requests = &self.host.requests;

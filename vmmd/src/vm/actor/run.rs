@@ -1,4 +1,4 @@
-//! Pause, resume and reset, and what a running `vmm` tells.
+//! Pause, resume and reset, and notices from a running `vmm`.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -48,7 +48,7 @@ use crate::{
 /// How long a pause or resume may take; the guest's I/O under way is waited for.
 /// A client has more patience than that, so that it hears whose fault it is.
 const CHANGE_TIMEOUT: Duration = Duration::from_secs(20);
-/// How long a `vmm` may take to say what it is doing.
+/// Timeout of a status request to the `vmm`.
 const STATE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The private protocol's minor version that has `ResetMachine` and `SetBalloon`.
 pub(super) const SECOND_MINOR: u32 = 2;
@@ -151,7 +151,7 @@ impl Actor {
         }
     }
 
-    /// What a client is told when a pause, resume or reset was not done.
+    /// Failure for the client when a pause, resume or reset was not done.
     fn unchanged(&self, error: &control::Error) -> Failure {
         let name = &self.record.name;
         if let control::Error::Timeout(limit) = error {
@@ -177,7 +177,8 @@ impl Actor {
         }
     }
 
-    /// Asks the `vmm` what it is doing. While it has not answered, it is not asked a second time at once.
+    /// Requests the status of the `vmm`. At most one request is under way; a second call repeats
+    /// the request after the answer.
     pub(super) fn ask_state(&mut self) {
         if self.asks_state {
             self.asks_again = true;
@@ -192,7 +193,7 @@ impl Actor {
         }
     }
 
-    /// What the `vmm` is doing, unless something is under way whose end will say.
+    /// Applies the status of the `vmm`, unless the work under way will set the state at its end.
     pub(super) fn on_state(&mut self, state: Result<Status, control::Error>) {
         if matches!(state, Err(control::Error::Timeout(_))) {
             return self.on_silent();
@@ -335,8 +336,8 @@ impl Actor {
         }
     }
 
-    /// Looks at what a machine that an earlier daemon started has of the node, and sets its limits anew. Nobody waits for
-    /// that: its files may be where nothing answers.
+    /// Identifies the files of a machine that an earlier daemon started, and renews its limits.
+    /// Runs in the background, because a file system may not answer.
     pub(super) fn look_after(&mut self) {
         if self.instance.is_none() {
             return;
@@ -362,7 +363,7 @@ impl Actor {
             return;
         };
         for (name, ids) in disks {
-            // What was plugged meanwhile is known better.
+            // A disk that was plugged meanwhile has newer data.
             if !instance.disks.contains_key(&name) {
                 instance.set_disk(&name, Some(ids));
             }
@@ -379,8 +380,8 @@ impl Actor {
         }
     }
 
-    /// The `vmm` of a paused guest answers again: what it could not be told meanwhile is told now. A snapshot ends with the connection on
-    /// which it was asked for.
+    /// Handles the return of the `vmm` of a paused guest: sends the requests that could not be sent
+    /// meanwhile. A snapshot ends with the connection that requested it.
     fn run_on(&mut self, paused_for: PauseReason) {
         match (self.handover(), paused_for) {
             (Handover::Target(Target::Owned(_)), _)
@@ -396,7 +397,8 @@ impl Actor {
         }
     }
 
-    /// The VM is paused for a snapshot of its disks. When nobody takes it any more, the VM continues.
+    /// Handles a pause for a snapshot of the VM's disks. The VM continues if the snapshot was
+    /// abandoned.
     fn on_disks_quiet(&self, number: u64) {
         if !self.host.snapshots.disks_quiet(&self.record.uid, number)
             && let Ok(client) = self.running_client()
@@ -422,8 +424,9 @@ impl Actor {
         }
     }
 
-    /// Whose connection breaks ends as a rule, and what is asked of it in that moment is to find it ended: waits for the
-    /// news of that, or of a new connection, as long as that takes as a rule.
+    /// Waits for news of a `vmm` whose connection broke. The process usually ends then, so a
+    /// request at that moment should find it ended. Waits at most [`link::DYING`] for its end or a
+    /// new connection.
     pub(super) async fn dying(&mut self) -> Option<News> {
         let deadline = Instant::now() + link::DYING;
         loop {

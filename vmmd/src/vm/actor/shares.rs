@@ -1,4 +1,5 @@
-//! What a share of a running machine needs of the node: a process that serves it, for as long as the machine has it.
+//! Node resources of a share of a running machine: a process serves the share as long as the
+//! machine has it.
 
 use std::sync::Arc;
 

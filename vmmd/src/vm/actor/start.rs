@@ -1,4 +1,5 @@
-//! The actor's part of a start: what is noted before [`crate::vm::start`] does it, and what follows when it has come up or has failed.
+//! The actor's part of a start: its notes before [`crate::vm::start`] runs, and the steps after
+//! success or failure.
 
 use std::{ops::ControlFlow, sync::Arc};
 

@@ -91,7 +91,7 @@ impl Actor {
         self.enter(phase, reason, message);
     }
 
-    /// Why the VM leaves this node, in its status and for those who watch it.
+    /// Reason and message of the VM's removal from this node, for its status and watchers.
     fn leaving(&self) -> (&'static str, String) {
         match (self.handover(), &self.record.handover) {
             (Handover::Source(Source::Gone(_)), Some(record)) => {
@@ -112,7 +112,8 @@ impl Actor {
         also
     }
 
-    /// A plain stop of a VM that was to come up again, or whose start is being undone: what is under way is that from now on.
+    /// Turns the stop under way into a plain stop, if the VM was to restart or its start is being
+    /// undone.
     pub(super) async fn turn_into_stop(&mut self, life: &Life) -> Pending {
         let operation = self.operation(Type::VmStop, &life.context, life.deadline);
         let pending = operation.pending();
@@ -143,7 +144,7 @@ impl Actor {
         Some(self.instance.as_ref()?.client()?.traced(&self.trace))
     }
 
-    /// Carries out what a stop makes of what has happened.
+    /// Carries out the effects of an input on a stop.
     pub(super) fn step_stop(&mut self, stop: &mut Stop, input: stop::Input) {
         let reachable = self.client().is_some();
         for effect in stop.state.step(input, Instant::now(), reachable) {
@@ -175,8 +176,8 @@ impl Actor {
         }
     }
 
-    /// Asks the guest to power off. While the `vmm` does not answer nobody can be asked: that is done when the connection is
-    /// made anew, and the guest has its time all the same.
+    /// Asks the guest to power off. Without a connection to the `vmm` the request is sent after the
+    /// reconnect; the grace time runs meanwhile.
     pub(super) fn press_button(&self, paused: bool) {
         let Some(client) = self.client() else { return };
         // A paused guest could not hear it.
@@ -246,7 +247,7 @@ impl Actor {
         let then = if let Work::Stop(stop) = &work {
             stop.state.then
         } else {
-            // What was asked for before has nothing to do with it.
+            // The end is unrelated to the last request.
             self.about = Default::default();
             Then::Stay
         };
@@ -292,7 +293,7 @@ impl Actor {
         let counts = self.record.counts.get_or_insert_default();
         counts.guest_resets += instance.guest_resets;
         counts.crash_resets += instance.crash_resets;
-        // A panic is counted when it is told of.
+        // A panic was already counted with its event.
         if !(exit.reason() == ExitReason::GuestPanic && instance.panicked) {
             count(counts, exit.reason());
         }
@@ -328,7 +329,7 @@ impl Actor {
         }
     }
 
-    /// What follows when the VM has stopped.
+    /// Continues after the VM has stopped.
     pub(super) async fn after_stop(&mut self, stop: Stop) -> ControlFlow<()> {
         let Stop {
             operation,
@@ -359,7 +360,8 @@ impl Actor {
         ControlFlow::Continue(())
     }
 
-    /// What has become of a VM that was to stop: whoever asked for time for the guest is told when that was not enough.
+    /// Describes the end of a stop for the client: it mentions a kill, for example after the grace
+    /// time.
     fn stopped_message(&self) -> String {
         let exit = self.record.last_exit.as_ref();
         match exit.map(|exit| (exit.reason(), exit.message.as_str())) {
@@ -397,8 +399,8 @@ impl Actor {
         }
     }
 
-    /// Deletes a VM without a process. The record goes first: whatever is left then belongs to no record and is
-    /// removed at the next start of the daemon, should this one be killed before it is done.
+    /// Deletes a VM without a process. The record is removed first. If the daemon is killed before
+    /// the end, its next start removes the rest, which belongs to no record then.
     pub(super) async fn delete(&mut self, operation: Handle, also: Vec<Handle>) -> ControlFlow<()> {
         operation.commit();
         operation.progress(Progress::steps(1, 2), "removing what the node keeps for the VM");
@@ -417,7 +419,8 @@ impl Actor {
         let (reason, message) = self.leaving();
         self.enter(VmPhase::Terminating, reason, message);
         fault::hold(&self.host.config.run_dir, "delete").await;
-        // Of a VM that goes to another node, or did not come, the other node writes them.
+        // The other node writes the files of a VM that moves to that node, or that did not arrive
+        // here.
         let _files = match self.handover().is_under_way() {
             false => Some(state_dir::write_last(&self.host, self.uid, &self.state()).await),
             true => None,
@@ -462,7 +465,7 @@ impl Actor {
     }
 }
 
-/// What came of a stop.
+/// Detail of a completed stop.
 fn stopped(exit: &Option<ExitStatus>) -> Option<Detail> {
     Some(Detail::Stopped(StopResult { exit: exit.clone() }))
 }
@@ -487,7 +490,7 @@ impl Work {
     }
 }
 
-/// Sends requests one after the other without waiting for what comes of them: the end of the process is what counts.
+/// Sends requests in order and ignores their results: only the end of the process counts.
 fn send(client: Client, ops: Vec<Op>) {
     tokio::spawn(async move {
         for op in ops {

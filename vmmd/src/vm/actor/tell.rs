@@ -7,11 +7,11 @@ use vmmd_objects::event::{Draft, Object};
 use super::Actor;
 use crate::vm::api::describe::DISK_ERROR;
 
-/// Resets by the guest are told at most so often: a guest may do nothing else.
+/// Minimum interval between events about guest resets, because a guest can reset continuously.
 const RESETS: Duration = Duration::from_secs(1);
 
 impl Actor {
-    /// Tells an event, with what led to it.
+    /// Emits an event with its context and operation.
     pub(super) fn tell(&self, severity: EventSeverity, reason: &str, message: &str) {
         let (context, operation) = self.about.clone();
         let object = Object::Vm(self.record.name.clone(), self.uid);
@@ -21,7 +21,7 @@ impl Actor {
         self.host.events.emit(draft);
     }
 
-    /// Tells of the phase that was entered, if it is another than `before`.
+    /// Emits an event for the new phase if it differs from `before`.
     pub(super) fn tell_phase(&self, before: VmPhase) {
         let phase = self.view.phase;
         if phase == before {
@@ -54,7 +54,7 @@ impl Actor {
         self.tell(severity, reason, message);
     }
 
-    /// Tells when the run policy starts the VM next, if it waits for that.
+    /// Emits an event with the time until the run policy starts the VM, if a start is due.
     pub(super) fn tell_restart(&self) {
         let restart = self.record.restart.as_ref();
         let waits = restart.filter(|restart| self.timer.is_some() && restart.back_off_ms != 0);
@@ -68,7 +68,7 @@ impl Actor {
         }
     }
 
-    /// Tells of a reset by the guest.
+    /// Emits an event for a reset by the guest.
     pub(super) fn tell_guest_reset(&mut self) {
         if let Some(now) = due(self.reset_told) {
             self.reset_told = Some(now);
@@ -76,8 +76,8 @@ impl Actor {
         }
     }
 
-    /// Tells of a reset after a triple fault. A guest can crash a thousand times a second: neither the events nor the log
-    /// take each of them.
+    /// Emits an event for a reset after a triple fault. A guest can crash a thousand times per
+    /// second, so events and log entries are rate-limited.
     pub(super) fn tell_crash_reset(&mut self, what: &str) {
         if let Some(now) = due(self.crash_told) {
             self.crash_told = Some(now);

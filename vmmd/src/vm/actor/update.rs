@@ -1,8 +1,9 @@
-//! Updates of the spec: recorded, then applied to the running machine as far as that can be done.
+//! Updates of the spec. An update is recorded, then applied to the running machine as far as
+//! possible.
 //!
-//! What is to be done follows from the record alone, by what its spec says and what its run has ([`change::pending`]): a
-//! change that fails stays pending and says why; the next update, the same one too, tries it again; the next start has
-//! all of them.
+//! The pending changes follow from the record alone, from the spec and the state of the run
+//! ([`change::pending`]). A failed change stays pending with its reason. The next update, including
+//! an identical one, retries it. The next start applies all changes.
 
 mod live;
 
@@ -58,7 +59,7 @@ pub(super) const DEFAULT_EJECT: Duration = Duration::from_secs(30);
 /// How long it may take to power off when nothing is given.
 const DEFAULT_GRACE: Duration = Duration::from_secs(60);
 
-/// What a VM is to be from now on.
+/// Desired state of a VM.
 #[derive(Debug)]
 struct Desired {
     /// The validated manifest.
@@ -68,11 +69,11 @@ struct Desired {
 }
 
 impl Update {
-    /// What a VM that is `present` is to be by it.
+    /// Returns the VM that `present` becomes with this update.
     ///
     /// # Errors
     ///
-    /// All that is wrong with it, or what the mask leads through and is not there.
+    /// All violations of the request, or an item on the mask's path that does not exist.
     pub fn desired(&self, present: &v1::Vm, disks: &Disks) -> Result<v1::Vm, Failure> {
         let mut vm = match &self.mask {
             Some(mask) => mask.apply(present, &self.vm).map_err(inapplicable)?,
@@ -156,13 +157,15 @@ impl Actor {
         }
     }
 
-    /// Whether an update may be made now, where it has its effect, and what the VM is to be by it.
+    /// Checks whether an update is permitted now. Returns where it takes effect, and the desired
+    /// VM.
     fn admit_update(&self, update: &Update) -> Result<(Applied, Desired), Failure> {
         let admitted = admission::admit_update(self.situation());
         let applied = admitted.map_err(|refusal| refusal.into_failure(&self.record.name))?;
         let present = self.state();
         if self.has_begun(&update.context) {
-            // An earlier daemon has written it, and was not there to answer. What was written since is newer.
+            // An earlier daemon wrote this update without an answer. The record may contain newer
+            // changes.
             let mut present = present.as_ref().clone();
             self.with_secrets(&mut present)?;
             return Ok((applied, Desired::new(present)?));
@@ -257,7 +260,8 @@ impl Actor {
         Ok(found.or(())?)
     }
 
-    /// What is being attached can't be changed before it is: the machine gets it as it was when that began.
+    /// Refuses changes of a device that is being attached. The machine receives the settings from
+    /// the beginning of the attach.
     fn no_attach_in_between(&self, desired: &Desired) -> Result<(), Failure> {
         let disk = |spec: &v1::VmSpec, name: &str| spec.disks.iter().find(|disk| disk.name == name).cloned();
         let before = self.record.spec.clone().unwrap_or_default();
@@ -411,7 +415,7 @@ impl Actor {
         }
     }
 
-    /// What the VM would be after an update, with the machine as far changed as that can be done.
+    /// Returns the VM after an update, assuming that all live changes succeed.
     fn would_be(&self, desired: &Desired) -> std::sync::Arc<v1::Vm> {
         let mut record = self.with(desired);
         for change in change::pending(&record) {

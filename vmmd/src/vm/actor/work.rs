@@ -1,4 +1,4 @@
-//! What an actor has under way, and what it hears of its process.
+//! An actor's work under way, and the news of its process.
 
 use std::future::{self, Future};
 
@@ -31,7 +31,7 @@ use crate::{
     },
 };
 
-/// What is under way.
+/// Work under way.
 #[derive(Debug, Default)]
 pub enum Work {
     /// Nothing.
@@ -54,13 +54,13 @@ pub struct Start {
     pub lingers: Option<oneshot::Receiver<Lingering>>,
     /// Ends it early.
     pub cancel: CancellationToken,
-    /// So does the end of the actor: what nobody waits for is not to come up.
+    /// Cancels the start when the actor ends, so that no unowned machine comes up.
     pub _with_actor: DropGuard,
-    /// What it is part of.
+    /// Operation of this work.
     pub operation: Handle,
     /// Its operation's cancel was heard.
     pub heard: bool,
-    /// What was asked for meanwhile.
+    /// Stop that was requested meanwhile.
     pub stop: Option<Stop>,
 }
 
@@ -69,11 +69,11 @@ pub struct Start {
 pub struct Stop {
     /// How far it is, and what follows.
     pub state: Stopping,
-    /// What it is part of.
+    /// Operation of this work.
     pub operation: Handle,
     /// Its operation's cancel was heard.
     pub heard: bool,
-    /// It is what is left of an operation that was cancelled.
+    /// The stop undoes a cancelled operation.
     pub undoes: bool,
     /// Other stops that end with this one.
     pub also: Vec<Handle>,
@@ -97,7 +97,7 @@ impl Stop {
         }
     }
 
-    /// Tells how far it is.
+    /// Reports the progress to the operation.
     pub fn tell(&self) {
         let left = self.state.deadline.filter(|_| self.state.stage == Stage::Asked);
         let left = left.map(|deadline| deadline.saturating_duration_since(Instant::now()));
@@ -123,15 +123,15 @@ impl Stop {
 pub struct Change {
     /// Does it.
     pub task: JoinHandle<Result<Status, control::Error>>,
-    /// Who wants to know.
+    /// Caller that waits for the result.
     pub reply: LifeReply,
     /// It is a reset.
     pub reset: bool,
-    /// What the `vmm` said meanwhile of its state: a disk may fail in the moment of a resume.
+    /// State that the `vmm` reported meanwhile: a disk may fail at the moment of a resume.
     pub said: Option<Status>,
 }
 
-/// What has come to an end.
+/// Work that has ended.
 #[derive(Debug)]
 pub enum Done {
     /// A start.
@@ -184,7 +184,7 @@ impl Work {
     }
 }
 
-/// Waits for what is said once; forever when nothing is. Cancel-safe.
+/// Waits for the one message, or forever without a sender. Cancel-safe.
 async fn told(lingers: &mut Option<oneshot::Receiver<Lingering>>) -> Lingering {
     let what = match lingers {
         Some(receiver) => receiver.await.ok(),
@@ -208,7 +208,7 @@ pub async fn until(deadline: Option<Instant>) {
 /// News of a process.
 #[derive(Debug)]
 pub enum News {
-    /// It has ended, and all else in its cgroup; by which signal, where that is known.
+    /// The process and the rest of its cgroup have ended, with the signal if it is known.
     Ended(Option<i32>),
     /// Something of it was killed and does not die.
     Lingering(Lingering),
@@ -216,7 +216,7 @@ pub enum News {
     Notice(Notice),
     /// The connection is gone.
     Disconnected,
-    /// The connection was made anew, or could not be.
+    /// The reconnect succeeded or failed.
     Connected(Result<Session, control::Error>),
     /// A share is otherwise served than before.
     Shares,
@@ -227,7 +227,8 @@ pub async fn news(instance: &mut Option<Instance>) -> News {
     let Some(instance) = instance else {
         return future::pending().await;
     };
-    // What it said before its end comes first only while it lives: the rest of its cgroup may take long to die.
+    // Notices have priority only while the process lives: the rest of its cgroup may take long to
+    // die.
     if instance.exited.is_none() {
         tokio::select! {
             biased;
@@ -270,7 +271,7 @@ mod tests {
         assert!(matches!(news, News::Ended(Some(9))));
         let news = end_of_run(future::pending(), Duration::ZERO, false).await;
         assert!(matches!(news, News::Lingering(Lingering::Leftovers)));
-        // From now on there is nothing to tell but the end.
+        // After this report, only the end is reported.
         let mut waiting = Box::pin(end_of_run(future::pending(), Duration::ZERO, true));
         let more = tokio::time::timeout(Duration::from_millis(10), &mut waiting).await;
         assert!(more.is_err());

@@ -77,7 +77,7 @@ pub struct Incoming {
     pub handover: HandoverRecord,
 }
 
-/// Makes a VM that comes from another node: nobody can start it.
+/// Creates a VM that another node sends. A client cannot start it.
 pub async fn create_incoming(
     host: &Arc<Host>,
     vm: v1::Vm,
@@ -89,13 +89,13 @@ pub async fn create_incoming(
     Ok(())
 }
 
-/// What starts a new VM.
+/// Source of a new VM's first start.
 enum Starts {
     /// It runs on another node and comes from there.
     Elsewhere(Incoming),
     /// Its run policy, or the request that creates it.
     ByPolicy,
-    /// Whoever creates it, with these addresses if they are given.
+    /// The caller, with these addresses if they are given.
     ByCaller(Option<Hardware>),
 }
 
@@ -237,8 +237,8 @@ pub fn unknown_user_data(object: Object, spec: &VmSpec) -> Option<Draft> {
     unknown.then(|| Draft::warning(object, "UserDataUnknown", cloud_init::UNKNOWN_USER_DATA))
 }
 
-/// Starts a VM. One that is refused is an operation that has failed, and an event: the VM is there, and its creation a success.
-/// Nothing when the VM runs already.
+/// Starts a VM. A refused start becomes a failed operation and an event, because the creation
+/// itself has succeeded. Returns `None` if the VM runs already.
 async fn begin_start(host: &Host, entry: &Entry, name: &str, context: &Context) -> Option<v1::Operation> {
     let (reply, answer) = oneshot::channel();
     let life = Life::new(context.clone(), Request::Start, reply);

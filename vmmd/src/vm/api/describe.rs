@@ -43,7 +43,7 @@ pub const NO_ANSWER: &str = "the vmm process lives but does not answer: a stop b
 /// Why a VM is not ready whose guest's kernel has panicked.
 pub const GUEST_PANICKED: &str = "GuestPanicked";
 
-/// What an actor knows beside the record.
+/// State of an actor in addition to the record.
 #[derive(Clone, Debug)]
 pub struct View {
     /// The phase.
@@ -54,9 +54,9 @@ pub struct View {
     pub message: String,
     /// When the phase was entered, in milliseconds of Unix time.
     pub phase_ms: u64,
-    /// What of a start that has failed was killed and does not die, if anything.
+    /// Part of a failed start that was killed and has not died, if any.
     pub lingering: Option<Lingering>,
-    /// What the condition `Ready` was last.
+    /// Last status and time of the condition `Ready`.
     ready: (ConditionStatus, u64),
     /// The same of `BlockDevicesReady`.
     block_devices: (ConditionStatus, u64),
@@ -201,7 +201,7 @@ impl View {
         }
     }
 
-    /// `RestartRequired`: the spec says what the running machine has not.
+    /// Condition `RestartRequired`: the spec has changes that the running machine lacks.
     fn restart_required(&mut self, left: &[(Change, String)]) -> v1::Condition {
         let paths: Vec<_> = left.iter().map(|(change, _)| change.path.as_str()).collect();
         let (status, reason, message) = if left.is_empty() {
@@ -297,7 +297,7 @@ fn restart(record: &VmRecord, spec: &VmSpec) -> Option<v1::RestartStatus> {
     })
 }
 
-/// What its runs were, the present one too.
+/// Counters of all runs, including the current one.
 fn counts(record: &VmRecord, instance: Option<&Instance>) -> v1::RunCounts {
     let mut counts = record.counts.unwrap_or_default();
     counts.guest_resets += instance.map_or(0, |instance| instance.guest_resets);
@@ -318,7 +318,7 @@ fn pending_change((change, message): (Change, String), key: &Key) -> v1::Pending
     }
 }
 
-/// Disks of a VM as the API shows them: those of its spec, and then those that only its machine has.
+/// Disks of a VM for the API: the disks of the spec, then the disks that only the machine has.
 fn disks(
     host: &Host,
     record: &VmRecord,
@@ -405,7 +405,7 @@ pub fn started(run: &InstanceRecord) -> Option<proto::well_known::Timestamp> {
     text::timestamp(clock::shown_ms(run.started_ms, run.started_since_boot))
 }
 
-/// NICs of a VM as the API shows them: those that its machine has, and those that it is to get.
+/// NICs of a VM for the API: the NICs of the machine, then the NICs that only the spec has.
 fn nics(
     host: &Host,
     uid: Uuid,
@@ -418,7 +418,7 @@ fn nics(
     let of_run = run.and_then(|run| run.spec.as_ref());
     let in_machine: Vec<_> = match (run, of_run) {
         (Some(_), Some(running)) => running.nics.iter().filter_map(valid).collect(),
-        // As an older daemon has it: the machine has what the spec says.
+        // A record of an older daemon has no spec of the run: the machine has the NICs of the spec.
         (Some(_), None) => spec.nics.clone(),
         (None, _) => Vec::new(),
     };
@@ -476,7 +476,7 @@ fn nics(
     described.collect()
 }
 
-/// Shares of a VM as the API shows them: those of its spec, and then those that only its machine has.
+/// Shares of a VM for the API: the shares of the spec, then the shares that only the machine has.
 fn shares(
     spec: &VmSpec,
     instance: Option<&Instance>,

@@ -1,4 +1,5 @@
-//! The connection to a `vmm`: made anew whenever it is lost, for as long as the process lives, at growing intervals.
+//! Connection to a `vmm`. A lost connection is re-established at growing intervals as long as the
+//! process lives.
 
 use std::time::Duration;
 
@@ -37,7 +38,7 @@ pub struct Link {
 pub enum State {
     /// It answers.
     Up(Client, Notices),
-    /// It has not answered yet, or the connection was lost and is made anew.
+    /// The `vmm` has not answered yet, or the connection was lost and a reconnect is under way.
     Connecting(JoinHandle<Result<Session, control::Error>>),
     /// Its socket was removed: there is no way to talk to it.
     Unreachable,
@@ -48,7 +49,7 @@ pub enum State {
 pub struct Session {
     /// For requests.
     pub client: Client,
-    /// What it tells unasked.
+    /// Unsolicited notices of the `vmm`.
     pub notices: Notices,
     /// What it said.
     pub hello: HelloReply,
@@ -127,7 +128,8 @@ pub async fn greet(client: Client, notices: Notices) -> Result<Session, control:
     })
 }
 
-/// When the connection can't be made, most likely the process is about to end, and the news of that is left time to come first.
+/// Connects again. After a failure the process is probably about to end, so the result is delayed
+/// to let the news of the end arrive first.
 async fn reconnect(runtime: RuntimeDir, wait: Duration) -> Result<Session, control::Error> {
     sleep(wait).await;
     let result = connect(runtime).await;

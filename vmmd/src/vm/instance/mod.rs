@@ -1,4 +1,4 @@
-//! One run of a VM: its process, the connection to it, and what it holds of the node.
+//! One run of a VM: its process, the connection to the process, and its claims on the node.
 
 pub mod link;
 
@@ -33,12 +33,13 @@ use crate::{
     share::Keepers,
 };
 
-/// How long a `vmm` that an earlier daemon left may take to answer before the daemon goes on without it.
+/// Time that a `vmm` of an earlier daemon has to answer. Afterwards the daemon continues without
+/// it.
 pub const ATTACH_TIMEOUT: Duration = Duration::from_secs(2);
 /// Longest exit record in bytes.
 const MAX_EXIT_RECORD: u64 = 64 << 10;
 
-/// What was killed and does not die, as on a file system that does not answer.
+/// Killed process that does not die, for example because a file system does not answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lingering {
     /// The `vmm` itself.
@@ -78,13 +79,13 @@ pub struct Instance {
     pub process: Process,
     /// Its cgroup, where the node has them.
     pub group: Option<Group>,
-    /// The process has ended; by which signal, where that is known.
+    /// End of the process, with its signal if it is known.
     pub exited: Option<Option<i32>>,
     /// How it is talked to.
     pub link: Link,
     /// What it holds; given back when the instance is dropped.
     pub claim: Claim,
-    /// What each of its disks is on, by the disk's name.
+    /// Files behind each disk, by the disk's name.
     pub disks: BTreeMap<String, Vec<FileId>>,
     /// Build of the `vmm`; empty until it has said so.
     pub version: String,
@@ -100,11 +101,11 @@ pub struct Instance {
     pub paused_for_panic: bool,
     /// Its `vmm` has not answered for some seconds, and its answer is waited for.
     pub silent: bool,
-    /// What of the run was killed and does not die, if anything.
+    /// Part of the run that was killed and has not died, if any.
     pub lingering: Option<Lingering>,
     /// How it said that it ends, before it did.
     pub ended: Option<ExitRecord>,
-    /// What sees to it that its shares are served.
+    /// Keepers of the processes that serve the shares.
     pub shares: Keepers,
 }
 
@@ -138,8 +139,8 @@ impl Instance {
         }
     }
 
-    /// Waits for the end of the run: of the process, and of whatever else is in its cgroup, which is killed. Returns the signal
-    /// that ended the process, where that is known. Cancel-safe.
+    /// Waits for the end of the process, then kills the rest of its cgroup and waits for its end.
+    /// Returns the signal that ended the process, if it is known. Cancel-safe.
     pub async fn ended(&mut self) -> Option<i32> {
         let signal = match self.exited {
             Some(signal) => signal,
@@ -151,7 +152,7 @@ impl Instance {
         signal
     }
 
-    /// Notes what a disk is on, or that it is gone.
+    /// Sets the files behind a disk, or removes the disk.
     pub fn set_disk(&mut self, name: &str, ids: Option<Vec<FileId>>) {
         match ids {
             Some(ids) => drop(self.disks.insert(name.to_owned(), ids)),
@@ -167,7 +168,7 @@ impl Instance {
     }
 }
 
-/// What was found of a run when the daemon started.
+/// State of a run that was found at the daemon's start.
 #[derive(Debug)]
 pub enum Found {
     /// A living process; with the reply to the hello if that came in time.
@@ -178,9 +179,10 @@ pub enum Found {
 
 /// Looks for a process that an earlier daemon has started for the VM `uid` as `user`.
 ///
-/// The lock tells whether it lives; which process that is, is found in several ways and believed when its owner is
-/// `user`, which no other process has. When the lock was removed there is no way to talk to it, but it is not forgotten: a
-/// second process of the VM would be worse.
+/// The lock says whether the process lives. Several sources name candidates for the process; a
+/// candidate is accepted if its owner is `user`, because no other process has this user. If the
+/// lock file was removed, the process is unreachable, but is still adopted: a second process of the
+/// VM would be worse.
 pub async fn find(host: &Arc<Host>, uid: Uuid, user: u32, name: &str, demand: Demand) -> io::Result<Found> {
     let runtime = RuntimeDir::of(&host.config, uid);
     if !lock::is_held(&runtime.lock())? {
@@ -228,8 +230,8 @@ pub async fn find(host: &Arc<Host>, uid: Uuid, user: u32, name: &str, demand: De
     let process = candidates
         .find(|pid| owner(*pid).is_ok_and(|owner| owner == user))
         .map(Process::open);
-    // A lock that nobody is found to hold may be a copy in a child that is just being made; and a process whose
-    // connection breaks is, as a rule, one that ends in this moment.
+    // Both cases need a wait. A lock without a known holder may be a copy in a child that is being
+    // forked. A process with a broken connection is usually about to end.
     let ended = if process.is_some() && !broken {
         !lock::is_held(&lock_path)?
     } else {
@@ -284,8 +286,8 @@ fn owner(pid: u32) -> io::Result<u32> {
     Ok(fs::metadata(format!("/proc/{pid}"))?.uid())
 }
 
-/// What the process wrote about its end. The file is the process's own, so at most [`MAX_EXIT_RECORD`] bytes are read, and
-/// of a regular file only.
+/// Reads the exit record that the process wrote. The process owns the file, so the file must be
+/// regular and at most [`MAX_EXIT_RECORD`] bytes are read.
 pub fn exit_record(path: &Path) -> Option<ExitRecord> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let file = fs::File::from(rustix::fs::open(path, flags, Mode::empty()).ok()?);

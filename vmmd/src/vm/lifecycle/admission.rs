@@ -1,10 +1,11 @@
-//! May a request be carried out now, given what the VM does at present? A pure function: the actor acts on it.
+//! Admission of requests, depending on the VM's current situation. A pure function; the actor
+//! carries out its verdict.
 
 use vmmd_host::failure::Failure;
 
 use crate::registry::vms::command::Request;
 
-/// What the VM is doing.
+/// Current situation of a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Situation {
     /// No process: stopped, failed, or never started.
@@ -28,7 +29,7 @@ pub enum Situation {
     Migrating,
 }
 
-/// What is asked of a VM's disks.
+/// Kind of a request about a VM's disks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DiskRequest {
     /// Add one.
@@ -50,7 +51,7 @@ pub enum Place {
     Machine,
 }
 
-/// What is done with an update of the spec.
+/// Effect of an update of the spec.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Applied {
     /// It is recorded, for the next start: there is no machine, or it is about to end.
@@ -59,12 +60,12 @@ pub enum Applied {
     Live,
 }
 
-/// What becomes of a request.
+/// Decision about a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// Begin it; what is under way gives way.
+    /// Begin the request; it replaces the work under way.
     Begin,
-    /// Wait for what is under way: it has the same end.
+    /// Wait for the work under way, which has the same result.
     Join,
     /// It is so already.
     Done,
@@ -79,7 +80,7 @@ pub enum Refusal {
     IsPaused,
     /// It doesn't run.
     NotRunning,
-    /// It runs and can't be deleted without force.
+    /// It runs and must be deleted with force.
     StillRunning,
     /// Something is under way that must end first.
     Busy(Situation),
@@ -138,7 +139,8 @@ pub fn admit_disk(situation: Situation, request: DiskRequest) -> Result<Place, R
     }
 }
 
-/// Decides whether a spec may be changed now. A start reads it, so that it must be over; a stop is in nobody's way.
+/// Decides whether a spec may be changed now. A start under way reads the spec and must end first;
+/// a stop does not conflict.
 pub fn admit_update(situation: Situation) -> Result<Applied, Refusal> {
     use Situation::{Changing, Down, Paused, Running, Starting, Stopping, Terminating};
     match situation {

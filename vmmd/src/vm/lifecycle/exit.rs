@@ -1,7 +1,7 @@
-//! What the end of a `vmm` process means for its VM. A pure function of all that is known of it.
+//! Classification of the end of a `vmm` process. A pure function of the evidence.
 //!
-//! A `vmm` that its guest took over writes the exit record that it likes. So what the daemon and the kernel saw themselves
-//! (a restart of the node, the kernel's kill for want of memory, a signal) outranks the record.
+//! A compromised `vmm` can write any exit record. Observations of the daemon and the kernel
+//! therefore outrank the record: a restart of the node, an OOM kill, a signal.
 
 use proto::{
     v1::{ExitReason, ExitStatus, RunCounts, VmPhase},
@@ -9,7 +9,7 @@ use proto::{
 };
 use vmmd_host::text;
 
-/// What was asked of the VM when it ended.
+/// Request to the VM at the time of its end.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Asked {
     /// Nothing.
@@ -52,12 +52,12 @@ const OVERDUE: &str = "the guest did not power off within the grace period";
 /// The message about a guest whose kernel has panicked.
 pub const PANICKED: &str = "the guest's kernel has panicked";
 
-/// What is known of an ended process.
+/// Evidence about an ended process.
 #[derive(Clone, Debug, Default)]
 pub struct Evidence {
-    /// What it wrote itself.
+    /// Exit record of the process.
     pub record: Option<ExitRecord>,
-    /// What was asked of it.
+    /// Request to the process.
     pub asked: Asked,
     /// The kernel killed something in its cgroup for want of memory.
     pub oom_killed: bool,
@@ -133,7 +133,7 @@ fn recorded(record: &ExitRecord, asked: Asked) -> (ExitReason, String) {
     (reason, message)
 }
 
-/// What was seen from outside, if that alone says how the process ended.
+/// Returns the reason that the external evidence alone proves, if any.
 fn seen(evidence: &Evidence) -> Option<ExitReason> {
     let killed = evidence.signal == Some(libc::SIGKILL);
     let errs = |record: &ExitRecord| record.kind() == ExitKind::VmmError;
@@ -166,7 +166,7 @@ fn seen_message(evidence: &Evidence, reason: ExitReason) -> String {
 }
 
 fn killed_message(asked: Asked) -> String {
-    // That it was told to stop is nothing new.
+    // A requested end needs no message.
     match asked {
         Asked::Overdue => OVERDUE.to_owned(),
         Asked::Panicked => PANICKED.to_owned(),
@@ -184,7 +184,7 @@ pub fn count(counts: &mut RunCounts, reason: ExitReason) {
         ExitReason::OutOfMemory => &mut counts.out_of_memory,
         ExitReason::Lost => &mut counts.lost,
         ExitReason::StartFailed => &mut counts.failed_starts,
-        // Nothing went wrong with the VM.
+        // These ends are not failures of the VM.
         ExitReason::Stopped | ExitReason::Killed | ExitReason::NodeRestart | ExitReason::Unspecified => {
             return;
         }
@@ -335,7 +335,7 @@ mod tests {
             (signal(K::Stopped, libc::SIGKILL), Asked::Panicked, R::GuestPanic),
             (signal(K::PowerOff, libc::SIGSEGV), Asked::Nothing, R::Lost),
             (signal(K::PowerOff, libc::SIGSEGV), Asked::Kill, R::Lost),
-            // It says of what it dies, and the signal does not contradict that.
+            // The record names the cause of death, and the signal does not contradict it.
             (signal(K::VmmError, libc::SIGBUS), Asked::Nothing, R::VmmError),
             (signal(K::VmmError, libc::SIGKILL), Asked::Nothing, R::Lost),
         ] {

@@ -1,15 +1,17 @@
-//! What happens to a VM is decided here, by pure functions and steps with tables of tests; the [actor](super::actor) carries it out.
+//! Decisions about a VM's life cycle: pure functions and steps with table tests. The
+//! [actor](super::actor) carries them out.
 //!
 //! | file | decides |
 //! |---|---|
 //! | [`admission`] | whether a request may be carried out now |
-//! | [`stop`] | how a VM is stopped: the guest is asked, the `vmm` told to end, the process killed |
-//! | [`exit`] | what the end of a process means |
-//! | [`pause`] | what a state that the `vmm` tells of means for the VM |
-//! | [`policy`] | what the run policy makes of that |
+//! | [`stop`] | the stages of a stop: power button, end of the `vmm`, kill |
+//! | [`exit`] | the meaning of a process's end |
+//! | [`pause`] | the meaning of a state that the `vmm` reports |
+//! | [`policy`] | the reaction of the run policy |
 //! | [`restart`] | when the run policy starts the VM |
 //!
-//! Which node may run a VM that migrates is decided by [`proto::handover`], a step that both daemons use.
+//! [`proto::handover`] decides which node may run a migrating VM. Both daemons use its step
+//! function.
 
 pub mod admission;
 pub mod exit;

@@ -1,5 +1,5 @@
-//! What a `vmm` says of its state, and what that means for the phase of its VM: a guest is paused by request, by a disk that failed, or
-//! for as long as a snapshot or a migration needs.
+//! Effect of the `vmm`'s reported state on the phase of its VM. A guest is paused by request, by a
+//! failed disk, or as long as a snapshot or a migration needs.
 
 use proto::{
     v1::VmPhase,
@@ -8,24 +8,24 @@ use proto::{
 
 /// Reason of a pause because a disk failed.
 pub const DISK_ERROR: &str = "DiskError";
-/// Reason of a pause for a snapshot. The `vmm` ends it by itself.
+/// Reason of a pause for a snapshot. The `vmm` ends this pause on its own.
 pub const SNAPSHOT: &str = "Snapshot";
 /// Why a VM that is being migrated is in its phase.
 pub const MIGRATING: &str = "Migrating";
 
-/// What is to be done.
+/// Effect of a reported state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Effect {
     /// The VM is in another phase, for this reason, with this message.
     Enter(VmPhase, &'static str, String),
     /// A disk has failed, with this message.
     NoteDiskError(String),
-    /// What the disks had failed at is tried again; if that fails it is told anew.
+    /// The failed disk requests are retried; a new failure is reported again.
     ForgetDiskErrors,
 }
 
-/// What follows from what the `vmm` says, for a VM in this phase for this reason. Only running and paused VMs change by that: what is
-/// under way says more than the state in between.
+/// Returns the effects of a reported state on a VM in this phase with this reason. Only running and
+/// paused VMs change: in other phases the work under way decides.
 pub fn follow(status: &Status, phase: VmPhase, reason: &str) -> Vec<Effect> {
     match (status.state(), phase) {
         (State::Running, VmPhase::Paused) => {
@@ -114,7 +114,7 @@ mod tests {
                 DISK_ERROR,
                 vec![Effect::ForgetDiskErrors, enter(running, "Running", "")],
             ),
-            // What is so already, and what something else is under way for.
+            // States without a change, and states that other work handles.
             (says(State::Running, none), running, "Running", vec![]),
             (
                 says(State::Paused, PauseReason::DiskError),

@@ -1,7 +1,9 @@
-//! What a run policy makes of what happens to a VM. Pure functions: the actor acts on what they say.
+//! Reactions of a run policy to a VM's events. Pure functions; the actor carries out their
+//! decisions.
 //!
-//! A start by the policy after the end of a run waits: 1 s at first, doubled with each start until the VM has run for
-//! long enough, 5 min at most. The wait is in the VM's record, so that it survives the daemon.
+//! A start by the policy after the end of a run waits: 1 s at first, doubled with each start until
+//! the VM has run for long enough, 5 min at most. The VM's record stores the wait, so that it
+//! survives a restart of the daemon.
 
 use std::time::Duration;
 
@@ -24,7 +26,7 @@ pub enum Occasion {
     NodeBoot(Option<ExitReason>),
     /// The daemon was restarted and the VM does not run; how the last run ended, if there was one.
     DaemonStart(Option<ExitReason>),
-    /// The policy was changed, or set anew, and the VM does not run.
+    /// The policy was changed, or set again, and the VM does not run.
     Changed,
 }
 
@@ -46,11 +48,11 @@ pub struct BackOff {
     pub first_ms: u64,
     /// The longest.
     pub max_ms: u64,
-    /// A run that lasted as long begins anew.
+    /// A run of at least this length resets the back-off.
     pub reset_after_ms: u64,
 }
 
-/// Decides. `intent` is what was last asked for.
+/// Decides whether and when the VM is started. `intent` is the last requested state.
 pub fn decide(policy: RunPolicy, occasion: Occasion, intent: Intent) -> Decision {
     use Decision::{Start, StartLater, Stay};
     let wanted = intent == Intent::Running;
@@ -104,7 +106,7 @@ pub fn starts(policy: RunPolicy) -> bool {
     !matches!(policy, RunPolicy::Manual | RunPolicy::Off)
 }
 
-/// The end of a run that nobody, and no guest, has wanted.
+/// Whether the end of a run was a failure, as opposed to an end by request or by the guest.
 fn is_failure(reason: ExitReason) -> bool {
     match reason {
         ExitReason::GuestShutdown | ExitReason::Stopped | ExitReason::Killed | ExitReason::Unspecified => {

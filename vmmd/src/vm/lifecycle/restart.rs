@@ -1,8 +1,9 @@
-//! When the run policy starts a VM. A pure step from what is noted, what has happened and what the node allows, to what is noted then; the
-//! actor waits, and carries out what the step says.
+//! Scheduling of starts by the run policy. A pure step maps the notes, the event and the node's
+//! state to new notes and effects; the actor waits and carries out the effects.
 //!
-//! A wait is in the VM's record, so that it continues under the next daemon. Room is kept for the start. A cordon is for VMs that are
-//! not on the node: a VM whose run ends there is started again. A VM that made room, or that its policy wants for the first time, waits
+//! The VM's record stores a wait, so that the next daemon continues it. Room is reserved for the
+//! start. A cordon applies only to VMs that are not on the node: a VM whose run ends on a cordoned
+//! node is started again. A VM that made room, or that its policy starts for the first time, waits
 //! until the node takes VMs.
 
 use proto::{model::policy::RunPolicy, v1::ExitReason};
@@ -11,10 +12,10 @@ use vmmd_store::{Intent, RestartRecord};
 
 use super::policy::{BackOff, Decision, Occasion, decide};
 
-/// What is noted of the next start by the run policy.
+/// Notes about the next start by the run policy.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Restarts {
-    /// What the VM's record has.
+    /// Restart state of the VM's record.
     pub record: Option<RestartRecord>,
     /// When the VM is started.
     pub due: Option<Instant>,
@@ -32,8 +33,9 @@ pub enum Input {
     /// The actor has begun. The occasion that it found, and the length of the run that has ended, in milliseconds.
     /// For a VM that was stopped to make room the daemon's start ends the time for that.
     Found(Occasion, u64),
-    /// The VM makes room: what the policy has in mind waits until the node is started anew, or takes VMs again. One that takes VMs all
-    /// the time gives no sign of that: there the policy goes on after a while.
+    /// The VM makes room. The policy's start waits until the node restarts or takes VMs again. A
+    /// node that takes VMs all the time has no such change, so the start is due after
+    /// [`Situation::room_ms`] there.
     MakeRoom,
     /// The time has come, and the VM is down.
     Due,
@@ -41,19 +43,19 @@ pub enum Input {
     Reconsidered(Option<ExitReason>),
     /// A start begins.
     Started {
-        /// Nobody has asked for it but the policy.
+        /// The run policy requested the start.
         by_policy: bool,
     },
-    /// A stop by request ends what the policy had in mind.
+    /// A stop by request cancels the policy's start.
     Stopped,
 }
 
-/// What the step goes by.
+/// Input state of the step.
 #[derive(Clone, Copy, Debug)]
 pub struct Situation<'a> {
     /// The VM's policy.
     pub policy: RunPolicy,
-    /// What was last asked for.
+    /// Last requested state.
     pub intent: Intent,
     /// The VM is down.
     pub down: bool,
@@ -63,7 +65,7 @@ pub struct Situation<'a> {
     pub back_off: BackOff,
     /// How long room is made for on a node that takes VMs, in milliseconds.
     pub room_ms: u64,
-    /// Of the running kernel.
+    /// Boot id of the running kernel.
     pub boot_id: &'a str,
     /// Now.
     pub now: Instant,
@@ -71,7 +73,7 @@ pub struct Situation<'a> {
     pub now_ms: u64,
 }
 
-/// What is to be done.
+/// Action for the actor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
     /// Keep room for the VM, or give it back.
@@ -89,7 +91,8 @@ impl Restarts {
     pub fn step(&mut self, input: Input, of: &Situation<'_>) -> Vec<Effect> {
         let mut effects = self.restarts(input, of);
         if of.policy == RunPolicy::Off && of.down {
-            // Also one that ended by itself before the policy could stop it: under another policy it waits for a start.
+            // This includes a VM that ended before the policy could stop it: under a later policy,
+            // it waits for a start.
             effects.push(Effect::IntendStop);
         }
         effects
@@ -131,7 +134,7 @@ impl Restarts {
         match decide(of.policy, occasion, of.intent) {
             Decision::Stay => return vec![Effect::Expect(false)],
             Decision::Start => (restart.next_ms, restart.back_off_ms) = (of.now_ms, 0),
-            // A wait that an earlier daemon began goes on.
+            // A wait that an earlier daemon began continues.
             Decision::StartLater if matches!(occasion, Occasion::DaemonStart(_)) && restart.next_ms != 0 => {}
             Decision::StartLater => {
                 restart.attempts = of.back_off.after_run(restart.attempts, ran_ms);
@@ -230,7 +233,8 @@ mod tests {
         }
     }
 
-    /// Attempts, what is noted of the next start, and how long it waits, each in milliseconds after now.
+    /// Attempts, time of the next start, and remaining wait; the times are in milliseconds after
+    /// now.
     fn noted(restarts: &Restarts, of: &Situation<'_>) -> (u32, i64, Option<u128>) {
         let record = restarts.record.clone().unwrap_or_default();
         let next = i64::try_from(record.next_ms).unwrap() - i64::try_from(NOW_MS).unwrap();
@@ -252,7 +256,7 @@ mod tests {
             assert_eq!(restarts.step(Input::Due, &of), [Start(attempts + 1)]);
             restarts.step(Input::Started { by_policy: true }, &of);
         }
-        // A run that lasted begins anew, and so does a start by somebody.
+        // A long run resets the attempts, and so does a start by request.
         let ended = Input::Occurred(Occasion::Ended(R::GuestPanic), BACK_OFF.reset_after_ms);
         restarts.step(ended, &of);
         assert_eq!(noted(&restarts, &of).0, 0);
@@ -371,7 +375,7 @@ mod tests {
         restarts.step(ended, &closed);
         assert_eq!(restarts.step(Input::Due, &closed), [Hold]);
         assert!(restarts.held && restarts.due.is_none());
-        // Nothing changes while it is closed still; then there is nothing to wait for.
+        // Once the node takes VMs again, the start is due at once.
         assert_eq!(
             restarts.step(Input::Reconsidered(Some(R::Lost)), &open),
             [Expect(true)]
@@ -395,7 +399,7 @@ mod tests {
         restarts.step(ended, &open);
         restarts.step(Input::MakeRoom, &open);
         assert_eq!(noted(&restarts, &open).2, Some(60_000));
-        // Nothing to make room with: the policy has nothing in mind.
+        // Without a planned start, making room has no effect.
         let mut restarts = Restarts::default();
         restarts.step(Input::MakeRoom, &open);
         assert_eq!(restarts, Restarts::default());

@@ -1,5 +1,5 @@
-//! How a VM is stopped: its guest is asked, then its `vmm` is told to end, then the process is killed. A pure step; the
-//! actor carries out what it says.
+//! Stages of a stop: the guest is asked to power off, then the `vmm` is asked to end, then the
+//! process is killed. A pure step; the actor carries out its effects.
 //!
 //! ```text
 //!              grace                  time is over            2 s
@@ -9,15 +9,16 @@
 //!     └──────────────────┴──────────────────────────────────────┘
 //! ```
 //!
-//! Always: what an exit means is decided by `asked`, so it is written before the `vmm` is told anything; a deadline never gets later.
+//! Invariants: `asked` decides the meaning of an exit, so it is written before the `vmm` receives a
+//! request. A deadline never moves later.
 
 use tokio::time::{Duration, Instant};
 use vmmd_host::cgroup::LEAVING;
 
 use super::exit::Asked;
 
-/// How long a `vmm` that was told to end may take before it is killed. Nothing that it had acknowledged to the guest
-/// depends on it.
+/// Time that a `vmm` has to end before it is killed. No data that it has acknowledged to the guest
+/// depends on this time.
 pub const END_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// How far a stop is.
@@ -25,13 +26,13 @@ pub const END_TIMEOUT: Duration = Duration::from_secs(2);
 pub enum Stage {
     /// The guest was asked to power off.
     Asked,
-    /// The `vmm` was told to end.
+    /// The `vmm` was asked to end.
     Ending,
     /// The process was killed.
     Killed,
 }
 
-/// What follows a stop.
+/// Action after a stop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Then {
     /// Nothing.
@@ -49,13 +50,13 @@ pub struct Stopping {
     pub stage: Stage,
     /// When the next stage begins; `None` while a start is waited for that is being cancelled, and when nothing follows but the exit.
     pub deadline: Option<Instant>,
-    /// For what the exit means.
+    /// Last request, which decides the meaning of the exit.
     pub asked: Asked,
     /// What follows.
     pub then: Then,
 }
 
-/// What happens to a stop.
+/// Event of a stop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Input {
     /// It begins.
@@ -67,7 +68,7 @@ pub enum Input {
     },
     /// The start that it cancels has come up all the same.
     CameUp,
-    /// It goes on as another one whose `vmm` was asked already: without grace from here on.
+    /// It continues as another stop whose `vmm` was already asked, without grace from here on.
     TakeOver,
     /// Somebody else asks for the same with this grace, which may shorten the time and not lengthen it.
     Hasten(Option<Duration>),
@@ -80,10 +81,10 @@ pub enum Input {
     },
 }
 
-/// What is to be done.
+/// Action for the actor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
-    /// There is no way back from here: the operation can't be cancelled any more.
+    /// Commit the operation: it is not cancellable any more.
     Commit,
     /// Say how far it is.
     Report,
@@ -92,7 +93,7 @@ pub enum Effect {
         /// The guest is let run first.
         resume: bool,
     },
-    /// Tell the `vmm` to end.
+    /// Ask the `vmm` to end.
     End,
     /// Kill the process.
     Kill,
@@ -141,7 +142,8 @@ impl Stopping {
                 self.deadline = None;
                 vec![Effect::Linger]
             }
-            // The guest had no chance to hear it, or may have missed it: its time goes on all the same.
+            // The guest did not receive the power button, or may have missed it. Its grace time
+            // continues all the same.
             (Input::Reachable { paused }, Stage::Asked) => vec![Effect::PressButton { resume: paused }],
             (Input::Hasten(_) | Input::Reachable { .. }, _) => Vec::new(),
         }
@@ -198,7 +200,8 @@ mod tests {
         let again = Input::Reachable { paused: true };
         let press = |resume| vec![Report, PressButton { resume }];
         let (end, kill) = (vec![Commit, Report, End], vec![Commit, Report, Kill]);
-        // Inputs, whether the vmm can be told anything; the last effects, the stage and what was asked.
+        // Inputs and whether the vmm is reachable; then the last effects, the stage and the last
+        // request.
         type Row<'a> = (&'a [Input], bool, Vec<Effect>, Stage, Asked);
         let table: &[Row<'_>] = &[
             (&[BEGIN], true, press(false), Stage::Asked, A::PowerOff),
@@ -212,7 +215,8 @@ mod tests {
                 Stage::Asked,
                 A::PowerOff,
             ),
-            // Nobody can be asked: the guest has its time all the same.
+            // Without a connection no request is sent; the grace time of the guest runs all the
+            // same.
             (&[BEGIN], false, press(false), Stage::Asked, A::PowerOff),
             (
                 &[BEGIN, again],
@@ -268,7 +272,7 @@ mod tests {
                 A::PowerOff,
             ),
             (&[BEGIN, Input::TakeOver], true, end, Stage::Ending, A::Kill),
-            // What has been told to end is not told again, and not asked any more.
+            // A `vmm` that was asked to end is not asked again.
             (
                 &[FORCE, Input::TakeOver],
                 true,
@@ -316,7 +320,7 @@ mod tests {
 
     #[test]
     fn every_stop_comes_to_its_end() {
-        // Whatever else happens, three deadlines later nothing but the exit is waited for.
+        // After any inputs with three deadlines, only the exit remains.
         let inputs = [
             Input::Hasten(None),
             Input::Hasten(Some(SOON)),

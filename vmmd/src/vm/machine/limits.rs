@@ -1,5 +1,5 @@
-//! What a VM may take of the node, put into effect: when it is started, when it gets another disk or other shares of the
-//! processors, and when a daemon finds it running. All blocking.
+//! Resource limits of a VM: applied at its start, with another disk or other processor settings,
+//! and when a daemon finds it running. All functions block.
 
 use std::{io, path::Path};
 
@@ -18,7 +18,7 @@ use vmmd_host::{
 
 use crate::{files, host::Host};
 
-/// Decides what a VM's cgroup is to say. Refused when the node can't do what the spec asks for.
+/// Plans the settings of a VM's cgroup. Fails if the node does not support the spec.
 pub fn plan(host: &Host, spec: &VmSpec) -> Result<Plan, Failure> {
     let parent = host.cgroups.as_ref().map(|parent| parent.ready()).transpose();
     let parent = parent.map_err(|error| unusable(&error))?;
@@ -49,7 +49,7 @@ pub fn create(host: &Host, uid: Uuid, plan: &Plan) -> Result<Option<Group>, Fail
     Ok(Some(group))
 }
 
-/// Puts into effect what a running VM may have from now on.
+/// Applies the limits of a running VM.
 pub fn set(host: &Host, uid: Uuid, spec: &VmSpec) -> Result<(), Failure> {
     let plan = plan(host, spec)?;
     match &host.cgroups {
@@ -58,7 +58,7 @@ pub fn set(host: &Host, uid: Uuid, spec: &VmSpec) -> Result<(), Failure> {
     }
 }
 
-/// Puts into effect once more what a running VM may have. What can't be is in the log: the VM goes on.
+/// Applies the limits of a running VM again. A failure is logged, and the VM continues.
 pub fn renew(host: &Host, uid: Uuid, spec: &VmSpec) {
     if host.cgroups.is_none() {
         return;

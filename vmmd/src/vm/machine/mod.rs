@@ -1,4 +1,5 @@
-//! What a `vmm` is told to build: the spec with descriptors instead of paths and addresses instead of defaults.
+//! Machine description for a `vmm`: the spec with descriptors instead of paths and addresses
+//! instead of defaults.
 
 pub mod change;
 pub mod limits;
@@ -30,14 +31,15 @@ use crate::{
     network::{self, Tap},
 };
 
-/// PCI slots of platform v1 on bus 0, whose device 0 is the host bridge. Each kind has its own range, so that what is added
-/// to a VM later never moves what it has; 31 is left. Disks and NICs that find no room there go to further buses, as all shares do.
+/// PCI slots of platform v1 on bus 0, whose device 0 is the host bridge. Each kind of device has
+/// its own range, so that a new device never moves an existing one. Slot 31 is free. Disks and NICs
+/// without room on bus 0 use further buses, as all shares do.
 const RNG_SLOT: u32 = 1;
 const NIC_SLOTS: Range<u32> = 2..10;
 const DISK_SLOTS: Range<u32> = 10..26;
 /// Of the balloon. Not in the record: no VM ever has it elsewhere, and one gets or loses it between two runs.
 const BALLOON_SLOT: u32 = 26;
-/// Of graphics adapter, keyboard and tablet. Not in the record either.
+/// Slots of graphics adapter, keyboard and tablet. Not in the record either.
 const DISPLAY_SLOTS: [u32; 3] = [27, 28, 29];
 /// Of the virtio-console. Not in the record either.
 const CONSOLE_SLOT: u32 = 30;
@@ -55,7 +57,7 @@ pub struct Parts {
     pub taps: Vec<Tap>,
     /// The serial log and the file for its older half.
     pub serial: (OwnedFd, OwnedFd),
-    /// Sockets for VNC clients, and for those that may only look; of a VM with a screen.
+    /// Sockets for VNC clients and for view-only clients, of a VM with a screen.
     pub vnc: Option<(OwnedFd, OwnedFd)>,
     /// Socket for clients of the virtio-console, of a VM with one.
     pub hvc: Option<OwnedFd>,
@@ -74,9 +76,10 @@ pub fn allocate(spec: &VmSpec, random: impl FnMut() -> Mac) -> Hardware {
     reallocate(spec, &none, &none, random)
 }
 
-/// The addresses of a VM with another spec: what it has keeps its own (a NIC another MAC if the spec says so), what is new
-/// gets the lowest free one, and those of what is gone are free. `running` is what the machine has meanwhile: a disk that
-/// it is to get goes where it has none, as far as there is room.
+/// Returns the addresses of a VM with a new spec. An existing device keeps its address (but a NIC
+/// takes the MAC of the spec), a new device gets the lowest free address, and a removed device
+/// frees its address. `running` has the machine's current addresses: a new device avoids them as
+/// far as there is room.
 pub fn reallocate(
     spec: &VmSpec,
     old: &Hardware,
@@ -256,7 +259,7 @@ pub fn assemble(
     (machine, fds.0)
 }
 
-/// What a `vmm` is told of a disk that is plugged in while the machine runs, with its descriptors.
+/// Description of a hot-plugged disk for the `vmm`, with its descriptors.
 pub fn plug(hardware: &Hardware, disk: &Disk, opened: OpenDisk) -> (vmm::Disk, Vec<OwnedFd>) {
     let mut fds = Descriptors::default();
     let wire = wire_disk(&mut fds, hardware, disk, opened);
@@ -529,7 +532,8 @@ mod tests {
     }
 
     proptest::proptest! {
-        /// Whatever a VM has been before: what stays keeps its address, and no two have the same.
+        /// Over any history of a VM, a remaining device keeps its address and no two devices share
+        /// one.
         #[test]
         fn addresses_never_move_and_never_clash(
             rounds in proptest::collection::vec((proptest::bits::u64::ANY, proptest::bits::u64::ANY, 0..=64_usize), 1..8)

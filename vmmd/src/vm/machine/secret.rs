@@ -202,7 +202,7 @@ mod tests {
         assert_eq!(plain, whole);
         assert!(refuse_digests(&mut shown.clone()).is_err());
         refuse_digests(&mut whole.clone()).unwrap();
-        // Of something else they are refused.
+        // The digests of other content are refused.
         let found = restore(&mut shown, None, &key()).unwrap_err();
         let fields: Vec<_> = found.0.iter().map(|wrong| wrong.field.as_str()).collect();
         assert_eq!(
@@ -214,7 +214,7 @@ mod tests {
                 "spec.cloudInit.vendorDataDigest",
             ]
         );
-        // New content replaces what was there.
+        // New content replaces the old content.
         let mut new = spec(v1::CloudInit {
             user_data: "#!/bin/sh\n".into(),
             ..Default::default()

@@ -1,4 +1,5 @@
-//! VMs that are found and not made: at the daemon's start, after the failure of an actor, and those that can't be looked after as usual.
+//! Recovery of existing VMs: at the daemon's start, after the panic of an actor, and for unusable
+//! VMs.
 
 mod migrated;
 pub mod reconcile;

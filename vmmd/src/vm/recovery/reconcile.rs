@@ -1,7 +1,8 @@
-//! What the daemon does at its start: for each record, find out what has become of the VM meanwhile.
+//! Reconciliation at the daemon's start: for each record, finds the current state of the VM.
 //!
-//! All VMs at once, so that one that doesn't answer costs the others nothing. What belongs to no record is removed,
-//! unless a process lives there: that is left alone and reported.
+//! All VMs are reconciled at once, so that an unresponsive VM does not delay the others. Files and
+//! cgroups without a record are removed, unless a process lives there; such a process stays and is
+//! reported.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -212,7 +213,7 @@ pub async fn take_up_images(host: &Arc<Host>, record: &mut VmRecord, ran: Option
     }
 }
 
-/// What a VM's run policy is to judge when it has no process.
+/// Returns the occasion for the run policy of a VM without a process.
 fn found_down(host: &Host, record: &VmRecord) -> Occasion {
     let last = record.exit_reason();
     let waited = record.restart.as_ref();
@@ -223,8 +224,8 @@ fn found_down(host: &Host, record: &VmRecord) -> Occasion {
     }
 }
 
-/// Takes out of the spec what was being plugged in when the last daemon ended: nobody was told that it is attached, and
-/// the machine has ended since.
+/// Removes from the spec the disks that were being attached when the last daemon ended. No client
+/// received a success for them, and the machine has ended since.
 fn give_up_attaching(host: &Host, record: &mut VmRecord, mut spec: VmSpec) -> VmSpec {
     let attaching = record.instance.clone().unwrap_or_default().attaching;
     for name in attaching {
@@ -243,7 +244,7 @@ fn give_up_attaching(host: &Host, record: &mut VmRecord, mut spec: VmSpec) -> Vm
     spec
 }
 
-/// Tells of something that was not as it should be, and is now.
+/// Emits an event for a repaired inconsistency.
 fn repaired(host: &Host, object: Object, message: impl Into<String>) {
     host.events.emit(Draft::normal(object, "Repaired", message));
 }

@@ -1,5 +1,6 @@
-//! Makes what looks after a VM anew when it has panicked: from the store and from the process, as a new daemon would. Meanwhile
-//! the VM keeps its name, its user id and its room, and who asks for it is told to come back.
+//! Restarts the task of a VM after a panic, from the store and the process, as a new daemon would.
+//! Meanwhile the VM keeps its name, user id and room, and requests for it are refused as
+//! temporarily unavailable.
 
 use std::{future::Future, pin::Pin, sync::Arc, time::Duration};
 
@@ -15,7 +16,7 @@ const FIRST: Duration = Duration::from_millis(50);
 /// The longest wait.
 const LONGEST: Duration = Duration::from_secs(30);
 
-/// Runs what looks after the VM `name`.
+/// Runs the task that manages the VM `name`.
 pub fn spawn(
     host: Arc<Host>,
     uid: Uuid,
@@ -27,7 +28,7 @@ pub fn spawn(
         if let Err(error) = task.await
             && error.is_panic()
         {
-            // Boxed, as the task waits for this as long as the VM is there.
+            // Boxed to keep the outer task small: it lives as long as the VM.
             Box::pin(again(&host, uid, &name)).await;
         }
     });
@@ -70,6 +71,6 @@ async fn again(host: &Arc<Host>, uid: Uuid, name: &str) {
             host.vms.drop_out(name);
         }
     }
-    // What the one before had and the new one does not is free.
+    // Frees the claims of the previous task that the new task does not have.
     host.ledger.release_abandoned(name);
 }

@@ -1,5 +1,6 @@
-//! A VM that can't be looked after as usual: its record can't be read, its spec is not valid any more, or a process of it lives
-//! and can't be found. It stays visible, keeps its name, disks, user id and room, and can be ended and deleted.
+//! Unusable VM: its record cannot be decoded, its spec is not valid for this release, or a process
+//! of it lives and cannot be found. The VM stays visible, keeps its name, disks, user id and room,
+//! and can be ended and deleted.
 
 use std::{sync::Arc, time::Duration};
 
@@ -42,13 +43,13 @@ const AGAIN: Duration = Duration::from_secs(2);
 /// Why a VM is unusable.
 #[derive(Clone, Debug)]
 pub enum Why {
-    /// Its record in the store can't be decoded.
+    /// Its record in the store is undecodable.
     Record(String),
     /// Its spec is not valid to this release.
     Spec(String),
-    /// Something of it is alive and can't be found.
+    /// A process of it lives but was not found.
     Unreachable(String),
-    /// What was to take it over has failed.
+    /// Its restoration has panicked.
     NotRestored,
 }
 
@@ -81,7 +82,7 @@ impl Why {
     }
 }
 
-/// What looks after it.
+/// Task state of an unusable VM.
 pub(super) struct Unusable {
     pub(super) host: Arc<Host>,
     pub(super) uid: Uuid,
@@ -89,7 +90,7 @@ pub(super) struct Unusable {
     pub(super) why: Why,
     /// Its process, where that is found.
     pub(super) instance: Option<Instance>,
-    /// What it holds while nobody knows whether it runs.
+    /// Claim of a VM that may still run.
     _claim: Option<Claim>,
     since_ms: u64,
     mailbox: Commands,
@@ -101,7 +102,7 @@ pub fn not_restored(host: &Arc<Host>, uid: Uuid, record: VmRecord) {
     spawn(host, uid, record, Why::NotRestored, None);
 }
 
-/// Looks for the process of a VM whose record or spec can't be used, and puts the VM into the table.
+/// Looks for the process of a VM with an unusable record or spec, and puts the VM into the table.
 pub async fn take_over(host: &Arc<Host>, uid: Uuid, record: VmRecord, why: Why) {
     let run = record.instance.clone();
     let found = match &run {
@@ -156,7 +157,7 @@ pub fn spawn(host: &Arc<Host>, uid: Uuid, record: VmRecord, why: Why, instance: 
     supervisor::spawn(Arc::clone(host), uid, name, unusable.run());
 }
 
-/// What a VM takes by its record, whether or not that is valid.
+/// Resource demand of a VM from its record, valid or not.
 fn demand(record: &VmRecord) -> Demand {
     let run = record.instance.as_ref().and_then(|run| run.spec.as_ref());
     let Some(wire) = run.or(record.spec.as_ref()) else {
@@ -207,7 +208,7 @@ impl Unusable {
         let restoring: std::pin::Pin<Box<dyn Future<Output = ()> + Send>> =
             Box::pin(restore(host, uid, record));
         restoring.await;
-        // Until here, so that its user id is nobody else's in between.
+        // Held until here, so that the VM's user id stays reserved.
         drop(found);
         true
     }
@@ -312,7 +313,7 @@ impl Unusable {
             message: "the vmm process has ended".to_owned(),
             time: text::timestamp(text::now_ms()),
         });
-        // One that can't be read stays as it is, for whoever can.
+        // An undecodable record stays unchanged, for a release that can decode it.
         if !matches!(self.why, Why::Record(_))
             && let Err(error) = self.host.store.put(&self.record).await
         {

@@ -1,4 +1,4 @@
-//! What a client is told when a start fails.
+//! Failures of a start, as the client receives them.
 
 use std::{io, sync::Arc};
 
@@ -25,7 +25,7 @@ pub(super) fn failed(operation: &str, error: &io::Error) -> Failure {
 /// Reason of a failure that only says that the connection is gone.
 pub(super) const GONE: &str = "VMM_GONE";
 
-/// What a client is told when a `vmm` does not do what it was asked.
+/// Failure for the client when a `vmm` does not carry out a request.
 pub fn refused(error: &control::Error) -> Failure {
     let control::Error::Refused(remote) = error else {
         let reason = if matches!(error, control::Error::Closed) {

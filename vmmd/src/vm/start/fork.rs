@@ -27,7 +27,8 @@ pub(super) struct Spawn {
     pub(super) uid: u32,
 }
 
-/// Forks the `vmm`. The daemon's copies of what it gets are closed with `spawn`, above all the lock's.
+/// Forks the `vmm`. The daemon's copies of the descriptors are closed when `Spawn` is dropped,
+/// above all the lock's.
 pub(super) fn spawn(spawn: &Spawn) -> Result<clone::Child, Failure> {
     let options = ["--control-fd", "--console-fd", "--exit-fd", "--lock-fd"];
     let mut arguments = vec![c"vmm".to_owned(), c"serve".to_owned()];

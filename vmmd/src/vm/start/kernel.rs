@@ -102,7 +102,8 @@ pub(super) async fn find(
     Ok(())
 }
 
-/// The images of a disk, opened anew: for reading, through the page cache, and without the lock that the VM's own descriptors have.
+/// Images of a disk, reopened for reading through the page cache, without the lock of the VM's own
+/// descriptors.
 struct Sources {
     disk: OwnedFd,
     below: Vec<OwnedFd>,

@@ -1,5 +1,5 @@
-//! Brings a VM up: from its spec to a booted `vmm`. Whatever fails, everything made on the way is gone again when the
-//! failure is returned.
+//! Start of a VM: from its spec to a booted `vmm`. On a failure, everything that the start created
+//! is removed before the failure is returned.
 
 mod failures;
 mod fork;
@@ -74,7 +74,7 @@ const RECEIVING: Duration = Duration::from_secs(24 * 60 * 60);
 /// Bytes of a snapshot that are read in a second at the least.
 const READ_PER_SECOND: u64 = 32 << 20;
 
-/// What is to be started.
+/// Parameters of a start.
 #[derive(Debug)]
 pub struct Plan {
     /// The VM.
@@ -83,30 +83,31 @@ pub struct Plan {
     pub is_here: bool,
     /// Its validated spec.
     pub spec: VmSpec,
-    /// What the store is to hold before the fork. Other files than those it knows are refused.
+    /// Record that the store must have before the fork. Files other than those in the record are
+    /// refused.
     pub record: VmRecord,
     /// The user id that it runs with; what else it needs is taken by the start.
     pub claim: Claim,
-    /// Of the request that it is part of.
+    /// Trace of the request.
     pub trace: String,
     /// The operation that it is part of.
     pub report: Reporter,
     /// Hears it when the start has failed, and its process was killed and does not die.
     pub lingers: oneshot::Sender<Lingering>,
-    /// Held by those who change the VM's files: the start waits for them.
+    /// Held while the VM's files are changed: the start waits for its release.
     pub offline: Arc<Mutex<()>>,
-    /// What it is restored from; without it the machine boots.
+    /// Source of a restore; without it the machine boots.
     pub restore: Option<Box<Restore>>,
 }
 
-/// What has come up.
+/// Result of a successful start.
 #[derive(Debug)]
 pub struct Started {
     /// The run.
     pub instance: Instance,
     /// The files that it was started with.
     pub files: Known,
-    /// What of a restore could not be done, and is done by the next start.
+    /// Unfinished part of a restore, which the next start completes.
     pub replacing: Option<ReplacingRecord>,
 }
 
@@ -154,7 +155,7 @@ async fn bring_up(
         let checked = check(&blocking_host, &plan)?;
         Ok::<_, Failure>((plan, checked))
     });
-    // Nothing is there yet that would have to be removed.
+    // A cancel needs no cleanup yet.
     let (mut plan, checked) = tokio::select! {
         checked = checking => checked??,
         () = cancel.cancelled() => return Err(cancelled(&name)),
@@ -194,7 +195,7 @@ async fn blocking<T: Send + 'static>(
     result.unwrap_or_else(|error| Err(Failure::internal(error.to_string())))
 }
 
-/// Removes what a run leaves on the node. Its process must have ended.
+/// Removes a run's files and cgroup from the node. Its process must have ended.
 pub fn clean_up(host: &Host, uid: Uuid) -> io::Result<()> {
     host.logs.forget(uid);
     let runtime = RuntimeDir::of(&host.config, uid).remove();
@@ -357,7 +358,7 @@ async fn run(
         None => 0,
     };
     let patience = match boot.paused {
-        // Whoever sends it says when that takes too long.
+        // The sender of the stream reports a timeout.
         true => RECEIVING,
         false => patience(&spec) + Duration::from_secs(copied / READ_PER_SECOND),
     };
@@ -378,7 +379,7 @@ async fn run(
     };
     match booted {
         Ok((hello, replacing)) => {
-            // What of a start is the daemon's and what the vmm's; benchmarks read it.
+            // Times of the daemon's and the vmm's part of a start; benchmarks read them.
             let (daemon_us, vmm_us) = ((forked - began).as_micros(), forked.elapsed().as_micros());
             tracing::info!(vm = name, daemon_us, vmm_us, "started");
             let group = host.cgroups.as_ref().map(|parent| parent.group(uid));
@@ -407,7 +408,7 @@ async fn run(
             if out_of_memory(host, uid).await {
                 return Err(Failure::new(Kind::Exhausted, "OUT_OF_MEMORY", OUT_OF_MEMORY));
             }
-            // What it wrote itself says more than that it has gone.
+            // The exit record has more detail than a lost connection.
             Err(if failure.reason == GONE {
                 died(&runtime, None)
             } else {
@@ -417,7 +418,8 @@ async fn run(
     }
 }
 
-/// Kills what was made and waits until all of it is gone. When that takes long, it is told.
+/// Kills the process and its cgroup and waits for their end. Reports a wait longer than
+/// [`LEAVING`].
 async fn end(host: &Host, uid: Uuid, name: &str, process: &Process, lingers: oneshot::Sender<Lingering>) {
     process.kill();
     let mut ending = pin!(async {
@@ -427,7 +429,7 @@ async fn end(host: &Host, uid: Uuid, name: &str, process: &Process, lingers: one
         }
     });
     if timeout(LEAVING, &mut ending).await.is_err() {
-        // The actor tells it, unless it is gone.
+        // The actor reports it, unless the actor is gone.
         if let Err(what) = lingers.send(Lingering::Vmm) {
             let object = Object::Vm(name.to_owned(), uid);
             let draft = Draft::warning(object, what.reason(), what.message());

@@ -1,4 +1,4 @@
-//! What a VM needs before its process is forked.
+//! Preparation of a VM's start before the fork.
 
 use std::{
     fs::{self, File},
@@ -29,7 +29,7 @@ use crate::{
     vm::machine::{self, limits},
 };
 
-/// What the VM needs of what is there.
+/// Existing resources that the VM needs.
 pub(super) struct Checked {
     pub(super) kvm: OwnedFd,
     pub(super) files: Files,
@@ -40,7 +40,7 @@ pub(super) struct Checked {
     pub(super) replaced: Vec<OwnedFd>,
 }
 
-/// What is made for it before the fork.
+/// Resources that the start creates before the fork.
 pub(super) struct Made {
     pub(super) random: OwnedFd,
     pub(super) serial: (OwnedFd, OwnedFd),
@@ -86,7 +86,7 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
     };
     let comes = plan.restore.as_ref().is_some_and(|restore| restore.stream);
     let (files, known) = if comes {
-        // The source has looked at what is in them.
+        // The source has checked the images' content.
         let any = files::any_of_disks(spec);
         files::open(spec, &host.sources(), &any, Locks::Elsewhere, seed)?
     } else {
@@ -147,8 +147,9 @@ pub(super) fn make(
     let (serial, log) = open_logs(&logs).map_err(|error| failed("open the VM's logs", &error))?;
     host.logs.watch(uid, name, logs);
     let group = limits::create(host, uid, limits)?.map(|group| group.descriptor());
-    // Listening before the fork: the first connection waits in the queue until the vmm accepts it, so that nobody
-    // has to find out when it does. The vmm listens again, which makes it the peer of later connections.
+    // The sockets listen before the fork: a first connection waits in the queue until the vmm
+    // accepts it, so that clients need no retries. The vmm listens again, which makes it the peer
+    // of later connections.
     let listen = |path: &Path| UnixListener::bind(path);
     let vnc = |view_only| {
         let socket = listen(&runtime.vnc(view_only));

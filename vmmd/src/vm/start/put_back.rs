@@ -1,14 +1,16 @@
-//! A VM that is restored from a snapshot gets copies of the snapshot's disks in the place of its images.
+//! Restore of a VM from a snapshot: copies of the snapshot's disks replace the VM's images.
 //!
 //! ```text
 //!  noted in the record ──▶ copied beside the images ──▶ the machine runs with the copies ──▶ committed in the record ──▶ renamed
 //! ```
 //!
-//! The images that the VM had keep their names until its machine runs: a start that fails removes the copies, and nothing is lost. What a daemon that was
-//! killed in between left is ended by the next one: once it is committed, and when the machine runs or may have run, the copies get the images' names,
-//! else they are removed. Each image is replaced in one step.
+//! The old images keep their names until the machine runs. A failed start removes the copies and
+//! loses nothing. If the daemon is killed in between, the next daemon finishes: once the copies are
+//! committed, or when the machine runs or may have run, they get the images' names. Otherwise they
+//! are removed. Each image is replaced in one step.
 //!
-//! Everything is done beneath the folder that an image is in: nobody can have another one put in its place by a link.
+//! All operations are relative to the descriptor of the image's folder, so that a link cannot
+//! redirect them to another image.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -49,7 +51,7 @@ use crate::{
 
 /// An image that is to be replaced.
 struct Replacement {
-    /// Of the disk in the spec.
+    /// Index of the disk in the spec.
     index: usize,
     /// The copy in the snapshot.
     copy: PathBuf,
@@ -103,7 +105,7 @@ pub(super) async fn prepare(
             .iter()
             .try_for_each(|it| copy(&of, &spec, it, &mut checked, &control));
         if copied.is_err() {
-            // Whoever waited for it may be gone.
+            // The task that waited for the copies may have ended.
             for Replacement { folder, new, .. } in &found {
                 let _ = unlinkat(folder, new, AtFlags::empty());
             }
@@ -207,7 +209,7 @@ fn copy(
 
 fn copy_beside(of: &Replacement, image: &OwnedFd, control: &disk::Control) -> io::Result<File> {
     let Replacement { folder, new, .. } = of;
-    // What an earlier attempt left when its daemon was killed.
+    // Removes the copy of an earlier attempt whose daemon was killed.
     match unlinkat(folder, new, AtFlags::empty()) {
         Err(errno) if errno != Errno::NOENT => return Err(errno.into()),
         _ => {}
@@ -273,7 +275,7 @@ pub(super) async fn remove(host: &Arc<Host>, vm: &str, replacing: ReplacingRecor
     }
 }
 
-/// Puts the copies in place, or removes them. What was done before is no error.
+/// Renames the copies to the images' names, or removes them. Idempotent.
 async fn resolve(host: &Arc<Host>, replacing: ReplacingRecord, put_in_place: bool) -> Result<(), Failure> {
     let host = Arc::clone(host);
     blocking(move || {

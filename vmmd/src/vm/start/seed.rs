@@ -20,10 +20,10 @@ const SIZE: u64 = 1 << 20;
 /// Padded to 11 bytes, as FAT has labels.
 const LABEL: [u8; 11] = *b"CIDATA     ";
 
-/// What a seed is made of.
+/// Contents of a seed.
 #[derive(Clone, Copy, Debug)]
 pub struct Seed<'a> {
-    /// What the spec says.
+    /// cloud-init settings of the spec.
     pub init: &'a CloudInit,
     /// The VM.
     pub uid: Uuid,

@@ -1,6 +1,9 @@
-//! The vendor data of a VM's cloud-init: the spec's own, or what the daemon makes: the default user's password, and a script that mounts the
-//! VM's shares. What the user data says of passwords goes before it. The mounts are a script and not cloud-init's `mounts`, since user data with
-//! a list of that name replaces the whole list, and since the list is read in the guest's first boot alone.
+//! Vendor data of a VM's cloud-init: the data of the spec, or data that the daemon generates. The
+//! daemon generates the default user's password and a script that mounts the VM's shares.
+//!
+//! Passwords in the user data take precedence. The mounts use a script instead of cloud-init's
+//! `mounts` for two reasons: a list of that name in the user data replaces the whole list, and
+//! cloud-init reads the list only in the guest's first boot.
 
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use proto::model::{cloud_init::CloudInit, share::Share};
@@ -46,7 +49,7 @@ fn mounts(shares: &[Share]) -> String {
     if mounted.is_empty() {
         return String::new();
     }
-    // A directory comes before what is in it.
+    // A directory is mounted before its subdirectories.
     mounted.sort_by_key(|(mount, _)| *mount);
     let lines = mounted.iter().map(|(mount, share)| {
         let mode = if share.read_only { "ro" } else { "rw" };
@@ -110,7 +113,8 @@ mod tests {
         Share::new(&mut Violations::default(), "", &wire).unwrap()
     }
 
-    /// A folder with programs in the place of the guest's: `mount` notes how it is called, and fails for the tag `bad's tag`.
+    /// Folder with substitutes for the guest's programs: `mount` logs its arguments, and fails for
+    /// the tag `bad's tag`.
     fn programs(is_mounted: bool) -> tempfile::TempDir {
         let folder = tempfile::tempdir().unwrap();
         let mountpoint = format!("exit {}", u8::from(!is_mounted));
@@ -123,7 +127,8 @@ mod tests {
         folder
     }
 
-    /// Runs the script as cloud-init does: without its first line. Returns whether it succeeded, and what was mounted.
+    /// Runs the script without its first line, as cloud-init does. Returns whether it succeeded,
+    /// and the logged mounts.
     fn boot(script: &str, is_mounted: bool) -> (bool, Vec<String>) {
         let programs = programs(is_mounted);
         let (hook, log) = (programs.path().join("hook"), programs.path().join("log"));

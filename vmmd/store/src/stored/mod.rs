@@ -1,9 +1,9 @@
-//! What is written into the store: types of its own, apart from those of the API, so that a change of the API changes nothing that is
-//! stored.
+//! Stored messages: types separate from the API's, so that a change of the API does not change the
+//! stored form.
 //!
-//! Each message is declared with the type whose values it keeps. Both conversions name every field of both sides, so that a field
-//! that is added to one of them does not compile until it is said here what is kept of it. Enums of the API are kept by their numbers,
-//! which the frozen API never gives another meaning.
+//! Each message is declared with the type whose values it stores. Both conversions name every field
+//! of both sides, so that a new field on either side does not compile until it is handled here.
+//! Enums of the API are stored by their numbers, whose meaning the frozen API never changes.
 
 mod record;
 mod spec;

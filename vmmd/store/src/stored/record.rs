@@ -194,7 +194,7 @@ stored! {
 }
 
 stored! {
-    /// What is known of an object that was deleted.
+    /// Metadata of a deleted object.
     Metadata of v1::ObjectMetadata {
         #[prost(string, tag = "1")]
         name: String,

@@ -5,7 +5,7 @@ use proto::v1;
 use super::{Mirror, stored};
 
 stored! {
-    /// What a VM is to be.
+    /// Desired state of a VM.
     VmSpec of v1::VmSpec {
         #[prost(message, optional, tag = "1")]
         cpu: Option<CpuSpec>,
@@ -84,8 +84,8 @@ stored! {
     }
 }
 
-/// What cloud-init is told. Its secrets are in `sealed` when it is written, and in their own fields otherwise
-/// ([`seal`](crate::seal)).
+/// cloud-init settings. The secrets are in `sealed` when the record is written, and in their own
+/// fields otherwise ([`seal`](crate::store::seal)).
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct CloudInit {
     #[prost(string, tag = "1")]
@@ -217,7 +217,7 @@ stored! {
 }
 
 stored! {
-    /// What a VM boots.
+    /// Boot source of a VM.
     BootSpec of v1::BootSpec {
         #[prost(oneof = "BootSource", tags = "1, 2")]
         source: Option<BootSource>,
@@ -339,7 +339,7 @@ stored! {
 }
 
 stored! {
-    /// What is let through.
+    /// Permitted connections.
     NicRules of v1::NicRules {
         #[prost(message, repeated, tag = "1")]
         allow: Vec<NicRule>,

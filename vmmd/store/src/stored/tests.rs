@@ -1,4 +1,5 @@
-//! That nothing is lost on the way into the store, and that what the first release wrote means the same.
+//! Tests that a store round trip is lossless, and that records of the first release keep their
+//! meaning.
 
 use prost::Message as _;
 use proto::v1;
@@ -6,7 +7,7 @@ use proto::v1;
 use super::*;
 use crate::{InstanceRecord, VmRecord};
 
-/// [`record`] as it was written when stored records became types of their own. It stays as it is.
+/// [`record`] in the first form of the separate stored types. The file must not change.
 const GOLDEN: &[u8] = include_bytes!("golden/vm.bin");
 
 /// One that has every field.

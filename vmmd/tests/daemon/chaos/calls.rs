@@ -1,4 +1,4 @@
-//! What clients ask for, and what the answers say of the VM.
+//! Calls of clients, and the VM state that their answers imply.
 
 use std::{collections::BTreeMap, path::Path};
 
@@ -14,7 +14,7 @@ use super::model::{Look, Op, Policy, Run, Spec, Step, Time};
 
 /// VMs there are at most.
 pub const VMS: u8 = 4;
-/// The label that tells one spec from another.
+/// Label that identifies a spec.
 pub const MARK: &str = "mark";
 
 /// How long a guest may take for anything.
@@ -23,10 +23,10 @@ pub const SHORT: well_known::Duration = well_known::Duration {
     nanos: 30_000_000,
 };
 
-/// The end of what nobody waits for.
+/// End time of a call that is not waited for.
 pub const NEVER: Time = Time::MAX;
 
-/// What one client does next.
+/// Next call of a client.
 #[derive(Clone, Debug)]
 pub struct Call {
     pub vm: u8,
@@ -37,7 +37,7 @@ pub struct Call {
     pub twice: bool,
     /// With the generation that the VM had when the round began.
     pub generation: bool,
-    /// What is written into it, where that is done.
+    /// Run policy and disk in the spec, for calls that write the spec.
     pub policy: Policy,
     pub disk: bool,
 }
@@ -64,17 +64,17 @@ pub enum Kind {
     Detach {
         force: bool,
     },
-    /// What is under way with the VM is cancelled.
+    /// The VM's operation in progress is cancelled.
     Cancel,
     /// All VMs make room; then the node takes VMs again.
     Drain,
-    /// What looks after the VM panics.
+    /// The VM's actor panics.
     Panic,
     Get,
     List,
     /// The `vmm` process is killed.
     Die,
-    /// What can't be right, of several kinds.
+    /// An invalid call, of several kinds.
     Illegal(u8),
 }
 
@@ -183,8 +183,9 @@ impl Call {
         }
     }
 
-    /// The request, when it changes something; `mark` and `id` are its own, `generation` is what the VM had, and `disks` the
-    /// folder with a disk for each VM.
+    /// The request, when it changes something. `mark` and `id` are its own, `generation` is the
+    /// VM's generation at the beginning of the round, and `disks` the folder with a disk for each
+    /// VM.
     pub fn request(
         &self,
         manifest: v1::Vm,
@@ -267,7 +268,7 @@ impl Call {
         Some(request)
     }
 
-    /// What the request does when it is carried out.
+    /// Steps of a request that was carried out.
     pub fn steps(&self, mark: u64, uid: Option<String>) -> Vec<Step> {
         match self.kind {
             Kind::Create { start } => vec![Step::Create {
@@ -290,14 +291,14 @@ impl Call {
             }],
             Kind::Attach => vec![Step::Attach],
             Kind::Detach { .. } => vec![Step::Detach],
-            // It depends on what is cancelled: a start ends, a stop is taken back.
+            // Depends on the cancelled operation: a start ends, a stop is reverted.
             Kind::Cancel => vec![Step::Wake, Step::Stop, Step::Want],
             Kind::Get | Kind::List | Kind::Illegal(_) => Vec::new(),
         }
     }
 
-    /// What it does in part when it was not carried out to its end: a VM that was to start is wanted, and what was plugged in is
-    /// taken out again.
+    /// Steps of a request that was carried out in part: a VM that was to start is wanted, and an
+    /// attached disk is detached again.
     pub fn steps_of_part(&self, mark: u64) -> Vec<Step> {
         match self.kind {
             Kind::Start => vec![Step::Want, Step::Start],
@@ -323,7 +324,7 @@ pub fn reason(status: &Status) -> Option<String> {
     }
 }
 
-/// Whether a retry gets the same answer whatever has happened since.
+/// Whether a retry gets the same answer regardless of later changes.
 pub fn is_final(answer: &Answer) -> bool {
     answer.is_ok()
 }
@@ -334,7 +335,8 @@ pub fn is_gone(answer: &Answer) -> bool {
     reason.as_deref() == Some("OBJECT_GONE")
 }
 
-/// What a refusal says of the VM; whether others must have been under way; whether it may have been done in part.
+/// Returns the VM state that a refusal implies, whether other calls must have been under way, and
+/// whether the call may have been carried out in part.
 pub fn refused(call: &Call, status: &Status, generation: u64) -> (Look, bool, bool) {
     let reason = reason(status).unwrap_or_default();
     let (look, disturbed, partial) = match reason.as_str() {
@@ -356,7 +358,7 @@ pub fn refused(call: &Call, status: &Status, generation: u64) -> (Look, bool, bo
         "RUN_POLICY" => (Look::Policy(Policy::Always), false, false),
         "NODE_CORDONED" => (Look::Anything, false, false),
         "DISK_NOT_FOUND" => (Look::NoDisk, false, false),
-        // Of a disk that a guest has not given back yet.
+        // For a disk that a guest has not released yet.
         "BUSY" if matches!(call.kind, Kind::Attach | Kind::Detach { .. }) => (Look::Present, false, false),
         // Also of one that is on its way up or down.
         "STILL_RUNNING" => (Look::Present, false, false),
@@ -412,7 +414,7 @@ fn policy(vm: &v1::Vm) -> Policy {
     }
 }
 
-/// What each name stands for.
+/// State of each name.
 pub fn looks(vms: &[v1::Vm]) -> BTreeMap<u8, Look> {
     let find = |vm| {
         let mut named = vms
@@ -437,7 +439,7 @@ pub fn seen(begin: Time, end: Time, look: Look) -> Op {
     }
 }
 
-/// Makes a call that can't be right, and sees that it is refused as such.
+/// Makes an invalid call, and checks its refusal.
 pub async fn wrong(client: &mut Client, which: u8, manifest: v1::Vm) -> Result<(), Status> {
     let mut create = v1::CreateVmRequest {
         vm: Some(manifest),

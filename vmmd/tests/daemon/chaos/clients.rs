@@ -1,4 +1,4 @@
-//! The clients of one round: what they send, and what comes of it.
+//! The clients of one round: their calls and the results.
 
 use std::{
     collections::BTreeMap,
@@ -25,7 +25,7 @@ use super::{
 };
 use crate::harness::PATIENCE;
 
-/// A call that was made, and what came of it.
+/// A call that was made, and its result.
 pub struct Made {
     pub client: usize,
     pub call: Call,
@@ -34,12 +34,12 @@ pub struct Made {
     pub request: Option<Request>,
     pub begin: Time,
     pub end: Time,
-    /// Nothing when the daemon was killed before it came.
+    /// `None` when the daemon was killed before the answer.
     pub answer: Option<Answer>,
     pub looks: BTreeMap<u8, Look>,
 }
 
-/// What the clients have in common.
+/// State shared by the clients.
 pub struct Scene {
     pub manifest: v1::Vm,
     pub clock: AtomicU64,
@@ -81,7 +81,7 @@ pub async fn in_time<T>(what: impl std::fmt::Debug, future: impl Future<Output =
     }
 }
 
-/// What one client does until it is done or the daemon is gone.
+/// Makes the calls of one client until it is done or the daemon is gone.
 pub async fn client(number: usize, scene: Arc<Scene>, channel: Channel, calls: Vec<Call>) {
     let mut client = Client::new(channel.clone());
     for call in calls {
@@ -144,16 +144,16 @@ async fn carry_out(scene: &Scene, channel: &Channel, client: &mut Client, made: 
     made.answer = answer;
 }
 
-/// What came of a request that was sent twice at the same time.
+/// Combines the answers to a request that was sent twice at the same time.
 fn of_two(first: Option<Answer>, second: Option<Answer>) -> Option<Answer> {
     match (first, second) {
-        // Of a creation whose VM is gone when the later one comes.
+        // For a creation whose VM is gone when the later request arrives.
         (Some(made), Some(gone)) | (Some(gone), Some(made)) if made.is_ok() && is_gone(&gone) => Some(made),
         (Some(first), Some(second)) if is_final(&first) && is_final(&second) => {
             assert_eq!(plain(&first), plain(&second), "two answers to one request");
             Some(first)
         }
-        // What was refused because of something else under way is carried out by the other attempt,
+        // A request that another call in progress has blocked is carried out by the other attempt,
         (Some(one), Some(other)) => {
             let weight = |answer: &Answer| match answer {
                 Ok(_) => 3,
@@ -205,7 +205,7 @@ async fn look(scene: &Scene, channel: &Channel, client: &mut Client, made: &mut 
             if made.call.kind == Kind::Die {
                 let instance = found.and_then(|vm| vm.status?.instance);
                 let pid = instance.and_then(|instance| Pid::from_raw(instance.pid.try_into().ok()?));
-                // It may have ended by itself.
+                // The process may have ended on its own.
                 let _ended = pid.map(|pid| kill_process(pid, Signal::KILL));
             } else {
                 let look = found.as_ref().map_or(Look::Absent, calls::look);
@@ -239,7 +239,7 @@ pub async fn drain(channel: &Channel) -> Result<(), Status> {
     Ok(())
 }
 
-/// What two answers to the same request have in common.
+/// Part of an answer that is equal in two answers to the same request.
 pub fn plain(answer: &Answer) -> Result<Option<&serde_json::Value>, (tonic::Code, &str)> {
     match answer {
         // The VM is shown as it is then.

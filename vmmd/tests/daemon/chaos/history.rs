@@ -19,7 +19,7 @@ impl Made {
         }
     }
 
-    /// What it is in the model.
+    /// Operations of the call in the model.
     pub fn ops(&self, begin: Time, end: Time, answer: Option<&Answer>, repeats: Option<usize>) -> Vec<Op> {
         let uid = match (answer, self.call.kind) {
             (Some(Ok(response)), Kind::Create { .. }) => {
@@ -57,7 +57,7 @@ impl Made {
                 let (look, disturbed, partial) = refused(&self.call, status, self.generation);
                 let op = match (partial, disturbed) {
                     (true, true) => part(end),
-                    // What was begun may go on.
+                    // An operation in progress may continue.
                     (true, false) => part(NEVER),
                     (false, _) => self.op(begin, end, vec![Step::Look(look)], false),
                 };
@@ -75,7 +75,7 @@ impl Made {
 
 type Doing = fn(&Step) -> bool;
 
-/// Those that were answered well may have joined others that did the same at the same time.
+/// Adds a way to successful calls, as they may have joined simultaneous calls of the same kind.
 pub fn join(ops: &[Op]) -> Vec<Op> {
     let mut joined = ops.to_vec();
     for (index, op) in joined.iter_mut().enumerate() {

@@ -1,9 +1,10 @@
-//! A daemon that is killed again and again while eight clients want something of it, right and wrong, of the same few VMs:
-//! after each restart what is there, what was answered and what runs agree with a model, each request was carried out
-//! once, and no VM has run twice at the same time. A watch that goes on over all restarts has told of everything in the end.
+//! A daemon that is killed repeatedly while eight clients send valid and invalid requests for the
+//! same few VMs. After each restart the VMs, the answers and the processes agree with a model. Each
+//! request was carried out once, and no VM has run twice at the same time. In the end, a watch that
+//! continues across all restarts has reported every change.
 //!
-//! VMs have run policies and a disk, operations are cancelled, the node is drained, and actors panic. Rounds that fail are made
-//! fewer and shorter, as far as the failure comes again.
+//! VMs have run policies and a disk, operations are cancelled, the node is drained, and actors
+//! panic. Failing rounds are made fewer and shorter as long as they still fail.
 
 mod calls;
 mod clients;
@@ -52,7 +53,7 @@ const SHRINKING: Duration = Duration::from_secs(240);
 /// The run policy starts VMs at once.
 const CONFIGURATION: &str = "[restart]\nfirst_ms = 1\nmax_ms = 2\n";
 
-/// What happens between two starts of the daemon.
+/// Activity between two starts of the daemon.
 #[derive(Clone, Debug)]
 struct Round {
     /// Of each client.
@@ -61,7 +62,7 @@ struct Round {
     answers: usize,
     /// and so many microseconds.
     after: u64,
-    /// Whether a client asks again for what it has no answer to.
+    /// Whether each client repeats requests without an answer.
     again: Vec<bool>,
 }
 
@@ -89,9 +90,9 @@ type Again = (Time, Time, Answer);
 struct World {
     daemon: Daemon,
     states: BTreeMap<u8, State>,
-    /// Of all VMs that ever were.
+    /// UIDs of all VMs that ever existed.
     uids: HashSet<String>,
-    /// What a `vmm` may still have been told by a daemon that is no more.
+    /// Operations that a `vmm` may still carry out for a daemon that is gone.
     late: Vec<(u8, Op)>,
     next: u64,
     watcher: Watcher,
@@ -111,7 +112,8 @@ impl World {
         channels
     }
 
-    /// The daemon takes VMs, agrees with what is there, and its run policies have done what they are for.
+    /// Uncordons the node, and waits until the daemon is consistent and all run policies have
+    /// acted.
     async fn settle(&self) {
         let request = v1::UncordonNodeRequest::default();
         self.daemon.nodes().await.uncordon_node(request).await.unwrap();
@@ -192,7 +194,8 @@ impl World {
         self.judge(&made, &again).await;
     }
 
-    /// Sends again what was not answered, if its client is one that does so, and what was answered for good.
+    /// Repeats requests without an answer, if their client does so, and requests with a final
+    /// answer.
     async fn ask_again(&self, scene: &Arc<Scene>, made: &[Made], again: &[bool]) -> BTreeMap<usize, Again> {
         let channels = self.channels().await;
         scene.killed.store(false, Ordering::SeqCst);
@@ -238,7 +241,7 @@ impl World {
         new
     }
 
-    /// Whether all that was answered, and what is there now, has happened in some order.
+    /// Checks that some order of the calls explains all answers and the present state.
     async fn judge(&mut self, made: &[Made], again: &BTreeMap<usize, Again>) {
         let mut ops: BTreeMap<u8, Vec<Op>> = BTreeMap::new();
         for (vm, op) in self.late.drain(..) {
@@ -287,7 +290,7 @@ impl World {
                     ops.concat()
                 );
             };
-            // Nothing more can come to one that has no process.
+            // Late operations cannot affect a VM without a process.
             let runs = matches!(&state, State::There(vm) if vm.run != Run::Down);
             self.late.retain(|(late, _)| late != vm || runs);
             self.states.insert(*vm, state);
@@ -300,7 +303,8 @@ impl World {
     }
 }
 
-/// What a `vmm`, or the guest in it, may still do when the daemon that asked for it is no more.
+/// Whether a `vmm`, or the guest in it, may still carry out the step after the requesting daemon is
+/// gone.
 fn can_be_late(step: &Step) -> bool {
     matches!(
         step,
@@ -335,7 +339,7 @@ async fn play(rounds: Vec<Round>) {
     }
 }
 
-/// Plays the rounds; what has failed, if anything.
+/// Plays the rounds; returns the failure, if any.
 fn outcome(rounds: &[Round]) -> Result<(), String> {
     let rounds = rounds.to_vec();
     let played = std::panic::catch_unwind(|| {
@@ -352,8 +356,9 @@ fn outcome(rounds: &[Round]) -> Result<(), String> {
     })
 }
 
-/// Finds rounds that `fails`, and makes them as few and as short as it can. What happens is not only in the rounds, so each are
-/// tried several times, and what did not fail then may fail all the same.
+/// Finds rounds that `fails` rejects, and makes them as few and as short as possible. Failures also
+/// depend on timing, so each candidate is tried several times, and may fail later even if it
+/// passed.
 fn search(
     daemons: u32,
     rounds: impl Strategy<Value = Vec<Round>>,

@@ -1,15 +1,17 @@
-//! What may have happened to one VM's name: is there an order of all that was asked, in keeping with when it was asked
-//! and answered, in which each answer is right and which ends with what is there now?
+//! Model of the history of one VM's name. It searches for an order of all calls that is consistent
+//! with their begin and end times, in which each answer is right, and which ends with the present
+//! state.
 //!
-//! A call is one or more steps, each of which happens at one moment between the call and its answer. Of a call without an
-//! answer any number of its steps may have happened, or none. Between any two steps the run policy may do what it is for.
+//! A call is one or more steps, each of which happens at one moment between the call and its
+//! answer. For a call without an answer, any number of its steps may have happened, or none.
+//! Between any two steps the run policy may act.
 
 use std::collections::HashSet;
 
 /// A moment, as a number that grows.
 pub type Time = u64;
 
-/// What a name stands for.
+/// State of a name.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum State {
     Absent,
@@ -18,10 +20,10 @@ pub enum State {
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Vm {
-    /// `None` as long as nobody was told.
+    /// `None` until an answer has shown it.
     pub uid: Option<String>,
     pub generation: Generation,
-    /// What was last written into it.
+    /// Mark of the last written spec.
     pub mark: u64,
     pub policy: Policy,
     /// It has its one disk.
@@ -31,7 +33,7 @@ pub struct Vm {
     pub run: Run,
 }
 
-/// What is written into a VM.
+/// Spec that a call writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Spec {
     pub mark: u64,
@@ -49,10 +51,11 @@ pub enum Policy {
     Off,
 }
 
-/// Where a new VM begins is the daemon's affair, but for that it is above 0.
+/// Generation of a VM, relative to its first value. The daemon chooses the first value, which is
+/// above 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Generation {
-    /// `None` as long as nobody was told.
+    /// `None` until an answer has shown it.
     first: Option<u64>,
     updates: u64,
 }
@@ -68,7 +71,7 @@ impl Generation {
         self.first.map(|first| first + self.updates)
     }
 
-    /// With what was seen of it; `None` when that can't be.
+    /// Adds an observed generation; `None` for a contradiction.
     fn seen(self, generation: u64) -> Option<Self> {
         let first = generation.checked_sub(self.updates).filter(|first| *first > 0)?;
         let same = self.first.is_none_or(|known| known == first);
@@ -102,11 +105,11 @@ pub enum Step {
         wanted: bool,
     },
     Start,
-    /// By request: nobody wants it any more.
+    /// Stop by request: the VM is not wanted afterwards.
     Stop,
     /// It ends, and is wanted as before.
     End,
-    /// It goes on although somebody wanted it to stop.
+    /// The VM is wanted, such as after a cancelled stop.
     Want,
     /// A guest that is to hear something must run.
     Wake,
@@ -118,7 +121,7 @@ pub enum Step {
     },
     /// Its disk comes, if it is not there.
     Attach,
-    /// Its disk goes, if it is there.
+    /// Removes its disk, if present.
     Detach,
     Look(Look),
 }
@@ -137,7 +140,7 @@ pub enum Look {
     Paused,
     /// The generation is another.
     Not(u64),
-    /// All of it, but for a run that is on the way up or down.
+    /// The complete state, except the run of a VM that is starting or stopping.
     Whole {
         uid: String,
         generation: u64,
@@ -188,7 +191,7 @@ impl State {
                 })
             }),
             Step::Start if there?.run == Run::Down => with(&|vm| (vm.run, vm.wanted) = (Run::Up, true)),
-            // Of one that runs it does nothing.
+            // A start of a running VM does nothing.
             Step::Start if there?.run == Run::Up => Some(self.clone()),
             Step::Start => None,
             Step::Stop => with(&|vm| (vm.run, vm.wanted) = (Run::Down, false)),
@@ -215,7 +218,7 @@ impl State {
         }
     }
 
-    /// What the run policy may make of it by itself.
+    /// State after an action of the run policy alone.
     fn drift(&self) -> Option<Self> {
         let Self::There(vm) = self else { return None };
         let run = match (vm.policy, vm.run) {
@@ -290,8 +293,9 @@ enum Progress {
     Over,
 }
 
-/// The state at the end of all calls, as `now` tells it; nothing when there is no order that explains it. `foreign` are
-/// uids that belong to others. Where some orders leave the VM wanted and others do not, it may be: more can come of that.
+/// Returns the state at the end of all calls that `now` confirms; `None` when no order explains it.
+/// `foreign` are uids that belong to other VMs. Where only some orders leave the VM wanted, it is
+/// wanted: this state allows more successors.
 pub fn explain(from: &State, ops: &[Op], now: &Look, foreign: &HashSet<String>) -> Option<State> {
     let restless = |policy| policy != Policy::Manual;
     let policy_acts = matches!(from, State::There(vm) if restless(vm.policy))
@@ -372,7 +376,8 @@ impl Search<'_> {
                     return end;
                 }
             }
-            // What makes and changes is done once only; what says how it is to be may be done again.
+            // Creations, removals and updates are done only once; steps that set a wanted state may
+            // be repeated.
             let once = |step: &Step| matches!(step, Step::Create { .. } | Step::Remove | Step::Update { .. });
             if repeated && op.ways.iter().flatten().any(once) {
                 continue;
@@ -471,7 +476,7 @@ mod tests {
             &whole("a", Run::Down)
         ));
         assert!(explained(&[made.clone(), deleted], &Look::Absent));
-        // Nobody can have made two of them.
+        // Two VMs with the same name cannot exist.
         assert!(!explained(
             &[made, op(1, 9, &[create(Some("b"))])],
             &whole("b", Run::Down)

@@ -1,4 +1,4 @@
-//! A client that watches all VMs and goes on where it was, from daemon to daemon.
+//! A client that watches all VMs and resumes at its cursor, from daemon to daemon.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use tonic::Streaming;
 
 use crate::harness::{Daemon, PATIENCE};
 
-/// What it has been told.
+/// VMs as the watch has reported them.
 #[derive(Debug, Default)]
 pub struct Watcher {
     cursor: String,
@@ -52,7 +52,7 @@ impl Watcher {
         })
     }
 
-    /// Goes on until it knows what is there.
+    /// Reads events until the reported VMs match the daemon's.
     pub async fn catch_up(&mut self, daemon: &Daemon) {
         let mut events = self.open(daemon).await;
         let caught_up = async {

@@ -1,4 +1,4 @@
-//! What is between two daemons.
+//! The network between two daemons.
 
 use std::sync::{Arc, Mutex};
 
@@ -18,7 +18,7 @@ pub struct Network {
     to: Arc<Mutex<String>>,
     /// Otherwise all connections end, and no new one comes about.
     pub up: watch::Sender<bool>,
-    /// Nothing comes through, and nobody is told.
+    /// Swallows all data; neither side sees an error.
     pub silent: watch::Sender<bool>,
     /// Connections that did not come about.
     pub refused: watch::Sender<u32>,

@@ -20,7 +20,7 @@ use crate::{
 };
 
 const VM: &str = "web";
-/// A disk of the node that goes along, and what it holds.
+/// A disk of the node that migrates with the VM, and its content.
 const DISK: &str = "data";
 const CONTENT: [u8; 4096] = [b'x'; 4096];
 /// A file system that is full, below a daemon's folder.
@@ -32,7 +32,7 @@ pub struct Stage {
     pub network: Network,
     /// Only one machine at a time can lock it.
     exclusive: PathBuf,
-    /// The source's machine sends nothing before it is there.
+    /// File that the source's machine waits for before it sends.
     go: PathBuf,
     operation: v1::Operation,
 }
@@ -151,7 +151,7 @@ impl Stage {
         self.release(&heard);
     }
 
-    /// Something happens, then the migration goes on; what has happened is mended when it was noticed.
+    /// Causes the trouble, then lets the migration continue. Repairs the cause when it was noticed.
     pub async fn happens(&mut self, trouble: Trouble, step: &Step, expected: &Expected) {
         match trouble {
             Trouble::Cancel => self.cancel(expected.ends.contains(&End::RunsAtSource)).await,
@@ -210,7 +210,7 @@ impl Stage {
             _ => {}
         }
         if lost.contains(&trouble) {
-            // What the source does not take back is removed after a while.
+            // The target removes a migration after a while when the source does not revoke it.
             self.target.fault("hasty");
         }
     }
@@ -306,8 +306,8 @@ impl Stage {
         has_nothing(has).await;
     }
 
-    /// Waits until the side that is left has come to an end by itself, or to a condition that an operator ends, where that is expected: a VM may
-    /// show it for a moment.
+    /// Waits until the remaining side has reached an end on its own, or an expected condition that
+    /// an operator ends. A VM may show this condition for a moment.
     pub async fn settles(&self, left: Side, expected: &[End]) -> End {
         let (daemon, runs, waits) = match left {
             Side::Source => (&self.source, End::RunsAtSource, "HandedOver"),
@@ -346,7 +346,7 @@ impl Stage {
         assert_eq!(twice, "", "both ran at once");
     }
 
-    /// Nothing of any VM is in the store of either daemon.
+    /// Checks that neither daemon's store contains a VM.
     pub async fn is_forgotten(&mut self) {
         for daemon in [&mut self.source, &mut self.target] {
             let before = daemon.events("Deleted").await.len();
@@ -380,7 +380,7 @@ pub struct Expected {
     pub stands_still: bool,
 }
 
-/// The disk is where its VM is, with what it held, and can be removed.
+/// The disk is at the node of its VM, has its content, and is removable.
 async fn loses_its_disk(daemon: &Daemon) {
     let disk = daemon.disk(DISK).await.unwrap();
     assert_eq!(fs::read(&state(&disk).path).unwrap(), CONTENT);

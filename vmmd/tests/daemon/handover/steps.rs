@@ -57,7 +57,7 @@ fn of_target(state: Target) -> &'static str {
     }
 }
 
-/// What a message is called, and who hears it.
+/// Name of a message, and its receiver.
 fn of_message(message: Message) -> (&'static str, Side) {
     match message {
         Message::Prepare(_) => ("Prepare", Side::Target),
@@ -69,7 +69,7 @@ fn of_message(message: Message) -> (&'static str, Side) {
     }
 }
 
-/// What an `Abort` is answered with: that nothing is left. No state machine waits for it.
+/// Answer to an `Abort`: nothing remains. No state machine waits for this answer.
 const NOTHING_LEFT: &str = "Unspecified";
 
 /// The calls that move something, by which everything comes to the target; `SettleVm` carries the messages of the state machines.
@@ -88,7 +88,8 @@ fn calls() -> Vec<Step> {
     steps
 }
 
-/// All steps of a migration without faults; `cancelled`, those that follow when a client cancels it in the last moment in which it can.
+/// All steps of a migration without faults. With `cancelled`, the steps after a client's cancel at
+/// the last possible moment.
 pub fn walk(cancelled: bool) -> Vec<Step> {
     enum Event {
         OfSource(SourceEvent),

@@ -96,7 +96,7 @@ async fn a_network_changes_while_vms_are_in_it() {
     };
     daemon.start_in("web", nic).await.unwrap();
 
-    // Only what the mask names, and all of it on the node at once.
+    // Only the fields in the mask change, and all of them on the node at once.
     let spec = NetworkSpec {
         dns_servers: vec!["192.0.2.53".into()],
         ipv4_cidr: "10.99.0.0/24".into(),
@@ -130,7 +130,7 @@ async fn a_network_changes_while_vms_are_in_it() {
     let isolated = daemon.update_network(isolate()).await.unwrap();
     assert!(isolated.status.unwrap().ready && !masquerades());
 
-    // What is there stays as it is after a refusal, and after a kill.
+    // The network is unchanged after a refusal, and after a kill.
     let refused = daemon.update_network(ask_of("nowhere")).await.unwrap_err();
     assert_eq!(refused.code(), Code::InvalidArgument);
     let late = v1::UpdateNetworkRequest {
@@ -153,7 +153,7 @@ async fn a_network_changes_while_vms_are_in_it() {
     assert_eq!(metadata.labels["tier"], "front");
     assert_eq!((spec.mode(), spec.dns_servers.len()), (NetworkMode::Isolated, 1));
 
-    // A network that has its name later is told from it.
+    // A later network with the same name has a newer generation.
     daemon.remove_network("lan").await.unwrap();
     let again = NetworkSpec {
         ipv4_cidr: "10.80.0.0/24".into(),
@@ -193,7 +193,8 @@ async fn an_answered_update_is_answered_the_same_by_the_next_daemon_and_takes_no
     );
 }
 
-/// The daemon is killed while it changes the packet filter: the change is in the store, on the node it is not, and nobody was answered.
+/// The daemon is killed while it changes the packet filter: the change is in the store but not on
+/// the node, and the caller has no answer.
 #[tokio::test]
 async fn an_update_that_the_daemon_did_not_survive_is_finished_by_its_retry_and_not_made_twice() {
     let (namespace, mut daemon, _) = Daemon::with_networks(["lan"]).await;
@@ -284,7 +285,7 @@ async fn networks_are_watched_over_a_kill_and_listed_in_pages() {
     let (kind, name, _, cursor) = next(&mut watch).await;
     assert_eq!((kind, name.as_str()), (WatchEventType::Deleted, "a"));
 
-    // What changes while nobody looks is told to who comes back, also by another daemon.
+    // A resumed watch reports changes of the meantime, even from another daemon.
     drop(watch);
     daemon.remove_network("c").await.unwrap();
     daemon.kill_and_restart().await;
@@ -368,7 +369,7 @@ async fn nic_that_a_network_refuses_is_not_stored() {
         }
         assert_eq!(daemon.get(name).await.unwrap().spec.unwrap().nics, []);
     }
-    // Twice in one VM is wrong by itself.
+    // Duplicates within one VM are invalid on their own.
     let two = vec![
         NicSpec {
             address: "10.80.0.9".into(),

@@ -1,4 +1,4 @@
-//! What stands for a guest and for a name server of the world.
+//! Stand-ins for a guest and for a name server outside.
 
 use std::{
     io::{BufRead as _, BufReader},

@@ -163,7 +163,7 @@ async fn helper_of_a_network_is_confined_as_one_without_rights() {
         assert_eq!(&root, folder);
     }
     assert_ne!(users[0], users[1]);
-    // A later daemon gives these user ids to nobody else.
+    // A later daemon does not reuse these user ids.
     daemon.kill_and_restart().await;
     let vm = daemon.run("web", "").await;
     assert!(!users.contains(&status(&vm).instance.as_ref().unwrap().uid));

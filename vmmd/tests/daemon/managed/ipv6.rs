@@ -1,4 +1,5 @@
-//! IPv6 in networks that the daemon makes: addresses that guests make themselves, and what they can't say.
+//! IPv6 in networks of the daemon: addresses that guests form themselves, and messages that guests
+//! cannot send.
 
 use super::*;
 
@@ -15,7 +16,7 @@ impl Guest {
         (guest, address.clone())
     }
 
-    /// Waits until the guest's kernel has made an address of what it heard.
+    /// Waits until the guest's kernel has formed an address from an advertisement.
     pub(super) async fn has(&self, address: &str) {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -113,7 +114,7 @@ async fn guests_make_ipv6_addresses_reach_each_other_and_the_outside_and_can_not
     }
     let (a, own) = Guest::with_ipv6(&namespace, &daemon, "a", &state.bridge).await;
     let (b, other) = Guest::with_ipv6(&namespace, &daemon, "b", &state.bridge).await;
-    // Routers are told of without the daemon.
+    // Router advertisements work without the daemon.
     daemon.kill();
     a.has(&own).await;
     b.has(&other).await;
@@ -121,7 +122,7 @@ async fn guests_make_ipv6_addresses_reach_each_other_and_the_outside_and_can_not
     assert!(a.reaches("fd00:80::1", ""), "the gateway");
     assert!(a.reaches("fd00:99::2", ""), "the outside by NAT");
 
-    // Another address of the network, though the other one knows who has it.
+    // Another address of the network, even when the other guest knows its MAC address.
     a.namespace.ip("addr add fd00:80::bad/64 dev eth0 nodad");
     let mac = |guest: &Guest| {
         let shown = guest.namespace.ip("-o link show dev eth0");
@@ -133,7 +134,8 @@ async fn guests_make_ipv6_addresses_reach_each_other_and_the_outside_and_can_not
     assert!(!a.reaches(&other, "fd00:80::bad"), "an address of nobody");
     assert!(a.reaches(&other, &own), "its own");
 
-    // An advertisement of the gateway's address, which overrides what is known (RFC 4861, 4.4), and a router with another prefix.
+    // An advertisement of the gateway's address, which overrides known entries (RFC 4861, 4.4), and
+    // a router with another prefix.
     assert!(b.reaches("fd00:80::1", ""));
     let address = |text: &str| text.parse::<std::net::Ipv6Addr>().unwrap().octets();
     let octets = mac(&a)
@@ -160,7 +162,7 @@ async fn guests_make_ipv6_addresses_reach_each_other_and_the_outside_and_can_not
         (gateway.contains(&mac(&a)), addresses.contains("fd00:bad"))
     };
     lie();
-    // What comes after both is heard, so they are not only late.
+    // Later messages arrive, so these two are not only late.
     assert!(a.reaches(&other, &own));
     assert_eq!(believed(), (false, false));
     // It is the rules that keep them away.

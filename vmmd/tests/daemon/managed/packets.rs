@@ -1,4 +1,4 @@
-//! Which packets pass: guests of the tests send them and hear what comes.
+//! Packet filter: guests of the tests send packets, and receive the packets that pass.
 
 use std::process::ChildStdout;
 
@@ -52,14 +52,14 @@ for port in ports:
     }
 }
 
-/// What hears the datagrams that come to some ports of a namespace.
+/// Receiver of the datagrams to some ports of a namespace.
 struct Ear {
     process: Child,
     output: BufReader<ChildStdout>,
 }
 
 impl Ear {
-    /// Datagrams that are there at the same time are told in the order of `ports`.
+    /// Simultaneous datagrams are reported in the order of `ports`.
     fn on(namespace: &Namespace, ports: &[u16]) -> Self {
         let program = r#"
 import select, socket, sys
@@ -86,7 +86,7 @@ while ready := select.select(sockets, [], [], 20)[0]:
         ear
     }
 
-    /// "7000 hello": the port and what came to it. Nothing when nothing comes for long.
+    /// "7000 hello": the port and its datagram. Empty after a timeout.
     fn next(&mut self) -> String {
         let mut line = String::new();
         self.output.read_line(&mut line).unwrap();
@@ -162,7 +162,7 @@ async fn what_is_no_nic_of_a_network_reaches_neither_its_guests_nor_the_node_ove
     assert_eq!([guest.next(), node.next()], ["7000 lie", "7001 lie"]);
 }
 
-/// A server in a namespace that tells each client the address on which it listens.
+/// A server in a namespace that sends each client the address on which it listens.
 struct Server(Child);
 
 impl Server {
@@ -197,7 +197,7 @@ impl Drop for Server {
     }
 }
 
-/// What a server says first.
+/// First data of a server.
 fn said(namespace: &Namespace, address: &str, port: u16) -> String {
     let program = r#"
 import socket, sys
@@ -262,7 +262,7 @@ async fn a_published_port_takes_nothing_away_that_the_node_serves() {
     for address in ["127.0.0.1", "::1"] {
         assert_eq!(said(&namespace, address, 9000), address);
     }
-    // What is published already stays so, whoever listens since.
+    // Published ports stay published, regardless of later listeners.
     let _later = Server::at(&namespace, "0.0.0.0", 9001);
     daemon.kill_vm("d").await.unwrap();
     daemon.start_vm("d").await.unwrap();
@@ -361,7 +361,7 @@ async fn a_routed_network_is_reached_by_other_routed_ones_and_the_world_but_by_n
     other.send(("10.82.0.2", 7000), "10.81.0.2", &[7000], "routed");
     world.send(("198.51.100.2", 7001), "10.81.0.2", &[7000], "world");
     assert_eq!([inside.next(), inside.next()], ["7000 routed", "7000 world"]);
-    // A guest of the network with NAT answers what came by its published port.
+    // A guest of the network with NAT answers a datagram to its published port.
     let mut published = Ear::on(&nat, &[7000]);
     other.send(("10.82.0.2", 7001), "10.82.0.1", &[8000], "question");
     assert_eq!(published.next(), "7000 question");
@@ -414,7 +414,7 @@ async fn a_sender_of_datagrams_follows_a_published_port_to_another_vm() {
         .make_network("lan", "10.80.0.0/24", NetworkMode::Nat)
         .await
         .unwrap();
-    // The same sender each time, before the node forgets it by itself.
+    // The same sender each time, before the node forgets the sender on its own.
     let send = |text: &str| world.send(("198.51.100.2", 7001), "198.51.100.1", &[8000], text);
     send("nobody");
     for vm in ["a", "b"] {

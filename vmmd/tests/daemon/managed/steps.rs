@@ -1,5 +1,6 @@
-//! The daemon is killed before each step of what makes and removes networks and NICs: the next one leaves nothing of it that belongs to nobody, and
-//! the same request again comes to its end. The steps are those that the daemon goes (`step` of `vmmd/src/fault.rs`), as many as there are.
+//! The daemon is killed before each step that creates and removes networks and NICs. The next
+//! daemon leaves no orphaned objects, and the repeated request completes. The steps are the
+//! daemon's own (`step` of `vmmd/src/fault.rs`), however many there are.
 
 use std::{
     collections::BTreeSet,
@@ -21,7 +22,7 @@ use crate::{
 
 type Networks = NetworkServiceClient<Channel>;
 
-/// What is done, with the network `lan` and the VM `web`.
+/// Action with the network `lan` and the VM `web`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Act {
     MakeNetwork,
@@ -33,7 +34,7 @@ enum Act {
 }
 
 impl Act {
-    /// Makes what it begins with.
+    /// Creates the initial state.
     async fn prepare(self, daemon: &Daemon) {
         match self {
             Self::MakeNetwork => {}
@@ -123,7 +124,7 @@ async fn delete_network(networks: &mut Networks, id: &str) -> Result<(), Status>
 
 fn published() -> NicSpec {
     NicSpec {
-        // The mock says of eth0 that it is there always.
+        // The mock always reports eth0.
         name: "lan".into(),
         published_ports: vec![PublishedPort {
             node_port: 8080,
@@ -228,7 +229,7 @@ async fn rest(client: &mut Networks) -> Result<(), Status> {
     }
 }
 
-/// Waits until nothing more comes of what was answered, or the daemon has been killed.
+/// Waits until answered calls have no further effects, or the daemon has been killed.
 async fn rests_or_is_dead(namespace: &Namespace, daemon: &Daemon, client: &mut Networks) {
     let deadline = Instant::now() + PATIENCE;
     while is_alive(daemon.pid()) {
@@ -352,7 +353,7 @@ fn without_empty_chains(rules: &str) -> String {
     kept.join("\n")
 }
 
-/// Of each process that serves a network with a folder below `folder`: that folder's name.
+/// Returns the folder name of each process that serves a network with a folder below `folder`.
 fn helpers(folder: &str) -> Vec<String> {
     let entries = fs::read_dir("/proc").unwrap().flatten();
     let lines = entries.filter_map(|entry| fs::read_to_string(entry.path().join("cmdline")).ok());

@@ -18,7 +18,7 @@ use crate::{
     operations::{cancel, operations},
 };
 
-/// Length of what comes before the first part.
+/// Length of the header before the first part.
 const BEGIN: usize = 16;
 const RECORD: u32 = 1;
 const FILE: u32 = 2;
@@ -199,7 +199,7 @@ async fn a_snapshot_goes_to_another_node_where_a_new_vm_goes_on_from_it() {
     assert_eq!(there.snapshot_names().await, ["one", "two"]);
     let nameless = there.import_snapshot("No Name", &archive).await.unwrap_err();
     assert_eq!(nameless.code(), Code::InvalidArgument);
-    // What was exported anew is the same but for the name.
+    // Another export is equal except for the name.
     let again = there.export_snapshot("two").await.unwrap();
     assert_eq!(parts(&again)[1..], parts(&archive)[1..]);
     let none = there.export_snapshot("three").await.unwrap_err();
@@ -421,7 +421,8 @@ async fn a_client_that_stops_reading_costs_nothing_and_is_given_up() {
         refusal(&refused),
         (Code::FailedPrecondition, "SNAPSHOT_IN_USE".into())
     );
-    // A daemon in a hurry gives it up, and says so to who reads on.
+    // With a short patience, the daemon gives the export up, and reports this to a client that
+    // reads on.
     drop(stream);
     fs::create_dir_all(daemon.path("run/fault")).unwrap();
     fs::write(daemon.path("run/fault/export-patience"), "").unwrap();

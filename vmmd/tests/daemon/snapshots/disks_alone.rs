@@ -74,7 +74,7 @@ async fn a_vm_that_runs_stands_still_for_its_disks_and_boots_from_them_later() {
     assert!(daemon.copies().is_empty());
     booted(&daemon, "web").await;
 
-    // Others boot from disks of their own, whatever is said of memory.
+    // Other VMs boot from disks of their own, regardless of the memory option.
     for (name, on_demand) in [("copy", false), ("other", true)] {
         let vm = daemon.restore("one", name, on_demand).await.unwrap();
         assert_eq!(vm.spec.unwrap().disks[0].disk(), format!("{name}-root"));
@@ -117,7 +117,7 @@ async fn a_vm_that_is_stopped_does_not_start_before_its_disks_are_copied() {
     );
     assert!(whole.message().contains("--disks-only"), "{whole}");
 
-    // Copying is allowed without `paused`: nobody waits for it.
+    // A copy is allowed without `paused`, as no guest waits for it.
     let waiting = daemon.disks_alone_until("snapshot-validated").await;
     let mut client = daemon.client();
     let starting = tokio::spawn(async move {
@@ -158,7 +158,7 @@ async fn disks_that_another_vm_may_write_to_are_not_copied_as_if_nobody_did() {
     assert!(daemon.snapshot_files().is_empty() && daemon.snapshot_names().await.is_empty());
     daemon.kill_vm("other").await.unwrap();
     daemon.disks_alone("one", false).await.unwrap();
-    // Nobody has it open any more.
+    // The disk is closed again.
     daemon.start_vm("other").await.unwrap();
 }
 

@@ -41,7 +41,7 @@ impl Daemon {
         (names.collect(), next_page_token)
     }
 
-    /// Starts it anew with another limit.
+    /// Restarts it with another limit.
     async fn with_limit(&mut self, from: &str, to: &str) {
         let path = self.path("config.toml");
         let config = fs::read_to_string(&path).unwrap();
@@ -93,7 +93,7 @@ async fn a_snapshot_that_may_take_more_room_than_is_left_is_refused_and_nothing_
         assert!(refused.message().contains(said), "{refused}");
     }
     daemon.nothing_is_there().await;
-    // When it is complete, it counts with what it takes.
+    // A complete snapshot counts with its allocated size.
     for name in ["one", "two"] {
         let taken = daemon.snapshot(name, "small", false).await.unwrap();
         assert!(taken.status.unwrap().allocated_bytes < 1 << 20);
@@ -146,7 +146,7 @@ async fn of_two_snapshots_at_once_for_which_there_is_room_for_one_only_one_is_ta
         let (mut client, request) = (daemon.snapshots().await, create_request(vm, vm, false));
         taking.push(tokio::spawn(async move { client.create_snapshot(request).await }));
     }
-    // Neither is complete before the file is there.
+    // Neither snapshot completes before the file exists.
     let ended = loop {
         tokio::time::sleep(std::time::Duration::from_millis(5)).await;
         if let Some(ended) = taking.iter().position(tokio::task::JoinHandle::is_finished) {

@@ -166,7 +166,7 @@ async fn a_daemon_that_is_killed_before_it_deletes_does_that_when_it_starts() {
     assert_eq!(daemon.snapshot_names().await, ["by-hand", "two"]);
     assert_eq!(daemon.snapshot_files().len(), 2);
     assert_eq!(daemon.expired(1).await, ["one"]);
-    // The retry is answered with what was taken.
+    // The retry returns the snapshot that was taken.
     let again = daemon.retained("two", keep(1)).await.unwrap();
     assert_eq!(again.metadata.unwrap().name, "two");
     daemon.retained("three", keep(1)).await.unwrap();

@@ -182,13 +182,13 @@ async fn without_a_wait_an_update_is_answered_when_the_machine_has_been_asked() 
         .unwrap();
     assert_eq!(phase(status(&asked), "root"), Some(AttachmentPhase::Detaching));
     assert_eq!((pending(&asked).len(), generations(&asked)), (0, (2, 1)));
-    // What becomes of it is told as if somebody had waited.
+    // The result is reported as with a wait.
     let failed = daemon
         .wait("web", |status| !status.pending_changes.is_empty())
         .await;
     assert_eq!(failed.pending_changes[0].path, "spec.disks[root]");
     assert_ne!(failed.pending_changes[0].message, "");
-    // The same update again, which changes nothing, waits for what is under way.
+    // The same update again changes nothing, and waits for the operation in progress.
     let again = |no_wait| v1::UpdateVmRequest {
         grace_period: milliseconds(900),
         no_wait,

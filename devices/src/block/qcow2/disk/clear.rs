@@ -1,4 +1,4 @@
-//! What makes clusters come and go in numbers: discards, zeroes, growth.
+//! Bulk removal and addition of clusters: discards, zeroes, growth.
 
 use std::{io, sync::atomic::Ordering};
 
@@ -9,7 +9,8 @@ use super::{super::layer, Disk, advance, bytes, exclusive, shared};
 /// Zeroes are written in pieces of at most this size, which is that of [`ZERO_BUFFER`].
 const ZEROES: u64 = 1 << 20;
 
-/// What is written then. It is in no file and is only read, so it takes page tables and no memory of its own.
+/// Source of written zeroes. The buffer is in no file and is only read, so it takes page tables and
+/// no memory of its own.
 static ZERO_BUFFER: [u8; 1 << 20] = [0; 1 << 20];
 
 /// How clusters are cleared.
@@ -28,7 +29,7 @@ impl Disk {
     pub(in crate::block::qcow2) fn discard(&self, offset: u64, length: u64) -> io::Result<()> {
         self.check_change(offset, length)?;
         if self.below.is_some() && !self.zero_clusters {
-            // What lies below would appear instead.
+            // The data of the image below would become visible instead.
             return Ok(());
         }
         let (start, end) = self.whole_clusters(offset, length);
@@ -99,7 +100,7 @@ impl Disk {
             let _turn = self.turns.take(self.l2_table(offset));
             let mut tables = exclusive(&self.tables);
             let (mapping, run) = access.get_shallow_mapping(offset, end.saturating_sub(offset))?;
-            // What has no entry in an L2 table of this file, perhaps not even a table.
+            // The range has no entry in an L2 table of this file; the table may not exist either.
             let unallocated = matches!(
                 mapping,
                 ShallowMapping::Zero { explicit: false, .. } | ShallowMapping::Indirect { .. }
@@ -144,7 +145,7 @@ impl Disk {
             access.resize_grow(capacity, PreallocateMode::None)?;
             self.commit_tables(&access, &mut tables)?;
         }
-        // What an image below has beyond the old end must not appear.
+        // Data of the image below beyond the old end must stay invisible.
         let appears = self.below.unwrap_or(0).min(capacity);
         if appears > before {
             let first = before.checked_next_multiple_of(self.cluster).unwrap_or(appears);

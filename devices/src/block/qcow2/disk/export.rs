@@ -1,4 +1,4 @@
-//! Reads the disk in an image that nobody writes to.
+//! Reads of the disk in an image without writers.
 
 use std::io;
 

@@ -1,8 +1,9 @@
-//! Which parts of a disk requests use, so that clusters are taken away only where nobody uses them.
+//! Ranges of a disk that requests use, so that clusters are removed only from unused ranges.
 //!
-//! Any number of requests may use the same bytes; whoever clears a range has it alone. Of a use and a clear with a byte in
-//! common, and of two such clears, the one that came later waits until the earlier one has ended, whether that has begun
-//! or waits itself. A holder of a range never asks for another one, so nobody waits in a circle.
+//! Any number of requests may use the same bytes; a clear holds its range exclusively. If a use and
+//! a clear overlap, or two clears do, the later one waits until the earlier one has ended, whether
+//! the earlier one has begun or waits itself. The holder of a range never requests another one, so
+//! there is no deadlock.
 
 use std::{
     collections::BTreeMap,
@@ -22,7 +23,7 @@ pub(super) struct Ranges {
 struct State {
     /// By their turn.
     uses: BTreeMap<u64, Range<u64>>,
-    /// Those that are being cleared, and those that wait for it, by their turn.
+    /// Active and waiting clears, by their turn.
     clears: BTreeMap<u64, Range<u64>>,
     next: u64,
     failed: bool,
@@ -77,11 +78,11 @@ impl Ranges {
         drop(Held { ranges: self, turn });
     }
 
-    /// Uses a range, once nobody clears a part of it. Fails when the image does.
+    /// Uses a range, after all overlapping clears have ended. Fails if the image fails.
     pub(super) fn enter(&self, range: Range<u64>) -> io::Result<Held<'_>> {
         let mut state = self.state();
         let turn = state.turn();
-        // From now on whoever comes later to clear it waits for this one.
+        // Later clears of the range wait for this use.
         state.uses.insert(turn, range.clone());
         let held = Held { ranges: self, turn };
         while overlaps(&state.clears, &range, turn) {
@@ -91,13 +92,14 @@ impl Ranges {
         Ok(held)
     }
 
-    /// Has a range alone, once nobody uses or clears a part of it. Fails when the image does.
+    /// Holds a range exclusively, after all overlapping uses and clears have ended. Fails if the
+    /// image fails.
     pub(super) fn clear(&self, range: Range<u64>) -> io::Result<Held<'_>> {
         let mut state = self.state();
         let turn = state.turn();
         state.clears.insert(turn, range.clone());
         let held = Held { ranges: self, turn };
-        // Those who come later wait for this one.
+        // Later uses and clears wait for this one.
         while overlaps(&state.uses, &range, turn) || overlaps(&state.clears, &range, turn) {
             state = self.wait(state)?;
         }
@@ -155,7 +157,7 @@ mod tests {
                 done.send(()).unwrap();
                 drop(held);
             });
-            // Who comes after the one who waits has to wait too.
+            // A use that arrives after the waiting clear has to wait too.
             while ranges.try_enter(0..1).map(|again| ranges.leave(again)).is_some() {
                 thread::yield_now();
             }

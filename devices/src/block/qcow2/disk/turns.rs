@@ -1,8 +1,9 @@
-//! Who has an L2 table alone.
+//! Exclusive access to L2 tables.
 //!
-//! imago keeps an L2 table locked for writing from the allocation of a cluster until the table names it, so over the
-//! write of the data. Who needs that lock in the meantime would wait for it with this image's tables locked, which the
-//! writer needs to go on. So the turn is taken here, before anything else is locked.
+//! imago keeps an L2 table locked for writing from the allocation of a cluster until the table
+//! refers to the cluster, that is, during the write of the data. Another request for that lock
+//! would wait for it while holding the lock on this image's tables, and the writer needs the tables
+//! to continue. Therefore a request takes its turn here before any other lock.
 
 use std::{
     collections::BTreeSet,

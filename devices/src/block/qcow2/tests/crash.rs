@@ -1,7 +1,7 @@
-//! Whenever the host dies, the image is consistent and holds what was flushed.
+//! After a crash of the host at any point, the image is consistent and holds all flushed data.
 //!
-//! The model of a disk: what was written before the last sync is there; of what was written since, each sector holds
-//! any state that it went through.
+//! Model of a disk: everything written before the last sync is present. For later writes, each
+//! sector holds any state that it went through.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -25,7 +25,7 @@ use crate::block::{
     },
 };
 
-/// What the guest does; positions and lengths are in sectors.
+/// Operations of the guest; positions and lengths are in sectors.
 #[derive(Debug, Clone)]
 enum Step {
     Write(u64, u64),
@@ -51,7 +51,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// What the image below an overlay holds everywhere.
+/// Content of every word of the image below an overlay.
 pub(super) const BELOW: u64 = 0xb0b0;
 
 pub(super) fn open(recorder: &Arc<Recorder>, overlay: bool) -> Qcow2Image {
@@ -66,7 +66,7 @@ pub(super) fn open(recorder: &Arc<Recorder>, overlay: bool) -> Qcow2Image {
 /// A step that was done, and the events that it caused.
 struct Done {
     step: Step,
-    /// What a write wrote into each of its sectors.
+    /// Content that a write put into each of its sectors.
     stamp: u64,
     events: std::ops::Range<usize>,
 }
@@ -118,7 +118,8 @@ fn play(recorder: &Arc<Recorder>, steps: &[Step], overlay: bool) -> Vec<Done> {
     done
 }
 
-/// What each sector may hold after a crash before event `at`: numbers of writes, 0 for zeroes; `None` for anything.
+/// Returns the allowed contents of each sector after a crash before event `at`: numbers of writes,
+/// 0 for zeroes; `None` for any content.
 fn allowed(done: &[Done], at: usize, first: u64) -> BTreeMap<u64, Option<BTreeSet<u64>>> {
     let mut sectors: BTreeMap<u64, Option<BTreeSet<u64>>> = (0..SECTORS)
         .map(|sector| (sector, Some([first].into())))
@@ -159,7 +160,7 @@ fn allowed(done: &[Done], at: usize, first: u64) -> BTreeMap<u64, Option<BTreeSe
     sectors
 }
 
-/// What the disk holds after a crash before event `at`.
+/// Returns a possible content of the disk after a crash before event `at`.
 pub(super) fn crashed(before: &[u8], events: &[Event], at: usize, rng: &mut TestRng) -> Vec<u8> {
     let mut content = before.to_vec();
     let synced = events[..at]
@@ -169,7 +170,7 @@ pub(super) fn crashed(before: &[u8], events: &[Event], at: usize, rng: &mut Test
     for event in &events[..synced] {
         apply(&mut content, event);
     }
-    // Each sector goes through a part of what was done to it since.
+    // Each sector holds one of the states that it had since the last sync.
     let mut history: BTreeMap<u64, Vec<Vec<u8>>> = BTreeMap::new();
     let mut volatile = content.clone();
     for event in &events[synced..at] {
@@ -265,7 +266,7 @@ proptest! {
     }
 }
 
-/// What lies behind zeroes that kept their space is not used for anything else as long as the file says that it is theirs.
+/// Clusters kept behind zeroes are not reused as long as the file assigns them to the zeroes.
 #[test]
 fn a_write_that_begins_before_kept_zeroes_gives_nothing_up_too_early() {
     let steps = [

@@ -66,7 +66,7 @@ pub(super) fn report(path: &Path) -> check::Report {
     check::inspect(&file, &header).unwrap().unwrap().report
 }
 
-/// What QEMU says of it, where that is installed.
+/// Checks the image with `qemu-img check`, if QEMU is installed.
 pub(super) fn ask_qemu(path: &Path) {
     let output = Command::new("qemu-img").arg("check").arg("-q").arg(path).output();
     match output {
@@ -192,7 +192,7 @@ fn nobody_sleeps_beside_what_a_thread_is_done_with() {
         offset: 0,
         stable: false,
     };
-    // Who sleeps is woken by the ring's own.
+    // The ring's own completion wakes the sleeper.
     guest.submit(0, write, 4096);
     let sleeps = guest.engine.commit_and_sleep(other.as_raw_fd(), None).unwrap();
     guest.engine.commit().unwrap();
@@ -213,7 +213,8 @@ fn nobody_sleeps_beside_what_a_thread_is_done_with() {
     }
 }
 
-/// An image of [`SECTORS`] sectors, all of them written or not, and what is left of it.
+/// Runs `steps` on an image of [`SECTORS`] sectors, all written or all unwritten, and checks the
+/// final image.
 pub(super) fn does_what_a_disk_does(path: &Path, disk: Qcow2Image, steps: Vec<Step>, written: bool) {
     let size = (SECTORS * SECTOR) as usize;
     let mut guest = Guest::new(&disk);
@@ -255,7 +256,7 @@ fn victims_write(seed: u64, number: u64) -> (u64, usize) {
     ((random >> 16) % (VICTIM_SECTORS - 64), length as usize)
 }
 
-/// Not a test of its own, but what the test below starts: writes, flushes and says so.
+/// Child process of the test below, not a test of its own: writes, flushes and reports each flush.
 #[test]
 fn victim() {
     let Some(path) = std::env::var_os(VICTIM) else {
@@ -336,10 +337,10 @@ fn a_killed_process_leaves_a_consistent_image_with_all_that_was_flushed() {
 }
 
 fn check_flushed(path: &Path, seed: u64, last: u64) {
-    // What was flushed last for each sector; later writes may be there or not.
+    // Number of the last flushed write of each sector; later writes may be present or not.
     let mut expected = vec![0; VICTIM_SECTORS as usize];
     let mut later = vec![Vec::new(); VICTIM_SECTORS as usize];
-    // The writer was at most one flush and its writes ahead of what it said.
+    // The writer was at most one flush and its writes ahead of its last report.
     for number in 1..=last + 20 {
         let mut places = vec![victims_write(seed, number)];
         if number % 7 == 0 {
@@ -373,7 +374,8 @@ fn check_flushed(path: &Path, seed: u64, last: u64) {
     }
 }
 
-/// Where qemu-img is installed: what it makes is used, and is as good for it afterwards.
+/// Images created by qemu-img are usable here and stay valid for qemu-img. Skipped without
+/// qemu-img.
 #[test]
 fn images_of_qemu_are_used_and_stay_such() {
     const SIZE: usize = 4 << 20;

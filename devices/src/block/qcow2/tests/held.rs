@@ -21,7 +21,7 @@ const CLUSTER: u64 = 4096;
 /// Bytes of the disk that an L2 table is for.
 const TABLE: u64 = CLUSTER / 8 * CLUSTER;
 const SIZE: u64 = 4 * TABLE;
-/// What data begins with that the host holds.
+/// First byte of data that the host holds back.
 const HELD: u8 = 0xee;
 
 fn assert_sound(recorder: &Arc<Recorder>) {
@@ -29,7 +29,7 @@ fn assert_sound(recorder: &Arc<Recorder>) {
     assert_eq!((found.corruptions, found.leaks), (0, 0), "{found:?}");
 }
 
-/// What the image holds if the host dies now, with nothing lost that was written.
+/// Returns the image's content if the host dies at this moment and no write is lost.
 fn after_death(recorder: &Arc<Recorder>) -> Arc<Recorder> {
     let copy = Recorder::new(recorder.content());
     assert_eq!(report(&copy).corruptions, 0);
@@ -49,7 +49,7 @@ fn while_the_data_of_new_clusters_is_written_all_else_goes_on() {
         let writing = scope.spawn(|| held.write(5 * CLUSTER, &[HELD; 2 * CLUSTER as usize]));
         recorder.wait_for_held();
 
-        // What the range held before, without waiting.
+        // Reads return the old content without waiting.
         assert_eq!(
             guest.read(5 * CLUSTER, CLUSTER as usize).unwrap(),
             [0; CLUSTER as usize]
@@ -123,7 +123,7 @@ fn writes_to_parts_of_one_new_cluster_have_their_turns_and_none_is_lost() {
         let one = scope.spawn(|| first.write(CLUSTER, &[HELD; 512]));
         recorder.wait_for_held();
         let two = scope.spawn(|| second.write(CLUSTER + 1024, &[7; 512]));
-        // Both are under way; what lies below is seen.
+        // Both writes are under way; reads return the image below.
         assert_eq!(
             guest.read(CLUSTER, CLUSTER as usize).unwrap(),
             [9; CLUSTER as usize]
@@ -158,7 +158,8 @@ fn a_discard_waits_for_those_who_use_its_range_and_for_nobody_else() {
             let (offset, length) = (0, 2 * CLUSTER);
             clearing.request(Operation::Discard { offset, length }, 0)
         });
-        // Elsewhere all goes on, while the discard waits or before: in place, in new clusters, discards, flushes.
+        // Requests elsewhere continue while the discard waits and before: in place, in new
+        // clusters, discards, flushes.
         for round in 0..50_u8 {
             let far = TABLE + u64::from(round) * CLUSTER;
             guest.write(2 * CLUSTER + 512, &[round; 512]).unwrap();
@@ -207,7 +208,7 @@ fn a_write_to_new_clusters_that_fails_late_leaves_what_was_there() {
     });
     *recorder.limit.lock().unwrap() = None;
     assert_eq!(guest.read(CLUSTER, 512).unwrap(), [9; 512]);
-    // What was allocated for it is used again.
+    // The clusters allocated for the failed write are reused.
     guest.write(CLUSTER, &[3; 2 * CLUSTER as usize]).unwrap();
     guest.flush().unwrap();
     assert_eq!(guest.read(2 * CLUSTER, 512).unwrap(), [3; 512]);

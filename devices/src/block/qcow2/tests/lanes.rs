@@ -1,5 +1,6 @@
-//! Several guests' threads at once, each with parts of the disk of its own, some of which lie in clusters that they
-//! share: each reads what it wrote, and whenever the host dies the image is consistent and holds what each flushed.
+//! Threads of several guests at once, each with its own parts of the disk, some of them in shared
+//! clusters. Each thread reads its own writes. After a crash of the host at any point, the image is
+//! consistent and holds the flushed data of each thread.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -25,7 +26,7 @@ use crate::block::{
 const SECTORS: u64 = 1024;
 const LANES: u64 = 3;
 
-/// What a lane does. Numbers are taken modulo what it has.
+/// Operations of a lane. Numbers are taken modulo the lane's number of items.
 #[derive(Debug, Clone)]
 enum Step {
     /// A sector of a cluster that all write to.
@@ -50,7 +51,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// What was done, between which events of the file.
+/// A completed step, and the range of the file's events around it.
 struct Done {
     start: usize,
     end: usize,
@@ -58,7 +59,7 @@ struct Done {
 }
 
 enum What {
-    /// Sectors, and what they hold since: the number of a write, 0 for zeroes, `None` for anything.
+    /// Sectors and their new content: the number of a write, 0 for zeroes, `None` for any content.
     Changed(Vec<u64>, Option<u64>),
     Flushed,
 }
@@ -155,7 +156,8 @@ fn pattern(stamp: u64, sectors: u64) -> Vec<u8> {
         .collect()
 }
 
-/// What the sectors of a lane may hold after a crash before event `at`; what is not there was never touched.
+/// Returns the allowed contents of a lane's sectors after a crash before event `at`; untouched
+/// sectors are missing.
 fn allowed(done: &[Done], at: usize, first: u64) -> BTreeMap<u64, Option<BTreeSet<u64>>> {
     let mut sectors: BTreeMap<u64, Option<BTreeSet<u64>>> = BTreeMap::new();
     let mut current: BTreeMap<u64, Option<u64>> = BTreeMap::new();

@@ -49,7 +49,7 @@ fn an_overlay_reads_through_and_writes_above() {
     // Behind the image below there are zeroes.
     assert_eq!(guest.read((1 << 20) - 512, 512).unwrap(), [7; 512]);
     assert_eq!(guest.read(1 << 20, 4096).unwrap(), [0; 4096]);
-    // What is discarded or zeroed never reads as the old again.
+    // Discarded or zeroed ranges never show their old content again.
     let zeroes = Operation::WriteZeroes {
         offset: 8192,
         length: 6000 / 512 * 512,
@@ -112,7 +112,7 @@ fn compressed() -> Arc<Recorder> {
     }
     let used = (offset - 1) / 512 * 512 + 512;
     assert!(used <= first + 8192);
-    // Who lies in which cluster.
+    // Number of compressed clusters in each host cluster.
     let mut counts = [0_u16; 2];
     let mut offset = first + 100;
     for cluster in 0..4_u8 {
@@ -144,7 +144,7 @@ fn deflated(byte: u8) -> Vec<u8> {
         left -= 258;
     }
     while left > 0 {
-        // Length 3 is code 257, 0000001; what is left is a multiple of it.
+        // Length 3 is code 257, 0000001; the rest is a multiple of 3.
         assert!(left >= 3);
         bits.code(0b000_0001, 7);
         bits.code(0, 5);

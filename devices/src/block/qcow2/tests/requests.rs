@@ -4,7 +4,7 @@ use super::super::{check, header::Header};
 use super::support::{Guest, Recorder, image, open};
 use crate::block::{Image, Operation};
 
-/// What our own checker says.
+/// Returns the report of our own checker.
 pub fn report(recorder: &Recorder) -> check::Report {
     let header = Header::read(recorder).unwrap().unwrap();
     check::inspect(recorder, &header).unwrap().unwrap().report
@@ -141,7 +141,7 @@ fn once_the_host_could_not_make_something_stable_no_flush_succeeds_again() {
         let error = guest.flush().unwrap_err();
         assert_eq!(error.raw_os_error(), Some(libc::EIO));
     }
-    // What the tables say is what was stable before.
+    // The tables describe the last stable state.
     drop(guest);
     drop(disk);
     let disk = open(&recorder);

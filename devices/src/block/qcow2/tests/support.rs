@@ -1,4 +1,4 @@
-//! An image in memory that remembers what was done to it, and requests on it.
+//! In-memory image that records all changes, and requests on it.
 
 use std::{
     io,
@@ -23,7 +23,7 @@ use crate::{
     sys::Iovecs,
 };
 
-/// What was done to a [`Recorder`].
+/// Recorded change of a [`Recorder`].
 #[derive(Debug, Clone)]
 pub enum Event {
     Write(u64, Vec<u8>),
@@ -83,7 +83,7 @@ impl Recorder {
         assert!(!timeout.timed_out(), "nothing is held");
     }
 
-    /// Those who wait go on.
+    /// Lets the held writers continue.
     pub fn let_go(&self) {
         *self.held.lock().unwrap() = None;
         drop(self.waiting.lock().unwrap());
@@ -110,7 +110,7 @@ impl Recorder {
     }
 }
 
-/// Does to `content` what was done.
+/// Applies a recorded change to `content`.
 pub fn apply(content: &mut Vec<u8>, event: &Event) {
     match event {
         Event::Write(offset, data) => {

@@ -1,4 +1,4 @@
-//! A zlib stream that goes on from rectangle to rectangle.
+//! A zlib stream that continues across rectangles.
 
 use flate2::{Compress, Compression, FlushCompress};
 
@@ -17,9 +17,10 @@ impl std::fmt::Debug for Stream {
 }
 
 impl Stream {
-    /// Appends `data`, compressed, so that a reader gets all of it from what has been appended so far.
+    /// Appends `data`, compressed and flushed: a reader can decompress all of `data` from the bytes
+    /// appended up to this point.
     pub fn append(&mut self, data: &[u8], out: &mut Vec<u8>) {
-        /// Room for the marks of a flush, beyond what the data need.
+        /// Room for the marks of a flush, beyond the size of the data.
         const ROOM: usize = 64;
         let compress = self
             .compress

@@ -75,7 +75,7 @@ fn subrects(
     out: &mut Vec<u8>,
     limit: usize,
 ) -> Option<u8> {
-    // What is covered already counts as background.
+    // Covered pixels count as background.
     let mut left = tile.values.to_vec();
     let at = |x: usize, y: usize| y.wrapping_mul(tile.width).wrapping_add(x);
     let mut count: u8 = 0;

@@ -86,7 +86,7 @@ impl<'a> Block<'a> {
     }
 }
 
-/// A client's encoders, with the streams that go on from one rectangle to the next.
+/// Encoders of a client, with the streams that continue across rectangles.
 #[derive(Debug, Default)]
 pub(super) struct Encoders {
     zrle: Stream,

@@ -82,7 +82,7 @@ pub(super) fn encode(
     streams.put(stream, scratch, out);
 }
 
-/// Whether a palette is shorter than what it saves.
+/// Returns whether a palette saves more bytes than it takes.
 fn pays(palette: &Palette, block: Block<'_>) -> bool {
     palette.colours().len() <= 2 || palette.colours().len() < block.values.len() / 4
 }

@@ -19,28 +19,29 @@ const READ_CHUNK: usize = 4 << 10;
 /// Most bytes that are written to a client before others have their turn.
 const WRITE_BATCH: usize = 4 << 20;
 
-/// One connection. What an edge-triggered event said is noted here until it is used up.
+/// One connection. It records the state of edge-triggered events until they are handled.
 pub(super) struct Client {
     pub id: u64,
     pub socket: OwnedFd,
     pub session: Session,
     pub access: Access,
-    /// Releases what is pressed when it is dropped.
+    /// Releases the pressed keys and buttons on drop.
     pub source: Source,
     /// The last read did not say that it would block.
     pub readable: bool,
     /// The last write did not say that it would block.
     pub writable: bool,
-    /// Nothing is to be read any more; it goes when all is written.
+    /// Reading has ended; the connection closes when all output is written.
     pub closing: bool,
-    /// It takes nothing any more. What it has said before that is read, and then it is gone.
+    /// The client reads no more data. Its earlier messages are read, and then the connection
+    /// closes.
     pub deaf: bool,
     /// It is gone.
     pub gone: bool,
 }
 
 impl Client {
-    /// Reads what has come, up to a batch, and notes what it means for the server.
+    /// Reads pending input, up to a batch, and collects the resulting events for the server.
     pub fn read(&mut self, events: &mut Vec<Event>) {
         let mut chunk = [0; READ_CHUNK];
         let mut left = READ_BATCH;
@@ -80,7 +81,7 @@ impl Client {
         self.writable && !self.deaf && !self.gone && !self.session.output().is_empty()
     }
 
-    /// Writes what it takes without waiting, up to a batch, and encodes more of the update that is under way.
+    /// Writes without waiting, up to a batch, and encodes more of the current update.
     pub fn write(&mut self, frame: &Frame) {
         let mut left = WRITE_BATCH;
         self.session.fill(frame);

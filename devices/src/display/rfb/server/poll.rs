@@ -1,4 +1,4 @@
-//! When the boot screen is asked what has changed.
+//! Schedule of polling the boot screen for changes.
 
 use std::{
     sync::Arc,
@@ -11,7 +11,8 @@ use crate::display::BootScreen;
 pub(super) struct Poller {
     boot: Arc<BootScreen>,
     interval: Duration,
-    /// Nothing is shown that has to be asked before somebody says so: `None`.
+    /// Time of the next poll; `None` while the screen shows another source, until the next
+    /// notification.
     next: Option<Instant>,
 }
 
@@ -24,7 +25,7 @@ impl Poller {
         }
     }
 
-    /// Asks the boot screen, if it is shown and it is time. Somebody waits for what is new.
+    /// Polls the boot screen, if it is shown and the poll is due. A client waits for changes.
     pub fn poll(&mut self, now: Instant) {
         if self.next.is_some_and(|next| now < next) {
             return;

@@ -1,14 +1,16 @@
-//! Finds out that a picture was scrolled, so that clients can be told to move what they have (CopyRect).
+//! Detects scrolling of a picture, so that the server can send clients a move of existing pixels
+//! (CopyRect).
 //!
-//! What scrolls is the whole width, as on a text console. Rows are compared by a hash of all their pixels: rows of the new
-//! picture that have the content of other rows of the old one, all at the same distance, in one piece. A hash has 64 bits; a guest
-//! that makes rows with equal hashes spoils the picture that is shown of itself.
+//! Only scrolling of the full width is detected, as on a text console. Rows are compared by a hash
+//! of all their pixels. A scroll is one contiguous run of rows of the new picture with the content
+//! of old rows, all at the same distance. A hash has 64 bits; a guest that constructs rows with
+//! equal hashes damages only the displayed picture of its own screen.
 
 use std::collections::HashMap;
 
 use crate::display::{Damage, Frame, Rect, Size, rfb::session::Move};
 
-/// Least rows that are worth it, of those that moved and of those of which the distance is learnt.
+/// Minimum number of moved rows, and of rows that vote for a distance, for a scroll to be used.
 const MIN_ROWS: usize = 32;
 const MIN_VOTES: usize = 4;
 /// Rows of a tile of [`Damage`].
@@ -100,7 +102,8 @@ impl Rows {
         Some((Move { to, from }, rest))
     }
 
-    /// The longest piece of rows that are what was `by` rows further down: where it begins, and how long it is.
+    /// Returns the longest run of rows whose content was `by` rows further down: its first row and
+    /// its length.
     fn longest_run(&self, old: &[u64], by: isize) -> (usize, usize) {
         let (mut best, mut run) = ((0, 0), (0, 0));
         for (y, new) in self.hashes.iter().enumerate() {
@@ -161,7 +164,7 @@ mod tests {
         });
     }
 
-    /// What a client has after a move.
+    /// Pixels of a client after a move.
     fn after(old: &Frame, moved: Move) -> Vec<u32> {
         let mut pixels = old.pixels().to_vec();
         for y in 0..usize::from(moved.to.height) {

@@ -26,7 +26,7 @@ use crate::{
     input::Hub,
 };
 
-/// Tokens of what is waited for; clients have those from `FIRST_CLIENT` on.
+/// Tokens of the epoll instance; those of clients start at `FIRST_CLIENT`.
 const STOP: u64 = 0;
 const WAKE: u64 = 1;
 const FIRST_LISTENER: u64 = 2;
@@ -39,7 +39,7 @@ struct Listener {
     ready: bool,
 }
 
-/// The framebuffer as it was read last.
+/// Copy of the framebuffer at its last read.
 struct Picture {
     reader: Reader,
     frame: Frame,
@@ -120,7 +120,7 @@ impl Worker {
             for event in events.iter().take(count) {
                 match event.data() {
                     STOP => return,
-                    // Nobody else reads it.
+                    // This thread is the only reader.
                     WAKE => {
                         let _count = self.wake.read();
                     }
@@ -138,7 +138,7 @@ impl Worker {
         }
     }
 
-    /// For epoll: milliseconds, -1 for ever.
+    /// Returns the timeout for epoll in milliseconds; -1 for no timeout.
     fn timeout(&self) -> i32 {
         let busy = self
             .clients
@@ -192,7 +192,7 @@ impl Worker {
 
     fn add_client(&mut self, socket: OwnedFd, access: Access) -> io::Result<()> {
         if self.clients.len() >= MAX_CLIENTS {
-            // The oldest of those who have not said who they are makes room.
+            // The oldest client with an unfinished handshake makes room.
             let Some(at) = self.clients.iter().position(|client| !client.session.is_ready()) else {
                 return Ok(());
             };
@@ -360,7 +360,8 @@ impl Worker {
     }
 }
 
-/// Reads the framebuffer and tells all clients what has changed. Clients that can are sent what moved as such, at once.
+/// Reads the framebuffer and passes the changes to all clients. Clients that support moves receive
+/// a moved area as such, at once.
 fn refresh(picture: &mut Picture, clients: &mut [Client]) {
     let update = picture.reader.read(&mut picture.frame);
     if let Some(cursor) = update.cursor {
@@ -384,7 +385,7 @@ fn refresh(picture: &mut Picture, clients: &mut [Client]) {
     }
 }
 
-/// Does what a client that may do everything wants.
+/// Carries out a request of a client with full access.
 fn act(client: &mut Client, event: Event, resizer: &dyn Resizer) {
     match event {
         Event::Ready { .. } => {}

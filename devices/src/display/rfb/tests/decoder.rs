@@ -4,7 +4,7 @@ use flate2::{Decompress, FlushDecompress};
 
 use crate::display::Rect;
 
-/// A server's message is followed by what the client sends because of it.
+/// Decodes the server's messages and produces the client's replies.
 pub struct Decoder {
     input: Vec<u8>,
     stage: u8,
@@ -46,7 +46,7 @@ pub fn request(incremental: bool, area: Rect) -> Vec<u8> {
     message
 }
 
-/// What a pixel 0x00RRGGBB is in a format: each colour rounded to the nearest.
+/// Returns the pixel 0x00RRGGBB in a format: each colour rounded to the nearest.
 pub fn expected(format: &[u8; 16], pixel: u32) -> u32 {
     let channel = |at: usize, shift: usize, from: u32| {
         let max = f64::from(u16::from_be_bytes([format[at], format[at + 1]]));
@@ -125,7 +125,8 @@ impl Decoder {
         }
     }
 
-    /// Takes bytes of the server; gives what the client says to them. A message is decoded when it is whole.
+    /// Takes bytes of the server and returns the client's replies. Decodes a message when it is
+    /// complete.
     pub fn receive(&mut self, bytes: &[u8]) -> Vec<u8> {
         self.input.extend(bytes);
         let input = std::mem::take(&mut self.input);

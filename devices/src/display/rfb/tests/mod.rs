@@ -113,7 +113,8 @@ impl Pair {
         self.session.add_damage(damage);
     }
 
-    /// What the client has is what the server has, as far as the client's format can say it.
+    /// Checks that the client's picture equals the server's, within the precision of the client's
+    /// format.
     fn assert_same(&self, what: &str) {
         let expected: Vec<u32> = self
             .frame

@@ -40,7 +40,7 @@ fn a_picture_arrives_bit_for_bit_in_every_pixel_format(#[case] encoding: i32) {
         pair.request(false);
         pair.assert_same(&format!("{encoding}, {format:?}"));
         assert!(pair.decoder.encodings.iter().all(|used| *used == encoding));
-        // The streams of the encodings go on.
+        // The streams of the encodings continue.
         for seed in 1..4 {
             let all = Damage::all(pair.frame.size());
             pair.show(pattern(size(401, 303), seed), &all);
@@ -166,7 +166,7 @@ fn a_cursor_is_sent_with_its_hotspot_and_its_mask() {
     assert_eq!(rect, Rect::new(5, 2, 12, 3));
     assert_eq!((pixels[0], pixels[35]), (0x00_00_ff, 0xff_00_00));
     assert_eq!(mask, [0x80, 0x10, 0, 0, 0, 0x10]);
-    // One that can't be seen.
+    // An invisible cursor.
     pair.session.set_cursor(Arc::default());
     pair.request(true);
     assert_eq!(pair.decoder.cursor.take().unwrap().0, Rect::default());

@@ -2,7 +2,7 @@ use rstest::rstest;
 
 use super::*;
 
-/// Sends the bytes in pieces of that length; gives what the server says at the end of each.
+/// Sends the bytes in pieces of that length; returns the server's output after all pieces.
 fn talk(session: &mut Session, bytes: &[u8], piece: usize) -> Result<Vec<u8>, ProtocolError> {
     let (mut said, mut events) = (Vec::new(), Vec::new());
     for part in bytes.chunks(piece) {
@@ -121,12 +121,12 @@ fn extensions_are_confirmed_to_those_who_have_them() {
     assert_eq!(decoder.name, "screen of a test");
     assert_eq!(decoder.sizes, [(0, 0, 64, 64)]);
     assert_eq!((decoder.fences.len(), decoder.ends_of_continuous), (1, 1));
-    // Only what is new from then on.
+    // Later updates contain only changes.
     pair.session.set_leds(6);
     pair.request(true);
     assert_eq!(pair.decoder.leds, Some(6));
     assert_eq!(pair.decoder.sizes.len(), 1);
-    // A client that has none of them is told none of them.
+    // A client without extensions receives no extension messages.
     let mut plain = Pair::new(pattern(size(64, 64), 0), &[]);
     plain.session.set_leds(1);
     plain.session.set_cursor(Arc::default());

@@ -215,7 +215,7 @@ fn several_clients_see_each_picture_and_scrolling_is_told_as_moves() {
         }
     }
     let before = pattern(size(320, 240), 3);
-    // Who does not wait for it at that moment is sent pixels.
+    // A client without a pending request at that moment receives pixels.
     for client in &mut clients {
         client.request(true);
         client.fence();
@@ -348,7 +348,7 @@ fn a_crowd_of_silent_connections_leaves_room_for_one_that_speaks() {
     let frame = pattern(size(64, 64), 1);
     rig.paint(&frame);
     client.until_it_shows(&frame);
-    // Those who speak are not turned out for others.
+    // Clients that completed the handshake are not removed for others.
     let _more: Vec<_> = (0..2 * MAX_CLIENTS).map(|_| rig.connect("full")).collect();
     let frame = pattern(size(64, 64), 2);
     rig.paint(&frame);
@@ -434,7 +434,7 @@ fn what_a_guest_without_a_driver_draws_is_seen_until_its_driver_shows_something(
         decoder.pixels.first() == Some(&0x10_2030)
     });
 
-    // Nobody says that something has changed: the server looks.
+    // The boot screen signals no changes: the server polls.
     memory.write(3 * PIXEL, &[0xff; PIXEL]);
     client.request(true);
     client.until("a change", |decoder| decoder.pixels.get(3) == Some(&0xff_ffff));

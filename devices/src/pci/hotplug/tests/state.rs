@@ -4,7 +4,7 @@ use super::*;
 use crate::state::{Section, StateError, message};
 
 impl Rig {
-    /// What a step reads, takes off the bus, and leaves on the line.
+    /// Runs a step; returns its read value, the slots taken off the bus, and the level of the line.
     fn run(&self, (what, slot): (u8, u8)) -> (u32, Vec<u8>, bool) {
         let bus = u64::from(slot / 32);
         let (mut read, mut taken) = (0, Vec::new());

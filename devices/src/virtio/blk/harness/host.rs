@@ -20,7 +20,7 @@ use crate::{
     virtio::fault::Counters,
 };
 
-/// How the host does what it is asked for; shared with the engine.
+/// State and behaviour of the mock host; shared with the engine.
 pub struct Host {
     pub file: File,
     pub capacity: u64,
@@ -33,12 +33,12 @@ pub struct Host {
     pub failures: usize,
     /// Requests are done as soon as they are submitted.
     pub eager: bool,
-    /// What is done is known when it is asked for, one at a time.
+    /// Only `completed` returns finished requests, one at a time; `at_hand` returns none.
     pub shy: bool,
     /// Most requests at once.
     pub depth: usize,
-    /// The driver's memory, and what the used ring's index was each time that the worker asked for a completion, and how
-    /// many requests were waiting.
+    /// The driver's memory. For each call of `completed`, `seen` records the used ring's index and
+    /// the number of waiting requests.
     pub watched: Option<GuestMemory>,
     pub seen: Vec<(u16, usize)>,
     /// Where interrupts are counted, and how many there were each time that requests were handed over.
@@ -84,7 +84,7 @@ impl Host {
         }
     }
 
-    /// What a host may rely on.
+    /// Checks the guarantees that a device gives to the host.
     fn check(&self, request: &Request) {
         let tokens: HashSet<u32> = self.waiting.iter().map(|request| request.token).collect();
         assert!(!tokens.contains(&request.token), "a token twice");

@@ -1,4 +1,4 @@
-//! What is learnt from which times.
+//! Tests of the learnt times.
 
 #![allow(clippy::arithmetic_side_effects)]
 
@@ -16,7 +16,7 @@ fn learnt(gap: u64) -> (Pace, u64) {
     (pace, now)
 }
 
-/// For how long a worker that has nothing to do polls.
+/// Returns the time that an idle worker polls.
 fn polled(pace: &mut Pace, now: &mut u64) -> u64 {
     let begin = *now;
     while pace.polls(false, *now) {
@@ -25,7 +25,7 @@ fn polled(pace: &mut Pace, now: &mut u64) -> u64 {
     *now - begin
 }
 
-/// Nothing is to be done, the worker sleeps, and after that time something comes.
+/// Simulates an idle worker that sleeps for `time` until a request arrives.
 fn sleep(pace: &mut Pace, now: &mut u64, time: u64) {
     pace.sleeps(false, *now);
     *now += time;

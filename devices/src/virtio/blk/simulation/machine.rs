@@ -38,7 +38,7 @@ pub(super) const WORKER: usize = 1;
 /// One point of the grid; times in nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Point {
-    /// Of one request at the device.
+    /// Time of one request at the device.
     pub latency: u64,
     pub exit: u64,
     pub interrupt: u64,
@@ -49,13 +49,14 @@ pub struct Point {
     pub serial: bool,
 }
 
-/// What came of a run.
+/// Result of a run.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Outcome {
     /// Requests in a second.
     pub throughput: f64,
-    /// Of the time from taking a request's predecessor's completion to taking its own, in nanoseconds: the driver could
-    /// have added it then.
+    /// 99th percentile of a request's time from the driver's point of view, in nanoseconds. The
+    /// time starts when the driver takes the completion of the request's predecessor, because it
+    /// could add the request then. It ends when the driver takes the request's own completion.
     pub p99: u64,
     /// Median of the same time.
     pub median: u64,
@@ -66,7 +67,7 @@ pub(super) struct Outcome {
     pub held: u64,
 }
 
-/// What a worker does after one round.
+/// Next action of a worker after one round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Next {
     /// The next round, at once.
@@ -77,12 +78,12 @@ pub(super) enum Next {
     Sleep { completions: usize, limit: Option<u64> },
 }
 
-/// A worker's policy: called after each round with what it found.
+/// Policy of a worker. The model calls it after each round with the round's results.
 pub(super) trait Policy {
     fn round(&mut self, worker: &mut Worker<'_>, completed: usize, taken: usize) -> Next;
 }
 
-/// What a worker sees and can do.
+/// A policy's view of a worker, and the actions on it.
 pub(super) struct Worker<'a> {
     machine: &'a mut Machine,
     cost: u64,
@@ -126,7 +127,8 @@ impl Worker<'_> {
         true
     }
 
-    /// Notifications on, but for the next `unnotified` requests; says whether there are requests already.
+    /// Enables notifications, except for the next `unnotified` requests. Returns whether requests
+    /// are available already.
     pub(super) fn enable(&mut self, unnotified: u64) -> bool {
         self.machine.avail_event = Some(self.machine.taken + unnotified);
         self.machine.added > self.machine.taken
@@ -147,7 +149,7 @@ enum State {
 #[derive(Clone, Copy, Debug)]
 struct Thread {
     state: State,
-    /// What is left of its step.
+    /// Remaining time of the thread's step.
     left: u64,
     /// The processor time that it had, as the scheduler counts it.
     had: u64,

@@ -1,7 +1,9 @@
-//! The pace judged by a discrete-event model of driver, worker and device, over a grid of devices, hosts and loads, beside
-//! three other policies and one that knows what a worker can't.
+//! Evaluation of the pacing policy with a discrete-event model of driver, worker and device. The
+//! model covers a grid of devices, hosts and loads. It compares the policy with three other
+//! policies and with an informed policy, which has information that a worker cannot have.
 //!
-//! The tests go through a part of the grid. `cargo run --release -p vmmd-devices --example pacing` goes through all of it.
+//! The tests cover a part of the grid. `cargo run --release -p vmmd-devices --example pacing`
+//! covers all of it.
 
 mod current;
 mod machine;
@@ -45,7 +47,7 @@ pub(super) fn grid() -> Vec<Point> {
     points
 }
 
-/// What came of one point with each policy.
+/// Results of each policy for one point.
 pub(super) struct Row {
     pub(super) point: Point,
     old: Outcome,
@@ -68,8 +70,9 @@ impl Row {
         }
     }
 
-    /// Throughput as a part of the best of three others: of the policy itself, of these (the old one, never holding
-    /// completions back, always polling), and of the policy that knows what a worker can't.
+    /// Returns throughputs relative to the best of three baselines: the old policy, never holding
+    /// completions back, and always polling. The order is: the current policy, the three baselines
+    /// in that order, and the informed policy.
     pub(super) fn parts(&self) -> [f64; 5] {
         let [old, never, always] = [self.old, self.never, self.always].map(|outcome| outcome.throughput);
         let best = old.max(never).max(always);
@@ -84,8 +87,8 @@ impl Row {
         self.new.held <= self.new.median / 16 + ROUND
     }
 
-    /// What the policy adds to the p99 of never holding back, as a part of the time that the device has a request, its
-    /// queue included.
+    /// Returns the policy's additional p99 compared with never holding back, relative to a
+    /// request's time at the device, its queue included.
     pub(super) fn added(&self) -> f64 {
         (self.new.p99 as f64 - self.never.p99 as f64) / self.never.device as f64
     }

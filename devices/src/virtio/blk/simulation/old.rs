@@ -1,16 +1,18 @@
-//! The pace that this policy replaced, as it was: a baseline.
+//! Baseline: the previous pacing policy, unchanged.
 //!
-//! When a worker looks at the ring for a while before it asks for a notification, and when it lets answers pile up for
-//! one interrupt. Policy only: time comes in.
+//! The policy decides when a worker polls the ring before it enables notifications, and when it
+//! batches answers for one interrupt. The caller supplies the time.
 //!
-//! A notification makes a vCPU leave the guest, which costs more than all the rest of a small request. A driver that was
-//! just answered often has the next request soon. How soon is learnt: when a notification comes shortly after the
-//! answers were told, the window in which the worker looks grows until it covers that time; when one comes late, there
-//! is no window any more. A disk that is used now and then, or not at all, is never looked at.
+//! A notification makes a vCPU leave the guest, which costs more than all other work for a small
+//! request. A driver often has its next request soon after an answer. The policy learns this time.
+//! If a notification comes shortly after an interrupt for answers, the polling window grows until
+//! the window covers that time. If a notification comes late, the window closes. A disk that is
+//! rarely or never used is never polled.
 //!
-//! After the first moments the worker yields its processor between two looks, as it may be the one that the vCPU needs.
-//! Is it taken away for long, then there are more threads than processors, and a worker that is woken gets on sooner than
-//! one that yields: it stops looking, and does not learn for a while.
+//! After a first period the worker yields its processor between two polls, because the vCPU may
+//! need this processor. If a yield takes long, the host has more threads than processors, and a
+//! woken thread runs sooner than one that yields. Then the worker stops polling and does not learn
+//! for a while.
 
 mod trial;
 
@@ -25,56 +27,61 @@ const MIN_WINDOW: Duration = Duration::from_micros(25);
 /// about half of it from interrupt to next request.
 const MAX_WINDOW: Duration = Duration::from_micros(250);
 
-/// A yield that takes longer went to somebody else who is busy.
+/// Threshold for a contended processor: after a longer yield, another thread is busy on it.
 const CONTENDED: Duration = Duration::from_micros(50);
 /// Notifications that nothing is learnt from after that.
 const REST: u32 = 256;
 
-/// So long the worker looks without yielding: a driver that polls answers in that time, and a yield costs as much as a
-/// request that the page cache answers.
+/// Time that the worker polls without yielding. A driver that polls answers in that time, and a
+/// yield costs as much as a request that the page cache answers.
 const AT_ONCE: Duration = Duration::from_micros(10);
 
 /// With so many requests under way, others complete soon.
 const MANY: usize = 8;
-/// When the driver has so many requests, answers wait for others as long as it has not yet replaced those that it was told
-/// of: it has something to do. One that has nothing to do is told at once, or its processor would stand still.
+/// From this number of requests on, answers wait for others as long as the driver has not yet
+/// replaced the signalled ones: the driver is busy. An idle driver gets its interrupt at once,
+/// because its processor would otherwise stand still.
 const FEW: usize = 4;
 /// Until they are that part of all, and two at least. While the driver works on these, the disk has the rest.
 const PILE_PART: usize = 8;
-/// And for so many times what it takes to send an interrupt at most, which is what is saved, to us and more so to the
-/// guest: a microsecond where the processor delivers it, a hundred on a nested hypervisor.
+/// Maximum delay, as a multiple of the time to send an interrupt. That time is the saving for the
+/// device, and the guest saves even more. It is a microsecond if the processor delivers the
+/// interrupt, and a hundred on a nested hypervisor.
 const WORTH: u64 = 64;
-/// So long they may always wait.
+/// Minimum of the delay limit.
 const MIN_PILE: Duration = Duration::from_micros(20);
 /// The last of it, less than that, is spent looking: to go to sleep and to wake up takes as long, with the slack that the
 /// kernel gives timers (prctl(2), PR_SET_TIMERSLACK).
 const NAP: Duration = Duration::from_micros(50);
 /// And never longer than that.
 const MAX_PILE: Duration = Duration::from_millis(4);
-/// A driver that did not want an interrupt so many times in a row looks by itself: there is none to be saved, and what it
-/// asks for while the worker waits for more would be late.
+/// After this number of unwanted interrupts in a row, the driver is considered to poll. Batching
+/// then saves no interrupt, and it delays requests that the driver adds while the worker waits.
 const UNWANTED: u32 = 8;
 
-/// A worker that the driver need not notify of each request looks at the ring at the latest when as many have come as so
-/// many times all that the driver has: by then what is under way has completed, or the driver has notified.
+/// Maximum doze of a worker, as a multiple of the time in which all requests of the driver arrive.
+/// During a doze the driver need not notify of each request. By the end of this time, requests in
+/// flight have completed, or the driver has notified.
 const DOZE_ROUNDS: usize = 2;
 /// And never later than that.
 const MAX_DOZE: Duration = Duration::from_millis(4);
 /// Where this is more between two requests, notifications cost little.
 const FAR: Duration = Duration::from_millis(1);
-/// Where requests waited until then, the driver has less to do than was thought, or what is under way takes long (a flush,
-/// perhaps, beside reads): so many sleeps after that it notifies of each.
+/// Number of sleeps with a notification for each request, after requests had to wait for the end of
+/// a doze. In that case the driver has less to do than assumed, or a request in flight takes long
+/// (for example a flush beside reads).
 const ALERT: u32 = 64;
 
-/// What to do with answers that the driver was not told of, when nothing else is to be done.
+/// Action for unsignalled answers if the worker has no other work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Pile {
     /// Tell.
     No,
     /// Look for others at once.
     Look,
-    /// Sleep until there are `more`, but no longer than `limit`. The driver goes on meanwhile. Where so many do not come from
-    /// what is under way, it is to notify when it has added more than `unnotified` requests; else it need not.
+    /// Sleep until `more` answers exist, but at most for `limit`. The driver continues meanwhile.
+    /// If too few requests are in flight for `more` answers, the driver must notify when it has
+    /// added more than `unnotified` requests. Otherwise it need not notify.
     Sleep {
         more: usize,
         limit: Duration,
@@ -91,7 +98,7 @@ pub(super) struct Doze {
     pub limit: Duration,
 }
 
-/// What to do when there is nothing to do.
+/// Action of an idle worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Look {
     /// Go to sleep.
@@ -102,13 +109,14 @@ pub(super) enum Look {
     Yield,
 }
 
-/// What one worker has learnt.
+/// Learnt state of one worker.
 #[derive(Debug, Default)]
 pub(super) struct Pace {
     window: Duration,
     /// When the driver was last told of answers, if it has owed requests since.
     told: Option<Instant>,
-    /// Answers after which no request has come yet. The driver can see them before it is told of them.
+    /// Answers without a following request so far. The driver can see answers before their
+    /// interrupt.
     owed: usize,
     /// The last look, if nothing has happened since.
     looked: Option<Instant>,
@@ -118,7 +126,7 @@ pub(super) struct Pace {
     taken: Option<Instant>,
     /// From one request to the next, on average, in nanoseconds.
     gap: u64,
-    /// What it takes to send an interrupt, on average, in nanoseconds.
+    /// Average time to send an interrupt, in nanoseconds.
     interrupt: u64,
     /// How many times in a row the driver did not want one.
     unwanted: u32,
@@ -135,7 +143,7 @@ impl Pace {
         self.looked = None;
     }
 
-    /// The driver was told of answers.
+    /// Records an interrupt for answers.
     pub(super) fn told(&mut self, now: Instant) {
         self.told = Some(now);
         self.looked = None;
@@ -221,7 +229,7 @@ impl Pace {
         self.gap.saturating_mul(requests as u64)
     }
 
-    /// So many answers are told at once.
+    /// Number of answers that one interrupt is to report.
     fn wanted(&self, under_way: usize) -> usize {
         self.all(under_way).div_ceil(PILE_PART).max(2)
     }
@@ -304,7 +312,8 @@ impl Pace {
     }
 }
 
-/// How many fewer than half of so many requests: those that come before the one that is to be notified of.
+/// Returns the number of requests before the one in the middle: the driver must notify of the
+/// request after them.
 fn before_half(requests: usize) -> u16 {
     u16::try_from(requests.saturating_sub(1).div_euclid(2)).unwrap_or(u16::MAX)
 }

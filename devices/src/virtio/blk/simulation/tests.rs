@@ -1,4 +1,4 @@
-//! What the policy holds to, at a part of the grid that has each value of each dimension.
+//! Checks of the policy on a part of the grid that contains each value of each dimension.
 
 use super::*;
 

@@ -118,7 +118,7 @@ fn errors_of_the_host_become_io_errors_a_counter_and_an_event() {
     assert!(driver.rig.sink.events().len() <= 5);
 }
 
-/// Notes what it is asked to do, and does requests only when told to.
+/// Image that records operations and completes requests only on demand.
 struct SlowImage(Arc<SlowState>);
 
 struct SlowState {

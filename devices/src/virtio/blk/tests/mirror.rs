@@ -68,7 +68,7 @@ fn copy(mirror: &mut Mirror, range: &Range<u64>, to: &mut [u8]) {
     to[range.start as usize..range.end as usize].copy_from_slice(&data);
 }
 
-/// Copies what was changed since; says how many bytes.
+/// Copies the changed ranges. Returns the number of bytes.
 fn copy_changes(mirror: &mut Mirror, to: &mut [u8]) -> u64 {
     let (mut from, mut copied) = (0, 0);
     while let Some(range) = mirror.take(from).unwrap() {
@@ -91,7 +91,8 @@ fn copier(mut mirror: Mirror, stop: Arc<AtomicBool>) -> JoinHandle<(Mirror, Vec<
     })
 }
 
-/// Each copy has all that the driver was told of, however reads, marks and writes meet.
+/// Each copy contains all data that the device has acknowledged, for every interleaving of reads,
+/// marks and writes.
 #[rstest]
 fn a_copy_of_a_disk_that_is_written_to_has_everything_in_the_end(
     #[values(Kind::Raw, Kind::Qcow2)] kind: Kind,
@@ -141,7 +142,7 @@ fn a_copy_of_a_disk_that_is_written_to_has_everything_in_the_end(
     copy_all(&mut mirror, &mut wanted);
     assert!(copied == wanted, "the copy differs");
     drop(mirror);
-    // Nothing is marked for nobody, and it can be copied anew.
+    // Without a mirror, changes are not marked, and a new copy can start.
     driver.rig.device.resume().unwrap();
     assert_eq!(write(&mut driver, 0, &[9; 512]), OK);
     let mirror = control.mirror().unwrap();

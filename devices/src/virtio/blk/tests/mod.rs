@@ -101,8 +101,8 @@ fn header(kind: u32, sector: u64) -> Vec<u8> {
     [&kind.to_le_bytes()[..], &[0; 4], &sector.to_le_bytes()].concat()
 }
 
-/// Sends a request with its readable bytes and that many writable ones; gives what was written before the status, and the
-/// status, which is the last byte.
+/// Sends a request with readable bytes and `incoming` writable bytes. Returns the bytes written
+/// before the status, and the status, which is the last byte.
 fn request(driver: &mut Driver, readable: Vec<u8>, incoming: usize) -> (Vec<u8>, u8) {
     let writable = Buffer::Writable(u32::try_from(incoming + 1).unwrap());
     let (used, mut written) = driver.request(0, &[Buffer::Readable(readable), writable]);

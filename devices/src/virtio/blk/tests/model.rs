@@ -1,4 +1,5 @@
-//! Random requests in random layouts against a model of the disk: answers, content, and what is kept after errors.
+//! Random requests in random layouts, compared with a model of the disk: answers, content, and kept
+//! requests after errors.
 
 use std::os::unix::fs::FileExt;
 
@@ -87,7 +88,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..60)
 }
 
-/// What the specification says, in the simplest way.
+/// Minimal implementation of the specification.
 struct Model {
     content: Vec<u8>,
     block: u64,
@@ -154,7 +155,7 @@ impl Model {
         Ok(transfers)
     }
 
-    /// Does the transfers until one fails; gives what is left then, and what was read.
+    /// Executes the transfers until one fails. Returns the data read, or the remaining transfers.
     fn transfer(&mut self, transfers: &[Transfer]) -> Result<Vec<u8>, Vec<Transfer>> {
         let mut read = Vec::new();
         for (index, transfer) in transfers.iter().enumerate() {
@@ -184,7 +185,7 @@ impl Model {
         self.failed.iter().all(reads)
     }
 
-    /// What is answered to a new request: status and data by head.
+    /// Returns the answers to a new request: head, status and data.
     fn request(&mut self, head: u16, ask: &Ask) -> Vec<(u16, u8, Vec<u8>)> {
         if ask.short == 0 && ask.kind == FLUSH {
             if self.is_settled() {
@@ -206,7 +207,7 @@ impl Model {
         }
     }
 
-    /// What is answered when the device goes on.
+    /// Returns the answers when the device continues.
     fn resume(&mut self) -> Vec<(u16, u8, Vec<u8>)> {
         let mut answers = Vec::new();
         for (head, transfers) in std::mem::take(&mut self.failed) {
@@ -231,7 +232,7 @@ fn check(
     prop_assert_eq!(expected.len(), answers.len(), "{:?} {:?}", expected, answers);
     for ((head, status, data), (head_got, status_got, data_got)) in expected.into_iter().zip(answers) {
         prop_assert_eq!((head, status), (head_got, status_got));
-        // Only a read that succeeded says what is in its buffers.
+        // Only a successful read defines the content of its buffers.
         if !data.is_empty() {
             prop_assert!(data == data_got, "the data of {head} is wrong");
         }

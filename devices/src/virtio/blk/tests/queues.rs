@@ -1,4 +1,5 @@
-//! Several queues, other block sizes, sizes that change, discards, and what the configuration says of them.
+//! Tests of several queues, other block sizes, changes of the size, discards, and the corresponding
+//! configuration.
 
 use std::{fs, os::unix::fs::MetadataExt, path::PathBuf};
 
@@ -326,7 +327,7 @@ fn what_was_done_is_counted_by_kind() {
     request(&mut driver, header(FLUSH, 0), 0);
     request(&mut driver, ranges(WRITE_ZEROES, &[(0, 8, 0), (8, 8, 0)]), 0);
     request(&mut driver, header(GET_ID, 0), 20);
-    // What makes no sense is counted elsewhere.
+    // An invalid request has its own counter.
     read(&mut driver, 1 << 40, 512);
     until(|| control.stats().in_flight == 0);
     let stats = control.stats();
@@ -385,7 +386,7 @@ fn sleeps_in(name: &str) -> Option<libc::c_long> {
     call.split_whitespace().next()?.parse().ok()
 }
 
-/// Who sleeps in the ring counts as waiting for the disk.
+/// The kernel counts a thread that sleeps in the io_uring as waiting for the disk.
 #[test]
 fn a_worker_without_requests_does_not_look_like_one_that_waits_for_the_disk() {
     let disk = Disk::new(SECTORS);

@@ -1,4 +1,4 @@
-//! What each request is answered with, and what it does to the disk.
+//! Tests of the answer to each request, and of its effect on the disk.
 
 use proptest::prelude::*;
 use rstest::rstest;

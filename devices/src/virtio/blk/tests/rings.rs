@@ -115,7 +115,7 @@ impl Rings {
         Some(head)
     }
 
-    /// What was noted since the last call.
+    /// Records since the last call.
     pub(super) fn seen(&self) -> Vec<(u16, usize)> {
         std::mem::take(&mut self.harness.host.lock().unwrap().seen)
     }

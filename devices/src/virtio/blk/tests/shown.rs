@@ -1,4 +1,4 @@
-//! When the driver can see completions, and what the worker does first.
+//! Tests of when completions become visible to the driver, and of the order of the worker's steps.
 
 use std::sync::atomic::Ordering;
 
@@ -32,8 +32,8 @@ fn read() -> Ask {
     }
 }
 
-/// All reads are in flight, and from now on it is noted what the driver sees each time that the worker looks for a
-/// completion.
+/// Puts all reads in flight. From then on, the host records the driver's view whenever the worker
+/// asks for a completion.
 fn reading() -> Rings {
     reading_with(options())
 }
@@ -91,7 +91,8 @@ fn the_drivers_next_request_goes_before_the_host_is_asked_for_more() {
     rings.harness.event();
     let left = usize::from(READS) - 3;
     let waiting: Vec<usize> = rings.seen().into_iter().map(|(_, waiting)| waiting).collect();
-    // One is answered, which leaves room for one; then the next one; then nobody wants more.
+    // The first answer leaves room for one request. Then the second request follows. After that,
+    // the ring is empty.
     assert_eq!(waiting[..4], [left, left + 1, left + 2, left + 2], "{waiting:?}");
     assert_eq!(rings.answers().len(), 3);
     rings.harness.finish_all();

@@ -27,17 +27,17 @@ use crate::{
 
 pub const CAPACITY: u64 = 1 << 20;
 
-/// What the test moves.
+/// State that the test controls.
 pub struct Storage {
     /// Writes, discards and zeroings fail.
     pub full: AtomicBool,
     /// Nothing completes.
     pub stalled: AtomicBool,
-    /// What was submitted, with the queue.
+    /// Submitted operations.
     pub asked: Mutex<Vec<Operation>>,
     /// What succeeded.
     pub done: Mutex<Vec<Operation>>,
-    /// Those of its engines, to say that they may go on.
+    /// Events of the engines, to signal that requests may complete.
     events: Mutex<Vec<Arc<EventFd>>>,
 }
 
@@ -69,7 +69,8 @@ impl Storage {
         (driver, control)
     }
 
-    /// Another disk of that storage in the place of the driver's, with the state that the old one had; paused.
+    /// Replaces the driver's disk with another disk on the same storage, restored from the old
+    /// disk's state and paused.
     pub fn restored(self: &Arc<Self>, driver: &mut Driver, options: BlkOptions) -> BlkControl {
         let section = driver.rig.device.save().unwrap();
         let front = Blk::new(Box::new(StorageImage(self.clone())), options);

@@ -1,4 +1,5 @@
-//! Rate limits as the worker keeps them. What the limits come to is tested in [`rate`](crate::rate), without a clock.
+//! Tests of rate limits in the worker. The tests in [`rate`](crate::rate) cover the limits'
+//! arithmetic without a clock.
 
 use super::{storage::Storage, *};
 use crate::{
@@ -54,7 +55,7 @@ fn requests_over_the_limit_wait_until_it_is_lifted_and_the_worker_serves_on() {
     for queue in 0..2 {
         submit_reads(&mut driver, queue, 5);
     }
-    // What waits is in the ring; only the first of each queue was taken.
+    // Waiting requests stay in the ring. Each worker has taken only the first request of its queue.
     until(|| control.stats().in_flight == 2);
     assert!(control.stats().throttled >= 2);
     until(|| control.stats().waiting == 8);
@@ -104,7 +105,7 @@ fn a_limit_that_lets_some_through_lets_all_through_in_time() {
     let begin = Instant::now();
     submit_reads(&mut driver, 0, 100);
     answers(&mut driver, 0);
-    // It can't be faster on any machine.
+    // The limit sets this minimum, independent of the machine's speed.
     assert!(begin.elapsed().as_millis() >= 45, "{:?}", begin.elapsed());
     until(|| control.stats().in_flight == 0);
     assert_eq!(control.stats().throttled, 0);

@@ -44,11 +44,12 @@ const TIMER: u32 = 2;
 /// Requests that are taken before others have their turn (commands, above all).
 const BATCH: usize = 128;
 
-/// So long a worker without requests waits for the next one in the ring, which costs fewer system calls. The kernel counts
-/// it as waiting for the disk (in_iowait, and so /proc/pressure/io), which an idle disk must not look like.
+/// Maximum time that a worker without requests waits in the engine for the next request, which
+/// saves system calls. The kernel counts this time as waiting for the disk (in_iowait, and
+/// therefore /proc/pressure/io). An idle disk must not appear like that.
 const STAY: Duration = Duration::from_millis(5);
 
-/// What the driver is told the disk is.
+/// Identification of the disk that the driver can read.
 pub(super) type Identity = [u8; ID_LENGTH];
 
 /// A request in flight; kept for the next one, which saves allocations.
@@ -104,7 +105,7 @@ pub(super) struct BlkHandler {
     slots: Vec<Slot>,
     free: Vec<u32>,
     memory: Option<Arc<GuestMemory>>,
-    /// Shows others what is in the ring; there from a start until it has drained.
+    /// Gauge of the ring for other threads. Present from a start until the drain.
     gauge: Option<Arc<Gauge>>,
     pub(super) negotiated: Negotiated,
     pub(super) kept: Kept,
@@ -115,11 +116,11 @@ pub(super) struct BlkHandler {
     pub(super) outstanding: usize,
     /// Requests that completed in this round.
     completions: usize,
-    /// It has waited for requests in the ring, in vain.
+    /// The worker has waited in the engine without requests, and has not taken a request since.
     rested: bool,
-    /// The session has a command that the framework is to look after.
+    /// The session has a command for the framework.
     called: bool,
-    /// What the framework is told at the end of a round.
+    /// Fault to report to the framework at the end of a round.
     fault: Option<Fault>,
 }
 
@@ -165,7 +166,7 @@ impl BlkHandler {
         let result = self.rounds(session, &memory);
         self.publish(session);
         if result.is_err() {
-            // What was taken is not forgotten, nor what is left in the ring.
+            // The next kick continues with the taken requests and with those in the ring.
             session.kick_again(self.queue);
         }
         result?;
@@ -190,7 +191,7 @@ impl BlkHandler {
             let completed = self.complete(session, memory)?;
             self.heed_call(session);
             if self.called && completed == 0 && self.engine.in_flight() == 0 {
-                // What there is to do is the framework's to say.
+                // The framework must handle the command first.
                 self.called = false;
                 session.kick_again(self.queue);
                 return self.signal(session);
@@ -226,8 +227,9 @@ impl BlkHandler {
         }
     }
 
-    /// Something that the session listens to called. But for commands, which are the framework's, what that means is found
-    /// out by going on: the driver's notification, a timer, another limiter, what others are done with.
+    /// Handles an event of the session. Commands are left to the framework. All other events need
+    /// no distinction, because the next round handles their cause: the driver's notification, a
+    /// timer, another limiter, or requests settled by other workers.
     fn heed_call(&mut self, session: &mut Session) {
         if !self.engine.other_called() {
             return;
@@ -239,7 +241,7 @@ impl BlkHandler {
         }
     }
 
-    /// Tells the policy what the round found; whether completions are held back.
+    /// Reports the round's results to the policy. Returns whether completions are held back.
     fn holds(&mut self, taken: usize) -> bool {
         let completed = std::mem::take(&mut self.completions);
         if completed == 0 && taken == 0 && self.pace.unsignalled() == 0 {
@@ -250,7 +252,7 @@ impl BlkHandler {
             self.pace.found(completed, taken, now);
         }
         let in_flight = self.engine.in_flight();
-        // What is left in the ring does not show whether the driver is busy.
+        // Requests that must stay in the ring do not show whether the driver is busy.
         !self.called && !self.waits() && self.pace.holds(in_flight, now)
     }
 
@@ -260,13 +262,15 @@ impl BlkHandler {
         !self.called && !self.waits() && self.pace.polls(in_flight, self.clock.nanos())
     }
 
-    /// Whether to hand what was just taken to the host and to sleep in one system call: when nothing else is expected soon.
+    /// Whether one system call both submits the taken requests and sleeps. This pays only if no
+    /// other event is expected soon.
     fn sleeps_on(&self, taken: usize, held: bool) -> bool {
         let in_flight = self.engine.in_flight();
         taken > 0 && !held && !self.engine.is_prompt() && in_flight < MANY && !self.pace.may_poll(true)
     }
 
-    /// Whether requests in the ring are left there: completions or the timer make the worker go on.
+    /// Whether the worker leaves requests in the ring. A completion or the timer then makes it
+    /// continue.
     fn waits(&self) -> bool {
         self.engine.in_flight() >= self.engine.depth() || self.throttle.waiting.is_some()
     }
@@ -287,7 +291,8 @@ impl BlkHandler {
             return Ok(true);
         }
         if fresh {
-            // What completes after this is noticed only when it was looked for.
+            // After this commit, the event signals completions only once `completed` has returned
+            // `None`. Therefore the loop continues.
             self.commit()?;
             return Ok(true);
         }
@@ -346,7 +351,7 @@ impl BlkHandler {
         }
     }
 
-    /// Shows others what is in the ring, or that it is not served.
+    /// Publishes a gauge of the ring, or removes it when the queue is not served.
     fn show_ring(&mut self, ring: Option<&Queue>) {
         self.gauge = ring.map(|ring| Arc::new(ring.gauge()));
         if let Some(counters) = self.shared.counters(self.queue) {
@@ -371,7 +376,7 @@ impl BlkHandler {
         loop {
             self.commit()?;
             if let Some(event) = self.engine.event() {
-                // So that a wait ends for what comes after this only.
+                // Clears the event, so that the wait ends only for later completions.
                 let _empty = event.read();
             }
             self.clock.next_round();
@@ -443,7 +448,7 @@ impl QueueHandler for BlkHandler {
         }
         let drained = drained?;
         if drained == Drained::Quiet {
-            // Nothing holds on to guest memory any more.
+            // From here on, no slot refers to guest memory.
             self.slots.clear();
             self.free.clear();
             self.show_ring(None);

@@ -22,11 +22,12 @@ use crate::{
     },
 };
 
-/// After so many completions the driver may see them, and goes on meanwhile if it polls: a cache line of the used ring.
+/// Completions after which the worker publishes them: one cache line of the used ring. A polling
+/// driver continues meanwhile.
 const SHOWN: usize = 8;
 
 impl BlkHandler {
-    /// Takes up to `most` requests; gives how many. Those that are to be done again come first.
+    /// Takes up to `most` requests and returns their number. Requests to retry come first.
     pub(super) fn take(
         &mut self,
         session: &mut Session,
@@ -143,7 +144,7 @@ impl BlkHandler {
         }
     }
 
-    /// Decides what is to be done for the request in slot `token`, which was just taken from the ring.
+    /// Plans the request in slot `token`, which was just taken from the ring.
     fn plan(&mut self, memory: &GuestMemory, token: u32) -> Result<(), Fault> {
         let Some(slot) = self.slots.get_mut(token as usize) else {
             return Ok(());
@@ -224,7 +225,8 @@ impl BlkHandler {
             return self.finish(session, memory, token, Status::IoError);
         };
         if self.engine.event().is_none() && !matches!(operation, Operation::Read { .. }) {
-            // It is done now and may take long: the driver is told of what is ready.
+            // The engine executes the operation immediately, which may take long. Therefore the
+            // driver gets its interrupt first.
             self.signal(session)?;
         }
         self.engine.submit(Request {
@@ -276,8 +278,9 @@ impl BlkHandler {
         }
     }
 
-    /// Deals with what has completed; gives how many requests. With some, there may be others that the host has not been
-    /// asked for: first the driver's next requests are handed over, so that the disk does not run dry meanwhile.
+    /// Processes completed requests and returns their number. After the first completion, the
+    /// worker does not query the host for more. It submits the driver's next requests first, so
+    /// that the disk does not run idle.
     pub(super) fn complete(&mut self, session: &mut Session, memory: &GuestMemory) -> Result<usize, Fault> {
         let mut count = 0_usize;
         while let Some(Completion {
@@ -296,7 +299,8 @@ impl BlkHandler {
             slot.buffers = Some(buffers);
             let work = &mut slot.work;
             if let Some((offset, length)) = work.changes() {
-                // Also after an error: a part may have been written. Before the driver is told.
+                // A failed operation may have written a part. The mark must precede the answer to
+                // the driver.
                 self.shared.tracking.mark(offset, length);
             }
             if let Plan::Read { length, .. } = work.plan {
@@ -399,7 +403,7 @@ impl BlkHandler {
         Ok(())
     }
 
-    /// A slot that nobody uses.
+    /// Returns a free slot.
     fn free_slot(&mut self, memory: &Arc<GuestMemory>) -> u32 {
         if let Some(token) = self.free.pop() {
             return token;

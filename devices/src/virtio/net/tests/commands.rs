@@ -21,7 +21,7 @@ fn frame(to: [u8; 6], vlan: Option<u16>) -> Vec<u8> {
 
 /// Sends `frames` and says which of them reached the driver, in order.
 fn reaching(peer: &Peer, driver: &mut Driver, frames: &[Vec<u8>]) -> Vec<bool> {
-    // What comes after all reaches the driver whatever it filters.
+    // The last frame passes every filter of the driver.
     let last = frame(MAC, None);
     for frame in frames.iter().chain([&last]) {
         driver.submit(RECEIVE, &[Buffer::Writable(2000)]);

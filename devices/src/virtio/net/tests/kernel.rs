@@ -1,4 +1,4 @@
-//! Pairs of queues that somebody else serves: a server of the tests in the place of vhost-net.
+//! Tests of pairs of queues with an external server, which stands in for vhost-net.
 
 use std::{
     os::fd::BorrowedFd,
@@ -22,7 +22,7 @@ use crate::{
     },
 };
 
-/// What the kernel has of a pair that it serves.
+/// The kernel's state of a pair that it serves.
 struct Serving {
     memory: GuestMemory,
     /// The receive and the transmit queue.
@@ -40,7 +40,7 @@ struct State {
     broken: bool,
 }
 
-/// Serves when the test says so, and never by itself.
+/// Mock of the kernel that serves queues only on request of the test.
 #[derive(Clone, Default)]
 struct Kernel(Arc<Mutex<State>>);
 
@@ -228,7 +228,7 @@ fn the_kernel_serves_packets_and_the_worker_commands() {
 fn a_pause_and_a_reset_take_the_queues_back_and_a_resume_gives_them() {
     let mut it = served();
     through_the_kernel(&mut it, 1);
-    // One that nobody has taken yet goes on waiting.
+    // A request that the kernel has not taken yet stays in the ring.
     it.driver.submit(TRANSMIT, &[Buffer::Readable(packet(2, 100))]);
     it.driver.rig.pause();
     assert!(!it.kernel.is_serving() && it.control.served_by_kernel() == 0);
@@ -253,7 +253,7 @@ fn a_limit_is_kept_by_the_worker_and_taken_off_gives_the_queues_back() {
         ..Limits::default()
     })));
     it.kernel.wait(false);
-    // What the kernel had not taken is sent by the worker.
+    // The worker sends the packet that the kernel did not take.
     it.peer.wait_for(0, &packet(1, 100));
     it.driver.wait_used(TRANSMIT);
     exchange(&mut it.peer, &mut it.driver, 0);

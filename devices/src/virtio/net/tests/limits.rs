@@ -37,7 +37,7 @@ fn what_the_guest_sends_is_limited_and_none_of_it_is_lost() {
     }
     driver.kick(TRANSMIT);
     peer.wait_for(0, &packet(99, 60));
-    // 10 at once, 90 at 400 a second, less than what is in debt.
+    // 10 packets at once and 90 packets at 400 per second, minus the limiter's debt.
     assert!(
         begin.elapsed() >= Duration::from_millis(200),
         "{:?}",

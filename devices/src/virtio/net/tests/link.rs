@@ -34,7 +34,7 @@ fn a_link_that_goes_down_loses_packets_and_carries_the_next_ones_when_it_is_up_a
         peer.send(&packet(number, 60));
     }
     driver.submit(RECEIVE, &[Buffer::Writable(2000)]);
-    // Nobody is told of packets that are lost.
+    // The driver gets no notification of lost packets.
     let deadline = std::time::Instant::now() + crate::virtio::testing::PATIENCE;
     while control.stats().receive_dropped < 10 {
         assert!(std::time::Instant::now() < deadline, "{:?}", control.stats());

@@ -24,7 +24,7 @@ use crate::{
     virtio::testing::PATIENCE,
 };
 
-/// What the interface was told.
+/// Calls that the interface received.
 #[derive(Default)]
 pub struct Told {
     pub offloads: Mutex<Vec<Offloads>>,
@@ -164,7 +164,8 @@ impl Peer {
         }
     }
 
-    /// Waits until `wanted` arrived over the pair, and forgets what came before. Only while all is [drained](Self::drain).
+    /// Waits until `wanted` arrives over the pair, and drops earlier packets. Requires
+    /// [`drain`](Self::drain).
     pub fn wait_for(&self, pair: u16, wanted: &[u8]) {
         let arrived = &self.arrived[usize::from(pair)];
         let deadline = Instant::now() + PATIENCE;
@@ -180,7 +181,7 @@ impl Peer {
         }
     }
 
-    /// What arrived over the pair so far.
+    /// Returns the number of packets that have arrived over the pair.
     pub fn arrived(&self, pair: usize) -> usize {
         self.arrived[pair].packets.lock().unwrap().len()
     }

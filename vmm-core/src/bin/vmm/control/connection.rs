@@ -1,4 +1,5 @@
-//! One client of the control socket: what it sent so far, and what it has not read yet.
+//! One client of the control socket: bytes received from the client, and bytes that the client has
+//! not read yet.
 
 use std::{
     io,
@@ -13,8 +14,9 @@ use proto::{
     wire::{self, Read, Receiver, Sending},
 };
 
-/// Most bytes that wait for a client to read them. One that lets more pile up is disconnected: it can't slow the
-/// machine or the others, and learns the state anew when it connects again.
+/// Maximum number of bytes that wait for a client to read them. A client with more is disconnected,
+/// so that it cannot slow the machine or other clients. The client gets the current state when it
+/// reconnects.
 pub const MAX_BACKLOG: usize = 256 << 10;
 
 /// See the module.
@@ -22,7 +24,7 @@ pub const MAX_BACKLOG: usize = 256 << 10;
 pub struct Connection {
     socket: UnixStream,
     receiver: Receiver,
-    /// What was not sent yet begins at `sent`.
+    /// Bytes for the client. The unsent part starts at `sent`.
     backlog: Vec<u8>,
     sent: usize,
     /// Hello was accepted: it may ask for things, and gets events.
@@ -33,7 +35,7 @@ pub struct Connection {
     pub closing: bool,
 }
 
-/// A connection that can't go on.
+/// Error that ends a connection.
 #[derive(Debug, thiserror::Error)]
 pub enum Broken {
     /// The peer closed it.

@@ -1,11 +1,11 @@
-//! What clients ask about disks and other devices, as the driver takes it.
+//! Conversion of requests about disks and other devices into requests of the driver.
 
 use std::os::fd::OwnedFd;
 
 use proto::vmm::{request::Op, set_rate_limit::Target};
 use vmm_core::lifecycle::{LimitTarget, NicChange, Request};
 
-/// The request for `op`, or what it lacks.
+/// Returns the driver's request for `op`, or an error that names the missing part.
 pub(super) fn request(op: Op, fds: Vec<OwnedFd>) -> Result<Request, &'static str> {
     Ok(match op {
         Op::AttachDisk(attach) => Request::AttachDisk {

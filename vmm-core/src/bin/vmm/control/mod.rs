@@ -1,6 +1,9 @@
-//! The control socket: the thread `control` serves several clients at once and never waits for one of them, nor for
-//! the driver. Hello and GetStatus are answered here, from what the driver published last, so that they are quick
-//! while a boot or a pause is under way; all else goes to the driver, whose answers and events come back in order.
+//! The control socket. The thread `control` serves several clients and never blocks on a client or
+//! on the driver.
+//!
+//! The thread answers Hello and GetStatus itself, from the state that the driver published last.
+//! These requests therefore stay fast during a boot or a pause. All other requests go to the
+//! driver, which sends its replies and events back in order.
 
 mod connection;
 mod disk;
@@ -39,10 +42,10 @@ use connection::{Broken, Connection};
 pub use outbox::Outbox;
 use outbox::Outgoing;
 
-/// How long the first client may take to say Hello. A daemon that died between starting a `vmm` and connecting to
-/// it does so again when it is started anew.
+/// Time limit for the first client's Hello. A daemon that ends between the start of a `vmm` and its
+/// connection connects after its restart.
 const FIRST_HELLO: Duration = Duration::from_secs(60);
-/// How long the clients may take to read what they were sent, when the process is about to end.
+/// Time that clients have to read pending data before the process ends.
 const LAST_FLUSH: Duration = Duration::from_millis(250);
 /// Connections at once.
 const MAX_CONNECTIONS: usize = 32;
@@ -66,24 +69,24 @@ pub struct Server {
     connections: BTreeMap<u64, Connection>,
     /// Connections accepted so far; the next one's number.
     accepted: u64,
-    /// What the driver published last.
+    /// State that the driver published last.
     status: Status,
     /// By when the first client must have said Hello; `None` when one has.
     first_hello: Option<Instant>,
-    /// What holds this process in, as features of HelloReply.
+    /// Restrictions of this process, as features of HelloReply.
     sandbox: Vec<&'static str>,
 }
 
-/// What poll(2) said of one connection.
+/// Result of poll(2) for one connection.
 struct Ready {
     connection: u64,
     flags: PollFlags,
 }
 
 impl Server {
-    /// Listens on a bound socket. It is this process that calls listen(2), so that a client that asks for the
-    /// credentials of its peer (SO_PEERCRED) learns of the `vmm` and not of who bound the socket. When `signals` is
-    /// readable, the run is stopped.
+    /// Listens on a bound socket. This process calls listen(2) itself: a client that reads the
+    /// credentials of its peer (SO_PEERCRED) then gets those of the `vmm`, not of the process that
+    /// bound the socket. A readable `signals` stops the run.
     pub fn new(bound: OwnedFd, signals: OwnedFd, inputs: Sender<Input>) -> io::Result<(Self, Outbox)> {
         listen(&bound, BACKLOG)?;
         let listener = UnixListener::from(bound);
@@ -106,7 +109,7 @@ impl Server {
         Ok((server, outbox))
     }
 
-    /// Clients are told what holds this process in.
+    /// Sets the restrictions of this process that HelloReply reports to clients.
     pub fn set_sandbox(&mut self, sandbox: Sandbox) {
         self.sandbox = sandbox.features();
     }
@@ -177,7 +180,8 @@ impl Server {
         Ok(())
     }
 
-    /// Hands on what the driver has; says whether it was the last.
+    /// Passes pending output of the driver to the clients. Returns whether it ended with
+    /// [`Outgoing::Finish`].
     fn deliver(&mut self) -> bool {
         let _ = rustix::io::read(&self.wake, &mut [0; 8]);
         while let Ok(outgoing) = self.outgoing.try_recv() {
@@ -319,7 +323,8 @@ impl Server {
         }
     }
 
-    /// Nobody is connected who could boot a machine: the driver ends the process if there is none.
+    /// Reports to the driver that no client is left to boot a machine. Without a machine, the
+    /// driver ends the process.
     fn abandon(&self) {
         let _ = self.inputs.send(Input::Abandoned);
     }

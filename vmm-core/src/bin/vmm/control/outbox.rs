@@ -1,4 +1,4 @@
-//! What the driver has for the clients, and its way to them.
+//! Queue of replies and events from the driver to the clients.
 
 use std::{
     os::fd::OwnedFd,
@@ -8,7 +8,7 @@ use std::{
 use proto::vmm::Event;
 use vmm_core::lifecycle::{self, Failure, Token, publisher::Audience};
 
-/// What the driver has for the clients.
+/// Message from the driver to the clients.
 #[derive(Debug)]
 pub(super) enum Outgoing {
     Event(Event),
@@ -35,7 +35,8 @@ impl Outbox {
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }
 
-    /// Lets the thread end when all clients have been sent what is for them, or soon anyway.
+    /// Lets the thread end after the clients received their pending data, or after a short time
+    /// limit.
     pub fn finish(&self) {
         self.put(Outgoing::Finish);
     }

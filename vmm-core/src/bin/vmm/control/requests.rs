@@ -1,4 +1,4 @@
-//! What clients ask for: answered here, or handed on to the driver.
+//! Requests of clients: answered by this thread, or passed on to the driver.
 
 use std::os::fd::OwnedFd;
 
@@ -13,7 +13,7 @@ use super::{Server, disk, error, snapshot, trace};
 
 /// Unanswered requests of one connection.
 pub(super) const MAX_UNDER_WAY: usize = 16;
-/// What this program can do beyond the first version of the protocol.
+/// Features of this program beyond the first version of the protocol.
 const FEATURES: [&str; 11] = [
     "disk-hotplug",
     "disk-resize",

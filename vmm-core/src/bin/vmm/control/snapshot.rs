@@ -1,4 +1,4 @@
-//! What clients ask about snapshots and migration, as the driver takes it.
+//! Conversion of requests about snapshots and migration into requests of the driver.
 
 use std::{os::fd::OwnedFd, time::Duration};
 
@@ -8,7 +8,7 @@ use vmm_core::{lifecycle::Request, snapshot::saving::Policy};
 /// Longest description of a snapshot in bytes.
 const MAX_DESCRIPTION: usize = 512 << 10;
 
-/// The request for `save`, or what is wrong with it.
+/// Returns the driver's request for `save`, or a description of its error.
 pub(super) fn request(save: Save, fds: Vec<OwnedFd>) -> Result<Request, &'static str> {
     if save.description.len() > MAX_DESCRIPTION {
         return Err("the description of a snapshot has at most 512 KiB");
@@ -27,7 +27,8 @@ pub(super) fn request(save: Save, fds: Vec<OwnedFd>) -> Result<Request, &'static
     })
 }
 
-/// What is done to a guest that is too fast. A client of before minor version 9 knows two of them.
+/// Returns the policy for a guest that writes memory too fast. A client older than minor version 9
+/// knows two policies.
 fn policy(send: &Send) -> Result<Policy, &'static str> {
     Ok(match MigrationPolicy::try_from(send.policy) {
         Ok(MigrationPolicy::Unspecified) if send.throttle => Policy::PreferForced,
@@ -39,7 +40,7 @@ fn policy(send: &Send) -> Result<Policy, &'static str> {
     })
 }
 
-/// The request for `send`, or what is wrong with it.
+/// Returns the driver's request for `send`, or a description of its error.
 pub(super) fn send_request(send: &Send, fds: Vec<OwnedFd>) -> Result<Request, &'static str> {
     let index = usize::try_from(send.socket_fd).unwrap_or(usize::MAX);
     let socket = fds.into_iter().nth(index).ok_or("Send without a socket")?;

@@ -110,7 +110,7 @@ impl Peer {
         self.answer(id)
     }
 
-    /// Waits until the server has closed the connection, reading what is left.
+    /// Reads the remaining data until the server closes the connection.
     fn wait_for_close(mut self) -> bool {
         let mut rest = Vec::new();
         match self.socket.read_to_end(&mut rest) {
@@ -238,7 +238,7 @@ fn a_request_reaches_the_driver_and_its_answer_the_asker_after_the_events() {
     assert!(matches!(client.receive(), Some(Kind::Event(_))));
     assert_eq!(client.answer(8), Answer::Status(running()));
     assert!(matches!(other.receive(), Some(Kind::Event(_))));
-    // What was published is what the status says from now on, without the driver.
+    // The status reports the published state without the driver.
     assert_eq!(
         other.ask(2, Op::GetStatus(GetStatus {})),
         Answer::Status(running())

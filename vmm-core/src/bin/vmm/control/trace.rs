@@ -1,4 +1,4 @@
-//! What requests are called in the log.
+//! Names of requests in the log.
 
 use proto::vmm::request::Op;
 

@@ -17,9 +17,9 @@ pub enum Command {
     Create(Create),
     /// Says what an image is
     Info(Which),
-    /// Makes an image larger that nobody uses
+    /// Enlarges an image that is not in use
     Resize(Resize),
-    /// Looks for corruption and leaks in an image that nobody writes to
+    /// Looks for corruption and leaks in an image that no other program writes to
     Check(Check),
     /// Finds the kernel that is installed on a disk, and copies it and its initial RAM disk
     Boot(Boot),
@@ -106,7 +106,7 @@ pub struct Import {
     /// Descriptor of the image that is to be made: an empty file
     #[arg(long, value_name = "FD")]
     pub to_fd: RawFd,
-    /// Descriptor of an empty file for what is in between
+    /// Descriptor of an empty file for intermediate data
     #[arg(long, value_name = "FD")]
     pub scratch_fd: RawFd,
     /// Most bytes that the disk may have
@@ -148,7 +148,7 @@ impl Format {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Preallocation {
-    /// Nothing but what the format needs
+    /// Only the parts that the format requires
     Off,
     /// The tables of a qcow2 image
     Metadata,

@@ -1,6 +1,7 @@
-//! `vmm image boot`: finds the kernel that is installed on a disk, which anybody may have made, and copies it.
+//! `vmm image boot`: finds the kernel that is installed on an untrusted disk, and copies the
+//! kernel.
 //!
-//! The process has no rights when it looks at the first byte, as the one of an import has none.
+//! Like an import, the process has given up its rights before it reads the first byte.
 
 use std::{
     fs::File,
@@ -28,13 +29,14 @@ use super::{
 };
 use crate::sandbox;
 
-/// Does it; gives what was found.
+/// Runs the command and returns a report of the kernel.
 pub fn boot(args: &Boot) -> Result<Value> {
     let fd = take(args.fd)?;
     let below = take_below(&args.below)?;
     let kernel = File::from(take(args.kernel_fd)?);
     let initrd = File::from(take(args.initrd_fd)?);
-    // A block device says its size to who seeks; what it is can be asked in the sandbox too.
+    // The rest needs no calls outside the sandbox: a seek returns the size of a block device, and
+    // fstat its type.
     sandbox::close_in_converter(MAX_INITRD)?;
     let disk: Rc<dyn Medium> = match args.format {
         Format::Raw => Rc::new(Raw::new(fd).context("look at the disk")?),

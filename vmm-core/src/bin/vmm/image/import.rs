@@ -1,7 +1,8 @@
-//! `vmm image import`: makes a raw image of a file of whatever kind, which anybody may have made.
+//! `vmm image import`: creates a raw image from an untrusted file of any known format.
 //!
-//! The process has no rights when it looks at the first byte: a user of its own and no capabilities (the daemon's part), no path, no
-//! socket, no other program, and bounds on memory, files and time.
+//! The process has given up its rights before it reads the first byte. The daemon gives it a user
+//! of its own and no capabilities. It has no path, no socket and no other program, and limits on
+//! memory, files and time.
 
 use std::{
     fs::File,
@@ -39,7 +40,7 @@ use crate::sandbox;
 
 /// Copied at a time, in bytes.
 const PIECE: usize = 1 << 20;
-/// What is left out when it is zero, in bytes.
+/// Granularity in bytes at which zeroes become holes.
 const BLOCK: usize = 64 << 10;
 /// Compared with as a whole, which a build that is not optimized also does quickly.
 static ZEROES: [u8; BLOCK] = [0; BLOCK];
@@ -74,7 +75,7 @@ struct Around {
     archive: bool,
 }
 
-/// Does it; gives what was found.
+/// Runs the command and returns a report of the image.
 pub fn import(args: &Import) -> Result<Value> {
     let source = File::from(take(args.fd)?);
     let target = File::from(take(args.to_fd)?);
@@ -353,7 +354,7 @@ fn in_turns(size: u64, work: &(dyn Fn(Range<u64>) -> Result<()> + Sync)) -> Resu
     })
 }
 
-/// Copies what a qcow2 image holds.
+/// Copies the content of a qcow2 image.
 fn convert(source: &File, writer: &Writer<'_>) -> Result<u64> {
     if !lock_image(source, LockKind::Read).context("lock the image")? {
         bail!("the image is in use by a VM or another program: stop it first");
@@ -465,7 +466,7 @@ impl<'a> Writer<'a> {
     }
 
     fn write(&self, data: &[u8], offset: u64) -> Result<()> {
-        // Where what is to be written next begins, and where it ends so far.
+        // Start of the next write, and its end so far.
         let (mut from, mut at) = (0, 0);
         for block in data.chunks(BLOCK) {
             let end = at + block.len();

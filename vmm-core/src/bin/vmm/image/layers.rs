@@ -20,13 +20,13 @@ use super::{
     sparse::Sparse,
 };
 
-/// Length of a header, and what the content of an entry is filled up to, in bytes.
+/// Length of a header, and unit that the content of an entry is padded to, in bytes.
 const BLOCK: usize = 512;
 /// Most entries of all layers together.
 const MOST_ENTRIES: u32 = 100_000;
 /// Longest extended header or long name that is read, in bytes.
 const LONGEST_EXTENSION: u64 = 1 << 20;
-/// What the layers may have beside the disk, unpacked, in bytes.
+/// Limit for the unpacked content of the layers other than the disk, in bytes.
 const BESIDE: u64 = 1 << 30;
 /// The folder that the disk is in.
 const FOLDER: &str = "disk";
@@ -171,7 +171,7 @@ impl Archives {
                     None => self.entry(kind, &given, &disk, &mut entry, take)?,
                 }
             }
-            // What is left of the content, and of its last block.
+            // The rest of the content, and the padding of its last block.
             entry
                 .skip()
                 .with_context(|| format!("the archive ends in the middle of {name}"))?;
@@ -293,7 +293,7 @@ impl Archives {
     }
 }
 
-/// What comes before an entry and is about it.
+/// Extended headers that precede an entry.
 #[derive(Default)]
 struct Extension {
     name: Option<Vec<u8>>,
@@ -425,7 +425,7 @@ fn shown(name: &[u8]) -> String {
     format!("\"{}\"", text.escape_debug())
 }
 
-/// The content of an entry, which is there to its end or an error.
+/// The content of an entry. A read reports an error if the archive ends early.
 pub struct Entry<'a> {
     content: &'a mut dyn Read,
     left: u64,

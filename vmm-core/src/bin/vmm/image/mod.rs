@@ -58,7 +58,7 @@ fn take(fd: i32) -> Result<OwnedFd> {
     sys::inherited_fd(fd).with_context(|| format!("descriptor {fd}"))
 }
 
-/// Takes the image, and sees to it that nobody else uses it.
+/// Takes the image and locks it against other users.
 fn take_locked(which: &Which, kind: LockKind) -> Result<File> {
     let file = File::from(take(which.fd)?);
     if lock_image(&file, kind).context("lock the image")? {

@@ -44,7 +44,7 @@ pub enum Content {
     Tar,
 }
 
-/// A file that is no image; the refusal tells its owner the next step.
+/// A file that is not an image. The refusal names the owner's next step.
 enum Other {
     Image,
     Compressed,

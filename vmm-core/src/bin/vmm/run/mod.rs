@@ -27,7 +27,7 @@ use vmm_sys_util::eventfd::EventFd;
 use crate::{args::Run, exit_code, exit_record, sandbox, sys};
 use terminal::RawMode;
 
-/// Nobody asks but we ourselves.
+/// Token of the requests that this process sends to its own driver.
 const TOKEN: Token = Token {
     connection: 0,
     request: 0,

@@ -1,5 +1,5 @@
-//! What the daemon does for a VM before it starts a `vmm`, in small: resolves the manifest, and opens all that it
-//! names.
+//! Resolution of the manifest and opening of its files, as the daemon does for a VM before it
+//! starts a `vmm`.
 
 use std::{
     fs::{File, OpenOptions},
@@ -184,7 +184,7 @@ fn open_disk(fds: &mut Fds, slot: u32, disk: &Disk) -> Result<vmm::Disk> {
     } else {
         LockKind::Write
     };
-    // The lock stays with the descriptor. Only here can it be said who has it.
+    // The lock belongs to the descriptor. Only this place can name the lock's holder.
     if !lock_image(&file, kind).with_context(|| format!("disk {}: locking its image", disk.name))? {
         let holder = holder(&file, kind);
         bail!(
@@ -208,7 +208,7 @@ fn open_image(path: &Path, write: bool, cache: Cache) -> Result<File> {
     options.read(true).write(write);
     let mut direct = options.clone();
     direct.custom_flags(libc::O_DIRECT);
-    // open(2), EINVAL: what is behind the path can't do O_DIRECT.
+    // open(2), EINVAL: the file system or device does not support O_DIRECT.
     let refused = |error: &io::Error| error.raw_os_error() == Some(libc::EINVAL);
     match cache {
         Cache::Writeback => Ok(options.open(path)?),
@@ -370,7 +370,7 @@ spec:
         assert_eq!(manifest.spec.memory_bytes, 256 << 20);
     }
 
-    /// Of the quick start, and with what only the daemon sets.
+    /// The manifest of the quick start, and fields that only the daemon sets.
     #[test]
     fn what_vmmctl_takes_and_prints_is_read() {
         let text = "

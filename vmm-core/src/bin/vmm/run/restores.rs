@@ -34,13 +34,13 @@ impl Audience for Listener {
 
     fn reply(&self, token: Token, answer: Result<Answer, Failure>) {
         if token == TOKEN {
-            // Nobody waits for it when the run is over.
+            // The send fails if the run is over and the receiver is gone.
             let _ = self.0.send(answer.map(|_| ()));
         }
     }
 }
 
-/// What became of the restores.
+/// Results of the restores.
 pub struct Restores {
     asked: bool,
     count: Arc<AtomicU64>,

@@ -50,12 +50,13 @@ pub fn restore() {
     if RAW.swap(false, Ordering::SeqCst)
         && let Some(mode) = COOKED.get()
     {
-        // Nothing can be done about a terminal that is gone.
+        // An error means that the terminal is gone, and needs no handling.
         let _ = tcsetattr(io::stdin(), OptionalActions::Now, mode);
     }
 }
 
-/// Standard input and output for the guest's console, and what is signalled when the user types the escape.
+/// Returns standard input and output for the guest's console, and an event that is signalled when
+/// the user types the escape.
 pub fn console() -> io::Result<(Terminal, EventFd)> {
     let left = EventFd::new(EFD_CLOEXEC)?;
     let escape = if io::stdin().is_terminal() {

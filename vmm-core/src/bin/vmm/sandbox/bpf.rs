@@ -97,7 +97,7 @@ fn check(program: &mut BpfProgram, rules: &[&Arguments], otherwise: u32) -> Resu
     Ok(())
 }
 
-/// Allows the call when what was loaded is one of these, and goes on behind itself when not.
+/// Allows the call if the loaded value is one of `values`; otherwise continues after this sequence.
 fn one_of(program: &mut BpfProgram, values: &[u64]) -> Result<()> {
     for (index, value) in values.iter().enumerate() {
         // Over the other values and the jump behind them.
@@ -210,7 +210,7 @@ pub(super) mod tests {
         filter.unwrap().try_into().unwrap()
     }
 
-    /// What a program answers, and in how many steps.
+    /// Returns the result of a program, and the number of executed instructions.
     pub fn run(program: &[sock_filter], architecture: u32, call: u32, arguments: [u64; 6]) -> (u32, usize) {
         let mut data = [call.to_le_bytes(), architecture.to_le_bytes(), [0; 4], [0; 4]].concat();
         data.extend(arguments.iter().flat_map(|argument| argument.to_le_bytes()));
@@ -241,7 +241,7 @@ pub(super) mod tests {
         }
     }
 
-    /// Values of an argument that lie on both sides of what a list has of it.
+    /// Values of an argument on both sides of the values in a list.
     fn around(arguments: &Arguments) -> Vec<(usize, u64)> {
         let (index, values) = match arguments {
             Arguments::Any => return vec![(0, 0)],
@@ -264,7 +264,7 @@ pub(super) mod tests {
         for kind in ThreadKind::ALL {
             let entries = entries(kind);
             let (ours, reference) = (program(&entries, trap).unwrap(), reference(&entries));
-            // Of a short list the jumps of the search are as many as those that they save.
+            // For a short list, the search adds as many jumps as it saves.
             assert!(ours.len() < reference.len().max(256), "{}", ours.len());
             let all: Vec<_> = ThreadKind::ALL.into_iter().flat_map(of).flatten().collect();
             for call in (0..600).chain([1 << 30, u32::MAX]) {

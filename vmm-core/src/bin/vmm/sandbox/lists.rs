@@ -1,8 +1,8 @@
-//! Which system calls the threads of each kind may make, and with which arguments.
+//! Lists of the system calls and arguments that each kind of thread may use.
 //!
-//! `tests/seccomp/used.txt` has what tests were seen to use. Each entry was used, or says why it is there
-//! ([`Entry::unseen`]); a test sees to both. No call here opens a path, makes a socket, a process or executable memory, or
-//! reaches into another process.
+//! `tests/seccomp/used.txt` records the calls that tests used. Each entry is in that file or states
+//! its reason ([`Entry::unseen`]); a test checks both. No call here opens a path, makes a socket, a
+//! process or executable memory, or reaches into another process.
 
 use devices::thread::ThreadKind;
 use libc::{c_long, c_ulong};
@@ -34,8 +34,9 @@ impl Entry {
     }
 }
 
-/// What is checked of the arguments: the lower 32 bits of one of them, counted from 0. The kernel takes no more of those
-/// that are checked, but for the flags of mmap(2) and mprotect(2), whose upper bits mean nothing.
+/// Check of the arguments: compares the lower 32 bits of one of them, counted from 0. The kernel
+/// uses only these bits of the checked arguments, except for the flags of mmap(2) and mprotect(2),
+/// whose upper bits have no meaning.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Arguments {
     /// Nothing.
@@ -46,7 +47,7 @@ pub enum Arguments {
     ToSelf(u8, &'static [u64]),
     /// Its lower 16 bits are one of these values: type and number of an ioctl, without the size of its argument.
     Low16(u8, &'static [u64]),
-    /// None of these bits is set.
+    /// All of these bits are clear.
     Without(u8, u64),
 }
 
@@ -69,7 +70,8 @@ macro_rules! any {
     };
 }
 
-/// What this kind of thread may do. Threads of the kind `Main` have the lists of all others besides.
+/// Returns the lists of this kind of thread. The main thread's filter includes the lists of all
+/// other kinds too.
 pub fn of(kind: ThreadKind) -> Vec<&'static [Entry]> {
     match kind {
         ThreadKind::Main => vec![EVERY, IMAGES, SPARSE, THREADS, MAIN],
@@ -140,7 +142,7 @@ pub static EVERY: &[Entry] = &[
     with!(SYS_seccomp, OneOf(0, &[libc::SECCOMP_SET_MODE_FILTER as u64])),
     // The terminal of `vmm run` gets its modes back when the process ends, also by a panic.
     with!(SYS_ioctl, OneOf(1, &[libc::TCGETS, libc::TCGETS2, libc::TCSETS2])),
-    // The check of debug builds that what is closed is open.
+    // The check of debug builds that a descriptor is open before it is closed.
     with!(SYS_fcntl, OneOf(1, &[libc::F_GETFD as u64])),
 ];
 
@@ -205,10 +207,11 @@ const FLAGS: c_ulong = (libc::CLONE_VM
     | libc::CLONE_PARENT_SETTID
     | libc::CLONE_CHILD_CLEARTID) as c_ulong;
 
-/// A thread and nothing else, and what it does before it has a filter of its own.
+/// Creation of a thread but of no process, and the calls of a new thread before it has its own
+/// filter.
 static THREADS: &[Entry] = &[
     with!(SYS_clone, OneOf(0, &[FLAGS])),
-    // What glibc tries first. A filter of all threads has it fail with ENOSYS.
+    // glibc tries this call first. A filter for all threads makes the call fail with ENOSYS.
     any!(SYS_clone3),
     any!(SYS_set_robust_list),
     any!(SYS_rseq),
@@ -220,8 +223,8 @@ const fn kvm(number: u64) -> u64 {
     0xae00 | number
 }
 
-/// Runs the guest, and carries out what the guest does to registers. Programs compare in this order: what is called most often
-/// comes first.
+/// Runs the guest, and emulates the guest's register accesses. Programs compare in this order, so
+/// the most frequent call comes first.
 static VCPU: &[Entry] = &[
     with!(
         SYS_ioctl,
@@ -415,7 +418,8 @@ static SCREEN: &[Entry] = &[
 
 const CLIENTS: &str = "a client looks at the screen";
 
-/// Guest memory. What it closes may have to be written first.
+/// Guest memory. Helper threads also have `IMAGES`, because an image may need writes before it is
+/// closed.
 static HELPER: &[Entry] = &[with!(SYS_madvise, OneOf(2, &[libc::MADV_POPULATE_WRITE as u64]))];
 
 /// Reads a snapshot: what of it is data, and how long it is.
@@ -518,7 +522,8 @@ static MAIN: &[Entry] = &[
     with!(SYS_ioctl, Low16(1, &[kvm(0x42)])), // KVM_GET_DIRTY_LOG
     with!(SYS_ioctl, Low16(1, &[kvm(0xc0)])) // KVM_CLEAR_DIRTY_LOG
         .unseen("pages that a guest has changed just before it is paused for a snapshot"),
-    // The first signal for kicks is registered when vCPUs are made. An action can't be more than one of our functions.
+    // The first signal for kicks is registered when vCPUs are created. An action can only be one of
+    // this program's functions.
     any!(SYS_rt_sigaction),
     // Kicks vCPUs: SIGRTMIN as glibc counts it.
     with!(SYS_tgkill, ToSelf(2, &[KICK])),

@@ -1,8 +1,11 @@
 //! System calls by kind of thread: [`lists`](super::lists) as BPF programs.
 //!
-//! The main thread's filter is the union of all lists: whoever makes a thread has to be allowed what the new thread is,
-//! as filters only add up. Each new thread installs the filter of its kind before its body. One more filter, of all
-//! threads, has clone3(2) fail with ENOSYS: its flags are in memory, where no filter sees them, and glibc then calls clone(2).
+//! Filters only accumulate, so a thread that creates another needs all calls of the new thread. The
+//! main thread's filter is therefore the union of all lists. Each new thread installs the filter of
+//! its kind before its body runs.
+//!
+//! One more filter, for all threads, makes clone3(2) fail with ENOSYS, and glibc then calls
+//! clone(2). A filter cannot see the flags of clone3(2), which are in memory.
 
 use std::{collections::BTreeMap, sync::OnceLock};
 
@@ -16,7 +19,7 @@ use super::{
 };
 use crate::args::Seccomp;
 
-/// What happens outside the lists; set when the process is limited.
+/// Action on a call outside the lists; set when the process is limited.
 static OTHERWISE: OnceLock<SeccompAction> = OnceLock::new();
 
 /// One program for each of [`ThreadKind::ALL`], made when the first thread of the kind begins.
@@ -44,7 +47,7 @@ pub fn enforce(mode: Seccomp) -> Result<()> {
     Ok(())
 }
 
-/// What a new thread runs first. A thread that can't be limited ends the process.
+/// First function of a new thread. If the thread cannot be limited, the process ends.
 fn enter(kind: ThreadKind) {
     if let Some(otherwise) = OTHERWISE.get()
         && let Err(error) = limit(kind, otherwise)
@@ -74,7 +77,8 @@ fn limit(kind: ThreadKind, otherwise: &SeccompAction) -> Result<()> {
 pub(super) fn entries(kind: ThreadKind) -> Vec<&'static Entry> {
     let mut lists: Vec<&'static [Entry]> = Vec::new();
     let kinds = match kind {
-        // What a vCPU's thread does goes through this list too, and most often: it comes first.
+        // The calls of a vCPU thread also pass this filter, and are the most frequent: their list
+        // comes first.
         ThreadKind::Main => [&[ThreadKind::Vcpu][..], &ThreadKind::ALL].concat(),
         kind => vec![kind],
     };

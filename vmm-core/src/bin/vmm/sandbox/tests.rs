@@ -1,4 +1,5 @@
-//! The lists against what was seen to be used, the programs against the lists, and the documentation against both.
+//! Checks of the lists against recorded calls, of the programs against the lists, and of the
+//! documentation against both.
 
 use caps::{CapSet, Capability};
 use devices::thread::ThreadKind;
@@ -14,7 +15,7 @@ use super::{
     seccomp::{entries, no_clone3},
 };
 
-/// What the threads were seen to call while the tests ran.
+/// Calls that threads made while the tests ran.
 const USED: &str = include_str!("../../../../../tests/seccomp/used.txt");
 
 /// A line of the file: the kind of thread, the call, and the argument that filters check.
@@ -43,7 +44,7 @@ fn used() -> Vec<Used> {
     used
 }
 
-/// What an entry is made of: a call for each value of the argument that is checked, or one.
+/// Part of an entry: one call per value of the checked argument, or a single call without values.
 #[derive(Clone, Copy, Debug)]
 enum Item {
     Call,
@@ -87,7 +88,7 @@ fn all() -> impl Iterator<Item = (ThreadKind, &'static [Entry], &'static Entry, 
     })
 }
 
-/// A thread of this kind, and those that make it: it has the filters of all of them.
+/// This kind of thread, and the kinds that create it. The thread has the filters of all of them.
 fn line(kind: ThreadKind) -> &'static [ThreadKind] {
     match kind {
         ThreadKind::Main => &[ThreadKind::Main],
@@ -187,7 +188,8 @@ fn no_list_has_a_call_that_opens_a_path_or_makes_what_it_must_not() {
         "fcntl",
         "io_uring_register",
     ];
-    // Families of calls: those that take paths, make sockets, processes or name spaces, or reach into other processes.
+    // Families of forbidden calls: calls that take paths, make sockets, processes or namespaces, or
+    // reach into other processes.
     const FORBIDDEN: [&str; 42] = [
         "open",
         "creat",
@@ -268,7 +270,7 @@ impl Call {
         }
     }
 
-    /// What the program returns, and how many instructions that takes.
+    /// Returns the result of the program, and the number of executed instructions.
     fn through(&self, program: &BpfProgram) -> (u32, usize) {
         run(program, self.architecture, self.number, self.arguments)
     }
@@ -393,7 +395,7 @@ fn clone3_is_said_to_be_missing() {
     assert_eq!(result, 0x0005_0000 | libc::ENOSYS.unsigned_abs());
 }
 
-/// What each kind may do beside what all may, as the documentation has it.
+/// Table of the calls of each kind beyond those of all threads, in the form of the documentation.
 fn table() -> String {
     let kinds = ThreadKind::ALL;
     let mut table = String::from("| call |");
@@ -424,7 +426,7 @@ fn table() -> String {
     table
 }
 
-/// What every thread may do, as the documentation has it.
+/// The calls of all threads, in the form of the documentation.
 fn every() -> String {
     let mut names: Vec<&str> = EVERY.iter().map(Entry::name).collect();
     names.sort_unstable();
@@ -441,8 +443,9 @@ fn image_calls() -> String {
     format!("`{}`", names.join("`, `"))
 }
 
-/// The instructions of the programs, and those that run at the call of each kind that is made most often of those that the
-/// kernel has to run them for: where it sees that the arguments make no difference, it runs nothing (since 5.11).
+/// Table of the size of each program, and of the instructions that the most frequent call of each
+/// kind executes. Only calls for which the kernel runs the filter count: since 5.11, the kernel
+/// skips the filter if the arguments make no difference.
 fn costs() -> String {
     let own = u64::from(std::process::id());
     let often: [(ThreadKind, &str, c_long, [u64; 6]); 8] = [

@@ -1,8 +1,10 @@
-//! Does what the sandbox forbids, when a test asks for it: as somebody would who took a thread over. Debug builds only.
+//! Forbidden operations that a test asks for, as an attacker in control of a thread would do them.
+//! Debug builds only.
 //!
-//! The environment variable `VMM_ATTEMPT` names the kind of thread and the deeds: `worker:execve,open`. They are done when the
-//! first thread of that kind is about to run its body; `image` is a `vmm image` that is about to read an image. The result of each, if it did, goes to standard error. `vcpu:cost` is no
-//! such deed: it measures what the filters take.
+//! The environment variable `VMM_ATTEMPT` names the kind of thread and the operations:
+//! `worker:execve,open`. The first thread of that kind runs them just before its body; `image`
+//! means a `vmm image` that is about to read an image. Each result goes to standard error, if the
+//! process still runs. `vcpu:cost` is no forbidden operation: it measures the cost of the filters.
 
 use std::{env, fs::File, io, os::fd::AsRawFd, ptr};
 
@@ -10,9 +12,10 @@ use devices::thread::{self, ThreadKind};
 use libc::{c_long, c_ulong};
 use vmm_core::memory::locate;
 
-/// What is called when the kind of the calling thread is the one that a test wants.
+/// Runs the operations if the calling thread is of the kind that the test names.
 pub fn run(kind: ThreadKind) {
-    // The threads of images are made by workers, when there is a guest that has requests. Nothing of one is needed here.
+    // Workers create the threads of images only for a guest with requests. This thread needs no
+    // guest.
     let wants_storage = |wanted: &str| wanted.starts_with(ThreadKind::Storage.name());
     if kind == ThreadKind::Worker && env::var("VMM_ATTEMPT").is_ok_and(|wanted| wants_storage(&wanted)) {
         let _ = thread::spawn(ThreadKind::Storage, "blk-pool", || ());
@@ -166,7 +169,8 @@ fn call(deed: &str) -> (c_long, [c_ulong; 6]) {
     (call, arguments)
 }
 
-/// Nanoseconds of this thread that KVM_RUN takes on no descriptor at all: what it takes more than without filters is theirs.
+/// Returns the nanoseconds of this thread per KVM_RUN on an invalid descriptor. The difference to a
+/// run without filters is the cost of the filters.
 fn cost() -> c_long {
     const CALLS: u32 = 1_000_000;
     const KVM_RUN: c_ulong = 0xae80;
@@ -188,7 +192,7 @@ fn cost() -> c_long {
     ((end.tv_sec - begun.tv_sec) * 1_000_000_000 + end.tv_nsec - begun.tv_nsec) / c_long::from(CALLS)
 }
 
-/// Connects to a port of this host that nobody listens on.
+/// Connects to a closed port of this host.
 fn connect() -> io::Result<c_long> {
     std::net::TcpStream::connect(("127.0.0.1", 1)).map(|_| 0)
 }

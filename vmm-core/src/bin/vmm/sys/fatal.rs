@@ -46,8 +46,8 @@ pub fn install() -> std::io::Result<()> {
         if signal != libc::SIGBUS {
             action.sa_flags |= libc::SA_RESETHAND;
         }
-        // SAFETY: the action is initialised, and the handler has the signature that SA_SIGINFO asks for and does only
-        // what a handler may do.
+        // SAFETY: the action is initialised. The handler has the signature that SA_SIGINFO
+        // requires, and does only work that a signal handler may do.
         if unsafe { libc::sigaction(signal, &raw const action, std::ptr::null_mut()) } != 0 {
             return Err(std::io::Error::last_os_error());
         }
@@ -155,7 +155,8 @@ fn register(context: *const c_void, register: c_int) -> u64 {
     value.unwrap_or_default().cast_unsigned()
 }
 
-/// Names of calls that are worth one: those that somebody who took the process over would make, and those on lists.
+/// Names of calls that are useful in a record: calls typical of an attacker in control of the
+/// process, and calls on lists.
 fn name(call: libc::c_long) -> &'static str {
     match call {
         libc::SYS_open => "open",

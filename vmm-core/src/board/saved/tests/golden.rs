@@ -7,7 +7,7 @@ use super::{refusals::Saved, *};
 
 const PATH: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/golden/machine.bin");
 
-/// Has registers of each part hold what they don't after power-on.
+/// Writes values other than those after power-on to registers of each part.
 fn program(machine: &Machine) {
     let port = |port: u64, data: &[u8]| {
         let _effect = machine.spaces.pio.write(port, data);
@@ -109,7 +109,8 @@ fn a_machine_of_the_first_version_is_still_taken() {
             .iter()
             .find(|other| other.id == section.id)
             .unwrap();
-        // A processor's counters go on, and a format that has changed since is written in its present version.
+        // A vCPU's counters advance. A section with an older format version is written in the
+        // current version.
         if section.kind != "vcpu" && other.version == section.version {
             assert_eq!(other, section);
         }

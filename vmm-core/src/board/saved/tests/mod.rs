@@ -1,4 +1,4 @@
-//! Whole machines on the host's own KVM that are saved, thrown away, built anew and restored.
+//! Whole machines on the host's own KVM that are saved, dropped, rebuilt and restored.
 
 mod ended;
 mod golden;
@@ -40,7 +40,7 @@ use crate::{
     memory::layout,
 };
 
-/// Nothing here takes that long; a test that waits in vain fails instead of hanging.
+/// Longer than any step here; a test fails after this time instead of hanging.
 const PATIENCE: Duration = Duration::from_secs(100);
 /// Slots of the devices.
 const RNG: u8 = 1;
@@ -195,7 +195,7 @@ impl Rig {
         }
     }
 
-    /// What the guest prints when `byte` is typed.
+    /// Types `byte` and returns the guest's output.
     fn echo(&mut self, byte: u8) -> u8 {
         self.console.write_all(&[byte]).unwrap();
         let mut printed = [0];

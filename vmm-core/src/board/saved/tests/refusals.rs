@@ -1,4 +1,5 @@
-//! States that were changed on the way: refused with the name of what is wrong, or restored without harm.
+//! States that were changed after the save: refused with the name of the invalid part, or restored
+//! without harm.
 
 use proptest::{prelude::*, sample::Index};
 use prost::Message;
@@ -7,7 +8,7 @@ use proto::state::{self, Section};
 use super::*;
 use crate::memory::{Backing, GuestRam};
 
-/// What a machine was built of, its memory and its state.
+/// Spec, descriptors, memory and state of a saved machine.
 pub(super) struct Saved {
     spec: MachineSpec,
     fds: Vec<OwnedFd>,
@@ -156,8 +157,8 @@ fn a_machine_that_was_built_otherwise_does_not_take_the_state() {
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 128, failure_persistence: None, ..ProptestConfig::default() })]
-    /// Bytes of the devices', the buses' and the controllers' sections changed at random. A vCPU's are left to the tests of its
-    /// own: what a processor may hold is for KVM to check.
+    /// Random changes of bytes in the sections of devices, buses and controllers. The vCPU has
+    /// tests of its own, since KVM checks the values of a vCPU's state.
     #[test]
     fn damaged_bytes_are_refused_with_a_message_or_do_no_harm(
         changes in prop::collection::vec((any::<Index>(), any::<Index>(), any::<u8>()), 1..4),

@@ -1,4 +1,4 @@
-//! Snapshots of whole machines: files from which others go on.
+//! Snapshots of whole machines: files from which other machines continue.
 
 use std::{
     fs::File,
@@ -46,7 +46,7 @@ pub(super) struct One {
     pub(super) notices: Receiver<Input>,
 }
 
-/// What machines are built of.
+/// Spec and descriptors for building machines.
 pub(super) struct Kit {
     spec: MachineSpec,
     fds: Vec<OwnedFd>,
@@ -76,7 +76,7 @@ impl Kit {
         }
     }
 
-    /// A machine that goes on from a snapshot; paused.
+    /// Returns a paused machine that continues from a snapshot.
     pub(super) fn restored(&self, snapshot: &File, on_demand: bool) -> Result<One, Failure> {
         let (inputs, notices) = channel();
         let (console, mut consoles) = console();
@@ -121,7 +121,7 @@ impl Kit {
     }
 }
 
-/// Takes what comes over a socket.
+/// Copies the data from a socket to a file.
 fn taken(mut socket: UnixStream) -> JoinHandle<File> {
     thread::spawn(move || {
         let mut stream = tempfile::tempfile().unwrap();
@@ -413,7 +413,7 @@ fn a_guest_that_changes_its_memory_meanwhile_goes_on_in_the_machine_that_receive
         let mut third = kit.received(stream).unwrap();
         third.machine.resume().unwrap();
         assert_eq!(third.echo(b'z'), b'z');
-        // When it is not the other one that goes on, it is this one.
+        // If the target does not continue, the source can.
         first.machine.resume().unwrap();
         assert_eq!(first.echo(b'x'), b'x');
     }

@@ -21,7 +21,7 @@ const REWRITER: [u8; 23] = [
     0xe2, 0xf6, // loop next
     0xeb, 0xe9, // jmp again
 ];
-/// What is sent at most, in bytes for each millisecond: the 8 MiB take 128 ms.
+/// Maximum rate of the receiver, in bytes per millisecond: the 8 MiB take 128 ms.
 const BYTES_PER_MS: usize = 64 << 10;
 /// Within which 3.75 MiB can be sent.
 const DOWNTIME: Duration = Duration::from_millis(60);
@@ -31,7 +31,7 @@ const SHORT_DOWNTIME: Duration = Duration::from_millis(1);
 /// Time that is made up for, since timers are late.
 const LATE: Duration = Duration::from_millis(10);
 
-/// Takes what comes over a socket, slowly, and not faster after a stall.
+/// Copies the data from a socket to a file at a limited rate, which does not rise after a stall.
 fn slowly(mut socket: UnixStream) -> thread::JoinHandle<File> {
     thread::spawn(move || {
         let (mut stream, mut due) = (tempfile::tempfile().unwrap(), Instant::now());
@@ -51,7 +51,7 @@ fn slowly(mut socket: UnixStream) -> thread::JoinHandle<File> {
 }
 
 impl One {
-    /// Does what is due until the next notice comes, as the driver does.
+    /// Runs due work until the next notice, like the driver.
     fn next_event(&mut self) -> Event {
         loop {
             let deadline = self.machine.next_deadline();
@@ -64,7 +64,7 @@ impl One {
         }
     }
 
-    /// Sends the machine to somebody who takes it slowly.
+    /// Sends the machine to a slow receiver.
     fn send_slowly(
         &mut self,
         policy: Policy,
@@ -130,7 +130,7 @@ fn a_guest_that_changes_its_memory_too_fast_is_sent_when_its_vcpus_may_be_thrott
     let mut other = kit.received(stream).unwrap();
     other.machine.resume().unwrap();
     assert!(other.busy(Duration::from_millis(200)) > 0.0, "it goes on there");
-    // The one that was sent goes on as well, without a throttle, when the other one does not.
+    // The source continues without a throttle, if the target does not continue.
     other.machine.halt();
     one.machine.resume().unwrap();
     assert!(one.machine.throttle.is_none() && one.busy(Duration::from_millis(200)) > 0.0);

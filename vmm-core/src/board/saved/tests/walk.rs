@@ -1,7 +1,9 @@
-//! A walk over the registers of a machine that is restored on the way, beside one that is not.
+//! A random walk over the registers of a machine that is restored during the walk, beside a twin
+//! that is not.
 //!
-//! The test's thread accesses the buses as a vCPU does. What goes on by itself is left out: drivers that are ready (the suite of
-//! each device has those), the clock of the CMOS and the power-management timer.
+//! The test's thread accesses the buses as a vCPU does. The walk excludes everything that changes
+//! on its own: ready drivers (each device's suite covers them), the clock of the CMOS and the
+//! power-management timer.
 
 use devices::bus::Effect;
 use proptest::prelude::*;
@@ -37,7 +39,7 @@ const STATUS: u64 = 0x14;
 #[derive(Clone, Copy, Debug)]
 enum Place {
     Port(u64),
-    /// Of a slot's configuration space.
+    /// In a slot's configuration space.
     Config(u8, u64),
     /// Behind a slot's BAR, wherever it is.
     Bar(u8, u64),
@@ -81,7 +83,7 @@ fn place() -> impl Strategy<Value = Place> {
     ]
 }
 
-/// Values of one width; those that make a register's bits all ones or few, above all.
+/// Values of one width, mostly values that set all or few bits of a register.
 fn data() -> impl Strategy<Value = Vec<u8>> {
     let width = prop::sample::select(vec![1_usize, 2, 4, 8]);
     let byte = prop_oneof![any::<u8>(), Just(0_u8), Just(0xff), Just(2), Just(6)];
@@ -130,7 +132,7 @@ fn address(machine: &Machine, place: Place) -> Option<(&Bus, u64)> {
     }
 }
 
-/// What a step shows.
+/// Runs a step and returns the data that the guest sees.
 fn run(machine: &mut Machine, step: &Step) -> Vec<u8> {
     match step {
         Step::Read(place, width) => {
@@ -155,7 +157,7 @@ fn run(machine: &mut Machine, step: &Step) -> Vec<u8> {
     }
 }
 
-/// The sections of what the walk reaches.
+/// The sections of the components that the walk reaches.
 fn walked(machine: &mut Machine) -> Vec<proto::state::Section> {
     let mut sections = machine.save().unwrap().sections;
     sections.retain(|section| {
@@ -167,8 +169,8 @@ fn walked(machine: &mut Machine) -> Vec<proto::state::Section> {
     sections
 }
 
-/// A machine with a device of each kind, and the socket on which nobody serves its share. It has no NIC where the host lets the tests make no
-/// tap, and continuous integration does not run.
+/// A machine with a device of each kind, and the unserved socket of its share. Outside continuous
+/// integration, the machine has no NIC if the host does not let the tests create a tap.
 fn of_every_kind() -> (Rig, UnixStream) {
     let (mut spec, mut fds) = spec(2, &SPIN);
     // The process of a share has it too.
@@ -217,7 +219,8 @@ fn of_every_kind() -> (Rig, UnixStream) {
     (Rig::of(&spec, fds), back)
 }
 
-/// Each walked slot but the empty one has a device, or the walk would not notice what is missing.
+/// Each walked slot except the empty one has a device; otherwise the walk would not notice a
+/// missing device.
 #[test]
 fn the_walk_meets_every_kind_of_device() {
     let (mut rig, _nobody) = of_every_kind();

@@ -193,7 +193,7 @@ fn what_the_node_does_not_have_is_left_out_unless_the_spec_needs_it() {
     };
     let degraded = plan(&spec(), &bare).unwrap();
     assert_eq!(degraded.settings.len(), 1);
-    // Nobody misses a limit of huge pages without huge pages.
+    // Hugetlb is not missing, because the spec has no huge pages.
     assert_eq!(degraded.missing, [C::Cpu, C::Cpuset, C::Memory, C::Io]);
     let reason = |change: fn(&mut VmSpec), facts: &Facts| {
         let mut spec = spec();

@@ -1,7 +1,9 @@
-//! A session over a connection: one future reads, one writes, and one, the caller's, does what streams are for. When one of them ends, all do.
+//! A session over a connection: one future reads, one writes, and one, from the caller, serves the
+//! streams. When one of them ends, all end.
 //!
-//! What was read and not taken yet is at most [`CHUNKS`] pieces of [`PIECE`] bytes for a session, and [`STREAM_CHUNKS`] of them for a stream; then
-//! the connection is not read. What is to be written is at most [`QUEUE`] pieces.
+//! Received data that was not taken yet is at most [`CHUNKS`] pieces of [`PIECE`] bytes for a
+//! session, and [`STREAM_CHUNKS`] of them for a stream. At this limit the connection is not read.
+//! Data to write is at most [`QUEUE`] pieces.
 
 use std::{
     collections::BTreeMap,
@@ -45,7 +47,7 @@ pub enum Ended {
     /// The client has closed the connection.
     #[error("the client has gone")]
     Gone,
-    /// Nothing was said for [`IDLE`].
+    /// The session was silent for [`IDLE`].
     #[error("nothing was said for {} hours", IDLE.as_secs() / 3600)]
     Idle,
     /// The client has broken the rules.
@@ -56,7 +58,7 @@ pub enum Ended {
     Io(#[from] io::Error),
 }
 
-/// Nobody writes any more.
+/// The writer of the session has ended.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Closed;
 
@@ -106,13 +108,13 @@ impl Stream {
         Ok((self.input, self.output))
     }
 
-    /// It is not one of those that there may be.
+    /// Refuses a stream that is not expected.
     pub async fn refuse(self) {
         self.output.reset(Reset::Refused).await;
     }
 }
 
-/// What the client sends on a stream. When it is dropped, what comes is thrown away.
+/// Data from the client on a stream. After the drop, further data is discarded.
 #[derive(Debug)]
 pub struct Input(mpsc::Receiver<Chunk>);
 
@@ -123,7 +125,7 @@ impl Input {
     }
 }
 
-/// What the client is sent on a stream.
+/// Data to the client on a stream.
 #[derive(Debug)]
 pub struct Output {
     id: u32,
@@ -153,11 +155,11 @@ impl Output {
         Ok(())
     }
 
-    /// Nothing more is written.
+    /// Ends the output.
     ///
     /// # Errors
     ///
-    /// That the session ends.
+    /// Fails when the session ends.
     pub async fn finish(self) -> Result<(), Closed> {
         self.send(Command::Finish(self.id)).await
     }
@@ -176,7 +178,7 @@ impl Output {
     }
 }
 
-/// New streams. Those that nobody takes are refused when it is dropped.
+/// New streams. The drop refuses streams that were not taken.
 #[derive(Debug)]
 pub struct Acceptor(mpsc::Receiver<Stream>);
 
@@ -224,7 +226,8 @@ pub async fn run<T, F: Future<Output = T>>(
             result = &mut working => result,
         }
     };
-    // The client closes the connection when it has read all: what it has not taken when this side does so, it may lose.
+    // The client closes the connection when it has read all. If this side closes first, the client
+    // may lose unread data.
     let gone = timeout(FAREWELL, async {
         tokio::select! {
             _ = &mut reading => {}
@@ -238,7 +241,7 @@ pub async fn run<T, F: Future<Output = T>>(
     Ok(result)
 }
 
-/// What the reader keeps of a stream.
+/// Reader's state of a stream.
 struct Remote {
     /// Until the client has ended it.
     data: Option<mpsc::Sender<Chunk>>,
@@ -341,7 +344,7 @@ impl Streams {
         let Some(data) = self.known.get(&stream).and_then(|known| known.data.as_ref()) else {
             return;
         };
-        // Nobody waits for room that nobody needs.
+        // Without a receiver, there is no need to wait for room.
         let room = tokio::select! {
             () = data.closed() => return,
             room = Arc::clone(&self.room).acquire_owned() => room,

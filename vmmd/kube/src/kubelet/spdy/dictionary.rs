@@ -1,4 +1,4 @@
-//! What headers are compressed with (draft-mbelshe-httpbis-spdy-00, 2.6.10.1).
+//! Dictionary for the compression of headers (draft-mbelshe-httpbis-spdy-00, 2.6.10.1).
 
 /// Each with its length before it.
 const WORDS: &str = "options|head|post|put|delete|trace|accept|accept-charset|accept-encoding|accept-language|accept-ranges|age|\

@@ -26,7 +26,7 @@ const WINDOW_UPDATE: u16 = 9;
 pub enum Reset {
     /// It breaks the rules.
     ProtocolError,
-    /// Nothing was done for it.
+    /// The stream was not processed.
     Refused,
     /// It is not needed any more.
     Cancel,
@@ -168,7 +168,7 @@ pub fn go_away(last: u32) -> Vec<u8> {
     control(GOAWAY, &[&last.to_be_bytes(), &[0; 4]])
 }
 
-/// What is before the bytes of a data frame; of these at most 16 MiB - 1.
+/// Head of a data frame; its data is at most 16 MiB - 1.
 pub fn data_head(stream: u32, fin: bool, length: usize) -> [u8; HEAD] {
     let [a, b, c, d] = (stream & STREAM).to_be_bytes();
     let [.., high, middle, low] = u32::try_from(length).unwrap_or_default().to_be_bytes();

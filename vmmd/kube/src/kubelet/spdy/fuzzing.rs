@@ -1,5 +1,6 @@
-//! What the fuzz target calls (`vmmd/kube/fuzz`): a function that takes any bytes, gives them to a session as a client's, and panics when
-//! an event is one that the rest need not expect. The tests here run it over the seeds and over generated input.
+//! Entry of the fuzz target (`vmmd/kube/fuzz`): a function that gives any bytes to a session as a
+//! client's, and panics at an event that the other code need not expect. The tests here run it over
+//! the seeds and over generated input.
 
 use std::collections::BTreeSet;
 
@@ -102,7 +103,7 @@ mod tests {
         bytes
     }
 
-    /// What `kubectl port-forward` sends for two connections.
+    /// Bytes of `kubectl port-forward` for two connections.
     fn port_forward() -> Vec<u8> {
         let mut client = Client::new();
         let mut bytes = Vec::new();

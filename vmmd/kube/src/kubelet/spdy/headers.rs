@@ -1,4 +1,5 @@
-//! Blocks of headers (draft-mbelshe-httpbis-spdy-00, 2.6.10): all of one direction are one zlib stream that begins with the dictionary.
+//! Blocks of headers (draft-mbelshe-httpbis-spdy-00, 2.6.10): all blocks of one direction form one
+//! zlib stream that uses the dictionary from its start.
 
 use std::collections::BTreeMap;
 
@@ -6,12 +7,12 @@ use flate2::{Compress, Compression, Decompress, FlushCompress, FlushDecompress, 
 
 use super::{dictionary::dictionary, session::Violation};
 
-/// Bytes of a block at most, once it is inflated. What `kubectl` sends has about a hundred.
+/// Limit on the bytes of an inflated block. Blocks of `kubectl` have about a hundred.
 pub const MAX_BLOCK: usize = 16 << 10;
 /// Headers in a block at most.
 pub const MAX_HEADERS: usize = 64;
 
-/// Names, which are in lower case, and values. Of a header with several values the first one.
+/// Names, in lower case, and values. For a header with several values, the first one.
 pub type Headers = BTreeMap<String, String>;
 
 /// Inflates the blocks of one direction, in their order.
@@ -30,7 +31,7 @@ impl Inflater {
 
     fn inflate(&mut self, block: &[u8]) -> Result<Vec<u8>, Violation> {
         let begin = self.0.total_in();
-        // One more, so that what is too long is seen.
+        // One byte more, so that excess length is detected.
         let mut inflated = vec![0; MAX_BLOCK + 1];
         let mut length = 0;
         loop {
@@ -125,7 +126,7 @@ impl Deflater {
             let _ = self.compress.set_dictionary(&dictionary());
             self.begun = true;
         }
-        // More than a block and its end take, whatever is in it.
+        // Enough for any block and its end.
         let mut block = Vec::with_capacity(plain.len() + plain.len() / 100 + 64);
         let _ = self
             .compress
@@ -144,7 +145,7 @@ mod tests {
     fn the_dictionary_is_that_of_the_draft() {
         let dictionary = dictionary();
         assert_eq!(dictionary.len(), 1423);
-        // What zlib writes behind its first two bytes to name a dictionary.
+        // Checksum by which zlib names a dictionary, after its first two bytes.
         let mut compress = Compress::new(Compression::fast(), true);
         assert_eq!(compress.set_dictionary(&dictionary).unwrap(), 0xe3c6_a7c2);
     }

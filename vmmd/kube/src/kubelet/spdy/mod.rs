@@ -1,13 +1,17 @@
-//! The server's side of SPDY/3.1 (draft-mbelshe-httpbis-spdy-00), as far as `kubectl` needs it of a node.
+//! The server's side of SPDY/3.1 (draft-mbelshe-httpbis-spdy-00), as far as `kubectl` needs it of a
+//! node.
 //!
-//! [`session`] makes events of the bytes of a client, without any I/O; [`connection`] moves bytes and events over a connection. The other side is
-//! Kubernetes' httpstream over moby/spdystream, and what these do beside the draft counts:
+//! [`session`] turns the bytes of a client into events, without any I/O; [`connection`] moves bytes
+//! and events over a connection. The other side is Kubernetes' httpstream over moby/spdystream, and
+//! their behavior beside the draft counts:
 //!
-//! - There is no flow control: spdystream sends no WINDOW_UPDATE and reads none. So none is waited for. What holds back a sender is the
-//!   connection, which is not read while what it has brought waits to be taken; as there, one stream that nobody reads holds up the others.
-//! - Data on a stream is taken by the client only after the SYN_REPLY.
-//! - A stream with a number that is not above all others is reset, and the session goes on: clients may send two of them the wrong way round.
-//! - Pings are answered whenever they come. None are sent.
+//! - There is no flow control: spdystream sends no WINDOW_UPDATE and reads none. So the server
+//!   waits for none. Only the connection holds back a sender: it is not read while received data
+//!   waits to be taken. As in spdystream, one stream without a reader holds up the others.
+//! - The client takes data on a stream only after the SYN_REPLY.
+//! - A stream with a number that is not above all others is reset, and the session continues:
+//!   clients may send two of them in the wrong order.
+//! - Pings are answered at any time. The server sends none.
 //!
 //! All is bounded: see the constants.
 

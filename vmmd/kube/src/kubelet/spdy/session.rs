@@ -1,7 +1,8 @@
-//! What a client says, as events: the state of its side of a session, without I/O.
+//! Input of a client as events: the state of the client's side of a session, without I/O.
 //!
-//! Bytes go in as they come. No more is kept than the beginning of a frame, a control frame of at most [`MAX_CONTROL`] bytes, zlib's window
-//! and the numbers of [`MAX_STREAMS`] streams; the bytes of data frames pass through.
+//! Bytes are processed as they arrive. The session keeps at most the beginning of a frame, a
+//! control frame of at most [`MAX_CONTROL`] bytes, zlib's window and the numbers of [`MAX_STREAMS`]
+//! streams; the bytes of data frames pass through.
 
 use std::collections::BTreeSet;
 
@@ -15,7 +16,7 @@ pub const MAX_CONTROL: usize = 16 << 10;
 /// Streams that the client has not ended, at most; more are refused.
 pub const MAX_STREAMS: usize = 256;
 
-/// What no session goes on after.
+/// Violation that ends a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Violation {
     /// Not ours.
@@ -83,7 +84,7 @@ pub struct Session {
     inflater: Inflater,
     /// The highest number of a stream so far.
     last: u32,
-    /// Those that the client has not ended.
+    /// Streams that the client has not ended.
     open: BTreeSet<u32>,
     /// Told with the next call: a stream that was opened with its end.
     ended: Option<u32>,
@@ -107,11 +108,12 @@ impl Session {
         self.open.len()
     }
 
-    /// The next event in these bytes, of which it takes away what it has read; `None` when they are used up.
+    /// Returns the next event in these bytes, and removes the bytes that it has read; `None` when
+    /// they are used up.
     ///
     /// # Errors
     ///
-    /// That the client has broken the rules, after which nothing it says can be understood.
+    /// Fails when the client has broken the rules. Its further bytes cannot be understood.
     pub fn next<'a>(&mut self, input: &mut &'a [u8]) -> Result<Option<Event<'a>>, Violation> {
         if let Some(stream) = self.ended.take() {
             self.open.remove(&stream);
@@ -210,7 +212,7 @@ impl Session {
     ) -> Result<Option<Event<'static>>, Violation> {
         Ok(match control {
             Control::SynStream { stream, block } => {
-                // Later blocks depend on it, whatever becomes of the stream.
+                // Later blocks depend on it, regardless of the stream.
                 let headers = self.inflater.headers(block)?;
                 Some(self.opened(stream, headers, fin, one_way))
             }
@@ -232,7 +234,7 @@ impl Session {
     }
 
     fn opened(&mut self, stream: u32, headers: Headers, fin: bool, one_way: bool) -> Event<'static> {
-        // Nothing could be answered on one that goes one way.
+        // A one-way stream could not carry an answer.
         if stream.is_multiple_of(2) || stream <= self.last || one_way {
             let why = Reset::ProtocolError;
             return Event::Refuse { stream, why };

@@ -115,7 +115,7 @@ impl Actor {
             }
             _ => {
                 let run = self.record.instance.as_ref();
-                // Who wants it takes back an earlier detach that the guest has not heeded.
+                // An attach withdraws an earlier detach that the guest has not completed.
                 if run.is_some_and(|run| run.ejecting.contains(&name)) {
                     let noted = self.change_run(|run| run.ejecting.retain(|noted| *noted != name));
                     if let Err(failure) = noted.await {
@@ -169,7 +169,7 @@ impl Actor {
             .insert(name.clone(), slot);
         record.generation += 1;
         if let Source::Path { path, .. } = &disk.source {
-            // What is there now is meant.
+            // The request names the file that is at the path now.
             record.files.remove(&files::key(path));
         }
         if let Some(run) = record.instance.as_mut().filter(|_| running) {

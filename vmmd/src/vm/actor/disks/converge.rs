@@ -1,4 +1,5 @@
-//! Makes what is known of the disks agree with the machine, while it runs and when it has ended.
+//! Reconciles the known state of the disks with the machine, while the machine runs and after its
+//! end.
 
 use proto::{
     v1::AttachmentPhase,
@@ -30,7 +31,8 @@ impl Actor {
         }
     }
 
-    /// Makes what is known agree with what the machine has. What is under way is left to its own end.
+    /// Reconciles the known state with the machine's disks. Skips disks with an operation under
+    /// way.
     pub(super) async fn converge(&mut self, present: &[vmm::DiskStats]) {
         if self.instance.is_none() {
             return;
@@ -76,7 +78,7 @@ impl Actor {
                 }
             }
         }
-        // What an update has taken from the spec is there until the guest ejects it.
+        // The machine keeps a disk that an update removed from the spec until the guest ejects it.
         for name in of_run.iter().filter(|name| !names.contains(name)) {
             match present.iter().find(|stats| stats.name == *name) {
                 Some(stats) => self.disks.entry(name).capacity = stats.capacity_bytes,
@@ -86,7 +88,7 @@ impl Actor {
         }
         let known = |stats: &&vmm::DiskStats| names.contains(&stats.name) || of_run.contains(&stats.name);
         for stats in present.iter().filter(|stats| !known(stats)) {
-            // Left by an attach whose end nobody saw.
+            // An attach with an unknown result has left this disk.
             tracing::warn!(
                 vm = self.record.name,
                 disk = stats.name,
@@ -109,12 +111,13 @@ impl Actor {
         }
     }
 
-    /// Ends what is under way with disks, because the process has ended: an attach has failed, a detach is done.
-    /// Returns who is to be told, once the record is written.
+    /// Ends the operations on disks because the process has ended: an attach has failed, a detach
+    /// is done. Returns the waiters with their results; the caller answers them once the record is
+    /// written.
     pub(in crate::vm::actor) fn settle_disks(&mut self) -> Vec<(Result<(), Failure>, Vec<Reply>)> {
         let mut told = Vec::new();
         let plugs = self.disks.end_plugs();
-        // An attach whose end nobody saw has failed, too.
+        // An attach with an unknown result has failed, too.
         let run = self.record.instance.clone().unwrap_or_default();
         for name in run.attaching {
             let (record, spec) = self.without(&name);

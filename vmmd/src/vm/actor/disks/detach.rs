@@ -39,7 +39,7 @@ impl Actor {
         if !in_machine && !self.spec.disks.iter().any(|disk| disk.name.as_str() == name) {
             return Err((no_disk(name), reply));
         }
-        // What no spec could say, no detach may leave behind.
+        // A detach must leave a valid spec.
         if let Err(failure) = self.can_spare(name) {
             return Err((failure, reply));
         }
@@ -205,7 +205,7 @@ impl Actor {
         self.tell(EventSeverity::Normal, "DiskDetached", &message);
     }
 
-    /// The guest has ejected a disk by itself.
+    /// Records that the guest has ejected a disk without a request.
     pub(super) fn ejected(&mut self, name: &str) {
         if let Some(instance) = &mut self.instance {
             instance.set_disk(name, None);

@@ -1,4 +1,4 @@
-//! Requests about the VM's disks, and what becomes of them.
+//! Requests about the VM's disks, and their state machine.
 //!
 //! ```text
 //!            attach                 vmm has it                 detach
@@ -13,11 +13,14 @@
 //!      └───────────────────────────────────────────────────────────────────────┘
 //! ```
 //!
-//! A disk is in the spec from before the `vmm` is asked to plug it in until after it is gone. Of two daemons, one of
-//! which ended in between, the second goes by what the `vmm` has: `attaching` and `ejecting` of the instance's record
-//! say what to make of a disk that it has not. One that a guest ejects without having been asked stays in the spec, as
-//! `Pending`: the guest does not decide what a VM has. It is plugged in again by an attach of the same disk, or by the
-//! next start.
+//! The spec has a disk before the `vmm` receives the request to plug the disk in, and until the
+//! disk is gone from the machine. After a restart, the daemon relies on the disks that the `vmm`
+//! reports. `attaching` and `ejecting` of the instance's record say how to treat a disk that the
+//! `vmm` does not report.
+//!
+//! A disk that a guest ejects without a request stays in the spec as `Pending`: the guest does not
+//! decide which disks a VM has. An attach of the same disk or the next start plugs the disk in
+//! again.
 
 mod attach;
 mod change;
@@ -69,7 +72,7 @@ impl Actor {
         }
     }
 
-    /// For asking the `vmm`, or why that can't be.
+    /// Returns the client of the running `vmm`, or the reason why there is none.
     pub(super) fn running_client(&self) -> Result<Client, Failure> {
         let Some(instance) = &self.instance else {
             let refusal = admission::Refusal::NotRunning;
@@ -90,7 +93,7 @@ impl Actor {
         Failure::precondition("BUSY", message)
     }
 
-    /// What came of a task.
+    /// Handles the result of a disk task.
     pub(super) async fn on_outcome(&mut self, outcome: Outcome) {
         match outcome {
             Outcome::Attached(name, serial, result) => {

@@ -1,4 +1,4 @@
-//! The disks of the VM's record: what is changed there is stored first.
+//! Disks of the VM's record. The store receives each change first.
 
 use proto::model::{Violations, vm::VmSpec};
 use vmmd_host::failure::Failure;
@@ -11,9 +11,9 @@ use crate::vm::{
 };
 
 impl Actor {
-    /// Removes a disk that the machine does not have from the spec, whatever the store says to that: what it keeps is
-    /// put right at the next start of the daemon. A disk that the spec has come to need meanwhile stays there, and the next start
-    /// plugs it in.
+    /// Removes from the spec a disk that the machine does not have, even if the write to the store
+    /// fails: the next start of the daemon corrects the store. If the spec has come to require the
+    /// disk meanwhile, the disk stays in the spec and the next start plugs it in.
     pub(super) async fn drop_disk(&mut self, name: &str) -> Result<(), Failure> {
         let (record, spec) = self.without(name);
         let spec = match spec {
@@ -67,7 +67,7 @@ impl Actor {
     }
 }
 
-/// Removes a disk from a record, with its slot and what is noted of it.
+/// Removes a disk from a record, with its slot and its notes.
 pub fn without_disk(record: &mut VmRecord, name: &str) -> Result<VmSpec, Violations> {
     let spec = record.spec.get_or_insert_default();
     let before = spec.disks.len();

@@ -1,4 +1,4 @@
-//! What a running machine takes over: begun, followed, and settled when it is over.
+//! Live changes of a running machine: their begin, progress and end.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -39,7 +39,7 @@ use crate::{
     },
 };
 
-/// Changes of the machine under way, beside plugs, and what became of those that are over.
+/// Live changes under way, other than disk plugs, and the results of past ones.
 #[derive(Debug, Default)]
 pub struct LiveChanges {
     under_way: BTreeSet<String>,
@@ -49,14 +49,14 @@ pub struct LiveChanges {
     plugs: BTreeMap<String, AbortHandle>,
     /// NICs and shares, by path, that the guest was asked to eject and still has.
     asked: BTreeSet<String>,
-    /// Counts what was begun and ended of these: what a machine said before is out of date.
+    /// Generation of the plugs. A report from the machine from an older generation is stale.
     pub(in super::super) plugs_changed: u64,
     /// By path: why it could not be applied.
     pub(in crate::vm) failed: BTreeMap<String, String>,
     waiters: Vec<Waiter>,
 }
 
-/// Who wants to know what has become of an update.
+/// Caller that waits for the result of an update.
 #[derive(Debug)]
 pub(super) struct Waiter {
     pub(super) reply: LifeReply,
@@ -70,7 +70,7 @@ pub(super) struct Waiter {
 }
 
 impl Attachments {
-    /// What the machine does not have and is not about to get, each with why.
+    /// Returns the pending changes that are not under way, each with the reason.
     pub fn left(&self, record: &VmRecord) -> Vec<(Change, String)> {
         let mut left = Vec::new();
         for change in change::pending(record) {
@@ -108,7 +108,7 @@ impl LiveChanges {
         self.under_way.contains(path)
     }
 
-    /// A change is over, whoever still works on it.
+    /// Ends a change and aborts its task.
     pub(in super::super) fn end(&mut self, path: &str) {
         self.plugs_changed += 1;
         self.under_way.remove(path);
@@ -118,7 +118,7 @@ impl LiveChanges {
         }
     }
 
-    /// Whether the guest was asked for what is gone now.
+    /// Whether the guest was asked to eject the device that is gone.
     pub(in super::super) fn was_asked(&mut self, path: &str) -> bool {
         self.asked.remove(path)
     }
@@ -130,8 +130,9 @@ impl LiveChanges {
 }
 
 impl Actor {
-    /// Begins all that a running machine can take over. Returns the plugs, with their serial numbers, and the paths that the caller
-    /// waits for: those that begin here, and with `joins` also plugs that an earlier update has begun.
+    /// Begins all changes that a running machine supports. Returns the plugs with their serial
+    /// numbers, and the paths that the caller waits for: the changes that begin here, and with
+    /// `joins` also the plugs of an earlier update.
     pub(super) fn apply_live(&mut self, deadline: Instant, joins: bool) -> (Vec<(String, u64)>, Vec<String>) {
         let (mut plugs, mut paths) = (Vec::new(), Vec::new());
         let client = self.running_client();
@@ -271,7 +272,7 @@ impl Actor {
         self.on_applied(path, live, applied, result).await;
     }
 
-    /// A change of the machine is over; `applied` is what it was changed to.
+    /// Handles the end of a change of the machine; `applied` is the new value.
     pub(in super::super) async fn on_applied(
         &mut self,
         path: String,
@@ -279,7 +280,7 @@ impl Actor {
         applied: &Json,
         result: Result<(), Failure>,
     ) {
-        // Of a run that has ended meanwhile.
+        // The change belongs to a run that has ended.
         if !self.disks.live.under_way.remove(&path) {
             return;
         }

@@ -1,8 +1,9 @@
-//! How the machine of a running VM differs from what its spec says, and what can be done about that while it runs.
+//! Differences between the machine of a running VM and its spec, and how each one can be applied.
 //!
-//! Both sides are compared in their canonical JSON, after what is left open has been filled in ([`effective`]): whatever
-//! field is added to the spec is compared from then on, and waits for a restart until a [`Live`] is made for it. Lists
-//! are compared by the names of their items; their order means nothing to a machine, whose addresses are kept apart.
+//! Both sides are compared in their canonical JSON, after unset fields have received their defaults
+//! ([`effective`]). A field that is added to the spec is therefore compared automatically, and
+//! requires a restart until it has a [`Live`] variant. Lists are compared by the names of their
+//! items. Their order is irrelevant to a machine, because its addresses are stored separately.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -28,15 +29,15 @@ use crate::{host::Host, network::tap_name};
 pub struct Change {
     /// `spec.cpu.cores`, `spec.disks[data].queues`.
     pub path: String,
-    /// What the machine has; null when it has none.
+    /// Value in the machine; null if absent.
     pub current: Json,
-    /// What the spec says; null when it says nothing.
+    /// Value in the spec; null if absent.
     pub desired: Json,
-    /// What can be done.
+    /// How the change can be applied.
     pub verdict: Verdict,
 }
 
-/// What can be done about a change while the machine runs.
+/// How a change can be applied to a running VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// It can be applied at once.
@@ -64,9 +65,9 @@ pub enum Live {
     DetachNic(String),
     /// Whether a NIC's link is up.
     NicLink(String),
-    /// The limit of what the guest receives over a NIC.
+    /// Receive rate limit of a NIC, from the guest's view.
     NicReceiveLimit(String),
-    /// The limit of what the guest sends over a NIC.
+    /// Transmit rate limit of a NIC, from the guest's view.
     NicTransmitLimit(String),
     /// The ports of the node that lead to a NIC in one of its networks.
     NicPorts(String),
@@ -74,7 +75,7 @@ pub enum Live {
     NicFirewall(String),
     /// A rate group that no disk of the machine is in.
     DropGroup(String),
-    /// What the balloon leaves to the guest.
+    /// Memory that the balloon leaves to the guest.
     BalloonTarget,
     /// Shares and caps of the node's processors, and which of them.
     Processors,
@@ -88,7 +89,7 @@ pub enum Live {
     DetachShare(String),
 }
 
-/// What [`Live::Processors`] is about.
+/// Paths that [`Live::Processors`] covers.
 const PROCESSORS: [&str; 3] = [
     "spec.cpu.coreFractionPercent",
     "spec.cpu.coreLimitPercent",
@@ -98,7 +99,7 @@ const PROCESSORS: [&str; 3] = [
 /// Lists whose items have names.
 const NAMED: [&str; 4] = ["spec.disks", "spec.nics", "spec.rateGroups", "spec.shares"];
 
-/// What the machine has otherwise than the spec says; empty without a run.
+/// Returns the differences between the machine and the spec. Empty without a run.
 pub fn pending(record: &VmRecord) -> Vec<Change> {
     let (Some(run), Some(desired)) = (&record.instance, &record.spec) else {
         return Vec::new();
@@ -129,7 +130,7 @@ impl Change {
     }
 }
 
-/// Notes that the machine has what the spec says, when it has.
+/// Records the spec's generation for the run if no change is pending.
 pub fn settle(record: &mut VmRecord) {
     let generation = record.generation;
     let settled = pending(record).is_empty();
@@ -141,7 +142,8 @@ pub fn settle(record: &mut VmRecord) {
     }
 }
 
-/// A spec with what it leaves open: by the addresses of its NICs, and by what the messages say that it means.
+/// Returns the spec with its unset fields filled in, from the addresses of its NICs and the
+/// documented defaults.
 pub fn effective(spec: &VmSpec, hardware: &Hardware) -> VmSpec {
     let mut spec = spec.clone();
     super::secret::redact(&mut spec);
@@ -205,7 +207,7 @@ fn limits(limit: &v1::RateLimit) -> bool {
     *limit != v1::RateLimit::default()
 }
 
-/// All that differs between what a machine has and what it is to have, each once; sorted by path.
+/// Returns each difference between a machine's spec and its desired spec once, sorted by path.
 pub fn compare(running: &VmSpec, desired: &VmSpec) -> Vec<Change> {
     let json = |spec| serde_json::to_value(spec).unwrap_or_default();
     let mut changes = Vec::new();
@@ -234,7 +236,7 @@ pub fn compare(running: &VmSpec, desired: &VmSpec) -> Vec<Change> {
                 let balloon = running.balloon.unwrap_or_default();
                 !balloon.disabled && !desired.balloon.unwrap_or_default().disabled
             }
-            // Of the network that it is in.
+            // Both changes need the NIC to stay in its network.
             Verdict::Live(Live::NicPorts(name) | Live::NicFirewall(name)) => {
                 let attachment = |spec: &VmSpec| {
                     let nic = spec.nics.iter().find(|nic| nic.name == *name);
@@ -307,7 +309,7 @@ fn by_name(list: &Json) -> BTreeMap<&str, &Json> {
         .collect()
 }
 
-/// What is changed as a whole: a limit is one request, and so are all rules of a NIC.
+/// Whether a path is changed as a whole: a limit is one request, and so are all rules of a NIC.
 fn whole(path: &str) -> bool {
     let wholes = ["].rateLimit", "].receiveLimit", "].transmitLimit", "].firewall"];
     wholes.iter().any(|limit| path.ends_with(limit))
@@ -435,7 +437,7 @@ pub fn take_over(record: &mut VmRecord, live: &Live) {
         Live::AttachShare(name) => {
             running.shares.retain(|share| share.name != *name);
             let share = desired.shares.iter().find(|share| share.name == *name);
-            // cloud-init was told at the start which shares to mount.
+            // cloud-init received the list of mounts at the start.
             running.shares.extend(share.cloned().map(without_mount));
             if let Some(slot) = share_slots.get(name) {
                 hardware.share_slots.insert(name.clone(), *slot);
@@ -469,8 +471,8 @@ pub fn running_memory(record: &VmRecord) -> u64 {
     memory.unwrap_or_default().size_bytes
 }
 
-/// What the machine of a run takes of the node, with the devices that it is about to get: its limits go by this, not by what
-/// the spec says for the next start.
+/// Returns the spec of a run's machine with the devices that the machine is about to receive. The
+/// VM's limits follow this spec, not the spec for the next start.
 pub fn machine(record: &VmRecord, desired: &proto::model::vm::VmSpec) -> proto::model::vm::VmSpec {
     let Some(mut running) = record.instance.as_ref().and_then(|run| run.spec.clone()) else {
         return desired.clone();
@@ -507,7 +509,7 @@ pub fn validated(disk: &v1::DiskSpec) -> Option<Disk> {
     Disk::new(&mut Violations::default(), "disk", disk)
 }
 
-/// Tells the DiskService which disks a VM has, in its spec or in its machine.
+/// Reports a VM's disks to the DiskService: the disks of its spec and of its machine.
 pub fn hold_disks(host: &Host, record: &VmRecord) {
     let spec = record.spec.as_ref();
     let disks = spec.map(|spec| spec.disks.as_slice()).unwrap_or_default();

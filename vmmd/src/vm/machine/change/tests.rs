@@ -80,7 +80,7 @@ fn spec() -> VmSpec {
     }
 }
 
-/// What is found when `change` is made to the spec, as `path verdict`.
+/// Differences after `change` to the spec, as `path verdict`.
 fn found(change: impl FnOnce(&mut VmSpec)) -> Vec<String> {
     let (running, mut desired) = (spec(), spec());
     change(&mut desired);
@@ -226,7 +226,7 @@ fn each_kind_of_change_has_its_verdict() {
             |s| s.nics[0].attachment = Some(nic_spec::Attachment::Tap("t0".into())),
             &["spec.nics[eth0].bridge restart", "spec.nics[eth0].tap restart"],
         ),
-        // What the daemon fills in, what means the same, and the order of lists.
+        // No change: daemon defaults, equivalent values and another order of lists.
         (|s| s.disks.reverse(), &[]),
         (|s| s.run_policy = 1, &[]),
         (|s| s.on_crash = 1, &[]),
@@ -433,7 +433,8 @@ fn any_spec() -> impl Strategy<Value = VmSpec> {
 }
 
 proptest! {
-    /// Nothing is left out and nothing said twice: each leaf that differs is below exactly one path, and below each path is one.
+    /// Coverage is exact: each leaf that differs is below exactly one path, and each path has such
+    /// a leaf.
     #[test]
     fn every_leaf_that_differs_is_covered_once(running in any_spec(), desired in any_spec()) {
         let hardware = Hardware::default();
@@ -460,7 +461,8 @@ proptest! {
         }
     }
 
-    /// The list is empty if, and only if, a machine built anew would be the same; the validated form is the judge.
+    /// The list is empty if and only if a rebuilt machine would be the same, according to the
+    /// validated form.
     #[test]
     fn nothing_is_pending_when_a_restart_changes_nothing(running in any_spec(), desired in any_spec()) {
         let hardware = Hardware::default();
@@ -478,7 +480,7 @@ proptest! {
         prop_assert_eq!(compare(&effective(&a, &hardware), &effective(&b, &hardware)).is_empty(), same);
     }
 
-    /// When the machine has taken over what is live, and then been restarted for the rest, nothing is left.
+    /// After all live changes, only changes that need a restart are pending.
     #[test]
     fn live_changes_that_are_taken_over_are_no_longer_pending(running in any_spec(), desired in any_spec()) {
         let mut record = VmRecord {
@@ -500,7 +502,8 @@ proptest! {
             }
         }
         let after = pending(&record);
-        // What is left are the others, no more and no less, but for what had to wait for one that is done now.
+        // The remaining changes are exactly the ones that needed a restart. Their verdict may differ
+        // now, if they depended on a change that is done.
         for change in &after {
             prop_assert!(before.iter().any(|old| old.path == change.path && old.verdict == Verdict::Restart));
         }

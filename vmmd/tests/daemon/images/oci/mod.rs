@@ -41,7 +41,7 @@ fn native() -> String {
     Platform::native().architecture
 }
 
-/// What the daemon would find in these layers, which the mock takes for a disk as they are.
+/// Digest of the disk in these layers, which the mock treats as the disk itself.
 async fn content_digest(daemon: &Daemon, name: &str, layers: &[u8]) -> String {
     let file = daemon.file(name, layers);
     let made = daemon.import(of_path(name, &file)).await.unwrap();
@@ -60,7 +60,7 @@ async fn an_image_of_a_registry_is_imported_by_tag_and_by_digest_and_kept_once()
     for (number, reference) in [
         format!("{name}:cloud"),
         format!("{name}@{manifest}"),
-        // The digest counts, whatever the tag is.
+        // The digest takes precedence over the tag.
         format!("{name}:nothing@{manifest}"),
     ]
     .iter()
@@ -300,7 +300,7 @@ async fn a_killed_daemons_import_goes_on_in_the_middle_of_a_layer() {
     let operation = status.operation;
     daemon.kill();
     waiting.await.unwrap().unwrap_err();
-    // Nor is there a hash of the request with which guesses of the password could be tested.
+    // A hash of the request is not stored either, as it would allow tests of password guesses.
     let without_id = v1::ImportImageRequest {
         request_id: String::new(),
         ..request.clone()

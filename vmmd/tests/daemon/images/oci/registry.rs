@@ -1,4 +1,5 @@
-//! A registry of OCI images: Debian's `docker-registry` on a port of 127.0.0.1, and what lies between it and the daemon.
+//! A registry of OCI images: Debian's `docker-registry` on a port of 127.0.0.1, and a proxy between
+//! registry and daemon.
 
 use std::{
     fs,
@@ -48,7 +49,7 @@ pub fn layer(disk: &[u8]) -> Vec<u8> {
     archive.into_inner().unwrap()
 }
 
-/// What an image consists of: its manifest, and blobs by their digests.
+/// Content of an image: its manifest, and its blobs.
 pub struct Image {
     pub manifest: Vec<u8>,
     pub blobs: Vec<Vec<u8>>,
@@ -83,9 +84,9 @@ pub struct Registry {
 }
 
 impl Registry {
-    /// With `password`, one that lets nobody in without it.
+    /// Starts a registry; with `password`, access requires the password.
     pub fn start(password: bool) -> Self {
-        // Of the package of tests that has this file.
+        // The package of tests that contains this file.
         let mut folders = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors();
         let program = folders
             .find_map(|folder| folder.join("target/registry/docker-registry").canonicalize().ok())
@@ -173,10 +174,11 @@ impl Drop for Registry {
     }
 }
 
-/// Between the daemon and a registry: sends `most` bytes of the first answer that is longer, and no more until it is told to.
+/// Proxy between the daemon and a registry. Sends `most` bytes of the first longer answer, then
+/// waits for a signal.
 pub struct Between {
     pub address: String,
-    /// What the daemon has sent, in lower case.
+    /// Data that the daemon has sent, in lower case.
     pub requests: Arc<Mutex<String>>,
     most: Arc<AtomicU64>,
     go: mpsc::Sender<()>,

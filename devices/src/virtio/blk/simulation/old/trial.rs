@@ -1,8 +1,10 @@
-//! Whether it pays to have requests wait in the ring until others are there or one completes: found out by doing both in turn.
+//! Trials of letting requests wait in the ring until more arrive or one completes. The worker
+//! measures both kinds in turn.
 //!
-//! Where the driver is what everybody waits for, each notification costs it time, and a request that waits in the ring costs
-//! nothing: others keep it busy. Where the disk is, two drivers' threads that wait for each other's requests would halve
-//! what it does. From here both look alike but for how many requests come in a time.
+//! If the driver is the bottleneck, each notification costs it time, and a request that waits in
+//! the ring costs nothing, because the driver has other work. If the disk is the bottleneck,
+//! waiting could halve the throughput of two driver threads that depend on each other's requests.
+//! The worker can distinguish the two cases only by the rate of requests.
 
 use std::time::{Duration, Instant};
 
@@ -12,12 +14,12 @@ use super::{learn, nanos};
 const LENGTH: usize = 128;
 /// After a silence as long as that it says nothing: it begins anew.
 const SILENCE: Duration = Duration::from_millis(4);
-/// Trials of what is better before the other is tried again.
+/// Trials of the better kind before the worker tries the other kind again.
 const OFTEN: u32 = 32;
 /// The same where the other was far worse.
 const SELDOM: u32 = 64;
 
-/// A trial, and what came of those before.
+/// State of the current trial, and results of earlier trials.
 #[derive(Debug, Default)]
 pub(super) struct Trial {
     /// Requests may wait in it.
@@ -28,7 +30,7 @@ pub(super) struct Trial {
     /// From one request to the next in nanoseconds, on average of the last trials without waiting and with it; 0 when there
     /// was none.
     cost: [u64; 2],
-    /// The one before was of the other kind: what is known of this kind is old.
+    /// The previous trial was of the other kind, so the result of this kind is outdated.
     first: bool,
     /// Trials before the other is tried.
     left: u32,
@@ -80,7 +82,7 @@ impl Trial {
             self.waiting = !self.waiting;
             return;
         }
-        // What is hardly worse in time is better in all else.
+        // A kind that costs slightly more time per request is better in all other respects.
         let better = waiting <= apart.saturating_add(apart.wrapping_div(16));
         if self.waiting != better {
             self.waiting = better;

@@ -37,7 +37,8 @@ impl Foreign {
     }
 }
 
-/// Hears the size of the disk before anything else, and then each piece of data in any order; what is left out reads as zeroes.
+/// Receives the size of the disk first, and then each piece of data in any order. Omitted ranges
+/// read as zeroes.
 pub trait Sink {
     fn size(&mut self, bytes: u64) -> Result<()>;
     /// Hears the length of the disk's logical blocks from a format that says it.

@@ -6,7 +6,7 @@ use anyhow::{Result, bail};
 
 use super::{Sink, bytes, copy, le32, le64, table};
 
-/// Length of the header in bytes, with what comes before it.
+/// Length of the preamble and the header in bytes.
 const HEADER: usize = 0x1c8;
 /// Entries of the map from here on have no block: 0xffff_ffff is not there, 0xffff_fffe is zero.
 const NONE: u32 = 0xffff_fffe;

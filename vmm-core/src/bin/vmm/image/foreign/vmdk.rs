@@ -9,7 +9,7 @@ use flate2::read::ZlibDecoder;
 use super::{Sink, bytes, copy, field, le32, le64, table};
 
 const SECTOR: u64 = 512;
-/// In the place of the directory's offset: it is in the footer.
+/// Value of the directory's offset that means that the footer has the offset.
 const AT_END: u64 = u64::MAX;
 /// Flags: an entry of 1 is a grain of zeroes; grains are compressed.
 const ZERO_GRAINS: u32 = 1 << 2;
