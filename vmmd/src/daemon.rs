@@ -22,6 +22,7 @@ use vmmd_host::ledger::Ledger;
 use vmmd_host::lock;
 use vmmd_host::pool;
 use vmmd_host::text;
+use vmmd_network::{Links, Networks};
 use vmmd_objects::event;
 use vmmd_objects::operation;
 use vmmd_objects::request;
@@ -32,7 +33,6 @@ use crate::grpc;
 use crate::image;
 use crate::metrics;
 use crate::migration;
-use crate::network;
 use crate::node;
 use crate::peers;
 use crate::registry;
@@ -48,7 +48,6 @@ use crate::{
     grpc::Socket,
     host::Host,
     log_guard::LogGuard,
-    network::{Links, Networks},
     registry::{
         disks::Disks,
         images::Images,
@@ -100,6 +99,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     let host = Arc::new(Host {
         attend,
         vmm,
+        netd: config.netd(),
         node: registry::node::State::new(store.clone(), records.node),
         operations: operation::Operations::new(store.clone(), records.operations),
         store,
@@ -256,7 +256,7 @@ async fn listen(host: &Arc<Host>) -> anyhow::Result<Option<grpc::Listener>> {
 /// Takes from NICs that are gone what they had of networks, as they go. Compares the node with what its networks should be, and
 /// repairs it, now and then. Never ends.
 async fn watch_networks(host: Arc<Host>) {
-    let mut ticks = tokio::time::interval(network::PERIOD);
+    let mut ticks = tokio::time::interval(vmmd_network::PERIOD);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         tokio::select! {

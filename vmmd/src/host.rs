@@ -11,6 +11,7 @@ use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 use vmmd_host::{capacity::Cpus, cgroup, failure::Failure, ledger::Ledger, pool::Pools, text};
+use vmmd_network::{self, Links, Networks};
 use vmmd_objects::{
     event::{Events, Object},
     operation::Operations,
@@ -22,7 +23,6 @@ use crate::{
     config::Config,
     files::Sources,
     log_guard::LogGuard,
-    network::{self, Links, Networks},
     paths::{disk::Folder, image},
     peers::Peers,
     registry::{
@@ -47,6 +47,8 @@ pub struct Host {
     pub config: Config,
     /// The `vmm` program.
     pub vmm: PathBuf,
+    /// The program `vmmd-netd`.
+    pub netd: PathBuf,
     /// Durable state.
     pub store: Store,
     /// What living VMs hold.
@@ -143,9 +145,10 @@ impl Host {
     }
 
     /// What the networks need.
-    pub fn for_networks(&self) -> network::Ports<'_> {
-        network::Ports {
-            config: &self.config,
+    pub fn for_networks(&self) -> vmmd_network::Ports<'_> {
+        vmmd_network::Ports {
+            run_dir: &self.config.run_dir,
+            netd: &self.netd,
             store: &self.store,
             requests: &self.requests,
             events: &self.events,

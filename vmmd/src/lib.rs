@@ -23,7 +23,6 @@ mod log;
 mod log_guard;
 mod metrics;
 mod migration;
-mod network;
 mod node;
 mod paths;
 mod peers;

@@ -12,7 +12,6 @@ use crate::{
     daemon,
     init_certs::{self, InitCerts},
     log,
-    network::{self, ServeNetwork},
 };
 
 /// Threads of the runtime: the daemon waits far more than it works.
@@ -39,9 +38,6 @@ struct Arguments {
 enum Action {
     /// Make a CA and certificates for the server and for clients, for a first setup of the API over TCP
     InitCerts(InitCerts),
-    /// Answer the DHCP and DNS clients of one network; started by the daemon
-    #[command(hide = true)]
-    ServeNetwork(ServeNetwork),
 }
 
 /// Runs the program.
@@ -53,9 +49,6 @@ pub fn main() -> anyhow::Result<()> {
     let arguments = Arguments::parse();
     if let Some(Action::InitCerts(arguments)) = &arguments.action {
         return init_certs::run(arguments);
-    }
-    if let Some(Action::ServeNetwork(arguments)) = &arguments.action {
-        return network::serve_network(arguments);
     }
     let config = Config::load(arguments.config.as_deref())?;
     if arguments.check {

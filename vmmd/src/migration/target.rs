@@ -27,7 +27,6 @@ use super::{
 use crate::{
     disk::{self, moved},
     host::Host,
-    network,
     registry::vms::command::HandoverRequest,
     vm::{Incoming, create_incoming},
 };
@@ -132,10 +131,10 @@ async fn lease(host: &Arc<Host>, offer: &Offer, vm: &str) -> Result<(), Failure>
         let Attachment::Network { ports, firewall, .. } = &address.nic.attachment else {
             continue;
         };
-        let request = network::Lease {
+        let request = vmmd_network::Lease {
             vm: (offer.uid, vm),
             nic: address.nic.name.as_str(),
-            tap: network::tap_name(offer.uid, address.slot),
+            tap: vmmd_network::tap_name(offer.uid, address.slot),
             mac: address.mac,
             address: Some(address.address),
             ports,

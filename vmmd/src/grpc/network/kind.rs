@@ -5,12 +5,12 @@ use std::sync::Arc;
 use proto::v1::{self, ObjectMetadata, WatchEventType};
 use tokio::sync::watch;
 use vmmd_host::failure::Failure;
+use vmmd_network::SeenNetwork as Seen;
 use vmmd_objects::feed::{Buried, Expired, Position};
 
 use crate::{
     grpc::objects::{Kept, Kind, Snapshot},
     host::Host,
-    network::SeenNetwork as Seen,
 };
 
 /// See the module.

@@ -156,6 +156,12 @@ impl Default for Vms {
     }
 }
 
+impl vmmd_network::Users for Vms {
+    fn vms(&self) -> Vec<Arc<v1::Vm>> {
+        self.list()
+    }
+}
+
 impl Vms {
     /// Creates a registry without VMs, with the history of the store.
     pub fn new(history: HistoryRecords) -> Self {

@@ -11,7 +11,7 @@ use vmmd_host::failure::{Failure, Kind};
 use vmmd_store::VmRecord;
 
 use super::plugged::{self, What};
-use crate::{control::Client, host::Host, network, vm::machine};
+use crate::{control::Client, host::Host, vm::machine};
 
 /// Makes the tap of the NIC `name` of a VM's spec, and plugs it in.
 pub async fn attach(
@@ -34,7 +34,7 @@ pub async fn attach(
     plugged::make_room(&host, uid, &record, &spec).await;
     let tap = machine::taps(uid, &hardware).remove(name).unwrap_or_default();
     let end = (mac, tap, true);
-    let tap = network::open_tap(host.for_networks(), uid, &record.name, index, nic, end).await?;
+    let tap = vmmd_network::open_tap(host.for_networks(), uid, &record.name, index, nic, end).await?;
     let (wire, fds) = machine::plug_nic(&hardware, nic, tap);
     let op = Op::AttachNic(AttachNic { nic: Some(wire) });
     plugged::plug_in(&client, (What::Nic, name), op, fds).await

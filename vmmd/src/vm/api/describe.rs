@@ -23,7 +23,6 @@ use vmmd_store::{
 
 use crate::{
     host::Host,
-    network,
     vm::{
         actor::Attachments,
         instance::{Instance, Lingering, link::State},
@@ -520,7 +519,7 @@ fn shares(
 
 /// The tap of the NIC number `index` of a run that an older daemon has begun.
 fn old_tap(uid: Uuid, index: usize) -> String {
-    network::tap_name(uid, u32::try_from(index).unwrap_or(u32::MAX))
+    vmmd_network::tap_name(uid, u32::try_from(index).unwrap_or(u32::MAX))
 }
 
 #[cfg(test)]

@@ -24,12 +24,10 @@ use proto::{
     vmm::{self, MachineSpec},
 };
 use uuid::Uuid;
+use vmmd_network::{self, Tap};
 use vmmd_store::{Hardware, NicHardware};
 
-use crate::{
-    files::{Files, OpenDisk},
-    network::{self, Tap},
-};
+use crate::files::{Files, OpenDisk};
 
 /// PCI slots of platform v1 on bus 0, whose device 0 is the host bridge. Each kind of device has
 /// its own range, so that a new device never moves an existing one. Slot 31 is free. Disks and NICs
@@ -163,7 +161,7 @@ fn free_nic_slot(hardware: &[&Hardware]) -> Option<u32> {
 /// The taps that are made for the NICs of a machine, by the NICs' names.
 pub fn taps(uid: Uuid, hardware: &Hardware) -> BTreeMap<String, String> {
     let nics = hardware.nics.iter();
-    let named = nics.map(|(name, nic)| (name.clone(), network::tap_name(uid, nic.slot)));
+    let named = nics.map(|(name, nic)| (name.clone(), vmmd_network::tap_name(uid, nic.slot)));
     named.collect()
 }
 

@@ -59,7 +59,6 @@ use crate::{
     disk::moved,
     files::{self, Known},
     host::Host,
-    network,
     paths::RuntimeDir,
     registry::vms::command::Restore,
     share::{self, Keepers, Run, Serving},
@@ -239,7 +238,9 @@ async fn run(
     for (index, nic) in spec.nics.iter().enumerate() {
         let mac = machine::mac(&hardware, nic.name.as_str()).unwrap_or_else(|| Mac::local([0; 6]));
         let tap = named.get(nic.name.as_str()).cloned().unwrap_or_default();
-        taps.push(network::open_tap(host.for_networks(), uid, &name, index, nic, (mac, tap, false)).await?);
+        taps.push(
+            vmmd_network::open_tap(host.for_networks(), uid, &name, index, nic, (mac, tap, false)).await?,
+        );
     }
     let runtime = RuntimeDir::of(&host.config, uid);
     let (client, notices) = Client::connect(&runtime.control())

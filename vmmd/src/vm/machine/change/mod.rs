@@ -20,9 +20,10 @@ use proto::{
 };
 use serde_json::Value as Json;
 use uuid::Uuid;
+use vmmd_network::tap_name;
 use vmmd_store::{Hardware, VmRecord};
 
-use crate::{host::Host, network::tap_name};
+use crate::host::Host;
 
 /// Something of the spec that the machine has otherwise.
 #[derive(Clone, Debug, PartialEq)]

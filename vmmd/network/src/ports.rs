@@ -1,33 +1,41 @@
-//! What the networks need of the daemon.
+//! The parts of the daemon that the networks work with.
 
-use std::sync::Arc;
+use std::{fmt::Debug, path::Path, sync::Arc};
 
+use proto::v1;
 use vmmd_host::{cgroup, ledger::Ledger};
 use vmmd_objects::{event::Events, request::Requests};
 use vmmd_store::Store;
 
 use super::{Links, Networks};
-use crate::{config::Config, registry::vms::Vms};
+
+/// The VMs of the node.
+pub trait Users: Debug + Sync {
+    /// The present state of each VM.
+    fn vms(&self) -> Vec<Arc<v1::Vm>>;
+}
 
 /// See the module.
 #[derive(Clone, Copy, Debug)]
 pub struct Ports<'a> {
-    /// What the daemon was told.
-    pub config: &'a Config,
+    /// The daemon's runtime folder.
+    pub run_dir: &'a Path,
+    /// The program `vmmd-netd`.
+    pub netd: &'a Path,
     /// Durable state.
     pub store: &'a Store,
     /// Requests with an id.
     pub requests: &'a Requests,
-    /// Where what happens is told.
+    /// History of events.
     pub events: &'a Events,
-    /// Where helpers have their user ids from.
+    /// Source of the helpers' user ids.
     pub ledger: &'a Arc<Ledger>,
-    /// Where the helpers' cgroup goes.
+    /// Parent of the helpers' cgroup.
     pub cgroups: Option<&'a cgroup::Parent>,
     /// Network interfaces of the node.
     pub links: &'a Links,
     /// The networks themselves.
     pub networks: &'a Networks,
-    /// Who uses the networks.
-    pub vms: &'a Vms,
+    /// Users of the networks.
+    pub vms: &'a dyn Users,
 }

@@ -14,7 +14,7 @@
 mod connections;
 mod conntrack;
 mod describe;
-mod helper;
+pub(crate) mod helper;
 mod lease;
 mod listening;
 mod nft;
@@ -28,11 +28,12 @@ mod update;
 
 use std::{
     collections::BTreeMap,
+    fs::File,
     io,
     net::{Ipv4Addr, Ipv6Addr},
     ops::Bound,
-    path::PathBuf,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
 };
 
 use proto::{
@@ -52,7 +53,6 @@ use self::{
     node::{Filter, users},
 };
 pub use self::{
-    helper::server::{ServeNetwork, run as serve_network},
     node::PERIOD,
     plan::{Found as BridgeFacts, Wanted as BridgeSpec},
 };
@@ -79,7 +79,9 @@ pub struct Networks {
     inner: Mutex<Inner>,
     /// Who holds it may change records and the node.
     turn: tokio::sync::Mutex<Filter>,
-    helper_ends: Arc<helper::process::Ends>,
+    helper_ends: Arc<helper::Ends>,
+    /// The program `vmmd-netd`, from its first use.
+    netd: OnceLock<File>,
 }
 
 #[derive(Debug)]
@@ -173,16 +175,17 @@ impl Networks {
             inner: Mutex::new(inner),
             turn: tokio::sync::Mutex::default(),
             helper_ends: Arc::default(),
+            netd: OnceLock::new(),
         }
     }
 
     /// Takes over the records of the store, and of the helpers those that are known.
     pub fn adopt(&self, host: Ports<'_>, records: Vec<NetworkRecord>) {
-        if let Err(error) = helper::process::end_strays(&host.config.run_dir.join(FOLDER)) {
+        if let Err(error) = helper::end_strays(&host.run_dir.join(FOLDER)) {
             tracing::error!(%error, "look for processes that serve a network and that no daemon knows");
         }
-        let networks = host.config.run_dir.join(FOLDER);
-        match helper::process::watch_adopted(&networks, &self.helper_ends) {
+        let networks = host.run_dir.join(FOLDER);
+        match helper::watch_adopted(&networks, &self.helper_ends) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
                 tracing::error!(%error, "watch the helpers of networks: they are looked at once a minute only");
             }
@@ -192,6 +195,18 @@ impl Networks {
             host.requests.adopt_network(&record);
             self.inner().put(record);
         }
+    }
+
+    /// The program `vmmd-netd`. The first use opens the file: a package that replaces the file later has another format of the table perhaps.
+    fn netd(&self, path: &Path) -> io::Result<&File> {
+        if let Some(program) = self.netd.get() {
+            return Ok(program);
+        }
+        let opened = File::open(path).map_err(|error| {
+            let message = format!("open {}: {error}; install vmmd again", path.display());
+            io::Error::new(error.kind(), message)
+        })?;
+        Ok(self.netd.get_or_init(|| opened))
     }
 
     /// Waits until a network needs another helper, because the last one has ended: it has no DHCP and no names until [`Self::reconcile`].
@@ -450,5 +465,5 @@ fn bridge(record: &NetworkRecord) -> String {
 /// Files of the network's helper.
 fn folder(host: Ports<'_>, record: &NetworkRecord) -> PathBuf {
     let uid = Uuid::from_slice(&record.uid).unwrap_or_default();
-    host.config.run_dir.join(FOLDER).join(uid.to_string())
+    host.run_dir.join(FOLDER).join(uid.to_string())
 }

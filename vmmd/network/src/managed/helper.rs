@@ -36,14 +36,14 @@ use vmmd_host::{
     sys::clone::{self, Child, Network, Program},
 };
 
-use super::{Ipv6, Table, ra, server::TABLE};
+use crate::netd::{Ipv6, Table, open_routers, server::TABLE};
 
 /// Ports of DHCP and DNS servers.
 const DHCP: u16 = 67;
 const DNS: u16 = 53;
 const SERVER: &str = "server.json";
-/// The program that the daemon runs, also after the file has been exchanged.
-const OWN_PROGRAM: &str = "/proc/self/exe";
+/// Name of the helper's program: its first argument.
+const PROGRAM: &str = "vmmd-netd";
 /// Cgroup of the helpers, beside those of the VMs.
 const GROUP: &str = "networks";
 /// Memory of all helpers in bytes: that of one, and of each network twice the largest table with its parsed form.
@@ -160,6 +160,8 @@ fn replace(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
 /// The network that a helper is to serve.
 #[derive(Debug)]
 pub struct Served<'a> {
+    /// The program `vmmd-netd`.
+    pub program: &'a File,
     /// Where its table is.
     pub folder: &'a Path,
     /// Name and index of its bridge.
@@ -181,7 +183,7 @@ pub fn ensure(
     ledger: &Arc<Ledger>,
     parent: Option<&cgroup::Parent>,
 ) -> io::Result<bool> {
-    let program = ProgramFile::from(fs::metadata(OWN_PROGRAM)?);
+    let program = ProgramFile::from(served.program.metadata()?);
     let before = Server::read(served.folder);
     let (_, bridge) = served.bridge;
     if let Some(server) = &before
@@ -267,7 +269,7 @@ fn start(served: &Served<'_>, uid: u32, parent: Option<&cgroup::Parent>) -> io::
         );
         io::Error::new(error.kind(), message)
     })?;
-    let routers = served.ipv6.map(ra::open).transpose()?;
+    let routers = served.ipv6.map(open_routers).transpose()?;
     let folder = File::open(served.folder)?;
     let group = parent.map(|parent| group(parent, served.networks)).and_then(|group| {
         let failed = |error: &io::Error| {
@@ -275,18 +277,13 @@ fn start(served: &Served<'_>, uid: u32, parent: Option<&cgroup::Parent>) -> io::
         };
         group.inspect_err(failed).ok()
     });
-    let arguments = ["vmmd", "serve-network"].map(str::as_bytes);
-    let arguments = arguments
-        .into_iter()
-        .chain([served.folder.as_os_str().as_bytes()]);
+    let arguments = [PROGRAM.as_bytes(), served.folder.as_os_str().as_bytes()].into_iter();
     let arguments: Vec<_> = arguments.flat_map(CString::new).collect();
     let mut fds = vec![folder.as_fd(), dhcp.as_fd(), dns.as_fd()];
     fds.extend(routers.iter().map(Socket::as_fd));
     fault::step("start a helper");
-    // The file may have been exchanged since the daemon was started.
-    let executable = File::open(OWN_PROGRAM)?;
     clone::spawn(&Program {
-        executable: executable.as_fd(),
+        executable: served.program.as_fd(),
         arguments: &arguments,
         fds: &fds,
         output: None,
@@ -339,7 +336,7 @@ fn served(pid: i32) -> Option<PathBuf> {
     let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
     let words: Vec<_> = line.split(|byte| *byte == 0).collect();
     match words[..] {
-        [_, b"serve-network", folder, b""] => Some(OsStr::from_bytes(folder).into()),
+        [program, folder, b""] if program == PROGRAM.as_bytes() => Some(OsStr::from_bytes(folder).into()),
         _ => None,
     }
 }
@@ -396,7 +393,8 @@ fn socket(bridge: &str, address: SocketAddrV4) -> io::Result<Socket> {
 mod tests {
     use std::process::Command;
 
-    use super::{super::dhcp::tests::table, *};
+    use super::*;
+    use crate::netd::tests::table;
 
     #[test]
     fn pause_doubles_while_helpers_end_soon_and_is_bounded() {

@@ -14,7 +14,7 @@ use super::{
     node::Filter,
     pool, spec_of,
 };
-use crate::network::Ports;
+use crate::Ports;
 
 impl Networks {
     /// Gives a NIC its address and its rules; the bridge that its tap belongs on.

@@ -1,10 +1,14 @@
-//! Tap devices for the VMs' NICs.
+//! Networks of VMs: tap devices of NICs, and the networks that the node makes (bridge, rules of the packet filter, DHCP and DNS).
+//!
+//! This crate never knows a VM's actor: [`Ports`] has the parts of the daemon that it works with. A reader starts at
+//! [`open_tap`] for one NIC, and at [`Networks`] for managed networks. The program `vmmd-netd` is in [`netd`].
 //!
 //! A tap on a bridge is not persistent: it lives as long as somebody holds its descriptor, which is the `vmm` once it
 //! is booted. So there is nothing to clean up, whatever dies.
 
 mod link;
 mod managed;
+pub mod netd;
 mod ports;
 
 use std::{
@@ -25,8 +29,8 @@ use rustix::{
 use uuid::Uuid;
 
 pub use link::{Link, Links};
-pub use managed::{Networks, PERIOD, Request as Lease, Seen as SeenNetwork, ServeNetwork, serve_network};
-pub use ports::Ports;
+pub use managed::{Networks, PERIOD, Request as Lease, Seen as SeenNetwork};
+pub use ports::{Ports, Users};
 
 use vmmd_host::{failure::Failure, fault, sys, text};
 

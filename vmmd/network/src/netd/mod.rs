@@ -8,11 +8,16 @@ mod confine;
 mod dhcp;
 mod dns;
 mod forward;
-#[cfg(test)]
-mod fuzzing;
-pub mod process;
+#[cfg(any(test, feature = "fuzzing"))]
+pub mod fuzzing;
 mod ra;
 pub mod server;
 mod table;
 
+pub use ra::open as open_routers;
 pub use table::{Host, Ipv6, Table};
+
+#[cfg(test)]
+pub(crate) mod tests {
+    pub use super::dhcp::tests::table;
+}

@@ -26,17 +26,17 @@ use super::{
     Links, Networks, Ports, bridge, conntrack,
     describe::{failed, tell},
     folder,
-    helper::{
-        self, Table,
-        process::{self, Served},
-    },
+    helper::{self, Served},
     nft,
     plan::{self, Found, Step, Wanted},
     rules::{self, Port},
     ruleset::{Known, Ruleset},
     spec_of,
 };
-use crate::network::Link;
+use crate::{
+    Link,
+    netd::{self, Table},
+};
 
 /// How often the node is compared with what is wanted.
 pub const PERIOD: Duration = Duration::from_secs(60);
@@ -184,7 +184,7 @@ impl Networks {
     /// Records whose leases change now.
     pub(super) fn unused(&self, host: Ports<'_>) -> Vec<NetworkRecord> {
         let now = text::now_ms();
-        let vms = host.vms.list();
+        let vms = host.vms.vms();
         let by_uid = vms
             .iter()
             .filter_map(|vm| Some((vm.metadata.as_ref()?.uid.as_str(), &**vm)));
@@ -376,13 +376,14 @@ async fn join_taps(host: Ports<'_>, record: &NetworkRecord, seen: &Seen) -> io::
 async fn serve(host: Ports<'_>, record: &NetworkRecord) -> io::Result<bool> {
     let folder = folder(host, record);
     let Some(spec) = spec_of(record).filter(|_| !record.leaving) else {
-        return process::end(&folder).map(|()| false);
+        return helper::end(&folder).map(|()| false);
     };
     let name = bridge(record);
     let link = host.links.find(&name).await?.ok_or(io::ErrorKind::NotFound)?;
     let table = table(&spec, record);
-    process::write_table(&folder, &table)?;
+    helper::write_table(&folder, &table)?;
     let served = Served {
+        program: host.networks.netd(host.netd)?,
         folder: &folder,
         bridge: (&name, link.index),
         gateway: spec.gateway,
@@ -390,7 +391,7 @@ async fn serve(host: Ports<'_>, record: &NetworkRecord) -> io::Result<bool> {
         ends: &host.networks.helper_ends,
         networks: host.networks.inner().records.len(),
     };
-    process::ensure(&served, host.ledger, host.cgroups)
+    helper::ensure(&served, host.ledger, host.cgroups)
 }
 
 fn wanted(record: &NetworkRecord) -> Option<Wanted> {
@@ -460,7 +461,7 @@ fn firewall(lease: &LeaseRecord) -> Firewall {
 fn table(spec: &proto::model::network::NetworkSpec, record: &NetworkRecord) -> Table {
     let leases = record.leases.iter().filter(|lease| lease.released_ms == 0);
     let hosts = leases.filter_map(|lease| {
-        let host = helper::Host {
+        let host = netd::Host {
             address: lease.ip(),
             address6: spec.net6.and_then(|net| Some(net.of(lease.mac()?))),
             name: lease.vm_name.clone(),
@@ -477,7 +478,7 @@ fn table(spec: &proto::model::network::NetworkSpec, record: &NetworkRecord) -> T
         forward: name_servers(spec),
         ntp: spec.ntp.clone(),
         lease_seconds: LEASE_SECONDS,
-        ipv6: spec.net6.map(|net| helper::Ipv6 {
+        ipv6: spec.net6.map(|net| netd::Ipv6 {
             bridge: bridge(record),
             mac: bridge_mac(record),
             prefix: net.first(),
@@ -539,7 +540,7 @@ fn nics_in<'a>(vm: &'a v1::Vm, network: &'a str) -> impl Iterator<Item = &'a str
 
 /// "VM \"web\"": VMs that have a NIC in the network.
 pub(super) fn users(host: Ports<'_>, network: &str) -> Vec<String> {
-    let vms = host.vms.list();
+    let vms = host.vms.vms();
     let using = vms.iter().filter(|vm| nics_in(vm, network).next().is_some());
     let names = using.filter_map(|vm| Some(format!("VM \"{}\"", vm.metadata.as_ref()?.name)));
     names.collect()

@@ -13,7 +13,7 @@ use std::{
 };
 
 use anyhow::Context as _;
-use clap::Args;
+use clap::Parser;
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     fs::{Mode, OFlags, openat},
@@ -37,15 +37,16 @@ const MAX_TABLE: u64 = 16 << 20;
 /// Largest UDP packet.
 const MAX_PACKET: usize = 65_535;
 
-/// `vmmd serve-network`.
-#[derive(Debug, Args)]
-pub struct ServeNetwork {
+/// Answers the DHCP and DNS clients of one network, and its IPv6 hosts. Started by vmmd with open sockets.
+#[derive(Debug, Parser)]
+#[command(name = "vmmd-netd", version)]
+pub struct Arguments {
     /// Folder with the table. A later daemon identifies the process by this argument. The process reads the folder through a descriptor.
     folder: PathBuf,
 }
 
 /// Serves until it is killed.
-pub fn run(arguments: &ServeNetwork) -> anyhow::Result<()> {
+pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let take = |index: usize| sys::inherited(FIRST_FD + index);
     let folder = take(0).context("take the network's folder")?;
     // Whether the network has IPv6 never changes.
@@ -278,9 +279,10 @@ mod tests {
     use std::fs;
 
     use super::{
-        super::{Host, dhcp::tests::table, process::write_table},
+        super::{Host, dhcp::tests::table},
         *,
     };
+    use crate::managed::helper::write_table;
 
     #[test]
     fn a_table_that_makes_no_sense_is_read_once_and_changes_nothing() {
