@@ -23,7 +23,7 @@ help: ## List the targets
 
 .PHONY: build
 build: ## Build all programs for development (target/debug)
-	$(CARGO) build -p vmmd -p vmmctl
+	$(CARGO) build -p vmmd -p vmmd-network -p vmmctl
 	$(CARGO) build -p vmm-core --bin vmm
 
 .PHONY: deb

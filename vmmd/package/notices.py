@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 
 TARGET = "x86_64-unknown-linux-gnu"
-PROGRAMS = ("vmmd", "vmm-core", "vmmctl", "vmmd-kube")
+PROGRAMS = ("vmmd", "vmmd-network", "vmm-core", "vmmctl", "vmmd-kube")
 # Files with the text of a licence or a notice, at the top of a crate.
 TEXTS = re.compile(r"^(licen[cs]e|copying|notice|copyright|unlicense)", re.IGNORECASE)
 CRATES_IO = "registry+https://github.com/rust-lang/crates.io-index"

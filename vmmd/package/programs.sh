@@ -16,7 +16,7 @@ if [ "$profile" = dev ]; then
     profile=debug
 else
     # Apart, so that features that only one of them needs (gRPC, HTTP clients) are not switched on in the crates that the others share with it.
-    "$cargo" build --profile "$profile" --locked -p vmmd -p vmmctl --bin vmmd --bin vmmctl >&2
+    "$cargo" build --profile "$profile" --locked -p vmmd -p vmmctl -p vmmd-network --bin vmmd --bin vmmctl --bin vmmd-netd >&2
     "$cargo" build --profile "$profile" --locked -p vmm-core --bin vmm >&2
     "$cargo" build --profile "$profile" --locked -p vmmd-kube --bin vmmd-kube >&2
 fi

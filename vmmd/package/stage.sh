@@ -21,14 +21,15 @@ put_gz() {
     chmod 644 "$root/$2"
 }
 
-put 755 "$programs/vmmd" usr/lib/vmmd/vmmd
-put 755 "$programs/vmm" usr/lib/vmmd/vmm
-put 755 "$programs/vmmd-kube" usr/lib/vmmd/vmmd-kube
+for program in vmmd vmmd-netd vmm vmmd-kube; do
+    put 755 "$programs/$program" "usr/lib/vmmd/$program"
+    strip "$root/usr/lib/vmmd/$program"
+done
 put 755 "$virtiofsd/bin/virtiofsd" usr/lib/vmmd/virtiofsd
 put 755 "$here/stop-guests" usr/lib/vmmd/stop-guests
 put 755 "$here/default-network" usr/lib/vmmd/default-network
 put 755 "$programs/vmmctl" usr/bin/vmmctl
-strip "$root/usr/lib/vmmd/vmmd" "$root/usr/lib/vmmd/vmm" "$root/usr/lib/vmmd/vmmd-kube" "$root/usr/lib/vmmd/virtiofsd" "$root/usr/bin/vmmctl"
+strip "$root/usr/lib/vmmd/virtiofsd" "$root/usr/bin/vmmctl"
 mkdir -p "$root/usr/sbin"
 ln -s ../lib/vmmd/vmmd "$root/usr/sbin/vmmd"
 ln -s ../lib/vmmd/vmm "$root/usr/sbin/vmm"

@@ -78,12 +78,13 @@ async fn helper_of_another_program_is_exchanged_and_leases_stay() {
     let known = || -> serde_json::Value {
         serde_json::from_slice(&fs::read(folder.join("server.json")).unwrap()).unwrap()
     };
-    let own = fs::metadata(env!("CARGO_BIN_EXE_vmmd")).unwrap();
+    let netd = Path::new(env!("CARGO_BIN_EXE_vmmd")).with_file_name("vmmd-netd");
+    let own = fs::metadata(netd).unwrap();
     let program = serde_json::json!({"device": own.dev(), "inode": own.ino()});
     assert_eq!(known()["program"], program);
     let (before, table) = (helper(&folder), fs::read(folder.join("table.json")).unwrap());
 
-    // The daemon's own program.
+    // The program that the next daemon starts too.
     daemon.kill_and_restart().await;
     assert_eq!(helper(&folder), before);
 

@@ -360,7 +360,7 @@ fn helpers(folder: &str) -> Vec<String> {
     let serving = lines.filter_map(|line| {
         let mut words = line
             .split('\0')
-            .skip_while(|word| *word != "serve-network")
+            .skip_while(|word| *word != "vmmd-netd")
             .skip(1);
         let served = words.next()?.strip_prefix(folder)?.trim_matches('/').to_owned();
         Some(served)
