@@ -1,7 +1,7 @@
 // Creates a VM, watches it until it runs, talks to its serial console, and deletes it.
 //
-// The messages are made from the protocol files, here or from the package's /usr/share/vmmd/proto, by protoc with protoc-gen-go and
-// protoc-gen-go-grpc (Debian has packages of these names):
+// protoc with protoc-gen-go and protoc-gen-go-grpc (Debian packages) makes the messages from the protocol
+// files, here or from the package's /usr/share/vmmd/proto:
 //
 //	sh generate ../../../proto .
 //	go mod tidy
@@ -34,10 +34,10 @@ import (
 	v1 "vmmd-example/vmmdv1"
 )
 
-// How long a daemon that is restarted may be away.
+// Time for a restart of the daemon.
 const patience = 30 * time.Second
 
-// How long to wait before the next try.
+// Wait before the next try.
 const pause = 200 * time.Millisecond
 
 // The command line.
@@ -91,7 +91,7 @@ func connect(o options) (*grpc.ClientConn, error) {
 	return grpc.Dial(o.address, grpc.WithTransportCredentials(credentials.NewTLS(config)))
 }
 
-// reason is that of a failed call for programs, such as "VM_NOT_FOUND"; empty when vmmd did not give one.
+// reason returns the machine-readable reason of a failed call, such as "VM_NOT_FOUND", or an empty string.
 func reason(err error) string {
 	for _, detail := range status.Convert(err).Details() {
 		if info, ok := detail.(*errdetails.ErrorInfo); ok {
@@ -101,7 +101,7 @@ func reason(err error) string {
 	return ""
 }
 
-// requestID makes an id for one request: a random UUID.
+// requestID returns an id for one request: a random UUID.
 func requestID() (string, error) {
 	var b [16]byte
 	if _, err := rand.Read(b[:]); err != nil {
@@ -111,7 +111,7 @@ func requestID() (string, error) {
 	return fmt.Sprintf("%x-%x-%x-%x-%x", b[:4], b[4:6], b[6:8], b[8:10], b[10:]), nil
 }
 
-// change sends a request that changes something until it is answered. The request has an id, so it is carried out once.
+// change repeats a mutating request until it is answered. The request has an id, so it is carried out once.
 func change(call func() error) error {
 	end := time.Now().Add(patience)
 	for {
@@ -123,15 +123,15 @@ func change(call func() error) error {
 	}
 }
 
-// A watch is what happens to one VM, over restarts of the daemon.
+// A watch receives the events of one VM, over restarts of the daemon.
 type watch struct {
 	vms    v1.VmServiceClient
 	name   string
 	cursor string
 }
 
-// until waits for the first event for which wanted is true. After a lost connection it goes on after the last cursor, so that each
-// event comes once.
+// until waits for the first event for which wanted is true. After a lost connection it continues after the
+// last cursor, so that each event comes once.
 func (w *watch) until(ctx context.Context, wanted func(*v1.WatchVmsResponse) bool) error {
 	var lost time.Time
 	for {
@@ -147,7 +147,7 @@ func (w *watch) until(ctx context.Context, wanted func(*v1.WatchVmsResponse) boo
 			lost = time.Now()
 		}
 		if reason(err) == "CURSOR_EXPIRED" {
-			// Something may have been missed: begin with what is there.
+			// Events may have been missed: start again with the current state.
 			w.cursor = ""
 		} else if status.Code(err) != codes.Unavailable && err != io.EOF || time.Since(lost) > patience {
 			return err
@@ -175,7 +175,7 @@ func (w *watch) follow(ctx context.Context, wanted func(*v1.WatchVmsResponse) bo
 	}
 }
 
-// talk types a line on the console and prints what comes until expected has been printed.
+// talk types a line on the console and prints the output until expected has been printed.
 func talk(ctx context.Context, vms v1.VmServiceClient, o options) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -264,7 +264,7 @@ func run(ctx context.Context, o options) error {
 		_, err := vms.DeleteVm(ctx, &v1.DeleteVmRequest{
 			Name:  o.name,
 			Force: true,
-			// Not another VM that somebody has made under this name meanwhile.
+			// Never a newer VM with the same name.
 			Preconditions: &v1.Preconditions{Uid: uid},
 			RequestId:     id,
 		})
@@ -273,7 +273,7 @@ func run(ctx context.Context, o options) error {
 	if err != nil {
 		return err
 	}
-	// This goes on after the last event of the first wait, as if the connection had been lost.
+	// This continues after the last event of the first wait, as after a lost connection.
 	err = watch.until(ctx, func(event *v1.WatchVmsResponse) bool {
 		return event.Type == v1.WatchEventType_WATCH_EVENT_TYPE_DELETED
 	})

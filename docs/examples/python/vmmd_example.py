@@ -23,7 +23,7 @@ import grpc
 from google.rpc import error_details_pb2, status_pb2
 from vmmd.v1 import meta_pb2, vm_pb2, vm_pb2_grpc
 
-# How long a daemon that is restarted may be away, in seconds.
+# Time for a restart of the daemon, in seconds.
 PATIENCE = 30
 
 
@@ -87,7 +87,7 @@ class Watch:
             except grpc.RpcError as error:
                 lost = lost or time.monotonic()
                 if reason(error) == "CURSOR_EXPIRED":
-                    # Something may have been missed: begin with what is there.
+                    # Events may have been missed: start again with the current state.
                     self.cursor = ""
                 elif error.code() != grpc.StatusCode.UNAVAILABLE or time.monotonic() > lost + PATIENCE:
                     raise
@@ -155,11 +155,11 @@ def main():
         watch = Watch(vms, args.name)
         watch.until(lambda event: event.vm.status.phase == vm_pb2.VM_PHASE_RUNNING)
         print("it runs")
-        # The next watch goes on where this one was, as if the connection had been lost.
+        # The next watch continues after this one, as after a lost connection.
         talk(vms, args.name, args.type, args.expect)
 
         delete = vm_pb2.DeleteVmRequest(name=args.name, force=True)
-        # Not another VM that somebody has made under this name meanwhile.
+        # Never a newer VM with the same name.
         delete.preconditions.uid = created.metadata.uid
         change(vms.DeleteVm, delete)
         watch.until(lambda event: event.type == meta_pb2.WATCH_EVENT_TYPE_DELETED)
