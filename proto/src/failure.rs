@@ -8,10 +8,10 @@ use std::fmt;
 
 use crate::model::Violations;
 
-/// Of all errors of the API, beside their reasons.
+/// Domain of all errors of the API (`google.rpc.ErrorInfo`).
 pub const DOMAIN: &str = "vmmd";
 
-/// What kind of refusal it is; each is one gRPC code.
+/// Kind of a refusal; each maps to one gRPC code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// The request is wrong in itself.
@@ -26,7 +26,7 @@ pub enum Kind {
     Exhausted,
     /// Another request came in between.
     Aborted,
-    /// What was asked to go on from is not remembered.
+    /// The requested position is not stored.
     OutOfRange,
     /// The guest did not do its part in time.
     Deadline,
@@ -88,7 +88,8 @@ impl Failure {
         Self::new(Kind::NotFound, "VM_NOT_FOUND", message)
     }
 
-    /// What looks after the VM has failed and is made anew. Not NOT_FOUND: the VM is there, and may run.
+    /// The VM's actor failed and the daemon is recreating it. Not NOT_FOUND: the VM exists, and may
+    /// run.
     pub fn unavailable(name: &str) -> Self {
         let message = format!(
             "what looks after VM \"{}\" is being made anew; try again in a moment",
@@ -132,7 +133,7 @@ impl fmt::Display for Failure {
 
 impl std::error::Error for Failure {}
 
-/// The beginning of what a client sent, for repeating it in a message.
+/// The beginning of a client's text, for use in a message.
 pub fn brief(text: &str) -> &str {
     let end = (0..=text.len().min(100))
         .rev()

@@ -155,7 +155,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         Err(error) => tracing::warn!(%error, "look at the node"),
     }
     node::drain::give_up(&host).await;
-    // Any VM may be one whose name can't be read.
+    // A VM with an unreadable name may have any name.
     let has_vm = |name: &str| {
         let mut unreadable = records.unreadable.iter();
         records.vms.iter().any(|vm| vm.name == name)
@@ -188,7 +188,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     let audit = Arc::new(Audit::open(host.config.audit_log.as_deref()).context("open the audit log")?);
     let tcp = listen(&host).await?;
     let mut serving = tokio::spawn(grpc::serve(Arc::clone(&host), socket, tcp, Arc::clone(&audit)));
-    // None of these ends before the daemon does.
+    // These tasks run until the daemon ends.
     let mut parts = JoinSet::new();
     parts.spawn(migration::attend(Arc::clone(&host), left));
     parts.spawn(reopen(Arc::clone(&audit), hangup));
@@ -206,7 +206,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     tokio::select! {
         _ = terminate.recv() => {}
         _ = interrupt.recv() => {}
-        // Whatever it is: systemd starts the daemon anew, and VMs run on.
+        // In any case systemd restarts the daemon, and VMs continue to run.
         ended = parts.join_next() => anyhow::bail!("a part of the daemon has ended: {ended:?}"),
         ended = &mut serving => anyhow::bail!("the API is not served any more: {ended:?}"),
     }
@@ -227,8 +227,8 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     served.context("serve the API")?
 }
 
-/// The listener for TCP, when there is to be one. It is there with certificates that can't be used too, and waits for
-/// others then: the socket must work in any case.
+/// Binds the TCP listener, if one is configured. With unusable certificates the listener exists too
+/// and waits for new ones: the UNIX socket must work in any case.
 async fn listen(host: &Arc<Host>) -> anyhow::Result<Option<grpc::Listener>> {
     let address_file = host.config.run_dir.join(ADDRESS_FILE);
     let Some(tcp) = host.config.tcp.clone() else {
@@ -253,8 +253,8 @@ async fn listen(host: &Arc<Host>) -> anyhow::Result<Option<grpc::Listener>> {
     Ok(Some(listener))
 }
 
-/// Takes from NICs that are gone what they had of networks, as they go. Compares the node with what its networks should be, and
-/// repairs it, now and then. Never ends.
+/// Releases the network resources of removed NICs at their removal. Periodically compares the node
+/// with the configured networks, and repairs differences. Never ends.
 async fn watch_networks(host: Arc<Host>) {
     let mut ticks = tokio::time::interval(vmmd_network::PERIOD);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -267,7 +267,7 @@ async fn watch_networks(host: Arc<Host>) {
     }
 }
 
-/// Opens the audit log anew with each `hangup`. Never ends.
+/// Reopens the audit log on each `hangup`. Never ends.
 async fn reopen(audit: Arc<Audit>, mut hangup: Signal) {
     while hangup.recv().await.is_some() {
         if let Err(error) = audit.reopen().await {
@@ -276,7 +276,8 @@ async fn reopen(audit: Arc<Audit>, mut hangup: Signal) {
     }
 }
 
-/// The folders that the daemon needs. The one with the socket can be entered by all, what is in it can't.
+/// Creates the daemon's folders. All users may enter the folder with the socket, but not its
+/// subfolders.
 fn make_dirs(config: &Config) -> anyhow::Result<()> {
     let make = |dir: &Path, mode| {
         let made = DirBuilder::new().recursive(true).mode(mode).create(dir);

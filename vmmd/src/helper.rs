@@ -1,5 +1,5 @@
-//! Runs `vmm image` in a process without rights: what has to understand an image gets open descriptors only, and a user id of its own for
-//! as long as it runs.
+//! Runs `vmm image` in an unprivileged process. The parser of an image has only open descriptors,
+//! and a user id of its own for its run.
 
 use std::{
     ffi::CString,
@@ -40,7 +40,7 @@ const LIMITS: Limits = Limits {
     tasks: 4096,
 };
 
-/// What is to be done.
+/// A run of `vmm image`.
 #[derive(Debug)]
 pub struct Job {
     /// `create`: what follows `vmm image`.
@@ -53,8 +53,8 @@ pub struct Job {
     pub deadline: Duration,
 }
 
-/// Does it; returns the last line that the process wrote. `line` is told the others as they come. When the caller goes away, the process
-/// is ended.
+/// Runs the job. Returns the last line that the process wrote; `line` receives the others as they
+/// arrive. The process ends when the caller drops the future.
 pub async fn run(host: &Arc<Host>, job: Job, mut line: impl FnMut(&str) + Send) -> Result<String, Failure> {
     let claim = host.ledger.claim("vmm image")?;
     let (command, deadline) = (job.command, job.deadline);
@@ -152,7 +152,7 @@ async fn lines(pipe: pipe::Receiver, line: &mut (impl FnMut(&str) + Send)) -> St
 
 async fn read(pipe: pipe::Receiver) -> String {
     let mut bytes = Vec::new();
-    // What comes beyond that fails in the child, when this end is closed.
+    // When this end closes, the child's further writes fail.
     let _ = pipe.take(MAX_OUTPUT).read_to_end(&mut bytes).await;
     String::from_utf8_lossy(&bytes).into_owned()
 }

@@ -1,4 +1,4 @@
-//! What all VMs of the daemon share.
+//! State that all VMs of the daemon share.
 
 use std::{
     fs::File,
@@ -43,7 +43,7 @@ use crate::{
 /// The node as the VM actors and the services see it.
 #[derive(Debug)]
 pub struct Host {
-    /// What the daemon was told.
+    /// Configuration of the daemon.
     pub config: Config,
     /// The `vmm` program.
     pub vmm: PathBuf,
@@ -51,11 +51,11 @@ pub struct Host {
     pub netd: PathBuf,
     /// Durable state.
     pub store: Store,
-    /// What living VMs hold.
+    /// Resources that living VMs hold.
     pub ledger: Arc<Ledger>,
-    /// What its operator has said of it.
+    /// Node state that the operator sets.
     pub node: node::State,
-    /// What does not change of it.
+    /// Constant facts about the processors.
     pub cpus: Cpus,
     /// Where their cgroups go.
     pub cgroups: Option<cgroup::Parent>,
@@ -67,7 +67,7 @@ pub struct Host {
     pub clients: Clients,
     /// Networks of the NetworkService.
     pub networks: Networks,
-    /// Who types into their consoles.
+    /// Writers of their consoles.
     pub consoles: Arc<Consoles>,
     /// Ways to their screens beside the API.
     pub screens: Screens,
@@ -79,7 +79,7 @@ pub struct Host {
     pub certificates: OnceLock<Arc<Certificates>>,
     /// How other nodes are reached.
     pub peers: Peers,
-    /// Receives migrations of an earlier daemon, and those that were taken back.
+    /// Receives migrations of an earlier daemon, and aborted migrations.
     pub attend: mpsc::UnboundedSender<Attend>,
     /// Migrations that were taken back, without their targets' confirmation.
     pub aborts: Aborts,
@@ -87,17 +87,17 @@ pub struct Host {
     pub images: Images,
     /// Requests with an id.
     pub requests: Requests,
-    /// Where what happens is told.
+    /// Events of the node.
     pub events: Events,
     /// Where blocking work on files of others is done.
     pub pools: Pools,
-    /// What is in the directories of VMs that have one.
+    /// State last written to the VMs' state directories.
     pub state_dirs: state_dir::Last,
     /// Bounds what VMs write to their logs.
     pub logs: LogGuard,
-    /// What takes long, and how far it is.
+    /// Long-running operations and their progress.
     pub operations: Operations,
-    /// Of the running kernel.
+    /// Boot id of the running kernel.
     pub boot_id: String,
     /// When the daemon was started, in milliseconds of Unix time.
     pub started_ms: u64,
@@ -108,7 +108,7 @@ pub struct Host {
 }
 
 impl Host {
-    /// Opens the `vmm` program. Blocking. Refused as VMM_NOT_FOUND when that can't be.
+    /// Opens the `vmm` program. Blocking. Refused as VMM_NOT_FOUND on failure.
     pub fn open_vmm(&self) -> Result<File, Failure> {
         File::open(&self.vmm).map_err(|error| {
             let message = format!(
@@ -134,7 +134,7 @@ impl Host {
         image::Folder::of(&self.config.state_dir)
     }
 
-    /// For opening what a spec names.
+    /// Returns the sources for opening the files of a spec.
     pub fn sources(&self) -> Sources<'_> {
         Sources {
             ledger: &self.ledger,
@@ -144,7 +144,7 @@ impl Host {
         }
     }
 
-    /// What the networks need.
+    /// Returns the dependencies of the networks.
     pub fn for_networks(&self) -> vmmd_network::Ports<'_> {
         vmmd_network::Ports {
             run_dir: &self.config.run_dir,

@@ -1,5 +1,5 @@
-//! `vmmd init-certs`: a CA of its own for a first setup, with certificates for the server and for clients. Who has a CA
-//! already uses that.
+//! `vmmd init-certs`: creates a CA for a first setup, with certificates for the server and for
+//! clients. Sites with a CA use that CA instead.
 
 use std::{
     fs::{self, DirBuilder, File},
@@ -28,7 +28,7 @@ const AUTHORITY_DAYS: u32 = 3650;
 /// Certificates are valid since a bit before now, for clocks that are behind.
 const BEHIND: Duration = Duration::from_secs(3600);
 
-/// What `init-certs` is told.
+/// Arguments of `init-certs`.
 #[derive(Debug, Args)]
 pub struct InitCerts {
     /// Folder for the files; those of an earlier run are never overwritten.
@@ -38,8 +38,8 @@ pub struct InitCerts {
     /// addresses, localhost].
     #[arg(long = "server-name", value_name = "NAME")]
     server_names: Vec<String>,
-    /// Client and its role: viewer, operator, admin, peer or agent; may be given several times. With a CA of an earlier run in the
-    /// folder, only what is missing is made.
+    /// Client and its role: viewer, operator, admin, peer or agent; may be given several times.
+    /// With an existing CA in the folder, only the missing files are created.
     #[arg(long = "client", value_name = "NAME=ROLE", value_parser = client)]
     clients: Vec<(String, Role)>,
     /// How many days the certificates of the server and the clients are valid.
@@ -69,7 +69,7 @@ struct Made {
     secret: bool,
 }
 
-/// Makes what is missing and says what to do with it.
+/// Creates the missing files and prints the next steps.
 pub fn run(arguments: &InitCerts) -> anyhow::Result<()> {
     let dir = &arguments.dir;
     let there = |name: &str| dir.join(name).symlink_metadata().is_ok();
@@ -130,7 +130,7 @@ pub fn run(arguments: &InitCerts) -> anyhow::Result<()> {
 
 fn new_authority(made: &mut Vec<Made>) -> anyhow::Result<Issuer<'static, KeyPair>> {
     let key = KeyPair::generate().context("make a key")?;
-    // The key's beginning tells two CAs of one host apart.
+    // Bytes of the public key distinguish two CAs of one host.
     let id: String = key
         .public_key_raw()
         .iter()
@@ -171,7 +171,7 @@ fn known_authority(dir: &Path) -> anyhow::Result<Issuer<'static, KeyPair>> {
     let certificate = CertificateDer::from_pem_slice(certificate.as_bytes()).context(foreign)?;
     let params = authority_params(&common_name(&certificate).context(foreign)?);
     let certificate = EndEntityCert::try_from(&certificate).context(foreign)?;
-    // What we would make of it must be the same CA.
+    // A CA made from these parameters must have the same subject and key.
     let same = params.self_signed(&key).context(foreign)?;
     let same = EndEntityCert::try_from(same.der()).context(foreign)?;
     let key_of = |certificate: &EndEntityCert<'_>| certificate.subject_public_key_info();

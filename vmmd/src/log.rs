@@ -64,7 +64,7 @@ enum Sink {
     Text(Box<dyn Write + Send>),
 }
 
-/// Begins the log of this process. What is logged is chosen by `RUST_LOG`, by default `info`.
+/// Starts the log of this process. `RUST_LOG` selects the messages, by default `info`.
 pub fn init() -> io::Result<Log> {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
     let registry = tracing_subscriber::registry().with(filter);
@@ -173,7 +173,8 @@ impl<'a> MakeWriter<'a> for Log {
     }
 }
 
-/// Makes lines of the journal's protocol of what is logged: the text with the fields behind it, and each field for itself.
+/// Layer that writes messages in the journal's protocol: the text followed by the fields, and each
+/// field separately.
 struct Journal(Log);
 
 impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Journal {
@@ -201,7 +202,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Journal {
     }
 }
 
-/// What an event, or a span, has.
+/// Message and fields of an event or a span.
 #[derive(Default)]
 struct Fields {
     message: String,

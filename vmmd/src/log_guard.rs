@@ -1,9 +1,10 @@
-//! Bounds the log files that a `vmm` writes itself: its serial log, and what it says on stdout and stderr.
+//! Bounds the log files that a `vmm` writes: its serial log, and its stdout and stderr.
 //!
-//! An honest `vmm` keeps its serial log within 1 MiB a file and says little. One that its guest took over can write to the
-//! same descriptors until the file system is full. No limit of the kernel fits: RLIMIT_FSIZE would limit disk images too. So
-//! one thread watches the folders of running VMs and shortens what has become too long. It is a thread and not a task,
-//! since it touches files.
+//! A correct `vmm` keeps its serial log within 1 MiB per file and writes little else. A `vmm`
+//! compromised by its guest can write to the same descriptors until the file system is full. No
+//! limit of the kernel fits: RLIMIT_FSIZE would limit disk images too. One thread therefore watches
+//! the folders of running VMs and shortens files above the limit. It is a thread and not a task,
+//! since it accesses files.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -29,9 +30,9 @@ use vmmd_objects::event::{Draft, Events, Object};
 
 use crate::paths::LogDir;
 
-/// Longest log file in bytes: twice what an honest `vmm` writes before it goes on in the other file.
+/// Longest log file in bytes: twice the size at which a correct `vmm` switches to the other file.
 const MOST: u64 = 2 << 20;
-/// What stays of the end of a `vmm`'s own log that has become longer.
+/// Bytes at the end of a `vmm`'s own log that remain after a cut.
 const TAIL: u64 = 64 << 10;
 /// Pause between two looks, so that a `vmm` which writes all the time does not keep a processor busy.
 const PAUSE: Duration = Duration::from_millis(20);
@@ -123,7 +124,7 @@ impl Shared {
             };
             let watched: Vec<_> = {
                 let all = self.lock();
-                // After an overflow (descriptor -1) nobody knows which have changed.
+                // After an overflow (descriptor -1) the changed folders are unknown.
                 let any = changed.contains(&-1);
                 all.iter()
                     .filter(|(descriptor, _)| any || changed.contains(descriptor))
@@ -191,7 +192,7 @@ fn shorten(path: &Path, tail: u64) -> io::Result<Option<u64>> {
     let read = file.read_at(&mut last, metadata.len().saturating_sub(tail))?;
     last.truncate(read);
     file.set_len(0)?;
-    // The vmm appends too: what it says meanwhile comes before or after this.
+    // The vmm appends too: its concurrent lines come before or after these bytes.
     file.write_all(&last)?;
     Ok(Some(length))
 }

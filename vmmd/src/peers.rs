@@ -32,7 +32,8 @@ use crate::{
 
 /// How long a connection may take.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How often the other node has to show that it is there, and how long it may take to: one that was cut off shows nothing else for minutes.
+/// Interval of keepalive checks of the other node, and the time for its response. Without these
+/// checks a broken connection stays unnoticed for minutes.
 const ALIVE_EVERY: Duration = Duration::from_secs(10);
 const ALIVE_WITHIN: Duration = Duration::from_secs(20);
 
@@ -48,7 +49,7 @@ impl Peers {
         Self { tcp }
     }
 
-    /// The daemon at `HOST:PORT`. The certificates are read anew.
+    /// Connects to the daemon at `HOST:PORT`. Each call reads the certificates again.
     pub async fn connect(&self, address: &str) -> Result<PeerServiceClient<Channel>, Failure> {
         let (host, _) = address.rsplit_once(':').unwrap_or((address, ""));
         let host = host.trim_matches(['[', ']']).to_owned();
@@ -126,8 +127,9 @@ impl Peers {
     }
 }
 
-/// What encrypts. All memory of a VM goes through it, so ChaCha20 is asked for first where it is much faster than AES: on a processor without
-/// instructions for AES, or one that is emulated. The other daemon takes what is asked for first.
+/// Cipher suites. All memory of a VM is encrypted, so ChaCha20 comes first where it is much faster
+/// than AES: on a processor without AES instructions, or an emulated one. The other daemon accepts
+/// the first suite.
 fn provider() -> CryptoProvider {
     static CHACHA_FIRST: OnceLock<bool> = OnceLock::new();
     let first = *CHACHA_FIRST.get_or_init(|| {

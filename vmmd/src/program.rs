@@ -33,7 +33,7 @@ struct Arguments {
     action: Option<Action>,
 }
 
-/// What else the program does.
+/// Other functions of the program.
 #[derive(Debug, Subcommand)]
 enum Action {
     /// Make a CA and certificates for the server and for clients, for a first setup of the API over TCP

@@ -7,12 +7,12 @@ use tokio::time::{interval, timeout};
 use vmmd_objects::event::{Draft, Events, Object};
 use vmmd_store::Store;
 
-/// Tells systemd that requests are served.
+/// Notifies systemd that the daemon serves requests.
 pub fn ready() {
     notify(NotifyState::Ready);
 }
 
-/// Tells systemd that the daemon ends.
+/// Notifies systemd that the daemon stops.
 pub fn stopping() {
     notify(NotifyState::Stopping);
 }
@@ -20,8 +20,8 @@ pub fn stopping() {
 /// How long a part of the daemon may take to answer when it is asked whether it works.
 const PULSE: Duration = Duration::from_secs(5);
 
-/// Whether the daemon can do its work: its store answers, and a blocking thread is to be had. A full disk is no reason to
-/// restart it, and does not count.
+/// Whether the daemon works: its store answers, and a blocking thread is available. A full disk
+/// does not count, because a restart does not help.
 pub async fn works(store: &Store) -> bool {
     let asked = async {
         let thread = tokio::task::spawn_blocking(|| ());
@@ -30,7 +30,7 @@ pub async fn works(store: &Store) -> bool {
     timeout(PULSE, asked).await.unwrap_or(false)
 }
 
-/// Tells the events of a store whose thread has panicked. Ends with the store.
+/// Emits an event for each panic of the store's thread. Ends with the store.
 pub async fn tell_failures(store: Store, events: Events) {
     let mut failures = store.failures();
     while failures.changed().await.is_ok() {
@@ -39,7 +39,8 @@ pub async fn tell_failures(store: Store, events: Events) {
     }
 }
 
-/// Tells systemd twice per watchdog period that the daemon works; never returns. Without a watchdog it tells nothing.
+/// Notifies systemd twice per watchdog period while the daemon works. Never returns. Without a
+/// watchdog it does nothing.
 pub async fn watchdog(store: Store) {
     let Some(period) = sd_notify::watchdog_enabled() else {
         return future::pending().await;

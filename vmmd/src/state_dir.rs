@@ -1,15 +1,17 @@
-//! Keeps the files of VMs that have a `state_dir`: what each is and was, beside the files of whoever runs it.
+//! Writes the files of VMs that have a `state_dir`: the state and the history of the VM, beside the
+//! files of the VM's user.
 //!
 //! | file | content | written |
 //! |---|---|---|
 //! | `vm.json` | the VM as GetVm shows it, without secrets | with each change of it |
 //! | `metrics.json` | its counters, with their time | with that and every [`PERIOD`], while it runs |
-//! | `serial.log`, `vmm.log` | what there is of these of its last run | the same, when they have changed |
+//! | `serial.log`, `vmm.log` | the present content of these logs of its last run | the same, when they have changed |
 //!
-//! One task for each such VM, so that a file system that does not answer stops one alone. It goes by what the VM's actor publishes and
-//! by the daemon's own log files, and remembers nothing that a later daemon would have to know: that one writes all of it when it starts.
-//! What can't be written is told by an event, once, and tried again. Before a VM's logs are removed with it, its actor writes the files
-//! for the last time ([`write_last`]).
+//! Each such VM has one task, so that an unresponsive file system blocks only this task. The task
+//! reads the state that the VM's actor publishes, and the daemon's own log files. It keeps no state
+//! that a later daemon would need: a new daemon writes all files at its start. One event reports a
+//! failed write, and the task retries. Before a VM's logs are removed with it, its actor writes the
+//! files for the last time ([`write_last`]).
 
 use std::{
     collections::HashMap,
@@ -47,7 +49,7 @@ pub async fn keep(host: Arc<Host>) {
         loop {
             match changes.recv().await {
                 Ok(change) => begin(&host, &mut writers, &change.vm),
-                // Too many at once: all are looked at anew.
+                // Missed changes: all VMs are checked again.
                 Err(RecvError::Lagged(_)) => break,
                 Err(RecvError::Closed) => return std::future::pending().await,
             }
@@ -55,7 +57,7 @@ pub async fn keep(host: Arc<Host>) {
     }
 }
 
-/// Begins to write a VM's files, unless that is so already, or it has none.
+/// Starts to write a VM's files, unless a task exists or the VM has no state directory.
 fn begin(host: &Arc<Host>, writers: &mut HashMap<String, JoinHandle<()>>, vm: &v1::Vm) {
     let has_dir = vm.spec.as_ref().is_some_and(|spec| !spec.state_dir.is_empty());
     let metadata = vm.metadata.clone().unwrap_or_default();
@@ -76,7 +78,7 @@ fn begin(host: &Arc<Host>, writers: &mut HashMap<String, JoinHandle<()>>, vm: &v
     writers.insert(metadata.uid, tokio::spawn(writer.run()));
 }
 
-/// What was written last.
+/// State of the last write.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Written {
     dir: PathBuf,
@@ -85,7 +87,8 @@ struct Written {
     logs: Vec<Option<(u64, SystemTime)>>,
 }
 
-/// What was written last of each VM. Who writes holds it, so that what is newer is never replaced.
+/// State of the last write of each VM. A writer holds the lock, so that an older state never
+/// replaces a newer one.
 #[derive(Debug, Default)]
 pub struct Last(Mutex<HashMap<Uuid, Arc<sync::Mutex<Written>>>>);
 
@@ -107,7 +110,7 @@ struct Writer {
     name: String,
     entry: Entry,
     state: watch::Receiver<Arc<v1::Vm>>,
-    /// What went wrong last, and is still so.
+    /// Present problem; empty without one.
     failed: String,
 }
 
@@ -136,7 +139,7 @@ impl Writer {
     async fn write(&mut self) -> Option<Result<(), Failure>> {
         self.state.mark_unchanged();
         dir_of(&self.state.borrow())?;
-        // A VM that does not run has none, and what it had last stays.
+        // A VM that does not run has no counters, and its last file stays.
         let counters = stats::of(&self.host, &self.name, &self.entry).await.ok();
         let last = self.host.state_dirs.of(self.entry.uid);
         let mut written = last.lock().await;
@@ -152,7 +155,7 @@ impl Writer {
         Some(result.await)
     }
 
-    /// What goes wrong again and again is told once.
+    /// Reports a repeated failure once.
     fn tell(&mut self, result: Result<(), Failure>) {
         let object = || Object::Vm(self.name.clone(), self.entry.uid);
         match result {
@@ -182,14 +185,14 @@ fn dir_of(vm: &v1::Vm) -> Option<PathBuf> {
     (!dir.is_empty()).then(|| dir.into())
 }
 
-/// Nobody writes the files of the VM while this is there.
+/// Guard against writes of the VM's files.
 #[derive(Debug)]
 pub struct Held {
     _written: Option<sync::OwnedMutexGuard<Written>>,
 }
 
-/// Writes the files of a VM whose logs are about to be removed: its end is in them, however soon that comes after it. They stay as they are until what
-/// is returned is dropped.
+/// Writes the files of a VM before the removal of its logs, so that they contain its end in any
+/// case. The files stay unchanged until the returned guard is dropped.
 pub async fn write_last(host: &Arc<Host>, uid: Uuid, vm: &v1::Vm) -> Held {
     let Some(dir) = dir_of(vm) else {
         return Held { _written: None };
@@ -203,7 +206,7 @@ pub async fn write_last(host: &Arc<Host>, uid: Uuid, vm: &v1::Vm) -> Held {
     }
 }
 
-/// Writes what has changed of a VM's description, its logs, and its counters if there are any.
+/// Writes the VM's description and logs if they have changed, and its counters if there are any.
 async fn write(
     host: &Arc<Host>,
     uid: Uuid,

@@ -6,7 +6,7 @@ pub use proto::failure::{DOMAIN, Failure, Kind};
 
 use crate::text;
 
-/// What a client is told when a disk's file can't be made or changed.
+/// Refusal for a failed write to a disk's file.
 pub fn file_failed(operation: &str, error: &io::Error) -> Failure {
     let words = text::words(error);
     match error.kind() {

@@ -1,7 +1,9 @@
-//! What VMs hold of the node: user ids, processors, memory, disks. A [`Claim`] is held from before a `vmm` is forked
-//! until it has ended, and gives everything back when it is dropped. Room is found and taken under one lock, so that
-//! nothing is given twice. For a VM that is to be started by its run policy, or again after a stop, room is kept until then. A VM
-//! that had its room when it stopped is on the node: it takes the same room again without a decision.
+//! Resources of the node that VMs hold: user ids, processors, memory, disks. A [`Claim`] exists
+//! from before the fork of a `vmm` until its end, and releases all resources when it is dropped.
+//! One lock covers the search for free resources and their allocation, so no resource is allocated
+//! twice. For a VM that its run policy will start, or that starts again after a stop, the ledger
+//! keeps the resources until then. A VM that had its resources when it stopped has a place on the
+//! node: it takes the same resources again without a decision.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashSet},
@@ -45,11 +47,11 @@ pub struct Ledger {
 struct Books {
     /// By user id.
     claims: BTreeMap<u32, Held>,
-    /// Where the search for a free user id goes on, so that one isn't used again at once.
+    /// Start of the search for a free user id. Avoids the immediate reuse of an id.
     next: u32,
-    /// Of the last claim.
+    /// Serial number of the last claim.
     serial: u64,
-    /// User ids that processes have which are no VM's that is known.
+    /// User ids of processes that belong to no known VM.
     strangers: BTreeSet<u32>,
     /// By name: what VMs will have that do not run and are to be started by their run policy, or again after a stop.
     expected: BTreeMap<String, Expected>,
@@ -66,9 +68,9 @@ struct Expected {
 #[derive(Debug)]
 struct Held {
     vm: String,
-    /// Tells claims of one user id apart.
+    /// Distinguishes claims of one user id.
     serial: u64,
-    /// Its claim went in a panic: whoever looks after the VM next has the rest of it.
+    /// A panic dropped the claim. The next actor of the VM adopts or releases it.
     abandoned: bool,
     demand: Demand,
     disks: Vec<FileId>,
@@ -83,7 +85,7 @@ pub struct FileId {
     pub inode: u64,
 }
 
-/// What one VM holds.
+/// Resources that one VM holds.
 #[derive(Debug)]
 pub struct Claim {
     ledger: Arc<Ledger>,
@@ -129,7 +131,7 @@ impl Ledger {
         }
     }
 
-    /// Notes what a VM that is found running holds, whatever the books say.
+    /// Records the resources of a VM found running, without a check against the books.
     pub fn adopt(self: &Arc<Self>, vm: &str, user: u32, demand: Demand) -> Claim {
         let serial = self.books().insert(vm, user, demand);
         self.held(user, serial)
@@ -143,16 +145,17 @@ impl Ledger {
         }
     }
 
-    /// Gives back what the VM's claims had that were lost in a panic and not adopted since.
+    /// Releases the VM's claims that a panic has abandoned and that no actor has adopted since.
     pub fn release_abandoned(&self, vm: &str) {
         self.books()
             .claims
             .retain(|_, held| !(held.abandoned && held.vm == vm));
     }
 
-    /// Keeps room for a VM that is to be started by its run policy, or again after a stop, however much others have; with `None` no
-    /// more. A VM that has a claim, or had one when room was first kept for it, has that room for certain. It loses what it does not
-    /// demand any more: others may have taken that.
+    /// Reserves resources for a VM that its run policy will start, or that starts again after a
+    /// stop, without regard to other VMs. `None` ends the reservation. A VM with a claim, now or at
+    /// its first reservation, is certain to get these resources. It loses the part beyond its new
+    /// demand: other VMs may have taken that part.
     pub fn expect(&self, vm: &str, demand: Option<Demand>) {
         let mut books = self.books();
         match demand {
@@ -185,12 +188,12 @@ impl Ledger {
         rams.fold(0, u64::saturating_add)
     }
 
-    /// What VMs have, those included that are to be started by their run policy.
+    /// Resources of the VMs, including VMs that their run policy will start.
     pub fn committed(&self) -> Resources {
         self.books().committed_beside("")
     }
 
-    /// The same without what the VM of this name has.
+    /// The same, except the resources of the VM with this name.
     pub fn committed_beside(&self, vm: &str) -> Resources {
         self.books().committed_beside(vm)
     }
@@ -244,8 +247,9 @@ impl Claim {
         self.user
     }
 
-    /// Takes `demand` when `decide` has nothing against it, which is told what the other VMs have. The earlier demand is
-    /// given back by that; a refusal changes nothing. A demand within the room of the VM needs no decision.
+    /// Replaces the claim's demand with `demand` if `decide` agrees. `decide` receives the
+    /// resources of the other VMs. A refusal changes nothing. A demand within the VM's present
+    /// resources needs no decision.
     pub fn take(
         &self,
         demand: Demand,
@@ -286,7 +290,7 @@ impl Drop for Claim {
             .get_mut(&self.user)
             .filter(|held| held.serial == self.serial);
         match ours {
-            // Its vmm may live: nobody else may have its user id.
+            // The vmm may still run, so no other VM may get its user id.
             Some(held) if thread::panicking() => held.abandoned = true,
             Some(_) => drop(books.claims.remove(&self.user)),
             None => {}

@@ -55,7 +55,7 @@ pub async fn take(file: File) -> io::Result<Option<File>> {
     }
 }
 
-/// Waits a moment until nobody holds a lock on the file; false when somebody keeps it.
+/// Waits a moment for the release of the lock on the file; false when it stays locked.
 pub async fn released(path: &Path) -> io::Result<bool> {
     match open(path)? {
         Some(file) => Ok(take(file).await?.is_some()),

@@ -12,7 +12,7 @@ use tokio::{
 #[derive(Debug)]
 pub struct Paced<T> {
     pace: Duration,
-    /// When the last look began, and what it found.
+    /// Begin of the last look-up, and its result.
     last: Mutex<Option<(Instant, T)>>,
 }
 

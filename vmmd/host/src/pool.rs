@@ -1,14 +1,18 @@
-//! Where work that blocks on files of others is done, apart from everything else.
+//! Pools for blocking work on files outside the daemon's own folders.
 //!
-//! A file system whose server is gone answers nothing, and whoever asks it waits in the kernel, where nobody can end the
-//! wait. So such work has places of its own: some in all, and of these few for work on the same file systems. One that is
-//! dead takes these, and work on others goes on; a VM whose kernel is on a good one and whose disk is on a dead one takes none of
-//! the places of those who use the good one alone. A place is taken until the work has really ended, also when its caller has stopped waiting.
+//! A file system whose server is gone does not answer, and its callers wait in the kernel without a
+//! way to end the wait. Such work therefore has its own places: a total number, and of these a few
+//! for work on the same file systems. A dead file system takes only its few places, and work on
+//! other file systems continues. A VM whose kernel is on a good file system and whose disk is on a
+//! dead one takes no places of VMs that use the good one alone. A place is taken until the work has
+//! really ended, even when its caller has stopped waiting.
 //!
-//! The deadline is for the work alone. Work that waits for a place is given up when no other work ends for as long as the deadline, and
-//! only so much may wait: many starts at once on slow storage take their time and do not fail.
+//! The deadline applies to the work alone. Work that waits for a place is refused when no other
+//! work ends within the deadline. The queue is bounded: many starts at once on slow storage take
+//! their time and do not fail.
 //!
-//! The daemon's own files (its folders, cgroups, /proc) are touched on the runtime's other blocking threads.
+//! Work on the daemon's own files (its folders, cgroups, /proc) uses the runtime's other blocking
+//! threads.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -37,9 +41,9 @@ pub const THREADS: usize = STARTS + FILES + BULK + OTHERS;
 const OTHERS: usize = 32;
 /// Starts that look for their files at once.
 const STARTS: usize = 96;
-/// Look-ups of files at once, for whoever asks about one.
+/// Concurrent look-ups of files for requests.
 const FILES: usize = 96;
-/// Copies, reservations and the like at once.
+/// Concurrent copies, reservations and similar work.
 const BULK: usize = 32;
 /// Work on the same file systems gets one of so many places of a pool.
 const SHARE: usize = 6;
@@ -142,8 +146,10 @@ impl Pool {
         }
     }
 
-    /// Does what blocks on `paths`. When the deadline passes, or the caller goes away, the work goes on alone, and what it
-    /// returns is dropped. Refused as FILES_DO_NOT_ANSWER when the deadline passes, as NODE_BUSY when there is no place for it.
+    /// Runs work that blocks on `paths`. When the deadline passes, or the caller drops the future,
+    /// the work continues alone, and its result is dropped. Refused as FILES_DO_NOT_ANSWER when
+    /// this work, or all other work on the same file systems, exceeds the deadline, and as
+    /// NODE_BUSY when the pool has no place.
     pub fn run<'a, T: Send + 'static, W: FnOnce() -> T + Send + 'static>(
         &'a self,
         paths: &[PathBuf],
@@ -173,12 +179,13 @@ impl Pool {
         done.map_err(|error| Failure::internal(error.to_string()))
     }
 
-    /// That among its like comes first, so that who waits for a slow file system takes none of the places of all.
+    /// Takes the place of these file systems first, so that work waiting for a slow file system
+    /// takes no place of the pool.
     async fn take(&self, mounts: &BTreeSet<PathBuf>) -> Result<[Place; 2], Failure> {
         let _waits = self.queue.try_acquire().map_err(|_| busy())?;
         let like = {
             let mut shares = self.shares.lock().unwrap_or_else(PoisonError::into_inner);
-            // What nobody uses need not be remembered.
+            // Drops the entries of unused file systems.
             shares.retain(|_, places| Arc::strong_count(places) > 1);
             let new = || Places::new(self.each);
             Arc::clone(shares.entry(mounts.clone()).or_insert_with(new))
@@ -224,7 +231,7 @@ fn mounts(mountinfo: &str, paths: &[PathBuf]) -> BTreeSet<PathBuf> {
     paths.iter().map(of).collect()
 }
 
-/// A path of mountinfo, in which blanks and the like are `\040`.
+/// A path of mountinfo, with escapes such as `\040` for a blank.
 pub fn unescaped(text: &str) -> PathBuf {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();

@@ -40,7 +40,7 @@ impl Process {
         Self::new(self.pid, self.pidfd.get_ref().try_clone()?)
     }
 
-    /// Waits for its end, and leaves it to be reaped by who waits for its status. Cancel-safe.
+    /// Waits for its end without reaping it; [`Self::status`] does that. Cancel-safe.
     pub async fn gone(&self) {
         while let Err(error) = self.pidfd.readable().await {
             // Its end is not known: its claim stays.
@@ -54,12 +54,12 @@ impl Process {
         self.pid
     }
 
-    /// Waits for its end and reaps it if it is a child; returns the signal that ended it, where that is known.
+    /// Waits for its end and reaps it if it is a child. Returns the signal that ended it, if known.
     pub async fn ended(&self) -> Option<i32> {
         self.status().await?.terminating_signal()
     }
 
-    /// Waits for its end and reaps it if it is a child; returns how it ended, where that is known.
+    /// Waits for its end and reaps it if it is a child. Returns its exit status, if known.
     pub async fn status(&self) -> Option<WaitIdStatus> {
         self.gone().await;
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG;

@@ -1,6 +1,7 @@
-//! Where the files of VMs may be: below folders that the node's operator allows, and not behind a symbolic link that leads out
-//! of them; where guests write, behind no link at all. That is decided while a file is opened, by the kernel (openat2(2)) or by [`walk`] where a filter forbids that call: nobody can put
-//! another file in its place between a check and the use. Blocking.
+//! Allowed locations for the files of VMs: below folders that the node's operator allows, without a
+//! symbolic link that leads out of them. Where guests write, no link is allowed at all. The check
+//! is part of the open, by the kernel (openat2(2)), or by [`walk`] where a filter forbids that
+//! call. No process can therefore replace the file between check and use. Blocking.
 
 use std::{
     ffi::OsString,
@@ -47,7 +48,7 @@ impl Default for Roots {
 }
 
 impl Roots {
-    /// What is wrong with them, if anything.
+    /// Checks that all paths are absolute.
     pub fn check(&self) -> Result<(), &'static str> {
         let mut all = self.disks.iter().chain(&self.kernels).chain(&self.shares);
         match all.all(|root| root.is_absolute()) {
@@ -97,7 +98,7 @@ impl<'a> Within<'a> {
     }
 }
 
-/// Why a file can't be opened.
+/// Reason for a refused open.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Refused {
     /// The path is below none of the folders.
@@ -169,7 +170,7 @@ impl Roots {
     }
 }
 
-/// Opens a file by its absolute path. Of several folders above it, one beneath which it can be opened is enough.
+/// Opens a file by its absolute path. One allowed folder from which the open succeeds is enough.
 pub fn open(path: &Path, within: Within<'_>, flags: OFlags) -> Result<OwnedFd, Refused> {
     let (roots, links) = match within {
         Within::Own => return rustix::fs::open(path, flags, Mode::empty()).map_err(Refused::Errno),
@@ -205,8 +206,9 @@ fn open_regular(path: &Path, folder: &Path, roots: &[PathBuf], flags: OFlags) ->
     }
 }
 
-/// Opens the folder that an open regular file is in, and returns its name there. The folder is beneath one of the allowed ones, whatever links were
-/// followed when the file was opened. Refused as stale when the name is that of another file by now.
+/// Opens the folder of an open regular file, and returns the file's name in it. The folder is
+/// beneath one of the allowed ones, independent of the links followed when the file was opened.
+/// Refused as stale when the name belongs to another file.
 pub fn open_folder_of(file: &OwnedFd, within: Within<'_>) -> Result<(OwnedFd, OsString), Refused> {
     let path = path_of(file).map_err(Refused::Errno)?;
     let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
@@ -247,7 +249,7 @@ pub fn real(within: Within<'_>) -> Option<Vec<PathBuf>> {
     Some(real.collect())
 }
 
-/// What is done with symbolic links below a folder.
+/// Handling of symbolic links below a folder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Links {
     /// They are followed as long as they stay below it.
@@ -267,7 +269,7 @@ fn open_beneath(
     if is_everything(root) && links == Links::Followed {
         return rustix::fs::open(path, flags, Mode::empty()).map_err(Refused::Errno);
     }
-    // Opened anew each time: the folder may be mounted, or mounted over, while the daemon runs.
+    // Each call opens the folder: it may be mounted, or mounted over, while the daemon runs.
     let folder = rustix::fs::open(root, FOLDER, Mode::empty()).map_err(Refused::Errno)?;
     resolve(&folder, rest, flags, links)
 }
@@ -353,7 +355,7 @@ mod tests {
         opened_and_refused();
     }
 
-    /// What systemd does with `RestrictSUIDSGID=yes`, for this thread.
+    /// Applies the filter of systemd's `RestrictSUIDSGID=yes` to this thread.
     fn forbid_openat2() {
         let rules = [(libc::SYS_openat2, Vec::new())].into_iter().collect();
         let errno = SeccompAction::Errno(libc::ENOSYS.cast_unsigned());

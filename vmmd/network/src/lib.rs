@@ -3,8 +3,8 @@
 //! This crate never knows a VM's actor: [`Ports`] has the parts of the daemon that it works with. A reader starts at
 //! [`open_tap`] for one NIC, and at [`Networks`] for managed networks. The program `vmmd-netd` is in [`netd`].
 //!
-//! A tap on a bridge is not persistent: it lives as long as somebody holds its descriptor, which is the `vmm` once it
-//! is booted. So there is nothing to clean up, whatever dies.
+//! A tap on a bridge is not persistent: it exists while a process has its descriptor, which is the
+//! `vmm` after its boot. A crash of any process therefore leaves no tap to clean up.
 
 mod link;
 mod managed;
@@ -52,7 +52,7 @@ pub fn tap_name(vm: Uuid, slot: u32) -> String {
     format!("vm{}n{slot}", uid.get(..10).unwrap_or_default())
 }
 
-/// Whether [`tap_name`] gives such names: a tap that has one is there while its VM runs.
+/// Whether the name has the form of [`tap_name`]. Such a tap exists only while its VM runs.
 fn is_tap_name(name: &str) -> bool {
     let parts = name.strip_prefix("vm").and_then(|rest| rest.split_at_checked(10));
     parts.is_some_and(|(uid, slot)| {
@@ -230,9 +230,9 @@ fn open_queues(tap: &str, queues: u16) -> Result<io::Result<Vec<OwnedFd>>, Failu
 const TAP: u8 = 0xfe;
 const TAP_OF_SUCH_A_NIC: u8 = 0xfa;
 
-/// The tap's own address: the NIC's with a first byte above any that a bridge takes for itself (it takes the lowest
-/// of its ports), so that the bridge's address doesn't change as VMs come and go. Never the NIC's own: what comes to the address of a port, a
-/// bridge takes for the node.
+/// MAC address of the tap itself: the NIC's address with a high first byte. A bridge takes the
+/// lowest address of its ports, so its address does not change with the VMs. The address must
+/// differ from the NIC's: a bridge delivers frames for the address of a port to the node.
 fn host_mac(mac: Mac) -> [u8; 6] {
     let [first, b, c, d, e, f] = mac.octets();
     let first = if first == TAP { TAP_OF_SUCH_A_NIC } else { TAP };
@@ -282,8 +282,9 @@ fn in_use(nic: &Name, tap: &str) -> Failure {
     Failure::precondition("TAP_IN_USE", message)
 }
 
-/// A macvtap that somebody made: a device file of its own, of which each open is a queue more. The kernel gives queues to whoever comes, so
-/// a lock on the first one says whose it is; it goes with the descriptor. It lets through what is for its own address, which becomes the NIC's.
+/// Opens an existing macvtap: a device file, on which each open adds a queue. The kernel gives
+/// queues to any process, so a lock on the first queue marks its owner; the lock ends with the
+/// descriptor. A macvtap passes only frames for its own address, so it gets the NIC's address.
 async fn macvtap(links: &Links, nic: &Nic, (tap, link): (&str, Link), mac: Mac) -> Result<Tap, Failure> {
     let path = format!("/dev/tap{}", link.index);
     let unusable = |errno: Errno| {

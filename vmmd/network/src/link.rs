@@ -26,7 +26,7 @@ pub struct Links {
     handle: Handle,
 }
 
-/// What is known of an interface.
+/// Properties of an interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Link {
     /// Interface index.
@@ -43,7 +43,7 @@ pub struct Link {
     pub bridge: u32,
 }
 
-/// What an interface has counted since it was made, as the node sees it.
+/// Counters of an interface since its creation, from the node's point of view.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LinkCounters {
     /// Packets that came in over it.
@@ -87,7 +87,8 @@ impl Links {
         }
     }
 
-    /// What an interface has counted; `None` when there is none of that name. With a macvtap, "in" is what its holder writes, as with a tap.
+    /// Counters of an interface; `None` when no interface has this name. On a macvtap, as on a tap,
+    /// "received" counts the writes of its holder.
     pub async fn counters(&self, name: &str) -> io::Result<Option<LinkCounters>> {
         let Some(message) = self.message(name).await? else {
             return Ok(None);
@@ -104,7 +105,7 @@ impl Links {
             _ => None,
         });
         Ok(counted.map(|counted| match describe(&message).is_macvtap {
-            // What whoever holds it writes goes out over it, where it comes in over a tap.
+            // The kernel counts the holder's writes as sent on a macvtap, and as received on a tap.
             true => LinkCounters {
                 received_packets: counted.sent_packets,
                 received_bytes: counted.sent_bytes,
@@ -116,7 +117,7 @@ impl Links {
         }))
     }
 
-    /// What there is of a bridge of that name.
+    /// Facts about the bridge with this name.
     pub async fn inspect(&self, name: &str) -> io::Result<Option<BridgeFacts>> {
         let Some(message) = self.message(name).await? else {
             return Ok(None);
@@ -135,8 +136,9 @@ impl Links {
         Ok(Some(facts))
     }
 
-    /// All interfaces by name, with what [`Self::inspect`] tells of each: two questions to the kernel, which is asked for the addresses of
-    /// all interfaces also when those of one are wanted. An interface that comes or goes meanwhile may be missing.
+    /// All interfaces by name, each with the result of [`Self::inspect`]. The method needs two
+    /// kernel queries: even for one interface the kernel lists the addresses of all. An interface
+    /// that appears or disappears meanwhile may be missing.
     pub async fn survey(&self) -> io::Result<HashMap<String, (Link, BridgeFacts)>> {
         let mut seen = HashMap::new();
         let mut names = HashMap::new();
@@ -165,7 +167,8 @@ impl Links {
         Ok(seen)
     }
 
-    /// The ranges of addresses to which the main table leads, each with the index of its interface, but for the default route.
+    /// Address ranges in the main routing table, each with the index of its interface, except the
+    /// default route.
     pub async fn routes(&self) -> io::Result<Vec<((IpAddr, u8), u32)>> {
         let all = [
             RouteMessageBuilder::<Ipv4Addr>::new().build(),
@@ -215,7 +218,8 @@ impl Links {
     pub async fn add_address(&self, index: u32, address: IpAddr, prefix: u8) -> io::Result<()> {
         let mut add = self.handle.address().add(index, address, prefix);
         if address.is_ipv6() {
-            // Nobody else has the node's address: it is there at once, not when the kernel has asked for it on the link (RFC 4862, 5.4).
+            // No other host has the node's address, so the kernel need not check for duplicates on
+            // the link first (RFC 4862, 5.4).
             add.message_mut().header.flags |= AddressHeaderFlags::Nodad;
         }
         fault::step("add an address");
@@ -310,8 +314,8 @@ fn describe(message: &LinkMessage) -> Link {
     link
 }
 
-/// How many queues of a tap are open, among them those that take no packets at present (if_link.h: IFLA_TUN_NUM_QUEUES,
-/// IFLA_TUN_NUM_DISABLED_QUEUES).
+/// Number of open queues of a tap, including queues that are disabled at present (if_link.h:
+/// IFLA_TUN_NUM_QUEUES, IFLA_TUN_NUM_DISABLED_QUEUES).
 fn opened(info: &LinkInfo) -> u32 {
     const NUMBERS: [u16; 2] = [8, 9];
     let LinkInfo::Data(InfoData::Tun(facts)) = info else {
@@ -328,7 +332,7 @@ fn opened(info: &LinkInfo) -> u32 {
     numbers.sum()
 }
 
-/// What a message about an interface tells of it as a bridge: all but its addresses.
+/// Facts about an interface as a bridge, except its addresses.
 fn facts(message: &LinkMessage) -> BridgeFacts {
     let link = describe(message);
     BridgeFacts {

@@ -144,7 +144,7 @@ async fn finish(host: &Arc<Host>, record: &DiskRecord) {
     host.disks.forget(&record.uid, tombstone);
 }
 
-/// Notes that the VM is there which disks were made for: from here on they stay when the daemon ends.
+/// Records that the VM of these disks exists. From then on the disks survive the daemon.
 pub async fn keep(host: &Arc<Host>, names: &[String]) -> Result<(), Failure> {
     let _edit = host.disks.edit().await;
     for name in names {
@@ -156,8 +156,8 @@ pub async fn keep(host: &Arc<Host>, names: &[String]) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Takes over the disks of the store at the daemon's start, and ends what was interrupted. `has_vm` says whether the store has a VM
-/// of this name.
+/// Loads the disks of the store at the daemon's start, and cleans up after interrupted operations.
+/// `has_vm` says whether the store has a VM of this name.
 pub async fn restore(host: &Arc<Host>, records: Vec<DiskRecord>, has_vm: impl Fn(&str) -> bool) {
     let known: Vec<_> = records
         .iter()
@@ -227,7 +227,7 @@ fn interruption(record: &DiskRecord, has_vm: impl Fn(&str) -> bool) -> Option<St
     }
 }
 
-/// Writes beside the files of disks what daemons before did not, and tells of files that no disk has.
+/// Writes missing sidecar files, and reports files without a disk.
 async fn complete_folder(host: &Arc<Host>, known: Vec<Uuid>) {
     let folder = host.disk_folder();
     for seen in host.disks.after(&folder, None).disks {

@@ -1,8 +1,9 @@
-//! Disks that go to another node, or come from one, with their VM.
+//! Disks that migrate to or from another node with their VM.
 //!
-//! At the source they stay as they are until the VM runs on the other node. There they are made, empty, before anything is sent, and are
-//! filled by the `vmm` that receives the machine. The record of the VM names them by their UUIDs ([`HandoverRecord`](vmmd_store::HandoverRecord)):
-//! whichever side does not have the VM in the end removes its own when it removes the VM.
+//! At the source the disks stay unchanged until the VM runs on the other node. The target creates
+//! empty disks before the transfer. The `vmm` that receives the machine fills them. The record of
+//! the VM names the disks by their UUIDs ([`HandoverRecord`](vmmd_store::HandoverRecord)): the
+//! side that does not keep the VM removes its own disks together with the VM.
 
 mod coming;
 
@@ -24,7 +25,8 @@ use vmmd_store::{DiskRecord, DiskStage};
 use super::{begin_removal, create, finish, tell};
 use crate::{host::Host, paths::disk::free_bytes};
 
-/// What the target is told of the disks that go along with VM `vm`. Refused when another VM names one.
+/// Describes the disks that migrate with VM `vm`, for the target. Refused when another VM names one
+/// of them.
 pub async fn going(host: &Arc<Host>, vm: &str, disks: &[Disk]) -> Result<Vec<v1::PeerDisk>, Failure> {
     let mut going = Vec::new();
     for (_, name) in along(disks) {
@@ -92,7 +94,7 @@ pub async fn unmake(host: &Arc<Host>, uids: &[Vec<u8>]) {
 async fn make_one(host: &Arc<Host>, vm: &str, disk: &Coming, context: &Context) -> Result<Vec<u8>, Failure> {
     let record = DiskRecord {
         uid: disk.uid.as_bytes().to_vec(),
-        // Until its VM is there: a daemon that starts in between removes it.
+        // Cleared when the VM exists. A daemon that starts before that removes the disk.
         for_vm: vm.to_owned(),
         ..create::record(host, &disk.new, context)
     };
@@ -155,8 +157,8 @@ async fn keep_room(host: &Arc<Host>, disk: &Coming) -> Result<(), Failure> {
     Err(Failure::new(Kind::Exhausted, "NODE_DISK_FULL", message))
 }
 
-/// Removes disks together with the VM that they go with: it runs on another node, or does not come. One that somebody needs stays. What is
-/// gone already is no error.
+/// Removes the disks of a VM that runs on another node or that did not arrive. A disk that is still
+/// in use stays. A missing disk is no error.
 pub async fn remove(host: &Arc<Host>, vm: &str, uids: &[Vec<u8>], context: &Context) -> Result<(), Failure> {
     if uids.is_empty() {
         return Ok(());

@@ -23,11 +23,11 @@ pub fn begin(host: &Host, what: Type, record: &DiskRecord, context: &Context) ->
     Ok(handle)
 }
 
-/// What blocking work hears and says.
+/// Cancel signal and progress reports of blocking work.
 #[derive(Clone, Debug, Default)]
 pub struct Control {
     cancel: CancellationToken,
-    /// Of the operation; nobody hears of the work when there is none.
+    /// Reporter of the operation; without one there are no progress reports.
     reporter: Option<Reporter>,
     /// It says nothing of numbers of bytes.
     silent: bool,
@@ -70,8 +70,8 @@ impl Control {
     }
 }
 
-/// Does the work of an operation: its progress is that of the operation, and a cancel of the operation, or the end of the
-/// daemon, is one of the work. What is not wanted any more has to end by itself.
+/// Runs the work of an operation. The work reports progress to the operation. A cancel of the
+/// operation, or the end of the daemon, cancels the work. Cancelled work must end on its own.
 pub async fn follow<T, F: Future<Output = T>>(
     host: &Host,
     handle: &Handle,

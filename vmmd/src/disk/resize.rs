@@ -37,10 +37,10 @@ use crate::{
 /// Where a request to the DiskService has the size.
 const SIZE_FIELD: &str = "disk.spec.sizeBytes";
 
-/// An image that nobody has open.
+/// An image that no process has open.
 #[derive(Clone, Debug)]
 pub struct Growing {
-    /// What the request calls it, for messages.
+    /// Name of the image in messages.
     pub name: String,
     /// Its file or block device.
     pub path: PathBuf,
@@ -52,9 +52,9 @@ pub struct Growing {
     pub format: Format,
     /// Its present size where that is not in the file's length.
     pub size: Option<u64>,
-    /// What is to be reserved.
+    /// Preallocation of the added space.
     pub preallocation: Preallocation,
-    /// What is below it, the nearest first.
+    /// Backing files, nearest first.
     pub backing: Vec<(PathBuf, Format)>,
 }
 
@@ -185,7 +185,7 @@ async fn ask_vm(
     answer.await.map_err(|_| Failure::unavailable(vm))?.map(drop)
 }
 
-/// Makes the file of a disk that nobody has open larger, and notes that; returns the size.
+/// Grows the file of a disk that no process has open, and stores the new size. Returns the size.
 pub async fn grow_record(
     host: &Arc<Host>,
     record: &DiskRecord,
@@ -229,7 +229,7 @@ pub async fn note(host: &Arc<Host>, name: &str, size: u64) -> Result<(), Failure
     Ok(())
 }
 
-/// What was asked for at its creation.
+/// Preallocation that the creation requested.
 pub fn preallocation(record: &DiskRecord) -> Preallocation {
     match record.preallocation() {
         v1::DiskPreallocation::Full => Preallocation::Full,
@@ -237,7 +237,7 @@ pub fn preallocation(record: &DiskRecord) -> Preallocation {
     }
 }
 
-/// Reserves what a raw disk of a running VM is about to grow by, when all of it is to be reserved.
+/// Reserves the added space of a raw disk of a running VM, if its preallocation is full.
 pub async fn reserve_growth(host: &Arc<Host>, record: &DiskRecord, size: u64) -> Result<(), Failure> {
     if preallocation(record) != Preallocation::Full || format(record) != Format::Raw {
         return Ok(());
@@ -256,7 +256,8 @@ pub async fn reserve_growth(host: &Arc<Host>, record: &DiskRecord, size: u64) ->
     reserved.await?
 }
 
-/// Makes an image that nobody has open larger; returns the size. `size` 0 takes what a block device has.
+/// Grows an image that no process has open. Returns the size. With `size` 0, the size of a block
+/// device is the new size.
 pub async fn grow(host: &Arc<Host>, growing: Growing, size: u64, control: Control) -> Result<u64, Failure> {
     let (blocking_host, of, of_control) = (Arc::clone(host), growing.clone(), control.clone());
     let growing_raw = host.pools.bulk.run(std::slice::from_ref(&growing.path), move || {
@@ -341,7 +342,7 @@ fn grow_raw(host: &Host, growing: &Growing, size: u64, control: &Control) -> Res
         enough_room(&operation, path.parent().unwrap_or(path), more)?;
     }
     if let Err(error) = reserve(&file, present, more, growing.preallocation, control) {
-        // Gives back what was reserved behind the end.
+        // Frees the space reserved beyond the old end.
         let _ = file.set_len(present);
         return Err(match control.wanted() {
             Ok(()) => failed(error),

@@ -17,10 +17,10 @@ use super::{
 };
 use crate::host::Host;
 
-/// What may be in a mask, beside the metadata.
+/// Path in an update mask, besides the metadata.
 const SIZE: &str = "spec.size_bytes";
 
-/// Changes a disk. What is left of it when it is an operation is begun.
+/// Changes a disk. A change of its size begins an operation.
 pub async fn update(
     host: &Arc<Host>,
     request: &v1::UpdateDiskRequest,

@@ -30,7 +30,7 @@ use super::{ENDING, in_use};
 pub struct OpenFile {
     /// The descriptor.
     pub fd: OwnedFd,
-    /// What is behind it.
+    /// Identity of the file or device.
     pub id: FileId,
     /// Its length in bytes.
     pub size: u64,
@@ -39,8 +39,8 @@ pub struct OpenFile {
 }
 
 impl OpenFile {
-    /// What the queue of the block device, or of the disk that it is a partition of, says of discards: in bytes, 0 when
-    /// it can't.
+    /// Discard granularity in bytes from the queue of the block device, or of the disk that
+    /// contains the partition. 0 when the device does not support discards.
     pub fn discard_granularity(&self) -> Option<u32> {
         if !self.block_device {
             return None;
@@ -115,19 +115,19 @@ pub(super) fn open_image(
 /// The path is not below a folder that the node's configuration allows.
 pub const PATH_NOT_ALLOWED: &str = "PATH_NOT_ALLOWED";
 
-/// What an image is opened for.
+/// Intended use of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Use {
     /// To be read.
     Read,
-    /// To be written to: refused as DISK_IN_USE while the node uses it, and of a block device nobody else can have that
-    /// claim as long as the file is open.
+    /// Open for writing. Refused as DISK_IN_USE while the node uses the file. On a block device the
+    /// open file is an exclusive claim.
     Write,
     /// To find out whether it could be opened for writing.
     Look,
 }
 
-/// Opens an image file or block device; `label` begins the message when that can't be.
+/// Opens an image file or block device; `label` begins the error message.
 pub fn open_image_file(
     label: &str,
     path: &Path,
@@ -138,7 +138,8 @@ pub fn open_image_file(
     let refuse = |reason, problem: &str| Failure::precondition(reason, format!("{label} {problem}"));
     let access = match how {
         Use::Read => OFlags::RDONLY,
-        // open(2): of a block device, not while the system uses it (mounted, say). Of a file it means nothing.
+        // open(2): O_EXCL on a block device fails while the system uses it (mounted, for example).
+        // On a file it has no effect.
         Use::Write => OFlags::RDWR | OFlags::EXCL,
         Use::Look => OFlags::RDWR,
     };
@@ -146,7 +147,7 @@ pub fn open_image_file(
         Cache::Writeback => open_claimed(path, within, access),
         Cache::None => open_claimed(path, within, access | OFlags::DIRECT),
         Cache::Auto => match open_claimed(path, within, access | OFlags::DIRECT) {
-            // open(2): what is behind the path can't do O_DIRECT.
+            // open(2): the file system does not support O_DIRECT.
             Err(Refused::Errno(Errno::INVAL)) => open_claimed(path, within, access),
             opened => opened,
         },
@@ -191,7 +192,7 @@ pub fn open_image_file(
     })
 }
 
-/// Why an image can't be opened.
+/// Refusal for a failed open of an image.
 fn refuse_open(
     refuse: &impl Fn(&'static str, &str) -> Failure,
     path: &Path,
@@ -230,8 +231,8 @@ fn refuse_open(
     }
 }
 
-/// As [`open_file`], but waits a moment for a block device that nobody is seen to use: the kernel may still be closing the
-/// files of a process that has just ended.
+/// As [`open_file`], but waits a moment for a busy block device without a visible user: the kernel
+/// may still be closing the files of a process that has just ended.
 fn open_claimed(path: &Path, within: Within<'_>, access: OFlags) -> Result<OwnedFd, Refused> {
     const AGAIN: Duration = Duration::from_millis(10);
     let deadline = Instant::now() + ENDING;
@@ -245,12 +246,13 @@ fn open_claimed(path: &Path, within: Within<'_>, access: OFlags) -> Result<Owned
     }
 }
 
-/// Who on the node uses an open file, beside VMs: a loop device, a mounted file system, swap. As it is written in a sentence.
+/// The node's use of an open file other than by VMs: a loop device, a mounted file system, swap.
+/// The text fits into a sentence.
 pub fn node_user_of(fd: impl AsFd) -> Option<String> {
     in_use::user(&rustix::fs::fstat(fd).ok()?)
 }
 
-/// Who on the node uses a file, beside VMs.
+/// The node's use of a file other than by VMs.
 fn node_user(path: &Path) -> Option<String> {
     in_use::user(&rustix::fs::stat(path).ok()?)
 }
@@ -267,7 +269,7 @@ fn metadata(fd: &OwnedFd) -> io::Result<std::fs::Metadata> {
     std::fs::File::from(fd.as_fd().try_clone_to_owned()?).metadata()
 }
 
-/// What is at a path, if anything is.
+/// Identity of the file at a path, if it exists.
 pub(super) fn identity_at(path: &Path) -> Option<FileId> {
     Some(identity(&rustix::fs::stat(path).ok()?))
 }

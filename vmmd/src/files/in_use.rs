@@ -1,8 +1,10 @@
-//! Who on the node uses a block device or a file as something else than the disk of a VM: a mounted file system, another
-//! device above it, swap. Written to by a guest beside that, its data would be lost. Blocking; for messages too.
+//! Detection of uses of a block device or file other than as a VM's disk: a mounted file system,
+//! another device above it, swap. A guest that writes to it as well would destroy its data.
+//! Blocking; also produces text for messages.
 //!
-//! Who is asked is the kernel: an exclusive open (O_EXCL) of a block device fails while it is mounted or held; what is here
-//! finds the reason, and finds files behind loop devices, which no flag protects.
+//! The kernel decides for block devices: an exclusive open (O_EXCL) fails while the device is
+//! mounted or held. This module finds the reason. It also finds files behind loop devices, which no
+//! flag protects.
 
 use std::{
     fs,
@@ -11,7 +13,7 @@ use std::{
 
 use rustix::fs::{FileType, Stat, major, minor};
 
-/// Who uses what is behind an open descriptor, as it is written in a sentence; `None` when nobody does.
+/// The user of an open file, as text for a sentence; `None` without a user.
 pub fn user(stat: &Stat) -> Option<String> {
     let mountinfo = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
     if FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice {

@@ -1,6 +1,6 @@
-//! Which files a VM was last started with. A start by the run policy refuses another one in their place: nobody has looked at it, and
-//! whoever can write to a folder of images is not meant to choose what a VM boots at night. A start by request takes what is there.
-//! Blocking.
+//! Files that a VM was last started with. A start by the run policy refuses a replaced file: no
+//! operator has reviewed the new file, and write access to a folder of images must not decide about
+//! the boot of a VM. A start by request accepts the present file. Blocking.
 
 use std::{collections::BTreeMap, io, os::fd::AsFd, path::Path};
 
@@ -14,10 +14,11 @@ use vmmd_store::FileRecord;
 
 use super::{OpenDisk, signature};
 
-/// By path. A record with nothing in it stands for any file: one by which it can't be known again, or that a request has accepted.
+/// Files by path. An empty record stands for any file: the file has no stable identity, or a
+/// request has accepted it.
 pub type Known = BTreeMap<String, FileRecord>;
 
-/// Of statfs(2). The server of such a file system may number its files anew whenever it is mounted.
+/// From statfs(2). The server of such a file system may renumber its files at each mount.
 const FUSE_MAGIC: rustix::fs::FsWord = 0x6573_5546;
 
 /// Identifies the open file of a path, and refuses it as FILE_REPLACED when another one is `known` there. `field` is the path's place in
@@ -59,13 +60,13 @@ pub(super) fn check_disk(
     check(known, &format!("{field}.path"), path, &opened.fd).map(Some)
 }
 
-/// The same paths, with whatever file is there by now.
+/// The same paths, with any file.
 pub fn any_of(known: &Known) -> Known {
     let any = |path: &String| (path.clone(), FileRecord::default());
     known.keys().map(any).collect()
 }
 
-/// The paths of a spec's disks, with whatever file is there.
+/// The paths of a spec's disks, with any file.
 pub fn any_of_disks(spec: &VmSpec) -> Known {
     let paths = spec.disks.iter().filter_map(|disk| match &disk.source {
         Source::Path { path, .. } => Some((key(path), FileRecord::default())),
@@ -79,11 +80,12 @@ pub fn key(path: &Path) -> String {
     path.to_string_lossy().into_owned()
 }
 
-/// What stays the same of a file over reboots, and is not the same of another one in its place.
+/// Identity of a file that is stable over reboots and differs from that of a replacement at the
+/// same path.
 pub fn identify(file: impl AsFd) -> io::Result<FileRecord> {
     let stat = fstat(&file)?;
     if FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice {
-        // Its node is made anew at each boot, and so may its numbers be.
+        // Each boot recreates its node, and the numbers may change.
         return Ok(FileRecord {
             block_device: true,
             ..FileRecord::default()

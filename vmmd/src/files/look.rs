@@ -20,8 +20,9 @@ use super::{
 };
 use crate::registry::vms::Vms;
 
-/// All that stands in the way of opening the files of a VM called `name`. What that VM has itself is no hindrance; `had` are the paths
-/// of its disks. `elsewhere`: it runs on another node, which has its disks locked. No lock is taken, so that no start is disturbed.
+/// Returns all problems with the files of a VM called `name`. Files that the VM itself uses are no
+/// problem. `had` contains the paths of its disks. `elsewhere`: the VM runs on another node, which
+/// has locked its disks. The function takes no lock, so it does not disturb a start.
 pub fn look(
     spec: &VmSpec,
     sources: &Sources<'_>,
@@ -31,7 +32,7 @@ pub fn look(
     look_beside(spec, None, sources, (name, had), elsewhere)
 }
 
-/// The same of what is in `spec` and not in `present`.
+/// The same for the files that `spec` names and `present` does not.
 pub fn look_beside(
     spec: &VmSpec,
     present: Option<&VmSpec>,
@@ -101,8 +102,8 @@ pub fn had(table: &Vms, name: &str) -> Known {
         .collect()
 }
 
-/// The paths of a spec that lead out of the node's roots as they are written, but for those that `had` names too: what a VM has
-/// already is no reason to refuse another change. No file is touched.
+/// Returns the paths of a spec that are outside the node's roots by their text, except paths that
+/// `had` names too: an existing path must not block another change. The function accesses no file.
 pub fn outside(spec: &VmSpec, roots: &Roots, had: Option<&VmSpec>) -> Vec<Problem> {
     let had: Vec<_> = had.into_iter().flat_map(named_by_path).collect();
     let fresh = named_by_path(spec)
@@ -125,7 +126,7 @@ pub fn outside(spec: &VmSpec, roots: &Roots, had: Option<&VmSpec>) -> Vec<Proble
     problems.collect()
 }
 
-/// What a path of a spec is for.
+/// Purpose of a path in a spec.
 #[derive(Clone, Copy)]
 enum Named {
     Kernel,
@@ -133,7 +134,7 @@ enum Named {
     Share,
 }
 
-/// Field and path of all that a spec names by path, and what it is for.
+/// Field, path and purpose of each path in a spec.
 fn named_by_path(spec: &VmSpec) -> Vec<(String, &Path, Named)> {
     let (kernel, initrd) = spec.boot.files();
     let kernel = kernel.map(|kernel| ("spec.boot.linux.kernel".to_owned(), kernel, Named::Kernel));
@@ -189,7 +190,8 @@ fn look_at_disk(
         let user = match sources.ledger.user_of(*id) {
             Some(vm) if vm == name || unlocked => continue,
             Some(vm) => format!("VM \"{vm}\""),
-            // What has a lock and is not seen is a process that has just ended: its lock is waited for at a start.
+            // A lock without a visible holder belongs to a process that has just ended. A start
+            // waits for such a lock.
             None if unlocked => continue,
             None => match sys::lock_holder(fd) {
                 Some(holder) => holder,

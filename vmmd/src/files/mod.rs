@@ -1,5 +1,5 @@
-//! Opens what a VM's spec names, with a precise refusal for whatever can't be used. Blocking; nothing is changed on
-//! the node, and a disk's lock goes away with its descriptor.
+//! Opens the files of a VM's spec, with a precise refusal for each unusable file. Blocking. The
+//! functions change no state of the node. The lock of a disk ends when its descriptor is closed.
 
 mod file;
 mod in_use;
@@ -45,8 +45,8 @@ use crate::{paths::disk::Folder, registry::disks::Disks};
 /// Descriptors with a machine beside those of disks, NICs and the initrd: /dev/kvm, kernel, random source, two logs.
 const OTHER_FDS: usize = 5;
 
-/// How long a lock that nobody is seen to hold is waited for. The kernel ends a killed process's io_uring, which holds
-/// its files, a moment after the process is gone.
+/// Wait for a lock without a visible holder. The kernel ends a killed process's io_uring, which
+/// holds its files, a moment after the process has ended.
 const ENDING: Duration = Duration::from_secs(2);
 
 /// Of statfs(2).
@@ -72,18 +72,18 @@ pub struct OpenDisk {
     pub fd: OwnedFd,
     /// How it is to be read.
     pub format: Format,
-    /// What is below it, the nearest first, open for reading.
+    /// Backing files, nearest first, open for reading.
     pub backing: Vec<(OwnedFd, Format)>,
-    /// What its queue says of discards, if it is a block device.
+    /// Discard granularity of its queue, if it is a block device.
     pub discard_granularity: Option<u32>,
-    /// What is behind all of them.
+    /// Identities of all these files.
     pub ids: Vec<FileId>,
 }
 
-/// Where the daemon looks for what a spec names, and who has it.
+/// Locations of the files that a spec names, and their users.
 #[derive(Debug)]
 pub struct Sources<'a> {
-    /// Who uses which files.
+    /// Users of files.
     pub ledger: &'a Ledger,
     /// Disks of the DiskService.
     pub disks: &'a Disks,
@@ -93,14 +93,15 @@ pub struct Sources<'a> {
     pub roots: &'a Roots,
 }
 
-/// What to do about locks of the disks.
+/// Handling of the locks of disks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Locks {
     /// Take them; they stay with the descriptors.
     Take,
-    /// Neither take them nor look who has them.
+    /// Neither take nor check locks.
     None,
-    /// Of disks by path for writing, none: another node's VM has them, and it is refused when nobody has. Others are taken.
+    /// For a disk by path that is open for writing: take no lock. Another node's VM must hold it,
+    /// otherwise the open is refused. Take all other locks.
     Elsewhere,
 }
 
@@ -188,7 +189,8 @@ fn nic_queues(spec: &VmSpec) -> usize {
     spec.nics.iter().map(|nic| usize::from(nic.queues)).sum()
 }
 
-/// What each disk of a VM is on, by its name, as far as that can be told without opening it.
+/// Identities of the files of each disk of a VM, by the disk's name, as far as they are known
+/// without opening the files.
 pub fn identify(disks: &[Disk], sources: &Sources<'_>) -> BTreeMap<String, Vec<FileId>> {
     let disks = disks.iter().map(|disk| {
         let ids = match &disk.source {
@@ -224,7 +226,7 @@ pub fn named(spec: &VmSpec, sources: &Sources<'_>) -> Vec<PathBuf> {
         .collect()
 }
 
-/// Where a disk is, and then what is below it.
+/// Path of a disk, followed by the paths of its backing files.
 pub fn paths(disk: &Disk, sources: &Sources<'_>) -> Vec<PathBuf> {
     match &disk.source {
         Source::Seed => Vec::new(),
@@ -240,8 +242,8 @@ pub fn paths(disk: &Disk, sources: &Sources<'_>) -> Vec<PathBuf> {
     }
 }
 
-/// Size in bytes of those of a VM's disks that are in the node's memory: what is written to a file on tmpfs is charged to
-/// the writer, for as long as it is there.
+/// Size in bytes of the VM's disks in the node's memory. The kernel charges the content of a file
+/// on tmpfs to its writer while the file exists.
 pub fn bytes_in_memory(spec: &VmSpec, sources: &Sources<'_>) -> u64 {
     let in_memory = |path: &PathBuf| rustix::fs::statfs(path).is_ok_and(|fs| fs.f_type == TMPFS_MAGIC);
     let paths = spec.disks.iter().flat_map(|disk| paths(disk, sources));
@@ -254,7 +256,7 @@ pub fn bytes_in_memory(spec: &VmSpec, sources: &Sources<'_>) -> u64 {
 /// Opens and locks a disk with all that is below it; `field` is its path in the request.
 pub fn open_disk(field: &str, disk: &Disk, sources: &Sources<'_>, locks: Locks) -> Result<OpenDisk, Failure> {
     let locks = match &disk.source {
-        // It came with its VM, and nobody else has it.
+        // A disk of this node's DiskService: no other node has locked it.
         Source::Disk { .. } if locks == Locks::Elsewhere => Locks::Take,
         _ => locks,
     };
@@ -306,7 +308,7 @@ pub fn open_disk(field: &str, disk: &Disk, sources: &Sources<'_>, locks: Locks) 
             None => failure,
         }
     })?;
-    // The length of a qcow2 file says nothing about what is in it.
+    // The length of a qcow2 file does not show the size of its content.
     if format != Format::Qcow2 {
         let unit = u64::from(disk.logical_block).max(SECTOR);
         if image.size == 0 || !image.size.is_multiple_of(unit) {
@@ -342,7 +344,7 @@ pub fn open_disk(field: &str, disk: &Disk, sources: &Sources<'_>, locks: Locks) 
     Ok(opened)
 }
 
-/// Locks an image, or says who has it.
+/// Locks an image. The refusal names the holder of the lock.
 fn take(
     label: &str,
     image: &OpenFile,
@@ -368,7 +370,7 @@ fn take(
     ))
 }
 
-/// A disk of a VM that comes from another node, and which nobody has locked here.
+/// Refusal of a disk of an incoming VM that no other node has locked.
 fn not_shared(label: &str) -> Failure {
     let message = format!(
         "{label} is not the file that the other node's VM writes to, or the storage of both keeps no locks: disks that the guest can write to must \
@@ -377,7 +379,7 @@ fn not_shared(label: &str) -> Failure {
     Failure::precondition("DISK_NOT_SHARED", message)
 }
 
-/// Who has an image that can't be locked, for a message.
+/// The holder of an image that cannot be locked, for a message.
 pub fn user(image: &OpenFile, ledger: &Ledger) -> String {
     match ledger.user_of(image.id) {
         Some(vm) => format!("VM \"{vm}\""),

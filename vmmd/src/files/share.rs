@@ -12,7 +12,7 @@ use vmmd_host::{
 
 use super::PATH_NOT_ALLOWED;
 
-/// A directory that is to be shared, opened: nobody can put another one in its place any more.
+/// Open directory of a share. A later replacement of the path has no effect.
 #[derive(Debug)]
 pub struct Opened {
     /// The directory itself.

@@ -24,7 +24,7 @@ const SIGNATURES: [(&[u8], usize, &str); 6] = [
     (&[0x7f, 0x10, 0xda, 0xbe], 64, "VDI"),
 ];
 
-/// The image format whose signature the first bytes of a file have; `None` when they have none that is known.
+/// Image format with this signature; `None` for an unknown signature.
 fn of(head: &[u8]) -> Option<&'static str> {
     let found = SIGNATURES
         .iter()

@@ -1,6 +1,7 @@
-//! The directory where a VM's files are for whoever runs it: opened beneath the folders where shares may be, and written to. Its owner, and a
-//! guest that mounts it, may put anything there at any time. So a file is made anew, under a name that nothing has, and then gets its own: no link is
-//! ever followed, and who reads it finds the one before or the whole one.
+//! State directory of a VM: vmmd writes files about the VM there. vmmd opens it beneath the allowed
+//! folders of shares. Its owner, and a guest that mounts it, may change its content at any time.
+//! vmmd therefore writes a new file with a temporary name and renames it. It never follows a link,
+//! and a reader sees the old file or the complete new one.
 
 use std::{
     fs::File,
@@ -30,7 +31,7 @@ const MODE: u32 = 0o640;
 #[derive(Debug)]
 pub struct StateDir {
     directory: OwnedFd,
-    /// Whom it belongs to, and its files.
+    /// Owner and group of the directory and of its files.
     owner: (Uid, Gid),
 }
 
@@ -50,7 +51,7 @@ impl StateDir {
         })
     }
 
-    /// Puts a file called `name` with this content in the place of the one that is there. Blocking.
+    /// Atomically replaces the file `name` with this content. Blocking.
     pub fn write(&self, name: &str, content: &[u8]) -> io::Result<()> {
         let new = format!(".{name}.new");
         self.remove(&new)?;
@@ -166,7 +167,7 @@ mod tests {
         dir.write("vm.json", b"new").unwrap();
         assert_eq!(fs::read_to_string(at("secret")).unwrap(), "secret");
         assert!(fs::symlink_metadata(at("job/vm.json")).unwrap().is_file());
-        // What can't be replaced stays, and nothing is left beside it.
+        // A directory at the path stays, and no temporary file remains.
         fs::remove_file(at("job/vm.json")).unwrap();
         fs::create_dir(at("job/vm.json")).unwrap();
         assert!(dir.write("vm.json", b"new").is_err());

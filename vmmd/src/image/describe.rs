@@ -23,7 +23,7 @@ pub fn digest_text(digest: &[u8]) -> String {
     }
 }
 
-/// An image with what its file tells. Blocking.
+/// Describes an image with the state of its file. Blocking.
 fn look(folder: &Folder, seen: &Seen, disks: Vec<String>, vms: Vec<String>) -> v1::Image {
     let record = &seen.record;
     let stage = record.stage();

@@ -1,4 +1,5 @@
-//! What names the content of an image: SHA-256 of the SHA-256 of each MiB, the last one may be shorter. Holes cost nothing. Blocking.
+//! Digest of an image's content: SHA-256 of the SHA-256 hashes of each MiB. The last block may be
+//! shorter. Holes need no hashing. Blocking.
 
 use std::{fs::File, io, ops::Range, os::unix::fs::FileExt, sync::LazyLock, thread};
 
@@ -10,7 +11,7 @@ use sha2::{Digest, Sha256, Sha512};
 
 use crate::disk::Control;
 
-/// Of a hash, in bytes.
+/// Bytes per hash.
 const BLOCK: u64 = 1 << 20;
 /// Most threads that make hashes of one file.
 const MOST_THREADS: usize = 4;
@@ -19,7 +20,7 @@ static THREADS: LazyLock<usize> = LazyLock::new(|| {
         .map_or(1, usize::from)
         .min(MOST_THREADS)
 });
-/// Of a block of zeroes.
+/// Hash of a block of zeroes.
 static ZEROES: LazyLock<[u8; 32]> =
     LazyLock::new(|| Sha256::digest(vec![0; usize::try_from(BLOCK).unwrap_or_default()]).into());
 

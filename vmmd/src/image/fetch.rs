@@ -43,22 +43,23 @@ pub const REFUSED: &str = "DOWNLOAD_REFUSED";
 /// Bytes that are received before they are written, and after which the room on the file system is looked at.
 const BATCH: usize = 4 << 20;
 
-/// What is to be downloaded.
+/// Parameters of a download.
 #[derive(Debug)]
 pub struct Download<'a> {
     /// Of [`Reach::client`](super::reach::Reach::client).
     pub client: Client,
     /// Its address.
     pub url: &'a str,
-    /// What else each request says.
+    /// Additional headers of each request.
     pub headers: HeaderMap,
     /// The reason of the failure when the server answers 401; [`REFUSED`] when that is no case of its own.
     pub unauthorized: &'static str,
     /// The same for 404.
     pub missing: &'static str,
-    /// When it is a blob: it can be gone on with whatever the server calls it.
+    /// Set for a blob. Its download can continue without regard to the server's version of the
+    /// file.
     pub blob: Option<Blob>,
-    /// Where it goes: what is there is its beginning.
+    /// Target file. Its present content is the beginning of the download.
     pub file: File,
     /// Version of the beginning; empty when it is not known.
     pub version: SourceVersion,

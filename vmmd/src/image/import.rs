@@ -56,7 +56,7 @@ pub const WHOLE_DEADLINE: Duration = Duration::from_secs(24 * 3600);
 pub struct Begun {
     /// Its UUID.
     pub uid: Vec<u8>,
-    /// The operation; nothing when the image is there already.
+    /// The operation; `None` when the image already exists.
     pub pending: Option<Pending>,
 }
 
@@ -147,7 +147,7 @@ pub async fn begin(
     Ok((record, handle))
 }
 
-/// What the request has for a registry, as it may be written: a daemon that was restarted needs it too.
+/// Encrypts the request's registry credentials for the record. A restarted daemon needs them too.
 fn sealed(host: &Host, uid: &[u8], new: &NewImage) -> Result<Vec<u8>, Failure> {
     let NewSource::Oci(oci) = &new.source else {
         return Ok(Vec::new());
@@ -196,7 +196,7 @@ async fn uploaded(
     convert(host, record, source.into(), &[], handle, &control).await
 }
 
-/// Ends an import. When the daemon ends, what was downloaded stays for the next one.
+/// Ends an import. When the daemon stops, the downloaded data stays for the next daemon.
 pub async fn end(host: &Arc<Host>, record: ImageRecord, handle: Handle, made: Result<(), Failure>) {
     let made = match made {
         Ok(()) if handle.commit() => place(host, record.clone()).await,
@@ -314,7 +314,7 @@ pub fn has_room(file: &File) -> io::Result<bool> {
     Ok(room(file)? > 0)
 }
 
-/// How many bytes the file system of a file has free, apart from those that stay free. Blocking.
+/// Free bytes on the file system of a file, minus the space that must stay free. Blocking.
 pub fn room(file: &File) -> io::Result<u64> {
     let stat = rustix::fs::fstatvfs(file)?;
     let all = stat.f_blocks.saturating_mul(stat.f_frsize);
@@ -367,7 +367,7 @@ fn check(record: &ImageRecord) -> Result<(), Failure> {
     Err(Failure::precondition("CHECKSUM_MISMATCH", message))
 }
 
-/// What the converter says in the end.
+/// Final report of the converter.
 #[derive(Deserialize)]
 struct Found {
     format: String,
@@ -377,7 +377,7 @@ struct Found {
     logical_block: u32,
 }
 
-/// What it says on its way.
+/// Progress report of the converter.
 #[derive(Deserialize)]
 struct Step {
     done: u64,
@@ -496,7 +496,8 @@ fn on_disk<T: Send + 'static, W: FnOnce() -> io::Result<T> + Send + 'static>(
     }
 }
 
-/// Gives the image its place, and notes durably that it is whole. Returns what is to be said of it.
+/// Moves the image to its final path and durably marks it as ready. Returns the message for the
+/// operation.
 async fn place(host: &Arc<Host>, mut record: ImageRecord) -> Result<String, Failure> {
     let folder = host.image_folder();
     let names = host.images.names().await;
@@ -505,7 +506,7 @@ async fn place(host: &Arc<Host>, mut record: ImageRecord) -> Result<String, Fail
     record.stage_ms = text::now_ms();
     let (of, moved) = (folder.clone(), record.clone());
     let placing = host.pools.bulk.run(&[folder.root()], move || {
-        // What another image has is not touched, unless it was lost.
+        // Existing content of another image stays unchanged. Missing content is restored.
         if !(shared && of.content(&moved.digest).exists()) {
             of.keep(&moved)?;
         }

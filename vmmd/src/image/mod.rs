@@ -1,13 +1,15 @@
-//! Images of the ImageService: a record in the store each, and the content as a raw image `<state_dir>/images/<digest>.raw`, which images
-//! with the same content have in common ([`crate::paths::image`]).
+//! Images of the ImageService. Each has a record in the store. The content is a raw image
+//! `<state_dir>/images/<digest>.raw`, which images with the same content share
+//! ([`crate::paths::image`]).
 //!
 //! ```text
 //!  (none) ──record──▶ Importing ──file in its place──▶ Ready ──record──▶ Deleting ──file gone──▶ (none)
 //! ```
 //!
-//! Always: what lies in the folder belongs to a record; a content is taken away only when no record has its digest
-//! ([`names`](crate::registry::images::Images::names) is held for both). A daemon that finds an import goes on with it. What has to understand an image is a process
-//! without rights ([`crate::helper`]).
+//! Invariants: each file in the folder belongs to a record. The daemon removes content only when no
+//! record has its digest (placement and removal both hold
+//! [`names`](crate::registry::images::Images::names)). At its start the daemon continues
+//! interrupted imports. An unprivileged process parses images ([`crate::helper`]).
 
 pub mod describe;
 mod digest;
@@ -65,7 +67,7 @@ pub async fn delete(host: &Arc<Host>, name: &str, context: &Context) -> Result<(
     remove(host, *record, answer).await
 }
 
-/// Deletes an image that was taken out of use. `answer` is that of who asked.
+/// Deletes an image that is out of use. `answer` is the response to the delete request.
 async fn remove(host: &Arc<Host>, before: ImageRecord, answer: Option<RequestRecord>) -> Result<(), Failure> {
     let (disks, vms) = host.disks.users_of_image(&before);
     let snapshot = host.snapshots.needs_image(&before.uid);
@@ -108,7 +110,8 @@ async fn remove(host: &Arc<Host>, before: ImageRecord, answer: Option<RequestRec
     Ok(())
 }
 
-/// Removes the files of an image, then its record. What fails here is done at the daemon's next start.
+/// Removes the files of an image, then its record. The daemon's next start retries the steps that
+/// failed.
 async fn discard(host: &Arc<Host>, record: &ImageRecord) {
     let names = host.images.names().await;
     let (folder, of) = (host.image_folder(), record.clone());
@@ -137,7 +140,7 @@ async fn discard(host: &Arc<Host>, record: &ImageRecord) {
     drop(names);
 }
 
-/// Takes over the images of the store at the daemon's start, and goes on with what was interrupted.
+/// Loads the images of the store at the daemon's start, and continues interrupted operations.
 pub async fn restore(host: &Arc<Host>, records: Vec<ImageRecord>) {
     let records: Vec<_> = records
         .into_iter()
@@ -187,7 +190,7 @@ pub async fn restore(host: &Arc<Host>, records: Vec<ImageRecord>) {
     }
 }
 
-/// Tells an event of an image.
+/// Emits an event of an image.
 fn tell(host: &Host, record: &ImageRecord, reason: &str, message: &str) {
     host.events.emit(Draft::normal(object(record), reason, message));
 }

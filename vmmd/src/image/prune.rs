@@ -12,7 +12,8 @@ use crate::{
     registry::images::{Deletion, Seen},
 };
 
-/// Deletes those that `matches` chooses, the ones first that were not used for longest. One that is taken into use meanwhile stays.
+/// Deletes the images that `matches` selects, least recently used first. An image that comes into
+/// use meanwhile stays.
 pub async fn prune(
     host: &Arc<Host>,
     request: &v1::PruneImagesRequest,

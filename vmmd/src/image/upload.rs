@@ -1,4 +1,4 @@
-//! Makes an image of what a client sends.
+//! Creates an image from an upload.
 
 use std::{fs::File, io, os::unix::fs::FileExt, sync::Arc};
 

@@ -33,7 +33,7 @@ enum Value {
 /// Counts by upper bound.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Histogram {
-    /// Of all observed values.
+    /// Sum of all observed values.
     pub sum: f64,
     /// Upper bounds, growing, the last one infinite, each with how many were not above it and above the one before.
     pub buckets: Vec<(f64, u64)>,

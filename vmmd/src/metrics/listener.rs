@@ -26,7 +26,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Of OpenMetrics 1.0.
 const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// Where figures are told.
+/// Listener for metrics.
 #[derive(Debug)]
 pub enum Listener {
     /// An address and port.
@@ -36,7 +36,7 @@ pub enum Listener {
 }
 
 impl Listener {
-    /// Binds what the configuration says: "127.0.0.1:9753", or the absolute path of a UNIX socket.
+    /// Binds the configured address: "127.0.0.1:9753", or the absolute path of a UNIX socket.
     pub async fn bind(listen: &str) -> io::Result<Self> {
         if !listen.starts_with('/') {
             return TcpListener::bind(listen).await.map(Self::Tcp);

@@ -1,7 +1,8 @@
-//! Figures for Prometheus, on a listener of their own. What they are is in docs/src/metrics.md, which a test holds to.
+//! Prometheus metrics, on a separate listener. docs/src/metrics.md documents them, and a test
+//! compares the two.
 //!
-//! Nothing is kept for VMs: each scrape asks all of them at once, so that the series of a VM end with it, and one that does not answer
-//! within [`SCRAPE`] costs its own series alone.
+//! The daemon keeps no metrics for VMs: each scrape queries all of them at once. The series of a VM
+//! end with the VM. A VM that does not answer within [`SCRAPE`] loses only its own series.
 
 mod families;
 mod listener;
@@ -27,7 +28,7 @@ pub use self::{listener::Listener, rpc::Counted};
 /// How long a `vmm` may take for a scrape; Prometheus waits 10 s.
 const SCRAPE: Duration = Duration::from_secs(3);
 
-/// What the daemon counts of itself, for its whole life.
+/// Counters of the daemon's own calls, for its whole life.
 static RPCS: OnceLock<rpc::Calls> = OnceLock::new();
 
 fn rpcs() -> &'static rpc::Calls {
@@ -37,7 +38,7 @@ fn rpcs() -> &'static rpc::Calls {
 /// A VM in a scrape.
 struct Sample {
     vm: Arc<v1::Vm>,
-    /// Of one that runs and answers.
+    /// Counters of a running VM that answers.
     stats: Option<v1::VmStats>,
 }
 

@@ -1,4 +1,4 @@
-//! The node: what it has, and what of that the VMs have.
+//! Node metrics: its resources, and the share of the VMs.
 
 use proto::v1::{ConditionStatus, NodeStatus};
 

@@ -19,7 +19,7 @@ use crate::auth::rule;
 
 /// Upper bounds of latencies, in milliseconds; more is the last bucket's.
 const BOUNDS_MS: [u64; 12] = [1, 2, 5, 10, 20, 50, 100, 500, 1000, 5000, 20_000, 60_000];
-/// What has been called.
+/// Counts of calls by method.
 #[derive(Debug, Default)]
 pub struct Calls(Mutex<BTreeMap<&'static str, Method>>);
 

@@ -1,6 +1,6 @@
-//! What the fuzz target of peers calls (`vmmd/fuzz`): it takes any bytes, does with them what a daemon does with what another one says, as far as
-//! that needs nothing of the node, and panics when something is taken that may not be. The tests here run it over the seeds and over generated
-//! input.
+//! Entry point of the fuzz target for peers (`vmmd/fuzz`). It accepts any bytes and processes them
+//! like messages of another daemon, as far as that needs no state of the node. It panics when the
+//! code accepts an invalid message. The tests here run it over the seeds and over generated input.
 
 use std::{collections::BTreeMap, sync::LazyLock};
 
@@ -16,20 +16,20 @@ use vmmd_host::failure::{Failure, Kind};
 use super::heard::{self, Offer};
 use crate::disk::moved;
 
-/// What the processors of this node can do.
+/// Features of this node's processors.
 static FEATURES: LazyLock<Vec<String>> = LazyLock::new(|| vec!["avx".to_owned(), "sse2".to_owned()]);
-/// The one network of this node, and what it is.
+/// The one network of this node, and its description.
 const NETWORK: [&str; 2] = ["lan", "10.80.0.0/24 with gateway 10.80.0.1"];
-/// Longest refusal in bytes, but for one that lists the fields that are wrong.
+/// Longest refusal in bytes, except one that lists invalid fields.
 const REFUSAL: usize = 2000;
 
 /// A VM of this node that came from another one, or is to come.
 #[derive(Debug)]
 struct Arriving {
     record: Target,
-    /// Of which migration its machine has come; 0 when none has.
+    /// Migration whose machine has arrived; 0 when none has.
     loaded: u64,
-    /// Of which migration it has said that it is ready.
+    /// Migration for which it has reported readiness.
     ready: Option<u64>,
     runs: bool,
 }
@@ -292,7 +292,6 @@ mod tests {
         said(2, &request)
     }
 
-    /// What the seeds are.
     fn seeds() -> Vec<(&'static str, Vec<u8>)> {
         use HandoverStep::{Abort, Commit, Prepare, Running};
         let whole = [

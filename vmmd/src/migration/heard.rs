@@ -1,5 +1,6 @@
-//! What the other daemon of a migration says, decoded and checked as far as that needs nothing of the node. What it says is untrusted: its
-//! certificate says that it is a peer, not that it is right.
+//! Messages of the other daemon of a migration, decoded and checked as far as that needs no state
+//! of the node. The messages are untrusted: the certificate proves the role of a peer, not
+//! correctness.
 
 use std::{collections::BTreeSet, net::Ipv4Addr};
 
@@ -42,7 +43,7 @@ pub struct Offer {
     pub disks: Vec<moved::Coming>,
 }
 
-/// What a NIC in a network of the node has at the source.
+/// Configuration of a NIC in a network of the node, from the source.
 #[derive(Debug)]
 pub struct Address<'a> {
     /// The NIC.
@@ -90,8 +91,8 @@ impl Offer {
         })
     }
 
-    /// The addresses that NICs have in networks: the guest goes on with them. `range` says what a network is on this node, in words that are the
-    /// same for the same.
+    /// Addresses of the NICs in networks, which the guest keeps. `range` describes a network on
+    /// this node, in the same words for equal networks.
     pub fn addresses(&self, range: impl Fn(&str) -> String) -> Result<Vec<Address<'_>>, Failure> {
         let mut addresses = Vec::new();
         for nic in &self.spec.nics {
@@ -231,7 +232,7 @@ pub fn opened(first: Option<v1::ReceiveVmRequest>) -> Result<(v1::PeerVm, Uuid),
     Ok((vm, uid))
 }
 
-/// What the source's `vmm` has written: each message after the first.
+/// Data from the source's `vmm`: each message after the first.
 pub fn data(message: v1::ReceiveVmRequest) -> Result<Vec<u8>, Failure> {
     match message.part {
         Some(Part::Data(data)) => Ok(data),
@@ -239,7 +240,7 @@ pub fn data(message: v1::ReceiveVmRequest) -> Result<Vec<u8>, Failure> {
     }
 }
 
-/// What the source says of the hand-over.
+/// Handover message of the source.
 pub fn settled(request: &v1::SettleVmRequest) -> Result<Message, Failure> {
     match message_of(request.step(), request.migration) {
         Some(message @ (Message::Prepare(_) | Message::Commit(_) | Message::Abort(_))) => Ok(message),
@@ -259,7 +260,7 @@ pub fn step(message: Message) -> HandoverStep {
     }
 }
 
-/// As it was said by the other daemon.
+/// Converts the other daemon's step to a message.
 pub fn message_of(step: HandoverStep, migration: u64) -> Option<Message> {
     Some(match step {
         HandoverStep::Prepare => Message::Prepare(migration),

@@ -38,7 +38,7 @@ use crate::{
     registry::vms::command::{Attend, HandoverRequest, hand_over, hand_over_to},
 };
 
-/// Waits between two tries of what was not answered, or could not be done.
+/// First wait before a retry of an unanswered or failed step.
 const FIRST_WAIT: Duration = Duration::from_millis(100);
 const LAST_WAIT: Duration = Duration::from_secs(10);
 /// The longest wait before a target is asked again to confirm that a migration is over: nothing waits for that, and the target may be gone for good.
@@ -100,8 +100,9 @@ impl Moving {
         hand_over(&host.vms, (&self.name, self.uid), request).await
     }
 
-    /// Removes what the migration leaves here, and returns when it is gone, or at once when it is to stay: `unless_begun` while it is being
-    /// received. A full file system may delay that. Cancel-safe.
+    /// Removes the local remains of the migration and returns when they are gone. Returns at once
+    /// when they must stay: with `unless_begun` while the reception is in progress. A full file
+    /// system may delay the removal. Cancel-safe.
     async fn expires(&self, host: &Host, unless_begun: bool) {
         let mut wait = FIRST_WAIT;
         while let Some(vm) = host.vms.find(self.uid) {
@@ -123,7 +124,8 @@ impl Moving {
         }
     }
 
-    /// The same, for at most so long; afterwards it goes on by itself. False when it is not done by then.
+    /// The same with a time limit. Returns false when the limit ends first; the removal then
+    /// continues in the background.
     async fn expires_within(&self, host: &Arc<Host>, limit: Duration) -> bool {
         let (host, moving) = (Arc::clone(host), self.clone());
         let removal = tokio::spawn(async move { moving.expires(&host, false).await });

@@ -1,4 +1,5 @@
-//! The source's side: a task that carries a migration out, and one that repeats what was not answered.
+//! The source's side: one task that carries out a migration, and one that repeats unanswered
+//! messages.
 
 use std::{
     os::{fd::OwnedFd, unix::net::UnixStream as Pair},
@@ -49,7 +50,7 @@ use crate::{
 const CHUNK: usize = 128 << 10;
 /// Messages on their way to the target.
 const AHEAD: usize = 4;
-/// How long a write of the `vmm` waits before it asks whether to go on.
+/// Timeout of a write of the `vmm`, after which it checks whether to continue.
 const SEND_TIMEOUT: Duration = Duration::from_millis(200);
 /// How long a call that moves nothing may take.
 const CALL: Duration = Duration::from_secs(30);
@@ -77,7 +78,7 @@ struct Plan {
     /// The same, as the VM calls them.
     copied: Vec<String>,
     downtime: Duration,
-    /// What is done to a guest that is too fast for that.
+    /// Handling of a guest that is too fast for that.
     policy: MigrationPolicy,
     bytes_per_second: u64,
 }
@@ -93,7 +94,7 @@ impl Plan {
     }
 }
 
-/// What a request says of a guest that is too fast.
+/// Policy of the request for a guest that is too fast.
 fn policy(request: &v1::MigrateVmRequest) -> Result<MigrationPolicy, Failure> {
     use v1::MigrationPolicy as Wire;
     let policy = Wire::try_from(request.policy)
@@ -256,7 +257,8 @@ async fn carry_out(host: Arc<Host>, mut plan: Plan, operation: Handle) {
     match result {
         Ok(Outcome::Moved(sent)) => {
             let took = began.elapsed();
-            // Whoever waits for the operation may create a VM of this name, or take the VM back.
+            // The removal precedes the end of the operation: its client may then create a VM of
+            // this name, or take the VM back.
             if !moving.expires_within(&host, REMOVAL).await {
                 tracing::warn!(vm = moving.name, "a VM that has moved is not removed yet");
             }
@@ -328,7 +330,7 @@ async fn take_back(host: &Host, moving: &Moving, operation: &Handle) {
     }
 }
 
-/// What came of a migration after its point of no return.
+/// Result of a migration after its point of no return.
 enum Outcome {
     /// The VM runs on the other node.
     Moved(SendReply),
@@ -371,7 +373,7 @@ async fn hand_over(host: &Arc<Host>, plan: &mut Plan, operation: &Handle) -> Res
         Ok(failure) = gives_up => Err(failure),
     };
     let (sent, answer) = prepared?;
-    // From here on nobody can cancel it.
+    // No cancel is possible after this point.
     if !operation.commit() {
         return Err(cancelled());
     }
@@ -388,7 +390,7 @@ async fn hand_over(host: &Arc<Host>, plan: &mut Plan, operation: &Handle) -> Res
         "handing the VM over",
     );
     fault::point(&host.config.run_dir, "given");
-    // The connection that is there: a new one would take its time while the guest stands still.
+    // Uses the existing connection: a new one would extend the guest's downtime.
     let peer = Some(plan.peer.clone());
     Ok(match commit(host, &plan.moving, &plan.target, peer).await {
         true => Outcome::Moved(sent),
@@ -397,7 +399,8 @@ async fn hand_over(host: &Arc<Host>, plan: &mut Plan, operation: &Handle) -> Res
     })
 }
 
-/// Everything was sent. The target's `Ready`; what it says too late is answered as over.
+/// Requests the target's `Ready` after the end of the data. A late `Ready` gets an answer that the
+/// migration is over.
 async fn prepare(host: &Host, plan: &mut Plan) -> Result<Message, Failure> {
     let (migration, event) = (plan.moving.migration, SourceEvent::Sent);
     let prepare = plan
@@ -479,7 +482,7 @@ fn said_no(status: &tonic::Status) -> Failure {
     }
 }
 
-/// Passes on what the `vmm` writes, not faster than allowed.
+/// Passes on the data of the `vmm` within the rate limit.
 async fn relay(
     mut near: UnixStream,
     parts: mpsc::Sender<v1::ReceiveVmRequest>,
@@ -493,14 +496,15 @@ async fn relay(
         if length == 0 {
             return Ok(());
         }
-        // What is there already goes along: the vmm writes in small pieces, and each message costs. An error or the end comes again.
+        // Combines all available data, because the vmm writes small pieces and each message has a
+        // cost. The next read reports an error or the end again.
         while data.len() < data.capacity() && matches!(near.try_read_buf(&mut data), Ok(1..)) {}
         let length = data.len();
         let part = v1::receive_vm_request::Part::Data(data);
         let part = v1::ReceiveVmRequest { part: Some(part) };
         if parts.send(part).await.is_err() {
-            // The end of the call says why, and is about to come: until then the socket stays open, or the vmm's next write would
-            // fail and its error would be told in the place of the reason.
+            // The end of the call arrives soon with the reason. Until then the socket stays open:
+            // otherwise the vmm's next write would fail, and its error would hide the reason.
             sleep(CALL).await;
             return Err(silent());
         }
@@ -513,7 +517,7 @@ async fn relay(
 /// Time for which nothing was sent and that is made up for, since timers are late.
 const LATE: Duration = Duration::from_millis(20);
 
-/// Keeps what is sent below a rate at any time: what was not sent while there was nothing is not sent faster later.
+/// Rate limit at any time: idle time gives no credit for later.
 #[derive(Debug)]
 struct Pace {
     /// 0 for no limit.
@@ -541,7 +545,7 @@ impl Pace {
     }
 }
 
-/// Says something to the target, which has so long; what it says back.
+/// Sends a message to the target and returns its response, within `patience`.
 async fn call(
     host: &Host,
     peer: &mut PeerServiceClient<Channel>,

@@ -1,4 +1,4 @@
-//! The target's side: what the source asks.
+//! The target's side: the requests of the source.
 
 use std::{collections::BTreeMap, os::unix::net::UnixStream as Pair, sync::Arc, time::Duration};
 
@@ -31,11 +31,12 @@ use crate::{
     vm::{Incoming, create_incoming},
 };
 
-/// How long a VM that was offered is kept while nothing of it comes, and one that was received while nobody says what becomes of it.
+/// Lifetime of an offered VM without data, and of a received VM without a decision.
 const KEPT: Duration = Duration::from_secs(60);
 /// How long the source may send nothing, and this node's `vmm` may take nothing.
 const SILENCE: Duration = Duration::from_secs(30);
-/// How long the source waits for the removal of what came, before it hears that it takes longer.
+/// How long the source waits for the removal of the received data, before it receives a report of
+/// the delay.
 const REMOVAL: Duration = Duration::from_secs(10);
 /// How long a machine of which everything has come may take until it is ready.
 const BUILD: Duration = Duration::from_secs(60);
@@ -48,7 +49,8 @@ pub async fn offer(
     context: &Context,
 ) -> Result<v1::OfferVmResponse, Failure> {
     let (of, context) = (Arc::clone(host), context.clone());
-    // In a task of its own: a source that goes away in between would leave half a VM, which nobody removes.
+    // A separate task, because a source that disconnects would otherwise leave half a VM without an
+    // owner.
     let taken = tokio::spawn(async move { take_offer(&of, from, request, &context).await }).await;
     taken.map_err(|error| Failure::internal(error.to_string()))?
 }

@@ -1,4 +1,4 @@
-//! Finds out about the node, and whether a VM fits. Nothing is changed on the node by it.
+//! Facts about the node, and the check whether a VM fits. The check changes nothing on the node.
 
 use std::{collections::BTreeSet, path::Path, sync::Arc};
 
@@ -25,12 +25,12 @@ use vmmd_host::{
 use super::conditions;
 use crate::{files, host::Host};
 
-/// What was found out about the node.
+/// State of the node for a placement.
 #[derive(Clone, Debug)]
 pub struct Look {
     /// What it has.
     pub facts: Facts,
-    /// Why KVM can't be used.
+    /// Reason why KVM is unusable.
     pub no_kvm: Option<Failure>,
 }
 
@@ -43,7 +43,7 @@ impl Look {
         }
     }
 
-    /// What the decision is made of, with what other VMs have.
+    /// Returns the input for the placement decision, with the resources of the other VMs.
     pub fn picture(&self, host: &Host, committed: Resources) -> Picture {
         let config = &host.config;
         Picture {
@@ -56,7 +56,8 @@ impl Look {
         }
     }
 
-    /// The node's conditions, with their times. Those that have changed are noted in the store and told.
+    /// Returns the node's conditions with their times. Stores changed conditions and emits an event
+    /// for each.
     pub async fn conditions(&self, host: &Host) -> Vec<proto::v1::Condition> {
         let cordoned = host.schedulable().err();
         let mut found = conditions::judge(
@@ -85,7 +86,7 @@ pub async fn look(host: &Arc<Host>) -> Result<Look, Failure> {
     looked.map_err(|error| Failure::internal(error.to_string()))
 }
 
-/// What is asked about.
+/// Kind of a placement check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Question {
     /// Could it be created and started?
@@ -174,7 +175,7 @@ pub async fn problems(
     Ok(found)
 }
 
-/// What the DiskService has against it.
+/// Problems that the DiskService finds with the disks.
 fn disks(host: &Host, manifest: &Manifest) -> Vec<Problem> {
     let field = |index| format!("spec.disks[{index}].disk");
     let refused = host.disks.refusals(&manifest.spec.disks, field);
@@ -221,7 +222,7 @@ pub async fn changed(
         found.extend(looking.await?);
     }
     for problem in found.iter_mut().filter(|problem| problem.kind == Kind::NotFound) {
-        // The VM that the request names is there.
+        // The VM of the request exists.
         problem.kind = Kind::Precondition;
     }
     Ok(found)
@@ -253,7 +254,7 @@ fn limits(host: &Host, spec: &VmSpec) -> Result<(), Failure> {
     cgroup::plan::plan(spec, &facts::read(Path::new(SYSFS), parent, spec)).map(drop)
 }
 
-/// Problems of the NICs of a VM, except those that `left_out` names.
+/// Problems of the NICs of a VM, except the NICs that `left_out` selects.
 async fn nics(
     host: &Arc<Host>,
     vm: (Uuid, &str),

@@ -1,5 +1,5 @@
-//! What there is to say about the node's health, and since when. Looked at when somebody asks or a VM is started, never
-//! by the clock.
+//! Conditions of the node, with the times of their last changes. They are computed at a request or
+//! at the start of a VM, never by a timer.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use vmmd_host::{
 use vmmd_objects::event::{Draft, Object};
 use vmmd_store::ConditionRecord;
 
-/// Judges what was found, without times.
+/// Derives the conditions from the facts, without times.
 pub fn judge(
     facts: &Facts,
     kvm: Option<&Failure>,
@@ -47,8 +47,8 @@ pub fn judge(
         condition(kind, ConditionStatus::True, "Low", message)
     };
     let kvm = match kvm {
-        // The daemon has no KVM code: whether the device can be opened is what it can tell. What a `vmm` finds beyond
-        // that is in the error of the start.
+        // The daemon has no KVM code: it only checks whether the device opens. Errors that a `vmm`
+        // finds later are in the error of the start.
         None => condition(
             "KvmAvailable",
             ConditionStatus::True,
@@ -90,8 +90,8 @@ pub fn judge(
     vec![kvm, disk, memory, schedulable]
 }
 
-/// Gives the conditions the times since which they are what they are; what is new is noted in `known`, and is what the
-/// answer tells of.
+/// Sets the time of each condition's last change, and stores changes in `known`. Returns an event
+/// for each change of a condition that was known before.
 pub fn stamp(
     conditions: &mut [Condition],
     known: &mut BTreeMap<String, ConditionRecord>,
@@ -119,7 +119,7 @@ pub fn stamp(
     news
 }
 
-/// What is said of a condition that has changed.
+/// Event for a changed condition.
 fn tell(condition: &Condition) -> Draft {
     let good = match condition.r#type.as_str() {
         "DiskPressure" | "MemoryPressure" => ConditionStatus::False,

@@ -1,4 +1,4 @@
-//! The node as it is told to clients.
+//! Description of the node for clients.
 
 use std::{fs, path::Path, sync::Arc};
 
@@ -13,9 +13,9 @@ use vmmd_host::{
 use super::check;
 use crate::host::Host;
 
-/// What `vmmd.v1` has been extended by since its first release.
+/// Minor version of `vmmd.v1`, for its extensions since the first release.
 const API_MINOR: u32 = 1;
-/// What this daemon can do on any host.
+/// Features of this daemon on any host.
 const FEATURES: [&str; 7] = [
     "balloon",
     "disk-hotplug",
@@ -26,7 +26,7 @@ const FEATURES: [&str; 7] = [
     "vnc",
 ];
 
-/// What the node is, has, and what of that the VMs have.
+/// Describes the node: identity, resources, and the share of the VMs.
 pub async fn describe(host: &Arc<Host>) -> Result<Node, Failure> {
     let look = check::look(host).await?;
     let conditions = look.conditions(host).await;
@@ -81,9 +81,9 @@ pub async fn describe(host: &Arc<Host>) -> Result<Node, Failure> {
     })
 }
 
-/// What can be done here, sorted.
+/// Features on this node, sorted.
 fn features(host: &Host, facts: &Facts, kvm: bool) -> Vec<String> {
-    // 2: nobody may make a ring (kernel.io_uring_disabled).
+    // With 2, no process can create a ring (kernel.io_uring_disabled).
     let disabled = fs::read_to_string("/proc/sys/kernel/io_uring_disabled").unwrap_or_default();
     let of_host = [
         ("cgroup", host.cgroups.is_some()),

@@ -1,8 +1,9 @@
-//! Drains the node: cordons it and stops all VMs, several at once, each gracefully and then by force.
+//! Drains the node: cordons it and stops all VMs, several at once, each gracefully and then by
+//! force.
 //!
-//! What VMs are wanted to do is not touched: one whose run policy wants it to run is started again when the node is
-//! uncordoned. Cancelled, it lets the stops under way be cancelled too and leaves running what runs. A daemon that finds a
-//! drain of an earlier one ends it as cancelled.
+//! The wanted state of the VMs stays unchanged: a VM whose run policy wants it to run starts again
+//! when the node is uncordoned. A cancel of the drain also cancels the stops in progress and leaves
+//! the other VMs running. A daemon that finds a drain of an earlier daemon ends it as cancelled.
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
@@ -267,7 +268,7 @@ async fn stop(
         ended = &mut ended => return ended.map(end).map_err(problem),
         () = cancelled.cancelled() => {}
     }
-    // One that can't be cancelled any more has as good as stopped.
+    // A stop that cannot be cancelled is almost complete.
     let _ = host.operations.cancel(&pending.operation().id);
     ended.await.map(end).map_err(problem)
 }

@@ -1,6 +1,7 @@
-//! The node for a scheduler elsewhere: what it is, whether a VM could be created or started here ([`check`]), and what its operator does
-//! to it. Amounts and the decision itself are in [`vmmd_host::capacity`]; what outlives the daemon (labels, cordon, since when
-//! conditions are what they are) is in [`crate::registry::node`].
+//! Node functions for an external scheduler: its description, the check whether a VM could be
+//! created or started here ([`check`]), and the actions of its operator. Amounts and the decision
+//! itself are in [`crate::capacity`]. State that outlives the daemon (labels, cordon, times of the
+//! conditions) is in [`crate::registry::node`].
 
 pub mod check;
 pub mod conditions;

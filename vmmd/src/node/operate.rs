@@ -1,5 +1,5 @@
-//! What an operator does to the node: labels, cordon, uncordon. Each is durable on return, and an event when it has
-//! changed something; what is so already is a success.
+//! Actions of an operator on the node: labels, cordon, uncordon. Each is durable on return, and
+//! emits an event when it changes something. An action without a change succeeds.
 
 use std::collections::BTreeMap;
 

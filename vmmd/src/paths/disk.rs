@@ -50,7 +50,7 @@ impl Folder {
         super::image::Folder::of(state_dir).content(&record.image_digest)
     }
 
-    /// Makes the folder unless it is there.
+    /// Creates the folder if it does not exist.
     pub fn make(&self) -> io::Result<()> {
         private_dir(&self.0)
     }
@@ -72,7 +72,7 @@ impl Folder {
         self.sync_names()
     }
 
-    /// Removes the file of a disk and what is written beside it; both may be gone already.
+    /// Removes the file of a disk and its sidecar file. Missing files are no error.
     pub fn remove(&self, record: &DiskRecord) -> io::Result<()> {
         let path = self.path(record);
         match fs::remove_file(&path) {
@@ -87,7 +87,7 @@ impl Folder {
         File::open(&self.0)?.sync_all()
     }
 
-    /// What a guest would see, in bytes. Reads the file's length, or of a qcow2 image the size in its header (qcow2
+    /// Virtual size in bytes: the file's length, or the size in the header of a qcow2 image (qcow2
     /// specification, "Header": big-endian, bytes 24 to 31).
     pub fn size(&self, record: &DiskRecord) -> io::Result<u64> {
         let mut file = File::open(self.path(record))?;

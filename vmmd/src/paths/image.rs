@@ -1,7 +1,8 @@
-//! The folder of the images' files. Blocking.
+//! Folder of the images' files. Blocking.
 //!
-//! An image's content is `<digest>.raw`, which images with the same content have in common. What an import is made of lies beside it:
-//! `<uid>.source` is the file as it comes, `<uid>.new` the image that is being made of it.
+//! An image's content is `<digest>.raw`, which images with the same content share. The files of an
+//! import are beside it: `<uid>.source` is the file as received, `<uid>.new` the image under
+//! construction.
 
 use std::{
     fs::{self, File},
@@ -34,7 +35,7 @@ impl Folder {
         self.0.clone()
     }
 
-    /// Makes the folder unless it is there.
+    /// Creates the folder if it does not exist.
     pub fn make(&self) -> io::Result<()> {
         private_dir(&self.0)
     }
@@ -99,7 +100,7 @@ impl Folder {
         File::open(&self.0)?.sync_all()
     }
 
-    /// Bytes that an import is to leave free, and those that are free.
+    /// Bytes that an import must leave free, and free bytes.
     pub fn room(&self) -> io::Result<(u64, u64)> {
         self.make()?;
         let stat = rustix::fs::statvfs(&self.0)?;

@@ -15,16 +15,16 @@ use uuid::Uuid;
 
 use crate::config::Config;
 
-/// What exists of a VM while its `vmm` lives: `<run_dir>/vms/<uid>/`.
+/// Files of a VM while its `vmm` lives: `<run_dir>/vms/<uid>/`.
 #[derive(Clone, Debug)]
 pub struct RuntimeDir(PathBuf);
 
-/// What stays until the VM is deleted: `<log_dir>/vms/<uid>/`.
+/// Files of a VM until its deletion: `<log_dir>/vms/<uid>/`.
 #[derive(Clone, Debug)]
 pub struct LogDir(PathBuf);
 
 impl RuntimeDir {
-    /// Of the VM `uid`, whether or not it exists.
+    /// Directory of the VM `uid`, whether or not it exists.
     pub fn of(config: &Config, uid: Uuid) -> Self {
         Self(config.run_dir.join("vms").join(uid.to_string()))
     }
@@ -44,7 +44,7 @@ impl RuntimeDir {
         self.0.join("hvc.sock")
     }
 
-    /// The socket for VNC clients, and the one for those that may only look.
+    /// Socket for VNC clients, or with `view_only` the one for viewers without input.
     pub fn vnc(&self, view_only: bool) -> PathBuf {
         self.0.join(if view_only { "vnc-view.sock" } else { "vnc.sock" })
     }
@@ -94,7 +94,7 @@ impl RuntimeDir {
 }
 
 impl LogDir {
-    /// Of the VM `uid`, whether or not it exists.
+    /// Directory of the VM `uid`, whether or not it exists.
     pub fn of(config: &Config, uid: Uuid) -> Self {
         Self(config.log_dir.join("vms").join(uid.to_string()))
     }
@@ -104,7 +104,7 @@ impl LogDir {
         &self.0
     }
 
-    /// What the guest wrote to its serial port.
+    /// Output of the guest's serial port.
     pub fn serial(&self) -> PathBuf {
         self.0.join("serial.log")
     }
@@ -119,7 +119,7 @@ impl LogDir {
         self.0.join("serial.previous.log")
     }
 
-    /// What the `vmm` wrote to stdout and stderr in the last run.
+    /// Stdout and stderr of the `vmm` in the last run.
     pub fn vmm(&self) -> PathBuf {
         self.0.join("vmm.log")
     }

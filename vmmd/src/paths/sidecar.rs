@@ -1,5 +1,6 @@
-//! What is written beside the file of a disk, in `<uid>.json`: its name and whatever else the store has of it that the file
-//! does not tell. So a file can become a disk again when the store is gone. Blocking.
+//! Sidecar file `<uid>.json` of a disk's file: the name, and the other data of the store that the
+//! disk's file does not contain. With it the file can become a disk again after the loss of the
+//! store. Blocking.
 
 use std::{
     collections::BTreeMap,
@@ -69,7 +70,7 @@ impl Sidecar {
         }
     }
 
-    /// Writes it beside `image`; what was there before stays until the new one is whole.
+    /// Writes the sidecar file of `image`. The old file stays until the new one is complete.
     pub fn write(&self, image: &Path) -> io::Result<()> {
         let (path, temporary) = (beside(image), image.with_extension("json.new"));
         let text = serde_json::to_vec_pretty(self)?;
@@ -87,7 +88,7 @@ impl Sidecar {
         Ok(())
     }
 
-    /// Reads what is beside `image`; `None` when nothing is.
+    /// Reads the sidecar file of `image`; `None` when it does not exist.
     pub fn read(image: &Path) -> io::Result<Option<Self>> {
         let file = match File::open(beside(image)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -98,7 +99,7 @@ impl Sidecar {
         Ok(Some(serde_json::from_slice(&text)?))
     }
 
-    /// Removes what is beside `image`.
+    /// Removes the sidecar file of `image`.
     pub fn remove(image: &Path) -> io::Result<()> {
         match fs::remove_file(beside(image)) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),

@@ -1,17 +1,20 @@
-//! Ways to a VM's screen beside the API's stream: VNC over TCP with a password, and a page with a VNC client for browsers.
+//! Access to a VM's screen without the API's stream: VNC over TCP with a password, and a page with
+//! a VNC client for browsers.
 //!
-//! | file | what |
+//! | module | content |
 //! |---|---|
-//! | [`tickets`](crate::registry::screens) | secrets that are good for one connection, and for a short time |
+//! | [`tickets`](crate::registry::screens) | secrets that are valid for one connection, and for a short time |
 //! | [`vnc`] | viewers: RFB over TCP, with VNC authentication, or VeNCrypt |
 //! | [`web`] | browsers: noVNC's files, and RFB over a WebSocket |
-//! | [`tls`] | what encrypts both |
+//! | [`tls`] | encryption of both |
 //!
-//! Both are off unless the configuration says where they listen, and listen on this machine only unless it has a certificate for them:
-//! nothing is encrypted without. Who comes shows a secret that the API has made; the `vmm` speaks RFB, and its bytes are passed on as they are.
+//! Both are off unless the configuration gives their addresses. They listen on this machine only
+//! unless it has a certificate for them: without one there is no encryption. A client presents a
+//! secret from the API. The `vmm` speaks RFB, and the daemon passes its bytes on unchanged.
 //!
-//! A connection is a handshake until it has shown a ticket. [`Handshakes`] bounds these, as those of the API, so that strangers keep
-//! nobody out who has a ticket. From then on the connection has one of the [`Places`](crate::auth::Places), by who asked for the ticket.
+//! A connection is a handshake until it has presented a ticket. [`Handshakes`] bounds handshakes,
+//! as for the API, so that strangers cannot lock out a client with a ticket. Then the connection
+//! takes one of the [`Places`](crate::auth::Places) of the client that requested the ticket.
 
 pub mod tls;
 pub mod vnc;
@@ -43,8 +46,8 @@ use crate::{
 /// After a failed accept, as when descriptors have run out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// A client that says nothing for this long is asked whether it is there, then each [`PROBE`], [`PROBES`] times. One that does not answer is
-/// gone.
+/// After this silence the kernel probes the client, then each [`PROBE`], [`PROBES`] times. Without
+/// a response the connection ends.
 const SILENCE: Duration = Duration::from_secs(30);
 /// See [`SILENCE`].
 const PROBE: Duration = Duration::from_secs(10);
@@ -54,12 +57,13 @@ const PROBES: u32 = 3;
 /// In the runtime folder: the bound addresses.
 const ADDRESS_FILES: [&str; 2] = ["vnc.addr", "web.addr"];
 
-/// Serves what the configuration says, until the daemon ends.
+/// Starts the configured listeners, which run until the daemon ends.
 pub async fn serve(host: &Arc<Host>) -> anyhow::Result<()> {
     let [viewers, browsers] = ADDRESS_FILES.map(|name| host.config.run_dir.join(name));
     let config = &host.config.screen;
     if config.is_encrypted() {
-        // The daemon must start with files that can't be used too. An event says so, and each connection reads the files anew.
+        // The daemon must start with unusable files too. An event reports them, and each connection
+        // reads the files again.
         let _unusable = tls::certificate(host).await;
     }
     if let Some(listener) = listen(config.vnc, &host.screens.vnc, &viewers).await? {
@@ -71,14 +75,14 @@ pub async fn serve(host: &Arc<Host>) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Binds an address; what was bound is in `file`, as long as it is served.
+/// Binds an address. `file` has the bound address while the listener exists.
 async fn listen(
     address: Option<SocketAddr>,
     bound: &OnceLock<SocketAddr>,
     file: &Path,
 ) -> anyhow::Result<Option<TcpListener>> {
     let Some(address) = address else {
-        // Of a daemon before, which need not have served it.
+        // The file of an earlier daemon.
         let _ = fs::remove_file(file);
         return Ok(None);
     };

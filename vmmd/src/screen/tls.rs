@@ -1,4 +1,4 @@
-//! TLS of the ways to screens: a certificate for the node, none for who comes, who has a ticket instead.
+//! TLS for screens: the node has a certificate. Clients have a ticket instead.
 
 use std::{fs, io, path::Path, sync::Arc};
 
@@ -49,7 +49,7 @@ pub async fn certificate(host: &Host) -> io::Result<ServerConfig> {
     reading.await?
 }
 
-/// Tells what is wrong with the certificate; `None` when nothing is any more.
+/// Emits an event about a problem with the certificate, or with `None` about its end.
 fn tell(events: &Events, problem: Option<&str>) {
     let draft = match problem {
         Some(problem) => {
@@ -70,7 +70,7 @@ fn tell(events: &Events, problem: Option<&str>) {
 ///
 /// # Errors
 ///
-/// When there are none, they can't be read, are no PEM, or do not belong together.
+/// The files are not configured, unreadable, not PEM, or do not match.
 fn load(config: &Screen) -> io::Result<ServerConfig> {
     let (Some(certificate), Some(key)) = (&config.certificate, &config.key) else {
         return Err(io::ErrorKind::NotFound.into());
@@ -84,8 +84,8 @@ fn load(config: &Screen) -> io::Result<ServerConfig> {
         .with_protocol_versions(&[&TLS13, &TLS12])
         .and_then(|builder| builder.with_no_client_auth().with_single_cert(chain, key))
         .map_err(|error| wrong(format!("the certificate can't be used with its key: {error}")))?;
-    // Nobody resumes a session of a screen. TigerVNC 1.12 takes a session ticket that comes together with the first message for a reason to
-    // wait for more of the connection, and never looks at the message.
+    // Clients do not resume the sessions of screens. With a session ticket in the same read as the
+    // first message, TigerVNC 1.12 waits for more data, and never handles the message.
     tls.send_tls13_tickets = 0;
     Ok(tls)
 }

@@ -119,7 +119,8 @@ async fn show(mut viewer: Admitted, from: &str, host: &Host) -> io::Result<()> {
     Ok(())
 }
 
-/// Speaks with the `vmm` as far as with the viewer, and tells the viewer the result. `None` when the viewer was refused and told so.
+/// Completes the handshake with the `vmm` to the same stage as with the viewer, and sends the
+/// viewer the result. `None` after a refusal.
 async fn open(viewer: &mut Admitted, from: &str, host: &Host) -> io::Result<Option<(UnixStream, Place)>> {
     let (mut screen, place) = match enter(host, &viewer.ticket, from).await {
         Ok(entered) => entered,
@@ -172,7 +173,7 @@ async fn choose(stream: &mut impl Stream, minor: u8, only: u8) -> io::Result<()>
     Err(io::Error::other("a viewer without VeNCrypt"))
 }
 
-/// Settles what is spoken in TLS: one of the ways above.
+/// Negotiates the protocol inside TLS: `X509_VNC` or `X509_PLAIN`.
 async fn vencrypt(stream: &mut impl Stream) -> io::Result<u32> {
     stream.write_all(&VENCRYPT_VERSION).await?;
     let mut version = [0; 2];
@@ -207,7 +208,7 @@ async fn plain(stream: &mut impl Stream, tickets: &Tickets) -> io::Result<Option
     Ok(tickets.take(Form::Password, |password| password.as_bytes() == shown))
 }
 
-/// The ticket for what a viewer makes of a challenge (7.2.2).
+/// The ticket that matches a viewer's response to a challenge (7.2.2).
 async fn challenge(stream: &mut impl Stream, tickets: &Tickets) -> io::Result<Option<Ticket>> {
     let challenge = Uuid::new_v4().into_bytes();
     stream.write_all(&challenge).await?;

@@ -1,4 +1,4 @@
-//! Browsers: the files of noVNC, and RFB over a WebSocket (RFC 6455) for who shows a token.
+//! Browsers: the files of noVNC, and RFB over a WebSocket (RFC 6455) for clients with a token.
 
 use std::{path::Path, sync::Arc};
 
@@ -43,7 +43,7 @@ const PATH: &str = "path=websockify%3Ftoken%3D";
 /// The next step when noVNC is missing.
 const NO_NOVNC: &str =
     "noVNC is not there: install the package novnc, or say where it is (`novnc` in `[screen]`)";
-/// What who comes without a good ticket is told.
+/// Response to a client without a valid ticket.
 const NO_TICKET: &str = "This address opens no screen: it is good for one connection, and for a minute. \
                          `vmmctl vnc <VM> --web` prints another one.\n";
 
@@ -156,8 +156,8 @@ async fn pass(mut socket: WebSocket, mut screen: UnixStream) {
     }
 }
 
-/// A file of noVNC. The page is refused when its address names a ticket that is not good any more, as when it is loaded again: a browser
-/// does not tell noVNC why its WebSocket was refused.
+/// A file of noVNC. The page is refused when its address names an invalid ticket, for example after
+/// a reload: a browser does not report to noVNC why its WebSocket was refused.
 async fn file(State(host): State<Arc<Host>>, uri: Uri) -> Response<Body> {
     let tickets = &host.screens.tickets;
     let is_refused = |token: &str| !tickets.is_good(Form::Token, |secret| secret == token);

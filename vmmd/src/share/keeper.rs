@@ -1,4 +1,4 @@
-//! Makes the process of a share anew when it ends while its VM runs.
+//! Restarts the process of a share when it ends while its VM runs.
 //!
 //! ```text
 //!  served ──▶ its process ends ──▶ restarting ──▶ a new one is started, the vmm has its connection ──▶ served
@@ -6,8 +6,9 @@
 //!                                     └──┘ after a pause, twice as long each time
 //! ```
 //!
-//! One task for each share of a machine. Once the `vmm` has ended, or [`Keepers`] is dropped, with the run, it makes no process any more, and ends
-//! with the one that there is. When the share is gone from the machine ([`Keepers::remove`]), it sees to it that the process ends.
+//! Each share of a machine has one task. After the end of the `vmm`, or after the drop of
+//! [`Keepers`] with the run, the task starts no further process and ends with the present one. When
+//! the machine loses the share ([`Keepers::remove`]), the task ensures that the process ends.
 
 use std::{
     fs,
@@ -41,19 +42,20 @@ use crate::{host::Host, paths::RuntimeDir};
 const PAUSE: Duration = Duration::from_millis(200);
 /// A process that served for so long did not end soon.
 const GOOD: Duration = Duration::from_secs(60);
-/// A process of a share ends as soon as the `vmm`'s descriptors are closed, which is before the `vmm` is gone: the kernel takes its VM apart
-/// in between. For so long, a share that can't be made anew is not told as a failure; it is tried again after as much.
+/// A share's process ends when the `vmm`'s descriptors are closed. The `vmm` itself ends later,
+/// because the kernel first destroys its VM. During this time a failed restart of the process is
+/// not reported, and the next try follows after the same time.
 const UNTIL_GONE: Duration = Duration::from_secs(5);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
 /// How a share is.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct State {
-    /// The process that serves it; `None` while it is made anew.
+    /// The process that serves the share; `None` during a restart.
     pub pid: Option<u32>,
-    /// What went wrong last.
+    /// Last problem.
     pub message: String,
-    /// How often it was made anew.
+    /// Number of restarts.
     pub restarts: u32,
 }
 
@@ -68,7 +70,7 @@ pub struct Run<'a> {
     pub vmm: &'a Process,
 }
 
-/// A share, as its task tells of it.
+/// A share with the state that its task reports.
 #[derive(Debug)]
 struct Kept {
     name: String,
@@ -98,7 +100,8 @@ impl Default for Keepers {
 }
 
 impl Keepers {
-    /// Of a run that has begun with these processes, in the order of the spec's shares.
+    /// Starts the tasks of a run that has begun with these processes, in the order of the spec's
+    /// shares.
     pub fn begin(host: &Arc<Host>, run: &Run<'_>, spec: &VmSpec, processes: Vec<Process>) -> Self {
         let mut keepers = Self::default();
         for (share, process) in spec.shares.iter().zip(processes) {
@@ -107,7 +110,8 @@ impl Keepers {
         keepers
     }
 
-    /// Of a run that an earlier daemon has begun, whose machine has the shares of `spec`. Processes that have ended meanwhile are made anew.
+    /// Starts the tasks of a run that an earlier daemon has begun, whose machine has the shares of
+    /// `spec`. The tasks restart processes that have ended meanwhile.
     pub fn adopt(host: &Arc<Host>, run: &Run<'_>, spec: &VmSpec) -> Self {
         let runtime = RuntimeDir::of(&host.config, run.uid);
         let mut keepers = Self::default();
@@ -118,8 +122,9 @@ impl Keepers {
             }
             keepers.add(host, run, share, None);
         }
-        // Of a share that is gone, whose daemon was ended before it could forget the process. One that lives may be of a share that the machine has
-        // got without a word.
+        // Deletes notes of removed shares, which an earlier daemon did not delete before its end. A
+        // living process may serve a share that the machine has received without the daemon's
+        // knowledge.
         let ended = runtime
             .noted_shares()
             .into_iter()
@@ -131,8 +136,8 @@ impl Keepers {
         keepers
     }
 
-    /// One that the machine has from now on, unless it had it before. Without a `process` that is the one that was noted; when that has ended, it is
-    /// made anew.
+    /// Adds a share of the machine, unless it exists. Without `process` the task uses the recorded
+    /// process, or restarts one that has ended.
     pub fn add(&mut self, host: &Arc<Host>, run: &Run<'_>, share: &Share, process: Option<Process>) {
         if self.state(share.name.as_str()).is_some() {
             return;
@@ -175,7 +180,7 @@ impl Keepers {
         }
     }
 
-    /// How the share of that name is; `None` when the machine has none.
+    /// State of the share with this name; `None` when the machine does not have it.
     pub fn state(&self, share: &str) -> Option<State> {
         let kept = self.kept.iter().find(|kept| kept.name == share)?;
         Some(kept.state.borrow().clone())
@@ -195,7 +200,7 @@ impl Keepers {
         }
         let waiting = self.kept.iter_mut().map(|kept| Box::pin(kept.state.changed()));
         if futures_any(waiting.collect()).await.is_err() {
-            // A task that is gone tells nothing more.
+            // A task that has ended sends no further changes.
             std::future::pending::<()>().await;
         }
     }
@@ -229,7 +234,7 @@ struct Keeper {
     note: PathBuf,
     share: Share,
     state: watch::Sender<State>,
-    /// `None` when it can't be watched.
+    /// `None` when the daemon cannot watch the process.
     vmm: Option<Arc<Process>>,
     ends: CancellationToken,
     gone: CancellationToken,
@@ -240,7 +245,8 @@ struct Keeper {
 impl Keeper {
     async fn run(self, mut process: Option<Process>) {
         let mut pause = UNTIL_GONE;
-        // What is not told yet: the end of a process may be that of the VM, which is no failure of the share.
+        // Unreported message: the end of a process may be due to the end of the VM, which is no
+        // failure of the share.
         let mut untold = None;
         // Processes in a row that ended soon.
         let mut short = 0;
@@ -295,7 +301,7 @@ impl Keeper {
                     if let Some(message) = untold.take() {
                         self.tell(&message);
                     }
-                    // Failures begin with the share's name.
+                    // The share's name precedes the message of a failure.
                     let prefix = format!("share \"{}\": ", self.share.name);
                     let message = failure.message.strip_prefix(&prefix).unwrap_or(&failure.message);
                     if self.note(message) {
@@ -332,7 +338,8 @@ impl Keeper {
         self.forget().await;
     }
 
-    /// When the share is gone from the machine, nothing tells of its process any more. Another one may have its name by now.
+    /// Deletes the record of the process when the machine has lost the share. A record of another
+    /// process under the same name stays.
     async fn forget(&self) {
         if !self.gone.is_cancelled() {
             return;

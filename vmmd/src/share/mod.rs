@@ -1,9 +1,12 @@
-//! Directories of the node that guests mount: what is shared, and the processes that serve it.
+//! Directories of the node that guests mount: the shared directories, and the processes that serve
+//! them.
 //!
-//! Each share of a running VM is served by a `virtiofsd` of its own, which the daemon starts before the `vmm`, or before it plugs the share
-//! into a running machine, and to which it hands the `vmm` a connection. It runs in the VM's cgroup and in namespaces of its own (users,
-//! processes, network), with its root in the shared directory, as a user that is never the node's root. It ends when its `vmm` does, or when the
-//! share is gone from the machine: that closes the connection. [`keeper`] makes it anew when it ends before.
+//! Each share of a running VM has its own `virtiofsd`. The daemon starts it before the `vmm`, or
+//! before it plugs the share into a running machine, and gives the `vmm` a connection to it. The
+//! process runs in the VM's cgroup and in its own namespaces (users, processes, network), with its
+//! root in the shared directory, as a user that is never the node's root. It ends with its `vmm`,
+//! or with the removal of the share from the machine, which closes the connection. [`keeper`]
+//! restarts a process that ends earlier.
 
 mod keeper;
 mod process;
@@ -26,8 +29,9 @@ use crate::{
     host::Host,
 };
 
-/// What is wrong with the directories of a spec that are there, but for those that `had` names too. One that is not there yet may come until the
-/// start. Refused as FILES_DO_NOT_ANSWER when their file systems don't.
+/// Problems of the existing directories of a spec, except directories that `had` names too. A
+/// missing directory may appear before the start. Refused as FILES_DO_NOT_ANSWER when their file
+/// systems do not respond.
 pub async fn check(host: &Arc<Host>, spec: &VmSpec, had: Option<&VmSpec>) -> Result<Vec<Problem>, Failure> {
     let known: Vec<_> = had.iter().flat_map(|had| &had.shares).cloned().collect();
     let numbered = spec.shares.iter().cloned().enumerate();

@@ -52,7 +52,7 @@ pub struct Unkept {
 }
 
 impl Unkept {
-    /// Nobody keeps it yet.
+    /// Takes a new process that has no owner yet.
     pub fn new(process: Process, note: PathBuf) -> Self {
         Self {
             process: Some(process),
@@ -105,7 +105,8 @@ pub async fn serve(
         begun.collect::<Result<Vec<_>, _>>()
     });
     let serving = beginning.await??;
-    // Not before: one that nobody waits for any more would take the place of a later one.
+    // The record is written only while the caller waits: an abandoned start must not replace the
+    // record of a later one.
     let noted = spawn_blocking(move || {
         for (path, serving) in notes.iter().zip(&serving) {
             if let Err(error) = note(path, serving.child.pid(), serving.inode) {
@@ -165,7 +166,8 @@ fn start(
     log: &File,
     group: Option<BorrowedFd<'_>>,
 ) -> io::Result<Serving> {
-    // It takes a socket that listens. The only connection to it is there before it has begun.
+    // The process takes a listening socket. The only connection to the socket exists before the
+    // process starts.
     remove(socket)?;
     fault::step("make the socket of a share");
     let listener = UnixListener::bind(socket)?;
@@ -260,7 +262,7 @@ fn note(path: &Path, pid: u32, Inode(device, number): Inode) -> io::Result<()> {
     fs::write(path, format!("{pid} {begun} {device} {number}\n"))
 }
 
-/// What was noted of a share.
+/// Record of a share's process.
 struct Note {
     pid: u32,
     begun: String,
@@ -288,7 +290,7 @@ pub(super) fn noted_inode(path: &Path) -> Option<Inode> {
 pub(super) fn find(path: &Path) -> Option<Process> {
     let note = Note::read(path)?;
     let process = Process::open(note.pid).ok()?;
-    // Looked at once the pidfd is there: from now on the number is its own.
+    // The check follows the open of the pidfd, which refers to the process with this number.
     (begun(note.pid)? == note.begun).then_some(process)
 }
 

@@ -1,4 +1,4 @@
-//! The container in which a snapshot travels: what an export sends and an import takes.
+//! Container format of a snapshot for export and import.
 //!
 //! ```text
 //! archive = "vmmdsnapshot" version:u32 RECORD (FILE DATA*)+ END          numbers are little-endian
@@ -7,13 +7,15 @@
 //!
 //! | kind | content |
 //! |---|---|
-//! | 1 RECORD | what the snapshot is, which this file does not look into |
+//! | 1 RECORD | description of the snapshot, opaque to this module |
 //! | 2 FILE | number:u32 length:u64; numbers go up from 0 |
-//! | 3 DATA | offset:u64, then bytes of the file there; what no part has is zeroes |
+//! | 3 DATA | offset:u64, then bytes of the file there; bytes without a part are zeroes |
 //! | 4 END | nothing |
 //!
-//! The checksum of a part is the CRC32C of all bytes of the archive before it but for the checksums of other parts (with its own checksum behind it,
-//! a CRC is the same whatever it is of). So a part that was changed, lost, doubled or moved is found at its own place or that of the next part. It protects from accidents; nothing here says who has made the archive.
+//! The checksum of a part is the CRC32C of all earlier bytes of the archive except the checksums.
+//! (The CRC of data that includes its own checksum would be a constant.) A changed, lost,
+//! duplicated or moved part is therefore detected at its own position or at the next part. The
+//! checksum protects against accidents; the archive has no proof of its origin.
 
 use std::fmt;
 
@@ -21,7 +23,7 @@ use std::fmt;
 const MAGIC: &[u8; 12] = b"vmmdsnapshot";
 /// Version of the container.
 const VERSION: u32 = 1;
-/// Length of what comes before the first part.
+/// Length of the bytes before the first part.
 const BEGIN: usize = MAGIC.len() + 4;
 /// Length of a part's kind and length.
 const HEADER: usize = 8;
@@ -40,7 +42,7 @@ const END: u32 = 4;
 /// A part of an archive.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Part {
-    /// What the snapshot is.
+    /// Description of the snapshot.
     Record(Vec<u8>),
     /// The bytes that follow are of this file.
     File {
@@ -115,7 +117,7 @@ impl Writer {
     }
 }
 
-/// What may come next.
+/// Parts that may follow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Next {
     Begin,
@@ -133,14 +135,14 @@ enum Next {
     Nothing,
 }
 
-/// Takes an archive apart, whatever the pieces in which it comes. Keeps one part at most.
+/// Parser of an archive in pieces of any size. Buffers one part at most.
 #[derive(Debug)]
 pub struct Reader {
     next: Next,
     /// Where the part that is coming begins.
     at: u64,
     checksum: u32,
-    /// What has come of it.
+    /// Bytes of the part received so far.
     come: Vec<u8>,
 }
 
@@ -160,8 +162,8 @@ impl Reader {
         self.at.saturating_add(self.come.len() as u64)
     }
 
-    /// The next part, when `bytes`, which come after those of earlier calls, have the rest of it; takes away what it has used of them. `None`
-    /// when it needs more, and has used all.
+    /// Returns the next part when `bytes`, which continue those of earlier calls, complete it, and
+    /// removes the used bytes. `None` when the part is incomplete; all bytes are then used.
     pub fn next(&mut self, bytes: &mut &[u8]) -> Result<Option<Part>, Damaged> {
         loop {
             if self.next == Next::Nothing {
@@ -204,7 +206,8 @@ impl Reader {
         }
     }
 
-    /// How long what is coming is, as far as that is known. A length that no part may have is refused before anything of it is kept.
+    /// Length of the present part, as far as it is known. An invalid length is refused before any
+    /// of its bytes are buffered.
     fn wanted(&self) -> Result<usize, Damaged> {
         if self.next == Next::Begin {
             return Ok(BEGIN);
@@ -306,7 +309,7 @@ impl Reader {
         Ok((part, next))
     }
 
-    /// Goes on behind these bytes.
+    /// Moves the position behind these bytes.
     fn pass(&mut self, bytes: &[u8], next: Next) {
         self.at = self.at.saturating_add(bytes.len() as u64);
         self.next = next;

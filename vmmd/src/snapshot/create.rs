@@ -37,14 +37,14 @@ use crate::{
 
 /// How long a `vmm` may take to give a snapshot up.
 const GIVING_UP: Duration = Duration::from_secs(10);
-/// What is so when it does not.
+/// Message for a `vmm` that does not.
 const GOES_ON: &str = "nothing is kept of it, but the VM's vmm process still writes it, and may keep the VM paused until all is written";
 /// Room for the state of processors and devices in bytes, about.
 const DEVICES: u64 = 4 << 20;
 /// Steps, as the operation counts them: the `vmm` writes the file, and the record is written.
 const STEPS: u64 = 2;
 
-/// What a snapshot is taken of.
+/// Source of a snapshot.
 enum Source {
     /// A machine, whose `vmm` writes the file.
     Machine(Client),
@@ -55,7 +55,8 @@ enum Source {
 }
 
 impl Source {
-    /// Of the disks alone. Nobody comes to write to them from here on, or only the machine.
+    /// Returns the source for the disks alone. A stopped VM cannot start while the source exists.
+    /// With a running VM only its machine writes to the disks.
     async fn of_disks(host: &Host, vm: &str) -> Result<Self, Failure> {
         Ok(match ask(host, vm, Command::Quiet).await? {
             Quiet::Runs(client) => Self::DisksOfMachine(client),
@@ -94,7 +95,7 @@ pub async fn create(
     find_vm(host, &mut record, (request.paused, stopped)).await?;
     fault::hold(&host.config.run_dir, "snapshot-validated").await;
     let locks = match &disks {
-        // Whoever else has them may write to them.
+        // Another holder of the locks could write to the disks.
         Some(Source::DisksOfStopped { .. }) => Locks::Take,
         _ => Locks::None,
     };
@@ -120,7 +121,8 @@ pub async fn create(
         None => Source::Machine(client(host, &record.vm_name).await?),
     };
     if record.retention.is_some() {
-        // What an earlier retention has left must not count against the limits.
+        // Snapshots that an earlier retention has not removed yet must not count against the
+        // limits.
         retention::converge(host, Some(&record.vm_uid)).await;
     }
     host.snapshots.reserve(&record, &host.config.snapshots)?;
@@ -237,7 +239,7 @@ async fn find_vm(
     }
     let run = match of.instance {
         None if record.has_machine() => return Err(not_running(vm)),
-        // Of a run that has ended.
+        // The instance may be that of a run that has ended.
         _ if stopped => InstanceRecord::default(),
         run => run.unwrap_or_default(),
     };
@@ -308,7 +310,7 @@ async fn make(
         let synced = folder.sync().map(|()| file);
         synced.map_err(|error| failed("make the snapshot's file", &error))
     });
-    // Waited for in any case: what it makes is removed when the snapshot is not made.
+    // The wait is unconditional: a failed snapshot removes the files that this step creates.
     let file: File = preparing.await?;
     if cancel.is_cancelled() {
         return Err(cancelled("nothing was made"));
@@ -327,7 +329,7 @@ async fn make(
                 copied = &mut copying => copied,
                 failure = cancel.cancelled() => {
                     control.cancel().cancel();
-                    // The VM can be started when nobody has its disks open any more.
+                    // The VM can start only after its disks are closed.
                     let _ended = copying.await;
                     Err(failure)
                 }
@@ -344,7 +346,8 @@ async fn make(
     }
     // A VM that does not run can be started from here on.
     drop(source);
-    // The `vmm` is not trusted: the length is the one that the daemon sees, and nobody may change the file from now on.
+    // The `vmm` is not trusted: the daemon reads the length itself, and no process may change the
+    // file from here on.
     let of = record.clone();
     let (lengths, file_bytes, has_writer) = blocking(host, move |folder| {
         let looked = (|| {
@@ -396,7 +399,7 @@ async fn save(
         };
         let early = tokio::select! {
             early = &mut saving => Some(early),
-            // Nobody but the `vmm` says that they are quiet.
+            // Only the `vmm` reports that the disks are quiet.
             Ok(()) = quiet => None,
         };
         match early {
@@ -424,7 +427,7 @@ async fn save(
     match written {
         Ok(Ok(reply)) => Ok(reply),
         Ok(Err(failure)) => {
-            // Nothing keeps the VM paused, also nothing that an earlier daemon has begun.
+            // Ends any pause of the VM, including one that an earlier daemon has begun.
             let _in_time = timeout(GIVING_UP, give_up).await;
             Err(failure)
         }
@@ -443,7 +446,8 @@ fn did_not_wait() -> Failure {
 /// Refused when a device has come or gone since the record was made: the machine that was saved is not the one of the record. Later than that none does
 /// before the snapshot is complete, as the `vmm` sees to.
 async fn check_devices(host: &Host, record: &SnapshotRecord) -> Result<(), Failure> {
-    // The actor has noted what was answered before this. A VM that has ended since is as it was.
+    // The actor has recorded all earlier responses. The devices of a VM that has ended since are
+    // unchanged.
     if client(host, &record.vm_name).await.is_err() {
         return Ok(());
     }
@@ -456,7 +460,7 @@ async fn check_devices(host: &Host, record: &SnapshotRecord) -> Result<(), Failu
     Err(Failure::new(Kind::Aborted, "SNAPSHOT_VM_CHANGED", message))
 }
 
-/// Copies the disks, to which nobody writes. When the caller goes away, the copy ends.
+/// Copies the disks, which have no writer. The copy ends when the caller drops the future.
 async fn copy_disks(
     host: &Arc<Host>,
     record: &SnapshotRecord,

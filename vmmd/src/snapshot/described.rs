@@ -1,7 +1,8 @@
-//! What an archive says of its snapshot: the first part of the [container](super::archive), a protobuf message.
+//! Description of a snapshot in an archive: the first part of the [container](super::archive), a
+//! protobuf message.
 //!
-//! Another node may have made it, or anybody who can write a file: it is taken only as far as it is what the API would take. Nothing of this node
-//! is looked at here.
+//! Another node may have created it, or any program that can write a file: it is accepted only
+//! within the limits of the API. The module reads no state of this node.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -53,7 +54,7 @@ pub struct Described {
     /// About how much room the files take, in bytes.
     #[prost(uint64, tag = "13")]
     allocated_bytes: u64,
-    /// 0 when it has the machine too, which archives of before it was there all have.
+    /// 0 for a snapshot with the machine. Archives older than this field all have the machine.
     #[prost(enumeration = "v1::SnapshotKind", tag = "14")]
     kind: i32,
 }
@@ -69,13 +70,14 @@ struct Disk {
     /// As of [`SnapshotDisk`].
     #[prost(uint64, tag = "3")]
     capacity_bytes: u64,
-    /// Of the image that it is an overlay of; empty when it is none.
+    /// Digest of the image below an overlay; empty for other disks.
     #[prost(bytes = "vec", tag = "4")]
     image_digest: Vec<u8>,
 }
 
 impl Described {
-    /// What the archive of a snapshot says, whose files take so much room. Refused when a disk is an overlay of another disk.
+    /// Describes a snapshot whose files have this allocated size. Refused when a disk is an overlay
+    /// of another disk.
     pub fn of(record: &SnapshotRecord, allocated_bytes: u64) -> Result<Self, Failure> {
         if let Some(disk) = record.disks.iter().find(|disk| !disk.backing.is_empty()) {
             let message = format!(
@@ -111,7 +113,8 @@ impl Described {
         })
     }
 
-    /// As it stands in an archive. What this vmmd does not know is refused, since it would be lost.
+    /// Parses the description of an archive. Fields unknown to this vmmd are refused, since they
+    /// would be lost.
     pub fn read(bytes: &[u8]) -> Result<Self, Failure> {
         let read = Self::decode(bytes).map_err(|error| refuse(format_args!("can't be read: {error}")))?;
         match read.encode_to_vec() == bytes {

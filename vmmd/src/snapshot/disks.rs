@@ -52,7 +52,7 @@ impl Images {
         })
     }
 
-    /// What the record says of them.
+    /// Returns the disks for the record.
     pub fn describe(&self) -> Vec<SnapshotDisk> {
         self.0.iter().map(|image| image.of.clone()).collect()
     }
@@ -62,7 +62,8 @@ fn model(wire: &v1::VmSpec) -> Result<VmSpec, Failure> {
     VmSpec::try_from(wire).map_err(|problems| Failure::internal(problems.to_string()))
 }
 
-/// Opens the images of a VM's disks that its guest can write to. With [`Locks::Take`] nobody comes to write to them. Blocking.
+/// Opens the images of a VM's disks that its guest can write to. [`Locks::Take`] excludes writers
+/// from then on. Blocking.
 pub fn open(host: &Host, wire: &v1::VmSpec, locks: Locks) -> Result<Images, Failure> {
     let spec = model(wire)?;
     let mut images = Vec::new();
@@ -144,7 +145,7 @@ pub fn prepare(
     Ok(())
 }
 
-/// Copies the images, while nobody writes to them. Blocking.
+/// Copies the images, which must have no writer meanwhile. Blocking.
 pub fn copy(
     folder: &Folder,
     record: &SnapshotRecord,
@@ -182,7 +183,7 @@ pub fn note_sizes(record: &mut SnapshotRecord, lengths: &[u64]) {
     }
 }
 
-/// What a start of the snapshot's own VM puts back; nothing when there are no disks.
+/// Disk copies that a start of the snapshot's own VM restores; `None` without disks.
 pub fn put_back(
     host: &Host,
     folder: &Folder,
@@ -229,8 +230,8 @@ fn check_base(host: &Host, of: &SnapshotDisk) -> Result<(), Failure> {
     Err(Failure::precondition("DISK_NOT_FOUND", message))
 }
 
-/// Makes disks of the DiskService for another VM of a snapshot, named `<vm>-<disk>`, and has `spec` name them. Returns what was made,
-/// also when it fails.
+/// Creates disks of the DiskService for another VM of a snapshot, named `<vm>-<disk>`, and sets
+/// their names in `spec`. Returns the created disks, also on failure.
 pub async fn make(
     host: &Arc<Host>,
     folder: &Folder,

@@ -39,8 +39,8 @@ const READY: usize = 4;
 /// How long a client may take nothing.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Begins to send a snapshot. What is sent is read when the client has room for it: one that does not read costs neither a thread nor more
-/// memory, and is given up after a minute.
+/// Starts to send a snapshot. The task reads data only when the client has room for it. A client
+/// that does not read costs neither a thread nor more memory, and its export fails after a minute.
 pub async fn export(host: &Arc<Host>, name: &str) -> Result<Stream, Failure> {
     let held = Held::new(host, name)?;
     let record = held.record.clone();
@@ -70,8 +70,9 @@ pub async fn export(host: &Arc<Host>, name: &str) -> Result<Stream, Failure> {
     Ok(ReceiverStream::new(receiver))
 }
 
-/// The last place of the stream, for a failure: a client that takes nothing gets that too when it goes on. Without a failure in it, the stream
-/// would end as that of a whole archive does, so one is sent also when the task panics.
+/// Reserved last place of the stream, for a failure. A stalled client receives it too when it
+/// continues. A stream without a failure at its end would look like a complete archive, so the drop
+/// sends one also after a panic of the task.
 struct End(Option<OwnedPermit<Result<v1::ExportSnapshotResponse, Status>>>);
 
 impl End {
@@ -140,20 +141,20 @@ async fn send(
 struct Source {
     writer: Writer,
     next: Next,
-    /// Of the memory, then of the disks, with their lengths.
+    /// Memory file, then disk files, with their lengths.
     files: Vec<(File, u64)>,
     /// Bytes that are not holes, about.
     allocated: u64,
 }
 
-/// What comes next of it.
+/// Next item of the archive.
 #[derive(Debug)]
 enum Next {
     /// These bytes.
     Begin(Vec<u8>),
     /// The beginning of the file with this number; the end when there is none.
     File(usize),
-    /// What is in this file from a position on.
+    /// Content of this file from a position on.
     Data(usize, u64),
     /// Nothing.
     End,
@@ -225,7 +226,8 @@ impl Source {
     }
 }
 
-/// What is in a file at or behind a position, up to the next multiple of [`MAX_DATA`]; nothing when only holes follow.
+/// Data of a file at or after a position, up to the next multiple of [`MAX_DATA`]; `None` when only
+/// holes follow.
 fn data(file: Option<&(File, u64)>, from: u64) -> io::Result<Option<(u64, Vec<u8>)>> {
     let Some((file, length)) = file else {
         return Ok(None);

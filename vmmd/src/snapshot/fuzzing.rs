@@ -1,9 +1,11 @@
-//! What the fuzz target of archives calls (`vmmd/fuzz`): it takes any bytes as an archive, or as parts whose checksums it makes right, and panics when
-//! something is read that may not be. The tests here run it over the seeds and over generated input.
+//! Entry point of the fuzz target for archives (`vmmd/fuzz`). It accepts any bytes as an archive,
+//! or as parts to which it adds valid checksums. It panics when the reader accepts an invalid part.
+//! The tests here run it over the seeds and over generated input.
 
 use super::archive::{Damaged, MAX_DATA, MAX_RECORD, Part, Reader, Writer};
 
-/// The first byte says what the others are, when it is even an archive; else parts, each of them a byte with its kind, its length in two bytes
+/// Reads an archive and checks the parts. With an even first byte the rest is an archive. Otherwise
+/// the rest is a list of parts, each with a byte for its kind, its length in two bytes
 /// (little-endian) and its content.
 pub fn snapshot_archive(data: &[u8]) {
     let Some((how, rest)) = data.split_first() else {
@@ -39,7 +41,8 @@ fn sealed(mut rest: &[u8]) -> Vec<u8> {
     archive
 }
 
-/// The parts of an archive that comes in pieces of this length. What they say is as an import relies on it.
+/// Reads the parts of an archive in pieces of this length. Asserts the properties on which an
+/// import relies.
 fn read(archive: &[u8], piece: usize) -> Result<Vec<Part>, Damaged> {
     let (mut reader, mut parts) = (Reader::new(), Vec::new());
     for mut piece in archive.chunks(piece) {

@@ -84,13 +84,14 @@ fn cancelled() -> Failure {
     Failure::new(Kind::Aborted, "CANCELLED", message)
 }
 
-/// What a client sends.
+/// Archive that a client sends.
 struct Archive<S> {
     stream: S,
     reader: Reader,
-    /// Of the last message, not read yet.
+    /// Unread bytes of the last message.
     bytes: Vec<u8>,
-    /// By the caller, and by the operation. Looked at while nothing is done to files: what is done to them has ended when they are removed.
+    /// Tokens of the caller and of the operation. They are checked only between file operations, so
+    /// that no operation is running when the files are removed.
     cancel: [CancellationToken; 2],
 }
 
@@ -175,7 +176,7 @@ async fn make<S>(
 where
     S: Stream<Item = Result<v1::ImportSnapshotRequest, Status>> + Unpin,
 {
-    // From here on the images can't be deleted; they may have been before.
+    // The record prevents a deletion of the images from here on. They may have been deleted before.
     if let Some(gone) = record.disks.iter().find(|disk| {
         let image = &disk.image;
         !image.is_empty()
@@ -222,7 +223,7 @@ where
 struct Target {
     folder: Folder,
     record: SnapshotRecord,
-    /// Of the memory, then of the disks.
+    /// Memory file, then disk files.
     files: Vec<File>,
     /// The file that data is of.
     current: Option<File>,

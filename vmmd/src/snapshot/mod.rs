@@ -1,19 +1,22 @@
-//! Snapshots of VMs: a record in the store and a file `<state_dir>/snapshots/<uid>.snapshot` each, in the format of `vmm`.
+//! Snapshots of VMs. Each has a record in the store and a file
+//! `<state_dir>/snapshots/<uid>.snapshot` in the format of `vmm`.
 //!
 //! ```text
 //!  (none) ──record──▶ Partial ──files complete and durable──▶ Ready ──record──▶ Partial ──file gone──▶ (none)
 //! ```
 //!
-//! Invariant: a file exists only while its record does. The next start of the daemon finds by its record what an interrupted creation or
-//! deletion left, and removes it.
+//! Invariant: a file exists only while its record exists. The next start of the daemon finds the
+//! remains of an interrupted creation or deletion by the record, and removes them.
 //!
-//! An export reads the files while the registry keeps the snapshot from being deleted, and so does a restore; an import makes them of what a client sends.
+//! An export and a restore read the files while the registry prevents the deletion of the snapshot.
+//! An import creates the files from a client's archive.
 //!
-//! What the files take is bounded by the configuration. Each record has the room of its snapshot: before that is made the most that it can take, which is
-//! reserved, and then what was allocated.
+//! The configuration bounds the space of the files. Each record has the space of its snapshot:
+//! during creation the reserved maximum, and then the allocated space.
 //!
-//! The `vmm` of the VM writes the file and reads it back; this daemon never looks into it. It stays empty in a snapshot of the disks alone. The file is root's: a `vmm` gets a
-//! descriptor of it, for reading only when it restores, so that no `vmm` can change what other VMs are restored from.
+//! The `vmm` of the VM writes the file and reads it; the daemon never parses it. The file is empty
+//! in a snapshot of the disks alone. It belongs to root. A `vmm` gets a descriptor of it, read-only
+//! for a restore, so that no `vmm` can change the data from which other VMs are restored.
 
 mod archive;
 mod create;
@@ -156,7 +159,7 @@ fn uid(record: &SnapshotRecord) -> Uuid {
     Uuid::from_slice(&record.uid).unwrap_or_default()
 }
 
-/// A snapshot that can't be deleted while this is there.
+/// Guard that prevents the deletion of a snapshot.
 struct Held {
     host: Arc<Host>,
     record: SnapshotRecord,
@@ -178,7 +181,8 @@ impl Drop for Held {
     }
 }
 
-/// Ends what makes a snapshot: it is complete and durable, and told with what was done, or nothing is left of it.
+/// Ends the creation of a snapshot. On success the snapshot is complete and durable, and an event
+/// reports `done`. On failure all remains are removed.
 async fn end(
     host: &Arc<Host>,
     mut record: SnapshotRecord,
@@ -272,7 +276,8 @@ pub async fn delete(host: &Arc<Host>, name: &str, context: &Context) -> Result<(
     .await
 }
 
-/// Deletes a snapshot that was taken out of use, remembers the request that is answered by that, and tells why.
+/// Deletes a snapshot that is out of use, stores the response to the request, and emits an event
+/// with the reason.
 async fn retire(
     host: &Arc<Host>,
     record: SnapshotRecord,
@@ -307,7 +312,7 @@ async fn remove(host: &Arc<Host>, record: &SnapshotRecord) -> Result<(), Failure
     Ok(())
 }
 
-/// Removes what is left of a snapshot that was not made.
+/// Removes the remains of an incomplete snapshot.
 async fn discard(host: &Arc<Host>, record: &SnapshotRecord) {
     if let Err(failure) = remove(host, record).await {
         tracing::error!(snapshot = record.name, %failure, "remove what is left of a snapshot");
@@ -315,13 +320,13 @@ async fn discard(host: &Arc<Host>, record: &SnapshotRecord) {
     }
 }
 
-/// Takes over the snapshots of the store at the daemon's start, and ends what was interrupted.
+/// Loads the snapshots of the store at the daemon's start, and completes interrupted deletions.
 pub async fn adopt(host: &Arc<Host>, records: Vec<SnapshotRecord>) {
     for mut record in records {
         if record.stage() == SnapshotStage::Ready {
             host.requests.adopt_snapshot(&record);
             if record.allocated_bytes == 0 {
-                // Of an earlier daemon. No limit is applied to what is there.
+                // A record of an earlier daemon. Limits do not apply to existing snapshots.
                 match room(host, &record).await {
                     Ok(bytes) => record.allocated_bytes = bytes,
                     Err(failure) => {
@@ -350,7 +355,7 @@ fn tell(host: &Host, record: &SnapshotRecord, reason: &str, message: impl Into<S
     host.events.emit(Draft::normal(object, reason, message));
 }
 
-/// The failure that a client gets when a snapshot's file can't be made, written or read.
+/// Refusal for a failed access to a snapshot's file.
 fn failed(operation: &str, error: &io::Error) -> Failure {
     file_failed(operation, error)
 }

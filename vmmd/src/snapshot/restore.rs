@@ -28,7 +28,7 @@ pub async fn restore(
     request: v1::RestoreVmRequest,
     context: &Context,
 ) -> Result<v1::Vm, Failure> {
-    // It can't be deleted before the VM runs.
+    // Prevents the deletion of the snapshot before the VM runs.
     let held = Held::new(host, &request.snapshot)?;
     let record = &held.record;
     let name = match request.vm.as_str() {
@@ -53,7 +53,7 @@ pub async fn restore(
             "a fresh VM has addresses of its own",
         ));
     }
-    // Of a VM that is not the snapshot's own.
+    // Machine of a VM that is not the snapshot's own.
     let machine = if fresh { Machine::Booted } else { Machine::OfVm };
     let by_this = host.requests.made_by_restore(context);
     let there = host.vms.get(&name).filter(|entry| {
@@ -85,7 +85,7 @@ pub async fn restore(
 /// Which machine is started.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Machine {
-    /// Its spec is the snapshot's, whatever the VM's is by now.
+    /// The spec is that of the snapshot, independent of the VM's present spec.
     OfSnapshot,
     /// Its spec is the VM's, which was created like the snapshot's, with other disks.
     OfVm,
@@ -178,7 +178,7 @@ async fn make(
     }
     // The directory is the other VM's.
     spec.state_dir.clear();
-    // Until the VM is there, nobody else compares its addresses.
+    // The lock serializes the comparison of addresses until the VM exists.
     let _turn = host.snapshots.making.lock().await;
     if !fresh
         && !new.share_addresses

@@ -1,8 +1,9 @@
-//! Which earlier snapshots are deleted when a new one is complete.
+//! Deletion of earlier snapshots after the completion of a new one.
 //!
-//! Invariant: only a snapshot that was created with a retention is ever deleted here, and only for one of the same VM and the same group. Ages are
-//! counted from the new snapshot and not from now, so the rule has one outcome whenever it is applied: what a daemon that was killed had not
-//! deleted yet, or what was in use, goes the next time, and nothing else does.
+//! Invariant: this module only deletes snapshots that were created with a retention, and only for a
+//! new snapshot of the same VM and the same group. Ages are relative to the new snapshot and not to
+//! the present time. The rule therefore has the same result at any time. Snapshots that a killed
+//! daemon had not deleted yet, or that were in use, are deleted the next time, and no others.
 
 use std::{cmp::Reverse, collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -19,7 +20,7 @@ use crate::host::Host;
 /// Longest `max_age`: a hundred years.
 const MAX_AGE: Duration = Duration::from_secs(100 * 366 * 24 * 3600);
 
-/// The retention of a request; what is wrong with it is in `found`.
+/// Parses the retention of a request. Adds problems to `found`.
 pub fn parse(found: &mut Violations, given: Option<&v1::SnapshotRetention>) -> Option<RetentionRecord> {
     let given = given?;
     if given.keep_last == 0 && given.max_age.is_none() {
@@ -55,7 +56,8 @@ pub fn describe(record: &RetentionRecord) -> v1::SnapshotRetention {
     }
 }
 
-/// Deletes what the retention of the snapshot with this UUID does not keep, if it has one. What can't be deleted stays until the next time.
+/// Deletes the snapshots that the retention of the snapshot with this UUID does not keep, if it has
+/// one. A snapshot that cannot be deleted stays until the next time.
 pub async fn apply(host: &Arc<Host>, newest: &[u8]) {
     let all = host.snapshots.list();
     let Some(newest) = all.iter().find(|record| record.uid == newest) else {

@@ -1,6 +1,7 @@
-//! What a VM uses and has done: what its `vmm` counts, and what the kernel counts of its processes.
+//! Statistics of a VM: the counters of its `vmm`, and the kernel's counters of its processes.
 //!
-//! Nothing here waits for the VM's actor; a `vmm` that does not answer costs its own caller [`TIMEOUT`].
+//! The module never waits for the VM's actor. An unresponsive `vmm` costs only its own caller
+//! [`TIMEOUT`].
 
 mod usage;
 
@@ -86,7 +87,8 @@ fn memory_of_the_machine(vm: &v1::Vm) -> u64 {
     running.unwrap_or_else(|| memory.unwrap_or_default().size_bytes)
 }
 
-/// What the kernel carries (vhost-net) no `vmm` counts: the tap's figures take the place of its own.
+/// Replaces the `vmm`'s counters of NICs with vhost-net by those of the tap. The `vmm` does not
+/// count packets that the kernel carries.
 async fn count_taps(host: &Host, vm: &v1::Vm, counted: &mut vmm::MachineStats) {
     let specs = vm.spec.iter().flat_map(|spec| &spec.nics);
     let status = vm.status.iter().flat_map(|status| &status.nics);
@@ -99,7 +101,7 @@ async fn count_taps(host: &Host, vm: &v1::Vm, counted: &mut vmm::MachineStats) {
         let Ok(Some(link)) = host.links.counters(&tap.tap).await else {
             continue;
         };
-        // What the node receives over the tap the guest has sent.
+        // The node receives on the tap the packets that the guest has sent.
         stats.sent_packets = link.received_packets;
         stats.sent_bytes = link.received_bytes;
         stats.received_packets = link.sent_packets;
@@ -116,8 +118,8 @@ fn threads(counted: &vmm::MachineStats) -> Vec<Option<u32>> {
     counted.vcpus.iter().map(|vcpu| vcpu.thread).collect()
 }
 
-/// What the kernel counts of a VM's processes, and how long each of its `threads` waited for a processor. What is no
-/// thread of the process has no time.
+/// Returns the kernel's counters of a VM's processes, and the time for which each of its `threads`
+/// waited for a processor. A number that is no thread of the process gets `None`.
 async fn usage(
     host: &Arc<Host>,
     uid: Uuid,

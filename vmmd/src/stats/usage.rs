@@ -1,4 +1,5 @@
-//! What the kernel counts of a VM's processes: of its cgroup, or of its one process where there is no cgroup.
+//! The kernel's counters of a VM's processes: those of its cgroup, or those of its process without
+//! a cgroup.
 
 use std::fs;
 
@@ -9,7 +10,7 @@ const TICKS: u64 = 100;
 /// Bytes of a page (x86-64).
 const PAGE: u64 = 4096;
 
-/// 0 is also what is not known.
+/// Resource usage. Unknown values are 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     /// Processor time in user mode, the guest's included.

@@ -22,13 +22,13 @@ use crate::config::Tcp;
 /// HTTP/2 in the ALPN (RFC 9113, 3.2).
 pub const ALPN: &[u8] = b"h2";
 
-/// Why the files can't be used. The key of the configuration says which; the path is in the log only.
+/// Error in the files. It has the key of the configuration; the path is in the log only.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// It can't be read.
+    /// The file is unreadable.
     #[error("`{0}` can't be read: {words}", words = text::words(.1))]
     Read(&'static str, io::Error),
-    /// It is no PEM file, or does not have what it should.
+    /// The file is not PEM, or lacks the required content.
     #[error("`{0}` {1}")]
     Content(&'static str, String),
     /// They don't go together.
@@ -36,7 +36,7 @@ pub enum Error {
     Pair(String),
 }
 
-/// The three files as they were read.
+/// Content of the configured files.
 #[derive(PartialEq, Eq)]
 struct Files {
     certificate: Vec<u8>,
@@ -61,7 +61,7 @@ impl Files {
     }
 }
 
-/// What is made of the files.
+/// TLS configuration and verifier from the files.
 #[derive(Clone)]
 struct Loaded {
     config: Arc<ServerConfig>,
@@ -97,7 +97,7 @@ pub struct Certificates {
     current: RwLock<Option<Loaded>>,
     /// Who is connected.
     peers: Mutex<Vec<Weak<Peer>>>,
-    /// What was tried last.
+    /// Files of the last attempt.
     last: Mutex<Option<Files>>,
 }
 
@@ -121,8 +121,8 @@ impl Certificates {
         }
     }
 
-    /// Reads the files; false when they are as they were. When they can't be used, what was used before still is.
-    /// Blocking.
+    /// Reads the files. Returns false when they are unchanged. With unusable files the present
+    /// configuration stays in use. Blocking.
     pub fn reload(&self) -> Result<bool, Error> {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         let files = match Files::read(&self.tcp) {
@@ -148,7 +148,8 @@ impl Certificates {
         Some(self.loaded()?.config)
     }
 
-    /// Notes who has connected, with the certificates that the handshake has verified. `None` when they have become bad meanwhile.
+    /// Registers a new connection, with the certificates that the handshake has verified. `None`
+    /// when they have become invalid meanwhile.
     pub fn admit(&self, chain: &[CertificateDer<'_>]) -> Option<Arc<Peer>> {
         let peer = Arc::new(Peer {
             chain: chain

@@ -1,5 +1,5 @@
-//! What a verified certificate says of its owner: the role in a URI of the subject alternative name, and for people the name
-//! in the subject.
+//! Identity in a verified certificate: the role from a URI of the subject alternative name, and the
+//! subject's name for people.
 
 use rustls::pki_types::CertificateDer;
 use vmmd_host::text;

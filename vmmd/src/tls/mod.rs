@@ -1,9 +1,9 @@
-//! The API over TCP: TLS with certificates on both sides, and nothing else. Client certificates are verified against the
-//! configured CAs (chain, time, purpose) in the handshake; what the certificate says of its owner becomes the
-//! connection's [`crate::auth::Caller`].
+//! The API over TCP: always TLS with certificates on both sides. The handshake verifies client
+//! certificates against the configured CAs (chain, time, purpose). The identity in the certificate
+//! becomes the connection's [`crate::auth::Caller`].
 //!
-//! [`Certificates`] holds what new connections use, and changes it when the files change. Sessions are never resumed, so
-//! that a certificate is looked at for each connection.
+//! [`Certificates`] holds the configuration for new connections, and reloads it when the files
+//! change. Sessions are never resumed, so that each connection has its certificate checked.
 
 mod certificates;
 mod identity;

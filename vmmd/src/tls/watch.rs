@@ -16,7 +16,8 @@ use super::Certificates;
 /// A certificate and its key are two files: how long to wait for the second one after the first.
 const SETTLE: Duration = Duration::from_millis(300);
 
-/// Loads `certificates` when their files change or a `hangup` asks for it, and tells what came of it. Never ends.
+/// Loads `certificates` when their files change or a `hangup` arrives, and emits an event with the
+/// result. Never ends.
 pub async fn watch(events: Events, certificates: Arc<Certificates>, mut hangup: Signal) {
     let changes = folders(&certificates.files());
     let mut changes = changes
@@ -37,7 +38,7 @@ pub async fn watch(events: Events, certificates: Arc<Certificates>, mut hangup: 
     }
 }
 
-/// Loads `certificates`, and tells what came of it.
+/// Loads `certificates`, and emits an event with the result.
 pub async fn reload(events: &Events, certificates: &Arc<Certificates>) {
     let loading = Arc::clone(certificates);
     let loaded = spawn_blocking(move || loading.reload()).await;

@@ -4,7 +4,7 @@ use vmmd_host::failure::{Failure, Kind};
 
 use crate::Error;
 
-/// What a client is told when the store can't be written.
+/// Refusal for a failed write to the store.
 pub fn store_failure(error: Error) -> Failure {
     match error {
         Error::Full => Failure::new(

@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 pub struct Overcommit {
     /// Overcommit of guaranteed processor time (cores times core fraction). Default 4.0.
     pub cpu: Ratio,
-    /// Overcommit of cores, without regard to the core fraction. Default 100.0: the maximum at a
-    /// core fraction of 1 %.
+    /// Overcommit of cores, without regard to the core fraction. A core fraction of 1 % allows 100.0.
+    /// Default 100.0.
     pub vcpu: Ratio,
     /// Overcommit of memory outside the huge page pools. Default 1.0.
     pub memory: Ratio,

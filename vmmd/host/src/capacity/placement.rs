@@ -187,7 +187,7 @@ pub fn refuse(problems: &[Problem]) -> Result<(), Failure> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use proptest::prelude::*;
     use proto::{model::vm::VmSpec, v1};
 

@@ -322,4 +322,4 @@ pub enum Room {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -1,12 +1,15 @@
-//! Opens a path beneath a folder as openat2(2) does with RESOLVE_BENEATH and RESOLVE_NO_MAGICLINKS, and with RESOLVE_NO_SYMLINKS when links are refused, where that call is forbidden. A filter of system
-//! calls can't see what is in that call's structure, so the filter of systemd's `RestrictSUIDSGID=`, which the daemon's unit has, refuses it with ENOSYS.
+//! Replacement for openat2(2) with RESOLVE_BENEATH and RESOLVE_NO_MAGICLINKS, and with
+//! RESOLVE_NO_SYMLINKS when links are refused, for systems that forbid that call. A filter of
+//! system calls cannot read the call's structure. The filter of systemd's `RestrictSUIDSGID=`,
+//! which the daemon's unit has, therefore refuses it with ENOSYS.
 //!
-//! The path is opened name by name. What holds, whatever is renamed or replaced meanwhile:
+//! The walk opens the path name by name. Invariants during concurrent renames and replacements:
 //!
-//! - The kernel is given single names only, never `..`, and follows no symbolic link (O_NOFOLLOW).
-//! - The target of a link is read from the link that was opened, and its names are walked from the folder that the link is in.
-//!   An absolute target is refused, and so are all links of procfs that are more than their text.
-//! - All folders on the way stay open. `..` goes back to the folder that the walk has come from, and before the first one it is refused.
+//! - The kernel receives single names only, never `..`, and follows no symbolic link (O_NOFOLLOW).
+//! - The target of a link is read from the open link, and its names are walked from the folder of
+//!   the link. An absolute target is refused, and so are all magic links of procfs.
+//! - All folders on the way stay open. `..` returns to the previous folder of the walk, and before
+//!   the first one it is refused.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -86,10 +89,10 @@ pub(super) fn open(
     }
 }
 
-/// Opens what has the name itself, whatever it is, and nothing behind it.
+/// Opens the object of this name itself, of any type, without following a link.
 const LOOK: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 
-/// Puts the names of a path before those that are left.
+/// Puts the names of a path before the remaining names.
 fn put(names: &mut Vec<OsString>, path: &Path) -> Result<(), Errno> {
     for component in path.components().rev() {
         match component {

@@ -1,12 +1,12 @@
 //! Starts a program in a process of its own without the daemon's rights.
 //!
-//! By clone3(2) and not `std::process::Command`: it gives a pidfd without a window in which the pid could be
-//! another's, and puts the child into its cgroup before it runs (CLONE_INTO_CGROUP). The child is a copy of a
-//! multi-threaded process: until it executes the program it may do nothing but system calls on what was prepared
-//! before. No allocation, no lock, no unwinding.
+//! The module uses clone3(2) instead of `std::process::Command`. clone3 returns a pidfd without a
+//! window in which the pid could be reused, and puts the child into its cgroup before it runs
+//! (CLONE_INTO_CGROUP). The child is a copy of a multi-threaded process: until it executes the
+//! program it may only make system calls on prepared data. No allocation, no lock, no unwinding.
 //!
-//! The child's descriptors are exactly `stdin` (/dev/null), `stdout`, `stderr` (the log) and those of
-//! [`Program::fds`] from number 3 on, in order.
+//! The child's descriptors are exactly `stdin` (/dev/null), `stdout`, `stderr` (the log) and those
+//! of [`Program::fds`] from number 3 on, in order.
 
 use std::{
     ffi::CString,
@@ -31,7 +31,7 @@ pub const MAX_FDS: usize = 8;
 /// All descriptors are moved above this number before they get their own, so that none is overwritten by another.
 const PARKED: RawFd = 64;
 
-/// What is to run, and as whom.
+/// A program to run, with its rights.
 #[derive(Debug)]
 pub struct Program<'a> {
     /// The executable, open.
@@ -40,9 +40,9 @@ pub struct Program<'a> {
     pub arguments: &'a [CString],
     /// Descriptors it gets as 3, 4, …; at most 8.
     pub fds: &'a [BorrowedFd<'a>],
-    /// What it writes to stdout; the log when `None`.
+    /// Target of stdout; the log when `None`.
     pub output: Option<BorrowedFd<'a>>,
-    /// What it writes to stderr.
+    /// Target of stderr.
     pub log: BorrowedFd<'a>,
     /// User and group id it runs as; not 0, unless it has namespaces.
     pub uid: u32,
@@ -79,7 +79,8 @@ pub struct Namespaces<'a> {
     pub open_files: u64,
 }
 
-/// A started process that nobody watches yet: it is killed and reaped when this is dropped before [`Child::watched`].
+/// A started process without a watcher. It is killed and reaped when this is dropped before
+/// [`Child::watched`].
 #[derive(Debug)]
 pub struct Child {
     pid: u32,
@@ -119,7 +120,7 @@ static NO_RIGHTS: AtomicBool = AtomicBool::new(false);
 const RESTRICTED: &str = "the kernel gives no rights in user namespaces (kernel.apparmor_restrict_unprivileged_userns): load the AppArmor \
                           profile /usr/share/vmmd/apparmor/vmmd and restart vmmd";
 
-/// Starts `program`; returns when the child executes it, or with what the child could not do.
+/// Starts `program`. Returns when the child executes it, or with the error of the child.
 pub fn spawn(program: &Program<'_>) -> io::Result<Child> {
     if program.fds.len() > MAX_FDS || (program.uid == 0 && program.namespaces.is_none()) {
         return Err(io::ErrorKind::InvalidInput.into());
@@ -185,15 +186,15 @@ impl Failed {
 /// The same in the given network.
 fn attempt(program: &Program<'_>, network: Network) -> Result<Child, Failed> {
     let (report_read, report_write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
-    // The child goes on when its users are mapped.
+    // The child waits until its users are mapped.
     let (go_read, go_write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
     let arguments = program.arguments.iter().map(|argument| argument.as_ptr());
     let arguments: Vec<_> = arguments.chain([ptr::null()]).collect();
     let mut pidfd: RawFd = -1;
     let mut clone = clone_args(program, &mut pidfd);
     let size = size_of::<libc::clone_args>();
-    // SAFETY: the arguments are initialised and of the given size; without CLONE_VM and with no stack given, the
-    // child goes on here with its own copy of memory, as after fork(2).
+    // SAFETY: the arguments are initialised and of the given size; without CLONE_VM and with no
+    // stack given, the child continues here with its own copy of memory, as after fork(2).
     let pid = unsafe { libc::syscall(libc::SYS_clone3, &raw mut clone, size) };
     if pid == 0 {
         // SAFETY: this copy of the process does not use it; while it is open, the end of the daemon would not be seen.
@@ -206,7 +207,7 @@ fn attempt(program: &Program<'_>, network: Network) -> Result<Child, Failed> {
         return Err(io::Error::last_os_error().into());
     }
     drop(report_write);
-    // SAFETY: CLONE_PIDFD has stored a new descriptor that nobody else owns.
+    // SAFETY: CLONE_PIDFD has stored a new descriptor without another owner.
     let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
     let mapped = program
         .namespaces
@@ -214,7 +215,7 @@ fn attempt(program: &Program<'_>, network: Network) -> Result<Child, Failed> {
     let goes = mapped.and_then(|()| Ok(rustix::io::write(&go_write, b"g")?));
     drop(go_write);
     if let Err(error) = goes {
-        // Without the word to go on it ends.
+        // Without the byte from the pipe the child ends.
         reap(&pidfd);
         return Err(io::Error::new(error.kind(), format!("map users: {error}")).into());
     }
@@ -247,7 +248,8 @@ fn failure(report: OwnedFd) -> Option<Failed> {
     None
 }
 
-/// Does what a child can't do for itself: says which users of the node the users of its namespace are, and sets its limit of descriptors.
+/// Performs the steps that a child cannot do itself: maps the users and groups of its namespace,
+/// and sets its limit of descriptors.
 fn map_users(pid: libc::c_long, namespaces: &Namespaces<'_>) -> io::Result<()> {
     let number = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw);
     limit_open_files(number, namespaces.open_files)?;
@@ -305,7 +307,7 @@ pub fn reap(pidfd: impl AsFd) {
     let _ = rustix::process::waitid(WaitId::PidFd(pidfd.as_fd()), WaitIdOptions::EXITED);
 }
 
-/// What the child does on its way, for the message when it fails.
+/// Step of the child before the exec, for the error message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 enum Step {
@@ -436,7 +438,7 @@ fn park(fd: BorrowedFd<'_>) -> Result<RawFd, Errno> {
 }
 
 fn put(source: RawFd, number: RawFd) -> Result<(), Errno> {
-    // SAFETY: nobody owns `number` any more: this copy of the process only goes on to the exec.
+    // SAFETY: `number` has no owner here: this copy of the process only continues to the exec.
     let result = unsafe { libc::dup2(source, number) };
     check(result.into()).map(drop)
 }
@@ -456,7 +458,8 @@ fn limits() -> Result<(), Errno> {
             current: Some(LOCKED_MEMORY),
             maximum: locked.maximum.map(|maximum| maximum.max(LOCKED_MEMORY)),
         };
-        // Without CAP_SYS_RESOURCE the hard limit stays: then it is what it is, and disks do without io_uring.
+        // Without CAP_SYS_RESOURCE a higher hard limit is refused. The limit then stays, and disks
+        // work without io_uring.
         let _ = rustix::process::setrlimit(Resource::Memlock, enough);
     }
     // The daemon may be protected from the OOM killer; a VM is not.
@@ -467,7 +470,8 @@ fn limits() -> Result<(), Errno> {
     Ok(())
 }
 
-/// What serving a directory takes, in a namespace of users: files of all its users, and a root directory of its own.
+/// Capabilities to serve a directory in a user namespace: access to files of all its users, and a
+/// root directory of its own.
 const FILE_RIGHTS: CapabilitySet = CapabilitySet::CHOWN
     .union(CapabilitySet::DAC_OVERRIDE)
     .union(CapabilitySet::FOWNER)

@@ -1,4 +1,5 @@
-//! Groups: their ids, by the name service of the node (NSS: files, LDAP, systemd), and those that a peer is in.
+//! Groups: their ids, from the name service of the node (NSS: files, LDAP, systemd), and the groups
+//! of a peer.
 
 use std::{
     ffi::{CStr, CString},

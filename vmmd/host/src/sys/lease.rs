@@ -5,9 +5,9 @@ use std::{
     os::fd::{AsFd, AsRawFd},
 };
 
-/// Whether anybody has the file open for writing, or has mapped it so: the kernel gives a read lease on a file only when nobody has.
-/// `file` is open for reading only, and nobody can open the file for writing meanwhile. On a file system without leases it can't be
-/// told: `None`.
+/// Whether any process has the file open for writing, or has a writable mapping of it: the kernel
+/// grants a read lease only without writers. `file` is open for reading only, and no process can
+/// open the file for writing meanwhile. `None` on a file system without leases.
 pub fn has_writer(file: impl AsFd) -> io::Result<Option<bool>> {
     match set_lease(&file, libc::F_RDLCK) {
         Ok(()) => {

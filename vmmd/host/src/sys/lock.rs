@@ -1,9 +1,11 @@
-//! OFD locks (fcntl(2), "Open file description locks"): they belong to the open file, so that a lock which the
-//! daemon takes stays with the `vmm` that the descriptor is passed to, for as long as that holds it.
+//! OFD locks (fcntl(2), "Open file description locks"). They belong to the open file. A lock that
+//! the daemon takes therefore stays with the `vmm` that receives the descriptor, for as long as the
+//! `vmm` holds it.
 //!
-//! What is locked is what the `vmm` locks again in the same open file, and what QEMU keeps to (the page "Image locking"
-//! of its manual): byte 100 + n stands for what somebody does, 200 + n for what he does not want others to do. Whoever
-//! writes locks them all; whoever reads locks "reads" (100), "nobody writes" (201) and "nobody resizes" (203).
+//! The daemon locks the same bytes as the `vmm` in the same open file, and as QEMU (the page "Image
+//! locking" of its manual). Byte 100 + n stands for an operation of the holder, and 200 + n for an
+//! operation that the holder forbids to others. A writer locks them all. A reader locks "reads"
+//! (100), "no writes by others" (201) and "no resize by others" (203).
 
 use std::{
     fs, io,
@@ -12,7 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Who may hold a lock beside us.
+/// Other holders that a lock permits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LockKind {
     /// Other readers.
@@ -30,7 +32,7 @@ const READER: [Range; 3] = [(100, 1), (201, 1), (203, 1)];
 /// that is open for writing.
 pub fn lock_file(file: impl AsFd, kind: LockKind) -> io::Result<bool> {
     let (lock_type, ranges) = what(kind);
-    // What is taken before another range is refused goes with the descriptor, which is not used then.
+    // After a refusal the caller closes the descriptor, which releases the ranges locked before.
     for range in ranges {
         if !lock_range(file.as_fd(), lock_type, *range)? {
             return Ok(false);
@@ -39,8 +41,8 @@ pub fn lock_file(file: impl AsFd, kind: LockKind) -> io::Result<bool> {
     Ok(true)
 }
 
-/// As [`lock_file`], but looks again until `limit` has passed. There is no event to wait for: fcntl(2) that waits for a lock
-/// can't be given a limit, and would take it when nobody wants it any more.
+/// As [`lock_file`], but retries until `limit` has passed. There is no event to wait for: a
+/// blocking fcntl(2) has no timeout, and would take the lock after its caller has given up.
 pub fn lock_file_within(file: impl AsFd, kind: LockKind, limit: Duration) -> io::Result<bool> {
     look_again(file, kind, limit, thread::sleep)
 }
@@ -119,8 +121,8 @@ fn lock_range(file: BorrowedFd<'_>, lock_type: i32, range: Range) -> io::Result<
     }
 }
 
-/// A process of this node that has a lock on the file: "qemu-img (process 4711)". For a message; what it can't find out
-/// it does not know.
+/// A process of this node that has a lock on the file: "qemu-img (process 4711)". For a message;
+/// `None` when no process is found.
 pub fn lock_holder(file: impl AsFd) -> Option<String> {
     let wanted = Locked::on(file)?;
     let own = std::process::id();
@@ -139,7 +141,8 @@ pub fn is_locked_here(file: impl AsFd) -> bool {
 
 /// Looks for locks of a file.
 struct Locked {
-    /// What the line of each has of it (proc_pid_fdinfo(5)): "lock: 1: OFDLCK ADVISORY WRITE -1 fd:01:1234 100 299".
+    /// The file's part of a lock's line (proc_pid_fdinfo(5)): "lock: 1: OFDLCK ADVISORY WRITE -1
+    /// fd:01:1234 100 299".
     file: String,
 }
 
@@ -214,7 +217,7 @@ mod tests {
         let found = lock_holder(&reader);
         sleeper.kill().unwrap();
         sleeper.wait().unwrap();
-        // Its name may still be that of before its exec.
+        // The process may still have its name from before the exec.
         let found = found.unwrap();
         assert!(
             found.ends_with(&format!(" (process {})", sleeper.id())),

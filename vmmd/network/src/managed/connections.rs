@@ -8,7 +8,8 @@ use super::{
     ruleset::Chains,
 };
 
-/// What tells whether the kernel can tell connections apart on a bridge: nft is to check this.
+/// Test ruleset for nft's check mode: the kernel accepts it if it can track connections on a
+/// bridge.
 pub fn probe() -> Value {
     let table = json!({"table": {"family": "bridge", "name": "vmmd-probe"}});
     let chain = json!({"chain": {
@@ -31,7 +32,7 @@ pub fn connections(networks: &[Network], objects: &mut Chains) {
     objects.push(&base("bridge", "egress", "filter", "prerouting", 0));
     objects.push(&base("bridge", "ingress", "filter", "postrouting", 0));
     for network in networks {
-        // DHCP with the gateway: a guest can't send what a server does.
+        // DHCP with the gateway. A guest cannot send the packets of a server.
         let gateway = json!(network.gateway.to_string());
         let servers = json!({"set": ["255.255.255.255", gateway]});
         let query = [
@@ -64,7 +65,8 @@ fn direction(
     add(json!([guest, state(&["established", "related"]), accept()]));
     let arp = equal(&meta("protocol"), &json!("arp"));
     add(json!([guest, arp, accept()]));
-    // What ARP is to IPv4 (RFC 4861), with the groups that it is sent to (RFC 3810); who may say what is up to the rules of the ports.
+    // The IPv6 counterpart of ARP (RFC 4861), with its multicast groups (RFC 3810). The rules of
+    // the ports check the senders.
     let neighbors = json!({"set": [
         "nd-router-solicit", "nd-router-advert", "nd-neighbor-solicit", "nd-neighbor-advert", "mld2-listener-report",
     ]});

@@ -1,7 +1,9 @@
-//! What the kernel remembers of connections (conntrack), by ctnetlink (linux/netfilter/nfnetlink_conntrack.h).
+//! The kernel's tracked connections (conntrack), by ctnetlink
+//! (linux/netfilter/nfnetlink_conntrack.h).
 //!
-//! Datagrams of one sender go where the first one went, as long as they come often enough. So they are forgotten when the port that they are
-//! sent to is published, or leads elsewhere: the next datagram is looked at anew.
+//! While datagrams of one sender arrive often enough, the kernel sends them to the destination of
+//! the first one. When their port is published or leads elsewhere, the daemon deletes the tracked
+//! connections. The kernel then applies the rules to the next datagram.
 
 use std::{collections::BTreeSet, io};
 
@@ -15,7 +17,7 @@ use rtnetlink::{
 };
 use tokio_stream::StreamExt;
 
-/// Types of messages: the subsystem, and what is to be done.
+/// Types of messages: the subsystem and the operation.
 const GET: u16 = 0x101;
 const DELETE: u16 = 0x102;
 /// Bytes in front of the attributes: family, version, resource.
@@ -34,7 +36,7 @@ const IPS_SRC_NAT: u32 = 1 << 4;
 const IPS_DST_NAT: u32 = 1 << 5;
 const UDP: u8 = 17;
 
-/// A message, or what comes back: its type, and all behind the header of netlink.
+/// A request or a response: its type, and the bytes after the netlink header.
 #[derive(Debug)]
 struct Message {
     kind: u16,
@@ -73,8 +75,8 @@ impl Message {
         message
     }
 
-    /// What makes the kernel forget this connection, if it is one of datagrams to one of `ports`. What is only sent in the name of the node goes
-    /// from a guest to a port of somebody else.
+    /// Returns the request to delete this connection, if it has datagrams to one of `ports`.
+    /// Connections with only a source NAT lead from a guest to a port of another host and stay.
     fn deletion(&self, ports: &BTreeSet<u16>) -> Option<Self> {
         let (header, attributes) = self.bytes.split_at_checked(HEADER)?;
         let transport = value(attribute(
@@ -108,7 +110,7 @@ fn attribute(attributes: &[u8], kind: u16) -> Option<&[u8]> {
     NlaBuffer::into_inner(found).get(..length)
 }
 
-/// What is behind the header of an attribute.
+/// Bytes after the header of an attribute.
 fn value(attribute: &[u8]) -> Option<&[u8]> {
     attribute.get(4..)
 }
@@ -138,7 +140,7 @@ pub async fn forget(ports: &BTreeSet<u16>) -> io::Result<()> {
         let answers = answers.map_err(io::Error::other)?;
         tokio::pin!(answers);
         while let Some(answer) = answers.next().await {
-            // One that has just ended is there no more.
+            // A connection that has just ended does not exist any more.
             if let NetlinkPayload::Error(error) = answer.payload
                 && ![0, -libc::ENOENT].contains(&error.raw_code())
             {

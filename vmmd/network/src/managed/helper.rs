@@ -1,8 +1,9 @@
-//! The daemon's side of a helper: it is started, found again by a later daemon, exchanged and ended.
+//! The daemon's side of a helper: start, adoption by a later daemon, replacement and end.
 //!
-//! What is known of it is in its folder: `table.json`, which it reads, and `server.json`, which says which process it is. A
-//! process is known by its number and the time of its start, so another one with the same number is never taken for it. A helper
-//! that runs another program file than the daemon is exchanged. A helper keeps nothing: leases are in the table.
+//! The folder of a helper contains `table.json`, which the helper reads, and `server.json`, which
+//! identifies the process. The process number and the start time identify a process, so a reused
+//! number is no risk. The daemon replaces a helper with another program file than its own. A helper
+//! stores nothing: leases are in the table.
 
 use std::{
     collections::BTreeMap,
@@ -134,7 +135,8 @@ fn pause(last: Option<Duration>, lived: Duration) -> Duration {
     }
 }
 
-/// Writes what a helper tells. It reads it before its next answer. What is written already is left alone: it need not be read again.
+/// Writes the table of a helper, which the helper reads before its next answer. An unchanged file
+/// stays, so that the helper need not read it again.
 pub fn write_table(folder: &Path, table: &Table) -> io::Result<()> {
     fault::step("make a helper's folder");
     fs::create_dir_all(folder)?;
@@ -205,7 +207,7 @@ pub fn ensure(
     };
     replace(&served.folder.join(SERVER), &serde_json::to_vec(&server)?, 0o600)?;
     let process = child.watched(Process::new)?;
-    // The old one goes when the new one is there, so that no client waits.
+    // The old helper ends after the start of the new one, so that no client waits.
     if let Some(before) = before {
         kill(&before);
     }
@@ -360,7 +362,8 @@ fn kill(server: &Server) {
     let Ok(process) = pidfd_open(pid, PidfdFlags::empty()) else {
         return;
     };
-    // Whoever has the number now is the one that the descriptor is of.
+    // The descriptor refers to the process that has this number now. The check therefore concerns
+    // the same process.
     if server.lives() {
         fault::step("end a helper");
         let _has_ended = pidfd_send_signal(process, Signal::KILL);

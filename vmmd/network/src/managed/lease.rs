@@ -1,4 +1,5 @@
-//! What a NIC has of a network: its address, the ports of the node that lead to it, the connections that its guest may have.
+//! Lease of a NIC in a network: its address, its published ports of the node, and the connections
+//! that its guest may have.
 
 use std::net::Ipv4Addr;
 
@@ -208,7 +209,8 @@ impl Networks {
         Ok(())
     }
 
-    /// Refuses ports on which the node itself listens. Those that lead to the NIC already stay: `record` is its network's.
+    /// Refuses ports on which the node itself listens. Ports that already lead to the NIC stay.
+    /// `record` is that of the NIC's network.
     fn no_port_of_the_node(&self, record: &NetworkRecord, request: &Request<'_>) -> Result<(), Failure> {
         let vm = request.vm.0.as_bytes();
         let own = |lease: &&LeaseRecord| lease.is_of(vm, request.nic) && lease.released_ms == 0;

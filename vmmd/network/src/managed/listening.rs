@@ -10,15 +10,16 @@ use proto::model::nic::{Protocol, PublishedPort};
 /// The port on which the gateways answer for names.
 const DNS: u16 = 53;
 
-/// The address at which the node waits for connections to a port, or for datagrams. What is sent to the loopback interface, or to a gateway
-/// for names, stays the node's whatever is published. `gateways` are those of all networks.
+/// Address on which the node listens for connections or datagrams to a port. The loopback
+/// interface, and the gateways' port for names, stay with the node even for published ports.
+/// `gateways` are those of all networks.
 pub fn listens(port: &PublishedPort, gateways: &[Ipv4Addr]) -> io::Result<Option<SocketAddr>> {
     // A socket's state in /proc/net: TCP_LISTEN, and TCP_CLOSE of a UDP socket without a peer.
     let (name, state) = match port.protocol {
         Protocol::Tcp => ("tcp", "0A"),
         Protocol::Udp => ("udp", "07"),
     };
-    // Who waits on such a port and who has asked something from it can't be told apart.
+    // On these ports a listening socket looks the same as the socket of a client.
     if port.protocol == Protocol::Udp && clients()?.contains(&port.node_port) {
         return Ok(None);
     }

@@ -1,15 +1,15 @@
-//! The networks that the node makes: a record each in the store, and on the node a bridge, rules of the packet filter and a helper
-//! process for DHCP and DNS.
+//! The networks of vmmd. Each has a record in the store, and on the node a bridge, rules of the
+//! packet filter and a helper process for DHCP and DNS.
 //!
 //! ```text
 //!  (none) ──record──▶ Wanted ──bridge, rules, helper──▶ served ──record──▶ Leaving ──all of it gone──▶ (none)
 //! ```
 //!
-//! Always: what is on the node is named by the id of a network that has a record. So what an interrupted create or delete
-//! leaves is found by its record, and repaired ([`node`]): at the daemon's start, each minute, and when something changes. One
-//! task at a time changes the node.
+//! Invariant: all objects on the node are named by the id of a network with a record. The record
+//! therefore identifies the remains of an interrupted create or delete, and [`node`] repairs them
+//! at the daemon's start, each minute, and after changes. One task at a time changes the node.
 //!
-//! A NIC's address is a *lease* in the network's record; [`pool`] says who gets which.
+//! A NIC's address is a *lease* in the network's record; [`pool`] assigns addresses.
 
 mod connections;
 mod conntrack;
@@ -77,7 +77,7 @@ const FOLDER: &str = "networks";
 #[derive(Debug)]
 pub struct Networks {
     inner: Mutex<Inner>,
-    /// Who holds it may change records and the node.
+    /// The holder of the lock may change records and the node.
     turn: tokio::sync::Mutex<Filter>,
     helper_ends: Arc<helper::Ends>,
     /// The program `vmmd-netd`, from its first use.
@@ -179,7 +179,7 @@ impl Networks {
         }
     }
 
-    /// Takes over the records of the store, and of the helpers those that are known.
+    /// Loads the records of the store, and adopts the known helpers.
     pub fn adopt(&self, host: Ports<'_>, records: Vec<NetworkRecord>) {
         if let Err(error) = helper::end_strays(&host.run_dir.join(FOLDER)) {
             tracing::error!(%error, "look for processes that serve a network and that no daemon knows");
@@ -315,7 +315,7 @@ impl Networks {
         found.map(|record| record.name.clone())
     }
 
-    /// Makes a network; returns when it is served. What fails leaves nothing behind.
+    /// Creates a network; returns when it is served. A failure leaves no remains.
     pub async fn create(
         &self,
         host: Ports<'_>,
@@ -393,7 +393,8 @@ impl Networks {
         Ok(())
     }
 
-    /// Deletes a network. What of it can't be taken from the node now is taken away later.
+    /// Deletes a network. A later repair removes objects that cannot be removed from the node at
+    /// once.
     pub async fn delete(&self, host: Ports<'_>, name: &str, context: &Context) -> Result<(), Failure> {
         let mut turn = self.turn.lock().await;
         let record = self.find(name)?;
@@ -412,7 +413,7 @@ impl Networks {
         Ok(())
     }
 
-    /// Makes a record durable, and what the daemon goes by.
+    /// Stores a record durably, then updates the daemon's copy.
     async fn write(&self, host: Ports<'_>, record: &NetworkRecord) -> Result<(), Failure> {
         host.store.put_network(record).await.map_err(store_failure)?;
         self.inner().put(record.clone());

@@ -20,7 +20,8 @@ pub async fn apply(commands: &str) -> io::Result<()> {
     run(&["-j", "-f", "-"], commands.as_bytes()).await.map(drop)
 }
 
-/// Whether the kernel can tell connections apart on a bridge. Changes nothing, but may make the kernel load its module for that.
+/// Whether the kernel can track connections on a bridge. Changes nothing, but the kernel may load
+/// the module for this.
 pub async fn tracks_bridges() -> bool {
     let probe = run(
         &["-c", "-j", "-f", "-"],

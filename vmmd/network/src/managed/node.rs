@@ -1,4 +1,4 @@
-//! What the networks' records mean on the node, and how the node is made so.
+//! State of the node that the networks' records require, and the steps to reach it.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -38,7 +38,7 @@ use crate::{
     netd::{self, Table},
 };
 
-/// How often the node is compared with what is wanted.
+/// Interval between comparisons of the node with the wanted state.
 pub const PERIOD: Duration = Duration::from_secs(60);
 /// For how long VMs are given their addresses, in seconds. They have them for their lives; a client asks again at half time.
 const LEASE_SECONDS: u32 = 3600;
@@ -46,7 +46,7 @@ const LEASE_SECONDS: u32 = 3600;
 /// The packet filter as the daemon has set it up.
 #[derive(Debug, Default)]
 pub struct Filter {
-    /// What is in the kernel; `None` when that is not known.
+    /// State of the kernel; `None` when unknown.
     known: Option<Known>,
     /// Where the UDP ports led that were published last: the port, and address and port of the guest.
     published: Option<BTreeSet<(u16, Ipv4Addr, u16)>>,
@@ -117,7 +117,7 @@ impl Filter {
     }
 }
 
-/// What was not as wanted on the node.
+/// Differences between the node and the wanted state.
 #[derive(Debug, Default)]
 pub struct Repairs {
     /// The packet filter lacked the networks' rules.
@@ -132,7 +132,7 @@ impl Networks {
         let mut filter = self.turn.lock().await;
         self.release(host).await;
         let known = self.inner().problems.clone();
-        // What others did to the packet filter shows only there.
+        // A new read from the kernel shows changes that other programs made to the packet filter.
         filter.known = None;
         let repairs = self.apply(host, &mut filter, None).await;
         for (record, what) in repairs.networks {
@@ -164,8 +164,8 @@ impl Networks {
         }
     }
 
-    /// Releases the addresses of NICs that are gone; the UUIDs of the networks that have others now. What is not written is left to
-    /// the next time.
+    /// Releases the addresses of removed NICs. Returns the UUIDs of the networks with changes. The
+    /// next call retries failed writes.
     async fn release(&self, host: Ports<'_>) -> Vec<Vec<u8>> {
         let mut changed = Vec::new();
         for record in self.unused(host) {
@@ -205,8 +205,8 @@ impl Networks {
         changed
     }
 
-    /// Makes the node be as the records say: all of them, or the one with the UUID `only`. What fails is a problem of the
-    /// network, and left to the next time.
+    /// Brings the node to the state of the records: all of them, or the one with the UUID `only`. A
+    /// failure becomes a problem of the network, and the next call retries.
     pub(super) async fn apply(&self, host: Ports<'_>, filter: &mut Filter, only: Option<&[u8]>) -> Repairs {
         let all: Vec<_> = self.inner().records.values().cloned().collect();
         let meant = |record: &&NetworkRecord| only.is_none_or(|uid| record.uid == uid);
@@ -277,7 +277,7 @@ impl Networks {
     }
 }
 
-/// What there was when all interfaces were looked at together, by name.
+/// Interfaces by name, from one survey.
 type Seen = HashMap<String, (Link, Found)>;
 
 async fn survey(host: Ports<'_>) -> Seen {
@@ -305,7 +305,7 @@ async fn make_bridge(host: Ports<'_>, record: &NetworkRecord, seen: &Seen) -> io
         forwarding(spec_of(record).is_some_and(|spec| spec.net6.is_some()))?;
     }
     if spec_of(record).is_some_and(|spec| spec.net6.is_some()) && !record.leaving {
-        // What guests say of routes is nothing to the node.
+        // The node must not accept routes from guests.
         switch(&format!("/proc/sys/net/ipv6/conf/{name}/accept_ra"), "0")?;
     }
     Ok(changed)
@@ -328,7 +328,8 @@ fn forwarding(with_ipv6: bool) -> io::Result<()> {
     if !with_ipv6 || std::fs::read_to_string(SWITCH)?.trim() == "1" {
         return Ok(());
     }
-    // A node that forwards hears no router any more, unless it is told to (ip-sysctl: accept_ra), and would lose its own way out.
+    // With forwarding the kernel ignores router advertisements, unless accept_ra is 2 (ip-sysctl:
+    // accept_ra). The node would lose its own default route.
     for interface in std::fs::read_dir("/proc/sys/net/ipv6/conf")? {
         let accept = interface?.path().join("accept_ra");
         if std::fs::read_to_string(&accept).is_ok_and(|text| text.trim() == "1") {
@@ -354,7 +355,7 @@ async fn join_taps(host: Ports<'_>, record: &NetworkRecord, seen: &Seen) -> io::
     };
     let mut changed = false;
     for lease in record.leases.iter().filter(|lease| lease.released_ms == 0) {
-        // There is none while the VM does not run. One that is being made joins by itself.
+        // A VM that does not run has no tap. A new tap joins the bridge at its creation.
         if seen
             .get(&lease.tap)
             .is_none_or(|(tap, _)| tap.bridge == bridge.index)
@@ -440,8 +441,8 @@ fn filtered(record: &NetworkRecord) -> Option<rules::Network> {
     })
 }
 
-/// It was validated when it came. One that this daemon does not understand lets nothing through: a rule without what is not
-/// understood of it would let through more than it says.
+/// Firewall of a lease, validated at its arrival. A firewall that this daemon cannot parse blocks
+/// all connections: a rule without its unknown part would allow too much.
 fn firewall(lease: &LeaseRecord) -> Firewall {
     let stored = lease.firewall.clone().unwrap_or_default();
     let mut found = Violations::default();
@@ -490,8 +491,8 @@ fn table(spec: &proto::model::network::NetworkSpec, record: &NetworkRecord) -> T
 /// Most name servers that are asked for the names of the outside, as many as resolv.conf(5) has.
 const NAME_SERVERS: usize = 3;
 
-/// Who is asked for names that are not of the network: the servers of its spec, or those of the node. Nobody when the network is
-/// isolated: names are a way out.
+/// Name servers for names outside the network: those of its spec, or those of the node. Empty for
+/// an isolated network, because names are a way out.
 fn name_servers(spec: &proto::model::network::NetworkSpec) -> Vec<IpAddr> {
     if spec.mode == NetworkMode::Isolated {
         return Vec::new();
@@ -521,7 +522,7 @@ fn is_used(vms: &HashMap<&str, &v1::Vm>, network: &str, lease: &LeaseRecord) -> 
     let uid = Uuid::from_slice(&lease.vm).unwrap_or_default().to_string();
     match vms.get(uid.as_str()) {
         None => false,
-        // A VM whose record can't be read keeps what it has.
+        // A VM with an unreadable record keeps its leases.
         Some(vm) if vm.spec.is_none() => true,
         Some(vm) => nics_in(vm, network).any(|nic| nic == lease.nic),
     }

@@ -11,8 +11,9 @@ use super::{Networks, Ports, bridge, describe::failed};
 type Range = (IpAddr, u8);
 
 impl Networks {
-    /// Refuses addresses that the node reaches over an interface of somebody else's: it would not reach them any more. The default route leads
-    /// to what nobody else has.
+    /// Refuses address ranges that the node reaches over an interface not owned by vmmd: the node
+    /// could not reach these addresses any more. The default route does not count, because it
+    /// covers all other addresses.
     pub(super) async fn no_clash_with_the_node(
         &self,
         host: Ports<'_>,

@@ -11,7 +11,7 @@ pub struct Wanted {
     pub addresses: Vec<(IpAddr, u8)>,
     /// In bytes.
     pub mtu: u32,
-    /// What people see of it.
+    /// Alias of the interface, for users.
     pub alias: String,
 }
 
@@ -45,7 +45,7 @@ pub enum Step {
     Delete(u32),
 }
 
-/// What has to be done to a network's bridge; `None` is wanted when it is to go.
+/// Steps for the bridge of a network; without `wanted` the bridge is removed.
 pub fn plan(wanted: Option<&Wanted>, found: Option<&Found>) -> Vec<Step> {
     match (wanted, found) {
         (None, None) => Vec::new(),

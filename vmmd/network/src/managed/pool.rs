@@ -45,9 +45,10 @@ pub fn allocate(
     }
 }
 
-/// Addresses that nobody has.
+/// Number of free addresses.
 pub fn available(spec: &NetworkSpec, leases: &[LeaseRecord], now_ms: u64) -> u32 {
-    // Two addresses are nobody's, one is the gateway's; the prefix has 16 bits or more.
+    // Excludes the network address, the broadcast address and the gateway. The prefix has 16 bits
+    // or more.
     let all = 1_u32.checked_shl(32 - u32::from(spec.net.prefix())).unwrap_or(0);
     let taken = leases.iter().filter(|lease| lease.counts(now_ms)).count();
     all.saturating_sub(3)

@@ -1,17 +1,22 @@
-//! What the packet filter is told of the networks, as the JSON of libnftables (libnftables-json(5)); [`ruleset`](super::ruleset) says how
-//! it gets into the kernel.
+//! Packet filter rules of the networks, as the JSON of libnftables (libnftables-json(5)).
+//! [`ruleset`](super::ruleset) describes how they get into the kernel.
 //!
-//! What is of one network or NIC is in a chain that is named by its interface; the chain named here leads there.
+//! Each network or NIC has its own chain, named by its interface. The chains listed here jump to
+//! these chains.
 //!
-//! - *forward*: what comes from a network and goes to it. Into a network with NAT goes what belongs to a connection from there, and
-//!   what was sent to a published port; into a routed one nothing that a network without routes begins.
-//! - *input*: what guests may send to the node itself: DHCP, and DNS queries and pings of the gateway.
-//! - *source*, *published*, *local*: the addresses that are translated.
-//! - *egress*, *ingress* (of the bridge): the connections that a guest with a firewall may open, and that others may open to it.
-//!   All that a guest sends and receives passes there, also what stays in its network.
-//! - *strangers* (of the bridge): what else is a port of a network's bridge sends nothing to its guests.
-//! - *ports* (of the bridge): what a guest may send at all: its own MAC, IPv4 and IPv6 addresses, ARP and neighbor discovery that say
-//!   so, and nothing that a router or a DHCP server says. A port that is no NIC's sends nothing to the node.
+//! - *forward*: traffic from and to a network. A network with NAT receives packets of its own
+//!   connections, and packets to published ports. A routed network receives no new connections from
+//!   networks that are not routed.
+//! - *input*: traffic from guests to the node itself: DHCP, and DNS queries and pings of the
+//!   gateway.
+//! - *source*, *published*, *local*: address translation.
+//! - *egress*, *ingress* (of the bridge): the connections that a guest with a firewall may open,
+//!   and that others may open to it. All traffic of a guest passes these chains, including traffic
+//!   within its network.
+//! - *strangers* (of the bridge): other ports of a network's bridge cannot send to its guests.
+//! - *ports* (of the bridge): the frames that a guest may send: its own MAC, IPv4 and IPv6
+//!   addresses, ARP and neighbor discovery for these, and no messages of a router or a DHCP server.
+//!   A port that is no NIC's cannot send to the node.
 
 use std::{
     collections::BTreeMap,
@@ -112,7 +117,7 @@ fn forward(networks: &[Network], objects: &mut Chains) {
         to.push((bridge, chain));
     }
     objects.push(&base("inet", "forward", "filter", "forward", 0));
-    // First: no later rule may accept what comes from an isolated network.
+    // These jumps come first: no later rule may accept packets from an isolated network.
     jumps(objects, ("inet", "forward"), "iifname", &from);
     jumps(objects, ("inet", "forward"), "oifname", &to);
 }
@@ -134,7 +139,8 @@ fn input(networks: &[Network], objects: &mut Chains) {
             let gateway = equal(&payload("ip6", "daddr"), &json!(net6.gateway().to_string()));
             let ping = equal(&payload("icmpv6", "type"), &json!("echo-request"));
             rule(json!([gateway, ping, accept()]));
-            // What hosts of a link say to each other and ask a router for (RFC 4861), but not what a router says.
+            // Messages between hosts of a link, and solicitations of a router (RFC 4861), but no
+            // messages of a router.
             let said = json!({"set": ["nd-router-solicit", "nd-neighbor-solicit", "nd-neighbor-advert", "mld2-listener-report"]});
             rule(json!([equal(&payload("icmpv6", "type"), &said), accept()]));
         }
@@ -188,8 +194,8 @@ fn translation(networks: &[Network], objects: &mut Chains) {
     }
 }
 
-/// What is sent to the node's `port` goes to `address`. The loopback interface is the node's own, and so are the ports on which the gateways of
-/// all networks answer for names and addresses.
+/// Redirects packets to the node's `port` to `address`. The loopback interface stays with the node,
+/// as do the ports on which the gateways of all networks answer DNS and DHCP.
 fn publish(address: IpAddr, port: &PublishedPort, gateways: &[Ipv4Addr]) -> Value {
     let protocol = match port.protocol {
         Protocol::Tcp => "tcp",
@@ -229,8 +235,9 @@ fn spoofing(networks: &[Network], objects: &mut Chains) {
     }
     objects.push(&base("bridge", "ports", "filter", "prerouting", -300));
     jumps(objects, ("bridge", "ports"), "iifname", &from);
-    // The chain of a NIC lets no packet return, so these come from other ports. That they come in by a network's bridge is told by where
-    // they go: the kernel knows the bridge's name here with its module nft_meta_bridge only.
+    // The chain of a NIC ends with a verdict, so these frames come from other ports. Their
+    // destination shows that they arrive on a network's bridge: here the kernel knows the bridge's
+    // name only with its module nft_meta_bridge.
     let bridges: Vec<_> = networks.iter().map(|network| network.mac.to_string()).collect();
     let to_the_node = equal(&payload("ether", "daddr"), &json!({"set": bridges}));
     objects.push(&rule("bridge", "ports", &json!([to_the_node, drop()])));
@@ -245,14 +252,14 @@ fn spoofing(networks: &[Network], objects: &mut Chains) {
     }
 }
 
-/// The EtherType as it is in the frame: that of the tag, when there is one. What nft itself puts in front of a rule about a protocol is not the
-/// same for all rules: some of them take the type behind the tag, others that of the tag. A guest that receives a frame with the tag of VLAN 0 takes it
-/// as one without.
+/// The EtherType field of the frame, which is that of the tag in a tagged frame. The protocol match
+/// that nft itself adds differs between rules: some use the type behind the tag, others that of the
+/// tag. A guest treats a received frame with the tag of VLAN 0 as untagged.
 fn ether_type() -> Value {
     json!({"payload": {"base": "ll", "offset": 96, "len": 16}})
 }
 
-/// What a guest may send.
+/// Rules for the frames that a guest may send.
 fn port_rules(port: &Port, mut rule: impl FnMut(Value)) {
     let (mac, address) = (json!(port.mac.to_string()), json!(port.address.to_string()));
     rule(json!([
@@ -265,7 +272,7 @@ fn port_rules(port: &Port, mut rule: impl FnMut(Value)) {
         unequal(&payload("arp", "saddr ether"), &mac),
         drop()
     ]));
-    // A probe for an address says that it has none yet (RFC 5227).
+    // An ARP probe has the sender address 0.0.0.0 (RFC 5227).
     let nobody = json!({"set": [address, "0.0.0.0"]});
     rule(json!([
         is("arp"),
@@ -302,8 +309,8 @@ fn port_rules(port: &Port, mut rule: impl FnMut(Value)) {
     rule(json!([drop()]));
 }
 
-/// What a guest may send with IPv6: its own addresses, what asks for and tells of these alone (RFC 4861), and nothing that a router
-/// or a DHCP server says.
+/// Rules for the IPv6 packets that a guest may send: from its own addresses, with neighbor
+/// discovery for these only (RFC 4861), and no messages of a router or a DHCP server.
 fn port_rules6(own: [Ipv6Addr; 2], rule: &mut impl FnMut(Value)) {
     let kind = |kinds: &[&str]| {
         let kinds = match kinds {
@@ -324,7 +331,8 @@ fn port_rules6(own: [Ipv6Addr; 2], rule: &mut impl FnMut(Value)) {
         equal(&payload("udp", "dport"), &json!(546)),
         drop()
     ]));
-    // An advertisement of an address, and the question whether somebody has one, which who has none yet asks.
+    // Advertisements of an own address, and duplicate address detection, whose source is the
+    // unspecified address.
     let nobody = equal(&payload("ip6", "saddr"), &json!("::"));
     for address in own {
         let target = target(address);
@@ -553,7 +561,7 @@ mod tests {
         let mut none = network(NetworkMode::Nat);
         none.ports.clear();
         let rules = ruleset(&[none]);
-        // What others send to the node is dropped all the same.
+        // The rule against frames from other ports to the node remains.
         assert_eq!([chain(&rules, "ports"), chain(&rules, "strangers")], [1, 0]);
     }
 

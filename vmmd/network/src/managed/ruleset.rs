@@ -1,11 +1,13 @@
-//! A ruleset of the packet filter as chains, and what `nft` is told so that the kernel has it (libnftables-json(5)): all of it, or what
-//! differs from the one before.
+//! A packet filter ruleset as chains, and the `nft` input that brings it into the kernel
+//! (libnftables-json(5)): the whole ruleset, or the difference from the previous one.
 //!
-//! All of it is in two tables of our own, `inet vmmd` and `bridge vmmd`. Nothing of other owners is touched. A chain without rules in each
-//! names the ruleset by a hash of it: where these chains are in the kernel, the ruleset is. Either way is one transaction.
+//! The ruleset is in two tables of vmmd, `inet vmmd` and `bridge vmmd`. Tables of other owners stay
+//! unchanged. An empty chain in each table has a hash of the ruleset as its name: when the kernel
+//! has these chains, it has the ruleset. Both ways are one transaction.
 //!
-//! A chain that is not wanted any more loses its rules at once, and goes with the next change: older kernels still count the jump of a map
-//! that the same transaction takes away. Until then it is *unused*.
+//! An obsolete chain loses its rules at once. The next change deletes it, because older kernels
+//! still count the jump of a map that the same transaction deletes. Until then the chain is
+//! *unused*.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -20,12 +22,12 @@ pub const FAMILIES: [&str; 2] = ["inet", "bridge"];
 /// Family and name of a chain.
 pub type Name = (String, String);
 
-/// What is to be in the kernel.
+/// Wanted content of the kernel's tables.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ruleset {
     /// The chain that stands for it.
     pub mark: String,
-    /// Those that others jump to come first.
+    /// Targets of jumps precede the chains that jump to them.
     chains: Vec<Chain>,
 }
 
@@ -74,10 +76,10 @@ impl Chains {
     }
 }
 
-/// What is known of a chain in the kernel.
+/// State of a chain in the kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Fact {
-    /// Of the chain and its rules.
+    /// Hash of the chain and its rules.
     hash: String,
     /// The kernel calls it, and no other chain jumps to it.
     is_base: bool,
@@ -99,7 +101,7 @@ impl Known {
 }
 
 impl Ruleset {
-    /// Of these chains, in their order.
+    /// Creates the ruleset of these chains, in their order.
     pub fn new(Chains { mut chains, .. }: Chains) -> Self {
         let mut all = Sha256::new();
         for chain in &mut chains {
@@ -117,11 +119,12 @@ impl Ruleset {
         }
     }
 
-    /// What `nft -j -f -` is to be given, whatever is in the kernel. Without chains it takes the tables away.
+    /// Returns the input for `nft -j -f -` that replaces any state of the kernel. Without chains it
+    /// deletes the tables.
     pub fn whole(&self) -> String {
         let mut commands = Commands::new();
         for family in FAMILIES {
-            // Adding a table that is there is no error, deleting one that is not would be.
+            // Adding an existing table is no error, but deleting a missing one is.
             let table = json!({"table": {"family": family, "name": TABLE}}).to_string();
             commands.push("add", &table);
             commands.push("delete", &table);
@@ -171,7 +174,7 @@ impl Ruleset {
         Some(commands.end())
     }
 
-    /// What the kernel has after [`Self::whole`].
+    /// State of the kernel after [`Self::whole`].
     pub fn known(&self) -> Known {
         let chains = self.chains.iter();
         Known {
@@ -183,7 +186,7 @@ impl Ruleset {
         }
     }
 
-    /// What the kernel has after [`Self::change`].
+    /// State of the kernel after [`Self::change`].
     pub fn known_after(&self, before: &Known) -> Known {
         let wanted = self.names();
         let unused = before
@@ -196,7 +199,8 @@ impl Ruleset {
         }
     }
 
-    /// What the kernel has whose tables have the chains `listed`; `None` when that is another ruleset.
+    /// State of a kernel whose tables have the chains `listed`; `None` when these are of another
+    /// ruleset.
     pub fn known_by(&self, listed: &[Name]) -> Option<Known> {
         let mark = |family: &str| (family.to_owned(), self.mark.clone());
         let marks = FAMILIES.map(mark);
@@ -218,7 +222,7 @@ impl Ruleset {
     }
 }
 
-/// A chain that the kernel does not call by itself.
+/// A regular chain, without a hook.
 pub fn chain(family: &str, name: &str) -> Value {
     json!({"chain": {"family": family, "table": TABLE, "name": name}})
 }
@@ -268,7 +272,7 @@ mod tests {
         Ruleset::new(objects)
     }
 
-    /// "delete a": what is done to which chain; "add a 1" for a rule. Marks are left out.
+    /// "delete a": the operation and its chain; "add a 1" for a rule. Marks are omitted.
     fn steps(commands: &str) -> Vec<String> {
         let commands: Value = serde_json::from_str(commands).unwrap();
         let commands = commands["nftables"].as_array().unwrap().iter().skip(1);

@@ -19,7 +19,7 @@ use super::{
     describe::{not_found, tell},
 };
 
-/// What may be in a mask, beside the metadata.
+/// Paths in an update mask, besides the metadata.
 const FIELDS: [&str; 3] = [MODE, DNS, NTP];
 const MODE: &str = "spec.mode";
 const DNS: &str = "spec.dns_servers";

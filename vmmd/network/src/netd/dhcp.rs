@@ -1,4 +1,4 @@
-//! What a DHCP client is answered (RFC 2131, 4.3; RFC 2132): a pure function of the table.
+//! Response to a DHCP client (RFC 2131, 4.3; RFC 2132): a pure function of the table.
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 
@@ -13,7 +13,7 @@ use super::Table;
 /// Port of clients.
 const CLIENT: u16 = 68;
 
-/// What is sent for a packet, and where to.
+/// Response to a packet, and its destination.
 pub fn respond(table: &Table, packet: &[u8]) -> Option<(Vec<u8>, SocketAddrV4)> {
     let request = Message::decode(&mut Decoder::new(&sifted(packet)?)).ok()?;
     let answer = answer(table, &request)?;
@@ -115,7 +115,8 @@ fn answer(table: &Table, request: &Message) -> Option<Answer> {
         lease(table, &mut message);
     }
     options(table, &host.name, &mut message);
-    // A client that has no address yet is sent to by all means: it has no ARP. What it says that it has may be another's.
+    // A client without an address has no ARP, so its response is a broadcast. An address that the
+    // client claims may belong to another host.
     let to = match request.ciaddr() {
         address if address == host.address => address,
         _ => Ipv4Addr::BROADCAST,

@@ -1,7 +1,7 @@
-//! What a guest's DNS query is answered (RFC 1035): a pure function of the table.
+//! Response to a guest's DNS query (RFC 1035): a pure function of the table.
 //!
-//! The helper is the authority for `<network>.internal` and for the addresses of the network. All other names are forwarded
-//! ([`super::forward`]), unless the network is isolated.
+//! The helper is the authority for `<network>.internal` and for the addresses of the network. It
+//! forwards all other names ([`super::forward`]), unless the network is isolated.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -16,12 +16,14 @@ use hickory_proto::{
 
 use super::Table;
 
-/// For how long a resolver may keep an answer, in seconds: a VM that is made anew soon has its new address everywhere.
+/// Lifetime of an answer in a resolver, in seconds. A recreated VM is soon reachable at its new
+/// address.
 const TTL: u32 = 30;
 /// Bytes of a message before its question (RFC 1035, 4.1.1).
 const HEADER: usize = 12;
-/// Largest query in bytes: what is forwarded is kept until it is answered. Resolvers say more than a question in some hundred bytes at
-/// most, and 4,096 is the largest message that they use UDP for (RFC 6891, 6.2.5).
+/// Largest query in bytes; a forwarded query is stored until its answer. Resolvers add some hundred
+/// bytes to a question at most, and 4,096 is the largest message that they use UDP for (RFC 6891,
+/// 6.2.5).
 pub const MAX_QUERY: usize = 4096;
 /// Largest answer in bytes (RFC 1035, 4.2.1).
 pub const MAX_ANSWER: usize = 512;
@@ -30,7 +32,7 @@ const RECORD: usize = 16;
 /// Bytes of type and class (RFC 1035, 4.1.2).
 const KIND: usize = 4;
 
-/// What becomes of a packet.
+/// Handling of a packet.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// The reply.
@@ -62,7 +64,7 @@ pub fn decide(table: &Table, packet: &[u8]) -> Verdict {
         return Verdict::Ignore;
     };
     let request = header.metadata;
-    // A reply to a reply would go round for ever.
+    // A reply to a reply would cause an endless loop.
     if request.message_type != MessageType::Query {
         return Verdict::Ignore;
     }
@@ -94,8 +96,8 @@ pub fn decide(table: &Table, packet: &[u8]) -> Verdict {
     })
 }
 
-/// Whether a question has its name without pointers (RFC 1035, 4.1.4). There is only the header that a pointer could lead to, and what
-/// is forwarded gets another number there, so the name would be another one too.
+/// Whether a question has its name without pointers (RFC 1035, 4.1.4). A pointer could only lead to
+/// the header. The forwarder changes the number in the header, so the name would change too.
 fn is_whole(name: &Name, question: &[u8]) -> bool {
     let labels = if name.is_root() { 0 } else { name.len() };
     question.len() == labels + 1 + KIND
@@ -228,8 +230,8 @@ fn reply(
     loop {
         match message.to_vec() {
             Ok(reply) if reply.len() <= MAX_ANSWER => return Verdict::Answer(reply),
-            // Addresses of a VM with dozens of NICs. Nobody serves TCP here, so a truncated answer would be none; each address is as
-            // good as the others.
+            // A VM with dozens of NICs has too many addresses. The helper does not serve TCP, so a
+            // truncated answer would be useless. Any subset of the addresses is valid.
             Ok(_) if message.answers.pop().is_some() => {}
             _ => return Verdict::Ignore,
         }

@@ -1,10 +1,12 @@
-//! Queries that name servers of the node are asked.
+//! Forwards queries to name servers of the node.
 //!
-//! The sockets are opened before the helper gives up its rights, so they stay in the node's network when the helper leaves it. Each
-//! query goes out from one of them, chosen at random, with a random number: who wants to forge a reply has to guess both (RFC 5452).
-//! A reply counts when it comes from the server that was asked and repeats number and question.
+//! The helper opens the sockets before it drops its rights, so they stay in the node's network when
+//! the helper leaves it. Each query uses a random socket and a random number: a forged reply must
+//! guess both (RFC 5452). A reply counts when it comes from the queried server and repeats number
+//! and question.
 //!
-//! A query that is not answered in time is sent to the next server once, and forgotten then: clients ask again by themselves.
+//! An unanswered query goes to the next server once, and is then dropped: clients retry on their
+//! own.
 //!
 //! [`Queries`] has the state and decides; [`Forwarder`] has the sockets.
 
@@ -30,10 +32,10 @@ pub const PATIENCE: Duration = Duration::from_secs(2);
 /// Servers that a query is sent to.
 pub const TRIES: u32 = 2;
 
-/// Three random bytes; `None` when the kernel has none yet.
+/// Three random bytes; `None` while the kernel's random generator is not ready.
 type Random = fn() -> Option<[u8; 3]>;
 
-/// The sockets, and what is under way.
+/// Sockets and pending queries.
 #[derive(Debug)]
 pub struct Forwarder {
     sockets: Vec<UdpSocket>,
@@ -82,12 +84,13 @@ impl Forwarder {
         self.send(outgoing);
     }
 
-    /// What a packet that came to a socket means: a reply, and for whom. The reply has the number of the client's query.
+    /// Handles a packet from a socket. Returns the client if the packet is a reply. The packet then
+    /// has the number of the client's query.
     pub fn receive(&mut self, socket: usize, packet: &mut [u8], from: SocketAddr) -> Option<SocketAddr> {
         self.queries.receive(socket, packet, from)
     }
 
-    /// Sends what has waited too long to the next of `servers`, once.
+    /// Sends queries past their deadline to the next of `servers`, once.
     pub fn expire(&mut self, servers: &[IpAddr], now: Instant) {
         let outgoing = self.queries.expire(servers, now);
         self.send(outgoing);
@@ -96,7 +99,8 @@ impl Forwarder {
     fn send(&self, outgoing: impl IntoIterator<Item = Outgoing>) {
         for query in outgoing {
             if let Some(open) = self.sockets.get(query.socket) {
-                // What can't be sent is as what gets lost: the next server is asked in time.
+                // A failed send is like a lost packet: the query goes to the next server at its
+                // deadline.
                 let _lost = open.send_to(&query.packet, query.server);
             }
         }
@@ -114,7 +118,7 @@ pub struct Outgoing {
     pub server: SocketAddr,
 }
 
-/// What is under way.
+/// Pending queries.
 #[derive(Debug)]
 pub struct Queries<R = Random> {
     /// Numbers of the sockets of IPv4 and of IPv6.
@@ -165,7 +169,7 @@ impl<R: FnMut() -> Option<[u8; 3]>> Queries<R> {
         now: Instant,
     ) -> Option<Outgoing> {
         let mut others = self.pending.values();
-        // A client that asks again, since no reply came, is served by what is under way.
+        // The pending query also serves a retry of its client.
         let again = others.any(|other| other.client == client && other.question == question);
         let (all, of_guest) = self.under_way(client.ip());
         if again || all >= MAX_PENDING || of_guest >= MAX_PENDING_OF_GUEST {
@@ -182,7 +186,8 @@ impl<R: FnMut() -> Option<[u8; 3]>> Queries<R> {
         })
     }
 
-    /// The one of `servers` that comes after `before`, or the first; of those that there are sockets for.
+    /// Returns the server after `before`, or the first one. Considers only servers whose family has
+    /// sockets.
     fn server_behind(&self, before: Option<IpAddr>, servers: &[IpAddr]) -> Option<SocketAddr> {
         let position = servers.iter().position(|server| Some(*server) == before);
         let next = position.map_or(0, |position| position + 1);
@@ -223,7 +228,8 @@ impl<R: FnMut() -> Option<[u8; 3]>> Queries<R> {
         })
     }
 
-    /// What a packet that came to a socket means: a reply, and for whom. The reply has the number of the client's query.
+    /// Handles a packet from a socket. Returns the client if the packet is a reply. The packet then
+    /// has the number of the client's query.
     pub fn receive(&mut self, socket: usize, packet: &mut [u8], from: SocketAddr) -> Option<SocketAddr> {
         let id = u16::from_be_bytes(*packet.first_chunk()?);
         let pending = self.pending.get(&(socket, id))?;
@@ -235,7 +241,8 @@ impl<R: FnMut() -> Option<[u8; 3]>> Queries<R> {
         Some(pending.client)
     }
 
-    /// What has waited too long, and is sent to the next of `servers`, once.
+    /// Removes queries past their deadline. Returns the queries that go to the next of `servers`,
+    /// once.
     pub fn expire(&mut self, servers: &[IpAddr], now: Instant) -> Vec<Outgoing> {
         let late = |_: &(usize, u16), pending: &mut Pending| pending.deadline <= now;
         let mut late: Vec<_> = self.pending.extract_if(late).collect();
@@ -252,7 +259,7 @@ impl<R: FnMut() -> Option<[u8; 3]>> Queries<R> {
     }
 }
 
-/// Three random bytes; `None` when the kernel has none yet.
+/// Three random bytes; `None` while the kernel's random generator is not ready.
 fn random() -> Option<[u8; 3]> {
     let mut bytes = [0; 3];
     let filled = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::NONBLOCK);

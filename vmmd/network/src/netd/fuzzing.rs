@@ -1,6 +1,6 @@
-//! What fuzz targets call (`vmmd/fuzz`): one function for each, which takes any bytes, does with them what a helper does with what
-//! guests and name servers send, and panics when an answer is not one that may be sent. The tests here run the functions over the seeds
-//! and over generated input.
+//! Entry points of the fuzz targets (`vmmd/fuzz`), one function per target. Each accepts any bytes
+//! and processes them like packets of guests and name servers. It panics when the helper would send
+//! an invalid answer. The tests here run the functions over the seeds and over generated input.
 
 use std::{
     collections::BTreeMap,
@@ -132,7 +132,7 @@ pub fn dns_query(data: &[u8]) {
     }
 }
 
-/// A query is answered with what is known of the network, or forwarded.
+/// Checks that a query gets an answer from the table, or is forwarded.
 fn check_verdict(table: &Table, packet: &[u8], verdict: &Verdict) {
     let header: Option<&[u8; 12]> = packet.first_chunk();
     match verdict {
@@ -208,10 +208,11 @@ fn is_within(question: &[u8], network: &str) -> bool {
     rest.eq_ignore_ascii_case(&zone)
 }
 
-/// Queries of guests that are forwarded, and what comes back from name servers.
+/// Forwarded queries of guests, and replies of name servers.
 ///
-/// Each step is a byte, and four that say more: what the guest of that number sends, which are the bytes behind (0); a query of a guest
-/// (1); a reply to a query that has gone out, and what is wrong with it (2); quarters of a second that go by (3).
+/// Each step has a kind byte and four argument bytes: a packet of a guest, whose bytes follow (0);
+/// a query of a guest (1); a reply to a sent query, with a chosen error (2); an advance of the
+/// clock in quarters of a second (3).
 pub fn name_servers(data: &[u8]) {
     let mut seed = 1_u32;
     let random = || {
@@ -266,7 +267,7 @@ fn guest(number: u8) -> SocketAddr {
     SocketAddr::new(Ipv4Addr::new(10, 80, 0, 2 + number % 32).into(), port)
 }
 
-/// What was forwarded for a guest, and is not answered.
+/// A forwarded query without an answer.
 struct Asked {
     client: SocketAddr,
     question: Question,
@@ -395,7 +396,7 @@ impl<R: FnMut() -> Option<[u8; 3]>> World<R> {
     }
 }
 
-/// Whether two questions are the same but for the case of letters in the name.
+/// Whether two questions are equal, apart from the case of letters in the name.
 fn is_same(one: &[u8], other: &[u8]) -> bool {
     let parts = |question: &[u8]| {
         let (name, kind) = question.split_at(question.len() - 4);
@@ -467,7 +468,8 @@ mod tests {
         relayed[24..28].copy_from_slice(&[10, 1, 1, 1]);
         let mut stranger = client(1, none, &[]);
         stranger[33] = 9;
-        // A list of what is wanted, a class, a fully qualified name, names in fields for names, a filling (RFC 2132; RFC 4702).
+        // Parameter request list, vendor class, client FQDN, option overload, padding (RFC 2132;
+        // RFC 4702).
         let options = [
             55, 4, 1, 3, 6, 15, 60, 4, b'u', b'd', b'h', b'c', 81, 4, 0, 0, 0, b'a', 52, 1, 3, 0, 0,
         ];
@@ -518,7 +520,7 @@ mod tests {
         packet
     }
 
-    /// With how many records are in the answer, and its code; nothing of what is forwarded.
+    /// With the number of records in the answer, and its code; `None` for forwarded queries.
     fn dns_seeds() -> Vec<(Seed, Option<(usize, ResponseCode)>)> {
         use ResponseCode::{FormErr, NXDomain, NoError, NotImp};
         let changed = |mut packet: Vec<u8>, place: usize, value: u8| {
@@ -644,7 +646,7 @@ mod tests {
 
     fn router_seeds() -> Vec<Seed> {
         let solicitation = [133, 0, 0, 0, 0, 0, 0, 0];
-        // With the address of who asks (RFC 4861, 4.6.1).
+        // With the link-layer address of the sender (RFC 4861, 4.6.1).
         let option = [1, 1, 0x52, 0x54, 0, 0, 0, 1];
         let after = |seconds: u8, message: &[u8]| {
             let length = u8::try_from(message.len()).unwrap();
@@ -674,7 +676,8 @@ mod tests {
         run("router_solicitations", router_solicitations, &router_seeds());
     }
 
-    /// Runs `target` over the committed seeds of that name: these, and what has once broken something.
+    /// Runs `target` over the committed seeds of this name: `seeds`, and inputs that once caused a
+    /// failure.
     fn run(name: &str, target: fn(&[u8]), seeds: &[Seed]) {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR"))
             .join("fuzz/corpus")

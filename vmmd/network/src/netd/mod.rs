@@ -1,8 +1,8 @@
 //! DHCP (RFC 2131), DNS (RFC 1035) and router advertisements (RFC 4861) for the VMs of a network.
 //!
-//! The daemon decides which NIC has which address; a helper only tells. A helper is a process of its own for each network
-//! ([`server`]) with sockets on the bridge and no rights, and reads a [`Table`] that the daemon writes. So it goes on when the
-//! daemon is killed or exchanged.
+//! The daemon assigns the addresses of NICs; a helper only answers clients. Each network has a
+//! helper process ([`server`]) with sockets on the bridge and no rights. It reads a [`Table`] that
+//! the daemon writes. A helper therefore continues when the daemon is killed or replaced.
 
 mod confine;
 mod dhcp;

@@ -1,4 +1,5 @@
-//! What guests are told of IPv6: router advertisements (RFC 4861, 4.2), of which they make their addresses (RFC 4862).
+//! Router advertisements for guests (RFC 4861, 4.2), from which they form their IPv6 addresses (RFC
+//! 4862).
 
 use std::{
     io,
@@ -11,16 +12,17 @@ use socket2::{Domain, Protocol, Socket, Type};
 
 use super::{Ipv6, Table};
 
-/// How often what nobody has asked for is told, well within what routers may take (RFC 4861, 6.2.1: 200 to 600 s).
+/// Interval of unsolicited advertisements, within the range for routers (RFC 4861, 6.2.1: 200 to
+/// 600 s).
 pub const PERIOD: Duration = Duration::from_secs(200);
 /// The least between two, however many ask (RFC 4861, 10: MIN_DELAY_BETWEEN_RAS).
 pub const PAUSE: Duration = Duration::from_secs(3);
-/// For how long the node is a router to who has heard it: three times [`PERIOD`] and more, in seconds.
+/// Router lifetime in seconds, more than three times [`PERIOD`].
 const ROUTER_LIFETIME: u16 = 1800;
 /// For how long an address is used for new connections, and at all, in seconds.
 const PREFERRED: u32 = 14_400;
 const VALID: u32 = 86_400;
-/// What guests put into their packets.
+/// Hop limit for the guests' packets.
 const HOP_LIMIT: u8 = 64;
 /// Messages (RFC 4861, 4.1, 4.2).
 const SOLICITATION: u8 = 133;
@@ -28,7 +30,8 @@ const ADVERTISEMENT: u8 = 134;
 /// All nodes and all routers of a link (RFC 4291, 2.7.1).
 const NODES: Ipv6Addr = Ipv6Addr::new(0xff02, 0, 0, 0, 0, 0, 0, 1);
 const ROUTERS: Ipv6Addr = Ipv6Addr::new(0xff02, 0, 0, 0, 0, 0, 0, 2);
-/// What a router's messages have left of their hops: who hears another number knows that they come from elsewhere (RFC 4861, 6.1.2).
+/// Hop limit of router messages. A receiver discards a message with another value, because a router
+/// forwarded it (RFC 4861, 6.1.2).
 const HOPS: u32 = 255;
 
 /// A socket for ICMPv6 on the network's interface. Needs CAP_NET_RAW.
@@ -86,7 +89,8 @@ impl Schedule {
     }
 }
 
-/// What is told, without its checksum, which the kernel writes; nothing where the network has no IPv6.
+/// Returns the advertisement without its checksum, which the kernel writes; `None` for a network
+/// without IPv6.
 pub fn advertisement(table: &Table) -> Option<Vec<u8>> {
     let ipv6 = table.ipv6.as_ref()?;
     let lifetime = if table.routes { ROUTER_LIFETIME } else { 0 };

@@ -72,14 +72,14 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         .with_context(|| format!("give up rights beside {}", arguments.folder.display()))?;
     loop {
         if let Err(error) = server.turn() {
-            // Of the interface while it is down.
+            // The sockets fail while the interface is down.
             eprintln!("serve a network: {error}");
             std::thread::sleep(Duration::from_millis(100));
         }
     }
 }
 
-/// What the process has.
+/// State of the helper process.
 struct Server {
     /// For router advertisements, and where they go; none without IPv6.
     routers: Option<(UdpSocket, SocketAddrV6)>,
@@ -141,7 +141,8 @@ impl Server {
             .collect())
     }
 
-    /// Tells all nodes of the network what they need for IPv6, when somebody has asked for it, or it is time.
+    /// Sends a router advertisement to all nodes of the network, after a solicitation or when it is
+    /// due.
     fn tell_routers(&mut self, heard: bool) -> io::Result<()> {
         let Some((socket, all)) = &self.routers else {
             return Ok(());
@@ -208,8 +209,8 @@ impl Server {
     }
 }
 
-/// Sends an answer. One that can't be sent is lost, as on its way: a guest chooses where answers go (to port 0, say), and must not be
-/// able to hold up the others.
+/// Sends an answer. A failed send is like a lost packet: a guest chooses the destination (port 0,
+/// for example) and must not delay other guests.
 fn answer(socket: &UdpSocket, packet: &[u8], to: impl ToSocketAddrs) {
     let _lost = socket.send_to(packet, to);
 }
@@ -237,7 +238,7 @@ fn read(file: File) -> anyhow::Result<Table> {
     Ok(serde_json::from_slice(&text)?)
 }
 
-/// The table as it was read last.
+/// Last table read from the file.
 struct Tables {
     path: PathBuf,
     /// Inode and time of change of the file that was read last.

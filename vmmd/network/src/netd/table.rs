@@ -1,4 +1,4 @@
-//! What a helper tells: the daemon writes it, and the helper reads it.
+//! Data for the answers of a helper. The daemon writes it, and the helper reads it.
 
 use std::{
     collections::BTreeMap,
@@ -7,7 +7,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-/// What a helper tells.
+/// Data for the answers of a helper.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Table {
     /// The network's name: `<vm>.<network>.internal`.
@@ -22,20 +22,20 @@ pub struct Table {
     pub broadcast: Ipv4Addr,
     /// In bytes.
     pub mtu: u16,
-    /// Name servers that are asked for all other names; nobody is asked when there are none.
+    /// Name servers for all other names; without any, queries are not forwarded.
     pub forward: Vec<IpAddr>,
     /// NTP servers.
     pub ntp: Vec<Ipv4Addr>,
     /// For how long VMs are given their addresses, in seconds.
     pub lease_seconds: u32,
-    /// What is told of IPv6, where the network has it.
+    /// IPv6 configuration, if the network has IPv6.
     #[serde(default)]
     pub ipv6: Option<Ipv6>,
     /// By MAC address: "52:54:00:12:34:56".
     pub hosts: BTreeMap<String, Host>,
 }
 
-/// What guests make their IPv6 addresses and routes of (RFC 4861, 4.2).
+/// Data from which guests form their IPv6 addresses and routes (RFC 4861, 4.2).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ipv6 {
     /// The network's interface on the node.

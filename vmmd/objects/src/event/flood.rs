@@ -9,12 +9,13 @@ use super::{Draft, Object};
 
 /// The time for which events of one kind are counted.
 pub const PERIOD: Duration = Duration::from_secs(60);
-/// As many of one reason and object are told in that time; the rest is told as one when it is over.
+/// Maximum number of events of one reason and object per period. The rest becomes one event at the
+/// end of the period.
 const MOST: u32 = 30;
-/// Kinds that are remembered, beside those that flood.
+/// Capacity for kinds that do not flood.
 const KINDS: usize = 256;
 
-/// What is to be done with an event.
+/// Decision about an event.
 #[derive(Debug)]
 pub enum Verdict {
     /// Tell it.
@@ -26,7 +27,7 @@ pub enum Verdict {
     },
 }
 
-/// What has been told in the last minute, by object and reason.
+/// Counts of events in the last minute, by object and reason.
 #[derive(Debug, Default)]
 pub struct Flood {
     kinds: HashMap<(Object, String), Kind>,
@@ -52,7 +53,7 @@ impl Flood {
                 .retain(|_, kind| kind.held.is_some() || !kind.over(now));
         }
         if self.kinds.len() >= KINDS {
-            // So many kinds in a minute: it begins anew for all that has not flooded.
+            // With this many kinds in a minute, all counts restart except those of floods.
             self.kinds.retain(|_, kind| kind.held.is_some());
         }
         let key = (draft.object.clone(), draft.reason.clone());
@@ -61,7 +62,7 @@ impl Flood {
             told: 0,
             held: None,
         });
-        // What is held is told by the sweep, before anything that comes later.
+        // The sweep reports held events before any later event.
         if kind.held.is_none() && kind.over(now) {
             (kind.since, kind.told) = (now, 0);
         }
@@ -75,7 +76,7 @@ impl Flood {
         Verdict::Hold { first }
     }
 
-    /// What was held back in periods that are over: the last of each kind, and how many there were.
+    /// The events held back in periods that are over: the last of each kind, and their number.
     pub fn sweep(&mut self) -> Vec<(Draft, u64)> {
         self.sweep_at(Instant::now())
     }

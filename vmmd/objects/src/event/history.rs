@@ -37,11 +37,11 @@ pub struct History {
     /// Differs from that of any other history.
     epoch: u64,
     events: VecDeque<(u64, v1::Event)>,
-    /// Number of the newest event that is not kept any more, or what was before the first one.
+    /// Number of the newest discarded event, or the number before the first event.
     dropped: u64,
     /// The greatest number ever given.
     last: u64,
-    /// What that was when the daemon started: it may be no event's number.
+    /// Value of `last` at the daemon's start. An event with this number may not exist.
     resumed: u64,
 }
 
@@ -52,7 +52,8 @@ impl std::fmt::Display for Cursor {
 }
 
 impl History {
-    /// Of `epoch`, with events in order of their numbers; a last one without an event is the number to go on from.
+    /// Creates the history of `epoch` from events in the order of their numbers. A last entry
+    /// without an event sets the number from which to continue.
     pub fn new(epoch: u64, loaded: Vec<(u64, Option<v1::Event>)>) -> Self {
         let last = loaded.last().map_or(0, |(sequence, _)| *sequence);
         let events: VecDeque<_> = loaded
@@ -115,7 +116,7 @@ impl History {
         Ok(after)
     }
 
-    /// What a client's cursor means, if all that came after it is kept.
+    /// Parses a client's cursor. Fails unless all later events are kept.
     pub fn position(&self, text: &str) -> Result<Cursor, Expired> {
         let after = self.read(text)?;
         self.index(after)?;

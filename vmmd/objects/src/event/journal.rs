@@ -1,13 +1,15 @@
-//! Where events outlive the daemon: two files, of which the newer one is appended to.
+//! Storage of events beyond the life of the daemon: two files. The daemon appends to the newer one.
 //!
-//! A file is a row of frames: length (4 bytes, little-endian), CRC-32C of the rest, a [`Record`]. The first one is a mark
-//! that says of which history it is. A frame that is cut off or damaged ends what is read of a file; a cut-off end is
-//! removed. When the newer file has as many events as are kept it becomes the older one, whose events are gone then.
+//! A file is a sequence of frames: length (4 bytes, little-endian), CRC-32C of the rest, a
+//! [`Record`]. The first frame is a mark with the epoch of the history. An incomplete or damaged
+//! frame ends the read of a file; an incomplete end is removed. When the newer file has the maximum
+//! number of events, it becomes the older one and replaces the events of that file.
 //!
-//! A frame is given to the kernel in one write and not forced to the disk: a crash of the daemon loses nothing, one of the node
-//! what the kernel had not written back. A daemon that comes up in another boot than the last mark was made in, and
-//! finds no mark of an orderly end, leaves a gap in the numbers, so that a cursor which names a lost event is known to
-//! be no good.
+//! The daemon writes a frame with one write and does not force it to the disk. A crash of the
+//! daemon loses nothing. A crash of the node loses the frames that the kernel had not written back.
+//! When the boot differs from that of the last mark and there is no mark of an orderly end, the
+//! daemon leaves a gap in the numbers. A cursor that names a lost event is then recognizably
+//! invalid.
 
 use std::{
     fs::{self, File},
@@ -36,7 +38,8 @@ struct Record {
     mark: Option<Mark>,
 }
 
-/// Says when what comes next was written; its record has the number of the event before it.
+/// Describes the writer of the records that follow. The number in its record is that of the
+/// previous event.
 #[derive(Clone, PartialEq, Message)]
 struct Mark {
     #[prost(fixed64, tag = "1")]
@@ -67,7 +70,7 @@ pub fn new_epoch() -> u64 {
     uuid::Uuid::new_v4().as_u64_pair().0
 }
 
-/// What one file holds.
+/// Content of one file.
 #[derive(Default)]
 struct Contents {
     events: Vec<(u64, v1::Event)>,
@@ -79,8 +82,8 @@ struct Contents {
 }
 
 impl Journal {
-    /// Opens or makes the files in `dir`; gives the events in order, with a number to go on from when that is not the
-    /// last event's.
+    /// Opens or creates the files in `dir`. Returns the events in order. The last entry has no
+    /// event: its number is the one from which to continue.
     #[allow(clippy::type_complexity)]
     pub fn open(dir: &Path, boot_id: &str) -> io::Result<(Self, Vec<(u64, Option<v1::Event>)>)> {
         let (newer, older) = (dir.join("events.log"), dir.join("events.log.1"));
@@ -135,7 +138,7 @@ impl Journal {
         Ok((journal, loaded))
     }
 
-    /// Of the history that it keeps.
+    /// Epoch of the history.
     pub fn epoch(&self) -> u64 {
         self.epoch
     }
@@ -195,7 +198,8 @@ fn append(path: &Path) -> io::Result<File> {
     File::options().append(true).create(true).mode(0o600).open(path)
 }
 
-/// Those that follow one another up to the newest: what comes before a number that does not fit is left out.
+/// Keeps the events with increasing numbers up to the newest one, and drops all events before a
+/// number that does not increase.
 fn in_order(events: impl Iterator<Item = (u64, v1::Event)>) -> Vec<(u64, v1::Event)> {
     let mut kept: Vec<(u64, v1::Event)> = Vec::new();
     for (sequence, event) in events {
@@ -234,7 +238,7 @@ fn read(path: &Path) -> io::Result<Contents> {
     Ok(contents)
 }
 
-/// The first frame, if it is whole, and what comes after it.
+/// The first frame, if it is complete, and the bytes after it.
 fn frame(bytes: &[u8]) -> Option<(Record, &[u8])> {
     let (length, rest) = bytes.split_first_chunk()?;
     let (sum, rest) = rest.split_first_chunk()?;

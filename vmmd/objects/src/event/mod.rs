@@ -1,15 +1,16 @@
-//! What happens on the node, for those who want to know: the log, and clients of the EventService.
+//! Events of the node, for the log and for clients of the EventService.
 //!
 //! ```text
 //! emit ──▶ flood ──▶ queue ──▶ journal (page cache) ──▶ history (the newest 10,000) ──▶ watchers
 //!            │ too many alike    └── a thread of its own ──┘                             each at its own pace
-//!            └──▶ told as one when the minute is over
+//!            └──▶ one event when the minute is over
 //! ```
 //!
-//! [`Events::emit`] waits for no file: a file system that stalls holds up the thread alone. An event is in its file, as far as the kernel
-//! is concerned, before a client can see the event, and before the answer to a request that led to the event ([`Events::told`]). A
-//! crash of the daemon loses no event that a client has seen, and none of a request that was answered. Events that find no room in the queue are
-//! lost, and counted: the event `EventsLost` says how many.
+//! [`Events::emit`] waits for no file: a stalled file system blocks only the thread. An event is in
+//! its file, in the kernel's page cache, before a client can see the event, and before the response
+//! to a request that caused the event ([`Events::told`]). A crash of the daemon therefore loses no
+//! event that a client has seen, and no event of an answered request. Events that find no room in
+//! the queue are lost and counted: the event `EventsLost` reports their number.
 
 mod flood;
 mod history;
@@ -48,7 +49,7 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// How long the last events of a daemon that ends may take: systemd kills a daemon that does not end.
 const LAST: Duration = Duration::from_secs(10);
 
-/// What an event is about.
+/// Object of an event.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Object {
     /// A VM, by name and uid.
@@ -68,7 +69,7 @@ pub enum Object {
 /// An event that is to be told.
 #[derive(Clone, Debug)]
 pub struct Draft {
-    /// What it is about.
+    /// Object of the event.
     pub object: Object,
     /// How bad it is.
     pub severity: EventSeverity,
@@ -76,7 +77,7 @@ pub struct Draft {
     pub reason: String,
     /// One sentence, without paths of the host.
     pub message: String,
-    /// What led to it.
+    /// Request or action that caused the event.
     pub context: Context,
     /// Id of the operation that it belongs to; empty when to none.
     pub operation: String,
@@ -216,12 +217,12 @@ impl Draft {
 }
 
 impl Events {
-    /// With those of earlier daemons, from `dir`. Blocking. When the files can't be used, the log has the error, and events live in
-    /// memory.
+    /// Opens the event files in `dir` and loads the events of earlier daemons. Blocking. When the
+    /// files are unusable, the function logs the error, and events stay in memory only.
     ///
     /// # Errors
     ///
-    /// There is no thread to be had.
+    /// The system cannot start a thread.
     pub fn open(dir: &Path, boot_id: &str) -> io::Result<Self> {
         let (history, journal) = match Journal::open(dir, boot_id) {
             Ok((journal, loaded)) => (History::new(journal.epoch(), loaded), Some(journal)),
@@ -346,7 +347,7 @@ impl Shared {
         }
     }
 
-    /// Tells what was held back when its minute is over.
+    /// Emits the held events when their minute is over.
     fn sweep_later(self: &Arc<Self>) {
         let Ok(runtime) = tokio::runtime::Handle::try_current() else {
             return;
@@ -448,7 +449,7 @@ fn write(journal: &mut Option<Journal>, sequence: u64, event: &v1::Event) {
     }
 }
 
-/// Somebody who reads the events one after the other, at his own pace.
+/// Reader of the events in order, at its own pace.
 #[derive(Debug)]
 pub struct Follower {
     shared: Arc<Shared>,
@@ -457,12 +458,13 @@ pub struct Follower {
 }
 
 impl Follower {
-    /// Where it is: after what was read last.
+    /// Cursor after the last event read.
     pub fn position(&self) -> &Cursor {
         &self.position
     }
 
-    /// The next events, at least one; waits for it. [`Expired`] when those that come next are not kept any more.
+    /// Waits for the next events and returns at least one. [`Expired`] when the history has
+    /// discarded them.
     pub async fn next(&mut self) -> Result<Vec<v1::Event>, Expired> {
         loop {
             self.news.mark_unchanged();
@@ -477,7 +479,7 @@ impl Follower {
     }
 }
 
-/// To the daemon's log, after the flood control: what is told as one event is one line.
+/// Writes an event to the daemon's log, after the flood control: one event is one line.
 fn log(draft: &Draft, count: u64) {
     let Draft {
         object,

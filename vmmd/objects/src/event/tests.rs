@@ -66,7 +66,7 @@ fn an_event_of_any_length_is_cut_and_the_journal_goes_on() {
     let mut long = draft("Long");
     long.message = "m\u{1b}[2J".repeat(100_000);
     events.emit(long);
-    // Nothing but the message comes from outside; should anything else be this long, that event alone is lost.
+    // Only the message comes from outside. If another field is this long, only that event is lost.
     let mut odd = draft("Odd");
     odd.operation = "o".repeat(100_000);
     events.emit(odd);

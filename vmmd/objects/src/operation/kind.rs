@@ -1,6 +1,7 @@
-//! What operations there are.
+//! Types of operations.
 
-/// What an operation does to which kind of thing. A new one is a line here and a word in the comment of `Operation.type`.
+/// Type of an operation: its action and its object. A new type needs a line here and a word in the
+/// comment of `Operation.type`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Type {
     /// A VM is started.

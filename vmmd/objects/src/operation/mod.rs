@@ -1,7 +1,8 @@
-//! What takes long on the node, and how far it is: one registry for all operations.
+//! Long-running work on the node and its progress: one registry for all operations.
 //!
-//! Who does the work has a [`Handle`] and ends the operation with it. Everybody else reads, watches or cancels here
-//! and never waits for the work. A cancel is a request that the owner hears through the handle's token:
+//! The owner of the work has a [`Handle`] and ends the operation with it. All other parts of the
+//! daemon read, watch or cancel here and never wait for the work. A cancel is a request that the
+//! owner receives through the handle's token:
 //!
 //! ```text
 //!   Pending ──progress──▶ InProgress ──complete, fail──▶ Completed, Failed
@@ -9,12 +10,13 @@
 //!                              └──────────────cancelled──────────▶ Cancelled
 //! ```
 //!
-//! Always: an operation ends once; one whose handle is dropped has failed; after [`Handle::commit`] it can't be cancelled any
-//! more.
+//! Invariants: an operation ends once; an operation fails when its handle is dropped; after
+//! [`Handle::commit`] no cancel is possible.
 //!
-//! Operations are in the store from their beginning to their end and an hour longer ([`vmmd_store`] says at which cost). What an
-//! earlier daemon left under way is *left*: whoever looks after the thing takes the handles ([`Operations::left`]) and either goes
-//! on with the work or ends them as what is found says. What nobody takes has failed.
+//! The store has an operation from its begin until an hour after its end ([`vmmd_store`]
+//! describes the cost). Unfinished operations of an earlier daemon are *left*: the owner of the
+//! object takes the handles ([`Operations::left`]) and either continues the work or ends the
+//! operations according to the state that it finds. The rest fails.
 
 mod kind;
 mod progress;
@@ -50,7 +52,7 @@ use crate::{context::Context, event::Object};
 
 /// Metadata of an operation.
 pub use proto::v1::operation::Metadata;
-/// What came of an operation, for clients.
+/// Result of an operation, for clients.
 pub use proto::v1::operation::Result as Detail;
 
 /// All operations of the node.
@@ -69,14 +71,14 @@ pub enum Cause {
     Deadline,
 }
 
-/// For telling how far an operation is, by whoever does a part of the work.
+/// Progress reports of an operation, for a part of its work.
 #[derive(Clone, Debug)]
 pub struct Reporter {
     shared: Arc<Shared>,
     id: Uuid,
 }
 
-/// An operation in the hands of who carries it out.
+/// An operation, for its owner.
 #[derive(Debug)]
 pub struct Handle {
     reporter: Reporter,
@@ -87,10 +89,10 @@ pub struct Handle {
     outcome: Arc<OnceLock<Outcome>>,
 }
 
-/// What came of an operation: the VM as it was then, if it is about one.
+/// Outcome of an operation: for a VM, its state at the end of the operation.
 type Outcome = Result<Option<Arc<v1::Vm>>, Failure>;
 
-/// An operation in the hands of who waits for it.
+/// An operation, for its waiters.
 #[derive(Clone, Debug)]
 pub struct Pending {
     state: watch::Receiver<Arc<v1::Operation>>,
@@ -185,7 +187,8 @@ impl Operations {
         handle(&self.shared, id, context.clone(), parts, deadline)
     }
 
-    /// Takes what an earlier daemon left under way that is done to this: who has a handle goes on with the operation, or ends it.
+    /// Takes the unfinished operations of an earlier daemon on this object. The holder of a handle
+    /// continues the operation, or ends it.
     pub fn left(&self, target: &Object) -> Vec<Handle> {
         let reference = target.reference();
         let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
@@ -213,8 +216,9 @@ impl Operations {
         }
     }
 
-    /// Waits until all that have begun are in the store: before somebody is told the id of one that has not ended. An
-    /// error is logged: the operation goes on all the same.
+    /// Waits until all operations that have begun are in the store. Callers use this before a
+    /// client receives the id of an operation in progress. An error is only logged: the operation
+    /// continues.
     pub async fn recorded(&self) {
         if let Err(error) = self.shared.record().await {
             tracing::error!(%error, "operations that have begun could not be written");
@@ -234,8 +238,9 @@ impl Operations {
         Ok(Arc::clone(&self.watch(id)?.borrow()))
     }
 
-    /// Calls `take` with operations that began before `before`, all when it is `None`, the newest first, until it returns false.
-    /// Returns a place from which [`since`](Self::since) tells what has changed after this call.
+    /// Calls `take` with operations that began before `before` (with all if `None`), newest first,
+    /// until it returns false. Returns a position from which [`since`](Self::since) lists the
+    /// changes after this call.
     pub fn each(&self, before: Option<Uuid>, take: impl FnMut(&Arc<v1::Operation>) -> bool) -> Position {
         self.shared.each(before, text::now_ms(), take)
     }
@@ -261,8 +266,8 @@ impl Operations {
         watched.ok_or_else(|| not_found(id))
     }
 
-    /// Asks for an operation's end, which comes as its owner can bring it about. Nothing to do when it has ended; refused as
-    /// NOT_CANCELLABLE when it is beyond that.
+    /// Requests the cancel of an operation, which its owner carries out. Does nothing when the
+    /// operation has ended. Refused as NOT_CANCELLABLE after a commit.
     pub fn cancel(&self, id: &str) -> Result<watch::Receiver<Arc<v1::Operation>>, Failure> {
         let state = self.watch(id)?;
         if let Ok(id) = id.parse() {
@@ -303,7 +308,7 @@ fn handle(
 }
 
 impl Reporter {
-    /// It is under way: what it does now, and how far it is.
+    /// Reports the present step and its progress.
     pub fn progress(&self, progress: Progress, message: impl AsRef<str>) {
         let message = text::one_line(message.as_ref(), LONGEST_MESSAGE);
         self.shared.progress(self.id, progress, Some(message));
@@ -319,12 +324,13 @@ impl Reporter {
         });
     }
 
-    /// How far it is with what it does, as for each piece of a copy. May be called as often as there is something to say.
+    /// Reports progress within the present step, for example for each piece of a copy. Frequent
+    /// calls are allowed.
     pub fn advance(&self, progress: Progress) {
         self.shared.progress(self.id, progress, None);
     }
 
-    /// What is known of it while it goes on.
+    /// Sets the metadata of the operation in progress.
     pub fn metadata(&self, metadata: Metadata) {
         self.shared.change(self.id, |operation| {
             let changed = operation.metadata.as_ref() != Some(&metadata);
@@ -353,17 +359,17 @@ impl Handle {
         Type::parse(&self.state.borrow().r#type)
     }
 
-    /// What led to it.
+    /// Context of the request that began it.
     pub fn context(&self) -> &Context {
         &self.context
     }
 
-    /// For those who do a part of the work.
+    /// Returns a reporter for a part of the work.
     pub fn reporter(&self) -> Reporter {
         self.reporter.clone()
     }
 
-    /// For those who want to know its end.
+    /// Returns a waiter for its end.
     pub fn pending(&self) -> Pending {
         Pending {
             state: self.state.subscribe(),
@@ -385,7 +391,8 @@ impl Handle {
         self.shared.cause(self.reporter.id)
     }
 
-    /// From now on it can't be cancelled. False when somebody has cancelled it before: then the owner has to end it.
+    /// Prevents a later cancel. Returns false after an earlier cancel: the owner must then end the
+    /// operation.
     pub fn commit(&self) -> bool {
         self.shared.commit(self.reporter.id)
     }
@@ -395,17 +402,17 @@ impl Handle {
         self.shared.reopen(self.reporter.id);
     }
 
-    /// It has done what it was to do.
+    /// Ends it as completed.
     pub fn complete(self, message: impl AsRef<str>) {
         self.end(OperationPhase::Completed, message.as_ref(), None, None);
     }
 
-    /// It has done what it was to do, and this came of it.
+    /// Ends it as completed, with a result.
     pub fn complete_as(self, message: impl AsRef<str>, result: Detail) {
         self.end(OperationPhase::Completed, message.as_ref(), None, Some(result));
     }
 
-    /// It has done what it was to do, and the VM is so now.
+    /// Ends it as completed, with the state of the VM.
     pub fn complete_with(self, message: impl AsRef<str>, vm: Arc<v1::Vm>, result: Option<Detail>) {
         let _ = self.outcome.set(Ok(Some(vm)));
         self.end(OperationPhase::Completed, message.as_ref(), None, result);
@@ -416,12 +423,12 @@ impl Handle {
         self.end_with(OperationPhase::Failed, failure);
     }
 
-    /// It has not ended: the daemon has, and the next one goes on with it.
+    /// Leaves it unfinished at the end of the daemon; the next daemon continues it.
     pub fn leave(self) {
         std::mem::forget(self);
     }
 
-    /// It has ended early, as was asked for; `message` says what it leaves behind.
+    /// Ends it as cancelled; `message` describes the remains.
     pub fn cancelled(self, message: impl Into<String>) {
         let failure = match self.cause().unwrap_or(Cause::Request) {
             Cause::Request => Failure::new(Kind::Aborted, "CANCELLED", message),
@@ -472,7 +479,7 @@ impl Pending {
         v1::Operation::clone(&self.state.borrow())
     }
 
-    /// Waits for its end. The VM as it was then, or why it failed.
+    /// Waits for its end. Returns the VM's state at the end, or the failure.
     pub async fn ended(mut self) -> Outcome {
         let ended = self
             .state

@@ -1,4 +1,4 @@
-//! How far an operation is, and how fast it goes on.
+//! Progress and rate of an operation.
 
 use std::{
     collections::VecDeque,
@@ -43,20 +43,21 @@ impl Progress {
     }
 }
 
-/// Shortest time between two numbers of bytes that are told.
+/// Shortest time between two reports of a number of bytes.
 const APART: Duration = Duration::from_millis(100);
 /// The rate is that of this time.
 const WINDOW: Duration = Duration::from_secs(5);
 
-/// Measures the rate of an operation, and decides which numbers are told.
+/// Measures the rate of an operation, and limits the reports of its progress.
 #[derive(Debug, Default)]
 pub struct Meter {
-    /// What was told in the last [`WINDOW`], the oldest first.
+    /// Reports in the last [`WINDOW`], oldest first.
     told: VecDeque<(Instant, u64)>,
 }
 
 impl Meter {
-    /// What is told of `now`, after `before`; `None` when it is too soon, unless there is `more` to tell.
+    /// Returns the progress to report for `now`, after `before`. `None` too soon after the last
+    /// report, unless there is `more` to report.
     pub fn take(
         &mut self,
         now: Progress,
@@ -136,7 +137,7 @@ mod tests {
         assert_eq!(at(10, 50), None);
         assert_eq!(at(1000, 100), Some(10_000));
         assert_eq!(at(10_000, 1000), Some(10_000));
-        // What was long ago does not count.
+        // Old reports do not count.
         assert_eq!(at(10_000, 5900), Some(0));
         let (done, all) = (1 << 40, start + Duration::from_millis(5901));
         assert!(meter.at(Progress::bytes(done, done), None, false, all).is_some());

@@ -1,5 +1,6 @@
-//! Where operations are kept, in the order in which they began: their ids are UUIDs of version 7. Ended ones are forgotten after
-//! an hour, or when 1,000 newer ones have ended. What begins, ends or is forgotten is noted in the store.
+//! Registry of operations, in the order of their begin: the ids are UUIDs of version 7. An ended
+//! operation is removed after an hour, or when 1,000 newer ones have ended. The store receives each
+//! begin, end and removal.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -21,10 +22,10 @@ pub(super) const HISTORY: usize = 1000;
 /// For how long, in milliseconds.
 pub(super) const KEPT_MS: u64 = 3600 * 1000;
 
-/// What the registry and the handles share.
+/// State shared by the registry and the handles.
 #[derive(Debug)]
 pub struct Shared {
-    /// Tells the changes of this daemon from those of others.
+    /// Distinguishes the changes of this daemon from those of others.
     nonce: u64,
     store: Store,
     inner: Mutex<Inner>,
@@ -34,7 +35,7 @@ pub struct Shared {
 
 #[derive(Debug, Default)]
 struct Inner {
-    /// Of the last change.
+    /// Revision of the last change.
     revision: u64,
     entries: BTreeMap<Uuid, Entry>,
     by_revision: BTreeMap<u64, Uuid>,
@@ -47,10 +48,10 @@ struct Entry {
     operation: Arc<v1::Operation>,
     /// Of its beginning.
     made: u64,
-    /// Of its last change.
+    /// Revision of its last change.
     revision: u64,
     began_ms: u64,
-    /// What only one that has not ended needs.
+    /// State of an operation in progress.
     live: Option<Live>,
 }
 
@@ -63,13 +64,13 @@ struct Live {
     committed: bool,
 }
 
-/// What a handle has of its operation.
+/// Token and state of an operation, for its handle.
 pub type Parts = (CancellationToken, Arc<watch::Sender<Arc<v1::Operation>>>);
 
 /// A place in the order of changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Position {
-    /// Of the daemon that knows it.
+    /// Nonce of the daemon that issued the position.
     pub nonce: u64,
     /// All changes up to this one have been told.
     pub revision: u64,
@@ -80,7 +81,7 @@ pub struct Position {
 pub struct Change {
     /// After its change.
     pub at: Position,
-    /// It began after the place from which changes are told.
+    /// The operation began after the position from which changes are listed.
     pub new: bool,
     /// As it is now.
     pub operation: Arc<v1::Operation>,
@@ -108,7 +109,7 @@ impl Shared {
         parts
     }
 
-    /// Writes what has been noted.
+    /// Writes the recorded changes to the store.
     pub async fn record(&self) -> Result<(), vmmd_store::Error> {
         self.store.flush().await
     }
@@ -133,13 +134,13 @@ impl Shared {
         let entry = inner.entries.get(&id)?;
         Some(match &entry.live {
             Some(live) => live.state.subscribe(),
-            // Nothing follows any more.
+            // No further change follows.
             None => watch::channel(Arc::clone(&entry.operation)).1,
         })
     }
 
-    /// Calls `take` with those that began before `before` (all when `None`), the newest first, until it returns false. Returns the
-    /// place in the order of changes.
+    /// Calls `take` with operations that began before `before` (all when `None`), newest first,
+    /// until it returns false. Returns the position in the order of changes.
     pub fn each(
         &self,
         before: Option<Uuid>,
@@ -160,7 +161,8 @@ impl Shared {
         self.position(inner.revision)
     }
 
-    /// Those that have changed after `revision`, in the order of their last changes, and the place after them.
+    /// Operations that have changed after `revision`, in the order of their last changes, and the
+    /// position after them.
     pub fn since(&self, revision: u64) -> (Vec<Change>, Position) {
         let inner = self.lock();
         let changed = inner.by_revision.range(revision.saturating_add(1)..);
@@ -193,7 +195,8 @@ impl Shared {
         self.modify(id, |_, operation| change(operation));
     }
 
-    /// Notes how far one is. Changes of a number of bytes are told at most ten times a second.
+    /// Records the progress of an operation. Changes of a number of bytes are reported at most ten
+    /// times a second.
     pub fn progress(&self, id: Uuid, progress: Progress, message: Option<String>) {
         self.modify(id, |meter, operation| {
             let same = message
@@ -228,7 +231,7 @@ impl Shared {
         }
     }
 
-    /// Changes one that has not ended; returns what it is then, and when it began.
+    /// Changes an operation in progress. Returns its new state and its begin.
     fn modify(
         &self,
         id: Uuid,

@@ -12,7 +12,7 @@ fn operations() -> (TempDir, Operations) {
     (folder, Operations::new(store, records.operations))
 }
 
-/// What the next daemon makes of the same store.
+/// Opens a copy of the store, as the next daemon would.
 async fn next(folder: &TempDir, operations: &Operations) -> (TempDir, Operations) {
     operations.recorded().await;
     // The file as it is when the daemon is killed.

@@ -39,8 +39,9 @@ impl Answer {
         A::decode(self.0?.as_slice()).map_err(|_| Status::internal("undecodable answer of a request"))
     }
 
-    /// The record that the store keeps for a retry. A refusal has none: it changed nothing that a retry does not complete, and most of its reasons
-    /// pass with time. So the retry is carried out, and an invalid request leaves its id free.
+    /// Returns the record that the store keeps for a retry; `None` for a refusal. A refused request
+    /// changed nothing that a retry does not complete, and most reasons are temporary. The retry is
+    /// therefore carried out, and an invalid request leaves its id free.
     pub fn record(&self, mark: RequestMark) -> Option<RequestRecord> {
         let response = self.0.as_ref().ok()?;
         Some(kept(mark, response.clone()))

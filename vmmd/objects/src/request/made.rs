@@ -1,4 +1,4 @@
-//! What a request has made: its answer is right only as long as that is there.
+//! The object that a request created. The stored response is valid only while the object exists.
 
 use prost::Message;
 use proto::v1::{
@@ -24,8 +24,8 @@ pub const METHODS: [&str; 7] = [
     "ImportImage",
 ];
 
-/// The object that a response of this method says is there. `None` when the method makes nothing, and when the response says that making it
-/// has begun (`no_wait`): what came of that is in the operation.
+/// The object that a response of this method reports. `None` when the method creates no object, or
+/// when the creation has only begun (`no_wait`): the operation then has its result.
 pub fn object(method: &str, response: &[u8]) -> Option<Object> {
     match method {
         "CreateVm" => vm(CreateVmResponse::decode(response).ok()?.vm?.metadata),
@@ -60,7 +60,7 @@ fn vm(metadata: Option<ObjectMetadata>) -> Option<Object> {
     named(Object::Vm, metadata)
 }
 
-/// Nothing while the operation that makes the object goes on.
+/// `None` while the operation that creates the object is in progress.
 fn whole(operation: Option<Operation>, metadata: Option<ObjectMetadata>) -> Option<ObjectMetadata> {
     metadata.filter(|_| operation.is_none_or(|operation| operation.phase() == OperationPhase::Completed))
 }
@@ -118,7 +118,7 @@ impl Requests {
     fn made(&self, context: &Context, method: &str) -> Option<Vec<u8>> {
         let inner = self.inner();
         let left = inner.left.get(&context.key()).or_else(|| {
-            // What an earlier release began, when an id was for everybody.
+            // Requests of an earlier release, whose ids had no caller.
             inner.left.get(&RequestKey::new("", &context.request_id))
         })?;
         (left.mark.method == method).then(|| left.on.clone())

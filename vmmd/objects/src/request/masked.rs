@@ -13,10 +13,10 @@ const LABELS: &str = "metadata.labels";
 const ANNOTATIONS: &str = "metadata.annotations";
 /// Field of a mask.
 pub const OWNER: &str = "metadata.owner";
-/// What every object lets be changed.
+/// Metadata fields that are mutable on every object.
 const METADATA: [&str; 3] = [LABELS, ANNOTATIONS, OWNER];
 
-/// What is to be changed of an object.
+/// Requested change of an object.
 #[derive(Debug)]
 pub struct Masked {
     /// The object's name, and the new values of those fields of its metadata that are in the mask.
@@ -25,12 +25,12 @@ pub struct Masked {
 }
 
 impl Masked {
-    /// Checks the mask and the metadata of a request about an `object` ("disk"). Beside its metadata, the fields `specs` of it
-    /// ("`spec.size_bytes`") may be changed.
+    /// Checks the mask and the metadata of a request about an `object` ("disk"). Besides its
+    /// metadata, its fields `specs` ("`spec.size_bytes`") may be changed.
     ///
     /// # Errors
     ///
-    /// INVALID_ARGUMENT: the mask is empty or has a field that can't be changed, or the metadata is not valid.
+    /// INVALID_ARGUMENT: the mask is empty or has an immutable field, or the metadata is not valid.
     pub fn new(
         object: &str,
         specs: &[&'static str],
@@ -86,7 +86,7 @@ impl Masked {
         self.mask.contains(&field)
     }
 
-    /// Changes what a record has of the metadata.
+    /// Applies the change to the metadata of a record.
     pub fn change(
         &self,
         labels: &mut BTreeMap<String, String>,

@@ -1,51 +1,55 @@
-//! Requests with an id: each is carried out once, however often it is sent.
+//! Requests with an id: each is carried out once, even when the client sends it several times.
 //!
 //! ```text
 //!            begin                          a success
 //!   (none) ─────────▶ under way ───────────────────────────────────────▶ answered (in the store)
 //!      ▲                │    │ the daemon ends
-//!      └────────────────┘    └──▶ left (in the record of what it is about) ──▶ under way …
+//!      └────────────────┘    └──▶ left (in the record of its object) ──▶ under way …
 //!           a refusal
 //! ```
 //!
-//! Ids are of their callers: two callers may use the same. A second request with the id of one that is under way waits for the same answer. A request that
-//! succeeded is answered as before for a day, or until its caller has had more answers than the store keeps of one caller. The answer shows its
-//! VM as it is then ([`shown`]). The same id with another method or other content is refused, and so is one that has made an object which is not
-//! there any more ([`made`]). A refusal is not kept: the retry is carried out. A request that only checks leaves its id free.
+//! Ids belong to their callers: two callers may use the same id. A second request with the id of
+//! one in progress waits for the same response. A request that succeeded gets its stored response
+//! for a day, or until its caller has had more responses than the store keeps per caller. The
+//! response shows the current state of its VM ([`shown`]). The same id with another method or other
+//! content is refused, and so is the id of a request whose created object does not exist any more
+//! ([`made`]). A refusal is not stored: the retry is carried out. A request that only checks leaves
+//! its id free.
 //!
-//! Before the first durable effect of a request its mark (id, method, fingerprint of the content) is in the record of the VM or
-//! disk; it is written in the same transaction, so that it costs nothing. The content has secrets, such as a registry's password: its
-//! fingerprint is an HMAC, so that who reads the store can't test guesses. With another `secrets_key` no retry is known again: it is
-//! refused. The answer is written before the client has
-//! it, which is the one commit that an id costs. What a daemon that was killed in between leaves is carried out again
-//! by the retry, which then finds the mark:
+//! Before the first durable effect of a request, its mark (id, method, fingerprint of the content)
+//! is in the record of the VM or disk. The same transaction writes both, so the mark has no extra
+//! cost. The content has secrets, such as a registry's password. The fingerprint is therefore an
+//! HMAC, and a reader of the store cannot test guesses. With another `secrets_key` no retry is
+//! recognized: it is refused. The daemon stores the response before it sends the response, which is
+//! the one commit that an id costs. After a kill of the daemon in between, the retry carries out
+//! the rest and finds the mark:
 //!
 //! | request | a retry after the daemon was killed |
 //! |---|---|
-//! | CreateVm | a VM with the mark is the answer; with `start` it is started when it never was; none is made when it has been deleted since |
-//! | UpdateVm | what was written is not written again; what could not be applied is tried again |
-//! | DeleteVm | the answer is written together with the removal of the record: answered |
-//! | StartVm, RestartVm | a run that the request began, and that goes on, is the answer; else carried out again |
-//! | StopVm, PauseVm, ResumeVm | carried out again; what is so already is a success |
-//! | ResetVm | carried out again when its answer was not written: nothing durable tells of a reset |
-//! | AttachDisk | carried out again; the same disk again is no error, and `preconditions.generation` is not looked at |
-//! | DetachDisk | a disk that is not there any more is a success |
-//! | ResizeVmDisk, UpdateDisk | carried out again; what is so already is a success, and the generation is not looked at |
-//! | CreateDisk | a disk with the mark is the answer, and none is made when it has been deleted since; one that was not whole was removed, and is made again |
-//! | DeleteDisk | the answer is written together with the beginning of the deletion: answered |
-//! | CreateSnapshot | a snapshot with the mark is the answer; one that was not whole was removed, and is taken again |
-//! | ImportSnapshot | a snapshot with the mark is the answer, whatever is sent; one that was not whole was removed, and is made again |
-//! | DeleteSnapshot | the answer is written together with the beginning of the deletion: answered |
-//! | RestoreVm | a run that the request began, and that goes on, is the answer; a VM with the mark is started again; else carried out again |
-//! | CreateNetwork | a network with the mark is the answer |
-//! | UpdateNetwork | carried out again; what is so already is a success, and the generation is not looked at |
-//! | DeleteNetwork | the answer is written together with the beginning of the deletion: answered |
-//! | MigrateVm | carried out again: one that goes on, or waits for the other node, is refused, and a VM that has gone is not found |
+//! | CreateVm | a VM with the mark is the response; with `start` it is started if it never was; none is created if it has been deleted since |
+//! | UpdateVm | written changes are not written again; failed ones are tried again |
+//! | DeleteVm | the response is written together with the removal of the record: answered |
+//! | StartVm, RestartVm | a run that the request began, and that continues, is the response; otherwise carried out again |
+//! | StopVm, PauseVm, ResumeVm | carried out again; an already reached state is a success |
+//! | ResetVm | carried out again when its response was not written: a reset leaves no durable trace |
+//! | AttachDisk | carried out again; the same disk again is no error, and `preconditions.generation` is not checked |
+//! | DetachDisk | a missing disk is a success |
+//! | ResizeVmDisk, UpdateDisk | carried out again; an already reached state is a success, and the generation is not checked |
+//! | CreateDisk | a disk with the mark is the response, and none is created if it has been deleted since; an incomplete one was removed, and is created again |
+//! | DeleteDisk | the response is written together with the beginning of the deletion: answered |
+//! | CreateSnapshot | a snapshot with the mark is the response; an incomplete one was removed, and is taken again |
+//! | ImportSnapshot | a snapshot with the mark is the response, for any archive; an incomplete one was removed, and is created again |
+//! | DeleteSnapshot | the response is written together with the beginning of the deletion: answered |
+//! | RestoreVm | a run that the request began, and that continues, is the response; a VM with the mark is started again; otherwise carried out again |
+//! | CreateNetwork | a network with the mark is the response |
+//! | UpdateNetwork | carried out again; an already reached state is a success, and the generation is not checked |
+//! | DeleteNetwork | the response is written together with the beginning of the deletion: answered |
+//! | MigrateVm | carried out again: refused while the migration continues or waits for the other node; a VM that has left is not found |
 //! | ResolveMigration | carried out again: refused, since the migration does not wait after the decision |
-//! | ImportImage | an image with the mark is the answer, also when it is being imported still; none is made when it has been deleted since |
-//! | DeleteImage | the answer is written together with the beginning of the deletion: answered |
-//! | PruneImages | carried out again: what is gone already is not named |
-//! | UpdateNodeLabels, CordonNode, UncordonNode, DrainNode | carried out again; what is so already is a success |
+//! | ImportImage | an image with the mark is the response, also during its import; none is created if it has been deleted since |
+//! | DeleteImage | the response is written together with the beginning of the deletion: answered |
+//! | PruneImages | carried out again: images deleted before are not named |
+//! | UpdateNodeLabels, CordonNode, UncordonNode, DrainNode | carried out again; an already reached state is a success |
 
 mod answer;
 pub mod made;
@@ -102,7 +106,7 @@ struct Inner {
 #[derive(Debug)]
 struct UnderWay {
     mark: RequestMark,
-    /// Nothing until it has ended.
+    /// `None` until the request has ended.
     answer: watch::Receiver<Option<Answer>>,
 }
 
@@ -113,7 +117,7 @@ struct Left {
     on: Vec<u8>,
 }
 
-/// What is needed of the daemon to carry a request out once.
+/// Interface to the daemon for carrying out a request once.
 pub trait Ports: Send + Sync + 'static {
     /// Those under way.
     fn requests(&self) -> &Requests;
@@ -146,14 +150,14 @@ impl<P: Ports> Ports for Arc<P> {
     }
 }
 
-/// What becomes of a request.
+/// Result of the registration of a request.
 enum Entered {
     Begun(watch::Sender<Option<Answer>>),
     Waiting(watch::Receiver<Option<Answer>>),
 }
 
-/// Carries a request out, or answers it as it was answered. `work` goes on when the caller goes away, if the request has an
-/// id.
+/// Carries a request out, or returns its stored response. With a request id, `work` continues when
+/// the caller drops the future.
 pub async fn once<H, Q, A, F>(
     host: &Arc<H>,
     request: tonic::Request<Q>,
@@ -185,7 +189,8 @@ where
                     work(Arc::clone(&host), request, context)
                 })
                 .await;
-                // Who has the answer may use an id that it leaves free.
+                // The id is free before the caller receives the response, so that the caller may
+                // use a free id at once.
                 drop(under_way);
                 sender.send_replace(Some(answer));
             };
@@ -228,7 +233,7 @@ where
     };
     let (id, key) = (mark.id.clone(), mark.key());
     if changes && let Some(record) = answer.record(mark) {
-        // What was done stays done; without its answer a retry is carried out again.
+        // The effects stay; without a stored response a retry is carried out again.
         if let Err(error) = host.store().complete(record).await {
             tracing::error!(request = id, %error, "the answer of a request could not be written");
         }
@@ -237,7 +242,7 @@ where
     answer
 }
 
-/// Who asks, with which id, with which preconditions. An id that is none is refused.
+/// Caller, request id and preconditions of a request. An invalid id is refused.
 pub fn context<Q: Mutation>(request: &tonic::Request<Q>) -> Result<Context, Failure> {
     let id = request.get_ref().request_id();
     if id.len() > MAX_ID || !id.bytes().all(|byte| byte.is_ascii_graphic() || byte == b' ') {
@@ -284,8 +289,8 @@ fn reused(id: &str) -> Failure {
     Failure::new(Kind::Exists, "REQUEST_ID_REUSED", message)
 }
 
-/// Of the requests that have been begun on something, the one with this method that nobody was answered: that would be
-/// carried out anew by a retry if the thing were gone.
+/// Returns the mark in `begun` of the unanswered request with this method. If its object were
+/// deleted, a retry would carry the request out again.
 pub async fn unanswered(
     host: &impl Ports,
     begun: &[RequestMark],
@@ -328,7 +333,8 @@ impl Requests {
         inner.under_way.contains_key(key) || inner.left.contains_key(key)
     }
 
-    /// Adds the mark of the request to those of a VM, and forgets those that have been answered.
+    /// Adds the mark of the request to the marks of a VM, and removes the marks of answered
+    /// requests.
     pub fn note(&self, context: &Context, begun: &mut Vec<RequestMark>) {
         let Some(mark) = self.mark(context) else { return };
         let inner = self.inner();

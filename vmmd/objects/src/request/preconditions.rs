@@ -1,4 +1,4 @@
-//! What must be true of an object for a change of it.
+//! Preconditions of a change of an object.
 
 use proto::v1::Preconditions;
 use uuid::Uuid;
@@ -7,8 +7,8 @@ use vmmd_store::RequestMark;
 
 use crate::context::Context;
 
-/// Compares what a request wants with what is `present`; `what` ("VM") and `name` say of which object. A generation is
-/// compared when both have one.
+/// Compares the preconditions of a request with the `present` state of the object; `what` ("VM")
+/// and `name` identify the object. A generation is compared when both have one.
 ///
 /// # Errors
 ///
@@ -45,7 +45,7 @@ pub fn check_record(
 ) -> Result<(), Failure> {
     let present = Preconditions {
         uid: Uuid::from_slice(uid).unwrap_or_default().to_string(),
-        // Those that an earlier release wrote have none.
+        // Records of an earlier release have no generation.
         generation: (!context.has_begun(begun)).then_some(generation.max(1)),
     };
     check(what, name, &context.preconditions, &present)

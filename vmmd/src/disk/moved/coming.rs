@@ -1,4 +1,5 @@
-//! What the other daemon says of disks that come with a VM, checked as far as that needs nothing of the node.
+//! Description of a migrating disk from the other daemon, with the checks that need no state of the
+//! node.
 
 use std::collections::BTreeMap;
 
@@ -17,7 +18,7 @@ use vmmd_host::{failure::Failure, text};
 pub struct Coming {
     /// Its UUID at the source, and here.
     pub(super) uid: Uuid,
-    /// What is to be made.
+    /// Specification of the disk to create.
     pub(super) new: NewDisk,
     size: u64,
     /// About how much it takes, in bytes.
@@ -25,7 +26,7 @@ pub struct Coming {
 }
 
 impl Coming {
-    /// Checks what the source says of a disk.
+    /// Checks the source's description of a disk.
     pub fn new(wire: &v1::PeerDisk) -> Result<Self, Failure> {
         let uid = Uuid::parse_str(&wire.uid).map_err(|_| Failure::field("disks.uid", "must be a UUID"))?;
         let request = v1::CreateDiskRequest {
@@ -61,7 +62,7 @@ impl Coming {
         self.new.name.as_ref().map_or("", Name::as_str)
     }
 
-    /// What is to be free for it.
+    /// Required free space in bytes.
     pub(super) fn needs(&self) -> u64 {
         match self.new.preallocation {
             Preallocation::Full => self.size,
@@ -70,7 +71,7 @@ impl Coming {
     }
 }
 
-/// The disks that go along with a VM, of those that it has: what each is called in the VM, and on the node.
+/// The disks that migrate with a VM, as pairs: name in the VM, name on the node.
 pub fn along(disks: &[Disk]) -> impl Iterator<Item = (&str, &str)> {
     let written = disks.iter().filter(|disk| !disk.read_only);
     written.filter_map(|disk| match &disk.source {
@@ -79,7 +80,8 @@ pub fn along(disks: &[Disk]) -> impl Iterator<Item = (&str, &str)> {
     })
 }
 
-/// The disks of the wire by name; each disk that goes along is there once, and no other.
+/// The disks of the message by name. The message must have each migrating disk exactly once, and no
+/// other disk.
 pub fn check(disks: &[Disk], wire: &[v1::PeerDisk]) -> Result<Vec<Coming>, Failure> {
     let mut given = BTreeMap::new();
     for disk in wire {

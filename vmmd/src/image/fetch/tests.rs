@@ -86,7 +86,8 @@ fn whole() -> Downloaded {
     }
 }
 
-/// Answers each request, whatever its range, with the content from `start` on and these headers; ends after `most` bytes.
+/// Answers each request, without regard to its range, with the content from `start` and these
+/// headers. Ends after `most` bytes.
 fn from(start: usize, headers: &'static str, most: usize) -> Turn {
     Box::new(move |_, stream| {
         let content = content();
@@ -300,7 +301,7 @@ async fn what_an_earlier_daemon_has_downloaded_is_not_downloaded_again() {
         })
     );
     assert!(server.requests.lock().unwrap()[0].contains("range: bytes=700000-"));
-    // Without a name of the file, what is there may be of another one.
+    // Without a version, the present content may be that of another file.
     assert_eq!(fetched(&server.address, &file, "", 1 << 30).await, Ok(whole()));
     assert!(!server.requests.lock().unwrap()[1].contains("range:"));
 }

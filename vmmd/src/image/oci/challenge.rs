@@ -1,4 +1,5 @@
-//! What a registry asks for that answers 401: the header `WWW-Authenticate` (RFC 9110, 11.6.1; RFC 6750, 3), and where a token is asked for.
+//! Challenge of a registry that answers 401: the header `WWW-Authenticate` (RFC 9110, 11.6.1; RFC
+//! 6750, 3), and the address of the token server.
 
 use reqwest::Url;
 use vmmd_host::failure::Failure;
@@ -78,7 +79,7 @@ fn challenges(text: &str) -> Vec<(String, Parameters)> {
     found
 }
 
-/// A token or quoted string, and what comes after it.
+/// A token or quoted string, and the rest of the text.
 fn value(text: &str) -> (String, &str) {
     let Some(quoted) = text.strip_prefix('"') else {
         let end = text.find([' ', '\t', ',']).unwrap_or(text.len());
@@ -97,7 +98,8 @@ fn value(text: &str) -> (String, &str) {
     (value, "")
 }
 
-/// Where the token is asked for. What is sent there is secret: so only over TLS, or where the registry itself is spoken to without.
+/// Address of the token server. Requests to it contain secrets, so it must use TLS. Exception: the
+/// registry itself is used without TLS, and both have the same host or are loopback addresses.
 pub fn token_address(realm: &str, registry: &Url) -> Result<Url, Failure> {
     let refused = |problem: &str| {
         let message = format!("the registry says that tokens are given at an address that {problem}");

@@ -37,7 +37,7 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Nothing is looked at yet.
+    /// Creates the layout without access to its files.
     pub fn new(path: &str, reference: &str) -> Result<Self, Failure> {
         Ok(Self {
             path: path.into(),
@@ -77,7 +77,8 @@ impl Layout {
         reading.await?
     }
 
-    /// Copies a blob to its place in a file. What is hashed is the copy: nobody can change that.
+    /// Copies a blob to its place in a file. The hash is that of the copy, which no other process
+    /// can change.
     pub async fn blob(
         &self,
         host: &Arc<Host>,

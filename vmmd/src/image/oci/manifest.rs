@@ -1,5 +1,6 @@
-//! Manifests and indexes (OCI Image Format Specification 1.1; those of Docker, version 2 schema 2, have the same fields). They come from
-//! strangers: what is read is bounded by who brings them, and numbers in them are compared with what is allowed before anything is done.
+//! Manifests and indexes (OCI Image Format Specification 1.1; those of Docker, version 2 schema 2,
+//! have the same fields). They are untrusted: the transport bounds their size, and the code checks
+//! numbers in them against the limits before any use.
 
 use std::collections::BTreeMap;
 
@@ -28,11 +29,11 @@ const CONFIGS: [&str; 2] = [
     "application/vnd.docker.container.image.v1+json",
 ];
 
-/// What a registry answers to who wants a manifest.
+/// Accept header of requests for a manifest.
 pub const ACCEPT: &str = "application/vnd.oci.image.index.v1+json, application/vnd.oci.image.manifest.v1+json, \
     application/vnd.docker.distribution.manifest.list.v2+json, application/vnd.docker.distribution.manifest.v2+json";
 
-/// What is refused of an image, with the reason in words.
+/// Refusal of an unusable image.
 pub fn unusable(problem: &str) -> Failure {
     Failure::precondition(
         "IMAGE_UNUSABLE",
@@ -62,7 +63,7 @@ struct Descriptor {
     annotations: Option<BTreeMap<String, String>>,
 }
 
-/// Of a descriptor or a configuration.
+/// Platform of a descriptor or a configuration.
 #[derive(Clone, Default, Deserialize)]
 struct WirePlatform {
     #[serde(default)]
@@ -85,7 +86,7 @@ impl WirePlatform {
         text::brief_line(&format!("{}/{}{variant}", self.os, self.architecture))
     }
 
-    /// Not so for what is no image, such as how one was built.
+    /// False for a descriptor that is not an image, such as a build attestation.
     fn is_known(&self) -> bool {
         !self.os.is_empty() && self.os != "unknown"
     }
@@ -152,7 +153,7 @@ impl Document {
 /// An image of several.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Found {
-    /// Of its manifest or index.
+    /// Digest of the image's manifest or index.
     pub digest: [u8; 32],
     /// Whether the index says that it is for the platform.
     pub has_platform: bool,

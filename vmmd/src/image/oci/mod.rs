@@ -1,16 +1,18 @@
-//! OCI images: from a reference to the layers of one manifest, which lie one after the other in the file that the image is made of.
+//! OCI images: from a reference to the layers of one manifest. The file from which the image is
+//! made contains the layers in order.
 //!
 //! ```text
 //!  reference ──▶ index ──platform──▶ manifest, noted in the record ──▶ layer, layer, … ──▶ the converter, which looks for the disk
 //! ```
 //!
-//! Everything but the first document is known by its digest before it comes, and each byte is counted and hashed as it comes. So an import
-//! that was interrupted goes on with the manifest that it has noted, whatever the tag means by then, and in the middle of a layer. What is
-//! in the layers only the converter reads.
+//! The digest of each document except the first is known before its download, and each byte is
+//! counted and hashed on arrival. An interrupted import therefore continues with the recorded
+//! manifest, even when the tag has changed, and in the middle of a layer. Only the converter reads
+//! the content of the layers.
 //!
-//! The client of HTTP is that of other downloads ([`super::fetch`]): it bounds what comes, goes on where a connection broke, and can be
-//! cancelled. The library oci-client does not bound documents, sends credentials wherever a registry says that tokens are given, and brings 100
-//! more crates.
+//! The HTTP client is that of other downloads ([`super::fetch`]): it bounds the response, continues
+//! after a broken connection, and can be cancelled. The library oci-client does not bound
+//! documents, sends credentials to any token server that a registry names, and adds 100 crates.
 
 mod challenge;
 mod layout;
@@ -59,10 +61,10 @@ enum Origin {
     Layout(Layout),
 }
 
-/// What is asked for.
+/// Requested document.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Target {
-    /// What the reference says.
+    /// The document that the reference names.
     Named,
     /// A manifest or index.
     Manifest([u8; 32]),
@@ -197,7 +199,7 @@ fn origin(host: &Arc<Host>, record: &ImageRecord) -> Result<(Origin, Platform), 
     Ok((origin, platform))
 }
 
-/// Opens what the request had for the registry.
+/// Decrypts the registry credentials of the request.
 fn credentials(host: &Arc<Host>, record: &ImageRecord) -> Result<Option<RegistryCredentials>, Failure> {
     if record.sealed_credentials.is_empty() {
         return Ok(None);

@@ -46,7 +46,7 @@ pub struct Registry {
     /// `https://HOST/v2/REPOSITORY/`.
     root: Url,
     credentials: Option<RegistryCredentials>,
-    /// What requests say since the registry asked for it.
+    /// Authorization of requests, after the registry has demanded it.
     authorization: Option<HeaderValue>,
     first_wait: Duration,
 }
@@ -93,7 +93,7 @@ impl Registry {
         })
     }
 
-    /// What is asked for.
+    /// Requested reference.
     pub fn reference(&self) -> &Reference {
         &self.reference
     }
@@ -150,7 +150,8 @@ impl Registry {
         self.get(&path, file, Some(place), control).await
     }
 
-    /// Gets what is at a path below the repository. Is let in when the registry asks for that, and again when that is over.
+    /// Downloads the content at a path below the repository. Authenticates when the registry
+    /// demands it, and again when the token expires.
     async fn get(
         &mut self,
         path: &str,

@@ -358,10 +358,7 @@ fn helpers(folder: &str) -> Vec<String> {
     let entries = fs::read_dir("/proc").unwrap().flatten();
     let lines = entries.filter_map(|entry| fs::read_to_string(entry.path().join("cmdline")).ok());
     let serving = lines.filter_map(|line| {
-        let mut words = line
-            .split('\0')
-            .skip_while(|word| *word != "vmmd-netd")
-            .skip(1);
+        let mut words = line.split('\0').skip_while(|word| *word != "vmmd-netd").skip(1);
         let served = words.next()?.strip_prefix(folder)?.trim_matches('/').to_owned();
         Some(served)
     });

@@ -11,7 +11,7 @@ use rustix::fs::ResolveFlags;
 
 use super::*;
 
-/// What the walk stands for.
+/// Reference for the walk.
 fn by_kernel(folder: &OwnedFd, rest: &Path, flags: OFlags, links: Links) -> Result<OwnedFd, Errno> {
     let mut resolve = ResolveFlags::NO_MAGICLINKS | ResolveFlags::BENEATH;
     resolve.set(ResolveFlags::NO_SYMLINKS, links == Links::Refused);

@@ -18,7 +18,8 @@ use super::*;
 /// The child of this test finds itself without rights in its user namespace, as AppArmor does it.
 pub(super) static NO_RIGHTS_IN_NAMESPACES: AtomicBool = AtomicBool::new(false);
 
-/// Runs `/bin/sh -c script` as uid 1900000001 with `fds` in the node's network; returns what it printed. Needs root.
+/// Runs `/bin/sh -c script` as uid 1900000001 with `fds` in the node's network. Returns its output.
+/// Needs root.
 fn run(script: &str, fds: &[BorrowedFd<'_>]) -> String {
     let shell = File::open("/bin/sh").unwrap();
     execute_in(Network::Node, &shell, &["sh", "-c", script], fds)
@@ -396,7 +397,8 @@ fn a_program_in_namespaces_is_root_of_the_mapped_users_alone() {
     let mut text = String::new();
     log.seek(SeekFrom::Start(0)).unwrap();
     log.read_to_string(&mut text).unwrap();
-    // It is process 1, and has nobody else to signal; it makes no device and takes no file of the node's root.
+    // The program is process 1 and can signal only itself. It cannot create a device or take a file
+    // of the node's root.
     assert_eq!(text, "1 0 0\nitself\nallow\n300\n300\n");
     let made = fs::metadata(folder.path().join("made")).unwrap();
     assert_eq!((made.uid(), made.gid()), (1_900_000_002, 1_900_000_003));

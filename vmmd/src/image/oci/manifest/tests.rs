@@ -1,4 +1,4 @@
-//! Documents as tools write them, and as nobody should.
+//! Documents as tools write them, and malformed ones.
 
 use serde_json::{Value, json};
 
@@ -35,7 +35,7 @@ fn index(images: &Value) -> Result<Index, Failure> {
     }
 }
 
-/// An image of an index: its digest, and what it is for.
+/// Descriptor of an image in an index, with platform and tag.
 fn image(byte: u8, platform: &str, tag: &str) -> Value {
     let mut image = descriptor("application/vnd.oci.image.manifest.v1+json", byte, 500);
     let mut parts = platform.split('/');

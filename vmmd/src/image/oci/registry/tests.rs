@@ -5,7 +5,7 @@ use std::{io::Write as _, net::TcpStream};
 use super::*;
 use crate::image::fetch::tests::{Server, Turn};
 
-/// What is in the blob.
+/// Content of the blob.
 fn content() -> Vec<u8> {
     (0..100_000_u32).flat_map(u32::to_le_bytes).collect()
 }
@@ -374,7 +374,7 @@ async fn what_an_earlier_daemon_has_of_a_blob_is_not_got_again() {
     let came = registry.blob(&digest(), &file, place(), &control).await.unwrap();
     assert_eq!((came.checksum, came.bytes), (digest().to_vec(), 400_000));
     assert!(server.requests.lock().unwrap()[0].contains("range: bytes=300000-"));
-    // What is whole is not asked for, whatever comes behind it in the file.
+    // A complete blob causes no request, even with other data behind it in the file.
     file.write_all_at(b"the next one", 512 + 400_000).unwrap();
     let came = registry.blob(&digest(), &file, place(), &control).await.unwrap();
     assert_eq!((came.checksum, came.bytes), (digest().to_vec(), 400_000));
