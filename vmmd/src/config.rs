@@ -17,13 +17,13 @@ use vmmd_host::{
     roots::Roots,
 };
 
-use crate::image::reach::Rules;
-
 mod clients;
+mod imports;
 #[cfg(test)]
 mod reference;
 
 pub use clients::{Limits, Tcp};
+pub use imports::{ImportRules, Network};
 
 /// Where the configuration is looked for when the command line names no other file.
 pub const DEFAULT_PATH: &str = "/etc/vmmd/config.toml";
@@ -97,7 +97,7 @@ pub struct Config {
     /// How many snapshots there may be, and what room they may take.
     pub snapshots: SnapshotLimits,
     /// Limits of imports.
-    pub images: Rules,
+    pub images: ImportRules,
 }
 
 /// Limits of the number and the size of snapshots. A snapshot above a limit is refused before vmmd
@@ -249,7 +249,7 @@ impl Default for Config {
             screen: Screen::default(),
             roots: Roots::default(),
             snapshots: SnapshotLimits::default(),
-            images: Rules::default(),
+            images: ImportRules::default(),
         }
     }
 }

@@ -134,7 +134,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         logs: LogGuard::start(events.clone()).context("watch the logs of VMs")?,
         events,
         pools: pool::Pools::new(config.limits.files()),
-        state_dirs: state_dir::Last::default(),
+        state_dirs: registry::state_dirs::StateDirs::default(),
         boot_id,
         started_ms: text::now_ms(),
         clock_steps: watch::Sender::new(()),

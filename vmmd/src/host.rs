@@ -34,9 +34,9 @@ use crate::{
         node,
         screens::Screens,
         snapshots::Snapshots,
+        state_dirs::StateDirs,
         vms::{Vms, command::Attend},
     },
-    state_dir,
     tls::Certificates,
 };
 
@@ -92,7 +92,7 @@ pub struct Host {
     /// Where blocking work on files of others is done.
     pub pools: Pools,
     /// State last written to the VMs' state directories.
-    pub state_dirs: state_dir::Last,
+    pub state_dirs: StateDirs,
     /// Bounds what VMs write to their logs.
     pub logs: LogGuard,
     /// Long-running operations and their progress.

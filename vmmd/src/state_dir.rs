@@ -17,7 +17,7 @@ use std::{
     collections::HashMap,
     fs, io,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
     time::{Duration, SystemTime},
 };
 
@@ -31,6 +31,7 @@ use uuid::Uuid;
 use vmmd_host::{failure::Failure, text};
 use vmmd_objects::event::{Draft, Object};
 
+use crate::registry::state_dirs::Written;
 use crate::{files::state_dir::StateDir, host::Host, paths::LogDir, registry::vms::Entry, stats};
 
 /// How old counters and logs can be.
@@ -76,33 +77,6 @@ fn begin(host: &Arc<Host>, writers: &mut HashMap<String, JoinHandle<()>>, vm: &v
         failed: String::new(),
     };
     writers.insert(metadata.uid, tokio::spawn(writer.run()));
-}
-
-/// State of the last write.
-#[derive(Clone, Debug, Default, PartialEq)]
-struct Written {
-    dir: PathBuf,
-    vm: Vec<u8>,
-    /// Length and time of change of each log that there was.
-    logs: Vec<Option<(u64, SystemTime)>>,
-}
-
-/// State of the last write of each VM. A writer holds the lock, so that an older state never
-/// replaces a newer one.
-#[derive(Debug, Default)]
-pub struct Last(Mutex<HashMap<Uuid, Arc<sync::Mutex<Written>>>>);
-
-impl Last {
-    fn of(&self, uid: Uuid) -> Arc<sync::Mutex<Written>> {
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        Arc::clone(all.entry(uid).or_default())
-    }
-
-    /// The VM is gone.
-    pub fn forget(&self, uid: Uuid) {
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        all.remove(&uid);
-    }
 }
 
 struct Writer {

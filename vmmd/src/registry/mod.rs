@@ -10,4 +10,5 @@ pub mod images;
 pub mod node;
 pub mod screens;
 pub mod snapshots;
+pub mod state_dirs;
 pub mod vms;

@@ -5,6 +5,8 @@
 
 mod usage;
 
+mod disk;
+
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use proto::{
@@ -20,12 +22,12 @@ use vmmd_host::{
     text,
 };
 
+use self::disk::public_stats;
 use self::usage::waiting_ns;
 use crate::{
     control::{self, Client, bounds},
     host::Host,
     registry::vms::{Entry, command::Command},
-    vm::public_stats,
 };
 
 /// How long a `vmm` may take to count.

@@ -19,7 +19,7 @@ mod machine;
 pub mod recovery;
 mod start;
 
-pub use actor::{as_it_runs, public_stats};
+pub use actor::as_it_runs;
 pub use api::create::{Incoming, create, create_as, create_incoming};
 pub use machine::secret::{refuse_digests, shown};
 pub use start::refused;

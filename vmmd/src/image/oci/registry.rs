@@ -18,6 +18,7 @@ use super::{
     challenge::{Challenge, UNAUTHORIZED, token_address},
     manifest, not_found,
 };
+use crate::config::ImportRules as Rules;
 use crate::{
     disk::Control,
     host::Host,
@@ -25,7 +26,7 @@ use crate::{
         digest::Checksum,
         fetch::{self, Blob, Download, Downloaded},
         import::has_room,
-        reach::{Reach, Rules},
+        reach::Reach,
     },
 };
 

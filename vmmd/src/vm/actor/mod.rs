@@ -55,7 +55,7 @@ use uuid::Uuid;
 use self::run::DISKS_MINOR;
 use self::work::{Done, News, Start, Stop, Work};
 pub use self::{
-    attachments::{Attachments, public_stats},
+    attachments::Attachments,
     disks::without_disk,
     handover::{as_it_runs, nothing_to_resolve},
     run::{MIRROR_MINOR, SNAPSHOT_MINOR, UNLOCK_MINOR},
