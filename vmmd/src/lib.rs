@@ -36,3 +36,9 @@ mod state_dir;
 mod stats;
 mod tls;
 mod vm;
+
+/// Functions for the fuzz targets (`vmmd/fuzz`).
+#[cfg(feature = "fuzzing")]
+pub mod fuzzing {
+    pub use crate::{migration::fuzzing::peer_messages, snapshot::fuzzing::snapshot_archive};
+}

@@ -18,7 +18,7 @@ const SOURCES: [&str; 7] = [
     include_str!("../../host/src/capacity/limits.rs"),
     include_str!("../../host/src/capacity/sizing.rs"),
     include_str!("../../host/src/roots.rs"),
-    include_str!("../image/reach.rs"),
+    include_str!("imports.rs"),
 ];
 
 /// Each table of the file: its key, its heading, and the type that has its keys.
@@ -36,7 +36,7 @@ const TABLES: [(&str, &str, &str); 14] = [
     ("screen", "`[screen]`", "Screen"),
     ("roots", "`[roots]`", "Roots"),
     ("snapshots", "`[snapshots]`", "SnapshotLimits"),
-    ("images", "`[images]`", "Rules"),
+    ("images", "`[images]`", "ImportRules"),
 ];
 
 const INTRODUCTION: &str = "# Configuration reference

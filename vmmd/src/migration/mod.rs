@@ -14,8 +14,8 @@
 //! carries out what concerns its own `vmm`. The actor alone decides which message is sent: a read of the store after a failed write proves
 //! nothing. The source is the client of all calls and repeats each until it is answered, so the target asks nothing. Memory goes over the daemons' connection, which has TLS with certificates on both sides.
 
-#[cfg(test)]
-mod fuzzing;
+#[cfg(any(test, feature = "fuzzing"))]
+pub mod fuzzing;
 mod heard;
 mod source;
 mod target;

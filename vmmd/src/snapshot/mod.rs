@@ -23,8 +23,8 @@ mod create;
 mod described;
 mod disks;
 mod export;
-#[cfg(test)]
-mod fuzzing;
+#[cfg(any(test, feature = "fuzzing"))]
+pub mod fuzzing;
 mod import;
 mod restore;
 mod retention;

@@ -680,7 +680,7 @@ mod tests {
     /// failure.
     fn run(name: &str, target: fn(&[u8]), seeds: &[Seed]) {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR"))
-            .join("fuzz/corpus")
+            .join("../fuzz/corpus")
             .join(name);
         for (seed, data) in seeds {
             let path = folder.join(seed);
