@@ -1,4 +1,4 @@
-//! Cargo names programs to the tests of their own package alone: `vmmd` and its mock `vmm`, which the harness of the daemon's tests starts,
+//! Cargo names programs to the tests of their own package alone: `vmmd`, its mock `vmm` and its mock `vmm-image`, which the harness of the daemon's tests starts,
 //! are named here. They are where this package is built to; `--workspace` builds them.
 //!
 //! `cfg(control_plane)` says that `build.sh` has made the control plane. Tests that need it are ignored without it, so that a run counts them as
@@ -10,7 +10,7 @@ fn main() {
     let out = env::var("OUT_DIR").unwrap_or_default();
     // <target>/<profile>/build/<package>/out
     let programs = Path::new(&out).ancestors().nth(3).unwrap_or(Path::new(""));
-    for program in ["vmmd", "mock-vmm", "vmmd-kube"] {
+    for program in ["vmmd", "mock-vmm", "mock-vmm-image", "vmmd-kube"] {
         let path = programs.join(program);
         println!("cargo::rustc-env=CARGO_BIN_EXE_{program}={}", path.display());
     }

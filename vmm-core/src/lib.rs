@@ -1,7 +1,6 @@
 //! The virtual machine monitor of vmmd.
 
 pub mod board;
-pub mod bootdisk;
 pub mod kvm;
 pub mod lifecycle;
 pub mod memory;

@@ -1,7 +1,7 @@
 //! What the import of an image costs, beside `qemu-img convert` of the same file, and what a disk of it costs. The daemon and its converter
 //! are the ones that are packaged.
 //!
-//! `RUST_LOG=info cargo bench -p vmmd --bench image -- --vmm PATH [--mib N] [--turns N]` prints one JSON object on stdout. Needs root, as the
+//! `RUST_LOG=info cargo bench -p vmmd --bench image -- --vmm-image PATH [--mib N] [--turns N]` prints one JSON object on stdout. Needs root, as the
 //! daemon does, and qemu-utils.
 
 #![allow(
@@ -45,7 +45,7 @@ const COPIES: usize = 3;
 struct Arguments {
     /// The program that converts.
     #[arg(long)]
-    vmm: PathBuf,
+    vmm_image: PathBuf,
     /// Size of the disk in MiB, of which half is data.
     #[arg(long, default_value_t = 2048)]
     mib: usize,
@@ -71,8 +71,13 @@ const ALL: [By; 3] = [By::Vmmd, By::Qemu, By::QemuDurable];
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() {
-    let Arguments { vmm, mib, turns, .. } = Arguments::parse();
-    let daemon = Daemon::configured(&format!("vmm = {vmm:?}\n")).await;
+    let Arguments {
+        vmm_image,
+        mib,
+        turns,
+        ..
+    } = Arguments::parse();
+    let daemon = Daemon::configured(&format!("vmm_image = {vmm_image:?}\n")).await;
     let files = files(&daemon, mib);
     let mut imports = Vec::new();
     let mut digest = String::new();

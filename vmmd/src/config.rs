@@ -61,6 +61,8 @@ pub struct Config {
     pub agent_group: Option<String>,
     /// The `vmm` program. Default: `vmm` beside the daemon's own binary, or else `/usr/lib/vmmd/vmm`.
     pub vmm: Option<PathBuf>,
+    /// The program that reads and changes disk images. Default: `vmm-image` beside the `vmm`.
+    pub vmm_image: Option<PathBuf>,
     /// The program that serves DHCP and DNS in managed networks. Default: `vmmd-netd` beside the `vmm`.
     pub netd: Option<PathBuf>,
     /// The program that serves shares. Default: `virtiofsd` beside the `vmm`.
@@ -232,6 +234,7 @@ impl Default for Config {
             viewer_group: None,
             agent_group: None,
             vmm: None,
+            vmm_image: None,
             netd: None,
             virtiofsd: None,
             kvm_device: "/dev/kvm".into(),
@@ -388,6 +391,12 @@ impl Config {
         };
         let configured = self.vmm.clone().or_else(beside);
         configured.unwrap_or_else(|| PathBuf::from("/usr/lib/vmmd/vmm"))
+    }
+
+    /// The program that reads and changes disk images.
+    pub fn vmm_image(&self) -> PathBuf {
+        let beside = || self.vmm().with_file_name("vmm-image");
+        self.vmm_image.clone().unwrap_or_else(beside)
     }
 
     /// The program that serves DHCP and DNS in managed networks.

@@ -99,6 +99,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     let host = Arc::new(Host {
         attend,
         vmm,
+        vmm_image: config.vmm_image(),
         netd: config.netd(),
         node: registry::node::State::new(store.clone(), records.node),
         operations: operation::Operations::new(store.clone(), records.operations),

@@ -1,4 +1,4 @@
-//! Runs `vmm image` in an unprivileged process. The parser of an image has only open descriptors,
+//! Runs `vmm-image` in an unprivileged process. The parser of an image has only open descriptors,
 //! and a user id of its own for its run.
 
 use std::{
@@ -40,10 +40,10 @@ const LIMITS: Limits = Limits {
     tasks: 4096,
 };
 
-/// A run of `vmm image`.
+/// A run of `vmm-image`.
 #[derive(Debug)]
 pub struct Job {
-    /// `create`: what follows `vmm image`.
+    /// `create`: what follows `vmm-image`.
     pub command: &'static str,
     /// What follows that.
     pub arguments: Vec<String>,
@@ -56,15 +56,15 @@ pub struct Job {
 /// Runs the job. Returns the last line that the process wrote; `line` receives the others as they
 /// arrive. The process ends when the caller drops the future.
 pub async fn run(host: &Arc<Host>, job: Job, mut line: impl FnMut(&str) + Send) -> Result<String, Failure> {
-    let claim = host.ledger.claim("vmm image")?;
+    let claim = host.ledger.claim("vmm-image")?;
     let (command, deadline) = (job.command, job.deadline);
-    let failed = |error: &io::Error| file_failed("run `vmm image`", error);
+    let failed = |error: &io::Error| file_failed("run `vmm-image`", error);
     let (output, output_end) = pipe_with(PipeFlags::CLOEXEC).map_err(|errno| failed(&errno.into()))?;
     let (errors, errors_end) = pipe_with(PipeFlags::CLOEXEC).map_err(|errno| failed(&errno.into()))?;
     let (blocking_host, user) = (Arc::clone(host), claim.user());
     let child = spawn_blocking(move || {
-        let executable = blocking_host.open_vmm()?;
-        let words = ["vmm", "image", job.command].into_iter().map(str::to_owned);
+        let executable = blocking_host.open_vmm_image()?;
+        let words = ["vmm-image", job.command].into_iter().map(str::to_owned);
         let arguments: Vec<_> = words
             .chain(job.arguments)
             .filter_map(|argument| CString::new(argument).ok())
@@ -72,7 +72,7 @@ pub async fn run(host: &Arc<Host>, job: Job, mut line: impl FnMut(&str) + Send) 
         let fds: Vec<_> = job.fds.iter().map(AsFd::as_fd).collect();
         let group = blocking_host.cgroups.as_ref().and_then(|parent| {
             let made = parent.for_helpers(GROUP, LIMITS);
-            let warn = |error: &io::Error| tracing::warn!(%error, "`vmm image` stays in the daemon's cgroup");
+            let warn = |error: &io::Error| tracing::warn!(%error, "`vmm-image` stays in the daemon's cgroup");
             made.inspect_err(warn).ok()
         });
         let program = Program {
@@ -99,7 +99,7 @@ pub async fn run(host: &Arc<Host>, job: Job, mut line: impl FnMut(&str) + Send) 
     let all = async { tokio::join!(lines(output, &mut line), read(errors), child.status()) };
     let Ok((last, errors, exit)) = timeout(deadline, all).await else {
         let message = format!(
-            "`vmm image {command}` did not end within {} s",
+            "`vmm-image {command}` did not end within {} s",
             deadline.as_secs()
         );
         return Err(Failure::internal(message));
@@ -107,7 +107,7 @@ pub async fn run(host: &Arc<Host>, job: Job, mut line: impl FnMut(&str) + Send) 
     if exit == Some(0) {
         return Ok(last);
     }
-    tracing::warn!(command, ?exit, errors, "vmm image");
+    tracing::warn!(command, ?exit, errors, "vmm-image");
     Err(refused(command, &errors))
 }
 
@@ -115,9 +115,11 @@ pub async fn run(host: &Arc<Host>, job: Job, mut line: impl FnMut(&str) + Send) 
 fn refused(command: &str, errors: &str) -> Failure {
     let line = errors.lines().rev().find(|line| !line.trim().is_empty());
     let message = match line {
-        Some(line) => text::brief_line(line.strip_prefix("vmm: ").unwrap_or(line)),
+        Some(line) => text::brief_line(line.strip_prefix("vmm-image: ").unwrap_or(line)),
         None => {
-            format!("`vmm image {command}` failed without a word; is the installed vmm the daemon's version?")
+            format!(
+                "`vmm-image {command}` failed without a word; is the installed vmm-image the daemon's version?"
+            )
         }
     };
     // The child's words for ENOSPC and EFBIG are those of strerror(3).

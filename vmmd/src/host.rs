@@ -2,7 +2,7 @@
 
 use std::{
     fs::File,
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{Arc, OnceLock},
 };
 
@@ -47,6 +47,8 @@ pub struct Host {
     pub config: Config,
     /// The `vmm` program.
     pub vmm: PathBuf,
+    /// The program `vmm-image`.
+    pub vmm_image: PathBuf,
     /// The program `vmmd-netd`.
     pub netd: PathBuf,
     /// Durable state.
@@ -110,13 +112,12 @@ pub struct Host {
 impl Host {
     /// Opens the `vmm` program. Blocking. Refused as VMM_NOT_FOUND on failure.
     pub fn open_vmm(&self) -> Result<File, Failure> {
-        File::open(&self.vmm).map_err(|error| {
-            let message = format!(
-                "the vmm program can't be opened ({}): install vmmd anew",
-                text::words(&error)
-            );
-            Failure::precondition("VMM_NOT_FOUND", message)
-        })
+        open(&self.vmm, "vmm")
+    }
+
+    /// Opens the `vmm-image` program. Blocking. Refused as VMM_NOT_FOUND when that can't be.
+    pub fn open_vmm_image(&self) -> Result<File, Failure> {
+        open(&self.vmm_image, "vmm-image")
     }
 
     /// Refused as NODE_CORDONED while no VM is to be created or started here.
@@ -159,6 +160,16 @@ impl Host {
             vms: &self.vms,
         }
     }
+}
+
+fn open(path: &Path, name: &str) -> Result<File, Failure> {
+    File::open(path).map_err(|error| {
+        let message = format!(
+            "the {name} program can't be opened ({}): install vmmd anew",
+            text::words(&error)
+        );
+        Failure::precondition("VMM_NOT_FOUND", message)
+    })
 }
 
 impl request::Ports for Host {

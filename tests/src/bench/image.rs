@@ -51,18 +51,18 @@ pub fn run(runs: u32) -> Result<String> {
             "--release",
             "--locked",
             "-p",
-            "vmm-core",
+            "vmm-image",
             "--bin",
-            "vmm",
+            "vmm-image",
         ])
         .current_dir(paths::workspace_dir());
-    run::check(&mut build, Deadline::seconds(1800)).context("build vmm")?;
-    let vmm = paths::target_dir().join("release/vmm").canonicalize()?;
-    let vmm = vmm.to_str().context("the target folder's name is no text")?;
+    run::check(&mut build, Deadline::seconds(1800)).context("build vmm-image")?;
+    let program = paths::target_dir().join("release/vmm-image").canonicalize()?;
+    let program = program.to_str().context("the target folder's name is no text")?;
     let line = native(
         "vmmd",
         "image",
-        &["--", "--vmm", vmm, "--turns", &runs.to_string()],
+        &["--", "--vmm-image", program, "--turns", &runs.to_string()],
     )?;
     let report = serde_json::from_str(&line).context("read the benchmark's figures")?;
     Ok(render_all(&report))

@@ -15,7 +15,7 @@ libfuzzer_sys::fuzz_target!(
     // The fuzzer's own hook ends the process at any panic. Those of libraries are caught on purpose: only one that gets out counts.
     init: set_hook(Box::new(|info| PANIC.with(|last| *last.borrow_mut() = info.to_string()))),
     |data: &[u8]| {
-        if catch_unwind(AssertUnwindSafe(|| vmm_core::bootdisk::fuzzing::boot_disk(data))).is_err() {
+        if catch_unwind(AssertUnwindSafe(|| vmm_image::bootdisk::fuzzing::boot_disk(data))).is_err() {
             PANIC.with(|last| eprintln!("{}", last.borrow()));
             std::process::abort();
         }

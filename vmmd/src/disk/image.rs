@@ -1,4 +1,4 @@
-//! `vmm image` on the images of disks: what makes or changes one is done by a child without rights ([`helper`]).
+//! `vmm-image` on the images of disks: what makes or changes one is done by a child without rights ([`helper`]).
 
 use std::{os::fd::OwnedFd, sync::Arc, time::Duration};
 

@@ -437,7 +437,7 @@ async fn convert(
         () = control.cancel().cancelled() => return Err(disk::cancelled(host)),
     };
     let found: Found = serde_json::from_str(&last).map_err(|error| {
-        Failure::internal(format!("`vmm image import` said something unexpected: {error}"))
+        Failure::internal(format!("`vmm-image import` said something unexpected: {error}"))
     })?;
     handle.progress(
         Progress::bytes(0, found.virtual_size),

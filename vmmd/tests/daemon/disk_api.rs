@@ -21,15 +21,15 @@ use crate::{
 };
 use WatchEventType::{Added, Deleted, Modified, Synced};
 
-/// A daemon of which `vmm image` never ends.
+/// A daemon of which `vmm-image` never ends.
 async fn with_images_that_hang() -> Daemon {
     let folder = tempfile::Builder::new()
         .prefix("vmmd")
         .tempdir_in("/tmp")
         .unwrap();
-    let vmm = folder.path().join("image-hangs");
-    fs::copy(env!("CARGO_BIN_EXE_mock-vmm"), &vmm).unwrap();
-    Daemon::in_folder(folder, &format!("vmm = {vmm:?}\n")).await
+    let program = folder.path().join("image-hangs");
+    fs::copy(env!("CARGO_BIN_EXE_mock-vmm-image"), &program).unwrap();
+    Daemon::in_folder(folder, &format!("vmm_image = {program:?}\n")).await
 }
 
 impl Daemon {

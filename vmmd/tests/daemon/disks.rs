@@ -316,11 +316,11 @@ async fn an_image_that_cannot_be_made_leaves_nothing(
         .prefix("vmmd")
         .tempdir_in("/tmp")
         .unwrap();
-    let vmm = folder.path().join(program);
+    let image = folder.path().join(program);
     if program != "missing" {
-        fs::copy(env!("CARGO_BIN_EXE_mock-vmm"), &vmm).unwrap();
+        fs::copy(env!("CARGO_BIN_EXE_mock-vmm-image"), &image).unwrap();
     }
-    let daemon = Daemon::in_folder(folder, &format!("vmm = {vmm:?}\n")).await;
+    let daemon = Daemon::in_folder(folder, &format!("vmm_image = {image:?}\n")).await;
     let refused = daemon.make(qcow2("data", 1 << 20), None).await.unwrap_err();
     assert_eq!(refusal(&refused), (code, reason.into()));
     assert!(refused.message().contains(words), "{}", refused.message());
@@ -333,9 +333,9 @@ async fn what_an_interrupted_create_leaves_is_removed_and_nothing_else() {
         .prefix("vmmd")
         .tempdir_in("/tmp")
         .unwrap();
-    let vmm = folder.path().join("image-hangs");
-    fs::copy(env!("CARGO_BIN_EXE_mock-vmm"), &vmm).unwrap();
-    let mut daemon = Daemon::in_folder(folder, &format!("vmm = {vmm:?}\n")).await;
+    let image = folder.path().join("image-hangs");
+    fs::copy(env!("CARGO_BIN_EXE_mock-vmm-image"), &image).unwrap();
+    let mut daemon = Daemon::in_folder(folder, &format!("vmm_image = {image:?}\n")).await;
     daemon.make(raw("kept", 512), None).await.unwrap();
     for name in ["stranger.raw", "0f3a2f64-6c0e-4c57-9e5f-3f4f0e8f7a11.raw"] {
         fs::write(daemon.path("state/disks").join(name), "x").unwrap();

@@ -151,6 +151,9 @@ impl Daemon {
         if !extra.contains("vmm =") {
             config += &format!("vmm = {:?}\n", env!("CARGO_BIN_EXE_mock-vmm"));
         }
+        if !extra.contains("vmm_image =") {
+            config += &format!("vmm_image = {:?}\n", env!("CARGO_BIN_EXE_mock-vmm-image"));
+        }
         if !extra.contains("kvm_device =") {
             config += "kvm_device = '/dev/null'\n";
         }

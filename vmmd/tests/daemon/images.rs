@@ -110,13 +110,13 @@ impl Daemon {
 
 /// A daemon with the converter that is packaged, and not the mock of it.
 async fn with_converter() -> Daemon {
-    let vmm = Path::new(env!("CARGO_BIN_EXE_mock-vmm")).with_file_name("vmm");
+    let program = Path::new(env!("CARGO_BIN_EXE_mock-vmm")).with_file_name("vmm-image");
     assert!(
-        vmm.exists(),
+        program.exists(),
         "{} is missing: build the whole workspace",
-        vmm.display()
+        program.display()
     );
-    Daemon::configured(&format!("vmm = {vmm:?}\n")).await
+    Daemon::configured(&format!("vmm_image = {program:?}\n")).await
 }
 
 fn image(name: &str, source: Option<Source>) -> v1::Image {

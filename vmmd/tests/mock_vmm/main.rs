@@ -21,8 +21,7 @@
 //! (prints its configuration), `deaf` (reads no more from this console until another one has typed
 //! `hear`, and then prints the number of waiting bytes), `fork` (leaves a child behind),
 //! `stick PATH` (accesses a file system), `lie WORD` (sends messages that no `vmm` sends, see
-//! [`lies`]); all others are echoed. As `vmm image` it writes a simulated image, see [`image`];
-//! called `virtiofsd` it serves a share, see [`share`].
+//! [`lies`]); all others are echoed. Called `virtiofsd` it serves a share, see [`share`].
 #![allow(clippy::unwrap_used, reason = "a test's helper may fail loudly")]
 
 mod balloon;
@@ -30,7 +29,6 @@ mod console;
 mod control;
 mod disks;
 mod guest;
-mod image;
 mod lies;
 mod nics;
 mod share;
@@ -49,9 +47,6 @@ use std::{
 use guest::Guest;
 
 fn main() {
-    if env::args().nth(1).as_deref() == Some("image") {
-        image::run();
-    }
     if env::args().next().as_deref() == Some("virtiofsd") {
         share::run();
     }

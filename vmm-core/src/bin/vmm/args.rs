@@ -21,8 +21,6 @@ pub enum Command {
     Run(Run),
     /// Serves a VM to the daemon that started this process
     Serve(Serve),
-    /// Creates, describes, resizes and checks disk images that no VM uses
-    Image(crate::image::args::Image),
 }
 
 const RUN_HELP: &str = "\

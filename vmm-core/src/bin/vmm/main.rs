@@ -7,7 +7,6 @@ mod args;
 mod control;
 mod exit_code;
 mod exit_record;
-mod image;
 mod run;
 mod sandbox;
 mod serve;
@@ -33,11 +32,7 @@ use run::terminal::LogOutput;
 
 fn main() {
     let cli = Cli::parse();
-    // A process of `vmm image` is short-lived, and allocates and frees the same memory all the
-    // time.
-    if !matches!(cli.command, Command::Image(_)) {
-        sys::keep_memory_small();
-    }
+    sys::keep_memory_small();
     init_log(&cli.command);
     exit_record::install_panic_hook();
     if let Err(error) = sys::fatal::install() {
@@ -46,7 +41,6 @@ fn main() {
     let result = match &cli.command {
         Command::Run(args) => run::run(args),
         Command::Serve(args) => serve::serve(args),
-        Command::Image(args) => image::image(args),
     };
     let code = result.unwrap_or_else(|error| {
         eprintln!("vmm: {error:#}");
@@ -59,7 +53,7 @@ fn main() {
 fn init_log(command: &Command) {
     let level = match command {
         // The terminal is the guest's.
-        Command::Run(_) | Command::Image(_) => Level::WARN,
+        Command::Run(_) => Level::WARN,
         Command::Serve(_) => Level::INFO,
     };
     let filter = std::env::var("VMM_LOG")

@@ -4,10 +4,7 @@
 //! ([`check_inherited`], [`drop_rights`]), Landlock and the main thread's seccomp filter
 //! ([`close_in`]), then threads, each with the filter of its kind.
 
-mod bpf;
 mod capabilities;
-mod converter;
-mod landlock;
 pub mod lists;
 mod seccomp;
 #[cfg(test)]
@@ -17,12 +14,20 @@ use std::os::fd::RawFd;
 
 use anyhow::{Context, Result, bail};
 use caps::{CapSet, Capability};
+#[cfg(debug_assertions)]
+use devices::thread::{self, ThreadKind};
 use rustix::{
     io::Errno,
-    process::{DumpableBehavior, Resource, Rlimit, getuid, set_dumpable_behavior, setrlimit},
+    process::getuid,
     thread::{CapabilitySet, remove_capability_from_bounding_set},
 };
 use tracing::warn;
+#[cfg(debug_assertions)]
+use vmm_core::memory::locate;
+use vmm_sandbox::{
+    landlock::{self, Level},
+    process::{forbid_backtraces, lock_down},
+};
 
 use crate::{args::Seccomp, sys};
 
@@ -81,25 +86,12 @@ pub fn close_in(mode: Seccomp) -> Result<Sandbox> {
             warn!("the host's kernel has no Landlock: paths are kept from this process by seccomp alone");
         }
     }
-    sys::forbid_backtraces();
+    forbid_backtraces();
     seccomp::enforce(mode)?;
     Ok(Sandbox {
         landlock,
         seccomp: mode,
     })
-}
-
-/// Gives up all that `vmm image` does not need. To be called when the images are locked, before the first byte is read and before the
-/// first thread is made.
-pub fn close_in_image() -> Result<()> {
-    sys::forbid_backtraces();
-    converter::close_in()
-}
-
-/// The same, with the limits of a conversion. `longest` is how many bytes the disk may have.
-pub fn close_in_converter(longest: u64) -> Result<()> {
-    converter::limit(longest)?;
-    close_in_image()
 }
 
 /// Restrictions of this process.
@@ -109,17 +101,6 @@ pub struct Sandbox {
     pub landlock: Level,
     /// Action on a system call outside a thread's list.
     pub seccomp: Seccomp,
-}
-
-/// How much of a restriction the host's kernel can do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Level {
-    /// All that was asked for.
-    Full,
-    /// A part.
-    Partial,
-    /// Nothing.
-    None,
 }
 
 impl Sandbox {
@@ -163,13 +144,14 @@ fn drop_bounding_set() -> Result<()> {
     Ok(())
 }
 
-/// No new rights through an exec, no core dumps with guest data, no ptrace by other processes of the same user.
-fn lock_down() -> Result<()> {
-    rustix::thread::set_no_new_privs(true).context("setting no_new_privs")?;
-    set_dumpable_behavior(DumpableBehavior::NotDumpable).context("clearing the dumpable flag")?;
-    let none = Rlimit {
-        current: Some(0),
-        maximum: Some(0),
-    };
-    setrlimit(Resource::Core, none).context("forbidding core dumps")
+/// Runs the forbidden operations that a test asks for in a thread of this kind.
+#[cfg(debug_assertions)]
+fn attempt(kind: ThreadKind) {
+    // Workers create the threads of images only for a guest with requests. This thread needs no
+    // guest.
+    let wants_storage = |wanted: &str| wanted.starts_with(ThreadKind::Storage.name());
+    if kind == ThreadKind::Worker && std::env::var("VMM_ATTEMPT").is_ok_and(|wanted| wants_storage(&wanted)) {
+        let _ = thread::spawn(ThreadKind::Storage, "blk-pool", || ());
+    }
+    vmm_sandbox::attempt::run(kind.name(), |page, length| locate::insert(page, length, 0x7000));
 }

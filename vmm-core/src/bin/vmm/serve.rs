@@ -13,6 +13,7 @@ use vmm_core::{
     board::assemble::{Assembler, Console},
     lifecycle::{Notifier, driver::Driver},
 };
+use vmm_sandbox::process::inherited_fd;
 
 use crate::{args::Serve, control::Server, exit_code, exit_record, sandbox, sys};
 
@@ -53,5 +54,5 @@ pub fn serve(args: &Serve) -> Result<i32> {
 }
 
 fn inherited(option: &str, fd: RawFd) -> Result<OwnedFd> {
-    sys::inherited_fd(fd).with_context(|| format!("{option} {fd} is no descriptor of this process"))
+    inherited_fd(fd).with_context(|| format!("{option} {fd} is no descriptor of this process"))
 }

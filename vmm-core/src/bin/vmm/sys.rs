@@ -2,8 +2,6 @@
 
 #![allow(unsafe_code)]
 
-#[cfg(debug_assertions)]
-pub mod attempt;
 pub mod fatal;
 
 use std::{
@@ -11,17 +9,6 @@ use std::{
     io,
     os::fd::{FromRawFd, OwnedFd, RawFd},
 };
-
-/// Takes an inherited descriptor, and sees to it that no child of this process inherits it in turn.
-pub fn inherited_fd(fd: RawFd) -> io::Result<OwnedFd> {
-    // SAFETY: F_SETFD takes an int and touches no memory; a descriptor that is not open gives an error.
-    if fd < 3 || unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
-        return Err(io::Error::from_raw_os_error(libc::EBADF));
-    }
-    // SAFETY: it is open, and its number was given to this process for this use alone; a caller that names one
-    // twice gets EBADF from the second use at the latest when the first owner closes it.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
-}
 
 /// Closes every descriptor but standard input, output and error and `keep`.
 pub fn close_others(keep: &[RawFd]) -> io::Result<()> {
@@ -45,14 +32,6 @@ fn close_range(first: RawFd, last: RawFd) -> io::Result<()> {
         Err(io::Error::last_os_error())
     } else {
         Ok(())
-    }
-}
-
-/// Sees to it that the report of a panic opens no files: no backtrace. To be called before there is a second thread.
-pub fn forbid_backtraces() {
-    for name in ["RUST_BACKTRACE", "RUST_LIB_BACKTRACE"] {
-        // SAFETY: there is no other thread that could read the environment meanwhile.
-        unsafe { std::env::remove_var(name) };
     }
 }
 

@@ -29,7 +29,7 @@ const DEADLINE: Duration = Duration::from_secs(60);
 /// Descriptors before those of the images below: disk, kernel, initial RAM disk.
 const OWN_FDS: usize = 3;
 
-/// What `vmm image boot` says.
+/// What `vmm-image boot` says.
 #[derive(Deserialize)]
 struct Found {
     kernel: String,
@@ -79,7 +79,7 @@ pub(super) async fn find(
             _ => failure,
         })?;
     let found: Found = serde_json::from_str(&said)
-        .map_err(|error| Failure::internal(format!("`vmm image boot` said something unexpected: {error}")))?;
+        .map_err(|error| Failure::internal(format!("`vmm-image boot` said something unexpected: {error}")))?;
     let cmdline = format!("{} {append}", found.cmdline);
     let cmdline = cmdline.trim();
     if cmdline.len() > MAX_CMDLINE {

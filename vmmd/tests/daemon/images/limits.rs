@@ -8,9 +8,9 @@ async fn with_hanging_converter() -> (Daemon, PathBuf) {
         .prefix("vmmd")
         .tempdir_in("/tmp")
         .unwrap();
-    let vmm = folder.path().join("image-hangs");
-    fs::copy(env!("CARGO_BIN_EXE_mock-vmm"), &vmm).unwrap();
-    let daemon = Daemon::in_folder(folder, &format!("vmm = {vmm:?}\n")).await;
+    let program = folder.path().join("image-hangs");
+    fs::copy(env!("CARGO_BIN_EXE_mock-vmm-image"), &program).unwrap();
+    let daemon = Daemon::in_folder(folder, &format!("vmm_image = {program:?}\n")).await;
     fs::create_dir(daemon.path("run/fault")).unwrap();
     let file = daemon.file("disk.raw", &content());
     (daemon, file)

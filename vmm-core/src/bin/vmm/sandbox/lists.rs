@@ -5,70 +5,14 @@
 //! process or executable memory, or reaches into another process.
 
 use devices::thread::ThreadKind;
-use libc::{c_long, c_ulong};
-
-/// A system call that is allowed.
-#[derive(Debug, PartialEq, Eq)]
-pub struct Entry {
-    /// The name of its constant in libc.
-    symbol: &'static str,
-    /// Its number.
-    pub call: c_long,
-    /// With which arguments.
-    pub arguments: Arguments,
-    /// Why it is allowed although no test was seen to use it; `None` when one was.
-    pub unseen: Option<&'static str>,
-}
-
-impl Entry {
-    /// As the kernel calls it.
-    pub fn name(&self) -> &'static str {
-        self.symbol.trim_start_matches("SYS_")
-    }
-
-    const fn unseen(self, why: &'static str) -> Self {
-        Self {
-            unseen: Some(why),
-            ..self
-        }
-    }
-}
-
-/// Check of the arguments: compares the lower 32 bits of one of them, counted from 0. The kernel
-/// uses only these bits of the checked arguments, except for the flags of mmap(2) and mprotect(2),
-/// whose upper bits have no meaning.
-#[derive(Debug, PartialEq, Eq)]
-pub enum Arguments {
-    /// Nothing.
-    Any,
-    /// It is one of these values.
-    OneOf(u8, &'static [u64]),
-    /// It is one of these values, and the first argument is the id of this process.
-    ToSelf(u8, &'static [u64]),
-    /// Its lower 16 bits are one of these values: type and number of an ioctl, without the size of its argument.
-    Low16(u8, &'static [u64]),
-    /// All of these bits are clear.
-    Without(u8, u64),
-}
-
-use Arguments::{Any, Low16, OneOf, ToSelf, Without};
-
-macro_rules! with {
-    ($call:ident, $arguments:expr) => {
-        Entry {
-            symbol: stringify!($call),
-            call: libc::$call,
-            arguments: $arguments,
-            unseen: None,
-        }
-    };
-}
-
-macro_rules! any {
-    ($call:ident) => {
-        with!($call, Any)
-    };
-}
+use libc::c_long;
+use vmm_sandbox::{
+    entry,
+    lists::{
+        Arguments::{Low16, OneOf, ToSelf},
+        EVERY, Entry, IMAGES, SPARSE, THREADS,
+    },
+};
 
 /// Returns the lists of this kind of thread. The main thread's filter includes the lists of all
 /// other kinds too.
@@ -90,11 +34,6 @@ pub fn of(kind: ThreadKind) -> Vec<&'static [Entry]> {
     }
 }
 
-/// The calls of `vmm image`, in each of its threads.
-pub fn of_images() -> [&'static [Entry]; 5] {
-    [EVERY, IMAGES, SPARSE, THREADS, CONVERSION]
-}
-
 /// The name of a call that is on a list. Allocates nothing.
 pub fn name_of(call: c_long) -> Option<&'static str> {
     let lists = [
@@ -105,117 +44,19 @@ pub fn name_of(call: c_long) -> Option<&'static str> {
     entries.find(|entry| entry.call == call).map(Entry::name)
 }
 
-const PROT_EXEC: u64 = libc::PROT_EXEC as u64;
-
-/// The allocator, locks, clocks, the beginning and the end of a thread, log lines, and the report of a failure.
-pub static EVERY: &[Entry] = &[
-    any!(SYS_read),
-    any!(SYS_write),
-    any!(SYS_close),
-    any!(SYS_futex),
-    with!(SYS_mmap, Without(2, PROT_EXEC)),
-    with!(SYS_mprotect, Without(2, PROT_EXEC)),
-    any!(SYS_munmap),
-    any!(SYS_mremap),
-    any!(SYS_brk),
-    with!(SYS_madvise, OneOf(2, &[libc::MADV_DONTNEED as u64])),
-    any!(SYS_sched_yield),
-    any!(SYS_sched_getaffinity),
-    any!(SYS_getrandom),
-    any!(SYS_clock_gettime),
-    any!(SYS_restart_syscall).unseen("a wait with a time limit goes on after SIGSTOP and SIGCONT"),
-    any!(SYS_getpid),
-    any!(SYS_gettid),
-    any!(SYS_rt_sigprocmask),
-    any!(SYS_rt_sigreturn),
-    any!(SYS_sigaltstack),
-    any!(SYS_exit),
-    any!(SYS_exit_group),
-    // The exit record.
-    any!(SYS_pwrite64),
-    // The record of a fatal signal names the thread.
-    with!(SYS_prctl, OneOf(0, &[libc::PR_GET_NAME as u64])),
-    with!(SYS_tgkill, ToSelf(2, &[libc::SIGABRT as u64])).unseen("abort(3), after which nothing runs"),
-    // Set already; seccompiler sets it before each filter.
-    with!(SYS_prctl, OneOf(0, &[libc::PR_SET_NO_NEW_PRIVS as u64])),
-    // Takes rights away only.
-    with!(SYS_seccomp, OneOf(0, &[libc::SECCOMP_SET_MODE_FILTER as u64])),
-    // The terminal of `vmm run` gets its modes back when the process ends, also by a panic.
-    with!(SYS_ioctl, OneOf(1, &[libc::TCGETS, libc::TCGETS2, libc::TCSETS2])),
-    // The check of debug builds that a descriptor is open before it is closed.
-    with!(SYS_fcntl, OneOf(1, &[libc::F_GETFD as u64])),
-];
-
-/// Images that are opened and closed.
-static IMAGES: &[Entry] = &[
-    any!(SYS_fstat),
-    // How buffers of O_DIRECT have to be aligned. Landlock does not forbid to ask with a path; an empty one leads nowhere, but
-    // no filter sees it.
-    with!(SYS_statx, OneOf(2, &[libc::AT_EMPTY_PATH as u64])),
-    any!(SYS_pread64),
-    any!(SYS_ftruncate),
-    any!(SYS_fallocate),
-    any!(SYS_fdatasync),
-    any!(SYS_preadv).unseen(TABLES),
-    any!(SYS_pwritev2).unseen(TABLES),
-    with!(
-        SYS_fcntl,
-        OneOf(
-            1,
-            &[
-                libc::F_GETFL as u64,
-                libc::F_SETFL as u64,
-                libc::F_DUPFD_CLOEXEC as u64,
-                libc::F_OFD_SETLK as u64,
-            ]
-        )
-    ),
-    with!(
-        SYS_ioctl,
-        Low16(1, &[BLKSSZGET, BLKIOOPT, BLKPBSZGET, BLKGETSIZE64])
-    ),
-];
-
-const TABLES: &str = "tables of a qcow2 image that is past the page cache";
-
-// linux/fs.h: _IO(0x12, n) and _IOR(0x12, n, size_t).
-const BLKSSZGET: u64 = 0x1268;
-const BLKGETSIZE64: u64 = 0x1272;
+// linux/fs.h: _IO(0x12, 119).
 const BLKDISCARD: u64 = 0x1277;
-const BLKIOOPT: u64 = 0x1279;
-const BLKPBSZGET: u64 = 0x127b;
 
 /// Requests to images, carried out by waiting for them.
 static STORAGE: &[Entry] = &[
-    any!(SYS_fstat),
-    any!(SYS_pread64),
-    any!(SYS_preadv),
-    any!(SYS_pwritev2),
-    any!(SYS_ftruncate).unseen("a qcow2 image that ends within a cluster grows"),
-    any!(SYS_fallocate),
-    any!(SYS_fdatasync),
-    with!(SYS_ioctl, Low16(1, &[BLKDISCARD])),
-];
-
-const FLAGS: c_ulong = (libc::CLONE_VM
-    | libc::CLONE_FS
-    | libc::CLONE_FILES
-    | libc::CLONE_SIGHAND
-    | libc::CLONE_THREAD
-    | libc::CLONE_SYSVSEM
-    | libc::CLONE_SETTLS
-    | libc::CLONE_PARENT_SETTID
-    | libc::CLONE_CHILD_CLEARTID) as c_ulong;
-
-/// Creation of a thread but of no process, and the calls of a new thread before it has its own
-/// filter.
-static THREADS: &[Entry] = &[
-    with!(SYS_clone, OneOf(0, &[FLAGS])),
-    // glibc tries this call first. A filter for all threads makes the call fail with ENOSYS.
-    any!(SYS_clone3),
-    any!(SYS_set_robust_list),
-    any!(SYS_rseq),
-    with!(SYS_prctl, OneOf(0, &[libc::PR_SET_NAME as u64])),
+    entry!(SYS_fstat),
+    entry!(SYS_pread64),
+    entry!(SYS_preadv),
+    entry!(SYS_pwritev2),
+    entry!(SYS_ftruncate).unseen("a qcow2 image that ends within a cluster grows"),
+    entry!(SYS_fallocate),
+    entry!(SYS_fdatasync),
+    entry!(SYS_ioctl, Low16(1, &[BLKDISCARD])),
 ];
 
 /// KVM's number of an ioctl (linux/kvm.h), with its type.
@@ -226,7 +67,7 @@ const fn kvm(number: u64) -> u64 {
 /// Runs the guest, and emulates the guest's register accesses. Programs compare in this order, so
 /// the most frequent call comes first.
 static VCPU: &[Entry] = &[
-    with!(
+    entry!(
         SYS_ioctl,
         Low16(
             1,
@@ -259,7 +100,7 @@ static VCPU: &[Entry] = &[
             ]
         )
     ),
-    with!(
+    entry!(
         SYS_ioctl,
         Low16(
             1,
@@ -275,31 +116,31 @@ static VCPU: &[Entry] = &[
             ]
         )
     ),
-    with!(SYS_ioctl, Low16(1, &[kvm(0x9e)])) // KVM_X86_SET_MCE
+    entry!(SYS_ioctl, Low16(1, &[kvm(0x9e)])) // KVM_X86_SET_MCE
         .unseen("memory of the host fails that a guest uses"),
     // KVM_SET_USER_MEMORY_REGION, KVM_GET_DIRTY_LOG, KVM_CLEAR_DIRTY_LOG
-    with!(SYS_ioctl, Low16(1, &[kvm(0x46), kvm(0x42), kvm(0xc0)]))
+    entry!(SYS_ioctl, Low16(1, &[kvm(0x46), kvm(0x42), kvm(0xc0)]))
         .unseen("a guest moves the memory of its screen"),
     // KVM_IRQFD, KVM_SET_GSI_ROUTING
-    with!(SYS_ioctl, Low16(1, &[kvm(0x76), kvm(0x6a)]))
+    entry!(SYS_ioctl, Low16(1, &[kvm(0x76), kvm(0x6a)]))
         .unseen("a guest masks a vector whose interrupts another process raises"),
-    with!(SYS_ioctl, Low16(1, &[kvm(0xbe), kvm(0xbf)])) // KVM_GET_NESTED_STATE, KVM_SET_NESTED_STATE
+    entry!(SYS_ioctl, Low16(1, &[kvm(0xbe), kvm(0xbf)])) // KVM_GET_NESTED_STATE, KVM_SET_NESTED_STATE
         .unseen("a vCPU that is saved on a host with nested virtualization"),
 ];
 
 /// Queues of devices.
 static WORKER: &[Entry] = &[
-    any!(SYS_epoll_create1),
-    any!(SYS_epoll_ctl),
-    any!(SYS_epoll_wait),
-    any!(SYS_ppoll),
-    any!(SYS_timerfd_create),
-    any!(SYS_timerfd_settime),
-    any!(SYS_readv),
-    any!(SYS_writev),
-    any!(SYS_preadv2),
-    any!(SYS_io_uring_enter),
-    with!(
+    entry!(SYS_epoll_create1),
+    entry!(SYS_epoll_ctl),
+    entry!(SYS_epoll_wait),
+    entry!(SYS_ppoll),
+    entry!(SYS_timerfd_create),
+    entry!(SYS_timerfd_settime),
+    entry!(SYS_readv),
+    entry!(SYS_writev),
+    entry!(SYS_preadv2),
+    entry!(SYS_io_uring_enter),
+    entry!(
         SYS_io_uring_register,
         OneOf(
             1,
@@ -310,12 +151,12 @@ static WORKER: &[Entry] = &[
             ]
         )
     ),
-    with!(SYS_ioctl, Low16(1, &[kvm(0xa5)])), // KVM_SIGNAL_MSI
-    with!(SYS_ioctl, Low16(1, &[kvm(0x61)])) // KVM_IRQ_LINE
+    entry!(SYS_ioctl, Low16(1, &[kvm(0xa5)])), // KVM_SIGNAL_MSI
+    entry!(SYS_ioctl, Low16(1, &[kvm(0x61)])) // KVM_IRQ_LINE
         .unseen("a guest that drives a device without MSI-X"),
-    with!(SYS_ioctl, Low16(1, &[TUNSETOFFLOAD])),
-    with!(SYS_ioctl, Low16(1, &[TUNSETQUEUE])).unseen("a network interface with several pairs of queues"),
-    with!(
+    entry!(SYS_ioctl, Low16(1, &[TUNSETOFFLOAD])),
+    entry!(SYS_ioctl, Low16(1, &[TUNSETQUEUE])).unseen("a network interface with several pairs of queues"),
+    entry!(
         SYS_madvise,
         OneOf(2, &[libc::MADV_HUGEPAGE as u64, libc::MADV_DONTDUMP as u64])
     )
@@ -324,25 +165,25 @@ static WORKER: &[Entry] = &[
 
 /// Gives queues of a device to another process over a socket that is connected already.
 static DELEGATE: &[Entry] = &[
-    any!(SYS_epoll_create1).unseen(SHARES),
-    any!(SYS_epoll_ctl).unseen(SHARES),
-    any!(SYS_epoll_wait).unseen(SHARES),
-    any!(SYS_ppoll).unseen(SHARES),
-    any!(SYS_sendmsg).unseen(SHARES),
-    any!(SYS_pipe2).unseen("a VM with a share that is saved"),
+    entry!(SYS_epoll_create1).unseen(SHARES),
+    entry!(SYS_epoll_ctl).unseen(SHARES),
+    entry!(SYS_epoll_wait).unseen(SHARES),
+    entry!(SYS_ppoll).unseen(SHARES),
+    entry!(SYS_sendmsg).unseen(SHARES),
+    entry!(SYS_pipe2).unseen("a VM with a share that is saved"),
     // For an irqfd.
-    any!(SYS_eventfd2).unseen(SHARES),
+    entry!(SYS_eventfd2).unseen(SHARES),
     // KVM_SIGNAL_MSI, KVM_IRQ_LINE
-    with!(SYS_ioctl, Low16(1, &[kvm(0xa5), kvm(0x61)])).unseen(SHARES),
+    entry!(SYS_ioctl, Low16(1, &[kvm(0xa5), kvm(0x61)])).unseen(SHARES),
     // KVM_IRQFD, KVM_SET_GSI_ROUTING
-    with!(SYS_ioctl, Low16(1, &[kvm(0x76), kvm(0x6a)])).unseen(SHARES),
+    entry!(SYS_ioctl, Low16(1, &[kvm(0x76), kvm(0x6a)])).unseen(SHARES),
 ];
 
 const SHARES: &str = "a VM with a share";
 
 /// Gives queues of a network interface to the kernel and takes them back.
 static VHOST: &[Entry] = &[
-    with!(
+    entry!(
         SYS_ioctl,
         Low16(
             1,
@@ -361,9 +202,9 @@ static VHOST: &[Entry] = &[
     )
     .unseen(VHOST_NET),
     // For an irqfd.
-    any!(SYS_eventfd2).unseen(VHOST_NET),
+    entry!(SYS_eventfd2).unseen(VHOST_NET),
     // KVM_IRQFD, KVM_SET_GSI_ROUTING
-    with!(SYS_ioctl, Low16(1, &[kvm(0x76), kvm(0x6a)])).unseen(VHOST_NET),
+    entry!(SYS_ioctl, Low16(1, &[kvm(0x76), kvm(0x6a)])).unseen(VHOST_NET),
 ];
 
 const VHOST_NET: &str = "a NIC with the backend VHOST";
@@ -389,78 +230,54 @@ const TUNSETQUEUE: u64 = 0x54d9;
 
 /// Waits for its clients, whose socket listens already.
 static CONTROL: &[Entry] = &[
-    any!(SYS_accept4),
-    any!(SYS_recvmsg),
-    any!(SYS_sendmsg),
-    any!(SYS_ppoll),
-    with!(SYS_ioctl, OneOf(1, &[libc::FIONBIO])),
+    entry!(SYS_accept4),
+    entry!(SYS_recvmsg),
+    entry!(SYS_sendmsg),
+    entry!(SYS_ppoll),
+    entry!(SYS_ioctl, OneOf(1, &[libc::FIONBIO])),
 ];
 
 /// Waits for its clients, whose socket listens already, and keeps the log.
 static SERIAL: &[Entry] = &[
-    any!(SYS_accept4),
-    any!(SYS_epoll_ctl),
-    any!(SYS_epoll_wait),
-    any!(SYS_pread64),
-    any!(SYS_ftruncate),
+    entry!(SYS_accept4),
+    entry!(SYS_epoll_ctl),
+    entry!(SYS_epoll_wait),
+    entry!(SYS_pread64),
+    entry!(SYS_ftruncate),
 ];
 
 /// Waits for its clients, whose sockets listen already.
 static SCREEN: &[Entry] = &[
-    any!(SYS_accept4).unseen(CLIENTS),
-    any!(SYS_epoll_ctl).unseen(CLIENTS),
-    any!(SYS_epoll_wait).unseen(CLIENTS),
+    entry!(SYS_accept4).unseen(CLIENTS),
+    entry!(SYS_epoll_ctl).unseen(CLIENTS),
+    entry!(SYS_epoll_wait).unseen(CLIENTS),
     // KVM_SIGNAL_MSI, KVM_IRQ_LINE
-    with!(SYS_ioctl, Low16(1, &[kvm(0xa5), kvm(0x61)])).unseen("a client asks for another size"),
+    entry!(SYS_ioctl, Low16(1, &[kvm(0xa5), kvm(0x61)])).unseen("a client asks for another size"),
     // KVM_GET_DIRTY_LOG, KVM_CLEAR_DIRTY_LOG
-    with!(SYS_ioctl, Low16(1, &[kvm(0x42), kvm(0xc0)])).unseen(CLIENTS),
+    entry!(SYS_ioctl, Low16(1, &[kvm(0x42), kvm(0xc0)])).unseen(CLIENTS),
 ];
 
 const CLIENTS: &str = "a client looks at the screen";
 
 /// Guest memory. Helper threads also have `IMAGES`, because an image may need writes before it is
 /// closed.
-static HELPER: &[Entry] = &[with!(SYS_madvise, OneOf(2, &[libc::MADV_POPULATE_WRITE as u64]))];
-
-/// Reads a snapshot: what of it is data, and how long it is.
-static SPARSE: &[Entry] = &[with!(
-    SYS_lseek,
-    OneOf(
-        2,
-        &[
-            libc::SEEK_END as u64,
-            libc::SEEK_DATA as u64,
-            libc::SEEK_HOLE as u64,
-        ]
-    )
-)];
-
-/// Converts images, and makes them.
-static CONVERSION: &[Entry] = &[
-    with!(
-        SYS_lseek,
-        OneOf(2, &[libc::SEEK_SET as u64, libc::SEEK_CUR as u64])
-    ),
-    any!(SYS_fsync),
-    // How much room the file system has.
-    any!(SYS_fstatfs),
-];
+static HELPER: &[Entry] = &[entry!(SYS_madvise, OneOf(2, &[libc::MADV_POPULATE_WRITE as u64]))];
 
 /// Writes a snapshot of a machine that runs.
 static SNAPSHOT: &[Entry] = &[
-    any!(SYS_pread64),
-    any!(SYS_fsync),
-    with!(SYS_ioctl, Low16(1, &[kvm(0x42), kvm(0xc0)])), // KVM_GET_DIRTY_LOG, KVM_CLEAR_DIRTY_LOG
+    entry!(SYS_pread64),
+    entry!(SYS_fsync),
+    entry!(SYS_ioctl, Low16(1, &[kvm(0x42), kvm(0xc0)])), // KVM_GET_DIRTY_LOG, KVM_CLEAR_DIRTY_LOG
 ];
 
 /// Builds the machine, and stops vCPUs.
 static MAIN: &[Entry] = &[
-    any!(SYS_epoll_create1),
-    any!(SYS_epoll_ctl),
-    any!(SYS_eventfd2),
-    any!(SYS_fsync),
-    any!(SYS_io_uring_setup),
-    with!(
+    entry!(SYS_epoll_create1),
+    entry!(SYS_epoll_ctl),
+    entry!(SYS_eventfd2),
+    entry!(SYS_fsync),
+    entry!(SYS_io_uring_setup),
+    entry!(
         SYS_io_uring_register,
         OneOf(
             1,
@@ -471,10 +288,10 @@ static MAIN: &[Entry] = &[
             ]
         )
     ),
-    any!(SYS_memfd_create),
-    any!(SYS_mbind),
-    with!(SYS_fcntl, OneOf(1, &[libc::F_ADD_SEALS as u64])),
-    with!(
+    entry!(SYS_memfd_create),
+    entry!(SYS_mbind),
+    entry!(SYS_fcntl, OneOf(1, &[libc::F_ADD_SEALS as u64])),
+    entry!(
         SYS_madvise,
         OneOf(
             2,
@@ -486,10 +303,10 @@ static MAIN: &[Entry] = &[
             ]
         )
     ),
-    with!(SYS_ioctl, Low16(1, &[TUNGETIFF, TUNSETVNETHDRSZ])),
+    entry!(SYS_ioctl, Low16(1, &[TUNGETIFF, TUNSETVNETHDRSZ])),
     // VHOST_GET_FEATURES, VHOST_SET_OWNER
-    with!(SYS_ioctl, Low16(1, &[vhost(0x00), vhost(0x01)])).unseen(VHOST_NET),
-    with!(
+    entry!(SYS_ioctl, Low16(1, &[vhost(0x00), vhost(0x01)])).unseen(VHOST_NET),
+    entry!(
         SYS_ioctl,
         Low16(
             1,
@@ -517,16 +334,16 @@ static MAIN: &[Entry] = &[
         )
     ),
     // KVM_CREATE_PIT2, KVM_GET_PIT2, KVM_SET_PIT2
-    with!(SYS_ioctl, Low16(1, &[kvm(0x77), kvm(0x9f), kvm(0xa0)]))
+    entry!(SYS_ioctl, Low16(1, &[kvm(0x77), kvm(0x9f), kvm(0xa0)]))
         .unseen("a machine with a PIT in the kernel"),
-    with!(SYS_ioctl, Low16(1, &[kvm(0x42)])), // KVM_GET_DIRTY_LOG
-    with!(SYS_ioctl, Low16(1, &[kvm(0xc0)])) // KVM_CLEAR_DIRTY_LOG
+    entry!(SYS_ioctl, Low16(1, &[kvm(0x42)])), // KVM_GET_DIRTY_LOG
+    entry!(SYS_ioctl, Low16(1, &[kvm(0xc0)])) // KVM_CLEAR_DIRTY_LOG
         .unseen("pages that a guest has changed just before it is paused for a snapshot"),
     // The first signal for kicks is registered when vCPUs are created. An action can only be one of
     // this program's functions.
-    any!(SYS_rt_sigaction),
+    entry!(SYS_rt_sigaction),
     // Kicks vCPUs: SIGRTMIN as glibc counts it.
-    with!(SYS_tgkill, ToSelf(2, &[KICK])),
+    entry!(SYS_tgkill, ToSelf(2, &[KICK])),
 ];
 
 /// The kernel's 32 and 33 are glibc's own.

@@ -4,19 +4,20 @@
 //! main thread's filter is therefore the union of all lists. Each new thread installs the filter of
 //! its kind before its body runs.
 //!
-//! One more filter, for all threads, makes clone3(2) fail with ENOSYS, and glibc then calls
-//! clone(2). A filter cannot see the flags of clone3(2), which are in memory.
+//! One more filter, for all threads, makes clone3(2) fail ([`no_clone3`]).
 
-use std::{collections::BTreeMap, sync::OnceLock};
+use std::sync::OnceLock;
 
 use anyhow::{Context, Result, anyhow, bail};
 use devices::thread::{ThreadKind, set_entry};
-use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch, apply_filter};
+use seccompiler::{BpfProgram, SeccompAction, apply_filter};
 
-use super::{
-    bpf,
-    lists::{Entry, of},
+use vmm_sandbox::{
+    bpf::{self, no_clone3},
+    lists::Entry,
 };
+
+use super::lists::of;
 use crate::args::Seccomp;
 
 /// Action on a call outside the lists; set when the process is limited.
@@ -57,7 +58,7 @@ fn enter(kind: ThreadKind) {
         ));
     }
     #[cfg(debug_assertions)]
-    crate::sys::attempt::run(kind);
+    super::attempt(kind);
 }
 
 fn limit(kind: ThreadKind, otherwise: &SeccompAction) -> Result<()> {
@@ -88,15 +89,4 @@ pub(super) fn entries(kind: ThreadKind) -> Vec<&'static Entry> {
         }
     }
     lists.into_iter().flatten().collect()
-}
-
-/// For all threads: clone3 is not there.
-pub(super) fn no_clone3() -> Result<BpfProgram> {
-    let filter = SeccompFilter::new(
-        BTreeMap::from([(libc::SYS_clone3, Vec::new())]),
-        SeccompAction::Allow,
-        SeccompAction::Errno(libc::ENOSYS.unsigned_abs()),
-        TargetArch::x86_64,
-    )?;
-    Ok(filter.try_into()?)
 }

@@ -8,12 +8,13 @@ use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
 };
 
-use super::{
-    bpf::{self, ARCHITECTURE, tests::run},
-    converter, drop_bounding_set,
-    lists::{Arguments, EVERY, Entry, of, of_images},
-    seccomp::{entries, no_clone3},
+use vmm_sandbox::{
+    bpf::{self, ARCHITECTURE, no_clone3},
+    lists::{Arguments, EVERY, Entry},
+    testing::{Item, assert_as_seccompiler, assert_harmless, index, items, run},
 };
+
+use super::{drop_bounding_set, lists::of, seccomp::entries};
 
 /// Calls that threads made while the tests ran.
 const USED: &str = include_str!("../../../../../tests/seccomp/used.txt");
@@ -42,22 +43,6 @@ fn used() -> Vec<Used> {
         .collect();
     assert!(used.len() > 200);
     used
-}
-
-/// Part of an entry: one call per value of the checked argument, or a single call without values.
-#[derive(Clone, Copy, Debug)]
-enum Item {
-    Call,
-    Value(u64),
-}
-
-fn items(entry: &Entry) -> Vec<Item> {
-    match entry.arguments {
-        Arguments::Any | Arguments::Without(..) => vec![Item::Call],
-        Arguments::OneOf(_, values) | Arguments::ToSelf(_, values) | Arguments::Low16(_, values) => {
-            values.iter().copied().map(Item::Value).collect()
-        }
-    }
 }
 
 fn covers(entry: &Entry, item: Item, used: &Used) -> bool {
@@ -177,71 +162,16 @@ fn what_is_allowed_was_used_or_has_a_reason() {
 
 #[test]
 fn no_list_has_a_call_that_opens_a_path_or_makes_what_it_must_not() {
-    const CHECKED: [&str; 9] = [
-        "ioctl",
-        "mmap",
-        "mprotect",
-        "prctl",
-        "clone",
-        "tgkill",
-        "madvise",
-        "fcntl",
-        "io_uring_register",
-    ];
-    // Families of forbidden calls: calls that take paths, make sockets, processes or namespaces, or
-    // reach into other processes.
-    const FORBIDDEN: [&str; 42] = [
-        "open",
-        "creat",
-        "lstat",
-        "access",
-        "faccess",
-        "exec",
-        "fork",
-        "vfork",
-        "socket",
-        "connect",
-        "bind",
-        "listen",
-        "ptrace",
-        "process_",
-        "pidfd_",
-        "mount",
-        "umount",
-        "unshare",
-        "setns",
-        "bpf",
-        "kill",
-        "rt_sigqueueinfo",
-        "rt_tgsigqueueinfo",
-        "chdir",
-        "chroot",
-        "pivot_root",
-        "rename",
-        "link",
-        "unlink",
-        "symlink",
-        "mkdir",
-        "rmdir",
-        "mknod",
-        "chmod",
-        "chown",
-        "fchmod",
-        "fchown",
-        "newfstatat",
-        "userfaultfd",
-        "keyctl",
-        "perf_event_open",
-        "setuid",
-    ];
-    let listed = all().map(|(_, _, entry, _)| entry);
-    for entry in listed.chain(converter::entries()) {
-        let name = entry.name();
-        assert!(!FORBIDDEN.iter().any(|family| name.starts_with(family)), "{name}");
-        assert!(
-            !CHECKED.contains(&name) || entry.arguments != Arguments::Any,
-            "{name}"
-        );
+    for (_, _, entry, _) in all() {
+        assert_harmless(entry);
+    }
+}
+
+#[test]
+fn program_of_each_kind_answers_as_that_of_seccompiler() {
+    let all: Vec<_> = ThreadKind::ALL.into_iter().flat_map(of).flatten().collect();
+    for kind in ThreadKind::ALL {
+        assert_as_seccompiler(&entries(kind), &all, kind.name());
     }
 }
 
@@ -281,17 +211,6 @@ fn allowed(programs: &[BpfProgram], call: &Call) -> bool {
     programs
         .iter()
         .all(|program| call.through(program).0 == SECCOMP_RET_ALLOW)
-}
-
-/// Which argument is checked.
-fn index(arguments: &Arguments) -> Option<u8> {
-    match arguments {
-        Arguments::Any => None,
-        Arguments::OneOf(index, _)
-        | Arguments::ToSelf(index, _)
-        | Arguments::Low16(index, _)
-        | Arguments::Without(index, _) => Some(*index),
-    }
 }
 
 fn allows(arguments: &Arguments, value: u64) -> bool {
@@ -360,34 +279,6 @@ fn the_programs_allow_what_the_lists_say_and_nothing_else() {
 }
 
 #[test]
-fn image_program_allows_its_list_and_refuses_the_rest() {
-    let entries = converter::entries();
-    let program = bpf::program(&entries, converter::OTHERWISE).unwrap();
-    for number in 0..500 {
-        let mut listed = entries.iter().filter(|entry| entry.call == number);
-        let value = listed
-            .next()
-            .map(|entry| (index(&entry.arguments), items(entry)[0]));
-        let mut arguments = [u64::from(std::process::id()), 0, 0, 0, 0, 0];
-        if let Some((Some(index), Item::Value(value))) = value {
-            arguments[usize::from(index)] = value;
-        }
-        let expected = if value.is_some() {
-            SECCOMP_RET_ALLOW
-        } else {
-            converter::OTHERWISE
-        };
-        let call = Call::new(number, arguments);
-        assert_eq!(call.through(&program).0, expected, "{call:?}");
-        if let Some((Some(index), _)) = value {
-            arguments[usize::from(index)] = 0xdead_beef;
-            let call = Call::new(number, arguments);
-            assert_eq!(call.through(&program).0, converter::OTHERWISE, "{call:?}");
-        }
-    }
-}
-
-#[test]
 fn clone3_is_said_to_be_missing() {
     let call = Call::new(libc::SYS_clone3, [0; 6]);
     let result = call.through(&no_clone3().unwrap()).0;
@@ -429,15 +320,6 @@ fn table() -> String {
 /// The calls of all threads, in the form of the documentation.
 fn every() -> String {
     let mut names: Vec<&str> = EVERY.iter().map(Entry::name).collect();
-    names.sort_unstable();
-    names.dedup();
-    format!("`{}`", names.join("`, `"))
-}
-
-/// The calls of `vmm image` beside those of all threads, as the documentation has them.
-fn image_calls() -> String {
-    let own = of_images().into_iter().filter(|list| !std::ptr::eq(*list, EVERY));
-    let mut names: Vec<&str> = own.flatten().map(Entry::name).collect();
     names.sort_unstable();
     names.dedup();
     format!("`{}`", names.join("`, `"))
@@ -517,7 +399,7 @@ fn the_documented_tables_are_these() {
     let page = include_str!("../../../../../docs/src/security.md");
     // Lines of the page are wrapped.
     let page = &page.replace(",\n", ", ");
-    let missing: Vec<String> = [every(), table(), image_calls(), costs()]
+    let missing: Vec<String> = [every(), table(), costs()]
         .into_iter()
         .filter(|part| !page.contains(part))
         .collect();

@@ -1,12 +1,15 @@
-//! The command line of `vmm image`.
+//! The command line.
 
 use std::os::fd::RawFd;
 
-use clap::{Args, Subcommand, ValueEnum};
+use clap::{Args, Parser, Subcommand, ValueEnum};
 
-/// `vmm image`: every file is an inherited descriptor.
-#[derive(Debug, Args)]
-pub struct Image {
+/// Creates, describes, resizes, checks and imports disk images that no VM uses.
+///
+/// Normally vmmd starts this program. Every file is an inherited descriptor.
+#[derive(Debug, Parser)]
+#[command(name = "vmm-image", version, arg_required_else_help = true)]
+pub struct Cli {
     #[command(subcommand)]
     pub command: Command,
 }

@@ -1,26 +1,28 @@
-//! `vmm image create|resize|import|boot`: writes no qcow2 image, only the magic and the size of its
+//! A `vmm-image` for tests: writes no qcow2 image, only the magic and the size of its
 //! header (qcow2 specification, "Header"), and from byte 4,096 on the creator: "net=… caps=…".
 //!
 //! An executable called `image-fails` has no space, one called `image-hangs` never ends.
+#![allow(clippy::unwrap_used, reason = "a test's helper may fail loudly")]
 
 use std::{
     env,
     fs::{self, File},
     io::{Read, Write},
-    os::unix::fs::FileExt,
+    os::{
+        fd::{FromRawFd, OwnedFd},
+        unix::fs::FileExt,
+    },
     process, thread,
 };
 
-use crate::owned;
-
 const MAGIC: [u8; 4] = *b"QFI\xfb";
 
-pub fn run() -> ! {
+fn main() {
     let value = |option: &str| {
         let found = env::args().skip_while(|argument| argument != option).nth(1);
         found.map(|text| text.parse::<u64>().unwrap())
     };
-    let command = env::args().nth(2).unwrap();
+    let command = env::args().nth(1).unwrap();
     let program = env::current_exe().unwrap();
     if program.ends_with("image-hangs") {
         loop {
@@ -83,7 +85,7 @@ fn boot() -> ! {
     assert!(disk.write_at(&head, 0).is_err(), "it is not to be written to");
     let head = String::from_utf8_lossy(&head);
     let Some((words, _)) = head.strip_prefix("boots:").and_then(|rest| rest.split_once('\n')) else {
-        eprintln!("vmm: no kernel was found on the disk: it has LVM");
+        eprintln!("vmm-image: no kernel was found on the disk: it has LVM");
         process::exit(1);
     };
     kernel.write_all(words.as_bytes()).unwrap();
@@ -99,7 +101,7 @@ fn import(max_size: u64) -> ! {
     let mut content = Vec::new();
     source.read_to_end(&mut content).unwrap();
     if let Some(words) = content.strip_prefix(b"refuse:") {
-        eprintln!("vmm: {}", String::from_utf8_lossy(words));
+        eprintln!("vmm-image: {}", String::from_utf8_lossy(words));
         process::exit(1);
     }
     assert!(content.len() as u64 <= max_size);
@@ -113,4 +115,10 @@ fn import(max_size: u64) -> ! {
         if is_long { 4096 } else { 512 }
     );
     process::exit(0);
+}
+
+#[allow(unsafe_code)]
+fn owned(number: i32) -> OwnedFd {
+    // SAFETY: the descriptor was passed to this process for this use, and each is taken once.
+    unsafe { OwnedFd::from_raw_fd(number) }
 }

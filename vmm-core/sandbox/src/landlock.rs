@@ -8,7 +8,16 @@ use landlock::{
     ABI, Access, AccessFs, AccessNet, CompatLevel, Compatible, LandlockStatus, Ruleset, RulesetAttr, Scope,
 };
 
-use super::Level;
+/// How much of a restriction the host's kernel can do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Level {
+    /// All that was asked for.
+    Full,
+    /// A part.
+    Partial,
+    /// Nothing.
+    None,
+}
 
 /// Newest ABI that is asked for. An older kernel does a part of it.
 const NEWEST: ABI = ABI::V10;
@@ -16,6 +25,10 @@ const NEWEST: ABI = ABI::V10;
 const FULL: ABI = ABI::V6;
 
 /// Restricts this thread and all that it makes. Says how much of it the kernel does.
+///
+/// # Errors
+///
+/// The kernel has Landlock and refuses the restriction.
 pub fn enforce() -> Result<Level> {
     let status = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)

@@ -1,4 +1,4 @@
-//! `vmm image import`: creates a raw image from an untrusted file of any known format.
+//! `vmm-image import`: creates a raw image from an untrusted file of any known format.
 //!
 //! The process has given up its rights before it reads the first byte. The daemon gives it a user
 //! of its own and no capabilities. It has no path, no socket and no other program, and limits on
@@ -24,7 +24,6 @@ use devices::{
     sys::lock::{LockKind, lock_image},
 };
 use serde_json::{Value, json};
-use vmm_core::bootdisk::{medium::Window, partitions};
 
 use super::{
     args::Import,
@@ -36,7 +35,10 @@ use super::{
     source::{Content, HEAD, Kind, Part, has_file_system},
     take,
 };
-use crate::sandbox;
+use crate::{
+    bootdisk::{medium::Window, partitions},
+    confine,
+};
 
 /// Copied at a time, in bytes.
 const PIECE: usize = 1 << 20;
@@ -80,7 +82,7 @@ pub fn import(args: &Import) -> Result<Value> {
     let source = File::from(take(args.fd)?);
     let target = File::from(take(args.to_fd)?);
     let scratch = File::from(take(args.scratch_fd)?);
-    sandbox::close_in_converter(args.max_size)?;
+    confine::close_in_converter(args.max_size)?;
     if target.metadata().context("look at the target")?.len() != 0 {
         bail!("the target is not empty");
     }

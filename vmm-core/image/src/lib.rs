@@ -1,10 +1,20 @@
-//! `vmm image`: images that no VM uses. vmmd runs it as a child without rights, since it looks into files that anybody
-//! may have made. It works on inherited descriptors, gives up all other rights before it looks at the first byte, writes one JSON object to standard output, and one line to standard
-//! error when it fails.
+//! Work on disk images of unknown origin, for the program `vmm-image`.
+//!
+//! This crate owns the formats of files that hold disks ([`foreign`], [`qcow2`], [`compression`]), layers of OCI images ([`layers`]),
+//! the import of both ([`import`]), the search for a kernel on a disk ([`bootdisk`]), and creation, resize and check of qcow2 and raw
+//! images. The image is untrusted: the process works on inherited descriptors, gives up all other rights before it reads the first byte
+//! ([`confine`]), and limits all work that the content can cause.
+//!
+//! It must never link KVM, open a file by name or keep a right after [`confine`].
+//!
+//! vmmd runs the program, one process for each image. The process writes one JSON object to standard output, after lines of progress, and
+//! one line to standard error when it fails. A reader starts with [`main`] and the command in [`args`].
 
-pub mod args;
+mod args;
 mod boot;
+pub mod bootdisk;
 mod compression;
+mod confine;
 mod foreign;
 mod import;
 mod layers;
@@ -14,10 +24,13 @@ mod sparse;
 
 use std::{
     fs::File,
+    io,
     os::{fd::OwnedFd, unix::fs::MetadataExt as _},
+    process::ExitCode,
 };
 
 use anyhow::{Context as _, Result, bail};
+use clap::Parser as _;
 use devices::{
     block::{
         Backing, Image as _, Qcow2Image, RawImage, SECTOR,
@@ -29,33 +42,55 @@ use devices::{
     sys::lock::{LockKind, holder, lock_image},
 };
 use serde_json::{Value, json};
+use tracing::Level;
+use vmm_sandbox::process::inherited_fd;
 
-use self::args::{Below, Check, Command, Create, Format, Image, Preallocation, Resize, Which};
-use crate::{exit_code, sandbox, sys};
+use self::args::{Below, Check, Cli, Command, Create, Format, Preallocation, Resize, Which};
 
 /// Bytes in a unit of `st_blocks` (stat(3type)).
 const BLOCK: u64 = 512;
 
-/// Does it; gives the exit code.
-pub fn image(args: &Image) -> Result<i32> {
-    let (result, code) = match &args.command {
-        Command::Create(args) => (create(args)?, exit_code::OK),
+/// Runs the program: exit code 0, or 1 when it failed or the image is corrupt.
+#[must_use]
+pub fn main() -> ExitCode {
+    let cli = Cli::parse();
+    tracing_subscriber::fmt()
+        .with_writer(io::stderr)
+        .with_max_level(Level::WARN)
+        .with_ansi(false)
+        .without_time()
+        .with_target(false)
+        .init();
+    match run(&cli.command) {
+        Ok((result, code)) => {
+            println!("{result}");
+            code
+        }
+        Err(error) => {
+            eprintln!("vmm-image: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(command: &Command) -> Result<(Value, ExitCode)> {
+    let result = match command {
+        Command::Create(args) => create(args)?,
         Command::Info(which) => {
             let file = File::from(take(which.fd)?);
-            sandbox::close_in_image()?;
-            (info(&file, which.format)?, exit_code::OK)
+            confine::close_in()?;
+            info(&file, which.format)?
         }
-        Command::Resize(args) => (resize(args)?, exit_code::OK),
-        Command::Check(args) => check(args)?,
-        Command::Boot(args) => (boot::boot(args)?, exit_code::OK),
-        Command::Import(args) => (import::import(args)?, exit_code::OK),
+        Command::Resize(args) => resize(args)?,
+        Command::Check(args) => return check(args),
+        Command::Boot(args) => boot::boot(args)?,
+        Command::Import(args) => import::import(args)?,
     };
-    println!("{result}");
-    Ok(code)
+    Ok((result, ExitCode::SUCCESS))
 }
 
 fn take(fd: i32) -> Result<OwnedFd> {
-    sys::inherited_fd(fd).with_context(|| format!("descriptor {fd}"))
+    inherited_fd(fd).with_context(|| format!("descriptor {fd}"))
 }
 
 /// Takes the image and locks it against other users.
@@ -83,7 +118,7 @@ fn take_below(below: &Below) -> Result<Vec<(OwnedFd, Format)>> {
 fn create(args: &Create) -> Result<Value> {
     let file = take_locked(&args.which, LockKind::Write)?;
     let below = take_below(&args.below)?;
-    sandbox::close_in_image()?;
+    confine::close_in()?;
     let size = match (args.size, below.first()) {
         (Some(size), _) => size,
         (None, Some((fd, format))) => virtual_size(&File::from(fd.try_clone()?), *format)?,
@@ -167,7 +202,7 @@ fn resize(args: &Resize) -> Result<Value> {
     let fd = take(args.which.fd)?;
     let file = File::from(fd.try_clone()?);
     let below = take_below(&args.below)?;
-    sandbox::close_in_image()?;
+    confine::close_in()?;
     let before = virtual_size(&file, args.which.format)?;
     if args.size < before {
         bail!(
@@ -199,14 +234,14 @@ fn resize(args: &Resize) -> Result<Value> {
     info(&file, args.which.format)
 }
 
-fn check(args: &Check) -> Result<(Value, i32)> {
+fn check(args: &Check) -> Result<(Value, ExitCode)> {
     let kind = if args.repair {
         LockKind::Write
     } else {
         LockKind::Read
     };
     let file = take_locked(&args.which, kind)?;
-    sandbox::close_in_image()?;
+    confine::close_in()?;
     let mut report = check::Report::default();
     if args.which.format == Format::Qcow2 {
         let header = header(&file)?;
@@ -229,8 +264,8 @@ fn check(args: &Check) -> Result<(Value, i32)> {
         "repaired": args.repair && report.corruptions == 0 && report.leaks != 0,
     });
     if let Some(first) = &report.first {
-        eprintln!("vmm: the image is corrupt: {first}");
-        return Ok((result, exit_code::ERROR));
+        eprintln!("vmm-image: the image is corrupt: {first}");
+        return Ok((result, ExitCode::FAILURE));
     }
-    Ok((result, exit_code::OK))
+    Ok((result, ExitCode::SUCCESS))
 }

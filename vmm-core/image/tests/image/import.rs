@@ -46,7 +46,7 @@ pub fn packed(kind: &str, content: &[u8]) -> Vec<u8> {
 pub const IMPORT: &str = "import --fd 3 --to-fd 4 --scratch-fd 5 --max-size";
 pub const IMPORT_FILES: [&str; 3] = ["source", "target", "scratch"];
 
-/// The answer of `vmm image import` for a file with this content.
+/// The answer of `vmm-image import` for a file with this content.
 pub fn imported(images: &Images, content: &[u8], max_size: u64) -> Result<Value, String> {
     fs::write(images.path("source"), content).unwrap();
     for name in ["target", "scratch"] {

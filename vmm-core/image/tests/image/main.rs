@@ -1,4 +1,4 @@
-//! `vmm image` as vmmd runs it: with descriptors.
+//! `vmm-image` as vmmd runs it: with descriptors.
 
 mod forms;
 mod import;
@@ -27,7 +27,7 @@ impl Images {
         self.0.path().join(name)
     }
 
-    /// Runs `vmm image ARGUMENTS` with the files as descriptors from 3 on.
+    /// Runs `vmm-image ARGUMENTS` with the files as descriptors from 3 on.
     fn run(&self, arguments: &str, files: &[&str]) -> Output {
         self.command(arguments, files).output().unwrap()
     }
@@ -37,9 +37,9 @@ impl Images {
             .zip(files)
             .map(|(fd, name)| format!(" {fd}<>'{}'", self.path(name).display()))
             .collect();
-        let vmm = env!("CARGO_BIN_EXE_vmm");
+        let program = env!("CARGO_BIN_EXE_vmm-image");
         let mut command = Command::new("sh");
-        command.args(["-c", &format!("exec '{vmm}' image {arguments}{redirections}")]);
+        command.args(["-c", &format!("exec '{program}' {arguments}{redirections}")]);
         command
     }
 
@@ -92,7 +92,7 @@ fn images_commands_can_not_do_forbidden_deeds() {
             &["raw", "kernel", "initrd"],
         ),
     ] {
-        // See vmm-core/src/bin/vmm/sys/attempt.rs.
+        // See vmm-core/sandbox/src/attempt.rs.
         let mut process = images.command(command, files);
         let output = process.env("VMM_ATTEMPT", &wanted).output().unwrap();
         let said = String::from_utf8(output.stderr).unwrap();
@@ -131,7 +131,7 @@ fn images_are_created_described_and_grown() {
         assert_eq!((&check["corruptions"], &check["leaks"]), (&0.into(), &0.into()));
         assert_eq!(
             images.error(&format!("resize {options} --size 1073741824"), &[format]),
-            "vmm: the disk has 3221225472 bytes and can't be made smaller: 1073741824"
+            "vmm-image: the disk has 3221225472 bytes and can't be made smaller: 1073741824"
         );
         let again = images.error(&format!("create {options} --size 512"), &[format]);
         assert!(again.ends_with("the file is not empty"), "{again}");
@@ -189,7 +189,7 @@ fn an_overlay_has_the_size_of_what_is_below_or_more() {
     let alone = images.error("resize --fd 3 --format qcow2 --size 8388608", &["overlay"]);
     assert!(alone.contains("never followed"), "{alone}");
     let raw = images.error(&format!("create --fd 3 --format raw {below}"), &["raw", "base"]);
-    assert_eq!(raw, "vmm: only a qcow2 image can be an overlay");
+    assert_eq!(raw, "vmm-image: only a qcow2 image can be an overlay");
     let full = format!("create --fd 3 --format qcow2 --preallocation full {below}");
     let full = images.error(&full, &["full", "base"]);
     assert!(full.ends_with("an overlay can't be preallocated"), "{full}");
@@ -227,7 +227,7 @@ fn leaks_and_corruption_are_found_and_leaks_freed() {
     let errors = String::from_utf8(output.stderr).unwrap();
     assert_eq!(
         errors,
-        "vmm: the image is corrupt: cluster 0 is used 1 times, its refcount is 0\n"
+        "vmm-image: the image is corrupt: cluster 0 is used 1 times, its refcount is 0\n"
     );
 }
 
@@ -237,15 +237,18 @@ fn what_is_no_image_or_in_use_is_refused() {
     fs::write(images.path("text"), [b'x'; 4096]).unwrap();
     for command in ["info", "check"] {
         let error = images.error(&format!("{command} --fd 3 --format qcow2"), &["text"]);
-        assert_eq!(error, "vmm: not a qcow2 image");
+        assert_eq!(error, "vmm-image: not a qcow2 image");
     }
     let size = images.error("create --fd 3 --format raw --size 1000", &["new"]);
     assert_eq!(
         size,
-        "vmm: a disk of 1000 bytes can't be: its size is a multiple of 512, and not 0"
+        "vmm-image: a disk of 1000 bytes can't be: its size is a multiple of 512, and not 0"
     );
     let fd = images.error("info --fd 9 --format raw", &["text"]);
-    assert!(fd.starts_with("vmm: descriptor 9: Bad file descriptor"), "{fd}");
+    assert!(
+        fd.starts_with("vmm-image: descriptor 9: Bad file descriptor"),
+        "{fd}"
+    );
     let file = File::options()
         .read(true)
         .write(true)

@@ -15,7 +15,7 @@ use super::{
 };
 
 fn folder() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus/boot_disk")
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus/boot_disk")
 }
 
 /// Content of a disk, in pieces.

@@ -1,4 +1,4 @@
-//! `vmm image boot`: finds the kernel that is installed on an untrusted disk, and copies the
+//! `vmm-image boot`: finds the kernel that is installed on an untrusted disk, and copies the
 //! kernel.
 //!
 //! Like an import, the process has given up its rights before it reads the first byte.
@@ -17,17 +17,19 @@ use anyhow::{Context as _, Result};
 use devices::block::{Backing, Image as _, Qcow2Image};
 use rustix::fs::FileType;
 use serde_json::{Value, json};
-use vmm_core::bootdisk::{
-    MAX_INITRD, find,
-    medium::{Medium, Window},
-    partitions,
-};
 
 use super::{
     args::{Boot, Format},
     take, take_below,
 };
-use crate::sandbox;
+use crate::{
+    bootdisk::{
+        MAX_INITRD, find,
+        medium::{Medium, Window},
+        partitions,
+    },
+    confine,
+};
 
 /// Runs the command and returns a report of the kernel.
 pub fn boot(args: &Boot) -> Result<Value> {
@@ -37,7 +39,7 @@ pub fn boot(args: &Boot) -> Result<Value> {
     let initrd = File::from(take(args.initrd_fd)?);
     // The rest needs no calls outside the sandbox: a seek returns the size of a block device, and
     // fstat its type.
-    sandbox::close_in_converter(MAX_INITRD)?;
+    confine::close_in_converter(MAX_INITRD)?;
     let disk: Rc<dyn Medium> = match args.format {
         Format::Raw => Rc::new(Raw::new(fd).context("look at the disk")?),
         Format::Qcow2 => {

@@ -28,7 +28,7 @@ pub fn archive(entries: &[Vec<u8>]) -> Vec<u8> {
     [entries.concat(), vec![0; 1024]].concat()
 }
 
-/// The answer of `vmm image import` for these layers.
+/// The answer of `vmm-image import` for these layers.
 fn of_layers(images: &Images, layers: &[Vec<u8>], max_size: u64) -> Result<Value, String> {
     fs::write(images.path("source"), layers.concat()).unwrap();
     for name in ["target", "scratch"] {

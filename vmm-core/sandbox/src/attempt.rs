@@ -3,28 +3,18 @@
 //!
 //! The environment variable `VMM_ATTEMPT` names the kind of thread and the operations:
 //! `worker:execve,open`. The first thread of that kind runs them just before its body; `image`
-//! means a `vmm image` that is about to read an image. Each result goes to standard error, if the
+//! means a `vmm-image` that is about to read an image. Each result goes to standard error, if the
 //! process still runs. `vcpu:cost` is no forbidden operation: it measures the cost of the filters.
+
+#![allow(unsafe_code)]
 
 use std::{env, fs::File, io, os::fd::AsRawFd, ptr};
 
-use devices::thread::{self, ThreadKind};
 use libc::{c_long, c_ulong};
-use vmm_core::memory::locate;
 
-/// Runs the operations if the calling thread is of the kind that the test names.
-pub fn run(kind: ThreadKind) {
-    // Workers create the threads of images only for a guest with requests. This thread needs no
-    // guest.
-    let wants_storage = |wanted: &str| wanted.starts_with(ThreadKind::Storage.name());
-    if kind == ThreadKind::Worker && env::var("VMM_ATTEMPT").is_ok_and(|wanted| wants_storage(&wanted)) {
-        let _ = thread::spawn(ThreadKind::Storage, "blk-pool", || ());
-    }
-    run_as(kind.name());
-}
-
-/// The same under this name.
-pub fn run_as(name: &str) {
+/// Runs the operations if the calling thread is of the kind `name`, which the test names. `map_guest` declares a page of this process,
+/// by its address and length, to be memory of a guest.
+pub fn run(name: &str, map_guest: impl Fn(usize, usize)) {
     let Ok(wanted) = env::var("VMM_ATTEMPT") else {
         return;
     };
@@ -32,16 +22,17 @@ pub fn run_as(name: &str) {
         return;
     };
     for deed in deeds.split(',') {
-        match attempt(deed) {
+        match attempt(deed, &map_guest) {
             Ok(value) => eprintln!("attempt {deed}: {value}"),
             Err(error) => eprintln!("attempt {deed}: errno {}", error.raw_os_error().unwrap_or(0)),
         }
     }
 }
 
-fn attempt(deed: &str) -> io::Result<c_long> {
+fn attempt(deed: &str, map_guest: &impl Fn(usize, usize)) -> io::Result<c_long> {
     match deed {
-        "bus-file" | "bus-guest" => return touch_missing_page(deed == "bus-guest"),
+        "bus-file" => return touch_missing_page(&|_, _| ()),
+        "bus-guest" => return touch_missing_page(map_guest),
         "tcp" => return connect(),
         "segv" => return Ok(read(ptr::without_provenance(0x10))),
         // SAFETY: ends the process; no memory is touched.
@@ -198,7 +189,7 @@ fn connect() -> io::Result<c_long> {
 }
 
 /// Reads a page of a mapped file that has become shorter.
-fn touch_missing_page(guest: bool) -> io::Result<c_long> {
+fn touch_missing_page(map_guest: &impl Fn(usize, usize)) -> io::Result<c_long> {
     const LENGTH: usize = 4096;
     let file = File::from(rustix::fs::memfd_create(
         "short",
@@ -217,9 +208,7 @@ fn touch_missing_page(guest: bool) -> io::Result<c_long> {
         )
     };
     file.set_len(0)?;
-    if guest {
-        locate::insert(page as usize, LENGTH, 0x7000);
-    }
+    map_guest(page as usize, LENGTH);
     Ok(read(page.cast_const().cast::<u8>().wrapping_add(0x123)))
 }
 

@@ -1,0 +1,7 @@
+//! The program `vmm-image`: see the library.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    vmm_image::main()
+}
