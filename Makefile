@@ -24,7 +24,7 @@ help: ## List the targets
 .PHONY: build
 build: ## Build all programs for development (target/debug)
 	$(CARGO) build -p vmmd -p vmmd-network -p vmmctl
-	$(CARGO) build -p vmm-core --bin vmm
+	$(CARGO) build -p vmm-core -p vmm-image --bin vmm --bin vmm-image
 
 .PHONY: deb
 deb: ## Build the Debian package (target/deb/)
@@ -108,7 +108,7 @@ previous: tools node-tool deb ## Run the programs of the release before with tho
 .PHONY: kubernetes
 kubernetes: tools ## Run vmmd-kube under a real Kubernetes control plane, which is built first (minutes, once)
 	tests/kubernetes/build.sh
-	$(CARGO) build --locked --workspace --features vmmd-kubernetes-tests/nightly --bin vmmd --bin mock-vmm --bin vmmd-kube
+	$(CARGO) build --locked --workspace --features vmmd-kubernetes-tests/nightly --bin vmmd --bin mock-vmm --bin mock-vmm-image --bin vmmd-kube
 	$(CARGO) nextest run --locked --workspace --features vmmd-kubernetes-tests/nightly --test kubernetes
 
 .PHONY: kubernetes-long

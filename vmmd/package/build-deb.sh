@@ -21,7 +21,7 @@ if [ "${PROFILE:-release}" = dev ]; then
     compression="-Zgzip -z1"
 fi
 package="$packages/vmmd_${version}_amd64.deb"
-if [ -e "$package" ] && [ -z "$(find "$programs/vmmd" "$programs/vmmd-netd" "$programs/vmm" "$programs/vmmctl" "$programs/vmmd-kube" "$virtiofsd" "$here" vmmd/kube/manifests proto docs/examples -type f -newer "$package")" ]; then
+if [ -e "$package" ] && [ -z "$(find "$programs/vmmd" "$programs/vmmd-netd" "$programs/vmm" "$programs/vmm-image" "$programs/vmmctl" "$programs/vmmd-kube" "$virtiofsd" "$here" vmmd/kube/manifests proto docs/examples -type f -newer "$package")" ]; then
     # The newest package is the one that is installed.
     touch "$package"
     echo "$package"
@@ -46,7 +46,7 @@ gzip -9nc "$root.changelog" >"$root/usr/share/doc/vmmd/changelog.gz"
 
 # The packages of the libraries that the binaries name; any other library than these is a mistake in the build.
 depends() {
-    objdump -p "$root/usr/lib/vmmd/vmmd" "$root/usr/lib/vmmd/vmmd-netd" "$root/usr/lib/vmmd/vmm" "$root/usr/lib/vmmd/vmmd-kube" "$root/usr/lib/vmmd/virtiofsd" "$root/usr/bin/vmmctl" | awk '
+    objdump -p "$root/usr/lib/vmmd/vmmd" "$root/usr/lib/vmmd/vmmd-netd" "$root/usr/lib/vmmd/vmm" "$root/usr/lib/vmmd/vmm-image" "$root/usr/lib/vmmd/vmmd-kube" "$root/usr/lib/vmmd/virtiofsd" "$root/usr/bin/vmmctl" | awk '
         $1 == "NEEDED" && $2 ~ /^(libc\.so\.6|libm\.so\.6|ld-linux-x86-64\.so\.2)$/ { next }
         $1 == "NEEDED" && $2 == "libgcc_s.so.1" { gcc = 1; next }
         # Of virtiofsd.

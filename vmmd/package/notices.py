@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prints the licence notices of everything that is linked into vmmd, vmm, vmmctl and vmmd-kube: each crate with its licence, each licence text
+"""Prints the licence notices of everything that is linked into the programs of the package: each crate with its licence, each licence text
 once, and the Rust standard library. With `--of FOLDER` it prints those of the program of another crate, whose sources are there. With `--check` it
 checks every crate of Cargo.lock against deny.toml instead: its licence is allowed, it is not banned, and it comes from crates.io."""
 
@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 
 TARGET = "x86_64-unknown-linux-gnu"
-PROGRAMS = ("vmmd", "vmmd-network", "vmm-core", "vmmctl", "vmmd-kube")
+PROGRAMS = ("vmmd", "vmmd-network", "vmm-core", "vmm-image", "vmmctl", "vmmd-kube")
 # Files with the text of a licence or a notice, at the top of a crate.
 TEXTS = re.compile(r"^(licen[cs]e|copying|notice|copyright|unlicense)", re.IGNORECASE)
 CRATES_IO = "registry+https://github.com/rust-lang/crates.io-index"
@@ -74,7 +74,7 @@ def notices(programs: tuple[str, ...], folder: str) -> None:
     title, found = standard_library()
     for text in found:
         users.setdefault(text, []).append(title)
-    names = "programs vmmd, vmm, vmmctl and vmmd-kube hold" if folder == "." else f"program {programs[0]} holds"
+    names = "programs of the package hold" if folder == "." else f"program {programs[0]} holds"
     print(f"The {names} code of these Rust crates, under the licences that follow.")
     for text, titles in users.items():
         print("\n" + "=" * 80)

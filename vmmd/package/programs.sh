@@ -18,6 +18,7 @@ else
     # Apart, so that features that only one of them needs (gRPC, HTTP clients) are not switched on in the crates that the others share with it.
     "$cargo" build --profile "$profile" --locked -p vmmd -p vmmctl -p vmmd-network --bin vmmd --bin vmmctl --bin vmmd-netd >&2
     "$cargo" build --profile "$profile" --locked -p vmm-core --bin vmm >&2
+    "$cargo" build --profile "$profile" --locked -p vmm-image --bin vmm-image >&2
     "$cargo" build --profile "$profile" --locked -p vmmd-kube --bin vmmd-kube >&2
 fi
 echo "${CARGO_TARGET_DIR:-target}/$profile"

@@ -21,7 +21,7 @@ put_gz() {
     chmod 644 "$root/$2"
 }
 
-for program in vmmd vmmd-netd vmm vmmd-kube; do
+for program in vmmd vmmd-netd vmm vmm-image vmmd-kube; do
     put 755 "$programs/$program" "usr/lib/vmmd/$program"
     strip "$root/usr/lib/vmmd/$program"
 done
@@ -33,6 +33,7 @@ strip "$root/usr/lib/vmmd/virtiofsd" "$root/usr/bin/vmmctl"
 mkdir -p "$root/usr/sbin"
 ln -s ../lib/vmmd/vmmd "$root/usr/sbin/vmmd"
 ln -s ../lib/vmmd/vmm "$root/usr/sbin/vmm"
+ln -s ../lib/vmmd/vmm-image "$root/usr/sbin/vmm-image"
 for unit in "$here"/systemd/*.service; do
     put 644 "$unit" "lib/systemd/system/${unit##*/}"
 done
