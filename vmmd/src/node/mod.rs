@@ -1,6 +1,6 @@
 //! Node functions for an external scheduler: its description, the check whether a VM could be
 //! created or started here ([`check`]), and the actions of its operator. Amounts and the decision
-//! itself are in [`crate::capacity`]. State that outlives the daemon (labels, cordon, times of the
+//! itself are in [`vmmd_host::capacity`]. State that outlives the daemon (labels, cordon, times of the
 //! conditions) is in [`crate::registry::node`].
 
 pub mod check;

@@ -1,5 +1,5 @@
 //! Objects of the node, by name and in memory, for reads without waits. Each registry has the
-//! stored objects of its kind, their order of changes ([`feed`]) and their users. Operations on the
+//! stored objects of its kind, their order of changes ([`feed`](vmmd_objects::feed)) and their users. Operations on the
 //! objects are elsewhere.
 
 pub mod aborts;

@@ -1,7 +1,7 @@
 //! Which addresses of a network are whose: a pure function of its leases.
 //!
 //! A NIC keeps its address until it is taken from its VM, or the VM is deleted; the address is *released* then. For
-//! [`LEASE_RETENTION_MS`] it is kept for the same NIC, as a guest may still use it and others may still know it.
+//! [`LEASE_RETENTION_MS`](vmmd_store::LEASE_RETENTION_MS) it is kept for the same NIC, as a guest may still use it and others may still know it.
 
 use std::{collections::BTreeSet, net::Ipv4Addr};
 

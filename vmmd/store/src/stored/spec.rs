@@ -85,7 +85,7 @@ stored! {
 }
 
 /// cloud-init settings. The secrets are in `sealed` when the record is written, and in their own
-/// fields otherwise ([`seal`](crate::store::seal)).
+/// fields otherwise ([`seal`](crate::seal)).
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct CloudInit {
     #[prost(string, tag = "1")]
