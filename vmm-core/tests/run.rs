@@ -11,6 +11,7 @@ use std::{
     process::{Command, Output, Stdio},
 };
 
+use devices::block::qcow2::create::{CLUSTER_SIZE, CreateOptions, Preallocation, create};
 use rstest::rstest;
 use rustix::{
     process::{Pid, Signal, kill_process},
@@ -76,16 +77,19 @@ fn all_kinds_of_memory_and_images_start_behind_the_filters(#[case] memory: &str)
     let dir = vm_with(&[guest::PRINT_HI, guest::POWER_OFF].concat(), memory, disks);
     let raw = File::create(dir.path().join("raw")).unwrap();
     raw.set_len(1 << 20).unwrap();
-    let made = Command::new("sh")
-        .args([
-            "-c",
-            "exec \"$0\" image create --format qcow2 --size 1048576 --fd 3 3<>layered",
-        ])
-        .arg(env!("CARGO_BIN_EXE_vmm"))
-        .current_dir(dir.path())
-        .status()
+    let layered = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create_new(true)
+        .open(dir.path().join("layered"))
         .unwrap();
-    assert!(made.success());
+    let options = CreateOptions {
+        size: 1 << 20,
+        cluster_size: CLUSTER_SIZE,
+        preallocation: Preallocation::Off,
+        backing: None,
+    };
+    create(layered, options).unwrap();
     let output = command(&dir).stdin(Stdio::null()).output().unwrap();
     assert_eq!((output.status.code(), stderr(&output).as_str()), (Some(0), ""));
 }
