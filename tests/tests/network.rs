@@ -320,7 +320,7 @@ fn addresses_and_names_are_served_without_the_daemon_and_lies_of_guests_are_drop
             PATIENCE,
         )
         .expect("a DHCP server in a guest");
-    let helper = format!("pkill -f '[s]erve-network.*{}'", place.uid("lan"));
+    let helper = format!("pkill -f '[v]mmd-netd.*{}'", place.uid("lan"));
     node.sh(&helper.replace("pkill", "pkill -STOP"))
         .expect("stop the network's server");
     let ask = "udhcpc -i eth0 -s /bin/true -n -q -t 3 -T 2 > /dev/null 2>&1 && echo served || echo nobody";
@@ -406,7 +406,7 @@ fn leases_are_renewed_and_names_are_told_while_vmmd_is_upgraded() {
         .expect("what asks all the time");
     let uid = place.uid("lan");
     let helper = || {
-        let pid = node.sh(&format!("pgrep -f '[s]erve-network.*{uid}'"));
+        let pid = node.sh(&format!("pgrep -f '[v]mmd-netd.*{uid}'"));
         pid.expect("the network's helper").trim().to_owned()
     };
 
