@@ -1,4 +1,4 @@
-//! Deliberate faults of the daemon (`vmmd/src/fault.rs`): each must make the test fail that detects
+//! Deliberate faults of the daemon (`vmmd/host/src/fault.rs`): each must make the test fail that detects
 //! it.
 
 use std::{env, process::Command};

@@ -1,4 +1,4 @@
-//! A walk through the steps that the daemon goes (`step` of `vmmd/src/fault.rs`), as many as there are: it is killed before each of them.
+//! A walk through the steps that the daemon goes (`step` of `vmmd/host/src/fault.rs`), as many as there are: it is killed before each of them.
 
 use std::{
     collections::BTreeMap,

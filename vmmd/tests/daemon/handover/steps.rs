@@ -13,7 +13,7 @@ pub enum Side {
 }
 
 /// A moment of a migration: a daemon has just written a state, is about to say something or has just heard it, and has done nothing of what
-/// follows. The name is that of the fault that holds it there (`vmmd/src/fault.rs`).
+/// follows. The name is that of the fault that holds it there (`vmmd/host/src/fault.rs`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Step {
     pub side: Side,

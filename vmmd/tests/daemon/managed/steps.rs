@@ -1,6 +1,6 @@
 //! The daemon is killed before each step that creates and removes networks and NICs. The next
 //! daemon leaves no orphaned objects, and the repeated request completes. The steps are the
-//! daemon's own (`step` of `vmmd/src/fault.rs`), however many there are.
+//! daemon's own (`step` of `vmmd/host/src/fault.rs`), however many there are.
 
 use std::{
     collections::BTreeSet,
