@@ -108,7 +108,7 @@ previous: tools node-tool deb ## Run the programs of the release before with tho
 .PHONY: kubernetes
 kubernetes: tools ## Run vmmd-kube under a real Kubernetes control plane, which is built first (minutes, once)
 	tests/kubernetes/build.sh
-	$(CARGO) build --locked --workspace --features vmmd-kubernetes-tests/nightly --bin vmmd --bin mock-vmm --bin mock-vmm-image --bin vmmd-kube
+	$(CARGO) build --locked --workspace --features vmmd-kubernetes-tests/nightly --bin vmmd --bin mock-vmm --bin mock-vmm-image --bin vmmd-netd --bin vmmd-kube
 	$(CARGO) nextest run --locked --workspace --features vmmd-kubernetes-tests/nightly --test kubernetes
 
 .PHONY: kubernetes-long

@@ -63,7 +63,8 @@ pub struct Config {
     pub vmm: Option<PathBuf>,
     /// The program that reads and changes disk images. Default: `vmm-image` beside the `vmm`.
     pub vmm_image: Option<PathBuf>,
-    /// The program that serves DHCP and DNS in managed networks. Default: `vmmd-netd` beside the `vmm`.
+    /// The program that serves DHCP and DNS in managed networks. Default: `vmmd-netd` beside the daemon's own
+    /// binary, or else `/usr/lib/vmmd/vmmd-netd`.
     pub netd: Option<PathBuf>,
     /// The program that serves shares. Default: `virtiofsd` beside the `vmm`.
     pub virtiofsd: Option<PathBuf>,
@@ -385,12 +386,7 @@ impl Config {
 
     /// The `vmm` program.
     pub fn vmm(&self) -> PathBuf {
-        let beside = || {
-            let own = std::env::current_exe().ok()?;
-            Some(own.with_file_name("vmm")).filter(|path| path.is_file())
-        };
-        let configured = self.vmm.clone().or_else(beside);
-        configured.unwrap_or_else(|| PathBuf::from("/usr/lib/vmmd/vmm"))
+        self.vmm.clone().unwrap_or_else(|| installed("vmm"))
     }
 
     /// The program that reads and changes disk images.
@@ -401,8 +397,7 @@ impl Config {
 
     /// The program that serves DHCP and DNS in managed networks.
     pub fn netd(&self) -> PathBuf {
-        let beside = || self.vmm().with_file_name("vmmd-netd");
-        self.netd.clone().unwrap_or_else(beside)
+        self.netd.clone().unwrap_or_else(|| installed("vmmd-netd"))
     }
 
     /// The program that serves shares.
@@ -410,6 +405,14 @@ impl Config {
         let beside = || self.vmm().with_file_name("virtiofsd");
         self.virtiofsd.clone().unwrap_or_else(beside)
     }
+}
+
+/// A program of the package: beside the daemon's own binary, or else where the package has it.
+fn installed(name: &str) -> PathBuf {
+    let own = std::env::current_exe().ok();
+    let beside = own.map(|own| own.with_file_name(name));
+    let beside = beside.filter(|path| path.is_file());
+    beside.unwrap_or_else(|| Path::new("/usr/lib/vmmd").join(name))
 }
 
 #[cfg(test)]

@@ -86,9 +86,21 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     if cgroups.is_none() {
         tracing::warn!("the node has no cgroup v2 hierarchy: VMs run without cgroups of their own");
     }
-    let vmm = config.vmm();
-    if !vmm.is_file() {
-        tracing::warn!("{} does not exist: no VM can be started", vmm.display());
+    let (vmm, vmm_image, netd) = (config.vmm(), config.vmm_image(), config.netd());
+    for (program, effect) in [
+        (&vmm, "no VM can be started"),
+        (
+            &vmm_image,
+            "no image can be imported, created as qcow2 or searched for a kernel",
+        ),
+        (&netd, "VMs in managed networks get no addresses"),
+    ] {
+        if !program.is_file() {
+            tracing::warn!(
+                "{} does not exist: {effect}; install vmmd again",
+                program.display()
+            );
+        }
     }
     let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let boot_id = boot_id.trim().to_owned();
@@ -99,8 +111,8 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     let host = Arc::new(Host {
         attend,
         vmm,
-        vmm_image: config.vmm_image(),
-        netd: config.netd(),
+        vmm_image,
+        netd,
         node: registry::node::State::new(store.clone(), records.node),
         operations: operation::Operations::new(store.clone(), records.operations),
         store,

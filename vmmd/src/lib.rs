@@ -11,7 +11,7 @@
 mod auth;
 mod config;
 mod control;
-pub mod daemon;
+mod daemon;
 mod disk;
 mod files;
 mod grpc;

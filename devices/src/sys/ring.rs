@@ -160,7 +160,7 @@ impl<T> Ring<T> {
 
     /// Puts a call into the ring; `patient` hands it to a kernel thread that may wait. Returns
     /// `held` with an error if the ring is full even after a submission, if a call with that tag is
-    /// under way, or if the tag is 65,536 or more, because a list is indexed by the tag.
+    /// under way, or if the tag is 65,536 or more. A list is indexed by the tag.
     pub fn push(
         &mut self,
         tag: u32,

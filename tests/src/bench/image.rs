@@ -1,17 +1,13 @@
 //! Imports of images beside `qemu-img convert`, and disks of one: a benchmark of the crate `vmmd`, which runs on this machine.
 
-use std::process::Command;
-
 use anyhow::{Context, Result};
 use serde::Deserialize;
 
 use super::{
     fleet::Call,
-    native,
+    native, program,
     table::{Row, render},
 };
-use crate::wait::Deadline;
-use crate::{paths, run};
 
 #[derive(Deserialize)]
 struct Report {
@@ -43,21 +39,7 @@ struct Clones {
 
 /// Runs it, building it and the converter first, and renders.
 pub fn run(runs: u32) -> Result<String> {
-    let mut build = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    build
-        .args([
-            "build",
-            "-q",
-            "--release",
-            "--locked",
-            "-p",
-            "vmm-image",
-            "--bin",
-            "vmm-image",
-        ])
-        .current_dir(paths::workspace_dir());
-    run::check(&mut build, Deadline::seconds(1800)).context("build vmm-image")?;
-    let program = paths::target_dir().join("release/vmm-image").canonicalize()?;
+    let program = program("vmm-image", "vmm-image")?;
     let program = program.to_str().context("the target folder's name is no text")?;
     let line = native(
         "vmmd",

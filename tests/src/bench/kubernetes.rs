@@ -6,8 +6,7 @@ use std::{collections::BTreeMap, fmt::Write as _};
 use anyhow::{Context, Result};
 use serde::Deserialize;
 
-use super::{cargo, native};
-use crate::wait::Deadline;
+use super::{native, program};
 
 #[derive(Deserialize)]
 struct Report {
@@ -49,18 +48,7 @@ struct Part {
 
 /// Runs it, building it first, and renders.
 pub fn run() -> Result<String> {
-    // The program is in another package, so cargo does not build it for a benchmark automatically.
-    let build = [
-        "build",
-        "-q",
-        "--release",
-        "--locked",
-        "-p",
-        "vmmd-kube",
-        "--bin",
-        "vmmd-kube",
-    ];
-    cargo(&build, Deadline::seconds(1800))?;
+    program("vmmd-kube", "vmmd-kube")?;
     let line = native("vmmd-kubernetes-tests", "vms", &[])?;
     let report = serde_json::from_str(&line).context("read the benchmark's figures")?;
     Ok(render(&report))

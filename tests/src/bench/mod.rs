@@ -125,6 +125,25 @@ fn native(package: &str, name: &str, arguments: &[&str]) -> Result<String> {
     figures(name, &[&bench, arguments].concat())
 }
 
+/// Builds a program of another package than that of the benchmark, with optimization, and returns its path. Cargo builds the programs of
+/// a benchmark's own package only.
+fn program(package: &str, name: &str) -> Result<PathBuf> {
+    let build = [
+        "build",
+        "-q",
+        "--release",
+        "--locked",
+        "-p",
+        package,
+        "--bin",
+        name,
+    ];
+    cargo(&build, Deadline::seconds(1800)).with_context(|| format!("build {name}"))?;
+    let path = paths::target_dir().join("release").join(name);
+    path.canonicalize()
+        .with_context(|| format!("find {}", path.display()))
+}
+
 /// Runs cargo with these arguments and returns the line with the figures of that name.
 fn figures(name: &str, arguments: &[&str]) -> Result<String> {
     let text = cargo(arguments, Deadline::seconds(1800))?;

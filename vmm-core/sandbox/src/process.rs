@@ -1,4 +1,4 @@
-//! What a process gives up before it restricts its system calls.
+//! Rights that a process drops before it restricts its system calls.
 
 #![allow(unsafe_code)]
 

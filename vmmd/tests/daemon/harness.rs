@@ -57,11 +57,16 @@ impl Daemon {
 
     /// In a network namespace.
     pub async fn in_network(namespace: &str) -> Self {
+        Self::in_network_with(namespace, "").await
+    }
+
+    /// The same, with more lines of configuration.
+    pub async fn in_network_with(namespace: &str, extra: &str) -> Self {
         let folder = tempfile::Builder::new()
             .prefix("vmmd")
             .tempdir_in("/tmp")
             .unwrap();
-        Self::with(folder, "", Some(namespace.to_owned())).await
+        Self::with(folder, extra, Some(namespace.to_owned())).await
     }
 
     /// One whose log, as it would be in the journal, is in `log.txt`.

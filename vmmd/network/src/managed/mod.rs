@@ -203,7 +203,11 @@ impl Networks {
             return Ok(program);
         }
         let opened = File::open(path).map_err(|error| {
-            let message = format!("open {}: {error}; install vmmd again", path.display());
+            let message = format!(
+                "open {}: {}; install vmmd again",
+                path.display(),
+                text::words(&error)
+            );
             io::Error::new(error.kind(), message)
         })?;
         Ok(self.netd.get_or_init(|| opened))

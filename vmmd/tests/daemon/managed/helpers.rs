@@ -118,6 +118,19 @@ async fn helper_of_another_program_is_exchanged_and_leases_stay() {
 }
 
 #[tokio::test]
+async fn missing_helper_program_is_a_problem_of_the_network() {
+    let namespace = Namespace::new();
+    let daemon = Daemon::in_network_with(&namespace.0, "netd = \"/nonexistent/vmmd-netd\"\n").await;
+    let made = daemon.make_network("lan", "10.80.0.0/24", NetworkMode::Nat).await;
+    let problem = match made {
+        Ok(network) => network.status.unwrap().message,
+        Err(status) => status.message().to_owned(),
+    };
+    assert!(problem.contains("/nonexistent/vmmd-netd"), "{problem}");
+    assert!(problem.contains("install vmmd again"), "{problem}");
+}
+
+#[tokio::test]
 async fn helper_that_ends_is_replaced_at_once() {
     let namespace = Namespace::new();
     let mut daemon = Daemon::in_network(&namespace.0).await;
