@@ -138,7 +138,7 @@ fuzz: ## Fuzz a part with libFuzzer (FUZZ=blk_queue, snapshot, dns_query, … as
 	cd $(FUZZ_CRATE) && RUSTC_BOOTSTRAP=1 $(CARGO) fuzz run --target-dir $(CURDIR)/target/fuzz $(FUZZ) $(FOUND) fuzz/corpus/$(FUZZ) -- -max_total_time=$(FUZZ_SECONDS)
 
 # Parts that need no node run while there is none.
-PARTS_HERE = rings pacing daemon image kubernetes
+PARTS_HERE = rings daemon image kubernetes
 PARTS_NODE = start memory disk fs migrate net screen ends
 comma := ,
 PARTS = $(or $(subst $(comma), ,$(ONLY)),$(PARTS_HERE) $(PARTS_NODE))
@@ -151,7 +151,7 @@ BENCH = target/debug/bench $(if $(PUBLISH),--publish) --only
 # A screen's part has a desktop, which only the node of the nightly tests has.
 .PHONY: bench
 bench: FEATURES ?= $(if $(filter screen,$(BENCH_NODE)),--features vmmd-tests/nightly)
-bench: $(if $(BENCH_NODE),node-tool deb) ## Measure vmmd, beside QEMU in the test node and without guests (ONLY=start, memory, disk, fs, migrate, net, screen, ends, rings, pacing, daemon, image or kubernetes: parts, with commas)
+bench: $(if $(BENCH_NODE),node-tool deb) ## Measure vmmd, beside QEMU in the test node and without guests (ONLY=start, memory, disk, fs, migrate, net, screen, ends, rings, daemon, image or kubernetes: parts, with commas)
 	$(if $(NO_PARTS),$(error there is no part $(NO_PARTS): $(PARTS_HERE) $(PARTS_NODE)))
 	$(CARGO) build -q -p vmmd-tests $(FEATURES) --bin bench
 	$(if $(filter kubernetes,$(BENCH_HERE)),tests/kubernetes/build.sh)

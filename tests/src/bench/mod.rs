@@ -12,7 +12,6 @@ mod memory;
 mod migrate;
 mod net;
 mod networks;
-mod pacing;
 mod rings;
 mod screen;
 mod start;
@@ -49,8 +48,6 @@ pub enum Part {
     Ends,
     /// A disk's rings without a guest. On this machine.
     Rings,
-    /// When a disk's worker polls and interrupts, by simulation. On this machine.
-    Pacing,
     /// The daemon with many VMs, and with many networks. On this machine.
     Daemon,
     /// Imports of images, and disks of one. On this machine.
@@ -72,7 +69,6 @@ impl Part {
             Part::Screen => screen::run(&Node::get()?, runs),
             Part::Ends => ends::run(runs),
             Part::Rings => rings::run(),
-            Part::Pacing => pacing::run(),
             Part::Daemon => Ok(fleet::run()? + &networks::run()?),
             Part::Image => image::run(runs),
             Part::Kubernetes => kubernetes::run(),

@@ -71,12 +71,9 @@ fn round(
     if !busy && pace.polls(in_flight, worker.now()) {
         return Next::Yield;
     }
-    if worker.enable(0) {
+    if worker.enable() {
         return Next::Poll;
     }
     pace.sleeps(in_flight, worker.now());
-    Next::Sleep {
-        completions: 1,
-        limit: None,
-    }
+    Next::Sleep
 }

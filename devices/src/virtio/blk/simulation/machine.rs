@@ -74,8 +74,8 @@ pub(super) enum Next {
     Poll,
     /// The next round, after others had the processor.
     Yield,
-    /// Sleep until so many requests completed, the driver notifies, or so much time passed.
-    Sleep { completions: usize, limit: Option<u64> },
+    /// Sleep until a request completes or the driver notifies.
+    Sleep,
 }
 
 /// Policy of a worker. The model calls it after each round with the round's results.
@@ -87,8 +87,6 @@ pub(super) trait Policy {
 pub(super) struct Worker<'a> {
     machine: &'a mut Machine,
     cost: u64,
-    /// The driver's notification ended the sleep before this round.
-    pub notified: bool,
 }
 
 impl Worker<'_> {
@@ -112,25 +110,22 @@ impl Worker<'_> {
         runs && !machine.to_add.is_empty()
     }
 
-    /// Raises an interrupt if the driver wants one; says whether it did.
-    pub(super) fn signal(&mut self) -> bool {
+    /// Raises an interrupt if the driver wants one.
+    pub(super) fn signal(&mut self) {
         let (old, new) = (self.machine.signalled, self.machine.used);
         if let Some(since) = self.machine.unsignalled_since.take() {
             self.machine.holds.push(self.machine.now - since);
         }
         self.machine.signalled = new;
-        if !(old..new).contains(&self.machine.used_event) {
-            return false;
+        if (old..new).contains(&self.machine.used_event) {
+            self.cost += SEND;
+            self.machine.interrupt();
         }
-        self.cost += SEND;
-        self.machine.interrupt();
-        true
     }
 
-    /// Enables notifications, except for the next `unnotified` requests. Returns whether requests
-    /// are available already.
-    pub(super) fn enable(&mut self, unnotified: u64) -> bool {
-        self.machine.avail_event = Some(self.machine.taken + unnotified);
+    /// Enables notifications. Returns whether requests are available already.
+    pub(super) fn enable(&mut self) -> bool {
+        self.machine.avail_event = Some(self.machine.taken);
         self.machine.added > self.machine.taken
     }
 
@@ -189,8 +184,6 @@ struct Machine {
     completed: VecDeque<u64>,
     // The worker.
     kicked: bool,
-    wanted: usize,
-    limit: Option<u64>,
     // The device: when each request is done, when the driver added it, when the worker handed it over.
     device: BinaryHeap<Reverse<(u64, u64, u64)>>,
     free_at: u64,
@@ -229,8 +222,6 @@ impl Machine {
             available: VecDeque::new(),
             completed: VecDeque::new(),
             kicked: false,
-            wanted: 0,
-            limit: None,
             device: BinaryHeap::new(),
             free_at: 0,
             idle_since: None,
@@ -308,7 +299,7 @@ impl Machine {
         }
     }
 
-    /// When the device's completions, the driver's notification or the limit wake a sleeping worker.
+    /// When the device's completions or the driver's notification wake a sleeping worker.
     fn worker_wakes(&self) -> Option<u64> {
         if self.threads[WORKER].state != State::Asleep {
             return None;
@@ -316,13 +307,7 @@ impl Machine {
         if self.kicked {
             return Some(self.now);
         }
-        let mut done: Vec<u64> = self.device.iter().map(|Reverse((done, ..))| *done).collect();
-        let completions = self
-            .wanted
-            .checked_sub(1)
-            .filter(|at| *at < done.len())
-            .map(|at| *done.select_nth_unstable(at).1);
-        completions.into_iter().chain(self.limit).min()
+        self.device.peek().map(|Reverse((done, ..))| *done)
     }
 
     /// To the next thing that happens; a thread whose step is over is due.
@@ -407,7 +392,7 @@ impl Machine {
     }
 
     fn work(&mut self, policy: &mut impl Policy) {
-        let notified = std::mem::take(&mut self.kicked);
+        self.kicked = false;
         let (mut cost, mut completed) = (POLL, 0);
         while let Some(Reverse((done, added, handed))) = self.device.peek().copied() {
             if done > self.now {
@@ -439,11 +424,7 @@ impl Machine {
         if taken > 0 {
             cost += COMMIT;
         }
-        let mut worker = Worker {
-            machine: self,
-            cost,
-            notified,
-        };
+        let mut worker = Worker { machine: self, cost };
         let next = policy.round(&mut worker, completed, taken);
         cost = worker.cost;
         let now = self.now;
@@ -462,9 +443,7 @@ impl Machine {
                     self.stop(WORKER, State::Ready);
                 }
             }
-            Next::Sleep { completions, limit } => {
-                self.wanted = completions;
-                self.limit = limit.map(|limit| now + cost + limit);
+            Next::Sleep => {
                 cost += SYSCALL;
                 self.stop(WORKER, State::Asleep);
             }

@@ -1,13 +1,9 @@
 //! Evaluation of the pacing policy with a discrete-event model of driver, worker and device. The
-//! model covers a grid of devices, hosts and loads. It compares the policy with three other
-//! policies and with an informed policy, which has information that a worker cannot have.
-//!
-//! The tests cover a part of the grid. `cargo run --release -p vmmd-devices --example pacing`
-//! covers all of it.
+//! model covers a grid of devices, hosts and loads. It compares the policy with two other policies
+//! and with an informed policy, which has information that a worker cannot have.
 
 mod current;
 mod machine;
-mod old;
 mod others;
 
 use std::thread;
@@ -15,7 +11,6 @@ use std::thread;
 use self::{
     current::{Current, Informed},
     machine::{Outcome, run},
-    old::Old,
     others::{AlwaysPoll, NeverHold},
 };
 
@@ -50,7 +45,6 @@ pub(super) fn grid() -> Vec<Point> {
 /// Results of each policy for one point.
 pub(super) struct Row {
     pub(super) point: Point,
-    old: Outcome,
     never: Outcome,
     always: Outcome,
     informed: Outcome,
@@ -62,7 +56,6 @@ impl Row {
         let requests = 1500 + 10 * point.depth;
         Self {
             point,
-            old: run(point, requests, &mut Old::new()),
             never: run(point, requests, &mut NeverHold),
             always: run(point, requests, &mut AlwaysPoll),
             informed: run(point, requests, &mut Informed::default()),
@@ -70,14 +63,11 @@ impl Row {
         }
     }
 
-    /// Returns throughputs relative to the best of three baselines: the old policy, never holding
-    /// completions back, and always polling. The order is: the current policy, the three baselines
-    /// in that order, and the informed policy.
-    pub(super) fn parts(&self) -> [f64; 5] {
-        let [old, never, always] = [self.old, self.never, self.always].map(|outcome| outcome.throughput);
-        let best = old.max(never).max(always);
-        [self.new.throughput, old, never, always, self.informed.throughput]
-            .map(|throughput| throughput / best)
+    /// Returns the throughputs of the current policy and of the informed policy, relative to the
+    /// better of two baselines: never holding completions back, and always polling.
+    pub(super) fn parts(&self) -> [f64; 2] {
+        let best = self.never.throughput.max(self.always.throughput);
+        [self.new, self.informed].map(|outcome| outcome.throughput / best)
     }
 
     /// Whether completions were never held back longer than a sixteenth of what requests take from the driver's point of

@@ -10,13 +10,10 @@ impl Policy for NeverHold {
     fn round(&mut self, worker: &mut Worker<'_>, completed: usize, taken: usize) -> Next {
         worker.disable();
         worker.signal();
-        if completed + taken > 0 || worker.enable(0) {
+        if completed + taken > 0 || worker.enable() {
             return Next::Poll;
         }
-        Next::Sleep {
-            completions: 1,
-            limit: None,
-        }
+        Next::Sleep
     }
 }
 
