@@ -11,12 +11,14 @@ pub mod dirty;
 pub mod display;
 #[cfg(any(test, feature = "testing"))]
 pub mod fuzzing;
+pub mod geometry;
 pub mod input;
 pub mod interrupt;
 pub mod legacy;
 pub mod log_limit;
 pub mod net;
 pub mod pci;
+pub mod queue_state;
 pub mod ram;
 pub mod rate;
 pub mod serial;

@@ -10,11 +10,11 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use super::{
-    framebuffer::Framebuffer,
+use super::framebuffer::Framebuffer;
+use crate::{
     geometry::{Rect, Size},
+    pci::function::BarMemory,
 };
-use crate::pci::function::BarMemory;
 
 /// Bytes of a pixel: blue, green, red, and one without a meaning.
 pub const PIXEL: usize = 4;

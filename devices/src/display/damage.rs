@@ -2,7 +2,7 @@
 //!
 //! A record of tiles is as large as the picture makes it, a bit for each tile, however many rectangles are added to it.
 
-use super::geometry::{Rect, Size};
+use crate::geometry::{Rect, Size};
 
 /// Side of a tile in pixels.
 pub(super) const TILE: u16 = 16;

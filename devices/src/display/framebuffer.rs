@@ -7,10 +7,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use vmm_sys_util::eventfd::EventFd;
 
-use super::{
-    damage::{Damage, TILE},
-    geometry::{Rect, Size},
-};
+use super::damage::{Damage, TILE};
+use crate::geometry::{Rect, Size};
 
 /// Most readers at once.
 const MAX_READERS: usize = 8;

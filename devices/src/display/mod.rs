@@ -12,11 +12,11 @@
 pub(crate) mod boot;
 mod damage;
 mod framebuffer;
-mod geometry;
 pub mod rfb;
 
 pub use boot::{BootScreen, PIXEL, VideoMemory};
 pub use damage::Damage;
 pub(crate) use framebuffer::MAX_CURSOR;
 pub use framebuffer::{Cursor, Frame, Framebuffer, Reader, Update};
-pub use geometry::{MAX_PIXELS, MAX_SIDE, Rect, Size};
+
+pub use crate::geometry::{MAX_PIXELS, MAX_SIDE, Rect, Size};

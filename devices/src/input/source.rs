@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{Hub, LED_CAPS, Pointer, TABLET_MAX, code::Key, layout::Stroke};
-use crate::display::Size;
+use crate::geometry::Size;
 
 /// Most keys that one source holds at once; further ones are ignored.
 const MAX_HELD: usize = 32;

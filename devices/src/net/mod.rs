@@ -10,7 +10,7 @@ use std::{
 
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::{GuestMemory, sys::Iovecs, virtio::queue::QueueState};
+use crate::{GuestMemory, queue_state::QueueState, sys::Iovecs};
 pub use tap::{Tap, TapError};
 pub use vhost::VhostNet;
 

@@ -13,7 +13,7 @@ use vm_memory::{
     MemoryRegionAddress, VolatileMemory, bitmap::Bitmap,
 };
 
-use crate::{GuestMemory, dirty::DirtyBitmap, sys};
+use crate::{GuestMemory, dirty::DirtyBitmap, ram::prefetch};
 
 /// See the module.
 #[derive(Clone, Debug)]
@@ -109,7 +109,7 @@ impl Window {
         if let Ok((region, place)) = self.place(offset)
             && let Ok(slice) = region.get_slice(place, 1)
         {
-            sys::fetch_to_read(&slice);
+            prefetch::to_read(&slice);
         }
     }
 

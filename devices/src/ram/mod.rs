@@ -1,10 +1,12 @@
 //! Guest memory as requests name it, and the way to it, which is gone several times for each request.
 
+pub mod prefetch;
+
 use vm_memory::{
     GuestAddress, GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress, VolatileSlice, bitmap::MS,
 };
 
-use crate::{GuestMemory, sys};
+use crate::GuestMemory;
 
 /// A slice of guest memory that marks writes in the dirty bitmap.
 pub type GuestSlice<'a> = VolatileSlice<'a, MS<'a, GuestMemory>>;
@@ -45,7 +47,7 @@ pub fn slice(memory: &GuestMemory, address: GuestAddress, length: usize) -> Opti
 #[inline]
 pub fn fetch_to_change(memory: &GuestMemory, address: GuestAddress) {
     if let Some(place) = slice(memory, address, 1) {
-        sys::fetch_to_change(&place);
+        prefetch::to_change(&place);
     }
 }
 
@@ -53,7 +55,7 @@ pub fn fetch_to_change(memory: &GuestMemory, address: GuestAddress) {
 #[inline]
 pub fn fetch_to_read(memory: &GuestMemory, address: GuestAddress) {
     if let Some(place) = slice(memory, address, 1) {
-        sys::fetch_to_read(&place);
+        prefetch::to_read(&place);
     }
 }
 
