@@ -1,6 +1,7 @@
 //! The virtual machine monitor of vmmd.
 
 pub mod board;
+mod failure;
 pub mod kvm;
 pub mod lifecycle;
 pub mod memory;

@@ -16,13 +16,12 @@ use std::{
 
 use proto::{
     model::disk::RateLimit,
-    vmm::{
-        Disk, DiskStats, ErrorKind, MachineSpec, MachineStats, Nic, Restore, SaveReply, SendReply, Share,
-        Status,
-    },
+    vmm::{Disk, DiskStats, MachineSpec, MachineStats, Nic, Restore, SaveReply, SendReply, Share, Status},
 };
 
 use crate::snapshot::saving;
+
+pub use crate::failure::{Failure, with_causes};
 
 /// Names a request, so that its answer finds the way back; the asker chooses it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -329,37 +328,6 @@ impl Notifier {
     pub fn notify(&self, notice: Notice) {
         let _ = self.0.send(Input::Notice(notice));
     }
-}
-
-/// A request that failed.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Failure {
-    /// Which kind.
-    pub kind: ErrorKind,
-    /// For people, with causes; holds no path.
-    pub message: String,
-}
-
-impl Failure {
-    /// From an error and its causes.
-    pub fn new(kind: ErrorKind, error: &dyn std::error::Error) -> Self {
-        Self {
-            kind,
-            message: with_causes(error),
-        }
-    }
-}
-
-/// "message: cause: its cause".
-pub fn with_causes(error: &dyn std::error::Error) -> String {
-    let mut message = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        message.push_str(": ");
-        message.push_str(&error.to_string());
-        cause = error.source();
-    }
-    message
 }
 
 /// A machine as the driver drives it.

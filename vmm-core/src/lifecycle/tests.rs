@@ -10,7 +10,7 @@ use std::sync::{
     mpsc::{Sender, channel},
 };
 
-use proto::vmm::{Event, ExitKind, ExitRecord, OnCrash, PauseReason, event::Kind};
+use proto::vmm::{ErrorKind, Event, ExitKind, ExitRecord, OnCrash, PauseReason, event::Kind};
 
 use super::{driver::Driver, publisher::Audience, *};
 

@@ -4,7 +4,7 @@ use std::{fmt, io};
 
 use proto::{state::StateError, vmm::ErrorKind};
 
-use crate::{kvm::SlotError, lifecycle::Failure};
+use crate::{failure::Failure, kvm::SlotError};
 
 /// Where in a snapshot file something is.
 #[derive(Clone, Debug, PartialEq, Eq)]

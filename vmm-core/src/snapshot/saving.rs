@@ -48,8 +48,8 @@ use super::{
     memory,
 };
 use crate::{
+    failure::Failure,
     kvm::{SlotError, SlotId, Vm},
-    lifecycle::Failure,
 };
 
 /// Changed pages that are worth another round while the machine runs, in bytes.

@@ -1,0 +1,34 @@
+//! The error of a request to a machine.
+
+use proto::vmm::ErrorKind;
+
+/// A request that failed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Failure {
+    /// Which kind.
+    pub kind: ErrorKind,
+    /// For people, with causes; holds no path.
+    pub message: String,
+}
+
+impl Failure {
+    /// From an error and its causes.
+    pub fn new(kind: ErrorKind, error: &dyn std::error::Error) -> Self {
+        Self {
+            kind,
+            message: with_causes(error),
+        }
+    }
+}
+
+/// "message: cause: its cause".
+pub fn with_causes(error: &dyn std::error::Error) -> String {
+    let mut message = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        message.push_str(": ");
+        message.push_str(&error.to_string());
+        cause = error.source();
+    }
+    message
+}
