@@ -9,7 +9,6 @@ use std::{
 };
 
 use devices::{
-    GuestMemory,
     block::RawImage,
     virtio::{
         blk::{Blk, BlkOptions, OnError},
@@ -17,6 +16,7 @@ use devices::{
     },
 };
 use vm_memory::{GuestAddress, GuestMemoryBackend as _, VolatileMemory as _, VolatileSlice};
+use vmm_base::GuestMemory;
 
 use super::{BLOCK, DATA, Figures, Offsets, between_looks, cpu_time, places::Places, repeat};
 

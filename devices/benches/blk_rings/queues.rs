@@ -23,15 +23,13 @@ use std::{
     time::Duration,
 };
 
-use devices::{
-    GuestMemory,
-    virtio::{
-        chain::Chain,
-        queue::{Queue, QueueState},
-    },
+use devices::virtio::{
+    chain::Chain,
+    queue::{Queue, QueueState},
 };
 use virtio_queue::{QueueOwnedT as _, QueueT as _};
 use vm_memory::{GuestAddress, GuestMemoryBackend as _, VolatileMemory as _, VolatileSlice};
+use vmm_base::GuestMemory;
 
 use super::{
     cpu_time,

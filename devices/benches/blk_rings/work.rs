@@ -3,9 +3,10 @@
 
 use std::fs::File;
 
-use devices::{GuestMemory, virtio::chain::Chain};
+use devices::virtio::chain::Chain;
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, ftruncate, memfd_create};
 use vm_memory::{Bytes as _, GuestMemoryBackend as _, ReadVolatile as _};
+use vmm_base::GuestMemory;
 
 /// Page numbers in a request to the balloon: what Linux' driver sends at once.
 pub(super) const PAGES: usize = 256;

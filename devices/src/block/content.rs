@@ -3,9 +3,9 @@
 use std::{io, ops::Range, sync::Arc};
 
 use vm_memory::{Bytes as _, GuestAddress};
+use vmm_base::{GuestMemory, ram::Segment, sys::Iovecs};
 
 use super::engine::Operation;
-use crate::{GuestMemory, ram::Segment, sys::Iovecs};
 
 /// Most bytes that are read or written at once.
 pub const PIECE: u64 = 1 << 20;

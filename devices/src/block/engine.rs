@@ -6,9 +6,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use vmm_base::sys::Iovecs;
 use vmm_sys_util::eventfd::EventFd;
-
-use crate::sys::Iovecs;
 
 /// Kind of a request and its arguments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

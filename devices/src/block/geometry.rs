@@ -1,12 +1,12 @@
 //! How the host likes an image to be used.
 
 use rustix::fs::{FallocateFlags, fallocate};
+use vmm_base::sys::{blockdev, file};
 
 use super::{
     image::Geometry,
     target::{Kind, Target, unsupported},
 };
-use crate::sys::{blockdev, file};
 
 /// Taken where the host says nothing, or nothing of use: the page size, and nearly every file system's block.
 const USUAL_BLOCK: u32 = 4096;

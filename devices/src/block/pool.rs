@@ -18,15 +18,15 @@ use std::{
     time::Instant,
 };
 
+use vmm_base::{
+    sys::event::wait_for,
+    thread::{self, ThreadKind},
+};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::{
     engine::{Completion, Engine, Request},
     target::{Bounce, Target},
-};
-use crate::{
-    sys::event::wait_for,
-    thread::{self, ThreadKind},
 };
 
 /// Most threads of an image: what keeps a disk busy that does several requests at once, at little memory.

@@ -9,6 +9,10 @@ use std::{
 };
 
 use rustix::fs::{OFlags, fcntl_getfl};
+use vmm_base::sys::{
+    Iovecs,
+    lock::{LockKind, lock_image, unlock_image},
+};
 
 use super::{
     content::{Access, Extent},
@@ -18,10 +22,6 @@ use super::{
     pool::{Pool, PoolEngine},
     target::{Bounce, Target},
     uring::UringEngine,
-};
-use crate::sys::{
-    Iovecs,
-    lock::{LockKind, lock_image, unlock_image},
 };
 
 /// Where the standard identifier of the first volume descriptor is: sector 16 of 2 KiB, byte 1 (ECMA-119, 8.1).
@@ -210,9 +210,10 @@ mod tests {
     };
 
     use vm_memory::{Bytes as _, GuestAddress};
+    use vmm_base::{GuestMemory, ram::Segment};
 
     use super::*;
-    use crate::{GuestMemory, block::Request, ram::Segment};
+    use crate::block::Request;
 
     fn image(size: u64) -> tempfile::NamedTempFile {
         let file = tempfile::NamedTempFile::new().unwrap();

@@ -21,6 +21,7 @@ use rustix::{
 pub(super) use bounce::Bounce;
 pub(super) use kind::Kind;
 use kind::measure;
+use vmm_base::sys::{Iovecs, blockdev};
 
 use super::{
     SECTOR,
@@ -29,7 +30,6 @@ use super::{
     engine::Operation,
     image::OpenError,
 };
-use crate::sys::{Iovecs, blockdev};
 
 /// Shared by an image and its engines.
 #[derive(Debug)]
@@ -392,7 +392,7 @@ mod tests {
         assert_eq!(errno(target.outcome(stable, Ok(()))), Some(libc::EIO));
         assert_eq!(errno(target.outcome(write, Ok(()))), None);
         let mut bounce = Bounce::default();
-        let mut none = Iovecs::new(std::sync::Arc::new(crate::GuestMemory::default()));
+        let mut none = Iovecs::new(std::sync::Arc::new(vmm_base::GuestMemory::default()));
         assert_eq!(
             errno(target.execute(Operation::Flush, &mut none, &mut bounce)),
             Some(libc::EIO)

@@ -16,6 +16,11 @@ use std::{
     time::{Duration, Instant},
 };
 
+use vmm_base::sys::{
+    Iovecs,
+    event::wait_for,
+    ring::{Call, Held, Return, Ring},
+};
 use vmm_sys_util::eventfd::EventFd;
 
 use self::verdict::{Verdict, classify};
@@ -25,11 +30,6 @@ use super::{
     engine::{Completion, Engine, Operation, Request},
     pool::{Job, Mailbox, Pool, copy, event},
     target::{Kind, Target, zeroing},
-};
-use crate::sys::{
-    Iovecs,
-    event::wait_for,
-    ring::{Call, Held, Return, Ring},
 };
 
 /// Most requests at once: a virtqueue's size.

@@ -8,9 +8,10 @@ use std::{
     os::fd::{AsFd, BorrowedFd},
 };
 
+use vmm_base::{GuestMemory, sys::Iovecs};
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::{GuestMemory, queue_state::QueueState, sys::Iovecs};
+use crate::queue_state::QueueState;
 pub use tap::{Tap, TapError};
 pub use vhost::VhostNet;
 

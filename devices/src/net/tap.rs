@@ -6,9 +6,10 @@ use std::{
 };
 
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+use vmm_base::sys::Iovecs;
 
 use super::{NetBackend, Offloads};
-use crate::sys::{Iovecs, tap};
+use crate::sys::tap;
 
 /// Length of the header before each frame.
 const HEADER: libc::c_int = 12;

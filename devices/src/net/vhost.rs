@@ -10,13 +10,11 @@ use virtio_bindings::{
     virtio_net::VIRTIO_NET_F_MRG_RXBUF,
     virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC},
 };
+use vmm_base::GuestMemory;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::{PairServer, ServedRing};
-use crate::{
-    GuestMemory,
-    sys::vhost::{self, RingEvent},
-};
+use crate::sys::vhost::{self, RingEvent};
 
 /// Features that concern the server of the rings. The others belong to the tap and the device.
 const OF_RINGS: u64 = 1 << VIRTIO_F_VERSION_1

@@ -2,7 +2,9 @@
 
 use std::{fs::File, io, os::unix::fs::FileExt as _};
 
-use crate::{log_limit::LogLimit, sys::file};
+use vmm_base::sys::file;
+
+use crate::log_limit::LogLimit;
 
 /// Bytes in each of the two files when nothing else is asked for.
 pub const DEFAULT_LIMIT: u64 = 1 << 20;

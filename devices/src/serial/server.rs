@@ -26,11 +26,11 @@ use std::{
 };
 
 use rustix::fs::{FileType, Mode, OFlags, fcntl_getfl, fcntl_setfl, fstat, open};
+use vmm_base::thread::{self, ThreadKind};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use self::worker::Worker;
 use super::{log::Log, port::Port};
-use crate::thread::{self, ThreadKind};
 
 /// Most clients at once.
 pub const MAX_CLIENTS: usize = 16;

@@ -7,12 +7,11 @@ use std::{
 };
 
 use vm_memory::{Address as _, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
+use vmm_base::GuestMemory;
 use vmm_sys_util::{
     eventfd::EventFd,
     ioctl::{ioctl, ioctl_with_mut_ref, ioctl_with_ptr, ioctl_with_ref},
 };
-
-use crate::GuestMemory;
 
 /// `struct vhost_vring_state`.
 #[derive(Clone, Copy, Default)]

@@ -22,9 +22,8 @@ use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
 use self::message::{FLAG_NEED_REPLY, HEADER, Header, Request};
 pub use self::message::{PROTOCOL_FEATURES, RingAddresses};
+use vmm_base::{GuestMemory, sys::event::event_fd};
 use vmm_sys_util::eventfd::EventFd;
-
-use crate::{GuestMemory, sys::event::event_fd};
 
 /// Time of a back end for all answers of one operation. A VM's pause, start or stop may wait for it.
 const PATIENCE: Duration = Duration::from_secs(5);

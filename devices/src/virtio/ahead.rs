@@ -8,11 +8,12 @@
 
 use std::sync::atomic::Ordering;
 
+use vmm_base::{GuestMemory, ram};
+
 use super::{
     descriptor::{descriptor, place},
     window::Window,
 };
-use crate::{GuestMemory, ram};
 
 /// So many entries are read at a time. Processors fetch about ten cache lines at once.
 const AHEAD: usize = 8;

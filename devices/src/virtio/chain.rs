@@ -1,12 +1,11 @@
 //! A descriptor chain, checked and split into its two parts (virtio 1.3, 2.7.4).
 
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, VolatileMemory, bitmap::Bitmap};
-use zerocopy::{FromBytes, IntoBytes};
-
-use crate::{
+use vmm_base::{
     GuestMemory, dirty,
     ram::{self, GuestSlice, Segment, TooShort},
 };
+use zerocopy::{FromBytes, IntoBytes};
 
 /// Most buffers in one chain. Linux' drivers stay below; the spec's own limit is the queue's size, which drivers with
 /// indirect tables do not keep.

@@ -6,15 +6,15 @@ use std::ops::Range;
 
 use virtio_queue::desc::split::Descriptor;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, VolatileMemory};
+use vmm_base::{
+    GuestMemory,
+    ram::{self, Segment},
+};
 
 use super::{
     chain::{Chain, MAX_SEGMENTS},
     fault::RingError,
     window::Window,
-};
-use crate::{
-    GuestMemory,
-    ram::{self, Segment},
 };
 
 /// Bytes of a descriptor (2.7.5).

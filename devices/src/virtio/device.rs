@@ -2,12 +2,12 @@
 
 use std::{io, sync::Arc, time::Instant};
 
+use vmm_base::{GuestMemory, thread::ThreadKind};
+
 use super::{fault::Fault, session::Session, signals::Signals};
 use crate::{
-    GuestMemory,
     pci::BarMemory,
     state::{Section, StateError},
-    thread::ThreadKind,
 };
 
 /// Type of a device (virtio 1.3, 5: device IDs).

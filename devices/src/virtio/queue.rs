@@ -5,6 +5,8 @@
 
 use std::sync::atomic::{Ordering, fence};
 
+use vmm_base::GuestMemory;
+
 use super::{
     ahead::Heads,
     chain::Chain,
@@ -14,7 +16,6 @@ use super::{
     shared::{self, Field, Fields},
     window::Window,
 };
-use crate::GuestMemory;
 
 pub use crate::queue_state::QueueState;
 

@@ -14,6 +14,8 @@ use vmm_sys_util::{
 
 pub use vmm_sys_util::epoll::EventSet;
 
+use vmm_base::GuestMemory;
+
 use super::{
     bell::Bell,
     chain::Chain,
@@ -21,7 +23,6 @@ use super::{
     queue::{Queue, QueueState},
     signals::Signals,
 };
-use crate::GuestMemory;
 
 /// Chains that one `kick` may take before others have their turn.
 const BATCH: u32 = 128;

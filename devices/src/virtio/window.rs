@@ -12,8 +12,7 @@ use vm_memory::{
     ByteValued, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap,
     MemoryRegionAddress, VolatileMemory, bitmap::Bitmap,
 };
-
-use crate::{GuestMemory, dirty::DirtyBitmap, ram::prefetch};
+use vmm_base::{GuestMemory, dirty::DirtyBitmap, ram::prefetch};
 
 /// See the module.
 #[derive(Clone, Debug)]

@@ -19,11 +19,9 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, anyhow, bail};
-use devices::{
-    block::SECTOR,
-    sys::lock::{LockKind, lock_image},
-};
+use devices::block::SECTOR;
 use serde_json::{Value, json};
+use vmm_base::sys::lock::{LockKind, lock_image};
 
 use super::{
     args::Import,

@@ -31,18 +31,16 @@ use std::{
 
 use anyhow::{Context as _, Result, bail};
 use clap::Parser as _;
-use devices::{
-    block::{
-        Backing, Image as _, Qcow2Image, RawImage, SECTOR,
-        qcow2::{
-            Header, check,
-            create::{self, CreateOptions},
-        },
+use devices::block::{
+    Backing, Image as _, Qcow2Image, RawImage, SECTOR,
+    qcow2::{
+        Header, check,
+        create::{self, CreateOptions},
     },
-    sys::lock::{LockKind, holder, lock_image},
 };
 use serde_json::{Value, json};
 use tracing::Level;
+use vmm_base::sys::lock::{LockKind, holder, lock_image};
 use vmm_sandbox::process::inherited_fd;
 
 use self::args::{Below, Check, Cli, Command, Create, Format, Preallocation, Resize, Which};

@@ -4,9 +4,8 @@
 use std::{fs::File, thread::JoinHandle};
 
 use devices::{
-    GuestMemory, legacy,
+    legacy,
     pci::{PciWindows, hotplug},
-    thread::{self, ThreadKind},
 };
 use proto::{
     model::{self, topology::Topology},
@@ -14,6 +13,10 @@ use proto::{
 };
 use uuid::Uuid;
 use vm_memory::{Bytes, GuestAddress};
+use vmm_base::{
+    GuestMemory,
+    thread::{self, ThreadKind},
+};
 
 use super::{
     COM1_GSI, COM1_PORT, GENERATION_GSI, HOTPLUG_GSI, KEYBOARD_GSI, POWER_BUTTON_GSI,

@@ -5,12 +5,10 @@ use std::{
     time::Instant,
 };
 
-use devices::{
-    thread::{self, ThreadKind},
-    virtio::transport::VirtioPciDevice,
-};
+use devices::virtio::transport::VirtioPciDevice;
 use proto::vmm::ErrorKind;
 use tracing::error;
+use vmm_base::thread::{self, ThreadKind};
 
 use crate::lifecycle::{Failure, Notice, Notifier, Pluggable, Token};
 

@@ -144,8 +144,8 @@ mod tests {
         time::{Duration, Instant},
     };
 
-    use devices::GuestMemory;
     use vm_memory::GuestAddress;
+    use vmm_base::GuestMemory;
 
     use super::*;
     use crate::{

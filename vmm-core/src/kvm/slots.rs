@@ -15,7 +15,6 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use devices::dirty::DirtyBitmap;
 use kvm_bindings::{
     KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_DIRTY_LOG_INITIALLY_SET, KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE,
     KVM_MEM_LOG_DIRTY_PAGES, KVMIO, kvm_clear_dirty_log, kvm_clear_dirty_log__bindgen_ty_1, kvm_enable_cap,
@@ -23,6 +22,7 @@ use kvm_bindings::{
 };
 use kvm_ioctls::{Cap, VmFd};
 use vm_memory::{GuestMemoryRegion, GuestRegionMmap};
+use vmm_base::dirty::DirtyBitmap;
 use vmm_sys_util::{ioctl::ioctl_with_ref, ioctl_iowr_nr};
 
 use super::{host::KvmError, vm::Vm};

@@ -9,7 +9,6 @@
 
 use std::{fs::File, io, ops::Range, sync::Arc};
 
-use devices::{GuestMemory, dirty::DirtyBitmap};
 use proto::model::resources::{HugePages, MemoryOptions};
 use rustix::{
     fs::{FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create},
@@ -21,6 +20,7 @@ use vm_memory::{
     FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap, bitmap::Bitmap,
     mmap::MmapRegionBuilder,
 };
+use vmm_base::{GuestMemory, dirty::DirtyBitmap};
 
 use super::{
     huge::{self, NotEnough},

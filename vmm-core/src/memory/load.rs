@@ -4,8 +4,8 @@
 
 use std::{fs::File, io, os::fd::AsRawFd};
 
-use devices::GuestMemory;
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryError, bitmap::Bitmap};
+use vmm_base::GuestMemory;
 
 /// A file that could not be read into guest memory.
 #[derive(Debug, thiserror::Error)]

@@ -12,15 +12,15 @@ use std::{
     thread,
 };
 
-use devices::{
-    GuestMemory,
-    thread::{ThreadKind, spawn_scoped},
-};
 use rustix::{
     io::Errno,
     mm::{Advice, madvise},
 };
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, bitmap::Bitmap};
+use vmm_base::{
+    GuestMemory,
+    thread::{ThreadKind, spawn_scoped},
+};
 
 /// Most threads: from here on the memory's bandwidth is the limit.
 const MAX_THREADS: usize = 16;

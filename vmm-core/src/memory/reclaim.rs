@@ -4,12 +4,13 @@
 
 use std::{io, sync::Arc};
 
-use devices::{GuestMemory, virtio::balloon::Reclaim};
+use devices::virtio::balloon::Reclaim;
 use rustix::{
     fs::{FallocateFlags, fallocate},
     mm::{Advice, madvise},
 };
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress, bitmap::Bitmap};
+use vmm_base::GuestMemory;
 
 use super::{GuestRam, replaced::Replaced};
 

@@ -2,12 +2,10 @@
 
 use std::fs::File;
 
-use devices::{
-    GuestMemory,
-    block::{Content, Image as _, RawImage},
-};
+use devices::block::{Content, Image as _, RawImage};
 use prost::Message as _;
 use vm_memory::GuestAddress;
+use vmm_base::GuestMemory;
 
 use super::{
     ReceivedDisk,

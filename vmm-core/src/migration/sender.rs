@@ -6,10 +6,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use devices::{GuestMemory, virtio::blk::Mirror};
+use devices::virtio::blk::Mirror;
 use prost::Message as _;
 use proto::state::{self, Section, SnapshotInfo};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
+use vmm_base::GuestMemory;
 
 use super::format::{Kind, MAGIC, MAX_BODY_BYTES, VERSION, frame};
 use crate::snapshot::{

@@ -13,10 +13,10 @@ use std::{
     time::Duration,
 };
 
-use devices::GuestMemory;
 use proptest::{prelude::*, sample::Index};
 use proto::state::{self, Clock, Section, SnapshotInfo};
 use vm_memory::{Bytes, GuestAddress};
+use vmm_base::GuestMemory;
 
 mod disks;
 

@@ -2,8 +2,8 @@
 
 use std::{os::unix::fs::FileExt, sync::LazyLock};
 
-use devices::GuestMemory;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
+use vmm_base::GuestMemory;
 
 use super::{
     error::SnapshotError,

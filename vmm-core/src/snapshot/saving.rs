@@ -30,15 +30,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-use devices::{
-    GuestMemory,
-    thread::{self, ThreadKind},
-};
 use proto::{
     state::{self, SnapshotInfo},
     vmm::ErrorKind,
 };
 use vm_memory::{GuestAddress, GuestMemoryBackend};
+use vmm_base::{
+    GuestMemory,
+    thread::{self, ThreadKind},
+};
 
 use super::{
     Writer,

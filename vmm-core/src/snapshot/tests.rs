@@ -9,7 +9,6 @@ use std::{
 };
 
 use devices::{
-    GuestMemory,
     display::{BootScreen, Framebuffer, Size, VideoMemory},
     pci::BarMemory,
     virtio::{device::VirtioDevice, gpu::Gpu},
@@ -17,6 +16,7 @@ use devices::{
 use proptest::{prelude::*, sample::Index};
 use proto::state::{self, Clock, Section, SnapshotInfo, StateError};
 use vm_memory::{Bytes, GuestAddress};
+use vmm_base::GuestMemory;
 
 use super::{
     error::Place,

@@ -4,9 +4,9 @@
 
 use std::{fs::File, os::unix::fs::FileExt};
 
-use devices::GuestMemory;
 use proto::state::{self, Section, SnapshotInfo};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
+use vmm_base::GuestMemory;
 
 use super::{
     error::SnapshotError,

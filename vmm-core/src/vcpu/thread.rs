@@ -10,12 +10,10 @@ use std::{
     thread::JoinHandle,
 };
 
-use devices::{
-    bus::Effect,
-    thread::{self, ThreadKind},
-};
+use devices::bus::Effect;
 use kvm_bindings::CpuId;
 use proto::state::StateError;
+use vmm_base::thread::{self, ThreadKind};
 
 use super::{ExitCounts, Outside, Report, ReportKind};
 use crate::kvm::{Exit, Kicker, KvmError, MACHINE_CHECK_BANKS, ThreadClock, Vcpu, VcpuState, address_bits};

@@ -29,13 +29,14 @@ use std::{
 };
 
 use imago::{FormatAccess, Mapping, ShallowMapping};
+use vmm_base::sys::Iovecs;
 
 use self::{
     ranges::{Ranges, Use},
     turns::Turns,
 };
 use super::{layer::Layer, medium::Medium, stage::Stage};
-use crate::{block::content::Extent, sys::Iovecs};
+use crate::block::content::Extent;
 
 /// Compressed data is read in pieces of at most this size; one cluster at the most is 2 MiB.
 const BOUNCE: u64 = 2 << 20;

@@ -12,17 +12,15 @@ use std::{
     time::{Duration, Instant},
 };
 
+use vmm_base::sys::event::wait_for;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::{disk::Place, pool::Pool};
-use crate::{
-    block::{
-        engine::{Completion, Engine, Operation, Request},
-        pool::{Job, Mailbox, Pool as RawPool, copy, event},
-        target::Target,
-        uring::UringEngine,
-    },
-    sys::event::wait_for,
+use crate::block::{
+    engine::{Completion, Engine, Operation, Request},
+    pool::{Job, Mailbox, Pool as RawPool, copy, event},
+    target::Target,
+    uring::UringEngine,
 };
 
 /// Most requests at once: a virtqueue's size.

@@ -8,9 +8,9 @@ use std::{
 };
 
 use vm_memory::GuestAddress;
+use vmm_base::{GuestMemory, ram::Segment, sys::Iovecs};
 
 use super::{check, disk::Disk, header::Header, medium::Medium, open_disk};
-use crate::{GuestMemory, ram::Segment, sys::Iovecs};
 
 /// Most bytes that a file may grow to.
 const LIMIT: usize = 1 << 20;

@@ -3,8 +3,7 @@
 use std::{fmt, fs::File, io, os::unix::fs::FileExt};
 
 use rustix::fs::{FallocateFlags, fallocate};
-
-use crate::sys::{Iovecs, file};
+use vmm_base::sys::{Iovecs, file};
 
 /// A file's bytes. Behind its end there are zeroes, and a write extends it. Any thread may use it.
 pub trait Medium: fmt::Debug + Send + Sync {

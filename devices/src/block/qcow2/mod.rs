@@ -49,18 +49,6 @@ use rustix::fs::{FileType, OFlags, fcntl_getfl, fcntl_setfl};
 
 pub use header::{Header, Refusal};
 
-use super::{
-    SECTOR,
-    content::{Access, Extent},
-    direct::Alignment,
-    engine::{Engine, Operation},
-    image::{Geometry, Image, OpenError},
-    target::Target,
-};
-use crate::sys::{
-    Iovecs, file,
-    lock::{LockKind, lock_image},
-};
 use base::Base;
 use disk::{Disk, Traits};
 use engine::Qcow2Engine;
@@ -69,6 +57,19 @@ use medium::Medium;
 use pool::Pool;
 use stage::Stage;
 use uncached::Uncached;
+use vmm_base::sys::{
+    Iovecs, file,
+    lock::{LockKind, lock_image},
+};
+
+use super::{
+    SECTOR,
+    content::{Access, Extent},
+    direct::Alignment,
+    engine::{Engine, Operation},
+    image::{Geometry, Image, OpenError},
+    target::Target,
+};
 
 /// An image below an overlay, which is only read.
 #[derive(Debug)]

@@ -12,15 +12,16 @@ use std::{
     time::Duration,
 };
 
-use super::disk::{Disk, Place};
-use crate::{
-    block::{
-        content::Extent,
-        engine::{Completion, Operation, Request},
-        pool::Job,
-    },
+use vmm_base::{
     sys::Iovecs,
     thread::{self, ThreadKind},
+};
+
+use super::disk::{Disk, Place};
+use crate::block::{
+    content::Extent,
+    engine::{Completion, Operation, Request},
+    pool::Job,
 };
 
 /// Requests of one image that are carried out at once.

@@ -11,14 +11,12 @@ use std::{
 };
 
 use rustix::fs::{FallocateFlags, fallocate};
+use vmm_base::sys::{Iovecs, file};
 
 use super::medium::Medium;
-use crate::{
-    block::{
-        engine::Operation,
-        target::{Bounce, Target},
-    },
-    sys::{Iovecs, file},
+use crate::block::{
+    engine::Operation,
+    target::{Bounce, Target},
 };
 
 /// Number of buffers kept for later requests: one for each thread of the pool, and one for opening

@@ -3,8 +3,7 @@
 use std::{fs::File, io};
 
 use rustix::fs::FileType;
-
-use crate::sys::{blockdev, file};
+use vmm_base::sys::{blockdev, file};
 
 /// Type of the storage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

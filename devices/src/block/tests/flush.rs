@@ -3,9 +3,9 @@
 
 use rstest::rstest;
 use rustix::fs::fstatfs;
+use vmm_base::sys::cachestat::not_written_back;
 
 use super::{hosts::Loop, *};
-use crate::sys::cachestat::not_written_back;
 
 const SIZE: u64 = 1 << 20;
 /// `statfs` type of a file system without a disk below it (`linux/magic.h`).

@@ -27,6 +27,7 @@ use std::{
 use proptest::prelude::*;
 use tempfile::NamedTempFile;
 use vm_memory::GuestAddress;
+use vmm_base::{GuestMemory, lacking, ram::Segment, sys::Iovecs};
 
 use super::{
     Completion, Engine, Operation, Request, SECTOR,
@@ -35,7 +36,6 @@ use super::{
     target::Target,
     uring::UringEngine,
 };
-use crate::{GuestMemory, lacking, ram::Segment, sys::Iovecs};
 
 /// How long a test waits for an expected event before it fails.
 const PATIENCE: Duration = Duration::from_secs(20);

@@ -4,14 +4,10 @@ use std::{collections::HashMap, ops::Range, sync::Arc, time::Instant};
 
 use proptest::prelude::*;
 use vm_memory::{Bytes, GuestAddress};
+use vmm_base::{GuestMemory, ram::Segment, sys::Iovecs};
 
 use super::{PATIENCE, Setup, late};
-use crate::{
-    GuestMemory,
-    block::{Completion, Engine, Operation, Request, SECTOR},
-    ram::Segment,
-    sys::Iovecs,
-};
+use crate::block::{Completion, Engine, Operation, Request, SECTOR};
 
 /// The disk's size.
 pub(in crate::block) const SECTORS: u64 = 2048;

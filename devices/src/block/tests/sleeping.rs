@@ -2,13 +2,13 @@
 
 use std::{os::fd::AsRawFd as _, time::Duration};
 
+use vmm_base::sys::event::wait_for;
 use vmm_sys_util::{
     epoll::{ControlOperation, Epoll, EpollEvent, EventSet},
     eventfd::{EFD_NONBLOCK, EventFd},
 };
 
 use super::*;
-use crate::sys::event::wait_for;
 
 /// A test that sleeps so long has failed.
 const LONG: Duration = Duration::from_secs(1000);

@@ -2,10 +2,9 @@
 
 use std::io;
 
-use crate::{
-    block::{engine::Operation, target::unsupported},
-    sys::Iovecs,
-};
+use vmm_base::sys::Iovecs;
+
+use crate::block::{engine::Operation, target::unsupported};
 
 /// Action after the return of a call.
 pub(super) enum Verdict {

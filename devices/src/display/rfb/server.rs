@@ -21,13 +21,13 @@ mod worker;
 
 use std::{io, os::fd::OwnedFd, sync::Arc, thread::JoinHandle, time::Duration};
 
+use vmm_base::thread::{self, ThreadKind};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use self::worker::Worker;
 use crate::{
     display::{BootScreen, Framebuffer, Size},
     input::Hub,
-    thread::{self, ThreadKind},
 };
 
 /// Most clients at once.

@@ -20,11 +20,11 @@ use std::{
 };
 
 use vm_memory::{Bytes, GuestAddress};
+use vmm_base::GuestMemory;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::{Balloon, BalloonControl, BalloonOptions, PAGE, Reclaim, config::QUEUE_SIZES};
 use crate::{
-    GuestMemory,
     pci::msix::Msix,
     virtio::{
         bell::Bell,

@@ -131,7 +131,7 @@ impl VirtioDevice for Balloon {
         let wake = self.shared.connect(signals)?;
         let handler = BalloonHandler::new(reclaim, Arc::clone(&self.shared), wake);
         Ok(vec![WorkerSpec {
-            kind: crate::thread::ThreadKind::Worker,
+            kind: vmm_base::thread::ThreadKind::Worker,
             name: "balloon".into(),
             queues: (0..queues).collect(),
             handler: Box::new(handler),

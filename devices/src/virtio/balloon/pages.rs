@@ -7,12 +7,10 @@
 use std::ops::Range;
 
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
+use vmm_base::GuestMemory;
 
 use super::config::PAGE_SHIFT;
-use crate::{
-    GuestMemory,
-    state::{StateError, check, message},
-};
+use crate::state::{StateError, check, message};
 
 const WORD_BITS: u64 = 64;
 /// Words in a piece of a saved set: 32,768 pages.

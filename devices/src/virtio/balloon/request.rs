@@ -5,12 +5,13 @@
 
 use std::{collections::BTreeMap, ops::Range};
 
-use super::config::{PAGE, PAGE_SHIFT};
-use crate::{
+use vmm_base::{
     GuestMemory,
     ram::{Segment, TooShort},
-    virtio::chain::Chain,
 };
+
+use super::config::{PAGE, PAGE_SHIFT};
+use crate::virtio::chain::Chain;
 
 /// Bytes in a page number (le32).
 pub(super) const NUMBER: u32 = 4;

@@ -7,13 +7,13 @@ use std::{
 
 use proptest::prelude::*;
 use vm_memory::Bytes;
+use vmm_base::GuestMemory;
 
 use super::{
     harness::{DATA, Harness, MockHost, REGIONS, SIZE},
     *,
 };
 use crate::{
-    GuestMemory,
     component::Component,
     virtio::testing::{Area, Buffer, Driver, PATIENCE, Rig, suite::DeviceUnderTest},
 };

@@ -11,6 +11,7 @@
 use std::{io, sync::Arc, time::Instant};
 
 use vm_memory::GuestAddress;
+use vmm_base::GuestMemory;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::{
@@ -21,7 +22,6 @@ use super::{
     state::Shared,
 };
 use crate::{
-    GuestMemory,
     state::{Section, StateError, message},
     virtio::{
         chain::Chain,

@@ -22,9 +22,10 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use self::host::Mock;
 pub(super) use self::host::{Host, host};
+use vmm_base::GuestMemory;
+
 use super::{Blk, BlkControl, BlkOptions};
 use crate::{
-    GuestMemory,
     pci::msix::Msix,
     virtio::{
         bell::Bell,

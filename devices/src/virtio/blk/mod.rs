@@ -182,7 +182,7 @@ impl VirtioDevice for Blk {
                 let handler =
                     BlkHandler::new(queue, engine, shared, self.limits, self.identity, self.on_error);
                 Ok(WorkerSpec {
-                    kind: crate::thread::ThreadKind::Worker,
+                    kind: vmm_base::thread::ThreadKind::Worker,
                     name: thread_name("blk", &self.name, queue),
                     queues: vec![queue],
                     handler: Box::new(handler),

@@ -1,8 +1,10 @@
 //! Plan of a request that was taken from the ring. The parts of the chain are copied and checked
 //! before the operation starts.
 
+use vmm_base::GuestMemory;
+
 use super::request::{HEADER, Header, Limits, Plan, RANGE, Range, RangeHeader, Status, few_enough};
-use crate::{GuestMemory, virtio::chain::Chain};
+use crate::virtio::chain::Chain;
 
 /// Features that the driver accepted.
 #[derive(Clone, Copy, Debug, Default)]

@@ -5,6 +5,7 @@ use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT, VIRTIO_BLK_T_WRITE_ZEROES,
     VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP,
 };
+use vmm_base::ram::Segment;
 use zerocopy::{
     FromBytes, IntoBytes,
     little_endian::{U32, U64},
@@ -13,7 +14,6 @@ use zerocopy::{
 use super::stats::Kind;
 use crate::{
     block::{Operation, SECTOR},
-    ram::Segment,
     rate::Cost,
 };
 

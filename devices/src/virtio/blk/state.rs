@@ -6,13 +6,14 @@
 
 use std::sync::atomic::Ordering;
 
+use vmm_base::GuestMemory;
+
 use super::{
     hold::{Kept, Restored},
     plan::Work,
     worker::BlkHandler,
 };
 use crate::{
-    GuestMemory,
     state::{StateError, check, message, narrow},
     virtio::{
         fault::{Fault, RingError},

@@ -104,7 +104,7 @@ impl VirtioDevice for Console {
         }
         self.shared.connect(signals);
         Ok(vec![WorkerSpec {
-            kind: crate::thread::ThreadKind::Worker,
+            kind: vmm_base::thread::ThreadKind::Worker,
             name: "console".into(),
             queues: vec![0, 1],
             handler: Box::new(ConsoleHandler::new(Arc::clone(&self.shared))),

@@ -2,9 +2,10 @@
 
 use std::{sync::Arc, time::Instant};
 
+use vmm_base::GuestMemory;
+
 use super::shared::{BACKLOG, Shared};
 use crate::{
-    GuestMemory,
     state::{Section, StateError},
     virtio::{
         chain::Chain,

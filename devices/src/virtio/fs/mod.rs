@@ -28,6 +28,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
+use vmm_base::thread::ThreadKind;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use self::worker::FsHandler;
@@ -35,10 +36,7 @@ use super::{
     device::{DeviceKind, VirtioDevice, WorkerSpec, read_bytes, thread_name},
     signals::Signals,
 };
-use crate::{
-    state::{Section, StateError, message},
-    thread::ThreadKind,
-};
+use crate::state::{Section, StateError, message};
 
 /// Longest tag in bytes (5.11.4).
 pub const MAX_TAG: usize = 36;

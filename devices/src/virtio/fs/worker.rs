@@ -6,6 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use vmm_base::GuestMemory;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::{
@@ -13,7 +14,6 @@ use super::{
     request::{Head, IN_HEADER, OUT_HEADER},
 };
 use crate::{
-    GuestMemory,
     state::{Section, StateError, message},
     vhost_user::{self, FrontEnd, RingAddresses, RingEvents},
     virtio::{

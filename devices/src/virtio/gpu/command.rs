@@ -2,6 +2,8 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
+use vmm_base::GuestMemory;
+
 use super::{
     edid,
     resource::{
@@ -10,10 +12,7 @@ use super::{
     },
     shared::Shared,
 };
-use crate::{
-    GuestMemory,
-    display::{BootScreen, Cursor, Framebuffer, MAX_CURSOR, Rect, Size},
-};
+use crate::display::{BootScreen, Cursor, Framebuffer, MAX_CURSOR, Rect, Size};
 
 /// Longest request: RESOURCE_ATTACH_BACKING with all entries.
 pub(super) const MAX_REQUEST: usize = 32 + MAX_ENTRIES * 16;

@@ -10,16 +10,14 @@
 use std::sync::Arc;
 
 use vm_memory::GuestAddress;
+use vmm_base::GuestMemory;
 
 use super::{
     command::{HEADER, Renderer},
     resource::{MAX_BYTES, Resource},
     shared::Shared,
 };
-use crate::{
-    GuestMemory,
-    display::{Framebuffer, Size},
-};
+use crate::display::{Framebuffer, Size};
 
 /// Kinds of commands, so that few bytes make one.
 const KINDS: [u32; 16] = [

@@ -127,7 +127,7 @@ impl VirtioDevice for Gpu {
             Arc::clone(&self.shared),
         );
         Ok(vec![WorkerSpec {
-            kind: crate::thread::ThreadKind::Worker,
+            kind: vmm_base::thread::ThreadKind::Worker,
             name: "gpu".into(),
             queues: vec![0, 1],
             handler: Box::new(GpuHandler::new(renderer)),

@@ -1,11 +1,9 @@
 //! Pictures that a guest has made.
 
 use vm_memory::{Bytes, GuestAddress};
+use vmm_base::GuestMemory;
 
-use crate::{
-    GuestMemory,
-    display::{Rect, Size},
-};
+use crate::display::{Rect, Size};
 
 /// Most bytes of the host's copies of all resources together: three pictures of the largest size and more.
 pub(super) const MAX_BYTES: usize = 128 << 20;

@@ -5,6 +5,8 @@
 //! megabytes in the state. A transfer that the driver has not requested yet then takes effect
 //! early.
 
+use vmm_base::GuestMemory;
+
 use super::{
     command::{Renderer, Scanout},
     resource::{
@@ -13,7 +15,6 @@ use super::{
     },
 };
 use crate::{
-    GuestMemory,
     display::{Cursor, MAX_CURSOR, Rect, Size},
     state::{StateError, check, message, narrow},
 };

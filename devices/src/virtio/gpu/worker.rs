@@ -2,9 +2,10 @@
 
 use std::time::Instant;
 
+use vmm_base::GuestMemory;
+
 use super::command::{HEADER, MAX_REQUEST, Renderer};
 use crate::{
-    GuestMemory,
     state::{Section, StateError},
     virtio::{
         chain::Chain,

@@ -122,7 +122,7 @@ impl VirtioDevice for Input {
         }
         let lights = (self.kind == Kind::Keyboard).then(|| Arc::clone(&self.hub));
         Ok(vec![WorkerSpec {
-            kind: crate::thread::ThreadKind::Worker,
+            kind: vmm_base::thread::ThreadKind::Worker,
             name: self.name().into(),
             queues: vec![0, 1],
             handler: Box::new(InputHandler::new(Arc::clone(&self.events), lights)),

@@ -2,12 +2,13 @@
 
 use std::{sync::Arc, time::Instant};
 
+use vmm_base::GuestMemory;
+
 use super::{
     config::code,
     events::{Event, Events},
 };
 use crate::{
-    GuestMemory,
     input::{Hub, LED_CAPS, LED_NUM, LED_SCROLL},
     state::{Section, StateError},
     virtio::{

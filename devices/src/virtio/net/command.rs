@@ -15,16 +15,14 @@ use virtio_bindings::virtio_net::{
     VIRTIO_NET_F_CTRL_MAC_ADDR, VIRTIO_NET_F_CTRL_RX, VIRTIO_NET_F_CTRL_RX_EXTRA, VIRTIO_NET_F_CTRL_VLAN,
     VIRTIO_NET_F_GUEST_ANNOUNCE, VIRTIO_NET_F_MQ, VIRTIO_NET_OK,
 };
+use vmm_base::GuestMemory;
 
 use super::{
     config,
     control::Shared,
     filter::{Address, Table},
 };
-use crate::{
-    GuestMemory,
-    virtio::{chain::Chain, device::Progress, fault::Fault, session::Session},
-};
+use crate::virtio::{chain::Chain, device::Progress, fault::Fault, session::Session};
 
 /// Class and number of a command.
 const COMMAND: u32 = 2;

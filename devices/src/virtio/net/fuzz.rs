@@ -18,6 +18,7 @@ use std::{
 };
 
 use vm_memory::{Bytes, GuestAddress};
+use vmm_base::{GuestMemory, sys::Iovecs};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use zerocopy::FromBytes;
 
@@ -26,10 +27,8 @@ use super::{
     header::{HEADER, Header, MAX_FRAME},
 };
 use crate::{
-    GuestMemory,
     net::{NetBackend, Offloads},
     pci::msix::Msix,
-    sys::Iovecs,
     virtio::{
         bell::Bell,
         device::{Drained, Progress, QueueHandler, VirtioDevice},

@@ -29,6 +29,8 @@ use self::{
     worker::NetHandler,
 };
 pub use self::{control::NetControl, stats::NetStats};
+use vmm_base::thread::ThreadKind;
+
 use super::{
     device::{DeviceKind, VirtioDevice, WorkerSpec, read_bytes, thread_name},
     signals::Signals,
@@ -37,7 +39,6 @@ use crate::{
     net::{NetBackend, Offloads, PairServer},
     rate::Limiter,
     state::{Section, StateError},
-    thread::ThreadKind,
 };
 
 /// Most pairs of queues of an interface.

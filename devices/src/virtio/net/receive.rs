@@ -12,6 +12,7 @@
 
 use std::{collections::VecDeque, io, sync::Arc, time::Instant};
 
+use vmm_base::{GuestMemory, sys::Iovecs};
 use zerocopy::{FromBytes as _, IntoBytes as _};
 
 use super::{
@@ -21,11 +22,9 @@ use super::{
     stats::PairCounters,
 };
 use crate::{
-    GuestMemory,
     net::{NetBackend, Offloads},
     rate::Cost,
     state::{StateError, check, message, narrow},
-    sys::Iovecs,
     virtio::{chain::Chain, device::Progress, fault::Fault, session::Session, throttle::Throttle},
 };
 

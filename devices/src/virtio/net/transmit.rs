@@ -3,6 +3,7 @@
 
 use std::{io, sync::Arc, time::Instant};
 
+use vmm_base::{GuestMemory, sys::Iovecs};
 use zerocopy::IntoBytes as _;
 
 use super::{
@@ -11,10 +12,8 @@ use super::{
     stats::PairCounters,
 };
 use crate::{
-    GuestMemory,
     net::NetBackend,
     rate::Cost,
-    sys::Iovecs,
     virtio::{chain::Chain, device::Progress, fault::Fault, session::Session, throttle::Throttle},
 };
 

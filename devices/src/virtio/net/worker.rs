@@ -21,6 +21,7 @@ use std::{
 use virtio_bindings::virtio_net::{
     VIRTIO_NET_F_CTRL_VLAN, VIRTIO_NET_F_CTRL_VQ, VIRTIO_NET_F_MQ, VIRTIO_NET_F_MRG_RXBUF,
 };
+use vmm_base::{GuestMemory, sys::Iovecs};
 
 use super::{
     announce,
@@ -32,11 +33,9 @@ use super::{
     transmit::Sender,
 };
 use crate::{
-    GuestMemory,
     net::NetBackend,
     rate::Cost,
     state::{Section, StateError},
-    sys::Iovecs,
     virtio::{
         device::{Drained, Progress, QueueHandler},
         fault::Fault,

@@ -3,6 +3,7 @@
 use std::{fs::File, io, sync::Arc, time::Instant};
 
 use vm_memory::ReadVolatile;
+use vmm_base::GuestMemory;
 
 use super::{
     chain::Chain,
@@ -11,10 +12,7 @@ use super::{
     session::Session,
     signals::Signals,
 };
-use crate::{
-    GuestMemory,
-    state::{Section, StateError, message},
-};
+use crate::state::{Section, StateError, message};
 
 /// The device's only queue.
 const REQUESTS: u16 = 0;
@@ -64,7 +62,7 @@ impl VirtioDevice for Rng {
             chain: Chain::new(),
         });
         Ok(vec![WorkerSpec {
-            kind: crate::thread::ThreadKind::Worker,
+            kind: vmm_base::thread::ThreadKind::Worker,
             name: "rng".into(),
             queues: vec![REQUESTS],
             handler,

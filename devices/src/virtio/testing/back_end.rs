@@ -18,14 +18,11 @@ use rustix::{
     net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg},
 };
 use vm_memory::{FileOffset, GuestAddress};
+use vmm_base::{GuestMemory, thread::ThreadKind};
 
-use crate::{
-    GuestMemory,
-    thread::ThreadKind,
-    virtio::{
-        chain::Chain,
-        queue::{Queue, QueueState},
-    },
+use crate::virtio::{
+    chain::Chain,
+    queue::{Queue, QueueState},
 };
 
 const FEATURES: u64 = 1 << 32 | 1 << 30 | 1 << 29 | 1 << 28;
@@ -64,7 +61,7 @@ impl BackEnd {
         });
         let socket = back.try_clone().unwrap();
         let shared = Arc::clone(&mood);
-        let thread = crate::thread::spawn(ThreadKind::Delegate, "back-end", move || {
+        let thread = vmm_base::thread::spawn(ThreadKind::Delegate, "back-end", move || {
             Server {
                 socket: back,
                 features: 0,

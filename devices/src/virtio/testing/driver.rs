@@ -3,9 +3,9 @@
 use std::sync::atomic::{Ordering, fence};
 
 use vm_memory::{Bytes, GuestAddress};
+use vmm_base::GuestMemory;
 
 use super::{Area, Rig};
-use crate::GuestMemory;
 
 const FEATURES_OK: u8 = 8;
 const DRIVER_OK: u8 = 4;

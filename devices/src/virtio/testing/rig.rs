@@ -4,10 +4,10 @@ use std::{fs::File, sync::Arc, time::Instant};
 
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use vm_memory::{FileOffset, GuestAddress};
+use vmm_base::GuestMemory;
 
 use super::{MockMsi, MockNotify, MockSink, PATIENCE};
 use crate::{
-    GuestMemory,
     bus::{Bus, Effect},
     component::Component,
     interrupt::NotifyAddress,

@@ -10,15 +10,12 @@ use virtio_queue::{
     mock::{AvailRing, DescriptorTable, MockSplitQueue, UsedRing},
 };
 use vm_memory::{Bytes, GuestAddress};
+use vmm_base::{GuestMemory, ram::Segment};
 
-use crate::{
-    GuestMemory,
-    ram::Segment,
-    virtio::{
-        chain::{Chain, MAX_SEGMENTS},
-        fault::RingError,
-        queue::{Queue, QueueState},
-    },
+use crate::virtio::{
+    chain::{Chain, MAX_SEGMENTS},
+    fault::RingError,
+    queue::{Queue, QueueState},
 };
 
 const SIZE: u16 = 16;

@@ -4,14 +4,12 @@ use std::collections::VecDeque;
 
 use proptest::prelude::*;
 use vm_memory::{Bytes, GuestAddress};
+use vmm_base::GuestMemory;
 
-use crate::{
-    GuestMemory,
-    virtio::{
-        chain::Chain,
-        fault::RingError,
-        queue::{Queue, QueueState},
-    },
+use crate::virtio::{
+    chain::Chain,
+    fault::RingError,
+    queue::{Queue, QueueState},
 };
 
 const SIZE: u16 = 16;

@@ -10,10 +10,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+use vmm_base::GuestMemory;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::{
-    GuestMemory,
     state::{Section, StateError},
     virtio::{
         chain::Chain,
@@ -137,7 +137,7 @@ impl VirtioDevice for Puppet {
     }
     fn workers(&mut self, _signals: &Arc<Signals>) -> io::Result<Vec<WorkerSpec>> {
         let spec = |(queue, strings): (u16, &Arc<Strings>)| WorkerSpec {
-            kind: crate::thread::ThreadKind::Worker,
+            kind: vmm_base::thread::ThreadKind::Worker,
             name: format!("puppet-{queue}"),
             queues: vec![queue],
             handler: Box::new(Hand {

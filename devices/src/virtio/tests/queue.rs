@@ -1,14 +1,11 @@
 use proptest::prelude::*;
 use vm_memory::{Bytes, GuestAddress};
+use vmm_base::{GuestMemory, ram::TooShort};
 
-use crate::{
-    GuestMemory,
-    ram::TooShort,
-    virtio::{
-        chain::{Chain, MAX_SEGMENTS},
-        fault::RingError,
-        queue::{Queue, QueueState},
-    },
+use crate::virtio::{
+    chain::{Chain, MAX_SEGMENTS},
+    fault::RingError,
+    queue::{Queue, QueueState},
 };
 
 const NEXT: u16 = 1;
@@ -313,7 +310,7 @@ proptest! {
         match simple_walk(&direct, &table, head) {
             Some((readable, writable)) => {
                 prop_assert_eq!(result, Ok(true));
-                let lengths = |segments: &[crate::ram::Segment]| -> Vec<(u64, u32)> {
+                let lengths = |segments: &[vmm_base::ram::Segment]| -> Vec<(u64, u32)> {
                     segments.iter().map(|segment| (segment.address.0, segment.length)).collect()
                 };
                 prop_assert_eq!(lengths(chain.readable()), readable);
@@ -468,7 +465,7 @@ proptest! {
         while let Ok(true) = queue.pop(&mut chain) {
             taken += 1;
             prop_assert!(taken <= 16);
-            let sum = |segments: &[crate::ram::Segment]| segments.iter().map(|segment| u64::from(segment.length)).sum::<u64>();
+            let sum = |segments: &[vmm_base::ram::Segment]| segments.iter().map(|segment| u64::from(segment.length)).sum::<u64>();
             prop_assert_eq!(sum(chain.readable()), u64::from(chain.readable_len()));
             prop_assert_eq!(sum(chain.writable()), u64::from(chain.writable_len()));
             for segment in chain.readable().iter().chain(chain.writable()) {

@@ -1,14 +1,12 @@
 //! Tests of the rings' locations, and of the time when entries become visible to the driver.
 
 use vm_memory::{Bytes, GuestAddress};
+use vmm_base::GuestMemory;
 
-use crate::{
-    GuestMemory,
-    virtio::{
-        chain::Chain,
-        fault::RingError,
-        queue::{Queue, QueueState},
-    },
+use crate::virtio::{
+    chain::Chain,
+    fault::RingError,
+    queue::{Queue, QueueState},
 };
 
 const SIZE: u16 = 8;

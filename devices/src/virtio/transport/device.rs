@@ -6,6 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use vmm_base::GuestMemory;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::{
@@ -20,7 +21,6 @@ use super::{
     function::{MAX_CONFIG, MAX_QUEUES, VirtioFunction},
 };
 use crate::{
-    GuestMemory,
     component::{Component, ComponentError},
     interrupt::{MsiController, NotifyRegistry},
     log_limit::LogLimit,

@@ -39,6 +39,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use vmm_base::GuestMemory;
 use vmm_sys_util::eventfd::EventFd;
 
 use self::thread::Worker;
@@ -49,7 +50,7 @@ use super::{
     queue::QueueState,
     signals::Signals,
 };
-use crate::{GuestMemory, log_limit::LogLimit};
+use crate::log_limit::LogLimit;
 
 /// How long an ending worker is waited for before it is left alone.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
@@ -161,7 +162,7 @@ impl Workers {
                 bus_master: false,
             };
             let (alive, ended) = mpsc::channel::<()>();
-            let thread = crate::thread::spawn(spec.kind, spec.name, move || {
+            let thread = vmm_base::thread::spawn(spec.kind, spec.name, move || {
                 let _until_the_end = alive;
                 worker.run();
             })?;

@@ -2,9 +2,10 @@
 
 use std::sync::mpsc::{self, Receiver};
 
+use vmm_base::GuestMemory;
+
 use super::{Command, Handle, Visit, Workers};
 use crate::{
-    GuestMemory,
     state::{Section, StateError, check},
     virtio::device::QueueHandler,
 };

@@ -254,8 +254,8 @@ fn what_is_no_image_or_in_use_is_refused() {
         .write(true)
         .open(images.path("text"))
         .unwrap();
-    let lock = devices::sys::lock::LockKind::Write;
-    assert!(devices::sys::lock::lock_image(&file, lock).unwrap());
+    let lock = vmm_base::sys::lock::LockKind::Write;
+    assert!(vmm_base::sys::lock::lock_image(&file, lock).unwrap());
     let error = images.error("resize --fd 3 --format raw --size 8192", &["text"]);
     assert!(error.contains("in use by"), "{error}");
     let error = images.error("check --fd 3 --format raw", &["text"]);

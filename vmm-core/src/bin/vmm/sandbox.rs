@@ -14,14 +14,14 @@ use std::os::fd::RawFd;
 
 use anyhow::{Context, Result, bail};
 use caps::{CapSet, Capability};
-#[cfg(debug_assertions)]
-use devices::thread::{self, ThreadKind};
 use rustix::{
     io::Errno,
     process::getuid,
     thread::{CapabilitySet, remove_capability_from_bounding_set},
 };
 use tracing::warn;
+#[cfg(debug_assertions)]
+use vmm_base::thread::{self, ThreadKind};
 #[cfg(debug_assertions)]
 use vmm_core::memory::locate;
 use vmm_sandbox::{

@@ -7,8 +7,8 @@ use std::{
 };
 
 use anyhow::{Context, Result};
-use devices::thread::{self, ThreadKind};
 use rustix::net::listen;
+use vmm_base::thread::{self, ThreadKind};
 use vmm_core::{
     board::assemble::{Assembler, Console},
     lifecycle::{Notifier, driver::Driver},

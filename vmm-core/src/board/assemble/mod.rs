@@ -22,7 +22,6 @@ use std::{
 };
 
 use devices::{
-    GuestMemory,
     bus::Bus,
     component::Component,
     interrupt::{IrqLine, MsiController, NotifyRegistry},
@@ -45,6 +44,7 @@ use proto::{
     state,
     vmm::{self, ErrorKind, MachineSpec},
 };
+use vmm_base::GuestMemory;
 
 use self::disk::Locks;
 use super::{

@@ -1,8 +1,8 @@
 //! The state in which a kernel is entered: descriptor table, page tables, registers.
 
-use devices::GuestMemory;
 use kvm_bindings::{kvm_dtable, kvm_regs, kvm_segment, kvm_sregs};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
+use vmm_base::GuestMemory;
 
 use super::place;
 

@@ -14,9 +14,9 @@ mod tests;
 
 use std::{fs::File, io, ops::Range, os::unix::fs::FileExt};
 
-use devices::{GuestMemory, sys::file};
 use rustix::fs::FileType;
 use vm_memory::{Bytes, GuestAddress};
+use vmm_base::{GuestMemory, sys::file};
 
 use crate::memory::{LoadError, layout, load_file};
 

@@ -5,11 +5,9 @@ use std::sync::{
     mpsc::{Receiver, TryRecvError, channel, sync_channel},
 };
 
-use devices::{
-    block::Image,
-    thread::{self, ThreadKind},
-};
+use devices::block::Image;
 use proto::{model::machine::Disk, vmm::ErrorKind};
+use vmm_base::thread::{self, ThreadKind};
 
 use super::super::{assemble::Fds, leaving::Leaving};
 use crate::lifecycle::{Failure, Notice, Notifier, Pluggable, Token};

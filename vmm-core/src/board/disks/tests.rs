@@ -5,8 +5,9 @@ use std::sync::{
     mpsc::{Receiver, Sender, channel},
 };
 
-use devices::{GuestMemory, block::RawImage};
+use devices::block::RawImage;
 use vm_memory::GuestAddress;
+use vmm_base::GuestMemory;
 
 use super::*;
 use crate::{

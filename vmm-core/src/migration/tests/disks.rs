@@ -13,10 +13,10 @@ use devices::{
         content::PIECE,
         qcow2::create::{self, CreateOptions, Preallocation},
     },
-    sys::Iovecs,
     virtio::blk::{Blk, BlkOptions, OnError},
 };
 use rstest::rstest;
+use vmm_base::sys::Iovecs;
 
 use super::*;
 

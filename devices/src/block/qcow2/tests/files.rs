@@ -15,6 +15,7 @@ use std::{
 
 use proptest::prelude::*;
 use rustix::fs::{FlockOperation, fcntl_lock};
+use vmm_base::{lacking, sys::event::wait_for};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::{
@@ -25,15 +26,11 @@ use super::{
     },
     support::Guest,
 };
-use crate::{
-    block::{
-        Backing, Image, Operation, Qcow2Image, SECTOR,
-        pool::Pool as RawPool,
-        tests::model::{SECTORS, Step, run_on, steps},
-        uring::UringEngine,
-    },
-    lacking,
-    sys::event::wait_for,
+use crate::block::{
+    Backing, Image, Operation, Qcow2Image, SECTOR,
+    pool::Pool as RawPool,
+    tests::model::{SECTORS, Step, run_on, steps},
+    uring::UringEngine,
 };
 
 pub(super) fn file(path: &Path, flags: i32) -> File {

@@ -10,18 +10,14 @@ use std::{
 };
 
 use vm_memory::{Bytes, GuestAddress};
+use vmm_base::{GuestMemory, ram::Segment, sys::Iovecs};
 
 use super::super::{
     Below, Qcow2Image,
     create::{self, CreateOptions, Preallocation},
     medium::Medium,
 };
-use crate::{
-    GuestMemory,
-    block::{Image, OpenError, Operation, Request, engine::Engine},
-    ram::Segment,
-    sys::Iovecs,
-};
+use crate::block::{Image, OpenError, Operation, Request, engine::Engine};
 
 /// Recorded change of a [`Recorder`].
 #[derive(Debug, Clone)]

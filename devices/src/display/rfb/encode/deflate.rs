@@ -45,9 +45,9 @@ impl Stream {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use flate2::{Decompress, FlushDecompress};
+    use vmm_base::thread::{ThreadKind, spawn};
 
     use super::*;
-    use crate::thread::{ThreadKind, spawn};
 
     #[test]
     fn a_stream_begins_in_the_thread_of_a_screen() {

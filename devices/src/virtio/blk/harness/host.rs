@@ -11,11 +11,11 @@ use std::{
 
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
 use vm_memory::{Bytes, GuestAddress};
+use vmm_base::GuestMemory;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::USED;
 use crate::{
-    GuestMemory,
     block::{Completion, Engine, Geometry, Image, Operation, Request},
     virtio::fault::Counters,
 };

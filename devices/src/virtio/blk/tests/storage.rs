@@ -12,13 +12,13 @@ use std::{
     time::Instant,
 };
 
+use vmm_base::sys::Iovecs;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::options;
 use crate::{
     block::{Access, Completion, Engine, Extent, Geometry, Image, Operation, Request},
     component::Component as _,
-    sys::Iovecs,
     virtio::{
         blk::{Blk, BlkControl, BlkOptions, OnError},
         testing::{Driver, Rig},

@@ -12,6 +12,7 @@ use std::{
 };
 
 use virtio_bindings::virtio_blk::{VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_WRITE_ZEROES};
+use vmm_base::{GuestMemory, sys::Iovecs};
 
 use super::{
     OnError,
@@ -22,10 +23,8 @@ use super::{
     request::{ID_LENGTH, Limits},
 };
 use crate::{
-    GuestMemory,
     block::Engine,
     state::{Section, StateError},
-    sys::Iovecs,
     virtio::{
         device::{Drained, Progress, QueueHandler},
         fault::Fault,

@@ -5,12 +5,11 @@ use std::{
     sync::{Arc, atomic::Ordering},
 };
 
+use vmm_base::{GuestMemory, ram, sys::Iovecs};
+
 use super::{BlkHandler, Slot, TIMER};
 use crate::{
-    GuestMemory,
     block::{Completion, Operation, Request},
-    ram,
-    sys::Iovecs,
     virtio::{
         blk::{
             OnError,

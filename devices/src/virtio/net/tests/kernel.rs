@@ -6,11 +6,11 @@ use std::{
     time::Instant,
 };
 
+use vmm_base::GuestMemory;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::*;
 use crate::{
-    GuestMemory,
     component::Component,
     net::{PairServer, ServedRing},
     rate::Limits,

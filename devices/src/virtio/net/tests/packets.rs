@@ -10,12 +10,12 @@ use std::{
 
 use proptest::prelude::*;
 use vm_memory::{Bytes, GuestAddress};
+use vmm_base::sys::Iovecs;
 
 use super::{super::config::offloads, *};
 use crate::{
     component::Component,
     net::Offloads,
-    sys::Iovecs,
     virtio::{
         fault::{Counters, DeviceEvent},
         testing::{Area, Rig},

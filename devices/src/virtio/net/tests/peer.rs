@@ -13,6 +13,7 @@ use rustix::{
     fs::{OFlags, fcntl_getfl, fcntl_setfl},
     net::{AddressFamily, SocketFlags, SocketType, socketpair},
 };
+use vmm_base::sys::Iovecs;
 
 use super::{
     super::{Net, NetOptions},
@@ -20,7 +21,6 @@ use super::{
 };
 use crate::{
     net::{NetBackend, Offloads},
-    sys::Iovecs,
     virtio::testing::PATIENCE,
 };
 

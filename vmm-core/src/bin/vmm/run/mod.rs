@@ -13,9 +13,9 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use devices::thread::{self, ThreadKind};
 use proto::vmm::ExitKind;
 use rustix::event::{PollFd, PollFlags, poll};
+use vmm_base::thread::{self, ThreadKind};
 use vmm_core::lifecycle::{Input, Notifier, Request, Token, driver::Driver};
 #[cfg(not(debug_assertions))]
 use vmm_core::{

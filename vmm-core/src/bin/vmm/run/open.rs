@@ -15,11 +15,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, anyhow, bail};
-use devices::sys::{
-    blockdev,
-    lock::{LockKind, holder, lock_image},
-    tap,
-};
+use devices::sys::tap;
 use proto::{
     model::{
         disk::{Cache, Disk, Source},
@@ -32,9 +28,13 @@ use proto::{
     },
     vmm,
 };
+use vmm_base::sys::{
+    blockdev,
+    lock::{LockKind, holder, lock_image},
+};
+use vmm_core::memory::huge;
 
 use crate::sys;
-use vmm_core::memory::huge;
 
 /// PCI slots: on bus 0 the entropy device, then disks, then NICs, then the balloon, then graphics adapter,
 /// keyboard and tablet, then the virtio-console; more disks and NICs on further buses.

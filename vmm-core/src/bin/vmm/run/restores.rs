@@ -11,11 +11,9 @@ use std::{
 };
 
 use anyhow::{Result, bail};
-use devices::{
-    serial::Terminal,
-    thread::{self, ThreadKind},
-};
+use devices::serial::Terminal;
 use proto::vmm::Event;
+use vmm_base::thread::{self, ThreadKind};
 use vmm_core::{
     board::{assemble::Console, rebuilt::Rebuilder},
     lifecycle::{Answer, Failure, Input, Request, Token, publisher::Audience},

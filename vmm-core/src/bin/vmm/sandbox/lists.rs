@@ -4,8 +4,8 @@
 //! its reason ([`Entry::unseen`]); a test checks both. No call here opens a path, makes a socket, a
 //! process or executable memory, or reaches into another process.
 
-use devices::thread::ThreadKind;
 use libc::c_long;
+use vmm_base::thread::ThreadKind;
 use vmm_sandbox::{
     entry,
     lists::{

@@ -9,9 +9,8 @@
 use std::sync::OnceLock;
 
 use anyhow::{Context, Result, anyhow, bail};
-use devices::thread::{ThreadKind, set_entry};
 use seccompiler::{BpfProgram, SeccompAction, apply_filter};
-
+use vmm_base::thread::{ThreadKind, set_entry};
 use vmm_sandbox::{
     bpf::{self, no_clone3},
     lists::Entry,

@@ -2,12 +2,11 @@
 //! documentation against both.
 
 use caps::{CapSet, Capability};
-use devices::thread::ThreadKind;
 use libc::{SECCOMP_RET_ALLOW, c_long};
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
 };
-
+use vmm_base::thread::ThreadKind;
 use vmm_sandbox::{
     bpf::{self, ARCHITECTURE, no_clone3},
     lists::{Arguments, EVERY, Entry},

@@ -108,8 +108,8 @@ impl<T> Ring<T> {
     }
 
     /// As kernels before 6.1 do it: completions come from everywhere, the event is always on.
-    #[cfg(test)]
-    pub(crate) fn undeferred(file: &File, depth: u32, event: Arc<EventFd>) -> io::Result<Self> {
+    #[cfg(any(test, feature = "testing"))]
+    pub fn undeferred(file: &File, depth: u32, event: Arc<EventFd>) -> io::Result<Self> {
         Self::made(file, depth, event, false)
     }
 

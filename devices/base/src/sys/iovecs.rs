@@ -20,8 +20,7 @@ pub(super) const MAX_TRANSFER: usize = 0x7fff_0000;
 
 /// Pieces of guest memory, in order, for one vectored system call. Meant to be used again, which saves allocations.
 ///
-/// The kernel's writes into guest memory are not seen by the dirty bitmap: the caller marks them
-/// ([`Chain::mark_written`](crate::virtio::chain::Chain::mark_written)).
+/// The kernel's writes into guest memory are not seen by the dirty bitmap: the caller marks them.
 ///
 /// Invariant: each entry but the first lies wholly inside a mapping of `memory`, which lives as long as this does. The first entry is
 /// a place for a header of the caller's, empty outside of [`send`](Self::send).
