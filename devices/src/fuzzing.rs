@@ -2,8 +2,9 @@
 //! panic. The targets and their seed corpora are in `devices/fuzz`. The tests here run the
 //! functions over the seeds and over generated input.
 
+pub use block::qcow2::fuzz::image as qcow2_image;
+
 pub use crate::{
-    block::qcow2::fuzz::image as qcow2_image,
     display::rfb::fuzz::client as rfb_client,
     virtio::{
         balloon::fuzz::queue as balloon_queue, blk::fuzz::queue as blk_queue,

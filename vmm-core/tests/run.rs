@@ -11,7 +11,7 @@ use std::{
     process::{Command, Output, Stdio},
 };
 
-use devices::block::qcow2::create::{CLUSTER_SIZE, CreateOptions, Preallocation, create};
+use block::qcow2::create::{CLUSTER_SIZE, CreateOptions, Preallocation, create};
 use rstest::rstest;
 use rustix::{
     process::{Pid, Signal, kill_process},

@@ -8,12 +8,10 @@ use std::{
     time::Duration,
 };
 
-use devices::{
-    block::RawImage,
-    virtio::{
-        blk::{Blk, BlkOptions, OnError},
-        testing::{Driver, Rig},
-    },
+use block::RawImage;
+use devices::virtio::{
+    blk::{Blk, BlkOptions, OnError},
+    testing::{Driver, Rig},
 };
 use vm_memory::{GuestAddress, GuestMemoryBackend as _, VolatileMemory as _, VolatileSlice};
 use vmm_base::GuestMemory;

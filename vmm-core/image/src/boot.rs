@@ -14,7 +14,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result};
-use devices::block::{Backing, Image as _, Qcow2Image};
+use block::{Backing, Image as _, Qcow2Image};
 use rustix::fs::FileType;
 use serde_json::{Value, json};
 

@@ -19,7 +19,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, anyhow, bail};
-use devices::block::SECTOR;
+use block::SECTOR;
 use serde_json::{Value, json};
 use vmm_base::sys::lock::{LockKind, lock_image};
 

@@ -30,14 +30,14 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail};
-use clap::Parser as _;
-use devices::block::{
+use block::{
     Backing, Image as _, Qcow2Image, RawImage, SECTOR,
     qcow2::{
         Header, check,
         create::{self, CreateOptions},
     },
 };
+use clap::Parser as _;
 use serde_json::{Value, json};
 use tracing::Level;
 use vmm_base::sys::lock::{LockKind, holder, lock_image};

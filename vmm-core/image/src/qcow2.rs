@@ -6,7 +6,7 @@
 use std::{fs::File, io::Read, ops::Range, os::unix::fs::FileExt as _};
 
 use anyhow::{Context as _, Result, bail};
-use devices::block::qcow2::Header;
+use block::qcow2::Header;
 use flate2::read::DeflateDecoder;
 use ruzstd::decoding::StreamingDecoder;
 

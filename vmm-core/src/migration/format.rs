@@ -29,7 +29,7 @@
 //! Programs without support for disks can read a stream without disks. Programs without support for
 //! parts can read a stream without parts of sections.
 
-use devices::block::content::PIECE;
+use block::content::PIECE;
 
 use crate::snapshot::format::PAGE;
 

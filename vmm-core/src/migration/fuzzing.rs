@@ -2,7 +2,7 @@
 
 use std::fs::File;
 
-use devices::block::{Content, Image as _, RawImage};
+use block::{Content, Image as _, RawImage};
 use prost::Message as _;
 use vm_memory::GuestAddress;
 use vmm_base::GuestMemory;

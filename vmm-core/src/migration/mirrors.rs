@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use devices::block::content::{BLOCK, PIECE};
+use block::content::{BLOCK, PIECE};
 
 use super::{Mirrored, Sender, format::Kind};
 use crate::snapshot::{SnapshotError, format::PAGE_BYTES, memory, saving::GoOn};

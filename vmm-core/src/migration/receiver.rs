@@ -2,7 +2,7 @@
 
 use std::io::{self, BufReader, Read};
 
-use devices::block::{Content, SECTOR};
+use block::{Content, SECTOR};
 use prost::Message as _;
 use proto::state::{self, Section, SnapshotInfo, SnapshotMemory};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};

@@ -1,5 +1,6 @@
 //! The configuration space and the features (virtio 1.3, 5.2.3 and 5.2.4).
 
+use block::{Geometry, SECTOR};
 use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_MQ, VIRTIO_BLK_F_RO,
     VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_SIZE_MAX, VIRTIO_BLK_F_TOPOLOGY, VIRTIO_BLK_F_WRITE_ZEROES,
@@ -10,7 +11,6 @@ use zerocopy::{
 };
 
 use super::request::{Limits, MAX_DISCARD_SECTORS, MAX_RANGES, MAX_WRITE_ZEROES_SECTORS, SEG_MAX};
-use crate::block::{Geometry, SECTOR};
 
 /// Size of each queue.
 pub(super) const QUEUE_SIZE: u16 = 256;

@@ -8,6 +8,7 @@ use std::{
     },
 };
 
+use block::Image;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::{
@@ -15,7 +16,6 @@ use super::{
     stats::{self, BlkStats, QueueCounters},
 };
 use crate::{
-    block::Image,
     rate::Limiter,
     virtio::{signals::Signals, throttle::LimiterCell},
 };

@@ -9,8 +9,9 @@ use std::{
     },
 };
 
+use block::{Changes, Content, Extent};
+
 use super::control::{BlkControl, Shared, SharedImage};
-use crate::block::{Changes, Content, Extent};
 
 /// Change tracking of the workers: on or off, and the target of the marks. While no copy runs, a
 /// mark costs one load of a flag.

@@ -44,12 +44,13 @@ pub use self::{
     mirror::Mirror,
     stats::{BUCKETS, BlkStats, OperationStats},
 };
+use block::Image;
+
 use super::{
     device::{DeviceKind, VirtioDevice, WorkerSpec, read_bytes, thread_name},
     signals::Signals,
 };
 use crate::{
-    block::Image,
     rate::Limiter,
     state::{Section, StateError, check, message},
 };

@@ -1,5 +1,6 @@
 //! Parser of a driver's request, and checks whether the disk permits it (virtio 1.3, 5.2.6).
 
+use block::{Operation, SECTOR};
 use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK, VIRTIO_BLK_S_UNSUPP, VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_FLUSH,
     VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT, VIRTIO_BLK_T_WRITE_ZEROES,
@@ -12,10 +13,7 @@ use zerocopy::{
 };
 
 use super::stats::Kind;
-use crate::{
-    block::{Operation, SECTOR},
-    rate::Cost,
-};
+use crate::rate::Cost;
 
 /// Length of [`Header`] in bytes.
 pub(super) const HEADER: u32 = 16;

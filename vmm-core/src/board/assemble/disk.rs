@@ -2,8 +2,8 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
+use block::{Backing, Content, Image, OpenError, Qcow2Image, RawImage};
 use devices::{
-    block::{Backing, Content, Image, OpenError, Qcow2Image, RawImage},
     rate::{Limiter, Limits},
     virtio::blk::{Blk, BlkOptions, OnError},
 };

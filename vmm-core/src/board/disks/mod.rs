@@ -31,8 +31,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use block::Image;
 use devices::{
-    block::Image,
     component::Component,
     pci::HotPlug,
     rate::Limiter,

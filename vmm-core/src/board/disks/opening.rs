@@ -5,7 +5,7 @@ use std::sync::{
     mpsc::{Receiver, TryRecvError, channel, sync_channel},
 };
 
-use devices::block::Image;
+use block::Image;
 use proto::{model::machine::Disk, vmm::ErrorKind};
 use vmm_base::thread::{self, ThreadKind};
 

@@ -5,7 +5,7 @@ use std::sync::{
     mpsc::{Receiver, Sender, channel},
 };
 
-use devices::block::RawImage;
+use block::RawImage;
 use vm_memory::GuestAddress;
 use vmm_base::GuestMemory;
 

@@ -7,14 +7,12 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-use devices::{
-    block::{
-        Access, Content, Extent, Image, Operation, Qcow2Image, RawImage,
-        content::PIECE,
-        qcow2::create::{self, CreateOptions, Preallocation},
-    },
-    virtio::blk::{Blk, BlkOptions, OnError},
+use block::{
+    Access, Content, Extent, Image, Operation, Qcow2Image, RawImage,
+    content::PIECE,
+    qcow2::create::{self, CreateOptions, Preallocation},
 };
+use devices::virtio::blk::{Blk, BlkOptions, OnError};
 use rstest::rstest;
 use vmm_base::sys::Iovecs;
 

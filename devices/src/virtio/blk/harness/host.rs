@@ -9,16 +9,14 @@ use std::{
     time::{Duration, Instant},
 };
 
+use block::{Completion, Engine, Geometry, Image, Operation, Request};
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
 use vm_memory::{Bytes, GuestAddress};
 use vmm_base::GuestMemory;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::USED;
-use crate::{
-    block::{Completion, Engine, Geometry, Image, Operation, Request},
-    virtio::fault::Counters,
-};
+use crate::virtio::fault::Counters;
 
 /// State and behaviour of the mock host; shared with the engine.
 pub struct Host {

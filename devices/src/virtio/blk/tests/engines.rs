@@ -2,8 +2,9 @@
 
 use std::{os::fd::RawFd, time::Duration};
 
+use block::{Completion, Engine, Geometry, Request};
+
 use super::*;
-use crate::block::{Completion, Engine, Geometry, Request};
 
 /// Fails as a host does.
 pub struct BadImage(pub io::ErrorKind);

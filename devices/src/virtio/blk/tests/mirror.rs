@@ -7,18 +7,15 @@ use std::{
     thread::{self, JoinHandle},
 };
 
+use block::{
+    Content, Image, Qcow2Image,
+    content::{BLOCK, PIECE},
+    qcow2::create::{self, CreateOptions, Preallocation},
+};
 use rstest::rstest;
 
 use super::{storage::Storage, *};
-use crate::{
-    block::{
-        Content, Image, Qcow2Image,
-        content::{BLOCK, PIECE},
-        qcow2::create::{self, CreateOptions, Preallocation},
-    },
-    component::Component as _,
-    virtio::blk::Mirror,
-};
+use crate::{component::Component as _, virtio::blk::Mirror};
 
 /// Bytes of the disk: its last block is not whole.
 const CAPACITY: u64 = (4 << 20) + 512;

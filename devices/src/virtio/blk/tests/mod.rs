@@ -17,15 +17,13 @@ use std::{
     time::Instant,
 };
 
+use block::{Operation, RawImage};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::*;
-use crate::{
-    block::{Operation, RawImage},
-    virtio::{
-        fault::DeviceEvent,
-        testing::{Area, Buffer, Driver, Rig, suite::DeviceUnderTest},
-    },
+use crate::virtio::{
+    fault::DeviceEvent,
+    testing::{Area, Buffer, Driver, Rig, suite::DeviceUnderTest},
 };
 
 const SECTORS: usize = 64;

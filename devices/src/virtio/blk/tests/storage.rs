@@ -12,12 +12,12 @@ use std::{
     time::Instant,
 };
 
+use block::{Access, Completion, Engine, Extent, Geometry, Image, Operation, Request};
 use vmm_base::sys::Iovecs;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::options;
 use crate::{
-    block::{Access, Completion, Engine, Extent, Geometry, Image, Operation, Request},
     component::Component as _,
     virtio::{
         blk::{Blk, BlkControl, BlkOptions, OnError},

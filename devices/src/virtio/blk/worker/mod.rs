@@ -11,6 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use block::Engine;
 use virtio_bindings::virtio_blk::{VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_WRITE_ZEROES};
 use vmm_base::{GuestMemory, sys::Iovecs};
 
@@ -23,7 +24,6 @@ use super::{
     request::{ID_LENGTH, Limits},
 };
 use crate::{
-    block::Engine,
     state::{Section, StateError},
     virtio::{
         device::{Drained, Progress, QueueHandler},

@@ -5,20 +5,18 @@ use std::{
     sync::{Arc, atomic::Ordering},
 };
 
+use block::{Completion, Operation, Request};
 use vmm_base::{GuestMemory, ram, sys::Iovecs};
 
 use super::{BlkHandler, Slot, TIMER};
-use crate::{
-    block::{Completion, Operation, Request},
-    virtio::{
-        blk::{
-            OnError,
-            plan::Work,
-            request::{HEADER, Plan, Status},
-        },
-        fault::{Fault, RingError},
-        session::Session,
+use crate::virtio::{
+    blk::{
+        OnError,
+        plan::Work,
+        request::{HEADER, Plan, Status},
     },
+    fault::{Fault, RingError},
+    session::Session,
 };
 
 /// Completions after which the worker publishes them: one cache line of the used ring. A polling

@@ -8,7 +8,7 @@ use imago::{
 };
 
 use super::{header::MAX_SIZE, layer::Layer, medium::Medium};
-use crate::block::SECTOR;
+use crate::SECTOR;
 
 /// How much of a new image's space is taken at once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -213,7 +213,7 @@ mod tests {
     use vmm_base::{GuestMemory, ram::Segment};
 
     use super::*;
-    use crate::block::Request;
+    use crate::Request;
 
     fn image(size: u64) -> tempfile::NamedTempFile {
         let file = tempfile::NamedTempFile::new().unwrap();

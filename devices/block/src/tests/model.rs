@@ -7,10 +7,10 @@ use vm_memory::{Bytes, GuestAddress};
 use vmm_base::{GuestMemory, ram::Segment, sys::Iovecs};
 
 use super::{PATIENCE, Setup, late};
-use crate::block::{Completion, Engine, Operation, Request, SECTOR};
+use crate::{Completion, Engine, Operation, Request, SECTOR};
 
 /// The disk's size.
-pub(in crate::block) const SECTORS: u64 = 2048;
+pub(crate) const SECTORS: u64 = 2048;
 /// Largest request.
 const MAX_SECTORS: u64 = 256;
 /// Guest memory of a request: the largest one, with gaps.
@@ -18,7 +18,7 @@ const ROOM: u64 = 512 << 10;
 const SLOTS: u64 = 32;
 
 #[derive(Clone, Debug)]
-pub(in crate::block) enum Step {
+pub(crate) enum Step {
     Read(Place),
     Write { place: Place, stable: bool },
     Flush,
@@ -30,7 +30,7 @@ pub(in crate::block) enum Step {
 
 /// Sectors, and how guest memory for them is cut.
 #[derive(Clone, Debug)]
-pub(in crate::block) struct Place {
+pub(crate) struct Place {
     at: u64,
     count: u64,
     /// Where in guest memory it begins, and how long the pieces are, in turn.
@@ -64,7 +64,7 @@ fn place(aligned: bool) -> impl Strategy<Value = Place> {
 }
 
 /// Some steps; `aligned` buffers could go to a disk as they are.
-pub(in crate::block) fn steps(aligned: bool) -> impl Strategy<Value = Vec<Step>> {
+pub(crate) fn steps(aligned: bool) -> impl Strategy<Value = Vec<Step>> {
     let step = prop_oneof![
         8 => (place(aligned), any::<bool>()).prop_map(|(place, stable)| Step::Write { place, stable }),
         8 => place(aligned).prop_map(Step::Read),
@@ -102,7 +102,7 @@ pub(super) fn run(setup: &Setup, steps: Vec<Step>) {
 }
 
 /// The same with any engine of an image that holds zeroes; `content` returns the final content.
-pub(in crate::block) fn run_on(engine: Box<dyn Engine>, steps: Vec<Step>, content: impl FnOnce() -> Vec<u8>) {
+pub(crate) fn run_on(engine: Box<dyn Engine>, steps: Vec<Step>, content: impl FnOnce() -> Vec<u8>) {
     let memory = GuestMemory::from_ranges(&[(GuestAddress(0), (ROOM * SLOTS) as usize)]).unwrap();
     let mut model = Model {
         engine,

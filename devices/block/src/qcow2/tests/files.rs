@@ -26,7 +26,7 @@ use super::{
     },
     support::Guest,
 };
-use crate::block::{
+use crate::{
     Backing, Image, Operation, Qcow2Image, SECTOR,
     pool::Pool as RawPool,
     tests::model::{SECTORS, Step, run_on, steps},

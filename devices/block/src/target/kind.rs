@@ -7,7 +7,7 @@ use vmm_base::sys::{blockdev, file};
 
 /// Type of the storage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::block) enum Kind {
+pub(crate) enum Kind {
     File,
     BlockDevice {
         /// In bytes: what discards and zeroings have to be multiples of.

@@ -26,7 +26,7 @@ enum Clear {
 
 impl Disk {
     /// Gives the space of whole clusters in this range back.
-    pub(in crate::block::qcow2) fn discard(&self, offset: u64, length: u64) -> io::Result<()> {
+    pub(in crate::qcow2) fn discard(&self, offset: u64, length: u64) -> io::Result<()> {
         self.check_change(offset, length)?;
         if self.below.is_some() && !self.zero_clusters {
             // The data of the image below would become visible instead.
@@ -37,12 +37,7 @@ impl Disk {
     }
 
     /// Makes a range read as zeroes.
-    pub(in crate::block::qcow2) fn write_zeroes(
-        &self,
-        offset: u64,
-        length: u64,
-        unmap: bool,
-    ) -> io::Result<()> {
+    pub(in crate::qcow2) fn write_zeroes(&self, offset: u64, length: u64, unmap: bool) -> io::Result<()> {
         self.check_change(offset, length)?;
         let end = offset.saturating_add(length);
         let (first, last) = self.whole_clusters(offset, length);
@@ -133,7 +128,7 @@ impl Disk {
     }
 
     /// Makes the disk larger; on return that is stable.
-    pub(in crate::block::qcow2) fn grow(&self, capacity: u64) -> io::Result<()> {
+    pub(in crate::qcow2) fn grow(&self, capacity: u64) -> io::Result<()> {
         self.check_change(0, 0)?;
         let before = self.capacity();
         {

@@ -14,7 +14,7 @@ use rustix::fs::{FallocateFlags, fallocate};
 use vmm_base::sys::{Iovecs, file};
 
 use super::medium::Medium;
-use crate::block::{
+use crate::{
     engine::Operation,
     target::{Bounce, Target},
 };

@@ -18,7 +18,7 @@ use vmm_base::{
 };
 
 use super::disk::{Disk, Place};
-use crate::block::{
+use crate::{
     content::Extent,
     engine::{Completion, Operation, Request},
     pool::Job,

@@ -36,7 +36,7 @@ use self::{
     turns::Turns,
 };
 use super::{layer::Layer, medium::Medium, stage::Stage};
-use crate::block::content::Extent;
+use crate::content::Extent;
 
 /// Compressed data is read in pieces of at most this size; one cluster at the most is 2 MiB.
 const BOUNCE: u64 = 2 << 20;

@@ -8,7 +8,7 @@ use super::{
     requests::report,
     support::{Guest, Recorder, created, image, open, try_open},
 };
-use crate::block::{
+use crate::{
     Image, Qcow2Image, SECTOR,
     qcow2::{
         Below,
@@ -81,7 +81,7 @@ pub(super) fn several_engines_write_at_once(disk: &Qcow2Image) {
                         guest.write(offset, &[1; 70 << 10]).unwrap();
                         let length = 64 << 10;
                         guest
-                            .request(crate::block::Operation::Discard { offset, length }, 0)
+                            .request(crate::Operation::Discard { offset, length }, 0)
                             .unwrap();
                     }
                 }

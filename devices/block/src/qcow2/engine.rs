@@ -16,7 +16,7 @@ use vmm_base::sys::event::wait_for;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::{disk::Place, pool::Pool};
-use crate::block::{
+use crate::{
     engine::{Completion, Engine, Operation, Request},
     pool::{Job, Mailbox, Pool as RawPool, copy, event},
     target::Target,

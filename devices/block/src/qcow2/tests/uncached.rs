@@ -16,7 +16,7 @@ use super::{
     model::several_engines_write_at_once,
     support::Guest,
 };
-use crate::block::{
+use crate::{
     Backing, Qcow2Image, SECTOR,
     direct::Alignment,
     target::Target,

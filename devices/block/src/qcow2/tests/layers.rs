@@ -6,7 +6,7 @@ use super::{
     requests::report,
     support::{Guest, Recorder, created, image, open, try_open},
 };
-use crate::block::{
+use crate::{
     Image, Operation,
     qcow2::{
         Below,

@@ -6,11 +6,11 @@ use std::{fs::File, io, ops::Range, os::unix::fs::FileExt as _};
 use rustix::io::{ReadWriteFlags, pwritev2};
 
 use super::Target;
-use crate::block::direct::{BUFFER_BYTES, Buffer};
+use crate::direct::{BUFFER_BYTES, Buffer};
 
 /// A buffer that is made when it is needed first.
 #[derive(Debug, Default)]
-pub(in crate::block) struct Bounce(Option<Buffer>);
+pub(crate) struct Bounce(Option<Buffer>);
 
 impl Bounce {
     fn get(&mut self, length: usize) -> &mut [u8] {
@@ -56,7 +56,7 @@ fn write_all_at(file: &File, data: &[u8], offset: u64, stable: bool) -> io::Resu
 
 impl Target {
     /// Reads bytes through a buffer and hands them on, piece by piece.
-    pub(in crate::block) fn read(
+    pub(crate) fn read(
         &self,
         offset: u64,
         length: u64,
@@ -96,7 +96,7 @@ impl Target {
 
     /// Writes bytes through a buffer, which are asked for piece by piece; keeps what else is in their blocks. To be done
     /// [`alone`](Self::alone).
-    pub(in crate::block) fn write(
+    pub(crate) fn write(
         &self,
         offset: u64,
         length: u64,

@@ -2,7 +2,7 @@ use std::sync::atomic::Ordering;
 
 use super::super::{check, header::Header};
 use super::support::{Guest, Recorder, image, open};
-use crate::block::{Image, Operation};
+use crate::{Image, Operation};
 
 /// Returns the report of our own checker.
 pub fn report(recorder: &Recorder) -> check::Report {

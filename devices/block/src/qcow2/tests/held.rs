@@ -9,7 +9,7 @@ use super::{
     requests::report,
     support::{Guest, Recorder, created, image, open, try_open},
 };
-use crate::block::{
+use crate::{
     Operation,
     qcow2::{
         Below,

@@ -17,7 +17,7 @@ use super::super::{
     create::{self, CreateOptions, Preallocation},
     medium::Medium,
 };
-use crate::block::{Image, OpenError, Operation, Request, engine::Engine};
+use crate::{Image, OpenError, Operation, Request, engine::Engine};
 
 /// Recorded change of a [`Recorder`].
 #[derive(Debug, Clone)]

@@ -18,7 +18,7 @@ use super::{
     requests::report,
     support::{Guest, Recorder, created},
 };
-use crate::block::{
+use crate::{
     Operation, SECTOR,
     qcow2::create::{CreateOptions, Preallocation},
 };

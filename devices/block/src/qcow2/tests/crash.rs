@@ -17,7 +17,7 @@ use super::{
     requests::report,
     support::{Event, Guest, Recorder, apply, created, try_open},
 };
-use crate::block::{
+use crate::{
     Image, Operation, Qcow2Image, SECTOR,
     qcow2::{
         Below,

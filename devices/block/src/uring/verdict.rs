@@ -4,7 +4,7 @@ use std::io;
 
 use vmm_base::sys::Iovecs;
 
-use crate::block::{engine::Operation, target::unsupported};
+use crate::{engine::Operation, target::unsupported};
 
 /// Action after the return of a call.
 pub(super) enum Verdict {
