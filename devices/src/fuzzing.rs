@@ -3,14 +3,12 @@
 //! functions over the seeds and over generated input.
 
 pub use block::qcow2::fuzz::image as qcow2_image;
+pub use rfb::fuzz::client as rfb_client;
 
-pub use crate::{
-    display::rfb::fuzz::client as rfb_client,
-    virtio::{
-        balloon::fuzz::queue as balloon_queue, blk::fuzz::queue as blk_queue,
-        console::fuzz::driver as console_driver, gpu::fuzz::commands as gpu_commands,
-        input::fuzz::driver as input_driver, net::fuzz::queue as net_queue,
-    },
+pub use crate::virtio::{
+    balloon::fuzz::queue as balloon_queue, blk::fuzz::queue as blk_queue,
+    console::fuzz::driver as console_driver, gpu::fuzz::commands as gpu_commands,
+    input::fuzz::driver as input_driver, net::fuzz::queue as net_queue,
 };
 
 #[cfg(test)]

@@ -9,7 +9,6 @@ pub mod component;
 pub mod display;
 #[cfg(any(test, feature = "testing"))]
 pub mod fuzzing;
-pub mod geometry;
 pub mod input;
 pub mod interrupt;
 pub mod legacy;

@@ -10,11 +10,10 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
+use rfb::{Rect, Size};
+
 use super::framebuffer::Framebuffer;
-use crate::{
-    geometry::{Rect, Size},
-    pci::function::BarMemory,
-};
+use crate::pci::function::BarMemory;
 
 /// Bytes of a pixel: blue, green, red, and one without a meaning.
 pub const PIXEL: usize = 4;
@@ -197,10 +196,10 @@ pub(crate) mod tests {
         reason = "lists of one range are meant"
     )]
 
+    use rfb::Frame;
     use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
     use super::*;
-    use crate::display::Frame;
 
     /// Memory that the test's guest writes to.
     pub struct Memory {

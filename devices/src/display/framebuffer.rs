@@ -1,80 +1,16 @@
 //! The picture on the screen, which devices write and others read.
 //!
-//! Invariants: `pixels` has exactly `size.pixels()` entries; the damage of each reader has the framebuffer's size. The lock is
-//! held while pixels are copied and never longer, so a vCPU or a device's worker waits for a copy at most.
+//! Invariant: the damage of each reader has the framebuffer's size. The lock is held while pixels are copied and never longer, so a vCPU or a device's worker waits for a copy at most.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use rfb::{Cursor, Damage, Frame, Rect, Size, TILE};
 use vmm_sys_util::eventfd::EventFd;
-
-use super::damage::{Damage, TILE};
-use crate::geometry::{Rect, Size};
 
 /// Most readers at once.
 const MAX_READERS: usize = 8;
 /// Largest side of a cursor in pixels: that of virtio-gpu (virtio 1.3, 5.7.6.10).
 pub(crate) const MAX_CURSOR: u16 = 64;
-
-/// The picture of the pointer.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Cursor {
-    /// Columns, at most 64; 0 for an invisible cursor.
-    pub width: u16,
-    /// Rows, at most 64; 0 for an invisible cursor.
-    pub height: u16,
-    /// Which of its pixels points.
-    pub hotspot: (u16, u16),
-    /// Row after row, 0xAARRGGBB: alpha, red, green, blue; colours as the guest multiplied them.
-    pub pixels: Vec<u32>,
-}
-
-/// A copy of the picture.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Frame {
-    size: Size,
-    /// Row after row, 0x00RRGGBB.
-    pixels: Vec<u32>,
-}
-
-impl Frame {
-    /// A black one.
-    pub fn black(size: Size) -> Self {
-        Self {
-            size,
-            pixels: vec![0; size.pixels()],
-        }
-    }
-
-    /// Its size.
-    pub fn size(&self) -> Size {
-        self.size
-    }
-
-    /// All pixels, row after row from the upper left corner, 0x00RRGGBB.
-    pub fn pixels(&self) -> &[u32] {
-        &self.pixels
-    }
-
-    /// The pixels of `rect` in row `y`, which is counted from the top of the frame; empty outside the frame.
-    pub fn row(&self, rect: Rect, y: u16) -> &[u32] {
-        self.pixels.get(range(self.size, rect, y)).unwrap_or_default()
-    }
-
-    fn row_mut(&mut self, rect: Rect, y: u16) -> &mut [u32] {
-        self.pixels.get_mut(range(self.size, rect, y)).unwrap_or_default()
-    }
-}
-
-fn range(size: Size, rect: Rect, y: u16) -> std::ops::Range<usize> {
-    let rect = rect.intersection(size.rect());
-    if y >= size.height() {
-        return 0..0;
-    }
-    let begin = usize::from(y)
-        .saturating_mul(size.width().into())
-        .saturating_add(rect.x.into());
-    begin..begin.saturating_add(rect.width.into())
-}
 
 /// Changes that a reader has not read yet.
 #[derive(Debug)]
@@ -132,7 +68,7 @@ impl Framebuffer {
 
     /// Its size now.
     pub fn size(&self) -> Size {
-        self.lock().frame.size
+        self.lock().frame.size()
     }
 
     /// Gives it a size and makes it black.
@@ -149,7 +85,7 @@ impl Framebuffer {
     /// top of the screen and its pixels (0x00RRGGBB), from the first column of that part on.
     pub fn write(&self, rect: Rect, mut row: impl FnMut(u16, &mut [u32])) {
         let mut inner = self.lock();
-        let rect = rect.intersection(inner.frame.size.rect());
+        let rect = rect.intersection(inner.frame.size().rect());
         if rect.is_empty() {
             return;
         }
@@ -189,7 +125,7 @@ impl Framebuffer {
         }
         let id = inner.next_id;
         inner.next_id = id.wrapping_add(1);
-        let damage = Damage::all(inner.frame.size);
+        let damage = Damage::all(inner.frame.size());
         inner.readers.push(Reading {
             id,
             damage,
@@ -239,20 +175,20 @@ impl Reader {
         } = &mut *inner;
         let Some(reading) = readers.iter_mut().find(|reading| reading.id == self.id) else {
             return Update {
-                damage: Damage::none(frame.size),
+                damage: Damage::none(frame.size()),
                 cursor: None,
             };
         };
-        let reported = std::mem::replace(&mut reading.damage, Damage::none(current.size));
+        let reported = std::mem::replace(&mut reading.damage, Damage::none(current.size()));
         let cursor = std::mem::take(&mut reading.cursor).then(|| Arc::clone(cursor));
-        if frame.size != current.size {
+        if frame.size() != current.size() {
             *frame = current.clone();
             return Update {
-                damage: Damage::all(current.size),
+                damage: Damage::all(current.size()),
                 cursor,
             };
         }
-        let mut damage = Damage::none(current.size);
+        let mut damage = Damage::none(current.size());
         for rect in reported.rects() {
             copy(current, frame, rect, &mut damage);
         }

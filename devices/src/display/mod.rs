@@ -10,13 +10,9 @@
 //! kilobytes and does not delay other readers or the device.
 
 pub(crate) mod boot;
-mod damage;
 mod framebuffer;
-pub mod rfb;
+pub mod server;
 
 pub use boot::{BootScreen, PIXEL, VideoMemory};
-pub use damage::Damage;
 pub(crate) use framebuffer::MAX_CURSOR;
-pub use framebuffer::{Cursor, Frame, Framebuffer, Reader, Update};
-
-pub use crate::geometry::{MAX_PIXELS, MAX_SIDE, Rect, Size};
+pub use framebuffer::{Framebuffer, Reader, Update};

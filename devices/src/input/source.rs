@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
+use rfb::Size;
+
 use super::{Hub, LED_CAPS, Pointer, TABLET_MAX, code::Key, layout::Stroke};
-use crate::geometry::Size;
 
 /// Most keys that one source holds at once; further ones are ignored.
 const MAX_HELD: usize = 32;

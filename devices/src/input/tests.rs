@@ -402,4 +402,4 @@ fn the_pointer_reaches_all_corners_and_wheels_turn_by_steps() {
     assert_eq!(rest, [(0, 0), (1, 0), (1, 1), (1, -1), (1, 0), (0, 0)]);
 }
 
-use crate::geometry::Size;
+use rfb::Size;

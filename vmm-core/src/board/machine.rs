@@ -10,9 +10,10 @@ use std::{
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
+use devices::display::server::Server;
+
 use devices::{
     component::{Component, ComponentError},
-    display::rfb::server::Server,
     interrupt::IrqLine,
     legacy::pm::PowerButton,
     pci::{HotPlug, PciRoot},

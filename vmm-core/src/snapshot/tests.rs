@@ -9,12 +9,13 @@ use std::{
 };
 
 use devices::{
-    display::{BootScreen, Framebuffer, Size, VideoMemory},
+    display::{BootScreen, Framebuffer, VideoMemory},
     pci::BarMemory,
     virtio::{device::VirtioDevice, gpu::Gpu},
 };
 use proptest::{prelude::*, sample::Index};
 use proto::state::{self, Clock, Section, SnapshotInfo, StateError};
+use rfb::Size;
 use vm_memory::{Bytes, GuestAddress};
 use vmm_base::GuestMemory;
 

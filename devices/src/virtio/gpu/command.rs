@@ -2,6 +2,7 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
+use rfb::{Cursor, Rect, Size};
 use vmm_base::GuestMemory;
 
 use super::{
@@ -12,7 +13,7 @@ use super::{
     },
     shared::Shared,
 };
-use crate::display::{BootScreen, Cursor, Framebuffer, MAX_CURSOR, Rect, Size};
+use crate::display::{BootScreen, Framebuffer, MAX_CURSOR};
 
 /// Longest request: RESOURCE_ATTACH_BACKING with all entries.
 pub(super) const MAX_REQUEST: usize = 32 + MAX_ENTRIES * 16;

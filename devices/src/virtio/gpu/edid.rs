@@ -1,7 +1,7 @@
 //! Identification data of the screen: a block of E-EDID 1.4 (VESA E-EDID Standard, release A,
 //! revision 2).
 
-use crate::display::Size;
+use rfb::Size;
 
 /// Length of a block.
 pub(super) const LENGTH: usize = 128;

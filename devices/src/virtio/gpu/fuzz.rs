@@ -9,6 +9,7 @@
 
 use std::sync::Arc;
 
+use rfb::Size;
 use vm_memory::GuestAddress;
 use vmm_base::GuestMemory;
 
@@ -17,7 +18,7 @@ use super::{
     resource::{MAX_BYTES, Resource},
     shared::Shared,
 };
-use crate::display::{Framebuffer, Size};
+use crate::display::Framebuffer;
 
 /// Kinds of commands, so that few bytes make one.
 const KINDS: [u32; 16] = [

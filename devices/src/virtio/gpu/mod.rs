@@ -21,13 +21,15 @@ mod worker;
 
 use std::{io, sync::Arc};
 
+use rfb::Size;
+
 use self::{command::Renderer, shared::Shared, worker::GpuHandler};
 use super::{
     device::{DeviceKind, VirtioDevice, WorkerSpec, read_bytes},
     signals::Signals,
 };
 use crate::{
-    display::{BootScreen, Framebuffer, Size},
+    display::{BootScreen, Framebuffer},
     pci::BarMemory,
     state::{Section, StateError, check, message},
 };

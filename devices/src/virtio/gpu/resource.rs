@@ -1,9 +1,8 @@
 //! Pictures that a guest has made.
 
+use rfb::{Rect, Size};
 use vm_memory::{Bytes, GuestAddress};
 use vmm_base::GuestMemory;
-
-use crate::display::{Rect, Size};
 
 /// Most bytes of the host's copies of all resources together: three pictures of the largest size and more.
 pub(super) const MAX_BYTES: usize = 128 << 20;

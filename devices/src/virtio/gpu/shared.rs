@@ -5,8 +5,10 @@ use std::sync::{
     atomic::{AtomicBool, AtomicU32, Ordering},
 };
 
+use rfb::Size;
+
+use crate::display::server::Resizer;
 use crate::{
-    display::{Size, rfb::server::Resizer},
     state::{StateError, message},
     virtio::signals::Signals,
 };

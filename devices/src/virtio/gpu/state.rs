@@ -5,6 +5,7 @@
 //! megabytes in the state. A transfer that the driver has not requested yet then takes effect
 //! early.
 
+use rfb::{Cursor, Rect, Size};
 use vmm_base::GuestMemory;
 
 use super::{
@@ -15,7 +16,7 @@ use super::{
     },
 };
 use crate::{
-    display::{Cursor, MAX_CURSOR, Rect, Size},
+    display::MAX_CURSOR,
     state::{StateError, check, message, narrow},
 };
 

@@ -1,12 +1,14 @@
 use std::sync::atomic::Ordering;
 
+use rfb::{Frame, Rect};
 use vm_memory::{Bytes, GuestAddress};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::*;
+use crate::display::server::Resizer as _;
 use crate::{
     component::Component as _,
-    display::{Frame, Rect, VideoMemory as _, boot::tests::Memory, rfb::server::Resizer as _},
+    display::{VideoMemory as _, boot::tests::Memory},
     virtio::testing::{Area, Buffer, Driver, Rig, suite::DeviceUnderTest},
 };
 
@@ -343,10 +345,7 @@ fn the_cursor_is_what_the_driver_says_it_is() {
     assert!(cursor.pixels.iter().copied().eq(0..64 * 64));
     let hide = request(0x300, &[0, 100, 100, 0, 0, 0, 0, 0]);
     driver.request(CURSOR, &[Buffer::Readable(hide)]);
-    assert_eq!(
-        *reader.read(&mut frame).cursor.unwrap(),
-        crate::display::Cursor::default()
-    );
+    assert_eq!(*reader.read(&mut frame).cursor.unwrap(), rfb::Cursor::default());
 }
 
 #[test]

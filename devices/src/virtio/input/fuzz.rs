@@ -9,13 +9,14 @@
 
 use std::{collections::BTreeSet, sync::Arc};
 
+use rfb::Size;
+
 use super::{
     Input,
     config::{self, code},
     events::{MAX_EVENTS, REPEATED},
 };
 use crate::{
-    display::Size,
     input::{Hub, Layout},
     virtio::device::VirtioDevice,
 };

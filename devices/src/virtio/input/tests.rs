@@ -1,9 +1,10 @@
 use std::{collections::VecDeque, sync::atomic::Ordering};
 
+use rfb::Size;
+
 use super::*;
 use crate::{
     component::Component as _,
-    display::Size,
     input::{LED_CAPS, LED_NUM, Layout, Source, TABLET_MAX},
     virtio::testing::{Area, Buffer, Driver, Rig, suite::DeviceUnderTest},
 };

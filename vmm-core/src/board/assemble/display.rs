@@ -2,18 +2,18 @@
 
 use std::sync::Arc;
 
-use super::{Assembly, Failure};
-use crate::board::{boot::BootFramebuffer, video::Video};
+use devices::display::server::{Access, Server, Setup};
 use devices::{
-    display::{
-        BootScreen, Framebuffer, Size,
-        rfb::server::{Access, Server, Setup},
-    },
+    display::{BootScreen, Framebuffer},
     input::Hub,
     pci::PciWindows,
     virtio::{gpu::Gpu, input::Input, transport::memory_address},
 };
 use proto::{model::machine, vmm::ErrorKind};
+use rfb::Size;
+
+use super::{Assembly, Failure};
+use crate::board::{boot::BootFramebuffer, video::Video};
 
 /// Where the keyboards of a machine with that screen are.
 pub(super) fn hub(spec: &machine::Display) -> Arc<Hub> {

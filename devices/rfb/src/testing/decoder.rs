@@ -2,7 +2,7 @@
 
 use flate2::{Decompress, FlushDecompress};
 
-use crate::display::Rect;
+use crate::Rect;
 
 /// Decodes the server's messages and produces the client's replies.
 pub struct Decoder {

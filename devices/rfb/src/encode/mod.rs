@@ -10,7 +10,7 @@ mod tight;
 mod zrle;
 
 use self::deflate::Stream;
-use super::pixel::PixelFormat;
+use crate::pixel::PixelFormat;
 
 /// How the pixels of a rectangle are sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -4,19 +4,20 @@ use std::{
     io::{ErrorKind, Read, Write},
     os::unix::net::{UnixListener, UnixStream},
     sync::{
-        Barrier, Mutex,
+        Arc, Barrier, Mutex,
         atomic::{AtomicBool, Ordering},
     },
     time::{Duration, Instant},
 };
 
-use super::*;
+use rfb::{
+    Frame, Rect, Size,
+    testing::{Decoder, decoder, pattern, size},
+};
+
+use super::{Access, MAX_CLIENTS, Resizer, Server, Setup};
 use crate::{
-    display::{
-        BootScreen, PIXEL, VideoMemory,
-        boot::tests::Memory,
-        rfb::server::{Access, MAX_CLIENTS, Resizer, Server, Setup},
-    },
+    display::{BootScreen, Framebuffer, PIXEL, VideoMemory, boot::tests::Memory},
     input::{Hub, Key, Keyboard, Layout},
 };
 

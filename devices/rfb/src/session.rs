@@ -17,12 +17,12 @@ use std::{collections::VecDeque, sync::Arc};
 
 use proto::rfb;
 
-use super::{
+use crate::{
+    Cursor, Damage, Frame, Rect, Size,
     encode::{Block, Encoders, Encoding},
     message::{BadMessage, ClientMessage, Parser},
     pixel::{self, PixelFormat},
 };
-use crate::display::{Cursor, Damage, Frame, Rect, Size};
 
 /// More pieces are encoded when less than this many bytes wait for the client.
 const LOW_WATER: usize = 64 << 10;

@@ -8,7 +8,7 @@
 
 use std::collections::HashMap;
 
-use crate::display::{Damage, Frame, Rect, Size, rfb::session::Move};
+use rfb::{Damage, Frame, Rect, Size, session::Move};
 
 /// Minimum number of moved rows, and of rows that vote for a distance, for a scroll to be used.
 const MIN_ROWS: usize = 32;

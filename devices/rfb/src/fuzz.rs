@@ -9,8 +9,10 @@
 
 use std::sync::Arc;
 
-use super::session::{Event, Move, ResizeStatus, Session};
-use crate::display::{Cursor, Damage, Frame, Rect, Size};
+use crate::{
+    Cursor, Damage, Frame, Rect, Size,
+    session::{Event, Move, ResizeStatus, Session},
+};
 
 /// The entry function. The first byte says whether the client is through with its handshake, and each message's first byte
 /// what happens on the server meanwhile. It panics if the server keeps more than it may, sends without end, or panics itself.

@@ -1,45 +1,16 @@
-mod decoder;
 mod hostile;
 mod pictures;
 mod protocol;
-mod serving;
 
 use std::sync::Arc;
 
-use self::decoder::Decoder;
-use super::{
+use crate::{
+    Cursor, Damage, Frame, Rect, Size,
     encode::Encoding,
     message::MAX_BUFFERED,
     session::{Event, Move, ProtocolError, ResizeStatus, Session},
+    testing::{Decoder, decoder, paint, painted, pattern, size},
 };
-use crate::display::{Cursor, Damage, Frame, Framebuffer, Rect, Size};
-
-fn size(width: u32, height: u32) -> Size {
-    Size::new(width, height).unwrap()
-}
-
-/// A picture that has something for each kind of tile: one colour, two, few, many, runs, noise.
-fn pattern(size: Size, seed: u32) -> Frame {
-    let framebuffer = Framebuffer::new(size);
-    framebuffer.write(size.rect(), |y, row| {
-        for (x, pixel) in (0_u32..).zip(row) {
-            let y = u32::from(y);
-            let noise = (x ^ y.rotate_left(7) ^ seed).wrapping_mul(0x9e37_79b1);
-            let colour = match (x / 80 + 2 * (y / 72) + seed) % 8 {
-                0 => 0x20_40_60 + seed,
-                1 => [0, 0xff_ff_ff][(noise >> 31) as usize],
-                2 => (noise >> 29) * 0x1f_2f_3f,
-                3 => (noise >> 26) * 0x01_03_05,
-                4 => x / 7 * 0x05_00_09,
-                5 => y / 40 * 0x2a_11_07,
-                6 => (noise >> 25) * 0x01_01_01,
-                _ => noise >> 8,
-            };
-            *pixel = colour & 0xff_ff_ff;
-        }
-    });
-    framebuffer.snapshot()
-}
 
 /// A client that is through with its handshake, and the server's half of it.
 struct Pair {

@@ -5,7 +5,7 @@
 use crate::geometry::{Rect, Size};
 
 /// Side of a tile in pixels.
-pub(super) const TILE: u16 = 16;
+pub const TILE: u16 = 16;
 /// Most rectangles that [`Damage::rects`] gives; a picture whose damage is more scattered gives one for each row of tiles, of
 /// which there are 512 at most.
 const MAX_RECTS: usize = 512;

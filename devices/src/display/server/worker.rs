@@ -7,6 +7,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+use rfb::{
+    Cursor, Frame, Size,
+    session::{Event, ResizeStatus, Session},
+};
 use rustix::{
     fs::{OFlags, fcntl_getfl, fcntl_setfl},
     io::Errno,
@@ -19,10 +23,7 @@ use vmm_sys_util::{
 
 use super::{Access, FRAME, KEY_POLLS, MAX_CLIENTS, Resizer, Setup, client::Client, poll::Poller, scroll};
 use crate::{
-    display::{
-        Cursor, Frame, Framebuffer, Reader, Size,
-        rfb::session::{Event, ResizeStatus, Session},
-    },
+    display::{Framebuffer, Reader},
     input::Hub,
 };
 

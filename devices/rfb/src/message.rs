@@ -4,8 +4,10 @@
 //! (cut text, encodings) or refused; at most [`MAX_BUFFERED`] bytes of an unfinished message are
 //! stored.
 
-use super::pixel::{BadFormat, PixelFormat};
-use crate::display::Rect;
+use crate::{
+    Rect,
+    pixel::{BadFormat, PixelFormat},
+};
 
 /// Longest message that is kept until it is complete: SetDesktopSize with 255 screens.
 pub const MAX_BUFFERED: usize = 8 + 255 * 16;
@@ -64,7 +66,7 @@ pub enum ClientMessage {
     },
     /// ClientFence.
     Fence {
-        /// See [`super::session`].
+        /// See [`crate::session`].
         flags: u32,
         /// At most [`MAX_FENCE`] bytes.
         payload: Vec<u8>,

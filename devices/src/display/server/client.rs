@@ -2,16 +2,14 @@
 
 use std::os::fd::OwnedFd;
 
+use rfb::{
+    Frame,
+    session::{Event, Session},
+};
 use rustix::io::Errno;
 
 use super::Access;
-use crate::{
-    display::{
-        Frame,
-        rfb::session::{Event, Session},
-    },
-    input::Source,
-};
+use crate::input::Source;
 
 /// Most bytes that are read of a client before others have their turn.
 const READ_BATCH: usize = 64 << 10;
@@ -108,11 +106,10 @@ impl Client {
 mod tests {
     use std::{io::Write as _, os::unix::net::UnixStream, sync::Arc};
 
+    use rfb::Size;
+
     use super::*;
-    use crate::{
-        display::Size,
-        input::{Hub, Layout},
-    };
+    use crate::input::{Hub, Layout};
 
     #[test]
     fn what_a_client_has_said_is_heard_though_it_takes_nothing_any_more() {

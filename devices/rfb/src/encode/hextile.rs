@@ -1,7 +1,7 @@
 //! Hextile (RFC 6143, 7.7.4).
 
 use super::{Block, palette::Palette};
-use crate::display::rfb::pixel::PixelFormat;
+use crate::pixel::PixelFormat;
 
 const SIDE: usize = 16;
 

@@ -1,7 +1,7 @@
 //! Tight without JPEG and without the gradient filter (the community's RFB text, Tight encoding).
 
 use super::{Block, deflate::Stream, palette::Palette};
-use crate::display::rfb::pixel::PixelFormat;
+use crate::pixel::PixelFormat;
 
 /// Fill: one colour.
 const FILL: u8 = 0x80;

@@ -1,7 +1,7 @@
 //! ZRLE before it is compressed (RFC 6143, 7.7.6).
 
 use super::{Block, palette::Palette};
-use crate::display::rfb::pixel::{Compact, PixelFormat};
+use crate::pixel::{Compact, PixelFormat};
 
 const SIDE: usize = 64;
 const RAW: u8 = 0;

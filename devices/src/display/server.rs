@@ -1,4 +1,5 @@
-//! Serves a framebuffer to RFB clients on UNIX sockets, on one thread.
+//! Serves a framebuffer to RFB clients on UNIX sockets, on one thread. The crate `rfb` has the protocol; the owner of a
+//! socket controls access to it.
 //!
 //! # Pacing
 //!
@@ -21,12 +22,13 @@ mod worker;
 
 use std::{io, os::fd::OwnedFd, sync::Arc, thread::JoinHandle, time::Duration};
 
+use rfb::Size;
 use vmm_base::thread::{self, ThreadKind};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use self::worker::Worker;
 use crate::{
-    display::{BootScreen, Framebuffer, Size},
+    display::{BootScreen, Framebuffer},
     input::Hub,
 };
 
@@ -114,3 +116,14 @@ impl Drop for Server {
         self.stop();
     }
 }
+
+#[cfg(test)]
+#[allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    clippy::arithmetic_side_effects,
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss
+)]
+mod tests;
