@@ -22,11 +22,11 @@ use tonic::transport::Channel;
 pub(crate) use self::call::send;
 pub use self::{
     about::{DISKS, about_disk, about_image, about_snapshot, about_vm, empty_answer},
-    call::{COPY, QUICK, RESTART, TRIES_TO_GO_ON, WORK, call, went_away},
+    call::{COPY, RESTART, TRIES_TO_GO_ON, WORK, call, went_away},
 };
+pub use crate::tls::QUICK;
 use crate::{
-    args::Connection,
-    contexts::{self, Target},
+    contexts::{self, Connection, Target},
     failure::Result,
 };
 
@@ -133,6 +133,30 @@ impl Client {
             disks.extend(page.disks);
             if page.next_page_token.is_empty() {
                 return Ok(disks);
+            }
+            request.page_token = page.next_page_token;
+        }
+    }
+
+    /// The image with this name.
+    pub async fn image(&self, name: &str) -> Result<v1::Image> {
+        let request = v1::GetImageRequest {
+            name: name.to_owned(),
+        };
+        let response = call(QUICK, self.images.clone().get_image(request)).await;
+        let image = response.map_err(|failure| about_image(failure, name))?.image;
+        image.ok_or_else(empty_answer)
+    }
+
+    /// All images, by name.
+    pub async fn list_images(&self) -> Result<Vec<v1::Image>> {
+        let mut request = v1::ListImagesRequest::default();
+        let mut images = Vec::new();
+        loop {
+            let page = call(QUICK, self.images.clone().list_images(request.clone())).await?;
+            images.extend(page.images);
+            if page.next_page_token.is_empty() {
+                return Ok(images);
             }
             request.page_token = page.next_page_token;
         }

@@ -5,13 +5,11 @@
 
 use std::{env, ffi::OsStr, path::PathBuf, time::Duration};
 
-use clap::CommandFactory as _;
 use clap_complete::engine::{ArgValueCompleter, CompletionCandidate};
 
 use crate::{
-    args::{Cli, Connection},
     client::{Client, QUICK, call},
-    contexts::Contexts,
+    contexts::{Connection, Contexts},
     failure::Result,
 };
 use proto::v1;
@@ -22,8 +20,8 @@ pub const VARIABLE: &str = "VMMCTL_COMPLETE";
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Answers the shell and ends the program, when it is a shell that has called.
-pub fn answer() {
-    clap_complete::CompleteEnv::with_factory(Cli::command)
+pub fn answer(command_line: fn() -> clap::Command) {
+    clap_complete::CompleteEnv::with_factory(command_line)
         .var(VARIABLE)
         .complete();
 }

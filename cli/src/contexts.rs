@@ -8,18 +8,50 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use clap::Args;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    args::{Connection, SOCKET},
     failure::{Code, Failure, Result},
     tls::Remote,
 };
 
+/// Where vmmd listens by default.
+const SOCKET: &str = "/run/vmmd/vmmd.sock";
 /// The environment variable with the path of the socket.
 const ENV_SOCKET: &str = "VMMD_SOCKET";
 /// The environment variable with the name of a context.
 const ENV_CONTEXT: &str = "VMMCTL_CONTEXT";
+
+/// Which daemon.
+#[derive(Clone, Debug, Default, Args)]
+#[command(next_help_heading = "Which vmmd")]
+pub struct Connection {
+    /// Context of the configuration file, with how to reach a vmmd [env: VMMCTL_CONTEXT=]
+    #[arg(long, global = true, display_order = 900, value_name = "NAME")]
+    pub context: Option<String>,
+    /// Socket of a vmmd on this node [env: VMMD_SOCKET=] [default: /run/vmmd/vmmd.sock]
+    #[arg(
+        long,
+        global = true,
+        display_order = 901,
+        value_name = "PATH",
+        conflicts_with = "endpoint"
+    )]
+    pub socket: Option<PathBuf>,
+    /// A vmmd over TCP: https://HOST:PORT. Needs the next three
+    #[arg(long, global = true, display_order = 902, value_name = "URL")]
+    pub endpoint: Option<String>,
+    /// CA of the certificate of that vmmd, PEM
+    #[arg(long, global = true, display_order = 903, value_name = "FILE")]
+    pub ca: Option<PathBuf>,
+    /// Your certificate for it, PEM
+    #[arg(long, global = true, display_order = 904, value_name = "FILE")]
+    pub cert: Option<PathBuf>,
+    /// The key of your certificate, PEM
+    #[arg(long, global = true, display_order = 905, value_name = "FILE")]
+    pub key: Option<PathBuf>,
+}
 
 /// The daemon that a command is for.
 #[derive(Clone, Debug, PartialEq, Eq)]

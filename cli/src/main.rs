@@ -20,12 +20,13 @@ mod tls;
 
 use std::process::ExitCode;
 
-use clap::Parser as _;
+use clap::{CommandFactory as _, Parser as _};
 
 use crate::failure::{Code, Failure};
 
 fn main() -> ExitCode {
-    complete::answer();
+    // The completer of a context is added here: `contexts` is below `complete`.
+    complete::answer(|| args::Cli::command().mut_arg("context", |option| option.add(complete::contexts())));
     let cli = args::Cli::try_parse().unwrap_or_else(|error| command::habits::improved(error).exit());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let result = match runtime {

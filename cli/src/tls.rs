@@ -4,6 +4,7 @@ use std::{
     fs, io,
     path::{Path, PathBuf},
     sync::Arc,
+    time::Duration,
 };
 
 use rustls::{
@@ -20,11 +21,10 @@ use tokio::{
 use tokio_rustls::{TlsConnector, client::TlsStream};
 use tonic::codegen::http::Uri;
 
-use crate::{
-    client::QUICK,
-    failure::{Code, Failure, Result},
-};
+use crate::failure::{Code, Failure, Result};
 
+/// Time limit for a connection, and for an answer that takes the daemon no work.
+pub const QUICK: Duration = Duration::from_secs(30);
 /// Where vmmd listens when the endpoint has no port.
 const PORT: u16 = 7443;
 

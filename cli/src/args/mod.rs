@@ -2,14 +2,16 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Parser, Subcommand};
 
-use crate::command::{diff::Diff, label, patch::Patch, wait::Wait};
+use crate::contexts::Connection;
 
 pub mod cloud_init;
 mod create;
+mod diff;
 pub mod disk;
 pub mod image;
+pub mod label;
 pub mod memory;
 pub mod migration;
 pub mod network;
@@ -17,6 +19,7 @@ pub mod nic;
 pub mod node;
 pub mod observe;
 pub mod operation;
+pub mod patch;
 pub mod resources;
 pub mod run;
 pub mod share;
@@ -26,9 +29,12 @@ pub mod ssh;
 mod targets;
 mod value;
 mod verbs;
+pub mod wait;
 
 pub use self::create::{Apply, Create, CreateVm, CreateWhat, Edit, EditVm, EditWhat};
+pub use self::diff::Diff;
 use self::disk::{Attach, Detach, Limit, ResizeDisk, Stats};
+pub use self::patch::Patch;
 pub use self::show::{Describe, DescribeWhat, FORMAT, Get, GetVm, GetWhat, HELP, Phase};
 pub use self::targets::{Targets, Timeout, Yes};
 pub use self::value::{Label, Selector, age, disk_name, duration, image_name, operation_id, size, vm_name};
@@ -36,10 +42,8 @@ pub use self::verbs::{
     Act, Console, Delete, DeleteDisk, DeleteVm, DeleteWhat, DiskNames, Ending, Names, PortForward, Restart,
     Screenshot, SendKey, Start, Stop, Type, Vnc,
 };
+pub use self::wait::Wait;
 pub use crate::output::format::Output;
-
-/// Where vmmd listens by default.
-pub const SOCKET: &str = "/run/vmmd/vmmd.sock";
 
 const EXIT_CODES: &str = "\
 Exit codes:
@@ -70,36 +74,6 @@ pub struct Cli {
     /// What to do.
     #[command(subcommand)]
     pub command: Command,
-}
-
-/// Which daemon.
-#[derive(Clone, Debug, Default, Args)]
-#[command(next_help_heading = "Which vmmd")]
-pub struct Connection {
-    /// Context of the configuration file, with how to reach a vmmd [env: VMMCTL_CONTEXT=]
-    #[arg(long, global = true, display_order = 900, value_name = "NAME", add = crate::complete::contexts())]
-    pub context: Option<String>,
-    /// Socket of a vmmd on this node [env: VMMD_SOCKET=] [default: /run/vmmd/vmmd.sock]
-    #[arg(
-        long,
-        global = true,
-        display_order = 901,
-        value_name = "PATH",
-        conflicts_with = "endpoint"
-    )]
-    pub socket: Option<PathBuf>,
-    /// A vmmd over TCP: https://HOST:PORT. Needs the next three
-    #[arg(long, global = true, display_order = 902, value_name = "URL")]
-    pub endpoint: Option<String>,
-    /// CA of the certificate of that vmmd, PEM
-    #[arg(long, global = true, display_order = 903, value_name = "FILE")]
-    pub ca: Option<PathBuf>,
-    /// Your certificate for it, PEM
-    #[arg(long, global = true, display_order = 904, value_name = "FILE")]
-    pub cert: Option<PathBuf>,
-    /// The key of your certificate, PEM
-    #[arg(long, global = true, display_order = 905, value_name = "FILE")]
-    pub key: Option<PathBuf>,
 }
 
 /// `config`.

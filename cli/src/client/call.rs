@@ -10,8 +10,6 @@ use uuid::Uuid;
 use super::Client;
 use crate::failure::{Code, Failure, Result};
 
-/// Time limit for an answer that takes the daemon no work.
-pub const QUICK: Duration = Duration::from_secs(30);
 /// Time limit for an answer that takes work, such as building a machine or ending a process, on a
 /// loaded node.
 pub const WORK: Duration = Duration::from_secs(180);

@@ -9,10 +9,9 @@ use tonic::{
     transport::{Channel, Endpoint},
 };
 
-use super::QUICK;
 use crate::{
     failure::{Code, Failure, Result},
-    tls::Remote,
+    tls::{QUICK, Remote},
 };
 
 /// To the daemon that listens on `socket`.

@@ -1,8 +1,8 @@
 //! `config`: the contexts of this user.
 
 use crate::{
-    args::{Config, Connection},
-    contexts::{Context, Contexts},
+    args::Config,
+    contexts::{Connection, Context, Contexts},
     failure::{Code, Failure, Result},
     output::{self, table::Table},
 };

@@ -1,9 +1,5 @@
 //! `diff`: what `apply` would change.
 
-use std::path::PathBuf;
-
-use clap::Args;
-
 use super::{
     apply,
     update::{self, Done, How},
@@ -14,14 +10,6 @@ use crate::{
     manifest::Document,
     output,
 };
-
-/// `diff`.
-#[derive(Debug, Args)]
-pub struct Diff {
-    /// Manifest with VMs and disks as YAML or JSON; `-` is standard input. May be given several times.
-    #[arg(short, long = "filename", value_name = "FILE", required = true)]
-    pub files: Vec<PathBuf>,
-}
 
 /// Prints what would change; ends with [`Code::Conflict`] when something would.
 pub async fn diff(client: &Client, documents: &[Document]) -> Result<(), Vec<Failure>> {

@@ -2,15 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use proto::{
-    v1::{self, volume_spec::Source},
-    well_known,
-};
+use proto::v1::{self, volume_spec::Source};
 use serde_json::{Map, Value as Json};
 
 use crate::{
     failure::{Code, Failure, Result},
     manifest::{self, disk, emit},
+    output::value::{json, shown},
 };
 
 /// Most differences that are spelled out.
@@ -53,30 +51,6 @@ pub fn of_pending(change: &v1::PendingChange) -> String {
         (Json::Null, Json::Object(_)) if item => format!("{}: added", change.path),
         (Json::Object(_), Json::Null) if item => format!("{}: removed", change.path),
         _ => format!("{}: {} -> {}", change.path, shown(&there), shown(&now)),
-    }
-}
-
-/// A value of the API as people write it.
-pub fn value(value: Option<&well_known::Value>) -> String {
-    shown(&json(value))
-}
-
-fn json(value: Option<&well_known::Value>) -> Json {
-    match serde_json::to_value(value) {
-        Ok(Json::Number(number)) => whole(&number),
-        json => json.unwrap_or(Json::Null),
-    }
-}
-
-/// A number as people write it: the API's values have floating point only.
-fn whole(number: &serde_json::Number) -> Json {
-    let text = number.to_string();
-    match text
-        .strip_suffix(".0")
-        .and_then(|whole| whole.parse::<i64>().ok())
-    {
-        Some(whole) => whole.into(),
-        None => Json::Number(number.clone()),
     }
 }
 
@@ -172,14 +146,6 @@ fn compare(path: &str, there: &Json, wanted: &Json, found: &mut Vec<String>) {
         },
         (a, b) if a == b => {}
         (a, b) => found.push(format!("{path}: {} -> {}", shown(a), shown(b))),
-    }
-}
-
-fn shown(json: &Json) -> String {
-    match json {
-        Json::Null => "not set".into(),
-        Json::String(text) => text.clone(),
-        json => json.to_string(),
     }
 }
 

@@ -17,7 +17,7 @@ use crate::{
         Output,
         image::{Image, Import, Ls, Prune, Rm, Upload},
     },
-    client::{Client, QUICK, WORK, about_image, call, empty_answer, send},
+    client::{Client, WORK, about_image, send},
     failure::{Code, Failure, Result},
     manifest::quantity,
     output::{self, describe::Lines, format::Layout},
@@ -292,30 +292,4 @@ async fn prune(client: &Client, args: &Prune) -> Result<()> {
         output::line(format!("image/{name} deleted{how}"))?;
     }
     output::line(format!("{} freed{how}", quantity::show(response.freed_bytes)))
-}
-
-impl Client {
-    /// The image with this name.
-    pub async fn image(&self, name: &str) -> Result<v1::Image> {
-        let request = v1::GetImageRequest {
-            name: name.to_owned(),
-        };
-        let response = call(QUICK, self.images.clone().get_image(request)).await;
-        let image = response.map_err(|failure| about_image(failure, name))?.image;
-        image.ok_or_else(empty_answer)
-    }
-
-    /// All images, by name.
-    pub async fn list_images(&self) -> Result<Vec<v1::Image>> {
-        let mut request = v1::ListImagesRequest::default();
-        let mut images = Vec::new();
-        loop {
-            let page = call(QUICK, self.images.clone().list_images(request.clone())).await?;
-            images.extend(page.images);
-            if page.next_page_token.is_empty() {
-                return Ok(images);
-            }
-            request.page_token = page.next_page_token;
-        }
-    }
 }

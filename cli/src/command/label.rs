@@ -1,6 +1,5 @@
 //! `label`, `annotate`: set and take away labels and annotations of VMs and of disks.
 
-use clap::Args;
 use proto::v1;
 
 use super::{
@@ -8,40 +7,11 @@ use super::{
     update::{self, Change, How},
 };
 use crate::{
-    args::{Selector, Targets, Timeout, disk_name, node::LabelChange, vm_name},
+    args::{Targets, disk_name, label::Label, node::LabelChange, vm_name},
     client::Client,
-    complete,
     failure::{Code, Failure, Result},
     output,
 };
-
-/// `label`, `annotate`.
-#[derive(Debug, Args)]
-#[command(after_help = "\
-Examples:
-  vmmctl label web db tier=front old-
-  vmmctl label disk/data tier=db
-  vmmctl label -l tier=front zone=a
-  vmmctl annotate web contact=ops@example.com")]
-pub struct Label {
-    /// Names of VMs (and of disks, as disk/NAME), then what to set (KEY=VALUE) and to take away (KEY-).
-    #[arg(required = true, value_name = "NAME|KEY=VALUE|KEY-", add = complete::vms())]
-    pub words: Vec<String>,
-    /// VMs with this label (KEY=VALUE, KEY!=VALUE or KEY); several must all hold.
-    #[arg(
-        short = 'l',
-        long = "selector",
-        value_name = "SELECTOR",
-        value_delimiter = ','
-    )]
-    pub selectors: Vec<Selector>,
-    /// All VMs.
-    #[arg(long, conflicts_with = "selectors")]
-    pub all: bool,
-    #[command(flatten)]
-    #[allow(missing_docs)]
-    pub timeout: Timeout,
-}
 
 /// What is changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -8,8 +8,8 @@ mod confirm;
 mod create;
 mod delete;
 mod diagnose;
-pub mod diff;
-pub mod difference;
+mod diff;
+mod difference;
 mod disk;
 mod disk_spec;
 mod edit;
@@ -19,7 +19,7 @@ mod get;
 pub mod habits;
 mod image;
 mod interrupt;
-pub mod label;
+mod label;
 mod logs;
 mod memory;
 mod migration;
@@ -29,26 +29,27 @@ mod nic_spec;
 mod node;
 mod operation;
 mod parallel;
-pub mod patch;
+mod patch;
 mod port_forward;
 mod progress;
 mod run;
 mod share;
 mod share_spec;
 mod snapshot;
-pub mod ssh;
+mod ssh;
 mod top;
 mod update;
 mod vm_disk;
-pub mod wait;
-pub mod watch;
+mod wait;
+mod watch;
 
 use crate::{
     args::{
-        Cli, Command, Connection, Create, CreateVm, CreateWhat, Delete, DeleteVm, DeleteWhat, Describe,
-        DescribeWhat, Edit, EditWhat, Get, GetVm, GetWhat, Output, Resize, Timeout,
+        Cli, Command, Create, CreateVm, CreateWhat, Delete, DeleteVm, DeleteWhat, Describe, DescribeWhat,
+        Edit, EditWhat, Get, GetVm, GetWhat, Output, Resize, Timeout,
         disk::{GetDisk, ResizeDisk},
         image::Ls,
+        label::Label,
         memory::Set,
         network::{ListNetworks, Network},
         operation::Operation,
@@ -56,6 +57,7 @@ use crate::{
     },
     client::Client,
     console,
+    contexts::Connection,
     failure::{Failure, Result},
     manifest::{self, emit, quantity, schema},
     output::{
@@ -154,7 +156,7 @@ async fn delete_vms(given: &Connection, args: &DeleteVm) -> Result<(), Vec<Failu
     }
 }
 
-async fn label(given: &Connection, what: label::What, args: &label::Label) -> Result<(), Vec<Failure>> {
+async fn label(given: &Connection, what: label::What, args: &Label) -> Result<(), Vec<Failure>> {
     let labelling = label::read(args).map_err(one)?;
     let client = connect(given, args.timeout).await?;
     label::label(&client, what, &labelling).await

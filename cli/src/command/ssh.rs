@@ -20,61 +20,14 @@ use std::{
 use proto::v1;
 
 use crate::{
-    args::{
-        Connection,
-        ssh::{Reach, Scp, Ssh},
-        vm_name,
-    },
+    args::ssh::{Place, Reach, Scp, Ssh, place},
     client::Client,
+    contexts::Connection,
     failure::{Code, Failure, Result},
 };
 
 /// ssh sends a keep-alive message after 15 s of silence, and ends the session after four without an answer.
 const KEEP_ALIVE: [&str; 2] = ["-oServerAliveInterval=15", "-oServerAliveCountMax=4"];
-
-/// A user of a VM.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
-    user: Option<String>,
-    vm: String,
-}
-
-/// Reads `USER@VM` or `VM`.
-pub fn place(text: &str) -> Result<Place, String> {
-    let (user, vm) = match text.rsplit_once('@') {
-        Some((user, vm)) => (Some(user), vm),
-        None => (None, text),
-    };
-    if let Some(user) = user {
-        user_name(user)?;
-    }
-    if vm.is_empty() {
-        return Err("names no VM".to_owned());
-    }
-    Ok(Place {
-        user: user.map(str::to_owned),
-        vm: vm_name(vm)?,
-    })
-}
-
-/// A user that ssh would take for an option, or for something else, is none.
-fn user_name(user: &str) -> Result<(), String> {
-    let allowed = |letter: char| letter.is_ascii_alphanumeric() || "._-+\\".contains(letter);
-    if user.is_empty() || user.starts_with('-') || !user.chars().all(allowed) {
-        return Err(format!("\"{user}\" can't be a user of a VM"));
-    }
-    Ok(())
-}
-
-impl Place {
-    /// As ssh has it.
-    fn word(&self) -> String {
-        match &self.user {
-            Some(user) => format!("{user}@{}", self.vm),
-            None => self.vm.clone(),
-        }
-    }
-}
 
 /// Replaces this process by ssh; returns only on failure.
 pub async fn ssh(client: &Client, given: &Connection, args: &Ssh) -> Result<()> {

@@ -5,9 +5,10 @@ use proto::v1;
 use super::{
     age, disk, resources, share,
     table::Table,
+    value,
     vm::{attachment, camel, now_and_then, phase},
 };
-use crate::{command::difference, failure::printable, manifest::quantity};
+use crate::{failure::printable, manifest::quantity};
 
 /// Column at which values begin.
 const WIDTH: usize = 16;
@@ -56,8 +57,8 @@ fn pending(text: &mut Lines, changes: &[v1::PendingChange]) {
         .map(|change| {
             vec![
                 change.path.clone(),
-                difference::value(change.current.as_ref()),
-                difference::value(change.desired.as_ref()),
+                value::value(change.current.as_ref()),
+                value::value(change.desired.as_ref()),
                 change.message.clone(),
             ]
         })

@@ -17,6 +17,7 @@ pub mod snapshot;
 pub mod stats;
 pub mod table;
 pub mod top;
+pub mod value;
 pub mod vm;
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 
 use serde_json::Value as Json;
 
-use super::Step;
+use crate::args::patch::Step;
 
 /// Manifest fields that only the daemon sets; a patch ignores them, as a manifest does.
 const IGNORED: [&str; 6] = [
@@ -91,7 +91,8 @@ fn is_ignored(path: &str) -> bool {
 mod tests {
     use serde_json::json;
 
-    use super::{super::Set, *};
+    use super::*;
+    use crate::args::patch::Set;
 
     #[test]
     fn a_merge_patch_changes_its_leaves() {
