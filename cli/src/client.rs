@@ -3,6 +3,7 @@
 mod about;
 mod call;
 mod connect;
+mod kind;
 
 use std::{
     collections::BTreeSet,
@@ -21,8 +22,9 @@ use tonic::transport::Channel;
 
 pub(crate) use self::call::send;
 pub use self::{
-    about::{DISKS, about_disk, about_image, about_snapshot, about_vm, empty_answer},
+    about::{DISKS, about_disk, about_image, about_network, about_snapshot, about_vm, empty_answer},
     call::{COPY, RESTART, TRIES_TO_GO_ON, WORK, call, went_away},
+    kind::{Kind, Query, Watched},
 };
 pub use crate::tls::QUICK;
 use crate::{
@@ -89,91 +91,7 @@ impl Client {
 
     /// The VM with this name.
     pub async fn get(&self, name: &str) -> Result<v1::Vm> {
-        let request = v1::GetVmRequest {
-            name: name.to_owned(),
-        };
-        let response = call(QUICK, self.vms.clone().get_vm(request)).await;
-        let vm = response.map_err(|failure| about_vm(failure, name))?.vm;
-        vm.ok_or_else(empty_answer)
-    }
-
-    /// All VMs of a filter, by name.
-    pub async fn list(&self, filter: v1::VmFilter) -> Result<Vec<v1::Vm>> {
-        let mut request = v1::ListVmsRequest {
-            filter: Some(filter),
-            ..Default::default()
-        };
-        let mut vms = Vec::new();
-        loop {
-            let page = call(QUICK, self.vms.clone().list_vms(request.clone())).await?;
-            vms.extend(page.vms);
-            if page.next_page_token.is_empty() {
-                return Ok(vms);
-            }
-            request.page_token = page.next_page_token;
-        }
-    }
-
-    /// The disk with this name.
-    pub async fn disk(&self, name: &str) -> Result<v1::Disk> {
-        let request = v1::GetDiskRequest {
-            name: name.to_owned(),
-        };
-        let response = call(QUICK, self.disks.clone().get_disk(request)).await;
-        let disk = response.map_err(|failure| about_disk(failure, name))?.disk;
-        disk.ok_or_else(empty_answer)
-    }
-
-    /// All disks, by name.
-    pub async fn list_disks(&self) -> Result<Vec<v1::Disk>> {
-        let mut request = v1::ListDisksRequest::default();
-        let mut disks = Vec::new();
-        loop {
-            let page = call(QUICK, self.disks.clone().list_disks(request.clone())).await?;
-            disks.extend(page.disks);
-            if page.next_page_token.is_empty() {
-                return Ok(disks);
-            }
-            request.page_token = page.next_page_token;
-        }
-    }
-
-    /// The image with this name.
-    pub async fn image(&self, name: &str) -> Result<v1::Image> {
-        let request = v1::GetImageRequest {
-            name: name.to_owned(),
-        };
-        let response = call(QUICK, self.images.clone().get_image(request)).await;
-        let image = response.map_err(|failure| about_image(failure, name))?.image;
-        image.ok_or_else(empty_answer)
-    }
-
-    /// All images, by name.
-    pub async fn list_images(&self) -> Result<Vec<v1::Image>> {
-        let mut request = v1::ListImagesRequest::default();
-        let mut images = Vec::new();
-        loop {
-            let page = call(QUICK, self.images.clone().list_images(request.clone())).await?;
-            images.extend(page.images);
-            if page.next_page_token.is_empty() {
-                return Ok(images);
-            }
-            request.page_token = page.next_page_token;
-        }
-    }
-
-    /// All snapshots, by name.
-    pub async fn list_snapshots(&self) -> Result<Vec<v1::Snapshot>> {
-        let mut request = v1::ListSnapshotsRequest::default();
-        let mut snapshots = Vec::new();
-        loop {
-            let page = call(QUICK, self.snapshots.clone().list_snapshots(request.clone())).await?;
-            snapshots.extend(page.snapshots);
-            if page.next_page_token.is_empty() {
-                return Ok(snapshots);
-            }
-            request.page_token = page.next_page_token;
-        }
+        self.object(name).await
     }
 
     /// Returns the usage and counters of a running VM.

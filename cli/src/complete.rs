@@ -8,7 +8,7 @@ use std::{env, ffi::OsStr, path::PathBuf, time::Duration};
 use clap_complete::engine::{ArgValueCompleter, CompletionCandidate};
 
 use crate::{
-    client::{Client, QUICK, call},
+    client::{Client, Kind, Query},
     contexts::{Connection, Contexts},
     failure::Result,
 };
@@ -26,32 +26,51 @@ pub fn answer(command_line: fn() -> clap::Command) {
         .complete();
 }
 
+/// Names of objects of a kind.
+pub fn names<K: Kind>() -> ArgValueCompleter {
+    ArgValueCompleter::new(|word: &OsStr| {
+        candidates(word, K::WORD, async |client: &Client| {
+            let query = Query {
+                only_names: true,
+                ..Query::default()
+            };
+            let objects: Vec<K> = client.objects(&query).await?;
+            Ok(objects.iter().map(|object| object.name().to_owned()).collect())
+        })
+    })
+}
+
 /// Names of VMs.
 pub fn vms() -> ArgValueCompleter {
-    ArgValueCompleter::new(|word: &OsStr| candidates(word, "vm", |client| Box::pin(vm_names(client))))
+    names::<v1::Vm>()
 }
 
 /// Names of disks that vmmd keeps.
 pub fn disks() -> ArgValueCompleter {
-    ArgValueCompleter::new(|word: &OsStr| candidates(word, "disk", |client| Box::pin(disk_names(client))))
+    names::<v1::Disk>()
 }
 
 /// Names of snapshots.
 pub fn snapshots() -> ArgValueCompleter {
-    ArgValueCompleter::new(|word: &OsStr| {
-        candidates(word, "snapshot", |client| Box::pin(snapshot_names(client)))
-    })
+    names::<v1::Snapshot>()
 }
 
 /// Names of images.
 pub fn images() -> ArgValueCompleter {
-    ArgValueCompleter::new(|word: &OsStr| candidates(word, "image", |client| Box::pin(image_names(client))))
+    names::<v1::Image>()
 }
 
 /// Ids of operations that are under way.
 pub fn operations() -> ArgValueCompleter {
     ArgValueCompleter::new(|word: &OsStr| {
-        candidates(word, "operation", |client| Box::pin(operation_ids(client)))
+        candidates(word, "operation", async |client: &Client| {
+            let active = v1::OperationFilter {
+                active: true,
+                ..Default::default()
+            };
+            let operations = client.operations(active).await?;
+            Ok(operations.into_iter().map(|operation| operation.id).collect())
+        })
     })
 }
 
@@ -63,67 +82,11 @@ pub fn contexts() -> ArgValueCompleter {
     })
 }
 
-type Names<'a> = std::pin::Pin<Box<dyn Future<Output = Result<Vec<String>>> + 'a>>;
-
-async fn vm_names(client: &Client) -> Result<Vec<String>> {
-    let mut request = v1::ListVmsRequest {
-        fields: vec!["metadata.name".into()],
-        ..Default::default()
-    };
-    let mut names = Vec::new();
-    loop {
-        let page = call(QUICK, client.vms.clone().list_vms(request.clone())).await?;
-        names.extend(page.vms.into_iter().filter_map(|vm| Some(vm.metadata?.name)));
-        if page.next_page_token.is_empty() {
-            return Ok(names);
-        }
-        request.page_token = page.next_page_token;
-    }
-}
-
-async fn image_names(client: &Client) -> Result<Vec<String>> {
-    let images = client.list_images().await?;
-    let named = images.into_iter().filter_map(|image| Some(image.metadata?.name));
-    Ok(named.collect())
-}
-
-async fn disk_names(client: &Client) -> Result<Vec<String>> {
-    let disks = client.list_disks().await?;
-    Ok(disks
-        .into_iter()
-        .filter_map(|disk| Some(disk.metadata?.name))
-        .collect())
-}
-
-async fn snapshot_names(client: &Client) -> Result<Vec<String>> {
-    let snapshots = client.list_snapshots().await?;
-    Ok(snapshots
-        .into_iter()
-        .filter_map(|snapshot| Some(snapshot.metadata?.name))
-        .collect())
-}
-
-async fn operation_ids(client: &Client) -> Result<Vec<String>> {
-    let request = v1::ListOperationsRequest {
-        filter: Some(v1::OperationFilter {
-            active: true,
-            ..Default::default()
-        }),
-        ..Default::default()
-    };
-    let listed = call(QUICK, client.operations.clone().list_operations(request)).await?;
-    Ok(listed
-        .operations
-        .into_iter()
-        .map(|operation| operation.id)
-        .collect())
-}
-
 /// Returns the daemon's objects whose name starts with the word.
 fn candidates(
     word: &OsStr,
     kind: &str,
-    names: impl for<'a> Fn(&'a Client) -> Names<'a>,
+    names: impl AsyncFn(&Client) -> Result<Vec<String>>,
 ) -> Vec<CompletionCandidate> {
     let Ok(runtime) = tokio::runtime::Builder::new_current_thread().enable_all().build() else {
         return Vec::new();

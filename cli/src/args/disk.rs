@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
-use super::{FORMAT, HELP, Label, Output, Selector, Timeout, disk_name, duration, image_name, size, vm_name};
+use super::{FORMAT, HELP, Label, Output, Timeout, disk_name, duration, image_name, size, vm_name};
 use crate::complete;
 use crate::manifest::quantity;
 
@@ -97,31 +97,6 @@ pub enum Preallocation {
     Metadata,
     /// All of it, now.
     Full,
-}
-
-/// `get disk`.
-#[derive(Debug, Default, Args)]
-pub struct GetDisk {
-    /// Only these; all when none is named.
-    #[arg(value_parser = disk_name, add = complete::disks())]
-    pub names: Vec<String>,
-    /// How to print them.
-    #[arg(short, long, value_name = FORMAT, help = HELP)]
-    pub output: Option<Output>,
-    /// Keep printing changes as they happen
-    #[arg(short, long)]
-    pub watch: bool,
-    /// Only disks with this label (KEY=VALUE, KEY!=VALUE or KEY); several must all hold.
-    #[arg(
-        short = 'l',
-        long = "selector",
-        value_name = "SELECTOR",
-        value_delimiter = ','
-    )]
-    pub selectors: Vec<Selector>,
-    /// Leave out the line with the columns' names.
-    #[arg(long)]
-    pub no_headers: bool,
 }
 
 /// `resize disk`.

@@ -4,8 +4,9 @@ use std::{path::PathBuf, time::Duration};
 
 use clap::{Args, Subcommand};
 
-use super::{FORMAT, HELP, Label, Output, Selector, Timeout, age, image_name, size};
-use crate::complete;
+use proto::v1;
+
+use super::{Delete, Label, Names, Selector, Timeout, WatchedList, age, image_name, size};
 
 /// `image`.
 #[derive(Debug, Subcommand)]
@@ -16,12 +17,12 @@ pub enum Image {
     Upload(Upload),
     /// List images.
     #[command(visible_aliases = ["list", "get"])]
-    Ls(Ls),
+    Ls(WatchedList<v1::Image>),
     /// Show everything about images.
-    Describe(Names),
+    Describe(Names<v1::Image>),
     /// Delete images.
     #[command(visible_alias = "delete")]
-    Rm(Rm),
+    Rm(Delete<v1::Image>),
     /// Delete the images that nothing uses.
     Prune(Prune),
 }
@@ -114,53 +115,6 @@ pub struct Upload {
     /// Print nothing of the progress.
     #[arg(short, long)]
     pub quiet: bool,
-}
-
-/// `image ls`.
-#[derive(Debug, Default, Args)]
-pub struct Ls {
-    /// Only these; all when none is named.
-    #[arg(value_parser = image_name, add = complete::images())]
-    pub names: Vec<String>,
-    /// How to print them.
-    #[arg(short, long, value_name = FORMAT, help = HELP)]
-    pub output: Option<Output>,
-    /// Keep printing changes as they happen
-    #[arg(short, long)]
-    pub watch: bool,
-    /// Only images with this label (KEY=VALUE, KEY!=VALUE or KEY); several must all hold.
-    #[arg(
-        short = 'l',
-        long = "selector",
-        value_name = "SELECTOR",
-        value_delimiter = ','
-    )]
-    pub selectors: Vec<Selector>,
-    /// Leave out the line with the columns' names.
-    #[arg(long)]
-    pub no_headers: bool,
-}
-
-/// `image describe`.
-#[derive(Debug, Args)]
-pub struct Names {
-    /// Names of images.
-    #[arg(required = true, value_name = "NAME", value_parser = image_name, add = complete::images())]
-    pub names: Vec<String>,
-}
-
-/// `image rm`.
-#[derive(Debug, Args)]
-pub struct Rm {
-    #[command(flatten)]
-    #[allow(missing_docs)]
-    pub images: Names,
-    /// Do not fail for images that are not there.
-    #[arg(long)]
-    pub ignore_not_found: bool,
-    #[command(flatten)]
-    #[allow(missing_docs)]
-    pub timeout: Timeout,
 }
 
 /// `image prune`.

@@ -17,6 +17,7 @@ pub mod migration;
 pub mod network;
 pub mod nic;
 pub mod node;
+mod objects;
 pub mod observe;
 pub mod operation;
 pub mod patch;
@@ -34,13 +35,14 @@ pub mod wait;
 pub use self::create::{Apply, Create, CreateVm, CreateWhat, Edit, EditVm, EditWhat};
 pub use self::diff::Diff;
 use self::disk::{Attach, Detach, Limit, ResizeDisk, Stats};
+pub use self::objects::{Delete, List, Names, WatchedList};
 pub use self::patch::Patch;
 pub use self::show::{Describe, DescribeWhat, FORMAT, Get, GetVm, GetWhat, HELP, Phase};
 pub use self::targets::{Targets, Timeout, Yes};
 pub use self::value::{Label, Selector, age, disk_name, duration, image_name, operation_id, size, vm_name};
 pub use self::verbs::{
-    Act, Console, Delete, DeleteDisk, DeleteVm, DeleteWhat, DiskNames, Ending, Names, PortForward, Restart,
-    Screenshot, SendKey, Start, Stop, Type, Vnc,
+    Act, Console, DeleteDisk, DeleteObjects, DeleteVm, DeleteWhat, Ending, PortForward, Restart, Screenshot,
+    SendKey, Start, Stop, Type, Vnc,
 };
 pub use self::wait::Wait;
 pub use crate::output::format::Output;
@@ -141,7 +143,7 @@ pub enum Command {
     /// Resume paused VMs
     Resume(Act),
     /// Delete stopped VMs (their disks stay), or disks with their content
-    Delete(Delete),
+    Delete(DeleteObjects),
     /// Add a disk to a VM; one that runs gets it at once.
     Attach(Box<Attach>),
     /// Take a disk from a VM; one that runs is asked to let go of it first.

@@ -2,7 +2,9 @@
 
 use clap::{Args, Subcommand, ValueEnum};
 
-use super::{Label, Selector, Timeout, disk_name, node::LabelChange};
+use proto::v1;
+
+use super::{Delete, Label, Names, Timeout, WatchedList, disk_name, node::LabelChange};
 
 /// `network`.
 #[derive(Debug, Subcommand)]
@@ -13,12 +15,12 @@ pub enum Network {
     #[command(visible_alias = "list")]
     Ls(ListNetworks),
     /// Show a network and its address assignments
-    Describe(DescribeNetwork),
+    Describe(Names<v1::Network>),
     /// Change a network while VMs are in it.
     Update(UpdateNetwork),
     /// Delete a network that no VM's spec names.
     #[command(visible_alias = "delete")]
-    Rm(RemoveNetwork),
+    Rm(Delete<v1::Network>),
 }
 
 /// `network create`.
@@ -75,20 +77,12 @@ pub enum Mode {
 /// `network ls`.
 #[derive(Debug, Default, Args)]
 pub struct ListNetworks {
-    /// Print all of them as canonical JSON.
-    #[arg(long)]
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub all: WatchedList<v1::Network>,
+    /// The same as -o json.
+    #[arg(long, conflicts_with = "output")]
     pub json: bool,
-    /// Keep printing changes as they happen, including changes of leases
-    #[arg(short, long)]
-    pub watch: bool,
-    /// Only networks with this label (KEY=VALUE, KEY!=VALUE or KEY); several must all hold.
-    #[arg(
-        short = 'l',
-        long = "selector",
-        value_name = "SELECTOR",
-        value_delimiter = ','
-    )]
-    pub selectors: Vec<Selector>,
 }
 
 /// `network update`.
@@ -116,25 +110,6 @@ pub struct UpdateNetwork {
     /// Label to set, or to take away.
     #[arg(short, long = "label", value_name = "KEY=VALUE|KEY-")]
     pub labels: Vec<LabelChange>,
-    #[command(flatten)]
-    #[allow(missing_docs)]
-    pub timeout: Timeout,
-}
-
-/// `network describe`.
-#[derive(Debug, Args)]
-pub struct DescribeNetwork {
-    /// Name of the network.
-    #[arg(value_parser = disk_name)]
-    pub name: String,
-}
-
-/// `network rm`.
-#[derive(Debug, Args)]
-pub struct RemoveNetwork {
-    /// Name of the network.
-    #[arg(value_parser = disk_name)]
-    pub name: String,
     #[command(flatten)]
     #[allow(missing_docs)]
     pub timeout: Timeout,

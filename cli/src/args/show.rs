@@ -2,8 +2,9 @@
 
 use clap::{Args, Subcommand, ValueEnum};
 
-use super::{DiskNames, Names, Selector, disk::GetDisk, operation, vm_name};
-use crate::complete;
+use proto::v1;
+
+use super::{List, Names, WatchedList, operation};
 use crate::output::format::Output;
 
 /// `get`.
@@ -30,7 +31,7 @@ pub enum GetWhat {
     Vm(GetVm),
     /// List the disks that vmmd keeps.
     #[command(visible_alias = "disks")]
-    Disk(GetDisk),
+    Disk(WatchedList<v1::Disk>),
     /// List operations: all in progress, and all that ended in the last hour
     #[command(visible_alias = "operations")]
     Operation(operation::GetOperation),
@@ -39,13 +40,13 @@ pub enum GetWhat {
     Node(GetNode),
     /// List images: as `vmmctl image ls`.
     #[command(visible_alias = "images")]
-    Image(super::image::Ls),
+    Image(WatchedList<v1::Image>),
     /// List networks: as `vmmctl network ls`.
     #[command(visible_alias = "networks")]
     Network(super::network::ListNetworks),
     /// List snapshots: as `vmmctl snapshot ls`.
     #[command(visible_alias = "snapshots")]
-    Snapshot(super::snapshot::ListSnapshots),
+    Snapshot(List<v1::Snapshot>),
     /// Show events: as `vmmctl events`.
     #[command(visible_alias = "events")]
     Event(super::observe::Events),
@@ -70,23 +71,9 @@ pub const HELP: &str = "How to print: wide, yaml, json, name, jsonpath='{.metada
 /// `get vm`.
 #[derive(Debug, Default, Args)]
 pub struct GetVm {
-    /// Only these; all when none is named.
-    #[arg(value_parser = vm_name, add = complete::vms())]
-    pub names: Vec<String>,
-    /// How to print them.
-    #[arg(short, long, value_name = FORMAT, help = HELP)]
-    pub output: Option<Output>,
-    /// Keep printing changes as they happen
-    #[arg(short, long)]
-    pub watch: bool,
-    /// Only VMs with this label (KEY=VALUE, KEY!=VALUE or KEY); several must all hold.
-    #[arg(
-        short = 'l',
-        long = "selector",
-        value_name = "SELECTOR",
-        value_delimiter = ','
-    )]
-    pub selectors: Vec<Selector>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub all: WatchedList<v1::Vm>,
     /// Only VMs in this phase; in any of several.
     #[arg(
         long = "phase",
@@ -96,9 +83,6 @@ pub struct GetVm {
         ignore_case = true
     )]
     pub phases: Vec<Phase>,
-    /// Leave out the line with the columns' names.
-    #[arg(long)]
-    pub no_headers: bool,
 }
 
 /// A phase of a VM.
@@ -117,8 +101,8 @@ pub enum Phase {
 
 impl Phase {
     /// As the daemon takes it.
-    pub fn wire(self) -> proto::v1::VmPhase {
-        use proto::v1::VmPhase;
+    pub fn wire(self) -> v1::VmPhase {
+        use v1::VmPhase;
         match self {
             Self::Pending => VmPhase::Pending,
             Self::Starting => VmPhase::Starting,
@@ -145,7 +129,7 @@ pub struct Describe {
     pub what: Option<DescribeWhat>,
     #[command(flatten)]
     #[allow(missing_docs)]
-    pub vms: Names,
+    pub vms: Names<v1::Vm>,
 }
 
 /// What is described.
@@ -153,10 +137,10 @@ pub struct Describe {
 pub enum DescribeWhat {
     /// Show everything about VMs: the same as without this word.
     #[command(visible_alias = "vms")]
-    Vm(Names),
+    Vm(Names<v1::Vm>),
     /// Show everything about disks that vmmd keeps.
     #[command(visible_alias = "disks")]
-    Disk(DiskNames),
+    Disk(Names<v1::Disk>),
     /// Show everything about the node.
     Node,
 }

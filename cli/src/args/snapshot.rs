@@ -4,7 +4,9 @@ use std::{path::PathBuf, time::Duration};
 
 use clap::{ArgGroup, Args, Subcommand};
 
-use super::{FORMAT, HELP, Label, Output, Timeout, age, disk_name, vm_name};
+use proto::v1;
+
+use super::{Delete, Label, List, Names, Timeout, age, disk_name, vm_name};
 use crate::complete;
 
 /// `snapshot`.
@@ -14,12 +16,12 @@ pub enum Snapshot {
     Create(CreateSnapshot),
     /// List snapshots.
     #[command(visible_alias = "list")]
-    Ls(ListSnapshots),
+    Ls(List<v1::Snapshot>),
     /// Show everything about snapshots.
-    Describe(SnapshotNames),
+    Describe(Names<v1::Snapshot>),
     /// Delete snapshots; VMs that were restored from them are not affected.
     #[command(visible_alias = "delete")]
-    Rm(SnapshotNames),
+    Rm(Delete<v1::Snapshot>),
     /// Write a snapshot to a file, of which `snapshot import` makes it again on this node or another one.
     Export(ExportSnapshot),
     /// Make a snapshot of a file that `snapshot export` has written.
@@ -66,25 +68,6 @@ pub struct CreateSnapshot {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub timeout: Timeout,
-}
-
-/// `snapshot ls`.
-#[derive(Debug, Default, Args)]
-pub struct ListSnapshots {
-    /// How to print them.
-    #[arg(short, long, value_name = FORMAT, help = HELP)]
-    pub output: Option<Output>,
-    /// Leave out the line with the columns' names.
-    #[arg(long)]
-    pub no_headers: bool,
-}
-
-/// Names of snapshots.
-#[derive(Debug, Args)]
-pub struct SnapshotNames {
-    /// Names of snapshots.
-    #[arg(required = true, value_name = "NAME", value_parser = disk_name, add = complete::snapshots())]
-    pub names: Vec<String>,
 }
 
 /// `snapshot export`.

@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use crate::manifest::quantity;
+use proto::v1;
+
+use crate::{client::Kind as _, manifest::quantity};
 
 /// Longest time that the daemon waits for a guest.
 const MAX_WAIT: Duration = Duration::from_secs(3600);
@@ -70,29 +72,30 @@ impl std::str::FromStr for Selector {
 
 /// The name of a VM: `web` or, as `-o name` prints it, `vm/web`.
 pub fn vm_name(text: &str) -> Result<String, String> {
-    named(text, &["vm", "vms"], "a VM")
+    named(text, v1::Vm::WORD, v1::Vm::ONE)
 }
 
 /// The name of a disk that vmmd keeps: `data` or `disk/data`.
 pub fn disk_name(text: &str) -> Result<String, String> {
-    named(text, &["disk", "disks"], "a disk")
+    named(text, v1::Disk::WORD, v1::Disk::ONE)
 }
 
 /// The name of an image: `debian` or `image/debian`.
 pub fn image_name(text: &str) -> Result<String, String> {
-    named(text, &["image", "images"], "an image")
+    named(text, v1::Image::WORD, v1::Image::ONE)
 }
 
 /// The id of an operation, alone or after `operation/`.
 pub fn operation_id(text: &str) -> Result<String, String> {
-    named(text, &["operation", "operations"], "an operation")
+    named(text, "operation", "an operation")
 }
 
-fn named(text: &str, kinds: &[&str], what: &str) -> Result<String, String> {
+/// A name alone, or after its kind: `web`, `vm/web` or `vms/web`.
+pub fn named(text: &str, kind: &str, one: &str) -> Result<String, String> {
     match text.split_once('/') {
         None => Ok(text.to_owned()),
-        Some((kind, name)) if kinds.contains(&kind) => Ok(name.to_owned()),
-        Some(_) => Err(format!("is not {what}: give NAME or {}/NAME", kinds[0])),
+        Some((before, name)) if before.strip_suffix('s').unwrap_or(before) == kind => Ok(name.to_owned()),
+        Some(_) => Err(format!("is not {one}: give NAME or {kind}/NAME")),
     }
 }
 

@@ -8,22 +8,6 @@ use clap::{Args, Subcommand};
 use super::{Selector, Targets, Timeout, Yes, disk_name, duration, vm_name};
 use crate::complete;
 
-/// Names of disks.
-#[derive(Debug, Args)]
-pub struct DiskNames {
-    /// Names of disks, as NAME or disk/NAME.
-    #[arg(required = true, value_name = "NAME", value_parser = disk_name, add = complete::disks())]
-    pub names: Vec<String>,
-}
-
-/// Names of VMs.
-#[derive(Debug, Args)]
-pub struct Names {
-    /// Names of VMs, as NAME or vm/NAME.
-    #[arg(required = true, value_name = "NAME", value_parser = vm_name, add = complete::vms())]
-    pub names: Vec<String>,
-}
-
 /// `reset`, `pause`, `resume`.
 #[derive(Debug, Args)]
 pub struct Act {
@@ -106,7 +90,7 @@ vmmctl delete [OPTIONS] NAME…
        vmmctl delete [OPTIONS] -l SELECTOR|--all
        vmmctl delete [OPTIONS] -f FILE
        vmmctl delete disk [OPTIONS] NAME…")]
-pub struct Delete {
+pub struct DeleteObjects {
     /// Of what; VMs when nothing is said.
     #[command(subcommand)]
     pub what: Option<DeleteWhat>,

@@ -93,6 +93,16 @@ pub fn about_snapshot(failure: Failure, name: &str) -> Failure {
     failure.about("snapshot", name).hint(hint)
 }
 
+/// Adds to a failure about a network its name, and the command that helps.
+pub fn about_network(failure: Failure, name: &str) -> Failure {
+    match &*failure.reason {
+        "NETWORK_NOT_FOUND" => failure
+            .about("network", name)
+            .hint("`vmmctl network ls` lists the networks"),
+        _ => failure.about("network", name),
+    }
+}
+
 /// Adds to a failure about an image its name, and the command that helps.
 pub fn about_image(failure: Failure, name: &str) -> Failure {
     let hint = match &*failure.reason {

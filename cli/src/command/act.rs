@@ -8,7 +8,7 @@ pub use self::verb::{Verb, is_down};
 use super::{interrupt, parallel};
 use crate::{
     args::{Command, Targets, Timeout},
-    client::{Client, about_vm},
+    client::{Client, Query, about_vm},
     failure::{Failure, Result},
     output,
 };
@@ -64,11 +64,11 @@ pub async fn names(
     if !targets.names.is_empty() {
         return Ok(targets.names.clone());
     }
-    let filter = v1::VmFilter {
+    let query = Query {
         labels: targets.selectors.iter().map(ToString::to_string).collect(),
         ..Default::default()
     };
-    let vms = client.list(filter).await?.into_iter();
+    let vms = client.objects::<v1::Vm>(&query).await?.into_iter();
     let meant = vms.filter(|vm| is_for(phase(vm)));
     Ok(meant.filter_map(|vm| Some(vm.metadata?.name)).collect())
 }

@@ -111,7 +111,7 @@ async fn one_disk(client: &Client, request: &v1::CreateDiskRequest, dry_run: boo
     let done = |text: String, lines| Ok(Done { text, lines });
     let wanted = request.disk.clone().unwrap_or_default();
     let name = manifest::disk::name(&wanted);
-    let there = match client.disk(name).await {
+    let there = match client.object::<v1::Disk>(name).await {
         Err(failure) if failure.code == Code::NotFound => {
             if !dry_run {
                 disk::create(client, request.clone()).await?;

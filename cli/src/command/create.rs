@@ -5,7 +5,7 @@ use proto::{
     v1::{self, boot_spec::Source as Boot},
 };
 
-use super::{apply, cloud_init, disk, disk_spec, interrupt, memory, nic_spec, share_spec, watch};
+use super::{apply, cloud_init, disk, disk_spec, interrupt, memory, nic_spec, share_spec};
 use crate::{
     args::{CreateVm, Output},
     client::Client,
@@ -71,15 +71,7 @@ pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
         .into_iter()
         .map(|(index, text)| nic_spec::from_text(index, &text));
     let vm = v1::Vm {
-        metadata: Some(v1::ObjectMetadata {
-            name: args.name.clone().unwrap_or_default(),
-            labels: args
-                .labels
-                .iter()
-                .map(|label| (label.key.clone(), label.value.clone()))
-                .collect(),
-            ..v1::ObjectMetadata::default()
-        }),
+        metadata: super::metadata::labelled(args.name.as_deref().unwrap_or_default(), &args.labels),
         spec: Some(v1::VmSpec {
             cpu: Some(args.resources.cpu(args.cpus)),
             memory: Some(args.resources.memory(args.memory)),
@@ -141,7 +133,7 @@ fn report(vm: &v1::Vm, args: &CreateVm) -> Result<()> {
         .map(|metadata| metadata.name.as_str())
         .unwrap_or_default();
     match &args.output {
-        Some(output) if *output != Output::Wide => watch::print_documents(&[vm], output, Layout::default()),
+        Some(output) if *output != Output::Wide => output::print_documents(&[vm], output, Layout::default()),
         _ => {
             let started = if args.start { " and started" } else { "" };
             let suffix = if args.dry_run { " (dry run)" } else { "" };

@@ -4,10 +4,10 @@ use std::collections::BTreeSet;
 
 use proto::v1;
 
-use super::{act, confirm, disk};
+use super::{act, confirm, objects};
 use crate::{
     args::{DeleteDisk, DeleteVm, Targets},
-    client::Client,
+    client::{Client, Query},
     failure::{Code, Failure, Result},
     manifest::{Document, Object},
 };
@@ -40,7 +40,7 @@ pub async fn vms(client: &Client, args: &DeleteVm) -> Result<(), Vec<Failure>> {
         confirm::ask(args.yes, &text).map_err(super::one)?;
     }
     act::each(client, names, &verb(args)).await?;
-    disk::delete(client, &disks, args.ignore_not_found).await
+    objects::delete_all::<v1::Disk>(client, &disks, args.ignore_not_found).await
 }
 
 /// Deletes the VMs of manifests, then their disks. Disks go in reverse order, as later ones may be
@@ -56,7 +56,7 @@ pub async fn files(client: &Client, documents: &[Document], args: &DeleteVm) -> 
         confirm::ask(args.yes, &text).map_err(super::one)?;
     }
     act::each(client, vms.into_iter().map(name).collect(), &verb(args)).await?;
-    disk::delete(client, &disks, args.ignore_not_found).await
+    objects::delete_all::<v1::Disk>(client, &disks, args.ignore_not_found).await
 }
 
 /// Deletes disks that vmmd keeps.
@@ -72,12 +72,16 @@ pub async fn disks(client: &Client, args: &DeleteDisk) -> Result<(), Vec<Failure
     }
     let text = format!("this deletes {} with what is on them", listed("disk", names));
     confirm::ask(args.yes, &text).map_err(super::one)?;
-    disk::delete(client, names, args.ignore_not_found).await
+    objects::delete_all::<v1::Disk>(client, names, args.ignore_not_found).await
 }
 
 /// The names of disks that nothing uses.
 async fn unused(client: &Client) -> Result<Vec<String>> {
-    let unused = client.list_disks().await?.into_iter().filter(is_unused);
+    let unused = client
+        .objects::<v1::Disk>(&Query::default())
+        .await?
+        .into_iter()
+        .filter(is_unused);
     Ok(unused.filter_map(|disk| Some(disk.metadata?.name)).collect())
 }
 

@@ -5,20 +5,16 @@ use proto::{
     well_known,
 };
 
-use super::{
-    disk_spec::{usage, valid},
-    get,
-    watch::{self, print_documents},
-};
+use super::disk_spec::{usage, valid};
 use crate::{
     args::{
         Output,
-        disk::{CloneMode, CreateDisk, DiskFormat, GetDisk, Preallocation},
+        disk::{CloneMode, CreateDisk, DiskFormat, Preallocation},
     },
-    client::{COPY, Client, WORK, about_disk, empty_answer, send},
-    failure::{Code, Failure, Result, printable},
+    client::{COPY, Client, about_disk, empty_answer, send},
+    failure::{Result, printable},
     manifest::disk,
-    output::{self, describe::Lines, format::Layout},
+    output::{self, format::Layout, print_documents},
 };
 
 /// Mask of the metadata fields that a client may change.
@@ -68,17 +64,9 @@ pub fn from_flags(args: &CreateDisk) -> Result<v1::CreateDiskRequest> {
         Some(Preallocation::Metadata) => v1::DiskPreallocation::Metadata,
         Some(Preallocation::Full) => v1::DiskPreallocation::Full,
     };
-    let labels = args
-        .labels
-        .iter()
-        .map(|label| (label.key.clone(), label.value.clone()));
     let request = v1::CreateDiskRequest {
         disk: Some(v1::Disk {
-            metadata: Some(v1::ObjectMetadata {
-                name: args.name.clone().unwrap_or_default(),
-                labels: labels.collect(),
-                ..Default::default()
-            }),
+            metadata: super::metadata::labelled(args.name.as_deref().unwrap_or_default(), &args.labels),
             spec: Some(v1::VolumeSpec {
                 format: format.into(),
                 size_bytes: args.size.unwrap_or_default(),
@@ -146,10 +134,7 @@ pub fn report(disk: &v1::Disk, operation: Option<&v1::Operation>, output: Option
 /// Makes a disk larger.
 pub async fn resize(client: &Client, name: &str, size: u64) -> Result<v1::Disk> {
     let disk = v1::Disk {
-        metadata: Some(v1::ObjectMetadata {
-            name: name.to_owned(),
-            ..Default::default()
-        }),
+        metadata: super::metadata::named(name),
         spec: Some(v1::VolumeSpec {
             size_bytes: size,
             ..Default::default()
@@ -173,7 +158,7 @@ pub async fn rewrite(client: &Client, name: &str, wanted: impl Fn(&mut v1::Objec
     let mut tries = 0;
     loop {
         tries += 1;
-        let there = client.disk(name).await?;
+        let there = client.object::<v1::Disk>(name).await?;
         let before = there.metadata.clone().unwrap_or_default();
         let mut after = before.clone();
         wanted(&mut after);
@@ -218,118 +203,6 @@ async fn update_if(
     let response = send!(client.limit(COPY), client.disks, update_disk, request).await;
     let response = response.map_err(|failure| about_disk(failure, &name))?;
     response.disk.ok_or_else(empty_answer)
-}
-
-/// Deletes disks, one after another: an overlay may come before the disk below it.
-pub async fn delete(client: &Client, names: &[String], ignore_not_found: bool) -> Result<(), Vec<Failure>> {
-    let mut failures = Vec::new();
-    for name in names {
-        let request = v1::DeleteDiskRequest {
-            name: name.to_owned(),
-            ..Default::default()
-        };
-        match send!(client.limit(WORK), client.disks, delete_disk, request).await {
-            Ok(_) => output::line(format!("disk/{name} deleted")).map_err(super::one)?,
-            Err(failure) if ignore_not_found && failure.code == Code::NotFound => {}
-            Err(failure) => failures.push(about_disk(failure, name)),
-        }
-    }
-    super::all(failures)
-}
-
-/// Lists disks once, or watches them.
-pub async fn list(client: &Client, args: &GetDisk) -> Result<(), Vec<Failure>> {
-    if args.watch {
-        return watch(client, args).await.map_err(super::one);
-    }
-    let mut failures = Vec::new();
-    let disks = if args.names.is_empty() {
-        client.list_disks().await.map_err(super::one)?
-    } else {
-        named(client, &args.names, &mut failures).await
-    };
-    let selected = |disk: &&v1::Disk| {
-        let labels = disk.metadata.as_ref().map(|metadata| &metadata.labels);
-        labels.is_some_and(|labels| get::all_hold(&args.selectors, labels))
-    };
-    let disks: Vec<_> = disks.iter().filter(selected).collect();
-    print(&disks, args).map_err(super::one)?;
-    super::all(failures)
-}
-
-/// Prints what there is, then each change, until the daemon or the user ends it.
-async fn watch(client: &Client, args: &GetDisk) -> Result<()> {
-    if let [only] = args.names.as_slice() {
-        // A watch of a disk that is not there would wait for it without a word.
-        client.disk(only).await?;
-    }
-    let filter = v1::ObjectFilter {
-        labels: args.selectors.iter().map(ToString::to_string).collect(),
-        names: args.names.clone(),
-    };
-    watch::watch(args.output.as_ref(), args.no_headers, async |cursor| {
-        let request = v1::WatchDisksRequest {
-            filter: Some(filter.clone()),
-            cursor,
-        };
-        client.disks.clone().watch_disks(request).await
-    })
-    .await
-}
-
-/// Shows everything about disks.
-pub async fn describe(client: &Client, names: &[String]) -> Result<(), Vec<Failure>> {
-    let mut failures = Vec::new();
-    let disks = named(client, names, &mut failures).await;
-    let now = jiff::Timestamp::now();
-    let mut texts = Vec::new();
-    for disk in &disks {
-        let mut text = Lines(output::disk::describe(disk, now));
-        get::last_events(client, "Disk", disk::name(disk), &mut text).await;
-        texts.push(text.0);
-    }
-    output::print(&texts.join("\n")).map_err(super::one)?;
-    super::all(failures)
-}
-
-async fn named(client: &Client, names: &[String], failures: &mut Vec<Failure>) -> Vec<v1::Disk> {
-    let mut disks = Vec::new();
-    for name in names {
-        match client.disk(name).await {
-            Ok(disk) => disks.push(disk),
-            Err(failure) => failures.push(failure),
-        }
-    }
-    disks
-}
-
-fn print(disks: &[&v1::Disk], args: &GetDisk) -> Result<()> {
-    if let Some(output) = args.output.as_ref().filter(|output| **output != Output::Wide) {
-        let layout = Layout {
-            list: args.names.len() != 1,
-            no_headers: args.no_headers,
-            ..Layout::default()
-        };
-        return print_documents(disks, output, layout);
-    }
-    let wide = args.output.is_some();
-    if disks.is_empty() {
-        if args.names.is_empty() {
-            let which = if args.selectors.is_empty() {
-                ""
-            } else {
-                " with these labels"
-            };
-            eprintln!("There are no disks{which}.");
-        }
-        return Ok(());
-    }
-    let now = jiff::Timestamp::now();
-    let rows: Vec<_> = disks
-        .iter()
-        .map(|disk| output::disk::row(disk, wide, now))
-        .collect();
-    output::print(&output::disk::table(wide).whole(&rows, !args.no_headers))
 }
 
 #[cfg(test)]

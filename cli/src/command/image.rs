@@ -8,19 +8,13 @@ use std::{fs::File, io::Read, path::Path};
 use proto::{model::image::checksum_text, v1, v1::upload_image_request::Message};
 use sha2::{Digest, Sha256};
 
-use super::{
-    get, progress,
-    watch::{self, print_documents},
-};
+use super::progress;
 use crate::{
-    args::{
-        Output,
-        image::{Image, Import, Ls, Prune, Rm, Upload},
-    },
+    args::image::{Import, Prune, Upload},
     client::{Client, WORK, about_image, send},
     failure::{Code, Failure, Result},
     manifest::quantity,
-    output::{self, describe::Lines, format::Layout},
+    output,
 };
 
 /// Bytes of a file in a message.
@@ -28,37 +22,17 @@ const PIECE: usize = 128 << 10;
 /// Messages that are read ahead.
 const AHEAD: usize = 16;
 
-/// `image …`.
-pub async fn image(client: &Client, what: &Image) -> Result<(), Vec<Failure>> {
-    match what {
-        Image::Import(args) => {
-            let client = client.with_timeout(args.timeout.timeout);
-            import(&client, args).await.map_err(super::one)
-        }
-        Image::Upload(args) => upload(client, args).await.map_err(super::one),
-        Image::Ls(args) => list(client, args).await,
-        Image::Describe(args) => describe(client, &args.names).await,
-        Image::Rm(args) => delete(&client.with_timeout(args.timeout.timeout), args).await,
-        Image::Prune(args) => prune(client, args).await.map_err(super::one),
-    }
-}
-
 fn wanted(name: &str, labels: &[crate::args::Label], spec: v1::ImageSpec) -> v1::Image {
-    let labels = labels
-        .iter()
-        .map(|label| (label.key.clone(), label.value.clone()));
     v1::Image {
-        metadata: Some(v1::ObjectMetadata {
-            name: name.to_owned(),
-            labels: labels.collect(),
-            ..Default::default()
-        }),
+        metadata: super::metadata::labelled(name, labels),
         spec: Some(spec),
         status: None,
     }
 }
 
-async fn import(client: &Client, args: &Import) -> Result<()> {
+/// `image import`.
+pub async fn import(client: &Client, args: &Import) -> Result<()> {
+    let client = &client.with_timeout(args.timeout.timeout);
     let checksum = match &args.source.checksum_file {
         Some(path) => checksums::of(path, &args.from)?,
         None => args.source.checksum.clone().unwrap_or_default(),
@@ -91,7 +65,7 @@ async fn import(client: &Client, args: &Import) -> Result<()> {
 }
 
 async fn say(client: &Client, name: &str, done: &str) -> Result<()> {
-    let status = client.image(name).await?.status.unwrap_or_default();
+    let status = client.object::<v1::Image>(name).await?.status.unwrap_or_default();
     let size = quantity::show(status.virtual_size_bytes);
     output::line(format!("image/{name} {done}, {size}, {}", status.digest))
 }
@@ -115,7 +89,8 @@ fn checksum(path: &Path) -> Result<(String, u64)> {
     }
 }
 
-async fn upload(client: &Client, args: &Upload) -> Result<()> {
+/// `image upload`.
+pub async fn upload(client: &Client, args: &Upload) -> Result<()> {
     let (checksum, size_bytes) = checksum(&args.file)?;
     let spec = v1::ImageSpec {
         checksum,
@@ -156,122 +131,8 @@ async fn upload(client: &Client, args: &Upload) -> Result<()> {
     say(client, &args.name, "uploaded").await
 }
 
-/// `image ls`.
-pub async fn list(client: &Client, args: &Ls) -> Result<(), Vec<Failure>> {
-    if args.watch {
-        return watch(client, args).await.map_err(super::one);
-    }
-    let mut failures = Vec::new();
-    let images = if args.names.is_empty() {
-        client.list_images().await.map_err(super::one)?
-    } else {
-        named(client, &args.names, &mut failures).await
-    };
-    let selected = |image: &&v1::Image| {
-        let labels = image.metadata.as_ref().map(|metadata| &metadata.labels);
-        labels.is_some_and(|labels| get::all_hold(&args.selectors, labels))
-    };
-    let images: Vec<_> = images.iter().filter(selected).collect();
-    print(&images, args).map_err(super::one)?;
-    super::all(failures)
-}
-
-async fn watch(client: &Client, args: &Ls) -> Result<()> {
-    if let [only] = args.names.as_slice() {
-        client.image(only).await?;
-    }
-    let filter = v1::ObjectFilter {
-        labels: args.selectors.iter().map(ToString::to_string).collect(),
-        names: args.names.clone(),
-    };
-    watch::watch(args.output.as_ref(), args.no_headers, async |cursor| {
-        let request = v1::WatchImagesRequest {
-            filter: Some(filter.clone()),
-            cursor,
-        };
-        client.images.clone().watch_images(request).await
-    })
-    .await
-}
-
-fn print(images: &[&v1::Image], args: &Ls) -> Result<()> {
-    if let Some(output) = args.output.as_ref().filter(|output| **output != Output::Wide) {
-        let layout = Layout {
-            list: args.names.len() != 1,
-            no_headers: args.no_headers,
-            ..Layout::default()
-        };
-        return print_documents(images, output, layout);
-    }
-    let wide = args.output.is_some();
-    if images.is_empty() {
-        if args.names.is_empty() {
-            eprintln!(
-                "There are no images{}.",
-                if args.selectors.is_empty() {
-                    ""
-                } else {
-                    " with these labels"
-                }
-            );
-        }
-        return Ok(());
-    }
-    let now = jiff::Timestamp::now();
-    let rows: Vec<_> = images
-        .iter()
-        .map(|image| output::image::row(image, wide, now))
-        .collect();
-    output::print(&output::image::table(wide).whole(&rows, !args.no_headers))
-}
-
-async fn describe(client: &Client, names: &[String]) -> Result<(), Vec<Failure>> {
-    let mut failures = Vec::new();
-    let images = named(client, names, &mut failures).await;
-    let now = jiff::Timestamp::now();
-    let mut texts = Vec::new();
-    for image in &images {
-        let mut text = Lines(output::image::describe(image, now));
-        get::last_events(client, "Image", name(image), &mut text).await;
-        texts.push(text.0);
-    }
-    output::print(&texts.join("\n")).map_err(super::one)?;
-    super::all(failures)
-}
-
-/// The name of an image.
-pub fn name(image: &v1::Image) -> &str {
-    image.metadata.as_ref().map_or("", |metadata| &metadata.name)
-}
-
-async fn named(client: &Client, names: &[String], failures: &mut Vec<Failure>) -> Vec<v1::Image> {
-    let mut images = Vec::new();
-    for name in names {
-        match client.image(name).await {
-            Ok(image) => images.push(image),
-            Err(failure) => failures.push(failure),
-        }
-    }
-    images
-}
-
-async fn delete(client: &Client, args: &Rm) -> Result<(), Vec<Failure>> {
-    let mut failures = Vec::new();
-    for name in &args.images.names {
-        let request = v1::DeleteImageRequest {
-            name: name.clone(),
-            ..Default::default()
-        };
-        match send!(client.limit(WORK), client.images, delete_image, request).await {
-            Ok(_) => output::line(format!("image/{name} deleted")).map_err(super::one)?,
-            Err(failure) if args.ignore_not_found && failure.code == Code::NotFound => {}
-            Err(failure) => failures.push(about_image(failure, name)),
-        }
-    }
-    super::all(failures)
-}
-
-async fn prune(client: &Client, args: &Prune) -> Result<()> {
+/// `image prune`.
+pub async fn prune(client: &Client, args: &Prune) -> Result<()> {
     let older_than = args.older_than.map(|age| proto::well_known::Duration {
         seconds: i64::try_from(age.as_secs()).unwrap_or(i64::MAX),
         nanos: 0,

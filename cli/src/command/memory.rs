@@ -20,10 +20,7 @@ pub async fn set(client: &Client, args: &SetMemory) -> Result<()> {
     };
     let change = Change {
         vm: v1::Vm {
-            metadata: Some(v1::ObjectMetadata {
-                name: name.clone(),
-                ..Default::default()
-            }),
+            metadata: super::metadata::named(name),
             spec: Some(v1::VmSpec {
                 balloon: Some(balloon),
                 ..Default::default()

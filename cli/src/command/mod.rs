@@ -15,18 +15,19 @@ mod disk_spec;
 mod edit;
 mod events;
 mod generate;
-mod get;
 pub mod habits;
 mod image;
 mod interrupt;
 mod label;
 mod logs;
 mod memory;
+mod metadata;
 mod migration;
 mod network;
 mod nic;
 mod nic_spec;
 mod node;
+mod objects;
 mod operation;
 mod parallel;
 mod patch;
@@ -43,25 +44,27 @@ mod vm_disk;
 mod wait;
 mod watch;
 
+use proto::v1;
+
 use crate::{
     args::{
-        Cli, Command, Create, CreateVm, CreateWhat, Delete, DeleteVm, DeleteWhat, Describe, DescribeWhat,
-        Edit, EditWhat, Get, GetVm, GetWhat, Output, Resize, Timeout,
-        disk::{GetDisk, ResizeDisk},
-        image::Ls,
+        Cli, Command, Create, CreateVm, CreateWhat, DeleteObjects, DeleteVm, DeleteWhat, Describe,
+        DescribeWhat, Edit, EditWhat, Get, GetVm, GetWhat, List, Output, Resize, Timeout, WatchedList,
+        disk::ResizeDisk,
+        image::Image,
         label::Label,
         memory::Set,
         network::{ListNetworks, Network},
         operation::Operation,
-        snapshot::ListSnapshots,
+        snapshot::Snapshot,
     },
-    client::Client,
+    client::{Client, Query, Watched},
     console,
     contexts::Connection,
     failure::{Failure, Result},
     manifest::{self, emit, quantity, schema},
     output::{
-        self,
+        self, Show,
         format::{self, Document, Layout},
     },
     screen,
@@ -135,7 +138,7 @@ async fn connect(given: &Connection, timeout: Timeout) -> Result<Client, Vec<Fai
     Ok(client.with_timeout(timeout.timeout))
 }
 
-async fn delete(given: &Connection, args: Delete) -> Result<(), Vec<Failure>> {
+async fn delete(given: &Connection, args: DeleteObjects) -> Result<(), Vec<Failure>> {
     match args.what {
         Some(DeleteWhat::Disk(args)) => {
             let client = connect(given, args.timeout).await?;
@@ -208,11 +211,11 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
         Command::Events(args) => events::events(client, &args).await.map_err(one),
         Command::Logs(args) => logs::logs(client, &args).await.map_err(one),
         Command::Diagnose(args) => diagnose::diagnose(client, &args).await.map_err(one),
-        Command::Network { what } => network::network(client, &what).await.map_err(one),
+        Command::Network { what } => network(client, what).await,
         Command::Run(args) => run::run(&client.with_timeout(args.timeout.timeout), &args)
             .await
             .map_err(one),
-        Command::Image { what } => image::image(client, &what).await,
+        Command::Image { what } => image(client, what).await,
         Command::Nic { what } => nic::nic(client, &what).await.map_err(one),
         Command::Share { what } => share::share(client, &what).await.map_err(one),
         Command::Set {
@@ -238,7 +241,7 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
             Some(verb) => node::run(client, verb).await,
             None => show_node(client, args.output.as_ref()).await.map_err(one),
         },
-        Command::Snapshot { what } => snapshot::run(client, what).await,
+        Command::Snapshot { what } => snapshot(client, what).await,
         Command::Restore(args) => {
             let client = client.with_timeout(args.timeout.timeout);
             snapshot::restore(&client, &args).await.map_err(one)
@@ -275,41 +278,103 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
 
 async fn get(client: &Client, Get { what, vms }: Get) -> Result<(), Vec<Failure>> {
     match what {
-        None => get::get(client, &vms).await,
-        Some(GetWhat::Vm(args)) => get::get(client, &args).await,
-        Some(GetWhat::Disk(args)) => disk::list(client, &args).await,
+        None => get_vms(client, &vms).await,
+        Some(GetWhat::Vm(args)) => get_vms(client, &args).await,
+        Some(GetWhat::Disk(args)) => list(client, &args).await,
         Some(GetWhat::Operation(args)) => operation::get(client, &args).await.map_err(one),
         Some(GetWhat::Node(args)) => show_node(client, args.output.as_ref()).await.map_err(one),
-        Some(GetWhat::Image(args)) => image::list(client, &args).await,
-        Some(GetWhat::Network(args)) => network::network(client, &Network::Ls(args)).await.map_err(one),
-        Some(GetWhat::Snapshot(args)) => snapshot::list(client, &args).await.map_err(one),
+        Some(GetWhat::Image(args)) => list(client, &args).await,
+        Some(GetWhat::Network(args)) => networks(client, args).await,
+        Some(GetWhat::Snapshot(args)) => objects::get(client, &args, &objects::query(&args)).await,
         Some(GetWhat::Event(args)) => events::events(client, &args).await.map_err(one),
         Some(GetWhat::All) => get_all(client).await,
     }
 }
 
+async fn get_vms(client: &Client, args: &GetVm) -> Result<(), Vec<Failure>> {
+    let query = Query {
+        phases: args.phases.iter().map(|phase| phase.wire()).collect(),
+        ..objects::query(&args.all.list)
+    };
+    get_or_watch(client, &args.all, &query).await
+}
+
+/// Lists objects of a kind once, or watches them.
+async fn list<K: Watched + Show>(client: &Client, args: &WatchedList<K>) -> Result<(), Vec<Failure>> {
+    get_or_watch(client, args, &objects::query(&args.list)).await
+}
+
+async fn get_or_watch<K: Watched + Show>(
+    client: &Client,
+    args: &WatchedList<K>,
+    query: &Query,
+) -> Result<(), Vec<Failure>> {
+    match args.watch {
+        true => watch::watch(client, &args.list, query).await.map_err(one),
+        false => objects::get(client, &args.list, query).await,
+    }
+}
+
+async fn networks(client: &Client, ListNetworks { mut all, json }: ListNetworks) -> Result<(), Vec<Failure>> {
+    if json {
+        all.list.output = Some(Output::Json);
+    }
+    list(client, &all).await
+}
+
+async fn network(client: &Client, what: Network) -> Result<(), Vec<Failure>> {
+    match what {
+        Network::Create(args) => network::create(client, &args).await.map_err(one),
+        Network::Ls(args) => networks(client, args).await,
+        Network::Describe(args) => objects::describe(client, &args).await,
+        Network::Update(args) => network::update(client, &args).await.map_err(one),
+        Network::Rm(args) => objects::delete(client, &args).await,
+    }
+}
+
+async fn image(client: &Client, what: Image) -> Result<(), Vec<Failure>> {
+    match what {
+        Image::Import(args) => image::import(client, &args).await.map_err(one),
+        Image::Upload(args) => image::upload(client, &args).await.map_err(one),
+        Image::Ls(args) => list(client, &args).await,
+        Image::Describe(args) => objects::describe(client, &args).await,
+        Image::Rm(args) => objects::delete(client, &args).await,
+        Image::Prune(args) => image::prune(client, &args).await.map_err(one),
+    }
+}
+
+async fn snapshot(client: &Client, what: Snapshot) -> Result<(), Vec<Failure>> {
+    match what {
+        Snapshot::Create(args) => snapshot::create(client, &args).await.map_err(one),
+        Snapshot::Ls(args) => objects::get(client, &args, &objects::query(&args)).await,
+        Snapshot::Describe(args) => objects::describe(client, &args).await,
+        Snapshot::Rm(args) => objects::delete(client, &args).await,
+        Snapshot::Export(args) => snapshot::archive::export(client, &args).await.map_err(one),
+        Snapshot::Import(args) => {
+            let client = client.with_timeout(args.timeout.timeout);
+            snapshot::archive::import(&client, &args).await.map_err(one)
+        }
+    }
+}
+
 /// Lists of each kind, one below the other.
 async fn get_all(client: &Client) -> Result<(), Vec<Failure>> {
-    get::get(client, &GetVm::default()).await?;
+    get_vms(client, &GetVm::default()).await?;
     output::line("").map_err(one)?;
-    disk::list(client, &GetDisk::default()).await?;
+    list(client, &WatchedList::<v1::Disk>::default()).await?;
     output::line("").map_err(one)?;
-    image::list(client, &Ls::default()).await?;
+    list(client, &WatchedList::<v1::Image>::default()).await?;
     output::line("").map_err(one)?;
-    network::network(client, &Network::Ls(ListNetworks::default()))
-        .await
-        .map_err(one)?;
+    list(client, &WatchedList::<v1::Network>::default()).await?;
     output::line("").map_err(one)?;
-    snapshot::list(client, &ListSnapshots::default())
-        .await
-        .map_err(one)
+    objects::get(client, &List::<v1::Snapshot>::default(), &Query::default()).await
 }
 
 async fn describe(client: &Client, Describe { what, vms }: Describe) -> Result<(), Vec<Failure>> {
     match what {
-        None => get::describe(client, &vms.names).await,
-        Some(DescribeWhat::Vm(args)) => get::describe(client, &args.names).await,
-        Some(DescribeWhat::Disk(args)) => disk::describe(client, &args.names).await,
+        None => objects::describe(client, &vms).await,
+        Some(DescribeWhat::Vm(args)) => objects::describe(client, &args).await,
+        Some(DescribeWhat::Disk(args)) => objects::describe(client, &args).await,
         Some(DescribeWhat::Node) => show_node(client, None).await.map_err(one),
     }
 }

@@ -36,41 +36,37 @@ pub async fn nic(client: &Client, what: &Nic) -> Result<()> {
             (args.vm.clone(), change, &args.options)
         }
     };
-    let (name, done) = apply(
-        &client.with_timeout(options.timeout.timeout),
-        &vm,
-        options,
-        &change,
-    )
-    .await?;
-    output::line(format!("vm/{vm} nic {name} {}", done.text))?;
-    for line in done.lines {
-        output::line(format!("  {line}"))?;
-    }
-    Ok(())
+    let changed = change_part(client, &vm, options, "nic", |spec| change(&mut spec.nics));
+    changed.await.map_err(in_option)
 }
 
-/// Makes the change. Returns the name of the NIC and the result.
-async fn apply(
+/// Changes a part of a VM's spec and prints the result. `change` returns the name of the part and
+/// the paths that it changes.
+pub async fn change_part(
     client: &Client,
     vm: &str,
     options: &NicChange,
-    change: &NicsChange,
-) -> Result<(String, update::Done)> {
+    what: &str,
+    change: impl Fn(&mut v1::VmSpec) -> Result<(String, Vec<String>)>,
+) -> Result<()> {
+    let client = client.with_timeout(options.timeout.timeout);
     let how = How {
         dry_run: options.dry_run,
         restart: options.restart,
         grace: None,
     };
     let mut changed = String::new();
-    let done = update::rewrite(client, vm, how, |there| {
+    let done = update::rewrite(&client, vm, how, |there| {
         let mut vm = there.clone();
-        let (name, paths) = change(&mut vm.spec.get_or_insert_default().nics)?;
+        let (name, paths) = change(vm.spec.get_or_insert_default())?;
         changed = name;
         Ok(Change { vm, paths })
     });
-    let done = done.await.map_err(in_option)?;
-    Ok((changed, done))
+    let done = done.await?;
+    output::line(format!("vm/{vm} {what} {changed} {}", done.text))?;
+    done.lines
+        .iter()
+        .try_for_each(|line| output::line(format!("  {line}")))
 }
 
 /// The daemon says where the NIC is in the spec, which the command line does not.

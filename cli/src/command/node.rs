@@ -7,7 +7,7 @@ use proto::v1;
 use super::{apply, interrupt, migration, operation};
 use crate::{
     args::node::{Drain, LabelChange, NodeVerb},
-    client::{Client, QUICK, call, send},
+    client::{Client, QUICK, Query, call, send},
     failure::{Code, Failure, Result},
     manifest::Object,
     output,
@@ -83,7 +83,10 @@ async fn evacuate(client: &Client, args: &Drain) -> Result<(), Vec<Failure>> {
         return Ok(());
     }
     cordon(client, args.reason.clone()).await.map_err(super::one)?;
-    let vms = client.list(v1::VmFilter::default()).await.map_err(super::one)?;
+    let vms = client
+        .objects::<v1::Vm>(&Query::default())
+        .await
+        .map_err(super::one)?;
     let mut failures = Vec::new();
     for vm in vms {
         let runs = vm

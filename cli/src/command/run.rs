@@ -155,10 +155,6 @@ fn new_name(image: &str) -> String {
 }
 
 async fn make_disk(client: &Client, args: &Run, name: &str) -> Result<()> {
-    let labels = args
-        .labels
-        .iter()
-        .map(|label| (label.key.clone(), label.value.clone()));
     let clone = match args.clone {
         None => v1::DiskClone::Unspecified,
         Some(CloneMode::Copy) => v1::DiskClone::Copy,
@@ -166,11 +162,7 @@ async fn make_disk(client: &Client, args: &Run, name: &str) -> Result<()> {
     };
     let request = v1::CreateDiskRequest {
         disk: Some(v1::Disk {
-            metadata: Some(v1::ObjectMetadata {
-                name: name.to_owned(),
-                labels: labels.collect(),
-                ..Default::default()
-            }),
+            metadata: super::metadata::labelled(name, &args.labels),
             spec: Some(v1::VolumeSpec {
                 size_bytes: args.disk_size.unwrap_or_default(),
                 source: Some(Source::Image(v1::ImageClone {
@@ -219,16 +211,8 @@ fn vm(args: &Run, name: &str, disk: &str) -> Result<v1::Vm> {
             cmdline_append: cmdline,
         }),
     };
-    let labels = args
-        .labels
-        .iter()
-        .map(|label| (label.key.clone(), label.value.clone()));
     let vm = v1::Vm {
-        metadata: Some(v1::ObjectMetadata {
-            name: name.to_owned(),
-            labels: labels.collect(),
-            ..Default::default()
-        }),
+        metadata: super::metadata::labelled(name, &args.labels),
         spec: Some(v1::VmSpec {
             cpu: Some(v1::CpuSpec {
                 cores: args.cpus,

@@ -2,12 +2,9 @@
 
 use proto::v1;
 
-use super::{
-    share_spec,
-    update::{self, Change, How},
-};
+use super::{nic::change_part, share_spec};
 use crate::{
-    args::{nic::NicChange, share::Share},
+    args::share::Share,
     client::Client,
     failure::{Code, Failure, Result},
     output,
@@ -22,56 +19,32 @@ pub async fn share(client: &Client, what: &Share) -> Result<()> {
         }
         Share::Add(args) => {
             let share = share_spec::from_text(&args.share)?;
-            let name = share.name.clone();
-            let add = |shares: &mut Vec<v1::ShareSpec>| {
-                if shares.iter().any(|other| other.name == share.name) {
+            let add = |spec: &mut v1::VmSpec| {
+                if spec.shares.iter().any(|other| other.name == share.name) {
                     let message = format!("the VM has a share \"{}\" already", share.name);
                     return Err(Failure::new(Code::Invalid, message));
                 }
-                shares.push(share.clone());
-                Ok(())
+                spec.shares.push(share.clone());
+                Ok(changed(&share.name))
             };
-            change(client, &args.vm, &name, &args.options, add).await
+            change_part(client, &args.vm, &args.options, "share", add).await
         }
         Share::Rm(args) => {
-            let remove = |shares: &mut Vec<v1::ShareSpec>| {
-                let before = shares.len();
-                shares.retain(|share| share.name != args.name);
-                if shares.len() == before {
+            let remove = |spec: &mut v1::VmSpec| {
+                let before = spec.shares.len();
+                spec.shares.retain(|share| share.name != args.name);
+                if spec.shares.len() == before {
                     let message = format!("the VM has no share \"{}\"", args.name);
                     return Err(Failure::new(Code::NotFound, message));
                 }
-                Ok(())
+                Ok(changed(&args.name))
             };
-            change(client, &args.vm, &args.name, &args.options, remove).await
+            change_part(client, &args.vm, &args.options, "share", remove).await
         }
     }
 }
 
-/// Changes a VM's shares, of which the one called `name` is another then.
-async fn change(
-    client: &Client,
-    vm: &str,
-    name: &str,
-    options: &NicChange,
-    change: impl Fn(&mut Vec<v1::ShareSpec>) -> Result<()>,
-) -> Result<()> {
-    let client = client.with_timeout(options.timeout.timeout);
-    let how = How {
-        dry_run: options.dry_run,
-        restart: options.restart,
-        grace: None,
-    };
-    let done = update::rewrite(&client, vm, how, |there| {
-        let mut vm = there.clone();
-        change(&mut vm.spec.get_or_insert_default().shares)?;
-        let paths = vec![format!("spec.shares[{name}]")];
-        Ok(Change { vm, paths })
-    })
-    .await?;
-    output::line(format!("vm/{vm} share {name} {}", done.text))?;
-    for line in done.lines {
-        output::line(format!("  {line}"))?;
-    }
-    Ok(())
+/// The name and the path of a share that changes.
+fn changed(name: &str) -> (String, Vec<String>) {
+    (name.to_owned(), vec![format!("spec.shares[{name}]")])
 }

@@ -1,53 +1,22 @@
 //! Snapshots are taken, listed and deleted, and VMs are restored from them.
 
-mod archive;
+pub mod archive;
 
 use proto::v1;
 
 use crate::{
-    args::{
-        Output,
-        snapshot::{Clone, CreateSnapshot, ListSnapshots, Restore, Snapshot},
-    },
-    client::{COPY, Client, QUICK, WORK, about_snapshot, call, empty_answer, send},
+    args::snapshot::{Clone, CreateSnapshot, Restore},
+    client::{COPY, Client, about_snapshot, empty_answer, send},
     failure::{Code, Failure, Result},
-    manifest::{emit, schema},
-    output::{
-        self,
-        format::{self, Document, Layout},
-    },
+    output,
 };
 
-/// Runs the command.
-pub async fn run(client: &Client, what: Snapshot) -> Result<(), Vec<Failure>> {
-    match what {
-        Snapshot::Create(args) => {
-            let client = client.with_timeout(args.timeout.timeout);
-            create(&client, &args).await.map_err(super::one)
-        }
-        Snapshot::Ls(args) => list(client, &args).await.map_err(super::one),
-        Snapshot::Describe(args) => describe(client, &args.names).await,
-        Snapshot::Rm(args) => delete(client, &args.names).await,
-        Snapshot::Export(args) => archive::export(client, &args).await.map_err(super::one),
-        Snapshot::Import(args) => {
-            let client = client.with_timeout(args.timeout.timeout);
-            archive::import(&client, &args).await.map_err(super::one)
-        }
-    }
-}
-
-async fn create(client: &Client, args: &CreateSnapshot) -> Result<()> {
-    let labels = args
-        .labels
-        .iter()
-        .map(|label| (label.key.clone(), label.value.clone()));
+/// `snapshot create`.
+pub async fn create(client: &Client, args: &CreateSnapshot) -> Result<()> {
+    let client = &client.with_timeout(args.timeout.timeout);
     let request = v1::CreateSnapshotRequest {
         snapshot: Some(v1::Snapshot {
-            metadata: Some(v1::ObjectMetadata {
-                name: args.name.clone(),
-                labels: labels.collect(),
-                ..Default::default()
-            }),
+            metadata: super::metadata::labelled(&args.name, &args.labels),
             spec: Some(v1::SnapshotSpec {
                 vm: args.vm.clone(),
                 kind: match args.disks_only {
@@ -90,71 +59,6 @@ fn retention(args: &CreateSnapshot) -> Option<v1::SnapshotRetention> {
         }),
         group: args.retention_group.clone().unwrap_or_default(),
     })
-}
-
-/// `snapshot ls`.
-pub async fn list(client: &Client, args: &ListSnapshots) -> Result<()> {
-    let snapshots = client.list_snapshots().await?;
-    if let Some(output) = args.output.as_ref().filter(|output| **output != Output::Wide) {
-        let layout = Layout {
-            list: true,
-            no_headers: args.no_headers,
-            ..Layout::default()
-        };
-        let documents = snapshots.iter().map(document).collect::<Result<Vec<_>>>()?;
-        return format::documents(&documents, output, layout);
-    }
-    if snapshots.is_empty() {
-        eprintln!("There are no snapshots.");
-        return Ok(());
-    }
-    let now = jiff::Timestamp::now();
-    let rows: Vec<_> = snapshots
-        .iter()
-        .map(|snapshot| output::snapshot::row(snapshot, now))
-        .collect();
-    output::print(&output::snapshot::table().whole(&rows, !args.no_headers))
-}
-
-fn document(snapshot: &v1::Snapshot) -> Result<Document> {
-    let name = snapshot.metadata.clone().unwrap_or_default().name;
-    Ok(Document {
-        title: format!("snapshot/{name}"),
-        json: emit::json(snapshot)?,
-        schema: schema::SNAPSHOT,
-    })
-}
-
-async fn describe(client: &Client, names: &[String]) -> Result<(), Vec<Failure>> {
-    let (mut texts, mut failures) = (Vec::new(), Vec::new());
-    let now = jiff::Timestamp::now();
-    for name in names {
-        let request = v1::GetSnapshotRequest { name: name.clone() };
-        match call(QUICK, client.snapshots.clone().get_snapshot(request)).await {
-            Ok(response) => {
-                let snapshot = response.snapshot.unwrap_or_default();
-                texts.push(output::snapshot::describe(&snapshot, now));
-            }
-            Err(failure) => failures.push(about_snapshot(failure, name)),
-        }
-    }
-    output::print(&texts.join("\n")).map_err(super::one)?;
-    super::all(failures)
-}
-
-async fn delete(client: &Client, names: &[String]) -> Result<(), Vec<Failure>> {
-    let mut failures = Vec::new();
-    for name in names {
-        let request = v1::DeleteSnapshotRequest {
-            name: name.clone(),
-            ..Default::default()
-        };
-        match send!(client.limit(WORK), client.snapshots, delete_snapshot, request).await {
-            Ok(_) => output::line(format!("snapshot/{name} deleted")).map_err(super::one)?,
-            Err(failure) => failures.push(about_snapshot(failure, name)),
-        }
-    }
-    super::all(failures)
 }
 
 /// Restores a VM from a snapshot.

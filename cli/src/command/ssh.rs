@@ -84,7 +84,7 @@ async fn image_of(client: &Client, spec: &v1::VmSpec) -> Option<String> {
     let Some(v1::disk_spec::Source::Disk(disk)) = &spec.disks.first()?.source else {
         return None;
     };
-    match client.disk(disk).await.ok()?.spec?.source? {
+    match client.object::<v1::Disk>(disk).await.ok()?.spec?.source? {
         v1::volume_spec::Source::Image(image) => Some(image.name),
         _ => None,
     }

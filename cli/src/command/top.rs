@@ -7,7 +7,7 @@ use tokio::task::JoinSet;
 
 use crate::{
     args::observe::Top,
-    client::Client,
+    client::{Client, Query},
     failure::{Code, Failure, Result},
     output::{self, top},
 };
@@ -37,7 +37,7 @@ pub async fn top(client: &Client, args: &Top) -> Result<()> {
 /// Asks all at once. One that has ended meanwhile, or does not answer, is left out; one that was named and is not there is a failure.
 async fn sample(client: &Client, names: &[String]) -> Result<Samples> {
     let mut wanted = Vec::new();
-    for vm in client.list(v1::VmFilter::default()).await? {
+    for vm in client.objects::<v1::Vm>(&Query::default()).await? {
         let name = vm.metadata.map(|metadata| metadata.name).unwrap_or_default();
         let runs = vm.status.is_some_and(|status| {
             let phases = [v1::VmPhase::Running, v1::VmPhase::Paused, v1::VmPhase::Stopping];

@@ -149,10 +149,7 @@ pub async fn limit(client: &Client, args: &Limit, target: Target) -> Result<()> 
     }
     let change = Change {
         vm: v1::Vm {
-            metadata: Some(v1::ObjectMetadata {
-                name: args.vm.clone(),
-                ..Default::default()
-            }),
+            metadata: super::metadata::named(&args.vm),
             spec: Some(spec),
             ..Default::default()
         },

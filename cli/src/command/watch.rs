@@ -1,18 +1,17 @@
 //! `get --watch`: what there is, then each change, over restarts of the daemon.
 
-use proto::v1::{self, WatchEventType};
+use proto::v1::WatchEventType;
 use tonic::{Response, Status, Streaming};
 
 use crate::{
-    args::Output,
-    client::{RESTART, TRIES_TO_GO_ON, went_away},
+    args::{List, Output},
+    client::{Client, Query, RESTART, TRIES_TO_GO_ON, Watched, went_away},
     failure::{Code, Failure, Result},
-    manifest::{disk, emit, schema},
     output::{
-        self,
-        format::{self, Document, Layout},
+        self, Show,
+        format::{self, Layout},
+        print_documents, table,
         table::Table,
-        vm,
     },
 };
 
@@ -23,171 +22,23 @@ const STREAM: Layout = Layout {
     no_headers: true,
 };
 
-/// An event of a watch.
-pub trait Event {
-    /// What is watched.
-    type Object: Object;
-
-    /// Its type, its object and its cursor.
-    fn parts(self) -> (WatchEventType, Option<Self::Object>, String);
-}
-
-/// An object that can be watched. The second column of its table is the phase or the readiness.
-pub trait Object {
-    /// Unique among its kind.
-    fn name(&self) -> &str;
-    /// For programs.
-    fn document(&self) -> Result<Document>;
-    /// For people; `wide` has more columns.
-    fn table(wide: bool) -> Table;
-    /// A row of the table.
-    fn row(&self, wide: bool, now: jiff::Timestamp) -> Vec<String>;
-}
-
-impl Event for v1::WatchVmsResponse {
-    type Object = v1::Vm;
-
-    fn parts(self) -> (WatchEventType, Option<v1::Vm>, String) {
-        (self.r#type(), self.vm, self.cursor)
+/// Prints what there is, then each change, until the daemon or the user ends it.
+pub async fn watch<K: Watched + Show>(client: &Client, args: &List<K>, query: &Query) -> Result<()> {
+    if let [only] = args.names.as_slice() {
+        // A watch of an object that does not exist would wait for it without a message.
+        client.object::<K>(only).await?;
     }
-}
-
-impl Event for v1::WatchDisksResponse {
-    type Object = v1::Disk;
-
-    fn parts(self) -> (WatchEventType, Option<v1::Disk>, String) {
-        (self.r#type(), self.disk, self.cursor)
-    }
-}
-
-impl Object for v1::Vm {
-    fn name(&self) -> &str {
-        self.metadata.as_ref().map_or("", |metadata| &metadata.name)
-    }
-
-    fn document(&self) -> Result<Document> {
-        Ok(Document {
-            title: format!("vm/{}", self.name()),
-            json: emit::vm(self)?,
-            schema: schema::VM,
-        })
-    }
-
-    fn table(wide: bool) -> Table {
-        vm::table(wide)
-    }
-
-    fn row(&self, wide: bool, now: jiff::Timestamp) -> Vec<String> {
-        vm::row(self, wide, now)
-    }
-}
-
-impl Event for v1::WatchImagesResponse {
-    type Object = v1::Image;
-
-    fn parts(self) -> (WatchEventType, Option<v1::Image>, String) {
-        (self.r#type(), self.image, self.cursor)
-    }
-}
-
-impl Object for v1::Image {
-    fn name(&self) -> &str {
-        super::image::name(self)
-    }
-
-    fn document(&self) -> Result<Document> {
-        Ok(Document {
-            title: format!("image/{}", self.name()),
-            json: emit::json(self)?,
-            schema: schema::IMAGE,
-        })
-    }
-
-    fn table(wide: bool) -> Table {
-        output::image::table(wide)
-    }
-
-    fn row(&self, wide: bool, now: jiff::Timestamp) -> Vec<String> {
-        output::image::row(self, wide, now)
-    }
-}
-
-impl Event for v1::WatchNetworksResponse {
-    type Object = v1::Network;
-
-    fn parts(self) -> (WatchEventType, Option<v1::Network>, String) {
-        (self.r#type(), self.network, self.cursor)
-    }
-}
-
-impl Object for v1::Network {
-    fn name(&self) -> &str {
-        output::network::name(self)
-    }
-
-    fn document(&self) -> Result<Document> {
-        Ok(Document {
-            title: format!("network/{}", self.name()),
-            json: emit::json(self)?,
-            schema: schema::NETWORK,
-        })
-    }
-
-    fn table(_: bool) -> Table {
-        output::network::table()
-    }
-
-    fn row(&self, _: bool, _: jiff::Timestamp) -> Vec<String> {
-        output::network::row(self)
-    }
-}
-
-impl Object for v1::Disk {
-    fn name(&self) -> &str {
-        disk::name(self)
-    }
-
-    fn document(&self) -> Result<Document> {
-        Ok(Document {
-            title: format!("disk/{}", self.name()),
-            json: disk::manifest(self)?,
-            schema: schema::DISK,
-        })
-    }
-
-    fn table(wide: bool) -> Table {
-        output::disk::table(wide)
-    }
-
-    fn row(&self, wide: bool, now: jiff::Timestamp) -> Vec<String> {
-        output::disk::row(self, wide, now)
-    }
-}
-
-/// Prints objects as documents one after another.
-pub fn print_documents<T: Object>(objects: &[&T], output: &Output, layout: Layout) -> Result<()> {
-    let documents: Vec<_> = objects
-        .iter()
-        .map(|object| object.document())
-        .collect::<Result<_>>()?;
-    format::documents(&documents, output, layout)
-}
-
-/// Prints what there is, then each change, until the daemon or the user ends it. `open` opens the watch after a cursor.
-pub async fn watch<E: Event>(
-    output: Option<&Output>,
-    no_headers: bool,
-    open: impl AsyncFn(String) -> Result<Response<Streaming<E>>, Status>,
-) -> Result<()> {
-    let mut watcher = Watcher {
+    let output = args.output.as_ref();
+    let mut watcher: Watcher<'_, K> = Watcher {
         output,
-        no_headers,
+        no_headers: args.no_headers,
         before: Some(Vec::new()),
         table: match output {
             Some(Output::Columns(columns)) => format::table(columns),
-            output => E::Object::table(output.is_some()),
+            output => table::<K>(output.is_some()),
         },
     };
+    let open = async |cursor| K::watch(client, query, cursor).await;
     let (mut cursor, mut tries) = (String::new(), 0);
     loop {
         let ended = match follow(&open, &mut cursor, &mut watcher, &mut tries).await {
@@ -215,16 +66,16 @@ pub async fn watch<E: Event>(
 }
 
 /// Watches from the cursor until the stream ends, and notes there how far it came.
-async fn follow<E: Event>(
-    open: &impl AsyncFn(String) -> Result<Response<Streaming<E>>, Status>,
+async fn follow<K: Watched + Show>(
+    open: &impl AsyncFn(String) -> Result<Response<Streaming<K::Change>>, Status>,
     cursor: &mut String,
-    watcher: &mut Watcher<'_, E::Object>,
+    watcher: &mut Watcher<'_, K>,
     tries: &mut u32,
 ) -> Result<()> {
     let mut stream = open(cursor.clone()).await?.into_inner();
     while let Some(event) = stream.message().await? {
         *tries = 0;
-        let (kind, object, at) = event.parts();
+        let (kind, object, at) = K::parts(event);
         *cursor = at;
         watcher.event(kind, object)?;
     }
@@ -239,7 +90,7 @@ struct Watcher<'a, T> {
     table: Table,
 }
 
-impl<T: Object> Watcher<'_, T> {
+impl<T: Show> Watcher<'_, T> {
     fn event(&mut self, kind: WatchEventType, object: Option<T>) -> Result<()> {
         if kind == WatchEventType::Synced {
             // `None` when the watch resumes after a pause.

@@ -3,7 +3,9 @@
 use proto::v1;
 
 use super::{
-    age, disk, resources, share,
+    age,
+    disk::{self, pairs},
+    resources, share,
     table::Table,
     value,
     vm::{attachment, camel, now_and_then, phase},
@@ -20,12 +22,7 @@ pub fn vm(vm: &v1::Vm, now: jiff::Timestamp) -> String {
     let mut text = Lines::default();
     text.put("Name", &metadata.name);
     text.put("UID", &metadata.uid);
-    let labels: Vec<_> = metadata
-        .labels
-        .iter()
-        .map(|(key, value)| format!("{key}={value}"))
-        .collect();
-    text.put("Labels", &labels.join(", "));
+    text.put("Labels", &pairs(&metadata.labels, ", "));
     text.put("Created", &when(metadata.create_time.as_ref(), now));
     text.put("Generation", &metadata.generation.to_string());
     text.put("Phase", &phase(&status));
@@ -281,6 +278,11 @@ fn display(spec: Option<&v1::DisplaySpec>) -> String {
     format!("{size}keyboard {layout}")
 }
 
+/// Bytes with a suffix and as a number: `1Mi (1048576 bytes)`.
+pub fn bytes(bytes: u64) -> String {
+    format!("{} ({bytes} bytes)", quantity::show(bytes))
+}
+
 /// A time and how long ago it was; empty when it is not known.
 pub fn when(time: Option<&proto::well_known::Timestamp>, now: jiff::Timestamp) -> String {
     match time {
@@ -299,6 +301,35 @@ impl Lines {
         if !value.is_empty() {
             let key = format!("{key}:");
             self.0.push_str(&format!("{key:WIDTH$} {}\n", printable(value)));
+        }
+    }
+
+    /// Metadata of an object; its generation too if the spec can change.
+    pub fn metadata(
+        &mut self,
+        metadata: Option<&v1::ObjectMetadata>,
+        spec_changes: bool,
+        now: jiff::Timestamp,
+    ) {
+        let metadata = metadata.cloned().unwrap_or_default();
+        self.put("Name", &metadata.name);
+        self.put("UID", &metadata.uid);
+        if spec_changes {
+            self.put("Generation", &metadata.generation.to_string());
+        }
+        self.put("Labels", &pairs(&metadata.labels, ", "));
+        self.put("Annotations", &pairs(&metadata.annotations, ", "));
+        self.put("Owner", &metadata.owner);
+        self.put("Created", &when(metadata.create_time.as_ref(), now));
+    }
+
+    /// Messages of conditions.
+    pub fn messages(&mut self, conditions: &[v1::Condition]) {
+        for condition in conditions
+            .iter()
+            .filter(|condition| !condition.message.is_empty())
+        {
+            self.put(&condition.r#type, &condition.message);
         }
     }
 

@@ -3,95 +3,89 @@
 use std::collections::BTreeMap;
 
 use proto::v1::{self, volume_spec::Source};
+use serde_json::Value as Json;
 
 use super::{
-    age,
-    describe::{Lines, when},
-    table::Table,
+    Show, age,
+    describe::{Lines, bytes},
     vm::camel,
 };
-use crate::manifest::quantity;
+use crate::{
+    failure::Result,
+    manifest::{self, quantity, schema},
+};
 
-/// The table of the node's disks; `wide` has more columns.
-pub fn table(wide: bool) -> Table {
-    let mut headers = vec!["NAME", "PHASE", "FORMAT", "SIZE", "ALLOCATED", "USED BY", "AGE"];
-    if wide {
-        headers.extend(["OVERLAY OF", "LABELS", "PATH"]);
-    }
-    Table::new(headers)
-}
+impl Show for v1::Disk {
+    const SCHEMA: &'static str = schema::DISK;
 
-/// A row of [`table`].
-pub fn row(disk: &v1::Disk, wide: bool, now: jiff::Timestamp) -> Vec<String> {
-    let metadata = disk.metadata.clone().unwrap_or_default();
-    let spec = disk.spec.clone().unwrap_or_default();
-    let status = disk.status.clone().unwrap_or_default();
-    let mut row = vec![
-        metadata.name,
-        camel(status.phase().as_str_name(), "DISK_PHASE_"),
-        format(spec.format()),
-        quantity::show(spec.size_bytes),
-        quantity::show(status.allocated_bytes),
-        status.used_by.join(","),
-        age::since(metadata.create_time.as_ref(), now),
-    ];
-    if wide {
-        row.extend([status.backing_disk, pairs(&metadata.labels, ","), status.path]);
-    }
-    row
-}
-
-/// Everything about a disk of the node.
-pub fn describe(disk: &v1::Disk, now: jiff::Timestamp) -> String {
-    let metadata = disk.metadata.clone().unwrap_or_default();
-    let spec = disk.spec.clone().unwrap_or_default();
-    let status = disk.status.clone().unwrap_or_default();
-    let bytes = |bytes: u64| format!("{} ({bytes} bytes)", quantity::show(bytes));
-    let mut text = Lines::default();
-    text.put("Name", &metadata.name);
-    text.put("UID", &metadata.uid);
-    text.put("Generation", &metadata.generation.to_string());
-    text.put("Labels", &pairs(&metadata.labels, ", "));
-    text.put("Annotations", &pairs(&metadata.annotations, ", "));
-    text.put("Owner", &metadata.owner);
-    text.put("Created", &when(metadata.create_time.as_ref(), now));
-    text.put("Phase", &camel(status.phase().as_str_name(), "DISK_PHASE_"));
-    text.put("Operation", &status.operation);
-    for condition in status
-        .conditions
-        .iter()
-        .filter(|condition| !condition.message.is_empty())
-    {
-        text.put(&condition.r#type, &condition.message);
-    }
-    text.put("Format", &format(spec.format()));
-    text.put("Size", &bytes(spec.size_bytes));
-    text.put("Allocated", &bytes(status.allocated_bytes));
-    if status.logical_block_bytes > 512 {
-        text.put("Logical block", &bytes(status.logical_block_bytes.into()));
-    }
-    if spec.preallocation() != v1::DiskPreallocation::Unspecified {
-        let name = camel(spec.preallocation().as_str_name(), "DISK_PREALLOCATION_");
-        text.put("Preallocation", &name.to_lowercase());
-    }
-    text.put("Overlay of", &status.backing_disk);
-    text.put("Overlays", &status.overlays.join(", "));
-    match spec.source {
-        Some(Source::RawFile(path)) => text.put("Copy of", &path),
-        Some(Source::Adopt(path)) => text.put("Adopted from", &path),
-        Some(Source::Image(image)) if image.clone() == v1::DiskClone::Overlay => {
-            text.put("Overlay of image", &image.name);
+    fn columns(wide: bool) -> Vec<&'static str> {
+        let mut headers = vec!["NAME", "PHASE", "FORMAT", "SIZE", "ALLOCATED", "USED BY", "AGE"];
+        if wide {
+            headers.extend(["OVERLAY OF", "LABELS", "PATH"]);
         }
-        Some(Source::Image(image)) => text.put("Copy of image", &image.name),
-        Some(Source::OverlayOf(_)) | None => {}
+        headers
     }
-    text.put("Path", &status.path);
-    let users = match status.used_by.as_slice() {
-        [] => "no VM".to_owned(),
-        users => users.join(", "),
-    };
-    text.put("Used by", &users);
-    text.0
+
+    fn row(&self, wide: bool, now: jiff::Timestamp) -> Vec<String> {
+        let metadata = self.metadata.clone().unwrap_or_default();
+        let spec = self.spec.clone().unwrap_or_default();
+        let status = self.status.clone().unwrap_or_default();
+        let mut row = vec![
+            metadata.name,
+            camel(status.phase().as_str_name(), "DISK_PHASE_"),
+            format(spec.format()),
+            quantity::show(spec.size_bytes),
+            quantity::show(status.allocated_bytes),
+            status.used_by.join(","),
+            age::since(metadata.create_time.as_ref(), now),
+        ];
+        if wide {
+            row.extend([status.backing_disk, pairs(&metadata.labels, ","), status.path]);
+        }
+        row
+    }
+
+    fn describe(&self, now: jiff::Timestamp) -> String {
+        let spec = self.spec.clone().unwrap_or_default();
+        let status = self.status.clone().unwrap_or_default();
+        let mut text = Lines::default();
+        text.metadata(self.metadata.as_ref(), true, now);
+        text.put("Phase", &camel(status.phase().as_str_name(), "DISK_PHASE_"));
+        text.put("Operation", &status.operation);
+        text.messages(&status.conditions);
+        text.put("Format", &format(spec.format()));
+        text.put("Size", &bytes(spec.size_bytes));
+        text.put("Allocated", &bytes(status.allocated_bytes));
+        if status.logical_block_bytes > 512 {
+            text.put("Logical block", &bytes(status.logical_block_bytes.into()));
+        }
+        if spec.preallocation() != v1::DiskPreallocation::Unspecified {
+            let name = camel(spec.preallocation().as_str_name(), "DISK_PREALLOCATION_");
+            text.put("Preallocation", &name.to_lowercase());
+        }
+        text.put("Overlay of", &status.backing_disk);
+        text.put("Overlays", &status.overlays.join(", "));
+        match spec.source {
+            Some(Source::RawFile(path)) => text.put("Copy of", &path),
+            Some(Source::Adopt(path)) => text.put("Adopted from", &path),
+            Some(Source::Image(image)) if image.clone() == v1::DiskClone::Overlay => {
+                text.put("Overlay of image", &image.name);
+            }
+            Some(Source::Image(image)) => text.put("Copy of image", &image.name),
+            Some(Source::OverlayOf(_)) | None => {}
+        }
+        text.put("Path", &status.path);
+        let users = match status.used_by.as_slice() {
+            [] => "no VM".to_owned(),
+            users => users.join(", "),
+        };
+        text.put("Used by", &users);
+        text.0
+    }
+
+    fn json(&self) -> Result<Json> {
+        manifest::disk::manifest(self)
+    }
 }
 
 /// The disks and rate groups of a VM.

@@ -3,43 +3,75 @@
 use proto::v1::{self, image_spec::Source};
 
 use super::{
-    age,
-    describe::{Lines, when},
+    Show, age,
+    describe::{Lines, bytes, when},
     disk::pairs,
-    table::Table,
     vm::camel,
 };
-use crate::manifest::quantity;
+use crate::manifest::{quantity, schema};
 
-/// The table of the node's images; `wide` has more columns.
-pub fn table(wide: bool) -> Table {
-    let mut headers = vec!["NAME", "PHASE", "SIZE", "ALLOCATED", "USED BY", "AGE"];
-    if wide {
-        headers.extend(["LABELS", "SOURCE", "DIGEST"]);
-    }
-    Table::new(headers)
-}
+impl Show for v1::Image {
+    const SCHEMA: &'static str = schema::IMAGE;
 
-/// A row of [`table`].
-pub fn row(image: &v1::Image, wide: bool, now: jiff::Timestamp) -> Vec<String> {
-    let metadata = image.metadata.clone().unwrap_or_default();
-    let status = image.status.clone().unwrap_or_default();
-    let users = status.used_by_disks.len() + status.used_by_vms.len();
-    let mut row = vec![
-        metadata.name,
-        camel(status.phase().as_str_name(), "IMAGE_PHASE_"),
-        match status.virtual_size_bytes {
-            0 => "-".to_owned(),
-            bytes => quantity::show(bytes),
-        },
-        quantity::show(status.allocated_bytes),
-        users.to_string(),
-        age::since(metadata.create_time.as_ref(), now),
-    ];
-    if wide {
-        row.extend([pairs(&metadata.labels, ","), source(image), status.digest]);
+    fn columns(wide: bool) -> Vec<&'static str> {
+        let mut headers = vec!["NAME", "PHASE", "SIZE", "ALLOCATED", "USED BY", "AGE"];
+        if wide {
+            headers.extend(["LABELS", "SOURCE", "DIGEST"]);
+        }
+        headers
     }
-    row
+
+    fn row(&self, wide: bool, now: jiff::Timestamp) -> Vec<String> {
+        let metadata = self.metadata.clone().unwrap_or_default();
+        let status = self.status.clone().unwrap_or_default();
+        let users = status.used_by_disks.len() + status.used_by_vms.len();
+        let mut row = vec![
+            metadata.name,
+            camel(status.phase().as_str_name(), "IMAGE_PHASE_"),
+            match status.virtual_size_bytes {
+                0 => "-".to_owned(),
+                bytes => quantity::show(bytes),
+            },
+            quantity::show(status.allocated_bytes),
+            users.to_string(),
+            age::since(metadata.create_time.as_ref(), now),
+        ];
+        if wide {
+            row.extend([pairs(&metadata.labels, ","), source(self), status.digest]);
+        }
+        row
+    }
+
+    fn describe(&self, now: jiff::Timestamp) -> String {
+        let status = self.status.clone().unwrap_or_default();
+        let mut text = Lines::default();
+        text.metadata(self.metadata.as_ref(), false, now);
+        text.put("Phase", &camel(status.phase().as_str_name(), "IMAGE_PHASE_"));
+        text.put("Operation", &status.operation);
+        text.messages(&status.conditions);
+        text.put("Source", &source(self));
+        text.put("Manifest", &status.source_manifest);
+        let format = [status.source_format.as_str(), status.source_compression.as_str()];
+        let format: Vec<_> = format.into_iter().filter(|word| !word.is_empty()).collect();
+        text.put("Source format", &format.join(", "));
+        if status.source_bytes > 0 {
+            text.put("Source size", &bytes(status.source_bytes));
+        }
+        text.put("Source checksum", &status.source_checksum);
+        // Not known before the import has ended.
+        if status.virtual_size_bytes > 0 {
+            text.put("Size", &bytes(status.virtual_size_bytes));
+        }
+        if status.logical_block_bytes > 512 {
+            text.put("Logical block", &bytes(status.logical_block_bytes.into()));
+        }
+        text.put("Allocated", &bytes(status.allocated_bytes));
+        text.put("Digest", &status.digest);
+        text.put("Last used", &when(status.last_used_time.as_ref(), now));
+        text.put("Disks", &status.used_by_disks.join(", "));
+        text.put("VMs", &status.used_by_vms.join(", "));
+        text.0
+    }
 }
 
 fn source(image: &v1::Image) -> String {
@@ -54,49 +86,4 @@ fn source(image: &v1::Image) -> String {
         },
         None => "upload".to_owned(),
     }
-}
-
-/// Everything about an image.
-pub fn describe(image: &v1::Image, now: jiff::Timestamp) -> String {
-    let metadata = image.metadata.clone().unwrap_or_default();
-    let status = image.status.clone().unwrap_or_default();
-    let bytes = |bytes: u64| format!("{} ({bytes} bytes)", quantity::show(bytes));
-    let mut text = Lines::default();
-    text.put("Name", &metadata.name);
-    text.put("UID", &metadata.uid);
-    text.put("Labels", &pairs(&metadata.labels, ", "));
-    text.put("Annotations", &pairs(&metadata.annotations, ", "));
-    text.put("Owner", &metadata.owner);
-    text.put("Created", &when(metadata.create_time.as_ref(), now));
-    text.put("Phase", &camel(status.phase().as_str_name(), "IMAGE_PHASE_"));
-    text.put("Operation", &status.operation);
-    for condition in status
-        .conditions
-        .iter()
-        .filter(|condition| !condition.message.is_empty())
-    {
-        text.put(&condition.r#type, &condition.message);
-    }
-    text.put("Source", &source(image));
-    text.put("Manifest", &status.source_manifest);
-    let format = [status.source_format.as_str(), status.source_compression.as_str()];
-    let format: Vec<_> = format.into_iter().filter(|word| !word.is_empty()).collect();
-    text.put("Source format", &format.join(", "));
-    if status.source_bytes > 0 {
-        text.put("Source size", &bytes(status.source_bytes));
-    }
-    text.put("Source checksum", &status.source_checksum);
-    // Not known before the import has ended.
-    if status.virtual_size_bytes > 0 {
-        text.put("Size", &bytes(status.virtual_size_bytes));
-    }
-    if status.logical_block_bytes > 512 {
-        text.put("Logical block", &bytes(status.logical_block_bytes.into()));
-    }
-    text.put("Allocated", &bytes(status.allocated_bytes));
-    text.put("Digest", &status.digest);
-    text.put("Last used", &when(status.last_used_time.as_ref(), now));
-    text.put("Disks", &status.used_by_disks.join(", "));
-    text.put("VMs", &status.used_by_vms.join(", "));
-    text.0
 }

@@ -20,15 +20,7 @@ pub fn table(vm: &v1::Vm) -> String {
         .iter()
         .filter(|state| wanted.iter().all(|nic| nic.name != state.name));
     rows.extend(goes.map(|state| row(&state.name, "until the next start", Some(state))));
-    for row in &rows {
-        table.fit(row);
-    }
-    let mut text = table.header() + "\n";
-    for row in &rows {
-        text += &table.row(row);
-        text.push('\n');
-    }
-    text
+    table.whole(&rows, true)
 }
 
 fn row(name: &str, attachment: &str, state: Option<&v1::NicStatus>) -> Vec<String> {

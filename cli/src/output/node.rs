@@ -2,7 +2,10 @@
 
 use proto::v1;
 
-use super::describe::{Lines, conditions};
+use super::{
+    describe::{Lines, conditions},
+    disk::pairs,
+};
 use crate::manifest::quantity;
 
 /// Everything about the node.
@@ -27,12 +30,7 @@ pub fn node(node: &v1::Node, now: jiff::Timestamp) -> String {
         };
         text.put("Cordoned", &why);
     }
-    let labels: Vec<_> = metadata
-        .labels
-        .iter()
-        .map(|(key, value)| format!("{key}={value}"))
-        .collect();
-    text.put("Labels", &labels.join(", "));
+    text.put("Labels", &pairs(&metadata.labels, ", "));
     text.put("CPU features", &node.cpu_features.join(" "));
     text.put("Features", &node.features.join(" "));
     resources(&mut text, &node);

@@ -13,15 +13,7 @@ pub fn table(vm: &v1::Vm) -> String {
     let spec = vm.spec.as_ref().map_or(&[][..], |spec| &spec.shares);
     let status = vm.status.as_ref().map_or(&[][..], |status| &status.shares);
     let rows = rows(spec, status);
-    for row in &rows {
-        table.fit(row);
-    }
-    let mut text = table.header() + "\n";
-    for row in &rows {
-        text += &table.row(row);
-        text.push('\n');
-    }
-    text
+    table.whole(&rows, true)
 }
 
 /// One for each share.

@@ -3,30 +3,51 @@
 use proto::v1;
 
 use super::{
-    age,
-    describe::{Lines, when},
-    table::Table,
+    Show, age,
+    describe::{Lines, bytes, when},
 };
-use crate::manifest::quantity;
+use crate::manifest::{quantity, schema};
 
-/// The table of snapshots.
-pub fn table() -> Table {
-    Table::new(vec!["NAME", "VM", "KIND", "SIZE", "PAUSE", "AGE"])
-}
+impl Show for v1::Snapshot {
+    const SCHEMA: &'static str = schema::SNAPSHOT;
+    const HAS_EVENTS: bool = false;
 
-/// A row of [`table`].
-pub fn row(snapshot: &v1::Snapshot, now: jiff::Timestamp) -> Vec<String> {
-    let metadata = snapshot.metadata.clone().unwrap_or_default();
-    let status = snapshot.status.clone().unwrap_or_default();
-    vec![
-        metadata.name,
-        snapshot.spec.clone().unwrap_or_default().vm,
-        kind(snapshot).to_owned(),
-        // A snapshot of disks alone has no memory file.
-        quantity::show(status.size_bytes.max(status.allocated_bytes)),
-        pause(&status),
-        age::since(metadata.create_time.as_ref(), now),
-    ]
+    fn columns(_: bool) -> Vec<&'static str> {
+        vec!["NAME", "VM", "KIND", "SIZE", "PAUSE", "AGE"]
+    }
+
+    fn row(&self, _: bool, now: jiff::Timestamp) -> Vec<String> {
+        let metadata = self.metadata.clone().unwrap_or_default();
+        let status = self.status.clone().unwrap_or_default();
+        vec![
+            metadata.name,
+            self.spec.clone().unwrap_or_default().vm,
+            kind(self).to_owned(),
+            // A snapshot of disks alone has no memory file.
+            quantity::show(status.size_bytes.max(status.allocated_bytes)),
+            pause(&status),
+            age::since(metadata.create_time.as_ref(), now),
+        ]
+    }
+
+    fn describe(&self, now: jiff::Timestamp) -> String {
+        let status = self.status.clone().unwrap_or_default();
+        let mut text = Lines::default();
+        text.metadata(self.metadata.as_ref(), false, now);
+        text.put("Completed", &when(status.complete_time.as_ref(), now));
+        text.put("VM", &self.spec.clone().unwrap_or_default().vm);
+        text.put("VM UID", &status.vm_uid);
+        text.put("Kind", kind(self));
+        let memory = status.vm_spec.clone().unwrap_or_default().memory;
+        text.put("Memory", &bytes(memory.unwrap_or_default().size_bytes));
+        text.put("Disks", &status.disks.join(", "));
+        text.put("Size", &bytes(status.size_bytes));
+        text.put("Room", &bytes(status.allocated_bytes));
+        text.put("Retention", &retention(&status));
+        text.put("Written", &bytes(status.written_bytes));
+        text.put("VM paused for", &pause(&status));
+        text.0
+    }
 }
 
 /// What it has.
@@ -49,36 +70,6 @@ pub fn cost(snapshot: &v1::Snapshot) -> String {
     }
     let written = quantity::show(status.written_bytes);
     format!("{written} written, VM paused for {}", pause(&status))
-}
-
-/// Everything about a snapshot.
-pub fn describe(snapshot: &v1::Snapshot, now: jiff::Timestamp) -> String {
-    let metadata = snapshot.metadata.clone().unwrap_or_default();
-    let status = snapshot.status.clone().unwrap_or_default();
-    let bytes = |bytes: u64| format!("{} ({bytes} bytes)", quantity::show(bytes));
-    let labels: Vec<_> = metadata
-        .labels
-        .iter()
-        .map(|(key, value)| format!("{key}={value}"))
-        .collect();
-    let mut text = Lines::default();
-    text.put("Name", &metadata.name);
-    text.put("UID", &metadata.uid);
-    text.put("Labels", &labels.join(", "));
-    text.put("Created", &when(metadata.create_time.as_ref(), now));
-    text.put("Completed", &when(status.complete_time.as_ref(), now));
-    text.put("VM", &snapshot.spec.clone().unwrap_or_default().vm);
-    text.put("VM UID", &status.vm_uid);
-    text.put("Kind", kind(snapshot));
-    let memory = status.vm_spec.clone().unwrap_or_default().memory;
-    text.put("Memory", &bytes(memory.unwrap_or_default().size_bytes));
-    text.put("Disks", &status.disks.join(", "));
-    text.put("Size", &bytes(status.size_bytes));
-    text.put("Room", &bytes(status.allocated_bytes));
-    text.put("Retention", &retention(&status));
-    text.put("Written", &bytes(status.written_bytes));
-    text.put("VM paused for", &pause(&status));
-    text.0
 }
 
 /// `the last 7, at most 14d old, group daily`; nothing for a snapshot that no retention deletes.

@@ -196,8 +196,8 @@ fn a_table_has_one_line_per_vm_and_aligned_columns() {
         }),
         ..v1::Vm::default()
     };
-    let rows = [vm::row(&web(), true, now()), vm::row(&empty, true, now())];
-    insta::assert_snapshot!(vm::table(true).whole(&rows, true), @r#"
+    let rows = [web().row(true, now()), empty.row(true, now())];
+    insta::assert_snapshot!(table::<v1::Vm>(true).whole(&rows, true), @r#"
 NAME                 PHASE     CPUS   MEMORY   ADDRESS     UPTIME   AGE   PID    DISKS          NICS               LABELS       REASON
 web                  Running   2      256Mi    10.80.0.2   60s      66m   4711   root,data,cd   eth0=network:lan   tier=front   GuestRunning
 a-much-longer-name   Unknown   0      0        -           -        -     -      -              -                  -            -
@@ -412,7 +412,7 @@ fn running_values_stand_before_pending_ones() {
         // 64-bit numbers are text in the canonical JSON form.
         pending("spec.memory.sizeBytes", (128_u64 << 20).to_string().into()),
     ];
-    let row = vm::row(&vm, false, now());
+    let row = vm.row(false, now());
     assert_eq!(row[2..4], ["1 -> 2", "128Mi -> 256Mi"]);
     let described = describe::vm(&vm, now());
     assert!(
@@ -426,10 +426,10 @@ fn addresses_of_ipv6_are_in_the_wide_table() {
     let mut vm = web();
     let nics = &mut vm.status.as_mut().unwrap().nics;
     nics[0].addresses.push("fd00:80::2".into());
-    assert_eq!(vm::row(&vm, false, now())[4], "10.80.0.2");
-    assert_eq!(vm::row(&vm, true, now())[4], "10.80.0.2,fd00:80::2");
+    assert_eq!(vm.row(false, now())[4], "10.80.0.2");
+    assert_eq!(vm.row(true, now())[4], "10.80.0.2,fd00:80::2");
     vm.status.as_mut().unwrap().nics.clear();
-    assert_eq!(vm::row(&vm, true, now())[4], "-");
+    assert_eq!(vm.row(true, now())[4], "-");
 }
 
 #[test]
@@ -444,7 +444,7 @@ fn snapshot_of_disks_has_the_size_of_its_files() {
             status: Some(status),
             ..Default::default()
         };
-        super::snapshot::row(&snapshot, now())[3].clone()
+        snapshot.row(false, now())[3].clone()
     };
     assert_eq!(size(0, 245 << 20), "245Mi");
     assert_eq!(size(256 << 20, 100 << 20), "256Mi");

@@ -1,55 +1,63 @@
 //! VMs as rows of a table.
 
 use proto::v1;
+use serde_json::Value as Json;
 
-use super::{age, table::Table};
-use crate::manifest::quantity;
+use super::{Show, age, disk::pairs};
+use crate::{
+    failure::Result,
+    manifest::{emit, quantity, schema},
+};
 
-/// The table of VMs; `wide` has more columns.
-pub fn table(wide: bool) -> Table {
-    let mut headers = vec!["NAME", "PHASE", "CPUS", "MEMORY", "ADDRESS", "UPTIME", "AGE"];
-    if wide {
-        headers.extend(["PID", "DISKS", "NICS", "LABELS", "REASON"]);
+impl Show for v1::Vm {
+    const SCHEMA: &'static str = schema::VM;
+
+    fn columns(wide: bool) -> Vec<&'static str> {
+        let mut headers = vec!["NAME", "PHASE", "CPUS", "MEMORY", "ADDRESS", "UPTIME", "AGE"];
+        if wide {
+            headers.extend(["PID", "DISKS", "NICS", "LABELS", "REASON"]);
+        }
+        headers
     }
-    Table::new(headers)
-}
 
-/// A row of [`table`].
-pub fn row(vm: &v1::Vm, wide: bool, now: jiff::Timestamp) -> Vec<String> {
-    let metadata = vm.metadata.clone().unwrap_or_default();
-    let spec = vm.spec.clone().unwrap_or_default();
-    let status = vm.status.clone().unwrap_or_default();
-    let instance = status.instance.as_ref();
-    let started = instance.and_then(|instance| instance.start_time.as_ref());
-    let cores = u64::from(spec.cpu.map_or(0, |cpu| cpu.cores));
-    let memory = spec.memory.map_or(0, |memory| memory.size_bytes);
-    let mut row = vec![
-        metadata.name,
-        phase(&status),
-        now_and_then(&status, "spec.cpu.cores", cores, |cores| cores.to_string()),
-        now_and_then(&status, "spec.memory.sizeBytes", memory, quantity::show),
-        addresses(&status, wide),
-        age::since(started, now),
-        age::since(metadata.create_time.as_ref(), now),
-    ];
-    if wide {
-        let list = |items: Vec<String>| items.join(",");
-        let pid = instance.map(|instance| instance.pid.to_string());
-        row.extend([
-            pid.unwrap_or_default(),
-            list(spec.disks.into_iter().map(|disk| disk.name).collect()),
-            list(spec.nics.iter().map(nic).collect()),
-            list(
-                metadata
-                    .labels
-                    .iter()
-                    .map(|(key, value)| format!("{key}={value}"))
-                    .collect(),
-            ),
-            status.reason,
-        ]);
+    fn row(&self, wide: bool, now: jiff::Timestamp) -> Vec<String> {
+        let metadata = self.metadata.clone().unwrap_or_default();
+        let spec = self.spec.clone().unwrap_or_default();
+        let status = self.status.clone().unwrap_or_default();
+        let instance = status.instance.as_ref();
+        let started = instance.and_then(|instance| instance.start_time.as_ref());
+        let cores = u64::from(spec.cpu.map_or(0, |cpu| cpu.cores));
+        let memory = spec.memory.map_or(0, |memory| memory.size_bytes);
+        let mut row = vec![
+            metadata.name,
+            phase(&status),
+            now_and_then(&status, "spec.cpu.cores", cores, |cores| cores.to_string()),
+            now_and_then(&status, "spec.memory.sizeBytes", memory, quantity::show),
+            addresses(&status, wide),
+            age::since(started, now),
+            age::since(metadata.create_time.as_ref(), now),
+        ];
+        if wide {
+            let list = |items: Vec<String>| items.join(",");
+            let pid = instance.map(|instance| instance.pid.to_string());
+            row.extend([
+                pid.unwrap_or_default(),
+                list(spec.disks.into_iter().map(|disk| disk.name).collect()),
+                list(spec.nics.iter().map(nic).collect()),
+                pairs(&metadata.labels, ","),
+                status.reason,
+            ]);
+        }
+        row
     }
-    row
+
+    fn describe(&self, now: jiff::Timestamp) -> String {
+        super::describe::vm(self, now)
+    }
+
+    fn json(&self) -> Result<Json> {
+        emit::vm(self)
+    }
 }
 
 /// A number of the spec, with the value of the running machine in front of a pending one: `512Mi -> 768Mi`.
