@@ -7,8 +7,20 @@ use clap::{Args, Subcommand};
 use proto::v1::{KeyboardLayout, PanicPolicy, RunPolicy};
 
 use super::{
-    FORMAT, HELP, Label, Output, Timeout, cloud_init::CloudInit, disk::CreateDisk, duration, operation,
-    resources::Resources, size, vm_name,
+    FORMAT, HELP, Label, Output, Patch, Timeout,
+    cloud_init::CloudInit,
+    disk::{CreateDisk, ResizeDisk},
+    duration,
+    image::Import,
+    network::{CreateNetwork, UpdateNetwork},
+    nic::{AttachNic, UpdateNic},
+    node::LabelNode,
+    operation,
+    resources::Resources,
+    share::AddShare,
+    size,
+    snapshot::CreateSnapshot,
+    vm_name,
 };
 use crate::complete;
 
@@ -92,7 +104,7 @@ pub struct EditVm {
 vmmctl create NAME --kernel PATH [OPTIONS]
        vmmctl create NAME --from-disk --disk disk=NAME [OPTIONS]
        vmmctl create -f FILE [OPTIONS]
-       vmmctl create disk NAME [OPTIONS]")]
+       vmmctl create disk|image|network|snapshot|nic|share … [OPTIONS]")]
 pub struct Create {
     /// Of what; a VM when nothing is said.
     #[command(subcommand)]
@@ -109,6 +121,31 @@ pub enum CreateWhat {
     Vm(Box<CreateVm>),
     /// Create a disk: empty, a copy of a file, or an overlay of another disk.
     Disk(Box<CreateDisk>),
+    /// Make an image of a file or an OCI image: the same as `image import`
+    Image(Box<Import>),
+    /// Make a network: the same as `network create`
+    Network(CreateNetwork),
+    /// Take a snapshot of a VM: the same as `snapshot create`
+    Snapshot(CreateSnapshot),
+    /// Add a NIC to a VM: the same as `nic attach`
+    Nic(AttachNic),
+    /// Share a directory of the node with a VM: the same as `share add`
+    Share(AddShare),
+}
+
+/// What is changed.
+#[derive(Debug, Subcommand)]
+pub enum UpdateWhat {
+    /// Change fields of a VM: the same as `patch`
+    Vm(Box<Patch>),
+    /// Make a disk larger: the same as `resize disk`
+    Disk(ResizeDisk),
+    /// Change a network while VMs are in it: the same as `network update`
+    Network(UpdateNetwork),
+    /// Change a NIC of a VM: the same as `nic update`
+    Nic(UpdateNic),
+    /// Set and remove labels of the node: the same as `node label`
+    Node(LabelNode),
 }
 
 /// `create vm`.

@@ -32,7 +32,7 @@ mod value;
 mod verbs;
 pub mod wait;
 
-pub use self::create::{Apply, Create, CreateVm, CreateWhat, Edit, EditVm, EditWhat};
+pub use self::create::{Apply, Create, CreateVm, CreateWhat, Edit, EditVm, EditWhat, UpdateWhat};
 pub use self::diff::Diff;
 use self::disk::{Attach, Detach, Limit, ResizeDisk, Stats};
 pub use self::objects::{Delete, List, Names, WatchedList};
@@ -105,12 +105,12 @@ pub enum Config {
 pub enum Command {
     /// Create or change VMs and disks to match a manifest
     Apply(Apply),
-    /// Create a VM or a disk from a manifest or from flags; it must not exist.
+    /// Create a VM or an object of another kind; it must not exist
     Create(Box<Create>),
-    /// List VMs, disks or operations.
-    #[command(visible_alias = "list")]
+    /// List VMs, or objects of another kind
+    #[command(visible_aliases = ["list", "ls"])]
     Get(Get),
-    /// Show everything about a VM, a disk or the node.
+    /// Show everything about VMs, or about objects of another kind
     Describe(Describe),
     /// Change a VM in an editor ($VISUAL, $EDITOR or vi).
     Edit(Edit),
@@ -118,6 +118,12 @@ pub enum Command {
     Diff(Diff),
     /// Change fields of a VM by a merge patch, or one by one.
     Patch(Box<Patch>),
+    /// Change a VM or an object of another kind, field by field
+    Update {
+        /// Kind of the object.
+        #[command(subcommand)]
+        what: UpdateWhat,
+    },
     /// Set (KEY=VALUE) and remove (KEY-) labels of VMs and disks.
     Label(label::Label),
     /// Set (KEY=VALUE) and remove (KEY-) annotations of VMs and disks.
@@ -142,7 +148,8 @@ pub enum Command {
     Pause(Act),
     /// Resume paused VMs
     Resume(Act),
-    /// Delete stopped VMs (their disks stay), or disks with their content
+    /// Delete stopped VMs (their disks stay), or objects of another kind
+    #[command(visible_alias = "rm")]
     Delete(DeleteObjects),
     /// Add a disk to a VM; one that runs gets it at once.
     Attach(Box<Attach>),

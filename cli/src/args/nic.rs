@@ -9,8 +9,10 @@ use crate::complete;
 #[derive(Debug, Subcommand)]
 pub enum Nic {
     /// Give a VM another NIC; one that runs gets it at once.
+    #[command(visible_aliases = ["add", "create"])]
     Attach(AttachNic),
     /// Take a NIC from a VM; the guest of one that runs is asked to eject it first.
+    #[command(visible_aliases = ["rm", "delete"])]
     Detach(DetachNic),
     /// List the NICs of a VM.
     #[command(visible_alias = "list")]

@@ -36,20 +36,24 @@ pub enum NodeVerb {
     /// stopped VMs start again as their run policy requires
     Drain(Drain),
     /// Set (KEY=VALUE) and remove (KEY-) labels of the node.
-    Label {
-        /// Labels.
-        #[arg(required = true, value_name = "KEY=VALUE|KEY-")]
-        labels: Vec<LabelChange>,
-        #[command(flatten)]
-        #[allow(missing_docs)]
-        timeout: Timeout,
-    },
+    Label(LabelNode),
     /// Say whether VMs of a manifest could be created and started here now, or all that stands against them (exit code 9).
     Check {
         /// Manifest with VMs as YAML or JSON; `-` is standard input. May be given several times.
         #[arg(short, long = "filename", value_name = "FILE", required = true)]
         files: Vec<PathBuf>,
     },
+}
+
+/// `node label`.
+#[derive(Debug, Args)]
+pub struct LabelNode {
+    /// Labels.
+    #[arg(required = true, value_name = "KEY=VALUE|KEY-")]
+    pub labels: Vec<LabelChange>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub timeout: Timeout,
 }
 
 /// `node drain`.

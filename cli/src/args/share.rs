@@ -9,10 +9,13 @@ use crate::complete;
 #[derive(Debug, Subcommand)]
 pub enum Share {
     /// Share a directory of the node with a VM; one that runs with shared memory gets it at once, another one from the next start on.
+    #[command(visible_aliases = ["attach", "create"])]
     Add(AddShare),
     /// Take a share from a VM; the guest of one that runs is asked to eject it first.
+    #[command(visible_aliases = ["detach", "delete"])]
     Rm(RemoveShare),
     /// List the shares of a VM.
+    #[command(visible_alias = "list")]
     Ls(ListShares),
 }
 

@@ -4,7 +4,7 @@ use clap::{Args, Subcommand, ValueEnum};
 
 use proto::v1;
 
-use super::{List, Names, WatchedList, operation};
+use super::{List, Names, WatchedList, nic::ListNics, operation, share::ListShares};
 use crate::output::format::Output;
 
 /// `get`.
@@ -38,15 +38,21 @@ pub enum GetWhat {
     /// Show the node.
     #[command(visible_alias = "nodes")]
     Node(GetNode),
-    /// List images: as `vmmctl image ls`.
+    /// List images
     #[command(visible_alias = "images")]
     Image(WatchedList<v1::Image>),
-    /// List networks: as `vmmctl network ls`.
+    /// List networks
     #[command(visible_alias = "networks")]
     Network(super::network::ListNetworks),
-    /// List snapshots: as `vmmctl snapshot ls`.
+    /// List snapshots
     #[command(visible_alias = "snapshots")]
     Snapshot(List<v1::Snapshot>),
+    /// List the NICs of a VM
+    #[command(visible_alias = "nics")]
+    Nic(ListNics),
+    /// List the shares of a VM
+    #[command(visible_alias = "shares")]
+    Share(ListShares),
     /// Show events: as `vmmctl events`.
     #[command(visible_alias = "events")]
     Event(super::observe::Events),
@@ -141,6 +147,15 @@ pub enum DescribeWhat {
     /// Show everything about disks that vmmd keeps.
     #[command(visible_alias = "disks")]
     Disk(Names<v1::Disk>),
+    /// Show everything about images
+    #[command(visible_alias = "images")]
+    Image(Names<v1::Image>),
+    /// Show everything about networks, with their address assignments
+    #[command(visible_alias = "networks")]
+    Network(Names<v1::Network>),
+    /// Show everything about snapshots
+    #[command(visible_alias = "snapshots")]
+    Snapshot(Names<v1::Snapshot>),
     /// Show everything about the node.
     Node,
 }

@@ -5,7 +5,11 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use clap::{Args, Subcommand};
 
-use super::{Selector, Targets, Timeout, Yes, disk_name, duration, vm_name};
+use proto::v1;
+
+use super::{
+    Delete, Selector, Targets, Timeout, Yes, disk_name, duration, nic::DetachNic, share::RemoveShare, vm_name,
+};
 use crate::complete;
 
 /// `reset`, `pause`, `resume`.
@@ -89,7 +93,8 @@ pub struct Restart {
 vmmctl delete [OPTIONS] NAME…
        vmmctl delete [OPTIONS] -l SELECTOR|--all
        vmmctl delete [OPTIONS] -f FILE
-       vmmctl delete disk [OPTIONS] NAME…")]
+       vmmctl delete disk|image|network|snapshot [OPTIONS] NAME…
+       vmmctl delete nic|share [OPTIONS] VM NAME")]
 pub struct DeleteObjects {
     /// Of what; VMs when nothing is said.
     #[command(subcommand)]
@@ -108,6 +113,19 @@ pub enum DeleteWhat {
     /// Delete disks with their content; refused while a VM or an overlay needs one
     #[command(visible_alias = "disks")]
     Disk(DeleteDisk),
+    /// Delete images
+    #[command(visible_alias = "images")]
+    Image(Delete<v1::Image>),
+    /// Delete networks that no VM's spec names
+    #[command(visible_alias = "networks")]
+    Network(Delete<v1::Network>),
+    /// Delete snapshots; VMs that were restored from them are not affected
+    #[command(visible_alias = "snapshots")]
+    Snapshot(Delete<v1::Snapshot>),
+    /// Take a NIC from a VM: the same as `nic detach`
+    Nic(DetachNic),
+    /// Take a share from a VM: the same as `share rm`
+    Share(RemoveShare),
 }
 
 /// `delete disk`.

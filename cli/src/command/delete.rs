@@ -61,6 +61,7 @@ pub async fn files(client: &Client, documents: &[Document], args: &DeleteVm) -> 
 
 /// Deletes disks that vmmd keeps.
 pub async fn disks(client: &Client, args: &DeleteDisk) -> Result<(), Vec<Failure>> {
+    let client = &client.with_timeout(args.timeout.timeout);
     let unused = match args.all {
         true => unused(client).await.map_err(super::one)?,
         false => Vec::new(),

@@ -49,13 +49,17 @@ use proto::v1;
 use crate::{
     args::{
         Cli, Command, Create, CreateVm, CreateWhat, DeleteObjects, DeleteVm, DeleteWhat, Describe,
-        DescribeWhat, Edit, EditWhat, Get, GetVm, GetWhat, List, Output, Resize, Timeout, WatchedList,
-        disk::ResizeDisk,
+        DescribeWhat, Edit, EditWhat, Get, GetVm, GetWhat, List, Output, Patch, Resize, Timeout, UpdateWhat,
+        WatchedList,
+        disk::{CreateDisk, ResizeDisk},
         image::Image,
         label::Label,
         memory::Set,
         network::{ListNetworks, Network},
+        nic::Nic,
+        node::NodeVerb,
         operation::Operation,
+        share::Share,
         snapshot::Snapshot,
     },
     client::{Client, Query, Watched},
@@ -109,11 +113,10 @@ pub async fn run(cli: Cli) -> Result<(), Vec<Failure>> {
         Command::Delete(args) => delete(given, args).await,
         Command::Label(args) => label(given, label::What::Labels, &args).await,
         Command::Annotate(args) => label(given, label::What::Annotations, &args).await,
-        Command::Patch(args) => {
-            let merge = patch::read(&args).map_err(one)?;
-            let client = connect(given, args.timeout).await?;
-            patch::patch(&client, &args, merge.as_ref()).await.map_err(one)
-        }
+        Command::Patch(args) => patch(given, &args).await,
+        Command::Update {
+            what: UpdateWhat::Vm(args),
+        } => patch(given, &args).await,
         Command::Ssh(args) => {
             let client = Client::connect(given).await.map_err(one)?;
             ssh::ssh(&client, given, &args).await.map_err(one)
@@ -139,13 +142,21 @@ async fn connect(given: &Connection, timeout: Timeout) -> Result<Client, Vec<Fai
 }
 
 async fn delete(given: &Connection, args: DeleteObjects) -> Result<(), Vec<Failure>> {
-    match args.what {
-        Some(DeleteWhat::Disk(args)) => {
-            let client = connect(given, args.timeout).await?;
-            delete::disks(&client, &args).await
-        }
-        Some(DeleteWhat::Vm(args)) => delete_vms(given, &args).await,
-        None => delete_vms(given, &args.vms).await,
+    let what = match args.what {
+        None => return delete_vms(given, &args.vms).await,
+        Some(DeleteWhat::Vm(args)) => return delete_vms(given, &args).await,
+        Some(what) => what,
+    };
+    let client = Client::connect(given).await.map_err(one)?;
+    match what {
+        // Done above.
+        DeleteWhat::Vm(_) => Ok(()),
+        DeleteWhat::Disk(args) => delete::disks(&client, &args).await,
+        DeleteWhat::Image(args) => objects::delete(&client, &args).await,
+        DeleteWhat::Network(args) => objects::delete(&client, &args).await,
+        DeleteWhat::Snapshot(args) => objects::delete(&client, &args).await,
+        DeleteWhat::Nic(args) => nic::nic(&client, &Nic::Detach(args)).await.map_err(one),
+        DeleteWhat::Share(args) => share::share(&client, &Share::Rm(args)).await.map_err(one),
     }
 }
 
@@ -165,19 +176,38 @@ async fn label(given: &Connection, what: label::What, args: &Label) -> Result<()
     label::label(&client, what, &labelling).await
 }
 
+async fn patch(given: &Connection, args: &Patch) -> Result<(), Vec<Failure>> {
+    let merge = patch::read(args).map_err(one)?;
+    let client = connect(given, args.timeout).await?;
+    patch::patch(&client, args, merge.as_ref()).await.map_err(one)
+}
+
 async fn create(given: &Connection, args: Create) -> Result<(), Vec<Failure>> {
-    match args.what {
-        Some(CreateWhat::Disk(args)) => {
-            let request = disk::from_flags(&args).map_err(one)?;
-            let client = connect(given, args.timeout).await?;
-            let made = disk::create(&client, request).await;
-            let made = made.map_err(disk_spec::in_options).map_err(one)?;
-            let (made, operation) = made;
-            disk::report(&made, operation.as_ref(), args.output.as_ref()).map_err(one)
-        }
-        Some(CreateWhat::Vm(args)) => create_vm(given, &args).await,
-        None => create_vm(given, &args.vm).await,
-    }
+    let what = match args.what {
+        None => return create_vm(given, &args.vm).await,
+        Some(CreateWhat::Vm(args)) => return create_vm(given, &args).await,
+        Some(CreateWhat::Disk(args)) => return create_disk(given, &args).await,
+        Some(what) => what,
+    };
+    let client = Client::connect(given).await.map_err(one)?;
+    let created = match what {
+        // Done above.
+        CreateWhat::Vm(_) | CreateWhat::Disk(_) => Ok(()),
+        CreateWhat::Image(args) => image::import(&client, &args).await,
+        CreateWhat::Network(args) => network::create(&client, &args).await,
+        CreateWhat::Snapshot(args) => snapshot::create(&client, &args).await,
+        CreateWhat::Nic(args) => nic::nic(&client, &Nic::Attach(args)).await,
+        CreateWhat::Share(args) => share::share(&client, &Share::Add(args)).await,
+    };
+    created.map_err(one)
+}
+
+async fn create_disk(given: &Connection, args: &CreateDisk) -> Result<(), Vec<Failure>> {
+    let request = disk::from_flags(args).map_err(one)?;
+    let client = connect(given, args.timeout).await?;
+    let made = disk::create(&client, request).await;
+    let (made, operation) = made.map_err(disk_spec::in_options).map_err(one)?;
+    disk::report(&made, operation.as_ref(), args.output.as_ref()).map_err(one)
 }
 
 async fn create_vm(given: &Connection, args: &CreateVm) -> Result<(), Vec<Failure>> {
@@ -203,18 +233,14 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
         Command::Detach(args) => vm_disk::detach(client, &args).await,
         Command::Resize {
             what: Resize::Disk(args),
-        } => resize(&client.with_timeout(args.timeout.timeout), &args)
-            .await
-            .map_err(disk_spec::in_options)
-            .map_err(one),
+        } => resize(client, &args).await.map_err(one),
+        Command::Update { what } => update(client, what).await,
         Command::Top(args) => top::top(client, &args).await.map_err(one),
         Command::Events(args) => events::events(client, &args).await.map_err(one),
         Command::Logs(args) => logs::logs(client, &args).await.map_err(one),
         Command::Diagnose(args) => diagnose::diagnose(client, &args).await.map_err(one),
         Command::Network { what } => network(client, what).await,
-        Command::Run(args) => run::run(&client.with_timeout(args.timeout.timeout), &args)
-            .await
-            .map_err(one),
+        Command::Run(args) => run::run(client, &args).await.map_err(one),
         Command::Image { what } => image(client, what).await,
         Command::Nic { what } => nic::nic(client, &what).await.map_err(one),
         Command::Share { what } => share::share(client, &what).await.map_err(one),
@@ -242,14 +268,8 @@ async fn with_daemon(client: &Client, command: Command) -> Result<(), Vec<Failur
             None => show_node(client, args.output.as_ref()).await.map_err(one),
         },
         Command::Snapshot { what } => snapshot(client, what).await,
-        Command::Restore(args) => {
-            let client = client.with_timeout(args.timeout.timeout);
-            snapshot::restore(&client, &args).await.map_err(one)
-        }
-        Command::Clone(args) => {
-            let client = client.with_timeout(args.timeout.timeout);
-            snapshot::clone(&client, &args).await
-        }
+        Command::Restore(args) => snapshot::restore(client, &args).await.map_err(one),
+        Command::Clone(args) => snapshot::clone(client, &args).await,
         Command::Migrate(args) => migration::run(client, args).await.map_err(one),
         Command::Version { .. } => version(Some(client)).await.map_err(one),
         // Done before, or in `run`, without a daemon or before it is asked.
@@ -286,6 +306,8 @@ async fn get(client: &Client, Get { what, vms }: Get) -> Result<(), Vec<Failure>
         Some(GetWhat::Image(args)) => list(client, &args).await,
         Some(GetWhat::Network(args)) => networks(client, args).await,
         Some(GetWhat::Snapshot(args)) => objects::get(client, &args, &objects::query(&args)).await,
+        Some(GetWhat::Nic(args)) => nic::nic(client, &Nic::Ls(args)).await.map_err(one),
+        Some(GetWhat::Share(args)) => share::share(client, &Share::Ls(args)).await.map_err(one),
         Some(GetWhat::Event(args)) => events::events(client, &args).await.map_err(one),
         Some(GetWhat::All) => get_all(client).await,
     }
@@ -375,6 +397,9 @@ async fn describe(client: &Client, Describe { what, vms }: Describe) -> Result<(
         None => objects::describe(client, &vms).await,
         Some(DescribeWhat::Vm(args)) => objects::describe(client, &args).await,
         Some(DescribeWhat::Disk(args)) => objects::describe(client, &args).await,
+        Some(DescribeWhat::Image(args)) => objects::describe(client, &args).await,
+        Some(DescribeWhat::Network(args)) => objects::describe(client, &args).await,
+        Some(DescribeWhat::Snapshot(args)) => objects::describe(client, &args).await,
         Some(DescribeWhat::Node) => show_node(client, None).await.map_err(one),
     }
 }
@@ -388,11 +413,27 @@ async fn edit(client: &Client, Edit { what, vm }: Edit) -> Result<(), Vec<Failur
     edit::vm(client, &args).await.map_err(one)
 }
 
+async fn update(client: &Client, what: UpdateWhat) -> Result<(), Vec<Failure>> {
+    match what {
+        // Done in `run`, before the daemon is asked.
+        UpdateWhat::Vm(_) => Ok(()),
+        UpdateWhat::Disk(args) => resize(client, &args).await.map_err(one),
+        UpdateWhat::Network(args) => network::update(client, &args).await.map_err(one),
+        UpdateWhat::Nic(args) => nic::nic(client, &Nic::Update(args)).await.map_err(one),
+        UpdateWhat::Node(args) => node::run(client, NodeVerb::Label(args)).await,
+    }
+}
+
 async fn resize(client: &Client, args: &ResizeDisk) -> Result<()> {
+    let client = &client.with_timeout(args.timeout.timeout);
     match &args.vm {
-        Some(vm) => vm_disk::resize(client, vm, &args.name, args.size).await,
+        Some(vm) => {
+            let resized = vm_disk::resize(client, vm, &args.name, args.size).await;
+            resized.map_err(disk_spec::in_options)
+        }
         None => {
-            let disk = disk::resize(client, &args.name, args.size.unwrap_or_default()).await?;
+            let disk = disk::resize(client, &args.name, args.size.unwrap_or_default()).await;
+            let disk = disk.map_err(disk_spec::in_options)?;
             let size = quantity::show(manifest::disk::size(&disk));
             output::line(format!("disk/{} resized to {size}", args.name))
         }

@@ -6,7 +6,7 @@ use proto::v1;
 
 use super::{apply, interrupt, migration, operation};
 use crate::{
-    args::node::{Drain, LabelChange, NodeVerb},
+    args::node::{Drain, LabelChange, LabelNode, NodeVerb},
     client::{Client, QUICK, Query, call, send},
     failure::{Code, Failure, Result},
     manifest::Object,
@@ -31,7 +31,7 @@ pub async fn run(client: &Client, verb: NodeVerb) -> Result<(), Vec<Failure>> {
             evacuate(client, &args).await?;
             drain(client, args).await.map_err(super::one)
         }
-        NodeVerb::Label { labels, timeout } => {
+        NodeVerb::Label(LabelNode { labels, timeout }) => {
             let client = &client.with_timeout(timeout.timeout);
             label(client, labels).await.map_err(super::one)
         }

@@ -46,6 +46,7 @@ const OPTIONS: [(&str, &str); 17] = [
 
 /// Makes the disk, then the VM, and starts it. When there is no VM in the end, there is no disk either.
 pub async fn run(client: &Client, args: &Run) -> Result<()> {
+    let client = &client.with_timeout(args.timeout.timeout);
     let in_network = args.network.is_some();
     let ran = run_as_written(client, args).await;
     ran.map_err(|failure| in_options(failure, in_network))

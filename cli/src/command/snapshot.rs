@@ -63,6 +63,7 @@ fn retention(args: &CreateSnapshot) -> Option<v1::SnapshotRetention> {
 
 /// Restores a VM from a snapshot.
 pub async fn restore(client: &Client, args: &Restore) -> Result<()> {
+    let client = &client.with_timeout(args.timeout.timeout);
     let request = v1::RestoreVmRequest {
         snapshot: args.snapshot.clone(),
         vm: args.vm.clone().unwrap_or_default(),
@@ -77,6 +78,7 @@ pub async fn restore(client: &Client, args: &Restore) -> Result<()> {
 
 /// Creates VMs from a snapshot, one after another.
 pub async fn clone(client: &Client, args: &Clone) -> Result<(), Vec<Failure>> {
+    let client = &client.with_timeout(args.timeout.timeout);
     let mut failures = Vec::new();
     for vm in &args.vms {
         let request = v1::RestoreVmRequest {

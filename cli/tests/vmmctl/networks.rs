@@ -113,3 +113,23 @@ fn a_network_is_updated_and_labels_that_are_not_named_stay() {
     let (code, _, said) = run(&daemon, "update nowhere -l a=b");
     assert_eq!((code, said.contains("`vmmctl network ls`")), (3, true), "{said}");
 }
+
+#[test]
+fn verb_before_the_kind_does_the_same() {
+    let daemon = with_two();
+    let verb = |line: &str| crate::support::run(&daemon, &line.split(' ').collect::<Vec<_>>());
+    assert_eq!(verb("get network"), run(&daemon, "ls"));
+    assert_eq!(verb("ls networks front -o name"), done("network/front\n"));
+    assert_eq!(
+        verb("describe network front back"),
+        run(&daemon, "describe front back")
+    );
+    let updated = done("network/front updated\n");
+    assert_eq!(verb("update network front --mode isolated"), updated);
+    let deleted = done("network/front deleted\nnetwork/back deleted\n");
+    assert_eq!(verb("rm network front network/back"), deleted);
+    let (code, _, said) = verb("get network front");
+    assert_eq!((code, said.contains("`vmmctl network ls`")), (3, true), "{said}");
+    let none = (0, String::new(), "There are no networks.\n".to_owned());
+    assert_eq!(verb("get network"), none);
+}
