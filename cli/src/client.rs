@@ -11,14 +11,14 @@ use std::{
     time::Duration,
 };
 
-use proto::v1::{
+use tonic::transport::Channel;
+use vmmd_api::v1::{
     self, disk_service_client::DiskServiceClient, event_service_client::EventServiceClient,
     image_service_client::ImageServiceClient, migration_service_client::MigrationServiceClient,
     network_service_client::NetworkServiceClient, node_service_client::NodeServiceClient,
     operation_service_client::OperationServiceClient, snapshot_service_client::SnapshotServiceClient,
     vm_service_client::VmServiceClient,
 };
-use tonic::transport::Channel;
 
 pub(crate) use self::call::send;
 pub use self::{

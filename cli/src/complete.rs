@@ -6,13 +6,13 @@
 use std::{env, ffi::OsStr, path::PathBuf, time::Duration};
 
 use clap_complete::engine::{ArgValueCompleter, CompletionCandidate};
+use vmmd_api::v1;
 
 use crate::{
     client::{Client, Kind, Query},
     contexts::{Connection, Contexts},
     failure::Result,
 };
-use proto::v1;
 
 /// The environment variable by which shells ask for completions.
 pub const VARIABLE: &str = "VMMCTL_COMPLETE";

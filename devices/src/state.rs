@@ -4,8 +4,8 @@
 //! version (`proto/src/state.rs` lists them). A section that is read back is untrusted: each component checks each
 //! field and names the one that is wrong ([`StateError::Invalid`]).
 
-pub use proto::state as message;
-pub use proto::state::{Saved, Section, StateError};
+pub use vmm_protocol::state as message;
+pub use vmm_protocol::state::{Saved, Section, StateError};
 
 /// `value` of `field` as a narrower type.
 pub(crate) fn narrow<T, V: TryInto<T> + Copy + std::fmt::Display>(

@@ -1,6 +1,6 @@
 //! The error of a request to a machine.
 
-use proto::vmm::ErrorKind;
+use vmm_protocol::vmm::ErrorKind;
 
 /// A request that failed.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -20,11 +20,10 @@ mod measure;
 use std::time::Duration;
 
 use clap::Parser;
-use proto::v1::{self, ConditionStatus};
-use serde_json::json;
-
 use harness::{Daemon, status};
 use measure::{Calls, memory, since, threads};
+use serde_json::json;
+use vmmd_api::v1::{self, ConditionStatus};
 
 /// More than the machine has: mock guests need none of it.
 const CONFIG: &str = "[overcommit]\ncpu = 1000\nvcpu = 1000\nmemory = 1000\n";

@@ -25,14 +25,13 @@ use std::{
 };
 
 use clap::Parser;
-use proto::v1::{
+use harness::{Daemon, connect, room};
+use measure::{Calls, children, processor_time};
+use serde_json::json;
+use vmmd_api::v1::{
     self, disk_service_client::DiskServiceClient, image_service_client::ImageServiceClient,
     image_spec::Source, volume_spec::Source as DiskSource,
 };
-use serde_json::json;
-
-use harness::{Daemon, connect, room};
-use measure::{Calls, children, processor_time};
 
 /// Data and holes of the disk take turns in pieces of so many bytes.
 const PIECE: usize = 4 << 20;

@@ -24,13 +24,12 @@ mod namespace;
 use std::{fs, time::Duration};
 
 use clap::Parser;
-use proto::v1::{self, NicSpec, network_service_client::NetworkServiceClient, nic_spec::Attachment};
-use serde_json::{Value, json};
-use tonic::transport::Channel;
-
 use harness::{Daemon, connect};
 use measure::{Calls, children, memory, since, threads};
 use namespace::Namespace;
+use serde_json::{Value, json};
+use tonic::transport::Channel;
+use vmmd_api::v1::{self, NicSpec, network_service_client::NetworkServiceClient, nic_spec::Attachment};
 
 /// More than the machine has: mock guests need none of it.
 const CONFIG: &str = "[overcommit]\ncpu = 1000\nvcpu = 1000\nmemory = 1000\n";

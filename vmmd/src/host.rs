@@ -6,10 +6,10 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
-use proto::v1;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
+use vmmd_api::v1;
 use vmmd_host::{capacity::Cpus, cgroup, failure::Failure, ledger::Ledger, pool::Pools, text};
 use vmmd_network::{self, Links, Networks};
 use vmmd_objects::{

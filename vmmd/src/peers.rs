@@ -8,7 +8,6 @@ use std::{
 };
 
 use hyper_util::rt::TokioIo;
-use proto::v1::peer_service_client::PeerServiceClient;
 use ring::aead::{AES_256_GCM, Aad, Algorithm, CHACHA20_POLY1305, LessSafeKey, Nonce, UnboundKey};
 use rustls::{
     CipherSuite, ClientConfig, RootCertStore,
@@ -19,6 +18,7 @@ use rustls::{
 use tokio::{net::TcpStream, time::timeout};
 use tokio_rustls::TlsConnector;
 use tonic::transport::{Channel, Endpoint, Uri};
+use vmmd_api::v1::peer_service_client::PeerServiceClient;
 use vmmd_host::{
     failure::{Failure, Kind},
     text,

@@ -21,13 +21,13 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use proto::v1;
 use tokio::{
     sync::{self, broadcast::error::RecvError, watch},
     task::JoinHandle,
     time::{sleep, timeout},
 };
 use uuid::Uuid;
+use vmmd_api::v1;
 use vmmd_host::{failure::Failure, text};
 use vmmd_objects::event::{Draft, Object};
 

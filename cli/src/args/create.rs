@@ -3,8 +3,7 @@
 use std::{path::PathBuf, time::Duration};
 
 use clap::{Args, Subcommand};
-
-use proto::v1::{KeyboardLayout, PanicPolicy, RunPolicy};
+use vmmd_api::v1::{KeyboardLayout, PanicPolicy, RunPolicy};
 
 use super::{
     FORMAT, HELP, Label, Output, Patch, Timeout,

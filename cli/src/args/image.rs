@@ -4,7 +4,7 @@ use std::{path::PathBuf, time::Duration};
 
 use clap::{Args, Subcommand};
 
-use proto::v1;
+use vmmd_api::v1;
 
 use super::{Delete, Label, Names, Selector, Timeout, WatchedList, age, image_name, size};
 

@@ -2,7 +2,7 @@
 
 use clap::{Args, Subcommand, ValueEnum};
 
-use proto::v1;
+use vmmd_api::v1;
 
 use super::{Delete, Label, Names, Timeout, WatchedList, disk_name, node::LabelChange};
 

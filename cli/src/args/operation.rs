@@ -1,7 +1,7 @@
 //! `get operation` and `operation`.
 
 use clap::{Args, Subcommand};
-use proto::v1::{PanicPolicy, RunPolicy};
+use vmmd_api::v1::{PanicPolicy, RunPolicy};
 
 use super::{FORMAT, HELP, Output, Timeout, operation_id, vm_name};
 use crate::complete;

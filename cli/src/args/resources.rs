@@ -1,7 +1,7 @@
 //! Options of `create` for the VM's share of the node's resources.
 
 use clap::Args;
-use proto::v1;
+use vmmd_api::v1;
 
 use crate::manifest::quantity;
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use clap::Args;
-use proto::v1::RunPolicy;
+use vmmd_api::v1::RunPolicy;
 
 use super::{
     Label, Timeout, cloud_init::CloudInit, disk::CloneMode, duration, image_name, operation, size, vm_name,

@@ -2,7 +2,7 @@
 
 use clap::{Args, Subcommand, ValueEnum};
 
-use proto::v1;
+use vmmd_api::v1;
 
 use super::{List, Names, WatchedList, nic::ListNics, operation, share::ListShares};
 use crate::output::format::Output;

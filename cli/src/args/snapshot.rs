@@ -4,7 +4,7 @@ use std::{path::PathBuf, time::Duration};
 
 use clap::{ArgGroup, Args, Subcommand};
 
-use proto::v1;
+use vmmd_api::v1;
 
 use super::{Delete, Label, List, Names, Timeout, age, disk_name, vm_name};
 use crate::complete;

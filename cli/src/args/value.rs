@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use proto::v1;
+use vmmd_api::v1;
 
 use crate::{client::Kind as _, manifest::quantity};
 

@@ -5,7 +5,7 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use clap::{Args, Subcommand};
 
-use proto::v1;
+use vmmd_api::v1;
 
 use super::{
     Delete, Selector, Targets, Timeout, Yes, disk_name, duration, nic::DetachNic, share::RemoveShare, vm_name,

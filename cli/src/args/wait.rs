@@ -3,7 +3,7 @@
 use std::{str::FromStr, time::Duration};
 
 use clap::{Args, ValueEnum as _};
-use proto::v1::{self, ConditionStatus};
+use vmmd_api::v1::{self, ConditionStatus};
 
 use super::{Phase, Selector, duration, operation_id, vm_name};
 use crate::complete;

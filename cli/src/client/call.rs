@@ -2,10 +2,10 @@
 
 use std::{future::Future, sync::PoisonError, time::Duration};
 
-use proto::rule::Mutation;
 use tokio::time::Instant;
 use tonic::{Response, Status};
 use uuid::Uuid;
+use vmmd_api::rule::Mutation;
 
 use super::Client;
 use crate::failure::{Code, Failure, Result};

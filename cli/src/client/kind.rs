@@ -2,9 +2,9 @@
 
 use std::future::Future;
 
-use proto::v1::{self, ObjectFilter, VmFilter, WatchEventType};
 use serde::Serialize;
 use tonic::{Response, Status, Streaming};
+use vmmd_api::v1::{self, ObjectFilter, VmFilter, WatchEventType};
 
 use super::{
     Client, QUICK, WORK, about_disk, about_image, about_network, about_snapshot, about_vm, call,

@@ -2,7 +2,7 @@
 
 mod verb;
 
-use proto::v1::{self, VmPhase};
+use vmmd_api::v1::{self, VmPhase};
 
 pub use self::verb::{Verb, is_down};
 use super::{interrupt, parallel};

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use proto::v1;
+use vmmd_api::v1;
 
 use super::{
     act,

@@ -7,10 +7,8 @@ use std::{
 };
 
 use base64::{Engine as _, engine::general_purpose::STANDARD};
-use proto::{
-    model::cloud_init::{UNKNOWN_USER_DATA, is_known_user_data},
-    v1,
-};
+use vmmd_api::v1;
+use vmmd_spec::cloud_init::{UNKNOWN_USER_DATA, is_known_user_data};
 
 use crate::{
     args::cloud_init::CloudInit,

@@ -1,9 +1,7 @@
 //! `create`: VMs and disks that must not exist yet, from manifests; a VM from flags.
 
-use proto::{
-    model::vm::Manifest,
-    v1::{self, boot_spec::Source as Boot},
-};
+use vmmd_api::v1::{self, boot_spec::Source as Boot};
+use vmmd_spec::vm::Manifest;
 
 use super::{apply, cloud_init, disk, disk_spec, interrupt, memory, nic_spec, share_spec};
 use crate::{

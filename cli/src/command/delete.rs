@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use proto::v1;
+use vmmd_api::v1;
 
 use super::{act, confirm, objects};
 use crate::{

@@ -4,8 +4,8 @@
 use std::{fs::File, io, io::Write as _, os::unix::fs::OpenOptionsExt as _};
 
 use flate2::{Compression, write::GzEncoder};
-use proto::v1::{self, VmLog};
 use serde::Serialize;
+use vmmd_api::v1::{self, VmLog};
 
 use crate::{
     args::observe::Diagnose,

@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use proto::v1::{self, volume_spec::Source};
 use serde_json::{Map, Value as Json};
+use vmmd_api::v1::{self, volume_spec::Source};
 
 use crate::{
     failure::{Code, Failure, Result},

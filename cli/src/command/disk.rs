@@ -1,6 +1,6 @@
 //! Disks that the node keeps: made, made larger, listed, deleted.
 
-use proto::{
+use vmmd_api::{
     v1::{self, volume_spec::Source},
     well_known,
 };

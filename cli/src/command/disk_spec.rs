@@ -1,10 +1,8 @@
 //! Disks of a VM from the command line: `attach`'s options, and the texts of `create --disk` and `--rate-group`.
 
 use clap::ValueEnum;
-use proto::{
-    model::{Violations, disk::Disk, name::Name},
-    v1::{self, disk_spec::Source},
-};
+use vmmd_api::v1::{self, disk_spec::Source};
+use vmmd_spec::{Violations, disk::Disk, name::Name};
 
 use crate::{
     args::disk::{Attach, Cache, ImageFormat, Limits, OnError},

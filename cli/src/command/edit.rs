@@ -8,7 +8,7 @@ use std::{
     process::Command,
 };
 
-use proto::v1;
+use vmmd_api::v1;
 
 use super::update::{self, How};
 use crate::{

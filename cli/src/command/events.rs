@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use proto::v1::{self, EventSeverity};
+use vmmd_api::v1::{self, EventSeverity};
 
 use crate::{
     args::observe::{Events, LineOutput, Severity},

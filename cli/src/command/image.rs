@@ -5,8 +5,9 @@ mod source;
 
 use std::{fs::File, io::Read, path::Path};
 
-use proto::{model::image::checksum_text, v1, v1::upload_image_request::Message};
 use sha2::{Digest, Sha256};
+use vmmd_api::v1::{self, upload_image_request::Message};
+use vmmd_spec::image::checksum_text;
 
 use super::progress;
 use crate::{
@@ -133,7 +134,7 @@ pub async fn upload(client: &Client, args: &Upload) -> Result<()> {
 
 /// `image prune`.
 pub async fn prune(client: &Client, args: &Prune) -> Result<()> {
-    let older_than = args.older_than.map(|age| proto::well_known::Duration {
+    let older_than = args.older_than.map(|age| vmmd_api::well_known::Duration {
         seconds: i64::try_from(age.as_secs()).unwrap_or(i64::MAX),
         nanos: 0,
     });

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, future::Future, time::Duration};
 
-use proto::v1;
+use vmmd_api::v1;
 
 use crate::{
     client::{Client, call},

@@ -1,6 +1,6 @@
 //! `label`, `annotate`: set and take away labels and annotations of VMs and of disks.
 
-use proto::v1;
+use vmmd_api::v1;
 
 use super::{
     act, disk, parallel,

@@ -6,9 +6,9 @@ use std::{
     time::Duration,
 };
 
-use proto::v1::{self, VmLog, console_request, console_response};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
+use vmmd_api::v1::{self, VmLog, console_request, console_response};
 
 use crate::{
     args::observe::Logs,

@@ -1,6 +1,6 @@
 //! How much of its memory a VM keeps.
 
-use proto::v1;
+use vmmd_api::v1;
 
 use super::update::{self, Change, How};
 use crate::{

@@ -1,6 +1,6 @@
 //! Metadata of objects that a command creates or changes.
 
-use proto::v1;
+use vmmd_api::v1;
 
 use crate::args::Label;
 

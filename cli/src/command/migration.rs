@@ -1,6 +1,6 @@
 //! VMs are moved to other nodes.
 
-use proto::v1::{self, MigrationPolicy, MigrationResolution};
+use vmmd_api::v1::{self, MigrationPolicy, MigrationResolution};
 
 use super::operation;
 use crate::{
@@ -22,7 +22,7 @@ pub async fn run(client: &Client, args: Migrate) -> Result<()> {
 async fn migrate(client: &Client, args: Migrate) -> Result<()> {
     let (name, to) = (args.name.unwrap_or_default(), args.to.unwrap_or_default());
     let period = |given: Option<std::time::Duration>| {
-        given.map(|given| proto::well_known::Duration {
+        given.map(|given| vmmd_api::well_known::Duration {
             seconds: i64::try_from(given.as_secs()).unwrap_or(i64::MAX),
             nanos: i32::try_from(given.subsec_nanos()).unwrap_or(0),
         })

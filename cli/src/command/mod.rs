@@ -44,7 +44,7 @@ mod vm_disk;
 mod wait;
 mod watch;
 
-use proto::v1;
+use vmmd_api::v1;
 
 use crate::{
     args::{

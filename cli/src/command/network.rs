@@ -1,6 +1,6 @@
 //! `network`: networks of the node are made, shown, changed and deleted.
 
-use proto::{v1, well_known::FieldMask};
+use vmmd_api::{v1, well_known::FieldMask};
 
 use crate::{
     args::{

@@ -1,6 +1,6 @@
 //! `nic`: NICs of a VM come, go and change.
 
-use proto::v1;
+use vmmd_api::v1;
 
 use super::{
     disk_spec::usage,

@@ -1,6 +1,6 @@
 //! NICs of a VM from the command line: the texts of `create --nic` and of `nic`.
 
-use proto::v1::{self, NicOffload, nic_spec::Attachment};
+use vmmd_api::v1::{self, NicOffload, nic_spec::Attachment};
 
 use super::disk_spec::{bytes, number, usage};
 use crate::failure::Result;
@@ -197,7 +197,7 @@ mod tests {
         let paths: Vec<_> = fields(text)
             .map(|field| format!("spec.nics[eth0].{field}"))
             .collect();
-        proto::model::mask::UpdateMask::new("mask", &paths).unwrap();
+        vmmd_spec::mask::UpdateMask::new("mask", &paths).unwrap();
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
-use proto::v1;
+use vmmd_api::v1;
 
 use super::{apply, interrupt, migration, operation};
 use crate::{

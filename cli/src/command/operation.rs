@@ -1,6 +1,6 @@
 //! `get operation` and `operation cancel`.
 
-use proto::v1::{self, OperationPhase};
+use vmmd_api::v1::{self, OperationPhase};
 
 use crate::{
     args::{Output, operation::GetOperation},

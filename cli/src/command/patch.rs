@@ -4,8 +4,8 @@ mod paths;
 
 use std::{fs, io, path::Path};
 
-use proto::v1;
 use serde_json::{Map, Value as Json};
+use vmmd_api::v1;
 
 use super::update::{self, Change, How};
 use crate::{

@@ -2,7 +2,6 @@
 
 use std::{io, net::SocketAddr, time::Duration};
 
-use proto::v1::{PortForwardOpen, PortForwardRequest, PortForwardResponse, port_forward_request::Message};
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::{
@@ -16,6 +15,7 @@ use tokio::{
 };
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
+use vmmd_api::v1::{PortForwardOpen, PortForwardRequest, PortForwardResponse, port_forward_request::Message};
 
 use crate::{
     args::PortForward,

@@ -6,7 +6,7 @@ use std::{
 };
 
 use prost::Message as _;
-use proto::v1::{self, OperationPhase};
+use vmmd_api::v1::{self, OperationPhase};
 
 use crate::{
     client::Client,

@@ -1,9 +1,7 @@
 //! `run`: a VM from an image, in one command.
 
-use proto::{
-    model::vm::Manifest,
-    v1::{self, boot_spec::Source as Boot, volume_spec::Source},
-};
+use vmmd_api::v1::{self, boot_spec::Source as Boot, volume_spec::Source};
+use vmmd_spec::vm::Manifest;
 
 use super::{apply, cloud_init, disk, nic_spec, port_forward, progress, share_spec};
 use crate::{

@@ -1,6 +1,6 @@
 //! `share`: directories of the node that a VM's guest can mount come and go.
 
-use proto::v1;
+use vmmd_api::v1;
 
 use super::{nic::change_part, share_spec};
 use crate::{

@@ -1,6 +1,6 @@
 //! Shares of a VM from the command line: the text of `share add`.
 
-use proto::v1::{self, ShareCache};
+use vmmd_api::v1::{self, ShareCache};
 
 use super::disk_spec::{number, usage};
 use crate::failure::Result;

@@ -2,7 +2,7 @@
 
 pub mod archive;
 
-use proto::v1;
+use vmmd_api::v1;
 
 use crate::{
     args::snapshot::{Clone, CreateSnapshot, Restore},
@@ -53,7 +53,7 @@ pub async fn create(client: &Client, args: &CreateSnapshot) -> Result<()> {
 fn retention(args: &CreateSnapshot) -> Option<v1::SnapshotRetention> {
     (args.keep_last.is_some() || args.max_age.is_some()).then(|| v1::SnapshotRetention {
         keep_last: args.keep_last.unwrap_or_default(),
-        max_age: args.max_age.map(|age| proto::well_known::Duration {
+        max_age: args.max_age.map(|age| vmmd_api::well_known::Duration {
             seconds: i64::try_from(age.as_secs()).unwrap_or(i64::MAX),
             nanos: 0,
         }),

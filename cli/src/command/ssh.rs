@@ -17,7 +17,7 @@ use std::{
     process::Command,
 };
 
-use proto::v1;
+use vmmd_api::v1;
 
 use crate::{
     args::ssh::{Place, Reach, Scp, Ssh, place},

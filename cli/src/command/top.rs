@@ -2,8 +2,8 @@
 
 use std::{collections::BTreeMap, io::IsTerminal as _};
 
-use proto::v1;
 use tokio::task::JoinSet;
+use vmmd_api::v1;
 
 use crate::{
     args::observe::Top,

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use proto::v1::{self, ConditionStatus, WatchEventType};
 use tokio::time::{Instant, sleep, timeout_at};
+use vmmd_api::v1::{self, ConditionStatus, WatchEventType};
 
 use super::{act, operation};
 use crate::{

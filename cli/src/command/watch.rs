@@ -1,7 +1,7 @@
 //! `get --watch`: what there is, then each change, over restarts of the daemon.
 
-use proto::v1::WatchEventType;
 use tonic::{Response, Status, Streaming};
+use vmmd_api::v1::WatchEventType;
 
 use crate::{
     args::{List, Output},

@@ -15,13 +15,13 @@ use std::{
     time::Duration,
 };
 
-use proto::v1::{self, VmPhase, console_request, console_response};
 use tokio::{
     signal::unix::{Signal, SignalKind, signal},
     sync::mpsc,
     time::{Instant, sleep, timeout_at},
 };
 use tokio_stream::wrappers::ReceiverStream;
+use vmmd_api::v1::{self, VmPhase, console_request, console_response};
 
 pub use self::seen::Seen;
 use self::terminal::RawTerminal;

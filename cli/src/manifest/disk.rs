@@ -1,11 +1,8 @@
 //! Disks as manifests: the API's `Disk`, with `apiVersion` and `kind` in front, as a VM's is.
 
-use proto::{
-    manifest::API_VERSION,
-    model::{Violations, disk::NewDisk},
-    v1,
-};
 use serde_json::{Map, Value as Json};
+use vmmd_api::v1;
+use vmmd_spec::{Violations, disk::NewDisk, manifest::API_VERSION};
 
 use super::emit;
 use crate::failure::Failure;

@@ -1,14 +1,12 @@
 //! Messages as YAML and JSON for people: fields in the order of their declaration, whole numbers as numbers.
 
-use proto::{
-    manifest::{self, VM},
-    v1,
-};
 use serde::{
     Serialize, Serializer,
     ser::{SerializeMap as _, SerializeSeq as _},
 };
 use serde_json::Value as Json;
+use vmmd_api::v1;
+use vmmd_spec::manifest::{self, VM};
 
 use super::schema::{self, Field, Kind};
 use crate::failure::{Code, Failure};

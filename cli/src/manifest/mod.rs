@@ -1,6 +1,6 @@
 //! Manifests: VMs and disks as YAML files.
 //!
-//! A VM's manifest is decoded as `vmm run` does it ([`proto::manifest`]); a disk's has the same shape ([`disk`]). All problems of a
+//! A VM's manifest is decoded as `vmm run` does it ([`vmmd_spec::manifest`]); a disk's has the same shape ([`disk`]). All problems of a
 //! file are reported at once, each with its line.
 
 pub mod disk;
@@ -15,11 +15,12 @@ use std::{
     path::Path,
 };
 
-pub use proto::manifest::{quantity, schema, strip};
-use proto::{
-    manifest::{self, MAX_LENGTH, Problem, VM, decode, find, yaml, yaml::Node},
-    v1,
+use vmmd_api::v1;
+use vmmd_spec::manifest::{
+    self, MAX_LENGTH, Problem, VM, decode, find,
+    yaml::{self, Node},
 };
+pub use vmmd_spec::manifest::{quantity, schema, strip};
 
 use crate::failure::{Code, Failure};
 

@@ -77,7 +77,7 @@ fn what_get_prints_as_yaml_can_be_applied_again() {
     let metadata = vm.metadata.as_mut().unwrap();
     metadata.uid = "7b5ba9f5-6ad1-4d56-8e35-6bd3ba9d1ef8".into();
     metadata.generation = 1;
-    metadata.create_time = Some(proto::well_known::Timestamp {
+    metadata.create_time = Some(vmmd_api::well_known::Timestamp {
         seconds: 1_700_000_000,
         nanos: 5,
     });

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use proto::well_known::Timestamp;
+use vmmd_api::well_known::Timestamp;
 
 /// How long ago `time` was, as kubectl writes it: `5s`, `3m12s`, `47m`, `5h20m`, `31h`, `4d6h`, `90d`, `3y41d`.
 /// `-` when the time is not known; a time in the future is `0s`.

@@ -1,6 +1,6 @@
 //! `describe vm`: everything about a VM as lines of `Key: value`.
 
-use proto::v1;
+use vmmd_api::v1;
 
 use super::{
     age,
@@ -284,7 +284,7 @@ pub fn bytes(bytes: u64) -> String {
 }
 
 /// A time and how long ago it was; empty when it is not known.
-pub fn when(time: Option<&proto::well_known::Timestamp>, now: jiff::Timestamp) -> String {
+pub fn when(time: Option<&vmmd_api::well_known::Timestamp>, now: jiff::Timestamp) -> String {
     match time {
         Some(_) => format!("{} ({} ago)", age::exact(time), age::since(time, now)),
         None => String::new(),

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use proto::v1::{self, volume_spec::Source};
 use serde_json::Value as Json;
+use vmmd_api::v1::{self, volume_spec::Source};
 
 use super::{
     Show, age,

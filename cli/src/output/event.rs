@@ -1,6 +1,6 @@
 //! Events as a table.
 
-use proto::v1;
+use vmmd_api::v1;
 
 use super::{age, table::Table, vm::camel};
 

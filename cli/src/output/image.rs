@@ -1,6 +1,6 @@
 //! Images for people.
 
-use proto::v1::{self, image_spec::Source};
+use vmmd_api::v1::{self, image_spec::Source};
 
 use super::{
     Show, age,

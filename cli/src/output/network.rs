@@ -1,6 +1,6 @@
 //! Networks of the node for people.
 
-use proto::v1;
+use vmmd_api::v1;
 
 use super::{
     Show,

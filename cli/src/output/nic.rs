@@ -1,6 +1,6 @@
 //! NICs of a VM for people.
 
-use proto::v1;
+use vmmd_api::v1;
 
 use super::{table::Table, vm::attachment};
 

@@ -1,6 +1,6 @@
 //! The node for people.
 
-use proto::v1;
+use vmmd_api::v1;
 
 use super::{
     describe::{Lines, conditions},

@@ -1,6 +1,6 @@
 //! Operations as rows of a table.
 
-use proto::v1;
+use vmmd_api::v1;
 
 use super::{age, table::Table, vm::camel};
 use crate::manifest::quantity;

@@ -1,6 +1,6 @@
 //! `describe vm`: the resources of the node that a VM may use.
 
-use proto::v1;
+use vmmd_api::v1;
 
 use super::describe::Lines;
 

@@ -1,6 +1,6 @@
 //! Shares of a VM for people.
 
-use proto::v1::{self, SharePhase};
+use vmmd_api::v1::{self, SharePhase};
 
 use super::table::Table;
 

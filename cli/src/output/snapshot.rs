@@ -1,6 +1,6 @@
 //! Snapshots for people.
 
-use proto::v1;
+use vmmd_api::v1;
 
 use super::{
     Show, age,

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use proto::{
+use vmmd_api::{
     v1::{DiskOperationStats, DiskStats, LatencyHistogram, VmStats},
     well_known,
 };

@@ -1,5 +1,5 @@
-use proto::{v1, well_known::Timestamp};
 use rstest::rstest;
+use vmmd_api::{v1, well_known::Timestamp};
 
 use super::*;
 

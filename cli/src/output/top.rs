@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use proto::{
+use vmmd_api::{
     v1::{DiskStats, NicStats, VmStats},
     well_known,
 };
@@ -101,7 +101,7 @@ fn nics(stats: &VmStats, of: fn(&NicStats) -> u64) -> u64 {
     stats.nics.iter().map(of).fold(0, u64::saturating_add)
 }
 
-fn bytes(stats: &Option<proto::v1::DiskOperationStats>) -> u64 {
+fn bytes(stats: &Option<vmmd_api::v1::DiskOperationStats>) -> u64 {
     stats.as_ref().map_or(0, |stats| stats.bytes)
 }
 
@@ -116,7 +116,7 @@ fn requests(disk: &DiskStats) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use proto::v1::{CpuStats, VcpuStats};
+    use vmmd_api::v1::{CpuStats, VcpuStats};
 
     use super::*;
 

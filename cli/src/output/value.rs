@@ -1,7 +1,7 @@
 //! Values of fields for people.
 
-use proto::well_known;
 use serde_json::Value as Json;
+use vmmd_api::well_known;
 
 /// A value of the API as people write it.
 pub fn value(value: Option<&well_known::Value>) -> String {

@@ -1,7 +1,7 @@
 //! VMs as rows of a table.
 
-use proto::v1;
 use serde_json::Value as Json;
+use vmmd_api::v1;
 
 use super::{Show, age, disk::pairs};
 use crate::{

@@ -1,6 +1,6 @@
 //! Keys by their names, as X11 keysyms.
 
-use proto::model::keyboard::Layout;
+use vmmd_spec::keyboard::Layout;
 
 use crate::failure::{Code, Failure, Result};
 

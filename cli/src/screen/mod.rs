@@ -8,8 +8,8 @@ mod viewer;
 
 use std::{io::Write as _, path::Path, time::Duration};
 
-use proto::model::keyboard::Layout;
 use tokio::time::{MissedTickBehavior, interval};
+use vmmd_spec::keyboard::Layout;
 
 use self::{
     keys::Chord,

@@ -4,9 +4,9 @@
 use std::io;
 
 use base64::{Engine as _, engine::general_purpose::URL_SAFE_NO_PAD};
-use proto::rfb::{self, VERSION};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use uuid::Uuid;
+use vmmd_spec::rfb::{self, VERSION};
 
 /// The security type (7.1.2).
 const VNC_AUTHENTICATION: u8 = 2;

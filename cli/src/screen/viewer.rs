@@ -12,7 +12,6 @@ use std::{
     time::Duration,
 };
 
-use proto::v1::{CreateVncTicketRequest, VncRequest, VncTicketKind, vnc_request::Message};
 use tokio::{
     io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _},
     net::{TcpListener, UnixListener},
@@ -21,6 +20,7 @@ use tokio::{
     task::JoinHandle,
     time::{Instant, sleep, timeout},
 };
+use vmmd_api::v1::{CreateVncTicketRequest, VncRequest, VncTicketKind, vnc_request::Message};
 
 use super::{
     password,

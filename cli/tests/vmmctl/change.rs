@@ -7,8 +7,8 @@ use std::{
     process::{Command, Stdio},
 };
 
-use proto::v1::{ExitReason, VmPhase};
 use rustix::process::{Pid, Signal, kill_process};
+use vmmd_api::v1::{ExitReason, VmPhase};
 
 use crate::support::{Daemon, done, failed, run, run_with_input};
 

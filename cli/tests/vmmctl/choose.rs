@@ -3,7 +3,7 @@
 
 use std::fs;
 
-use proto::v1::VmPhase;
+use vmmd_api::v1::VmPhase;
 
 use crate::support::{Daemon, done, failed, run, run_with_input};
 

@@ -7,12 +7,13 @@ use std::{
     process::{Child, Command, Stdio},
 };
 
-use crate::support::Daemon;
-use proto::v1::VmPhase;
 use rustix::{
     pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt},
     termios::{LocalModes, Termios, tcgetattr},
 };
+use vmmd_api::v1::VmPhase;
+
+use crate::support::Daemon;
 
 fn daemon() -> Daemon {
     let daemon = Daemon::start();

@@ -2,7 +2,7 @@
 
 use std::io::{BufRead as _, BufReader};
 
-use proto::v1::{self, VmPhase};
+use vmmd_api::v1::{self, VmPhase};
 
 use crate::support::{Daemon, disk::DISK_MADE};
 

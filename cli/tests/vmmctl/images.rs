@@ -1,6 +1,6 @@
 //! `vmmctl image import` of OCI images.
 
-use proto::v1::{self, image_spec::Source};
+use vmmd_api::v1::{self, image_spec::Source};
 
 use crate::support::{Daemon, done, image::MANIFEST, run, run_with_input};
 

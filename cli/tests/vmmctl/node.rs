@@ -70,7 +70,7 @@ fn the_node_is_cordoned_labelled_and_drained_by_what_is_said() {
 
 #[test]
 fn a_drain_moves_vms_that_run_where_each_is_to_go_and_stops_nothing_when_one_stays() {
-    use proto::v1::VmPhase::{Running, Stopped};
+    use vmmd_api::v1::VmPhase::{Running, Stopped};
     let daemon = Daemon::start();
     for (name, phase) in [("db", Running), ("off", Stopped), ("web", Running)] {
         daemon.state.put(name, phase, &[]);
@@ -109,7 +109,7 @@ fn a_drain_moves_vms_that_run_where_each_is_to_go_and_stops_nothing_when_one_sta
 #[test]
 fn a_decision_names_the_migration_that_waits() {
     let daemon = Daemon::start();
-    daemon.state.put("web", proto::v1::VmPhase::Paused, &[]);
+    daemon.state.put("web", vmmd_api::v1::VmPhase::Paused, &[]);
     let ask = |line: &str| {
         let output = daemon.vmmctl().args(line.split(' ')).output().unwrap();
         let error = String::from_utf8(output.stderr).unwrap();
@@ -117,7 +117,7 @@ fn a_decision_names_the_migration_that_waits() {
     };
     let (code, err) = ask("migrate resolve web --run");
     assert!(code == 5 && err.contains("no migration of it waits"), "{err}");
-    let waiting = proto::v1::MigrationStatus {
+    let waiting = vmmd_api::v1::MigrationStatus {
         number: 7,
         waits_for_decision: true,
         ..Default::default()

@@ -6,7 +6,7 @@ use std::{
     process::{Command, Stdio},
 };
 
-use proto::v1::VmPhase;
+use vmmd_api::v1::VmPhase;
 
 use crate::support::{Daemon, disk::DISK_MADE};
 

@@ -1,6 +1,6 @@
 //! `vmmctl run`.
 
-use proto::v1::VmPhase;
+use vmmd_api::v1::VmPhase;
 
 use crate::support::{Daemon, disk::DISK_MADE};
 

@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::v1::VmPhase;
+use vmmd_api::v1::VmPhase;
 
 use crate::support::{Daemon, screen::PICTURE};
 

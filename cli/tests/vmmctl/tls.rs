@@ -10,7 +10,6 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-use proto::v1::VmPhase;
 use rcgen::{
     BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, date_time_ymd,
 };
@@ -21,6 +20,7 @@ use rustls::{
     server::WebPkiClientVerifier,
 };
 use tokio::net::UnixStream;
+use vmmd_api::v1::VmPhase;
 
 use crate::support::Daemon;
 

@@ -6,8 +6,9 @@ use std::{
     process::{Command, Stdio},
 };
 
+use vmmd_api::v1::{VmPhase, WatchEventType};
+
 use crate::support::{Daemon, done, failed, run, run_with_input};
-use proto::v1::{VmPhase, WatchEventType};
 
 const MANIFEST: &str = "\
 apiVersion: vmmd/v1
@@ -284,7 +285,7 @@ fn create_says_what_the_vm_may_have_of_its_node() {
     assert_eq!((cpu.core_fraction_percent, cpu.core_limit_percent), (20, 50));
     assert_eq!(cpu.host_cpus, "0-3,8");
     let memory = spec.memory.unwrap();
-    assert_eq!(memory.huge_pages(), proto::v1::HugePages::HugePages1g);
+    assert_eq!(memory.huge_pages(), vmmd_api::v1::HugePages::HugePages1g);
     assert_eq!(
         (memory.prefault, memory.mergeable, memory.numa_node),
         (true, false, Some(0))

@@ -2,7 +2,7 @@
 
 use std::process::{Child, Command, Output, Stdio};
 
-use proto::v1::{VmPhase, WatchEventType};
+use vmmd_api::v1::{VmPhase, WatchEventType};
 
 use crate::support::{Daemon, done, run};
 

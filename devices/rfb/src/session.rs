@@ -15,7 +15,7 @@
 
 use std::{collections::VecDeque, sync::Arc};
 
-use proto::rfb;
+use vmmd_spec::rfb;
 
 use crate::{
     Cursor, Damage, Frame, Rect, Size,

@@ -1,7 +1,7 @@
 //! What keys mean: X11 keysyms and characters by the layout that the guest is set to.
 
-pub use proto::model::keyboard::Layout;
-use proto::model::keyboard::Level;
+pub use vmmd_spec::keyboard::Layout;
+use vmmd_spec::keyboard::Level;
 
 use super::code::Key;
 

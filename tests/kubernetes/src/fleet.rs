@@ -8,11 +8,11 @@ use std::{
     time::Duration,
 };
 
-use proto::v1::{
+use serde_json::{Value, json};
+use vmmd_api::v1::{
     self, NetworkMode, VmPhase, disk_service_client::DiskServiceClient,
     network_service_client::NetworkServiceClient,
 };
-use serde_json::{Value, json};
 
 use crate::{
     certificates::Authority,

@@ -2,8 +2,8 @@
 
 use std::{fs, time::Duration};
 
-use proto::v1;
 use serde_json::{Value, json};
+use vmmd_api::v1;
 use vmmd_kubernetes_tests::{
     eventually,
     fleet::Fleet,

@@ -7,16 +7,14 @@ use devices::{
     legacy,
     pci::{PciWindows, hotplug},
 };
-use proto::{
-    model::{self, topology::Topology},
-    vmm::ErrorKind,
-};
 use uuid::Uuid;
 use vm_memory::{Bytes, GuestAddress};
 use vmm_base::{
     GuestMemory,
     thread::{self, ThreadKind},
 };
+use vmm_protocol::vmm::ErrorKind;
+use vmmd_spec::topology::Topology;
 
 use super::{
     COM1_GSI, COM1_PORT, GENERATION_GSI, HOTPLUG_GSI, KEYBOARD_GSI, POWER_BUTTON_GSI,
@@ -66,7 +64,7 @@ pub struct Image {
 impl Image {
     /// Takes the files of `spec`. The vCPUs have the local APIC ids `apic_ids`, the PCI buses these windows.
     pub(super) fn new(
-        spec: &model::machine::Machine,
+        spec: &vmm_protocol::machine::Machine,
         fds: &mut Fds,
         apic_ids: Vec<u32>,
         windows: &PciWindows,

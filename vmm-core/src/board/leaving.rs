@@ -6,9 +6,9 @@ use std::{
 };
 
 use devices::virtio::transport::VirtioPciDevice;
-use proto::vmm::ErrorKind;
 use tracing::error;
 use vmm_base::thread::{self, ThreadKind};
+use vmm_protocol::vmm::ErrorKind;
 
 use crate::lifecycle::{Failure, Notice, Notifier, Pluggable, Token};
 

@@ -23,12 +23,12 @@ use devices::{
         console::ConsoleControl,
     },
 };
-use proto::{
-    model::disk::RateLimit,
+use tracing::{error, warn};
+use vmm_protocol::{
     state::{MachineHeader, PciDevice, SnapshotInfo},
     vmm::{self, ErrorKind},
 };
-use tracing::{error, warn};
+use vmmd_spec::disk::RateLimit;
 
 use super::{boot::Entry, disks::Disks, image::Image, nics::Nics, shares::Shares, stats, throttle::Throttle};
 use crate::{

@@ -27,7 +27,7 @@ mod throttle;
 mod video;
 
 use devices::bus::BusError;
-use proto::vmm::ErrorKind;
+use vmm_protocol::vmm::ErrorKind;
 
 use crate::{
     board::boot::BootError, kvm::KvmError, kvm::SlotError, lifecycle::Failure, memory::RamError,

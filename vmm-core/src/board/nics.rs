@@ -12,10 +12,11 @@ use devices::{
     rate::Limiter,
     virtio::{net::NetControl, transport::VirtioPciDevice},
 };
-use proto::{
-    model::{disk::RateLimit, machine},
+use vmm_protocol::{
+    machine,
     vmm::{self, ErrorKind, NicStats},
 };
+use vmmd_spec::disk::RateLimit;
 
 use super::{
     assemble::{Fds, Sockets, disk, nic},

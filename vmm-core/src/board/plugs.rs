@@ -10,7 +10,8 @@ use std::{
 };
 
 use devices::{component::Component, pci::HotPlug, virtio::transport::VirtioPciDevice};
-use proto::{model::pci::PciSlot, vmm::ErrorKind};
+use vmm_protocol::vmm::ErrorKind;
+use vmmd_spec::pci::PciSlot;
 
 use super::{
     assemble::Sockets,

@@ -18,11 +18,11 @@ use std::{
 };
 
 use prost::Message;
-use proto::{
-    model::disk::RateLimit,
+use vmm_protocol::{
     state,
     vmm::{self, ErrorKind, MachineSpec},
 };
+use vmmd_spec::disk::RateLimit;
 
 use super::{
     assemble::{Assembler, Console},

@@ -18,7 +18,7 @@ mod tests;
 
 use std::sync::atomic::Ordering;
 
-use proto::{
+use vmm_protocol::{
     state::{self, MachineHeader, Section, StateError},
     vmm::ErrorKind,
 };

@@ -10,8 +10,8 @@ use devices::{
     pci::HotPlug,
     virtio::{fs::FsControl, transport::VirtioPciDevice},
 };
-use proto::{
-    model::machine,
+use vmm_protocol::{
+    machine,
     vmm::{self, ErrorKind, ShareStats},
 };
 

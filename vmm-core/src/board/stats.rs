@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use proto::vmm::{MachineStats, VcpuStats};
+use vmm_protocol::vmm::{MachineStats, VcpuStats};
 
 use super::{assemble::balloon, machine::Machine};
 use crate::kvm::StatsReader;

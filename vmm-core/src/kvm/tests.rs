@@ -180,7 +180,7 @@ fn waiting_guest(cr4: u64) -> (Vcpu, crate::memory::GuestRam) {
     let gate = 0x0000_8e00_0010_0000 | HANDLER & 0xffff | (HANDLER & 0xffff_0000) << 32;
     write(&gate.to_le_bytes(), TABLE + 8 * 18);
     let vcpu = vm.create_vcpu(0).unwrap();
-    let topology = proto::model::topology::Topology::for_cores(1).unwrap();
+    let topology = vmmd_spec::topology::Topology::for_cores(1).unwrap();
     let cpuids = cpuid::build(&host, topology).unwrap();
     vcpu.set_cpuid(&cpuids[0].1).unwrap();
     vcpu.set_machine_check_banks(MACHINE_CHECK_BANKS).unwrap();

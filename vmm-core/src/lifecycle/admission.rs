@@ -8,7 +8,7 @@
 //!     └─────────────▶ Ended ◀──────────────────┘
 //! ```
 
-use proto::vmm;
+use vmm_protocol::vmm;
 
 /// Where a machine is in its life. There is no way back from `Ended`, and none to `Empty`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

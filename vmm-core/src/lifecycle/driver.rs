@@ -11,8 +11,8 @@ use std::{
 };
 
 use devices::log_limit::LogLimit;
-use proto::vmm::{ErrorKind, ExitKind, ExitRecord, MachineSpec, OnCrash, Restore};
 use tracing::{debug, info, warn};
+use vmm_protocol::vmm::{ErrorKind, ExitKind, ExitRecord, MachineSpec, OnCrash, Restore};
 
 use crate::snapshot::saving::Purpose;
 

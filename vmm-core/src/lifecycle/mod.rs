@@ -14,10 +14,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::{
-    model::disk::RateLimit,
-    vmm::{Disk, DiskStats, MachineSpec, MachineStats, Nic, Restore, SaveReply, SendReply, Share, Status},
+use vmm_protocol::vmm::{
+    Disk, DiskStats, MachineSpec, MachineStats, Nic, Restore, SaveReply, SendReply, Share, Status,
 };
+use vmmd_spec::disk::RateLimit;
 
 use crate::snapshot::saving;
 
@@ -43,7 +43,7 @@ pub enum Input {
     Abandoned,
 }
 
-/// Requests to the driver; see [`proto::vmm::request::Op`].
+/// Requests to the driver; see [`vmm_protocol::vmm::request::Op`].
 #[derive(Debug)]
 pub enum Request {
     /// Builds the machine and starts the guest.

@@ -2,7 +2,7 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use proto::vmm::{
+use vmm_protocol::vmm::{
     CrashReset, DeviceError, DiskDetached, DisksQuiet, Ended, Event, ExitKind, ExitRecord, GuestPanicked,
     GuestReset, MigrationDisks, MigrationRound, NicDetached, PauseReason, ShareDetached, StateChanged,
     Status, event::Kind,
@@ -49,7 +49,7 @@ impl<A: Audience> Publisher<A> {
     /// A state was entered.
     pub fn enter(&mut self, state: State) {
         self.state = state;
-        self.status.state = proto::vmm::State::from(state).into();
+        self.status.state = vmm_protocol::vmm::State::from(state).into();
         if state != State::Paused {
             self.status.pause_reason = PauseReason::Unspecified.into();
             self.status.pause_message.clear();
@@ -174,7 +174,7 @@ impl<A: Audience> Publisher<A> {
 /// The status of a process without a machine.
 pub fn initial_status() -> Status {
     Status {
-        state: proto::vmm::State::Empty.into(),
+        state: vmm_protocol::vmm::State::Empty.into(),
         ..Status::default()
     }
 }

@@ -10,7 +10,7 @@ use std::sync::{
     mpsc::{Sender, channel},
 };
 
-use proto::vmm::{ErrorKind, Event, ExitKind, ExitRecord, OnCrash, PauseReason, event::Kind};
+use vmm_protocol::vmm::{ErrorKind, Event, ExitKind, ExitRecord, OnCrash, PauseReason, event::Kind};
 
 use super::{driver::Driver, publisher::Audience, *};
 
@@ -455,7 +455,7 @@ impl Audience for Log {
                     PauseReason::Snapshot => format!("is {:?} for a snapshot", status.state()),
                     reason => {
                         let requested = reason == PauseReason::Requested;
-                        assert_eq!(requested, status.state() == proto::vmm::State::Paused);
+                        assert_eq!(requested, status.state() == vmm_protocol::vmm::State::Paused);
                         assert_eq!(status.pause_message, "");
                         format!("is {:?}", status.state())
                     }

@@ -9,7 +9,6 @@
 
 use std::{fs::File, io, ops::Range, sync::Arc};
 
-use proto::model::resources::{HugePages, MemoryOptions};
 use rustix::{
     fs::{FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create},
     io::Errno,
@@ -21,6 +20,7 @@ use vm_memory::{
     mmap::MmapRegionBuilder,
 };
 use vmm_base::{GuestMemory, dirty::DirtyBitmap};
+use vmmd_spec::resources::{HugePages, MemoryOptions};
 
 use super::{
     huge::{self, NotEnough},

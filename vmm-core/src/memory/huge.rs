@@ -2,7 +2,7 @@
 
 use std::{fs, io};
 
-use proto::model::resources::{HugePages, MemoryOptions};
+use vmmd_spec::resources::{HugePages, MemoryOptions};
 
 /// Guest RAM can't have the huge pages that it asks for.
 #[derive(Debug, thiserror::Error)]

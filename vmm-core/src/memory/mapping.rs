@@ -4,11 +4,11 @@
 
 use std::{fs::File, ptr::NonNull};
 
-use proto::model::resources::HugePages;
 use rustix::{
     io::Errno,
     mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap},
 };
+use vmmd_spec::resources::HugePages;
 
 use super::{layout::RAM_ALIGNMENT, locate};
 

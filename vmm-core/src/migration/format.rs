@@ -13,10 +13,10 @@
 //!
 //! | kind | body |
 //! |---|---|
-//! | 1 memory | message [`SnapshotMemory`](proto::state::SnapshotMemory): the ranges of RAM; first frame, exactly once |
+//! | 1 memory | message [`SnapshotMemory`](vmm_protocol::state::SnapshotMemory): the ranges of RAM; first frame, exactly once |
 //! | 2 pages | u64 guest-physical address, then the content of 1 to 256 pages of 4 KiB |
 //! | 3 zeroes | u64 guest-physical address, u64 length: the content of these pages is now zero |
-//! | 4 section | message `vmm.state.v1.Section`: one of the [`SnapshotInfo`](proto::state::SnapshotInfo), and those of the saved machine |
+//! | 4 section | message `vmm.state.v1.Section`: one of the [`SnapshotInfo`](vmm_protocol::state::SnapshotInfo), and those of the saved machine |
 //! | 5 end | u64: number of the frames before |
 //! | 6 disk | u32 number, from 0 on; u64 size in bytes; its name: a mirrored disk |
 //! | 7 blocks | u32 number of a disk, u64 offset in it, then the content from there on: whole sectors, at most 1 MiB |

@@ -63,7 +63,7 @@ mod tests {
     use std::{fs, path::Path};
 
     use proptest::prelude::*;
-    use proto::state::{Clock, Section, SnapshotInfo};
+    use vmm_protocol::state::{Clock, Section, SnapshotInfo};
 
     use super::*;
 

@@ -4,9 +4,9 @@ use std::io::{self, BufReader, Read};
 
 use block::{Content, SECTOR};
 use prost::Message as _;
-use proto::state::{self, Section, SnapshotInfo, SnapshotMemory};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 use vmm_base::GuestMemory;
+use vmm_protocol::state::{self, Section, SnapshotInfo, SnapshotMemory};
 
 use super::format::{FRAME, Kind, MAGIC, MAX_BLOCKS, MAX_BODY, MAX_PAGES, VERSION, checksum};
 use crate::snapshot::{

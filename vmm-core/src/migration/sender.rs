@@ -8,9 +8,9 @@ use std::{
 
 use devices::virtio::blk::Mirror;
 use prost::Message as _;
-use proto::state::{self, Section, SnapshotInfo};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 use vmm_base::GuestMemory;
+use vmm_protocol::state::{self, Section, SnapshotInfo};
 
 use super::format::{Kind, MAGIC, MAX_BODY_BYTES, VERSION, frame};
 use crate::snapshot::{

@@ -14,9 +14,9 @@ use std::{
 };
 
 use proptest::{prelude::*, sample::Index};
-use proto::state::{self, Clock, Section, SnapshotInfo};
 use vm_memory::{Bytes, GuestAddress};
 use vmm_base::GuestMemory;
+use vmm_protocol::state::{self, Clock, Section, SnapshotInfo};
 
 mod disks;
 

@@ -2,7 +2,7 @@
 
 use std::{fmt, io};
 
-use proto::{state::StateError, vmm::ErrorKind};
+use vmm_protocol::{state::StateError, vmm::ErrorKind};
 
 use crate::{failure::Failure, kvm::SlotError};
 

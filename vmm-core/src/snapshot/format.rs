@@ -34,7 +34,7 @@
 use std::ops::Range;
 
 use prost::Message as _;
-use proto::state::{Section, SnapshotMemory, SnapshotRange};
+use vmm_protocol::state::{Section, SnapshotMemory, SnapshotRange};
 
 use super::{
     error::{Place, SnapshotError},
@@ -42,7 +42,7 @@ use super::{
 };
 use crate::memory::layout::RAM_MAX;
 #[cfg(doc)]
-use proto::state::{self, SnapshotInfo};
+use vmm_protocol::state::{self, SnapshotInfo};
 
 /// The first bytes of each snapshot.
 pub const MAGIC: [u8; 8] = *b"vmmdsnap";

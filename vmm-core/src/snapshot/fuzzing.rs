@@ -48,7 +48,7 @@ mod tests {
 
     use proptest::prelude::*;
     use prost::Message as _;
-    use proto::state::{Clock, Section, SnapshotInfo};
+    use vmm_protocol::state::{Clock, Section, SnapshotInfo};
 
     use crate::snapshot::format::Layout;
 

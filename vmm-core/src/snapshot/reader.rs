@@ -2,10 +2,10 @@
 
 use std::{fs::File, io, ops::Range, os::unix::fs::FileExt};
 
-use proto::state::{self, Section, SnapshotInfo, SnapshotMemory, StateError};
 use rustix::{fs::SeekFrom, io::Errno};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 use vmm_base::GuestMemory;
+use vmm_protocol::state::{self, Section, SnapshotInfo, SnapshotMemory, StateError};
 
 use super::{
     error::{Place, SnapshotError},

@@ -30,14 +30,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::{
-    state::{self, SnapshotInfo},
-    vmm::ErrorKind,
-};
 use vm_memory::{GuestAddress, GuestMemoryBackend};
 use vmm_base::{
     GuestMemory,
     thread::{self, ThreadKind},
+};
+use vmm_protocol::{
+    state::{self, SnapshotInfo},
+    vmm::ErrorKind,
 };
 
 use super::{

@@ -14,10 +14,10 @@ use devices::{
     virtio::{device::VirtioDevice, gpu::Gpu},
 };
 use proptest::{prelude::*, sample::Index};
-use proto::state::{self, Clock, Section, SnapshotInfo, StateError};
 use rfb::Size;
 use vm_memory::{Bytes, GuestAddress};
 use vmm_base::GuestMemory;
+use vmm_protocol::state::{self, Clock, Section, SnapshotInfo, StateError};
 
 use super::{
     error::Place,

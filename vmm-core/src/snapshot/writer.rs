@@ -4,9 +4,9 @@
 
 use std::{fs::File, os::unix::fs::FileExt};
 
-use proto::state::{self, Section, SnapshotInfo};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 use vmm_base::GuestMemory;
+use vmm_protocol::state::{self, Section, SnapshotInfo};
 
 use super::{
     error::SnapshotError,

@@ -27,7 +27,7 @@ use std::{
 };
 
 use kvm_bindings::{CpuId, kvm_regs, kvm_sregs};
-use proto::state::{self, StateError};
+use vmm_protocol::state::{self, StateError};
 
 use crate::kvm::{
     AddressSpaces, Crash, GuestTime, KvmError, StatsReader, Vcpu, Vm, install_handler, interrupt,

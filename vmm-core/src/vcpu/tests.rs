@@ -19,6 +19,7 @@ use devices::{
 };
 use vm_memory::{Bytes, GuestAddress};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use vmmd_spec::topology::Topology;
 
 use super::*;
 use crate::{
@@ -26,7 +27,6 @@ use crate::{
     kvm::{Host, IrqChipState},
     memory::{Backing, GuestRam, layout},
 };
-use proto::model::topology::Topology;
 
 /// Longer than any step here; a test fails after this time instead of hanging.
 const PATIENCE: Duration = Duration::from_secs(100);

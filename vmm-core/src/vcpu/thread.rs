@@ -12,8 +12,8 @@ use std::{
 
 use devices::bus::Effect;
 use kvm_bindings::CpuId;
-use proto::state::StateError;
 use vmm_base::thread::{self, ThreadKind};
+use vmm_protocol::state::StateError;
 
 use super::{ExitCounts, Outside, Report, ReportKind};
 use crate::kvm::{Exit, Kicker, KvmError, MACHINE_CHECK_BANKS, ThreadClock, Vcpu, VcpuState, address_bits};

@@ -2,7 +2,7 @@
 
 use std::fs::{File, OpenOptions};
 
-use proto::vmm::{
+use vmm_protocol::vmm::{
     DetachDisk, ErrorKind, GetDiskStats, GetMachineStats, Pause, ResizeDisk, Resume, State, Stop, event,
     request::Op, response::Result as Answer,
 };

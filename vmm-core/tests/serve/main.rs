@@ -10,11 +10,11 @@ mod snapshot;
 
 use std::os::unix::process::ExitStatusExt;
 
-use proto::vmm::{
+use rstest::rstest;
+use vmm_protocol::vmm::{
     Boot, ErrorKind, ExitKind, GetStatus, Hello, MachineSpec, OnCrash, Pause, PowerButton, Resume, State,
     Stop, event, request::Op, response::Result as Answer,
 };
-use rstest::rstest;
 
 use process::{Client, Vmm};
 
@@ -303,7 +303,7 @@ fn hello_is_answered_while_a_boot_is_under_way() {
     first.send_boot(&guest::program(guest::HALT), &Boot::default());
     let mut second = vmm.connect();
     let hello = Op::Hello(Hello {
-        major: proto::wire::MAJOR,
+        major: vmm_protocol::wire::MAJOR,
         minor: 0,
     });
     assert!(matches!(second.ask(hello), Answer::Hello(_)));

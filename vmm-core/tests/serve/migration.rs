@@ -8,7 +8,7 @@ use std::{
     },
 };
 
-use proto::vmm::{PauseReason, UnlockDisks};
+use vmm_protocol::vmm::{PauseReason, UnlockDisks};
 
 use super::{
     snapshot::{echoes, echoing, running},

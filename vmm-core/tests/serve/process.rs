@@ -14,18 +14,18 @@ use std::{
 };
 
 use prost::Message as _;
-use proto::{
+use rustix::{
+    fs::{FlockOperation, flock},
+    net::{AddressFamily, SocketAddrUnix, SocketType, bind, listen, socket},
+};
+use tempfile::TempDir;
+use vmm_protocol::{
     vmm::{
         AttachDisk, Boot, Disk, Event, ExitRecord, Hello, Kernel, MachineSpec, Message, Request, Restore,
         Save, Send, event, message::Kind, request::Op, response::Result as Answer,
     },
     wire,
 };
-use rustix::{
-    fs::{FlockOperation, flock},
-    net::{AddressFamily, SocketAddrUnix, SocketType, bind, listen, socket},
-};
-use tempfile::TempDir;
 
 /// The user that the processes run as.
 pub const UID: u32 = 54321;

@@ -4,9 +4,9 @@
 
 use std::fs;
 
-use proto::vmm::{ExitKind, Hello, request::Op, response::Result as Answer};
-use proto::wire;
 use rstest::rstest;
+use vmm_protocol::vmm::{ExitKind, Hello, request::Op, response::Result as Answer};
+use vmm_protocol::wire;
 
 use super::{boot, guest, process::Vmm};
 
@@ -178,7 +178,7 @@ fn begin(kind: &str, deed: &str, machine: bool) -> Vmm {
     let vmm = Vmm::attempting(&format!("{kind}:{deed}"), &[]);
     if machine {
         let mut client = vmm.client();
-        client.send_boot(&guest::program(guest::HALT), &proto::vmm::Boot::default());
+        client.send_boot(&guest::program(guest::HALT), &vmm_protocol::vmm::Boot::default());
     }
     vmm
 }
@@ -198,7 +198,7 @@ fn end(vmm: &mut Vmm, deed: &str) -> String {
 fn landlock_alone_keeps_files_and_the_network_from_it(#[case] deed: &str, #[case] errno: i32) {
     let mut vmm = Vmm::attempting(&format!("control:{deed}"), &["--seccomp=off"]);
     let mut client = vmm.client();
-    client.ask(Op::Stop(proto::vmm::Stop {}));
+    client.ask(Op::Stop(vmm_protocol::vmm::Stop {}));
     vmm.wait();
     let said = vmm.standard_error();
     // A kernel without it, or (TCP) with an early one.
@@ -211,7 +211,7 @@ fn landlock_alone_keeps_files_and_the_network_from_it(#[case] deed: &str, #[case
 fn clone3_is_told_to_be_missing_so_that_the_flags_of_clone_can_be_checked() {
     let mut vmm = Vmm::attempting("main:clone3", &[]);
     let mut client = vmm.client();
-    client.ask(Op::Stop(proto::vmm::Stop {}));
+    client.ask(Op::Stop(vmm_protocol::vmm::Stop {}));
     vmm.wait();
     let said = vmm.standard_error();
     assert!(
@@ -224,7 +224,7 @@ fn clone3_is_told_to_be_missing_so_that_the_flags_of_clone_can_be_checked() {
 fn with_seccomp_log_a_call_outside_the_list_is_made() {
     let mut vmm = Vmm::attempting("control:dumpable", &["--seccomp=log"]);
     let mut client = vmm.client();
-    client.ask(Op::Stop(proto::vmm::Stop {}));
+    client.ask(Op::Stop(vmm_protocol::vmm::Stop {}));
     assert_eq!(vmm.wait().code(), Some(0));
     let said = vmm.standard_error();
     assert!(said.contains("attempt dumpable: 0"), "{said}");

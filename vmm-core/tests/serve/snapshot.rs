@@ -2,7 +2,9 @@
 
 use std::{fs::File, os::unix::fs::FileExt};
 
-use proto::vmm::{ErrorKind, ExitKind, Pause, PauseReason, Release, Resume, Save, SaveReply, State, event};
+use vmm_protocol::vmm::{
+    ErrorKind, ExitKind, Pause, PauseReason, Release, Resume, Save, SaveReply, State, event,
+};
 
 use super::*;
 use crate::guest::{ECHO, PRINT_HI, program};

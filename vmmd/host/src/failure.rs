@@ -2,7 +2,7 @@
 
 use std::io;
 
-pub use proto::failure::{DOMAIN, Failure, Kind};
+pub use vmmd_api::failure::{DOMAIN, Failure, Kind};
 
 use crate::text;
 

@@ -13,12 +13,12 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use proto::v1;
 use rustix::{
     fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags},
     io::Errno,
 };
 use serde::{Deserialize, Serialize};
+use vmmd_api::v1;
 
 mod walk;
 

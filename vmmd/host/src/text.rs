@@ -5,8 +5,8 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-pub use proto::failure::brief;
-use proto::well_known::Timestamp;
+pub use vmmd_api::failure::brief;
+use vmmd_api::well_known::Timestamp;
 
 /// A line that another program wrote, for repeating it in a message: without control characters, at most 300 of them.
 pub fn brief_line(text: &str) -> String {
@@ -112,7 +112,7 @@ mod tests {
         let last = timestamp(u64::MAX).unwrap();
         assert_eq!((last.seconds, last.nanos), (253_402_300_799, 999_000_000));
         assert!(
-            serde_json::to_string(&proto::v1::ExitStatus {
+            serde_json::to_string(&vmmd_api::v1::ExitStatus {
                 time: Some(last),
                 ..Default::default()
             })

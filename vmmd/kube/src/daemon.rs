@@ -3,12 +3,6 @@
 use std::{io, path::PathBuf, time::Duration};
 
 use hyper_util::rt::TokioIo;
-use proto::v1::{
-    self, disk_service_client::DiskServiceClient, event_service_client::EventServiceClient,
-    image_service_client::ImageServiceClient, migration_service_client::MigrationServiceClient,
-    node_service_client::NodeServiceClient, operation_service_client::OperationServiceClient,
-    vm_service_client::VmServiceClient,
-};
 use tokio::net::UnixStream;
 use tonic::{
     Code, Status,
@@ -16,6 +10,12 @@ use tonic::{
     transport::{Channel, Endpoint},
 };
 use tonic_types::StatusExt as _;
+use vmmd_api::v1::{
+    self, disk_service_client::DiskServiceClient, event_service_client::EventServiceClient,
+    image_service_client::ImageServiceClient, migration_service_client::MigrationServiceClient,
+    node_service_client::NodeServiceClient, operation_service_client::OperationServiceClient,
+    vm_service_client::VmServiceClient,
+};
 
 /// How long a connection may take.
 const CONNECT: Duration = Duration::from_secs(5);

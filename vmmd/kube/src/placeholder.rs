@@ -14,9 +14,9 @@ use k8s_openapi::{
     },
 };
 use kube::{Resource as _, ResourceExt as _};
-use proto::v1::{self, RunPolicy};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
+use vmmd_api::v1::{self, RunPolicy};
 
 use crate::{
     crd::VirtualMachine,
@@ -304,8 +304,8 @@ fn part<T: DeserializeOwned>(field: &str, value: &Value) -> Result<T, Invalid> {
 
 #[cfg(test)]
 pub mod tests {
-    use proto::model::{overhead, vm::Manifest};
     use serde_json::json;
+    use vmmd_spec::{overhead, vm::Manifest};
 
     use super::*;
 

@@ -1,9 +1,9 @@
 //! The OpenAPI schema of vmmd's VM, from the descriptors of its API. With it, the API server
 //! refuses invalid fields with their path.
 
-use proto::manifest::schema::{self, Field, Kind};
 use schemars::{Schema, SchemaGenerator};
 use serde_json::{Map, Value, json};
+use vmmd_spec::manifest::schema::{self, Field, Kind};
 
 /// The message of a VM's spec.
 const VM_SPEC: &str = ".vmmd.v1.VmSpec";

@@ -11,14 +11,11 @@ use std::{
     ops::RangeInclusive,
 };
 
-use proto::{
-    manifest::quantity,
-    model::{name::Name, oci::Reference},
-    v1::{self, disk_spec},
-};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
+use vmmd_api::v1::{self, disk_spec};
+use vmmd_spec::{manifest::quantity, name::Name, oci::Reference};
 
 use crate::{
     schema,

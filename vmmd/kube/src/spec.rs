@@ -1,12 +1,15 @@
 //! A VirtualMachine as a VM of vmmd: its validation before a request to a node, and its use of a
 //! node.
 
-use proto::{
-    manifest::{self, yaml},
-    model::{Violations, overhead, resources::HugePages, vm::Manifest},
-    v1::{self, RunPolicy},
-};
 use serde_json::{Map, Value, json};
+use vmmd_api::v1::{self, RunPolicy};
+use vmmd_spec::{
+    Violations,
+    manifest::{self, yaml},
+    overhead,
+    resources::HugePages,
+    vm::Manifest,
+};
 
 /// Errors in a spec, one sentence with the paths of the fields.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -1,7 +1,7 @@
 //! Behavior of the agent for a node, its pods and its VMs.
 
-use proto::v1::ExitReason;
 use serde_json::json;
+use vmmd_api::v1::ExitReason;
 
 use crate::mock::{Cluster, api, vmmd::lock, wait};
 

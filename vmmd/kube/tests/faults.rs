@@ -7,8 +7,8 @@ use std::{
     time::Duration,
 };
 
-use proto::v1::ExitReason;
 use serde_json::json;
+use vmmd_api::v1::ExitReason;
 
 use crate::mock::{Cluster, Program, api, vmmd, wait};
 

@@ -5,9 +5,9 @@ use std::{
     time::Duration,
 };
 
-use proto::v1::{ExitReason, VmPhase};
 use rustix::process::{Signal, kill_process};
 use serde_json::{Value, json};
+use vmmd_api::v1::{ExitReason, VmPhase};
 
 use crate::mock::{
     Cluster, Program, api,

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, fs, path::Path};
 
-use proto::rule::METHOD_RULES;
+use vmmd_api::rule::METHOD_RULES;
 
 /// The clients of `Daemon`, and their services.
 const CLIENTS: [(&str, &str); 7] = [

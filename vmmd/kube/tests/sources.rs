@@ -1,10 +1,10 @@
 //! Parts of a VM from the cluster, and objects created for it: Secrets, ConfigMaps, claims, images
 //! and disks.
 
-use proto::v1::{self, disk_spec::Source};
 use serde_json::{Value, json};
 use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt as _};
+use vmmd_api::v1::{self, disk_spec::Source};
 
 use crate::mock::{Cluster, api, vmmd::lock, wait};
 

@@ -16,17 +16,17 @@ use std::{
     os::fd::{AsFd, OwnedFd},
 };
 
-use proto::model::{
-    name::Name,
-    nic::Mac,
-    vm::{Attachment, Nic},
-};
 use rustix::{
     fs::{FlockOperation, Mode, OFlags, flock},
     io::Errno,
     net::{AddressFamily, SocketFlags, SocketType, netdevice::name_to_index, socket_with},
 };
 use uuid::Uuid;
+use vmmd_spec::{
+    name::Name,
+    nic::Mac,
+    vm::{Attachment, Nic},
+};
 
 pub use link::{Link, Links};
 pub use managed::{Networks, PERIOD, Request as Lease, Seen as SeenNetwork};

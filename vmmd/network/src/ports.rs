@@ -2,7 +2,7 @@
 
 use std::{fmt::Debug, path::Path, sync::Arc};
 
-use proto::v1;
+use vmmd_api::v1;
 use vmmd_host::{cgroup, ledger::Ledger};
 use vmmd_objects::{event::Events, request::Requests};
 use vmmd_store::Store;

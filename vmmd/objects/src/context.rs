@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-use proto::v1::Preconditions;
 use tracing::Span;
+use vmmd_api::v1::Preconditions;
 use vmmd_store::{RequestKey, RequestMark};
 
 /// Context that accompanies a request to its results: operations, events, logs.

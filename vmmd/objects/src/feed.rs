@@ -8,8 +8,8 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use proto::v1::ObjectMetadata;
 use tokio::sync::watch;
+use vmmd_api::v1::ObjectMetadata;
 use vmmd_store::{BuriedRecords, MAX_TOMBSTONES, Tombstone};
 
 /// A place in the order of changes.

@@ -1,6 +1,6 @@
 //! Object of a request, read from the bytes of any message type. The result serves the audit log.
 
-use proto::rule::REQUEST_ID;
+use vmmd_api::rule::REQUEST_ID;
 
 /// Where the name of a request's object is.
 #[derive(Clone, Copy, Debug)]
@@ -83,7 +83,7 @@ fn varint(bytes: &mut &[u8]) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use prost::Message;
-    use proto::v1;
+    use vmmd_api::v1;
 
     use super::*;
 

@@ -94,13 +94,13 @@ impl From<Rank> for Role {
     }
 }
 
-impl From<proto::rule::Role> for Rank {
+impl From<vmmd_api::rule::Role> for Rank {
     /// A rule always names a role; what names none is an admin's.
-    fn from(role: proto::rule::Role) -> Self {
+    fn from(role: vmmd_api::rule::Role) -> Self {
         match role {
-            proto::rule::Role::Viewer => Self::Viewer,
-            proto::rule::Role::Operator => Self::Operator,
-            proto::rule::Role::Admin | proto::rule::Role::Unspecified => Self::Admin,
+            vmmd_api::rule::Role::Viewer => Self::Viewer,
+            vmmd_api::rule::Role::Operator => Self::Operator,
+            vmmd_api::rule::Role::Admin | vmmd_api::rule::Role::Unspecified => Self::Admin,
         }
     }
 }

@@ -8,7 +8,7 @@
 
 use std::sync::LazyLock;
 
-use proto::rule::{METHOD_RULES, MethodEffect, MethodRule};
+use vmmd_api::rule::{METHOD_RULES, MethodEffect, MethodRule};
 
 use super::{Rank, Role, object::Object};
 

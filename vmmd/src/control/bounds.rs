@@ -10,14 +10,14 @@
 
 use std::collections::HashSet;
 
-use proto::{
-    v1::Vm,
+use vmm_protocol::{
     vmm::{
         BalloonStats, DiskStats, Error, Event, ExitRecord, HelloReply, MachineStats, NicStats,
         OperationStats, Status, VcpuStats, event, response::Result as Outcome,
     },
     wire::Limits,
 };
+use vmmd_api::v1::Vm;
 use vmmd_host::text;
 
 /// Limits of received messages. The largest true message counts 64 disks with four kinds of

@@ -19,7 +19,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::{
+use tokio::{
+    io::Interest,
+    net::UnixStream,
+    sync::{Mutex as AsyncMutex, mpsc, oneshot},
+};
+use tokio_util::sync::{CancellationToken, DropGuard};
+use vmm_protocol::{
     vmm::{
         self, DiskStats, Error as RemoteError, ErrorKind, Event, GetDiskStats, GetMachineStats, Hello,
         HelloReply, MachineStats, Message, MigrationPolicy, Request, Response, Save, SaveReply, SendReply,
@@ -27,12 +33,6 @@ use proto::{
     },
     wire,
 };
-use tokio::{
-    io::Interest,
-    net::UnixStream,
-    sync::{Mutex as AsyncMutex, mpsc, oneshot},
-};
-use tokio_util::sync::{CancellationToken, DropGuard};
 
 /// Capacity of the event queue for the actor. Further events are dropped, and the actor receives
 /// [`Notice::Missed`].
@@ -494,7 +494,7 @@ fn dispatch(shared: &Shared, message: Message, outlet: &Outlet) -> Result<(), bo
 mod tests {
     use std::os::unix::net::{UnixListener, UnixStream as StdStream};
 
-    use proto::vmm::{GetStatus, GuestReset, event};
+    use vmm_protocol::vmm::{GetStatus, GuestReset, event};
 
     use super::*;
 
@@ -535,7 +535,7 @@ mod tests {
     #[tokio::test]
     async fn a_lie_ends_the_connection_and_nothing_of_it_is_used() {
         let (_folder, path) = serve(|id, _| {
-            let error = proto::vmm::DeviceError {
+            let error = vmm_protocol::vmm::DeviceError {
                 device: "disk \u{1b}[2J".into(),
                 message: String::new(),
             };

@@ -8,16 +8,14 @@ use std::{
     sync::Arc,
 };
 
-use proto::{
-    model::{
-        disk::{Cache, Format, MAX_SIZE, NewDisk, SECTOR},
-        name::Name,
-    },
-    v1,
-};
 use uuid::Uuid;
+use vmmd_api::v1;
 use vmmd_host::{failure::Failure, roots::Within, text};
 use vmmd_objects::{context::Context, operation::Type};
+use vmmd_spec::{
+    disk::{Cache, Format, MAX_SIZE, NewDisk, SECTOR},
+    name::Name,
+};
 use vmmd_store::DiskRecord;
 
 use super::{

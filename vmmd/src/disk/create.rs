@@ -9,12 +9,9 @@ use std::{
     time::Duration,
 };
 
-use proto::{
-    model::disk::{Cache, Content, Format, MAX_SIZE, NewDisk, Preallocation},
-    v1,
-};
 use rustix::fs::{FallocateFlags, fallocate};
 use uuid::Uuid;
+use vmmd_api::v1;
 use vmmd_host::{
     failure::{Failure, file_failed},
     roots::Within,
@@ -24,6 +21,7 @@ use vmmd_objects::{
     context::Context,
     operation::{Handle, Pending, Type},
 };
+use vmmd_spec::disk::{Cache, Content, Format, MAX_SIZE, NewDisk, Preallocation};
 use vmmd_store::store_failure;
 use vmmd_store::{DiskImage, DiskRecord, DiskSource, DiskStage, ImageRecord, disk_source::Source};
 

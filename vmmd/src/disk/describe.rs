@@ -2,7 +2,7 @@
 
 use std::{io, os::unix::fs::MetadataExt, sync::Arc};
 
-use proto::v1::{self, ConditionStatus};
+use vmmd_api::v1::{self, ConditionStatus};
 use vmmd_host::{failure::Failure, text};
 use vmmd_store::DiskStage;
 

@@ -2,8 +2,8 @@
 
 use std::{os::fd::OwnedFd, sync::Arc, time::Duration};
 
-use proto::model::disk::{Format, Preallocation};
 use vmmd_host::{failure::Failure, sys::clone::FIRST_FD};
+use vmmd_spec::disk::{Format, Preallocation};
 
 use crate::{
     helper::{self, Job},

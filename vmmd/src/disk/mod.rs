@@ -24,9 +24,9 @@ mod update;
 
 use std::{path::PathBuf, sync::Arc};
 
-use proto::v1;
 use tokio::task::spawn_blocking;
 use uuid::Uuid;
+use vmmd_api::v1;
 
 pub use copy::{copy, extent};
 pub use create::{Begun, create, take_in};

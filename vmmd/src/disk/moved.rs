@@ -9,8 +9,9 @@ mod coming;
 
 use std::{os::unix::fs::MetadataExt as _, sync::Arc};
 
-use proto::{model::disk::Disk, v1};
 use uuid::Uuid;
+use vmmd_api::v1;
+use vmmd_spec::disk::Disk;
 
 pub use coming::{Coming, along, check};
 

@@ -2,14 +2,8 @@
 
 use std::{fs::File, io, os::fd::OwnedFd, path::PathBuf, sync::Arc};
 
-use proto::{
-    model::{
-        Violations,
-        disk::{self, Cache, Format, Preallocation},
-    },
-    v1,
-};
 use tokio::sync::oneshot;
+use vmmd_api::v1;
 use vmmd_host::{
     failure::{Failure, Kind, file_failed},
     roots::Within,
@@ -17,6 +11,10 @@ use vmmd_host::{
 use vmmd_objects::{
     context::Context,
     operation::{Pending, Type},
+};
+use vmmd_spec::{
+    Violations,
+    disk::{self, Cache, Format, Preallocation},
 };
 use vmmd_store::DiskRecord;
 use vmmd_store::store_failure;
@@ -46,7 +44,7 @@ pub struct Growing {
     pub path: PathBuf,
     /// It is the file of a disk of the DiskService.
     pub own: bool,
-    /// See [`Source::Path`](proto::model::disk::Source::Path).
+    /// See [`Source::Path`](vmmd_spec::disk::Source::Path).
     pub beneath: Option<PathBuf>,
     /// How that is to be read.
     pub format: Format,

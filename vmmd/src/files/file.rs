@@ -11,7 +11,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::model::disk::Cache;
 use rustix::{
     fs::{Mode, OFlags, major, minor},
     io::Errno,
@@ -22,6 +21,7 @@ use vmmd_host::{
     roots::{self, Refused, Within},
     text,
 };
+use vmmd_spec::disk::Cache;
 
 use super::{ENDING, in_use};
 

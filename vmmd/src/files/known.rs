@@ -4,12 +4,12 @@
 
 use std::{collections::BTreeMap, io, os::fd::AsFd, path::Path};
 
-use proto::model::{
+use rustix::fs::{AtFlags, FileType, StatxFlags, fstat, fstatfs, statx};
+use vmmd_host::{failure::Failure, text};
+use vmmd_spec::{
     disk::{Disk, Format, Source},
     vm::VmSpec,
 };
-use rustix::fs::{AtFlags, FileType, StatxFlags, fstat, fstatfs, statx};
-use vmmd_host::{failure::Failure, text};
 use vmmd_store::FileRecord;
 
 use super::{OpenDisk, signature};

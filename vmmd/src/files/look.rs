@@ -2,15 +2,15 @@
 
 use std::{path::Path, sync::Arc};
 
-use proto::model::{
-    disk::{Disk, Source},
-    vm::VmSpec,
-};
 use vmmd_host::{
     capacity::placement::Problem,
     failure::{Failure, Kind},
     roots::{self, Roots, Within},
     sys::{self, LockKind},
+};
+use vmmd_spec::{
+    disk::{Disk, Source},
+    vm::VmSpec,
 };
 use vmmd_store::FileRecord;
 

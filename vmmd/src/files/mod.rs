@@ -17,14 +17,12 @@ use std::{
     time::Duration,
 };
 
-use proto::{
-    model::{
-        disk::{Cache, Disk, Format, SECTOR, Source},
-        vm::{Boot, VmSpec},
-    },
-    wire::MAX_FDS,
-};
 use rustix::fs::OFlags;
+use vmm_protocol::wire::MAX_FDS;
+use vmmd_spec::{
+    disk::{Cache, Disk, Format, SECTOR, Source},
+    vm::{Boot, VmSpec},
+};
 
 use self::file::{identity, identity_at, open_image};
 pub use self::{

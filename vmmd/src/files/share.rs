@@ -2,13 +2,13 @@
 
 use std::{os::fd::OwnedFd, path::PathBuf};
 
-use proto::model::share::{IdRange, Share};
 use rustix::fs::{OFlags, fstat};
 use vmmd_host::{
     failure::Failure,
     roots::{self, Refused, Within},
     text,
 };
+use vmmd_spec::share::{IdRange, Share};
 
 use super::PATH_NOT_ALLOWED;
 
@@ -93,7 +93,8 @@ fn not_opened(share: &Share, refused: &Refused, within: Within<'_>) -> Failure {
 mod tests {
     use std::{fs, os::unix::fs::symlink, path::Path};
 
-    use proto::{model::Violations, v1};
+    use vmmd_api::v1;
+    use vmmd_spec::Violations;
 
     use super::*;
 

@@ -3,9 +3,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use proto::model::{Violations, cpu::CpuShare, topology::Topology, vm::Backing};
-use proto::v1;
+use vmmd_api::v1;
 use vmmd_host::ledger::UidRange;
+use vmmd_spec::{Violations, cpu::CpuShare, topology::Topology, vm::Backing};
 
 use super::*;
 
@@ -37,10 +37,10 @@ fn case() -> Case {
         disks: vec![disk(&path("disk"))],
         nics: Vec::new(),
         rate_groups: Vec::new(),
-        run_policy: proto::model::policy::RunPolicy::default(),
-        on_crash: proto::model::policy::OnCrash::default(),
-        on_panic: proto::model::policy::OnPanic::default(),
-        clock: proto::model::policy::ClockOnResume::default(),
+        run_policy: vmmd_spec::policy::RunPolicy::default(),
+        on_crash: vmmd_spec::policy::OnCrash::default(),
+        on_panic: vmmd_spec::policy::OnPanic::default(),
+        clock: vmmd_spec::policy::ClockOnResume::default(),
         balloon: None,
         display: None,
         virtio_console: false,

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use proto::v1;
 use tokio::sync::oneshot;
+use vmmd_api::v1;
 use vmmd_host::failure::Failure;
 use vmmd_objects::context::Context;
 

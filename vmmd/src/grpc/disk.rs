@@ -4,8 +4,8 @@ mod kind;
 
 use std::sync::Arc;
 
-use proto::v1::{self, disk_service_server::DiskService};
 use tonic::{Request, Response, Status};
+use vmmd_api::v1::{self, disk_service_server::DiskService};
 use vmmd_host::failure::{Failure, Kind};
 use vmmd_objects::request::once;
 

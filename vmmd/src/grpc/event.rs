@@ -2,15 +2,13 @@
 
 use std::sync::Arc;
 
-use proto::{
-    model::Violations,
-    v1::{self, EventSeverity, event_service_server::EventService},
-};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
+use vmmd_api::v1::{self, EventSeverity, event_service_server::EventService};
 use vmmd_host::failure::{Failure, Kind};
 use vmmd_objects::event::{Bounds, Expired, Follower};
+use vmmd_spec::Violations;
 
 use crate::host::Host;
 

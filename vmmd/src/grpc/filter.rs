@@ -3,12 +3,10 @@
 use std::collections::BTreeSet;
 
 use prost::Message;
-use proto::{
-    model::Violations,
-    v1::{ObjectFilter, ObjectMetadata, Vm, VmFilter, VmPhase},
-};
 use sha2::{Digest, Sha256};
+use vmmd_api::v1::{ObjectFilter, ObjectMetadata, Vm, VmFilter, VmPhase};
 use vmmd_host::failure::Failure;
+use vmmd_spec::Violations;
 
 /// A filter. All that it says must hold.
 #[derive(Clone, Debug)]
@@ -138,7 +136,7 @@ fn selector(text: &str) -> Option<Selector> {
 
 #[cfg(test)]
 mod tests {
-    use proto::v1::{ObjectMetadata, VmStatus};
+    use vmmd_api::v1::{ObjectMetadata, VmStatus};
 
     use super::*;
 

@@ -3,18 +3,18 @@
 
 use std::time::Duration;
 
-use proto::v1::{
-    disk_service_server::SERVICE_NAME as DISKS, event_service_server::SERVICE_NAME as EVENTS,
-    image_service_server::SERVICE_NAME as IMAGES, migration_service_server::SERVICE_NAME as MIGRATIONS,
-    network_service_server::SERVICE_NAME as NETWORKS, node_service_server::SERVICE_NAME as NODE,
-    operation_service_server::SERVICE_NAME as OPERATIONS, peer_service_server::SERVICE_NAME as PEERS,
-    snapshot_service_server::SERVICE_NAME as SNAPSHOTS, vm_service_server::SERVICE_NAME as VMS,
-};
 use tokio::{sync::mpsc, time::sleep};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 use tonic_health::pb::{
     HealthCheckRequest, HealthCheckResponse, health_check_response::ServingStatus, health_server::Health,
+};
+use vmmd_api::v1::{
+    disk_service_server::SERVICE_NAME as DISKS, event_service_server::SERVICE_NAME as EVENTS,
+    image_service_server::SERVICE_NAME as IMAGES, migration_service_server::SERVICE_NAME as MIGRATIONS,
+    network_service_server::SERVICE_NAME as NETWORKS, node_service_server::SERVICE_NAME as NODE,
+    operation_service_server::SERVICE_NAME as OPERATIONS, peer_service_server::SERVICE_NAME as PEERS,
+    snapshot_service_server::SERVICE_NAME as SNAPSHOTS, vm_service_server::SERVICE_NAME as VMS,
 };
 use vmmd_store::Store;
 

@@ -4,8 +4,8 @@ mod kind;
 
 use std::sync::Arc;
 
-use proto::v1::{self, image_service_server::ImageService};
 use tonic::{Request, Response, Status, Streaming};
+use vmmd_api::v1::{self, image_service_server::ImageService};
 use vmmd_host::failure::{Failure, Kind};
 use vmmd_objects::{
     context::{Context, Initiator},

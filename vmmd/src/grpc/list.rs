@@ -1,7 +1,7 @@
 //! `ListVms`: VMs by name, a page at a time.
 
 use prost::Message;
-use proto::v1::{ListVmsRequest, ListVmsResponse};
+use vmmd_api::v1::{ListVmsRequest, ListVmsResponse};
 use vmmd_host::failure::Failure;
 
 use super::{cursor::Cursor, filter::Filter, mask::Mask};

@@ -7,12 +7,12 @@ use std::{
     sync::Arc,
 };
 
-use proto::v1::{GetVmLogsRequest, GetVmLogsResponse, VmLog};
 use rustix::fs::inotify;
 use tokio::{io::unix::AsyncFd, sync::mpsc, task::spawn_blocking};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 use uuid::Uuid;
+use vmmd_api::v1::{GetVmLogsRequest, GetVmLogsResponse, VmLog};
 use vmmd_host::{failure::Failure, sys, text};
 
 use crate::{host::Host, paths::LogDir};

@@ -10,8 +10,9 @@ use prost::{
     encoding::{DecodeContext, decode_key, decode_varint, encode_key, encode_varint, skip_field},
 };
 use prost_types::{DescriptorProto, FileDescriptorSet, field_descriptor_proto::Type};
-use proto::{model::Violations, v1::Vm};
+use vmmd_api::v1::Vm;
 use vmmd_host::{failure::Failure, text};
+use vmmd_spec::Violations;
 
 /// Most paths.
 const MAX_PATHS: usize = 256;
@@ -26,7 +27,7 @@ struct Kept(BTreeMap<u32, Option<Kept>>);
 
 /// Messages of the API by their full name, `.vmmd.v1.Vm`.
 static MESSAGES: LazyLock<BTreeMap<String, DescriptorProto>> = LazyLock::new(|| {
-    let files = FileDescriptorSet::decode(proto::DESCRIPTORS)
+    let files = FileDescriptorSet::decode(vmmd_api::DESCRIPTORS)
         .unwrap_or_default()
         .file;
     // Those of the well-known types are no messages in JSON.
@@ -133,14 +134,14 @@ impl Kept {
 
 #[cfg(test)]
 mod tests {
-    use proto::v1::{CpuSpec, DiskSpec, ObjectMetadata, VmPhase, VmSpec, VmStatus};
+    use vmmd_api::v1::{CpuSpec, DiskSpec, ObjectMetadata, VmPhase, VmSpec, VmStatus};
 
     use super::*;
 
     fn vm() -> Vm {
         let disk = |name: &str| DiskSpec {
             name: name.into(),
-            source: Some(proto::v1::disk_spec::Source::Path("/x".into())),
+            source: Some(vmmd_api::v1::disk_spec::Source::Path("/x".into())),
             ..Default::default()
         };
         Vm {

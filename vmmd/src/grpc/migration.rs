@@ -2,14 +2,11 @@
 
 use std::sync::Arc;
 
-use proto::{
-    handover::Resolution,
-    v1::{
-        self, MigrationResolution, migration_service_server::MigrationService,
-        peer_service_server::PeerService,
-    },
-};
 use tonic::{Request, Response, Status, Streaming};
+use vm_lifecycle::handover::Resolution;
+use vmmd_api::v1::{
+    self, MigrationResolution, migration_service_server::MigrationService, peer_service_server::PeerService,
+};
 use vmmd_host::failure::Failure;
 use vmmd_objects::{
     context::{Context, Initiator},

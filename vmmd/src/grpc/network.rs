@@ -4,8 +4,8 @@ mod kind;
 
 use std::sync::Arc;
 
-use proto::v1::{self, network_service_server::NetworkService};
 use tonic::{Request, Response, Status};
+use vmmd_api::v1::{self, network_service_server::NetworkService};
 use vmmd_objects::request::once;
 
 use self::kind::Network;

@@ -2,13 +2,11 @@
 
 use std::{sync::Arc, time::Duration};
 
-use proto::{
-    model::vm::Manifest,
-    v1::{self, GetNodeRequest, GetNodeResponse, node_service_server::NodeService},
-};
 use tonic::{Request, Response, Status};
+use vmmd_api::v1::{self, GetNodeRequest, GetNodeResponse, node_service_server::NodeService};
 use vmmd_host::failure::Failure;
 use vmmd_objects::request::once;
+use vmmd_spec::vm::Manifest;
 
 use super::watch_node;
 use crate::{

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use prost::Message as _;
-use proto::v1::{self, WatchEventType, operation_service_server::OperationService};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 use uuid::Uuid;
+use vmmd_api::v1::{self, WatchEventType, operation_service_server::OperationService};
 use vmmd_host::{failure::Failure, fault};
 use vmmd_objects::operation::{Change, Position, has_ended};
 
@@ -262,8 +262,8 @@ async fn follow(
 
 #[cfg(test)]
 mod tests {
-    use proto::v1::OperationPhase;
     use rstest::rstest;
+    use vmmd_api::v1::OperationPhase;
 
     use super::*;
 

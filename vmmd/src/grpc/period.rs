@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use proto::well_known;
+use vmmd_api::well_known;
 use vmmd_host::failure::Failure;
 
 /// Grace period when none is given.

@@ -6,9 +6,6 @@
 
 use std::{net::Ipv4Addr, sync::Arc, time::Duration};
 
-use proto::v1::{
-    PortForwardOpen, PortForwardRequest, PortForwardResponse, Vm, port_forward_request::Message,
-};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{
@@ -20,6 +17,9 @@ use tokio::{
 };
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
+use vmmd_api::v1::{
+    PortForwardOpen, PortForwardRequest, PortForwardResponse, Vm, port_forward_request::Message,
+};
 use vmmd_host::{failure::Failure, text};
 
 use crate::host::Host;

@@ -2,13 +2,6 @@
 
 use std::{io, sync::Arc, time::Duration};
 
-use proto::v1::{
-    disk_service_server::DiskServiceServer, event_service_server::EventServiceServer,
-    image_service_server::ImageServiceServer, migration_service_server::MigrationServiceServer,
-    network_service_server::NetworkServiceServer, node_service_server::NodeServiceServer,
-    operation_service_server::OperationServiceServer, peer_service_server::PeerServiceServer,
-    snapshot_service_server::SnapshotServiceServer, vm_service_server::VmServiceServer,
-};
 use tokio::{
     io::{AsyncRead, AsyncWrite},
     sync::mpsc,
@@ -18,6 +11,13 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{service::Routes, transport::Server};
 use tonic_health::pb::health_server::HealthServer;
+use vmmd_api::v1::{
+    disk_service_server::DiskServiceServer, event_service_server::EventServiceServer,
+    image_service_server::ImageServiceServer, migration_service_server::MigrationServiceServer,
+    network_service_server::NetworkServiceServer, node_service_server::NodeServiceServer,
+    operation_service_server::OperationServiceServer, peer_service_server::PeerServiceServer,
+    snapshot_service_server::SnapshotServiceServer, vm_service_server::VmServiceServer,
+};
 
 use super::{
     connection::Connection,
@@ -69,7 +69,7 @@ const SHUTDOWN: Duration = Duration::from_millis(500);
 /// builder, and the first call frees it (rust-lang/rust#155241).
 fn reflection() -> tonic_reflection::server::Builder<'static> {
     tonic_reflection::server::Builder::configure()
-        .register_encoded_file_descriptor_set(proto::DESCRIPTORS)
+        .register_encoded_file_descriptor_set(vmmd_api::DESCRIPTORS)
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
 }
 

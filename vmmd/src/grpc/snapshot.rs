@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use proto::{
-    rule::Role,
-    v1::{self, import_snapshot_request::Message, snapshot_service_server::SnapshotService},
-};
 use tokio::task::JoinError;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
+use vmmd_api::{
+    rule::Role,
+    v1::{self, import_snapshot_request::Message, snapshot_service_server::SnapshotService},
+};
 use vmmd_host::failure::Failure;
 use vmmd_objects::request::once;
 

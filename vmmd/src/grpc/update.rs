@@ -1,12 +1,10 @@
 //! UpdateVm: the checks before a VM's actor receives the request.
 
-use proto::{
-    model::{Violations, mask::UpdateMask, vm::Manifest},
-    v1::{self, ApplyMode},
-};
 use tonic::Status;
+use vmmd_api::v1::{self, ApplyMode};
 use vmmd_host::failure::Failure;
 use vmmd_objects::context::Context;
+use vmmd_spec::{Violations, mask::UpdateMask, vm::Manifest};
 
 use crate::{auth, host::Host, registry::vms::command::Update};
 

@@ -2,8 +2,8 @@
 
 use std::{sync::Arc, time::Duration};
 
-use proto::v1::{self, vm_service_server::VmService};
 use tonic::{Request, Response, Status, Streaming};
+use vmmd_api::v1::{self, vm_service_server::VmService};
 use vmmd_host::failure::Failure;
 use vmmd_objects::{context::Initiator, request::once};
 

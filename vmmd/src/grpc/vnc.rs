@@ -6,10 +6,6 @@
 
 use std::sync::Arc;
 
-use proto::v1::{
-    CreateVncTicketRequest, CreateVncTicketResponse, VncRequest, VncResponse, VncTicketKind,
-    vnc_request::Message,
-};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::unix::{OwnedReadHalf, OwnedWriteHalf},
@@ -17,6 +13,10 @@ use tokio::{
 };
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
+use vmmd_api::v1::{
+    CreateVncTicketRequest, CreateVncTicketResponse, VncRequest, VncResponse, VncTicketKind,
+    vnc_request::Message,
+};
 use vmmd_host::{failure::Failure, text};
 use vmmd_objects::context::Initiator;
 

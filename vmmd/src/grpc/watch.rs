@@ -8,13 +8,13 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use proto::v1::{Vm, WatchEventType, WatchVmsRequest, WatchVmsResponse};
 use tokio::sync::{
     broadcast::{self, error::RecvError},
     mpsc,
 };
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
+use vmmd_api::v1::{Vm, WatchEventType, WatchVmsRequest, WatchVmsResponse};
 use vmmd_host::failure::Failure;
 use vmmd_objects::feed::Position;
 

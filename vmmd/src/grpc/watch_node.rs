@@ -2,13 +2,13 @@
 
 use std::{sync::Arc, time::Duration};
 
-use proto::v1::{Node, WatchNodeResponse};
 use tokio::{
     sync::{broadcast::error::RecvError, mpsc},
     time::sleep,
 };
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
+use vmmd_api::v1::{Node, WatchNodeResponse};
 use vmmd_host::{failure::Failure, paced::Paced};
 
 use crate::{host::Host, node::describe};
@@ -110,7 +110,7 @@ fn differs(sent: &Node, now: &Node) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use proto::v1::{Condition, NodeStatus};
+    use vmmd_api::v1::{Condition, NodeStatus};
 
     use super::*;
 

@@ -2,11 +2,9 @@
 
 use std::{io, os::unix::fs::MetadataExt, sync::Arc};
 
-use proto::{
-    model::image::checksum_text,
-    v1::{self, ConditionStatus, ImagePhase},
-};
+use vmmd_api::v1::{self, ConditionStatus, ImagePhase};
 use vmmd_host::{failure::Failure, text};
+use vmmd_spec::image::checksum_text;
 use vmmd_store::{ImageStage, image_source::Source};
 
 use crate::{

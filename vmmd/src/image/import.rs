@@ -3,17 +3,11 @@
 use std::{fs::File, io, os::fd::OwnedFd, path::Path, sync::Arc, time::Duration};
 
 use prost::Message as _;
-use proto::{
-    model::{
-        disk::Cache,
-        image::{NewImage, Source as NewSource, checksum_text},
-    },
-    v1,
-};
 use reqwest::{Url, header::HeaderMap};
 use serde::Deserialize;
 use sha2::{Digest as _, Sha256};
 use uuid::Uuid;
+use vmmd_api::v1;
 use vmmd_host::{
     failure::{Failure, Kind, file_failed},
     fault,
@@ -24,6 +18,10 @@ use vmmd_host::{
 use vmmd_objects::{
     context::Context,
     operation::{Handle, Pending, Progress, Type},
+};
+use vmmd_spec::{
+    disk::Cache,
+    image::{NewImage, Source as NewSource, checksum_text},
 };
 use vmmd_store::store_failure;
 use vmmd_store::{

@@ -22,8 +22,8 @@ mod upload;
 
 use std::sync::Arc;
 
-use proto::v1;
 use uuid::Uuid;
+use vmmd_api::v1;
 
 pub use self::{
     import::{Begun, has_room, import, room},

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use proto::v1;
+use vmmd_api::v1;
 use vmmd_host::{failure::Failure, text};
 use vmmd_store::ImageStage;
 

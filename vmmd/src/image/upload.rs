@@ -2,14 +2,12 @@
 
 use std::{fs::File, io, os::unix::fs::FileExt, sync::Arc};
 
-use proto::{
-    model::image::NewImage,
-    v1::{self, upload_image_request::Message},
-};
 use tokio_stream::{Stream, StreamExt};
 use tonic::Status;
+use vmmd_api::v1::{self, upload_image_request::Message};
 use vmmd_host::failure::{Failure, file_failed};
 use vmmd_objects::{context::Context, operation::Handle};
+use vmmd_spec::image::NewImage;
 use vmmd_store::ImageRecord;
 
 use super::{

@@ -16,8 +16,8 @@ use std::{
     time::Duration,
 };
 
-use proto::v1;
 use tokio::task::{JoinSet, spawn_blocking};
+use vmmd_api::v1;
 use vmmd_objects::operation::has_ended;
 
 use self::families::{Families, as_f64};

@@ -1,6 +1,6 @@
 //! Node metrics: its resources, and the share of the VMs.
 
-use proto::v1::{ConditionStatus, NodeStatus};
+use vmmd_api::v1::{ConditionStatus, NodeStatus};
 
 use super::families::{Families, as_f64};
 

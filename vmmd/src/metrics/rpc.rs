@@ -150,7 +150,7 @@ mod tests {
 
     #[test]
     fn methods_of_our_services_alone_are_counted() {
-        for rule in proto::rule::METHOD_RULES {
+        for rule in vmmd_api::rule::METHOD_RULES {
             let counted = method(&format!("/{}", rule.method));
             assert_eq!(counted, rule.method.strip_prefix("vmmd.v1."), "{}", rule.method);
             assert!(counted.is_some());

@@ -5,13 +5,11 @@
 use std::{collections::BTreeMap, sync::LazyLock};
 
 use prost::Message as _;
-use proto::{
-    handover::{Effect, Message, Target, TargetEvent},
-    model::{pci::PciSlot, vm::Manifest},
-    v1,
-};
 use uuid::Uuid;
+use vm_lifecycle::handover::{Effect, Message, Target, TargetEvent};
+use vmmd_api::v1;
 use vmmd_host::failure::{Failure, Kind};
+use vmmd_spec::{pci::PciSlot, vm::Manifest};
 
 use super::heard::{self, Offer};
 use crate::disk::moved;
@@ -172,7 +170,7 @@ mod tests {
     use std::{fs, path::Path};
 
     use proptest::prelude::*;
-    use proto::v1::{HandoverStep, receive_vm_request::Part};
+    use vmmd_api::v1::{HandoverStep, receive_vm_request::Part};
 
     use super::*;
 

@@ -4,18 +4,16 @@
 
 use std::{collections::BTreeSet, net::Ipv4Addr};
 
-use proto::{
-    handover::Message,
-    model::{
-        disk::{Disk, Format, Source},
-        nic::Mac,
-        pci::PciSlot,
-        vm::{Attachment, Nic, VmSpec},
-    },
-    v1::{self, HandoverStep, receive_vm_request::Part},
-};
 use uuid::Uuid;
+use vm_lifecycle::handover::Message;
+use vmmd_api::v1::{self, HandoverStep, receive_vm_request::Part};
 use vmmd_host::{failure::Failure, text};
+use vmmd_spec::{
+    disk::{Disk, Format, Source},
+    nic::Mac,
+    pci::PciSlot,
+    vm::{Attachment, Nic, VmSpec},
+};
 
 use crate::disk::moved;
 

@@ -10,7 +10,7 @@
 //!    │ `Gone`, durable; its vmm is ended  ◀──── Running │
 //! ```
 //!
-//! Which side may run the VM is decided by [`proto::handover`] alone: the VM's actor keeps the record, writes it before anything is done, and
+//! Which side may run the VM is decided by [`vm_lifecycle::handover`] alone: the VM's actor keeps the record, writes it before anything is done, and
 //! carries out what concerns its own `vmm`. The actor alone decides which message is sent: a read of the store after a failed write proves
 //! nothing. The source is the client of all calls and repeats each until it is answered, so the target asks nothing. Memory goes over the daemons' connection, which has TLS with certificates on both sides.
 
@@ -25,12 +25,12 @@ pub use target::{offer, receive, settle};
 
 use std::{sync::Arc, time::Duration};
 
-use proto::handover::Message;
 use tokio::{
     sync::mpsc,
     time::{sleep, timeout},
 };
 use uuid::Uuid;
+use vm_lifecycle::handover::Message;
 use vmmd_host::failure::Failure;
 
 use crate::{

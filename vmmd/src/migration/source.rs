@@ -7,12 +7,6 @@ use std::{
     time::Duration,
 };
 
-use proto::{
-    handover::{Message, SourceEvent},
-    model::vm::VmSpec,
-    v1::{self, DiskPreallocation, peer_service_client::PeerServiceClient},
-    vmm::{MigrationPolicy, SendReply},
-};
 use tokio::{
     io::AsyncReadExt as _,
     net::UnixStream,
@@ -22,6 +16,9 @@ use tokio::{
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
 use uuid::Uuid;
+use vm_lifecycle::handover::{Message, SourceEvent};
+use vmm_protocol::vmm::{MigrationPolicy, SendReply};
+use vmmd_api::v1::{self, DiskPreallocation, peer_service_client::PeerServiceClient};
 use vmmd_host::{
     failure::{Failure, Kind},
     fault, text,
@@ -32,6 +29,7 @@ use vmmd_objects::{
     operation::{Handle, Progress, Type},
     request::preconditions,
 };
+use vmmd_spec::vm::VmSpec;
 use vmmd_store::store_failure;
 use vmmd_store::{AbortRecord, NicHardware, VmRecord};
 

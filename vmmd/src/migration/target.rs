@@ -2,19 +2,17 @@
 
 use std::{collections::BTreeMap, os::unix::net::UnixStream as Pair, sync::Arc, time::Duration};
 
-use proto::{
-    handover::{Message, Target, heard_without_record},
-    model::vm::Attachment,
-    v1,
-};
 use tokio::{io::AsyncWriteExt as _, net::UnixStream, sync::oneshot, time::timeout};
 use tonic::Streaming;
 use uuid::Uuid;
+use vm_lifecycle::handover::{Message, Target, heard_without_record};
+use vmmd_api::v1;
 use vmmd_host::{
     failure::{Failure, Kind},
     fault, text,
 };
 use vmmd_objects::context::Context;
+use vmmd_spec::vm::Attachment;
 use vmmd_store::{
     HandoverRecord, Hardware, NicHardware,
     handover::{self, Handover},

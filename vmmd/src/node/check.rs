@@ -2,10 +2,6 @@
 
 use std::{collections::BTreeSet, path::Path, sync::Arc};
 
-use proto::model::{
-    nic::{Mac, PublishedPort},
-    vm::{Attachment, Manifest, Nic, VmSpec},
-};
 use tokio::task::spawn_blocking;
 use uuid::Uuid;
 use vmmd_host::{
@@ -20,6 +16,10 @@ use vmmd_host::{
     },
     failure::{Failure, Kind},
     text,
+};
+use vmmd_spec::{
+    nic::{Mac, PublishedPort},
+    vm::{Attachment, Manifest, Nic, VmSpec},
 };
 
 use super::conditions;
@@ -58,7 +58,7 @@ impl Look {
 
     /// Returns the node's conditions with their times. Stores changed conditions and emits an event
     /// for each.
-    pub async fn conditions(&self, host: &Host) -> Vec<proto::v1::Condition> {
+    pub async fn conditions(&self, host: &Host) -> Vec<vmmd_api::v1::Condition> {
         let cordoned = host.schedulable().err();
         let mut found = conditions::judge(
             &self.facts,

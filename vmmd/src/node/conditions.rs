@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use proto::v1::{Condition, ConditionStatus};
+use vmmd_api::v1::{Condition, ConditionStatus};
 use vmmd_host::{
     capacity::{Facts, limits::Pressure},
     failure::Failure,

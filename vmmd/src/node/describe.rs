@@ -2,8 +2,8 @@
 
 use std::{fs, path::Path, sync::Arc};
 
-use proto::v1::{Node, NodeSpec, NodeStatus, ObjectMetadata};
 use uuid::Uuid;
+use vmmd_api::v1::{Node, NodeSpec, NodeStatus, ObjectMetadata};
 use vmmd_host::{
     capacity::{Facts, allocatable, capacity},
     failure::Failure,

@@ -7,12 +7,12 @@
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
-use proto::v1::{DrainMetadata, DrainResult, ExitReason, Vm, VmPhase};
 use tokio::{
     sync::{Semaphore, oneshot},
     task::JoinSet,
 };
 use tokio_util::sync::CancellationToken;
+use vmmd_api::v1::{DrainMetadata, DrainResult, ExitReason, Vm, VmPhase};
 use vmmd_host::failure::{Failure, Kind};
 use vmmd_objects::{
     context::Context,

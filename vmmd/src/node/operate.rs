@@ -3,14 +3,14 @@
 
 use std::collections::BTreeMap;
 
-use proto::model::{
-    Violations,
-    metadata::{MAX_PAIRS, labels},
-};
 use vmmd_host::failure::Failure;
 use vmmd_objects::{
     context::Context,
     event::{Draft, Object},
+};
+use vmmd_spec::{
+    Violations,
+    metadata::{MAX_PAIRS, labels},
 };
 
 use crate::{host::Host, registry::vms::command::Command};

@@ -7,9 +7,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use proto::{model::disk::Format, v1::DiskFormat};
 use uuid::Uuid;
+use vmmd_api::v1::DiskFormat;
 use vmmd_host::failure::{Failure, Kind, file_failed};
+use vmmd_spec::disk::Format;
 use vmmd_store::DiskRecord;
 
 use super::{private_dir, sidecar::Sidecar};

@@ -10,9 +10,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use proto::v1::DiskFormat;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
+use vmmd_api::v1::DiskFormat;
 use vmmd_store::DiskRecord;
 
 /// Longest that is read, in bytes: labels and annotations are bounded far below.
@@ -65,7 +65,7 @@ impl Sidecar {
             labels: record.labels.clone(),
             annotations: record.annotations.clone(),
             owner: record.owner.clone(),
-            preallocated: record.preallocation() == proto::v1::DiskPreallocation::Full,
+            preallocated: record.preallocation() == vmmd_api::v1::DiskPreallocation::Full,
             created_ms: record.created_ms,
         }
     }

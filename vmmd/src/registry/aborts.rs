@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use proto::handover;
+use vm_lifecycle::handover;
 use vmmd_store::AbortRecord;
 
 /// By UUID of the VM and address of the target.

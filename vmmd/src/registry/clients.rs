@@ -6,8 +6,8 @@ use std::{
     time::Duration,
 };
 
-use proto::v1::VmStats;
 use uuid::Uuid;
+use vmmd_api::v1::VmStats;
 use vmmd_host::{failure::Failure, paced::Paced};
 
 use crate::control::Client;

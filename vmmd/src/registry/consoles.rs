@@ -10,9 +10,9 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use proto::v1::{ConsoleAccess, ConsoleWriter};
 use tokio::sync::oneshot;
 use uuid::Uuid;
+use vmmd_api::v1::{ConsoleAccess, ConsoleWriter};
 use vmmd_host::{failure::Failure, text};
 
 /// A console of a VM.

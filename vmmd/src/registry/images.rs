@@ -6,9 +6,9 @@ use std::{
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
-use proto::v1;
 use tokio::sync::{Semaphore, SemaphorePermit, watch};
 use uuid::Uuid;
+use vmmd_api::v1;
 use vmmd_host::{
     failure::{Failure, Kind},
     text,

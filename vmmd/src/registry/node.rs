@@ -3,9 +3,9 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use proto::v1::Preconditions;
 use tokio::sync::watch;
 use uuid::Uuid;
+use vmmd_api::v1::Preconditions;
 use vmmd_host::failure::Failure;
 use vmmd_objects::request::preconditions;
 use vmmd_store::store_failure;

@@ -7,13 +7,13 @@
 
 use std::{io, sync::Arc, time::Duration};
 
-use proto::rfb::{self, VERSION};
 use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, copy_bidirectional},
     net::{TcpListener, TcpStream, UnixStream},
     time::timeout,
 };
 use uuid::Uuid;
+use vmmd_spec::rfb::{self, VERSION};
 
 use super::{
     accept, enter,

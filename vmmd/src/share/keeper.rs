@@ -20,10 +20,6 @@ use std::{
     time::Duration,
 };
 
-use proto::{
-    model::{share::Share, vm::VmSpec},
-    vmm::{SetShareBackend, request::Op},
-};
 use tokio::{
     sync::watch,
     task::spawn_blocking,
@@ -31,8 +27,10 @@ use tokio::{
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
 use uuid::Uuid;
+use vmm_protocol::vmm::{SetShareBackend, request::Op};
 use vmmd_host::{failure::Failure, fault, process::Process, text};
 use vmmd_objects::event::{Draft, Object};
+use vmmd_spec::{share::Share, vm::VmSpec};
 
 use super::process::{Serving, find, forget, noted_inode, serve};
 use crate::{host::Host, paths::RuntimeDir};

@@ -13,7 +13,8 @@ mod process;
 
 use std::{path::Path, sync::Arc};
 
-use proto::{model::vm::VmSpec, v1};
+use vmmd_api::v1;
+use vmmd_spec::vm::VmSpec;
 
 pub use self::{
     keeper::{Keepers, Run},

@@ -15,7 +15,6 @@ use std::{
     },
 };
 
-use proto::model::share::{Cache, Share};
 use tokio::{runtime::Handle, task::spawn_blocking};
 use uuid::Uuid;
 use vmmd_host::{
@@ -25,6 +24,7 @@ use vmmd_host::{
     sys::clone::{self, Child, FIRST_FD, Namespaces, Network, Program},
     text,
 };
+use vmmd_spec::share::{Cache, Share};
 
 use crate::{
     files::share::{Inode, Opened, open},
@@ -207,7 +207,7 @@ fn remove(path: &Path) -> io::Result<()> {
 }
 
 /// As `/proc/PID/uid_map` takes it (user_namespaces(7)).
-fn map(ranges: &[proto::model::share::IdRange]) -> String {
+fn map(ranges: &[vmmd_spec::share::IdRange]) -> String {
     let lines = ranges
         .iter()
         .map(|range| format!("{} {} {}\n", range.guest, range.node, range.count));
@@ -312,7 +312,8 @@ fn begun(pid: u32) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
-    use proto::{model::Violations, v1};
+    use vmmd_api::v1;
+    use vmmd_spec::Violations;
 
     use super::*;
 

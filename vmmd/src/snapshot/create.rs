@@ -2,17 +2,14 @@
 
 use std::{fs::File, os::fd::OwnedFd, pin::pin, sync::Arc, time::Duration};
 
-use proto::{
-    model::{Violations, metadata},
-    v1,
-    vmm::SaveReply,
-};
 use tokio::{
     sync::{OwnedMutexGuard, oneshot},
     time::timeout,
 };
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
+use vmm_protocol::vmm::SaveReply;
+use vmmd_api::v1;
 use vmmd_host::{
     failure::{Failure, Kind},
     fault, sys, text,
@@ -22,6 +19,7 @@ use vmmd_objects::{
     event::Object,
     operation::{Progress, Type},
 };
+use vmmd_spec::{Violations, metadata};
 use vmmd_store::store_failure;
 use vmmd_store::{InstanceRecord, SnapshotRecord, SnapshotStage};
 

@@ -7,14 +7,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use prost::Message as _;
-use proto::{
-    model::{Violations, disk::MAX_SIZE, metadata::Metadata, name::Name, nic::Mac, pci::PciSlot, vm::VmSpec},
-    v1,
-};
 use uuid::Uuid;
+use vmmd_api::v1;
 use vmmd_host::{
     failure::{Failure, Kind},
     text,
+};
+use vmmd_spec::{
+    Violations, disk::MAX_SIZE, metadata::Metadata, name::Name, nic::Mac, pci::PciSlot, vm::VmSpec,
 };
 use vmmd_store::{Hardware, SnapshotDisk, SnapshotRecord, SnapshotStage};
 

@@ -5,17 +5,15 @@
 
 use std::{fs::File, io, os::unix::fs::FileTypeExt, path::PathBuf, sync::Arc};
 
-use proto::{
-    model::{
-        disk::{Cache, Disk, Format},
-        name::Name,
-        vm::VmSpec,
-    },
-    v1,
-};
 use rustix::fs::ioctl_ficlone;
 use uuid::Uuid;
+use vmmd_api::v1;
 use vmmd_host::{failure::Failure, text};
+use vmmd_spec::{
+    disk::{Cache, Disk, Format},
+    name::Name,
+    vm::VmSpec,
+};
 use vmmd_store::{DiskRecord, DiskSource, SnapshotDisk, SnapshotRecord, disk_source};
 
 use super::{Folder, allocated, failed};

@@ -9,13 +9,13 @@ use std::{
 };
 
 use prost::Message as _;
-use proto::v1::{self, export_snapshot_response::Message};
 use tokio::{
     sync::mpsc::{self, OwnedPermit},
     time::timeout,
 };
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
+use vmmd_api::v1::{self, export_snapshot_response::Message};
 use vmmd_host::{
     failure::{Failure, Kind},
     fault,

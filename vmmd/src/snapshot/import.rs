@@ -2,13 +2,10 @@
 
 use std::{fs::File, io, os::unix::fs::FileExt as _, sync::Arc};
 
-use proto::{
-    model::disk::MAX_SIZE,
-    v1::{self, import_snapshot_request::Message},
-};
 use tokio_stream::{Stream, StreamExt as _};
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
+use vmmd_api::v1::{self, import_snapshot_request::Message};
 use vmmd_host::{
     failure::{Failure, Kind},
     text,
@@ -18,6 +15,7 @@ use vmmd_objects::{
     event::Object,
     operation::{Progress, Type},
 };
+use vmmd_spec::disk::MAX_SIZE;
 use vmmd_store::store_failure;
 use vmmd_store::{DiskImage, SnapshotRecord};
 
@@ -153,7 +151,7 @@ fn find_images(host: &Host, record: &mut SnapshotRecord) -> Result<(), Failure> 
             let message = format!(
                 "disk \"{}\" of the snapshot is an overlay of the image with the digest {}, which is not on this node: import that image first",
                 disk.name,
-                proto::model::image::checksum_text(&disk.image_digest)
+                vmmd_spec::image::checksum_text(&disk.image_digest)
             );
             return Err(Failure::new(Kind::NotFound, "IMAGE_NOT_FOUND", message));
         };

@@ -38,9 +38,9 @@ use std::{
     time::Duration,
 };
 
-use proto::v1;
 use tokio::task::spawn_blocking;
 use uuid::Uuid;
+use vmmd_api::v1;
 
 pub use create::create;
 pub use export::{Stream, export};

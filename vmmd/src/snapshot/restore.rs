@@ -2,16 +2,14 @@
 
 use std::{fs::File, path::PathBuf, sync::Arc};
 
-use proto::{
-    model::{name::Name, nic::Mac},
-    v1,
-};
 use tokio::{sync::oneshot, task::spawn_blocking};
+use vmmd_api::v1;
 use vmmd_host::{
     failure::{Failure, Kind},
     fault, text,
 };
 use vmmd_objects::context::Context;
+use vmmd_spec::{name::Name, nic::Mac};
 use vmmd_store::{Hardware, SnapshotRecord};
 
 use super::{Held, disks, failed, folder};

@@ -7,11 +7,9 @@
 
 use std::{cmp::Reverse, collections::BTreeMap, sync::Arc, time::Duration};
 
-use proto::{
-    model::{Violations, name::Name},
-    v1,
-};
+use vmmd_api::v1;
 use vmmd_host::text;
+use vmmd_spec::{Violations, name::Name};
 use vmmd_store::{RetentionRecord, SnapshotRecord};
 
 use super::retire;
@@ -193,7 +191,7 @@ mod tests {
 
     #[test]
     fn a_retention_that_says_nothing_or_what_can_not_be_is_refused() {
-        let age = |seconds| proto::well_known::Duration { seconds, nanos: 0 };
+        let age = |seconds| vmmd_api::well_known::Duration { seconds, nanos: 0 };
         for (keep_last, max_age, group, wrong) in [
             (0, None, "", "retention"),
             (1, Some(age(0)), "", "retention.max_age"),

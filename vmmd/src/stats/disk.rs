@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use proto::{v1, vmm};
+use vmm_protocol::vmm;
+use vmmd_api::v1;
 
 /// Counters as the API has them.
 pub fn public_stats(stats: vmm::DiskStats) -> v1::DiskStats {
@@ -13,7 +14,7 @@ pub fn public_stats(stats: vmm::DiskStats) -> v1::DiskStats {
             requests: stats.requests,
             bytes: stats.bytes,
             errors: stats.errors,
-            total_time: Some(proto::well_known::Duration {
+            total_time: Some(vmmd_api::well_known::Duration {
                 seconds: i64::try_from(time.as_secs()).unwrap_or(i64::MAX),
                 nanos: i32::try_from(time.subsec_nanos()).unwrap_or(0),
             }),

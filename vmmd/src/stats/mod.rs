@@ -9,12 +9,13 @@ mod disk;
 
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
-use proto::{
-    v1::{self, VmPhase},
-    vmm, well_known,
-};
 use tokio::task::spawn_blocking;
 use uuid::Uuid;
+use vmm_protocol::vmm;
+use vmmd_api::{
+    v1::{self, VmPhase},
+    well_known,
+};
 
 pub use self::usage::Usage;
 use vmmd_host::{

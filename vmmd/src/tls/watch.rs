@@ -2,9 +2,9 @@
 
 use std::{collections::BTreeSet, io, os::fd::OwnedFd, path::Path, sync::Arc, time::Duration};
 
-use proto::v1::EventSeverity;
 use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
 use tokio::{io::unix::AsyncFd, signal::unix::Signal, task::spawn_blocking, time::sleep};
+use vmmd_api::v1::EventSeverity;
 use vmmd_host::{sys, text};
 use vmmd_objects::{
     context::Context,

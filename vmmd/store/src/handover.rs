@@ -1,7 +1,7 @@
 //! Migration state in a VM's record.
 
-pub use proto::handover::Handover;
-use proto::handover::{Effect, Message, Source, Target};
+pub use vm_lifecycle::handover::Handover;
+use vm_lifecycle::handover::{Effect, Message, Source, Target};
 
 use prost::Message as _;
 use redb::{ReadableTable as _, WriteTransaction};

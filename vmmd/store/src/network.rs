@@ -2,7 +2,7 @@
 
 use std::net::Ipv4Addr;
 
-use proto::model::nic::{Mac, Protocol, PublishedPort};
+use vmmd_spec::nic::{Mac, Protocol, PublishedPort};
 
 use crate::{LeaseRecord, PortRecord};
 

@@ -11,8 +11,8 @@ use std::{
 };
 
 use prost::Message as _;
-use proto::v1::Operation;
 use redb::{ReadTransaction, WriteTransaction};
+use vmmd_api::v1::Operation;
 
 use super::{Error, Table, load_table};
 

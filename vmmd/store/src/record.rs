@@ -5,7 +5,7 @@
 use std::{collections::BTreeMap, fmt};
 
 use prost::Message as _;
-use proto::v1::{ExitReason, ExitStatus, RunCounts, VmSpec};
+use vmmd_api::v1::{ExitReason, ExitStatus, RunCounts, VmSpec};
 
 use super::{RequestMark, stored::Vm};
 
@@ -93,7 +93,7 @@ pub struct ReplacedImage {
     pub own: bool,
 }
 
-/// The state of a migration: [`proto::handover`] says what each means.
+/// The state of a migration: [`vm_lifecycle::handover`] says what each means.
 #[derive(Clone, PartialEq, Eq, prost::Message)]
 pub struct HandoverRecord {
     /// How far it is.
@@ -118,7 +118,7 @@ pub struct HandoverRecord {
     pub operation: String,
 }
 
-/// A migration that was taken back and whose target has not confirmed that: see [`proto::handover::Aborts`]. Such a record outlives its VM.
+/// A migration that was taken back and whose target has not confirmed that: see [`vm_lifecycle::handover::Aborts`]. Such a record outlives its VM.
 #[derive(Clone, PartialEq, Eq, prost::Message)]
 pub struct AbortRecord {
     /// UUID of the VM, 16 bytes.
@@ -142,7 +142,7 @@ impl AbortRecord {
     }
 }
 
-/// States of [`proto::handover::Source`] and [`proto::handover::Target`].
+/// States of [`vm_lifecycle::handover::Source`] and [`vm_lifecycle::handover::Target`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, prost::Enumeration)]
 #[repr(i32)]
 pub enum HandoverStage {
@@ -346,7 +346,7 @@ pub struct NodeRecord {
 #[derive(Clone, Copy, PartialEq, prost::Message)]
 pub struct ConditionRecord {
     /// Its status.
-    #[prost(enumeration = "proto::v1::ConditionStatus", tag = "1")]
+    #[prost(enumeration = "vmmd_api::v1::ConditionStatus", tag = "1")]
     pub status: i32,
     /// Since when, in milliseconds of Unix time.
     #[prost(uint64, tag = "2")]
@@ -369,13 +369,13 @@ pub struct DiskRecord {
     #[prost(btree_map = "string, string", tag = "4")]
     pub labels: BTreeMap<String, String>,
     /// Raw or qcow2.
-    #[prost(enumeration = "proto::v1::DiskFormat", tag = "5")]
+    #[prost(enumeration = "vmmd_api::v1::DiskFormat", tag = "5")]
     pub format: i32,
     /// Virtual size in bytes; 0 until it is known.
     #[prost(uint64, tag = "6")]
     pub size_bytes: u64,
     /// As in the request.
-    #[prost(enumeration = "proto::v1::DiskPreallocation", tag = "7")]
+    #[prost(enumeration = "vmmd_api::v1::DiskPreallocation", tag = "7")]
     pub preallocation: i32,
     /// UUID of the disk that it is an overlay of; empty when it is none.
     #[prost(bytes = "vec", tag = "8")]
@@ -453,7 +453,7 @@ pub struct DiskImage {
     #[prost(string, tag = "1")]
     pub name: String,
     /// As in the request.
-    #[prost(enumeration = "proto::v1::DiskClone", tag = "2")]
+    #[prost(enumeration = "vmmd_api::v1::DiskClone", tag = "2")]
     pub clone: i32,
 }
 
@@ -688,7 +688,7 @@ pub struct NetworkRecord {
     pub owner: String,
     /// As in the request; it is valid.
     #[prost(message, optional, tag = "7")]
-    pub spec: Option<proto::v1::NetworkSpec>,
+    pub spec: Option<vmmd_api::v1::NetworkSpec>,
     /// Addresses that NICs have or had lately, in order.
     #[prost(message, repeated, tag = "8")]
     pub leases: Vec<LeaseRecord>,
@@ -738,7 +738,7 @@ pub struct LeaseRecord {
     pub released_ms: u64,
     /// Which connections its guest may have; all when there is none.
     #[prost(message, optional, tag = "9")]
-    pub firewall: Option<proto::v1::NicFirewall>,
+    pub firewall: Option<vmmd_api::v1::NicFirewall>,
 }
 
 /// A port of the node that leads to a guest.

@@ -307,8 +307,8 @@ fn clear<R: Secretive>(transaction: &WriteTransaction, table: Table, key: &Key) 
 mod tests {
     use std::os::unix::fs::PermissionsExt as _;
 
-    use proto::v1;
     use redb::ReadableDatabase as _;
+    use vmmd_api::v1;
 
     use super::*;
     use crate::{InstanceRecord, Store, VmRecord, write};

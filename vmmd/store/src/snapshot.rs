@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use proto::v1::{SnapshotKind, VmSpec};
+use vmmd_api::v1::{SnapshotKind, VmSpec};
 
 #[cfg(doc)]
 use super::DiskRecord;
@@ -47,7 +47,7 @@ pub struct SnapshotRecord {
     pub allocated_bytes: u64,
     /// The retention that it was created with. One without is never deleted by a retention.
     pub retention: Option<RetentionRecord>,
-    /// What it has: a [`proto::v1::SnapshotKind`]; 0 in a record of an earlier daemon, which knew full ones alone.
+    /// What it has: a [`vmmd_api::v1::SnapshotKind`]; 0 in a record of an earlier daemon, which knew full ones alone.
     pub kind: i32,
     /// Requests that have been begun on this snapshot and may not have been answered yet.
     pub begun: Vec<RequestMark>,
@@ -74,7 +74,7 @@ pub struct SnapshotDisk {
     #[prost(string, tag = "1")]
     pub name: String,
     /// Raw or qcow2.
-    #[prost(enumeration = "proto::v1::DiskFormat", tag = "2")]
+    #[prost(enumeration = "vmmd_api::v1::DiskFormat", tag = "2")]
     pub format: i32,
     /// Virtual size in bytes; for a qcow2 image outside the DiskService, the length of its file.
     #[prost(uint64, tag = "3")]

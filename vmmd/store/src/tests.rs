@@ -132,8 +132,8 @@ async fn a_record_keeps_every_field() {
     let full = VmRecord {
         labels: [("a".to_owned(), "b".to_owned())].into(),
         created_ms: 5,
-        spec: Some(proto::v1::VmSpec {
-            memory: Some(proto::v1::MemorySpec {
+        spec: Some(vmmd_api::v1::VmSpec {
+            memory: Some(vmmd_api::v1::MemorySpec {
                 size_bytes: 1 << 28,
                 backing: 1,
                 ..Default::default()
@@ -162,7 +162,7 @@ async fn a_record_keeps_every_field() {
             request_id: "r".into(),
             operation: "o".into(),
         }),
-        last_exit: Some(proto::v1::ExitStatus {
+        last_exit: Some(vmmd_api::v1::ExitStatus {
             reason: 2,
             message: "m".into(),
             time: None,
@@ -197,7 +197,7 @@ async fn disks_are_kept_beside_vms_also_with_the_same_key() {
         store.put(&record(1, "vm")).await.unwrap();
         store.put_disk(&disk(1, "disk")).await.unwrap();
         store.put_disk(&disk(2, "gone")).await.unwrap();
-        let metadata = proto::v1::ObjectMetadata {
+        let metadata = vmmd_api::v1::ObjectMetadata {
             name: "gone".into(),
             generation: 7,
             ..Default::default()
@@ -280,7 +280,7 @@ fn a_store_of_the_third_schema_keeps_what_is_wanted() {
 }
 
 fn tombstone(revision: u64) -> Tombstone {
-    let metadata = proto::v1::ObjectMetadata {
+    let metadata = vmmd_api::v1::ObjectMetadata {
         name: format!("vm{revision}"),
         ..Default::default()
     };

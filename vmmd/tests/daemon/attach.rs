@@ -2,11 +2,11 @@
 
 use std::{fs, time::Duration};
 
-use proto::v1::{self, AttachmentPhase, ConditionStatus, DiskFormat, DiskSpec, VmPhase};
 use rstest::rstest;
 use rustix::process::{Signal, kill_process};
 use tonic::{Code, Status};
 use tonic_types::StatusExt;
+use vmmd_api::v1::{self, AttachmentPhase, ConditionStatus, DiskFormat, DiskSpec, VmPhase};
 
 use crate::{
     console::Client,
@@ -41,7 +41,7 @@ impl Daemon {
         let request = v1::DetachDiskRequest {
             vm: vm.into(),
             disk: disk.into(),
-            timeout: Some(proto::well_known::Duration {
+            timeout: Some(vmmd_api::well_known::Duration {
                 seconds: i64::from(timeout_ms / 1000),
                 nanos: timeout_ms % 1000 * 1_000_000,
             }),

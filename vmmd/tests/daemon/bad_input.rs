@@ -2,10 +2,10 @@
 
 use std::fs;
 
-use proto::v1::{self, DiskFormat, DiskSpec, NicSpec, VmPhase, nic_spec::Attachment};
 use rstest::rstest;
 use tonic::{Code, Status};
 use tonic_types::StatusExt;
+use vmmd_api::v1::{self, DiskFormat, DiskSpec, NicSpec, VmPhase, nic_spec::Attachment};
 
 use crate::harness::{Daemon, refusal, status};
 

@@ -1,7 +1,7 @@
 //! The memory target: how much of its memory a guest is left with.
 
-use proto::v1::{self, BalloonSpec, HugePages};
 use tonic::{Code, Status};
+use vmmd_api::v1::{self, BalloonSpec, HugePages};
 
 use crate::{
     console::Client,

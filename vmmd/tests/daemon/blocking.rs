@@ -12,13 +12,13 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use proto::v1::{self, VmPhase};
 use rustix::mount::{MountFlags, UnmountFlags};
 use tokio::time::timeout;
 use tonic::Code;
 use tonic_health::pb::{
     HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient,
 };
+use vmmd_api::v1::{self, VmPhase};
 
 use crate::{
     console::Client,

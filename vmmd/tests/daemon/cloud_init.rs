@@ -2,9 +2,9 @@
 
 use std::{fs, path::Path};
 
-use proto::v1;
 use rustix::process::Pid;
 use tonic::{Code, Status};
+use vmmd_api::v1;
 
 use crate::{
     harness::{Daemon, refusal, status, vm_pid},

@@ -2,14 +2,14 @@
 
 use std::{fs, thread, time::Duration};
 
-use proto::v1::{
+use tokio::{runtime::Builder, sync::mpsc, time::timeout};
+use tokio_stream::{StreamExt, wrappers::ReceiverStream};
+use tonic::{Code, Status, Streaming, transport::Channel};
+use vmmd_api::v1::{
     ConsoleAccess, ConsoleBreak, ConsoleDevice, ConsoleOpen, ConsoleRequest, ConsoleResponse, ConsoleSize,
     ConsoleWriter, VmPhase, console_request::Message as Input, console_response::Message,
     vm_service_client::VmServiceClient,
 };
-use tokio::{runtime::Builder, sync::mpsc, time::timeout};
-use tokio_stream::{StreamExt, wrappers::ReceiverStream};
-use tonic::{Code, Status, Streaming, transport::Channel};
 
 use crate::harness::{Daemon, connect, refusal};
 
@@ -446,7 +446,7 @@ async fn a_virtio_console_is_a_console_of_its_own_that_knows_the_terminals_size(
     assert_eq!(refusal(&refused), (Code::FailedPrecondition, "NO_CONSOLE".into()));
 
     let mut vm = daemon.manifest("two", "");
-    vm.spec.as_mut().unwrap().virtio_console = Some(proto::v1::VirtioConsoleSpec {});
+    vm.spec.as_mut().unwrap().virtio_console = Some(vmmd_api::v1::VirtioConsoleSpec {});
     daemon.create(vm).await.unwrap();
     daemon.start_vm("two").await.unwrap();
     let mut hvc = Client::with(&daemon, open("two")).await.unwrap();

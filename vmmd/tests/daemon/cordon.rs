@@ -2,9 +2,9 @@
 
 use std::{collections::BTreeMap, fs};
 
-use proto::v1::{self, ConditionStatus, VmPhase};
 use tokio::sync::oneshot::error::TryRecvError;
 use tonic::{Code, Status};
+use vmmd_api::v1::{self, ConditionStatus, VmPhase};
 
 use crate::{
     console::Client,

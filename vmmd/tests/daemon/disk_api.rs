@@ -2,24 +2,24 @@
 
 use std::{collections::BTreeMap, fs, path::PathBuf};
 
-use proto::{
+use WatchEventType::{Added, Deleted, Modified, Synced};
+use tokio::time::timeout;
+use tokio_stream::StreamExt;
+use tonic::{Code, Status, Streaming};
+use tonic_types::StatusExt;
+use vmmd_api::{
     v1::{
         self, DiskPhase, OperationPhase, UpdateDiskRequest, WatchDisksRequest, WatchDisksResponse,
         WatchEventType, operation_service_client::OperationServiceClient, volume_spec::Source,
     },
     well_known::FieldMask,
 };
-use tokio::time::timeout;
-use tokio_stream::StreamExt;
-use tonic::{Code, Status, Streaming};
-use tonic_types::StatusExt;
 
 use crate::{
     attach::disk as file_disk,
     disks::{qcow2, raw, state},
     harness::{Daemon, PATIENCE, connect, refusal},
 };
-use WatchEventType::{Added, Deleted, Modified, Synced};
 
 /// A daemon of which `vmm-image` never ends.
 async fn with_images_that_hang() -> Daemon {

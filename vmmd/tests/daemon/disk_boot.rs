@@ -2,9 +2,9 @@
 
 use std::{fs, path::PathBuf};
 
-use proto::v1;
 use rustix::process::Pid;
 use tonic::Code;
+use vmmd_api::v1;
 
 use crate::{
     console::Client,

@@ -1,7 +1,7 @@
 //! Limits, counters and errors of disks.
 
-use proto::v1::{self, AttachmentPhase, ConditionStatus, DiskCache, DiskSpec, RateLimit, VmPhase};
 use tonic::{Code, Status};
+use vmmd_api::v1::{self, AttachmentPhase, ConditionStatus, DiskCache, DiskSpec, RateLimit, VmPhase};
 
 use crate::{
     attach::disk,

@@ -7,13 +7,13 @@ use std::{
     time::Duration,
 };
 
-use proto::v1::{
-    self, DiskFormat, DiskPreallocation, DiskSpec, disk_service_client::DiskServiceClient,
-    volume_spec::Source,
-};
 use rstest::rstest;
 use tonic::{Code, Status};
 use tonic_types::StatusExt;
+use vmmd_api::v1::{
+    self, DiskFormat, DiskPreallocation, DiskSpec, disk_service_client::DiskServiceClient,
+    volume_spec::Source,
+};
 
 use crate::{
     attach::names,
@@ -63,7 +63,7 @@ impl Daemon {
     pub async fn grow(&self, name: &str, size_bytes: u64) -> Result<v1::Disk, Status> {
         let request = v1::UpdateDiskRequest {
             disk: Some(raw(name, size_bytes)),
-            update_mask: Some(proto::well_known::FieldMask {
+            update_mask: Some(vmmd_api::well_known::FieldMask {
                 paths: vec!["spec.size_bytes".into()],
             }),
             ..Default::default()

@@ -1,13 +1,14 @@
 //! Draining the node.
 
-use proto::{
+use tonic::{Code, Status};
+use vmmd_api::{
     v1::{
-        self, OperationPhase, RunPolicy, VmPhase, operation::Metadata, operation::Result as Detail,
+        self, OperationPhase, RunPolicy, VmPhase,
+        operation::{Metadata, Result as Detail},
         operation_service_client::OperationServiceClient,
     },
     well_known,
 };
-use tonic::{Code, Status};
 
 use crate::{
     harness::{Daemon, connect, refusal, status, vm_pid},

@@ -1,10 +1,10 @@
 //! Events stay available: across restarts of the daemon, by cursor, without unreported gaps.
 
 use prost::Message as _;
-use proto::v1::{self, EventSeverity, event_service_client::EventServiceClient};
 use tokio::time::timeout;
 use tokio_stream::StreamExt;
 use tonic::{Code, Streaming, transport::Channel};
+use vmmd_api::v1::{self, EventSeverity, event_service_client::EventServiceClient};
 
 use crate::harness::{Daemon, PATIENCE, command, connect, refusal};
 

@@ -8,7 +8,7 @@ mod steps;
 
 use std::fs;
 
-use proto::v1::{self, OperationPhase, VmPhase};
+use vmmd_api::v1::{self, OperationPhase, VmPhase};
 
 use self::{
     network::Network,

@@ -11,13 +11,6 @@ use std::{
 };
 
 use hyper_util::rt::TokioIo;
-use proto::{
-    v1::{
-        self, event_service_client::EventServiceClient, node_service_client::NodeServiceClient,
-        operation_service_client::OperationServiceClient, vm_service_client::VmServiceClient,
-    },
-    well_known,
-};
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::{net::UnixStream, time::timeout};
 use tokio_stream::StreamExt;
@@ -26,6 +19,13 @@ use tonic::{
     transport::{Channel, Endpoint, Uri},
 };
 use tonic_types::StatusExt;
+use vmmd_api::{
+    v1::{
+        self, event_service_client::EventServiceClient, node_service_client::NodeServiceClient,
+        operation_service_client::OperationServiceClient, vm_service_client::VmServiceClient,
+    },
+    well_known,
+};
 
 /// No event that a test waits for takes this long; it is a failure's way to end, not a measure.
 pub const PATIENCE: Duration = Duration::from_secs(20);

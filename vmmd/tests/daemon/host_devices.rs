@@ -6,9 +6,9 @@ use std::{
     process::Command,
 };
 
-use proto::v1;
 use rustix::mount::{MountFlags, UnmountFlags};
 use tonic::{Code, Status};
+use vmmd_api::v1;
 
 use crate::{
     harness::{Daemon, refusal},

@@ -4,9 +4,9 @@
 use std::time::Duration;
 
 use proptest::prelude::*;
-use proto::v1::{self, VmPhase, peer_service_client::PeerServiceClient, receive_vm_request::Part};
 use tokio::time::timeout;
 use tonic::{Code, Status, transport::Channel};
+use vmmd_api::v1::{self, VmPhase, peer_service_client::PeerServiceClient, receive_vm_request::Part};
 
 use crate::{
     disks::named,

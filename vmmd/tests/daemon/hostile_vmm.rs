@@ -2,7 +2,7 @@
 
 use std::{fs, time::Duration};
 
-use proto::v1::{self, ExitReason, VmPhase};
+use vmmd_api::v1::{self, ExitReason, VmPhase};
 
 use crate::{
     console::Client,

@@ -6,8 +6,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::v1;
 use tokio::task::JoinSet;
+use vmmd_api::v1;
 
 use crate::harness::{Daemon, PATIENCE, status, uid, vm_pid};
 

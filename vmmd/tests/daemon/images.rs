@@ -14,15 +14,15 @@ use std::{
     time::Duration,
 };
 
-use proto::v1::{
-    self, ImagePhase, OperationPhase, WatchEventType, image_service_client::ImageServiceClient,
-    image_spec::Source, upload_image_request::Message, volume_spec::Source as DiskSource,
-};
 use sha2::{Digest, Sha256};
 use tokio::time::timeout;
 use tokio_stream::StreamExt;
 use tonic::{Code, Status, transport::Channel};
 use tonic_types::StatusExt;
+use vmmd_api::v1::{
+    self, ImagePhase, OperationPhase, WatchEventType, image_service_client::ImageServiceClient,
+    image_spec::Source, upload_image_request::Message, volume_spec::Source as DiskSource,
+};
 
 use self::http::{Server, held, part, start};
 use crate::{
@@ -138,7 +138,7 @@ fn of_path(name: &str, path: &Path) -> v1::Image {
 }
 
 fn with_checksum(mut image: v1::Image, content: &[u8]) -> v1::Image {
-    let checksum = proto::model::image::checksum_text(&Sha256::digest(content));
+    let checksum = vmmd_spec::image::checksum_text(&Sha256::digest(content));
     image.spec.as_mut().unwrap().checksum = checksum;
     image
 }
@@ -641,7 +641,7 @@ async fn a_prune_takes_what_nothing_uses() {
         client.prune_images(request).await.unwrap().into_inner().deleted
     };
     let old = v1::PruneImagesRequest {
-        older_than: Some(proto::well_known::Duration {
+        older_than: Some(vmmd_api::well_known::Duration {
             seconds: 3600,
             nanos: 0,
         }),

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use proto::v1::{self, ConditionStatus, ExitReason, VmPhase};
 use rustix::process::{Signal, kill_process};
 use tonic::Code;
+use vmmd_api::v1::{self, ConditionStatus, ExitReason, VmPhase};
 
 use crate::{
     harness::{Daemon, refusal, status, vm_pid},
@@ -150,7 +150,7 @@ async fn a_guest_that_ignores_the_power_button_is_killed_after_the_grace_period(
     daemon.start_vm("deaf").await.unwrap();
     let request = v1::StopVmRequest {
         name: "deaf".into(),
-        grace_period: Some(proto::well_known::Duration {
+        grace_period: Some(vmmd_api::well_known::Duration {
             seconds: 0,
             nanos: 1_000_000,
         }),

@@ -11,7 +11,6 @@ use std::{
 
 use http_body::Frame;
 use hyper_util::rt::TokioIo;
-use proto::v1::{self, vm_service_client::VmServiceClient};
 use tokio::{net::TcpStream, time::timeout};
 use tonic::{
     Code, Status,
@@ -20,6 +19,7 @@ use tonic::{
     transport::{Channel, Endpoint, Uri},
 };
 use tower::{Service, ServiceExt};
+use vmmd_api::v1::{self, vm_service_client::VmServiceClient};
 
 use crate::{
     harness::{Daemon, connect, refusal},

@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 
 use prost::Message as _;
-use proto::v1::{ListVmsRequest, ListVmsResponse, VmFilter, VmPhase};
 use tonic::{Code, Status};
 use tonic_types::StatusExt;
+use vmmd_api::v1::{ListVmsRequest, ListVmsResponse, VmFilter, VmPhase};
 
 use crate::harness::Daemon;
 

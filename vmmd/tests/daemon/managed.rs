@@ -15,13 +15,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::v1::{
-    self, NetworkMode, NicSpec, PublishedPort, network_service_client::NetworkServiceClient,
-    nic_spec::Attachment, port_forward_request::Message,
-};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Status, Streaming, transport::Channel};
+use vmmd_api::v1::{
+    self, NetworkMode, NicSpec, PublishedPort, network_service_client::NetworkServiceClient,
+    nic_spec::Attachment, port_forward_request::Message,
+};
 
 use self::guest::{Guest, NameServer};
 use crate::{

@@ -4,9 +4,8 @@ use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::UnixStream,
 };
-
-use proto::v1;
 use tokio_stream::StreamExt;
+use vmmd_api::v1;
 
 use crate::{
     console::Client,

@@ -2,9 +2,9 @@
 
 use std::{fs, time::Duration};
 
-use proto::v1::{self, OperationPhase, VmPhase, migration_service_client::MigrationServiceClient};
 use rustix::process::{Signal, kill_process};
 use tonic::{Code, Status, transport::Channel};
+use vmmd_api::v1::{self, OperationPhase, VmPhase, migration_service_client::MigrationServiceClient};
 
 use crate::{
     console::Client,

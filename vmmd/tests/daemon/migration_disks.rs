@@ -6,8 +6,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use proto::v1::{self, MigrationResolution, OperationPhase, VmPhase, disk_spec::Source};
 use tonic::Code;
+use vmmd_api::v1::{self, MigrationResolution, OperationPhase, VmPhase, disk_spec::Source};
 
 use crate::{
     disks::{named, qcow2, raw, state},

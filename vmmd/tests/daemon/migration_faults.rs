@@ -2,8 +2,8 @@
 
 use std::fs;
 
-use proto::v1::{self, OperationPhase, VmPhase};
 use tonic::Code;
+use vmmd_api::v1::{self, OperationPhase, VmPhase};
 
 use crate::{
     handover::network::Network,
@@ -262,7 +262,7 @@ async fn a_received_machine_that_is_not_resumed_is_tried_again() {
 
 #[tokio::test]
 async fn only_the_node_that_has_offered_a_vm_may_settle_it() {
-    use proto::v1::{HandoverStep, peer_service_client::PeerServiceClient};
+    use vmmd_api::v1::{HandoverStep, peer_service_client::PeerServiceClient};
     let pki = Pki::new("ca");
     let (first, second) = (node(&pki).await, node(&pki).await);
     let vm = first.run("web", "").await;

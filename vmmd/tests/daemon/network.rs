@@ -1,7 +1,7 @@
 //! Taps on a bridge, in a network namespace of the test's own.
 
-use proto::v1::{AttachmentPhase, NicSpec, RateLimit, nic_spec::Attachment};
 use tonic::Code;
+use vmmd_api::v1::{AttachmentPhase, NicSpec, RateLimit, nic_spec::Attachment};
 
 use crate::{
     console::Client,
@@ -27,7 +27,7 @@ async fn a_nic_comes_and_goes_while_the_vm_runs_also_over_a_kill() {
     vm.spec.as_mut().unwrap().nics = vec![nic("eth0", Attachment::Bridge("br0".into()))];
     daemon.create(vm.clone()).await.unwrap();
     daemon.start_vm("web").await.unwrap();
-    let phases = |vm: &proto::v1::Vm| -> Vec<_> {
+    let phases = |vm: &vmmd_api::v1::Vm| -> Vec<_> {
         let nics = &status(vm).nics;
         nics.iter().map(|nic| (nic.name.clone(), nic.phase())).collect()
     };
@@ -124,7 +124,7 @@ async fn taps_join_the_bridge_with_its_mtu_and_vanish_with_the_vmm() {
     assert_eq!(refusal(&refused), (Code::FailedPrecondition, "TAP_IN_USE".into()));
 
     // The addresses are those of the record.
-    let macs = |nics: &[proto::v1::NicStatus]| nics.iter().map(|nic| nic.mac.clone()).collect::<Vec<_>>();
+    let macs = |nics: &[vmmd_api::v1::NicStatus]| nics.iter().map(|nic| nic.mac.clone()).collect::<Vec<_>>();
     daemon.kill_and_restart().await;
     let again = daemon.get("web").await.unwrap();
     assert_eq!(status(&again).nics, nics);
@@ -186,7 +186,7 @@ async fn the_link_and_limits_of_a_nic_change_while_its_vm_runs_and_its_queues_at
     let given = |change: fn(&mut NicSpec)| {
         let mut changed = nic("eth0", Attachment::Bridge("br0".into()));
         change(&mut changed);
-        move |spec: &mut proto::v1::VmSpec| spec.nics = vec![changed]
+        move |spec: &mut vmmd_api::v1::VmSpec| spec.nics = vec![changed]
     };
     let down = given(|nic| nic.link_down = true);
     let changed = daemon

@@ -1,6 +1,5 @@
 //! `GetNode`, reflection and health.
 
-use proto::v1::{ConditionStatus, CordonNodeRequest, GetNodeRequest, Node, NodeStatus, WatchNodeRequest};
 use rstest::rstest;
 use tokio_stream::StreamExt;
 use tonic_health::pb::{
@@ -10,6 +9,7 @@ use tonic_reflection::pb::v1::{
     ServerReflectionRequest, server_reflection_client::ServerReflectionClient,
     server_reflection_request::MessageRequest, server_reflection_response::MessageResponse,
 };
+use vmmd_api::v1::{ConditionStatus, CordonNodeRequest, GetNodeRequest, Node, NodeStatus, WatchNodeRequest};
 
 use crate::harness::{Daemon, connect};
 

@@ -1,11 +1,11 @@
 //! Operations over the end of the daemon, and seen all together.
 
-use proto::v1::{
+use tokio_stream::StreamExt;
+use tonic::{Code, Streaming, transport::Channel};
+use vmmd_api::v1::{
     self, OperationPhase as P, WatchEventType as W, operation::Result as Detail,
     operation_service_client::OperationServiceClient,
 };
-use tokio_stream::StreamExt;
-use tonic::{Code, Streaming, transport::Channel};
 
 use crate::harness::{Daemon, connect, refusal};
 

@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use proto::{
+use tokio_stream::StreamExt;
+use tonic::{Code, Status, transport::Channel};
+use vmmd_api::{
     v1::{
         self, ExitReason, OperationPhase as P, VmPhase,
         operation::{Metadata, Result as Detail},
@@ -10,8 +12,6 @@ use proto::{
     },
     well_known,
 };
-use tokio_stream::StreamExt;
-use tonic::{Code, Status, transport::Channel};
 
 use crate::harness::{Daemon, connect, refusal, status, vm_pid};
 

@@ -2,11 +2,11 @@
 
 use std::{fs, time::Duration};
 
-use proto::v1::{
-    self, ConditionStatus, ExitReason, OperationPhase, PanicPolicy, RunPolicy, VmPhase, VmStatus,
-};
 use rstest::rstest;
 use tonic::Code;
+use vmmd_api::v1::{
+    self, ConditionStatus, ExitReason, OperationPhase, PanicPolicy, RunPolicy, VmPhase, VmStatus,
+};
 
 use crate::{
     console::Client,

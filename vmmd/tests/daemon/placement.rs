@@ -3,9 +3,9 @@
 use std::{fs, os::fd::AsFd};
 
 use proptest::{prelude::*, strategy::ValueTree, test_runner::TestRunner};
-use proto::v1::{self, ConditionStatus, VmPhase};
 use tonic::{Code, Status};
 use tonic_types::StatusExt;
+use vmmd_api::v1::{self, ConditionStatus, VmPhase};
 
 use crate::harness::{Daemon, refusal, status};
 

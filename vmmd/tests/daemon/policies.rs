@@ -2,9 +2,9 @@
 
 use std::{io::Write, os::unix::net::UnixStream};
 
-use proto::v1::{self, ExitReason, RunPolicy, VmPhase, VmStatus};
 use rustix::process::{Signal, kill_process};
 use tonic::{Code, Status};
+use vmmd_api::v1::{self, ExitReason, RunPolicy, VmPhase, VmStatus};
 
 use crate::harness::{Daemon, refusal, status, uid, vm_pid};
 
@@ -412,7 +412,7 @@ async fn a_restart_ends_with_the_stop_when_the_policy_has_become_always_off() {
     let restart = tokio::spawn(async move {
         let request = v1::RestartVmRequest {
             name: "web".into(),
-            grace_period: Some(proto::well_known::Duration { seconds: 1, nanos: 0 }),
+            grace_period: Some(vmmd_api::well_known::Duration { seconds: 1, nanos: 0 }),
             ..Default::default()
         };
         client.restart_vm(request).await

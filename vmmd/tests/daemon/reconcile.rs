@@ -3,9 +3,9 @@
 
 use std::{fs, io::ErrorKind, os::unix::fs::MetadataExt as _};
 
-use proto::v1::{ConditionStatus, VmPhase};
 use rstest::rstest;
 use rustix::process::{Pid, Signal, kill_process};
+use vmmd_api::v1::{ConditionStatus, VmPhase};
 
 use crate::{
     harness::{Daemon, status, uid, vm_pid},

@@ -2,10 +2,10 @@
 
 use std::future::Future;
 
-use proto::v1::{self, VmPhase, WatchEventType, WatchVmsResponse};
 use tokio_stream::StreamExt;
 use tonic::{Code, Request, Response, Status};
 use tonic_types::StatusExt as _;
+use vmmd_api::v1::{self, VmPhase, WatchEventType, WatchVmsResponse};
 
 use crate::{
     attach::{disk, names},

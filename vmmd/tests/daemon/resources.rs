@@ -2,9 +2,9 @@
 
 use std::fs;
 
-use proto::v1::{self, HugePages, VmPhase};
 use rstest::rstest;
 use tonic::Code;
+use vmmd_api::v1::{self, HugePages, VmPhase};
 
 use crate::{
     harness::{Daemon, refusal, status, vm_pid},

@@ -3,15 +3,15 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use WatchEventType::{Added, Deleted, Modified, Synced};
 use proptest::{prelude::*, strategy::Strategy};
-use proto::v1::{self, VmFilter, VmPhase, WatchEventType, WatchVmsRequest, WatchVmsResponse};
 use tokio::task::yield_now;
 use tokio_stream::StreamExt;
 use tonic::{Code, Status, Streaming};
 use tonic_types::StatusExt;
+use vmmd_api::v1::{self, VmFilter, VmPhase, WatchEventType, WatchVmsRequest, WatchVmsResponse};
 
 use crate::harness::{Daemon, refusal, uid};
-use WatchEventType::{Added, Deleted, Modified, Synced};
 
 impl Daemon {
     async fn watch_by(&self, request: WatchVmsRequest) -> Result<Streaming<WatchVmsResponse>, Status> {

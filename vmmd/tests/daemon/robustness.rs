@@ -7,9 +7,9 @@ use std::{
     path::PathBuf,
 };
 
-use proto::v1::{self, VmPhase};
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 use tonic::{Code, Status};
+use vmmd_api::v1::{self, VmPhase};
 
 use crate::harness::{Daemon, command, refusal, status, uid};
 

@@ -8,12 +8,12 @@ use std::{
 };
 
 use prost::Message as _;
-use proto::v1::{
+use tonic::Code;
+use vmmd_api::v1::{
     self, image_service_client::ImageServiceClient, image_spec::Source,
     network_service_client::NetworkServiceClient, node_service_client::NodeServiceClient,
     snapshot_service_client::SnapshotServiceClient, vm_service_client::VmServiceClient,
 };
-use tonic::Code;
 
 use crate::harness::{Daemon, connect, refusal};
 

@@ -3,9 +3,9 @@
 
 use std::{fs, os::unix::fs::symlink, path::Path};
 
-use proto::v1::{self, DiskFormat, RunPolicy, VmPhase, volume_spec::Source};
 use rustix::process::{Signal, kill_process};
 use tonic::{Code, Status};
+use vmmd_api::v1::{self, DiskFormat, RunPolicy, VmPhase, volume_spec::Source};
 
 use crate::{
     disks::raw,

@@ -6,7 +6,6 @@ use des::{
     Des,
     cipher::{Array, BlockCipherEncrypt, KeyInit},
 };
-use proto::v1::{self, VncTicketKind};
 use rustls::pki_types::ServerName;
 use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWriteExt},
@@ -15,6 +14,7 @@ use tokio::{
 };
 use tokio_rustls::{TlsConnector, client::TlsStream};
 use tonic::{Code, Status};
+use vmmd_api::v1::{self, VncTicketKind};
 
 use crate::{
     harness::{Daemon, PATIENCE, refusal},

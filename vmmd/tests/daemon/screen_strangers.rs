@@ -3,12 +3,12 @@
 
 use std::{fs, net::SocketAddr};
 
-use proto::v1::VncTicketKind::{Password, Web};
 use tokio::{
     io::AsyncWriteExt,
     net::{TcpSocket, TcpStream},
     time::timeout,
 };
+use vmmd_api::v1::VncTicketKind::{Password, Web};
 
 use crate::{
     harness::{Daemon, PATIENCE, command},

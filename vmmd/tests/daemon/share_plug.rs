@@ -2,9 +2,9 @@
 
 use std::{fs, io::ErrorKind, os::unix::fs::chown};
 
-use proto::v1::{self, MemoryBacking, SharePhase};
 use rustix::process::Pid;
 use tonic::Code;
+use vmmd_api::v1::{self, MemoryBacking, SharePhase};
 
 use crate::{
     console::Client,

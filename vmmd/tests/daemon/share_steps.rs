@@ -3,10 +3,10 @@
 
 use std::time::{Duration, Instant};
 
-use proto::v1::{self, SharePhase, VmPhase};
 use rstest::rstest;
 use rustix::process::{Pid, Signal, kill_process};
 use tonic::{Code, Status};
+use vmmd_api::v1::{self, SharePhase, VmPhase};
 
 use crate::{
     harness::{Daemon, PATIENCE, status},

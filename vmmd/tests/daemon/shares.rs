@@ -7,9 +7,9 @@ use std::{
     path::PathBuf,
 };
 
-use proto::v1::{self, SharePhase, VmPhase};
 use rustix::process::{Pid, Signal, kill_process};
 use tonic::{Code, Status};
+use vmmd_api::v1::{self, SharePhase, VmPhase};
 
 use crate::harness::{Daemon, refusal, status, vm_pid};
 

@@ -1,7 +1,7 @@
 //! The largest requests that the API's fields allow.
 
-use proto::v1::{self, peer_service_client::PeerServiceClient};
 use tonic::Code;
+use vmmd_api::v1::{self, peer_service_client::PeerServiceClient};
 
 use crate::{
     harness::{Daemon, connect, refusal},

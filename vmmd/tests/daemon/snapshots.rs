@@ -12,12 +12,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::v1::{
-    self, ConditionStatus, VmPhase, nic_spec::Attachment, snapshot_service_client::SnapshotServiceClient,
-};
 use rustix::process::{Signal, kill_process};
 use tokio::task::JoinHandle;
 use tonic::{Code, Status, transport::Channel};
+use vmmd_api::v1::{
+    self, ConditionStatus, VmPhase, nic_spec::Attachment, snapshot_service_client::SnapshotServiceClient,
+};
 
 use crate::{
     console::Client,

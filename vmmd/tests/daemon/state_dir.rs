@@ -7,9 +7,9 @@ use std::{
     time::Duration,
 };
 
-use proto::v1::{self, VmPhase};
 use serde_json::Value;
 use tonic::Code;
+use vmmd_api::v1::{self, VmPhase};
 
 use crate::{
     console::Client,

@@ -1,8 +1,8 @@
 //! Resource usage, counters and logs of a VM.
 
-use proto::v1::{self, nic_spec::Attachment};
 use tokio_stream::StreamExt;
 use tonic::{Code, Status};
+use vmmd_api::v1::{self, nic_spec::Attachment};
 
 use crate::{
     harness::{Daemon, PATIENCE, refusal},

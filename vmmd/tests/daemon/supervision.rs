@@ -7,7 +7,6 @@ use std::{
 };
 
 use prost::Message as _;
-use proto::v1::{self, VmPhase};
 use redb::{Database, ReadableDatabase, ReadableTable, TableDefinition};
 use rustix::{
     fs::{FlockOperation, flock},
@@ -18,6 +17,7 @@ use tonic::{Code, Status};
 use tonic_health::pb::{
     HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient,
 };
+use vmmd_api::v1::{self, VmPhase};
 
 use crate::{
     console::Client,

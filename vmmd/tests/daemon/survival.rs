@@ -2,11 +2,11 @@
 
 use std::{fs, time::Duration};
 
-use proto::{
+use rustix::process::{Signal, kill_process};
+use vmmd_api::{
     v1::{self, ConditionStatus, ExitReason, VmPhase},
     well_known,
 };
-use rustix::process::{Signal, kill_process};
 
 use crate::{
     console::Client,

@@ -4,12 +4,12 @@ use std::{collections::BTreeMap, fs, future::Future, process::Command, time::Dur
 
 use prost::Message;
 use prost_types::FileDescriptorSet;
-use proto::v1::{self, node_service_client::NodeServiceClient, vm_service_client::VmServiceClient};
 use rustix::process::{Signal, kill_process};
 use tokio::time::timeout;
 use tonic::{Code, Request, Status, client::Grpc, codegen::http::uri::PathAndQuery, transport::Channel};
 use tonic_prost::ProstCodec;
 use tonic_types::StatusExt;
+use vmmd_api::v1::{self, node_service_client::NodeServiceClient, vm_service_client::VmServiceClient};
 
 use crate::{
     harness::{Daemon, refusal},
@@ -41,7 +41,7 @@ async fn call(channel: &Channel, method: &str) -> Result<(), Status> {
 fn methods() -> Vec<String> {
     let mut methods = Vec::new();
     for set in [
-        proto::DESCRIPTORS,
+        vmmd_api::DESCRIPTORS,
         tonic_health::pb::FILE_DESCRIPTOR_SET,
         tonic_reflection::pb::v1::FILE_DESCRIPTOR_SET,
         tonic_reflection::pb::v1alpha::FILE_DESCRIPTOR_SET,

@@ -5,15 +5,15 @@ mod disks;
 
 use std::time::Duration;
 
-use proto::{
+use tonic::{Code, Status};
+use tonic_types::StatusExt;
+use vmmd_api::{
     v1::{
         self, ApplyMode, AttachmentPhase, ConditionStatus, DiskSpec, NicSpec, RateGroup, RateLimit, VmPhase,
         nic_spec,
     },
     well_known,
 };
-use tonic::{Code, Status};
-use tonic_types::StatusExt;
 
 use crate::{
     attach::{disk, names, phase},

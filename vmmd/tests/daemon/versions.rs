@@ -6,8 +6,8 @@ use std::{
     process::{Command, Stdio},
 };
 
-use proto::v1::{self, AttachmentPhase, ConditionStatus, ExitReason, VmPhase};
 use tonic::{Code, Status};
+use vmmd_api::v1::{self, AttachmentPhase, ConditionStatus, ExitReason, VmPhase};
 
 use crate::{
     attach::{disk, phase},

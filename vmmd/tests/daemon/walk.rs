@@ -7,8 +7,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::v1::{self, AttachmentPhase, VmPhase};
 use rustix::fs::{FlockOperation, flock};
+use vmmd_api::v1::{self, AttachmentPhase, VmPhase};
 
 use crate::harness::{Daemon, PATIENCE, status};
 

@@ -1,8 +1,8 @@
 //! `WatchVms`.
 
-use proto::v1::{VmPhase, WatchEventType, WatchVmsResponse};
 use tokio_stream::StreamExt;
 use tonic::Streaming;
+use vmmd_api::v1::{VmPhase, WatchEventType, WatchVmsResponse};
 
 use crate::harness::Daemon;
 

@@ -1,6 +1,6 @@
 //! The balloon, which prints its target on the console.
 
-use proto::vmm::{Error, ErrorKind, MachineSpec, SetBalloon, response::Result as Outcome};
+use vmm_protocol::vmm::{Error, ErrorKind, MachineSpec, SetBalloon, response::Result as Outcome};
 
 use crate::guest::Guest;
 

@@ -8,8 +8,8 @@ use std::{
     thread,
 };
 
-use proto::{
-    model::machine::Machine,
+use vmm_protocol::{
+    machine::Machine,
     vmm::{
         Boot, Error, ErrorKind, ExitKind, HelloReply, Message, PauseReason, Request, Response, State, Status,
         message::Kind, request::Op, response::Result as Outcome,

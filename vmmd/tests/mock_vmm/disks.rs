@@ -5,7 +5,7 @@ use std::{
     os::{fd::OwnedFd, unix::fs::FileExt},
 };
 
-use proto::vmm::{
+use vmm_protocol::vmm::{
     AttachDisk, DetachDisk, Disk, DiskDetached, DiskStats, DiskStatsReply, Error, ErrorKind, ImageFormat,
     MachineStats, OperationStats, ResizeDisk, SetRateLimit, VcpuStats, event, response::Result as Outcome,
     set_rate_limit::Target,
@@ -105,7 +105,7 @@ pub fn detach(guest: &Guest, request: &DetachDisk) -> Option<Outcome> {
     {
         return refuse(ErrorKind::NotFound, "there is no such disk");
     }
-    let paused = guest.status().state() == proto::vmm::State::Paused;
+    let paused = guest.status().state() == vmm_protocol::vmm::State::Paused;
     if request.force || (how.is_none() && !paused) {
         eject(guest, &request.name, request.force);
     }

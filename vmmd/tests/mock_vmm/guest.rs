@@ -19,11 +19,11 @@ use std::{
 };
 
 use prost::Message;
-use proto::vmm::{
+use rustix::fs::{FlockOperation, flock};
+use vmm_protocol::vmm::{
     CrashReset, DeviceError, Ended, Event, ExitKind, ExitRecord, GuestPanicked, GuestReset, MachineSpec,
     OnCrash, PauseReason, State, StateChanged, Status, event::Kind,
 };
-use rustix::fs::{FlockOperation, flock};
 
 use crate::{
     balloon,

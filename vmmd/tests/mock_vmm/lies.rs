@@ -8,7 +8,7 @@ use std::{
 };
 
 use prost::Message as _;
-use proto::{
+use vmm_protocol::{
     vmm::{
         DeviceError, DiskDetached, DiskStats, DiskStatsReply, Event, ExitRecord, Message, Response, State,
         StateChanged, Status, event::Kind as EventKind, message::Kind, response::Result as Outcome,

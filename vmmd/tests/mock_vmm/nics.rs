@@ -2,7 +2,7 @@
 
 use std::os::fd::OwnedFd;
 
-use proto::vmm::{
+use vmm_protocol::vmm::{
     AttachNic, DetachNic, Error, ErrorKind, MachineSpec, NicDetached, NicStats, event,
     response::Result as Outcome,
 };

@@ -5,7 +5,7 @@ use std::{
     os::{fd::OwnedFd, unix::net::UnixStream},
 };
 
-use proto::vmm::{
+use vmm_protocol::vmm::{
     AttachShare, DetachShare, Error, ErrorKind, MachineSpec, ShareDetached, ShareStats, event,
     response::Result as Outcome,
 };

@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use proto::vmm::{
+use vmm_protocol::vmm::{
     DisksQuiet, Error, ErrorKind, ImageFormat, MigrationDisks, MigrationPolicy, MigrationRound, PauseReason,
     Save, SaveReply, Send, SendReply, State, event, response::Result as Outcome,
 };

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use proto::v1::{self, VmPhase};
+use vmmd_api::v1::{self, VmPhase};
 
 use super::Done;
 use crate::{

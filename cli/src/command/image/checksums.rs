@@ -2,7 +2,7 @@
 
 use std::{fs::File, io::Read as _, path::Path};
 
-use proto::model::image::{checksum_text, file_checksum};
+use vmmd_spec::image::{checksum_text, file_checksum};
 
 use crate::failure::{Code, Failure, Result};
 

@@ -6,7 +6,7 @@ use std::{
     path::Path,
 };
 
-use proto::v1::{self, image_spec::Source};
+use vmmd_api::v1::{self, image_spec::Source};
 
 use crate::{
     args::image::Oci,

@@ -11,10 +11,10 @@ use std::{
     },
 };
 
-use proto::v1::{self, export_snapshot_response as exported, import_snapshot_request as imported};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
+use vmmd_api::v1::{self, export_snapshot_response as exported, import_snapshot_request as imported};
 
 use crate::{
     args::snapshot::{ExportSnapshot, ImportSnapshot},

@@ -1,10 +1,10 @@
 //! The daemon's part that is about disks.
 
-use proto::v1::{
-    self, AttachmentPhase, VmPhase, WatchEventType, disk_service_server::DiskService, volume_spec::Source,
-};
 use tonic::{Code, Request, Response, Status};
 use tonic_types::{ErrorDetails, StatusExt as _};
+use vmmd_api::v1::{
+    self, AttachmentPhase, VmPhase, WatchEventType, disk_service_server::DiskService, volume_spec::Source,
+};
 
 use super::{Answer, Events, State, lock, refusal};
 

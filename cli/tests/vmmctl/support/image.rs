@@ -1,7 +1,7 @@
 //! Images, which are made at once.
 
-use proto::v1::{self, ImagePhase, image_service_server::ImageService};
 use tonic::{Code, Request, Response, Status, Streaming};
+use vmmd_api::v1::{self, ImagePhase, image_service_server::ImageService};
 
 use super::{Answer, Events, State, lock, refusal};
 

@@ -1,7 +1,7 @@
 //! Migrations, which end when somebody watches them. The node `full` refuses all VMs.
 
-use proto::v1::{self, migration_service_server::MigrationService};
 use tonic::{Code, Request, Response};
+use vmmd_api::v1::{self, migration_service_server::MigrationService};
 
 use super::{Answer, State, refusal};
 

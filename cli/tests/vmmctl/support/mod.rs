@@ -20,7 +20,11 @@ use std::{
     time::Duration,
 };
 
-use proto::{
+use tokio::{net::UnixListener, sync::broadcast};
+use tokio_stream::{Stream, wrappers::UnixListenerStream};
+use tonic::{Code, Response, Status};
+use tonic_types::{ErrorDetails, StatusExt as _};
+use vmmd_api::{
     rule::Mutation,
     v1::{
         self, VmPhase, WatchEventType, disk_service_server::DiskServiceServer,
@@ -30,10 +34,6 @@ use proto::{
         snapshot_service_server::SnapshotServiceServer, vm_service_server::VmServiceServer,
     },
 };
-use tokio::{net::UnixListener, sync::broadcast};
-use tokio_stream::{Stream, wrappers::UnixListenerStream};
-use tonic::{Code, Response, Status};
-use tonic_types::{ErrorDetails, StatusExt as _};
 
 type Answer<T> = Result<Response<T>, Status>;
 type Events<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;

@@ -1,7 +1,7 @@
 //! Networks.
 
-use proto::v1::{self, WatchEventType, network_service_server::NetworkService};
 use tonic::{Code, Request, Response, Status};
+use vmmd_api::v1::{self, WatchEventType, network_service_server::NetworkService};
 
 use super::{Answer, Events, State, lock, refusal};
 

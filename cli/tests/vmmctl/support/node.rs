@@ -1,7 +1,7 @@
 //! The node, whose changes are written down and change nothing.
 
-use proto::v1::{self, node_service_server::NodeService};
 use tonic::{Request, Response, Status};
+use vmmd_api::v1::{self, node_service_server::NodeService};
 
 use super::{Answer, Events, State};
 

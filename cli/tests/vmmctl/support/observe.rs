@@ -2,9 +2,12 @@
 
 use std::time::Duration;
 
-use proto::{v1, v1::event_service_server::EventService, well_known};
 use tokio_stream::{StreamExt as _, wrappers::BroadcastStream};
 use tonic::{Request, Response, Status};
+use vmmd_api::{
+    v1::{self, event_service_server::EventService},
+    well_known,
+};
 
 use super::{Answer, Events, State, lock};
 

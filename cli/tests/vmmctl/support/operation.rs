@@ -1,7 +1,7 @@
 //! Operations, which end when somebody watches or cancels them.
 
-use proto::v1::{self, OperationPhase, operation_service_server::OperationService};
 use tonic::{Code, Request, Response, Status};
+use vmmd_api::v1::{self, OperationPhase, operation_service_server::OperationService};
 
 use super::{Answer, Events, State, lock, refusal};
 

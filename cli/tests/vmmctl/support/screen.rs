@@ -1,10 +1,10 @@
 //! The screen of a running VM: an RFB server with a picture of 4 x 3 pixels that records pressed
 //! keys.
 
-use proto::v1::{self, VmPhase, vnc_request::Message};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Response, Status, Streaming};
+use vmmd_api::v1::{self, VmPhase, vnc_request::Message};
 
 use super::{Answer, Events, State};
 

@@ -2,12 +2,12 @@
 
 use std::pin::Pin;
 
-use proto::v1::{
+use tokio_stream::Stream;
+use tonic::{Code, Request, Response, Status, Streaming};
+use vmmd_api::v1::{
     self, export_snapshot_response::Message as Exported, import_snapshot_request::Message as Imported,
     snapshot_service_server::SnapshotService,
 };
-use tokio_stream::Stream;
-use tonic::{Code, Request, Response, Status, Streaming};
 
 use super::{Answer, State, lock, refusal};
 

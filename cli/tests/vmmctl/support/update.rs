@@ -1,10 +1,8 @@
 //! Updates of VMs: cores wait for a restart, everything else is live.
 
-use proto::{
-    model::mask::UpdateMask,
-    v1::{self, ApplyMode, VmPhase},
-};
 use tonic::{Code, Status};
+use vmmd_api::v1::{self, ApplyMode, VmPhase};
+use vmmd_spec::mask::UpdateMask;
 
 use super::{State, lock, refusal};
 

@@ -1,11 +1,11 @@
 //! The daemon's part that is about VMs.
 
-use proto::v1::{
-    self, VmPhase, WatchEventType, console_request, console_response, vm_service_server::VmService,
-};
 use tokio_stream::StreamExt as _;
 use tonic::{Code, Request, Response, Status, Streaming};
 use tonic_types::{ErrorDetails, StatusExt as _};
+use vmmd_api::v1::{
+    self, VmPhase, WatchEventType, console_request, console_response, vm_service_server::VmService,
+};
 
 use super::{Answer, Events, State, lock, matches, refusal};
 

@@ -39,7 +39,7 @@ pub const MAX_KERNEL: u64 = 256 << 20;
 /// Longest initial RAM disks together in bytes.
 pub const MAX_INITRD: u64 = 1 << 30;
 /// Longest command line in bytes.
-const MAX_CMDLINE: usize = proto::model::vm::MAX_CMDLINE;
+const MAX_CMDLINE: usize = vmmd_spec::vm::MAX_CMDLINE;
 /// Where grub.cfg is, on a file system for all or on one for `/boot`.
 const GRUB: [&str; 4] = ["/boot/grub", "/boot/grub2", "/grub", "/grub2"];
 /// Most entries that are looked at, of a kind.

@@ -1,6 +1,6 @@
 //! Exit codes of the process; part of the user interface (`vmm run --help`).
 
-use proto::vmm::ExitKind;
+use vmm_protocol::vmm::ExitKind;
 
 /// The guest powered off, or the run was stopped as asked.
 pub const OK: i32 = 0;

@@ -16,7 +16,7 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use proto::vmm::{ExitKind, ExitRecord};
+use vmm_protocol::vmm::{ExitKind, ExitRecord};
 
 /// Longest record in bytes; longer messages are cut.
 const MAX_LENGTH: usize = 512;

@@ -1,6 +1,6 @@
 use std::collections::BTreeMap;
 
-use proto::model::topology::Topology;
+use vmmd_spec::topology::Topology;
 
 use super::*;
 use crate::{board::cpuid::apic_id, memory::layout};

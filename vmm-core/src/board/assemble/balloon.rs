@@ -3,7 +3,7 @@
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use devices::virtio::balloon::{Balloon, BalloonControl, BalloonOptions};
-use proto::{model, vmm};
+use vmm_protocol::vmm;
 
 use super::{Assembly, Failure};
 use crate::memory::RamReclaim;
@@ -15,7 +15,7 @@ const PATIENCE: Duration = Duration::from_millis(20);
 /// Age up to which a guest's statistics are reused.
 const FRESH: Duration = Duration::from_secs(1);
 
-pub(super) fn build(assembly: &mut Assembly, spec: &model::machine::Balloon) -> Result<(), Failure> {
+pub(super) fn build(assembly: &mut Assembly, spec: &vmm_protocol::machine::Balloon) -> Result<(), Failure> {
     let options = BalloonOptions {
         free_page_reporting: spec.free_page_reporting,
         target: spec.target_bytes,

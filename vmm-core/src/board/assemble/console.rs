@@ -6,7 +6,7 @@ use devices::{
     serial::{History, Server, Setup, history::Capacity},
     virtio::console::Console,
 };
-use proto::{model::machine, vmm::ErrorKind};
+use vmm_protocol::{machine, vmm::ErrorKind};
 
 use super::{Assembly, Failure};
 use crate::board::machine::VirtioConsole;

@@ -7,13 +7,11 @@ use devices::{
     rate::{Limiter, Limits},
     virtio::blk::{Blk, BlkOptions, OnError},
 };
-use proto::{
-    model::{
-        disk::{self, Format, RateLimit},
-        machine::{Disk, DiskLimit, Machine},
-    },
+use vmm_protocol::{
+    machine::{Disk, DiskLimit, Machine},
     vmm::ErrorKind,
 };
+use vmmd_spec::disk::{self, Format, RateLimit};
 
 use super::{Failure, Fds, Sockets};
 use crate::{board::disks::Fitted, lifecycle::with_causes, migration::ReceivedDisk};

@@ -9,8 +9,8 @@ use devices::{
     pci::PciWindows,
     virtio::{gpu::Gpu, input::Input, transport::memory_address},
 };
-use proto::{model::machine, vmm::ErrorKind};
 use rfb::Size;
+use vmm_protocol::{machine, vmm::ErrorKind};
 
 use super::{Assembly, Failure};
 use crate::board::{boot::BootFramebuffer, video::Video};

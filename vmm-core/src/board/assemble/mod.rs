@@ -39,12 +39,13 @@ use devices::{
     },
 };
 use kvm_bindings::CpuId;
-use proto::{
-    model::{self, Violations, machine::FdIndex, pci::PciSlot, resources::MemoryOptions},
+use vmm_base::GuestMemory;
+use vmm_protocol::{
+    machine::FdIndex,
     state,
     vmm::{self, ErrorKind, MachineSpec},
 };
-use vmm_base::GuestMemory;
+use vmmd_spec::{Violations, pci::PciSlot, resources::MemoryOptions};
 
 use self::disk::Locks;
 use super::{
@@ -95,8 +96,8 @@ impl Assembler {
         fds: Vec<OwnedFd>,
         notifier: Notifier,
     ) -> Result<Machine, Failure> {
-        let spec =
-            model::machine::Machine::new(spec, fds.len()).map_err(|violations| invalid(&violations))?;
+        let spec = vmm_protocol::machine::Machine::new(spec, fds.len())
+            .map_err(|violations| invalid(&violations))?;
         let mut fds = Fds::new(fds);
         let ram = GuestRam::with_options(spec.memory_bytes, backing(&spec), &spec.memory)?;
         let (host, windows) = ground(&spec, &mut fds)?;
@@ -124,8 +125,8 @@ impl Assembler {
         ram: GuestRam,
         saved: state::Machine,
     ) -> Result<Machine, Failure> {
-        let spec =
-            model::machine::Machine::new(spec, fds.len()).map_err(|violations| invalid(&violations))?;
+        let spec = vmm_protocol::machine::Machine::new(spec, fds.len())
+            .map_err(|violations| invalid(&violations))?;
         self.restore_onto(&spec, Grounds::new(Fds::new(fds)), notifier, ram, saved)
     }
 
@@ -138,8 +139,8 @@ impl Assembler {
         notifier: Notifier,
         restore: &vmm::Restore,
     ) -> Result<Machine, Failure> {
-        let spec =
-            model::machine::Machine::new(spec, fds.len()).map_err(|violations| invalid(&violations))?;
+        let spec = vmm_protocol::machine::Machine::new(spec, fds.len())
+            .map_err(|violations| invalid(&violations))?;
         let mut fds = Fds::new(fds);
         let index = usize::try_from(restore.snapshot_fd).unwrap_or(usize::MAX);
         let source = File::from(fds.take(FdIndex(index))?);
@@ -180,7 +181,7 @@ impl Assembler {
     /// The received data is untrusted.
     fn assemble_received(
         &mut self,
-        spec: &model::machine::Machine,
+        spec: &vmm_protocol::machine::Machine,
         mut fds: Fds,
         notifier: Notifier,
         restore: &vmm::Restore,
@@ -207,7 +208,7 @@ impl Assembler {
 
     fn restore_onto(
         &mut self,
-        spec: &model::machine::Machine,
+        spec: &vmm_protocol::machine::Machine,
         Grounds {
             mut fds,
             locks,
@@ -244,7 +245,7 @@ impl Builder for Assembler {
     }
 }
 
-fn backing(spec: &model::machine::Machine) -> Backing {
+fn backing(spec: &vmm_protocol::machine::Machine) -> Backing {
     if spec.memory_shared {
         Backing::Shared
     } else {
@@ -271,13 +272,17 @@ fn invalid(violations: &Violations) -> Failure {
 }
 
 /// The host's KVM, and the addresses that the machine's PCI buses have on it.
-fn ground(spec: &model::machine::Machine, fds: &mut Fds) -> Result<(Host, PciWindows), Failure> {
+fn ground(spec: &vmm_protocol::machine::Machine, fds: &mut Fds) -> Result<(Host, PciWindows), Failure> {
     let host = Host::from_fd(fds.take(spec.kvm)?)?;
     let windows = pci_windows(spec.memory_bytes, host.physical_address_bits()?);
     Ok((host, windows))
 }
 
-fn image(spec: &model::machine::Machine, fds: &mut Fds, windows: &PciWindows) -> Result<Image, Failure> {
+fn image(
+    spec: &vmm_protocol::machine::Machine,
+    fds: &mut Fds,
+    windows: &PciWindows,
+) -> Result<Image, Failure> {
     let apic_ids = (0..spec.topology.cores()).map(|vcpu| cpuid::apic_id(spec.topology, vcpu));
     Image::new(spec, fds, apic_ids.collect(), windows)
 }
@@ -332,7 +337,7 @@ pub(super) struct Sockets {
 
 impl Assembly {
     fn new(
-        spec: &model::machine::Machine,
+        spec: &vmm_protocol::machine::Machine,
         host: Host,
         windows: PciWindows,
         fds: Fds,
@@ -391,7 +396,7 @@ impl Assembly {
     /// result for the caller.
     fn build<T>(
         mut self,
-        spec: &model::machine::Machine,
+        spec: &vmm_protocol::machine::Machine,
         console: Option<Console>,
         image: impl FnOnce() -> Result<(Image, T), Failure>,
     ) -> Result<(Machine, T), Failure> {
@@ -568,7 +573,7 @@ impl Sockets {
 }
 
 /// Checks the machine's size against the limits of KVM and of the host's processors.
-fn holds(host: &Host, vm: &Vm, spec: &model::machine::Machine) -> Result<(), Failure> {
+fn holds(host: &Host, vm: &Vm, spec: &vmm_protocol::machine::Machine) -> Result<(), Failure> {
     let wanted = usize::try_from(spec.topology.cores()).unwrap_or(usize::MAX);
     let max = vm.max_vcpus();
     if wanted > max {

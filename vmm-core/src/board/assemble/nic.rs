@@ -7,10 +7,8 @@ use devices::{
     rate::Limiter,
     virtio::net::{Net, NetOptions},
 };
-use proto::{
-    model::{machine, nic::NicSwitches},
-    vmm::ErrorKind,
-};
+use vmm_protocol::{machine, vmm::ErrorKind};
+use vmmd_spec::nic::NicSwitches;
 
 use super::{Failure, Fds, Sockets, disk};
 use crate::{board::nics::Nic, lifecycle::with_causes};

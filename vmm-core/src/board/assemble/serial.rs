@@ -7,8 +7,8 @@ use devices::serial::{
     history::Capacity,
     log::{DEFAULT_LIMIT, Log},
 };
-use proto::{model, vmm::ErrorKind};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+use vmm_protocol::vmm::ErrorKind;
 
 use super::{Assembly, Console, Failure};
 use crate::{
@@ -18,7 +18,7 @@ use crate::{
 
 pub(super) fn build(
     assembly: &mut Assembly,
-    spec: &model::machine::Machine,
+    spec: &vmm_protocol::machine::Machine,
     console: Option<Console>,
 ) -> Result<SerialPort, Failure> {
     let mut setup = Setup::default();

@@ -1,7 +1,7 @@
 //! A directory of the node that another process serves.
 
 use devices::virtio::fs::Fs;
-use proto::{model::machine, vmm::ErrorKind};
+use vmm_protocol::{machine, vmm::ErrorKind};
 
 use super::{Failure, Fds, Sockets};
 use crate::board::shares::Share;

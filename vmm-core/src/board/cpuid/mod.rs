@@ -12,7 +12,7 @@
 mod tests;
 
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
-use proto::model::topology::Topology;
+use vmmd_spec::topology::Topology;
 
 use crate::kvm::{Host, KvmError};
 

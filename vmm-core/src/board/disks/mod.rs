@@ -41,11 +41,12 @@ use devices::{
         transport::VirtioPciDevice,
     },
 };
-use proto::{
-    model::{disk::RateLimit, machine, topology::Topology},
+use tracing::error;
+use vmm_protocol::{
+    machine,
     vmm::{self, ErrorKind},
 };
-use tracing::error;
+use vmmd_spec::{disk::RateLimit, topology::Topology};
 
 use self::opening::{Opener, Opening};
 use super::{

@@ -6,8 +6,8 @@ use std::sync::{
 };
 
 use block::Image;
-use proto::{model::machine::Disk, vmm::ErrorKind};
 use vmm_base::thread::{self, ThreadKind};
+use vmm_protocol::{machine::Disk, vmm::ErrorKind};
 
 use super::super::{assemble::Fds, leaving::Leaving};
 use crate::lifecycle::{Failure, Notice, Notifier, Pluggable, Token};

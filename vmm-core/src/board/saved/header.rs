@@ -2,7 +2,7 @@
 //! configuration.
 
 use kvm_bindings::CpuId;
-use proto::state::{CpuidEntry, MachineHeader, PciDevice, StateError};
+use vmm_protocol::state::{CpuidEntry, MachineHeader, PciDevice, StateError};
 
 /// The virtual platform that this program builds (the SMBIOS version and the memory map are part of it).
 const PLATFORM: &str = "v1";

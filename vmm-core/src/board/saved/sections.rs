@@ -1,6 +1,6 @@
 //! The sections of a state that is read back: each is taken once, by the component that it belongs to.
 
-use proto::state::{Saved, Section, StateError};
+use vmm_protocol::state::{Saved, Section, StateError};
 
 /// See the module.
 pub(super) struct Sections(Vec<Section>);
@@ -42,7 +42,7 @@ impl Sections {
 
 #[cfg(test)]
 mod tests {
-    use proto::state::{Clock, Pit};
+    use vmm_protocol::state::{Clock, Pit};
 
     use super::*;
 

@@ -1,6 +1,6 @@
 //! kvmclock.
 
-use proto::state;
+use vmm_protocol::state;
 
 use super::super::vm::Clock;
 

@@ -10,7 +10,7 @@ use kvm_bindings::{
     KVM_VCPUEVENT_VALID_TRIPLE_FAULT, kvm_enable_cap, kvm_vcpu_events,
 };
 use kvm_ioctls::VmFd;
-use proto::state::{Events, StateError};
+use vmm_protocol::state::{Events, StateError};
 
 use super::{super::host::KvmError, narrow};
 

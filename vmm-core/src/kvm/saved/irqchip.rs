@@ -4,7 +4,7 @@ use kvm_bindings::{
     KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, kvm_ioapic_state,
     kvm_ioapic_state__bindgen_ty_1, kvm_irqchip, kvm_irqchip__bindgen_ty_1, kvm_pic_state,
 };
-use proto::state::{InterruptControllers, IoApic, Pic, StateError};
+use vmm_protocol::state::{InterruptControllers, IoApic, Pic, StateError};
 
 use super::{
     super::{host::KvmError, vm::Vm},

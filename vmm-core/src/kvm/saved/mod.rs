@@ -30,7 +30,7 @@ mod xsave;
 
 use std::io;
 
-use proto::state::StateError;
+use vmm_protocol::state::StateError;
 
 use super::host::KvmError;
 

@@ -8,7 +8,7 @@
 use std::collections::BTreeSet;
 
 use kvm_bindings::{Msrs, kvm_msr_entry};
-use proto::state::{Msr, StateError};
+use vmm_protocol::state::{Msr, StateError};
 
 use super::super::{host::KvmError, vcpu::Vcpu};
 

@@ -3,7 +3,7 @@
 use kvm_bindings::{
     KVM_PIT_FLAGS_HPET_LEGACY, KVM_PIT_FLAGS_SPEAKER_DATA_ON, kvm_pit_channel_state, kvm_pit_state2,
 };
-use proto::state::{Pit, PitChannel, StateError};
+use vmm_protocol::state::{Pit, PitChannel, StateError};
 
 use super::{
     super::{host::KvmError, vm::Vm},

@@ -4,7 +4,7 @@ use kvm_bindings::{
     KVM_CAP_SREGS2, KVM_SREGS2_FLAGS_PDPTRS_VALID, KVMIO, kvm_debugregs, kvm_dtable, kvm_regs, kvm_segment,
     kvm_sregs, kvm_sregs2, kvm_xcr, kvm_xcrs,
 };
-use proto::state::{
+use vmm_protocol::state::{
     DebugRegisters, DescriptorTable, ExtendedControlRegister, GeneralRegisters, Segment, SpecialRegisters,
     StateError,
 };

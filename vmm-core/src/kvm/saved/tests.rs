@@ -1,7 +1,7 @@
 use std::sync::Arc;
 
 use prost::Message;
-use proto::state::{InterruptControllers, Pit};
+use vmm_protocol::state::{InterruptControllers, Pit};
 
 use super::{super::*, *};
 

@@ -6,7 +6,7 @@
 //! one moment of the pause, and again after kvmclock is set at the resume. The counter's excess
 //! over kvmclock in between is subtracted from all vCPUs' offsets.
 
-use proto::state::StateError;
+use vmm_protocol::state::StateError;
 
 use super::{
     super::{host::KvmError, vcpu::Vcpu, vm::Clock},

@@ -8,7 +8,7 @@
 
 use kvm_bindings::{KVM_CAP_VCPU_ATTRIBUTES, KVM_VCPU_TSC_CTRL, KVM_VCPU_TSC_OFFSET, KVMIO, kvm_device_attr};
 use kvm_ioctls::Cap;
-use proto::state::{StateError, TimeStampCounter};
+use vmm_protocol::state::{StateError, TimeStampCounter};
 use vmm_sys_util::{ioctl::ioctl_with_ref, ioctl_iow_nr};
 
 use super::{

@@ -7,7 +7,7 @@ use kvm_bindings::{
     kvm_mp_state, nested::KvmNestedStateBuffer,
 };
 use kvm_ioctls::Cap;
-use proto::state::{self, StateError};
+use vmm_protocol::state::{self, StateError};
 
 use super::{
     super::{host::KvmError, vcpu::Vcpu, vcpu_state::VcpuState},

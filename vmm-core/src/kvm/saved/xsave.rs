@@ -2,7 +2,7 @@
 //! 5.17).
 
 use kvm_bindings::{KVM_CAP_XSAVE2, Xsave, kvm_xsave};
-use proto::state::StateError;
+use vmm_protocol::state::StateError;
 
 use super::super::{host::KvmError, vcpu::Vcpu};
 

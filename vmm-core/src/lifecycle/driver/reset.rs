@@ -7,8 +7,8 @@
 
 use std::time::{Duration, Instant};
 
-use proto::vmm::{ErrorKind, ExitKind};
 use tracing::{info, warn};
+use vmm_protocol::vmm::{ErrorKind, ExitKind};
 
 use super::{Driver, Next, exit_record};
 use crate::lifecycle::{

@@ -6,8 +6,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::vmm::{ErrorKind, PauseReason, SaveReply, SendReply};
 use tracing::{info, warn};
+use vmm_protocol::vmm::{ErrorKind, PauseReason, SaveReply, SendReply};
 
 use super::{Driver, Next};
 use crate::{
@@ -311,7 +311,10 @@ impl<A: Audience, B: Builder> Driver<A, B> {
     /// Ends the run, since the machine cannot continue.
     pub(super) fn lost(failure: &Failure) -> Next {
         let message = format!("going on after a snapshot: {}", failure.message);
-        Next::End(super::exit_record(proto::vmm::ExitKind::VmmError, message), None)
+        Next::End(
+            super::exit_record(vmm_protocol::vmm::ExitKind::VmmError, message),
+            None,
+        )
     }
 
     /// Takes the machine's state. An error means that the machine cannot continue.

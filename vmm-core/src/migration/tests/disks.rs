@@ -216,7 +216,7 @@ fn a_target_without_room_refuses_with_the_name_of_the_disk() {
     .unwrap_err();
     assert_eq!(error.to_string(), "writing disk root");
     let failure = crate::lifecycle::Failure::from(error);
-    assert_eq!(failure.kind, proto::vmm::ErrorKind::Resources);
+    assert_eq!(failure.kind, vmm_protocol::vmm::ErrorKind::Resources);
 }
 
 /// A file system without room.

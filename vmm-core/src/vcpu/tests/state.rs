@@ -2,8 +2,8 @@
 
 use std::sync::mpsc::Receiver;
 
-use proto::state::{self, Msr, StateError};
 use vm_memory::{Bytes, GuestAddress};
+use vmm_protocol::state::{self, Msr, StateError};
 
 use super::*;
 

@@ -2,7 +2,7 @@
 
 use std::{fs, path::Path};
 
-use proto::v1;
+use vmmd_api::v1;
 
 /// Facts that may change while the daemon runs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -1,7 +1,7 @@
 //! Resources of the node, demand of a VM, and placement. All are pure functions of facts and specs.
 //!
 //! [`facts`] reads from the kernel on demand. [`resources`] computes amounts from facts and specs,
-//! including the overhead of a `vmm` ([`proto::model::overhead`]). [`placement`] is the only place
+//! including the overhead of a `vmm` ([`vmmd_spec::overhead`]). [`placement`] is the only place
 //! that decides: for CheckPlacement, for CreateVm and for each start. A start holds the books of
 //! the [`ledger`](crate::ledger).
 

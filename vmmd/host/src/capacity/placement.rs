@@ -189,7 +189,8 @@ pub fn refuse(problems: &[Problem]) -> Result<(), Failure> {
 #[cfg(test)]
 pub(crate) mod tests {
     use proptest::prelude::*;
-    use proto::{model::vm::VmSpec, v1};
+    use vmmd_api::v1;
+    use vmmd_spec::vm::VmSpec;
 
     use super::*;
 

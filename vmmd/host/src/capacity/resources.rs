@@ -1,9 +1,7 @@
 //! Amounts of what VMs are given of the node.
 
-use proto::{
-    model::{overhead, resources::HugePages, vm::VmSpec},
-    v1,
-};
+use vmmd_api::v1;
+use vmmd_spec::{overhead, resources::HugePages, vm::VmSpec};
 
 use super::{
     Facts,

@@ -1,10 +1,12 @@
 //! Sizing policies: which sizes VMs may have on this node.
 
-use proto::{
-    model::{Violations, topology::Topology, vm, vm::VmSpec},
-    v1,
-};
 use serde::{Deserialize, Serialize};
+use vmmd_api::v1;
+use vmmd_spec::{
+    Violations,
+    topology::Topology,
+    vm::{self, VmSpec},
+};
 
 /// `[[sizing]]`: VMs of these many cores may have this much memory and these core fractions. A VM must fit one policy,
 /// when there are any.

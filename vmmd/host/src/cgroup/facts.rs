@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, fs, path::Path};
 
-use proto::model::{
+use vmmd_spec::{
     resources::{CpuSet, HugePages, MemoryOptions},
     vm::VmSpec,
 };

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, fmt};
 
-use proto::model::{
+use vmmd_spec::{
     cpu::CpuShare,
     overhead,
     resources::{CpuSet, MemoryOptions},

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
 use kube::{Api, Client, ResourceExt as _};
-use proto::{v1, well_known};
 use tonic::{Code, Status};
+use vmmd_api::{v1, well_known};
 
 use super::{
     images::NoImage,

@@ -4,10 +4,10 @@ use std::{collections::HashMap, time::Duration};
 
 use k8s_openapi::{ByteString, api::core::v1::Pod};
 use kube::ResourceExt as _;
-use proto::v1::{self, ImagePhase, OperationPhase};
 use serde_json::Value;
 use tokio::time::Instant;
 use tonic::{Code, Status};
+use vmmd_api::v1::{self, ImagePhase, OperationPhase};
 
 use super::{
     prepare::{Data, Lack},

@@ -16,13 +16,13 @@ use std::time::Duration;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Node, Pod};
 use kube::{Api, ResourceExt as _, runtime::events::EventType};
-use proto::{
-    v1::{self, OperationPhase, VmPhase},
-    well_known,
-};
 use serde_json::json;
 use tonic::Status;
 use tonic_types::StatusExt as _;
+use vmmd_api::{
+    v1::{self, OperationPhase, VmPhase},
+    well_known,
+};
 
 use super::{
     pod_status,

@@ -28,11 +28,11 @@ use std::{
 use jiff::Timestamp;
 use k8s_openapi::{api::core::v1::Pod, apimachinery::pkg::apis::meta::v1::Time};
 use kube::{ResourceExt as _, runtime::events::Recorder};
-use proto::v1;
 use tokio::{
     sync::mpsc,
     task::{AbortHandle, JoinSet},
 };
+use vmmd_api::v1;
 
 pub use self::{node::Settings, register::confined};
 use self::{

@@ -13,7 +13,7 @@ use k8s_openapi::{
         apis::meta::v1::{ObjectMeta, Time},
     },
 };
-use proto::v1::{self, ConditionStatus};
+use vmmd_api::v1::{self, ConditionStatus};
 
 use crate::{names, sources::Allowed};
 

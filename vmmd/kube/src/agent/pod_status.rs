@@ -10,7 +10,7 @@ use k8s_openapi::{
     },
     apimachinery::pkg::apis::meta::v1::Time,
 };
-use proto::{
+use vmmd_api::{
     v1::{self, ConditionStatus, ExitReason, RunPolicy, VmPhase},
     well_known,
 };

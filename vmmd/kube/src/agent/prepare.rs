@@ -11,8 +11,8 @@ use k8s_openapi::{
     api::core::v1::{ConfigMap, PersistentVolume, PersistentVolumeClaim, Pod, Secret},
 };
 use kube::{Api, ResourceExt as _};
-use proto::v1::{self, disk_spec};
 use tonic::Status;
+use vmmd_api::v1::{self, disk_spec};
 
 use super::work::{Error, Worker};
 use crate::sources::{self, CloudInitFrom, Place, Sources, ValueFrom};

@@ -15,9 +15,9 @@ use kube::{
     Api, Client, ResourceExt as _,
     api::{Patch, PatchParams, PostParams},
 };
-use proto::v1;
 use serde_json::json;
 use tokio::{sync::watch, time::Instant};
+use vmmd_api::v1;
 
 use super::node::{self, Settings};
 use crate::{

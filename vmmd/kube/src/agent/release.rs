@@ -8,9 +8,9 @@ use kube::{
     Api, ResourceExt as _,
     api::{DeleteParams, Patch, PatchParams, Preconditions},
 };
-use proto::v1;
 use serde_json::json;
 use tonic::Code;
+use vmmd_api::v1;
 
 use super::{
     migrate::Owner,

@@ -5,7 +5,7 @@ use std::time::Duration;
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::{Pod, PodStatus};
 use kube::ResourceExt as _;
-use proto::v1::{self, VmPhase};
+use vmmd_api::v1::{self, VmPhase};
 
 use super::pod_status;
 use crate::{

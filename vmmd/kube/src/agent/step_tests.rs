@@ -1,5 +1,5 @@
-use proto::v1::{ExitReason, RunPolicy};
 use serde_json::{Value, json};
+use vmmd_api::v1::{ExitReason, RunPolicy};
 
 use super::*;
 use crate::placeholder::{

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use k8s_openapi::api::core::v1::ObjectReference;
 use kube::runtime::events::{Event, EventType, Recorder};
-use proto::v1::{self, EventSeverity};
 use tonic::{Code, Status};
+use vmmd_api::v1::{self, EventSeverity};
 
 use crate::{
     daemon::{CALL, Daemon, within},

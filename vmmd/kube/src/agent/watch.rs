@@ -8,9 +8,9 @@ use kube::{
     Api, Client, ResourceExt as _,
     runtime::{WatchStreamExt as _, watcher},
 };
-use proto::v1::{self, WatchEventType};
 use tokio::sync::mpsc::Sender;
 use tonic::Status;
+use vmmd_api::v1::{self, WatchEventType};
 
 use crate::{
     backoff::{Watches, watching},

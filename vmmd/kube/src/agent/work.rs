@@ -13,9 +13,9 @@ use kube::{
     api::{Patch, PatchParams},
     runtime::events::{Event, EventType, Recorder},
 };
-use proto::{v1, well_known};
 use serde_json::{Value, json};
 use tonic::{Code, Status};
+use vmmd_api::{v1, well_known};
 
 use super::{
     images::Imports,

@@ -11,7 +11,7 @@
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::{Node, Pod};
 use kube::ResourceExt as _;
-use proto::v1::RunPolicy;
+use vmmd_api::v1::RunPolicy;
 
 use super::{migration, status};
 use crate::{

@@ -7,11 +7,11 @@
 use std::{pin::pin, time::Duration};
 
 use futures::stream;
-use proto::v1::{self, console_request, console_response};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::{sync::mpsc, time::timeout};
 use tonic::Streaming;
+use vmmd_api::v1::{self, console_request, console_response};
 
 use super::spdy::{Acceptor, Closed, Input, Output};
 use crate::daemon::{CALL, Daemon, within};

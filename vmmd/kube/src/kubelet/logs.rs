@@ -3,8 +3,8 @@
 use std::pin::Pin;
 
 use futures::{Stream, StreamExt as _, stream};
-use proto::v1::{self, console_request, console_response};
 use tonic::Status;
+use vmmd_api::v1::{self, console_request, console_response};
 
 use crate::daemon::Daemon;
 

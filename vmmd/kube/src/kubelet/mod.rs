@@ -33,8 +33,8 @@ use k8s_openapi::api::{
     core::v1::Pod,
 };
 use kube::{Api, Client, ResourceExt as _, api::PostParams};
-use proto::v1;
 use serde_json::json;
+use vmmd_api::v1;
 
 use self::{
     listener::{Listener, Peer},

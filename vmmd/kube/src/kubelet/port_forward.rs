@@ -6,13 +6,13 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use futures::stream;
-use proto::v1::{self, port_forward_request};
 use tokio::{
     sync::mpsc,
     task::JoinSet,
     time::{Instant, sleep_until},
 };
 use tonic::Streaming;
+use vmmd_api::v1::{self, port_forward_request};
 
 use super::spdy::{Acceptor, Closed, Input, Output, Stream};
 use crate::daemon::{CALL, Daemon, within};

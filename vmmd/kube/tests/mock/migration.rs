@@ -10,9 +10,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::v1::{self, OperationPhase, VmPhase, WatchEventType, migration_service_server::MigrationService};
 use tonic::{Code, Request, Response, Status};
 use tonic_types::{ErrorDetails, StatusExt as _};
+use vmmd_api::v1::{
+    self, OperationPhase, VmPhase, WatchEventType, migration_service_server::MigrationService,
+};
 
 use super::vmmd::{State, lock, move_id};
 
@@ -139,9 +141,9 @@ impl State {
                 ..v1::Operation::default()
             };
             operation.set_phase(phase);
-            operation.error = Some(proto::rpc::Status {
+            operation.error = Some(vmmd_api::rpc::Status {
                 message: message.to_owned(),
-                ..proto::rpc::Status::default()
+                ..vmmd_api::rpc::Status::default()
             });
             self.moves.wait_up();
             self.storage.put_operation(operation);

@@ -1,8 +1,8 @@
 //! The node that a mock describes.
 
-use proto::v1::{self, ConditionStatus, node_service_server::NodeService};
 use tokio_stream::StreamExt as _;
 use tonic::{Request, Response, Status};
+use vmmd_api::v1::{self, ConditionStatus, node_service_server::NodeService};
 
 use super::vmmd::{Answer, Events, State, lock, unused};
 

@@ -7,9 +7,9 @@ use std::{
     task::{Context, Poll},
 };
 
-use proto::rule::METHOD_RULES;
 use tonic::{Status, body::Body, codegen::http};
 use tower::{Layer, Service};
+use vmmd_api::rule::METHOD_RULES;
 
 use super::vmmd::lock;
 

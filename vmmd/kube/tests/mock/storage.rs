@@ -6,12 +6,12 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-use proto::v1::{
+use tokio_stream::Stream;
+use tonic::{Request, Response, Status, Streaming};
+use vmmd_api::v1::{
     self, DiskPhase, ImagePhase, OperationPhase, disk_service_server::DiskService,
     image_service_server::ImageService, operation_service_server::OperationService,
 };
-use tokio_stream::Stream;
-use tonic::{Request, Response, Status, Streaming};
 
 use super::vmmd::lock;
 
@@ -60,9 +60,9 @@ impl Storage {
             let name = operation.target.clone().unwrap().name;
             if let Some(error) = error {
                 operation.set_phase(OperationPhase::Failed);
-                operation.error = Some(proto::rpc::Status {
+                operation.error = Some(vmmd_api::rpc::Status {
                     message: error.to_owned(),
-                    ..proto::rpc::Status::default()
+                    ..vmmd_api::rpc::Status::default()
                 });
                 kept.images.remove(&name);
             } else {

@@ -1,6 +1,5 @@
 //! Consoles and ports of the mock's guests.
 
-use proto::v1::{self, console_request, console_response, port_forward_request};
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::TcpStream,
@@ -8,6 +7,7 @@ use tokio::{
 };
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
+use vmmd_api::v1::{self, console_request, console_response, port_forward_request};
 
 use super::vmmd::Events;
 

@@ -8,17 +8,19 @@ use std::{
     time::Duration,
 };
 
-use proto::v1::{
-    self, ConditionStatus, ExitReason, VmPhase, WatchEventType, console_request,
-    disk_service_server::DiskServiceServer, image_service_server::ImageServiceServer,
-    migration_service_server::MigrationServiceServer, node_service_server::NodeServiceServer,
-    operation_service_server::OperationServiceServer, vm_service_server::VmService,
-    vm_service_server::VmServiceServer,
-};
 use tokio::{net::UnixListener, runtime::Runtime, sync::watch};
 use tokio_stream::{Stream, StreamExt as _, wrappers::UnixListenerStream};
 use tonic::{Code, Request, Response, Status, Streaming};
 use tonic_types::{ErrorDetails, StatusExt as _};
+use vmmd_api::v1::{
+    self, ConditionStatus, ExitReason, VmPhase, WatchEventType, console_request,
+    disk_service_server::DiskServiceServer,
+    image_service_server::ImageServiceServer,
+    migration_service_server::MigrationServiceServer,
+    node_service_server::NodeServiceServer,
+    operation_service_server::OperationServiceServer,
+    vm_service_server::{VmService, VmServiceServer},
+};
 
 use super::{
     ledger::Ledger,

@@ -1,7 +1,7 @@
 //! Which connections guests may have, as rules of the bridge's table: see [`rules`](super::rules).
 
-use proto::model::firewall::{Rule, RuleProtocol};
 use serde_json::{Value, json};
+use vmmd_spec::firewall::{Rule, RuleProtocol};
 
 use super::{
     rules::{Network, accept, base, drop, equal, iifname, meta, oifname, payload, rule, state},

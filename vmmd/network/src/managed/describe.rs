@@ -1,15 +1,13 @@
 //! Networks as the API shows them, and why something about them is refused.
 
-use proto::{
-    model::network::{Ipv6Net, NetworkSpec},
-    v1,
-};
 use uuid::Uuid;
+use vmmd_api::v1;
 use vmmd_host::{
     failure::{Failure, Kind},
     text,
 };
 use vmmd_objects::event::{Draft, Object};
+use vmmd_spec::network::{Ipv6Net, NetworkSpec};
 use vmmd_store::{LeaseRecord, NetworkRecord};
 
 use super::{

@@ -3,9 +3,9 @@
 
 use std::net::Ipv4Addr;
 
-use proto::model::{firewall::Firewall, network::NetworkMode, nic::PublishedPort};
 use uuid::Uuid;
 use vmmd_host::{failure::Failure, text};
+use vmmd_spec::{firewall::Firewall, network::NetworkMode, nic::PublishedPort};
 use vmmd_store::{LeaseRecord, NetworkRecord, PortRecord};
 
 use super::{

@@ -5,7 +5,7 @@ use std::{
     net::{IpAddr, Ipv4Addr, SocketAddr},
 };
 
-use proto::model::nic::{Protocol, PublishedPort};
+use vmmd_spec::nic::{Protocol, PublishedPort};
 
 /// The port on which the gateways answer for names.
 const DNS: u16 = 53;

@@ -36,17 +36,15 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
 };
 
-use proto::{
-    model::{
-        Violations,
-        firewall::Firewall,
-        network::{NetworkMode, NetworkSpec, NewNetwork},
-        nic::{Mac, PublishedPort},
-    },
-    v1,
-};
 use tokio::sync::watch;
 use uuid::Uuid;
+use vmmd_api::v1;
+use vmmd_spec::{
+    Violations,
+    firewall::Firewall,
+    network::{NetworkMode, NetworkSpec, NewNetwork},
+    nic::{Mac, PublishedPort},
+};
 
 use self::{
     describe::{describe, metadata, not_found, tell},

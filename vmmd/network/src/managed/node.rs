@@ -7,18 +7,16 @@ use std::{
     time::Duration,
 };
 
-use proto::{
-    model::{
-        Violations,
-        firewall::Firewall,
-        network::{Ipv6Net, NetworkMode},
-        nic::{Mac, Protocol, PublishedPort},
-    },
-    v1,
-};
 use uuid::Uuid;
+use vmmd_api::v1;
 use vmmd_host::{fault, text};
 use vmmd_objects::event::{Draft, Object};
+use vmmd_spec::{
+    Violations,
+    firewall::Firewall,
+    network::{Ipv6Net, NetworkMode},
+    nic::{Mac, Protocol, PublishedPort},
+};
 use vmmd_store::store_failure;
 use vmmd_store::{LeaseRecord, NetworkRecord, PortRecord};
 
@@ -459,7 +457,7 @@ fn firewall(lease: &LeaseRecord) -> Firewall {
     }
 }
 
-fn table(spec: &proto::model::network::NetworkSpec, record: &NetworkRecord) -> Table {
+fn table(spec: &vmmd_spec::network::NetworkSpec, record: &NetworkRecord) -> Table {
     let leases = record.leases.iter().filter(|lease| lease.released_ms == 0);
     let hosts = leases.filter_map(|lease| {
         let host = netd::Host {
@@ -493,7 +491,7 @@ const NAME_SERVERS: usize = 3;
 
 /// Name servers for names outside the network: those of its spec, or those of the node. Empty for
 /// an isolated network, because names are a way out.
-fn name_servers(spec: &proto::model::network::NetworkSpec) -> Vec<IpAddr> {
+fn name_servers(spec: &vmmd_spec::network::NetworkSpec) -> Vec<IpAddr> {
     if spec.mode == NetworkMode::Isolated {
         return Vec::new();
     }

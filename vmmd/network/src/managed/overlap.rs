@@ -2,8 +2,8 @@
 
 use std::net::IpAddr;
 
-use proto::model::network::{Ipv6Net, NewNetwork};
 use vmmd_host::failure::Failure;
+use vmmd_spec::network::{Ipv6Net, NewNetwork};
 
 use super::{Networks, Ports, bridge, describe::failed};
 

@@ -5,7 +5,7 @@
 
 use std::{collections::BTreeSet, net::Ipv4Addr};
 
-use proto::model::network::NetworkSpec;
+use vmmd_spec::network::NetworkSpec;
 use vmmd_store::LeaseRecord;
 
 /// Why a NIC gets no address.
@@ -57,14 +57,13 @@ pub fn available(spec: &NetworkSpec, leases: &[LeaseRecord], now_ms: u64) -> u32
 
 #[cfg(test)]
 mod tests {
-    use proto::model::network::NetworkMode;
-
+    use vmmd_spec::network::NetworkMode;
     use vmmd_store::LEASE_RETENTION_MS;
 
     use super::*;
 
     fn spec(net: &str) -> NetworkSpec {
-        let net: proto::model::network::Ipv4Net = net.parse().unwrap();
+        let net: vmmd_spec::network::Ipv4Net = net.parse().unwrap();
         NetworkSpec {
             mode: NetworkMode::Nat,
             gateway: net.hosts().next().unwrap(),

@@ -23,12 +23,12 @@ use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
 };
 
-use proto::model::{
+use serde_json::{Value, json};
+use vmmd_spec::{
     firewall::Firewall,
     network::{Ipv4Net, Ipv6Net, NetworkMode, link_local},
     nic::{Mac, Protocol, PublishedPort},
 };
-use serde_json::{Value, json};
 
 use super::ruleset::{Chains, Ruleset, TABLE, chain};
 
@@ -434,7 +434,7 @@ pub(super) fn drop() -> Value {
 
 #[cfg(test)]
 mod tests {
-    use proto::model::firewall::{Rule, RuleProtocol};
+    use vmmd_spec::firewall::{Rule, RuleProtocol};
 
     use super::*;
 

@@ -1,16 +1,14 @@
 //! Changes fields of a network that a client may change.
 
-use proto::{
-    model::{
-        Violations,
-        network::{NetworkMode, NetworkSpec},
-    },
-    v1,
-};
+use vmmd_api::v1;
 use vmmd_host::failure::Failure;
 use vmmd_objects::{
     context::Context,
     request::{masked::Masked, preconditions},
+};
+use vmmd_spec::{
+    Violations,
+    network::{NetworkMode, NetworkSpec},
 };
 use vmmd_store::{LeaseRecord, NetworkRecord};
 

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use prost::Message as _;
-use proto::v1;
+use vmmd_api::v1;
 
 /// As many are kept.
 pub const KEPT: usize = 10_000;

@@ -19,7 +19,7 @@ use std::{
 };
 
 use prost::Message;
-use proto::v1;
+use vmmd_api::v1;
 
 use super::history::KEPT;
 

@@ -28,9 +28,9 @@ use std::{
     time::Duration,
 };
 
-use proto::v1::{self, EventSeverity};
 use tokio::{sync::watch, time::timeout};
 use uuid::Uuid;
+use vmmd_api::v1::{self, EventSeverity};
 use vmmd_host::{fault, finish::finish, text};
 
 use self::{flood::Flood, history::History, journal::Journal};

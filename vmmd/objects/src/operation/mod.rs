@@ -28,13 +28,13 @@ use std::{
 };
 
 use prost::Message as _;
-use proto::{
-    rpc,
-    v1::{self, OperationPhase},
-};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
+use vmmd_api::{
+    rpc,
+    v1::{self, OperationPhase},
+};
 
 use self::registry::Shared;
 pub use self::{
@@ -51,9 +51,9 @@ use vmmd_store::{OperationRecord, Store};
 use crate::{context::Context, event::Object};
 
 /// Metadata of an operation.
-pub use proto::v1::operation::Metadata;
+pub use vmmd_api::v1::operation::Metadata;
 /// Result of an operation, for clients.
-pub use proto::v1::operation::Result as Detail;
+pub use vmmd_api::v1::operation::Result as Detail;
 
 /// All operations of the node.
 #[derive(Debug)]

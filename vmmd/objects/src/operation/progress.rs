@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::v1::{OperationProgress, ProgressUnit};
+use vmmd_api::v1::{OperationProgress, ProgressUnit};
 
 /// How much of an operation is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -8,10 +8,10 @@ use std::{
 };
 
 use prost::Message as _;
-use proto::v1;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
+use vmmd_api::v1;
 use vmmd_host::{failure::Failure, text};
 use vmmd_store::{self, OperationRecord, Store};
 

@@ -1,5 +1,5 @@
-use proto::v1::OperationPhase as P;
 use tempfile::TempDir;
+use vmmd_api::v1::OperationPhase as P;
 use vmmd_store::Key;
 
 use super::*;

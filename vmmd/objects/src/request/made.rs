@@ -1,11 +1,11 @@
 //! The object that a request created. The stored response is valid only while the object exists.
 
 use prost::Message;
-use proto::v1::{
+use uuid::Uuid;
+use vmmd_api::v1::{
     CreateDiskResponse, CreateNetworkResponse, CreateSnapshotResponse, CreateVmResponse, ImportImageResponse,
     ImportSnapshotResponse, ObjectMetadata, Operation, OperationPhase, RestoreVmResponse,
 };
-use uuid::Uuid;
 use vmmd_host::failure::{Failure, Kind};
 use vmmd_store::RequestKey;
 

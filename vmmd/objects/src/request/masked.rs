@@ -2,12 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use proto::{
-    model::{Violations, metadata::Metadata},
-    v1,
-    well_known::FieldMask,
-};
+use vmmd_api::{v1, well_known::FieldMask};
 use vmmd_host::{failure::Failure, text};
+use vmmd_spec::{Violations, metadata::Metadata};
 
 const LABELS: &str = "metadata.labels";
 const ANNOTATIONS: &str = "metadata.annotations";

@@ -64,12 +64,12 @@ use std::{
 };
 
 use prost::Message;
-use proto::{rule::Mutation, v1};
 use sha2::{Digest, Sha256};
 use tokio::sync::watch;
 use tonic::{Response, Status};
 use tracing::Instrument;
 use uuid::Uuid;
+use vmmd_api::{rule::Mutation, v1};
 
 use self::answer::Answer;
 pub use self::answer::done;

@@ -1,7 +1,7 @@
 //! Preconditions of a change of an object.
 
-use proto::v1::Preconditions;
 use uuid::Uuid;
+use vmmd_api::v1::Preconditions;
 use vmmd_host::failure::{Failure, Kind};
 use vmmd_store::RequestMark;
 

@@ -2,8 +2,8 @@
 //! also for a VM with a large spec.
 
 use prost::Message;
-use proto::v1;
 use uuid::Uuid;
+use vmmd_api::v1;
 
 use super::Ports;
 

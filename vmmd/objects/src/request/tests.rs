@@ -1,5 +1,5 @@
-use proto::{rule::MethodEffect, v1};
 use tonic::Status;
+use vmmd_api::{rule::MethodEffect, v1};
 use vmmd_host::failure::Failure;
 
 use super::{answer::Answer, made, *};
@@ -127,7 +127,7 @@ fn kept_answer_of_a_large_vm_has_only_what_names_it() {
 
 #[test]
 fn each_method_about_a_vm_is_shown_or_known_to_show_none() {
-    let rules = proto::rule::METHOD_RULES.iter();
+    let rules = vmmd_api::rule::METHOD_RULES.iter();
     let of_vms = rules.filter(|rule| rule.effect == MethodEffect::Change && rule.kind == "vm");
     let mut names: Vec<_> = of_vms.filter_map(|rule| rule.method.split_once('/')).collect();
     names.sort_unstable();
@@ -153,7 +153,7 @@ fn each_method_about_a_vm_is_shown_or_known_to_show_none() {
 
 #[test]
 fn each_method_that_makes_something_is_known() {
-    let rules = proto::rule::METHOD_RULES.iter();
+    let rules = vmmd_api::rule::METHOD_RULES.iter();
     let changes = rules.filter(|rule| rule.effect == MethodEffect::Change);
     let names = changes.filter_map(|rule| rule.method.split_once('/'));
     let makes = |name: &&str| {

@@ -11,7 +11,7 @@ use super::*;
 fn served() -> BTreeMap<String, bool> {
     let mut methods = BTreeMap::new();
     for set in [
-        proto::DESCRIPTORS,
+        vmmd_api::DESCRIPTORS,
         tonic_health::pb::FILE_DESCRIPTOR_SET,
         tonic_reflection::pb::v1::FILE_DESCRIPTOR_SET,
         tonic_reflection::pb::v1alpha::FILE_DESCRIPTOR_SET,

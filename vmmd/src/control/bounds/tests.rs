@@ -1,10 +1,7 @@
-use proto::{
-    v1,
-    vmm::{
-        DeviceError, DiskDetached, DiskStatsReply, Ended, ExitKind, PauseReason, ShareStats, State,
-        StateChanged,
-    },
+use vmm_protocol::vmm::{
+    DeviceError, DiskDetached, DiskStatsReply, Ended, ExitKind, PauseReason, ShareStats, State, StateChanged,
 };
+use vmmd_api::v1;
 
 use super::*;
 

@@ -3,15 +3,13 @@
 
 use std::collections::BTreeMap;
 
-use proto::{
-    model::{
-        disk::{Disk, NewDisk, Preallocation, Source},
-        name::Name,
-    },
-    v1,
-};
 use uuid::Uuid;
+use vmmd_api::v1;
 use vmmd_host::{failure::Failure, text};
+use vmmd_spec::{
+    disk::{Disk, NewDisk, Preallocation, Source},
+    name::Name,
+};
 
 /// A disk that comes, checked as far as that needs nothing of the node.
 #[derive(Clone, Debug)]

@@ -22,10 +22,6 @@ use std::{
     time::Duration,
 };
 
-use proto::v1::{
-    ConsoleAccess, ConsoleClosed, ConsoleDevice, ConsoleOpen, ConsoleOpened, ConsoleRequest, ConsoleResponse,
-    ConsoleWriter, Vm, VmPhase, console_request, console_response::Message,
-};
 use rustix::net::sockopt::set_socket_send_buffer_size;
 use tokio::{
     io::AsyncReadExt,
@@ -39,6 +35,10 @@ use tokio::{
 };
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
+use vmmd_api::v1::{
+    ConsoleAccess, ConsoleClosed, ConsoleDevice, ConsoleOpen, ConsoleOpened, ConsoleRequest, ConsoleResponse,
+    ConsoleWriter, Vm, VmPhase, console_request, console_response::Message,
+};
 use vmmd_host::{
     failure::{Failure, Kind},
     text,

@@ -2,13 +2,6 @@
 
 use std::{sync::Arc, time::Duration};
 
-use proto::{
-    v1::{
-        ConsoleRequest, ConsoleSize, ConsoleTakenOver, ConsoleWriter, console_request,
-        console_response::Message,
-    },
-    vmm::{ErrorKind, ResizeConsole, SendBreak, request::Op},
-};
 use tokio::{
     io::AsyncWriteExt,
     net::unix::OwnedWriteHalf,
@@ -16,6 +9,10 @@ use tokio::{
 };
 use tonic::Streaming;
 use uuid::Uuid;
+use vmm_protocol::vmm::{ErrorKind, ResizeConsole, SendBreak, request::Op};
+use vmmd_api::v1::{
+    ConsoleRequest, ConsoleSize, ConsoleTakenOver, ConsoleWriter, console_request, console_response::Message,
+};
 use vmmd_host::{
     failure::{Failure, Kind},
     text,

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use proto::v1::{self, ObjectMetadata, WatchEventType};
 use tokio::sync::watch;
+use vmmd_api::v1::{self, ObjectMetadata, WatchEventType};
 use vmmd_host::failure::Failure;
 use vmmd_objects::feed::{Buried, Expired, Position};
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use prost::Message;
-use proto::v1::ObjectFilter;
+use vmmd_api::v1::ObjectFilter;
 use vmmd_host::failure::Failure;
 
 use super::{Kept, Kind, cursor};

@@ -7,7 +7,7 @@ mod watch;
 use std::sync::Arc;
 
 use prost::Message;
-use proto::v1::{ObjectMetadata, WatchEventType};
+use vmmd_api::v1::{ObjectMetadata, WatchEventType};
 
 pub use self::{
     list::{Wanted, list},

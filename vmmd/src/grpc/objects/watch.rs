@@ -11,10 +11,10 @@ use std::{
     sync::Arc,
 };
 
-use proto::v1::{ObjectFilter, WatchEventType};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
+use vmmd_api::v1::{ObjectFilter, WatchEventType};
 use vmmd_host::failure::Failure;
 use vmmd_objects::feed::{Buried, Position};
 

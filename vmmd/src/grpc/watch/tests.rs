@@ -1,4 +1,4 @@
-use proto::v1::{ObjectMetadata, VmFilter};
+use vmmd_api::v1::{ObjectMetadata, VmFilter};
 
 use super::*;
 

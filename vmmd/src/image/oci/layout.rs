@@ -8,12 +8,12 @@ use std::{
     sync::Arc,
 };
 
-use proto::model::{disk::Cache, image::checksum_text, oci::LayoutTarget};
 use sha2::{Digest as _, Sha256};
 use vmmd_host::{
     failure::{Failure, file_failed},
     roots::Within,
 };
+use vmmd_spec::{disk::Cache, image::checksum_text, oci::LayoutTarget};
 
 use super::{MAX_DOCUMENT, Target, manifest::unusable};
 use crate::{

@@ -4,12 +4,12 @@
 
 use std::collections::BTreeMap;
 
-use proto::model::{
+use serde::Deserialize;
+use vmmd_host::{failure::Failure, text};
+use vmmd_spec::{
     image::{checksum, checksum_text},
     oci::{LayoutTarget, Platform},
 };
-use serde::Deserialize;
-use vmmd_host::{failure::Failure, text};
 
 /// Most layers of an image: Linux mounts no more one over the other.
 const MAX_LAYERS: usize = 128;

@@ -22,12 +22,12 @@ mod registry;
 use std::{fs::File, sync::Arc};
 
 use prost::Message as _;
-use proto::model::{
+use vmmd_host::failure::{Failure, Kind, file_failed};
+use vmmd_objects::operation::{Handle, Progress};
+use vmmd_spec::{
     image::checksum_text,
     oci::{Platform, Reference},
 };
-use vmmd_host::failure::{Failure, Kind, file_failed};
-use vmmd_objects::operation::{Handle, Progress};
 use vmmd_store::store_failure;
 use vmmd_store::{ImageRecord, RegistryCredentials, image_source::Source};
 

@@ -2,7 +2,6 @@
 
 use std::{fs::File, io, os::unix::fs::FileExt as _, sync::Arc, time::Duration};
 
-use proto::model::{image::checksum_text, oci::Reference};
 use reqwest::{
     Client, StatusCode, Url,
     header::{ACCEPT, AUTHORIZATION, HeaderMap, HeaderValue, WWW_AUTHENTICATE},
@@ -11,6 +10,7 @@ use serde::Deserialize;
 use sha2::{Digest as _, Sha256};
 use tokio::time::timeout;
 use vmmd_host::failure::{Failure, Kind, file_failed};
+use vmmd_spec::{image::checksum_text, oci::Reference};
 use vmmd_store::{RegistryCredentials, SourceVersion};
 
 use super::{

@@ -10,16 +10,14 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
 };
 
-use proto::{
-    model::disk::{Disk, Format, Source},
-    v1,
-};
 use tokio::sync::watch;
+use vmmd_api::v1;
 use vmmd_host::{
     failure::{Failure, Kind},
     text,
 };
 use vmmd_objects::feed::{Buried, Expired, Feed, Position};
+use vmmd_spec::disk::{Disk, Format, Source};
 use vmmd_store::{BuriedRecords, DiskRecord, DiskStage, ImageRecord, Tombstone};
 
 use crate::paths::disk::{Folder, backing_limit, format};

@@ -1,7 +1,7 @@
 //! A disk for the API, without the fields that only its file provides.
 
-use proto::v1::{self, ConditionStatus, DiskPhase};
 use uuid::Uuid;
+use vmmd_api::v1::{self, ConditionStatus, DiskPhase};
 use vmmd_host::text;
 use vmmd_store::{DiskRecord, DiskStage, disk_source::Source};
 

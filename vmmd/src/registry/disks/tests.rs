@@ -1,5 +1,5 @@
-use proto::model::Violations;
 use uuid::Uuid;
+use vmmd_spec::Violations;
 
 use super::*;
 

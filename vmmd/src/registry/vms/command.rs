@@ -11,18 +11,16 @@ use std::{
     time::Duration,
 };
 
-use proto::{
-    handover::{Message, Resolution, SourceEvent},
-    model::mask::UpdateMask,
-    v1,
-};
 use tokio::sync::{Notify, OwnedMutexGuard, mpsc, oneshot};
 use uuid::Uuid;
+use vm_lifecycle::handover::{Message, Resolution, SourceEvent};
+use vmmd_api::v1;
 use vmmd_host::failure::Failure;
 use vmmd_objects::{
     context::Context,
     operation::{Pending, Reporter},
 };
+use vmmd_spec::mask::UpdateMask;
 use vmmd_store::{AbortRecord, Hardware, VmRecord};
 
 use super::Vms;

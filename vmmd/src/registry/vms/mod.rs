@@ -19,9 +19,9 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use proto::v1;
 use tokio::sync::{Notify, broadcast, watch};
 use uuid::Uuid;
+use vmmd_api::v1;
 use vmmd_objects::feed::{Expired, Position};
 use vmmd_store::{HistoryRecords, MAX_TOMBSTONES, Tombstone};
 

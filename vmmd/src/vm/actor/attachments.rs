@@ -2,12 +2,12 @@
 
 use std::{collections::BTreeMap, future, sync::Arc};
 
-use proto::v1::AttachmentPhase;
 use tokio::{
     sync::Mutex,
     task::{AbortHandle, JoinSet},
     time::Instant,
 };
+use vmmd_api::v1::AttachmentPhase;
 
 use super::{plug::Outcome, update::LiveChanges};
 use crate::registry::vms::command::Reply;

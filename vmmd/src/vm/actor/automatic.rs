@@ -1,15 +1,9 @@
 //! Run policy of a VM: starts after a back-off, at the node's boot and at the VM's creation, and
 //! the requests that the policy refuses.
 
-use proto::{
-    handover::Source,
-    model::{
-        policy::RunPolicy,
-        vm::{Boot, VmSpec},
-    },
-    v1::EventSeverity,
-};
 use tokio::time::{Duration, Instant};
+use vm_lifecycle::handover::Source;
+use vmmd_api::v1::EventSeverity;
 use vmmd_host::{
     capacity::{Demand, placement},
     failure::Failure,
@@ -18,6 +12,10 @@ use vmmd_host::{
 use vmmd_objects::{
     context::{Context, Initiator},
     operation::{Handle, Type},
+};
+use vmmd_spec::{
+    policy::RunPolicy,
+    vm::{Boot, VmSpec},
 };
 use vmmd_store::{Intent, VmRecord, handover::Handover};
 

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use proto::vmm::{ErrorKind, SetBalloon, request::Op};
 use tokio::time::timeout;
+use vmm_protocol::vmm::{ErrorKind, SetBalloon, request::Op};
 use vmmd_host::failure::{Failure, Kind};
 
 use crate::{

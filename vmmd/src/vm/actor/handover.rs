@@ -1,13 +1,11 @@
-//! The VM's part of a migration: [`proto::handover`] decides, the record is written, then it is done.
+//! The VM's part of a migration: [`vm_lifecycle::handover`] decides, the record is written, then it is done.
 
 use std::{ops::ControlFlow, time::Duration};
 
-use proto::{
-    handover::{Effect, Message, Resolution, Source, SourceEvent, Target, TargetEvent},
-    v1::{EventSeverity, VmPhase},
-    vmm::{MigrationDisks, MigrationRound, UnlockDisks, request::Op},
-};
 use tokio::{sync::oneshot, time::timeout};
+use vm_lifecycle::handover::{Effect, Message, Resolution, Source, SourceEvent, Target, TargetEvent};
+use vmm_protocol::vmm::{MigrationDisks, MigrationRound, UnlockDisks, request::Op};
+use vmmd_api::v1::{EventSeverity, VmPhase};
 use vmmd_host::{
     failure::{Failure, Kind},
     fault, text,
@@ -658,7 +656,7 @@ fn not_here() -> Failure {
 }
 
 /// The spec and the addresses of the running machine. Refused for a VM that does not run, or whose spec only a restart can apply.
-pub fn as_it_runs(record: &VmRecord) -> Result<(proto::v1::VmSpec, vmmd_store::Hardware), Failure> {
+pub fn as_it_runs(record: &VmRecord) -> Result<(vmmd_api::v1::VmSpec, vmmd_store::Hardware), Failure> {
     let name = &record.name;
     let Some(run) = record.instance.clone() else {
         let message = format!("VM \"{name}\" does not run: start it, or create it on the other node");

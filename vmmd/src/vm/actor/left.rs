@@ -1,7 +1,8 @@
 //! Operations on the VM that an earlier daemon left under way. Each one continues or ends,
 //! depending on the state at the actor's start.
 
-use proto::{handover::Source, v1::StopResult};
+use vm_lifecycle::handover::Source;
+use vmmd_api::v1::StopResult;
 use vmmd_host::failure::{Failure, Kind};
 use vmmd_objects::operation::{Detail, Handle, Type, interrupted};
 use vmmd_store::handover::Handover;

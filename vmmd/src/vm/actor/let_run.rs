@@ -2,11 +2,9 @@
 
 use std::time::Duration;
 
-use proto::{
-    v1::ExitReason,
-    vmm::{ErrorKind, Resume, request::Op},
-};
 use tokio::time::{Instant, sleep, timeout};
+use vmm_protocol::vmm::{ErrorKind, Resume, request::Op};
+use vmmd_api::v1::ExitReason;
 
 use super::Actor;
 use crate::{

@@ -41,16 +41,14 @@ mod work;
 
 use std::{ops::ControlFlow, sync::Arc, time::Duration};
 
-use proto::{
-    model::vm::VmSpec,
-    v1::{self, VmPhase},
-};
 use tokio::{
     sync::{oneshot, watch},
     time::{Instant, sleep},
 };
 use tracing::Instrument;
 use uuid::Uuid;
+use vmmd_api::v1::{self, VmPhase};
+use vmmd_spec::vm::VmSpec;
 
 use self::run::DISKS_MINOR;
 use self::work::{Done, News, Start, Stop, Work};

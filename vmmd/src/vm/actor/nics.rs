@@ -2,12 +2,10 @@
 
 use std::sync::Arc;
 
-use proto::{
-    model::vm::{Attachment, VmSpec},
-    vmm::{AttachNic, request::Op},
-};
 use uuid::Uuid;
+use vmm_protocol::vmm::{AttachNic, request::Op};
 use vmmd_host::failure::{Failure, Kind};
+use vmmd_spec::vm::{Attachment, VmSpec};
 use vmmd_store::VmRecord;
 
 use super::plugged::{self, What};

@@ -1,15 +1,13 @@
 //! A guest whose kernel has panicked: `spec.onPanic` selects the action.
 
-use proto::{
-    handover::Source,
-    model::policy::OnPanic,
-    v1::{EventSeverity, VmPhase},
-};
 use tokio::sync::oneshot;
+use vm_lifecycle::handover::Source;
+use vmmd_api::v1::{EventSeverity, VmPhase};
 use vmmd_objects::{
     context::{Context, Initiator},
     operation::Type,
 };
+use vmmd_spec::policy::OnPanic;
 use vmmd_store::handover::Handover;
 
 use super::{Actor, handover::guest_panicked, work::Work};

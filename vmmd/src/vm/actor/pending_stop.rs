@@ -2,8 +2,8 @@
 
 use std::ops::ControlFlow;
 
-use proto::v1::EventSeverity;
 use tokio::time::{Duration, Instant};
+use vmmd_api::v1::EventSeverity;
 use vmmd_host::{failure::Failure, fault, text};
 use vmmd_objects::{
     context::{Context, Initiator},
@@ -151,7 +151,7 @@ impl Actor {
 
     /// Stops what must not run.
     pub(super) fn enforce_off(&mut self) {
-        if self.spec.run_policy == proto::model::policy::RunPolicy::Off && self.runs() {
+        if self.spec.run_policy == vmmd_spec::policy::RunPolicy::Off && self.runs() {
             let context = Context {
                 initiator: Initiator::RunPolicy,
                 ..Context::default()

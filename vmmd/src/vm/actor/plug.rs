@@ -3,18 +3,16 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
-use proto::{
-    model::disk::{Disk, Format, RateLimit, Source},
-    vmm::{
-        AttachDisk, DetachDisk, DiskStats, ErrorKind, MachineStats, ResizeDisk, SetRateLimit, Status,
-        UpdateNic, request::Op, set_rate_limit::Target,
-    },
-};
 use tokio::time::{Instant, sleep_until, timeout};
+use vmm_protocol::vmm::{
+    AttachDisk, DetachDisk, DiskStats, ErrorKind, MachineStats, ResizeDisk, SetRateLimit, Status, UpdateNic,
+    request::Op, set_rate_limit::Target,
+};
 use vmmd_host::{
     failure::{Failure, Kind},
     ledger::FileId,
 };
+use vmmd_spec::disk::{Disk, Format, RateLimit, Source};
 use vmmd_store::Hardware;
 
 use crate::{
@@ -191,8 +189,8 @@ pub async fn resize(host: Arc<Host>, client: Client, disk: Disk, size: u64) -> R
         return Err(disk::block_device(&name, present));
     }
     if !block_device {
-        let mut found = proto::model::Violations::default();
-        proto::model::disk::size(&mut found, "sizeBytes", size);
+        let mut found = vmmd_spec::Violations::default();
+        vmmd_spec::disk::size(&mut found, "sizeBytes", size);
         found.or(())?;
         if size < present {
             return Err(disk::shrink_refused(&name, present, size));
@@ -235,8 +233,8 @@ fn is_seed() -> Failure {
 pub async fn resize_file(host: &Arc<Host>, disk: &Disk, size: u64) -> Result<u64, Failure> {
     match &disk.source {
         Source::Disk { name, .. } => {
-            let mut found = proto::model::Violations::default();
-            proto::model::disk::size(&mut found, "sizeBytes", size);
+            let mut found = vmmd_spec::Violations::default();
+            vmmd_spec::disk::size(&mut found, "sizeBytes", size);
             found.or(())?;
             let record = host.disks.get(name.as_str())?;
             if size < record.size_bytes {
@@ -256,7 +254,7 @@ pub async fn resize_file(host: &Arc<Host>, disk: &Disk, size: u64) -> Result<u64
                 beneath: beneath.clone(),
                 format: *format,
                 size: None,
-                preallocation: proto::model::disk::Preallocation::Off,
+                preallocation: vmmd_spec::disk::Preallocation::Off,
                 backing: Vec::<(std::path::PathBuf, Format)>::new(),
             };
             disk::grow(host, growing, size, Control::default()).await

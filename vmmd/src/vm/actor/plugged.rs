@@ -17,17 +17,15 @@
 
 use std::{os::fd::OwnedFd, sync::Arc};
 
-use proto::{
-    model::vm::VmSpec,
-    v1::EventSeverity,
-    vmm::{DetachNic, DetachShare, ErrorKind, MachineStats, request::Op},
-};
 use tokio::time::{Instant, sleep_until, timeout};
 use uuid::Uuid;
+use vmm_protocol::vmm::{DetachNic, DetachShare, ErrorKind, MachineStats, request::Op};
+use vmmd_api::v1::EventSeverity;
 use vmmd_host::{
     failure::{Failure, Kind},
     fault,
 };
+use vmmd_spec::vm::VmSpec;
 use vmmd_store::VmRecord;
 
 use crate::{

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use proto::v1::EventSeverity;
+use vmmd_api::v1::EventSeverity;
 use vmmd_host::{
     capacity::{Demand, placement},
     failure::Failure,

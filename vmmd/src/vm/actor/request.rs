@@ -1,6 +1,6 @@
 //! Request id and preconditions of a request.
 
-use proto::v1;
+use vmmd_api::v1;
 use vmmd_host::failure::Failure;
 use vmmd_objects::{
     context::Context,

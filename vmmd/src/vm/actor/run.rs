@@ -2,20 +2,20 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
-use proto::{
-    handover::{Source, Target},
-    model::policy::OnPanic,
-    v1::{EventSeverity, VmPhase},
-    vmm::{Event, GetStatus, Pause, PauseReason, ResetMachine, Resume, State, Status, event, request::Op},
-};
 use tokio::time::{Instant, timeout, timeout_at};
 use tracing::Instrument;
+use vm_lifecycle::handover::{Source, Target};
+use vmm_protocol::vmm::{
+    Event, GetStatus, Pause, PauseReason, ResetMachine, Resume, State, Status, event, request::Op,
+};
+use vmmd_api::v1::{EventSeverity, VmPhase};
 use vmmd_host::{
     failure::{Failure, Kind},
     ledger::FileId,
     text,
 };
 use vmmd_objects::event::{Draft, Object};
+use vmmd_spec::policy::OnPanic;
 use vmmd_store::handover::Handover;
 
 use super::{
@@ -111,7 +111,7 @@ impl Actor {
         Err(Failure::precondition("VMM_TOO_OLD", message))
     }
 
-    pub(super) fn on_changed(&mut self, result: Result<proto::vmm::Status, control::Error>) {
+    pub(super) fn on_changed(&mut self, result: Result<vmm_protocol::vmm::Status, control::Error>) {
         let Work::Change(Change {
             reply, said, reset, ..
         }) = std::mem::take(&mut self.work)

@@ -3,15 +3,13 @@
 
 use std::sync::Arc;
 
-use proto::{
-    model::vm::VmSpec,
-    vmm::{AttachShare, request::Op},
-};
 use uuid::Uuid;
+use vmm_protocol::vmm::{AttachShare, request::Op};
 use vmmd_host::{
     failure::{Failure, Kind},
     process::Process,
 };
+use vmmd_spec::vm::VmSpec;
 use vmmd_store::VmRecord;
 
 use super::{

@@ -3,13 +3,10 @@
 
 use std::{ops::ControlFlow, sync::Arc};
 
-use proto::{
-    model::vm::VmSpec,
-    v1::{ExitReason, ExitStatus, StartMetadata, VmPhase},
-};
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 use tracing::Instrument;
+use vmmd_api::v1::{ExitReason, ExitStatus, StartMetadata, VmPhase};
 use vmmd_host::{
     clock,
     failure::{Failure, Kind},
@@ -19,6 +16,7 @@ use vmmd_objects::{
     context::Initiator,
     operation::{Handle, Metadata, Progress},
 };
+use vmmd_spec::vm::VmSpec;
 use vmmd_store::{InstanceRecord, Intent, handover::Handover};
 
 use super::{

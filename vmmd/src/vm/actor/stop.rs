@@ -2,12 +2,10 @@
 
 use std::{ops::ControlFlow, sync::Arc, time::Duration};
 
-use proto::{
-    handover::Source,
-    v1::{self, EventSeverity, ExitReason, ExitStatus, StopResult, VmPhase},
-    vmm::{self, PowerButton, Resume, request::Op},
-};
 use tokio::{task::spawn_blocking, time::Instant};
+use vm_lifecycle::handover::Source;
+use vmm_protocol::vmm::{self, PowerButton, Resume, request::Op};
+use vmmd_api::v1::{self, EventSeverity, ExitReason, ExitStatus, StopResult, VmPhase};
 use vmmd_host::{capacity::Demand, clock, failure::Failure, fault, lock, text};
 use vmmd_objects::{
     context::Context,

@@ -1,7 +1,7 @@
 //! Events about the VM.
 
-use proto::v1::{EventSeverity, VmPhase};
 use tokio::time::{Duration, Instant};
+use vmmd_api::v1::{EventSeverity, VmPhase};
 use vmmd_objects::event::{Draft, Object};
 
 use super::Actor;

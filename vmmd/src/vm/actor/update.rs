@@ -9,14 +9,12 @@ mod live;
 
 use std::time::Duration;
 
-use proto::{
-    model::{
-        Violations, mask,
-        vm::{Manifest, VmSpec},
-    },
-    v1::{self, AttachmentPhase, EventSeverity},
-};
 use tokio::time::Instant;
+use vmmd_api::v1::{self, AttachmentPhase, EventSeverity};
+use vmmd_spec::{
+    Violations, mask,
+    vm::{Manifest, VmSpec},
+};
 
 pub use self::live::LiveChanges;
 use vmmd_host::{

@@ -2,16 +2,14 @@
 
 use std::future::{self, Future};
 
-use proto::{
-    v1::{ExitStatus, StopMetadata, StopStage},
-    vmm::Status,
-};
 use tokio::{
     sync::oneshot,
     task::JoinHandle,
     time::{Duration, Instant, sleep, sleep_until},
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
+use vmm_protocol::vmm::Status;
+use vmmd_api::v1::{ExitStatus, StopMetadata, StopStage};
 use vmmd_host::{cgroup::LEAVING, failure::Failure, text};
 use vmmd_objects::operation::{Handle, Metadata, Progress};
 

@@ -2,16 +2,9 @@
 
 use std::sync::Arc;
 
-use proto::{
-    model::{
-        Violations, cloud_init, metadata,
-        nic::Mac,
-        vm::{Manifest, VmSpec},
-    },
-    v1,
-};
 use tokio::sync::oneshot;
 use uuid::Uuid;
+use vmmd_api::v1;
 use vmmd_host::{
     capacity::placement::{self, Problem},
     failure::{Failure, Kind},
@@ -22,6 +15,11 @@ use vmmd_objects::{
     event::{Draft, Object},
     operation::Type,
     request,
+};
+use vmmd_spec::{
+    Violations, cloud_init, metadata,
+    nic::Mac,
+    vm::{Manifest, VmSpec},
 };
 use vmmd_store::store_failure;
 use vmmd_store::{HandoverRecord, Hardware, Intent, VmRecord};

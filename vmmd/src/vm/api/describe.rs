@@ -2,16 +2,14 @@
 
 use std::{net::IpAddr, time::Duration};
 
-use proto::{
-    handover::{Source, Target},
-    model::{
-        Violations,
-        disk::Source as DiskSource,
-        vm::{Attachment, Nic, VmSpec},
-    },
-    v1::{self, AttachmentPhase, ConditionStatus, VmPhase},
-};
 use uuid::Uuid;
+use vm_lifecycle::handover::{Source, Target};
+use vmmd_api::v1::{self, AttachmentPhase, ConditionStatus, VmPhase};
+use vmmd_spec::{
+    Violations,
+    disk::Source as DiskSource,
+    vm::{Attachment, Nic, VmSpec},
+};
 
 pub use crate::vm::lifecycle::pause::{DISK_ERROR, MIGRATING, SNAPSHOT};
 
@@ -400,7 +398,7 @@ pub fn camel_case(reason: &str) -> String {
 }
 
 /// When a run began, by today's wall clock.
-pub fn started(run: &InstanceRecord) -> Option<proto::well_known::Timestamp> {
+pub fn started(run: &InstanceRecord) -> Option<vmmd_api::well_known::Timestamp> {
     text::timestamp(clock::shown_ms(run.started_ms, run.started_since_boot))
 }
 
@@ -413,7 +411,7 @@ fn nics(
     run: Option<&InstanceRecord>,
     attached: &Attachments,
 ) -> Vec<v1::NicStatus> {
-    let valid = |nic: &v1::NicSpec| proto::model::vm::nic(&mut Violations::default(), "nic", nic);
+    let valid = |nic: &v1::NicSpec| vmmd_spec::vm::nic(&mut Violations::default(), "nic", nic);
     let of_run = run.and_then(|run| run.spec.as_ref());
     let in_machine: Vec<_> = match (run, of_run) {
         (Some(_), Some(running)) => running.nics.iter().filter_map(valid).collect(),

@@ -3,11 +3,11 @@
 
 use std::time::Duration;
 
-use proto::vmm::HelloReply;
 use tokio::{
     task::JoinHandle,
     time::{Instant, sleep},
 };
+use vmm_protocol::vmm::HelloReply;
 
 use crate::{
     control::{self, Client, Notices},

@@ -13,10 +13,10 @@ use std::{
 };
 
 use prost::Message;
-use proto::vmm::{ExitRecord, HelloReply};
 use rustix::fs::{Mode, OFlags};
 use tokio::time::timeout;
 use uuid::Uuid;
+use vmm_protocol::vmm::{ExitRecord, HelloReply};
 use vmmd_host::{
     capacity::Demand,
     cgroup::Group,

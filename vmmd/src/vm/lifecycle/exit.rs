@@ -3,10 +3,8 @@
 //! A compromised `vmm` can write any exit record. Observations of the daemon and the kernel
 //! therefore outrank the record: a restart of the node, an OOM kill, a signal.
 
-use proto::{
-    v1::{ExitReason, ExitStatus, RunCounts, VmPhase},
-    vmm::{ExitKind, ExitRecord},
-};
+use vmm_protocol::vmm::{ExitKind, ExitRecord};
+use vmmd_api::v1::{ExitReason, ExitStatus, RunCounts, VmPhase};
 use vmmd_host::text;
 
 /// Request to the VM at the time of its end.

@@ -10,7 +10,7 @@
 //! | [`policy`] | the reaction of the run policy |
 //! | [`restart`] | when the run policy starts the VM |
 //!
-//! [`proto::handover`] decides which node may run a migrating VM. Both daemons use its step
+//! [`vm_lifecycle::handover`] decides which node may run a migrating VM. Both daemons use its step
 //! function.
 
 pub mod admission;

@@ -1,10 +1,8 @@
 //! Effect of the `vmm`'s reported state on the phase of its VM. A guest is paused by request, by a
 //! failed disk, or as long as a snapshot or a migration needs.
 
-use proto::{
-    v1::VmPhase,
-    vmm::{PauseReason, State, Status},
-};
+use vmm_protocol::vmm::{PauseReason, State, Status};
+use vmmd_api::v1::VmPhase;
 
 /// Reason of a pause because a disk failed.
 pub const DISK_ERROR: &str = "DiskError";

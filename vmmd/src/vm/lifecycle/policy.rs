@@ -7,10 +7,8 @@
 
 use std::time::Duration;
 
-use proto::{
-    model::policy::{OnPanic, RunPolicy},
-    v1::ExitReason,
-};
+use vmmd_api::v1::ExitReason;
+use vmmd_spec::policy::{OnPanic, RunPolicy};
 use vmmd_store::Intent;
 
 use crate::{config, registry::vms::command::Request};

@@ -6,8 +6,9 @@
 //! node is started again. A VM that made room, or that its policy starts for the first time, waits
 //! until the node takes VMs.
 
-use proto::{model::policy::RunPolicy, v1::ExitReason};
 use tokio::time::{Duration, Instant};
+use vmmd_api::v1::ExitReason;
+use vmmd_spec::policy::RunPolicy;
 use vmmd_store::{Intent, RestartRecord};
 
 use super::policy::{BackOff, Decision, Occasion, decide};

@@ -3,7 +3,6 @@
 
 use std::{io, path::Path};
 
-use proto::model::vm::VmSpec;
 use uuid::Uuid;
 use vmmd_host::{
     cgroup::{
@@ -15,6 +14,7 @@ use vmmd_host::{
     failure::Failure,
     text,
 };
+use vmmd_spec::vm::VmSpec;
 
 use crate::{files, host::Host};
 

@@ -11,20 +11,21 @@ use std::{
     os::fd::OwnedFd,
 };
 
-use proto::{
-    model::{
-        disk::Disk,
-        nic::Mac,
-        pci,
-        policy::ClockOnResume,
-        resources::HugePages,
-        share::Share,
-        vm::{Nic, VmSpec},
-    },
+use uuid::Uuid;
+use vmm_protocol::{
+    convert,
     vmm::{self, MachineSpec},
 };
-use uuid::Uuid;
 use vmmd_network::{self, Tap};
+use vmmd_spec::{
+    disk::Disk,
+    nic::Mac,
+    pci,
+    policy::ClockOnResume,
+    resources::HugePages,
+    share::Share,
+    vm::{Nic, VmSpec},
+};
 use vmmd_store::{Hardware, NicHardware};
 
 use crate::files::{Files, OpenDisk};
@@ -238,7 +239,7 @@ pub fn assemble(
         free_huge_pages: parts.free_huge_pages,
         balloon: spec
             .balloon
-            .map(|balloon| balloon.machine(BALLOON_SLOT, spec.memory_bytes)),
+            .map(|balloon| convert::balloon(&balloon, BALLOON_SLOT, spec.memory_bytes)),
         on_crash: vmm::OnCrash::from(spec.on_crash).into(),
         sync_clock: spec.clock == ClockOnResume::Sync,
         display: spec.display.map(|display| {
@@ -246,7 +247,7 @@ pub fn assemble(
             vmm::Display {
                 vnc_fd,
                 vnc_view_fd,
-                ..display.machine(DISPLAY_SLOTS)
+                ..convert::display(&display, DISPLAY_SLOTS)
             }
         }),
         console: spec.virtio_console.then(|| vmm::Console {
@@ -298,7 +299,7 @@ fn wire_nic(fds: &mut Descriptors, hardware: &Hardware, nic: &Nic, tap: Tap) -> 
         mac: hardware.mac,
         pci_slot: hardware.slot,
         mtu: nic.mtu_on(tap.mtu),
-        ..nic.machine()
+        ..convert::nic(nic)
     }
 }
 
@@ -316,7 +317,7 @@ fn wire_disk(fds: &mut Descriptors, hardware: &Hardware, disk: &Disk, opened: Op
             })
             .collect(),
         discard_granularity_bytes: opened.discard_granularity,
-        ..disk.machine(opened.format)
+        ..convert::disk(disk, opened.format)
     }
 }
 
@@ -341,10 +342,9 @@ impl Descriptors {
 mod tests {
     use std::fs::File;
 
-    use proto::{
-        model::{disk::Format, machine::Machine, resources::MemoryOptions},
-        v1,
-    };
+    use vmm_protocol::machine::Machine;
+    use vmmd_api::v1;
+    use vmmd_spec::{disk::Format, resources::MemoryOptions};
 
     use super::*;
 
@@ -455,7 +455,7 @@ mod tests {
                 free_huge_pages: Some(7),
             };
             let (machine, fds) = assemble(Uuid::new_v4(), "web", &spec, &hardware, parts);
-            assert!(fds.len() <= proto::wire::MAX_FDS);
+            assert!(fds.len() <= vmm_protocol::wire::MAX_FDS);
             let machine = Machine::new(&machine, fds.len()).unwrap();
             assert_eq!((machine.disks.len(), machine.nics.len()), (disks, nics));
             let memory = MemoryOptions {
@@ -477,7 +477,7 @@ mod tests {
                 path: format!("/s{index}"),
                 ..Default::default()
             };
-            Share::new(&mut proto::model::Violations::default(), "", &wire).unwrap()
+            Share::new(&mut vmmd_spec::Violations::default(), "", &wire).unwrap()
         };
         let mut spec = of(0, 48);
         spec.shares = (0..16).map(share).collect();
@@ -543,8 +543,8 @@ mod tests {
                 let mut spec = all.clone();
                 spec.disks.retain(|disk| disks >> disk.name.as_str()[4..].parse::<u32>().unwrap() & 1 == 1);
                 spec.disks.truncate(most_disks);
-                let nic = |name: &str| proto::model::vm::nic(
-                    &mut proto::model::Violations::default(),
+                let nic = |name: &str| vmmd_spec::vm::nic(
+                    &mut vmmd_spec::Violations::default(),
                     "nic",
                     &v1::NicSpec {
                         name: name.into(),

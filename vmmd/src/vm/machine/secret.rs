@@ -3,16 +3,14 @@
 //! A viewer may know all of a content except a password in it. The digests of answers are made with the node's key, so that a guess cannot be tested
 //! against them.
 
-use proto::{
-    model::{
-        Violations,
-        cloud_init::user_data,
-        image::{checksum, checksum_text},
-    },
-    v1,
-};
 use serde_json::Value as Json;
 use sha2::{Digest, Sha256};
+use vmmd_api::v1;
+use vmmd_spec::{
+    Violations,
+    cloud_init::user_data,
+    image::{checksum, checksum_text},
+};
 use vmmd_store::Key;
 
 /// Before a digest that was made with the node's key.

@@ -1,10 +1,8 @@
-//! The migration of an unusable VM: [`proto::handover`] decides as for every other VM. Requests that need a usable VM are refused. The
+//! The migration of an unusable VM: [`vm_lifecycle::handover`] decides as for every other VM. Requests that need a usable VM are refused. The
 //! rest works: an operator decides, the source repeats its messages, and the VM is removed when the other node has it.
 
-use proto::{
-    handover::{Effect, Message, Source, SourceEvent, Target, TargetEvent},
-    vmm::{Resume, request::Op},
-};
+use vm_lifecycle::handover::{Effect, Message, Source, SourceEvent, Target, TargetEvent};
+use vmm_protocol::vmm::{Resume, request::Op};
 use vmmd_host::failure::Failure;
 use vmmd_objects::context::Context;
 use vmmd_store::handover::{self, Handover};

@@ -9,15 +9,13 @@ use std::{
     sync::Arc,
 };
 
-use proto::{
-    model::vm::VmSpec,
-    v1::{ExitReason, ExitStatus, VmPhase},
-    vmm::{PauseReason, State, Status},
-};
 use tokio::task::{JoinSet, spawn_blocking};
 use uuid::Uuid;
+use vmm_protocol::vmm::{PauseReason, State, Status};
+use vmmd_api::v1::{ExitReason, ExitStatus, VmPhase};
 use vmmd_host::{capacity::Demand, clock, lock, text};
 use vmmd_objects::event::{Draft, Object};
+use vmmd_spec::vm::VmSpec;
 use vmmd_store::{InstanceRecord, Unreadable, VmRecord};
 
 use super::unusable::{self, Why};

@@ -4,12 +4,9 @@
 
 use std::{sync::Arc, time::Duration};
 
-use proto::{
-    model::vm::VmSpec,
-    v1::{self, ConditionStatus, ExitReason, ExitStatus, VmPhase},
-};
 use tokio::{sync::watch, task::spawn_blocking, time::sleep};
 use uuid::Uuid;
+use vmmd_api::v1::{self, ConditionStatus, ExitReason, ExitStatus, VmPhase};
 use vmmd_host::{capacity::Demand, failure::Failure, ledger::Claim, lock, text};
 use vmmd_objects::{
     context::Context,
@@ -17,6 +14,7 @@ use vmmd_objects::{
     operation::Type,
     request::preconditions,
 };
+use vmmd_spec::vm::VmSpec;
 use vmmd_store::store_failure;
 use vmmd_store::{Intent, VmRecord, handover};
 

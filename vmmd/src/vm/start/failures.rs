@@ -2,9 +2,9 @@
 
 use std::{io, sync::Arc};
 
-use proto::vmm::ErrorKind;
 use tokio::task::spawn_blocking;
 use uuid::Uuid;
+use vmm_protocol::vmm::ErrorKind;
 use vmmd_host::{
     failure::{Failure, Kind},
     text,

@@ -9,13 +9,13 @@ use std::{
     time::Duration,
 };
 
-use proto::model::{
-    disk::Format,
-    vm::{Boot, MAX_CMDLINE, VmSpec},
-};
 use serde::Deserialize;
 use tokio::task::spawn_blocking;
 use vmmd_host::{failure::Failure, sys::clone::FIRST_FD};
+use vmmd_spec::{
+    disk::Format,
+    vm::{Boot, MAX_CMDLINE, VmSpec},
+};
 
 use super::failures::failed;
 use crate::{

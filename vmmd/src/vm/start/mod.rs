@@ -18,10 +18,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::{
-    model::{nic::Mac, vm::VmSpec},
-    vmm::{self, Boot, HelloReply, request::Op},
-};
 use tokio::{
     sync::{Mutex, oneshot},
     task::spawn_blocking,
@@ -29,6 +25,8 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
+use vmm_protocol::vmm::{self, Boot, HelloReply, request::Op};
+use vmmd_spec::{nic::Mac, vm::VmSpec};
 
 pub use self::failures::refused;
 use vmmd_host::{

@@ -10,7 +10,6 @@ use std::{
     path::Path,
 };
 
-use proto::model::{cloud_init::CloudInit, nic::Mac};
 use uuid::Uuid;
 use vmmd_host::{
     capacity::{Demand, placement},
@@ -18,6 +17,7 @@ use vmmd_host::{
     failure::Failure,
     fault, lock,
 };
+use vmmd_spec::{cloud_init::CloudInit, nic::Mac};
 use vmmd_store::Hardware;
 
 use super::{Plan, failures::failed, seed::Seed};

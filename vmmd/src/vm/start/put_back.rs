@@ -27,7 +27,6 @@ use std::{
     sync::Arc,
 };
 
-use proto::model::vm::VmSpec;
 use rustix::{
     fs::{AtFlags, FileType, Mode, OFlags, fchmod, fstat, fsync, openat, renameat, unlinkat},
     io::Errno,
@@ -38,6 +37,7 @@ use vmmd_host::{
     fault,
     roots::{self, Within},
 };
+use vmmd_spec::vm::VmSpec;
 use vmmd_store::store_failure;
 use vmmd_store::{ReplacedImage, ReplacingRecord, VmRecord};
 

@@ -8,10 +8,10 @@ use std::{
 };
 
 use fatfs::{FatType, FileSystem, FormatVolumeOptions, FsOptions};
-use proto::model::{cloud_init::CloudInit, nic::Mac, share::Share};
 use rustix::fs::{MemfdFlags, memfd_create};
 use serde_json::{Value, json};
 use uuid::Uuid;
+use vmmd_spec::{cloud_init::CloudInit, nic::Mac, share::Share};
 
 use super::vendor;
 
@@ -174,7 +174,7 @@ mod tests {
 
     #[test]
     fn the_longest_seed_fits_and_is_the_same_each_time() {
-        let long = "x".repeat(proto::model::cloud_init::MAX_DATA);
+        let long = "x".repeat(vmmd_spec::cloud_init::MAX_DATA);
         let init = CloudInit {
             user_data: long.clone().into_bytes(),
             vendor_data: long.clone(),

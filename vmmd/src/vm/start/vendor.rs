@@ -6,8 +6,8 @@
 //! cloud-init reads the list only in the guest's first boot.
 
 use base64::{Engine as _, engine::general_purpose::STANDARD};
-use proto::model::{cloud_init::CloudInit, share::Share};
 use serde_json::json;
+use vmmd_spec::{cloud_init::CloudInit, share::Share};
 
 /// Between the parts. It is never in them: base64 has `=` only at the end of a line.
 const BOUNDARY: &str = "==part==";
@@ -97,7 +97,8 @@ fn multipart(parts: &[&(&str, String)]) -> String {
 mod tests {
     use std::{fs, os::unix::fs::PermissionsExt, path::Path, process::Command};
 
-    use proto::{model::Violations, v1};
+    use vmmd_api::v1;
+    use vmmd_spec::Violations;
 
     use super::*;
 

@@ -10,7 +10,7 @@ mod spec;
 
 use std::collections::BTreeMap;
 
-use proto::well_known;
+use vmmd_api::well_known;
 
 pub use self::{
     record::{Metadata, Snapshot, Vm},

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use proto::v1;
+use vmmd_api::v1;
 
 use super::{Mirror, Timestamp, VmSpec, as_it_is, stored};
 use crate::{

@@ -1,6 +1,6 @@
 //! The stored spec of a VM.
 
-use proto::v1;
+use vmmd_api::v1;
 
 use super::{Mirror, stored};
 

@@ -2,7 +2,7 @@
 //! meaning.
 
 use prost::Message as _;
-use proto::v1;
+use vmmd_api::v1;
 
 use super::*;
 use crate::{InstanceRecord, VmRecord};

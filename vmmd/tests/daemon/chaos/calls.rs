@@ -3,12 +3,12 @@
 use std::{collections::BTreeMap, path::Path};
 
 use proptest::prelude::*;
-use proto::{
+use tonic::{Code, Status, transport::Channel};
+use tonic_types::StatusExt;
+use vmmd_api::{
     v1::{self, VmPhase, vm_service_client::VmServiceClient},
     well_known,
 };
-use tonic::{Code, Status, transport::Channel};
-use tonic_types::StatusExt;
 
 use super::model::{Look, Op, Policy, Run, Spec, Step, Time};
 

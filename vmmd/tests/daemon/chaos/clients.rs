@@ -10,12 +10,12 @@ use std::{
     },
 };
 
-use proto::v1::{
-    self, node_service_client::NodeServiceClient, operation_service_client::OperationServiceClient,
-};
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::{sync::Notify, time::timeout};
 use tonic::{Code, Status, transport::Channel};
+use vmmd_api::v1::{
+    self, node_service_client::NodeServiceClient, operation_service_client::OperationServiceClient,
+};
 
 use super::{
     calls::{

@@ -22,9 +22,9 @@ use std::{
 };
 
 use proptest::{prelude::*, test_runner::TestRunner};
-use proto::v1;
 use tokio::{sync::Notify, time::Instant};
 use tonic::transport::Channel;
+use vmmd_api::v1;
 
 use self::{
     calls::{Answer, Call, Client, Kind, NEVER, call, is_final, is_gone, looks, name, seen},

@@ -2,10 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use proto::v1::{self, WatchEventType};
 use tokio::{task::JoinHandle, time::timeout};
 use tokio_stream::StreamExt;
 use tonic::Streaming;
+use vmmd_api::v1::{self, WatchEventType};
 
 use crate::harness::{Daemon, PATIENCE};
 

@@ -2,11 +2,11 @@
 
 use std::{fs, os::unix::fs::PermissionsExt, path::PathBuf, time::Duration};
 
-use proto::v1::{
+use tokio::time::timeout;
+use vmmd_api::v1::{
     self, GetNodeRequest, MigrationResolution, OperationPhase, VmPhase,
     operation_service_client::OperationServiceClient,
 };
-use tokio::time::timeout;
 
 use super::{
     End, Trouble,

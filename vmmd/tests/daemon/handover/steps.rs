@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use prost::Message as _;
-use proto::handover::{Effect, Message, Source, SourceEvent, Target, TargetEvent};
+use vm_lifecycle::handover::{Effect, Message, Source, SourceEvent, Target, TargetEvent};
 
 /// A daemon of a migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,7 +74,7 @@ const NOTHING_LEFT: &str = "Unspecified";
 
 /// The calls that move something, by which everything comes to the target; `SettleVm` carries the messages of the state machines.
 fn calls() -> Vec<Step> {
-    let set = prost_types::FileDescriptorSet::decode(proto::DESCRIPTORS).unwrap();
+    let set = prost_types::FileDescriptorSet::decode(vmmd_api::DESCRIPTORS).unwrap();
     let mut services = set.file.into_iter().flat_map(|file| file.service);
     let peer = services.find(|service| service.name() == "PeerService").unwrap();
     let mut steps = Vec::new();

@@ -2,7 +2,7 @@
 
 use std::{fs, os::unix::fs::PermissionsExt as _};
 
-use proto::{
+use vmmd_api::{
     v1::{NetworkSpec, WatchEventType, WatchNetworksRequest, WatchNetworksResponse},
     well_known::FieldMask,
 };

@@ -7,8 +7,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::v1::NetworkMode;
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
+use vmmd_api::v1::NetworkMode;
 
 use super::nic;
 use crate::{

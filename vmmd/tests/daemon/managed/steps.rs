@@ -8,9 +8,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::v1::{self, NetworkMode, NicSpec, PublishedPort};
 use rstest::rstest;
 use tonic::{Code, Status, transport::Channel};
+use vmmd_api::v1::{self, NetworkMode, NicSpec, PublishedPort};
 
 use super::{NetworkServiceClient, creation, nic};
 use crate::{
@@ -218,7 +218,7 @@ async fn rest(client: &mut Networks) -> Result<(), Status> {
     };
     let request = v1::UpdateNetworkRequest {
         network: Some(nowhere),
-        update_mask: Some(proto::well_known::FieldMask {
+        update_mask: Some(vmmd_api::well_known::FieldMask {
             paths: vec!["metadata.labels".into()],
         }),
         ..Default::default()

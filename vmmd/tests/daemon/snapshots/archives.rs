@@ -2,13 +2,13 @@
 
 use std::{fs, io::Write as _, os::unix::fs::MetadataExt as _, time::Instant};
 
-use proto::v1::{
-    self, export_snapshot_response::Message as Exported, image_service_client::ImageServiceClient,
-    import_snapshot_request::Message as Imported, volume_spec,
-};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Status, Streaming, transport::Channel};
+use vmmd_api::v1::{
+    self, export_snapshot_response::Message as Exported, image_service_client::ImageServiceClient,
+    import_snapshot_request::Message as Imported, volume_spec,
+};
 
 use super::{content, with_disk, with_image};
 use crate::{

@@ -2,10 +2,10 @@
 
 use std::{fs, io::Write as _};
 
-use proto::v1::{
+use tonic::{Code, Status};
+use vmmd_api::v1::{
     self, export_snapshot_response::Message as Exported, import_snapshot_request::Message as Imported,
 };
-use tonic::{Code, Status};
 
 use super::{create_request, with_image};
 use crate::harness::{Daemon, refusal};

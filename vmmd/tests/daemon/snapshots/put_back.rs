@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use proto::v1;
+use vmmd_api::v1;
 
 use super::{content, stopped_behind_its_snapshot, with_id};
 

@@ -6,8 +6,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::{v1, well_known};
 use tonic::{Code, Status};
+use vmmd_api::{v1, well_known};
 
 use super::{create_request, reached, stopped_behind_its_snapshot, with_id, with_image};
 use crate::harness::{Daemon, PATIENCE, refusal};

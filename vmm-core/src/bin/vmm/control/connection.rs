@@ -9,7 +9,7 @@ use std::{
     },
 };
 
-use proto::{
+use vmm_protocol::{
     vmm::Message,
     wire::{self, Read, Receiver, Sending},
 };

@@ -2,8 +2,8 @@
 
 use std::os::fd::OwnedFd;
 
-use proto::vmm::{request::Op, set_rate_limit::Target};
 use vmm_core::lifecycle::{LimitTarget, NicChange, Request};
+use vmm_protocol::vmm::{request::Op, set_rate_limit::Target};
 
 /// Returns the driver's request for `op`, or an error that names the missing part.
 pub(super) fn request(op: Op, fds: Vec<OwnedFd>) -> Result<Request, &'static str> {

@@ -26,16 +26,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::vmm::{
-    DiskStatsReply, Error, ErrorKind, Event, Message, Response, Status, event, message::Kind,
-    response::Result as Answer,
-};
 use rustix::{
     event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll},
     net::listen,
 };
 use tracing::{info, warn};
 use vmm_core::lifecycle::{self, Input, Request, Token, publisher::initial_status};
+use vmm_protocol::vmm::{
+    DiskStatsReply, Error, ErrorKind, Event, Message, Response, Status, event, message::Kind,
+    response::Result as Answer,
+};
 
 use crate::sandbox::Sandbox;
 use connection::{Broken, Connection};

@@ -5,8 +5,8 @@ use std::{
     sync::{Arc, mpsc::Sender},
 };
 
-use proto::vmm::Event;
 use vmm_core::lifecycle::{self, Failure, Token, publisher::Audience};
+use vmm_protocol::vmm::Event;
 
 /// Message from the driver to the clients.
 #[derive(Debug)]

@@ -2,12 +2,12 @@
 
 use std::os::fd::OwnedFd;
 
-use proto::{
+use tracing::{debug, info};
+use vmm_core::lifecycle::{Input, Request, Token};
+use vmm_protocol::{
     vmm::{ErrorKind, HelloReply, Message, message::Kind, request::Op, response::Result as Answer},
     wire,
 };
-use tracing::{debug, info};
-use vmm_core::lifecycle::{Input, Request, Token};
 
 use super::{Server, disk, error, snapshot, trace};
 

@@ -2,8 +2,8 @@
 
 use std::{os::fd::OwnedFd, time::Duration};
 
-use proto::vmm::{MigrationPolicy, Save, Send};
 use vmm_core::{lifecycle::Request, snapshot::saving::Policy};
+use vmm_protocol::vmm::{MigrationPolicy, Save, Send};
 
 /// Longest description of a snapshot in bytes.
 const MAX_DESCRIPTION: usize = 512 << 10;

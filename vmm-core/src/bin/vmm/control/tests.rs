@@ -5,16 +5,16 @@ use std::{
     thread::{self, JoinHandle},
 };
 
-use proto::{
+use rstest::rstest;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, bind, socket};
+use vmm_core::lifecycle::publisher::Audience as _;
+use vmm_protocol::{
     vmm::{
         self, Boot, DeviceError, GetStatus, Hello, MachineSpec, PowerButton, Save, State, StateChanged, Stop,
         request::Op,
     },
     wire,
 };
-use rstest::rstest;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, bind, socket};
-use vmm_core::lifecycle::publisher::Audience as _;
 
 use super::{requests::MAX_UNDER_WAY, *};
 

@@ -1,6 +1,6 @@
 //! Names of requests in the log.
 
-use proto::vmm::request::Op;
+use vmm_protocol::vmm::request::Op;
 
 /// One CamelCase word.
 pub(super) fn name(op: &Op) -> &'static str {

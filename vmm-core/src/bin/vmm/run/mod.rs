@@ -13,7 +13,6 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use proto::vmm::ExitKind;
 use rustix::event::{PollFd, PollFlags, poll};
 use vmm_base::thread::{self, ThreadKind};
 use vmm_core::lifecycle::{Input, Notifier, Request, Token, driver::Driver};
@@ -22,6 +21,7 @@ use vmm_core::{
     board::assemble::{Assembler, Console},
     lifecycle::{Answer, Failure, publisher::Audience},
 };
+use vmm_protocol::vmm::ExitKind;
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::{args::Run, exit_code, exit_record, sandbox, sys};
@@ -39,7 +39,7 @@ struct Nobody;
 
 #[cfg(not(debug_assertions))]
 impl Audience for Nobody {
-    fn event(&self, _event: proto::vmm::Event) {}
+    fn event(&self, _event: vmm_protocol::vmm::Event) {}
     fn reply(&self, _token: Token, _answer: Result<Answer, Failure>) {}
 }
 

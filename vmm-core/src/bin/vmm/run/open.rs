@@ -16,23 +16,21 @@ use std::{
 
 use anyhow::{Context, Result, anyhow, bail};
 use devices::sys::tap;
-use proto::{
-    model::{
-        disk::{Cache, Disk, Source},
-        display::Display,
-        nic::Mac,
-        pci,
-        policy::ClockOnResume,
-        resources::HugePages,
-        vm::{Attachment, Boot, Manifest, Nic},
-    },
-    vmm,
-};
 use vmm_base::sys::{
     blockdev,
     lock::{LockKind, holder, lock_image},
 };
 use vmm_core::memory::huge;
+use vmm_protocol::{convert, vmm};
+use vmmd_spec::{
+    disk::{Cache, Disk, Source},
+    display::Display,
+    nic::Mac,
+    pci,
+    policy::ClockOnResume,
+    resources::HugePages,
+    vm::{Attachment, Boot, Manifest, Nic},
+};
 
 use crate::sys;
 
@@ -51,7 +49,7 @@ pub type Resolved = (vmm::MachineSpec, Vec<OwnedFd>);
 /// Reads a manifest.
 pub fn manifest(path: &Path) -> Result<Manifest> {
     let text = std::fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
-    proto::manifest::single_vm(&text).with_context(|| path.display().to_string())
+    vmmd_spec::manifest::single_vm(&text).with_context(|| path.display().to_string())
 }
 
 /// Opens everything that the machine needs, and makes sockets for VNC clients at `vnc` and for clients of the virtio-console at
@@ -119,7 +117,7 @@ pub fn resolve(manifest: &Manifest, vnc: Option<&Path>, hvc: Option<&Path>) -> R
             .and_then(|size| huge::free(size, spec.memory.numa_node)),
         balloon: spec
             .balloon
-            .map(|balloon| balloon.machine(BALLOON_SLOT, spec.memory_bytes)),
+            .map(|balloon| convert::balloon(&balloon, BALLOON_SLOT, spec.memory_bytes)),
         on_crash: vmm::OnCrash::from(spec.on_crash).into(),
         sync_clock: spec.clock == ClockOnResume::Sync,
         shares: Vec::new(),
@@ -198,7 +196,7 @@ fn open_disk(fds: &mut Fds, slot: u32, disk: &Disk) -> Result<vmm::Disk> {
         discard_granularity_bytes: blockdev::discard_granularity(&file),
         fd: fds.add(file),
         pci_slot: slot,
-        ..disk.machine(*format)
+        ..convert::disk(disk, *format)
     })
 }
 
@@ -236,7 +234,7 @@ fn open_display(
             None => Ok(None),
         };
     };
-    let mut machine = display.machine(DISPLAY_SLOTS);
+    let mut machine = convert::display(display, DISPLAY_SLOTS);
     if let Some(path) = vnc {
         machine.vnc_fd = Some(fds.add(listen(path)?));
     }
@@ -322,7 +320,7 @@ fn open_nic(fds: &mut Fds, slot: u32, vm: &str, nic: &Nic) -> Result<vmm::Nic> {
         mac: mac.octets().to_vec(),
         pci_slot: slot,
         mtu: nic.mtu_on(1500),
-        ..nic.machine()
+        ..convert::nic(nic)
     })
 }
 

@@ -12,12 +12,12 @@ use std::{
 
 use anyhow::{Result, bail};
 use devices::serial::Terminal;
-use proto::vmm::Event;
 use vmm_base::thread::{self, ThreadKind};
 use vmm_core::{
     board::{assemble::Console, rebuilt::Rebuilder},
     lifecycle::{Answer, Failure, Input, Request, Token, publisher::Audience},
 };
+use vmm_protocol::vmm::Event;
 
 const TOKEN: Token = Token {
     connection: 1,

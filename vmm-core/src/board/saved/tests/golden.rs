@@ -1,7 +1,7 @@
 //! The state of a machine that an earlier program saved (`vmm-core/golden`).
 
 use prost::Message;
-use proto::state::{self, MachineHeader, Section, Vcpu};
+use vmm_protocol::state::{self, MachineHeader, Section, Vcpu};
 
 use super::{refusals::Saved, *};
 

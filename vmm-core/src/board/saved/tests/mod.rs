@@ -24,7 +24,7 @@ use std::{
 };
 
 use devices::{bus::Bus, serial::Terminal};
-use proto::{
+use vmm_protocol::{
     state::{self, Serial},
     vmm::{self, MachineSpec},
 };

@@ -3,7 +3,7 @@
 
 use proptest::{prelude::*, sample::Index};
 use prost::Message;
-use proto::state::{self, Section};
+use vmm_protocol::state::{self, Section};
 
 use super::*;
 use crate::memory::{Backing, GuestRam};

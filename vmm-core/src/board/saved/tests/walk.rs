@@ -158,7 +158,7 @@ fn run(machine: &mut Machine, step: &Step) -> Vec<u8> {
 }
 
 /// The sections of the components that the walk reaches.
-fn walked(machine: &mut Machine) -> Vec<proto::state::Section> {
+fn walked(machine: &mut Machine) -> Vec<vmm_protocol::state::Section> {
     let mut sections = machine.save().unwrap().sections;
     sections.retain(|section| {
         matches!(

@@ -1,7 +1,5 @@
-use proto::{
-    model::{Violations, resources::HugePages, share::Share, topology::Topology},
-    v1,
-};
+use vmmd_api::v1;
+use vmmd_spec::{Violations, resources::HugePages, share::Share, topology::Topology};
 
 use super::*;
 

@@ -1,4 +1,4 @@
-use proto::v1::{self, ObjectMetadata};
+use vmmd_api::v1::{self, ObjectMetadata};
 use vmmd_objects::feed::Expired;
 
 use super::*;

@@ -1,18 +1,16 @@
 //! Attaching: the disk goes into the spec, then into the machine.
 
-use proto::{
-    model::{
-        Violations,
-        disk::{Disk, Source},
-        pci,
-        vm::{MAX_DISKS_AND_NICS, VmSpec},
-    },
-    v1::{self, AttachmentPhase},
-};
+use vmmd_api::v1::{self, AttachmentPhase};
 use vmmd_host::{
     capacity::placement,
     failure::{Failure, Kind},
     ledger::FileId,
+};
+use vmmd_spec::{
+    Violations,
+    disk::{Disk, Source},
+    pci,
+    vm::{MAX_DISKS_AND_NICS, VmSpec},
 };
 use vmmd_store::store_failure;
 

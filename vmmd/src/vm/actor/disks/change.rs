@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
-use proto::{model::disk::Disk, v1::AttachmentPhase};
+use vmmd_api::v1::AttachmentPhase;
 use vmmd_host::failure::Failure;
+use vmmd_spec::disk::Disk;
 
 use crate::{
     registry::vms::command::Reply,

@@ -1,10 +1,8 @@
 //! Reconciles the known state of the disks with the machine, while the machine runs and after its
 //! end.
 
-use proto::{
-    v1::AttachmentPhase,
-    vmm::{self, request::Op},
-};
+use vmm_protocol::vmm::{self, request::Op};
+use vmmd_api::v1::AttachmentPhase;
 use vmmd_host::failure::Failure;
 
 use crate::{

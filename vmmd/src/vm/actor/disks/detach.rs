@@ -2,13 +2,11 @@
 
 use std::time::Duration;
 
-use proto::{
-    model::vm::Boot,
-    v1::{AttachmentPhase, EventSeverity},
-    vmm,
-};
 use tokio::time::Instant;
+use vmm_protocol::vmm;
+use vmmd_api::v1::{AttachmentPhase, EventSeverity};
 use vmmd_host::failure::{Failure, Kind};
+use vmmd_spec::vm::Boot;
 
 use crate::{
     control::Client,

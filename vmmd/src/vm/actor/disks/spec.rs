@@ -1,7 +1,7 @@
 //! Disks of the VM's record. The store receives each change first.
 
-use proto::model::{Violations, vm::VmSpec};
 use vmmd_host::failure::Failure;
+use vmmd_spec::{Violations, vm::VmSpec};
 use vmmd_store::VmRecord;
 use vmmd_store::store_failure;
 

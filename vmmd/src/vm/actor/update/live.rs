@@ -6,15 +6,13 @@ use std::{
     time::Duration,
 };
 
-use proto::{
-    model::{Violations, disk::RateLimit, vm::VmSpec},
-    v1::{self, EventSeverity},
-    vmm::{UpdateNic, set_rate_limit::Target},
-};
 use serde_json::Value as Json;
 use tokio::{task::AbortHandle, time::Instant};
+use vmm_protocol::vmm::{UpdateNic, set_rate_limit::Target};
+use vmmd_api::v1::{self, EventSeverity};
 use vmmd_host::failure::Failure;
 use vmmd_objects::context::Context;
+use vmmd_spec::{Violations, disk::RateLimit, vm::VmSpec};
 use vmmd_store::VmRecord;
 
 use super::DEFAULT_EJECT;

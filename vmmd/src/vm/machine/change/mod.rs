@@ -7,20 +7,17 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use proto::{
-    model::{
-        Violations,
-        disk::{Disk, MAX_SERIAL},
-        share::MAX_TAG,
-    },
-    v1::{
-        self, ClockOnResume, CrashPolicy, DiskErrorPolicy, DiskFormat, NicBackend, RunPolicy, ShareCache,
-        VmSpec,
-    },
-};
 use serde_json::Value as Json;
 use uuid::Uuid;
+use vmmd_api::v1::{
+    self, ClockOnResume, CrashPolicy, DiskErrorPolicy, DiskFormat, NicBackend, RunPolicy, ShareCache, VmSpec,
+};
 use vmmd_network::tap_name;
+use vmmd_spec::{
+    Violations,
+    disk::{Disk, MAX_SERIAL},
+    share::MAX_TAG,
+};
 use vmmd_store::{Hardware, VmRecord};
 
 use crate::host::Host;
@@ -474,7 +471,7 @@ pub fn running_memory(record: &VmRecord) -> u64 {
 
 /// Returns the spec of a run's machine with the devices that the machine is about to receive. The
 /// VM's limits follow this spec, not the spec for the next start.
-pub fn machine(record: &VmRecord, desired: &proto::model::vm::VmSpec) -> proto::model::vm::VmSpec {
+pub fn machine(record: &VmRecord, desired: &vmmd_spec::vm::VmSpec) -> vmmd_spec::vm::VmSpec {
     let Some(mut running) = record.instance.as_ref().and_then(|run| run.spec.clone()) else {
         return desired.clone();
     };
@@ -501,7 +498,7 @@ pub fn machine(record: &VmRecord, desired: &proto::model::vm::VmSpec) -> proto::
         }
     }
     let found =
-        proto::model::vm::VmSpec::try_from(&running).or_else(|_| proto::model::vm::VmSpec::try_from(&alone));
+        vmmd_spec::vm::VmSpec::try_from(&running).or_else(|_| vmmd_spec::vm::VmSpec::try_from(&alone));
     found.unwrap_or_else(|_| desired.clone())
 }
 

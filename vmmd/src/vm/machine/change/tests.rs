@@ -1,7 +1,7 @@
 use std::collections::BTreeMap;
 
 use proptest::prelude::*;
-use proto::v1::{
+use vmmd_api::v1::{
     BalloonSpec, BootSpec, CpuSpec, DiskSpec, LinuxBoot, MemorySpec, NicSpec, RateGroup, RateLimit,
     ShareSpec, boot_spec, nic_spec,
 };
@@ -322,7 +322,7 @@ fn the_limits_of_a_machine_go_by_what_it_has_and_is_about_to_get() {
     desired.cpu.as_mut().unwrap().cores = 1;
     desired.disks = vec![disk("new")];
     let running = spec();
-    let validated = proto::model::vm::VmSpec::try_from(&desired).unwrap();
+    let validated = vmmd_spec::vm::VmSpec::try_from(&desired).unwrap();
     let mut record = VmRecord {
         spec: Some(desired),
         instance: Some(InstanceRecord {
@@ -471,7 +471,7 @@ proptest! {
             spec.disks.sort_by(|a, b| a.name.cmp(&b.name));
             // Not yet in the validated form, or nothing to a machine: by the messages.
             let rest = (spec.run_policy, spec.balloon.unwrap_or_default(), spec.cpu.clone(), spec.memory);
-            (proto::model::vm::VmSpec::try_from(&spec), rest)
+            (vmmd_spec::vm::VmSpec::try_from(&spec), rest)
         };
         let (a, b) = (running, desired);
         let (built, wanted) = (machine(&a), machine(&b));

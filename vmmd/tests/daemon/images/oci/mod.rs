@@ -5,12 +5,12 @@ mod registry;
 use std::io::Write as _;
 
 use prost::Message as _;
-use proto::model::oci::Platform;
+use registry::{Between, INDEX, Image, MANIFEST, PASSWORD, Registry, USER, descriptor, digest, layer};
 use serde_json::json;
+use vmmd_spec::oci::Platform;
 
 use super::*;
 use crate::operation_records::ended;
-use registry::{Between, INDEX, Image, MANIFEST, PASSWORD, Registry, USER, descriptor, digest, layer};
 
 fn oci(name: &str, reference: &str) -> v1::Image {
     with_platform(name, reference, "")

@@ -15,10 +15,10 @@ use std::{
     thread,
 };
 
-use proto::model::image::checksum_text;
 use reqwest::{Client, Method, header::LOCATION};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
+use vmmd_spec::image::checksum_text;
 
 pub const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
 pub const INDEX: &str = "application/vnd.oci.image.index.v1+json";

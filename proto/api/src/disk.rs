@@ -1,0 +1,21 @@
+//! Methods of the messages of disks.
+
+use crate::v1::{self, disk_spec::Source};
+
+impl v1::DiskSpec {
+    /// The path of the node that the disk is; empty when it is none.
+    pub fn path(&self) -> &str {
+        match &self.source {
+            Some(Source::Path(path)) => path,
+            _ => "",
+        }
+    }
+
+    /// The name of the disk of the DiskService that the disk is; empty when it is none.
+    pub fn disk(&self) -> &str {
+        match &self.source {
+            Some(Source::Disk(disk)) => disk,
+            _ => "",
+        }
+    }
+}

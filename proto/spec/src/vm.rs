@@ -1,0 +1,643 @@
+//! The validated form of a VM's manifest.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::Ipv4Addr,
+    path::{Component, Path, PathBuf},
+};
+
+use vmmd_api::v1;
+
+use super::{
+    Violations,
+    balloon::Balloon,
+    cloud_init::CloudInit,
+    cpu::CpuShare,
+    disk::{Disk, Limit, RateGroup, RateLimit, Source},
+    display::Display,
+    firewall::Firewall,
+    metadata::Metadata,
+    name::Name,
+    nic::{self, Mac, NicSwitches, PublishedPort},
+    policy::{ClockOnResume, OnCrash, OnPanic, RunPolicy},
+    resources::{self, CpuSet, MemoryOptions},
+    share::{MAX_SHARES, Share},
+    topology::Topology,
+};
+
+const MIB: u64 = 1 << 20;
+/// Least guest RAM in bytes.
+pub const MIN_MEMORY: u64 = 128 * MIB;
+/// Most guest RAM in bytes.
+pub const MAX_MEMORY: u64 = 4 << 40;
+/// Guest RAM is a multiple of this many bytes.
+pub const MEMORY_STEP: u64 = 2 * MIB;
+/// The least that a guest can be left with by its balloon, in bytes: below it hardly anything runs.
+pub const MIN_TARGET: u64 = 64 * MIB;
+/// Longest kernel command line in bytes (Linux' COMMAND_LINE_SIZE on x86 is 2,048 with the final NUL).
+pub const MAX_CMDLINE: usize = 2047;
+/// Most disks and NICs of a VM together.
+pub const MAX_DISKS_AND_NICS: usize = 64;
+/// Most rate groups of a VM.
+pub const MAX_RATE_GROUPS: usize = 16;
+/// Longest name of a network interface in bytes (Linux' IFNAMSIZ less the final NUL).
+pub const MAX_IFNAME: usize = 15;
+
+/// A client's manifest of a VM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Manifest {
+    /// Name and metadata of the VM, kept beside its spec.
+    pub metadata: Metadata,
+    /// What is wanted.
+    pub spec: VmSpec,
+}
+
+/// Specification of a VM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VmSpec {
+    /// CPUs and how they are laid out.
+    pub topology: Topology,
+    /// Share of the node's processors for each CPU.
+    pub cpu: CpuShare,
+    /// The node's processors that it runs on; all when `None`.
+    pub host_cpus: Option<CpuSet>,
+    /// Guest RAM in bytes.
+    pub memory_bytes: u64,
+    /// How it is backed.
+    pub backing: Backing,
+    /// How the RAM is got.
+    pub memory: MemoryOptions,
+    /// What is booted.
+    pub boot: Boot,
+    /// Disks in the order of the manifest.
+    pub disks: Vec<Disk>,
+    /// NICs in the order of the manifest.
+    pub nics: Vec<Nic>,
+    /// Limits that several disks share.
+    pub rate_groups: Vec<RateGroup>,
+    /// When it is started without having been asked to.
+    pub run_policy: RunPolicy,
+    /// Action on a triple fault.
+    pub on_crash: OnCrash,
+    /// The action after a panic of the guest's kernel.
+    pub on_panic: OnPanic,
+    /// Time of the guest's clock after a pause.
+    pub clock: ClockOnResume,
+    /// The balloon, if it has one.
+    pub balloon: Option<Balloon>,
+    /// The screen, if it has one.
+    pub display: Option<Display>,
+    /// It has a virtio-console beside its serial port.
+    pub virtio_console: bool,
+    /// Directories of the node in the order of the manifest. With any, its memory is shared.
+    pub shares: Vec<Share>,
+    /// Directory of the node where the daemon keeps files about the VM; absolute, without `..`.
+    pub state_dir: Option<PathBuf>,
+    /// Data for the guest's cloud-init; if set, the last of `disks` is its seed.
+    pub cloud_init: Option<CloudInit>,
+}
+
+impl VmSpec {
+    /// Whether guest RAM is a memfd that other processes can map, or private to the VM's process.
+    pub fn shares_memory(&self) -> bool {
+        match self.backing {
+            // The server of a share maps the guest's memory.
+            Backing::Auto => self.memory.huge_pages.is_some() || !self.shares.is_empty(),
+            Backing::Private => false,
+            Backing::Shared => true,
+        }
+    }
+}
+
+/// How guest RAM is backed on the host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Backing {
+    /// Shared when it has to be (a VM with shares), or costs nothing (huge pages that the node has set aside); else private.
+    #[default]
+    Auto,
+    /// Private anonymous memory with transparent huge pages.
+    Private,
+    /// A memfd.
+    Shared,
+}
+
+/// Boot method of a VM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Boot {
+    /// A Linux kernel, directly.
+    Linux {
+        /// bzImage or PVH ELF.
+        kernel: PathBuf,
+        /// Initial RAM disk.
+        initrd: Option<PathBuf>,
+        /// Command line, without NUL.
+        cmdline: String,
+    },
+    /// The Linux kernel that is installed on a disk of the VM.
+    Disk {
+        /// Name of the disk in the VM.
+        disk: Name,
+        /// Text appended to the command line of the disk, without NUL.
+        append: String,
+    },
+}
+
+impl Boot {
+    /// The kernel and the initial RAM disk on the node, if they are there.
+    pub fn files(&self) -> (Option<&Path>, Option<&Path>) {
+        match self {
+            Self::Linux { kernel, initrd, .. } => (Some(kernel), initrd.as_deref()),
+            Self::Disk { .. } => (None, None),
+        }
+    }
+}
+
+/// A network interface of a VM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Nic {
+    /// Unique in the VM.
+    pub name: Name,
+    /// Where it is attached.
+    pub attachment: Attachment,
+    /// The daemon chooses one when there is none.
+    pub mac: Option<Mac>,
+    /// Pairs of queues: 1 to [`MAX_QUEUES`](nic::MAX_QUEUES).
+    pub queues: u16,
+    /// Largest packet without the Ethernet header, in bytes: 68 to 65,535. `None` takes that of the
+    /// attachment.
+    pub mtu: Option<u16>,
+    /// Features that are not offered to the guest.
+    pub without: NicSwitches,
+    /// The guest sees a cable.
+    pub link_up: bool,
+    /// Limit on traffic to the guest. Operations are packets.
+    pub receive_limit: Option<RateLimit>,
+    /// Limit on traffic from the guest.
+    pub transmit_limit: Option<RateLimit>,
+    /// The kernel carries packets (vhost-net).
+    pub vhost: bool,
+}
+
+impl Nic {
+    /// Its MTU on something whose MTU is `host`, in bytes.
+    pub fn mtu_on(&self, host: u32) -> u32 {
+        let most = host.min(u32::from(u16::MAX));
+        self.mtu.map_or(most, |mtu| most.min(mtu.into()))
+    }
+}
+
+/// Attachment of a NIC on the node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Attachment {
+    /// A new tap on this bridge.
+    Bridge(String),
+    /// This tap.
+    Tap(String),
+    /// A network that the node makes.
+    Network {
+        /// Its name.
+        name: Name,
+        /// The address there; one that is free when there is none.
+        address: Option<Ipv4Addr>,
+        /// Ports of the node that lead to the NIC's.
+        ports: Vec<PublishedPort>,
+        /// Which connections the guest may have.
+        firewall: Firewall,
+    },
+}
+
+impl TryFrom<&v1::Vm> for Manifest {
+    type Error = Violations;
+
+    fn try_from(vm: &v1::Vm) -> Result<Self, Violations> {
+        let mut found = Violations::default();
+        let metadata = vm.metadata.clone().unwrap_or_default();
+        let metadata = Metadata::new(&mut found, "metadata", &metadata);
+        let spec = match vm.spec.as_ref() {
+            Some(spec) => VmSpec::try_from(spec).map_err(|more| found.0.extend(more.0)).ok(),
+            None => {
+                found.add("spec", "must be given");
+                None
+            }
+        };
+        match (metadata, spec) {
+            (Some(metadata), Some(spec)) => found.or(Self { metadata, spec }),
+            _ => Err(found),
+        }
+    }
+}
+
+impl TryFrom<&v1::VmSpec> for VmSpec {
+    type Error = Violations;
+
+    fn try_from(spec: &v1::VmSpec) -> Result<Self, Violations> {
+        let mut found = Violations::default();
+        let cores = spec.cpu.as_ref().map_or(0, |cpu| cpu.cores);
+        let topology = Topology::for_cores(cores)
+            .map_err(|error| found.add("spec.cpu.cores", error))
+            .ok();
+        let cpu = CpuShare::new(&mut found, &spec.cpu.clone().unwrap_or_default());
+        let host_cpus = spec.cpu.as_ref().map_or("", |cpu| &cpu.host_cpus);
+        let host_cpus = resources::host_cpus(&mut found, host_cpus);
+        let memory = spec.memory.unwrap_or_default();
+        let memory_bytes = memory.size_bytes;
+        memory_size(&mut found, memory_bytes);
+        let backing = backing(&mut found, memory.backing);
+        let memory = resources::memory(&mut found, &memory, backing);
+        let boot = boot(&mut found, spec);
+        let mut disks = list(
+            &mut found,
+            "spec.disks",
+            &spec.disks,
+            MAX_DISKS_AND_NICS,
+            Disk::new,
+        );
+        let cloud_init = spec.cloud_init.as_ref();
+        let cloud_init = cloud_init.map(|wire| CloudInit::new(&mut found, wire));
+        disks.extend(cloud_init.as_ref().and_then(|_| Disk::seed()));
+        let nics = list(&mut found, "spec.nics", &spec.nics, MAX_DISKS_AND_NICS, nic);
+        let together = disks.len() + nics.len();
+        if together > MAX_DISKS_AND_NICS {
+            let most = format_args!("at most {MAX_DISKS_AND_NICS} disks and NICs together, are {together}");
+            found.add("spec.disks", most);
+        }
+        let queues: usize = nics.iter().map(|nic| usize::from(nic.queues)).sum();
+        if queues > nic::MAX_QUEUES_TOGETHER {
+            let most = nic::MAX_QUEUES_TOGETHER;
+            let most = format_args!("at most {most} queues of all NICs together, are {queues}");
+            found.add("spec.nics", most);
+        }
+        let run_policy = RunPolicy::new(&mut found, spec.run_policy);
+        let on_crash = OnCrash::new(&mut found, spec.on_crash);
+        let on_panic = OnPanic::new(&mut found, spec.on_panic, run_policy);
+        let clock = ClockOnResume::new(&mut found, spec.clock.as_ref());
+        let field = "spec.rateGroups";
+        let rate_groups = list(
+            &mut found,
+            field,
+            &spec.rate_groups,
+            MAX_RATE_GROUPS,
+            RateGroup::new,
+        );
+        unique(
+            &mut found,
+            "spec.disks",
+            "name",
+            disks.iter().map(|disk| disk.name.as_str()),
+        );
+        unique(
+            &mut found,
+            "spec.nics",
+            "name",
+            nics.iter().map(|nic| nic.name.as_str()),
+        );
+        unique(
+            &mut found,
+            field,
+            "name",
+            spec.rate_groups.iter().map(|group| group.name.as_str()),
+        );
+        disks_together(&mut found, &disks, spec);
+        let balloon = Balloon::new(&mut found, spec);
+        let shares = list(&mut found, "spec.shares", &spec.shares, MAX_SHARES, Share::new);
+        if together + shares.len() > MAX_DISKS_AND_NICS && together <= MAX_DISKS_AND_NICS {
+            let most = format_args!(
+                "at most {MAX_DISKS_AND_NICS} disks, NICs and shares together, are {}",
+                together + shares.len()
+            );
+            found.add("spec.shares", most);
+        }
+        let names = shares.iter().map(|share| share.name.as_str());
+        unique(&mut found, "spec.shares", "name", names);
+        let tags = shares.iter().map(|share| share.tag.as_str());
+        unique(&mut found, "spec.shares", "tag", tags);
+        shared_memory(&mut found, &shares, backing, spec);
+        mounts(&mut found, &shares, spec);
+        let state_dir = match spec.state_dir.as_str() {
+            "" => None,
+            path => absolute(&mut found, "spec.stateDir", path),
+        };
+        let display = spec.display.as_ref().map(|wire| Display::new(&mut found, wire));
+        let macs = nics.iter().filter_map(|nic| nic.mac);
+        unique(&mut found, "spec.nics", "mac", macs);
+        match (topology, boot) {
+            (Some(topology), Some(boot)) => found.or(Self {
+                topology,
+                cpu,
+                host_cpus,
+                memory_bytes,
+                backing,
+                memory,
+                boot,
+                disks,
+                nics,
+                rate_groups,
+                run_policy,
+                on_crash,
+                on_panic,
+                clock,
+                balloon,
+                display,
+                virtio_console: spec.virtio_console.is_some(),
+                shares,
+                state_dir,
+                cloud_init,
+            }),
+            _ => Err(found),
+        }
+    }
+}
+
+/// Checks memory options against shares: the server of a share maps the guest's memory, so the
+/// memory must be neither private nor merged with other memory.
+fn shared_memory(found: &mut Violations, shares: &[Share], backing: Backing, spec: &v1::VmSpec) {
+    if shares.is_empty() {
+        return;
+    }
+    if backing == Backing::Private {
+        found.add(
+            "spec.memory.backing",
+            "must be MEMORY_BACKING_SHARED or left out: spec.shares need shared memory",
+        );
+    }
+    if spec.memory.is_some_and(|memory| memory.mergeable) {
+        let wrong = "must be left out: spec.shares need shared memory, which is never merged";
+        found.add("spec.memory.mergeable", wrong);
+    }
+}
+
+/// It is cloud-init that mounts shares in the guest, by vendor data of the daemon's.
+fn mounts(found: &mut Violations, shares: &[Share], spec: &v1::VmSpec) {
+    let mounts = shares.iter().filter_map(|share| share.mount.as_ref());
+    unique(
+        found,
+        "spec.shares",
+        "mount",
+        mounts.map(|mount| mount.display().to_string()),
+    );
+    let mounted = spec.shares.iter().enumerate();
+    for (index, _) in mounted.filter(|(_, share)| !share.mount.is_empty()) {
+        match &spec.cloud_init {
+            None => found.add(
+                format_args!("spec.shares[{index}].mount"),
+                "needs spec.cloudInit, by which the guest mounts the share: give `cloudInit: {}`, or leave it out and mount the share in \
+                 the guest (`mount -t virtiofs TAG DIRECTORY`)",
+            ),
+            Some(init) if !init.vendor_data.is_empty() => {
+                found.add(
+                    "spec.cloudInit.vendorData",
+                    "must be left out with `mount` of shares, which is put there",
+                );
+                return;
+            }
+            Some(_) => {}
+        }
+    }
+}
+
+/// Checks the conditions between the disks of a VM.
+fn disks_together(found: &mut Violations, disks: &[Disk], spec: &v1::VmSpec) {
+    let source = |disk: &Disk| match &disk.source {
+        Source::Path { path, .. } => ("path", path.display().to_string()),
+        Source::Disk { name, .. } => ("disk", name.to_string()),
+        Source::Seed => ("cloudInit", String::new()),
+    };
+    let mut seen = BTreeMap::new();
+    for disk in disks {
+        let (what, value) = source(disk);
+        // Several may read the same.
+        if let Some(read_only) = seen.insert((what, value.clone()), disk.read_only)
+            && !(read_only && disk.read_only)
+        {
+            found.add("spec.disks", format_args!("two with the same {what} \"{value}\""));
+        }
+    }
+    let field = |index| format!("spec.disks[{index}].rateGroup");
+    for (index, disk) in spec.disks.iter().enumerate() {
+        let exists = spec.rate_groups.iter().any(|group| group.name == disk.rate_group);
+        let names = disks
+            .iter()
+            .any(|valid| matches!(&valid.limit, Limit::Group(name) if name.as_str() == disk.rate_group));
+        if names && !exists {
+            let problem = format_args!(
+                "must be the name of one of spec.rateGroups, is \"{}\"",
+                disk.rate_group
+            );
+            found.add(field(index), problem);
+        }
+    }
+}
+
+pub(super) fn name(found: &mut Violations, field: &str, name: &str) -> Option<Name> {
+    Name::try_from(name)
+        .map_err(|error| found.add(field, format_args!("{error}, is \"{name}\"")))
+        .ok()
+}
+
+fn memory_size(found: &mut Violations, bytes: u64) {
+    let field = "spec.memory.sizeBytes";
+    if !(MIN_MEMORY..=MAX_MEMORY).contains(&bytes) {
+        found.add(
+            field,
+            format_args!("must be 128 MiB to 4 TiB ({MIN_MEMORY} to {MAX_MEMORY}), is {bytes}"),
+        );
+    } else if !bytes.is_multiple_of(MEMORY_STEP) {
+        found.add(
+            field,
+            format_args!("must be a multiple of 2 MiB ({MEMORY_STEP}), is {bytes}"),
+        );
+    }
+}
+
+fn backing(found: &mut Violations, value: i32) -> Backing {
+    match v1::MemoryBacking::try_from(value) {
+        Ok(v1::MemoryBacking::Unspecified) => Backing::Auto,
+        Ok(v1::MemoryBacking::Private) => Backing::Private,
+        Ok(v1::MemoryBacking::Shared) => Backing::Shared,
+        Err(_) => {
+            found.add("spec.memory.backing", format_args!("unknown value {value}"));
+            Backing::Auto
+        }
+    }
+}
+
+fn boot(found: &mut Violations, spec: &v1::VmSpec) -> Option<Boot> {
+    match spec.boot.as_ref().and_then(|boot| boot.source.as_ref()) {
+        Some(v1::boot_spec::Source::Linux(linux)) => linux_boot(found, linux),
+        Some(v1::boot_spec::Source::FromDisk(disk)) => disk_boot(found, disk, spec),
+        None => {
+            let problem = "must say what to boot: give spec.boot.linux.kernel, or spec.boot.fromDisk for the kernel on a disk";
+            found.add("spec.boot", problem);
+            None
+        }
+    }
+}
+
+fn disk_boot(found: &mut Violations, boot: &v1::DiskBoot, spec: &v1::VmSpec) -> Option<Boot> {
+    let field = "spec.boot.fromDisk.disk";
+    let named = match boot.disk.as_str() {
+        "" => spec.disks.first(),
+        name => spec.disks.iter().find(|disk| disk.name == name),
+    };
+    let Some(disk) = named else {
+        let problem = match boot.disk.as_str() {
+            "" => "the VM has no disk: give it one in spec.disks".to_owned(),
+            name => format!("must be the name of one of spec.disks, is \"{name}\""),
+        };
+        found.add(field, problem);
+        return None;
+    };
+    let length = boot.cmdline_append.len();
+    if length > MAX_CMDLINE || boot.cmdline_append.contains(['\0', '\n']) {
+        found.add(
+            "spec.boot.fromDisk.cmdlineAppend",
+            format_args!("must be at most {MAX_CMDLINE} bytes without NUL and line feed, has {length}"),
+        );
+    }
+    Some(Boot::Disk {
+        // The disk itself reports an invalid name.
+        disk: Name::try_from(disk.name.as_str()).ok()?,
+        append: boot.cmdline_append.clone(),
+    })
+}
+
+fn linux_boot(found: &mut Violations, linux: &v1::LinuxBoot) -> Option<Boot> {
+    let kernel = absolute(found, "spec.boot.linux.kernel", &linux.kernel);
+    let initrd = (!linux.initrd.is_empty())
+        .then(|| absolute(found, "spec.boot.linux.initrd", &linux.initrd))
+        .flatten();
+    let length = linux.cmdline.len();
+    if length > MAX_CMDLINE || linux.cmdline.contains('\0') {
+        found.add(
+            "spec.boot.linux.cmdline",
+            format_args!("must be at most {MAX_CMDLINE} bytes without NUL, has {length}"),
+        );
+    }
+    Some(Boot::Linux {
+        kernel: kernel?,
+        initrd,
+        cmdline: linux.cmdline.clone(),
+    })
+}
+
+pub(super) fn absolute(found: &mut Violations, field: impl std::fmt::Display, path: &str) -> Option<PathBuf> {
+    let wrong = if path.is_empty() {
+        "must be given"
+    } else if !path.starts_with('/') {
+        "must be an absolute path on the node"
+    } else if path.len() >= 4096 || path.contains('\0') {
+        "must be shorter than 4,096 bytes, without NUL"
+    } else if Path::new(path)
+        .components()
+        .any(|part| part == Component::ParentDir)
+    {
+        "must not contain '..'"
+    } else {
+        return Some(PathBuf::from(path));
+    };
+    found.add(
+        field,
+        format_args!("{wrong}, is \"{}\"", path.get(..200).unwrap_or(path)),
+    );
+    None
+}
+
+fn list<W, T>(
+    found: &mut Violations,
+    field: &str,
+    items: &[W],
+    max: usize,
+    item: impl Fn(&mut Violations, &str, &W) -> Option<T>,
+) -> Vec<T> {
+    if items.len() > max {
+        found.add(field, format_args!("at most {max}, are {}", items.len()));
+        return Vec::new();
+    }
+    let numbered = items.iter().enumerate();
+    numbered
+        .filter_map(|(index, wire)| item(found, &format!("{field}[{index}]"), wire))
+        .collect()
+}
+
+fn unique<T: ToString>(found: &mut Violations, list: &str, what: &str, values: impl Iterator<Item = T>) {
+    let mut seen = BTreeSet::new();
+    for value in values.map(|value| value.to_string()) {
+        if seen.contains(&value) {
+            found.add(list, format_args!("two with the same {what} \"{value}\""));
+        }
+        seen.insert(value);
+    }
+}
+
+/// Validates a NIC; `field` is its path: `spec.nics[1]`.
+pub fn nic(found: &mut Violations, field: &str, nic: &v1::NicSpec) -> Option<Nic> {
+    let name = name(found, &format!("{field}.name"), &nic.name);
+    let attachment = match &nic.attachment {
+        Some(v1::nic_spec::Attachment::Bridge(bridge)) => {
+            interface(found, format_args!("{field}.bridge"), bridge).map(Attachment::Bridge)
+        }
+        Some(v1::nic_spec::Attachment::Tap(tap)) => {
+            interface(found, format_args!("{field}.tap"), tap).map(Attachment::Tap)
+        }
+        Some(v1::nic_spec::Attachment::Network(network)) => {
+            let network = self::name(found, &format!("{field}.network"), network);
+            let (address, ports, firewall) = nic::in_network(found, field, nic);
+            network.map(|name| Attachment::Network {
+                name,
+                address,
+                ports,
+                firewall,
+            })
+        }
+        None => {
+            let wanted = "must say what it is attached to: give `network`, `bridge` or `tap`";
+            found.add(field, wanted);
+            None
+        }
+    };
+    if !matches!(nic.attachment, Some(v1::nic_spec::Attachment::Network(_))) {
+        nic::refuse_in_network(found, field, nic);
+    }
+    let mac = if nic.mac.is_empty() {
+        None
+    } else {
+        let mac = nic.mac.parse::<Mac>();
+        mac.map_err(|error| found.add(format_args!("{field}.mac"), error))
+            .ok()
+    };
+    let limit = |found: &mut Violations, what: &str, limit: Option<&v1::RateLimit>| {
+        let limit = limit.filter(|limit| **limit != v1::RateLimit::default())?;
+        Some(RateLimit::new(found, &format!("{field}.{what}"), limit))
+    };
+    let receive_limit = limit(found, "receiveLimit", nic.receive_limit.as_ref());
+    let transmit_limit = limit(found, "transmitLimit", nic.transmit_limit.as_ref());
+    let queues = nic::queues(found, field, nic.queues);
+    let mtu = nic::mtu(found, field, nic.mtu);
+    let without = NicSwitches::new(found, field, &nic.disabled_offloads);
+    let vhost = nic::vhost(found, field, nic.backend);
+    Some(Nic {
+        name: name?,
+        attachment: attachment?,
+        mac,
+        queues,
+        mtu,
+        without,
+        link_up: !nic.link_down,
+        receive_limit,
+        transmit_limit,
+        vhost,
+    })
+}
+
+fn interface(found: &mut Violations, field: impl std::fmt::Display, name: &str) -> Option<String> {
+    let allowed = |byte: u8| byte.is_ascii_graphic() && byte != b'/' && byte != b':';
+    let dots = name == "." || name == "..";
+    if name.is_empty() || name.len() > MAX_IFNAME || dots || !name.bytes().all(allowed) {
+        found.add(
+            field,
+            format_args!("must be an interface name of 1 to {MAX_IFNAME} characters"),
+        );
+        return None;
+    }
+    Some(name.to_owned())
+}

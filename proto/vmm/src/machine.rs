@@ -1,0 +1,694 @@
+//! The validated configuration of a machine: a [`vmm::MachineSpec`] in which every fd index names
+//! one of the descriptors that came with it, and every PCI slot is in range and used once.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use uuid::Uuid;
+use vmmd_spec::{
+    Violations,
+    disk::{DEFAULT_QUEUES, Format, MAX_QUEUES, MAX_SERIAL, OnError, RateLimit},
+    display::is_size,
+    keyboard::Layout,
+    nic::{self, Mac, NicSwitches},
+    pci::PciSlot,
+    policy::OnCrash,
+    resources::{HugePages, MAX_NUMA_NODE, MemoryOptions},
+    share::{MAX_SHARES, MAX_TAG},
+    topology::Topology,
+    vm::{MAX_CMDLINE, MAX_DISKS_AND_NICS, MAX_MEMORY, MEMORY_STEP, MIN_MEMORY},
+};
+
+use crate::{convert, vmm};
+
+/// Index into the list of descriptors that came with the message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct FdIndex(pub usize);
+
+/// Configuration of a machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Machine {
+    /// The VM's name, for messages.
+    pub name: String,
+    /// The SMBIOS UUID.
+    pub uuid: Uuid,
+    /// Virtual CPUs.
+    pub topology: Topology,
+    /// Guest RAM in bytes.
+    pub memory_bytes: u64,
+    /// Backed by a memfd instead of private memory.
+    pub memory_shared: bool,
+    /// How it is got from the host.
+    pub memory: MemoryOptions,
+    /// /dev/kvm.
+    pub kvm: FdIndex,
+    /// Kernel image.
+    pub kernel: FdIndex,
+    /// Initial RAM disk.
+    pub initrd: Option<FdIndex>,
+    /// Kernel command line.
+    pub cmdline: String,
+    /// Disks in order.
+    pub disks: Vec<Disk>,
+    /// Limits that several disks share, by name.
+    pub rate_groups: BTreeMap<String, RateLimit>,
+    /// NICs in order.
+    pub nics: Vec<Nic>,
+    /// The entropy device.
+    pub rng: Rng,
+    /// The serial log and the file that takes its older half.
+    pub serial_log: Option<(FdIndex, FdIndex)>,
+    /// The balloon, if it has one.
+    pub balloon: Option<Balloon>,
+    /// The screen, if it has one.
+    pub display: Option<Display>,
+    /// The virtio-console, if it has one.
+    pub console: Option<Console>,
+    /// Directories of the node in order.
+    pub shares: Vec<Share>,
+    /// Action on a triple fault.
+    pub on_crash: OnCrash,
+    /// After a pause kvmclock continues with the host's real time.
+    pub sync_clock: bool,
+}
+
+/// The balloon.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Balloon {
+    /// Where it is.
+    pub slot: PciSlot,
+    /// The guest reports free pages.
+    pub free_page_reporting: bool,
+    /// Initial size of the balloon, in bytes: whole pages of 4 KiB, at most the machine's memory.
+    pub target_bytes: u64,
+}
+
+/// A virtio-console.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Console {
+    /// Where it is.
+    pub slot: PciSlot,
+    /// Socket for its clients.
+    pub socket: Option<FdIndex>,
+}
+
+/// The screen, with a keyboard and a tablet.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Display {
+    /// Where the graphics adapter is.
+    pub gpu: PciSlot,
+    /// Where the keyboard is.
+    pub keyboard: PciSlot,
+    /// Where the tablet is.
+    pub tablet: PciSlot,
+    /// Width and height in pixels, within the limits of [`display`](vmmd_spec::display).
+    pub size: (u32, u32),
+    /// Layout of the guest's keyboard.
+    pub layout: Layout,
+    /// Socket for VNC clients.
+    pub vnc: Option<FdIndex>,
+    /// Socket for VNC clients that may only look.
+    pub vnc_view: Option<FdIndex>,
+}
+
+/// Most rate groups of a machine.
+pub const MAX_RATE_GROUPS: usize = 16;
+/// Longest chain of images below an overlay.
+pub const MAX_BACKING: usize = 16;
+
+/// Rate limit of a disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum DiskLimit {
+    /// Nothing.
+    None,
+    /// A limit of its own.
+    Own(RateLimit),
+    /// A group's limit, by the group's name.
+    Group(String),
+}
+
+/// An image below an overlay.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BackingImage {
+    /// Open for reading.
+    pub fd: FdIndex,
+    /// [`Format::Raw`] or [`Format::Qcow2`].
+    pub format: Format,
+}
+
+/// A disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Disk {
+    /// Unique in the machine, not empty.
+    pub name: String,
+    /// Image file or block device.
+    pub fd: FdIndex,
+    /// How it is to be read.
+    pub format: Format,
+    /// The images below a qcow2 overlay, the nearest first.
+    pub backing: Vec<BackingImage>,
+    /// The guest can't write to it.
+    pub read_only: bool,
+    /// 1 to [`MAX_QUEUES`].
+    pub queues: u16,
+    /// Bytes of a logical block: 512 or 4096.
+    pub logical_block: u32,
+    /// Discard granularity of a block device's queue, in bytes; 0 without discard support. `None`
+    /// if not read.
+    pub discard_granularity: Option<u32>,
+    /// Action on an error of the host.
+    pub on_error: OnError,
+    /// What limits it.
+    pub limit: DiskLimit,
+    /// What GET_ID answers.
+    pub serial: String,
+    /// Where it is.
+    pub slot: PciSlot,
+}
+
+/// A NIC.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Nic {
+    /// Unique in the machine, not empty.
+    pub name: String,
+    /// The queues of the tap: 1 to [`MAX_QUEUES`](nic::MAX_QUEUES).
+    pub fds: Vec<FdIndex>,
+    /// An open vhost-net for each queue, or none.
+    pub vhosts: Vec<FdIndex>,
+    /// It has a control queue.
+    pub control: bool,
+    /// Features that are not offered to the guest.
+    pub without: NicSwitches,
+    /// The link is up at first.
+    pub link_up: bool,
+    /// Limit on traffic to the guest. Operations are packets.
+    pub receive_limit: Option<RateLimit>,
+    /// Limit on traffic from the guest.
+    pub transmit_limit: Option<RateLimit>,
+    /// Its address.
+    pub mac: Mac,
+    /// Where it is.
+    pub slot: PciSlot,
+    /// Largest packet without the Ethernet header, in bytes (virtio 1.3, 5.1.4: 68 to 65,535).
+    pub mtu: u16,
+}
+
+/// A directory of the node, served by another process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Share {
+    /// Unique in the machine, not empty.
+    pub name: String,
+    /// Mount tag in the guest: 1 to [`MAX_TAG`] bytes.
+    pub tag: String,
+    /// Connected to the process.
+    pub fd: FdIndex,
+    /// Where it is.
+    pub slot: PciSlot,
+}
+
+/// The entropy device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Rng {
+    /// Where it is.
+    pub slot: PciSlot,
+    /// The random source.
+    pub fd: FdIndex,
+}
+
+/// Descriptors and slots claimed by a spec; each may be claimed once.
+struct Claims {
+    found: Violations,
+    fds: BTreeMap<u32, String>,
+    available: usize,
+    slots: BTreeSet<u32>,
+}
+
+impl Claims {
+    fn of(fds: usize) -> Self {
+        Self {
+            found: Violations::default(),
+            fds: BTreeMap::new(),
+            available: fds,
+            slots: BTreeSet::new(),
+        }
+    }
+
+    fn fd(&mut self, field: &str, index: u32) -> FdIndex {
+        let position = usize::try_from(index).unwrap_or(usize::MAX);
+        if position >= self.available {
+            let available = self.available;
+            self.found
+                .add(field, format_args!("descriptor {index} of {available} that came"));
+        } else if let Some(other) = self.fds.insert(index, field.to_owned()) {
+            self.found
+                .add(field, format_args!("the same descriptor as {other}"));
+        }
+        FdIndex(position)
+    }
+
+    fn slot(&mut self, field: &str, number: u32) -> PciSlot {
+        if !self.slots.insert(number) {
+            self.found.add(field, format_args!("PCI slot {number} is taken"));
+        }
+        PciSlot::try_from(number).unwrap_or_else(|number| {
+            let wrong = format_args!("must be 1 to 95 and no multiple of 32, is {number}");
+            self.found.add(field, wrong);
+            PciSlot::LAST
+        })
+    }
+}
+
+impl Machine {
+    /// Validates `spec`, which came with `fds` descriptors.
+    pub fn new(spec: &vmm::MachineSpec, fds: usize) -> Result<Self, Violations> {
+        let mut claims = Claims::of(fds);
+        let topology = Topology::for_cores(spec.vcpus).unwrap_or_else(|error| {
+            claims.found.add("vcpus", error);
+            Topology {
+                sockets: 1,
+                cores_per_socket: 1,
+            }
+        });
+        let uuid = Uuid::from_slice(&spec.uuid).unwrap_or_else(|_| {
+            claims.found.add("uuid", "must be 16 bytes");
+            Uuid::nil()
+        });
+        let memory = spec.memory_bytes;
+        if !(MIN_MEMORY..=MAX_MEMORY).contains(&memory) || !memory.is_multiple_of(MEMORY_STEP) {
+            claims
+                .found
+                .add("memory_bytes", format_args!("unsupported size {memory}"));
+        }
+        let kernel = spec.kernel.clone().unwrap_or_else(|| {
+            claims.found.add("kernel", "must be given");
+            vmm::Kernel::default()
+        });
+        if kernel.cmdline.len() > MAX_CMDLINE || kernel.cmdline.contains('\0') {
+            claims.found.add("kernel.cmdline", "too long, or with NUL");
+        }
+        let groups = spec.rate_groups.len();
+        if spec.disks.len() + spec.nics.len() > MAX_DISKS_AND_NICS || groups > MAX_RATE_GROUPS {
+            claims.found.add("disks, nics, rate_groups", "too many");
+            return Err(claims.found);
+        }
+        let rate_groups = rate_groups(&mut claims, &spec.rate_groups);
+        let mut names = BTreeSet::new();
+        for disk in &spec.disks {
+            if !names.insert(&disk.name) {
+                claims
+                    .found
+                    .add(format_args!("disk {}", disk.name), "two with that name");
+            }
+        }
+        let serial_log = match (spec.serial_log_fd, spec.serial_log_old_fd) {
+            (Some(current), Some(old)) => Some((
+                claims.fd("serial_log_fd", current),
+                claims.fd("serial_log_old_fd", old),
+            )),
+            (None, None) => None,
+            _ => {
+                claims.found.add("serial_log_fd", "goes with serial_log_old_fd");
+                None
+            }
+        };
+        let machine = Self {
+            name: spec.name.clone(),
+            uuid,
+            topology,
+            memory_bytes: memory,
+            memory_shared: spec.memory_shared,
+            memory: memory_options(&mut claims.found, spec),
+            kvm: claims.fd("kvm_fd", spec.kvm_fd),
+            kernel: claims.fd("kernel.kernel_fd", kernel.kernel_fd),
+            initrd: kernel.initrd_fd.map(|index| claims.fd("kernel.initrd_fd", index)),
+            cmdline: kernel.cmdline,
+            disks: spec
+                .disks
+                .iter()
+                .map(|wire| {
+                    disk(&mut claims, wire, topology, |group| {
+                        rate_groups.contains_key(group)
+                    })
+                })
+                .collect(),
+            rate_groups,
+            nics: spec.nics.iter().map(|wire| nic(&mut claims, wire)).collect(),
+            rng: Rng {
+                slot: claims.slot("rng_pci_slot", spec.rng_pci_slot),
+                fd: claims.fd("rng_fd", spec.rng_fd),
+            },
+            serial_log,
+            balloon: spec.balloon.as_ref().map(|wire| balloon(&mut claims, wire, spec)),
+            display: spec.display.as_ref().map(|wire| display(&mut claims, wire)),
+            console: spec.console.as_ref().map(|wire| Console {
+                slot: claims.slot("console.pci_slot", wire.pci_slot),
+                socket: wire.socket_fd.map(|index| claims.fd("console.socket_fd", index)),
+            }),
+            shares: shares(&mut claims, spec),
+            on_crash: on_crash(&mut claims.found, spec.on_crash),
+            sync_clock: spec.sync_clock,
+        };
+        claims.found.or(machine)
+    }
+}
+
+impl Disk {
+    /// Validates a disk that is plugged into a machine with that many vCPUs and groups of these
+    /// names. `wire` came with `fds` descriptors. Does not check whether the machine already uses
+    /// that slot or name.
+    pub fn new(
+        wire: &vmm::Disk,
+        fds: usize,
+        topology: Topology,
+        is_group: impl Fn(&str) -> bool,
+    ) -> Result<Self, Violations> {
+        let mut claims = Claims::of(fds);
+        let disk = disk(&mut claims, wire, topology, is_group);
+        claims.found.or(disk)
+    }
+}
+
+impl Share {
+    /// Validates a share that is plugged into a machine. `wire` came with `fds` descriptors. Does
+    /// not check whether the machine already uses that slot or name.
+    pub fn new(wire: &vmm::Share, fds: usize) -> Result<Self, Violations> {
+        let mut claims = Claims::of(fds);
+        let share = share(&mut claims, wire);
+        claims.found.or(share)
+    }
+}
+
+impl Nic {
+    /// Validates a NIC that is plugged into a machine. `wire` came with `fds` descriptors. Does not
+    /// check whether the machine already uses that slot or name.
+    pub fn new(wire: &vmm::Nic, fds: usize) -> Result<Self, Violations> {
+        let mut claims = Claims::of(fds);
+        if wire.name.is_empty() {
+            claims.found.add("nic", "has no name");
+        }
+        let nic = nic(&mut claims, wire);
+        claims.found.or(nic)
+    }
+}
+
+/// How a VM's RAM is got. The sizes of pages and RAM must fit, and KSM merges neither huge nor shared pages.
+/// Records a violation for an unknown crash policy.
+fn on_crash(found: &mut Violations, value: i32) -> OnCrash {
+    match vmm::OnCrash::try_from(value) {
+        Ok(vmm::OnCrash::Unspecified | vmm::OnCrash::Restart) => OnCrash::Restart,
+        Ok(vmm::OnCrash::Stop) => OnCrash::Stop,
+        Err(_) => {
+            found.add("on_crash", format_args!("unknown value {value}"));
+            OnCrash::default()
+        }
+    }
+}
+
+fn memory_options(found: &mut Violations, spec: &vmm::MachineSpec) -> MemoryOptions {
+    let huge_pages = match spec.huge_page_bytes {
+        0 => None,
+        bytes => match HugePages::of_bytes(bytes) {
+            Some(size) if spec.memory_bytes.is_multiple_of(bytes) => Some(size),
+            _ => {
+                found.add(
+                    "huge_page_bytes",
+                    format_args!(
+                        "no pages of {bytes} bytes for {} bytes of memory",
+                        spec.memory_bytes
+                    ),
+                );
+                None
+            }
+        },
+    };
+    if spec.mergeable && (huge_pages.is_some() || spec.memory_shared) {
+        found.add("mergeable", "not with huge pages or shared memory");
+    }
+    if spec.numa_node.is_some_and(|node| node > MAX_NUMA_NODE) {
+        found.add("numa_node", format_args!("at most {MAX_NUMA_NODE}"));
+    }
+    MemoryOptions {
+        huge_pages,
+        prefault: spec.prefault,
+        mergeable: spec.mergeable,
+        numa_node: spec.numa_node,
+        free_huge_pages: spec.free_huge_pages,
+    }
+}
+
+fn balloon(claims: &mut Claims, wire: &vmm::Balloon, spec: &vmm::MachineSpec) -> Balloon {
+    let target = wire.target_bytes;
+    if target > spec.memory_bytes || !target.is_multiple_of(4096) {
+        claims
+            .found
+            .add("balloon.target_bytes", format_args!("unsupported size {target}"));
+    }
+    if spec.huge_page_bytes != 0 {
+        claims.found.add(
+            "balloon",
+            "not with huge pages, which can't be given back in part",
+        );
+    }
+    Balloon {
+        slot: claims.slot("balloon.pci_slot", wire.pci_slot),
+        free_page_reporting: wire.free_page_reporting,
+        target_bytes: target,
+    }
+}
+
+fn display(claims: &mut Claims, wire: &vmm::Display) -> Display {
+    if !is_size(wire.width, wire.height) {
+        let wrong = format_args!("unsupported size {} x {}", wire.width, wire.height);
+        claims.found.add("display.width", wrong);
+    }
+    let layout = convert::layout(wire.layout).unwrap_or_else(|| {
+        let wrong = format_args!("unknown layout {}", wire.layout);
+        claims.found.add("display.layout", wrong);
+        Layout::default()
+    });
+    let (vnc, vnc_view) = (wire.vnc_fd, wire.vnc_view_fd);
+    Display {
+        gpu: claims.slot("display.gpu_pci_slot", wire.gpu_pci_slot),
+        keyboard: claims.slot("display.keyboard_pci_slot", wire.keyboard_pci_slot),
+        tablet: claims.slot("display.tablet_pci_slot", wire.tablet_pci_slot),
+        size: (wire.width, wire.height),
+        layout,
+        vnc: vnc.map(|index| claims.fd("display.vnc_fd", index)),
+        vnc_view: vnc_view.map(|index| claims.fd("display.vnc_view_fd", index)),
+    }
+}
+
+fn shares(claims: &mut Claims, spec: &vmm::MachineSpec) -> Vec<Share> {
+    if spec.shares.len() > MAX_SHARES {
+        claims.found.add("shares", "too many");
+        return Vec::new();
+    }
+    if !spec.shares.is_empty() && !spec.memory_shared {
+        claims.found.add("shares", "only with shared memory");
+    }
+    let mut names = BTreeSet::new();
+    let shares = spec.shares.iter().map(|wire| {
+        if !names.insert(&wire.name) {
+            claims
+                .found
+                .add(format_args!("share {}", wire.name), "two with that name");
+        }
+        share(claims, wire)
+    });
+    shares.collect()
+}
+
+fn share(claims: &mut Claims, wire: &vmm::Share) -> Share {
+    let field = format!("share {}", wire.name);
+    if wire.name.is_empty() {
+        claims.found.add("share", "has no name");
+    }
+    if wire.tag.is_empty() || wire.tag.len() > MAX_TAG {
+        claims
+            .found
+            .add(&field, format_args!("a tag has 1 to {MAX_TAG} bytes"));
+    }
+    Share {
+        name: wire.name.clone(),
+        tag: wire.tag.clone(),
+        fd: claims.fd(&field, wire.fd),
+        slot: claims.slot(&field, wire.pci_slot),
+    }
+}
+
+fn rate_groups(claims: &mut Claims, wire: &[vmm::RateGroup]) -> BTreeMap<String, RateLimit> {
+    let mut groups = BTreeMap::new();
+    for group in wire {
+        let limit = RateLimit::from(&group.limit.unwrap_or_default());
+        if group.name.is_empty() {
+            claims.found.add("rate_groups", "one has no name");
+        } else if groups.insert(group.name.clone(), limit).is_some() {
+            claims
+                .found
+                .add(format_args!("rate group {}", group.name), "two with that name");
+        }
+    }
+    groups
+}
+
+fn disk(claims: &mut Claims, wire: &vmm::Disk, topology: Topology, is_group: impl Fn(&str) -> bool) -> Disk {
+    let field = format!("disk {}", wire.name);
+    if wire.name.is_empty() {
+        claims.found.add("disk", "has no name");
+    }
+    if wire.serial.len() > MAX_SERIAL {
+        claims.found.add(&field, "serial too long");
+    }
+    let format = image_format(claims, &field, wire.format);
+    let fd = claims.fd(&field, wire.fd);
+    Disk {
+        name: wire.name.clone(),
+        fd,
+        format,
+        backing: backing(claims, &field, wire, format),
+        read_only: wire.read_only || format == Format::Iso,
+        queues: queues(claims, &field, wire.queues, topology),
+        logical_block: match wire.logical_block_bytes {
+            0 | 512 => 512,
+            4096 => 4096,
+            other => {
+                let wrong = format_args!("logical block must be 512 or 4096 bytes, is {other}");
+                claims.found.add(&field, wrong);
+                512
+            }
+        },
+        discard_granularity: wire.discard_granularity_bytes,
+        on_error: match vmm::OnError::try_from(wire.on_error) {
+            Ok(vmm::OnError::Unspecified | vmm::OnError::Report) => OnError::Report,
+            Ok(vmm::OnError::Pause) => OnError::Pause,
+            Err(_) => {
+                let wrong = format_args!("unknown on_error {}", wire.on_error);
+                claims.found.add(&field, wrong);
+                OnError::Report
+            }
+        },
+        limit: match (&wire.rate_limit, wire.rate_group.as_str()) {
+            (None, "") => DiskLimit::None,
+            (Some(limit), "") => DiskLimit::Own(limit.into()),
+            (limit, group) => {
+                if limit.is_some() {
+                    claims.found.add(&field, "a limit of its own and a rate group");
+                }
+                if !is_group(group) {
+                    let wrong = format_args!("there is no rate group {group}");
+                    claims.found.add(&field, wrong);
+                }
+                DiskLimit::Group(group.to_owned())
+            }
+        },
+        serial: wire.serial.clone(),
+        slot: claims.slot(&field, wire.pci_slot),
+    }
+}
+
+fn image_format(claims: &mut Claims, field: &str, value: i32) -> Format {
+    match vmm::ImageFormat::try_from(value) {
+        Ok(vmm::ImageFormat::Unspecified | vmm::ImageFormat::Raw) => Format::Raw,
+        Ok(vmm::ImageFormat::Qcow2) => Format::Qcow2,
+        Ok(vmm::ImageFormat::Iso) => Format::Iso,
+        Err(_) => {
+            claims.found.add(field, format_args!("unknown format {value}"));
+            Format::Raw
+        }
+    }
+}
+
+fn backing(claims: &mut Claims, field: &str, wire: &vmm::Disk, format: Format) -> Vec<BackingImage> {
+    if !wire.backing.is_empty() && format != Format::Qcow2 {
+        claims.found.add(field, "only a qcow2 image has others below it");
+    }
+    if wire.backing.len() > MAX_BACKING {
+        let wrong = format_args!(
+            "at most {MAX_BACKING} images below it, are {}",
+            wire.backing.len()
+        );
+        claims.found.add(field, wrong);
+        return Vec::new();
+    }
+    let numbered = wire.backing.iter().enumerate();
+    let images = numbered.map(|(index, wire)| {
+        let field = format!("{field}, backing {index}");
+        let format = image_format(claims, &field, wire.format);
+        if format == Format::Iso {
+            claims.found.add(&field, "is no format of a backing image");
+        }
+        BackingImage {
+            fd: claims.fd(&field, wire.fd),
+            format,
+        }
+    });
+    images.collect()
+}
+
+fn queues(claims: &mut Claims, field: &str, wanted: u32, topology: Topology) -> u16 {
+    let number = match wanted {
+        0 => topology.cores().clamp(1, DEFAULT_QUEUES),
+        _ => wanted,
+    };
+    if number > MAX_QUEUES {
+        claims
+            .found
+            .add(field, format_args!("at most {MAX_QUEUES} queues, are {number}"));
+        return 1;
+    }
+    u16::try_from(number).unwrap_or(1)
+}
+
+fn nic(claims: &mut Claims, wire: &vmm::Nic) -> Nic {
+    let field = format!("nic {}", wire.name);
+    let octets = <[u8; 6]>::try_from(wire.mac.as_ref()).unwrap_or_default();
+    let mac = Mac::try_from(octets).unwrap_or_else(|error| {
+        claims.found.add(&field, error);
+        Mac::local([0; 6])
+    });
+    let mtu = u16::try_from(wire.mtu)
+        .ok()
+        .filter(|mtu| *mtu >= 68)
+        .unwrap_or_else(|| {
+            claims
+                .found
+                .add(&field, format_args!("MTU must be 68 to 65535, is {}", wire.mtu));
+            1500
+        });
+    let queues = wire.further_fds.len() + 1;
+    let most = nic::MAX_QUEUES;
+    if queues > most || queues > 1 && !wire.control_queue {
+        let wrong =
+            format_args!("at most {most} queues, and more than one only with a control queue, are {queues}");
+        claims.found.add(&field, wrong);
+    }
+    let fds = std::iter::once(&wire.fd).chain(&wire.further_fds);
+    let fds = fds.take(most).map(|index| claims.fd(&field, *index)).collect();
+    let vhosts = wire.vhost_fds.len();
+    if vhosts != 0 && vhosts != queues {
+        let wrong = format_args!("as many vhost-net as queues, are {vhosts} for {queues}");
+        claims.found.add(&field, wrong);
+    }
+    let vhosts = wire.vhost_fds.iter().take(most);
+    let vhosts = vhosts.map(|index| claims.fd(&field, *index)).collect();
+    Nic {
+        vhosts,
+        name: wire.name.clone(),
+        fds,
+        mac,
+        slot: claims.slot(&field, wire.pci_slot),
+        mtu,
+        control: wire.control_queue,
+        without: NicSwitches {
+            checksum: wire.no_checksum,
+            tso: wire.no_tso,
+            uso: wire.no_uso,
+            merge: wire.no_merge,
+        },
+        link_up: !wire.link_down,
+        receive_limit: wire.receive_limit.as_ref().map(RateLimit::from),
+        transmit_limit: wire.transmit_limit.as_ref().map(RateLimit::from),
+    }
+}
+
+#[cfg(test)]
+mod tests;
