@@ -293,9 +293,24 @@ enum Progress {
     Over,
 }
 
+impl Progress {
+    fn is_over(self) -> bool {
+        matches!(self, Self::Whole | Self::Over)
+    }
+}
+
+/// Most states of one search for an order in which the VM is wanted.
+const WANTED_STATES: usize = 200_000;
+/// Most states of one search. A history that needs more is a fault of the model or of the harness.
+const MAX_STATES: usize = 3_000_000;
+
 /// Returns the state at the end of all calls that `now` confirms; `None` when no order explains it.
-/// `foreign` are uids that belong to other VMs. Where only some orders leave the VM wanted, it is
+/// `foreign` are uids that belong to other VMs. Where some orders may leave the VM wanted, it is
 /// wanted: this state allows more successors.
+///
+/// # Panics
+///
+/// After [`MAX_STATES`] states without an answer, with the calls.
 pub fn explain(from: &State, ops: &[Op], now: &Look, foreign: &HashSet<String>) -> Option<State> {
     let restless = |policy| policy != Policy::Manual;
     let policy_acts = matches!(from, State::There(vm) if restless(vm.policy))
@@ -310,17 +325,31 @@ pub fn explain(from: &State, ops: &[Op], now: &Look, foreign: &HashSet<String>) 
             return None;
         }
     }
-    let search = |wanted| {
+    let search = |wanted, limit| {
         let mut search = Search {
             ops,
             now,
             foreign,
             wanted,
+            limit,
             seen: HashSet::new(),
         };
-        search.go(from, &mut vec![Progress::Waits; ops.len()])
+        let end = search.go(from, vec![Progress::Waits; ops.len()]);
+        (end, search.seen.len() > limit)
     };
-    search(true).or_else(|| search(false))
+    let (wanted, unfinished) = search(true, WANTED_STATES);
+    if wanted.is_some() {
+        return wanted;
+    }
+    let (mut end, endless) = search(false, MAX_STATES);
+    assert!(
+        end.is_some() || !endless,
+        "no order was found among {MAX_STATES} states that leads from {from:?} to {now:?}:\n{ops:#?}"
+    );
+    if let Some(State::There(vm)) = &mut end {
+        vm.wanted |= unfinished;
+    }
+    end
 }
 
 impl Op {
@@ -336,16 +365,32 @@ struct Search<'a> {
     foreign: &'a HashSet<String>,
     /// Whether the VM is to be wanted in the end.
     wanted: bool,
+    /// Most states.
+    limit: usize,
     seen: HashSet<(State, Vec<Progress>)>,
 }
 
 impl Search<'_> {
-    fn go(&mut self, state: &State, progress: &mut Vec<Progress>) -> Option<State> {
-        if !self.seen.insert((state.clone(), progress.clone())) {
+    /// Two rules keep the states few, and lose no order. A call that may have stopped early holds nothing up: it is over
+    /// when a call begins that came after it. A look that changes nothing known, and nothing over, is made as soon as it is
+    /// right.
+    fn go(&mut self, state: &State, mut progress: Vec<Progress>) -> Option<State> {
+        for (index, op) in self.ops.iter().enumerate() {
+            let closes = |(other, at): (&Op, &Progress)| other.end < op.begin && !at.is_over();
+            if progress[index] == Progress::Waits && !self.ops.iter().zip(&progress).any(closes) {
+                let right = |way: &Vec<Step>| match &way[..] {
+                    [look @ Step::Look(_)] => state.after(look, self.foreign).as_ref() == Some(state),
+                    _ => false,
+                };
+                if op.ways.iter().any(right) && op.only_looks() {
+                    progress = self.stepped(index, Progress::Whole, &progress);
+                }
+            }
+        }
+        if self.seen.len() > self.limit || !self.seen.insert((state.clone(), progress.clone())) {
             return None;
         }
-        let over = |progress: Progress| matches!(progress, Progress::Whole | Progress::Over);
-        if progress.iter().all(|progress| over(*progress)) {
+        if (0..self.ops.len()).all(|index| progress[index].is_over() || self.ops[index].partial) {
             let end = state.seen(self.now, self.foreign);
             let found = end.filter(|state| match state {
                 State::There(vm) => !self.wanted || vm.wanted,
@@ -356,22 +401,19 @@ impl Search<'_> {
             }
         }
         if let Some(next) = state.drift() {
-            let end = self.go(&next, progress);
+            let end = self.go(&next, progress.clone());
             if end.is_some() {
                 return end;
             }
         }
         for (index, op) in self.ops.iter().enumerate() {
-            let before = progress[index];
-            let earlier = |(other, at): (&Op, &Progress)| other.end < op.begin && !over(*at);
-            if over(before) || self.ops.iter().zip(&*progress).any(earlier) {
+            if !self.may_step(index, &progress) {
                 continue;
             }
+            let before = progress[index];
             let repeated = op.repeats.is_some_and(|first| progress[first] == Progress::Whole);
-            if op.partial || (repeated && before == Progress::Waits) {
-                progress[index] = Progress::Over;
-                let end = self.go(state, progress);
-                progress[index] = before;
+            if repeated && before == Progress::Waits {
+                let end = self.go(state, self.stepped(index, Progress::Over, &progress));
                 if end.is_some() {
                     return end;
                 }
@@ -395,7 +437,7 @@ impl Search<'_> {
                     None => Some(state.clone()),
                 };
                 let Some(next) = next else { continue };
-                progress[index] = if done + 1 >= steps.len() {
+                let at = if done + 1 >= steps.len() {
                     Progress::Whole
                 } else {
                     Progress::Within {
@@ -403,14 +445,33 @@ impl Search<'_> {
                         steps: u8::try_from(done + 1).unwrap(),
                     }
                 };
-                let end = self.go(&next, progress);
-                progress[index] = before;
+                let end = self.go(&next, self.stepped(index, at, &progress));
                 if end.is_some() {
                     return end;
                 }
             }
         }
         None
+    }
+
+    /// Whether a call may take a step: it is not over, and each call that was answered before it began is.
+    fn may_step(&self, index: usize, progress: &[Progress]) -> bool {
+        let earlier = |(other, at): (&Op, &Progress)| {
+            other.end < self.ops[index].begin && !other.partial && !at.is_over()
+        };
+        !progress[index].is_over() && !self.ops.iter().zip(progress).any(earlier)
+    }
+
+    /// The progress after a step of a call: calls before it that may have stopped early have.
+    fn stepped(&self, index: usize, at: Progress, progress: &[Progress]) -> Vec<Progress> {
+        let mut progress = progress.to_vec();
+        progress[index] = at;
+        for (other, progress) in self.ops.iter().zip(&mut progress) {
+            if other.end < self.ops[index].begin && !progress.is_over() {
+                *progress = Progress::Over;
+            }
+        }
+        progress
     }
 }
 
