@@ -3,10 +3,10 @@
 
 use std::io;
 
+use ::rfb::handshake::{self, VERSION};
 use base64::{Engine as _, engine::general_purpose::URL_SAFE_NO_PAD};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use uuid::Uuid;
-use vmmd_spec::rfb::{self, VERSION};
 
 /// The security type (7.1.2).
 const VNC_AUTHENTICATION: u8 = 2;
@@ -32,7 +32,7 @@ pub async fn shown(
     writer.write_all(VERSION).await?;
     let mut version = [0; VERSION.len()];
     reader.read_exact(&mut version).await?;
-    let minor = rfb::minor_version(&version);
+    let minor = handshake::minor_version(&version);
     let minor = minor.ok_or_else(|| io::Error::other("the viewer does not speak RFB"))?;
     if minor >= 7 {
         writer.write_all(&[1, VNC_AUTHENTICATION]).await?;
@@ -46,7 +46,7 @@ pub async fn shown(
     writer.write_all(&challenge).await?;
     let mut response = [0; 16];
     reader.read_exact(&mut response).await?;
-    let right = response == rfb::encrypt(password.as_bytes(), challenge);
+    let right = response == handshake::encrypt(password.as_bytes(), challenge);
     if !right {
         writer.write_u32(FAILED).await?;
         if minor >= 8 {
@@ -92,7 +92,7 @@ mod tests {
         }
         let mut challenge = [0; 16];
         from.read_exact(&mut challenge).await.unwrap();
-        let response = rfb::encrypt(password.as_bytes(), challenge);
+        let response = handshake::encrypt(password.as_bytes(), challenge);
         to.write_all(&response).await.unwrap();
         let right = speaking.await.unwrap();
         let mut rest = Vec::new();

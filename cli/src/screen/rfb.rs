@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
+use ::rfb::handshake::{VERSION, minor_version};
 use tokio::{sync::mpsc, time::timeout};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 use vmmd_api::v1::{VncOpen, VncRequest, VncResponse, vnc_request::Message};
-use vmmd_spec::rfb::VERSION;
 
 use crate::{
     client::{Client, about_vm},
@@ -89,7 +89,7 @@ impl Rfb {
             width: 0,
             height: 0,
         };
-        if vmmd_spec::rfb::minor_version(&rfb.read::<12>().await?) != Some(8) {
+        if minor_version(&rfb.read::<12>().await?) != Some(8) {
             return Err(unexpected());
         }
         rfb.send(VERSION).await?;

@@ -1,4 +1,4 @@
-//! Common parts of all RFB servers of this project (RFC 6143): the version of the viewer, and VNC authentication.
+//! The start of a connection (RFC 6143, 7.1 and 7.2): the version of the viewer, and VNC authentication.
 
 /// The version of all servers here (7.1.1).
 pub const VERSION: &[u8; 12] = b"RFB 003.008\n";
@@ -23,7 +23,7 @@ pub fn minor_version(message: &[u8]) -> Option<u8> {
 
 /// A challenge as VNC authentication encrypts it (7.2.2): DES with the password for a key, whose bits are in the other order in each
 /// byte.
-#[cfg(feature = "vnc-password")]
+#[cfg(feature = "password")]
 pub fn encrypt(password: &[u8], challenge: [u8; 16]) -> [u8; 16] {
     use des::{
         Des,
@@ -69,7 +69,7 @@ mod tests {
     }
 
     /// The example of FIPS 81, table B1: key 0123456789abcdef, "Now is the time ".
-    #[cfg(feature = "vnc-password")]
+    #[cfg(feature = "password")]
     #[test]
     fn challenge_is_encrypted_as_viewers_do_it() {
         let key = [0x01_u8, 0x23, 0x45, 0x67, 0x89, 0xab, 0xcd, 0xef].map(u8::reverse_bits);

@@ -16,6 +16,7 @@ mod encode;
 #[cfg(any(test, feature = "testing"))]
 pub mod fuzz;
 mod geometry;
+pub mod handshake;
 pub mod message;
 mod picture;
 pub mod pixel;

@@ -15,7 +15,7 @@
 
 use std::{collections::VecDeque, sync::Arc};
 
-use vmmd_spec::rfb;
+use crate::handshake;
 
 use crate::{
     Cursor, Damage, Frame, Rect, Size,
@@ -254,7 +254,7 @@ impl Session {
             continuous: None,
             in_flight: 0,
             pieces: VecDeque::new(),
-            out: rfb::VERSION.to_vec(),
+            out: handshake::VERSION.to_vec(),
             written: 0,
             behind: Vec::new(),
             held: Vec::new(),
@@ -455,7 +455,7 @@ impl Session {
     /// One step of the handshake; false when bytes are missing.
     fn shake_hands(&mut self, input: &mut &[u8], events: &mut Vec<Event>) -> Result<bool, ProtocolError> {
         let wanted = if self.stage == Stage::Version {
-            rfb::VERSION.len()
+            handshake::VERSION.len()
         } else {
             1
         };
@@ -469,7 +469,7 @@ impl Session {
         let message = std::mem::take(&mut self.handshake);
         let first = message.first().copied().unwrap_or(0);
         match self.stage {
-            Stage::Version => match rfb::minor_version(&message).ok_or(ProtocolError::Version)? {
+            Stage::Version => match handshake::minor_version(&message).ok_or(ProtocolError::Version)? {
                 ..=6 => {
                     self.out
                         .extend_from_slice(&u32::from(SECURITY_NONE).to_be_bytes());

@@ -207,10 +207,8 @@ mod tests {
 
     #[test]
     fn layouts_have_ascii_and_their_own_letters_alone() {
-        for (layout, of_spec, of_machine) in WIRE {
+        for (layout, of_spec) in WIRE {
             assert_eq!(Layout::of_spec(of_spec.into()), Some(layout));
-            assert_eq!(Layout::of_machine(of_machine.into()), Some(layout));
-            assert_eq!(layout.machine(), of_machine);
             let lacking: String = (' '..='~').filter(|one| !layout.has(*one)).collect();
             assert_eq!(lacking, "", "{layout:?}");
         }

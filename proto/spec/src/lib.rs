@@ -26,7 +26,6 @@ pub mod overhead;
 pub mod pci;
 pub mod policy;
 pub mod resources;
-pub mod rfb;
 pub mod share;
 pub mod topology;
 pub mod vm;

@@ -7,13 +7,13 @@
 
 use std::{io, sync::Arc, time::Duration};
 
+use rfb::handshake::{self, VERSION};
 use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, copy_bidirectional},
     net::{TcpListener, TcpStream, UnixStream},
     time::timeout,
 };
 use uuid::Uuid;
-use vmmd_spec::rfb::{self, VERSION};
 
 use super::{
     accept, enter,
@@ -148,7 +148,7 @@ async fn version(stream: &mut impl Stream) -> io::Result<u8> {
     stream.write_all(VERSION).await?;
     let mut version = [0; 12];
     stream.read_exact(&mut version).await?;
-    rfb::minor_version(&version).ok_or_else(|| io::Error::other("the viewer does not speak RFB"))
+    handshake::minor_version(&version).ok_or_else(|| io::Error::other("the viewer does not speak RFB"))
 }
 
 /// Has the viewer choose the only security type that there is.
@@ -225,7 +225,7 @@ async fn reason(stream: &mut impl Stream, why: &str) -> io::Result<()> {
 
 fn found(tickets: &Tickets, challenge: &[u8; 16], response: &[u8; 16]) -> Option<Ticket> {
     tickets.take(Form::Password, |password| {
-        rfb::encrypt(password.as_bytes(), *challenge) == *response
+        handshake::encrypt(password.as_bytes(), *challenge) == *response
     })
 }
 
