@@ -296,7 +296,7 @@ fn a_killed_process_leaves_a_consistent_image_with_all_that_was_flushed() {
         create(&path, VICTIM_SECTORS * SECTOR);
         let seed = fs::metadata(&path).unwrap().ino();
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "block::qcow2::tests::files::victim", "--nocapture"])
+            .args(["--exact", "qcow2::tests::files::victim", "--nocapture"])
             .env(VICTIM, &path)
             .env(VICTIMS_FLAGS, [0, libc::O_DIRECT][round as usize % 2].to_string())
             .stdout(Stdio::piped())
