@@ -5,7 +5,7 @@
 //! assembly. It never links the VMM or a device model.
 //!
 //! A reader starts at [`daemon::run`], which puts the parts together. The path of a request: [`grpc`] finds the VM in
-//! [`registry::vms`] and sends a message to its actor. The actor decides ([`vm::lifecycle`]) and acts. The store keeps
+//! [`registry::vms`] and sends a message to its actor. The actor decides ([`vm_lifecycle`]) and acts. The store keeps
 //! all state that must outlive the daemon.
 
 mod auth;

@@ -1,5 +1,5 @@
 //! The public API `vmmd.v1`: its messages and services ([`v1`]), the rules of its methods ([`rule`]), its errors
-//! ([`failure`], [`rpc`], [`violation`]) and the fields of its messages as text ([`schema`]).
+//! ([`failure`], [`rpc`], [`violation`]), its times ([`time`]) and the fields of its messages as text ([`schema`]).
 //!
 //! This crate never validates a message and knows nothing of the protocol between vmmd and a `vmm`. A reader starts at the
 //! files `proto/vmmd/v1/*.proto`, from which the build makes the code.
@@ -8,6 +8,7 @@ mod disk;
 pub mod failure;
 pub mod rpc;
 pub mod rule;
+pub mod time;
 pub mod violation;
 
 /// `vmmd.v1`: the public API.

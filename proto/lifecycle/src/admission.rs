@@ -1,9 +1,29 @@
 //! Admission of requests, depending on the VM's current situation. A pure function; the actor
 //! carries out its verdict.
 
-use vmmd_host::failure::Failure;
+use vmmd_api::failure::Failure;
 
-use crate::registry::vms::command::Request;
+/// Life-cycle request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Request {
+    /// Start it.
+    Start,
+    /// Stop it: gracefully, or by force.
+    Stop,
+    /// Stop and start it.
+    Restart,
+    /// Stop its vCPUs.
+    Pause,
+    /// Let them run again.
+    Resume,
+    /// Press its machine's reset button.
+    Reset,
+    /// Delete it; `force` even if it runs.
+    Delete {
+        /// Kill it first.
+        force: bool,
+    },
+}
 
 /// Current situation of a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -4,8 +4,8 @@
 //! therefore outrank the record: a restart of the node, an OOM kill, a signal.
 
 use vmm_protocol::vmm::{ExitKind, ExitRecord};
+use vmmd_api::time::timestamp;
 use vmmd_api::v1::{ExitReason, ExitStatus, RunCounts, VmPhase};
-use vmmd_host::text;
 
 /// Request to the VM at the time of its end.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -63,6 +63,8 @@ pub struct Evidence {
     pub signal: Option<i32>,
     /// The node has been restarted since.
     pub node_restarted: bool,
+    /// Now, in milliseconds of Unix time: the time of an end without a record.
+    pub now_ms: u64,
 }
 
 /// The phase that follows, why, and how the run ended.
@@ -85,7 +87,7 @@ pub fn classify(evidence: &Evidence) -> Exit {
         (None, None) => (ExitReason::Lost, seen_message(evidence, ExitReason::Lost)),
     };
     let time = evidence.record.as_ref().map_or(0, |record| record.time_unix_ms);
-    let time = text::timestamp(if time == 0 { text::now_ms() } else { time });
+    let time = timestamp(if time == 0 { evidence.now_ms } else { time });
     let (phase, word) = phase(reason);
     Exit {
         phase,

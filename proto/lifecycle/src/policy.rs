@@ -9,9 +9,18 @@ use std::time::Duration;
 
 use vmmd_api::v1::ExitReason;
 use vmmd_spec::policy::{OnPanic, RunPolicy};
-use vmmd_store::Intent;
 
-use crate::{config, registry::vms::command::Request};
+use super::admission::Request;
+
+/// Last requested state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, prost::Enumeration)]
+#[repr(i32)]
+pub enum Intent {
+    /// Not to run.
+    Stopped = 0,
+    /// To run.
+    Running = 1,
+}
 
 /// What has happened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -117,16 +126,6 @@ fn is_failure(reason: ExitReason) -> bool {
         | ExitReason::StartFailed
         | ExitReason::OutOfMemory
         | ExitReason::NodeRestart => true,
-    }
-}
-
-impl From<config::Restart> for BackOff {
-    fn from(restart: config::Restart) -> Self {
-        Self {
-            first_ms: restart.first_ms,
-            max_ms: restart.max_ms,
-            reset_after_ms: restart.reset_after_ms,
-        }
     }
 }
 

@@ -6,12 +6,29 @@
 //! node is started again. A VM that made room, or that its policy starts for the first time, waits
 //! until the node takes VMs.
 
-use tokio::time::{Duration, Instant};
+use std::time::{Duration, Instant};
+
 use vmmd_api::v1::ExitReason;
 use vmmd_spec::policy::RunPolicy;
-use vmmd_store::{Intent, RestartRecord};
 
-use super::policy::{BackOff, Decision, Occasion, decide};
+use super::policy::{BackOff, Decision, Intent, Occasion, decide};
+
+/// Starts of a VM by its run policy.
+#[derive(Clone, PartialEq, prost::Message)]
+pub struct RestartRecord {
+    /// In a row since the VM last ran for long enough.
+    #[prost(uint32, tag = "1")]
+    pub attempts: u32,
+    /// When the next one is, in milliseconds of Unix time; 0 when none is to come.
+    #[prost(uint64, tag = "2")]
+    pub next_ms: u64,
+    /// How long that one waits.
+    #[prost(uint64, tag = "3")]
+    pub back_off_ms: u64,
+    /// Boot id of the node's kernel when the restart was planned.
+    #[prost(string, tag = "4")]
+    pub boot_id: String,
+}
 
 /// Notes about the next start by the run policy.
 #[derive(Clone, Debug, Default, PartialEq)]

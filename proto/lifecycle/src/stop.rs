@@ -12,14 +12,15 @@
 //! Invariants: `asked` decides the meaning of an exit, so it is written before the `vmm` receives a
 //! request. A deadline never moves later.
 
-use tokio::time::{Duration, Instant};
-use vmmd_host::cgroup::LEAVING;
+use std::time::{Duration, Instant};
 
 use super::exit::Asked;
 
 /// Time that a `vmm` has to end before it is killed. No data that it has acknowledged to the guest
 /// depends on this time.
 pub const END_TIMEOUT: Duration = Duration::from_secs(2);
+/// Time that a killed process has to be gone before it is killed again.
+pub const KILL_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// How far a stop is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -162,7 +163,7 @@ impl Stopping {
     fn kill(&mut self, now: Instant) -> Vec<Effect> {
         self.asked = self.asked.ended();
         self.stage = Stage::Killed;
-        self.deadline = Some(now + LEAVING);
+        self.deadline = Some(now + KILL_TIMEOUT);
         vec![Effect::Commit, Effect::Report, Effect::Kill]
     }
 }

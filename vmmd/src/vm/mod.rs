@@ -1,11 +1,11 @@
 //! Virtual machines: one actor for each, and the code that starts, watches and ends it. A caller
-//! finds the actor's mailbox in the [registry](crate::registry::vms).
+//! finds the actor's mailbox in the [registry](crate::registry::vms). Pure decisions about a VM's life (admission, the meaning
+//! of an exit, the reaction of the run policy) are those of [`vm_lifecycle`].
 //!
 //! | module | contents |
 //! |---|---|
 //! | [`api`] | creates a VM's record, and shows a VM to clients |
 //! | [`actor`] | the only code that changes a VM: takes requests, runs work, receives news of the process |
-//! | [`lifecycle`] | pure decisions: admission, meaning of an exit, reaction of the run policy |
 //! | [`start`] | from a spec to a booted `vmm`, from top to bottom |
 //! | [`instance`] | one run: the process, its connection, its claims on the node |
 //! | [`machine`] | machine description for a `vmm`, differences of a running machine from its spec, cgroup limits |
@@ -14,7 +14,6 @@
 mod actor;
 mod api;
 mod instance;
-pub mod lifecycle;
 mod machine;
 pub mod recovery;
 mod start;

@@ -53,13 +53,13 @@ pub use network::LEASE_RETENTION_MS;
 pub use operation::OperationRecord;
 pub use record::{
     AbortRecord, ConditionRecord, DiskImage, DiskRecord, DiskSource, DiskStage, FileRecord, HandoverRecord,
-    HandoverStage, Hardware, ImageRecord, ImageSource, ImageStage, InstanceRecord, Intent, LeaseRecord,
+    HandoverStage, Hardware, ImageRecord, ImageSource, ImageStage, InstanceRecord, LeaseRecord,
     NetworkRecord, NicHardware, NodeRecord, OciLayoutSource, OciSource, PortRecord, RegistryCredentials,
-    ReplacedImage, ReplacingRecord, RestartRecord, SourceVersion, StopRecord, VmRecord, disk_source,
-    image_source,
+    ReplacedImage, ReplacingRecord, SourceVersion, StopRecord, VmRecord, disk_source, image_source,
 };
 pub use seal::Key;
 pub use snapshot::{RetentionRecord, SnapshotDisk, SnapshotRecord, SnapshotStage};
+pub use vm_lifecycle::{policy::Intent, restart::RestartRecord};
 
 const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");
 const VMS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("vms");

@@ -5,6 +5,7 @@
 use std::{collections::BTreeMap, fmt};
 
 use prost::Message as _;
+use vm_lifecycle::{policy::Intent, restart::RestartRecord};
 use vmmd_api::v1::{ExitReason, ExitStatus, RunCounts, VmSpec};
 
 use super::{RequestMark, stored::Vm};
@@ -241,23 +242,6 @@ pub struct InstanceRecord {
     pub shared_memory: bool,
 }
 
-/// Starts of a VM by its run policy.
-#[derive(Clone, PartialEq, prost::Message)]
-pub struct RestartRecord {
-    /// In a row since the VM last ran for long enough.
-    #[prost(uint32, tag = "1")]
-    pub attempts: u32,
-    /// When the next one is, in milliseconds of Unix time; 0 when none is to come.
-    #[prost(uint64, tag = "2")]
-    pub next_ms: u64,
-    /// How long that one waits.
-    #[prost(uint64, tag = "3")]
-    pub back_off_ms: u64,
-    /// Boot id of the node's kernel when the restart was planned.
-    #[prost(string, tag = "4")]
-    pub boot_id: String,
-}
-
 impl VmRecord {
     /// Returns the last requested state.
     pub fn intent(&self) -> Intent {
@@ -304,16 +288,6 @@ pub struct StopRecord {
     /// As the client gave it.
     #[prost(string, tag = "6")]
     pub request_id: String,
-}
-
-/// Last requested state.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, prost::Enumeration)]
-#[repr(i32)]
-pub enum Intent {
-    /// Not to run.
-    Stopped = 0,
-    /// To run.
-    Running = 1,
 }
 
 /// Settings of the node's operator, and observations of the node.

@@ -13,6 +13,7 @@ use std::{
 
 use tokio::sync::{Notify, OwnedMutexGuard, mpsc, oneshot};
 use uuid::Uuid;
+pub use vm_lifecycle::admission::Request;
 use vm_lifecycle::handover::{Message, Resolution, SourceEvent};
 use vmmd_api::v1;
 use vmmd_host::failure::Failure;
@@ -40,28 +41,6 @@ pub struct Answer {
     pub vm: Arc<v1::Vm>,
     /// Operation under way; `None` if the request is done.
     pub pending: Option<Pending>,
-}
-
-/// Life-cycle request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Request {
-    /// Start it.
-    Start,
-    /// Stop it: gracefully, or by force.
-    Stop,
-    /// Stop and start it.
-    Restart,
-    /// Stop its vCPUs.
-    Pause,
-    /// Let them run again.
-    Resume,
-    /// Press its machine's reset button.
-    Reset,
-    /// Delete it; `force` even if it runs.
-    Delete {
-        /// Kill it first.
-        force: bool,
-    },
 }
 
 /// A request about the life of a VM.

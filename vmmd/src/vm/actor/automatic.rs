@@ -3,6 +3,12 @@
 
 use tokio::time::{Duration, Instant};
 use vm_lifecycle::handover::Source;
+use vm_lifecycle::{
+    admission::{Refusal, Situation},
+    policy::{BackOff, Occasion, after, refuses},
+    restart::{self, Effect, Input, Restarts},
+    stop::Then,
+};
 use vmmd_api::v1::EventSeverity;
 use vmmd_host::{
     capacity::{Demand, placement},
@@ -23,15 +29,7 @@ use super::{Actor, handover::guest_reset, work::Work};
 use crate::{
     node::check,
     registry::vms::command::{Life, Request},
-    vm::{
-        lifecycle::{
-            admission::{Refusal, Situation},
-            policy::{BackOff, Occasion, after, refuses},
-            restart::{self, Effect, Input, Restarts},
-            stop::Then,
-        },
-        machine::change,
-    },
+    vm::machine::change,
 };
 
 /// A guest that resets its machine more often boots the same kernel again.
@@ -123,7 +121,7 @@ impl Actor {
         let pending = self.record.restart.is_some();
         let mut restarts = Restarts {
             record: self.record.restart.take(),
-            due: self.timer,
+            due: self.timer.map(Instant::into_std),
             held: self.held,
             evacuated: self.record.evacuated,
         };
@@ -140,15 +138,19 @@ impl Actor {
                 intent: self.record.intent(),
                 down: self.situation() == Situation::Down,
                 schedulable: self.host.schedulable().is_ok(),
-                back_off: BackOff::from(config),
+                back_off: BackOff {
+                    first_ms: config.first_ms,
+                    max_ms: config.max_ms,
+                    reset_after_ms: config.reset_after_ms,
+                },
                 room_ms: config.room_ms,
                 boot_id: &self.host.boot_id,
-                now: Instant::now(),
+                now: Instant::now().into_std(),
                 now_ms: text::now_ms(),
             },
         );
         (self.record.restart, self.record.evacuated) = (restarts.record, restarts.evacuated);
-        (self.timer, self.held) = (restarts.due, restarts.held);
+        (self.timer, self.held) = (restarts.due.map(Instant::from_std), restarts.held);
         effects.retain(|effect| {
             match effect {
                 Effect::Expect(expected) => {

@@ -4,6 +4,7 @@ use std::{ops::ControlFlow, time::Duration};
 
 use tokio::{sync::oneshot, time::timeout};
 use vm_lifecycle::handover::{Effect, Message, Resolution, Source, SourceEvent, Target, TargetEvent};
+use vm_lifecycle::{admission::Situation, stop::Then};
 use vmm_protocol::vmm::{MigrationDisks, MigrationRound, UnlockDisks, request::Op};
 use vmmd_api::v1::{EventSeverity, VmPhase};
 use vmmd_host::{
@@ -23,10 +24,7 @@ use vmmd_store::{
 use super::{Actor, work::Work};
 use crate::{
     registry::vms::command::{Attend, Begin, Begun, HandoverRequest, Restore},
-    vm::{
-        api::describe::MIGRATING,
-        lifecycle::{admission::Situation, stop::Then},
-    },
+    vm::api::describe::MIGRATING,
 };
 
 /// Timeout for the release of a machine's disks. The guest's writes become durable meanwhile.

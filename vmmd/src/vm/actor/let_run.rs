@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep, timeout};
+use vm_lifecycle::policy::Occasion;
 use vmm_protocol::vmm::{ErrorKind, Resume, request::Op};
 use vmmd_api::v1::ExitReason;
 
@@ -10,7 +11,6 @@ use super::Actor;
 use crate::{
     control::Error,
     registry::vms::command::{HandoverRequest, hand_over},
-    vm::lifecycle::policy::Occasion,
 };
 
 /// How long a machine may take to resume.

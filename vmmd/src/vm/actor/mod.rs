@@ -58,6 +58,11 @@ pub use self::{
     handover::{as_it_runs, nothing_to_resolve},
     run::{MIRROR_MINOR, SNAPSHOT_MINOR, UNLOCK_MINOR},
 };
+use vm_lifecycle::{
+    admission::{self, Place, Refusal, Situation, Verdict, admit, admit_disk},
+    policy::Occasion,
+    stop::Then,
+};
 use vmmd_host::{
     failure::{Failure, Kind},
     fault,
@@ -69,16 +74,7 @@ use vmmd_objects::{
 };
 use vmmd_store::{Intent, VmRecord};
 
-use super::{
-    api::describe::View,
-    instance::Instance,
-    lifecycle::{
-        admission::{self, Place, Refusal, Situation, Verdict, admit, admit_disk},
-        policy::Occasion,
-        stop::Then,
-    },
-    recovery::supervisor,
-};
+use super::{api::describe::View, instance::Instance, recovery::supervisor};
 use crate::{
     control,
     host::Host,

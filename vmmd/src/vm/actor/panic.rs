@@ -2,6 +2,10 @@
 
 use tokio::sync::oneshot;
 use vm_lifecycle::handover::Source;
+use vm_lifecycle::{
+    exit::{Asked, PANICKED},
+    stop::{self, Stage, Then},
+};
 use vmmd_api::v1::{EventSeverity, VmPhase};
 use vmmd_objects::{
     context::{Context, Initiator},
@@ -13,13 +17,7 @@ use vmmd_store::handover::Handover;
 use super::{Actor, handover::guest_panicked, work::Work};
 use crate::{
     registry::vms::command::Request,
-    vm::{
-        api::describe::{DISK_ERROR, GUEST_PANICKED, MIGRATING, SNAPSHOT, phase_word},
-        lifecycle::{
-            exit::{Asked, PANICKED},
-            stop::{self, Stage, Then},
-        },
-    },
+    vm::api::describe::{DISK_ERROR, GUEST_PANICKED, MIGRATING, SNAPSHOT, phase_word},
 };
 
 impl Actor {

@@ -3,6 +3,7 @@
 use std::ops::ControlFlow;
 
 use tokio::time::{Duration, Instant};
+use vm_lifecycle::stop::{self, Then};
 use vmmd_api::v1::EventSeverity;
 use vmmd_host::{failure::Failure, fault, text};
 use vmmd_objects::{
@@ -13,7 +14,6 @@ use vmmd_store::store_failure;
 use vmmd_store::{Intent, StopRecord};
 
 use super::{Actor, work::Work};
-use crate::vm::lifecycle::stop::{self, Then};
 
 /// How soon a record is written again after a failure.
 const REWRITE: Duration = Duration::from_secs(1);

@@ -5,6 +5,10 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 use tokio::time::{Instant, timeout, timeout_at};
 use tracing::Instrument;
 use vm_lifecycle::handover::{Source, Target};
+use vm_lifecycle::{
+    exit::PANICKED,
+    pause::{self, Effect},
+};
 use vmm_protocol::vmm::{
     Event, GetStatus, Pause, PauseReason, ResetMachine, Resume, State, Status, event, request::Op,
 };
@@ -35,10 +39,6 @@ use crate::{
         instance::{
             Lingering,
             link::{self, Session},
-        },
-        lifecycle::{
-            exit::PANICKED,
-            pause::{self, Effect},
         },
         machine::{change, limits},
         recovery::reconcile::take_up_images,

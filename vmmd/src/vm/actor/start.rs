@@ -6,6 +6,11 @@ use std::{ops::ControlFlow, sync::Arc};
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 use tracing::Instrument;
+use vm_lifecycle::{
+    exit::{Asked, count},
+    policy::Occasion,
+    stop::{self, Then},
+};
 use vmmd_api::v1::{ExitReason, ExitStatus, StartMetadata, VmPhase};
 use vmmd_host::{
     clock,
@@ -28,11 +33,6 @@ use crate::{
     registry::vms::command::Restore,
     vm::{
         api::describe::camel_case,
-        lifecycle::{
-            exit::{Asked, count},
-            policy::Occasion,
-            stop::{self, Then},
-        },
         machine::{self, change},
         start::{Plan, STEPS, Started, start},
     },

@@ -4,6 +4,11 @@ use std::{ops::ControlFlow, sync::Arc, time::Duration};
 
 use tokio::{task::spawn_blocking, time::Instant};
 use vm_lifecycle::handover::Source;
+use vm_lifecycle::{
+    exit::{Asked, Evidence, classify, count},
+    policy::Occasion,
+    stop::{self, Effect, Stage, Stopping, Then},
+};
 use vmm_protocol::vmm::{self, PowerButton, Resume, request::Op};
 use vmmd_api::v1::{self, EventSeverity, ExitReason, ExitStatus, StopResult, VmPhase};
 use vmmd_host::{capacity::Demand, clock, failure::Failure, fault, lock, text};
@@ -28,11 +33,6 @@ use crate::{
     state_dir,
     vm::{
         instance::{Instance, Lingering, exit_record},
-        lifecycle::{
-            exit::{Asked, Evidence, classify, count},
-            policy::Occasion,
-            stop::{self, Effect, Stage, Stopping, Then},
-        },
         machine::change,
         start::clean_up,
     },
@@ -145,7 +145,7 @@ impl Actor {
     /// Carries out the effects of an input on a stop.
     pub(super) fn step_stop(&mut self, stop: &mut Stop, input: stop::Input) {
         let reachable = self.client().is_some();
-        for effect in stop.state.step(input, Instant::now(), reachable) {
+        for effect in stop.state.step(input, Instant::now().into_std(), reachable) {
             match effect {
                 Effect::Commit => {
                     stop.operation.commit();
@@ -316,6 +316,7 @@ impl Actor {
             oom_killed,
             signal,
             node_restarted: false,
+            now_ms: text::now_ms(),
         }
     }
 

@@ -17,6 +17,7 @@ use vmmd_spec::{
 };
 
 pub use self::live::LiveChanges;
+use vm_lifecycle::admission::{self, Applied, Situation};
 use vmmd_host::{
     capacity::placement,
     failure::{Failure, Kind},
@@ -43,7 +44,6 @@ use crate::{
     share,
     vm::{
         api::create,
-        lifecycle::admission::{self, Applied, Situation},
         machine::{
             self,
             change::{self, Live, Verdict},

@@ -8,6 +8,10 @@ use tokio::{
     time::{Duration, Instant, sleep, sleep_until},
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
+use vm_lifecycle::{
+    exit::Asked,
+    stop::{Stage, Stopping, Then},
+};
 use vmm_protocol::vmm::Status;
 use vmmd_api::v1::{ExitStatus, StopMetadata, StopStage};
 use vmmd_host::{cgroup::LEAVING, failure::Failure, text};
@@ -20,10 +24,6 @@ use crate::{
         instance::{
             Instance, Lingering,
             link::{Link, Session, State},
-        },
-        lifecycle::{
-            exit::Asked,
-            stop::{Stage, Stopping, Then},
         },
         start::Started,
     },
@@ -98,7 +98,7 @@ impl Stop {
     /// Reports the progress to the operation.
     pub fn tell(&self) {
         let left = self.state.deadline.filter(|_| self.state.stage == Stage::Asked);
-        let left = left.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        let left = left.map(|deadline| deadline.saturating_duration_since(Instant::now().into_std()));
         let kill_ms = left.map(|left| {
             let left = u64::try_from(left.as_millis()).unwrap_or(u64::MAX);
             text::now_ms().saturating_add(left)
@@ -168,7 +168,7 @@ impl Work {
                 what = told(lingers) => Done::Lingering(what),
             },
             Self::Stop(stop) => tokio::select! {
-                () = until(stop.state.deadline) => Done::Deadline,
+                () = until(stop.state.deadline.map(Instant::from_std)) => Done::Deadline,
                 () = stop.operation.token().cancelled(), if !stop.heard => {
                     stop.heard = true;
                     Done::Cancelled

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use tokio::sync::oneshot;
 use uuid::Uuid;
+use vm_lifecycle::policy::{Decision, Occasion, decide, refuses};
 use vmmd_api::v1;
 use vmmd_host::{
     capacity::placement::{self, Problem},
@@ -36,7 +37,6 @@ use crate::{
     share,
     vm::{
         actor::{Actor, Attachments},
-        lifecycle::policy::{Decision, Occasion, decide, refuses},
         machine::{self, secret},
     },
 };

@@ -11,8 +11,9 @@ use vmmd_spec::{
     vm::{Attachment, Nic, VmSpec},
 };
 
-pub use crate::vm::lifecycle::pause::{DISK_ERROR, MIGRATING, SNAPSHOT};
+pub use vm_lifecycle::pause::{DISK_ERROR, MIGRATING, SNAPSHOT};
 
+use vm_lifecycle::{exit::PANICKED, policy};
 use vmmd_host::{clock, text};
 use vmmd_store::{
     HandoverRecord, HandoverStage, InstanceRecord, Key, VmRecord,
@@ -24,7 +25,6 @@ use crate::{
     vm::{
         actor::Attachments,
         instance::{Instance, Lingering, link::State},
-        lifecycle::{exit::PANICKED, policy},
         machine::{
             self,
             change::{self, Change},

@@ -11,6 +11,10 @@ use std::{
 
 use tokio::task::{JoinSet, spawn_blocking};
 use uuid::Uuid;
+use vm_lifecycle::{
+    exit::{Evidence, classify, count, phase},
+    policy::Occasion,
+};
 use vmm_protocol::vmm::{PauseReason, State, Status};
 use vmmd_api::v1::{ExitReason, ExitStatus, VmPhase};
 use vmmd_host::{capacity::Demand, clock, lock, text};
@@ -27,10 +31,6 @@ use crate::{
         actor::{Actor, without_disk},
         api::describe::{DISK_ERROR, MIGRATING, SNAPSHOT, View},
         instance::{Found, Instance, exit_record, find, users_of_processes},
-        lifecycle::{
-            exit::{Evidence, classify, count, phase},
-            policy::Occasion,
-        },
         machine::change,
         start::{clean_up, put_back},
     },
@@ -298,6 +298,7 @@ async fn close(host: &Arc<Host>, uid: Uuid, record: &mut VmRecord, run: &Instanc
         record: exit_record,
         oom_killed,
         node_restarted,
+        now_ms: text::now_ms(),
         ..Evidence::default()
     };
     let exit = classify(&evidence).status;

@@ -1,5 +1,6 @@
 //! Attaching: the disk goes into the spec, then into the machine.
 
+use vm_lifecycle::admission::Place;
 use vmmd_api::v1::{self, AttachmentPhase};
 use vmmd_host::{
     capacity::placement,
@@ -26,7 +27,6 @@ use crate::{
             plug::{self, AttachError, Outcome, Plugged},
             run::THIRD_MINOR,
         },
-        lifecycle::admission::Place,
         machine::{
             self,
             change::{self, Live},

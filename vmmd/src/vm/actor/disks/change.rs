@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use vm_lifecycle::admission::Place;
 use vmmd_api::v1::AttachmentPhase;
 use vmmd_host::failure::Failure;
 use vmmd_spec::disk::Disk;
@@ -13,7 +14,6 @@ use crate::{
             Actor,
             plug::{self, Outcome, no_disk},
         },
-        lifecycle::admission::Place,
         machine::change,
     },
 };

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use tokio::time::Instant;
+use vm_lifecycle::admission::Place;
 use vmm_protocol::vmm;
 use vmmd_api::v1::{AttachmentPhase, EventSeverity};
 use vmmd_host::failure::{Failure, Kind};
@@ -17,7 +18,6 @@ use crate::{
             attachments::{Attachment, Plug, PlugKind},
             plug::{self, Outcome, no_disk},
         },
-        lifecycle::admission::Place,
         machine::change::{self, Live},
     },
 };

@@ -29,6 +29,7 @@ mod detach;
 mod spec;
 
 pub use self::spec::without_disk;
+use vm_lifecycle::admission::{self, admit_disk};
 use vmmd_host::failure::{Failure, Kind};
 use vmmd_objects::context::Context;
 
@@ -36,7 +37,6 @@ use super::{Actor, answer, plug::Outcome};
 use crate::{
     control::Client,
     registry::vms::command::{DiskRequest, Reply},
-    vm::lifecycle::admission::{self, admit_disk},
 };
 
 impl Actor {

@@ -8,6 +8,7 @@ use std::{
 
 use serde_json::Value as Json;
 use tokio::{task::AbortHandle, time::Instant};
+use vm_lifecycle::admission::{Verdict as Admitted, admit};
 use vmm_protocol::vmm::{UpdateNic, set_rate_limit::Target};
 use vmmd_api::v1::{self, EventSeverity};
 use vmmd_host::failure::Failure;
@@ -32,7 +33,6 @@ use crate::{
             run::{FOURTH_MINOR, SECOND_MINOR},
             shares,
         },
-        lifecycle::admission::{Verdict as Admitted, admit},
         machine::change::{self, Change, Live, Verdict},
     },
 };
