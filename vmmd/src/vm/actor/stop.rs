@@ -454,6 +454,7 @@ impl Actor {
         self.host.vms.remove(&self.record.name, buried);
         self.host.state_dirs.forget(self.uid);
         self.tell(EventSeverity::Normal, "Deleted", "the VM was deleted");
+        self.answer_updates();
         operation.complete_with("the VM is deleted", self.state(), None);
         complete_all(also, &self.state());
         if let Some(operation) = self.handed_over.take().filter(|_| self.has_moved()) {

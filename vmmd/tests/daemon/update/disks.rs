@@ -74,6 +74,25 @@ async fn a_disk_that_the_guest_keeps_is_pending_and_says_so_until_it_is_ejected(
     assert_eq!((generations(&vm), restart_required(&vm)), ((2, 2), false));
 }
 
+/// The update is durable before the deletion, so its answer is the VM that was updated and not that there is none.
+#[tokio::test]
+async fn an_update_that_a_deletion_overtakes_is_answered() {
+    let daemon = Daemon::start().await;
+    running_with_disk(&daemon, "mock.eject=ignore").await;
+    let without = daemon.changed("web", |spec| drop(spec.disks.remove(0))).await;
+    let update = daemon.update(request(without));
+    let delete = async {
+        daemon
+            .wait("web", |status| !status.pending_changes.is_empty())
+            .await;
+        daemon.delete("web", true).await
+    };
+    let (updated, deleted) = tokio::join!(update, delete);
+    deleted.unwrap();
+    let updated = updated.unwrap();
+    assert_eq!((names(&updated), generations(&updated).0), (vec!["grouped"], 2));
+}
+
 #[tokio::test]
 async fn a_disk_that_comes_back_before_the_guest_ejected_it_stays() {
     let daemon = Daemon::start().await;

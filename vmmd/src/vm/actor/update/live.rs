@@ -328,6 +328,13 @@ impl Actor {
         }
     }
 
+    /// Answers all updates of a VM that is deleted: they are recorded, and no machine will have what was under way.
+    pub(in super::super) fn answer_updates(&mut self) {
+        for waiter in std::mem::take(&mut self.disks.live.waiters) {
+            respond(waiter.reply, Ok(self.state()));
+        }
+    }
+
     async fn settle_update(&mut self, waiter: Waiter) {
         let Waiter {
             reply,
