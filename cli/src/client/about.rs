@@ -56,7 +56,6 @@ pub fn about_vm(failure: Failure, name: &str) -> Failure {
         "STILL_RUNNING" => format!("`vmmctl stop {name}`, or `vmmctl delete --force {name}`"),
         "NOT_RUNNING" => format!("`vmmctl start {name}`"),
         "RUN_POLICY" => format!("`vmmctl describe vm {name}` shows the run policy"),
-        "VMM_TOO_OLD" => format!("`vmmctl restart {name}`"),
         "VM_PAUSED" => format!("`vmmctl resume {name}`"),
         "VM_EXISTS" => format!("`vmmctl describe vm {name}` shows it"),
         "KVM_UNAVAILABLE" | "KVM_UNUSABLE" | "INSUFFICIENT_MEMORY" => {

@@ -27,9 +27,9 @@ use tokio::{
 use tokio_util::sync::{CancellationToken, DropGuard};
 use vmm_protocol::{
     vmm::{
-        self, DiskStats, Error as RemoteError, ErrorKind, Event, GetDiskStats, GetMachineStats, Hello,
-        HelloReply, MachineStats, Message, MigrationPolicy, Request, Response, Save, SaveReply, SendReply,
-        Status, message::Kind, request::Op, response::Result as Outcome,
+        self, DiskStats, Error as RemoteError, Event, GetDiskStats, GetMachineStats, Hello, HelloReply,
+        MachineStats, Message, MigrationPolicy, Request, Response, Save, SaveReply, SendReply, Status,
+        message::Kind, request::Op, response::Result as Outcome,
     },
     wire,
 };
@@ -190,8 +190,7 @@ impl Client {
         self.release_with(false).await;
     }
 
-    /// Cancels the snapshot in progress, at any stage. Does nothing without one. A `vmm` older than
-    /// minor version 10 handles this as [`release`](Self::release).
+    /// Cancels the snapshot in progress, at any stage. Does nothing without one.
     pub async fn give_up_snapshot(self) {
         self.release_with(true).await;
     }
@@ -308,15 +307,10 @@ impl Client {
         }
     }
 
-    /// Returns all counters of the machine. A `vmm` older than minor version 2 returns only its
-    /// disk counters.
+    /// Returns all counters of the machine.
     pub async fn machine_stats(&self) -> Result<MachineStats, Error> {
         match self.call(Op::GetMachineStats(GetMachineStats {}), &[]).await {
             Ok(Outcome::MachineStats(stats)) => Ok(stats),
-            Err(Error::Refused(error)) if error.kind() == ErrorKind::Invalid => Ok(MachineStats {
-                disks: self.disk_stats().await?,
-                ..MachineStats::default()
-            }),
             Err(error) => Err(error),
             Ok(_) => Err(Error::Unexpected("something else than its counters")),
         }
@@ -494,7 +488,7 @@ fn dispatch(shared: &Shared, message: Message, outlet: &Outlet) -> Result<(), bo
 mod tests {
     use std::os::unix::net::{UnixListener, UnixStream as StdStream};
 
-    use vmm_protocol::vmm::{GetStatus, GuestReset, event};
+    use vmm_protocol::vmm::{ErrorKind, GetStatus, GuestReset, event};
 
     use super::*;
 

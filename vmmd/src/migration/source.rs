@@ -68,8 +68,6 @@ struct Plan {
     target: String,
     /// Generation of the VM that was looked at.
     generation: u64,
-    /// Requirements on its `vmm`.
-    purpose: Purpose,
     peer: PeerServiceClient<Channel>,
     /// Disks that go along.
     disks: Vec<v1::PeerDisk>,
@@ -147,16 +145,11 @@ pub async fn migrate(
     let copied: Vec<_> = moved::along(&spec.disks)
         .map(|(in_vm, _)| in_vm.to_owned())
         .collect();
-    let later = matches!(
-        policy,
-        MigrationPolicy::PreferSafe | MigrationPolicy::AlwaysForced
-    );
-    let purpose = Purpose::Migration {
-        has_disks: spec.disks.iter().any(|disk| !disk.read_only),
-        is_newer: later || !copied.is_empty(),
-    };
     let (reply, answer) = oneshot::channel();
-    let sent = entry.mailbox.send(Command::Client(purpose, reply)).await;
+    let sent = entry
+        .mailbox
+        .send(Command::Client(Purpose::Migration, reply))
+        .await;
     sent.map_err(|_| Failure::unavailable(&name))?;
     answer.await.map_err(|_| Failure::unavailable(&name))??;
     let object = Object::Vm(name.clone(), uid);
@@ -170,7 +163,6 @@ pub async fn migrate(
         },
         target: request.target,
         generation: record.generation,
-        purpose,
         peer,
         disks,
         copied,
@@ -344,7 +336,6 @@ async fn hand_over(host: &Arc<Host>, plan: &mut Plan, operation: &Handle) -> Res
     let begin = Begin {
         peer: plan.target.clone(),
         generation: plan.generation,
-        purpose: plan.purpose,
         reporter: operation.reporter(),
         operation: operation.id().to_owned(),
         give_up,

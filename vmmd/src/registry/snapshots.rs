@@ -223,7 +223,7 @@ mod tests {
         assert!(quiet.try_recv().is_err());
         assert!(snapshots.disks_quiet(b"web", 2));
         assert_eq!(quiet.try_recv(), Ok(()));
-        // A `vmm` before minor version 10 sends no numbers.
+        // The number 0 stands for any snapshot.
         let mut quiet = snapshots.until_quiet(b"web", 3);
         assert!(snapshots.disks_quiet(b"web", 0));
         assert_eq!(quiet.try_recv(), Ok(()));

@@ -245,7 +245,7 @@ async fn find_vm(
         let message = format!("disk \"{disk}\" is being attached to VM \"{vm}\": wait until it is");
         return Err(Failure::precondition("BUSY", message));
     }
-    // A run without a spec is one of an earlier daemon: it has the VM's.
+    // A stopped VM has no spec of a run.
     let spec = run.spec.or(of.spec).unwrap_or_default();
     if let Some(share) = spec.shares.first()
         && record.has_machine()
@@ -437,8 +437,7 @@ async fn save(
 }
 
 fn did_not_wait() -> Failure {
-    let message = "its vmm process is of an older version that does not wait for the disks: restart the VM";
-    Failure::precondition("VMM_TOO_OLD", message)
+    Failure::internal("the vmm process of the VM did not wait for the copies of the disks")
 }
 
 /// Refused when a device has come or gone since the record was made: the machine that was saved is not the one of the record. Later than that none does

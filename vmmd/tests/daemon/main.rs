@@ -61,6 +61,5 @@ mod supervision;
 mod survival;
 mod tls;
 mod update;
-mod versions;
 mod walk;
 mod watch;

@@ -9,7 +9,7 @@ use tokio::{
 };
 use tonic::Streaming;
 use uuid::Uuid;
-use vmm_protocol::vmm::{ErrorKind, ResizeConsole, SendBreak, request::Op};
+use vmm_protocol::vmm::{ResizeConsole, SendBreak, request::Op};
 use vmmd_api::v1::{
     ConsoleRequest, ConsoleSize, ConsoleTakenOver, ConsoleWriter, console_request, console_response::Message,
 };
@@ -142,11 +142,6 @@ impl Typing {
         let asked = timeout(PATIENCE, client.request(op, &[])).await;
         match asked.unwrap_or(Err(control::Error::Timeout(PATIENCE))) {
             Ok(_) => Ok(()),
-            Err(control::Error::Refused(error)) if error.kind() == ErrorKind::Invalid => {
-                let message =
-                    "the vmm process of the VM is of an older version that can't do that: restart the VM";
-                Err(Failure::precondition("VMM_TOO_OLD", message))
-            }
             Err(control::Error::Refused(error)) => {
                 Err(Failure::precondition("NOT_RUNNING", text::brief(&error.message)))
             }

@@ -172,12 +172,7 @@ pub enum Purpose {
     /// A snapshot.
     Snapshot,
     /// A migration.
-    Migration {
-        /// With disks that the guest can write to.
-        has_disks: bool,
-        /// Needs minor version 9 of the `vmm`: disks that are copied, or a policy.
-        is_newer: bool,
-    },
+    Migration,
 }
 
 /// A request about a VM's hand-over. A request with the number of another migration has no effect.
@@ -253,8 +248,6 @@ pub struct Begin {
     pub peer: String,
     /// Generation of the VM that was looked at: another one is refused.
     pub generation: u64,
-    /// Requirements on the `vmm`.
-    pub purpose: Purpose,
     /// Hears how far the `vmm` is.
     pub reporter: Reporter,
     /// Id of the migration's operation.

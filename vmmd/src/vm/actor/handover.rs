@@ -23,7 +23,7 @@ use vmmd_store::{
 
 use super::{Actor, work::Work};
 use crate::{
-    registry::vms::command::{Attend, Begin, Begun, HandoverRequest, Restore},
+    registry::vms::command::{Attend, Begin, Begun, HandoverRequest, Purpose, Restore},
     vm::api::describe::MIGRATING,
 };
 
@@ -254,7 +254,7 @@ impl Actor {
             );
             return Err(Failure::new(Kind::Exhausted, "TOO_MANY_ABORTS", message));
         }
-        self.client_for(begin.purpose)
+        self.client_for(Purpose::Migration)
     }
 
     async fn on_source(&mut self, event: SourceEvent) -> Step {

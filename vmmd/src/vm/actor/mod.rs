@@ -50,13 +50,11 @@ use uuid::Uuid;
 use vmmd_api::v1::{self, VmPhase};
 use vmmd_spec::vm::VmSpec;
 
-use self::run::DISKS_MINOR;
 use self::work::{Done, News, Start, Stop, Work};
 pub use self::{
     attachments::Attachments,
     disks::without_disk,
     handover::{as_it_runs, nothing_to_resolve},
-    run::{MIRROR_MINOR, SNAPSHOT_MINOR, UNLOCK_MINOR},
 };
 use vm_lifecycle::{
     admission::{self, Place, Refusal, Situation, Verdict, admit, admit_disk},
@@ -416,7 +414,7 @@ impl Actor {
     fn client_for(&self, purpose: Purpose) -> Result<control::Client, Failure> {
         admit_disk(self.situation(), admission::DiskRequest::Stats)
             .map_err(|refusal| refusal.into_failure(&self.record.name))?;
-        if matches!(purpose, Purpose::Migration { .. }) {
+        if purpose == Purpose::Migration {
             match self.situation() {
                 Situation::Running => {}
                 Situation::Paused => {
@@ -426,32 +424,14 @@ impl Actor {
                 busy => return Err(Refusal::Busy(busy).into_failure(&self.record.name)),
             }
         }
-        // Before the check of the minor version: a `vmm` that does not answer has not reported it.
-        let client = self.running_client()?;
-        self.knows_minor(SNAPSHOT_MINOR, "take snapshots or be migrated")?;
-        if matches!(purpose, Purpose::Migration { is_newer: true, .. }) {
-            self.knows_minor(
-                MIRROR_MINOR,
-                "be migrated with disks that vmmd keeps, or with that policy",
-            )?;
-        }
-        if matches!(purpose, Purpose::Migration { has_disks: true, .. }) {
-            self.knows_minor(UNLOCK_MINOR, "be migrated with disks that its guest can write to")?;
-        }
-        Ok(client)
+        self.running_client()
     }
 
     /// For copying the disks that its guest can write to.
     fn quiet(&self) -> Result<Quiet, Failure> {
         let place = admit_disk(self.situation(), admission::DiskRequest::Attach);
         match place.map_err(|refusal| refusal.into_failure(&self.record.name))? {
-            Place::Machine => {
-                // Before the check of the minor version: a `vmm` that does not answer has not
-                // reported it.
-                let client = self.running_client()?;
-                self.knows_minor(DISKS_MINOR, "take snapshots of its disks alone")?;
-                Ok(Quiet::Runs(client))
-            }
+            Place::Machine => Ok(Quiet::Runs(self.running_client()?)),
             Place::Spec => match Arc::clone(&self.disks.offline).try_lock_owned() {
                 Ok(stopped) => Ok(Quiet::Stopped(stopped)),
                 Err(_) => {

@@ -36,7 +36,6 @@ use crate::{
         actor::{
             Actor,
             plug::{Outcome, TIMEOUT, refused, unclear_about},
-            run::{EIGHTH_MINOR, SEVENTH_MINOR},
             update::DEFAULT_EJECT,
         },
         machine::{
@@ -62,14 +61,6 @@ impl What {
             Live::AttachNic(name) | Live::DetachNic(name) => Some((Self::Nic, name)),
             Live::AttachShare(name) | Live::DetachShare(name) => Some((Self::Share, name)),
             _ => None,
-        }
-    }
-
-    /// The private protocol's minor version that has it, and what for.
-    pub fn needs(self) -> (u32, &'static str) {
-        match self {
-            Self::Nic => (SEVENTH_MINOR, "take NICs while it runs, or give them back"),
-            Self::Share => (EIGHTH_MINOR, "take shares while it runs, or give them back"),
         }
     }
 
@@ -214,17 +205,12 @@ impl Actor {
     /// Asks the `vmm` which NICs and shares it has, if it can plug any.
     pub(super) fn look_at_plugged(&mut self) {
         let client = self.instance.as_ref().and_then(|instance| instance.client());
-        if let Some(client) = client.filter(|_| self.can_plug(What::Nic)) {
+        if let Some(client) = client {
             let changes = self.disks.live.plugs_changed;
             self.disks
                 .tasks
                 .spawn(async move { Outcome::PluggedLooked(changes, client.machine_stats().await) });
         }
-    }
-
-    fn can_plug(&self, what: What) -> bool {
-        let (minor, purpose) = what.needs();
-        self.knows_minor(minor, purpose).is_ok()
     }
 
     /// Whether it is on its way into the machine.
@@ -244,18 +230,13 @@ impl Actor {
         if changes != self.disks.live.plugs_changed {
             return self.look_at_plugged();
         }
-        let kinds: Vec<What> = [What::Nic, What::Share]
-            .into_iter()
-            .filter(|what| self.can_plug(*what))
-            .collect();
         let mut settled = Vec::new();
         for change in change::pending(&self.record) {
             let Verdict::Live(live) = change.verdict else {
                 continue;
             };
             let comes = matches!(live, Live::AttachNic(_) | Live::AttachShare(_));
-            let of = What::of(&live).filter(|(what, _)| kinds.contains(what));
-            if of.is_some_and(|(what, name)| what.is_in(name, present) == comes) {
+            if What::of(&live).is_some_and(|(what, name)| what.is_in(name, present) == comes) {
                 settled.push(live);
             }
         }
@@ -275,7 +256,7 @@ impl Actor {
         let running = running.unwrap_or_default();
         let nics = running.nics.iter().map(|nic| (What::Nic, &nic.name));
         let shares = running.shares.iter().map(|share| (What::Share, &share.name));
-        for (what, name) in nics.chain(shares).filter(|(what, _)| kinds.contains(what)) {
+        for (what, name) in nics.chain(shares) {
             if !what.is_in(name, present) && !self.disks.live.is_under_way(&what.path(name)) {
                 self.ejected_by_itself(what, name).await;
             }
@@ -283,7 +264,7 @@ impl Actor {
         if let Ok(client) = self.running_client() {
             for change in change::pending(&self.record) {
                 let plugs = match &change.verdict {
-                    Verdict::Live(live) => What::of(live).is_some_and(|(what, _)| kinds.contains(&what)),
+                    Verdict::Live(live) => What::of(live).is_some(),
                     Verdict::Restart => false,
                 };
                 if plugs && !self.disks.live.failed.contains_key(&change.path) {

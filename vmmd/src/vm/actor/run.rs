@@ -50,24 +50,6 @@ use crate::{
 const CHANGE_TIMEOUT: Duration = Duration::from_secs(20);
 /// Timeout of a status request to the `vmm`.
 const STATE_TIMEOUT: Duration = Duration::from_secs(5);
-/// The private protocol's minor version that has `ResetMachine` and `SetBalloon`.
-pub(super) const SECOND_MINOR: u32 = 2;
-/// The one that has PCI slots on other buses than 0.
-pub(super) const THIRD_MINOR: u32 = 3;
-/// The one that has `UpdateNic`.
-pub(super) const FOURTH_MINOR: u32 = 4;
-/// The one that has `AttachNic` and `DetachNic`.
-pub(super) const SEVENTH_MINOR: u32 = 7;
-/// The one that has `AttachShare` and `DetachShare`.
-pub(super) const EIGHTH_MINOR: u32 = 8;
-/// The one that has `Save`, and `restore` in `Boot`.
-pub const SNAPSHOT_MINOR: u32 = 4;
-/// That of `UnlockDisks`, and of a received machine whose disks are locked when it is resumed.
-pub const UNLOCK_MINOR: u32 = 6;
-/// That of a machine that is sent with its disks.
-pub const MIRROR_MINOR: u32 = 9;
-/// That of a `Save` of the disks alone.
-pub(super) const DISKS_MINOR: u32 = 11;
 
 impl Actor {
     pub(super) fn begin_change(&mut self, request: Request, reply: LifeReply) {
@@ -77,12 +59,7 @@ impl Actor {
         };
         let op = match request {
             Request::Pause => Op::Pause(Pause {}),
-            Request::Reset => {
-                if let Err(failure) = self.knows_minor(SECOND_MINOR, "reset") {
-                    return respond(reply, Err(failure));
-                }
-                Op::ResetMachine(ResetMachine {})
-            }
+            Request::Reset => Op::ResetMachine(ResetMachine {}),
             _ => Op::Resume(Resume {}),
         };
         let change = async move {
@@ -96,19 +73,6 @@ impl Actor {
             reset: request == Request::Reset,
             said: None,
         });
-    }
-
-    /// Whether the VM's `vmm` speaks a minor version of the private protocol; refused as VMM_TOO_OLD when it does not.
-    pub(super) fn knows_minor(&self, minor: u32, what: &str) -> Result<(), Failure> {
-        let has = self.instance.as_ref().map_or(0, |instance| instance.minor);
-        if has >= minor {
-            return Ok(());
-        }
-        let message = format!(
-            "the vmm process of VM \"{}\" is of an older version that can't {what}: restart the VM",
-            self.record.name
-        );
-        Err(Failure::precondition("VMM_TOO_OLD", message))
     }
 
     pub(super) fn on_changed(&mut self, result: Result<vmm_protocol::vmm::Status, control::Error>) {
@@ -455,7 +419,6 @@ impl Actor {
                 instance.link.up(client, notices);
                 instance.silent = false;
                 instance.version = hello.build;
-                instance.minor = hello.minor;
                 instance.guest_resets = status.guest_resets;
                 instance.crash_resets = status.crash_resets;
                 if matches!(self.work, Work::None) {

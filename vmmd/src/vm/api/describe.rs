@@ -412,13 +412,9 @@ fn nics(
     attached: &Attachments,
 ) -> Vec<v1::NicStatus> {
     let valid = |nic: &v1::NicSpec| vmmd_spec::vm::nic(&mut Violations::default(), "nic", nic);
-    let of_run = run.and_then(|run| run.spec.as_ref());
-    let in_machine: Vec<_> = match (run, of_run) {
-        (Some(_), Some(running)) => running.nics.iter().filter_map(valid).collect(),
-        // A record of an older daemon has no spec of the run: the machine has the NICs of the spec.
-        (Some(_), None) => spec.nics.clone(),
-        (None, _) => Vec::new(),
-    };
+    let running = run.and_then(|run| run.spec.as_ref());
+    let running = running.iter().flat_map(|spec| &spec.nics);
+    let in_machine: Vec<_> = running.filter_map(valid).collect();
     let wanted = |nic: &&Nic| in_machine.iter().all(|other| other.name != nic.name);
     let nics = in_machine.iter().chain(spec.nics.iter().filter(wanted));
     let known = [
@@ -430,12 +426,11 @@ fn nics(
         let plugged = index < in_machine.len();
         let made = run.and_then(|run| run.taps.get(name)).cloned();
         let (tap, bridge, network) = match &nic.attachment {
-            // Its number is in the name of a tap that an older daemon has made.
-            Attachment::Bridge(bridge) => (made.unwrap_or_else(|| old_tap(uid, index)), bridge.clone(), ""),
+            Attachment::Bridge(bridge) => (made.unwrap_or_default(), bridge.clone(), ""),
             Attachment::Tap(tap) => (tap.clone(), String::new(), ""),
             Attachment::Network { name, .. } => {
                 let bridge = host.networks.bridge(name.as_str()).unwrap_or_default();
-                (made.unwrap_or_else(|| old_tap(uid, index)), bridge, name.as_str())
+                (made.unwrap_or_default(), bridge, name.as_str())
             }
         };
         let mac = known
@@ -513,11 +508,6 @@ fn shares(
         }
     });
     described.collect()
-}
-
-/// The tap of the NIC number `index` of a run that an older daemon has begun.
-fn old_tap(uid: Uuid, index: usize) -> String {
-    vmmd_network::tap_name(uid, u32::try_from(index).unwrap_or(u32::MAX))
 }
 
 #[cfg(test)]

@@ -89,8 +89,6 @@ pub struct Instance {
     pub disks: BTreeMap<String, Vec<FileId>>,
     /// Build of the `vmm`; empty until it has said so.
     pub version: String,
-    /// The minor version of the private protocol that it speaks; 0 until it has said so.
-    pub minor: u32,
     /// Resets that the guest did in this run.
     pub guest_resets: u64,
     /// Resets after a triple fault in this run.
@@ -127,7 +125,6 @@ impl Instance {
             claim,
             disks: BTreeMap::new(),
             version: hello.map(|hello| hello.build.clone()).unwrap_or_default(),
-            minor: hello.map_or(0, |hello| hello.minor),
             panicked: status.is_some_and(|status| status.panicked),
             paused_for_panic: false,
             silent: false,

@@ -48,7 +48,6 @@ use self::{
     prepare::{Checked, Made, check, make},
 };
 use super::{
-    actor::{MIRROR_MINOR, SNAPSHOT_MINOR, UNLOCK_MINOR},
     instance::{Instance, Lingering, link::State},
     machine::{self, Parts},
 };
@@ -255,19 +254,12 @@ async fn run(
         return Err(cancelled(&name));
     }
 
-    let has_disks = spec.disks.iter().any(|disk| !disk.read_only);
     let comes = restore.as_ref().is_some_and(|restore| restore.stream);
     let received: Vec<_> = match comes {
         true => moved::along(&spec.disks)
             .map(|(in_vm, _)| in_vm.to_owned())
             .collect(),
         false => Vec::new(),
-    };
-    let needs = match &restore {
-        Some(_) if !received.is_empty() => MIRROR_MINOR,
-        Some(restore) if restore.stream && has_disks => UNLOCK_MINOR,
-        Some(restore) if restore.file.is_some() => SNAPSHOT_MINOR,
-        _ => 0,
     };
     let Checked {
         kvm,
@@ -362,7 +354,7 @@ async fn run(
         false => patience(&spec) + Duration::from_secs(copied / READ_PER_SECOND),
     };
     let booted = tokio::select! {
-        booted = timeout(patience, boot_machine(&client, boot, fds, needs)) => booted.unwrap_or_else(|_| {
+        booted = timeout(patience, boot_machine(&client, boot, fds)) => booted.unwrap_or_else(|_| {
             let message = format!("the vmm did not boot the machine within {} s", patience.as_secs());
             Err(Failure::internal(message))
         }),
@@ -462,7 +454,6 @@ fn instance(
         claim,
         disks,
         version: hello.build,
-        minor: hello.minor,
         guest_resets: 0,
         crash_resets: 0,
         panicked: false,
@@ -474,18 +465,8 @@ fn instance(
     }
 }
 
-async fn boot_machine(
-    client: &Client,
-    boot: Boot,
-    fds: Vec<OwnedFd>,
-    needs: u32,
-) -> Result<HelloReply, Failure> {
+async fn boot_machine(client: &Client, boot: Boot, fds: Vec<OwnedFd>) -> Result<HelloReply, Failure> {
     let hello = client.hello().await.map_err(|error| refused(&error))?;
-    if hello.minor < needs {
-        // It would boot the guest instead, or lock what another node uses.
-        let message = "the installed vmm program is of an older version that can't restore snapshots, or not with the disks of this VM: install the one of this vmmd";
-        return Err(Failure::precondition("VMM_TOO_OLD", message));
-    }
     let booted = client.request(Op::Boot(boot), &fds).await;
     booted.map_err(|error| refused(&error))?;
     Ok(hello)

@@ -10,7 +10,6 @@ use vmmd_host::{
 use vmmd_spec::{
     Violations,
     disk::{Disk, Source},
-    pci,
     vm::{MAX_DISKS_AND_NICS, VmSpec},
 };
 use vmmd_store::store_failure;
@@ -25,7 +24,6 @@ use crate::{
             Actor, answer,
             attachments::{Attachment, Plug, PlugKind},
             plug::{self, AttachError, Outcome, Plugged},
-            run::THIRD_MINOR,
         },
         machine::{
             self,
@@ -201,14 +199,6 @@ impl Actor {
         let (host, of) = (std::sync::Arc::clone(&self.host), name.clone());
         let (limited, uid) = (std::sync::Arc::clone(&self.host), self.uid);
         let spec = change::machine(&self.record, &self.spec);
-        let further = hardware
-            .disk_slots
-            .get(&name)
-            .is_some_and(|slot| pci::is_further(*slot));
-        let new_enough = match further {
-            true => self.knows_minor(THIRD_MINOR, "take more disks than its first PCI bus has room for"),
-            false => Ok(()),
-        };
         let known = files::any_of(&self.record.files);
         let task = self.disks.tasks.spawn(async move {
             // The disk's buffers take memory, its threads are tasks.
@@ -220,10 +210,7 @@ impl Actor {
             if let Err(error) = renewing.await {
                 tracing::error!(%uid, %error, "set the limits of a running VM anew");
             }
-            let result = match new_enough {
-                Ok(()) => plug::attach(host, client, disk, known, hardware).await,
-                Err(failure) => Err(AttachError::Refused(failure)),
-            };
+            let result = plug::attach(host, client, disk, known, hardware).await;
             Outcome::Attached(of, serial, result)
         });
         let attachment = self.disks.entry(&name);

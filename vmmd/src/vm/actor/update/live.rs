@@ -30,7 +30,6 @@ use crate::{
             plugged::{self, What},
             respond,
             row::Row,
-            run::{FOURTH_MINOR, SECOND_MINOR},
             shares,
         },
         machine::change::{self, Change, Live, Verdict},
@@ -163,8 +162,7 @@ impl Actor {
         (plugs, paths)
     }
 
-    /// Begins a change of the machine that is no plug of a disk. False when the `vmm` is too old for it. One that is under way is
-    /// followed by another when it is over.
+    /// Begins a change of the machine that is no plug of a disk. One that is under way is followed by another when it is over.
     pub(in super::super) fn begin_live(&mut self, change: Change, client: Client, deadline: Instant) -> bool {
         let Change {
             path,
@@ -175,17 +173,6 @@ impl Actor {
         let Verdict::Live(live) = verdict else {
             return false;
         };
-        let needs = match &live {
-            Live::BalloonTarget => (SECOND_MINOR, "change how much memory its guest is left with"),
-            Live::NicLink(_) | Live::NicReceiveLimit(_) | Live::NicTransmitLimit(_) => {
-                (FOURTH_MINOR, "change a NIC")
-            }
-            live => What::of(live).map_or((0, ""), |(what, _)| what.needs()),
-        };
-        if let Err(failure) = self.knows_minor(needs.0, needs.1) {
-            self.disks.live.failed.insert(path, failure.message);
-            return false;
-        }
         if !self.disks.live.under_way.insert(path.clone()) {
             return true;
         }
