@@ -7,7 +7,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 use vmmd_api::v1::{self, EventSeverity, event_service_server::EventService};
 use vmmd_host::failure::{Failure, Kind};
-use vmmd_objects::event::{Bounds, Expired, Follower};
+use vmmd_objects::event::{Bounds, Expired, Follower, Object};
 use vmmd_spec::Violations;
 
 use crate::host::Host;
@@ -20,8 +20,6 @@ const MAX_BYTES: usize = 1 << 20;
 const READY: usize = 64;
 /// A watcher receives a bookmark after this number of events that its filter excludes.
 const BOOKMARK: usize = 1000;
-/// Kinds of objects that have events.
-const KINDS: [&str; 5] = ["Vm", "Disk", "Network", "Image", "Node"];
 
 /// The service.
 #[derive(Debug)]
@@ -47,11 +45,9 @@ impl Filter {
         let wire = wire.unwrap_or_default();
         let mut found = Violations::default();
         let kind = wire.object.as_ref().map_or("", |object| object.kind.as_str());
-        if !kind.is_empty() && !KINDS.contains(&kind) {
-            found.add(
-                "filter.object.kind",
-                "must be \"Vm\", \"Disk\", \"Network\", \"Image\" or \"Node\"",
-            );
+        if !kind.is_empty() && !Object::KINDS.contains(&kind) {
+            let kinds = Object::KINDS.map(|kind| format!("\"{kind}\"")).join(", ");
+            found.add("filter.object.kind", format!("must be one of {kinds}"));
         }
         if EventSeverity::try_from(wire.severity).is_err() {
             found.add("filter.severity", "is none that this vmmd knows");
@@ -225,6 +221,25 @@ mod tests {
             reasons: reasons.iter().map(|reason| (*reason).into()).collect(),
         };
         assert_eq!(Filter::new(Some(wire)).unwrap().wants(&event()), wanted);
+    }
+
+    #[test]
+    fn filter_accepts_the_kinds_of_all_objects() {
+        let named = [
+            Object::Vm,
+            Object::Disk,
+            Object::Snapshot,
+            Object::Network,
+            Object::Image,
+        ];
+        let named = named.map(|object| object("a".into(), uuid::Uuid::nil()).kind());
+        for kind in named.into_iter().chain([Object::Node.kind()]) {
+            let wire = v1::EventFilter {
+                object: Some(object(kind, "")),
+                ..Default::default()
+            };
+            assert!(Filter::new(Some(wire)).is_ok(), "{kind}");
+        }
     }
 
     #[test]

@@ -120,6 +120,9 @@ enum Job {
 }
 
 impl Object {
+    /// All values of [`Self::kind`].
+    pub const KINDS: [&str; 6] = ["Vm", "Disk", "Snapshot", "Network", "Image", "Node"];
+
     /// "Vm", "Disk", "Network", "Snapshot", "Image" or "Node".
     pub fn kind(&self) -> &'static str {
         match self {
