@@ -25,6 +25,7 @@ use vmmd_host::text;
 use vmmd_network::{Links, Networks};
 use vmmd_objects::event;
 use vmmd_objects::operation;
+use vmmd_objects::registry::Registry;
 use vmmd_objects::request;
 use vmmd_store::Store;
 
@@ -108,6 +109,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     let _closing = event::Closing(events.clone());
     let (attend, left) = mpsc::unbounded_channel();
     let moved = records.history.moved();
+    let (run, nonces) = (records.history.run, records.history.nonces.clone());
     let host = Arc::new(Host {
         attend,
         vmm,
@@ -120,22 +122,14 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         ledger: Ledger::new(config.vm_uids),
         cgroups,
         links: Links::connect().context("connect to the kernel's network configuration")?,
-        disks: Disks::new(
-            records.history.run,
-            records.history.nonces.clone(),
-            records.history.disks.clone(),
-        ),
-        images: Images::new(
-            records.history.run,
-            records.history.nonces.clone(),
-            records.history.images.clone(),
-        ),
-        networks: Networks::new(
-            records.history.run,
-            records.history.nonces.clone(),
+        disks: Disks::new(Registry::new(run, nonces.clone(), records.history.disks.clone())),
+        images: Images::new(Registry::new(run, nonces.clone(), records.history.images.clone())),
+        networks: Networks::new(Registry::new(
+            run,
+            nonces.clone(),
             records.history.networks.clone(),
-        ),
-        vms: Vms::new(records.history),
+        )),
+        vms: Vms::new(run, nonces, records.history.vms),
         aborts: registry::aborts::Aborts::default(),
         clients: registry::clients::Clients::default(),
         snapshots: Snapshots::default(),

@@ -185,14 +185,14 @@ impl request::Ports for Host {
         match object {
             Object::Vm(_, uid) => self.vms.find(*uid).is_some(),
             Object::Disk(_, uid) => {
-                let disk = self.disks.find(&self.disk_folder(), uid.as_bytes());
+                let disk = self.disks.registry.find(uid.as_bytes());
                 disk.is_some_and(|seen| seen.record.stage() != DiskStage::Deleting)
             }
             Object::Image(_, uid) => {
-                let image = self.images.find(uid.as_bytes());
+                let image = self.images.registry.find(uid.as_bytes());
                 image.is_some_and(|seen| seen.record.stage() != ImageStage::Deleting)
             }
-            Object::Network(_, uid) => self.networks.has(uid.as_bytes()),
+            Object::Network(_, uid) => self.networks.registry.find(uid.as_bytes()).is_some(),
             Object::Snapshot(_, uid) => {
                 let mut snapshots = self.snapshots.list().into_iter();
                 snapshots.any(|snapshot| snapshot.uid == uid.as_bytes())

@@ -29,7 +29,7 @@ use vmmd_spec::{
 };
 
 pub use link::{Link, Links};
-pub use managed::{Networks, PERIOD, Request as Lease, Seen as SeenNetwork};
+pub use managed::{NetworkKind, Networks, PERIOD, Request as Lease, SeenNetwork, describe};
 pub use ports::{Ports, Users};
 
 use vmmd_host::{failure::Failure, fault, sys, text};

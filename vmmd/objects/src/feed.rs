@@ -1,4 +1,4 @@
-//! Order of the changes of one kind of objects (disks, images, networks): a revision for each
+//! Order of the changes of one kind of objects: a revision for each
 //! change, and the history of deletions. A client that knows the objects at a revision can so
 //! receive the changes since. The store has the deletions of earlier runs of the daemon.
 //!
@@ -56,6 +56,8 @@ pub struct Buried {
     pub metadata: ObjectMetadata,
     /// Run and revision at which watchers could see that; of an earlier run, its first revision.
     pub at: (u64, u64),
+    /// Of a VM: the last migration up to which the VM was this node's; 0 when it never was.
+    pub owned: u64,
 }
 
 impl Feed {
@@ -64,6 +66,7 @@ impl Feed {
     pub fn new(run: u64, nonces: BTreeMap<u64, u64>, history: BuriedRecords) -> Self {
         let tombstones = history.tombstones.into_iter().map(|tombstone| Buried {
             at: (tombstone.run, tombstone.revision),
+            owned: tombstone.owned,
             metadata: tombstone.metadata.unwrap_or_default().into(),
         });
         Self {
@@ -109,6 +112,7 @@ impl Feed {
     pub fn bury(&mut self, metadata: ObjectMetadata) -> Tombstone {
         self.revision += 1;
         self.being_buried.insert(self.revision);
+        self.generation = self.generation.max(metadata.generation);
         Tombstone {
             run: self.run,
             revision: self.revision,
@@ -126,15 +130,24 @@ impl Feed {
     /// Ends a deletion: from now on watchers can see it.
     pub fn buried(&mut self, tombstone: Tombstone) {
         self.being_buried.remove(&tombstone.revision);
-        let metadata = ObjectMetadata::from(tombstone.metadata.unwrap_or_default());
-        self.generation = self.generation.max(metadata.generation);
-        let at = (self.run, self.change());
-        self.tombstones.push_back(Buried { metadata, at });
+        let buried = Buried {
+            metadata: tombstone.metadata.unwrap_or_default().into(),
+            at: (self.run, self.change()),
+            owned: tombstone.owned,
+        };
+        self.tombstones.push_back(buried);
         while u64::try_from(self.tombstones.len()).is_ok_and(|count| count > MAX_TOMBSTONES) {
             if let Some(oldest) = self.tombstones.pop_front() {
                 self.trimmed = oldest.at;
             }
         }
+    }
+
+    /// The last migration up to which a VM that was deleted was this node's, as far as that is remembered; 0 when it never
+    /// was. `uid` is the UUID of the VM.
+    pub fn owned(&self, uid: &str) -> u64 {
+        let of_it = self.tombstones.iter().filter(|buried| buried.metadata.uid == uid);
+        of_it.map(|buried| buried.owned).max().unwrap_or_default()
     }
 
     /// Where the last change is.

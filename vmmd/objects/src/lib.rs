@@ -1,12 +1,13 @@
 //! What all kinds of objects of the API share: who asked ([`context`]), requests with an id ([`request`]), long work
-//! ([`operation`]), events ([`event`]), and the order of changes with tombstones ([`feed`]).
+//! ([`operation`]), events ([`event`]), all objects of a kind ([`registry`]) and the order of their changes with tombstones ([`feed`]).
 //!
-//! This crate never knows what a VM, a disk or a network is: kinds implement its traits.
+//! This crate does not know what a VM, a disk or a network does: kinds implement its traits.
 //!
-//! A reader starts at [`feed`] for lists and watches, and at [`request`] for the path of a change.
+//! A reader starts at [`registry`] for lists and watches, and at [`request`] for the path of a change.
 
 pub mod context;
 pub mod event;
 pub mod feed;
 pub mod operation;
+pub mod registry;
 pub mod request;

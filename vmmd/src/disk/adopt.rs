@@ -11,7 +11,10 @@ use std::{
 use uuid::Uuid;
 use vmmd_api::v1;
 use vmmd_host::{failure::Failure, roots::Within, text};
-use vmmd_objects::{context::Context, operation::Type};
+use vmmd_objects::{
+    context::Context,
+    operation::{Begun, Type},
+};
 use vmmd_spec::{
     disk::{Cache, Format, MAX_SIZE, NewDisk, SECTOR},
     name::Name,
@@ -19,7 +22,7 @@ use vmmd_spec::{
 use vmmd_store::DiskRecord;
 
 use super::{
-    create::{self, Begun, record},
+    create::{self, record},
     operation, tell,
 };
 use crate::{

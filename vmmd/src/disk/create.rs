@@ -19,7 +19,7 @@ use vmmd_host::{
 };
 use vmmd_objects::{
     context::Context,
-    operation::{Handle, Pending, Type},
+    operation::{Begun, Handle, Type},
 };
 use vmmd_spec::disk::{Cache, Content, Format, MAX_SIZE, NewDisk, Preallocation};
 use vmmd_store::store_failure;
@@ -43,23 +43,14 @@ const RESERVED_AT_ONCE: u64 = 1 << 30;
 /// Interval between size checks of an image while its child process reports no progress.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// A disk that is being made, or was made before by the same request.
-#[derive(Debug)]
-pub struct Begun {
-    /// Its UUID.
-    pub uid: Vec<u8>,
-    /// The operation; `None` when the disk already exists.
-    pub pending: Option<Pending>,
-}
-
 /// Begins to make the disk that is asked for. The operation leaves nothing when it fails or is cancelled.
 pub async fn create(
     host: &Arc<Host>,
     request: &v1::CreateDiskRequest,
     context: &Context,
 ) -> Result<Begun, Failure> {
-    if let Some(uid) = host.requests.made_disk(context)
-        && host.disks.find(&host.disk_folder(), &uid).is_some()
+    if let Some(uid) = host.requests.made(context, "CreateDisk")
+        && host.disks.registry.find(&uid).is_some()
     {
         return Ok(Begun { uid, pending: None });
     }
@@ -188,7 +179,7 @@ fn of_image(record: &mut DiskRecord, image: &ImageRecord, overlay: bool) -> Resu
 
 /// Lets go of the name of a disk of which nothing is in the store.
 pub fn forget(host: &Host, record: &DiskRecord) {
-    let tombstone = host.disks.bury(record);
+    let tombstone = host.disks.registry.bury(record);
     host.disks.forget(&record.uid, tombstone);
 }
 
@@ -227,7 +218,7 @@ pub async fn settle(host: &Arc<Host>, record: &mut DiskRecord) -> Result<(), Fai
     record.stage = DiskStage::Ready.into();
     record.stage_ms = text::now_ms();
     host.store.put_disk(record).await.map_err(store_failure)?;
-    host.disks.settle(record.clone());
+    host.disks.registry.settle(record.clone());
     host.disks.end(&record.uid);
     Ok(())
 }
@@ -235,7 +226,7 @@ pub async fn settle(host: &Arc<Host>, record: &mut DiskRecord) -> Result<(), Fai
 /// Writes the disk's record to its sidecar file.
 pub async fn write_beside(host: &Arc<Host>, record: &DiskRecord) -> Result<(), Failure> {
     let folder = host.disk_folder();
-    let backing = host.disks.find(&folder, &record.backing);
+    let backing = host.disks.registry.find(&record.backing);
     let backing = backing.map(|seen| seen.record.name.clone()).unwrap_or_default();
     let (sidecar, path) = (Sidecar::of(record, &backing), folder.path(record));
     let paths = [folder.root()];

@@ -6,11 +6,15 @@ use vmmd_api::v1::{self, ConditionStatus};
 use vmmd_host::{failure::Failure, text};
 use vmmd_store::DiskStage;
 
-use crate::{host::Host, paths::disk::Folder, registry::disks::Seen};
+use crate::{
+    host::Host,
+    paths::disk::Folder,
+    registry::disks::{Seen, shown},
+};
 
 /// Adds the state of the disk's file. Blocking.
 pub fn look(folder: &Folder, seen: &Seen) -> v1::Disk {
-    let (record, mut disk) = (&seen.record, seen.disk.clone());
+    let (record, mut disk) = (&seen.record, shown::disk(folder, seen));
     let Some(status) = &mut disk.status else {
         return disk;
     };
@@ -45,7 +49,7 @@ pub async fn look_at(host: &Arc<Host>, seen: Vec<Arc<Seen>>) -> Result<Vec<v1::D
 
 /// The disk with this UUID, as it is now.
 pub async fn by_uid(host: &Arc<Host>, uid: &[u8]) -> Option<Result<v1::Disk, Failure>> {
-    let seen = host.disks.find(&host.disk_folder(), uid)?;
+    let seen = host.disks.registry.find(uid)?;
     let looked = look_at(host, vec![seen]).await;
     Some(looked.map(|mut disks| disks.pop().unwrap_or_default()))
 }

@@ -29,7 +29,7 @@ use uuid::Uuid;
 use vmmd_api::v1;
 
 pub use copy::{copy, extent};
-pub use create::{Begun, create, take_in};
+pub use create::{create, take_in};
 pub use operation::{Control, cancelled, follow};
 pub use resize::{Growing, block_device, grow, grow_record, note, reserve_growth, shrink_refused};
 pub use update::update;
@@ -84,7 +84,7 @@ async fn begin_removal(
     record.stage_ms = text::now_ms();
     if let Err(failure) = retire(host, &record, context).await {
         record.stage = DiskStage::Ready.into();
-        host.disks.settle(record);
+        host.disks.registry.settle(record);
         return Err(failure);
     }
     Ok(record)
@@ -131,7 +131,7 @@ async fn finish(host: &Arc<Host>, record: &DiskRecord) {
     let (folder, of) = (host.disk_folder(), record.clone());
     let paths = [folder.root()];
     let removed = host.pools.bulk.run(&paths, move || folder.remove(&of)).await;
-    let tombstone = host.disks.bury(record);
+    let tombstone = host.disks.registry.bury(record);
     match removed {
         Ok(Ok(())) => {
             if let Err(error) = host.store.bury_disk(&record.uid, tombstone.clone()).await {
@@ -151,7 +151,7 @@ pub async fn keep(host: &Arc<Host>, names: &[String]) -> Result<(), Failure> {
         let mut record = host.disks.get(name)?;
         record.for_vm.clear();
         host.store.put_disk(&record).await.map_err(store_failure)?;
-        host.disks.settle(record);
+        host.disks.registry.settle(record);
     }
     Ok(())
 }
@@ -211,7 +211,7 @@ pub async fn restore(host: &Arc<Host>, records: Vec<DiskRecord>, has_vm: impl Fn
                 operation.fail(&interrupted(message));
             }
         }
-        host.requests.adopt_disk(&record);
+        host.requests.adopt(&record.begun, &record.uid);
         host.disks.restore(record);
     }
     complete_folder(host, known).await;
@@ -230,7 +230,7 @@ fn interruption(record: &DiskRecord, has_vm: impl Fn(&str) -> bool) -> Option<St
 /// Writes missing sidecar files, and reports files without a disk.
 async fn complete_folder(host: &Arc<Host>, known: Vec<Uuid>) {
     let folder = host.disk_folder();
-    for seen in host.disks.after(&folder, None).disks {
+    for seen in host.disks.registry.after(None).objects {
         let path = folder.path(&seen.record);
         let there = spawn_blocking(move || !matches!(Sidecar::read(&path), Ok(None))).await;
         if !there.unwrap_or(true)

@@ -86,7 +86,7 @@ pub async fn make(
 /// Removes disks that were made for a VM which does not come.
 pub async fn unmake(host: &Arc<Host>, uids: &[Vec<u8>]) {
     for uid in uids {
-        if let Some(seen) = host.disks.find(&host.disk_folder(), uid) {
+        if let Some(seen) = host.disks.registry.find(uid) {
             finish(host, &seen.record).await;
         }
     }
@@ -166,7 +166,7 @@ pub async fn remove(host: &Arc<Host>, vm: &str, uids: &[Vec<u8>], context: &Cont
     }
     host.disks.give_back(vm, None);
     for uid in uids {
-        let Some(seen) = host.disks.find(&host.disk_folder(), uid) else {
+        let Some(seen) = host.disks.registry.find(uid) else {
             continue;
         };
         if seen.record.stage() != DiskStage::Ready {

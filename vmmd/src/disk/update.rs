@@ -6,15 +6,13 @@ use vmmd_api::v1;
 use vmmd_host::failure::Failure;
 use vmmd_objects::{
     context::Context,
+    operation::Begun,
     request::{masked::Masked, preconditions},
 };
 use vmmd_store::DiskRecord;
 use vmmd_store::store_failure;
 
-use super::{
-    create::{Begun, write_beside},
-    resize, room, tell,
-};
+use super::{create::write_beside, resize, room, tell};
 use crate::host::Host;
 
 /// Path in an update mask, besides the metadata.
@@ -52,7 +50,7 @@ pub async fn update(
         // With an id, a retry after the end of the daemon is known to have begun.
         host.requests.note(context, &mut record.begun);
         host.store.put_disk(&record).await.map_err(store_failure)?;
-        host.disks.settle(record.clone());
+        host.disks.registry.settle(record.clone());
     }
     drop(edit);
     if changed {

@@ -51,6 +51,12 @@ impl Cursor {
         Ok(cursor)
     }
 
+    /// Reads a page token: the first page's cursor and the last name.
+    pub fn read_token(token: &str, filter: &Filter) -> Result<(Self, String), Failure> {
+        let (cursor, name) = token.rsplit_once('.').unwrap_or((token, ""));
+        Ok((Self::read("pageToken", cursor, filter)?, name.to_owned()))
+    }
+
     /// Where it is, if that is a place of this store.
     pub fn position(&self, vms: &Vms) -> Result<Position, Failure> {
         self.position_in(|run| vms.nonce(run))

@@ -6,30 +6,28 @@ use std::sync::Arc;
 
 use tonic::{Request, Response, Status, Streaming};
 use vmmd_api::v1::{self, image_service_server::ImageService};
-use vmmd_host::failure::{Failure, Kind};
 use vmmd_objects::{
     context::{Context, Initiator},
-    request::once,
+    registry::{Kind as _, Record as _},
+    request::{once, to_completion},
 };
 
-use self::kind::Image;
 use super::{
-    disk::whole,
     filter::Filter,
-    objects::{Kind as _, Shared, Stream, Wanted, list, watch},
+    objects::{Shared, Stream, Wanted, finished, get, list, watch},
 };
 use crate::{
     auth::{Caller, Role},
     host::Host,
-    image::{self, Begun, describe},
-    registry::images::{Seen, metadata},
+    image,
+    registry::images::{ImageKind, Seen},
 };
 
 /// The service.
 #[derive(Debug)]
 pub struct Images {
     host: Arc<Host>,
-    shared: Arc<Shared<Image>>,
+    shared: Arc<Shared<ImageKind>>,
 }
 
 impl Images {
@@ -38,31 +36,6 @@ impl Images {
         Self {
             host,
             shared: Arc::default(),
-        }
-    }
-}
-
-/// Waits for the end of the operation unless `no_wait`. Returns the image in its new state.
-async fn answered(
-    host: &Arc<Host>,
-    Begun { uid, pending }: Begun,
-    no_wait: bool,
-) -> Result<(v1::Image, Option<v1::Operation>), Failure> {
-    if let Some(pending) = pending.clone().filter(|_| !no_wait) {
-        tokio::select! {
-            ended = pending.ended() => drop(ended?),
-            () = host.stopping.cancelled() => return Err(Failure::stopping()),
-        }
-    }
-    if no_wait && pending.is_some() {
-        host.operations.recorded().await;
-    }
-    let operation = pending.map(|pending| pending.operation());
-    match describe::by_uid(host, &uid).await {
-        Some(image) => Ok((image?, operation)),
-        None => {
-            let message = "the image was deleted meanwhile";
-            Err(Failure::new(Kind::NotFound, "IMAGE_NOT_FOUND", message))
         }
     }
 }
@@ -79,8 +52,9 @@ impl ImageService for Images {
             let of = Arc::clone(&host);
             let no_wait = request.no_wait;
             let begun =
-                whole(async move { image::import(&of, &request, &context, for_tenant).await }).await?;
-            let (image, operation) = answered(&host, begun, no_wait).await?;
+                to_completion(async move { image::import(&of, &request, &context, for_tenant).await })
+                    .await?;
+            let (image, operation) = finished::<ImageKind>(&host, begun, no_wait).await?;
             Ok(v1::ImportImageResponse {
                 image: Some(image),
                 operation,
@@ -103,7 +77,7 @@ impl ImageService for Images {
             ..Context::default()
         };
         let begun = image::upload(&self.host, request.into_inner(), &context).await?;
-        let (image, _) = answered(&self.host, begun, false).await?;
+        let (image, _) = finished::<ImageKind>(&self.host, begun, false).await?;
         Ok(Response::new(v1::UploadImageResponse { image: Some(image) }))
     }
 
@@ -111,9 +85,8 @@ impl ImageService for Images {
         &self,
         request: Request<v1::GetImageRequest>,
     ) -> Result<Response<v1::GetImageResponse>, Status> {
-        let seen = self.host.images.see(&request.get_ref().name)?;
-        let image = describe::look_at(&self.host, vec![seen]).await?.pop();
-        Ok(Response::new(v1::GetImageResponse { image }))
+        let image = get::<ImageKind>(&self.host, &request.get_ref().name).await?;
+        Ok(Response::new(v1::GetImageResponse { image: Some(image) }))
     }
 
     async fn list_images(
@@ -126,7 +99,7 @@ impl ImageService for Images {
             page_size: request.page_size,
             page_token: &request.page_token,
         };
-        let page = list::<Image>(&self.host, wanted).await?;
+        let page = list::<ImageKind>(&self.host, wanted).await?;
         Ok(Response::new(v1::ListImagesResponse {
             images: page.objects,
             next_page_token: page.next_page_token,
@@ -134,7 +107,7 @@ impl ImageService for Images {
         }))
     }
 
-    type WatchImagesStream = Stream<Image>;
+    type WatchImagesStream = Stream<ImageKind>;
 
     async fn watch_images(
         &self,
@@ -150,7 +123,7 @@ impl ImageService for Images {
         request: Request<v1::DeleteImageRequest>,
     ) -> Result<Response<v1::DeleteImageResponse>, Status> {
         once(&self.host, request, |host, request, context| async move {
-            whole(async move { image::delete(&host, &request.name, &context).await }).await?;
+            to_completion(async move { image::delete(&host, &request.name, &context).await }).await?;
             Ok(v1::DeleteImageResponse {})
         })
         .await
@@ -161,9 +134,9 @@ impl ImageService for Images {
         request: Request<v1::PruneImagesRequest>,
     ) -> Result<Response<v1::PruneImagesResponse>, Status> {
         once(&self.host, request, |host, request, _| async move {
-            let filter = Filter::of_objects(Image::NAME, request.filter.as_ref())?;
-            let pruned = whole(async move {
-                let matches = |seen: &Seen| filter.matches_object(Some(&metadata(&seen.record)));
+            let filter = Filter::of_objects(ImageKind::NAME, request.filter.as_ref())?;
+            let pruned = to_completion(async move {
+                let matches = |seen: &Seen| filter.matches_object(Some(&seen.record.metadata()));
                 image::prune(&host, &request, matches).await
             });
             Ok(pruned.await?)

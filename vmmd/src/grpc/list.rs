@@ -21,7 +21,7 @@ pub fn list(registry: &Vms, request: &ListVmsRequest) -> Result<ListVmsResponse,
     let limit = limit(request.page_size)?;
     let after = match request.page_token.as_str() {
         "" => None,
-        token => Some(read_token(token, &filter)?),
+        token => Some(Cursor::read_token(token, &filter)?),
     };
     let name = after.as_ref().map(|(_, name)| name.as_str());
     let (vms, more, position) = registry.page(name, limit, |vm| filter.matches(vm));
@@ -64,11 +64,4 @@ pub(super) fn page<O: Message>(objects: impl Iterator<Item = O>) -> (Vec<O>, boo
         page.push(object);
     }
     (page, false)
-}
-
-/// A token is the first page's cursor and the last name.
-fn read_token(token: &str, filter: &Filter) -> Result<(Cursor, String), Failure> {
-    let (cursor, name) = token.rsplit_once('.').unwrap_or((token, ""));
-    let cursor = Cursor::read("pageToken", cursor, filter)?;
-    Ok((cursor, name.to_owned()))
 }

@@ -10,7 +10,7 @@ use vmmd_api::v1::{
 use vmmd_host::failure::Failure;
 use vmmd_objects::{
     context::{Context, Initiator},
-    request::once,
+    request::{once, to_completion},
 };
 
 use super::period::timeout;
@@ -108,8 +108,7 @@ impl PeerService for Migrations {
         let parts = request.into_inner();
         // In a task of its own, which cleans up when the source goes away.
         let receive = async move { migration::receive(&host, from, parts, &Context::daemon()).await };
-        let received = tokio::spawn(receive).await;
-        received.map_err(|error| Failure::internal(error.to_string()))??;
+        to_completion(receive).await?;
         Ok(Response::new(v1::ReceiveVmResponse {}))
     }
 

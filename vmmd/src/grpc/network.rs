@@ -6,20 +6,17 @@ use std::sync::Arc;
 
 use tonic::{Request, Response, Status};
 use vmmd_api::v1::{self, network_service_server::NetworkService};
-use vmmd_objects::request::once;
+use vmmd_network::NetworkKind;
+use vmmd_objects::request::{once, to_completion};
 
-use self::kind::Network;
-use super::{
-    disk::whole,
-    objects::{Shared, Stream, Wanted, list, watch},
-};
+use super::objects::{Shared, Stream, Wanted, get, list, watch};
 use crate::host::Host;
 
 /// The service.
 #[derive(Debug)]
 pub struct Networks {
     host: Arc<Host>,
-    shared: Arc<Shared<Network>>,
+    shared: Arc<Shared<NetworkKind>>,
 }
 
 impl Networks {
@@ -40,7 +37,7 @@ impl NetworkService for Networks {
     ) -> Result<Response<v1::CreateNetworkResponse>, Status> {
         once(&self.host, request, |host, request, context| async move {
             let create = async move { host.networks.create(host.for_networks(), request, &context).await };
-            let network = whole(create).await?;
+            let network = to_completion(create).await?;
             Ok(v1::CreateNetworkResponse {
                 network: Some(network),
             })
@@ -52,7 +49,7 @@ impl NetworkService for Networks {
         &self,
         request: Request<v1::GetNetworkRequest>,
     ) -> Result<Response<v1::GetNetworkResponse>, Status> {
-        let network = self.host.networks.get(&request.get_ref().name)?;
+        let network = get::<NetworkKind>(&self.host, &request.get_ref().name).await?;
         Ok(Response::new(v1::GetNetworkResponse {
             network: Some(network),
         }))
@@ -68,7 +65,7 @@ impl NetworkService for Networks {
             page_size: request.page_size,
             page_token: &request.page_token,
         };
-        let page = list::<Network>(&self.host, wanted).await?;
+        let page = list::<NetworkKind>(&self.host, wanted).await?;
         Ok(Response::new(v1::ListNetworksResponse {
             networks: page.objects,
             next_page_token: page.next_page_token,
@@ -76,7 +73,7 @@ impl NetworkService for Networks {
         }))
     }
 
-    type WatchNetworksStream = Stream<Network>;
+    type WatchNetworksStream = Stream<NetworkKind>;
 
     async fn watch_networks(
         &self,
@@ -97,7 +94,7 @@ impl NetworkService for Networks {
                     .update(host.for_networks(), &request, &context)
                     .await
             };
-            let network = whole(update).await?;
+            let network = to_completion(update).await?;
             Ok(v1::UpdateNetworkResponse {
                 network: Some(network),
             })
@@ -115,7 +112,7 @@ impl NetworkService for Networks {
                     .delete(host.for_networks(), &request.name, &context)
                     .await
             };
-            whole(delete).await?;
+            to_completion(delete).await?;
             Ok(v1::DeleteNetworkResponse {})
         })
         .await

@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 use tonic::{Request, Response, Status};
 use vmmd_api::v1::{self, GetNodeRequest, GetNodeResponse, node_service_server::NodeService};
 use vmmd_host::failure::Failure;
-use vmmd_objects::request::once;
+use vmmd_objects::request::{once, to_completion};
 use vmmd_spec::vm::Manifest;
 
 use super::watch_node;
@@ -64,7 +64,7 @@ impl NodeService for Nodes {
         once(&self.host, request, |host, request, context| async move {
             let v1::UpdateNodeLabelsRequest { set, remove, .. } = request;
             let of = Arc::clone(&host);
-            whole(async move { operate::label(&of, set, remove, &context).await }).await?;
+            to_completion(async move { operate::label(&of, set, remove, &context).await }).await?;
             let node = Some(describe(&host).await?);
             Ok(v1::UpdateNodeLabelsResponse { node })
         })
@@ -105,7 +105,7 @@ impl NodeService for Nodes {
         once(&self.host, request, |host, request, context| async move {
             let v1::CordonNodeRequest { reason, .. } = request;
             let of = Arc::clone(&host);
-            whole(async move { operate::cordon(&of, reason, &context).await }).await?;
+            to_completion(async move { operate::cordon(&of, reason, &context).await }).await?;
             let node = Some(describe(&host).await?);
             Ok(v1::CordonNodeResponse { node })
         })
@@ -121,7 +121,7 @@ impl NodeService for Nodes {
             request,
             |host, _: v1::UncordonNodeRequest, context| async move {
                 let of = Arc::clone(&host);
-                whole(async move { operate::uncordon(&of, &context).await }).await?;
+                to_completion(async move { operate::uncordon(&of, &context).await }).await?;
                 let node = Some(describe(&host).await?);
                 Ok(v1::UncordonNodeResponse { node })
             },
@@ -144,7 +144,8 @@ impl NodeService for Nodes {
             let grace = super::period::grace(grace_period, false)?.unwrap_or_default();
             let deadline = super::period::timeout(timeout)?;
             let of = Arc::clone(&host);
-            let begun = whole(async move { drain::drain(&of, reason, grace, deadline, context).await });
+            let begun =
+                to_completion(async move { drain::drain(&of, reason, grace, deadline, context).await });
             let pending = begun.await?;
             if !no_wait {
                 tokio::select! {
@@ -160,12 +161,4 @@ impl NodeService for Nodes {
         })
         .await
     }
-}
-
-/// In a task of its own: a caller that goes away must not leave it half done.
-async fn whole<T: Send + 'static>(
-    work: impl Future<Output = Result<T, Failure>> + Send + 'static,
-) -> Result<T, Failure> {
-    let done = tokio::spawn(work).await;
-    done.unwrap_or_else(|error| Err(Failure::internal(error.to_string())))
 }

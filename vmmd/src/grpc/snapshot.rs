@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use tokio::task::JoinError;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
 use vmmd_api::{
@@ -10,7 +9,7 @@ use vmmd_api::{
     v1::{self, import_snapshot_request::Message, snapshot_service_server::SnapshotService},
 };
 use vmmd_host::failure::Failure;
-use vmmd_objects::request::once;
+use vmmd_objects::request::{once, to_completion};
 
 use super::list;
 use crate::{auth, host::Host, snapshot};
@@ -46,7 +45,7 @@ impl SnapshotService for Snapshots {
             // In a task of its own, which cleans up when the caller goes away, or the daemon ends.
             let _gone = CancellationToken::clone(&cancel).drop_guard();
             let create = async move { snapshot::create(&host, request, &context, cancel).await };
-            let snapshot = finished(tokio::spawn(create).await)?;
+            let snapshot = to_completion(create).await?;
             Ok(v1::CreateSnapshotResponse {
                 snapshot: Some(snapshot),
             })
@@ -93,7 +92,7 @@ impl SnapshotService for Snapshots {
     ) -> Result<Response<v1::DeleteSnapshotResponse>, Status> {
         once(&self.host, request, |host, request, context| async move {
             let delete = async move { snapshot::delete(&host, &request.name, &context).await };
-            finished(tokio::spawn(delete).await)?;
+            to_completion(delete).await?;
             Ok(v1::DeleteSnapshotResponse {})
         })
         .await
@@ -126,7 +125,7 @@ impl SnapshotService for Snapshots {
             // In a task of its own, which cleans up when the caller goes away, or the daemon ends.
             let _gone = CancellationToken::clone(&cancel).drop_guard();
             let import = async move { snapshot::import(&host, open, stream, &context, cancel).await };
-            let snapshot = finished(tokio::spawn(import).await)?;
+            let snapshot = to_completion(import).await?;
             Ok(v1::ImportSnapshotResponse {
                 snapshot: Some(snapshot),
             })
@@ -140,14 +139,9 @@ impl SnapshotService for Snapshots {
     ) -> Result<Response<v1::RestoreVmResponse>, Status> {
         once(&self.host, request, |host, request, context| async move {
             let restore = async move { snapshot::restore(&host, request, &context).await };
-            let vm = finished(tokio::spawn(restore).await)?;
+            let vm = to_completion(restore).await?;
             Ok(v1::RestoreVmResponse { vm: Some(vm) })
         })
         .await
     }
-}
-
-/// Converts the result of a task.
-fn finished<T>(task: Result<Result<T, Failure>, JoinError>) -> Result<T, Failure> {
-    task.unwrap_or_else(|error| Err(Failure::internal(error.to_string())))
 }

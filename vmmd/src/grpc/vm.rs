@@ -5,7 +5,10 @@ use std::{sync::Arc, time::Duration};
 use tonic::{Request, Response, Status, Streaming};
 use vmmd_api::v1::{self, vm_service_server::VmService};
 use vmmd_host::failure::Failure;
-use vmmd_objects::{context::Initiator, request::once};
+use vmmd_objects::{
+    context::Initiator,
+    request::{once, to_completion},
+};
 
 use super::{
     ask::Asked,
@@ -62,8 +65,7 @@ impl VmService for Vms {
             let vm = vm.ok_or_else(|| Failure::field("vm", "must be given"))?;
             // In a task of its own: a caller that goes away must not leave it half done.
             let create = async move { vm::create(host, vm, start, dry_run, &context).await };
-            let created = tokio::spawn(create).await;
-            let (vm, operation) = created.map_err(|error| Failure::internal(error.to_string()))??;
+            let (vm, operation) = to_completion(create).await?;
             Ok(v1::CreateVmResponse {
                 vm: Some(vm.as_ref().clone()),
                 operation,

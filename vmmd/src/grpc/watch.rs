@@ -16,7 +16,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 use vmmd_api::v1::{Vm, WatchEventType, WatchVmsRequest, WatchVmsResponse};
 use vmmd_host::failure::Failure;
-use vmmd_objects::feed::Position;
+use vmmd_objects::feed::{Buried, Position};
 
 use super::{
     cursor::{Cursor, expired},
@@ -25,7 +25,7 @@ use super::{
 };
 use crate::{
     host::Host,
-    registry::vms::{Buried, Change, ChangeKind, Seen, Snapshot},
+    registry::vms::{Change, ChangeKind, Seen, Snapshot},
 };
 
 /// The stream of events.
@@ -175,7 +175,9 @@ fn difference(known: &mut Known, snapshot: &Snapshot, at: Position, filter: &Fil
 /// here: a VM that has changed and does not match the filter may need a deletion event.
 fn since(from: Position, buried: &[Buried], snapshot: &Snapshot, filter: &Filter) -> Vec<Event> {
     let run = snapshot.at.run;
-    let gone = buried.iter().filter(|buried| filter.may_match(&buried.vm));
+    let gone = buried
+        .iter()
+        .filter(|buried| filter.may_match_object(Some(&buried.metadata)));
     let gone = gone.map(|buried| {
         let (run_of, revision) = buried.at;
         let at = Position {
@@ -187,7 +189,11 @@ fn since(from: Position, buried: &[Buried], snapshot: &Snapshot, filter: &Filter
                 revision
             },
         };
-        (WatchEventType::Deleted, Arc::clone(&buried.vm), at)
+        let vm = Vm {
+            metadata: Some(buried.metadata.clone()),
+            ..Vm::default()
+        };
+        (WatchEventType::Deleted, Arc::new(vm), at)
     });
     let changed = by_revision(snapshot).filter(|seen| from.run != run || seen.revision > from.revision);
     let changed = changed.filter_map(|seen| {

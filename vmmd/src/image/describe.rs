@@ -4,14 +4,11 @@ use std::{io, os::unix::fs::MetadataExt, sync::Arc};
 
 use vmmd_api::v1::{self, ConditionStatus, ImagePhase};
 use vmmd_host::{failure::Failure, text};
+use vmmd_objects::registry::Record as _;
 use vmmd_spec::image::checksum_text;
 use vmmd_store::{ImageStage, image_source::Source};
 
-use crate::{
-    host::Host,
-    paths::image::Folder,
-    registry::images::{Seen, metadata},
-};
+use crate::{host::Host, paths::image::Folder, registry::images::Seen};
 
 /// "blocks-sha256:…".
 pub fn digest_text(digest: &[u8]) -> String {
@@ -63,7 +60,7 @@ fn look(folder: &Folder, seen: &Seen, disks: Vec<String>, vms: Vec<String>) -> v
         digest => checksum_text(digest),
     };
     v1::Image {
-        metadata: Some(metadata(record)),
+        metadata: Some(record.metadata()),
         spec: Some(v1::ImageSpec {
             source: record.source.as_ref().and_then(source),
             checksum: checksum(&record.checksum),
@@ -81,7 +78,7 @@ fn look(folder: &Folder, seen: &Seen, disks: Vec<String>, vms: Vec<String>) -> v
             used_by_disks: disks,
             used_by_vms: vms,
             last_used_time: text::timestamp(record.used_ms.max(record.stage_ms)),
-            operation: seen.operation.clone(),
+            operation: seen.view.clone(),
             source_manifest: checksum(&record.source_manifest),
             logical_block_bytes: match stage {
                 ImageStage::Ready => record.logical_block.max(512),
@@ -121,7 +118,7 @@ fn source(source: &vmmd_store::ImageSource) -> Option<v1::image_spec::Source> {
 }
 
 /// Images as they are now.
-pub async fn look_at(host: &Arc<Host>, seen: Vec<Seen>) -> Result<Vec<v1::Image>, Failure> {
+pub async fn look_at(host: &Arc<Host>, seen: Vec<Arc<Seen>>) -> Result<Vec<v1::Image>, Failure> {
     let seen: Vec<_> = seen
         .into_iter()
         .map(|seen| {
@@ -142,7 +139,7 @@ pub async fn look_at(host: &Arc<Host>, seen: Vec<Seen>) -> Result<Vec<v1::Image>
 
 /// The image with this UUID, as it is now.
 pub async fn by_uid(host: &Arc<Host>, uid: &[u8]) -> Option<Result<v1::Image, Failure>> {
-    let seen = host.images.find(uid)?;
+    let seen = host.images.registry.find(uid)?;
     let looked = look_at(host, vec![seen]).await;
     Some(looked.map(|mut images| images.pop().unwrap_or_default()))
 }

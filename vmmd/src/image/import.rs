@@ -17,7 +17,7 @@ use vmmd_host::{
 };
 use vmmd_objects::{
     context::Context,
-    operation::{Handle, Pending, Progress, Type},
+    operation::{Begun, Handle, Progress, Type},
 };
 use vmmd_spec::{
     disk::Cache,
@@ -49,15 +49,6 @@ const DEADLINE: Duration = Duration::from_secs(4 * 3600);
 /// How long an import may take with its download: a server that sends a byte a minute must not occupy a place forever.
 pub const WHOLE_DEADLINE: Duration = Duration::from_secs(24 * 3600);
 
-/// An image that is being made, or was made before by the same request.
-#[derive(Debug)]
-pub struct Begun {
-    /// Its UUID.
-    pub uid: Vec<u8>,
-    /// The operation; `None` when the image already exists.
-    pub pending: Option<Pending>,
-}
-
 /// Begins to make the image that is asked for. The operation leaves nothing when it fails or is cancelled.
 pub async fn import(
     host: &Arc<Host>,
@@ -65,8 +56,8 @@ pub async fn import(
     context: &Context,
     for_tenant: bool,
 ) -> Result<Begun, Failure> {
-    if let Some(uid) = host.requests.made_image(context)
-        && let Some(seen) = host.images.find(&uid)
+    if let Some(uid) = host.requests.made(context, "ImportImage")
+        && let Some(seen) = host.images.registry.find(&uid)
     {
         let pending = host.images.import_of(&seen.record.uid);
         return Ok(Begun { uid, pending });
@@ -136,8 +127,8 @@ pub async fn begin(
     let handle = operations.begin(Type::ImageImport, &object(&record), context, Some(deadline));
     host.images.begin(&record.name, handle.pending());
     if let Err(error) = host.store.put_image(&record, Vec::new()).await {
-        let tombstone = host.images.bury(&record);
-        host.images.forget(&record, tombstone);
+        let tombstone = host.images.registry.bury(&record);
+        host.images.registry.forget(&record.uid, tombstone);
         let failure = store_failure(error);
         handle.fail(&failure);
         return Err(failure);

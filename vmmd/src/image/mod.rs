@@ -26,7 +26,7 @@ use uuid::Uuid;
 use vmmd_api::v1;
 
 pub use self::{
-    import::{Begun, has_room, import, room},
+    import::{has_room, import, room},
     prune::prune,
     upload::upload,
 };
@@ -55,9 +55,9 @@ pub async fn delete(host: &Arc<Host>, name: &str, context: &Context) -> Result<(
             let _ = state
                 .wait_for(|operation| vmmd_objects::operation::has_ended(operation))
                 .await;
-            return match host.images.see(name) {
+            return match host.images.registry.see(name) {
                 // It was whole before it could be cancelled.
-                Ok(seen) if seen.operation.is_empty() => Box::pin(delete(host, name, context)).await,
+                Ok(seen) if seen.view.is_empty() => Box::pin(delete(host, name, context)).await,
                 _ => Ok(()),
             };
         }
@@ -124,7 +124,7 @@ async fn discard(host: &Arc<Host>, record: &ImageRecord) {
         }
     });
     let removed = removing.await;
-    let tombstone = host.images.bury(record);
+    let tombstone = host.images.registry.bury(record);
     match removed {
         Ok(Ok(())) => {
             if let Err(error) = host.store.bury_image(&record.uid, tombstone.clone()).await {
@@ -136,7 +136,7 @@ async fn discard(host: &Arc<Host>, record: &ImageRecord) {
         }
         Err(error) => tracing::error!(image = record.name, %error, "remove an image"),
     }
-    host.images.forget(record, tombstone);
+    host.images.registry.forget(&record.uid, tombstone);
     drop(names);
 }
 
@@ -148,8 +148,8 @@ pub async fn restore(host: &Arc<Host>, records: Vec<ImageRecord>) {
         .collect();
     // All of them are known before one is removed: they may have their content in common.
     for record in &records {
-        host.requests.adopt_image(record);
-        host.images.restore(record.clone());
+        host.requests.adopt(&record.begun, &record.uid);
+        host.images.registry.restore(record.clone());
     }
     for record in records {
         let mut left = host.operations.left(&object(&record));

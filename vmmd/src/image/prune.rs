@@ -30,9 +30,9 @@ pub async fn prune(
     let latest = now_ms.saturating_sub(age_ms);
     // A time in the future was noted while the clock was wrong: the image was used at some time until now.
     let used = |seen: &Seen| seen.record.used_ms.max(seen.record.stage_ms).min(now_ms);
-    let (mut all, _) = host.images.after(None);
+    let mut all = host.images.registry.after(None).objects;
     all.retain(|seen| seen.record.stage() == ImageStage::Ready && used(seen) <= latest && matches(seen));
-    all.sort_by_key(used);
+    all.sort_by_key(|seen| used(seen));
     let mut response = v1::PruneImagesResponse::default();
     for seen in all {
         let (disks, vms) = host.disks.users_of_image(&seen.record);
@@ -44,7 +44,7 @@ pub async fn prune(
         }
         let name = seen.record.name.clone();
         let shared = host.images.is_shared(&seen.record);
-        let looked = describe::look_at(host, vec![seen.clone()]).await?.pop();
+        let looked = describe::look_at(host, vec![Arc::clone(&seen)]).await?.pop();
         let bytes = looked
             .and_then(|image| image.status)
             .map_or(0, |status| status.allocated_bytes);

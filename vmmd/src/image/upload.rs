@@ -6,12 +6,14 @@ use tokio_stream::{Stream, StreamExt};
 use tonic::Status;
 use vmmd_api::v1::{self, upload_image_request::Message};
 use vmmd_host::failure::{Failure, file_failed};
-use vmmd_objects::{context::Context, operation::Handle};
+use vmmd_objects::{
+    context::Context,
+    operation::{Begun, Handle},
+};
 use vmmd_spec::image::NewImage;
 use vmmd_store::ImageRecord;
 
 use super::{
-    Begun,
     digest::Checksum,
     import::{begin, cut_off, end, finish_upload, has_room, same},
 };

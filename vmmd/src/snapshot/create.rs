@@ -79,7 +79,7 @@ pub async fn create(
     context: &Context,
     cancel: CancellationToken,
 ) -> Result<v1::Snapshot, Failure> {
-    if let Some(made) = host.requests.made_snapshot(context)
+    if let Some(made) = host.requests.made(context, "CreateSnapshot")
         && let Some(record) = host.snapshots.list().into_iter().find(|it| it.uid == made)
     {
         return Ok(describe(&record, host.store.key()));

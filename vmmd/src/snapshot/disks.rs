@@ -218,7 +218,7 @@ fn check_user(host: &Host, disk: &Disk, vm: &str) -> Result<(), Failure> {
 
 /// Refused when the disk below an overlay is not there any more.
 fn check_base(host: &Host, of: &SnapshotDisk) -> Result<(), Failure> {
-    if of.backing.is_empty() || host.disks.find(&host.disk_folder(), &of.backing).is_some() {
+    if of.backing.is_empty() || host.disks.registry.find(&of.backing).is_some() {
         return Ok(());
     }
     let message = format!(

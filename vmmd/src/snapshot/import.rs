@@ -46,7 +46,7 @@ pub async fn import<S>(
 where
     S: Stream<Item = Result<v1::ImportSnapshotRequest, Status>> + Unpin + Send,
 {
-    if let Some(made) = host.requests.imported_snapshot(context)
+    if let Some(made) = host.requests.made(context, "ImportSnapshot")
         && let Some(record) = host.snapshots.list().into_iter().find(|it| it.uid == made)
     {
         return Ok(describe(&record, host.store.key()));

@@ -324,7 +324,7 @@ async fn discard(host: &Arc<Host>, record: &SnapshotRecord) {
 pub async fn adopt(host: &Arc<Host>, records: Vec<SnapshotRecord>) {
     for mut record in records {
         if record.stage() == SnapshotStage::Ready {
-            host.requests.adopt_snapshot(&record);
+            host.requests.adopt(&record.begun, &record.uid);
             if record.allocated_bytes == 0 {
                 // A record of an earlier daemon. Limits do not apply to existing snapshots.
                 match room(host, &record).await {

@@ -53,7 +53,7 @@ pub async fn restore(
     }
     // Machine of a VM that is not the snapshot's own.
     let machine = if fresh { Machine::Booted } else { Machine::OfVm };
-    let by_this = host.requests.made_by_restore(context);
+    let by_this = host.requests.made(context, "RestoreVm");
     let there = host.vms.get(&name).filter(|entry| {
         let uid = entry.uid.as_bytes().as_slice();
         uid == record.vm_uid || Some(uid) == by_this.as_deref()

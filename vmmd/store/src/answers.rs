@@ -12,7 +12,7 @@ use prost::Message;
 use redb::{Database, ReadableDatabase as _, ReadableTable as _, WriteTransaction};
 use vmmd_host::text;
 
-use super::{Error, Key, Table};
+use super::{Error, Table};
 
 /// For how long an answer is kept, in milliseconds: a day.
 pub const REQUEST_AGE_MS: u64 = 24 * 3600 * 1000;
@@ -33,9 +33,6 @@ const ORDER: Table = Table::new("requests_by_caller");
 const SUMS: Table = Table::new("request_sums");
 /// No caller has a NUL in it.
 const EVERYBODY: &str = "\0";
-/// The table of schema 5 for the same: by a big-endian number that grows, the time and the key.
-const OLD_ORDER: Table = Table::new("request_order");
-
 /// Most answers and bytes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limit {
@@ -78,16 +75,13 @@ pub struct RequestMark {
     /// "CreateVm".
     #[prost(string, tag = "2")]
     pub method: String,
-    /// SHA-256 of the request without its id, as earlier releases wrote it instead of the fingerprint. Empty once the store is open.
-    #[prost(bytes = "vec", tag = "3")]
-    pub plain_hash: Vec<u8>,
     /// [`Key::fingerprint`](super::Key::fingerprint) of the SHA-256 of the request without its id.
     #[prost(bytes = "vec", tag = "6")]
     pub fingerprint: Vec<u8>,
     /// Unix time in milliseconds.
     #[prost(uint64, tag = "4")]
     pub begun_ms: u64,
-    /// Who gave it: "uid:0", "cert:alice". Empty in what an earlier release wrote, where an id was for everybody.
+    /// The caller that gave it: "uid:0", "cert:alice".
     #[prost(string, tag = "5")]
     pub caller: String,
 }
@@ -97,15 +91,6 @@ impl RequestMark {
     pub fn key(&self) -> RequestKey {
         RequestKey::new(&self.caller, &self.id)
     }
-
-    /// Makes a fingerprint of a plain hash; false when there is none.
-    pub(super) fn key_with(&mut self, key: &Key) -> bool {
-        let hash = std::mem::take(&mut self.plain_hash);
-        if !hash.is_empty() {
-            self.fingerprint = key.fingerprint(&hash);
-        }
-        !hash.is_empty()
-    }
 }
 
 /// A request's caller and id.
@@ -113,18 +98,9 @@ impl RequestMark {
 pub struct RequestKey(String);
 
 impl RequestKey {
-    /// The key for an id of a caller. Neither has a NUL in it; without a caller it is as earlier releases have it.
+    /// The key for an id of a caller. Neither has a NUL in it.
     pub fn new(caller: &str, id: &str) -> Self {
-        Self(if caller.is_empty() {
-            id.to_owned()
-        } else {
-            format!("{caller}\0{id}")
-        })
-    }
-
-    /// As earlier releases have it.
-    fn of_everybody(&self) -> &str {
-        self.0.rsplit('\0').next().unwrap_or_default()
+        Self(format!("{caller}\0{id}"))
     }
 
     pub(super) fn as_bytes(&self) -> &[u8] {
@@ -141,10 +117,7 @@ pub struct RequestRecord {
     /// Unix time in milliseconds.
     #[prost(uint64, tag = "2")]
     pub ended_ms: u64,
-    /// gRPC's code in what schema 5 wrote, which kept refusals too; 0 is success.
-    #[prost(int32, tag = "3")]
-    pub code: i32,
-    /// The encoded response. Tags 4 and 5 were those of a refusal.
+    /// The encoded response.
     #[prost(bytes = "vec", tag = "6")]
     pub response: Vec<u8>,
 }
@@ -416,7 +389,7 @@ pub(super) fn complete_within<'a>(
     Ok(())
 }
 
-/// Removes answers that are too old, and answers beyond the limits that an earlier release has kept.
+/// Removes answers that are too old, and answers beyond the limits.
 pub fn prune(transaction: &WriteTransaction) -> Result<(), Error> {
     let mut answers = Answers::open(transaction)?;
     let mut aged = AGED_AT_START;
@@ -427,48 +400,6 @@ pub fn prune(transaction: &WriteTransaction) -> Result<(), Error> {
     answers.trim_all(LIMITS)
 }
 
-/// Schema 6: limits. The newest answers of an older store are kept, without refusals; answers beyond the limits are not read.
-pub fn limit(transaction: &WriteTransaction, key: &Key) -> Result<(), Error> {
-    limit_to(transaction, key, LIMITS)
-}
-
-/// The same, with these limits.
-pub(super) fn limit_to(transaction: &WriteTransaction, key: &Key, limits: Limits) -> Result<(), Error> {
-    let opened = |error: redb::TableError| Error::of("open the store", error);
-    let mut kept = Vec::new();
-    {
-        let requests = transaction.open_table(REQUESTS).map_err(opened)?;
-        let order = transaction.open_table(OLD_ORDER).map_err(opened)?;
-        let mut read = Sum::default();
-        for row in order.iter().map_err(failed)?.rev() {
-            let (_, entry) = row.map_err(failed)?;
-            let (_, key) = split(entry.value());
-            let Some(value) = requests.get(key).map_err(failed)? else {
-                continue;
-            };
-            read.count = read.count.saturating_add(1);
-            read.bytes = read.bytes.saturating_add(size(key, value.value()));
-            if limits.all.is_exceeded(&read) {
-                break;
-            }
-            let record = RequestRecord::decode(value.value()).ok();
-            kept.extend(record.filter(|record| record.code == 0));
-        }
-    }
-    for table in [REQUESTS, OLD_ORDER] {
-        transaction.delete_table(table).map_err(opened)?;
-    }
-    let mut answers = Answers::open(transaction)?;
-    for mut record in kept.into_iter().rev() {
-        let Some(mark) = &mut record.mark else { continue };
-        mark.key_with(key);
-        let mark = mark.clone();
-        answers.add(&mark, &record)?;
-        answers.trim(&mark.caller, limits)?;
-    }
-    answers.trim_all(limits)
-}
-
 /// The answer of a request, if it is kept and not too old.
 pub fn request(database: &Database, key: &RequestKey) -> Result<Option<RequestRecord>, Error> {
     let failed = |error: redb::Error| Error::of("read the store", error);
@@ -476,10 +407,6 @@ pub fn request(database: &Database, key: &RequestKey) -> Result<Option<RequestRe
     let table = transaction
         .open_table(REQUESTS)
         .map_err(|error| failed(error.into()))?;
-    for key in [key.as_bytes(), key.of_everybody().as_bytes()] {
-        if let Some(value) = table.get(key).map_err(|error| failed(error.into()))? {
-            return current(value.value());
-        }
-    }
-    Ok(None)
+    let value = table.get(key.as_bytes()).map_err(|error| failed(error.into()))?;
+    value.map_or(Ok(None), |value| current(value.value()))
 }

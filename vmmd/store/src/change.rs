@@ -3,7 +3,7 @@
 use redb::WriteTransaction;
 use tokio_util::sync::CancellationToken;
 
-use super::{AbortRecord, Error, RequestRecord, Table, Tombstone, VMS, answers, handover, history};
+use super::{AbortRecord, Deleted, Error, RequestRecord, Table, Tombstone, VMS, answers, handover, history};
 
 /// A change of the store; those of one [`super::Store`] call are made together or not at all.
 pub(super) enum Change {
@@ -15,10 +15,7 @@ pub(super) enum Change {
     Again(AbortRecord),
     /// The target has confirmed that this migration is over: unless a later one is noted.
     Confirmed(AbortRecord),
-    Bury(Tombstone),
-    BuryDisk(Tombstone),
-    BuryImage(Tombstone),
-    BuryNetwork(Tombstone),
+    Bury(Deleted, Tombstone),
     Complete(RequestRecord),
     /// An answer, unless there is one.
     Presume(RequestRecord),
@@ -48,10 +45,7 @@ impl Change {
             Self::Remove(of, key) => drop(table(of)?.remove(key.as_slice()).map_err(failed)?),
             Self::Again(abort) => handover::write_again(transaction, abort)?,
             Self::Confirmed(abort) => handover::confirm(transaction, abort)?,
-            Self::Bury(tombstone) => history::bury(transaction, tombstone)?,
-            Self::BuryDisk(tombstone) => history::bury_disk(transaction, tombstone)?,
-            Self::BuryImage(tombstone) => history::bury_image(transaction, tombstone)?,
-            Self::BuryNetwork(tombstone) => history::bury_network(transaction, tombstone)?,
+            Self::Bury(kind, tombstone) => history::bury(transaction, *kind, tombstone)?,
             Self::Complete(record) => answers::complete(transaction, record)?,
             Self::Presume(record) => answers::presume(transaction, record)?,
         }

@@ -5,37 +5,53 @@ use std::collections::{BTreeMap, BTreeSet};
 use prost::Message;
 use redb::{ReadTransaction, ReadableTable, ReadableTableMetadata, WriteTransaction};
 
-use super::{Error, META, Table, readable, readable_if_there, stored::Metadata};
+use super::{Error, META, Table, readable, stored::Metadata};
 
 /// Deletions that are remembered.
 pub const MAX_TOMBSTONES: u64 = 4096;
 /// Runs of the daemon that are remembered.
 const MAX_RUNS: u64 = 1024;
 
-/// By run and revision, both big-endian.
-const TOMBSTONES: Table = Table::new("tombstones");
 const RUN: &str = "run";
-const TRIMMED_RUN: &str = "trimmed_run";
-const TRIMMED_REVISION: &str = "trimmed_revision";
 /// The greatest generation of an object that was deleted.
 const GENERATION_FLOOR: &str = "generation_floor";
 
-/// The same of disks.
-const DISK_TOMBSTONES: Table = Table::new("disk_tombstones");
-const DISK_TRIMMED_RUN: &str = "disk_trimmed_run";
-const DISK_TRIMMED_REVISION: &str = "disk_trimmed_revision";
+/// Kind of objects whose deletions are remembered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Deleted {
+    /// VMs.
+    Vm,
+    /// Disks of the DiskService.
+    Disk,
+    /// Images of the ImageService.
+    Image,
+    /// Networks of the NetworkService.
+    Network,
+}
 
-/// The same of images.
-const IMAGE_TOMBSTONES: Table = Table::new("image_tombstones");
-const IMAGE_TRIMMED_RUN: &str = "image_trimmed_run";
-const IMAGE_TRIMMED_REVISION: &str = "image_trimmed_revision";
+impl Deleted {
+    /// The tombstones, by run and revision, both big-endian.
+    fn table(self) -> Table {
+        Table::new(match self {
+            Self::Vm => "tombstones",
+            Self::Disk => "disk_tombstones",
+            Self::Image => "image_tombstones",
+            Self::Network => "network_tombstones",
+        })
+    }
 
-/// The same of networks.
-const NETWORK_TOMBSTONES: Table = Table::new("network_tombstones");
-const NETWORK_TRIMMED_RUN: &str = "network_trimmed_run";
-const NETWORK_TRIMMED_REVISION: &str = "network_trimmed_revision";
+    /// Keys in [`META`] of the run and the revision of the last deletion that was forgotten.
+    fn trimmed(self) -> [&'static str; 2] {
+        match self {
+            Self::Vm => ["trimmed_run", "trimmed_revision"],
+            Self::Disk => ["disk_trimmed_run", "disk_trimmed_revision"],
+            Self::Image => ["image_trimmed_run", "image_trimmed_revision"],
+            Self::Network => ["network_trimmed_run", "network_trimmed_revision"],
+        }
+    }
+}
 
-/// A VM that was deleted.
+/// An object that was deleted.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct Tombstone {
     /// Run of the daemon that deleted it.
@@ -70,12 +86,8 @@ pub struct HistoryRecords {
     /// other stores, and from runs that are missing because an older copy of the store was
     /// restored.
     pub nonces: BTreeMap<u64, u64>,
-    /// Deletions, the oldest first.
-    pub tombstones: Vec<Tombstone>,
-    /// Run and revision of the last deletion that was forgotten.
-    pub trimmed: (u64, u64),
-    /// Highest generation of a deleted object: new objects begin above it.
-    pub generation_floor: u64,
+    /// Of VMs.
+    pub vms: BuriedRecords,
     /// Of disks.
     pub disks: BuriedRecords,
     /// Of images.
@@ -87,34 +99,26 @@ pub struct HistoryRecords {
 impl HistoryRecords {
     /// UUIDs of the VMs that run on another node.
     pub fn moved(&self) -> BTreeSet<String> {
-        let moved = self.tombstones.iter().filter(|tombstone| tombstone.moved);
+        let moved = self.vms.tombstones.iter().filter(|tombstone| tombstone.moved);
         moved
             .filter_map(|tombstone| Some(tombstone.metadata.as_ref()?.uid.clone()))
             .collect()
     }
 }
 
-/// History of deleted disks, images or networks.
+/// History of deleted objects of one kind.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct BuriedRecords {
     /// Deletions, the oldest first.
     pub tombstones: Vec<Tombstone>,
     /// Run and revision of the last deletion that was forgotten.
     pub trimmed: (u64, u64),
-    /// As [`HistoryRecords::generation_floor`].
+    /// Highest generation of a deleted object of any kind: new objects begin above it.
     pub generation: u64,
 }
 
 fn failed(error: impl Into<redb::Error>) -> Error {
     Error::of("read the store", error)
-}
-
-/// Schema 3: an older store has no deletions.
-pub fn add(transaction: &WriteTransaction) -> Result<(), Error> {
-    let table = transaction.open_table(TOMBSTONES);
-    table
-        .map(drop)
-        .map_err(|error| Error::of("make the store", error))
 }
 
 pub fn load(transaction: &ReadTransaction) -> Result<HistoryRecords, Error> {
@@ -128,31 +132,21 @@ pub fn load(transaction: &ReadTransaction) -> Result<HistoryRecords, Error> {
         let run = key.value().strip_prefix("run.").and_then(|run| run.parse().ok());
         nonces.extend(run.map(|run| (run, value.value())));
     }
-    let tombstones: Vec<Tombstone> = readable(transaction, TOMBSTONES)?;
-    // Earlier releases noted no floor.
-    let floor = tombstones.iter().map(Tombstone::generation).max().unwrap_or(0);
-    let generation_floor = number(GENERATION_FLOOR)?.max(floor);
+    let buried = |kind: Deleted| -> Result<BuriedRecords, Error> {
+        let [run, revision] = kind.trimmed();
+        Ok(BuriedRecords {
+            tombstones: readable(transaction, kind.table())?,
+            trimmed: (number(run)?, number(revision)?),
+            generation: number(GENERATION_FLOOR)?,
+        })
+    };
     Ok(HistoryRecords {
         run: number(RUN)?,
         nonces,
-        trimmed: (number(TRIMMED_RUN)?, number(TRIMMED_REVISION)?),
-        generation_floor,
-        tombstones,
-        disks: BuriedRecords {
-            tombstones: readable_if_there(transaction, DISK_TOMBSTONES)?,
-            trimmed: (number(DISK_TRIMMED_RUN)?, number(DISK_TRIMMED_REVISION)?),
-            generation: generation_floor,
-        },
-        images: BuriedRecords {
-            tombstones: readable_if_there(transaction, IMAGE_TOMBSTONES)?,
-            trimmed: (number(IMAGE_TRIMMED_RUN)?, number(IMAGE_TRIMMED_REVISION)?),
-            generation: generation_floor,
-        },
-        networks: BuriedRecords {
-            tombstones: readable_if_there(transaction, NETWORK_TOMBSTONES)?,
-            trimmed: (number(NETWORK_TRIMMED_RUN)?, number(NETWORK_TRIMMED_REVISION)?),
-            generation: generation_floor,
-        },
+        vms: buried(Deleted::Vm)?,
+        disks: buried(Deleted::Disk)?,
+        images: buried(Deleted::Image)?,
+        networks: buried(Deleted::Network)?,
     })
 }
 
@@ -199,7 +193,7 @@ impl Run {
 }
 
 /// Notes that an object of this generation is deleted.
-pub fn raise_floor(transaction: &WriteTransaction, generation: u64) -> Result<(), Error> {
+fn raise_floor(transaction: &WriteTransaction, generation: u64) -> Result<(), Error> {
     let failed = |error: redb::StorageError| Error::of("write the store", error);
     let mut meta = transaction
         .open_table(META)
@@ -214,43 +208,11 @@ pub fn raise_floor(transaction: &WriteTransaction, generation: u64) -> Result<()
     Ok(())
 }
 
-/// Remembers the deletion of a VM.
-pub fn bury(transaction: &WriteTransaction, tombstone: &Tombstone) -> Result<(), Error> {
-    add_tombstone(
-        transaction,
-        TOMBSTONES,
-        (TRIMMED_RUN, TRIMMED_REVISION),
-        tombstone,
-    )
-}
-
-/// Remembers the deletion of a disk.
-pub fn bury_disk(transaction: &WriteTransaction, tombstone: &Tombstone) -> Result<(), Error> {
-    let trimmed = (DISK_TRIMMED_RUN, DISK_TRIMMED_REVISION);
-    add_tombstone(transaction, DISK_TOMBSTONES, trimmed, tombstone)
-}
-
-/// Remembers the deletion of an image.
-pub fn bury_image(transaction: &WriteTransaction, tombstone: &Tombstone) -> Result<(), Error> {
-    let trimmed = (IMAGE_TRIMMED_RUN, IMAGE_TRIMMED_REVISION);
-    add_tombstone(transaction, IMAGE_TOMBSTONES, trimmed, tombstone)
-}
-
-/// Remembers the deletion of a network.
-pub fn bury_network(transaction: &WriteTransaction, tombstone: &Tombstone) -> Result<(), Error> {
-    let trimmed = (NETWORK_TRIMMED_RUN, NETWORK_TRIMMED_REVISION);
-    add_tombstone(transaction, NETWORK_TOMBSTONES, trimmed, tombstone)
-}
-
-fn add_tombstone(
-    transaction: &WriteTransaction,
-    table: Table,
-    trimmed: (&str, &str),
-    tombstone: &Tombstone,
-) -> Result<(), Error> {
+/// Remembers the deletion of an object.
+pub fn bury(transaction: &WriteTransaction, kind: Deleted, tombstone: &Tombstone) -> Result<(), Error> {
     let failed = |error: redb::StorageError| Error::of("write the store", error);
     let opened = |error: redb::TableError| Error::of("open the store", error);
-    let mut table = transaction.open_table(table).map_err(opened)?;
+    let mut table = transaction.open_table(kind.table()).map_err(opened)?;
     let key = [tombstone.run.to_be_bytes(), tombstone.revision.to_be_bytes()].concat();
     let value = tombstone.encode_to_vec();
     table.insert(key.as_slice(), value.as_slice()).map_err(failed)?;
@@ -261,8 +223,9 @@ fn add_tombstone(
         };
         let oldest = Tombstone::decode(oldest.value()).unwrap_or_default();
         let mut meta = transaction.open_table(META).map_err(opened)?;
-        meta.insert(trimmed.0, oldest.run).map_err(failed)?;
-        meta.insert(trimmed.1, oldest.revision).map_err(failed)?;
+        let [run, revision] = kind.trimmed();
+        meta.insert(run, oldest.run).map_err(failed)?;
+        meta.insert(revision, oldest.revision).map_err(failed)?;
     }
     Ok(())
 }

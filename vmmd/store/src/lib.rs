@@ -14,7 +14,6 @@ mod migration;
 mod network;
 mod operation;
 mod record;
-mod rewrite;
 mod seal;
 mod snapshot;
 mod stop;
@@ -35,7 +34,7 @@ use std::{
 };
 
 use change::Change;
-use migration::{migrate, schema};
+use migration::{OLDEST, migrate, schema};
 use prost::Message;
 use redb::{
     Database, Durability, ReadTransaction, ReadableDatabase, ReadableTable, TableDefinition,
@@ -47,7 +46,7 @@ use vmmd_host::fault;
 
 pub use answers::{REQUEST_AGE_MS, RequestKey, RequestMark, RequestRecord};
 pub use failure::store_failure;
-pub use history::{BuriedRecords, HistoryRecords, MAX_TOMBSTONES, Tombstone};
+pub use history::{BuriedRecords, Deleted, HistoryRecords, MAX_TOMBSTONES, Tombstone};
 pub use migration::SCHEMA;
 pub use network::LEASE_RETENTION_MS;
 pub use operation::OperationRecord;
@@ -64,11 +63,8 @@ pub use vm_lifecycle::{policy::Intent, restart::RestartRecord};
 const META: TableDefinition<'_, &str, u64> = TableDefinition::new("meta");
 const VMS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("vms");
 const DISKS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("disks");
-/// Created by the first change: a store without snapshots lacks this table.
 const SNAPSHOTS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("snapshots");
-/// Made with the first network.
 const NETWORKS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("networks");
-/// Created by the first change: a store without images lacks this table.
 const IMAGES: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("images");
 const NODE: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("node");
 /// Key of the one record in [`NODE`].
@@ -91,6 +87,11 @@ pub enum Error {
     /// A newer daemon has been at work.
     #[error("the store has schema {0}, this daemon knows up to {SCHEMA}: install the newer vmmd again")]
     Newer(u64),
+    /// A daemon whose schema has no migration has been at work.
+    #[error(
+        "the store has schema {0}, this daemon knows {OLDEST} and later: install the older vmmd again, or remove the store"
+    )]
+    Older(u64),
     /// The thread has ended.
     #[error("the store is closed")]
     Closed,
@@ -272,7 +273,10 @@ impl Store {
         tombstone: Tombstone,
         answered: Vec<RequestRecord>,
     ) -> Result<(), Error> {
-        let mut changes = vec![Change::Remove(VMS, uid.to_vec()), Change::Bury(tombstone)];
+        let mut changes = vec![
+            Change::Remove(VMS, uid.to_vec()),
+            Change::Bury(Deleted::Vm, tombstone),
+        ];
         changes.extend(answered.into_iter().map(Change::Presume));
         self.changes(changes).await
     }
@@ -300,7 +304,10 @@ impl Store {
 
     /// Removes a disk's record, and remembers that. Durable on return.
     pub async fn bury_disk(&self, uid: &[u8], tombstone: Tombstone) -> Result<(), Error> {
-        let changes = vec![Change::Remove(DISKS, uid.to_vec()), Change::BuryDisk(tombstone)];
+        let changes = vec![
+            Change::Remove(DISKS, uid.to_vec()),
+            Change::Bury(Deleted::Disk, tombstone),
+        ];
         self.changes(changes).await
     }
 
@@ -357,7 +364,7 @@ impl Store {
         answered: Option<RequestRecord>,
     ) -> Result<(), Error> {
         let put = Change::Put(NETWORKS, record.uid.clone(), record.encode_to_vec());
-        let changes = [put, Change::BuryNetwork(tombstone)];
+        let changes = [put, Change::Bury(Deleted::Network, tombstone)];
         let answered = answered.map(Change::Complete);
         self.changes(changes.into_iter().chain(answered).collect()).await
     }
@@ -386,7 +393,10 @@ impl Store {
 
     /// Removes an image's record, and remembers that. Durable on return.
     pub async fn bury_image(&self, uid: &[u8], tombstone: Tombstone) -> Result<(), Error> {
-        let changes = vec![Change::Remove(IMAGES, uid.to_vec()), Change::BuryImage(tombstone)];
+        let changes = vec![
+            Change::Remove(IMAGES, uid.to_vec()),
+            Change::Bury(Deleted::Image, tombstone),
+        ];
         self.changes(changes).await
     }
 
@@ -623,12 +633,12 @@ fn load(database: &Database, key: &Key) -> Result<Records, Error> {
         unreadable: unreadable.into_iter().map(salvage).collect(),
         disks: readable(&transaction, DISKS)?,
         snapshots: snapshots(&transaction, key)?,
-        networks: networks(&transaction)?,
-        images: readable_if_there(&transaction, IMAGES)?,
+        networks: readable(&transaction, NETWORKS)?,
+        images: readable(&transaction, IMAGES)?,
         history: history::load(&transaction)?,
         node: readable(&transaction, NODE)?.pop().unwrap_or_default(),
         operations: operation::load(&transaction)?,
-        aborts: readable_if_there(&transaction, handover::ABORTS)?,
+        aborts: readable(&transaction, handover::ABORTS)?,
     })
 }
 
@@ -650,24 +660,10 @@ fn opened<R: seal::Secretive>(records: Vec<R>, key: &Key, bad: &mut Vec<BadRow>)
 }
 
 fn snapshots(transaction: &ReadTransaction, key: &Key) -> Result<Vec<SnapshotRecord>, Error> {
-    match transaction.open_table(SNAPSHOTS) {
-        Err(redb::TableError::TableDoesNotExist(_)) => Ok(Vec::new()),
-        Err(error) => Err(Error::of("read the store", error)),
-        Ok(_) => {
-            let records = readable::<stored::Snapshot>(transaction, SNAPSHOTS)?;
-            let mut bad = Vec::new();
-            let records = opened(records, key, &mut bad);
-            log_unreadable(SNAPSHOTS, bad);
-            Ok(records.into_iter().map(SnapshotRecord::from).collect())
-        }
-    }
-}
-
-fn networks(transaction: &ReadTransaction) -> Result<Vec<NetworkRecord>, Error> {
-    match transaction.open_table(NETWORKS) {
-        Err(redb::TableError::TableDoesNotExist(_)) => Ok(Vec::new()),
-        _ => readable(transaction, NETWORKS),
-    }
+    let (records, mut bad) = load_table::<stored::Snapshot>(transaction, SNAPSHOTS)?;
+    let records = opened(records, key, &mut bad);
+    log_unreadable(SNAPSHOTS, bad);
+    Ok(records.into_iter().map(SnapshotRecord::from).collect())
 }
 
 fn vm(database: &Database, uid: &[u8], key: &Key) -> Result<Option<VmRecord>, Error> {
@@ -726,28 +722,17 @@ fn log_unreadable(table: Table, bad: Vec<BadRow>) {
     }
 }
 
-/// The records of a table that is made by the first change.
-fn readable_if_there<R: Message + Default>(
-    transaction: &ReadTransaction,
-    table: Table,
-) -> Result<Vec<R>, Error> {
-    match transaction.open_table(table) {
-        Err(redb::TableError::TableDoesNotExist(_)) => Ok(Vec::new()),
-        Err(error) => Err(Error::of("read the store", error)),
-        Ok(_) => readable(transaction, table),
-    }
-}
-
-/// Returns the records of a table, and the undecodable ones.
+/// Returns the records of a table, and the undecodable ones. The first change makes the table: a missing table is empty.
 fn load_table<R: Message + Default>(
     transaction: &ReadTransaction,
     table: Table,
 ) -> Result<(Vec<R>, Vec<BadRow>), Error> {
     let failed = |error: redb::Error| Error::of("read the store", error);
-    let table = transaction
-        .open_table(table)
-        .map_err(|error| failed(error.into()))?;
     let (mut records, mut bad) = (Vec::new(), Vec::new());
+    let table = match transaction.open_table(table) {
+        Err(redb::TableError::TableDoesNotExist(_)) => return Ok((records, bad)),
+        table => table.map_err(|error| failed(error.into()))?,
+    };
     for row in table.iter().map_err(|error| failed(error.into()))? {
         let (key, value) = row.map_err(|error| failed(error.into()))?;
         match R::decode(value.value()) {

@@ -105,12 +105,8 @@ pub fn write(transaction: &WriteTransaction, notes: &Notes) -> Result<(), Error>
     Ok(())
 }
 
-/// Returns all records, the oldest first. A store of a daemon without operations lacks the table.
+/// Returns all records, the oldest first.
 pub fn load(transaction: &ReadTransaction) -> Result<Vec<OperationRecord>, Error> {
-    match transaction.open_table(OPERATIONS) {
-        Err(redb::TableError::TableDoesNotExist(_)) => return Ok(Vec::new()),
-        table => drop(table.map_err(|error| Error::of("read the store", error))?),
-    }
     let (mut records, bad): (Vec<OperationRecord>, _) = load_table(transaction, OPERATIONS)?;
     if !bad.is_empty() {
         tracing::error!(

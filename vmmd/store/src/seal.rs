@@ -15,7 +15,6 @@ use std::{
 };
 
 use prost::Message;
-use redb::WriteTransaction;
 use ring::{
     aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey},
     hmac,
@@ -23,8 +22,7 @@ use ring::{
 };
 
 use super::{
-    Error, SNAPSHOTS, Table, VMS,
-    rewrite::rewrite,
+    Error,
     stored::{CloudInit, Snapshot, Vm},
 };
 
@@ -263,55 +261,22 @@ impl Secrets {
     }
 
     fn give(self, init: &mut CloudInit) {
-        let Self {
-            user_data,
-            user_data_base64,
-            password_hash,
-            network_config,
-            vendor_data,
-        } = self;
-        for (field, secret) in [
-            (&mut init.user_data, user_data),
-            (&mut init.user_data_base64, user_data_base64),
-            (&mut init.password_hash, password_hash),
-            (&mut init.network_config, network_config),
-            (&mut init.vendor_data, vendor_data),
-        ] {
-            // An older daemon has sealed some of them only, and left others in clear text.
-            if !secret.is_empty() {
-                *field = secret;
-            }
-        }
+        init.user_data = self.user_data;
+        init.user_data_base64 = self.user_data_base64;
+        init.password_hash = self.password_hash;
+        init.network_config = self.network_config;
+        init.vendor_data = self.vendor_data;
     }
-}
-
-/// Seals what daemons before this one have written in clear text.
-pub(super) fn seal_all(transaction: &WriteTransaction, key: &Key) -> Result<(), Error> {
-    clear::<Vm>(transaction, VMS, key)?;
-    clear::<Snapshot>(transaction, SNAPSHOTS, key)
-}
-
-/// Seals the records of a table whose secrets are in clear text.
-fn clear<R: Secretive>(transaction: &WriteTransaction, table: Table, key: &Key) -> Result<(), Error> {
-    rewrite(transaction, table, |mut record: R| {
-        let is_clear = |init: &CloudInit| Secrets::take(&mut init.clone()) != Secrets::default();
-        let wanted = record.inits().iter().any(|init| is_clear(init));
-        if !wanted || key.open(&mut record).is_err() {
-            return Ok(None);
-        }
-        key.seal(record).map(Some)
-    })
 }
 
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::PermissionsExt as _;
 
-    use redb::ReadableDatabase as _;
     use vmmd_api::v1;
 
     use super::*;
-    use crate::{InstanceRecord, Store, VmRecord, write};
+    use crate::{InstanceRecord, Store, VMS, VmRecord, write};
 
     const USER_DATA: &str = "#cloud-config\npassword: nobody-knows-this\n";
 
@@ -404,59 +369,18 @@ mod tests {
     }
 
     #[test]
-    fn what_an_older_daemon_has_sealed_in_part_opens_whole() {
-        let key = Key::of(&[7; LENGTH]);
-        // A record of schema 5 has network configuration and vendor data in clear text.
-        let mut old = Vm::from(record());
-        let uid = old.uid.clone();
-        for init in old.inits() {
-            let all = Secrets::take(init);
-            let sealed = Secrets {
-                network_config: String::new(),
-                vendor_data: String::new(),
-                ..all.clone()
-            };
-            init.sealed = key.close(&uid, sealed.encode_to_vec()).unwrap();
-            (init.network_config, init.vendor_data) = (all.network_config, all.vendor_data);
-        }
+    fn store_has_no_secret_and_lost_key_is_reported() {
         let folder = tempfile::tempdir().unwrap();
+        let key = Key::of(&[7; LENGTH]);
         let database = super::super::open(&Store::file(folder.path()), &key).unwrap();
         write(&database, |transaction| {
             let mut vms = transaction.open_table(VMS).unwrap();
-            vms.insert([1; 16].as_slice(), old.encode_to_vec().as_slice())
-                .unwrap();
+            let sealed = key.seal(Vm::from(record()))?;
+            vms.insert([1; 16].as_slice(), sealed.as_slice()).unwrap();
             Ok(())
         })
         .unwrap();
-        write(&database, |transaction| seal_all(transaction, &key)).unwrap();
-        let transaction = database.begin_read().unwrap();
-        let table = transaction.open_table(VMS).unwrap();
-        assert!(!has_secret(
-            table.get([1; 16].as_slice()).unwrap().unwrap().value()
-        ));
-        drop((table, transaction));
-        assert_eq!(super::super::load(&database, &key).unwrap().vms, [record()]);
-    }
-
-    #[tokio::test]
-    async fn what_was_in_clear_text_is_sealed_at_the_next_start_and_lost_keys_are_told() {
-        let folder = tempfile::tempdir().unwrap();
-        let file = Store::file(folder.path());
-        let key = Key::of(&[7; LENGTH]);
-        let database = super::super::open(&file, &key).unwrap();
-        write(&database, |transaction| {
-            let mut vms = transaction.open_table(VMS).unwrap();
-            vms.insert([1; 16].as_slice(), record().to_bytes().as_slice())
-                .unwrap();
-            Ok(())
-        })
-        .unwrap();
-        write(&database, |transaction| seal_all(transaction, &key)).unwrap();
-        let transaction = database.begin_read().unwrap();
-        let table = transaction.open_table(VMS).unwrap();
-        let written = table.get([1; 16].as_slice()).unwrap().unwrap().value().to_vec();
-        assert!(!has_secret(&written));
-        drop((table, transaction));
+        assert!(!has_secret(&fs::read(Store::file(folder.path())).unwrap()));
         let records = super::super::load(&database, &key).unwrap();
         assert_eq!(records.vms, [record()]);
         let records = super::super::load(&database, &Key::of(&[8; LENGTH])).unwrap();

@@ -4,7 +4,7 @@ use redb::ReadableTableMetadata as _;
 
 use super::{
     answers::{Limit, Limits},
-    migration::MIGRATIONS,
+    migration::{MIGRATIONS, OLDEST},
     *,
 };
 
@@ -70,27 +70,31 @@ async fn many_changes_at_once_are_all_kept() {
     assert_eq!(reopen(folder.path()).vms.len(), 100);
 }
 
-#[test]
-fn a_store_of_a_newer_daemon_is_refused_and_left_alone() {
+fn store_of_schema(schema: u64) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join(FILE);
-    let database = open(&path, &key()).unwrap();
+    let database = open(&folder.path().join(FILE), &key()).unwrap();
     write(&database, |transaction| {
-        transaction
-            .open_table(META)
-            .unwrap()
-            .insert("schema", SCHEMA + 1)
-            .unwrap();
+        let mut meta = transaction.open_table(META).unwrap();
+        meta.insert("schema", schema).unwrap();
         Ok(())
     })
     .unwrap();
-    drop(database);
-    assert!(matches!(Store::open(folder.path(), &key()), Err(Error::Newer(schema)) if schema == SCHEMA + 1));
+    folder
+}
+
+#[test]
+fn store_of_a_newer_or_unknown_older_schema_is_refused() {
+    let folder = store_of_schema(SCHEMA + 1);
+    let refused = Store::open(folder.path(), &key());
+    assert!(matches!(refused, Err(Error::Newer(schema)) if schema == SCHEMA + 1));
+    let folder = store_of_schema(OLDEST - 1);
+    let refused = Store::open(folder.path(), &key());
+    assert!(matches!(refused, Err(Error::Older(schema)) if schema == OLDEST - 1));
 }
 
 #[test]
 fn there_is_a_migration_for_each_older_schema() {
-    assert_eq!(u64::try_from(MIGRATIONS.len()).unwrap(), SCHEMA - 1);
+    assert_eq!(u64::try_from(MIGRATIONS.len()).unwrap(), SCHEMA - OLDEST);
 }
 
 #[tokio::test]
@@ -219,64 +223,7 @@ async fn disks_are_kept_beside_vms_also_with_the_same_key() {
     // Deletions of disks are remembered apart from those of VMs.
     let buried = &records.history.disks;
     assert_eq!((buried.tombstones.len(), buried.generation), (1, 7));
-    assert!(records.history.tombstones.is_empty());
-}
-
-/// As the daemon before disks and run policies made it.
-#[test]
-fn a_store_of_the_first_schema_keeps_its_vms_and_what_is_down_is_not_wanted() {
-    let folder = tempfile::tempdir().unwrap();
-    let database = Database::create(folder.path().join(FILE)).unwrap();
-    let wanted = |uid, name, instance| VmRecord {
-        intent: Intent::Running.into(),
-        instance,
-        ..record(uid, name)
-    };
-    let old = [
-        record(1, "old"),
-        wanted(2, "down", None),
-        wanted(3, "up", Some(InstanceRecord::default())),
-    ];
-    write(&database, |transaction| {
-        let mut vms = transaction.open_table(VMS).unwrap();
-        for record in &old {
-            vms.insert(record.uid.as_slice(), record.to_bytes().as_slice())
-                .unwrap();
-        }
-        transaction.open_table(META).unwrap().insert("schema", 1).unwrap();
-        Ok(())
-    })
-    .unwrap();
-    drop(database);
-    let records = reopen(folder.path());
-    let [same, mut down, up] = old;
-    down.set_intent(Intent::Stopped);
-    assert_eq!(
-        (records.vms, records.disks),
-        (vec![same, down.clone(), up], Vec::new())
-    );
-    drop(reopen(folder.path()));
-}
-
-/// Intents of a daemon with run policies keep their meaning.
-#[test]
-fn a_store_of_the_third_schema_keeps_what_is_wanted() {
-    let folder = tempfile::tempdir().unwrap();
-    let database = open(&folder.path().join(FILE), &key()).unwrap();
-    let failed = VmRecord {
-        intent: Intent::Running.into(),
-        ..record(1, "failed")
-    };
-    write(&database, |transaction| {
-        let mut vms = transaction.open_table(VMS).unwrap();
-        vms.insert([1; 16].as_slice(), failed.to_bytes().as_slice())
-            .unwrap();
-        transaction.open_table(META).unwrap().insert("schema", 3).unwrap();
-        Ok(())
-    })
-    .unwrap();
-    drop(database);
-    assert_eq!(reopen(folder.path()).vms, [failed]);
+    assert!(records.history.vms.tombstones.is_empty());
 }
 
 fn tombstone(revision: u64) -> Tombstone {
@@ -297,7 +244,6 @@ fn mark(id: &str) -> RequestMark {
     RequestMark {
         id: id.to_owned(),
         method: "StartVm".to_owned(),
-        plain_hash: Vec::new(),
         fingerprint: vec![7; 32],
         begun_ms: 5,
         caller: String::new(),
@@ -309,7 +255,6 @@ fn answered(id: &str) -> RequestRecord {
         mark: Some(mark(id)),
         ended_ms: vmmd_host::text::now_ms(),
         response: vec![2],
-        ..RequestRecord::default()
     }
 }
 
@@ -346,7 +291,7 @@ async fn a_deletion_is_remembered_with_the_answers_that_it_is() {
     }
     let records = reopen(folder.path());
     assert_eq!(
-        (records.vms, records.history.tombstones),
+        (records.vms, records.history.vms.tombstones),
         (Vec::new(), vec![tombstone(3)])
     );
 }
@@ -357,14 +302,15 @@ async fn the_oldest_deletions_are_forgotten_and_that_is_noted() {
     let path = folder.path().join(FILE);
     let database = open(&path, &key()).unwrap();
     write(&database, |transaction| {
-        (1..=MAX_TOMBSTONES + 2).try_for_each(|revision| history::bury(transaction, &tombstone(revision)))
+        (1..=MAX_TOMBSTONES + 2)
+            .try_for_each(|revision| history::bury(transaction, Deleted::Vm, &tombstone(revision)))
     })
     .unwrap();
     drop(database);
     let history = reopen(folder.path()).history;
-    assert_eq!(history.trimmed, (1, 2));
-    assert_eq!(history.tombstones.first(), Some(&tombstone(3)));
-    assert_eq!(history.tombstones.len() as u64, MAX_TOMBSTONES);
+    assert_eq!(history.vms.trimmed, (1, 2));
+    assert_eq!(history.vms.tombstones.first(), Some(&tombstone(3)));
+    assert_eq!(history.vms.tombstones.len() as u64, MAX_TOMBSTONES);
 }
 
 #[tokio::test]
@@ -562,50 +508,6 @@ fn store_after_200_000_request_ids_is_small_and_opens_unread() {
     let read = (bytes_read() - before).saturating_sub(by_redb);
     drop(opened);
     assert!(read < 1 << 20, "{read} of {size} bytes were read");
-}
-
-#[tokio::test]
-async fn answers_of_schema_5_beyond_the_limits_are_dropped() {
-    let folder = tempfile::tempdir().unwrap();
-    let database = open(&folder.path().join(FILE), &key()).unwrap();
-    write(&database, |transaction| {
-        {
-            let mut requests = transaction.open_table(Table::new("requests")).unwrap();
-            let mut order = transaction.open_table(Table::new("request_order")).unwrap();
-            let greedy = (0..20_u64).map(|number| ("greedy", number));
-            for (caller, number) in [("modest", 0), ("modest", 1)].into_iter().chain(greedy) {
-                let mut record = by(caller, &number.to_string());
-                record.mark.as_mut().unwrap().plain_hash = vec![5; 32];
-                // Refusals are not kept any more.
-                record.code = if number == 19 { 9 } else { 0 };
-                let name = record.mark.as_ref().unwrap().key();
-                let entry = [record.ended_ms.to_be_bytes().as_slice(), name.as_bytes()].concat();
-                let place = order.len().unwrap().to_be_bytes();
-                order.insert(place.as_slice(), entry.as_slice()).unwrap();
-                let value = record.encode_to_vec();
-                requests.insert(name.as_bytes(), value.as_slice()).unwrap();
-            }
-        }
-        let limits = Limits {
-            caller: Limit { count: 5, ..NO_LIMIT },
-            all: Limit {
-                count: 21,
-                ..NO_LIMIT
-            },
-        };
-        answers::limit_to(transaction, &key(), limits)
-    })
-    .unwrap();
-    drop(database);
-    let (store, _) = Store::open(folder.path(), &key()).unwrap();
-    assert_eq!(kept(&store, "greedy", 0..20).await, [14, 15, 16, 17, 18]);
-    assert_eq!(kept(&store, "modest", 0..2).await, [1]);
-    let found = store
-        .request(RequestKey::new("greedy", "18"))
-        .await
-        .unwrap()
-        .unwrap();
-    assert_eq!(found.mark.unwrap().fingerprint, key().fingerprint(&[5; 32]));
 }
 
 #[tokio::test]

@@ -6,27 +6,31 @@ use vmmd_host::{
     failure::{Failure, Kind},
     text,
 };
-use vmmd_objects::event::{Draft, Object};
+use vmmd_objects::{
+    event::{Draft, Object},
+    registry::Record as _,
+};
 use vmmd_spec::network::{Ipv6Net, NetworkSpec};
 use vmmd_store::{LeaseRecord, NetworkRecord};
 
 use super::{
-    Ports, Request, bridge,
+    Ports, Request, SeenNetwork, bridge,
     pool::{self, Refusal},
     spec_of,
 };
 
-/// A network; `problem` is why it is not served.
-pub fn describe(record: &NetworkRecord, problem: &str) -> v1::Network {
+/// A network for clients.
+pub fn describe(seen: &SeenNetwork) -> v1::Network {
+    let (record, problem) = (&seen.record, &seen.view);
     let now = text::now_ms();
     let spec = spec_of(record);
     let leases = record.leases.iter().filter(|lease| lease.counts(now));
     let net6 = spec.as_ref().and_then(|spec| spec.net6);
     v1::Network {
-        metadata: Some(metadata(record)),
+        metadata: Some(record.metadata()),
         status: Some(v1::NetworkStatus {
             ready: problem.is_empty(),
-            message: problem.to_owned(),
+            message: problem.clone(),
             bridge: bridge(record),
             gateway: spec
                 .as_ref()
@@ -37,19 +41,6 @@ pub fn describe(record: &NetworkRecord, problem: &str) -> v1::Network {
             ipv6_gateway: net6.map(|net| net.gateway().to_string()).unwrap_or_default(),
         }),
         spec: record.spec.clone(),
-    }
-}
-
-/// The metadata of a network.
-pub fn metadata(record: &NetworkRecord) -> v1::ObjectMetadata {
-    v1::ObjectMetadata {
-        name: record.name.clone(),
-        uid: Uuid::from_slice(&record.uid).unwrap_or_default().to_string(),
-        generation: record.generation.max(1),
-        labels: record.labels.clone(),
-        annotations: record.annotations.clone(),
-        owner: record.owner.clone(),
-        create_time: text::timestamp(record.created_ms),
     }
 }
 
@@ -100,12 +91,6 @@ pub fn refused(network: &str, spec: &NetworkSpec, request: &Request<'_>, refusal
             Failure::new(Kind::Exhausted, "NO_FREE_ADDRESS", message)
         }
     }
-}
-
-/// There is no network of this name.
-pub fn not_found(name: &str) -> Failure {
-    let message = format!("there is no network \"{}\" on this node", text::brief(name));
-    Failure::new(Kind::NotFound, "NETWORK_NOT_FOUND", message)
 }
 
 /// The node's networks could not be set up.

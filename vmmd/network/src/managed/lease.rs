@@ -5,12 +5,13 @@ use std::net::Ipv4Addr;
 
 use uuid::Uuid;
 use vmmd_host::{failure::Failure, text};
+use vmmd_objects::registry::Kind as _;
 use vmmd_spec::{firewall::Firewall, network::NetworkMode, nic::PublishedPort};
 use vmmd_store::{LeaseRecord, NetworkRecord, PortRecord};
 
 use super::{
-    Networks, Request, bridge,
-    describe::{failed, not_found, refused},
+    NetworkKind, Networks, Request, bridge,
+    describe::{failed, refused},
     listening, nft,
     node::Filter,
     pool, spec_of,
@@ -52,7 +53,7 @@ impl Networks {
     /// The address of a NIC in a network; refused when another NIC has its address or MAC address, or another VM its ports.
     async fn check(&self, record: &NetworkRecord, request: &Request<'_>) -> Result<Ipv4Addr, Failure> {
         let network = record.name.as_str();
-        let spec = spec_of(record).ok_or_else(|| not_found(network))?;
+        let spec = spec_of(record).ok_or_else(|| NetworkKind::not_found(network))?;
         let owner = (request.vm.0.as_bytes().as_slice(), request.nic);
         let keeps = |lease: &LeaseRecord| keeps(request, lease);
         let address = pool::allocate(
@@ -166,8 +167,8 @@ impl Networks {
 
     /// The records of networks other than the one with the UUID `uid` that change as a NIC gets `lease`.
     fn vacated(&self, uid: &[u8], lease: &LeaseRecord, now: u64) -> Vec<NetworkRecord> {
-        let inner = self.inner();
-        let others = inner.records.values().filter(|record| record.uid != uid);
+        let networks = self.registry.lock();
+        let others = networks.records().filter(|record| record.uid != uid);
         let changed = others.filter_map(|record| {
             let mut changed = record.clone();
             vacate(&mut changed, lease, now);
@@ -177,7 +178,7 @@ impl Networks {
     }
 
     fn no_port_clash(&self, request: &Request<'_>) -> Result<(), Failure> {
-        let inner = self.inner();
+        let networks = self.registry.lock();
         let vm = request.vm.0.as_bytes();
         let wanted: Vec<_> = request.ports.iter().map(PortRecord::from).collect();
         for (number, port) in wanted.iter().enumerate() {
@@ -190,7 +191,7 @@ impl Networks {
                 return Err(Failure::precondition("PORT_IN_USE", message));
             }
         }
-        let leases = inner.records.values().flat_map(|record| &record.leases);
+        let leases = networks.records().flat_map(|record| &record.leases);
         // Another NIC of the VM gives its port up: see `vacate`.
         let others = leases.filter(|lease| lease.released_ms == 0 && lease.vm != vm);
         for lease in others {
@@ -217,8 +218,8 @@ impl Networks {
         let own = record.leases.iter().find(own);
         let had = own.map(|lease| lease.ports.as_slice()).unwrap_or_default();
         let gateways: Vec<_> = {
-            let inner = self.inner();
-            let specs = inner.records.values().filter_map(spec_of);
+            let networks = self.registry.lock();
+            let specs = networks.records().filter_map(spec_of);
             specs.map(|spec| spec.gateway).collect()
         };
         for port in request.ports {

@@ -27,16 +27,13 @@ mod ruleset;
 mod update;
 
 use std::{
-    collections::BTreeMap,
     fs::File,
     io,
     net::{Ipv4Addr, Ipv6Addr},
-    ops::Bound,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+    sync::{Arc, OnceLock},
 };
 
-use tokio::sync::watch;
 use uuid::Uuid;
 use vmmd_api::v1;
 use vmmd_spec::{
@@ -46,25 +43,23 @@ use vmmd_spec::{
     nic::{Mac, PublishedPort},
 };
 
-use self::{
-    describe::{describe, metadata, not_found, tell},
-    node::{Filter, users},
-};
 pub use self::{
+    describe::describe,
     node::PERIOD,
     plan::{Found as BridgeFacts, Wanted as BridgeSpec},
 };
-use vmmd_host::{
-    failure::{Failure, Kind},
-    text,
+use self::{
+    describe::tell,
+    node::{Filter, users},
 };
+use vmmd_host::{failure::Failure, text};
 use vmmd_objects::{
     context::Context,
-    feed::{Buried, Expired, Feed, Position},
+    registry::{self, Objects, Registry},
     request,
 };
 use vmmd_store::store_failure;
-use vmmd_store::{BuriedRecords, LeaseRecord, NetworkRecord, RequestRecord};
+use vmmd_store::{LeaseRecord, NetworkRecord, RequestRecord};
 
 use super::{Links, Ports};
 
@@ -74,7 +69,8 @@ const FOLDER: &str = "networks";
 /// All networks.
 #[derive(Debug)]
 pub struct Networks {
-    inner: Mutex<Inner>,
+    /// All networks; clients do not see networks that are being deleted.
+    pub registry: Registry<NetworkKind>,
     /// The holder of the lock may change records and the node.
     turn: tokio::sync::Mutex<Filter>,
     helper_ends: Arc<helper::Ends>,
@@ -82,60 +78,32 @@ pub struct Networks {
     netd: OnceLock<File>,
 }
 
-#[derive(Debug)]
-struct Inner {
-    /// By name.
-    records: BTreeMap<String, NetworkRecord>,
-    /// By UUID: why the node is not as wanted.
-    problems: BTreeMap<Vec<u8>, Failure>,
-    /// By UUID: of the last change that clients can see.
-    revisions: BTreeMap<Vec<u8>, u64>,
-    feed: Feed,
-}
+/// Networks of the NetworkService.
+#[derive(Clone, Debug, PartialEq)]
+pub enum NetworkKind {}
 
-/// A network at a time.
-#[derive(Clone, Debug)]
-pub struct Seen {
-    /// As clients see it.
-    pub network: v1::Network,
-    /// UUID.
-    pub uid: Vec<u8>,
-    /// Run and revision at which it was made.
-    pub made: (u64, u64),
-    /// Of this state.
-    pub revision: u64,
-}
+/// A network at a time. Its view is why the network is not served; empty while it is served.
+pub type SeenNetwork = registry::Seen<NetworkKind>;
 
-impl Inner {
-    fn put(&mut self, record: NetworkRecord) {
-        if !record.leaving {
-            self.changed(&record.uid);
-        }
-        self.records.insert(record.name.clone(), record);
+impl registry::Kind for NetworkKind {
+    const NAME: &'static str = "network";
+    const A: &'static str = "a network";
+    const EXISTS: &'static str = "NETWORK_EXISTS";
+    const NOT_FOUND: &'static str = "NETWORK_NOT_FOUND";
+    type Record = NetworkRecord;
+    /// Why the node is not as wanted.
+    type State = Option<Failure>;
+    type Index = ();
+    /// The same in words.
+    type View = String;
+
+    fn view(_: &Objects<Self>, _: &NetworkRecord, problem: &Option<Failure>) -> String {
+        let problem = problem.as_ref().map(|problem| problem.message.clone());
+        problem.unwrap_or_default()
     }
 
-    fn changed(&mut self, uid: &[u8]) {
-        let revision = self.feed.change();
-        self.revisions.insert(uid.to_vec(), revision);
-    }
-
-    fn see(&self, record: &NetworkRecord) -> Seen {
-        Seen {
-            network: self.describe(record),
-            uid: record.uid.clone(),
-            made: (record.made_run, record.made_revision),
-            revision: self.revisions.get(&record.uid).copied().unwrap_or_default(),
-        }
-    }
-
-    fn describe(&self, record: &NetworkRecord) -> v1::Network {
-        let problem = self.problems.get(&record.uid);
-        describe(
-            record,
-            problem
-                .map(|problem| problem.message.as_str())
-                .unwrap_or_default(),
-        )
+    fn is_shown(record: &NetworkRecord) -> bool {
+        !record.leaving
     }
 }
 
@@ -161,16 +129,10 @@ pub struct Request<'a> {
 }
 
 impl Networks {
-    /// None yet; see [`Feed::new`].
-    pub fn new(run: u64, nonces: BTreeMap<u64, u64>, history: BuriedRecords) -> Self {
-        let inner = Inner {
-            records: BTreeMap::new(),
-            problems: BTreeMap::new(),
-            revisions: BTreeMap::new(),
-            feed: Feed::new(run, nonces, history),
-        };
+    /// The networks of this registry.
+    pub fn new(registry: Registry<NetworkKind>) -> Self {
         Self {
-            inner: Mutex::new(inner),
+            registry,
             turn: tokio::sync::Mutex::default(),
             helper_ends: Arc::default(),
             netd: OnceLock::new(),
@@ -190,8 +152,8 @@ impl Networks {
             _ => {}
         }
         for record in records {
-            host.requests.adopt_network(&record);
-            self.inner().put(record);
+            host.requests.adopt(&record.begun, &record.uid);
+            self.registry.restore(record);
         }
     }
 
@@ -216,67 +178,20 @@ impl Networks {
         self.helper_ends.due().await;
     }
 
-    fn inner(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn find(&self, name: &str) -> Result<NetworkRecord, Failure> {
-        let inner = self.inner();
-        let found = inner.records.get(name).filter(|record| !record.leaving);
-        found.cloned().ok_or_else(|| not_found(name))
-    }
-
-    /// Whether there is a network with this UUID.
-    pub fn has(&self, uid: &[u8]) -> bool {
-        let inner = self.inner();
-        let mut there = inner.records.values().filter(|record| !record.leaving);
-        there.any(|record| record.uid == uid)
+        Ok(self.registry.see(name)?.record.clone())
     }
 
     /// A network.
     pub fn get(&self, name: &str) -> Result<v1::Network, Failure> {
-        let record = self.find(name)?;
-        Ok(self.inner().describe(&record))
-    }
-
-    /// Networks after a name, and where in the order of changes that was.
-    pub fn after(&self, name: Option<&str>) -> (Vec<Seen>, Position) {
-        let inner = self.inner();
-        let from = name.map_or(Bound::Unbounded, Bound::Excluded);
-        let records = inner.records.range::<str, _>((from, Bound::Unbounded));
-        let there = records.filter(|(_, record)| !record.leaving);
-        let seen = there.map(|(_, record)| inner.see(record)).collect();
-        (seen, inner.feed.position())
-    }
-
-    /// All networks, and deletions since a position.
-    pub fn since(&self, position: Position) -> Result<(Vec<Buried>, Vec<Seen>, Position), Expired> {
-        let inner = self.inner();
-        let buried = inner.feed.buried_since(position)?;
-        let there = inner.records.values().filter(|record| !record.leaving);
-        let seen = there.map(|record| inner.see(record)).collect();
-        Ok((buried, seen, inner.feed.position()))
-    }
-
-    /// Wakes up with each change.
-    pub fn news(&self) -> watch::Receiver<u64> {
-        self.inner().feed.news()
-    }
-
-    /// Where the last change is.
-    pub fn position(&self) -> Position {
-        self.inner().feed.position()
-    }
-
-    /// See [`Feed::nonce`].
-    pub fn nonce(&self, run: u64) -> Option<u64> {
-        self.inner().feed.nonce(run)
+        let seen = self.registry.see(name)?;
+        Ok(describe(&seen))
     }
 
     /// The address of a VM's NIC, if it has one.
     pub fn address(&self, network: &str, vm: Uuid, nic: &str) -> Option<Ipv4Addr> {
-        let inner = self.inner();
-        let leases = &inner.records.get(network)?.leases;
+        let networks = self.registry.lock();
+        let leases = &networks.get(network)?.leases;
         let own = leases
             .iter()
             .find(|lease| lease.is_of(vm.as_bytes(), nic) && lease.released_ms == 0);
@@ -285,8 +200,8 @@ impl Networks {
 
     /// The IPv6 address that a VM's NIC makes itself, if it has an address in the network and that has IPv6.
     pub fn address6(&self, network: &str, vm: Uuid, nic: &str) -> Option<Ipv6Addr> {
-        let inner = self.inner();
-        let record = inner.records.get(network)?;
+        let networks = self.registry.lock();
+        let record = networks.get(network)?;
         let mut leases = record.leases.iter();
         let own = leases.find(|lease| lease.is_of(vm.as_bytes(), nic) && lease.released_ms == 0)?;
         Some(spec_of(record)?.net6?.of(own.mac()?))
@@ -294,26 +209,26 @@ impl Networks {
 
     /// The addresses of a network and its gateway, in words: two networks of which a guest sees no difference have the same.
     pub fn range(&self, network: &str) -> Option<String> {
-        let spec = spec_of(self.inner().records.get(network)?)?;
+        let spec = spec_of(self.registry.lock().get(network)?)?;
         let more = spec.net6.map(|net| format!(" and {net}")).unwrap_or_default();
         Some(format!("{} with gateway {}{more}", spec.net, spec.gateway))
     }
 
     /// The bridge of a network.
     pub fn bridge(&self, network: &str) -> Option<String> {
-        self.inner().records.get(network).map(bridge)
+        self.registry.lock().get(network).map(bridge)
     }
 
     /// Whether the network is routed, so that its addresses have a meaning beyond the node.
     pub fn is_routed(&self, network: &str) -> bool {
-        let spec = self.inner().records.get(network).and_then(spec_of);
+        let spec = self.registry.lock().get(network).and_then(spec_of);
         spec.is_some_and(|spec| spec.mode == NetworkMode::Routed)
     }
 
     /// The network whose bridge has this name.
     pub fn of_bridge(&self, name: &str) -> Option<String> {
-        let inner = self.inner();
-        let found = inner.records.values().find(|record| bridge(record) == name);
+        let networks = self.registry.lock();
+        let found = networks.records().find(|record| bridge(record) == name);
         found.map(|record| record.name.clone())
     }
 
@@ -324,22 +239,17 @@ impl Networks {
         request: v1::CreateNetworkRequest,
         context: &Context,
     ) -> Result<v1::Network, Failure> {
-        if let Some(made) = host.requests.made_network(context)
-            && let Some(seen) = self.after(None).0.into_iter().find(|seen| seen.uid == made)
+        if let Some(made) = host.requests.made(context, "CreateNetwork")
+            && let Some(seen) = self.registry.find(&made)
         {
-            return Ok(seen.network);
+            return Ok(describe(&seen));
         }
         let wire = request.network.unwrap_or_default();
         let new = NewNetwork::try_from(&wire)?;
         let mut turn = self.turn.lock().await;
         self.no_clash(&new)?;
         self.no_clash_with_the_node(host, &new).await?;
-        let (generation, made_run, made_revision) = {
-            let mut inner = self.inner();
-            let revision = inner.feed.change();
-            (inner.feed.first_generation(), inner.feed.run(), revision)
-        };
-        let record = NetworkRecord {
+        let mut record = NetworkRecord {
             uid: Uuid::new_v4().as_bytes().to_vec(),
             name: new.metadata.name.to_string(),
             created_ms: text::now_ms(),
@@ -347,13 +257,10 @@ impl Networks {
             annotations: new.metadata.annotations,
             owner: new.metadata.owner,
             spec: wire.spec,
-            leases: Vec::new(),
-            leaving: false,
-            generation,
-            made_run,
-            made_revision,
             begun: host.requests.mark(context).into_iter().collect(),
+            ..NetworkRecord::default()
         };
+        self.registry.lock().begin(&mut record);
         self.write(host, &record).await?;
         self.apply(host, &mut turn, Some(&record.uid)).await;
         if let Some(problem) = self.problem(&record.uid) {
@@ -367,13 +274,9 @@ impl Networks {
     }
 
     fn no_clash(&self, new: &NewNetwork) -> Result<(), Failure> {
-        let inner = self.inner();
-        let name = new.metadata.name.as_str();
-        if inner.records.contains_key(name) {
-            let message = format!("there is a network \"{name}\" already");
-            return Err(Failure::new(Kind::Exists, "NETWORK_EXISTS", message));
-        }
-        for record in inner.records.values() {
+        let networks = self.registry.lock();
+        networks.check_free(new.metadata.name.as_str())?;
+        for record in networks.records() {
             let spec = spec_of(record);
             if let Some(net6) = new.spec.net6
                 && spec.as_ref().is_some_and(|spec| spec.net6 == Some(net6))
@@ -418,7 +321,7 @@ impl Networks {
     /// Stores a record durably, then updates the daemon's copy.
     async fn write(&self, host: Ports<'_>, record: &NetworkRecord) -> Result<(), Failure> {
         host.store.put_network(record).await.map_err(store_failure)?;
-        self.inner().put(record.clone());
+        self.registry.lock().put(record.clone());
         Ok(())
     }
 
@@ -433,22 +336,22 @@ impl Networks {
             leaving: true,
             ..record.clone()
         };
-        let tombstone = self.inner().feed.bury(metadata(&record));
+        let tombstone = self.registry.bury(&record);
         let retired = host.store.retire_network(&record, tombstone.clone(), answered);
         let retired = retired.await.map_err(store_failure);
-        let mut inner = self.inner();
+        let mut networks = self.registry.lock();
         if retired.is_ok() {
-            inner.revisions.remove(&record.uid);
-            inner.put(record);
-            inner.feed.buried(tombstone);
+            networks.put(record);
+            networks.buried(tombstone);
         } else {
-            inner.feed.kept(&tombstone);
+            networks.kept(&tombstone);
         }
         retired
     }
 
     fn problem(&self, uid: &[u8]) -> Option<Failure> {
-        self.inner().problems.get(uid).cloned()
+        let networks = self.registry.lock();
+        networks.state(networks.name_of(uid)?)?.clone()
     }
 }
 

@@ -9,7 +9,7 @@ use std::{
 
 use uuid::Uuid;
 use vmmd_api::v1;
-use vmmd_host::{fault, text};
+use vmmd_host::{failure::Failure, fault, text};
 use vmmd_objects::event::{Draft, Object};
 use vmmd_spec::{
     Violations,
@@ -129,21 +129,21 @@ impl Networks {
     pub async fn reconcile(&self, host: Ports<'_>) {
         let mut filter = self.turn.lock().await;
         self.release(host).await;
-        let known = self.inner().problems.clone();
+        let known = self.problems();
         // A new read from the kernel shows changes that other programs made to the packet filter.
         filter.known = None;
         let repairs = self.apply(host, &mut filter, None).await;
         for (record, what) in repairs.networks {
             tell(host, &record, "NetworkRepaired", what);
         }
-        if repairs.filter && !self.inner().records.is_empty() {
+        if repairs.filter && self.registry.lock().records().next().is_some() {
             let message = "the packet filter lacked the rules of the node's networks; they were set up again";
             host.events
                 .emit(Draft::normal(Object::Node, "PacketFilterRepaired", message));
         }
-        for (uid, problem) in &self.inner().problems {
-            if known.get(uid) != Some(problem) {
-                let network = Uuid::from_slice(uid).unwrap_or_default();
+        for (uid, problem) in self.problems() {
+            if known.get(&uid) != Some(&problem) {
+                let network = Uuid::from_slice(&uid).unwrap_or_default();
                 tracing::error!(%network, error = problem.message, "a network can't be set up");
             }
         }
@@ -188,7 +188,7 @@ impl Networks {
             .filter_map(|vm| Some((vm.metadata.as_ref()?.uid.as_str(), &**vm)));
         let vms: HashMap<_, _> = by_uid.collect();
         let mut changed = Vec::new();
-        for record in self.inner().records.values() {
+        for record in self.registry.lock().records() {
             let mut new = record.clone();
             for lease in new.leases.iter_mut().filter(|lease| lease.released_ms == 0) {
                 if !is_used(&vms, &record.name, lease) {
@@ -206,7 +206,7 @@ impl Networks {
     /// Brings the node to the state of the records: all of them, or the one with the UUID `only`. A
     /// failure becomes a problem of the network, and the next call retries.
     pub(super) async fn apply(&self, host: Ports<'_>, filter: &mut Filter, only: Option<&[u8]>) -> Repairs {
-        let all: Vec<_> = self.inner().records.values().cloned().collect();
+        let all: Vec<_> = self.registry.lock().records().cloned().collect();
         let meant = |record: &&NetworkRecord| only.is_none_or(|uid| record.uid == uid);
         let (mut repairs, mut problems) = (Repairs::default(), BTreeMap::new());
         let seen = match only {
@@ -255,23 +255,30 @@ impl Networks {
         for record in all.iter().filter(meant) {
             if record.leaving && !problems.contains_key(&record.uid) {
                 match host.store.remove_network(&record.uid).await {
-                    Ok(()) => drop(self.inner().records.remove(&record.name)),
+                    Ok(()) => drop(self.registry.lock().remove(&record.uid)),
                     Err(error) => drop(problems.insert(record.uid.clone(), store_failure(error))),
                 }
             }
         }
         repairs.networks.retain(|(record, _)| !record.leaving);
-        let mut inner = self.inner();
+        let mut networks = self.registry.lock();
         for record in all.iter().filter(meant) {
-            let (before, now) = (inner.problems.remove(&record.uid), problems.remove(&record.uid));
-            if before != now && !record.leaving {
-                inner.changed(&record.uid);
+            let now = problems.remove(&record.uid);
+            if networks.state(&record.name).is_some_and(|before| *before != now) {
+                networks.change(&record.name, |_, problem| *problem = now);
             }
-            inner
-                .problems
-                .extend(now.map(|problem| (record.uid.clone(), problem)));
         }
+        drop(networks);
         repairs
+    }
+
+    /// By UUID: why the node is not as wanted.
+    fn problems(&self) -> BTreeMap<Vec<u8>, Failure> {
+        let networks = self.registry.lock();
+        let problems = networks
+            .states()
+            .filter_map(|(record, problem)| Some((record.uid.clone(), problem.clone()?)));
+        problems.collect()
     }
 }
 
@@ -388,7 +395,7 @@ async fn serve(host: Ports<'_>, record: &NetworkRecord) -> io::Result<bool> {
         gateway: spec.gateway,
         ipv6: table.ipv6.as_ref(),
         ends: &host.networks.helper_ends,
-        networks: host.networks.inner().records.len(),
+        networks: host.networks.registry.lock().records().count(),
     };
     helper::ensure(&served, host.ledger, host.cgroups)
 }

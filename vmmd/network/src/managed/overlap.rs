@@ -19,7 +19,7 @@ impl Networks {
         host: Ports<'_>,
         new: &NewNetwork,
     ) -> Result<(), Failure> {
-        let ours: Vec<_> = self.inner().records.values().map(bridge).collect();
+        let ours: Vec<_> = self.registry.lock().records().map(bridge).collect();
         let seen = host.links.survey().await.map_err(|error| failed(&error))?;
         let routes = host.links.routes().await.map_err(|error| failed(&error))?;
         let (net, net6) = (new.spec.net, new.spec.net6);

@@ -4,6 +4,7 @@ use vmmd_api::v1;
 use vmmd_host::failure::Failure;
 use vmmd_objects::{
     context::Context,
+    registry::Kind as _,
     request::{masked::Masked, preconditions},
 };
 use vmmd_spec::{
@@ -12,10 +13,7 @@ use vmmd_spec::{
 };
 use vmmd_store::{LeaseRecord, NetworkRecord};
 
-use super::{
-    Networks, Ports,
-    describe::{not_found, tell},
-};
+use super::{NetworkKind, Networks, Ports, describe::tell};
 
 /// Paths in an update mask, besides the metadata.
 const FIELDS: [&str; 3] = [MODE, DNS, NTP];
@@ -102,7 +100,7 @@ fn valid(record: &NetworkRecord) -> Result<NetworkSpec, Failure> {
     );
     match spec {
         Some(spec) => Ok(found.or(spec)?),
-        None if found.0.is_empty() => Err(not_found(&record.name)),
+        None if found.0.is_empty() => Err(NetworkKind::not_found(&record.name)),
         None => Err(found.into()),
     }
 }

@@ -99,6 +99,15 @@ pub struct Pending {
     outcome: Arc<OnceLock<Outcome>>,
 }
 
+/// An object that is being made or changed, or was made before by the same request.
+#[derive(Debug)]
+pub struct Begun {
+    /// UUID of the object.
+    pub uid: Vec<u8>,
+    /// The operation; `None` when nothing is left to do.
+    pub pending: Option<Pending>,
+}
+
 const GIVEN_UP: &str = "the daemon gave the operation up; its log says more";
 /// Longest message in bytes: a sentence.
 const LONGEST_MESSAGE: usize = 1024;

@@ -21,7 +21,6 @@ fn kept(mark: RequestMark, response: Vec<u8>) -> RequestRecord {
         response: shown::brief(&mark.method, response),
         ended_ms: text::now_ms(),
         mark: Some(mark),
-        ..RequestRecord::default()
     }
 }
 

@@ -7,7 +7,6 @@ use vmmd_api::v1::{
     ImportSnapshotResponse, ObjectMetadata, Operation, OperationPhase, RestoreVmResponse,
 };
 use vmmd_host::failure::{Failure, Kind};
-use vmmd_store::RequestKey;
 
 use super::Requests;
 use crate::{context::Context, event::Object};
@@ -80,47 +79,11 @@ pub fn gone(object: &Object) -> Failure {
 }
 
 impl Requests {
-    /// UUID of the VM that the request made under an earlier daemon.
-    pub fn made_vm(&self, context: &Context) -> Option<Vec<u8>> {
-        self.made(context, "CreateVm")
-    }
-
-    /// UUID of the disk that the request made under an earlier daemon.
-    pub fn made_disk(&self, context: &Context) -> Option<Vec<u8>> {
-        self.made(context, "CreateDisk")
-    }
-
-    /// UUID of the snapshot that the request made under an earlier daemon.
-    pub fn made_snapshot(&self, context: &Context) -> Option<Vec<u8>> {
-        self.made(context, "CreateSnapshot")
-    }
-
-    /// UUID of the snapshot that the request made of an archive under an earlier daemon.
-    pub fn imported_snapshot(&self, context: &Context) -> Option<Vec<u8>> {
-        self.made(context, "ImportSnapshot")
-    }
-
-    /// UUID of the VM that the request made of a snapshot under an earlier daemon.
-    pub fn made_by_restore(&self, context: &Context) -> Option<Vec<u8>> {
-        self.made(context, "RestoreVm")
-    }
-
-    /// UUID of the network that the request made under an earlier daemon.
-    pub fn made_network(&self, context: &Context) -> Option<Vec<u8>> {
-        self.made(context, "CreateNetwork")
-    }
-
-    /// UUID of the image that the request made under an earlier daemon.
-    pub fn made_image(&self, context: &Context) -> Option<Vec<u8>> {
-        self.made(context, "ImportImage")
-    }
-
-    fn made(&self, context: &Context, method: &str) -> Option<Vec<u8>> {
+    /// UUID of the object that the request made under an earlier daemon. `method` is the method of the request:
+    /// "CreateVm".
+    pub fn made(&self, context: &Context, method: &str) -> Option<Vec<u8>> {
         let inner = self.inner();
-        let left = inner.left.get(&context.key()).or_else(|| {
-            // Requests of an earlier release, whose ids had no caller.
-            inner.left.get(&RequestKey::new("", &context.request_id))
-        })?;
+        let left = inner.left.get(&context.key())?;
         (left.mark.method == method).then(|| left.on.clone())
     }
 }

@@ -77,10 +77,7 @@ use vmmd_host::{
     failure::{Failure, Kind},
     text,
 };
-use vmmd_store::{
-    self, DiskRecord, ImageRecord, Key, NetworkRecord, REQUEST_AGE_MS, RequestKey, RequestMark,
-    SnapshotRecord, Store, VmRecord,
-};
+use vmmd_store::{self, Key, REQUEST_AGE_MS, RequestKey, RequestMark, Store};
 
 use crate::{
     context::{self, Context, Initiator},
@@ -272,7 +269,6 @@ fn mark<Q: Mutation>(request: &Q, caller: &Initiator, key: &Key) -> RequestMark 
     RequestMark {
         id: request.request_id().to_owned(),
         method: Q::METHOD.to_owned(),
-        plain_hash: Vec::new(),
         fingerprint: key.fingerprint(&Sha256::digest(content.encode_to_vec())),
         begun_ms: text::now_ms(),
         caller: caller.scope(),
@@ -301,6 +297,18 @@ pub async fn unanswered(
     };
     let answered = !host.requests().is_open(&mark.key()) || host.store().request(mark.key()).await?.is_some();
     Ok((!answered).then(|| mark.clone()))
+}
+
+/// Runs work that continues if the caller disconnects: a change is not left half done.
+///
+/// # Errors
+///
+/// The error of the work, or its panic.
+pub async fn to_completion<T: Send + 'static>(
+    work: impl Future<Output = Result<T, Failure>> + Send + 'static,
+) -> Result<T, Failure> {
+    let done = tokio::spawn(work).await;
+    done.unwrap_or_else(|error| Err(Failure::internal(error.to_string())))
 }
 
 /// Takes a request out of those under way.
@@ -343,32 +351,8 @@ impl Requests {
         begun.push(mark);
     }
 
-    /// Takes over what an earlier daemon has begun on a VM.
-    pub fn adopt_vm(&self, record: &VmRecord) {
-        self.adopt(&record.begun, &record.uid);
-    }
-
-    /// Takes over what an earlier daemon has begun on a disk.
-    pub fn adopt_disk(&self, record: &DiskRecord) {
-        self.adopt(&record.begun, &record.uid);
-    }
-
-    /// Takes over what an earlier daemon has begun on a snapshot.
-    pub fn adopt_snapshot(&self, record: &SnapshotRecord) {
-        self.adopt(&record.begun, &record.uid);
-    }
-
-    /// Takes over what an earlier daemon has begun on a network.
-    pub fn adopt_network(&self, record: &NetworkRecord) {
-        self.adopt(&record.begun, &record.uid);
-    }
-
-    /// Takes over what an earlier daemon has begun on an image.
-    pub fn adopt_image(&self, record: &ImageRecord) {
-        self.adopt(&record.begun, &record.uid);
-    }
-
-    fn adopt(&self, begun: &[RequestMark], on: &[u8]) {
+    /// Takes over what an earlier daemon has begun on the object with the UUID `on`.
+    pub fn adopt(&self, begun: &[RequestMark], on: &[u8]) {
         let now = text::now_ms();
         let mut inner = self.inner();
         let recent = begun

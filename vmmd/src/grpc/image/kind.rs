@@ -2,60 +2,29 @@
 
 use std::sync::Arc;
 
-use tokio::sync::watch;
 use vmmd_api::v1::{self, ObjectMetadata, WatchEventType};
 use vmmd_host::failure::Failure;
-use vmmd_objects::feed::{Buried, Expired, Position};
+use vmmd_objects::registry::{Record as _, Registry, Seen};
 
-use crate::{
-    grpc::objects::{Kept, Kind, Snapshot},
-    host::Host,
-    image::describe,
-    registry::images::{Seen, metadata},
-};
+use crate::{grpc::objects::Served, host::Host, image::describe, registry::images::ImageKind};
 
-/// See the module.
-#[derive(Debug)]
-pub enum Image {}
-
-impl Kind for Image {
-    const NAME: &'static str = "image";
-    type Seen = Seen;
+impl Served for ImageKind {
     type Object = v1::Image;
     type Event = v1::WatchImagesResponse;
 
-    fn after(host: &Host, name: Option<&str>) -> Snapshot<Seen> {
-        let (objects, at) = host.images.after(name);
-        Snapshot::of(objects, at)
+    fn registry(host: &Host) -> &Registry<Self> {
+        &host.images.registry
     }
 
-    fn since(host: &Host, position: Position) -> Result<(Vec<Buried>, Snapshot<Seen>), Expired> {
-        let (buried, objects, at) = host.images.since(position)?;
-        Ok((buried, Snapshot::of(objects, at)))
+    async fn look_at(host: &Arc<Host>, seen: Vec<Arc<Seen<Self>>>) -> Result<Vec<v1::Image>, Failure> {
+        describe::look_at(host, seen).await
     }
 
-    fn position(host: &Host) -> Position {
-        host.images.position()
+    fn known(_: &Host, seen: &Seen<Self>) -> v1::Image {
+        Self::gone(seen.record.metadata())
     }
 
-    fn news(host: &Host) -> watch::Receiver<u64> {
-        host.images.news()
-    }
-
-    fn nonce(host: &Host, run: u64) -> Option<u64> {
-        host.images.nonce(run)
-    }
-
-    async fn look_at(host: &Arc<Host>, seen: Vec<Arc<Seen>>) -> Result<Vec<v1::Image>, Failure> {
-        let seen = seen.iter().map(|seen| seen.as_ref().clone());
-        describe::look_at(host, seen.collect()).await
-    }
-
-    fn known(seen: &Seen) -> v1::Image {
-        Self::buried(metadata(&seen.record))
-    }
-
-    fn buried(metadata: ObjectMetadata) -> v1::Image {
+    fn gone(metadata: ObjectMetadata) -> v1::Image {
         v1::Image {
             metadata: Some(metadata),
             ..Default::default()
@@ -68,23 +37,5 @@ impl Kind for Image {
             image,
             cursor,
         }
-    }
-}
-
-impl Kept for Seen {
-    fn uid(&self) -> &[u8] {
-        &self.record.uid
-    }
-
-    fn metadata(&self) -> ObjectMetadata {
-        metadata(&self.record)
-    }
-
-    fn made(&self) -> (u64, u64) {
-        (self.record.made_run, self.record.made_revision)
-    }
-
-    fn revision(&self) -> u64 {
-        self.revision
     }
 }

@@ -5,8 +5,9 @@ use std::sync::Arc;
 use prost::Message;
 use vmmd_api::v1::ObjectFilter;
 use vmmd_host::failure::Failure;
+use vmmd_objects::registry::Record as _;
 
-use super::{Kept, Kind, cursor};
+use super::{Served, cursor};
 use crate::{
     grpc::{cursor::Cursor, filter::Filter, list::limit},
     host::Host,
@@ -39,15 +40,15 @@ pub struct Page<O> {
 
 /// Answers a request. A page begins after the last name of the one before, so that objects that come and go meanwhile neither
 /// repeat others nor hide them. All pages have the cursor of the first one.
-pub async fn list<K: Kind>(host: &Arc<Host>, request: Wanted<'_>) -> Result<Page<K::Object>, Failure> {
+pub async fn list<K: Served>(host: &Arc<Host>, request: Wanted<'_>) -> Result<Page<K::Object>, Failure> {
     let filter = Filter::of_objects(K::NAME, request.filter)?;
     let limit = limit(request.page_size)?;
     let after = match request.page_token {
         "" => None,
-        token => Some(read_token(token, &filter)?),
+        token => Some(Cursor::read_token(token, &filter)?),
     };
     let name = after.as_ref().map(|(_, name)| name.as_str());
-    let snapshot = K::after(host, name);
+    let snapshot = K::registry(host).after(name);
     let cursor = after.as_ref().map_or_else(
         || cursor::<K>(host, snapshot.at, &filter).to_string(),
         |(cursor, _)| cursor.to_string(),
@@ -55,10 +56,10 @@ pub async fn list<K: Kind>(host: &Arc<Host>, request: Wanted<'_>) -> Result<Page
     let mut bytes = 0;
     let (mut page, mut more) = (Vec::new(), false);
     for seen in snapshot.objects {
-        if !filter.matches_object(Some(&seen.metadata())) {
+        if !filter.matches_object(Some(&seen.record.metadata())) {
             continue;
         }
-        let length = K::known(&seen).encoded_len();
+        let length = K::known(host, &seen).encoded_len();
         if page.len() >= limit || (bytes + length > MAX_BYTES && !page.is_empty()) {
             more = true;
             break;
@@ -67,17 +68,10 @@ pub async fn list<K: Kind>(host: &Arc<Host>, request: Wanted<'_>) -> Result<Page
         page.push(seen);
     }
     let last = page.last().filter(|_| more);
-    let next_page_token = last.map(|last| format!("{cursor}.{}", last.metadata().name));
+    let next_page_token = last.map(|last| format!("{cursor}.{}", last.record.name()));
     Ok(Page {
         next_page_token: next_page_token.unwrap_or_default(),
         objects: K::look_at(host, page).await?,
         cursor,
     })
-}
-
-/// A token is the first page's cursor and the last name.
-fn read_token(token: &str, filter: &Filter) -> Result<(Cursor, String), Failure> {
-    let (cursor, name) = token.rsplit_once('.').unwrap_or((token, ""));
-    let cursor = Cursor::read("pageToken", cursor, filter)?;
-    Ok((cursor, name.to_owned()))
 }

@@ -5,18 +5,17 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use super::{Kept, Kind, Snapshot};
-use crate::host::Host;
+use vmmd_objects::registry::{Kind, Record as _, Registry, Snapshot};
 
 /// The newest snapshot.
 #[derive(Debug)]
-pub struct Shared<K: Kind>(Mutex<Option<Arc<Latest<K::Seen>>>>);
+pub struct Shared<K: Kind>(Mutex<Option<Arc<Latest<K>>>>);
 
 /// A snapshot that watchers share.
 #[derive(Debug)]
-pub struct Latest<S> {
+pub struct Latest<K: Kind> {
     /// All objects.
-    pub snapshot: Snapshot<S>,
+    pub snapshot: Snapshot<K>,
     /// How many objects have been missing in a snapshot that were in the one before, since the daemon was started.
     pub removals: u64,
 }
@@ -29,25 +28,25 @@ impl<K: Kind> Default for Shared<K> {
 
 impl<K: Kind> Shared<K> {
     /// The objects as they are now. Objects that have not changed are those of the snapshot before.
-    pub fn latest(&self, host: &Host) -> Arc<Latest<K::Seen>> {
+    pub fn latest(&self, registry: &Registry<K>) -> Arc<Latest<K>> {
         let mut newest = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(newest) = newest.as_ref()
-            && newest.snapshot.at == K::position(host)
+            && newest.snapshot.at == registry.position()
         {
             return Arc::clone(newest);
         }
-        let latest = Arc::new(after(newest.as_deref(), K::after(host, None)));
+        let latest = Arc::new(after(newest.as_deref(), registry.after(None)));
         *newest = Some(Arc::clone(&latest));
         latest
     }
 }
 
-pub(super) fn after<S: Kept>(before: Option<&Latest<S>>, mut snapshot: Snapshot<S>) -> Latest<S> {
+pub(super) fn after<K: Kind>(before: Option<&Latest<K>>, mut snapshot: Snapshot<K>) -> Latest<K> {
     let objects = before.into_iter().flat_map(|before| &before.snapshot.objects);
-    let mut known: BTreeMap<_, _> = objects.map(|seen| (seen.uid(), seen)).collect();
+    let mut known: BTreeMap<_, _> = objects.map(|seen| (seen.record.uid(), seen)).collect();
     for seen in &mut snapshot.objects {
-        if let Some(old) = known.remove(seen.uid())
-            && old.revision() == seen.revision()
+        if let Some(old) = known.remove(seen.record.uid())
+            && old.revision == seen.revision
         {
             *seen = Arc::clone(old);
         }

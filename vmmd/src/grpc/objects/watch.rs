@@ -14,11 +14,14 @@ use std::{
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
-use vmmd_api::v1::{ObjectFilter, WatchEventType};
+use vmmd_api::v1::{ObjectFilter, ObjectMetadata, WatchEventType};
 use vmmd_host::failure::Failure;
-use vmmd_objects::feed::{Buried, Position};
+use vmmd_objects::{
+    feed::{Buried, Position},
+    registry::{Kind, Record as _, Seen, Snapshot},
+};
 
-use super::{Kept, Kind, Shared, Snapshot, cursor, shared::Latest};
+use super::{Served, Shared, cursor, shared::Latest};
 use crate::{
     grpc::{
         cursor::{Cursor, expired},
@@ -28,15 +31,15 @@ use crate::{
 };
 
 /// The stream of events.
-pub type Stream<K> = ReceiverStream<Result<<K as Kind>::Event, Status>>;
+pub type Stream<K> = ReceiverStream<Result<<K as Served>::Event, Status>>;
 
 /// Events ready for a watcher that reads slowly. Each has an object of its own.
 const READY: usize = 4;
 
 /// The state of a watcher: the events that were sent to it.
-struct Told<S> {
+struct Told<K: Kind> {
     /// The objects, by uid; all watchers share them.
-    known: BTreeMap<Vec<u8>, Arc<S>>,
+    known: BTreeMap<Vec<u8>, Arc<Seen<K>>>,
     /// All changes up to this revision. Nothing when none.
     until: Option<u64>,
     /// All removals up to this number ([`Latest::removals`]).
@@ -51,13 +54,15 @@ struct Event<K: Kind> {
 }
 
 enum What<K: Kind> {
-    There(Arc<K::Seen>),
+    There(Arc<Seen<K>>),
     /// Last known state of the object.
-    Gone(Box<K::Object>),
+    Gone(Arc<Seen<K>>),
+    /// Last known metadata of the object.
+    Buried(Box<ObjectMetadata>),
 }
 
 /// Watches the objects of a filter, from a cursor on if that is given.
-pub fn watch<K: Kind>(
+pub fn watch<K: Served>(
     host: &Arc<Host>,
     shared: &Arc<Shared<K>>,
     filter: Option<&ObjectFilter>,
@@ -65,7 +70,8 @@ pub fn watch<K: Kind>(
 ) -> Result<Stream<K>, Failure> {
     let filter = Filter::of_objects(K::NAME, filter)?;
     // Changes from here on wake the watcher.
-    let mut news = K::news(host);
+    let registry = K::registry(host);
+    let mut news = registry.news();
     news.mark_unchanged();
     let mut told = Told {
         known: BTreeMap::new(),
@@ -74,21 +80,18 @@ pub fn watch<K: Kind>(
     };
     let (first, synced, at) = match from {
         "" => {
-            let latest = shared.latest(host);
+            let latest = shared.latest(registry);
             let first = difference::<K>(&mut told, &latest, Position::default(), &filter);
             (first, latest.snapshot.at, Position::default())
         }
         text => {
-            let from = Cursor::read("cursor", text, &filter)?.position_in(|run| K::nonce(host, run))?;
-            let (buried, snapshot) = K::since(host, from).map_err(|_| expired())?;
+            let from = Cursor::read("cursor", text, &filter)?.position_in(|run| registry.nonce(run))?;
+            let (buried, snapshot) = registry.since(from).map_err(|_| expired())?;
             let first = since::<K>(from, &buried, &snapshot, &filter);
             // The holder of the cursor knows the objects that have not changed since.
-            let there = snapshot
-                .objects
-                .iter()
-                .filter(|seen| matches(seen.as_ref(), &filter));
+            let there = snapshot.objects.iter().filter(|seen| matches(seen, &filter));
             told.known = there
-                .map(|seen| (seen.uid().to_vec(), Arc::clone(seen)))
+                .map(|seen| (seen.record.uid().to_vec(), Arc::clone(seen)))
                 .collect();
             told.until = Some(snapshot.at.revision);
             (first, snapshot.at, from)
@@ -116,12 +119,12 @@ pub fn watch<K: Kind>(
     Ok(ReceiverStream::new(receiver))
 }
 
-struct Watcher<K: Kind> {
+struct Watcher<K: Served> {
     host: Arc<Host>,
     shared: Arc<Shared<K>>,
     filter: Filter,
     sender: mpsc::Sender<Result<K::Event, Status>>,
-    told: Told<K::Seen>,
+    told: Told<K>,
     /// Position of the last event.
     at: Position,
 }
@@ -129,7 +132,7 @@ struct Watcher<K: Kind> {
 /// The watcher has gone.
 struct Gone;
 
-impl<K: Kind> Watcher<K> {
+impl<K: Served> Watcher<K> {
     async fn follow(
         mut self,
         first: Vec<Event<K>>,
@@ -140,7 +143,7 @@ impl<K: Kind> Watcher<K> {
         self.at = synced;
         self.respond(WatchEventType::Synced, None).await?;
         while news.changed().await.is_ok() {
-            let latest = self.shared.latest(&self.host);
+            let latest = self.shared.latest(K::registry(&self.host));
             let events = difference::<K>(&mut self.told, &latest, self.at, &self.filter);
             drop(latest);
             self.send(events).await?;
@@ -152,11 +155,12 @@ impl<K: Kind> Watcher<K> {
         for Event { kind, what, at } in events {
             self.at = at;
             let object = match what {
-                What::Gone(object) => *object,
+                What::Gone(seen) => K::known(&self.host, &seen),
+                What::Buried(metadata) => K::gone(*metadata),
                 What::There(seen) => match K::look_at(&self.host, vec![Arc::clone(&seen)]).await {
                     Ok(mut objects) => objects.pop().unwrap_or_default(),
                     // Its file does not answer; the rest is known.
-                    Err(_) => K::known(&seen),
+                    Err(_) => K::known(&self.host, &seen),
                 },
             };
             self.respond(kind, Some(object)).await?;
@@ -173,44 +177,46 @@ impl<K: Kind> Watcher<K> {
 
 /// The events that a watcher lacks; `at` is the place of its last event. Objects that have not changed are not compared.
 fn difference<K: Kind>(
-    told: &mut Told<K::Seen>,
-    latest: &Latest<K::Seen>,
+    told: &mut Told<K>,
+    latest: &Latest<K>,
     at: Position,
     filter: &Filter,
 ) -> Vec<Event<K>> {
     let snapshot = &latest.snapshot;
     let changed = by_revision(snapshot, |seen| {
-        told.until.is_none_or(|until| seen.revision() > until)
+        told.until.is_none_or(|until| seen.revision > until)
     });
     let mut gone = Vec::new();
     if told.removals != Some(latest.removals) {
-        let there: BTreeSet<_> = snapshot.objects.iter().map(|seen| seen.uid()).collect();
+        let there: BTreeSet<_> = snapshot.objects.iter().map(|seen| seen.record.uid()).collect();
         let known = told.known.keys().filter(|uid| !there.contains(uid.as_slice()));
         let left: Vec<_> = known.cloned().collect();
         gone.extend(left.iter().filter_map(|uid| told.known.remove(uid)));
     }
-    let (matching, other): (Vec<_>, Vec<_>) = changed
-        .into_iter()
-        .partition(|seen| matches(seen.as_ref(), filter));
-    gone.extend(other.into_iter().filter_map(|seen| told.known.remove(seen.uid())));
+    let (matching, other): (Vec<_>, Vec<_>) = changed.into_iter().partition(|seen| matches(seen, filter));
+    gone.extend(
+        other
+            .into_iter()
+            .filter_map(|seen| told.known.remove(seen.record.uid())),
+    );
     let gone = gone.into_iter().map(|seen| Event {
         kind: WatchEventType::Deleted,
-        what: What::Gone(Box::new(K::known(&seen))),
+        what: What::Gone(seen),
         // The watcher has no later event.
         at,
     });
     let mut events: Vec<_> = gone.collect();
     events.extend(matching.into_iter().filter_map(|seen| {
-        let before = told.known.insert(seen.uid().to_vec(), Arc::clone(seen));
+        let before = told.known.insert(seen.record.uid().to_vec(), Arc::clone(seen));
         let kind = match before {
             None => WatchEventType::Added,
-            Some(before) if before.revision() != seen.revision() => WatchEventType::Modified,
+            Some(before) if before.revision != seen.revision => WatchEventType::Modified,
             Some(_) => return None,
         };
         Some(Event {
             kind,
             what: What::There(Arc::clone(seen)),
-            at: place(seen.as_ref(), snapshot),
+            at: place(seen, snapshot),
         })
     }));
     told.until = Some(snapshot.at.revision);
@@ -223,7 +229,7 @@ fn difference<K: Kind>(
 fn since<K: Kind>(
     from: Position,
     buried: &[Buried],
-    snapshot: &Snapshot<K::Seen>,
+    snapshot: &Snapshot<K>,
     filter: &Filter,
 ) -> Vec<Event<K>> {
     let run = snapshot.at.run;
@@ -234,7 +240,7 @@ fn since<K: Kind>(
         let (run_of, revision) = buried.at;
         Event {
             kind: WatchEventType::Deleted,
-            what: What::Gone(Box::new(K::buried(buried.metadata.clone()))),
+            what: What::Buried(Box::new(buried.metadata.clone())),
             at: Position {
                 run: run_of,
                 revision,
@@ -246,14 +252,12 @@ fn since<K: Kind>(
             },
         }
     });
-    let changed = by_revision(snapshot, |seen| {
-        from.run != run || seen.revision() > from.revision
-    });
+    let changed = by_revision(snapshot, |seen| from.run != run || seen.revision > from.revision);
     let changed = changed.into_iter().filter_map(|seen| {
-        let made = seen.made();
+        let made = seen.record.made();
         let kind = match (
-            matches(seen.as_ref(), filter),
-            filter.may_match_object(Some(&seen.metadata())),
+            matches(seen, filter),
+            filter.may_match_object(Some(&seen.record.metadata())),
         ) {
             (true, _) if made > (from.run, from.revision) => WatchEventType::Added,
             (true, _) => WatchEventType::Modified,
@@ -263,7 +267,7 @@ fn since<K: Kind>(
         Some(Event {
             kind,
             what: What::There(Arc::clone(seen)),
-            at: place(seen.as_ref(), snapshot),
+            at: place(seen, snapshot),
         })
     });
     let mut events: Vec<_> = gone.chain(changed).collect();
@@ -271,21 +275,21 @@ fn since<K: Kind>(
     events
 }
 
-fn matches(seen: &impl Kept, filter: &Filter) -> bool {
-    filter.matches_object(Some(&seen.metadata()))
+fn matches<K: Kind>(seen: &Seen<K>, filter: &Filter) -> bool {
+    filter.matches_object(Some(&seen.record.metadata()))
 }
 
-fn by_revision<S: Kept>(snapshot: &Snapshot<S>, which: impl Fn(&S) -> bool) -> Vec<&Arc<S>> {
+fn by_revision<K: Kind>(snapshot: &Snapshot<K>, which: impl Fn(&Seen<K>) -> bool) -> Vec<&Arc<Seen<K>>> {
     let mut objects: Vec<_> = snapshot.objects.iter().filter(|seen| which(seen)).collect();
-    objects.sort_by_key(|seen| seen.revision());
+    objects.sort_by_key(|seen| seen.revision);
     objects
 }
 
 /// Position of a watcher that has received all states up to this one.
-fn place<S: Kept>(seen: &S, snapshot: &Snapshot<S>) -> Position {
+fn place<K: Kind>(seen: &Seen<K>, snapshot: &Snapshot<K>) -> Position {
     Position {
-        revision: seen.revision(),
-        buried: seen.revision().min(snapshot.at.buried),
+        revision: seen.revision,
+        buried: seen.revision.min(snapshot.at.buried),
         ..snapshot.at
     }
 }

@@ -117,12 +117,12 @@ fn who_comes_back_is_told_what_has_changed_since() {
     snapshot.vms.reverse();
     let gone = [
         Buried {
-            vm: vm("old", "8"),
+            metadata: vm("old", "8").metadata.clone().unwrap(),
             at: (1, 9),
             owned: 0,
         },
         Buried {
-            vm: vm("new", "9"),
+            metadata: vm("new", "9").metadata.clone().unwrap(),
             at: (2, 2),
             owned: 0,
         },

@@ -1,14 +1,15 @@
 //! A disk for the API, without the fields that only its file provides.
 
-use uuid::Uuid;
 use vmmd_api::v1::{self, ConditionStatus, DiskPhase};
 use vmmd_host::text;
+use vmmd_objects::registry::Record as _;
 use vmmd_store::{DiskRecord, DiskStage, disk_source::Source};
 
+use super::Seen;
 use crate::paths::disk::Folder;
 
 /// Relations of a disk to VMs and other disks.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Relations {
     /// Names of VMs.
     pub used_by: Vec<String>,
@@ -22,21 +23,9 @@ pub struct Relations {
     pub operation: String,
 }
 
-/// The metadata of a disk.
-pub fn metadata(record: &DiskRecord) -> v1::ObjectMetadata {
-    v1::ObjectMetadata {
-        name: record.name.clone(),
-        uid: Uuid::from_slice(&record.uid).unwrap_or_default().to_string(),
-        generation: record.generation.max(1),
-        labels: record.labels.clone(),
-        annotations: record.annotations.clone(),
-        owner: record.owner.clone(),
-        create_time: text::timestamp(record.created_ms),
-    }
-}
-
 /// Returns the API's disk, without the fields that only its file provides.
-pub fn disk(folder: &Folder, record: &DiskRecord, relations: Relations) -> v1::Disk {
+pub fn disk(folder: &Folder, seen: &Seen) -> v1::Disk {
+    let (record, relations) = (&seen.record, seen.view.clone());
     let phase = match record.stage() {
         DiskStage::Creating => DiskPhase::Creating,
         DiskStage::Ready if !relations.operation.is_empty() => DiskPhase::Resizing,
@@ -51,15 +40,14 @@ pub fn disk(folder: &Folder, record: &DiskRecord, relations: Relations) -> v1::D
             name: image.name,
             clone: image.clone,
         })),
-        // Records of older daemons have no source. The backing disk of an overlay still has its
-        // original name.
+        // A disk that came from another node has no source.
         None if !relations.backing.is_empty() => {
             Some(v1::volume_spec::Source::OverlayOf(relations.backing.clone()))
         }
         None => None,
     };
     v1::Disk {
-        metadata: Some(metadata(record)),
+        metadata: Some(record.metadata()),
         spec: Some(v1::VolumeSpec {
             format: record.format,
             size_bytes: record.size_bytes,

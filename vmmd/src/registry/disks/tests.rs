@@ -1,3 +1,5 @@
+use std::sync::Arc;
+
 use uuid::Uuid;
 use vmmd_spec::Violations;
 
@@ -29,12 +31,12 @@ fn overlay(registry: &Disks, name: &str, below: &str, size: u64) -> Result<DiskR
     };
     let mut made = registry.reserve(new, Some(below))?;
     made.stage = DiskStage::Ready.into();
-    registry.settle(made.clone());
+    registry.registry.settle(made.clone());
     Ok(made)
 }
 
 fn forget(registry: &Disks, record: &DiskRecord) {
-    let tombstone = registry.bury(record);
+    let tombstone = registry.registry.bury(record);
     registry.forget(&record.uid, tombstone);
 }
 
@@ -112,7 +114,7 @@ fn a_name_is_taken_from_the_beginning_of_a_create_and_usable_after_its_end() {
         take(&registry, "vm", "a", true).unwrap_err().kind,
         Kind::Precondition
     );
-    registry.settle(DiskRecord {
+    registry.registry.settle(DiskRecord {
         stage: DiskStage::Ready.into(),
         ..made.clone()
     });
@@ -215,12 +217,12 @@ fn another_format_than_the_disks_is_refused() {
 #[test]
 fn a_disk_has_one_operation_at_a_time() {
     let registry = with(&["a"]);
-    let folder = Folder::of(std::path::Path::new("/s"));
     let record = registry.get("a").unwrap();
     registry.begin("a", "first").unwrap();
     let phase = || {
-        let seen = registry.see(&folder, "a").unwrap();
-        seen.disk.status.as_ref().unwrap().phase()
+        let folder = Folder::of(std::path::Path::new("/s"));
+        let seen = registry.registry.see("a").unwrap();
+        shown::disk(&folder, &seen).status.unwrap().phase()
     };
     assert_eq!(phase(), v1::DiskPhase::Resizing);
     for refused in [
@@ -239,15 +241,17 @@ fn a_disk_has_one_operation_at_a_time() {
 #[test]
 fn whatever_changes_of_a_disk_has_a_revision_and_nothing_else_does() {
     let registry = with(&["a", "b"]);
-    let folder = Folder::of(std::path::Path::new("/s"));
-    let mut before = registry.after(&folder, None);
+    let mut before = registry.registry.after(None);
     let mut changed = |what: &str| {
-        let now = registry.after(&folder, None);
+        let now = registry.registry.after(None);
         let old = std::mem::replace(&mut before, now.clone());
-        let news = now.disks.iter().filter(|seen| !old.disks.contains(seen));
-        for seen in &now.disks {
-            let known = old.disks.iter().find(|known| known.record.uid == seen.record.uid);
-            let same = known.is_some_and(|known| known.disk == seen.disk);
+        let news = now.objects.iter().filter(|seen| !old.objects.contains(seen));
+        for seen in &now.objects {
+            let known = old
+                .objects
+                .iter()
+                .find(|known| known.record.uid == seen.record.uid);
+            let same = known.is_some_and(|known| (&known.record, &known.view) == (&seen.record, &seen.view));
             assert_eq!(
                 same,
                 known.is_some_and(|known| known.revision == seen.revision),
@@ -287,7 +291,7 @@ fn a_disk_of_the_name_of_a_deleted_one_has_a_higher_generation() {
         generation: 9,
         ..first
     };
-    registry.settle(changed.clone());
+    registry.registry.settle(changed.clone());
     forget(&registry, &changed);
     assert_eq!(registry.reserve(record("a"), None).unwrap().generation, 10);
 }
@@ -317,7 +321,6 @@ fn a_file_is_one_disk_and_what_is_below_it_must_be_there() {
 
 #[test]
 fn change_of_one_disk_of_2000_makes_one_new_state() {
-    let folder = Folder::of(std::path::Path::new("/state"));
     let registry = Disks::default();
     let base = record("base");
     registry.restore(base.clone());
@@ -327,20 +330,19 @@ fn change_of_one_disk_of_2000_makes_one_new_state() {
             ..record(&format!("d{number}"))
         });
     }
-    let before = registry.after(&folder, None).disks;
+    let before = registry.registry.after(None).objects;
     take(&registry, "a", "d7", false).unwrap();
-    let now = registry.after(&folder, None).disks;
+    let now = registry.registry.after(None).objects;
     let changed = before
         .iter()
         .zip(&now)
         .filter(|(old, new)| !Arc::ptr_eq(old, new));
     let changed: Vec<_> = changed.map(|(_, new)| new.record.name.as_str()).collect();
     assert_eq!(changed, ["d7"]);
-    let shown = registry.see(&folder, "base").unwrap();
-    assert_eq!(shown.disk.status.as_ref().unwrap().overlays.len(), 2000);
+    let overlays = || registry.registry.see("base").unwrap().view.overlays.len();
+    assert_eq!(overlays(), 2000);
     forget(&registry, &now[1].record);
-    let shown = registry.see(&folder, "base").unwrap();
-    assert_eq!(shown.disk.status.as_ref().unwrap().overlays.len(), 1999);
+    assert_eq!(overlays(), 1999);
 }
 
 #[test]
@@ -353,14 +355,14 @@ fn uses_of_a_vm_are_found_by_the_vm_and_by_the_disk() {
     };
     // The index by VM agrees with the uses of all disks. It has no VM without a disk.
     let check = |expected: &[(&str, &[&str])]| {
-        let inner = registry.inner();
+        let disks = registry.registry.lock();
         let mut by_vm: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
-        for (disk, uses) in &inner.uses {
+        for (disk, uses) in &disks.index.uses {
             for user in uses {
                 by_vm.entry(user.vm.clone()).or_default().insert(disk.clone());
             }
         }
-        assert_eq!(inner.used, by_vm);
+        assert_eq!(disks.index.used, by_vm);
         let used: Vec<_> = by_vm
             .iter()
             .map(|(vm, disks)| (vm.as_str(), disks.iter().map(String::as_str).collect::<Vec<_>>()))

@@ -4,16 +4,12 @@
 //! A read does not wait for an actor. A state is stored and sent to the watchers under one lock, so
 //! that a watcher receives each change after its first snapshot exactly once and in order.
 //!
-//! Each change has a revision. Revisions grow from 1 in each run of the daemon. The registry
-//! remembers deletions, including deletions of earlier runs ([`vmmd_store`]), so that a client
-//! that knows the state at a revision can receive the changes since. A deletion has a first
-//! revision before it is written to the store and another one when watchers receive it. A later
-//! daemon must assume that a watcher with only the first revision has not seen the deletion.
+//! Each change has a revision ([`vmmd_objects::feed`]).
 
 pub mod command;
 
 use std::{
-    collections::{BTreeMap, BTreeSet, VecDeque},
+    collections::{BTreeMap, BTreeSet},
     ops::Bound,
     pin::pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -22,8 +18,8 @@ use std::{
 use tokio::sync::{Notify, broadcast, watch};
 use uuid::Uuid;
 use vmmd_api::v1;
-use vmmd_objects::feed::{Expired, Position};
-use vmmd_store::{HistoryRecords, MAX_TOMBSTONES, Tombstone};
+use vmmd_objects::feed::{Buried, Expired, Feed, Position};
+use vmmd_store::{BuriedRecords, Tombstone};
 
 use crate::registry::vms::command::Mailbox;
 
@@ -39,27 +35,14 @@ pub struct Vms {
     /// Some NIC is gone, or a VM that had some.
     nics_gone: Notify,
     changes: broadcast::Sender<Change>,
-    /// Number of the daemon's current run.
-    run: u64,
-    /// Nonce of each run of the daemon, to distinguish it from runs of other stores.
-    nonces: BTreeMap<u64, u64>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Inner {
     by_name: BTreeMap<String, Slot>,
     /// Names of VMs that are being made.
     reserved: BTreeSet<String>,
-    /// Revision of the last change.
-    revision: u64,
-    /// First revisions of deletions that have not been told yet, with [`Buried::owned`].
-    being_buried: BTreeMap<u64, u64>,
-    /// Deletions, the oldest first.
-    tombstones: VecDeque<Buried>,
-    /// The last one that was forgotten.
-    trimmed: (u64, u64),
-    /// The greatest generation of a VM that was deleted.
-    generation_floor: u64,
+    feed: Feed,
 }
 
 #[derive(Debug)]
@@ -117,18 +100,6 @@ pub struct Seen {
     pub revision: u64,
 }
 
-/// A VM that was deleted.
-#[derive(Clone, Debug)]
-pub struct Buried {
-    /// Last known metadata.
-    pub vm: Arc<v1::Vm>,
-    /// Run and revision at which watchers received the deletion; for an earlier run, its first
-    /// revision.
-    pub at: (u64, u64),
-    /// The last migration up to which the VM was this node's; 0 when it never was.
-    pub owned: u64,
-}
-
 /// All VMs at a time.
 #[derive(Clone, Debug)]
 pub struct Snapshot {
@@ -147,12 +118,7 @@ pub struct Reservation<'a> {
 
 impl Default for Vms {
     fn default() -> Self {
-        let nonces = [(1, 0)].into();
-        Self::new(HistoryRecords {
-            run: 1,
-            nonces,
-            ..HistoryRecords::default()
-        })
+        Self::new(1, [(1, 0)].into(), BuriedRecords::default())
     }
 }
 
@@ -163,29 +129,18 @@ impl vmmd_network::Users for Vms {
 }
 
 impl Vms {
-    /// Creates a registry without VMs, with the history of the store.
-    pub fn new(history: HistoryRecords) -> Self {
-        let tombstones = history.tombstones.into_iter().map(|tombstone| Buried {
-            at: (tombstone.run, tombstone.revision),
-            owned: tombstone.owned,
-            vm: Arc::new(v1::Vm {
-                metadata: tombstone.metadata.map(Into::into),
-                ..v1::Vm::default()
-            }),
-        });
+    /// Creates a registry without VMs; see [`Feed::new`].
+    pub fn new(run: u64, nonces: BTreeMap<u64, u64>, history: BuriedRecords) -> Self {
         let vms = Inner {
-            tombstones: tombstones.collect(),
-            trimmed: history.trimmed,
-            generation_floor: history.generation_floor,
-            ..Inner::default()
+            by_name: BTreeMap::new(),
+            reserved: BTreeSet::new(),
+            feed: Feed::new(run, nonces, history),
         };
         Self {
             vms: Mutex::new(vms),
             released: Notify::new(),
             nics_gone: Notify::new(),
             changes: broadcast::channel(CHANGES).0,
-            run: history.run,
-            nonces: history.nonces,
         }
     }
 
@@ -221,13 +176,13 @@ impl Vms {
         let found = vms.by_name.range::<str, _>((from, Bound::Unbounded));
         let mut found = found.map(|(_, slot)| slot.state()).filter(|vm| wanted(vm));
         let page = found.by_ref().take(limit).collect();
-        (page, found.next().is_some(), self.position(&vms))
+        (page, found.next().is_some(), vms.feed.position())
     }
 
     /// All VMs, and all changes from then on.
     pub fn subscribe(&self) -> (Snapshot, broadcast::Receiver<Change>) {
         let vms = self.vms();
-        (self.snapshot(&vms), self.changes.subscribe())
+        (vms.snapshot(), self.changes.subscribe())
     }
 
     /// The same, with the deletions since `position`, the oldest first.
@@ -236,35 +191,19 @@ impl Vms {
         position: Position,
     ) -> Result<(Vec<Buried>, Snapshot, broadcast::Receiver<Change>), Expired> {
         let vms = self.vms();
-        let Position {
-            run,
-            revision,
-            buried,
-        } = position;
-        if run > self.run || (run == self.run && revision > vms.revision) {
-            return Err(Expired);
-        }
-        // Deletions of this run are remembered with the revision at which they were told.
-        let known = (run, if run == self.run { revision } else { buried });
-        if vms.trimmed > known {
-            return Err(Expired);
-        }
-        let since = vms.tombstones.iter().filter(|buried| buried.at > known);
-        Ok((
-            since.cloned().collect(),
-            self.snapshot(&vms),
-            self.changes.subscribe(),
-        ))
+        let buried = vms.feed.buried_since(position)?;
+        Ok((buried, vms.snapshot(), self.changes.subscribe()))
     }
 
     /// Nonce that distinguishes a run of the daemon from runs of other stores, if the run is known.
     pub fn nonce(&self, run: u64) -> Option<u64> {
-        self.nonces.get(&run).copied()
+        self.vms().feed.nonce(run)
     }
 
     /// Run of the daemon and revision.
     pub fn now(&self) -> (u64, u64) {
-        (self.run, self.vms().revision)
+        let Position { run, revision, .. } = self.vms().feed.position();
+        (run, revision)
     }
 
     /// Reserves the name of a new VM; `None` if the name is taken. Waits for another creation of
@@ -294,14 +233,10 @@ impl Vms {
     /// creation.
     pub fn insert(&self, name: &str, entry: Entry, made: (u64, u64)) {
         let mut vms = self.vms();
-        vms.revision += 1;
+        let revision = vms.feed.change();
         // The exact revision of a VM of this run is this one.
-        let made = if made.0 == self.run {
-            (self.run, vms.revision)
-        } else {
-            made
-        };
-        let revision = vms.revision;
+        let run = vms.feed.run();
+        let made = if made.0 == run { (run, revision) } else { made };
         let before = vms.by_name.get(name);
         let (kind, made, failures) = match before {
             Some(before) => (ChangeKind::Modified, before.made, before.failures),
@@ -332,14 +267,13 @@ impl Vms {
         let metadata = self.vms().by_name.get(name).map(Slot::state);
         let metadata = metadata.and_then(|vm| vm.metadata.clone()).unwrap_or_default();
         let tombstone = self.bury(metadata, 0);
-        self.remove(name, tombstone.revision);
+        self.remove(name, tombstone);
     }
 
     /// Publishes a VM's new state.
     pub fn publish(&self, publisher: &watch::Sender<Arc<v1::Vm>>, state: Arc<v1::Vm>) {
         let mut vms = self.vms();
-        vms.revision += 1;
-        let revision = vms.revision;
+        let revision = vms.feed.change();
         let before = publisher.send_replace(Arc::clone(&state));
         if !nics(&before).is_subset(&nics(&state)) {
             self.nics_gone.notify_one();
@@ -359,100 +293,63 @@ impl Vms {
     /// Begins a deletion. Returns the record for the store. `owned` is the last migration up to
     /// which the VM belonged to this node. [`Self::remove`] follows, or [`Self::unbury`].
     pub fn bury(&self, metadata: v1::ObjectMetadata, owned: u64) -> Tombstone {
-        let mut vms = self.vms();
-        vms.revision += 1;
-        let revision = vms.revision;
-        vms.being_buried.insert(revision, owned);
-        vms.generation_floor = vms.generation_floor.max(metadata.generation);
         Tombstone {
-            run: self.run,
-            revision,
-            metadata: Some(metadata.into()),
             owned,
-            moved: false,
+            ..self.vms().feed.bury(metadata)
         }
     }
 
     /// The last migration up to which a VM that was deleted was this node's, as far as that is remembered; 0 when it never was.
     pub fn owned(&self, uid: Uuid) -> u64 {
-        let uid = uid.to_string();
-        let vms = self.vms();
-        let of_it = vms.tombstones.iter().filter(|buried| {
-            let metadata = buried.vm.metadata.as_ref();
-            metadata.is_some_and(|it| it.uid == uid)
-        });
-        of_it.map(|buried| buried.owned).max().unwrap_or_default()
+        self.vms().feed.owned(&uid.to_string())
     }
 
     /// The generation that a new VM begins with: above that of each VM that was deleted, also of one that had its name.
     pub fn first_generation(&self) -> u64 {
-        self.vms().generation_floor.saturating_add(1)
+        self.vms().feed.first_generation()
     }
 
     /// Takes the beginning of a deletion back.
-    pub fn unbury(&self, revision: u64) {
-        self.vms().being_buried.remove(&revision);
+    pub fn unbury(&self, tombstone: &Tombstone) {
+        self.vms().feed.kept(tombstone);
     }
 
-    /// Removes a VM whose deletion is in the store; `buried` is the revision that it has there.
-    pub fn remove(&self, name: &str, buried: u64) {
+    /// Removes a VM whose deletion is in the store.
+    pub fn remove(&self, name: &str, tombstone: Tombstone) {
         let mut vms = self.vms();
-        let owned = vms.being_buried.remove(&buried).unwrap_or_default();
         let Some(slot) = vms.by_name.remove(name) else {
+            vms.feed.kept(&tombstone);
             return;
         };
-        vms.revision += 1;
         let vm = slot.state();
         if !nics(&vm).is_empty() {
             self.nics_gone.notify_one();
         }
-        // Only the metadata is kept, as after a restart, to save memory.
-        let remembered = v1::Vm {
-            metadata: vm.metadata.clone(),
-            ..v1::Vm::default()
-        };
-        let at = (self.run, vms.revision);
-        vms.tombstones.push_back(Buried {
-            vm: Arc::new(remembered),
-            at,
-            owned,
-        });
-        while u64::try_from(vms.tombstones.len()).is_ok_and(|count| count > MAX_TOMBSTONES) {
-            if let Some(oldest) = vms.tombstones.pop_front() {
-                vms.trimmed = oldest.at;
-            }
-        }
+        vms.feed.buried(tombstone);
         self.tell(&vms, ChangeKind::Deleted, vm);
     }
 
     fn tell(&self, vms: &Inner, kind: ChangeKind, vm: Arc<v1::Vm>) {
-        let at = self.position(vms);
+        let at = vms.feed.position();
         let _ = self.changes.send(Change { kind, vm, at });
     }
 
-    fn position(&self, vms: &Inner) -> Position {
-        let pending = vms.being_buried.keys().next();
-        Position {
-            run: self.run,
-            revision: vms.revision,
-            buried: pending.map_or(vms.revision, |first| first.saturating_sub(1)),
-        }
+    fn vms(&self) -> MutexGuard<'_, Inner> {
+        self.vms.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
 
-    fn snapshot(&self, vms: &Inner) -> Snapshot {
-        let seen = vms.by_name.values().map(|slot| Seen {
+impl Inner {
+    fn snapshot(&self) -> Snapshot {
+        let seen = self.by_name.values().map(|slot| Seen {
             vm: slot.state(),
             made: slot.made,
             revision: slot.revision,
         });
         Snapshot {
             vms: seen.collect(),
-            at: self.position(vms),
+            at: self.feed.position(),
         }
-    }
-
-    fn vms(&self) -> MutexGuard<'_, Inner> {
-        self.vms.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

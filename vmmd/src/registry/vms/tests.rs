@@ -1,3 +1,5 @@
+use vmmd_store::MAX_TOMBSTONES;
+
 use super::*;
 
 fn vm(name: &str, phase: i32) -> Arc<v1::Vm> {
@@ -28,8 +30,9 @@ fn add(vms: &Vms, name: &str) -> watch::Sender<Arc<v1::Vm>> {
 }
 
 fn delete(vms: &Vms, name: &str) {
-    let tombstone = vms.bury(v1::ObjectMetadata::default(), 0);
-    vms.remove(name, tombstone.revision);
+    let metadata = vm(name, 1).metadata.clone().unwrap();
+    let tombstone = vms.bury(metadata, 0);
+    vms.remove(name, tombstone);
 }
 
 fn name(vm: &v1::Vm) -> String {
@@ -108,7 +111,7 @@ fn who_resumes_is_told_of_deletions_since() {
         let (gone, ..) = vms.resume(position)?;
         Ok(gone
             .iter()
-            .map(|buried| name(&buried.vm))
+            .map(|buried| buried.metadata.name.clone())
             .collect::<Vec<_>>()
             .concat())
     };
@@ -156,15 +159,16 @@ fn a_deletion_that_was_written_and_not_told_is_told_by_the_next_daemon() {
     let _other = add(&vms, "b");
     let seen = changes.try_recv().unwrap().at;
     assert!(seen.revision > tombstone.revision);
-    let next = Vms::new(HistoryRecords {
-        run: 2,
-        nonces: BTreeMap::new(),
+    let history = BuriedRecords {
         tombstones: vec![tombstone],
-        ..HistoryRecords::default()
-    });
+        ..BuriedRecords::default()
+    };
+    let next = Vms::new(2, BTreeMap::new(), history);
     let (gone, ..) = next.resume(seen).unwrap();
     assert_eq!(
-        gone.iter().map(|buried| name(&buried.vm)).collect::<Vec<_>>(),
+        gone.iter()
+            .map(|buried| buried.metadata.name.clone())
+            .collect::<Vec<_>>(),
         ["a"]
     );
 }

@@ -181,7 +181,7 @@ impl Actor {
         let first = view.describe(host, uid, &record, &spec, instance.as_ref(), &disks);
         let (publisher, state) = watch::channel(Arc::new(first));
         let name = record.name.clone();
-        host.requests.adopt_vm(&record);
+        host.requests.adopt(&record.begun, &record.uid);
         let left = host.operations.left(&Object::Vm(name.clone(), uid));
         let made = (record.made_run, record.made_revision);
         let actor = Box::new(Self {

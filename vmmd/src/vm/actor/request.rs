@@ -7,6 +7,8 @@ use vmmd_objects::{
     request::{self, preconditions},
 };
 
+use vmmd_store::Tombstone;
+
 use super::Actor;
 
 impl Actor {
@@ -35,8 +37,8 @@ impl Actor {
 
     /// Removes the record for good and answers the deletion requests in the same write. A creation
     /// request to an earlier daemon receives its answer as well, so that its retry does not create
-    /// another VM. Returns the deletion's revision in the store.
-    pub(super) async fn bury(&self) -> Result<u64, vmmd_store::Error> {
+    /// another VM. Returns the tombstone in the store.
+    pub(super) async fn bury(&self) -> Result<Tombstone, vmmd_store::Error> {
         let vm = self.state();
         let requests = &self.host.requests;
         let begun = self.record.begun.iter();
@@ -54,12 +56,12 @@ impl Actor {
         let metadata = vm.metadata.clone().unwrap_or_default();
         let mut tombstone = self.host.vms.bury(metadata, self.handover().owned());
         tombstone.moved = self.has_moved();
-        let revision = tombstone.revision;
-        let buried = self.host.store.bury(&self.record.uid, tombstone, answered).await;
+        let written = tombstone.clone();
+        let buried = self.host.store.bury(&self.record.uid, written, answered).await;
         if buried.is_err() {
-            self.host.vms.unbury(revision);
+            self.host.vms.unbury(&tombstone);
         }
-        buried.map(|()| revision)
+        buried.map(|()| tombstone)
     }
 
     /// Whether the present run was begun by the request.

@@ -105,7 +105,7 @@ async fn create_with(
     dry_run: bool,
     context: &Context,
 ) -> Result<(Arc<v1::Vm>, Option<v1::Operation>), Failure> {
-    if let Some(made) = host.requests.made_vm(context) {
+    if let Some(made) = host.requests.made(context, "CreateVm") {
         let uid = Uuid::from_slice(&made).unwrap_or_default();
         let name = vm.metadata.map(|metadata| metadata.name).unwrap_or_default();
         let created = made_before(&host, uid, start, context).await;

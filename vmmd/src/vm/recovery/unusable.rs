@@ -119,7 +119,7 @@ pub async fn take_over(host: &Arc<Host>, uid: Uuid, record: VmRecord, why: Why) 
 /// Puts it into the table, with all that its record says it holds.
 pub fn spawn(host: &Arc<Host>, uid: Uuid, record: VmRecord, why: Why, instance: Option<Instance>) {
     change::hold_disks(host, &record);
-    host.requests.adopt_vm(&record);
+    host.requests.adopt(&record.begun, &record.uid);
     let user = record.instance.as_ref().map(|run| run.user);
     let claim = user
         .filter(|_| instance.is_none())
@@ -361,9 +361,9 @@ impl Unusable {
         let vm = Arc::clone(&self.publisher.borrow());
         let owned = handover::of(self.record.handover.as_ref()).owned();
         let tombstone = self.host.vms.bury(vm.metadata.clone().unwrap_or_default(), owned);
-        let revision = tombstone.revision;
-        if let Err(error) = self.host.store.bury(uid.as_bytes(), tombstone, Vec::new()).await {
-            self.host.vms.unbury(revision);
+        let written = tombstone.clone();
+        if let Err(error) = self.host.store.bury(uid.as_bytes(), written, Vec::new()).await {
+            self.host.vms.unbury(&tombstone);
             let failure = store_failure(error);
             operation.fail(&failure);
             return Err(failure);
@@ -378,7 +378,7 @@ impl Unusable {
         }
         self.host.disks.give_back(&name, None);
         self.host.ledger.expect(&name, None);
-        self.host.vms.remove(&name, revision);
+        self.host.vms.remove(&name, tombstone);
         self.host
             .events
             .emit(Draft::normal(object, "Deleted", "the VM was deleted").of(context.clone()));

@@ -1,97 +1,66 @@
-use vmmd_api::v1::{self, ObjectMetadata};
-use vmmd_objects::feed::Expired;
+use vmmd_objects::registry::{Objects, Record, Snapshot};
 
 use super::*;
 use crate::grpc::objects::shared::after;
 
-/// An object with a revision and a name.
-#[derive(Clone, Debug)]
-struct Thing(u32, u64);
+/// The record of an object, which has a number.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Thing(u32);
 
-impl Kept for Thing {
+impl Record for Thing {
     fn uid(&self) -> &[u8] {
-        let bytes: &'static [[u8; 4]] = UIDS.as_slice();
-        &bytes[self.0 as usize]
+        &UIDS[self.0 as usize]
+    }
+
+    fn name(&self) -> &str {
+        "thing"
     }
 
     fn metadata(&self) -> ObjectMetadata {
-        ObjectMetadata {
-            name: format!("thing{}", self.0),
-            ..Default::default()
-        }
+        ObjectMetadata::default()
     }
 
     fn made(&self) -> (u64, u64) {
         (1, 0)
     }
 
-    fn revision(&self) -> u64 {
-        self.1
-    }
+    fn begin(&mut self, _: u64, _: (u64, u64)) {}
 }
 
 const COUNT: u32 = 2000;
 static UIDS: std::sync::LazyLock<Vec<[u8; 4]>> =
     std::sync::LazyLock::new(|| (0..COUNT).map(u32::to_be_bytes).collect());
 
-#[derive(Debug)]
+#[derive(Clone, Debug, PartialEq)]
 enum Things {}
 
 impl Kind for Things {
     const NAME: &'static str = "thing";
-    type Seen = Thing;
-    type Object = v1::Disk;
-    type Event = ();
+    const A: &'static str = "a thing";
+    const EXISTS: &'static str = "THING_EXISTS";
+    const NOT_FOUND: &'static str = "THING_NOT_FOUND";
+    type Record = Thing;
+    type State = ();
+    type Index = ();
+    type View = ();
 
-    fn after(_: &Host, _: Option<&str>) -> Snapshot<Thing> {
-        unreachable!("there is no daemon")
-    }
-
-    fn since(_: &Host, _: Position) -> Result<(Vec<Buried>, Snapshot<Thing>), Expired> {
-        unreachable!("there is no daemon")
-    }
-
-    fn position(_: &Host) -> Position {
-        unreachable!("there is no daemon")
-    }
-
-    fn news(_: &Host) -> tokio::sync::watch::Receiver<u64> {
-        unreachable!("there is no daemon")
-    }
-
-    fn nonce(_: &Host, _: u64) -> Option<u64> {
-        None
-    }
-
-    async fn look_at(_: &Arc<Host>, _: Vec<Arc<Thing>>) -> Result<Vec<v1::Disk>, Failure> {
-        Ok(Vec::new())
-    }
-
-    fn known(seen: &Thing) -> v1::Disk {
-        Self::buried(seen.metadata())
-    }
-
-    fn buried(metadata: ObjectMetadata) -> v1::Disk {
-        v1::Disk {
-            metadata: Some(metadata),
-            ..Default::default()
-        }
-    }
-
-    fn event(_: WatchEventType, _: Option<v1::Disk>, _: String) {}
+    fn view(_: &Objects<Self>, _: &Thing, (): &()) {}
 }
 
-fn snapshot(objects: Vec<Thing>) -> Snapshot<Thing> {
-    let revision = objects.iter().map(Kept::revision).max().unwrap_or_default();
+fn snapshot(objects: Vec<Seen<Things>>) -> Snapshot<Things> {
+    let revision = objects.iter().map(|seen| seen.revision).max().unwrap_or_default();
     let at = Position {
         run: 1,
         revision,
         buried: revision,
     };
-    Snapshot::of(objects, at)
+    Snapshot {
+        objects: objects.into_iter().map(Arc::new).collect(),
+        at,
+    }
 }
 
-fn told() -> Told<Thing> {
+fn told() -> Told<Things> {
     Told {
         known: BTreeMap::new(),
         until: None,
@@ -99,22 +68,25 @@ fn told() -> Told<Thing> {
     }
 }
 
-fn events(told: &mut Told<Thing>, latest: &Latest<Thing>) -> Vec<(WatchEventType, u32)> {
+fn events(told: &mut Told<Things>, latest: &Latest<Things>) -> Vec<(WatchEventType, u32)> {
     let filter = Filter::of_objects("thing", None).unwrap();
     let events = difference::<Things>(told, latest, Position::default(), &filter);
     let name = |event: &Event<Things>| match &event.what {
-        What::There(seen) => seen.0,
-        What::Gone(object) => {
-            let name = &object.metadata.as_ref().unwrap().name;
-            name.trim_start_matches("thing").parse().unwrap()
-        }
+        What::There(seen) | What::Gone(seen) => seen.record.0,
+        What::Buried(_) => COUNT,
     };
     events.iter().map(|event| (event.kind, name(event))).collect()
 }
 
 #[test]
 fn watchers_of_2000_objects_share_them_and_get_what_changed() {
-    let all: Vec<_> = (0..COUNT).map(|number| Thing(number, number.into())).collect();
+    let all: Vec<_> = (0..COUNT)
+        .map(|number| Seen {
+            record: Thing(number),
+            view: (),
+            revision: number.into(),
+        })
+        .collect();
     let first = after(None, snapshot(all.clone()));
     let mut watchers: Vec<_> = (0..4).map(|_| told()).collect();
     for watcher in &mut watchers {
@@ -122,7 +94,7 @@ fn watchers_of_2000_objects_share_them_and_get_what_changed() {
         assert_eq!(events(watcher, &first), []);
     }
     let mut all = all;
-    all[5].1 = 3000;
+    all[5].revision = 3000;
     all.remove(7);
     let second = after(Some(&first), snapshot(all.clone()));
     let kept = first.snapshot.objects.iter().zip(&second.snapshot.objects);
