@@ -10,6 +10,8 @@ use std::{
     thread::{Builder, JoinHandle, Scope, ScopedJoinHandle},
 };
 
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
 /// Purpose of a thread. Threads of one kind have the same rights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ThreadKind {
@@ -123,6 +125,49 @@ pub fn spawn_scoped<'scope, T: Send + 'scope>(
         enter(kind);
         body()
     })
+}
+
+/// A thread that serves until [`stop`](Self::stop), or until this is dropped.
+#[derive(Debug)]
+pub struct Server {
+    stop: EventFd,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Server {
+    /// Starts the thread. `prepare` gets the event that becomes readable when the thread has to end, and returns the
+    /// thread's body.
+    pub fn start<B: FnOnce() + Send + 'static>(
+        kind: ThreadKind,
+        name: &str,
+        prepare: impl FnOnce(EventFd) -> io::Result<B>,
+    ) -> io::Result<Self> {
+        let stop = EventFd::new(EFD_NONBLOCK)?;
+        let body = prepare(stop.try_clone()?)?;
+        let thread = Some(spawn(kind, name, body)?);
+        Ok(Self { stop, thread })
+    }
+
+    /// Ends the thread, which finishes its work first. Returns whether it had been alive.
+    pub fn stop(&mut self) -> bool {
+        let Some(thread) = self.thread.take() else {
+            return true;
+        };
+        // Fails only when the counter is full, and then it is readable.
+        let _full = self.stop.write(1);
+        thread.join().is_ok()
+    }
+
+    /// Whether the thread is gone without having been told to.
+    pub fn failed(&self) -> bool {
+        self.thread.as_ref().is_some_and(JoinHandle::is_finished)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.stop();
+    }
 }
 
 fn builder(kind: ThreadKind, name: String) -> Builder {

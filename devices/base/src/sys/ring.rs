@@ -8,33 +8,55 @@
 //! There the thread can also sleep inside of io_uring_enter ([`Ring::wait_beside`]), for completions and for one other
 //! descriptor, which a poll request in the ring stands for: to hand calls over, sleep and gather is one system call then.
 
-mod call;
-mod sleep;
-
 use std::{
     fs::File,
     io,
-    os::fd::AsRawFd,
+    os::fd::{AsRawFd, RawFd},
     sync::{
         Arc,
         atomic::{Ordering, fence},
     },
+    time::Duration,
 };
 
-use io_uring::{IoUring, cqueue, opcode, register::Restriction, squeue};
+use io_uring::{IoUring, cqueue, opcode, register::Restriction, squeue, types};
 use vmm_sys_util::eventfd::EventFd;
 
-pub use call::Call;
-
 use super::Iovecs;
-use call::build;
 
 /// User data of poll requests: this bit, and which one it is. Tags of calls have 32 bits.
 const POLL: u64 = 1 << 32;
 /// A poll request among the tags of calls.
 const POLL_INDEX: u32 = u32::MAX;
+/// The file's place among the registered ones.
+const FILE: types::Fixed = types::Fixed(0);
 /// Above all tags.
 const MAX_TAG: u32 = 1 << 16;
+
+/// Operation of the kernel on the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Call {
+    /// preadv at this byte.
+    Read(u64),
+    /// pwritev2 at this byte.
+    Write {
+        /// In bytes.
+        offset: u64,
+        /// With RWF_DSYNC.
+        stable: bool,
+    },
+    /// fdatasync.
+    Sync,
+    /// fallocate.
+    Allocate {
+        /// FALLOC_FL_*.
+        mode: i32,
+        /// In bytes.
+        offset: u64,
+        /// In bytes.
+        length: u64,
+    },
+}
 
 /// A call that came back.
 #[derive(Debug)]
@@ -353,6 +375,86 @@ impl<T> Ring<T> {
     }
 }
 
+/// Sleep inside of io_uring_enter, for calls and for one other descriptor.
+impl<T> Ring<T> {
+    /// Hands all pushed calls to the kernel and waits until a call returns, `other` is readable, a
+    /// signal arrives, or `limit` has passed. Returns false without waiting if the ring does not
+    /// support this wait, if the result of [`other_called`](Self::other_called) is pending, or if
+    /// the kernel takes no calls, which [`submit`](Self::submit) then reports.
+    ///
+    /// From the first call on `other` is polled until [`forget_other`](Self::forget_other).
+    /// [`other_called`](Self::other_called) reports each time that `other` becomes readable, or is
+    /// signalled again while readable. So no read of `other` is needed in between.
+    pub fn wait_beside(&mut self, other: RawFd, limit: Option<Duration>) -> io::Result<bool> {
+        if !self.deferred || self.dead || self.called {
+            return Ok(false);
+        }
+        self.wake_up()?;
+        if self.poll.is_none() {
+            let events = u32::try_from(libc::POLLIN).unwrap_or(0);
+            let entry = opcode::PollAdd::new(types::Fd(other), events)
+                .multi(true)
+                .build()
+                .user_data(POLL | u64::from(self.next_poll));
+            // SAFETY: the entry points to no memory. The kernel holds on to the descriptor's file as long as it polls.
+            if unsafe { self.ring.submission().push(&entry) }.is_err() {
+                return self.stay_awake();
+            }
+            self.pushed.push(POLL_INDEX);
+            self.poll = Some(self.next_poll);
+            self.next_poll = self.next_poll.wrapping_add(1);
+        }
+        let result = match limit {
+            None => self.ring.submit_and_wait(1),
+            Some(limit) => {
+                let limit = types::Timespec::from(limit);
+                let arguments = types::SubmitArgs::new().timespec(&limit);
+                self.ring.submitter().submit_with_args(1, &arguments)
+            }
+        };
+        self.note_handed();
+        match result {
+            Ok(_) => Ok(true),
+            Err(error) if matches!(error.raw_os_error(), Some(libc::ETIME | libc::EINTR)) => Ok(true),
+            // It may pass (EAGAIN, EBUSY).
+            Err(_) => self.stay_awake(),
+        }
+    }
+
+    /// Returns without a sleep. The event wakes a thread that sleeps by other means then, also for
+    /// completions from the time while the event was off.
+    fn stay_awake(&mut self) -> io::Result<bool> {
+        self.ring.completion().enable_eventfd();
+        fence(Ordering::SeqCst);
+        self.armed = true;
+        // Full only when it is readable anyway.
+        let _full = self.event.write(1);
+        Ok(false)
+    }
+
+    /// Whether what [`wait_beside`](Self::wait_beside) polls became readable, since this was asked last. Known once
+    /// [`returned`](Self::returned) has given `None`.
+    pub fn other_called(&mut self) -> bool {
+        std::mem::take(&mut self.called)
+    }
+
+    /// Stops polling `other`.
+    pub fn forget_other(&mut self) {
+        self.called = false;
+        if let Some(number) = self.poll.take() {
+            let which = types::CancelBuilder::user_data(POLL | u64::from(number));
+            // A poll request that is already gone has its completion under way to the queue, and
+            // its number is ignored there.
+            let _gone = self.ring.submitter().register_sync_cancel(None, which);
+            if self.under_way() == 0 {
+                // The poll request's own completion would end the next wait.
+                let _gathered = self.gather();
+                let _none = self.at_hand();
+            }
+        }
+    }
+}
+
 impl<T> Drop for Ring<T> {
     fn drop(&mut self) {
         // The file would else be closed some time after the ring. Another thread than the ring's can't do that.
@@ -377,7 +479,7 @@ fn restrict(ring: &IoUring) -> io::Result<()> {
         Restriction::register_op(IORING_REGISTER_SYNC_CANCEL),
         Restriction::sqe_flags_allowed(flags.bits()),
     ];
-    let calls = call::OPCODES.into_iter().chain([opcode::PollAdd::CODE]);
+    let calls = OPCODES.into_iter().chain([opcode::PollAdd::CODE]);
     allowed.extend(calls.map(Restriction::sqe_op));
     match ring.submitter().register_restrictions(&mut allowed) {
         // A kernel that does not know one of the operations, which is none that it could be asked for then.
@@ -401,6 +503,55 @@ fn is_passing(error: &io::Error) -> bool {
 fn poll_number(entry: &cqueue::Entry) -> Option<u32> {
     let number = entry.user_data().checked_sub(POLL)?;
     u32::try_from(number).ok()
+}
+
+/// The operations of the entries that [`build`] makes.
+const OPCODES: [u8; 6] = [
+    opcode::Read::CODE,
+    opcode::Readv::CODE,
+    opcode::Write::CODE,
+    opcode::Writev::CODE,
+    opcode::Fsync::CODE,
+    opcode::Fallocate::CODE,
+];
+
+/// The entry that makes a call on the file and `buffers`. It points to these.
+fn build(call: Call, buffers: &Iovecs) -> squeue::Entry {
+    match call {
+        Call::Read(offset) => match buffers.only() {
+            Some((base, length)) => opcode::Read::new(FILE, base, length).offset(offset).build(),
+            None => {
+                let (entries, count) = buffers.window();
+                opcode::Readv::new(FILE, entries, count).offset(offset).build()
+            }
+        },
+        Call::Write { offset, stable } => {
+            let flags = if stable { libc::RWF_DSYNC } else { 0 };
+            match buffers.only() {
+                Some((base, length)) => opcode::Write::new(FILE, base, length)
+                    .offset(offset)
+                    .rw_flags(flags)
+                    .build(),
+                None => {
+                    let (entries, count) = buffers.window();
+                    opcode::Writev::new(FILE, entries, count)
+                        .offset(offset)
+                        .rw_flags(flags)
+                        .build()
+                }
+            }
+        }
+        Call::Sync if cfg!(feature = "mutation-flush") => {
+            opcode::Read::new(FILE, std::ptr::null_mut(), 0).build()
+        }
+        Call::Sync => opcode::Fsync::new(FILE)
+            .flags(types::FsyncFlags::DATASYNC)
+            .build(),
+        Call::Allocate { mode, offset, length } => opcode::Fallocate::new(FILE, length)
+            .offset(offset)
+            .mode(mode)
+            .build(),
+    }
 }
 
 #[cfg(test)]

@@ -156,3 +156,64 @@ fn packets_are_sent_with_a_header_and_received_whole() {
     b.set_nonblocking(true).unwrap();
     assert_eq!(into.receive(&b).unwrap_err().kind(), io::ErrorKind::WouldBlock);
 }
+
+/// 30 bytes of it, in three pieces.
+fn list(memory: &Arc<GuestMemory>) -> Iovecs {
+    let mut list = Iovecs::new(Arc::clone(memory));
+    let segments = [(0, 10), (100, 10), (200, 10)].map(|(address, length)| Segment {
+        address: GuestAddress(address),
+        length,
+    });
+    list.append(&segments, 0, 30).unwrap();
+    list
+}
+
+#[test]
+fn what_is_scattered_over_parts_is_gathered_from_the_whole() {
+    let memory = memory();
+    let (mut list, mut whole) = (list(&memory), list(&memory));
+    let data: Vec<u8> = (1..=30).collect();
+    let mut first = list.split_front(15);
+    assert_eq!((first.len(), list.len()), (15, 15));
+    first.put(&data[..15]);
+    let mut rest = list.split_front(100);
+    assert_eq!((first.len(), list.len(), rest.len()), (0, 0, 15));
+    rest.put(&data[15..]);
+    let mut back = [0; 30];
+    whole.take(&mut back);
+    assert_eq!(back[..], data[..]);
+    assert_eq!(memory.read_obj::<u8>(GuestAddress(10)).unwrap(), 0);
+}
+
+#[test]
+fn zeroes_fill_pieces_of_any_length_and_nothing_beside_them() {
+    for length in [1, 4095, 4096, 4097, 12_288, 20_001_u32] {
+        let memory = Arc::new(GuestMemory::from_ranges(&[(GuestAddress(0), 0x8000)]).unwrap());
+        memory.write_slice(&[9; 0x8000], GuestAddress(0)).unwrap();
+        let mut list = Iovecs::new(Arc::clone(&memory));
+        let address = GuestAddress(3);
+        list.append(&[Segment { address, length }], 0, length).unwrap();
+        list.zero();
+        let mut content = vec![1; 0x8000];
+        memory.read_slice(&mut content, GuestAddress(0)).unwrap();
+        let end = 3 + length as usize;
+        assert_eq!(content[..3], [9; 3]);
+        assert!(content[3..end].iter().all(|byte| *byte == 0), "{length}");
+        assert!(content[end..].iter().all(|byte| *byte == 9), "{length}");
+    }
+}
+
+#[test]
+fn zeroes_fill_what_is_left() {
+    let memory = memory();
+    let (mut list, mut whole) = (list(&memory), list(&memory));
+    list.put(&[7; 12]);
+    assert_eq!(list.len(), 18);
+    memory.write_slice(&[9; 10], GuestAddress(200)).unwrap();
+    list.zero();
+    assert!(list.is_empty());
+    let mut back = [1; 30];
+    whole.take(&mut back);
+    assert_eq!(back[..12], [7; 12]);
+    assert_eq!(back[12..], [0; 18]);
+}
