@@ -76,6 +76,8 @@ pub struct Completion {
 ///
 /// The caller takes completions until [`completed`](Self::completed) returns `None`. Only then does
 /// [`event`](Self::event) signal the next one.
+///
+/// The provided methods are those of an engine that sleeps nowhere but in [`wait`](Self::wait).
 pub trait Engine: Send {
     /// Begins a request; it may wait for [`commit`](Self::commit), and may complete at once. Not more at once than
     /// [`depth`](Self::depth).
@@ -87,7 +89,9 @@ pub trait Engine: Send {
     /// Returns a completed request without a system call, if one is known. `None` does not exclude
     /// further completions, and the event need not signal them: the caller uses
     /// [`completed`](Self::completed) later.
-    fn at_hand(&mut self) -> Option<Completion>;
+    fn at_hand(&mut self) -> Option<Completion> {
+        self.completed()
+    }
     /// Requests submitted of which [`completed`](Self::completed) has not told.
     fn in_flight(&self) -> usize;
     /// Most requests at once.
@@ -102,15 +106,21 @@ pub trait Engine: Send {
     /// is readable, a signal arrives, or the optional `limit` has passed. Returns false if the
     /// engine did not do both; the caller then sleeps by other means. `other` must be readable
     /// whenever [`event`](Self::event) is. Without requests in flight, a limit is required.
-    fn commit_and_sleep(&mut self, other: RawFd, limit: Option<Duration>) -> io::Result<bool>;
+    fn commit_and_sleep(&mut self, _other: RawFd, _limit: Option<Duration>) -> io::Result<bool> {
+        Ok(false)
+    }
     /// Returns whether `other` became readable since the last call; true may be reported once too
     /// often. The value is valid once [`completed`](Self::completed) has returned `None`. The
     /// engine does not sleep while a true value is pending.
-    fn other_called(&mut self) -> bool;
+    fn other_called(&mut self) -> bool {
+        false
+    }
     /// Stops watching `other`. Call it before a sleep by other means without requests in flight.
-    fn forget_other(&mut self);
+    fn forget_other(&mut self) {}
     /// Whether requests often have completed as soon as [`commit`](Self::commit) returns.
-    fn is_prompt(&self) -> bool;
+    fn is_prompt(&self) -> bool {
+        true
+    }
     /// Waits until a request completes, nothing is under way, or `deadline` passes.
     fn wait(&mut self, deadline: Instant) -> io::Result<()>;
 }

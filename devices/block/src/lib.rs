@@ -10,7 +10,6 @@
 //!
 //! A reader starts with [`Image`] and [`Engine`], then `uring` for a raw image and [`qcow2`] for the other format.
 
-mod cached;
 pub mod changes;
 pub mod content;
 mod direct;

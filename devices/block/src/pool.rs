@@ -7,14 +7,12 @@
 use std::{
     collections::VecDeque,
     io,
-    os::fd::RawFd,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicUsize, Ordering},
     },
     thread::JoinHandle,
-    time::Duration,
     time::Instant,
 };
 
@@ -25,8 +23,9 @@ use vmm_base::{
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::{
+    direct::Bounce,
     engine::{Completion, Engine, Request},
-    target::{Bounce, Target},
+    target::Target,
 };
 
 /// Most threads of an image: what keeps a disk busy that does several requests at once, at little memory.
@@ -259,25 +258,6 @@ impl PoolEngine {
 }
 
 impl Engine for PoolEngine {
-    fn at_hand(&mut self) -> Option<Completion> {
-        self.completed()
-    }
-
-    /// It sleeps nowhere but in [`wait`](Engine::wait).
-    fn commit_and_sleep(&mut self, _other: RawFd, _limit: Option<Duration>) -> io::Result<bool> {
-        Ok(false)
-    }
-
-    fn other_called(&mut self) -> bool {
-        false
-    }
-
-    fn forget_other(&mut self) {}
-
-    fn is_prompt(&self) -> bool {
-        true
-    }
-
     fn submit(&mut self, request: Request) {
         self.in_flight = self.in_flight.saturating_add(1);
         self.submitted.push(Job {

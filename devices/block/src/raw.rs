@@ -16,11 +16,12 @@ use vmm_base::sys::{
 
 use super::{
     content::{Access, Extent},
+    direct::Bounce,
     engine::{Engine, Operation},
     geometry,
     image::{Geometry, Image, OpenError},
     pool::{Pool, PoolEngine},
-    target::{Bounce, Target},
+    target::Target,
     uring::UringEngine,
 };
 

@@ -5,8 +5,9 @@
 //! interrupted ones repeated. These requests leave the ring for the pool: discards of block
 //! devices, zeroings without a matching call of the file system, and requests that direct I/O
 //! cannot take unchanged or at this moment (see [`direct`](super::direct)).
-
-mod verdict;
+//!
+//! A read of data in the page cache is a copy, and a ring makes the copy when it receives the read. A
+//! single read is cheaper as a direct system call, so the engine tries that first ([`Cached`]).
 
 use std::{
     io,
@@ -23,17 +24,17 @@ use vmm_base::sys::{
 };
 use vmm_sys_util::eventfd::EventFd;
 
-use self::verdict::{Verdict, classify};
 use super::{
-    cached::Cached,
-    direct::Alignment,
     engine::{Completion, Engine, Operation, Request},
     pool::{Job, Mailbox, Pool, copy, event},
-    target::{Kind, Target, zeroing},
+    target::{Alignment, Kind, Target, unsupported, zeroing},
 };
 
 /// Most requests at once: a virtqueue's size.
 const DEPTH: u32 = 256;
+
+/// Reads that are not tried after one that was not in the page cache: others near it are probably not there either.
+const COLD: u32 = 16;
 
 /// State of a request in the ring. Its tag there is its token.
 #[derive(Debug)]
@@ -42,6 +43,61 @@ struct Running {
     operation: Operation,
     /// Range held in the image's [`changing`](Target::changing) ranges.
     changes: Option<Range<u64>>,
+}
+
+/// Action after the return of a call.
+enum Verdict {
+    /// Its request is at its end.
+    Over(io::Result<()>),
+    /// That is left to be done; `patient` by a kernel thread that may wait.
+    Again { operation: Operation, patient: bool },
+    /// The pool may know another way.
+    Elsewhere,
+}
+
+/// Whether single reads are worth a try from the page cache.
+#[derive(Debug)]
+struct Cached {
+    /// The image is read through the page cache, and its file system supports RWF_NOWAIT.
+    able: bool,
+    /// Reads that are not to be tried.
+    skipped: u32,
+}
+
+impl Cached {
+    /// For an image that is read through the page cache, or past it.
+    fn new(able: bool) -> Self {
+        Self { able, skipped: 0 }
+    }
+
+    /// Whether the next read is to be tried. Asked once for each.
+    fn is_worth_trying(&mut self) -> bool {
+        if !self.able {
+            return false;
+        }
+        match self.skipped.checked_sub(1) {
+            Some(left) => {
+                self.skipped = left;
+                false
+            }
+            None => true,
+        }
+    }
+
+    /// Records the result of a tried read of `length` bytes. `Ok` holds the number of bytes read.
+    fn learn(&mut self, length: usize, result: &io::Result<usize>) {
+        match result {
+            Ok(count) if *count == length => {}
+            Ok(_) => self.skipped = COLD,
+            Err(error) => match error.raw_os_error() {
+                Some(libc::EAGAIN) => self.skipped = COLD,
+                // Errors of the image come again in the ring, where they are dealt with.
+                Some(libc::EIO) => {}
+                // The file system, or the kernel, can't.
+                _ => self.able = false,
+            },
+        }
+    }
 }
 
 /// An engine on a ring of its own.
@@ -369,4 +425,101 @@ fn allocate(unmap: bool, offset: u64, length: u64) -> Option<Call> {
         offset,
         length,
     })
+}
+
+/// Classifies the return of `operation`, the rest of a request. `result` is the value of the system
+/// call, or the negative error number. `buffers` belongs to the request; the transferred part is
+/// consumed.
+fn classify(operation: Operation, result: i32, buffers: &mut Iovecs) -> Verdict {
+    if let Ok(count) = u32::try_from(result) {
+        return advance(operation, count, buffers);
+    }
+    let error = io::Error::from_raw_os_error(result.saturating_neg());
+    let is_allocation = matches!(
+        operation,
+        Operation::Discard { .. } | Operation::WriteZeroes { .. }
+    );
+    match error.kind() {
+        io::ErrorKind::Interrupted => Verdict::Again {
+            operation,
+            patient: false,
+        },
+        io::ErrorKind::WouldBlock => Verdict::Again {
+            operation,
+            patient: true,
+        },
+        _ if is_allocation && unsupported(&error) => Verdict::Elsewhere,
+        _ => Verdict::Over(Err(error)),
+    }
+}
+
+/// When `count` bytes of an operation are done.
+fn advance(operation: Operation, count: u32, buffers: &mut Iovecs) -> Verdict {
+    let (offset, at_end) = match operation {
+        Operation::Read { offset } => (offset, io::ErrorKind::UnexpectedEof),
+        Operation::Write { offset, .. } => (offset, io::ErrorKind::WriteZero),
+        _ => return Verdict::Over(Ok(())),
+    };
+    buffers.skip(count as usize);
+    if buffers.is_empty() {
+        return Verdict::Over(Ok(()));
+    }
+    if count == 0 {
+        return Verdict::Over(Err(at_end.into()));
+    }
+    let offset = offset.saturating_add(count.into());
+    let operation = match operation {
+        Operation::Write { stable, .. } => Operation::Write { offset, stable },
+        _ => Operation::Read { offset },
+    };
+    Verdict::Again {
+        operation,
+        patient: false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn errno(number: i32) -> io::Result<usize> {
+        Err(io::Error::from_raw_os_error(number))
+    }
+
+    /// Returns the indices of the tried reads, of `reads` in total.
+    fn tried(cached: &mut Cached, reads: u32, result: &io::Result<usize>) -> Vec<u32> {
+        let mut tried = Vec::new();
+        for read in 0..reads {
+            if cached.is_worth_trying() {
+                tried.push(read);
+                cached.learn(4096, result);
+            }
+        }
+        tried
+    }
+
+    #[test]
+    fn what_is_in_the_page_cache_is_tried_each_time() {
+        let mut cached = Cached::new(true);
+        assert_eq!(tried(&mut cached, 3, &Ok(4096)), [0, 1, 2]);
+        assert_eq!(tried(&mut cached, 3, &errno(libc::EIO)), [0, 1, 2]);
+    }
+
+    #[test]
+    fn after_one_that_is_not_there_some_are_left_to_the_ring() {
+        let mut cached = Cached::new(true);
+        assert_eq!(tried(&mut cached, 35, &errno(libc::EAGAIN)), [0, 17, 34]);
+        let mut cached = Cached::new(true);
+        cached.learn(4096, &Ok(512));
+        assert_eq!(tried(&mut cached, 20, &Ok(4096)), [16, 17, 18, 19]);
+    }
+
+    #[test]
+    fn where_it_can_not_be_said_none_is_tried_again() {
+        for number in [libc::EOPNOTSUPP, libc::ENOSYS, libc::EPERM, libc::EINVAL] {
+            let mut cached = Cached::new(true);
+            assert_eq!(tried(&mut cached, 100, &errno(number)), [0]);
+        }
+        assert!(tried(&mut Cached::new(false), 3, &Ok(4096)).is_empty());
+    }
 }

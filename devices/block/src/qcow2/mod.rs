@@ -65,10 +65,9 @@ use vmm_base::sys::{
 use super::{
     SECTOR,
     content::{Access, Extent},
-    direct::Alignment,
     engine::{Engine, Operation},
     image::{Geometry, Image, OpenError},
-    target::Target,
+    target::{Alignment, Target},
 };
 
 /// An image below an overlay, which is only read.

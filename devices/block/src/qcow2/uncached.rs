@@ -14,10 +14,7 @@ use rustix::fs::{FallocateFlags, fallocate};
 use vmm_base::sys::{Iovecs, file};
 
 use super::medium::Medium;
-use crate::{
-    engine::Operation,
-    target::{Bounce, Target},
-};
+use crate::{direct::Bounce, engine::Operation, target::Target};
 
 /// Number of buffers kept for later requests: one for each thread of the pool, and one for opening
 /// or closing.

@@ -2,7 +2,6 @@
 
 use std::io;
 
-use rstest::rstest;
 use rustix::fs::{SealFlags, fcntl_add_seals};
 use vm_memory::Bytes;
 

@@ -1,7 +1,6 @@
 //! A FLUSH reaches the storage of the image. The page cache shows this: written pages are dirty
 //! before a FLUSH, and none is dirty after it.
 
-use rstest::rstest;
 use rustix::fs::fstatfs;
 use vmm_base::sys::cachestat::not_written_back;
 

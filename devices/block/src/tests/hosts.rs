@@ -3,7 +3,6 @@
 
 use std::process::Command;
 
-use rstest::rstest;
 use tempfile::TempDir;
 use vm_memory::Bytes;
 
@@ -119,6 +118,14 @@ fn a_full_file_system_is_an_error_until_there_is_space(
     assert!(content[written].iter().all(|byte| *byte == 7));
 }
 
+#[rstest]
+#[case::ring(Which::Uring, Cache::Buffered)]
+#[case::ring_past_the_page_cache(Which::Uring, Cache::Direct)]
+#[case::threads_past_the_page_cache(Which::Threads, Cache::Direct)]
+fn an_engine_on_a_block_device_is_a_disk(#[case] which: Which, #[case] cache: Cache) {
+    proptest!(model::cases(), |(steps in model::steps(false))| on_device(which, cache, steps));
+}
+
 fn on_device(which: Which, cache: Cache, steps: Vec<model::Step>) {
     let Some(device) = Loop::new(model::SECTORS * SECTOR) else {
         return;
@@ -139,23 +146,4 @@ fn on_device(which: Which, cache: Cache, steps: Vec<model::Step>) {
         setup = Setup::on(which, cache, path).unwrap();
     }
     model::run(&setup, steps);
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
-
-    #[test]
-    fn the_ring_works_on_block_devices(steps in model::steps(false)) {
-        on_device(Which::Uring, Cache::Buffered, steps);
-    }
-
-    #[test]
-    fn the_ring_works_on_block_devices_past_the_page_cache(steps in model::steps(false)) {
-        on_device(Which::Uring, Cache::Direct, steps);
-    }
-
-    #[test]
-    fn threads_work_on_block_devices_past_the_page_cache(steps in model::steps(false)) {
-        on_device(Which::Threads, Cache::Direct, steps);
-    }
 }

@@ -25,15 +25,15 @@ use std::{
 };
 
 use proptest::prelude::*;
+use rstest::rstest;
 use tempfile::NamedTempFile;
 use vm_memory::GuestAddress;
 use vmm_base::{GuestMemory, lacking, ram::Segment, sys::Iovecs};
 
 use super::{
     Completion, Engine, Operation, Request, SECTOR,
-    direct::Alignment,
     pool::{Pool, PoolEngine},
-    target::Target,
+    target::{Alignment, Target},
     uring::UringEngine,
 };
 
@@ -185,52 +185,20 @@ fn carry_out(engine: &mut dyn Engine, request: Request) -> Completion {
     engine.completed().expect("nothing completed")
 }
 
-fn against_the_model(which: Which, cache: Cache, steps: Vec<model::Step>) {
-    if let Some(setup) = Setup::new(which, cache, model::SECTORS * SECTOR) {
-        model::run(&setup, steps);
-    }
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
-
-    #[test]
-    fn the_ring_is_a_disk(steps in model::steps(false)) {
-        against_the_model(Which::Uring, Cache::Buffered, steps);
-    }
-
-    #[test]
-    fn the_ring_of_old_kernels_is_a_disk(steps in model::steps(false)) {
-        against_the_model(Which::OldUring, Cache::Direct, steps);
-    }
-
-    #[test]
-    fn threads_are_a_disk(steps in model::steps(false)) {
-        against_the_model(Which::Threads, Cache::Buffered, steps);
-    }
-
-    #[test]
-    fn the_ring_is_a_disk_past_the_page_cache(steps in model::steps(true)) {
-        against_the_model(Which::Uring, Cache::Direct, steps);
-    }
-
-    #[test]
-    fn buffers_that_are_not_aligned_go_through_others(steps in model::steps(false)) {
-        against_the_model(Which::Uring, Cache::Direct, steps);
-    }
-
-    #[test]
-    fn threads_are_a_disk_past_the_page_cache(steps in model::steps(false)) {
-        against_the_model(Which::Threads, Cache::Direct, steps);
-    }
-
-    #[test]
-    fn sectors_are_written_where_the_host_has_larger_blocks(steps in model::steps(true)) {
-        against_the_model(Which::Uring, Cache::Coarse, steps);
-    }
-
-    #[test]
-    fn threads_write_sectors_where_the_host_has_larger_blocks(steps in model::steps(false)) {
-        against_the_model(Which::Threads, Cache::Coarse, steps);
-    }
+/// Random requests, compared with a disk in memory.
+#[rstest]
+#[case::ring(Which::Uring, Cache::Buffered, false)]
+#[case::ring_of_old_kernels(Which::OldUring, Cache::Direct, false)]
+#[case::threads(Which::Threads, Cache::Buffered, false)]
+#[case::ring_past_the_page_cache(Which::Uring, Cache::Direct, true)]
+#[case::ring_with_buffers_that_are_not_aligned(Which::Uring, Cache::Direct, false)]
+#[case::threads_past_the_page_cache(Which::Threads, Cache::Direct, false)]
+#[case::ring_on_large_blocks(Which::Uring, Cache::Coarse, true)]
+#[case::threads_on_large_blocks(Which::Threads, Cache::Coarse, false)]
+fn an_engine_is_a_disk(#[case] which: Which, #[case] cache: Cache, #[case] aligned: bool) {
+    proptest!(model::cases(), |(steps in model::steps(aligned))| {
+        if let Some(setup) = Setup::new(which, cache, model::SECTORS * SECTOR) {
+            model::run(&setup, steps);
+        }
+    });
 }

@@ -63,6 +63,15 @@ fn place(aligned: bool) -> impl Strategy<Value = Place> {
     })
 }
 
+/// How often a property of engines is checked.
+pub(crate) fn cases() -> ProptestConfig {
+    ProptestConfig {
+        cases: 24,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    }
+}
+
 /// Some steps; `aligned` buffers could go to a disk as they are.
 pub(crate) fn steps(aligned: bool) -> impl Strategy<Value = Vec<Step>> {
     let step = prop_oneof![

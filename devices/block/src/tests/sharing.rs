@@ -2,7 +2,6 @@
 
 use std::{collections::VecDeque, sync::Barrier};
 
-use rstest::rstest;
 use vm_memory::Bytes;
 
 use super::*;

@@ -13,10 +13,7 @@ use proptest::{
     test_runner::{RngAlgorithm, TestRng},
 };
 
-use super::{
-    requests::report,
-    support::{Event, Guest, Recorder, apply, created, try_open},
-};
+use super::support::{Event, Guest, Recorder, apply, assert_sound, created, image, report, try_open};
 use crate::{
     Image, Operation, Qcow2Image, SECTOR,
     qcow2::{
@@ -51,6 +48,19 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
+/// A completed step, and the range of the file's events around it.
+pub(super) struct Done {
+    pub start: usize,
+    pub end: usize,
+    pub what: What,
+}
+
+pub(super) enum What {
+    /// Sectors and their new content: the number of a write, 0 for zeroes, `None` for any content.
+    Changed(Vec<u64>, Option<u64>),
+    Flushed,
+}
+
 /// Content of every word of the image below an overlay.
 pub(super) const BELOW: u64 = 0xb0b0;
 
@@ -63,43 +73,44 @@ pub(super) fn open(recorder: &Arc<Recorder>, overlay: bool) -> Qcow2Image {
     try_open(recorder, false, below).unwrap()
 }
 
-/// A step that was done, and the events that it caused.
-struct Done {
-    step: Step,
-    /// Content that a write put into each of its sectors.
-    stamp: u64,
-    events: std::ops::Range<usize>,
-}
-
 fn play(recorder: &Arc<Recorder>, steps: &[Step], overlay: bool) -> Vec<Done> {
     let disk = open(recorder, overlay);
     recorder.events.lock().unwrap().clear();
+    let now = || recorder.events.lock().unwrap().len();
     let mut guest = Guest::new(&disk);
     let mut done = Vec::new();
     for (step, stamp) in steps.iter().zip(1..) {
-        let start = recorder.events.lock().unwrap().len();
+        let start = now();
+        let mut what = Vec::new();
+        let mut changed = |at: u64, count: u64, value| {
+            what.push(What::Changed((at..at + count).collect(), value));
+            (at * SECTOR, count * SECTOR)
+        };
         match *step {
-            Step::Write(at, count) | Step::StableWrite(at, count) => {
-                let stable = matches!(step, Step::StableWrite(..));
-                let data: Vec<u8> = (0..count * SECTOR / 8)
-                    .flat_map(|_| u64::to_le_bytes(stamp))
-                    .collect();
-                guest.write(at * SECTOR, &data).unwrap();
-                if stable {
-                    // The same again, as the data is in the guest's memory already.
-                    let offset = at * SECTOR;
-                    guest
-                        .request(Operation::Write { offset, stable }, data.len())
-                        .unwrap();
-                }
+            Step::Write(at, count) => {
+                let (offset, _) = changed(at, count, Some(stamp));
+                guest.write(offset, &pattern(stamp, count)).unwrap();
             }
-            Step::Flush => guest.flush().unwrap(),
+            Step::StableWrite(at, count) => {
+                let (offset, length) = changed(at, count, Some(stamp));
+                guest.write(offset, &pattern(stamp, count)).unwrap();
+                // The same again, as the data is in the guest's memory already.
+                let stable = true;
+                guest
+                    .request(Operation::Write { offset, stable }, length as usize)
+                    .unwrap();
+                what.push(What::Flushed);
+            }
+            Step::Flush => {
+                guest.flush().unwrap();
+                what.push(What::Flushed);
+            }
             Step::Discard(at, count) => {
-                let (offset, length) = (at * SECTOR, count * SECTOR);
+                let (offset, length) = changed(at, count, None);
                 guest.request(Operation::Discard { offset, length }, 0).unwrap();
             }
             Step::Zero(at, count, unmap) => {
-                let (offset, length) = (at * SECTOR, count * SECTOR);
+                let (offset, length) = changed(at, count, Some(0));
                 let zeroes = Operation::WriteZeroes {
                     offset,
                     length,
@@ -109,55 +120,80 @@ fn play(recorder: &Arc<Recorder>, steps: &[Step], overlay: bool) -> Vec<Done> {
             }
             Step::Grow => disk.grow(Some(GROWN * SECTOR)).unwrap(),
         }
-        done.push(Done {
-            step: step.clone(),
-            stamp,
-            events: start..recorder.events.lock().unwrap().len(),
-        });
+        let end = now();
+        done.extend(what.into_iter().map(|what| Done { start, end, what }));
     }
     done
 }
 
-/// Returns the allowed contents of each sector after a crash before event `at`: numbers of writes,
-/// 0 for zeroes; `None` for any content.
-fn allowed(done: &[Done], at: usize, first: u64) -> BTreeMap<u64, Option<BTreeSet<u64>>> {
-    let mut sectors: BTreeMap<u64, Option<BTreeSet<u64>>> = (0..SECTORS)
-        .map(|sector| (sector, Some([first].into())))
-        .collect();
+pub(super) fn pattern(stamp: u64, sectors: u64) -> Vec<u8> {
+    (0..sectors * SECTOR / 8)
+        .flat_map(|_| stamp.to_le_bytes())
+        .collect()
+}
+
+/// Returns the allowed contents of sectors after a crash before event `at`: numbers of writes, 0 for
+/// zeroes, `None` for any content. Untouched sectors are missing.
+pub(super) fn allowed(done: &[Done], at: usize, first: u64) -> BTreeMap<u64, Option<BTreeSet<u64>>> {
+    let mut sectors: BTreeMap<u64, Option<BTreeSet<u64>>> = BTreeMap::new();
     let mut current: BTreeMap<u64, Option<u64>> = BTreeMap::new();
-    for done in done.iter().take_while(|done| done.events.start < at.max(1)) {
-        let complete = done.events.end <= at;
-        let mut put = |at: u64, count: u64, value: Option<u64>| {
-            for sector in at..at + count {
-                current.insert(sector, value);
-                let allowed = sectors.get_mut(&sector).unwrap();
-                match (value, allowed.as_mut()) {
-                    (Some(value), Some(values)) => {
-                        values.insert(value);
+    for done in done.iter().take_while(|done| done.start < at.max(1)) {
+        match &done.what {
+            What::Changed(changed, value) => {
+                for sector in changed {
+                    current.insert(*sector, *value);
+                    let allowed = sectors.entry(*sector).or_insert_with(|| Some([first].into()));
+                    match (value, allowed.as_mut()) {
+                        (Some(value), Some(values)) => {
+                            values.insert(*value);
+                        }
+                        _ => *allowed = None,
                     }
-                    _ => *allowed = None,
                 }
             }
-        };
-        let mut flushed = false;
-        match done.step {
-            Step::Write(at, count) => put(at, count, Some(done.stamp)),
-            Step::StableWrite(at, count) => {
-                put(at, count, Some(done.stamp));
-                flushed = true;
+            What::Flushed if done.end <= at => {
+                for (sector, value) in &current {
+                    sectors.insert(*sector, value.map(|value| [value].into()));
+                }
             }
-            Step::Discard(at, count) => put(at, count, None),
-            Step::Zero(at, count, _) => put(at, count, Some(0)),
-            Step::Flush => flushed = true,
-            Step::Grow => {}
-        }
-        if flushed && complete {
-            for (sector, value) in &current {
-                sectors.insert(*sector, value.map(|value| [value].into()));
-            }
+            What::Flushed => {}
         }
     }
     sectors
+}
+
+pub(super) fn check(
+    recorder: &Arc<Recorder>,
+    allowed: &BTreeMap<u64, Option<BTreeSet<u64>>>,
+    first: u64,
+    when: &str,
+) {
+    let found = report(recorder);
+    assert_eq!(found.corruptions, 0, "{when}: {found:?}");
+    let disk = open(recorder, first != 0);
+    let found = report(recorder);
+    assert_eq!(
+        (found.corruptions, found.leaks),
+        (0, 0),
+        "{when}, repaired: {found:?}"
+    );
+    let data = Guest::new(&disk).read(0, (SECTORS * SECTOR) as usize).unwrap();
+    let untouched = Some([first].into());
+    for (sector, content) in (0..).zip(data.chunks(SECTOR as usize)) {
+        let Some(values) = allowed.get(&sector).unwrap_or(&untouched) else {
+            continue;
+        };
+        let value = u64::from_le_bytes(content[..8].try_into().unwrap());
+        assert!(
+            values.contains(&value) && content == pattern(value, 1),
+            "{when}: sector {sector} holds {value}, allowed are {values:?}"
+        );
+    }
+    // It can be written to and stays consistent.
+    let mut guest = Guest::new(&disk);
+    guest.write(0, &[0xaa; 64 << 10]).unwrap();
+    guest.flush().unwrap();
+    assert_sound(recorder);
 }
 
 /// Returns a possible content of the disk after a crash before event `at`.
@@ -203,42 +239,6 @@ pub(super) fn crashed(before: &[u8], events: &[Event], at: usize, rng: &mut Test
     content
 }
 
-fn check_crash(before: &[u8], done: &[Done], events: &[Event], at: usize, overlay: bool, rng: &mut TestRng) {
-    let crashed = crashed(before, events, at, rng);
-    let recorder = Recorder::new(crashed);
-    let found = report(&recorder);
-    assert_eq!(found.corruptions, 0, "crash at {at}: {found:?}");
-    let disk = open(&recorder, overlay);
-    let found = report(&recorder);
-    assert_eq!(
-        (found.corruptions, found.leaks),
-        (0, 0),
-        "after repair: {found:?}"
-    );
-    let mut guest = Guest::new(&disk);
-    let allowed = allowed(done, at, if overlay { BELOW } else { 0 });
-    let data = guest.read(0, (SECTORS * SECTOR) as usize).unwrap();
-    for (sector, content) in data.chunks(SECTOR as usize).enumerate() {
-        let Some(values) = &allowed[&(sector as u64)] else {
-            continue;
-        };
-        let value = u64::from_le_bytes(content[..8].try_into().unwrap());
-        assert!(
-            values.contains(&value) && content.chunks(8).all(|chunk| chunk == &content[..8]),
-            "crash at {at}: sector {sector} holds {value}, allowed are {values:?}"
-        );
-    }
-    // It can be written to and stays consistent.
-    guest.write(0, &[0xaa; 64 << 10]).unwrap();
-    guest.flush().unwrap();
-    let found = report(&recorder);
-    assert_eq!(
-        (found.corruptions, found.leaks),
-        (0, 0),
-        "written again: {found:?}"
-    );
-}
-
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 
@@ -261,7 +261,9 @@ proptest! {
         let mut rng = TestRng::from_seed(RngAlgorithm::ChaCha, &seed);
         for _ in 0..12 {
             let at = rng.next_u32() as usize % (events.len() + 1);
-            check_crash(&before, &done, &events, at, overlay, &mut rng);
+            let first = if overlay { BELOW } else { 0 };
+            let dead = Recorder::new(crashed(&before, &events, at, &mut rng));
+            check(&dead, &allowed(&done, at, first), first, &format!("crash at {at}"));
         }
     }
 }
@@ -278,19 +280,15 @@ fn a_write_that_begins_before_kept_zeroes_gives_nothing_up_too_early() {
         Step::Grow,
         Step::Flush,
     ];
-    let recorder = created(CreateOptions {
-        size: SECTORS * SECTOR,
-        cluster_size: 1 << 12,
-        preallocation: Preallocation::Off,
-        backing: None,
-    });
+    let recorder = image(SECTORS * SECTOR, 1 << 12);
     let before = recorder.content();
     let done = play(&recorder, &steps, false);
     let events = recorder.events.lock().unwrap().clone();
     let mut rng = TestRng::from_seed(RngAlgorithm::ChaCha, &[7; 32]);
     for at in 0..=events.len() {
         for _ in 0..16 {
-            check_crash(&before, &done, &events, at, false, &mut rng);
+            let dead = Recorder::new(crashed(&before, &events, at, &mut rng));
+            check(&dead, &allowed(&done, at, 0), 0, &format!("crash at {at}"));
         }
     }
 }

@@ -44,12 +44,18 @@ fn create(path: &Path, size: u64) {
 }
 
 pub(super) fn create_in(path: &Path, size: u64, cluster_size: u32) {
-    let options = CreateOptions {
+    create_with(path, size, |options| options.cluster_size = cluster_size);
+}
+
+/// Creates an image with changes of the usual options.
+pub(super) fn create_with(path: &Path, size: u64, change: impl FnOnce(&mut CreateOptions)) {
+    let mut options = CreateOptions {
         size,
-        cluster_size,
+        cluster_size: create::CLUSTER_SIZE,
         preallocation: Preallocation::Off,
         backing: None,
     };
+    change(&mut options);
     create::create(file(path, 0), options).unwrap();
 }
 
@@ -94,13 +100,7 @@ fn one_writes_or_several_read_and_images_below_are_read() {
     assert!(again(false).is_err());
     drop(readers);
     let overlay = folder.path().join("overlay");
-    let options = CreateOptions {
-        size: 1 << 20,
-        cluster_size: create::CLUSTER_SIZE,
-        preallocation: Preallocation::Off,
-        backing: Some("qcow2"),
-    };
-    create::create(file(&overlay, 0), options).unwrap();
+    create_with(&overlay, 1 << 20, |options| options.backing = Some("qcow2"));
     let below = vec![Backing::Qcow2(File::open(&path).unwrap().into())];
     let overlay = Qcow2Image::open(file(&overlay, 0).into(), false, below).unwrap();
     assert!(again(false).is_err());
@@ -154,13 +154,9 @@ fn discards_shrink_the_file() {
 fn what_lies_in_one_piece_is_read_and_written_without_threads() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("disk");
-    let options = CreateOptions {
-        size: 16 << 20,
-        cluster_size: create::CLUSTER_SIZE,
-        preallocation: Preallocation::Metadata,
-        backing: None,
-    };
-    create::create(file(&path, 0), options).unwrap();
+    create_with(&path, 16 << 20, |options| {
+        options.preallocation = Preallocation::Metadata;
+    });
     let disk = open(&path);
     let mut guest = Guest::new(&disk);
     guest.write(1 << 20, &vec![1; 1 << 20]).unwrap();

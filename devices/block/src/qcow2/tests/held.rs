@@ -5,17 +5,8 @@ use std::{
     thread::{self, ScopedJoinHandle},
 };
 
-use super::{
-    requests::report,
-    support::{Guest, Recorder, created, image, open, try_open},
-};
-use crate::{
-    Operation,
-    qcow2::{
-        Below,
-        create::{CreateOptions, Preallocation},
-    },
-};
+use super::support::{Guest, Recorder, assert_sound, image, open, overlay, report, try_open};
+use crate::{Operation, qcow2::Below};
 
 const CLUSTER: u64 = 4096;
 /// Bytes of the disk that an L2 table is for.
@@ -23,11 +14,6 @@ const TABLE: u64 = CLUSTER / 8 * CLUSTER;
 const SIZE: u64 = 4 * TABLE;
 /// First byte of data that the host holds back.
 const HELD: u8 = 0xee;
-
-fn assert_sound(recorder: &Arc<Recorder>) {
-    let found = report(recorder);
-    assert_eq!((found.corruptions, found.leaks), (0, 0), "{found:?}");
-}
 
 /// Returns the image's content if the host dies at this moment and no write is lost.
 fn after_death(recorder: &Arc<Recorder>) -> Arc<Recorder> {
@@ -110,12 +96,7 @@ fn while_the_data_of_new_clusters_is_written_all_else_goes_on() {
 #[test]
 fn writes_to_parts_of_one_new_cluster_have_their_turns_and_none_is_lost() {
     let below = Recorder::new(vec![9; SIZE as usize]);
-    let recorder = created(CreateOptions {
-        size: SIZE,
-        cluster_size: CLUSTER as u32,
-        preallocation: Preallocation::Off,
-        backing: Some("raw"),
-    });
+    let recorder = overlay(SIZE, CLUSTER as u32, "raw");
     let disk = try_open(&recorder, false, vec![Below::Raw(below)]).unwrap();
     let (mut first, mut second, mut guest) = (Guest::new(&disk), Guest::new(&disk), Guest::new(&disk));
     recorder.hold(HELD);
@@ -186,12 +167,7 @@ fn a_discard_waits_for_those_who_use_its_range_and_for_nobody_else() {
 #[test]
 fn a_write_to_new_clusters_that_fails_late_leaves_what_was_there() {
     let below = Recorder::new(vec![9; SIZE as usize]);
-    let recorder = created(CreateOptions {
-        size: SIZE,
-        cluster_size: CLUSTER as u32,
-        preallocation: Preallocation::Off,
-        backing: Some("raw"),
-    });
+    let recorder = overlay(SIZE, CLUSTER as u32, "raw");
     let disk = try_open(&recorder, false, vec![Below::Raw(below)]).unwrap();
     let (mut held, mut guest) = (Guest::new(&disk), Guest::new(&disk));
     guest.write(0, &[1; CLUSTER as usize]).unwrap();

@@ -2,11 +2,7 @@
 //! clusters. Each thread reads its own writes. After a crash of the host at any point, the image is
 //! consistent and holds the flushed data of each thread.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    sync::Arc,
-    thread,
-};
+use std::{collections::BTreeMap, thread};
 
 use proptest::{
     prelude::*,
@@ -14,8 +10,7 @@ use proptest::{
 };
 
 use super::{
-    crash::{BELOW, crashed, open},
-    requests::report,
+    crash::{BELOW, Done, What, allowed, check, crashed, open, pattern},
     support::{Guest, Recorder, created},
 };
 use crate::{
@@ -49,19 +44,6 @@ fn step() -> impl Strategy<Value = Step> {
         2 => Just(Step::Flush),
         4 => number().prop_map(Step::Read),
     ]
-}
-
-/// A completed step, and the range of the file's events around it.
-struct Done {
-    start: usize,
-    end: usize,
-    what: What,
-}
-
-enum What {
-    /// Sectors and their new content: the number of a write, 0 for zeroes, `None` for any content.
-    Changed(Vec<u64>, Option<u64>),
-    Flushed,
 }
 
 /// Sectors of a cluster; every second cluster is shared by all lanes.
@@ -147,66 +129,6 @@ impl Lane {
             });
         }
         done
-    }
-}
-
-fn pattern(stamp: u64, sectors: u64) -> Vec<u8> {
-    (0..sectors * SECTOR / 8)
-        .flat_map(|_| stamp.to_le_bytes())
-        .collect()
-}
-
-/// Returns the allowed contents of a lane's sectors after a crash before event `at`; untouched
-/// sectors are missing.
-fn allowed(done: &[Done], at: usize, first: u64) -> BTreeMap<u64, Option<BTreeSet<u64>>> {
-    let mut sectors: BTreeMap<u64, Option<BTreeSet<u64>>> = BTreeMap::new();
-    let mut current: BTreeMap<u64, Option<u64>> = BTreeMap::new();
-    for done in done.iter().take_while(|done| done.start < at.max(1)) {
-        match &done.what {
-            What::Changed(changed, value) => {
-                for sector in changed {
-                    current.insert(*sector, *value);
-                    let allowed = sectors.entry(*sector).or_insert_with(|| Some([first].into()));
-                    match (value, allowed.as_mut()) {
-                        (Some(value), Some(values)) => {
-                            values.insert(*value);
-                        }
-                        _ => *allowed = None,
-                    }
-                }
-            }
-            What::Flushed if done.end <= at => {
-                for (sector, value) in &current {
-                    sectors.insert(*sector, value.map(|value| [value].into()));
-                }
-            }
-            What::Flushed => {}
-        }
-    }
-    sectors
-}
-
-fn check(recorder: &Arc<Recorder>, allowed: &BTreeMap<u64, Option<BTreeSet<u64>>>, first: u64, when: &str) {
-    let found = report(recorder);
-    assert_eq!(found.corruptions, 0, "{when}: {found:?}");
-    let disk = open(recorder, first != 0);
-    let found = report(recorder);
-    assert_eq!(
-        (found.corruptions, found.leaks),
-        (0, 0),
-        "{when}, repaired: {found:?}"
-    );
-    let data = Guest::new(&disk).read(0, (SECTORS * SECTOR) as usize).unwrap();
-    let untouched = Some([first].into());
-    for (sector, content) in (0..).zip(data.chunks(SECTOR as usize)) {
-        let Some(values) = allowed.get(&sector).unwrap_or(&untouched) else {
-            continue;
-        };
-        let value = u64::from_le_bytes(content[..8].try_into().unwrap());
-        assert!(
-            values.contains(&value) && content == pattern(value, 1),
-            "{when}: sector {sector} holds {value}, allowed are {values:?}"
-        );
     }
 }
 

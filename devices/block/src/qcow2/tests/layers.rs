@@ -2,36 +2,18 @@
 
 use std::sync::Arc;
 
-use super::{
-    requests::report,
-    support::{Guest, Recorder, created, image, open, try_open},
-};
-use crate::{
-    Image, Operation,
-    qcow2::{
-        Below,
-        create::{CreateOptions, Preallocation},
-    },
-};
-
-fn overlay(size: u64, backing: &'static str) -> Arc<Recorder> {
-    created(CreateOptions {
-        size,
-        cluster_size: 4096,
-        preallocation: Preallocation::Off,
-        backing: Some(backing),
-    })
-}
+use super::support::{Guest, Recorder, assert_sound, image, open, overlay, report, try_open};
+use crate::{Image, Operation, qcow2::Below};
 
 #[test]
 fn an_overlay_reads_through_and_writes_above() {
     let base = Recorder::new(vec![7; 1 << 20]);
-    let middle = overlay(1 << 20, "raw");
+    let middle = overlay(1 << 20, 4096, "raw");
     {
         let disk = try_open(&middle, false, vec![Below::Raw(Arc::clone(&base) as _)]).unwrap();
         Guest::new(&disk).write(4096, &[8; 4096]).unwrap();
     }
-    let top = overlay(2 << 20, "qcow2");
+    let top = overlay(2 << 20, 4096, "qcow2");
     let before = (base.content(), middle.content());
     let below = || {
         vec![
@@ -70,7 +52,7 @@ fn an_overlay_reads_through_and_writes_above() {
 #[test]
 fn what_lies_below_does_not_appear_when_an_overlay_grows() {
     let base = Recorder::new(vec![7; 1 << 20]);
-    let top = overlay((512 << 10) + 512, "raw");
+    let top = overlay((512 << 10) + 512, 4096, "raw");
     let disk = try_open(&top, false, vec![Below::Raw(base)]).unwrap();
     let mut guest = Guest::new(&disk);
     disk.grow(Some(2 << 20)).unwrap();
@@ -79,8 +61,7 @@ fn what_lies_below_does_not_appear_when_an_overlay_grows() {
     assert!(data[512..].iter().all(|byte| *byte == 0));
     guest.write((2 << 20) - 512, &[1; 512]).unwrap();
     drop((guest, disk));
-    let found = report(&top);
-    assert_eq!((found.corruptions, found.leaks), (0, 0), "{found:?}");
+    assert_sound(&top);
 }
 
 /// An image whose first four clusters of 4096 bytes are compressed, in the middle of host clusters.
@@ -192,8 +173,7 @@ impl Bits {
 #[test]
 fn compressed_clusters_are_read_and_written_over() {
     let recorder = compressed();
-    let found = report(&recorder);
-    assert_eq!((found.corruptions, found.leaks), (0, 0), "{found:?}");
+    assert_sound(&recorder);
     let disk = open(&recorder);
     let mut guest = Guest::new(&disk);
     let mut expected: Vec<u8> = (1..=4).flat_map(|byte| [byte; 4096]).collect();
@@ -216,8 +196,7 @@ fn compressed_clusters_are_read_and_written_over() {
     expected[8192..12288].fill(0);
     guest.flush().unwrap();
     drop((guest, disk));
-    let found = report(&recorder);
-    assert_eq!((found.corruptions, found.leaks), (0, 0), "{found:?}");
+    assert_sound(&recorder);
     let disk = try_open(&recorder, true, Vec::new()).unwrap();
     assert!(Guest::new(&disk).read(0, 16384).unwrap() == expected);
 }

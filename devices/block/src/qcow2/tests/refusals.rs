@@ -1,9 +1,9 @@
-use super::super::{
-    Below,
-    create::{CreateOptions, Preallocation},
-};
-use super::support::{Recorder, created, image, open, try_open};
 use std::sync::Arc;
+
+use super::{
+    super::Below,
+    support::{Guest, Recorder, image, open, overlay, report, try_open},
+};
 
 /// Why an image is refused that was changed so; its cluster size is 4096.
 fn refusal(read_only: bool, changes: &[(u64, &[u8])]) -> String {
@@ -181,14 +181,7 @@ fn snapshots_and_bitmaps_can_only_be_read() {
 
 #[test]
 fn a_backing_image_is_given_for_an_overlay_and_for_nothing_else() {
-    let overlay = || {
-        created(CreateOptions {
-            size: 1 << 20,
-            cluster_size: 4096,
-            preallocation: Preallocation::Off,
-            backing: Some("raw"),
-        })
-    };
+    let overlay = || overlay(1 << 20, 4096, "raw");
     let base = || Recorder::new(vec![7; 1 << 20]);
     let error = |image: &Arc<Recorder>, below| try_open(image, false, below).unwrap_err().to_string();
     let none_wanted = "a backing image was given, but the qcow2 image is not an overlay";
@@ -218,7 +211,7 @@ fn tables_that_contradict_themselves_are_refused() {
     let written = || {
         let recorder = image(4 << 20, 4096);
         let disk = open(&recorder);
-        super::support::Guest::new(&disk).write(0, &[1; 8192]).unwrap();
+        Guest::new(&disk).write(0, &[1; 8192]).unwrap();
         drop(disk);
         recorder
     };
@@ -278,10 +271,10 @@ fn clusters_that_leaked_are_freed_at_the_next_opening() {
     let table = u64::from_be_bytes(content[48..56].try_into().unwrap()) as usize;
     let block = u64::from_be_bytes(content[table..table + 8].try_into().unwrap());
     recorder.patch(block + 200, &[0, 1, 0, 5]);
-    assert_eq!(super::requests::report(&recorder).leaks, 2);
+    assert_eq!(report(&recorder).leaks, 2);
     assert!(try_open(&recorder, true, Vec::new()).is_ok());
-    assert_eq!(super::requests::report(&recorder).leaks, 2);
+    assert_eq!(report(&recorder).leaks, 2);
     drop(open(&recorder));
-    assert_eq!(super::requests::report(&recorder).leaks, 0);
+    assert_eq!(report(&recorder).leaks, 0);
     assert!(recorder.content() == content);
 }

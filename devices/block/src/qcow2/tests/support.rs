@@ -13,8 +13,9 @@ use vm_memory::{Bytes, GuestAddress};
 use vmm_base::{GuestMemory, ram::Segment, sys::Iovecs};
 
 use super::super::{
-    Below, Qcow2Image,
+    Below, Qcow2Image, check,
     create::{self, CreateOptions, Preallocation},
+    header::Header,
     medium::Medium,
 };
 use crate::{Image, OpenError, Operation, Request, engine::Engine};
@@ -193,6 +194,16 @@ pub fn image(size: u64, cluster_size: u32) -> Arc<Recorder> {
     })
 }
 
+/// A new image in memory above another one of that format.
+pub fn overlay(size: u64, cluster_size: u32, backing: &'static str) -> Arc<Recorder> {
+    created(CreateOptions {
+        size,
+        cluster_size,
+        preallocation: Preallocation::Off,
+        backing: Some(backing),
+    })
+}
+
 /// A new image in memory.
 pub fn created(options: CreateOptions) -> Arc<Recorder> {
     let recorder = Recorder::new(Vec::new());
@@ -203,6 +214,17 @@ pub fn created(options: CreateOptions) -> Arc<Recorder> {
     })
     .unwrap();
     recorder
+}
+
+/// Returns the report of our own checker.
+pub fn report(recorder: &Recorder) -> check::Report {
+    let header = Header::read(recorder).unwrap().unwrap();
+    check::inspect(recorder, &header).unwrap().unwrap().report
+}
+
+pub fn assert_sound(recorder: &Recorder) {
+    let found = report(recorder);
+    assert_eq!((found.corruptions, found.leaks), (0, 0), "{found:?}");
 }
 
 pub fn open(recorder: &Arc<Recorder>) -> Qcow2Image {

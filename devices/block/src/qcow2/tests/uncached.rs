@@ -12,14 +12,13 @@ use tempfile::TempDir;
 
 use super::{
     super::{Uncached, create::CLUSTER_SIZE, medium::Medium},
-    files::{ask_qemu, create_in, does_what_a_disk_does, file},
+    files::{ask_qemu, create_in, create_with, does_what_a_disk_does, file},
     model::several_engines_write_at_once,
     support::Guest,
 };
 use crate::{
     Backing, Qcow2Image, SECTOR,
-    direct::Alignment,
-    target::Target,
+    target::{Alignment, Target},
     tests::model::{SECTORS, steps},
 };
 
@@ -79,14 +78,8 @@ fn what_lies_below_goes_through_the_page_cache() {
     let lower = File::open(&below).unwrap();
     rustix::fs::fcntl_setfl(&lower, OFlags::DIRECT).unwrap();
     let observer = lower.try_clone().unwrap();
-    let options = super::super::create::CreateOptions {
-        size: 1 << 20,
-        cluster_size: CLUSTER_SIZE,
-        preallocation: super::super::create::Preallocation::Off,
-        backing: Some("raw"),
-    };
     fs::remove_file(&path).unwrap();
-    super::super::create::create(file(&path, 0), options).unwrap();
+    create_with(&path, 1 << 20, |options| options.backing = Some("raw"));
     let below = vec![Backing::Raw(lower.into())];
     let disk = Qcow2Image::open(direct(&path).into(), false, below).unwrap();
     assert!(!fcntl_getfl(&observer).unwrap().contains(OFlags::DIRECT));
