@@ -17,69 +17,37 @@ mod tests {
     use std::{fs, path::Path};
 
     use proptest::prelude::*;
+    use rstest::rstest;
 
-    /// Runs `target` over the committed seeds of that name.
-    fn seeds(name: &str, target: fn(&[u8])) {
+    /// The committed seeds of that name.
+    fn seeds(name: &str) -> Vec<Vec<u8>> {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR"))
             .join("fuzz/corpus")
             .join(name);
-        let mut count = 0;
-        for entry in fs::read_dir(&folder).unwrap() {
-            target(&fs::read(entry.unwrap().path()).unwrap());
-            count += 1;
-        }
-        assert!(count > 0, "no seeds in {}", folder.display());
+        let entries = fs::read_dir(&folder).unwrap();
+        entries
+            .map(|entry| fs::read(entry.unwrap().path()).unwrap())
+            .collect()
     }
 
-    #[test]
-    fn the_seeds_of_blk_queue_do_no_harm() {
-        seeds("blk_queue", super::blk_queue);
-    }
-
-    #[test]
-    fn the_seeds_of_balloon_queue_do_no_harm() {
-        seeds("balloon_queue", super::balloon_queue);
-    }
-
-    #[test]
-    fn the_seeds_of_net_queue_do_no_harm() {
-        seeds("net_queue", super::net_queue);
-    }
-
-    #[test]
-    fn the_seeds_of_qcow2_image_do_no_harm() {
-        seeds("qcow2_image", super::qcow2_image);
-    }
-
-    #[test]
-    fn the_seeds_of_rfb_client_do_no_harm() {
-        seeds("rfb_client", super::rfb_client);
-    }
-
-    #[test]
-    fn the_seeds_of_gpu_commands_do_no_harm() {
-        seeds("gpu_commands", super::gpu_commands);
-    }
-
-    #[test]
-    fn the_seeds_of_input_driver_do_no_harm() {
-        seeds("input_driver", super::input_driver);
-    }
-
-    #[test]
-    fn the_seeds_of_console_driver_do_no_harm() {
-        seeds("console_driver", super::console_driver);
+    #[rstest]
+    #[case::balloon_queue("balloon_queue", crate::fuzzing::balloon_queue)]
+    #[case::blk_queue("blk_queue", crate::fuzzing::blk_queue)]
+    #[case::console_driver("console_driver", crate::fuzzing::console_driver)]
+    #[case::gpu_commands("gpu_commands", crate::fuzzing::gpu_commands)]
+    #[case::input_driver("input_driver", crate::fuzzing::input_driver)]
+    #[case::net_queue("net_queue", crate::fuzzing::net_queue)]
+    #[case::qcow2_image("qcow2_image", crate::fuzzing::qcow2_image)]
+    #[case::rfb_client("rfb_client", crate::fuzzing::rfb_client)]
+    fn the_committed_seeds_do_no_harm(#[case] name: &str, #[case] target: fn(&[u8])) {
+        let seeds = seeds(name);
+        assert!(!seeds.is_empty(), "no seeds of {name}");
+        seeds.iter().for_each(|seed| target(seed));
     }
 
     /// Seeds of that name, with their bytes changed in a few places.
     fn changed_seeds(name: &str) -> impl Strategy<Value = Vec<u8>> {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR"))
-            .join("fuzz/corpus")
-            .join(name);
-        let entries = fs::read_dir(folder).unwrap();
-        let seeds: Vec<_> = entries
-            .map(|entry| fs::read(entry.unwrap().path()).unwrap())
-            .collect();
+        let seeds = seeds(name);
         let place = prop_oneof![3 => 0..112_usize, 2 => 0..4096_usize, 1 => any::<usize>()];
         let value = prop_oneof![any::<u8>(), 0..4_u8, Just(0x80), Just(0xff)];
         let changes = proptest::collection::vec((place, value), 0..12);
@@ -103,46 +71,20 @@ mod tests {
         }
     }
 
-    proptest! {
-        #![proptest_config(ProptestConfig { cases: 3000, failure_persistence: None, ..ProptestConfig::default() })]
-
-        #[test]
-        fn no_bytes_harm_blk_queue(data in proptest::collection::vec(any::<u8>(), 0..600)) {
-            super::blk_queue(&data);
-        }
-
-        #[test]
-        fn no_bytes_harm_net_queue(data in proptest::collection::vec(any::<u8>(), 0..600)) {
-            super::net_queue(&data);
-        }
-
-        #[test]
-        fn no_bytes_harm_balloon_queue(data in proptest::collection::vec(any::<u8>(), 0..600)) {
-            super::balloon_queue(&data);
-        }
-
-        #[test]
-        fn no_bytes_harm_rfb_client(data in proptest::collection::vec(any::<u8>(), 0..600)) {
-            super::rfb_client(&data);
-        }
-
-        #[test]
-        fn no_bytes_harm_input_driver(data in proptest::collection::vec(any::<u8>(), 0..600)) {
-            super::input_driver(&data);
-        }
-
-        #[test]
-        fn no_bytes_harm_console_driver(data in proptest::collection::vec(any::<u8>(), 0..600)) {
-            super::console_driver(&data);
-        }
-    }
-
-    proptest! {
-        #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
-
-        #[test]
-        fn no_bytes_harm_gpu_commands(data in proptest::collection::vec(any::<u8>(), 0..300)) {
-            super::gpu_commands(&data);
-        }
+    #[rstest]
+    #[case::balloon_queue(3000, 600, crate::fuzzing::balloon_queue)]
+    #[case::blk_queue(3000, 600, crate::fuzzing::blk_queue)]
+    #[case::console_driver(3000, 600, crate::fuzzing::console_driver)]
+    #[case::gpu_commands(300, 300, crate::fuzzing::gpu_commands)]
+    #[case::input_driver(3000, 600, crate::fuzzing::input_driver)]
+    #[case::net_queue(3000, 600, crate::fuzzing::net_queue)]
+    #[case::rfb_client(3000, 600, crate::fuzzing::rfb_client)]
+    fn no_bytes_do_harm(#[case] cases: u32, #[case] most: usize, #[case] target: fn(&[u8])) {
+        let config = ProptestConfig {
+            cases,
+            failure_persistence: None,
+            ..ProptestConfig::default()
+        };
+        proptest!(config, |(data in proptest::collection::vec(any::<u8>(), 0..most))| target(&data));
     }
 }

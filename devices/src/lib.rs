@@ -16,7 +16,6 @@ pub mod log_limit;
 pub mod net;
 pub mod pci;
 pub mod queue_state;
-pub mod rate;
 pub mod serial;
 pub mod state;
 pub mod sys;

@@ -29,3 +29,22 @@ pub(crate) fn check(holds: bool, field: &'static str, why: &str) -> Result<(), S
 pub(crate) fn required<'a, M>(field: &'static str, message: Option<&'a M>) -> Result<&'a M, StateError> {
     message.ok_or_else(|| StateError::invalid(field, "it is absent"))
 }
+
+/// Has `restore` called with each change of a good message. Each one is refused with the name of the wrong field.
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+pub(crate) fn refuses<M: Clone>(
+    good: &M,
+    changes: &[(&str, fn(&mut M))],
+    mut restore: impl FnMut(&M) -> Result<(), StateError>,
+) {
+    for (name, change) in changes {
+        let mut changed = good.clone();
+        change(&mut changed);
+        let error = restore(&changed).unwrap_err();
+        assert!(
+            matches!(error, StateError::Invalid { field, .. } if field == *name),
+            "{name}: {error}"
+        );
+    }
+}

@@ -20,11 +20,12 @@ mod poll;
 mod scroll;
 mod worker;
 
-use std::{io, os::fd::OwnedFd, sync::Arc, thread::JoinHandle, time::Duration};
+use std::{io, os::fd::OwnedFd, sync::Arc, time::Duration};
 
 use rfb::Size;
-use vmm_base::thread::{self, ThreadKind};
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use vmm_base::thread::ThreadKind;
+
+pub use vmm_base::thread::Server;
 
 use self::worker::Worker;
 use crate::{
@@ -76,45 +77,12 @@ pub struct Setup {
     pub resizer: Arc<dyn Resizer>,
 }
 
-/// A running server. It ends with [`stop`](Self::stop), or when dropped.
-#[derive(Debug)]
-pub struct Server {
-    stop: EventFd,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl Server {
-    /// Starts the thread.
-    pub fn start(setup: Setup) -> io::Result<Self> {
-        let stop = EventFd::new(EFD_NONBLOCK)?;
-        let mut worker = Worker::new(setup, stop.try_clone()?)?;
-        let thread = thread::spawn(ThreadKind::Screen, "screen", move || worker.run())?;
-        Ok(Self {
-            stop,
-            thread: Some(thread),
-        })
-    }
-
-    /// Closes all connections and ends the thread; says whether it had been alive.
-    pub fn stop(&mut self) -> bool {
-        let Some(thread) = self.thread.take() else {
-            return true;
-        };
-        // It can only fail when the counter is full, and then it is readable.
-        let _full = self.stop.write(1);
-        thread.join().is_ok()
-    }
-
-    /// Whether the thread is gone without having been told to.
-    pub fn failed(&self) -> bool {
-        self.thread.as_ref().is_some_and(JoinHandle::is_finished)
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        self.stop();
-    }
+/// Starts the server. At its end it closes all connections.
+pub fn start(setup: Setup) -> io::Result<Server> {
+    Server::start(ThreadKind::Screen, "screen", |stop| {
+        let mut worker = Worker::new(setup, stop)?;
+        Ok(move || worker.run())
+    })
 }
 
 #[cfg(test)]

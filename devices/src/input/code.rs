@@ -10,10 +10,8 @@ impl Key {
     pub const BACKSPACE: Self = Self(14);
     pub const TAB: Self = Self(15);
     pub const ENTER: Self = Self(28);
-    pub const LEFT_CTRL: Self = Self(29);
     pub const LEFT_SHIFT: Self = Self(42);
     pub const RIGHT_SHIFT: Self = Self(54);
-    pub const LEFT_ALT: Self = Self(56);
     pub const SPACE: Self = Self(57);
     pub const RIGHT_ALT: Self = Self(100);
 }

@@ -135,202 +135,56 @@ fn caps_lock_of_the_guest_is_reckoned_with_for_letters_alone() {
 
 #[test]
 fn each_layout_has_its_keys_for_the_characters_of_a_shell() {
-    // Character, then key, Shift and AltGr in the layouts US, DE, DK.
-    let table = [
-        ('y', [(21, false, false), (44, false, false), (21, false, false)]),
-        ('@', [(3, true, false), (16, false, true), (3, false, true)]),
-        ('/', [(53, false, false), (8, true, false), (8, true, false)]),
-        ('\\', [(43, false, false), (12, false, true), (86, false, true)]),
-        ('|', [(43, true, false), (86, false, true), (13, false, true)]),
-        ('{', [(26, true, false), (8, false, true), (8, false, true)]),
-        ('-', [(12, false, false), (53, false, false), (53, false, false)]),
-        ('_', [(12, true, false), (53, true, false), (53, true, false)]),
-        (':', [(39, true, false), (52, true, false), (52, true, false)]),
-        ('~', [(41, true, false), (27, false, true), (27, false, true)]),
-        ('$', [(5, true, false), (5, true, false), (5, false, true)]),
-        ('"', [(40, true, false), (3, true, false), (3, true, false)]),
-        ('\'', [(40, false, false), (43, true, false), (43, false, false)]),
-        ('*', [(9, true, false), (27, true, false), (43, true, false)]),
-        ('#', [(4, true, false), (43, false, false), (4, true, false)]),
+    // Character, then the key in each layout; S is with Shift, G with AltGr. On US keyboards the asterisk is that of the keypad,
+    // which needs no Shift.
+    let layouts = [
+        Layout::Us,
+        Layout::De,
+        Layout::Dk,
+        Layout::Fr,
+        Layout::Gb,
+        Layout::Es,
+        Layout::Jp,
     ];
-    for (character, keys) in table {
-        for (layout, (key, shift, alt_gr)) in [Layout::Us, Layout::De, Layout::Dk].into_iter().zip(keys) {
-            let stroke = Stroke::of_character(layout, character).unwrap();
-            // US keyboards have an asterisk beside the digits, and one on the keypad that needs no Shift.
-            if (layout, character) == (Layout::Us, '*') {
-                assert_eq!(stroke.key.code(), 55);
+    for row in [
+        "y 21 44 21 - - - -",
+        "@ S3 G16 G3 G11 S40 G3 26",
+        "/ 53 S8 S8 S52 53 S8 53",
+        "\\ 43 G12 G86 G9 86 G41 89",
+        "| S43 G86 G13 G7 S86 G2 S124",
+        "{ S26 G8 G8 G5 S26 G40 S27",
+        "- 12 53 53 7 12 53 12",
+        "_ S12 S53 S53 9 S12 S53 S89",
+        ": S39 S52 S52 52 S39 S52 40",
+        "~ S41 G27 G27 G3 S43 G5 S13",
+        "$ S5 S5 G5 27 S5 S5 S5",
+        "\" S40 S3 S3 4 S3 S3 S3",
+        "' 40 S43 43 5 40 12 S8",
+        "* 55 S27 S43 43 S9 S27 S40",
+        "# S4 43 S4 G4 43 G4 S4",
+        "q - - - 30 16 16 16",
+        "1 - - - S2 2 2 2",
+    ] {
+        let mut row = row.split(' ');
+        let character = row.next().unwrap().chars().next().unwrap();
+        for (layout, key) in layouts.into_iter().zip(row) {
+            if key == "-" {
                 continue;
             }
-            assert_eq!(
-                (stroke.key.code(), stroke.shift, stroke.alt_gr),
-                (key, Some(shift), Some(alt_gr)),
-                "{character} in {layout:?}"
-            );
+            let stroke = Stroke::of_character(layout, character).unwrap();
+            let code = key.trim_start_matches(['S', 'G']).parse().unwrap();
+            assert_eq!(stroke.key.code(), code, "{character} in {layout:?}");
+            if (layout, character) != (Layout::Us, '*') {
+                let modifiers = (Some(key.contains('S')), Some(key.contains('G')));
+                assert_eq!(
+                    (stroke.shift, stroke.alt_gr),
+                    modifiers,
+                    "{character} in {layout:?}"
+                );
+            }
         }
     }
     assert_eq!(Stroke::of_character(Layout::Us, 'ä'), None);
-}
-
-#[test]
-fn characters_of_a_shell_have_keys_in_later_layouts() {
-    // Character, then key, Shift and AltGr in the layouts FR, GB, ES, JP.
-    let table = [
-        (
-            'q',
-            [
-                (30, false, false),
-                (16, false, false),
-                (16, false, false),
-                (16, false, false),
-            ],
-        ),
-        (
-            '1',
-            [
-                (2, true, false),
-                (2, false, false),
-                (2, false, false),
-                (2, false, false),
-            ],
-        ),
-        (
-            '@',
-            [
-                (11, false, true),
-                (40, true, false),
-                (3, false, true),
-                (26, false, false),
-            ],
-        ),
-        (
-            '/',
-            [
-                (52, true, false),
-                (53, false, false),
-                (8, true, false),
-                (53, false, false),
-            ],
-        ),
-        (
-            '\\',
-            [
-                (9, false, true),
-                (86, false, false),
-                (41, false, true),
-                (89, false, false),
-            ],
-        ),
-        (
-            '|',
-            [
-                (7, false, true),
-                (86, true, false),
-                (2, false, true),
-                (124, true, false),
-            ],
-        ),
-        (
-            '{',
-            [
-                (5, false, true),
-                (26, true, false),
-                (40, false, true),
-                (27, true, false),
-            ],
-        ),
-        (
-            '-',
-            [
-                (7, false, false),
-                (12, false, false),
-                (53, false, false),
-                (12, false, false),
-            ],
-        ),
-        (
-            '_',
-            [
-                (9, false, false),
-                (12, true, false),
-                (53, true, false),
-                (89, true, false),
-            ],
-        ),
-        (
-            ':',
-            [
-                (52, false, false),
-                (39, true, false),
-                (52, true, false),
-                (40, false, false),
-            ],
-        ),
-        (
-            '~',
-            [
-                (3, false, true),
-                (43, true, false),
-                (5, false, true),
-                (13, true, false),
-            ],
-        ),
-        (
-            '$',
-            [
-                (27, false, false),
-                (5, true, false),
-                (5, true, false),
-                (5, true, false),
-            ],
-        ),
-        (
-            '"',
-            [
-                (4, false, false),
-                (3, true, false),
-                (3, true, false),
-                (3, true, false),
-            ],
-        ),
-        (
-            '\'',
-            [
-                (5, false, false),
-                (40, false, false),
-                (12, false, false),
-                (8, true, false),
-            ],
-        ),
-        (
-            '*',
-            [
-                (43, false, false),
-                (9, true, false),
-                (27, true, false),
-                (40, true, false),
-            ],
-        ),
-        (
-            '#',
-            [
-                (4, false, true),
-                (43, false, false),
-                (4, false, true),
-                (4, true, false),
-            ],
-        ),
-    ];
-    let layouts = [Layout::Fr, Layout::Gb, Layout::Es, Layout::Jp];
-    for (character, keys) in table {
-        for (layout, (key, shift, alt_gr)) in layouts.into_iter().zip(keys) {
-            let stroke = Stroke::of_character(layout, character).unwrap();
-            assert_eq!(
-                (stroke.key.code(), stroke.shift, stroke.alt_gr),
-                (key, Some(shift), Some(alt_gr)),
-                "{character} in {layout:?}"
-            );
-        }
-    }
     // Caps lock turns ñ into Ñ, and leaves the digit row of a French keyboard alone.
     let letter = |layout: Layout, character| Stroke::of_character(layout, character).unwrap().letter;
     assert!(letter(Layout::Es, 'ñ') && letter(Layout::Fr, 'a'));

@@ -426,7 +426,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::{super::LegacyDevices, *};
-    use crate::{component::Component as _, input::LED_CAPS};
+    use crate::{component::Component as _, input::LED_CAPS, state::refuses};
 
     fn controller() -> (DataPort, CommandPort) {
         let shared = Arc::new(Mutex::new(I8042::default()));
@@ -701,58 +701,19 @@ mod tests {
     #[test]
     fn a_saved_state_that_no_controller_has_is_refused_and_changes_nothing() {
         let good = I8042::default().save();
-        let refused = [
-            (
-                "i8042.config",
-                message::I8042 {
-                    config: 256,
-                    ..good.clone()
-                },
-            ),
-            (
-                "i8042.output_port",
-                message::I8042 {
-                    output_port: 256,
-                    ..good.clone()
-                },
-            ),
-            (
-                "i8042.answers",
-                message::I8042 {
-                    answers: vec![0; 5],
-                    ..good.clone()
-                },
-            ),
-            (
-                "i8042.aux_answers",
-                message::I8042 {
-                    aux_answers: vec![true],
-                    ..good.clone()
-                },
-            ),
-            (
-                "i8042.pending",
-                message::I8042 {
-                    pending: Some(0x160),
-                    ..good.clone()
-                },
-            ),
-            (
-                "i8042.pending",
-                message::I8042 {
-                    pending: Some(0xaa),
-                    ..good.clone()
-                },
-            ),
+        let changes: [(&str, fn(&mut message::I8042)); 6] = [
+            ("i8042.config", |saved| saved.config = 256),
+            ("i8042.output_port", |saved| saved.output_port = 256),
+            ("i8042.answers", |saved| saved.answers = vec![0; 5]),
+            ("i8042.aux_answers", |saved| saved.aux_answers = vec![true]),
+            ("i8042.pending", |saved| saved.pending = Some(0x160)),
+            ("i8042.pending", |saved| saved.pending = Some(0xaa)),
         ];
-        for (name, saved) in refused {
+        refuses(&good, &changes, |saved| {
             let mut controller = I8042::default();
-            let error = controller.restore(&saved).unwrap_err();
-            assert!(
-                matches!(error, StateError::Invalid { field, .. } if field == name),
-                "{error}"
-            );
+            let result = controller.restore(saved);
             assert_eq!(controller.save(), good);
-        }
+            result
+        });
     }
 }

@@ -143,20 +143,6 @@ impl Msix {
         &self.shared
     }
 
-    /// Bytes of the table.
-    pub fn table_len(&self) -> u64 {
-        u64::try_from(self.table.len())
-            .unwrap_or(u64::MAX)
-            .saturating_mul(ENTRY_SIZE)
-    }
-
-    /// Bytes of the pending bit array: whole 64-bit words.
-    pub fn pba_len(&self) -> u64 {
-        u64::try_from(self.table.len().div_ceil(64))
-            .unwrap_or(u64::MAX)
-            .saturating_mul(8)
-    }
-
     /// Message control, with the table's size.
     pub fn message_control(&self) -> u16 {
         let last = self.table.len().saturating_sub(1);

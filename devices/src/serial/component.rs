@@ -10,7 +10,7 @@ use super::{
     History,
     history::Capacity,
     port::Port,
-    server::{Server, Setup},
+    server::{self, Server, Setup},
     uart::Uart,
 };
 use crate::{
@@ -31,7 +31,7 @@ impl SerialPort {
         let history = Arc::new(History::new(capacity)?);
         let uart = Arc::new(Mutex::new(Uart::new(irq, history)?));
         let port: Arc<dyn Port> = uart.clone();
-        let server = Server::start(port, setup)?;
+        let server = server::start(port, setup)?;
         Ok(Self { uart, server })
     }
 

@@ -21,13 +21,14 @@ use std::{
     io,
     os::fd::{AsFd, AsRawFd, OwnedFd},
     sync::Arc,
-    thread::JoinHandle,
     time::Duration,
 };
 
 use rustix::fs::{FileType, Mode, OFlags, fcntl_getfl, fcntl_setfl, fstat, open};
-use vmm_base::thread::{self, ThreadKind};
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use vmm_base::thread::ThreadKind;
+use vmm_sys_util::eventfd::EventFd;
+
+pub use vmm_base::thread::Server;
 
 use self::worker::Worker;
 use super::{log::Log, port::Port};
@@ -66,47 +67,13 @@ pub struct Setup {
 /// Is called with more output, and with the number of bytes printed up to its end. The server waits for it.
 pub type Watch = Box<dyn FnMut(&[u8], u64) + Send>;
 
-/// A running server. It ends with [`stop`](Self::stop), or when dropped.
-#[derive(Debug)]
-pub struct Server {
-    stop: EventFd,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl Server {
-    /// Starts the thread.
-    pub fn start(port: Arc<dyn Port>, setup: Setup) -> io::Result<Self> {
-        let stop = EventFd::new(EFD_NONBLOCK)?;
-        let mut worker = Worker::new(port, setup, stop.try_clone()?)?;
-        let thread = thread::spawn(ThreadKind::Serial, "serial", move || worker.run())?;
-        Ok(Self {
-            stop,
-            thread: Some(thread),
-        })
-    }
-
-    /// Writes the output so far (all of it to the log, to other readers as much as they take
-    /// without waiting), closes everything and ends the thread. Returns whether the thread had been
-    /// alive. Call it after all vCPUs have stopped.
-    pub fn stop(&mut self) -> bool {
-        let Some(thread) = self.thread.take() else {
-            return true;
-        };
-        // It can only fail when the counter is full, and then it is readable.
-        let _ = self.stop.write(1);
-        thread.join().is_ok()
-    }
-
-    /// Whether the thread is gone without having been told to.
-    pub fn failed(&self) -> bool {
-        self.thread.as_ref().is_some_and(JoinHandle::is_finished)
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        self.stop();
-    }
+/// Starts the server. At its end it writes the output so far (all of it to the log, to other readers as much as they take
+/// without waiting) and closes everything. It is stopped after all vCPUs have stopped.
+pub fn start(port: Arc<dyn Port>, setup: Setup) -> io::Result<Server> {
+    Server::start(ThreadKind::Serial, "serial", |stop| {
+        let mut worker = Worker::new(port, setup, stop)?;
+        Ok(move || worker.run())
+    })
 }
 
 /// Returns a non-blocking descriptor for the terminal, pipe or file behind `fd`, with its own file

@@ -2,25 +2,31 @@
 //!
 //! All content of guest memory is untrusted at every access. A [`RingError`] means that the ring
 //! itself is invalid. The queue must not be used after such an error.
+//!
+//! Driver and device access the fields of a ring (`Field`) concurrently (2.7.6 to 2.7.10, 2.7.13). Each
+//! side publishes its entries and then reads the other side's notification wish. Each side also
+//! writes its own wish and then reads the other side's entries. A full fence separates the write from
+//! the read, so that at least one side sees the other's write and no interrupt or notification is
+//! lost. These functions are generic, so the same code runs on guest memory and in loom's memory model
+//! (`tests/order_model.rs`).
 
-use std::sync::atomic::{Ordering, fence};
+use std::sync::atomic::{AtomicU16, Ordering, fence};
 
-use vmm_base::GuestMemory;
+use virtio_bindings::virtio_ring::VRING_AVAIL_F_NO_INTERRUPT;
+use vmm_base::{GuestMemory, ram};
 
 use super::{
-    ahead::Heads,
-    chain::Chain,
-    descriptor::{Extent, walk},
+    chain::{Chain, Extent, Window, descriptor, place, walk},
     fault::RingError,
-    gauge::Gauge,
-    shared::{self, Field, Fields},
-    window::Window,
 };
 
 pub use crate::queue_state::QueueState;
 
 /// Largest queue that a device may offer.
 pub const MAX_SIZE: u16 = 1024;
+
+/// So many entries are read at a time. Processors fetch about ten cache lines at once.
+const AHEAD: usize = 8;
 
 /// Names of a queue's parts in errors.
 const DESC: &str = "descriptor table";
@@ -119,7 +125,7 @@ impl Queue {
     /// Compares the heads in the used ring since [`state`](Self::state) with the heads in the same places of the available ring. Older
     /// entries are overwritten.
     fn check_order(&self, next_used: u16) -> Result<(), RingError> {
-        let open = shared::available(self)?.wrapping_sub(next_used);
+        let open = available(self)?.wrapping_sub(next_used);
         let since = next_used.wrapping_sub(self.state.next_used);
         let both = self.state.size.saturating_sub(open).min(since);
         for back in 1..=both {
@@ -159,7 +165,7 @@ impl Queue {
         let next = self.state.next_avail;
         if next == self.avail_seen {
             // The load also orders the later reads of the ring and the buffers.
-            let index = shared::available(self)?;
+            let index = available(self)?;
             if index.wrapping_sub(next) > self.state.size {
                 return Err(RingError::AvailableIndex(next));
             }
@@ -243,7 +249,7 @@ impl Queue {
     /// Publishes the entries put into the used ring.
     pub fn show_used(&mut self) -> Result<(), RingError> {
         if std::mem::take(&mut self.unshown) {
-            shared::publish(self, self.state.next_used)?;
+            publish(self, self.state.next_used)?;
             self.unsignalled = true;
         }
         Ok(())
@@ -275,23 +281,23 @@ impl Queue {
         }
         let (old, new) = (self.signalled_used, self.state.next_used);
         self.signalled_used = new;
-        shared::wants_interrupt(self, self.event_idx, old, new)
+        wants_interrupt(self, self.event_idx, old, new)
     }
 
     /// Asks the driver to notify when it makes the next buffer available. When this says true, there are some
     /// already, and a notification may not come.
     pub fn enable_notification(&mut self) -> Result<bool, RingError> {
-        shared::ask_to_notify(self, self.event_idx, self.state.next_avail)
+        ask_to_notify(self, self.event_idx, self.state.next_avail)
     }
 
     /// Asks the driver not to send notifications.
     pub fn disable_notification(&mut self) -> Result<(), RingError> {
-        shared::ask_not_to_notify(self, self.event_idx, self.state.next_avail)
+        ask_not_to_notify(self, self.event_idx, self.state.next_avail)
     }
 
     /// Number of available chains; 0 if the ring is invalid, which [`pop`](Self::pop) reports.
     pub fn available(&self) -> u16 {
-        let available = shared::available(self).map_or(0, |index| index.wrapping_sub(self.state.next_avail));
+        let available = available(self).map_or(0, |index| index.wrapping_sub(self.state.next_avail));
         if available > self.state.size { 0 } else { available }
     }
 
@@ -344,6 +350,147 @@ fn check(state: &QueueState, max_size: u16, event_idx_enabled: bool) -> Result<(
     }
 }
 
+/// Heads of the next chains, read ahead.
+///
+/// To take a chain, a device reads the ring's entry, the descriptor, and usually an indirect table.
+/// The driver's processor has just written all three, so each read fetches a cache line from the
+/// driver's cache. Each such fetch costs about a hundred instructions, as much as all other work
+/// for taking the chain. Therefore several entries are read at a time, and meanwhile the memory that
+/// they refer to is fetched.
+#[derive(Debug, Default)]
+struct Heads {
+    list: [u16; AHEAD],
+    /// Free-running index of the first of them.
+    first: u16,
+    count: u16,
+}
+
+impl Heads {
+    /// The head that was read for the chain with that free-running index.
+    #[inline]
+    fn get(&self, index: u16) -> Option<u16> {
+        let at = index.wrapping_sub(self.first);
+        if at >= self.count {
+            return None;
+        }
+        self.list.get(usize::from(at)).copied()
+    }
+
+    /// Reads the heads of the chains from `index` on from the ring `avail`. `available` is the
+    /// number of available chains. `size` is the number of entries of the ring and is a power of
+    /// two. Prefetches the descriptors of the chains from the table `desc` and their indirect
+    /// tables from `memory`.
+    fn read(
+        &mut self,
+        index: u16,
+        available: u16,
+        size: u16,
+        [avail, desc]: [&Window; 2],
+        memory: &GuestMemory,
+    ) {
+        (self.first, self.count) = (index, 0);
+        // For a single chain a prefetch has no benefit, because the caller reads the chain next.
+        let fetches = available > 1;
+        for (entry, at) in self.list.iter_mut().zip(0..available) {
+            let slot = index.wrapping_add(at) & size.wrapping_sub(1);
+            let Some(head) = avail.load(u64::from(slot).wrapping_mul(2).wrapping_add(4), Ordering::Relaxed)
+            else {
+                break;
+            };
+            *entry = u16::from_le(head);
+            self.count = at.wrapping_add(1);
+            if fetches {
+                desc.fetch(place(*entry));
+            }
+        }
+        if !fetches {
+            return;
+        }
+        for head in self
+            .list
+            .iter()
+            .take(self.count.into())
+            .filter(|head| **head < size)
+        {
+            let Some(descriptor) = desc.read::<[u64; 2]>(place(*head)).map(descriptor) else {
+                continue;
+            };
+            if descriptor.refers_to_indirect_table() {
+                ram::fetch_to_read(memory, descriptor.addr());
+            }
+        }
+    }
+}
+
+/// Number of buffers of a queue that wait to be taken, for other threads than its worker. It exists while the queue is served. It reads the available ring and keeps guest memory
+/// alive.
+#[derive(Debug)]
+pub(super) struct Gauge {
+    avail: Window,
+    size: u16,
+    /// The free-running index up to which the worker says to have taken.
+    taken: AtomicU16,
+}
+
+impl Gauge {
+    /// `avail` is the available ring, `taken` the free-running index of the next entry to take.
+    pub(super) fn new(avail: Window, size: u16, taken: u16) -> Self {
+        Self {
+            avail,
+            size,
+            taken: AtomicU16::new(taken),
+        }
+    }
+
+    /// Says how far the worker is.
+    pub(super) fn set_taken(&self, next_avail: u16) {
+        self.taken.store(next_avail, Ordering::Relaxed);
+    }
+
+    /// Buffers that the driver made available and that were not taken when the worker last said; 0 when the ring makes no
+    /// sense.
+    pub(super) fn waiting(&self) -> u16 {
+        // The worker's index must be read first. Requests that the driver adds meanwhile count as
+        // waiting, and requests that the worker takes meanwhile may still count.
+        let taken = self.taken.load(Ordering::Relaxed);
+        let index = self.avail.load(2, Ordering::Acquire).map_or(taken, u16::from_le);
+        let waiting = index.wrapping_sub(taken);
+        if waiting > self.size { 0 } else { waiting }
+    }
+}
+
+/// A 16-bit field of the available ring or the used ring.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Field {
+    /// `flags` of the available ring: the driver's wish without EVENT_IDX.
+    AvailFlags,
+    /// `idx` of the available ring.
+    AvailIndex,
+    /// `used_event`: the driver's wish with EVENT_IDX.
+    UsedEvent,
+    /// `flags` of the used ring: the device's wish without EVENT_IDX.
+    UsedFlags,
+    /// `idx` of the used ring.
+    UsedIndex,
+    /// `avail_event`: the device's wish with EVENT_IDX.
+    AvailEvent,
+}
+
+/// The fields of one queue.
+pub(super) trait Fields {
+    /// Error of an access to a field.
+    type Error;
+
+    /// Reads a field, in one access.
+    fn load(&self, field: Field, order: Ordering) -> Result<u16, Self::Error>;
+
+    /// Writes a field, in one access.
+    fn store(&self, field: Field, value: u16, order: Ordering) -> Result<(), Self::Error>;
+
+    /// Full fence: earlier writes become visible before later reads execute.
+    fn fence(&self);
+}
+
 impl Queue {
     /// The ring that a field is in, and where.
     #[inline(always)]
@@ -381,4 +528,59 @@ impl Fields for Queue {
     fn fence(&self) {
         fence(Ordering::SeqCst);
     }
+}
+
+/// Index up to which the driver has made chains available. The load precedes reads of the driver's
+/// earlier writes.
+#[inline(always)]
+pub(super) fn available<F: Fields>(fields: &F) -> Result<u16, F::Error> {
+    fields.load(Field::AvailIndex, Ordering::Acquire)
+}
+
+/// Shows the driver the used entries before `index`, which were written before.
+#[inline(always)]
+pub(super) fn publish<F: Fields>(fields: &F, index: u16) -> Result<(), F::Error> {
+    fields.store(Field::UsedIndex, index, Ordering::Release)
+}
+
+/// Whether the driver wants an interrupt for the used entries from `old` to `new`, which were published (2.7.7.2).
+#[inline(always)]
+pub(super) fn wants_interrupt<F: Fields>(
+    fields: &F,
+    event_idx: bool,
+    old: u16,
+    new: u16,
+) -> Result<bool, F::Error> {
+    fields.fence();
+    if event_idx {
+        let event = fields.load(Field::UsedEvent, Ordering::Relaxed)?;
+        return Ok(new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old));
+    }
+    let flags = fields.load(Field::AvailFlags, Ordering::Relaxed)?;
+    Ok(u32::from(flags) & VRING_AVAIL_F_NO_INTERRUPT == 0)
+}
+
+/// Asks the driver to notify of the first buffer after `taken` (2.7.10). Says whether there is one already.
+#[inline(always)]
+pub(super) fn ask_to_notify<F: Fields>(fields: &F, event_idx: bool, taken: u16) -> Result<bool, F::Error> {
+    let (field, wish) = if event_idx {
+        (Field::AvailEvent, taken)
+    } else {
+        (Field::UsedFlags, 0)
+    };
+    fields.store(field, wish, Ordering::Relaxed)?;
+    fields.fence();
+    Ok(available(fields)? != taken)
+}
+
+/// Asks the driver not to send notifications. The driver may see the request late.
+#[inline(always)]
+fn ask_not_to_notify<F: Fields>(fields: &F, event_idx: bool, taken: u16) -> Result<(), F::Error> {
+    // At a buffer that was taken already, or VRING_USED_F_NO_NOTIFY.
+    let (field, wish) = if event_idx {
+        (Field::AvailEvent, taken.wrapping_sub(1))
+    } else {
+        (Field::UsedFlags, 1)
+    };
+    fields.store(field, wish, Ordering::Relaxed)
 }

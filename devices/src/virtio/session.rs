@@ -4,12 +4,15 @@
 use std::{
     io,
     os::fd::{AsRawFd, RawFd},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use vmm_sys_util::{
     epoll::{ControlOperation, Epoll, EpollEvent},
-    eventfd::EventFd,
+    eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd},
 };
 
 pub use vmm_sys_util::epoll::EventSet;
@@ -17,7 +20,6 @@ pub use vmm_sys_util::epoll::EventSet;
 use vmm_base::GuestMemory;
 
 use super::{
-    bell::Bell,
     chain::Chain,
     fault::{Counters, Fault, RingError},
     queue::{Queue, QueueState},
@@ -38,6 +40,44 @@ pub(super) enum Wake {
     Command,
     Queue(u16),
     Handler(u32),
+}
+
+/// Notifies a worker of a new command: an eventfd to sleep on, and a flag to look at without a system call.
+#[derive(Debug)]
+pub(super) struct Bell {
+    event: EventFd,
+    rung: AtomicBool,
+}
+
+impl Bell {
+    pub(super) fn new() -> io::Result<Self> {
+        Ok(Self {
+            event: EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK)?,
+            rung: AtomicBool::new(false),
+        })
+    }
+
+    /// Notifies the worker of a command. The caller sends the command first.
+    pub(super) fn ring(&self) -> io::Result<()> {
+        self.rung.store(true, Ordering::SeqCst);
+        self.event.write(1)
+    }
+
+    /// Event that becomes readable when the bell rings. No one reads its counter, so it must be
+    /// watched edge-triggered.
+    pub(super) fn event(&self) -> &EventFd {
+        &self.event
+    }
+
+    /// Whether it has rung since it was last silenced.
+    pub(super) fn has_rung(&self) -> bool {
+        self.rung.load(Ordering::SeqCst)
+    }
+
+    /// The worker is about to look at all commands.
+    pub(super) fn silence(&self) {
+        self.rung.store(false, Ordering::SeqCst);
+    }
 }
 
 /// One queue of a session.
@@ -162,7 +202,7 @@ impl Session {
 
     /// Delegates a queue to the kernel (vhost) or to another process (vhost-user). From now on,
     /// that server takes chains, completes them and interrupts the driver, with
-    /// [`kick_event`](Self::kick_event) and [`interrupt_event`](Self::interrupt_event). The
+    /// [`kick_event`](Self::kick_event) and [`Signals::queue_event`]. The
     /// framework uses neither the rings nor the notifications until [`reclaim`](Self::reclaim),
     /// which must precede the end of a drain. Returns the queue and its position, or `None` if the
     /// queue is not enabled or is delegated already.
@@ -312,11 +352,6 @@ impl Session {
     /// The eventfd that the driver's notifications of a queue signal, for handing to the kernel (vhost).
     pub fn kick_event(&self, queue: u16) -> Option<&EventFd> {
         Some(&self.slots.get(usize::from(queue))?.as_ref()?.kick)
-    }
-
-    /// Returns the event that raises a queue's interrupt, for the kernel (vhost).
-    pub fn interrupt_event(&self, queue: u16) -> Option<&EventFd> {
-        self.signals.queue_event(queue)
     }
 
     /// A queue of which `kick` is to be called; it is not ready any more and may take a batch.

@@ -195,6 +195,32 @@ impl Signals {
     }
 }
 
+/// The part of a machine that the front, the workers and the control of a device share.
+pub(super) struct Connection {
+    pub signals: Arc<Signals>,
+    /// One event per worker. Wakes the worker after a change of shared state.
+    pub wakes: Vec<Arc<EventFd>>,
+}
+
+impl Connection {
+    /// Of a device with that many workers.
+    pub(super) fn new(signals: &Arc<Signals>, workers: usize) -> io::Result<Self> {
+        let wake = |_| EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK).map(Arc::new);
+        Ok(Self {
+            signals: Arc::clone(signals),
+            wakes: (0..workers).map(wake).collect::<io::Result<_>>()?,
+        })
+    }
+
+    /// Wakes all workers.
+    pub(super) fn wake_all(&self) {
+        for wake in &self.wakes {
+            // Full only when it is readable anyway.
+            let _full = wake.write(1);
+        }
+    }
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {

@@ -9,8 +9,7 @@ use std::{
 
 use devices::{
     pci::HotPlug,
-    rate::Limiter,
-    virtio::{net::NetControl, transport::VirtioPciDevice},
+    virtio::{net::NetControl, rate::Limiter, transport::VirtioPciDevice},
 };
 use vmm_protocol::{
     machine,

@@ -15,7 +15,7 @@ use rfb::{
     testing::{Decoder, decoder, pattern, size},
 };
 
-use super::{Access, MAX_CLIENTS, Resizer, Server, Setup};
+use super::{Access, MAX_CLIENTS, Resizer, Server, Setup, start};
 use crate::{
     display::{BootScreen, Framebuffer, PIXEL, VideoMemory, boot::tests::Memory},
     input::{Hub, Key, Keyboard, Layout},
@@ -71,7 +71,7 @@ impl Rig {
         let bind = |name: &str| UnixListener::bind(folder.path().join(name)).unwrap().into();
         let (guest, hub) = (Arc::new(Guest::default()), Arc::new(Hub::new(Layout::Us)));
         hub.add_keyboard(guest.clone());
-        let server = Server::start(Setup {
+        let server = start(Setup {
             listeners: vec![(bind("full"), Access::Full), (bind("view"), Access::ViewOnly)],
             name: "rig".into(),
             framebuffer: framebuffer.clone(),

@@ -16,68 +16,13 @@ use super::{
     config::{self, F_STATS_VQ, Role},
     harness::{DATA, Harness, REGIONS, RINGS, SIZE},
 };
-use crate::virtio::device::VirtioDevice;
-
-/// Bytes to be used up; zeroes when there are none any more.
-struct Input<'a>(&'a [u8]);
-
-impl Input<'_> {
-    fn byte(&mut self) -> u8 {
-        let Some((first, rest)) = self.0.split_first() else {
-            return 0;
-        };
-        self.0 = rest;
-        *first
-    }
-
-    fn word(&mut self) -> u16 {
-        u16::from(self.byte()) | u16::from(self.byte()) << 8
-    }
-
-    fn quad(&mut self) -> u64 {
-        (0..8).fold(0, |value, at| value | u64::from(self.byte()) << (8 * at))
-    }
-
-    /// Somewhere in memory, most often.
-    fn address(&mut self) -> u64 {
-        match self.byte() % 8 {
-            0 => self.quad(),
-            1 => REGIONS[0].end - u64::from(self.byte()),
-            2 => RINGS + u64::from(self.word()) % (DATA - RINGS),
-            3 => REGIONS[1].start + u64::from(self.word() % 512) * PAGE,
-            _ => DATA + u64::from(self.word()),
-        }
-    }
-
-    fn length(&mut self) -> u32 {
-        match self.byte() % 8 {
-            0 => self.quad() as u32,
-            1 => u32::from(self.byte()),
-            2 => 0,
-            3 => 1 << 20,
-            4 => u32::from(self.byte()) * PAGE as u32,
-            _ => u32::from(self.byte()) * 4,
-        }
-    }
-
-    /// Returns a page number, most often of a page in memory.
-    fn number(&mut self) -> u32 {
-        match self.byte() % 8 {
-            0 => self.quad() as u32,
-            1 => 200 + u32::from(self.byte()),
-            2 => 1000 + u32::from(self.byte() % 32),
-            _ => 512 + u32::from(self.byte()),
-        }
-    }
-}
+use crate::virtio::{device::VirtioDevice, testing::Input};
 
 /// A driver that may do anything.
 struct Guest<'a> {
     input: Input<'a>,
     harness: Harness,
-    available: Vec<u16>,
     features: u64,
-    resets: usize,
 }
 
 /// Entry function of the fuzzer. Panics if the balloon violates an invariant: it must not give back
@@ -95,12 +40,10 @@ pub fn queue(data: &[u8]) {
     let harness = Harness::new(features, options);
     let mut guest = Guest {
         input,
-        available: vec![0; harness.queues().into()],
         harness,
         features,
-        resets: 0,
     };
-    while !guest.input.0.is_empty() {
+    while !guest.input.is_empty() {
         guest.step();
         guest.check();
     }
@@ -110,6 +53,35 @@ pub fn queue(data: &[u8]) {
 }
 
 impl Guest<'_> {
+    /// Somewhere in memory, most often.
+    fn address(&mut self) -> u64 {
+        match self.input.byte() % 8 {
+            3 => REGIONS[1].start + u64::from(self.input.word() % 512) * PAGE,
+            _ => self.input.address(REGIONS[0].end, RINGS..DATA, DATA),
+        }
+    }
+
+    fn length(&mut self) -> u32 {
+        match self.input.byte() % 8 {
+            0 => self.input.quad() as u32,
+            1 => u32::from(self.input.byte()),
+            2 => 0,
+            3 => 1 << 20,
+            4 => u32::from(self.input.byte()) * PAGE as u32,
+            _ => u32::from(self.input.byte()) * 4,
+        }
+    }
+
+    /// Returns a page number, most often of a page in memory.
+    fn number(&mut self) -> u32 {
+        match self.input.byte() % 8 {
+            0 => self.input.quad() as u32,
+            1 => 200 + u32::from(self.input.byte()),
+            2 => 1000 + u32::from(self.input.byte() % 32),
+            _ => 512 + u32::from(self.input.byte()),
+        }
+    }
+
     fn queue(&mut self) -> u16 {
         u16::from(self.input.byte()) % self.harness.queues()
     }
@@ -118,18 +90,18 @@ impl Guest<'_> {
         match self.input.byte() % 16 {
             0 => {
                 let (queue, at) = (self.queue(), self.input.word());
-                let (address, length) = (self.input.address(), self.input.length());
+                let (address, length) = (self.address(), self.length());
                 let (flags, next) = (self.input.word(), self.input.word());
                 self.harness.describe(queue, at, address, length, flags, next);
             }
             1 => {
-                let (address, value) = (self.input.address(), self.input.quad());
+                let (address, value) = (self.address(), self.input.quad());
                 // Beyond memory is not the guest's either.
                 let _ = self.harness.memory.write_obj(value, GuestAddress(address));
             }
             2 => {
                 let (queue, head) = (self.queue(), self.input.word());
-                self.offer(queue, head);
+                self.harness.offer(queue, head);
             }
             3 => {
                 let (offset, width) = (self.input.byte() % 16, self.input.byte() % 8);
@@ -144,7 +116,6 @@ impl Guest<'_> {
             5 => self.harness.pause_and_resume(),
             6 => {
                 self.harness.reset();
-                self.available.fill(0);
             }
             7 => self.harness.asked(),
             8 | 9 => {
@@ -157,10 +128,6 @@ impl Guest<'_> {
             }
             _ => self.request(),
         }
-        if self.harness.resets != self.resets {
-            self.resets = self.harness.resets;
-            self.available.fill(0);
-        }
     }
 
     /// A request as a driver makes it, more or less.
@@ -170,39 +137,25 @@ impl Guest<'_> {
         let parts = 1 + u16::from(self.input.byte() % 4);
         let head = self.input.word() % SIZE;
         let report = Role::of(queue, self.features) == Some(Role::Report);
-        for part in 0..parts {
-            let next = u16::from(part + 1 < parts);
-            let (address, length) = if report {
-                (self.input.address(), self.input.length())
-            } else {
+        let parts: Vec<_> = (0..parts)
+            .map(|part| {
+                if report {
+                    return (self.address(), self.length(), 2);
+                }
                 let place = place + u64::from(part) * 1024;
                 let count = self.input.byte() % 64;
                 for at in 0..u64::from(count) {
-                    let number = self.input.number();
+                    let number = self.number();
                     self.harness
                         .memory
                         .write_obj(number, GuestAddress(place + at * 4))
                         .unwrap();
                 }
-                (place, u32::from(count) * 4)
-            };
-            let flags = next | if report { 2 } else { 0 };
-            self.harness.describe(
-                queue,
-                head + part,
-                address,
-                length,
-                flags,
-                (head + part + 1) % SIZE,
-            );
-        }
-        self.offer(queue, head);
-    }
-
-    fn offer(&mut self, queue: u16, head: u16) {
-        let index = &mut self.available[usize::from(queue)];
-        self.harness.offer(queue, *index, head);
-        *index = index.wrapping_add(1);
+                (place, u32::from(count) * 4, 0)
+            })
+            .collect();
+        self.harness.describe_chain(queue, head, &parts);
+        self.harness.offer(queue, head);
     }
 
     fn check(&self) {

@@ -10,7 +10,7 @@ use vm_memory::Bytes;
 use vmm_base::GuestMemory;
 
 use super::{
-    harness::{DATA, Harness, MockHost, REGIONS, SIZE},
+    harness::{DATA, Harness, MockHost, REGIONS},
     *,
 };
 use crate::{
@@ -77,14 +77,12 @@ crate::virtio_saved_device_tests!(BalloonTest, "virtio-balloon");
 /// A harness with a driver that puts one request after the other into the rings.
 struct Guest {
     harness: Harness,
-    available: [u16; 5],
 }
 
 impl Guest {
     fn new(features: u64) -> Self {
         Self {
             harness: Harness::new(features, REPORTING),
-            available: [0; 5],
         }
     }
 
@@ -93,14 +91,12 @@ impl Guest {
     }
 
     fn offer(&mut self, queue: u16, parts: &[(u64, u32)], flags: u16) {
-        for (at, (address, length)) in (0_u16..).zip(parts) {
-            let next = u16::from(usize::from(at) + 1 < parts.len());
-            self.harness
-                .describe(queue, at, *address, *length, flags | next, (at + 1) % SIZE);
-        }
-        let index = &mut self.available[usize::from(queue)];
-        self.harness.offer(queue, *index, 0);
-        *index += 1;
+        let parts: Vec<_> = parts
+            .iter()
+            .map(|(address, length)| (*address, *length, flags))
+            .collect();
+        self.harness.describe_chain(queue, 0, &parts);
+        self.harness.offer(queue, 0);
     }
 
     /// Offers a list of page numbers, which is at `DATA` then.
@@ -262,7 +258,6 @@ fn a_report_that_leaves_memory_makes_the_device_ask_for_a_reset() {
         let resets = guest.harness.resets;
         guest.offer(REPORT, &[part], 2);
         guest.harness.kick(REPORT);
-        guest.available = [0; 5];
         assert_eq!(guest.harness.resets, resets + 1, "{part:x?}");
     }
     assert_eq!(*guest.harness.host.given.lock().unwrap(), []);
@@ -466,8 +461,7 @@ proptest! {
                 6 => guest.harness.pause_and_resume(),
                 _ => {
                     guest.harness.reset();
-                    guest.available = [0; 5];
-                    model.clear();
+                                model.clear();
                 }
             }
             prop_assert_eq!(guest.held(), model.len() as u64);

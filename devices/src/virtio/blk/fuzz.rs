@@ -8,71 +8,20 @@
     clippy::cast_possible_truncation
 )]
 
-use std::sync::atomic::Ordering;
-
 use vm_memory::{Bytes, GuestAddress};
 
 use super::{
     BlkOptions, OnError,
-    harness::{AVAIL, DATA, DESC, Harness, MEMORY_END, SIZE, host},
+    harness::{DATA, DESC, Harness, MEMORY_END, SIZE, host},
 };
+use crate::virtio::testing::{Input, describe};
 
 const CAPACITY: u64 = 1 << 16;
-
-/// Bytes to be used up; zeroes when there are none any more.
-struct Input<'a>(&'a [u8]);
-
-impl Input<'_> {
-    fn byte(&mut self) -> u8 {
-        let Some((first, rest)) = self.0.split_first() else {
-            return 0;
-        };
-        self.0 = rest;
-        *first
-    }
-
-    fn word(&mut self) -> u16 {
-        u16::from(self.byte()) | u16::from(self.byte()) << 8
-    }
-
-    fn quad(&mut self) -> u64 {
-        (0..8).fold(0, |value, at| value | u64::from(self.byte()) << (8 * at))
-    }
-
-    /// Somewhere in memory, most often.
-    fn address(&mut self) -> u64 {
-        match self.byte() % 8 {
-            0 => self.quad(),
-            1 => MEMORY_END - u64::from(self.byte()),
-            2 => DESC + u64::from(self.word()) % (DATA - DESC),
-            _ => DATA + u64::from(self.word()),
-        }
-    }
-
-    fn length(&mut self) -> u32 {
-        match self.byte() % 8 {
-            0 => self.quad() as u32,
-            1 => u32::from(self.byte()),
-            2 => 0,
-            3 => 16,
-            4 => 1,
-            _ => u32::from(self.byte() % 16) * 512,
-        }
-    }
-
-    fn sector(&mut self) -> u64 {
-        match self.byte() % 4 {
-            0 => self.quad(),
-            _ => u64::from(self.byte()) % (CAPACITY / 512 + 2),
-        }
-    }
-}
 
 /// A driver that may do anything.
 struct Guest<'a> {
     input: Input<'a>,
     harness: Harness,
-    available: u16,
     next_desc: u16,
 }
 
@@ -106,10 +55,9 @@ pub fn queue(data: &[u8]) {
     let mut guest = Guest {
         input,
         harness: Harness::new(host, options, features),
-        available: 0,
         next_desc: 0,
     };
-    while !guest.input.0.is_empty() {
+    while !guest.input.is_empty() {
         guest.step();
         guest.check();
     }
@@ -119,25 +67,48 @@ pub fn queue(data: &[u8]) {
 }
 
 impl Guest<'_> {
+    /// Somewhere in memory, most often.
+    fn address(&mut self) -> u64 {
+        self.input.address(MEMORY_END, DESC..DATA, DATA)
+    }
+
+    fn length(&mut self) -> u32 {
+        match self.input.byte() % 8 {
+            0 => self.input.quad() as u32,
+            1 => u32::from(self.input.byte()),
+            2 => 0,
+            3 => 16,
+            4 => 1,
+            _ => u32::from(self.input.byte() % 16) * 512,
+        }
+    }
+
+    fn sector(&mut self) -> u64 {
+        match self.input.byte() % 4 {
+            0 => self.input.quad(),
+            _ => u64::from(self.input.byte()) % (CAPACITY / 512 + 2),
+        }
+    }
+
     fn step(&mut self) {
         match self.input.byte() % 16 {
             0 => {
-                let (at, address, length) = (self.input.word(), self.input.address(), self.input.length());
+                let (at, address, length) = (self.input.word(), self.address(), self.length());
                 let (flags, next) = (self.input.word(), self.input.word());
-                self.describe(DESC, at % SIZE, address, length, flags, next);
+                self.harness.describe(0, at, address, length, flags, next);
             }
             1 => {
-                let (address, value) = (self.input.address(), self.input.quad());
+                let (address, value) = (self.address(), self.input.quad());
                 // Beyond memory is not the guest's either.
                 let _ = self.harness.memory.write_obj(value, GuestAddress(address));
             }
             2 => {
                 let head = self.input.word();
-                self.offer(head);
+                self.harness.offer(0, head);
             }
             3 => {
                 let index = self.input.word();
-                self.set_available(index);
+                self.harness.set_available(0, index);
             }
             4 => {
                 let count = self.input.byte() % 4;
@@ -146,7 +117,7 @@ impl Guest<'_> {
             5 => self.harness.pause_and_resume(),
             6 => {
                 self.harness.reset();
-                (self.available, self.next_desc) = (0, 0);
+                self.next_desc = 0;
             }
             7 | 8 => self.harness.kick(),
             9 | 10 => {
@@ -169,20 +140,20 @@ impl Guest<'_> {
             4 => 13,
             odd => u32::from(odd & 1),
         };
-        let sector = self.input.sector();
+        let sector = self.sector();
         let header = [&kind.to_le_bytes()[..], &[0; 4], &sector.to_le_bytes()].concat();
         let place = DATA + u64::from(self.input.byte()) * 16;
         self.harness
             .memory
             .write_slice(&header, GuestAddress(place))
             .unwrap();
-        let (mut parts, mut table) = (vec![(place, 16, 0)], Vec::new());
+        let mut parts = vec![(place, 16, 0)];
         for _ in 0..self.input.byte() % 5 {
-            let (address, mut length) = (self.input.address(), self.input.length());
+            let (address, mut length) = (self.address(), self.length());
             let writable = self.input.byte() & 3 != u8::from(kind == 0);
             if matches!(kind, 11 | 13) {
                 let range = [
-                    &self.input.sector().to_le_bytes()[..],
+                    &self.sector().to_le_bytes()[..],
                     &u32::from(self.input.byte()).to_le_bytes(),
                     &u32::from(self.input.byte() % 3).to_le_bytes(),
                 ];
@@ -201,58 +172,20 @@ impl Guest<'_> {
         ));
         let head = self.next_desc % SIZE;
         let indirect = self.input.byte().is_multiple_of(4);
-        for (at, (address, length, flags)) in parts.iter().enumerate() {
-            let next = u16::from(at + 1 < parts.len());
-            if indirect {
-                table.push((*address, *length, flags | next, at as u16 + 1));
-            } else {
-                let following = (head + at as u16 + 1) % SIZE;
-                self.describe(
-                    DESC,
-                    (head + at as u16) % SIZE,
-                    *address,
-                    *length,
-                    flags | next,
-                    following,
-                );
-            }
-        }
         if indirect {
-            let place = DATA + 0x1_0000;
-            let length = table.len() as u32 * 16;
-            for (at, (address, length, flags, next)) in table.into_iter().enumerate() {
-                self.describe(place, at as u16, address, length, flags, next);
+            let table = DATA + 0x1_0000;
+            for (at, (address, length, flags)) in (0_u16..).zip(&parts) {
+                let more = u16::from(usize::from(at) + 1 < parts.len());
+                let memory = &self.harness.memory;
+                describe(memory, table, at, *address, *length, flags | more, at + 1);
             }
-            self.describe(DESC, head, place, length, 4, 0);
+            self.harness
+                .describe(0, head, table, parts.len() as u32 * 16, 4, 0);
+        } else {
+            self.harness.describe_chain(0, head, &parts);
         }
         self.next_desc = self.next_desc.wrapping_add(parts.len() as u16);
-        self.offer(head);
-    }
-
-    fn describe(&self, table: u64, at: u16, address: u64, length: u32, flags: u16, next: u16) {
-        let raw = u128::from(address)
-            | u128::from(length) << 64
-            | u128::from(flags) << 96
-            | u128::from(next) << 112;
-        let place = GuestAddress(table + u64::from(at) * 16);
-        self.harness
-            .memory
-            .write_slice(&raw.to_le_bytes(), place)
-            .unwrap();
-    }
-
-    fn offer(&mut self, head: u16) {
-        let slot = GuestAddress(AVAIL + 4 + u64::from(self.available % SIZE) * 2);
-        self.harness.memory.write_obj(head, slot).unwrap();
-        self.set_available(self.available.wrapping_add(1));
-    }
-
-    fn set_available(&mut self, index: u16) {
-        self.available = index;
-        self.harness
-            .memory
-            .store(index, GuestAddress(AVAIL + 2), Ordering::Release)
-            .unwrap();
+        self.harness.offer(0, head);
     }
 
     /// Each request taken completes once or is still counted: none is lost, none completes twice.
@@ -261,7 +194,7 @@ impl Guest<'_> {
         assert!(stats.held <= stats.in_flight, "{stats:?}");
         assert_eq!(
             stats.in_flight,
-            u64::from(self.harness.outstanding()),
+            u64::from(self.harness.outstanding(0)),
             "{stats:?}"
         );
     }

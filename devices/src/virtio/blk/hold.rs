@@ -9,7 +9,8 @@
 //! ```
 //!
 //! A kept request holds its descriptors and its copied parts, but nothing of guest memory, so the
-//! lists survive a pause. After a restore, only the heads are known. The worker reads their chains
+//! lists survive a pause. It was taken from the ring, so the queue's progress does not show it, and its head is saved.
+//! After a restore, only the heads are known. The worker reads their chains
 //! at the first start, before it takes anything from the ring. A request is kept at most once, so a
 //! queue keeps at most as many requests as it has descriptors.
 //!
@@ -20,9 +21,19 @@
 //! queues wait until all unsettled requests have succeeded. A failed flush is kept like any other
 //! request.
 
-use std::collections::VecDeque;
+use std::{collections::VecDeque, sync::atomic::Ordering};
 
-use super::{control::Shared, plan::Work};
+use vmm_base::GuestMemory;
+
+use super::{control::Shared, request::Work, worker::BlkHandler};
+use crate::{
+    state::{StateError, check, message, narrow},
+    virtio::{
+        fault::{Fault, RingError},
+        queue::MAX_SIZE,
+        session::Session,
+    },
+};
 
 /// A kept request of a device that was restored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -123,5 +134,64 @@ impl Kept {
             shared.remove_unsettled();
         }
         *self = Self::default();
+    }
+
+    pub(super) fn save(&self) -> message::VirtioBlkQueue {
+        let kept = self
+            .all()
+            .map(|Restored { head, unsettled }| message::VirtioBlkKept {
+                head: head.into(),
+                unsettled,
+            });
+        message::VirtioBlkQueue { kept: kept.collect() }
+    }
+}
+
+impl BlkHandler {
+    /// Takes over what another worker kept. Whether the heads are any of this queue's is found out when they are read.
+    pub(super) fn restore_kept(&mut self, saved: &message::VirtioBlkQueue) -> Result<(), StateError> {
+        check(
+            saved.kept.len() <= usize::from(MAX_SIZE),
+            "kept",
+            "more than a queue has descriptors",
+        )?;
+        let kept = saved.kept.iter().map(|kept| {
+            Ok(Restored {
+                head: narrow("kept.head", kept.head)?,
+                unsettled: kept.unsettled,
+            })
+        });
+        let kept = kept.collect::<Result<Vec<_>, StateError>>()?;
+        self.outstanding = kept.len();
+        self.kept.restore(kept, &self.shared);
+        if let Some(counters) = self.shared.counters(self.queue) {
+            counters.set_in_flight(self.outstanding);
+            counters.set_held(self.kept.len());
+        }
+        Ok(())
+    }
+
+    /// Reads the restored requests. The driver must not change them, so an unreadable request means
+    /// a corrupt ring.
+    pub(super) fn read_restored(&mut self, session: &mut Session, memory: &GuestMemory) -> Result<(), Fault> {
+        let capacity = self.shared.capacity.load(Ordering::Acquire);
+        while let Some(Restored { head, unsettled }) = self.kept.restored() {
+            let ring = |error| Fault::Ring {
+                queue: self.queue,
+                error,
+            };
+            let mut work = Work::empty();
+            session.read_chain(self.queue, head, &mut work.chain)?;
+            if self.outstanding > self.size {
+                return Err(ring(RingError::Outstanding(head)));
+            }
+            if !work.plan(&self.limits, self.negotiated, capacity, memory) {
+                return Err(ring(RingError::Chain(head)));
+            }
+            work.since = self.clock.nanos();
+            work.unsettled = unsettled;
+            self.kept.read_again(work);
+        }
+        Ok(())
     }
 }

@@ -10,9 +10,6 @@ pub mod fuzz;
 #[cfg(any(test, feature = "testing"))]
 mod harness;
 mod hold;
-mod mirror;
-mod pace;
-mod plan;
 mod request;
 #[cfg(test)]
 #[allow(
@@ -22,8 +19,6 @@ mod request;
     clippy::indexing_slicing
 )]
 mod simulation;
-mod state;
-mod stats;
 mod worker;
 
 use std::{
@@ -33,27 +28,21 @@ use std::{
 
 use zerocopy::IntoBytes;
 
+pub use self::control::{BUCKETS, BlkControl, BlkStats, Mirror, OperationStats};
 use self::{
     config::{Config, QUEUE_SIZE},
     control::{Shared, SharedImage},
     request::{ID_LENGTH, Limits},
     worker::{BlkHandler, Identity},
 };
-pub use self::{
-    control::BlkControl,
-    mirror::Mirror,
-    stats::{BUCKETS, BlkStats, OperationStats},
-};
 use block::Image;
 
 use super::{
     device::{DeviceKind, VirtioDevice, WorkerSpec, read_bytes, thread_name},
+    rate::Limiter,
     signals::Signals,
 };
-use crate::{
-    rate::Limiter,
-    state::{Section, StateError, check, message},
-};
+use crate::state::{Section, StateError, check, message};
 
 /// Most queues of a disk.
 pub const MAX_QUEUES: u16 = 16;
@@ -128,10 +117,7 @@ impl Blk {
 
     /// The handle for others than the driver.
     pub fn control(&self) -> BlkControl {
-        BlkControl {
-            shared: Arc::clone(&self.shared),
-            image: Arc::downgrade(&self.image),
-        }
+        BlkControl::new(&self.shared, &self.image)
     }
 
     fn queues(&self) -> u16 {

@@ -7,8 +7,11 @@ use std::{
 use super::*;
 use crate::{
     component::Component as _,
-    serial::{Server, history::Capacity, server::Setup},
-    state::StateError,
+    serial::{
+        history::Capacity,
+        server::{self, Setup},
+    },
+    state::refuses,
     virtio::testing::{Area, Buffer, Driver, Rig, suite::DeviceUnderTest},
 };
 
@@ -169,22 +172,15 @@ fn while_paused_no_input_is_let_in_and_a_restored_console_has_what_waited() {
 #[test]
 fn a_saved_state_that_no_console_has_is_refused() {
     let (_, _, mut console) = console();
-    let wide = message::VirtioConsole {
-        columns: 0x1_0000,
-        rows: 1,
-    };
-    let error = console.restore(&Section::new("console", &wide)).unwrap_err();
-    assert!(
-        matches!(error, StateError::Invalid { field: "columns", .. }),
-        "{error}"
-    );
-    let long = message::VirtioConsoleQueues {
-        backlog: vec![0; 4097],
-    };
-    let error = console.shared.restore(&long).unwrap_err();
-    assert!(
-        matches!(error, StateError::Invalid { field: "backlog", .. }),
-        "{error}"
+    let size = message::VirtioConsole { columns: 1, rows: 1 };
+    refuses(&size, &[("columns", |saved| saved.columns = 0x1_0000)], |saved| {
+        console.restore(&Section::new("console", saved))
+    });
+    let queues = message::VirtioConsoleQueues::default();
+    refuses(
+        &queues,
+        &[("backlog", |saved| saved.backlog = vec![0; 4097])],
+        |saved| console.shared.restore(saved),
     );
 }
 
@@ -197,7 +193,7 @@ fn a_server_shows_its_output_and_types_into_it() {
         listener: Some(UnixListener::bind(&path).unwrap().into()),
         ..Setup::default()
     };
-    let _server = Server::start(port, setup).unwrap();
+    let _server = server::start(port, setup).unwrap();
     driver.request(TRANSMIT, &[Buffer::Readable(b"early ".to_vec())]);
     let mut client = UnixStream::connect(&path).unwrap();
     let mut first = [0; 14];

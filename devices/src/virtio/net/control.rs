@@ -10,7 +10,7 @@ use std::{
 };
 
 use virtio_bindings::virtio_net::VIRTIO_NET_F_GUEST_ANNOUNCE;
-use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+use vmm_sys_util::eventfd::EventFd;
 
 use super::{
     config,
@@ -19,9 +19,11 @@ use super::{
 };
 use crate::{
     net::{NetBackend, Offloads},
-    rate::Limiter,
     state::{StateError, check, message, narrow},
-    virtio::{signals::Signals, throttle::LimiterCell},
+    virtio::{
+        rate::{Limiter, LimiterCell},
+        signals::{Connection, Signals},
+    },
 };
 
 /// Settings of the driver, from the control queue and from its features.
@@ -85,13 +87,6 @@ struct Served {
     kept: bool,
 }
 
-struct Connection {
-    signals: Arc<Signals>,
-    /// One event per pair. Wakes the worker after a change of a limiter or of the number of active
-    /// pairs.
-    wakes: Vec<Arc<EventFd>>,
-}
-
 impl Shared {
     pub(super) fn new(
         backends: Vec<Arc<dyn NetBackend>>,
@@ -122,14 +117,7 @@ impl Shared {
 
     /// Connects it to the machine, once.
     pub(super) fn connect(&self, signals: &Arc<Signals>) -> io::Result<()> {
-        let connection = Connection {
-            signals: Arc::clone(signals),
-            wakes: self
-                .backends
-                .iter()
-                .map(|_| EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK).map(Arc::new))
-                .collect::<io::Result<_>>()?,
-        };
+        let connection = Connection::new(signals, self.backends.len())?;
         self.connection
             .set(connection)
             .map_err(|_| io::ErrorKind::AlreadyExists.into())
@@ -286,14 +274,8 @@ impl Shared {
     }
 
     fn wake_all(&self) {
-        for wake in self
-            .connection
-            .get()
-            .iter()
-            .flat_map(|connection| &connection.wakes)
-        {
-            // Full only when it is readable anyway.
-            let _full = wake.write(1);
+        if let Some(connection) = self.connection.get() {
+            connection.wake_all();
         }
     }
 

@@ -13,13 +13,11 @@ use std::{
     collections::VecDeque,
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::{Arc, Mutex, atomic::Ordering},
-    time::Instant,
+    sync::{Arc, Mutex},
 };
 
 use vm_memory::{Bytes, GuestAddress};
-use vmm_base::{GuestMemory, sys::Iovecs};
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use vmm_base::sys::Iovecs;
 use zerocopy::FromBytes;
 
 use super::{
@@ -28,15 +26,9 @@ use super::{
 };
 use crate::{
     net::{NetBackend, Offloads},
-    pci::msix::Msix,
     virtio::{
-        bell::Bell,
-        device::{Drained, Progress, QueueHandler, VirtioDevice},
-        fault::{Counters, Fault},
-        queue::{Queue, QueueState},
-        session::{Session, Setup},
-        signals::Signals,
-        testing::{MockMsi, PATIENCE},
+        device::VirtioDevice,
+        testing::{Bare, Input, Layout},
     },
 };
 
@@ -52,47 +44,6 @@ const QUEUES: u16 = 3;
 const DATA: u64 = 0x8000;
 /// Size of each queue.
 const SIZE: u16 = 64;
-
-/// Bytes to be used up; zeroes when there are none any more.
-struct Input<'a>(&'a [u8]);
-
-impl Input<'_> {
-    fn byte(&mut self) -> u8 {
-        let Some((first, rest)) = self.0.split_first() else {
-            return 0;
-        };
-        self.0 = rest;
-        *first
-    }
-
-    fn word(&mut self) -> u16 {
-        u16::from(self.byte()) | u16::from(self.byte()) << 8
-    }
-
-    fn quad(&mut self) -> u64 {
-        (0..8).fold(0, |value, at| value | u64::from(self.byte()) << (8 * at))
-    }
-
-    /// Somewhere in memory, most often.
-    fn address(&mut self) -> u64 {
-        match self.byte() % 8 {
-            0 => self.quad(),
-            1 => MEMORY_END - u64::from(self.byte()),
-            2 => u64::from(self.word()) % DATA,
-            _ => DATA + u64::from(self.word()),
-        }
-    }
-
-    fn length(&mut self) -> u32 {
-        match self.byte() % 8 {
-            0 => self.quad() as u32,
-            1 => u32::from(self.byte()),
-            2 => HEADER,
-            3 => u32::from(self.word()),
-            _ => 14 + u32::from(self.byte()) * 8,
-        }
-    }
-}
 
 /// Mock of the host: packets for the guest, and results for the guest's packets.
 #[derive(Default)]
@@ -186,22 +137,13 @@ fn check(header: &Header, length: u32, features: u64) {
     assert!(u32::from(header.hdr_len.get()) <= length);
 }
 
-/// A driver that may do anything, and the worker's framework in the hands of the test.
+/// A driver that may do anything.
 struct Guest<'a> {
     input: Input<'a>,
-    memory: GuestMemory,
+    bare: Bare,
     host: Arc<Mutex<Host>>,
     control: NetControl,
-    counters: Arc<Counters>,
-    handler: Box<dyn QueueHandler>,
-    session: Option<Session>,
-    states: Vec<QueueState>,
-    signals: Arc<Signals>,
-    kicks: Vec<Arc<EventFd>>,
-    bell: Arc<Bell>,
     front: Net,
-    features: u64,
-    available: [u16; QUEUES as usize],
     next: [u16; QUEUES as usize],
 }
 
@@ -215,7 +157,7 @@ pub fn queue(data: &[u8]) {
     let mask = 0xffff | 0xbf << 16 | 1 << 29 | 7 << 54;
     let features = choice & mask | 1 << 32;
     let mut guest = Guest::new(input, features);
-    while !guest.input.0.is_empty() {
+    while !guest.input.is_empty() {
         guest.step();
         guest.check();
     }
@@ -224,10 +166,6 @@ pub fn queue(data: &[u8]) {
 
 impl<'a> Guest<'a> {
     fn new(input: Input<'a>, features: u64) -> Self {
-        let ranges = [
-            (GuestAddress(0), REGION as usize),
-            (GuestAddress(HOLE_END), REGION as usize),
-        ];
         let host = Arc::new(Mutex::new(Host::default()));
         let mock = Mock {
             host: Arc::clone(&host),
@@ -237,46 +175,54 @@ impl<'a> Guest<'a> {
         let mut front = Net::new(vec![Box::new(mock)], options);
         let features = features & (front.features() | 1 << 29 | 1 << 32);
         host.lock().unwrap().features = features;
-        let msix = Msix::new(&MockMsi::default(), 1 + usize::from(QUEUES)).unwrap();
-        let signals = Arc::new(Signals::new(Arc::clone(msix.vectors()), QUEUES.into()));
-        let handler = front.workers(&signals).unwrap().remove(0).handler;
-        let event = || Arc::new(EventFd::new(EFD_NONBLOCK).unwrap());
-        let mut guest = Self {
+        let layout = Layout {
+            regions: [(0, REGION), (HOLE_END, MEMORY_END)],
+            rings: (0, DATA),
+            space: RING,
+            avail: AVAIL,
+            used: USED,
+            size: SIZE,
+        };
+        Self {
             input,
-            memory: GuestMemory::from_ranges(&ranges).unwrap(),
+            bare: Bare::new(&mut front, features, layout),
             host,
             control: front.control(),
-            counters: Arc::default(),
-            handler,
-            session: None,
-            states: fresh(),
-            signals,
-            kicks: (0..QUEUES).map(|_| event()).collect(),
-            bell: Arc::new(Bell::new().unwrap()),
             front,
-            features,
-            available: [0; QUEUES as usize],
             next: [0; QUEUES as usize],
-        };
-        guest.start();
-        guest
+        }
+    }
+
+    /// Somewhere in memory, most often.
+    fn address(&mut self) -> u64 {
+        self.input.address(MEMORY_END, 0..DATA, DATA)
+    }
+
+    fn length(&mut self) -> u32 {
+        match self.input.byte() % 8 {
+            0 => self.input.quad() as u32,
+            1 => u32::from(self.input.byte()),
+            2 => HEADER,
+            3 => u32::from(self.input.word()),
+            _ => 14 + u32::from(self.input.byte()) * 8,
+        }
     }
 
     fn step(&mut self) {
         let queue = u16::from(self.input.byte()) % QUEUES;
         match self.input.byte() % 16 {
             0 => {
-                let (at, address, length) = (self.input.word(), self.input.address(), self.input.length());
+                let (at, address, length) = (self.input.word(), self.address(), self.length());
                 let (flags, next) = (self.input.word(), self.input.word());
-                self.describe(queue, at % SIZE, address, length, flags, next);
+                self.bare.describe(queue, at, address, length, flags, next);
             }
             1 => {
                 let head = self.input.word();
-                self.offer(queue, head);
+                self.bare.offer(queue, head);
             }
             2 => {
                 let index = self.input.word();
-                self.set_available(queue, index);
+                self.bare.set_available(queue, index);
             }
             3 => {
                 let kinds = [
@@ -288,8 +234,8 @@ impl<'a> Guest<'a> {
                 self.host.lock().unwrap().failures.push_back(kind);
             }
             4 => {
-                self.drain();
-                self.start();
+                self.pause();
+                self.bare.start();
                 self.run();
             }
             5 => self.reset(),
@@ -333,10 +279,10 @@ impl<'a> Guest<'a> {
         if kind & 0x80 != 0 {
             (header[3], header[7], header[9]) = (0, 0, 0);
         }
-        let _ = self.memory.write_slice(&header, GuestAddress(place));
+        let _ = self.bare.memory.write_slice(&header, GuestAddress(place));
         let mut parts = vec![(place, HEADER, 0)];
         for _ in 0..self.input.byte() % 4 {
-            parts.push((self.input.address(), self.input.length(), 0));
+            parts.push((self.address(), self.length(), 0));
         }
         self.chain(1, &parts);
     }
@@ -345,7 +291,7 @@ impl<'a> Guest<'a> {
     fn buffers(&mut self) {
         let mut parts = Vec::new();
         for _ in 0..1 + self.input.byte() % 4 {
-            parts.push((self.input.address(), self.input.length(), 2));
+            parts.push((self.address(), self.length(), 2));
         }
         self.chain(0, &parts);
     }
@@ -357,128 +303,43 @@ impl<'a> Guest<'a> {
         let length = self.input.byte() % 32;
         let mut bytes = vec![class, number];
         bytes.extend((0..length).map(|_| self.input.byte()));
-        let _ = self.memory.write_slice(&bytes, GuestAddress(place));
-        let answer = self.input.address();
+        let _ = self.bare.memory.write_slice(&bytes, GuestAddress(place));
+        let answer = self.address();
         self.chain(2, &[(place, bytes.len() as u32, 0), (answer, 1, 2)]);
     }
 
     fn chain(&mut self, queue: u16, parts: &[(u64, u32, u16)]) {
         let first = self.next[usize::from(queue)];
-        for (at, (address, length, flags)) in parts.iter().enumerate() {
-            let at = at as u16;
-            let more = u16::from(usize::from(at) + 1 < parts.len());
-            let place = first.wrapping_add(at) % SIZE;
-            self.describe(
-                queue,
-                place,
-                *address,
-                *length,
-                flags | more,
-                place.wrapping_add(1) % SIZE,
-            );
-        }
+        self.bare.describe_chain(queue, first % SIZE, parts);
         self.next[usize::from(queue)] = first.wrapping_add(parts.len() as u16);
-        self.offer(queue, first % SIZE);
+        self.bare.offer(queue, first % SIZE);
         self.kick(queue);
     }
 
-    fn describe(&self, queue: u16, at: u16, address: u64, length: u32, flags: u16, next: u16) {
-        let raw = u128::from(address)
-            | u128::from(length) << 64
-            | u128::from(flags) << 96
-            | u128::from(next) << 112;
-        let place = GuestAddress(u64::from(queue) * RING + u64::from(at) * 16);
-        self.memory.write_slice(&raw.to_le_bytes(), place).unwrap();
-    }
-
-    fn offer(&mut self, queue: u16, head: u16) {
-        let index = self.available[usize::from(queue)];
-        let ring = u64::from(queue) * RING + AVAIL;
-        let slot = GuestAddress(ring + 4 + u64::from(index % SIZE) * 2);
-        self.memory.write_obj(head, slot).unwrap();
-        self.set_available(queue, index.wrapping_add(1));
-    }
-
-    fn set_available(&mut self, queue: u16, index: u16) {
-        self.available[usize::from(queue)] = index;
-        let place = GuestAddress(u64::from(queue) * RING + AVAIL + 2);
-        self.memory.store(index, place, Ordering::Release).unwrap();
-    }
-
     fn kick(&mut self, queue: u16) {
-        if let Some(session) = &mut self.session {
-            session.kick_again(queue);
-        }
+        self.bare.notify(queue);
         self.run();
     }
 
     /// The host has something, or takes something again.
     fn event(&mut self) {
-        let Some(session) = &mut self.session else {
-            return;
-        };
-        session.lift_budgets();
-        let result = self.handler.event(session, 0);
-        self.settle(result);
-        self.run();
+        if !self.bare.event() {
+            self.reset();
+            self.run();
+        }
     }
 
     fn run(&mut self) {
-        let mut last = 0;
-        // A host that always fails, or a link that is down, makes the worker look again; not for ever.
-        for _ in 0..10_000 {
-            let Some(session) = &mut self.session else {
-                return;
-            };
-            let Some(queue) = session.take_ready(last) else {
-                return;
-            };
-            last = queue;
-            let result = session.on(queue, (), Queue::disable_notification).and_then(|()| {
-                let progress = self.handler.kick(session, queue)?;
-                let exhausted = session.queue(queue).is_some_and(|ring| ring.exhausted());
-                if progress == Progress::Done && !exhausted {
-                    session.ask_for_kick(queue)?;
-                } else if exhausted {
-                    session.kick_again(queue);
-                }
-                Ok(())
-            });
-            if result.is_err() {
-                session.kick_again(queue);
-            }
-            self.settle(result);
-        }
-        panic!("the worker does not come to rest");
-    }
-
-    fn settle(&mut self, result: Result<(), Fault>) {
-        let Some(session) = &mut self.session else {
-            return;
-        };
-        let result = match result {
-            Err(Fault::Guest { queue, head, .. }) => session.add_used(queue, head, 0),
-            other => other,
-        };
-        match result.and_then(|()| session.flush_interrupts()) {
-            Ok(_) | Err(Fault::Guest { .. } | Fault::Backend(..)) => {}
-            // It needs a reset.
-            Err(Fault::Ring { .. }) => self.reset(),
-            Err(fault) => panic!("{fault}"),
+        while !self.bare.run() {
+            self.reset();
         }
     }
 
-    fn drain(&mut self) {
-        let Some(mut session) = self.session.take() else {
-            return;
-        };
-        session.lift_budgets();
-        let drained = self.handler.drain(&mut session, Instant::now() + PATIENCE);
-        assert!(matches!(drained, Ok(Drained::Quiet)));
-        self.states = session.states();
-        // A pause goes over a saved state.
-        let back = self.handler.save().unwrap();
-        self.handler.restore(&back, &self.memory).unwrap();
+    /// A pause goes over a saved state.
+    fn pause(&mut self) {
+        self.bare.drain();
+        let back = self.bare.handler.save().unwrap();
+        self.bare.handler.restore(&back, &self.bare.memory).unwrap();
         let front = self.front.save().unwrap();
         self.front.restore(&front).unwrap();
         assert_eq!(self.front.save().unwrap(), front);
@@ -486,63 +347,22 @@ impl<'a> Guest<'a> {
 
     /// A reset, and a start with empty rings.
     fn reset(&mut self) {
-        self.drain();
-        self.handler.reset();
+        self.pause();
+        self.bare.reset();
         self.front.reset();
-        self.memory
-            .write_slice(&[0; DATA as usize], GuestAddress(0))
-            .unwrap();
-        self.states = fresh();
-        (self.available, self.next) = Default::default();
-        self.start();
-    }
-
-    fn start(&mut self) {
-        let setup = Setup {
-            memory: &self.memory,
-            features: self.features,
-            states: &self.states,
-            max_sizes: &[SIZE; QUEUES as usize],
-            kicks: &self.kicks,
-            bell: &self.bell,
-            signals: self.signals.clone(),
-            counters: self.counters.clone(),
-        };
-        let mut session = Session::new(setup).unwrap();
-        self.handler.start(&mut session).unwrap();
-        self.session = Some(session);
+        self.next = Default::default();
+        self.bare.start();
     }
 
     /// Checks that the device returns only taken chains, and that its counter matches the packets
     /// at the host.
     fn check(&self) {
-        let states = self
-            .session
-            .as_ref()
-            .map_or_else(|| self.states.clone(), Session::states);
-        for state in states {
-            let outstanding = state.next_avail.wrapping_sub(state.next_used);
-            assert!(outstanding <= SIZE, "{state:?}");
-            assert!(state.index == 0 || outstanding == 0, "{state:?}");
+        for queue in 0..QUEUES {
+            let outstanding = self.bare.outstanding(queue);
+            assert!(outstanding <= if queue == 0 { SIZE } else { 0 }, "{queue}");
         }
         let stats = self.control.stats();
         assert_eq!(stats.sent, self.host.lock().unwrap().sent);
         assert!(stats.send_invalid <= stats.send_dropped);
     }
-}
-
-fn fresh() -> Vec<QueueState> {
-    let of = |index: u16| {
-        let base = u64::from(index) * RING;
-        QueueState {
-            index,
-            size: SIZE,
-            desc_table: base,
-            avail_ring: base + AVAIL,
-            used_ring: base + USED,
-            next_avail: 0,
-            next_used: 0,
-        }
-    };
-    (0..QUEUES).map(of).collect()
 }

@@ -7,7 +7,7 @@ use virtio_bindings::virtio_net::{
 };
 use zerocopy::{FromBytes, Immutable, IntoBytes, little_endian::U16};
 
-use crate::{net::Offloads, rate::Cost};
+use crate::{net::Offloads, virtio::rate::Cost};
 
 /// Length of [`Header`] in bytes.
 pub(super) const HEADER: u32 = 12;

@@ -33,11 +33,11 @@ use vmm_base::thread::ThreadKind;
 
 use super::{
     device::{DeviceKind, VirtioDevice, WorkerSpec, read_bytes, thread_name},
+    rate::Limiter,
     signals::Signals,
 };
 use crate::{
     net::{NetBackend, Offloads, PairServer},
-    rate::Limiter,
     state::{Section, StateError},
 };
 

@@ -7,7 +7,7 @@
 //! packet must fit into one buffer. A longer packet is dropped, not truncated.
 //!
 //! The length of a packet is known only after its delivery. Therefore the worker charges the packet
-//! (see [`rate`](crate::rate)) after the delivery, and reads no other packet before the limiter
+//! (see [`rate`](crate::virtio::rate)) after the delivery, and reads no other packet before the limiter
 //! admits the cost.
 
 use std::{collections::VecDeque, io, sync::Arc, time::Instant};
@@ -23,9 +23,14 @@ use super::{
 };
 use crate::{
     net::{NetBackend, Offloads},
-    rate::Cost,
     state::{StateError, check, message, narrow},
-    virtio::{chain::Chain, device::Progress, fault::Fault, session::Session, throttle::Throttle},
+    virtio::{
+        chain::Chain,
+        device::Progress,
+        fault::Fault,
+        rate::{Cost, Throttle},
+        session::Session,
+    },
 };
 
 /// Failures of the host in a row after which only an event makes it be asked again.

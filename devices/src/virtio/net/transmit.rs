@@ -13,8 +13,13 @@ use super::{
 };
 use crate::{
     net::NetBackend,
-    rate::Cost,
-    virtio::{chain::Chain, device::Progress, fault::Fault, session::Session, throttle::Throttle},
+    virtio::{
+        chain::Chain,
+        device::Progress,
+        fault::Fault,
+        rate::{Cost, Throttle},
+        session::Session,
+    },
 };
 
 /// Maximum number of completions per interrupt. A driver with a full ring requests an interrupt
@@ -31,7 +36,7 @@ pub(super) struct Sender {
     queue: u16,
     chain: Chain,
     buffers: Iovecs,
-    /// The packet that is taken next was paid for already (see [`rate`](crate::rate)).
+    /// The packet that is taken next was paid for already (see [`rate`](crate::virtio::rate)).
     paid: bool,
     /// The host takes no packets at present. The descriptor signals when it does again.
     pub blocked: bool,

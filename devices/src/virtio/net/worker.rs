@@ -34,13 +34,12 @@ use super::{
 };
 use crate::{
     net::NetBackend,
-    rate::Cost,
     state::{Section, StateError},
     virtio::{
         device::{Drained, Progress, QueueHandler},
         fault::Fault,
+        rate::{Cost, Throttle},
         session::{EventSet, Session},
-        throttle::Throttle,
     },
 };
 

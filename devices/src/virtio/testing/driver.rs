@@ -117,7 +117,8 @@ impl Ring {
     }
 }
 
-fn describe(memory: &GuestMemory, table: u64, at: u16, address: u64, length: u32, flags: u16, next: u16) {
+/// Writes one descriptor of a table.
+pub fn describe(memory: &GuestMemory, table: u64, at: u16, address: u64, length: u32, flags: u16, next: u16) {
     let raw =
         u128::from(address) | u128::from(length) << 64 | u128::from(flags) << 96 | u128::from(next) << 112;
     memory

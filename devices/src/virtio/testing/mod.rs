@@ -14,6 +14,7 @@
 
 #[cfg(test)]
 pub mod back_end;
+mod bare;
 mod driver;
 mod machine;
 mod rig;
@@ -22,7 +23,8 @@ pub mod saved;
 #[cfg(test)]
 pub mod suite;
 
-pub use driver::{Buffer, Driver, Ring, Used};
+pub use bare::{Bare, Input, Layout};
+pub use driver::{Buffer, Driver, Ring, Used, describe};
 pub use machine::{MockMsi, MockNotify, MockSink};
 pub use rig::{Area, MEMORY_END, Rig};
 

@@ -199,12 +199,11 @@ pub fn pause_and_resume_lose_no_request<T: DeviceUnderTest>() {
 }
 
 pub fn a_corrupt_ring_makes_the_device_ask_for_a_reset_and_a_reset_helps<T: DeviceUnderTest>() {
-    const NEXT: u16 = 1;
     const WRITE: u16 = 2;
     const TABLE: u16 = 4;
-    const DATA: u64 = 20 << 20;
     let (mut device, mut driver) = driver::<T>();
-    let corruptions: [(&str, fn(&mut Driver, usize)); 11] = [
+    // One of each kind; `tests/queue.rs` has the others.
+    let corruptions: [(&str, fn(&mut Driver, usize)); 4] = [
         ("an available index far ahead", |driver, queue| {
             let ring = &driver.rings[queue];
             ring.set_avail_index(&driver.rig.memory, ring.size + 1);
@@ -213,38 +212,8 @@ pub fn a_corrupt_ring_makes_the_device_ask_for_a_reset_and_a_reset_helps<T: Devi
             let size = driver.rings[queue].size;
             driver.rings[queue].offer(&driver.rig.memory, size);
         }),
-        ("a loop of one", |driver, queue| {
-            driver.rings[queue].describe(&driver.rig.memory, 0, DATA, 16, NEXT | WRITE, 0);
-            driver.rings[queue].offer(&driver.rig.memory, 0);
-        }),
-        ("a loop of two", |driver, queue| {
-            driver.rings[queue].describe(&driver.rig.memory, 0, DATA, 16, NEXT, 1);
-            driver.rings[queue].describe(&driver.rig.memory, 1, DATA, 16, NEXT, 0);
-            driver.rings[queue].offer(&driver.rig.memory, 0);
-        }),
-        ("a next descriptor that is none", |driver, queue| {
-            driver.rings[queue].describe(&driver.rig.memory, 0, DATA, 16, NEXT, u16::MAX);
-            driver.rings[queue].offer(&driver.rig.memory, 0);
-        }),
         ("a buffer outside memory", |driver, queue| {
             driver.rings[queue].describe(&driver.rig.memory, 0, 0xfff0_0000_0000, 16, WRITE, 0);
-            driver.rings[queue].offer(&driver.rig.memory, 0);
-        }),
-        ("a buffer that ends outside memory", |driver, queue| {
-            driver.rings[queue].describe(&driver.rig.memory, 0, MEMORY_END - 8, 16, WRITE, 0);
-            driver.rings[queue].offer(&driver.rig.memory, 0);
-        }),
-        ("a buffer over a hole", |driver, queue| {
-            driver.rings[queue].describe(&driver.rig.memory, 0, (16 << 20) - 8, 2 << 20, WRITE, 0);
-            driver.rings[queue].offer(&driver.rig.memory, 0);
-        }),
-        ("a buffer around the address space", |driver, queue| {
-            driver.rings[queue].describe(&driver.rig.memory, 0, u64::MAX - 3, u32::MAX, WRITE, 0);
-            driver.rings[queue].offer(&driver.rig.memory, 0);
-        }),
-        ("a readable buffer behind a writable one", |driver, queue| {
-            driver.rings[queue].describe(&driver.rig.memory, 0, DATA, 16, NEXT | WRITE, 1);
-            driver.rings[queue].describe(&driver.rig.memory, 1, DATA, 16, 0, 0);
             driver.rings[queue].offer(&driver.rig.memory, 0);
         }),
         ("an indirect table in an indirect table", |driver, queue| {

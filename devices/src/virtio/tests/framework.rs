@@ -3,20 +3,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::puppet::puppet;
+use super::puppet::{ask, puppet, puppet_at_work};
 use crate::{
     component::{Component, ComponentError},
     virtio::{
         fault::DeviceEvent,
-        testing::{Area, Buffer, PATIENCE},
+        testing::{Area, PATIENCE},
     },
 };
 
 const EVENT_IDX: u64 = 1 << 29;
-
-fn ask() -> Vec<Buffer> {
-    vec![Buffer::Readable(vec![1, 2, 3]), Buffer::Writable(8)]
-}
 
 fn soon() -> Instant {
     Instant::now() + Duration::from_millis(50)
@@ -51,11 +47,7 @@ fn a_pause_that_can_not_drain_fails_and_all_workers_go_on() {
 
 #[test]
 fn a_reset_is_not_acknowledged_before_requests_under_way_have_ended() {
-    let (mut driver, [first, second], _) = puppet();
-    driver.start(0);
-    first.hold.store(true, Ordering::SeqCst);
-    driver.submit(0, &ask());
-    first.wait_for_taken(1);
+    let (mut driver, [first, second], _) = puppet_at_work();
     let start = Instant::now();
     driver.rig.write(Area::Common, 0x14, 1, 0);
     assert!(start.elapsed() < Duration::from_secs(2), "the vCPU was held");

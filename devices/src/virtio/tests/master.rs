@@ -5,10 +5,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::puppet::{puppet, until};
+use super::puppet::{ask, puppet, puppet_at_work, until};
 use crate::{
     component::{Component, ComponentError},
-    virtio::testing::{Area, Buffer, PATIENCE, Rig},
+    virtio::testing::{Area, PATIENCE, Rig},
 };
 
 const COMMAND: u64 = 4;
@@ -23,10 +23,6 @@ fn set_master(rig: &Rig, on: bool) {
         2,
         if on { MEMORY | MASTER } else { MEMORY },
     );
-}
-
-fn ask() -> Vec<Buffer> {
-    vec![Buffer::Readable(vec![1, 2, 3]), Buffer::Writable(8)]
 }
 
 /// Waits long enough to detect a device that ignores bus-master enable.
@@ -79,11 +75,7 @@ fn a_device_that_was_never_a_bus_master_does_not_start() {
 
 #[test]
 fn requests_under_way_when_bus_mastering_ends_are_answered_and_none_are_taken_after() {
-    let (mut driver, [first, _], _) = puppet();
-    driver.start(0);
-    first.hold.store(true, Ordering::SeqCst);
-    driver.submit(0, &ask());
-    first.wait_for_taken(1);
+    let (mut driver, [first, _], _) = puppet_at_work();
     // The wait of this write is bounded: the vCPU continues while the request is in progress.
     set_master(&driver.rig, false);
     assert!(driver.try_used(0).is_none());
@@ -102,11 +94,7 @@ fn requests_under_way_when_bus_mastering_ends_are_answered_and_none_are_taken_af
 
 #[test]
 fn bus_mastering_that_comes_back_before_the_requests_have_ended_goes_on_with_them() {
-    let (mut driver, [first, _], _) = puppet();
-    driver.start(0);
-    first.hold.store(true, Ordering::SeqCst);
-    driver.submit(0, &ask());
-    first.wait_for_taken(1);
+    let (mut driver, [first, _], _) = puppet_at_work();
     for _ in 0..3 {
         set_master(&driver.rig, false);
         first.wait_for_drains(1);
@@ -122,11 +110,7 @@ fn bus_mastering_that_comes_back_before_the_requests_have_ended_goes_on_with_the
 
 #[test]
 fn a_pause_a_reset_and_a_late_pause_hold_while_bus_mastering_ends() {
-    let (mut driver, [first, _], _) = puppet();
-    driver.start(0);
-    first.hold.store(true, Ordering::SeqCst);
-    driver.submit(0, &ask());
-    first.wait_for_taken(1);
+    let (mut driver, [first, _], _) = puppet_at_work();
     set_master(&driver.rig, false);
     let result = driver
         .rig

@@ -9,7 +9,6 @@
     clippy::cast_possible_truncation
 )]
 
-mod beside;
 mod framework;
 mod master;
 mod order;

@@ -1,4 +1,5 @@
-//! Tests of the order in which chains are taken, also after chains were put back.
+//! Random drivers and devices on one queue: the order in which chains are taken, also after chains were put back, the
+//! used ring, and the interrupts.
 
 use std::collections::VecDeque;
 
@@ -32,6 +33,12 @@ enum Step {
     PutBack(u16),
     /// The device gives all that it has taken back.
     GiveBack,
+    /// The driver wants an interrupt for the entry at this distance from the used index.
+    UsedEvent(i16),
+    /// The driver wants no interrupts (without EVENT_IDX).
+    NoInterrupt(bool),
+    /// The device asks whether the driver wants an interrupt.
+    Interrupt,
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -40,6 +47,9 @@ fn step() -> impl Strategy<Value = Step> {
         (1..=SIZE).prop_map(Step::Take),
         (1..=SIZE).prop_map(Step::PutBack),
         Just(Step::GiveBack),
+        (-3_i16..4).prop_map(Step::UsedEvent),
+        any::<bool>().prop_map(Step::NoInterrupt),
+        Just(Step::Interrupt),
     ]
 }
 
@@ -92,16 +102,17 @@ impl Driver {
         self.memory.write_obj(self.next, GuestAddress(AVAIL + 2)).unwrap();
     }
 
-    fn queue(&self, next_avail: u16) -> Queue {
+    fn queue(&self, start: u16, event_idx: bool) -> Queue {
         let state = QueueState {
             size: SIZE,
             desc_table: 0,
             avail_ring: AVAIL,
             used_ring: USED,
-            next_avail,
+            next_avail: start,
+            next_used: start,
             ..QueueState::default()
         };
-        Queue::new(&state, SIZE, true, self.memory.clone()).unwrap()
+        Queue::new(&state, SIZE, event_idx, self.memory.clone()).unwrap()
     }
 }
 
@@ -109,13 +120,15 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 500, ..ProptestConfig::default() })]
 
     #[test]
-    fn chains_are_taken_in_the_order_in_which_they_were_made_available(
+    fn chains_are_taken_in_order_and_given_back_as_the_driver_wants(
         start in prop_oneof![Just(0), Just(u16::MAX - 20), any::<u16>()],
         heads in Just((0..SIZE).collect::<Vec<_>>()).prop_shuffle(),
+        event_idx: bool,
         steps in prop::collection::vec(step(), 1..100),
     ) {
         let mut driver = Driver::new(start, heads);
-        let mut queue = driver.queue(start);
+        let mut queue = driver.queue(start, event_idx);
+        let (mut used, mut told, mut event, mut silent) = (start, start, 0_u16, false);
         let mut chain = Chain::new();
         let mut available = VecDeque::new();
         let mut taken = VecDeque::new();
@@ -136,10 +149,31 @@ proptest! {
                         available.push_front(taken.pop_back().unwrap());
                     }
                 }
-                Step::GiveBack => for (head, _) in taken.drain(..) {
-                    queue.add_used(head, 0).unwrap();
+                Step::GiveBack => for (head, length) in taken.drain(..) {
+                    queue.add_used(head, length).unwrap();
                     driver.free.push_back(head);
+                    let element = USED + 4 + u64::from(used % SIZE) * 8;
+                    let element: [u32; 2] = driver.memory.read_obj(GuestAddress(element)).unwrap();
+                    used = used.wrapping_add(1);
+                    let index: u16 = driver.memory.read_obj(GuestAddress(USED + 2)).unwrap();
+                    prop_assert_eq!((element, index), ([head.into(), length], used));
                 },
+                Step::UsedEvent(ahead) => {
+                    event = used.wrapping_add_signed(ahead);
+                    let place = GuestAddress(AVAIL + 4 + u64::from(SIZE) * 2);
+                    driver.memory.write_obj(event, place).unwrap();
+                }
+                Step::NoInterrupt(wanted) => {
+                    silent = wanted;
+                    driver.memory.write_obj(u16::from(wanted), GuestAddress(AVAIL)).unwrap();
+                }
+                Step::Interrupt => {
+                    let added = used.wrapping_sub(told);
+                    let passed = (0..added).any(|entry| told.wrapping_add(entry) == event);
+                    let expected = if event_idx { passed } else { added > 0 && !silent };
+                    prop_assert_eq!(queue.needs_interrupt(), Ok(expected));
+                    told = used;
+                }
             }
             prop_assert_eq!(usize::from(queue.available()), available.len());
         }
@@ -149,7 +183,7 @@ proptest! {
 #[test]
 fn a_head_that_makes_no_sense_is_found_when_it_is_its_turn() {
     let mut driver = Driver::new(0, (0..SIZE).collect());
-    let mut queue = driver.queue(0);
+    let mut queue = driver.queue(0, true);
     assert!(driver.offer().is_some() && driver.offer().is_some());
     driver.put_head(SIZE);
     let mut chain = Chain::new();

@@ -17,7 +17,7 @@ use loom::{
     thread,
 };
 
-use crate::virtio::shared::{Field, Fields, ask_to_notify, available, publish, wants_interrupt};
+use crate::virtio::queue::{Field, Fields, ask_to_notify, available, publish, wants_interrupt};
 
 /// Omitted operation of the device's part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -21,7 +21,7 @@ use crate::{
         fault::Fault,
         session::{EventSet, Session},
         signals::Signals,
-        testing::{Driver, PATIENCE, Rig},
+        testing::{Buffer, Driver, PATIENCE, Rig},
     },
 };
 
@@ -107,6 +107,21 @@ pub fn puppet() -> (Driver, [Arc<Strings>; 2], Arc<Mutex<[u8; 6]>>) {
         config: config.clone(),
     };
     (Driver::new(Rig::new(Box::new(device))), strings, config)
+}
+
+/// A request.
+pub fn ask() -> Vec<Buffer> {
+    vec![Buffer::Readable(vec![1, 2, 3]), Buffer::Writable(8)]
+}
+
+/// A running puppet with a request of the first queue under way until [`Strings::let_go`].
+pub fn puppet_at_work() -> (Driver, [Arc<Strings>; 2], Arc<Mutex<[u8; 6]>>) {
+    let (mut driver, strings, config) = puppet();
+    driver.start(0);
+    strings[0].hold.store(true, Ordering::SeqCst);
+    driver.submit(0, &ask());
+    strings[0].wait_for_taken(1);
+    (driver, strings, config)
 }
 
 impl VirtioDevice for Puppet {

@@ -1,4 +1,5 @@
 use proptest::prelude::*;
+use rstest::rstest;
 use vm_memory::{Bytes, GuestAddress};
 use vmm_base::{GuestMemory, ram::TooShort};
 
@@ -410,6 +411,54 @@ fn a_state_that_makes_no_sense_makes_no_queue() {
     ] {
         assert!(matches!(bad(change), Some(RingError::Placement { .. })));
     }
+}
+
+#[rstest]
+#[case::next_behind_the_table(&[(DATA, 1, NEXT, 16)], RingError::Chain(0))]
+#[case::a_loop(&[(DATA, 1, NEXT, 1), (DATA, 1, NEXT, 0)], RingError::Chain(0))]
+#[case::half_a_descriptor(&[(TABLE, 24, INDIRECT, 0)], RingError::Chain(0))]
+#[case::an_empty_table(&[(TABLE, 0, INDIRECT, 0)], RingError::Chain(0))]
+#[case::a_table_outside_memory(&[(1 << 40, 16, INDIRECT, 0)], RingError::Chain(0))]
+#[case::a_buffer_then_a_broken_table(&[(DATA, 1, NEXT, 1), (TABLE, 24, INDIRECT, 0)], RingError::Chain(0))]
+#[case::a_table_in_a_table(&[(TABLE, 16, INDIRECT, 0)], RingError::Chain(0))]
+#[case::readable_behind_writable(&[(DATA, 1, NEXT | WRITE, 1), (DATA, 1, 0, 0)], RingError::Order(0))]
+#[case::outside_memory(&[(1 << 40, 1, 0, 0)], RingError::Buffer { address: 1 << 40, length: 1 })]
+#[case::too_long(&[(DATA, u32::MAX, WRITE, 0)], RingError::Buffer { address: DATA, length: u32::MAX })]
+fn a_broken_chain_has_the_error_of_its_kind(
+    #[case] descriptors: &[(u64, u32, u16, u16)],
+    #[case] error: RingError,
+) {
+    let memory = memory();
+    describe(&memory, STATE.desc_table, descriptors);
+    describe(&memory, TABLE, &[(TABLE, 32, INDIRECT, 0)]);
+    offer(&memory, &[0]);
+    assert_eq!(queue(&memory).pop(&mut Chain::new()), Err(error));
+}
+
+#[test]
+fn an_index_or_a_head_beyond_the_ring_is_an_error() {
+    let memory = memory();
+    offer(&memory, &[16]);
+    assert_eq!(
+        queue(&memory).pop(&mut Chain::new()),
+        Err(RingError::HeadIndex(16))
+    );
+    offer(&memory, &[0; 17]);
+    assert_eq!(
+        queue(&memory).pop(&mut Chain::new()),
+        Err(RingError::AvailableIndex(0))
+    );
+}
+
+/// An available ring at address 0 is a ring as any other.
+#[test]
+fn a_ring_at_address_0_is_used() {
+    let state = QueueState {
+        avail_ring: 0,
+        ..STATE
+    };
+    let mut queue = Queue::new(&state, 16, false, memory()).unwrap();
+    assert_eq!(queue.pop(&mut Chain::new()), Ok(false));
 }
 
 #[test]

@@ -6,23 +6,19 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::puppet::puppet;
+use super::puppet::{ask, puppet, puppet_at_work};
 use crate::{
     component::{Component, ComponentError},
     pci::SharedFunction,
     virtio::{
         fault::DeviceEvent,
-        testing::{Area, Buffer, Driver, PATIENCE, Rig},
+        testing::{Area, Driver, PATIENCE, Rig},
         tests::puppet::until,
     },
 };
 
 /// Where the rig has its device.
 const SLOT: u8 = 3;
-
-fn ask() -> [Buffer; 2] {
-    [Buffer::Readable(vec![1]), Buffer::Writable(8)]
-}
 
 #[test]
 fn a_running_device_answers_what_it_took_then_ends_its_threads_and_frees_what_it_held() {
@@ -89,12 +85,8 @@ fn an_idle_and_a_paused_device_end_at_once() {
 
 /// Removes the device while its driver's reset is in progress.
 fn end_in_the_middle_of_a_reset(before_end: impl FnOnce(&mut Rig)) {
-    let (mut driver, strings, _) = puppet();
+    let (mut driver, strings, _) = puppet_at_work();
     let [first, _] = &strings;
-    driver.start(0);
-    first.hold.store(true, Ordering::SeqCst);
-    driver.submit(0, &ask());
-    first.wait_for_taken(1);
     driver.rig.write(Area::Common, 0x14, 1, 0);
     first.wait_for_drains(1);
 
@@ -138,11 +130,7 @@ fn a_device_whose_pause_was_late_in_the_middle_of_a_reset_ends_only_when_its_req
 
 #[test]
 fn a_machine_reset_is_late_until_the_requests_have_ended() {
-    let (mut driver, [first, _], _) = puppet();
-    driver.start(0);
-    first.hold.store(true, Ordering::SeqCst);
-    driver.submit(0, &ask());
-    first.wait_for_taken(1);
+    let (mut driver, [first, _], _) = puppet_at_work();
     // It joins the driver's own.
     driver.rig.write(Area::Common, 0x14, 1, 0);
     for _ in 0..2 {
@@ -164,12 +152,8 @@ fn a_machine_reset_is_late_until_the_requests_have_ended() {
 fn a_device_that_is_dropped_while_the_hosts_storage_hangs_keeps_what_its_requests_need() {
     // In the middle of a reset, while it serves, and after a fault of its ring.
     for how in ["resetting", "serving", "broken"] {
-        let (mut driver, strings, _) = puppet();
+        let (mut driver, strings, _) = puppet_at_work();
         let [first, _] = &strings;
-        driver.start(0);
-        first.hold.store(true, Ordering::SeqCst);
-        driver.submit(0, &ask());
-        first.wait_for_taken(1);
         match how {
             "resetting" => {
                 driver.rig.write(Area::Common, 0x14, 1, 0);

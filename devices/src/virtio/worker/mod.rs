@@ -21,13 +21,10 @@
 //! Invariant: a worker answers a pause or a reset with success, and drops its handler, only when
 //! the handler is drained. A drain ends early only through its own reason: a pause through its
 //! deadline, a cleared bus-master enable through setting it again. Commands that arrive during a
-//! drain join it ([`stop`]). If the owner of a thread stops waiting, the thread continues the drain
+//! drain join it. If the owner of a thread stops waiting, the thread continues the drain
 //! until the process ends.
 
-mod state;
-mod stop;
 mod thread;
-mod verdict;
 
 use std::{
     io,
@@ -44,13 +41,16 @@ use vmm_sys_util::eventfd::EventFd;
 
 use self::thread::Worker;
 use super::{
-    bell::Bell,
     device::{QueueHandler, WorkerSpec},
     fault::{Counters, EventSink},
     queue::QueueState,
+    session::Bell,
     signals::Signals,
 };
-use crate::log_limit::LogLimit;
+use crate::{
+    log_limit::LogLimit,
+    state::{Section, StateError, check},
+};
 
 /// How long an ending worker is waited for before it is left alone.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
@@ -137,6 +137,20 @@ impl Handle {
         let own = |state: &&QueueState| self.queues.contains(&state.index);
         let states = states.iter().filter(own).copied().collect();
         self.send(Command::Start { states, features });
+    }
+
+    /// Makes the worker call `call`. The receiver gets no value if the worker is not parked, is
+    /// dead, or panics in `call`.
+    fn visit<T: Send + 'static>(
+        &self,
+        call: impl FnOnce(&mut dyn QueueHandler) -> T + Send + 'static,
+    ) -> Receiver<T> {
+        let (reply, result) = mpsc::sync_channel(1);
+        let visit: Visit = Box::new(move |handler| {
+            let _nobody_waits = reply.send(call(handler));
+        });
+        self.send(Command::Visit(visit));
+        result
     }
 }
 
@@ -249,6 +263,34 @@ impl Workers {
         Err(error)
     }
 
+    /// The state of each back; `name` is the device's. All workers are parked.
+    pub fn save(&self, name: &str) -> Result<Vec<Section>, StateError> {
+        let results: Vec<_> = self
+            .handles
+            .iter()
+            .map(|handle| handle.visit(|handler| handler.save()))
+            .collect();
+        results
+            .into_iter()
+            .map(|result| result.recv().unwrap_or_else(|_| Err(gone(name))))
+            .collect()
+    }
+
+    /// Each back takes over its section. All workers are parked and were never started.
+    pub fn restore(&self, name: &str, sections: &[Section], memory: &GuestMemory) -> Result<(), StateError> {
+        check(
+            sections.len() == self.handles.len(),
+            "workers",
+            "not as many as the device has",
+        )?;
+        for (handle, section) in self.handles.iter().zip(sections) {
+            let (section, memory) = (section.clone(), memory.clone());
+            let result = handle.visit(move |handler| handler.restore(&section, &memory));
+            result.recv().unwrap_or_else(|_| Err(gone(name)))?;
+        }
+        Ok(())
+    }
+
     /// Returns an empty set of workers, for a device whose workers were taken.
     pub fn none() -> Self {
         Self { handles: Vec::new() }
@@ -344,4 +386,8 @@ fn as_try(error: RecvTimeoutError) -> TryRecvError {
 fn later(span: Duration) -> Instant {
     let now = Instant::now();
     now.checked_add(span).unwrap_or(now)
+}
+
+fn gone(name: &str) -> StateError {
+    StateError::not_migratable(name, "a worker thread is not parked, or is gone")
 }

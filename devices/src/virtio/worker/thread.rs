@@ -1,32 +1,80 @@
-//! Main loop of a worker thread.
+//! Main loop of a worker thread, the drains of its handler, and the meaning of faults.
 
-use std::sync::{
-    Arc,
-    mpsc::{Receiver, TryRecvError},
+use std::{
+    any::Any,
+    io,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{
+        Arc,
+        mpsc::{Receiver, SyncSender, TryRecvError},
+    },
+    time::{Duration, Instant},
 };
 
 use vmm_sys_util::epoll::EpollEvent;
 
 use super::{
     super::{
-        bell::Bell,
-        device::{Progress, QueueHandler},
-        fault::{Counters, Fault},
+        device::{Drained, Progress, QueueHandler},
+        fault::{Counters, DeviceEvent, Fault, words},
         queue::{Queue, QueueState},
-        session::{Session, Setup, Wake},
+        session::{Bell, Session, Setup, Wake},
     },
-    Command, Gone, Shared, StopError,
-    stop::StopRequest,
-    verdict::{Health, guard},
+    Command, Gone, PauseResult, ResetResult, Shared, StopError, later,
 };
 
+/// How long a drain may take before commands are looked at again.
+const DRAIN_ROUND: Duration = Duration::from_millis(500);
+/// Faults in a row during a drain, after which the handler is taken for defective.
+const MAX_DRAIN_FAULTS: u32 = 64;
+
 /// How a session ended. In all but `Dead` the handler is drained.
-pub(super) enum Next {
+enum Next {
     Park,
     /// Serve again from these states: after a pause whose asker is gone, or once the function is a bus master.
     Again(Vec<QueueState>, u64),
     Dead,
     Exit,
+}
+
+/// Effect of a fault on a session.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Health {
+    Good,
+    Broken,
+    Dead,
+}
+
+/// Reasons for a drain, with their waiting callers. More may arrive during the drain. A cleared
+/// bus-master bit of the worker is a further reason.
+#[derive(Default)]
+struct StopRequest {
+    pause: Option<(Instant, SyncSender<PauseResult>)>,
+    resets: Vec<SyncSender<ResetResult>>,
+    /// Replies to callers that cleared bus-master enable.
+    halts: Vec<SyncSender<()>>,
+    exit: bool,
+}
+
+impl StopRequest {
+    /// Whether nothing was asked for that needs a drain.
+    fn is_empty(&self) -> bool {
+        self.pause.is_none() && self.halts.is_empty() && !self.is_for_good()
+    }
+
+    fn is_for_good(&self) -> bool {
+        self.exit || !self.resets.is_empty()
+    }
+
+    /// Reports to all waiting callers that the handler will never be drained.
+    fn fail(self) {
+        if let Some((_, reply)) = self.pause {
+            let _nobody_waits = reply.send(Err(StopError::Gone));
+        }
+        for reply in self.resets {
+            let _nobody_waits = reply.send(Err(Gone));
+        }
+    }
 }
 
 /// The thread's own.
@@ -254,7 +302,7 @@ impl Worker {
     }
 
     /// False when the handler is dead.
-    pub(super) fn reset_handler(&mut self) -> bool {
+    fn reset_handler(&mut self) -> bool {
         match guard(|| {
             self.handler.reset();
             Ok(())
@@ -294,4 +342,201 @@ impl Worker {
             }
         }
     }
+}
+
+impl Worker {
+    /// Takes a command while there is a session. A start is none: the worker was started. Nor is a visit: the handler
+    /// is not parked.
+    fn join(&mut self, request: &mut StopRequest, command: Command) {
+        match command {
+            Command::Start { .. } | Command::Visit(_) => {}
+            Command::Pause { reply, .. } if request.is_for_good() => {
+                let _nobody_waits = reply.send(Err(StopError::Late));
+            }
+            Command::Pause { deadline, reply } => request.pause = Some((deadline, reply)),
+            Command::Reset { reply } => request.resets.push(reply),
+            Command::BusMaster { on, reply } => {
+                self.bus_master = on;
+                if on {
+                    // Dropping the reply ends the wait of the halt's caller.
+                    request.halts.clear();
+                    let _nobody_waits = reply.send(());
+                } else {
+                    request.halts.push(reply);
+                }
+            }
+            Command::Exit => request.exit = true,
+        }
+    }
+
+    /// Drains for `request` and for all reasons that join it. Returns `None` if no reason remains
+    /// before the handler is drained. Then the session continues and finds new requests in the
+    /// rings.
+    fn stop(&mut self, session: &mut Session, mut request: StopRequest) -> Option<Next> {
+        let mut faults = 0_u32;
+        session.lift_budgets();
+        loop {
+            let round = later(DRAIN_ROUND);
+            let round = request
+                .pause
+                .as_ref()
+                .map_or(round, |(deadline, _)| round.min(*deadline));
+            match guard(|| self.handler.drain(session, round)) {
+                Ok(Drained::Quiet) => return Some(self.drained(session, request)),
+                Ok(Drained::Late) => {}
+                Err(fault) => {
+                    faults = faults.saturating_add(1);
+                    let fault = if faults < MAX_DRAIN_FAULTS {
+                        fault
+                    } else {
+                        Fault::Bug(format!("draining does not end: {fault}"))
+                    };
+                    if self.shared.handle_fault(session, fault) == Health::Dead {
+                        request.fail();
+                        return Some(Next::Dead);
+                    }
+                }
+            }
+            loop {
+                match self.commands.try_recv() {
+                    Ok(command) => self.join(&mut request, command),
+                    Err(TryRecvError::Empty) => break,
+                    // No sender of commands remains.
+                    Err(TryRecvError::Disconnected) => {
+                        request.exit = true;
+                        break;
+                    }
+                }
+            }
+            if let Some((_, reply)) = request.pause.take_if(|(deadline, _)| Instant::now() >= *deadline) {
+                let _nobody_waits = reply.send(Err(StopError::Late));
+            }
+            if request.pause.is_none() && !request.is_for_good() && self.bus_master {
+                return None;
+            }
+        }
+    }
+
+    /// Notifies all waiting callers after the drain.
+    fn drained(&mut self, session: &mut Session, request: StopRequest) -> Next {
+        if request.is_for_good() {
+            if !self.reset_handler() {
+                request.fail();
+                return Next::Dead;
+            }
+            // A pause that was asked for before: the device is as after power-on.
+            if let Some((_, reply)) = request.pause {
+                let _nobody_waits = reply.send(Ok(Vec::new()));
+            }
+            for reply in &request.resets {
+                let _nobody_waits = reply.send(Ok(()));
+            }
+            return if request.exit { Next::Exit } else { Next::Park };
+        }
+        if let Err(fault) = session.flush_interrupts() {
+            self.shared.handle_fault(session, fault);
+        }
+        for reply in &request.halts {
+            let _nobody_waits = reply.send(());
+        }
+        let states = session.states();
+        if let Some((_, reply)) = request.pause
+            && reply.send(Ok(states.clone())).is_ok()
+        {
+            return Next::Park;
+        }
+        Next::Again(states, session.features())
+    }
+}
+
+impl Shared {
+    /// Decides the consequences of a fault. All decisions are in this function.
+    fn handle_fault(&self, session: &mut Session, fault: Fault) -> Health {
+        match fault {
+            Fault::Guest { queue, head, .. } => {
+                Counters::bump(&self.counters.guest_faults);
+                if let Some(held_back) = self.log_limit.allow() {
+                    tracing::warn!(device = self.name, %held_back, "{fault}");
+                }
+                let returned = session
+                    .add_used(queue, head, 0)
+                    .and_then(|()| session.flush_interrupts());
+                match returned {
+                    Ok(_) => Health::Good,
+                    Err(fault) => {
+                        Counters::bump(&self.counters.ring_faults);
+                        self.need_reset(&fault);
+                        Health::Broken
+                    }
+                }
+            }
+            Fault::Ring { .. } => {
+                Counters::bump(&self.counters.ring_faults);
+                self.need_reset(&fault);
+                Health::Broken
+            }
+            Fault::Backend(what, error) => {
+                Counters::bump(&self.counters.backend_faults);
+                if let Some(held_back) = self.log_limit.allow() {
+                    tracing::warn!(device = self.name, %held_back, %error, "{what}");
+                    self.report(DeviceEvent::BackendError(reason(what, &error)));
+                }
+                Health::Good
+            }
+            Fault::Held(what, error) => {
+                Counters::bump(&self.counters.backend_faults);
+                if let Some(held_back) = self.log_limit.allow() {
+                    tracing::warn!(device = self.name, %held_back, %error, "{what}: requests are held");
+                }
+                // The machine depends on it, and it comes once for each pause.
+                self.report(DeviceEvent::Held(reason(what, &error)));
+                Health::Good
+            }
+            Fault::Bug(_) => {
+                self.report_bug(&fault);
+                Health::Dead
+            }
+        }
+    }
+
+    fn need_reset(&self, fault: &Fault) {
+        self.signals.need_reset();
+        if let Some(held_back) = self.log_limit.allow() {
+            tracing::warn!(device = self.name, %held_back, "the device needs a reset: {fault}");
+            self.report(DeviceEvent::NeedsReset(describe(fault)));
+        }
+    }
+
+    fn report_bug(&self, fault: &Fault) {
+        tracing::error!(device = self.name, "{fault}");
+        self.signals.need_reset();
+        self.report(DeviceEvent::Failed(describe(fault)));
+    }
+
+    fn report(&self, event: DeviceEvent) {
+        self.sink.report(&self.name, event);
+    }
+}
+
+fn reason(what: &str, error: &io::Error) -> String {
+    format!("{what}: {}", words(error))
+}
+
+/// The fault with its cause.
+fn describe(fault: &Fault) -> String {
+    match fault {
+        Fault::Backend(what, error) | Fault::Held(what, error) => reason(what, error),
+        other => other.to_string(),
+    }
+}
+
+/// Calls into a handler; a panic becomes a fault.
+fn guard<T>(call: impl FnOnce() -> Result<T, Fault>) -> Result<T, Fault> {
+    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|panic| Err(Fault::Bug(panic_text(panic.as_ref()))))
+}
+
+fn panic_text(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().copied();
+    let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    format!("panic: {}", text.unwrap_or("of unknown kind"))
 }

@@ -3,7 +3,7 @@
 use std::{io, sync::Arc};
 
 use devices::{
-    serial::{History, Server, Setup, history::Capacity},
+    serial::{History, Setup, history::Capacity, server},
     virtio::console::Console,
 };
 use vmm_protocol::{machine, vmm::ErrorKind};
@@ -22,7 +22,7 @@ pub(super) fn build(assembly: &mut Assembly, spec: &machine::Console) -> Result<
                 listener: Some(assembly.fds.take(index)?),
                 ..Setup::default()
             };
-            Some(Server::start(port, setup).map_err(|error| failure(&error))?)
+            Some(server::start(port, setup).map_err(|error| failure(&error))?)
         }
         None => None,
     };

@@ -3,9 +3,9 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use block::{Backing, Content, Image, OpenError, Qcow2Image, RawImage};
-use devices::{
+use devices::virtio::{
+    blk::{Blk, BlkOptions, OnError},
     rate::{Limiter, Limits},
-    virtio::blk::{Blk, BlkOptions, OnError},
 };
 use vmm_protocol::{
     machine::{Disk, DiskLimit, Machine},

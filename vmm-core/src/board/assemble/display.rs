@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use devices::display::server::{Access, Server, Setup};
+use devices::display::server::{self, Access, Server, Setup};
 use devices::{
     display::{BootScreen, Framebuffer},
     input::Hub,
@@ -55,7 +55,7 @@ pub(super) fn build(
         input: hub,
         resizer: Arc::new(control),
     };
-    let server = Server::start(setup).map_err(|error| failure("VNC server", &error))?;
+    let server = server::start(setup).map_err(|error| failure("VNC server", &error))?;
     Ok(Some(server))
 }
 

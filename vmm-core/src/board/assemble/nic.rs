@@ -4,8 +4,10 @@ use std::sync::Arc;
 
 use devices::{
     net::{NetBackend, Offloads, PairServer, Tap, TapError, VhostNet},
-    rate::Limiter,
-    virtio::net::{Net, NetOptions},
+    virtio::{
+        net::{Net, NetOptions},
+        rate::Limiter,
+    },
 };
 use vmm_protocol::{machine, vmm::ErrorKind};
 use vmmd_spec::nic::NicSwitches;

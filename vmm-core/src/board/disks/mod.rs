@@ -35,9 +35,9 @@ use block::Image;
 use devices::{
     component::Component,
     pci::HotPlug,
-    rate::Limiter,
     virtio::{
         blk::{BlkControl, OperationStats},
+        rate::Limiter,
         transport::VirtioPciDevice,
     },
 };

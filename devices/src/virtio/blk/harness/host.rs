@@ -4,9 +4,8 @@ use std::{
     collections::HashSet,
     fs::File,
     io,
-    os::fd::RawFd,
     sync::{Arc, Mutex, atomic::Ordering},
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use block::{Completion, Engine, Geometry, Image, Operation, Request};
@@ -190,17 +189,6 @@ impl Engine for Mock {
     fn event(&self) -> Option<&EventFd> {
         let eager = self.host.lock().unwrap().eager;
         (!eager).then_some(&self.event)
-    }
-    /// The worker sleeps nowhere: the test wakes it.
-    fn commit_and_sleep(&mut self, _other: RawFd, _limit: Option<Duration>) -> io::Result<bool> {
-        Ok(false)
-    }
-    fn other_called(&mut self) -> bool {
-        false
-    }
-    fn forget_other(&mut self) {}
-    fn is_prompt(&self) -> bool {
-        true
     }
     fn wait(&mut self, _deadline: Instant) -> io::Result<()> {
         self.host.lock().unwrap().finish(0);

@@ -1,7 +1,7 @@
 //! The policy itself, with the part of the worker that asks it.
 
 use super::{
-    super::pace::{HOLD_PART, MANY, Pace},
+    super::worker::{self, HOLD_PART, Pace, Round},
     machine::{Next, Policy, Worker},
 };
 
@@ -59,21 +59,21 @@ fn round(
         worker.signal();
         pace.signalled();
     }
-    let busy = completed + taken > 0;
-    let sleeps_on = taken > 0 && !held && worker.in_flight() < MANY && !pace.may_poll(true);
-    if busy && !sleeps_on {
-        return Next::Poll;
-    }
-    let in_flight = worker.in_flight() > 0;
-    if held && !busy {
-        return Next::Poll;
-    }
-    if !busy && pace.polls(in_flight, worker.now()) {
-        return Next::Yield;
+    let round = Round {
+        completed,
+        taken,
+        in_flight: worker.in_flight(),
+        bound: false,
+        prompt: false,
+    };
+    match pace.next(&round, held, || worker.now()) {
+        worker::Next::Again | worker::Next::Spin => return Next::Poll,
+        worker::Next::Yield => return Next::Yield,
+        worker::Next::Sleep => {}
     }
     if worker.enable() {
         return Next::Poll;
     }
-    pace.sleeps(in_flight, worker.now());
+    pace.sleeps(worker.in_flight() > 0, worker.now());
     Next::Sleep
 }

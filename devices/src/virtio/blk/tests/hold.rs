@@ -3,7 +3,6 @@
 use vm_memory::{Bytes, GuestAddress};
 
 use super::{
-    engines::BadImage,
     storage::{CAPACITY, Storage},
     *,
 };
@@ -32,6 +31,14 @@ fn resume(driver: &mut Driver) {
     driver.rig.device.resume().unwrap();
 }
 
+/// A disk of a full host that keeps requests.
+fn full(queues: u16) -> (Arc<Storage>, Driver, BlkControl) {
+    let storage = Storage::new();
+    let (driver, control) = storage.disk(queues, OnError::Hold);
+    storage.set_full(true);
+    (storage, driver, control)
+}
+
 fn held(driver: &Driver) -> usize {
     let held = |event: &&DeviceEvent| matches!(event, DeviceEvent::Held(_));
     driver.rig.sink.events().iter().filter(held).count()
@@ -45,9 +52,7 @@ fn answers(driver: &mut Driver, queue: u16, count: usize) {
 
 #[test]
 fn failed_requests_are_kept_and_done_again_in_order_after_a_pause() {
-    let storage = Storage::new();
-    let (mut driver, control) = storage.disk(1, OnError::Hold);
-    storage.set_full(true);
+    let (storage, mut driver, control) = full(1);
     for sector in 1..=6 {
         driver.submit(0, &out(sector));
     }
@@ -85,30 +90,51 @@ fn failed_requests_are_kept_and_done_again_in_order_after_a_pause() {
 }
 
 #[test]
-fn with_report_the_driver_gets_the_errors_and_they_are_counted() {
+fn errors_of_the_host_become_io_errors_a_counter_and_an_event() {
     let storage = Storage::new();
+    storage.refuse(io::ErrorKind::StorageFull);
     let (mut driver, control) = storage.disk(1, OnError::Report);
-    storage.set_full(true);
-    for sector in 0..3 {
-        assert_eq!(driver.request(0, &out(sector)).1, [IOERR]);
+    for _ in 0..20 {
+        assert_eq!(write(&mut driver, 0, &[0; 512]), IOERR);
+        assert_eq!(read(&mut driver, 0, 512).1, IOERR);
+        assert_eq!(request(&mut driver, header(FLUSH, 0), 0).1, IOERR);
     }
-    assert_eq!(driver.request(0, &flush()).1, [OK]);
+    let event = driver.rig.sink.wait();
+    let expected = |message: &str| message.starts_with("write to the image: ");
+    assert!(
+        matches!(&event, DeviceEvent::BackendError(message) if expected(message)),
+        "{event:?}"
+    );
+    // The last answer may be seen before its fault is counted.
+    let faults = &driver.rig.device.counters().backend_faults;
+    assert!(faults.load(Ordering::Relaxed) >= 59);
+    assert!(driver.rig.sink.events().len() <= 5);
     until(|| control.stats().in_flight == 0);
     let stats = control.stats();
-    assert_eq!(
-        (stats.write.requests, stats.write.errors, stats.write.bytes),
-        (3, 3, 0)
-    );
-    assert_eq!((stats.flush.requests, stats.flush.errors, stats.held), (1, 0, 0));
-    assert_eq!(held(&driver), 0);
-    assert!(matches!(driver.rig.sink.wait(), DeviceEvent::BackendError(_)));
+    for stats in [&stats.write, &stats.read, &stats.flush] {
+        assert_eq!((stats.requests, stats.errors, stats.bytes), (20, 20, 0));
+    }
+    assert_eq!(stats.held, 0);
+}
+
+#[test]
+fn a_pause_that_is_late_fails_and_the_disk_continues() {
+    let storage = Storage::new();
+    let (mut driver, _) = storage.disk(1, OnError::Report);
+    storage.stall(true);
+    driver.submit(0, &out(1));
+    until(|| storage.asked().len() == 1);
+    assert!(driver.rig.device.pause(Instant::now()).is_err());
+    storage.stall(false);
+    answers(&mut driver, 0, 1);
+    driver.submit(0, &out(2));
+    driver.rig.pause();
+    assert_eq!(driver.try_used(0).unwrap().1.pop(), Some(OK));
 }
 
 #[test]
 fn a_flush_of_any_queue_waits_until_no_write_is_kept() {
-    let storage = Storage::new();
-    let (mut driver, control) = storage.disk(2, OnError::Hold);
-    storage.set_full(true);
+    let (storage, mut driver, control) = full(2);
     driver.submit(0, &out(1));
     until(|| control.stats().held == 1);
     driver.submit(1, &flush());
@@ -128,9 +154,7 @@ fn a_flush_of_any_queue_waits_until_no_write_is_kept() {
 
 #[test]
 fn a_flush_under_way_when_a_write_is_kept_is_not_answered_but_done_again() {
-    let storage = Storage::new();
-    let (mut driver, control) = storage.disk(1, OnError::Hold);
-    storage.set_full(true);
+    let (storage, mut driver, control) = full(1);
     storage.stall(true);
     driver.submit(0, &out(1));
     driver.submit(0, &flush());
@@ -146,9 +170,7 @@ fn a_flush_under_way_when_a_write_is_kept_is_not_answered_but_done_again() {
 
 #[test]
 fn a_reset_forgets_what_is_kept_and_flushes_flow_again() {
-    let storage = Storage::new();
-    let (mut driver, control) = storage.disk(2, OnError::Hold);
-    storage.set_full(true);
+    let (storage, mut driver, control) = full(2);
     for sector in 0..5 {
         driver.submit(0, &out(sector));
     }
@@ -198,15 +220,9 @@ fn a_pause_of_the_whole_queue_in_mid_flight_loses_nothing_whether_it_fails_or_no
 
 #[test]
 fn a_discard_that_the_host_can_not_do_at_all_is_not_kept() {
-    let front = Blk::new(
-        Box::new(BadImage(io::ErrorKind::Unsupported)),
-        BlkOptions {
-            on_error: OnError::Hold,
-            ..options()
-        },
-    );
-    let mut driver = Driver::new(Rig::new(Box::new(front)));
-    driver.start(ALL);
+    let storage = Storage::new();
+    storage.refuse(io::ErrorKind::Unsupported);
+    let (mut driver, _) = storage.disk(1, OnError::Hold);
     let range = [&[0; 8][..], &8_u32.to_le_bytes(), &[0; 4]].concat();
     let zeroes = [header(WRITE_ZEROES, 0), range].concat();
     assert_eq!(request(&mut driver, zeroes, 0).1, UNSUPP);
@@ -223,9 +239,7 @@ fn holding(queues: u16) -> BlkOptions {
 
 #[test]
 fn kept_requests_are_done_in_order_by_a_restored_disk_and_flushes_wait_for_those_of_all_queues() {
-    let storage = Storage::new();
-    let (mut driver, control) = storage.disk(2, OnError::Hold);
-    storage.set_full(true);
+    let (storage, mut driver, control) = full(2);
     for sector in 1..=5 {
         driver.submit(1, &out(sector));
     }
@@ -268,9 +282,7 @@ fn kept_requests_are_done_in_order_by_a_restored_disk_and_flushes_wait_for_those
 
 #[test]
 fn a_reset_forgets_what_a_restored_disk_keeps_and_flushes_flow_again() {
-    let storage = Storage::new();
-    let (mut driver, control) = storage.disk(2, OnError::Hold);
-    storage.set_full(true);
+    let (storage, mut driver, control) = full(2);
     driver.submit(1, &out(1));
     until(|| control.stats().held == 1);
     driver.rig.pause();
@@ -284,9 +296,7 @@ fn a_reset_forgets_what_a_restored_disk_keeps_and_flushes_flow_again() {
 
 #[test]
 fn a_kept_request_whose_chain_is_broken_when_it_is_read_again_makes_the_device_ask_for_a_reset() {
-    let storage = Storage::new();
-    let (mut driver, control) = storage.disk(1, OnError::Hold);
-    storage.set_full(true);
+    let (storage, mut driver, control) = full(1);
     driver.submit(0, &out(1));
     until(|| control.stats().held == 1);
     driver.rig.pause();
@@ -308,9 +318,7 @@ fn a_kept_request_whose_chain_is_broken_when_it_is_read_again_makes_the_device_a
 
 #[test]
 fn a_request_that_is_made_available_again_and_again_is_kept_no_more_often_than_the_queue_has_descriptors() {
-    let storage = Storage::new();
-    let (mut driver, control) = storage.disk(1, OnError::Hold);
-    storage.set_full(true);
+    let (storage, mut driver, control) = full(1);
     driver.submit(0, &out(1));
     until(|| control.stats().held == 1);
     // All other entries of the available ring name the same head.

@@ -1,4 +1,3 @@
-mod engines;
 mod hold;
 mod mirror;
 mod model;
@@ -13,12 +12,11 @@ use std::{
     fs::File,
     io,
     os::unix::fs::FileExt,
-    sync::{Arc, Mutex, atomic::Ordering},
+    sync::{Arc, atomic::Ordering},
     time::Instant,
 };
 
 use block::{Operation, RawImage};
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::*;
 use crate::virtio::{
@@ -51,6 +49,11 @@ fn options() -> BlkOptions {
         on_error: OnError::Report,
         limiter: None,
     }
+}
+
+/// With that many queues.
+fn queues(queues: u16) -> BlkOptions {
+    BlkOptions { queues, ..options() }
 }
 
 struct Disk {

@@ -6,7 +6,6 @@ use std::{fs, os::unix::fs::MetadataExt, path::PathBuf};
 use rstest::rstest;
 
 use super::*;
-use crate::component::Component as _;
 
 /// The shared suite again, with four queues.
 struct FourQueues(Disk);
@@ -17,13 +16,7 @@ impl DeviceUnderTest for FourQueues {
 
     fn build() -> (Self, Box<dyn VirtioDevice>) {
         let disk = Disk::new(SECTORS);
-        let front = disk.front_with(
-            false,
-            BlkOptions {
-                queues: 4,
-                ..options()
-            },
-        );
+        let front = disk.front_with(false, queues(4));
         (Self(disk), Box::new(front))
     }
 
@@ -60,13 +53,7 @@ fn config(driver: &Driver, offset: u64, width: usize) -> u64 {
 #[test]
 fn the_configuration_tells_queues_limits_and_topology() {
     let disk = Disk::new(SECTORS);
-    let driver = disk.driver_with(
-        false,
-        BlkOptions {
-            queues: 4,
-            ..options()
-        },
-    );
+    let driver = disk.driver_with(false, queues(4));
     assert_ne!(driver.offered() & (1 << 12), 0, "MQ");
     assert_eq!(config(&driver, 34, 2), 4);
     assert_eq!((config(&driver, 8, 4), config(&driver, 12, 4)), (16 << 20, 254));
@@ -88,13 +75,7 @@ fn the_configuration_tells_queues_limits_and_topology() {
 #[test]
 fn as_many_queues_as_asked_for_up_to_16() {
     for (asked, given) in [(0, 1), (1, 1), (16, 16), (17, 16), (u16::MAX, 16)] {
-        let front = Disk::new(8).front_with(
-            false,
-            BlkOptions {
-                queues: asked,
-                ..options()
-            },
-        );
+        let front = Disk::new(8).front_with(false, queues(asked));
         assert_eq!(front.queue_sizes().len(), given);
     }
 }
@@ -151,13 +132,7 @@ fn signals() -> Arc<Signals> {
 #[test]
 fn a_disk_that_grew_is_larger_at_once_and_its_driver_is_told() {
     let disk = Disk::new(SECTORS);
-    let front = disk.front_with(
-        false,
-        BlkOptions {
-            queues: 2,
-            ..options()
-        },
-    );
+    let front = disk.front_with(false, queues(2));
     let control = front.control();
     let mut driver = Driver::new(Rig::new(Box::new(front)));
     driver.start(ALL);
@@ -307,13 +282,7 @@ fn large_requests_in_many_buffers_are_done_whole_and_too_many_buffers_are_refuse
 #[test]
 fn what_was_done_is_counted_by_kind() {
     let disk = Disk::new(SECTORS);
-    let front = disk.front_with(
-        false,
-        BlkOptions {
-            queues: 2,
-            ..options()
-        },
-    );
+    let front = disk.front_with(false, queues(2));
     let control = front.control();
     let mut driver = Driver::new(Rig::new(Box::new(front)));
     driver.start(ALL);
@@ -339,40 +308,6 @@ fn what_was_done_is_counted_by_kind() {
     for stats in [&stats.read, &stats.write, &stats.flush, &stats.discard] {
         assert_eq!(stats.latency_us_log2.iter().sum::<u64>(), stats.requests);
         assert!(stats.total_ns > 0);
-    }
-}
-
-#[test]
-fn a_pause_in_mid_flight_on_all_queues_loses_nothing() {
-    let disk = Disk::new(SECTORS);
-    let mut driver = disk.driver_with(
-        false,
-        BlkOptions {
-            queues: 4,
-            ..options()
-        },
-    );
-    driver.start(ALL | 1 << 29);
-    for round in 0..40_u8 {
-        for queue in 0..4 {
-            for at in 0..8 {
-                let sector = u64::from(queue) * 16 + at;
-                let out = [header(OUT, sector), vec![round; 512]].concat();
-                driver.submit(queue, &[Buffer::Readable(out), Buffer::Writable(1)]);
-            }
-        }
-        driver.rig.pause();
-        driver.rig.device.resume().unwrap();
-        for queue in 0..4 {
-            while driver.under_way(queue) > 0 {
-                assert_eq!(driver.wait_used(queue).1, [OK]);
-            }
-            assert!(
-                disk.content()[usize::from(queue) * 8192..][..4096]
-                    .iter()
-                    .all(|byte| *byte == round)
-            );
-        }
     }
 }
 

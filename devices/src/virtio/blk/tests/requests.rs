@@ -1,13 +1,9 @@
 //! Tests of the answer to each request, and of its effect on the disk.
 
-use proptest::prelude::*;
 use rstest::rstest;
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryRegion, bitmap::Bitmap};
 
-use super::{
-    super::request::{Header, Plan, Status},
-    *,
-};
+use super::*;
 
 #[test]
 fn the_configuration_tells_size_and_blocks() {
@@ -72,47 +68,6 @@ fn what_can_not_be_done_is_answered_and_changes_nothing(
         1
     );
     assert!(driver.rig.sink.events().is_empty());
-}
-
-#[test]
-fn a_read_only_disk_is_read_and_not_written() {
-    let disk = Disk::new(SECTORS);
-    let mut driver = disk.driver(true);
-    assert_eq!(write(&mut driver, 0, &[1; 512]), IOERR);
-    assert_eq!(read(&mut driver, 0, 512), (vec![0; 512], OK));
-    assert_eq!(request(&mut driver, header(FLUSH, 0), 0).1, OK);
-}
-
-#[test]
-fn header_data_and_status_may_be_split_anywhere() {
-    let disk = Disk::new(SECTORS);
-    let mut driver = disk.driver(false);
-    let data = pattern(9, 1024);
-    let readable = [header(OUT, 2), data.clone()].concat();
-    for cut in [1, 8, 15, 16, 17, 500, 1039] {
-        disk.file.write_all_at(&[0; 2048], 0).unwrap();
-        let buffers = [
-            Buffer::Readable(readable[..cut].into()),
-            Buffer::Readable(readable[cut..].into()),
-            Buffer::Writable(1),
-        ];
-        assert_eq!(driver.request(0, &buffers).1, [OK], "{cut}");
-        assert_eq!(disk.content()[1024..2048], data);
-    }
-    for cuts in [
-        [1, 1023, 1],
-        [1024, 1, 0],
-        [512, 512, 1],
-        [1, 1, 1023],
-        [0, 1024, 1],
-        [3, 1021, 1],
-    ] {
-        let mut buffers = vec![Buffer::Readable(header(IN, 2))];
-        buffers.extend(cuts.map(Buffer::Writable));
-        let (used, mut written) = driver.request(0, &buffers);
-        assert_eq!((used.written, written.pop()), (1025, Some(OK)), "{cuts:?}");
-        assert_eq!(written, data);
-    }
 }
 
 #[test]
@@ -207,96 +162,4 @@ fn a_file_that_became_shorter_gives_io_errors_and_the_rest_still_works() {
     assert_eq!(read(&mut driver, 8, 512).1, IOERR);
     assert_eq!(read(&mut driver, 7, 1024).1, IOERR);
     assert_eq!(read(&mut driver, 7, 512).1, OK);
-}
-
-#[derive(Clone, Debug)]
-enum Step {
-    Write { sector: u64, sectors: usize, seed: u8 },
-    Read { sector: u64, sectors: usize },
-    Flush,
-    Restart,
-}
-
-fn steps() -> impl Strategy<Value = Vec<Step>> {
-    let place = (0..SECTORS as u64 + 4, 0_usize..12);
-    let step = prop_oneof![
-        4 => (place.clone(), any::<u8>())
-            .prop_map(|((sector, sectors), seed)| Step::Write { sector, sectors, seed }),
-        4 => place.prop_map(|(sector, sectors)| Step::Read { sector, sectors }),
-        1 => Just(Step::Flush),
-        1 => Just(Step::Restart),
-    ];
-    proptest::collection::vec(step, 1..40)
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
-
-    #[test]
-    fn the_device_agrees_with_a_model_disk(steps in steps()) {
-        let disk = Disk::new(SECTORS);
-        let mut driver = disk.driver(false);
-        let mut model = vec![0; SECTORS * SECTOR_SIZE];
-        for step in steps {
-            match step {
-                Step::Write { sector, sectors, seed } => {
-                    let data = pattern(seed, sectors * SECTOR_SIZE);
-                    let begin = usize::try_from(sector).unwrap() * SECTOR_SIZE;
-                    let place = model.get_mut(begin..begin + data.len());
-                    let expected = if place.is_some() { OK } else { IOERR };
-                    if let Some(place) = place {
-                        place.copy_from_slice(&data);
-                    }
-                    prop_assert_eq!(write(&mut driver, sector, &data), expected);
-                }
-                Step::Read { sector, sectors } => {
-                    let begin = usize::try_from(sector).unwrap() * SECTOR_SIZE;
-                    let (data, status) = read(&mut driver, sector, sectors * SECTOR_SIZE);
-                    match model.get(begin..begin + sectors * SECTOR_SIZE) {
-                        Some(expected) => prop_assert_eq!((&data[..], status), (expected, OK)),
-                        None => prop_assert_eq!(status, IOERR),
-                    }
-                }
-                Step::Flush => prop_assert_eq!(request(&mut driver, header(FLUSH, 0), 0).1, OK),
-                Step::Restart => driver.start(ALL),
-            }
-        }
-        prop_assert_eq!(disk.content(), model);
-    }
-
-    #[test]
-    fn a_plan_never_leaves_the_disk(
-        kind in prop_oneof![0_u32..16, any::<u32>()],
-        sector in prop_oneof![0_u64..200, any::<u64>(), (u64::MAX / 512 - 2..=u64::MAX / 512 + 2)],
-        outgoing in prop_oneof![(0_u32..40).prop_map(|n| n * 512), any::<u32>()],
-        incoming in prop_oneof![(0_u32..40).prop_map(|n| n * 512), any::<u32>()],
-        capacity in (0_u64..100).prop_map(|n| n * 512),
-        read_only: bool,
-    ) {
-        let header = Header { kind: kind.into(), reserved: 0.into(), sector: sector.into() };
-        match (Limits { block: 512, read_only, discard: false }).plan(capacity, &header, outgoing, incoming) {
-            Plan::Read { offset, length } => {
-                prop_assert_eq!((kind, length, offset / 512), (IN, incoming, sector));
-                prop_assert!(offset + u64::from(length) <= capacity && length % 512 == 0);
-            }
-            Plan::Write { offset, length } => {
-                prop_assert!(!read_only && kind == OUT && length == outgoing && offset / 512 == sector);
-                prop_assert!(offset + u64::from(length) <= capacity && length % 512 == 0);
-            }
-            Plan::Flush => prop_assert_eq!(kind, FLUSH),
-            Plan::Identify { length } => prop_assert!(kind == GET_ID && length <= 20 && length <= incoming),
-            Plan::Discard { .. } => prop_assert!(false, "not on offer"),
-            Plan::WriteZeroes { ranges } => {
-                prop_assert!(!read_only && kind == WRITE_ZEROES);
-                prop_assert!(ranges == outgoing && ranges % 16 == 0 && (1..=32).contains(&(ranges / 16)));
-            }
-            Plan::Complete(Status::Ok) => {
-                prop_assert!(kind == IN && incoming == 0 || kind == OUT && outgoing == 0);
-            }
-            Plan::Complete(Status::Unsupported) => {
-                prop_assert!(![IN, OUT, FLUSH, GET_ID, WRITE_ZEROES].contains(&kind));
-            }
-            Plan::Complete(Status::IoError) => prop_assert!([IN, OUT, DISCARD, WRITE_ZEROES].contains(&kind)),
-        }
-    }
 }

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use vm_memory::{Bytes, GuestAddress};
 
-use crate::virtio::blk::harness::{AVAIL, DATA, DESC, HOLE_END, Harness, MEMORY_END, REGION, SIZE, USED};
+use crate::virtio::blk::harness::{AVAIL, DATA, HOLE_END, Harness, MEMORY_END, REGION, SIZE, USED};
 
 /// A request, and how it lies in memory.
 #[derive(Clone, Debug)]
@@ -26,7 +26,6 @@ type Given = (Vec<u16>, Vec<(u64, u32)>);
 /// The driver: descriptors and buffers are used round and round, apart from those under way.
 pub(super) struct Rings {
     pub(super) harness: Harness,
-    available: u16,
     seen: u16,
     free: Vec<u16>,
     /// By head.
@@ -38,7 +37,6 @@ impl Rings {
     pub(super) fn new(harness: Harness) -> Self {
         Self {
             harness,
-            available: 0,
             seen: 0,
             free: (0..SIZE).collect(),
             under_way: HashMap::new(),
@@ -93,25 +91,13 @@ impl Rings {
         let flags = out.iter().map(|_| 0_u16).chain(back.iter().map(|_| 2));
         for (at, ((address, length), flags)) in out.iter().chain(&back).zip(flags).enumerate() {
             let next = descriptors.get(at + 1).copied();
-            let raw = u128::from(*address)
-                | u128::from(*length) << 64
-                | u128::from(flags | u16::from(next.is_some())) << 96
-                | u128::from(next.unwrap_or(0)) << 112;
-            let place = GuestAddress(DESC + u64::from(descriptors[at]) * 16);
+            let flags = flags | u16::from(next.is_some());
             self.harness
-                .memory
-                .write_slice(&raw.to_le_bytes(), place)
-                .unwrap();
+                .describe(0, descriptors[at], *address, *length, flags, next.unwrap_or(0));
         }
         let head = descriptors[0];
         self.under_way.insert(head, (descriptors, back));
-        let slot = GuestAddress(AVAIL + 4 + u64::from(self.available % SIZE) * 2);
-        self.harness.memory.write_obj(head, slot).unwrap();
-        self.available = self.available.wrapping_add(1);
-        self.harness
-            .memory
-            .write_obj(self.available, GuestAddress(AVAIL + 2))
-            .unwrap();
+        self.harness.offer(0, head);
         Some(head)
     }
 

@@ -4,16 +4,19 @@ use std::sync::atomic::Ordering;
 
 use vm_memory::{Bytes, GuestAddress};
 
+use block::Operation;
+use rstest::rstest;
+
 use super::{
-    FLUSH, GET_ID, IN, options,
+    DISCARD, F_FLUSH, FLUSH, GET_ID, IN, OUT, WRITE_ZEROES, options,
     rings::{Ask, Rings},
 };
 use crate::{
-    rate::{Limiter, Limits},
     virtio::blk::{
         BlkOptions,
         harness::{Harness, USED, host},
     },
+    virtio::rate::{Limiter, Limits},
 };
 
 /// Reads in flight at once.
@@ -174,4 +177,83 @@ fn the_used_length_is_what_was_written_from_the_beginning() {
     assert_eq!(length(&ask(GET_ID, 3), false), 4);
     assert_eq!(length(&ask(FLUSH, 0), false), 1);
     assert_eq!(length(&ask(99, 8), false), 0);
+}
+
+#[test]
+fn requests_beyond_the_engines_depth_wait_and_end_in_any_order() {
+    let mut storage = host(1 << 20, false, 512);
+    storage.depth = 4;
+    let mut rings = Rings::new(Harness::new(storage, options(), FEATURES));
+    offer(&mut rings, 10);
+    for (submitted, shy) in [(4, false), (4, true), (2, false)] {
+        let host = rings.harness.host.clone();
+        host.lock().unwrap().shy = shy;
+        assert_eq!(host.lock().unwrap().waiting.len(), submitted);
+        // The last one first.
+        (0..submitted)
+            .rev()
+            .for_each(|at| assert!(host.lock().unwrap().finish(at)));
+        rings.harness.event();
+        assert_eq!(rings.answers().len(), submitted);
+    }
+}
+
+/// The operations that the host gets for one request, one after the other; the driver is answered after the last one.
+fn operations(ask: &Ask, features: u64) -> Vec<Operation> {
+    let mut rings = Rings::new(Harness::new(host(1 << 20, false, 512), options(), features));
+    rings.offer(ask).expect("room in the ring");
+    rings.harness.kick();
+    let mut operations = Vec::new();
+    loop {
+        let waiting = rings
+            .harness
+            .host
+            .lock()
+            .unwrap()
+            .waiting
+            .first()
+            .map(|request| request.operation);
+        let Some(operation) = waiting else { break };
+        assert!(rings.answers().is_empty(), "{operations:?}");
+        operations.push(operation);
+        assert!(rings.harness.host.lock().unwrap().finish(0));
+        rings.harness.event();
+    }
+    assert_eq!(rings.answers().len(), 1);
+    operations
+}
+
+/// DISCARD and WRITE_ZEROES.
+const RANGES: u64 = FEATURES | 3 << 13;
+
+#[rstest]
+#[case(RANGES | F_FLUSH, false)]
+#[case(RANGES, true)]
+fn changes_are_stable_when_answered_if_the_driver_has_no_flush(#[case] features: u64, #[case] stable: bool) {
+    let write = Ask {
+        kind: OUT,
+        sector: 1,
+        outgoing: vec![0; 512],
+        incoming: 0,
+        ..read()
+    };
+    let offset = 512;
+    assert_eq!(
+        operations(&write, features),
+        [Operation::Write { offset, stable }]
+    );
+    let range = |sector: u64| [&sector.to_le_bytes()[..], &8_u32.to_le_bytes(), &[0; 4]].concat();
+    for kind in [DISCARD, WRITE_ZEROES] {
+        let ranges = Ask {
+            kind,
+            outgoing: [range(0), range(16)].concat(),
+            ..write.clone()
+        };
+        let operations = operations(&ranges, features);
+        assert_eq!(operations.len(), 2 + usize::from(stable), "{operations:?}");
+        let flushes = operations
+            .iter()
+            .filter(|operation| **operation == Operation::Flush);
+        assert_eq!(flushes.count(), usize::from(stable));
+    }
 }

@@ -3,12 +3,10 @@
 use std::{
     collections::VecDeque,
     io,
-    os::fd::RawFd,
     sync::{
         Arc, Mutex,
         atomic::{AtomicBool, Ordering},
     },
-    time::Duration,
     time::Instant,
 };
 
@@ -31,6 +29,8 @@ pub const CAPACITY: u64 = 1 << 20;
 pub struct Storage {
     /// Writes, discards and zeroings fail.
     pub full: AtomicBool,
+    /// Everything fails with that.
+    pub refusal: Mutex<Option<io::ErrorKind>>,
     /// Nothing completes.
     pub stalled: AtomicBool,
     /// Submitted operations.
@@ -45,6 +45,7 @@ impl Storage {
     pub fn new() -> Arc<Self> {
         Arc::new(Self {
             full: AtomicBool::new(false),
+            refusal: Mutex::default(),
             stalled: AtomicBool::new(false),
             asked: Mutex::default(),
             done: Mutex::default(),
@@ -82,6 +83,10 @@ impl Storage {
 
     pub fn set_full(&self, full: bool) {
         self.full.store(full, Ordering::SeqCst);
+    }
+
+    pub fn refuse(&self, kind: io::ErrorKind) {
+        *self.refusal.lock().unwrap() = Some(kind);
     }
 
     pub fn stall(&self, stalled: bool) {
@@ -158,25 +163,6 @@ struct StorageEngine {
 }
 
 impl Engine for StorageEngine {
-    fn at_hand(&mut self) -> Option<Completion> {
-        self.completed()
-    }
-
-    /// It sleeps nowhere but in [`wait`](Engine::wait).
-    fn commit_and_sleep(&mut self, _other: RawFd, _limit: Option<Duration>) -> io::Result<bool> {
-        Ok(false)
-    }
-
-    fn other_called(&mut self) -> bool {
-        false
-    }
-
-    fn forget_other(&mut self) {}
-
-    fn is_prompt(&self) -> bool {
-        true
-    }
-
     fn submit(&mut self, request: Request) {
         self.storage.asked.lock().unwrap().push(request.operation);
         self.waiting.push_back(request);
@@ -194,7 +180,10 @@ impl Engine for StorageEngine {
             buffers,
         } = self.waiting.pop_front()?;
         let reading = matches!(operation, Operation::Read { .. } | Operation::Flush);
-        let result = if self.storage.full.load(Ordering::SeqCst) && !reading {
+        let refusal = *self.storage.refusal.lock().unwrap();
+        let result = if let Some(kind) = refusal {
+            Err(kind.into())
+        } else if self.storage.full.load(Ordering::SeqCst) && !reading {
             Err(io::ErrorKind::StorageFull.into())
         } else {
             self.storage.done.lock().unwrap().push(operation);

@@ -1,10 +1,10 @@
-//! Tests of rate limits in the worker. The tests in [`rate`](crate::rate) cover the limits'
+//! Tests of rate limits in the worker. The tests in [`rate`](crate::virtio::rate) cover the limits'
 //! arithmetic without a clock.
 
 use super::{storage::Storage, *};
 use crate::{
     component::Component as _,
-    rate::{Limiter, Limits},
+    virtio::rate::{Limiter, Limits},
 };
 
 /// One request passes, and then no more for a day.

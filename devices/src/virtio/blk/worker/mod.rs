@@ -1,7 +1,8 @@
-//! The worker of one queue: the rounds in which it completes and takes requests, its sleep, and its life.
+//! The worker of one queue: the rounds in which it completes and takes requests, the pacing of these, its sleep, and its
+//! life.
 //!
 //! A request is in exactly one place: in a slot that the engine knows (*in flight*), in the slot that
-//! [`throttle`](crate::virtio::throttle) names, or among the [kept](super::hold). It completes when it leaves all of them; until
+//! [`Throttle`] names, or among the [kept](super::hold). It completes when it leaves all of them; until
 //! then it is *outstanding*. Its path is in [`requests`].
 
 mod requests;
@@ -19,19 +20,16 @@ use super::{
     OnError,
     control::Shared,
     hold::Kept,
-    pace::{MANY, Pace},
-    plan::{Negotiated, Work},
-    request::{ID_LENGTH, Limits},
+    request::{ID_LENGTH, Limits, Negotiated, Work},
 };
 use crate::{
     state::{Section, StateError},
     virtio::{
         device::{Drained, Progress, QueueHandler},
         fault::Fault,
-        gauge::Gauge,
-        queue::Queue,
+        queue::{Gauge, Queue},
+        rate::Throttle,
         session::{EventSet, Session},
-        throttle::Throttle,
     },
 };
 
@@ -47,6 +45,22 @@ const BATCH: usize = 128;
 /// saves system calls. The kernel counts this time as waiting for the disk (in_iowait, and
 /// therefore /proc/pressure/io). An idle disk must not appear like that.
 const STAY: Duration = Duration::from_millis(5);
+
+/// The smallest window.
+const MIN_WINDOW: u64 = 25_000;
+/// The largest window: twice the time from interrupt to next request of a guest on a host where an
+/// exit takes 40 µs.
+const MAX_WINDOW: u64 = 250_000;
+/// Threshold for a contended processor: after a longer yield, another thread is busy on it.
+const CONTENDED: u64 = 50_000;
+/// Sleeps after that from which nothing is learnt.
+const REST: u32 = 256;
+/// The part of what requests take for which completions may be held back.
+pub(super) const HOLD_PART: u64 = 16;
+/// With so many requests in flight others complete soon: then submitting and sleeping in one system call does not pay.
+const MANY: usize = 8;
+/// The longest time between two requests that counts in the average: longer ones are pauses.
+const MAX_GAP: u64 = 1_000_000;
 
 /// Identification of the disk that the driver can read.
 pub(super) type Identity = [u8; ID_LENGTH];
@@ -89,6 +103,187 @@ impl Clock {
         self.now = None;
     }
 }
+
+/// Result of a round: of a completion and a take.
+#[derive(Debug)]
+pub(super) struct Round {
+    /// Requests that the engine completed.
+    pub completed: usize,
+    /// Requests taken from the ring.
+    pub taken: usize,
+    /// Requests in the engine after that.
+    pub in_flight: usize,
+    /// The framework has a command to handle, or requests must stay in the ring, where they do not show whether the driver
+    /// is busy. Then the worker neither polls nor holds completions back.
+    pub bound: bool,
+    /// The engine often has completed a request when it has taken it.
+    pub prompt: bool,
+}
+
+/// Action after a round.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Next {
+    /// Submit what was taken and look again: the round found something.
+    Again,
+    /// Look again and keep the processor: completions are held back.
+    Spin,
+    /// Look again after other threads had the processor: something is expected soon.
+    Yield,
+    /// Sleep until an event.
+    Sleep,
+}
+
+/// Pacing of a worker: when to poll before sleeping, and when to hold completions back. Learnt from the times of events,
+/// in nanoseconds of the worker's clock.
+///
+/// *Polling.* A notification makes a vCPU leave the guest, and a sleeping thread is slow to wake.
+/// Each costs more than all other work for a small request. Therefore notifications are off while
+/// the worker is awake, and an idle worker polls for a while before it sleeps. The worker learns
+/// the duration. If something arrives soon after the worker went to sleep, its polling window
+/// doubles until the window covers that time. If something arrives late, the window closes. One
+/// window applies while the worker waits for the device, another while it waits for the driver
+/// alone. Between two polls the worker yields its processor. If a yield takes long and nothing
+/// arrived meanwhile, the processor is contended. Then the worker neither polls nor holds
+/// completions back for a while.
+///
+/// *Holding back.* Completions that one round finds raise one interrupt. The worker holds
+/// completions back only while the driver is provably busy, because an interrupt would stop the
+/// driver. The driver is busy if two conditions hold: it has not yet replaced completions that it
+/// may have seen, and it added a request within half the average time between two requests. The
+/// maximum time is a sixteenth of the duration of a request from the driver's point of view. This
+/// duration is the number of the driver's requests times the average time between two (Little's
+/// law). The worker keeps its processor meanwhile, otherwise the scheduler would determine the
+/// bound.
+#[derive(Debug, Default)]
+pub(super) struct Pace {
+    /// For how long to poll: with no request in flight, and with some.
+    windows: [u64; 2],
+    /// Since when there is nothing to do, and which window is for that.
+    idle: Option<(u64, bool)>,
+    /// The worker slept since then.
+    slept: bool,
+    /// The last poll that found nothing.
+    polled: Option<u64>,
+    /// Sleeps from which nothing is learnt.
+    rest: u32,
+    /// When the driver was last seen to have added requests.
+    added: u64,
+    /// From one request to the next, on average.
+    gap: u64,
+    /// Completions that the driver has not replaced by new requests yet.
+    unreplaced: usize,
+    /// Those among them that no interrupt was raised for.
+    unsignalled: usize,
+    /// When the first of these was found.
+    unsignalled_since: u64,
+}
+
+impl Pace {
+    /// A round found so many completions and took so many requests: one at least.
+    pub(super) fn found(&mut self, completed: usize, taken: usize, now: u64) {
+        self.polled = None;
+        if let (Some((since, in_flight)), true) = (self.idle.take(), std::mem::take(&mut self.slept)) {
+            self.learn(in_flight, now.saturating_sub(since));
+        }
+        if taken > 0 {
+            let since = now.saturating_sub(self.added).min(MAX_GAP);
+            let each = since.checked_div(taken as u64).unwrap_or(0);
+            self.gap = self.gap.saturating_mul(7).saturating_add(each).wrapping_div(8);
+            self.added = now;
+            self.unreplaced = self.unreplaced.saturating_sub(taken);
+        }
+        if completed > 0 {
+            if self.unsignalled == 0 {
+                self.unsignalled_since = now;
+            }
+            self.unsignalled = self.unsignalled.saturating_add(completed);
+            self.unreplaced = self.unreplaced.saturating_add(completed);
+        }
+    }
+
+    /// After a sleep, something came when there had been nothing to do for that long.
+    fn learn(&mut self, in_flight: bool, gap: u64) {
+        if let Some(rest) = self.rest.checked_sub(1) {
+            self.rest = rest;
+            return;
+        }
+        let [without, with] = &mut self.windows;
+        let window = if in_flight { with } else { without };
+        if gap > MAX_WINDOW {
+            *window = 0;
+        } else if gap > *window {
+            *window = window.saturating_mul(2).clamp(MIN_WINDOW, MAX_WINDOW);
+        }
+    }
+
+    fn window(&self, in_flight: bool) -> u64 {
+        let [without, with] = self.windows;
+        if in_flight { with } else { without }
+    }
+
+    /// Whether completions that no interrupt was raised for are held back, with so many requests in flight.
+    pub(super) fn holds(&self, in_flight: usize, now: u64) -> bool {
+        if self.rest > 0 || self.unsignalled == 0 || self.unreplaced <= self.unsignalled {
+            return false;
+        }
+        let all = self.unreplaced.saturating_add(in_flight);
+        let limit = self.gap.saturating_mul(all as u64).wrapping_div(HOLD_PART);
+        let silent = now.saturating_sub(self.added) >= self.gap.wrapping_div(2);
+        !silent && now.saturating_sub(self.unsignalled_since) < limit
+    }
+
+    /// Completions that no interrupt was raised for.
+    pub(super) fn unsignalled(&self) -> usize {
+        self.unsignalled
+    }
+
+    /// An interrupt was raised for them, if the driver wanted one.
+    pub(super) fn signalled(&mut self) {
+        self.unsignalled = 0;
+    }
+
+    /// Decides what follows a round. `held`: the worker holds completions back. `now` is called at most once.
+    pub(super) fn next(&mut self, round: &Round, held: bool, now: impl FnOnce() -> u64) -> Next {
+        if round.completed > 0 || round.taken > 0 {
+            // One system call both submits the taken requests and sleeps. This pays only if no other
+            // event is expected soon.
+            let few = !round.prompt && round.in_flight < MANY && self.window(true) == 0;
+            return if round.taken > 0 && !held && few {
+                Next::Sleep
+            } else {
+                Next::Again
+            };
+        }
+        if held {
+            return Next::Spin;
+        }
+        if !round.bound && self.polls(round.in_flight > 0, now()) {
+            return Next::Yield;
+        }
+        Next::Sleep
+    }
+
+    /// Whether to poll again instead of going to sleep. There is nothing to do, with requests in flight or not.
+    fn polls(&mut self, in_flight: bool, now: u64) -> bool {
+        let (since, _) = *self.idle.get_or_insert((now, in_flight));
+        let last = self.polled.replace(now).unwrap_or(now);
+        if now.saturating_sub(last) > CONTENDED {
+            self.windows = [0; 2];
+            self.rest = REST;
+        }
+        now.saturating_sub(since) < self.window(in_flight)
+    }
+
+    /// The worker goes to sleep.
+    pub(super) fn sleeps(&mut self, in_flight: bool, now: u64) {
+        self.idle.get_or_insert((now, in_flight));
+        self.slept = true;
+        self.polled = None;
+        // A driver that adds nothing until then has fewer requests than before.
+        self.unreplaced = self.unreplaced.wrapping_div(2);
+    }
+}
+// ANCHOR_END: policy
 
 /// The device side of one queue.
 pub(super) struct BlkHandler {
@@ -192,38 +387,40 @@ impl BlkHandler {
             if self.called && completed == 0 && self.engine.in_flight() == 0 {
                 // The framework must handle the command first.
                 self.called = false;
-                session.kick_again(self.queue);
-                return self.signal(session);
+                break;
             }
             let taken = self.take(session, memory, left)?;
             left = left.saturating_sub(taken);
             if left == 0 || self.fault.is_some() {
                 self.commit()?;
-                session.kick_again(self.queue);
-                return self.signal(session);
+                break;
             }
-            let busy = completed > 0 || taken > 0;
             self.rested &= taken == 0;
-            let held = self.holds(taken);
+            let round = Round {
+                completed,
+                taken,
+                in_flight: self.engine.in_flight(),
+                bound: self.called || self.waits(),
+                prompt: self.engine.is_prompt(),
+            };
+            let held = self.holds(&round);
             if !held {
                 self.signal(session)?;
             }
-            if busy && !self.sleeps_on(taken, held) {
-                self.commit()?;
-                continue;
-            }
-            if held && !busy {
-                std::hint::spin_loop();
-                continue;
-            }
-            if !busy && self.polls() {
-                std::thread::yield_now();
-                continue;
-            }
-            if !self.sleep(session, busy)? {
-                return Ok(());
+            let clock = &mut self.clock;
+            match self.pace.next(&round, held, || clock.nanos()) {
+                Next::Again => self.commit()?,
+                Next::Spin => std::hint::spin_loop(),
+                Next::Yield => std::thread::yield_now(),
+                Next::Sleep => {
+                    if !self.sleep(session, completed > 0 || taken > 0)? {
+                        return Ok(());
+                    }
+                }
             }
         }
+        session.kick_again(self.queue);
+        self.signal(session)
     }
 
     /// Handles an event of the session. Commands are left to the framework. All other events need
@@ -240,32 +437,18 @@ impl BlkHandler {
         }
     }
 
-    /// Reports the round's results to the policy. Returns whether completions are held back.
-    fn holds(&mut self, taken: usize) -> bool {
+    /// Reports the round to the policy. Returns whether completions are held back.
+    fn holds(&mut self, round: &Round) -> bool {
         let completed = std::mem::take(&mut self.completions);
-        if completed == 0 && taken == 0 && self.pace.unsignalled() == 0 {
+        let found = completed > 0 || round.taken > 0;
+        if !found && self.pace.unsignalled() == 0 {
             return false;
         }
         let now = self.clock.nanos();
-        if completed > 0 || taken > 0 {
-            self.pace.found(completed, taken, now);
+        if found {
+            self.pace.found(completed, round.taken, now);
         }
-        let in_flight = self.engine.in_flight();
-        // Requests that must stay in the ring do not show whether the driver is busy.
-        !self.called && !self.waits() && self.pace.holds(in_flight, now)
-    }
-
-    /// Whether to stay awake: something is expected soon.
-    fn polls(&mut self) -> bool {
-        let in_flight = self.engine.in_flight() > 0;
-        !self.called && !self.waits() && self.pace.polls(in_flight, self.clock.nanos())
-    }
-
-    /// Whether one system call both submits the taken requests and sleeps. This pays only if no
-    /// other event is expected soon.
-    fn sleeps_on(&self, taken: usize, held: bool) -> bool {
-        let in_flight = self.engine.in_flight();
-        taken > 0 && !held && !self.engine.is_prompt() && in_flight < MANY && !self.pace.may_poll(true)
+        !round.bound && self.pace.holds(round.in_flight, now)
     }
 
     /// Whether the worker leaves requests in the ring. A completion or the timer then makes it
@@ -479,3 +662,6 @@ impl QueueHandler for BlkHandler {
         self.restore_kept(&section.open()?)
     }
 }
+
+#[cfg(test)]
+mod tests;

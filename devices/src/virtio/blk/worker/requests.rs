@@ -12,8 +12,7 @@ use super::{BlkHandler, Slot, TIMER};
 use crate::virtio::{
     blk::{
         OnError,
-        plan::Work,
-        request::{HEADER, Plan, Status},
+        request::{HEADER, Plan, Status, Work},
     },
     fault::{Fault, RingError},
     session::Session,

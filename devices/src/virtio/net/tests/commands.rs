@@ -71,10 +71,7 @@ fn a_driver_gets_what_its_filter_says() {
 
 #[test]
 fn packets_of_vlans_that_were_not_added_are_kept_out_and_counted() {
-    let (peer, front) = Peer::new();
-    let control = front.control();
-    let mut driver = Driver::new(Rig::new(front));
-    driver.start(ALL);
+    let (peer, control, mut driver) = controlled(ALL);
     let frames = [frame(MAC, Some(7)), frame(MAC, Some(8))];
     assert!(command(&mut driver, CONTROL, 0, 0, &[0]));
     assert!(command(&mut driver, CONTROL, 2, 0, &[7, 0]));
@@ -173,10 +170,7 @@ fn a_driver_chooses_what_it_takes_unfinished_until_the_reset() {
 
 #[test]
 fn a_packet_that_waited_since_a_driver_took_more_does_not_reach_the_next_one() {
-    let (peer, front) = Peer::new();
-    let control = front.control();
-    let mut driver = Driver::new(Rig::new(front));
-    driver.start(ALL);
+    let (peer, control, mut driver) = controlled(ALL);
     driver.rig.reset_device();
     let mut segments = packet(1, 3000);
     (segments[0], segments[1], segments[4]) = (1, 1, 100);

@@ -13,11 +13,11 @@ use super::*;
 use crate::{
     component::Component,
     net::{PairServer, ServedRing},
-    rate::Limits,
     virtio::{
         chain::Chain,
         fault::DeviceEvent,
         queue::Queue,
+        rate::Limits,
         testing::{Area, PATIENCE},
     },
 };
@@ -210,6 +210,20 @@ mod by_kernel {
     crate::virtio_device_tests!(super::ByKernel);
 }
 
+/// A device that asks for a reset does not keep a snapshot waiting.
+fn is_kept(it: &Served) {
+    assert!(it.control.keep_queues(true, PATIENCE));
+    assert!(!it.kernel.is_serving());
+    assert!(it.control.keep_queues(false, PATIENCE));
+}
+
+fn works_after_a_reset(it: &mut Served) {
+    it.driver.rig.reset_device();
+    it.driver.start(ALL);
+    it.kernel.wait(true);
+    through_the_kernel(it, 1);
+}
+
 #[test]
 fn the_kernel_serves_packets_and_the_worker_commands() {
     let mut it = served();
@@ -350,14 +364,8 @@ fn a_ring_that_the_kernel_finds_corrupt_makes_the_device_ask_for_a_reset() {
     event.write(1).unwrap();
     it.driver.wait_needs_reset();
     assert!(matches!(it.driver.rig.sink.wait(), DeviceEvent::NeedsReset(_)));
-    // A snapshot does not wait for it.
-    assert!(it.control.keep_queues(true, PATIENCE));
-    assert!(!it.kernel.is_serving());
-    assert!(it.control.keep_queues(false, PATIENCE));
-    it.driver.rig.reset_device();
-    it.driver.start(ALL);
-    it.kernel.wait(true);
-    through_the_kernel(&mut it, 1);
+    is_kept(&it);
+    works_after_a_reset(&mut it);
 }
 
 #[test]
@@ -367,13 +375,8 @@ fn a_corrupt_control_queue_ends_the_kernels_service_too() {
     it.driver.rings[control].set_avail_index(&it.driver.rig.memory, 0x7777);
     it.driver.kick(CONTROL);
     it.driver.wait_needs_reset();
-    assert!(it.control.keep_queues(true, PATIENCE));
-    assert!(!it.kernel.is_serving());
-    assert!(it.control.keep_queues(false, PATIENCE));
-    it.driver.rig.reset_device();
-    it.driver.start(ALL);
-    it.kernel.wait(true);
-    through_the_kernel(&mut it, 1);
+    is_kept(&it);
+    works_after_a_reset(&mut it);
 }
 
 #[test]
@@ -384,10 +387,7 @@ fn a_kernel_that_refuses_is_asked_again_after_a_reset_and_the_worker_serves_unti
     it.driver.rig.device.resume().unwrap();
     exchange(&mut it.peer, &mut it.driver, 0);
     it.kernel.0.lock().unwrap().broken = false;
-    it.driver.rig.reset_device();
-    it.driver.start(ALL);
-    it.kernel.wait(true);
-    through_the_kernel(&mut it, 1);
+    works_after_a_reset(&mut it);
 }
 
 #[test]

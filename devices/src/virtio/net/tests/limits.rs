@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use super::*;
-use crate::{component::Component, rate::Limits};
+use crate::{component::Component, virtio::rate::Limits};
 
 fn packets_per_second(rate: u64) -> Option<Arc<Limiter>> {
     Some(Limiter::new(Limits {

@@ -13,11 +13,8 @@ fn status(driver: &Driver) -> u64 {
 }
 
 fn with_control(features: u64) -> (Peer, NetControl, Driver) {
-    let (mut peer, front) = Peer::new();
-    let control = front.control();
+    let (mut peer, control, driver) = controlled(features);
     peer.drain();
-    let mut driver = Driver::new(Rig::new(front));
-    driver.start(features);
     (peer, control, driver)
 }
 

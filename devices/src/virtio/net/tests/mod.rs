@@ -40,10 +40,17 @@ const TRANSMIT: u16 = 1;
 const CONTROL: u16 = 2;
 
 fn running(features: u64) -> (Peer, Driver) {
+    let (peer, _, driver) = controlled(features);
+    (peer, driver)
+}
+
+/// The same with the interface's control.
+fn controlled(features: u64) -> (Peer, NetControl, Driver) {
     let (peer, front) = Peer::new();
+    let control = front.control();
     let mut driver = Driver::new(Rig::new(front));
     driver.start(features);
-    (peer, driver)
+    (peer, control, driver)
 }
 
 /// Gives a command to the device; says whether it was carried out.

@@ -33,47 +33,8 @@ fn the_configuration_tells_address_link_and_mtu() {
 }
 
 #[test]
-fn a_long_packet_lies_in_several_buffers_and_the_next_begins_with_a_new_one() {
-    let (peer, mut driver) = running(ALL);
-    for _ in 0..100 {
-        driver.offer(RECEIVE, &[Buffer::Writable(500), Buffer::Writable(500)]);
-    }
-    driver.kick(RECEIVE);
-    for (number, length) in [(1, 3488), (2, 50), (3, 988), (4, 989), (5, 40_000)] {
-        let mut sent = packet(number, length);
-        peer.send(&sent);
-        let count = sent.len().div_ceil(1000);
-        sent[10] = u8::try_from(count).unwrap();
-        let mut received = Vec::new();
-        for _ in 0..count {
-            received.extend(driver.wait_used(RECEIVE).1);
-        }
-        assert!(received == sent, "{number}");
-        assert!(driver.try_used(RECEIVE).is_none());
-    }
-}
-
-#[test]
-fn without_merging_each_packet_has_one_chain() {
-    let (peer, mut driver) = running(ALL & !MRG_RXBUF);
-    for _ in 0..3 {
-        driver.offer(RECEIVE, &[Buffer::Writable(12), Buffer::Writable(70_000)]);
-    }
-    driver.kick(RECEIVE);
-    for length in [65_550, 14, 1000] {
-        let mut sent = packet(9, length);
-        peer.send(&sent);
-        sent[10] = 1;
-        assert!(driver.wait_used(RECEIVE).1 == sent);
-    }
-}
-
-#[test]
 fn packet_longer_than_its_only_buffer_is_dropped() {
-    let (peer, front) = Peer::new();
-    let control = front.control();
-    let mut driver = Driver::new(Rig::new(front));
-    driver.start(ALL & !MRG_RXBUF);
+    let (peer, control, mut driver) = controlled(ALL & !MRG_RXBUF);
     // A longer buffer before makes no difference.
     driver.submit(RECEIVE, &[Buffer::Writable(70_000)]);
     peer.send(&packet(1, 5000));
@@ -112,10 +73,7 @@ fn packets_wait_for_buffers_and_come_with_few_interrupts() {
 
 #[test]
 fn a_host_that_takes_no_more_makes_packets_wait_and_loses_none() {
-    let (mut peer, front) = Peer::new();
-    let control = front.control();
-    let mut driver = Driver::new(Rig::new(front));
-    driver.start(ALL);
+    let (mut peer, control, mut driver) = controlled(ALL);
     for number in 0..200 {
         driver.offer(TRANSMIT, &[Buffer::Readable(packet(number, 1500))]);
     }
@@ -182,10 +140,7 @@ fn offloads_follow_what_was_negotiated_and_end_with_a_reset() {
 
 #[test]
 fn packets_that_make_no_sense_are_dropped_and_counted_and_the_next_is_sent() {
-    let (peer, front) = Peer::new();
-    let control = front.control();
-    let mut driver = Driver::new(Rig::new(front));
-    driver.start(ALL);
+    let (peer, control, mut driver) = controlled(ALL);
     let bad_gso = [&[0, 0xff][..], &packet(1, 60)[2..]].concat();
     let bad_checksum = [&[1, 0, 0, 0, 0, 0, 0xff, 0xff][..], &packet(1, 60)[8..]].concat();
     let requests: [&[Buffer]; 7] = [
@@ -222,10 +177,7 @@ fn a_packet_in_as_many_pieces_as_a_chain_may_have_is_sent() {
 
 #[test]
 fn a_packet_longer_than_the_buffers_left_waits_for_more_and_one_that_never_fits_is_dropped() {
-    let (peer, front) = Peer::new();
-    let control = front.control();
-    let mut driver = Driver::new(Rig::new(front));
-    driver.start(ALL);
+    let (peer, control, mut driver) = controlled(ALL);
     driver.submit(RECEIVE, &[Buffer::Writable(1500)]);
     driver.submit(RECEIVE, &[Buffer::Writable(1500)]);
     peer.send(&packet(1, 2900));

@@ -1,5 +1,6 @@
 use proptest::prelude::*;
 use rstest::rstest;
+use vmm_sys_util::eventfd::EFD_NONBLOCK;
 
 use super::*;
 
@@ -25,8 +26,12 @@ fn cost(bytes: u64) -> Cost {
     Cost { bytes, operations: 1 }
 }
 
+fn waker() -> Arc<EventFd> {
+    Arc::new(EventFd::new(EFD_NONBLOCK).unwrap())
+}
+
 fn tenant(limiter: &Arc<Limiter>) -> Tenant {
-    limiter.join(Limiter::waker().unwrap())
+    limiter.join(waker())
 }
 
 /// Tenant that always has another request of that size, and tries again at the given time.
@@ -205,7 +210,7 @@ fn operations_without_bytes_do_not_wait_for_a_debt_of_bytes() {
 fn new_limits_hold_at_once_also_for_those_who_wait_and_they_are_woken() {
     let start = Instant::now();
     let limiter = Limiter::new_at(bytes(1, 1), start);
-    let wake = Limiter::waker().unwrap();
+    let wake = waker();
     let user = limiter.join(Arc::clone(&wake));
     user.pass(cost(1 << 20), start).unwrap();
     assert!(user.pass(cost(512), start).unwrap_err() > 100_000 * SECOND);

@@ -11,9 +11,12 @@
 //! capacity, regardless of queue depths and request sizes. A tenant has no later claim on an unused
 //! share.
 //!
+//! A worker uses the limiter through a `Throttle`. While a request waits there, the worker takes no
+//! others from the ring. The others wait in guest memory, and their driver has no reason to notify.
+//! Requests behind a waiting request also wait, even if they are not limited themselves.
+//!
 //! The caller passes the time, so that tests need no clock.
 
-mod bucket;
 #[cfg(test)]
 #[allow(
     clippy::unwrap_used,
@@ -25,13 +28,23 @@ mod tests;
 
 use std::{
     io,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    os::fd::OwnedFd,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU32, Ordering},
+    },
     time::{Duration, Instant},
 };
 
-use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+use rustix::time::{
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
+};
+use vmm_sys_util::eventfd::EventFd;
 
-use self::bucket::Bucket;
+use super::{
+    fault::Fault,
+    session::{EventSet, Session},
+};
 
 /// Minimum wait of a delayed tenant, so that high rates cost few wake-ups. It bounds the smoothness
 /// of the flow.
@@ -42,6 +55,11 @@ pub const AHEAD: Duration = Duration::from_millis(10);
 
 /// A tenant that waits and does not come back so long after its time has no claim any more.
 const PATIENCE: Duration = Duration::from_millis(10);
+
+/// Burst for a configured burst of 0: the inflow in that many nanoseconds.
+const DEFAULT_BURST: u64 = 100_000_000;
+
+const SECOND: u128 = 1_000_000_000;
 
 /// A limiter's rates. 0 is no limit; a burst of 0 is what flows in 100 ms.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -161,11 +179,6 @@ impl Limiter {
         }
     }
 
-    /// An eventfd for [`join`](Self::join).
-    pub fn waker() -> io::Result<Arc<EventFd>> {
-        EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK).map(Arc::new)
-    }
-
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -276,5 +289,216 @@ impl State {
                     other.waits_until.is_some_and(expected) && other.tag.saturating_add(nanos(AHEAD)) < tag
                 })
         })
+    }
+}
+
+/// A token bucket as a point in time.
+///
+/// Holds tokens that flow in at a rate, up to a burst, and may be in debt. How many it holds follows from when it is (or
+/// was) empty, so there is nothing to refill: at time `t` it has `(t - empty_at) · rate` tokens, negative before.
+/// Times are in nanoseconds.
+#[derive(Clone, Copy, Debug)]
+struct Bucket {
+    /// Tokens per second; 0 is no limit.
+    rate: u64,
+    /// Time in which a full bucket fills.
+    span: u64,
+    empty_at: u64,
+}
+
+impl Bucket {
+    /// A full one.
+    fn new(rate: u64, burst: u64) -> Self {
+        let span = if burst == 0 {
+            DEFAULT_BURST
+        } else {
+            time(burst, rate)
+        };
+        Self {
+            rate,
+            span,
+            empty_at: 0,
+        }
+    }
+
+    /// Changes rate and burst; the tokens that are there, or missing, stay.
+    fn set(&mut self, rate: u64, burst: u64, now: u64) {
+        let old = *self;
+        *self = Self::new(rate, burst);
+        if old.rate == 0 {
+            return;
+        }
+        let convert = |span: u64| {
+            let tokens = u128::from(span).saturating_mul(u128::from(old.rate));
+            let span = tokens.checked_div(u128::from(rate)).unwrap_or(0);
+            u64::try_from(span).unwrap_or(u64::MAX)
+        };
+        self.empty_at = if old.empty_at > now {
+            now.saturating_add(convert(old.empty_at.saturating_sub(now)))
+        } else {
+            let filled = now.saturating_sub(old.empty_at).min(old.span);
+            now.saturating_sub(convert(filled))
+        };
+    }
+
+    /// From when on it is not in debt.
+    fn empty_at(&self) -> u64 {
+        if self.rate == 0 { 0 } else { self.empty_at }
+    }
+
+    /// The time in which that many tokens flow in; 0 without a limit.
+    fn price(&self, tokens: u64) -> u64 {
+        time(tokens, self.rate)
+    }
+
+    /// Takes tokens out, whether they are there or not.
+    fn pay(&mut self, tokens: u64, now: u64) {
+        // More than the burst it does not hold.
+        let from = self.empty_at.max(now.saturating_sub(self.span));
+        self.empty_at = from.saturating_add(self.price(tokens));
+    }
+}
+
+fn time(tokens: u64, rate: u64) -> u64 {
+    let nanos = u128::from(tokens)
+        .saturating_mul(SECOND)
+        .checked_div(u128::from(rate))
+        .unwrap_or(0);
+    u64::try_from(nanos).unwrap_or(u64::MAX)
+}
+
+/// The limiter of a device, which can be exchanged while workers use it.
+#[derive(Debug, Default)]
+pub(super) struct LimiterCell {
+    limiter: Mutex<Option<Arc<Limiter>>>,
+    /// Changes with `limiter`.
+    version: AtomicU32,
+}
+
+impl LimiterCell {
+    pub(super) fn new(limiter: Option<Arc<Limiter>>) -> Self {
+        Self {
+            limiter: Mutex::new(limiter),
+            version: AtomicU32::new(0),
+        }
+    }
+
+    /// Takes effect when the workers look next; the caller wakes them.
+    pub(super) fn set(&self, limiter: Option<Arc<Limiter>>) {
+        *self.limiter.lock().unwrap_or_else(PoisonError::into_inner) = limiter;
+        self.version.fetch_add(1, Ordering::SeqCst);
+    }
+
+    fn get(&self) -> Option<Arc<Limiter>> {
+        self.limiter
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+}
+
+/// A worker's side of a limiter. `W` names what waits.
+#[derive(Debug)]
+pub(super) struct Throttle<W> {
+    tenant: Option<Tenant>,
+    /// Version of the limiter that `tenant` belongs to.
+    version: Option<u32>,
+    /// Made when it is needed first.
+    timer: Option<OwnedFd>,
+    /// The session watches the timer.
+    watched: bool,
+    /// What waits.
+    pub waiting: Option<W>,
+}
+
+impl<W> Default for Throttle<W> {
+    fn default() -> Self {
+        Self {
+            tenant: None,
+            version: None,
+            timer: None,
+            watched: false,
+            waiting: None,
+        }
+    }
+}
+
+impl<W> Throttle<W> {
+    /// Prepares for a new session, in which the timer is not watched yet.
+    pub(super) fn start(&mut self) {
+        self.watched = false;
+    }
+
+    /// Switches to the cell's current limiter. The limiter signals `wake` after a change of the
+    /// limits.
+    pub(super) fn refresh(&mut self, cell: &LimiterCell, wake: Option<&Arc<EventFd>>) {
+        let version = cell.version.load(Ordering::Acquire);
+        if self.version == Some(version) {
+            return;
+        }
+        self.version = Some(version);
+        self.tenant = cell
+            .get()
+            .zip(wake)
+            .map(|(limiter, wake)| limiter.join(Arc::clone(wake)));
+    }
+
+    /// Whether there is a limit.
+    pub(super) fn limits(&self) -> bool {
+        self.tenant.is_some()
+    }
+
+    /// How long a request of that cost has to wait; it is paid for when there is nothing to wait for.
+    pub(super) fn wait_for(&self, cost: Cost, now: impl FnOnce() -> Instant) -> Option<Duration> {
+        let tenant = self.tenant.as_ref()?;
+        if cost == Cost::default() {
+            return None;
+        }
+        tenant.pass(cost, now()).err()
+    }
+
+    /// Cancels the wait and returns the waiting request.
+    pub(super) fn give_up(&mut self) -> Option<W> {
+        if let Some(tenant) = &self.tenant {
+            tenant.give_up();
+        }
+        self.waiting.take()
+    }
+
+    /// Has the handler called with `token` after that time.
+    pub(super) fn arm(&mut self, session: &Session, token: u32, wait: Duration) -> Result<(), Fault> {
+        self.try_arm(wait)
+            .map_err(|error| Fault::Backend("set a timer", error))?;
+        if let Some(timer) = self.timer.as_ref().filter(|_| !self.watched) {
+            session.watch(timer, token, EventSet::IN | EventSet::EDGE_TRIGGERED)?;
+            self.watched = true;
+        }
+        Ok(())
+    }
+
+    fn try_arm(&mut self, wait: Duration) -> io::Result<()> {
+        let timer = match &mut self.timer {
+            Some(timer) => timer,
+            empty => {
+                let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
+                empty.insert(timerfd_create(TimerfdClockId::Monotonic, flags)?)
+            }
+        };
+        let zero = Timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        // A timer of 0 is none.
+        let wait = wait.max(Duration::from_nanos(1));
+        let it_value = Timespec {
+            tv_sec: i64::try_from(wait.as_secs()).unwrap_or(i64::MAX),
+            tv_nsec: wait.subsec_nanos().into(),
+        };
+        let spec = Itimerspec {
+            it_interval: zero,
+            it_value,
+        };
+        timerfd_settime(timer, TimerfdTimerFlags::empty(), &spec)?;
+        Ok(())
     }
 }
