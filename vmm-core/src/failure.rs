@@ -1,6 +1,7 @@
 //! The error of a request to a machine.
 
 use vmm_protocol::vmm::ErrorKind;
+use vmmd_spec::Violations;
 
 /// A request that failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -12,12 +13,23 @@ pub struct Failure {
 }
 
 impl Failure {
-    /// From an error and its causes.
-    pub fn new(kind: ErrorKind, error: &dyn std::error::Error) -> Self {
+    /// A failure with this message.
+    pub fn of(kind: ErrorKind, message: impl Into<String>) -> Self {
         Self {
             kind,
-            message: with_causes(error),
+            message: message.into(),
         }
+    }
+
+    /// From an error and its causes.
+    pub fn new(kind: ErrorKind, error: &dyn std::error::Error) -> Self {
+        Self::of(kind, with_causes(error))
+    }
+}
+
+impl From<Violations> for Failure {
+    fn from(violations: Violations) -> Self {
+        Self::of(ErrorKind::Invalid, violations.to_string())
     }
 }
 

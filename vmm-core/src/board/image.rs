@@ -144,20 +144,19 @@ impl Loading {
     pub(super) fn start(image: Image, ram: GuestRam) -> Result<Self, Failure> {
         let load = move || image.load(&ram).map(|entry| (image, entry));
         let thread = thread::spawn(ThreadKind::Helper, "loader", load);
-        thread.map(Self).map_err(|error| Failure {
-            kind: ErrorKind::Resources,
-            message: format!("starting a thread for loading the kernel: {error}"),
+        thread.map(Self).map_err(|error| {
+            Failure::of(
+                ErrorKind::Resources,
+                format!("starting a thread for loading the kernel: {error}"),
+            )
         })
     }
 
     /// Waits until everything is in RAM.
     pub(super) fn finish(self) -> Result<(Image, Entry), Failure> {
-        self.0.join().unwrap_or_else(|_| {
-            Err(Failure {
-                kind: ErrorKind::Internal,
-                message: "loading the kernel panicked".to_owned(),
-            })
-        })
+        self.0
+            .join()
+            .unwrap_or_else(|_| Err(Failure::of(ErrorKind::Internal, "loading the kernel panicked")))
     }
 }
 
@@ -222,10 +221,10 @@ const fn port(port: u64) -> u16 {
 
 fn write(memory: &GuestMemory, start: u64, end: u64, bytes: &[u8]) -> Result<(), Failure> {
     if bytes.len() as u64 > end - start {
-        return Err(Failure {
-            kind: ErrorKind::Internal,
-            message: format!("{} bytes of firmware tables don't fit at {start:#x}", bytes.len()),
-        });
+        return Err(Failure::of(
+            ErrorKind::Internal,
+            format!("{} bytes of firmware tables don't fit at {start:#x}", bytes.len()),
+        ));
     }
     memory
         .write_slice(bytes, GuestAddress(start))

@@ -99,10 +99,10 @@ impl Leaving {
         match self.look(deadline) {
             Phase::Gone => Ok(None),
             Phase::Ending => Ok(Some(which)),
-            Phase::Lost => Err(Failure {
-                kind: ErrorKind::Internal,
-                message: format!("requests of {which}, which was taken away, will never end"),
-            }),
+            Phase::Lost => Err(Failure::of(
+                ErrorKind::Internal,
+                format!("requests of {which}, which was taken away, will never end"),
+            )),
         }
     }
 
@@ -113,15 +113,12 @@ impl Leaving {
             .waiting
             .extract_if(.., |(_, deadline)| lost || now >= *deadline);
         late.map(|(token, _)| {
-            let failure = Failure {
-                kind: ErrorKind::Internal,
-                message: format!(
-                    "{} {} is taken away from the guest, but its requests did not end in time; what it is on is closed when \
-                     they do",
-                    self.what, self.name
-                ),
-            };
-            (token, Err(failure))
+            let message = format!(
+                "{} {} is taken away from the guest, but its requests did not end in time; what it is on is closed \
+                 when they do",
+                self.what, self.name
+            );
+            (token, Err(Failure::of(ErrorKind::Internal, message)))
         })
         .collect()
     }

@@ -26,14 +26,13 @@ use devices::{
 use tracing::{error, warn};
 use vmm_protocol::{
     state::{MachineHeader, PciDevice, SnapshotInfo},
-    vmm::{self, ErrorKind},
+    vmm::{DiskStatsReply, ErrorKind, ResizeConsole, request::Op},
 };
-use vmmd_spec::disk::RateLimit;
 
 use super::{boot::Entry, disks::Disks, image::Image, nics::Nics, shares::Shares, stats, throttle::Throttle};
 use crate::{
     kvm::{AddressSpaces, GuestTime, IrqChipState, StatsReader, Vm},
-    lifecycle::{self, Detached, Failure, LimitTarget, NicChange, Notice, Notifier, Progress, Reset, Token},
+    lifecycle::{self, Answer, Detached, Failure, Notice, Notifier, Progress, Reset, Token},
     memory::GuestRam,
     migration::Sender,
     snapshot::saving::{GoesOn, Purpose, Report, Saving},
@@ -156,12 +155,42 @@ impl Machine {
         Ok(())
     }
 
+    fn set_balloon(&mut self, bytes: u64) -> Result<(), Failure> {
+        let Some(balloon) = &self.balloon else {
+            return Err(Failure::of(ErrorKind::NotFound, "the machine has no balloon"));
+        };
+        if bytes > self.ram.size() || !bytes.is_multiple_of(PAGE) {
+            let message = "a balloon holds at most the machine's memory, and whole pages of 4 KiB";
+            return Err(Failure::of(ErrorKind::Invalid, message));
+        }
+        balloon.set_target(bytes);
+        Ok(())
+    }
+
+    fn resize_console(&mut self, size: ResizeConsole) -> Result<(), Failure> {
+        let characters = |number| {
+            u16::try_from(number).map_err(|_| {
+                Failure::of(
+                    ErrorKind::Invalid,
+                    "a terminal has at most 65535 characters each way",
+                )
+            })
+        };
+        let (columns, rows) = (characters(size.columns)?, characters(size.rows)?);
+        let console = self
+            .console
+            .as_ref()
+            .ok_or_else(|| Failure::of(ErrorKind::NotFound, "the machine has no virtio-console"))?;
+        console.control.resize(columns, rows);
+        Ok(())
+    }
+
     fn pause_components(&mut self, deadline: Instant) -> Result<(), Failure> {
         if let Some(which) = self.wait_for_leaving(deadline)? {
-            return Err(Failure {
-                kind: ErrorKind::Internal,
-                message: format!("requests of {which}, which is being taken away, did not end"),
-            });
+            return Err(Failure::of(
+                ErrorKind::Internal,
+                format!("requests of {which}, which is being taken away, did not end"),
+            ));
         }
         let mut parts = self.parts();
         for index in 0..parts.len() {
@@ -177,10 +206,7 @@ impl Machine {
                         error!(part = component.name(), %error, "resuming after a failed pause");
                     }
                 }
-                return Err(Failure {
-                    kind: ErrorKind::Internal,
-                    message,
-                });
+                return Err(Failure::of(ErrorKind::Internal, message));
             }
         }
         Ok(())
@@ -188,17 +214,24 @@ impl Machine {
 
     fn resume_components(&mut self) -> Result<(), Failure> {
         for component in self.parts().into_iter().rev() {
-            component.resume().map_err(|error| Failure {
-                kind: ErrorKind::Internal,
-                message: format!(
-                    "resuming {}: {}",
-                    component.name(),
-                    lifecycle::with_causes(&error)
-                ),
+            component.resume().map_err(|error| {
+                Failure::of(
+                    ErrorKind::Internal,
+                    format!(
+                        "resuming {}: {}",
+                        component.name(),
+                        lifecycle::with_causes(&error)
+                    ),
+                )
             })?;
         }
         Ok(())
     }
+}
+
+/// A part of a request.
+fn given<T>(part: Option<T>, which: &str) -> Result<T, Failure> {
+    part.ok_or_else(|| Failure::of(ErrorKind::Invalid, format!("the request names no {which}")))
 }
 
 impl lifecycle::Machine for Machine {
@@ -266,10 +299,10 @@ impl lifecycle::Machine for Machine {
                 Err(ComponentError::DrainTimeout) => return Ok(Reset::Waits(component.name().to_owned())),
                 Err(error) => {
                     let (name, causes) = (component.name(), lifecycle::with_causes(&error));
-                    return Err(Failure {
-                        kind: ErrorKind::Internal,
-                        message: format!("resetting {name}: {causes}"),
-                    });
+                    return Err(Failure::of(
+                        ErrorKind::Internal,
+                        format!("resetting {name}: {causes}"),
+                    ));
                 }
             }
         }
@@ -288,16 +321,70 @@ impl lifecycle::Machine for Machine {
         Ok(self.vcpus.run()?)
     }
 
-    fn press_power_button(&mut self) {
-        self.power_button.press();
-    }
-
-    fn attach_disk(&mut self, token: Token, disk: &vmm::Disk, fds: Vec<OwnedFd>) -> Result<(), Failure> {
-        self.disks.attach(token, disk, fds)
-    }
-
-    fn detach_disk(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure> {
-        self.disks.detach(token, name, force)
+    fn operate(&mut self, token: Token, op: Op, fds: Vec<OwnedFd>) -> Result<Progress, Failure> {
+        match op {
+            Op::PowerButton(_) => self.power_button.press(),
+            Op::AttachDisk(attach) => {
+                self.disks.attach(token, &given(attach.disk, "disk")?, fds)?;
+                return Ok(Progress::Pending);
+            }
+            Op::DetachDisk(detach) => return self.disks.detach(token, &detach.name, detach.force),
+            Op::ResizeDisk(resize) => {
+                let capacity = (resize.capacity_bytes != 0).then_some(resize.capacity_bytes);
+                self.disks.resize(&resize.name, capacity)?;
+            }
+            Op::SetRateLimit(set) => {
+                let target = given(set.target, "disk or group")?;
+                let limit = (&given(set.limit, "limit")?).into();
+                self.disks.set_rate_limit(&target, limit)?;
+            }
+            Op::UnlockDisks(_) => {
+                // When one can't, the next resume takes the others' locks again.
+                self.unlocked = true;
+                self.disks.unlock()?;
+            }
+            Op::AttachNic(attach) => self.nics.attach(&given(attach.nic, "NIC")?, fds)?,
+            Op::DetachNic(detach) => return self.nics.detach(token, &detach.name, detach.force),
+            Op::UpdateNic(update) => self.nics.update(&update)?,
+            Op::AttachShare(attach) => {
+                if self.saving.is_some() {
+                    // No dirty log would contain the writes of the share's process to memory.
+                    return Err(Failure::of(
+                        ErrorKind::State,
+                        "a snapshot is being taken, or the machine is sent",
+                    ));
+                }
+                self.shares.attach(&given(attach.share, "share")?, fds)?;
+            }
+            Op::DetachShare(detach) => return self.shares.detach(token, &detach.name, detach.force),
+            Op::SetShareBackend(set) => {
+                let socket = given(lifecycle::descriptor(fds, set.fd), "socket")?;
+                self.shares.set_backend(&set.name, socket)?;
+            }
+            Op::SetBalloon(set) => self.set_balloon(set.target_bytes)?,
+            Op::SendBreak(_) => self.serial.send_break(),
+            Op::ResizeConsole(size) => self.resize_console(size)?,
+            Op::GetDiskStats(_) => {
+                let disks = self.disks.stats();
+                return Ok(Progress::Answered(Answer::DiskStats(DiskStatsReply { disks })));
+            }
+            Op::GetMachineStats(_) => {
+                return Ok(Progress::Answered(Answer::MachineStats(stats::of(self))));
+            }
+            Op::Hello(_)
+            | Op::GetStatus(_)
+            | Op::Boot(_)
+            | Op::Pause(_)
+            | Op::Resume(_)
+            | Op::ResetMachine(_)
+            | Op::Stop(_)
+            | Op::Save(_)
+            | Op::Release(_)
+            | Op::Send(_) => {
+                return Err(Failure::of(ErrorKind::Internal, "not an operation on a device"));
+            }
+        }
+        Ok(Progress::Done)
     }
 
     fn collect_detached(&mut self) -> Vec<Detached> {
@@ -324,83 +411,6 @@ impl lifecycle::Machine for Machine {
         deadlines.into_iter().flatten().min()
     }
 
-    fn resize_disk(&mut self, name: &str, capacity: Option<u64>) -> Result<(), Failure> {
-        self.disks.resize(name, capacity)
-    }
-
-    fn set_rate_limit(&mut self, target: &LimitTarget, limit: RateLimit) -> Result<(), Failure> {
-        self.disks.set_rate_limit(target, limit)
-    }
-
-    fn attach_nic(&mut self, nic: &vmm::Nic, fds: Vec<OwnedFd>) -> Result<(), Failure> {
-        self.nics.attach(nic, fds)
-    }
-
-    fn detach_nic(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure> {
-        self.nics.detach(token, name, force)
-    }
-
-    fn update_nic(&mut self, name: &str, change: &NicChange) -> Result<(), Failure> {
-        self.nics.update(name, change)
-    }
-
-    fn attach_share(&mut self, share: &vmm::Share, fds: Vec<OwnedFd>) -> Result<(), Failure> {
-        if self.saving.is_some() {
-            // No dirty log would contain the writes of the share's process to memory.
-            return Err(Failure {
-                kind: ErrorKind::State,
-                message: "a snapshot is being taken, or the machine is sent".to_owned(),
-            });
-        }
-        self.shares.attach(share, fds)
-    }
-
-    fn detach_share(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure> {
-        self.shares.detach(token, name, force)
-    }
-
-    fn set_share_backend(&mut self, name: &str, socket: OwnedFd) -> Result<(), Failure> {
-        self.shares.set_backend(name, socket)
-    }
-
-    fn set_balloon(&mut self, bytes: u64) -> Result<(), Failure> {
-        let refuse = |kind, message: &str| Failure {
-            kind,
-            message: message.to_owned(),
-        };
-        let Some(balloon) = &self.balloon else {
-            return Err(refuse(ErrorKind::NotFound, "the machine has no balloon"));
-        };
-        if bytes > self.ram.size() || !bytes.is_multiple_of(PAGE) {
-            let message = "a balloon holds at most the machine's memory, and whole pages of 4 KiB";
-            return Err(refuse(ErrorKind::Invalid, message));
-        }
-        balloon.set_target(bytes);
-        Ok(())
-    }
-
-    fn send_break(&mut self) -> Result<(), Failure> {
-        self.serial.send_break();
-        Ok(())
-    }
-
-    fn resize_console(&mut self, columns: u16, rows: u16) -> Result<(), Failure> {
-        let console = self.console.as_ref().ok_or_else(|| Failure {
-            kind: ErrorKind::NotFound,
-            message: "the machine has no virtio-console".to_owned(),
-        })?;
-        console.control.resize(columns, rows);
-        Ok(())
-    }
-
-    fn disk_stats(&self) -> Vec<vmm::DiskStats> {
-        self.disks.stats()
-    }
-
-    fn stats(&self) -> vmm::MachineStats {
-        stats::of(self)
-    }
-
     fn may_have_panicked(&mut self, printed: u64) -> Result<bool, Failure> {
         if self.serial.printed() != printed {
             return Ok(false);
@@ -419,12 +429,6 @@ impl lifecycle::Machine for Machine {
 
     fn commit_disks(&mut self) -> Result<(), Failure> {
         self.disks.commit()
-    }
-
-    fn unlock_disks(&mut self) -> Result<(), Failure> {
-        // When one can't, the next resume takes the others' locks again.
-        self.unlocked = true;
-        self.disks.unlock()
     }
 
     fn begin_snapshot(&mut self, file: File, runs: bool) -> Result<(), Failure> {
@@ -470,10 +474,10 @@ impl lifecycle::Machine for Machine {
         self.panicked.fetch_or(panicked, Ordering::Relaxed);
         let machine = self.save()?;
         if self.current_header().devices != self.saving_devices {
-            return Err(Failure {
-                kind: ErrorKind::State,
-                message: "the guest has ejected a device meanwhile: try again".to_owned(),
-            });
+            return Err(Failure::of(
+                ErrorKind::State,
+                "the guest has ejected a device meanwhile: try again",
+            ));
         }
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let info = SnapshotInfo {
@@ -535,8 +539,5 @@ impl lifecycle::Machine for Machine {
 }
 
 fn no_snapshot() -> Failure {
-    Failure {
-        kind: ErrorKind::Internal,
-        message: "no snapshot is being taken".to_owned(),
-    }
+    Failure::of(ErrorKind::Internal, "no snapshot is being taken")
 }

@@ -9,53 +9,29 @@ use std::{
 
 use devices::{
     pci::HotPlug,
-    virtio::{net::NetControl, rate::Limiter, transport::VirtioPciDevice},
+    virtio::{net::NetControl, rate::Limiter},
 };
 use vmm_protocol::{
     machine,
-    vmm::{self, ErrorKind, NicStats},
+    vmm::{self, ErrorKind, NicStats, UpdateNic},
 };
 use vmmd_spec::disk::RateLimit;
 
 use super::{
     assemble::{Fds, Sockets, disk, nic},
-    plugs::{Plug, Plugs},
+    plugs::{Plugged, Plugs},
 };
-use crate::lifecycle::{Failure, NicChange, Pluggable};
+use crate::lifecycle::{Failure, Pluggable};
 
 /// How long a NIC's worker may take to take its queues back from the kernel.
 const TAKE_BACK: Duration = Duration::from_secs(5);
 
-/// One of them.
+/// Controls of one of them.
 pub(super) struct Nic {
-    pub name: String,
-    pub slot: u8,
-    pub device: VirtioPciDevice,
     pub control: NetControl,
     /// Limiters of received and sent data, for limited directions only.
     pub receive_limiter: Option<Arc<Limiter>>,
     pub transmit_limiter: Option<Arc<Limiter>>,
-}
-
-impl Plug for Nic {
-    const WHAT: Pluggable = Pluggable::Nic;
-
-    fn name(&self) -> &str {
-        &self.name
-    }
-
-    fn device(&self) -> &VirtioPciDevice {
-        &self.device
-    }
-
-    fn device_mut(&mut self) -> &mut VirtioPciDevice {
-        &mut self.device
-    }
-
-    fn apart(self) -> (VirtioPciDevice, Box<dyn Send>) {
-        let rest = (self.control, self.receive_limiter, self.transmit_limiter);
-        (self.device, Box::new(rest))
-    }
 }
 
 /// See the module.
@@ -83,7 +59,7 @@ impl Nics {
     /// NICs of a machine that notifies its guest of changes through `hotplug`.
     pub fn new(sockets: Sockets, hotplug: Arc<HotPlug>) -> Self {
         Self {
-            plugs: Plugs::new(sockets, hotplug),
+            plugs: Plugs::new(Pluggable::Nic, sockets, hotplug),
             kept: false,
         }
     }
@@ -91,32 +67,28 @@ impl Nics {
     /// Adds a NIC that exists when the machine is switched on.
     pub fn fit(&mut self, spec: &machine::Nic, fds: &mut Fds) -> Result<(), Failure> {
         let nic = nic::plug(&self.plugs.sockets, spec, fds)?;
-        self.plugs.fit(spec.slot, nic);
+        self.plugs.fit(nic);
         Ok(())
     }
 
-    /// See [`Machine::attach_nic`](crate::lifecycle::Machine::attach_nic).
+    /// Plugs in a NIC, and notifies the guest.
     pub fn attach(&mut self, wire: &vmm::Nic, fds: Vec<OwnedFd>) -> Result<(), Failure> {
-        let spec = machine::Nic::new(wire, fds.len()).map_err(|violations| Failure {
-            kind: ErrorKind::Invalid,
-            message: violations.to_string(),
-        })?;
-        let kept = self.kept;
-        self.plugs.attach(&spec.name, spec.slot, |sockets| {
-            let nic = nic::plug(sockets, &spec, &mut Fds::new(fds))?;
-            if kept {
-                // It serves nothing yet, so this waits for nothing.
-                nic.control.keep_queues(true, TAKE_BACK);
-            }
-            Ok(nic)
-        })
+        let spec = machine::Nic::new(wire, fds.len())?;
+        self.plugs.check_free(&spec.name, spec.slot)?;
+        let nic = nic::plug(&self.plugs.sockets, &spec, &mut Fds::new(fds))?;
+        if self.kept {
+            // It serves nothing yet, so this waits for nothing.
+            nic.control.control.keep_queues(true, TAKE_BACK);
+        }
+        self.plugs.attach(nic);
+        Ok(())
     }
 
     /// With `keep`, the kernel (vhost-net) serves no NIC: its writes are missing in the dirty log
     /// of guest memory. Without `keep`, the kernel may serve NICs again.
     pub fn keep_queues(&mut self, keep: bool) -> Result<(), Failure> {
         self.kept = keep;
-        let serves = |nic: &&Nic| !nic.control.keep_queues(keep, TAKE_BACK);
+        let serves = |nic: &&Plugged<Nic>| !nic.control.control.keep_queues(keep, TAKE_BACK);
         let serving = self.plugs.iter().find(serves).map(|nic| nic.name.clone());
         let Some(name) = serving else { return Ok(()) };
         if keep {
@@ -124,57 +96,51 @@ impl Nics {
             // call does not wait.
             let _free = self.keep_queues(false);
         }
-        Err(Failure {
-            kind: ErrorKind::Internal,
-            message: format!("NIC {name}: its queues can't be taken back from the kernel"),
-        })
+        Err(Failure::of(
+            ErrorKind::Internal,
+            format!("NIC {name}: its queues can't be taken back from the kernel"),
+        ))
     }
 
-    /// See [`Machine::update_nic`](crate::lifecycle::Machine::update_nic).
-    pub fn update(&mut self, name: &str, change: &NicChange) -> Result<(), Failure> {
-        self.plugs.get_mut(name)?.apply(change);
+    /// Changes a NIC, and notifies the guest of the changes that it can see.
+    pub fn update(&mut self, change: &UpdateNic) -> Result<(), Failure> {
+        let Nic {
+            control,
+            receive_limiter,
+            transmit_limiter,
+        } = &mut self.plugs.get_mut(&change.name)?.control;
+        if let Some(up) = change.link_up {
+            control.set_link(up);
+        }
+        if let Some(limit) = &change.receive_limit {
+            set(receive_limiter, limit.into(), |it| control.set_receive_limit(it));
+        }
+        if let Some(limit) = &change.transmit_limit {
+            set(transmit_limiter, limit.into(), |it| {
+                control.set_transmit_limit(it)
+            });
+        }
         Ok(())
     }
 
     /// Statistics of the NICs, in the order of their slots.
     pub fn stats(&self) -> Vec<NicStats> {
-        let mut nics: Vec<&Nic> = self.plugs.iter().collect();
-        nics.sort_by_key(|nic| nic.slot);
-        nics.into_iter().map(Nic::stats).collect()
+        self.plugs.by_slot().into_iter().map(stats).collect()
     }
 }
 
-impl Nic {
-    fn stats(&self) -> NicStats {
-        let stats = self.control.stats();
-        NicStats {
-            name: self.name.clone(),
-            received_packets: stats.received,
-            received_bytes: stats.received_bytes,
-            received_dropped: stats.receive_dropped,
-            received_filtered: stats.receive_filtered,
-            sent_packets: stats.sent,
-            sent_bytes: stats.sent_bytes,
-            sent_dropped: stats.send_dropped,
-            sent_invalid: stats.send_invalid,
-        }
-    }
-
-    fn apply(&mut self, change: &NicChange) {
-        if let Some(up) = change.link_up {
-            self.control.set_link(up);
-        }
-        let control = &self.control;
-        if let Some(limit) = change.receive_limit {
-            set(&mut self.receive_limiter, limit, |it| {
-                control.set_receive_limit(it);
-            });
-        }
-        if let Some(limit) = change.transmit_limit {
-            set(&mut self.transmit_limiter, limit, |it| {
-                control.set_transmit_limit(it);
-            });
-        }
+fn stats(nic: &Plugged<Nic>) -> NicStats {
+    let stats = nic.control.control.stats();
+    NicStats {
+        name: nic.name.clone(),
+        received_packets: stats.received,
+        received_bytes: stats.received_bytes,
+        received_dropped: stats.receive_dropped,
+        received_filtered: stats.receive_filtered,
+        sent_packets: stats.sent,
+        sent_bytes: stats.sent_bytes,
+        sent_dropped: stats.send_dropped,
+        sent_invalid: stats.send_invalid,
     }
 }
 

@@ -20,17 +20,14 @@ use std::{
 use prost::Message;
 use vmm_protocol::{
     state,
-    vmm::{self, ErrorKind, MachineSpec},
+    vmm::{self, ErrorKind, MachineSpec, request::Op},
 };
-use vmmd_spec::disk::RateLimit;
 
 use super::{
     assemble::{Assembler, Console},
     machine::Machine,
 };
-use crate::lifecycle::{
-    self, Builder, Detached, Failure, LimitTarget, Machine as _, NicChange, Notifier, Progress, Reset, Token,
-};
+use crate::lifecycle::{self, Builder, Detached, Failure, Machine as _, Notifier, Progress, Reset, Token};
 use crate::snapshot::saving::{GoesOn, Purpose, Report};
 
 /// Makes the console of each machine.
@@ -100,10 +97,7 @@ impl Builder for Rebuilder {
 }
 
 fn gone(why: &str) -> Failure {
-    Failure {
-        kind: ErrorKind::State,
-        message: why.to_owned(),
-    }
+    Failure::of(ErrorKind::State, why.to_owned())
 }
 
 /// See the module.
@@ -175,18 +169,8 @@ impl lifecycle::Machine for Rebuilt {
         self.machine()?.start()
     }
 
-    fn press_power_button(&mut self) {
-        if let Some(machine) = &mut self.machine {
-            machine.press_power_button();
-        }
-    }
-
-    fn attach_disk(&mut self, token: Token, disk: &vmm::Disk, fds: Vec<OwnedFd>) -> Result<(), Failure> {
-        self.machine()?.attach_disk(token, disk, fds)
-    }
-
-    fn detach_disk(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure> {
-        self.machine()?.detach_disk(token, name, force)
+    fn operate(&mut self, token: Token, op: Op, fds: Vec<OwnedFd>) -> Result<Progress, Failure> {
+        self.machine()?.operate(token, op, fds)
     }
 
     fn collect_detached(&mut self) -> Vec<Detached> {
@@ -207,60 +191,6 @@ impl lifecycle::Machine for Rebuilt {
         self.machine.as_ref()?.next_deadline()
     }
 
-    fn resize_disk(&mut self, name: &str, capacity: Option<u64>) -> Result<(), Failure> {
-        self.machine()?.resize_disk(name, capacity)
-    }
-
-    fn set_rate_limit(&mut self, target: &LimitTarget, limit: RateLimit) -> Result<(), Failure> {
-        self.machine()?.set_rate_limit(target, limit)
-    }
-
-    fn attach_nic(&mut self, nic: &vmm::Nic, fds: Vec<OwnedFd>) -> Result<(), Failure> {
-        self.machine()?.attach_nic(nic, fds)
-    }
-
-    fn detach_nic(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure> {
-        self.machine()?.detach_nic(token, name, force)
-    }
-
-    fn update_nic(&mut self, name: &str, change: &NicChange) -> Result<(), Failure> {
-        self.machine()?.update_nic(name, change)
-    }
-
-    fn attach_share(&mut self, share: &vmm::Share, fds: Vec<OwnedFd>) -> Result<(), Failure> {
-        self.machine()?.attach_share(share, fds)
-    }
-
-    fn detach_share(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure> {
-        self.machine()?.detach_share(token, name, force)
-    }
-
-    fn set_share_backend(&mut self, name: &str, socket: OwnedFd) -> Result<(), Failure> {
-        self.machine()?.set_share_backend(name, socket)
-    }
-
-    fn set_balloon(&mut self, bytes: u64) -> Result<(), Failure> {
-        self.machine()?.set_balloon(bytes)
-    }
-
-    fn send_break(&mut self) -> Result<(), Failure> {
-        self.machine()?.send_break()
-    }
-
-    fn resize_console(&mut self, columns: u16, rows: u16) -> Result<(), Failure> {
-        self.machine()?.resize_console(columns, rows)
-    }
-
-    fn disk_stats(&self) -> Vec<vmm::DiskStats> {
-        let machine = self.machine.as_ref();
-        machine.map(lifecycle::Machine::disk_stats).unwrap_or_default()
-    }
-
-    fn stats(&self) -> vmm::MachineStats {
-        let machine = self.machine.as_ref();
-        machine.map(lifecycle::Machine::stats).unwrap_or_default()
-    }
-
     fn may_have_panicked(&mut self, printed: u64) -> Result<bool, Failure> {
         self.machine()?.may_have_panicked(printed)
     }
@@ -272,10 +202,6 @@ impl lifecycle::Machine for Rebuilt {
 
     fn commit_disks(&mut self) -> Result<(), Failure> {
         self.machine()?.commit_disks()
-    }
-
-    fn unlock_disks(&mut self) -> Result<(), Failure> {
-        self.machine()?.unlock_disks()
     }
 
     fn begin_snapshot(&mut self, file: File, runs: bool) -> Result<(), Failure> {

@@ -47,14 +47,14 @@ fn vcpu(index: usize) -> String {
 fn failed<E: Into<StateError>>(operation: &str, part: &str) -> impl Fn(E) -> Failure {
     move |error| {
         let error = error.into();
-        Failure {
-            kind: match error {
+        Failure::of(
+            match error {
                 StateError::NotMigratable { .. } => ErrorKind::State,
                 StateError::Host(..) => ErrorKind::Internal,
                 _ => ErrorKind::Invalid,
             },
-            message: format!("{operation} {part}: {}", with_causes(&error)),
-        }
+            format!("{operation} {part}: {}", with_causes(&error)),
+        )
     }
 }
 
@@ -101,19 +101,17 @@ impl Machine {
     /// Returns the state of the paused machine, which may continue afterwards.
     pub fn save(&mut self) -> Result<state::Machine, Failure> {
         let Some(paused) = self.paused_at else {
-            return Err(Failure {
-                kind: ErrorKind::State,
-                message: "a machine that runs can't be saved".to_owned(),
-            });
+            return Err(Failure::of(
+                ErrorKind::State,
+                "a machine that runs can't be saved",
+            ));
         };
         if let Some(index) = self.vcpus.ended() {
             // Its report is not part of the state: a restored machine would never be reset.
-            return Err(Failure {
-                kind: ErrorKind::State,
-                message: format!(
-                    "vCPU {index} has just reset the machine, powered it off or crashed: try again"
-                ),
-            });
+            return Err(Failure::of(
+                ErrorKind::State,
+                format!("vCPU {index} has just reset the machine, powered it off or crashed: try again"),
+            ));
         }
         let mut sections = vec![Section::new(HEADER, &self.current_header())];
         for part in self.parts() {

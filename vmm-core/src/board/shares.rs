@@ -6,10 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use devices::{
-    pci::HotPlug,
-    virtio::{fs::FsControl, transport::VirtioPciDevice},
-};
+use devices::{pci::HotPlug, virtio::fs::FsControl};
 use vmm_protocol::{
     machine,
     vmm::{self, ErrorKind, ShareStats},
@@ -17,55 +14,27 @@ use vmm_protocol::{
 
 use super::{
     assemble::{Fds, Sockets, share},
-    plugs::{Plug, Plugs},
+    plugs::{Plugged, Plugs},
 };
 use crate::lifecycle::{Failure, Pluggable};
 
-/// One of them.
-pub(super) struct Share {
-    pub name: String,
-    pub device: VirtioPciDevice,
-    /// Gives it other processes.
-    pub control: FsControl,
-}
-
-impl Plug for Share {
-    const WHAT: Pluggable = Pluggable::Share;
-
-    fn name(&self) -> &str {
-        &self.name
-    }
-
-    fn device(&self) -> &VirtioPciDevice {
-        &self.device
-    }
-
-    fn device_mut(&mut self) -> &mut VirtioPciDevice {
-        &mut self.device
-    }
-
-    fn apart(self) -> (VirtioPciDevice, Box<dyn Send>) {
-        (self.device, Box::new(self.control))
-    }
-}
-
 /// See the module.
 pub(super) struct Shares {
-    plugs: Plugs<Share>,
+    plugs: Plugs<FsControl>,
     /// The machine's memory can be mapped by other processes.
     has_shared_memory: bool,
 }
 
 impl Deref for Shares {
-    type Target = Plugs<Share>;
+    type Target = Plugs<FsControl>;
 
-    fn deref(&self) -> &Plugs<Share> {
+    fn deref(&self) -> &Plugs<FsControl> {
         &self.plugs
     }
 }
 
 impl DerefMut for Shares {
-    fn deref_mut(&mut self) -> &mut Plugs<Share> {
+    fn deref_mut(&mut self) -> &mut Plugs<FsControl> {
         &mut self.plugs
     }
 }
@@ -74,7 +43,7 @@ impl Shares {
     /// Shares of a machine that notifies its guest of changes through `hotplug`.
     pub fn new(sockets: Sockets, hotplug: Arc<HotPlug>, has_shared_memory: bool) -> Self {
         Self {
-            plugs: Plugs::new(sockets, hotplug),
+            plugs: Plugs::new(Pluggable::Share, sockets, hotplug),
             has_shared_memory,
         }
     }
@@ -82,34 +51,33 @@ impl Shares {
     /// Adds a share that exists when the machine is switched on.
     pub fn fit(&mut self, spec: &machine::Share, fds: &mut Fds) -> Result<(), Failure> {
         let share = share::plug(&self.plugs.sockets, spec, fds)?;
-        self.plugs.fit(spec.slot, share);
+        self.plugs.fit(share);
         Ok(())
     }
 
-    /// See [`Machine::attach_share`](crate::lifecycle::Machine::attach_share).
+    /// Plugs in a share, and notifies the guest.
     pub fn attach(&mut self, wire: &vmm::Share, fds: Vec<OwnedFd>) -> Result<(), Failure> {
-        let spec = machine::Share::new(wire, fds.len()).map_err(|violations| Failure {
-            kind: ErrorKind::Invalid,
-            message: violations.to_string(),
-        })?;
+        let spec = machine::Share::new(wire, fds.len())?;
         if !self.has_shared_memory {
-            return Err(Failure {
-                kind: ErrorKind::State,
-                message: "the machine's memory is private, and what serves a share has to map it".to_owned(),
-            });
+            return Err(Failure::of(
+                ErrorKind::State,
+                "the machine's memory is private, and what serves a share has to map it",
+            ));
         }
-        self.plugs.attach(&spec.name, spec.slot, |sockets| {
-            share::plug(sockets, &spec, &mut Fds::new(fds))
-        })
+        self.plugs.check_free(&spec.name, spec.slot)?;
+        let share = share::plug(&self.plugs.sockets, &spec, &mut Fds::new(fds))?;
+        self.plugs.attach(share);
+        Ok(())
     }
 
-    /// See [`Machine::set_share_backend`](crate::lifecycle::Machine::set_share_backend).
+    /// Connects the share `name` to another process, behind this connected socket, after the old
+    /// process has ended.
     pub fn set_backend(&mut self, name: &str, socket: OwnedFd) -> Result<(), Failure> {
-        let share = self.plugs.get_mut(name)?;
-        share.control.set_backend(socket).map_err(|error| Failure {
-            kind: ErrorKind::Internal,
-            message: format!("share {name}: {error}"),
-        })
+        let share = self.plugs.get(name)?;
+        share
+            .control
+            .set_backend(socket)
+            .map_err(|error| Failure::of(ErrorKind::Internal, format!("share {name}: {error}")))
     }
 
     /// Returns an error if the machine has shares. The dirty log misses another process's writes to
@@ -118,17 +86,14 @@ impl Shares {
         if self.plugs.is_empty() {
             return Ok(());
         }
-        Err(Failure {
-            kind: ErrorKind::State,
-            message:
-                "the machine has shares, whose processes write to its memory unseen: it is saved while it is paused, or detach them first"
-                    .to_owned(),
-        })
+        let message = "the machine has shares, whose processes write to its memory unseen: it is saved while it is \
+                       paused, or detach them first";
+        Err(Failure::of(ErrorKind::State, message))
     }
 
     /// Statistics of the fitted shares.
     pub fn stats(&self) -> Vec<ShareStats> {
-        let name = |share: &Share| ShareStats {
+        let name = |share: &Plugged<FsControl>| ShareStats {
             name: share.name.clone(),
         };
         self.plugs.iter().map(name).collect()

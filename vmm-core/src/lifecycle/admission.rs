@@ -8,7 +8,7 @@
 //!     └─────────────▶ Ended ◀──────────────────┘
 //! ```
 
-use vmm_protocol::vmm;
+use vmm_protocol::vmm::{self, request::Op};
 
 /// Where a machine is in its life. There is no way back from `Ended`, and none to `Empty`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -35,30 +35,6 @@ impl From<State> for vmm::State {
     }
 }
 
-/// Operations on a machine.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Action {
-    /// Build it and start the guest.
-    Boot,
-    /// Make it quiet.
-    Pause,
-    /// Go on.
-    Resume,
-    /// Press the power button.
-    PowerButton,
-    /// Press the reset button.
-    Reset,
-    /// End it at once.
-    Stop,
-    /// Plug a disk in, take one away, make one larger, limit it, set the balloon, use a console, ask for counters: the same for a guest that runs and for
-    /// one that is paused.
-    Disk,
-    /// Write a snapshot.
-    Save,
-    /// Send it to another `vmm`.
-    Send,
-}
-
 /// The answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Admission {
@@ -71,65 +47,63 @@ pub enum Admission {
 }
 
 /// Decides.
-pub fn admit(state: State, action: Action) -> Admission {
-    use Action::{Boot, Disk, Pause, PowerButton, Reset, Resume, Save, Send, Stop};
+pub fn admit(state: State, op: &Op) -> Admission {
     use Admission::{Already, Go, Refuse};
-    match (state, action) {
-        (State::Empty, Boot) => Go,
-        (_, Boot) => Refuse("a process boots one machine in its life"),
+    use State::{Empty, Ended, Paused, Running};
+    match (state, op) {
+        (Empty, Op::Boot(_)) => Go,
+        (_, Op::Boot(_)) => Refuse("a process boots one machine in its life"),
 
-        (State::Running, Pause) | (State::Paused, Resume) => Go,
-        (State::Paused, Pause) | (State::Running, Resume) => Already,
+        (Ended, Op::Stop(_)) => Already,
+        (_, Op::Stop(_)) => Go,
 
-        (State::Running, PowerButton | Reset) => Go,
-        (State::Paused, PowerButton) => Refuse("the machine is paused: its guest can't react"),
+        (Empty, _) => Refuse("no machine was booted"),
+        (Ended, _) => Refuse("the machine has ended"),
 
-        (State::Paused, Reset) => Refuse("the machine is paused: resume it first"),
+        (Paused, Op::Pause(_)) | (Running, Op::Resume(_)) => Already,
+        (Paused, Op::PowerButton(_)) => Refuse("the machine is paused: its guest can't react"),
+        (Paused, Op::ResetMachine(_) | Op::Send(_)) => Refuse("the machine is paused: resume it first"),
+        (Running, Op::UnlockDisks(_)) => Refuse("the machine runs: pause it first"),
 
-        (State::Running | State::Paused, Disk | Save) | (State::Running, Send) => Go,
-        (State::Paused, Send) => Refuse("the machine is paused: resume it first"),
-
-        (State::Ended, Stop) => Already,
-        (_, Stop) => Go,
-
-        (State::Empty, _) => Refuse("no machine was booted"),
-        (State::Ended, _) => Refuse("the machine has ended"),
+        (Running | Paused, _) => Go,
     }
 }
 
 #[cfg(test)]
 mod tests {
     use rstest::rstest;
+    use vmm_protocol::vmm::{
+        Boot, GetDiskStats, Pause, PowerButton, ResetMachine, Resume, Save, Send, Stop, UnlockDisks,
+    };
 
     use super::{
-        Action::{Boot, Disk, Pause, PowerButton, Reset, Resume, Save, Send, Stop},
-        State::{Empty, Ended, Paused, Running},
+        Admission::{Already, Go, Refuse},
         *,
     };
 
-    #[derive(PartialEq, Eq, Debug)]
-    enum Answer {
-        Go,
-        Already,
-        Refuse,
-    }
+    /// An expected refusal, for any reason.
+    const NO: Admission = Refuse("");
 
     #[rstest]
-    #[case(Empty, [(Boot, Answer::Go), (Pause, Answer::Refuse), (Resume, Answer::Refuse), (PowerButton, Answer::Refuse), (Stop, Answer::Go), (Disk, Answer::Refuse), (Reset, Answer::Refuse), (Save, Answer::Refuse), (Send, Answer::Refuse)])]
-    #[case(Running, [(Boot, Answer::Refuse), (Pause, Answer::Go), (Resume, Answer::Already), (PowerButton, Answer::Go), (Stop, Answer::Go), (Disk, Answer::Go), (Reset, Answer::Go), (Save, Answer::Go), (Send, Answer::Go)])]
-    #[case(Paused, [(Boot, Answer::Refuse), (Pause, Answer::Already), (Resume, Answer::Go), (PowerButton, Answer::Refuse), (Stop, Answer::Go), (Disk, Answer::Go), (Reset, Answer::Refuse), (Save, Answer::Go), (Send, Answer::Refuse)])]
-    #[case(Ended, [(Boot, Answer::Refuse), (Pause, Answer::Refuse), (Resume, Answer::Refuse), (PowerButton, Answer::Refuse), (Stop, Answer::Already), (Disk, Answer::Refuse), (Reset, Answer::Refuse), (Save, Answer::Refuse), (Send, Answer::Refuse)])]
-    fn each_action_in_each_state_has_its_answer(#[case] state: State, #[case] table: [(Action, Answer); 9]) {
-        for (action, expected) in table {
-            let answer = match admit(state, action) {
-                Admission::Go => Answer::Go,
-                Admission::Already => Answer::Already,
-                Admission::Refuse(reason) => {
-                    assert!(!reason.is_empty());
-                    Answer::Refuse
-                }
+    // The states are Empty, Running, Paused and Ended.
+    #[case(Op::Boot(Boot::default()), [Go, NO, NO, NO])]
+    #[case(Op::Pause(Pause {}), [NO, Go, Already, NO])]
+    #[case(Op::Resume(Resume {}), [NO, Already, Go, NO])]
+    #[case(Op::PowerButton(PowerButton {}), [NO, Go, NO, NO])]
+    #[case(Op::ResetMachine(ResetMachine {}), [NO, Go, NO, NO])]
+    #[case(Op::Stop(Stop {}), [Go, Go, Go, Already])]
+    #[case(Op::Save(Save::default()), [NO, Go, Go, NO])]
+    #[case(Op::Send(Send::default()), [NO, Go, NO, NO])]
+    #[case(Op::UnlockDisks(UnlockDisks {}), [NO, NO, Go, NO])]
+    #[case(Op::GetDiskStats(GetDiskStats {}), [NO, Go, Go, NO])]
+    fn each_operation_in_each_state_has_its_answer(#[case] op: Op, #[case] expected: [Admission; 4]) {
+        let states = [State::Empty, State::Running, State::Paused, State::Ended];
+        for (state, expected) in states.into_iter().zip(expected) {
+            let answer = match admit(state, &op) {
+                Refuse(reason) if !reason.is_empty() => NO,
+                answer => answer,
             };
-            assert_eq!(answer, expected, "{action:?} in {state:?}");
+            assert_eq!(answer, expected, "{op:?} in {state:?}");
         }
     }
 }

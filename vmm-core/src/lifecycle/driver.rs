@@ -12,14 +12,12 @@ use std::{
 
 use devices::log_limit::LogLimit;
 use tracing::{debug, info, warn};
-use vmm_protocol::vmm::{ErrorKind, ExitKind, ExitRecord, MachineSpec, OnCrash, Restore};
-
-use crate::snapshot::saving::Purpose;
+use vmm_protocol::vmm::{Boot, ErrorKind, ExitKind, ExitRecord, OnCrash, request::Op};
 
 use self::reset::{ResetCause, is_of_the_guest};
 use super::{
-    Answer, Builder, Failure, Input, Machine, Notice, Notifier, Progress, Request, Token,
-    admission::{Action, Admission, State, admit},
+    Builder, Failure, Input, Machine, Notice, Notifier, Progress, Request, Token,
+    admission::{Admission, State, admit},
     publisher::{Audience, Publisher, exit_record},
 };
 
@@ -146,7 +144,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             return Next::GoOn;
         }
         match input {
-            Input::Request(token, request) => self.request(token, request),
+            Input::Request(token, request) => self.request(token, *request),
             Input::Notice(notice) => self.notice(notice),
             Input::Abandoned if self.machine.is_none() => Next::End(
                 exit_record(
@@ -166,10 +164,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         before_publishing: impl FnOnce(&ExitRecord),
     ) -> ExitRecord {
         for token in std::mem::take(&mut self.pending) {
-            let failure = Failure {
-                kind: ErrorKind::State,
-                message: "the machine ended before this was done".to_owned(),
-            };
+            let failure = Failure::of(ErrorKind::State, "the machine ended before this was done");
             self.publisher.reply(token, Err(failure));
         }
         if let Some(machine) = &mut self.machine {
@@ -189,166 +184,97 @@ impl<A: Audience, B: Builder> Driver<A, B> {
     }
 
     fn request(&mut self, token: Token, request: Request) -> Next {
-        let action = match &request {
-            Request::Boot { .. } => Action::Boot,
-            Request::Pause => Action::Pause,
-            Request::Resume => Action::Resume,
-            Request::PowerButton => Action::PowerButton,
-            Request::Reset => Action::Reset,
-            Request::Stop => Action::Stop,
-            Request::Save { .. } => Action::Save,
-            Request::Send { .. } => Action::Send,
-            Request::AttachDisk { .. }
-            | Request::DetachDisk { .. }
-            | Request::ResizeDisk { .. }
-            | Request::SetRateLimit { .. }
-            | Request::AttachNic { .. }
-            | Request::DetachNic { .. }
-            | Request::UpdateNic { .. }
-            | Request::AttachShare { .. }
-            | Request::DetachShare { .. }
-            | Request::SetShareBackend { .. }
-            | Request::SetBalloon(_)
-            | Request::Release { .. }
-            | Request::UnlockDisks
-            | Request::SendBreak
-            | Request::ResizeConsole { .. }
-            | Request::GetDiskStats
-            | Request::GetMachineStats => Action::Disk,
-        };
-        if let Some(failure) = self.refused_by_reset(&request) {
-            self.publisher.reply(token, Err(failure));
+        let Request { op, fds } = request;
+        if let Some(result) = self.answered(&op) {
+            self.publisher.reply(token, result);
             return Next::GoOn;
         }
-        let result = match admit(self.publisher.state(), action) {
-            Admission::Already => {
-                if action == Action::Pause {
-                    self.stays_paused();
-                }
-                Ok(())
-            }
-            Admission::Refuse(reason) => Err(Failure {
-                kind: ErrorKind::State,
-                message: reason.to_owned(),
-            }),
-            Admission::Go => match request {
-                Request::Stop => return Next::End(self.stopped(), Some(token)),
-                Request::Boot {
-                    spec,
-                    fds,
-                    paused,
-                    restore,
-                } => return self.boot(token, &spec, fds, paused, restore.as_ref()),
-                Request::Save {
-                    file,
-                    paused,
-                    description,
-                    keep_paused,
-                    number,
-                } => match self.begin_snapshot((token, number), file, (paused, keep_paused), description) {
-                    Ok(Ok(())) => return Next::GoOn,
-                    Ok(Err(failure)) => Err(failure),
-                    Err(failure) => return Self::lost(&failure),
-                },
-                Request::Send {
-                    socket,
-                    downtime,
-                    policy,
-                    disks,
-                } => {
-                    let purpose = Purpose::Migration { downtime, policy };
-                    match self.begin_migration(token, socket, purpose, &disks) {
-                        Ok(()) => return Next::GoOn,
-                        Err(failure) => Err(failure),
-                    }
-                }
-                Request::Reset => return self.reset(ResetCause::Request(token)),
-                Request::Pause => self.pause(),
-                Request::Resume => self.resume(),
-                Request::Release { give_up } => {
-                    let released = if give_up { self.give_up() } else { self.release() };
-                    match released {
-                        Ok(result) => result,
-                        Err(failure) => return Self::lost(&failure),
-                    }
-                }
-                Request::UnlockDisks => self.unlock_disks(),
-                Request::PowerButton => self.machine().map(Machine::press_power_button),
-                Request::AttachDisk { disk, fds } => {
-                    let begun = self
-                        .plugging()
-                        .and_then(|it| it.attach_disk(token, &disk, fds))
-                        .map(|()| Progress::Pending);
-                    return self.answer(token, begun);
-                }
-                Request::DetachDisk { name, force } => {
-                    let begun = self.plugging().and_then(|it| it.detach_disk(token, &name, force));
-                    return self.answer(token, begun);
-                }
-                Request::ResizeDisk { name, capacity } => {
-                    let sizes = self.keeps_sizes();
-                    sizes.and_then(|()| self.machine()?.resize_disk(&name, capacity))
-                }
-                Request::SetRateLimit { target, limit } => {
-                    self.machine().and_then(|it| it.set_rate_limit(&target, limit))
-                }
-                Request::AttachNic { nic, fds } => self.plugging().and_then(|it| it.attach_nic(&nic, fds)),
-                Request::DetachNic { name, force } => {
-                    let begun = self.plugging().and_then(|it| it.detach_nic(token, &name, force));
-                    return self.answer(token, begun);
-                }
-                Request::UpdateNic { name, change } => {
-                    self.machine().and_then(|it| it.update_nic(&name, &change))
-                }
-                Request::AttachShare { share, fds } => {
-                    self.plugging().and_then(|it| it.attach_share(&share, fds))
-                }
-                Request::DetachShare { name, force } => {
-                    let begun = self
-                        .plugging()
-                        .and_then(|it| it.detach_share(token, &name, force));
-                    return self.answer(token, begun);
-                }
-                Request::SetShareBackend { name, socket } => {
-                    self.machine().and_then(|it| it.set_share_backend(&name, socket))
-                }
-                Request::SetBalloon(bytes) => self.machine().and_then(|it| it.set_balloon(bytes)),
-                Request::SendBreak => self.machine().and_then(Machine::send_break),
-                Request::ResizeConsole { columns, rows } => {
-                    self.machine().and_then(|it| it.resize_console(columns, rows))
-                }
-                Request::GetDiskStats => {
-                    let stats = self.machine().map(|it| it.disk_stats()).unwrap_or_default();
-                    self.publisher.reply_with(token, Answer::DiskStats(stats));
-                    return Next::GoOn;
-                }
-                Request::GetMachineStats => {
-                    let stats = self.machine().map(|it| it.stats()).unwrap_or_default();
-                    self.publisher
-                        .reply_with(token, Answer::MachineStats(Box::new(stats)));
-                    return Next::GoOn;
-                }
+        let result = match op {
+            Op::Stop(_) => return Next::End(self.stopped(), Some(token)),
+            Op::Boot(boot) => return self.boot(token, boot, fds),
+            Op::Save(save) => match self.begin_snapshot(token, save, fds) {
+                Ok(Ok(())) => return Next::GoOn,
+                Ok(Err(failure)) => Err(failure),
+                Err(failure) => return Self::lost(&failure),
             },
+            Op::Send(send) => match self.begin_migration(token, &send, fds) {
+                Ok(()) => return Next::GoOn,
+                Err(failure) => Err(failure),
+            },
+            Op::ResetMachine(_) => return self.reset(ResetCause::Request(token)),
+            Op::Pause(_) => self.pause(),
+            Op::Resume(_) => self.resume(),
+            Op::Release(release) => {
+                let released = match release.give_up {
+                    true => self.give_up(),
+                    false => self.release(),
+                };
+                match released {
+                    Ok(result) => result,
+                    Err(failure) => return Self::lost(&failure),
+                }
+            }
+            op => {
+                self.operate(token, op, fds);
+                return Next::GoOn;
+            }
         };
         self.publisher.reply(token, result);
         Next::GoOn
     }
 
-    fn boot(
-        &mut self,
-        token: Token,
-        spec: &MachineSpec,
-        fds: Vec<OwnedFd>,
-        paused: bool,
-        restore: Option<&Restore>,
-    ) -> Next {
+    /// Answers an operation that is not carried out: it is refused, or its result exists already. `None` if it is to be
+    /// carried out.
+    fn answered(&mut self, op: &Op) -> Option<Result<(), Failure>> {
+        if let Some(failure) = self.refused_by_reset(op) {
+            return Some(Err(failure));
+        }
+        match admit(self.publisher.state(), op) {
+            Admission::Already => {
+                if matches!(op, Op::Pause(_)) {
+                    self.stays_paused();
+                }
+                Some(Ok(()))
+            }
+            Admission::Refuse(reason) => Some(Err(Failure::of(ErrorKind::State, reason))),
+            Admission::Go => self.refused_by_capture(op).map(Err),
+        }
+    }
+
+    /// Passes an operation on to the machine. Reports the immediate effects before the answer.
+    fn operate(&mut self, token: Token, op: Op, fds: Vec<OwnedFd>) {
+        let progress = self.machine().and_then(|it| it.operate(token, op, fds));
+        let result = match progress {
+            Ok(Progress::Answered(answer)) => return self.publisher.reply_with(token, answer),
+            Ok(Progress::Pending) => {
+                self.pending.push(token);
+                return self.collect();
+            }
+            Ok(Progress::Done) => Ok(()),
+            Err(failure) => Err(failure),
+        };
+        self.collect();
+        self.publisher.reply(token, result);
+    }
+
+    fn boot(&mut self, token: Token, boot: Boot, fds: Vec<OwnedFd>) -> Next {
+        let Boot {
+            machine: Some(spec),
+            paused,
+            restore,
+        } = boot
+        else {
+            let missing = Failure::of(ErrorKind::Invalid, "Boot without a machine");
+            self.publisher.reply(token, Err(missing));
+            return Next::GoOn;
+        };
         self.publisher.set_name(&spec.name);
         self.stops_on_crash = spec.on_crash() == OnCrash::Stop;
         let started = self
             .builder
-            .build(spec, fds, restore, self.notifier.clone())
+            .build(&spec, fds, restore.as_ref(), self.notifier.clone())
             .and_then(|mut machine| {
-                match restore {
+                match &restore {
                     _ if paused => {}
                     Some(_) => machine.resume()?,
                     None => machine.start()?,
@@ -419,23 +345,6 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         }
     }
 
-    /// Answers a request, unless the answer comes later. Reports the request's immediate effects
-    /// first.
-    fn answer(&mut self, token: Token, result: Result<Progress, Failure>) -> Next {
-        let result = match result {
-            Ok(Progress::Pending) => {
-                self.pending.push(token);
-                self.collect();
-                return Next::GoOn;
-            }
-            Ok(Progress::Done) => Ok(()),
-            Err(failure) => Err(failure),
-        };
-        self.collect();
-        self.publisher.reply(token, result);
-        Next::GoOn
-    }
-
     /// Reports the detached devices, then answers the pending requests that are done.
     fn collect(&mut self) {
         self.tell_detached();
@@ -455,40 +364,15 @@ impl<A: Audience, B: Builder> Driver<A, B> {
     }
 
     fn resume(&mut self) -> Result<(), Failure> {
-        if let Some(failure) = self.needs_pause() {
-            return Err(failure);
-        }
         self.machine()?.resume()?;
         self.publisher.enter(State::Running);
         Ok(())
     }
 
-    fn unlock_disks(&mut self) -> Result<(), Failure> {
-        if let Some(failure) = self.needs_pause() {
-            return Err(failure);
-        }
-        if self.publisher.state() != State::Paused {
-            return Err(Failure {
-                kind: ErrorKind::State,
-                message: "the machine runs: pause it first".to_owned(),
-            });
-        }
-        self.machine()?.unlock_disks()
-    }
-
-    /// For plugging devices in and taking them away.
-    fn plugging(&mut self) -> Result<&mut dyn Machine, Failure> {
-        self.keeps_devices()?;
-        self.machine()
-    }
-
     fn machine(&mut self) -> Result<&mut dyn Machine, Failure> {
         match &mut self.machine {
             Some(machine) => Ok(machine.as_mut()),
-            None => Err(Failure {
-                kind: ErrorKind::State,
-                message: "no machine was booted".to_owned(),
-            }),
+            None => Err(Failure::of(ErrorKind::State, "no machine was booted")),
         }
     }
 

@@ -6,18 +6,9 @@ pub mod admission;
 pub mod driver;
 pub mod publisher;
 
-use std::{
-    fmt,
-    fs::File,
-    os::fd::OwnedFd,
-    sync::mpsc::Sender,
-    time::{Duration, Instant},
-};
+use std::{fmt, fs::File, os::fd::OwnedFd, sync::mpsc::Sender, time::Instant};
 
-use vmm_protocol::vmm::{
-    Disk, DiskStats, MachineSpec, MachineStats, Nic, Restore, SaveReply, SendReply, Share, Status,
-};
-use vmmd_spec::disk::RateLimit;
+use vmm_protocol::vmm::{MachineSpec, Restore, request::Op};
 
 use crate::snapshot::saving;
 
@@ -36,189 +27,35 @@ pub struct Token {
 #[derive(Debug)]
 pub enum Input {
     /// Somebody asks for something and gets one answer.
-    Request(Token, Request),
+    Request(Token, Box<Request>),
     /// Notice of the machine.
     Notice(Notice),
     /// No client will boot a machine in this process.
     Abandoned,
 }
 
-/// Requests to the driver; see [`vmm_protocol::vmm::request::Op`].
+/// An operation of the protocol, with the descriptors that its message came with.
 #[derive(Debug)]
-pub enum Request {
-    /// Builds the machine and starts the guest.
-    Boot {
-        /// Specification of the machine.
-        spec: Box<MachineSpec>,
-        /// The descriptors that the spec names.
-        fds: Vec<OwnedFd>,
-        /// Leave the vCPUs stopped.
-        paused: bool,
-        /// Continue from a snapshot, whose descriptor is among `fds`.
-        restore: Option<Restore>,
-    },
-    /// Writes a snapshot of it.
-    Save {
-        /// Into this file. Without one nothing is written: it is paused with quiet disks until [`Release`](Request::Release).
-        file: Option<OwnedFd>,
-        /// It is paused all the time.
-        paused: bool,
-        /// Description that the snapshot contains.
-        description: Vec<u8>,
-        /// The machine stays paused, from the moment when its state is taken, until [`Release`](Request::Release).
-        keep_paused: bool,
-        /// Is said again when the disks are quiet.
-        number: u64,
-    },
-    /// Ends the pause of a snapshot with `keep_paused`, or without a file.
-    Release {
-        /// Ends the snapshot as well, however far it is.
-        give_up: bool,
-    },
-    /// Gives up the locks of its disks until it is resumed.
-    UnlockDisks,
-    /// Sends it to another `vmm`; it stays paused then.
-    Send {
-        /// Over this socket.
-        socket: OwnedFd,
-        /// How long sending the rest may take; zero: no matter how long.
-        downtime: Duration,
-        /// Policy for a guest that changes memory too fast for `downtime`.
-        policy: saving::Policy,
-        /// Disks whose content is sent too.
-        disks: Vec<String>,
-    },
-    /// Makes it quiet.
-    Pause,
-    /// Goes on.
-    Resume,
-    /// Presses the ACPI power button.
-    PowerButton,
-    /// Presses the reset button.
-    Reset,
-    /// Ends it.
-    Stop,
-    /// Plugs a disk in.
-    AttachDisk {
-        /// What it is.
-        disk: Box<Disk>,
-        /// The descriptors that it names.
-        fds: Vec<OwnedFd>,
-    },
-    /// Asks the guest for a disk, or takes it away.
-    DetachDisk {
-        /// Which.
-        name: String,
-        /// Take it away without the guest's cooperation.
-        force: bool,
-    },
-    /// Makes a disk larger.
-    ResizeDisk {
-        /// Which.
-        name: String,
-        /// New size in bytes; `None` for the current size of a block device.
-        capacity: Option<u64>,
-    },
-    /// Changes a limit.
-    SetRateLimit {
-        /// Whose.
-        target: LimitTarget,
-        /// To what.
-        limit: RateLimit,
-    },
-    /// Plugs a NIC in.
-    AttachNic {
-        /// What it is.
-        nic: Box<Nic>,
-        /// Its descriptors.
-        fds: Vec<OwnedFd>,
-    },
-    /// Asks the guest for a NIC, or takes it away.
-    DetachNic {
-        /// Which.
-        name: String,
-        /// Take it away without the guest's cooperation.
-        force: bool,
-    },
-    /// Changes a NIC.
-    UpdateNic {
-        /// Which.
-        name: String,
-        /// In what.
-        change: NicChange,
-    },
-    /// Plugs a share in.
-    AttachShare {
-        /// What it is.
-        share: Box<Share>,
-        /// Its descriptor.
-        fds: Vec<OwnedFd>,
-    },
-    /// Asks the guest for a share, or takes it away.
-    DetachShare {
-        /// Which.
-        name: String,
-        /// Take it away without the guest's cooperation.
-        force: bool,
-    },
-    /// Gives a share another process.
-    SetShareBackend {
-        /// Which.
-        name: String,
-        /// Connected to it.
-        socket: OwnedFd,
-    },
-    /// Changes how many bytes the balloon is to hold.
-    SetBalloon(u64),
-    /// Sends a break to the serial port.
-    SendBreak,
-    /// Sends the size of the terminal at the virtio-console to the guest.
-    ResizeConsole {
-        /// Characters in a line.
-        columns: u16,
-        /// Lines.
-        rows: u16,
-    },
-    /// Asks for the counters of all disks.
-    GetDiskStats,
-    /// Asks for all counters.
-    GetMachineStats,
+pub struct Request {
+    /// The operation.
+    pub op: Op,
+    /// Operations name a descriptor by its index here.
+    pub fds: Vec<OwnedFd>,
 }
 
-/// Changes of a NIC; `None` leaves a property unchanged.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct NicChange {
-    /// The link comes up, or goes down.
-    pub link_up: Option<bool>,
-    /// Limit for the guest's received data. All zeroes removes the limit.
-    pub receive_limit: Option<RateLimit>,
-    /// Limit for the guest's sent data.
-    pub transmit_limit: Option<RateLimit>,
+impl From<Op> for Request {
+    fn from(op: Op) -> Self {
+        Self { op, fds: Vec::new() }
+    }
 }
 
-/// Target of a rate limit.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum LimitTarget {
-    /// The disk of that name.
-    Disk(String),
-    /// The rate group of that name.
-    Group(String),
+/// The descriptor that a message names by its index.
+pub(crate) fn descriptor(fds: Vec<OwnedFd>, index: u32) -> Option<OwnedFd> {
+    fds.into_iter().nth(usize::try_from(index).ok()?)
 }
 
-/// Answer to a request.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Answer {
-    /// The state after it.
-    Status(Status),
-    /// Counters of the disks, in order of their slots.
-    DiskStats(Vec<DiskStats>),
-    /// All counters.
-    MachineStats(Box<MachineStats>),
-    /// A snapshot is whole.
-    Saved(SaveReply),
-    /// The machine was sent.
-    Sent(SendReply),
-}
+/// Answer to a request that succeeded.
+pub use vmm_protocol::vmm::response::Result as Answer;
 
 /// Kinds of hot-plug devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -252,11 +89,13 @@ pub struct Detached {
     pub forced: bool,
 }
 
-/// How far a request of a machine has come.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Result of an operation of a machine.
+#[derive(Clone, Debug, PartialEq)]
 pub enum Progress {
     /// It is done.
     Done,
+    /// It is done, and this is the answer.
+    Answered(Answer),
     /// It continues elsewhere; [`Machine::collect_answers`] returns its answer.
     Pending,
 }
@@ -342,17 +181,14 @@ pub trait Machine {
     fn reset(&mut self) -> Result<Reset, Failure>;
     /// Starts the vCPUs of a machine that is new or was reset.
     fn start(&mut self) -> Result<(), Failure>;
-    /// Presses the power button.
-    fn press_power_button(&mut self);
-    /// Begins to attach a disk: another thread opens its image, for as long as that takes. The
-    /// machine then plugs in the disk and notifies the guest, which may be paused or have been
-    /// reset meanwhile. The result comes from [`collect_answers`](Self::collect_answers); an error
-    /// of this call is final.
-    fn attach_disk(&mut self, token: Token, disk: &Disk, fds: Vec<OwnedFd>) -> Result<(), Failure>;
-    /// Asks the guest for a disk. With `force`, removes the disk at once: on success the disk is
-    /// gone, and a removal that takes too long completes later. A disk whose image is not open yet
-    /// is not attached, and its attach request gets an error.
-    fn detach_disk(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure>;
+    /// Carries out an operation on a device, or reads counters: every operation of the protocol that does not change the
+    /// machine's state. `fds` are the descriptors that it names. An error leaves the machine as it was.
+    ///
+    /// The attachment of a disk is pending: another thread opens its image, for as long as that takes. The machine then
+    /// plugs in the disk and notifies the guest, which may be paused or have been reset meanwhile. A removal by force is
+    /// pending until the device's requests have ended. The removal of a disk whose image is not open yet fails the
+    /// pending attachment.
+    fn operate(&mut self, token: Token, op: Op, fds: Vec<OwnedFd>) -> Result<Progress, Failure>;
     /// Handles the disks that the guest ejected; returns the devices that are gone since the last
     /// call.
     fn collect_detached(&mut self) -> Vec<Detached>;
@@ -361,33 +197,6 @@ pub trait Machine {
     fn collect_answers(&mut self) -> Vec<(Token, Result<(), Failure>)>;
     /// When a request that is pending has waited long enough.
     fn next_deadline(&self) -> Option<Instant>;
-    /// Enlarges a disk, and notifies the guest.
-    fn resize_disk(&mut self, name: &str, capacity: Option<u64>) -> Result<(), Failure>;
-    /// Changes a limit.
-    fn set_rate_limit(&mut self, target: &LimitTarget, limit: RateLimit) -> Result<(), Failure>;
-    /// Plugs a NIC in, and notifies the guest.
-    fn attach_nic(&mut self, nic: &Nic, fds: Vec<OwnedFd>) -> Result<(), Failure>;
-    /// Asks the guest for a NIC, or takes it away, as [`detach_disk`](Self::detach_disk) does with a disk.
-    fn detach_nic(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure>;
-    /// Changes a NIC, and notifies the guest of the changes that it can see.
-    fn update_nic(&mut self, name: &str, change: &NicChange) -> Result<(), Failure>;
-    /// Plugs a share in, and notifies the guest. Refused while the machine is saved.
-    fn attach_share(&mut self, share: &Share, fds: Vec<OwnedFd>) -> Result<(), Failure>;
-    /// Asks the guest for a share, or takes it away, as [`detach_disk`](Self::detach_disk) does with a disk.
-    fn detach_share(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure>;
-    /// Connects the share `name` to another process, behind this connected socket, after the old
-    /// process has ended.
-    fn set_share_backend(&mut self, name: &str, socket: OwnedFd) -> Result<(), Failure>;
-    /// Changes the number of bytes that the balloon is to hold, and notifies the guest.
-    fn set_balloon(&mut self, bytes: u64) -> Result<(), Failure>;
-    /// Sends a break to the serial port.
-    fn send_break(&mut self) -> Result<(), Failure>;
-    /// Sends the size of the terminal at the virtio-console to the guest.
-    fn resize_console(&mut self, columns: u16, rows: u16) -> Result<(), Failure>;
-    /// Counters of all disks.
-    fn disk_stats(&self) -> Vec<DiskStats>;
-    /// All counters.
-    fn stats(&self) -> MachineStats;
     /// Whether the guest may have ended in a panic whose last line is at byte `printed` of the serial port's output: nothing was printed since, and
     /// no vCPU waits for an interrupt or runs a program. The machine must run. An error ends it.
     fn may_have_panicked(&mut self, printed: u64) -> Result<bool, Failure>;
@@ -396,9 +205,6 @@ pub trait Machine {
     /// Writes the images' buffered data to their files: with the machine paused, a copy of the
     /// files has all of the guest's writes.
     fn commit_disks(&mut self) -> Result<(), Failure>;
-    /// Gives up the locks of the disks of the paused machine that the guest can write to, with all that it has written durable. `resume` takes
-    /// them again, or fails while somebody else has one.
-    fn unlock_disks(&mut self) -> Result<(), Failure>;
     /// Begins to write a snapshot into `file`; `runs` means that the machine continues meanwhile.
     /// [`Notice::Snapshot`] reports the progress.
     fn begin_snapshot(&mut self, file: File, runs: bool) -> Result<(), Failure>;

@@ -10,7 +10,11 @@ use std::sync::{
     mpsc::{Sender, channel},
 };
 
-use vmm_protocol::vmm::{ErrorKind, Event, ExitKind, ExitRecord, OnCrash, PauseReason, event::Kind};
+use vmm_protocol::vmm::{
+    AttachDisk, AttachNic, AttachShare, Boot, DetachDisk, DetachNic, DetachShare, Disk, DiskStatsReply,
+    ErrorKind, Event, ExitKind, ExitRecord, GetDiskStats, MachineSpec, Nic, OnCrash, Pause, PauseReason,
+    PowerButton, Release, ResetMachine, ResizeDisk, Resume, Save, Send, Share, Stop, event::Kind,
+};
 
 use super::{driver::Driver, publisher::Audience, *};
 
@@ -59,18 +63,30 @@ impl TestMachine {
         self.inputs.send(Input::Notice(Notice::Snapshot(event))).unwrap();
     }
 
-    /// The guest is asked; by force it is gone at once.
-    fn take_away(&mut self, what: Pluggable, token: Token, name: &str, force: bool) -> Progress {
-        if !force {
-            return Progress::Done;
+    /// The guest is asked; by force it is gone at once, except a disk "slow", which is gone at its deadline.
+    fn take_away(
+        &mut self,
+        what: Pluggable,
+        token: Token,
+        name: &str,
+        force: bool,
+    ) -> Result<Progress, Failure> {
+        match name {
+            "slow" if force => self.deadline = Some((token, Instant::now())),
+            "none" => {
+                return Err(Failure::of(ErrorKind::NotFound, "there is no disk none"));
+            }
+            _ if force => {
+                self.detached.lock().unwrap().push(Detached {
+                    what,
+                    name: name.to_owned(),
+                    forced: true,
+                });
+                self.answers.push((token, Ok(())));
+            }
+            _ => return Ok(Progress::Done),
         }
-        self.detached.lock().unwrap().push(Detached {
-            what,
-            name: name.to_owned(),
-            forced: true,
-        });
-        self.answers.push((token, Ok(())));
-        Progress::Pending
+        Ok(Progress::Pending)
     }
 }
 
@@ -82,10 +98,7 @@ impl Machine for TestMachine {
             self.inputs.send(Input::Notice(Notice::ImageOpened)).unwrap();
         }
         if self.pause_fails {
-            return Err(Failure {
-                kind: ErrorKind::Internal,
-                message: "disk root: slow".into(),
-            });
+            return Err(Failure::of(ErrorKind::Internal, "disk root: slow"));
         }
         Ok(())
     }
@@ -105,7 +118,7 @@ impl Machine for TestMachine {
         self.inputs.send(Input::Notice(Notice::Reset)).unwrap();
         self.inputs.send(Input::Notice(Notice::PowerOff)).unwrap();
         self.inputs
-            .send(Input::Request(token(99), Request::PowerButton))
+            .send(request(99, Op::PowerButton(PowerButton {})))
             .unwrap();
         self.log.add("reset");
         self.was_reset = true;
@@ -115,48 +128,32 @@ impl Machine for TestMachine {
     fn start(&mut self) -> Result<(), Failure> {
         self.log.add("start");
         if self.was_reset && self.stops_after_reset {
-            self.inputs.send(request(9, Request::Stop)).unwrap();
+            self.inputs.send(request(9, STOP)).unwrap();
         }
         Ok(())
     }
 
-    fn press_power_button(&mut self) {
-        self.log.add("button");
-    }
-
-    /// A disk "slow" is open after the next pause, and detached by force when its deadline comes.
-    fn attach_disk(&mut self, token: Token, disk: &Disk, fds: Vec<OwnedFd>) -> Result<(), Failure> {
-        self.log.add(format!("attach {} {}", disk.name, fds.len()));
-        if disk.name == "slow" {
-            self.slow = Some(token);
-        } else {
-            self.answers.push((token, Ok(())));
+    /// A disk "slow" is open after the next pause.
+    fn operate(&mut self, token: Token, op: Op, _fds: Vec<OwnedFd>) -> Result<Progress, Failure> {
+        self.log.add(match &op {
+            Op::AttachDisk(attach) => format!("attach {}", attach.disk.as_ref().unwrap().name),
+            Op::DetachDisk(detach) => format!("detach {}", detach.name),
+            Op::PowerButton(_) => "button".into(),
+            op => format!("{op:?}"),
+        });
+        match op {
+            Op::AttachDisk(attach) if attach.disk.as_ref().unwrap().name == "slow" => self.slow = Some(token),
+            Op::AttachDisk(_) => self.answers.push((token, Ok(()))),
+            Op::DetachDisk(gone) => return self.take_away(Pluggable::Disk, token, &gone.name, gone.force),
+            Op::DetachNic(gone) => return self.take_away(Pluggable::Nic, token, &gone.name, gone.force),
+            Op::DetachShare(gone) => return self.take_away(Pluggable::Share, token, &gone.name, gone.force),
+            Op::GetDiskStats(_) => {
+                let counters = DiskStatsReply::default();
+                return Ok(Progress::Answered(Answer::DiskStats(counters)));
+            }
+            _ => return Ok(Progress::Done),
         }
-        Ok(())
-    }
-
-    fn detach_disk(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure> {
-        self.log.add(format!("detach {name}"));
-        if name == "slow" && force {
-            self.deadline = Some((token, Instant::now()));
-            return Ok(Progress::Pending);
-        }
-        if name == "none" {
-            return Err(Failure {
-                kind: ErrorKind::NotFound,
-                message: "there is no disk none".into(),
-            });
-        }
-        if force {
-            self.detached.lock().unwrap().push(Detached {
-                what: Pluggable::Disk,
-                name: name.to_owned(),
-                forced: true,
-            });
-            self.answers.push((token, Ok(())));
-            return Ok(Progress::Pending);
-        }
-        Ok(Progress::Done)
+        Ok(Progress::Pending)
     }
 
     fn collect_answers(&mut self) -> Vec<(Token, Result<(), Failure>)> {
@@ -173,81 +170,11 @@ impl Machine for TestMachine {
         std::mem::take(&mut self.detached.lock().unwrap())
     }
 
-    fn resize_disk(&mut self, name: &str, capacity: Option<u64>) -> Result<(), Failure> {
-        self.log.add(format!("resize {name} {capacity:?}"));
-        Ok(())
-    }
-
-    fn set_rate_limit(&mut self, target: &LimitTarget, limit: RateLimit) -> Result<(), Failure> {
-        self.log
-            .add(format!("limit {target:?} {}", limit.operations_per_second));
-        Ok(())
-    }
-
-    fn attach_nic(&mut self, nic: &Nic, _fds: Vec<OwnedFd>) -> Result<(), Failure> {
-        self.log.add(format!("attach nic {}", nic.name));
-        Ok(())
-    }
-
-    fn detach_nic(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure> {
-        self.log.add(format!("detach nic {name}"));
-        Ok(self.take_away(Pluggable::Nic, token, name, force))
-    }
-
-    fn attach_share(&mut self, share: &Share, _fds: Vec<OwnedFd>) -> Result<(), Failure> {
-        self.log.add(format!("attach share {}", share.name));
-        Ok(())
-    }
-
-    fn detach_share(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure> {
-        self.log.add(format!("detach share {name}"));
-        Ok(self.take_away(Pluggable::Share, token, name, force))
-    }
-
-    fn update_nic(&mut self, name: &str, change: &NicChange) -> Result<(), Failure> {
-        self.log.add(format!("nic {name} {:?}", change.link_up));
-        Ok(())
-    }
-
-    fn send_break(&mut self) -> Result<(), Failure> {
-        self.log.add("break");
-        Ok(())
-    }
-
-    fn resize_console(&mut self, columns: u16, rows: u16) -> Result<(), Failure> {
-        self.log.add(format!("console {columns} {rows}"));
-        Ok(())
-    }
-
-    fn set_share_backend(&mut self, name: &str, _socket: OwnedFd) -> Result<(), Failure> {
-        self.log.add(format!("share {name}"));
-        Ok(())
-    }
-
-    fn set_balloon(&mut self, bytes: u64) -> Result<(), Failure> {
-        self.log.add(format!("balloon {bytes}"));
-        Ok(())
-    }
-
-    fn disk_stats(&self) -> Vec<DiskStats> {
-        vec![DiskStats {
-            name: "data".into(),
-            ..DiskStats::default()
-        }]
-    }
-
-    fn stats(&self) -> MachineStats {
-        MachineStats {
-            disks: self.disk_stats(),
-            ..MachineStats::default()
-        }
-    }
-
     fn may_have_panicked(&mut self, printed: u64) -> Result<bool, Failure> {
         self.log.add(format!("panic at {printed}?"));
         self.panic_checks -= 1;
         if self.panic_checks == 0 {
-            self.inputs.send(request(9, Request::Stop)).unwrap();
+            self.inputs.send(request(9, STOP)).unwrap();
         }
         Ok(printed > self.panic_checks.into())
     }
@@ -259,17 +186,12 @@ impl Machine for TestMachine {
     fn commit_disks(&mut self) -> Result<(), Failure> {
         self.log.add("commit disks");
         match self.commit_fails {
-            true => Err(Failure {
-                kind: ErrorKind::Resources,
-                message: "disk \"root\": No space left on device".into(),
-            }),
+            true => Err(Failure::of(
+                ErrorKind::Resources,
+                "disk \"root\": No space left on device",
+            )),
             false => Ok(()),
         }
-    }
-
-    fn unlock_disks(&mut self) -> Result<(), Failure> {
-        self.log.add("unlock disks");
-        Ok(())
     }
 
     fn begin_snapshot(&mut self, _file: File, runs: bool) -> Result<(), Failure> {
@@ -326,22 +248,18 @@ impl Machine for TestMachine {
             self.inputs.send(Input::Notice(notice)).unwrap();
         }
         if description == "none" {
-            return Err(Failure {
-                kind: ErrorKind::Internal,
-                message: "no state".into(),
-            });
+            return Err(Failure::of(ErrorKind::Internal, "no state"));
         }
-        let release = || {
+        let send_release = || {
             let give_up = description.contains("given up");
-            let release = Input::Request(token(8), Request::Release { give_up });
-            self.inputs.send(release).unwrap();
+            self.inputs.send(release(8, give_up)).unwrap();
         };
         if description.contains("copied first") {
-            release();
+            send_release();
         }
         self.tell(saving::Event::Ended);
         if description.contains("written first") {
-            release();
+            send_release();
         }
         match description.as_str() {
             _ if self.late => Ok(saving::GoesOn::WhenEnded),
@@ -352,12 +270,9 @@ impl Machine for TestMachine {
 
     fn end_snapshot(&mut self) -> Result<saving::Report, Failure> {
         self.log.add("end snapshot");
-        self.inputs.send(Input::Request(token(9), Request::Stop)).unwrap();
+        self.inputs.send(request(9, STOP)).unwrap();
         if self.unsent {
-            return Err(Failure {
-                kind: ErrorKind::Internal,
-                message: "not sent".into(),
-            });
+            return Err(Failure::of(ErrorKind::Internal, "not sent"));
         }
         Ok(saving::Report {
             file_bytes: 7,
@@ -417,10 +332,7 @@ impl Builder for TestBuilder {
             self.log.add("restore");
         }
         if self.fails {
-            return Err(Failure {
-                kind: ErrorKind::Image,
-                message: "kernel: not a kernel".into(),
-            });
+            return Err(Failure::of(ErrorKind::Image, "kernel: not a kernel"));
         }
         let (log, inputs) = (self.log.clone(), self.inputs.clone());
         Ok(Box::new(TestMachine {
@@ -477,15 +389,13 @@ impl Audience for Log {
 
     fn reply(&self, token: Token, answer: Result<Answer, Failure>) {
         self.add(match answer {
-            Ok(Answer::MachineStats(stats)) => {
-                format!("{} all stats of {}", token.request, stats.disks[0].name)
-            }
             Ok(Answer::Sent(reply)) => format!("{} sent {}", token.request, reply.sent_bytes),
             Ok(Answer::Saved(reply)) => format!("{} saved {}", token.request, reply.file_bytes),
-            Ok(Answer::DiskStats(disks)) => format!("{} stats of {}", token.request, disks[0].name),
+            Ok(Answer::DiskStats(_)) => format!("{} stats", token.request),
             Ok(Answer::Status(status)) => {
                 format!("{} ok {:?} {}", token.request, status.state(), status.name)
             }
+            Ok(other) => panic!("{other:?}"),
             Err(failure) => format!("{} {:?}", token.request, failure.kind),
         });
     }
@@ -498,22 +408,31 @@ fn token(request: u64) -> Token {
     }
 }
 
-fn boot(paused: bool) -> Request {
+const PAUSE: Op = Op::Pause(Pause {});
+const RESUME: Op = Op::Resume(Resume {});
+const STOP: Op = Op::Stop(Stop {});
+const RESET: Op = Op::ResetMachine(ResetMachine {});
+const GET_DISK_STATS: Op = Op::GetDiskStats(GetDiskStats {});
+
+fn boot(paused: bool) -> Op {
     boot_with(OnCrash::Unspecified, paused)
 }
 
-fn boot_with(on_crash: OnCrash, paused: bool) -> Request {
-    let spec = Box::new(MachineSpec {
+fn boot_with(on_crash: OnCrash, paused: bool) -> Op {
+    let spec = MachineSpec {
         name: "web".into(),
         on_crash: on_crash.into(),
         ..MachineSpec::default()
-    });
-    Request::Boot {
-        spec,
-        fds: Vec::new(),
+    };
+    Op::Boot(Boot {
+        machine: Some(spec),
         paused,
         restore: None,
-    }
+    })
+}
+
+fn release(id: u64, give_up: bool) -> Input {
+    request(id, Op::Release(Release { give_up }))
 }
 
 fn triple_fault() -> Input {
@@ -534,8 +453,8 @@ fn run(inputs: Vec<Input>, change: impl FnOnce(&mut TestBuilder)) -> (Vec<String
     (log.take(), record)
 }
 
-fn request(id: u64, request: Request) -> Input {
-    Input::Request(token(id), request)
+fn request(id: u64, request: impl Into<super::Request>) -> Input {
+    Input::Request(token(id), Box::new(request.into()))
 }
 
 #[test]
@@ -565,12 +484,12 @@ fn pause_and_resume_change_the_state_once_and_succeed_again() {
     let (log, _) = run(
         vec![
             request(1, boot(true)),
-            request(2, Request::Resume),
-            request(3, Request::Resume),
-            request(4, Request::Pause),
-            request(5, Request::Pause),
-            request(6, Request::PowerButton),
-            request(7, Request::Stop),
+            request(2, RESUME),
+            request(3, RESUME),
+            request(4, PAUSE),
+            request(5, PAUSE),
+            request(6, Op::PowerButton(PowerButton {})),
+            request(7, STOP),
         ],
         |_| (),
     );
@@ -598,13 +517,30 @@ fn pause_and_resume_change_the_state_once_and_succeed_again() {
 }
 
 #[test]
+fn operations_without_their_parts_are_invalid() {
+    let log = run(
+        vec![
+            request(1, Op::Boot(Boot::default())),
+            request(2, boot(false)),
+            request(3, Op::Save(Save::default())),
+            request(4, Op::Send(Send::default())),
+            request(5, STOP),
+        ],
+        |_| (),
+    )
+    .0;
+    assert_eq!(log[0], "1 Invalid");
+    assert_eq!(log[4..6], ["3 Invalid", "4 Invalid"]);
+}
+
+#[test]
 fn a_pause_that_fails_leaves_the_machine_running() {
     let (log, _) = run(
         vec![
             request(1, boot(false)),
-            request(2, Request::Pause),
-            request(3, Request::PowerButton),
-            request(4, Request::Stop),
+            request(2, PAUSE),
+            request(3, Op::PowerButton(PowerButton {})),
+            request(4, STOP),
         ],
         |builder| builder.pause_fails = true,
     );

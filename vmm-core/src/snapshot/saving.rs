@@ -325,10 +325,7 @@ impl Saving {
         self.stop_logs();
         match self.thread.take().map(JoinHandle::join) {
             Some(Ok(result)) => Ok(result?),
-            _ => Err(Failure {
-                kind: ErrorKind::Internal,
-                message: "writing a snapshot panicked".to_owned(),
-            }),
+            _ => Err(Failure::of(ErrorKind::Internal, "writing a snapshot panicked")),
         }
     }
 

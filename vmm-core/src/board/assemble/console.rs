@@ -30,8 +30,5 @@ pub(super) fn build(assembly: &mut Assembly, spec: &machine::Console) -> Result<
 }
 
 fn failure(error: &io::Error) -> Failure {
-    Failure {
-        kind: ErrorKind::Resources,
-        message: format!("virtio-console: {error}"),
-    }
+    Failure::of(ErrorKind::Resources, format!("virtio-console: {error}"))
 }

@@ -14,7 +14,11 @@ use vmm_protocol::{
 use vmmd_spec::disk::{self, Format, RateLimit};
 
 use super::{Failure, Fds, Sockets};
-use crate::{board::disks::Fitted, lifecycle::with_causes, migration::ReceivedDisk};
+use crate::{
+    board::{self, plugs::Plugged},
+    lifecycle::with_causes,
+    migration::ReceivedDisk,
+};
 
 /// The machine's rate groups, by name.
 pub(in crate::board) type Groups = BTreeMap<String, Arc<Limiter>>;
@@ -40,9 +44,11 @@ pub(super) fn open_received(
     let mut images = Images::new();
     let mut disks = Vec::new();
     for name in names {
-        let invalid = |why: &str| Failure {
-            kind: ErrorKind::Invalid,
-            message: format!("disk {name}, which is to be received, {why}"),
+        let invalid = |why: &str| {
+            Failure::of(
+                ErrorKind::Invalid,
+                format!("disk {name}, which is to be received, {why}"),
+            )
         };
         let disk = spec.disks.iter().find(|disk| disk.name == *name);
         let disk = disk.ok_or_else(|| invalid("is not one of the machine's"))?;
@@ -83,7 +89,7 @@ pub(in crate::board) fn plug(
     groups: &Groups,
     spec: &Disk,
     image: Box<dyn Image>,
-) -> Result<Fitted, Failure> {
+) -> Result<Plugged<board::disks::Disk>, Failure> {
     let name = format!("disk {}", spec.name);
     let (limiter, group) = match &spec.limit {
         DiskLimit::None => (None, None),
@@ -104,14 +110,16 @@ pub(in crate::board) fn plug(
     let device = Blk::new(image, options);
     let control = device.control();
     let device = sockets.plug(&name, spec.slot, Box::new(device))?;
-    Ok(Fitted {
+    Ok(Plugged {
         name: spec.name.clone(),
         slot: spec.slot.number(),
-        writable: !spec.read_only && spec.format != Format::Iso,
         device,
-        control,
-        limiter,
-        group,
+        control: board::disks::Disk {
+            writable: !spec.read_only && spec.format != Format::Iso,
+            control,
+            limiter,
+            group,
+        },
     })
 }
 
@@ -129,10 +137,10 @@ fn open_image(spec: &Disk, fds: &mut Fds, locks: Locks) -> Result<Box<dyn Image>
     let fd = fds.take(spec.fd)?;
     let later = locks == Locks::Later && !spec.read_only;
     match spec.format {
-        Format::Qcow2 if later => Err(Failure {
-            kind: ErrorKind::Invalid,
-            message: "a qcow2 image that the guest can write to does not go to another process".to_owned(),
-        }),
+        Format::Qcow2 if later => Err(Failure::of(
+            ErrorKind::Invalid,
+            "a qcow2 image that the guest can write to does not go to another process",
+        )),
         Format::Raw => {
             let image = match later {
                 true => RawImage::open_unlocked(fd, false),
@@ -160,12 +168,12 @@ fn open_image(spec: &Disk, fds: &mut Fds, locks: Locks) -> Result<Box<dyn Image>
 
 #[allow(clippy::needless_pass_by_value, reason = "for map_err")]
 fn failure(error: OpenError) -> Failure {
-    Failure {
-        kind: match error {
+    Failure::of(
+        match error {
             OpenError::Host(..) => ErrorKind::Resources,
             OpenError::InUse => ErrorKind::InUse,
             _ => ErrorKind::Image,
         },
-        message: with_causes(&error),
-    }
+        with_causes(&error),
+    )
 }

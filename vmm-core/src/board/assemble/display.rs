@@ -72,15 +72,14 @@ pub fn boot_framebuffer(spec: &machine::Display, windows: &PciWindows) -> Result
 
 fn size(spec: &machine::Display) -> Result<Size, Failure> {
     let (width, height) = spec.size;
-    Size::new(width, height).ok_or_else(|| Failure {
-        kind: ErrorKind::Invalid,
-        message: format!("no screen has {width} x {height} pixels"),
+    Size::new(width, height).ok_or_else(|| {
+        Failure::of(
+            ErrorKind::Invalid,
+            format!("no screen has {width} x {height} pixels"),
+        )
     })
 }
 
 fn failure(what: &str, error: &std::io::Error) -> Failure {
-    Failure {
-        kind: ErrorKind::Resources,
-        message: format!("{what}: {error}"),
-    }
+    Failure::of(ErrorKind::Resources, format!("{what}: {error}"))
 }

@@ -45,7 +45,7 @@ use vmm_protocol::{
     state,
     vmm::{self, ErrorKind, MachineSpec},
 };
-use vmmd_spec::{Violations, pci::PciSlot, resources::MemoryOptions};
+use vmmd_spec::{pci::PciSlot, resources::MemoryOptions};
 
 use self::disk::Locks;
 use super::{
@@ -96,8 +96,7 @@ impl Assembler {
         fds: Vec<OwnedFd>,
         notifier: Notifier,
     ) -> Result<Machine, Failure> {
-        let spec = vmm_protocol::machine::Machine::new(spec, fds.len())
-            .map_err(|violations| invalid(&violations))?;
+        let spec = vmm_protocol::machine::Machine::new(spec, fds.len())?;
         let mut fds = Fds::new(fds);
         let ram = GuestRam::with_options(spec.memory_bytes, backing(&spec), &spec.memory)?;
         let (host, windows) = ground(&spec, &mut fds)?;
@@ -125,8 +124,7 @@ impl Assembler {
         ram: GuestRam,
         saved: state::Machine,
     ) -> Result<Machine, Failure> {
-        let spec = vmm_protocol::machine::Machine::new(spec, fds.len())
-            .map_err(|violations| invalid(&violations))?;
+        let spec = vmm_protocol::machine::Machine::new(spec, fds.len())?;
         self.restore_onto(&spec, Grounds::new(Fds::new(fds)), notifier, ram, saved)
     }
 
@@ -139,8 +137,7 @@ impl Assembler {
         notifier: Notifier,
         restore: &vmm::Restore,
     ) -> Result<Machine, Failure> {
-        let spec = vmm_protocol::machine::Machine::new(spec, fds.len())
-            .map_err(|violations| invalid(&violations))?;
+        let spec = vmm_protocol::machine::Machine::new(spec, fds.len())?;
         let mut fds = Fds::new(fds);
         let index = usize::try_from(restore.snapshot_fd).unwrap_or(usize::MAX);
         let source = File::from(fds.take(FdIndex(index))?);
@@ -160,10 +157,7 @@ impl Assembler {
             if spec.memory_shared || prefault || huge_pages.is_some() || numa_node.is_some() {
                 let message = "memory that is shared, of huge pages, of a NUMA node or touched at the start is not \
                                restored on demand";
-                return Err(Failure {
-                    kind: ErrorKind::Invalid,
-                    message: message.to_owned(),
-                });
+                return Err(Failure::of(ErrorKind::Invalid, message));
             }
             snapshot.map(mergeable)?
         } else {
@@ -188,10 +182,10 @@ impl Assembler {
         source: File,
     ) -> Result<Machine, Failure> {
         if restore.on_demand {
-            return Err(Failure {
-                kind: ErrorKind::Invalid,
-                message: "a machine that is received is not restored on demand".to_owned(),
-            });
+            return Err(Failure::of(
+                ErrorKind::Invalid,
+                "a machine that is received is not restored on demand",
+            ));
         }
         let ram = GuestRam::with_options(spec.memory_bytes, backing(spec), &spec.memory)?;
         let (images, mut disks) = disk::open_received(spec, &mut fds, &restore.disks)?;
@@ -258,17 +252,10 @@ fn holds_memory(bytes: u64, restored: u64) -> Result<(), Failure> {
     if bytes == restored {
         return Ok(());
     }
-    Err(Failure {
-        kind: ErrorKind::Invalid,
-        message: format!("the machine has {bytes} bytes of memory, and {restored} are to be restored"),
-    })
-}
-
-fn invalid(violations: &Violations) -> Failure {
-    Failure {
-        kind: ErrorKind::Invalid,
-        message: violations.to_string(),
-    }
+    Err(Failure::of(
+        ErrorKind::Invalid,
+        format!("the machine has {bytes} bytes of memory, and {restored} are to be restored"),
+    ))
 }
 
 /// The host's KVM, and the addresses that the machine's PCI buses have on it.
@@ -558,12 +545,14 @@ impl Sockets {
                 limit: LogLimit::new(),
             }),
         };
-        let device = VirtioPciDevice::new(parts, device).map_err(|error| Failure {
-            kind: match error.kind() {
-                io::ErrorKind::InvalidInput => ErrorKind::Invalid,
-                _ => ErrorKind::Resources,
-            },
-            message: format!("{name}: {error}"),
+        let device = VirtioPciDevice::new(parts, device).map_err(|error| {
+            Failure::of(
+                match error.kind() {
+                    io::ErrorKind::InvalidInput => ErrorKind::Invalid,
+                    _ => ErrorKind::Resources,
+                },
+                format!("{name}: {error}"),
+            )
         })?;
         self.pci
             .add(slot.number(), device.function())
@@ -579,10 +568,8 @@ fn holds(host: &Host, vm: &Vm, spec: &vmm_protocol::machine::Machine) -> Result<
     if wanted > max {
         return Err(KvmError::TooManyVcpus { wanted, max }.into());
     }
-    layout::fits(spec.memory_bytes, host.physical_address_bits()?).map_err(|error| Failure {
-        kind: ErrorKind::Resources,
-        message: error.to_string(),
-    })
+    layout::fits(spec.memory_bytes, host.physical_address_bits()?)
+        .map_err(|error| Failure::of(ErrorKind::Resources, error.to_string()))
 }
 
 /// The descriptors that came with the spec; each is taken once.
@@ -594,13 +581,12 @@ impl Fds {
     }
 
     pub(super) fn take(&mut self, index: FdIndex) -> Result<OwnedFd, Failure> {
-        self.0
-            .get_mut(index.0)
-            .and_then(Option::take)
-            .ok_or_else(|| Failure {
-                kind: ErrorKind::Invalid,
-                message: format!("descriptor {} did not come, or is named twice", index.0),
-            })
+        self.0.get_mut(index.0).and_then(Option::take).ok_or_else(|| {
+            Failure::of(
+                ErrorKind::Invalid,
+                format!("descriptor {} did not come, or is named twice", index.0),
+            )
+        })
     }
 }
 
@@ -650,8 +636,5 @@ fn notice(report: &Report) -> Notice {
 }
 
 fn pci_failure(name: &str, error: &PciError) -> Failure {
-    Failure {
-        kind: ErrorKind::Invalid,
-        message: format!("{name}: {error}"),
-    }
+    Failure::of(ErrorKind::Invalid, format!("{name}: {error}"))
 }

@@ -13,10 +13,17 @@ use vmm_protocol::{machine, vmm::ErrorKind};
 use vmmd_spec::nic::NicSwitches;
 
 use super::{Failure, Fds, Sockets, disk};
-use crate::{board::nics::Nic, lifecycle::with_causes};
+use crate::{
+    board::{nics::Nic, plugs::Plugged},
+    lifecycle::with_causes,
+};
 
 /// Puts a NIC into its PCI slot.
-pub(in crate::board) fn plug(sockets: &Sockets, spec: &machine::Nic, fds: &mut Fds) -> Result<Nic, Failure> {
+pub(in crate::board) fn plug(
+    sockets: &Sockets,
+    spec: &machine::Nic,
+    fds: &mut Fds,
+) -> Result<Plugged<Nic>, Failure> {
     let name = format!("nic {}", spec.name);
     let mut queues: Vec<Box<dyn NetBackend>> = Vec::with_capacity(spec.fds.len());
     for fd in &spec.fds {
@@ -38,23 +45,23 @@ pub(in crate::board) fn plug(sockets: &Sockets, spec: &machine::Nic, fds: &mut F
     };
     let mut servers: Vec<Box<dyn PairServer>> = Vec::with_capacity(spec.vhosts.len());
     for fd in &spec.vhosts {
-        let vhost = VhostNet::new(fds.take(*fd)?).map_err(|error| Failure {
-            kind: ErrorKind::Resources,
-            message: format!("{name}: use vhost-net: {error}"),
-        })?;
+        let vhost = VhostNet::new(fds.take(*fd)?)
+            .map_err(|error| Failure::of(ErrorKind::Resources, format!("{name}: use vhost-net: {error}")))?;
         servers.push(Box::new(vhost));
     }
     let mut device = Net::new(queues, options);
     device.serve_by(servers);
     let control = device.control();
     let device = sockets.plug(&name, spec.slot, Box::new(device))?;
-    Ok(Nic {
+    Ok(Plugged {
         name: spec.name.clone(),
         slot: spec.slot.number(),
         device,
-        control,
-        receive_limiter,
-        transmit_limiter,
+        control: Nic {
+            control,
+            receive_limiter,
+            transmit_limiter,
+        },
     })
 }
 
@@ -68,11 +75,11 @@ fn offloads(without: NicSwitches) -> Offloads {
 }
 
 fn failure(name: &str, error: &TapError) -> Failure {
-    Failure {
-        kind: match error {
+    Failure::of(
+        match error {
             TapError::Host(..) => ErrorKind::Resources,
             TapError::NotATap(_) | TapError::Flags => ErrorKind::Invalid,
         },
-        message: format!("{name}: {}", with_causes(error)),
-    }
+        format!("{name}: {}", with_causes(error)),
+    )
 }

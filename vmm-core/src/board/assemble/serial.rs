@@ -51,8 +51,5 @@ pub(super) fn build(
 }
 
 fn failure(what: &str, error: &io::Error) -> Failure {
-    Failure {
-        kind: ErrorKind::Resources,
-        message: format!("{what}: {error}"),
-    }
+    Failure::of(ErrorKind::Resources, format!("{what}: {error}"))
 }

@@ -55,9 +55,11 @@ impl Opening {
                 notifier.notify(Notice::Unplugged);
             }
         };
-        thread::spawn(ThreadKind::Helper, "open", body).map_err(|error| Failure {
-            kind: ErrorKind::Resources,
-            message: format!("starting a thread that opens disk {}: {error}", spec.name),
+        thread::spawn(ThreadKind::Helper, "open", body).map_err(|error| {
+            Failure::of(
+                ErrorKind::Resources,
+                format!("starting a thread that opens disk {}: {error}", spec.name),
+            )
         })?;
         Ok(Self {
             token,
@@ -70,9 +72,11 @@ impl Opening {
 
     /// Returns the image or the error of the open, if the open has ended. Does not wait.
     pub fn take(&self) -> Option<Result<Box<dyn Image>, Failure>> {
-        let lost = || Failure {
-            kind: ErrorKind::Internal,
-            message: format!("the thread that opened disk {} is gone", self.spec.name),
+        let lost = || {
+            Failure::of(
+                ErrorKind::Internal,
+                format!("the thread that opened disk {} is gone", self.spec.name),
+            )
         };
         match self.opened.try_recv() {
             // The thread hands it over, or is about to.

@@ -1,8 +1,11 @@
 //! Disks of a machine without KVM, whose images are opened when a test says so.
 
-use std::sync::{
-    Mutex,
-    mpsc::{Receiver, Sender, channel},
+use std::{
+    sync::{
+        Mutex,
+        mpsc::{Receiver, Sender, channel},
+    },
+    time::{Duration, Instant},
 };
 
 use block::RawImage;
@@ -11,8 +14,8 @@ use vmm_base::GuestMemory;
 
 use super::*;
 use crate::{
-    board::silent::Silent,
-    lifecycle::{Input, Notice, Notifier},
+    board::{leaving::Leaving, silent::Silent},
+    lifecycle::{Detached, Input, Notice, Notifier},
 };
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -137,10 +140,7 @@ fn names_and_slots_are_taken_while_an_image_is_being_opened_and_free_when_that_f
         rig.disks.resize("data", None).unwrap_err().kind,
         ErrorKind::NotFound
     );
-    let failure = Failure {
-        kind: ErrorKind::Image,
-        message: "no qcow2 image".into(),
-    };
+    let failure = Failure::of(ErrorKind::Image, "no qcow2 image");
     rig.open.send(Err(failure)).unwrap();
     assert_eq!(rig.notice(), Notice::ImageOpened);
     assert_eq!(rig.answers(), [(1, Err(ErrorKind::Image))]);
@@ -192,28 +192,13 @@ fn a_machine_that_ends_leaves_an_image_to_the_thread_that_opens_it() {
 }
 
 #[test]
-fn a_disk_that_is_taken_away_by_force_is_answered_when_it_is_gone() {
-    let mut rig = Rig::new();
-    rig.attach(1, "data", 5).unwrap();
-    rig.open.send(Ok(())).unwrap();
-    assert_eq!(rig.notice(), Notice::ImageOpened);
-    assert_eq!(rig.answers(), [(1, Ok(()))]);
-    assert_eq!(rig.detach(2, "data", true), Ok(Progress::Pending));
-    assert_eq!(rig.notice(), Notice::Unplugged);
-    assert_eq!(rig.disks.wait_for_leaving(soon()), Ok(None));
-    assert_eq!(rig.disks.collect_detached(), gone("data", true));
-    assert_eq!(rig.answers(), [(2, Ok(()))]);
-    assert_eq!(rig.detach(3, "data", true).unwrap_err().kind, ErrorKind::NotFound);
-}
-
-#[test]
 fn a_disk_with_requests_under_way_is_never_told_as_gone_and_holds_up_whoever_needs_the_memory() {
     let mut rig = Rig::new();
     let (tell_gone, receiver) = channel();
     let mut leaving = Leaving::new(Pluggable::Disk, "data".into(), true, true, receiver);
     leaving.waiting.push((token(1), Instant::now()));
     leaving.waiting.push((token(2), soon()));
-    rig.disks.leaving.push(leaving);
+    rig.disks.add_leaving(leaving);
     assert_eq!(rig.disks.collect_detached(), []);
     assert_eq!(
         rig.answers(),
@@ -235,7 +220,7 @@ fn a_disk_that_can_not_be_ended_is_lost_and_never_told_as_gone() {
     let (tell_gone, receiver) = channel();
     let mut leaving = Leaving::new(Pluggable::Disk, "data".into(), true, true, receiver);
     leaving.waiting.push((token(1), soon()));
-    rig.disks.leaving.push(leaving);
+    rig.disks.add_leaving(leaving);
     drop(tell_gone);
     // At once: there is nothing to wait for.
     assert!(rig.disks.wait_for_leaving(soon()).is_err());

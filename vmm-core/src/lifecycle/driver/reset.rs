@@ -8,11 +8,11 @@
 use std::time::{Duration, Instant};
 
 use tracing::{info, warn};
-use vmm_protocol::vmm::{ErrorKind, ExitKind};
+use vmm_protocol::vmm::{ErrorKind, ExitKind, request::Op};
 
 use super::{Driver, Next, exit_record};
 use crate::lifecycle::{
-    Builder, Failure, Input, Machine, Notice, Request, Reset, Token, admission::State, publisher::Audience,
+    Builder, Failure, Input, Machine, Notice, Reset, Token, admission::State, publisher::Audience,
 };
 
 /// How often a reset that waits for requests is tried again. A try waits for them for a moment itself.
@@ -106,14 +106,16 @@ impl<A: Audience, B: Builder> Driver<A, B> {
     }
 
     /// Why a request is refused now, if the machine is being reset. Those pass that only look, or end something.
-    pub(super) fn refused_by_reset(&self, request: &Request) -> Option<Failure> {
+    pub(super) fn refused_by_reset(&self, op: &Op) -> Option<Failure> {
         let passes = matches!(
-            request,
-            Request::Stop | Request::GetDiskStats | Request::GetMachineStats | Request::Release { .. }
+            op,
+            Op::Stop(_) | Op::GetDiskStats(_) | Op::GetMachineStats(_) | Op::Release(_)
         );
-        (self.is_resetting() && !passes).then(|| Failure {
-            kind: ErrorKind::State,
-            message: "the machine is being reset, which waits for its storage: try again later".to_owned(),
+        (self.is_resetting() && !passes).then(|| {
+            Failure::of(
+                ErrorKind::State,
+                "the machine is being reset, which waits for its storage: try again later",
+            )
         })
     }
 

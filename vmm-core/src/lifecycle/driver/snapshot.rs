@@ -7,12 +7,14 @@ use std::{
 };
 
 use tracing::{info, warn};
-use vmm_protocol::vmm::{ErrorKind, PauseReason, SaveReply, SendReply};
+use vmm_protocol::vmm::{
+    ErrorKind, MigrationPolicy, PauseReason, Save, SaveReply, Send, SendReply, request::Op,
+};
 
 use super::{Driver, Next};
 use crate::{
-    lifecycle::{Answer, Builder, Failure, Token, admission::State, publisher::Audience},
-    snapshot::saving::{Event, GoesOn, Purpose, Report},
+    lifecycle::{Answer, Builder, Failure, Token, admission::State, descriptor, publisher::Audience},
+    snapshot::saving::{Event, GoesOn, Policy, Purpose, Report},
 };
 
 /// A snapshot that is being taken.
@@ -57,30 +59,27 @@ enum Disks {
     NotCopied,
     /// The machine is not paused yet.
     Waiting,
-    /// They are copied until [`Request::Release`](crate::lifecycle::Request::Release).
+    /// They are copied until a `Release`.
     Quiet,
 }
 
 impl<A: Audience, B: Builder> Driver<A, B> {
-    /// Begins a snapshot, or one of the disks alone if `file` is `None`. The answer comes when the
-    /// snapshot is done. The outer error means that the machine cannot continue.
+    /// Begins a snapshot. The answer comes when the snapshot is done. The outer error means that the
+    /// machine cannot continue.
     pub(super) fn begin_snapshot(
         &mut self,
-        (token, number): (Token, u64),
-        file: Option<OwnedFd>,
-        (paused, keep_paused): (bool, bool),
-        description: Vec<u8>,
+        token: Token,
+        save: Save,
+        fds: Vec<OwnedFd>,
     ) -> Result<Result<(), Failure>, Failure> {
-        if self.snapshot.is_some() {
-            return Ok(Err(refused("a snapshot of this machine is being taken already")));
-        }
-        if !self.pending.is_empty() {
-            return Ok(Err(refused(DEVICES_CHANGE)));
-        }
+        let file = match snapshot_file(&save, fds) {
+            Ok(file) => file,
+            Err(failure) => return Ok(Err(failure)),
+        };
         let began = Instant::now();
         let running = self.publisher.state() == State::Running;
         let disks_alone = file.is_none();
-        let (paused, keep_paused) = (paused || disks_alone, keep_paused || disks_alone);
+        let paused = save.paused || disks_alone;
         let pauses = running && paused;
         if pauses && let Err(failure) = self.machine()?.pause() {
             return Ok(Err(failure));
@@ -102,14 +101,14 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         }
         let mut snapshot = Underway {
             token,
-            number,
+            number: save.number,
             began,
-            description,
+            description: save.description,
             paused: pauses.then_some(began),
             migrates: false,
             pause: Duration::ZERO,
             failure: None,
-            disks: if keep_paused {
+            disks: if save.keep_paused || disks_alone {
                 Disks::Waiting
             } else {
                 Disks::NotCopied
@@ -136,21 +135,17 @@ impl<A: Audience, B: Builder> Driver<A, B> {
     pub(super) fn begin_migration(
         &mut self,
         token: Token,
-        socket: OwnedFd,
-        purpose: Purpose,
-        disks: &[String],
+        send: &Send,
+        fds: Vec<OwnedFd>,
     ) -> Result<(), Failure> {
-        if self.snapshot.is_some() {
-            return Err(refused(
-                "a snapshot of this machine is being taken, or it is being sent already",
-            ));
-        }
-        if !self.pending.is_empty() {
-            return Err(refused(DEVICES_CHANGE));
-        }
+        let socket = descriptor(fds, send.socket_fd).ok_or_else(|| invalid("Send without a socket"))?;
+        let purpose = Purpose::Migration {
+            downtime: Duration::from_millis(send.downtime_ms),
+            policy: policy(send.policy)?,
+        };
         let began = Instant::now();
         self.machine()?
-            .begin_migration(File::from(socket), purpose, disks)?;
+            .begin_migration(File::from(socket), purpose, &send.disks)?;
         self.pending.push(token);
         self.snapshot = Some(Underway {
             token,
@@ -227,26 +222,37 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         Ok(Ok(()))
     }
 
-    /// Returns an error while devices must not change: the state of a saved or sent machine has the
-    /// devices from the start of the capture.
-    pub(super) fn keeps_devices(&self) -> Result<(), Failure> {
-        match &self.snapshot {
-            None => Ok(()),
-            Some(snapshot) if snapshot.migrates => Err(refused("the machine is being sent: try again later")),
-            Some(_) => Err(refused(
-                "a snapshot of this machine is being taken: try again when that is done",
-            )),
-        }
-    }
-
-    /// Why no disk can be made larger now: its image is being copied.
-    pub(super) fn keeps_sizes(&self) -> Result<(), Failure> {
-        match &self.snapshot {
-            Some(snapshot) if snapshot.disks == Disks::Quiet => Err(refused(
-                "the disks of this machine are being copied for a snapshot: try again when that is done",
-            )),
-            _ => Ok(()),
-        }
+    /// Why an operation must wait for the end of a capture, or of a change of the devices before a capture. The state of a
+    /// saved or sent machine has the devices from the start of the capture.
+    pub(super) fn refused_by_capture(&self, op: &Op) -> Option<Failure> {
+        let Some(snapshot) = &self.snapshot else {
+            let changes = matches!(op, Op::Save(_) | Op::Send(_)) && !self.pending.is_empty();
+            return changes.then(|| refused(DEVICES_CHANGE));
+        };
+        let why = match op {
+            Op::Save(_) | Op::Send(_) => {
+                "a snapshot of this machine is being taken, or it is being sent already"
+            }
+            Op::AttachDisk(_)
+            | Op::DetachDisk(_)
+            | Op::AttachNic(_)
+            | Op::DetachNic(_)
+            | Op::AttachShare(_)
+            | Op::DetachShare(_) => match snapshot.migrates {
+                true => "the machine is being sent: try again later",
+                false => "a snapshot of this machine is being taken: try again when that is done",
+            },
+            Op::ResizeDisk(_) if snapshot.disks == Disks::Quiet => {
+                "the disks of this machine are being copied for a snapshot: try again when that is done"
+            }
+            // Even if the machine was paused before the snapshot, its memory must not change while it
+            // is written.
+            Op::Resume(_) | Op::UnlockDisks(_) if self.stands_for_capture() => {
+                "a snapshot of this machine is being taken: wait until that is done"
+            }
+            _ => return None,
+        };
+        Some(refused(why))
     }
 
     /// The machine stays paused after a snapshot that paused it: somebody wants that. True when there is such a snapshot.
@@ -257,14 +263,6 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             self.publisher.paused(None);
         }
         paused.is_some()
-    }
-
-    /// Returns an error if a snapshot needs the machine to stay paused.
-    pub(super) fn needs_pause(&self) -> Option<Failure> {
-        // Even if the machine was paused before the snapshot, its memory must not change while it
-        // is written.
-        self.stands_for_capture()
-            .then(|| refused("a snapshot of this machine is being taken: wait until that is done"))
     }
 
     /// The machine is paused, and a snapshot or migration relies on that.
@@ -459,14 +457,40 @@ impl<A: Audience, B: Builder> Driver<A, B> {
     }
 }
 
+/// Longest description of a snapshot in bytes.
+const MAX_DESCRIPTION: usize = 512 << 10;
+
+/// File that a snapshot is written to; `None` for a snapshot of the disks alone.
+fn snapshot_file(save: &Save, fds: Vec<OwnedFd>) -> Result<Option<OwnedFd>, Failure> {
+    if save.description.len() > MAX_DESCRIPTION {
+        return Err(invalid("the description of a snapshot has at most 512 KiB"));
+    }
+    if save.disks_alone {
+        return Ok(None);
+    }
+    let file = descriptor(fds, save.file_fd).ok_or_else(|| invalid("Save without a file"))?;
+    Ok(Some(file))
+}
+
+fn policy(wire: i32) -> Result<Policy, Failure> {
+    Ok(match MigrationPolicy::try_from(wire) {
+        Ok(MigrationPolicy::Unspecified | MigrationPolicy::AlwaysSafe) => Policy::AlwaysSafe,
+        Ok(MigrationPolicy::PreferSafe) => Policy::PreferSafe,
+        Ok(MigrationPolicy::PreferForced) => Policy::PreferForced,
+        Ok(MigrationPolicy::AlwaysForced) => Policy::AlwaysForced,
+        Err(_) => return Err(invalid("Send with an unknown policy")),
+    })
+}
+
+fn invalid(message: &str) -> Failure {
+    Failure::of(ErrorKind::Invalid, message)
+}
+
 /// The device would be in the machine, and not in its saved state.
 const DEVICES_CHANGE: &str = "a device is being attached or taken away: try again when that is done";
 
 fn refused(message: &str) -> Failure {
-    Failure {
-        kind: ErrorKind::State,
-        message: message.to_owned(),
-    }
+    Failure::of(ErrorKind::State, message)
 }
 
 fn nanoseconds(duration: Duration) -> u64 {

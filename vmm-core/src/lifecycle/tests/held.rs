@@ -15,9 +15,9 @@ fn a_disk_that_holds_requests_pauses_the_machine_with_the_reason_until_it_is_res
         request(1, boot(false)),
         held(),
         held(),
-        request(2, Request::Pause),
-        request(3, Request::Resume),
-        request(4, Request::Stop),
+        request(2, PAUSE),
+        request(3, RESUME),
+        request(4, STOP),
     ];
     let (log, _) = run(inputs, |builder| builder.holds.store(true, Ordering::SeqCst));
     assert_eq!(
@@ -37,11 +37,11 @@ fn a_disk_that_holds_requests_pauses_the_machine_with_the_reason_until_it_is_res
 fn a_pause_that_was_asked_for_keeps_its_reason_and_an_error_that_is_over_pauses_nothing() {
     let inputs = vec![
         request(1, boot(false)),
-        request(2, Request::Pause),
+        request(2, PAUSE),
         held(),
-        request(3, Request::Resume),
+        request(3, RESUME),
         held(),
-        request(4, Request::Stop),
+        request(4, STOP),
     ];
     let (log, _) = run(inputs, |_| ());
     assert!(log.iter().all(|line| !line.contains("No space")), "{log:?}");
@@ -50,7 +50,7 @@ fn a_pause_that_was_asked_for_keeps_its_reason_and_an_error_that_is_over_pauses_
 
 #[test]
 fn a_pause_for_an_error_that_fails_is_told_and_the_machine_runs_on() {
-    let inputs = vec![request(1, boot(false)), held(), request(2, Request::Stop)];
+    let inputs = vec![request(1, boot(false)), held(), request(2, STOP)];
     let (log, _) = run(inputs, |builder| {
         builder.pause_fails = true;
         builder.holds.store(true, Ordering::SeqCst);

@@ -17,7 +17,7 @@ fn a_panic_on_the_serial_port_is_told_when_it_holds() {
 
 #[test]
 fn a_line_of_a_panic_that_does_not_hold_is_forgotten() {
-    let inputs = vec![request(1, boot(false)), printed(2), request(3, Request::Pause)];
+    let inputs = vec![request(1, boot(false)), printed(2), request(3, PAUSE)];
     let (sender, receiver) = channel();
     let log = Log::default();
     let builder = TestBuilder::new(&log, &sender);
@@ -27,13 +27,13 @@ fn a_line_of_a_panic_that_does_not_hold_is_forgotten() {
     let (notifier, audience) = (Notifier::new(sender.clone()), log.clone());
     let thread = std::thread::spawn(move || Driver::new(receiver, notifier, audience, builder).run(|_| ()));
     // A paused machine is not checked.
-    sender.send(request(4, Request::Resume)).unwrap();
+    sender.send(request(4, RESUME)).unwrap();
     let start = Instant::now();
     while !log.0.lock().unwrap().contains(&"panic at 2?".to_owned()) {
         assert!(start.elapsed().as_secs() < 20);
         std::thread::yield_now();
     }
-    sender.send(request(9, Request::Stop)).unwrap();
+    sender.send(request(9, STOP)).unwrap();
     let record = thread.join().unwrap();
     assert!(!log.take().contains(&"guest panicked".to_owned()));
     assert_eq!(record.kind(), ExitKind::Stopped);
@@ -45,7 +45,7 @@ fn a_reset_ends_the_suspicion_of_a_panic() {
         request(1, boot(false)),
         printed(100),
         Input::Notice(Notice::Reset),
-        request(9, Request::Stop),
+        request(9, STOP),
     ];
     let (log, record) = run(inputs, |_| ());
     assert!(log.contains(&"guest reset 1".to_owned()), "{log:?}");
@@ -57,12 +57,7 @@ fn a_reset_ends_the_suspicion_of_a_panic() {
 fn a_panic_is_told_once_and_is_the_reason_when_the_machine_is_stopped_after_it() {
     let panic = || Input::Notice(Notice::GuestPanicked);
     let (log, record) = run(
-        vec![
-            request(1, boot(false)),
-            panic(),
-            panic(),
-            request(2, Request::Stop),
-        ],
+        vec![request(1, boot(false)), panic(), panic(), request(2, STOP)],
         |_| (),
     );
     assert_eq!(log.iter().filter(|line| *line == "guest panicked").count(), 1);
@@ -75,7 +70,7 @@ fn a_guest_that_resets_after_its_panic_is_not_called_panicked_later() {
         request(1, boot(false)),
         Input::Notice(Notice::GuestPanicked),
         Input::Notice(Notice::Reset),
-        request(2, Request::Stop),
+        request(2, STOP),
     ];
     assert_eq!(run(inputs, |_| ()).1.kind(), ExitKind::Stopped);
 }
@@ -90,7 +85,7 @@ fn a_guest_that_crashes_after_its_panic_starts_anew_or_has_panicked() {
             request(1, boot_with(on_crash, false)),
             Input::Notice(Notice::GuestPanicked),
             triple_fault(),
-            request(2, Request::Stop),
+            request(2, STOP),
         ];
         assert_eq!(run(inputs, |_| ()).1.kind(), kind);
     }

@@ -111,8 +111,8 @@ fn a_reset_while_disks_are_copied_follows_their_release() {
         request(1, boot(false)),
         disks_alone(2),
         notice(Notice::Reset),
-        request(8, Request::Release { give_up: false }),
-        request(9, Request::Stop),
+        release(8, false),
+        request(9, STOP),
     ];
     let log = log_of(inputs, |_| ());
     assert_order(&log, &["disks quiet", "resume", "2 saved 0", "reset", "start"]);
@@ -163,7 +163,7 @@ fn a_panic_during_a_capture_does_not_disturb_it() {
 fn a_reset_waits_for_the_storage_and_then_starts_the_machine() {
     for (reset, answer) in [
         (notice(Notice::Reset), "guest reset 1"),
-        (request(2, Request::Reset), "2 ok Running web"),
+        (request(2, RESET), "2 ok Running web"),
     ] {
         let inputs = vec![
             request(1, boot(false)),
@@ -171,16 +171,16 @@ fn a_reset_waits_for_the_storage_and_then_starts_the_machine() {
             // Reports of the guest from before its stop.
             notice(Notice::PowerOff),
             notice(Notice::Reset),
-            request(3, Request::Pause),
+            request(3, PAUSE),
             save(4, true, "x"),
-            request(5, Request::GetDiskStats),
+            request(5, GET_DISK_STATS),
         ];
         let (log, _) = run(inputs, |builder| {
             builder.reset_waits = 3;
             builder.stops_after_reset = true;
         });
         assert_eq!(log.iter().filter(|line| *line == "reset waits").count(), 3);
-        assert_order(&log, &["3 State", "4 State", "5 stats of data", "reset"]);
+        assert_order(&log, &["3 State", "4 State", "5 stats", "reset"]);
         assert_order(&log, &["reset", answer]);
         assert!(log.contains(&"ended Stopped".to_owned()), "{log:?}");
     }
@@ -201,11 +201,7 @@ fn a_reset_that_waits_gives_up_a_running_capture() {
 
 #[test]
 fn a_stop_ends_a_machine_whose_reset_waits_for_ever() {
-    let inputs = vec![
-        request(1, boot(false)),
-        request(2, Request::Reset),
-        request(9, Request::Stop),
-    ];
+    let inputs = vec![request(1, boot(false)), request(2, RESET), request(9, STOP)];
     let (log, record) = run(inputs, |builder| builder.reset_waits = u32::MAX);
     assert_order(&log, &["reset waits", "2 State", "halt"]);
     assert_eq!(record.kind(), ExitKind::Stopped);
@@ -217,7 +213,7 @@ fn a_reset_drops_what_the_old_guest_still_said_and_keeps_requests() {
         vec![
             request(1, boot(false)),
             Input::Notice(Notice::Reset),
-            request(2, Request::Stop),
+            request(2, STOP),
         ],
         |_| (),
     );
@@ -231,10 +227,10 @@ fn a_reset_by_request_is_answered_when_the_machine_runs_again_and_is_not_the_gue
         vec![
             request(1, boot(false)),
             Input::Notice(Notice::GuestPanicked),
-            request(2, Request::Reset),
-            request(3, Request::Pause),
-            request(4, Request::Reset),
-            request(5, Request::Stop),
+            request(2, RESET),
+            request(3, PAUSE),
+            request(4, RESET),
+            request(5, STOP),
         ],
         |_| (),
     );
@@ -258,7 +254,7 @@ fn a_triple_fault_resets_the_machine_unless_it_is_to_stop_and_is_counted_apart()
                 request(1, boot_with(on_crash, false)),
                 triple_fault(),
                 Input::Notice(Notice::Reset),
-                request(2, Request::Stop),
+                request(2, STOP),
             ],
             |_| (),
         );
@@ -296,7 +292,7 @@ fn each_turn_of_a_crash_loop_is_counted() {
     while starts(&log) <= TURNS {
         std::thread::yield_now();
     }
-    sender.send(request(2, Request::Stop)).unwrap();
+    sender.send(request(2, STOP)).unwrap();
     assert_eq!(thread.join().unwrap().kind(), ExitKind::Stopped);
     let last = format!("crash reset {TURNS}: vCPU 0: triple fault");
     assert!(log.take().contains(&last));

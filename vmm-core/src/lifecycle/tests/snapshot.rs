@@ -1,24 +1,30 @@
 //! Snapshots: pauses of the machine for a snapshot, and when the machine continues.
 
-use super::*;
-use crate::snapshot::saving::Policy;
+use vmm_protocol::vmm::MigrationPolicy;
+
+use super::{
+    disks::{attach, detach},
+    *,
+};
 
 pub(super) fn save(id: u64, paused: bool, description: &str) -> Input {
     save_with(id, (paused, false), description)
 }
 
+/// A request with a file.
+fn with_file(id: u64, op: Op) -> Input {
+    let fds = vec![tempfile::tempfile().unwrap().into()];
+    request(id, super::Request { op, fds })
+}
+
 pub(super) fn save_with(id: u64, (paused, keep_paused): (bool, bool), description: &str) -> Input {
-    let file = tempfile::tempfile().unwrap();
-    request(
-        id,
-        Request::Save {
-            file: Some(file.into()),
-            paused,
-            description: description.into(),
-            keep_paused,
-            number: 0,
-        },
-    )
+    let save = Save {
+        paused,
+        description: description.into(),
+        keep_paused,
+        ..Save::default()
+    };
+    with_file(id, Op::Save(save))
 }
 
 /// The log between the answer to the boot and the stop.
@@ -68,7 +74,7 @@ fn with_paused_it_stands_from_the_beginning_and_does_not_go_on_before_its_memory
     let inputs = vec![
         request(1, boot(false)),
         save(2, true, "x"),
-        request(3, Request::Resume),
+        request(3, RESUME),
         save(4, true, "y"),
     ];
     assert_eq!(
@@ -100,11 +106,7 @@ fn a_machine_that_was_paused_before_or_is_paused_meanwhile_stays_so() {
             "2 saved 7"
         ]
     );
-    let meanwhile = vec![
-        request(1, boot(false)),
-        save(2, true, "x"),
-        request(3, Request::Pause),
-    ];
+    let meanwhile = vec![request(1, boot(false)), save(2, true, "x"), request(3, PAUSE)];
     assert_eq!(
         log_of(meanwhile, |_| ())[2..],
         [
@@ -191,30 +193,27 @@ fn with_keep_paused_the_machine_stays_paused_until_its_disks_are_copied() {
 }
 
 pub(super) fn disks_alone(id: u64) -> Input {
-    let save = Request::Save {
-        file: None,
-        paused: false,
-        description: Vec::new(),
-        keep_paused: false,
-        number: 0,
+    let save = Save {
+        disks_alone: true,
+        ..Save::default()
     };
-    request(id, save)
+    request(id, Op::Save(save))
 }
 
 #[test]
 fn a_snapshot_of_the_disks_alone_pauses_the_machine_until_they_are_copied_and_saves_nothing() {
-    let release = |give_up| request(8, Request::Release { give_up });
-    let stop = || request(9, Request::Stop);
+    let release = |give_up| release(8, give_up);
+    let stop = || request(9, STOP);
     let resize = |id| {
-        let (name, capacity) = ("data".into(), Some(4096));
-        request(id, Request::ResizeDisk { name, capacity })
+        let (name, capacity_bytes) = ("data".into(), 4096);
+        request(id, Op::ResizeDisk(ResizeDisk { name, capacity_bytes }))
     };
     let quiet = ["pause", "is Paused for a snapshot", "commit disks", "disks quiet"];
     let copied = vec![
         request(1, boot(false)),
         disks_alone(2),
         save(3, false, "x"),
-        request(4, Request::Resume),
+        request(4, RESUME),
         resize(5),
         release(false),
         resize(6),
@@ -232,7 +231,7 @@ fn a_snapshot_of_the_disks_alone_pauses_the_machine_until_they_are_copied_and_sa
             "is Running",
             "2 saved 0",
             "8 ok Running web",
-            "resize data Some(4096)",
+            "ResizeDisk(ResizeDisk { name: \"data\", capacity_bytes: 4096 })",
             "6 ok Running web"
         ]
     );
@@ -249,7 +248,7 @@ fn a_snapshot_of_the_disks_alone_pauses_the_machine_until_they_are_copied_and_sa
     let meanwhile = vec![
         request(1, boot(false)),
         disks_alone(2),
-        request(3, Request::Pause),
+        request(3, PAUSE),
         release(false),
         stop(),
     ];
@@ -261,7 +260,7 @@ fn a_snapshot_of_the_disks_alone_pauses_the_machine_until_they_are_copied_and_sa
 
 #[test]
 fn disks_that_can_not_be_made_quiet_are_in_no_snapshot_and_the_machine_goes_on() {
-    let inputs = || vec![request(1, boot(false)), disks_alone(2), request(9, Request::Stop)];
+    let inputs = || vec![request(1, boot(false)), disks_alone(2), request(9, STOP)];
     let log = log_of(inputs(), |builder| builder.commit_fails = true);
     let going_on = log.iter().position(|line| line == "resume").unwrap();
     assert_eq!(log[..3], ["pause", "is Paused for a snapshot", "commit disks"]);
@@ -277,11 +276,7 @@ fn disks_that_can_not_be_made_quiet_are_in_no_snapshot_and_the_machine_goes_on()
 #[test]
 fn a_release_without_a_snapshot_that_keeps_the_machine_paused_is_refused() {
     let log = log_of(
-        vec![
-            request(1, boot(false)),
-            request(3, Request::Release { give_up: false }),
-            save(2, false, "x"),
-        ],
+        vec![request(1, boot(false)), release(3, false), save(2, false, "x")],
         |_| (),
     );
     assert_eq!(log[0], "3 State");
@@ -289,7 +284,7 @@ fn a_release_without_a_snapshot_that_keeps_the_machine_paused_is_refused() {
 
 #[test]
 fn a_snapshot_that_is_given_up_in_any_stage_fails_and_the_machine_goes_on() {
-    let give_up = || request(3, Request::Release { give_up: true });
+    let give_up = || release(3, true);
     let while_it_runs = vec![request(1, boot(false)), save(2, false, "x"), give_up()];
     assert_eq!(
         log_of(while_it_runs, |_| ()),
@@ -339,7 +334,7 @@ fn a_snapshot_that_is_given_up_in_any_stage_fails_and_the_machine_goes_on() {
 
 #[test]
 fn neither_a_machine_that_is_being_sent_nor_one_without_a_snapshot_gives_one_up() {
-    let give_up = || request(3, Request::Release { give_up: true });
+    let give_up = || release(3, true);
     let log = log_of(vec![request(1, boot(false)), send(2, 100), give_up()], |_| ());
     assert_eq!(log[1], "3 State");
     let log = log_of(
@@ -393,17 +388,11 @@ fn a_machine_that_ends_answers_who_waits_for_a_snapshot() {
 #[test]
 fn a_machine_that_begins_with_a_snapshot_is_resumed_and_not_started() {
     let restored = |paused| {
-        let Request::Boot { spec, fds, .. } = boot(paused) else {
+        let Op::Boot(mut boot) = boot(paused) else {
             unreachable!()
         };
-        let restore = Some(Restore::default());
-        let boot = Request::Boot {
-            spec,
-            fds,
-            paused,
-            restore,
-        };
-        let (log, _) = run(vec![request(1, boot), request(2, Request::Stop)], |_| ());
+        boot.restore = Some(Restore::default());
+        let (log, _) = run(vec![request(1, Op::Boot(boot)), request(2, STOP)], |_| ());
         log[..3].to_vec()
     };
     assert_eq!(restored(false), ["restore", "resume", "is Running"]);
@@ -411,27 +400,23 @@ fn a_machine_that_begins_with_a_snapshot_is_resumed_and_not_started() {
 }
 
 pub(super) fn send(id: u64, downtime_ms: u64) -> Input {
-    let socket = tempfile::tempfile().unwrap().into();
-    let downtime = Duration::from_millis(downtime_ms);
-    let send = Request::Send {
-        socket,
-        downtime,
-        policy: Policy::AlwaysSafe,
+    let send = Send {
+        downtime_ms,
         disks: vec!["data".into()],
+        ..Send::default()
     };
-    request(id, send)
+    with_file(id, Op::Send(send))
 }
 
 #[test]
 fn vcpus_are_throttled_as_a_round_says() {
-    let socket = tempfile::tempfile().unwrap().into();
-    let send = Request::Send {
-        socket,
-        downtime: Duration::from_secs(1),
-        policy: Policy::PreferForced,
-        disks: Vec::new(),
+    let send = Send {
+        downtime_ms: 1000,
+        policy: MigrationPolicy::PreferForced.into(),
+        ..Send::default()
     };
-    let log = log_of(vec![request(1, boot(false)), request(2, send)], |_| ());
+    let send = with_file(2, Op::Send(send));
+    let log = log_of(vec![request(1, boot(false)), send], |_| ());
     assert_eq!(log[1..4], ["round 0, 9 sent", "throttle 20", "pause"]);
 }
 
@@ -476,7 +461,7 @@ fn a_machine_that_is_paused_meanwhile_is_not_sent_and_one_that_is_being_sent_tak
         send(2, 100),
         save(3, false, "x"),
         send(4, 100),
-        request(5, Request::Pause),
+        request(5, PAUSE),
     ];
     let log = log_of(inputs, |_| ());
     assert_eq!(
@@ -499,52 +484,27 @@ fn a_machine_that_is_paused_meanwhile_is_not_sent_and_one_that_is_being_sent_tak
 
 #[test]
 fn no_capture_begins_while_a_device_comes_or_goes() {
-    let attach = |id| {
-        let disk = Box::new(Disk {
-            name: "slow".into(),
-            ..Disk::default()
-        });
-        request(
-            id,
-            Request::AttachDisk {
-                disk,
-                fds: Vec::new(),
-            },
-        )
-    };
     let inputs = vec![
         request(1, boot(false)),
-        attach(2),
+        request(2, attach("slow")),
         save(3, false, "x"),
         send(4, 100),
         disks_alone(5),
-        request(9, Request::Stop),
+        request(9, STOP),
     ];
     let log = log_of(inputs, |_| ());
-    assert_eq!(log[..4], ["attach slow 0", "3 State", "4 State", "5 State"]);
+    assert_eq!(log[..4], ["attach slow", "3 State", "4 State", "5 State"]);
 }
 
 #[test]
 fn no_device_comes_or_goes_while_the_machine_is_saved_or_sent() {
-    let name = || "data".to_owned();
-    let fds = Vec::new;
-    let (disk, nic, share) = (Box::default(), Box::default(), Box::default());
     let changes = [
-        Request::AttachDisk { disk, fds: fds() },
-        Request::AttachNic { nic, fds: fds() },
-        Request::AttachShare { share, fds: fds() },
-        Request::DetachDisk {
-            name: name(),
-            force: false,
-        },
-        Request::DetachNic {
-            name: name(),
-            force: true,
-        },
-        Request::DetachShare {
-            name: name(),
-            force: true,
-        },
+        attach("data"),
+        Op::AttachNic(AttachNic::default()),
+        Op::AttachShare(AttachShare::default()),
+        detach("data", false),
+        Op::DetachNic(DetachNic::default()),
+        Op::DetachShare(DetachShare::default()),
     ];
     for change in changes {
         let log = log_of(
@@ -553,12 +513,12 @@ fn no_device_comes_or_goes_while_the_machine_is_saved_or_sent() {
         );
         assert_eq!(log[1], "3 State");
     }
-    let detach = Request::DetachDisk {
-        name: name(),
-        force: true,
-    };
     let log = log_of(
-        vec![request(1, boot(false)), send(2, 100), request(3, detach)],
+        vec![
+            request(1, boot(false)),
+            send(2, 100),
+            request(3, detach("data", true)),
+        ],
         |_| (),
     );
     assert_eq!(log[1], "3 State");

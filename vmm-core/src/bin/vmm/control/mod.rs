@@ -6,11 +6,8 @@
 //! driver, which sends its replies and events back in order.
 
 mod connection;
-mod disk;
 mod outbox;
 mod requests;
-mod snapshot;
-mod trace;
 
 use std::{
     collections::BTreeMap,
@@ -31,10 +28,9 @@ use rustix::{
     net::listen,
 };
 use tracing::{info, warn};
-use vmm_core::lifecycle::{self, Input, Request, Token, publisher::initial_status};
+use vmm_core::lifecycle::{Answer, Input, Token, publisher::initial_status};
 use vmm_protocol::vmm::{
-    DiskStatsReply, Error, ErrorKind, Event, Message, Response, Status, event, message::Kind,
-    response::Result as Answer,
+    Error, ErrorKind, Event, Message, Response, Status, Stop, event, message::Kind, request::Op,
 };
 
 use crate::sandbox::Sandbox;
@@ -176,7 +172,9 @@ impl Server {
             connection: OURSELVES,
             request: 0,
         };
-        let _ = self.inputs.send(Input::Request(token, Request::Stop));
+        let _ = self
+            .inputs
+            .send(Input::Request(token, Box::new(Op::Stop(Stop {}).into())));
         Ok(())
     }
 
@@ -193,16 +191,7 @@ impl Server {
                         continue;
                     };
                     connection.under_way = connection.under_way.saturating_sub(1);
-                    let answer = match answer {
-                        Ok(lifecycle::Answer::Status(status)) => Answer::Status(status),
-                        Ok(lifecycle::Answer::DiskStats(disks)) => {
-                            Answer::DiskStats(DiskStatsReply { disks })
-                        }
-                        Ok(lifecycle::Answer::MachineStats(stats)) => Answer::MachineStats(*stats),
-                        Ok(lifecycle::Answer::Saved(reply)) => Answer::Saved(reply),
-                        Ok(lifecycle::Answer::Sent(reply)) => Answer::Sent(reply),
-                        Err(failure) => error(failure.kind, failure.message),
-                    };
+                    let answer = answer.unwrap_or_else(|failure| error(failure.kind, failure.message));
                     self.respond(token, answer);
                 }
             }

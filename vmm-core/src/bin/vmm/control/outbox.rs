@@ -5,14 +5,14 @@ use std::{
     sync::{Arc, mpsc::Sender},
 };
 
-use vmm_core::lifecycle::{self, Failure, Token, publisher::Audience};
+use vmm_core::lifecycle::{Answer, Failure, Token, publisher::Audience};
 use vmm_protocol::vmm::Event;
 
 /// Message from the driver to the clients.
 #[derive(Debug)]
 pub(super) enum Outgoing {
     Event(Event),
-    Reply(Token, Result<lifecycle::Answer, Failure>),
+    Reply(Token, Result<Answer, Failure>),
     Finish,
 }
 
@@ -47,7 +47,7 @@ impl Audience for Outbox {
         self.put(Outgoing::Event(event));
     }
 
-    fn reply(&self, token: Token, answer: Result<lifecycle::Answer, Failure>) {
+    fn reply(&self, token: Token, answer: Result<Answer, Failure>) {
         self.put(Outgoing::Reply(token, answer));
     }
 }

@@ -1,15 +1,18 @@
 //! Requests of clients: answered by this thread, or passed on to the driver.
 
-use std::os::fd::OwnedFd;
+use std::{
+    fmt::{self, Write as _},
+    os::fd::OwnedFd,
+};
 
 use tracing::{debug, info};
-use vmm_core::lifecycle::{Input, Request, Token};
+use vmm_core::lifecycle::{Answer, Input, Request, Token};
 use vmm_protocol::{
-    vmm::{ErrorKind, HelloReply, Message, message::Kind, request::Op, response::Result as Answer},
+    vmm::{ErrorKind, HelloReply, Message, message::Kind, request::Op},
     wire,
 };
 
-use super::{Server, disk, error, snapshot, trace};
+use super::{Server, error};
 
 /// Unanswered requests of one connection.
 pub(super) const MAX_UNDER_WAY: usize = 16;
@@ -42,62 +45,30 @@ impl Server {
             connection: number,
             request: request.id,
         };
-        if let Some(op) = request.op.as_ref().filter(|_| !request.trace_id.is_empty()) {
-            info!(trace_id = request.trace_id, op = trace::name(op), "asked");
+        let Some(op) = request.op else {
+            return self.respond(token, error(ErrorKind::Invalid, "unknown request".to_owned()));
+        };
+        if !request.trace_id.is_empty() {
+            info!(trace_id = request.trace_id, op = name(&op), "asked");
         }
-        let request = match request.op {
-            Some(Op::Hello(hello)) => return self.hello(token, hello.major),
+        match op {
+            Op::Hello(hello) => return self.hello(token, hello.major),
             _ if !connection.greeted => {
                 return self.refuse(token, ErrorKind::State, "Hello comes first".to_owned());
             }
-            Some(Op::GetStatus(_)) => {
+            Op::GetStatus(_) => {
                 let status = self.status.clone();
                 return self.respond(token, Answer::Status(status));
             }
-            Some(Op::Boot(boot)) => match boot.machine {
-                Some(spec) => Request::Boot {
-                    spec: Box::new(spec),
-                    fds,
-                    paused: boot.paused,
-                    restore: boot.restore,
-                },
-                None => {
-                    let missing = "Boot without a machine".to_owned();
-                    return self.respond(token, error(ErrorKind::Invalid, missing));
-                }
-            },
-            Some(Op::Pause(_)) => Request::Pause,
-            Some(Op::Resume(_)) => Request::Resume,
-            Some(Op::PowerButton(_)) => Request::PowerButton,
-            Some(Op::ResetMachine(_)) => Request::Reset,
-            Some(Op::Stop(_)) => Request::Stop,
-            Some(Op::Release(release)) => Request::Release {
-                give_up: release.give_up,
-            },
-            Some(Op::UnlockDisks(_)) => Request::UnlockDisks,
-            Some(Op::Send(send)) => match snapshot::send_request(&send, fds) {
-                Ok(request) => request,
-                Err(missing) => return self.respond(token, error(ErrorKind::Invalid, missing.to_owned())),
-            },
-            Some(Op::Save(save)) => match snapshot::request(save, fds) {
-                Ok(request) => request,
-                Err(missing) => return self.respond(token, error(ErrorKind::Invalid, missing.to_owned())),
-            },
-            Some(op) => match disk::request(op, fds) {
-                Ok(request) => request,
-                Err(missing) => return self.respond(token, error(ErrorKind::Invalid, missing.to_owned())),
-            },
-            None => {
-                let unknown = "unknown request".to_owned();
-                return self.respond(token, error(ErrorKind::Invalid, unknown));
-            }
-        };
+            _ => {}
+        }
         if connection.under_way >= MAX_UNDER_WAY {
             let many = format!("{MAX_UNDER_WAY} requests are under way already");
             return self.respond(token, error(ErrorKind::Resources, many));
         }
         connection.under_way += 1;
-        let _ = self.inputs.send(Input::Request(token, request));
+        let request = Request { op, fds };
+        let _ = self.inputs.send(Input::Request(token, Box::new(request)));
     }
 
     fn hello(&mut self, token: Token, major: u32) {
@@ -134,5 +105,43 @@ impl Server {
             connection.closing = true;
         }
         self.respond(token, error(kind, message));
+    }
+}
+
+/// The name of an operation in the protocol: the first word of its debug format.
+fn name(op: &Op) -> String {
+    struct FirstWord(String);
+
+    impl fmt::Write for FirstWord {
+        fn write_str(&mut self, text: &str) -> fmt::Result {
+            let word = text.split('(').next().unwrap_or_default();
+            self.0.push_str(word);
+            // The error ends the formatting.
+            if word.len() < text.len() {
+                Err(fmt::Error)
+            } else {
+                Ok(())
+            }
+        }
+    }
+
+    let mut word = FirstWord(String::new());
+    let _ended = write!(word, "{op:?}");
+    word.0
+}
+
+#[cfg(test)]
+mod tests {
+    use vmm_protocol::vmm::{GetDiskStats, SetBalloon};
+
+    use super::*;
+
+    #[test]
+    fn operations_have_the_names_of_the_protocol() {
+        assert_eq!(name(&Op::GetDiskStats(GetDiskStats {})), "GetDiskStats");
+        assert_eq!(
+            name(&Op::SetBalloon(SetBalloon { target_bytes: 1 })),
+            "SetBalloon"
+        );
     }
 }

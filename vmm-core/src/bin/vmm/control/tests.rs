@@ -9,10 +9,7 @@ use rstest::rstest;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, bind, socket};
 use vmm_core::lifecycle::publisher::Audience as _;
 use vmm_protocol::{
-    vmm::{
-        self, Boot, DeviceError, GetStatus, Hello, MachineSpec, PowerButton, Save, State, StateChanged, Stop,
-        request::Op,
-    },
+    vmm::{self, Boot, DeviceError, GetStatus, Hello, MachineSpec, PowerButton, State, StateChanged},
     wire,
 };
 
@@ -220,21 +217,14 @@ fn a_request_reaches_the_driver_and_its_answer_the_asker_after_the_events() {
         kind: Some(Kind::Request(request)),
     };
     wire::send_all(&client.socket, &message, &[file.as_fd()]).unwrap();
-    let Input::Request(
-        token,
-        Request::Boot {
-            fds, paused: true, ..
-        },
-    ) = fixture.inputs.recv().unwrap()
-    else {
+    let Input::Request(token, received) = fixture.inputs.recv().unwrap() else {
         panic!()
     };
-    assert_eq!(fds.len(), 1);
+    assert!(matches!(received.op, Op::Boot(boot) if boot.paused));
+    assert_eq!(received.fds.len(), 1);
 
     fixture.outbox.event(changed(running()));
-    fixture
-        .outbox
-        .reply(token, Ok(lifecycle::Answer::Status(running())));
+    fixture.outbox.reply(token, Ok(Answer::Status(running())));
     assert!(matches!(client.receive(), Some(Kind::Event(_))));
     assert_eq!(client.answer(8), Answer::Status(running()));
     assert!(matches!(other.receive(), Some(Kind::Event(_))));
@@ -252,10 +242,6 @@ fn requests_that_make_no_sense_get_an_error_and_the_connection_stays() {
     let mut client = fixture.greeted();
     client.send(2, None);
     assert_eq!(kind_of(client.answer(2)), ErrorKind::Invalid);
-    let empty = Op::Boot(Boot::default());
-    assert_eq!(kind_of(client.ask(3, empty)), ErrorKind::Invalid);
-    let nowhere = Op::Save(Save::default());
-    assert_eq!(kind_of(client.ask(5, nowhere)), ErrorKind::Invalid);
     assert!(matches!(
         client.ask(4, Op::GetStatus(GetStatus {})),
         Answer::Status(_)
@@ -277,15 +263,13 @@ fn requests_beyond_the_limit_are_refused_until_others_are_answered() {
     let Input::Request(token, _) = fixture.inputs.recv().unwrap() else {
         panic!()
     };
-    fixture
-        .outbox
-        .reply(token, Ok(lifecycle::Answer::Status(running())));
+    fixture.outbox.reply(token, Ok(Answer::Status(running())));
     assert_eq!(client.answer(10), Answer::Status(running()));
     client.send(100, Some(Op::PowerButton(PowerButton {})));
     let last = fixture
         .inputs
         .iter()
-        .find(|input| matches!(input, Input::Request(token, Request::PowerButton) if token.request == 100));
+        .find(|input| matches!(input, Input::Request(token, _) if token.request == 100));
     assert!(last.is_some());
     fixture.finish();
 }
@@ -313,10 +297,10 @@ fn a_client_that_does_not_read_is_dropped_and_the_others_get_everything() {
 fn a_termination_signal_stops_the_run() {
     let mut fixture = Fixture::new();
     fixture.signal.write_all(&[0; 128]).unwrap();
-    assert!(matches!(
-        fixture.inputs.recv().unwrap(),
-        Input::Request(_, Request::Stop)
-    ));
+    let Input::Request(_, request) = fixture.inputs.recv().unwrap() else {
+        panic!()
+    };
+    assert!(matches!(request.op, Op::Stop(_)));
     fixture.finish();
 }
 

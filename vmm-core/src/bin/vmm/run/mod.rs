@@ -21,7 +21,7 @@ use vmm_core::{
     board::assemble::{Assembler, Console},
     lifecycle::{Answer, Failure, publisher::Audience},
 };
-use vmm_protocol::vmm::ExitKind;
+use vmm_protocol::vmm::{Boot, ExitKind, Stop, request::Op};
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::{args::Run, exit_code, exit_record, sandbox, sys};
@@ -56,13 +56,12 @@ pub fn run(args: &Run) -> Result<i32> {
 
     let (inputs, received) = channel();
     let signals = sys::termination_signals().context("taking termination signals")?;
-    let boot = Request::Boot {
-        spec: Box::new(spec),
-        fds,
-        paused: false,
-        restore: None,
+    let boot = Boot {
+        machine: Some(spec),
+        ..Boot::default()
     };
-    let _ = inputs.send(Input::Request(TOKEN, boot));
+    let op = Op::Boot(boot);
+    let _ = inputs.send(Input::Request(TOKEN, Box::new(Request { op, fds })));
     sandbox::close_in(args.seccomp)?;
     stop_when_asked(signals, escape, inputs.clone()).context("starting a thread for signals")?;
 
@@ -93,7 +92,7 @@ fn stop_when_asked(signals: OwnedFd, escape: EventFd, inputs: Sender<Input>) -> 
     thread::spawn(ThreadKind::Control, "signals", move || {
         let mut fds = [signals.as_fd(), escape.as_fd()].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
         while let Err(rustix::io::Errno::INTR) = poll(&mut fds, None) {}
-        let _ = inputs.send(Input::Request(TOKEN, Request::Stop));
+        let _ = inputs.send(Input::Request(TOKEN, Box::new(Op::Stop(Stop {}).into())));
     })?;
     Ok(())
 }

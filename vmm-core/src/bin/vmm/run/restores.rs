@@ -15,9 +15,9 @@ use devices::serial::Terminal;
 use vmm_base::thread::{self, ThreadKind};
 use vmm_core::{
     board::{assemble::Console, rebuilt::Rebuilder},
-    lifecycle::{Answer, Failure, Input, Request, Token, publisher::Audience},
+    lifecycle::{Answer, Failure, Input, Token, publisher::Audience},
 };
-use vmm_protocol::vmm::Event;
+use vmm_protocol::vmm::{Event, Pause, Resume, Stop, request::Op};
 
 const TOKEN: Token = Token {
     connection: 1,
@@ -86,14 +86,15 @@ pub fn begin(
     };
     thread::spawn(ThreadKind::Control, "restores", move || {
         while let Err(RecvTimeoutError::Timeout) = replies.recv_timeout(every) {
-            for request in [Request::Pause, Request::Resume] {
-                let asked = inputs.send(Input::Request(TOKEN, request));
+            for op in [Op::Pause(Pause {}), Op::Resume(Resume {})] {
+                let asked = inputs.send(Input::Request(TOKEN, Box::new(op.into())));
                 let (Ok(()), Ok(answer)) = (asked, replies.recv()) else {
                     return;
                 };
                 if let Err(error) = answer {
                     let _first = failure.set(error);
-                    let _the_run_is_over = inputs.send(Input::Request(TOKEN, Request::Stop));
+                    let stop = Box::new(Op::Stop(Stop {}).into());
+                    let _the_run_is_over = inputs.send(Input::Request(TOKEN, stop));
                     return;
                 }
             }

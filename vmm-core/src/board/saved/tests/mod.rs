@@ -26,7 +26,7 @@ use std::{
 use devices::{bus::Bus, serial::Terminal};
 use vmm_protocol::{
     state::{self, Serial},
-    vmm::{self, MachineSpec},
+    vmm::{self, MachineSpec, request::Op},
 };
 
 use super::super::{
@@ -36,7 +36,7 @@ use super::super::{
 };
 use crate::{
     kvm::{GuestTime, Host},
-    lifecycle::{Failure, Input, Machine as _, Notice, Notifier},
+    lifecycle::{Failure, Input, Machine as _, Notice, Notifier, Progress, Token},
     memory::layout,
 };
 
@@ -220,6 +220,15 @@ impl Rig {
     }
 }
 
+fn resize_console(rig: &mut Rig, columns: u32, rows: u32) -> Result<Progress, Failure> {
+    let token = Token {
+        connection: 1,
+        request: 1,
+    };
+    let op = Op::ResizeConsole(vmm::ResizeConsole { columns, rows });
+    rig.machine.operate(token, op, Vec::new())
+}
+
 #[test]
 fn a_virtio_console_is_restored_with_its_machine_and_a_machine_without_one_has_no_terminals_size() {
     let (mut spec, fds) = spec(1, &ECHO);
@@ -229,14 +238,14 @@ fn a_virtio_console_is_restored_with_its_machine_and_a_machine_without_one_has_n
     });
     let mut rig = Rig::of(&spec, fds);
     rig.machine.start().unwrap();
-    rig.machine.resize_console(80, 25).unwrap();
+    resize_console(&mut rig, 80, 25).unwrap();
     for count in 0..3 {
         assert_eq!(rig.echo(b'a'), b'a' + count);
         rig.pause_and_resume();
-        rig.machine.resize_console(132, 43).unwrap();
+        resize_console(&mut rig, 132, 43).unwrap();
     }
     let mut without = Rig::new(1, &ECHO);
-    let refused = without.machine.resize_console(80, 25).unwrap_err();
+    let refused = resize_console(&mut without, 80, 25).unwrap_err();
     assert_eq!(refused.kind, vmm::ErrorKind::NotFound);
 }
 
