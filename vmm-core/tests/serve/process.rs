@@ -420,7 +420,6 @@ impl Client {
         let send = Send {
             socket_fd: 0,
             downtime_ms,
-            throttle: false,
             policy: 0,
             disks: disks.iter().map(ToString::to_string).collect(),
         };

@@ -286,8 +286,6 @@ impl Client {
         let send = vmm::Send {
             socket_fd: 0,
             downtime_ms: u64::try_from(downtime.as_millis()).unwrap_or(u64::MAX),
-            // For a `vmm` without `policy`.
-            throttle: policy == MigrationPolicy::PreferForced,
             disks,
             policy: policy.into(),
         };
