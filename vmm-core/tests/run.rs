@@ -111,7 +111,7 @@ fn what_is_wrong_is_said_in_one_line() {
 }
 
 #[test]
-fn the_console_is_on_the_terminal_until_the_escape_and_the_terminal_is_as_before() {
+fn console_is_on_the_terminal_until_the_escape() {
     let main = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
     grantpt(&main).unwrap();
     unlockpt(&main).unwrap();
@@ -163,7 +163,7 @@ fn output_and_messages_in_one_file_do_not_overwrite_each_other() {
 }
 
 #[test]
-fn a_machine_with_a_screen_shows_it_to_vnc_clients_at_its_socket() {
+fn screen_is_shown_to_vnc_clients_at_its_socket() {
     use std::os::unix::net::UnixStream;
     // Its guest does nothing.
     let dir = vm_with(guest::HALT, "", ", display: {width: 640, height: 480}");
@@ -229,7 +229,7 @@ fn a_machine_with_a_screen_shows_it_to_vnc_clients_at_its_socket() {
 }
 
 #[test]
-fn a_socket_for_a_screen_that_the_machine_does_not_have_is_refused() {
+fn socket_for_a_missing_screen_is_refused() {
     let dir = vm(guest::POWER_OFF);
     let output = command(&dir)
         .arg("--vnc")

@@ -364,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limited_receiver_refuses_a_message_of_very_many_fields_before_it_is_decoded() {
+    fn limited_receiver_refuses_many_fields_before_decoding() {
         use crate::vmm::{DiskStats, DiskStatsReply, Response, response::Result as Outcome};
         let limits = Limits {
             frame_bytes: MAX_FRAME,
@@ -418,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn descriptors_stay_with_their_message_whatever_is_under_way_around_it() {
+    fn descriptors_stay_with_their_message() {
         for ahead in 0..3_u64 {
             let (a, b) = UnixStream::pair().unwrap();
             for id in 0..ahead {
@@ -439,7 +439,7 @@ mod tests {
     }
 
     #[test]
-    fn as_many_descriptors_as_there_may_be_arrive_in_order_with_their_message() {
+    fn maximum_of_descriptors_arrives_in_order() {
         let file = tempfile_like();
         for count in [1, 252, 253, 254, 506, 507, MAX_FDS] {
             let (a, b) = UnixStream::pair().unwrap();

@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn a_share_that_is_gone_has_closed_its_connection_and_can_come_again() {
+    fn detached_share_closes_its_connection_and_can_return() {
         let mut rig = Rig::new(true);
         for forced in [false, true] {
             rig.shares.write_unseen().unwrap();

@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn each_structure_is_as_long_as_its_version_says_and_handles_differ() {
+    fn structures_have_the_length_of_their_version_and_own_handles() {
         let bytes = build(&SYSTEM);
         let all = structures(&bytes[TABLE_OFFSET..]);
         let lengths: Vec<_> = all.iter().map(|(kind, bytes, _)| (*kind, bytes.len())).collect();

@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn all_has_changed_at_first_and_what_nobody_took_outlives_the_slot() {
+    fn all_pages_are_dirty_at_first_and_dirt_outlives_the_slot() {
         let (_vm, video) = video();
         assert!(video.take_changes().is_empty());
         video.moved(Some(0x8000_0000));

@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn a_press_is_pending_at_a_masked_input_also_after_a_reset_of_the_controllers() {
+    fn masked_press_stays_pending_after_a_controller_reset() {
         let host = Host::open().unwrap_or_else(|error| panic!("these tests need KVM: {error}"));
         let vm = Vm::create(&host).unwrap();
         let power_on = IrqChipState::capture(&vm).unwrap();

@@ -220,7 +220,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_table_keeps_the_wired_interrupts_and_skips_vectors_without_a_message() {
+    fn routes_keep_wired_interrupts_and_skip_empty_vectors() {
         let mut routes = MsiRoutes::new(27);
         assert_eq!(
             [routes.take(), routes.take(), routes.take(), routes.take()],

@@ -70,7 +70,7 @@ fn a_second_ram_is_refused() {
 }
 
 #[test]
-fn the_most_ram_that_fits_the_host_can_be_built_without_having_it() {
+fn largest_ram_is_built_without_allocation() {
     use vm_memory::{Bytes as _, GuestAddress, GuestMemoryBackend as _};
 
     use crate::memory::{

@@ -458,7 +458,7 @@ fn request(id: u64, request: impl Into<super::Request>) -> Input {
 }
 
 #[test]
-fn a_guest_that_powers_off_ends_its_run_with_the_record_before_the_event() {
+fn power_off_writes_the_record_before_the_event() {
     let (log, record) = run(
         vec![request(1, boot(false)), Input::Notice(Notice::PowerOff)],
         |_| (),
@@ -548,7 +548,7 @@ fn a_pause_that_fails_leaves_the_machine_running() {
 }
 
 #[test]
-fn a_triple_fault_ends_a_run_that_is_to_stop_and_a_failure_of_the_host_is_ours() {
+fn crash_or_host_failure_ends_the_run_with_its_kind() {
     let crashed = Notice::GuestCrashed("vCPU 0: emulation failure".into());
     let failed = Notice::VmmFailed("KVM_RUN: bad address".into());
     for (notice, on_crash, kind) in [

@@ -394,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shared_ram_is_in_its_file_and_the_high_part_follows_the_low_one() {
+    fn shared_ram_is_in_its_file_low_part_first() {
         use std::os::unix::fs::FileExt;
         let ram = GuestRam::new(3 * GIB + 2 * MIB, Backing::Shared).unwrap();
         ram.memory()

@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_fits_the_width_of_the_hosts_addresses_or_the_most_that_does_is_told() {
+    fn too_much_memory_for_the_host_names_the_maximum() {
         assert_eq!(fits(RAM_MAX, 43), Ok(()));
         assert_eq!(fits(RAM_MAX, 52), Ok(()));
         assert_eq!(fits(60 * GIB, 37), Ok(()));
@@ -187,7 +187,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_map_holds_all_ram_but_the_reserved_part_in_order_without_overlap(units in 64_u64..=RAM_MAX / RAM_ALIGNMENT) {
+        fn map_has_all_ram_except_reserved_in_order(units in 64_u64..=RAM_MAX / RAM_ALIGNMENT) {
             let ram = units * RAM_ALIGNMENT;
             let map = memory_map(ram);
             let mut last = 0;

@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_ends_early_and_a_destination_outside_ram_are_told_apart() {
+    fn short_file_and_destination_outside_ram_differ() {
         let memory = memory();
         let file = file(&[1; 100]);
         let truncated = load_file(&memory, GuestAddress(0), &file, 90, 20);

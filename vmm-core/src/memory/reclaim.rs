@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_go_back_to_the_host_and_read_as_zeroes_while_their_neighbours_stay() {
+    fn returned_pages_read_as_zeroes_and_neighbours_stay() {
         for backing in [Backing::Private, Backing::Shared] {
             let ram = GuestRam::new(3 * GIB + RAM_ALIGNMENT, backing).unwrap();
             let reclaim = RamReclaim::new(&ram);

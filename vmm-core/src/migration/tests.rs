@@ -129,7 +129,7 @@ fn mostly_zeroes(quiet: Duration) -> Vec<u8> {
 }
 
 #[test]
-fn memory_of_zeroes_is_not_sent_but_for_a_sign_of_life_now_and_then() {
+fn zero_pages_are_not_sent_except_as_a_sign_of_life() {
     let (silent, lively) = (mostly_zeroes(Duration::MAX), mostly_zeroes(Duration::ZERO));
     let sign = FRAME + 16;
     // At least one for each range, and nowhere near one for each page.
@@ -349,7 +349,7 @@ fn frames_that_no_sender_sends_are_refused() {
 }
 
 #[test]
-fn a_sender_whose_socket_takes_nothing_asks_whether_to_go_on_and_ends_when_the_other_end_is_closed() {
+fn blocked_sender_polls_for_cancel_and_ends_with_its_peer() {
     let memory = memory();
     for page in 0..600 {
         put(&memory, page << 12, 1);

@@ -84,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_machine_is_paused_when_the_rest_can_be_sent_within_the_limit_and_never_when_it_can_not() {
+    fn pause_comes_when_the_rest_fits_the_downtime() {
         const MIB: u64 = 1 << 20;
         let decide = |rounds, dirty, speed, limit_ms| {
             is_time_to_pause(
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn a_policy_says_from_which_round_on_vcpus_are_throttled_and_what_follows_the_last_one() {
+    fn policy_decides_when_to_throttle_and_the_end_of_rounds() {
         use Policy::*;
         let too_much =
             |policy, rounds| is_time_to_pause(policy, rounds, u64::MAX, 1, Duration::from_millis(300)).ok();
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn vcpus_stand_still_for_longer_as_long_as_a_round_does_not_leave_half_of_what_it_sent() {
+    fn throttle_grows_until_a_round_halves_the_rest() {
         let mut steps = vec![0];
         while steps.last() != Some(&MAX_THROTTLE) {
             let last = steps.last().copied().unwrap_or_default();

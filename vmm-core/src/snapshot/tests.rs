@@ -136,7 +136,7 @@ fn pages_of_zeroes_take_no_room() {
 }
 
 #[test]
-fn a_page_that_is_written_again_counts_as_it_was_last_also_when_it_became_zeroes() {
+fn last_write_of_a_page_counts_also_of_zeroes() {
     let memory = filled();
     let file = tempfile::tempfile().unwrap();
     let mut writer = Writer::new(file.try_clone().unwrap(), &memory).unwrap();

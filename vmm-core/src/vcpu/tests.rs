@@ -160,7 +160,7 @@ fn mov_dx(port: u16) -> Vec<u8> {
 }
 
 #[test]
-fn port_and_memory_accesses_reach_their_bus_in_the_width_that_the_guest_chose() {
+fn accesses_reach_their_bus_in_the_guests_width() {
     let mmio = u32::try_from(MMIO).unwrap().to_le_bytes();
     let code = code(&[
         &mov_dx(0x500),
@@ -221,7 +221,7 @@ fn a_string_access_reaches_the_device_element_by_element() {
 }
 
 #[test]
-fn effects_are_carried_out_before_the_next_instruction_and_reset_parks_the_vcpu() {
+fn effects_precede_the_next_instruction_and_reset_parks() {
     let code = code(&[&[0xe6, 0x81], &[0xe6, 0x82], &[0xe6, 0x83], &END]);
     let mut rig = rig(1, &code);
     let _remap = rig.probe(&rig.spaces.pio, 0x81, 1, Effect::Remap);
@@ -242,7 +242,7 @@ fn effects_are_carried_out_before_the_next_instruction_and_reset_parks_the_vcpu(
 }
 
 #[test]
-fn a_vcpu_that_was_stopped_is_released_and_one_that_has_ended_its_run_is_not() {
+fn stopped_vcpu_is_released_and_an_ended_one_is_not() {
     let mut rig = rig(1, &code(&[&[0xeb, 0xfe]]));
     rig.vcpus.run().unwrap();
     for _ in 0..50 {
@@ -328,7 +328,7 @@ fn all_vcpus_of_a_large_machine_stop_and_run_together() {
 /// 254 vCPUs: each vCPU has the local APIC ID of the topology, and the last one starts when the
 /// first one sends it INIT and a startup IPI.
 #[test]
-fn the_last_vcpu_of_the_largest_machine_starts_when_the_first_says_so() {
+fn last_vcpu_of_the_largest_machine_starts_by_ipi() {
     const FLAG: u64 = 0x9000;
     // Real mode at 0x8000: mov word [0x9000], 1; hlt; jmp $-1.
     let startup = [0xc7, 0x06, 0x00, 0x90, 1, 0, 0xf4, 0xeb, 0xfd];
@@ -458,7 +458,7 @@ const MESSAGE: MsiMessage = MsiMessage {
 };
 
 #[test]
-fn a_message_signalled_interrupt_wakes_a_halted_vcpu_by_ioctl_and_by_eventfd() {
+fn msi_wakes_a_halted_vcpu_by_ioctl_and_by_eventfd() {
     let mut rig = rig(1, &interrupt_guest());
     let ready = rig.probe(&rig.spaces.pio, 0x81, 1, Effect::None);
     let handled = rig.probe(&rig.spaces.pio, 0x82, 1, Effect::None);
@@ -491,7 +491,7 @@ fn a_message_signalled_interrupt_wakes_a_halted_vcpu_by_ioctl_and_by_eventfd() {
 }
 
 #[test]
-fn a_pause_keeps_a_halted_vcpu_halted_and_interrupts_come_after_it() {
+fn pause_keeps_a_halted_vcpu_halted_and_delays_interrupts() {
     let mut rig = rig(1, &interrupt_guest());
     let ready = rig.probe(&rig.spaces.pio, 0x81, 1, Effect::None);
     let handled = rig.probe(&rig.spaces.pio, 0x82, 1, Effect::None);
@@ -558,7 +558,7 @@ fn many_vectors_are_routed_and_given_back() {
 }
 
 #[test]
-fn a_notification_of_any_width_signals_its_eventfd_without_an_exit() {
+fn notification_of_any_width_signals_without_an_exit() {
     let mmio = u32::try_from(MMIO).unwrap().to_le_bytes();
     let code = code(&[
         &[0xa3],

@@ -67,7 +67,7 @@ fn a_machine_counts_its_exits_and_the_time_of_its_vcpus() {
 }
 
 #[test]
-fn disks_are_attached_made_larger_and_taken_away_also_while_the_machine_is_paused() {
+fn disks_change_while_the_machine_is_paused() {
     let dir = tempfile::tempdir().unwrap();
     let vmm = Vmm::start();
     let mut client = vmm.client();

@@ -26,6 +26,14 @@ fn boot(client: &mut Client, guest: &[u8]) {
     );
 }
 
+/// A process whose guest runs these pieces of code.
+fn booted(code: &[&[u8]]) -> (Vmm, Client) {
+    let vmm = Vmm::start();
+    let mut client = vmm.client();
+    boot(&mut client, &guest::program(&code.concat()));
+    (vmm, client)
+}
+
 fn state(answer: &Answer) -> State {
     match answer {
         Answer::Status(status) => status.state(),
@@ -42,12 +50,7 @@ fn kind(answer: &Answer) -> ErrorKind {
 
 #[test]
 fn a_guest_prints_and_powers_off_and_the_record_says_so() {
-    let mut vmm = Vmm::start();
-    let mut client = vmm.client();
-    boot(
-        &mut client,
-        &guest::program(&[guest::PRINT_HI, guest::POWER_OFF].concat()),
-    );
+    let (mut vmm, mut client) = booted(&[guest::PRINT_HI, guest::POWER_OFF]);
     let ended = client.wait_for_end();
     assert_eq!(ended.kind(), ExitKind::PowerOff);
     assert_eq!(vmm.wait().code(), Some(0));
@@ -57,7 +60,7 @@ fn a_guest_prints_and_powers_off_and_the_record_says_so() {
 }
 
 #[test]
-fn a_serial_log_that_is_full_becomes_the_older_one_and_the_guest_goes_on() {
+fn full_serial_log_becomes_the_older_one() {
     let mut vmm = Vmm::start();
     vmm.fill_serial_log((1 << 20) - 1);
     let mut client = vmm.client();
@@ -72,12 +75,7 @@ fn a_serial_log_that_is_full_becomes_the_older_one_and_the_guest_goes_on() {
 
 #[test]
 fn the_console_replays_what_was_printed_and_takes_input() {
-    let vmm = Vmm::start();
-    let mut client = vmm.client();
-    boot(
-        &mut client,
-        &guest::program(&[guest::PRINT_HI, guest::ECHO].concat()),
-    );
+    let (vmm, mut client) = booted(&[guest::PRINT_HI, guest::ECHO]);
     vmm.wait_for_serial("hi");
     let mut console = vmm.console();
     assert_eq!(console.read(8), 2_u64.to_le_bytes());
@@ -113,12 +111,7 @@ fn ends_of_the_guests_own_making_are_told_apart(
 
 #[test]
 fn a_guest_that_resets_goes_on_in_the_same_process() {
-    let mut vmm = Vmm::start();
-    let mut client = vmm.client();
-    boot(
-        &mut client,
-        &guest::program(&[guest::PRINT_HI, guest::RESET_ONCE, guest::POWER_OFF].concat()),
-    );
+    let (mut vmm, mut client) = booted(&[guest::PRINT_HI, guest::RESET_ONCE, guest::POWER_OFF]);
     let reset = client.wait_for_event(|kind| match kind {
         event::Kind::GuestReset(reset) => Some(reset.guest_resets),
         _ => None,
@@ -131,12 +124,7 @@ fn a_guest_that_resets_goes_on_in_the_same_process() {
 
 #[test]
 fn a_guest_that_crashes_starts_anew_in_the_same_process() {
-    let mut vmm = Vmm::start();
-    let mut client = vmm.client();
-    boot(
-        &mut client,
-        &guest::program(&[guest::PRINT_HI, guest::TRIPLE_FAULT].concat()),
-    );
+    let (mut vmm, mut client) = booted(&[guest::PRINT_HI, guest::TRIPLE_FAULT]);
     for turn in 1..=3 {
         let message = client.wait_for_event(|kind| match kind {
             event::Kind::CrashReset(reset) if reset.crash_resets == turn => Some(reset.message.clone()),
@@ -151,13 +139,8 @@ fn a_guest_that_crashes_starts_anew_in_the_same_process() {
 }
 
 #[test]
-fn a_panicked_guest_lives_on_and_is_the_reason_when_it_is_stopped() {
-    let mut vmm = Vmm::start();
-    let mut client = vmm.client();
-    boot(
-        &mut client,
-        &guest::program(&[guest::PANIC, guest::HALT].concat()),
-    );
+fn panicked_guest_runs_on_and_ends_as_panic() {
+    let (mut vmm, mut client) = booted(&[guest::PANIC, guest::HALT]);
     client.wait_for_event(|kind| matches!(kind, event::Kind::GuestPanicked(_)).then_some(()));
     assert_eq!(state(&client.ask(Op::GetStatus(GetStatus {}))), State::Running);
     assert_eq!(state(&client.ask(Op::Stop(Stop {}))), State::Ended);
@@ -167,12 +150,7 @@ fn a_panicked_guest_lives_on_and_is_the_reason_when_it_is_stopped() {
 
 #[test]
 fn a_paused_guest_stands_still_and_goes_on_where_it_was() {
-    let vmm = Vmm::start();
-    let mut client = vmm.client();
-    boot(
-        &mut client,
-        &guest::program(&[guest::PRINT_HI, guest::ECHO].concat()),
-    );
+    let (vmm, mut client) = booted(&[guest::PRINT_HI, guest::ECHO]);
     vmm.wait_for_serial("hi");
     assert_eq!(state(&client.ask(Op::Pause(Pause {}))), State::Paused);
     assert_eq!(state(&client.ask(Op::Pause(Pause {}))), State::Paused);
@@ -190,9 +168,7 @@ fn a_paused_guest_stands_still_and_goes_on_where_it_was() {
 
 #[test]
 fn the_process_outlives_its_daemon_and_serves_the_next_one() {
-    let mut vmm = Vmm::start();
-    let mut client = vmm.client();
-    boot(&mut client, &guest::program(guest::HALT));
+    let (mut vmm, client) = booted(&[guest::HALT]);
     drop(client);
     let mut next = vmm.client();
     assert_eq!(state(&next.ask(Op::GetStatus(GetStatus {}))), State::Running);
@@ -251,9 +227,7 @@ fn a_machine_that_is_booted_paused_runs_when_it_is_resumed() {
 
 #[test]
 fn a_termination_signal_ends_the_run_with_a_record() {
-    let mut vmm = Vmm::start();
-    let mut client = vmm.client();
-    boot(&mut client, &guest::program(guest::HALT));
+    let (mut vmm, mut client) = booted(&[guest::HALT]);
     vmm.terminate();
     assert_eq!(client.wait_for_end().kind(), ExitKind::Stopped);
     assert_eq!(vmm.wait().signal(), None);
@@ -261,9 +235,7 @@ fn a_termination_signal_ends_the_run_with_a_record() {
 
 #[test]
 fn the_process_has_its_own_user_and_no_rights() {
-    let vmm = Vmm::start();
-    let mut client = vmm.client();
-    boot(&mut client, &guest::program(guest::HALT));
+    let (vmm, mut client) = booted(&[guest::HALT]);
     let status = vmm.proc_status();
     for set in ["CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"] {
         assert_eq!(status[set], "0000000000000000", "{set}");

@@ -91,7 +91,7 @@ fn what_no_vmm_sends_ends_the_start() {
 }
 
 #[test]
-fn a_disk_goes_from_one_process_to_the_other_and_back_only_by_its_lock() {
+fn disk_moves_between_processes_only_by_its_lock() {
     let image = tempfile::NamedTempFile::new().unwrap();
     image.as_file().set_len(1 << 20).unwrap();
     let open = || {

@@ -8,16 +8,11 @@ use rstest::rstest;
 use vmm_protocol::vmm::{ExitKind, Hello, request::Op, response::Result as Answer};
 use vmm_protocol::wire;
 
-use super::{boot, guest, process::Vmm};
+use super::{booted, guest, process::Vmm};
 
 #[test]
 fn every_thread_has_filters_and_no_new_privileges() {
-    let vmm = Vmm::start();
-    let mut client = vmm.client();
-    boot(
-        &mut client,
-        &guest::program(&[guest::PRINT_HI, guest::HALT].concat()),
-    );
+    let (vmm, mut client) = booted(&[guest::PRINT_HI, guest::HALT]);
     let image = tempfile::tempfile().unwrap();
     image.set_len(1 << 20).unwrap();
     client.attach(&image, "root", 10);
@@ -127,10 +122,7 @@ const AT_A_TIME: usize = 4;
 #[case("storage", "blk-pool")]
 #[case("serial", "serial")]
 #[case("helper", "loader")]
-fn a_call_outside_the_list_of_a_thread_ends_the_process_and_the_record_names_both(
-    #[case] kind: &str,
-    #[case] thread: &str,
-) {
+fn forbidden_call_ends_the_process_with_a_record(#[case] kind: &str, #[case] thread: &str) {
     let machine = !matches!(kind, "main" | "control");
     let mut deeds = DEEDS.to_vec();
     if kind != "main" {
@@ -208,7 +200,7 @@ fn landlock_alone_keeps_files_and_the_network_from_it(#[case] deed: &str, #[case
 }
 
 #[test]
-fn clone3_is_told_to_be_missing_so_that_the_flags_of_clone_can_be_checked() {
+fn clone3_is_missing_so_that_clone_flags_are_checked() {
     let mut vmm = Vmm::attempting("main:clone3", &[]);
     let mut client = vmm.client();
     client.ask(Op::Stop(vmm_protocol::vmm::Stop {}));

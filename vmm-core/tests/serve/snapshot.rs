@@ -39,7 +39,7 @@ pub fn running() -> (Vmm, Client) {
 }
 
 #[test]
-fn a_guest_that_runs_or_is_paused_is_saved_and_goes_on_in_other_processes() {
+fn saved_guest_resumes_in_other_processes() {
     let (first, mut client) = running();
     for paused in [false, true] {
         let file = tempfile::tempfile().unwrap();
@@ -68,7 +68,7 @@ fn a_guest_that_runs_or_is_paused_is_saved_and_goes_on_in_other_processes() {
 }
 
 #[test]
-fn a_machine_that_is_paused_for_its_snapshot_says_so_and_one_that_was_paused_stays_so() {
+fn pause_for_a_snapshot_has_its_reason() {
     let (_first, mut client) = running();
     let file = tempfile::tempfile().unwrap();
     saved(client.save(&file, true));
@@ -92,7 +92,7 @@ fn a_machine_that_is_paused_for_its_snapshot_says_so_and_one_that_was_paused_sta
 }
 
 #[test]
-fn a_snapshot_of_disks_alone_pauses_the_machine_until_a_release_and_needs_no_file() {
+fn snapshot_of_disks_alone_pauses_until_a_release() {
     let (first, mut client) = running();
     let mut other = first.client();
     for (number, give_up) in [(7, false), (8, true)] {
@@ -125,7 +125,7 @@ fn a_snapshot_of_disks_alone_pauses_the_machine_until_a_release_and_needs_no_fil
 }
 
 #[test]
-fn a_snapshot_that_was_changed_or_cut_off_ends_the_start_with_the_place() {
+fn damaged_snapshot_ends_the_start_with_its_place() {
     let (_first, mut client) = running();
     let file = tempfile::tempfile().unwrap();
     let reply = saved(client.save(&file, false));

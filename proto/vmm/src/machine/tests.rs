@@ -29,7 +29,7 @@ fn machine() -> vmm::MachineSpec {
 }
 
 #[test]
-fn a_machine_names_each_descriptor_and_slot_once_and_only_what_came() {
+fn descriptors_and_slots_are_named_once_and_exist() {
     assert!(Machine::new(&machine(), 4).is_ok());
     assert!(Machine::new(&machine(), 3).is_err());
     let mut spec = machine();
@@ -48,7 +48,7 @@ fn a_machine_names_each_descriptor_and_slot_once_and_only_what_came() {
 }
 
 #[test]
-fn a_balloon_holds_whole_pages_of_the_machines_memory_and_not_huge_ones() {
+fn balloon_needs_whole_pages_and_no_huge_pages() {
     let with = |slot: u32, target: u64, huge_page_bytes: u64| {
         let spec = vmm::MachineSpec {
             balloon: Some(vmm::Balloon {

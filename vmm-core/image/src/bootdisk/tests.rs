@@ -249,7 +249,7 @@ fn grub_cfg_says_what_a_debian_on_gpt_boots() {
 }
 
 #[test]
-fn a_boot_partition_has_its_own_entries_and_grub_remembers_which() {
+fn boot_partition_has_own_entries_and_grubs_saved_one() {
     let workshop = Workshop::new();
     let entry = |version: &str| {
         format!(

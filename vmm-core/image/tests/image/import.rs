@@ -238,7 +238,7 @@ fn images_of_other_hypervisors_become_the_same_raw_image() {
 }
 
 #[test]
-fn hostile_images_of_other_hypervisors_are_refused_with_the_reason() {
+fn hostile_foreign_images_are_refused_with_the_reason() {
     let images = Images::new();
     let changed = |image: &[u8], at: usize, bytes: &[u8]| {
         let mut image = image.to_vec();

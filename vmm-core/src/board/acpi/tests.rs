@@ -76,7 +76,7 @@ fn walk(tables: &Tables) -> BTreeMap<String, Vec<u8>> {
 }
 
 #[test]
-fn every_table_is_reached_from_the_rsdp_and_has_a_right_checksum() {
+fn tables_are_reached_from_the_rsdp_with_right_checksums() {
     let tables = walk(&build(&platform(4), BASE));
     assert_eq!(
         tables.keys().map(String::as_str).collect::<Vec<_>>(),
@@ -131,7 +131,7 @@ fn the_madt_lists_each_cpu_once_with_its_apic_id() {
 }
 
 #[test]
-fn the_largest_machine_has_local_apics_that_old_kernels_know_and_its_tables_fit() {
+fn tables_of_the_largest_machine_fit_with_old_local_apics() {
     for cores in [1, 2, 16, 17, 64, 248, 254] {
         let topology = Topology::for_cores(cores).unwrap();
         let platform = Platform {
@@ -216,7 +216,7 @@ fn slots_of(dsdt: &[u8], bus: u32) -> &[u8] {
 }
 
 #[test]
-fn each_slot_of_each_bus_has_its_address_its_number_and_a_way_to_eject_it() {
+fn slots_have_address_number_and_eject_method() {
     let dsdt = &walk(&build(&platform(1), BASE))["DSDT"];
     for (bus, slot) in (0_u32..3).flat_map(|bus| (1_u32..32).map(move |slot| (bus, slot))) {
         let device = device(slots_of(dsdt, bus), &format!("S{slot:02}_"));
@@ -243,7 +243,7 @@ fn each_slot_of_each_bus_has_its_address_its_number_and_a_way_to_eject_it() {
 }
 
 #[test]
-fn events_of_slots_come_by_their_own_device_and_reach_each_slot_of_each_bus() {
+fn slot_events_have_their_own_device_and_reach_each_slot() {
     let dsdt = &walk(&build(&platform(1), BASE))["DSDT"];
     let events = device(dsdt, "GED1");
     // Extended interrupt: consumer, level, active high, exclusive; one, GSI 16 (ACPI 6.5, 6.4.3.6).
@@ -270,7 +270,7 @@ fn events_of_slots_come_by_their_own_device_and_reach_each_slot_of_each_bus() {
 }
 
 #[test]
-fn host_bridges_of_further_buses_are_there_when_the_register_says_so_and_are_notified_when_they_come() {
+fn further_host_bridges_appear_with_their_register_bit() {
     let dsdt = &walk(&build(&platform(1), BASE))["DSDT"];
     for bus in 0..3_u8 {
         let slots = slots_of(dsdt, bus.into());
@@ -287,7 +287,7 @@ fn host_bridges_of_further_buses_are_there_when_the_register_says_so_and_are_not
 }
 
 #[test]
-fn the_power_button_is_a_level_and_its_event_clears_the_status_before_it_notifies() {
+fn power_button_event_clears_the_status_before_it_notifies() {
     let dsdt = &walk(&build(&platform(1), BASE))["DSDT"];
     let events = device(dsdt, "GED0");
     assert!(has(events, &[0x89, 6, 0, 1, 1, 17, 0, 0, 0]));
@@ -302,7 +302,7 @@ fn the_power_button_is_a_level_and_its_event_clears_the_status_before_it_notifie
 }
 
 #[test]
-fn each_bus_has_a_host_bridge_with_its_number_and_a_window_of_its_own() {
+fn buses_have_host_bridges_with_number_and_window() {
     let dsdt = &walk(&build(&platform(1), BASE))["DSDT"];
     for (bus, windows) in (0_u8..).zip(&platform(1).mmio64) {
         let bridge = device(dsdt, &format!("PCI{bus}"));

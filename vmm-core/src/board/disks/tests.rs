@@ -113,7 +113,7 @@ fn gone(name: &str, forced: bool) -> Vec<Detached> {
 }
 
 #[test]
-fn a_disk_is_attached_when_its_image_is_open_and_nobody_waits_for_that() {
+fn attach_completes_when_the_image_is_open_and_nothing_waits() {
     let mut rig = Rig::new();
     rig.attach(1, "data", 5).unwrap();
     // A pause and a reset find nothing to wait for.
@@ -130,7 +130,7 @@ fn a_disk_is_attached_when_its_image_is_open_and_nobody_waits_for_that() {
 }
 
 #[test]
-fn names_and_slots_are_taken_while_an_image_is_being_opened_and_free_when_that_fails() {
+fn name_and_slot_are_taken_while_an_image_opens() {
     let mut rig = Rig::new();
     rig.attach(1, "data", 5).unwrap();
     for (name, slot) in [("data", 6), ("other", 5)] {
@@ -151,7 +151,7 @@ fn names_and_slots_are_taken_while_an_image_is_being_opened_and_free_when_that_f
 }
 
 #[test]
-fn a_detach_cancels_an_attach_and_is_done_when_the_image_is_closed() {
+fn detach_cancels_an_attach_and_ends_with_the_closed_image() {
     for force in [false, true] {
         let mut rig = Rig::new();
         rig.attach(1, "data", 5).unwrap();
@@ -177,7 +177,7 @@ fn a_detach_cancels_an_attach_and_is_done_when_the_image_is_closed() {
 }
 
 #[test]
-fn a_machine_that_ends_leaves_an_image_to_the_thread_that_opens_it() {
+fn machine_end_leaves_an_image_to_the_opening_thread() {
     let mut rig = Rig::new();
     rig.attach(1, "data", 5).unwrap();
     let Rig { disks, notices, open } = rig;
@@ -192,7 +192,7 @@ fn a_machine_that_ends_leaves_an_image_to_the_thread_that_opens_it() {
 }
 
 #[test]
-fn a_disk_with_requests_under_way_is_never_told_as_gone_and_holds_up_whoever_needs_the_memory() {
+fn disk_with_requests_in_flight_delays_a_reset_and_its_end() {
     let mut rig = Rig::new();
     let (tell_gone, receiver) = channel();
     let mut leaving = Leaving::new(Pluggable::Disk, "data".into(), true, true, receiver);

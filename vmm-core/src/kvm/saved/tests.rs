@@ -135,7 +135,7 @@ fn access_rights_are_those_of_the_processor_manual() {
 }
 
 #[test]
-fn frequencies_that_two_measurements_of_one_clock_give_are_the_same() {
+fn measured_frequencies_of_one_clock_are_equal() {
     assert!(tsc::is_same_frequency(3_000_000, 3_000_750));
     assert!(!tsc::is_same_frequency(3_000_000, 3_000_751));
     assert!(!tsc::is_same_frequency(3_000_000, 0));
@@ -143,7 +143,7 @@ fn frequencies_that_two_measurements_of_one_clock_give_are_the_same() {
 }
 
 #[test]
-fn the_counters_of_all_vcpus_are_shifted_by_what_the_first_one_needs() {
+fn counters_of_all_vcpus_shift_as_the_first_one() {
     // Saved at 1000 with an offset of -5000 (the host was at 6000); here the host is at 20,000 and the offset -20,000.
     let minus = |value: u64| 0_u64.wrapping_sub(value);
     let shift = tsc::shift(minus(5000), minus(20_000), 0, 1000);

@@ -78,7 +78,7 @@ fn no_more_slots_than_the_host_has_are_placed() {
 }
 
 #[test]
-fn a_log_begins_with_all_pages_and_goes_on_with_what_this_process_writes() {
+fn dirty_log_starts_full_and_has_writes_of_this_process() {
     let vm = vm();
     let region = region(0x10_0000, 0x4_5000);
     let slot = vm.add_slot(&region).unwrap();

@@ -16,7 +16,7 @@ pub(super) fn detach(name: &str, force: bool) -> Op {
 }
 
 #[test]
-fn disks_come_and_go_while_the_guest_runs_and_while_it_is_paused() {
+fn disks_come_and_go_while_running_and_paused() {
     let (log, _) = run(
         vec![
             request(1, attach("early")),
@@ -60,7 +60,7 @@ fn disks_come_and_go_while_the_guest_runs_and_while_it_is_paused() {
 }
 
 #[test]
-fn an_image_that_is_slow_to_open_holds_up_nothing_and_is_answered_when_it_is_attached() {
+fn slow_image_delays_no_other_request() {
     let (log, _) = run(
         vec![
             request(1, boot(false)),
@@ -117,7 +117,7 @@ fn a_machine_that_ends_answers_what_is_pending() {
 }
 
 #[test]
-fn a_request_that_is_pending_is_answered_at_its_deadline_without_a_notice() {
+fn pending_request_is_answered_at_its_deadline() {
     let (sender, receiver) = channel();
     let log = Log::default();
     let builder = TestBuilder::new(&log, &sender);

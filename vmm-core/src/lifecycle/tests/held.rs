@@ -10,7 +10,7 @@ fn held() -> Input {
 }
 
 #[test]
-fn a_disk_that_holds_requests_pauses_the_machine_with_the_reason_until_it_is_resumed() {
+fn held_requests_pause_the_machine_until_a_resume() {
     let inputs = vec![
         request(1, boot(false)),
         held(),
@@ -34,7 +34,7 @@ fn a_disk_that_holds_requests_pauses_the_machine_with_the_reason_until_it_is_res
 }
 
 #[test]
-fn a_pause_that_was_asked_for_keeps_its_reason_and_an_error_that_is_over_pauses_nothing() {
+fn requested_pause_keeps_its_reason_after_a_disk_error() {
     let inputs = vec![
         request(1, boot(false)),
         request(2, PAUSE),
@@ -49,7 +49,7 @@ fn a_pause_that_was_asked_for_keeps_its_reason_and_an_error_that_is_over_pauses_
 }
 
 #[test]
-fn a_pause_for_an_error_that_fails_is_told_and_the_machine_runs_on() {
+fn failed_pause_for_a_disk_error_is_reported() {
     let inputs = vec![request(1, boot(false)), held(), request(2, STOP)];
     let (log, _) = run(inputs, |builder| {
         builder.pause_fails = true;

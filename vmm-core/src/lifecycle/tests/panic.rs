@@ -54,7 +54,7 @@ fn a_reset_ends_the_suspicion_of_a_panic() {
 }
 
 #[test]
-fn a_panic_is_told_once_and_is_the_reason_when_the_machine_is_stopped_after_it() {
+fn panic_is_reported_once_and_is_the_reason_of_the_end() {
     let panic = || Input::Notice(Notice::GuestPanicked);
     let (log, record) = run(
         vec![request(1, boot(false)), panic(), panic(), request(2, STOP)],
@@ -65,7 +65,7 @@ fn a_panic_is_told_once_and_is_the_reason_when_the_machine_is_stopped_after_it()
 }
 
 #[test]
-fn a_guest_that_resets_after_its_panic_is_not_called_panicked_later() {
+fn reset_after_a_panic_clears_the_panic() {
     let inputs = vec![
         request(1, boot(false)),
         Input::Notice(Notice::GuestPanicked),
@@ -76,7 +76,7 @@ fn a_guest_that_resets_after_its_panic_is_not_called_panicked_later() {
 }
 
 #[test]
-fn a_guest_that_crashes_after_its_panic_starts_anew_or_has_panicked() {
+fn crash_after_a_panic_resets_or_ends_as_panic() {
     for (on_crash, kind) in [
         (OnCrash::Restart, ExitKind::Stopped),
         (OnCrash::Stop, ExitKind::GuestPanic),

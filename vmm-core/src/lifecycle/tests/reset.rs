@@ -208,7 +208,7 @@ fn a_stop_ends_a_machine_whose_reset_waits_for_ever() {
 }
 
 #[test]
-fn a_reset_drops_what_the_old_guest_still_said_and_keeps_requests() {
+fn reset_drops_notices_of_the_old_guest_and_keeps_requests() {
     let (log, _) = run(
         vec![
             request(1, boot(false)),
@@ -222,7 +222,7 @@ fn a_reset_drops_what_the_old_guest_still_said_and_keeps_requests() {
 }
 
 #[test]
-fn a_reset_by_request_is_answered_when_the_machine_runs_again_and_is_not_the_guests() {
+fn requested_reset_is_answered_when_the_machine_runs() {
     let (log, record) = run(
         vec![
             request(1, boot(false)),
@@ -247,7 +247,7 @@ fn a_reset_by_request_is_answered_when_the_machine_runs_again_and_is_not_the_gue
 }
 
 #[test]
-fn a_triple_fault_resets_the_machine_unless_it_is_to_stop_and_is_counted_apart() {
+fn triple_fault_resets_and_is_counted_apart() {
     for on_crash in [OnCrash::Unspecified, OnCrash::Restart] {
         let (log, record) = run(
             vec![

@@ -36,7 +36,7 @@ pub(super) fn log_of(inputs: Vec<Input>, change: impl FnOnce(&mut TestBuilder)) 
 }
 
 #[test]
-fn a_machine_that_runs_is_paused_for_its_state_alone_and_nobody_is_told() {
+fn running_machine_is_paused_silently_for_its_state() {
     let log = log_of(vec![request(1, boot(false)), save(2, false, "x")], |_| ());
     assert_eq!(
         log,
@@ -52,7 +52,7 @@ fn a_machine_that_runs_is_paused_for_its_state_alone_and_nobody_is_told() {
 }
 
 #[test]
-fn a_machine_that_changed_too_much_stays_paused_until_all_is_written() {
+fn many_changed_pages_keep_the_machine_paused_until_the_end() {
     let log = log_of(vec![request(1, boot(false)), save(2, false, "late")], |_| ());
     assert_eq!(
         log,
@@ -70,7 +70,7 @@ fn a_machine_that_changed_too_much_stays_paused_until_all_is_written() {
 }
 
 #[test]
-fn with_paused_it_stands_from_the_beginning_and_does_not_go_on_before_its_memory_is_written() {
+fn paused_save_pauses_until_memory_is_written() {
     let inputs = vec![
         request(1, boot(false)),
         save(2, true, "x"),
@@ -95,7 +95,7 @@ fn with_paused_it_stands_from_the_beginning_and_does_not_go_on_before_its_memory
 }
 
 #[test]
-fn a_machine_that_was_paused_before_or_is_paused_meanwhile_stays_so() {
+fn machine_that_a_client_paused_stays_paused() {
     let before = vec![request(1, boot(true)), save(2, false, "x")];
     assert_eq!(
         log_of(before, |_| ()),
@@ -121,7 +121,7 @@ fn a_machine_that_was_paused_before_or_is_paused_meanwhile_stays_so() {
 }
 
 #[test]
-fn with_keep_paused_the_machine_stays_paused_until_its_disks_are_copied() {
+fn keep_paused_pauses_until_the_disks_are_copied() {
     let kept = |description, paused| {
         let inputs = vec![request(1, boot(false)), save_with(2, (paused, true), description)];
         log_of(inputs, |_| ())
@@ -201,7 +201,7 @@ pub(super) fn disks_alone(id: u64) -> Input {
 }
 
 #[test]
-fn a_snapshot_of_the_disks_alone_pauses_the_machine_until_they_are_copied_and_saves_nothing() {
+fn save_of_disks_alone_pauses_until_release_without_a_file() {
     let release = |give_up| release(8, give_up);
     let stop = || request(9, STOP);
     let resize = |id| {
@@ -259,7 +259,7 @@ fn a_snapshot_of_the_disks_alone_pauses_the_machine_until_they_are_copied_and_sa
 }
 
 #[test]
-fn disks_that_can_not_be_made_quiet_are_in_no_snapshot_and_the_machine_goes_on() {
+fn failed_commit_of_disks_fails_the_save_and_resumes() {
     let inputs = || vec![request(1, boot(false)), disks_alone(2), request(9, STOP)];
     let log = log_of(inputs(), |builder| builder.commit_fails = true);
     let going_on = log.iter().position(|line| line == "resume").unwrap();
@@ -274,7 +274,7 @@ fn disks_that_can_not_be_made_quiet_are_in_no_snapshot_and_the_machine_goes_on()
 }
 
 #[test]
-fn a_release_without_a_snapshot_that_keeps_the_machine_paused_is_refused() {
+fn release_without_a_paused_save_is_refused() {
     let log = log_of(
         vec![request(1, boot(false)), release(3, false), save(2, false, "x")],
         |_| (),
@@ -283,7 +283,7 @@ fn a_release_without_a_snapshot_that_keeps_the_machine_paused_is_refused() {
 }
 
 #[test]
-fn a_snapshot_that_is_given_up_in_any_stage_fails_and_the_machine_goes_on() {
+fn save_cancelled_in_any_stage_fails_and_resumes() {
     let give_up = || release(3, true);
     let while_it_runs = vec![request(1, boot(false)), save(2, false, "x"), give_up()];
     assert_eq!(
@@ -333,7 +333,7 @@ fn a_snapshot_that_is_given_up_in_any_stage_fails_and_the_machine_goes_on() {
 }
 
 #[test]
-fn neither_a_machine_that_is_being_sent_nor_one_without_a_snapshot_gives_one_up() {
+fn cancel_without_a_save_is_refused() {
     let give_up = || release(3, true);
     let log = log_of(vec![request(1, boot(false)), send(2, 100), give_up()], |_| ());
     assert_eq!(log[1], "3 State");
@@ -386,7 +386,7 @@ fn a_machine_that_ends_answers_who_waits_for_a_snapshot() {
 }
 
 #[test]
-fn a_machine_that_begins_with_a_snapshot_is_resumed_and_not_started() {
+fn boot_from_a_snapshot_resumes_the_machine() {
     let restored = |paused| {
         let Op::Boot(mut boot) = boot(paused) else {
             unreachable!()
@@ -455,7 +455,7 @@ fn a_machine_that_could_not_be_sent_goes_on() {
 }
 
 #[test]
-fn a_machine_that_is_paused_meanwhile_is_not_sent_and_one_that_is_being_sent_takes_no_snapshot() {
+fn pause_fails_a_send_and_a_send_refuses_other_captures() {
     let inputs = vec![
         request(1, boot(false)),
         send(2, 100),

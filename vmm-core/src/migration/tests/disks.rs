@@ -148,7 +148,7 @@ fn stream_with(guest: &mut Guest, quiet: Duration) -> Vec<u8> {
 }
 
 #[rstest]
-fn a_disk_comes_with_all_that_was_changed_meanwhile_into_an_image_of_any_format(
+fn disk_arrives_with_later_changes_in_any_format(
     #[values(Format::Raw, Format::Qcow2)] from: Format,
     #[values(Format::Raw, Format::Qcow2)] to: Format,
     #[values(Duration::MAX, Duration::ZERO)] quiet: Duration,

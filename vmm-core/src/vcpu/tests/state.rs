@@ -278,7 +278,7 @@ fn counters_go_on_also_where_the_kernel_tells_no_offsets() {
 }
 
 #[test]
-fn an_interrupt_that_comes_between_stop_and_save_is_delivered_after_the_restore() {
+fn interrupt_between_stop_and_save_comes_after_the_restore() {
     let mut rig = rig(1, &interrupt_guest());
     let ready = rig.probe(&rig.spaces.pio, 0x81, 1, Effect::None);
     let vector = rig.vm.msi_controller().allocate().unwrap();
@@ -426,7 +426,7 @@ fn an_msr_that_can_not_be_restored_is_named() {
 }
 
 #[test]
-fn a_state_that_can_not_be_is_refused_with_the_name_of_the_field() {
+fn impossible_state_is_refused_with_its_field() {
     let saved = rig(1, &SPIN).save();
     type Change = fn(&mut state::Vcpu);
     let cases: [(&str, Change); 12] = [

@@ -145,7 +145,7 @@ fn with_default(text: &str) -> Vec<Entry> {
 }
 
 #[test]
-fn the_first_entry_is_booted_with_its_file_system_and_its_command_line() {
+fn first_entry_has_its_file_system_and_command_line() {
     let found = with_default(r#"set default="0""#);
     assert_eq!(found.len(), 3, "the firmware's settings are no kernel");
     assert_eq!(
@@ -163,7 +163,7 @@ fn the_first_entry_is_booted_with_its_file_system_and_its_command_line() {
 }
 
 #[test]
-fn another_default_is_taken_by_number_title_id_or_what_was_saved() {
+fn default_entry_by_number_title_id_or_saved() {
     let old = "/boot/vmlinuz-6.1.0-25-cloud-amd64";
     for (default, kernel) in [
         (r#"set default="1>1""#, old),
@@ -186,7 +186,7 @@ fn another_default_is_taken_by_number_title_id_or_what_was_saved() {
 }
 
 #[test]
-fn of_commands_under_conditions_those_with_an_initial_ram_disk_count() {
+fn conditional_commands_with_an_initrd_count() {
     let found = entries(UBUNTU, &Variables::new());
     assert_eq!(found.len(), 1);
     assert_eq!(found[0].root, Root::Partition(16));

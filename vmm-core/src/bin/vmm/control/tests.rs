@@ -199,7 +199,7 @@ fn garbage_closes_its_connection_and_disturbs_no_other(#[case] garbage: Vec<u8>)
 }
 
 #[test]
-fn a_request_reaches_the_driver_and_its_answer_the_asker_after_the_events() {
+fn answer_reaches_the_asker_after_the_events() {
     let fixture = Fixture::new();
     let (mut client, mut other) = (fixture.greeted(), fixture.greeted());
     let boot = Boot {
@@ -237,7 +237,7 @@ fn a_request_reaches_the_driver_and_its_answer_the_asker_after_the_events() {
 }
 
 #[test]
-fn requests_that_make_no_sense_get_an_error_and_the_connection_stays() {
+fn unknown_request_gets_an_error_and_the_connection_stays() {
     let fixture = Fixture::new();
     let mut client = fixture.greeted();
     client.send(2, None);
@@ -250,7 +250,7 @@ fn requests_that_make_no_sense_get_an_error_and_the_connection_stays() {
 }
 
 #[test]
-fn requests_beyond_the_limit_are_refused_until_others_are_answered() {
+fn requests_beyond_the_limit_are_refused() {
     let fixture = Fixture::new();
     let mut client = fixture.greeted();
     for id in 0..MAX_UNDER_WAY as u64 {
@@ -275,7 +275,7 @@ fn requests_beyond_the_limit_are_refused_until_others_are_answered() {
 }
 
 #[test]
-fn a_client_that_does_not_read_is_dropped_and_the_others_get_everything() {
+fn client_that_does_not_read_is_dropped_alone() {
     let fixture = Fixture::new();
     let (slow, mut quick) = (fixture.greeted(), fixture.greeted());
     let message = "x".repeat(64 << 10);
@@ -315,7 +315,7 @@ fn the_driver_learns_when_the_last_client_is_gone() {
 }
 
 #[test]
-fn what_the_driver_said_last_reaches_the_clients_before_the_thread_ends() {
+fn last_events_reach_clients_before_the_thread_ends() {
     let fixture = Fixture::new();
     let mut client = fixture.greeted();
     fixture.outbox.event(changed(running()));

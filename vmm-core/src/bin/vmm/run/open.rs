@@ -423,7 +423,7 @@ status:
     }
 
     #[test]
-    fn an_image_is_opened_past_the_page_cache_where_that_is_wanted_and_possible() {
+    fn image_is_opened_without_page_cache_where_possible() {
         use std::os::fd::AsRawFd as _;
         let is_direct = |file: &File| {
             let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", file.as_raw_fd())).unwrap();

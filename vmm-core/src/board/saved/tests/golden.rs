@@ -118,7 +118,7 @@ fn a_machine_of_the_first_version_is_still_taken() {
 }
 
 #[test]
-fn a_processor_of_the_first_version_is_read_and_written_as_it_was() {
+fn vcpu_state_of_version_1_is_read_and_written_unchanged() {
     let golden = state::Machine::decode(golden().as_slice()).unwrap();
     let vcpus = golden.sections.iter().filter(|section| section.kind == "vcpu");
     for section in vcpus {

@@ -230,7 +230,7 @@ fn resize_console(rig: &mut Rig, columns: u32, rows: u32) -> Result<Progress, Fa
 }
 
 #[test]
-fn a_virtio_console_is_restored_with_its_machine_and_a_machine_without_one_has_no_terminals_size() {
+fn virtio_console_is_restored_and_its_absence_refuses_sizes() {
     let (mut spec, fds) = spec(1, &ECHO);
     spec.console = Some(vmm::Console {
         pci_slot: 30,
@@ -266,7 +266,7 @@ fn a_guest_goes_on_where_it_was_over_any_number_of_restores() {
 }
 
 #[test]
-fn input_that_waits_in_the_serial_port_or_before_it_is_there_after_a_restore() {
+fn pending_serial_input_survives_a_restore() {
     let mut rig = Rig::new(1, &SPIN);
     rig.machine.start().unwrap();
     rig.console.write_all(b"xyz").unwrap();

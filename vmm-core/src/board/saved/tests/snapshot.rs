@@ -209,7 +209,7 @@ impl Drop for One {
 }
 
 #[test]
-fn a_guest_goes_on_from_a_snapshot_any_number_of_times_copied_or_on_demand() {
+fn guest_resumes_from_a_snapshot_repeatedly() {
     let kit = Kit::new(&ECHO);
     let mut first = kit.started();
     assert_eq!((first.echo(b'a'), first.echo(b'a')), (b'a', b'b'));
@@ -239,7 +239,7 @@ fn a_guest_goes_on_from_a_snapshot_any_number_of_times_copied_or_on_demand() {
 }
 
 #[test]
-fn memory_and_processors_of_a_guest_that_runs_meanwhile_are_of_one_moment() {
+fn snapshot_of_a_running_guest_is_of_one_moment() {
     let kit = Kit::new(&COUNTER);
     let mut first = kit.started();
     for _ in 0..3 {
@@ -272,7 +272,7 @@ fn each_restored_machine_has_a_generation_of_its_own() {
 }
 
 #[test]
-fn a_snapshot_that_was_changed_is_refused_before_a_machine_is_built_of_it() {
+fn changed_snapshot_is_refused_before_a_machine_is_built() {
     let kit = Kit::new(&ECHO);
     let mut first = kit.started();
     let (file, report, _) = first.snapshot(false);
@@ -333,7 +333,7 @@ fn a_machine_that_is_built_otherwise_does_not_take_a_snapshot() {
 }
 
 #[test]
-fn a_snapshot_that_can_not_begin_leaves_the_queues_of_nics_to_the_kernel() {
+fn failed_begin_leaves_nic_queues_to_the_kernel() {
     let kit = Kit::new(&ECHO);
     let mut first = kit.started();
     let unwritable = File::open("/dev/null").unwrap();
@@ -345,7 +345,7 @@ fn a_snapshot_that_can_not_begin_leaves_the_queues_of_nics_to_the_kernel() {
 }
 
 #[test]
-fn a_machine_whose_guest_ejects_a_device_meanwhile_is_not_saved_and_goes_on() {
+fn ejected_device_fails_the_snapshot_and_the_guest_runs_on() {
     let kit = Kit::new(&ECHO);
     let mut first = kit.started();
     let file = tempfile::tempfile().unwrap();
@@ -361,7 +361,7 @@ fn a_machine_whose_guest_ejects_a_device_meanwhile_is_not_saved_and_goes_on() {
 }
 
 #[test]
-fn a_snapshot_that_is_given_up_leaves_no_snapshot_and_a_machine_that_goes_on() {
+fn cancelled_snapshot_leaves_no_file_and_the_guest_runs_on() {
     let kit = Kit::new(&ECHO);
     let mut first = kit.started();
     let file = tempfile::tempfile().unwrap();
@@ -388,7 +388,7 @@ fn a_snapshot_that_is_given_up_leaves_no_snapshot_and_a_machine_that_goes_on() {
 }
 
 #[test]
-fn a_guest_that_changes_its_memory_meanwhile_goes_on_in_the_machine_that_received_it() {
+fn guest_that_dirties_memory_resumes_in_the_receiver() {
     let kit = Kit::new(&COUNTER);
     let mut first = kit.started();
     assert_eq!(first.echo(b'x'), b'x');
@@ -420,7 +420,7 @@ fn a_guest_that_changes_its_memory_meanwhile_goes_on_in_the_machine_that_receive
 }
 
 #[test]
-fn a_machine_whose_target_vanishes_goes_on_and_can_be_sent_again() {
+fn vanished_target_lets_the_guest_run_on_and_be_sent_again() {
     let kit = Kit::new(&COUNTER);
     let mut first = kit.started();
     let (near, far) = UnixStream::pair().unwrap();

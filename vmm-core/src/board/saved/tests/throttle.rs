@@ -114,7 +114,7 @@ impl One {
 }
 
 #[test]
-fn a_guest_that_changes_its_memory_too_fast_is_sent_when_its_vcpus_may_be_throttled_and_not_else() {
+fn fast_writer_is_sent_only_with_throttled_vcpus() {
     let kit = Kit::new(&REWRITER);
     let mut one = kit.started();
     let refused = one.send_slowly(Policy::AlwaysSafe, SHORT_DOWNTIME).unwrap_err();
@@ -137,7 +137,7 @@ fn a_guest_that_changes_its_memory_too_fast_is_sent_when_its_vcpus_may_be_thrott
 }
 
 #[test]
-fn vcpus_that_are_throttled_run_for_their_part_of_the_time_and_all_of_it_afterwards() {
+fn throttled_vcpus_run_for_their_share_of_the_time() {
     let mut one = Kit::new(&SPIN).started();
     one.machine.throttle(95).unwrap();
     let busy = one.busy(Duration::from_secs(2));
