@@ -1,7 +1,10 @@
 //! The validated configuration of a machine: a [`vmm::MachineSpec`] in which every fd index names
 //! one of the descriptors that came with it, and every PCI slot is in range and used once.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+};
 
 use uuid::Uuid;
 use vmmd_spec::{
@@ -223,6 +226,20 @@ struct Claims {
 }
 
 impl Claims {
+    fn add(&mut self, field: impl fmt::Display, wrong: impl fmt::Display) {
+        self.found.add(field, wrong);
+    }
+
+    /// Records a violation for each repeated name.
+    fn unique<'a>(&mut self, kind: &str, names: impl Iterator<Item = &'a String>) {
+        let mut found = BTreeSet::new();
+        for name in names {
+            if !found.insert(name) {
+                self.add(format_args!("{kind} {name}"), "two with that name");
+            }
+        }
+    }
+
     fn of(fds: usize) -> Self {
         Self {
             found: Violations::default(),
@@ -236,8 +253,7 @@ impl Claims {
         let position = usize::try_from(index).unwrap_or(usize::MAX);
         if position >= self.available {
             let available = self.available;
-            self.found
-                .add(field, format_args!("descriptor {index} of {available} that came"));
+            self.add(field, format_args!("descriptor {index} of {available} that came"));
         } else if let Some(other) = self.fds.insert(index, field.to_owned()) {
             self.found
                 .add(field, format_args!("the same descriptor as {other}"));
@@ -262,43 +278,34 @@ impl Machine {
     pub fn new(spec: &vmm::MachineSpec, fds: usize) -> Result<Self, Violations> {
         let mut claims = Claims::of(fds);
         let topology = Topology::for_cores(spec.vcpus).unwrap_or_else(|error| {
-            claims.found.add("vcpus", error);
+            claims.add("vcpus", error);
             Topology {
                 sockets: 1,
                 cores_per_socket: 1,
             }
         });
         let uuid = Uuid::from_slice(&spec.uuid).unwrap_or_else(|_| {
-            claims.found.add("uuid", "must be 16 bytes");
+            claims.add("uuid", "must be 16 bytes");
             Uuid::nil()
         });
         let memory = spec.memory_bytes;
         if !(MIN_MEMORY..=MAX_MEMORY).contains(&memory) || !memory.is_multiple_of(MEMORY_STEP) {
-            claims
-                .found
-                .add("memory_bytes", format_args!("unsupported size {memory}"));
+            claims.add("memory_bytes", format_args!("unsupported size {memory}"));
         }
         let kernel = spec.kernel.clone().unwrap_or_else(|| {
-            claims.found.add("kernel", "must be given");
+            claims.add("kernel", "must be given");
             vmm::Kernel::default()
         });
         if kernel.cmdline.len() > MAX_CMDLINE || kernel.cmdline.contains('\0') {
-            claims.found.add("kernel.cmdline", "too long, or with NUL");
+            claims.add("kernel.cmdline", "too long, or with NUL");
         }
         let groups = spec.rate_groups.len();
         if spec.disks.len() + spec.nics.len() > MAX_DISKS_AND_NICS || groups > MAX_RATE_GROUPS {
-            claims.found.add("disks, nics, rate_groups", "too many");
+            claims.add("disks, nics, rate_groups", "too many");
             return Err(claims.found);
         }
         let rate_groups = rate_groups(&mut claims, &spec.rate_groups);
-        let mut names = BTreeSet::new();
-        for disk in &spec.disks {
-            if !names.insert(&disk.name) {
-                claims
-                    .found
-                    .add(format_args!("disk {}", disk.name), "two with that name");
-            }
-        }
+        claims.unique("disk", spec.disks.iter().map(|disk| &disk.name));
         let serial_log = match (spec.serial_log_fd, spec.serial_log_old_fd) {
             (Some(current), Some(old)) => Some((
                 claims.fd("serial_log_fd", current),
@@ -306,7 +313,7 @@ impl Machine {
             )),
             (None, None) => None,
             _ => {
-                claims.found.add("serial_log_fd", "goes with serial_log_old_fd");
+                claims.add("serial_log_fd", "goes with serial_log_old_fd");
                 None
             }
         };
@@ -383,14 +390,13 @@ impl Nic {
     pub fn new(wire: &vmm::Nic, fds: usize) -> Result<Self, Violations> {
         let mut claims = Claims::of(fds);
         if wire.name.is_empty() {
-            claims.found.add("nic", "has no name");
+            claims.add("nic", "has no name");
         }
         let nic = nic(&mut claims, wire);
         claims.found.or(nic)
     }
 }
 
-/// How a VM's RAM is got. The sizes of pages and RAM must fit, and KSM merges neither huge nor shared pages.
 /// Records a violation for an unknown crash policy.
 fn on_crash(found: &mut Violations, value: i32) -> OnCrash {
     match vmm::OnCrash::try_from(value) {
@@ -403,6 +409,7 @@ fn on_crash(found: &mut Violations, value: i32) -> OnCrash {
     }
 }
 
+/// Options of the RAM. The sizes of pages and RAM must fit, and KSM merges neither huge nor shared pages.
 fn memory_options(found: &mut Violations, spec: &vmm::MachineSpec) -> MemoryOptions {
     let huge_pages = match spec.huge_page_bytes {
         0 => None,
@@ -438,12 +445,10 @@ fn memory_options(found: &mut Violations, spec: &vmm::MachineSpec) -> MemoryOpti
 fn balloon(claims: &mut Claims, wire: &vmm::Balloon, spec: &vmm::MachineSpec) -> Balloon {
     let target = wire.target_bytes;
     if target > spec.memory_bytes || !target.is_multiple_of(4096) {
-        claims
-            .found
-            .add("balloon.target_bytes", format_args!("unsupported size {target}"));
+        claims.add("balloon.target_bytes", format_args!("unsupported size {target}"));
     }
     if spec.huge_page_bytes != 0 {
-        claims.found.add(
+        claims.add(
             "balloon",
             "not with huge pages, which can't be given back in part",
         );
@@ -458,11 +463,11 @@ fn balloon(claims: &mut Claims, wire: &vmm::Balloon, spec: &vmm::MachineSpec) ->
 fn display(claims: &mut Claims, wire: &vmm::Display) -> Display {
     if !is_size(wire.width, wire.height) {
         let wrong = format_args!("unsupported size {} x {}", wire.width, wire.height);
-        claims.found.add("display.width", wrong);
+        claims.add("display.width", wrong);
     }
     let layout = convert::layout(wire.layout).unwrap_or_else(|| {
         let wrong = format_args!("unknown layout {}", wire.layout);
-        claims.found.add("display.layout", wrong);
+        claims.add("display.layout", wrong);
         Layout::default()
     });
     let (vnc, vnc_view) = (wire.vnc_fd, wire.vnc_view_fd);
@@ -479,33 +484,23 @@ fn display(claims: &mut Claims, wire: &vmm::Display) -> Display {
 
 fn shares(claims: &mut Claims, spec: &vmm::MachineSpec) -> Vec<Share> {
     if spec.shares.len() > MAX_SHARES {
-        claims.found.add("shares", "too many");
+        claims.add("shares", "too many");
         return Vec::new();
     }
     if !spec.shares.is_empty() && !spec.memory_shared {
-        claims.found.add("shares", "only with shared memory");
+        claims.add("shares", "only with shared memory");
     }
-    let mut names = BTreeSet::new();
-    let shares = spec.shares.iter().map(|wire| {
-        if !names.insert(&wire.name) {
-            claims
-                .found
-                .add(format_args!("share {}", wire.name), "two with that name");
-        }
-        share(claims, wire)
-    });
-    shares.collect()
+    claims.unique("share", spec.shares.iter().map(|share| &share.name));
+    spec.shares.iter().map(|wire| share(claims, wire)).collect()
 }
 
 fn share(claims: &mut Claims, wire: &vmm::Share) -> Share {
     let field = format!("share {}", wire.name);
     if wire.name.is_empty() {
-        claims.found.add("share", "has no name");
+        claims.add("share", "has no name");
     }
     if wire.tag.is_empty() || wire.tag.len() > MAX_TAG {
-        claims
-            .found
-            .add(&field, format_args!("a tag has 1 to {MAX_TAG} bytes"));
+        claims.add(&field, format_args!("a tag has 1 to {MAX_TAG} bytes"));
     }
     Share {
         name: wire.name.clone(),
@@ -520,11 +515,9 @@ fn rate_groups(claims: &mut Claims, wire: &[vmm::RateGroup]) -> BTreeMap<String,
     for group in wire {
         let limit = RateLimit::from(&group.limit.unwrap_or_default());
         if group.name.is_empty() {
-            claims.found.add("rate_groups", "one has no name");
+            claims.add("rate_groups", "one has no name");
         } else if groups.insert(group.name.clone(), limit).is_some() {
-            claims
-                .found
-                .add(format_args!("rate group {}", group.name), "two with that name");
+            claims.add(format_args!("rate group {}", group.name), "two with that name");
         }
     }
     groups
@@ -533,10 +526,10 @@ fn rate_groups(claims: &mut Claims, wire: &[vmm::RateGroup]) -> BTreeMap<String,
 fn disk(claims: &mut Claims, wire: &vmm::Disk, topology: Topology, is_group: impl Fn(&str) -> bool) -> Disk {
     let field = format!("disk {}", wire.name);
     if wire.name.is_empty() {
-        claims.found.add("disk", "has no name");
+        claims.add("disk", "has no name");
     }
     if wire.serial.len() > MAX_SERIAL {
-        claims.found.add(&field, "serial too long");
+        claims.add(&field, "serial too long");
     }
     let format = image_format(claims, &field, wire.format);
     let fd = claims.fd(&field, wire.fd);
@@ -552,7 +545,7 @@ fn disk(claims: &mut Claims, wire: &vmm::Disk, topology: Topology, is_group: imp
             4096 => 4096,
             other => {
                 let wrong = format_args!("logical block must be 512 or 4096 bytes, is {other}");
-                claims.found.add(&field, wrong);
+                claims.add(&field, wrong);
                 512
             }
         },
@@ -562,7 +555,7 @@ fn disk(claims: &mut Claims, wire: &vmm::Disk, topology: Topology, is_group: imp
             Ok(vmm::OnError::Pause) => OnError::Pause,
             Err(_) => {
                 let wrong = format_args!("unknown on_error {}", wire.on_error);
-                claims.found.add(&field, wrong);
+                claims.add(&field, wrong);
                 OnError::Report
             }
         },
@@ -571,11 +564,11 @@ fn disk(claims: &mut Claims, wire: &vmm::Disk, topology: Topology, is_group: imp
             (Some(limit), "") => DiskLimit::Own(limit.into()),
             (limit, group) => {
                 if limit.is_some() {
-                    claims.found.add(&field, "a limit of its own and a rate group");
+                    claims.add(&field, "a limit of its own and a rate group");
                 }
                 if !is_group(group) {
                     let wrong = format_args!("there is no rate group {group}");
-                    claims.found.add(&field, wrong);
+                    claims.add(&field, wrong);
                 }
                 DiskLimit::Group(group.to_owned())
             }
@@ -591,7 +584,7 @@ fn image_format(claims: &mut Claims, field: &str, value: i32) -> Format {
         Ok(vmm::ImageFormat::Qcow2) => Format::Qcow2,
         Ok(vmm::ImageFormat::Iso) => Format::Iso,
         Err(_) => {
-            claims.found.add(field, format_args!("unknown format {value}"));
+            claims.add(field, format_args!("unknown format {value}"));
             Format::Raw
         }
     }
@@ -599,14 +592,14 @@ fn image_format(claims: &mut Claims, field: &str, value: i32) -> Format {
 
 fn backing(claims: &mut Claims, field: &str, wire: &vmm::Disk, format: Format) -> Vec<BackingImage> {
     if !wire.backing.is_empty() && format != Format::Qcow2 {
-        claims.found.add(field, "only a qcow2 image has others below it");
+        claims.add(field, "only a qcow2 image has others below it");
     }
     if wire.backing.len() > MAX_BACKING {
         let wrong = format_args!(
             "at most {MAX_BACKING} images below it, are {}",
             wire.backing.len()
         );
-        claims.found.add(field, wrong);
+        claims.add(field, wrong);
         return Vec::new();
     }
     let numbered = wire.backing.iter().enumerate();
@@ -614,7 +607,7 @@ fn backing(claims: &mut Claims, field: &str, wire: &vmm::Disk, format: Format) -
         let field = format!("{field}, backing {index}");
         let format = image_format(claims, &field, wire.format);
         if format == Format::Iso {
-            claims.found.add(&field, "is no format of a backing image");
+            claims.add(&field, "is no format of a backing image");
         }
         BackingImage {
             fd: claims.fd(&field, wire.fd),
@@ -630,9 +623,7 @@ fn queues(claims: &mut Claims, field: &str, wanted: u32, topology: Topology) -> 
         _ => wanted,
     };
     if number > MAX_QUEUES {
-        claims
-            .found
-            .add(field, format_args!("at most {MAX_QUEUES} queues, are {number}"));
+        claims.add(field, format_args!("at most {MAX_QUEUES} queues, are {number}"));
         return 1;
     }
     u16::try_from(number).unwrap_or(1)
@@ -642,16 +633,14 @@ fn nic(claims: &mut Claims, wire: &vmm::Nic) -> Nic {
     let field = format!("nic {}", wire.name);
     let octets = <[u8; 6]>::try_from(wire.mac.as_ref()).unwrap_or_default();
     let mac = Mac::try_from(octets).unwrap_or_else(|error| {
-        claims.found.add(&field, error);
+        claims.add(&field, error);
         Mac::local([0; 6])
     });
     let mtu = u16::try_from(wire.mtu)
         .ok()
         .filter(|mtu| *mtu >= 68)
         .unwrap_or_else(|| {
-            claims
-                .found
-                .add(&field, format_args!("MTU must be 68 to 65535, is {}", wire.mtu));
+            claims.add(&field, format_args!("MTU must be 68 to 65535, is {}", wire.mtu));
             1500
         });
     let queues = wire.further_fds.len() + 1;
@@ -659,14 +648,14 @@ fn nic(claims: &mut Claims, wire: &vmm::Nic) -> Nic {
     if queues > most || queues > 1 && !wire.control_queue {
         let wrong =
             format_args!("at most {most} queues, and more than one only with a control queue, are {queues}");
-        claims.found.add(&field, wrong);
+        claims.add(&field, wrong);
     }
     let fds = std::iter::once(&wire.fd).chain(&wire.further_fds);
     let fds = fds.take(most).map(|index| claims.fd(&field, *index)).collect();
     let vhosts = wire.vhost_fds.len();
     if vhosts != 0 && vhosts != queues {
         let wrong = format_args!("as many vhost-net as queues, are {vhosts} for {queues}");
-        claims.found.add(&field, wrong);
+        claims.add(&field, wrong);
     }
     let vhosts = wire.vhost_fds.iter().take(most);
     let vhosts = vhosts.map(|index| claims.fd(&field, *index)).collect();
