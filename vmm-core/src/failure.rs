@@ -1,5 +1,7 @@
 //! The error of a request to a machine.
 
+use std::fmt::Display;
+
 use vmm_protocol::vmm::ErrorKind;
 use vmmd_spec::Violations;
 
@@ -19,6 +21,11 @@ impl Failure {
             kind,
             message: message.into(),
         }
+    }
+
+    /// Converts errors of an operation: "operation: error".
+    pub fn during<E: Display>(kind: ErrorKind, operation: impl Display) -> impl Fn(E) -> Self {
+        move |error| Self::of(kind, format!("{operation}: {error}"))
     }
 
     /// From an error and its causes.

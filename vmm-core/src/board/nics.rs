@@ -113,11 +113,13 @@ impl Nics {
             control.set_link(up);
         }
         if let Some(limit) = &change.receive_limit {
-            set(receive_limiter, limit.into(), |it| control.set_receive_limit(it));
+            set(receive_limiter, limit.into(), |it| {
+                control.set_receive_limit(it);
+            });
         }
         if let Some(limit) = &change.transmit_limit {
             set(transmit_limiter, limit.into(), |it| {
-                control.set_transmit_limit(it)
+                control.set_transmit_limit(it);
             });
         }
         Ok(())

@@ -22,12 +22,12 @@ use super::{
 };
 
 /// Drives one machine from an empty process to its end.
-pub struct Driver<A, B> {
+pub struct Driver<A, B: Builder> {
     inputs: Receiver<Input>,
     notifier: Notifier,
     publisher: Publisher<A>,
     builder: B,
-    machine: Option<Box<dyn Machine>>,
+    machine: Option<B::Machine>,
     /// The guest's kernel panicked and has not been reset since.
     panicked: bool,
     /// The serial port shows what looks like a panic.
@@ -364,6 +364,8 @@ impl<A: Audience, B: Builder> Driver<A, B> {
     }
 
     fn resume(&mut self) -> Result<(), Failure> {
+        let paused = self.machine.take().ok_or_else(no_machine)?;
+        self.machine = Some(self.builder.renew(paused)?);
         self.machine()?.resume()?;
         self.publisher.enter(State::Running);
         Ok(())
@@ -371,8 +373,8 @@ impl<A: Audience, B: Builder> Driver<A, B> {
 
     fn machine(&mut self) -> Result<&mut dyn Machine, Failure> {
         match &mut self.machine {
-            Some(machine) => Ok(machine.as_mut()),
-            None => Err(Failure::of(ErrorKind::State, "no machine was booted")),
+            Some(machine) => Ok(machine),
+            None => Err(no_machine()),
         }
     }
 
@@ -428,4 +430,8 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             "the guest's kernel panicked and did not reset the machine",
         )
     }
+}
+
+fn no_machine() -> Failure {
+    Failure::of(ErrorKind::State, "no machine was booted")
 }

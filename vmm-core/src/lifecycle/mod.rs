@@ -238,6 +238,9 @@ pub trait Machine {
 
 /// Builds a machine that does not run yet.
 pub trait Builder {
+    /// The machines that it builds.
+    type Machine: Machine;
+
     /// From a spec and its descriptors; the machine's notices go to `notifier`. With `restore` it is paused in the state of a
     /// snapshot.
     fn build(
@@ -246,7 +249,12 @@ pub trait Builder {
         fds: Vec<OwnedFd>,
         restore: Option<&Restore>,
         notifier: Notifier,
-    ) -> Result<Box<dyn Machine>, Failure>;
+    ) -> Result<Self::Machine, Failure>;
+
+    /// Takes the paused machine before a client's resume, and returns the machine that continues.
+    fn renew(&mut self, machine: Self::Machine) -> Result<Self::Machine, Failure> {
+        Ok(machine)
+    }
 }
 
 #[cfg(test)]

@@ -321,13 +321,15 @@ impl TestBuilder {
 }
 
 impl Builder for TestBuilder {
+    type Machine = TestMachine;
+
     fn build(
         &mut self,
         _spec: &MachineSpec,
         _fds: Vec<OwnedFd>,
         restore: Option<&Restore>,
         _notifier: Notifier,
-    ) -> Result<Box<dyn Machine>, Failure> {
+    ) -> Result<TestMachine, Failure> {
         if restore.is_some() {
             self.log.add("restore");
         }
@@ -335,7 +337,7 @@ impl Builder for TestBuilder {
             return Err(Failure::of(ErrorKind::Image, "kernel: not a kernel"));
         }
         let (log, inputs) = (self.log.clone(), self.inputs.clone());
-        Ok(Box::new(TestMachine {
+        Ok(TestMachine {
             log,
             inputs,
             pause_fails: self.pause_fails,
@@ -352,7 +354,7 @@ impl Builder for TestBuilder {
             was_reset: false,
             panic_checks: 5,
             reported: self.reported.take(),
-        }))
+        })
     }
 }
 
@@ -378,7 +380,10 @@ impl Audience for Log {
             Kind::GuestPanicked(_) => "guest panicked".into(),
             Kind::DeviceError(error) => format!("{}: {}", error.device, error.message),
             Kind::Ended(ended) => format!("ended {:?}", ended.exit.unwrap().kind()),
-            Kind::DisksQuiet(_) => "disks quiet".into(),
+            Kind::DisksQuiet(quiet) => {
+                assert_eq!(quiet.number, NUMBER);
+                "disks quiet".into()
+            }
             Kind::MigrationDisks(disks) => format!("disks {} of {}", disks.done_bytes, disks.total_bytes),
             Kind::MigrationRound(round) => format!("round {}, {} sent", round.number, round.sent_bytes),
             Kind::DiskDetached(gone) => format!("disk {} detached, forced {}", gone.name, gone.forced),
@@ -408,6 +413,8 @@ fn token(request: u64) -> Token {
     }
 }
 
+/// Number of each save.
+const NUMBER: u64 = 5;
 const PAUSE: Op = Op::Pause(Pause {});
 const RESUME: Op = Op::Resume(Resume {});
 const STOP: Op = Op::Stop(Stop {});

@@ -12,8 +12,9 @@ use super::{Assembly, Failure};
 use crate::board::machine::VirtioConsole;
 
 pub(super) fn build(assembly: &mut Assembly, spec: &machine::Console) -> Result<VirtioConsole, Failure> {
-    let history = History::new(Capacity::default()).map_err(|error| failure(&error))?;
-    let console = Console::new(Arc::new(history)).map_err(|error| failure(&error))?;
+    let failure = Failure::during::<io::Error>(ErrorKind::Resources, "virtio-console");
+    let history = History::new(Capacity::default()).map_err(&failure)?;
+    let console = Console::new(Arc::new(history)).map_err(&failure)?;
     let (port, control) = (console.port(), console.control());
     assembly.add_virtio("console", spec.slot, Box::new(console))?;
     let server = match spec.socket {
@@ -22,13 +23,9 @@ pub(super) fn build(assembly: &mut Assembly, spec: &machine::Console) -> Result<
                 listener: Some(assembly.fds.take(index)?),
                 ..Setup::default()
             };
-            Some(server::start(port, setup).map_err(|error| failure(&error))?)
+            Some(server::start(port, setup).map_err(&failure)?)
         }
         None => None,
     };
     Ok(VirtioConsole { control, server })
-}
-
-fn failure(error: &io::Error) -> Failure {
-    Failure::of(ErrorKind::Resources, format!("virtio-console: {error}"))
 }

@@ -33,8 +33,8 @@ pub(super) fn build(
     let boot = Arc::new(BootScreen::new(Arc::clone(&framebuffer), size, Arc::new(video)));
     let gpu = Gpu::new(Arc::clone(&framebuffer), size).with_boot_screen(Arc::clone(&boot));
     let control = gpu.control();
-    let keyboard = Input::keyboard(&hub).map_err(|error| failure("keyboard", &error))?;
-    let tablet = Input::tablet(&hub).map_err(|error| failure("tablet", &error))?;
+    let keyboard = Input::keyboard(&hub).map_err(Failure::during(ErrorKind::Resources, "keyboard"))?;
+    let tablet = Input::tablet(&hub).map_err(Failure::during(ErrorKind::Resources, "tablet"))?;
     assembly.add_virtio("gpu", spec.gpu, Box::new(gpu))?;
     assembly.add_virtio("keyboard", spec.keyboard, Box::new(keyboard))?;
     assembly.add_virtio("tablet", spec.tablet, Box::new(tablet))?;
@@ -55,7 +55,7 @@ pub(super) fn build(
         input: hub,
         resizer: Arc::new(control),
     };
-    let server = server::start(setup).map_err(|error| failure("VNC server", &error))?;
+    let server = server::start(setup).map_err(Failure::during(ErrorKind::Resources, "VNC server"))?;
     Ok(Some(server))
 }
 
@@ -73,13 +73,7 @@ pub fn boot_framebuffer(spec: &machine::Display, windows: &PciWindows) -> Result
 fn size(spec: &machine::Display) -> Result<Size, Failure> {
     let (width, height) = spec.size;
     Size::new(width, height).ok_or_else(|| {
-        Failure::of(
-            ErrorKind::Invalid,
-            format!("no screen has {width} x {height} pixels"),
-        )
+        let message = format!("no screen has {width} x {height} pixels");
+        Failure::of(ErrorKind::Invalid, message)
     })
-}
-
-fn failure(what: &str, error: &std::io::Error) -> Failure {
-    Failure::of(ErrorKind::Resources, format!("{what}: {error}"))
 }

@@ -27,7 +27,7 @@ use devices::{
     interrupt::{IrqLine, MsiController, NotifyRegistry},
     log_limit::LogLimit,
     pci::{
-        HotPlug, PciError, PciRoot, PciWindows, hotplug,
+        HotPlug, PciRoot, PciWindows, hotplug,
         root::{ECAM_SIZE, FIRST_PORT, PORTS},
     },
     serial::Terminal,
@@ -225,17 +225,19 @@ impl Assembler {
 }
 
 impl Builder for Assembler {
+    type Machine = Machine;
+
     fn build(
         &mut self,
         spec: &MachineSpec,
         fds: Vec<OwnedFd>,
         restore: Option<&vmm::Restore>,
         notifier: Notifier,
-    ) -> Result<Box<dyn lifecycle::Machine>, Failure> {
-        Ok(Box::new(match restore {
-            Some(restore) => self.assemble_restored(spec, fds, notifier, restore)?,
-            None => self.assemble(spec, fds, notifier)?,
-        }))
+    ) -> Result<Machine, Failure> {
+        match restore {
+            Some(restore) => self.assemble_restored(spec, fds, notifier, restore),
+            None => self.assemble(spec, fds, notifier),
+        }
     }
 }
 
@@ -556,7 +558,7 @@ impl Sockets {
         })?;
         self.pci
             .add(slot.number(), device.function())
-            .map_err(|error| pci_failure(name, &error))?;
+            .map_err(Failure::during(ErrorKind::Invalid, name))?;
         Ok(device)
     }
 }
@@ -633,8 +635,4 @@ fn notice(report: &Report) -> Notice {
         ReportKind::Crashed(crash) => Notice::GuestCrashed(of_vcpu(crash)),
         ReportKind::Failed(error) => Notice::VmmFailed(of_vcpu(&lifecycle::with_causes(error))),
     }
-}
-
-fn pci_failure(name: &str, error: &PciError) -> Failure {
-    Failure::of(ErrorKind::Invalid, format!("{name}: {error}"))
 }

@@ -25,13 +25,14 @@ pub(super) fn build(
     if let Some((current, older)) = spec.serial_log {
         let (current, older) = (assembly.fds.take(current)?, assembly.fds.take(older)?);
         let log = Log::new(File::from(current), Some(File::from(older)), DEFAULT_LIMIT);
-        setup.log = Some(log.map_err(|error| failure("serial log", &error))?);
+        setup.log = Some(log.map_err(Failure::during(ErrorKind::Resources, "serial log"))?);
     }
     match console {
         Some(Console::Socket(listener)) => {
             fcntl_getfl(&listener)
                 .and_then(|flags| fcntl_setfl(&listener, flags | OFlags::NONBLOCK))
-                .map_err(|error| failure("console socket", &error.into()))?;
+                .map_err(io::Error::from)
+                .map_err(Failure::during(ErrorKind::Resources, "console socket"))?;
             setup.listener = Some(listener);
         }
         Some(Console::Terminal(terminal)) => setup.terminal = Some(terminal),
@@ -44,12 +45,8 @@ pub(super) fn build(
         }
     }));
     let irq = assembly.irq_line(COM1_GSI)?;
-    let port =
-        SerialPort::start(irq, Capacity::default(), setup).map_err(|error| failure("serial port", &error))?;
+    let port = SerialPort::start(irq, Capacity::default(), setup)
+        .map_err(Failure::during(ErrorKind::Resources, "serial port"))?;
     assembly.spaces.pio.insert(COM1_PORT.into(), 8, port.device())?;
     Ok(port)
-}
-
-fn failure(what: &str, error: &io::Error) -> Failure {
-    Failure::of(ErrorKind::Resources, format!("{what}: {error}"))
 }

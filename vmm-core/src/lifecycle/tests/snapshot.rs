@@ -22,6 +22,7 @@ pub(super) fn save_with(id: u64, (paused, keep_paused): (bool, bool), descriptio
         paused,
         description: description.into(),
         keep_paused,
+        number: NUMBER,
         ..Save::default()
     };
     with_file(id, Op::Save(save))
@@ -195,6 +196,7 @@ fn keep_paused_pauses_until_the_disks_are_copied() {
 pub(super) fn disks_alone(id: u64) -> Input {
     let save = Save {
         disks_alone: true,
+        number: NUMBER,
         ..Save::default()
     };
     request(id, Op::Save(save))

@@ -32,11 +32,11 @@ use vmm_protocol::{
 use super::super::{
     assemble::{Assembler, Console},
     machine::Machine,
-    rebuilt::{Consoles, Rebuilder, Rebuilt},
+    rebuilt::{Consoles, Rebuilder},
 };
 use crate::{
     kvm::{GuestTime, Host},
-    lifecycle::{Failure, Input, Machine as _, Notice, Notifier, Progress, Token},
+    lifecycle::{Builder as _, Failure, Input, Machine as _, Notice, Notifier, Progress, Token},
     memory::layout,
 };
 
@@ -169,7 +169,9 @@ fn console() -> (UnixStream, Consoles) {
 
 /// A machine that is restored at each resume.
 struct Rig {
-    machine: Rebuilt,
+    /// `None` while it is rebuilt.
+    machine: Option<Machine>,
+    rebuilder: Rebuilder,
     console: UnixStream,
     notices: Receiver<Input>,
     restores: Arc<AtomicU64>,
@@ -186,9 +188,10 @@ impl Rig {
         let (console, consoles) = console();
         let mut rebuilder = Rebuilder::new(consoles);
         let restores = rebuilder.restores();
-        let machine = rebuilder.assemble(spec, fds, Notifier::new(inputs)).unwrap();
+        let machine = rebuilder.build(spec, fds, None, Notifier::new(inputs)).unwrap();
         Self {
-            machine,
+            machine: Some(machine),
+            rebuilder,
             console,
             notices,
             restores,
@@ -204,12 +207,24 @@ impl Rig {
     }
 
     fn pause_and_resume(&mut self) {
-        self.machine.pause().unwrap();
-        self.machine.resume().unwrap();
+        self.inner().pause().unwrap();
+        self.resume();
+    }
+
+    fn rebuild(&mut self) {
+        let machine = self.machine.take().unwrap();
+        self.machine = Some(self.rebuilder.rebuild(machine).unwrap());
+    }
+
+    /// As a client's resume.
+    fn resume(&mut self) {
+        let machine = self.machine.take().unwrap();
+        self.machine = Some(self.rebuilder.renew(machine).unwrap());
+        self.inner().resume().unwrap();
     }
 
     fn inner(&mut self) -> &mut Machine {
-        self.machine.machine.as_mut().unwrap()
+        self.machine.as_mut().unwrap()
     }
 
     fn notice(&self) -> Notice {
@@ -226,7 +241,7 @@ fn resize_console(rig: &mut Rig, columns: u32, rows: u32) -> Result<Progress, Fa
         request: 1,
     };
     let op = Op::ResizeConsole(vmm::ResizeConsole { columns, rows });
-    rig.machine.operate(token, op, Vec::new())
+    rig.inner().operate(token, op, Vec::new())
 }
 
 #[test]
@@ -237,7 +252,7 @@ fn virtio_console_is_restored_and_its_absence_refuses_sizes() {
         socket_fd: None,
     });
     let mut rig = Rig::of(&spec, fds);
-    rig.machine.start().unwrap();
+    rig.inner().start().unwrap();
     resize_console(&mut rig, 80, 25).unwrap();
     for count in 0..3 {
         assert_eq!(rig.echo(b'a'), b'a' + count);
@@ -253,7 +268,7 @@ fn virtio_console_is_restored_and_its_absence_refuses_sizes() {
 fn a_guest_goes_on_where_it_was_over_any_number_of_restores() {
     for vcpus in [1, 3] {
         let mut rig = Rig::new(vcpus, &ECHO);
-        rig.machine.start().unwrap();
+        rig.inner().start().unwrap();
         for count in 0..40 {
             assert_eq!(rig.echo(b'a'), b'a'.wrapping_add(count));
             if count % 2 == 0 {
@@ -261,14 +276,14 @@ fn a_guest_goes_on_where_it_was_over_any_number_of_restores() {
             }
         }
         assert_eq!(rig.restores.load(Ordering::Relaxed), 20);
-        rig.machine.halt();
+        rig.inner().halt();
     }
 }
 
 #[test]
 fn pending_serial_input_survives_a_restore() {
     let mut rig = Rig::new(1, &SPIN);
-    rig.machine.start().unwrap();
+    rig.inner().start().unwrap();
     rig.console.write_all(b"xyz").unwrap();
     let input = |rig: &mut Rig| {
         let sections = rig.inner().save().unwrap().sections;
@@ -277,7 +292,7 @@ fn pending_serial_input_survives_a_restore() {
         [state.fifo, state.backlog].concat()
     };
     loop {
-        rig.machine.pause().unwrap();
+        rig.inner().pause().unwrap();
         if input(&mut rig) == b"xyz" {
             break;
         }
@@ -287,7 +302,7 @@ fn pending_serial_input_survives_a_restore() {
     }
     // A port that is paused takes no more.
     rig.console.write_all(b"!").unwrap();
-    rig.machine.resume().unwrap();
+    rig.resume();
     for byte in b"xyz!" {
         let mut data = [0];
         while data[0] & 1 == 0 {
@@ -296,22 +311,22 @@ fn pending_serial_input_survives_a_restore() {
         rig.inner().spaces.pio.read(0x3f8, &mut data);
         assert_eq!(data, [*byte]);
     }
-    rig.machine.halt();
+    rig.inner().halt();
 }
 
 #[test]
 fn a_restored_machine_resets_as_a_new_one() {
     let mut rig = Rig::new(2, &ECHO);
-    rig.machine.start().unwrap();
+    rig.inner().start().unwrap();
     assert_eq!((rig.echo(b'a'), rig.echo(b'a')), (b'a', b'b'));
     rig.pause_and_resume();
     assert_eq!(rig.echo(b'a'), b'c');
-    rig.machine.reset().unwrap();
-    rig.machine.start().unwrap();
+    rig.inner().reset().unwrap();
+    rig.inner().start().unwrap();
     assert_eq!((rig.echo(b'a'), rig.echo(b'a')), (b'a', b'b'), "it counts anew");
     rig.pause_and_resume();
     assert_eq!(rig.echo(b'a'), b'c');
-    rig.machine.halt();
+    rig.inner().halt();
 }
 
 #[test]
@@ -324,7 +339,7 @@ fn what_a_restored_guest_asks_of_the_machine_reaches_its_driver() {
         0x74, 0xfb, // jz wait
     ];
     let mut rig = Rig::new(1, &[&typed[..], &POWER_OFF].concat());
-    rig.machine.start().unwrap();
+    rig.inner().start().unwrap();
     rig.pause_and_resume();
     rig.console.write_all(b"x").unwrap();
     assert_eq!(rig.notice(), Notice::PowerOff);
@@ -332,38 +347,38 @@ fn what_a_restored_guest_asks_of_the_machine_reaches_its_driver() {
     rig.pause_and_resume();
     assert_eq!(rig.restores.load(Ordering::Relaxed), 1);
     assert!(rig.notices.try_recv().is_err());
-    rig.machine.halt();
+    rig.inner().halt();
 }
 
 #[test]
 fn a_machine_that_runs_is_not_saved_and_a_saved_one_goes_on() {
     let mut rig = Rig::new(1, &ECHO);
-    rig.machine.start().unwrap();
+    rig.inner().start().unwrap();
     assert_eq!(rig.echo(b'a'), b'a');
     let failure = rig.inner().save().unwrap_err();
     assert_eq!(failure.kind, vmm::ErrorKind::State, "{failure:?}");
-    rig.machine.pause().unwrap();
+    rig.inner().pause().unwrap();
     let saved = rig.inner().save().unwrap();
     assert_eq!(rig.inner().save().unwrap().sections.len(), saved.sections.len());
     // Not restored, but the same machine again.
     rig.inner().resume().unwrap();
     assert_eq!(rig.echo(b'a'), b'b');
-    rig.machine.halt();
+    rig.inner().halt();
 }
 
 #[test]
 fn the_guests_clock_stands_while_the_machine_is_saved() {
     let mut rig = Rig::new(1, &SPIN);
-    rig.machine.start().unwrap();
+    rig.inner().start().unwrap();
     for _ in 0..3 {
-        rig.machine.pause().unwrap();
+        rig.inner().pause().unwrap();
         let paused = rig.inner().paused_at.unwrap();
-        rig.machine.rebuild().unwrap();
+        rig.rebuild();
         assert_eq!(rig.inner().paused_at, Some(paused));
         rig.inner().resume().unwrap();
         assert!(rig.inner().vm.clock().unwrap().nanoseconds >= paused.clock.nanoseconds);
     }
-    rig.machine.halt();
+    rig.inner().halt();
 }
 
 /// How far kvmclock and the first counter have gone apart since `then`, in milliseconds.
@@ -382,19 +397,19 @@ fn kvmclock_and_the_counters_go_on_together_after_a_standstill() {
     }
     for (rebuilt, sync) in [(false, false), (true, false), (false, true)] {
         let mut rig = Rig::new(2, &SPIN);
-        rig.machine.start().unwrap();
+        rig.inner().start().unwrap();
         rig.inner().sync_clock = sync;
-        rig.machine.pause().unwrap();
+        rig.inner().pause().unwrap();
         let first = rig.inner().vcpus.save().unwrap()[0].tsc.unwrap();
         let begin = rig.inner().paused_at.unwrap();
         for turn in 1..=3 {
             let before = rig.inner().paused_at.unwrap();
             if rebuilt {
-                rig.machine.rebuild().unwrap();
+                rig.rebuild();
             }
             thread::sleep(STANDSTILL);
             rig.inner().resume().unwrap();
-            rig.machine.pause().unwrap();
+            rig.inner().pause().unwrap();
             let now = rig.inner().paused_at.unwrap();
             let passed = Duration::from_nanos(now.clock.nanoseconds - before.clock.nanoseconds);
             assert_eq!(
@@ -411,6 +426,6 @@ fn kvmclock_and_the_counters_go_on_together_after_a_standstill() {
             let offset = |vcpu: &state::Vcpu| vcpu.tsc.unwrap().offset.unwrap();
             assert_eq!(offset(&vcpus[0]), offset(&vcpus[1]), "both are corrected");
         }
-        rig.machine.halt();
+        rig.inner().halt();
     }
 }

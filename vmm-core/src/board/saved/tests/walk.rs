@@ -249,7 +249,7 @@ proptest! {
         let _drains = outputs.each_mut().map(|output| output.set_nonblocking(true));
         for (number, step) in steps.iter().enumerate() {
             if let Step::Pause = step {
-                twin.machine.pause().unwrap();
+                twin.inner().pause().unwrap();
                 twin.inner().resume().unwrap();
                 restored.pause_and_resume();
             }
@@ -259,9 +259,9 @@ proptest! {
                 let _nothing_there = output.read(&mut [0; 256]);
             }
         }
-        restored.machine.pause().unwrap();
-        restored.machine.rebuild().unwrap();
-        twin.machine.pause().unwrap();
+        restored.inner().pause().unwrap();
+        restored.rebuild();
+        twin.inner().pause().unwrap();
         prop_assert_eq!(walked(restored.inner()), walked(twin.inner()));
     }
 }
