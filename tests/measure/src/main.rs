@@ -244,7 +244,7 @@ impl Common {
         let subjects = vmm::with_nics(&self.programs())?;
         let peers = vmm::with_nics_of_peers(&self.programs())?;
         let wanted = self.wanted(&subjects)?;
-        let _wires = net::Wires::new(2 * net::PEERS)?;
+        let _wires = net::Wires::new(2 * vmm::PEERS)?;
         let pairs = (0..).zip(subjects.iter().zip(&peers));
         let pairs: Vec<_> = pairs
             .map(|(number, (subject, peer))| (number, subject, peer))

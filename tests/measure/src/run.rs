@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_ends_is_told_from_one_that_prints_something_else_for_ever() {
+    fn ended_program_differs_from_one_that_prints_other_lines() {
         let mut ends = running("echo before; printf half");
         let error = ends.wait_for("MARK").expect_err("it ended");
         assert!(!error.is::<Unheard>());

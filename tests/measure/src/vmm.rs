@@ -4,13 +4,14 @@
 use std::{
     ffi::OsString,
     fs,
+    net::Ipv4Addr,
     path::{Path, PathBuf},
 };
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
-use crate::{net, screen, tiny};
+use crate::tiny;
 
 /// Guest RAM of each in bytes.
 pub const MEMORY: u64 = 256 << 20;
@@ -55,6 +56,32 @@ impl Drop for Copied {
         fs::remove_file(&self.0).ok();
     }
 }
+
+/// Numbers of peers begin here.
+pub const PEERS: u8 = 4;
+
+/// The tap, the address and the hardware address of the subject with that number.
+pub fn place(number: u8) -> (String, Ipv4Addr, String) {
+    let host = number.saturating_add(2);
+    (
+        format!("measure0t{number}"),
+        Ipv4Addr::new(10, 8, 0, host),
+        format!("52:54:00:00:08:{host:02x}"),
+    )
+}
+
+/// Where a subject's screen is served.
+pub fn socket(subject: &str) -> PathBuf {
+    std::env::temp_dir().join(format!("measure-{subject}.vnc"))
+}
+
+/// Where the virtio-console of [`OURS`] is served.
+pub fn hvc() -> PathBuf {
+    std::env::temp_dir().join("measure-vmm.hvc")
+}
+
+/// The subject that is our VMM.
+pub const OURS: &str = "vmm";
 
 /// Programs and guest files.
 pub struct Programs {
@@ -154,7 +181,7 @@ pub fn with_nics(programs: &Programs) -> Result<Vec<Subject>> {
 /// Another one of each, which the first is to reach.
 pub fn with_nics_of_peers(programs: &Programs) -> Result<Vec<Subject>> {
     let names = ["vmm-peer", "vmm-vhost-peer", "qemu-peer", "qemu-vhost-peer"];
-    nics(programs, net::PEERS, names)
+    nics(programs, PEERS, names)
 }
 
 fn nics(programs: &Programs, first: u8, names: [&'static str; 4]) -> Result<Vec<Subject>> {
@@ -168,7 +195,7 @@ fn nics(programs: &Programs, first: u8, names: [&'static str; 4]) -> Result<Vec<
 }
 
 fn our_nic(programs: &Programs, number: u8, name: &'static str, vhost: bool) -> Result<Subject> {
-    let (tap, address, mac) = net::place(number);
+    let (tap, address, mac) = place(number);
     let backend = if vhost { "VHOST" } else { "USERSPACE" };
     let nic = json!({"name": "eth0", "tap": tap, "mac": mac, "backend": backend});
     let cmdline = format!("{CMDLINE} guest.ip={address}/24");
@@ -178,7 +205,7 @@ fn our_nic(programs: &Programs, number: u8, name: &'static str, vhost: bool) -> 
 }
 
 fn qemu_nic(programs: &Programs, number: u8, name: &'static str, vhost: bool) -> Subject {
-    let (tap, address, mac) = net::place(number);
+    let (tap, address, mac) = place(number);
     let vhost = if vhost { "on" } else { "off" };
     let mut subject = qemu(name, programs, MICROVM, None);
     let net = [
@@ -195,7 +222,7 @@ fn qemu_nic(programs: &Programs, number: u8, name: &'static str, vhost: bool) ->
 }
 
 /// Our VMM and QEMU's q35 with a screen of 1920 × 1080, served without a password at
-/// [`screen::socket`], a keyboard and a virtio-console. Ours is served at [`screen::hvc`]; QEMU's
+/// [`socket`], a keyboard and a virtio-console. Ours is served at [`hvc`]; QEMU's
 /// has no reader.
 pub fn with_screens(programs: &Programs) -> Result<Vec<Subject>> {
     screens(programs, None, MEMORY >> 20, CMDLINE)
@@ -233,16 +260,15 @@ fn screens(
         "memory": {"sizeBytes": memory_mib << 20},
         "boot": {"linux": {"kernel": programs.kernel, "initrd": programs.initrd, "cmdline": cmdline}},
     });
-    let mut ours = ours(screen::OURS, programs, disk, more)?;
+    let mut ours = ours(OURS, programs, disk, more)?;
     ours.arguments
-        .extend(["--vnc".into(), screen::socket(screen::OURS).into_os_string()]);
-    ours.arguments
-        .extend(["--hvc".into(), screen::hvc().into_os_string()]);
+        .extend(["--vnc".into(), socket(OURS).into_os_string()]);
+    ours.arguments.extend(["--hvc".into(), hvc().into_os_string()]);
     let mut qemu = qemu("q35", programs, "q35", disk);
     for (option, value) in [
         ("-device", "virtio-gpu-pci,xres=1920,yres=1080".to_owned()),
         ("-device", "virtio-keyboard-pci".to_owned()),
-        ("-vnc", format!("unix:{}", screen::socket("q35").display())),
+        ("-vnc", format!("unix:{}", socket("q35").display())),
         ("-device", "virtio-serial-pci".to_owned()),
         ("-chardev", "null,id=hvc".to_owned()),
         ("-device", "virtconsole,chardev=hvc".to_owned()),

@@ -7,7 +7,6 @@ pub mod traffic;
 use std::{
     collections::BTreeMap,
     fs,
-    net::Ipv4Addr,
     process::Command,
     thread,
     time::{Duration, Instant},
@@ -17,7 +16,11 @@ use anyhow::{Context, Result, ensure};
 use serde::Serialize;
 
 use self::traffic::{Flow, Traffic};
-use crate::{disk::counters::Counters, run::Running, vmm::Subject};
+use crate::{
+    disk::counters::Counters,
+    run::Running,
+    vmm::{PEERS, Subject, place},
+};
 
 /// The bridge, where the node is 10.8.0.1.
 const BRIDGE: &str = "measure0";
@@ -62,19 +65,6 @@ pub struct Cost {
     calls_per_unit: f64,
     /// KVM's counters that have changed: which exits they were, and interrupts.
     kvm_per_unit: BTreeMap<String, f64>,
-}
-
-/// Numbers of peers begin here.
-pub const PEERS: u8 = 4;
-
-/// The tap, the address and the hardware address of the subject with that number.
-pub fn place(number: u8) -> (String, Ipv4Addr, String) {
-    let host = number.saturating_add(2);
-    (
-        format!("measure0t{number}"),
-        Ipv4Addr::new(10, 8, 0, host),
-        format!("52:54:00:00:08:{host:02x}"),
-    )
 }
 
 /// The bridge with a tap for each subject, until it is dropped.

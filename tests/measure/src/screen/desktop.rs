@@ -2,8 +2,11 @@
 
 use anyhow::{Context, Result};
 
-use super::{Cost, ENCODINGS, Guest, socket};
-use crate::{run::Running, vmm::Subject};
+use super::{Cost, ENCODINGS, Guest};
+use crate::{
+    run::Running,
+    vmm::{Subject, socket},
+};
 
 /// A terminal of 1920 × 1080 with its output: 20 lines per second, of unique words.
 const TERMINAL: &str = "xterm -fn 9x15 -geometry 211x70+0+0 -e perl -e '$|=1; srand 1; while (1) { \

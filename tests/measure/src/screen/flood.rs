@@ -11,8 +11,8 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 
-use super::{Cost, Guest, hvc};
-use crate::{disk::counters::Counters, run};
+use super::{Cost, Guest};
+use crate::{disk::counters::Counters, run, vmm::hvc};
 
 /// Lines of a flood, each of 80 letters: Linux gives hvc0 16 bytes at a time, so this is some seconds of an emulated node.
 const LINES: u32 = 32 << 10;

@@ -8,9 +8,7 @@ mod flood;
 
 use std::{
     collections::BTreeMap,
-    fs,
-    path::PathBuf,
-    thread,
+    fs, thread,
     time::{Duration, Instant},
 };
 
@@ -18,7 +16,11 @@ use anyhow::{Context, Result, ensure};
 use serde::Serialize;
 
 use self::client::{Client, HEXTILE, RAW, TIGHT, ZRLE};
-use crate::{disk::counters::Counters, run::Running, vmm::Subject};
+use crate::{
+    disk::counters::Counters,
+    run::Running,
+    vmm::{OURS, Subject, socket},
+};
 
 /// Requested encodings and their names.
 pub const ENCODINGS: [(&str, i32); 4] = [
@@ -47,19 +49,6 @@ pub struct Cost {
     job: String,
     figures: BTreeMap<&'static str, f64>,
 }
-
-/// Where a subject's screen is served.
-pub fn socket(subject: &str) -> PathBuf {
-    std::env::temp_dir().join(format!("measure-{subject}.vnc"))
-}
-
-/// Where the virtio-console of [`OURS`] is served.
-pub fn hvc() -> PathBuf {
-    std::env::temp_dir().join("measure-vmm.hvc")
-}
-
-/// The subject that is our VMM.
-pub const OURS: &str = "vmm";
 
 struct Guest<'a> {
     subject: &'a Subject,
