@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_build_leaves_nothing_under_the_final_name_and_keeps_the_old() {
+    fn failed_build_keeps_the_old_entry() {
         let dir = tempfile::tempdir().expect("folder");
         let old = get_or_build_in(dir.path(), "thing", &inputs("a"), |_| Ok(())).expect("build");
         let failed = get_or_build_in(dir.path(), "thing", &inputs("b"), |out| {

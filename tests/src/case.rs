@@ -1,9 +1,9 @@
 //! Context of one end-to-end test: a unique name, and a report on a failure.
 
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, PoisonError};
 
-use anyhow::Result;
-
+use crate::must;
 use crate::node::Node;
 use crate::wait::{Deadline, tail};
 
@@ -17,21 +17,29 @@ pub struct Case {
     name: String,
     /// The journal up to here is another test's.
     since: String,
+    /// Commands that [`Self::at_end`] was given.
+    at_end: Mutex<Vec<String>>,
 }
 
 impl Case {
     /// A test on the node that the environment names. `topic` becomes part of [`Case::name`]: lower-case letters,
     /// digits and dashes.
-    pub fn new(topic: &str) -> Result<Case> {
+    #[track_caller]
+    pub fn new(topic: &str) -> Case {
         static COUNT: AtomicU32 = AtomicU32::new(0);
-        let node = Node::get()?;
-        let since = node.sh("date +'%F %T.%6N'")?.trim().to_owned();
+        let node = must(Node::get());
+        let since = node.sh("date +'%F %T.%6N'").trim().to_owned();
         let name = format!(
             "{topic}-{}-{}",
             std::process::id(),
             COUNT.fetch_add(1, Ordering::Relaxed)
         );
-        Ok(Case { node, name, since })
+        Case {
+            node,
+            name,
+            since,
+            at_end: Mutex::default(),
+        }
     }
 
     /// The node.
@@ -46,35 +54,46 @@ impl Case {
 
     /// A copy of the Debian guest's root disk that may be written to; it is removed with the case. The copy takes
     /// some seconds.
-    pub fn debian_disk(&self) -> Result<String> {
+    #[track_caller]
+    pub fn debian_disk(&self) -> String {
         self.disk(&self.node.guests().debian_disk())
     }
 
     /// The same of the desktop's.
-    pub fn desktop_disk(&self) -> Result<String> {
+    #[track_caller]
+    pub fn desktop_disk(&self) -> String {
         self.disk(&self.node.guests().desktop("disk.raw"))
     }
 
-    fn disk(&self, from: &str) -> Result<String> {
-        let copy = format!("{}/root.raw", self.folder()?);
-        self.node.sh(&format!("cp --sparse=always {from} {copy}"))?;
-        Ok(copy)
+    #[track_caller]
+    fn disk(&self, from: &str) -> String {
+        let copy = format!("{}/root.raw", self.folder());
+        self.node.sh(&format!("cp --sparse=always {from} {copy}"));
+        copy
+    }
+
+    /// Runs a shell command in the node when this is dropped, after a failed test as well: the last one first. Its failure is ignored.
+    pub fn at_end(&self, command: impl Into<String>) {
+        let mut commands = self.at_end.lock().unwrap_or_else(PoisonError::into_inner);
+        commands.push(command.into());
     }
 
     /// A folder in the node for this test's files; it is removed with the case.
-    pub fn folder(&self) -> Result<String> {
+    #[track_caller]
+    pub fn folder(&self) -> String {
         let folder = self.folder_path();
-        self.node.sh(&format!("mkdir -p {folder}"))?;
-        Ok(folder)
+        self.node.sh(&format!("mkdir -p {folder}"));
+        folder
     }
 
     /// A bridge in the node, up, for this test's NICs; it is removed with the case.
-    pub fn bridge(&self) -> Result<String> {
+    #[track_caller]
+    pub fn bridge(&self) -> String {
         let name = self.bridge_name();
         self.node.sh(&format!(
             "ip link add {name} type bridge && ip link set {name} up"
-        ))?;
-        Ok(name)
+        ));
+        name
     }
 
     /// Name of its [`bridge`](Self::bridge), of the two numbers in the case's name: an interface's has at most 15 characters.
@@ -118,7 +137,11 @@ impl Drop for Case {
         if std::thread::panicking() {
             eprintln!("\n══ {} failed\n{}", self.name, self.report());
         }
-        // A node that does not answer has been reported, or fails the next test.
+        // A node that does not answer has been reported, or fails the next test. The test of leftovers reports remains.
+        let commands = std::mem::take(self.at_end.get_mut().unwrap_or_else(PoisonError::into_inner));
+        for command in commands.iter().rev() {
+            let _ = self.node.ssh(command);
+        }
         let _ = self.node.ssh(&format!(
             "rm -rf {}; ip link del {} 2>/dev/null",
             self.folder_path(),

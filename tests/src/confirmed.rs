@@ -36,7 +36,7 @@ pub fn wait(console: &mut Console, names: &[&str], threads: usize) -> Result<()>
     };
     let (before, begin) = (sums(&console.text()), Instant::now());
     loop {
-        let came = console.until(";", PATIENCE.as_secs());
+        let came = console.try_until(";", PATIENCE.as_secs());
         let text = console.text();
         let more = sums(&text);
         if more.iter().zip(&before).all(|(more, before)| more > before) {

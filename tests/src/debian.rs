@@ -1,11 +1,13 @@
 //! Debian root folders by mmdebstrap, and file systems made from folders.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
+use crate::cache::{self, Inputs};
 use crate::wait::Deadline;
 use crate::{paths, run};
 
@@ -190,4 +192,57 @@ pub fn depmod(root: &Path, version: &str) -> Result<()> {
         .arg(version)
         .env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin");
     run::check(&mut command, Deadline::seconds(120)).map(drop)
+}
+
+/// The private key that opens the nodes and the Debian guests of this build tree; the public one is beside it.
+/// Made when there is none yet.
+pub fn ssh_key() -> Result<PathBuf> {
+    let inputs = Inputs::new(1);
+    let dir = cache::get_or_build("ssh", &inputs, |out| {
+        let mut keygen = Command::new("ssh-keygen");
+        keygen
+            .args(["-q", "-t", "ed25519", "-N", "", "-C", "vmmd test node", "-f"])
+            .arg(out.join("id_ed25519"));
+        run::check(&mut keygen, Deadline::seconds(60)).map(drop)
+    })?;
+    Ok(dir.join("id_ed25519"))
+}
+
+/// Makes the root folder of a Debian 12 that `packages`, `overlay` and `customize.sh` in `source` define. The holder of `key` may log in.
+pub fn make_system(source: &Path, key: &Path, root: &Path) -> Result<()> {
+    Root {
+        release: Release::Bookworm,
+        variant: "minbase",
+        packages: &packages(&source.join("packages"))?,
+        more_sources: None,
+        overlay: Some(source.join("overlay")),
+        customize: Some(source.join("customize.sh")),
+    }
+    .make(root)?;
+    install_ssh_key(root, key)
+}
+
+/// Writes `key` into a root folder. The holder of the key may log in as root, and root there holds
+/// the key, too.
+fn install_ssh_key(root: &Path, key: &Path) -> Result<()> {
+    let folder = root.join("root/.ssh");
+    fs::create_dir_all(&folder)?;
+    fs::set_permissions(&folder, fs::Permissions::from_mode(0o700))?;
+    fs::copy(key.with_extension("pub"), folder.join("authorized_keys"))?;
+    fs::copy(key, folder.join("id_ed25519"))?;
+    fs::set_permissions(folder.join("id_ed25519"), fs::Permissions::from_mode(0o600))?;
+    Ok(())
+}
+
+/// The one file in `root`'s /boot whose name begins with `prefix`.
+pub fn boot_file(root: &Path, prefix: &str) -> Result<PathBuf> {
+    let boot = root.join("boot");
+    fs::read_dir(&boot)
+        .with_context(|| format!("read {}", boot.display()))?
+        .filter_map(|entry| entry.ok().map(|entry| entry.path()))
+        .find(|path| {
+            path.file_name()
+                .is_some_and(|name| name.to_string_lossy().starts_with(prefix))
+        })
+        .with_context(|| format!("no {prefix}* in {}", boot.display()))
 }

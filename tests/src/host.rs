@@ -111,7 +111,7 @@ mod tests {
     use super::supports_nesting;
 
     #[test]
-    fn kvm_needs_the_flag_and_the_module_of_the_same_vendor_with_nesting() {
+    fn kvm_needs_flag_and_module_of_one_vendor_with_nesting() {
         let table = [
             ("flags\t\t: fpu vmx sse", "Y\n", "", true),
             ("flags\t\t: fpu vmx sse", "N\n", "", false),

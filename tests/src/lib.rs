@@ -34,6 +34,19 @@ pub mod wait;
 pub use case::Case;
 pub use node::{Guests, Node};
 
+/// The value of a step that a test cannot go on without.
+///
+/// # Panics
+///
+/// Panics with the error and its causes, at the place of the caller.
+#[track_caller]
+fn must<T>(result: anyhow::Result<T>) -> T {
+    match result {
+        Ok(value) => value,
+        Err(error) => panic!("{error:?}"),
+    }
+}
+
 /// Whether tests that have a short and a long form take the long one: `VMMD_LONG` is set, as `make nightly` does.
 pub fn long() -> bool {
     std::env::var_os("VMMD_LONG").is_some()

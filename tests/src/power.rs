@@ -6,7 +6,7 @@
 
 use crate::node::Kernel;
 use crate::storage::{Disk, Format};
-use crate::vm::{BOOT, Vm};
+use crate::vm::Vm;
 use crate::{Case, Node, confirmed};
 
 /// Moments at which the power is lost, in one run of the guest.
@@ -32,7 +32,7 @@ struct Logged<'case> {
 impl<'case> Logged<'case> {
     /// `options` are those of the mount.
     fn new(case: &'case Case, options: &str) -> Self {
-        let base = case.folder().expect("folder");
+        let base = case.folder();
         let logged = Logged {
             node: case.node(),
             name: case.name().to_owned(),
@@ -50,8 +50,9 @@ impl<'case> Logged<'case> {
         logged
     }
 
+    #[track_caller]
     fn sh(&self, script: &str) -> String {
-        self.node.sh(script).expect("in the node")
+        self.node.sh(script)
     }
 
     /// Writes a mark into the log. All writes confirmed so far are durable at the mark.
@@ -84,7 +85,7 @@ impl<'case> Logged<'case> {
         eprintln!("moment {moment}: {}", found.trim());
         let mounted = self
             .node
-            .sh(&format!("cd {} && mount -o loop then after", self.base));
+            .try_sh(&format!("cd {} && mount -o loop then after", self.base));
         mounted
             .map(drop)
             .map_err(|error| format!("moment {moment}: {error:#}"))
@@ -163,7 +164,7 @@ impl Subject {
         let raw = if self.0 == Format::Qcow2 {
             node.check_qcow2(&image).map_err(|error| format!("{error:#}"))?;
             let convert = format!("qemu-img convert -f qcow2 -O raw {image} {image}.raw");
-            node.sh(&convert).map_err(|error| format!("{error:#}"))?;
+            node.try_sh(&convert).map_err(|error| format!("{error:#}"))?;
             format!("{image}.raw")
         } else {
             image
@@ -173,7 +174,7 @@ impl Subject {
             "{blkcheck} verify {raw} --state {raw}.state --round 1 --confirmed {}",
             confirmed.join(",")
         );
-        node.sh(&verify).map_err(|error| format!("{error:#}"))
+        node.try_sh(&verify).map_err(|error| format!("{error:#}"))
     }
 }
 
@@ -185,29 +186,26 @@ impl Subject {
 ///
 /// Panics if the node or the guest misbehaves.
 pub fn lose(case: &Case, cores: u32, mount: &str) -> Vec<String> {
-    let (node, blkcheck) = (case.node(), case.blkcheck().expect("blkcheck"));
+    let (node, blkcheck) = (case.node(), case.blkcheck());
     let logged = Logged::new(case, mount);
-    let mut spec = case.storage_guest(Kernel::Cloud612).expect("guest").cores(cores);
+    let mut spec = case.storage_guest(Kernel::Cloud612).cores(cores);
     for subject in SUBJECTS {
         let image = subject.image(&logged.folder);
         node.sh(&format!(
             "qemu-img create -q -f {} {image} {DISK_MIB}M && sync -f {image}",
             subject.0
-        ))
-        .expect("image");
+        ));
         let disk = Disk::new(&subject.name().to_lowercase(), subject.0, &image);
         spec = spec.with_disk(disk.with("cache", format!("DISK_CACHE_{}", subject.1)));
     }
-    let vm = Vm::start(case, "", &spec).expect("start");
-    let mut console = vm.console().expect("console");
-    console.until("GUEST-READY", BOOT).expect("boot");
+    let (vm, mut console) = Vm::boot(case, "", &spec);
     for subject in SUBJECTS {
         let write = format!(
             "blkcheck write {} --round 1 --threads {DEPTH} --prefix {} &",
             subject.2,
             subject.name()
         );
-        console.type_line(&write).expect("type");
+        console.type_line(&write);
     }
     let mut seen = Vec::new();
     for moment in 1..=MOMENTS {
@@ -216,10 +214,10 @@ pub fn lose(case: &Case, cores: u32, mount: &str) -> Vec<String> {
         seen.push((moment, console.text()));
         logged.mark(moment);
     }
-    let pid = vm.pid().expect("pid");
-    node.sh(&format!("kill -9 {pid}")).expect("kill");
-    vm.wait_phase("FAILED", 60).expect("the daemon notices");
-    vm.ctl("delete").expect("delete");
+    let pid = vm.pid();
+    node.sh(&format!("kill -9 {pid}"));
+    vm.wait_phase("FAILED", 60);
+    vm.ctl("delete");
     logged.end(&blkcheck);
 
     for (moment, text) in seen {

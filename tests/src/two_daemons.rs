@@ -7,11 +7,11 @@ pub mod traveller;
 
 use std::collections::BTreeSet;
 
-use anyhow::{Context, Result};
+use anyhow::{Context as _, Result};
 
 use crate::vm::{Console, VmSpec};
 use crate::wait::Deadline;
-use crate::{Case, Node};
+use crate::{Case, Node, must};
 
 /// Longest time that a migration takes, in seconds, in a slow node: an emulated processor encrypts some megabytes in a second, and much less in a
 /// development build beside other work.
@@ -39,30 +39,31 @@ pub struct Daemon<'case> {
 
 /// Starts two daemons in the test's node, each with its own root, and with certificates of one CA.
 /// `number`, 1 to 99, distinguishes cases: it is part of addresses and of interface names.
-pub fn pair(case: &Case, number: u32) -> Result<[Daemon<'_>; 2]> {
-    let tls = format!("{}/tls", case.folder()?);
+#[track_caller]
+pub fn pair(case: &Case, number: u32) -> [Daemon<'_>; 2] {
+    let tls = format!("{}/tls", case.folder());
     let [one, two] = [1, 2].map(|side| format!("10.78.{number}.{side}"));
     let [near, far] = ["near", "far"].map(|side| format!("{side}{number}"));
-    init_certs(case.node(), &tls, [&one, &two])?;
+    init_certs(case.node(), &tls, [&one, &two]);
     case.node().sh(&format!(
         "ip netns add {near} && ip netns add {far} && \
          ip link add peer netns {near} type veth peer name peer netns {far} && \
          for side in '{near} {one}' '{far} {two}'; do set -- $side; \
              ip -n $1 link set lo up && ip -n $1 addr add $2/30 dev peer && ip -n $1 link set peer up || exit; done"
-    ))?;
-    Ok([
-        Daemon::start(case, &tls, 2 * number, &one, near)?,
-        Daemon::start(case, &tls, 2 * number + 1, &two, far)?,
-    ])
+    ));
+    [
+        Daemon::start(case, &tls, 2 * number, &one, near),
+        Daemon::start(case, &tls, 2 * number + 1, &two, far),
+    ]
 }
 
 /// Creates server certificates for daemons at two addresses, and the client certificate that each
 /// uses for the other.
-fn init_certs(node: &Node, tls: &str, [one, two]: [&str; 2]) -> Result<()> {
+#[track_caller]
+fn init_certs(node: &Node, tls: &str, [one, two]: [&str; 2]) {
     node.sh(&format!(
         "/usr/lib/vmmd/vmmd init-certs --dir {tls} --server-name {one} --server-name {two} --client node=peer >/dev/null"
-    ))
-    .map(drop)
+    ));
 }
 
 /// The part of a daemon's configuration for an API that other daemons reach.
@@ -74,9 +75,10 @@ fn tcp_config(tls: &str, address: &str) -> String {
 }
 
 impl<'case> Daemon<'case> {
-    fn start(case: &'case Case, tls: &str, number: u32, address: &str, namespace: String) -> Result<Self> {
+    #[track_caller]
+    fn start(case: &'case Case, tls: &str, number: u32, address: &str, namespace: String) -> Self {
         let node = case.node();
-        let folder = format!("{}/{number}", case.folder()?);
+        let folder = format!("{}/{number}", case.folder());
         let unit = format!("{}-{number}", case.name());
         let first = 1_800_000_000 + number * 1000;
         let address = format!("{address}:{PORT}");
@@ -89,8 +91,8 @@ impl<'case> Daemon<'case> {
             "mkdir -p {folder}/state {folder}/run {folder}/log && cat >{folder}/vmmd.toml <<'CONFIG'\n{config}CONFIG\n\
              systemd-run -q --collect --unit={unit} -p Type=notify -p Delegate=yes -p KillMode=process -p Restart=on-failure -p RestartSec=250ms \
                  -p NetworkNamespacePath=/run/netns/{namespace} /usr/lib/vmmd/vmmd --config {folder}/vmmd.toml"
-        ))?;
-        Ok(Self {
+        ));
+        Self {
             node,
             run: format!("{folder}/run"),
             log: format!("{folder}/log"),
@@ -99,11 +101,12 @@ impl<'case> Daemon<'case> {
             address,
             namespace: Some(namespace),
             before: BTreeSet::new(),
-        })
+        }
     }
 
     /// The installed one of a node, which others reach at `address`.
-    fn installed(node: &'case Node, address: &str) -> Result<Self> {
+    #[track_caller]
+    fn installed(node: &'case Node, address: &str) -> Self {
         let mut daemon = Self {
             node,
             unit: "vmmd.service".into(),
@@ -114,13 +117,19 @@ impl<'case> Daemon<'case> {
             namespace: None,
             before: BTreeSet::new(),
         };
-        daemon.before = daemon.found()?;
-        Ok(daemon)
+        daemon.before = daemon.found();
+        daemon
     }
 
     /// Runs `vmmctl` for this daemon; it must end with 0.
-    pub fn ctl(&self, command: &str) -> Result<String> {
-        self.node.sh(&self.command(command))
+    #[track_caller]
+    pub fn ctl(&self, command: &str) -> String {
+        must(self.try_ctl(command))
+    }
+
+    /// Like [`Self::ctl`], for a caller that handles the failure.
+    pub fn try_ctl(&self, command: &str) -> Result<String> {
+        self.node.try_sh(&self.command(command))
     }
 
     /// The same as a command of the node's shell.
@@ -139,50 +148,57 @@ impl<'case> Daemon<'case> {
     }
 
     /// Creates a VM and starts it.
-    pub fn start_vm(&self, name: &str, spec: &VmSpec) -> Result<()> {
+    #[track_caller]
+    pub fn start_vm(&self, name: &str, spec: &VmSpec) {
         let manifest = spec.manifest(name);
         self.ctl(&format!(
             "create -f - --start <<'MANIFEST'\n{manifest}\nMANIFEST\n"
-        ))
-        .map(drop)
+        ));
     }
 
     /// Moves a VM to another daemon; `more` contains options. Returns the command's output, which
     /// includes the guest's downtime.
-    pub fn migrate(&self, name: &str, to: &Daemon<'_>, more: &str) -> Result<String> {
+    #[track_caller]
+    pub fn migrate(&self, name: &str, to: &Daemon<'_>, more: &str) -> String {
         let command = self.command(&format!("migrate {name} --to {} {more} 2>&1", to.address()));
         self.node.sh_within(&command, Deadline::seconds(MIGRATION))
     }
 
     /// Kills the daemon with SIGKILL, and waits until another one of it is ready.
-    pub fn kill(&self) -> Result<()> {
-        let killed = self.node.kill_unit(&self.unit)?;
-        self.node.wait_restarted(&killed)
+    #[track_caller]
+    pub fn kill(&self) {
+        let killed = self.node.kill_unit(&self.unit);
+        self.node.wait_restarted(&killed);
     }
 
     /// The processes of all its VMs, by pid.
-    pub fn processes(&self) -> Result<Vec<u32>> {
+    #[track_caller]
+    pub fn processes(&self) -> Vec<u32> {
         let pids = self.node.sh(&format!(
             "cat {}/*-*-*/cgroup.procs 2>/dev/null; true",
             self.cgroup
-        ))?;
-        pids.split_whitespace().map(|pid| Ok(pid.parse()?)).collect()
+        ));
+        pids.split_whitespace()
+            .map(|pid| must(pid.parse().context("a pid")))
+            .collect()
     }
 
     /// Lists new traces of VMs: control groups, folders, taps. Empty if none remain.
-    pub fn traces(&self) -> Result<String> {
-        let found = self.found()?;
+    #[track_caller]
+    pub fn traces(&self) -> String {
+        let found = self.found();
         let new: Vec<_> = found.difference(&self.before).map(String::as_str).collect();
-        Ok(new.join("\n"))
+        new.join("\n")
     }
 
-    fn found(&self) -> Result<BTreeSet<String>> {
+    #[track_caller]
+    fn found(&self) -> BTreeSet<String> {
         let Self { run, log, cgroup, .. } = self;
         let found = self.node.sh(&format!(
             "ls -d {cgroup}/*-*-*/ {run}/vms/* {log}/vms/* 2>/dev/null; ip{} -o link | grep -o ' vm[0-9a-f]*n[0-9]'; true",
             self.in_namespace()
-        ))?;
-        Ok(found.lines().map(str::to_owned).collect())
+        ));
+        found.lines().map(str::to_owned).collect()
     }
 
     /// The option of ip(8).
@@ -192,24 +208,28 @@ impl<'case> Daemon<'case> {
     }
 
     /// Cuts it off from the other daemon, or joins them again.
-    pub fn link(&self, up: bool) -> Result<()> {
+    #[track_caller]
+    pub fn link(&self, up: bool) {
         let state = if up { "up" } else { "down" };
         let command = format!("ip{} link set peer {state}", self.in_namespace());
-        self.node.sh(&command).map(drop)
+        self.node.sh(&command);
     }
 
     /// A VM's serial console.
-    pub fn console(&self, vm: &str) -> Result<Console> {
+    #[track_caller]
+    pub fn console(&self, vm: &str) -> Console {
         self.open(&self.command(&format!("console {vm}")))
     }
 
     /// Runs a command in its node whose input and output are a console's.
-    pub fn open(&self, command: &str) -> Result<Console> {
-        Console::spawn(self.node.ssh_command().args(["--", command]))
+    #[track_caller]
+    pub fn open(&self, command: &str) -> Console {
+        must(Console::spawn(self.node.ssh_command().args(["--", command])))
     }
 
     /// The names of its VMs.
-    pub fn vms(&self) -> Result<String> {
+    #[track_caller]
+    pub fn vms(&self) -> String {
         self.ctl("get vm -o name")
     }
 
@@ -219,27 +239,28 @@ impl<'case> Daemon<'case> {
     }
 
     /// Runs a command in its network namespace; it must end with 0.
-    pub fn within(&self, command: &str) -> Result<String> {
+    #[track_caller]
+    pub fn within(&self, command: &str) -> String {
         let there = |namespace| format!("ip netns exec {namespace} ");
         let there = self.namespace.as_ref().map(there).unwrap_or_default();
         self.node.sh(&format!("{there}{command}"))
     }
 
     /// Gives it a bridge of the same name as one of the node's, on the same network.
-    pub fn join_bridge(&self, bridge: &str) -> Result<()> {
-        let namespace = self.namespace.as_ref().context("it is where the bridge is")?;
+    #[track_caller]
+    pub fn join_bridge(&self, bridge: &str) {
+        let namespace = must(self.namespace.as_ref().context("it is where the bridge is"));
         self.node.sh(&format!(
             "ip link add b{namespace} type veth peer name uplink netns {namespace} && ip link set b{namespace} master {bridge} up && \
              ip -n {namespace} link add {bridge} type bridge && ip -n {namespace} link set uplink master {bridge} up && \
              ip -n {namespace} link set {bridge} up"
-        ))?;
-        Ok(())
+        ));
     }
 
     /// Lets nothing pass its bridges from now on, so that VMs with the same addresses do not see each other.
-    pub fn keep_apart(&self) -> Result<()> {
-        self.within("nft 'add table bridge apart; add chain bridge apart forward { type filter hook forward priority 0; policy drop; }'")
-            .map(drop)
+    #[track_caller]
+    pub fn keep_apart(&self) {
+        self.within("nft 'add table bridge apart; add chain bridge apart forward { type filter hook forward priority 0; policy drop; }'");
     }
 
     /// Its journal and what its VMs have logged, for a test that fails.

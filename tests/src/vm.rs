@@ -1,19 +1,20 @@
 //! VMs in the node, as a client has them: made, started and watched with `vmmctl`, looked into over the console.
 
 mod console;
+mod disk;
 mod report;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::Context as _;
 use base64::prelude::{BASE64_STANDARD, Engine as _};
 use serde_json::{Value, json};
 
-use crate::Case;
-use crate::node::{Guests, Kernel};
+use crate::node::{Guests, Kernel, Stream};
 use crate::run::Output;
-use crate::storage::Disk;
 use crate::wait::Deadline;
+use crate::{Case, must};
 
 pub use console::Console;
+pub use disk::{Disk, Format};
 
 /// How long a guest may take to come up in a slow node.
 pub const BOOT: u64 = 150;
@@ -26,13 +27,10 @@ pub struct VmSpec {
     cmdline: String,
     cores: u32,
     memory_mib: u64,
-    shared: bool,
     disks: Vec<Value>,
     nics: Vec<Value>,
-    rate_groups: Vec<Value>,
     /// Other fields of the spec, by JSON pointer.
     more: Vec<(String, Value)>,
-    balloon: Option<Value>,
 }
 
 /// Arguments that save time in an emulated guest. Its kernel does not test its ciphers or load its
@@ -51,12 +49,9 @@ impl VmSpec {
             cmdline: "console=ttyS0 quiet panic=-1 sysrq_always_enabled".into(),
             cores: 1,
             memory_mib: 256,
-            shared: false,
             disks: Vec::new(),
             nics: Vec::new(),
-            rate_groups: Vec::new(),
             more: Vec::new(),
-            balloon: None,
         }
     }
 
@@ -96,9 +91,8 @@ impl VmSpec {
     }
 
     /// Guest RAM that other processes can map.
-    pub fn shared_memory(mut self) -> Self {
-        self.shared = true;
-        self
+    pub fn shared_memory(self) -> Self {
+        self.set("/memory/backing", json!("MEMORY_BACKING_SHARED"))
     }
 
     /// Sets any other field of `spec`, by its JSON pointer in the spec: "/cpu/hostCpus". The
@@ -111,18 +105,6 @@ impl VmSpec {
     /// A disk with all that can be said of one.
     pub fn with_disk(mut self, disk: Disk) -> Self {
         self.disks.push(disk.into());
-        self
-    }
-
-    /// A limit that disks share by its name.
-    pub fn rate_group(mut self, name: &str, limit: &Value) -> Self {
-        self.rate_groups.push(json!({"name": name, "limit": limit}));
-        self
-    }
-
-    /// A balloon that is not as the daemon would make it.
-    pub fn balloon(mut self, balloon: &Value) -> Self {
-        self.balloon = Some(balloon.clone());
         self
     }
 
@@ -145,18 +127,13 @@ impl VmSpec {
         if let Some(initrd) = &self.initrd {
             linux["initrd"] = json!(initrd);
         }
-        let backing = if self.shared {
-            "MEMORY_BACKING_SHARED"
-        } else {
-            "MEMORY_BACKING_UNSPECIFIED"
-        };
         let mut manifest = json!({
             "apiVersion": "vmmd/v1",
             "kind": "Vm",
             "metadata": {"name": name},
             "spec": {
                 "cpu": {"cores": self.cores},
-                "memory": {"sizeBytes": self.memory_mib << 20, "backing": backing},
+                "memory": {"sizeBytes": self.memory_mib << 20},
                 "boot": {"linux": linux},
                 "disks": self.disks,
                 "nics": self.nics,
@@ -165,17 +142,11 @@ impl VmSpec {
                 "runPolicy": "RUN_POLICY_MANUAL",
             },
         });
-        if !self.rate_groups.is_empty() {
-            manifest["spec"]["rateGroups"] = json!(self.rate_groups);
-        }
         for (pointer, value) in &self.more {
             let (around, name) = pointer.rsplit_once('/').unwrap_or(("", pointer));
             if let Some(around) = manifest["spec"].pointer_mut(around) {
                 around[name] = value.clone();
             }
-        }
-        if let Some(balloon) = &self.balloon {
-            manifest["spec"]["balloon"] = balloon.clone();
         }
         manifest
     }
@@ -189,38 +160,44 @@ pub struct Vm<'case> {
 
 impl<'case> Vm<'case> {
     /// Creates it, under the case's name with `suffix`.
-    pub fn create(case: &'case Case, suffix: &str, spec: &VmSpec) -> Result<Self> {
+    #[track_caller]
+    pub fn create(case: &'case Case, suffix: &str, spec: &VmSpec) -> Self {
         Self::create_with(case, suffix, spec, "")
     }
 
-    fn create_with(case: &'case Case, suffix: &str, spec: &VmSpec, options: &str) -> Result<Self> {
+    #[track_caller]
+    fn create_with(case: &'case Case, suffix: &str, spec: &VmSpec, options: &str) -> Self {
         let vm = Vm {
             case,
             name: format!("{}{suffix}", case.name()),
         };
         let manifest = spec.manifest(&vm.name);
-        let create = format!("vmmctl create {options} -f - <<'MANIFEST'\n{manifest}\nMANIFEST\n");
-        let output = case.node().ssh(&create)?;
-        ensure!(
-            output.success(),
-            "create {}: {}{}",
-            vm.name,
-            output.stdout,
-            output.stderr
-        );
-        Ok(vm)
+        case.node().sh(&format!(
+            "vmmctl create {options} -f - <<'MANIFEST'\n{manifest}\nMANIFEST\n"
+        ));
+        vm
     }
 
     /// Creates it and starts it.
-    pub fn start(case: &'case Case, suffix: &str, spec: &VmSpec) -> Result<Self> {
+    #[track_caller]
+    pub fn start(case: &'case Case, suffix: &str, spec: &VmSpec) -> Self {
         Self::create_with(case, suffix, spec, "--start")
     }
 
+    /// Creates it, starts it, and waits until its busybox guest has booted.
+    #[track_caller]
+    pub fn boot(case: &'case Case, suffix: &str, spec: &VmSpec) -> (Self, Console) {
+        let vm = Self::start(case, suffix, spec);
+        let console = vm.booted();
+        (vm, console)
+    }
+
     /// Makes it be like this from now on, as far as it can be without a restart.
-    pub fn apply(&self, spec: &VmSpec) -> Result<()> {
-        let manifest = spec.manifest(&self.name).to_string();
-        let apply = format!("vmmctl apply -f - <<'MANIFEST'\n{manifest}\nMANIFEST\n");
-        self.case.node().sh(&apply).map(drop)
+    #[track_caller]
+    pub fn apply(&self, spec: &VmSpec) {
+        let manifest = spec.manifest(&self.name);
+        self.node()
+            .sh(&format!("vmmctl apply -f - <<'MANIFEST'\n{manifest}\nMANIFEST\n"));
     }
 
     /// Its name.
@@ -229,124 +206,141 @@ impl<'case> Vm<'case> {
     }
 
     /// The node that it is on.
-    pub fn node(&self) -> &crate::Node {
+    pub fn node(&self) -> &'case crate::Node {
         self.case.node()
     }
 
     /// Runs `vmmctl VERB NAME`, which must end with 0; `verb` may have options. Returns its output.
-    pub fn ctl(&self, verb: &str) -> Result<String> {
-        let output = self.try_ctl(verb)?;
-        ensure!(
-            output.success(),
-            "vmmctl {verb} {}: {}{}",
-            self.name,
-            output.stdout,
-            output.stderr
-        );
-        Ok(output.stdout)
+    #[track_caller]
+    pub fn ctl(&self, verb: &str) -> String {
+        self.node().sh(&format!("vmmctl {verb} {}", self.name))
     }
 
     /// `vmmctl VERB NAME`, however it ends.
-    pub fn try_ctl(&self, verb: &str) -> Result<Output> {
-        self.case.node().ssh(&format!("vmmctl {verb} {}", self.name))
+    #[track_caller]
+    pub fn try_ctl(&self, verb: &str) -> Output {
+        self.try_ctl_with(verb, "")
     }
 
     /// `vmmctl VERB NAME MORE`, which must end with 0.
-    pub fn ctl_with(&self, verb: &str, more: &str) -> Result<String> {
-        let output = self.try_ctl_with(verb, more)?;
-        ensure!(
-            output.success(),
-            "vmmctl {verb} {} {more}: {}{}",
-            self.name,
-            output.stdout,
-            output.stderr
-        );
-        Ok(output.stdout)
+    #[track_caller]
+    pub fn ctl_with(&self, verb: &str, more: &str) -> String {
+        self.node().sh(&format!("vmmctl {verb} {} {more}", self.name))
     }
 
     /// `vmmctl VERB NAME MORE`, however it ends.
-    pub fn try_ctl_with(&self, verb: &str, more: &str) -> Result<Output> {
-        self.case
-            .node()
-            .ssh(&format!("vmmctl {verb} {} {more}", self.name))
+    #[track_caller]
+    pub fn try_ctl_with(&self, verb: &str, more: &str) -> Output {
+        must(self.node().ssh(&format!("vmmctl {verb} {} {more}", self.name)))
+    }
+
+    /// The status of one of its disks, if it has that disk.
+    #[track_caller]
+    pub fn find_disk(&self, name: &str) -> Option<Value> {
+        named(&self.get()["status"]["disks"], name)
     }
 
     /// The status of one of its disks.
-    pub fn disk(&self, name: &str) -> Result<Value> {
-        let vm = self.get()?;
-        let disks = vm.pointer("/status/disks").and_then(Value::as_array);
-        let mut disks = disks.into_iter().flatten();
-        disks
-            .find(|disk| disk["name"] == name)
-            .cloned()
-            .with_context(|| format!("no disk {name} in {vm}"))
+    #[track_caller]
+    pub fn disk(&self, name: &str) -> Value {
+        must(self.find_disk(name).with_context(|| format!("no disk {name}")))
+    }
+
+    /// Its statistics since the start of the run.
+    #[track_caller]
+    pub fn stats(&self) -> Value {
+        must(serde_json::from_str(&self.ctl_with("stats", "-o json")).context("read the counters"))
     }
 
     /// Returns the statistics of one of its disks since the start of the run.
-    pub fn disk_stats(&self, name: &str) -> Result<Value> {
-        let stats: Value =
-            serde_json::from_str(&self.ctl_with("stats", "-o json")?).context("read the counters")?;
-        let mut disks = stats["disks"].as_array().into_iter().flatten();
-        disks
-            .find(|disk| disk["name"] == name)
-            .cloned()
-            .with_context(|| format!("no disk {name} in {stats}"))
+    #[track_caller]
+    pub fn disk_stats(&self, name: &str) -> Value {
+        let stats = self.stats();
+        must(named(&stats["disks"], name).with_context(|| format!("no disk {name} in {stats}")))
     }
 
     /// The VM as the daemon has it, in canonical JSON.
-    pub fn get(&self) -> Result<Value> {
-        serde_json::from_str(&self.ctl("get vm -o json")?).context("read the VM")
+    #[track_caller]
+    pub fn get(&self) -> Value {
+        must(serde_json::from_str(&self.ctl("get vm -o json")).context("read the VM"))
     }
 
     /// One field of it, by its JSON pointer, as text; empty when it is not there.
-    pub fn field(&self, pointer: &str) -> Result<String> {
-        let vm = self.get()?;
-        Ok(match vm.pointer(pointer) {
+    #[track_caller]
+    pub fn field(&self, pointer: &str) -> String {
+        match self.get().pointer(pointer) {
             Some(Value::String(text)) => text.clone(),
             Some(other) => other.to_string(),
             None => String::new(),
-        })
+        }
     }
 
     /// Its phase, as in "RUNNING".
-    pub fn phase(&self) -> Result<String> {
-        Ok(self
-            .field("/status/phase")?
-            .trim_start_matches("VM_PHASE_")
-            .to_owned())
+    #[track_caller]
+    pub fn phase(&self) -> String {
+        let phase = self.field("/status/phase");
+        phase.trim_start_matches("VM_PHASE_").to_owned()
+    }
+
+    /// Why its last run ended, as in "STOPPED".
+    #[track_caller]
+    pub fn exit_reason(&self) -> String {
+        let reason = self.field("/status/lastExit/reason");
+        reason.trim_start_matches("EXIT_REASON_").to_owned()
+    }
+
+    /// Follows the VM in JSON, from now on.
+    #[track_caller]
+    pub fn watch(&self) -> Stream {
+        self.node()
+            .stream(&format!("exec vmmctl get vm {} -w -o json", self.name))
     }
 
     /// Waits until it is in a phase.
-    pub fn wait_phase(&self, phase: &str, seconds: u64) -> Result<()> {
-        let mut watch = self
-            .case
-            .node()
-            .stream(&format!("exec vmmctl get vm {} -w -o json", self.name))?;
-        watch
-            .until(&format!("\"VM_PHASE_{phase}\""), Deadline::seconds(seconds))
-            .map(drop)
+    #[track_caller]
+    pub fn wait_phase(&self, phase: &str, seconds: u64) {
+        self.watch()
+            .until(&format!("\"VM_PHASE_{phase}\""), Deadline::seconds(seconds));
     }
 
     /// Waits until a run has ended.
-    pub fn wait_end(&self, seconds: u64) -> Result<()> {
-        let mut watch = self
-            .case
-            .node()
-            .stream(&format!("exec vmmctl get vm {} -w -o json", self.name))?;
-        watch.until("\"lastExit\"", Deadline::seconds(seconds)).map(drop)
+    #[track_caller]
+    pub fn wait_end(&self, seconds: u64) {
+        self.watch().until("\"lastExit\"", Deadline::seconds(seconds));
     }
 
     /// The pid of its `vmm` process in the node.
-    pub fn pid(&self) -> Result<u32> {
-        self.field("/status/instance/pid")?
-            .parse()
-            .with_context(|| format!("{} has no process", self.name))
+    #[track_caller]
+    pub fn pid(&self) -> u32 {
+        let pid = self.field("/status/instance/pid").parse();
+        must(pid.with_context(|| format!("{} has no process", self.name)))
+    }
+
+    /// Fails unless it runs in the process `pid`.
+    #[track_caller]
+    pub fn still_runs(&self, pid: u32) {
+        assert_eq!((self.phase().as_str(), self.pid()), ("RUNNING", pid));
     }
 
     /// Opens its console, with all that was printed before.
-    pub fn console(&self) -> Result<Console> {
+    #[track_caller]
+    pub fn console(&self) -> Console {
         Console::open(self.case, &format!("vmmctl console {}", self.name))
     }
+
+    /// Opens its console, and waits until its busybox guest has booted.
+    #[track_caller]
+    pub fn booted(&self) -> Console {
+        let mut console = self.console();
+        console.booted();
+        console
+    }
+}
+
+/// The element of a list that has this name.
+fn named(list: &Value, name: &str) -> Option<Value> {
+    let mut elements = list.as_array().into_iter().flatten();
+    elements.find(|element| element["name"] == name).cloned()
 }
 
 impl Drop for Vm<'_> {

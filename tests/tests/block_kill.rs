@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use vmmd_tests::node::Kernel;
 use vmmd_tests::storage::{Disk, Format};
-use vmmd_tests::vm::{BOOT, Console, Vm, VmSpec};
+use vmmd_tests::vm::{Console, Vm, VmSpec};
 use vmmd_tests::{Case, Node, confirmed, long};
 
 /// Each kill is a round of four disks: raw and qcow2, with the host's cache and without it. The disks are used in turn by two VMs, with
@@ -36,7 +36,7 @@ struct Subject<'case> {
 impl<'case> Subject<'case> {
     fn new(case: &'case Case, format: Format, cache: &'static str, device: &'static str) -> Self {
         let name = format!("{format}-{cache}");
-        let folder = case.folder().expect("folder");
+        let folder = case.folder();
         let image = format!("{folder}/{name}.{format}");
         Subject {
             case,
@@ -60,8 +60,8 @@ impl<'case> Subject<'case> {
     /// Makes the image, or a new one that nothing was written to.
     fn make(&self) {
         let (image, state) = (&self.image, &self.state);
-        self.node().sh(&format!("rm -f {image} {state}")).expect("remove");
-        let made = self.case.image(&self.name, self.format, DISK_MIB).expect("image");
+        self.node().sh(&format!("rm -f {image} {state}"));
+        let made = self.case.image(&self.name, self.format, DISK_MIB);
         assert_eq!(made, *image);
     }
 
@@ -91,22 +91,18 @@ impl<'case> Subject<'case> {
                 .check_qcow2(&self.image)
                 .expect("the image is sound after the kill");
             eprintln!("round {round}, {}: {leaks} leaked clusters", self.name);
-            self.node()
-                .sh(&format!(
-                    "qemu-img convert -f qcow2 -O raw {} {}",
-                    self.image, self.raw
-                ))
-                .expect("convert");
+            self.node().sh(&format!(
+                "qemu-img convert -f qcow2 -O raw {} {}",
+                self.image, self.raw
+            ));
         }
         let confirmed: Vec<String> = confirmed.iter().map(u64::to_string).collect();
-        self.node()
-            .sh(&format!(
-                "{blkcheck} verify {} --state {} --round {round} --confirmed {}",
-                self.raw,
-                self.state,
-                confirmed.join(",")
-            ))
-            .expect("every confirmed operation is there")
+        self.node().sh(&format!(
+            "{blkcheck} verify {} --state {} --round {round} --confirmed {}",
+            self.raw,
+            self.state,
+            confirmed.join(",")
+        ))
     }
 }
 
@@ -119,30 +115,25 @@ fn write_until_killed(
     more: Duration,
 ) -> String {
     for subject in subjects {
-        console.type_line(&subject.write(round, depth)).expect("type");
+        console.type_line(&subject.write(round, depth));
     }
     let names: Vec<&str> = subjects.iter().map(|subject| subject.name.as_str()).collect();
     confirmed::wait(console, &names, depth).expect("confirmations");
     let seconds = more.as_secs_f64();
-    let pid = vm.pid().expect("pid");
-    vm.node()
-        .sh(&format!("sleep {seconds}; kill -9 {pid}"))
-        .expect("kill");
+    let pid = vm.pid();
+    vm.node().sh(&format!("sleep {seconds}; kill -9 {pid}"));
     // The stream ends with the run. Only operations in its output count as confirmed.
-    console.until("never printed", 60).expect_err("the console ends");
+    console
+        .try_until("never printed", 60)
+        .expect_err("the console ends");
     console.text()
 }
 
 /// The guest sees what another reader of the images sees.
 fn compare(console: &mut Console, subjects: &[Subject<'_>], blkcheck: &str) {
     for subject in subjects {
-        let guest = console
-            .run(&format!("blkcheck digest {}", subject.device), 120)
-            .expect("digest");
-        let node = subject
-            .node()
-            .sh(&format!("{blkcheck} digest {}", subject.raw))
-            .expect("digest");
+        let guest = console.run(&format!("blkcheck digest {}", subject.device));
+        let node = subject.node().sh(&format!("{blkcheck} digest {}", subject.raw));
         assert_eq!(
             guest.trim(),
             node.trim(),
@@ -153,7 +144,7 @@ fn compare(console: &mut Console, subjects: &[Subject<'_>], blkcheck: &str) {
 }
 
 fn spec(case: &Case, cores: u32, subjects: &[Subject<'_>]) -> VmSpec {
-    let spec = case.storage_guest(Kernel::Cloud612).expect("guest").cores(cores);
+    let spec = case.storage_guest(Kernel::Cloud612).cores(cores);
     subjects
         .iter()
         .fold(spec, |spec, subject| spec.with_disk(subject.disk()))
@@ -161,8 +152,8 @@ fn spec(case: &Case, cores: u32, subjects: &[Subject<'_>]) -> VmSpec {
 
 #[test]
 fn confirmed_writes_are_there_after_every_kill() {
-    let case = Case::new("blk-kill").expect("node");
-    let blkcheck = case.blkcheck().expect("blkcheck");
+    let case = Case::new("blk-kill");
+    let blkcheck = case.blkcheck();
     let subjects = [
         Subject::new(&case, Format::Raw, "NONE", "/dev/vda"),
         Subject::new(&case, Format::Raw, "WRITEBACK", "/dev/vdb"),
@@ -175,20 +166,19 @@ fn confirmed_writes_are_there_after_every_kill() {
     // A disk has as many queues as its VM has cores.
     let vms = QUEUES.map(|cores| {
         let spec = spec(&case, cores, &subjects);
-        Vm::create(&case, &format!("-{cores}"), &spec).expect("create")
+        Vm::create(&case, &format!("-{cores}"), &spec)
     });
     let kills = if long() { LONG } else { SHORT };
     for (round, (vm, depth)) in (1..=kills).zip(ROUNDS.into_iter().cycle()) {
         let vm = &vms[vm];
-        vm.ctl("start").expect("start");
-        let mut console = vm.console().expect("console");
-        console.until("GUEST-READY", BOOT).expect("boot");
+        vm.ctl("start");
+        let mut console = vm.booted();
         if round == kills {
             compare(&mut console, &subjects, &blkcheck);
         }
         let more = Duration::from_millis((seed * 7919 + u64::from(round) * 617) % 2500);
         let text = write_until_killed(vm, &mut console, &subjects, (round, depth), more);
-        vm.wait_phase("FAILED", 60).expect("the daemon notices");
+        vm.wait_phase("FAILED", 60);
         std::thread::scope(|scope| {
             for subject in &subjects {
                 let confirmed = subject.confirmed(&text, depth);

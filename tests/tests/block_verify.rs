@@ -4,7 +4,7 @@
 use rstest::rstest;
 use vmmd_tests::node::Kernel;
 use vmmd_tests::storage::{Disk, Format};
-use vmmd_tests::vm::{BOOT, Vm};
+use vmmd_tests::vm::Vm;
 use vmmd_tests::wait::Deadline;
 use vmmd_tests::{Case, Node};
 
@@ -28,54 +28,41 @@ impl<'node> Pauses<'node> {
                 "n=0; while [ ! -e {stop} ]; do vmmctl pause {vm} && sleep 0.2 && vmmctl resume {vm} && sleep 0.2 || exit; \
                  n=$((n + 1)); echo paused $n times; done; echo \"PAUSES=$n;\"",
                 vm = vm.name()
-            ))
-            .expect("the pauses begin");
+            ));
         Pauses { node, stream, stop }
     }
 
     /// How many there were.
     fn end(mut self) -> u32 {
-        self.node.sh(&format!("touch {}", self.stop)).expect("end");
+        self.node.sh(&format!("touch {}", self.stop));
         let deadline = Deadline::seconds(60);
-        self.stream
-            .until("PAUSES=", deadline)
-            .expect("no pause and no resume failed");
-        let count = self.stream.until(";", deadline).expect("the count");
+        self.stream.until("PAUSES=", deadline);
+        let count = self.stream.until(";", deadline);
         count.trim_end_matches(';').parse().expect("a number")
     }
 }
 
 #[rstest]
-fn random_writes_read_back_also_while_the_machine_is_paused_and_resumed(
+fn random_writes_read_back_during_pauses(
     #[values(Format::Raw, Format::Qcow2)] format: Format,
     #[values(1, 4)] queues: u32,
 ) {
-    let case = Case::new("blk-verify").expect("node");
-    let folder = case.folder().expect("folder");
-    let image = case.image("data", format, 32).expect("image");
+    let case = Case::new("blk-verify");
+    let folder = case.folder();
+    let image = case.image("data", format, 32);
     let disk = Disk::new("data", format, &image).with("queues", queues);
-    let spec = case
-        .storage_guest(Kernel::Cloud612)
-        .expect("guest")
-        .cores(queues)
-        .with_disk(disk);
-    let vm = Vm::start(&case, "", &spec).expect("start");
-    let mut console = vm.console().expect("console");
-    console.until("GUEST-READY", BOOT).expect("boot");
-    let seen = console
-        .run("ls -d /sys/block/vda/mq/* | wc -l", 30)
-        .expect("queues");
+    let spec = case.storage_guest(Kernel::Cloud612).cores(queues).with_disk(disk);
+    let (vm, mut console) = Vm::boot(&case, "", &spec);
+    let seen = console.run("ls -d /sys/block/vda/mq/* | wc -l");
     assert_eq!(seen.trim(), queues.to_string());
-    console.run(FIO, 200).expect("what was written is read back");
+    console.run_within(FIO, 200);
 
     let pauses = Pauses::of(&vm, case.node(), &folder);
-    console
-        .run(FIO, 400)
-        .expect("what was written is read back after pauses");
+    console.run_within(FIO, 400);
     let pauses = pauses.end();
     assert!(pauses >= 2, "only {pauses} pauses");
 
-    vm.ctl("stop --force").expect("stop");
+    vm.ctl("stop --force");
     if format == Format::Qcow2 {
         assert_eq!(
             case.node().check_qcow2(&image).expect("the image is sound"),

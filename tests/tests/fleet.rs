@@ -54,8 +54,7 @@ impl<'case> Fleet<'case> {
         let node = case.node();
         // The daemon reserves memory for each guest, so that no guest starves another. The sum
         // exceeds the memory of the node.
-        node.sh("cp /etc/vmmd/config.toml /etc/vmmd/config.before-fleet; sed -i '/^\\[overcommit\\]/a memory = 4.0' /etc/vmmd/config.toml; systemctl restart vmmd")
-            .expect("the daemon's configuration");
+        node.sh("cp /etc/vmmd/config.toml /etc/vmmd/config.before-fleet; sed -i '/^\\[overcommit\\]/a memory = 4.0' /etc/vmmd/config.toml; systemctl restart vmmd");
         let names: Vec<_> = (0..size)
             .map(|number| format!("{}-{number:02}", case.name()))
             .collect();
@@ -72,7 +71,7 @@ impl<'case> Fleet<'case> {
         for name in &fleet.names {
             writeln!(create, "---\n{}", spec.manifest(name)).expect("text");
         }
-        node.sh(&format!("{create}MANIFEST\n")).expect("create");
+        node.sh(&format!("{create}MANIFEST\n"));
         for vm in fleet.get() {
             let text = |pointer| {
                 vm.pointer(pointer)
@@ -97,7 +96,7 @@ impl<'case> Fleet<'case> {
 
     /// These VMs, as the daemon has them.
     fn get(&self) -> Vec<Value> {
-        let text = self.node.sh("vmmctl get vm -o json").expect("get");
+        let text = self.node.sh("vmmctl get vm -o json");
         let vms: Vec<Value> = serde_json::from_str(&text).expect("a list");
         let name = |vm: &Value| vm["metadata"]["name"].as_str().map(str::to_owned);
         let ours = |vm: &Value| name(vm).is_some_and(|name| self.names.contains(&name));
@@ -133,10 +132,7 @@ impl<'case> Fleet<'case> {
             .logs
             .iter()
             .map(|(name, log)| format!("echo '== {name}'; cat {log}"));
-        let text = self
-            .node
-            .sh(&show.collect::<Vec<_>>().join("\n"))
-            .expect("the serial logs");
+        let text = self.node.sh(&show.collect::<Vec<_>>().join("\n"));
         let logs = by_name(&text).into_iter();
         logs.map(|(name, lines)| (name.to_owned(), lines)).collect()
     }
@@ -148,9 +144,7 @@ impl<'case> Fleet<'case> {
                 .stream(&format!("vmmctl console {name} </dev/null 2>/dev/null"))
         };
         let names = self.names.iter().take(FOLLOWED);
-        names
-            .map(|name| (name.as_str(), open(name).expect("a client")))
-            .collect()
+        names.map(|name| (name.as_str(), open(name))).collect()
     }
 
     /// Waits until each client shows a line that its guest has not printed yet.
@@ -172,10 +166,7 @@ impl<'case> Fleet<'case> {
             .keys()
             .map(|name| format!("echo '== {name}'; cat {folder}/{name}"));
         let script = open.chain(["wait".to_owned()]).chain(show);
-        let text = self
-            .node
-            .sh(&script.collect::<Vec<_>>().join("\n"))
-            .expect("the consoles");
+        let text = self.node.sh(&script.collect::<Vec<_>>().join("\n"));
         for (name, seen) in by_name(&text) {
             assert_eq!(seen.first().map(|line| line.count), Some(1), "{name}");
             assert!(
@@ -195,9 +186,7 @@ impl<'case> Fleet<'case> {
             format!("timeout 240 tail -n +1 -F {log} 2>/dev/null | grep -q -m 1 '^up {count} ' &")
         });
         let script = waits.chain(["wait".to_owned()]);
-        self.node
-            .sh(&script.collect::<Vec<_>>().join("\n"))
-            .expect("lines");
+        self.node.sh(&script.collect::<Vec<_>>().join("\n"));
         let after = self.printed();
         for (name, lines) in &after {
             assert!(lines.len() >= before[name].len() + more, "{name} has stopped");
@@ -288,7 +277,6 @@ fn kill(node: &Node) -> (f64, f64) {
          while sleep 1; [ \"$(systemctl show -P MainPID vmmd)\" = $pid ] || ! systemctl is-active -q vmmd; do :; done
          echo $up $(systemctl show -P ExecMainStartTimestampMonotonic vmmd) $(systemctl show -P ActiveEnterTimestampMonotonic vmmd)",
     );
-    let text = text.expect("the daemon is back");
     let numbers: Vec<f64> = text
         .split_whitespace()
         .map(|word| word.parse().expect("a number"))
@@ -301,7 +289,7 @@ fn kill(node: &Node) -> (f64, f64) {
 
 #[test]
 fn no_guest_notices_that_the_daemon_is_killed_again_and_again() {
-    let case = Case::new("fleet").expect("node");
+    let case = Case::new("fleet");
     let node = case.node();
     let began = std::time::Instant::now();
     let fleet = Fleet::boot(&case, size());
@@ -312,7 +300,7 @@ fn no_guest_notices_that_the_daemon_is_killed_again_and_again() {
     let at_first = fleet.printed();
     // The processors are as busy as with a daemon that starts.
     let ask = "while vmmctl get vm -o json >/dev/null; do echo; done";
-    let busy = [(); 2].map(|()| node.stream(ask).expect("a client"));
+    let busy = [(); 2].map(|()| node.stream(ask));
     let before = fleet.printed_after(BUSY);
     drop(busy);
 
@@ -367,14 +355,12 @@ fn no_guest_notices_that_the_daemon_is_killed_again_and_again() {
     for (name, client) in &mut clients {
         saw_all(name, client, after[*name].len());
     }
-    fleet.open_consoles(&case.folder().expect("folder"), &after);
+    fleet.open_consoles(&case.folder(), &after);
 }
 
 /// Waits until a client's console shows a guest's line of this count.
 fn shows(client: &mut Stream, count: usize) {
-    client
-        .until(&format!("\nup {count} "), Deadline::seconds(60))
-        .expect("the console goes on");
+    client.until(&format!("\nup {count} "), Deadline::seconds(60));
 }
 
 /// Checks the output that a permanently connected client received: each line once, from the first

@@ -3,7 +3,7 @@
 use vmmd_tests::initramfs::Extra;
 use vmmd_tests::node::Kernel;
 use vmmd_tests::programs;
-use vmmd_tests::vm::{BOOT, Console, Vm, VmSpec};
+use vmmd_tests::vm::{Console, Vm, VmSpec};
 use vmmd_tests::{Case, long};
 
 /// Distance between the accessed bytes of BARs behind the registers; a long test accesses each
@@ -24,19 +24,18 @@ struct Guest {
 impl Guest {
     fn prepare(case: &Case) -> Self {
         let node = case.node();
-        let folder = case.folder().expect("folder");
+        let folder = case.folder();
         let hostile = programs::build_static("vmmd-hostile-guest", "hostile").expect("hostile");
         let extra = [Extra::new(hostile, "bin/hostile")];
         let initrd = vmmd_tests::guest::initrd_with(Kernel::Cloud612, &extra).expect("initrd");
         node.copy_in(&initrd, &format!("{folder}/initrd"))
             .expect("copy the initrd");
-        let bridge = case.bridge().expect("a bridge");
+        let bridge = case.bridge();
         node.sh(&format!(
             "\
              yes vmmd | head -c 1048576 >{folder}/disk.raw && cp {folder}/disk.raw {folder}/before.raw && \
              truncate -s 1M {folder}/scratch.raw"
-        ))
-        .expect("the disks");
+        ));
         // Its own kernel lets it reach configuration space as a whole.
         let spec = VmSpec::quick(Kernel::Cloud612, format!("{folder}/initrd"))
             .cmdline("iomem=relaxed")
@@ -50,64 +49,38 @@ impl Guest {
     fn works(&self, case: &Case, console: &mut Console) {
         let (folder, bridge) = (&self.folder, &self.bridge);
         // In this order, as the names of the disks go by it.
-        for device in console
-            .run("ls -1d /sys/bus/pci/devices/*", 60)
-            .expect("devices")
-            .split_whitespace()
-        {
+        for device in console.run("ls -1d /sys/bus/pci/devices/*").split_whitespace() {
             let bind = format!(
                 "echo {} >/sys/bus/pci/drivers/virtio-pci/bind",
                 &device[device.len() - 12..]
             );
-            console
-                .run(
-                    &format!("case $(cat {device}/vendor) in 0x1af4) {bind};; esac"),
-                    60,
-                )
-                .expect("bind");
+            console.run(&format!("case $(cat {device}/vendor) in 0x1af4) {bind};; esac"));
         }
-        console
-            .run(
-                "dd if=/dev/vda bs=64k 2>/dev/null | head -c 20 | grep -q vmmd",
-                60,
-            )
-            .expect("the disk");
+        console.run("dd if=/dev/vda bs=64k 2>/dev/null | head -c 20 | grep -q vmmd");
         let write = "yes again | head -c 65536 >/dev/vdb && sync && echo 3 >/proc/sys/vm/drop_caches && \
                      yes again | head -c 65536 | cmp -n 65536 - /dev/vdb";
-        console.run(write, 60).expect("the disk that can be written to");
-        console
-            .run("dd if=/dev/hwrng of=/dev/null bs=512 count=4", 60)
-            .expect("the entropy device");
-        console
-            .run("ip link set eth0 up && ip addr add 10.78.0.2/24 dev eth0", 60)
-            .expect("the NIC");
+        console.run(write);
+        console.run("dd if=/dev/hwrng of=/dev/null bs=512 count=4");
+        console.run("ip link set eth0 up && ip addr add 10.78.0.2/24 dev eth0");
         let node = case.node();
         node.sh(&format!(
             "ip addr add 10.78.0.1/24 dev {bridge}; ping -c 2 -W 10 10.78.0.2"
-        ))
-        .expect("a ping");
-        node.sh(&format!("cmp {folder}/disk.raw {folder}/before.raw"))
-            .expect("the read-only disk is as it was");
+        ));
+        node.sh(&format!("cmp {folder}/disk.raw {folder}/before.raw"));
     }
 }
 
 /// Boots a guest with the hostile program, a disk, a NIC and no driver bound to the virtio devices.
 fn with_guest(topic: &str, attack: impl FnOnce(&Vm<'_>, &mut Console)) {
-    let case = Case::new(topic).expect("node");
+    let case = Case::new(topic);
     let guest = Guest::prepare(&case);
-    let vm = Vm::start(&case, "", &guest.spec).expect("start");
-    let mut console = vm.console().expect("console");
-    console.until("GUEST-READY", BOOT).expect("boot");
-    console.run(UNBIND, 60).expect("unbind the drivers");
-    let pid = vm.pid().expect("pid");
+    let (vm, mut console) = Vm::boot(&case, "", &guest.spec);
+    console.run(UNBIND);
+    let pid = vm.pid();
     attack(&vm, &mut console);
-    assert_eq!(
-        (vm.phase().expect("phase"), vm.pid().expect("pid")),
-        ("RUNNING".into(), pid),
-        "the vmm lives on"
-    );
+    vm.still_runs(pid);
     guest.works(&case, &mut console);
-    vm.ctl("stop --grace 60s").expect("stop");
+    vm.ctl("stop --grace 60s");
 }
 
 fn distance() -> u64 {
@@ -115,9 +88,7 @@ fn distance() -> u64 {
 }
 
 fn phase(console: &mut Console, phase: &str, distance: u64) -> String {
-    let text = console
-        .run(&format!("hostile --distance {distance} {phase}"), 400)
-        .expect("the phase ends with success");
+    let text = console.run_within(&format!("hostile --distance {distance} {phase}"), 400);
     assert!(text.contains("HOSTILE DONE"), "{text}");
     text
 }
@@ -153,7 +124,7 @@ fn accesses(bytes: u64, widths: &[u64], distance: u64) -> u64 {
 }
 
 #[test]
-fn nonsense_in_config_space_registers_and_rings_is_harmless_and_a_reset_mends_the_devices() {
+fn nonsense_in_config_space_registers_and_rings_is_harmless() {
     with_guest("hostile", |_, console| {
         let text = phase(console, "config", 1);
         let walked = counts(&text, "HOSTILE config", " accesses walked");
@@ -186,82 +157,73 @@ fn nonsense_in_config_space_registers_and_rings_is_harmless_and_a_reset_mends_th
     });
 }
 
-#[test]
-fn nonsense_in_every_port_is_harmless_and_a_reset_of_the_machine_mends_all() {
-    with_guest("hostile-ports", |vm, console| {
-        console.type_line("hostile ports pic pit").expect("type");
-        let mut text = console.until("HOSTILE DONE", 400).expect("the ports are walked");
-        console.type_line("hostile fatal-ports").expect("type");
-        text += &console
-            .until("now the reset", 120)
-            .expect("the ports that could end it");
-        let walked = counts(&text, "HOSTILE", " of 196604 port accesses survived");
-        assert_eq!(walked.len(), 4, "{text}");
-        assert_eq!(walked.iter().sum::<u64>(), 196_604, "{text}");
-        console
-            .until("GUEST-READY", BOOT)
-            .expect("the machine boots again");
-        assert_eq!(vm.field("/status/instance/guestResets").expect("resets"), "1");
-        console
-            .run(UNBIND, 60)
-            .expect("unbind the drivers, which are bound anew below");
-    });
-}
-
 /// How long the machine of the next test runs before it is thrown away and restored once more, in milliseconds.
 const RESTORE_EVERY: u64 = 2500;
 
-/// Runs `vmm run` of a development build. The attacked machine is always a restored one. It is
-/// saved at any point of the guest's activity.
-///
-/// Its ports are not attacked: a restored TSS is busy, as on real processors. QEMU's emulation then
-/// refuses I/O to every user program of the guest (`helper_check_io` accepts type 9 only).
-#[test]
-fn nonsense_is_harmless_to_a_machine_that_is_restored_again_and_again() {
-    let case = Case::new("hostile-restored").expect("node");
-    let node = case.node();
-    let guest = Guest::prepare(&case);
-    let folder = &guest.folder;
-    // An optimized build has no such option.
-    let installed = node
-        .sh("vmm run --help")
-        .expect("help")
-        .contains("--restore-every");
-    let vmm = if installed {
-        "vmm".to_owned()
-    } else {
-        let vmm = programs::development("vmm").expect("a development build");
-        let there = format!("{folder}/vmm");
-        node.copy_in(&vmm, &there).expect("copy the vmm");
-        there
-    };
-    let manifest = guest.spec.manifest("hostile").to_string();
-    node.sh(&format!(
-        "cat >{folder}/vm.yaml <<'MANIFEST'\n{manifest}\nMANIFEST\n"
-    ))
-    .expect("manifest");
-    let run = format!("{vmm} run --spec {folder}/vm.yaml --restore-every {RESTORE_EVERY}");
-    // The vmm logs to a file, because the console would mix the log with the guest's output.
-    let mut console = Console::open(&case, &format!("{run} 2>{folder}/log; echo vmm-exit=$?")).expect("vmm");
-    console.until("GUEST-READY", BOOT).expect("boot");
-    console.run(UNBIND, 60).expect("unbind the drivers");
-    let attack = std::time::Instant::now();
-    for part in ["config absent", "mmio", "rings"] {
-        phase(&mut console, part, if long() { 1 } else { RESTORED_DISTANCE });
+/// Tests that `make nightly` runs and `make test` does not.
+mod nightly {
+    use super::*;
+
+    #[test]
+    fn nonsense_in_every_port_is_harmless() {
+        with_guest("hostile-ports", |vm, console| {
+            console.type_line("hostile ports pic pit");
+            let mut text = console.until("HOSTILE DONE", 400);
+            console.type_line("hostile fatal-ports");
+            text += &console.until("now the reset", 120);
+            let walked = counts(&text, "HOSTILE", " of 196604 port accesses survived");
+            assert_eq!(walked.len(), 4, "{text}");
+            assert_eq!(walked.iter().sum::<u64>(), 196_604, "{text}");
+            console.booted();
+            assert_eq!(vm.field("/status/instance/guestResets"), "1");
+            console.run(UNBIND);
+        });
     }
-    let lasted = attack.elapsed();
-    guest.works(&case, &mut console);
-    console.type_line("reboot").expect("type");
-    console
-        .until("GUEST-READY", BOOT)
-        .expect("a restored machine resets and boots again");
-    console.type_line("poweroff").expect("type");
-    console
-        .until("vmm-exit=0", 60)
-        .expect("the guest ends the run, and each restore was one");
-    let log = node.sh(&format!("cat {folder}/log")).expect("the log");
-    let restores = counts(&log, "restored", " times");
-    // A pause, a save and a restore take their time too.
-    let expected = lasted.as_millis() / (10 * u128::from(RESTORE_EVERY));
-    assert!(u128::from(restores[0]) > expected, "{restores:?} in {lasted:?}");
+
+    /// Runs `vmm run` of a development build. The attacked machine is always a restored one. It is
+    /// saved at any point of the guest's activity.
+    ///
+    /// Its ports are not attacked: a restored TSS is busy, as on real processors. QEMU's emulation then
+    /// refuses I/O to every user program of the guest (`helper_check_io` accepts type 9 only).
+    #[test]
+    fn nonsense_is_harmless_to_a_restored_machine() {
+        let case = Case::new("hostile-restored");
+        let node = case.node();
+        let guest = Guest::prepare(&case);
+        let folder = &guest.folder;
+        // An optimized build has no such option.
+        let installed = node.sh("vmm run --help").contains("--restore-every");
+        let vmm = if installed {
+            "vmm".to_owned()
+        } else {
+            let vmm = programs::development("vmm").expect("a development build");
+            let there = format!("{folder}/vmm");
+            node.copy_in(&vmm, &there).expect("copy the vmm");
+            there
+        };
+        let manifest = guest.spec.manifest("hostile").to_string();
+        node.sh(&format!(
+            "cat >{folder}/vm.yaml <<'MANIFEST'\n{manifest}\nMANIFEST\n"
+        ));
+        let run = format!("{vmm} run --spec {folder}/vm.yaml --restore-every {RESTORE_EVERY}");
+        // The vmm logs to a file, because the console would mix the log with the guest's output.
+        let mut console = Console::open(&case, &format!("{run} 2>{folder}/log; echo vmm-exit=$?"));
+        console.booted();
+        console.run(UNBIND);
+        let attack = std::time::Instant::now();
+        for part in ["config absent", "mmio", "rings"] {
+            phase(&mut console, part, if long() { 1 } else { RESTORED_DISTANCE });
+        }
+        let lasted = attack.elapsed();
+        guest.works(&case, &mut console);
+        console.type_line("reboot");
+        console.booted();
+        console.type_line("poweroff");
+        console.until("vmm-exit=0", 60);
+        let log = node.sh(&format!("cat {folder}/log"));
+        let restores = counts(&log, "restored", " times");
+        // A pause, a save and a restore take their time too.
+        let expected = lasted.as_millis() / (10 * u128::from(RESTORE_EVERY));
+        assert!(u128::from(restores[0]) > expected, "{restores:?} in {lasted:?}");
+    }
 }

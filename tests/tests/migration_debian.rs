@@ -6,7 +6,7 @@ use std::time::Instant;
 use serde_json::json;
 use vmmd_tests::storage::{Disk, Format};
 use vmmd_tests::two_daemons::load::{Fio, Iperf, bring_fio};
-use vmmd_tests::two_daemons::traveller::{Connection, SMALL, Traveller};
+use vmmd_tests::two_daemons::traveller::{GUEST, NODE, SMALL, Traveller};
 use vmmd_tests::two_daemons::{self, Daemon};
 use vmmd_tests::vm::VmSpec;
 use vmmd_tests::{Case, long};
@@ -22,9 +22,9 @@ fn turns() -> u32 {
 /// It, on a bridge of the test's, with a disk for fio.
 fn debian(case: &Case, bridge: &str) -> VmSpec {
     let guests = case.node().guests();
-    let root = case.debian_disk().expect("a disk");
+    let root = case.debian_disk();
     bring_fio(case, &root);
-    let data = case.image("data", Format::Raw, 32).expect("image");
+    let data = case.image("data", Format::Raw, 32);
     VmSpec::new(guests.debian_vmlinuz(), Some(guests.debian_initrd()))
         .memory_mib(MEMORY_MIB)
         .with_disk(Disk::new("root", Format::Raw, &root))
@@ -35,30 +35,28 @@ fn debian(case: &Case, bridge: &str) -> VmSpec {
         .set("/nics/0/mac", json!("fe:00:00:00:c8:02"))
         .cmdline(&format!(
             "{SMALL} norandmaps root=/dev/vda rw ip={}:::255.255.255.0::eth0:off net.ifnames=0",
-            Connection::GUEST
+            GUEST
         ))
 }
 
 /// A bridge with the node's address, which both daemons have.
 fn bridge(case: &Case, daemons: &[Daemon<'_>; 2]) -> String {
-    let bridge = case.bridge().expect("bridge");
-    case.node()
-        .sh(&format!("ip addr add {} dev {bridge}", Connection::NODE))
-        .expect("the node's address");
+    let bridge = case.bridge();
+    case.node().sh(&format!("ip addr add {NODE} dev {bridge}"));
     for daemon in daemons {
-        daemon.join_bridge(&bridge).expect("join");
+        daemon.join_bridge(&bridge);
     }
     bridge
 }
 
 #[test]
-fn a_busy_debian_moves_to_and_fro_and_loses_no_block_and_no_connection() {
-    let case = Case::new("migration-debian").expect("node");
-    let daemons = two_daemons::pair(&case, 5).expect("daemons");
+fn busy_debian_moves_without_loss() {
+    let case = Case::new("migration-debian");
+    let daemons = two_daemons::pair(&case, 5);
     let bridge = bridge(&case, &daemons);
     let mut guest = Traveller::boot_debian(case.name(), &daemons, &debian(&case, &bridge));
     let fio = Fio::begin(&mut guest.console);
-    let iperf = Iperf::begin(&case, &mut guest.console, Connection::GUEST);
+    let iperf = Iperf::begin(&case, &mut guest.console, GUEST);
     for turn in 1..=2 * turns() {
         println!("migration {turn}");
         guest.moves();
@@ -70,14 +68,14 @@ fn a_busy_debian_moves_to_and_fro_and_loses_no_block_and_no_connection() {
 }
 
 #[test]
-fn a_busy_debian_goes_on_after_its_snapshot_from_its_snapshot_and_as_four_clones() {
-    let case = Case::new("snapshot-debian").expect("node");
-    let daemons = two_daemons::pair(&case, 6).expect("daemons");
+fn busy_debian_continues_from_snapshot_and_as_four_clones() {
+    let case = Case::new("snapshot-debian");
+    let daemons = two_daemons::pair(&case, 6);
     let bridge = bridge(&case, &daemons);
     let (name, daemon) = (case.name(), &daemons[0]);
     let mut guest = Traveller::boot_debian(name, &daemons, &debian(&case, &bridge));
     let fio = Fio::begin(&mut guest.console);
-    let iperf = Iperf::begin(&case, &mut guest.console, Connection::GUEST);
+    let iperf = Iperf::begin(&case, &mut guest.console, GUEST);
     // The node's file system can't share blocks: the guest stands still while its disks are copied.
     let saved = guest.snapshot(name);
     guest.goes_on();
@@ -86,20 +84,18 @@ fn a_busy_debian_goes_on_after_its_snapshot_from_its_snapshot_and_as_four_clones
     guest.has_no_complaint();
     drop(iperf);
 
-    daemon.ctl(&format!("stop --force {name}")).expect("kill");
-    let restored = within(|| daemon.ctl(&format!("restore {name}")).expect("restore"));
+    daemon.ctl(&format!("stop --force {name}"));
+    let restored = within(|| daemon.ctl(&format!("restore {name}")));
     let clones = [1, 2, 3, 4].map(|number| format!("{name}-{number}"));
     goes_on(&mut guest.copy(name, &saved, restored));
     // Clones that are not fresh have the addresses of its NIC, which are in use as long as it
     // exists.
-    daemon
-        .ctl(&format!("delete --force --yes {name}"))
-        .expect("delete");
+    daemon.ctl(&format!("delete --force --yes {name}"));
 
     // All four have them.
-    daemon.keep_apart().expect("networks of their own");
+    daemon.keep_apart();
     let all = format!("clone --share-addresses {name} {}", clones.join(" "));
-    let restored = within(|| daemon.ctl(&all).expect("clone"));
+    let restored = within(|| daemon.ctl(&all));
     for clone in &clones {
         println!("{clone}");
         goes_on(&mut guest.copy(clone, &saved, restored));

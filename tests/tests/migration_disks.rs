@@ -4,7 +4,7 @@
 use serde_json::json;
 use vmmd_tests::Case;
 use vmmd_tests::node::Kernel;
-use vmmd_tests::two_daemons::traveller::{PATIENCE, SMALL, Traveller};
+use vmmd_tests::two_daemons::traveller::{SMALL, Traveller};
 use vmmd_tests::two_daemons::{self, Daemon};
 use vmmd_tests::vm::VmSpec;
 
@@ -46,7 +46,7 @@ fn verify() -> String {
 
 /// Bytes that a disk takes on the node, and its size.
 fn takes(daemon: &Daemon<'_>, disk: &str) -> (u64, u64) {
-    let shown = daemon.ctl(&format!("get disk {disk} -o json")).expect("the disk");
+    let shown = daemon.ctl(&format!("get disk {disk} -o json"));
     let shown: serde_json::Value = serde_json::from_str(&shown).expect("JSON");
     let number = |place: &str| {
         let value = shown.pointer(place).unwrap_or_else(|| panic!("{place}: {shown}"));
@@ -59,13 +59,11 @@ fn takes(daemon: &Daemon<'_>, disk: &str) -> (u64, u64) {
 }
 
 #[test]
-fn a_guest_that_writes_to_its_disks_finds_all_of_it_at_its_new_place() {
-    let case = Case::new("migration-disks").expect("node");
-    let daemons = two_daemons::pair(&case, 9).expect("daemons");
+fn disk_writes_during_a_move_are_at_the_target() {
+    let case = Case::new("migration-disks");
+    let daemons = two_daemons::pair(&case, 9);
     for (name, format, _) in DISKS {
-        daemons[0]
-            .ctl(&format!("create disk {name} --size 256Mi --format {format}"))
-            .expect("a disk");
+        daemons[0].ctl(&format!("create disk {name} --size 256Mi --format {format}"));
     }
     let disks = DISKS.map(|(name, _, _)| json!({"name": name, "disk": name}));
     let spec = VmSpec::busybox(Kernel::Cloud612)
@@ -76,19 +74,15 @@ fn a_guest_that_writes_to_its_disks_finds_all_of_it_at_its_new_place() {
     for turn in 1..=turns() {
         for _ in 0..2 {
             println!("turn {turn}");
-            guest.console.run(&writer(), PATIENCE).expect("begin to write");
+            guest.console.run(&writer());
             guest
                 .console
-                .run(
-                    "until [ \"$(cat /run/wrote 2>/dev/null)\" -gt 3 ] 2>/dev/null; do sleep 0.05; done",
-                    PATIENCE,
-                )
-                .expect("it writes");
+                .run("until [ \"$(cat /run/wrote 2>/dev/null)\" -gt 3 ] 2>/dev/null; do sleep 0.05; done");
             guest.moves();
             let more = "wrote=$(cat /run/wrote); until [ $(cat /run/wrote) -gt $wrote ]; do sleep 0.05; done; \
                         touch /run/stop; while [ -e /run/stop ]; do sleep 0.05; done";
-            guest.console.run(more, PATIENCE).expect("it writes on, and ends");
-            if let Err(error) = guest.console.run(&verify(), PATIENCE) {
+            guest.console.run(more);
+            if let Err(error) = guest.console.try_run(&verify()) {
                 let home = guest.home();
                 // Counters of the queues and vCPUs twice, and the tasks that wait in the guest: which of them stands still?
                 let stats = format!("stats {}", case.name());
@@ -96,10 +90,14 @@ fn a_guest_that_writes_to_its_disks_finds_all_of_it_at_its_new_place() {
                     "(echo w; sleep 5) | timeout 10 {}",
                     home.command(&format!("console {} --no-replay --send-break", case.name()))
                 );
-                let seen = [home.ctl(&stats), case.node().sh(&tasks), home.ctl(&stats)];
+                let seen = [
+                    home.try_ctl(&stats),
+                    case.node().try_sh(&tasks),
+                    home.try_ctl(&stats),
+                ];
                 panic!("the disks have what was written: {error:?}\n{seen:#?}");
             }
-            let left = guest.away().ctl("get disk -o name").expect("list");
+            let left = guest.away().ctl("get disk -o name");
             assert_eq!(left.trim(), "", "a disk is where its VM is");
             for (name, _, _) in DISKS {
                 let (allocated, size) = takes(guest.home(), name);
@@ -114,10 +112,8 @@ fn a_guest_that_writes_to_its_disks_finds_all_of_it_at_its_new_place() {
     }
     guest.has_no_complaint();
     let home = guest.home();
-    home.ctl(&format!("delete vm {} --force --yes", case.name()))
-        .expect("delete");
+    home.ctl(&format!("delete vm {} --force --yes", case.name()));
     for (name, _, _) in DISKS {
-        home.ctl(&format!("delete disk {name} --yes"))
-            .expect("its disks outlive it");
+        home.ctl(&format!("delete disk {name} --yes"));
     }
 }

@@ -13,9 +13,9 @@ const MEMORY_MIB: u64 = 128;
 /// clock continues, and the source has no remains of it.
 #[test]
 fn a_guest_moves_to_another_node() {
-    let case = Case::new("migration-nodes").expect("node");
+    let case = Case::new("migration-nodes");
     let nodes = Nodes::boot(&case).expect("two nodes");
-    let daemons = nodes.daemons().expect("their daemons");
+    let daemons = nodes.daemons();
     let spec = VmSpec::busybox(Kernel::Cloud612)
         .memory_mib(MEMORY_MIB)
         .cmdline(SMALL);

@@ -3,7 +3,7 @@
 use serde_json::json;
 use vmmd_tests::Case;
 use vmmd_tests::node::Kernel;
-use vmmd_tests::vm::{BOOT, Console, Vm, VmSpec};
+use vmmd_tests::vm::{Console, Vm, VmSpec};
 
 /// How long a transfer, or a change of the link, may take in a slow node.
 const PATIENCE: u64 = 120;
@@ -21,20 +21,12 @@ struct Wired<'case> {
 
 impl<'case> Wired<'case> {
     fn start(case: &'case Case, number: u8, spec: impl FnOnce(&str) -> VmSpec) -> Self {
-        let bridge = case.bridge().expect("a bridge");
+        let bridge = case.bridge();
         case.node()
-            .sh(&format!("ip addr add 10.9.{number}.1/24 dev {bridge}"))
-            .expect("the node's address");
-        let vm = Vm::start(case, "", &spec(&bridge)).expect("start");
-        let mut console = vm.console().expect("console");
-        console.until("GUEST-READY", BOOT).expect("boot");
+            .sh(&format!("ip addr add 10.9.{number}.1/24 dev {bridge}"));
+        let (vm, mut console) = Vm::boot(case, "", &spec(&bridge));
         let guest = format!("10.9.{number}.2");
-        console
-            .run(
-                &format!("ip addr add {guest}/24 dev eth0 && ip link set eth0 up"),
-                30,
-            )
-            .expect("the guest's address");
+        console.run(&format!("ip addr add {guest}/24 dev eth0 && ip link set eth0 up"));
         Self {
             case,
             vm,
@@ -45,188 +37,83 @@ impl<'case> Wired<'case> {
 
     fn ping(&self) {
         let guest = &self.guest;
-        self.case
-            .node()
-            .sh(&format!("ping -c 3 -i 0.2 -W 10 {guest}"))
-            .expect("ping");
+        self.case.node().sh(&format!("ping -c 3 -i 0.2 -W 10 {guest}"));
     }
 
     fn listen(&mut self, port: u16, then: &str) {
-        self.console.run(&format!("({then}) & true"), 30).expect("listen");
-        self.console
-            .run(
-                &format!("until busybox netstat -lnt | grep -q :{port}; do usleep 100000; done"),
-                30,
-            )
-            .expect("the guest listens");
+        self.console.run(&format!("({then}) & true"));
+        self.console.run(&format!(
+            "until busybox netstat -lnt | grep -q :{port}; do usleep 100000; done"
+        ));
     }
 
     /// Checks that transferred data is unchanged in both directions, in streams that no side cuts
     /// off. `ports` are two free ports of the guest.
     fn compare(&mut self, [there, back]: [u16; 2]) {
         let (node, guest) = (self.case.node(), self.guest.clone());
-        let folder = self.case.folder().expect("folder");
-        node.sh(&format!("head -c {MIB}M /dev/urandom > {folder}/sent"))
-            .expect("data");
-        let sum = node.sh(&format!("sha256sum < {folder}/sent")).expect("checksum");
+        let folder = self.case.folder();
+        node.sh(&format!("head -c {MIB}M /dev/urandom > {folder}/sent"));
+        let sum = node.sh(&format!("sha256sum < {folder}/sent"));
         let sum = sum.split_whitespace().next().expect("a checksum").to_owned();
         self.listen(
             there,
             &format!("nc -l -p {there} < /dev/null > /received; echo received"),
         );
-        node.sh(&format!("bash -c 'cat {folder}/sent > /dev/tcp/{guest}/{there}'"))
-            .expect("send");
-        self.console
-            .until("received", PATIENCE)
-            .expect("the guest has it");
-        let received = self
-            .console
-            .run("sha256sum < /received", PATIENCE)
-            .expect("checksum");
+        node.sh(&format!("bash -c 'cat {folder}/sent > /dev/tcp/{guest}/{there}'"));
+        self.console.until("received", PATIENCE);
+        let received = self.console.run("sha256sum < /received");
         assert!(received.contains(&sum), "{sum} was sent: {received}");
         self.listen(back, &format!("nc -l -p {back} < /received; echo sent"));
         let returned = node.sh(&format!(
             "bash -c 'timeout 120 cat < /dev/tcp/{guest}/{back} | sha256sum'"
         ));
-        assert!(returned.expect("receive").contains(&sum));
+        assert!(returned.contains(&sum));
     }
 
     fn set_link(&mut self, link: &str) {
-        self.vm
-            .ctl_with("nic update", &format!("eth0 link={link}"))
-            .expect("the cable");
+        self.vm.ctl_with("nic update", &format!("eth0 link={link}"));
         let carrier = u8::from(link == "up");
-        self.console
-            .run(
-                &format!("until [ $(cat /sys/class/net/eth0/carrier) = {carrier} ]; do usleep 100000; done"),
-                PATIENCE,
-            )
-            .expect("carrier");
+        self.console.run(&format!(
+            "until [ $(cat /sys/class/net/eth0/carrier) = {carrier} ]; do usleep 100000; done"
+        ));
     }
 
     /// The link goes down and up, and packets follow.
     fn flap(&mut self) {
         let guest = self.guest.clone();
         self.set_link("down");
-        assert!(self.case.node().sh(&format!("ping -c 1 -W 2 {guest}")).is_err());
+        assert!(
+            self.case
+                .node()
+                .try_sh(&format!("ping -c 1 -W 2 {guest}"))
+                .is_err()
+        );
         self.set_link("up");
         self.ping();
     }
 }
 
 #[test]
-fn a_guest_with_two_queues_moves_data_unchanged_and_follows_its_link() {
-    let case = Case::new("nic").expect("node");
+fn nic_with_two_queues_keeps_data_and_follows_its_link() {
+    let case = Case::new("nic");
     let mut wired = Wired::start(&case, 0, |bridge| {
         VmSpec::busybox(Kernel::Cloud612)
             .cores(2)
             .nic("eth0", bridge)
             .set("/nics/0/queues", json!(2))
     });
-    let queues = wired
-        .console
-        .run("ls /sys/class/net/eth0/queues", 30)
-        .expect("queues");
+    let queues = wired.console.run("ls /sys/class/net/eth0/queues");
     assert!(queues.contains("rx-1") && queues.contains("tx-1"), "{queues}");
     wired.ping();
     wired.compare([7000, 7001]);
     wired.flap();
 }
 
-/// As with disks: the spec says which NICs a VM has, and the machine follows while the guest runs.
-#[test]
-fn nics_come_and_go_while_the_guest_runs_also_when_the_daemon_is_killed_in_between() {
-    let case = Case::new("nic-plug").expect("node");
-    let node = case.node();
-    let mut wired = Wired::start(&case, 3, |bridge| {
-        VmSpec::busybox(Kernel::Cloud612).nic("eth0", bridge)
-    });
-    let bridge = wired.vm.field("/status/nics/0/bridge").expect("the bridge");
-    wired.ping();
-    // Each NIC has an address of its own: the node remembers for some time which MAC address one had.
-    for (backend, address) in [("userspace", "10.9.3.3"), ("vhost", "10.9.3.4")] {
-        wired
-            .vm
-            .ctl_with(
-                "nic attach",
-                &format!("bridge={bridge},name=lan,backend={backend}"),
-            )
-            .expect("attach");
-        assert_eq!(
-            wired.vm.field("/status/nics/1/phase").expect("phase"),
-            "ATTACHMENT_PHASE_ATTACHED"
-        );
-        let mac = wired.vm.field("/status/nics/1/mac").expect("address");
-        wired
-            .console
-            .run(
-                &format!("until grep -q {mac} /sys/class/net/*/address; do usleep 100000; done"),
-                PATIENCE,
-            )
-            .expect("the guest finds it");
-        let name = wired
-            .console
-            .run(
-                &format!("basename $(dirname $(grep -l {mac} /sys/class/net/*/address))"),
-                30,
-            )
-            .expect("its name");
-        let name = name
-            .split_whitespace()
-            .find(|word| word.starts_with("eth"))
-            .expect("a name")
-            .to_owned();
-        wired
-            .console
-            .run(
-                &format!("ip addr add {address}/24 dev {name} && ip link set {name} up"),
-                30,
-            )
-            .expect("an address");
-        node.sh(&format!("ping -c 3 -i 0.2 -W 10 {address}"))
-            .expect("ping");
-        if backend == "vhost" {
-            // The daemon is killed while it asks the guest; the next daemon continues.
-            node.sh(&format!(
-                "(vmmctl nic detach {} lan >/dev/null 2>&1 &); sleep 0.05; systemctl kill -s KILL vmmd; \
-                 until vmmctl node >/dev/null 2>&1; do sleep 0.2; done",
-                wired.vm.name()
-            ))
-            .expect("kill");
-            wired
-                .console
-                .attached_again(PATIENCE)
-                .expect("the daemon is back");
-            // When it was killed before it had heard of the detach, nothing has happened.
-            let _asked_before = wired.vm.try_ctl_with("nic detach", "lan");
-        } else {
-            wired.vm.ctl_with("nic detach", "lan").expect("detach");
-        }
-        let begin = std::time::Instant::now();
-        while !wired.vm.field("/status/nics/1/phase").expect("phase").is_empty() {
-            assert!(begin.elapsed().as_secs() < PATIENCE, "{:?}", wired.vm.get());
-            std::thread::sleep(std::time::Duration::from_millis(200));
-        }
-        wired
-            .console
-            .run(
-                &format!("while grep -q {mac} /sys/class/net/*/address; do usleep 100000; done"),
-                PATIENCE,
-            )
-            .expect("the guest has none");
-        let taps = node
-            .sh(&format!("ls /sys/class/net/{bridge}/brif | wc -l"))
-            .expect("taps");
-        assert_eq!(taps.trim(), "1", "no tap is left");
-    }
-    wired.ping();
-}
-
 /// A macvtap that somebody made, on a bridge that has a port, and so a carrier: the node is on the same network by a macvlan.
 #[test]
-fn a_macvtap_carries_data_unchanged_with_both_backends_and_is_of_one_vm() {
+fn macvtap_keeps_data_with_both_backends_and_has_one_vm() {
     for (number, backend) in [(4, "USERSPACE"), (5, "VHOST")] {
-        let case = Case::new("nic-macvtap").expect("node");
+        let case = Case::new("nic-macvtap");
         let node = case.node();
         let mut spec = None;
         let mut wired = Wired::start(&case, number, |bridge| {
@@ -239,8 +126,7 @@ fn a_macvtap_carries_data_unchanged_with_both_backends_and_is_of_one_vm() {
                  ip addr add 10.9.{number}.1/24 dev {end} && ip link set {end} up",
                 kind(&tap, "macvtap"),
                 kind(&end, "macvlan")
-            ))
-            .expect("macvtap");
+            ));
             let nic = json!({"name": "eth0", "tap": tap, "queues": 2, "backend": backend});
             let made = VmSpec::busybox(Kernel::Cloud612).cores(2);
             spec.insert(made.set("/nics", json!([nic]))).clone()
@@ -248,8 +134,7 @@ fn a_macvtap_carries_data_unchanged_with_both_backends_and_is_of_one_vm() {
         wired.ping();
         wired.compare([7000, 7001]);
         wired.flap();
-        let stats = wired.vm.ctl("stats -o json").expect("stats");
-        let stats: serde_json::Value = serde_json::from_str(&stats).expect("JSON");
+        let stats = wired.vm.stats();
         for direction in ["receivedBytes", "sentBytes"] {
             let bytes = stats.pointer(&format!("/nics/0/{direction}"));
             let bytes = bytes.and_then(|bytes| bytes.as_str()?.parse::<u64>().ok());
@@ -257,25 +142,24 @@ fn a_macvtap_carries_data_unchanged_with_both_backends_and_is_of_one_vm() {
         }
         // The second user of the tap receives an error, and can start when the first one has
         // stopped.
-        let other = Vm::create(&case, "-other", &spec.expect("the spec")).expect("create");
-        let refused = other.try_ctl("start").expect("vmmctl");
+        let other = Vm::create(&case, "-other", &spec.expect("the spec"));
+        let refused = other.try_ctl("start");
         let said = &refused.stderr;
         assert!(said.contains("is in use by another process"), "{said}");
-        wired.vm.ctl("stop --force").expect("stop");
-        other.ctl("start").expect("start");
+        wired.vm.ctl("stop --force");
+        other.ctl("start");
         let bridge = case.bridge_name();
-        node.sh(&format!("ip link del {}", bridge.replace("br", "md")))
-            .expect("the port goes");
+        node.sh(&format!("ip link del {}", bridge.replace("br", "md")));
     }
 }
 
 /// vhost-net: the kernel carries the packets, and the `vmm` carries packets that vhost-net cannot.
 /// The guest sees no difference.
 #[test]
-fn a_guest_whose_packets_the_kernel_carries_moves_data_unchanged_with_one_and_with_four_queues() {
+fn vhost_nic_keeps_data_with_one_and_four_queues() {
     for (number, queues) in [(1, 1), (2, 4)] {
         // A case has one bridge.
-        let case = Case::new("nic-vhost").expect("node");
+        let case = Case::new("nic-vhost");
         let node = case.node();
         let mut wired = Wired::start(&case, number, |bridge| {
             VmSpec::busybox(Kernel::Cloud612)
@@ -285,21 +169,20 @@ fn a_guest_whose_packets_the_kernel_carries_moves_data_unchanged_with_one_and_wi
                 .set("/nics/0/backend", json!("VHOST"))
         });
         wired.ping();
-        let pid = wired.vm.pid().expect("pid");
-        let threads = node.sh(&format!("cat /proc/{pid}/task/*/comm")).expect("threads");
+        let pid = wired.vm.pid();
+        let threads = node.sh(&format!("cat /proc/{pid}/task/*/comm"));
         let kernels = threads.lines().filter(|name| name.starts_with("vhost-")).count();
         assert_eq!(kernels, queues, "{threads}");
         let spent = || {
             let cpu = node.sh(&format!(
                 "cat /proc/{pid}/task/*/stat | sed -n 's/^[0-9]* (vnet-[^)]*) //p' | awk '{{sum += $12 + $13}} END {{print sum}}'"
             ));
-            let ticks = cpu.expect("processor time").trim().parse::<u64>();
+            let ticks = cpu.trim().parse::<u64>();
             ticks.expect("ticks")
         };
         let before = spent();
         wired.compare([7000, 7001]);
-        let stats = wired.vm.ctl("stats -o json").expect("stats");
-        let stats: serde_json::Value = serde_json::from_str(&stats).expect("JSON");
+        let stats = wired.vm.stats();
         let bytes = stats
             .pointer("/nics/0/receivedBytes")
             .and_then(|bytes| bytes.as_str());
@@ -310,17 +193,79 @@ fn a_guest_whose_packets_the_kernel_carries_moves_data_unchanged_with_one_and_wi
         assert!(ticks < 10, "{ticks} ticks of the vmm's threads");
         // With a limit and without a cable the `vmm` serves, and the kernel again afterwards.
         wired.flap();
-        wired
-            .vm
-            .ctl_with("nic update", "eth0 rx-pps=100000")
-            .expect("a limit");
+        wired.vm.ctl_with("nic update", "eth0 rx-pps=100000");
         wired.compare([7002, 7003]);
-        wired
-            .vm
-            .ctl_with("nic update", "eth0 rx-pps=0")
-            .expect("no limit");
-        wired.vm.ctl("pause").expect("pause");
-        wired.vm.ctl("resume").expect("resume");
+        wired.vm.ctl_with("nic update", "eth0 rx-pps=0");
+        wired.vm.ctl("pause");
+        wired.vm.ctl("resume");
         wired.compare([7004, 7005]);
+    }
+}
+
+/// Tests that need the node to themselves.
+mod exclusive {
+    use super::*;
+
+    /// As with disks: the spec says which NICs a VM has, and the machine follows while the guest runs.
+    #[test]
+    fn nics_are_plugged_also_when_the_daemon_is_killed() {
+        let case = Case::new("nic-plug");
+        let node = case.node();
+        let mut wired = Wired::start(&case, 3, |bridge| {
+            VmSpec::busybox(Kernel::Cloud612).nic("eth0", bridge)
+        });
+        let bridge = wired.vm.field("/status/nics/0/bridge");
+        wired.ping();
+        // Each NIC has an address of its own: the node remembers for some time which MAC address one had.
+        for (backend, address) in [("userspace", "10.9.3.3"), ("vhost", "10.9.3.4")] {
+            wired.vm.ctl_with(
+                "nic attach",
+                &format!("bridge={bridge},name=lan,backend={backend}"),
+            );
+            assert_eq!(
+                wired.vm.field("/status/nics/1/phase"),
+                "ATTACHMENT_PHASE_ATTACHED"
+            );
+            let mac = wired.vm.field("/status/nics/1/mac");
+            wired.console.run(&format!(
+                "until grep -q {mac} /sys/class/net/*/address; do usleep 100000; done"
+            ));
+            let name = wired.console.run(&format!(
+                "basename $(dirname $(grep -l {mac} /sys/class/net/*/address))"
+            ));
+            let name = name
+                .split_whitespace()
+                .find(|word| word.starts_with("eth"))
+                .expect("a name")
+                .to_owned();
+            wired.console.run(&format!(
+                "ip addr add {address}/24 dev {name} && ip link set {name} up"
+            ));
+            node.sh(&format!("ping -c 3 -i 0.2 -W 10 {address}"));
+            if backend == "vhost" {
+                // The daemon is killed while it asks the guest; the next daemon continues.
+                node.sh(&format!(
+                    "(vmmctl nic detach {} lan >/dev/null 2>&1 &); sleep 0.05; systemctl kill -s KILL vmmd; \
+                     until vmmctl node >/dev/null 2>&1; do sleep 0.2; done",
+                    wired.vm.name()
+                ));
+                wired.console.attached_again();
+                // When it was killed before it had heard of the detach, nothing has happened.
+                let _asked_before = wired.vm.try_ctl_with("nic detach", "lan");
+            } else {
+                wired.vm.ctl_with("nic detach", "lan");
+            }
+            let begin = std::time::Instant::now();
+            while !wired.vm.field("/status/nics/1/phase").is_empty() {
+                assert!(begin.elapsed().as_secs() < PATIENCE, "{:?}", wired.vm.get());
+                std::thread::sleep(std::time::Duration::from_millis(200));
+            }
+            wired.console.run(&format!(
+                "while grep -q {mac} /sys/class/net/*/address; do usleep 100000; done"
+            ));
+            let taps = node.sh(&format!("ls /sys/class/net/{bridge}/brif | wc -l"));
+            assert_eq!(taps.trim(), "1", "no tap is left");
+        }
+        wired.ping();
     }
 }

@@ -4,7 +4,7 @@
 use rstest::rstest;
 use serde_json::{Value, json};
 use vmmd_tests::node::Kernel;
-use vmmd_tests::vm::{BOOT, Console, Vm};
+use vmmd_tests::vm::{Console, Vm};
 use vmmd_tests::wait::Deadline;
 use vmmd_tests::{Case, long};
 
@@ -75,7 +75,7 @@ struct Wired<'case> {
 
 impl<'case> Wired<'case> {
     fn start(case: &'case Case, number: u8, backend: &str, queues: u64, nics: &'static [Off]) -> Self {
-        let bridge = case.bridge().expect("a bridge");
+        let bridge = case.bridge();
         let mut node = format!(
             "ip link set {bridge} mtu 9000 address {NODE_MAC} && modprobe 8021q && \
              ip link add link {bridge} name {bridge}.7 type vlan id 7 && ip addr add 10.{number}.100.1/24 dev {bridge}.7 && ip link set {bridge}.7 up"
@@ -99,27 +99,25 @@ impl<'case> Wired<'case> {
                 "disabledOffloads": off,
             }));
         }
-        case.node().sh(&node).expect("the node's addresses");
-        let spec = case.net_guest(Kernel::Cloud612).expect("guest");
+        case.node().sh(&node);
+        let spec = case.net_guest(Kernel::Cloud612);
         let whole = nics.iter().filter(|off| off.contains(&MERGEABLE)).count();
         let memory = 256 + WHOLE_BUFFERS_MIB * queues * u64::try_from(whole).expect("a few");
         let spec = spec.cores(2).memory_mib(memory).cmdline(TRACE);
-        let vm = Vm::start(case, "", &spec.set("/nics", json!(specs))).expect("start");
-        let mut console = vm.console().expect("console");
-        console.until("GUEST-READY", BOOT).expect("boot");
+        let (vm, mut console) = Vm::boot(case, "", &spec.set("/nics", json!(specs)));
         guest.push(format!(
             "busybox ip link add link eth0 name vlan7 type vlan id 7 && ip addr add 10.{number}.100.2/24 dev vlan7 && \
              ip link set vlan7 up && {{ netcheck serve & }} && until busybox netstat -lnt | grep -q :9000; do usleep 100000; done"
         ));
         for line in &guest {
-            console.run(line, PATIENCE).expect("the guest's addresses");
+            console.run(line);
         }
         let mut wired = Self {
             case,
             vm,
             console,
             bridge,
-            netcheck: case.netcheck().expect("netcheck"),
+            netcheck: case.netcheck(),
             number,
             nics,
             queues,
@@ -150,8 +148,8 @@ impl<'case> Wired<'case> {
             let [four, six] = networks;
             guest += &format!(" && netcheck pin eth{nic} {NODE_MAC} {four}1 {six}1");
         }
-        self.case.node().sh(&node).expect("the node's neighbors");
-        self.console.run(&guest, PATIENCE).expect("the guest's neighbors");
+        self.case.node().sh(&node);
+        self.console.run(&guest);
     }
 
     /// Which packets were dropped, as the guest and the node count it.
@@ -160,11 +158,11 @@ impl<'case> Wired<'case> {
         // Of each packet: its protocol, where and why.
         let traced = "sed -n 's/.*kfree_skb:.*protocol=\\([0-9]*\\) location=\\([^ ]*\\) reason: *\\(.*\\)/\\1 \\2 \\3/p' \
                       /sys/kernel/tracing/trace | sort | uniq -c";
-        let guest = self.console.run(&format!("{counted}; {traced}"), PATIENCE);
+        let guest = self.console.try_run(&format!("{counted}; {traced}"));
         let node = self
             .case
             .node()
-            .sh(&format!("{counted}; ip -s -s link; tc -s qdisc"));
+            .try_sh(&format!("{counted}; ip -s -s link; tc -s qdisc"));
         let [guest, node] = [guest, node].map(|said| said.unwrap_or_else(|error| format!("{error:#}")));
         format!("The guest:\n{guest}\nThe node:\n{node}")
     }
@@ -186,25 +184,18 @@ impl<'case> Wired<'case> {
     fn switch(&self, nic: usize, features: impl AsRef<str>) {
         let (netcheck, number, queues) = (&self.netcheck, self.number, self.queues);
         let features = features.as_ref();
-        self.case
-            .node()
-            .sh(&format!(
-                "{netcheck} switch 10.{number}.{nic}.2 eth{nic} --pairs {queues} {features}"
-            ))
-            .expect("switch the guest's device");
+        self.case.node().sh(&format!(
+            "{netcheck} switch 10.{number}.{nic}.2 eth{nic} --pairs {queues} {features}"
+        ));
     }
 
     fn set_mtu(&mut self, mtu: u32) {
         let last = self.nics.len() - 1;
-        self.console
-            .run(
-                &format!("for nic in $(seq 0 {last}); do ip link set eth$nic mtu {mtu} || exit 1; done; ip link set vlan7 mtu {mtu}"),
-                PATIENCE,
-            )
-            .expect("the guest's MTU");
+        self.console.run(
+            &format!("for nic in $(seq 0 {last}); do ip link set eth$nic mtu {mtu} || exit 1; done; ip link set vlan7 mtu {mtu}"));
         let bridge = &self.bridge;
         let set = format!("ip link set {bridge} mtu {mtu} && ip link set {bridge}.7 mtu {mtu}");
-        self.case.node().sh(&set).expect("the node's MTU");
+        self.case.node().sh(&set);
     }
 
     /// Checks that all packets arrive unchanged. `to` is the end of an address of the guest.
@@ -217,7 +208,7 @@ impl<'case> Wired<'case> {
         let flows = self.queues;
         let run = format!("{netcheck} run {to} --mtu {mtu} --flows {flows} {kinds}");
         let node = self.case.node();
-        let said = node.sh_within(&run, Deadline::seconds(seconds)).expect("compare");
+        let said = node.sh_within(&run, Deadline::seconds(seconds));
         println!("{run}: {}", said.trim());
         for kind in kinds.split(' ') {
             let (kind, packets) = kind.split_once(':').expect("kind and packets");
@@ -234,13 +225,13 @@ impl<'case> Wired<'case> {
     fn load(&self) -> Load {
         let (netcheck, number, flows) = (&self.netcheck, self.number, self.queues);
         let run = format!("{netcheck} run 10.{number}.0.2 --mtu 9000 --flows {flows} udp:0 tcp:0");
-        let mut load = Load(Console::open(self.case, &run).expect("load"));
+        let mut load = Load(Console::open(self.case, &run));
         load.goes_on();
         load
     }
 
     fn ctl(&self, verb: &str) {
-        self.vm.ctl(verb).expect(verb);
+        self.vm.ctl(verb);
     }
 }
 
@@ -307,16 +298,16 @@ impl Load {
     /// Hundreds of packets more arrive in each direction.
     #[track_caller]
     fn goes_on(&mut self) {
-        self.0.type_line("go on").expect("ask");
-        self.0.until("going", PATIENCE).expect("packets arrive");
+        self.0.type_line("go on");
+        self.0.until("going", PATIENCE);
     }
 
     /// At most `lost` datagrams of each direction are lost, and none is damaged or doubled.
     #[track_caller]
     fn ends(mut self, lost: u64) {
-        self.0.type_line("stop").expect("ask");
-        self.0.until("{", 300).expect("the report");
-        let said = format!("{{{}", self.0.until("\n", PATIENCE).expect("the report"));
+        self.0.type_line("stop");
+        self.0.until("{", 300);
+        let said = format!("{{{}", self.0.until("\n", PATIENCE));
         println!("under load, at most {lost} lost: {}", said.trim());
         for (kind, direction, lost) in [("udp", "there", lost), ("udp", "back", lost), ("tcp", "there", 0)] {
             let counts = Counts::of(&said, kind, direction);
@@ -326,23 +317,13 @@ impl Load {
     }
 }
 
-/// A snapshot, gone at the end.
-struct Snapshot<'case>(&'case Case, String);
-
-impl<'case> Snapshot<'case> {
-    fn take(wired: &Wired<'case>, suffix: &str) -> Self {
-        let name = format!("{}-{suffix}", wired.case.name());
-        let take = format!("vmmctl snapshot create {name} --vm {}", wired.vm.name());
-        wired.case.node().sh(&take).expect("snapshot");
-        Self(wired.case, name)
-    }
-}
-
-impl Drop for Snapshot<'_> {
-    fn drop(&mut self) {
-        // The test of leftovers reports remains of a failed test.
-        let _ = self.0.node().ssh(&format!("vmmctl snapshot rm {}", self.1));
-    }
+/// Takes a snapshot, and returns its name.
+fn snapshot(wired: &Wired<'_>, suffix: &str) -> String {
+    let name = format!("{}-{suffix}", wired.case.name());
+    let take = format!("vmmctl snapshot create {name} --vm {}", wired.vm.name());
+    wired.case.node().sh(&take);
+    wired.case.at_end(format!("vmmctl snapshot rm {name}"));
+    name
 }
 
 #[rstest]
@@ -357,7 +338,7 @@ fn packets_of_all_sizes_arrive_as_they_were_sent(
 ) {
     let guests: &[&'static [Off]] = if long() { &ALL } else { &SOME };
     for (guest, nics) in guests.iter().enumerate() {
-        let case = Case::new("nic-data").expect("node");
+        let case = Case::new("nic-data");
         let mut wired = Wired::start(&case, number, backend, queues, nics);
         all_nics(&mut wired);
         if guest == 0 {
@@ -400,7 +381,7 @@ fn a_million_packets_arrive_each_way_as_they_were_sent(
     #[case] queues: u64,
     #[case] number: u8,
 ) {
-    let case = Case::new("nic-million").expect("node");
+    let case = Case::new("nic-million");
     let mut wired = Wired::start(&case, number, backend, queues, &[&[]]);
     wired.set_mtu(1500);
     wired.compare("0", 1500, "udp:1000000", MILLION);
@@ -426,8 +407,7 @@ fn vlan_and_groups(wired: &mut Wired<'_>, backend: &str) {
     wired.compare("100", 9000, "tcp:20 udp:300", PATIENCE);
     if backend == "USERSPACE" {
         let filtered = || {
-            let stats = wired.vm.ctl("stats -o json").expect("stats");
-            let stats: Value = serde_json::from_str(&stats).expect("JSON");
+            let stats = wired.vm.stats();
             let count = stats["nics"][0]["receivedFiltered"].as_str();
             count.map_or(0, |count| count.parse::<u64>().expect("a number"))
         };
@@ -435,7 +415,7 @@ fn vlan_and_groups(wired: &mut Wired<'_>, backend: &str) {
         // Nobody answers.
         let bridge = &wired.bridge;
         let ping = format!("ping -c 5 -i 0.2 -W 1 -I {bridge} 239.9.0.99");
-        assert!(wired.case.node().sh(&ping).is_err());
+        assert!(wired.case.node().try_sh(&ping).is_err());
         assert!(filtered() >= before + 5, "{} and {before}", filtered());
     }
 }
@@ -458,18 +438,14 @@ fn under_load(wired: &mut Wired<'_>) {
     load.ends(0);
 
     let mut load = wired.load();
-    let live = Snapshot::take(wired, "live");
+    snapshot(wired, "live");
     load.goes_on();
     load.ends(UNDER_WAY * wired.queues);
-    drop(live);
 
     let mut load = wired.load();
     for _ in 0..FLAPS {
         for link in ["down", "up"] {
-            wired
-                .vm
-                .ctl_with("nic update", &format!("eth0 link={link}"))
-                .expect("the cable");
+            wired.vm.ctl_with("nic update", &format!("eth0 link={link}"));
         }
         load.goes_on();
     }
@@ -477,10 +453,10 @@ fn under_load(wired: &mut Wired<'_>) {
 
     let mut load = wired.load();
     wired.ctl("pause");
-    let still = Snapshot::take(wired, "still");
+    let still = snapshot(wired, "still");
     wired.ctl("stop --force");
-    let restore = format!("vmmctl restore {}", still.1);
-    wired.case.node().sh(&restore).expect("restore");
+    let restore = format!("vmmctl restore {still}");
+    wired.case.node().sh(&restore);
     load.goes_on();
     load.ends(UNDER_WAY * wired.queues);
 }

@@ -28,42 +28,24 @@ use vmmd_tests::{Case, paths};
 #[rstest]
 #[case::without_a_driver(Kernel::Cloud612)]
 #[case::with_a_driver(Kernel::Generic612)]
-fn tigervncs_viewer_shows_the_text_console_and_what_is_typed_in_it(#[case] kernel: Kernel) {
-    let case = Case::new("tigervnc").expect("node");
-    let vm = guest(&case, kernel);
-    // Without a window's frame and a toolbar, the window is the screen. The address needs no password.
-    let mut viewer = Viewer::start(&case, SIZE, &format!("vmmctl vnc {}", vm.name()));
-    viewer.is_used(&format!("tigervnc-{}", kernel.name()));
-
-    let picture = snapshot(&case, &vm, &format!("vncsnapshot-{}", kernel.name()));
-    let font = picture.learn(0).expect("the alphabet");
-    assert_eq!(picture.text(&font, 2), "lab login: root");
-    assert_eq!(picture.text(&font, 6), ANSWER);
-}
-
-#[rstest]
-#[case::without_a_driver(Kernel::Cloud612)]
-#[case::with_a_driver(Kernel::Generic612)]
-fn vncdotool_shows_the_text_console_and_what_is_typed_in_it(#[case] kernel: Kernel) {
-    let case = Case::new("vncdotool").expect("node");
+fn vncdotool_shows_the_text_console_and_takes_input(#[case] kernel: Kernel) {
+    let case = Case::new("vncdotool");
     let vm = guest(&case, kernel);
     CommandLine::new(&case, &vm).is_used(&format!("vncdotool-{}", kernel.name()));
 }
 
 #[test]
 fn tigervncs_viewer_gets_in_by_tls_with_a_password() {
-    let case = Case::new("password").expect("node");
+    let case = Case::new("password");
     let vm = guest(&case, Kernel::Cloud612);
-    let way = vm.ctl_with("vnc", "--password 2>/dev/null").expect("a password");
+    let way = vm.ctl_with("vnc", "--password 2>/dev/null");
     let (address, password) = way.trim().split_once(' ').expect("two words");
     let address = address.replace(':', "::");
-    let file = format!("{}/password", case.folder().expect("folder"));
-    case.node()
-        .sh(&format!(
-            "printf '%s\\n' {} | vncpasswd -f > {file}",
-            quote(password)
-        ))
-        .expect("a file for the viewer");
+    let file = format!("{}/password", case.folder());
+    case.node().sh(&format!(
+        "printf '%s\\n' {} | vncpasswd -f > {file}",
+        quote(password)
+    ));
     let mut viewer = Viewer::start(
         &case,
         SIZE,
@@ -80,19 +62,16 @@ fn tigervncs_viewer_gets_in_by_tls_with_a_password() {
 #[rstest]
 #[case::without_a_driver(Kernel::Cloud612)]
 #[case::with_a_driver(Kernel::Generic612)]
-fn novnc_in_a_browser_shows_the_text_console_and_what_is_typed_in_it_once_for_each_address(
-    #[case] kernel: Kernel,
-) {
-    let case = Case::new("novnc").expect("node");
+fn novnc_shows_the_text_console_once_for_each_address(#[case] kernel: Kernel) {
+    let case = Case::new("novnc");
     let node = case.node();
-    let package = format!("{}/novnc.deb", case.folder().expect("folder"));
+    let package = format!("{}/novnc.deb", case.folder());
     node.copy_in(&paths::novnc(), &package)
         .expect("noVNC, which tests/setup-host.sh fetches");
     // Another case of this test may have brought them, or is about to.
     node.sh(&format!(
         "flock /run/novnc sh -c '[ -e /usr/share/novnc/vnc.html ] || dpkg-deb -x {package} /'"
-    ))
-    .expect("noVNC's files");
+    ));
     let vm = guest(&case, kernel);
     let web = node.forward("127.0.0.1:6080").expect("a port");
 
@@ -123,4 +102,25 @@ fn novnc_in_a_browser_shows_the_text_console_and_what_is_typed_in_it_once_for_ea
     page.keep(&format!("{name}-used"));
     page.browser.open(&address(&vm, &web)).expect("the page");
     page.shows(&format!("{name}-again"), &font, 6, ANSWER);
+}
+
+/// Tests that `make nightly` runs and `make test` does not.
+mod nightly {
+    use super::*;
+
+    #[rstest]
+    #[case::without_a_driver(Kernel::Cloud612)]
+    #[case::with_a_driver(Kernel::Generic612)]
+    fn tigervnc_shows_the_text_console_and_takes_input(#[case] kernel: Kernel) {
+        let case = Case::new("tigervnc");
+        let vm = guest(&case, kernel);
+        // Without a window's frame and a toolbar, the window is the screen. The address needs no password.
+        let mut viewer = Viewer::start(&case, SIZE, &format!("vmmctl vnc {}", vm.name()));
+        viewer.is_used(&format!("tigervnc-{}", kernel.name()));
+
+        let picture = snapshot(&case, &vm, &format!("vncsnapshot-{}", kernel.name()));
+        let font = picture.learn(0).expect("the alphabet");
+        assert_eq!(picture.text(&font, 2), "lab login: root");
+        assert_eq!(picture.text(&font, 6), ANSWER);
+    }
 }

@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_is_the_same_each_time_and_another_for_each_round_and_thread() {
+    fn plan_depends_on_round_and_thread_alone() {
         let plan = |round, thread| operations(round, thread, 4, SECTORS).take(50).collect::<Vec<_>>();
         assert_eq!(plan(1, 2), plan(1, 2));
         assert_ne!(plan(1, 2), plan(2, 2));

@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_flushed_before_the_mark_is_there_and_nothing_of_after_the_next_flush() {
+    fn replay_holds_flushed_writes_up_to_the_mark() {
         let folder = std::env::temp_dir().join(format!("blkcheck-replay-{}", std::process::id()));
         std::fs::create_dir_all(&folder).expect("folder");
         let (path, disk) = (folder.join("log"), folder.join("disk"));

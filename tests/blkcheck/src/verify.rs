@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_is_found_and_more_than_confirmed_is_no_fault() {
+    fn written_data_is_found_and_unconfirmed_data_is_allowed() {
         let (image, state) = written(40);
         run(&image, &state, 1, &[40; 4]).expect("all is there");
         fs::remove_file(&state).expect("state");

@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_message_is_as_long_as_it_says_and_each_attribute_begins_at_a_word() {
+    fn message_length_is_right_and_attributes_are_aligned() {
         for (address, length) in [("10.0.0.1", 16 + 12 + 8 + 12), ("fd00::1", 16 + 12 + 20 + 12)] {
             let message =
                 message(7, address.parse().expect("an address"), [2, 0, 0, 0, 0, 1]).expect("a message");

@@ -4,8 +4,9 @@ use anyhow::Result;
 use serde::Deserialize;
 
 use super::{
-    measured,
+    Line, measured,
     table::{Row, render},
+    turns,
 };
 use crate::{Case, Node, node::Kernel, storage::Format, wait::Deadline};
 
@@ -35,22 +36,17 @@ const TABLES: [(&str, &[(&str, &str)]); 2] = [
 const TURNS: u32 = 2;
 
 #[derive(Deserialize)]
-struct Line {
-    vmm: String,
-    /// Counts turns in all boots.
-    run: u32,
-    #[serde(default)]
-    result: Vec<Cost>,
-    /// The job in which the guest did nothing any more.
-    stood_still: Option<String>,
-}
-
-#[derive(Deserialize)]
 struct Cost {
     job: String,
     us_per_request: f64,
     exits_per_request: f64,
     host_cpu_us_per_request: f64,
+}
+
+impl super::Cost for Cost {
+    fn job(&self) -> &str {
+        &self.job
+    }
 }
 
 /// Figure of a table: its name and its value.
@@ -66,14 +62,14 @@ const FIGURES: [Figure; 3] = [
 
 /// Measures and renders.
 pub fn run(node: &Node, runs: u32) -> Result<String> {
-    let case = Case::new("bench-disk")?;
-    let initrd = case.storage_initrd(Kernel::Cloud612)?;
-    let raw = case.image("disk", Format::Raw, SIZE)?;
-    let qcow2 = case.image("disk", Format::Qcow2, SIZE)?;
+    let case = Case::new("bench-disk");
+    let initrd = case.storage_initrd(Kernel::Cloud612);
+    let raw = case.image("disk", Format::Raw, SIZE);
+    let qcow2 = case.image("disk", Format::Qcow2, SIZE);
     // The images are allocated and written completely, like those of a disk in use.
     node.sh(&format!(
         "for i in 'raw {raw}' 'qcow2 {qcow2}'; do qemu-io -f $i -c 'write -P 0x5a 0 {SIZE}M' >/dev/null || exit; done; sync"
-    ))?;
+    ));
     let boots = runs.div_ceil(TURNS);
     let arguments = format!(
         "disk --kernel {} --initrd {initrd} --vmm /usr/lib/vmmd/vmm --raw {raw} --qcow2 {qcow2} --runs {boots} \
@@ -84,7 +80,7 @@ pub fn run(node: &Node, runs: u32) -> Result<String> {
     Ok(report(&lines, boots))
 }
 
-fn report(lines: &[Line], boots: u32) -> String {
+fn report(lines: &[Line<Cost>], boots: u32) -> String {
     let mut text = format!(
         "### Disk\n\n1 vCPU, 1 queue, fio with io_uring in the same guest, an allocated image of {SIZE} MiB past the node's \
          page cache; QEMU with aio=io_uring and an I/O thread; the vCPU on one processor, the VMM's other threads on \
@@ -97,16 +93,8 @@ fn report(lines: &[Line], boots: u32) -> String {
         let names: Vec<&str> = subjects.iter().map(|(_, name)| *name).collect();
         for (figure, value) in FIGURES {
             let rows = JOBS.map(|(job, name)| {
-                let of = |subject: &str| -> Vec<(u32, f64)> {
-                    let results = lines.iter().filter(|line| line.vmm == *subject);
-                    let costs = results.flat_map(|line| line.result.iter().map(move |cost| (line.run, cost)));
-                    costs
-                        .filter(|(_, cost)| cost.job == job)
-                        .map(|(run, cost)| (run, value(cost)))
-                        .collect()
-                };
-                let turns: Vec<_> = subjects.iter().map(|(subject, _)| of(subject)).collect();
-                Row::of_turns(name, &turns)
+                let of = |(subject, _): &(&str, &str)| turns(lines, subject, job, |cost| Some(value(cost)));
+                Row::of_turns(name, &subjects.iter().map(of).collect::<Vec<_>>())
             });
             text += &format!("{title}, {figure}:\n\n{}\n", render(&names, &rows));
         }
@@ -115,7 +103,7 @@ fn report(lines: &[Line], boots: u32) -> String {
 }
 
 /// Names the VMMs whose guests stood still, which the emulated processor can cause.
-fn stood_still(lines: &[Line]) -> String {
+fn stood_still(lines: &[Line<Cost>]) -> String {
     let mut names: Vec<&str> = lines
         .iter()
         .filter(|line| line.stood_still.is_some())
@@ -146,7 +134,7 @@ mod tests {
                 })
             };
             let line = serde_json::json!({ "vmm": vmm, "run": 0, "result": JOBS.map(cost) });
-            serde_json::from_value::<Line>(line).expect("a line of measure")
+            serde_json::from_value::<Line<Cost>>(line).expect("a line of measure")
         };
         let lines = [
             line("vmm-raw", 1.0),
@@ -167,7 +155,7 @@ mod tests {
     fn guests_that_stood_still_are_named() {
         let line = |vmm: &str| {
             let line = serde_json::json!({ "vmm": vmm, "run": 3, "stood_still": "read-128k" });
-            serde_json::from_value::<Line>(line).expect("a line of measure")
+            serde_json::from_value::<Line<Cost>>(line).expect("a line of measure")
         };
         let text = report(&[line("q35-raw"), line("microvm-raw")], 1);
         assert!(text.contains("stood still: 2 (microvm-raw, q35-raw)."), "{text}");

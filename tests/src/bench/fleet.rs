@@ -1,7 +1,7 @@
 //! The daemon with many VMs, against its budgets: the benchmark of the crate `vmmd`, which runs on this machine and not in
 //! the node. Its VMs are mock `vmm` processes.
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use serde::Deserialize;
 
 use super::native;
@@ -41,8 +41,7 @@ pub struct Call {
 
 /// Runs it, building it first, and renders.
 pub fn run() -> Result<String> {
-    let line = native("vmmd", "fleet", &[])?;
-    let report = serde_json::from_str(&line).context("read the benchmark's figures")?;
+    let report = native("vmmd", "fleet", &[])?;
     Ok(render(&report))
 }
 

@@ -4,7 +4,7 @@
 use anyhow::{Context, Result, ensure};
 
 use super::table::{Row, render};
-use crate::vm::{BOOT, Console, Vm};
+use crate::vm::{Console, Vm};
 use crate::{Case, Node, node::Kernel, paths};
 
 /// Files of a step of the last three jobs.
@@ -116,32 +116,30 @@ struct Cost {
 
 /// Measures and renders.
 pub fn run(node: &Node, runs: u32) -> Result<String> {
-    let case = Case::new("bench-fs")?;
-    let fscheck = case.fscheck()?;
+    let case = Case::new("bench-fs");
+    let fscheck = case.fscheck();
     let srv = format!("/srv/{}", case.name());
     node.sh(&format!(
         "mkdir -p {srv} && cd {srv} && install -m 755 {fscheck} . && for f in ours theirs here; do mkdir -p $f && chown {OWNER} $f; done"
-    ))?;
+    ));
     let result = measured(&case, node, &srv, runs);
     node.ssh(&format!("rm -rf {srv}"))?;
     result
 }
 
 fn measured(case: &Case, node: &Node, srv: &str, runs: u32) -> Result<String> {
-    let spec = case.share_guest(Kernel::Cloud612)?.memory_mib(MEMORY);
+    let spec = case.share_guest(Kernel::Cloud612).memory_mib(MEMORY);
     let share = serde_json::json!([{"name": "data", "path": format!("{srv}/ours")}]);
-    let vm = Vm::start(case, "", &spec.set("/shares", share))?;
+    let vm = Vm::start(case, "", &spec.set("/shares", share));
     let mut ours = Subject {
-        console: vm.console()?,
-        pid: vm.pid()?,
+        console: vm.console(),
+        pid: vm.pid(),
     };
-    let initrd = case.share_initrd(Kernel::Cloud612)?;
+    let initrd = case.share_initrd(Kernel::Cloud612);
     let mut theirs = qemu(case, node, srv, &initrd)?;
     for subject in [&mut ours, &mut theirs] {
-        subject.console.until("GUEST-READY", BOOT)?;
-        subject
-            .console
-            .run("mount -t virtiofs data /mnt && echo ready", 60)?;
+        subject.console.booted();
+        subject.console.run("mount -t virtiofs data /mnt && echo ready");
     }
     // Each subject is first equally often, because the first one takes some percent longer.
     let runs = runs.next_multiple_of(2);
@@ -161,8 +159,7 @@ fn measured(case: &Case, node: &Node, srv: &str, runs: u32) -> Result<String> {
             let here = Cost {
                 us: microseconds(&node.sh(&as_owner(
                     &job.command(&format!("{srv}/here"), &format!("{srv}/fscheck")),
-                ))?)?
-                    / job.operations(),
+                )))? / job.operations(),
                 exits: 0.0,
             };
             let (Some(one), Some(two)) = (one, two) else {
@@ -179,7 +176,7 @@ fn measured(case: &Case, node: &Node, srv: &str, runs: u32) -> Result<String> {
 /// daemon has, as libvirt's are too: the kernel charges a group that has limits for each page and each file that it keeps.
 fn qemu(case: &Case, node: &Node, srv: &str, initrd: &str) -> Result<Subject> {
     let socket = format!("{srv}/sock/s");
-    let script = format!("{}/in_namespaces.pl", case.folder()?);
+    let script = format!("{}/in_namespaces.pl", case.folder());
     node.copy_in(&paths::crate_dir().join("measure/in_namespaces.pl"), &script)?;
     node.sh(&format!(
         "cd {srv}/theirs && install -d -o 1234 -g 1235 {srv}/sock && install -m 644 {script} {srv}/in_namespaces.pl && \
@@ -189,7 +186,7 @@ fn qemu(case: &Case, node: &Node, srv: &str, initrd: &str) -> Result<Subject> {
           --translate-uid=squash-guest:0:0:4294967295 --translate-gid=squash-guest:0:0:4294967295 \
           </dev/null >{srv}/theirs.log 2>&1 &) && \
          for i in $(seq 100); do [ -S {socket} ] && break; sleep 0.1; done; cat {srv}/theirs.log"
-    ))?;
+    ));
     let kernel = node.guests().vmlinux(Kernel::Cloud612);
     let cmdline = "console=ttyS0 quiet panic=-1 cryptomgr.notests";
     let console = Console::open(
@@ -200,10 +197,10 @@ fn qemu(case: &Case, node: &Node, srv: &str, initrd: &str) -> Result<Subject> {
              -chardev socket,id=c,path={socket} -device vhost-user-fs-pci,chardev=c,tag=data,queue-size=1024 \
              -device virtio-rng-pci -kernel {kernel} -initrd {initrd} -append '{cmdline}'"
         ),
-    )?;
+    );
     let pid = node.sh(&format!(
         "for i in $(seq 50); do [ -s {srv}/theirs.pid ] && break; sleep 0.1; done; cat {srv}/theirs.pid"
-    ))?;
+    ));
     Ok(Subject {
         console,
         pid: pid.trim().parse().context("QEMU's process id")?,
@@ -212,12 +209,10 @@ fn qemu(case: &Case, node: &Node, srv: &str, initrd: &str) -> Result<Subject> {
 
 fn in_guest(node: &Node, subject: &mut Subject, job: &Job) -> Result<Cost> {
     // Neither guest nor node has it in memory from before.
-    subject
-        .console
-        .run("sync; echo 3 >/proc/sys/vm/drop_caches", 120)?;
-    node.sh("sync; echo 3 >/proc/sys/vm/drop_caches")?;
+    subject.console.run("sync; echo 3 >/proc/sys/vm/drop_caches");
+    node.sh("sync; echo 3 >/proc/sys/vm/drop_caches");
     let before = exits(node, subject.pid)?;
-    let text = subject.console.run(&job.command("/mnt", "fscheck"), 600)?;
+    let text = subject.console.run_within(&job.command("/mnt", "fscheck"), 600);
     let after = exits(node, subject.pid)?;
     #[allow(clippy::cast_precision_loss, reason = "small numbers")]
     let exits = after.saturating_sub(before) as f64;
@@ -229,7 +224,7 @@ fn in_guest(node: &Node, subject: &mut Subject, job: &Job) -> Result<Cost> {
 
 /// Returns the number of exits of the process's VM from KVM's counters.
 fn exits(node: &Node, pid: u32) -> Result<u64> {
-    let text = node.sh(&format!("cat /sys/kernel/debug/kvm/{pid}-*/exits"))?;
+    let text = node.sh(&format!("cat /sys/kernel/debug/kvm/{pid}-*/exits"));
     text.trim()
         .parse()
         .with_context(|| format!("KVM's counter says {text}"))

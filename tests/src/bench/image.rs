@@ -41,12 +41,11 @@ struct Clones {
 pub fn run(runs: u32) -> Result<String> {
     let program = program("vmm-image", "vmm-image")?;
     let program = program.to_str().context("the target folder's name is no text")?;
-    let line = native(
+    let report = native(
         "vmmd",
         "image",
         &["--", "--vmm-image", program, "--turns", &runs.to_string()],
     )?;
-    let report = serde_json::from_str(&line).context("read the benchmark's figures")?;
     Ok(render_all(&report))
 }
 

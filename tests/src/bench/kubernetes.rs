@@ -3,7 +3,7 @@
 
 use std::{collections::BTreeMap, fmt::Write as _};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use serde::Deserialize;
 
 use super::{native, program};
@@ -49,8 +49,7 @@ struct Part {
 /// Runs it, building it first, and renders.
 pub fn run() -> Result<String> {
     program("vmmd-kube", "vmmd-kube")?;
-    let line = native("vmmd-kubernetes-tests", "vms", &[])?;
-    let report = serde_json::from_str(&line).context("read the benchmark's figures")?;
+    let report = native("vmmd-kubernetes-tests", "vms", &[])?;
     Ok(render(&report))
 }
 

@@ -9,14 +9,14 @@ use serde_json::Value;
 use super::{
     measured, median,
     table::{Row, plain},
+    with_measure,
 };
 use crate::{
     Case, Node, guest,
-    initramfs::Extra,
     node::Kernel,
     programs, run as command,
     storage::{Disk, Format},
-    vm::{BOOT, Vm, VmSpec},
+    vm::{Vm, VmSpec},
     wait::Deadline,
 };
 
@@ -84,13 +84,8 @@ pub fn run(node: &Node, runs: u32) -> Result<String> {
 }
 
 fn backings(node: &Node, runs: u32) -> Result<String> {
-    let measure = programs::build_static("vmmd-measure", "measure")?;
-    let initrd = guest::initrd_with(Kernel::Cloud612, &[Extra::new(measure, "bin/measure")])?;
-    node.copy_in(&initrd, "/root/measure.initrd")?;
-    let arguments = format!(
-        "memory --kernel {} --initrd /root/measure.initrd --vmm /usr/lib/vmmd/vmm --runs {runs}",
-        node.guests().vmlinuz(Kernel::Cloud612),
-    );
+    let of_guest = with_measure(node, Kernel::Cloud612, guest::initrd_with)?;
+    let arguments = format!("memory {of_guest} --runs {runs}");
     let lines = measured(node, &arguments, Deadline::seconds(u64::from(runs) * 1200))?;
     render_backings(lines, runs)
 }
@@ -190,47 +185,45 @@ fn here(runs: u32) -> Result<String> {
 
 /// Measures the memory of `vmm` processes other than guest RAM.
 fn of_vmms() -> Result<String> {
-    let case = Case::new("bench-memory")?;
-    let bridge = case.bridge()?;
+    let case = Case::new("bench-memory");
+    let bridge = case.bridge();
     let one = {
-        let spec = with_all_devices(&case, "one", &bridge, VmSpec::busybox(Kernel::Cloud612))?;
-        let vm = Vm::start(&case, "-one", &spec)?;
-        let mut console = vm.console()?;
-        console.until("GUEST-READY", BOOT)?;
+        let spec = with_all_devices(&case, "one", &bridge, VmSpec::busybox(Kernel::Cloud612));
+        let (vm, mut console) = Vm::boot(&case, "-one", &spec);
         // Every device does something.
         let use_all = "ip link set eth0 up; dd if=/dev/vda of=/dev/null bs=64k; dd if=/dev/zero of=/dev/vda bs=64k count=64; \
                        head -c 64 /dev/hwrng >/dev/null; sync";
-        console.run(use_all, 60)?;
-        look(case.node(), &[vm.pid()?])?
+        console.run(use_all);
+        look(case.node(), &[vm.pid()])?
     };
-    let kernel = format!("{}/tiny", case.folder()?);
-    case.node().sh(&format!("/root/measure tiny {kernel}"))?;
-    let _overcommit = Overcommit::new(case.node())?;
+    let kernel = format!("{}/tiny", case.folder());
+    case.node().sh(&format!("/root/measure tiny {kernel}"));
+    let _overcommit = Overcommit::new(case.node());
     let mut vms = Vec::new();
     let mut first = None;
     for number in 0..VMS {
         let spec = VmSpec::new(&kernel, None).memory_mib(128);
-        let spec = with_all_devices(&case, &format!("n{number}"), &bridge, spec)?;
-        vms.push(Vm::start(&case, &format!("-{number}"), &spec)?);
+        let spec = with_all_devices(&case, &format!("n{number}"), &bridge, spec);
+        vms.push(Vm::start(&case, &format!("-{number}"), &spec));
         if let [vm] = vms.as_slice() {
-            first = Some(look(case.node(), &[vm.pid()?])?);
+            first = Some(look(case.node(), &[vm.pid()])?);
         }
     }
-    let pids = vms.iter().map(Vm::pid).collect::<Result<Vec<_>>>()?;
+    let pids: Vec<u32> = vms.iter().map(Vm::pid).collect();
     let many = look(case.node(), &pids)?;
     Ok(render_vmms(&[one, first.unwrap_or_default(), many]))
 }
 
 /// Adds a disk and a NIC to the devices that each VM has.
-fn with_all_devices(case: &Case, name: &str, bridge: &str, spec: VmSpec) -> Result<VmSpec> {
-    let image = case.image(name, Format::Raw, 16)?;
+fn with_all_devices(case: &Case, name: &str, bridge: &str, spec: VmSpec) -> VmSpec {
+    let image = case.image(name, Format::Raw, 16);
     let disk = Disk::new("data", Format::Raw, &image);
-    Ok(spec.with_disk(disk).nic("eth0", bridge))
+    spec.with_disk(disk).nic("eth0", bridge)
 }
 
 fn look(node: &Node, pids: &[u32]) -> Result<Vec<Memory>> {
     let pids: Vec<String> = pids.iter().map(u32::to_string).collect();
-    let text = node.sh(&format!("/root/measure look {}", pids.join(" ")))?;
+    let text = node.sh(&format!("/root/measure look {}", pids.join(" ")));
     let lines = text.lines().map(serde_json::from_str);
     lines
         .collect::<Result<_, _>>()
@@ -241,10 +234,10 @@ fn look(node: &Node, pids: &[u32]) -> Result<Vec<Memory>> {
 struct Overcommit<'a>(&'a Node);
 
 impl<'a> Overcommit<'a> {
-    fn new(node: &'a Node) -> Result<Self> {
+    fn new(node: &'a Node) -> Self {
         node.sh("cp /etc/vmmd/config.toml /etc/vmmd/config.before-bench; \
-             sed -i '/^\\[overcommit\\]/a memory = 4.0' /etc/vmmd/config.toml; systemctl restart vmmd")?;
-        Ok(Self(node))
+             sed -i '/^\\[overcommit\\]/a memory = 4.0' /etc/vmmd/config.toml; systemctl restart vmmd");
+        Self(node)
     }
 }
 
@@ -252,7 +245,7 @@ impl Drop for Overcommit<'_> {
     fn drop(&mut self) {
         // If this fails, the end of the node discards the change.
         let back = "mv /etc/vmmd/config.before-bench /etc/vmmd/config.toml; systemctl restart vmmd";
-        let _ = self.0.sh(back);
+        let _ = self.0.ssh(back);
     }
 }
 
@@ -295,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn every_backing_has_its_column_and_a_dash_for_the_balloon_that_it_can_not_have() {
+    fn backing_without_a_balloon_has_a_dash() {
         let line = |vmm: &str, given_back: Option<u64>| {
             let result = json!({
                 "init_us": 8_000_000, "to_init": {"exits": 6000, "pf_taken": 90}, "idle": memory(102_400),

@@ -93,11 +93,11 @@ struct Stage<'case> {
 
 /// Measures and renders.
 pub fn run(runs: u32) -> Result<String> {
-    let case = Case::new("bench-migrate")?;
+    let case = Case::new("bench-migrate");
     let stage = Stage::new(&case)?;
-    let daemons = two_daemons::pair(&case, NUMBER)?;
+    let daemons = two_daemons::pair(&case, NUMBER);
     for daemon in &daemons {
-        daemon.join_bridge(&stage.bridge)?;
+        daemon.join_bridge(&stage.bridge);
     }
     let mut text = format!(
         "### Live migration and snapshots\n\n1 vCPU, {MEMORY_MIB} MiB, the same kernel and initramfs, a NIC on a bridge; a datagram every 5 ms, as it comes \
@@ -161,16 +161,16 @@ impl<'case> Stage<'case> {
         let measure = programs::build_static("vmmd-measure", "measure")?;
         node.copy_in(&measure, "/root/measure")?;
         let initrd = guest::initrd_with(Kernel::Cloud612, &[Extra::new(measure, "bin/measure")])?;
-        let folder = case.folder()?;
+        let folder = case.folder();
         let there = format!("{folder}/initrd");
         node.copy_in(&initrd, &there)?;
-        let bridge = case.bridge()?;
-        node.sh(&format!("ip addr add {NODE}/24 dev {bridge}"))?;
+        let bridge = case.bridge();
+        node.sh(&format!("ip addr add {NODE}/24 dev {bridge}"));
         node.sh(&format!(
             "systemd-run -q --collect --unit={}-hear /bin/sh -c '/root/measure hear {TICKS} >{folder}/heard'",
             case.name()
-        ))?;
-        Qemu::make_key(node, &folder)?;
+        ));
+        Qemu::make_key(node, &folder);
         Ok(Self {
             case,
             bridge,
@@ -193,7 +193,7 @@ impl<'case> Stage<'case> {
 
     /// The node's time in tenths of a millisecond.
     fn now(&self) -> Result<f64> {
-        Ok(self.node().sh("date +%s%4N")?.trim().parse()?)
+        Ok(self.node().sh("date +%s%4N").trim().parse()?)
     }
 
     /// The longest time without a tick since `begin`, or between two ticks, in milliseconds.
@@ -208,7 +208,7 @@ impl<'case> Stage<'case> {
 
     fn heard(&self, begin: f64) -> Result<Vec<f64>> {
         let script = format!("awk '$1 >= {begin:.0}' {}/heard", self.folder);
-        let text = self.node().sh(&script)?;
+        let text = self.node().sh(&script);
         let times = text.lines().map(str::parse);
         times.collect::<Result<_, _>>().context("read when ticks came")
     }
@@ -219,13 +219,13 @@ impl<'case> Stage<'case> {
             "timeout {seconds} sh -c 'until awk \"\\$1 >= {begin:.0} {{ print; exit }}\" {}/heard | grep .; do sleep 0.1; done'",
             self.folder
         );
-        Ok(self.node().sh(&script)?.trim().parse()?)
+        Ok(self.node().sh(&script).trim().parse()?)
     }
 
     /// Two seconds in which nothing happens.
     fn undisturbed(&self) -> Result<f64> {
         let begin = self.now()?;
-        self.node().sh("sleep 2")?;
+        self.node().sh("sleep 2");
         self.silence(begin)
     }
 
@@ -243,7 +243,7 @@ impl<'case> Stage<'case> {
         first.ctl(&format!(
             "create -f - --start <<'MANIFEST'\n{}\nMANIFEST\n",
             spec.manifest(name)
-        ))?;
+        ));
         self.first_tick(begin, BOOT)?;
         let mut measured = Measured::default();
         for turn in 0..usize::try_from(runs)? {
@@ -257,38 +257,38 @@ impl<'case> Stage<'case> {
         for turn in 0..runs {
             let snapshot = format!("s{turn}");
             let begin = self.now()?;
-            on.ctl(&format!("snapshot create {snapshot} --vm {name}"))?;
-            self.node().sh("sleep 0.5")?;
+            on.ctl(&format!("snapshot create {snapshot} --vm {name}"));
+            self.node().sh("sleep 0.5");
             measured.snapshots.push(Cost {
                 silent_ms: self.silence(begin)?,
-                paused_ms: pause_of_snapshot(&on.ctl("snapshot ls -o json")?)?,
+                paused_ms: pause_of_snapshot(&on.ctl("snapshot ls -o json"))?,
                 ..Cost::default()
             });
             for (flag, into) in [
                 ("", &mut measured.restore_ms),
                 ("--on-demand", &mut measured.on_demand_ms),
             ] {
-                on.ctl(&format!("stop --force {name}"))?;
+                on.ctl(&format!("stop --force {name}"));
                 let begin = self.now()?;
-                on.ctl(&format!("restore {snapshot} {flag}"))?;
+                on.ctl(&format!("restore {snapshot} {flag}"));
                 into.push((self.first_tick(begin, BOOT)? - begin) / 10.0);
             }
-            on.ctl(&format!("snapshot rm {snapshot}"))?;
+            on.ctl(&format!("snapshot rm {snapshot}"));
         }
-        on.ctl(&format!("delete --force {name}"))?;
+        on.ctl(&format!("delete --force {name}"));
         Ok(measured)
     }
 
     fn migrate(&self, kind: Kind, from: &Daemon<'_>, to: &Daemon<'_>) -> Result<Cost> {
         let name = self.case.name();
-        let sent = || mib(&from.within("cat /sys/class/net/peer/statistics/tx_bytes")?);
+        let sent = || mib(&from.within("cat /sys/class/net/peer/statistics/tx_bytes"));
         let (before, begin) = (sent()?, self.now()?);
         let force = if kind.throttled { "--force" } else { "" };
-        let told = from.migrate(name, to, &format!("--downtime-limit {DOWNTIME_MS}ms {force}"))?;
+        let told = from.migrate(name, to, &format!("--downtime-limit {DOWNTIME_MS}ms {force}"));
         eprintln!("{told}");
         let wire_mib = sent()? - before;
-        self.node().sh("sleep 0.5")?;
-        let events = from.ctl("events -o json")?;
+        self.node().sh("sleep 0.5");
+        let events = from.ctl("events -o json");
         let said = events.lines().rfind(|line| line.contains("\"Migrated\""));
         let numbers = numbers(
             said.and_then(|line| line.split("runs on ").nth(1))
@@ -318,7 +318,7 @@ impl<'case> Stage<'case> {
             let next = Qemu::start(self, kind, encrypted, turn, &From::Peer)?;
             let begin = self.now()?;
             let cost = qemu.migrate_to(&next)?;
-            self.node().sh("sleep 0.5")?;
+            self.node().sh("sleep 0.5");
             measured.moves.push(Cost {
                 silent_ms: self.silence(begin)?,
                 ..cost
@@ -329,7 +329,7 @@ impl<'case> Stage<'case> {
             let file = format!("{}/memory", self.folder);
             let begin = self.now()?;
             let cost = qemu.snapshot(&file)?;
-            self.node().sh("sleep 0.5")?;
+            self.node().sh("sleep 0.5");
             measured.snapshots.push(Cost {
                 silent_ms: self.silence(begin)?,
                 ..cost

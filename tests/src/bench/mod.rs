@@ -21,8 +21,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use serde::de::DeserializeOwned;
+use serde::{Deserialize, de::DeserializeOwned};
 
+use crate::initramfs::Extra;
+use crate::node::Kernel;
 use crate::wait::Deadline;
 use crate::{Node, paths, programs, run};
 
@@ -98,6 +100,54 @@ fn published(part: Part, report: &str, page: &str) -> Option<String> {
     Some(format!("{head}{begin}{report}{end}{tail}"))
 }
 
+/// What `measure` prints of a subject in a turn.
+#[derive(Deserialize)]
+struct Line<C> {
+    vmm: String,
+    /// Counts turns in all boots.
+    run: u32,
+    #[serde(default = "Vec::new")]
+    result: Vec<C>,
+    /// The job in which the guest did nothing any more.
+    stood_still: Option<String>,
+}
+
+/// The cost of one of the jobs of `measure`.
+trait Cost {
+    fn job(&self) -> &str;
+}
+
+/// A figure of a job in each turn of the subject `vmm`, with the number of the turn. Costs without that figure are left out.
+fn turns<C: Cost>(
+    lines: &[Line<C>],
+    vmm: &str,
+    job: &str,
+    figure: impl Fn(&C) -> Option<f64>,
+) -> Vec<(u32, f64)> {
+    let lines = lines.iter().filter(|line| line.vmm == vmm);
+    let costs = lines.flat_map(|line| line.result.iter().map(move |cost| (line.run, cost)));
+    costs
+        .filter(|(_, cost)| cost.job() == job)
+        .filter_map(|(run, cost)| Some((run, figure(cost)?)))
+        .collect()
+}
+
+/// Arguments of `measure` for our `vmm` and a guest with a kernel. The guest's initramfs, which `initrd` builds with an extra file, has
+/// `measure` itself.
+fn with_measure(
+    node: &Node,
+    kernel: Kernel,
+    initrd: impl Fn(Kernel, &[Extra]) -> Result<PathBuf>,
+) -> Result<String> {
+    let measure = programs::build_static("vmmd-measure", "measure")?;
+    let initrd = initrd(kernel, &[Extra::new(measure, "bin/measure")])?;
+    node.copy_in(&initrd, "/root/measure.initrd")?;
+    Ok(format!(
+        "--kernel {} --initrd /root/measure.initrd --vmm /usr/lib/vmmd/vmm",
+        node.guests().vmlinuz(kernel)
+    ))
+}
+
 /// Runs `measure` in the node, and reads the JSON objects that it prints, one a line.
 fn measured<T: DeserializeOwned>(node: &Node, arguments: &str, deadline: Deadline) -> Result<Vec<T>> {
     let measure = programs::build_static("vmmd-measure", "measure")?;
@@ -116,9 +166,12 @@ fn measured<T: DeserializeOwned>(node: &Node, arguments: &str, deadline: Deadlin
 }
 
 /// Runs a benchmark of one of our crates on this machine, building it first, and returns the figures that it prints.
-fn native(package: &str, name: &str, arguments: &[&str]) -> Result<String> {
+fn native<T: DeserializeOwned>(package: &str, name: &str, arguments: &[&str]) -> Result<T> {
     let bench = ["bench", "-q", "--locked", "-p", package, "--bench", name];
-    figures(name, &[&bench, arguments].concat())
+    let text = cargo(&[&bench, arguments].concat(), Deadline::seconds(1800))?;
+    let line = text.lines().find(|line| line.contains(&format!("\"{name}\"")));
+    let line = line.context("the benchmark printed no figures")?;
+    serde_json::from_str(line).context("read the benchmark's figures")
 }
 
 /// Builds a program of another package than that of the benchmark, with optimization, and returns its path. Cargo builds the programs of
@@ -138,14 +191,6 @@ fn program(package: &str, name: &str) -> Result<PathBuf> {
     let path = paths::target_dir().join("release").join(name);
     path.canonicalize()
         .with_context(|| format!("find {}", path.display()))
-}
-
-/// Runs cargo with these arguments and returns the line with the figures of that name.
-fn figures(name: &str, arguments: &[&str]) -> Result<String> {
-    let text = cargo(arguments, Deadline::seconds(1800))?;
-    let line = text.lines().find(|line| line.contains(&format!("\"{name}\"")));
-    line.map(str::to_owned)
-        .context("the benchmark printed no figures")
 }
 
 /// Runs cargo with these arguments and returns its output.

@@ -4,10 +4,11 @@ use anyhow::Result;
 use serde::Deserialize;
 
 use super::{
-    measured,
+    Line, measured,
     table::{Row, render},
+    turns, with_measure,
 };
-use crate::{Node, guest, initramfs::Extra, node::Kernel, programs, wait::Deadline};
+use crate::{Node, guest, node::Kernel, wait::Deadline};
 
 /// Jobs of `measure` and their names in the tables.
 const JOBS: [(&str, &str); 11] = [
@@ -34,20 +35,18 @@ const TABLES: [(&str, [&str; 2], usize); 2] = [
 const TURNS: u32 = 3;
 
 #[derive(Deserialize)]
-struct Line {
-    vmm: String,
-    /// Counts turns in all boots.
-    run: u32,
-    result: Vec<Cost>,
-}
-
-#[derive(Deserialize)]
 struct Cost {
     job: String,
     us_per_unit: f64,
     exits_per_unit: f64,
     host_cpu_us_per_unit: f64,
     calls_per_unit: f64,
+}
+
+impl super::Cost for Cost {
+    fn job(&self) -> &str {
+        &self.job
+    }
 }
 
 /// Figure of a table: its name and its value.
@@ -64,19 +63,14 @@ const FIGURES: [Figure; 4] = [
 
 /// Measures and renders.
 pub fn run(node: &Node, runs: u32) -> Result<String> {
-    let measure = programs::build_static("vmmd-measure", "measure")?;
-    let initrd = guest::initrd_with(Kernel::Cloud612, &[Extra::new(measure, "bin/measure")])?;
-    node.copy_in(&initrd, "/root/measure.initrd")?;
     let boots = runs.div_ceil(TURNS);
-    let arguments = format!(
-        "net --kernel {} --initrd /root/measure.initrd --vmm /usr/lib/vmmd/vmm --runs {boots} --turns {TURNS}",
-        node.guests().vmlinuz(Kernel::Cloud612),
-    );
+    let of_guest = with_measure(node, Kernel::Cloud612, guest::initrd_with)?;
+    let arguments = format!("net {of_guest} --runs {boots} --turns {TURNS}");
     let lines = measured(node, &arguments, Deadline::seconds(u64::from(boots) * 1200))?;
     Ok(report(&lines, boots))
 }
 
-fn report(lines: &[Line], boots: u32) -> String {
+fn report(lines: &[Line<Cost>], boots: u32) -> String {
     let mut text = format!(
         "### Network\n\n1 vCPU, 1 pair of queues, a tap on a bridge, traffic between the guest and the node; QEMU's microvm with \
          virtio-net-pci. The vCPU is on one processor, the VMM's other threads (vhost's too) on another. One guest at a time, or two of \
@@ -87,14 +81,7 @@ fn report(lines: &[Line], boots: u32) -> String {
     for (title, names, figures) in TABLES {
         for (figure, value) in FIGURES.iter().take(figures) {
             let rows = JOBS.map(|(job, name)| {
-                let of = |subject: &str| -> Vec<(u32, f64)> {
-                    let results = lines.iter().filter(|line| line.vmm == subject);
-                    let costs = results.flat_map(|line| line.result.iter().map(move |cost| (line.run, cost)));
-                    costs
-                        .filter(|(_, cost)| cost.job == job)
-                        .map(|(run, cost)| (run, value(cost)))
-                        .collect()
-                };
+                let of = |subject: &str| turns(lines, subject, job, |cost| Some(value(cost)));
                 Row::of_turns(name, &names.map(of))
             });
             text += &format!("{title}, {figure}:\n\n{}\n", render(&names, &rows));
@@ -117,7 +104,7 @@ mod tests {
                 })
             };
             let line = serde_json::json!({ "vmm": vmm, "run": 0, "result": JOBS.map(cost) });
-            serde_json::from_value::<Line>(line).expect("a line of measure")
+            serde_json::from_value::<Line<Cost>>(line).expect("a line of measure")
         };
         let lines = [
             line("vmm", 1.0),

@@ -1,7 +1,7 @@
 //! The daemon with many networks and many addresses: a benchmark of the crate `vmmd`, which runs on this machine, in a network
 //! namespace of its own. Its VMs are mock `vmm` processes.
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use serde::Deserialize;
 
 use super::{fleet::Call, native, program};
@@ -28,8 +28,7 @@ struct Report {
 pub fn run() -> Result<String> {
     // The daemon finds it beside itself.
     program("vmmd-network", "vmmd-netd")?;
-    let line = native("vmmd", "networks", &[])?;
-    let report = serde_json::from_str(&line).context("read the benchmark's figures")?;
+    let report = native("vmmd", "networks", &[])?;
     Ok(render(&report))
 }
 

@@ -1,7 +1,7 @@
 //! A disk's rings without a guest, beside the same io_uring without virtio: the benchmark of the crate `devices`, which
 //! runs on this machine and not in the node.
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use serde::Deserialize;
 
 use super::{
@@ -48,8 +48,7 @@ struct Figures {
 
 /// Runs it, building it first, and renders.
 pub fn run() -> Result<String> {
-    let line = native("vmmd-devices", "blk_rings", &["--features", "testing"])?;
-    let report = serde_json::from_str(&line).context("read the benchmark's figures")?;
+    let report = native("vmmd-devices", "blk_rings", &["--features", "testing"])?;
     Ok(render_report(&report))
 }
 

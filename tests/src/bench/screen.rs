@@ -2,14 +2,15 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use serde::Deserialize;
 
 use super::{
-    measured, native,
+    Line, measured, native,
     table::{Ratio, Row, compared, render},
+    turns, with_measure,
 };
-use crate::{Node, guest, initramfs::Extra, node::Kernel, programs, wait::Deadline};
+use crate::{Node, guest, node::Kernel, wait::Deadline};
 
 const SUBJECTS: [&str; 2] = ["vmm", "q35"];
 /// Jobs of `measure`: their names there and in the tables, and the unit of their costs. Scrolling
@@ -99,17 +100,15 @@ const OTHERS: [(&str, &str, &str, f64); 8] = [
 const TURNS: u32 = 3;
 
 #[derive(Deserialize)]
-struct Line {
-    vmm: String,
-    /// Counts turns in all boots.
-    run: u32,
-    result: Vec<Cost>,
-}
-
-#[derive(Deserialize)]
 struct Cost {
     job: String,
     figures: BTreeMap<String, f64>,
+}
+
+impl super::Cost for Cost {
+    fn job(&self) -> &str {
+        &self.job
+    }
 }
 
 impl Cost {
@@ -138,9 +137,7 @@ struct Way {
 
 /// Measures and renders.
 pub fn run(node: &Node, runs: u32) -> Result<String> {
-    let measure = programs::build_static("vmmd-measure", "measure")?;
-    let initrd = guest::screen_initrd_with(Kernel::Generic612, &[Extra::new(measure, "bin/measure")])?;
-    node.copy_in(&initrd, "/root/measure.initrd")?;
+    let of_guest = with_measure(node, Kernel::Generic612, guest::screen_initrd_with)?;
     let desktop = node.guests().desktop("");
     let there = node.ssh(&format!("test -e {desktop}/disk.raw"))?;
     ensure!(
@@ -148,17 +145,13 @@ pub fn run(node: &Node, runs: u32) -> Result<String> {
         "the node has no desktop: make bench builds one that has it"
     );
     let flood = native("vmmd-devices", "serial_flood", &[])?;
-    let flood = serde_json::from_str(&flood).context("read the benchmark's figures")?;
     let boots = runs.div_ceil(TURNS);
-    let arguments = format!(
-        "screen --kernel {} --initrd /root/measure.initrd --vmm /usr/lib/vmmd/vmm --desktop {desktop} --runs {boots} --turns {TURNS}",
-        node.guests().vmlinuz(Kernel::Generic612),
-    );
+    let arguments = format!("screen {of_guest} --desktop {desktop} --runs {boots} --turns {TURNS}");
     let lines = measured(node, &arguments, Deadline::seconds(u64::from(boots) * 1200))?;
     Ok(report(&lines, boots) + &report_flood(&lines, &flood))
 }
 
-fn report(lines: &[Line], boots: u32) -> String {
+fn report(lines: &[Line<Cost>], boots: u32) -> String {
     let mut text = format!(
         "### The screen\n\n1 vCPU, 256 MiB, Debian's generic kernel with its driver for virtio-gpu, 1920 × 1080; QEMU's q35 with virtio-gpu-pci and its VNC server. One \
          client on a UNIX socket asks for each update as soon as it has the one before, in one encoding and CopyRect, and reads over the pixels without \
@@ -167,14 +160,7 @@ fn report(lines: &[Line], boots: u32) -> String {
          ratios are medians of each turn's ratio, with their quartiles. Host CPU is that of the VMM's process beside the guest's.\n\n",
     );
     let of = |job: &str, figure: &dyn Fn(&Cost) -> Option<f64>| -> [Vec<(u32, f64)>; 2] {
-        SUBJECTS.map(|subject| {
-            let results = lines.iter().filter(|line| line.vmm == subject);
-            let costs = results.flat_map(|line| line.result.iter().map(move |cost| (line.run, cost)));
-            let costs = costs.filter(|(_, cost)| cost.job == job);
-            costs
-                .filter_map(|(run, cost)| Some((run, figure(cost)?)))
-                .collect()
-        })
+        SUBJECTS.map(|subject| turns(lines, subject, job, figure))
     };
     for (shown, title, per) in SHOWN {
         let mut table = |what: &str, figure: &dyn Fn(&Cost) -> Option<f64>| {
@@ -208,18 +194,10 @@ const FLOOD: [(&str, &str); 3] = [
     ("exits_per_kib", "the same: VM exits"),
 ];
 
-fn report_flood(lines: &[Line], flood: &Flood) -> String {
-    let of = |figure: &str| {
-        READERS.map(|job| -> Vec<(u32, f64)> {
-            let costs = lines
-                .iter()
-                .flat_map(|line| line.result.iter().map(move |cost| (line.run, cost)));
-            let costs = costs.filter(|(_, cost)| cost.job == job);
-            costs
-                .filter_map(|(run, cost)| Some((run, cost.figure(figure, 1.0)?)))
-                .collect()
-        })
-    };
+fn report_flood(lines: &[Line<Cost>], flood: &Flood) -> String {
+    // Only ours is flooded.
+    let of =
+        |figure: &str| READERS.map(|job| turns(lines, SUBJECTS[0], job, |cost| cost.figure(figure, 1.0)));
     let ways = flood.rows.iter().map(|way| {
         let what = match way.exit.as_str() {
             "none" => "without exits",
@@ -267,7 +245,7 @@ mod tests {
             let others = OTHERS.map(|(job, figure, _, unit)| serde_json::json!({ "job": job, "figures": { figure: value * unit } }));
             let result: Vec<_> = shown.chain(others).collect();
             let line = serde_json::json!({ "vmm": vmm, "run": 0, "result": result });
-            serde_json::from_value::<Line>(line).expect("a line of measure")
+            serde_json::from_value::<Line<Cost>>(line).expect("a line of measure")
         };
         let text = report(&[line("vmm", 1.0), line("q35", 2.0)], 1);
         let rows = SHOWN.len() * (FIGURES.len() + 1) * ENCODINGS.len() + OTHERS.len();

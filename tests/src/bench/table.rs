@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plain_table_has_no_ratios_and_a_dash_for_what_was_not_measured() {
+    fn plain_table_has_no_ratios_and_dashes_for_missing_values() {
         let rows = [Row::new("x", vec![3000.0, f64::NAN])];
         assert_eq!(
             plain(&["a", "b"], &rows),

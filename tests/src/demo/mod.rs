@@ -84,12 +84,12 @@ fn show(place: &Place, steps: &mut Steps, shell: bool) -> Result<()> {
 fn tour(place: &Place, steps: &mut Steps) -> Result<()> {
     steps.say("vmmctl console: the guest's boot, as its serial console has it");
     let mut console = Console::spawn(&mut place.command(&format!("vmmctl console {NAME}")))?;
-    print_indented(&console.until("login: ", BOOT)?);
+    print_indented(&console.try_until("login: ", BOOT)?);
     steps.say("Log in");
-    console.type_line("root")?;
-    console.until("Password:", 60)?;
-    console.type_line("vmmd")?;
-    console.until(PROMPT, 120)?;
+    console.try_type_line("root")?;
+    console.try_until("Password:", 60)?;
+    console.try_type_line("vmmd")?;
+    console.try_until(PROMPT, 120)?;
     for (what, command) in [
         ("uname -a", "uname -a"),
         ("the disk", "lsblk -o NAME,SIZE,TYPE,SERIAL,MOUNTPOINTS"),
@@ -100,7 +100,7 @@ fn tour(place: &Place, steps: &mut Steps) -> Result<()> {
         ),
     ] {
         steps.say(what);
-        print_indented(&console.run(command, 120)?);
+        print_indented(&console.try_run(command)?);
     }
     steps.say("vmmctl get vm -o wide, vmmctl node");
     print_indented(&place.sh("vmmctl get vm -o wide && vmmctl node")?);

@@ -13,8 +13,7 @@ use fatfs::{FileSystem, FormatVolumeOptions, FsOptions};
 
 use crate::{
     cache::{self, Inputs},
-    debian::{self, Release, Root},
-    node::boot_file,
+    debian::{self, Release, Root, boot_file},
     paths, run,
     wait::Deadline,
 };

@@ -6,8 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 
 use crate::cache::{self, Inputs};
-use crate::debian::{self, Release, Root};
-use crate::node::{boot_file, install_ssh_key, ssh_key};
+use crate::debian::{self, boot_file, ssh_key};
 use crate::paths;
 
 /// Raise it when the code below makes another disk of the same inputs.
@@ -31,16 +30,7 @@ pub fn get(name: &str) -> Result<PathBuf> {
 
 fn build(source: &Path, key: &Path, out: &Path) -> Result<()> {
     let root = out.join("root");
-    Root {
-        release: Release::Bookworm,
-        variant: "minbase",
-        packages: &debian::packages(&source.join("packages"))?,
-        more_sources: None,
-        overlay: Some(source.join("overlay")),
-        customize: Some(source.join("customize.sh")),
-    }
-    .make(&root)?;
-    install_ssh_key(&root, key)?;
+    debian::make_system(source, key, &root)?;
     // They stay on the disk as well: it is a whole system, as an installer leaves it.
     fs::copy(boot_file(&root, "vmlinuz-")?, out.join("vmlinuz"))?;
     fs::copy(boot_file(&root, "initrd.img-")?, out.join("initrd"))?;

@@ -5,9 +5,10 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
+use super::Kernel;
+
 use crate::cache::{self, Inputs};
 use crate::debian::{self, Release, Root};
-use crate::node::Kernel;
 use crate::paths;
 
 /// Raise it to fetch newer versions of the packages.

@@ -3,6 +3,7 @@
 mod cloud_image;
 mod debian_disk;
 mod fio;
+mod in_node;
 mod kernels;
 mod net;
 mod screen;
@@ -19,13 +20,13 @@ use anyhow::{Context, Result, anyhow};
 
 use crate::cache::{self, Inputs};
 use crate::initramfs::{Extra, Initramfs};
-use crate::node::Kernel;
 use crate::{
     debian::{self, Release},
     paths,
 };
 
 pub use cloud_image::get as cloud_image;
+pub use in_node::{GUESTS_DIR, Guests, Kernel};
 pub use net::initrd as net_initrd;
 pub use screen::{initrd as screen_initrd, initrd_with as screen_initrd_with};
 pub use share::initrd as share_initrd;

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 
-use super::{MODULES, custom_initrd};
-use crate::{initramfs::Extra, node::Kernel};
+use super::{Kernel, MODULES, custom_initrd};
+use crate::initramfs::Extra;
 
 /// Beside those of every busybox guest.
 const MORE_MODULES: [&str; 2] = ["virtio-gpu", "virtio_input"];

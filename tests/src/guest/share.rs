@@ -4,9 +4,8 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 
-use super::{MODULES, custom_initrd, fio};
+use super::{Kernel, MODULES, custom_initrd, fio};
 use crate::initramfs::Extra;
-use crate::node::Kernel;
 use crate::programs;
 
 /// Beside those of every busybox guest.

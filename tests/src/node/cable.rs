@@ -34,7 +34,7 @@ impl Cable {
         for (end, (node, address)) in nodes.into_iter().zip(addresses).enumerate() {
             let mac = format!("52:54:00:76:6d:1{end}");
             plug(&node.machine, &cable.socket, end == 0, &mac)?;
-            node.sh(&format!(
+            node.try_sh(&format!(
                 "timeout 20 sh -c 'until grep -l {mac} /sys/class/net/*/address; do sleep 0.1; done' >/run/cable && \
                  there=$(cut -d/ -f5 /run/cable) && ip link set dev $there name {CABLE} && \
                  ip addr add {address} dev {CABLE} && ip link set dev {CABLE} up"

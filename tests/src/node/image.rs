@@ -1,14 +1,13 @@
-//! The node's disk image, kernel and initrd, and the ssh key that opens it.
+//! The node's disk image, kernel and initrd.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result};
 
 use crate::cache::{self, Inputs};
-use crate::debian::{self, Release, Root};
+use crate::debian::{self, boot_file, ssh_key};
 use crate::initramfs::{Extra, Initramfs};
 use crate::wait::Deadline;
 use crate::{paths, run};
@@ -52,44 +51,9 @@ impl NodeImage {
     }
 }
 
-/// The private key that opens the nodes and the Debian guests of this build tree; the public one is beside it.
-/// Made when there is none yet.
-pub fn ssh_key() -> Result<PathBuf> {
-    let inputs = Inputs::new(1);
-    let dir = cache::get_or_build("ssh", &inputs, |out| {
-        let mut keygen = Command::new("ssh-keygen");
-        keygen
-            .args(["-q", "-t", "ed25519", "-N", "", "-C", "vmmd test node", "-f"])
-            .arg(out.join("id_ed25519"));
-        run::check(&mut keygen, Deadline::seconds(60)).map(drop)
-    })?;
-    Ok(dir.join("id_ed25519"))
-}
-
-/// Writes `key` into a root folder. The holder of the key may log in as root, and root there holds
-/// the key, too.
-pub fn install_ssh_key(root: &Path, key: &Path) -> Result<()> {
-    let folder = root.join("root/.ssh");
-    fs::create_dir_all(&folder)?;
-    fs::set_permissions(&folder, fs::Permissions::from_mode(0o700))?;
-    fs::copy(key.with_extension("pub"), folder.join("authorized_keys"))?;
-    fs::copy(key, folder.join("id_ed25519"))?;
-    fs::set_permissions(folder.join("id_ed25519"), fs::Permissions::from_mode(0o600))?;
-    Ok(())
-}
-
 fn build(source: &Path, key: &Path, out: &Path) -> Result<()> {
     let root = out.join("root");
-    Root {
-        release: Release::Bookworm,
-        variant: "minbase",
-        packages: &debian::packages(&source.join("packages"))?,
-        more_sources: None,
-        overlay: Some(source.join("overlay")),
-        customize: Some(source.join("customize.sh")),
-    }
-    .make(&root)?;
-    install_ssh_key(&root, key)?;
+    debian::make_system(source, key, &root)?;
     let kernel = boot_file(&root, "vmlinuz-")?;
     let version = kernel
         .file_name()
@@ -117,17 +81,4 @@ fn unpack_modules(root: &Path, version: &str) -> Result<()> {
         Deadline::seconds(300),
     )?;
     debian::depmod(root, version)
-}
-
-/// The one file in `root`'s /boot whose name begins with `prefix`.
-pub fn boot_file(root: &Path, prefix: &str) -> Result<PathBuf> {
-    let boot = root.join("boot");
-    fs::read_dir(&boot)
-        .with_context(|| format!("read {}", boot.display()))?
-        .filter_map(|entry| entry.ok().map(|entry| entry.path()))
-        .find(|path| {
-            path.file_name()
-                .is_some_and(|name| name.to_string_lossy().starts_with(prefix))
-        })
-        .with_context(|| format!("no {prefix}* in {}", boot.display()))
 }

@@ -45,7 +45,7 @@ impl Node {
     /// again.
     pub fn install(&self, package: &Path) -> Result<()> {
         self.bring(package)?;
-        self.sh(&format!(
+        self.try_sh(&format!(
             "SCREENS={SCREENS}
              VMMD_DOWNGRADE=yes dpkg --force-confnew --force-unsafe-io -i {PACKAGE} >/run/vmmd-install.log 2>&1 \
                  || {{ cat /run/vmmd-install.log >&2; exit 1; }}
@@ -91,7 +91,7 @@ CONFIG
                 continue;
             }
             let installed = self
-                .sh(&format!("dpkg -L vmmd | grep '/bin/{program}$\\|/libexec/.*/{program}$\\|/lib/.*/{program}$' | head -n 1"))
+                .try_sh(&format!("dpkg -L vmmd | grep '/bin/{program}$\\|/libexec/.*/{program}$\\|/lib/.*/{program}$' | head -n 1"))
                 .with_context(|| format!("find where vmmd's package has {program}"))?;
             ensure!(
                 !installed.trim().is_empty(),
@@ -111,7 +111,7 @@ CONFIG
 
     /// Restarts the service and waits until systemd calls it started: with `Type=notify` it serves requests then.
     pub fn restart_daemon(&self) -> Result<()> {
-        self.sh("systemctl daemon-reload && systemctl restart vmmd.service \
+        self.try_sh("systemctl daemon-reload && systemctl restart vmmd.service \
                  || { systemctl status --no-pager vmmd.service >&2; journalctl --no-pager -n 40 -u vmmd.service >&2; exit 1; }")
             .map(drop)
     }

@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_second_node_counts_as_lost_once_when_its_console_shows_what_the_emulator_does() {
+    fn second_node_counts_as_lost_once() {
         let folder = tempfile::tempdir().expect("folder");
         let second = folder.path().join(format!("test{SECOND}"));
         fs::create_dir(&second).expect("folder");

@@ -1,7 +1,6 @@
 //! A test node: booting it, talking to it, ending it.
 
 mod cable;
-mod guests;
 mod image;
 mod install;
 mod keeper;
@@ -21,8 +20,7 @@ use std::process::Command;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 
 pub use cable::{CABLE, Cable};
-pub use guests::{GUESTS_DIR, Guests, Kernel};
-pub use image::{NodeImage, boot_file, install_ssh_key, ssh_key};
+pub use image::NodeImage;
 pub use install::{PACKAGE, SCREENS, newest_package};
 pub use keeper::{KEEPER_VARIABLE, Keeper};
 pub use lost::{RUNNER_VARIABLE, SECOND, guest_lost, retried_log, run_test};
@@ -32,9 +30,11 @@ pub use ssh::{Connection, DAEMON_SOCKET, Forward};
 pub use stream::Stream;
 pub use unit::Killed;
 
+use crate::debian::ssh_key;
+pub use crate::guest::{GUESTS_DIR, Guests, Kernel};
 use crate::run::Output;
 use crate::wait::{Deadline, tail};
-use crate::{guest, paths};
+use crate::{guest, must, paths};
 
 /// The environment variable that names the folder of the node which tests use.
 pub const NODE_VARIABLE: &str = "VMMD_NODE";
@@ -158,12 +158,24 @@ impl Node {
     }
 
     /// Runs a shell command in the node, which must end with 0, and returns its standard output.
-    pub fn sh(&self, command: &str) -> Result<String> {
-        self.sh_within(command, Deadline::seconds(300))
+    #[track_caller]
+    pub fn sh(&self, command: &str) -> String {
+        must(self.try_sh(command))
+    }
+
+    /// Like [`Node::sh`], for a caller that handles the failure.
+    pub fn try_sh(&self, command: &str) -> Result<String> {
+        self.try_sh_within(command, Deadline::seconds(300))
     }
 
     /// Like [`Node::sh`], with a deadline.
-    pub fn sh_within(&self, command: &str, deadline: Deadline) -> Result<String> {
+    #[track_caller]
+    pub fn sh_within(&self, command: &str, deadline: Deadline) -> String {
+        must(self.try_sh_within(command, deadline))
+    }
+
+    /// Like [`Node::try_sh`], with a deadline.
+    pub fn try_sh_within(&self, command: &str, deadline: Deadline) -> Result<String> {
         let output = self.ssh_within(command, deadline)?;
         ensure!(
             output.success(),
@@ -175,24 +187,20 @@ impl Node {
         Ok(output.stdout)
     }
 
-    /// Runs a shell command as root in a Debian guest that the node reaches at `address`. Returns
-    /// the output for any exit status.
-    pub fn guest_ssh(&self, address: &str, command: &str) -> Result<Output> {
-        self.ssh(&format!("ssh root@{address} -- {}", quote(command)))
-    }
-
     /// An `ssh` command to this node, to be given a remote command and spawned by the caller.
     pub fn ssh_command(&self) -> Command {
         self.connection.command()
     }
 
     /// Runs a shell command in the node whose output is followed while it runs. It is ended with the returned value.
-    pub fn stream(&self, command: &str) -> Result<Stream> {
-        Stream::spawn(self.ssh_command().args(["--", command]))
+    #[track_caller]
+    pub fn stream(&self, command: &str) -> Stream {
+        must(Stream::spawn(self.ssh_command().args(["--", command])))
     }
 
     /// Follows a text file in the node from its beginning, such as a serial log. It need not exist yet.
-    pub fn follow(&self, file: &str) -> Result<Stream> {
+    #[track_caller]
+    pub fn follow(&self, file: &str) -> Stream {
         self.stream(&format!("exec tail -n +1 -F '{file}' 2>/dev/null"))
     }
 

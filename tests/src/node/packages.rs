@@ -27,14 +27,14 @@ impl<'node> Packages<'node> {
 
     /// The installed version.
     pub fn version(&self) -> Result<String> {
-        let version = self.0.sh("dpkg-query -W -f '${Version}' vmmd")?;
+        let version = self.0.try_sh("dpkg-query -W -f '${Version}' vmmd")?;
         Ok(version.trim().to_owned())
     }
 
     /// Upgrades to the same package with a higher version, as that of a later commit has: it differs behind the `+` only. Returns that version.
     pub fn upgrade(&self) -> Result<String> {
         let newer = format!("{}.later", self.version()?);
-        self.0.sh(&format!(
+        self.0.try_sh(&format!(
             "PACKAGE={PACKAGE} VERSION={newer}; {{ {REPACK}; }} && {INSTALL} /var/tmp/vmmd-$VERSION.deb"
         ))?;
         let installed = self.version()?;

@@ -4,6 +4,7 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 
 use anyhow::{Context, Result};
 
+use crate::must;
 use crate::wait::{Deadline, Follow};
 
 /// A command that runs in the node while its output is read.
@@ -25,7 +26,13 @@ impl Stream {
     }
 
     /// Reads on until `wanted` has come; see [`Follow::until`].
-    pub fn until(&mut self, wanted: &str, deadline: Deadline) -> Result<String> {
+    #[track_caller]
+    pub fn until(&mut self, wanted: &str, deadline: Deadline) -> String {
+        must(self.try_until(wanted, deadline))
+    }
+
+    /// Like [`Self::until`], for a caller that handles the failure.
+    pub fn try_until(&mut self, wanted: &str, deadline: Deadline) -> Result<String> {
         self.output.until(wanted, deadline)
     }
 

@@ -1,8 +1,9 @@
 //! Units of systemd in the node that are killed.
 
-use anyhow::{Context, Result};
+use anyhow::Context as _;
 
 use super::Node;
+use crate::must;
 
 /// Killed main process of a unit.
 #[derive(Debug)]
@@ -14,22 +15,23 @@ pub struct Killed {
 
 impl Node {
     /// Kills the main process of a unit with SIGKILL, once the unit is active. The process's end is not waited for.
-    pub fn kill_unit(&self, unit: &str) -> Result<Killed> {
+    #[track_caller]
+    pub fn kill_unit(&self, unit: &str) -> Killed {
         let pid = self.sh(&format!(
             "until systemctl is-active -q {unit}; do sleep 0.1; done; pid=$(systemctl show -P MainPID {unit}) && kill -9 $pid && echo $pid"
-        ))?;
-        Ok(Killed {
+        ));
+        Killed {
             unit: unit.to_owned(),
-            pid: pid.trim().parse().context("a process id")?,
-        })
+            pid: must(pid.trim().parse().context("a process id")),
+        }
     }
 
     /// Waits until systemd has another process for the unit, and calls it active.
-    pub fn wait_restarted(&self, killed: &Killed) -> Result<()> {
+    #[track_caller]
+    pub fn wait_restarted(&self, killed: &Killed) {
         let Killed { unit, pid } = killed;
         self.sh(&format!(
             "while [ \"$(systemctl show -P MainPID {unit})\" = {pid} ] || ! systemctl is-active -q {unit}; do sleep 0.1; done"
-        ))
-        .map(drop)
+        ));
     }
 }

@@ -1,7 +1,6 @@
 //! Load of a Debian guest during moves, snapshots and copies: fio writes to a disk and reads all of
 //! it back, and iperf sends from the node.
 
-use super::traveller::PATIENCE;
 use crate::Case;
 use crate::node::Kernel;
 use crate::vm::Console;
@@ -18,16 +17,13 @@ const FIO: &str = "{ (n=0; until [ -e /run/fio.end ]; do n=$((n+1)); \
 
 /// Puts fio, which Debian's guest does not have, on its root disk while the guest does not run yet.
 pub fn bring_fio(case: &Case, disk: &str) {
-    let initrd = case
-        .storage_initrd(Kernel::Cloud612)
-        .expect("a guest that has it");
-    let folder = case.folder().expect("folder");
+    let initrd = case.storage_initrd(Kernel::Cloud612);
+    let folder = case.folder();
     case.node()
         .sh(&format!(
             "cd {folder} && busybox cpio -id -F {initrd} bin/fio 2>/dev/null && mkdir root && mount -o loop {disk} root && \
              cp bin/fio root/usr/local/bin/fio && umount root"
-        ))
-        .expect("fio on the disk");
+        ));
 }
 
 /// Keeps udev from looking at the disk at the end of each round, which costs more than the round.
@@ -41,7 +37,7 @@ impl Fio {
     /// It begins.
     pub fn begin(console: &mut Console) -> Self {
         for command in [NO_UDEV, FIO] {
-            console.run(command, PATIENCE).expect(command);
+            console.run(command);
         }
         Self.goes_on(console);
         Self
@@ -68,9 +64,7 @@ impl Fio {
             "{first}; until [ -e /run/fio.failed ] || {condition}; do sleep 0.2; done; \
              cat /run/fio.rounds; [ ! -e /run/fio.failed ] || {{ cat /run/fio.said; false; }}"
         );
-        let rounds = console
-            .run(&command, SLOW)
-            .expect("what fio wrote is what it reads");
+        let rounds = console.run_within(&command, SLOW);
         println!("rounds of fio: {}", rounds.trim());
     }
 }
@@ -88,19 +82,18 @@ impl<'case> Iperf<'case> {
     /// Begins to send to `guest`, at whose console this is.
     pub fn begin(case: &'case Case, console: &mut Console, guest: &str) -> Self {
         let listen = "iperf3 -s -D >/dev/null; until ss -lnt | grep -q :5201; do sleep 0.1; done";
-        console.run(listen, PATIENCE).expect("iperf in the guest");
+        console.run(listen);
         let iperf = Self {
             case,
             unit: format!("{}-iperf", case.name()),
-            said: format!("{}/iperf", case.folder().expect("folder")),
+            said: format!("{}/iperf", case.folder()),
         };
         let Self { unit, said, .. } = &iperf;
         case.node()
             .sh(&format!(
                 "systemd-run -q --collect --unit={unit} -p StandardOutput=file:{said} -p StandardError=file:{said} \
                      iperf3 -c {guest} -b 512K -l 4K --pacing-timer 100000 -t 86400 -i 1 -f k --forceflush"
-            ))
-            .expect("iperf in the node");
+            ));
         iperf.goes_on();
         iperf
     }
@@ -113,7 +106,7 @@ impl<'case> Iperf<'case> {
             "timeout {SLOW} sh -c 'until [ $({more}) -ge 3 ]; do systemctl is-active -q {unit} || exit; sleep 0.5; done' $(wc -l <{said}); \
              ended=$?; tail -n 3 {said}; exit $ended"
         );
-        let last = self.case.node().sh(&on).expect("iperf goes on");
+        let last = self.case.node().sh(&on);
         println!("{last}");
     }
 }

@@ -47,17 +47,17 @@ impl<'case> Nodes<'case> {
             [&format!("{one}/30"), &format!("{two}/30")],
         )?);
         let [first, second] = nodes.both();
-        init_certs(first, TLS, ADDRESSES)?;
-        let files = first.sh(&format!("tar -C {TLS} -c . | base64 -w 0"))?;
+        init_certs(first, TLS, ADDRESSES);
+        let files = first.sh(&format!("tar -C {TLS} -c . | base64 -w 0"));
         second.sh(&format!(
             "mkdir -p {TLS} && echo {files} | base64 -d | tar -C {TLS} -x"
-        ))?;
+        ));
         for (node, address) in nodes.both().into_iter().zip(ADDRESSES) {
             let config = tcp_config(TLS, &format!("{address}:{PORT}"));
             node.sh(&format!(
                 "cp -p /etc/vmmd/config.toml {CONFIG_BEFORE} && printf %s {} >>/etc/vmmd/config.toml",
                 quote(&config)
-            ))?;
+            ));
             node.restart_daemon()?;
         }
         Ok(nodes)
@@ -68,10 +68,11 @@ impl<'case> Nodes<'case> {
     }
 
     /// Their daemons, that of the test's node first.
-    pub fn daemons(&self) -> Result<[Daemon<'_>; 2]> {
+    #[track_caller]
+    pub fn daemons(&self) -> [Daemon<'_>; 2] {
         let [first, second] = self.both();
         let [one, two] = ADDRESSES;
-        Ok([Daemon::installed(first, one)?, Daemon::installed(second, two)?])
+        [Daemon::installed(first, one), Daemon::installed(second, two)]
     }
 
     /// How the second one is: the case reports the first.
@@ -93,7 +94,7 @@ impl Drop for Nodes<'_> {
         if std::thread::panicking() {
             self.report();
         }
-        let back = self.case.node().sh(&format!(
+        let back = self.case.node().try_sh(&format!(
             "vmmctl delete --force --yes --ignore-not-found {}; rm -rf {TLS}; \
              [ ! -e {CONFIG_BEFORE} ] || {{ mv {CONFIG_BEFORE} /etc/vmmd/config.toml && systemctl restart vmmd; }}",
             self.case.name()

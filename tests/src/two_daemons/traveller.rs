@@ -5,10 +5,7 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use super::Daemon;
-use crate::Case;
-use crate::node::Stream;
-use crate::vm::{BOOT, Console, VmSpec};
-use crate::wait::Deadline;
+use crate::vm::{Console, VmSpec};
 
 /// How long the guest's shell may take to answer, in a slow node.
 pub const PATIENCE: u64 = 60;
@@ -22,6 +19,10 @@ const LONGEST_GAP: u64 = 300;
 const HAND_OVER: Duration = Duration::from_secs(5);
 /// Permitted downtime of a guest that rewrites its memory.
 pub const DOWNTIME: &str = "--downtime-limit 2s";
+/// Address of the node on a bridge with a guest.
+pub const NODE: &str = "10.78.200.1/24";
+/// Address of the guest on that bridge.
+pub const GUEST: &str = "10.78.200.2";
 /// For its kernel's command line. Memory that is free is zero, and not sent: an emulated node encrypts and decrypts a megabyte or two in a second.
 pub const SMALL: &str = "init_on_free=1";
 
@@ -112,27 +113,25 @@ pub struct Saved {
 impl<'pair, 'case> Traveller<'pair, 'case> {
     /// Starts a busybox guest at the first daemon.
     pub fn boot(name: &'pair str, daemons: &'pair [Daemon<'case>; 2], spec: &VmSpec) -> Self {
-        daemons[0].start_vm(name, spec).expect("start");
-        let mut console = daemons[0].console(name).expect("console");
-        console.until("GUEST-READY", BOOT).expect("boot");
+        daemons[0].start_vm(name, spec);
+        let mut console = daemons[0].console(name);
+        console.booted();
         Self::watching(name, daemons, console, WATCHER)
     }
 
     /// Starts a whole Debian, and logs in at its serial console.
     pub fn boot_debian(name: &'pair str, daemons: &'pair [Daemon<'case>; 2], spec: &VmSpec) -> Self {
-        daemons[0].start_vm(name, spec).expect("start");
-        let mut console = daemons[0].console(name).expect("console");
+        daemons[0].start_vm(name, spec);
+        let mut console = daemons[0].console(name);
         for (asked, answer) in [("login:", "root"), ("Password:", "vmmd")] {
-            console.until(asked, DEBIAN_BOOT).expect(asked);
-            console.type_line(answer).expect("log in");
+            console.until(asked, DEBIAN_BOOT);
+            console.type_line(answer);
         }
-        console.attached_again(PATIENCE).expect("a shell");
+        console.attached_again();
         // Without editing of lines, whose echo is long.
-        console.type_line("exec sh").expect("a plain shell");
+        console.type_line("exec sh");
         // The files cached during the boot need not be sent.
-        console
-            .run("sync; echo 3 >/proc/sys/vm/drop_caches", PATIENCE)
-            .expect("less memory in use");
+        console.run("sync; echo 3 >/proc/sys/vm/drop_caches");
         Self {
             no_complaint: NO_WARNING,
             // The guest's load may change memory faster than a slow node encrypts it.
@@ -154,12 +153,10 @@ impl<'pair, 'case> Traveller<'pair, 'case> {
             "until [ -s /run/seen ]; do sleep 0.05; done",
             "head -c 2097152 /dev/urandom >/run/data; md5sum /run/data >/run/sum",
         ] {
-            console.run(command, PATIENCE).expect(command);
+            console.run(command);
         }
         let (looks, _, moment) = seen(&mut console);
-        let witnesses = daemons
-            .each_ref()
-            .map(|daemon| daemon.open(WITNESS).expect("a witness"));
+        let witnesses = daemons.each_ref().map(|daemon| daemon.open(WITNESS));
         Self {
             name,
             daemons,
@@ -179,7 +176,7 @@ impl<'pair, 'case> Traveller<'pair, 'case> {
     pub fn snapshot(&mut self, name: &str) -> Saved {
         self.goes_on();
         let command = format!("snapshot create {name} --vm {} --paused", self.name);
-        let told = self.home().ctl(&command).expect("snapshot");
+        let told = self.home().ctl(&command);
         println!("{told}");
         self.stood_still(&told);
         Saved {
@@ -203,7 +200,7 @@ impl<'pair, 'case> Traveller<'pair, 'case> {
         };
         let mut copy = Self {
             name,
-            console: self.home().console(name).expect("console"),
+            console: self.home().console(name),
             looks: saved.looks,
             moment,
             stood: saved.stood + ended.saturating_duration_since(begun),
@@ -228,13 +225,13 @@ impl<'pair, 'case> Traveller<'pair, 'case> {
     /// here.
     pub fn moves(&mut self) {
         let (from, to) = (self.home(), self.away());
-        let told = from.migrate(self.name, to, self.downtime).expect("migrate");
+        let told = from.migrate(self.name, to, self.downtime);
         println!("{told}");
         self.stood_still(&told);
-        let left = from.vms().expect("list");
+        let left = from.vms();
         assert!(!left.contains(self.name), "it is not there any more: {left}");
-        assert_eq!(from.traces().expect("look"), "", "nor is anything of it");
-        assert!(to.vms().expect("list").contains(self.name));
+        assert_eq!(from.traces(), "", "nor is anything of it");
+        assert!(to.vms().contains(self.name));
         self.at = 1 - self.at;
         self.goes_on();
     }
@@ -249,7 +246,7 @@ impl<'pair, 'case> Traveller<'pair, 'case> {
 
     /// Checks that the guest's clock continues without a step, and that its memory is unchanged.
     pub fn goes_on(&mut self) {
-        self.console = self.home().console(self.name).expect("console");
+        self.console = self.home().console(self.name);
         let (looks, gap, moment) = seen(&mut self.console);
         let node = self.longest_of_the_nodes();
         println!("{looks} looks at the clock, the longest gap is {gap}0 ms, that of the nodes {node}0 ms");
@@ -272,10 +269,8 @@ impl<'pair, 'case> Traveller<'pair, 'case> {
             "the guest's clock made a step of {gap}0 ms, not {most}0"
         );
         let on = format!("until [ $(cut -d ' ' -f 1 /run/seen) -gt {looks} ]; do sleep 0.05; done");
-        self.console.run(&on, PATIENCE).expect("it does not stand still");
-        self.console
-            .run("md5sum -c /run/sum >/dev/null", PATIENCE)
-            .expect("memory is what it was");
+        self.console.run(&on);
+        self.console.run("md5sum -c /run/sum >/dev/null");
         self.looks = looks;
     }
 
@@ -283,9 +278,9 @@ impl<'pair, 'case> Traveller<'pair, 'case> {
     fn longest_of_the_nodes(&self) -> u64 {
         let mut witnesses = self.witnesses.borrow_mut();
         let longest = witnesses.iter_mut().map(|witness| {
-            witness.type_line("?").expect("ask");
-            witness.until("longest ", PATIENCE).expect("an answer");
-            let answer = witness.until(";", PATIENCE).expect("an answer");
+            witness.type_line("?");
+            witness.until("longest ", PATIENCE);
+            let answer = witness.until(";", PATIENCE);
             answer.trim_end_matches(';').parse().expect("hundredths")
         });
         longest.max().unwrap_or(0)
@@ -293,15 +288,15 @@ impl<'pair, 'case> Traveller<'pair, 'case> {
 
     /// Its kernel has seen no lockup, no stall and no unstable clock; that of a Debian has no warning at all.
     pub fn has_no_complaint(&mut self) {
-        let said = self.console.run(self.no_complaint, PATIENCE);
-        println!("{}", said.expect("the guest has no complaint"));
+        let said = self.console.run(self.no_complaint);
+        println!("{said}");
     }
 }
 
 /// Reads the notes of a guest's watcher, and the guest's current clock.
 fn seen(console: &mut Console) -> (u64, u64, Moment) {
     let not_before = Instant::now();
-    let text = console.run("cat /run/seen /proc/uptime", PATIENCE).expect("read");
+    let text = console.run("cat /run/seen /proc/uptime");
     let not_after = Instant::now();
     let numbers: Vec<u64> = text
         .split(|letter: char| !letter.is_ascii_digit())
@@ -334,67 +329,6 @@ fn blackout(told: &str) -> Option<Duration> {
     Some(Duration::from_millis(ms.parse().ok()?))
 }
 
-/// The node's end of a connection to a guest: each line that it sends has to come back.
-pub struct Connection<'case> {
-    case: &'case Case,
-    folder: String,
-    stream: Stream,
-}
-
-impl<'case> Connection<'case> {
-    /// Where the node is on the bridge.
-    pub const NODE: &'static str = "10.78.200.1/24";
-    /// Where the guest is.
-    pub const GUEST: &'static str = "10.78.200.2";
-
-    /// To a guest at this console.
-    pub fn open(case: &'case Case, console: &mut Console) -> Self {
-        let echo = "busybox mkfifo /tmp/echo; { (nc -l -p 7 </tmp/echo | cat >/tmp/echo) >/dev/null 2>&1 & }; \
-                    until busybox netstat -lnt | grep -q :7; do sleep 0.1; done";
-        console.run(echo, PATIENCE).expect("listen");
-        let folder = case.folder().expect("folder");
-        let script = format!(
-            "exec 3<>/dev/tcp/{guest}/7 || exit\n\
-             n=0\n\
-             while [ ! -e {folder}/hang-up ]; do\n\
-                 n=$((n+1)); echo $n >&3; read -r -t 60 -u 3 got\n\
-                 [ \"$got\" = $n ] || {{ echo \"CONNECTION: $got instead of $n;\"; exit; }}\n\
-                 echo $n >{folder}/count.new; mv {folder}/count.new {folder}/count; sleep 0.05\n\
-             done\n\
-             echo \"CONNECTION: whole;\"\n",
-            guest = Self::GUEST
-        );
-        let node = case.node();
-        node.sh(&format!("cat >{folder}/talk <<'SCRIPT'\n{script}SCRIPT\n"))
-            .expect("write the script");
-        let stream = node.stream(&format!("exec bash {folder}/talk")).expect("connect");
-        let connection = Self { case, folder, stream };
-        connection.goes_on();
-        connection
-    }
-
-    /// Waits until more has come back.
-    pub fn goes_on(&self) {
-        let count = format!("$(cat {}/count 2>/dev/null || echo 0)", self.folder);
-        let on = format!(
-            "before={count}; timeout {PATIENCE} sh -c 'until [ {count} -gt $0 ]; do sleep 0.1; done' $before && echo {count} lines came back"
-        );
-        let told = self.case.node().sh(&on).expect("what the node says comes back");
-        println!("{}", told.trim());
-    }
-
-    /// Ends it; each line has come back.
-    pub fn hang_up(mut self) {
-        self.case
-            .node()
-            .sh(&format!("touch {}/hang-up", self.folder))
-            .expect("hang up");
-        let deadline = Deadline::seconds(PATIENCE);
-        self.stream.until("CONNECTION: ", deadline).expect("the end");
-        assert_eq!(self.stream.until(";", deadline).expect("how it ended"), "whole;");
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::time::{Duration, Instant};
@@ -402,7 +336,7 @@ mod tests {
     use super::{Moment, blackout, is_no_step};
 
     #[test]
-    fn a_blackout_is_read_from_what_is_told_of_a_migration_or_a_snapshot() {
+    fn blackout_is_read_from_migration_and_snapshot_output() {
         let told = "the VM runs on 10.78.5.2:7443: 5 bytes were sent, 4 of them memory, in 113482 ms and 7 rounds; the guest stood still for 2474 ms and until \
                     the hand-over was done\nvm/x migrated";
         assert_eq!(blackout(told), Some(Duration::from_millis(2474)));
@@ -434,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn time_passes_between_two_moments_at_least_from_the_end_of_one_and_at_most_from_its_beginning() {
+    fn time_between_two_moments_has_both_bounds() {
         let (start, second) = (Instant::now(), Duration::from_secs(1));
         let at = |clock, not_before, not_after| Moment {
             clock: second * clock,

@@ -106,7 +106,7 @@ mod tests {
     use super::is_deaf;
 
     #[test]
-    fn a_guest_without_interrupts_is_told_from_one_that_waits_or_works() {
+    fn guest_without_interrupts_differs_from_a_waiting_one() {
         // The observed fault; the same with one more exit; a guest in a loop with clock interrupts;
         // a halted guest; a missing guest.
         for (counters, deaf) in [

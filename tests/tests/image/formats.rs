@@ -96,7 +96,7 @@ impl Drop for Here {
 }
 
 #[test]
-fn a_cloud_image_is_the_same_content_in_each_format_and_kept_once() {
+fn cloud_image_has_one_content_in_all_formats() {
     let image = cloud_image(Release::Bookworm).expect("the image");
     let daemon = Here::start();
     let folder = tempfile::tempdir().expect("a folder");

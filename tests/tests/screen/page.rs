@@ -78,7 +78,7 @@ impl Shows for Page<'_> {
 
 /// The address of a page with a VM's screen, as this machine reaches it.
 pub fn address(vm: &Vm<'_>, web: &Forward) -> String {
-    let url = vm.ctl_with("vnc", "--web 2>/dev/null").expect("an address");
+    let url = vm.ctl_with("vnc", "--web 2>/dev/null");
     let (_, page) = url.trim().split_once("/vnc.html").expect("noVNC's page");
     format!("https://127.0.0.1:{}/vnc.html{page}", web.port)
 }

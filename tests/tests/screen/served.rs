@@ -21,11 +21,9 @@ impl<'a> Served<'a> {
             "echo $$; exec vmmctl vnc {} --listen 127.0.0.1:0 2>/dev/null",
             vm.name()
         );
-        let mut stream = case.node().stream(&serve).expect("vmmctl vnc");
-        stream
-            .until("127.0.0.1:", Deadline::seconds(60))
-            .expect("an address");
-        stream.until("\n", Deadline::seconds(60)).expect("a whole line");
+        let mut stream = case.node().stream(&serve);
+        stream.until("127.0.0.1:", Deadline::seconds(60));
+        stream.until("\n", Deadline::seconds(60));
         let text = stream.text();
         let (process, address) = text.trim().split_once('\n').expect("two lines");
         Self {

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde_json::json;
 use vmmd_tests::node::{Kernel, quote};
-use vmmd_tests::vm::{BOOT, Console, Vm, VmSpec};
+use vmmd_tests::vm::{Console, Vm, VmSpec};
 use vmmd_tests::wait::Deadline;
 use vmmd_tests::{Case, Guests};
 
@@ -32,15 +32,13 @@ const PAUSE: Duration = Duration::from_millis(500);
 /// for the adapter where the kernel has one. After a login there, commands can be typed.
 pub fn guest(case: &Case, kernel: Kernel) -> Vm<'_> {
     let spec = if kernel == Kernel::Generic612 {
-        case.screen_guest(kernel).expect("initramfs")
+        case.screen_guest(kernel)
     } else {
         // A bzImage, because the entry path of an ELF does not report screens.
         VmSpec::new(Guests.vmlinuz(kernel), Some(Guests.initrd(kernel))).cmdline(kernel.arguments())
     };
     let spec = spec.set("/display", json!({ "width": SIZE.0, "height": SIZE.1 }));
-    let vm = Vm::start(case, "", &spec).expect("start");
-    let mut console = vm.console().expect("console");
-    console.until("GUEST-READY", BOOT).expect("boot");
+    let (vm, mut console) = Vm::boot(case, "", &spec);
     prepare(&mut console);
     vm
 }
@@ -59,7 +57,7 @@ fn prepare(console: &mut Console) {
         ),
         "setsid busybox getty -i -L 0 tty1 linux & true",
     ] {
-        console.run(command, 60).expect(command);
+        console.run(command);
     }
 }
 

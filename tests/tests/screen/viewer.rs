@@ -33,23 +33,21 @@ pub struct Viewer<'a> {
 impl<'a> Viewer<'a> {
     /// Starts `viewer`, a command of the shell.
     pub fn start(case: &'a Case, size: (usize, usize), viewer: &str) -> Self {
-        let folder = case.folder().expect("folder");
+        let folder = case.folder();
         let line = |stream: &mut Stream| {
-            let text = stream.until("\n", Deadline::seconds(60)).expect("a line");
+            let text = stream.until("\n", Deadline::seconds(60));
             text.trim().to_owned()
         };
         // The server says which number it has taken.
         let screen = format!("{}x{}x24", size.0 + ROOM, size.1 + ROOM);
         let command =
             format!("echo $$; exec Xvfb -displayfd 1 -screen 0 {screen} -fbdir {folder} 2>/dev/null");
-        let mut server = case.node().stream(&command).expect("Xvfb");
+        let mut server = case.node().stream(&command);
         let server_pid = line(&mut server);
         let display = format!(":{}", line(&mut server));
-        case.node()
-            .sh(&format!("mkdir -p {folder}/.vnc"))
-            .expect("a folder for the viewer");
+        case.node().sh(&format!("mkdir -p {folder}/.vnc"));
         let command = format!("echo $$; HOME={folder} DISPLAY={display} exec {viewer} 2>&1");
-        let mut viewer = case.node().stream(&command).expect("a viewer");
+        let mut viewer = case.node().stream(&command);
         let viewer_pid = line(&mut viewer);
         Self {
             size,
@@ -80,7 +78,7 @@ impl<'a> Viewer<'a> {
             "export DISPLAY={}; xdotool search --onlyvisible --name TigerVNC windowfocus --sync %1 && {command}",
             self.display
         );
-        self.case.node().sh(&command).expect("keys or the pointer");
+        self.case.node().sh(&command);
     }
 
     /// Picture of the viewer's window, or of the corner while the window does not have the screen's

@@ -8,7 +8,7 @@ mod saved;
 
 use serde_json::{Value, json};
 use vmmd_tests::node::Kernel;
-use vmmd_tests::vm::{BOOT, Console, Vm, VmSpec};
+use vmmd_tests::vm::{Vm, VmSpec};
 use vmmd_tests::{Case, Node};
 
 /// Owner of the shared directories.
@@ -26,6 +26,11 @@ impl<'case> Srv<'case> {
             node: case.node(),
             path: format!("/srv/{}", case.name()),
         };
+        // Mounts of a test are removed first.
+        case.at_end(format!(
+            "for at in $(grep -o ' {0}/[^ ]*' /proc/mounts | tac); do umount $at; done; rm -rf {0}",
+            srv.path
+        ));
         for folder in folders {
             srv.sh(&format!("mkdir -p {folder} && chown {OWNER} {folder}"));
         }
@@ -35,21 +40,11 @@ impl<'case> Srv<'case> {
     /// In the node, with the folder as the working directory.
     fn sh(&self, script: &str) -> String {
         let script = format!("mkdir -p {0} && cd {0} && {script}", self.path);
-        self.node.sh(&script).expect("in the node")
+        self.node.sh(&script)
     }
 
     fn share(&self, folder: &str) -> Value {
         json!({"name": folder, "path": format!("{}/{folder}", self.path)})
-    }
-}
-
-impl Drop for Srv<'_> {
-    fn drop(&mut self) {
-        // Mounts of a test are removed first.
-        let _ = self.node.ssh(&format!(
-            "for at in $(grep -o ' {0}/[^ ]*' /proc/mounts | tac); do umount $at; done; rm -rf {0}",
-            self.path
-        ));
     }
 }
 
@@ -63,25 +58,18 @@ fn mapped(srv: &Srv<'_>, folder: &str) -> Value {
 }
 
 fn with_shares(case: &Case, shares: &[Value]) -> VmSpec {
-    let spec = case.share_guest(Kernel::Cloud612).expect("guest");
+    let spec = case.share_guest(Kernel::Cloud612);
     spec.cores(2).set("/shares", json!(shares))
-}
-
-fn booted(vm: &Vm<'_>) -> Console {
-    let mut console = vm.console().expect("console");
-    console.until("GUEST-READY", BOOT).expect("boot");
-    console
 }
 
 /// The process that serves the VM's first share.
 fn server(vm: &Vm<'_>) -> String {
-    vm.field("/status/shares/0/pid").expect("pid")
+    vm.field("/status/shares/0/pid")
 }
 
 /// Waits in the node until a shell's condition holds.
 fn until(node: &Node, condition: &str) {
     node.sh(&format!(
         "for i in $(seq 300); do if {condition}; then exit 0; fi; sleep 0.1; done; echo 'not so after 30 s' >&2; exit 1"
-    ))
-    .expect(condition);
+    ));
 }

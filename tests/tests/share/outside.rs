@@ -4,11 +4,11 @@ use serde_json::json;
 use vmmd_tests::Case;
 use vmmd_tests::vm::Vm;
 
-use crate::{OWNER, Srv, booted, mapped, server, until, with_shares};
+use crate::{OWNER, Srv, mapped, server, until, with_shares};
 
 #[test]
-fn nothing_outside_a_share_is_reached_and_a_read_only_one_stays_as_it_is() {
-    let case = Case::new("share-out").expect("node");
+fn share_reaches_nothing_outside_and_read_only_holds() {
+    let case = Case::new("share-out");
     let srv = Srv::new(&case, &["data", "only"]);
     srv.sh("mkdir -m 755 canary && echo SECRET >canary/secret && chmod 600 canary/secret && echo public >canary/public");
     // Links and files that the node's own programs have put into the share.
@@ -26,7 +26,7 @@ fn nothing_outside_a_share_is_reached_and_a_read_only_one_stays_as_it_is() {
          chown 1234:1235 mapped/foreign");
     let mapped = mapped(&srv, "mapped");
     let shares = [srv.share("data"), read_only, mapped];
-    let vm = Vm::start(&case, "", &with_shares(&case, &shares)).expect("start");
+    let vm = Vm::start(&case, "", &with_shares(&case, &shares));
 
     // What serves it.
     let pid = server(&vm);
@@ -50,7 +50,7 @@ fn nothing_outside_a_share_is_reached_and_a_read_only_one_stays_as_it_is() {
     assert_eq!(root.trim(), format!("{}/data", srv.path));
     let group = srv.sh(&format!(
         "cmp /proc/{pid}/cgroup /proc/{}/cgroup && echo same",
-        vm.pid().expect("pid")
+        vm.pid()
     ));
     assert_eq!(group, "same\n");
     let namespaces = srv.sh(&format!(
@@ -58,8 +58,8 @@ fn nothing_outside_a_share_is_reached_and_a_read_only_one_stays_as_it_is() {
     ));
     assert_eq!(namespaces, "user\npid\nnet\nipc\nuts\n");
 
-    let mut console = booted(&vm);
-    let mut guest = |command: &str| console.run(command, 60).expect(command);
+    let mut console = vm.booted();
+    let mut guest = |command: &str| console.run(command);
     guest("mkdir /only && mount -t virtiofs data /mnt && mount -t virtiofs only /only");
     // Links are the guest's own business: they lead into the guest.
     for link in [

@@ -27,7 +27,7 @@ async fn no_guest_runs_twice_or_is_lost_whatever_is_killed() {
     let rounds = faults::rounds(if vmmd_tests::long() { 20 } else { 3 });
     let seed = faults::seed();
     let (mut random, mut deck) = (Random::new(seed), Deck::default());
-    let case = Case::new("kubernetes").unwrap();
+    let case = Case::new("kubernetes");
     let mut ground = Ground::start(&case, PATIENCE).await;
     let names: Vec<String> = (0..3).map(|number| format!("vm-{number}")).collect();
     for (number, name) in names.iter().enumerate() {

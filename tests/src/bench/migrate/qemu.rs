@@ -36,9 +36,9 @@ pub struct Qemu<'case> {
 
 impl<'case> Qemu<'case> {
     /// Makes the key that both ends of a migration have, in a folder of the node.
-    pub fn make_key(node: &Node, folder: &str) -> Result<()> {
+    pub fn make_key(node: &Node, folder: &str) {
         let key = "echo vmmd:$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')";
-        node.sh(&format!("{key} >{folder}/keys.psk")).map(drop)
+        node.sh(&format!("{key} >{folder}/keys.psk"));
     }
 
     /// Boots the guest, or waits for an incoming one. `number` distinguishes several instances.
@@ -73,7 +73,7 @@ impl<'case> Qemu<'case> {
              -kernel {} -initrd {initrd} -append {} {incoming}",
             node.guests().vmlinuz(Kernel::Cloud612),
             quote(&cmdline),
-        ))?;
+        ));
         let qemu = Self {
             node,
             kind,
@@ -96,7 +96,7 @@ impl<'case> Qemu<'case> {
     fn ask(&self, command: &str, arguments: &Value) -> Result<Value> {
         let arguments = quote(&arguments.to_string());
         let script = format!("/root/measure qmp {} {command} {arguments}", self.socket);
-        serde_json::from_str(&self.node.sh(&script)?).context("QEMU's answer")
+        serde_json::from_str(&self.node.sh(&script)).context("QEMU's answer")
     }
 
     fn set_capability(&self, name: &str, state: bool) -> Result<()> {
@@ -115,7 +115,7 @@ impl<'case> Qemu<'case> {
     pub fn migrate_to(&self, other: &Self) -> Result<Cost> {
         self.set_credentials("out")?;
         self.set_capability("auto-converge", self.kind.throttled)?;
-        let sent = || mib(&self.node.sh("cat /sys/class/net/lo/statistics/tx_bytes")?);
+        let sent = || mib(&self.node.sh("cat /sys/class/net/lo/statistics/tx_bytes"));
         let before = sent()?;
         let cost = self.migrate(&other.address())?;
         Ok(Cost {
@@ -149,7 +149,7 @@ impl<'case> Qemu<'case> {
                     });
                 }
                 Some("failed" | "cancelled") => bail!("QEMU's migration: {state}"),
-                _ => self.node.sh("sleep 0.1").map(drop)?,
+                _ => drop(self.node.sh("sleep 0.1")),
             }
         }
         bail!("QEMU's migration does not end");
