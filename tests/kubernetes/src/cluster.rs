@@ -62,7 +62,7 @@ pub fn programs() -> Option<PathBuf> {
 impl Cluster {
     /// Starts all and waits until the API server is ready.
     pub async fn start() -> Self {
-        let programs = programs().expect("tests/kubernetes/build.sh has not been run");
+        let programs = programs().expect("the control plane is not built: `make kubernetes` builds it");
         let folder = tempfile::Builder::new()
             .prefix("vmmd-kubernetes")
             .tempdir()

@@ -312,6 +312,14 @@ impl Fleet {
         Ok(())
     }
 
+    /// Deletes all VMs, and waits until nothing of them is left. None of them has run twice at the same time.
+    pub async fn end(&self, patience: Duration) {
+        self.cluster
+            .kubectl(&["delete", "vmmvm", "--all", "--timeout=60s"]);
+        self.nothing_left(patience).await;
+        assert_eq!(self.ran_twice(), [""; 0]);
+    }
+
     /// Waits until no VM, no placeholder, no process, no cgroup and no disk is left.
     pub async fn nothing_left(&self, patience: Duration) {
         eventually("nothing is left", patience, async || {

@@ -89,10 +89,8 @@ async fn a_drain_moves_all_vms_and_holds_a_disruption_budget() {
         let boots = printed.matches("booted").count();
         assert!(boots == 1 && printed.contains("received machine"), "{printed}");
     }
-    assert_eq!(fleet.ran_twice(), [""; 0]);
     cluster.kubectl(&["uncordon", "node-1"]);
-    cluster.kubectl(&["delete", "vmmvm", "--all", "--timeout=60s"]);
-    fleet.nothing_left(PATIENCE).await;
+    fleet.end(PATIENCE).await;
 }
 
 #[tokio::test]
@@ -126,9 +124,7 @@ async fn a_vm_is_moved_by_annotation_to_and_fro() {
         described.contains("Migrated") && described.contains("Succeeded"),
         "{described}"
     );
-    assert_eq!(fleet.ran_twice(), [""; 0]);
-    cluster.kubectl(&["delete", "vmmvm", "web", "--timeout=60s"]);
-    fleet.nothing_left(PATIENCE).await;
+    fleet.end(PATIENCE).await;
 }
 
 #[tokio::test]
@@ -187,7 +183,5 @@ async fn a_vm_that_can_not_be_moved_is_stopped_and_started_elsewhere() {
     .await;
     cluster.kubectl(&["uncordon", "node-1"]);
     fleet.all_run(&names, PATIENCE).await;
-    assert_eq!(fleet.ran_twice(), [""; 0]);
-    cluster.kubectl(&["delete", "vmmvm", "--all", "--timeout=60s"]);
-    fleet.nothing_left(PATIENCE).await;
+    fleet.end(PATIENCE).await;
 }

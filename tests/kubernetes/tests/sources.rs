@@ -111,8 +111,7 @@ async fn a_guest_is_told_a_secret_that_nothing_else_shows() {
             "{verb} in {namespace}"
         );
     }
-    cluster.kubectl(&["delete", "vmmvm", "web", "--timeout=60s"]);
-    fleet.nothing_left(PATIENCE).await;
+    fleet.end(PATIENCE).await;
 }
 
 #[tokio::test]
@@ -154,8 +153,7 @@ async fn a_vm_has_the_disk_of_an_image_in_a_registry_while_it_runs() {
         .collect();
     assert_eq!(sizes, [8 << 20, 4 << 20], "{found:?}");
     assert!(!found[0].status.as_ref().unwrap().backing_image.is_empty());
-    cluster.kubectl(&["delete", "vmmvm", "web", "--timeout=60s"]);
-    fleet.nothing_left(PATIENCE).await;
+    fleet.end(PATIENCE).await;
 }
 
 #[tokio::test]
@@ -209,7 +207,6 @@ async fn a_vm_is_placed_where_the_volume_of_its_claim_is() {
     // The claim of an existing VM stays.
     cluster.kubectl(&["delete", "pvc", "web-data", "--wait=false"]);
     cluster.kubectl(&["get", "pvc", "web-data"]);
-    cluster.kubectl(&["delete", "vmmvm", "web", "--timeout=60s"]);
-    fleet.nothing_left(PATIENCE).await;
+    fleet.end(PATIENCE).await;
     assert!(folder.join("disk.img").exists());
 }

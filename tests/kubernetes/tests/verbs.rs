@@ -126,8 +126,7 @@ async fn a_console_is_attached_to_and_left() {
         said.contains("virtio-console") && !said.contains("there is"),
         "{said}"
     );
-    cluster.kubectl(&["delete", "vmmvm", "web", "--timeout=60s"]);
-    fleet.nothing_left(PATIENCE).await;
+    fleet.end(PATIENCE).await;
 }
 
 /// A server in a namespace that answers each connection with all that it has read.
@@ -262,13 +261,11 @@ async fn a_node_is_cordoned_drained_and_uncordoned() {
     cluster.apply(&vm);
     let all: Vec<_> = names.into_iter().chain(["back".to_owned()]).collect();
     fleet.all_run(&all, PATIENCE).await;
-    assert_eq!(fleet.ran_twice(), [""; 0]);
-    cluster.kubectl(&["delete", "vmmvm", "--all", "--timeout=60s"]);
-    fleet.nothing_left(PATIENCE).await;
+    fleet.end(PATIENCE).await;
 }
 
 #[tokio::test]
-async fn a_spec_that_vmmd_refuses_is_refused_with_the_path_of_the_field() {
+async fn invalid_spec_is_refused_with_the_path_of_the_field() {
     let fleet = Fleet::start(1, 1).await;
     let mut vm = fleet.vm("bad");
     vm["spec"]["vm"]["memory"]["sizeBytes"] = 5.into();
@@ -312,6 +309,5 @@ async fn a_vm_whose_starts_fail_is_not_said_to_run() {
     assert!(ready.starts_with("Starting "), "{ready}");
     let pods = cluster.kubectl(&["get", "pods"]);
     assert!(pods.contains("StartFailed") && pods.contains("0/1"), "{pods}");
-    cluster.kubectl(&["delete", "vmmvm", "bad", "--timeout=60s"]);
-    fleet.nothing_left(PATIENCE).await;
+    fleet.end(PATIENCE).await;
 }
