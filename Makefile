@@ -63,7 +63,7 @@ tools:
 	@.ci/setup
 
 # The daemon gives its VMs users of their own; tests of whole programs of vmm use KVM.
-ROOTLESS = -E 'not (binary(daemon) or binary(serve) or binary(run) or binary(kubernetes))'
+ROOTLESS = -E 'not (binary(daemon) or binary(serve) or binary(run))'
 
 .PHONY: unit
 unit: tools ## Run the tests that need no node: units, properties, and as root the daemon with a mock vmm
@@ -76,7 +76,7 @@ unit: tools ## Run the tests that need no node: units, properties, and as root t
 .PHONY: test
 test: export PROFILE ?= dev
 test: tools ## Run the tests, also those in the test node; installs what is missing (PROFILE=release: with an optimized build)
-	@mkdir -p target; date +%s >target/began
+	@mkdir -p target; date +%s >target/began; rm -f target/nextest/ci/junit.xml
 	$(MAKE) node-tool
 	$(NODE) build & images=$$!; $(CARGO) nextest run --locked --workspace $(FEATURES) --no-run && vmmd/package/build-deb.sh \
 		|| { wait $$images; exit 1; }; wait $$images
@@ -89,7 +89,7 @@ test: tools ## Run the tests, also those in the test node; installs what is miss
 long: export VMMD_LONG = 1
 long: export VMMD_CHAOS = long
 long: ## Run all tests in their long form, with an optimized build, and those that boot a guest for minutes
-	$(MAKE) test PROFILE=release FEATURES="--features vmmd-tests/nightly" TESTS="--ignore-default-filter -E 'not (binary(mutations) or binary(previous))'"
+	$(MAKE) test PROFILE=release FEATURES="--features vmmd-tests/nightly" TESTS="--ignore-default-filter -E 'not (package(vmmd-kubernetes-tests) or binary(mutations) or binary(previous))'"
 
 .PHONY: fleet
 fleet: tools node-tool deb ## Run the test of many idle guests while vmmd is killed, with 50 of them also where the node is emulated
@@ -109,12 +109,12 @@ previous: tools node-tool deb ## Run the programs of the release before with tho
 kubernetes: tools ## Run vmmd-kube under a real Kubernetes control plane, which is built first (minutes, once)
 	tests/kubernetes/build.sh
 	$(CARGO) build --locked --workspace --features vmmd-kubernetes-tests/nightly --bin vmmd --bin mock-vmm --bin mock-vmm-image --bin vmmd-netd --bin vmmd-kube
-	$(CARGO) nextest run --locked --workspace --features vmmd-kubernetes-tests/nightly --test kubernetes
+	$(CARGO) nextest run --locked --workspace --features vmmd-kubernetes-tests/nightly --ignore-default-filter --test kubernetes
 
 .PHONY: kubernetes-long
 kubernetes-long: export VMMD_LONG = 1
 kubernetes-long: kubernetes node-tool deb ## The same with 200 rounds of faults, 20 more with guests in the test node, and the API server away for five minutes
-	$(NODE) --name kubernetes with -- $(CARGO) nextest run --locked --workspace --features vmmd-kubernetes-tests/nightly --success-output immediate --test guests
+	$(NODE) --name kubernetes with -- $(CARGO) nextest run --locked --workspace --features vmmd-kubernetes-tests/nightly --ignore-default-filter --success-output immediate --test guests
 
 .PHONY: nightly
 nightly: lint deny mutations previous fleet kubernetes-long long ## Run what make test is too short for, and what takes minutes to compile
@@ -162,6 +162,7 @@ bench: $(if $(BENCH_NODE),node-tool deb) ## Measure vmmd, beside QEMU in the tes
 lint: tools ## Check formatting, lints, documentation, what depends on what, scripts, spelling, links and the API's compatibility
 	$(CARGO) fmt --all --check
 	.ci/check-tree
+	.ci/check-tests
 	.ci/lint-text
 	vmmd/package/notices.py --check
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
