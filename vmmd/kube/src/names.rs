@@ -111,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_disk_is_of_one_volume_of_one_pod_and_an_image_of_one_reference() {
+    fn disk_is_of_one_volume_and_image_of_one_reference() {
         let one = disk_name("root", "p-1");
         assert!(one.starts_with("root-"), "{one}");
         assert_ne!(one, disk_name("root", "p-2"));

@@ -381,7 +381,7 @@ pub mod tests {
     }
 
     #[test]
-    fn the_pod_of_a_vm_with_volumes_asks_for_as_much_memory_as_vmmd_will_set_aside() {
+    fn pod_with_volumes_requests_the_memory_that_vmmd_reserves() {
         let asked = |change: &dyn Fn(&mut Value)| {
             let machine = machine(|value| change(&mut value["spec"]));
             let pod = pod(&machine, &Plan::of(&machine).unwrap(), 3, &settings()).unwrap();
@@ -419,7 +419,7 @@ pub mod tests {
     }
 
     #[test]
-    fn a_vm_is_moved_to_another_node_that_the_pod_could_have_been_placed_on() {
+    fn vm_is_moved_to_a_node_that_fits_its_pod() {
         let named = json!({"key": "metadata.name", "operator": "NotIn", "values": ["n1"]});
         let zone =
             |zone: &str| json!({"matchExpressions": [{"key": "zone", "operator": "In", "values": [zone]}]});

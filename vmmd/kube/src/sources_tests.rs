@@ -35,7 +35,7 @@ fn sources(change: impl FnOnce(&mut Value)) -> Sources {
 }
 
 #[test]
-fn a_volume_is_the_disk_or_share_of_its_name_and_its_place_is_open() {
+fn volume_is_the_disk_or_share_of_its_name() {
     let vm = vm("web", &manifest(|_| {}), &sources(|_| {})).unwrap();
     let spec = vm.spec.as_ref().unwrap();
     let paths: Vec<_> = spec
@@ -91,7 +91,7 @@ fn a_place_is_filled_by_name() {
 }
 
 #[test]
-fn what_is_wrong_with_a_source_is_said_with_the_path_of_the_field() {
+fn wrong_source_is_refused_with_the_path_of_its_field() {
     type Change = fn(&mut Value);
     let table: [(Change, Change, &str); 14] = [
         (

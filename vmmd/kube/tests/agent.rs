@@ -80,7 +80,7 @@ fn a_node_is_not_ready_without_vmmd_and_ready_again_with_it() {
 }
 
 #[test]
-fn a_node_stays_ready_when_its_agent_begins_anew_and_loses_the_labels_of_features_that_are_gone() {
+fn node_stays_ready_over_an_agent_restart_and_updates_labels() {
     let cluster = Cluster::start(1);
     let features = &cluster.vmmds[0].state.cpu_features;
     *lock(features) = ["avx", "avx2"].map(str::to_owned).to_vec();
@@ -153,7 +153,7 @@ fn a_node_without_kvm_is_not_ready() {
 }
 
 #[test]
-fn a_pod_has_one_address_of_each_family_however_many_nics_its_vm_has() {
+fn pod_has_one_address_of_each_family_with_many_nics() {
     let cluster = Cluster::start(1);
     let _controller = cluster.controller();
     let _agent = cluster.agent(0);
@@ -185,7 +185,7 @@ fn an_agent_that_was_killed_finds_its_vms_again() {
 }
 
 #[test]
-fn vms_go_on_while_the_api_server_is_away_and_what_was_deleted_meanwhile_goes_after() {
+fn vms_continue_without_the_api_server_and_deletions_follow() {
     let mut cluster = Cluster::start(1);
     let controller = cluster.controller();
     let agent = cluster.agent(0);
@@ -212,7 +212,7 @@ fn vms_go_on_while_the_api_server_is_away_and_what_was_deleted_meanwhile_goes_af
 }
 
 #[test]
-fn a_guest_has_its_grace_period_and_a_pod_that_is_forced_away_waits_for_the_vm() {
+fn guest_has_its_grace_period_and_a_forced_pod_waits() {
     let cluster = Cluster::start(1);
     let _controller = cluster.controller();
     let _agent = cluster.agent(0);
@@ -253,7 +253,7 @@ fn a_guest_has_its_grace_period_and_a_pod_that_is_forced_away_waits_for_the_vm()
 }
 
 #[test]
-fn a_guest_has_its_grace_period_also_when_its_pod_was_deleted_while_the_agent_was_away() {
+fn guest_has_its_grace_period_after_a_deletion_without_agent() {
     let cluster = Cluster::start(1);
     let _controller = cluster.controller();
     let agent = cluster.agent(0);
@@ -293,7 +293,7 @@ fn a_vm_whose_pod_was_torn_out_is_stopped() {
 }
 
 #[test]
-fn the_next_run_begins_on_the_node_that_has_the_vm_of_a_torn_out_pod() {
+fn next_run_begins_on_the_node_with_the_vm_of_the_forced_pod() {
     let cluster = Cluster::start(1);
     let _controller = cluster.controller();
     let agent = cluster.agent(0);
@@ -311,7 +311,7 @@ fn the_next_run_begins_on_the_node_that_has_the_vm_of_a_torn_out_pod() {
 }
 
 #[test]
-fn a_vm_is_made_once_another_one_of_its_name_is_gone_and_not_again_by_the_next_agent() {
+fn vm_is_created_after_its_namesake_is_gone_and_only_once() {
     let cluster = Cluster::start(1);
     let _controller = cluster.controller();
     let agent = cluster.agent(0);
@@ -370,7 +370,7 @@ fn what_vmmd_refuses_is_said_in_the_status() {
 }
 
 #[test]
-fn a_vm_that_names_a_file_of_a_node_that_allows_none_fails_there() {
+fn vm_that_names_a_file_of_the_node_fails_there() {
     let cluster = Cluster::start(1);
     let _controller = cluster.controller();
     let _agent = cluster.agent_with(0, &["--no-node-files"]);
@@ -398,7 +398,7 @@ fn no_node_files_with_disks_anywhere_ends_the_agent() {
 }
 
 #[test]
-fn a_creation_without_an_answer_is_not_repeated_for_a_vm_that_was_deleted_since() {
+fn unanswered_creation_is_not_repeated_for_a_deleted_vm() {
     for answers_gone in [true, false] {
         let cluster = Cluster::start(1);
         let _controller = cluster.controller();
@@ -419,7 +419,7 @@ fn a_creation_without_an_answer_is_not_repeated_for_a_vm_that_was_deleted_since(
 }
 
 #[test]
-fn a_vm_that_somebody_deletes_before_its_creation_was_answered_is_not_made_again() {
+fn vm_deleted_before_its_answer_is_not_created_again() {
     let cluster = Cluster::start(1);
     let _controller = cluster.controller();
     let _agent = cluster.agent(0);

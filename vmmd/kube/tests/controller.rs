@@ -5,7 +5,7 @@ use serde_json::json;
 use crate::mock::{Cluster, api, vmmd::lock, wait};
 
 #[test]
-fn a_machine_runs_where_its_pod_is_bound_and_leaves_nothing_behind() {
+fn vm_runs_where_its_pod_is_bound_and_leaves_nothing() {
     let cluster = Cluster::start(1);
     let _controller = cluster.controller();
     let _agent = cluster.agent(0);
@@ -38,7 +38,7 @@ fn a_machine_runs_where_its_pod_is_bound_and_leaves_nothing_behind() {
 }
 
 #[test]
-fn an_evicted_vm_runs_on_another_node_when_the_first_one_has_stopped_it() {
+fn evicted_vm_runs_elsewhere_after_its_stop() {
     let cluster = Cluster::start(2);
     let _controller = cluster.controller();
     let _agents = [cluster.agent(0), cluster.agent(1)];
@@ -52,7 +52,7 @@ fn an_evicted_vm_runs_on_another_node_when_the_first_one_has_stopped_it() {
 }
 
 #[test]
-fn a_vm_of_a_lost_node_is_not_started_elsewhere_until_the_node_says_that_it_is_gone() {
+fn vm_of_a_lost_node_starts_elsewhere_only_when_it_is_gone() {
     let cluster = Cluster::start(2);
     let _controller = cluster.controller();
     let lost = cluster.agent(0);
@@ -97,7 +97,7 @@ fn a_pod_that_was_never_bound_can_be_deleted() {
 }
 
 #[test]
-fn a_pod_without_a_node_goes_although_the_api_server_fails_to_let_it_go_once() {
+fn pod_without_a_node_is_deleted_after_a_failed_request() {
     let cluster = Cluster::start(1);
     let _controller = cluster.controller();
     let pod = "/api/v1/namespaces/shop/pods/web-1";
@@ -118,7 +118,7 @@ fn a_pod_without_a_node_goes_although_the_api_server_fails_to_let_it_go_once() {
 }
 
 #[test]
-fn a_pod_that_the_api_server_refuses_is_said_in_the_status_and_made_when_it_is_allowed() {
+fn refused_pod_is_in_the_status_and_created_when_allowed() {
     let cluster = Cluster::start(1);
     let _controller = cluster.controller();
     let _agent = cluster.agent(0);
@@ -158,7 +158,7 @@ fn a_pod_that_the_api_server_refuses_is_said_in_the_status_and_made_when_it_is_a
 }
 
 #[test]
-fn a_pod_that_goes_while_the_api_server_is_away_is_missed_when_pods_are_listed_anew() {
+fn pod_deleted_during_an_outage_is_noticed_by_the_next_list() {
     let mut cluster = Cluster::start(1);
     let _controller = cluster.controller();
     let agent = cluster.agent(0);
@@ -225,7 +225,7 @@ fn another_controller_takes_over() {
 }
 
 #[test]
-fn a_controller_ends_when_it_is_asked_to_whether_it_works_or_waits_for_the_lease() {
+fn controller_ends_on_request_with_and_without_the_lease() {
     let cluster = Cluster::start(0);
     let asked = |request: &str| lock(&cluster.api.inner.requests).iter().any(|one| one == request);
     let alone = cluster.controller();
@@ -281,7 +281,7 @@ fn two_controllers_that_both_work_do_no_harm() {
 }
 
 #[test]
-fn a_spec_that_is_not_valid_is_said_in_the_status_and_tried_when_it_is_mended() {
+fn invalid_spec_is_in_the_status_and_retried_after_a_fix() {
     let cluster = Cluster::start(0);
     let _controller = cluster.controller();
     cluster.create("web", "sometimes");

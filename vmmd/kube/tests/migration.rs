@@ -197,7 +197,7 @@ fn a_vm_that_vmmd_does_not_move_stays_when_it_was_asked_for() {
 }
 
 #[test]
-fn a_vm_that_can_not_leave_a_drained_node_is_stopped_with_all_of_its_time_and_started_elsewhere() {
+fn vm_that_cannot_migrate_is_stopped_with_grace_and_restarted() {
     let scene = Scene::new("always_on", |spec| {
         spec["terminationGracePeriodSeconds"] = 20.into();
     });
@@ -257,7 +257,7 @@ fn who_wants_no_migration_has_none() {
 }
 
 #[test]
-fn a_second_pod_that_is_deleted_ends_the_migration_before_it_and_not_after() {
+fn deletion_of_the_second_pod_ends_an_unfinished_migration() {
     let scene = Scene::new("always_on", |_| {});
     let cluster = &scene.cluster;
     cluster.annotate("web", "vmmd.dev/migrate", "1");
@@ -285,7 +285,7 @@ fn a_second_pod_that_is_deleted_ends_the_migration_before_it_and_not_after() {
 }
 
 #[test]
-fn a_vm_whose_first_node_is_lost_after_the_hand_over_is_the_other_ones() {
+fn vm_of_a_node_lost_after_the_hand_over_is_of_the_target() {
     let mut scene = Scene::new("always_on", |_| {});
     let cluster = &scene.cluster;
     *lock(&cluster.vmmds[0].state.moves.hold) = Hold::Given;

@@ -41,7 +41,7 @@ fn snake(method: &str) -> String {
 }
 
 #[test]
-fn the_rules_for_agents_are_those_of_the_methods_that_the_agent_calls() {
+fn rules_for_agents_are_of_the_methods_that_the_agent_calls() {
     let mut texts = Vec::new();
     sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut texts);
     let clients = texts.iter().filter(|text| text.contains("ServiceClient::new("));

@@ -144,7 +144,7 @@ fn a_vm_waits_for_its_secret_which_only_vmmd_is_told() {
 }
 
 #[test]
-fn a_secret_that_the_agent_may_not_read_is_said_with_what_gives_it_the_right() {
+fn unreadable_secret_is_reported_with_the_missing_permission() {
     let cluster = Cluster::start(1);
     let _controller = cluster.controller();
     let _agent = cluster.agent(0);
@@ -167,7 +167,7 @@ fn a_secret_that_the_agent_may_not_read_is_said_with_what_gives_it_the_right() {
 }
 
 #[test]
-fn what_vmmd_refuses_of_a_secret_is_said_with_the_field_and_without_the_value() {
+fn refused_secret_is_reported_by_field_without_its_value() {
     let cluster = Cluster::start(1);
     let _controller = cluster.controller();
     let _agent = cluster.agent(0);
@@ -200,7 +200,7 @@ fn what_vmmd_refuses_of_a_secret_is_said_with_the_field_and_without_the_value() 
 }
 
 #[test]
-fn a_request_that_an_earlier_agent_made_with_another_secret_ends_the_run() {
+fn request_of_an_earlier_agent_with_another_secret_ends_the_run() {
     let cluster = Cluster::start(1);
     let _controller = cluster.controller();
     let _agent = cluster.agent(0);
@@ -230,7 +230,7 @@ fn with_image(spec: &mut Value) {
 }
 
 #[test]
-fn an_image_is_imported_with_its_password_and_its_disk_goes_with_the_run() {
+fn image_is_imported_with_its_password_and_disk_is_of_the_run() {
     let cluster = Cluster::start(1);
     let _controller = cluster.controller();
     let _agent = cluster.agent(0);
@@ -476,7 +476,7 @@ fn a_pod_of_somebody_else_with_the_name_of_a_run_is_told() {
 }
 
 #[test]
-fn a_volume_that_is_not_valid_is_said_in_the_status_with_its_field() {
+fn invalid_volume_is_in_the_status_with_its_field() {
     let cluster = Cluster::start(0);
     let _controller = cluster.controller();
     cluster.create_with("web", "always_on", |spec| {

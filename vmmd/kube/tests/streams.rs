@@ -39,7 +39,7 @@ fn open<const N: usize>(session: &mut Session, kinds: [&str; N]) -> [u32; N] {
 }
 
 #[test]
-fn what_is_attached_to_is_the_console_from_now_on_until_its_run_ends() {
+fn attach_is_the_console_from_now_until_the_end_of_the_run() {
     let fixture = fixture();
     let path = "/attach/shop/web-1/vm?input=1&output=1&error=1";
     let mut session = begin(&fixture, path, CONSOLE);
@@ -190,7 +190,7 @@ fn server(connections: usize) -> u16 {
 }
 
 #[test]
-fn ports_of_the_guest_are_reached_by_several_connections_of_one_session() {
+fn guest_ports_are_reached_by_several_connections_of_a_session() {
     let fixture = fixture();
     let port = server(2).to_string();
     let mut session = begin(&fixture, "/portForward/shop/web-1", PORTS);

@@ -150,7 +150,7 @@ async fn a_disk_of_a_stopped_vm_changes_in_the_spec_only() {
 }
 
 #[tokio::test]
-async fn another_disk_with_the_same_name_is_refused_and_the_same_is_no_error() {
+async fn other_disk_of_a_used_name_is_refused_same_disk_is_accepted() {
     let daemon = Daemon::start().await;
     daemon.run("web", "").await;
     daemon.attach("web", disk(&daemon, "data")).await.unwrap();
@@ -295,7 +295,7 @@ async fn a_late_eject_ends_a_detach_that_was_given_up() {
 }
 
 #[tokio::test]
-async fn a_disk_that_the_guest_ejects_by_itself_stays_in_the_spec_and_can_be_plugged_in_again() {
+async fn disk_that_the_guest_ejects_stays_in_the_spec() {
     let mut daemon = Daemon::start().await;
     daemon.run("web", "").await;
     daemon.attach("web", disk(&daemon, "data")).await.unwrap();
@@ -439,10 +439,7 @@ async fn a_vm_on_its_way_up_or_down_takes_no_disks() {
 #[case::not_plugged_in("mock.attach=hang", 0)]
 #[case::plugged_in("mock.attach=lost", 1)]
 #[tokio::test]
-async fn an_attach_under_way_when_the_daemon_is_killed_is_what_the_vmm_has(
-    #[case] options: &str,
-    #[case] expected: usize,
-) {
+async fn interrupted_attach_ends_as_the_vmm_has_it(#[case] options: &str, #[case] expected: usize) {
     let mut daemon = Daemon::start().await;
     let pid = vm_pid(&daemon.run("web", options).await);
     let (mut client, data) = (daemon.client(), disk(&daemon, "data"));
@@ -478,7 +475,7 @@ async fn an_attach_under_way_when_the_daemon_is_killed_is_what_the_vmm_has(
 #[case::ejected_meanwhile(true)]
 #[case::kept(false)]
 #[tokio::test]
-async fn a_detach_under_way_when_the_daemon_is_killed_is_what_the_vmm_has(#[case] ejected: bool) {
+async fn interrupted_detach_ends_as_the_vmm_has_it(#[case] ejected: bool) {
     let mut daemon = Daemon::start().await;
     let vm = daemon.run("web", "mock.eject=ignore").await;
     daemon.attach("web", disk(&daemon, "data")).await.unwrap();
@@ -524,7 +521,7 @@ async fn a_detach_under_way_when_the_daemon_is_killed_is_what_the_vmm_has(#[case
 }
 
 #[tokio::test]
-async fn a_detach_that_a_deletion_ends_is_answered_when_it_is_written_down() {
+async fn detach_that_a_deletion_ends_is_answered_after_the_write() {
     let daemon = Daemon::start().await;
     daemon.run("web", "mock.eject=ignore").await;
     daemon.attach("web", disk(&daemon, "data")).await.unwrap();

@@ -131,7 +131,7 @@ async fn a_file_that_cannot_be_used_is_named(
 }
 
 #[tokio::test]
-async fn more_memory_than_the_node_has_is_refused_at_once_or_at_the_start() {
+async fn more_memory_than_the_node_has_is_refused() {
     let daemon = Daemon::start().await;
     let node = daemon
         .nodes()
@@ -188,7 +188,7 @@ async fn more_memory_than_the_node_has_is_refused_at_once_or_at_the_start() {
 }
 
 #[tokio::test]
-async fn a_disk_in_use_by_another_vm_is_refused_with_that_vms_name_also_after_a_restart_of_the_daemon() {
+async fn disk_in_use_by_another_vm_is_refused_with_its_name() {
     let mut daemon = Daemon::start().await;
     fs::write(daemon.path("disk"), [0; 1024]).unwrap();
     let path = daemon.path("disk").to_str().unwrap().to_owned();

@@ -32,7 +32,7 @@ fn size(vm: &v1::Vm) -> u64 {
 }
 
 #[tokio::test]
-async fn a_memory_target_reaches_a_running_guest_and_holds_for_later_runs() {
+async fn memory_target_reaches_a_running_guest_and_later_runs() {
     let daemon = Daemon::start().await;
     let vm = daemon.create(daemon.manifest("web", "")).await.unwrap();
     let memory = size(&vm);
@@ -103,7 +103,7 @@ async fn without_a_balloon_there_is_no_target() {
 }
 
 #[tokio::test]
-async fn a_target_that_the_machine_cannot_take_waits_for_its_next_start() {
+async fn target_that_the_machine_refuses_waits_for_its_next_start() {
     let daemon = Daemon::start().await;
     daemon.run("web", "mock.balloon=missing").await;
     let vm = daemon.memory_target("web", 64 * MIB).await.unwrap();

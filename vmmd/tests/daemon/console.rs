@@ -138,7 +138,7 @@ impl Client {
 }
 
 #[tokio::test]
-async fn what_was_printed_before_is_replayed_and_input_reaches_the_guest() {
+async fn earlier_output_is_replayed_and_input_reaches_the_guest() {
     let daemon = Daemon::start().await;
     daemon.run("web", "").await;
     let mut first = Client::open(&daemon, "web").await;
@@ -220,7 +220,7 @@ async fn who_leaves_a_console_makes_room_for_another() {
 }
 
 #[tokio::test]
-async fn the_stream_of_who_types_ends_when_all_was_passed_on_and_of_who_reads_it_goes_on() {
+async fn writer_stream_ends_after_its_input_reader_stream_continues() {
     let daemon = Daemon::start().await;
     daemon.run("web", "").await;
     let reader = Client::with(&daemon, open_as(ConsoleAccess::ReadOnly, false));
@@ -234,7 +234,7 @@ async fn the_stream_of_who_types_ends_when_all_was_passed_on_and_of_who_reads_it
 }
 
 #[tokio::test]
-async fn one_client_too_many_is_refused_and_takes_nothing_from_who_types() {
+async fn one_client_too_many_is_refused_and_the_writer_continues() {
     let daemon = Daemon::start().await;
     daemon.run("web", "").await;
     let mut holder = Client::with(&daemon, open_as(ConsoleAccess::Exclusive, false))
@@ -343,7 +343,7 @@ fn open_as(access: ConsoleAccess, force: bool) -> ConsoleOpen {
 }
 
 #[tokio::test]
-async fn a_console_that_one_client_has_for_itself_is_refused_to_others_who_can_read_it_or_take_it_by_force() {
+async fn exclusive_console_is_readable_and_can_be_taken_by_force() {
     let daemon = Daemon::start().await;
     daemon.run("web", "").await;
     let mut first = Client::with(&daemon, open_as(ConsoleAccess::Exclusive, false))
@@ -393,7 +393,7 @@ async fn a_console_that_one_client_has_for_itself_is_refused_to_others_who_can_r
 }
 
 #[tokio::test]
-async fn who_loses_a_console_is_told_though_the_guest_reads_nothing_and_little_of_the_input_remains() {
+async fn lost_console_is_reported_and_unread_input_is_bounded() {
     let daemon = Daemon::start().await;
     daemon.run("web", "").await;
     let mut first = Client::open(&daemon, "web").await;
@@ -411,7 +411,7 @@ async fn who_loses_a_console_is_told_though_the_guest_reads_nothing_and_little_o
 }
 
 #[tokio::test]
-async fn a_break_reaches_the_serial_port_and_a_size_that_no_terminal_has_is_refused() {
+async fn break_reaches_the_serial_port_and_a_wrong_size_is_refused() {
     let daemon = Daemon::start().await;
     daemon.run("web", "").await;
     let mut console = Client::open(&daemon, "web").await;
@@ -434,7 +434,7 @@ async fn a_break_reaches_the_serial_port_and_a_size_that_no_terminal_has_is_refu
 }
 
 #[tokio::test]
-async fn a_virtio_console_is_a_console_of_its_own_that_knows_the_terminals_size() {
+async fn virtio_console_is_separate_and_knows_the_terminal_size() {
     let daemon = Daemon::start().await;
     daemon.run("web", "").await;
     let open = |name: &str| ConsoleOpen {

@@ -101,7 +101,7 @@ async fn labels_are_set_and_removed_and_outlive_the_daemon() {
 }
 
 #[tokio::test]
-async fn a_cordoned_node_creates_and_starts_nothing_and_does_everything_else() {
+async fn cordoned_node_creates_and_starts_nothing_else_is_allowed() {
     let mut daemon = Daemon::start().await;
     daemon.run("web", "").await;
     daemon.create(daemon.manifest("idle", "")).await.unwrap();
@@ -380,7 +380,7 @@ async fn restart_below_the_disk_reserve_runs_again() {
 }
 
 #[tokio::test]
-async fn a_change_of_the_node_is_refused_when_it_is_not_the_one_that_was_seen() {
+async fn change_of_the_node_with_stale_preconditions_is_refused() {
     let daemon = Daemon::start().await;
     let seen = node(&daemon).await.metadata.unwrap();
     let expecting = |uid: &str, generation| {

@@ -8,7 +8,7 @@ use rstest::rstest;
 #[rstest]
 #[case::an_event_is_not_written(
     "event-lost",
-    "events::what_was_told_before_a_kill_is_known_after_it_and_a_watch_goes_on_by_its_cursor"
+    "events::events_survive_a_kill_and_a_watch_resumes_by_its_cursor"
 )]
 #[case::a_cgroup_is_not_removed("cgroup-left", "hygiene::twenty_vms_in_a_loop_leave_nothing")]
 fn a_deliberate_fault_is_noticed_by_its_test(#[case] fault: &str, #[case] test: &str) {

@@ -507,7 +507,7 @@ async fn a_watch_goes_on_by_its_cursor_also_under_another_daemon() {
 }
 
 #[tokio::test]
-async fn files_of_an_earlier_installation_become_disks_again_with_their_names() {
+async fn files_of_an_earlier_installation_become_disks_again() {
     let mut daemon = Daemon::start().await;
     let mut base = qcow2("base", 1 << 20);
     base.metadata.as_mut().unwrap().labels = [("tier".to_owned(), "db".to_owned())].into();
@@ -604,7 +604,7 @@ async fn only_files_that_the_daemon_left_are_adopted() {
 }
 
 #[tokio::test]
-async fn an_image_of_another_format_is_not_copied_as_a_raw_one_unless_that_is_meant() {
+async fn image_of_another_format_is_copied_as_raw_only_on_request() {
     let daemon = Daemon::start().await;
     let source = daemon.path("source");
     let mut content = vec![0; 4096];
@@ -629,7 +629,7 @@ async fn an_image_of_another_format_is_not_copied_as_a_raw_one_unless_that_is_me
 }
 
 #[tokio::test]
-async fn a_vm_whose_disk_takes_long_to_grow_answers_and_its_start_waits() {
+async fn vm_answers_while_its_disk_grows_and_its_start_waits() {
     let daemon = with_images_that_hang().await;
     let image = v1::DiskSpec {
         format: v1::DiskFormat::Qcow2.into(),

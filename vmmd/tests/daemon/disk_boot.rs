@@ -67,7 +67,7 @@ async fn the_kernel_on_the_disk_is_looked_for_anew_at_each_start() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_guest_that_resets_itself_gets_the_kernel_that_it_has_installed() {
+async fn guest_reset_boots_the_newly_installed_kernel() {
     let daemon = Daemon::start().await;
     let (vm, path) = vm(&daemon, "web", "boots:root=/dev/vda1 v=6.1\n");
     daemon.create(vm).await.unwrap();

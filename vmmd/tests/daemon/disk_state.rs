@@ -132,7 +132,7 @@ async fn a_limit_that_cannot_be_is_refused_and_changes_nothing() {
 }
 
 #[tokio::test]
-async fn a_limit_that_the_machine_refuses_waits_for_its_next_start_and_a_newer_one_stays() {
+async fn limit_that_the_machine_refuses_waits_for_its_next_start() {
     let daemon = Daemon::start().await;
     daemon
         .create(limited(&daemon, "mock.limit=refuse"))
@@ -214,7 +214,7 @@ async fn an_error_of_a_disk_is_seen_until_the_next_start() {
 }
 
 #[tokio::test]
-async fn a_vm_that_a_disk_has_paused_says_so_also_after_a_restart_of_the_daemon_and_is_resumed() {
+async fn vm_paused_by_a_disk_error_is_shown_and_can_be_resumed() {
     let mut daemon = Daemon::start().await;
     daemon.create(limited(&daemon, "")).await.unwrap();
     daemon.start_vm("web").await.unwrap();
@@ -244,7 +244,7 @@ async fn a_vm_that_a_disk_has_paused_says_so_also_after_a_restart_of_the_daemon_
 }
 
 #[tokio::test]
-async fn a_disk_that_fails_again_in_the_moment_of_a_resume_is_not_missed() {
+async fn disk_error_during_a_resume_is_not_missed() {
     let daemon = Daemon::start().await;
     daemon
         .create(limited(&daemon, "mock.resume=fails"))
@@ -271,7 +271,7 @@ async fn a_disk_that_fails_again_in_the_moment_of_a_resume_is_not_missed() {
 }
 
 #[tokio::test]
-async fn direct_io_is_used_where_it_can_be_and_refused_clearly_where_not() {
+async fn direct_io_follows_the_cache_mode_of_the_disk() {
     let daemon = Daemon::start().await;
     let with = |cache: DiskCache| DiskSpec {
         cache: cache.into(),
@@ -339,7 +339,7 @@ impl Drop for Loop {
 }
 
 #[tokio::test]
-async fn a_block_device_is_a_disk_with_one_writer_and_tells_its_own_size() {
+async fn block_device_has_one_writer_and_its_own_size() {
     let daemon = Daemon::start().await;
     let file = std::fs::File::create_new(daemon.path("device")).unwrap();
     file.set_len(1 << 20).unwrap();

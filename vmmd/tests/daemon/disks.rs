@@ -204,7 +204,7 @@ async fn an_empty_raw_disk_is_a_sparse_file_that_only_root_can_open() {
 }
 
 #[tokio::test]
-async fn all_space_of_a_preallocated_disk_is_reserved_also_when_it_grows() {
+async fn space_of_a_preallocated_disk_is_reserved_also_on_growth() {
     let daemon = Daemon::start().await;
     let made = daemon.make(full("data", 4 << 20), None).await.unwrap();
     assert!(state(&made).allocated_bytes >= 4 << 20);
@@ -328,7 +328,7 @@ async fn an_image_that_cannot_be_made_leaves_nothing(
 }
 
 #[tokio::test]
-async fn what_an_interrupted_create_leaves_is_removed_and_nothing_else() {
+async fn remains_of_an_interrupted_create_are_removed() {
     let folder = tempfile::Builder::new()
         .prefix("vmmd")
         .tempdir_in("/tmp")

@@ -53,7 +53,7 @@ async fn run(daemon: &Daemon, name: &str, options: &str, policy: RunPolicy) {
 }
 
 #[tokio::test]
-async fn a_drained_node_runs_nothing_and_vms_come_back_as_their_run_policy_says() {
+async fn drained_node_runs_nothing_until_uncordon_restores_policies() {
     // They come back at once: that they were stopped is no failure of theirs.
     let daemon = Daemon::configured("[restart]\nfirst_ms = 100000\n").await;
     run(&daemon, "always", "", RunPolicy::AlwaysOn).await;
@@ -94,7 +94,7 @@ async fn a_drained_node_runs_nothing_and_vms_come_back_as_their_run_policy_says(
 }
 
 #[tokio::test]
-async fn a_cancelled_drain_leaves_running_what_runs_and_the_node_cordoned() {
+async fn cancelled_drain_keeps_running_vms_and_the_cordon() {
     let daemon = Daemon::start().await;
     run(&daemon, "deaf", "mock.power=ignore", RunPolicy::Manual).await;
     let begun = drain(&daemon, 3600, true).await.unwrap();

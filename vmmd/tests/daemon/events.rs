@@ -73,7 +73,7 @@ fn reasons(events: &[v1::Event]) -> Vec<&str> {
 }
 
 #[tokio::test]
-async fn what_was_told_before_a_kill_is_known_after_it_and_a_watch_goes_on_by_its_cursor() {
+async fn events_survive_a_kill_and_a_watch_resumes_by_its_cursor() {
     let mut daemon = Daemon::start().await;
     let mut stream = watch(&daemon, "").await;
     make_disk(&daemon, "data").await;
@@ -115,7 +115,7 @@ async fn an_orderly_end_is_told_and_resumed_too() {
 }
 
 #[tokio::test]
-async fn a_cursor_of_another_node_is_refused_and_so_is_a_filter_without_sense() {
+async fn cursor_of_another_node_and_invalid_filter_are_refused() {
     let (one, other) = (Daemon::start().await, Daemon::start().await);
     let cursor = list(&one, v1::EventFilter::default()).await.cursor;
     for cursor in [cursor.as_str(), "nonsense"] {

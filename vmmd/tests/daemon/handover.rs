@@ -98,7 +98,7 @@ rows! {
 }
 
 #[test]
-fn the_rows_are_the_steps_of_the_state_machines_and_of_the_calls() {
+fn rows_are_the_steps_of_the_state_machines_and_calls() {
     for aborts in [false, true] {
         let rows = ROWS.iter().filter(|(_, _, it)| *it == aborts);
         let rows: Vec<_> = rows.map(|(side, name, _)| Step::new(*side, *name)).collect();
@@ -201,7 +201,7 @@ async fn everything_at(side: Side, name: &str, aborts: bool) {
 }
 
 #[tokio::test]
-async fn a_node_of_another_version_or_without_the_processors_features_refuses_the_offer_and_names_that() {
+async fn unsuitable_node_refuses_the_offer_and_names_the_cause() {
     for (fault, why) in [
         (
             "other-version",
@@ -217,7 +217,7 @@ async fn a_node_of_another_version_or_without_the_processors_features_refuses_th
 }
 
 #[tokio::test]
-async fn daemons_that_come_up_without_room_end_the_migration_when_there_is_some() {
+async fn daemons_without_disk_space_end_the_migration_when_there_is() {
     let step = Step::new(Side::Source, "says-Prepare");
     let mut stage = Stage::new().await;
     stage.comes_to(&step, None).await;
@@ -237,7 +237,7 @@ enum Then {
 }
 
 #[tokio::test]
-async fn a_source_that_has_not_heard_that_the_vm_runs_there_forgets_it_when_it_is_not_there_any_more() {
+async fn source_without_an_answer_forgets_a_vm_that_left_the_target() {
     for then in [Then::Deleted, Then::DeletedBefore, Then::MovedOn] {
         println!("{then:?}");
         let pki = Pki::new("ca");

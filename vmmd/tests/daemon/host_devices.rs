@@ -72,7 +72,7 @@ impl Daemon {
 }
 
 #[tokio::test]
-async fn a_device_that_is_mounted_and_the_file_behind_it_are_no_writable_disks() {
+async fn mounted_device_and_its_file_are_no_writable_disks() {
     let daemon = Daemon::start().await;
     let device = Loop::new(daemon.folder.path());
     let path = PathBuf::from(&device.device);

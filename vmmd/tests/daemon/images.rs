@@ -156,7 +156,7 @@ fn reason(status: &Status) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_image_that_was_deleted_is_not_imported_again_by_the_same_request() {
+async fn deleted_image_is_not_imported_again_by_a_retry() {
     let daemon = Daemon::start().await;
     let file = daemon.file("disk.raw", &content());
     for no_wait in [false, true] {
@@ -275,7 +275,7 @@ async fn asked(server: &Server, times: usize) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_killed_daemons_import_is_gone_on_with_and_its_retry_is_answered() {
+async fn import_of_a_killed_daemon_continues_and_answers_the_retry() {
     let mut daemon = Daemon::start().await;
     // More than is written at a time.
     let content: Vec<u8> = (0..4_000_000_u32).flat_map(u32::to_le_bytes).collect();
@@ -352,7 +352,7 @@ fn packed(daemon: &Daemon, disk: &Path) -> Vec<u8> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_packed_image_comes_whole_over_a_line_that_breaks_thrice_though_the_daemon_is_killed() {
+async fn packed_image_arrives_over_a_broken_line_and_a_killed_daemon() {
     let mut daemon = with_converter().await;
     let file = daemon.file("disk.raw", &disk());
     let content = Arc::new(packed(&daemon, &file));
@@ -401,7 +401,7 @@ async fn a_packed_image_comes_whole_over_a_line_that_breaks_thrice_though_the_da
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn hostile_images_at_once_are_refused_while_the_daemon_answers_and_leave_nothing() {
+async fn hostile_images_are_refused_while_the_daemon_answers() {
     let daemon = with_converter().await;
     let mut make = Command::new("sh");
     let script = "qemu-img create -q -u -f qcow2 -F raw -b /etc/shadow backing 1M && \
@@ -452,7 +452,7 @@ async fn hostile_images_at_once_are_refused_while_the_daemon_answers_and_leave_n
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn fifty_vms_of_an_image_of_2_gib_take_its_room_once_and_that_of_their_tables() {
+async fn fifty_vms_of_an_image_take_its_space_once() {
     const DATA: u64 = 64 << 20;
     /// Most that one VM may take: the tables of its disk, and its records.
     const EACH: u64 = 512 << 10;
@@ -576,7 +576,7 @@ async fn disk_of_an_image_for_long_blocks_has_them_in_a_vm() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn disks_are_copies_or_overlays_of_an_image_which_stays_while_an_overlay_needs_it() {
+async fn image_stays_while_an_overlay_needs_it_not_for_copies() {
     let mut daemon = Daemon::start().await;
     let file = daemon.file("disk.raw", &content());
     daemon.import(of_path("base", &file)).await.unwrap();

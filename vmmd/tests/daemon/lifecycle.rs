@@ -129,7 +129,7 @@ async fn a_dry_run_changes_nothing() {
 }
 
 #[tokio::test]
-async fn a_guest_that_ignores_the_power_button_is_killed_after_the_grace_period() {
+async fn guest_that_ignores_the_power_button_is_killed_after_grace() {
     let daemon = Daemon::start().await;
     daemon.run("deaf", "mock.power=ignore").await;
     let stopped = daemon
@@ -256,7 +256,7 @@ async fn a_stop_ends_a_start_that_hangs() {
 }
 
 #[tokio::test]
-async fn starting_a_running_vm_does_nothing_and_deleting_it_without_force_is_refused() {
+async fn start_of_a_running_vm_is_a_no_op_its_deletion_needs_force() {
     let daemon = Daemon::start().await;
     let running = daemon.run("web", "").await;
     let again = daemon.start_vm("web").await.unwrap();
@@ -324,7 +324,7 @@ async fn a_killed_process_is_noticed_by_event() {
 }
 
 #[tokio::test]
-async fn what_is_asked_of_a_vmm_in_the_moment_of_its_end_finds_it_ended() {
+async fn request_during_the_end_of_a_vmm_finds_it_ended() {
     let daemon = Daemon::start().await;
     daemon.run("web", "").await;
     let mut console = crate::console::Client::open(&daemon, "web").await;

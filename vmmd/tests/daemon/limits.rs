@@ -69,7 +69,7 @@ async fn half(
 }
 
 #[tokio::test]
-async fn a_request_that_does_not_arrive_is_refused_and_others_are_served_meanwhile() {
+async fn unfinished_request_is_refused_and_others_are_served() {
     let pki = Pki::new("ca");
     let daemon = pki::serve(&pki, "limits = { request_seconds = 3 }").await;
     let slow = pki.channel(&daemon, Some(&pki.role("slow", "admin")));
@@ -419,7 +419,7 @@ fn kinds(mut stream: UnixStream) -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn who_breaks_the_rules_of_http2_loses_the_connection_and_nobody_else_does() {
+async fn violation_of_http2_ends_that_connection_only() {
     const HEADERS: u8 = 1;
     const RST_STREAM: u8 = 3;
     const GOAWAY: u8 = 7;

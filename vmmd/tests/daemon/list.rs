@@ -28,7 +28,7 @@ fn names(response: &ListVmsResponse) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn a_list_has_the_vms_of_the_filter_and_the_fields_that_were_asked_for() {
+async fn list_has_the_vms_of_the_filter_and_the_requested_fields() {
     let daemon = Daemon::start().await;
     for (name, label) in [("b", "web"), ("a", "web"), ("c", "db")] {
         daemon.create_labelled(name, label).await;
@@ -66,7 +66,7 @@ async fn a_list_has_the_vms_of_the_filter_and_the_fields_that_were_asked_for() {
 }
 
 #[tokio::test]
-async fn pages_follow_each_other_while_vms_come_and_go_and_daemons_too() {
+async fn pages_are_consistent_while_vms_and_daemons_change() {
     let mut daemon = Daemon::start().await;
     for name in ["a", "c", "e", "g"] {
         daemon.create(daemon.manifest(name, "")).await.unwrap();

@@ -128,7 +128,7 @@ impl Namespace {
 }
 
 #[tokio::test]
-async fn a_network_has_a_bridge_rules_and_a_server_until_it_is_deleted() {
+async fn network_has_a_bridge_rules_and_a_server_until_deletion() {
     let namespace = Namespace::new();
     let daemon = Daemon::in_network(&namespace.0).await;
     let made = daemon
@@ -283,7 +283,7 @@ async fn a_mac_address_is_one_nics_in_a_network() {
 /// For a VM that is restored beside the snapshot's own, with shared addresses that something else
 /// keeps apart.
 #[tokio::test]
-async fn addresses_in_a_network_are_one_vms_even_if_others_may_share_them() {
+async fn network_addresses_are_of_one_vm_also_with_share_addresses() {
     let (_namespace, mut daemon, _) = Daemon::with_networks(["lan"]).await;
     let before = daemon.start_in("web", nic("lan")).await.unwrap();
     daemon.snapshot("one", "web", false).await.unwrap();
@@ -310,7 +310,7 @@ async fn addresses_in_a_network_are_one_vms_even_if_others_may_share_them() {
 }
 
 #[tokio::test]
-async fn a_nic_that_moves_to_another_network_is_held_to_its_new_address_alone() {
+async fn nic_in_another_network_may_use_its_new_address_only() {
     let namespace = Namespace::new();
     let mut daemon = Daemon::in_network(&namespace.0).await;
     for (name, cidr) in [("lan", "10.80.0.0/24"), ("dmz", "10.81.0.0/24")] {
@@ -408,7 +408,7 @@ fn tracks_bridges(namespace: &Namespace) -> bool {
 }
 
 #[tokio::test]
-async fn a_firewall_and_published_ports_change_while_the_vm_runs_and_are_kept() {
+async fn firewall_and_published_ports_change_live_and_are_kept() {
     let (namespace, mut daemon, _) = Daemon::with_networks(["lan"]).await;
     let published = |node_port| {
         vec![PublishedPort {
@@ -537,7 +537,7 @@ fn rules(namespace: &Namespace) -> BTreeMap<String, Vec<serde_json::Value>> {
 }
 
 #[tokio::test]
-async fn after_many_changes_the_packet_filter_is_as_one_that_is_set_up_anew() {
+async fn packet_filter_after_many_changes_equals_a_new_one() {
     let namespace = Namespace::new();
     let mut daemon = Daemon::in_network(&namespace.0).await;
     for (name, cidr, mode) in [
@@ -732,7 +732,7 @@ async fn a_guest_finds_the_others_and_the_outside_by_name() {
 }
 
 #[tokio::test]
-async fn a_guest_gets_its_address_by_dhcp_also_while_the_daemon_is_dead() {
+async fn guest_gets_its_address_by_dhcp_without_the_daemon() {
     let namespace = Namespace::new();
     let mut daemon = Daemon::in_network(&namespace.0).await;
     let made = daemon

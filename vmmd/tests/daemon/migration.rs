@@ -212,7 +212,7 @@ fn with_disk(daemon: &Daemon, vm: &mut v1::Vm, format: v1::DiskFormat) {
 }
 
 #[tokio::test]
-async fn a_disk_that_the_guest_writes_to_goes_along_when_both_nodes_have_it() {
+async fn writable_disk_that_both_nodes_share_allows_a_migration() {
     let (first, second) = pair().await;
     let mut vm = first.manifest("web", "");
     with_disk(&first, &mut vm, v1::DiskFormat::Raw);
@@ -276,7 +276,7 @@ async fn a_vm_whose_spec_waits_for_a_restart_is_not_moved() {
 }
 
 #[tokio::test]
-async fn a_guest_may_be_slowed_when_that_is_asked_for_and_the_operation_says_so() {
+async fn forced_migration_slows_the_guest_and_reports_it() {
     let (first, second) = pair().await;
     first.run("web", "mock.send=hang").await;
     let request = v1::MigrateVmRequest {
@@ -346,7 +346,7 @@ async fn a_policy_says_what_is_done_to_a_guest_that_is_too_fast() {
 }
 
 #[tokio::test]
-async fn while_it_moves_nobody_else_touches_it_and_a_cancel_takes_it_back() {
+async fn migrating_vm_refuses_changes_and_a_cancel_returns_it() {
     let (first, second) = pair().await;
     first.run("web", "mock.send=hang").await;
     let operation = first.migrate("web", &second).await.unwrap();
@@ -381,7 +381,7 @@ async fn while_it_moves_nobody_else_touches_it_and_a_cancel_takes_it_back() {
 }
 
 #[tokio::test]
-async fn a_cancel_is_heard_while_the_guest_stands_still_and_the_other_node_does_not_say_that_it_is_ready() {
+async fn cancel_is_effective_while_the_target_prepares() {
     let (first, second) = pair().await;
     second.fault("heard-Prepare");
     first.run("web", "").await;
@@ -412,7 +412,7 @@ async fn a_cancel_is_heard_while_the_guest_stands_still_and_the_other_node_does_
 }
 
 #[tokio::test]
-async fn a_guest_that_resets_itself_and_boots_from_a_disk_stays_and_is_started_anew() {
+async fn guest_reset_ends_the_migration_and_boots_from_disk() {
     for (content, phase) in [
         ("boots:root=/dev/vda1 v=6.2\n", VmPhase::Running),
         ("no kernel any more\n", VmPhase::Failed),
@@ -452,7 +452,7 @@ async fn a_guest_that_resets_itself_and_boots_from_a_disk_stays_and_is_started_a
 }
 
 #[tokio::test]
-async fn of_two_migrations_that_begin_at_once_one_is_refused_and_does_not_end_the_other() {
+async fn of_two_migrations_at_once_one_is_refused() {
     let (first, second) = pair().await;
     first.run("web", "").await;
     let held = |daemon: &Daemon, name: &str| {
@@ -484,7 +484,7 @@ async fn of_two_migrations_that_begin_at_once_one_is_refused_and_does_not_end_th
 }
 
 #[tokio::test]
-async fn a_daemon_that_is_killed_while_memory_is_sent_leaves_the_vm_at_the_source() {
+async fn daemon_killed_during_the_transfer_leaves_vm_at_the_source() {
     for source_dies in [true, false] {
         let (mut first, mut second) = pair().await;
         first.run("web", "mock.send=hang").await;
@@ -539,7 +539,7 @@ async fn a_commit_or_its_answer_that_is_lost_is_repeated() {
 }
 
 #[tokio::test]
-async fn a_source_that_is_killed_after_the_point_of_no_return_hands_the_vm_over_when_it_is_back() {
+async fn source_killed_after_given_hands_over_after_its_restart() {
     let (mut first, second) = pair().await;
     first.run("web", "").await;
     first.fault("given");
@@ -598,7 +598,7 @@ pub fn kill_vmm(daemon: &Daemon) {
 }
 
 #[tokio::test]
-async fn a_vmm_that_is_killed_while_memory_is_sent_leaves_nothing_at_the_target() {
+async fn vmm_killed_during_the_transfer_leaves_nothing_at_target() {
     for source_dies in [true, false] {
         let (first, second) = pair().await;
         first.run("web", "mock.send=hang").await;
@@ -622,7 +622,7 @@ async fn a_vmm_that_is_killed_while_memory_is_sent_leaves_nothing_at_the_target(
 }
 
 #[tokio::test]
-async fn a_vmm_that_is_killed_in_the_hand_over_ends_the_vm_on_its_own_side_only() {
+async fn vmm_killed_in_the_hand_over_ends_its_own_side_only() {
     for source_dies in [true, false] {
         let (mut first, second) = pair().await;
         first.run("web", "").await;
@@ -663,7 +663,7 @@ async fn a_target_whose_vmm_takes_nothing_gives_up() {
 }
 
 #[tokio::test]
-async fn what_was_received_and_is_not_settled_is_removed_and_the_source_goes_on() {
+async fn received_vm_without_commit_is_removed_and_source_resumes() {
     let (first, second) = pair().await;
     first.fault("says-Prepare");
     first.run("web", "").await;

@@ -126,7 +126,7 @@ async fn a_disk_of_the_node_goes_along_with_its_vm_and_back() {
 }
 
 #[tokio::test]
-async fn qcow2_disks_and_overlays_go_along_whole_and_what_is_below_them_stays() {
+async fn qcow2_disks_and_overlays_move_whole_their_backing_stays() {
     let (first, second) = pair().await;
     first.make(raw("base", SIZE), None).await.unwrap();
     let overlay = v1::volume_spec::Source::OverlayOf("base".into());
@@ -172,7 +172,7 @@ async fn progress_of_disks_is_told() {
 }
 
 #[tokio::test]
-async fn a_node_that_has_such_a_disk_or_no_room_refuses_before_anything_moves() {
+async fn target_with_the_disk_or_without_space_refuses_first() {
     let (first, second) = pair().await;
     run_with_disk(&first, "web", "").await;
     let other = second.make(raw("data", 4096), None).await.unwrap();

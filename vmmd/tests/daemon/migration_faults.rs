@@ -33,7 +33,7 @@ fn release(daemon: &Daemon, fault: &str) {
 }
 
 #[tokio::test]
-async fn a_vm_changed_before_its_migration_begins_is_not_moved_as_it_was() {
+async fn vm_changed_before_its_migration_is_not_moved_as_it_was() {
     let (first, second) = pair().await;
     let before = first.run("web", "").await;
     let generation = before.metadata.as_ref().unwrap().generation;
@@ -77,7 +77,7 @@ async fn a_vm_changed_before_its_migration_begins_is_not_moved_as_it_was() {
 }
 
 #[tokio::test]
-async fn a_vm_restarted_before_its_migration_begins_is_moved_as_it_runs() {
+async fn vm_restarted_before_its_migration_is_moved_as_it_runs() {
     let (first, second) = pair().await;
     first.run("web", "").await;
     first.fault("begin");
@@ -92,7 +92,7 @@ async fn a_vm_restarted_before_its_migration_begins_is_moved_as_it_runs() {
 }
 
 #[tokio::test]
-async fn a_decision_that_comes_late_is_not_one_about_a_later_migration() {
+async fn late_decision_does_not_apply_to_a_later_migration() {
     use v1::MigrationResolution::Run;
     let (first, mut second) = pair().await;
     first.run("web", "").await;
@@ -166,7 +166,7 @@ async fn a_decision_that_comes_late_is_not_one_about_a_later_migration() {
 }
 
 #[tokio::test]
-async fn a_prepared_target_is_told_when_the_vm_is_elsewhere_or_deleted() {
+async fn prepared_target_learns_that_the_vm_is_elsewhere_or_deleted() {
     for (restarts, deletes) in [(false, false), (true, false), (false, true)] {
         let pki = Pki::new("ca");
         let (mut source, target, third) = (node(&pki).await, node(&pki).await, node(&pki).await);

@@ -172,7 +172,7 @@ async fn a_given_tap_with_several_queues_is_one_vms() {
 }
 
 #[tokio::test]
-async fn the_link_and_limits_of_a_nic_change_while_its_vm_runs_and_its_queues_at_the_next_start() {
+async fn nic_link_and_limits_change_live_and_queues_at_next_start() {
     let network = Namespace::new();
     network.ip("link add br0 type bridge");
     network.ip("link set br0 up");

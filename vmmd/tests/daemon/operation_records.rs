@@ -45,7 +45,7 @@ fn reason(operation: &v1::Operation) -> String {
 }
 
 #[tokio::test]
-async fn a_stop_that_the_next_daemon_goes_on_with_keeps_its_id_and_has_its_end_there() {
+async fn continued_stop_keeps_its_operation_in_the_next_daemon() {
     let mut daemon = Daemon::start().await;
     daemon.run("deaf", "mock.power=ignore").await;
     let id = begin_stop(&daemon, "deaf", false).await;
@@ -71,7 +71,7 @@ async fn a_stop_that_the_next_daemon_goes_on_with_keeps_its_id_and_has_its_end_t
 }
 
 #[tokio::test]
-async fn a_start_that_was_cut_off_has_failed_and_who_waits_for_it_is_told() {
+async fn interrupted_start_has_failed_and_its_watcher_is_notified() {
     let mut daemon = Daemon::start().await;
     daemon
         .create(daemon.manifest("web", "mock.boot=hang"))

@@ -159,7 +159,7 @@ async fn what_takes_long_is_an_operation_that_the_answer_names() {
 }
 
 #[tokio::test]
-async fn who_does_not_wait_has_the_operation_as_it_has_begun_and_can_watch_it() {
+async fn call_without_wait_returns_a_watchable_operation() {
     let daemon = Daemon::start().await;
     daemon.run("deaf", "mock.power=ignore").await;
     let request = v1::StopVmRequest {
@@ -426,7 +426,7 @@ async fn a_create_with_start_names_the_start() {
 }
 
 #[tokio::test]
-async fn a_reset_by_request_keeps_the_process_and_is_no_reset_of_the_guest() {
+async fn requested_reset_keeps_the_process_and_is_no_guest_reset() {
     let daemon = Daemon::start().await;
     let vm = daemon.run("web", "").await;
     let mut console = crate::console::Client::open(&daemon, "web").await;

@@ -67,7 +67,7 @@ pub fn sized(daemon: &Daemon, name: &str, cores: u32, memory_mib: u64, fraction:
 }
 
 #[tokio::test]
-async fn the_node_tells_capacity_what_vms_may_have_and_what_they_have_also_after_a_restart() {
+async fn node_reports_its_capacity_and_use_also_after_a_restart() {
     let mut daemon =
         Daemon::configured("[overcommit]\ncpu = 2.0\nmemory = 0.5\n[reserved]\ncpu_millis = 100\n").await;
     let before = node(&daemon).await;
@@ -151,7 +151,7 @@ async fn all_that_stands_against_a_vm_is_said_at_once() {
 }
 
 #[tokio::test]
-async fn a_manifest_that_is_wrong_in_itself_is_refused_with_its_fields() {
+async fn wrong_manifest_is_refused_with_its_fields() {
     let daemon = Daemon::start().await;
     let refused = check(&daemon, sized(&daemon, "web", 255, 128, 0))
         .await
@@ -253,7 +253,7 @@ async fn nothing_is_given_twice_when_many_start_at_once() {
 }
 
 #[tokio::test]
-async fn a_start_that_does_not_fit_says_how_much_is_missing_and_can_be_made_when_there_is_room() {
+async fn start_that_does_not_fit_names_the_lack_and_works_later() {
     let daemon = Daemon::configured(&room(300 * MIB, 1_000_000)).await;
     daemon.create(sized(&daemon, "a", 1, 200, 0)).await.unwrap();
     daemon.create(sized(&daemon, "b", 1, 200, 0)).await.unwrap();
@@ -319,7 +319,7 @@ async fn sizes_that_no_policy_allows_are_refused_with_what_is() {
 
 /// Random sizes on a small node: what CheckPlacement says of a manifest is what becomes of it.
 #[tokio::test]
-async fn what_fits_can_be_created_and_started_and_what_does_not_can_not() {
+async fn placement_check_agrees_with_creation_and_start() {
     let sizing = "[[sizing]]\nmin_cores = 1\nmax_cores = 4\nmax_memory_mib = 512\n[[sizing]]\nmin_cores = 2\nmax_cores = 2\n\
                   core_fractions_percent = [5]\n";
     let daemon = Daemon::configured(&format!("{}{sizing}", room(1500 * MIB, 6000))).await;
@@ -372,7 +372,7 @@ async fn what_fits_can_be_created_and_started_and_what_does_not_can_not() {
 }
 
 #[tokio::test]
-async fn a_node_short_of_disk_space_says_so_and_starts_nothing_below_its_reserve() {
+async fn node_short_of_disk_space_reports_it_and_starts_nothing() {
     let daemon = Daemon::configured(
         "[reserved]\ndisk_gib = 1000000\n[pressure]\ndisk_percent = 0\nmemory_percent = 0\n",
     )

@@ -98,7 +98,7 @@ async fn the_end_of_a_run_is_followed_by_what_the_policy_says() {
 }
 
 #[tokio::test]
-async fn a_vm_that_keeps_failing_is_started_again_and_again_and_each_start_is_counted() {
+async fn failing_vm_is_restarted_and_each_start_is_counted() {
     let daemon = Daemon::configured(SHORT).await;
     for policy in POLICIES {
         let name = format!("vm{}", i32::from(policy));
@@ -127,7 +127,7 @@ async fn a_vm_that_keeps_failing_is_started_again_and_again_and_each_start_is_co
 }
 
 #[tokio::test]
-async fn a_stop_during_the_back_off_ends_it_and_a_start_does_not_wait_for_it() {
+async fn stop_ends_the_back_off_and_a_start_does_not_wait_for_it() {
     let daemon = Daemon::configured(LONG).await;
     let vm = running(&daemon, "web", RunPolicy::AlwaysOnUnlessStopped).await;
     end(&daemon, &vm, "kill");
@@ -308,7 +308,7 @@ async fn a_vm_that_makes_room_for_the_nodes_shutdown_stays_wanted() {
 }
 
 #[tokio::test]
-async fn a_vm_that_makes_room_on_a_node_that_stays_up_is_not_forgotten() {
+async fn evacuated_vm_on_a_node_that_stays_up_is_restarted() {
     let daemon = Daemon::configured("[restart]\nroom_ms = 300\n").await;
     running(&daemon, "on", RunPolicy::AlwaysOn).await;
     running(&daemon, "manual", RunPolicy::Manual).await;
@@ -354,7 +354,7 @@ async fn who_stops_a_vm_that_makes_room_does_not_want_it_back() {
 }
 
 #[tokio::test]
-async fn a_crash_resets_the_machine_and_is_counted_apart_from_resets_and_ends() {
+async fn crash_resets_the_machine_and_has_its_own_counter() {
     let mut daemon = Daemon::start().await;
     let vm = daemon.run("web", "").await;
     end(&daemon, &vm, "triple\ntriple\nreset");
@@ -405,7 +405,7 @@ async fn a_policy_that_nobody_knows_is_refused() {
 }
 
 #[tokio::test]
-async fn a_restart_ends_with_the_stop_when_the_policy_has_become_always_off() {
+async fn restart_ends_with_the_stop_after_a_change_to_always_off() {
     let daemon = Daemon::configured(LONG).await;
     daemon.run("web", "mock.power=ignore").await;
     let mut client = daemon.client();
@@ -433,7 +433,7 @@ async fn a_restart_ends_with_the_stop_when_the_policy_has_become_always_off() {
 }
 
 #[tokio::test]
-async fn under_always_off_no_vm_is_wanted_also_not_one_that_had_ended_by_itself() {
+async fn always_off_cancels_a_pending_automatic_start() {
     let mut daemon = Daemon::configured(LONG).await;
     let vm = running(&daemon, "web", RunPolicy::AlwaysOnUnlessStopped).await;
     end(&daemon, &vm, "kill");

@@ -76,7 +76,7 @@ async fn what_is_left_of_a_run_is_taken_for_what_it_is(
 /// The same without a record: the VM was made after the store that the daemon is given.
 #[rstest]
 #[tokio::test]
-async fn what_is_left_of_a_vm_that_nobody_knows_is_removed_unless_it_lives(
+async fn remains_of_an_unknown_vm_are_removed_unless_it_runs(
     #[values(true, false)] alive: bool,
     #[values(true, false)] runtime_files: bool,
     #[values(true, false)] logs: bool,

@@ -56,7 +56,7 @@ pub fn gone() -> (Code, String) {
 }
 
 #[tokio::test]
-async fn a_request_that_is_sent_again_is_answered_as_before_also_by_the_next_daemon() {
+async fn retry_gets_the_first_answer_also_from_the_next_daemon() {
     let mut daemon = Daemon::start().await;
     let request = create(&daemon, "1", "a", false);
     let first = vm(daemon.client().create_vm(request.clone()).await);
@@ -210,7 +210,7 @@ async fn a_create_that_the_daemon_did_not_survive_makes_one_vm() {
 }
 
 #[tokio::test]
-async fn a_create_that_the_daemon_did_not_survive_does_not_bring_a_deleted_vm_back() {
+async fn retry_of_an_interrupted_create_recreates_no_deleted_vm() {
     let mut daemon = Daemon::start().await;
     for (name, start) in [("a", false), ("b", true)] {
         let request = create(&daemon, name, name, start);
@@ -284,7 +284,7 @@ async fn a_restart_that_the_daemon_did_not_survive_is_made_once() {
 }
 
 #[tokio::test]
-async fn a_delete_that_the_daemon_did_not_survive_never_deletes_another_vm() {
+async fn retry_of_an_interrupted_delete_deletes_no_other_vm() {
     let mut daemon = Daemon::start().await;
     daemon.run("a", "").await;
     let mut client = daemon.client();
@@ -297,7 +297,7 @@ async fn a_delete_that_the_daemon_did_not_survive_never_deletes_another_vm() {
 }
 
 #[tokio::test]
-async fn a_change_of_the_spec_that_the_daemon_did_not_survive_is_not_asked_for_its_generation_again() {
+async fn retry_of_an_interrupted_change_skips_its_generation() {
     let mut daemon = Daemon::start().await;
     daemon.create(daemon.manifest("a", "")).await.unwrap();
     let data = disk(&daemon, "data");
@@ -512,7 +512,7 @@ async fn a_delayed_delete_does_not_hit_a_successor_of_the_same_name() {
 }
 
 #[tokio::test]
-async fn labels_annotations_and_owner_are_kept_and_changed_with_the_manifest() {
+async fn labels_annotations_and_owner_follow_the_manifest() {
     let mut daemon = Daemon::start().await;
     let mut vm = daemon.manifest("a", "");
     let metadata = vm.metadata.as_mut().unwrap();
@@ -558,7 +558,7 @@ async fn labels_annotations_and_owner_are_kept_and_changed_with_the_manifest() {
 }
 
 #[tokio::test]
-async fn an_update_that_the_daemon_did_not_survive_takes_nothing_back_that_was_written_since() {
+async fn retry_of_an_interrupted_update_reverts_no_later_change() {
     let mut daemon = Daemon::start().await;
     daemon.create(daemon.manifest("a", "")).await.unwrap();
     let update = |id: &str, label: &str| {
@@ -590,7 +590,7 @@ async fn an_update_that_the_daemon_did_not_survive_takes_nothing_back_that_was_w
 }
 
 #[tokio::test]
-async fn a_vm_of_the_name_of_a_deleted_one_begins_above_its_generation_also_with_the_next_daemon() {
+async fn generation_continues_for_a_new_vm_of_the_same_name() {
     let mut daemon = Daemon::start().await;
     let generation_of = |vm: &v1::Vm| vm.metadata.as_ref().unwrap().generation;
     daemon.create(daemon.manifest("a", "")).await.unwrap();

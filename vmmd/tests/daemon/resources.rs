@@ -32,7 +32,7 @@ fn memory(vm: &mut v1::Vm) -> &mut v1::MemorySpec {
     "INSUFFICIENT_HUGE_PAGES"
 )]
 #[tokio::test]
-async fn what_the_node_does_not_have_is_refused_before_anything_is_made(
+async fn missing_node_resources_are_refused_before_any_change(
     #[case] change: fn(&mut v1::Vm),
     #[case] code: Code,
     #[case] reason: &str,
@@ -54,7 +54,7 @@ async fn what_the_node_does_not_have_is_refused_before_anything_is_made(
 }
 
 #[tokio::test]
-async fn options_that_exclude_each_other_are_refused_with_all_their_fields() {
+async fn exclusive_options_are_refused_with_all_their_fields() {
     let daemon = Daemon::start().await;
     let mut vm = daemon.manifest("web", "");
     cpu(&mut vm).host_cpus = "3-1".into();
@@ -73,7 +73,7 @@ async fn options_that_exclude_each_other_are_refused_with_all_their_fields() {
 
 /// Checks each controller that this machine delegates; without cgroup v2 none can be checked.
 #[tokio::test]
-async fn a_vm_has_the_limits_of_its_spec_and_keeps_them_over_a_restart_of_the_daemon() {
+async fn vm_has_the_limits_of_its_spec_also_after_a_daemon_restart() {
     let mut daemon = Daemon::start().await;
     let mut vm = daemon.manifest("web", "");
     cpu(&mut vm).core_fraction_percent = 20;
@@ -124,7 +124,7 @@ fn waiting(vm: &v1::Vm) -> Vec<(String, String)> {
 }
 
 #[tokio::test]
-async fn a_running_vm_has_other_shares_of_the_processors_at_once_and_keeps_them() {
+async fn cpu_shares_of_a_running_vm_change_at_once_and_are_kept() {
     let mut daemon = Daemon::start().await;
     let mut vm = daemon.manifest("web", "");
     cpu(&mut vm).core_fraction_percent = 20;
@@ -173,7 +173,7 @@ async fn a_running_vm_has_other_shares_of_the_processors_at_once_and_keeps_them(
 }
 
 #[tokio::test]
-async fn more_processor_time_than_is_left_waits_and_nothing_of_it_is_had() {
+async fn more_cpu_time_than_available_waits_completely() {
     let daemon = Daemon::configured(&room(512 << 20, 1000)).await;
     for name in ["web", "other"] {
         let mut vm = daemon.manifest(name, "");

@@ -99,7 +99,7 @@ async fn a_watch_goes_on_from_a_list() {
 }
 
 #[tokio::test]
-async fn a_cursor_of_another_node_has_expired_and_one_of_another_filter_is_wrong() {
+async fn cursor_of_another_node_or_filter_is_refused() {
     let daemon = Daemon::start().await;
     let other = Daemon::start().await;
     let (_, foreign) = catch_up(&mut other.watch_from("").await).await;
@@ -128,7 +128,7 @@ async fn a_cursor_of_another_node_has_expired_and_one_of_another_filter_is_wrong
 }
 
 #[tokio::test]
-async fn a_vm_that_enters_or_leaves_the_filter_is_told_as_added_or_deleted() {
+async fn vm_that_enters_or_leaves_the_filter_is_added_or_deleted() {
     let daemon = Daemon::start().await;
     daemon.create_labelled("a", "web").await;
     daemon.create_labelled("b", "db").await;
@@ -318,7 +318,7 @@ async fn play(steps: Vec<Step>) {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 6, max_shrink_iters: 40, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
-    fn a_client_that_comes_and_goes_ends_with_the_daemons_list_and_has_seen_every_deletion(
+    fn reconnecting_client_ends_with_the_list_and_all_deletions(
         steps in proptest::collection::vec(step(), 5..40),
     ) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();

@@ -54,7 +54,7 @@ async fn create_until_refused(daemon: &Daemon, made: &mut usize) -> Status {
 }
 
 #[tokio::test]
-async fn a_full_file_system_under_the_store_is_said_and_changes_nothing() {
+async fn full_file_system_of_the_store_is_reported_without_change() {
     let folder = tempfile::Builder::new()
         .prefix("vmmd")
         .tempdir_in("/tmp")
@@ -133,7 +133,7 @@ async fn an_oversized_request_is_refused_and_the_connection_lives_on() {
 }
 
 #[tokio::test]
-async fn a_second_daemon_on_the_same_folders_is_refused_and_the_first_goes_on() {
+async fn second_daemon_on_the_same_folders_is_refused() {
     let daemon = Daemon::start().await;
     let output = command(daemon.folder.path(), None)
         .env_remove("RUST_LOG")

@@ -73,7 +73,7 @@ async fn a_viewer_reads_and_changes_nothing() {
 }
 
 #[tokio::test]
-async fn an_operator_takes_snapshots_and_neither_exports_nor_imports_them() {
+async fn operator_takes_snapshots_without_export_or_import() {
     if let Ok(folder) = std::env::var(FOLDER) {
         let mut client = SnapshotServiceClient::new(connect(folder.as_ref()).await);
         client
@@ -97,7 +97,7 @@ async fn an_operator_takes_snapshots_and_neither_exports_nor_imports_them() {
         return;
     }
     let daemon = Daemon::configured(&format!("operator_group = '{OPERATORS}'\n")).await;
-    let test = "roles::an_operator_takes_snapshots_and_neither_exports_nor_imports_them";
+    let test = "roles::operator_takes_snapshots_without_export_or_import";
     let output = ask(&daemon, test, OPERATORS);
     assert!(output.status.success(), "{output:?}");
 }
@@ -236,14 +236,14 @@ async fn import_of_an_agent_has_a_limit_of_bytes() {
 }
 
 #[tokio::test]
-async fn an_agent_makes_and_deletes_vms_and_changes_nothing_of_the_node() {
+async fn agent_creates_and_deletes_vms_but_changes_no_node() {
     if let Ok(folder) = std::env::var(FOLDER) {
         return as_an_agent(folder.as_ref()).await;
     }
     let daemon = Daemon::configured(&format!("agent_group = '{AGENTS}'\n")).await;
     let manifest = daemon.manifest("made", "").encode_to_vec();
     fs::write(daemon.path("manifest"), manifest).unwrap();
-    let test = "roles::an_agent_makes_and_deletes_vms_and_changes_nothing_of_the_node";
+    let test = "roles::agent_creates_and_deletes_vms_but_changes_no_node";
     let output = ask(&daemon, test, AGENTS);
     assert!(output.status.success(), "{output:?}");
     assert!(!ask(&daemon, test, VIEWERS).status.success());

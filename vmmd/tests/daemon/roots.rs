@@ -87,7 +87,7 @@ fn not_allowed_here<T: std::fmt::Debug>(result: Result<T, Status>, what: &str) {
 }
 
 #[tokio::test]
-async fn a_path_that_is_written_as_one_outside_the_roots_is_refused_at_once() {
+async fn path_outside_the_roots_is_refused_at_creation() {
     let daemon = confined().await;
     for (kernel, disk) in [("boot/kernel", "other/disk"), ("other/kernel", "allowed/disk")] {
         not_allowed(daemon.create(vm(&daemon, "web", kernel, disk)).await, disk);
@@ -136,7 +136,7 @@ async fn a_path_that_is_written_as_one_outside_the_roots_is_refused_at_once() {
 }
 
 #[tokio::test]
-async fn a_link_that_leads_out_of_the_roots_is_refused_where_it_would_be_opened() {
+async fn link_that_leaves_the_roots_is_refused_at_the_open() {
     let daemon = confined().await;
     for (name, kernel, disk) in [
         ("disk", "boot/kernel", "allowed/link"),
@@ -236,7 +236,7 @@ async fn a_disk_beneath_a_volume_is_no_link_and_no_device() {
 }
 
 #[tokio::test]
-async fn a_start_by_the_run_policy_takes_no_other_file_than_the_last_start() {
+async fn start_by_run_policy_uses_the_same_files_as_the_last_start() {
     for (replaced, field) in [
         ("boot/kernel", "spec.boot.linux.kernel"),
         ("allowed/disk", "spec.disks[0].path"),
@@ -277,7 +277,7 @@ async fn a_start_by_the_run_policy_takes_no_other_file_than_the_last_start() {
 }
 
 #[tokio::test]
-async fn a_raw_disk_with_another_formats_signature_is_refused_unless_the_guest_has_written_it() {
+async fn foreign_signature_on_a_raw_disk_is_refused_unless_from_guest() {
     let mut head = vec![0; 4096];
     head[..4].copy_from_slice(b"QFI\xfb");
     let daemon = confined().await;

@@ -367,7 +367,7 @@ fn plain(name: &str, password: &str) -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn a_name_and_a_password_in_tls_get_in_by_the_password_and_only_when_they_are_whole() {
+async fn name_and_password_in_tls_are_accepted_only_when_complete() {
     let pki = Pki::new("screens");
     let folder = tempfile::tempdir().unwrap();
     pki.install(folder.path(), &pki.server("node"));
@@ -418,7 +418,7 @@ async fn a_name_and_a_password_in_tls_get_in_by_the_password_and_only_when_they_
 }
 
 #[tokio::test]
-async fn with_a_certificate_everything_is_encrypted_and_nobody_is_served_without() {
+async fn with_a_certificate_only_encrypted_screens_are_served() {
     let pki = Pki::new("screens");
     let folder = tempfile::tempdir().unwrap();
     pki.install(folder.path(), &pki.server("node"));

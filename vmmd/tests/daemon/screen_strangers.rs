@@ -112,7 +112,7 @@ async fn browsers_without_a_token_keep_nobody_out_who_has_one() {
 }
 
 #[tokio::test]
-async fn the_screens_that_one_client_opens_are_bounded_and_closed_ones_do_not_count() {
+async fn screens_of_one_client_are_bounded_closed_ones_are_released() {
     let daemon = with_screen(&format!("limits = {{ connections_per_client = 4 }}\n{BOTH}")).await;
     let mut held = Vec::new();
     for _ in 0..3 {
@@ -144,7 +144,7 @@ async fn the_screens_that_one_client_opens_are_bounded_and_closed_ones_do_not_co
 }
 
 #[tokio::test]
-async fn a_daemon_starts_without_a_usable_certificate_says_so_once_and_needs_no_restart_for_a_good_one() {
+async fn unusable_screen_certificate_is_reported_and_replaceable() {
     let pki = Pki::new("screens");
     let tls = tempfile::tempdir().unwrap();
     let daemon = Daemon::with_log(&with_certificate(BOTH, tls.path())).await;
@@ -212,7 +212,7 @@ async fn a_daemon_starts_without_a_usable_certificate_says_so_once_and_needs_no_
 }
 
 #[test]
-fn a_configuration_in_which_screens_would_not_be_encrypted_as_it_says_is_refused() {
+fn contradictory_screen_encryption_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let check = |screen: &str| {
         fs::write(folder.path().join("config.toml"), format!("[screen]\n{screen}\n")).unwrap();

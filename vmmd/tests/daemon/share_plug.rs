@@ -144,7 +144,7 @@ async fn a_share_that_is_gone_leaves_no_note_of_its_process() {
 }
 
 #[tokio::test]
-async fn a_share_that_can_not_be_attached_is_pending_with_the_reason_until_it_can() {
+async fn share_that_cannot_be_attached_is_pending_with_a_reason() {
     let daemon = running("").await;
     let pending = |vm: &v1::Vm| {
         let status = status(vm);
@@ -188,7 +188,7 @@ async fn a_process_whose_share_the_machine_does_not_take_ends() {
 }
 
 #[tokio::test]
-async fn a_machine_with_private_memory_gets_a_share_with_the_next_start() {
+async fn machine_with_private_memory_gets_a_share_at_next_start() {
     let daemon = daemon().await;
     daemon.run("web", "").await;
     let changed = change(&daemon, true).await;
@@ -229,7 +229,7 @@ async fn a_share_is_not_changed_while_it_is_being_attached() {
 }
 
 #[tokio::test]
-async fn a_guest_that_keeps_a_share_is_asked_and_one_that_ejects_it_loses_it() {
+async fn guest_keeps_a_share_until_it_ejects_it() {
     let daemon = running("mock.eject=ignore").await;
     let pid = served(status(&change(&daemon, true).await));
     let mut console = Client::open(&daemon, "web").await;
@@ -256,7 +256,7 @@ async fn a_guest_that_keeps_a_share_is_asked_and_one_that_ejects_it_loses_it() {
 }
 
 #[tokio::test]
-async fn a_share_that_is_in_the_spec_again_stays_also_when_the_guest_ejects_it_as_it_was_asked() {
+async fn share_that_is_in_the_spec_again_stays_after_a_late_eject() {
     let daemon = running("mock.eject=ignore").await;
     let pid = served(status(&change(&daemon, true).await));
     begin(&daemon, false).await;
@@ -284,7 +284,7 @@ async fn a_share_that_is_in_the_spec_again_stays_also_when_the_guest_ejects_it_a
 }
 
 #[tokio::test]
-async fn a_daemon_that_is_killed_in_the_middle_of_an_attach_leaves_what_the_machine_has() {
+async fn daemon_killed_during_an_attach_leaves_the_machines_shares() {
     // The machine has the share, and the daemon has no answer.
     let mut daemon = running("mock.attach=lost").await;
     let mut console = Client::open(&daemon, "web").await;
@@ -304,7 +304,7 @@ async fn a_daemon_that_is_killed_in_the_middle_of_an_attach_leaves_what_the_mach
 }
 
 #[tokio::test]
-async fn a_process_whose_daemon_is_killed_before_the_machine_has_its_share_ends() {
+async fn virtiofsd_of_a_share_that_was_not_attached_ends() {
     let mut daemon = running("mock.attach=hang").await;
     let mut console = Client::open(&daemon, "web").await;
     begin(&daemon, true).await;

@@ -161,7 +161,7 @@ const BEGINS: [&str; 3] = [
 #[case::starts_a_vm(Act::Start, true, &[STORE])]
 #[case::deletes_a_vm(Act::Delete, false, &[STORE])]
 #[tokio::test]
-async fn a_daemon_that_is_killed_before_any_step_leaves_one_process_for_each_share(
+async fn daemon_that_is_killed_before_any_step_leaves_one_server(
     #[case] act: Act,
     #[case] begins: bool,
     #[case] others: &[&str],

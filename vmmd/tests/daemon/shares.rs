@@ -97,7 +97,7 @@ pub async fn until_gone(pid: Pid) {
 }
 
 #[tokio::test]
-async fn a_share_is_served_with_the_rights_of_the_owner_in_namespaces_of_its_own() {
+async fn share_is_served_as_its_owner_in_own_namespaces() {
     let (daemon, vm) = running().await;
     let pid = served(status(&vm));
     let said = fs::read_to_string(of(pid, "status")).unwrap();
@@ -135,7 +135,7 @@ async fn a_share_is_served_with_the_rights_of_the_owner_in_namespaces_of_its_own
 }
 
 #[tokio::test]
-async fn a_process_may_open_what_the_spec_says_and_what_it_keeps_for_itself() {
+async fn virtiofsd_opens_the_files_of_the_spec_and_its_own() {
     let daemon = daemon().await;
     let few = v1::ShareSpec {
         max_open_files: 256,
@@ -180,7 +180,7 @@ async fn a_process_that_is_killed_is_made_anew_and_told() {
 }
 
 #[tokio::test]
-async fn a_daemon_that_starts_finds_the_processes_and_makes_those_anew_that_have_ended() {
+async fn starting_daemon_finds_servers_and_replaces_ended_ones() {
     let (mut daemon, vm) = running().await;
     let pid = served(status(&vm));
     daemon.kill_and_restart().await;
@@ -202,7 +202,7 @@ async fn a_daemon_that_starts_finds_the_processes_and_makes_those_anew_that_have
 }
 
 #[tokio::test]
-async fn another_directory_in_the_place_of_the_shared_one_is_not_served_to_the_same_run() {
+async fn replaced_directory_is_not_served_to_the_same_run() {
     let (daemon, vm) = running().await;
     let pid = served(status(&vm));
     fs::rename(daemon.path("srv/data"), daemon.path("srv/old")).unwrap();
@@ -219,7 +219,7 @@ async fn another_directory_in_the_place_of_the_shared_one_is_not_served_to_the_s
 }
 
 #[tokio::test]
-async fn what_is_outside_the_folders_or_roots_own_is_refused_at_creation_and_at_the_start() {
+async fn share_outside_the_roots_is_refused_at_creation_and_start() {
     let daemon = daemon().await;
     fs::create_dir(daemon.path("secret")).unwrap();
     chown(daemon.path("secret"), Some(OWNER.0), Some(OWNER.1)).unwrap();

@@ -202,7 +202,7 @@ async fn a_snapshot_is_taken_seen_and_deleted() {
 }
 
 #[tokio::test]
-async fn what_a_request_has_made_is_not_made_again_when_it_was_deleted() {
+async fn retry_after_deletion_makes_no_second_snapshot_or_vm() {
     let daemon = Daemon::start().await;
     daemon.run("web", "").await;
     let take = v1::CreateSnapshotRequest {
@@ -283,7 +283,7 @@ async fn a_stopped_vm_goes_on_from_its_snapshot_and_so_do_others() {
 }
 
 #[tokio::test]
-async fn another_vm_of_a_snapshot_does_not_have_its_files_where_the_first_one_has() {
+async fn state_dir_of_a_snapshot_belongs_to_its_first_vm_only() {
     let daemon = crate::shares::daemon().await;
     let mut vm = daemon.manifest("web", "");
     let folder = daemon.path("srv/data").display().to_string();
@@ -411,7 +411,7 @@ fn content(path: &Path) -> String {
 }
 
 #[tokio::test]
-async fn a_vmm_that_answers_late_runs_on_from_a_snapshot_that_nobody_takes_any_more() {
+async fn late_vmm_with_an_abandoned_snapshot_resumes_its_guest() {
     let mut daemon = Daemon::start().await;
     let vm = vm_pid(&daemon.run("web", "mock.save=stand").await);
     let mut snapshots = daemon.snapshots().await;
@@ -563,7 +563,7 @@ async fn a_snapshot_fails_when_a_disk_was_plugged_in_at_its_beginning() {
 }
 
 #[tokio::test]
-async fn a_second_snapshot_of_a_vm_is_refused_and_the_first_has_the_disks_of_its_moment() {
+async fn second_snapshot_of_a_vm_is_refused_first_is_consistent() {
     let daemon = Daemon::start().await;
     let written = daemon.path("written");
     with_disk_and(&daemon, &format!("mock.save={}", written.display())).await;
@@ -591,7 +591,7 @@ async fn stopped_behind_its_snapshot() -> (Daemon, PathBuf) {
 }
 
 #[tokio::test]
-async fn a_restore_that_is_refused_or_fails_leaves_the_disks_as_they_are() {
+async fn refused_or_failed_restore_leaves_the_disks_unchanged() {
     let (daemon, image) = stopped_behind_its_snapshot().await;
     cordon(&daemon, "maintenance").await;
     let refused = daemon.restore("one", "", false).await.unwrap_err();
@@ -621,8 +621,7 @@ async fn a_restore_that_is_refused_or_fails_leaves_the_disks_as_they_are() {
 }
 
 #[tokio::test]
-async fn a_restored_vm_that_runs_when_the_daemon_is_killed_keeps_the_disks_of_the_snapshot_and_answers_the_retry()
- {
+async fn restored_vm_has_snapshot_disks_after_a_kill_and_a_retry() {
     for held in ["put-back", "put-back-committed"] {
         let (mut daemon, image) = stopped_behind_its_snapshot().await;
         let waiting = daemon.restore_until(held, with_id()).await;
@@ -675,7 +674,7 @@ async fn a_vm_whose_restore_fails_leaves_no_disk() {
 }
 
 #[tokio::test]
-async fn disks_of_a_restore_that_ended_with_the_daemon_are_removed_and_a_retry_makes_them_anew() {
+async fn disks_of_an_interrupted_restore_are_removed_then_made_anew() {
     let mut daemon = Daemon::start().await;
     with_disk(&daemon).await;
     daemon.snapshot("one", "web", true).await.unwrap();
@@ -695,7 +694,7 @@ async fn disks_of_a_restore_that_ended_with_the_daemon_are_removed_and_a_retry_m
 }
 
 #[tokio::test]
-async fn a_vm_that_a_restore_made_when_the_daemon_was_killed_is_started_by_the_retry() {
+async fn vm_of_an_interrupted_restore_is_started_by_the_retry() {
     for identity in [v1::RestoreIdentity::Same, v1::RestoreIdentity::Fresh] {
         let mut daemon = Daemon::start().await;
         with_disk(&daemon).await;
@@ -747,7 +746,7 @@ async fn a_vm_that_does_not_go_on_from_a_snapshot_is_not_left_behind() {
 }
 
 #[tokio::test]
-async fn snapshots_outlive_the_daemon_and_what_it_left_half_done_is_removed() {
+async fn snapshots_outlive_the_daemon_and_partial_ones_are_removed() {
     let mut daemon = Daemon::start().await;
     daemon.run("web", "").await;
     daemon.run("slow", "mock.save=hang").await;

@@ -44,7 +44,7 @@ fn phase(content: &str) -> VmPhase {
 }
 
 #[tokio::test]
-async fn a_vms_spec_logs_and_counters_are_beside_the_files_of_its_owner() {
+async fn state_dir_has_the_spec_logs_and_counters_of_a_vm() {
     let mut daemon = daemon().await;
     let at = |name: &str| daemon.path("srv/data").join(name);
     let [description, serial, log, metrics] = ["vm.json", "serial.log", "vmm.log", "metrics.json"].map(at);
@@ -97,7 +97,7 @@ async fn a_vms_spec_logs_and_counters_are_beside_the_files_of_its_owner() {
 }
 
 #[tokio::test]
-async fn the_end_of_a_vm_is_in_its_files_also_when_it_is_deleted_at_once() {
+async fn state_dir_has_the_end_of_a_vm_deleted_at_once() {
     let daemon = daemon().await;
     let at = |name: &str| daemon.path("srv/data").join(name);
     for round in 0..5 {
@@ -118,7 +118,7 @@ async fn the_end_of_a_vm_is_in_its_files_also_when_it_is_deleted_at_once() {
 }
 
 #[tokio::test]
-async fn no_link_of_the_owner_is_followed_and_what_leads_out_is_refused() {
+async fn links_of_the_owner_are_not_followed_and_escapes_are_refused() {
     let daemon = daemon().await;
     fs::write(daemon.path("secret"), "secret").unwrap();
     fs::create_dir(daemon.path("other")).unwrap();
@@ -162,7 +162,7 @@ async fn no_link_of_the_owner_is_followed_and_what_leads_out_is_refused() {
 }
 
 #[tokio::test]
-async fn a_guest_that_puts_a_link_in_the_place_of_its_directory_does_not_lead_to_that_of_another() {
+async fn link_instead_of_a_state_dir_does_not_reach_another_vms() {
     let daemon = daemon().await;
     let [job, other] = ["srv/data/state", "srv/other"].map(|path| daemon.path(path));
     fs::create_dir(&job).unwrap();

@@ -48,7 +48,7 @@ async fn a_running_vm_is_counted_by_its_vmm_and_by_the_kernel() {
 }
 
 #[tokio::test]
-async fn a_vmm_of_before_this_request_tells_of_its_disks_and_the_kernel_of_the_rest() {
+async fn stats_of_an_older_vmm_are_its_disks_and_kernel_figures() {
     let daemon = Daemon::start().await;
     daemon.run("web", "mock.stats=old").await;
     let stats = stats(&daemon, "web").await.unwrap();
@@ -93,7 +93,7 @@ fn request(log: v1::VmLog) -> v1::GetVmLogsRequest {
 }
 
 #[tokio::test]
-async fn logs_are_read_whole_or_their_end_of_this_run_or_the_one_before() {
+async fn logs_are_read_whole_or_by_their_end_for_two_runs() {
     let daemon = Daemon::start().await;
     daemon.run("web", "").await;
     let serial = request(v1::VmLog::Serial);

@@ -78,7 +78,7 @@ async fn until_available<T, F: Future<Output = Result<T, Status>>>(mut ask: impl
 }
 
 #[tokio::test]
-async fn an_actor_that_panics_is_made_anew_and_nobody_is_told_that_its_vm_is_gone() {
+async fn panicked_actor_is_replaced_and_its_vm_is_never_missing() {
     let daemon = Daemon::start().await;
     let before = daemon.run("web", "").await;
     let other = daemon.run("other", "").await;
@@ -278,7 +278,7 @@ async fn a_vm_whose_spec_is_not_valid_any_more_keeps_what_it_holds() {
 }
 
 #[tokio::test]
-async fn a_vm_whose_process_cannot_be_found_is_seen_and_taken_over_when_it_can() {
+async fn vm_without_a_known_process_is_shown_and_adopted_later() {
     let mut daemon = Daemon::start().await;
     let before = daemon.run("lost", "").await;
     daemon.kill();

@@ -117,7 +117,7 @@ async fn an_end_while_no_daemon_was_there_is_told_as_it_was() {
 /// The daemon is killed at many moments of a start, a stop and a delete. Afterwards the store, the
 /// processes and the file system agree, regardless of the interrupted step.
 #[tokio::test]
-async fn a_daemon_killed_in_the_middle_of_anything_leaves_a_consistent_state() {
+async fn daemon_killed_at_any_moment_leaves_a_consistent_state() {
     let mut daemon = Daemon::start().await;
     for round in 0..24_u64 {
         let name = format!("vm{round}");
@@ -246,7 +246,7 @@ async fn a_stop_that_the_daemon_did_not_survive_goes_on() {
 }
 
 #[tokio::test]
-async fn a_vmm_that_does_not_answer_delays_the_start_by_little_and_is_under_control_when_it_answers_again() {
+async fn silent_vmm_delays_the_daemon_little_and_is_adopted_later() {
     let mut daemon = Daemon::start().await;
     let stuck = vm_pid(&daemon.run("stuck", "").await);
     daemon.run("fine", "").await;
@@ -274,7 +274,7 @@ async fn a_vmm_that_does_not_answer_delays_the_start_by_little_and_is_under_cont
 }
 
 #[tokio::test]
-async fn a_vmm_that_never_answers_can_be_killed_after_a_restart_of_the_daemon() {
+async fn silent_vmm_can_be_killed_after_a_daemon_restart() {
     let mut daemon = Daemon::start().await;
     let stuck = vm_pid(&daemon.run("stuck", "").await);
     kill_process(stuck, Signal::STOP).unwrap();
@@ -287,7 +287,7 @@ async fn a_vmm_that_never_answers_can_be_killed_after_a_restart_of_the_daemon() 
 }
 
 #[tokio::test]
-async fn a_process_that_was_forked_but_not_booted_is_ended_at_the_next_start() {
+async fn process_that_was_not_booted_is_ended_by_the_next_daemon() {
     let mut daemon = Daemon::start().await;
     daemon
         .create(daemon.manifest("web", "mock.boot=hang"))

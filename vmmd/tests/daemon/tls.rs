@@ -87,7 +87,7 @@ fn is_no_connection(status: &Status) -> bool {
 }
 
 #[tokio::test]
-async fn an_operator_changes_limits_and_the_memory_target_by_a_mask_and_nothing_else() {
+async fn operator_changes_only_limits_and_the_memory_target() {
     let pki = Pki::new("ca");
     let daemon = pki::serve(&pki, "").await;
     let mut vm = daemon.manifest("web", "");
@@ -137,7 +137,7 @@ async fn an_operator_changes_limits_and_the_memory_target_by_a_mask_and_nothing_
 }
 
 #[tokio::test]
-async fn an_agent_makes_vms_changes_them_by_any_mask_and_makes_no_snapshots() {
+async fn agent_creates_and_changes_vms_but_takes_no_snapshots() {
     let pki = Pki::new("ca");
     let daemon = pki::serve(&pki, "").await;
     let channel = pki.channel(&daemon, Some(&pki.role("kube", "agent")));
@@ -245,7 +245,7 @@ async fn until<F: Future<Output = bool>>(what: &str, mut attempt: impl FnMut() -
 }
 
 #[tokio::test]
-async fn new_certificates_are_used_for_new_connections_once_they_are_there() {
+async fn new_certificates_are_used_for_new_connections() {
     let (old, new) = (Pki::new("old"), Pki::new("new"));
     let daemon = pki::serve(&old, "").await;
     let (alice, bob) = (old.role("alice", "viewer"), new.role("bob", "viewer"));
@@ -280,7 +280,7 @@ async fn new_certificates_are_used_for_new_connections_once_they_are_there() {
 }
 
 #[tokio::test]
-async fn without_usable_certificates_the_socket_works_and_tcp_waits_for_them() {
+async fn without_usable_certificates_only_the_socket_works() {
     let pki = Pki::new("ca");
     let folder = tempfile::Builder::new()
         .prefix("vmmd")
@@ -313,7 +313,7 @@ fn facts(line: &serde_json::Value) -> [&str; 7] {
 }
 
 #[tokio::test]
-async fn changes_and_refusals_are_in_the_audit_log_with_who_and_what_and_reading_is_not() {
+async fn audit_log_has_changes_and_refusals_but_no_reads() {
     let pki = Pki::new("ca");
     let mut daemon = pki::serve(&pki, "").await;
     daemon.create(daemon.manifest("web", "")).await.unwrap();

@@ -238,7 +238,7 @@ async fn what_is_changed_back_needs_no_restart() {
 }
 
 #[tokio::test]
-async fn with_restart_the_machine_is_the_new_one_when_the_call_answers() {
+async fn update_with_restart_is_answered_by_the_new_machine() {
     let daemon = Daemon::start().await;
     let before = running_with_disk(&daemon, "").await;
     let restart = |vm| v1::UpdateVmRequest {
@@ -337,7 +337,7 @@ async fn a_dry_run_says_what_would_wait_and_changes_nothing() {
 }
 
 #[tokio::test]
-async fn a_generation_that_is_not_the_present_one_is_refused_with_both() {
+async fn wrong_generation_is_refused_with_both_generations() {
     let daemon = Daemon::start().await;
     daemon.run("web", "").await;
     daemon.change("web", |spec| cores(spec, 2)).await.unwrap();
@@ -578,7 +578,7 @@ async fn by_a_mask_only_the_fields_that_it_names_are_changed() {
 }
 
 #[tokio::test]
-async fn a_mask_that_leads_nowhere_or_a_vm_that_would_be_none_is_refused() {
+async fn invalid_mask_or_resulting_spec_is_refused() {
     let daemon = Daemon::start().await;
     let there = daemon.create(daemon.manifest("web", "")).await.unwrap();
     for (paths, field) in [

@@ -93,7 +93,7 @@ fn a_vm_is_made_once() {
 }
 
 #[test]
-fn a_vm_that_was_never_started_is_started_and_others_are_reported() {
+fn vm_that_was_never_started_is_started_others_are_reported() {
     let mut fresh = vm(VmPhase::Stopped, None);
     fresh.status.as_mut().unwrap().counts = None;
     assert_eq!(look(&pod(|_| {}), Some(&fresh)), Step::Start);
@@ -134,7 +134,7 @@ fn a_deleted_pod_goes_after_its_vm() {
 }
 
 #[test]
-fn the_guest_of_a_deleted_pod_is_not_asked_to_power_off_before_it_is_known_that_it_stays() {
+fn guest_of_a_deleted_pod_is_stopped_only_if_it_stays() {
     let ahead = deleted("2026-01-02T03:04:35Z");
     let evicted = pod(ahead);
     for (phase, wanted) in [
@@ -429,7 +429,7 @@ fn no_other_pod_gets_it() {
 }
 
 #[test]
-fn a_vm_that_names_something_of_the_node_is_refused_where_that_is_not_allowed() {
+fn vm_that_names_files_of_the_node_is_refused_by_default() {
     let admitted = |change: &dyn Fn(&mut Value), everything: bool| {
         let machine = machine(|value| {
             value["spec"]["vm"]["boot"] = json!({"fromDisk": {}});

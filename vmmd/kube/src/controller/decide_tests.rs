@@ -78,7 +78,7 @@ fn settle(mut machine: VirtualMachine, pod: Option<&Pod>, node: Option<&Node>) -
 }
 
 #[test]
-fn the_number_is_written_before_the_pod_is_made_and_the_pod_noted_after() {
+fn run_number_is_written_before_the_pod_and_the_pod_after() {
     let fresh = machine(|_| {});
     assert_eq!(look(&fresh, None, None), Act::AddFinalizer);
     let fresh = with("always_on", json!({}));
@@ -206,7 +206,7 @@ fn a_pod_on_a_node_that_does_not_report_is_not_replaced() {
 }
 
 #[test]
-fn a_late_pod_of_the_same_number_is_deleted_and_another_run_begins() {
+fn late_pod_of_the_same_number_is_deleted_and_a_run_begins() {
     let machine = in_run("always_on", Some("p-3"), None);
     let late = pod_of(&machine, "p-late", |_| {});
     assert_eq!(look(&machine, Some(&late), None), deletes("p-late"));
@@ -234,7 +234,7 @@ fn a_deleted_machine_waits_for_its_pod() {
 }
 
 #[test]
-fn no_run_begins_before_the_pod_that_a_moved_vm_has_left_is_gone() {
+fn no_run_begins_before_the_old_pod_of_a_moved_vm_is_gone() {
     let mut machine = in_run("always_on", Some("p-3"), Some("Lost"));
     let left = pod_of(&machine, "p-2", |_| {});
     machine.status.as_mut().unwrap().migration = Some(crate::crd::Migration {
@@ -317,7 +317,7 @@ fn a_spec_that_vmmd_refuses_is_shown_and_makes_no_pod() {
 }
 
 #[test]
-fn a_spec_that_changes_before_the_pod_is_made_takes_another_number() {
+fn spec_change_before_the_pod_takes_another_number() {
     let mut machine = in_run("always_on", None, None);
     assert!(matches!(settle(machine.clone(), None, None).1, Act::CreatePod(_)));
     machine.spec.vm.insert("cpu".to_owned(), json!({"cores": 4}));
@@ -345,7 +345,7 @@ fn times_of_conditions_stay_as_long_as_their_status_does() {
 }
 
 #[test]
-fn a_pod_of_somebody_else_with_the_name_of_the_run_is_told_and_waited_for() {
+fn foreign_pod_with_the_name_of_the_run_is_reported() {
     let machine = in_run("always_on", None, None);
     let other: Pod = serde_json::from_value(json!({
         "metadata": {"name": "web-3", "uid": "p-9", "labels": {"app": "web"}},

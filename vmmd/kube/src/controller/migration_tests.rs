@@ -150,7 +150,7 @@ fn under_way() -> (VirtualMachine, Pod) {
 }
 
 #[test]
-fn an_eviction_is_the_deletion_of_a_pod_of_a_cordoned_node_or_what_the_api_says_is_one() {
+fn eviction_is_a_deletion_on_a_cordoned_node_or_by_condition() {
     let machine = running(|_| {});
     let live = source(&machine, |_| {});
     let going = source(&machine, evicted);
@@ -185,7 +185,7 @@ fn an_eviction_is_the_deletion_of_a_pod_of_a_cordoned_node_or_what_the_api_says_
 }
 
 #[test]
-fn the_number_is_spent_before_the_second_pod_is_made_and_the_run_keeps_its_own() {
+fn number_is_spent_before_the_second_pod_and_the_run_keeps_its() {
     let machine = running(|_| {});
     let going = source(&machine, evicted);
     let (machine, act) = settle(machine, Some(&going), None, 0);

@@ -164,7 +164,7 @@ async fn a_network_changes_while_vms_are_in_it() {
 }
 
 #[tokio::test]
-async fn an_answered_update_is_answered_the_same_by_the_next_daemon_and_takes_nothing_back() {
+async fn network_update_retry_gets_the_old_answer_and_reverts_nothing() {
     let (_namespace, mut daemon, _) = Daemon::with_networks(["lan"]).await;
     let request = v1::UpdateNetworkRequest {
         preconditions: generation(1),
@@ -196,7 +196,7 @@ async fn an_answered_update_is_answered_the_same_by_the_next_daemon_and_takes_no
 /// The daemon is killed while it changes the packet filter: the change is in the store but not on
 /// the node, and the caller has no answer.
 #[tokio::test]
-async fn an_update_that_the_daemon_did_not_survive_is_finished_by_its_retry_and_not_made_twice() {
+async fn interrupted_network_update_is_completed_once_by_its_retry() {
     let (namespace, mut daemon, _) = Daemon::with_networks(["lan"]).await;
     let masquerades = || namespace.run("nft list ruleset").contains("masquerade");
     // Stands for nft, and waits before it changes anything while there is a file `hold`. The daemon also lists chains with nft once it has started.

@@ -80,7 +80,7 @@ s.sendto(bytes.fromhex(sys.argv[1]), ('ff02::1', 0, 0, socket.if_nametoindex('et
 }
 
 #[tokio::test]
-async fn guests_make_ipv6_addresses_reach_each_other_and_the_outside_and_can_not_lie() {
+async fn guests_with_ipv6_reach_others_and_cannot_spoof() {
     let (namespace, world) = (Namespace::new(), Namespace::new());
     namespace.ip(&format!(
         "link add world type veth peer name eth0 netns {}",

@@ -102,7 +102,7 @@ impl Drop for Ear {
 }
 
 #[tokio::test]
-async fn what_is_no_nic_of_a_network_reaches_neither_its_guests_nor_the_node_over_its_bridge() {
+async fn foreign_port_of_a_bridge_reaches_neither_guests_nor_the_node() {
     let namespace = Namespace::new();
     let mut daemon = Daemon::in_network(&namespace.0).await;
     let made = daemon.make_network("lan", "10.80.0.0/24", NetworkMode::Nat).await;
@@ -276,7 +276,7 @@ async fn a_published_port_takes_nothing_away_that_the_node_serves() {
 }
 
 #[tokio::test]
-async fn a_guest_that_answers_dhcp_clients_is_not_heard_from_whichever_port_it_answers() {
+async fn dhcp_answers_of_a_guest_are_dropped_from_any_port() {
     let namespace = Namespace::new();
     let mut daemon = Daemon::in_network(&namespace.0).await;
     let spec = v1::NetworkSpec {
@@ -308,7 +308,7 @@ async fn a_guest_that_answers_dhcp_clients_is_not_heard_from_whichever_port_it_a
 }
 
 #[tokio::test]
-async fn a_routed_network_is_reached_by_other_routed_ones_and_the_world_but_by_none_with_nat() {
+async fn routed_network_is_reached_from_outside_but_not_from_nat() {
     let (namespace, world) = (Namespace::new(), Namespace::new());
     namespace.ip(&format!(
         "link add world type veth peer name eth0 netns {}",

@@ -169,7 +169,7 @@ async fn set_nic(daemon: &Daemon, attached: bool) -> Result<(), Status> {
 )]
 #[case::deletes_a_vm(Act::DeleteVm, &[STORE])]
 #[tokio::test]
-async fn a_daemon_that_is_killed_before_any_step_leaves_nothing_of_a_network(
+async fn daemon_that_is_killed_before_any_step_leaves_no_network(
     #[case] act: Act,
     #[case] expected: &[&str],
 ) {

@@ -171,7 +171,7 @@ async fn exported() -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn a_snapshot_goes_to_another_node_where_a_new_vm_goes_on_from_it() {
+async fn exported_snapshot_is_restored_as_a_new_vm_on_another_node() {
     let (here, there) = (Daemon::start().await, Daemon::start().await);
     with_disk(&here).await;
     let taken = here.snapshot("one", "web", true).await.unwrap();
@@ -236,7 +236,7 @@ async fn holes_stay_holes() {
 }
 
 #[tokio::test]
-async fn an_archive_that_was_cut_off_or_changed_is_refused_and_nothing_is_left() {
+async fn truncated_or_changed_archive_is_refused_and_leaves_nothing() {
     let archive = exported().await;
     let daemon = Daemon::start().await;
     let mut ends = vec![BEGIN];
@@ -268,7 +268,7 @@ async fn an_archive_that_was_cut_off_or_changed_is_refused_and_nothing_is_left()
 }
 
 #[tokio::test]
-async fn an_archive_that_says_what_can_not_be_is_refused_and_nothing_is_left() {
+async fn inconsistent_archive_is_refused_and_leaves_nothing() {
     let archive = exported().await;
     let daemon = Daemon::start().await;
     let with = |change: &dyn Fn(&mut Parts)| {
@@ -313,7 +313,7 @@ async fn an_archive_that_says_what_can_not_be_is_refused_and_nothing_is_left() {
 }
 
 #[tokio::test]
-async fn an_archive_for_which_there_is_no_room_is_refused_before_it_is_received() {
+async fn archive_without_disk_space_is_refused_before_its_data() {
     let mut parts = parts(&exported().await);
     // The last field of the record says how much room the files take: number 13, a varint.
     let record = &mut parts[0].1;
@@ -490,7 +490,7 @@ async fn images(daemon: &Daemon) -> ImageServiceClient<Channel> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_disk_that_is_an_overlay_of_an_image_gets_that_of_the_other_node() {
+async fn imported_overlay_uses_the_image_of_the_other_node() {
     let (here, there) = (Daemon::start().await, Daemon::start().await);
     import_image(&here, "base").await;
     let of_image = volume_spec::Source::Image(v1::ImageClone {

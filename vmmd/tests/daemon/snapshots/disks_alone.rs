@@ -46,7 +46,7 @@ async fn booted(daemon: &Daemon, vm: &str) {
 }
 
 #[tokio::test]
-async fn a_vm_that_runs_stands_still_for_its_disks_and_boots_from_them_later() {
+async fn running_vm_is_paused_for_its_disks_and_boots_from_them() {
     let daemon = Daemon::start().await;
     let image = with_disk(&daemon).await;
     let taken = daemon.disks_alone("one", true).await.unwrap();
@@ -105,7 +105,7 @@ async fn a_vm_that_is_paused_stays_so() {
 }
 
 #[tokio::test]
-async fn a_vm_that_is_stopped_does_not_start_before_its_disks_are_copied() {
+async fn stopped_vm_starts_only_after_its_disks_are_copied() {
     let daemon = Daemon::start().await;
     let image = with_disk(&daemon).await;
     daemon.kill_vm("web").await.unwrap();
@@ -144,7 +144,7 @@ async fn a_vm_that_is_stopped_does_not_start_before_its_disks_are_copied() {
 }
 
 #[tokio::test]
-async fn disks_that_another_vm_may_write_to_are_not_copied_as_if_nobody_did() {
+async fn disks_that_another_vm_may_write_to_are_not_copied() {
     let daemon = Daemon::start().await;
     with_disk(&daemon).await;
     daemon.kill_vm("web").await.unwrap();
@@ -163,7 +163,7 @@ async fn disks_that_another_vm_may_write_to_are_not_copied_as_if_nobody_did() {
 }
 
 #[tokio::test]
-async fn a_vm_without_disks_of_its_own_and_an_unknown_kind_are_refused() {
+async fn vm_without_own_disks_and_an_unknown_kind_are_refused() {
     let daemon = Daemon::start().await;
     daemon.run("web", "").await;
     let nothing = daemon.disks_alone("one", true).await.unwrap_err();
@@ -183,7 +183,7 @@ async fn a_vm_without_disks_of_its_own_and_an_unknown_kind_are_refused() {
 }
 
 #[tokio::test]
-async fn a_daemon_that_is_killed_while_a_vm_stands_still_leaves_it_running_and_no_snapshot() {
+async fn daemon_killed_during_a_disk_snapshot_leaves_the_vm_running() {
     let mut daemon = Daemon::start().await;
     with_disk_and(&daemon, "mock.save=stand").await;
     let mut client = daemon.snapshots().await;

@@ -78,7 +78,7 @@ fn full(image: &mut fs::File) {
 }
 
 #[tokio::test]
-async fn a_snapshot_that_may_take_more_room_than_is_left_is_refused_and_nothing_is_made() {
+async fn snapshot_above_the_quota_is_refused_and_leaves_nothing() {
     let mut daemon = Daemon::configured(MAX).await;
     with_image(&daemon, "", full).await;
     daemon.run("small", "").await;
@@ -115,7 +115,7 @@ async fn a_snapshot_that_may_take_more_room_than_is_left_is_refused_and_nothing_
 }
 
 #[tokio::test]
-async fn an_import_for_which_there_is_no_room_is_refused_and_nothing_is_made() {
+async fn import_above_the_quota_is_refused_and_leaves_nothing() {
     let mut daemon = Daemon::configured("[snapshots]\nmax_bytes = 1000000000\n").await;
     with_image(&daemon, "", full).await;
     daemon.snapshot("one", "web", true).await.unwrap();
@@ -135,7 +135,7 @@ async fn an_import_for_which_there_is_no_room_is_refused_and_nothing_is_made() {
 }
 
 #[tokio::test]
-async fn of_two_snapshots_at_once_for_which_there_is_room_for_one_only_one_is_taken() {
+async fn of_two_snapshots_with_quota_for_one_one_is_taken() {
     let daemon = Daemon::configured(MAX).await;
     let written = daemon.path("written");
     let mut taking = Vec::new();

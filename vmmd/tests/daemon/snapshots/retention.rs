@@ -43,7 +43,7 @@ impl Daemon {
 }
 
 #[tokio::test]
-async fn the_last_ones_stay_and_so_do_those_without_a_retention_and_of_others() {
+async fn retention_keeps_the_last_and_all_of_other_groups() {
     let daemon = Daemon::start().await;
     daemon.run("web", "").await;
     daemon.run("other", "").await;
@@ -128,7 +128,7 @@ async fn a_snapshot_that_is_exported_stays_until_the_next_time() {
 }
 
 #[tokio::test]
-async fn a_snapshot_that_is_restored_can_not_be_deleted_before_its_vm_runs() {
+async fn snapshot_cannot_be_deleted_during_its_restore() {
     let (daemon, _) = stopped_behind_its_snapshot().await;
     let waiting = daemon.restore_until("put-back", with_id()).await;
     let delete = || async {
@@ -149,7 +149,7 @@ async fn a_snapshot_that_is_restored_can_not_be_deleted_before_its_vm_runs() {
 }
 
 #[tokio::test]
-async fn a_daemon_that_is_killed_before_it_deletes_does_that_when_it_starts() {
+async fn expired_snapshot_is_deleted_by_the_next_daemon() {
     let mut daemon = Daemon::configured("[snapshots]\nmax_count_per_vm = 3\n").await;
     daemon.run("web", "").await;
     daemon.snapshot("by-hand", "web", false).await.unwrap();

@@ -32,7 +32,7 @@ async fn disks_come_and_go_with_the_spec_while_the_vm_runs() {
 }
 
 #[tokio::test]
-async fn a_disk_that_the_guest_keeps_is_pending_and_says_so_until_it_is_ejected() {
+async fn disk_that_the_guest_keeps_is_pending_until_it_is_ejected() {
     let mut daemon = Daemon::start().await;
     running_with_disk(&daemon, "mock.eject=ignore").await;
     let without = daemon.changed("web", |spec| drop(spec.disks.remove(0))).await;
@@ -131,7 +131,7 @@ async fn a_disk_that_comes_back_before_the_guest_ejected_it_stays() {
 }
 
 #[tokio::test]
-async fn of_several_changes_one_that_fails_is_told_and_the_others_are_made() {
+async fn failed_change_is_reported_and_the_others_are_made() {
     let daemon = Daemon::start().await;
     running_with_disk(&daemon, "mock.limit=refuse mock.bad=bad").await;
     let changed = daemon
@@ -158,7 +158,7 @@ async fn of_several_changes_one_that_fails_is_told_and_the_others_are_made() {
 }
 
 #[tokio::test]
-async fn an_update_that_waits_for_the_guest_is_in_nobodys_way_and_ends_with_the_vm() {
+async fn update_that_waits_for_the_guest_blocks_no_other() {
     let daemon = Daemon::start().await;
     running_with_disk(&daemon, "mock.eject=ignore").await;
     let without = daemon.changed("web", |spec| drop(spec.disks.remove(0))).await;
@@ -187,7 +187,7 @@ async fn an_update_that_waits_for_the_guest_is_in_nobodys_way_and_ends_with_the_
 }
 
 #[tokio::test]
-async fn without_a_wait_an_update_is_answered_when_the_machine_has_been_asked() {
+async fn update_without_wait_is_answered_after_the_request() {
     let daemon = Daemon::start().await;
     running_with_disk(&daemon, "mock.eject=ignore").await;
     let without = daemon.changed("web", |spec| drop(spec.disks.remove(0))).await;

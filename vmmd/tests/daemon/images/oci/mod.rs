@@ -49,7 +49,7 @@ async fn content_digest(daemon: &Daemon, name: &str, layers: &[u8]) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_image_of_a_registry_is_imported_by_tag_and_by_digest_and_kept_once() {
+async fn registry_image_is_imported_by_tag_and_digest_and_kept_once() {
     let (daemon, registry) = (Daemon::start().await, Registry::start(false));
     let layers = [layer(&content()), layer(b"more")];
     let pushed = Image::new(&native(), layers.to_vec());
@@ -83,7 +83,7 @@ async fn an_image_of_a_registry_is_imported_by_tag_and_by_digest_and_kept_once()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_a_registry_does_not_have_or_has_otherwise_is_refused_and_leaves_nothing() {
+async fn unusable_registry_content_is_refused_and_leaves_nothing() {
     let (daemon, registry) = (Daemon::start().await, Registry::start(false));
     let pushed = Image::new(&native(), vec![layer(&content())]);
     registry.push("debian", "13", &pushed).await;
@@ -158,7 +158,7 @@ async fn a_manifest_or_layer_with_another_digest_is_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_image_of_the_nodes_platform_or_the_one_that_is_asked_for_is_taken() {
+async fn image_of_the_nodes_or_the_requested_platform_is_taken() {
     let (daemon, registry) = (Daemon::start().await, Registry::start(false));
     let images = [native(), "s390x".to_owned()].map(|architecture| {
         (
@@ -207,7 +207,7 @@ async fn the_image_of_the_nodes_platform_or_the_one_that_is_asked_for_is_taken()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_registry_that_asks_for_a_password_gets_it_and_nobody_else_does() {
+async fn registry_password_is_sent_to_its_registry_only() {
     let (daemon, registry) = (Daemon::with_log("").await, Registry::start(true));
     let pushed = Image::new(&native(), vec![layer(&content())]);
     registry.push("debian", "13", &pushed).await;
@@ -354,7 +354,7 @@ async fn a_killed_daemons_import_goes_on_in_the_middle_of_a_layer() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_import_whose_password_was_sealed_with_another_key_fails_with_that_reason() {
+async fn import_with_a_password_of_another_key_fails_with_a_reason() {
     let (mut daemon, registry) = (Daemon::start().await, Registry::start(true));
     registry
         .push("debian", "13", &Image::new(&native(), vec![layer(&content())]))
@@ -454,7 +454,7 @@ fn of_layout(name: &str, path: &Path, reference: &str) -> v1::Image {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_image_of_a_folder_is_imported_by_tag_and_digest_and_a_damaged_one_is_refused() {
+async fn image_layout_is_imported_and_a_damaged_one_is_refused() {
     let folder = tempfile::Builder::new()
         .prefix("vmmd")
         .tempdir_in("/tmp")
@@ -500,7 +500,7 @@ async fn an_image_of_a_folder_is_imported_by_tag_and_digest_and_a_damaged_one_is
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_disk_in_the_layers_is_the_image_and_a_hostile_layer_is_refused() {
+async fn disk_in_layers_is_the_image_and_hostile_layers_are_refused() {
     let daemon = with_converter().await;
     let registry = Registry::start(false);
     registry
