@@ -4,14 +4,14 @@ use std::{fs, time::Duration};
 
 use rstest::rstest;
 use rustix::process::{Signal, kill_process};
+use tokio::task::JoinHandle;
 use tonic::{Code, Status};
-use tonic_types::StatusExt;
-use vmmd_api::v1::{self, AttachmentPhase, ConditionStatus, DiskFormat, DiskSpec, VmPhase};
+use vmmd_api::v1::{self, AttachmentPhase, DiskSpec, VmPhase};
 
 use crate::{
     console::Client,
-    harness::{Daemon, refusal, status, vm_pid},
-    migration::within,
+    harness::{Daemon, assert_refused, assert_says, refusal, status, vm_pid},
+    verbs::{fields, raw_file},
 };
 
 pub fn disk(daemon: &Daemon, name: &str) -> DiskSpec {
@@ -19,12 +19,7 @@ pub fn disk(daemon: &Daemon, name: &str) -> DiskSpec {
     if !path.exists() {
         fs::write(&path, [0; 4096]).unwrap();
     }
-    DiskSpec {
-        name: name.into(),
-        source: Some(v1::disk_spec::Source::Path(path.to_str().unwrap().into())),
-        format: DiskFormat::Raw.into(),
-        ..Default::default()
-    }
+    raw_file(name, &path)
 }
 
 impl Daemon {
@@ -51,6 +46,26 @@ impl Daemon {
         Ok(self.client().detach_disk(request).await?.into_inner().vm.unwrap())
     }
 
+    fn begin_attach(&self, vm: &str, disk: DiskSpec) -> JoinHandle<Result<(), Status>> {
+        let mut client = self.client();
+        let request = v1::AttachDiskRequest {
+            vm: vm.into(),
+            disk: Some(disk),
+            ..Default::default()
+        };
+        tokio::spawn(async move { client.attach_disk(request).await.map(drop) })
+    }
+
+    fn begin_detach(&self, vm: &str, disk: &str) -> JoinHandle<Result<(), Status>> {
+        let mut client = self.client();
+        let request = v1::DetachDiskRequest {
+            vm: vm.into(),
+            disk: disk.into(),
+            ..Default::default()
+        };
+        tokio::spawn(async move { client.detach_disk(request).await.map(drop) })
+    }
+
     /// Names of the disks that the `vmm` reports.
     pub async fn plugged(&self, vm: &str) -> Vec<String> {
         let stats = self.stats(vm).await.unwrap();
@@ -75,7 +90,7 @@ pub fn names(vm: &v1::Vm) -> Vec<&str> {
     disks.iter().map(|disk| disk.name.as_str()).collect()
 }
 
-fn generations(vm: &v1::Vm) -> (u64, u64) {
+pub fn generations(vm: &v1::Vm) -> (u64, u64) {
     (
         vm.metadata.as_ref().unwrap().generation,
         status(vm).observed_generation,
@@ -159,7 +174,7 @@ async fn other_disk_of_a_used_name_is_refused_same_disk_is_accepted() {
         ..disk(&daemon, "data")
     };
     let refused = daemon.attach("web", other).await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::AlreadyExists, "DISK_EXISTS".into()));
+    assert_refused(&refused, Code::AlreadyExists, "DISK_EXISTS");
     // The serial that it would have anyway is the same disk.
     let same = DiskSpec {
         serial: "data".into(),
@@ -184,8 +199,7 @@ async fn a_wrong_disk_is_refused_by_field_and_changes_nothing(
     change(&mut wrong);
     let refused = daemon.attach("web", wrong).await.unwrap_err();
     assert_eq!(refused.code(), Code::InvalidArgument);
-    let details = refused.get_error_details();
-    assert_eq!(details.bad_request().unwrap().field_violations[0].field, field);
+    assert_eq!(fields(&refused), [field]);
     let vm = daemon.get("web").await.unwrap();
     assert_eq!((names(&vm).len(), generations(&vm)), (0, (1, 1)));
 }
@@ -207,36 +221,13 @@ async fn a_disk_that_cannot_be_plugged_in_leaves_the_spec(
         fs::remove_file(daemon.path("data.raw")).unwrap();
     }
     let refused = daemon.attach("web", data).await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::FailedPrecondition, reason.into()));
-    assert!(refused.message().contains(words), "{}", refused.message());
-    assert!(refused.message().contains("\"data\""), "{}", refused.message());
+    assert_refused(&refused, Code::FailedPrecondition, reason);
+    assert_says(&refused, words);
+    assert_says(&refused, "\"data\"");
     let vm = daemon.get("web").await.unwrap();
     assert_eq!((names(&vm).len(), status(&vm).disks.len()), (0, 0));
     let (generation, observed) = generations(&vm);
     assert_eq!(generation, observed);
-}
-
-#[tokio::test]
-async fn a_disk_of_another_running_vm_is_refused_with_its_name() {
-    let daemon = Daemon::start().await;
-    daemon.run("first", "").await;
-    daemon.run("second", "").await;
-    daemon.attach("first", disk(&daemon, "data")).await.unwrap();
-    let refused = daemon.attach("second", disk(&daemon, "data")).await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::FailedPrecondition, "DISK_IN_USE".into())
-    );
-    assert!(
-        refused.message().contains("in use by VM \"first\""),
-        "{}",
-        refused.message()
-    );
-    daemon.detach("first", "data", 5000, false).await.unwrap();
-    daemon
-        .attach("second", disk(&daemon, "data"))
-        .await
-        .expect("it is free again");
 }
 
 #[tokio::test]
@@ -250,10 +241,7 @@ async fn there_is_room_for_sixty_four_disks_and_then_a_clear_error() {
             .unwrap();
     }
     let refused = daemon.attach("web", disk(&daemon, "more")).await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::ResourceExhausted, "NO_FREE_SLOT".into())
-    );
+    assert_refused(&refused, Code::ResourceExhausted, "NO_FREE_SLOT");
     daemon.detach("web", "d7", 5000, false).await.unwrap();
     let vm = daemon.attach("web", disk(&daemon, "more")).await.unwrap();
     assert_eq!(status(&vm).disks.last().unwrap().pci_slot, Some(17));
@@ -265,10 +253,7 @@ async fn a_guest_that_keeps_a_disk_has_it_until_it_is_forced() {
     daemon.run("web", "mock.eject=ignore").await;
     daemon.attach("web", disk(&daemon, "data")).await.unwrap();
     let refused = daemon.detach("web", "data", 100, false).await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::DeadlineExceeded, "EJECT_TIMEOUT".into())
-    );
+    assert_refused(&refused, Code::DeadlineExceeded, "EJECT_TIMEOUT");
     let vm = daemon.get("web").await.unwrap();
     let told = &status(&vm).disks[0];
     assert_eq!(told.phase(), AttachmentPhase::Attached);
@@ -323,19 +308,11 @@ async fn a_wait_for_the_guest_is_in_nobodys_way() {
     daemon.run("web", "mock.eject=ignore").await;
     daemon.attach("web", disk(&daemon, "data")).await.unwrap();
     let detaching = tokio::join!(daemon.detach("web", "data", 3_600_000, false), async {
-        daemon
-            .wait("web", |status| {
-                phase(status, "data") == Some(AttachmentPhase::Detaching)
-            })
-            .await;
+        daemon.wait_disk("web", "data", AttachmentPhase::Detaching).await;
         daemon.attach("web", disk(&daemon, "other")).await.unwrap();
-        let request = v1::PauseVmRequest {
-            name: "web".into(),
-            ..Default::default()
-        };
-        daemon.client().pause_vm(request).await.unwrap();
+        daemon.pause("web").await.unwrap();
         let again = daemon.attach("web", disk(&daemon, "data")).await.unwrap_err();
-        assert_eq!(refusal(&again), (Code::FailedPrecondition, "BUSY".into()));
+        assert_refused(&again, Code::FailedPrecondition, "BUSY");
         assert_eq!(daemon.list().await.len(), 1);
         daemon.kill_vm("web").await.unwrap();
     });
@@ -351,19 +328,11 @@ async fn force_takes_over_a_detach_under_way_and_both_are_answered() {
     let (patient, joined, forced) = tokio::join!(
         daemon.detach("web", "data", 3_600_000, false),
         async {
-            daemon
-                .wait("web", |status| {
-                    phase(status, "data") == Some(AttachmentPhase::Detaching)
-                })
-                .await;
+            daemon.wait_disk("web", "data", AttachmentPhase::Detaching).await;
             daemon.detach("web", "data", 1, false).await
         },
         async {
-            daemon
-                .wait("web", |status| {
-                    phase(status, "data") == Some(AttachmentPhase::Detaching)
-                })
-                .await;
+            daemon.wait_disk("web", "data", AttachmentPhase::Detaching).await;
             daemon.detach("web", "data", 100, true).await
         }
     );
@@ -386,11 +355,7 @@ async fn a_lost_event_does_not_hide_that_a_disk_is_gone() {
 async fn a_paused_vm_takes_disks_and_gives_them_back_by_force_only() {
     let daemon = Daemon::start().await;
     daemon.run("web", "").await;
-    let request = v1::PauseVmRequest {
-        name: "web".into(),
-        ..Default::default()
-    };
-    daemon.client().pause_vm(request).await.unwrap();
+    daemon.pause("web").await.unwrap();
     let vm = daemon.attach("web", disk(&daemon, "data")).await.unwrap();
     assert_eq!(status(&vm).phase(), VmPhase::Paused);
     let refused = daemon.detach("web", "data", 100, false).await.unwrap_err();
@@ -401,22 +366,11 @@ async fn a_paused_vm_takes_disks_and_gives_them_back_by_force_only() {
 #[tokio::test]
 async fn a_vm_on_its_way_up_or_down_takes_no_disks() {
     let daemon = Daemon::start().await;
-    daemon
-        .create(daemon.manifest("up", "mock.boot=hang"))
-        .await
-        .unwrap();
-    let mut client = daemon.client();
-    let start = tokio::spawn(async move {
-        client
-            .start_vm(v1::StartVmRequest {
-                name: "up".into(),
-                ..Default::default()
-            })
-            .await
-    });
+    daemon.define("up", "mock.boot=hang").await;
+    let start = daemon.begin_start("up");
     daemon.wait_phase("up", VmPhase::Starting).await;
     let refused = daemon.attach("up", disk(&daemon, "data")).await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::FailedPrecondition, "BUSY".into()));
+    assert_refused(&refused, Code::FailedPrecondition, "BUSY");
     daemon.kill_vm("up").await.unwrap();
     assert!(start.await.unwrap().is_err());
 
@@ -428,9 +382,9 @@ async fn a_vm_on_its_way_up_or_down_takes_no_disks() {
         refused
     });
     stopped.unwrap();
-    assert_eq!(refusal(&refused), (Code::FailedPrecondition, "BUSY".into()));
+    assert_refused(&refused, Code::FailedPrecondition, "BUSY");
     let missing = daemon.detach("down", "none", 0, false).await.unwrap_err();
-    assert_eq!(refusal(&missing), (Code::NotFound, "DISK_NOT_FOUND".into()));
+    assert_refused(&missing, Code::NotFound, "DISK_NOT_FOUND");
 }
 
 /// The daemon is killed before or after the `vmm` has carried out the request. The next daemon
@@ -442,20 +396,8 @@ async fn a_vm_on_its_way_up_or_down_takes_no_disks() {
 async fn interrupted_attach_ends_as_the_vmm_has_it(#[case] options: &str, #[case] expected: usize) {
     let mut daemon = Daemon::start().await;
     let pid = vm_pid(&daemon.run("web", options).await);
-    let (mut client, data) = (daemon.client(), disk(&daemon, "data"));
-    let attach = tokio::spawn(async move {
-        let request = v1::AttachDiskRequest {
-            vm: "web".into(),
-            disk: Some(data),
-            ..Default::default()
-        };
-        client.attach_disk(request).await
-    });
-    daemon
-        .wait("web", |status| {
-            phase(status, "data") == Some(AttachmentPhase::InProgress)
-        })
-        .await;
+    let attach = daemon.begin_attach("web", disk(&daemon, "data"));
+    daemon.wait_disk("web", "data", AttachmentPhase::InProgress).await;
     while daemon.plugged("web").await.len() < expected {}
     daemon.kill_and_restart().await;
     assert!(attach.await.unwrap().is_err());
@@ -479,20 +421,8 @@ async fn interrupted_detach_ends_as_the_vmm_has_it(#[case] ejected: bool) {
     let mut daemon = Daemon::start().await;
     let vm = daemon.run("web", "mock.eject=ignore").await;
     daemon.attach("web", disk(&daemon, "data")).await.unwrap();
-    let mut client = daemon.client();
-    let detach = tokio::spawn(async move {
-        let request = v1::DetachDiskRequest {
-            vm: "web".into(),
-            disk: "data".into(),
-            ..Default::default()
-        };
-        client.detach_disk(request).await
-    });
-    daemon
-        .wait("web", |status| {
-            phase(status, "data") == Some(AttachmentPhase::Detaching)
-        })
-        .await;
+    let detach = daemon.begin_detach("web", "data");
+    daemon.wait_disk("web", "data", AttachmentPhase::Detaching).await;
     let socket = daemon.path(&format!("run/vms/{}/console.sock", crate::harness::uid(&vm)));
     daemon.kill();
     if ejected {
@@ -527,9 +457,7 @@ async fn detach_that_a_deletion_ends_is_answered_after_the_write() {
     daemon.attach("web", disk(&daemon, "data")).await.unwrap();
     let detach = daemon.detach("web", "data", 60_000, false);
     tokio::pin!(detach);
-    let detaching = daemon.wait("web", |status| {
-        phase(status, "data") == Some(AttachmentPhase::Detaching)
-    });
+    let detaching = daemon.wait_disk("web", "data", AttachmentPhase::Detaching);
     tokio::select! {
         answer = &mut detach => panic!("{answer:?}"),
         _ = detaching => {}
@@ -544,11 +472,10 @@ async fn detach_that_a_deletion_ends_is_answered_after_the_write() {
         };
         client.delete_vm(request).await
     });
-    let held = daemon.path("run/fault/ended");
-    within(async || held.with_extension("reached").exists().then_some(())).await;
+    daemon.reached("ended").await;
     assert_eq!(daemon.vmm_processes(), [], "its process has ended");
     daemon.arm_in("state", "store-hangs");
-    fs::remove_file(held).unwrap();
+    daemon.release("ended");
     let answer = tokio::time::timeout(Duration::from_secs(2), &mut detach).await;
     assert!(answer.is_err(), "{answer:?}");
     fs::remove_file(daemon.path("state/fault/store-hangs")).unwrap();
@@ -564,28 +491,15 @@ async fn a_daemon_killed_at_any_moment_of_attach_and_detach_converges() {
     daemon.run("web", "").await;
     for round in 0..16_u64 {
         let name = format!("d{}", round / 2);
-        let (mut client, data) = (daemon.client(), disk(&daemon, &name));
-        let under_way = tokio::spawn(async move {
-            if round % 2 == 0 {
-                let request = v1::AttachDiskRequest {
-                    vm: "web".into(),
-                    disk: Some(data),
-                    ..Default::default()
-                };
-                drop(client.attach_disk(request).await);
-            } else {
-                let request = v1::DetachDiskRequest {
-                    vm: "web".into(),
-                    disk: name,
-                    ..Default::default()
-                };
-                drop(client.detach_disk(request).await);
-            }
-        });
+        let under_way = if round % 2 == 0 {
+            daemon.begin_attach("web", disk(&daemon, &name))
+        } else {
+            daemon.begin_detach("web", &name)
+        };
         // Not a wait for something: the moment of the kill is what varies.
         tokio::time::sleep(Duration::from_micros(round * 900)).await;
         daemon.kill_and_restart().await;
-        under_way.await.unwrap();
+        drop(under_way.await.unwrap());
         // Known capacities mean that the new daemon has completed its first query of the vmm.
         let settled = |status: &v1::VmStatus| {
             let mut disks = status.disks.iter();
@@ -602,11 +516,7 @@ async fn an_attach_that_hangs_ends_with_the_vm_and_leaves_no_disk() {
     let daemon = Daemon::start().await;
     daemon.run("web", "mock.attach=hang").await;
     let (attach, ()) = tokio::join!(daemon.attach("web", disk(&daemon, "data")), async {
-        daemon
-            .wait("web", |status| {
-                phase(status, "data") == Some(AttachmentPhase::InProgress)
-            })
-            .await;
+        daemon.wait_disk("web", "data", AttachmentPhase::InProgress).await;
         daemon.kill_vm("web").await.unwrap();
     });
     // The daemon may first notice the broken connection, or the end of the process.
@@ -621,10 +531,11 @@ async fn an_attach_that_hangs_ends_with_the_vm_and_leaves_no_disk() {
 #[tokio::test]
 async fn a_vmm_that_does_not_know_of_disks_is_driven_as_before() {
     let mut daemon = Daemon::start().await;
-    let mut vm = daemon.manifest("old", "mock.stats=refuse");
-    vm.spec.as_mut().unwrap().disks = vec![disk(&daemon, "root")];
-    daemon.create(vm).await.unwrap();
-    daemon.start_vm("old").await.unwrap();
+    daemon
+        .run_with("old", "mock.stats=refuse", |spec| {
+            spec.disks = vec![disk(&daemon, "root")];
+        })
+        .await;
     daemon.kill_and_restart().await;
     let vm = daemon.get("old").await.unwrap();
     assert_eq!(phase(status(&vm), "root"), Some(AttachmentPhase::Attached));
@@ -639,14 +550,10 @@ async fn a_vmm_that_does_not_answer_is_not_asked_for_disks() {
     kill_process(stuck, Signal::STOP).unwrap();
     daemon.kill_and_restart().await;
     let refused = daemon.attach("web", disk(&daemon, "data")).await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::Unavailable, "VMM_UNRESPONSIVE".into()));
+    assert_refused(&refused, Code::Unavailable, "VMM_UNRESPONSIVE");
     assert_eq!(names(&daemon.get("web").await.unwrap()).len(), 0);
     kill_process(stuck, Signal::CONT).unwrap();
-    daemon
-        .wait("web", |status| {
-            status.conditions[0].status() == ConditionStatus::True
-        })
-        .await;
+    daemon.wait_ready("web").await;
     daemon.attach("web", disk(&daemon, "data")).await.unwrap();
 }
 
@@ -693,8 +600,7 @@ async fn disk_the_spec_needs_meanwhile_stays_after_its_detach() {
     let spec = vm.spec.as_mut().unwrap();
     let linux = daemon.manifest("web", "mock.eject=ignore").spec.unwrap().boot;
     let from_disk = std::mem::replace(&mut spec.boot, linux);
-    daemon.create(vm).await.unwrap();
-    let running = daemon.start_vm("web").await.unwrap();
+    let running = daemon.run_vm(vm).await;
     let (detached, ()) = tokio::join!(daemon.detach("web", "root", 3_600_000, false), async {
         let detaching = |status: &v1::VmStatus| phase(status, "root") == Some(AttachmentPhase::Detaching);
         daemon.wait("web", detaching).await;
@@ -702,7 +608,7 @@ async fn disk_the_spec_needs_meanwhile_stays_after_its_detach() {
         crate::policies::end(&daemon, &running, "eject root");
     });
     let refused = detached.unwrap_err();
-    assert!(refused.message().contains("spec.boot.fromDisk"), "{refused}");
+    assert_says(&refused, "spec.boot.fromDisk");
     let vm = daemon.get("web").await.unwrap();
     assert_eq!(names(&vm), ["root"]);
     assert_eq!(phase(status(&vm), "root"), Some(AttachmentPhase::Pending));
@@ -723,9 +629,6 @@ async fn disk_without_a_file_is_not_attached_to_a_stopped_vm() {
     let missing = disk(&daemon, "data");
     fs::remove_file(daemon.path("data.raw")).unwrap();
     let refused = daemon.attach("web", missing).await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::FailedPrecondition, "DISK_NOT_FOUND".into())
-    );
+    assert_refused(&refused, Code::FailedPrecondition, "DISK_NOT_FOUND");
     assert_eq!(names(&daemon.get("web").await.unwrap()).len(), 0);
 }

@@ -3,22 +3,13 @@
 use std::fs;
 
 use rstest::rstest;
-use tonic::{Code, Status};
-use tonic_types::StatusExt;
-use vmmd_api::v1::{self, DiskFormat, DiskSpec, NicSpec, VmPhase, nic_spec::Attachment};
+use tonic::Code;
+use vmmd_api::v1::{self, DiskSpec, VmPhase};
 
-use crate::harness::{Daemon, refusal, status};
-
-fn fields(status: &Status) -> Vec<String> {
-    let details = status.get_error_details();
-    let bad = details
-        .bad_request()
-        .unwrap_or_else(|| panic!("no fields in {status:?}"));
-    bad.field_violations
-        .iter()
-        .map(|violation| violation.field.clone())
-        .collect()
-}
+use crate::{
+    harness::{Daemon, assert_refused, assert_says, refusal, status},
+    verbs::{exit_reason, fields, raw_file},
+};
 
 fn spec(vm: &mut v1::Vm) -> &mut v1::VmSpec {
     vm.spec.as_mut().unwrap()
@@ -32,20 +23,7 @@ fn linux(vm: &mut v1::Vm) -> &mut v1::LinuxBoot {
 }
 
 fn disk(path: &str) -> DiskSpec {
-    DiskSpec {
-        name: "root".into(),
-        source: Some(v1::disk_spec::Source::Path(path.into())),
-        format: DiskFormat::Raw.into(),
-        ..Default::default()
-    }
-}
-
-fn nic(bridge: &str) -> NicSpec {
-    NicSpec {
-        name: "eth0".into(),
-        attachment: Some(Attachment::Bridge(bridge.into())),
-        ..NicSpec::default()
-    }
+    raw_file("root", path.as_ref())
 }
 
 #[rstest]
@@ -55,6 +33,9 @@ fn nic(bridge: &str) -> NicSpec {
 #[case::status(|vm: &mut v1::Vm| vm.status = Some(v1::VmStatus::default()), "status")]
 #[case::uid(|vm: &mut v1::Vm| vm.metadata.as_mut().unwrap().uid = "x".into(), "metadata.uid")]
 #[case::relative_path(|vm: &mut v1::Vm| linux(vm).kernel = "vmlinuz".into(), "spec.boot.linux.kernel")]
+#[case::run_policy(|vm: &mut v1::Vm| spec(vm).run_policy = 77, "spec.runPolicy")]
+#[case::crash_policy(|vm: &mut v1::Vm| spec(vm).on_crash = 77, "spec.onCrash")]
+#[case::clock(|vm: &mut v1::Vm| spec(vm).clock = Some(v1::ClockSpec { on_resume: 77 }), "spec.clock.onResume")]
 #[case::no_spec(|vm: &mut v1::Vm| vm.spec = None, "spec")]
 #[tokio::test]
 async fn a_manifest_with_a_wrong_field_is_refused_by_the_fields_path(
@@ -113,12 +94,12 @@ async fn a_file_that_cannot_be_used_is_named(
             ..Default::default()
         };
         let refused = daemon.client().create_vm(request).await.unwrap_err();
-        assert_eq!(refusal(&refused), (Code::FailedPrecondition, reason.into()));
+        assert_refused(&refused, Code::FailedPrecondition, reason);
         assert!(daemon.list().await.is_empty());
     }
     daemon.create(vm).await.unwrap();
     let refused = daemon.start_vm("web").await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::FailedPrecondition, reason.into()));
+    assert_refused(&refused, Code::FailedPrecondition, reason);
     let failed = daemon.get("web").await.unwrap();
     assert_eq!(
         (status(&failed).phase(), &status(&failed).message[..]),
@@ -133,17 +114,7 @@ async fn a_file_that_cannot_be_used_is_named(
 #[tokio::test]
 async fn more_memory_than_the_node_has_is_refused() {
     let daemon = Daemon::start().await;
-    let node = daemon
-        .nodes()
-        .await
-        .get_node(v1::GetNodeRequest {})
-        .await
-        .unwrap()
-        .into_inner()
-        .node
-        .unwrap()
-        .status
-        .unwrap();
+    let node = daemon.node().await.status.unwrap();
     // As many of the largest VMs as are too much together.
     let size = (node.memory_bytes / 2 + (2 << 20)).min(16 << 30) & !((2 << 20) - 1);
     let count = node.memory_bytes / size + 1;
@@ -156,10 +127,7 @@ async fn more_memory_than_the_node_has_is_refused() {
         daemon.start_vm(&format!("vm{index}")).await.unwrap();
     }
     let refused = daemon.start_vm(&format!("vm{}", count - 1)).await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::ResourceExhausted, "INSUFFICIENT_MEMORY".into())
-    );
+    assert_refused(&refused, Code::ResourceExhausted, "INSUFFICIENT_MEMORY");
     let message = refused.message();
     // Not now: others have it.
     assert!(
@@ -175,10 +143,7 @@ async fn more_memory_than_the_node_has_is_refused() {
         let mut vm = daemon.manifest("huge", "");
         spec(&mut vm).memory.as_mut().unwrap().size_bytes = 16 << 30;
         let refused = daemon.create(vm).await.unwrap_err();
-        assert_eq!(
-            refusal(&refused),
-            (Code::FailedPrecondition, "INSUFFICIENT_MEMORY".into())
-        );
+        assert_refused(&refused, Code::FailedPrecondition, "INSUFFICIENT_MEMORY");
         let message = refused.message();
         assert!(
             message.contains("never fits") && !message.contains("others"),
@@ -200,34 +165,12 @@ async fn disk_in_use_by_another_vm_is_refused_with_its_name() {
     daemon.start_vm("first").await.unwrap();
     for _ in 0..2 {
         let refused = daemon.start_vm("second").await.unwrap_err();
-        assert_eq!(
-            refusal(&refused),
-            (Code::FailedPrecondition, "DISK_IN_USE".into())
-        );
-        assert!(
-            refused.message().contains("in use by VM \"first\""),
-            "{}",
-            refused.message()
-        );
+        assert_refused(&refused, Code::FailedPrecondition, "DISK_IN_USE");
+        assert_says(&refused, "in use by VM \"first\"");
         daemon.kill_and_restart().await;
     }
     daemon.kill_vm("first").await.unwrap();
     daemon.start_vm("second").await.expect("the disk is free again");
-}
-
-#[tokio::test]
-async fn a_bridge_that_does_not_exist_or_is_none_is_named() {
-    let daemon = Daemon::start().await;
-    for (name, bridge, reason) in [
-        ("a", "nobridge0", "BRIDGE_NOT_FOUND"),
-        ("b", "lo", "NOT_A_BRIDGE"),
-    ] {
-        let mut vm = daemon.manifest(name, "");
-        spec(&mut vm).nics = vec![nic(bridge)];
-        let refused = daemon.create(vm).await.unwrap_err();
-        assert_eq!(refusal(&refused), (Code::FailedPrecondition, reason.into()));
-    }
-    assert!(daemon.vmm_processes().is_empty() && daemon.cgroups().is_empty());
 }
 
 #[rstest]
@@ -242,18 +185,12 @@ async fn what_the_vmm_refuses_is_passed_on_and_nothing_is_left(
     #[case] words: &str,
 ) {
     let daemon = Daemon::start().await;
-    daemon
-        .create(daemon.manifest("web", &format!("mock.boot={how}")))
-        .await
-        .unwrap();
+    daemon.define("web", &format!("mock.boot={how}")).await;
     let refused = daemon.start_vm("web").await.unwrap_err();
     assert_eq!(refusal(&refused), (code, reason.into()));
-    assert!(refused.message().contains(words), "{}", refused.message());
+    assert_says(&refused, words);
     let failed = daemon.get("web").await.unwrap();
-    assert_eq!(
-        status(&failed).last_exit.as_ref().unwrap().reason(),
-        v1::ExitReason::StartFailed
-    );
+    assert_eq!(exit_reason(&failed), v1::ExitReason::StartFailed);
     assert!(daemon.vmm_processes().is_empty() && daemon.cgroups().is_empty());
     assert_eq!(fs::read_dir(daemon.path("run/vms")).unwrap().count(), 0);
 }
@@ -272,22 +209,11 @@ async fn an_unknown_vm_is_not_found_whatever_is_asked() {
 }
 
 #[tokio::test]
-async fn a_second_vm_of_the_same_name_is_refused() {
-    let daemon = Daemon::start().await;
-    daemon.create(daemon.manifest("web", "")).await.unwrap();
-    let refused = daemon.create(daemon.manifest("web", "")).await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::AlreadyExists, "VM_EXISTS".into()));
-}
-
-#[tokio::test]
 async fn a_missing_vmm_program_is_said() {
     let daemon = Daemon::configured("vmm = '/nonexistent/vmm'\n").await;
     daemon.create(daemon.manifest("web", "")).await.unwrap();
     let refused = daemon.start_vm("web").await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::FailedPrecondition, "VMM_NOT_FOUND".into())
-    );
+    assert_refused(&refused, Code::FailedPrecondition, "VMM_NOT_FOUND");
     assert!(
         !refused.message().contains("/nonexistent"),
         "a host path: {}",
@@ -304,8 +230,5 @@ async fn a_grace_period_out_of_range_is_refused() {
         .await
         .unwrap_err();
     assert_eq!(fields(&refused), ["gracePeriod"]);
-    assert_eq!(
-        status(&daemon.get("web").await.unwrap()).phase(),
-        VmPhase::Running
-    );
+    assert_eq!(daemon.phase("web").await, VmPhase::Running);
 }

@@ -23,8 +23,9 @@ use vmmd_api::v1::{self, VmPhase};
 use crate::{
     console::Client,
     disks::{copy_disk, raw},
-    harness::{Daemon, MANY_USERS, PATIENCE, connect, refusal, status, uid, vm_pid},
+    harness::{Daemon, MANY_USERS, PATIENCE, assert_refused, connect, refusal, status, uid, vm_pid},
     shares::{self, OWNER},
+    verbs::raw_file,
 };
 
 /// A file system over a folder whose server never answers. On drop it is unmounted, and all its
@@ -53,6 +54,16 @@ impl Dead {
         }
     }
 
+    /// In `nfs` of the daemon's folder, for the users of VMs; it answers to the mount.
+    fn of(daemon: &Daemon) -> Self {
+        fs::set_permissions(daemon.folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        let folder = daemon.path("nfs");
+        fs::create_dir(&folder).unwrap();
+        let mut dead = Self::over(&folder);
+        dead.greet();
+        dead
+    }
+
     /// Answers as a working server (`struct fuse_init_out`, Linux's uapi/linux/fuse.h), so that
     /// further requests go to the server. A process that waits for an answer to a sent request is
     /// not killable.
@@ -66,6 +77,16 @@ impl Dead {
         // The largest write, after the readahead and the flags, of which there are none.
         reply[36..40].copy_from_slice(&4096_u32.to_le_bytes());
         self.server.write_all(&reply).unwrap();
+    }
+
+    /// Has the `vmm` of "web" wait for this file system.
+    async fn stick(&mut self, daemon: &Daemon) -> Client {
+        let mut console = Client::open(daemon, "web").await;
+        let words = format!("stick {}/file\n", self.path.display());
+        console.type_in(&words).await;
+        console.expect("stuck").await;
+        self.request();
+        console
     }
 
     /// The next request of the kernel, which is left as it is.
@@ -84,14 +105,7 @@ impl Drop for Dead {
 }
 
 fn with_disk(daemon: &Daemon, name: &str, path: &Path) -> v1::Vm {
-    let mut vm = daemon.manifest(name, "");
-    vm.spec.as_mut().unwrap().disks.push(v1::DiskSpec {
-        name: "root".into(),
-        source: Some(v1::disk_spec::Source::Path(path.to_str().unwrap().into())),
-        format: v1::DiskFormat::Raw.into(),
-        ..Default::default()
-    });
-    vm
+    daemon.manifest_with(name, "", |spec| spec.disks.push(raw_file("root", path)))
 }
 
 #[tokio::test]
@@ -139,29 +153,16 @@ async fn a_dead_file_system_delays_only_its_own_vms() {
         daemon.create(vm).await.unwrap();
     }
     let dead = Dead::over(&folder);
-    let mut starts = tokio::task::JoinSet::new();
-    for number in 0..HUNG {
-        let mut client = daemon.client();
-        let request = v1::StartVmRequest {
-            name: format!("hung{number}"),
-            ..Default::default()
-        };
-        starts.spawn(async move { client.start_vm(request).await });
-    }
+    let start = |number| daemon.begin_start(&format!("hung{number}"));
+    let starts: Vec<_> = (0..HUNG).map(start).collect();
     timeout(PATIENCE, daemon.run("other", ""))
         .await
         .expect("a start waits for the files of others");
-    while let Some(start) = starts.join_next().await {
-        let refused = start.unwrap().unwrap_err();
-        assert_eq!(
-            refusal(&refused),
-            (Code::Unavailable, "FILES_DO_NOT_ANSWER".into())
-        );
+    for start in starts {
+        let refused = start.await.unwrap().unwrap_err();
+        assert_refused(&refused, Code::Unavailable, "FILES_DO_NOT_ANSWER");
     }
-    assert_eq!(
-        status(&daemon.get("hung0").await.unwrap()).phase(),
-        VmPhase::Failed
-    );
+    assert_eq!(daemon.phase("hung0").await, VmPhase::Failed);
     // This also releases the processes that wait in the kernel.
     drop(dead);
     daemon.start_vm("hung1").await.unwrap();
@@ -224,22 +225,11 @@ async fn mass_start_on_slow_storage_starts_all() {
     let fault = daemon.path("run/fault");
     fs::create_dir_all(&fault).unwrap();
     fs::write(fault.join("slow-files"), "600").unwrap();
-    let mut starts = tokio::task::JoinSet::new();
-    for number in 0..count {
-        let mut client = daemon.client();
-        let request = v1::StartVmRequest {
-            name: format!("vm{number}"),
-            ..Default::default()
-        };
-        starts.spawn(async move { client.start_vm(request).await.map(drop) });
+    let start = |number| daemon.begin_start(&format!("vm{number}"));
+    let starts: Vec<_> = (0..count).map(start).collect();
+    for start in starts {
+        start.await.unwrap().unwrap();
     }
-    let failed: Vec<_> = starts
-        .join_all()
-        .await
-        .into_iter()
-        .filter_map(Result::err)
-        .collect();
-    assert!(failed.is_empty(), "{} failed: {:?}", failed.len(), failed.first());
 }
 
 #[tokio::test]
@@ -263,30 +253,22 @@ async fn a_share_on_a_dead_file_system_delays_only_its_own_vms() {
     let mut web = daemon.manifest("web", "");
     let memory = web.spec.as_mut().unwrap().memory.as_mut().unwrap();
     memory.set_backing(v1::MemoryBacking::Shared);
-    daemon.create(web).await.unwrap();
-    daemon.start_vm("web").await.unwrap();
+    daemon.run_vm(web).await;
 
     let dead = Dead::over(&folder);
-    let mut starts = tokio::task::JoinSet::new();
-    for number in 0..HUNG {
-        let mut client = daemon.client();
-        let request = v1::StartVmRequest {
-            name: format!("hung{number}"),
-            ..Default::default()
-        };
-        starts.spawn(async move { client.start_vm(request).await });
-    }
+    let start = |number| daemon.begin_start(&format!("hung{number}"));
+    let starts: Vec<_> = (0..HUNG).map(start).collect();
     timeout(PATIENCE, daemon.run("other", ""))
         .await
         .expect("a start waits for the shares of others");
-    let do_not_answer = (Code::Unavailable, "FILES_DO_NOT_ANSWER".to_owned());
-    while let Some(start) = starts.join_next().await {
-        assert_eq!(refusal(&start.unwrap().unwrap_err()), do_not_answer);
+    for start in starts {
+        let refused = start.await.unwrap().unwrap_err();
+        assert_refused(&refused, Code::Unavailable, "FILES_DO_NOT_ANSWER");
     }
     // A running VM does not get the share, and still accepts later requests.
     let share = shares::share(&daemon, "srv/nfs/data");
     let changed = daemon.change("web", |spec| spec.shares.push(share)).await;
-    assert_eq!(refusal(&changed.unwrap_err()), do_not_answer);
+    assert_refused(&changed.unwrap_err(), Code::Unavailable, "FILES_DO_NOT_ANSWER");
     timeout(PATIENCE, daemon.kill_vm("web"))
         .await
         .expect("a stop waits for a share")
@@ -350,26 +332,10 @@ async fn a_daemon_comes_up_beside_a_dead_file_system() {
 #[tokio::test]
 async fn a_vmm_that_does_not_die_is_told_and_keeps_what_it_holds() {
     let daemon = Daemon::start().await;
-    // Its user comes there.
-    fs::set_permissions(daemon.folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
-    let folder = daemon.path("nfs");
-    fs::create_dir(&folder).unwrap();
-    let mut dead = Dead::over(&folder);
-    dead.greet();
+    let mut dead = Dead::of(&daemon);
     let before = daemon.run("web", "").await;
-    let mut console = Client::open(&daemon, "web").await;
-    console
-        .type_in(&format!("stick {}/file\n", folder.display()))
-        .await;
-    console.expect("stuck").await;
-    dead.request();
-    let stop = v1::StopVmRequest {
-        name: "web".into(),
-        force: true,
-        no_wait: true,
-        ..Default::default()
-    };
-    daemon.client().stop_vm(stop).await.unwrap();
+    dead.stick(&daemon).await;
+    daemon.begin_stop("web", true).await;
     let lingering = |status: &v1::VmStatus| status.conditions[0].reason == "VmmAlive";
     let stopping = daemon.wait("web", lingering).await;
     assert_eq!(stopping.phase(), VmPhase::Stopping);
@@ -386,31 +352,16 @@ async fn a_vmm_that_does_not_die_is_told_and_keeps_what_it_holds() {
 #[tokio::test]
 async fn stop_that_joins_the_stop_after_a_panic_is_kept() {
     let daemon = Daemon::start().await;
-    fs::set_permissions(daemon.folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
-    let folder = daemon.path("nfs");
-    fs::create_dir(&folder).unwrap();
-    let mut dead = Dead::over(&folder);
-    dead.greet();
+    let mut dead = Dead::of(&daemon);
     let mut vm = daemon.manifest("web", "");
     let policy = v1::RunPolicy::AlwaysOnUnlessStopped;
     vm.spec.as_mut().unwrap().set_run_policy(policy);
-    daemon.create(vm).await.unwrap();
-    daemon.start_vm("web").await.unwrap();
-    let mut console = Client::open(&daemon, "web").await;
-    console
-        .type_in(&format!("stick {}/file\n", folder.display()))
-        .await;
-    console.expect("stuck").await;
-    dead.request();
+    daemon.run_vm(vm).await;
+    let mut console = dead.stick(&daemon).await;
     // The run that ends with the panic does not end yet.
     console.type_in("halt\n").await;
     daemon.wait_phase("web", VmPhase::Stopping).await;
-    let stop = v1::StopVmRequest {
-        name: "web".into(),
-        no_wait: true,
-        ..Default::default()
-    };
-    daemon.client().stop_vm(stop).await.unwrap();
+    daemon.begin_stop("web", false).await;
     drop(dead);
     let ended = daemon.wait_phase("web", VmPhase::Failed).await;
     let reason = ended.last_exit.as_ref().unwrap().reason();
@@ -422,27 +373,12 @@ async fn stop_that_joins_the_stop_after_a_panic_is_kept() {
 #[tokio::test]
 async fn a_start_that_is_given_up_and_whose_vmm_does_not_die_says_so() {
     let daemon = Daemon::start().await;
-    fs::set_permissions(daemon.folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
-    let folder = daemon.path("nfs");
-    fs::create_dir(&folder).unwrap();
-    let mut dead = Dead::over(&folder);
-    dead.greet();
-    let words = format!("mock.boot=stick:{}/file", folder.display());
+    let mut dead = Dead::of(&daemon);
+    let words = format!("mock.boot=stick:{}/file", dead.path.display());
     daemon.create(daemon.manifest("web", &words)).await.unwrap();
-    let start = v1::StartVmRequest {
-        name: "web".into(),
-        no_wait: true,
-        ..Default::default()
-    };
-    daemon.client().start_vm(start).await.unwrap();
+    daemon.start_without_wait("web").await;
     dead.request();
-    let stop = v1::StopVmRequest {
-        name: "web".into(),
-        force: true,
-        no_wait: true,
-        ..Default::default()
-    };
-    daemon.client().stop_vm(stop).await.unwrap();
+    daemon.begin_stop("web", true).await;
     let lingering = |status: &v1::VmStatus| status.conditions[0].reason == "VmmAlive";
     daemon.wait("web", lingering).await;
     daemon.told_exactly("VmmAlive", 1).await;
@@ -478,8 +414,5 @@ async fn stop_by_force_does_not_wait_for_an_update_on_dead_files() {
         drop(dead);
     };
     let (updated, ()) = tokio::join!(updates, stops);
-    assert_eq!(
-        refusal(&updated.unwrap_err()),
-        (Code::Aborted, "SUPERSEDED".into())
-    );
+    assert_refused(&updated.unwrap_err(), Code::Aborted, "SUPERSEDED");
 }

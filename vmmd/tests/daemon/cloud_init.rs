@@ -147,10 +147,11 @@ async fn user_data_that_no_guest_knows_is_warned_of() {
         ("blank", " #cloud-config\n", 1),
         ("mark", "\u{feff}#cloud-config\n", 2),
     ] {
-        let mut vm = daemon.manifest(name, "");
-        vm.spec.as_mut().unwrap().cloud_init = Some(v1::CloudInit {
-            user_data: data.into(),
-            ..Default::default()
+        let vm = daemon.manifest_with(name, "", |spec| {
+            spec.cloud_init = Some(v1::CloudInit {
+                user_data: data.into(),
+                ..Default::default()
+            });
         });
         daemon.create(vm).await.unwrap();
         assert_eq!(daemon.events("UserDataUnknown").await.len(), told, "{name}");

@@ -11,7 +11,7 @@ use vmmd_api::v1::{
     vm_service_client::VmServiceClient,
 };
 
-use crate::harness::{Daemon, connect, refusal};
+use crate::harness::{Daemon, assert_refused, assert_says, connect};
 
 /// A client with a console open.
 pub struct Client {
@@ -250,10 +250,7 @@ async fn one_client_too_many_is_refused_and_the_writer_continues() {
         open_as(ConsoleAccess::ReadOnly, false),
     ] {
         let refused = Client::with(&daemon, open).await.err().unwrap();
-        assert_eq!(
-            refusal(&refused),
-            (Code::ResourceExhausted, "TOO_MANY_CONSOLES".into())
-        );
+        assert_refused(&refused, Code::ResourceExhausted, "TOO_MANY_CONSOLES");
     }
     holder.type_in("still here\n").await;
     holder.expect("still here\r\n").await;
@@ -316,7 +313,7 @@ async fn of_a_stopped_vm_the_log_of_the_last_run_is_shown() {
 async fn a_console_of_no_vm_and_one_without_an_open_are_refused() {
     let daemon = Daemon::start().await;
     let refused = Client::try_open(&daemon, "none", false).await.err().unwrap();
-    assert_eq!(refusal(&refused), (Code::NotFound, "VM_NOT_FOUND".into()));
+    assert_refused(&refused, Code::NotFound, "VM_NOT_FOUND");
     let requests = tokio_stream::iter([ConsoleRequest {
         message: Some(Input::Input(b"x".to_vec())),
     }]);
@@ -351,11 +348,8 @@ async fn exclusive_console_is_readable_and_can_be_taken_by_force() {
         .unwrap();
     let refused = Client::with(&daemon, open_as(ConsoleAccess::Shared, false)).await;
     let refused = refused.err().unwrap();
-    assert_eq!(
-        refusal(&refused),
-        (Code::FailedPrecondition, "CONSOLE_HELD".into())
-    );
-    assert!(refused.message().contains("uid 0, for "), "{}", refused.message());
+    assert_refused(&refused, Code::FailedPrecondition, "CONSOLE_HELD");
+    assert_says(&refused, "uid 0, for ");
 
     let mut reader = Client::with(&daemon, open_as(ConsoleAccess::ReadOnly, false))
         .await
@@ -443,12 +437,13 @@ async fn virtio_console_is_separate_and_knows_the_terminal_size() {
         ..ConsoleOpen::default()
     };
     let refused = Client::with(&daemon, open("web")).await.err().unwrap();
-    assert_eq!(refusal(&refused), (Code::FailedPrecondition, "NO_CONSOLE".into()));
+    assert_refused(&refused, Code::FailedPrecondition, "NO_CONSOLE");
 
-    let mut vm = daemon.manifest("two", "");
-    vm.spec.as_mut().unwrap().virtio_console = Some(vmmd_api::v1::VirtioConsoleSpec {});
-    daemon.create(vm).await.unwrap();
-    daemon.start_vm("two").await.unwrap();
+    daemon
+        .run_with("two", "", |spec| {
+            spec.virtio_console = Some(vmmd_api::v1::VirtioConsoleSpec {});
+        })
+        .await;
     let mut hvc = Client::with(&daemon, open("two")).await.unwrap();
     hvc.expect("hvc of two\r\n").await;
     hvc.type_in("quiet\n").await;

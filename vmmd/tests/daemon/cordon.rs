@@ -9,8 +9,8 @@ use vmmd_api::v1::{self, ConditionStatus, VmPhase};
 use crate::{
     console::Client,
     disk_boot,
-    harness::{Daemon, refusal, status, vm_pid},
-    operations, placement,
+    harness::{Daemon, assert_refused, refusal, status, vm_pid},
+    placement,
 };
 
 async fn label(
@@ -28,40 +28,6 @@ async fn label(
     };
     let answer = daemon.nodes().await.update_node_labels(request).await?;
     Ok(answer.into_inner().node.unwrap().metadata.unwrap().labels)
-}
-
-pub async fn cordon(daemon: &Daemon, reason: &str) -> v1::Node {
-    let request = v1::CordonNodeRequest {
-        reason: reason.into(),
-        ..Default::default()
-    };
-    daemon
-        .nodes()
-        .await
-        .cordon_node(request)
-        .await
-        .unwrap()
-        .into_inner()
-        .node
-        .unwrap()
-}
-
-async fn uncordon(daemon: &Daemon) -> v1::Node {
-    let request = v1::UncordonNodeRequest::default();
-    daemon
-        .nodes()
-        .await
-        .uncordon_node(request)
-        .await
-        .unwrap()
-        .into_inner()
-        .node
-        .unwrap()
-}
-
-async fn node(daemon: &Daemon) -> v1::Node {
-    let answer = daemon.nodes().await.get_node(v1::GetNodeRequest {}).await;
-    answer.unwrap().into_inner().node.unwrap()
 }
 
 fn labels(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
@@ -87,7 +53,7 @@ async fn labels_are_set_and_removed_and_outlive_the_daemon() {
     label(&daemon, &[("zone", "b")], &["tier"]).await.unwrap();
     daemon.kill_and_restart().await;
     assert_eq!(
-        node(&daemon).await.metadata.unwrap().labels,
+        daemon.node().await.metadata.unwrap().labels,
         labels(&[("zone", "b")])
     );
     let many: Vec<_> = (0..64).map(|number| format!("k{number}")).collect();
@@ -95,7 +61,7 @@ async fn labels_are_set_and_removed_and_outlive_the_daemon() {
     let refused = label(&daemon, &many, &[]).await.unwrap_err();
     assert_eq!(refused.code(), Code::InvalidArgument);
     assert_eq!(
-        node(&daemon).await.metadata.unwrap().labels,
+        daemon.node().await.metadata.unwrap().labels,
         labels(&[("zone", "b")])
     );
 }
@@ -105,7 +71,7 @@ async fn cordoned_node_creates_and_starts_nothing_else_is_allowed() {
     let mut daemon = Daemon::start().await;
     daemon.run("web", "").await;
     daemon.create(daemon.manifest("idle", "")).await.unwrap();
-    let open = node(&daemon).await;
+    let open = daemon.node().await;
     let schedulable = |node: &v1::Node| {
         let status = node.status.as_ref().unwrap();
         let found = status
@@ -116,17 +82,17 @@ async fn cordoned_node_creates_and_starts_nothing_else_is_allowed() {
         found.unwrap()
     };
     assert_eq!(schedulable(&open).status(), ConditionStatus::True);
-    let cordoned = cordon(&daemon, "new kernel").await;
+    let cordoned = daemon.cordon("new kernel").await;
     let spec = cordoned.spec.clone().unwrap();
     assert!(spec.cordoned && spec.cordon_reason == "new kernel");
     let condition = schedulable(&cordoned);
     assert_eq!(condition.status(), ConditionStatus::False);
     assert!(condition.message.contains("new kernel"), "{}", condition.message);
     // A repeated cordon replaces the reason, and is not an error.
-    cordon(&daemon, "").await;
-    cordon(&daemon, "new kernel").await;
+    daemon.cordon("").await;
+    daemon.cordon("new kernel").await;
     daemon.kill_and_restart().await;
-    let after = node(&daemon).await;
+    let after = daemon.node().await;
     assert!(after.spec.as_ref().unwrap().cordoned, "it outlives the daemon");
     assert_eq!(schedulable(&after).transition_time, condition.transition_time);
 
@@ -147,43 +113,27 @@ async fn cordoned_node_creates_and_starts_nothing_else_is_allowed() {
         no
     );
     assert_eq!(
-        refusal(&restart(&daemon, "idle").await.unwrap_err()),
+        refusal(&daemon.restart("idle", true).await.unwrap_err()),
         no,
         "it does not run: its restart is a start"
     );
-    restart(&daemon, "web").await.unwrap();
+    daemon.restart("web", true).await.unwrap();
     let web = daemon.get("web").await.unwrap();
     assert_eq!(status(&web).phase(), VmPhase::Running);
     let request = v1::CheckPlacementRequest {
         vm: Some(daemon.manifest("new", "")),
     };
-    let answer = daemon
-        .nodes()
-        .await
-        .check_placement(request)
-        .await
-        .unwrap()
-        .into_inner();
+    let answer = daemon.nodes().await.check_placement(request).await.unwrap();
+    let answer = answer.into_inner();
     assert_eq!(answer.problems[0].reason, "NODE_CORDONED");
     daemon.stop("web", None).await.unwrap();
     daemon.delete("web", false).await.unwrap();
 
-    let open = uncordon(&daemon).await;
+    let open = daemon.uncordon().await.unwrap();
     let spec = open.spec.clone().unwrap();
     assert!(!spec.cordoned && spec.cordon_reason.is_empty());
-    uncordon(&daemon).await;
+    daemon.uncordon().await.unwrap();
     daemon.start_vm("idle").await.unwrap();
-}
-
-/// Restarts a VM by force.
-pub async fn restart(daemon: &Daemon, name: &str) -> Result<v1::Vm, Status> {
-    let request = v1::RestartVmRequest {
-        name: name.into(),
-        force: true,
-        ..Default::default()
-    };
-    let answer = daemon.client().restart_vm(request).await?;
-    Ok(answer.into_inner().vm.unwrap())
 }
 
 /// Waits until the VM runs in another process than in `before`.
@@ -198,9 +148,8 @@ async fn runs_again(daemon: &Daemon, name: &str, before: &v1::Vm) {
 async fn guest_reset_on_a_cordoned_node_boots_from_disk_again() {
     let daemon = Daemon::start().await;
     let (vm, _) = disk_boot::vm(&daemon, "web", "boots:root=/dev/vda1 v=6.1\n");
-    daemon.create(vm).await.unwrap();
-    let first = daemon.start_vm("web").await.unwrap();
-    cordon(&daemon, "new kernel").await;
+    let first = daemon.run_vm(vm).await;
+    daemon.cordon("new kernel").await;
     let mut console = Client::open(&daemon, "web").await;
     console.type_in("reset\n").await;
     runs_again(&daemon, "web", &first).await;
@@ -209,11 +158,12 @@ async fn guest_reset_on_a_cordoned_node_boots_from_disk_again() {
 #[tokio::test(flavor = "multi_thread")]
 async fn run_policy_restarts_vms_on_a_cordoned_node() {
     let mut daemon = Daemon::configured("[restart]\nfirst_ms = 10\n").await;
-    let mut vm = daemon.manifest("web", "");
-    vm.spec.as_mut().unwrap().run_policy = v1::RunPolicy::AlwaysOnUnlessStopped.into();
-    daemon.create(vm).await.unwrap();
-    let first = daemon.start_vm("web").await.unwrap();
-    cordon(&daemon, "new kernel").await;
+    let first = daemon
+        .run_with("web", "", |spec| {
+            spec.run_policy = v1::RunPolicy::AlwaysOnUnlessStopped.into();
+        })
+        .await;
+    daemon.cordon("new kernel").await;
     let kill =
         |vm: &v1::Vm| rustix::process::kill_process(vm_pid(vm), rustix::process::Signal::KILL).unwrap();
     kill(&first);
@@ -230,7 +180,7 @@ async fn run_policy_restarts_vms_on_a_cordoned_node() {
 async fn new_run_policy_on_a_cordoned_node_waits_for_uncordon() {
     let mut daemon = Daemon::configured("[restart]\nfirst_ms = 10\n").await;
     daemon.create(daemon.manifest("web", "")).await.unwrap();
-    cordon(&daemon, "new kernel").await;
+    daemon.cordon("new kernel").await;
     daemon
         .change("web", |spec| spec.run_policy = v1::RunPolicy::AlwaysOn.into())
         .await
@@ -240,7 +190,7 @@ async fn new_run_policy_on_a_cordoned_node_waits_for_uncordon() {
     daemon.told("StartHeld", 2).await;
     let web = daemon.get("web").await.unwrap();
     assert_eq!(status(&web).phase(), VmPhase::Stopped);
-    uncordon(&daemon).await;
+    daemon.uncordon().await.unwrap();
     daemon.wait_phase("web", VmPhase::Running).await;
 }
 
@@ -271,7 +221,7 @@ async fn restart_on_a_full_node_keeps_its_room_against_a_start() {
         refused
     });
     for _ in 0..10 {
-        restart(&daemon, "a").await.unwrap();
+        daemon.restart("a", true).await.unwrap();
     }
     drop(done);
     assert!(starts.await.unwrap() > 0);
@@ -290,18 +240,15 @@ async fn restart_with_more_memory_than_there_is_changes_nothing() {
         })
         .await
         .unwrap();
-    let refused = restart(&daemon, "a").await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::ResourceExhausted, "INSUFFICIENT_MEMORY".into())
-    );
+    let refused = daemon.restart("a", true).await.unwrap_err();
+    assert_refused(&refused, Code::ResourceExhausted, "INSUFFICIENT_MEMORY");
     let still = daemon.get("a").await.unwrap();
     assert_eq!(
         (status(&still).phase(), vm_pid(&still)),
         (VmPhase::Running, vm_pid(&first))
     );
     daemon.kill_vm("b").await.unwrap();
-    restart(&daemon, "a").await.unwrap();
+    daemon.restart("a", true).await.unwrap();
     let committed = placement::node(&daemon).await.committed.unwrap();
     assert!(committed.memory_bytes > 256 << 20);
 }
@@ -312,13 +259,7 @@ fn larger(spec: &mut v1::VmSpec) {
 
 /// Begins a restart whose guest does not power off; returns the id of its operation.
 async fn restarting(daemon: &Daemon, name: &str) -> String {
-    let request = v1::RestartVmRequest {
-        name: name.into(),
-        no_wait: true,
-        ..Default::default()
-    };
-    let answer = daemon.client().restart_vm(request).await.unwrap();
-    answer.into_inner().operation.unwrap().id
+    daemon.begin_restart(name).await.id
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -328,11 +269,8 @@ async fn update_during_a_restart_that_has_no_room_is_refused() {
     daemon.run("b", "").await;
     restarting(&daemon, "a").await;
     let refused = daemon.change("a", larger).await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::ResourceExhausted, "INSUFFICIENT_MEMORY".into())
-    );
-    restart(&daemon, "a").await.unwrap();
+    assert_refused(&refused, Code::ResourceExhausted, "INSUFFICIENT_MEMORY");
+    daemon.restart("a", true).await.unwrap();
     runs_again(&daemon, "a", &first).await;
     // With room for it, the room is taken at once: no other VM gets it in between.
     daemon.kill_vm("b").await.unwrap();
@@ -340,7 +278,7 @@ async fn update_during_a_restart_that_has_no_room_is_refused() {
     daemon.change("a", larger).await.unwrap();
     let refused = daemon.start_vm("b").await.unwrap_err();
     assert_eq!(refusal(&refused).1, "INSUFFICIENT_MEMORY");
-    restart(&daemon, "a").await.unwrap();
+    daemon.restart("a", true).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -351,7 +289,7 @@ async fn cancelled_restart_gives_its_larger_room_back() {
     daemon.change("a", larger).await.unwrap();
     let operation = restarting(&daemon, "a").await;
     assert_ne!(placement::node(&daemon).await.committed, before);
-    operations::cancel(&daemon, &operation).await.unwrap();
+    daemon.cancel(&operation).await.unwrap();
     assert_eq!(placement::node(&daemon).await.committed, before);
     daemon.run("b", "").await;
 }
@@ -365,14 +303,13 @@ async fn restart_below_the_disk_reserve_runs_again() {
     let text = fs::read_to_string(&config).unwrap();
     fs::write(config, format!("{text}\n[reserved]\ndisk_gib = 1000000\n")).unwrap();
     daemon.relaunch().await;
-    restart(&daemon, "web").await.unwrap();
+    daemon.restart("web", true).await.unwrap();
     runs_again(&daemon, "web", &first).await;
     daemon.kill_vm("web").await.unwrap();
     let refused = daemon.start_vm("web").await.unwrap_err();
     assert_eq!(refusal(&refused).1, "INSUFFICIENT_DISK");
     // A VM that its policy starts for the first time is a new one.
-    let mut vm = daemon.manifest("new", "");
-    vm.spec.as_mut().unwrap().run_policy = v1::RunPolicy::AlwaysOn.into();
+    let vm = daemon.manifest_with("new", "", |spec| spec.run_policy = v1::RunPolicy::AlwaysOn.into());
     daemon.create(vm).await.unwrap();
     daemon
         .wait("new", |status| status.reason == "InsufficientDisk")
@@ -382,7 +319,7 @@ async fn restart_below_the_disk_reserve_runs_again() {
 #[tokio::test]
 async fn change_of_the_node_with_stale_preconditions_is_refused() {
     let daemon = Daemon::start().await;
-    let seen = node(&daemon).await.metadata.unwrap();
+    let seen = daemon.node().await.metadata.unwrap();
     let expecting = |uid: &str, generation| {
         Some(v1::Preconditions {
             uid: uid.into(),
@@ -424,10 +361,10 @@ async fn change_of_the_node_with_stale_preconditions_is_refused() {
                 .unwrap_err(),
         ];
         for failure in refusals {
-            assert_eq!(refusal(&failure), (Code::Aborted, reason.to_owned()));
+            assert_refused(&failure, Code::Aborted, reason);
         }
     }
-    assert_eq!(node(&daemon).await.metadata.unwrap(), seen);
+    assert_eq!(daemon.node().await.metadata.unwrap(), seen);
     let as_seen = labels(expecting(&seen.uid, Some(seen.generation)));
     nodes.update_node_labels(as_seen.clone()).await.unwrap();
     // A retry finds the labels set already, and succeeds despite the newer generation.
@@ -437,14 +374,11 @@ async fn change_of_the_node_with_stale_preconditions_is_refused() {
         ..Default::default()
     };
     let failure = nodes.cordon_node(late).await.unwrap_err();
-    assert_eq!(
-        refusal(&failure),
-        (Code::Aborted, "GENERATION_MISMATCH".to_owned())
-    );
+    assert_refused(&failure, Code::Aborted, "GENERATION_MISMATCH");
     let uncordon = v1::UncordonNodeRequest {
         preconditions: expecting(another, None),
         ..Default::default()
     };
     let failure = nodes.uncordon_node(uncordon).await.unwrap_err();
-    assert_eq!(refusal(&failure), (Code::Aborted, "UID_MISMATCH".to_owned()));
+    assert_refused(&failure, Code::Aborted, "UID_MISMATCH");
 }

@@ -6,11 +6,10 @@ use WatchEventType::{Added, Deleted, Modified, Synced};
 use tokio::time::timeout;
 use tokio_stream::StreamExt;
 use tonic::{Code, Status, Streaming};
-use tonic_types::StatusExt;
 use vmmd_api::{
     v1::{
         self, DiskPhase, OperationPhase, UpdateDiskRequest, WatchDisksRequest, WatchDisksResponse,
-        WatchEventType, operation_service_client::OperationServiceClient, volume_spec::Source,
+        WatchEventType, volume_spec::Source,
     },
     well_known::FieldMask,
 };
@@ -18,15 +17,13 @@ use vmmd_api::{
 use crate::{
     attach::disk as file_disk,
     disks::{qcow2, raw, state},
-    harness::{Daemon, PATIENCE, connect, refusal},
+    harness::{Daemon, PATIENCE, assert_refused, assert_says, refusal, temporary_folder},
+    verbs::{fields, within},
 };
 
 /// A daemon of which `vmm-image` never ends.
 async fn with_images_that_hang() -> Daemon {
-    let folder = tempfile::Builder::new()
-        .prefix("vmmd")
-        .tempdir_in("/tmp")
-        .unwrap();
+    let folder = temporary_folder();
     let program = folder.path().join("image-hangs");
     fs::copy(env!("CARGO_BIN_EXE_mock-vmm-image"), &program).unwrap();
     Daemon::in_folder(folder, &format!("vmm_image = {program:?}\n")).await
@@ -39,27 +36,9 @@ impl Daemon {
             no_wait: true,
             ..Default::default()
         };
-        let response = self
-            .disks()
-            .await
-            .create_disk(request)
-            .await
-            .unwrap()
-            .into_inner();
+        let answer = self.disks().await.create_disk(request).await.unwrap();
+        let response = answer.into_inner();
         (response.disk.unwrap(), response.operation.unwrap())
-    }
-
-    async fn cancel(&self, operation: &str) -> Result<v1::Operation, Status> {
-        let mut client = OperationServiceClient::new(connect(self.folder.path()).await);
-        let request = v1::CancelOperationRequest {
-            id: operation.to_owned(),
-        };
-        Ok(client
-            .cancel_operation(request)
-            .await?
-            .into_inner()
-            .operation
-            .unwrap())
     }
 
     async fn change_disk(&self, request: UpdateDiskRequest) -> Result<v1::Disk, Status> {
@@ -122,11 +101,6 @@ fn expecting(uid: &str, generation: Option<u64>) -> Option<v1::Preconditions> {
     })
 }
 
-fn field_of(status: &Status) -> String {
-    let details = status.get_error_details();
-    details.bad_request().unwrap().field_violations[0].field.clone()
-}
-
 /// Kinds and names up to SYNCED, and the cursor of that.
 async fn catch_up(events: &mut Streaming<WatchDisksResponse>) -> (Vec<(WatchEventType, String)>, String) {
     let mut all = Vec::new();
@@ -172,14 +146,9 @@ async fn a_disk_is_made_by_an_operation_whose_cancel_leaves_nothing() {
         daemon.remove("data").await.unwrap_err(),
         daemon.grow("data", 2 << 20).await.unwrap_err(),
     ] {
-        assert_eq!(
-            refusal(&refused),
-            (Code::FailedPrecondition, "DISK_NOT_READY".into())
-        );
+        assert_refused(&refused, Code::FailedPrecondition, "DISK_NOT_READY");
     }
-    while daemon.files().is_empty() {
-        tokio::task::yield_now().await;
-    }
+    within(async || (!daemon.files().is_empty()).then_some(())).await;
     let cancelled = daemon.cancel(&operation.id).await.unwrap();
     assert_eq!(cancelled.phase(), OperationPhase::Cancelled);
     assert_eq!(
@@ -187,9 +156,7 @@ async fn a_disk_is_made_by_an_operation_whose_cancel_leaves_nothing() {
         "DISK_NOT_FOUND"
     );
     assert_eq!(fs::read_dir(daemon.path("state/disks")).unwrap().count(), 0);
-    while !daemon.vmm_processes().is_empty() {
-        tokio::task::yield_now().await;
-    }
+    daemon.wait_no_processes().await;
     daemon
         .make(raw("data", 512), None)
         .await
@@ -236,7 +203,7 @@ async fn the_progress_of_a_copy_moves_and_never_back() {
     // Reserved space is not shared with the source: every byte is copied.
     disk.spec.as_mut().unwrap().preallocation = v1::DiskPreallocation::Full.into();
     let (_, operation) = daemon.begin_disk(disk).await;
-    let mut client = OperationServiceClient::new(connect(daemon.folder.path()).await);
+    let mut client = daemon.operations().await;
     let request = v1::WatchOperationRequest { id: operation.id };
     let stream = client.watch_operation(request).await.unwrap().into_inner();
     let seen: Vec<_> = stream
@@ -296,13 +263,13 @@ async fn an_update_changes_what_is_in_its_mask_and_counts() {
         };
         let refused = daemon.change_disk(request).await.unwrap_err();
         assert_eq!(
-            (refused.code(), field_of(&refused).as_str()),
+            (refused.code(), fields(&refused)[0].as_str()),
             (Code::InvalidArgument, field)
         );
     }
     let shrunk = daemon.grow("data", 512).await.unwrap_err();
     assert_eq!(
-        (refusal(&shrunk), field_of(&shrunk).as_str()),
+        (refusal(&shrunk), fields(&shrunk)[0].as_str()),
         (
             (Code::InvalidArgument, "SHRINK_REFUSED".into()),
             "disk.spec.sizeBytes"
@@ -330,7 +297,7 @@ async fn a_late_change_does_not_hit_a_successor_of_the_same_name() {
         })
         .await
         .unwrap_err();
-    assert_eq!(refusal(&refused), (Code::Aborted, "UID_MISMATCH".into()));
+    assert_refused(&refused, Code::Aborted, "UID_MISMATCH");
     for (preconditions, reason) in [
         (expecting(old, None), "UID_MISMATCH"),
         (expecting("", Some(1)), "GENERATION_MISMATCH"),
@@ -341,7 +308,7 @@ async fn a_late_change_does_not_hit_a_successor_of_the_same_name() {
             ..Default::default()
         };
         let refused = daemon.disks().await.delete_disk(request).await.unwrap_err();
-        assert_eq!(refusal(&refused), (Code::Aborted, reason.into()));
+        assert_refused(&refused, Code::Aborted, reason);
     }
     let request = v1::DeleteDiskRequest {
         name: "data".into(),
@@ -369,13 +336,8 @@ async fn a_list_has_pages_bounded_by_number_and_by_length() {
         };
         let (mut names, mut lengths) = (Vec::new(), Vec::new());
         loop {
-            let page = daemon
-                .disks()
-                .await
-                .list_disks(request.clone())
-                .await
-                .unwrap()
-                .into_inner();
+            let answer = daemon.disks().await.list_disks(request.clone()).await.unwrap();
+            let page = answer.into_inner();
             lengths.push(page.disks.len());
             names.extend(page.disks.iter().map(|disk| metadata(disk).name.clone()));
             if page.next_page_token.is_empty() {
@@ -399,7 +361,7 @@ async fn a_list_has_pages_bounded_by_number_and_by_length() {
         ..Default::default()
     };
     let refused = daemon.disks().await.list_disks(request).await.unwrap_err();
-    assert_eq!(field_of(&refused), "pageToken");
+    assert_eq!(fields(&refused)[0], "pageToken");
 }
 
 #[tokio::test]
@@ -411,8 +373,7 @@ async fn a_watcher_sees_what_is_there_and_then_what_happens() {
     daemon.make(raw("new", 512), None).await.unwrap();
     let ready = |disk: &v1::Disk| state(disk).phase() == DiskPhase::Ready;
     until(&mut events, |_, disk| metadata(disk).name == "new" && ready(disk)).await;
-    let mut vm = daemon.manifest("web", "");
-    vm.spec.as_mut().unwrap().disks = vec![crate::disks::named("there")];
+    let vm = daemon.manifest_with("web", "", |spec| spec.disks = vec![crate::disks::named("there")]);
     daemon.create(vm).await.unwrap();
     until(&mut events, |kind, disk| {
         kind == Modified && state(disk).used_by == ["web"]
@@ -496,14 +457,14 @@ async fn a_watch_goes_on_by_its_cursor_also_under_another_daemon() {
         ..Default::default()
     };
     let refused = daemon.watch_disks(request).await.unwrap_err();
-    assert_eq!(field_of(&refused), "cursor");
+    assert_eq!(fields(&refused)[0], "cursor");
     let other = Daemon::start().await;
     let request = WatchDisksRequest {
         cursor: later,
         ..Default::default()
     };
     let refused = other.watch_disks(request).await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::OutOfRange, "CURSOR_EXPIRED".into()));
+    assert_refused(&refused, Code::OutOfRange, "CURSOR_EXPIRED");
 }
 
 #[tokio::test]
@@ -524,10 +485,7 @@ async fn files_of_an_earlier_installation_become_disks_again() {
     assert!(told[0].message.contains("\"plain\""), "{told:?}");
     // The backing disk must be adopted first.
     let refused = daemon.adopt("", &path(&top)).await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::FailedPrecondition, "BACKING_DISK_MISSING".into())
-    );
+    assert_refused(&refused, Code::FailedPrecondition, "BACKING_DISK_MISSING");
     let again = daemon.adopt("", &path(&base)).await.unwrap();
     assert_eq!(metadata(&again).uid, metadata(&base).uid);
     assert_eq!(
@@ -547,9 +505,9 @@ async fn files_of_an_earlier_installation_become_disks_again() {
         ("other-name", "base")
     );
     let refused = daemon.adopt("twin", &path(&base)).await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::AlreadyExists, "DISK_EXISTS".into()));
+    assert_refused(&refused, Code::AlreadyExists, "DISK_EXISTS");
     let refused = daemon.adopt("base", &path(&plain)).await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::AlreadyExists, "DISK_EXISTS".into()));
+    assert_refused(&refused, Code::AlreadyExists, "DISK_EXISTS");
     daemon.adopt("", &path(&plain)).await.unwrap();
     daemon.kill_and_restart().await;
     assert_eq!(daemon.files().len(), 3);
@@ -560,7 +518,7 @@ async fn files_of_an_earlier_installation_become_disks_again() {
     daemon.forget_everything().await;
     fs::remove_file(PathBuf::from(path(&plain)).with_extension("json")).unwrap();
     let refused = daemon.adopt("", &path(&plain)).await.unwrap_err();
-    assert_eq!(field_of(&refused), "disk.metadata.name");
+    assert_eq!(fields(&refused)[0], "disk.metadata.name");
     daemon.adopt("plain", &path(&plain)).await.unwrap();
 }
 
@@ -612,15 +570,8 @@ async fn image_of_another_format_is_copied_as_raw_only_on_request() {
     fs::write(&source, &content).unwrap();
     let from = || Some(Source::RawFile(source.to_str().unwrap().to_owned()));
     let refused = daemon.make(raw("data", 0), from()).await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::FailedPrecondition, "IMAGE_FORMAT_MISMATCH".into())
-    );
-    assert!(
-        refused.message().contains("is a qcow2 image"),
-        "{}",
-        refused.message()
-    );
+    assert_refused(&refused, Code::FailedPrecondition, "IMAGE_FORMAT_MISMATCH");
+    assert_says(&refused, "is a qcow2 image");
     assert_eq!(daemon.files(), Vec::<PathBuf>::new());
     let mut meant = raw("data", 0);
     meant.spec.as_mut().unwrap().any_content = true;
@@ -635,8 +586,7 @@ async fn vm_answers_while_its_disk_grows_and_its_start_waits() {
         format: v1::DiskFormat::Qcow2.into(),
         ..file_disk(&daemon, "root")
     };
-    let mut vm = daemon.manifest("web", "");
-    vm.spec.as_mut().unwrap().disks = vec![image];
+    let vm = daemon.manifest_with("web", "", |spec| spec.disks = vec![image]);
     daemon.create(vm).await.unwrap();
     let mut client = daemon.client();
     let growing = tokio::spawn(async move {
@@ -648,19 +598,12 @@ async fn vm_answers_while_its_disk_grows_and_its_start_waits() {
         };
         client.resize_vm_disk(request).await
     });
-    while daemon.vmm_processes().is_empty() {
-        tokio::task::yield_now().await;
-    }
+    daemon.wait_process().await;
     timeout(PATIENCE, daemon.attach("web", file_disk(&daemon, "data")))
         .await
         .expect("another request waits for the disk")
         .unwrap();
-    let request = v1::StartVmRequest {
-        name: "web".into(),
-        no_wait: true,
-        ..Default::default()
-    };
-    daemon.client().start_vm(request).await.unwrap();
+    daemon.start_without_wait("web").await;
     assert_eq!(daemon.vmm_processes().len(), 1, "the one that makes it larger");
     // The start that waits can be ended.
     timeout(PATIENCE, daemon.kill_vm("web"))

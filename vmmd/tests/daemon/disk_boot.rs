@@ -8,7 +8,8 @@ use vmmd_api::v1;
 
 use crate::{
     console::Client,
-    harness::{Daemon, refusal, vm_pid},
+    harness::{Daemon, assert_says, refusal, vm_pid},
+    verbs::raw_file,
 };
 
 /// A VM with a disk that has `content` in its first sector.
@@ -25,12 +26,7 @@ pub fn vm(daemon: &Daemon, name: &str, content: &str) -> (v1::Vm, PathBuf) {
             cmdline_append: "more=1".into(),
         })),
     });
-    spec.disks = vec![v1::DiskSpec {
-        name: "root".into(),
-        source: Some(v1::disk_spec::Source::Path(path.to_str().unwrap().into())),
-        format: v1::DiskFormat::Raw.into(),
-        ..Default::default()
-    }];
+    spec.disks = vec![raw_file("root", &path)];
     (vm, path)
 }
 
@@ -50,8 +46,7 @@ fn nameless(pid: Pid) -> Vec<String> {
 async fn the_kernel_on_the_disk_is_looked_for_anew_at_each_start() {
     let daemon = Daemon::start().await;
     let (vm, path) = vm(&daemon, "web", "boots:root=/dev/vda1 v=6.1\n");
-    daemon.create(vm).await.unwrap();
-    let first = daemon.start_vm("web").await.unwrap();
+    let first = daemon.run_vm(vm).await;
     assert_eq!(nameless(vm_pid(&first)), ["root=/dev/vda1 v=6.1"]);
     daemon.kill_vm("web").await.unwrap();
     let mut content = fs::read(&path).unwrap();
@@ -70,8 +65,7 @@ async fn the_kernel_on_the_disk_is_looked_for_anew_at_each_start() {
 async fn guest_reset_boots_the_newly_installed_kernel() {
     let daemon = Daemon::start().await;
     let (vm, path) = vm(&daemon, "web", "boots:root=/dev/vda1 v=6.1\n");
-    daemon.create(vm).await.unwrap();
-    let first = daemon.start_vm("web").await.unwrap();
+    let first = daemon.run_vm(vm).await;
     let mut content = fs::read(&path).unwrap();
     content[..27].copy_from_slice(b"boots:root=/dev/vda1 v=6.2\n");
     fs::write(&path, content).unwrap();
@@ -103,11 +97,9 @@ async fn a_disk_without_a_kernel_starts_nothing_and_stays_free() {
     for _ in 0..2 {
         let refused = daemon.start_vm("web").await.unwrap_err();
         assert_eq!(refusal(&refused).1, "KERNEL_NOT_FOUND");
-        assert!(
-            refused
-                .message()
-                .contains("disk \"root\": no kernel was found on the disk: it has LVM"),
-            "{refused}"
+        assert_says(
+            &refused,
+            "disk \"root\": no kernel was found on the disk: it has LVM",
         );
     }
     let mut content = fs::read(&path).unwrap();

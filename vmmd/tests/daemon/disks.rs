@@ -9,7 +9,6 @@ use std::{
 
 use rstest::rstest;
 use tonic::{Code, Status};
-use tonic_types::StatusExt;
 use vmmd_api::v1::{
     self, DiskFormat, DiskPreallocation, DiskSpec, disk_service_client::DiskServiceClient,
     volume_spec::Source,
@@ -17,7 +16,8 @@ use vmmd_api::v1::{
 
 use crate::{
     attach::names,
-    harness::{Daemon, connect, refusal, status},
+    harness::{Daemon, assert_refused, assert_says, connect, metadata_of, refusal, status, temporary_folder},
+    verbs::{fields, within},
 };
 
 impl Daemon {
@@ -37,14 +37,8 @@ impl Daemon {
 
     pub async fn disk(&self, name: &str) -> Result<v1::Disk, Status> {
         let request = v1::GetDiskRequest { name: name.into() };
-        Ok(self
-            .disks()
-            .await
-            .get_disk(request)
-            .await?
-            .into_inner()
-            .disk
-            .unwrap())
+        let answer = self.disks().await.get_disk(request).await?;
+        Ok(answer.into_inner().disk.unwrap())
     }
 
     pub async fn all_disks(&self) -> Vec<String> {
@@ -87,13 +81,8 @@ impl Daemon {
             size_bytes: Some(size_bytes),
             ..Default::default()
         };
-        Ok(self
-            .client()
-            .resize_vm_disk(request)
-            .await?
-            .into_inner()
-            .vm
-            .unwrap())
+        let answer = self.client().resize_vm_disk(request).await?;
+        Ok(answer.into_inner().vm.unwrap())
     }
 
     /// Files of disks, without the metadata files beside them.
@@ -125,10 +114,7 @@ pub async fn copy_disk(folder: PathBuf, name: String, source: PathBuf) -> Result
 
 pub fn raw(name: &str, size_bytes: u64) -> v1::Disk {
     v1::Disk {
-        metadata: Some(v1::ObjectMetadata {
-            name: name.into(),
-            ..Default::default()
-        }),
+        metadata: metadata_of(name),
         spec: Some(v1::VolumeSpec {
             size_bytes,
             ..Default::default()
@@ -196,9 +182,10 @@ async fn an_empty_raw_disk_is_a_sparse_file_that_only_root_can_open() {
     assert_eq!(daemon.all_disks().await, ["data"]);
     daemon.remove("data").await.unwrap();
     assert_eq!(daemon.files(), Vec::<PathBuf>::new());
-    assert_eq!(
-        refusal(&daemon.disk("data").await.unwrap_err()),
-        (Code::NotFound, "DISK_NOT_FOUND".into())
+    assert_refused(
+        &daemon.disk("data").await.unwrap_err(),
+        Code::NotFound,
+        "DISK_NOT_FOUND",
     );
     assert_eq!(daemon.remove("data").await.unwrap_err().code(), Code::NotFound);
 }
@@ -232,7 +219,7 @@ async fn a_copy_has_the_content_and_the_holes_of_its_source() {
     assert_eq!(fs::metadata(path(&larger)).unwrap().len(), 65 << 20);
     let smaller = daemon.make(raw("smaller", 1 << 20), from()).await.unwrap_err();
     assert_eq!(smaller.code(), Code::InvalidArgument);
-    assert!(smaller.message().contains("67108864"), "{}", smaller.message());
+    assert_says(&smaller, "67108864");
     assert_eq!((daemon.all_disks().await.len(), daemon.files().len()), (2, 2));
 }
 
@@ -250,7 +237,7 @@ async fn a_source_that_cannot_be_copied_is_named_and_nothing_is_left(
     fs::write(daemon.path("odd"), [0; 1000]).unwrap();
     let source = Some(Source::RawFile(daemon.path(file).to_str().unwrap().to_owned()));
     let refused = daemon.make(raw("data", 0), source).await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::FailedPrecondition, reason.into()));
+    assert_refused(&refused, Code::FailedPrecondition, reason);
     assert!(refused.message().starts_with("rawFile: \"/") && refused.message().contains(words));
     assert_eq!((daemon.all_disks().await.len(), daemon.files().len()), (0, 0));
     daemon
@@ -267,11 +254,8 @@ async fn a_file_that_a_vm_writes_to_is_not_copied() {
     let source = Source::RawFile(disk.path().to_owned());
     daemon.attach("web", disk).await.unwrap();
     let refused = daemon.make(raw("data", 0), Some(source)).await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::FailedPrecondition, "DISK_IN_USE".into())
-    );
-    assert!(refused.message().contains("VM \"web\""), "{}", refused.message());
+    assert_refused(&refused, Code::FailedPrecondition, "DISK_IN_USE");
+    assert_says(&refused, "VM \"web\"");
 }
 
 #[tokio::test]
@@ -312,10 +296,7 @@ async fn an_image_that_cannot_be_made_leaves_nothing(
     #[case] reason: &str,
     #[case] words: &str,
 ) {
-    let folder = tempfile::Builder::new()
-        .prefix("vmmd")
-        .tempdir_in("/tmp")
-        .unwrap();
+    let folder = temporary_folder();
     let image = folder.path().join(program);
     if program != "missing" {
         fs::copy(env!("CARGO_BIN_EXE_mock-vmm-image"), &image).unwrap();
@@ -323,16 +304,13 @@ async fn an_image_that_cannot_be_made_leaves_nothing(
     let daemon = Daemon::in_folder(folder, &format!("vmm_image = {image:?}\n")).await;
     let refused = daemon.make(qcow2("data", 1 << 20), None).await.unwrap_err();
     assert_eq!(refusal(&refused), (code, reason.into()));
-    assert!(refused.message().contains(words), "{}", refused.message());
+    assert_says(&refused, words);
     assert_eq!((daemon.all_disks().await.len(), daemon.files().len()), (0, 0));
 }
 
 #[tokio::test]
 async fn remains_of_an_interrupted_create_are_removed() {
-    let folder = tempfile::Builder::new()
-        .prefix("vmmd")
-        .tempdir_in("/tmp")
-        .unwrap();
+    let folder = temporary_folder();
     let image = folder.path().join("image-hangs");
     fs::copy(env!("CARGO_BIN_EXE_mock-vmm-image"), &image).unwrap();
     let mut daemon = Daemon::in_folder(folder, &format!("vmm_image = {image:?}\n")).await;
@@ -348,9 +326,7 @@ async fn remains_of_an_interrupted_create_are_removed() {
         };
         client.create_disk(request).await
     });
-    while daemon.files().len() < 4 {
-        tokio::task::yield_now().await;
-    }
+    within(async || (daemon.files().len() == 4).then_some(())).await;
     daemon.kill_and_restart().await;
     assert!(under_way.await.unwrap().is_err());
     assert_eq!(daemon.all_disks().await, ["kept"]);
@@ -397,10 +373,7 @@ async fn records_and_files_agree_whenever_the_daemon_is_killed() {
 
 #[tokio::test]
 async fn a_full_state_file_system_is_said_and_nothing_is_left() {
-    let folder = tempfile::Builder::new()
-        .prefix("vmmd")
-        .tempdir_in("/tmp")
-        .unwrap();
+    let folder = temporary_folder();
     let state = folder.path().join("state");
     fs::create_dir(&state).unwrap();
     rustix::mount::mount(
@@ -420,11 +393,8 @@ async fn a_full_state_file_system_is_said_and_nothing_is_left() {
         (raw("data", 0), copy, "is full"),
     ] {
         let refused = daemon.make(disk, source).await.unwrap_err();
-        assert_eq!(
-            refusal(&refused),
-            (Code::ResourceExhausted, "NODE_DISK_FULL".into())
-        );
-        assert!(refused.message().contains(words), "{}", refused.message());
+        assert_refused(&refused, Code::ResourceExhausted, "NODE_DISK_FULL");
+        assert_says(&refused, words);
         assert_eq!((daemon.all_disks().await.len(), daemon.files().len()), (0, 0));
     }
     // A disk that is larger than the free space is refused before it takes space from others. The
@@ -441,17 +411,8 @@ async fn a_full_state_file_system_is_said_and_nothing_is_left() {
     assert!(told.abs_diff(free) < 1 << 20, "{words}: {free}");
     // A sparse disk may exceed the free space, with a warning, but not the file system.
     let refused = daemon.make(raw("data", 1 << 30), None).await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::ResourceExhausted, "NODE_DISK_FULL".into())
-    );
-    assert!(
-        refused
-            .message()
-            .contains("1073741824 bytes are more than the whole file system"),
-        "{}",
-        refused.message()
-    );
+    assert_refused(&refused, Code::ResourceExhausted, "NODE_DISK_FULL");
+    assert_says(&refused, "1073741824 bytes are more than the whole file system");
     assert_eq!(daemon.events("DiskLargerThanFree").await.len(), 0);
     daemon.make(raw("data", 16 << 20), None).await.unwrap();
     let [warning] = daemon.events("DiskLargerThanFree").await.try_into().unwrap();
@@ -462,10 +423,7 @@ async fn a_full_state_file_system_is_said_and_nothing_is_left() {
         warning.message
     );
     let refused = daemon.grow("data", 1 << 30).await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::ResourceExhausted, "NODE_DISK_FULL".into())
-    );
+    assert_refused(&refused, Code::ResourceExhausted, "NODE_DISK_FULL");
     drop(daemon);
     rustix::mount::unmount(&state, rustix::mount::UnmountFlags::DETACH).unwrap();
 }
@@ -475,37 +433,25 @@ async fn a_second_disk_of_the_same_name_is_refused() {
     let daemon = Daemon::start().await;
     daemon.make(raw("data", 512), None).await.unwrap();
     let refused = daemon.make(raw("data", 512), None).await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::AlreadyExists, "DISK_EXISTS".into()));
+    assert_refused(&refused, Code::AlreadyExists, "DISK_EXISTS");
     let wrong = daemon.make(v1::Disk::default(), None).await.unwrap_err();
-    let details = wrong.get_error_details();
-    let fields: Vec<_> = details
-        .bad_request()
-        .unwrap()
-        .field_violations
-        .iter()
-        .map(|violation| violation.field.clone())
-        .collect();
-    assert_eq!(fields, ["disk.metadata.name", "disk.spec.sizeBytes"]);
+    assert_eq!(fields(&wrong), ["disk.metadata.name", "disk.spec.sizeBytes"]);
 }
 
 #[tokio::test]
 async fn a_disk_is_used_by_name_and_kept_while_a_spec_names_it() {
     let mut daemon = Daemon::start().await;
     daemon.make(qcow2("data-1", 1 << 20), None).await.unwrap();
-    let mut vm = daemon.manifest("web", "");
-    vm.spec.as_mut().unwrap().disks = vec![named("data-1")];
-    daemon.create(vm).await.unwrap();
-    let vm = daemon.start_vm("web").await.unwrap();
+    let vm = daemon
+        .run_with("web", "", |spec| spec.disks = vec![named("data-1")])
+        .await;
     let told = &status(&vm).disks[0];
     assert_eq!(told.capacity_bytes, Some(1 << 20));
     assert!(told.path.contains("/state/disks/"), "{told:?}");
     for _ in 0..2 {
         let refused = daemon.remove("data-1").await.unwrap_err();
-        assert_eq!(
-            refusal(&refused),
-            (Code::FailedPrecondition, "DISK_IN_USE".into())
-        );
-        assert!(refused.message().contains("VM \"web\""), "{}", refused.message());
+        assert_refused(&refused, Code::FailedPrecondition, "DISK_IN_USE");
+        assert_says(&refused, "VM \"web\"");
         assert_eq!(state(&daemon.disk("data-1").await.unwrap()).used_by, ["web"]);
         daemon.kill_and_restart().await;
     }
@@ -513,9 +459,8 @@ async fn a_disk_is_used_by_name_and_kept_while_a_spec_names_it() {
     daemon.remove("data-1").await.unwrap();
     // References to a missing disk are refused.
     let refused = daemon.attach("web", named("data-1")).await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::NotFound, "DISK_NOT_FOUND".into()));
-    let mut vm = daemon.manifest("other", "");
-    vm.spec.as_mut().unwrap().disks = vec![named("data-1")];
+    assert_refused(&refused, Code::NotFound, "DISK_NOT_FOUND");
+    let vm = daemon.manifest_with("other", "", |spec| spec.disks = vec![named("data-1")]);
     let refused = daemon.create(vm).await.unwrap_err();
     assert!(
         refused
@@ -533,8 +478,7 @@ async fn a_spec_has_the_format_of_a_disk_that_it_names() {
     let mut daemon = Daemon::start().await;
     daemon.make(qcow2("data-1", 1 << 20), None).await.unwrap();
     daemon.make(raw("data-2", 1 << 20), None).await.unwrap();
-    let mut vm = daemon.manifest("web", "");
-    vm.spec.as_mut().unwrap().disks = vec![named("data-1")];
+    let vm = daemon.manifest_with("web", "", |spec| spec.disks = vec![named("data-1")]);
     let made = daemon.create(vm).await.unwrap();
     assert_eq!(format(&made, 0), DiskFormat::Qcow2);
     let second = DiskSpec {
@@ -562,7 +506,7 @@ async fn a_spec_has_the_format_of_a_disk_that_it_names() {
         ..second
     };
     let refused = daemon.attach("web", other).await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::AlreadyExists, "DISK_EXISTS".into()));
+    assert_refused(&refused, Code::AlreadyExists, "DISK_EXISTS");
 }
 
 #[tokio::test]
@@ -570,23 +514,14 @@ async fn a_deleted_vm_and_a_failed_create_let_go_of_their_disks() {
     let daemon = Daemon::start().await;
     daemon.make(raw("data-1", 4096), None).await.unwrap();
     for _ in 0..2 {
-        let mut vm = daemon.manifest("web", "");
-        vm.spec.as_mut().unwrap().disks = vec![named("data-1")];
+        let vm = daemon.manifest_with("web", "", |spec| spec.disks = vec![named("data-1")]);
         daemon.create(vm.clone()).await.unwrap();
-        assert_eq!(
-            daemon.create(vm.clone()).await.unwrap_err().code(),
-            Code::AlreadyExists
-        );
+        let second = daemon.create(vm.clone()).await.unwrap_err();
+        assert_refused(&second, Code::AlreadyExists, "VM_EXISTS");
         assert_eq!(state(&daemon.disk("data-1").await.unwrap()).used_by, ["web"]);
         daemon.start_vm("web").await.unwrap();
         daemon.delete("web", true).await.unwrap();
-        let request = v1::CreateVmRequest {
-            vm: Some(vm),
-            start: false,
-            dry_run: true,
-            ..Default::default()
-        };
-        daemon.client().create_vm(request).await.unwrap();
+        daemon.create_as(vm, false, true).await.unwrap();
         assert!(state(&daemon.disk("data-1").await.unwrap()).used_by.is_empty());
     }
     daemon.remove("data-1").await.unwrap();
@@ -600,23 +535,17 @@ async fn a_disk_has_one_writer_and_what_is_below_an_overlay_has_none() {
     daemon.run("second", "").await;
     daemon.attach("first", named("base")).await.unwrap();
     let refused = daemon.attach("second", named("base")).await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::FailedPrecondition, "DISK_IN_USE".into())
-    );
-    assert!(
-        refused.message().contains("VM \"first\""),
-        "{}",
-        refused.message()
-    );
+    assert_refused(&refused, Code::FailedPrecondition, "DISK_IN_USE");
+    assert_says(&refused, "VM \"first\"");
     let overlay = || Some(Source::OverlayOf("base".into()));
     let refused = daemon.make(raw("top", 0), overlay()).await.unwrap_err();
-    assert!(
-        refused.message().contains("VM \"first\""),
-        "{}",
-        refused.message()
-    );
+    assert_says(&refused, "VM \"first\"");
     daemon.detach("first", "data", 5000, false).await.unwrap();
+    daemon
+        .attach("second", named("base"))
+        .await
+        .expect("it is free again");
+    daemon.detach("second", "data", 5000, false).await.unwrap();
     daemon.make(raw("top", 0), overlay()).await.unwrap();
     daemon.make(raw("other", 0), overlay()).await.unwrap();
     // Overlays of the same disk run at once; the disk itself can only be read, not changed or deleted.
@@ -632,15 +561,8 @@ async fn a_disk_has_one_writer_and_what_is_below_an_overlay_has_none() {
         daemon.grow("base", 2 << 20).await.unwrap_err(),
     ];
     for refused in refusals {
-        assert_eq!(
-            refusal(&refused),
-            (Code::FailedPrecondition, "DISK_HAS_OVERLAYS".into())
-        );
-        assert!(
-            refused.message().contains("\"other\", \"top\""),
-            "{}",
-            refused.message()
-        );
+        assert_refused(&refused, Code::FailedPrecondition, "DISK_HAS_OVERLAYS");
+        assert_says(&refused, "\"other\", \"top\"");
     }
     let reader = DiskSpec {
         read_only: true,
@@ -658,8 +580,7 @@ async fn a_disk_grows_unused_in_a_stopped_and_in_a_running_vm(#[case] disk: v1::
     let mut daemon = Daemon::start().await;
     daemon.make(disk, None).await.unwrap();
     assert_eq!(size(&daemon.grow("data-1", 2 << 20).await.unwrap()), 2 << 20);
-    let mut vm = daemon.manifest("web", "");
-    vm.spec.as_mut().unwrap().disks = vec![named("data-1")];
+    let vm = daemon.manifest_with("web", "", |spec| spec.disks = vec![named("data-1")]);
     daemon.create(vm).await.unwrap();
     let capacity = |vm: &v1::Vm| status(vm).disks[0].capacity_bytes;
     assert_eq!(size(&daemon.grow("data-1", 3 << 20).await.unwrap()), 3 << 20);
@@ -687,10 +608,7 @@ async fn a_disk_grows_unused_in_a_stopped_and_in_a_running_vm(#[case] disk: v1::
         daemon.grow("data-1", 1 << 20).await.unwrap_err(),
         daemon.grow_in("web", "data", 1 << 20).await.unwrap_err(),
     ] {
-        assert_eq!(
-            refusal(&refused),
-            (Code::InvalidArgument, "SHRINK_REFUSED".into())
-        );
+        assert_refused(&refused, Code::InvalidArgument, "SHRINK_REFUSED");
         let words = refused.message();
         assert!(words.contains("1048576") && words.contains("6291456"), "{words}");
     }
@@ -717,24 +635,17 @@ async fn a_plain_file_grows_too_and_a_read_only_disk_does_not() {
         read_only: true,
         ..crate::attach::disk(&daemon, "other")
     };
-    let mut vm = daemon.manifest("web", "");
-    vm.spec.as_mut().unwrap().disks = vec![disk, reader];
+    let vm = daemon.manifest_with("web", "", |spec| spec.disks = vec![disk, reader]);
     daemon.create(vm).await.unwrap();
     daemon.grow_in("web", "root", 8192).await.unwrap();
     assert_eq!(fs::metadata(daemon.path("root.raw")).unwrap().len(), 8192);
     let refused = daemon.grow_in("web", "root", 4096).await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::InvalidArgument, "SHRINK_REFUSED".into())
-    );
+    assert_refused(&refused, Code::InvalidArgument, "SHRINK_REFUSED");
     daemon.start_vm("web").await.unwrap();
     daemon.grow_in("web", "root", 16384).await.unwrap();
     assert_eq!(fs::metadata(daemon.path("root.raw")).unwrap().len(), 16384);
     let refused = daemon.grow_in("web", "reader", 1 << 20).await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::FailedPrecondition, "DISK_READ_ONLY".into())
-    );
+    assert_refused(&refused, Code::FailedPrecondition, "DISK_READ_ONLY");
     let refused = daemon.grow_in("web", "none", 1 << 20).await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::NotFound, "DISK_NOT_FOUND".into()));
+    assert_refused(&refused, Code::NotFound, "DISK_NOT_FOUND");
 }

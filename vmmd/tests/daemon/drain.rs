@@ -5,14 +5,15 @@ use vmmd_api::{
     v1::{
         self, OperationPhase, RunPolicy, VmPhase,
         operation::{Metadata, Result as Detail},
-        operation_service_client::OperationServiceClient,
     },
     well_known,
 };
 
 use crate::{
-    harness::{Daemon, connect, refusal, status, vm_pid},
+    harness::{Daemon, assert_refused, connect, status, vm_pid},
     migration,
+    policies::{LONG, running_with, waits},
+    verbs::exit_reason,
 };
 
 async fn drain(daemon: &Daemon, grace_seconds: i64, no_wait: bool) -> Result<v1::DrainNodeResponse, Status> {
@@ -28,39 +29,19 @@ async fn drain(daemon: &Daemon, grace_seconds: i64, no_wait: bool) -> Result<v1:
     Ok(daemon.nodes().await.drain_node(request).await?.into_inner())
 }
 
-async fn uncordon(daemon: &Daemon) -> Result<(), Status> {
-    daemon
-        .nodes()
-        .await
-        .uncordon_node(v1::UncordonNodeRequest::default())
-        .await
-        .map(drop)
-}
-
 async fn cordoned(daemon: &Daemon) -> bool {
-    let answer = daemon.nodes().await.get_node(v1::GetNodeRequest {}).await;
-    answer.unwrap().into_inner().node.unwrap().spec.unwrap().cordoned
-}
-
-async fn run(daemon: &Daemon, name: &str, options: &str, policy: RunPolicy) {
-    let mut vm = daemon.manifest(name, options);
-    vm.spec.as_mut().unwrap().run_policy = policy.into();
-    daemon.create(vm).await.unwrap();
-    if policy != RunPolicy::AlwaysOn {
-        daemon.start_vm(name).await.unwrap();
-    }
-    daemon.wait_phase(name, VmPhase::Running).await;
+    daemon.node().await.spec.unwrap().cordoned
 }
 
 #[tokio::test]
 async fn drained_node_runs_nothing_until_uncordon_restores_policies() {
     // They come back at once: that they were stopped is no failure of theirs.
-    let daemon = Daemon::configured("[restart]\nfirst_ms = 100000\n").await;
-    run(&daemon, "always", "", RunPolicy::AlwaysOn).await;
-    run(&daemon, "unless", "", RunPolicy::AlwaysOnUnlessStopped).await;
-    run(&daemon, "manual", "", RunPolicy::Manual).await;
+    let daemon = Daemon::configured(LONG).await;
+    running_with(&daemon, "always", "", RunPolicy::AlwaysOn).await;
+    running_with(&daemon, "unless", "", RunPolicy::AlwaysOnUnlessStopped).await;
+    running_with(&daemon, "manual", "", RunPolicy::Manual).await;
     // Does nothing when it is asked to power off.
-    run(&daemon, "deaf", "mock.power=ignore", RunPolicy::Manual).await;
+    running_with(&daemon, "deaf", "mock.power=ignore", RunPolicy::Manual).await;
     let drained = drain(&daemon, 1, false).await.unwrap();
     let operation = drained.operation.unwrap();
     assert_eq!(
@@ -80,36 +61,26 @@ async fn drained_node_runs_nothing_until_uncordon_restores_policies() {
     assert_eq!(daemon.vmm_processes(), []);
     assert!(cordoned(&daemon).await);
     let deaf = daemon.get("deaf").await.unwrap();
-    assert_eq!(
-        status(&deaf).last_exit.as_ref().unwrap().reason(),
-        v1::ExitReason::Killed
-    );
-    uncordon(&daemon).await.unwrap();
+    assert_eq!(exit_reason(&deaf), v1::ExitReason::Killed);
+    daemon.uncordon().await.unwrap();
     daemon.wait_phase("always", VmPhase::Running).await;
     daemon.wait_phase("unless", VmPhase::Running).await;
     for name in ["manual", "deaf"] {
-        let vm = daemon.get(name).await.unwrap();
-        assert_eq!(status(&vm).phase(), VmPhase::Stopped, "{name}");
+        assert_eq!(daemon.phase(name).await, VmPhase::Stopped, "{name}");
     }
 }
 
 #[tokio::test]
 async fn cancelled_drain_keeps_running_vms_and_the_cordon() {
     let daemon = Daemon::start().await;
-    run(&daemon, "deaf", "mock.power=ignore", RunPolicy::Manual).await;
+    running_with(&daemon, "deaf", "mock.power=ignore", RunPolicy::Manual).await;
     let begun = drain(&daemon, 3600, true).await.unwrap();
     daemon.wait_phase("deaf", VmPhase::Stopping).await;
     let second = drain(&daemon, 3600, true).await.unwrap_err();
-    assert_eq!(
-        refusal(&second),
-        (Code::FailedPrecondition, "NODE_DRAINING".into())
-    );
-    let early = uncordon(&daemon).await.unwrap_err();
-    assert_eq!(
-        refusal(&early),
-        (Code::FailedPrecondition, "NODE_DRAINING".into())
-    );
-    let mut operations = OperationServiceClient::new(connect(daemon.folder.path()).await);
+    assert_refused(&second, Code::FailedPrecondition, "NODE_DRAINING");
+    let early = daemon.uncordon().await.unwrap_err();
+    assert_refused(&early, Code::FailedPrecondition, "NODE_DRAINING");
+    let mut operations = daemon.operations().await;
     let id = begun.operation.unwrap().id;
     let Some(Metadata::Drain(drain_of)) = daemon.operation(&id).await.metadata else {
         panic!("a drain says what remains");
@@ -124,13 +95,13 @@ async fn cancelled_drain_keeps_running_vms_and_the_cordon() {
     assert!(operation.message.contains("deaf"), "{}", operation.message);
     daemon.wait_phase("deaf", VmPhase::Running).await;
     assert!(cordoned(&daemon).await);
-    uncordon(&daemon).await.unwrap();
+    daemon.uncordon().await.unwrap();
 }
 
 #[tokio::test]
 async fn a_drain_does_not_outlive_the_daemon_and_the_cordon_does() {
     let mut daemon = Daemon::start().await;
-    run(&daemon, "deaf", "mock.power=ignore", RunPolicy::Manual).await;
+    running_with(&daemon, "deaf", "mock.power=ignore", RunPolicy::Manual).await;
     let begun = drain(&daemon, 3600, true).await.unwrap();
     daemon.wait_phase("deaf", VmPhase::Stopping).await;
     daemon.kill_and_restart().await;
@@ -151,7 +122,7 @@ async fn a_drain_does_not_outlive_the_daemon_and_the_cordon_does() {
     };
     let told = events.list_events(request).await.unwrap().into_inner().events;
     assert_eq!(told.len(), 1);
-    uncordon(&daemon).await.expect("no drain is under way any more");
+    daemon.uncordon().await.expect("no drain is under way any more");
 }
 
 #[tokio::test]
@@ -160,18 +131,16 @@ async fn drain_waits_for_a_vm_that_is_being_migrated() {
     first.run("web", "").await;
     first.run("other", "").await;
     second.fault("heard-Prepare");
-    let prepare = second.path("run/fault/heard-Prepare");
     let moving = first.migrate("web", &second).await.unwrap();
-    migration::within(async || prepare.with_extension("reached").exists().then_some(())).await;
+    second.reached("heard-Prepare").await;
     let begun = drain(&first, 60, true).await.unwrap().operation.unwrap();
     // The other one is stopped meanwhile.
     first.wait_phase("other", VmPhase::Stopped).await;
     let under_way = first.operation(&begun.id).await;
     assert_eq!(under_way.phase(), OperationPhase::InProgress, "{under_way:?}");
-    std::fs::remove_file(prepare).unwrap();
+    second.release("heard-Prepare");
     assert_eq!(first.ended(&moving).await.phase(), OperationPhase::Completed);
-    let drained = first.ended(&begun).await;
-    assert_eq!(drained.phase(), OperationPhase::Completed, "{drained:?}");
+    let drained = first.completes(&begun).await;
     let Some(Detail::Drained(result)) = drained.result else {
         panic!("{:?}", drained.result);
     };
@@ -182,17 +151,13 @@ async fn drain_waits_for_a_vm_that_is_being_migrated() {
 #[tokio::test]
 async fn drain_keeps_vms_down_that_wait_for_their_run_policy() {
     let daemon = Daemon::configured("[restart]\nfirst_ms = 60000\n").await;
-    run(&daemon, "web", "", RunPolicy::AlwaysOnUnlessStopped).await;
+    running_with(&daemon, "web", "", RunPolicy::AlwaysOnUnlessStopped).await;
     let vm = daemon.get("web").await.unwrap();
     rustix::process::kill_process(vm_pid(&vm), rustix::process::Signal::KILL).unwrap();
-    let waits = |status: &v1::VmStatus| {
-        let restart = status.restart.as_ref();
-        restart.is_some_and(|restart| restart.next_start_time.is_some())
-    };
     daemon.wait("web", waits).await;
     drain(&daemon, 60, false).await.unwrap();
     let held = daemon.get("web").await.unwrap();
     assert!(!waits(status(&held)), "{held:?}");
-    uncordon(&daemon).await.unwrap();
+    daemon.uncordon().await.unwrap();
     daemon.wait_phase("web", VmPhase::Running).await;
 }

@@ -6,7 +6,7 @@ use tokio_stream::StreamExt;
 use tonic::{Code, Streaming, transport::Channel};
 use vmmd_api::v1::{self, EventSeverity, event_service_client::EventServiceClient};
 
-use crate::harness::{Daemon, PATIENCE, command, connect, refusal};
+use crate::harness::{Daemon, PATIENCE, assert_refused, command, connect, refusal};
 
 async fn events(daemon: &Daemon) -> EventServiceClient<Channel> {
     EventServiceClient::new(connect(daemon.folder.path()).await)
@@ -17,12 +17,8 @@ async fn list(daemon: &Daemon, filter: v1::EventFilter) -> v1::ListEventsRespons
         filter: Some(filter),
         ..Default::default()
     };
-    events(daemon)
-        .await
-        .list_events(request)
-        .await
-        .unwrap()
-        .into_inner()
+    let answer = events(daemon).await.list_events(request).await.unwrap();
+    answer.into_inner()
 }
 
 async fn watch(daemon: &Daemon, cursor: &str) -> Streaming<v1::WatchEventsResponse> {
@@ -30,12 +26,8 @@ async fn watch(daemon: &Daemon, cursor: &str) -> Streaming<v1::WatchEventsRespon
         filter: None,
         cursor: cursor.into(),
     };
-    events(daemon)
-        .await
-        .watch_events(request)
-        .await
-        .unwrap()
-        .into_inner()
+    let answer = events(daemon).await.watch_events(request).await.unwrap();
+    answer.into_inner()
 }
 
 /// The next event that the watch gives.
@@ -124,7 +116,7 @@ async fn cursor_of_another_node_and_invalid_filter_are_refused() {
             cursor: cursor.into(),
         };
         let refused = events(&other).await.watch_events(request).await.unwrap_err();
-        assert_eq!(refusal(&refused), (Code::OutOfRange, "CURSOR_EXPIRED".into()));
+        assert_refused(&refused, Code::OutOfRange, "CURSOR_EXPIRED");
     }
     let request = v1::ListEventsRequest {
         filter: None,
@@ -190,7 +182,7 @@ async fn lists_have_pages_of_which_the_newest_comes_first() {
     assert_eq!(older.next_page_token, "");
     request.page_token = "nonsense".into();
     let refused = client.list_events(request).await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::OutOfRange, "CURSOR_EXPIRED".into()));
+    assert_refused(&refused, Code::OutOfRange, "CURSOR_EXPIRED");
 }
 
 fn names(listed: &v1::ListEventsResponse) -> Vec<&str> {

@@ -6,9 +6,7 @@ pub mod network;
 mod stage;
 mod steps;
 
-use std::fs;
-
-use vmmd_api::v1::{self, OperationPhase, VmPhase};
+use vmmd_api::v1::{OperationPhase, VmPhase};
 
 use self::{
     network::Network,
@@ -16,8 +14,9 @@ use self::{
     steps::{Side, Step, TRANSFER, walk},
 };
 use crate::{
-    migration::{node, pair, within, within_seconds},
+    migration::{node, pair},
     pki::Pki,
+    verbs::{within, within_seconds},
 };
 
 /// Trouble at a step.
@@ -246,22 +245,15 @@ async fn source_without_an_answer_forgets_a_vm_that_left_the_target() {
         let step = Step::new(Side::Target, "says-Running");
         target.fault(&step.name);
         source.run("web", "").await;
-        let request = v1::MigrateVmRequest {
-            name: "web".into(),
-            target: network.address.clone(),
-            ..Default::default()
-        };
-        source.migrations().await.migrate_vm(request).await.unwrap();
-        let held = target.path("run/fault").join(&step.name);
-        within(async || held.with_extension("reached").exists().then_some(())).await;
+        source.migrate_to("web", &network.address).await.unwrap();
+        target.reached(&step.name).await;
         source.kill();
-        fs::remove_file(held).unwrap();
+        target.release(&step.name);
         target.waits_for("web", VmPhase::Running).await;
         if then == Then::MovedOn {
             let third = node(&pki).await;
             let operation = target.migrate("web", &third).await.unwrap();
-            let ended = target.ended(&operation).await;
-            assert_eq!(ended.phase(), OperationPhase::Completed, "{ended:?}");
+            target.completes(&operation).await;
         } else {
             within(async || target.delete("web", true).await.ok()).await;
         }
@@ -272,7 +264,7 @@ async fn source_without_an_answer_forgets_a_vm_that_left_the_target() {
         }
         source.relaunch().await;
         source.forgets("web").await;
-        within(async || source.vmm_processes().is_empty().then_some(())).await;
+        source.wait_no_processes().await;
         assert_eq!(target.list().await.len(), 0);
     }
 }
@@ -282,13 +274,7 @@ async fn a_network_that_swallows_everything_is_noticed_on_both_sides() {
     let (source, target) = pair().await;
     let network = Network::to(&target).await;
     source.run("web", "mock.send=hang").await;
-    let request = v1::MigrateVmRequest {
-        name: "web".into(),
-        target: network.address.clone(),
-        ..Default::default()
-    };
-    let answer = source.migrations().await.migrate_vm(request).await.unwrap();
-    let operation = answer.into_inner().operation.unwrap();
+    let operation = source.migrate_to("web", &network.address).await.unwrap();
     target.waits_for("web", VmPhase::Starting).await;
     network.silent.send_replace(true);
     within_seconds(60, async || {
@@ -298,7 +284,7 @@ async fn a_network_that_swallows_everything_is_noticed_on_both_sides() {
     .await;
     source.waits_for("web", VmPhase::Running).await;
     within_seconds(60, async || target.get("web").await.is_err().then_some(())).await;
-    within(async || target.vmm_processes().is_empty().then_some(())).await;
+    target.wait_no_processes().await;
     network.silent.send_replace(false);
     within(async || source.delete("web", true).await.ok()).await;
 }

@@ -12,7 +12,7 @@ use std::{
 
 use hyper_util::rt::TokioIo;
 use rustix::process::{Pid, Signal, kill_process};
-use tokio::{net::UnixStream, time::timeout};
+use tokio::{net::UnixStream, task::JoinHandle, time::timeout};
 use tokio_stream::StreamExt;
 use tonic::{
     Code, Status, Streaming,
@@ -22,7 +22,7 @@ use tonic_types::StatusExt;
 use vmmd_api::{
     v1::{
         self, event_service_client::EventServiceClient, node_service_client::NodeServiceClient,
-        operation_service_client::OperationServiceClient, vm_service_client::VmServiceClient,
+        vm_service_client::VmServiceClient,
     },
     well_known,
 };
@@ -62,28 +62,15 @@ impl Daemon {
 
     /// The same, with more lines of configuration.
     pub async fn in_network_with(namespace: &str, extra: &str) -> Self {
-        let folder = tempfile::Builder::new()
-            .prefix("vmmd")
-            .tempdir_in("/tmp")
-            .unwrap();
+        let folder = temporary_folder();
         Self::with(folder, extra, Some(namespace.to_owned())).await
     }
 
     /// One whose log, as it would be in the journal, is in `log.txt`.
     pub async fn with_log(extra: &str) -> Self {
-        let folder = tempfile::Builder::new()
-            .prefix("vmmd")
-            .tempdir_in("/tmp")
-            .unwrap();
+        let folder = temporary_folder();
         fs::write(folder.path().join("log.txt"), "").unwrap();
         Self::in_folder(folder, extra).await
-    }
-
-    pub async fn operation(&self, id: &str) -> v1::Operation {
-        let mut client = OperationServiceClient::new(connect(self.folder.path()).await);
-        let request = v1::GetOperationRequest { id: id.into() };
-        let response = client.get_operation(request).await.unwrap().into_inner();
-        response.operation.unwrap()
     }
 
     /// Waits for `count` events with this reason. A call or a status may show a change before its
@@ -125,10 +112,7 @@ impl Daemon {
 
     /// With more lines of configuration.
     pub async fn configured(extra: &str) -> Self {
-        let folder = tempfile::Builder::new()
-            .prefix("vmmd")
-            .tempdir_in("/tmp")
-            .unwrap();
+        let folder = temporary_folder();
         Self::in_folder(folder, extra).await
     }
 
@@ -240,10 +224,7 @@ impl Daemon {
             cmdline: options.to_owned(),
         };
         v1::Vm {
-            metadata: Some(v1::ObjectMetadata {
-                name: name.into(),
-                ..Default::default()
-            }),
+            metadata: metadata_of(name),
             spec: Some(v1::VmSpec {
                 cpu: Some(v1::CpuSpec {
                     cores: 1,
@@ -286,6 +267,16 @@ impl Daemon {
             ..Default::default()
         };
         Ok(self.client().start_vm(request).await?.into_inner().vm.unwrap())
+    }
+
+    /// Starts a VM in the background.
+    pub fn begin_start(&self, name: &str) -> JoinHandle<Result<v1::Vm, Status>> {
+        let mut client = self.client();
+        let request = v1::StartVmRequest {
+            name: name.into(),
+            ..Default::default()
+        };
+        tokio::spawn(async move { Ok(client.start_vm(request).await?.into_inner().vm.unwrap()) })
     }
 
     pub async fn pause(&self, name: &str) -> Result<v1::Vm, Status> {
@@ -575,6 +566,33 @@ pub fn room(folder: &Path) -> u64 {
         metadata => metadata.blocks() * 512,
     });
     rooms.sum()
+}
+
+/// A folder of a test's own, which is removed with its content.
+pub fn temporary_folder() -> tempfile::TempDir {
+    let mut builder = tempfile::Builder::new();
+    builder.prefix("vmmd").tempdir_in("/tmp").unwrap()
+}
+
+/// Metadata with only a name.
+#[allow(clippy::unnecessary_wraps, reason = "a field of messages, which is optional")]
+pub fn metadata_of(name: impl Into<String>) -> Option<v1::ObjectMetadata> {
+    Some(v1::ObjectMetadata {
+        name: name.into(),
+        ..Default::default()
+    })
+}
+
+/// Expects the code and the reason of a refusal.
+#[track_caller]
+pub fn assert_refused(status: &Status, code: Code, reason: &str) {
+    assert_eq!(refusal(status), (code, reason.to_owned()), "{status}");
+}
+
+/// Expects these words in the message of a refusal.
+#[track_caller]
+pub fn assert_says(status: &Status, words: &str) {
+    assert!(status.message().contains(words), "{words:?} is not in {status}");
 }
 
 /// The code and reason of a refusal.

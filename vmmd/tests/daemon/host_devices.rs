@@ -11,8 +11,9 @@ use tonic::{Code, Status};
 use vmmd_api::v1;
 
 use crate::{
-    harness::{Daemon, refusal},
+    harness::{Daemon, assert_refused, assert_says},
     snapshots::disks_alone::of_disks,
+    verbs::raw_file,
 };
 
 /// A file with an ext4 file system, a loop device above it, and a folder to mount that at. All of it goes when it is dropped.
@@ -58,13 +59,11 @@ impl Drop for Loop {
 
 impl Daemon {
     async fn with_disk(&self, name: &str, path: &Path, read_only: bool) -> Result<v1::Vm, Status> {
-        let mut vm = self.manifest(name, "");
-        vm.spec.as_mut().unwrap().disks.push(v1::DiskSpec {
-            name: "root".into(),
-            source: Some(v1::disk_spec::Source::Path(path.to_str().unwrap().into())),
-            format: v1::DiskFormat::Raw.into(),
-            read_only,
-            ..Default::default()
+        let vm = self.manifest_with(name, "", |spec| {
+            spec.disks.push(v1::DiskSpec {
+                read_only,
+                ..raw_file("root", path)
+            });
         });
         self.create(vm).await?;
         self.start_vm(name).await
@@ -80,11 +79,8 @@ async fn mounted_device_and_its_file_are_no_writable_disks() {
     let mounted = device.folder.display().to_string();
     for (name, disk) in [("device", &path), ("file", &device.file)] {
         let refused = daemon.with_disk(name, disk, false).await.unwrap_err();
-        assert_eq!(
-            refusal(&refused),
-            (Code::FailedPrecondition, "DISK_IN_USE".into())
-        );
-        assert!(refused.message().contains(&mounted), "{}", refused.message());
+        assert_refused(&refused, Code::FailedPrecondition, "DISK_IN_USE");
+        assert_says(&refused, &mounted);
         // A dry run says the same.
         let request = v1::CheckPlacementRequest {
             vm: Some(daemon.get(name).await.unwrap()),
@@ -94,13 +90,8 @@ async fn mounted_device_and_its_file_are_no_writable_disks() {
         vm.status = None;
         let metadata = vm.metadata.as_mut().unwrap();
         (metadata.uid, metadata.generation, metadata.create_time) = (String::new(), 0, None);
-        let answer = daemon
-            .nodes()
-            .await
-            .check_placement(checked)
-            .await
-            .unwrap()
-            .into_inner();
+        let answer = daemon.nodes().await.check_placement(checked).await.unwrap();
+        let answer = answer.into_inner();
         assert!(
             answer
                 .problems
@@ -113,11 +104,8 @@ async fn mounted_device_and_its_file_are_no_writable_disks() {
     let snapshot = of_disks("one", "file", false);
     let refused = daemon.snapshots().await.create_snapshot(snapshot).await;
     let refused = refused.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::FailedPrecondition, "DISK_IN_USE".into())
-    );
-    assert!(refused.message().contains(&mounted), "{}", refused.message());
+    assert_refused(&refused, Code::FailedPrecondition, "DISK_IN_USE");
+    assert_says(&refused, &mounted);
     device.unmount();
     // The loop device still uses the file. The device is free, and then belongs to the VM alone.
     assert!(daemon.start_vm("file").await.is_err());
@@ -127,11 +115,7 @@ async fn mounted_device_and_its_file_are_no_writable_disks() {
         "the node can't mount what a VM writes to"
     );
     let refused = daemon.with_disk("second", &path, false).await.unwrap_err();
-    assert!(
-        refused.message().contains("VM \"device\""),
-        "{}",
-        refused.message()
-    );
+    assert_says(&refused, "VM \"device\"");
     daemon.kill_vm("device").await.unwrap();
     daemon.start_vm("second").await.unwrap();
     daemon.kill_vm("second").await.unwrap();

@@ -11,8 +11,9 @@ use vmmd_api::v1::{self, VmPhase, peer_service_client::PeerServiceClient, receiv
 use crate::{
     disks::named,
     harness::{Daemon, status, uid},
-    migration::{node, within},
+    migration::node,
     pki::Pki,
+    verbs::within,
 };
 
 /// VMs that are spoken of: the daemon's own, and two that it does not have.

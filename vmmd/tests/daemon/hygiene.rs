@@ -7,9 +7,23 @@ use std::{
 };
 
 use tokio::task::JoinSet;
-use vmmd_api::v1;
+use tonic::transport::Channel;
+use vmmd_api::v1::{self, vm_service_client::VmServiceClient};
 
 use crate::harness::{Daemon, PATIENCE, status, uid, vm_pid};
+
+async fn create_and_start(client: &mut VmServiceClient<Channel>, vm: Option<v1::Vm>, name: String) {
+    let create = v1::CreateVmRequest {
+        vm,
+        ..Default::default()
+    };
+    client.create_vm(create).await.unwrap();
+    let start = v1::StartVmRequest {
+        name,
+        ..Default::default()
+    };
+    client.start_vm(start).await.unwrap();
+}
 
 #[tokio::test]
 async fn twenty_vms_in_a_loop_leave_nothing() {
@@ -27,22 +41,7 @@ async fn twenty_vms_in_a_loop_leave_nothing() {
             let mut client = daemon.client();
             tasks.spawn(async move {
                 let name = format!("vm{index}");
-                client
-                    .create_vm(v1::CreateVmRequest {
-                        vm,
-                        start: false,
-                        dry_run: false,
-                        ..Default::default()
-                    })
-                    .await
-                    .unwrap();
-                client
-                    .start_vm(v1::StartVmRequest {
-                        name: name.clone(),
-                        ..Default::default()
-                    })
-                    .await
-                    .unwrap();
+                create_and_start(&mut client, vm, name.clone()).await;
                 let force = index % 2 == 0;
                 if !force {
                     let stop = v1::StopVmRequest {
@@ -188,39 +187,14 @@ async fn what_the_daemon_keeps_is_closed_to_others() {
 #[tokio::test]
 async fn the_daemon_stays_small_with_many_running_vms() {
     let daemon = Daemon::configured("[overcommit]\ncpu = 1000\nmemory = 10\n").await;
-    let node = daemon
-        .nodes()
-        .await
-        .get_node(v1::GetNodeRequest {})
-        .await
-        .unwrap()
-        .into_inner()
-        .node
-        .unwrap()
-        .status
-        .unwrap();
+    let node = daemon.node().await.status.unwrap();
     let count = (node.memory_bytes / (128 << 20)).min(200);
     let mut tasks = JoinSet::new();
     for index in 0..count {
         let vm = Some(daemon.manifest(&format!("vm{index}"), ""));
         let mut client = daemon.client();
         tasks.spawn(async move {
-            client
-                .create_vm(v1::CreateVmRequest {
-                    vm,
-                    start: false,
-                    dry_run: false,
-                    ..Default::default()
-                })
-                .await
-                .unwrap();
-            client
-                .start_vm(v1::StartVmRequest {
-                    name: format!("vm{index}"),
-                    ..Default::default()
-                })
-                .await
-                .unwrap();
+            create_and_start(&mut client, vm, format!("vm{index}")).await;
         });
     }
     while let Some(result) = tasks.join_next().await {

@@ -27,7 +27,10 @@ use vmmd_api::v1::{
 use self::http::{Server, held, part, start};
 use crate::{
     disks::{named, raw},
-    harness::{Daemon, PATIENCE, connect, refusal, room},
+    harness::{
+        Daemon, PATIENCE, assert_refused, assert_says, connect, metadata_of, refusal, room, temporary_folder,
+    },
+    verbs::within,
 };
 
 impl Daemon {
@@ -35,7 +38,7 @@ impl Daemon {
         ImageServiceClient::new(connect(self.folder.path()).await)
     }
 
-    async fn import(&self, image: v1::Image) -> Result<v1::Image, Status> {
+    pub async fn import(&self, image: v1::Image) -> Result<v1::Image, Status> {
         let request = v1::ImportImageRequest {
             image: Some(image),
             ..Default::default()
@@ -44,13 +47,24 @@ impl Daemon {
         Ok(response.into_inner().image.unwrap())
     }
 
+    /// Begins an import; its operation.
+    async fn begin_import(&self, image: v1::Image) -> Result<v1::Operation, Status> {
+        let request = v1::ImportImageRequest {
+            image: Some(image),
+            no_wait: true,
+            ..Default::default()
+        };
+        let answer = self.images().await.import_image(request).await?;
+        Ok(answer.into_inner().operation.unwrap())
+    }
+
     async fn image(&self, name: &str) -> Result<v1::Image, Status> {
         let request = v1::GetImageRequest { name: name.into() };
         let response = self.images().await.get_image(request).await?;
         Ok(response.into_inner().image.unwrap())
     }
 
-    async fn remove_image(&self, name: &str) -> Result<(), Status> {
+    pub async fn remove_image(&self, name: &str) -> Result<(), Status> {
         let request = v1::DeleteImageRequest {
             name: name.into(),
             ..Default::default()
@@ -92,19 +106,15 @@ impl Daemon {
 
     /// Waits until so many bytes of the one file that is being downloaded are on the disk.
     async fn downloaded(&self, bytes: u64) {
-        let written = async {
-            loop {
-                let files = self.image_files();
-                let source = files.iter().find(|name| name.ends_with(".source"));
-                let path = source.map(|name| self.path(&format!("state/images/{name}")));
-                if path.is_some_and(|path| fs::metadata(path).is_ok_and(|metadata| metadata.size() >= bytes))
-                {
-                    return;
-                }
-                tokio::task::yield_now().await;
-            }
-        };
-        timeout(PATIENCE, written).await.unwrap();
+        within(async || {
+            let files = self.image_files();
+            let source = files.iter().find(|name| name.ends_with(".source"));
+            let path = source.map(|name| self.path(&format!("state/images/{name}")));
+            let written =
+                path.is_some_and(|path| fs::metadata(path).is_ok_and(|metadata| metadata.size() >= bytes));
+            written.then_some(())
+        })
+        .await;
     }
 }
 
@@ -121,10 +131,7 @@ async fn with_converter() -> Daemon {
 
 fn image(name: &str, source: Option<Source>) -> v1::Image {
     v1::Image {
-        metadata: Some(v1::ObjectMetadata {
-            name: name.into(),
-            ..Default::default()
-        }),
+        metadata: metadata_of(name),
         spec: Some(v1::ImageSpec {
             source,
             ..Default::default()
@@ -133,7 +140,7 @@ fn image(name: &str, source: Option<Source>) -> v1::Image {
     }
 }
 
-fn of_path(name: &str, path: &Path) -> v1::Image {
+pub fn of_path(name: &str, path: &Path) -> v1::Image {
     image(name, Some(Source::Path(path.display().to_string())))
 }
 
@@ -266,12 +273,7 @@ async fn an_uploaded_file_becomes_an_image_and_a_cut_off_one_nothing() {
 
 /// Waits until a server was asked so often.
 async fn asked(server: &Server, times: usize) {
-    let asked = async {
-        while server.requests.lock().unwrap().len() < times {
-            tokio::task::yield_now().await;
-        }
-    };
-    timeout(PATIENCE, asked).await.unwrap();
+    within(async || (server.requests.lock().unwrap().len() >= times).then_some(())).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -299,13 +301,8 @@ async fn import_of_a_killed_daemon_continues_and_answers_the_retry() {
     daemon.kill_and_restart().await;
     waiting.await.unwrap().unwrap_err();
     go.send(()).unwrap();
-    let response = daemon
-        .images()
-        .await
-        .import_image(request)
-        .await
-        .unwrap()
-        .into_inner();
+    let answer = daemon.images().await.import_image(request).await.unwrap();
+    let response = answer.into_inner();
     let status = response.image.unwrap().status.unwrap();
     assert_eq!(
         (status.phase(), status.source_bytes),
@@ -480,8 +477,7 @@ async fn fifty_vms_of_an_image_take_its_space_once() {
             clone: v1::DiskClone::Overlay.into(),
         });
         daemon.make(wanted, Some(overlay)).await.unwrap();
-        let mut vm = daemon.manifest(&name, "");
-        vm.spec.as_mut().unwrap().disks = vec![named(&name)];
+        let vm = daemon.manifest_with(&name, "", |spec| spec.disks = vec![named(&name)]);
         daemon.create(vm).await.unwrap();
     }
     assert_eq!(daemon.list().await.len(), 50);
@@ -496,23 +492,17 @@ async fn import_from_a_closed_port_shows_each_try() {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}/disk.raw", listener.local_addr().unwrap());
     drop(listener);
-    let request = v1::ImportImageRequest {
-        image: Some(image("web", Some(Source::Url(url)))),
-        no_wait: true,
-        ..Default::default()
-    };
-    let begun = daemon.images().await.import_image(request).await.unwrap();
-    let id = begun.into_inner().operation.unwrap().id;
-    let shown = async {
-        loop {
-            let message = daemon.operation(&id).await.message;
-            if message.contains("Connection refused") && message.contains("of 8 follows") {
-                return;
-            }
-            tokio::task::yield_now().await;
-        }
-    };
-    timeout(PATIENCE, shown).await.unwrap();
+    let begun = daemon
+        .begin_import(image("web", Some(Source::Url(url))))
+        .await
+        .unwrap();
+    let id = begun.id;
+    within(async || {
+        let message = daemon.operation(&id).await.message;
+        let shown = message.contains("Connection refused") && message.contains("of 8 follows");
+        shown.then_some(())
+    })
+    .await;
     daemon.remove_image("web").await.unwrap();
 }
 
@@ -521,21 +511,11 @@ async fn deleting_an_image_that_is_being_imported_cancels_the_import() {
     let daemon = Daemon::start().await;
     let (turn, _go) = held(part(&Arc::new(content()), "one", 1000));
     let server = Server::start(vec![turn]);
-    let request = v1::ImportImageRequest {
-        image: Some(image("web", Some(Source::Url(server.address.clone())))),
-        no_wait: true,
-        ..Default::default()
-    };
-    let begun = daemon
-        .images()
-        .await
-        .import_image(request)
-        .await
-        .unwrap()
-        .into_inner();
+    let wanted = image("web", Some(Source::Url(server.address.clone())));
+    let begun = daemon.begin_import(wanted).await.unwrap();
     asked(&server, 1).await;
     daemon.remove_image("web").await.unwrap();
-    let operation = daemon.operation(&begun.operation.unwrap().id).await;
+    let operation = daemon.operation(&begun.id).await;
     assert_eq!(operation.phase(), OperationPhase::Cancelled);
     assert_eq!(daemon.image_files(), Vec::<String>::new());
 }
@@ -670,13 +650,8 @@ async fn images_are_listed_and_watched_over_a_restart_of_the_daemon() {
         page_size: 1,
         ..Default::default()
     };
-    let listed = daemon
-        .images()
-        .await
-        .list_images(page)
-        .await
-        .unwrap()
-        .into_inner();
+    let answer = daemon.images().await.list_images(page).await.unwrap();
+    let listed = answer.into_inner();
     assert_eq!((listed.images.len(), listed.next_page_token.as_str()), (1, ""));
     daemon.import(of_path("b", &file)).await.unwrap();
     daemon.remove_image("a").await.unwrap();
@@ -685,13 +660,8 @@ async fn images_are_listed_and_watched_over_a_restart_of_the_daemon() {
         cursor: listed.cursor,
         ..Default::default()
     };
-    let mut stream = daemon
-        .images()
-        .await
-        .watch_images(request)
-        .await
-        .unwrap()
-        .into_inner();
+    let answer = daemon.images().await.watch_images(request).await.unwrap();
+    let mut stream = answer.into_inner();
     let mut seen = Vec::new();
     loop {
         let event = timeout(PATIENCE, stream.next()).await.unwrap().unwrap().unwrap();

@@ -7,8 +7,8 @@ use tonic::Code;
 use vmmd_api::v1::{self, ConditionStatus, ExitReason, VmPhase};
 
 use crate::{
-    harness::{Daemon, refusal, status, vm_pid},
-    migration::within,
+    harness::{Daemon, assert_refused, assert_says, status, vm_pid},
+    verbs::exit_reason,
 };
 
 #[tokio::test]
@@ -27,104 +27,31 @@ async fn a_vm_goes_through_its_whole_life() {
         ("Ready", ConditionStatus::True)
     );
 
-    let request = v1::PauseVmRequest {
-        name: "web".into(),
-        ..Default::default()
-    };
-    let paused = daemon
-        .client()
-        .pause_vm(request.clone())
-        .await
-        .unwrap()
-        .into_inner()
-        .vm
-        .unwrap();
-    assert_eq!(status(&paused).phase(), VmPhase::Paused);
-    daemon
-        .client()
-        .pause_vm(request)
-        .await
-        .expect("a pause of a paused VM is done already");
+    for case in ["runs", "is paused already"] {
+        let paused = daemon.pause("web").await.unwrap();
+        assert_eq!(status(&paused).phase(), VmPhase::Paused, "{case}");
+    }
     let resumed = daemon.resume("web").await.unwrap();
     assert_eq!(
         (status(&resumed).phase(), vm_pid(&resumed)),
         (VmPhase::Running, vm_pid(&running))
     );
 
-    let request = v1::RestartVmRequest {
-        name: "web".into(),
-        grace_period: None,
-        force: false,
-        ..Default::default()
-    };
-    let restarted = daemon
-        .client()
-        .restart_vm(request)
-        .await
-        .unwrap()
-        .into_inner()
-        .vm
-        .unwrap();
+    let restarted = daemon.restart("web", false).await.unwrap();
     assert_eq!(status(&restarted).phase(), VmPhase::Running);
     assert_ne!(vm_pid(&restarted), vm_pid(&running));
 
     let stopped = daemon.stop("web", None).await.unwrap();
     assert_eq!(status(&stopped).phase(), VmPhase::Stopped);
-    assert_eq!(
-        status(&stopped).last_exit.as_ref().unwrap().reason(),
-        ExitReason::Stopped
-    );
+    assert_eq!(exit_reason(&stopped), ExitReason::Stopped);
     assert_eq!(status(&stopped).instance, None);
 
     daemon.delete("web", false).await.unwrap();
-    assert_eq!(
-        refusal(&daemon.get("web").await.unwrap_err()),
-        (Code::NotFound, "VM_NOT_FOUND".into())
+    assert_refused(
+        &daemon.get("web").await.unwrap_err(),
+        Code::NotFound,
+        "VM_NOT_FOUND",
     );
-    assert!(daemon.list().await.is_empty());
-}
-
-#[tokio::test]
-async fn create_can_start_and_answers_before_the_start_ends() {
-    let daemon = Daemon::start().await;
-    let vm = Some(daemon.manifest("web", ""));
-    let request = v1::CreateVmRequest {
-        vm,
-        start: true,
-        dry_run: false,
-        ..Default::default()
-    };
-    let created = daemon
-        .client()
-        .create_vm(request)
-        .await
-        .unwrap()
-        .into_inner()
-        .vm
-        .unwrap();
-    assert_eq!(status(&created).phase(), VmPhase::Pending);
-    daemon.wait_phase("web", VmPhase::Running).await;
-}
-
-#[tokio::test]
-async fn a_dry_run_changes_nothing() {
-    let daemon = Daemon::start().await;
-    let vm = Some(daemon.manifest("web", ""));
-    let request = v1::CreateVmRequest {
-        vm,
-        start: false,
-        dry_run: true,
-        ..Default::default()
-    };
-    let checked = daemon
-        .client()
-        .create_vm(request)
-        .await
-        .unwrap()
-        .into_inner()
-        .vm
-        .unwrap();
-    assert_eq!(checked.metadata.unwrap().name, "web");
     assert!(daemon.list().await.is_empty());
 }
 
@@ -136,10 +63,7 @@ async fn guest_that_ignores_the_power_button_is_killed_after_grace() {
         .stop("deaf", Some(Duration::from_millis(200)))
         .await
         .unwrap();
-    assert_eq!(
-        status(&stopped).last_exit.as_ref().unwrap().reason(),
-        ExitReason::Killed
-    );
+    assert_eq!(exit_reason(&stopped), ExitReason::Killed);
     assert_eq!(status(&stopped).phase(), VmPhase::Stopped);
     assert!(
         status(&stopped).message.contains("grace period"),
@@ -169,33 +93,9 @@ async fn a_pause_that_the_vmm_does_not_answer_says_whose_fault_it_is() {
     let daemon = Daemon::start().await;
     let vm = daemon.run("web", "mock.pause=hang").await;
     let refused = daemon.pause("web").await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::Unavailable, "VMM_UNRESPONSIVE".into()));
+    assert_refused(&refused, Code::Unavailable, "VMM_UNRESPONSIVE");
     let pid = vm_pid(&vm).as_raw_nonzero();
-    assert!(refused.message().contains(&format!("(pid {pid})")), "{refused}");
-}
-
-#[tokio::test]
-async fn a_stop_by_force_does_not_wait_for_a_graceful_one_under_way() {
-    let daemon = Daemon::start().await;
-    daemon.run("deaf", "mock.power=ignore").await;
-    let (graceful, forced) = tokio::join!(daemon.stop("deaf", Some(Duration::from_secs(3600))), async {
-        daemon.wait_phase("deaf", VmPhase::Stopping).await;
-        daemon.kill_vm("deaf").await
-    });
-    assert_eq!(status(&graceful.unwrap()).phase(), VmPhase::Stopped);
-    assert_eq!(status(&forced.unwrap()).phase(), VmPhase::Stopped);
-}
-
-#[tokio::test]
-async fn a_process_that_does_not_react_at_all_is_killed() {
-    let daemon = Daemon::start().await;
-    let vm = daemon.run("stuck", "").await;
-    kill_process(vm_pid(&vm), Signal::STOP).unwrap();
-    let stopped = daemon.kill_vm("stuck").await.unwrap();
-    assert_eq!(
-        status(&stopped).last_exit.as_ref().unwrap().reason(),
-        ExitReason::Killed
-    );
+    assert_says(&refused, &format!("(pid {pid})"));
 }
 
 #[tokio::test]
@@ -204,10 +104,7 @@ async fn a_paused_vm_can_be_stopped_gracefully() {
     daemon.run("web", "").await;
     daemon.pause("web").await.unwrap();
     let stopped = daemon.stop("web", None).await.unwrap();
-    assert_eq!(
-        status(&stopped).last_exit.as_ref().unwrap().reason(),
-        ExitReason::Stopped
-    );
+    assert_eq!(exit_reason(&stopped), ExitReason::Stopped);
 }
 
 #[tokio::test]
@@ -231,19 +128,8 @@ async fn a_stop_gets_through_while_a_pause_hangs() {
 #[tokio::test]
 async fn a_stop_ends_a_start_that_hangs() {
     let daemon = Daemon::start().await;
-    daemon
-        .create(daemon.manifest("web", "mock.boot=hang"))
-        .await
-        .unwrap();
-    let mut client = daemon.client();
-    let start = tokio::spawn(async move {
-        client
-            .start_vm(v1::StartVmRequest {
-                name: "web".into(),
-                ..Default::default()
-            })
-            .await
-    });
+    daemon.define("web", "mock.boot=hang").await;
+    let start = daemon.begin_start("web");
     daemon.wait_phase("web", VmPhase::Starting).await;
     let stopped = daemon.stop("web", None).await.unwrap();
     assert_eq!(
@@ -251,7 +137,7 @@ async fn a_stop_ends_a_start_that_hangs() {
         (VmPhase::Stopped, "StartCancelled")
     );
     let refused = start.await.unwrap().unwrap_err();
-    assert_eq!(refusal(&refused), (Code::Aborted, "START_CANCELLED".into()));
+    assert_refused(&refused, Code::Aborted, "START_CANCELLED");
     assert_eq!(daemon.vmm_processes(), []);
 }
 
@@ -262,11 +148,8 @@ async fn start_of_a_running_vm_is_a_no_op_its_deletion_needs_force() {
     let again = daemon.start_vm("web").await.unwrap();
     assert_eq!(vm_pid(&again), vm_pid(&running));
     let refused = daemon.delete("web", false).await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::FailedPrecondition, "STILL_RUNNING".into())
-    );
-    assert!(refused.message().contains("force"), "{}", refused.message());
+    assert_refused(&refused, Code::FailedPrecondition, "STILL_RUNNING");
+    assert_says(&refused, "force");
     assert_eq!(vm_pid(&daemon.get("web").await.unwrap()), vm_pid(&running));
     daemon.delete("web", true).await.unwrap();
     assert_eq!(daemon.vmm_processes(), []);
@@ -281,28 +164,7 @@ async fn requests_to_a_stopped_vm_are_answered_by_what_it_is() {
         .await
         .expect("a stop of a stopped VM is done already");
     let refused = daemon.pause("web").await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::FailedPrecondition, "NOT_RUNNING".into())
-    );
-}
-
-#[tokio::test]
-async fn how_a_guest_ends_is_told_apart() {
-    let daemon = Daemon::start().await;
-    for (command, phase, reason) in [
-        ("poweroff", VmPhase::Stopped, ExitReason::GuestShutdown),
-        ("panic", VmPhase::Failed, ExitReason::GuestPanic),
-        ("crash", VmPhase::Failed, ExitReason::GuestCrash),
-        ("error", VmPhase::Failed, ExitReason::VmmError),
-        ("abort", VmPhase::Failed, ExitReason::Lost),
-    ] {
-        daemon.run(command, "").await;
-        let mut console = crate::console::Client::open(&daemon, command).await;
-        console.type_in(&format!("{command}\n")).await;
-        let status = daemon.wait_phase(command, phase).await;
-        assert_eq!(status.last_exit.unwrap().reason(), reason, "{command}");
-    }
+    assert_refused(&refused, Code::FailedPrecondition, "NOT_RUNNING");
 }
 
 #[tokio::test]
@@ -331,10 +193,7 @@ async fn request_during_the_end_of_a_vmm_finds_it_ended() {
     console.type_in("fade\n").await;
     console.expect("fading").await;
     let refused = daemon.pause("web").await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::FailedPrecondition, "NOT_RUNNING".into())
-    );
+    assert_refused(&refused, Code::FailedPrecondition, "NOT_RUNNING");
     daemon.wait_phase("web", VmPhase::Failed).await;
 }
 
@@ -343,31 +202,9 @@ async fn a_vmm_that_ends_while_it_is_asked_is_said_to_have_ended() {
     let daemon = Daemon::start().await;
     daemon.run("web", "mock.pause=fade").await;
     let refused = daemon.pause("web").await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::FailedPrecondition, "NOT_RUNNING".into())
-    );
-    assert!(refused.message().contains("ended meanwhile"), "{refused}");
+    assert_refused(&refused, Code::FailedPrecondition, "NOT_RUNNING");
+    assert_says(&refused, "ended meanwhile");
     daemon.wait_phase("web", VmPhase::Failed).await;
-}
-
-#[tokio::test]
-async fn a_reset_of_the_guest_is_counted_in_the_same_run() {
-    let daemon = Daemon::start().await;
-    let vm = daemon.run("web", "").await;
-    let mut console = crate::console::Client::open(&daemon, "web").await;
-    console.type_in("reset\nreset\n").await;
-    let resets = |status: &v1::VmStatus| {
-        status
-            .instance
-            .as_ref()
-            .map_or(0, |instance| instance.guest_resets)
-    };
-    let status = daemon.wait("web", |status| resets(status) == 2).await;
-    assert_eq!(
-        status.instance.unwrap().pid,
-        vm_pid(&vm).as_raw_nonzero().get().cast_unsigned()
-    );
 }
 
 #[tokio::test]
@@ -393,19 +230,9 @@ async fn two_starts_at_once_make_one_process() {
 }
 
 #[tokio::test]
-async fn a_name_can_be_used_again_after_a_delete_and_means_another_vm() {
-    let daemon = Daemon::start().await;
-    let first = daemon.create(daemon.manifest("web", "")).await.unwrap();
-    daemon.delete("web", false).await.unwrap();
-    let second = daemon.create(daemon.manifest("web", "")).await.unwrap();
-    assert_ne!(first.metadata.unwrap().uid, second.metadata.unwrap().uid);
-}
-
-#[tokio::test]
 async fn a_deletion_by_force_continues_after_a_restart_of_the_daemon() {
     let mut daemon = Daemon::start().await;
-    let mut vm = daemon.manifest("web", "");
-    vm.spec.as_mut().unwrap().run_policy = v1::RunPolicy::AlwaysOn.into();
+    let vm = daemon.manifest_with("web", "", |spec| spec.run_policy = v1::RunPolicy::AlwaysOn.into());
     daemon.create(vm).await.unwrap();
     daemon.wait_phase("web", VmPhase::Running).await;
     daemon.fault("delete");
@@ -416,16 +243,14 @@ async fn a_deletion_by_force_continues_after_a_restart_of_the_daemon() {
         ..Default::default()
     };
     let begun = daemon.client().delete_vm(request).await.unwrap().into_inner();
-    let held = daemon.path("run/fault/delete");
-    within(async || held.with_extension("reached").exists().then_some(())).await;
+    daemon.reached("delete").await;
     assert!(daemon.vmm_processes().is_empty());
     daemon.kill();
-    std::fs::remove_file(held.with_extension("reached")).unwrap();
+    std::fs::remove_file(daemon.path("run/fault/delete.reached")).unwrap();
     daemon.relaunch().await;
-    within(async || held.with_extension("reached").exists().then_some(())).await;
-    let vm = daemon.get("web").await.unwrap();
-    assert_eq!(status(&vm).phase(), VmPhase::Terminating);
-    std::fs::remove_file(&held).unwrap();
+    daemon.reached("delete").await;
+    assert_eq!(daemon.phase("web").await, VmPhase::Terminating);
+    daemon.release("delete");
     daemon.forgets("web").await;
     assert!(
         daemon.vmm_processes().is_empty(),
@@ -443,10 +268,9 @@ async fn a_deletion_that_can_not_be_noted_leaves_the_vm_running() {
     std::fs::create_dir_all(full.parent().unwrap()).unwrap();
     std::fs::write(&full, "").unwrap();
     let refused = daemon.delete("web", true).await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::ResourceExhausted, "STORE_FULL".into()));
+    assert_refused(&refused, Code::ResourceExhausted, "STORE_FULL");
     std::fs::remove_file(&full).unwrap();
-    let vm = daemon.get("web").await.unwrap();
-    assert_eq!(status(&vm).phase(), VmPhase::Running);
+    assert_eq!(daemon.phase("web").await, VmPhase::Running);
     daemon.delete("web", true).await.unwrap();
 }
 
@@ -458,14 +282,10 @@ async fn a_deletion_reported_as_failed_is_not_continued() {
     daemon.fault("rewritten");
     let refused = daemon.delete("web", true).await.unwrap_err();
     assert_eq!(refused.code(), Code::Internal, "{refused}");
-    assert_eq!(
-        status(&daemon.get("web").await.unwrap()).phase(),
-        VmPhase::Running
-    );
+    assert_eq!(daemon.phase("web").await, VmPhase::Running);
     let pid = vm_pid(&daemon.get("web").await.unwrap());
     std::fs::remove_file(daemon.path("state/fault/store-unsure")).unwrap();
-    let held = daemon.path("run/fault/rewritten");
-    within(async || held.with_extension("reached").exists().then_some(())).await;
+    daemon.reached("rewritten").await;
     daemon.kill();
     daemon.relaunch().await;
     daemon.wait_phase("web", VmPhase::Running).await;

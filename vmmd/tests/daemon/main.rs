@@ -61,5 +61,6 @@ mod supervision;
 mod survival;
 mod tls;
 mod update;
+mod verbs;
 mod walk;
 mod watch;

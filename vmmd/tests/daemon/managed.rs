@@ -9,9 +9,8 @@ mod steps;
 
 use std::{
     collections::BTreeMap,
-    io::{BufRead as _, BufReader},
     net::Ipv4Addr,
-    process::{Child, Command, Stdio},
+    process::Command,
     time::{Duration, Instant},
 };
 
@@ -23,10 +22,11 @@ use vmmd_api::v1::{
     nic_spec::Attachment, port_forward_request::Message,
 };
 
-use self::guest::{Guest, NameServer};
+use self::guest::{Guest, NameServer, Program};
 use crate::{
-    harness::{Daemon, PATIENCE, connect, refusal, status},
+    harness::{Daemon, PATIENCE, assert_refused, assert_says, connect, metadata_of, refusal, status},
     namespace::Namespace,
+    verbs::within,
 };
 
 impl Daemon {
@@ -87,8 +87,7 @@ impl Daemon {
 
     /// Starts a VM with one NIC; its addresses.
     async fn start_in(&mut self, vm: &str, nic: NicSpec) -> Result<Vec<String>, Status> {
-        let mut wanted = self.manifest(vm, "");
-        wanted.spec.as_mut().unwrap().nics = vec![nic];
+        let wanted = self.manifest_with(vm, "", |spec| spec.nics = vec![nic]);
         self.create(wanted).await?;
         let running = self.start_vm(vm).await?;
         Ok(status(&running).nics[0].addresses.clone())
@@ -98,14 +97,20 @@ impl Daemon {
 fn creation(name: &str, spec: v1::NetworkSpec, id: &str) -> v1::CreateNetworkRequest {
     v1::CreateNetworkRequest {
         network: Some(v1::Network {
-            metadata: Some(v1::ObjectMetadata {
-                name: name.into(),
-                ..v1::ObjectMetadata::default()
-            }),
+            metadata: metadata_of(name),
             spec: Some(spec),
             status: None,
         }),
         request_id: id.into(),
+    }
+}
+
+/// Addresses of both families.
+fn dual_stack() -> v1::NetworkSpec {
+    v1::NetworkSpec {
+        ipv4_cidr: "10.80.0.0/24".into(),
+        ipv6_cidr: "fd00:80::/64".into(),
+        ..v1::NetworkSpec::default()
     }
 }
 
@@ -162,15 +167,13 @@ async fn network_has_a_bridge_rules_and_a_server_until_deletion() {
         .make_network("other", "10.80.0.128/25", NetworkMode::Nat)
         .await
         .unwrap_err();
-    assert_eq!(
-        refusal(&clash),
-        (Code::FailedPrecondition, "NETWORK_OVERLAPS".into())
-    );
+    assert_refused(&clash, Code::FailedPrecondition, "NETWORK_OVERLAPS");
 
     daemon.remove_network("lan").await.unwrap();
-    assert_eq!(
-        refusal(&daemon.network("lan").await.unwrap_err()),
-        (Code::NotFound, "NETWORK_NOT_FOUND".into())
+    assert_refused(
+        &daemon.network("lan").await.unwrap_err(),
+        Code::NotFound,
+        "NETWORK_NOT_FOUND",
     );
     let again = daemon.make_network("lan", "10.80.0.0/24", NetworkMode::Nat).await;
     assert_eq!(refusal(&again.unwrap_err()), crate::request::gone());
@@ -208,11 +211,8 @@ async fn a_network_takes_no_addresses_that_the_node_reaches_otherwise() {
         };
         let refused = daemon.make_network_as(&format!("lan{number}"), spec).await;
         let refused = refused.unwrap_err();
-        assert_eq!(
-            refusal(&refused),
-            (Code::FailedPrecondition, "NETWORK_OVERLAPS".into())
-        );
-        assert!(refused.message().contains("\"eth1\""), "{refused}");
+        assert_refused(&refused, Code::FailedPrecondition, "NETWORK_OVERLAPS");
+        assert_says(&refused, "\"eth1\"");
     }
     assert_eq!(namespace.interfaces(), ["eth1"]);
     // The default route and the daemon's own bridges do not count as overlaps.
@@ -236,11 +236,8 @@ async fn a_vm_keeps_its_address_and_shows_it() {
     };
     assert_eq!(daemon.start_in("b", chosen.clone()).await.unwrap(), ["10.80.0.6"]);
     let taken = daemon.start_in("c", chosen).await.unwrap_err();
-    assert_eq!(
-        refusal(&taken),
-        (Code::FailedPrecondition, "ADDRESS_IN_USE".into())
-    );
-    assert!(taken.message().contains("VM \"b\""), "{taken}");
+    assert_refused(&taken, Code::FailedPrecondition, "ADDRESS_IN_USE");
+    assert_says(&taken, "VM \"b\"");
     let ports = namespace.ports(&daemon.network("lan").await.unwrap().status.unwrap().bridge);
     assert_eq!(ports.len(), 2);
 
@@ -251,10 +248,7 @@ async fn a_vm_keeps_its_address_and_shows_it() {
     assert_eq!(status(&running).nics[0].addresses, ["10.80.0.2"]);
     assert_eq!(status(&running).nics[0].network, "lan");
     let refused = daemon.remove_network("lan").await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::FailedPrecondition, "NETWORK_IN_USE".into())
-    );
+    assert_refused(&refused, Code::FailedPrecondition, "NETWORK_IN_USE");
 }
 
 #[tokio::test]
@@ -271,8 +265,8 @@ async fn a_mac_address_is_one_nics_in_a_network() {
     daemon.start_in("a", same("lan")).await.unwrap();
     daemon.kill_vm("a").await.unwrap();
     let refused = daemon.start_in("b", same("lan")).await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::FailedPrecondition, "MAC_IN_USE".into()));
-    assert!(refused.message().contains("VM \"a\""), "{refused}");
+    assert_refused(&refused, Code::FailedPrecondition, "MAC_IN_USE");
+    assert_says(&refused, "VM \"a\"");
     daemon.start_in("c", same("dmz")).await.unwrap();
     daemon.start_vm("a").await.unwrap();
     // The deletion releases it at once.
@@ -294,16 +288,11 @@ async fn network_addresses_are_of_one_vm_also_with_share_addresses() {
         ..Default::default()
     };
     let refused = daemon.snapshots().await.restore_vm(request).await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::FailedPrecondition, "MAC_IN_USE".into()));
-    assert!(refused.message().contains("VM \"web\""), "{refused}");
+    assert_refused(&refused, Code::FailedPrecondition, "MAC_IN_USE");
+    assert_says(&refused, "VM \"web\"");
 
     // The copy leaves no remains, and the first VM keeps its leases.
-    let names: Vec<_> = daemon
-        .list()
-        .await
-        .into_iter()
-        .map(|vm| vm.metadata.unwrap().name)
-        .collect();
+    let names = daemon.names().await;
     assert_eq!(names, ["web"]);
     let leases = daemon.network("lan").await.unwrap().status.unwrap().leases;
     assert_eq!(leases.len(), before.len(), "{leases:?}");
@@ -352,21 +341,14 @@ async fn ports_are_published_once() {
     let rules = namespace.run("nft list ruleset");
     assert!(rules.contains("dport 8080 dnat ip to 10.80.0.2:80"), "{rules}");
     let clash = daemon.start_in("b", published(81)).await.unwrap_err();
-    assert_eq!(refusal(&clash), (Code::FailedPrecondition, "PORT_IN_USE".into()));
-    assert!(clash.message().contains("VM \"a\""), "{clash}");
+    assert_refused(&clash, Code::FailedPrecondition, "PORT_IN_USE");
+    assert_says(&clash, "VM \"a\"");
     let warnings = daemon.told_exactly("StartWouldBeRefused", 1).await;
     assert!(warnings[0].message.contains("VM \"a\""), "{warnings:?}");
     // `vmmctl run` asks before it makes a disk.
-    let mut wanted = daemon.manifest("c", "");
-    wanted.spec.as_mut().unwrap().nics = vec![published(82)];
-    let request = v1::CreateVmRequest {
-        vm: Some(wanted),
-        start: true,
-        dry_run: true,
-        ..Default::default()
-    };
-    let clash = daemon.client().create_vm(request).await.unwrap_err();
-    assert_eq!(refusal(&clash), (Code::FailedPrecondition, "PORT_IN_USE".into()));
+    let wanted = daemon.manifest_with("c", "", |spec| spec.nics = vec![published(82)]);
+    let clash = daemon.create_as(wanted, true, true).await.unwrap_err();
+    assert_refused(&clash, Code::FailedPrecondition, "PORT_IN_USE");
     // The deletion releases it at once.
     daemon.delete("a", true).await.unwrap();
     daemon.start_vm("b").await.unwrap();
@@ -384,11 +366,8 @@ async fn the_rules_of_a_nic_go_with_it() {
     assert!(namespace.run("nft list ruleset").contains("10.80.0.2"));
     daemon.delete("a", true).await.unwrap();
     // Sooner than the node is looked at as a whole.
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while namespace.run("nft list ruleset").contains("10.80.0.2") {
-        assert!(Instant::now() < deadline, "{}", namespace.run("nft list ruleset"));
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    let rules = || namespace.run("nft list ruleset");
+    within(async || (!rules().contains("10.80.0.2")).then_some(())).await;
     let leases = daemon.network("lan").await.unwrap().status.unwrap().leases;
     assert!(
         leases.len() == 1 && leases[0].release_time.is_some(),
@@ -456,19 +435,17 @@ async fn firewall_and_published_ports_change_live_and_are_kept() {
     let changed = daemon.change("a", |spec| spec.nics = vec![closed.clone()]).await;
     if !tracks_bridges(&namespace) {
         // The change is not stored, and everything else continues.
-        assert_eq!(
-            refusal(&changed.unwrap_err()),
-            (Code::FailedPrecondition, "FIREWALL_UNAVAILABLE".into())
+        assert_refused(
+            &changed.unwrap_err(),
+            Code::FailedPrecondition,
+            "FIREWALL_UNAVAILABLE",
         );
         let alone = NicSpec {
             published_ports: Vec::new(),
             ..closed
         };
         let refused = daemon.start_in("b", alone).await.unwrap_err();
-        assert_eq!(
-            refusal(&refused),
-            (Code::FailedPrecondition, "FIREWALL_UNAVAILABLE".into())
-        );
+        assert_refused(&refused, Code::FailedPrecondition, "FIREWALL_UNAVAILABLE");
         daemon.start_in("c", nic("lan")).await.unwrap();
         return;
     }
@@ -508,16 +485,13 @@ async fn what_others_take_away_is_put_back_when_the_daemon_starts() {
     namespace.run("nft delete table inet vmmd");
     namespace.ip(&format!("link delete {bridge}"));
     daemon.kill_and_restart().await;
-    let deadline = Instant::now() + PATIENCE;
-    loop {
+    let rules = within(async || {
         let rules = namespace.run("nft list ruleset");
-        if rules.contains("table inet vmmd") && namespace.interfaces() == [bridge.clone()] {
-            assert!(rules.contains("table inet theirs"), "{rules}");
-            break;
-        }
-        assert!(Instant::now() < deadline, "{rules}");
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+        let back = rules.contains("table inet vmmd") && namespace.interfaces() == [bridge.clone()];
+        back.then_some(rules)
+    })
+    .await;
+    assert!(rules.contains("table inet theirs"), "{rules}");
     daemon.remove_network("lan").await.unwrap();
     assert!(namespace.run("nft list ruleset").contains("table inet theirs"));
 }
@@ -573,15 +547,7 @@ async fn packet_filter_after_many_changes_equals_a_new_one() {
     daemon.kill();
     namespace.run("nft flush ruleset");
     daemon.relaunch().await;
-    let deadline = Instant::now() + PATIENCE;
-    loop {
-        let anew = rules(&namespace);
-        if anew == changed {
-            break;
-        }
-        assert!(Instant::now() < deadline, "{changed:#?} is not {anew:#?}");
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+    within(async || (rules(&namespace) == changed).then_some(())).await;
     // The next change restores rules that others have removed without the daemon's knowledge.
     namespace.run("nft delete table bridge vmmd");
     daemon
@@ -644,10 +610,7 @@ async fn a_port_of_a_guest_is_reached_through_the_api() {
     let guest = Guest::on(&namespace, tap, &bridge, mac);
     guest.namespace.ip("addr add 10.80.0.2/24 dev eth0");
     let refused = forward(&daemon, "a", 7000).await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::FailedPrecondition, "PORT_UNREACHABLE".into())
-    );
+    assert_refused(&refused, Code::FailedPrecondition, "PORT_UNREACHABLE");
     // A server that sends back its input at the end of the input.
     let program = r#"
 import socket
@@ -660,15 +623,7 @@ while data := c.recv(65536):
 c.sendall(b'had ' + had)
 c.close()
 "#;
-    let mut server = Command::new("ip")
-        .args(["netns", "exec", &guest.namespace.0, "python3", "-c", program])
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut said = String::new();
-    BufReader::new(server.stdout.take().unwrap())
-        .read_line(&mut said)
-        .unwrap();
+    let mut server = Program::start(&mut guest.namespace.python(program));
     let (sender, mut output) = forward(&daemon, "a", 7000).await.unwrap();
     for part in ["GET", " /"] {
         sender.send(forwarded(Message::Data(part.into()))).await.unwrap();
@@ -679,14 +634,11 @@ c.close()
         had.extend(response.data);
     }
     assert_eq!(had, b"had GET /");
-    assert!(server.wait().unwrap().success());
+    assert!(server.process.wait().unwrap().success());
 
     daemon.kill_vm("a").await.unwrap();
     let refused = forward(&daemon, "a", 7000).await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::FailedPrecondition, "NOT_RUNNING".into())
-    );
+    assert_refused(&refused, Code::FailedPrecondition, "NOT_RUNNING");
     assert_eq!(
         forward(&daemon, "a", 0).await.unwrap_err().code(),
         Code::InvalidArgument
@@ -707,18 +659,10 @@ async fn a_guest_finds_the_others_and_the_outside_by_name() {
         dns_servers: vec!["198.51.100.2".into()],
         ..v1::NetworkSpec::default()
     };
-    let made = daemon.make_network_as("lan", spec).await.unwrap();
-    let bridge = made.status.unwrap().bridge;
+    daemon.make_network_as("lan", spec).await.unwrap();
     daemon.start_in("a", nic("lan")).await.unwrap();
     daemon.start_in("b", nic("lan")).await.unwrap();
-    let running = daemon.get("a").await.unwrap();
-    let (tap, mac) = (
-        status(&running).nics[0].tap.clone(),
-        status(&running).nics[0].mac.clone(),
-    );
-    daemon.kill_vm("a").await.unwrap();
-    let guest = Guest::on(&namespace, &tap, &bridge, &mac);
-    guest.namespace.ip("addr add 10.80.0.2/24 dev eth0");
+    let guest = Guest::in_place_of(&namespace, &daemon, "a").await;
     assert_eq!(guest.resolve("10.80.0.1", "b.lan.internal"), "0 10.80.0.3");
     assert_eq!(guest.resolve("10.80.0.1", "c.lan.internal"), "3 -");
     assert_eq!(guest.resolve("10.80.0.1", "www.example.com"), "0 192.0.2.7");

@@ -9,7 +9,7 @@ use vmmd_api::v1;
 
 use crate::{
     console::Client,
-    harness::{Daemon, PATIENCE},
+    harness::{Daemon, PATIENCE, temporary_folder},
 };
 
 /// One request, as it is on the wire; its answer.
@@ -23,10 +23,7 @@ async fn ask(daemon: &Daemon, request: &str) -> String {
 }
 
 async fn daemon() -> Daemon {
-    let folder = tempfile::Builder::new()
-        .prefix("vmmd")
-        .tempdir_in("/tmp")
-        .unwrap();
+    let folder = temporary_folder();
     let listen = format!("[metrics]\nlisten = {:?}\n", folder.path().join("metrics.sock"));
     Daemon::in_folder(folder, &listen).await
 }

@@ -11,9 +11,9 @@ use vmmd_api::v1::{self, MigrationResolution, OperationPhase, VmPhase, disk_spec
 
 use crate::{
     disks::{named, qcow2, raw, state},
-    harness::{Daemon, refusal, status},
-    migration::{kill_vmm, pair, within},
-    pki,
+    harness::{Daemon, assert_refused, assert_says, status},
+    migration::pair,
+    verbs::within,
 };
 
 const SIZE: u64 = 1 << 20;
@@ -32,10 +32,9 @@ async fn run_with_disk(daemon: &Daemon, vm: &str, options: &str) -> v1::Disk {
     let disk = daemon.make(disk, None).await.unwrap();
     let file = fs::File::options().write(true).open(path(&disk)).unwrap();
     file.write_all_at(&content(b'a'), 0).unwrap();
-    let mut manifest = daemon.manifest(vm, options);
-    manifest.spec.as_mut().unwrap().disks.push(named("data"));
-    daemon.create(manifest).await.unwrap();
-    daemon.start_vm(vm).await.unwrap();
+    daemon
+        .run_with(vm, options, |spec| spec.disks.push(named("data")))
+        .await;
     disk
 }
 
@@ -55,20 +54,10 @@ fn begins_with(path: &Path) -> Vec<u8> {
 impl Daemon {
     async fn has_no_disk(&self) {
         let refused = self.disk("data").await.unwrap_err();
-        assert_eq!(refusal(&refused), (Code::NotFound, "DISK_NOT_FOUND".into()));
+        assert_refused(&refused, Code::NotFound, "DISK_NOT_FOUND");
         let folder = self.path("state/disks");
         let left: Vec<_> = fs::read_dir(folder).into_iter().flatten().collect();
         assert!(left.is_empty(), "{left:?}");
-    }
-
-    async fn migrate_to(&self, vm: &str, to: &Daemon) -> v1::Operation {
-        let request = v1::MigrateVmRequest {
-            name: vm.into(),
-            target: pki::address(to),
-            ..Default::default()
-        };
-        let answer = self.migrations().await.migrate_vm(request).await.unwrap();
-        answer.into_inner().operation.unwrap()
     }
 
     /// Expects that a migration fails; returns the reason. The VM continues here with its disk, and
@@ -80,7 +69,7 @@ impl Daemon {
             "{ended:?}"
         );
         other.forgets("web").await;
-        within(async || other.vmm_processes().is_empty().then_some(())).await;
+        other.wait_no_processes().await;
         let vm = self.waits_for("web", VmPhase::Running).await;
         assert_eq!(status(&vm).reason, "Running");
         let disk = self.disk("data").await.unwrap();
@@ -100,9 +89,8 @@ async fn a_disk_of_the_node_goes_along_with_its_vm_and_back() {
         let there = from.disk("data").await.unwrap();
         let file = fs::File::options().write(true).open(path(&there)).unwrap();
         file.write_all_at(&content(letter), 0).unwrap();
-        let operation = from.migrate_to("web", to).await;
-        let ended = from.ended(&operation).await;
-        assert_eq!(ended.phase(), OperationPhase::Completed, "{ended:?}");
+        let operation = from.migrate("web", to).await.unwrap();
+        from.completes(&operation).await;
         from.has_no_disk().await;
         to.waits_for("web", VmPhase::Running).await;
         let after = to.disk("data").await.unwrap();
@@ -140,11 +128,9 @@ async fn qcow2_disks_and_overlays_move_whole_their_backing_stays() {
             ..named(name)
         });
     }
-    first.create(manifest).await.unwrap();
-    first.start_vm("web").await.unwrap();
-    let operation = first.migrate_to("web", &second).await;
-    let ended = first.ended(&operation).await;
-    assert_eq!(ended.phase(), OperationPhase::Completed, "{ended:?}");
+    first.run_vm(manifest).await;
+    let operation = first.migrate("web", &second).await.unwrap();
+    first.completes(&operation).await;
     assert!(first.disk("over").await.is_err() && first.disk("own").await.is_err());
     first.disk("base").await.unwrap();
     first.remove("base").await.unwrap();
@@ -162,7 +148,7 @@ async fn qcow2_disks_and_overlays_move_whole_their_backing_stays() {
 async fn progress_of_disks_is_told() {
     let (first, second) = pair().await;
     run_with_disk(&first, "web", "mock.send=disks").await;
-    let operation = first.migrate_to("web", &second).await;
+    let operation = first.migrate("web", &second).await.unwrap();
     within(async || {
         let now = first.operation(&operation.id).await;
         let told = now.message.starts_with("disks: 3 of 8 MiB");
@@ -176,7 +162,7 @@ async fn target_with_the_disk_or_without_space_refuses_first() {
     let (first, second) = pair().await;
     run_with_disk(&first, "web", "").await;
     let other = second.make(raw("data", 4096), None).await.unwrap();
-    let operation = first.migrate_to("web", &second).await;
+    let operation = first.migrate("web", &second).await.unwrap();
     let why = first.stays_here(&operation, &second).await;
     assert!(why.contains("\"data\"") && why.contains("already"), "{why}");
     let still = second.disk("data").await.unwrap();
@@ -184,7 +170,7 @@ async fn target_with_the_disk_or_without_space_refuses_first() {
     second.remove("data").await.unwrap();
 
     second.fault("no-room-for-disks");
-    let operation = first.migrate_to("web", &second).await;
+    let operation = first.migrate("web", &second).await.unwrap();
     let why = first.stays_here(&operation, &second).await;
     assert!(why.contains("\"data\"") && why.contains("0 bytes free"), "{why}");
     second.has_no_disk().await;
@@ -195,57 +181,21 @@ async fn target_with_the_disk_or_without_space_refuses_first() {
 async fn a_disk_that_another_vm_names_stays_and_so_does_its_vm() {
     let (first, second) = pair().await;
     run_with_disk(&first, "web", "").await;
-    let mut other = first.manifest("db", "");
-    other.spec.as_mut().unwrap().disks.push(named("data"));
+    let other = first.manifest_with("db", "", |spec| spec.disks.push(named("data")));
     first.create(other).await.unwrap();
-    let request = v1::MigrateVmRequest {
-        name: "web".into(),
-        target: pki::address(&second),
-        ..Default::default()
-    };
-    let refused = first.migrations().await.migrate_vm(request).await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::FailedPrecondition, "MIGRATION_DISKS".into())
-    );
-    assert!(refused.message().contains("VM \"db\""), "{refused:?}");
+    let refused = first.migrate("web", &second).await.unwrap_err();
+    assert_refused(&refused, Code::FailedPrecondition, "MIGRATION_DISKS");
+    assert_says(&refused, "VM \"db\"");
 }
 
 #[tokio::test]
-async fn what_fails_on_the_way_leaves_the_disk_where_it_was() {
-    // A target without room, a cancel, a target's `vmm` and a target's daemon that are killed.
-    let (first, mut second) = pair().await;
+async fn target_that_runs_out_of_disk_space_leaves_the_disk_there() {
+    let (first, second) = pair().await;
     run_with_disk(&first, "web", "mock.receive=full").await;
-    let operation = first.migrate_to("web", &second).await;
+    let operation = first.migrate("web", &second).await.unwrap();
     let why = first.stays_here(&operation, &second).await;
     assert!(why.contains("No space left on device"), "{why}");
     second.has_no_disk().await;
-    first.delete("web", true).await.unwrap();
-    first.remove("data").await.unwrap();
-
-    run_with_disk(&first, "web", "mock.send=hang").await;
-    for trouble in ["cancel", "vmm", "daemon"] {
-        let operation = first.migrate_to("web", &second).await;
-        second.waits_for("web", VmPhase::Starting).await;
-        within(async || (second.vmm_processes().len() == 1).then_some(())).await;
-        second.disk("data").await.unwrap();
-        match trouble {
-            "cancel" => {
-                let mut operations = v1::operation_service_client::OperationServiceClient::new(
-                    crate::harness::connect(first.folder.path()).await,
-                );
-                let id = operation.id.clone();
-                operations
-                    .cancel_operation(v1::CancelOperationRequest { id })
-                    .await
-                    .unwrap();
-            }
-            "vmm" => kill_vmm(&second),
-            _ => second.kill_and_restart().await,
-        }
-        first.stays_here(&operation, &second).await;
-        second.has_no_disk().await;
-    }
 }
 
 #[tokio::test]
@@ -253,12 +203,11 @@ async fn a_daemon_that_dies_while_it_makes_disks_for_a_vm_leaves_none() {
     let (first, mut second) = pair().await;
     run_with_disk(&first, "web", "").await;
     second.fault("made-disks");
-    let held = second.path("run/fault/made-disks").with_extension("reached");
-    let operation = first.migrate_to("web", &second).await;
-    within(async || held.exists().then_some(())).await;
+    let operation = first.migrate("web", &second).await.unwrap();
+    second.reached("made-disks").await;
     second.disk("data").await.unwrap();
     second.kill();
-    fs::remove_file(second.path("run/fault/made-disks")).unwrap();
+    second.release("made-disks");
     second.relaunch().await;
     first.stays_here(&operation, &second).await;
     second.has_no_disk().await;
@@ -271,7 +220,7 @@ async fn an_operators_decision_removes_no_disk() {
         let (mut first, mut second) = pair().await;
         run_with_disk(&first, "web", "").await;
         first.fault("given");
-        let operation = first.migrate_to("web", &second).await;
+        let operation = first.migrate("web", &second).await.unwrap();
         first.ended(&operation).await;
         let left = if at_source {
             second.kill();
@@ -298,22 +247,21 @@ async fn an_operators_decision_removes_no_disk() {
 async fn a_read_only_disk_of_the_node_must_be_there() {
     let (first, second) = pair().await;
     first.make(raw("data", SIZE), None).await.unwrap();
-    let mut manifest = first.manifest("web", "");
-    manifest.spec.as_mut().unwrap().disks.push(v1::DiskSpec {
-        read_only: true,
-        source: Some(Source::Disk("data".into())),
-        ..named("data")
-    });
-    first.create(manifest).await.unwrap();
-    first.start_vm("web").await.unwrap();
-    let operation = first.migrate_to("web", &second).await;
-    let ended = first.ended(&operation).await;
-    assert_eq!(ended.phase(), OperationPhase::Failed, "{ended:?}");
+    first
+        .run_with("web", "", |spec| {
+            spec.disks.push(v1::DiskSpec {
+                read_only: true,
+                source: Some(Source::Disk("data".into())),
+                ..named("data")
+            });
+        })
+        .await;
+    let operation = first.migrate("web", &second).await.unwrap();
+    let ended = first.fails(&operation).await;
     assert!(ended.message.contains("there is no disk \"data\""), "{ended:?}");
     second.make(raw("data", SIZE), None).await.unwrap();
-    let operation = first.migrate_to("web", &second).await;
-    let ended = first.ended(&operation).await;
-    assert_eq!(ended.phase(), OperationPhase::Completed, "{ended:?}");
+    let operation = first.migrate("web", &second).await.unwrap();
+    first.completes(&operation).await;
     for daemon in [&first, &second] {
         daemon.disk("data").await.unwrap();
     }

@@ -3,33 +3,21 @@
 use std::fs;
 
 use tonic::Code;
-use vmmd_api::v1::{self, OperationPhase, VmPhase};
+use vmmd_api::v1::{self, VmPhase};
 
 use crate::{
     handover::network::Network,
-    harness::{Daemon, refusal, status, uid},
-    migration::{node, pair, within},
+    harness::{Daemon, assert_refused, refusal, status, uid},
+    migration::{node, pair},
     pki::{self, Pki},
+    verbs::within,
 };
 
 async fn label(daemon: &Daemon, vm: &str, value: &str) {
     let mut vm = daemon.get(vm).await.unwrap();
     vm.status = None;
     vm.metadata.as_mut().unwrap().labels = [("tier".to_owned(), value.to_owned())].into();
-    let request = v1::UpdateVmRequest {
-        vm: Some(vm),
-        ..Default::default()
-    };
-    daemon.client().update_vm(request).await.unwrap();
-}
-
-async fn is_reached(daemon: &Daemon, fault: &str) {
-    let held = daemon.path("run/fault").join(fault);
-    within(async || held.with_extension("reached").exists().then_some(())).await;
-}
-
-fn release(daemon: &Daemon, fault: &str) {
-    fs::remove_file(daemon.path("run/fault").join(fault)).unwrap();
+    daemon.replace(vm).await.unwrap();
 }
 
 #[tokio::test]
@@ -50,19 +38,18 @@ async fn vm_changed_before_its_migration_is_not_moved_as_it_was() {
     };
     let mut migrations = first.migrations().await;
     let refused = tokio::spawn(async move { migrations.migrate_vm(request).await });
-    is_reached(&first, "connected").await;
+    first.reached("connected").await;
     label(&first, "web", "gold").await;
-    release(&first, "connected");
+    first.release("connected");
     let refused = refused.await.unwrap().unwrap_err();
-    assert_eq!(refusal(&refused), (Code::Aborted, "GENERATION_MISMATCH".into()));
+    assert_refused(&refused, Code::Aborted, "GENERATION_MISMATCH");
     // Between the look at the VM and the beginning.
     first.fault("begin");
     let operation = first.migrate("web", &second).await.unwrap();
-    is_reached(&first, "begin").await;
+    first.reached("begin").await;
     label(&first, "web", "silver").await;
-    release(&first, "begin");
-    let ended = first.ended(&operation).await;
-    assert_eq!(ended.phase(), OperationPhase::Failed, "{ended:?}");
+    first.release("begin");
+    let ended = first.fails(&operation).await;
     assert!(ended.message.contains("was changed"), "{ended:?}");
     let vm = first.get("web").await.unwrap();
     assert_eq!(
@@ -70,8 +57,7 @@ async fn vm_changed_before_its_migration_is_not_moved_as_it_was() {
         (VmPhase::Running, &None)
     );
     let operation = first.migrate("web", &second).await.unwrap();
-    let ended = first.ended(&operation).await;
-    assert_eq!(ended.phase(), OperationPhase::Completed, "{ended:?}");
+    first.completes(&operation).await;
     let moved = second.waits_for("web", VmPhase::Running).await;
     assert_eq!(moved.metadata.unwrap().labels["tier"], "silver");
 }
@@ -82,12 +68,11 @@ async fn vm_restarted_before_its_migration_is_moved_as_it_runs() {
     first.run("web", "").await;
     first.fault("begin");
     let operation = first.migrate("web", &second).await.unwrap();
-    is_reached(&first, "begin").await;
+    first.reached("begin").await;
     first.kill_vm("web").await.unwrap();
     first.start_vm("web").await.unwrap();
-    release(&first, "begin");
-    let ended = first.ended(&operation).await;
-    assert_eq!(ended.phase(), OperationPhase::Completed, "{ended:?}");
+    first.release("begin");
+    first.completes(&operation).await;
     second.waits_for("web", VmPhase::Running).await;
 }
 
@@ -136,7 +121,7 @@ async fn late_decision_does_not_apply_to_a_later_migration() {
             .resolve_migration(request)
             .await
             .unwrap_err();
-        assert_eq!(refusal(&refused), (Code::InvalidArgument, reason.into()));
+        assert_refused(&refused, Code::InvalidArgument, reason);
     }
     first.resolve_as_seen(&seen, Run).await.unwrap();
     let vm = first.waits_for("web", VmPhase::Running).await;
@@ -150,10 +135,7 @@ async fn late_decision_does_not_apply_to_a_later_migration() {
     first.ended(&operation).await;
     first.waits_for("web", VmPhase::Paused).await;
     let late = first.resolve_as_seen(&seen, Run).await.unwrap_err();
-    assert_eq!(
-        refusal(&late),
-        (Code::FailedPrecondition, "NOTHING_TO_RESOLVE".into())
-    );
+    assert_refused(&late, Code::FailedPrecondition, "NOTHING_TO_RESOLVE");
     let another = v1::Vm {
         metadata: Some(v1::ObjectMetadata {
             uid: "6f2d6d0e-6c3d-4f5b-9b1f-2f4f1f0c0001".into(),
@@ -162,7 +144,7 @@ async fn late_decision_does_not_apply_to_a_later_migration() {
         ..first.get("web").await.unwrap()
     };
     let other = first.resolve_as_seen(&another, Run).await.unwrap_err();
-    assert_eq!(refusal(&other), (Code::Aborted, "UID_MISMATCH".into()));
+    assert_refused(&other, Code::Aborted, "UID_MISMATCH");
 }
 
 #[tokio::test]
@@ -173,35 +155,26 @@ async fn prepared_target_learns_that_the_vm_is_elsewhere_or_deleted() {
         let network = Network::to(&target).await;
         source.run("web", "").await;
         target.fault("says-Ready");
-        let request = v1::MigrateVmRequest {
-            name: "web".into(),
-            target: network.address.clone(),
-            ..Default::default()
-        };
-        let answer = source.migrations().await.migrate_vm(request).await.unwrap();
-        let operation = answer.into_inner().operation.unwrap();
-        is_reached(&target, "says-Ready").await;
+        let operation = source.migrate_to("web", &network.address).await.unwrap();
+        target.reached("says-Ready").await;
         network.up.send_replace(false);
-        release(&target, "says-Ready");
-        let ended = source.ended(&operation).await;
-        assert_eq!(ended.phase(), OperationPhase::Failed, "{ended:?}");
+        target.release("says-Ready");
+        source.fails(&operation).await;
         source.waits_for("web", VmPhase::Running).await;
         if deletes {
             within(async || source.delete("web", true).await.ok()).await;
         } else {
             let operation = source.migrate("web", &third).await.unwrap();
-            let ended = source.ended(&operation).await;
-            assert_eq!(ended.phase(), OperationPhase::Completed, "{ended:?}");
+            source.completes(&operation).await;
             third.waits_for("web", VmPhase::Running).await;
         }
         if restarts {
             source.kill_and_restart().await;
         }
-        let left = target.get("web").await.unwrap();
-        assert_eq!(status(&left).phase(), VmPhase::Paused, "{left:?}");
+        assert_eq!(target.phase("web").await, VmPhase::Paused);
         network.up.send_replace(true);
         target.forgets("web").await;
-        within(async || target.vmm_processes().is_empty().then_some(())).await;
+        target.wait_no_processes().await;
     }
 }
 
@@ -213,10 +186,10 @@ async fn a_hand_over_whose_write_may_have_failed_is_not_sent() {
         first.run("web", "").await;
         first.fault("heard-Ready");
         let operation = first.migrate("web", &second).await.unwrap();
-        is_reached(&first, "heard-Ready").await;
+        first.reached("heard-Ready").await;
         fs::create_dir_all(first.path("state/fault")).unwrap();
         fs::write(first.path(unsure), "").unwrap();
-        release(&first, "heard-Ready");
+        first.release("heard-Ready");
         let reached = first.path(unsure).with_extension("reached");
         let tried = async || within(async || fs::remove_file(&reached).ok()).await;
         // The hand-over, and twice its end: the store may have any of these.
@@ -229,14 +202,11 @@ async fn a_hand_over_whose_write_may_have_failed_is_not_sent() {
                 tried().await;
             }
         }
-        let there = second.get("web").await.unwrap();
-        assert_eq!(status(&there).phase(), VmPhase::Paused, "nobody has committed");
-        let here = first.get("web").await.unwrap();
-        assert_eq!(status(&here).phase(), VmPhase::Paused, "nor taken it back");
+        assert_eq!(second.phase("web").await, VmPhase::Paused, "nobody has committed");
+        assert_eq!(first.phase("web").await, VmPhase::Paused, "nor taken it back");
         fs::remove_file(first.path(unsure)).unwrap();
         if !restarts {
-            let ended = first.ended(&operation).await;
-            assert_eq!(ended.phase(), OperationPhase::Failed, "{ended:?}");
+            first.fails(&operation).await;
         }
         // The last write counts: the VM stays.
         first.waits_for("web", VmPhase::Running).await;
@@ -268,7 +238,7 @@ async fn only_the_node_that_has_offered_a_vm_may_settle_it() {
     let vm = first.run("web", "").await;
     first.fault("heard-Ready");
     let operation = first.migrate("web", &second).await.unwrap();
-    is_reached(&first, "heard-Ready").await;
+    first.reached("heard-Ready").await;
     let stranger = pki.role("stranger", "peer");
     let mut peer = PeerServiceClient::new(pki.channel(&second, Some(&stranger)));
     for step in [HandoverStep::Prepare, HandoverStep::Commit, HandoverStep::Abort] {
@@ -289,9 +259,8 @@ async fn only_the_node_that_has_offered_a_vm_may_settle_it() {
     let open = v1::ReceiveVmRequest { part: Some(open) };
     let refused = peer.receive_vm(tokio_stream::iter([open])).await.unwrap_err();
     assert_eq!(refusal(&refused).1, "OTHER_PEER", "{refused:?}");
-    release(&first, "heard-Ready");
-    let ended = first.ended(&operation).await;
-    assert_eq!(ended.phase(), OperationPhase::Completed, "{ended:?}");
+    first.release("heard-Ready");
+    first.completes(&operation).await;
 }
 
 #[tokio::test]
@@ -301,12 +270,11 @@ async fn the_operation_of_a_handed_over_vm_ends_by_the_next_daemon() {
         first.run("web", "").await;
         first.fault(held);
         let operation = first.migrate("web", &second).await.unwrap();
-        is_reached(&first, held).await;
+        first.reached(held).await;
         first.kill();
-        release(&first, held);
+        first.release(held);
         first.relaunch().await;
-        let ended = first.ended(&operation).await;
-        assert_eq!(ended.phase(), OperationPhase::Completed, "{held}: {ended:?}");
+        let ended = first.completes(&operation).await;
         assert!(
             ended.message.contains(&pki::address(&second)),
             "{held}: {ended:?}"

@@ -5,7 +5,7 @@ use vmmd_api::v1::{AttachmentPhase, NicSpec, RateLimit, nic_spec::Attachment};
 
 use crate::{
     console::Client,
-    harness::{Daemon, refusal, status},
+    harness::{Daemon, assert_refused, status},
     namespace::Namespace,
 };
 
@@ -23,8 +23,9 @@ async fn a_nic_comes_and_goes_while_the_vm_runs_also_over_a_kill() {
     network.ip("link add br0 type bridge");
     network.ip("link set br0 up");
     let mut daemon = Daemon::in_network(&network.0).await;
-    let mut vm = daemon.manifest("web", "");
-    vm.spec.as_mut().unwrap().nics = vec![nic("eth0", Attachment::Bridge("br0".into()))];
+    let vm = daemon.manifest_with("web", "", |spec| {
+        spec.nics = vec![nic("eth0", Attachment::Bridge("br0".into()))];
+    });
     daemon.create(vm.clone()).await.unwrap();
     daemon.start_vm("web").await.unwrap();
     let phases = |vm: &vmmd_api::v1::Vm| -> Vec<_> {
@@ -59,10 +60,9 @@ async fn a_nic_comes_and_goes_while_the_vm_runs_also_over_a_kill() {
     // An attach whose end the daemon does not see is found by the next one.
     network.ip("tuntap add tap9 mode tap");
     let more = nic("more", Attachment::Tap("tap9".into()));
-    let mut other = daemon.manifest("other", "");
-    other.spec.as_mut().unwrap().nics = vec![more.clone()];
-    daemon.create(other).await.unwrap();
-    daemon.start_vm("other").await.unwrap();
+    daemon
+        .run_with("other", "", |spec| spec.nics = vec![more.clone()])
+        .await;
     let changed = daemon.change("web", |spec| spec.nics.push(more)).await.unwrap();
     let more = status(&changed).nics[1].clone();
     assert_eq!(more.phase(), AttachmentPhase::Pending);
@@ -86,12 +86,13 @@ async fn taps_join_the_bridge_with_its_mtu_and_vanish_with_the_vmm() {
     network.ip("link set br0 up");
     network.ip("tuntap add tap9 mode tap");
     let mut daemon = Daemon::in_network(&network.0).await;
-    let mut vm = daemon.manifest("web", "");
-    vm.spec.as_mut().unwrap().nics = vec![
-        nic("eth0", Attachment::Bridge("br0".into())),
-        nic("eth1", Attachment::Bridge("br0".into())),
-        nic("eth2", Attachment::Tap("tap9".into())),
-    ];
+    let mut vm = daemon.manifest_with("web", "", |spec| {
+        spec.nics = vec![
+            nic("eth0", Attachment::Bridge("br0".into())),
+            nic("eth1", Attachment::Bridge("br0".into())),
+            nic("eth2", Attachment::Tap("tap9".into())),
+        ];
+    });
     // The first byte of a tap's own address.
     vm.spec.as_mut().unwrap().nics[0].mac = "fe:00:00:00:00:01".into();
     daemon.create(vm.clone()).await.unwrap();
@@ -121,7 +122,7 @@ async fn taps_join_the_bridge_with_its_mtu_and_vanish_with_the_vmm() {
     vm.spec.as_mut().unwrap().nics = vec![nic("eth0", Attachment::Tap("tap9".into()))];
     daemon.create(vm).await.unwrap();
     let refused = daemon.start_vm("other").await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::FailedPrecondition, "TAP_IN_USE".into()));
+    assert_refused(&refused, Code::FailedPrecondition, "TAP_IN_USE");
 
     // The addresses are those of the record.
     let macs = |nics: &[vmmd_api::v1::NicStatus]| nics.iter().map(|nic| nic.mac.clone()).collect::<Vec<_>>();
@@ -148,7 +149,7 @@ async fn the_tap_of_a_vms_nic_is_given_to_no_other_vm() {
     vm.metadata.as_mut().unwrap().name = "other".into();
     vm.spec.as_mut().unwrap().nics = vec![queues(nic("eth0", Attachment::Tap(tap)))];
     let refused = daemon.create(vm).await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::FailedPrecondition, "TAP_IN_USE".into()));
+    assert_refused(&refused, Code::FailedPrecondition, "TAP_IN_USE");
 }
 
 #[tokio::test]
@@ -156,17 +157,18 @@ async fn a_given_tap_with_several_queues_is_one_vms() {
     let network = Namespace::new();
     network.ip("tuntap add tap9 mode tap multi_queue");
     let daemon = Daemon::in_network(&network.0).await;
-    let mut vm = daemon.manifest("web", "");
-    vm.spec.as_mut().unwrap().nics = vec![NicSpec {
-        queues: 2,
-        ..nic("eth0", Attachment::Tap("tap9".into()))
-    }];
+    let mut vm = daemon.manifest_with("web", "", |spec| {
+        spec.nics = vec![NicSpec {
+            queues: 2,
+            ..nic("eth0", Attachment::Tap("tap9".into()))
+        }];
+    });
     daemon.create(vm.clone()).await.unwrap();
     daemon.start_vm("web").await.unwrap();
     vm.metadata.as_mut().unwrap().name = "other".into();
     daemon.create(vm).await.unwrap();
     let refused = daemon.start_vm("other").await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::FailedPrecondition, "TAP_IN_USE".into()));
+    assert_refused(&refused, Code::FailedPrecondition, "TAP_IN_USE");
     daemon.kill_vm("web").await.unwrap();
     daemon.start_vm("other").await.unwrap();
 }
@@ -177,10 +179,11 @@ async fn nic_link_and_limits_change_live_and_queues_at_next_start() {
     network.ip("link add br0 type bridge");
     network.ip("link set br0 up");
     let daemon = Daemon::in_network(&network.0).await;
-    let mut vm = daemon.manifest("web", "");
-    vm.spec.as_mut().unwrap().nics = vec![nic("eth0", Attachment::Bridge("br0".into()))];
-    daemon.create(vm).await.unwrap();
-    daemon.start_vm("web").await.unwrap();
+    daemon
+        .run_with("web", "", |spec| {
+            spec.nics = vec![nic("eth0", Attachment::Bridge("br0".into()))];
+        })
+        .await;
     let mut console = Client::open(&daemon, "web").await;
 
     let given = |change: fn(&mut NicSpec)| {

@@ -9,24 +9,16 @@ use tonic_reflection::pb::v1::{
     ServerReflectionRequest, server_reflection_client::ServerReflectionClient,
     server_reflection_request::MessageRequest, server_reflection_response::MessageResponse,
 };
-use vmmd_api::v1::{ConditionStatus, CordonNodeRequest, GetNodeRequest, Node, NodeStatus, WatchNodeRequest};
+use vmmd_api::v1::{ConditionStatus, Node, NodeStatus, WatchNodeRequest};
 
-use crate::harness::{Daemon, connect};
+use crate::harness::{Daemon, connect, temporary_folder};
 
 async fn node(daemon: &Daemon) -> NodeStatus {
     whole(daemon).await.status.unwrap()
 }
 
 async fn whole(daemon: &Daemon) -> Node {
-    daemon
-        .nodes()
-        .await
-        .get_node(GetNodeRequest {})
-        .await
-        .unwrap()
-        .into_inner()
-        .node
-        .unwrap()
+    daemon.node().await
 }
 
 #[tokio::test]
@@ -57,8 +49,7 @@ async fn the_node_keeps_its_uid_and_counts_its_changes() {
     let mut daemon = Daemon::start().await;
     let before = whole(&daemon).await.metadata.unwrap();
     assert!(before.uid.parse::<uuid::Uuid>().is_ok(), "{before:?}");
-    let request = CordonNodeRequest::default();
-    daemon.nodes().await.cordon_node(request).await.unwrap();
+    daemon.cordon("").await;
     daemon.kill_and_restart().await;
     let after = whole(&daemon).await.metadata.unwrap();
     assert_eq!((after.uid, after.generation), (before.uid, before.generation + 1));
@@ -80,8 +71,7 @@ async fn a_watch_of_the_node_sends_what_it_is_and_each_change() {
         }
     };
     assert_eq!(running.committed.unwrap().memory_bytes >> 20, 128 + 68);
-    let request = CordonNodeRequest::default();
-    daemon.nodes().await.cordon_node(request).await.unwrap();
+    daemon.cordon("").await;
     loop {
         let node = watch.next().await.unwrap().unwrap().node.unwrap();
         if node.spec.unwrap().cordoned {
@@ -113,10 +103,7 @@ async fn a_node_without_kvm_says_what_to_do_and_starts_nothing(#[case] device: &
 
 #[tokio::test]
 async fn kvm_is_there_since_it_was_first_seen() {
-    let folder = tempfile::Builder::new()
-        .prefix("vmmd")
-        .tempdir_in("/tmp")
-        .unwrap();
+    let folder = temporary_folder();
     let device = folder.path().join("kvm");
     let daemon = Daemon::in_folder(folder, &format!("kvm_device = {device:?}\n")).await;
     let seen = async || {

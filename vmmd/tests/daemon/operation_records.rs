@@ -1,17 +1,10 @@
 //! Operations over the end of the daemon, and seen all together.
 
 use tokio_stream::StreamExt;
-use tonic::{Code, Streaming, transport::Channel};
-use vmmd_api::v1::{
-    self, OperationPhase as P, WatchEventType as W, operation::Result as Detail,
-    operation_service_client::OperationServiceClient,
-};
+use tonic::{Code, Streaming};
+use vmmd_api::v1::{self, OperationPhase as P, WatchEventType as W, operation::Result as Detail};
 
-use crate::harness::{Daemon, connect, refusal};
-
-async fn operations(daemon: &Daemon) -> OperationServiceClient<Channel> {
-    OperationServiceClient::new(connect(daemon.folder.path()).await)
-}
+use crate::harness::{Daemon, assert_refused};
 
 async fn begin_stop(daemon: &Daemon, name: &str, evacuate: bool) -> String {
     let request = v1::StopVmRequest {
@@ -28,7 +21,7 @@ async fn begin_stop(daemon: &Daemon, name: &str, evacuate: bool) -> String {
 /// Waits for its end.
 pub async fn ended(daemon: &Daemon, id: &str) -> v1::Operation {
     let request = v1::WatchOperationRequest { id: id.into() };
-    let response = operations(daemon).await.watch_operation(request).await;
+    let response = daemon.operations().await.watch_operation(request).await;
     let mut stream = response.unwrap().into_inner();
     let mut last = None;
     while let Some(seen) = stream.next().await {
@@ -73,10 +66,7 @@ async fn continued_stop_keeps_its_operation_in_the_next_daemon() {
 #[tokio::test]
 async fn interrupted_start_has_failed_and_its_watcher_is_notified() {
     let mut daemon = Daemon::start().await;
-    daemon
-        .create(daemon.manifest("web", "mock.boot=hang"))
-        .await
-        .unwrap();
+    daemon.define("web", "mock.boot=hang").await;
     let request = v1::StartVmRequest {
         name: "web".into(),
         no_wait: true,
@@ -100,7 +90,7 @@ async fn interrupted_start_has_failed_and_its_watcher_is_notified() {
         }),
         ..Default::default()
     };
-    let found = operations(&daemon).await.list_operations(request).await;
+    let found = daemon.operations().await.list_operations(request).await;
     assert_eq!(found.unwrap().into_inner().operations, [end]);
 }
 
@@ -132,13 +122,7 @@ async fn what_no_record_tells_how_to_go_on_with_has_failed() {
     daemon.run("moves", "mock.power=ignore").await;
     daemon.run("again", "mock.power=ignore").await;
     let evacuation = begin_stop(&daemon, "moves", true).await;
-    let request = v1::RestartVmRequest {
-        name: "again".into(),
-        no_wait: true,
-        ..Default::default()
-    };
-    let begun = daemon.client().restart_vm(request).await.unwrap().into_inner();
-    let restart = begun.operation.unwrap().id;
+    let restart = daemon.begin_restart("again").await.id;
     daemon.kill_and_restart().await;
     for id in [evacuation, restart] {
         let end = ended(&daemon, &id).await;
@@ -158,7 +142,7 @@ async fn lists_have_pages() {
         daemon.start_vm("web").await.unwrap();
         daemon.kill_vm("web").await.unwrap();
     }
-    let mut client = operations(&daemon).await;
+    let mut client = daemon.operations().await;
     let all = client.list_operations(v1::ListOperationsRequest::default()).await;
     let all = all.unwrap().into_inner();
     assert_eq!((all.operations.len(), all.next_page_token.as_str()), (6, ""));
@@ -166,20 +150,14 @@ async fn lists_have_pages() {
         page_size: 4,
         ..Default::default()
     };
-    let first = client
-        .list_operations(request.clone())
-        .await
-        .unwrap()
-        .into_inner();
+    let answer = client.list_operations(request.clone()).await.unwrap();
+    let first = answer.into_inner();
     assert_eq!(first.operations, all.operations[..4]);
     // An operation that begins meanwhile is not on a later page.
     daemon.start_vm("web").await.unwrap();
     request.page_token = first.next_page_token;
-    let second = client
-        .list_operations(request.clone())
-        .await
-        .unwrap()
-        .into_inner();
+    let answer = client.list_operations(request.clone()).await.unwrap();
+    let second = answer.into_inner();
     assert_eq!(second.operations, all.operations[4..]);
     assert_eq!(
         (second.next_page_token, second.cursor),
@@ -187,10 +165,7 @@ async fn lists_have_pages() {
     );
     request.page_token = "nonsense".into();
     let refused = client.list_operations(request).await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::InvalidArgument, "INVALID_FIELDS".into())
-    );
+    assert_refused(&refused, Code::InvalidArgument, "INVALID_FIELDS");
 }
 
 async fn watch(daemon: &Daemon, filter: v1::OperationFilter, cursor: &str) -> Watch {
@@ -198,7 +173,7 @@ async fn watch(daemon: &Daemon, filter: v1::OperationFilter, cursor: &str) -> Wa
         filter: Some(filter),
         cursor: cursor.into(),
     };
-    let stream = operations(daemon).await.watch_operations(request).await;
+    let stream = daemon.operations().await.watch_operations(request).await;
     Watch(stream.unwrap().into_inner())
 }
 

@@ -3,38 +3,24 @@
 use std::time::Duration;
 
 use tokio_stream::StreamExt;
-use tonic::{Code, Status, transport::Channel};
+use tonic::Code;
 use vmmd_api::{
     v1::{
         self, ExitReason, OperationPhase as P, VmPhase,
         operation::{Metadata, Result as Detail},
-        operation_service_client::OperationServiceClient,
     },
     well_known,
 };
 
-use crate::harness::{Daemon, connect, refusal, status, vm_pid};
-
-pub async fn operations(daemon: &Daemon) -> OperationServiceClient<Channel> {
-    OperationServiceClient::new(connect(daemon.folder.path()).await)
-}
-
-async fn get(daemon: &Daemon, id: &str) -> v1::Operation {
-    let request = v1::GetOperationRequest { id: id.into() };
-    let response = operations(daemon).await.get_operation(request).await;
-    response.unwrap().into_inner().operation.unwrap()
-}
-
-pub async fn cancel(daemon: &Daemon, id: &str) -> Result<v1::Operation, Status> {
-    let request = v1::CancelOperationRequest { id: id.into() };
-    let response = operations(daemon).await.cancel_operation(request).await;
-    Ok(response?.into_inner().operation.unwrap())
-}
+use crate::{
+    harness::{Daemon, assert_refused, status, vm_pid},
+    verbs::exit_reason,
+};
 
 /// Until its end; all that was seen.
 async fn watch(daemon: &Daemon, id: &str) -> Vec<v1::Operation> {
     let request = v1::WatchOperationRequest { id: id.into() };
-    let response = operations(daemon).await.watch_operation(request).await;
+    let response = daemon.operations().await.watch_operation(request).await;
     let stream = response.unwrap().into_inner();
     stream
         .map(|seen| seen.unwrap().operation.unwrap())
@@ -80,7 +66,7 @@ async fn list(daemon: &Daemon, filter: v1::OperationFilter) -> Vec<v1::Operation
         filter: Some(filter),
         ..Default::default()
     };
-    let response = operations(daemon).await.list_operations(request).await;
+    let response = daemon.operations().await.list_operations(request).await;
     response.unwrap().into_inner().operations
 }
 
@@ -111,7 +97,7 @@ async fn what_takes_long_is_an_operation_that_the_answer_names() {
         ("first", &vm.metadata.unwrap().uid)
     );
     assert!(operation.create_time.is_some() && operation.end_time.is_some());
-    assert_eq!(get(&daemon, &operation.id).await, operation);
+    assert_eq!(daemon.operation(&operation.id).await, operation);
 
     let request = v1::RestartVmRequest {
         name: "web".into(),
@@ -154,8 +140,8 @@ async fn what_takes_long_is_an_operation_that_the_answer_names() {
         ..Default::default()
     };
     assert_eq!(list(&daemon, only).await, all[3..]);
-    let refused = cancel(&daemon, "nonsense").await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::NotFound, "OPERATION_NOT_FOUND".into()));
+    let refused = daemon.cancel("nonsense").await.unwrap_err();
+    assert_refused(&refused, Code::NotFound, "OPERATION_NOT_FOUND");
 }
 
 #[tokio::test]
@@ -214,24 +200,9 @@ async fn call_without_wait_returns_a_watchable_operation() {
 #[tokio::test]
 async fn a_cancelled_start_leaves_the_vm_stopped() {
     let daemon = Daemon::start().await;
-    daemon
-        .create(daemon.manifest("web", "mock.boot=hang"))
-        .await
-        .unwrap();
-    let request = v1::StartVmRequest {
-        no_wait: true,
-        ..start("web")
-    };
-    let id = daemon
-        .client()
-        .start_vm(request)
-        .await
-        .unwrap()
-        .into_inner()
-        .operation
-        .unwrap()
-        .id;
-    let cancelled = cancel(&daemon, &id).await.unwrap();
+    daemon.define("web", "mock.boot=hang").await;
+    let id = daemon.start_without_wait("web").await.id;
+    let cancelled = daemon.cancel(&id).await.unwrap();
     assert_eq!(
         (cancelled.phase(), reason(&cancelled).as_str()),
         (P::Cancelled, "CANCELLED")
@@ -247,7 +218,7 @@ async fn a_cancelled_start_leaves_the_vm_stopped() {
     );
     assert_eq!(daemon.vmm_processes(), []);
     assert_eq!(
-        cancel(&daemon, &id).await.unwrap(),
+        daemon.cancel(&id).await.unwrap(),
         cancelled,
         "cancelling what has ended is no error"
     );
@@ -256,53 +227,29 @@ async fn a_cancelled_start_leaves_the_vm_stopped() {
 #[tokio::test]
 async fn a_start_that_is_not_complete_at_its_deadline_is_cancelled() {
     let daemon = Daemon::start().await;
-    daemon
-        .create(daemon.manifest("web", "mock.boot=hang"))
-        .await
-        .unwrap();
+    daemon.define("web", "mock.boot=hang").await;
     let request = v1::StartVmRequest {
         timeout: soon(),
         ..start("web")
     };
     let refused = daemon.client().start_vm(request).await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::DeadlineExceeded, "DEADLINE_EXCEEDED".into())
-    );
-    assert_eq!(
-        status(&daemon.get("web").await.unwrap()).phase(),
-        VmPhase::Stopped
-    );
+    assert_refused(&refused, Code::DeadlineExceeded, "DEADLINE_EXCEEDED");
+    assert_eq!(daemon.phase("web").await, VmPhase::Stopped);
     assert_eq!(daemon.vmm_processes(), []);
     let request = v1::StartVmRequest {
         timeout: Some(well_known::Duration::default()),
         ..start("web")
     };
     let refused = daemon.client().start_vm(request).await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::InvalidArgument, "INVALID_FIELDS".into())
-    );
+    assert_refused(&refused, Code::InvalidArgument, "INVALID_FIELDS");
 }
 
 #[tokio::test]
 async fn a_cancelled_stop_leaves_the_guest_running() {
     let daemon = Daemon::start().await;
     let running = daemon.run("deaf", "mock.power=ignore").await;
-    let request = v1::StopVmRequest {
-        no_wait: true,
-        ..stop("deaf")
-    };
-    let id = daemon
-        .client()
-        .stop_vm(request)
-        .await
-        .unwrap()
-        .into_inner()
-        .operation
-        .unwrap()
-        .id;
-    let cancelled = cancel(&daemon, &id).await.unwrap();
+    let id = daemon.begin_stop("deaf", false).await.id;
+    let cancelled = daemon.cancel(&id).await.unwrap();
     assert_eq!(
         (cancelled.phase(), reason(&cancelled).as_str()),
         (P::Cancelled, "CANCELLED")
@@ -319,10 +266,7 @@ async fn a_cancelled_stop_leaves_the_guest_running() {
         ..stop("deaf")
     };
     let refused = daemon.client().stop_vm(request).await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::DeadlineExceeded, "DEADLINE_EXCEEDED".into())
-    );
+    assert_refused(&refused, Code::DeadlineExceeded, "DEADLINE_EXCEEDED");
     let stopped = daemon.kill_vm("deaf").await.unwrap();
     assert_eq!(status(&stopped).phase(), VmPhase::Stopped);
 }
@@ -332,25 +276,9 @@ async fn what_ends_by_force_can_not_be_cancelled() {
     let daemon = Daemon::start().await;
     let vm = daemon.run("stuck", "").await;
     rustix::process::kill_process(vm_pid(&vm), rustix::process::Signal::STOP).unwrap();
-    let request = v1::StopVmRequest {
-        force: true,
-        no_wait: true,
-        ..stop("stuck")
-    };
-    let id = daemon
-        .client()
-        .stop_vm(request)
-        .await
-        .unwrap()
-        .into_inner()
-        .operation
-        .unwrap()
-        .id;
-    let refused = cancel(&daemon, &id).await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::FailedPrecondition, "NOT_CANCELLABLE".into())
-    );
+    let id = daemon.begin_stop("stuck", true).await.id;
+    let refused = daemon.cancel(&id).await.unwrap_err();
+    assert_refused(&refused, Code::FailedPrecondition, "NOT_CANCELLABLE");
     assert_eq!(watch(&daemon, &id).await.last().unwrap().phase(), P::Completed);
 }
 
@@ -358,20 +286,7 @@ async fn what_ends_by_force_can_not_be_cancelled() {
 async fn a_restart_whose_start_is_cancelled_leaves_the_vm_stopped() {
     let daemon = Daemon::start().await;
     daemon.run("deaf", "mock.power=ignore").await;
-    let request = v1::RestartVmRequest {
-        name: "deaf".into(),
-        no_wait: true,
-        ..Default::default()
-    };
-    let id = daemon
-        .client()
-        .restart_vm(request)
-        .await
-        .unwrap()
-        .into_inner()
-        .operation
-        .unwrap()
-        .id;
+    let id = daemon.begin_restart("deaf").await.id;
     // A plain stop takes it back: that is another operation.
     let request = v1::StopVmRequest {
         force: true,
@@ -380,7 +295,7 @@ async fn a_restart_whose_start_is_cancelled_leaves_the_vm_stopped() {
     let stopped = daemon.client().stop_vm(request).await.unwrap().into_inner();
     assert_eq!(status(&stopped.vm.unwrap()).phase(), VmPhase::Stopped);
     assert_ne!(stopped.operation.unwrap().id, id);
-    let given_up = get(&daemon, &id).await;
+    let given_up = daemon.operation(&id).await;
     assert_eq!(
         (given_up.phase(), reason(&given_up).as_str()),
         (P::Cancelled, "SUPERSEDED")
@@ -390,10 +305,7 @@ async fn a_restart_whose_start_is_cancelled_leaves_the_vm_stopped() {
 #[tokio::test]
 async fn a_start_that_fails_says_why_in_its_operation() {
     let daemon = Daemon::start().await;
-    daemon
-        .create(daemon.manifest("web", "mock.boot=image"))
-        .await
-        .unwrap();
+    daemon.define("web", "mock.boot=image").await;
     daemon.start_vm("web").await.unwrap_err();
     let failed = &list(&daemon, v1::OperationFilter::default()).await[0];
     assert_eq!(
@@ -402,27 +314,20 @@ async fn a_start_that_fails_says_why_in_its_operation() {
     );
     let vm = daemon.get("web").await.unwrap();
     assert_eq!(status(&vm).counts.unwrap().failed_starts, 1);
-    assert_eq!(
-        status(&vm).last_exit.as_ref().unwrap().reason(),
-        ExitReason::StartFailed
-    );
+    assert_eq!(exit_reason(&vm), ExitReason::StartFailed);
 }
 
 #[tokio::test]
 async fn a_create_with_start_names_the_start() {
     let daemon = Daemon::start().await;
-    let request = v1::CreateVmRequest {
-        vm: Some(daemon.manifest("web", "")),
-        start: true,
-        ..Default::default()
-    };
-    let created = daemon.client().create_vm(request).await.unwrap().into_inner();
+    let created = daemon
+        .create_as(daemon.manifest("web", ""), true, false)
+        .await
+        .unwrap();
+    assert_eq!(status(created.vm.as_ref().unwrap()).phase(), VmPhase::Pending);
     let id = created.operation.unwrap().id;
     assert_eq!(watch(&daemon, &id).await.last().unwrap().phase(), P::Completed);
-    assert_eq!(
-        status(&daemon.get("web").await.unwrap()).phase(),
-        VmPhase::Running
-    );
+    assert_eq!(daemon.phase("web").await, VmPhase::Running);
 }
 
 #[tokio::test]
@@ -434,14 +339,8 @@ async fn requested_reset_keeps_the_process_and_is_no_guest_reset() {
         name: "web".into(),
         ..Default::default()
     };
-    let reset = daemon
-        .client()
-        .reset_vm(request.clone())
-        .await
-        .unwrap()
-        .into_inner()
-        .vm
-        .unwrap();
+    let answer = daemon.client().reset_vm(request.clone()).await.unwrap();
+    let reset = answer.into_inner().vm.unwrap();
     assert_eq!(
         (vm_pid(&reset), status(&reset).phase()),
         (vm_pid(&vm), VmPhase::Running)
@@ -450,8 +349,5 @@ async fn requested_reset_keeps_the_process_and_is_no_guest_reset() {
     console.expect("reset by the host").await;
     daemon.stop("web", None).await.unwrap();
     let refused = daemon.client().reset_vm(request).await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::FailedPrecondition, "NOT_RUNNING".into())
-    );
+    assert_refused(&refused, Code::FailedPrecondition, "NOT_RUNNING");
 }

@@ -4,40 +4,29 @@ use std::{fs, time::Duration};
 
 use rstest::rstest;
 use tonic::Code;
-use vmmd_api::v1::{
-    self, ConditionStatus, ExitReason, OperationPhase, PanicPolicy, RunPolicy, VmPhase, VmStatus,
-};
+use vmmd_api::v1::{self, ConditionStatus, ExitReason, PanicPolicy, RunPolicy, VmPhase, VmStatus};
 
 use crate::{
     console::Client,
-    harness::{Daemon, refusal, status, vm_pid},
+    harness::{Daemon, assert_refused, status, vm_pid},
     migration::pair,
-    policies,
+    policies::{self, LONG, waits},
+    verbs::condition,
 };
-
-/// Back-off that is long enough for a test to see the VM wait.
-const LONG: &str = "[restart]\nfirst_ms = 100000\n";
 
 /// A VM that runs, and whose guest's kernel panics.
 async fn panicking(daemon: &Daemon, policy: RunPolicy, rule: PanicPolicy, options: &str) -> v1::Vm {
     let mut vm = daemon.manifest("web", options);
     let spec = vm.spec.as_mut().unwrap();
     (spec.run_policy, spec.on_panic) = (policy.into(), rule.into());
-    daemon.create(vm).await.unwrap();
-    let running = daemon.start_vm("web").await.unwrap();
+    let running = daemon.run_vm(vm).await;
     policies::end(daemon, &running, "halt");
     running
 }
 
 fn ready(status: &VmStatus) -> (ConditionStatus, &str) {
-    let mut conditions = status.conditions.iter();
-    let ready = conditions.find(|condition| condition.r#type == "Ready").unwrap();
+    let ready = condition(status, "Ready");
     (ready.status(), ready.reason.as_str())
-}
-
-fn waits(status: &VmStatus) -> bool {
-    let restart = status.restart.as_ref();
-    restart.is_some_and(|restart| restart.next_start_time.is_some())
 }
 
 #[rstest]
@@ -110,8 +99,7 @@ async fn stop_under_way_ends_when_the_guest_panics() {
     let daemon = Daemon::start().await;
     let mut vm = daemon.manifest("web", "mock.power=ignore");
     vm.spec.as_mut().unwrap().set_on_panic(PanicPolicy::Ignore);
-    daemon.create(vm).await.unwrap();
-    daemon.start_vm("web").await.unwrap();
+    daemon.run_vm(vm).await;
     let mut console = Client::open(&daemon, "web").await;
     let (stopped, ()) = tokio::join!(daemon.stop("web", Some(Duration::from_secs(3600))), async {
         daemon.wait_phase("web", VmPhase::Stopping).await;
@@ -149,7 +137,7 @@ async fn panic_rule_changes_while_the_vm_runs() {
         })
         .await
         .unwrap_err();
-    assert_eq!(refusal(&always), (Code::InvalidArgument, "INVALID_FIELDS".into()));
+    assert_refused(&always, Code::InvalidArgument, "INVALID_FIELDS");
     daemon
         .change("web", |spec| spec.set_on_panic(PanicPolicy::Stop))
         .await
@@ -163,8 +151,7 @@ async fn restart_after_a_panic_is_tried_again_when_a_start_fails() {
     let mut vm = daemon.manifest("web", "mock.power=ignore");
     let spec = vm.spec.as_mut().unwrap();
     (spec.run_policy, spec.on_panic) = (RunPolicy::Manual.into(), PanicPolicy::Restart.into());
-    daemon.create(vm).await.unwrap();
-    let running = daemon.start_vm("web").await.unwrap();
+    let running = daemon.run_vm(vm).await;
     let (kernel, away) = (daemon.path("kernel"), daemon.path("away"));
     fs::rename(&kernel, &away).unwrap();
     policies::end(&daemon, &running, "halt");
@@ -202,8 +189,7 @@ async fn panic_goes_along_with_a_migration() {
     let unready = |status: &VmStatus| ready(status) == (ConditionStatus::False, "GuestPanicked");
     first.wait("web", unready).await;
     let operation = first.migrate("web", &second).await.unwrap();
-    let ended = first.ended(&operation).await;
-    assert_eq!(ended.phase(), OperationPhase::Completed, "{ended:?}");
+    first.completes(&operation).await;
     let told = second
         .wait("web", |status| {
             status.phase() == VmPhase::Running && unready(status)
@@ -219,13 +205,11 @@ async fn panic_that_pauses_ends_a_migration_and_the_vm_is_paused() {
     let options = format!("mock.send=hang mock.locks={}", locks.display());
     let mut vm = first.manifest("web", &options);
     vm.spec.as_mut().unwrap().set_on_panic(PanicPolicy::Pause);
-    first.create(vm).await.unwrap();
-    let running = first.start_vm("web").await.unwrap();
+    let running = first.run_vm(vm).await;
     let operation = first.migrate("web", &second).await.unwrap();
     first.wait("web", |status| status.reason == "Migrating").await;
     policies::end(&first, &running, "halt");
-    let ended = first.ended(&operation).await;
-    assert_eq!(ended.phase(), OperationPhase::Failed, "{ended:?}");
+    let ended = first.fails(&operation).await;
     assert!(ended.message.contains("panicked"), "{ended:?}");
     // The machine is asked to run after the migration, which fails until now.
     fs::write(locks, "").unwrap();
@@ -240,8 +224,7 @@ async fn panic_in_a_pause_for_a_disk_is_acted_on_when_the_pause_ends() {
     let daemon = Daemon::start().await;
     let mut vm = daemon.manifest("web", "");
     vm.spec.as_mut().unwrap().set_on_panic(PanicPolicy::Pause);
-    daemon.create(vm).await.unwrap();
-    daemon.start_vm("web").await.unwrap();
+    daemon.run_vm(vm).await;
     let mut console = Client::open(&daemon, "web").await;
     console.type_in("stall root\nhalt\n").await;
     daemon.told_exactly("GuestPanicked", 1).await;

@@ -24,7 +24,7 @@ use tokio::net::TcpStream;
 use tokio_rustls::{TlsConnector, client::TlsStream};
 use tonic::transport::{Channel, Endpoint, Uri};
 
-use crate::harness::Daemon;
+use crate::harness::{Daemon, temporary_folder};
 
 static NEXT_SERIAL: AtomicU64 = AtomicU64::new(1000);
 
@@ -220,10 +220,7 @@ pub fn address(daemon: &Daemon) -> String {
 
 /// A daemon with certificates of this CA, and more configuration before its table `tcp`.
 pub async fn serve(pki: &Pki, extra: &str) -> Daemon {
-    let folder = tempfile::Builder::new()
-        .prefix("vmmd")
-        .tempdir_in("/tmp")
-        .unwrap();
+    let folder = temporary_folder();
     pki.install(&folder.path().join("tls"), &pki.server("node"));
     let config = configuration(folder.path(), extra);
     Daemon::in_folder(folder, &config).await
@@ -231,10 +228,7 @@ pub async fn serve(pki: &Pki, extra: &str) -> Daemon {
 
 /// The same with one more file in the table `tcp`.
 pub async fn serve_with(pki: &Pki, extra: &str, key: &str, content: &str) -> Daemon {
-    let folder = tempfile::Builder::new()
-        .prefix("vmmd")
-        .tempdir_in("/tmp")
-        .unwrap();
+    let folder = temporary_folder();
     pki.install(&folder.path().join("tls"), &pki.server("node"));
     let path = folder.path().join("tls").join(key);
     replace(&path, content);

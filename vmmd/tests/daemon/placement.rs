@@ -1,21 +1,23 @@
 //! Resources of the node for VMs, and CheckPlacement for one more VM.
 
-use std::{fs, os::fd::AsFd};
+use std::{fs, os::fd::AsFd, path::Path};
 
 use proptest::{prelude::*, strategy::ValueTree, test_runner::TestRunner};
 use tonic::{Code, Status};
 use tonic_types::StatusExt;
 use vmmd_api::v1::{self, ConditionStatus, VmPhase};
 
-use crate::harness::{Daemon, refusal, status};
+use crate::{
+    harness::{Daemon, assert_refused, assert_says, refusal, status},
+    verbs::raw_file,
+};
 
 const MIB: u64 = 1 << 20;
 /// Overhead of a VM of 128 MiB with one core, besides its guest's RAM.
 const OVERHEAD: u64 = (64 + 128 / 64 + 2) * MIB;
 
 pub async fn node(daemon: &Daemon) -> v1::NodeStatus {
-    let answer = daemon.nodes().await.get_node(v1::GetNodeRequest {}).await;
-    answer.unwrap().into_inner().node.unwrap().status.unwrap()
+    daemon.node().await.status.unwrap()
 }
 
 async fn check(daemon: &Daemon, vm: v1::Vm) -> Result<Vec<v1::PlacementProblem>, Status> {
@@ -113,12 +115,7 @@ async fn all_that_stands_against_a_vm_is_said_at_once() {
         source: Some(v1::boot_spec::Source::Linux(linux)),
     });
     spec.disks = vec![
-        v1::DiskSpec {
-            name: "a".into(),
-            source: Some(v1::disk_spec::Source::Path("/nonexistent/disk".into())),
-            format: v1::DiskFormat::Raw.into(),
-            ..Default::default()
-        },
+        raw_file("a", Path::new("/nonexistent/disk")),
         v1::DiskSpec {
             name: "b".into(),
             source: Some(v1::disk_spec::Source::Disk("none".into())),
@@ -156,24 +153,14 @@ async fn wrong_manifest_is_refused_with_its_fields() {
     let refused = check(&daemon, sized(&daemon, "web", 255, 128, 0))
         .await
         .unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::InvalidArgument, "INVALID_FIELDS".into())
-    );
+    assert_refused(&refused, Code::InvalidArgument, "INVALID_FIELDS");
 }
 
 #[tokio::test]
 async fn what_a_vm_has_itself_is_no_hindrance_and_what_another_has_is() {
     let daemon = Daemon::configured(&room(300 * MIB, 1_000_000)).await;
     fs::write(daemon.path("disk"), [0; 4096]).unwrap();
-    let disk = v1::DiskSpec {
-        name: "root".into(),
-        source: Some(v1::disk_spec::Source::Path(
-            daemon.path("disk").to_str().unwrap().into(),
-        )),
-        format: v1::DiskFormat::Raw.into(),
-        ..Default::default()
-    };
+    let disk = raw_file("root", &daemon.path("disk"));
     let with_disk = |name: &str| {
         let mut vm = sized(&daemon, name, 1, 200, 0);
         vm.spec.as_mut().unwrap().disks.push(disk.clone());
@@ -199,14 +186,8 @@ async fn what_a_vm_has_itself_is_no_hindrance_and_what_another_has_is() {
 async fn a_disk_that_another_program_has_locked_is_said_to_be_in_use() {
     let daemon = Daemon::start().await;
     fs::write(daemon.path("disk"), [0; 4096]).unwrap();
-    let mut vm = daemon.manifest("web", "");
-    vm.spec.as_mut().unwrap().disks.push(v1::DiskSpec {
-        name: "root".into(),
-        source: Some(v1::disk_spec::Source::Path(
-            daemon.path("disk").to_str().unwrap().into(),
-        )),
-        format: v1::DiskFormat::Raw.into(),
-        ..Default::default()
+    let vm = daemon.manifest_with("web", "", |spec| {
+        spec.disks.push(raw_file("root", &daemon.path("disk")));
     });
     let file = fs::File::options()
         .read(true)
@@ -223,30 +204,16 @@ async fn a_disk_that_another_program_has_locked_is_said_to_be_in_use() {
 async fn nothing_is_given_twice_when_many_start_at_once() {
     let daemon = Daemon::configured(&room(4 * (128 * MIB + OVERHEAD) + MIB, 1_000_000)).await;
     for number in 0..12 {
-        daemon
-            .create(daemon.manifest(&format!("vm{number}"), ""))
-            .await
-            .unwrap();
+        daemon.define(&format!("vm{number}"), "").await;
     }
-    let mut starts = tokio::task::JoinSet::new();
-    for number in 0..12 {
-        let mut client = daemon.client();
-        let request = v1::StartVmRequest {
-            name: format!("vm{number}"),
-            ..Default::default()
-        };
-        starts.spawn(async move { client.start_vm(request).await.map(drop) });
+    let start = |number| daemon.begin_start(&format!("vm{number}"));
+    let starts: Vec<_> = (0..12).map(start).collect();
+    let mut refused = Vec::new();
+    for start in starts {
+        refused.extend(start.await.unwrap().err().as_ref().map(refusal));
     }
-    let results = starts.join_all().await;
-    let refused: Vec<_> = results
-        .iter()
-        .filter_map(|result| result.as_ref().err())
-        .map(refusal)
-        .collect();
-    assert_eq!(
-        refused,
-        vec![(Code::ResourceExhausted, "INSUFFICIENT_MEMORY".to_owned()); 8]
-    );
+    let full = (Code::ResourceExhausted, "INSUFFICIENT_MEMORY".to_owned());
+    assert_eq!(refused, vec![full; 8]);
     let committed = node(&daemon).await.committed.unwrap();
     assert_eq!(committed.memory_bytes, 4 * (128 * MIB + OVERHEAD));
     assert_eq!(daemon.vmm_processes().len(), 4);
@@ -259,11 +226,8 @@ async fn start_that_does_not_fit_names_the_lack_and_works_later() {
     daemon.create(sized(&daemon, "b", 1, 200, 0)).await.unwrap();
     daemon.start_vm("a").await.unwrap();
     let refused = daemon.start_vm("b").await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::ResourceExhausted, "INSUFFICIENT_MEMORY".into())
-    );
-    assert!(refused.message().contains("needs 270 MiB"), "{refused}");
+    assert_refused(&refused, Code::ResourceExhausted, "INSUFFICIENT_MEMORY");
+    assert_says(&refused, "needs 270 MiB");
     let failed = daemon.get("b").await.unwrap();
     assert_eq!(
         (status(&failed).phase(), status(&failed).reason.as_str()),
@@ -278,8 +242,7 @@ async fn sizes_that_no_policy_allows_are_refused_with_what_is() {
     let sizing = "[[sizing]]\nmin_cores = 1\nmax_cores = 2\nmax_memory_mib = 1024\nmemory_step_mib = 256\n\
                   core_fractions_percent = [20, 100]\n";
     let daemon = Daemon::configured(sizing).await;
-    let answer = daemon.nodes().await.get_node(v1::GetNodeRequest {}).await;
-    let spec = answer.unwrap().into_inner().node.unwrap().spec.unwrap();
+    let spec = daemon.node().await.spec.unwrap();
     let policies = spec.sizing_policies;
     let expected = v1::SizingPolicy {
         min_cores: 1,
@@ -305,10 +268,7 @@ async fn sizes_that_no_policy_allows_are_refused_with_what_is() {
     ] {
         assert_eq!(reasons(&daemon, vm.clone()).await, ["SIZE_NOT_ALLOWED"]);
         let refused = daemon.create(vm).await.unwrap_err();
-        assert_eq!(
-            refusal(&refused),
-            (Code::InvalidArgument, "SIZE_NOT_ALLOWED".into())
-        );
+        assert_refused(&refused, Code::InvalidArgument, "SIZE_NOT_ALLOWED");
         let details = refused.get_error_details();
         let violation = &details.bad_request().unwrap().field_violations[0];
         assert_eq!(violation.field, field);
@@ -335,13 +295,7 @@ async fn placement_check_agrees_with_creation_and_start() {
         let (cores, double_mib, fraction, drop_one) = strategy.new_tree(&mut runner).unwrap().current();
         let vm = sized(&daemon, &format!("vm{round}"), cores, double_mib * 2, fraction);
         let problems = check(&daemon, vm.clone()).await.unwrap();
-        let request = v1::CreateVmRequest {
-            vm: Some(vm.clone()),
-            dry_run: true,
-            start: true,
-            ..Default::default()
-        };
-        let dry = daemon.client().create_vm(request).await;
+        let dry = daemon.create_as(vm.clone(), true, true).await;
         assert_eq!(problems.is_empty(), dry.is_ok(), "{vm:?}: {problems:?}, {dry:?}");
         let name = vm.metadata.as_ref().unwrap().name.clone();
         let started = match daemon.create(vm.clone()).await {
@@ -393,8 +347,5 @@ async fn node_short_of_disk_space_reports_it_and_starts_nothing() {
     assert_eq!(reasons(&daemon, vm.clone()).await, ["INSUFFICIENT_DISK"]);
     daemon.create(vm).await.unwrap();
     let refused = daemon.start_vm("web").await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::ResourceExhausted, "INSUFFICIENT_DISK".into())
-    );
+    assert_refused(&refused, Code::ResourceExhausted, "INSUFFICIENT_DISK");
 }

@@ -69,8 +69,7 @@ async fn what_is_left_of_a_run_is_taken_for_what_it_is(
     consistent(&daemon).await;
     daemon.start_vm("web").await.unwrap();
     consistent(&daemon).await;
-    let other = daemon.get("other").await.unwrap();
-    assert_eq!(status(&other).phase(), VmPhase::Running);
+    assert_eq!(daemon.phase("other").await, VmPhase::Running);
 }
 
 /// The same without a record: the VM was made after the store that the daemon is given.

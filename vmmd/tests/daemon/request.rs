@@ -4,12 +4,12 @@ use std::future::Future;
 
 use tokio_stream::StreamExt;
 use tonic::{Code, Request, Response, Status};
-use tonic_types::StatusExt as _;
 use vmmd_api::v1::{self, VmPhase, WatchEventType, WatchVmsResponse};
 
 use crate::{
     attach::{disk, names},
-    harness::{Daemon, generation, refusal, status, uid, vm_pid},
+    harness::{Daemon, assert_refused, assert_says, generation, refusal, status, uid, vm_pid},
+    verbs::fields,
 };
 
 fn create(daemon: &Daemon, id: &str, name: &str, start: bool) -> v1::CreateVmRequest {
@@ -73,7 +73,7 @@ async fn retry_gets_the_first_answer_also_from_the_next_daemon() {
         // The created VM is gone.
         let failure = daemon.client().create_vm(request.clone()).await.unwrap_err();
         assert_eq!(refusal(&failure), gone());
-        assert!(failure.message().contains(&uid(&first)), "{failure}");
+        assert_says(&failure, &uid(&first));
         daemon.client().delete_vm(delete("3", "a")).await.unwrap();
         let failure = daemon.client().delete_vm(delete("", "a")).await.unwrap_err();
         assert_eq!(failure.code(), Code::NotFound);
@@ -87,10 +87,7 @@ async fn retry_gets_the_first_answer_also_from_the_next_daemon() {
                 .await
                 .unwrap_err(),
         ] {
-            assert_eq!(
-                refusal(&failure),
-                (Code::AlreadyExists, "REQUEST_ID_REUSED".into())
-            );
+            assert_refused(&failure, Code::AlreadyExists, "REQUEST_ID_REUSED");
         }
     }
     assert!(daemon.list().await.is_empty());
@@ -120,16 +117,11 @@ async fn retry_of_a_refused_request_is_carried_out() {
     let failure = daemon.client().start_vm(start("1", "a")).await.unwrap_err();
     assert_eq!(failure.code(), Code::NotFound);
     daemon.create(daemon.manifest("a", "")).await.unwrap();
-    let cordon = v1::CordonNodeRequest::default();
-    daemon.nodes().await.cordon_node(cordon).await.unwrap();
+    daemon.cordon("").await;
     let failure = daemon.client().start_vm(start("1", "a")).await.unwrap_err();
-    assert_eq!(
-        refusal(&failure),
-        (Code::FailedPrecondition, "NODE_CORDONED".into())
-    );
+    assert_refused(&failure, Code::FailedPrecondition, "NODE_CORDONED");
     daemon.kill_and_restart().await;
-    let uncordon = v1::UncordonNodeRequest::default();
-    daemon.nodes().await.uncordon_node(uncordon).await.unwrap();
+    daemon.uncordon().await.unwrap();
     let started = daemon.client().start_vm(start("1", "a")).await.unwrap();
     let started = started.into_inner().vm.unwrap();
     assert_eq!(status(&started).phase(), VmPhase::Running);
@@ -191,17 +183,22 @@ fn phase(event: &WatchVmsResponse) -> VmPhase {
     status.map_or(VmPhase::Unspecified, v1::VmStatus::phase)
 }
 
+/// Kills the daemon in the middle of a create, and starts it again.
+async fn killed_create(daemon: &mut Daemon, name: &str, start: bool) -> v1::CreateVmRequest {
+    let request = create(daemon, name, name, start);
+    let (mut client, first) = (daemon.client(), request.clone());
+    let added = |event: &WatchVmsResponse| event.r#type() == WatchEventType::Added;
+    daemon
+        .killed_at(async move { client.create_vm(first).await }, added)
+        .await;
+    request
+}
+
 #[tokio::test]
 async fn a_create_that_the_daemon_did_not_survive_makes_one_vm() {
     let mut daemon = Daemon::start().await;
     for (name, start) in [("a", false), ("b", true)] {
-        let request = create(&daemon, name, name, start);
-        let (mut client, first) = (daemon.client(), request.clone());
-        daemon
-            .killed_at(async move { client.create_vm(first).await }, |event| {
-                event.r#type() == WatchEventType::Added
-            })
-            .await;
+        let request = killed_create(&mut daemon, name, start).await;
         let made = vm(daemon.client().create_vm(request.clone()).await);
         assert_eq!(uid(&made), uid(&daemon.get(name).await.unwrap()));
         assert_eq!(uid(&vm(daemon.client().create_vm(request).await)), uid(&made));
@@ -213,13 +210,7 @@ async fn a_create_that_the_daemon_did_not_survive_makes_one_vm() {
 async fn retry_of_an_interrupted_create_recreates_no_deleted_vm() {
     let mut daemon = Daemon::start().await;
     for (name, start) in [("a", false), ("b", true)] {
-        let request = create(&daemon, name, name, start);
-        let (mut client, first) = (daemon.client(), request.clone());
-        daemon
-            .killed_at(async move { client.create_vm(first).await }, |event| {
-                event.r#type() == WatchEventType::Added
-            })
-            .await;
+        let request = killed_create(&mut daemon, name, start).await;
         let made = uid(&daemon.get(name).await.unwrap());
         daemon.delete(name, true).await.unwrap();
         for restart in [false, true] {
@@ -228,7 +219,7 @@ async fn retry_of_an_interrupted_create_recreates_no_deleted_vm() {
             }
             let refused = daemon.client().create_vm(request.clone()).await.unwrap_err();
             assert_eq!(refusal(&refused), gone());
-            assert!(refused.message().contains(&made), "{refused}");
+            assert_says(&refused, &made);
             assert!(daemon.get(name).await.is_err(), "{name} was made again");
         }
     }
@@ -242,12 +233,8 @@ async fn a_start_that_the_daemon_did_not_survive_leads_to_one_run() {
         let mut client = daemon.client();
         let call = async move { client.start_vm(start("1", "a")).await };
         daemon.killed_at(call, |event| phase(event) == at).await;
-        let started = daemon
-            .client()
-            .start_vm(start("1", "a"))
-            .await
-            .unwrap()
-            .into_inner();
+        let answer = daemon.client().start_vm(start("1", "a")).await.unwrap();
+        let started = answer.into_inner();
         assert_eq!(status(&started.vm.unwrap()).phase(), VmPhase::Running, "{at:?}");
         assert_eq!(daemon.vmm_processes().len(), 1);
         // Another start changes nothing.
@@ -264,20 +251,12 @@ async fn a_restart_that_the_daemon_did_not_survive_is_made_once() {
         let mut client = daemon.client();
         let call = async move { client.restart_vm(restart("1", "a")).await };
         daemon.killed_at(call, |event| phase(event) == at).await;
-        let restarted = daemon
-            .client()
-            .restart_vm(restart("1", "a"))
-            .await
-            .unwrap()
-            .into_inner();
+        let answer = daemon.client().restart_vm(restart("1", "a")).await.unwrap();
+        let restarted = answer.into_inner();
         let after = vm_pid(&restarted.vm.unwrap());
         assert_ne!(after, before, "{at:?}");
-        let again = daemon
-            .client()
-            .restart_vm(restart("1", "a"))
-            .await
-            .unwrap()
-            .into_inner();
+        let answer = daemon.client().restart_vm(restart("1", "a")).await.unwrap();
+        let again = answer.into_inner();
         assert_eq!(vm_pid(&again.vm.unwrap()), after, "{at:?}");
         assert_eq!(vm_pid(&daemon.get("a").await.unwrap()), after, "{at:?}");
     }
@@ -330,12 +309,8 @@ async fn retry_of_an_interrupted_change_skips_its_generation() {
     daemon
         .killed_at(async move { client.detach_disk(request).await }, changed(3))
         .await;
-    let detached = daemon
-        .client()
-        .detach_disk(detach.clone())
-        .await
-        .unwrap()
-        .into_inner();
+    let answer = daemon.client().detach_disk(detach.clone()).await.unwrap();
+    let detached = answer.into_inner();
     assert!(names(&detached.vm.unwrap()).is_empty());
     let other = v1::DetachDiskRequest {
         request_id: "3".into(),
@@ -355,11 +330,7 @@ async fn the_id_of_a_request_is_in_the_vmms_log() {
         .start_vm(start("of the start", "a"))
         .await
         .unwrap();
-    let pause = v1::PauseVmRequest {
-        name: "a".into(),
-        ..Default::default()
-    };
-    daemon.client().pause_vm(pause).await.unwrap();
+    daemon.pause("a").await.unwrap();
     let log = daemon.path(&format!("log/vms/{}/vmm.log", uid(&vm)));
     let asked = || {
         let log = std::fs::read_to_string(&log).unwrap();
@@ -392,13 +363,8 @@ async fn a_disk_is_made_and_deleted_once() {
         request_id: "2".into(),
         ..Default::default()
     };
-    let made = daemon
-        .disks()
-        .await
-        .create_disk(request.clone())
-        .await
-        .unwrap()
-        .into_inner();
+    let answer = daemon.disks().await.create_disk(request.clone()).await.unwrap();
+    let made = answer.into_inner();
     assert_eq!(
         daemon
             .disks()
@@ -463,11 +429,7 @@ async fn each_mutation_is_refused_when_the_generation_is_another() {
         let failure = answer.unwrap_err();
         let expected = (Code::Aborted, "GENERATION_MISMATCH".to_owned());
         assert_eq!(refusal(&failure), expected, "{call}: {failure:?}");
-        assert!(
-            failure.message().contains("generation 1, not 7"),
-            "{}",
-            failure.message()
-        );
+        assert_says(&failure, "generation 1, not 7");
     }
     assert_eq!(daemon.get("a").await.unwrap(), before);
     for (call, answer) in with_preconditions!(daemon, generation(1), "y";
@@ -498,8 +460,8 @@ async fn a_delayed_delete_does_not_hit_a_successor_of_the_same_name() {
     daemon.client().delete_vm(delayed.clone()).await.unwrap();
     let second = daemon.create(daemon.manifest("a", "")).await.unwrap();
     let failure = daemon.client().delete_vm(delayed.clone()).await.unwrap_err();
-    assert_eq!(refusal(&failure), (Code::Aborted, "UID_MISMATCH".to_owned()));
-    assert!(failure.message().contains(&uid(&second)), "{failure:?}");
+    assert_refused(&failure, Code::Aborted, "UID_MISMATCH");
+    assert_says(&failure, &uid(&second));
     assert_eq!(daemon.get("a").await.unwrap(), second);
     let of_second = v1::DeleteVmRequest {
         preconditions: Some(v1::Preconditions {
@@ -539,16 +501,9 @@ async fn labels_annotations_and_owner_follow_the_manifest() {
     let wanted = vm.metadata.as_mut().unwrap();
     wanted.owner = "x".repeat(254);
     wanted.annotations = [("=".into(), String::new()), ("k".into(), "x".repeat(64 << 10))].into();
-    let asked = v1::UpdateVmRequest {
-        vm: Some(vm),
-        ..Default::default()
-    };
-    let refused = daemon.client().update_vm(asked).await.unwrap_err();
-    let details = refused.get_error_details();
-    let fields = details.bad_request().unwrap().field_violations.iter();
-    let fields: Vec<_> = fields.map(|violation| violation.field.as_str()).collect();
+    let refused = daemon.replace(vm).await.unwrap_err();
     assert_eq!(
-        fields,
+        fields(&refused),
         [
             "metadata.annotations[\"=\"]",
             "metadata.annotations",
@@ -596,11 +551,7 @@ async fn generation_continues_for_a_new_vm_of_the_same_name() {
     daemon.create(daemon.manifest("a", "")).await.unwrap();
     let mut vm = daemon.manifest("a", "");
     vm.metadata.as_mut().unwrap().owner = "me".into();
-    let update = v1::UpdateVmRequest {
-        vm: Some(vm),
-        ..Default::default()
-    };
-    daemon.client().update_vm(update).await.unwrap();
+    daemon.replace(vm).await.unwrap();
     daemon.delete("a", false).await.unwrap();
     let second = daemon.create(daemon.manifest("a", "")).await.unwrap();
     assert_eq!(generation_of(&second), 3);

@@ -7,7 +7,7 @@ use tonic::Code;
 use vmmd_api::v1::{self, HugePages, VmPhase};
 
 use crate::{
-    harness::{Daemon, refusal, status, vm_pid},
+    harness::{Daemon, assert_says, refusal, status, vm_pid},
     placement::{node, room},
 };
 
@@ -67,7 +67,7 @@ async fn exclusive_options_are_refused_with_all_their_fields() {
         "spec.memory.hugePages",
         "spec.memory.mergeable",
     ] {
-        assert!(refused.message().contains(field), "{refused:?}");
+        assert_says(&refused, field);
     }
 }
 
@@ -77,8 +77,7 @@ async fn vm_has_the_limits_of_its_spec_also_after_a_daemon_restart() {
     let mut daemon = Daemon::start().await;
     let mut vm = daemon.manifest("web", "");
     cpu(&mut vm).core_fraction_percent = 20;
-    daemon.create(vm).await.unwrap();
-    daemon.start_vm("web").await.unwrap();
+    daemon.run_vm(vm).await;
     // 128 MiB of RAM, 1/64 of that, 64 MiB for the process, 2 MiB for the vCPU.
     let expected = [
         ("cpu.weight", "20".to_owned()),
@@ -128,8 +127,7 @@ async fn cpu_shares_of_a_running_vm_change_at_once_and_are_kept() {
     let mut daemon = Daemon::start().await;
     let mut vm = daemon.manifest("web", "");
     cpu(&mut vm).core_fraction_percent = 20;
-    daemon.create(vm).await.unwrap();
-    let started = daemon.start_vm("web").await.unwrap();
+    let started = daemon.run_vm(vm).await;
     let changed = daemon
         .change("web", |spec| {
             spec.cpu.as_mut().unwrap().core_fraction_percent = 50;
@@ -178,8 +176,7 @@ async fn more_cpu_time_than_available_waits_completely() {
     for name in ["web", "other"] {
         let mut vm = daemon.manifest(name, "");
         cpu(&mut vm).core_fraction_percent = 40;
-        daemon.create(vm).await.unwrap();
-        daemon.start_vm(name).await.unwrap();
+        daemon.run_vm(vm).await;
     }
     let fraction = async |percent| {
         let change = |spec: &mut v1::VmSpec| spec.cpu.as_mut().unwrap().core_fraction_percent = percent;

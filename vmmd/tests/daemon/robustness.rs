@@ -9,9 +9,9 @@ use std::{
 
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 use tonic::{Code, Status};
-use vmmd_api::v1::{self, VmPhase};
+use vmmd_api::v1::VmPhase;
 
-use crate::harness::{Daemon, command, refusal, status, uid};
+use crate::harness::{Daemon, command, refusal, status, temporary_folder, uid};
 
 /// A small tmpfs, unmounted when dropped.
 struct SmallFileSystem(PathBuf);
@@ -55,10 +55,7 @@ async fn create_until_refused(daemon: &Daemon, made: &mut usize) -> Status {
 
 #[tokio::test]
 async fn full_file_system_of_the_store_is_reported_without_change() {
-    let folder = tempfile::Builder::new()
-        .prefix("vmmd")
-        .tempdir_in("/tmp")
-        .unwrap();
+    let folder = temporary_folder();
     let small = SmallFileSystem::new(folder.path().join("state"));
     let mut daemon = Daemon::in_folder(folder, "").await;
     // Unmounted before the daemon's folder is removed.
@@ -71,12 +68,7 @@ async fn full_file_system_of_the_store_is_reported_without_change() {
     let refused = create_until_refused(&daemon, &mut made).await;
     assert_eq!(refusal(&refused), full);
     assert!(!refused.message().contains("/tmp"), "{}", refused.message());
-    let names: Vec<_> = daemon
-        .list()
-        .await
-        .into_iter()
-        .map(|vm| vm.metadata.unwrap().name)
-        .collect();
+    let names = daemon.names().await;
     assert!(!names.contains(&format!("new{made}")), "{names:?}");
     // Actions that need no new record still work, above all the removal of a running VM.
     let stopped = daemon.kill_vm("old").await.unwrap();
@@ -118,10 +110,7 @@ async fn garbage_on_the_socket_disturbs_nobody() {
     // One that connects and says nothing.
     let _silent = UnixStream::connect(&socket).unwrap();
     assert!(watch.message().await.unwrap().is_some());
-    assert_eq!(
-        status(&daemon.get("web").await.unwrap()).phase(),
-        VmPhase::Running
-    );
+    assert_eq!(daemon.phase("web").await, VmPhase::Running);
 }
 
 #[tokio::test]
@@ -159,23 +148,12 @@ async fn a_stale_socket_and_old_locks_do_not_hinder_a_start() {
 
 #[tokio::test]
 async fn a_vmm_that_never_says_hello_can_be_stopped() {
-    let folder = tempfile::Builder::new()
-        .prefix("vmmd")
-        .tempdir_in("/tmp")
-        .unwrap();
+    let folder = temporary_folder();
     let silent = folder.path().join("silent");
     fs::copy(env!("CARGO_BIN_EXE_mock-vmm"), &silent).unwrap();
     let daemon = Daemon::in_folder(folder, &format!("vmm = {silent:?}\n")).await;
     daemon.create(daemon.manifest("web", "")).await.unwrap();
-    let mut client = daemon.client();
-    let start = tokio::spawn(async move {
-        client
-            .start_vm(v1::StartVmRequest {
-                name: "web".into(),
-                ..Default::default()
-            })
-            .await
-    });
+    let start = daemon.begin_start("web");
     daemon.wait_phase("web", VmPhase::Starting).await;
     daemon.delete("web", true).await.unwrap();
     assert!(start.await.unwrap().is_err());

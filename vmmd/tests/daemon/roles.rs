@@ -15,7 +15,7 @@ use vmmd_api::v1::{
     snapshot_service_client::SnapshotServiceClient, vm_service_client::VmServiceClient,
 };
 
-use crate::harness::{Daemon, connect, refusal};
+use crate::harness::{Daemon, assert_refused, assert_says, connect, metadata_of, refusal};
 
 const VIEWERS: u32 = 990_017;
 const AGENTS: u32 = 990_019;
@@ -56,10 +56,7 @@ async fn a_viewer_reads_and_changes_nothing() {
             ..Default::default()
         };
         let refused = client.pause_vm(request).await.unwrap_err();
-        assert_eq!(
-            refusal(&refused),
-            (Code::PermissionDenied, "ROLE_REQUIRED".into())
-        );
+        assert_refused(&refused, Code::PermissionDenied, "ROLE_REQUIRED");
         return;
     }
     let daemon = Daemon::configured(&format!("viewer_group = '{VIEWERS}'\n")).await;
@@ -131,15 +128,8 @@ async fn as_an_agent(folder: &Path) {
         .map(drop);
     for refused in [cordon, delete] {
         let refused = refused.unwrap_err();
-        assert_eq!(
-            refusal(&refused),
-            (Code::PermissionDenied, "ROLE_REQUIRED".into())
-        );
-        assert!(
-            refused.message().contains("has the role agent"),
-            "{}",
-            refused.message()
-        );
+        assert_refused(&refused, Code::PermissionDenied, "ROLE_REQUIRED");
+        assert_says(&refused, "has the role agent");
     }
 }
 
@@ -157,10 +147,7 @@ async fn imports_of_an_agent(folder: &Path) {
         Source::Oci(registry),
     ] {
         let image = v1::Image {
-            metadata: Some(v1::ObjectMetadata {
-                name: "taken".into(),
-                ..Default::default()
-            }),
+            metadata: metadata_of("taken"),
             spec: Some(v1::ImageSpec {
                 source: Some(source),
                 ..Default::default()
@@ -172,15 +159,8 @@ async fn imports_of_an_agent(folder: &Path) {
             ..Default::default()
         };
         let refused = images.import_image(request).await.unwrap_err();
-        assert_eq!(
-            refusal(&refused),
-            (Code::FailedPrecondition, "DOWNLOAD_REFUSED".into())
-        );
-        assert!(
-            refused.message().contains("address of the node itself"),
-            "{}",
-            refused.message()
-        );
+        assert_refused(&refused, Code::FailedPrecondition, "DOWNLOAD_REFUSED");
+        assert_says(&refused, "address of the node itself");
     }
 }
 
@@ -197,10 +177,7 @@ async fn agent_imports_nothing_from_the_node_itself() {
 
 fn of_path(name: &str, path: &Path) -> v1::ImportImageRequest {
     let image = v1::Image {
-        metadata: Some(v1::ObjectMetadata {
-            name: name.into(),
-            ..Default::default()
-        }),
+        metadata: metadata_of(name),
         spec: Some(v1::ImageSpec {
             source: Some(Source::Path(path.display().to_string())),
             ..Default::default()

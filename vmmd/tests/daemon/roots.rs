@@ -5,19 +5,17 @@ use std::{fs, os::unix::fs::symlink, path::Path};
 
 use rustix::process::{Signal, kill_process};
 use tonic::{Code, Status};
-use vmmd_api::v1::{self, DiskFormat, RunPolicy, VmPhase, volume_spec::Source};
+use vmmd_api::v1::{self, RunPolicy, VmPhase, volume_spec::Source};
 
 use crate::{
     disks::raw,
-    harness::{Daemon, refusal, uid, vm_pid},
+    harness::{Daemon, refusal, temporary_folder, uid, vm_pid},
+    verbs::raw_file,
 };
 
 /// A daemon whose disks must be below `allowed`, and its kernels below `boot`.
 async fn confined() -> Daemon {
-    let folder = tempfile::Builder::new()
-        .prefix("vmmd")
-        .tempdir_in("/tmp")
-        .unwrap();
+    let folder = temporary_folder();
     let path = |name: &str| folder.path().join(name);
     for name in ["allowed", "boot", "other"] {
         fs::create_dir(path(name)).unwrap();
@@ -40,12 +38,7 @@ async fn confined() -> Daemon {
 }
 
 fn disk(path: &Path) -> v1::DiskSpec {
-    v1::DiskSpec {
-        name: "root".into(),
-        source: Some(v1::disk_spec::Source::Path(path.to_str().unwrap().into())),
-        format: DiskFormat::Raw.into(),
-        ..Default::default()
-    }
+    raw_file("root", path)
 }
 
 /// A VM with these files of the daemon's folder.
@@ -61,12 +54,7 @@ fn vm(daemon: &Daemon, name: &str, kernel: &str, disk_path: &str) -> v1::Vm {
 }
 
 async fn dry_run(daemon: &Daemon, vm: v1::Vm) -> Result<(), Status> {
-    let request = v1::CreateVmRequest {
-        vm: Some(vm),
-        dry_run: true,
-        ..Default::default()
-    };
-    daemon.client().create_vm(request).await.map(drop)
+    daemon.create_as(vm, false, true).await.map(drop)
 }
 
 fn not_allowed<T: std::fmt::Debug>(result: Result<T, Status>, what: &str) {
@@ -116,15 +104,11 @@ async fn path_outside_the_roots_is_refused_at_creation() {
         if !running {
             daemon.kill_vm("web").await.unwrap();
         }
-        let attach = v1::AttachDiskRequest {
-            vm: "web".into(),
-            disk: Some(v1::DiskSpec {
-                name: "more".into(),
-                ..disk(&daemon.path(path))
-            }),
-            ..Default::default()
+        let more = v1::DiskSpec {
+            name: "more".into(),
+            ..disk(&daemon.path(path))
         };
-        let refused = daemon.client().attach_disk(attach).await;
+        let refused = daemon.attach("web", more).await;
         assert!(
             refused
                 .as_ref()
@@ -153,15 +137,11 @@ async fn link_that_leaves_the_roots_is_refused_at_the_open() {
         .await
         .unwrap();
     daemon.start_vm("web").await.unwrap();
-    let attach = v1::AttachDiskRequest {
-        vm: "web".into(),
-        disk: Some(v1::DiskSpec {
-            name: "more".into(),
-            ..disk(&daemon.path("allowed/link"))
-        }),
-        ..Default::default()
+    let more = v1::DiskSpec {
+        name: "more".into(),
+        ..disk(&daemon.path("allowed/link"))
     };
-    not_allowed(daemon.client().attach_disk(attach).await, "attach");
+    not_allowed(daemon.attach("web", more).await, "attach");
     for path in ["other/disk", "allowed/link"] {
         let source = daemon.path(path).to_str().unwrap().to_owned();
         not_allowed(
@@ -217,12 +197,8 @@ async fn a_disk_beneath_a_volume_is_no_link_and_no_device() {
         new.metadata.as_mut().unwrap().name = "new".into();
         not_allowed_here(dry_run(&daemon, new).await, what);
         not_allowed_here(daemon.start_vm("web").await, what);
-        let attach = v1::AttachDiskRequest {
-            vm: "other".into(),
-            disk: Some(in_volume("more")),
-            ..Default::default()
-        };
-        not_allowed_here(daemon.client().attach_disk(attach).await, what);
+        let more = in_volume("more");
+        not_allowed_here(daemon.attach("other", more).await, what);
         not_allowed_here(daemon.client().resize_vm_disk(resize("web")).await, what);
         let length = fs::metadata(daemon.path("allowed/2/disk.img")).unwrap().len();
         assert_eq!(length, 4096, "{what}");
@@ -244,8 +220,7 @@ async fn start_by_run_policy_uses_the_same_files_as_the_last_start() {
         let mut daemon = confined().await;
         let mut web = vm(&daemon, "web", "boot/default", "allowed/disk");
         web.spec.as_mut().unwrap().run_policy = RunPolicy::AlwaysOnUnlessStopped.into();
-        daemon.create(web).await.unwrap();
-        let first = daemon.start_vm("web").await.unwrap();
+        let first = daemon.run_vm(web).await;
         // A write by the guest does not make it another file.
         fs::write(daemon.path("allowed/disk"), [2; 8192]).unwrap();
         kill_process(vm_pid(&first), Signal::KILL).unwrap();
@@ -291,8 +266,7 @@ async fn foreign_signature_on_a_raw_disk_is_refused_unless_from_guest() {
     assert_eq!(refusal(&daemon.start_vm("web").await.unwrap_err()), mismatch);
     let mut other = vm(&daemon, "other", "boot/kernel", "allowed/disk");
     other.spec.as_mut().unwrap().disks.clear();
-    daemon.create(other).await.unwrap();
-    daemon.start_vm("other").await.unwrap();
+    daemon.run_vm(other).await;
     let attach = |any_content| v1::AttachDiskRequest {
         vm: "other".into(),
         disk: Some(v1::DiskSpec {

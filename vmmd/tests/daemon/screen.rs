@@ -17,7 +17,7 @@ use tonic::{Code, Status};
 use vmmd_api::v1::{self, VncTicketKind};
 
 use crate::{
-    harness::{Daemon, PATIENCE, refusal},
+    harness::{Daemon, PATIENCE, assert_refused, assert_says},
     pki::Pki,
 };
 
@@ -40,10 +40,9 @@ pub async fn with_screen(extra: &str) -> Daemon {
 
 /// Makes and starts the VM `web`, which has a screen.
 pub async fn run_web(daemon: &Daemon) {
-    let mut vm = daemon.manifest("web", "");
-    vm.spec.as_mut().unwrap().display = Some(v1::DisplaySpec::default());
-    daemon.create(vm).await.unwrap();
-    daemon.start_vm("web").await.unwrap();
+    daemon
+        .run_with("web", "", |spec| spec.display = Some(v1::DisplaySpec::default()))
+        .await;
 }
 
 pub async fn ticket(
@@ -268,22 +267,14 @@ async fn a_browser_gets_the_page_and_with_its_token_the_screen_once() {
 async fn who_can_not_be_served_is_told_what_to_do() {
     let daemon = with_screen("").await;
     let refused = ticket(&daemon, VncTicketKind::Web, false).await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::FailedPrecondition, "NOT_SERVED".into()));
-    assert!(
-        refused.message().contains("`web` in `[screen]`"),
-        "{}",
-        refused.message()
-    );
+    assert_refused(&refused, Code::FailedPrecondition, "NOT_SERVED");
+    assert_says(&refused, "`web` in `[screen]`");
 
     let without_novnc = BOTH.replace(PAGE, "/nothing/is/here");
     let daemon = with_screen(&without_novnc).await;
     let refused = ticket(&daemon, VncTicketKind::Web, false).await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::FailedPrecondition, "NOT_SERVED".into()));
-    assert!(
-        refused.message().contains("install the package novnc"),
-        "{}",
-        refused.message()
-    );
+    assert_refused(&refused, Code::FailedPrecondition, "NOT_SERVED");
+    assert_says(&refused, "install the package novnc");
     let address = fs::read_to_string(daemon.path("run/web.addr")).unwrap();
     let answer = to_the_end(http(address.trim(), "/vnc.html", "Connection: close\r\n").await).await;
     assert!(
@@ -294,12 +285,8 @@ async fn who_can_not_be_served_is_told_what_to_do() {
     let daemon = Daemon::configured(BOTH).await;
     daemon.run("web", "").await;
     let refused = ticket(&daemon, VncTicketKind::Web, false).await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::FailedPrecondition, "NO_SCREEN".into()));
-    assert!(
-        refused.message().contains("give it a `display`"),
-        "{}",
-        refused.message()
-    );
+    assert_refused(&refused, Code::FailedPrecondition, "NO_SCREEN");
+    assert_says(&refused, "give it a `display`");
 }
 
 /// Ways of VeNCrypt: TLS with the server's certificate, then VNC authentication, or a name and a password.

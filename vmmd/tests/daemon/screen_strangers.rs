@@ -12,12 +12,12 @@ use vmmd_api::v1::VncTicketKind::{Password, Web};
 
 use crate::{
     harness::{Daemon, PATIENCE, command},
-    migration::within,
     pki::Pki,
     screen::{
         BOTH, PAGE, X509_PLAIN, X509_VNC, choose, ended, read, rest, run_web, shows, ticket, to_the_end,
         vencrypt, viewer, websocket, with_certificate, with_screen,
     },
+    verbs::within,
 };
 
 const RFB: &[u8; 12] = b"RFB 003.008\n";

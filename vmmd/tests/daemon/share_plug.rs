@@ -8,9 +8,10 @@ use vmmd_api::v1::{self, MemoryBacking, SharePhase};
 
 use crate::{
     console::Client,
-    harness::{Daemon, refusal, status, uid},
+    harness::{Daemon, assert_says, refusal, status, uid},
     shares::{OWNER, daemon, is_alive, of, served, share, until_gone},
     update,
+    verbs::within,
 };
 
 /// A daemon with a running VM `web` that has no shares, in memory that processes can map.
@@ -19,8 +20,7 @@ pub async fn running(options: &str) -> Daemon {
     let mut vm = daemon.manifest("web", options);
     let memory = vm.spec.as_mut().unwrap().memory.as_mut().unwrap();
     memory.set_backing(MemoryBacking::Shared);
-    daemon.create(vm).await.unwrap();
-    daemon.start_vm("web").await.unwrap();
+    daemon.run_vm(vm).await;
     daemon
 }
 
@@ -36,7 +36,7 @@ async fn refused(daemon: &Daemon, words: &str) {
     let shares = vec![share(daemon, "srv/data")];
     let changed = daemon.change("web", |spec| spec.shares = shares).await;
     let refused = changed.unwrap_err();
-    assert!(refused.message().contains(words), "{refused}");
+    assert_says(&refused, words);
     assert_eq!(daemon.get("web").await.unwrap().spec.unwrap().shares, []);
 }
 
@@ -134,13 +134,7 @@ async fn a_share_that_is_gone_leaves_no_note_of_its_process() {
     assert_eq!(served(&found), pid);
     let detached = change(&daemon, false).await;
     until_gone(pid).await;
-    let forgotten = async {
-        while !notes(&daemon, &detached).is_empty() {
-            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
-        }
-    };
-    let forgotten = tokio::time::timeout(crate::harness::PATIENCE, forgotten).await;
-    forgotten.unwrap_or_else(|_| panic!("{:?}", notes(&daemon, &detached)));
+    within(async || notes(&daemon, &detached).is_empty().then_some(())).await;
 }
 
 #[tokio::test]

@@ -12,6 +12,7 @@ use crate::{
     harness::{Daemon, PATIENCE, status},
     share_plug::{notes, running, servers},
     shares::{is_alive, share},
+    verbs::within,
     walk::{Round, STORE, Walk},
 };
 
@@ -33,8 +34,7 @@ impl Act {
             let mut vm = daemon.manifest("web", "");
             let memory = vm.spec.as_mut().unwrap().memory.as_mut().unwrap();
             memory.set_backing(v1::MemoryBacking::Shared);
-            daemon.create(vm).await.unwrap();
-            daemon.start_vm("web").await.unwrap();
+            daemon.run_vm(vm).await;
         }
         set_share(daemon, self != Self::Attach).await.unwrap();
         if self == Self::Start {
@@ -77,12 +77,11 @@ async fn server(daemon: &Daemon) -> Result<Option<u32>, Status> {
 async fn make_anew(daemon: &Daemon) -> Result<(), Status> {
     let before = server(daemon).await?.unwrap();
     kill_process(Pid::from_raw(before.try_into().unwrap()).unwrap(), Signal::KILL).unwrap();
-    let deadline = Instant::now() + PATIENCE;
-    while server(daemon).await?.is_none_or(|pid| pid == before) {
-        assert!(Instant::now() < deadline, "{before} is not made anew");
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
-    Ok(())
+    within(async || match server(daemon).await {
+        Ok(pid) => pid.is_some_and(|pid| pid != before).then_some(Ok(())),
+        Err(status) => Some(Err(status)),
+    })
+    .await
 }
 
 /// Waits until each share of a running VM is served by one process, and there is no other one and no note of another.

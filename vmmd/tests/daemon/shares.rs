@@ -11,7 +11,10 @@ use rustix::process::{Pid, Signal, kill_process};
 use tonic::{Code, Status};
 use vmmd_api::v1::{self, SharePhase, VmPhase};
 
-use crate::harness::{Daemon, refusal, status, vm_pid};
+use crate::{
+    harness::{Daemon, assert_says, metadata_of, refusal, status, temporary_folder, vm_pid},
+    verbs::within,
+};
 
 pub const OWNER: (u32, u32) = (1234, 1235);
 
@@ -22,10 +25,7 @@ pub async fn daemon() -> Daemon {
 
 /// The same with more lines of configuration.
 pub async fn configured(extra: &str) -> Daemon {
-    let folder = tempfile::Builder::new()
-        .prefix("vmmd")
-        .tempdir_in("/tmp")
-        .unwrap();
+    let folder = temporary_folder();
     let srv = folder.path().join("srv");
     fs::create_dir_all(srv.join("data")).unwrap();
     chown(srv.join("data"), Some(OWNER.0), Some(OWNER.1)).unwrap();
@@ -44,17 +44,11 @@ pub fn share(daemon: &Daemon, path: &str) -> v1::ShareSpec {
 }
 
 fn vm(daemon: &Daemon, name: &str, shares: Vec<v1::ShareSpec>) -> v1::Vm {
-    let mut vm = daemon.manifest(name, "");
-    vm.spec.as_mut().unwrap().shares = shares;
-    vm
+    daemon.manifest_with(name, "", |spec| spec.shares = shares)
 }
 
 async fn create(daemon: &Daemon, vm: v1::Vm) -> Result<v1::Vm, Status> {
-    let request = v1::CreateVmRequest {
-        vm: Some(vm),
-        ..Default::default()
-    };
-    let response = daemon.client().create_vm(request).await?.into_inner();
+    let response = daemon.create_as(vm, false, false).await?;
     Ok(response.vm.unwrap())
 }
 
@@ -86,14 +80,7 @@ pub fn is_alive(pid: Pid) -> bool {
 }
 
 pub async fn until_gone(pid: Pid) {
-    let gone = async {
-        while is_alive(pid) {
-            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
-        }
-    };
-    tokio::time::timeout(crate::harness::PATIENCE, gone)
-        .await
-        .unwrap();
+    within(async || (!is_alive(pid)).then_some(())).await;
 }
 
 #[tokio::test]
@@ -256,10 +243,7 @@ async fn a_vm_with_a_share_is_snapshotted_while_it_is_paused_alone() {
     );
     let request = v1::CreateSnapshotRequest {
         snapshot: Some(v1::Snapshot {
-            metadata: Some(v1::ObjectMetadata {
-                name: "s".into(),
-                ..Default::default()
-            }),
+            metadata: metadata_of("s"),
             spec: Some(v1::SnapshotSpec {
                 vm: "web".into(),
                 ..Default::default()
@@ -270,7 +254,7 @@ async fn a_vm_with_a_share_is_snapshotted_while_it_is_paused_alone() {
     };
     let refused = snapshots.create_snapshot(request.clone()).await.unwrap_err();
     assert_eq!(refusal(&refused).1, "SNAPSHOT_SHARES");
-    assert!(refused.message().contains("--paused"), "{refused}");
+    assert_says(&refused, "--paused");
     let paused = v1::CreateSnapshotRequest {
         paused: true,
         ..request.clone()

@@ -48,19 +48,11 @@ async fn vm_grown_by_three_updates_is_updated_as_get_shows_it() {
     }
     let mut shown = daemon.get("a").await.unwrap();
     shown.status = None;
-    let request = v1::UpdateVmRequest {
-        vm: Some(shown.clone()),
-        ..Default::default()
-    };
-    daemon.client().update_vm(request).await.unwrap();
+    daemon.replace(shown.clone()).await.unwrap();
     // With the user data, as a manifest has it.
     init(shown.spec.as_mut().unwrap()).user_data_digest.clear();
     init(shown.spec.as_mut().unwrap()).user_data = data("#cloud-config\n");
-    let request = v1::UpdateVmRequest {
-        vm: Some(shown),
-        ..Default::default()
-    };
-    daemon.client().update_vm(request).await.unwrap();
+    daemon.replace(shown).await.unwrap();
 }
 
 #[tokio::test]

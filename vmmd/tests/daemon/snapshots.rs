@@ -3,15 +3,14 @@
 mod archives;
 pub mod disks_alone;
 mod limits;
-mod put_back;
 mod retention;
 
 use std::{
     fs,
     path::{Path, PathBuf},
-    time::{Duration, Instant},
 };
 
+use rstest::rstest;
 use rustix::process::{Signal, kill_process};
 use tokio::task::JoinHandle;
 use tonic::{Code, Status, transport::Channel};
@@ -21,12 +20,11 @@ use vmmd_api::v1::{
 
 use crate::{
     console::Client,
-    cordon::cordon,
     disks::{named, raw},
-    harness::{Daemon, PATIENCE, connect, end, refusal, status, vm_pid},
+    harness::{Daemon, assert_refused, assert_says, connect, end, metadata_of, refusal, status, vm_pid},
     namespace::Namespace,
     network::nic,
-    operations::{cancel, operations},
+    verbs::{raw_file, within},
 };
 
 impl Daemon {
@@ -48,13 +46,12 @@ impl Daemon {
             let answer = client.create_snapshot(request).await?;
             Ok(answer.into_inner().snapshot.unwrap())
         });
-        let began = Instant::now();
-        while self.snapshot_files().len() < files {
-            assert!(!waiting.is_finished(), "it ended: {:?}", waiting.await);
-            assert!(began.elapsed() < PATIENCE, "nothing of it is there");
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
+        self.wait_snapshot_files(files).await;
         waiting
+    }
+
+    async fn wait_snapshot_files(&self, count: usize) {
+        within(async || (self.snapshot_files().len() >= count).then_some(())).await;
     }
 
     async fn snapshot_names(&self) -> Vec<String> {
@@ -85,22 +82,14 @@ impl Daemon {
         held: &str,
         request: v1::RestoreVmRequest,
     ) -> JoinHandle<Result<v1::Vm, Status>> {
-        let held = self.hold(held);
+        self.fault(held);
         let mut client = self.snapshots().await;
         let waiting = tokio::spawn(async move {
             let answer = client.restore_vm(request).await?;
             Ok(answer.into_inner().vm.unwrap())
         });
-        reached(&held).await;
+        self.reached(held).await;
         waiting
-    }
-
-    /// Has the daemon wait where it comes to this fault, as long as there is the file.
-    fn hold(&self, fault: &str) -> PathBuf {
-        fs::create_dir_all(self.path("run/fault")).unwrap();
-        let held = self.path("run/fault").join(fault);
-        fs::write(&held, "").unwrap();
-        held
     }
 
     /// Files of raw disks of the DiskService.
@@ -128,10 +117,7 @@ impl Daemon {
 fn create_request(name: &str, vm: &str, paused: bool) -> v1::CreateSnapshotRequest {
     v1::CreateSnapshotRequest {
         snapshot: Some(v1::Snapshot {
-            metadata: Some(v1::ObjectMetadata {
-                name: name.into(),
-                ..Default::default()
-            }),
+            metadata: metadata_of(name),
             spec: Some(v1::SnapshotSpec {
                 vm: vm.into(),
                 ..Default::default()
@@ -140,18 +126,6 @@ fn create_request(name: &str, vm: &str, paused: bool) -> v1::CreateSnapshotReque
         }),
         paused,
         ..Default::default()
-    }
-}
-
-async fn reached(held: &Path) {
-    let began = Instant::now();
-    while !held.with_extension("reached").exists() {
-        assert!(
-            began.elapsed() < PATIENCE,
-            "it does not come to {}",
-            held.display()
-        );
-        tokio::time::sleep(Duration::from_millis(5)).await;
     }
 }
 
@@ -184,19 +158,13 @@ async fn a_snapshot_is_taken_seen_and_deleted() {
     assert_eq!(got.into_inner().snapshot.unwrap(), taken);
 
     let again = daemon.snapshot("one", "web", false).await.unwrap_err();
-    assert_eq!(refusal(&again), (Code::AlreadyExists, "SNAPSHOT_EXISTS".into()));
-    let delete = || async {
-        let request = v1::DeleteSnapshotRequest {
-            name: "one".into(),
-            ..Default::default()
-        };
-        daemon.snapshots().await.delete_snapshot(request).await
-    };
-    delete().await.unwrap();
+    assert_refused(&again, Code::AlreadyExists, "SNAPSHOT_EXISTS");
+
+    daemon.delete_snapshot("one").await.unwrap();
     assert_eq!(daemon.snapshot_names().await, ["two"]);
     assert_eq!(daemon.snapshot_files().len(), 1);
-    let gone = delete().await.unwrap_err();
-    assert_eq!(refusal(&gone), (Code::NotFound, "SNAPSHOT_NOT_FOUND".into()));
+    let gone = daemon.delete_snapshot("one").await.unwrap_err();
+    assert_refused(&gone, Code::NotFound, "SNAPSHOT_NOT_FOUND");
     daemon.told_exactly("SnapshotCreated", 2).await;
     daemon.told_exactly("SnapshotDeleted", 1).await;
 }
@@ -206,19 +174,8 @@ async fn retry_after_deletion_makes_no_second_snapshot_or_vm() {
     let daemon = Daemon::start().await;
     daemon.run("web", "").await;
     let take = v1::CreateSnapshotRequest {
-        snapshot: Some(v1::Snapshot {
-            metadata: Some(v1::ObjectMetadata {
-                name: "one".into(),
-                ..Default::default()
-            }),
-            spec: Some(v1::SnapshotSpec {
-                vm: "web".into(),
-                ..Default::default()
-            }),
-            status: None,
-        }),
         request_id: "take".into(),
-        ..Default::default()
+        ..create_request("one", "web", false)
     };
     let restore = v1::RestoreVmRequest {
         snapshot: "one".into(),
@@ -234,11 +191,7 @@ async fn retry_after_deletion_makes_no_second_snapshot_or_vm() {
     let again = client.restore_vm(restore.clone()).await.unwrap().into_inner();
     assert_eq!(again, restored);
     daemon.delete("copy", true).await.unwrap();
-    let delete = v1::DeleteSnapshotRequest {
-        name: "one".into(),
-        ..Default::default()
-    };
-    client.delete_snapshot(delete).await.unwrap();
+    daemon.delete_snapshot("one").await.unwrap();
     let refused = client.restore_vm(restore).await.unwrap_err();
     assert_eq!(refusal(&refused), crate::request::gone());
     let refused = client.create_snapshot(take).await.unwrap_err();
@@ -252,10 +205,7 @@ async fn a_stopped_vm_goes_on_from_its_snapshot_and_so_do_others() {
     daemon.run("web", "").await;
     daemon.snapshot("one", "web", false).await.unwrap();
     let runs = daemon.restore("one", "", false).await.unwrap_err();
-    assert_eq!(
-        refusal(&runs),
-        (Code::FailedPrecondition, "VM_NOT_STOPPED".into())
-    );
+    assert_refused(&runs, Code::FailedPrecondition, "VM_NOT_STOPPED");
     daemon.kill_vm("web").await.unwrap();
     let vm = daemon.restore("one", "", false).await.unwrap();
     assert_eq!(status(&vm).phase(), VmPhase::Running);
@@ -288,8 +238,7 @@ async fn state_dir_of_a_snapshot_belongs_to_its_first_vm_only() {
     let mut vm = daemon.manifest("web", "");
     let folder = daemon.path("srv/data").display().to_string();
     vm.spec.as_mut().unwrap().state_dir.clone_from(&folder);
-    daemon.create(vm).await.unwrap();
-    daemon.start_vm("web").await.unwrap();
+    daemon.run_vm(vm).await;
     daemon.snapshot("one", "web", false).await.unwrap();
     let copy = daemon.restore("one", "copy", false).await.unwrap();
     assert_eq!(copy.spec.unwrap().state_dir, "");
@@ -304,10 +253,11 @@ async fn addresses_of_nics_are_those_of_one_vm_of_a_snapshot_only() {
     network.ip("link add br0 type bridge");
     network.ip("link set br0 up");
     let daemon = Daemon::in_network(&network.0).await;
-    let mut vm = daemon.manifest("web", "");
-    vm.spec.as_mut().unwrap().nics = vec![nic("eth0", Attachment::Bridge("br0".into()))];
-    daemon.create(vm).await.unwrap();
-    daemon.start_vm("web").await.unwrap();
+    daemon
+        .run_with("web", "", |spec| {
+            spec.nics = vec![nic("eth0", Attachment::Bridge("br0".into()))];
+        })
+        .await;
     daemon.snapshot("one", "web", false).await.unwrap();
     let in_use = (Code::FailedPrecondition, "NIC_ADDRESS_IN_USE".to_owned());
     let refused = daemon.restore("one", "first", false).await.unwrap_err();
@@ -353,22 +303,18 @@ async fn what_can_not_be_saved_is_refused_and_nothing_is_left() {
     let daemon = Daemon::start().await;
     daemon.create(daemon.manifest("down", "")).await.unwrap();
     let down = daemon.snapshot("one", "down", false).await.unwrap_err();
-    assert_eq!(
-        refusal(&down),
-        (Code::FailedPrecondition, "VM_NOT_RUNNING".into())
-    );
+    assert_refused(&down, Code::FailedPrecondition, "VM_NOT_RUNNING");
     let none = daemon.snapshot("one", "none", false).await.unwrap_err();
-    assert_eq!(refusal(&none), (Code::NotFound, "VM_NOT_FOUND".into()));
+    assert_refused(&none, Code::NotFound, "VM_NOT_FOUND");
     let nameless = daemon.snapshot("No Name", "", false).await.unwrap_err();
     assert_eq!(nameless.code(), Code::InvalidArgument);
     daemon.run("full", "mock.save=refuse").await;
     let full = daemon.snapshot("one", "full", false).await.unwrap_err();
-    assert!(full.message().contains("No space left on device"), "{full}");
-    let vm = daemon.get("full").await.unwrap();
-    assert_eq!(status(&vm).phase(), VmPhase::Running);
+    assert_says(&full, "No space left on device");
+    assert_eq!(daemon.phase("full").await, VmPhase::Running);
     daemon.run("sly", "mock.save=keep").await;
     let sly = daemon.snapshot("one", "sly", false).await.unwrap_err();
-    assert_eq!(refusal(&sly), (Code::Internal, "VMM_MISBEHAVES".into()));
+    assert_refused(&sly, Code::Internal, "VMM_MISBEHAVES");
     assert!(daemon.snapshot_names().await.is_empty() && daemon.snapshot_files().is_empty());
 }
 
@@ -386,20 +332,18 @@ async fn with_disk_and(daemon: &Daemon, options: &str) -> PathBuf {
 async fn with_image(daemon: &Daemon, options: &str, make: impl FnOnce(&mut fs::File)) -> PathBuf {
     let image = daemon.path("disk.raw");
     make(&mut fs::File::create(&image).unwrap());
-    let mut vm = daemon.manifest("web", options);
-    vm.spec.as_mut().unwrap().disks.push(v1::DiskSpec {
-        name: "root".into(),
-        source: Some(v1::disk_spec::Source::Path(image.to_str().unwrap().into())),
-        format: v1::DiskFormat::Raw.into(),
-        // The mock writes some bytes, not blocks.
-        cache: v1::DiskCache::Writeback.into(),
-        // Fields of a path. The restore makes a disk of the DiskService, which has neither.
-        beneath: daemon.folder.path().to_str().unwrap().into(),
-        any_content: true,
-        ..Default::default()
-    });
-    daemon.create(vm).await.unwrap();
-    daemon.start_vm("web").await.unwrap();
+    daemon
+        .run_with("web", options, |spec| {
+            spec.disks.push(v1::DiskSpec {
+                // The mock writes some bytes, not blocks.
+                cache: v1::DiskCache::Writeback.into(),
+                // Fields of a path. The restore makes a disk of the DiskService, which has neither.
+                beneath: daemon.folder.path().to_str().unwrap().into(),
+                any_content: true,
+                ..raw_file("root", &image)
+            });
+        })
+        .await;
     image
 }
 
@@ -415,20 +359,7 @@ async fn late_vmm_with_an_abandoned_snapshot_resumes_its_guest() {
     let mut daemon = Daemon::start().await;
     let vm = vm_pid(&daemon.run("web", "mock.save=stand").await);
     let mut snapshots = daemon.snapshots().await;
-    let request = v1::CreateSnapshotRequest {
-        snapshot: Some(v1::Snapshot {
-            metadata: Some(v1::ObjectMetadata {
-                name: "one".into(),
-                ..Default::default()
-            }),
-            spec: Some(v1::SnapshotSpec {
-                vm: "web".into(),
-                ..Default::default()
-            }),
-            status: None,
-        }),
-        ..Default::default()
-    };
+    let request = create_request("one", "web", false);
     let taking = tokio::spawn(async move { snapshots.create_snapshot(request).await });
     daemon.wait_phase("web", VmPhase::Paused).await;
     daemon.kill();
@@ -438,8 +369,7 @@ async fn late_vmm_with_an_abandoned_snapshot_resumes_its_guest() {
     let unknown = daemon.get("web").await.unwrap();
     assert_eq!(status(&unknown).conditions[0].status(), ConditionStatus::Unknown);
     kill_process(vm, Signal::CONT).unwrap();
-    let ready = |status: &v1::VmStatus| status.conditions[0].status() == ConditionStatus::True;
-    let now = daemon.wait("web", ready).await;
+    let now = daemon.wait_ready("web").await;
     assert_eq!((now.phase(), now.reason.as_str()), (VmPhase::Running, "Running"));
 }
 
@@ -457,10 +387,7 @@ async fn a_snapshot_has_the_disks_of_its_moment_and_gives_them_back() {
         Ok(_) => assert!(shares.unwrap().success()),
         Err(refused) => {
             assert!(!shares.unwrap().success(), "{refused}");
-            assert_eq!(
-                refusal(&refused),
-                (Code::FailedPrecondition, "SNAPSHOT_DISKS".into())
-            );
+            assert_refused(&refused, Code::FailedPrecondition, "SNAPSHOT_DISKS");
             assert!(daemon.snapshot_files().is_empty());
         }
     }
@@ -469,10 +396,7 @@ async fn a_snapshot_has_the_disks_of_its_moment_and_gives_them_back() {
     assert_eq!(content(&image), "behind the snapshot");
 
     let runs = daemon.restore("one", "", false).await.unwrap_err();
-    assert_eq!(
-        refusal(&runs),
-        (Code::FailedPrecondition, "VM_NOT_STOPPED".into())
-    );
+    assert_refused(&runs, Code::FailedPrecondition, "VM_NOT_STOPPED");
     assert_eq!(content(&image), "behind the snapshot", "nothing was touched");
     daemon.kill_vm("web").await.unwrap();
     let vm = daemon.restore("one", "", false).await.unwrap();
@@ -497,14 +421,9 @@ async fn a_snapshot_has_the_disks_of_its_moment_and_gives_them_back() {
     };
     let mut client = daemon.snapshots().await;
     let taken = client.restore_vm(fresh("web")).await.unwrap_err();
-    assert_eq!(refusal(&taken), (Code::AlreadyExists, "VM_EXISTS".into()));
-    let vm = client
-        .restore_vm(fresh("fresh"))
-        .await
-        .unwrap()
-        .into_inner()
-        .vm
-        .unwrap();
+    assert_refused(&taken, Code::AlreadyExists, "VM_EXISTS");
+    let answer = client.restore_vm(fresh("fresh")).await.unwrap();
+    let vm = answer.into_inner().vm.unwrap();
     assert_eq!(status(&vm).phase(), VmPhase::Running);
     assert_eq!(vm.spec.unwrap().disks[0].disk(), "fresh-root");
     let mut console = Client::open(&daemon, "fresh").await;
@@ -517,20 +436,14 @@ async fn a_snapshot_that_is_cancelled_ends_in_the_vmm_too() {
     daemon.run("web", "mock.save=hang").await;
     let first = daemon.begin_snapshot("one", 1).await;
     daemon.wait_phase("web", VmPhase::Paused).await;
-    let list = v1::ListOperationsRequest {
-        filter: Some(v1::OperationFilter {
-            types: vec!["snapshot.create".into()],
-            ..Default::default()
-        }),
-        ..Default::default()
-    };
-    let begun = operations(&daemon).await.list_operations(list).await;
-    cancel(&daemon, &begun.unwrap().into_inner().operations[0].id)
-        .await
-        .unwrap();
+    let all = v1::ListOperationsRequest::default();
+    let begun = daemon.operations().await.list_operations(all).await;
+    let begun = begun.unwrap().into_inner().operations;
+    assert_eq!(begun[0].r#type, "snapshot.create");
+    daemon.cancel(&begun[0].id).await.unwrap();
     let cancelled = first.await.unwrap().unwrap_err();
-    assert_eq!(refusal(&cancelled), (Code::Aborted, "CANCELLED".into()));
-    assert!(cancelled.message().contains("nothing was made"), "{cancelled}");
+    assert_refused(&cancelled, Code::Aborted, "CANCELLED");
+    assert_says(&cancelled, "nothing was made");
     daemon.wait_phase("web", VmPhase::Running).await;
     assert!(daemon.snapshot_files().is_empty());
     daemon.snapshot("one", "web", true).await.unwrap();
@@ -541,22 +454,18 @@ async fn a_snapshot_fails_when_a_disk_was_plugged_in_at_its_beginning() {
     let daemon = Daemon::start().await;
     daemon.run("web", "").await;
     daemon.make(raw("data", 1 << 20), None).await.unwrap();
-    let held = daemon.hold("snapshot-validated");
+    daemon.fault("snapshot-validated");
     let first = daemon.begin_snapshot("one", 0).await;
-    reached(&held).await;
-    let attach = v1::AttachDiskRequest {
-        vm: "web".into(),
-        disk: Some(v1::DiskSpec {
-            // The mock writes some bytes, not blocks.
-            cache: v1::DiskCache::Writeback.into(),
-            ..named("data")
-        }),
-        ..Default::default()
+    daemon.reached("snapshot-validated").await;
+    let more = v1::DiskSpec {
+        // The mock writes some bytes, not blocks.
+        cache: v1::DiskCache::Writeback.into(),
+        ..named("data")
     };
-    daemon.client().attach_disk(attach).await.unwrap();
-    fs::remove_file(&held).unwrap();
+    daemon.attach("web", more).await.unwrap();
+    daemon.release("snapshot-validated");
     let failed = first.await.unwrap().unwrap_err();
-    assert_eq!(refusal(&failed), (Code::Aborted, "SNAPSHOT_VM_CHANGED".into()));
+    assert_refused(&failed, Code::Aborted, "SNAPSHOT_VM_CHANGED");
     assert!(daemon.snapshot_names().await.is_empty() && daemon.snapshot_files().is_empty());
     let again = daemon.snapshot("one", "web", true).await.unwrap();
     assert_eq!(again.status.unwrap().disks, ["data"]);
@@ -569,10 +478,7 @@ async fn second_snapshot_of_a_vm_is_refused_first_is_consistent() {
     with_disk_and(&daemon, &format!("mock.save={}", written.display())).await;
     let first = daemon.begin_snapshot("one", 2).await;
     let second = daemon.snapshot("two", "web", true).await.unwrap_err();
-    assert_eq!(
-        refusal(&second),
-        (Code::FailedPrecondition, "SNAPSHOT_UNDER_WAY".into())
-    );
+    assert_refused(&second, Code::FailedPrecondition, "SNAPSHOT_UNDER_WAY");
     assert!(!first.is_finished());
     fs::write(&written, "").unwrap();
     first.await.unwrap().unwrap();
@@ -593,26 +499,21 @@ async fn stopped_behind_its_snapshot() -> (Daemon, PathBuf) {
 #[tokio::test]
 async fn refused_or_failed_restore_leaves_the_disks_unchanged() {
     let (daemon, image) = stopped_behind_its_snapshot().await;
-    cordon(&daemon, "maintenance").await;
+    daemon.cordon("maintenance").await;
     let refused = daemon.restore("one", "", false).await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::FailedPrecondition, "NODE_CORDONED".into())
-    );
+    assert_refused(&refused, Code::FailedPrecondition, "NODE_CORDONED");
     assert_eq!(content(&image), "behind the snapshot");
-    let uncordon = v1::UncordonNodeRequest::default();
-    daemon.nodes().await.uncordon_node(uncordon).await.unwrap();
+    daemon.uncordon().await.unwrap();
 
     let files = daemon.snapshot_files();
     let memory = files.iter().find(|path| path.extension().unwrap() == "snapshot");
     let intact = fs::read(memory.unwrap()).unwrap();
     fs::write(memory.unwrap(), "something else").unwrap();
     let failed = daemon.restore("one", "", false).await.unwrap_err();
-    assert!(failed.message().contains("the snapshot is damaged"), "{failed}");
+    assert_says(&failed, "the snapshot is damaged");
     assert_eq!(content(&image), "behind the snapshot");
     assert!(daemon.copies().is_empty(), "{:?}", daemon.copies());
-    let vm = daemon.get("web").await.unwrap();
-    assert_eq!(status(&vm).phase(), VmPhase::Failed);
+    assert_eq!(daemon.phase("web").await, VmPhase::Failed);
 
     fs::write(memory.unwrap(), intact).unwrap();
     daemon.restore("one", "", false).await.unwrap();
@@ -620,41 +521,47 @@ async fn refused_or_failed_restore_leaves_the_disks_unchanged() {
     assert!(daemon.copies().is_empty(), "{:?}", daemon.copies());
 }
 
+/// The restored machine survives the daemon, or ends with it.
+#[rstest]
 #[tokio::test]
-async fn restored_vm_has_snapshot_disks_after_a_kill_and_a_retry() {
-    for held in ["put-back", "put-back-committed"] {
-        let (mut daemon, image) = stopped_behind_its_snapshot().await;
-        let waiting = daemon.restore_until(held, with_id()).await;
-        assert_eq!(content(&image), "behind the snapshot");
-        daemon.kill();
-        assert!(waiting.await.unwrap().is_err());
-        daemon.relaunch().await;
-        assert_eq!(content(&image), "until the snapshot", "{held}");
-        assert!(daemon.copies().is_empty(), "{held}: {:?}", daemon.copies());
-        let again = daemon.snapshots().await.restore_vm(with_id()).await.unwrap();
-        let vm = again.into_inner().vm.unwrap();
-        assert_eq!(status(&vm).phase(), VmPhase::Running, "{held}");
+async fn restored_vm_has_snapshot_disks_after_a_kill_and_a_retry(
+    #[values("put-back", "put-back-committed")] held: &str,
+    #[values(false, true)] ends: bool,
+) {
+    let (mut daemon, image) = stopped_behind_its_snapshot().await;
+    let waiting = daemon.restore_until(held, with_id()).await;
+    assert_eq!(content(&image), "behind the snapshot");
+    daemon.kill();
+    assert!(waiting.await.unwrap().is_err());
+    if ends {
+        daemon.vmm_processes().into_iter().for_each(end);
+        daemon.release(held);
     }
+    daemon.relaunch().await;
+    assert_eq!(content(&image), "until the snapshot");
+    assert!(daemon.copies().is_empty(), "{:?}", daemon.copies());
+    let again = daemon.snapshots().await.restore_vm(with_id()).await.unwrap();
+    let vm = again.into_inner().vm.unwrap();
+    assert_eq!(status(&vm).phase(), VmPhase::Running);
+    assert_eq!(content(&image), "until the snapshot");
 }
 
 #[tokio::test]
-async fn a_restored_machine_that_ends_with_the_daemon_keeps_its_disks() {
-    let has = "until the snapshot";
-    for held in ["put-back", "put-back-committed"] {
-        let (mut daemon, image) = stopped_behind_its_snapshot().await;
-        let waiting = daemon.restore_until(held, with_id()).await;
-        daemon.kill();
-        assert!(waiting.await.unwrap().is_err());
-        for pid in daemon.vmm_processes() {
-            end(pid);
-        }
-        fs::remove_file(daemon.path("run/fault").join(held)).unwrap();
-        daemon.relaunch().await;
-        assert_eq!(content(&image), has, "{held}");
-        assert!(daemon.copies().is_empty(), "{held}: {:?}", daemon.copies());
-        daemon.snapshots().await.restore_vm(with_id()).await.unwrap();
-        assert_eq!(content(&image), "until the snapshot", "{held}");
-    }
+async fn late_vmm_of_a_restored_vm_keeps_its_disks() {
+    let (mut daemon, image) = stopped_behind_its_snapshot().await;
+    let waiting = daemon.restore_until("put-back", with_id()).await;
+    daemon.kill();
+    assert!(waiting.await.unwrap().is_err());
+    daemon.release("put-back");
+    let vmm = daemon.vmm_processes()[0];
+    kill_process(vmm, Signal::STOP).unwrap();
+    daemon.relaunch().await;
+    kill_process(vmm, Signal::CONT).unwrap();
+    daemon.wait_ready("web").await;
+    assert!(daemon.copies().is_empty(), "{:?}", daemon.copies());
+    daemon.kill_vm("web").await.unwrap();
+    daemon.start_vm("web").await.unwrap();
+    assert_eq!(content(&image), "until the snapshot");
 }
 
 #[tokio::test]
@@ -668,9 +575,13 @@ async fn a_vm_whose_restore_fails_leaves_no_disk() {
         .find(|path| path.extension().unwrap() == "snapshot");
     fs::write(of_memory.unwrap(), "something else").unwrap();
     let failed = daemon.restore("one", "copy", false).await.unwrap_err();
-    assert!(failed.message().contains("the snapshot is damaged"), "{failed}");
-    assert!(daemon.get("copy").await.is_err());
+    assert_says(&failed, "the snapshot is damaged");
+    assert_eq!(daemon.names().await, ["web"]);
     assert_eq!(fs::read_dir(daemon.path("state/disks")).unwrap().count(), 0);
+    let none = daemon.restore("none", "copy", false).await.unwrap_err();
+    assert_refused(&none, Code::NotFound, "SNAPSHOT_NOT_FOUND");
+    let name = daemon.restore("one", "No Name", false).await.unwrap_err();
+    assert_eq!(name.code(), Code::InvalidArgument);
 }
 
 #[tokio::test]
@@ -678,8 +589,7 @@ async fn disks_of_an_interrupted_restore_are_removed_then_made_anew() {
     let mut daemon = Daemon::start().await;
     with_disk(&daemon).await;
     daemon.snapshot("one", "web", true).await.unwrap();
-    fs::create_dir_all(daemon.path("run/fault")).unwrap();
-    fs::write(daemon.path("run/fault/restore"), "").unwrap();
+    daemon.fault("restore");
     let failed = daemon.restore("one", "copy", false).await.unwrap_err();
     assert_eq!(failed.code(), Code::Internal, "{failed}");
     assert_eq!(daemon.raw_disks().len(), 1, "the disk was made");
@@ -707,7 +617,7 @@ async fn vm_of_an_interrupted_restore_is_started_by_the_retry() {
         let waiting = daemon.restore_until("restore-made", request.clone()).await;
         daemon.kill();
         assert!(waiting.await.unwrap().is_err());
-        fs::remove_file(daemon.path("run/fault/restore-made")).unwrap();
+        daemon.release("restore-made");
         daemon.relaunch().await;
         let made = daemon.get("copy").await.unwrap();
         assert_ne!(status(&made).phase(), VmPhase::Running, "{identity:?}");
@@ -725,54 +635,15 @@ async fn vm_of_an_interrupted_restore_is_started_by_the_retry() {
 }
 
 #[tokio::test]
-async fn a_vm_that_does_not_go_on_from_a_snapshot_is_not_left_behind() {
-    let daemon = Daemon::start().await;
-    daemon.run("web", "").await;
-    daemon.snapshot("one", "web", false).await.unwrap();
-    fs::write(&daemon.snapshot_files()[0], "something else").unwrap();
-    let failed = daemon.restore("one", "copy", false).await.unwrap_err();
-    assert!(failed.message().contains("the snapshot is damaged"), "{failed}");
-    let names: Vec<_> = daemon
-        .list()
-        .await
-        .into_iter()
-        .map(|vm| vm.metadata.unwrap().name)
-        .collect();
-    assert_eq!(names, ["web"]);
-    let none = daemon.restore("none", "copy", false).await.unwrap_err();
-    assert_eq!(refusal(&none), (Code::NotFound, "SNAPSHOT_NOT_FOUND".into()));
-    let name = daemon.restore("one", "No Name", false).await.unwrap_err();
-    assert_eq!(name.code(), Code::InvalidArgument);
-}
-
-#[tokio::test]
 async fn snapshots_outlive_the_daemon_and_partial_ones_are_removed() {
     let mut daemon = Daemon::start().await;
     daemon.run("web", "").await;
     daemon.run("slow", "mock.save=hang").await;
     let taken = daemon.snapshot("one", "web", false).await.unwrap();
     let mut client = daemon.snapshots().await;
-    let request = v1::CreateSnapshotRequest {
-        snapshot: Some(v1::Snapshot {
-            metadata: Some(v1::ObjectMetadata {
-                name: "two".into(),
-                ..Default::default()
-            }),
-            spec: Some(v1::SnapshotSpec {
-                vm: "slow".into(),
-                ..Default::default()
-            }),
-            status: None,
-        }),
-        ..Default::default()
-    };
+    let request = create_request("two", "slow", false);
     let waiting = tokio::spawn(async move { client.create_snapshot(request).await });
-    let began = Instant::now();
-    while daemon.snapshot_files().len() < 2 {
-        assert!(!waiting.is_finished(), "it ended: {:?}", waiting.await);
-        assert!(began.elapsed() < PATIENCE, "nothing of it is there");
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
+    daemon.wait_snapshot_files(2).await;
     daemon.kill_and_restart().await;
     assert!(waiting.await.unwrap().is_err());
     assert_eq!(daemon.snapshot_names().await, ["one"]);

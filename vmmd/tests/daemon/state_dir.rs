@@ -19,9 +19,9 @@ use crate::{
 
 /// A VM whose files are in `srv/data`, which belongs to [`OWNER`].
 fn vm(daemon: &Daemon, name: &str) -> v1::Vm {
-    let mut vm = daemon.manifest(name, "");
-    vm.spec.as_mut().unwrap().state_dir = daemon.path("srv/data").display().to_string();
-    vm
+    daemon.manifest_with(name, "", |spec| {
+        spec.state_dir = daemon.path("srv/data").display().to_string();
+    })
 }
 
 /// Waits until a file has a content that is as wanted.
@@ -179,8 +179,7 @@ async fn link_instead_of_a_state_dir_does_not_reach_another_vms() {
     assert_eq!(refusal(&refused), expected);
     daemon.told("StateDirFailed", 1).await;
     assert!(fs::read_dir(&other).unwrap().next().is_none());
-    let mut next = daemon.manifest("next", "");
-    next.spec.as_mut().unwrap().state_dir = job.display().to_string();
+    let next = daemon.manifest_with("next", "", |spec| spec.state_dir = job.display().to_string());
     daemon.delete("web", false).await.unwrap();
     let refused = daemon.create(next).await.unwrap_err();
     assert_eq!(refusal(&refused), expected);

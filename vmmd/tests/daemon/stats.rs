@@ -5,20 +5,15 @@ use tonic::{Code, Status};
 use vmmd_api::v1::{self, nic_spec::Attachment};
 
 use crate::{
-    harness::{Daemon, PATIENCE, refusal},
+    harness::{Daemon, PATIENCE, assert_refused},
     namespace::Namespace,
     network::nic,
 };
 
 async fn stats(daemon: &Daemon, name: &str) -> Result<v1::VmStats, Status> {
     let request = v1::GetVmStatsRequest { name: name.into() };
-    Ok(daemon
-        .client()
-        .get_vm_stats(request)
-        .await?
-        .into_inner()
-        .stats
-        .unwrap())
+    let answer = daemon.client().get_vm_stats(request).await?;
+    Ok(answer.into_inner().stats.unwrap())
 }
 
 #[tokio::test]
@@ -26,10 +21,11 @@ async fn a_running_vm_is_counted_by_its_vmm_and_by_the_kernel() {
     let network = Namespace::new();
     network.ip("tuntap add tap9 mode tap");
     let mut daemon = Daemon::in_network(&network.0).await;
-    let mut vm = daemon.manifest("web", "");
-    vm.spec.as_mut().unwrap().nics = vec![nic("eth0", Attachment::Tap("tap9".into()))];
-    daemon.create(vm).await.unwrap();
-    daemon.start_vm("web").await.unwrap();
+    daemon
+        .run_with("web", "", |spec| {
+            spec.nics = vec![nic("eth0", Attachment::Tap("tap9".into()))];
+        })
+        .await;
     for _ in 0..2 {
         let stats = stats(&daemon, "web").await.unwrap();
         let cpu = stats.cpu.unwrap();
@@ -59,20 +55,14 @@ async fn stats_of_an_older_vmm_are_its_disks_and_kernel_figures() {
 #[tokio::test]
 async fn what_cannot_be_counted_says_why() {
     let daemon = Daemon::start().await;
-    daemon
-        .create(daemon.manifest("web", "mock.stats=hang"))
-        .await
-        .unwrap();
+    daemon.define("web", "mock.stats=hang").await;
     let refused = stats(&daemon, "web").await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::FailedPrecondition, "NOT_RUNNING".into())
-    );
+    assert_refused(&refused, Code::FailedPrecondition, "NOT_RUNNING");
     let refused = stats(&daemon, "none").await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::NotFound, "VM_NOT_FOUND".into()));
+    assert_refused(&refused, Code::NotFound, "VM_NOT_FOUND");
     daemon.start_vm("web").await.unwrap();
     let refused = stats(&daemon, "web").await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::Unavailable, "VMM_UNRESPONSIVE".into()));
+    assert_refused(&refused, Code::Unavailable, "VMM_UNRESPONSIVE");
 }
 
 async fn logs(daemon: &Daemon, request: v1::GetVmLogsRequest) -> Result<String, Status> {

@@ -8,10 +8,7 @@ use std::{
 
 use prost::Message as _;
 use redb::{Database, ReadableDatabase, ReadableTable, TableDefinition};
-use rustix::{
-    fs::{FlockOperation, flock},
-    process::{Signal, kill_process},
-};
+use rustix::fs::{FlockOperation, flock};
 use tokio::time::timeout;
 use tonic::{Code, Status};
 use tonic_health::pb::{
@@ -21,7 +18,7 @@ use vmmd_api::v1::{self, VmPhase};
 
 use crate::{
     console::Client,
-    harness::{Daemon, PATIENCE, connect, refusal, status, uid, vm_pid},
+    harness::{self, Daemon, PATIENCE, assert_refused, connect, refusal, status, uid, vm_pid},
     migration::pair,
 };
 
@@ -85,7 +82,7 @@ async fn panicked_actor_is_replaced_and_its_vm_is_never_missing() {
     for _ in 0..3 {
         daemon.arm("web");
         let refused = daemon.pause("web").await.unwrap_err();
-        assert_eq!(refusal(&refused), (Code::Unavailable, "VM_UNAVAILABLE".into()));
+        assert_refused(&refused, Code::Unavailable, "VM_UNAVAILABLE");
         let paused = until_available(|| daemon.pause("web")).await;
         assert_eq!(
             (vm_pid(&paused), status(&paused).phase()),
@@ -110,22 +107,10 @@ async fn panicked_actor_is_replaced_and_its_vm_is_never_missing() {
 #[tokio::test]
 async fn an_actor_that_panics_in_a_start_leaves_no_second_process() {
     let daemon = Daemon::start().await;
-    daemon
-        .create(daemon.manifest("web", "mock.boot=hang"))
-        .await
-        .unwrap();
-    let mut client = daemon.client();
-    let start = tokio::spawn(async move {
-        let request = v1::StartVmRequest {
-            name: "web".into(),
-            ..Default::default()
-        };
-        client.start_vm(request).await
-    });
+    daemon.define("web", "mock.boot=hang").await;
+    let start = daemon.begin_start("web");
     daemon.wait_phase("web", VmPhase::Starting).await;
-    while daemon.vmm_processes().is_empty() {
-        tokio::task::yield_now().await;
-    }
+    daemon.wait_process().await;
     daemon.arm("web");
     let refused = daemon.pause("web").await.unwrap_err();
     assert_eq!(refused.code(), Code::Unavailable, "{refused:?}");
@@ -135,11 +120,7 @@ async fn an_actor_that_panics_in_a_start_leaves_no_second_process() {
             status.instance.is_none() && status.phase() != VmPhase::Starting
         })
         .await;
-    let began = std::time::Instant::now();
-    while !daemon.vmm_processes().is_empty() {
-        assert!(began.elapsed() < PATIENCE);
-        tokio::task::yield_now().await;
-    }
+    daemon.wait_no_processes().await;
     until_available(|| daemon.delete("web", true)).await;
 }
 
@@ -148,7 +129,7 @@ async fn a_store_that_panics_costs_one_answer() {
     let daemon = Daemon::start().await;
     daemon.arm_in("state", "store");
     let refused = daemon.create(daemon.manifest("web", "")).await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::Unavailable, "STORE_UNAVAILABLE".into()));
+    assert_refused(&refused, Code::Unavailable, "STORE_UNAVAILABLE");
     daemon.run("web", "").await;
     daemon.told_exactly("StoreFailed", 1).await;
 }
@@ -171,10 +152,7 @@ async fn a_record_that_cannot_be_read_costs_its_own_vm() {
     );
     assert_eq!(status(&found).reason, "RecordUnreadable");
     let refused = daemon.start_vm("broken").await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::FailedPrecondition, "RECORD_UNREADABLE".into())
-    );
+    assert_refused(&refused, Code::FailedPrecondition, "RECORD_UNREADABLE");
     let refused = daemon.create(daemon.manifest("broken", "")).await.unwrap_err();
     assert_eq!(refused.code(), Code::AlreadyExists, "its name is taken");
     // It is unchanged after another restart, and can be deleted.
@@ -283,10 +261,7 @@ async fn vm_without_a_known_process_is_shown_and_adopted_later() {
     let before = daemon.run("lost", "").await;
     daemon.kill();
     let pid = vm_pid(&before);
-    let pidfd = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).unwrap();
-    kill_process(pid, Signal::KILL).unwrap();
-    let mut fds = [rustix::event::PollFd::new(&pidfd, rustix::event::PollFlags::IN)];
-    rustix::event::poll(&mut fds, None).unwrap();
+    harness::end(pid);
     // An unknown process holds its lock.
     let lock = File::open(daemon.path(&format!("run/vms/{}/lock", uid(&before)))).unwrap();
     flock(&lock, FlockOperation::NonBlockingLockExclusive).unwrap();
@@ -300,10 +275,7 @@ async fn vm_without_a_known_process_is_shown_and_adopted_later() {
         daemon.start_vm("lost").await.err(),
         daemon.delete("lost", true).await.err(),
     ] {
-        assert_eq!(
-            refusal(&refused.unwrap()),
-            (Code::FailedPrecondition, "UNREACHABLE".into())
-        );
+        assert_refused(&refused.unwrap(), Code::FailedPrecondition, "UNREACHABLE");
     }
     let user = status(&before).instance.as_ref().unwrap().uid;
     let other = daemon.run("other", "").await;
@@ -353,12 +325,10 @@ async fn a_start_that_a_creation_was_refused_is_told() {
     let daemon = Daemon::start().await;
     // The task that starts it panics first.
     daemon.arm("web");
-    let request = v1::CreateVmRequest {
-        vm: Some(daemon.manifest("web", "")),
-        start: true,
-        ..Default::default()
-    };
-    let created = daemon.client().create_vm(request).await.unwrap().into_inner();
+    let created = daemon
+        .create_as(daemon.manifest("web", ""), true, false)
+        .await
+        .unwrap();
     let operation = created.operation.unwrap();
     assert_eq!(operation.phase(), v1::OperationPhase::Failed);
     assert_eq!(operation.error.unwrap().reason(), "VM_UNAVAILABLE");

@@ -10,7 +10,8 @@ use vmmd_api::{
 
 use crate::{
     console::Client,
-    harness::{Daemon, refusal, status, uid, vm_pid},
+    harness::{self, Daemon, refusal, status, uid, vm_pid},
+    verbs::{condition, exit_reason},
 };
 
 #[tokio::test]
@@ -41,10 +42,7 @@ async fn a_killed_daemon_finds_its_vms_again_with_the_same_processes() {
             assert_eq!((vm_pid(&vm), status(&vm).phase()), (*pid, phase));
             assert!(status(&vm).instance.as_ref().unwrap().start_time.is_some());
         }
-        assert_eq!(
-            status(&daemon.get("idle").await.unwrap()).phase(),
-            VmPhase::Stopped
-        );
+        assert_eq!(daemon.phase("idle").await, VmPhase::Stopped);
     }
     // Control is back: they can be talked to, are supervised, and stop as usual.
     let mut console = Client::open(&daemon, "vm0").await;
@@ -53,10 +51,7 @@ async fn a_killed_daemon_finds_its_vms_again_with_the_same_processes() {
     kill_process(pids[1], Signal::KILL).unwrap();
     daemon.wait_phase("vm1", VmPhase::Failed).await;
     let stopped = daemon.stop("vm2", None).await.unwrap();
-    assert_eq!(
-        status(&stopped).last_exit.as_ref().unwrap().reason(),
-        ExitReason::Stopped
-    );
+    assert_eq!(exit_reason(&stopped), ExitReason::Stopped);
     daemon.delete("vm3", true).await.unwrap();
     assert_eq!(daemon.vmm_processes().len(), 2);
 }
@@ -90,13 +85,7 @@ async fn an_end_while_no_daemon_was_there_is_told_as_it_was() {
     let mut console = std::os::unix::net::UnixStream::connect(socket).unwrap();
     std::io::Write::write_all(&mut console, b"poweroff\n").unwrap();
     std::io::copy(&mut console, &mut std::io::sink()).unwrap();
-    let pidfd = rustix::process::pidfd_open(lost, rustix::process::PidfdFlags::empty()).unwrap();
-    kill_process(lost, Signal::KILL).unwrap();
-    rustix::event::poll(
-        &mut [rustix::event::PollFd::new(&pidfd, rustix::event::PollFlags::IN)],
-        None,
-    )
-    .unwrap();
+    harness::end(lost);
     daemon.relaunch().await;
     let exit = |vm: &v1::Vm| status(vm).last_exit.as_ref().unwrap().reason();
     let off = daemon.get("off").await.unwrap();
@@ -112,67 +101,6 @@ async fn an_end_while_no_daemon_was_there_is_told_as_it_was() {
     assert_eq!(vm_pid(&daemon.get("kept").await.unwrap()), kept);
     assert_eq!((before, daemon.vmm_processes().len()), (3, 1));
     assert_eq!(fs::read_dir(daemon.path("run/vms")).unwrap().count(), 1);
-}
-
-/// The daemon is killed at many moments of a start, a stop and a delete. Afterwards the store, the
-/// processes and the file system agree, regardless of the interrupted step.
-#[tokio::test]
-async fn daemon_killed_at_any_moment_leaves_a_consistent_state() {
-    let mut daemon = Daemon::start().await;
-    for round in 0..24_u64 {
-        let name = format!("vm{round}");
-        daemon.create(daemon.manifest(&name, "")).await.unwrap();
-        if round % 3 != 0 {
-            daemon.start_vm(&name).await.unwrap();
-        }
-        let mut client = daemon.client();
-        let request = name.clone();
-        let under_way = tokio::spawn(async move {
-            match round % 3 {
-                0 => drop(
-                    client
-                        .start_vm(v1::StartVmRequest {
-                            name: request,
-                            ..Default::default()
-                        })
-                        .await,
-                ),
-                1 => {
-                    let stop = v1::StopVmRequest {
-                        name: request,
-                        grace_period: None,
-                        force: false,
-                        ..Default::default()
-                    };
-                    drop(client.stop_vm(stop).await);
-                }
-                _ => drop(
-                    client
-                        .delete_vm(v1::DeleteVmRequest {
-                            name: request,
-                            force: true,
-                            ..Default::default()
-                        })
-                        .await,
-                ),
-            }
-        });
-        // Not a wait for something: the moment of the kill is what varies.
-        tokio::time::sleep(Duration::from_micros(round * 700)).await;
-        daemon.kill_and_restart().await;
-        under_way.await.unwrap();
-        consistent(&daemon).await;
-        match daemon.get(&name).await {
-            Ok(vm) if status(&vm).instance.is_none() => {
-                daemon.start_vm(&name).await.expect("it can be started again");
-                daemon.delete(&name, true).await.unwrap();
-            }
-            Ok(_) => daemon.delete(&name, true).await.unwrap(),
-            Err(_) => assert_eq!(round % 3, 2, "only a delete may have removed it"),
-        }
-    }
-    consistent(&daemon).await;
-    assert_eq!(daemon.vmm_processes(), []);
 }
 
 /// A guest that was asked to power off before the daemon was killed may do so at any later moment.
@@ -221,28 +149,15 @@ async fn a_stop_that_the_daemon_did_not_survive_goes_on() {
     let mut daemon = Daemon::start().await;
     daemon.run("slow", "mock.power=ignore").await;
     daemon.run("paused", "").await;
-    let mut client = daemon.client();
-    let pause = v1::PauseVmRequest {
-        name: "paused".into(),
-        ..Default::default()
-    };
-    client.pause_vm(pause).await.unwrap();
-    let stop = v1::StopVmRequest {
-        name: "slow".into(),
-        no_wait: true,
-        ..Default::default()
-    };
-    client.stop_vm(stop).await.unwrap();
+    daemon.pause("paused").await.unwrap();
+    daemon.begin_stop("slow", false).await;
     daemon.kill_and_restart().await;
     let stopping = daemon.wait_phase("slow", VmPhase::Stopping).await;
     assert!(stopping.instance.is_some());
     // A further stop waits for the same end, and can hasten it.
     daemon.kill_vm("slow").await.unwrap();
     // The other was only paused.
-    assert_eq!(
-        status(&daemon.get("paused").await.unwrap()).phase(),
-        VmPhase::Paused
-    );
+    assert_eq!(daemon.phase("paused").await, VmPhase::Paused);
 }
 
 #[tokio::test]
@@ -257,19 +172,12 @@ async fn silent_vmm_delays_the_daemon_little_and_is_adopted_later() {
     let began = std::time::Instant::now();
     daemon.kill_and_restart().await;
     assert!(began.elapsed() < 2 * usual + Duration::from_secs(4));
-    assert_eq!(
-        status(&daemon.get("fine").await.unwrap()).phase(),
-        VmPhase::Running
-    );
+    assert_eq!(daemon.phase("fine").await, VmPhase::Running);
     let unknown = daemon.get("stuck").await.unwrap();
     assert_eq!(vm_pid(&unknown), stuck);
     assert_eq!(status(&unknown).conditions[0].status(), ConditionStatus::Unknown);
     kill_process(stuck, Signal::CONT).unwrap();
-    daemon
-        .wait("stuck", |status| {
-            status.conditions[0].status() == ConditionStatus::True
-        })
-        .await;
+    daemon.wait_ready("stuck").await;
     daemon.stop("stuck", None).await.unwrap();
 }
 
@@ -280,40 +188,21 @@ async fn silent_vmm_can_be_killed_after_a_daemon_restart() {
     kill_process(stuck, Signal::STOP).unwrap();
     daemon.kill_and_restart().await;
     let stopped = daemon.kill_vm("stuck").await.unwrap();
-    assert_eq!(
-        status(&stopped).last_exit.as_ref().unwrap().reason(),
-        ExitReason::Killed
-    );
+    assert_eq!(exit_reason(&stopped), ExitReason::Killed);
 }
 
 #[tokio::test]
 async fn process_that_was_not_booted_is_ended_by_the_next_daemon() {
     let mut daemon = Daemon::start().await;
-    daemon
-        .create(daemon.manifest("web", "mock.boot=hang"))
-        .await
-        .unwrap();
-    let mut client = daemon.client();
-    let start = tokio::spawn(async move {
-        client
-            .start_vm(v1::StartVmRequest {
-                name: "web".into(),
-                ..Default::default()
-            })
-            .await
-    });
+    daemon.define("web", "mock.boot=hang").await;
+    let start = daemon.begin_start("web");
     daemon.wait_phase("web", VmPhase::Starting).await;
-    while daemon.vmm_processes().is_empty() {
-        tokio::task::yield_now().await;
-    }
+    daemon.wait_process().await;
     daemon.kill_and_restart().await;
     assert!(start.await.unwrap().is_err());
     assert_eq!(daemon.vmm_processes(), []);
     let failed = daemon.get("web").await.unwrap();
-    assert_eq!(
-        status(&failed).last_exit.as_ref().unwrap().reason(),
-        ExitReason::StartFailed
-    );
+    assert_eq!(exit_reason(&failed), ExitReason::StartFailed);
 }
 
 #[tokio::test]
@@ -398,8 +287,7 @@ async fn vmm_that_does_not_answer_is_unready_until_it_does() {
     let refused = daemon.client().get_vm_stats(request).await.unwrap_err();
     assert_eq!(refusal(&refused).1, "VMM_UNRESPONSIVE");
     let ready = |status: &v1::VmStatus| {
-        let mut conditions = status.conditions.iter();
-        let ready = conditions.find(|condition| condition.r#type == "Ready").unwrap();
+        let ready = condition(status, "Ready");
         (ready.status(), ready.reason.clone())
     };
     let silent = (v1::ConditionStatus::Unknown, "Unresponsive".to_owned());

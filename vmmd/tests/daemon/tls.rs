@@ -12,7 +12,7 @@ use tonic_types::StatusExt;
 use vmmd_api::v1::{self, node_service_client::NodeServiceClient, vm_service_client::VmServiceClient};
 
 use crate::{
-    harness::{Daemon, refusal},
+    harness::{Daemon, assert_refused, assert_says, refusal, temporary_folder},
     pki::{self, Leaf, Pki},
     update::masked,
 };
@@ -90,8 +90,9 @@ fn is_no_connection(status: &Status) -> bool {
 async fn operator_changes_only_limits_and_the_memory_target() {
     let pki = Pki::new("ca");
     let daemon = pki::serve(&pki, "").await;
-    let mut vm = daemon.manifest("web", "");
-    vm.spec.as_mut().unwrap().disks = vec![crate::attach::disk(&daemon, "data")];
+    let vm = daemon.manifest_with("web", "", |spec| {
+        spec.disks = vec![crate::attach::disk(&daemon, "data")];
+    });
     daemon.create(vm.clone()).await.unwrap();
     let leaf = pki.role("oscar", "operator");
     let mut operator = VmServiceClient::new(pki.channel(&daemon, Some(&leaf)));
@@ -128,11 +129,8 @@ async fn operator_changes_only_limits_and_the_memory_target() {
         whole,
     ] {
         let refused = operator.update_vm(refused).await.unwrap_err();
-        assert_eq!(
-            refusal(&refused),
-            (Code::PermissionDenied, "ROLE_REQUIRED".into())
-        );
-        assert!(refused.message().contains("admin"), "{refused}");
+        assert_refused(&refused, Code::PermissionDenied, "ROLE_REQUIRED");
+        assert_says(&refused, "admin");
     }
 }
 
@@ -159,10 +157,7 @@ async fn agent_creates_and_changes_vms_but_takes_no_snapshots() {
     assert_eq!(cores, 2);
     for method in ["SnapshotService/CreateSnapshot", "VmService/AttachDisk"] {
         let refused = call(&channel, &format!("vmmd.v1.{method}")).await.unwrap_err();
-        assert_eq!(
-            refusal(&refused),
-            (Code::PermissionDenied, "ROLE_REQUIRED".into())
-        );
+        assert_refused(&refused, Code::PermissionDenied, "ROLE_REQUIRED");
     }
 }
 
@@ -210,7 +205,7 @@ async fn every_method_is_for_those_with_its_role_and_for_nobody_else() {
                 documented[&method].contains(&needed.as_str()),
                 "{method}: {needed}"
             );
-            assert!(denied.message().contains(needed), "{}", denied.message());
+            assert_says(denied, needed);
         }
     }
     // Over the socket everything is allowed.
@@ -230,7 +225,7 @@ async fn a_method_that_nobody_knows_is_refused() {
     let daemon = Daemon::start().await;
     let local = crate::harness::connect(daemon.folder.path()).await;
     let refused = call(&local, "vmmd.v1.VmService/FormatNode").await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::Unimplemented, "METHOD_UNKNOWN".into()));
+    assert_refused(&refused, Code::Unimplemented, "METHOD_UNKNOWN");
 }
 
 async fn list(channel: &Channel) -> Result<(), Status> {
@@ -282,10 +277,7 @@ async fn new_certificates_are_used_for_new_connections() {
 #[tokio::test]
 async fn without_usable_certificates_only_the_socket_works() {
     let pki = Pki::new("ca");
-    let folder = tempfile::Builder::new()
-        .prefix("vmmd")
-        .tempdir_in("/tmp")
-        .unwrap();
+    let folder = temporary_folder();
     fs::create_dir(folder.path().join("tls")).unwrap();
     let config = pki::configuration(folder.path(), "");
     let daemon = Daemon::in_folder(folder, &config).await;
@@ -405,10 +397,7 @@ async fn an_audit_log_that_was_moved_is_opened_anew() {
 
 #[tokio::test]
 async fn what_init_certs_makes_is_all_that_is_needed() {
-    let folder = tempfile::Builder::new()
-        .prefix("vmmd")
-        .tempdir_in("/tmp")
-        .unwrap();
+    let folder = temporary_folder();
     let dir = folder.path().join("tls");
     let made = Command::new(env!("CARGO_BIN_EXE_vmmd"))
         .args([

@@ -3,10 +3,7 @@
 use std::{fs, os::unix::fs::PermissionsExt, path::PathBuf, time::Duration};
 
 use tokio::time::timeout;
-use vmmd_api::v1::{
-    self, GetNodeRequest, MigrationResolution, OperationPhase, VmPhase,
-    operation_service_client::OperationServiceClient,
-};
+use vmmd_api::v1::{self, MigrationResolution, OperationPhase, VmPhase};
 
 use super::{
     End, Trouble,
@@ -15,8 +12,9 @@ use super::{
 };
 use crate::{
     disks::{named, raw, state},
-    harness::{Daemon, connect, status},
-    migration::{kill_vmm, pair, within},
+    harness::{Daemon, status},
+    migration::{kill_vmm, pair},
+    verbs::within,
 };
 
 const VM: &str = "web";
@@ -102,13 +100,8 @@ impl Stage {
     }
 
     async fn begins(&mut self) {
-        let request = v1::MigrateVmRequest {
-            name: VM.into(),
-            target: self.network.address.clone(),
-            ..Default::default()
-        };
-        let answer = self.source.migrations().await.migrate_vm(request).await.unwrap();
-        self.operation = answer.into_inner().operation.unwrap();
+        let migrating = self.source.migrate_to(VM, &self.network.address).await;
+        self.operation = migrating.unwrap();
     }
 
     async fn reached(&self, step: &Step) {
@@ -117,19 +110,14 @@ impl Stage {
             within(async || (self.target.vmm_processes().len() == 1).then_some(())).await;
             return;
         }
-        let reached = self.held(step).with_extension("reached");
-        within(async || reached.exists().then_some(())).await;
-    }
-
-    fn held(&self, step: &Step) -> PathBuf {
-        self.daemon(step.side).path("run/fault").join(&step.name)
+        self.daemon(step.side).reached(&step.name).await;
     }
 
     fn release(&self, step: &Step) {
         if step.is_transfer() {
             fs::write(&self.go, "").unwrap();
         } else {
-            fs::remove_file(self.held(step)).unwrap();
+            self.daemon(step.side).release(&step.name);
         }
     }
 
@@ -138,7 +126,7 @@ impl Stage {
         let request = v1::CancelOperationRequest {
             id: self.operation.id.clone(),
         };
-        let mut operations = OperationServiceClient::new(connect(self.source.folder.path()).await);
+        let mut operations = self.source.operations().await;
         if !possible {
             operations.cancel_operation(request).await.unwrap_err();
             return;
@@ -389,8 +377,7 @@ async fn loses_its_disk(daemon: &Daemon) {
 
 /// No VM, and nothing that VMs have.
 async fn has_nothing(daemon: &Daemon) {
-    let node = daemon.nodes().await.get_node(GetNodeRequest {}).await;
-    let node = node.unwrap().into_inner().node.unwrap().status.unwrap();
+    let node = daemon.node().await.status.unwrap();
     assert_eq!((node.vms, node.memory_committed_bytes), (0, 0));
     assert_eq!(daemon.vmm_processes(), []);
     assert_eq!(daemon.cgroups(), Vec::<PathBuf>::new());

@@ -8,7 +8,7 @@ use vmmd_api::{
 };
 
 use super::*;
-use crate::harness::generation;
+use crate::harness::{assert_refused, assert_says, generation, metadata_of};
 
 impl Daemon {
     async fn update_network(&self, request: v1::UpdateNetworkRequest) -> Result<v1::Network, Status> {
@@ -35,10 +35,7 @@ impl Daemon {
 fn change(paths: &[&str], spec: NetworkSpec) -> v1::UpdateNetworkRequest {
     v1::UpdateNetworkRequest {
         network: Some(v1::Network {
-            metadata: Some(v1::ObjectMetadata {
-                name: "lan".into(),
-                ..Default::default()
-            }),
+            metadata: metadata_of("lan"),
             spec: Some(spec),
             status: None,
         }),
@@ -119,11 +116,8 @@ async fn a_network_changes_while_vms_are_in_it() {
 
     // Ports are published by NAT alone.
     let refused = daemon.update_network(isolate()).await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::FailedPrecondition, "PORTS_PUBLISHED".into())
-    );
-    assert!(refused.message().contains("VM \"web\""), "{refused}");
+    assert_refused(&refused, Code::FailedPrecondition, "PORTS_PUBLISHED");
+    assert_says(&refused, "VM \"web\"");
     let masquerades = || namespace.run("nft list ruleset").contains("masquerade");
     assert!(masquerades());
     daemon.delete("web", true).await.unwrap();
@@ -138,14 +132,14 @@ async fn a_network_changes_while_vms_are_in_it() {
         ..change(&["metadata.labels"], NetworkSpec::default())
     };
     let refused = daemon.update_network(late).await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::Aborted, "GENERATION_MISMATCH".into()));
+    assert_refused(&refused, Code::Aborted, "GENERATION_MISMATCH");
     let request = v1::DeleteNetworkRequest {
         name: "lan".into(),
         preconditions: generation(2),
         ..Default::default()
     };
     let refused = daemon.networks().await.delete_network(request).await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::Aborted, "GENERATION_MISMATCH".into()));
+    assert_refused(&refused, Code::Aborted, "GENERATION_MISMATCH");
     daemon.kill_and_restart().await;
     let there = daemon.network("lan").await.unwrap();
     assert_eq!(generation_of(&there), 3);
@@ -187,10 +181,7 @@ async fn network_update_retry_gets_the_old_answer_and_reverts_nothing() {
         ..isolate()
     };
     let refused = daemon.update_network(other).await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::AlreadyExists, "REQUEST_ID_REUSED".into())
-    );
+    assert_refused(&refused, Code::AlreadyExists, "REQUEST_ID_REUSED");
 }
 
 /// The daemon is killed while it changes the packet filter: the change is in the store but not on
@@ -224,11 +215,7 @@ async fn interrupted_network_update_is_completed_once_by_its_retry() {
     fs::write(&hold, "").unwrap();
     let (mut client, first) = (daemon.networks().await, request.clone());
     let call = tokio::spawn(async move { client.update_network(first).await });
-    let deadline = Instant::now() + PATIENCE;
-    while !reached.exists() {
-        assert!(Instant::now() < deadline, "nft is not called: {call:?}");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    within(async || reached.exists().then_some(())).await;
     daemon.kill();
     call.await.unwrap().expect_err("nobody was answered");
     fs::remove_file(&hold).unwrap();
@@ -384,12 +371,9 @@ async fn nic_that_a_network_refuses_is_not_stored() {
         },
     ];
     let refused = daemon.change("up", |spec| spec.nics = two).await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::FailedPrecondition, "ADDRESS_IN_USE".into())
-    );
+    assert_refused(&refused, Code::FailedPrecondition, "ADDRESS_IN_USE");
     for words in ["10.80.0.9", "9090/tcp"] {
-        assert!(refused.message().contains(words), "{refused}");
+        assert_says(&refused, words);
     }
 }
 
@@ -441,10 +425,9 @@ async fn port_moves_between_the_nics_of_one_vm() {
         address: "10.80.1.9".into(),
         ..nic("dmz")
     };
-    let mut wanted = daemon.manifest("web", "");
-    wanted.spec.as_mut().unwrap().nics = vec![other, with_all("eth1", 8080)];
-    daemon.create(wanted).await.unwrap();
-    daemon.start_vm("web").await.unwrap();
+    daemon
+        .run_with("web", "", |spec| spec.nics = vec![other, with_all("eth1", 8080)])
+        .await;
     let leads_to = || {
         let rules = namespace.run("nft list ruleset");
         ["10.80.0.9", "10.80.1.9"].map(|address| {

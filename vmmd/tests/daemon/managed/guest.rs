@@ -3,10 +3,64 @@
 use std::{
     io::{BufRead as _, BufReader},
     net::Ipv4Addr,
-    process::{Child, Command, Stdio},
+    process::{Child, ChildStdout, Command, Stdio},
 };
 
 use crate::namespace::Namespace;
+
+impl Namespace {
+    /// A program of Python's in it.
+    pub fn python(&self, program: &str) -> Command {
+        let mut command = Command::new("ip");
+        command.args(["netns", "exec", &self.0, "python3", "-c", program]);
+        command
+    }
+}
+
+/// A running program of a test, which ends with the test.
+pub struct Program {
+    pub process: Child,
+    output: BufReader<ChildStdout>,
+}
+
+impl Program {
+    /// Starts it, and waits until it says that it is ready.
+    pub fn start(command: &mut Command) -> Self {
+        let mut process = command.stdout(Stdio::piped()).spawn().unwrap();
+        let output = BufReader::new(process.stdout.take().unwrap());
+        let mut program = Self { process, output };
+        assert_eq!(program.next(), "ready");
+        program
+    }
+
+    /// The next line that it prints.
+    pub fn next(&mut self) -> String {
+        let mut line = String::new();
+        self.output.read_line(&mut line).unwrap();
+        line.trim_end().to_owned()
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// A namespace outside of `node`: 198.51.100.2 (RFC 5737) on a link to 198.51.100.1 of `node`.
+pub fn world(node: &Namespace) -> Namespace {
+    let namespace = Namespace::new();
+    node.ip(&format!(
+        "link add world type veth peer name eth0 netns {}",
+        namespace.0
+    ));
+    node.ip("addr add 198.51.100.1/24 dev world");
+    node.ip("link set world up");
+    namespace.ip("addr add 198.51.100.2/24 dev eth0");
+    namespace.ip("link set eth0 up");
+    namespace
+}
 
 /// A client on a port of the bridge, in a namespace of its own: a guest as the network sees it.
 pub struct Guest {
@@ -51,10 +105,7 @@ for _ in range(5):
     print(socket.inet_ntoa(answer[16:20]), socket.inet_ntoa(router))
     break
 "#;
-        let output = Command::new("ip")
-            .args(["netns", "exec", &self.namespace.0, "python3", "-c", program, mac])
-            .output()
-            .unwrap();
+        let output = self.namespace.python(program).args([mac]).output().unwrap();
         let said = String::from_utf8(output.stdout).unwrap();
         let (address, router) = said.trim().split_once(' ')?;
         Some((address.parse().unwrap(), router.parse().unwrap()))
@@ -79,17 +130,10 @@ for _ in range(5):
     print(answer[3] & 15, socket.inet_ntoa(answer[-4:]) if answer[7] else '-')
     break
 "#;
-        let output = Command::new("ip")
-            .args([
-                "netns",
-                "exec",
-                &self.namespace.0,
-                "python3",
-                "-c",
-                program,
-                server,
-                name,
-            ])
+        let output = self
+            .namespace
+            .python(program)
+            .args([server, name])
             .output()
             .unwrap();
         String::from_utf8(output.stdout).unwrap().trim().to_owned()
@@ -98,22 +142,14 @@ for _ in range(5):
 
 /// A name server in a namespace that stands for the world, which knows one address for all names.
 pub struct NameServer {
+    _program: Program,
     _namespace: Namespace,
-    process: Child,
 }
 
 impl NameServer {
-    /// At 198.51.100.2 (RFC 5737), on a link to `node`.
+    /// In the [`world`] of `node`.
     pub fn beside(node: &Namespace) -> Self {
-        let namespace = Namespace::new();
-        node.ip(&format!(
-            "link add world type veth peer name eth0 netns {}",
-            namespace.0
-        ));
-        node.ip("addr add 198.51.100.1/24 dev world");
-        node.ip("link set world up");
-        namespace.ip("addr add 198.51.100.2/24 dev eth0");
-        namespace.ip("link set eth0 up");
+        let namespace = world(node);
         let program = r#"
 import socket
 s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -125,26 +161,9 @@ while True:
     record = bytes([0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 60, 0, 4, 192, 0, 2, 7])
     s.sendto(head + query[12:] + record, client)
 "#;
-        let mut process = Command::new("ip")
-            .args(["netns", "exec", &namespace.0, "python3", "-c", program])
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let mut said = String::new();
-        BufReader::new(process.stdout.take().unwrap())
-            .read_line(&mut said)
-            .unwrap();
-        assert_eq!(said, "ready\n");
         Self {
+            _program: Program::start(&mut namespace.python(program)),
             _namespace: namespace,
-            process,
         }
-    }
-}
-
-impl Drop for NameServer {
-    fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
     }
 }

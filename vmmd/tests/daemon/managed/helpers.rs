@@ -4,7 +4,6 @@ use std::{
     fs,
     os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
-    time::{Duration, Instant},
 };
 
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
@@ -12,8 +11,9 @@ use vmmd_api::v1::NetworkMode;
 
 use super::nic;
 use crate::{
-    harness::{Daemon, PATIENCE, status},
+    harness::{Daemon, status},
     namespace::Namespace,
+    verbs::within,
 };
 
 /// Makes a network; gives the folder of its helper.
@@ -27,15 +27,6 @@ fn helper(folder: &Path) -> i32 {
     let known = fs::read(folder.join("server.json")).unwrap();
     let known: serde_json::Value = serde_json::from_slice(&known).unwrap();
     i32::try_from(known["pid"].as_i64().unwrap()).unwrap()
-}
-
-/// Waits until something is so.
-async fn until(what: &str, is_so: impl Fn() -> bool) {
-    let begun = Instant::now();
-    while !is_so() {
-        assert!(begun.elapsed() < PATIENCE, "{what}");
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
 }
 
 /// A field of a process, of proc_pid_status(5).
@@ -61,7 +52,7 @@ async fn helper_that_may_not_chroot_serves_nevertheless() {
     let folder = folder(&daemon, "lan", "10.80.0.0/24").await;
     let pid = helper(&folder);
     // It serves when it has added its own filter to the test's.
-    until("its filter", || field(pid, "Seccomp_filters:") == "2").await;
+    within(async || (field(pid, "Seccomp_filters:") == "2").then_some(())).await;
     let link = |of: &str, name: &str| fs::read_link(format!("/proc/{of}/{name}")).unwrap();
     let (own, of_daemon) = (pid.to_string(), daemon.pid().as_raw_nonzero().to_string());
     assert_eq!(link(&own, "root"), Path::new("/"));
@@ -102,12 +93,12 @@ async fn helper_of_another_program_is_exchanged_and_leases_stay() {
         }
         fs::write(folder.join("server.json"), record.to_string()).unwrap();
         daemon.relaunch().await;
-        until("another helper", || helper(&folder) != before).await;
+        within(async || (helper(&folder) != before).then_some(())).await;
         let lives = || {
             let status = fs::read_to_string(format!("/proc/{before}/status"));
             status.is_ok_and(|status| !status.contains("State:\tZ"))
         };
-        until("the end of the one before", || !lives()).await;
+        within(async || (!lives()).then_some(())).await;
         assert_eq!(known()["program"], program);
     }
     assert_eq!(fs::read(folder.join("table.json")).unwrap(), table);
@@ -141,7 +132,7 @@ async fn helper_that_ends_is_replaced_at_once() {
         let before = helper();
         let process = rustix::process::Pid::from_raw(before).unwrap();
         rustix::process::kill_process(process, rustix::process::Signal::KILL).unwrap();
-        until("another helper", || helper() != before).await;
+        within(async || (helper() != before).then_some(())).await;
         daemon.kill_and_restart().await;
     }
 }
@@ -159,7 +150,7 @@ async fn helper_of_a_network_is_confined_as_one_without_rights() {
     let mut users = Vec::new();
     for (pid, folder) in &helpers {
         // It serves when it has given up all.
-        until("its filter", || field(*pid, "Seccomp:") == "2").await;
+        within(async || (field(*pid, "Seccomp:") == "2").then_some(())).await;
         let field = |name: &str| field(*pid, name);
         let user: u32 = field("Uid:").split('\t').next().unwrap().parse().unwrap();
         assert!(daemon.uids.contains(&user), "{user}");

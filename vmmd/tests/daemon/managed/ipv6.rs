@@ -18,15 +18,12 @@ impl Guest {
 
     /// Waits until the guest's kernel has formed an address from an advertisement.
     pub(super) async fn has(&self, address: &str) {
-        let deadline = Instant::now() + PATIENCE;
-        loop {
+        within(async || {
             let shown = self.namespace.ip("-6 addr show dev eth0 scope global");
-            if shown.contains(&format!("inet6 {address}/64")) && !shown.contains("tentative") {
-                return;
-            }
-            assert!(Instant::now() < deadline, "{address}: {shown}");
-            tokio::time::sleep(Duration::from_millis(100)).await;
-        }
+            let formed = shown.contains(&format!("inet6 {address}/64")) && !shown.contains("tentative");
+            formed.then_some(())
+        })
+        .await;
     }
 
     /// Whether an echo request is answered, that comes from the address `from`, or from one that the kernel chooses.
@@ -45,19 +42,7 @@ for number in range(3):
             sys.exit(0)
 sys.exit(1)
 "#;
-        let output = Command::new("ip")
-            .args([
-                "netns",
-                "exec",
-                &self.namespace.0,
-                "python3",
-                "-c",
-                program,
-                to,
-                from,
-            ])
-            .output()
-            .unwrap();
+        let output = self.namespace.python(program).args([to, from]).output().unwrap();
         assert!(output.stderr.is_empty(), "{output:?}");
         output.status.success()
     }
@@ -71,10 +56,7 @@ s.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_MULTICAST_HOPS, 255)
 s.sendto(bytes.fromhex(sys.argv[1]), ('ff02::1', 0, 0, socket.if_nametoindex('eth0')))
 "#;
         let hex: String = message.iter().map(|byte| format!("{byte:02x}")).collect();
-        let said = Command::new("ip")
-            .args(["netns", "exec", &self.namespace.0, "python3", "-c", program, &hex])
-            .output()
-            .unwrap();
+        let said = self.namespace.python(program).args([&hex]).output().unwrap();
         assert!(said.status.success(), "{said:?}");
     }
 }
@@ -92,11 +74,7 @@ async fn guests_with_ipv6_reach_others_and_cannot_spoof() {
     world.ip("addr add fd00:99::2/64 dev eth0 nodad");
     world.ip("link set eth0 up");
     let mut daemon = Daemon::in_network(&namespace.0).await;
-    let spec = v1::NetworkSpec {
-        ipv4_cidr: "10.80.0.0/24".into(),
-        ipv6_cidr: "fd00:80::/64".into(),
-        ..v1::NetworkSpec::default()
-    };
+    let spec = dual_stack();
     let made = daemon.make_network_as("lan", spec.clone()).await.unwrap();
     let state = made.status.unwrap();
     assert_eq!(state.ipv6_gateway, "fd00:80::1");
@@ -105,10 +83,7 @@ async fn guests_with_ipv6_reach_others_and_cannot_spoof() {
         ..spec
     };
     let clash = daemon.make_network_as("other", clash).await.unwrap_err();
-    assert_eq!(
-        refusal(&clash),
-        (Code::FailedPrecondition, "NETWORK_OVERLAPS".into())
-    );
+    assert_refused(&clash, Code::FailedPrecondition, "NETWORK_OVERLAPS");
     for vm in ["a", "b"] {
         daemon.start_in(vm, nic("lan")).await.unwrap();
     }
@@ -185,9 +160,7 @@ async fn an_isolated_network_with_ipv6_is_no_way_out() {
     let mut daemon = Daemon::in_network(&namespace.0).await;
     let spec = v1::NetworkSpec {
         mode: NetworkMode::Isolated.into(),
-        ipv4_cidr: "10.80.0.0/24".into(),
-        ipv6_cidr: "fd00:80::/64".into(),
-        ..v1::NetworkSpec::default()
+        ..dual_stack()
     };
     let made = daemon.make_network_as("lan", spec).await.unwrap();
     daemon.start_in("a", nic("lan")).await.unwrap();

@@ -1,12 +1,13 @@
 //! Packet filter: guests of the tests send packets, and receive the packets that pass.
 
-use std::process::ChildStdout;
-
-use super::*;
+use super::{
+    guest::{Program, world},
+    *,
+};
 
 impl Guest {
     /// One in place of a running VM, whose process is killed, with the VM's IPv4 address and a route to the gateway.
-    async fn in_place_of(node: &Namespace, daemon: &Daemon, vm: &str) -> Self {
+    pub(super) async fn in_place_of(node: &Namespace, daemon: &Daemon, vm: &str) -> Self {
         let running = daemon.get(vm).await.unwrap();
         let nic = status(&running).nics[0].clone();
         daemon.kill_vm(vm).await.unwrap();
@@ -42,8 +43,8 @@ for port in ports:
     s.sendto(text.encode(), (to, int(port)))
 "#;
         let ports = ports.iter().map(u16::to_string);
-        let output = Command::new("ip")
-            .args(["netns", "exec", &self.0, "python3", "-c", program])
+        let output = self
+            .python(program)
             .args([from, &port.to_string(), to, text])
             .args(ports)
             .output()
@@ -52,16 +53,10 @@ for port in ports:
     }
 }
 
-/// Receiver of the datagrams to some ports of a namespace.
-struct Ear {
-    process: Child,
-    output: BufReader<ChildStdout>,
-}
-
-impl Ear {
-    /// Simultaneous datagrams are reported in the order of `ports`.
-    fn on(namespace: &Namespace, ports: &[u16]) -> Self {
-        let program = r#"
+/// Receives the datagrams to some ports of a namespace. It prints the port and the datagram of each,
+/// as "7000 hello", and an empty line after a timeout. The order of simultaneous ones is that of `ports`.
+fn listen(namespace: &Namespace, ports: &[u16]) -> Program {
+    let program = r#"
 import select, socket, sys
 sockets = []
 for port in sys.argv[1:]:
@@ -74,31 +69,8 @@ while ready := select.select(sockets, [], [], 20)[0]:
         if s in ready:
             print(s.getsockname()[1], s.recv(2000).decode(), flush=True)
 "#;
-        let mut process = Command::new("ip")
-            .args(["netns", "exec", &namespace.0, "python3", "-c", program])
-            .args(ports.iter().map(u16::to_string))
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let output = BufReader::new(process.stdout.take().unwrap());
-        let mut ear = Self { process, output };
-        assert_eq!(ear.next(), "ready");
-        ear
-    }
-
-    /// "7000 hello": the port and its datagram. Empty after a timeout.
-    fn next(&mut self) -> String {
-        let mut line = String::new();
-        self.output.read_line(&mut line).unwrap();
-        line.trim_end().to_owned()
-    }
-}
-
-impl Drop for Ear {
-    fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
-    }
+    let ports = ports.iter().map(u16::to_string);
+    Program::start(namespace.python(program).args(ports))
 }
 
 #[tokio::test]
@@ -115,11 +87,8 @@ async fn foreign_port_of_a_bridge_reaches_neither_guests_nor_the_node() {
         ..nic("lan")
     };
     let refused = daemon.start_in("c", plain).await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::FailedPrecondition, "NETWORK_BRIDGE".into())
-    );
-    assert!(refused.message().contains("`network: lan`"), "{refused}");
+    assert_refused(&refused, Code::FailedPrecondition, "NETWORK_BRIDGE");
+    assert_says(&refused, "`network: lan`");
 
     let (a, b) = (
         Guest::in_place_of(&namespace, &daemon, "a").await,
@@ -139,8 +108,8 @@ async fn foreign_port_of_a_bridge_reaches_neither_guests_nor_the_node() {
     }
     namespace.ip(&format!("addr add 10.80.0.98/32 dev {bridge}"));
     namespace.run("nft delete table inet vmmd");
-    let mut guest = Ear::on(&a.namespace, &[7000]);
-    let mut node = Ear::on(&namespace, &[7001]);
+    let mut guest = listen(&a.namespace, &[7000]);
+    let mut node = listen(&namespace, &[7001]);
     let lie = || {
         let source = |from| (from, 7000);
         stranger
@@ -163,11 +132,8 @@ async fn foreign_port_of_a_bridge_reaches_neither_guests_nor_the_node() {
 }
 
 /// A server in a namespace that sends each client the address on which it listens.
-struct Server(Child);
-
-impl Server {
-    fn at(namespace: &Namespace, address: &str, port: u16) -> Self {
-        let program = r#"
+fn serve(namespace: &Namespace, address: &str, port: u16) -> Program {
+    let program = r#"
 import socket, sys
 address, port = sys.argv[1:]
 s = socket.create_server((address, int(port)), family=socket.AF_INET6 if ':' in address else socket.AF_INET)
@@ -175,26 +141,7 @@ print('ready', flush=True)
 while True:
     s.accept()[0].sendall(address.encode())
 "#;
-        let mut process = Command::new("ip")
-            .args(["netns", "exec", &namespace.0, "python3", "-c", program])
-            .args([address, &port.to_string()])
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let mut said = String::new();
-        BufReader::new(process.stdout.take().unwrap())
-            .read_line(&mut said)
-            .unwrap();
-        assert_eq!(said, "ready\n");
-        Self(process)
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
+    Program::start(namespace.python(program).args([address, &port.to_string()]))
 }
 
 /// First data of a server.
@@ -205,8 +152,8 @@ address, port = sys.argv[1:]
 s = socket.create_connection((address, int(port)), 5)
 print(s.recv(100).decode())
 "#;
-    let output = Command::new("ip")
-        .args(["netns", "exec", &namespace.0, "python3", "-c", program])
+    let output = namespace
+        .python(program)
         .args([address, &port.to_string()])
         .output()
         .unwrap();
@@ -218,12 +165,7 @@ async fn a_published_port_takes_nothing_away_that_the_node_serves() {
     let namespace = Namespace::new();
     namespace.ip("link set lo up");
     let mut daemon = Daemon::in_network(&namespace.0).await;
-    let spec = v1::NetworkSpec {
-        ipv4_cidr: "10.80.0.0/24".into(),
-        ipv6_cidr: "fd00:80::/64".into(),
-        ..v1::NetworkSpec::default()
-    };
-    daemon.make_network_as("lan", spec).await.unwrap();
+    daemon.make_network_as("lan", dual_stack()).await.unwrap();
     let publishing = |ports: &[(v1::PortProtocol, u32)]| NicSpec {
         published_ports: ports
             .iter()
@@ -238,32 +180,26 @@ async fn a_published_port_takes_nothing_away_that_the_node_serves() {
     let (tcp, udp) = (v1::PortProtocol::Tcp, v1::PortProtocol::Udp);
     let mut vms = ["a", "b", "c"].into_iter();
     for address in ["0.0.0.0", "::"] {
-        let _server = Server::at(&namespace, address, 8080);
+        let _server = serve(&namespace, address, 8080);
         let refused = daemon
             .start_in(vms.next().unwrap(), publishing(&[(tcp, 8080)]))
             .await;
         let refused = refused.unwrap_err();
-        assert_eq!(
-            refusal(&refused),
-            (Code::FailedPrecondition, "PORT_IN_USE".into())
-        );
-        assert!(refused.message().contains("the node itself"), "{refused}");
+        assert_refused(&refused, Code::FailedPrecondition, "PORT_IN_USE");
+        assert_says(&refused, "the node itself");
     }
     let twice = publishing(&[(tcp, 8081), (udp, 8081), (tcp, 8081)]);
     let refused = daemon.start_in(vms.next().unwrap(), twice).await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::FailedPrecondition, "PORT_IN_USE".into())
-    );
+    assert_refused(&refused, Code::FailedPrecondition, "PORT_IN_USE");
 
-    let _servers = ["127.0.0.1", "::1"].map(|address| Server::at(&namespace, address, 9000));
+    let _servers = ["127.0.0.1", "::1"].map(|address| serve(&namespace, address, 9000));
     let published = publishing(&[(tcp, 9000), (tcp, 9001), (udp, 53)]);
     let addresses = daemon.start_in("d", published).await.unwrap();
     for address in ["127.0.0.1", "::1"] {
         assert_eq!(said(&namespace, address, 9000), address);
     }
     // Published ports stay published, regardless of later listeners.
-    let _later = Server::at(&namespace, "0.0.0.0", 9001);
+    let _later = serve(&namespace, "0.0.0.0", 9001);
     daemon.kill_vm("d").await.unwrap();
     daemon.start_vm("d").await.unwrap();
 
@@ -271,7 +207,7 @@ async fn a_published_port_takes_nothing_away_that_the_node_serves() {
     let expected = format!("0 {}", addresses[0]);
     assert_eq!(guest.resolve("10.80.0.1", "d.lan.internal"), expected);
     // The other addresses of the node lead to the guest.
-    let _served = Server::at(&guest.namespace, "0.0.0.0", 9000);
+    let _served = serve(&guest.namespace, "0.0.0.0", 9000);
     assert_eq!(said(&namespace, "10.80.0.1", 9000), "0.0.0.0");
 }
 
@@ -279,19 +215,14 @@ async fn a_published_port_takes_nothing_away_that_the_node_serves() {
 async fn dhcp_answers_of_a_guest_are_dropped_from_any_port() {
     let namespace = Namespace::new();
     let mut daemon = Daemon::in_network(&namespace.0).await;
-    let spec = v1::NetworkSpec {
-        ipv4_cidr: "10.80.0.0/24".into(),
-        ipv6_cidr: "fd00:80::/64".into(),
-        ..v1::NetworkSpec::default()
-    };
-    daemon.make_network_as("lan", spec).await.unwrap();
+    daemon.make_network_as("lan", dual_stack()).await.unwrap();
     let addresses = daemon.start_in("liar", nic("lan")).await.unwrap();
     daemon.start_in("client", nic("lan")).await.unwrap();
     let liar = Guest::in_place_of(&namespace, &daemon, "liar").await;
     let client = Guest::in_place_of(&namespace, &daemon, "client").await;
     // It can't send from an address that it has not made yet.
     liar.has(&addresses[1]).await;
-    let mut ear = Ear::on(&client.namespace, &[68, 546, 7000]);
+    let mut ear = listen(&client.namespace, &[68, 546, 7000]);
     let lie = || {
         let liar = &liar.namespace;
         liar.send((&addresses[0], 1067), "255.255.255.255", &[68, 7000], "IPv4");
@@ -309,20 +240,9 @@ async fn dhcp_answers_of_a_guest_are_dropped_from_any_port() {
 
 #[tokio::test]
 async fn routed_network_is_reached_from_outside_but_not_from_nat() {
-    let (namespace, world) = (Namespace::new(), Namespace::new());
-    namespace.ip(&format!(
-        "link add world type veth peer name eth0 netns {}",
-        world.0
-    ));
-    namespace.ip("addr add 198.51.100.1/24 dev world");
-    namespace.ip("link set world up");
-    for command in [
-        "addr add 198.51.100.2/24 dev eth0",
-        "link set eth0 up",
-        "route add default via 198.51.100.1",
-    ] {
-        world.ip(command);
-    }
+    let namespace = Namespace::new();
+    let world = world(&namespace);
+    world.ip("route add default via 198.51.100.1");
     let mut daemon = Daemon::in_network(&namespace.0).await;
     let mut guests = Vec::new();
     for (number, mode) in [NetworkMode::Nat, NetworkMode::Routed, NetworkMode::Routed]
@@ -350,8 +270,8 @@ async fn routed_network_is_reached_from_outside_but_not_from_nat() {
     }
     daemon.kill();
     let [nat, routed, other] = guests.try_into().unwrap_or_else(|_| unreachable!());
-    let mut outside = Ear::on(&world, &[7000]);
-    let mut inside = Ear::on(&routed, &[7000]);
+    let mut outside = listen(&world, &[7000]);
+    let mut inside = listen(&routed, &[7000]);
     // The outside is reached, so what does not arrive later did not fail on its first way.
     for (guest, address) in [(&nat, "10.80.0.2"), (&routed, "10.81.0.2"), (&other, "10.82.0.2")] {
         guest.send((address, 7002), "198.51.100.2", &[7000], address);
@@ -362,11 +282,11 @@ async fn routed_network_is_reached_from_outside_but_not_from_nat() {
     world.send(("198.51.100.2", 7001), "10.81.0.2", &[7000], "world");
     assert_eq!([inside.next(), inside.next()], ["7000 routed", "7000 world"]);
     // A guest of the network with NAT answers a datagram to its published port.
-    let mut published = Ear::on(&nat, &[7000]);
+    let mut published = listen(&nat, &[7000]);
     other.send(("10.82.0.2", 7001), "10.82.0.1", &[8000], "question");
     assert_eq!(published.next(), "7000 question");
     drop(published);
-    let mut answered = Ear::on(&other, &[7001]);
+    let mut answered = listen(&other, &[7001]);
     nat.send(("10.80.0.2", 7000), "10.82.0.2", &[7001], "answer");
     assert_eq!(answered.next(), "7001 answer");
     // It is the rules that keep it away.
@@ -385,7 +305,7 @@ async fn a_network_without_ipv6_carries_none() {
     }
     daemon.kill();
     guests[0].ip("addr add fd00::1/64 dev eth0 nodad");
-    let mut ear = Ear::on(&guests[1], &[7000]);
+    let mut ear = listen(&guests[1], &[7000]);
     let send = || {
         guests[0].send(("fd00::1", 7000), "ff02::1%eth0", &[7000], "IPv6");
         guests[0].send(("10.80.0.2", 7000), "255.255.255.255", &[7000], "IPv4");
@@ -400,15 +320,8 @@ async fn a_network_without_ipv6_carries_none() {
 
 #[tokio::test]
 async fn a_sender_of_datagrams_follows_a_published_port_to_another_vm() {
-    let (namespace, world) = (Namespace::new(), Namespace::new());
-    namespace.ip(&format!(
-        "link add world type veth peer name eth0 netns {}",
-        world.0
-    ));
-    namespace.ip("addr add 198.51.100.1/24 dev world");
-    namespace.ip("link set world up");
-    world.ip("addr add 198.51.100.2/24 dev eth0");
-    world.ip("link set eth0 up");
+    let namespace = Namespace::new();
+    let world = world(&namespace);
     let mut daemon = Daemon::in_network(&namespace.0).await;
     daemon
         .make_network("lan", "10.80.0.0/24", NetworkMode::Nat)
@@ -428,7 +341,7 @@ async fn a_sender_of_datagrams_follows_a_published_port_to_another_vm() {
         };
         daemon.start_in(vm, published).await.unwrap();
         let guest = Guest::in_place_of(&namespace, &daemon, vm).await;
-        let mut ear = Ear::on(&guest.namespace, &[7000]);
+        let mut ear = listen(&guest.namespace, &[7000]);
         send(vm);
         assert_eq!(ear.next(), format!("7000 {vm}"));
         daemon.delete(vm, true).await.unwrap();

@@ -14,7 +14,7 @@ use vmmd_api::v1::{self, NetworkMode, NicSpec, PublishedPort};
 
 use super::{NetworkServiceClient, creation, nic};
 use crate::{
-    harness::{Daemon, PATIENCE, status},
+    harness::{Daemon, PATIENCE, metadata_of, status},
     namespace::Namespace,
     shares::is_alive,
     walk::{Round, STORE, Walk},
@@ -136,8 +136,7 @@ fn published() -> NicSpec {
 }
 
 async fn create_vm(daemon: &Daemon) {
-    let mut wanted = daemon.manifest("web", "");
-    wanted.spec.as_mut().unwrap().nics = vec![published()];
+    let wanted = daemon.manifest_with("web", "", |spec| spec.nics = vec![published()]);
     daemon.create(wanted).await.unwrap();
 }
 
@@ -210,10 +209,7 @@ async fn daemon_that_is_killed_before_any_step_leaves_no_network(
 /// Waits until no change to networks is under way. Each waits for the one before, also one that is refused.
 async fn rest(client: &mut Networks) -> Result<(), Status> {
     let nowhere = v1::Network {
-        metadata: Some(v1::ObjectMetadata {
-            name: "nowhere".into(),
-            ..Default::default()
-        }),
+        metadata: metadata_of("nowhere"),
         ..Default::default()
     };
     let request = v1::UpdateNetworkRequest {

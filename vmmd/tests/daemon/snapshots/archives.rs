@@ -1,21 +1,22 @@
 //! Snapshots that go to another node, or come from anywhere.
 
-use std::{fs, io::Write as _, os::unix::fs::MetadataExt as _, time::Instant};
+use std::{fs, io::Write as _, os::unix::fs::MetadataExt as _};
 
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::{Code, Status, Streaming, transport::Channel};
+use tonic::{Code, Status, Streaming};
 use vmmd_api::v1::{
-    self, export_snapshot_response::Message as Exported, image_service_client::ImageServiceClient,
-    import_snapshot_request::Message as Imported, volume_spec,
+    self, export_snapshot_response::Message as Exported, import_snapshot_request::Message as Imported,
+    volume_spec,
 };
 
 use super::{content, with_disk, with_image};
 use crate::{
     console::Client,
     disks::raw,
-    harness::{Daemon, PATIENCE, refusal},
-    operations::{cancel, operations},
+    harness::{Daemon, assert_refused, assert_says, refusal},
+    images::of_path,
+    verbs::within,
 };
 
 /// Length of the header before the first part.
@@ -53,7 +54,7 @@ impl Daemon {
         Ok(answer.into_inner().snapshot.unwrap())
     }
 
-    async fn delete_snapshot(&self, name: &str) -> Result<(), Status> {
+    pub(super) async fn delete_snapshot(&self, name: &str) -> Result<(), Status> {
         let request = v1::DeleteSnapshotRequest {
             name: name.into(),
             ..Default::default()
@@ -68,18 +69,13 @@ impl Daemon {
         let answer = tokio::spawn(async move { client.import_snapshot(ReceiverStream::new(receiver)).await });
         sender.send(open("half", "")).await.unwrap();
         sender.send(data(&archive[..archive.len() / 2])).await.unwrap();
-        let began = Instant::now();
-        while self.snapshot_files().len() < 2 {
-            assert!(!answer.is_finished(), "it ended: {:?}", answer.await);
-            assert!(began.elapsed() < PATIENCE, "nothing of it is there");
-            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
-        }
+        self.wait_snapshot_files(2).await;
         Half { sender, answer }
     }
 
     async fn under_way(&self) -> Vec<v1::Operation> {
         let all = v1::ListOperationsRequest::default();
-        let listed = operations(self).await.list_operations(all).await;
+        let listed = self.operations().await.list_operations(all).await;
         let mut listed = listed.unwrap().into_inner().operations;
         listed.retain(|operation| {
             let phase = operation.phase();
@@ -90,11 +86,11 @@ impl Daemon {
 
     /// Waits until nothing is left of a snapshot, also of its name.
     async fn nothing_left(&self) {
-        let began = Instant::now();
-        while !self.snapshot_files().is_empty() || !self.under_way().await.is_empty() {
-            assert!(began.elapsed() < PATIENCE, "{:?}", self.snapshot_files());
-            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
-        }
+        within(async || {
+            let nothing = self.snapshot_files().is_empty() && self.under_way().await.is_empty();
+            nothing.then_some(())
+        })
+        .await;
         assert!(self.snapshot_names().await.is_empty());
     }
 }
@@ -194,7 +190,7 @@ async fn exported_snapshot_is_restored_as_a_new_vm_on_another_node() {
     console.expect("restored from snapshot of web\r\n").await;
 
     let again = there.import_snapshot("", &archive).await.unwrap_err();
-    assert_eq!(refusal(&again), (Code::AlreadyExists, "SNAPSHOT_EXISTS".into()));
+    assert_refused(&again, Code::AlreadyExists, "SNAPSHOT_EXISTS");
     there.import_snapshot("two", &archive).await.unwrap();
     assert_eq!(there.snapshot_names().await, ["one", "two"]);
     let nameless = there.import_snapshot("No Name", &archive).await.unwrap_err();
@@ -203,7 +199,7 @@ async fn exported_snapshot_is_restored_as_a_new_vm_on_another_node() {
     let again = there.export_snapshot("two").await.unwrap();
     assert_eq!(parts(&again)[1..], parts(&archive)[1..]);
     let none = there.export_snapshot("three").await.unwrap_err();
-    assert_eq!(refusal(&none), (Code::NotFound, "SNAPSHOT_NOT_FOUND".into()));
+    assert_refused(&none, Code::NotFound, "SNAPSHOT_NOT_FOUND");
 }
 
 #[tokio::test]
@@ -258,11 +254,8 @@ async fn truncated_or_changed_archive_is_refused_and_leaves_nothing() {
     }
     for archive in wrong {
         let refused = daemon.import_snapshot("", &archive).await.unwrap_err();
-        assert_eq!(
-            refusal(&refused),
-            (Code::InvalidArgument, "ARCHIVE_DAMAGED".into())
-        );
-        assert!(refused.message().contains("at byte"), "{refused}");
+        assert_refused(&refused, Code::InvalidArgument, "ARCHIVE_DAMAGED");
+        assert_says(&refused, "at byte");
         daemon.nothing_left().await;
     }
 }
@@ -303,11 +296,7 @@ async fn inconsistent_archive_is_refused_and_leaves_nothing() {
         ),
     ] {
         let refused = daemon.import_snapshot("", &archive).await.unwrap_err();
-        assert_eq!(
-            refusal(&refused),
-            (Code::InvalidArgument, reason.into()),
-            "{refused}"
-        );
+        assert_refused(&refused, Code::InvalidArgument, reason);
         daemon.nothing_left().await;
     }
 }
@@ -322,10 +311,7 @@ async fn archive_without_disk_space_is_refused_before_its_data() {
     record.extend([0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x7f]);
     let daemon = Daemon::start().await;
     let refused = daemon.import_snapshot("", &sealed(&parts)).await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::ResourceExhausted, "NODE_DISK_FULL".into())
-    );
+    assert_refused(&refused, Code::ResourceExhausted, "NODE_DISK_FULL");
     daemon.nothing_left().await;
 }
 
@@ -340,10 +326,7 @@ async fn an_import_begins_with_what_it_is_and_has_data_then() {
             .import_snapshot(stream)
             .await
             .unwrap_err();
-        assert_eq!(
-            refusal(&refused),
-            (Code::InvalidArgument, "INVALID_FIELDS".into())
-        );
+        assert_refused(&refused, Code::InvalidArgument, "INVALID_FIELDS");
     }
     daemon.nothing_left().await;
 }
@@ -357,10 +340,10 @@ async fn an_import_that_is_cancelled_or_left_leaves_nothing() {
     let operation = daemon.under_way().await.pop().unwrap();
     assert_eq!(operation.r#type, "snapshot.import");
     let taken = daemon.import_snapshot("half", &archive).await.unwrap_err();
-    assert_eq!(refusal(&taken), (Code::AlreadyExists, "SNAPSHOT_EXISTS".into()));
-    cancel(&daemon, &operation.id).await.unwrap();
+    assert_refused(&taken, Code::AlreadyExists, "SNAPSHOT_EXISTS");
+    daemon.cancel(&operation.id).await.unwrap();
     let cancelled = half.answer.await.unwrap().unwrap_err();
-    assert_eq!(refusal(&cancelled), (Code::Aborted, "CANCELLED".into()));
+    assert_refused(&cancelled, Code::Aborted, "CANCELLED");
     daemon.nothing_left().await;
 
     let half = daemon.half_imported(&archive).await;
@@ -383,7 +366,7 @@ async fn an_import_with_an_id_is_made_once() {
     let made = daemon.import_as("", &archive, "import").await.unwrap();
     assert_eq!(daemon.import_as("", &archive, "import").await.unwrap(), made);
     let other = daemon.import_as("two", &archive, "import").await.unwrap_err();
-    assert_eq!(refusal(&other), (Code::AlreadyExists, "REQUEST_ID_REUSED".into()));
+    assert_refused(&other, Code::AlreadyExists, "REQUEST_ID_REUSED");
     daemon.kill_and_restart().await;
     assert_eq!(daemon.import_as("", &archive, "import").await.unwrap(), made);
     daemon.delete_snapshot("one").await.unwrap();
@@ -417,76 +400,43 @@ async fn a_client_that_stops_reading_costs_nothing_and_is_given_up() {
     let more = resident(&daemon).saturating_sub(before);
     assert!(more < 32 << 20, "{more} bytes");
     let refused = daemon.delete_snapshot("one").await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::FailedPrecondition, "SNAPSHOT_IN_USE".into())
-    );
+    assert_refused(&refused, Code::FailedPrecondition, "SNAPSHOT_IN_USE");
     // With a short patience, the daemon gives the export up, and reports this to a client that
     // reads on.
     drop(stream);
-    fs::create_dir_all(daemon.path("run/fault")).unwrap();
-    fs::write(daemon.path("run/fault/export-patience"), "").unwrap();
+    daemon.fault("export-patience");
     let mut stream = daemon.begin_export("one").await.unwrap();
-    let began = Instant::now();
-    while let Err(refused) = daemon.delete_snapshot("one").await {
-        assert_eq!(refusal(&refused).1, "SNAPSHOT_IN_USE");
-        assert!(began.elapsed() < PATIENCE, "it is not given up");
-        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
-    }
+    within(async || {
+        let refused = daemon.delete_snapshot("one").await.err();
+        if let Some(refused) = &refused {
+            assert_eq!(refusal(refused).1, "SNAPSHOT_IN_USE");
+        }
+        refused.is_none().then_some(())
+    })
+    .await;
     stream.message().await.unwrap().unwrap();
     let stalled = rest(stream).await.unwrap_err();
-    assert_eq!(
-        refusal(&stalled),
-        (Code::DeadlineExceeded, "EXPORT_STALLED".into())
-    );
+    assert_refused(&stalled, Code::DeadlineExceeded, "EXPORT_STALLED");
 }
 
 #[tokio::test]
 async fn a_disk_that_another_vm_has_by_now_is_not_put_back() {
     let daemon = Daemon::start().await;
     daemon.make(raw("data", 4096), None).await.unwrap();
-    daemon.create(with_named(&daemon, "web", "data")).await.unwrap();
-    daemon.start_vm("web").await.unwrap();
+    daemon.run_vm(with_named(&daemon, "web", "data")).await;
     daemon.snapshot("one", "web", true).await.unwrap();
     daemon.kill_vm("web").await.unwrap();
-    let detach = v1::DetachDiskRequest {
-        vm: "web".into(),
-        disk: "root".into(),
-        ..Default::default()
-    };
-    daemon.client().detach_disk(detach).await.unwrap();
+    daemon.detach("web", "root", 0, false).await.unwrap();
     daemon.create(with_named(&daemon, "other", "data")).await.unwrap();
     let refused = daemon.restore("one", "", false).await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::FailedPrecondition, "DISK_IN_USE".into())
-    );
+    assert_refused(&refused, Code::FailedPrecondition, "DISK_IN_USE");
 }
 
 /// Makes an image of a content that is always the same.
 async fn import_image(daemon: &Daemon, name: &str) {
     let path = daemon.path("golden.raw");
     fs::write(&path, vec![5; 8192]).unwrap();
-    let image = v1::Image {
-        metadata: Some(v1::ObjectMetadata {
-            name: name.into(),
-            ..Default::default()
-        }),
-        spec: Some(v1::ImageSpec {
-            source: Some(v1::image_spec::Source::Path(path.to_str().unwrap().into())),
-            ..Default::default()
-        }),
-        status: None,
-    };
-    let request = v1::ImportImageRequest {
-        image: Some(image),
-        ..Default::default()
-    };
-    images(daemon).await.import_image(request).await.unwrap();
-}
-
-async fn images(daemon: &Daemon) -> ImageServiceClient<Channel> {
-    ImageServiceClient::new(crate::harness::connect(daemon.folder.path()).await)
+    daemon.import(of_path(name, &path)).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -498,22 +448,17 @@ async fn imported_overlay_uses_the_image_of_the_other_node() {
         clone: v1::DiskClone::Overlay.into(),
     });
     here.make(raw("over", 0), Some(of_image)).await.unwrap();
-    here.create(with_named(&here, "web", "over")).await.unwrap();
-    here.start_vm("web").await.unwrap();
+    here.run_vm(with_named(&here, "web", "over")).await;
     here.snapshot("one", "web", true).await.unwrap();
     let archive = here.export_snapshot("one").await.unwrap();
 
     let missing = there.import_snapshot("", &archive).await.unwrap_err();
-    assert_eq!(refusal(&missing), (Code::NotFound, "IMAGE_NOT_FOUND".into()));
+    assert_refused(&missing, Code::NotFound, "IMAGE_NOT_FOUND");
     there.nothing_left().await;
     import_image(&there, "other").await;
     there.import_snapshot("", &archive).await.unwrap();
-    let delete = v1::DeleteImageRequest {
-        name: "other".into(),
-        ..Default::default()
-    };
-    let used = images(&there).await.delete_image(delete).await.unwrap_err();
-    assert_eq!(refusal(&used), (Code::FailedPrecondition, "IMAGE_IN_USE".into()));
+    let used = there.remove_image("other").await.unwrap_err();
+    assert_refused(&used, Code::FailedPrecondition, "IMAGE_IN_USE");
     there.restore("one", "copy", false).await.unwrap();
     let disk = there.disk("copy-root").await.unwrap();
     assert_eq!(disk.status.unwrap().backing_image, "other");
@@ -521,14 +466,14 @@ async fn imported_overlay_uses_the_image_of_the_other_node() {
 
 /// A VM with a disk of the DiskService.
 fn with_named(daemon: &Daemon, name: &str, disk: &str) -> v1::Vm {
-    let mut vm = daemon.manifest(name, "");
-    vm.spec.as_mut().unwrap().disks.push(v1::DiskSpec {
-        name: "root".into(),
-        source: Some(v1::disk_spec::Source::Disk(disk.into())),
-        cache: v1::DiskCache::Writeback.into(),
-        ..Default::default()
-    });
-    vm
+    daemon.manifest_with(name, "", |spec| {
+        spec.disks.push(v1::DiskSpec {
+            name: "root".into(),
+            source: Some(v1::disk_spec::Source::Disk(disk.into())),
+            cache: v1::DiskCache::Writeback.into(),
+            ..Default::default()
+        });
+    })
 }
 
 #[tokio::test]
@@ -537,13 +482,9 @@ async fn a_disk_that_is_an_overlay_of_another_one_is_not_exported() {
     daemon.make(raw("base", 4096), None).await.unwrap();
     let below = volume_spec::Source::OverlayOf("base".into());
     daemon.make(raw("over", 0), Some(below)).await.unwrap();
-    daemon.create(with_named(&daemon, "web", "over")).await.unwrap();
-    daemon.start_vm("web").await.unwrap();
+    daemon.run_vm(with_named(&daemon, "web", "over")).await;
     daemon.snapshot("one", "web", true).await.unwrap();
     let refused = daemon.export_snapshot("one").await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::FailedPrecondition, "SNAPSHOT_OVERLAY".into())
-    );
+    assert_refused(&refused, Code::FailedPrecondition, "SNAPSHOT_OVERLAY");
     daemon.delete_snapshot("one").await.unwrap();
 }

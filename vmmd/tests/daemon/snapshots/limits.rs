@@ -3,12 +3,13 @@
 use std::{fs, io::Write as _};
 
 use tonic::{Code, Status};
-use vmmd_api::v1::{
-    self, export_snapshot_response::Message as Exported, import_snapshot_request::Message as Imported,
-};
+use vmmd_api::v1;
 
 use super::{create_request, with_image};
-use crate::harness::{Daemon, refusal};
+use crate::{
+    harness::{Daemon, assert_says, refusal},
+    verbs::within,
+};
 
 /// More than the memory of a small VM can take (128 MiB and 4 MiB beside it), and less than two can, or one with a disk of 4 MiB.
 const MAX: &str = "[snapshots]\nmax_bytes = 140000000\n";
@@ -52,24 +53,8 @@ impl Daemon {
 
     /// Exports a snapshot, and imports it under another name.
     async fn copy_of(&self, name: &str, copy: &str) -> Result<v1::Snapshot, Status> {
-        let mut client = self.snapshots().await;
-        let request = v1::ExportSnapshotRequest { name: name.into() };
-        let mut stream = client.export_snapshot(request).await?.into_inner();
-        let message = |message| v1::ImportSnapshotRequest {
-            message: Some(message),
-            ..Default::default()
-        };
-        let mut messages = vec![message(Imported::Open(v1::ImportSnapshotOpen {
-            name: copy.into(),
-            size_bytes: 0,
-        }))];
-        while let Some(part) = stream.message().await? {
-            if let Some(Exported::Data(data)) = part.message {
-                messages.push(message(Imported::Data(data)));
-            }
-        }
-        let imported = client.import_snapshot(tokio_stream::iter(messages)).await?;
-        Ok(imported.into_inner().snapshot.unwrap())
+        let archive = self.export_snapshot(name).await?;
+        self.import_snapshot(copy, &archive).await
     }
 }
 
@@ -90,7 +75,7 @@ async fn snapshot_above_the_quota_is_refused_and_leaves_nothing() {
         "may take 137 MiB",
         "vmmctl snapshot rm",
     ] {
-        assert!(refused.message().contains(said), "{refused}");
+        assert_says(&refused, said);
     }
     daemon.nothing_is_there().await;
     // A complete snapshot counts with its allocated size.
@@ -147,12 +132,11 @@ async fn of_two_snapshots_with_quota_for_one_one_is_taken() {
         taking.push(tokio::spawn(async move { client.create_snapshot(request).await }));
     }
     // Neither snapshot completes before the file exists.
-    let ended = loop {
-        tokio::time::sleep(std::time::Duration::from_millis(5)).await;
-        if let Some(ended) = taking.iter().position(tokio::task::JoinHandle::is_finished) {
-            break taking.swap_remove(ended);
-        }
-    };
+    let ended = within(async || {
+        let ended = taking.iter().position(tokio::task::JoinHandle::is_finished);
+        ended.map(|ended| taking.swap_remove(ended))
+    })
+    .await;
     assert_eq!(refusal(&ended.await.unwrap().unwrap_err()), quota());
     fs::write(&written, "").unwrap();
     taking.remove(0).await.unwrap().unwrap();
@@ -168,15 +152,11 @@ async fn a_vm_has_no_more_snapshots_than_it_may_have() {
     daemon.snapshot("one", "web", false).await.unwrap();
     let refused = daemon.snapshot("two", "web", false).await.unwrap_err();
     assert_eq!(refusal(&refused), quota());
-    assert!(refused.message().contains("max_count_per_vm"), "{refused}");
+    assert_says(&refused, "max_count_per_vm");
     let refused = daemon.copy_of("one", "two").await.unwrap_err();
     assert_eq!(refusal(&refused), quota());
     daemon.snapshot("two", "other", false).await.unwrap();
-    let delete = v1::DeleteSnapshotRequest {
-        name: "one".into(),
-        ..Default::default()
-    };
-    daemon.snapshots().await.delete_snapshot(delete).await.unwrap();
+    daemon.delete_snapshot("one").await.unwrap();
     daemon.snapshot("one", "web", false).await.unwrap();
 }
 

@@ -1,7 +1,6 @@
 //! Snapshots that are deleted when a later one of their VM is complete.
 
 use std::{
-    fs,
     io::Write as _,
     time::{Duration, Instant},
 };
@@ -9,8 +8,8 @@ use std::{
 use tonic::{Code, Status};
 use vmmd_api::{v1, well_known};
 
-use super::{create_request, reached, stopped_behind_its_snapshot, with_id, with_image};
-use crate::harness::{Daemon, PATIENCE, refusal};
+use super::{create_request, stopped_behind_its_snapshot, with_id, with_image};
+use crate::harness::{Daemon, PATIENCE, assert_refused, assert_says};
 
 fn keep(keep_last: u32) -> v1::SnapshotRetention {
     v1::SnapshotRetention {
@@ -102,7 +101,7 @@ async fn a_retention_that_says_nothing_is_refused_and_nothing_is_made() {
     daemon.run("web", "").await;
     let refused = daemon.retained("one", keep(0)).await.unwrap_err();
     assert_eq!(refused.code(), Code::InvalidArgument);
-    assert!(refused.message().contains("keep_last"), "{refused}");
+    assert_says(&refused, "keep_last");
     assert!(daemon.snapshot_names().await.is_empty() && daemon.snapshot_files().is_empty());
 }
 
@@ -131,21 +130,12 @@ async fn a_snapshot_that_is_exported_stays_until_the_next_time() {
 async fn snapshot_cannot_be_deleted_during_its_restore() {
     let (daemon, _) = stopped_behind_its_snapshot().await;
     let waiting = daemon.restore_until("put-back", with_id()).await;
-    let delete = || async {
-        let request = v1::DeleteSnapshotRequest {
-            name: "one".into(),
-            ..Default::default()
-        };
-        daemon.snapshots().await.delete_snapshot(request).await
-    };
-    let refused = delete().await.unwrap_err();
-    assert_eq!(
-        refusal(&refused),
-        (Code::FailedPrecondition, "SNAPSHOT_IN_USE".into())
-    );
-    fs::remove_file(daemon.path("run/fault/put-back")).unwrap();
+
+    let refused = daemon.delete_snapshot("one").await.unwrap_err();
+    assert_refused(&refused, Code::FailedPrecondition, "SNAPSHOT_IN_USE");
+    daemon.release("put-back");
     waiting.await.unwrap().unwrap();
-    delete().await.unwrap();
+    daemon.delete_snapshot("one").await.unwrap();
 }
 
 #[tokio::test]
@@ -154,14 +144,14 @@ async fn expired_snapshot_is_deleted_by_the_next_daemon() {
     daemon.run("web", "").await;
     daemon.snapshot("by-hand", "web", false).await.unwrap();
     daemon.retained("one", keep(1)).await.unwrap();
-    let held = daemon.hold("snapshot-complete");
+    daemon.fault("snapshot-complete");
     let mut client = daemon.snapshots().await;
     let taking = tokio::spawn(async move { client.create_snapshot(request("two", keep(1))).await });
-    reached(&held).await;
+    daemon.reached("snapshot-complete").await;
     assert_eq!(daemon.snapshot_names().await, ["by-hand", "one", "two"]);
     daemon.kill();
     assert!(taking.await.unwrap().is_err());
-    fs::remove_file(&held).unwrap();
+    daemon.release("snapshot-complete");
     daemon.relaunch().await;
     assert_eq!(daemon.snapshot_names().await, ["by-hand", "two"]);
     assert_eq!(daemon.snapshot_files().len(), 2);

@@ -108,7 +108,7 @@ async fn a_disk_that_comes_back_before_the_guest_ejected_it_stays() {
         .unwrap();
     assert_eq!(pending(&kept).len(), 1);
     let refused = daemon.attach("web", root.clone()).await.unwrap_err();
-    assert_eq!(refusal(&refused), (Code::FailedPrecondition, "BUSY".into()));
+    assert_refused(&refused, Code::FailedPrecondition, "BUSY");
     let back = daemon.change("web", |spec| spec.disks.push(root)).await.unwrap();
     assert_eq!((pending(&back).len(), generations(&back)), (0, (3, 3)));
     let told = status(&back)
