@@ -10,16 +10,16 @@ use vmmd_api::v1;
 
 use crate::{
     client::{Client, Kind, Query},
-    contexts::{Connection, Contexts},
+    contexts::{Connection, Contexts, OPTIONS},
     failure::Result,
 };
 
 /// The environment variable by which shells ask for completions.
 pub const VARIABLE: &str = "VMMCTL_COMPLETE";
-/// How long a shell is kept waiting.
+/// Time limit for an answer to a shell.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Answers the shell and ends the program, when it is a shell that has called.
+/// Answers a request of a shell and ends the program, if a shell has started the program.
 pub fn answer(command_line: fn() -> clap::Command) {
     clap_complete::CompleteEnv::with_factory(command_line)
         .var(VARIABLE)
@@ -45,7 +45,7 @@ pub fn vms() -> ArgValueCompleter {
     names::<v1::Vm>()
 }
 
-/// Names of disks that vmmd keeps.
+/// Names of disks that vmmd manages.
 pub fn disks() -> ArgValueCompleter {
     names::<v1::Disk>()
 }
@@ -60,7 +60,7 @@ pub fn images() -> ArgValueCompleter {
     names::<v1::Image>()
 }
 
-/// Ids of operations that are under way.
+/// Ids of operations in progress.
 pub fn operations() -> ArgValueCompleter {
     ArgValueCompleter::new(|word: &OsStr| {
         candidates(word, "operation", async |client: &Client| {
@@ -96,7 +96,7 @@ fn candidates(
         let asked = async { names(&Client::connect(&given).await?).await };
         tokio::time::timeout(PATIENCE, asked).await
     });
-    // Not waiting for a name that is still looked up.
+    // Does not wait for a name lookup in progress.
     runtime.shutdown_background();
     match found {
         Ok(Ok(names)) => beginning_with(word, kind, names),
@@ -121,7 +121,7 @@ fn beginning_with(word: &OsStr, kind: &str, names: Vec<String>) -> Vec<Completio
     fitting.map(CompletionCandidate::new).collect()
 }
 
-/// Which daemon the words typed so far mean.
+/// The daemon that the words typed so far select.
 fn connection(words: impl Iterator<Item = String>) -> Connection {
     let mut given = Connection::default();
     let mut words = words.peekable();
@@ -130,7 +130,7 @@ fn connection(words: impl Iterator<Item = String>) -> Connection {
             Some((option, value)) => (option.to_owned(), Some(value.to_owned())),
             None => (word, None),
         };
-        if !["--context", "--socket", "--endpoint", "--ca", "--cert", "--key"].contains(&option.as_str()) {
+        if !OPTIONS.contains(&option.as_str()) {
             continue;
         }
         let Some(value) = value.or_else(|| words.next()) else {
@@ -154,7 +154,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_daemon_that_is_meant_is_known_from_what_was_typed() {
+    fn typed_options_select_the_daemon() {
         let words = "vmmctl start --context=far --socket /s a --ca ca.crt --key"
             .split(' ')
             .map(str::to_owned);

@@ -1,4 +1,4 @@
-//! Contexts: named daemons in `~/.config/vmmctl/config.toml`, and which daemon a command is for.
+//! Contexts: named daemons in `~/.config/vmmctl/config.toml`, and the selection of the daemon of a command.
 
 use std::{
     collections::BTreeMap,
@@ -23,11 +23,14 @@ const ENV_SOCKET: &str = "VMMD_SOCKET";
 /// The environment variable with the name of a context.
 const ENV_CONTEXT: &str = "VMMCTL_CONTEXT";
 
-/// Which daemon.
+/// Options of [`Connection`]; each has a value.
+pub const OPTIONS: [&str; 6] = ["--context", "--socket", "--endpoint", "--ca", "--cert", "--key"];
+
+/// Options that select the daemon.
 #[derive(Clone, Debug, Default, Args)]
-#[command(next_help_heading = "Which vmmd")]
+#[command(next_help_heading = "Connection")]
 pub struct Connection {
-    /// Context of the configuration file, with how to reach a vmmd [env: VMMCTL_CONTEXT=]
+    /// Context of the configuration file [env: VMMCTL_CONTEXT=]
     #[arg(long, global = true, display_order = 900, value_name = "NAME")]
     pub context: Option<String>,
     /// Socket of a vmmd on this node [env: VMMD_SOCKET=] [default: /run/vmmd/vmmd.sock]
@@ -39,16 +42,16 @@ pub struct Connection {
         conflicts_with = "endpoint"
     )]
     pub socket: Option<PathBuf>,
-    /// A vmmd over TCP: https://HOST:PORT. Needs the next three
+    /// Address of a vmmd over TCP: https://HOST:PORT. Requires --ca, --cert and --key
     #[arg(long, global = true, display_order = 902, value_name = "URL")]
     pub endpoint: Option<String>,
     /// CA of the certificate of that vmmd, PEM
     #[arg(long, global = true, display_order = 903, value_name = "FILE")]
     pub ca: Option<PathBuf>,
-    /// Your certificate for it, PEM
+    /// Your certificate for that vmmd, PEM
     #[arg(long, global = true, display_order = 904, value_name = "FILE")]
     pub cert: Option<PathBuf>,
-    /// The key of your certificate, PEM
+    /// Key of your certificate, PEM
     #[arg(long, global = true, display_order = 905, value_name = "FILE")]
     pub key: Option<PathBuf>,
 }
@@ -121,9 +124,9 @@ impl Context {
             return Ok(Target::Socket(self.socket.unwrap_or_else(|| SOCKET.into())));
         };
         let need = |file: Option<PathBuf>, option: &str, what: &str| {
-            let message = format!("{endpoint} needs {option}: {what}");
+            let message = format!("{endpoint} requires {option}: {what}");
             file.ok_or_else(|| {
-                Failure::new(Code::Usage, message).hint("`vmmd init-certs` on the node makes them")
+                Failure::new(Code::Usage, message).hint("`vmmd init-certs` on the node creates certificates")
             })
         };
         let ca = need(self.ca, "--ca", "the CA of the daemon's certificate")?;
@@ -150,7 +153,7 @@ impl Environment {
     }
 }
 
-/// The daemon that the command line means.
+/// The daemon that the command line selects.
 pub fn target(given: &Connection) -> Result<Target> {
     choose(given, Environment::read(), Contexts::load)
 }
@@ -194,7 +197,8 @@ impl Contexts {
                 .map(PathBuf::from)
         };
         let folder = set("XDG_CONFIG_HOME").or_else(|| Some(set("HOME")?.join(".config")));
-        let folder = folder.ok_or_else(|| Failure::new(Code::Other, "there is no home folder: set HOME"))?;
+        let folder =
+            folder.ok_or_else(|| Failure::new(Code::Other, "the environment variable HOME is not set"))?;
         Ok(folder.join("vmmctl/config.toml"))
     }
 
@@ -212,7 +216,7 @@ impl Contexts {
             }),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Self::default()),
             Err(error) => {
-                let message = format!("can't read {}: {error}", path.display());
+                let message = format!("cannot read {}: {error}", path.display());
                 Err(Failure::new(Code::Invalid, message))
             }
         }
@@ -222,7 +226,7 @@ impl Contexts {
     pub fn save(&self) -> Result<()> {
         let path = Self::file()?;
         let failed =
-            |error: String| Failure::new(Code::Other, format!("can't write {}: {error}", path.display()));
+            |error: String| Failure::new(Code::Other, format!("cannot write {}: {error}", path.display()));
         let text = toml::to_string(self).map_err(|error| failed(error.to_string()))?;
         replace(&path, &text).map_err(|error| failed(error.to_string()))
     }
@@ -230,8 +234,9 @@ impl Contexts {
     /// The context with this name.
     pub fn get(&self, name: &str) -> Result<&Context> {
         self.contexts.get(name).ok_or_else(|| {
-            Failure::new(Code::NotFound, format!("there is no context \"{name}\""))
-                .hint("`vmmctl config get-contexts` lists them, `vmmctl config set-context` makes one")
+            Failure::new(Code::NotFound, format!("there is no context \"{name}\"")).hint(
+                "`vmmctl config get-contexts` lists the contexts, `vmmctl config set-context` creates one",
+            )
         })
     }
 }
@@ -280,7 +285,7 @@ mod tests {
     #[case::socket_variable(given("", ""), Some("/e"), Some("a"), "/e")]
     #[case::context_variable(given("", ""), None, Some("a"), "a:7443")]
     #[case::current(given("", ""), None, None, "/b.sock")]
-    fn what_is_nearer_to_the_command_wins(
+    fn nearest_setting_selects_the_daemon(
         #[case] given: Connection,
         #[case] socket: Option<&str>,
         #[case] context: Option<&str>,
@@ -298,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn options_change_what_a_context_says_and_without_any_it_is_the_usual_socket() {
+    fn options_override_a_context() {
         let mut given = given("context", "a");
         given.cert = Some("/other.crt".into());
         let Target::Remote(remote) = choose(&given, Environment::default(), || Ok(contexts())).unwrap()

@@ -3,6 +3,7 @@
 use std::{error::Error as _, fmt};
 
 use tonic_types::StatusExt as _;
+use vmmd_spec::Violations;
 
 /// Exit codes of vmmctl. They are part of its interface (docs: vmmctl, exit codes).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -78,7 +79,18 @@ impl Failure {
         }
     }
 
-    /// Says what to do next, unless something was said already.
+    /// Violations that were found on this side.
+    pub fn invalid(message: &str, found: Violations) -> Self {
+        let found = found.0.into_iter();
+        Self {
+            violations: found
+                .map(|violation| (violation.field, violation.description))
+                .collect(),
+            ..Self::new(Code::Invalid, message)
+        }
+    }
+
+    /// Adds the next step, unless there is one.
     pub fn hint(mut self, hint: impl Into<Box<str>>) -> Self {
         self.hint.get_or_insert_with(|| hint.into());
         self
@@ -91,6 +103,12 @@ impl Failure {
             self.message = format!("{kind}/{name}: {}", self.message);
         }
         self
+    }
+}
+
+impl From<Failure> for Vec<Failure> {
+    fn from(failure: Failure) -> Self {
+        vec![failure]
     }
 }
 

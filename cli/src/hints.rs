@@ -4,7 +4,10 @@ use std::{collections::BTreeSet, fs, path::Path};
 
 use clap::CommandFactory as _;
 
-use crate::{args::Cli, manifest::schema};
+use crate::{
+    args::{Cli, canonical},
+    manifest::schema,
+};
 
 /// All files below a folder whose names end so.
 fn files(folder: &Path, ending: &str, found: &mut Vec<(String, String)>) {
@@ -122,7 +125,7 @@ fn problem(command: &str, form: Form) -> Option<String> {
     if form == Form::Named && is_choice {
         return None;
     }
-    match Cli::command().try_get_matches_from(words(&command)) {
+    match Cli::command().try_get_matches_from(canonical(words(&command).into_iter().map(Into::into))) {
         Ok(_) => None,
         Err(error) if !error.use_stderr() => None,
         Err(error)
@@ -139,7 +142,7 @@ fn problem(command: &str, form: Form) -> Option<String> {
 }
 
 #[test]
-fn every_command_that_a_message_the_help_or_the_book_advises_exists() {
+fn advised_commands_exist() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     let mut sources = Vec::new();
     for folder in ["cli/src", "vmmd/src"] {
@@ -187,12 +190,12 @@ fn all_help(command: &mut clap::Command, found: &mut Vec<(String, String)>) {
 }
 
 #[test]
-fn the_command_line_is_consistent() {
+fn command_line_is_consistent() {
     Cli::command().debug_assert();
 }
 
 #[test]
-fn a_command_that_does_not_exist_is_found() {
+fn missing_command_is_found() {
     for wrong in ["vmmctl operations", "vmmctl start x --fast"] {
         assert!(problem(wrong, Form::Named).is_some(), "{wrong}");
     }
@@ -220,7 +223,7 @@ fn fields_of(message: &str, found: &mut BTreeSet<String>) {
 }
 
 #[test]
-fn every_field_of_a_manifest_is_in_the_book() {
+fn manifest_fields_are_in_the_book() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     let page = fs::read_to_string(root.join("docs/src/manifest.md")).unwrap();
     let mut fields = BTreeSet::new();
@@ -250,7 +253,7 @@ fn commands(of: &clap::Command, below: &[String], found: &mut Vec<Vec<String>>) 
 }
 
 #[test]
-fn every_command_is_in_the_books_table() {
+fn commands_are_in_the_table_of_the_book() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     let page = fs::read_to_string(root.join("docs/src/vmmctl.md")).unwrap();
     let (_, table) = page.split_once("| command | does |").unwrap();

@@ -27,11 +27,12 @@ use crate::failure::{Code, Failure};
 fn main() -> ExitCode {
     // The completer of a context is added here: `contexts` is below `complete`.
     complete::answer(|| args::Cli::command().mut_arg("context", |option| option.add(complete::contexts())));
-    let cli = args::Cli::try_parse().unwrap_or_else(|error| command::habits::improved(error).exit());
+    let cli = args::Cli::try_parse_from(args::canonical(std::env::args_os()))
+        .unwrap_or_else(|error| command::habits::improved(error).exit());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let result = match runtime {
         Ok(runtime) => runtime.block_on(command::run(cli)),
-        Err(error) => Err(vec![Failure::new(Code::Other, format!("can't start: {error}"))]),
+        Err(error) => Err(vec![Failure::new(Code::Other, format!("cannot start: {error}"))]),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -96,7 +96,7 @@ impl Remote {
             .with_root_certificates(roots)
             .with_client_auth_cert(certificates(&self.cert)?, key);
         let mut config = config.map_err(|error| {
-            let pair = format!("can't be used with the key {}: {error}", self.key.display());
+            let pair = format!("cannot be used with the key {}: {error}", self.key.display());
             invalid(&self.cert, &pair)
         })?;
         config.alpn_protocols = vec![b"h2".to_vec()];
@@ -107,7 +107,7 @@ impl Remote {
     pub async fn open(&self, config: Arc<ClientConfig>) -> Result<Stream> {
         let address = self.address();
         let unreachable = |error: &str| {
-            let message = format!("can't connect to {address}: {error}");
+            let message = format!("cannot connect to {address}: {error}");
             Failure::new(Code::Unavailable, message)
                 .hint("is vmmd running there, and is `[tcp]` in its configuration?")
         };
@@ -161,7 +161,7 @@ impl Remote {
                         about(&format!("is from another CA than those in {ca}"))
                             .hint("take the ca.crt of that node")
                     }
-                    _ => about(&format!("can't be trusted: {wrong}")),
+                    _ => about(&format!("cannot be trusted: {wrong}")),
                 }
             }
             Some(rustls::Error::AlertReceived(alert)) => {
@@ -206,7 +206,7 @@ impl Remote {
 
 fn read(path: &Path) -> Result<Vec<u8>> {
     fs::read(path)
-        .map_err(|error| Failure::new(Code::Invalid, format!("can't read {}: {error}", path.display())))
+        .map_err(|error| Failure::new(Code::Invalid, format!("cannot read {}: {error}", path.display())))
 }
 
 fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> {

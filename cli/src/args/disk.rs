@@ -2,11 +2,71 @@
 
 use std::time::Duration;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
+use vmmd_api::v1::{DiskCache, DiskClone, DiskErrorPolicy, DiskFormat, DiskPreallocation};
 
-use super::{FORMAT, HELP, Label, Output, Timeout, disk_name, duration, image_name, size, vm_name};
-use crate::complete;
-use crate::manifest::quantity;
+use super::{
+    FORMAT, HELP, Label, Output, Timeout, disk_name, duration, image_name, size,
+    value::{Words, words},
+    vm_name,
+};
+use crate::{complete, manifest::quantity};
+
+/// Formats of a disk that vmmd manages.
+const DISK_FORMATS: Words<DiskFormat> = &[
+    ("raw", DiskFormat::Raw, "Byte for byte"),
+    ("qcow2", DiskFormat::Qcow2, "QEMU's format, with overlays"),
+];
+/// Formats of an image file of the node.
+pub const IMAGE_FORMATS: Words<DiskFormat> = &[
+    ("raw", DiskFormat::Raw, "Byte for byte; also for block devices"),
+    ("qcow2", DiskFormat::Qcow2, "QEMU's format"),
+    ("iso", DiskFormat::Iso, "Content of a CD-ROM; read-only"),
+];
+/// How a disk is made from an image.
+pub const CLONES: Words<DiskClone> = &[
+    (
+        "copy",
+        DiskClone::Copy,
+        "Copy the content; the file system shares the blocks where it can",
+    ),
+    (
+        "overlay",
+        DiskClone::Overlay,
+        "Store only the differences from the image; the image cannot be deleted while the disk exists",
+    ),
+];
+const PREALLOCATIONS: Words<DiskPreallocation> = &[
+    ("off", DiskPreallocation::Off, "Allocate space at the first write"),
+    (
+        "metadata",
+        DiskPreallocation::Metadata,
+        "Allocate only the tables of qcow2",
+    ),
+    ("full", DiskPreallocation::Full, "Allocate all space now"),
+];
+/// Use of the node's page cache.
+pub const CACHES: Words<DiskCache> = &[
+    ("none", DiskCache::None, "Bypass the page cache (O_DIRECT)"),
+    (
+        "writeback",
+        DiskCache::Writeback,
+        "Use the page cache; a flush by the guest still reaches stable storage",
+    ),
+];
+/// Actions after an error of the node.
+pub const ERROR_POLICIES: Words<DiskErrorPolicy> = &[
+    (
+        "report",
+        DiskErrorPolicy::Report,
+        "The guest gets an input/output error",
+    ),
+    (
+        "pause",
+        DiskErrorPolicy::Pause,
+        "The VM is paused; `vmmctl resume` tries again",
+    ),
+];
 
 /// `create disk`.
 #[derive(Debug, Args)]
@@ -19,7 +79,7 @@ Examples:
   vmmctl create disk web-root --overlay-of base --size 40Gi
   vmmctl create disk --adopt /var/lib/vmmd/disks/5c1fd9a0-77a4-4b5f-9b34-0d6a0c8c6d2e.raw")]
 pub struct CreateDisk {
-    /// Name of the disk; with --adopt the one that it had, when not given.
+    /// Name of the disk. With --adopt, the earlier name when not given
     #[arg(value_parser = disk_name, add = complete::disks(), required_unless_present = "adopt")]
     pub name: Option<String>,
     /// Size that the guest sees, as in 10Gi; not needed with --from-file or --overlay-of
@@ -31,96 +91,64 @@ pub struct CreateDisk {
         conflicts_with = "adopt"
     )]
     pub size: Option<u64>,
-    /// How it is kept: raw when not given, qcow2 for an overlay.
-    #[arg(long, value_enum)]
+    /// Format of the disk; raw when not given, qcow2 for an overlay
+    #[arg(long, value_parser = words(DISK_FORMATS))]
     pub format: Option<DiskFormat>,
-    /// Whether its space is reserved now, or taken when it is written to (when not given).
-    #[arg(long, value_enum)]
-    pub preallocation: Option<Preallocation>,
-    /// Copy this raw file of the node.
+    /// When space is allocated; off when not given
+    #[arg(long, value_name = "MODE", value_parser = words(PREALLOCATIONS))]
+    pub preallocation: Option<DiskPreallocation>,
+    /// Copy this raw file of the node
     #[arg(long, value_name = "PATH", conflicts_with = "overlay_of")]
     pub from_file: Option<String>,
-    /// Make it of this image.
+    /// Make the disk from this image
     #[arg(long, value_name = "IMAGE", value_parser = image_name, add = complete::images(), conflicts_with_all = ["from_file", "overlay_of", "adopt"])]
     pub from_image: Option<String>,
-    /// Whether it has the content of the image for itself (when not given), or keeps what differs from it.
-    #[arg(long, value_enum, requires = "from_image")]
-    pub clone: Option<CloneMode>,
-    /// The file is raw although it begins as an image of another format does.
+    /// How the disk is made from the image; copy when not given
+    #[arg(long, value_name = "MODE", value_parser = words(CLONES), requires = "from_image")]
+    pub clone: Option<DiskClone>,
+    /// Accept a raw file that begins like an image of another format
     #[arg(long, requires = "from_file")]
     pub any_content: bool,
     /// Store only the differences from this disk; while the overlay exists, this disk cannot be
     /// written to or deleted
     #[arg(long, value_name = "DISK", value_parser = disk_name, add = complete::disks())]
     pub overlay_of: Option<String>,
-    /// Make a disk of this file, which an earlier installation of vmmd left in its folder, as it is.
+    /// Adopt this file, which an earlier installation of vmmd left in its folder, without a copy
     #[arg(long, value_name = "PATH", conflicts_with_all = ["from_file", "overlay_of", "preallocation"])]
     pub adopt: Option<String>,
-    /// Do not wait until it is made: print the operation.
+    /// Do not wait for the end: print the operation
     #[arg(long)]
     pub no_wait: bool,
-    /// Label.
+    /// Label
     #[arg(short, long = "label", value_name = "KEY=VALUE")]
     pub labels: Vec<Label>,
-    /// Print the created disk in this form
     #[arg(short, long, value_name = FORMAT, help = HELP)]
     pub output: Option<Output>,
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub timeout: Timeout,
 }
 
-/// How a disk that vmmd keeps is stored.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum DiskFormat {
-    /// Byte for byte.
-    Raw,
-    /// QEMU's format, with overlays.
-    Qcow2,
-}
-
-/// How a disk is made of an image.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum CloneMode {
-    /// It has the content for itself: blocks are shared where the file system can, else copied.
-    Copy,
-    /// Store only the differences from the image; the image cannot be deleted while the disk exists
-    Overlay,
-}
-
-/// When space is taken.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Preallocation {
-    /// When it is written to.
-    Off,
-    /// Only that of qcow2's own tables.
-    Metadata,
-    /// All of it, now.
-    Full,
-}
-
-/// `resize disk`.
+/// `update disk`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  vmmctl resize disk data --size 40Gi               # one that vmmd keeps
-  vmmctl resize disk root --vm web --size 20Gi      # a file that the VM's spec names
-  vmmctl resize disk db --vm web --rescan           # a block device that has grown")]
-pub struct ResizeDisk {
-    /// Name of the disk: a disk that vmmd keeps, or with --vm a disk of that VM
+  vmmctl update disk data --size 40Gi               # a disk that vmmd manages
+  vmmctl update disk root --vm web --size 20Gi      # a file that the VM's spec names
+  vmmctl update disk db --vm web --rescan           # a block device that has grown")]
+pub struct UpdateDisk {
+    /// Name of the disk: a disk that vmmd manages, or with --vm a disk of that VM
     #[arg(value_parser = disk_name, add = complete::disks())]
     pub name: String,
-    /// The VM in whose spec the disk is; for files and block devices that the spec names by path.
+    /// VM whose spec has the disk; for files and block devices that the spec names by path
     #[arg(long, value_parser = vm_name, add = complete::vms())]
     pub vm: Option<String>,
-    /// The new size, as in 20Gi; never smaller than now.
+    /// New size, as in 20Gi; never smaller than the present size
     #[arg(long, value_name = "SIZE", value_parser = size, required_unless_present = "rescan")]
     pub size: Option<u64>,
-    /// Take the size that a block device of the node has by now.
+    /// Take over the present size of a block device of the node
     #[arg(long, requires = "vm", conflicts_with = "size")]
     pub rescan: bool,
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub timeout: Timeout,
 }
 
@@ -138,95 +166,64 @@ Examples:
   vmmctl attach web --path /srv/iso/debian.iso --format iso --name cd"
 )]
 pub struct Attach {
-    /// Name of the VM.
+    /// Name of the VM
     #[arg(value_parser = vm_name, add = complete::vms())]
     pub vm: String,
-    /// A disk that vmmd keeps.
+    /// Disk that vmmd manages
     #[arg(long, value_parser = disk_name, add = complete::disks(), required_unless_present = "path", conflicts_with_all = ["path", "format"])]
     pub disk: Option<String>,
-    /// An image file or a block device of the node.
+    /// Image file or block device of the node
     #[arg(long, value_name = "PATH", requires = "format")]
     pub path: Option<String>,
     /// Format of the file; never guessed
-    #[arg(long, value_enum)]
-    pub format: Option<ImageFormat>,
-    /// The file is raw although it begins as an image of another format does.
+    #[arg(long, value_parser = words(IMAGE_FORMATS))]
+    pub format: Option<DiskFormat>,
+    /// Accept a raw file that begins like an image of another format
     #[arg(long, requires = "path")]
     pub any_content: bool,
-    /// Name of the disk in the VM; that of the disk, or of the file without its extension, when not given.
+    /// Name of the disk in the VM; the name of the disk, or of the file without its extension, when not given
     #[arg(long)]
     pub name: Option<String>,
-    /// The guest can't write to it.
+    /// The guest cannot write to the disk
     #[arg(long)]
     pub read_only: bool,
     /// Serial that the guest reads (/dev/disk/by-id/virtio-SERIAL); the name when not given
     #[arg(long)]
     pub serial: Option<String>,
-    /// Whether the node's page cache is between guest and disk; none where that works, when not given.
-    #[arg(long, value_enum)]
-    pub cache: Option<Cache>,
-    /// Queues, each with a thread: 1 to 16; the number of vCPUs, at most 4, when not given.
+    /// Use of the node's page cache; none when not given, where the file system supports that
+    #[arg(long, value_parser = words(CACHES))]
+    pub cache: Option<DiskCache>,
+    /// Queues, each with a thread: 1 to 16; the number of vCPUs, at most 4, when not given
     #[arg(long, value_name = "N")]
     pub queues: Option<u32>,
-    /// Bytes of a block: 512 (when not given) or 4096.
+    /// Bytes of a block: 512 (when not given) or 4096
     #[arg(long, value_name = "BYTES", value_parser = quantity::bytes)]
     pub block_size: Option<u64>,
     /// Action when the node cannot carry out a request; report when not given
-    #[arg(long, value_enum)]
-    pub on_error: Option<OnError>,
+    #[arg(long, value_name = "ACTION", value_parser = words(ERROR_POLICIES))]
+    pub on_error: Option<DiskErrorPolicy>,
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub limits: Limits,
-    /// The VM's rate group that it belongs to.
+    /// Rate group of the VM that the disk belongs to
     #[arg(long, value_name = "GROUP", conflicts_with_all = ["bps", "iops", "burst", "burst_ops"])]
     pub rate_group: Option<String>,
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub timeout: Timeout,
 }
 
-/// Format of an image.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum ImageFormat {
-    /// Byte for byte; also for block devices.
-    Raw,
-    /// QEMU's format.
-    Qcow2,
-    /// A CD-ROM's content; read-only.
-    Iso,
-}
-
-/// Whether the node's page cache is used.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Cache {
-    /// No (O_DIRECT).
-    None,
-    /// Yes; a flush by the guest still reaches stable storage
-    Writeback,
-}
-
-/// Action after an error of the node.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum OnError {
-    /// The guest gets an input/output error.
-    Report,
-    /// The VM is paused; `vmmctl resume` tries again.
-    Pause,
-}
-
-/// How much may flow.
+/// Limits on the throughput of a disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Args)]
 pub struct Limits {
-    /// Bytes per second, as in 100Mi; 0 is no limit.
+    /// Bytes per second, as in 100Mi; 0 is no limit
     #[arg(long, value_name = "BYTES", value_parser = quantity::bytes)]
     pub bps: Option<u64>,
-    /// Requests per second; 0 is no limit.
+    /// Requests per second; 0 is no limit
     #[arg(long, value_name = "N")]
     pub iops: Option<u64>,
-    /// Bytes that may flow at once after a pause; what flows in 100 ms when 0 or not given.
+    /// Bytes allowed at once after a pause; the amount of 100 ms when 0 or not given
     #[arg(long, value_name = "BYTES", value_parser = quantity::bytes)]
     pub burst: Option<u64>,
-    /// Requests that may flow at once after a pause; what flows in 100 ms when 0 or not given.
+    /// Requests allowed at once after a pause; the amount of 100 ms when 0 or not given
     #[arg(long, value_name = "N")]
     pub burst_ops: Option<u64>,
 }
@@ -234,13 +231,13 @@ pub struct Limits {
 /// `detach`.
 #[derive(Debug, Args)]
 pub struct Detach {
-    /// Name of the VM.
+    /// Name of the VM
     #[arg(value_parser = vm_name, add = complete::vms())]
     pub vm: String,
-    /// Names of disks in the VM.
+    /// Names of disks in the VM
     #[arg(required = true, value_name = "DISK")]
     pub disks: Vec<String>,
-    /// How long the guest may take to let go of it, at most 1h (30s when not given).
+    /// How long the guest may take to release the disk, at most 1h (30s when not given)
     #[arg(long, value_name = "DURATION", value_parser = duration)]
     pub timeout: Option<Duration>,
     /// Remove the disk even when the guest has not released it in time: the guest loses unwritten
@@ -259,40 +256,37 @@ vmmctl limit VM --disk DISK [--bps BYTES] [--iops N] [--burst BYTES] [--burst-op
     after_help = "\
 Examples:
   vmmctl limit web --disk data --bps 200Mi --burst 1Gi
-  vmmctl limit web --disk data --iops 0       # no limit on requests, that on bytes stays
+  vmmctl limit web --disk data --iops 0       # removes the limit on requests; the limit on bytes stays
   vmmctl limit web --group shared --none"
 )]
 pub struct Limit {
-    /// Name of the VM.
+    /// Name of the VM
     #[arg(value_parser = vm_name, add = complete::vms())]
     pub vm: String,
-    /// Name of a disk in the VM.
+    /// Name of a disk in the VM
     #[arg(long, required_unless_present = "group", conflicts_with = "group")]
     pub disk: Option<String>,
-    /// Name of a rate group of the VM.
+    /// Name of a rate group of the VM
     #[arg(long)]
     pub group: Option<String>,
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub limits: Limits,
     /// Remove all limits; without this flag, limits that are not named stay
     #[arg(long, conflicts_with_all = ["bps", "iops", "burst", "burst_ops"])]
     pub none: bool,
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub timeout: Timeout,
 }
 
 /// `stats`.
 #[derive(Debug, Args)]
 pub struct Stats {
-    /// Name of the VM.
+    /// Name of the VM
     #[arg(value_parser = vm_name, add = complete::vms())]
     pub vm: String,
-    /// Only these disks; all when none is named.
+    /// Only these disks; the whole VM without a name
     #[arg(value_name = "DISK")]
     pub disks: Vec<String>,
-    /// How to print them.
     #[arg(short, long, value_name = FORMAT, help = HELP)]
     pub output: Option<Output>,
 }

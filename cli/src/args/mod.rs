@@ -1,77 +1,68 @@
 //! The command line.
 
-use std::path::PathBuf;
+use std::{path::PathBuf, time::Duration};
 
-use clap::{Parser, Subcommand};
+use clap::{Args, Parser, Subcommand};
 
 use crate::contexts::Connection;
 
-pub mod cloud_init;
-mod create;
-mod diff;
+mod alias;
 pub mod disk;
 pub mod image;
-pub mod label;
-pub mod memory;
+pub mod kind;
 pub mod migration;
 pub mod network;
-pub mod nic;
 pub mod node;
-mod objects;
 pub mod observe;
-pub mod operation;
+pub mod part;
 pub mod patch;
-pub mod resources;
-pub mod run;
-pub mod share;
-mod show;
 pub mod snapshot;
 pub mod ssh;
-mod targets;
-mod value;
-mod verbs;
+pub mod value;
+pub mod verbs;
+pub mod vm;
 pub mod wait;
 
-pub use self::create::{Apply, Create, CreateVm, CreateWhat, Edit, EditVm, EditWhat, UpdateWhat};
-pub use self::diff::Diff;
-use self::disk::{Attach, Detach, Limit, ResizeDisk, Stats};
-pub use self::objects::{Delete, List, Names, WatchedList};
-pub use self::patch::Patch;
-pub use self::show::{Describe, DescribeWhat, FORMAT, Get, GetVm, GetWhat, HELP, Phase};
-pub use self::targets::{Targets, Timeout, Yes};
-pub use self::value::{Label, Selector, age, disk_name, duration, image_name, operation_id, size, vm_name};
-pub use self::verbs::{
-    Act, Console, DeleteDisk, DeleteObjects, DeleteVm, DeleteWhat, Ending, PortForward, Restart, Screenshot,
-    SendKey, Start, Stop, Type, Vnc,
+pub use self::alias::canonical;
+pub use self::value::{
+    Label, LabelChange, Selector, age, disk_name, duration, image_name, operation_id, size, vm_name,
 };
-pub use self::wait::Wait;
+pub use self::verbs::Targets;
 pub use crate::output::format::Output;
 
-const EXIT_CODES: &str = "\
+/// Name of the value of `--output`.
+pub const FORMAT: &str = "FORMAT";
+/// Help text for the value of `--output`.
+pub const HELP: &str = "How to print: wide, yaml, json, name, jsonpath='{.metadata.name}' (a line for each object), or \
+                        custom-columns=NAME:.metadata.name,PHASE:.status.phase";
+
+const AFTER_HELP: &str = "\
+The grammar is VERB KIND NAME. The kinds are vm, disk, image, network, snapshot, nic, share, operation, event and node.
+Without a kind, a verb is for VMs. `vmmctl help get` lists the kinds of a verb.
+
 Exit codes:
   0  done
   1  another error
   2  wrong command line
-  3  there is no such VM, disk, operation, or file of the node
-  4  it exists already, or differs from what is asked for
-  5  not possible in its present state
+  3  the VM, disk, operation, or file of the node does not exist
+  4  the object exists already, or differs from the request
+  5  not possible in the present state
   6  a manifest, a value or a file is not valid
-  7  vmmd can't be reached, or ended the connection
+  7  vmmd cannot be reached, or ended the connection
   8  not allowed
-  9  the node has not enough memory or space, the VM no free slot, or the like
-  10 no answer in time (also of a guest that does not let go of a disk)
+  9  the node has not enough memory or space, or the VM no free slot
+  10 no answer in time (also of a guest that does not release a disk)
   11 cancelled
-  12 the certificate of vmmd can't be trusted
-  13 done, but a guest that was to power off had to be killed
+  12 the certificate of vmmd is not trusted
+  13 done, but a guest that did not power off was killed
 With several names, the code is that of the first failure; all the others are still tried.";
 
-/// Creates, starts, stops and watches virtual machines and their disks through vmmd.
+/// Manages virtual machines, their disks, images and networks through vmmd
 #[derive(Debug, Parser)]
-#[command(name = "vmmctl", version, max_term_width = 100, after_long_help = EXIT_CODES)]
+#[command(name = "vmmctl", version, max_term_width = 100, after_long_help = AFTER_HELP)]
 #[command(subcommand_required = true, arg_required_else_help = true)]
 pub struct Cli {
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub connection: Connection,
     /// What to do.
     #[command(subcommand)]
@@ -81,21 +72,21 @@ pub struct Cli {
 /// `config`.
 #[derive(Debug, Subcommand)]
 pub enum Config {
-    /// List the contexts.
+    /// List the contexts
     GetContexts,
-    /// Use a context when none is named.
+    /// Select the context for commands without --context
     UseContext {
-        /// Name of the context.
+        /// Name of the context
         name: String,
     },
-    /// Make or change a context: with --endpoint, --ca, --cert and --key, or with --socket.
+    /// Create or change a context: with --endpoint, --ca, --cert and --key, or with --socket
     SetContext {
-        /// Name of the context.
+        /// Name of the context
         name: String,
     },
-    /// Delete a context.
+    /// Delete a context
     DeleteContext {
-        /// Name of the context.
+        /// Name of the context
         name: String,
     },
 }
@@ -103,168 +94,148 @@ pub enum Config {
 /// What to do.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Create or change VMs and disks to match a manifest
-    Apply(Apply),
+    /// List VMs or objects of another kind
+    #[command(subcommand, visible_aliases = ["list", "ls"], disable_help_subcommand = true)]
+    Get(kind::Get),
+    /// Show everything about VMs or objects of another kind
+    #[command(subcommand, disable_help_subcommand = true)]
+    Describe(kind::Describe),
     /// Create a VM or an object of another kind; it must not exist
-    Create(Box<Create>),
-    /// List VMs, or objects of another kind
-    #[command(visible_aliases = ["list", "ls"])]
-    Get(Get),
-    /// Show everything about VMs, or about objects of another kind
-    Describe(Describe),
-    /// Change a VM in an editor ($VISUAL, $EDITOR or vi).
-    Edit(Edit),
-    /// Print what `apply` would change; ends with 4 when that is something.
-    Diff(Diff),
-    /// Change fields of a VM by a merge patch, or one by one.
-    Patch(Box<Patch>),
+    #[command(subcommand, disable_help_subcommand = true)]
+    Create(kind::Create),
     /// Change a VM or an object of another kind, field by field
-    Update {
-        /// Kind of the object.
-        #[command(subcommand)]
-        what: UpdateWhat,
-    },
-    /// Set (KEY=VALUE) and remove (KEY-) labels of VMs and disks.
-    Label(label::Label),
-    /// Set (KEY=VALUE) and remove (KEY-) annotations of VMs and disks.
-    Annotate(label::Label),
-    /// Wait until VMs are as they are to be, or an operation has ended.
-    Wait(Wait),
-    /// Start stopped VMs.
-    Start(Start),
-    /// Press the reset button of running VMs: their guests are not asked.
-    Reset(Act),
-    /// Do something with an operation.
-    Operation {
-        /// What.
-        #[command(subcommand)]
-        what: operation::Operation,
-    },
-    /// Ask guests to power off; kill guests that still run when the grace period ends
-    Stop(Stop),
-    /// Stop VMs, then start them.
-    Restart(Restart),
-    /// Hold the vCPUs of running VMs.
-    Pause(Act),
-    /// Resume paused VMs
-    Resume(Act),
+    #[command(subcommand, disable_help_subcommand = true)]
+    Update(kind::Update),
+    /// Change a VM or a disk in an editor ($VISUAL, $EDITOR or vi)
+    #[command(subcommand, disable_help_subcommand = true)]
+    Edit(kind::Edit),
     /// Delete stopped VMs (their disks stay), or objects of another kind
-    #[command(visible_alias = "rm")]
-    Delete(DeleteObjects),
-    /// Add a disk to a VM; one that runs gets it at once.
-    Attach(Box<Attach>),
-    /// Take a disk from a VM; one that runs is asked to let go of it first.
-    Detach(Detach),
-    /// Make a disk larger; a running guest sees it at once.
-    Resize {
-        /// Of what.
-        #[command(subcommand)]
-        what: Resize,
-    },
-    /// Make a VM of an image and start it.
-    Run(Box<run::Run>),
-    /// Import images, which disks are made of, list and delete them.
-    Image {
-        /// What.
-        #[command(subcommand)]
-        what: image::Image,
-    },
-    /// Give a VM another NIC, take one away, or change one.
-    Nic {
-        /// What.
-        #[command(subcommand)]
-        what: nic::Nic,
-    },
-    /// Share a directory of the node with a VM, take a share away, or list them.
-    Share {
-        /// What.
-        #[command(subcommand)]
-        what: share::Share,
-    },
-    /// Make, show and delete networks of the node.
-    Network {
-        /// What.
-        #[command(subcommand)]
-        what: network::Network,
-    },
+    #[command(subcommand, visible_alias = "rm", disable_help_subcommand = true)]
+    Delete(kind::Delete),
+    /// Create or change VMs and disks to match a manifest
+    Apply(vm::Apply),
+    /// Print the changes that `apply` would make; ends with 4 if there are any
+    Diff(vm::Files),
+    /// Create a VM from an image and start it
+    Run(Box<vm::Run>),
+    /// Start stopped VMs
+    Start(verbs::Start),
+    /// Ask guests to power off; kill guests that still run when the grace period ends
+    Stop(verbs::Stop),
+    /// Stop VMs, then start them
+    Restart(verbs::Restart),
+    /// Press the reset button of running VMs, without the consent of their guests
+    Reset(verbs::Act),
+    /// Pause the vCPUs of running VMs
+    Pause(verbs::Act),
+    /// Resume paused VMs
+    Resume(verbs::Act),
+    /// Wait for a state of VMs, or for the end of an operation
+    Wait(wait::Wait),
+    /// Add a disk to a VM; a running VM gets it at once
+    Attach(Box<disk::Attach>),
+    /// Remove disks from a VM; the guest of a running VM is asked to release them first
+    Detach(disk::Detach),
+    /// Change the throughput limits of a disk of a VM, or of a group of disks
+    Limit(disk::Limit),
     /// Change the resources of a VM
-    Set {
-        /// Of what.
-        #[command(subcommand)]
-        what: memory::Set,
-    },
-    /// Change how much may flow through a disk of a VM, or through a group of them.
-    Limit(Limit),
+    #[command(subcommand, disable_help_subcommand = true)]
+    Set(vm::Set),
+    /// Set (KEY=VALUE) and remove (KEY-) labels of VMs and disks
+    Label(verbs::Labels),
+    /// Set (KEY=VALUE) and remove (KEY-) annotations of VMs and disks
+    Annotate(verbs::Labels),
     /// Show the usage and counters of a running VM: processors, memory, NICs, disks with their
     /// latencies
-    Stats(Stats),
-    /// Show what running VMs use of the node, again and again.
+    Stats(disk::Stats),
+    /// Show the resource usage of running VMs, repeatedly
     Top(observe::Top),
-    /// Show the events of the node
-    Events(observe::Events),
     /// Print the output of a guest's serial port, or the log of its vmm
     Logs(observe::Logs),
     /// Collect everything about a VM into one archive for troubleshooting
     Diagnose(observe::Diagnose),
-    /// Take, list and delete snapshots of VMs.
-    Snapshot {
-        /// What.
-        #[command(subcommand)]
-        what: snapshot::Snapshot,
-    },
-    /// Restore a VM from a snapshot.
-    Restore(snapshot::Restore),
-    /// Create VMs from a snapshot; they share the memory that none of them changes.
-    Clone(snapshot::Clone),
-    /// Move a running VM to another node.
-    Migrate(migration::Migrate),
-    /// Attach the terminal to a VM's serial console; ^] leaves.
-    Console(Console),
-    /// Show the screen of a VM in a VNC viewer, or let viewers connect.
-    Vnc(Vnc),
-    /// Make ports of this machine lead to ports of a VM in a network of its node, through vmmd.
-    PortForward(PortForward),
-    /// Log in to a VM in a network of its node by SSH, through vmmd: no address or port of it has to be reachable from here.
+    /// Attach the terminal to the serial console of a VM; ^] detaches
+    Console(verbs::Console),
+    /// Show the screen of a VM in a VNC viewer, or let viewers connect
+    Vnc(verbs::Vnc),
+    /// Write a picture of the screen of a VM to a PNG file
+    Screenshot(verbs::Screenshot),
+    /// Press keys on the keyboard of a VM
+    SendKey(verbs::SendKey),
+    /// Type a text on the keyboard of a VM
+    Type(verbs::Type),
+    /// Forward ports of this machine to ports of a VM in a network of its node, through vmmd
+    PortForward(verbs::PortForward),
+    /// Log in to a VM in a network of its node by SSH, through vmmd: no port of the VM must be reachable from here
     Ssh(ssh::Ssh),
-    /// Copy files to and from such a VM.
+    /// Copy files to and from a VM in a network of its node, through vmmd
     Scp(ssh::Scp),
-    /// Write a picture of the screen of a VM to a PNG file.
-    Screenshot(Screenshot),
-    /// Press keys on the keyboard of a VM.
-    SendKey(SendKey),
-    /// Type a text on the keyboard of a VM.
-    Type(Type),
-    /// Show the node (capacity, committed resources, conditions), cordon, drain and uncordon it,
-    /// check whether a VM fits
+    /// Restore a VM from a snapshot
+    Restore(snapshot::Restore),
+    /// Create VMs from a snapshot; they share memory until they change it
+    Clone(snapshot::Clone),
+    /// Move a running VM to another node
+    #[command(subcommand, disable_help_subcommand = true)]
+    Migrate(migration::Migrate),
+    /// Upload and prune images
+    #[command(subcommand)]
+    Image(image::Image),
+    /// Export and import snapshots
+    #[command(subcommand)]
+    Snapshot(snapshot::Snapshot),
+    /// Cordon, drain and uncordon the node, and check whether a VM fits
+    #[command(subcommand)]
     Node(node::Node),
-    /// Keep how to reach the vmmd of other nodes, by name.
-    Config {
-        /// What.
-        #[command(subcommand)]
-        what: Config,
-    },
-    /// Print the completion script for a shell.
+    /// Cancel an operation
+    #[command(subcommand)]
+    Operation(Operation),
+    /// Manage named connections to the vmmd of other nodes
+    #[command(subcommand)]
+    Config(Config),
+    /// Print the completion script for a shell
     Completion {
-        /// Which shell.
+        /// Name of the shell
         shell: clap_complete::Shell,
     },
-    /// Print the versions of vmmctl and vmmd.
+    /// Print the versions of vmmctl and vmmd
     Version {
-        /// Only that of vmmctl; needs no daemon.
+        /// Print only the version of vmmctl; needs no daemon
         #[arg(long)]
         client: bool,
     },
-    /// Write man pages and completion scripts (for packagers).
+    /// Write man pages and completion scripts (for packagers)
     #[command(hide = true)]
     Generate {
-        /// Folder to write them into.
+        /// Folder to write them into
         directory: PathBuf,
     },
 }
 
-/// `resize`.
+/// Verbs of `operation`.
 #[derive(Debug, Subcommand)]
-pub enum Resize {
-    /// Make a disk larger.
-    Disk(ResizeDisk),
+pub enum Operation {
+    /// End an operation early: a start leaves the VM stopped, a graceful stop leaves it running
+    Cancel {
+        /// Id of the operation, as `vmmctl get operation` shows it
+        #[arg(value_parser = operation_id, add = crate::complete::operations())]
+        id: String,
+        #[command(flatten)]
+        timeout: Timeout,
+    },
+}
+
+/// How long a change may take.
+#[derive(Clone, Copy, Debug, Default, Args)]
+pub struct Timeout {
+    /// Give up after this time, at most 1h; a start or stop in progress is cancelled
+    #[arg(long, value_name = "DURATION", value_parser = duration)]
+    pub timeout: Option<Duration>,
+}
+
+/// Confirmation that data may be destroyed.
+#[derive(Clone, Copy, Debug, Default, Args)]
+pub struct Yes {
+    /// Do not ask before data is destroyed; required without a terminal
+    #[arg(short = 'y', long)]
+    pub yes: bool,
 }

@@ -1,49 +1,43 @@
-//! The command line of `patch`.
+//! Arguments of `update vm`: a merge patch, or fields with their values.
 
-use std::{path::PathBuf, time::Duration};
+use std::path::PathBuf;
 
 use clap::{ArgGroup, Args};
 use serde_json::Value as Json;
 
-use super::{Timeout, duration, vm_name};
+use super::{Timeout, vm::Restarted, vm_name};
 use crate::complete;
 
-/// `patch`.
+/// `update vm`.
 #[derive(Debug, Args)]
 #[command(group = ArgGroup::new("change").required(true).multiple(true))]
 #[command(after_help = "\
 Examples:
-  vmmctl patch web --set spec.cpu.cores=4
-  vmmctl patch web --set spec.memory.sizeBytes=2Gi --restart
-  vmmctl patch web --set 'spec.disks[data].rateLimit.operationsPerSecond=500'
-  vmmctl patch web --set metadata.labels.tier=null
-  vmmctl patch web -p '{spec: {runPolicy: manual}}'")]
-pub struct Patch {
-    /// Name of the VM.
+  vmmctl update vm web --set spec.cpu.cores=4
+  vmmctl update vm web --set spec.memory.sizeBytes=2Gi --restart
+  vmmctl update vm web --set 'spec.disks[data].rateLimit.operationsPerSecond=500'
+  vmmctl update vm web --set metadata.labels.tier=null
+  vmmctl update vm web -p '{spec: {runPolicy: manual}}'")]
+pub struct UpdateVm {
+    /// Name of the VM
     #[arg(value_parser = vm_name, add = complete::vms())]
     pub name: String,
-    /// A merge patch (RFC 7396) in JSON or YAML: its fields replace those of the VM, null takes one away, a list replaces a list.
+    /// Merge patch (RFC 7396) in JSON or YAML: its fields replace those of the VM, null removes a field, a list replaces a list
     #[arg(short, long, value_name = "PATCH", group = "change")]
     pub patch: Option<String>,
-    /// A file with a merge patch; `-` is standard input.
+    /// File with a merge patch; `-` is standard input
     #[arg(long, value_name = "FILE", group = "change", conflicts_with = "patch")]
     pub patch_file: Option<PathBuf>,
-    /// One field, as in `spec.cpu.cores=4`. Items of lists by name or number: `spec.disks[data].readOnly=true`. `null` takes it
-    /// away; a dot in a key is written `\\.`. May be given several times.
+    /// Field and value, as in `spec.cpu.cores=4`. Items of lists by name or number: `spec.disks[data].readOnly=true`. `null`
+    /// removes the field; a dot in a key is written `\\.`. May be given several times
     #[arg(long, value_name = "PATH=VALUE", group = "change")]
     pub set: Vec<Set>,
-    /// Restart it when something is left that only a start can change.
-    #[arg(long)]
-    pub restart: bool,
-    /// Let the daemon check everything, print what would change, and change nothing.
+    #[command(flatten)]
+    pub restart: Restarted,
+    /// Let the daemon check everything, print the changes, and change nothing
     #[arg(long, conflicts_with = "restart")]
     pub dry_run: bool,
-    /// How long the guest may take to let go of disks (30s when not given), and to power off with --restart (60s); at most
-    /// 1h.
-    #[arg(long, value_name = "DURATION", value_parser = duration)]
-    pub grace: Option<Duration>,
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub timeout: Timeout,
 }
 

@@ -1,7 +1,11 @@
 //! Values of options.
 
-use std::time::Duration;
+use std::{collections::BTreeMap, ffi::OsStr, time::Duration};
 
+use clap::{
+    Arg, Command,
+    builder::{PossibleValue, StringValueParser, TypedValueParser},
+};
 use vmmd_api::v1;
 
 use crate::{client::Kind as _, manifest::quantity};
@@ -70,6 +74,82 @@ impl std::str::FromStr for Selector {
     }
 }
 
+/// A change of labels or annotations.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum LabelChange {
+    /// `KEY=VALUE`.
+    Set(String, String),
+    /// `KEY-`.
+    Remove(String),
+}
+
+impl std::str::FromStr for LabelChange {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match (text.split_once('='), text.strip_suffix('-')) {
+            (Some((key, value)), _) if !key.is_empty() => Ok(Self::Set(key.to_owned(), value.to_owned())),
+            (None, Some(key)) if !key.is_empty() => Ok(Self::Remove(key.to_owned())),
+            _ => Err("must be KEY=VALUE, or KEY- to remove it".into()),
+        }
+    }
+}
+
+impl LabelChange {
+    /// Changes a map of labels.
+    pub fn apply(&self, labels: &mut BTreeMap<String, String>) {
+        match self {
+            Self::Set(key, value) => drop(labels.insert(key.clone(), value.clone())),
+            Self::Remove(key) => drop(labels.remove(key)),
+        }
+    }
+}
+
+/// Words of the command line, each with the value of the API that it stands for, and a help text.
+pub type Words<E> = &'static [(&'static str, E, &'static str)];
+
+/// A parser of an option whose values are words.
+#[derive(Clone)]
+pub struct WordParser<E: 'static>(Words<E>);
+
+/// The parser for these words.
+pub fn words<E: 'static>(words: Words<E>) -> WordParser<E> {
+    WordParser(words)
+}
+
+impl<E: Copy + Send + Sync + 'static> TypedValueParser for WordParser<E> {
+    type Value = E;
+
+    fn parse_ref(&self, command: &Command, arg: Option<&Arg>, value: &OsStr) -> Result<E, clap::Error> {
+        let words = self.0;
+        let parser = StringValueParser::new().try_map(move |given| word(words, &given));
+        parser.parse_ref(command, arg, value)
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        Some(Box::new(self.0.iter().map(|(word, _, help)| match *help {
+            "" => PossibleValue::new(*word),
+            help => PossibleValue::new(*word).help(help),
+        })))
+    }
+}
+
+/// The value that a word stands for; for policies also in the form of the API, `RUN_POLICY_MANUAL`.
+pub fn word<E: Copy>(words: Words<E>, given: &str) -> Result<E, String> {
+    let given = given.to_ascii_lowercase().replace('_', "-");
+    let found = words.iter().find(|(word, ..)| {
+        let prefix = given.strip_suffix(&word.to_ascii_lowercase());
+        prefix.is_some_and(|prefix| prefix.is_empty() || prefix.ends_with("-policy-"))
+    });
+    found.map(|(_, value, _)| *value).ok_or_else(|| {
+        let known: Vec<_> = words.iter().map(|(word, ..)| *word).collect();
+        match known.split_last() {
+            Some((last, rest)) if !rest.is_empty() => format!("must be {} or {last}", rest.join(", ")),
+            _ => format!("must be {}", known.concat()),
+        }
+    })
+}
+
 /// The name of a VM: `web` or, as `-o name` prints it, `vm/web`.
 pub fn vm_name(text: &str) -> Result<String, String> {
     named(text, v1::Vm::WORD, v1::Vm::ONE)
@@ -99,7 +179,7 @@ pub fn named(text: &str, kind: &str, one: &str) -> Result<String, String> {
     }
 }
 
-/// An amount of memory or space. A few bytes are hardly meant: somebody has left out the unit.
+/// An amount of memory or space. Refuses a small number without a unit, whose unit was probably forgotten.
 pub fn size(text: &str) -> Result<u64, String> {
     let bytes = quantity::bytes(text).map_err(|error| error.to_string())?;
     let plain = text.bytes().all(|byte| byte.is_ascii_digit());
@@ -146,7 +226,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_age_may_have_days() {
+    fn age_with_days_is_read() {
         for (text, seconds) in [
             ("90", 90),
             ("1m30s", 90),

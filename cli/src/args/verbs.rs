@@ -1,25 +1,33 @@
-//! Arguments of the commands for existing VMs and disks: `start`, `stop`, `restart`, `delete`,
-//! `console`, `vnc`, `screenshot`, `send-key`, `type`.
+//! Arguments of the verbs for existing VMs: `start`, `stop`, `label`, `console`, `vnc`, `port-forward` and others.
 
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
-use clap::{Args, Subcommand};
+use clap::Args;
 
-use vmmd_api::v1;
-
-use super::{
-    Delete, Selector, Targets, Timeout, Yes, disk_name, duration, nic::DetachNic, share::RemoveShare, vm_name,
-};
+use super::{Selector, Timeout, duration, vm_name};
 use crate::complete;
+
+/// VMs by name, by label, or all.
+#[derive(Clone, Debug, Args)]
+#[group(required = true, multiple = false)]
+pub struct Targets {
+    /// Names of VMs, as NAME or vm/NAME
+    #[arg(value_name = "NAME", value_parser = vm_name, add = complete::vms())]
+    pub names: Vec<String>,
+    /// VMs with this label (KEY=VALUE, KEY!=VALUE or KEY); several must all match
+    #[arg(short = 'l', long, value_delimiter = ',')]
+    pub selector: Vec<Selector>,
+    /// All VMs that the verb applies to
+    #[arg(long)]
+    pub all: bool,
+}
 
 /// `reset`, `pause`, `resume`.
 #[derive(Debug, Args)]
 pub struct Act {
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub targets: Targets,
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub timeout: Timeout,
 }
 
@@ -27,26 +35,22 @@ pub struct Act {
 #[derive(Debug, Args)]
 pub struct Start {
     #[command(flatten)]
-    #[allow(missing_docs)]
-    pub targets: Targets,
-    #[command(flatten)]
-    #[allow(missing_docs)]
-    pub timeout: Timeout,
-    /// Do not wait for the end: print the operation that has begun.
+    pub act: Act,
+    /// Do not wait for the end: print the operation
     #[arg(long)]
     pub no_wait: bool,
 }
 
-/// How a guest is made to end.
+/// How a run ends.
 #[derive(Clone, Copy, Debug, Args)]
 pub struct Ending {
-    /// Do not wait for the end: print the operation that has begun.
+    /// Do not wait for the end: print the operation
     #[arg(long)]
     pub no_wait: bool,
-    /// How long guests may take to power off, at most 1h (60s when not given).
+    /// How long guests may take to power off, at most 1h (60s when not given)
     #[arg(long, value_name = "DURATION", value_parser = duration)]
     pub grace: Option<Duration>,
-    /// Kill them at once, as if the power failed.
+    /// Kill the VMs at once, as a power failure does
     #[arg(long, conflicts_with = "grace")]
     pub force: bool,
 }
@@ -55,16 +59,11 @@ pub struct Ending {
 #[derive(Debug, Args)]
 pub struct Stop {
     #[command(flatten)]
-    #[allow(missing_docs)]
-    pub targets: Targets,
-    #[command(flatten)]
-    #[allow(missing_docs)]
-    pub timeout: Timeout,
-    /// The node goes down: VMs whose run policy starts them are started when it is up again.
+    pub act: Act,
+    /// Stop for a shutdown of the node: run policies start the VMs again after the boot
     #[arg(long)]
     pub evacuate: bool,
     #[command(flatten)]
-    #[allow(missing_docs)]
     pub ending: Ending,
 }
 
@@ -72,156 +71,58 @@ pub struct Stop {
 #[derive(Debug, Args)]
 pub struct Restart {
     #[command(flatten)]
-    #[allow(missing_docs)]
-    pub targets: Targets,
+    pub act: Act,
     #[command(flatten)]
-    #[allow(missing_docs)]
-    pub timeout: Timeout,
-    #[command(flatten)]
-    #[allow(missing_docs)]
     pub ending: Ending,
 }
 
-/// `delete`.
+/// `label`, `annotate`.
 #[derive(Debug, Args)]
-#[command(
-    args_conflicts_with_subcommands = true,
-    subcommand_negates_reqs = true,
-    disable_help_subcommand = true
-)]
-#[command(override_usage = "\
-vmmctl delete [OPTIONS] NAME…
-       vmmctl delete [OPTIONS] -l SELECTOR|--all
-       vmmctl delete [OPTIONS] -f FILE
-       vmmctl delete disk|image|network|snapshot [OPTIONS] NAME…
-       vmmctl delete nic|share [OPTIONS] VM NAME")]
-pub struct DeleteObjects {
-    /// Of what; VMs when nothing is said.
-    #[command(subcommand)]
-    pub what: Option<DeleteWhat>,
-    #[command(flatten)]
-    #[allow(missing_docs)]
-    pub vms: DeleteVm,
-}
-
-/// What is deleted.
-#[derive(Debug, Subcommand)]
-pub enum DeleteWhat {
-    /// Delete VMs: the same as without this word.
-    #[command(visible_alias = "vms")]
-    Vm(DeleteVm),
-    /// Delete disks with their content; refused while a VM or an overlay needs one
-    #[command(visible_alias = "disks")]
-    Disk(DeleteDisk),
-    /// Delete images
-    #[command(visible_alias = "images")]
-    Image(Delete<v1::Image>),
-    /// Delete networks that no VM's spec names
-    #[command(visible_alias = "networks")]
-    Network(Delete<v1::Network>),
-    /// Delete snapshots; VMs that were restored from them are not affected
-    #[command(visible_alias = "snapshots")]
-    Snapshot(Delete<v1::Snapshot>),
-    /// Take a NIC from a VM: the same as `nic detach`
-    Nic(DetachNic),
-    /// Take a share from a VM: the same as `share rm`
-    Share(RemoveShare),
-}
-
-/// `delete disk`.
-#[derive(Debug, Args)]
-pub struct DeleteDisk {
-    /// Names of disks, as NAME or disk/NAME.
-    #[arg(value_name = "NAME", value_parser = disk_name, add = complete::disks(), required_unless_present = "all")]
-    pub names: Vec<String>,
-    /// All disks that no VM and no other disk uses.
-    #[arg(long, conflicts_with = "names")]
+#[command(after_help = "\
+Examples:
+  vmmctl label web db tier=front old-
+  vmmctl label disk/data tier=db
+  vmmctl label -l tier=front zone=a
+  vmmctl annotate web contact=ops@example.com")]
+pub struct Labels {
+    /// Names of VMs (and of disks, as disk/NAME), then pairs to set (KEY=VALUE) and to remove (KEY-)
+    #[arg(required = true, value_name = "NAME|KEY=VALUE|KEY-", add = complete::vms())]
+    pub words: Vec<String>,
+    /// VMs with this label (KEY=VALUE, KEY!=VALUE or KEY); several must all match
+    #[arg(short = 'l', long, value_delimiter = ',')]
+    pub selector: Vec<Selector>,
+    /// All VMs
+    #[arg(long, conflicts_with = "selector")]
     pub all: bool,
-    /// Do not fail for disks that are not there.
-    #[arg(long)]
-    pub ignore_not_found: bool,
     #[command(flatten)]
-    #[allow(missing_docs)]
-    pub yes: Yes,
-    #[command(flatten)]
-    #[allow(missing_docs)]
     pub timeout: Timeout,
-}
-
-/// `delete vm`.
-#[derive(Debug, Args)]
-pub struct DeleteVm {
-    #[command(flatten)]
-    #[allow(missing_docs)]
-    pub doomed: Doomed,
-    /// Kill them first when they run.
-    #[arg(long)]
-    pub force: bool,
-    /// Also delete, with their content, the disks in the VMs' specs that vmmd keeps
-    #[arg(long, conflicts_with_all = ["files", "no_wait"])]
-    pub with_disks: bool,
-    /// Do not wait for the end: print the operation that has begun.
-    #[arg(long, conflicts_with = "files")]
-    pub no_wait: bool,
-    /// Do not fail for VMs and disks that are not there.
-    #[arg(long)]
-    pub ignore_not_found: bool,
-    #[command(flatten)]
-    #[allow(missing_docs)]
-    pub yes: Yes,
-    #[command(flatten)]
-    #[allow(missing_docs)]
-    pub timeout: Timeout,
-}
-
-/// VMs and disks to delete.
-#[derive(Debug, Args)]
-#[group(required = true, multiple = false)]
-pub struct Doomed {
-    /// Names of VMs, as NAME or vm/NAME.
-    #[arg(value_name = "NAME", value_parser = vm_name, add = complete::vms())]
-    pub names: Vec<String>,
-    /// VMs with this label (KEY=VALUE, KEY!=VALUE or KEY); several must all hold.
-    #[arg(
-        short = 'l',
-        long = "selector",
-        value_name = "SELECTOR",
-        value_delimiter = ','
-    )]
-    pub selectors: Vec<Selector>,
-    /// All VMs.
-    #[arg(long)]
-    pub all: bool,
-    /// VMs and disks of a manifest, VMs first; `-` is standard input. May be given several times.
-    #[arg(short, long = "filename", value_name = "FILE")]
-    pub files: Vec<PathBuf>,
 }
 
 /// `console`.
 #[derive(Debug, Default, Args)]
 pub struct Console {
-    /// Name of the VM.
+    /// Name of the VM
     #[arg(value_parser = vm_name, add = complete::vms())]
     pub name: String,
     /// Leave out earlier output
     #[arg(long)]
     pub no_replay: bool,
-    /// The serial port, which every VM has.
+    /// Use the serial port, which every VM has (default)
     #[arg(long)]
     pub serial: bool,
-    /// The virtio-console (hvc0), of a VM that has one.
+    /// Use the virtio-console (hvc0)
     #[arg(long, conflicts_with = "serial")]
     pub hvc: bool,
-    /// Exclude other clients from typing
+    /// Exclude other clients from writing
     #[arg(long)]
     pub exclusive: bool,
-    /// Only read.
+    /// Only read
     #[arg(long, conflicts_with_all = ["exclusive", "force", "send_break"])]
     pub read_only: bool,
-    /// Take the console from other clients that type there; they keep read access
+    /// Take the console from other clients that write to it; they keep read access
     #[arg(long)]
     pub force: bool,
-    /// Begin with a break of the serial line: Linux takes the next key as a SysRq command.
+    /// Begin with a break of the serial line: Linux takes the next key as a SysRq command
     #[arg(long, conflicts_with = "hvc")]
     pub send_break: bool,
 }
@@ -229,22 +130,22 @@ pub struct Console {
 /// `vnc`.
 #[derive(Debug, Args)]
 pub struct Vnc {
-    /// Name of the VM.
+    /// Name of the VM
     #[arg(value_parser = vm_name, add = complete::vms())]
     pub name: String,
-    /// Start no viewer, but let viewers connect at this address until ^C; port 0 takes a free one. The address
-    /// alone opens the screen; with --password the viewer needs the printed password.
+    /// Start no viewer, but let viewers connect to this address until ^C; port 0 selects a free port. Anyone who
+    /// reaches the address sees the screen, unless --password requires the printed password
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub listen: Option<SocketAddr>,
-    /// Start no viewer, but print the address of a page that shows the screen in a browser of the node. It is good for one connection
-    /// and for a minute.
+    /// Start no viewer, but print the address of a page that shows the screen in a browser of the node. The address is valid for
+    /// one connection and one minute
     #[arg(long, conflicts_with_all = ["listen", "password"])]
     pub web: bool,
-    /// Start no viewer, but print where one can connect on the node, and a password. It is good for one connection and for a minute;
-    /// with --listen until ^C.
+    /// Start no viewer, but print an address of the node for viewers, and a password. Both are valid for one connection and one
+    /// minute, with --listen until ^C
     #[arg(long)]
     pub password: bool,
-    /// Look only: keys and the pointer are ignored.
+    /// Ignore keys and the pointer
     #[arg(long)]
     pub view_only: bool,
 }
@@ -257,21 +158,21 @@ Examples:
   vmmctl port-forward web 0.0.0.0:8443:443 5432
   ssh -o ProxyCommand='vmmctl port-forward --stdio %h %p' root@web")]
 pub struct PortForward {
-    /// Name of the VM.
+    /// Name of the VM
     #[arg(value_parser = vm_name, add = complete::vms())]
     pub name: String,
-    /// Port of the guest, or [ADDRESS:]PORT:GUEST-PORT. The address is 127.0.0.1 when not given; port 0 takes a free one.
+    /// Port of the guest, or [ADDRESS:]PORT:GUEST-PORT. The address is 127.0.0.1 when not given; port 0 selects a free port
     #[arg(required = true, value_name = "PORT")]
     pub ports: Vec<Forward>,
-    /// NIC whose address is used; the first one that has an address in a network of the node when not given.
+    /// NIC to connect to; the first NIC with an address in a network of the node when not given
     #[arg(long)]
     pub nic: Option<String>,
-    /// Forward standard input and output, for one connection, instead of a port.
+    /// Forward standard input and output, for one connection, instead of a port
     #[arg(long)]
     pub stdio: bool,
 }
 
-/// A port of the guest, and where it is reached.
+/// A port of the guest, and the address of this machine that leads to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Forward {
     /// Address on this machine, when one is given.
@@ -305,20 +206,20 @@ impl std::str::FromStr for Forward {
 /// `screenshot`.
 #[derive(Debug, Args)]
 pub struct Screenshot {
-    /// Name of the VM.
+    /// Name of the VM
     #[arg(value_parser = vm_name, add = complete::vms())]
     pub name: String,
-    /// PNG file to write; `-` is standard output.
+    /// PNG file to write; `-` is standard output
     pub file: PathBuf,
 }
 
 /// `send-key`.
 #[derive(Debug, Args)]
 pub struct SendKey {
-    /// Name of the VM.
+    /// Name of the VM
     #[arg(value_parser = vm_name, add = complete::vms())]
     pub name: String,
-    /// Keys to press one after the other, such as `enter`, `f2` or `a`; with `+` between them, at once: `ctrl+alt+delete`.
+    /// Keys to press one after the other, such as `enter`, `f2` or `a`; with `+` between them, at once: `ctrl+alt+delete`
     #[arg(required = true, value_name = "KEY")]
     pub keys: Vec<String>,
 }
@@ -326,12 +227,12 @@ pub struct SendKey {
 /// `type`.
 #[derive(Debug, Args)]
 pub struct Type {
-    /// Name of the VM.
+    /// Name of the VM
     #[arg(value_parser = vm_name, add = complete::vms())]
     pub name: String,
-    /// What to type. With a character that the VM's keyboard layout does not have, nothing is typed.
+    /// Text to type. A text with a character that the VM's keyboard layout lacks is refused
     pub text: String,
-    /// Press Enter behind it.
+    /// Press Enter after the text
     #[arg(short, long)]
     pub enter: bool,
 }
@@ -341,7 +242,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_port_is_reached_where_it_is_said() {
+    fn forwarded_port_is_read() {
         let forward = |text: &str| {
             text.parse::<Forward>()
                 .map(|forward| (forward.listen, forward.port))

@@ -2,10 +2,10 @@
 
 use std::{str::FromStr, time::Duration};
 
-use clap::{Args, ValueEnum as _};
+use clap::Args;
 use vmmd_api::v1::{self, ConditionStatus};
 
-use super::{Phase, Selector, duration, operation_id, vm_name};
+use super::{Selector, duration, kind::PHASES, operation_id, value::word, vm_name};
 use crate::complete;
 
 /// `wait`.
@@ -19,25 +19,19 @@ Examples:
   vmmctl wait web --for operation
   vmmctl wait operation/0197c1f0-8a5e-7b63-9c0e-3d1f2a4b5c6d")]
 pub struct Wait {
-    /// Names of VMs, as NAME or vm/NAME, or operations as operation/ID.
-    #[arg(value_name = "NAME|operation/ID", add = complete::vms(), required_unless_present_any = ["selectors", "all"])]
+    /// Names of VMs, as NAME or vm/NAME, or operations as operation/ID
+    #[arg(value_name = "NAME|operation/ID", add = complete::vms(), required_unless_present_any = ["selector", "all"])]
     pub subjects: Vec<Subject>,
-    /// VMs with this label (KEY=VALUE, KEY!=VALUE or KEY); several must all hold.
-    #[arg(
-        short = 'l',
-        long = "selector",
-        value_name = "SELECTOR",
-        value_delimiter = ',',
-        conflicts_with = "subjects"
-    )]
-    pub selectors: Vec<Selector>,
-    /// All VMs that there are now.
-    #[arg(long, conflicts_with_all = ["subjects", "selectors"])]
+    /// VMs with this label (KEY=VALUE, KEY!=VALUE or KEY); several must all match
+    #[arg(short = 'l', long, value_delimiter = ',', conflicts_with = "subjects")]
+    pub selector: Vec<Selector>,
+    /// All VMs that exist now
+    #[arg(long, conflicts_with_all = ["subjects", "selector"])]
     pub all: bool,
-    /// condition=TYPE[=true|false|unknown], phase=PHASE, deleted, or operation: no operation on the VM is under way.
+    /// condition=TYPE[=true|false|unknown], phase=PHASE, deleted, or operation: no operation on the VM is in progress
     #[arg(long = "for", value_name = "STATE", required_unless_present = "subjects")]
     pub wanted: Option<Wanted>,
-    /// How long to wait, at most 1h.
+    /// How long to wait, at most 1h
     #[arg(long, value_name = "DURATION", default_value = "5m", value_parser = duration)]
     pub timeout: Duration,
 }
@@ -63,16 +57,16 @@ impl FromStr for Subject {
     }
 }
 
-/// How a VM is to be.
+/// State to wait for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Wanted {
     /// A condition of this type has this status.
     Condition(String, ConditionStatus),
-    /// In this phase.
+    /// The VM is in this phase.
     Phase(v1::VmPhase),
-    /// Not there.
+    /// The VM does not exist.
     Deleted,
-    /// No operation is under way.
+    /// No operation on the VM is in progress.
     Idle,
 }
 
@@ -84,7 +78,7 @@ impl FromStr for Wanted {
         match (what, rest) {
             ("deleted", "") => Ok(Self::Deleted),
             ("operation", "") => Ok(Self::Idle),
-            ("phase", phase) => Phase::from_str(phase, true).map(|phase| Self::Phase(phase.wire())),
+            ("phase", phase) => word(PHASES, phase).map(Self::Phase),
             ("condition", condition) if !condition.is_empty() => {
                 let (kind, status) = condition.split_once('=').unwrap_or((condition, "true"));
                 let status = match status.to_lowercase().as_str() {
@@ -107,7 +101,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_waited_for_is_read() {
+    fn awaited_state_is_read() {
         let ready = |status| Wanted::Condition("Ready".into(), status);
         for (text, wanted) in [
             ("condition=Ready", ready(ConditionStatus::True)),

@@ -1,4 +1,4 @@
-//! How calls are made: bounded in time, and changes carried out once however often they are sent.
+//! Calls with a time limit. A change is carried out once, also when its request is repeated.
 
 use std::{future::Future, sync::PoisonError, time::Duration};
 
@@ -13,12 +13,12 @@ use crate::failure::{Code, Failure, Result};
 /// Time limit for an answer that takes work, such as building a machine or ending a process, on a
 /// loaded node.
 pub const WORK: Duration = Duration::from_secs(180);
-/// How long it may take to copy or reserve the whole of a disk. A daemon that ends is noticed at once in any case.
+/// Time limit for the copy or preallocation of a disk. The end of the daemon is noticed at once in any case.
 pub const COPY: Duration = Duration::from_secs(24 * 3600);
 
-/// How long a daemon that went away is given to come back before it is asked again.
+/// Time between two attempts to reach a daemon that went away.
 pub const RESTART: Duration = Duration::from_secs(1);
-/// How often a daemon that went away before it answered is asked again.
+/// Number of repeated requests to a daemon that went away before its answer.
 const TRIES: u32 = 5;
 /// Limit on successive attempts to resume a stream (a console, a watch, an operation) that deliver
 /// nothing. The daemon of a busy node takes seconds to return.
@@ -37,7 +37,7 @@ pub async fn call<T>(limit: Duration, call: impl Future<Output = Result<Response
                 reason: NO_ANSWER.into(),
                 ..Failure::new(Code::Timeout, message)
             };
-            Err(failure.hint("`journalctl -u vmmd` on the node may say why"))
+            Err(failure.hint("`journalctl -u vmmd` on the node may show the reason"))
         }
     }
 }
@@ -45,6 +45,34 @@ pub async fn call<T>(limit: Duration, call: impl Future<Output = Result<Response
 /// Whether the daemon was stopped or killed before it answered.
 pub fn went_away(failure: &Failure) -> bool {
     failure.code == Code::Unavailable && matches!(&*failure.reason, "" | "DAEMON_STOPPING")
+}
+
+/// The failure of a watch that the daemon has ended.
+pub fn watch_ended() -> Failure {
+    Failure::new(Code::Unavailable, "vmmd ended the watch").hint("vmmd may be restarting: try again")
+}
+
+/// Runs `attempt` until it succeeds, and again each time that the daemon goes away. `attempt` resets the number of failed
+/// attempts when it makes progress. With `notify`, the user is notified of the first failed attempt.
+pub async fn over_restarts<T>(
+    notify: bool,
+    mut attempt: impl AsyncFnMut(&mut u32) -> Result<T>,
+) -> Result<T> {
+    let mut tries = 0;
+    loop {
+        let lost = match attempt(&mut tries).await {
+            Ok(done) => return Ok(done),
+            Err(failure) => failure,
+        };
+        if !went_away(&lost) || tries == TRIES_TO_GO_ON {
+            return Err(lost);
+        }
+        tries += 1;
+        if notify && tries == 1 {
+            eprintln!("lost the connection to vmmd; continuing when vmmd is back");
+        }
+        tokio::time::sleep(RESTART).await;
+    }
 }
 
 /// Registers the id of a change until the change ends or its caller stops waiting.
@@ -66,8 +94,8 @@ impl Drop for UnderWay<'_> {
 }
 
 impl Client {
-    /// Sends a request that changes something, with an id of its own; and again when the daemon goes away before it has
-    /// answered: with the id it is not carried out twice. `limit` is how long all of it may take.
+    /// Sends a request for a change with a new id, and repeats it when the daemon goes away before its answer: the daemon
+    /// carries out requests with one id once. `limit` bounds all attempts together.
     pub async fn change<Q: Mutation, T, F>(
         &self,
         limit: Duration,
@@ -83,7 +111,7 @@ impl Client {
         self.again(limit, || send(request.clone())).await
     }
 
-    /// Makes a call that may be made any number of times, again when the daemon goes away before it has answered.
+    /// Makes an idempotent call, and repeats it when the daemon goes away before its answer.
     pub async fn again<T, F>(&self, limit: Duration, send: impl Fn() -> F) -> Result<T>
     where
         F: Future<Output = Result<Response<T>, Status>>,
@@ -105,17 +133,17 @@ impl Client {
         call(end.saturating_duration_since(Instant::now()), send()).await
     }
 
-    /// How long a change may take that takes `usual` at most when the user does not say.
+    /// Time limit of the user for a change, or `usual`.
     pub fn limit(&self, usual: Duration) -> Duration {
         self.timeout.unwrap_or(usual)
     }
 
-    /// How long the user lets changes take, when they said so.
+    /// Time limit of the user for changes, if given.
     pub fn timeout(&self) -> Option<Duration> {
         self.timeout
     }
 
-    /// Ids of the changes that are under way.
+    /// Ids of the changes in progress.
     pub fn under_way(&self) -> Vec<String> {
         let ids = self.under_way.lock().unwrap_or_else(PoisonError::into_inner);
         ids.iter().cloned().collect()

@@ -1,4 +1,4 @@
-//! How a daemon is reached: on its UNIX socket, or over TCP.
+//! Connections to a daemon: by its UNIX socket, or over TCP.
 
 use std::{fmt, io, path::Path, sync::Arc};
 
@@ -30,7 +30,7 @@ pub async fn local(socket: &Path) -> Result<Channel> {
             Ok::<_, io::Error>(TokioIo::new(stream))
         }
     });
-    // The address is not used: the connector knows where to go.
+    // The connector does not use the address.
     let endpoint = Endpoint::from_static("http://vmmd").connect_timeout(QUICK);
     let channel = endpoint.connect_with_connector(connector).await;
     channel.map_err(|error| no_vmmd(socket.display(), &error))
@@ -62,7 +62,7 @@ pub async fn over_tcp(remote: Remote) -> Result<Channel> {
 fn no_vmmd(place: impl fmt::Display, error: &tonic::transport::Error) -> Failure {
     Failure::new(
         Code::Unavailable,
-        format!("{place} does not answer as vmmd: {error}"),
+        format!("the server at {place} does not speak the protocol of vmmd: {error}"),
     )
 }
 
@@ -73,18 +73,18 @@ fn unreachable(socket: &Path, error: &io::Error) -> Failure {
             Code::Unavailable,
             format!("vmmd is not running: there is no socket {socket}"),
         )
-        .hint("start it with `systemctl start vmmd`, or name another socket with --socket"),
+        .hint("start it with `systemctl start vmmd`, or select another socket with --socket"),
         io::ErrorKind::ConnectionRefused => Failure::new(
             Code::Unavailable,
-            format!("vmmd is not running: nobody listens on {socket}"),
+            format!("vmmd is not running: no process listens on {socket}"),
         )
-        .hint("start it with `systemctl start vmmd`; `journalctl -u vmmd` says why it ended"),
+        .hint("start it with `systemctl start vmmd`; `journalctl -u vmmd` shows why it ended"),
         io::ErrorKind::PermissionDenied => {
             Failure::new(Code::Permission, format!("no permission to use {socket}")).hint(
                 "run as root, or as a member of the group vmmd (`usermod -aG vmmd USER`, then log in again)",
             )
         }
-        _ => Failure::new(Code::Unavailable, format!("can't connect to {socket}: {error}"))
-            .hint("is that the socket of vmmd? --socket names another"),
+        _ => Failure::new(Code::Unavailable, format!("cannot connect to {socket}: {error}"))
+            .hint("check that this is the socket of vmmd; --socket selects another socket"),
     }
 }

@@ -1,4 +1,4 @@
-//! `apply`: makes sure that the VMs and disks of a manifest exist as it says.
+//! `apply` and `diff`: make the VMs and disks of manifests match, or print the differences.
 
 use std::path::PathBuf;
 
@@ -7,17 +7,18 @@ use vmmd_api::v1;
 use super::{
     act,
     difference::{self, disk_differences},
-    disk, interrupt, parallel,
+    disk,
     update::{self, Done, How},
+    work::{AT_ONCE, guarded, side_by_side},
 };
 use crate::{
-    client::{Client, QUICK, WORK, about_vm, call, empty_answer, send},
+    client::{Client, Kind as _, QUICK, WORK, about_vm, call, empty_answer, send},
     failure::{Code, Failure, Result},
     manifest::{self, Document, Object, quantity},
     output,
 };
 
-/// Reads all files; disks come first in the result, so that VMs find them. A name may be in them only once.
+/// Reads all files; disks come first in the result, so that VMs find them. A name may occur only once.
 pub fn read(files: &[PathBuf]) -> Result<Vec<Document>, Vec<Failure>> {
     let mut documents: Vec<Document> = Vec::new();
     let mut failures = Vec::new();
@@ -40,15 +41,12 @@ pub fn read(files: &[PathBuf]) -> Result<Vec<Document>, Vec<Failure>> {
             format!("{name} is in the manifests twice"),
         ));
     }
-    if failures.is_empty() {
-        Ok(documents)
-    } else {
-        Err(failures)
-    }
+    super::all(failures)?;
+    Ok(documents)
 }
 
-/// Applies each document: disks one after another, as they may be overlays of each other, then VMs side by side. One that
-/// fails does not keep the others from being tried.
+/// Applies each document: disks one after another, as they may be overlays of each other, then VMs side by side. All others
+/// are tried after a failure.
 pub async fn apply(
     client: &Client,
     documents: &[Document],
@@ -67,7 +65,7 @@ pub async fn apply(
         .iter()
         .partition(|document| matches!(document.object, Object::Disk(_)));
     for document in disks {
-        tell(document, one(client, &document.object, start, how).await).map_err(super::one)?;
+        tell(document, one(client, &document.object, start, how).await)?;
     }
     let work = |index: usize| {
         let (client, object) = (
@@ -83,31 +81,62 @@ pub async fn apply(
         }
     };
     let all = (0..vms.len()).collect();
-    let applied = parallel::side_by_side(all, parallel::AT_ONCE, work, |(index, done)| {
+    let applied = side_by_side(all, AT_ONCE, work, |(index, done)| {
         vms.get(index).map_or(Ok(()), |document| tell(document, done))
     });
-    interrupt::guarded(client, applied).await.map_err(super::one)?;
+    guarded(client, applied).await?;
     super::all(failures)
 }
 
 fn report(document: &Document, done: &Done, how: How) -> Result<()> {
     let suffix = if how.dry_run { " (dry run)" } else { "" };
     output::line(format!("{} {}{suffix}", document.title(), done.text))?;
-    done.lines
-        .iter()
-        .try_for_each(|line| output::line(format!("  {line}")))
+    output::indented(&done.lines)
 }
 
-/// Applies one document; with `dry_run` only says what would come of it.
+/// Prints the changes that [`apply`] would make; fails with [`Code::Conflict`] if there are any.
+pub async fn diff(client: &Client, documents: &[Document]) -> Result<(), Vec<Failure>> {
+    let how = How {
+        dry_run: true,
+        ..How::default()
+    };
+    let (mut differs, mut failures) = (0, Vec::new());
+    for document in documents {
+        match one(client, &document.object, false, how).await {
+            Ok(Done { text, .. }) if text == update::UNCHANGED => {}
+            Ok(done) => {
+                differs += 1;
+                let title = format!("{}: to be {}", document.title(), done.text);
+                output::line(title)?;
+                output::indented(&done.lines)?;
+            }
+            Err(failure) => failures.push(document.locate(failure)),
+        }
+    }
+    if differs > 0 && failures.is_empty() {
+        let message = format!("{differs} of {} differ from the manifest", documents.len());
+        failures.push(Failure::new(Code::Conflict, message));
+    }
+    super::all(failures)
+}
+
+/// Applies one document; with `dry_run` only returns the changes.
 pub async fn one(client: &Client, object: &Object, start: bool, how: How) -> Result<Done> {
     match object {
         Object::Vm(vm) => one_vm(client, vm, start, how).await,
-        Object::Disk(request) => one_disk(client, request, how.dry_run).await,
+        Object::Disk(request) => one_disk(client, request, how.dry_run, None).await,
     }
 }
 
-/// Makes a disk that is not there; changes what can be changed of one that is.
-async fn one_disk(client: &Client, request: &v1::CreateDiskRequest, dry_run: bool) -> Result<Done> {
+/// Creates a missing disk, or changes the mutable fields of an existing one.
+///
+/// With `seen`, only a disk in that state is changed.
+pub async fn one_disk(
+    client: &Client,
+    request: &v1::CreateDiskRequest,
+    dry_run: bool,
+    seen: Option<v1::Preconditions>,
+) -> Result<Done> {
     let done = |text: String, lines| Ok(Done { text, lines });
     let wanted = request.disk.clone().unwrap_or_default();
     let name = manifest::disk::name(&wanted);
@@ -130,7 +159,7 @@ async fn one_disk(client: &Client, request: &v1::CreateDiskRequest, dry_run: boo
         return done(update::UNCHANGED.into(), Vec::new());
     }
     if !dry_run {
-        disk::change(client, &wanted, grows).await?;
+        disk::change(client, &wanted, grows, seen).await?;
     }
     let mut texts = Vec::new();
     if !differences.changeable.is_empty() {
@@ -143,7 +172,7 @@ async fn one_disk(client: &Client, request: &v1::CreateDiskRequest, dry_run: boo
 }
 
 async fn one_vm(client: &Client, vm: &v1::Vm, start: bool, how: How) -> Result<Done> {
-    let name = vm.metadata.as_ref().map_or("", |metadata| &metadata.name);
+    let name = vm.name();
     let there = match client.get(name).await {
         Err(failure) if failure.code == Code::NotFound => {
             create(client, vm.clone(), start, how.dry_run).await?;
@@ -173,26 +202,21 @@ async fn one_vm(client: &Client, vm: &v1::Vm, start: bool, how: How) -> Result<D
     Ok(done)
 }
 
-/// Why a VM that was created could not be started now, a line each. Its manifest is right: files, disks or bridges may come
-/// later, or others make room.
+/// Obstacles to a start of a new VM, one per line. The manifest is valid: files, disks, bridges or room may come later.
 pub async fn obstacles(client: &Client, vm: &v1::Vm) -> Vec<String> {
     let request = v1::CheckPlacementRequest { vm: Some(vm.clone()) };
-    // A courtesy: a daemon that does not answer it has made the VM all the same.
+    // Only for information: the VM is created in any case.
     let Ok(answer) = call(QUICK, client.nodes.clone().check_placement(request)).await else {
         return Vec::new();
     };
     let line =
-        |problem: v1::PlacementProblem| format!("can't start yet: {} ({})", problem.message, problem.reason);
+        |problem: v1::PlacementProblem| format!("cannot start yet: {} ({})", problem.message, problem.reason);
     answer.problems.into_iter().map(line).collect()
 }
 
-/// Asks the daemon to make a VM.
+/// Asks the daemon to create a VM.
 pub async fn create(client: &Client, vm: v1::Vm, start: bool, dry_run: bool) -> Result<v1::Vm> {
-    let name = vm
-        .metadata
-        .as_ref()
-        .map(|metadata| metadata.name.clone())
-        .unwrap_or_default();
+    let name = vm.name().to_owned();
     let request = v1::CreateVmRequest {
         vm: Some(vm),
         start,

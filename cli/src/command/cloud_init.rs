@@ -11,7 +11,7 @@ use vmmd_api::v1;
 use vmmd_spec::cloud_init::{UNKNOWN_USER_DATA, is_known_user_data};
 
 use crate::{
-    args::cloud_init::CloudInit,
+    args::vm::CloudInit,
     failure::{Code, Failure, Result},
 };
 

@@ -7,7 +7,7 @@ use crate::{
     output::{self, table::Table},
 };
 
-/// Does it. Needs no daemon.
+/// Runs a verb for contexts. Needs no daemon.
 pub fn run(what: &Config, given: &Connection) -> Result<()> {
     let mut contexts = Contexts::load()?;
     match what {
@@ -16,7 +16,7 @@ pub fn run(what: &Config, given: &Connection) -> Result<()> {
             contexts.get(name)?;
             contexts.current = Some(name.clone());
             contexts.save()?;
-            output::line(format!("context/{name} is used now"))
+            output::line(format!("context/{name} selected"))
         }
         Config::SetContext { name } => {
             let context = set(contexts.contexts.get(name).cloned().unwrap_or_default(), given)?;
@@ -34,10 +34,10 @@ pub fn run(what: &Config, given: &Connection) -> Result<()> {
     }
 }
 
-/// Paths are kept whole, as they must hold in every folder.
+/// Makes paths absolute, as the context is for all folders.
 fn set(context: Context, given: &Connection) -> Result<Context> {
     if given.context.is_some() {
-        let message = "--context is for other commands: name the context after set-context";
+        let message = "--context is not allowed here: the name of the context follows set-context";
         return Err(Failure::new(Code::Usage, message));
     }
     let mut context = context.with(given);
@@ -54,7 +54,7 @@ fn set(context: Context, given: &Connection) -> Result<Context> {
     if context.socket.is_none() && context.endpoint.is_none() {
         return Err(Failure::new(
             Code::Usage,
-            "a context needs --endpoint or --socket",
+            "a context requires --endpoint or --socket",
         ));
     }
     context.clone().target()?;

@@ -1,13 +1,16 @@
-//! `create`: VMs and disks that must not exist yet, from manifests; a VM from flags.
+//! `create vm`: VMs and disks from manifests, or a VM from flags.
 
 use vmmd_api::v1::{self, boot_spec::Source as Boot};
 use vmmd_spec::vm::Manifest;
 
-use super::{apply, cloud_init, disk, disk_spec, interrupt, memory, nic_spec, share_spec};
+use super::{apply, cloud_init, disk, disk_spec, nic_spec, share_spec, work::guarded};
 use crate::{
-    args::{CreateVm, Output},
-    client::Client,
-    failure::{Code, Failure, Result},
+    args::{
+        Output,
+        vm::{CreateVm, Guest},
+    },
+    client::{Client, Kind as _},
+    failure::{Failure, Result},
     manifest::{Document, Object},
     output::{self, format::Layout},
 };
@@ -27,7 +30,7 @@ pub async fn files(client: &Client, documents: &[Document], args: &CreateVm) -> 
             },
         };
         match done {
-            Ok(reported) => reported.map_err(super::one)?,
+            Ok(reported) => reported?,
             Err(failure) => failures.push(document.locate(failure)),
         }
     }
@@ -37,7 +40,7 @@ pub async fn files(client: &Client, documents: &[Document], args: &CreateVm) -> 
 /// Creates a VM.
 pub async fn vm(client: &Client, vm: v1::Vm, args: &CreateVm) -> Result<()> {
     let creation = apply::create(client, vm.clone(), args.start, args.dry_run);
-    report(&interrupt::guarded(client, creation).await?, args)?;
+    report(&guarded(client, creation).await?, args)?;
     if !args.start && !args.dry_run {
         for line in apply::obstacles(client, &vm).await {
             eprintln!("warning: {line}");
@@ -48,71 +51,77 @@ pub async fn vm(client: &Client, vm: v1::Vm, args: &CreateVm) -> Result<()> {
 
 /// The VM that the flags describe.
 pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
-    let cmdline = args.cmdline.clone();
-    let boot = match args.from_disk {
+    let (flags, guest) = (&args.flags, &args.guest);
+    let cmdline = flags.cmdline.clone();
+    let boot = match flags.from_disk {
         true => Boot::FromDisk(v1::DiskBoot {
             disk: String::new(),
             cmdline_append: cmdline.unwrap_or_default(),
         }),
         false => Boot::Linux(v1::LinuxBoot {
-            kernel: args.kernel.clone().unwrap_or_default(),
-            initrd: args.initrd.clone().unwrap_or_default(),
+            kernel: flags.kernel.clone().unwrap_or_default(),
+            initrd: flags.initrd.clone().unwrap_or_default(),
             cmdline: cmdline.unwrap_or_else(|| "console=ttyS0".to_owned()),
         }),
     };
-    let numbered = |texts: &[String]| texts.iter().cloned().enumerate().collect::<Vec<_>>();
-    let disks = numbered(&args.disks)
-        .into_iter()
-        .map(|(index, text)| disk_spec::from_text(index, &text));
-    let groups = args.rate_groups.iter().map(|text| disk_spec::rate_group(text));
-    let nics = numbered(&args.nics)
-        .into_iter()
-        .map(|(index, text)| nic_spec::from_text(index, &text));
-    let vm = v1::Vm {
-        metadata: super::metadata::labelled(args.name.as_deref().unwrap_or_default(), &args.labels),
-        spec: Some(v1::VmSpec {
-            cpu: Some(args.resources.cpu(args.cpus)),
-            memory: Some(args.resources.memory(args.memory)),
-            boot: Some(v1::BootSpec { source: Some(boot) }),
-            disks: disks.collect::<Result<_>>()?,
-            nics: nics.collect::<Result<_>>()?,
-            rate_groups: groups.collect::<Result<_>>()?,
-            run_policy: args.run_policy.unwrap_or_default().into(),
-            on_crash: v1::CrashPolicy::Unspecified.into(),
-            on_panic: args.on_panic.unwrap_or_default().into(),
-            clock: None,
-            cloud_init: cloud_init::from_flags(&args.cloud_init)?,
-            balloon: memory::from_flags(args.no_balloon, args.free_page_reporting),
-            display: args.display.map(|layout| v1::DisplaySpec {
-                keyboard_layout: layout.into(),
-                ..v1::DisplaySpec::default()
-            }),
-            shares: args
-                .shares
-                .iter()
-                .map(|text| share_spec::from_text(text))
-                .collect::<Result<_>>()?,
-            state_dir: args.state_dir.clone().unwrap_or_default(),
-            virtio_console: args.virtio_console.then_some(v1::VirtioConsoleSpec {}),
+    let disks = flags.disks.iter().enumerate();
+    let disks = disks.map(|(index, text)| disk_spec::from_text(index, text));
+    let groups = flags.rate_groups.iter().map(|text| disk_spec::rate_group(text));
+    let (no_balloon, free_page_reporting) = (flags.no_balloon, flags.free_page_reporting);
+    let spec = v1::VmSpec {
+        cpu: Some(args.resources.cpu(guest.cpus)),
+        memory: Some(args.resources.memory(flags.memory)),
+        boot: Some(v1::BootSpec { source: Some(boot) }),
+        disks: disks.collect::<Result<_>>()?,
+        rate_groups: groups.collect::<Result<_>>()?,
+        on_panic: flags.on_panic.unwrap_or_default().into(),
+        // Without these flags, the daemon decides.
+        balloon: (no_balloon || free_page_reporting).then_some(v1::BalloonSpec {
+            disabled: no_balloon,
+            free_page_reporting,
+            target_bytes: 0,
         }),
+        display: flags.display.map(|layout| v1::DisplaySpec {
+            keyboard_layout: layout.into(),
+            ..v1::DisplaySpec::default()
+        }),
+        virtio_console: flags.virtio_console.then_some(v1::VirtioConsoleSpec {}),
+        ..of_guest(guest, &guest.nics)?
+    };
+    let vm = v1::Vm {
+        metadata: super::metadata(args.name.as_deref().unwrap_or_default(), &guest.labels),
+        spec: Some(spec),
         status: None,
     };
     if let Err(violations) = Manifest::try_from(&vm) {
-        let found = violations
-            .0
-            .into_iter()
-            .map(|violation| (option(violation.field), violation.description));
-        let failure = Failure::new(Code::Invalid, "the VM is not valid");
-        return Err(Failure {
-            violations: found.collect(),
-            ..failure
-        });
+        let mut failure = Failure::invalid("the VM is not valid", violations);
+        for (field, _) in &mut failure.violations {
+            if let Some(option) = option(field) {
+                option.clone_into(field);
+            }
+        }
+        return Err(failure);
     }
     Ok(vm)
 }
 
-/// The option that sets a field, or the field itself: that of a list or of a part of an option is more exact.
-fn option(field: String) -> String {
+/// The part of a spec that the flags of `create vm` and `run` describe, with these NICs.
+pub fn of_guest(guest: &Guest, nics: &[String]) -> Result<v1::VmSpec> {
+    let nics = nics.iter().enumerate();
+    let nics = nics.map(|(index, text)| nic_spec::from_text(index, text));
+    let shares = guest.shares.iter().map(|text| share_spec::from_text(text));
+    Ok(v1::VmSpec {
+        nics: nics.collect::<Result<_>>()?,
+        shares: shares.collect::<Result<_>>()?,
+        run_policy: guest.run_policy.unwrap_or_default().into(),
+        cloud_init: cloud_init::from_flags(&guest.cloud_init)?,
+        state_dir: guest.state_dir.clone().unwrap_or_default(),
+        ..Default::default()
+    })
+}
+
+/// The option that sets a field. Lists and parts of options have no entry, as the path of the field is more exact.
+fn option(field: &str) -> Option<&'static str> {
     const OPTIONS: [(&str, &str); 5] = [
         ("metadata.name", "NAME"),
         ("spec.cpu.cores", "--cpus"),
@@ -121,15 +130,11 @@ fn option(field: String) -> String {
         ("spec.boot.linux.initrd", "--initrd"),
     ];
     let known = OPTIONS.iter().find(|(name, _)| *name == field);
-    known.map_or(field, |(_, option)| (*option).to_owned())
+    known.map(|(_, option)| *option)
 }
 
 fn report(vm: &v1::Vm, args: &CreateVm) -> Result<()> {
-    let name = vm
-        .metadata
-        .as_ref()
-        .map(|metadata| metadata.name.as_str())
-        .unwrap_or_default();
+    let name = vm.name();
     match &args.output {
         Some(output) if *output != Output::Wide => output::print_documents(&[vm], output, Layout::default()),
         _ => {

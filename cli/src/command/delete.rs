@@ -1,69 +1,79 @@
 //! `delete`: VMs by name, by label or of a manifest; disks.
 
-use std::collections::BTreeSet;
+use std::{
+    collections::BTreeSet,
+    io::{self, BufRead as _, IsTerminal as _, Write as _},
+};
 
 use vmmd_api::v1;
 
-use super::{act, confirm, objects};
+use super::{act, objects};
 use crate::{
-    args::{DeleteDisk, DeleteVm, Targets},
+    args::{
+        Targets, Yes,
+        kind::{DeleteDisk, DeleteVm},
+    },
     client::{Client, Query},
     failure::{Code, Failure, Result},
     manifest::{Document, Object},
+    output,
 };
 
-/// Names that are spelled out in a question at most.
+/// Maximum number of names in a question.
 const MAX_NAMES: usize = 10;
 
-/// Deletes VMs, and with `--with-disks` their disks.
-pub async fn vms(client: &Client, args: &DeleteVm) -> Result<(), Vec<Failure>> {
-    let targets = Targets {
-        names: args.doomed.names.clone(),
-        selectors: args.doomed.selectors.clone(),
-        all: args.doomed.all,
-    };
-    let names = act::names(client, &targets, |_| true).await.map_err(super::one)?;
-    if names.is_empty() {
-        eprintln!("There are no VMs to delete.");
-        return Ok(());
-    }
-    let disks = if args.with_disks {
-        disks_of(client, &names, args.ignore_not_found).await?
-    } else {
-        Vec::new()
-    };
-    if args.doomed.all || !disks.is_empty() {
-        let mut text = format!("this deletes {}", listed("vm", &names));
-        if !disks.is_empty() {
-            text += &format!(" and {} with what is on them", listed("disk", &disks));
+/// Deletes VMs, and with `--with-disks` their disks; or the VMs of manifests, then their disks. Disks of manifests go in reverse
+/// order, as later ones may be overlays of earlier ones.
+pub async fn vms(client: &Client, documents: &[Document], args: &DeleteVm) -> Result<(), Vec<Failure>> {
+    let (names, disks) = if args.which.files.is_empty() {
+        let targets = Targets {
+            names: args.which.names.clone(),
+            selector: args.which.selector.clone(),
+            all: args.which.all,
+        };
+        let names = act::names(client, &targets, |_| true).await?;
+        if names.is_empty() {
+            eprintln!("There are no VMs to delete.");
+            return Ok(());
         }
-        confirm::ask(args.yes, &text).map_err(super::one)?;
+        let disks = match args.with_disks {
+            true => disks_of(client, &names, args.ignore_not_found).await?,
+            false => Vec::new(),
+        };
+        (names, disks)
+    } else {
+        let (vms, disks): (Vec<_>, Vec<_>) = documents
+            .iter()
+            .partition(|document| matches!(document.object, Object::Vm(_)));
+        let name = |document: &Document| document.name().to_owned();
+        (
+            vms.into_iter().map(name).collect(),
+            disks.into_iter().rev().map(name).collect(),
+        )
+    };
+    let mut deleted = Vec::new();
+    if !names.is_empty() && (args.which.all || args.with_disks) {
+        deleted.push(listed("vm", &names));
     }
-    act::each(client, names, &verb(args)).await?;
-    objects::delete_all::<v1::Disk>(client, &disks, args.ignore_not_found).await
-}
-
-/// Deletes the VMs of manifests, then their disks. Disks go in reverse order, as later ones may be
-/// overlays of earlier ones.
-pub async fn files(client: &Client, documents: &[Document], args: &DeleteVm) -> Result<(), Vec<Failure>> {
-    let name = |document: &Document| document.name().to_owned();
-    let (vms, disks): (Vec<_>, Vec<_>) = documents
-        .iter()
-        .partition(|document| matches!(document.object, Object::Vm(_)));
-    let disks: Vec<_> = disks.into_iter().rev().map(name).collect();
     if !disks.is_empty() {
-        let text = format!("this deletes {} with what is on them", listed("disk", &disks));
-        confirm::ask(args.yes, &text).map_err(super::one)?;
+        deleted.push(format!("{} with all their data", listed("disk", &disks)));
     }
-    act::each(client, vms.into_iter().map(name).collect(), &verb(args)).await?;
+    if args.which.all || !disks.is_empty() {
+        ask(args.yes, &format!("this deletes {}", deleted.join(" and ")))?;
+    }
+    let verb = act::Verb::Delete {
+        force: args.force,
+        ignore_not_found: args.ignore_not_found,
+        no_wait: args.no_wait,
+    };
+    act::each(client, names, &verb).await?;
     objects::delete_all::<v1::Disk>(client, &disks, args.ignore_not_found).await
 }
 
-/// Deletes disks that vmmd keeps.
+/// Deletes disks that vmmd manages.
 pub async fn disks(client: &Client, args: &DeleteDisk) -> Result<(), Vec<Failure>> {
-    let client = &client.with_timeout(args.timeout.timeout);
     let unused = match args.all {
-        true => unused(client).await.map_err(super::one)?,
+        true => unused(client).await?,
         false => Vec::new(),
     };
     let names = if args.all { &unused } else { &args.names };
@@ -71,8 +81,10 @@ pub async fn disks(client: &Client, args: &DeleteDisk) -> Result<(), Vec<Failure
         eprintln!("There are no disks to delete.");
         return Ok(());
     }
-    let text = format!("this deletes {} with what is on them", listed("disk", names));
-    confirm::ask(args.yes, &text).map_err(super::one)?;
+    ask(
+        args.yes,
+        &format!("this deletes {} with all their data", listed("disk", names)),
+    )?;
     objects::delete_all::<v1::Disk>(client, names, args.ignore_not_found).await
 }
 
@@ -91,15 +103,7 @@ fn is_unused(disk: &v1::Disk) -> bool {
     status.used_by.is_empty() && status.overlays.is_empty()
 }
 
-fn verb(args: &DeleteVm) -> act::Verb {
-    act::Verb::Delete {
-        force: args.force,
-        ignore_not_found: args.ignore_not_found,
-        no_wait: args.no_wait,
-    }
-}
-
-/// The disks that vmmd keeps and that the specs of these VMs name.
+/// The disks that vmmd manages and that the specs of these VMs name.
 async fn disks_of(
     client: &Client,
     vms: &[String],
@@ -109,13 +113,9 @@ async fn disks_of(
     for name in vms {
         match client.get(name).await {
             Ok(vm) => {
-                let kept = vm
-                    .spec
-                    .unwrap_or_default()
-                    .disks
-                    .into_iter()
-                    .map(|disk| disk.disk().to_owned());
-                disks.extend(kept.filter(|name| !name.is_empty()));
+                let named = vm.spec.unwrap_or_default().disks.into_iter();
+                let named = named.map(|disk| disk.disk().to_owned());
+                disks.extend(named.filter(|name| !name.is_empty()));
             }
             Err(failure) if ignore_not_found && failure.code == Code::NotFound => {}
             Err(failure) => failures.push(failure),
@@ -135,6 +135,27 @@ fn listed(kind: &str, names: &[String]) -> String {
     match names.len().saturating_sub(MAX_NAMES) {
         0 => shown.join(", "),
         more => format!("{} and {more} more", shown.join(", ")),
+    }
+}
+
+/// Asks for confirmation of the action that `text` describes; an error without confirmation.
+fn ask(yes: Yes, text: &str) -> Result<()> {
+    if yes.yes {
+        return Ok(());
+    }
+    if !io::stdin().is_terminal() {
+        return Err(Failure::new(Code::Usage, text).hint("confirm with --yes"));
+    }
+    let mut stderr = io::stderr().lock();
+    let asked = write!(stderr, "{text}: continue? [y/N] ").and_then(|()| stderr.flush());
+    asked.map_err(|error| output::write_failed(&error))?;
+    let mut answer = String::new();
+    let read = io::stdin().lock().read_line(&mut answer);
+    read.map_err(|error| Failure::new(Code::Other, format!("cannot read the answer: {error}")))?;
+    if ["y", "yes"].contains(&answer.trim().to_lowercase().as_str()) {
+        Ok(())
+    } else {
+        Err(Failure::new(Code::Cancelled, "nothing was deleted"))
     }
 }
 

@@ -1,5 +1,5 @@
-//! `diagnose`: everything about a VM in one archive. All of it comes through the API, so that it works from anywhere; what could
-//! not be had is said in the archive and on standard error, and is no failure.
+//! `diagnose`: everything about a VM in one archive, through the API of the daemon. The archive and standard error name missing
+//! parts; a missing part is no failure.
 
 use std::{fs::File, io, io::Write as _, os::unix::fs::OpenOptionsExt as _};
 
@@ -30,7 +30,7 @@ pub async fn diagnose(client: &Client, args: &Diagnose) -> Result<()> {
         .mode(0o600)
         .open(&args.output);
     let path = args.output.display();
-    let file = file.map_err(|error| Failure::new(Code::Invalid, format!("can't make {path}: {error}")))?;
+    let file = file.map_err(|error| Failure::new(Code::Invalid, format!("cannot create {path}: {error}")))?;
     let mut parts = Parts::default();
     parts.json("vm.json", emit::vm(&vm));
     parts.message(
@@ -68,7 +68,7 @@ pub async fn diagnose(client: &Client, args: &Diagnose) -> Result<()> {
     let missing = parts.finish();
     let count = parts.files.len();
     write(file, name, &parts.files)
-        .map_err(|error| Failure::new(Code::Other, format!("can't write {path}: {error}")))?;
+        .map_err(|error| Failure::new(Code::Other, format!("cannot write {path}: {error}")))?;
     for line in missing {
         eprintln!("left out: {line}");
     }

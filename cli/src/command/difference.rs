@@ -16,7 +16,7 @@ const MAX_DIFFERENCES: usize = 5;
 
 /// Returns the failure for a disk that differs from its manifest in immutable fields.
 pub fn of_disk(name: &str, differences: &[String]) -> Failure {
-    let message = format!("disk/{name} exists and differs from the manifest in what can't be changed");
+    let message = format!("disk/{name} exists and differs from the manifest in immutable fields");
     failure(message, differences).hint("give the new disk another name")
 }
 
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn every_difference_is_named_with_both_values_and_what_only_the_daemon_sets_is_none() {
+    fn every_difference_is_named_with_both_values() {
         let there = vm(
             ", nics: [{name: eth0, bridge: br0}], disks: [{name: a, path: /a, format: raw}, \
              {name: b, path: /b, format: raw, queues: 2}]",
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn what_waits_is_told_in_the_same_form() {
+    fn pending_change_has_the_same_form() {
         let change = |path: &str, current: &str, desired: &str| v1::PendingChange {
             path: path.into(),
             current: serde_json::from_str(current).ok(),

@@ -1,16 +1,13 @@
-//! Disks that the node keeps: made, made larger, listed, deleted.
+//! Disks that vmmd manages: created, changed, made larger.
 
 use vmmd_api::{
     v1::{self, volume_spec::Source},
     well_known,
 };
 
-use super::disk_spec::{usage, valid};
+use super::{disk_spec::valid, keys::usage};
 use crate::{
-    args::{
-        Output,
-        disk::{CloneMode, CreateDisk, DiskFormat, Preallocation},
-    },
+    args::{Output, disk::CreateDisk},
     client::{COPY, Client, about_disk, empty_answer, send},
     failure::{Result, printable},
     manifest::disk,
@@ -21,7 +18,7 @@ use crate::{
 const METADATA: [&str; 3] = ["metadata.labels", "metadata.annotations", "metadata.owner"];
 const SIZE: &str = "spec.size_bytes";
 
-/// Events that are looked at for warnings.
+/// Number of events to search for warnings.
 const LAST_EVENTS: u32 = 10;
 
 /// Limit on attempts to apply a change after concurrent changes by others.
@@ -37,11 +34,7 @@ pub fn from_flags(args: &CreateDisk) -> Result<v1::CreateDiskRequest> {
     }
     let from_image = args.from_image.as_ref().map(|name| v1::ImageClone {
         name: name.clone(),
-        clone: match args.clone {
-            None => v1::DiskClone::Unspecified.into(),
-            Some(CloneMode::Copy) => v1::DiskClone::Copy.into(),
-            Some(CloneMode::Overlay) => v1::DiskClone::Overlay.into(),
-        },
+        clone: args.clone.unwrap_or_default().into(),
     });
     let source = match (&args.from_file, &args.overlay_of, &args.adopt) {
         _ if from_image.is_some() => from_image.map(Source::Image),
@@ -51,26 +44,21 @@ pub fn from_flags(args: &CreateDisk) -> Result<v1::CreateDiskRequest> {
         (None, None, None) => None,
     };
     let format = match (args.format, &source) {
-        (Some(DiskFormat::Raw), Some(Source::OverlayOf(_))) => {
-            return Err(usage("an overlay is qcow2: leave out --format raw".into()));
+        (Some(v1::DiskFormat::Raw), Some(Source::OverlayOf(_))) => {
+            return Err(usage("the format of an overlay is qcow2: remove --format raw"));
         }
+        (Some(format), _) => format,
         (None, Some(Source::Adopt(_) | Source::Image(_))) => v1::DiskFormat::Unspecified,
-        (Some(DiskFormat::Qcow2), _) | (None, Some(Source::OverlayOf(_))) => v1::DiskFormat::Qcow2,
-        (Some(DiskFormat::Raw) | None, _) => v1::DiskFormat::Raw,
-    };
-    let preallocation = match args.preallocation {
-        None => v1::DiskPreallocation::Unspecified,
-        Some(Preallocation::Off) => v1::DiskPreallocation::Off,
-        Some(Preallocation::Metadata) => v1::DiskPreallocation::Metadata,
-        Some(Preallocation::Full) => v1::DiskPreallocation::Full,
+        (None, Some(Source::OverlayOf(_))) => v1::DiskFormat::Qcow2,
+        (None, _) => v1::DiskFormat::Raw,
     };
     let request = v1::CreateDiskRequest {
         disk: Some(v1::Disk {
-            metadata: super::metadata::labelled(args.name.as_deref().unwrap_or_default(), &args.labels),
+            metadata: super::metadata(args.name.as_deref().unwrap_or_default(), &args.labels),
             spec: Some(v1::VolumeSpec {
                 format: format.into(),
                 size_bytes: args.size.unwrap_or_default(),
-                preallocation: preallocation.into(),
+                preallocation: args.preallocation.unwrap_or_default().into(),
                 source,
                 any_content: args.any_content,
             }),
@@ -84,7 +72,7 @@ pub fn from_flags(args: &CreateDisk) -> Result<v1::CreateDiskRequest> {
     Ok(request)
 }
 
-/// Asks the daemon to make a disk; returns it, and with `no_wait` the operation that makes it.
+/// Asks the daemon to create a disk; returns it, and with `no_wait` the operation that creates it.
 pub async fn create(
     client: &Client,
     request: v1::CreateDiskRequest,
@@ -100,7 +88,7 @@ pub async fn create(
     Ok((disk, response.operation.filter(|_| no_wait)))
 }
 
-/// Prints the warnings of vmmd about a disk that was made or changed just now.
+/// Prints the warnings of vmmd about a disk that was created or changed just now.
 pub async fn warn(client: &Client, name: &str) {
     // A failure to read events is no failure of the disk.
     let events = client
@@ -112,14 +100,14 @@ pub async fn warn(client: &Client, name: &str) {
     }
 }
 
-/// The warnings after the last other event, which says that the disk was made or changed.
+/// The warnings after the last other event, which reports the creation or change of the disk.
 fn last_warnings(events: &[v1::Event]) -> &[v1::Event] {
     let is_other = |event: &v1::Event| event.severity() != v1::EventSeverity::Warning;
     let begin = events.iter().rposition(is_other).map_or(0, |at| at + 1);
     events.get(begin..).unwrap_or_default()
 }
 
-/// Says that a disk was made, or is being made.
+/// Reports that a disk was created, or is being created.
 pub fn report(disk: &v1::Disk, operation: Option<&v1::Operation>, output: Option<&Output>) -> Result<()> {
     let name = disk::name(disk);
     match (output, operation) {
@@ -134,22 +122,28 @@ pub fn report(disk: &v1::Disk, operation: Option<&v1::Operation>, output: Option
 /// Makes a disk larger.
 pub async fn resize(client: &Client, name: &str, size: u64) -> Result<v1::Disk> {
     let disk = v1::Disk {
-        metadata: super::metadata::named(name),
+        metadata: super::metadata(name, &[]),
         spec: Some(v1::VolumeSpec {
             size_bytes: size,
             ..Default::default()
         }),
         status: None,
     };
-    let disk = update(client, disk, &[SIZE]).await?;
+    let disk = update(client, disk, &[SIZE], None).await?;
     warn(client, name).await;
     Ok(disk)
 }
 
 /// Changes labels, annotations and owner of a disk to those of `wanted`, and with `grow` its size.
-pub async fn change(client: &Client, wanted: &v1::Disk, grow: bool) -> Result<v1::Disk> {
+/// With `seen`, only a disk in that state is changed.
+pub async fn change(
+    client: &Client,
+    wanted: &v1::Disk,
+    grow: bool,
+    seen: Option<v1::Preconditions>,
+) -> Result<v1::Disk> {
     let fields: Vec<_> = METADATA.into_iter().chain(grow.then_some(SIZE)).collect();
-    update(client, wanted.clone(), &fields).await
+    update(client, wanted.clone(), &fields, seen).await
 }
 
 /// Applies `wanted` to the metadata of a disk; returns whether the metadata changed. After a
@@ -173,18 +167,14 @@ pub async fn rewrite(client: &Client, name: &str, wanted: impl Fn(&mut v1::Objec
             metadata: Some(after),
             ..Default::default()
         };
-        match update_if(client, disk, &METADATA, Some(seen)).await {
+        match update(client, disk, &METADATA, Some(seen)).await {
             Err(failure) if &*failure.reason == "GENERATION_MISMATCH" && tries < TRIES => {}
             done => return done.map(|_| true),
         }
     }
 }
 
-async fn update(client: &Client, disk: v1::Disk, fields: &[&str]) -> Result<v1::Disk> {
-    update_if(client, disk, fields, None).await
-}
-
-async fn update_if(
+async fn update(
     client: &Client,
     mut disk: v1::Disk,
     fields: &[&str],

@@ -1,54 +1,28 @@
 //! Disks of a VM from the command line: `attach`'s options, and the texts of `create --disk` and `--rate-group`.
 
-use clap::ValueEnum;
 use vmmd_api::v1::{self, disk_spec::Source};
 use vmmd_spec::{Violations, disk::Disk, name::Name};
 
+use super::keys::{self, bytes, number, usage};
 use crate::{
-    args::disk::{Attach, Cache, ImageFormat, Limits, OnError},
-    failure::{Code, Failure, Result},
-    manifest::quantity,
+    args::{
+        disk::{Attach, CACHES, ERROR_POLICIES, IMAGE_FORMATS, Limits},
+        value::word,
+    },
+    failure::{Failure, Result},
 };
 
 /// Keys of `--disk` besides a path.
 const KEYS: &str = "name=, path=, beneath=, disk=, format=, any-content, serial=, readonly, cache=, queues=, block-size=, on-error=, bps=, \
                     iops=, burst=, burst-ops=, rate-group=";
 
-impl From<ImageFormat> for v1::DiskFormat {
-    fn from(format: ImageFormat) -> Self {
-        match format {
-            ImageFormat::Raw => Self::Raw,
-            ImageFormat::Qcow2 => Self::Qcow2,
-            ImageFormat::Iso => Self::Iso,
-        }
-    }
-}
-
-impl From<Cache> for v1::DiskCache {
-    fn from(cache: Cache) -> Self {
-        match cache {
-            Cache::None => Self::None,
-            Cache::Writeback => Self::Writeback,
-        }
-    }
-}
-
-impl From<OnError> for v1::DiskErrorPolicy {
-    fn from(policy: OnError) -> Self {
-        match policy {
-            OnError::Report => Self::Report,
-            OnError::Pause => Self::Pause,
-        }
-    }
-}
-
 impl Limits {
-    /// Whether none is named.
+    /// Whether no limit is given.
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
 
-    /// The fields of a limit that are named, and the bursts that go with a limit which is taken away.
+    /// The fields of the given limits, and the bursts of a limit that is removed.
     pub fn named(&self) -> Vec<&'static str> {
         let fields = [
             ("bytes_per_second", self.bps.is_some()),
@@ -66,9 +40,9 @@ impl Limits {
             .collect()
     }
 
-    /// `limit` with those changed that are named.
+    /// `limit` with the given fields changed.
     pub fn over(&self, limit: v1::RateLimit) -> v1::RateLimit {
-        // A burst has no meaning without its limit, and goes with it.
+        // A burst has no meaning without its limit, and is removed with it.
         let burst = |now: u64, limit: Option<u64>| if limit == Some(0) { 0 } else { now };
         v1::RateLimit {
             bytes_per_second: self.bps.unwrap_or(limit.bytes_per_second),
@@ -80,7 +54,7 @@ impl Limits {
         }
     }
 
-    /// Takes `key=value` when it is one of these; whether it was.
+    /// Sets the limit of a key; returns whether the key is known.
     fn take(&mut self, key: &str, value: &str) -> Result<bool, String> {
         match key {
             "bps" => self.bps = Some(bytes(value)?),
@@ -113,19 +87,18 @@ pub fn from_flags(args: &Attach) -> Result<v1::DiskSpec> {
     let block = args.block_size.unwrap_or_default();
     let disk = v1::DiskSpec {
         name,
-        source: source(path, disk),
-        format: args
-            .format
-            .map_or(0, |format| v1::DiskFormat::from(format).into()),
+        source: match path.is_empty() {
+            true => Some(Source::Disk(disk)),
+            false => Some(Source::Path(path)),
+        },
+        format: args.format.unwrap_or_default().into(),
         read_only: args.read_only,
         serial: args.serial.clone().unwrap_or_default(),
-        cache: args.cache.map_or(0, |cache| v1::DiskCache::from(cache).into()),
+        cache: args.cache.unwrap_or_default().into(),
         queues: args.queues.unwrap_or_default(),
         logical_block_bytes: u32::try_from(block)
             .map_err(|_| usage(format!("--block-size must be 512 or 4096, is {block}")))?,
-        on_error: args
-            .on_error
-            .map_or(0, |policy| v1::DiskErrorPolicy::from(policy).into()),
+        on_error: args.on_error.unwrap_or_default().into(),
         rate_limit: args.limits.limit(),
         rate_group: args.rate_group.clone().unwrap_or_default(),
         any_content: args.any_content,
@@ -137,28 +110,12 @@ pub fn from_flags(args: &Attach) -> Result<v1::DiskSpec> {
     Ok(disk)
 }
 
-/// Where a disk is; `attach` takes either.
-fn source(path: String, disk: String) -> Option<Source> {
-    match (path.is_empty(), disk.is_empty()) {
-        (false, _) => Some(Source::Path(path)),
-        (true, false) => Some(Source::Disk(disk)),
-        (true, true) => None,
-    }
-}
-
-/// Fails when something was found; says it of the options, not of the fields that they set.
+/// Fails if there are violations, which it reports with the options instead of the fields that they set.
 pub fn valid(found: Violations, message: &str) -> Result<()> {
     if found.0.is_empty() {
         return Ok(());
     }
-    let violations = found.0.into_iter();
-    let failure = Failure {
-        violations: violations
-            .map(|violation| (violation.field, violation.description))
-            .collect(),
-        ..Failure::new(Code::Invalid, message)
-    };
-    Err(in_options(failure))
+    Err(in_options(Failure::invalid(message, found)))
 }
 
 /// Replaces the field names of a request in a failure by the options that set them.
@@ -206,7 +163,7 @@ fn name_of(path: &str) -> Result<String> {
     match Name::try_from(stem) {
         Ok(_) => Ok(stem.to_owned()),
         Err(error) => Err(usage(format!(
-            "the name of the file makes no name of a disk (it {error}): give one with --name"
+            "the name of the file is not a valid name of a disk (it {error}): set the name with --name"
         ))),
     }
 }
@@ -223,31 +180,15 @@ pub fn from_text(index: usize, text: &str) -> Result<v1::DiskSpec> {
         disk.source = Some(Source::Path(text.to_owned()));
     } else {
         let mut limits = Limits::default();
-        for part in text.split(',') {
-            let done = match part.split_once('=') {
-                None if part == "readonly" || part == "read-only" => {
-                    disk.read_only = true;
-                    Ok(true)
-                }
-                None if part == "any-content" => {
-                    disk.any_content = true;
-                    Ok(true)
-                }
-                None => Ok(false),
-                Some((key, value)) => match limits.take(key, value) {
-                    Ok(false) => set(&mut disk, key, value),
-                    done => done,
-                },
-            };
-            match done {
-                Ok(true) => {}
-                Ok(false) => {
-                    let message = format!("--disk {text}: \"{part}\" is none of {KEYS}");
-                    return Err(usage(message));
-                }
-                Err(problem) => return Err(usage(format!("--disk {text}: {part}: {problem}"))),
+        keys::each("--disk", text, KEYS, |key, value| {
+            match (key, value) {
+                ("readonly" | "read-only", None) => disk.read_only = true,
+                ("any-content", None) => disk.any_content = true,
+                (_, None) => return Ok(false),
+                (key, Some(value)) => return Ok(limits.take(key, value)? || set(&mut disk, key, value)?),
             }
-        }
+            Ok(true)
+        })?;
         disk.rate_limit = limits.limit();
     }
     if disk.disk().is_empty() && disk.format == 0 {
@@ -262,7 +203,7 @@ pub fn from_text(index: usize, text: &str) -> Result<v1::DiskSpec> {
     Ok(disk)
 }
 
-/// Sets the field that `key` names; whether there is one.
+/// Sets the field of a key; returns whether the key is known.
 fn set(disk: &mut v1::DiskSpec, key: &str, value: &str) -> Result<bool, String> {
     match key {
         "name" => value.clone_into(&mut disk.name),
@@ -271,9 +212,9 @@ fn set(disk: &mut v1::DiskSpec, key: &str, value: &str) -> Result<bool, String> 
         "disk" => disk.source = Some(Source::Disk(value.to_owned())),
         "beneath" => value.clone_into(&mut disk.beneath),
         "serial" => value.clone_into(&mut disk.serial),
-        "format" => disk.format = v1::DiskFormat::from(word::<ImageFormat>(value)?).into(),
-        "cache" => disk.cache = v1::DiskCache::from(word::<Cache>(value)?).into(),
-        "on-error" => disk.on_error = v1::DiskErrorPolicy::from(word::<OnError>(value)?).into(),
+        "format" => disk.format = word(IMAGE_FORMATS, value)?.into(),
+        "cache" => disk.cache = word(CACHES, value)?.into(),
+        "on-error" => disk.on_error = word(ERROR_POLICIES, value)?.into(),
         "queues" => disk.queues = number(value)?,
         "block-size" => {
             disk.logical_block_bytes = u32::try_from(bytes(value)?).map_err(|_| "must be 512 or 4096")?;
@@ -288,55 +229,20 @@ fn set(disk: &mut v1::DiskSpec, key: &str, value: &str) -> Result<bool, String> 
 pub fn rate_group(text: &str) -> Result<v1::RateGroup> {
     let mut name = String::new();
     let mut limits = Limits::default();
-    for part in text.split(',') {
-        let done = match part.split_once('=') {
-            Some(("name", value)) => {
-                value.clone_into(&mut name);
-                Ok(true)
-            }
-            Some((key, value)) => limits.take(key, value),
-            None => Ok(false),
-        };
-        match done {
-            Ok(true) => {}
-            Ok(false) => {
-                let message = format!(
-                    "--rate-group {text}: \"{part}\" is none of name=, bps=, iops=, burst=, burst-ops="
-                );
-                return Err(usage(message));
-            }
-            Err(problem) => return Err(usage(format!("--rate-group {text}: {part}: {problem}"))),
+    let known = "name=, bps=, iops=, burst=, burst-ops=";
+    keys::each("--rate-group", text, known, |key, value| match (key, value) {
+        ("name", Some(value)) => {
+            value.clone_into(&mut name);
+            Ok(true)
         }
-    }
+        (key, Some(value)) => limits.take(key, value),
+        (_, None) => Ok(false),
+    })?;
     if name.is_empty() {
-        return Err(usage(format!("--rate-group {text}: give it a name with name=")));
+        return Err(usage(format!("--rate-group {text}: name= is required")));
     }
     Ok(v1::RateGroup {
         name,
         limit: limits.limit(),
     })
-}
-
-fn word<T: ValueEnum>(value: &str) -> Result<T, String> {
-    T::from_str(value, true).map_err(|_| {
-        let known = T::value_variants()
-            .iter()
-            .filter_map(|variant| Some(variant.to_possible_value()?.get_name().to_owned()));
-        format!("must be {}", known.collect::<Vec<_>>().join(" or "))
-    })
-}
-
-/// A whole number.
-pub fn number<T: std::str::FromStr>(value: &str) -> Result<T, String> {
-    value.parse().map_err(|_| "must be a whole number".to_owned())
-}
-
-/// A size, with or without a suffix.
-pub fn bytes(value: &str) -> Result<u64, String> {
-    quantity::bytes(value).map_err(|error| error.to_string())
-}
-
-/// A failure of the command line.
-pub fn usage(message: String) -> Failure {
-    Failure::new(Code::Usage, message)
 }

@@ -1,4 +1,4 @@
-//! `edit`: a VM's manifest in the user's editor.
+//! `edit`: the manifest of a VM or disk in the user's editor.
 
 use std::{
     env, fs,
@@ -10,94 +10,133 @@ use std::{
 
 use vmmd_api::v1;
 
-use super::update::{self, How};
+use super::{
+    apply,
+    update::{self, Done, How},
+};
 use crate::{
-    args::EditVm,
+    args::vm::EditVm,
     client::Client,
     failure::{Code, Failure, Result},
     manifest::{self, Object, emit, schema},
     output,
 };
 
-/// Names that are tried for the file before it is given up.
+/// Maximum number of attempts to find an unused file name.
 const TRIES: u32 = 100;
 
-/// Lets the user change a VM. The edited text is kept when it cannot be applied.
+/// Lets the user change a VM.
 pub async fn vm(client: &Client, args: &EditVm) -> Result<()> {
-    let name = args.name.as_deref().unwrap_or_default();
-    let there = client.get(name).await?;
+    let there = client.get(&args.name).await?;
     let mut vm = there.clone();
     manifest::strip(&mut vm);
-    let before = emit::yaml(&emit::vm(&vm)?, schema::VM)?;
+    let text = emit::yaml(&emit::vm(&vm)?, schema::VM)?;
+    let how = How {
+        restart: args.restart.restart,
+        grace: args.restart.grace,
+        dry_run: false,
+    };
+    object("vm", &args.name, text, async |object| {
+        let Object::Vm(mut vm) = object else {
+            return Err(wrong_kind("VM"));
+        };
+        let known = there.metadata.clone().unwrap_or_default();
+        let metadata = vm.metadata.get_or_insert_default();
+        (metadata.uid, metadata.generation) = (known.uid, known.generation);
+        update::update(client, *vm, &there, how).await
+    })
+    .await
+}
+
+/// Lets the user change a disk.
+pub async fn disk(client: &Client, name: &str) -> Result<()> {
+    let mut disk: v1::Disk = client.object(name).await?;
+    let known = disk.metadata.clone().unwrap_or_default();
+    manifest::disk::strip(&mut disk);
+    let text = emit::yaml(&manifest::disk::manifest(&disk)?, schema::DISK)?;
+    object("disk", name, text, async |object| {
+        let Object::Disk(request) = object else {
+            return Err(wrong_kind("disk"));
+        };
+        let seen = v1::Preconditions {
+            uid: known.uid.clone(),
+            generation: Some(known.generation),
+        };
+        apply::one_disk(client, &request, false, Some(seen)).await
+    })
+    .await
+}
+
+fn wrong_kind(kind: &str) -> Failure {
+    Failure::new(
+        Code::Invalid,
+        format!("the edited text must be the manifest of one {kind}"),
+    )
+}
+
+/// Lets the user change the manifest `before`, and applies the result. Keeps a text that cannot be applied.
+async fn object(
+    kind: &str,
+    name: &str,
+    before: String,
+    apply: impl AsyncFnOnce(Object) -> Result<Done>,
+) -> Result<()> {
     let file = write(name, &before).map_err(|error| {
         let folder = env::temp_dir();
-        let message = format!("can't write a file in {}: {error}", folder.display());
-        Failure::new(Code::Other, message).hint("TMPDIR names another folder")
+        let message = format!("cannot write a file in {}: {error}", folder.display());
+        Failure::new(Code::Other, message).hint("the environment variable TMPDIR selects another folder")
     })?;
     let edited = edit(&file).and_then(|()| {
         fs::read_to_string(&file)
-            .map_err(|error| Failure::new(Code::Other, format!("can't read {}: {error}", file.display())))
+            .map_err(|error| Failure::new(Code::Other, format!("cannot read {}: {error}", file.display())))
     });
     let done = match edited {
-        Ok(after) if after == before => Ok(None),
-        Ok(_) => apply(client, &there, &file, args).await.map(Some),
+        Ok(after) if after == before => Ok(Done {
+            text: update::UNCHANGED.to_owned(),
+            lines: Vec::new(),
+        }),
+        Ok(_) => applied(kind, name, &file, apply).await,
         Err(failure) => Err(failure),
     };
     match done {
         Ok(done) => {
             let _ = fs::remove_file(&file);
-            let (text, lines) = match done {
-                Some(done) => (done.text, done.lines),
-                None => ("unchanged".to_owned(), Vec::new()),
-            };
-            output::line(format!("vm/{name} {text}"))?;
-            lines
-                .iter()
-                .try_for_each(|line| output::line(format!("  {line}")))
+            output::line(format!("{kind}/{name} {}", done.text))?;
+            output::indented(&done.lines)
         }
         Err(mut failure) => {
             if ["GENERATION_MISMATCH", "UID_MISMATCH"].contains(&&*failure.reason) {
-                failure.message = format!("vm/{name} was changed by somebody else meanwhile");
+                failure.message = format!("another client has changed {kind}/{name} in the meantime");
             }
             // An editor that did not start has written nothing.
             if fs::read_to_string(&file).is_ok_and(|after| after == before) {
                 let _ = fs::remove_file(&file);
             } else {
-                let kept = format!("what you wrote is in {}", file.display());
-                failure.details.push(kept);
+                failure
+                    .details
+                    .push(format!("the edited text is in {}", file.display()));
             }
             Err(failure)
         }
     }
 }
 
-async fn apply(client: &Client, there: &v1::Vm, file: &Path, args: &EditVm) -> Result<update::Done> {
+/// Applies the manifest in an edited file.
+async fn applied(
+    kind: &str,
+    name: &str,
+    file: &Path,
+    apply: impl AsyncFnOnce(Object) -> Result<Done>,
+) -> Result<Done> {
     let documents = manifest::read(file)?;
     let [document] = documents.as_slice() else {
-        let message = format!("{} must hold one VM", file.display());
-        return Err(Failure::new(Code::Invalid, message));
+        return Err(wrong_kind(kind));
     };
-    let Object::Vm(vm) = &document.object else {
-        let message = format!("{} must hold one VM, it holds a disk", file.display());
-        return Err(Failure::new(Code::Invalid, message));
-    };
-    let name = args.name.as_deref().unwrap_or_default();
     if document.name() != name {
-        let message = format!("a VM's name can't be changed: it is \"{name}\"");
+        let message = format!("the name of {kind}/{name} cannot be changed");
         return Err(Failure::new(Code::Invalid, message));
     }
-    let mut vm = vm.as_ref().clone();
-    let known = there.metadata.clone().unwrap_or_default();
-    if let Some(metadata) = &mut vm.metadata {
-        metadata.uid = known.uid;
-        metadata.generation = known.generation;
-    }
-    let how = How {
-        restart: args.restart,
-        grace: args.grace,
-        dry_run: false,
-    };
-    let done = update::update(client, vm, there, how).await;
+    let done = apply(document.object.clone()).await;
     done.map_err(|failure| document.locate(failure))
 }
 
@@ -138,11 +177,11 @@ fn edit(file: &Path) -> Result<()> {
         Ok(status) if status.success() => Ok(()),
         Ok(status) => Err(
             Failure::new(Code::Other, format!("the editor `{editor}` ended with {status}"))
-                .hint("$EDITOR names another"),
+                .hint("the environment variable EDITOR selects another editor"),
         ),
         Err(error) => Err(Failure::new(
             Code::Other,
-            format!("can't run `{editor}`: {error}"),
+            format!("cannot run `{editor}`: {error}"),
         )),
     }
 }

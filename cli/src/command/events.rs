@@ -1,23 +1,22 @@
-//! `events`: past and current events.
+//! `get event`: past and new events.
 
-use std::time::Duration;
-
-use vmmd_api::v1::{self, EventSeverity};
+use vmmd_api::v1;
 
 use crate::{
-    args::observe::{Events, LineOutput, Severity},
-    client::{self, Client, QUICK, call},
-    failure::{Code, Failure, Result},
+    args::kind::GetEvent,
+    client::{self, Client, QUICK, call, over_restarts, watch_ended},
+    failure::Result,
     manifest::emit,
     output::{self, age, event, table::Table},
 };
 
-/// How long to wait before a daemon that has gone is looked for again, at first and at most.
-const AGAIN: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
-
-/// Prints events; with `--watch` until somebody ends it.
-pub async fn events(client: &Client, args: &Events) -> Result<()> {
-    let filter = filter(args);
+/// Prints events; with `--watch` until the user ends it.
+pub async fn events(client: &Client, args: &GetEvent) -> Result<()> {
+    let filter = v1::EventFilter {
+        object: args.vm.as_ref().map(|vm| client::reference("Vm", vm)),
+        severity: args.severity.unwrap_or_default().into(),
+        reasons: Vec::new(),
+    };
     let request = v1::ListEventsRequest {
         filter: Some(filter.clone()),
         page_size: args.limit,
@@ -25,8 +24,8 @@ pub async fn events(client: &Client, args: &Events) -> Result<()> {
     };
     let listed = call(QUICK, client.events.clone().list_events(request)).await?;
     let mut printer = Printer {
-        json: args.output == Some(LineOutput::Json),
-        table: event::table(),
+        json: args.output.is_some(),
+        table: Table::new(event::COLUMNS.to_vec()),
     };
     let mut shown = listed.events;
     if let Some(since) = args.since {
@@ -38,59 +37,24 @@ pub async fn events(client: &Client, args: &Events) -> Result<()> {
         return Ok(());
     }
     let mut cursor = listed.cursor;
-    let mut wait = AGAIN.0;
-    loop {
-        let before = cursor.clone();
-        let lost = match follow(client, &filter, &mut cursor, &mut printer).await {
-            Ok(()) => Failure::new(Code::Unavailable, "vmmd ended the watch"),
-            Err(failure) if failure.code == Code::Unavailable => failure,
-            Err(failure) if &*failure.reason == "CURSOR_EXPIRED" => {
-                return Err(failure.hint("some events were missed: run `vmmctl events` again"));
-            }
-            Err(failure) => return Err(failure),
+    over_restarts(true, async |tries: &mut u32| {
+        let request = v1::WatchEventsRequest {
+            filter: Some(filter.clone()),
+            cursor: cursor.clone(),
         };
-        if cursor != before {
-            wait = AGAIN.0;
+        let mut stream = client.events.clone().watch_events(request).await?.into_inner();
+        while let Some(response) = stream.message().await? {
+            *tries = 0;
+            cursor = response.cursor;
+            response.event.iter().try_for_each(|event| printer.one(event))?;
         }
-        if wait == AGAIN.0 {
-            eprintln!("{lost}; going on when it is back");
-        }
-        tokio::time::sleep(wait).await;
-        wait = (wait * 2).min(AGAIN.1);
-    }
-}
-
-fn filter(args: &Events) -> v1::EventFilter {
-    let severity = match args.severity {
-        None => EventSeverity::Unspecified,
-        Some(Severity::Normal) => EventSeverity::Normal,
-        Some(Severity::Warning) => EventSeverity::Warning,
-    };
-    v1::EventFilter {
-        object: args.vm.as_ref().map(|vm| client::reference("Vm", vm)),
-        severity: severity.into(),
-        reasons: Vec::new(),
-    }
-}
-
-async fn follow(
-    client: &Client,
-    filter: &v1::EventFilter,
-    cursor: &mut String,
-    printer: &mut Printer,
-) -> Result<()> {
-    let request = v1::WatchEventsRequest {
-        filter: Some(filter.clone()),
-        cursor: cursor.clone(),
-    };
-    let mut stream = client.events.clone().watch_events(request).await?.into_inner();
-    while let Some(response) = stream.message().await? {
-        if let Some(event) = &response.event {
-            printer.one(event)?;
-        }
-        *cursor = response.cursor;
-    }
-    Ok(())
+        Err(watch_ended())
+    })
+    .await
+    .map_err(|failure| match &*failure.reason {
+        "CURSOR_EXPIRED" => failure.hint("some events were missed: run `vmmctl get event` again"),
+        _ => failure,
+    })
 }
 
 struct Printer {

@@ -36,7 +36,7 @@ pub fn all(directory: &Path) -> Result<()> {
     write_all(directory).map_err(|error| {
         Failure::new(
             Code::Other,
-            format!("can't write to {}: {error}", directory.display()),
+            format!("cannot write to {}: {error}", directory.display()),
         )
     })
 }

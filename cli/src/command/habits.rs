@@ -7,11 +7,13 @@ use clap::{
 };
 
 use crate::args::Cli;
+#[cfg(test)]
+use crate::args::canonical;
 
 /// Commands of docker, kubectl, virsh, multipass and lxc, with the command of vmmctl.
-const VERBS: [(&[&str], &str); 20] = [
-    (&["ps", "vms"], "vmmctl get"),
-    (&["del", "remove", "undefine"], "vmmctl delete"),
+const VERBS: [(&[&str], &str); 23] = [
+    (&["ps", "vms"], "vmmctl get vm"),
+    (&["del", "remove", "undefine"], "vmmctl delete vm"),
     (&["destroy", "kill", "terminate"], "vmmctl stop --force"),
     (&["shutdown", "poweroff", "halt"], "vmmctl stop"),
     (&["reboot"], "vmmctl restart"),
@@ -19,22 +21,25 @@ const VERBS: [(&[&str], &str); 20] = [
     (&["unpause", "unfreeze"], "vmmctl resume"),
     (
         &["show", "info", "inspect", "dominfo", "status"],
-        "vmmctl describe",
+        "vmmctl describe vm",
     ),
     (&["launch", "boot"], "vmmctl run"),
-    (&["define", "init", "new", "add"], "vmmctl create"),
+    (&["define", "init", "new", "add"], "vmmctl create vm"),
     (&["exec", "shell", "enter"], "vmmctl ssh"),
     (&["cp", "push", "transfer"], "vmmctl scp"),
-    (&["pull", "import", "find"], "vmmctl image import"),
-    (&["images"], "vmmctl image ls"),
-    (&["networks", "net-list"], "vmmctl network ls"),
-    (&["snapshots"], "vmmctl snapshot ls"),
-    (&["disks", "volumes"], "vmmctl get disk"),
+    (&["pull", "import", "find"], "vmmctl create image"),
+    (&["images"], "vmmctl get image"),
+    (&["networks", "network", "net-list"], "vmmctl get network"),
+    (&["nics", "nic"], "vmmctl get nic"),
+    (&["shares", "share"], "vmmctl get share"),
+    (&["resize"], "vmmctl update disk"),
+    (&["snapshots"], "vmmctl get snapshot"),
+    (&["disks", "disk", "volumes"], "vmmctl get disk"),
     (
         &["nodes", "nodeinfo", "cordon", "drain", "uncordon"],
         "vmmctl node",
     ),
-    (&["scale", "setvcpus", "setmem"], "vmmctl patch"),
+    (&["scale", "setvcpus", "setmem"], "vmmctl update vm"),
     (&["log", "attach-console", "connect"], "vmmctl console"),
 ];
 
@@ -53,7 +58,7 @@ const KINDS: [&str; 8] = [
 /// The hint for a kind of objects of another tool.
 pub fn kind(word: &str) -> Option<&'static str> {
     KINDS.contains(&word).then_some(
-        "`vmmctl get` lists VMs; the other kinds are disk, image, network, snapshot, operation, event, node and all",
+        "the kinds of `vmmctl get` are vm, disk, image, network, snapshot, nic, share, operation, event, node and all",
     )
 }
 
@@ -132,7 +137,7 @@ fn add_example(error: &mut Error) {
     }
 }
 
-/// The examples in the help of the command whose usage this is: `Usage: vmmctl snapshot create …`.
+/// The examples in the help of the command whose usage this is: `Usage: vmmctl create snapshot …`.
 fn examples(usage: &str) -> Vec<String> {
     let root = Cli::command();
     let mut command = &root;
@@ -168,15 +173,15 @@ mod tests {
     /// The error of a command line.
     fn said(words: &str) -> String {
         let words = ["vmmctl"].into_iter().chain(words.split(' '));
-        improved(Cli::try_parse_from(words).unwrap_err()).to_string()
+        improved(Cli::try_parse_from(canonical(words.map(Into::into))).unwrap_err()).to_string()
     }
 
     #[test]
     fn word_of_another_tool_names_the_command_here() {
         for (words, tip) in [
             ("launch debian13", "'run'"),
-            ("info web", "'describe'"),
-            ("remove web", "'delete'"),
+            ("info web", "'describe vm'"),
+            ("remove web", "'delete vm'"),
             ("exec web", "'ssh'"),
             ("destroy web", "'stop --force'"),
             ("sotp web", "'stop'"),
@@ -202,18 +207,18 @@ mod tests {
     #[test]
     fn command_without_an_argument_shows_an_example() {
         for (words, example) in [
-            ("snapshot create web", "`vmmctl snapshot create web-1 --vm web`"),
+            ("snapshot create web", "`vmmctl create snapshot web-1 --vm web`"),
             (
                 "snapshot create web web-1",
-                "`vmmctl snapshot create web-1 --vm web`",
+                "`vmmctl create snapshot web-1 --vm web`",
             ),
             (
                 "snapshot create --vm web",
-                "`vmmctl snapshot create web-1 --vm web`",
+                "`vmmctl create snapshot web-1 --vm web`",
             ),
             (
                 "network create lan",
-                "`vmmctl network create lan --cidr 10.80.0.0/24 --dns 10.0.0.53`",
+                "`vmmctl create network lan --cidr 10.80.0.0/24 --dns 10.0.0.53`",
             ),
             ("logs web --since 10m", "`vmmctl logs web --vmm --since 10m`"),
             ("clone web-1", "`vmmctl clone web-1 web-a web-b web-c`"),
@@ -231,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn kinds_and_lists_of_other_tools_exist_here() {
+    fn usual_commands_exist() {
         for words in [
             "get images",
             "get networks",
@@ -264,7 +269,7 @@ mod tests {
             "delete disk --all",
         ] {
             let words = ["vmmctl"].into_iter().chain(words.split(' '));
-            Cli::try_parse_from(words).unwrap_or_else(|error| panic!("{error}"));
+            Cli::try_parse_from(canonical(words.map(Into::into))).unwrap_or_else(|error| panic!("{error}"));
         }
     }
 

@@ -1,4 +1,4 @@
-//! Images that the node keeps.
+//! Images of the node: imported, uploaded, pruned.
 
 mod checksums;
 mod source;
@@ -11,7 +11,7 @@ use vmmd_spec::image::checksum_text;
 
 use super::progress;
 use crate::{
-    args::image::{Import, Prune, Upload},
+    args::image::{CreateImage, Prune, Upload},
     client::{Client, WORK, about_image, send},
     failure::{Code, Failure, Result},
     manifest::quantity,
@@ -25,15 +25,14 @@ const AHEAD: usize = 16;
 
 fn wanted(name: &str, labels: &[crate::args::Label], spec: v1::ImageSpec) -> v1::Image {
     v1::Image {
-        metadata: super::metadata::labelled(name, labels),
+        metadata: super::metadata(name, labels),
         spec: Some(spec),
         status: None,
     }
 }
 
-/// `image import`.
-pub async fn import(client: &Client, args: &Import) -> Result<()> {
-    let client = &client.with_timeout(args.timeout.timeout);
+/// Imports an image.
+pub async fn import(client: &Client, args: &CreateImage) -> Result<()> {
     let checksum = match &args.source.checksum_file {
         Some(path) => checksums::of(path, &args.from)?,
         None => args.source.checksum.clone().unwrap_or_default(),
@@ -50,9 +49,9 @@ pub async fn import(client: &Client, args: &Import) -> Result<()> {
     };
     let response = send!(client.limit(WORK), client.images, import_image, request).await;
     let response = response.map_err(|failure| about_image(failure, &args.name))?;
-    // A retry may find it whole.
+    // A retry may find the complete image.
     let Some(operation) = response.operation else {
-        return say(client, &args.name, "imported").await;
+        return report(client, &args.name, "imported").await;
     };
     if args.no_wait {
         return output::line(format!(
@@ -62,10 +61,10 @@ pub async fn import(client: &Client, args: &Import) -> Result<()> {
     }
     let followed = progress::follow(client, &operation, args.quiet).await;
     followed.map_err(|failure| about_image(failure, &args.name))?;
-    say(client, &args.name, "imported").await
+    report(client, &args.name, "imported").await
 }
 
-async fn say(client: &Client, name: &str, done: &str) -> Result<()> {
+async fn report(client: &Client, name: &str, done: &str) -> Result<()> {
     let status = client.object::<v1::Image>(name).await?.status.unwrap_or_default();
     let size = quantity::show(status.virtual_size_bytes);
     output::line(format!("image/{name} {done}, {size}, {}", status.digest))
@@ -129,21 +128,17 @@ pub async fn upload(client: &Client, args: &Upload) -> Result<()> {
         .unwrap_or_else(|error| Err(std::io::Error::other(error)));
     read.map_err(|error| Failure::new(Code::Other, format!("{}: {error}", args.file.display())))?;
     uploaded.map_err(|status| about_image(status.into(), &args.name))?;
-    say(client, &args.name, "uploaded").await
+    report(client, &args.name, "uploaded").await
 }
 
 /// `image prune`.
 pub async fn prune(client: &Client, args: &Prune) -> Result<()> {
-    let older_than = args.older_than.map(|age| vmmd_api::well_known::Duration {
-        seconds: i64::try_from(age.as_secs()).unwrap_or(i64::MAX),
-        nanos: 0,
-    });
     let request = v1::PruneImagesRequest {
         filter: Some(v1::ObjectFilter {
-            labels: args.selectors.iter().map(ToString::to_string).collect(),
+            labels: args.selector.iter().map(ToString::to_string).collect(),
             names: Vec::new(),
         }),
-        older_than,
+        older_than: args.older_than.map(Into::into),
         free_bytes: args.free.unwrap_or_default(),
         dry_run: args.dry_run,
         ..Default::default()

@@ -1,29 +1,33 @@
-//! `label`, `annotate`: set and take away labels and annotations of VMs and of disks.
+//! `label`, `annotate`: set and remove labels and annotations of VMs and disks.
 
 use vmmd_api::v1;
 
 use super::{
-    act, disk, parallel,
+    act, disk,
+    keys::usage,
+    limited,
     update::{self, Change, How},
+    work::{AT_ONCE, side_by_side},
 };
 use crate::{
-    args::{Targets, disk_name, label::Label, node::LabelChange, vm_name},
+    args::{LabelChange, Targets, disk_name, verbs::Labels, vm_name},
     client::Client,
-    failure::{Code, Failure, Result},
+    contexts::Connection,
+    failure::{Failure, Result},
     output,
 };
 
-/// What is changed.
+/// The map that is changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum What {
+pub enum Map {
     /// Labels.
     Labels,
     /// Annotations.
     Annotations,
 }
 
-impl What {
-    /// Of the metadata.
+impl Map {
+    /// Name of the field in the metadata.
     fn field(self) -> &'static str {
         match self {
             Self::Labels => "labels",
@@ -41,15 +45,14 @@ impl What {
 
 /// Parsed words of the command line.
 #[derive(Debug)]
-pub struct Labelling {
+struct Labelling {
     vms: Targets,
     disks: Vec<String>,
     changes: Vec<LabelChange>,
 }
 
 /// Reads the words of the command line. Needs no daemon.
-pub fn read(args: &Label) -> Result<Labelling> {
-    let usage = |message: String| Failure::new(Code::Usage, message);
+fn read(args: &Labels) -> Result<Labelling> {
     // A name of a VM has no `=` and does not end with `-`.
     let (changes, names): (Vec<_>, Vec<_>) = args
         .words
@@ -68,36 +71,32 @@ pub fn read(args: &Label) -> Result<Labelling> {
     let disks = named(disks, disk_name)?;
     let vms = Targets {
         names: named(names, vm_name)?,
-        selectors: args.selectors.clone(),
+        selector: args.selector.clone(),
         all: args.all,
     };
     let changes: Vec<_> = changes.collect::<Result<_>>()?;
-    let by_filter = args.all || !args.selectors.is_empty();
+    let by_filter = args.all || !args.selector.is_empty();
     match (vms.names.is_empty() && disks.is_empty(), by_filter) {
         _ if changes.is_empty() => Err(usage(
-            "say what to change: KEY=VALUE, or KEY- to take it away".into(),
+            "no change is given: KEY=VALUE sets a pair, KEY- removes it",
         )),
         (true, false) => Err(usage(
-            "say of which VMs or disks: by name (disk/NAME), or VMs with -l SELECTOR or --all".into(),
+            "no VM or disk is given: name VMs and disks (disk/NAME), or select VMs with -l SELECTOR or --all",
         )),
-        (false, true) => Err(usage(
-            "name VMs and disks, or choose VMs with -l or --all: not both".into(),
-        )),
+        (false, true) => Err(usage("give either names, or -l or --all")),
         _ => Ok(Labelling { vms, disks, changes }),
     }
 }
 
 /// Changes them.
-pub async fn label(
-    client: &Client,
-    what: What,
-    Labelling { vms, disks, changes }: &Labelling,
-) -> Result<(), Vec<Failure>> {
-    let mut failures = label_disks(client, what, disks, changes).await?;
+pub async fn label(given: &Connection, map: Map, args: &Labels) -> Result<(), Vec<Failure>> {
+    let Labelling { vms, disks, changes } = read(args)?;
+    let client = &limited(given, args.timeout).await?;
+    let mut failures = label_disks(client, map, &disks, &changes).await?;
     let only_disks = vms.names.is_empty() && !disks.is_empty();
     let names = match only_disks {
         true => Vec::new(),
-        false => act::names(client, vms, |_| true).await.map_err(super::one)?,
+        false => act::names(client, &vms, |_| true).await?,
     };
     if names.is_empty() && !only_disks {
         eprintln!("There are no such VMs.");
@@ -105,33 +104,33 @@ pub async fn label(
     let work = |name: String| {
         let (client, changes) = (client.clone(), changes.to_vec());
         async move {
-            let wanted = |there: &v1::Vm| Ok(changed(there, what, &changes));
+            let wanted = |there: &v1::Vm| Ok(changed(there, map, &changes));
             let done = update::rewrite(&client, &name, How::default(), wanted).await;
             (name, done)
         }
     };
-    let printed = parallel::side_by_side(names, parallel::AT_ONCE, work, |(name, done)| {
+    let printed = side_by_side(names, AT_ONCE, work, |(name, done)| {
         match done {
             Ok(done) if done.text == update::UNCHANGED => output::line(format!("vm/{name} unchanged"))?,
-            Ok(_) => output::line(format!("vm/{name} {}", what.done()))?,
+            Ok(_) => output::line(format!("vm/{name} {}", map.done()))?,
             Err(failure) => failures.push(failure),
         }
         Ok(())
     });
-    printed.await.map_err(super::one)?;
+    printed.await?;
     super::all(failures)
 }
 
-/// Only the keys that are named: what others set meanwhile stays.
-fn changed(there: &v1::Vm, what: What, changes: &[LabelChange]) -> Change {
+/// Changes only the named keys: concurrent changes of other keys stay.
+fn changed(there: &v1::Vm, map: Map, changes: &[LabelChange]) -> Change {
     let mut vm = there.clone();
-    change(vm.metadata.get_or_insert_default(), what, changes);
+    change(vm.metadata.get_or_insert_default(), map, changes);
     let key = |change: &LabelChange| match change {
         LabelChange::Set(key, _) | LabelChange::Remove(key) => key.clone(),
     };
     let paths = changes
         .iter()
-        .map(|change| format!("metadata.{}[{}]", what.field(), key(change)));
+        .map(|change| format!("metadata.{}[{}]", map.field(), key(change)));
     Change {
         vm,
         paths: paths.collect(),
@@ -141,31 +140,26 @@ fn changed(there: &v1::Vm, what: What, changes: &[LabelChange]) -> Change {
 /// Changes the labels of disks one after another; returns the failures.
 async fn label_disks(
     client: &Client,
-    what: What,
+    map: Map,
     names: &[String],
     changes: &[LabelChange],
 ) -> Result<Vec<Failure>, Vec<Failure>> {
     let mut failures = Vec::new();
     for name in names {
-        let wanted = |metadata: &mut v1::ObjectMetadata| change(metadata, what, changes);
+        let wanted = |metadata: &mut v1::ObjectMetadata| change(metadata, map, changes);
         match disk::rewrite(client, name, wanted).await {
-            Ok(true) => output::line(format!("disk/{name} {}", what.done())).map_err(super::one)?,
-            Ok(false) => output::line(format!("disk/{name} unchanged")).map_err(super::one)?,
+            Ok(true) => output::line(format!("disk/{name} {}", map.done()))?,
+            Ok(false) => output::line(format!("disk/{name} unchanged"))?,
             Err(failure) => failures.push(failure),
         }
     }
     Ok(failures)
 }
 
-fn change(metadata: &mut v1::ObjectMetadata, what: What, changes: &[LabelChange]) {
-    let pairs = match what {
-        What::Labels => &mut metadata.labels,
-        What::Annotations => &mut metadata.annotations,
+fn change(metadata: &mut v1::ObjectMetadata, map: Map, changes: &[LabelChange]) {
+    let pairs = match map {
+        Map::Labels => &mut metadata.labels,
+        Map::Annotations => &mut metadata.annotations,
     };
-    for change in changes {
-        match change {
-            LabelChange::Set(key, value) => drop(pairs.insert(key.clone(), value.clone())),
-            LabelChange::Remove(key) => drop(pairs.remove(key)),
-        }
-    }
+    changes.iter().for_each(|change| change.apply(pairs));
 }

@@ -12,7 +12,7 @@ use vmmd_api::v1::{self, VmLog, console_request, console_response};
 
 use crate::{
     args::observe::Logs,
-    client::{Client, QUICK, RESTART, TRIES_TO_GO_ON, about_vm, call, went_away},
+    client::{Client, QUICK, about_vm, call, over_restarts},
     console::Seen,
     failure::{Code, Failure, Result},
     output::{clean::Cleaner, write_failed},
@@ -38,7 +38,7 @@ fn failed(status: tonic::Status, args: &Logs) -> Failure {
     about_vm(status.into(), &args.name)
 }
 
-/// Opens a log that is in files.
+/// Opens a log file.
 async fn open(client: &Client, args: &Logs, follow: bool) -> Result<tonic::Streaming<v1::GetVmLogsResponse>> {
     let request = v1::GetVmLogsRequest {
         name: args.name.clone(),
@@ -53,30 +53,19 @@ async fn open(client: &Client, args: &Logs, follow: bool) -> Result<tonic::Strea
 
 /// Prints existing and new output until the run ends or the user ends it.
 async fn follow(client: &Client, args: &Logs, printer: &mut Printer) -> Result<()> {
-    let mut tries = 0;
-    loop {
+    over_restarts(true, async |tries: &mut u32| {
         let before = printer.printed;
         let followed = if args.vmm {
             follow_vmm(client, args, printer).await
         } else {
             follow_serial(client, args, printer).await
         };
-        let lost = match followed {
-            Ok(()) => return Ok(()),
-            Err(failure) => failure,
-        };
         if printer.printed != before {
-            tries = 0;
+            *tries = 0;
         }
-        if !went_away(&lost) || tries == TRIES_TO_GO_ON {
-            return Err(lost);
-        }
-        tries += 1;
-        if tries == 1 {
-            eprintln!("vmmd went away; going on when it is back");
-        }
-        tokio::time::sleep(RESTART).await;
-    }
+        followed
+    })
+    .await
 }
 
 /// Follows a vmm's log: the content of the file, then new lines.
@@ -108,7 +97,7 @@ async fn follow_serial(client: &Client, args: &Logs, printer: &mut Printer) -> R
     let open = v1::ConsoleRequest {
         message: Some(console_request::Message::Open(open)),
     };
-    // There is room for one.
+    // The queue is empty.
     let _ = requests.try_send(open);
     let opened = call(QUICK, client.vms.clone().console(ReceiverStream::new(queue))).await;
     let mut stream = opened.map_err(|failure| about_vm(failure, &args.name))?;
@@ -136,7 +125,7 @@ async fn follow_serial(client: &Client, args: &Logs, printer: &mut Printer) -> R
 struct Printer {
     clean: Option<Cleaner>,
     seen: Seen,
-    /// How many bytes.
+    /// Number of printed bytes.
     printed: usize,
 }
 
@@ -183,7 +172,7 @@ impl Printer {
 /// The part of a log's past that is printed.
 struct History {
     tail: Option<usize>,
-    /// Lines before it are left out.
+    /// Time of the first line to print.
     from: Option<jiff::Timestamp>,
     lines: VecDeque<Vec<u8>>,
     /// The last line, possibly incomplete.
@@ -200,7 +189,7 @@ impl History {
         }
     }
 
-    /// Takes more; gives what can be printed by now.
+    /// Adds bytes; returns the bytes that can be printed at once.
     fn add(&mut self, bytes: &[u8]) -> Option<Vec<u8>> {
         if self.tail.is_none() && self.from.is_none() {
             return Some(bytes.to_vec());
@@ -274,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn the_past_is_cut_by_lines_and_by_time() {
+    fn history_is_cut_by_lines_and_time() {
         assert_eq!(of(None, None, &["a\nb"]), "a\nb");
         assert_eq!(of(Some(2), None, &["a\nb\n", "c\nd"]), "c\nd");
         assert_eq!(of(Some(0), None, &["a\nb\n"]), "");

@@ -1,20 +1,16 @@
-//! `network`: networks of the node are made, shown, changed and deleted.
+//! Networks of the node are created and changed.
 
 use vmmd_api::{v1, well_known::FieldMask};
 
 use crate::{
-    args::{
-        network::{CreateNetwork, Mode, UpdateNetwork},
-        node::LabelChange,
-    },
+    args::network::{CreateNetwork, UpdateNetwork},
     client::{Client, WORK, about_network, empty_answer, send},
     failure::{Code, Failure, Result},
     output,
 };
 
-/// `network create`.
+/// Creates a network.
 pub async fn create(client: &Client, args: &CreateNetwork) -> Result<()> {
-    let client = client.with_timeout(args.timeout.timeout);
     let answer = send!(client.limit(WORK), client.networks, create_network, request(args)).await?;
     let network = answer.network.ok_or_else(empty_answer)?;
     let status = network.status.unwrap_or_default();
@@ -24,9 +20,8 @@ pub async fn create(client: &Client, args: &CreateNetwork) -> Result<()> {
     ))
 }
 
-/// Labels that are not named stay: they are put together here, so the network must be the one that was looked at.
+/// Changes a network. Other labels stay: the request has all labels, so it is valid for the present generation only.
 pub async fn update(client: &Client, args: &UpdateNetwork) -> Result<()> {
-    let client = &client.with_timeout(args.timeout.timeout);
     let mut request = changes(args)?;
     if !args.labels.is_empty() {
         let there = client
@@ -38,10 +33,7 @@ pub async fn update(client: &Client, args: &UpdateNetwork) -> Result<()> {
         let metadata = network.metadata.get_or_insert_default();
         metadata.labels = there.labels;
         for change in &args.labels {
-            match change {
-                LabelChange::Set(key, value) => drop(metadata.labels.insert(key.clone(), value.clone())),
-                LabelChange::Remove(key) => drop(metadata.labels.remove(key)),
-            }
+            change.apply(&mut metadata.labels);
         }
         request.preconditions = Some(v1::Preconditions {
             uid: there.uid,
@@ -57,7 +49,7 @@ pub async fn update(client: &Client, args: &UpdateNetwork) -> Result<()> {
 fn changes(args: &UpdateNetwork) -> Result<v1::UpdateNetworkRequest> {
     let (mut spec, mut paths) = (v1::NetworkSpec::default(), Vec::new());
     if let Some(mode) = args.mode {
-        spec.set_mode(mode.into());
+        spec.set_mode(mode);
         paths.push("spec.mode");
     }
     if !args.dns.is_empty() {
@@ -72,12 +64,12 @@ fn changes(args: &UpdateNetwork) -> Result<v1::UpdateNetworkRequest> {
         paths.push("metadata.labels");
     }
     if paths.is_empty() {
-        let message = "say what to change: --mode, --dns, --ntp or -l";
+        let message = "no change is given: use --mode, --dns, --ntp or -l";
         return Err(Failure::new(Code::Usage, message));
     }
     Ok(v1::UpdateNetworkRequest {
         network: Some(v1::Network {
-            metadata: super::metadata::named(&args.name),
+            metadata: super::metadata(&args.name, &[]),
             spec: Some(spec),
             status: None,
         }),
@@ -88,29 +80,19 @@ fn changes(args: &UpdateNetwork) -> Result<v1::UpdateNetworkRequest> {
     })
 }
 
-fn servers(given: &[String], nobody: &str) -> Vec<String> {
+fn servers(given: &[String], none: &str) -> Vec<String> {
     match given {
-        [only] if only == nobody => Vec::new(),
+        [only] if only == none => Vec::new(),
         given => given.to_vec(),
-    }
-}
-
-impl From<Mode> for v1::NetworkMode {
-    fn from(mode: Mode) -> Self {
-        match mode {
-            Mode::Nat => Self::Nat,
-            Mode::Isolated => Self::Isolated,
-            Mode::Routed => Self::Routed,
-        }
     }
 }
 
 fn request(args: &CreateNetwork) -> v1::CreateNetworkRequest {
     v1::CreateNetworkRequest {
         network: Some(v1::Network {
-            metadata: super::metadata::labelled(&args.name, &args.labels),
+            metadata: super::metadata(&args.name, &args.labels),
             spec: Some(v1::NetworkSpec {
-                mode: v1::NetworkMode::from(args.mode).into(),
+                mode: args.mode.into(),
                 ipv4_cidr: args.cidr.clone(),
                 ipv4_gateway: args.gateway.clone().unwrap_or_default(),
                 dns_servers: args.dns.clone(),

@@ -1,9 +1,12 @@
-//! NICs of a VM from the command line: the texts of `create --nic` and of `nic`.
+//! NICs of a VM from the command line: the values of `create vm --nic` and `create nic`.
 
 use vmmd_api::v1::{self, NicOffload, nic_spec::Attachment};
 
-use super::disk_spec::{bytes, number, usage};
-use crate::failure::Result;
+use super::keys::{self, bytes, number};
+use crate::{
+    args::value::{Words, word},
+    failure::Result,
+};
 
 const KEYS: &str = "network=, bridge=, tap=, address=, publish=, name=, mac=, queues=, mtu=, backend=, link=, off=, rx-bps=, rx-pps=, tx-bps=, tx-pps=";
 
@@ -20,33 +23,20 @@ pub fn from_text(index: usize, text: &str) -> Result<v1::NicSpec> {
 /// Applies the keys of `text`, the value of the command line's `option`.
 pub fn apply(nic: &mut v1::NicSpec, text: &str, option: &str) -> Result<()> {
     let mut attached = false;
-    for part in text.split(',') {
-        let attachment = match part.split_once('=') {
-            Some(("bridge", value)) => Some(Attachment::Bridge(value.to_owned())),
-            Some(("tap", value)) => Some(Attachment::Tap(value.to_owned())),
-            Some(("network", value)) => Some(Attachment::Network(value.to_owned())),
-            _ => None,
+    keys::each(option, text, KEYS, |key, value| {
+        let Some(value) = value else { return Ok(false) };
+        let attachment = match key {
+            "bridge" => Attachment::Bridge(value.to_owned()),
+            "tap" => Attachment::Tap(value.to_owned()),
+            "network" => Attachment::Network(value.to_owned()),
+            _ => return set(nic, key, value),
         };
-        if let Some(attachment) = attachment {
-            if std::mem::replace(&mut attached, true) {
-                return Err(usage(format!(
-                    "{option} {text}: give one of network=, bridge= and tap="
-                )));
-            }
-            nic.attachment = Some(attachment);
-            continue;
+        if std::mem::replace(&mut attached, true) {
+            return Err("give one of network=, bridge= and tap=".to_owned());
         }
-        let done = match part.split_once('=') {
-            Some((key, value)) => set(nic, key, value),
-            None => Ok(false),
-        };
-        match done {
-            Ok(true) => {}
-            Ok(false) => return Err(usage(format!("{option} {text}: \"{part}\" is none of {KEYS}"))),
-            Err(problem) => return Err(usage(format!("{option} {text}: {part}: {problem}"))),
-        }
-    }
-    Ok(())
+        nic.attachment = Some(attachment);
+        Ok(true)
+    })
 }
 
 /// Sets the field that `key` names; whether there is one.
@@ -62,19 +52,14 @@ fn set(nic: &mut v1::NicSpec, key: &str, value: &str) -> Result<bool, String> {
         "queues" => nic.queues = number(value)?,
         "mtu" => nic.mtu = number(value)?,
         "backend" => {
-            let backend = match value {
-                "userspace" => v1::NicBackend::Userspace,
-                "vhost" => v1::NicBackend::Vhost,
-                _ => return Err("must be userspace or vhost".to_owned()),
-            };
-            nic.set_backend(backend);
+            const BACKENDS: Words<v1::NicBackend> = &[
+                ("userspace", v1::NicBackend::Userspace, ""),
+                ("vhost", v1::NicBackend::Vhost, ""),
+            ];
+            nic.set_backend(word(BACKENDS, value)?);
         }
         "link" => {
-            nic.link_down = match value {
-                "up" => false,
-                "down" => true,
-                _ => return Err("must be up or down".to_owned()),
-            };
+            nic.link_down = word(&[("up", false, ""), ("down", true, "")], value)?;
         }
         "off" => {
             nic.disabled_offloads = value
@@ -102,7 +87,7 @@ pub fn fields(text: &str) -> impl Iterator<Item = &str> {
         "rx-bps" | "rx-pps" => "receive_limit",
         "tx-bps" | "tx-pps" => "transmit_limit",
         "publish" => "published_ports",
-        // The others are called as the fields.
+        // The other keys have the names of the fields.
         field => field,
     })
 }
@@ -117,7 +102,7 @@ fn packets_per_second(limit: &mut Option<v1::RateLimit>, rate: u64) {
     drop_empty(limit);
 }
 
-/// A limit without any rate is none.
+/// Removes a limit without any rate.
 fn drop_empty(limit: &mut Option<v1::RateLimit>) {
     *limit = limit.filter(|limit| limit.bytes_per_second != 0 || limit.operations_per_second != 0);
 }
@@ -152,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_nic_is_read_from_keys_and_values() {
+    fn nic_is_read_from_keys_and_values() {
         let text = "bridge=br0,queues=4,mtu=9000,backend=vhost,off=tso+uso,link=down,rx-bps=10Mi,rx-pps=5000,tx-pps=100";
         let nic = from_text(1, text).unwrap();
         assert_eq!(
@@ -171,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn a_nic_in_a_network_has_an_address_and_published_ports() {
+    fn nic_in_a_network_has_address_and_published_ports() {
         let nic = from_text(0, "network=lan,address=10.80.0.9,publish=8080:80+53/udp").unwrap();
         assert_eq!(nic.attachment, Some(Attachment::Network("lan".into())));
         assert_eq!(nic.address, "10.80.0.9");
@@ -184,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_change_a_nic_that_is_there_and_zero_takes_a_limit_away() {
+    fn keys_change_a_nic_and_zero_removes_a_limit() {
         let mut nic = from_text(0, "tap=tap0,off=tso,tx-bps=1Mi,link=down").unwrap();
         apply(&mut nic, "off=none,tx-bps=0,link=up", "KEY=VALUE").unwrap();
         let wanted = from_text(0, "tap=tap0").unwrap();
@@ -192,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn each_key_is_for_a_field_of_the_api() {
+    fn each_key_sets_a_field_of_the_api() {
         let text = "queues=1,mtu=9,backend=vhost,name=a,mac=b,bridge=c,tap=d,network=e,address=f,publish=1,link=up,off=tso,rx-bps=1,rx-pps=1,tx-bps=1,tx-pps=1";
         let paths: Vec<_> = fields(text)
             .map(|field| format!("spec.nics[eth0].{field}"))
@@ -201,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_named() {
+    fn wrong_key_or_value_is_named() {
         for (text, expected) in [
             ("bridge=a,tap=b", "one of network=, bridge= and tap="),
             ("bridge=a,speed=9", "speed=9"),

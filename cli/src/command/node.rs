@@ -1,41 +1,55 @@
-//! `node`: shows it, cordons it, drains it, labels it, asks it.
+//! Verbs for the node: show, cordon, drain, label, check.
 
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
 use vmmd_api::v1;
 
-use super::{apply, interrupt, migration, operation};
+use super::{act, apply, migration, operation, work::guarded_operation};
 use crate::{
-    args::node::{Drain, LabelChange, LabelNode, NodeVerb},
-    client::{Client, QUICK, Query, call, send},
+    args::{
+        LabelChange, Output,
+        node::{Drain, Node},
+        vm::Files,
+    },
+    client::{Client, Kind as _, QUICK, Query, call, send},
     failure::{Code, Failure, Result},
-    manifest::Object,
-    output,
+    manifest::{Object, schema},
+    output::{self, format},
 };
 
-/// How long a drain may take beyond the guests' grace period; several guests are stopped at once.
+/// Time limit for a drain; several guests are stopped at once.
 const DRAIN: Duration = Duration::from_secs(24 * 3600);
 
-/// Does it.
-pub async fn run(client: &Client, verb: NodeVerb) -> Result<(), Vec<Failure>> {
+/// Runs a verb for the node.
+pub async fn run(client: &Client, verb: Node) -> Result<(), Vec<Failure>> {
     match verb {
-        NodeVerb::Cordon { reason, timeout } => {
-            let client = &client.with_timeout(timeout.timeout);
-            cordon(client, reason).await.map_err(super::one)
+        Node::Cordon { reason, timeout } => {
+            cordon(&client.with_timeout(timeout.timeout), reason).await?;
         }
-        NodeVerb::Uncordon(timeout) => {
-            let client = &client.with_timeout(timeout.timeout);
-            uncordon(client).await.map_err(super::one)
+        Node::Uncordon(timeout) => {
+            let client = client.with_timeout(timeout.timeout);
+            let request = v1::UncordonNodeRequest::default();
+            let answer = send!(client.limit(QUICK), client.nodes, uncordon_node, request).await?;
+            output::line(format!("node/{} uncordoned", name(answer.node)))?;
         }
-        NodeVerb::Drain(args) => {
+        Node::Drain(args) => {
             evacuate(client, &args).await?;
-            drain(client, args).await.map_err(super::one)
+            drain(client, args).await?;
         }
-        NodeVerb::Label(LabelNode { labels, timeout }) => {
-            let client = &client.with_timeout(timeout.timeout);
-            label(client, labels).await.map_err(super::one)
+        Node::Check(Files { files }) => check(client, &files).await?,
+    }
+    Ok(())
+}
+
+/// Prints the node.
+pub async fn show(client: &Client, output: Option<&Output>) -> Result<()> {
+    let node = client.node().await?;
+    match output {
+        None | Some(Output::Wide) => output::print(&output::node::node(&node, jiff::Timestamp::now())),
+        Some(output) => {
+            let title = format!("node/{}", node.metadata.clone().unwrap_or_default().name);
+            format::one(title, &node, schema::NODE, output)
         }
-        NodeVerb::Check { files } => check(client, &files).await,
     }
 }
 
@@ -44,21 +58,12 @@ async fn cordon(client: &Client, reason: String) -> Result<()> {
         reason,
         ..Default::default()
     };
-    let node = send!(client.limit(QUICK), client.nodes, cordon_node, request)
-        .await?
-        .node;
-    output::line(format!("node/{} cordoned", name(node)))
+    let answer = send!(client.limit(QUICK), client.nodes, cordon_node, request).await?;
+    output::line(format!("node/{} cordoned", name(answer.node)))
 }
 
-async fn uncordon(client: &Client) -> Result<()> {
-    let request = v1::UncordonNodeRequest::default();
-    let node = send!(client.limit(QUICK), client.nodes, uncordon_node, request)
-        .await?
-        .node;
-    output::line(format!("node/{} uncordoned", name(node)))
-}
-
-async fn label(client: &Client, labels: Vec<LabelChange>) -> Result<()> {
+/// Changes labels of the node.
+pub async fn label(client: &Client, labels: Vec<LabelChange>) -> Result<()> {
     let (mut set, mut remove) = (BTreeMap::new(), Vec::new());
     for change in labels {
         match change {
@@ -71,34 +76,32 @@ async fn label(client: &Client, labels: Vec<LabelChange>) -> Result<()> {
         remove,
         ..Default::default()
     };
-    let node = send!(client.limit(QUICK), client.nodes, update_node_labels, request)
-        .await?
-        .node;
-    output::line(format!("node/{} labelled", name(node)))
+    let answer = send!(client.limit(QUICK), client.nodes, update_node_labels, request).await?;
+    output::line(format!("node/{} labelled", name(answer.node)))
 }
 
-/// Moves the VMs that are to be moved. The failures are those of the VMs that stay and are not to be stopped.
+/// Moves the VMs that have a destination. The failures are those of the VMs that stay and must not be stopped.
 async fn evacuate(client: &Client, args: &Drain) -> Result<(), Vec<Failure>> {
     if args.migrate_to.is_none() && args.destinations.is_empty() {
         return Ok(());
     }
-    cordon(client, args.reason.clone()).await.map_err(super::one)?;
-    let vms = client
-        .objects::<v1::Vm>(&Query::default())
-        .await
-        .map_err(super::one)?;
+    cordon(client, args.reason.clone()).await?;
+    let vms = client.objects::<v1::Vm>(&Query::default()).await?;
     let mut failures = Vec::new();
     for vm in vms {
-        let runs = vm
-            .status
-            .is_some_and(|status| status.phase() == v1::VmPhase::Running);
-        let name = vm.metadata.unwrap_or_default().name;
-        let Some(to) = args.destination(&name).filter(|_| runs) else {
+        let name = vm.name();
+        let runs = act::phase(&vm) == v1::VmPhase::Running;
+        let Some(to) = args.destination(name).filter(|_| runs) else {
             continue;
         };
-        match migration::move_to(client, &name, to).await {
+        let request = v1::MigrateVmRequest {
+            name: name.to_owned(),
+            target: to.to_owned(),
+            ..Default::default()
+        };
+        match migration::migrate(client, request, false).await {
             Err(failure) if args.stop_rest => {
-                eprintln!("vm/{name} will be stopped, since it can't be moved: {failure}");
+                eprintln!("vm/{name} will be stopped, as it cannot be moved: {failure}");
             }
             Err(failure) => failures.push(failure),
             Ok(()) => {}
@@ -107,7 +110,7 @@ async fn evacuate(client: &Client, args: &Drain) -> Result<(), Vec<Failure>> {
     if failures.is_empty() {
         return Ok(());
     }
-    let hint = "the node is cordoned, and nothing was stopped: with --stop-rest, VMs that can't be moved are stopped";
+    let hint = "the node is cordoned, and no VM was stopped; --stop-rest stops VMs that cannot be moved";
     Err(failures.into_iter().map(|failure| failure.hint(hint)).collect())
 }
 
@@ -136,9 +139,9 @@ async fn drain(client: &Client, args: Drain) -> Result<()> {
     });
     let hint = format!("`vmmctl get operation {id} -w` follows it, `vmmctl operation cancel {id}` ends it");
     let watched = tokio::time::timeout(limit, watched);
-    match interrupt::guarded_operation(&hint, watched).await {
+    match guarded_operation(&hint, watched).await {
         Ok(ended) => operation::outcome(ended?).map(drop)?,
-        Err(_) => return Err(Failure::new(Code::Timeout, "the drain goes on").hint(hint)),
+        Err(_) => return Err(Failure::new(Code::Timeout, "the drain continues").hint(hint)),
     }
     output::line("the node is drained")
 }
@@ -146,14 +149,14 @@ async fn drain(client: &Client, args: Drain) -> Result<()> {
 async fn check(client: &Client, files: &[PathBuf]) -> Result<(), Vec<Failure>> {
     let mut failures = Vec::new();
     for document in apply::read(files)? {
-        // Disks are not placed.
+        // Only VMs have a placement.
         let Object::Vm(vm) = document.object.clone() else {
             continue;
         };
         let request = v1::CheckPlacementRequest { vm: Some(*vm) };
         match call(QUICK, client.nodes.clone().check_placement(request)).await {
             Ok(answer) if answer.fits => {
-                output::line(format!("{} fits", document.title())).map_err(super::one)?;
+                output::line(format!("{} fits", document.title()))?;
             }
             Ok(answer) => failures.extend(answer.problems.into_iter().map(|problem| {
                 let message = format!(

@@ -2,10 +2,13 @@
 
 use std::collections::BTreeMap;
 
-use super::habits;
+use super::{habits, watch};
 use crate::{
-    args::{Delete, List, Names, Output, Selector},
-    client::{Client, Kind, Query},
+    args::{
+        Output, Selector,
+        kind::{DeleteNamed, List, Names, WatchedList},
+    },
+    client::{Client, Kind, Query, Watched},
     failure::{Code, Failure, Result},
     output::{self, Show, describe::Lines, format::Layout, print_documents, table},
 };
@@ -17,18 +20,35 @@ const LAST_EVENTS: u32 = 10;
 pub fn query<K: Kind>(args: &List<K>) -> Query {
     Query {
         names: args.names.clone(),
-        labels: args.selectors.iter().map(ToString::to_string).collect(),
+        labels: args.selector.iter().map(ToString::to_string).collect(),
         ..Query::default()
+    }
+}
+
+/// Lists objects of a kind once, or watches them.
+pub async fn list<K: Watched + Show>(client: &Client, args: &WatchedList<K>) -> Result<(), Vec<Failure>> {
+    get_or_watch(client, args, &query(&args.list)).await
+}
+
+/// Lists the objects of a query once, or watches them.
+pub async fn get_or_watch<K: Watched + Show>(
+    client: &Client,
+    args: &WatchedList<K>,
+    query: &Query,
+) -> Result<(), Vec<Failure>> {
+    match args.watch {
+        true => Ok(watch::watch(client, &args.list, query).await?),
+        false => get(client, &args.list, query).await,
     }
 }
 
 /// Lists objects once.
 pub async fn get<K: Show>(client: &Client, args: &List<K>, query: &Query) -> Result<(), Vec<Failure>> {
-    let all: Vec<K> = client.objects(query).await.map_err(super::one)?;
+    let all: Vec<K> = client.objects(query).await?;
     // Lists of snapshots, and of older daemons, have no filters.
     let is_selected = |object: &&K| {
         let labels = object.metadata().map(|metadata| &metadata.labels);
-        labels.is_none_or(|labels| all_hold(&args.selectors, labels))
+        labels.is_none_or(|labels| all_hold(&args.selector, labels))
     };
     let selected: Vec<&K> = all.iter().filter(is_selected).collect();
     let named = |name: &String| selected.iter().find(|object| object.name() == name).copied();
@@ -49,7 +69,7 @@ pub async fn get<K: Show>(client: &Client, args: &List<K>, query: &Query) -> Res
     if args.names.is_empty() {
         listed = selected;
     }
-    print(&listed, args, query).map_err(super::one)?;
+    print(&listed, args, query)?;
     super::all(failures)
 }
 
@@ -72,16 +92,9 @@ fn print<K: Show>(objects: &[&K], args: &List<K>, query: &Query) -> Result<()> {
     }
     if objects.is_empty() {
         if args.names.is_empty() {
-            let labels = if args.selectors.is_empty() {
-                ""
-            } else {
-                " with these labels"
-            };
-            let phases = if query.phases.is_empty() {
-                ""
-            } else {
-                " in these phases"
-            };
+            let when = |given: bool, text: &'static str| if given { text } else { "" };
+            let labels = when(!args.selector.is_empty(), " with these labels");
+            let phases = when(!query.phases.is_empty(), " in these phases");
             eprintln!("There are no {}{labels}{phases}.", K::MANY);
         }
         return Ok(());
@@ -107,7 +120,7 @@ pub async fn describe<K: Show>(client: &Client, args: &Names<K>) -> Result<(), V
             Err(failure) => failures.push(failure),
         }
     }
-    output::print(&texts.join("\n")).map_err(super::one)?;
+    output::print(&texts.join("\n"))?;
     super::all(failures)
 }
 
@@ -116,15 +129,13 @@ pub async fn describe<K: Show>(client: &Client, args: &Names<K>) -> Result<(), V
 async fn last_events(client: &Client, kind: &str, name: &str, text: &mut Lines) {
     if let Ok(events) = client.events_of(kind, name, LAST_EVENTS).await {
         let rows: Vec<_> = events.iter().map(output::event::row).collect();
-        let columns = vec!["TIME", "SEVERITY", "OBJECT", "REASON", "MESSAGE"];
-        text.list("Last events", columns, &rows);
+        text.list("Last events", output::event::COLUMNS.to_vec(), &rows);
     }
 }
 
 /// Deletes the objects that the command line names.
-pub async fn delete<K: Kind>(client: &Client, args: &Delete<K>) -> Result<(), Vec<Failure>> {
-    let client = client.with_timeout(args.timeout.timeout);
-    delete_all::<K>(&client, &args.names.names, args.ignore_not_found).await
+pub async fn delete<K: Kind>(client: &Client, args: &DeleteNamed<K>) -> Result<(), Vec<Failure>> {
+    delete_all::<K>(client, &args.names.names, args.ignore_not_found).await
 }
 
 /// Deletes objects one after another: an overlay may come before the disk below it.
@@ -136,7 +147,7 @@ pub async fn delete_all<K: Kind>(
     let mut failures = Vec::new();
     for name in names {
         match K::delete(client, name).await {
-            Ok(()) => output::line(format!("{}/{name} deleted", K::WORD)).map_err(super::one)?,
+            Ok(()) => output::line(format!("{}/{name} deleted", K::WORD))?,
             Err(failure) if ignore_not_found && failure.code == Code::NotFound => {}
             Err(failure) => failures.push(K::about(failure, name)),
         }

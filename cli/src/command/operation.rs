@@ -3,8 +3,8 @@
 use vmmd_api::v1::{self, OperationPhase};
 
 use crate::{
-    args::{Output, operation::GetOperation},
-    client::{self, Client, QUICK, RESTART, TRIES_TO_GO_ON, WORK, call, empty_answer, went_away},
+    args::{Output, kind::GetOperation},
+    client::{self, Client, QUICK, WORK, call, empty_answer, over_restarts, watch_ended},
     failure::{Code, Failure, Result},
     manifest::{emit, schema},
     output::{
@@ -61,7 +61,7 @@ pub async fn get(client: &Client, args: &GetOperation) -> Result<()> {
     outcome(ended.await?).map(drop)
 }
 
-/// The output that is no table for people.
+/// The output, unless it is a table.
 fn documents(args: &GetOperation) -> Option<&Output> {
     args.output.as_ref().filter(|output| **output != Output::Wide)
 }
@@ -83,47 +83,26 @@ fn print(operations: &[v1::Operation], args: &GetOperation, layout: Layout, tabl
     format::documents(&documents, output, layout)
 }
 
-/// Calls `seen` with an operation as it is and after each of its changes, over restarts of the daemon; returns it when it has
-/// ended.
+/// Calls `seen` with an operation and after each of its changes, across restarts of the daemon; returns the ended operation.
 pub async fn follow(
     client: &Client,
     id: &str,
     mut seen: impl FnMut(&v1::Operation) -> Result<()>,
 ) -> Result<v1::Operation> {
-    let mut tries = 0;
-    loop {
-        let lost = match watch(client, id, &mut tries, &mut seen).await {
-            Ok(Some(ended)) => return Ok(ended),
-            Ok(None) => Failure::new(Code::Unavailable, "vmmd ended the watch")
-                .hint("it may be restarting: try again"),
-            Err(failure) => about(failure, id),
-        };
-        if !went_away(&lost) || tries == TRIES_TO_GO_ON {
-            return Err(lost);
+    let followed = over_restarts(false, async |tries: &mut u32| {
+        let request = v1::WatchOperationRequest { id: id.to_owned() };
+        let mut stream = call(QUICK, client.operations.clone().watch_operation(request)).await?;
+        while let Some(change) = stream.message().await? {
+            *tries = 0;
+            let operation = change.operation.ok_or_else(empty_answer)?;
+            seen(&operation)?;
+            if has_ended(&operation) {
+                return Ok(operation);
+            }
         }
-        tries += 1;
-        tokio::time::sleep(RESTART).await;
-    }
-}
-
-/// Watches an operation until it or the stream has ended.
-async fn watch(
-    client: &Client,
-    id: &str,
-    tries: &mut u32,
-    seen: &mut impl FnMut(&v1::Operation) -> Result<()>,
-) -> Result<Option<v1::Operation>> {
-    let request = v1::WatchOperationRequest { id: id.to_owned() };
-    let mut stream = call(QUICK, client.operations.clone().watch_operation(request)).await?;
-    while let Some(change) = stream.message().await? {
-        *tries = 0;
-        let operation = change.operation.ok_or_else(empty_answer)?;
-        seen(&operation)?;
-        if has_ended(&operation) {
-            return Ok(Some(operation));
-        }
-    }
-    Ok(None)
+        Err(watch_ended())
+    });
+    followed.await.map_err(|failure| about(failure, id))
 }
 
 /// Waits for the end of an operation.
@@ -131,7 +110,7 @@ pub async fn until_ended(client: &Client, id: &str) -> Result<v1::Operation> {
     outcome(follow(client, id, |_| Ok(())).await?)
 }
 
-/// Whether it will not change any more.
+/// Whether the operation has ended.
 pub fn has_ended(operation: &v1::Operation) -> bool {
     use OperationPhase::{Cancelled, Completed, Failed};
     matches!(operation.phase(), Completed | Failed | Cancelled)
@@ -148,10 +127,10 @@ pub fn outcome(ended: v1::Operation) -> Result<v1::Operation> {
     Err(Failure::new(code, message).about("operation", &ended.id))
 }
 
-/// Ends one early.
+/// Ends an operation early.
 pub async fn cancel(client: &Client, id: &str) -> Result<()> {
     let request = v1::CancelOperationRequest { id: id.to_owned() };
-    // The second time is no other than the first.
+    // A repeated cancellation has the same effect.
     let response = client.again(client.limit(WORK), || {
         let (mut operations, request) = (client.operations.clone(), request.clone());
         async move { operations.cancel_operation(request).await }
@@ -164,15 +143,12 @@ pub async fn cancel(client: &Client, id: &str) -> Result<()> {
         OperationPhase::Failed => "had failed",
         _ => "was complete",
     };
-    let message = match ended.message.as_str() {
-        "" => String::new(),
-        message => format!(": {message}"),
-    };
-    output::line(format!("operation/{id} {how}{message}"))
+    let separator = if ended.message.is_empty() { "" } else { ": " };
+    output::line(format!("operation/{id} {how}{separator}{}", ended.message))
 }
 
 fn about(failure: Failure, id: &str) -> Failure {
-    let hint = "`vmmctl get operation` lists those that are known";
+    let hint = "`vmmctl get operation` lists the known operations";
     match failure.code {
         Code::NotFound => failure.about("operation", id).hint(hint),
         _ => failure.about("operation", id),

@@ -1,4 +1,4 @@
-//! `patch`: changes fields of VMs without their whole manifests.
+//! `update vm`: changes fields of a VM.
 
 mod paths;
 
@@ -9,7 +9,7 @@ use vmmd_api::v1;
 
 use super::update::{self, Change, How};
 use crate::{
-    args::patch::{Patch, Set, Step},
+    args::patch::{Set, Step, UpdateVm},
     client::Client,
     failure::{Code, Failure, Result},
     manifest::{self, Object, emit},
@@ -23,16 +23,20 @@ const PATCHED: &str = "the patched VM";
 const MAX_FILE: u64 = 4 << 20;
 
 /// The merge patch of the command line, if there is one. Needs no daemon.
-pub fn read(args: &Patch) -> Result<Option<Json>> {
+pub fn read(args: &UpdateVm) -> Result<Option<Json>> {
     let text = match (&args.patch, &args.patch_file) {
         (Some(text), _) => text.clone(),
         (None, Some(path)) => read_file(path).map_err(|error| {
-            Failure::new(Code::Invalid, format!("can't read {}: {error}", path.display()))
+            Failure::new(Code::Invalid, format!("cannot read {}: {error}", path.display()))
         })?,
         (None, None) => return Ok(None),
     };
-    let patch: Json = serde_saphyr::from_str(&text)
-        .map_err(|error| Failure::new(Code::Invalid, format!("the patch is no JSON or YAML: {error}")))?;
+    let patch: Json = serde_saphyr::from_str(&text).map_err(|error| {
+        Failure::new(
+            Code::Invalid,
+            format!("the patch is not valid JSON or YAML: {error}"),
+        )
+    })?;
     if patch.is_object() {
         Ok(Some(patch))
     } else {
@@ -55,21 +59,19 @@ fn read_file(path: &Path) -> io::Result<String> {
 }
 
 /// Changes the VM.
-pub async fn patch(client: &Client, args: &Patch, merge: Option<&Json>) -> Result<()> {
+pub async fn patch(client: &Client, args: &UpdateVm, merge: Option<&Json>) -> Result<()> {
     let how = How {
         dry_run: args.dry_run,
-        restart: args.restart,
-        grace: args.grace,
+        restart: args.restart.restart,
+        grace: args.restart.grace,
     };
     let done = update::rewrite(client, &args.name, how, |there| patched(there, merge, &args.set)).await?;
     let suffix = if args.dry_run { " (dry run)" } else { "" };
     output::line(format!("vm/{} {}{suffix}", args.name, done.text))?;
-    done.lines
-        .iter()
-        .try_for_each(|line| output::line(format!("  {line}")))
+    output::indented(&done.lines)
 }
 
-/// The VM as it is to be, and which of its fields are changed.
+/// The changed VM, and the changed fields.
 fn patched(there: &v1::Vm, merge: Option<&Json>, sets: &[Set]) -> Result<Change> {
     let mut vm = there.clone();
     manifest::strip(&mut vm);
@@ -87,17 +89,17 @@ fn patched(there: &v1::Vm, merge: Option<&Json>, sets: &[Set]) -> Result<Change>
     if json.pointer("/metadata/name").and_then(Json::as_str) != Some(name) {
         return Err(Failure::new(
             Code::Invalid,
-            format!("a VM's name can't be changed: it is \"{name}\""),
+            format!("the name of vm/{name} cannot be changed"),
         ));
     }
     paths.retain(|path| path != "metadata.name");
-    // As a manifest, so that values may be written as in one.
+    // Values have the forms of a manifest.
     let documents = manifest::parse(&json.to_string(), PATCHED).map_err(without_lines)?;
     match documents.into_iter().next().map(|document| document.object) {
         Some(Object::Vm(vm)) => Ok(Change { vm: *vm, paths }),
         _ => Err(Failure::new(
             Code::Invalid,
-            "a patch can't make something else of a VM",
+            "a patch cannot change the kind of the object",
         )),
     }
 }
@@ -157,7 +159,7 @@ fn put(target: &mut Json, path: &[Step], value: &Json) -> Result<()> {
     }
 }
 
-/// Where a step leads; fields that are not there are made.
+/// The value that a step leads to; missing fields are created.
 fn enter<'a>(at: &'a mut Json, step: &Step, seen: &mut String) -> Result<&'a mut Json> {
     match step {
         Step::Field(key) => {
@@ -177,12 +179,12 @@ fn enter<'a>(at: &'a mut Json, step: &Step, seen: &mut String) -> Result<&'a mut
             let position = position(at, step, seen)?;
             seen.push_str(&format!("[{item}]"));
             let items = at.as_array_mut().and_then(|items| items.get_mut(position));
-            items.ok_or_else(|| Failure::new(Code::Invalid, format!("{seen} is not there")))
+            items.ok_or_else(|| Failure::new(Code::Invalid, format!("{seen} does not exist")))
         }
     }
 }
 
-/// Which item of a list a step means.
+/// The position of the list item that a step names.
 fn position(at: &Json, step: &Step, seen: &str) -> Result<usize> {
     let Step::Item(item) = step else {
         return Err(Failure::new(Code::Invalid, format!("{seen} is a list")));
@@ -190,7 +192,7 @@ fn position(at: &Json, step: &Step, seen: &str) -> Result<usize> {
     let Json::Array(items) = at else {
         return Err(Failure::new(
             Code::Invalid,
-            format!("{seen} is no list with an item \"{item}\""),
+            format!("{seen} is not a list with an item \"{item}\""),
         ));
     };
     let named = items
@@ -204,7 +206,7 @@ fn position(at: &Json, step: &Step, seen: &str) -> Result<usize> {
             .collect();
         let failure = Failure::new(Code::Invalid, format!("{seen} has no item \"{item}\""));
         failure.hint(format!(
-            "it has {}",
+            "its items are {}",
             if names.is_empty() {
                 "none".into()
             } else {
@@ -221,7 +223,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_merge_patch_does_what_the_examples_of_rfc_7396_say() {
+    fn merge_patch_follows_the_examples_of_rfc_7396() {
         for (target, patch, expected) in [
             (json!({"a": "b"}), json!({"a": "c"}), json!({"a": "c"})),
             (json!({"a": "b"}), json!({"b": "c"}), json!({"a": "b", "b": "c"})),
@@ -247,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn problem_of_a_patch_has_no_line_of_the_manifest() {
+    fn problem_of_a_patch_has_no_line_number() {
         let failure = Failure {
             details: vec![format!("{PATCHED}:1: spec.memory: is required")],
             ..Failure::new(
@@ -263,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn a_field_is_set_by_its_path() {
+    fn field_is_set_by_its_path() {
         let there = json!({"spec": {"cpu": {"cores": 2}, "disks": [{"name": "root"}, {"name": "data", "readOnly": true}]}});
         for (set, expected) in [
             (
@@ -293,10 +295,10 @@ mod tests {
             assert_eq!(json, expected, "{set}");
         }
         for (set, words) in [
-            ("spec.disks[other].readOnly=true", "it has root, data"),
+            ("spec.disks[other].readOnly=true", "its items are root, data"),
             ("spec.disks[7]=null", "has no item \"7\""),
             ("spec.cpu.cores.more=1", "spec.cpu.cores has no fields"),
-            ("spec.cpu[a]=1", "is no list"),
+            ("spec.cpu[a]=1", "is not a list"),
         ] {
             let parsed: Set = set.parse().unwrap();
             let failure = put(&mut there.clone(), &parsed.path, &parsed.value).unwrap_err();

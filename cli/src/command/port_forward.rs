@@ -18,7 +18,7 @@ use tonic::Streaming;
 use vmmd_api::v1::{PortForwardOpen, PortForwardRequest, PortForwardResponse, port_forward_request::Message};
 
 use crate::{
-    args::PortForward,
+    args::verbs::PortForward,
     client::{Client, about_vm},
     failure::{Code, Failure, Result},
 };

@@ -3,25 +3,25 @@
 use vmmd_api::v1::{self, boot_spec::Source as Boot, volume_spec::Source};
 use vmmd_spec::vm::Manifest;
 
-use super::{apply, cloud_init, disk, nic_spec, port_forward, progress, share_spec};
+use super::{apply, create, disk, port_forward, progress};
 use crate::{
-    args::{Console, disk::CloneMode, run::Run},
-    client::{COPY, Client, WORK, about_disk, send},
+    args::{verbs::Console, vm::Run},
+    client::{COPY, Client, Kind as _, about_disk, send},
     console,
     failure::{Code, Failure, Result},
     output,
 };
 
-/// Digits behind the image's name in the name of a VM that was given none.
+/// Digits after the image's name in the name of a VM without --name.
 const DIGITS: usize = 5;
 /// Port of SSH.
 const SSH: u16 = 22;
-/// The daemon's word for a disk that is not there.
+/// Reason of a failure: the disk does not exist.
 const NO_DISK: &str = "DISK_NOT_FOUND";
-/// Longest name of an image that such a name has in it.
+/// Maximum length of the part of an image's name in such a name.
 const LONGEST: usize = 40;
 
-/// The options of `run` that set fields of the VM and of its disk; the longest beginnings come first.
+/// The options of `run` that set fields of the VM and of its disk; the longest prefixes come first.
 const OPTIONS: [(&str, &str); 17] = [
     ("metadata.name", "--name"),
     ("disk.metadata.name", "--name"),
@@ -42,7 +42,7 @@ const OPTIONS: [(&str, &str); 17] = [
     ("metadata.labels", "--label"),
 ];
 
-/// Makes the disk, then the VM, and starts it. When there is no VM in the end, there is no disk either.
+/// Creates the disk, then the VM, and starts it. Deletes the disk when the VM could not be created.
 pub async fn run(client: &Client, args: &Run) -> Result<()> {
     let client = &client.with_timeout(args.timeout.timeout);
     let in_network = args.network.is_some();
@@ -67,7 +67,7 @@ fn in_options(mut failure: Failure, in_network: bool) -> Failure {
     failure.violations.retain_mut(|(field, _)| {
         let Some(option) = option(field) else { return true };
         option.clone_into(field);
-        // A bad name is one of the disk too.
+        // An invalid name is reported for the VM and for its disk.
         let first = option != "--name" || !options.contains(&option);
         options.push(option);
         first
@@ -90,11 +90,7 @@ async fn run_as_written(client: &Client, args: &Run) -> Result<()> {
     if let Err(failure) = created {
         // An existing VM that failed to start keeps its disk.
         if client.get(&name).await.is_err() {
-            let request = v1::DeleteDiskRequest {
-                name: disk.clone(),
-                ..Default::default()
-            };
-            send!(client.limit(WORK), client.disks, delete_disk, request).await?;
+            v1::Disk::delete(client, &disk).await?;
         }
         return Err(failure);
     }
@@ -136,7 +132,7 @@ async fn would_be_taken(client: &Client, vm: &v1::Vm, name: &str, disk: &str) ->
     }
 }
 
-/// Leaves the missing disk out of a refusal with several reasons: the disk is made when nothing else is wrong.
+/// Removes the missing disk from a refusal with several reasons: the disk is created when there is no other reason.
 fn without_disk(message: &str, disk: &str) -> String {
     let missing = format!("spec.disks[0].disk: there is no disk \"{disk}\" on this node");
     let reasons = message.split("; ").filter(|reason| *reason != missing);
@@ -154,19 +150,14 @@ fn new_name(image: &str) -> String {
 }
 
 async fn make_disk(client: &Client, args: &Run, name: &str) -> Result<()> {
-    let clone = match args.clone {
-        None => v1::DiskClone::Unspecified,
-        Some(CloneMode::Copy) => v1::DiskClone::Copy,
-        Some(CloneMode::Overlay) => v1::DiskClone::Overlay,
-    };
     let request = v1::CreateDiskRequest {
         disk: Some(v1::Disk {
-            metadata: super::metadata::labelled(name, &args.labels),
+            metadata: super::metadata(name, &args.guest.labels),
             spec: Some(v1::VolumeSpec {
                 size_bytes: args.disk_size.unwrap_or_default(),
                 source: Some(Source::Image(v1::ImageClone {
                     name: args.image.clone(),
-                    clone: clone.into(),
+                    clone: args.clone.unwrap_or_default().into(),
                 })),
                 ..Default::default()
             }),
@@ -195,9 +186,7 @@ fn vm(args: &Run, name: &str, disk: &str) -> Result<v1::Vm> {
         };
         nics.push(format!("network={network}{ports}"));
     }
-    nics.extend(args.nics.iter().cloned());
-    let nics = nics.iter().enumerate();
-    let nics = nics.map(|(index, text)| nic_spec::from_text(index, text));
+    nics.extend(args.guest.nics.iter().cloned());
     let cmdline = args.cmdline.clone().unwrap_or_default();
     let boot = match &args.kernel {
         Some(kernel) => Boot::Linux(v1::LinuxBoot {
@@ -210,47 +199,33 @@ fn vm(args: &Run, name: &str, disk: &str) -> Result<v1::Vm> {
             cmdline_append: cmdline,
         }),
     };
-    let vm = v1::Vm {
-        metadata: super::metadata::labelled(name, &args.labels),
-        spec: Some(v1::VmSpec {
-            cpu: Some(v1::CpuSpec {
-                cores: args.cpus,
-                ..Default::default()
-            }),
-            memory: Some(v1::MemorySpec {
-                size_bytes: args.memory,
-                ..Default::default()
-            }),
-            boot: Some(v1::BootSpec { source: Some(boot) }),
-            disks: vec![v1::DiskSpec {
-                name: "root".to_owned(),
-                source: Some(v1::disk_spec::Source::Disk(disk.to_owned())),
-                ..Default::default()
-            }],
-            nics: nics.collect::<Result<_>>()?,
-            shares: args
-                .shares
-                .iter()
-                .map(|text| share_spec::from_text(text))
-                .collect::<Result<_>>()?,
-            state_dir: args.state_dir.clone().unwrap_or_default(),
-            run_policy: args.run_policy.unwrap_or_default().into(),
-            // Even without these flags, the guest receives its name and its network.
-            cloud_init: Some(cloud_init::from_flags(&args.cloud_init)?.unwrap_or_default()),
+    let mut spec = v1::VmSpec {
+        cpu: Some(v1::CpuSpec {
+            cores: args.guest.cpus,
             ..Default::default()
         }),
+        memory: Some(v1::MemorySpec {
+            size_bytes: args.memory,
+            ..Default::default()
+        }),
+        boot: Some(v1::BootSpec { source: Some(boot) }),
+        disks: vec![v1::DiskSpec {
+            name: "root".to_owned(),
+            source: Some(v1::disk_spec::Source::Disk(disk.to_owned())),
+            ..Default::default()
+        }],
+        ..create::of_guest(&args.guest, &nics)?
+    };
+    // Even without these flags, the guest receives its name and its network.
+    spec.cloud_init.get_or_insert_default();
+    let vm = v1::Vm {
+        metadata: super::metadata(name, &args.guest.labels),
+        spec: Some(spec),
         status: None,
     };
     match Manifest::try_from(&vm) {
         Ok(_) => Ok(vm),
-        Err(found) => {
-            let found = found.0.into_iter();
-            let found = found.map(|wrong| (wrong.field, wrong.description));
-            Err(Failure {
-                violations: found.collect(),
-                ..Failure::new(Code::Invalid, "the VM is not valid")
-            })
-        }
+        Err(found) => Err(Failure::invalid("the VM is not valid", found)),
     }
 }
 
@@ -259,7 +234,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn problem_of_a_field_names_the_option_of_run() {
+    fn violation_names_the_option() {
         let of = |field: &str, in_network| {
             let failure = Failure {
                 violations: vec![(field.to_owned(), "is wrong".to_owned())],
@@ -287,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_name_of_vm_and_disk_is_said_once() {
+    fn invalid_name_of_vm_and_disk_is_reported_once() {
         let wrong = |field: &str, text: &str| (field.to_owned(), text.to_owned());
         let failure = Failure {
             violations: vec![
@@ -306,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn disk_that_is_not_made_yet_is_no_reason() {
+    fn missing_disk_is_no_reason() {
         let missing = "spec.disks[0].disk: there is no disk \"web-root\" on this node";
         for message in [
             format!("not enough memory; {missing}"),
@@ -320,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_is_that_of_the_image_with_digits() {
+    fn name_is_the_image_name_with_digits() {
         let name = new_name("debian13");
         assert!(name.starts_with("debian13-") && name.len() == "debian13-".len() + DIGITS);
         assert!(new_name(&"a".repeat(63)).len() <= 63 - "-root".len());

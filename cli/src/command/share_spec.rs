@@ -1,64 +1,55 @@
-//! Shares of a VM from the command line: the text of `share add`.
+//! Shares of a VM from the command line: the value of `create share` and `--share`.
 
 use vmmd_api::v1::{self, ShareCache};
 
-use super::disk_spec::{number, usage};
-use crate::failure::Result;
+use super::keys::{self, number};
+use crate::{
+    args::value::{Words, word},
+    failure::Result,
+};
 
 const KEYS: &str = "name=, tag=, ro, cache=, writeback, xattr, acl, uid-map=, gid-map=, open-files=, mount=";
 
-/// A share from `PATH[,key=value…]`; without a name it is called as the directory.
+/// A share from `PATH[,key=value…]`; without a name it has the name of the directory.
 pub fn from_text(text: &str) -> Result<v1::ShareSpec> {
-    let mut parts = text.split(',');
-    let path = parts.next().unwrap_or_default();
+    let (path, rest) = text.split_once(',').unwrap_or((text, ""));
+    if !path.starts_with('/') {
+        return Err(keys::usage(format!(
+            "{text}: must begin with the absolute path of the directory on the node"
+        )));
+    }
+    let name = path.trim_end_matches('/').rsplit('/').next();
     let mut share = v1::ShareSpec {
-        name: path
-            .trim_end_matches('/')
-            .rsplit('/')
-            .next()
-            .unwrap_or_default()
-            .to_owned(),
+        name: name.unwrap_or_default().to_owned(),
         path: path.to_owned(),
         ..v1::ShareSpec::default()
     };
-    if !path.starts_with('/') {
-        return Err(usage(format!(
-            "{text}: begins with the absolute path of the directory on the node"
-        )));
-    }
-    for part in parts {
-        match set(&mut share, part) {
-            Ok(true) => {}
-            Ok(false) => return Err(usage(format!("{text}: \"{part}\" is none of {KEYS}"))),
-            Err(problem) => return Err(usage(format!("{text}: {part}: {problem}"))),
-        }
+    if !rest.is_empty() {
+        keys::each(path, rest, KEYS, |key, value| set(&mut share, key, value))?;
     }
     Ok(share)
 }
 
-/// Sets the field that the key of `part` names; whether there is one.
-fn set(share: &mut v1::ShareSpec, part: &str) -> Result<bool, String> {
-    match part.split_once('=') {
-        None => match part {
-            "ro" => share.read_only = true,
-            "writeback" => share.writeback = true,
-            "xattr" => share.xattr = true,
-            "acl" => share.posix_acl = true,
-            _ => return Ok(false),
-        },
-        Some(("name", value)) => value.clone_into(&mut share.name),
-        Some(("tag", value)) => value.clone_into(&mut share.tag),
-        Some(("cache", value)) => share.set_cache(match value {
-            "auto" => ShareCache::Auto,
-            "always" => ShareCache::Always,
-            "never" => ShareCache::Never,
-            _ => return Err("must be auto, always or never".to_owned()),
-        }),
-        Some(("uid-map", value)) => share.uid_map = ranges(value)?,
-        Some(("gid-map", value)) => share.gid_map = ranges(value)?,
-        Some(("mount", value)) => value.clone_into(&mut share.mount),
-        Some(("open-files", value)) => share.max_open_files = number(value)?,
-        Some(_) => return Ok(false),
+/// Sets the field of a key; returns whether the key is known.
+fn set(share: &mut v1::ShareSpec, key: &str, value: Option<&str>) -> Result<bool, String> {
+    const CACHES: Words<ShareCache> = &[
+        ("auto", ShareCache::Auto, ""),
+        ("always", ShareCache::Always, ""),
+        ("never", ShareCache::Never, ""),
+    ];
+    match (key, value) {
+        ("ro", None) => share.read_only = true,
+        ("writeback", None) => share.writeback = true,
+        ("xattr", None) => share.xattr = true,
+        ("acl", None) => share.posix_acl = true,
+        ("name", Some(value)) => value.clone_into(&mut share.name),
+        ("tag", Some(value)) => value.clone_into(&mut share.tag),
+        ("cache", Some(value)) => share.set_cache(word(CACHES, value)?),
+        ("uid-map", Some(value)) => share.uid_map = ranges(value)?,
+        ("gid-map", Some(value)) => share.gid_map = ranges(value)?,
+        ("mount", Some(value)) => value.clone_into(&mut share.mount),
+        ("open-files", Some(value)) => share.max_open_files = number(value)?,
+        _ => return Ok(false),
     }
     Ok(true)
 }
@@ -83,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_share_is_read_from_a_path_and_keys() {
+    fn share_is_read_from_a_path_and_keys() {
         let plain = from_text("/srv/data/").unwrap();
         assert_eq!((plain.name.as_str(), plain.path.as_str()), ("data", "/srv/data/"));
         let text = "/srv/x,name=models,tag=m,ro,cache=always,writeback,xattr,acl,uid-map=0:1000:1+1:2000:10,gid-map=0:7:1,open-files=500,mount=/data";
@@ -102,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_named() {
+    fn wrong_key_or_value_is_named() {
         for (text, expected) in [
             ("srv", "absolute path"),
             ("/srv,speed=9", "speed=9"),

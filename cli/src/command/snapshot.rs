@@ -1,4 +1,4 @@
-//! Snapshots are taken, listed and deleted, and VMs are restored from them.
+//! Snapshots are taken, and VMs are restored from them.
 
 pub mod archive;
 
@@ -11,12 +11,11 @@ use crate::{
     output,
 };
 
-/// `snapshot create`.
+/// Takes a snapshot.
 pub async fn create(client: &Client, args: &CreateSnapshot) -> Result<()> {
-    let client = &client.with_timeout(args.timeout.timeout);
     let request = v1::CreateSnapshotRequest {
         snapshot: Some(v1::Snapshot {
-            metadata: super::metadata::labelled(&args.name, &args.labels),
+            metadata: super::metadata(&args.name, &args.labels),
             spec: Some(v1::SnapshotSpec {
                 vm: args.vm.clone(),
                 kind: match args.disks_only {
@@ -36,11 +35,11 @@ pub async fn create(client: &Client, args: &CreateSnapshot) -> Result<()> {
     let kind = snapshot.spec.clone().unwrap_or_default().kind();
     if args.disks_only && kind != v1::SnapshotKind::Disks {
         let message = format!(
-            "snapshot/{} was created with the VM's memory too: the daemon is of an older version, which knows no snapshots of disks alone",
+            "snapshot/{} contains the memory of the VM too: this older daemon cannot take snapshots of disks only",
             args.name
         );
         let failure = Failure::new(Code::Precondition, message);
-        return Err(failure.hint("delete it, unless you want it: `vmmctl snapshot rm`"));
+        return Err(failure.hint("`vmmctl delete snapshot` deletes it"));
     }
     output::line(format!(
         "snapshot/{} created ({})",
@@ -53,17 +52,13 @@ pub async fn create(client: &Client, args: &CreateSnapshot) -> Result<()> {
 fn retention(args: &CreateSnapshot) -> Option<v1::SnapshotRetention> {
     (args.keep_last.is_some() || args.max_age.is_some()).then(|| v1::SnapshotRetention {
         keep_last: args.keep_last.unwrap_or_default(),
-        max_age: args.max_age.map(|age| vmmd_api::well_known::Duration {
-            seconds: i64::try_from(age.as_secs()).unwrap_or(i64::MAX),
-            nanos: 0,
-        }),
+        max_age: args.max_age.map(Into::into),
         group: args.retention_group.clone().unwrap_or_default(),
     })
 }
 
 /// Restores a VM from a snapshot.
 pub async fn restore(client: &Client, args: &Restore) -> Result<()> {
-    let client = &client.with_timeout(args.timeout.timeout);
     let request = v1::RestoreVmRequest {
         snapshot: args.snapshot.clone(),
         vm: args.vm.clone().unwrap_or_default(),
@@ -78,7 +73,6 @@ pub async fn restore(client: &Client, args: &Restore) -> Result<()> {
 
 /// Creates VMs from a snapshot, one after another.
 pub async fn clone(client: &Client, args: &Clone) -> Result<(), Vec<Failure>> {
-    let client = &client.with_timeout(args.timeout.timeout);
     let mut failures = Vec::new();
     for vm in &args.vms {
         let request = v1::RestoreVmRequest {
@@ -92,7 +86,7 @@ pub async fn clone(client: &Client, args: &Clone) -> Result<(), Vec<Failure>> {
         match restored(client, request).await {
             Ok(name) => {
                 let line = format!("vm/{name} cloned from snapshot/{}", args.snapshot);
-                output::line(line).map_err(super::one)?;
+                output::line(line)?;
             }
             Err(failure) => failures.push(failure),
         }
@@ -112,7 +106,7 @@ fn identity(fresh: bool) -> i32 {
 fn with_options(failure: Failure) -> Failure {
     match &*failure.reason {
         "NIC_ADDRESS_IN_USE" => {
-            failure.hint("--fresh is a VM with addresses of its own; --share-addresses lets both have them")
+            failure.hint("--fresh gives the VM new addresses; --share-addresses allows equal addresses")
         }
         _ => failure,
     }
@@ -132,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn clone_refused_because_of_addresses_names_the_options() {
+    fn clone_refused_for_addresses_names_the_options() {
         let refused = |reason: &str| {
             let failure = Failure {
                 reason: reason.into(),

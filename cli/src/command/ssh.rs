@@ -231,7 +231,7 @@ fn quoted(path: &Path) -> Result<String> {
     let text = path.to_str().filter(|text| !text.contains(['"', '\\']));
     let text = text.ok_or_else(|| {
         let message = format!(
-            "ssh can't use {}: set XDG_STATE_HOME to another folder",
+            "ssh cannot use {}: set XDG_STATE_HOME to another folder",
             path.display()
         );
         Failure::new(Code::Other, message)
@@ -355,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn the_proxy_uses_the_same_daemon_and_nothing_in_it_is_read_by_the_shell_or_by_ssh() {
+    fn proxy_command_is_quoted_for_shell_and_ssh() {
         let given = Connection {
             socket: Some("/run/it's 100%/vmmd.sock".into()),
             ..Connection::default()

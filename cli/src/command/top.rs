@@ -1,4 +1,4 @@
-//! `top`: what running VMs use, computed from two samples of their counters.
+//! `top`: resource usage of running VMs, computed from two samples of their counters.
 
 use std::{collections::BTreeMap, io::IsTerminal as _};
 
@@ -48,7 +48,7 @@ async fn sample(client: &Client, names: &[String]) -> Result<Samples> {
     let there = |name: &String| wanted.iter().any(|(other, _)| other == name);
     if let Some(missing) = names.iter().find(|name| !there(name)) {
         let failure = Failure::new(Code::NotFound, format!("there is no VM \"{missing}\""));
-        return Err(failure.hint("`vmmctl get vm` lists the VMs there are"));
+        return Err(failure.hint("`vmmctl get vm` lists the VMs"));
     }
     let mut asked = JoinSet::new();
     for (name, runs) in wanted {

@@ -9,8 +9,11 @@ use vmmd_api::{
 
 use super::difference;
 use crate::{
-    client::{Client, DISKS, WORK, about_vm, empty_answer, send},
+    args::vm::SetMemory,
+    client::{Client, DISKS, Kind as _, WORK, about_vm, empty_answer, send},
     failure::{Failure, Result},
+    manifest::quantity,
+    output,
 };
 
 /// Grace period that the daemon uses for a power-off by default.
@@ -22,9 +25,9 @@ pub const UNCHANGED: &str = "unchanged";
 /// How a VM is changed.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct How {
-    /// Only say what would be.
+    /// Only report the changes.
     pub dry_run: bool,
-    /// Restart it when something is left that needs that.
+    /// Restart the VM if a change waits for the next start.
     pub restart: bool,
     /// Grace period for requests to the guest.
     pub grace: Option<Duration>,
@@ -33,24 +36,24 @@ pub struct How {
 /// Result of a change.
 #[derive(Debug, Default, PartialEq)]
 pub struct Done {
-    /// In a few words.
+    /// Summary in a few words.
     pub text: String,
-    /// One change each.
+    /// One line for each change.
     pub lines: Vec<String>,
 }
 
 /// A change of some fields of a VM.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Change {
-    /// Has the new values.
+    /// VM with the new values.
     pub vm: v1::Vm,
     /// The fields, as paths of an update mask.
     pub paths: Vec<String>,
 }
 
-/// Makes a VM the one that is wanted.
+/// Changes a VM to match `wanted`.
 pub async fn update(client: &Client, wanted: v1::Vm, there: &v1::Vm, how: How) -> Result<Done> {
-    let name = wanted.metadata.clone().unwrap_or_default().name;
+    let name = wanted.name().to_owned();
     let now = send(client, wanted, None, how).await;
     said(there, &now.map_err(|failure| explained(failure, &name))?)
 }
@@ -68,14 +71,14 @@ pub async fn rewrite(
     if change.paths.is_empty() {
         return said(&there, &there);
     }
-    // Not another VM that has the name by now.
+    // Refused for another VM with the same name.
     let uid = there.metadata.clone().unwrap_or_default().uid;
     change.vm.metadata.get_or_insert_default().uid = uid;
     let now = self::change(client, change, how).await;
     said(&there, &now.map_err(|failure| explained(failure, name))?)
 }
 
-/// Changes some fields of a VM; the VM after that. A failure is as the daemon says it.
+/// Changes some fields of a VM; returns the changed VM, or the failure of the daemon.
 pub async fn change(client: &Client, change: Change, how: How) -> Result<v1::Vm> {
     let Change { mut vm, paths } = change;
     vm.status = None;
@@ -116,7 +119,7 @@ fn explained(failure: Failure, name: &str) -> Failure {
     }
 }
 
-/// Why the machine has not taken over the change of a field yet, for the end of a line; empty when it has.
+/// Reason for a pending change of a field, for the end of a line; empty without one.
 pub fn waits(vm: &v1::Vm, path: &str) -> String {
     let pending = vm.status.iter().flat_map(|status| &status.pending_changes);
     let mut found = pending.filter(|change| change.path == path);
@@ -183,4 +186,34 @@ fn at_next_start(change: &v1::PendingChange) -> String {
         "" => "(at the next start)".to_owned(),
         why => format!("(at the next start: {why})"),
     }
+}
+
+/// `set memory`.
+pub async fn memory(client: &Client, args: &SetMemory) -> Result<()> {
+    let (name, target) = (&args.name, args.target.unwrap_or_default());
+    let balloon = v1::BalloonSpec {
+        target_bytes: target,
+        ..Default::default()
+    };
+    let change = Change {
+        vm: v1::Vm {
+            metadata: super::metadata(name, &[]),
+            spec: Some(v1::VmSpec {
+                balloon: Some(balloon),
+                ..Default::default()
+            }),
+            ..Default::default()
+        },
+        paths: vec!["spec.balloon.target_bytes".to_owned()],
+    };
+    let vm = self::change(client, change, How::default()).await;
+    let vm = vm.map_err(|failure| about_vm(failure, name))?;
+    let waits = waits(&vm, "spec.balloon.targetBytes");
+    if target == 0 {
+        return output::line(format!("vm/{name} gets all of its memory back{waits}"));
+    }
+    output::line(format!(
+        "vm/{name} is asked to keep {}{waits}",
+        quantity::show(target)
+    ))
 }

@@ -1,11 +1,12 @@
-//! Disks of a VM: attached, detached, made larger, limited, counted.
+//! Disks of a VM: attached, detached, resized, limited; counters of a VM.
 
 use std::time::Duration;
 
 use vmmd_api::v1;
 
 use super::{
-    disk_spec::{self, usage},
+    disk_spec,
+    keys::usage,
     update::{self, Change, How},
 };
 use crate::{
@@ -15,11 +16,8 @@ use crate::{
     },
     client::{Client, DISKS, QUICK, WORK, about_vm, call, send},
     failure::{Code, Failure, Result},
-    manifest::{emit, quantity, schema},
-    output::{
-        self,
-        format::{self, Document, Layout},
-    },
+    manifest::{quantity, schema},
+    output::{self, format},
 };
 
 /// Time limit that the daemon uses for the release of a disk by default.
@@ -32,7 +30,7 @@ pub async fn attach(client: &Client, vm: &str, disk: v1::DiskSpec) -> Result<()>
     output::line(format!("vm/{vm} disk {name} {done}"))
 }
 
-/// Adds a disk to a VM; what to say of it.
+/// Adds a disk to a VM; returns the result in words.
 pub async fn add(client: &Client, vm: &str, disk: v1::DiskSpec) -> Result<&'static str> {
     let name = disk.name.clone();
     let kept = !disk.disk().is_empty();
@@ -53,7 +51,7 @@ pub async fn add(client: &Client, vm: &str, disk: v1::DiskSpec) -> Result<&'stat
     let there = answer.vm.and_then(|vm| vm.status).unwrap_or_default();
     let there = there.disks.into_iter().find(|disk| disk.name == name);
     match there.map(|disk| disk.phase()) {
-        Some(v1::AttachmentPhase::Pending) => Ok("is attached from the next start on"),
+        Some(v1::AttachmentPhase::Pending) => Ok("will be attached at the next start"),
         _ => Ok("attached"),
     }
 }
@@ -71,10 +69,10 @@ pub async fn detach(client: &Client, args: &Detach) -> Result<(), Vec<Failure>> 
         };
         let limit = args.timeout.unwrap_or(DEFAULT_TIMEOUT) + WORK;
         match send!(client.limit(limit), client.vms, detach_disk, request).await {
-            Ok(_) => output::line(format!("vm/{} disk {disk} detached", args.vm)).map_err(super::one)?,
+            Ok(_) => output::line(format!("vm/{} disk {disk} detached", args.vm))?,
             Err(failure) if failure.code == Code::Timeout && !args.force => {
                 let hint = format!(
-                    "unmount it there first, or `vmmctl detach {} {disk} --force`",
+                    "unmount it in the guest first, or use `vmmctl detach {} {disk} --force`",
                     args.vm
                 );
                 failures.push(about(failure, &args.vm, disk).hint(hint));
@@ -85,7 +83,7 @@ pub async fn detach(client: &Client, args: &Detach) -> Result<(), Vec<Failure>> 
     super::all(failures)
 }
 
-/// Makes a disk of a VM larger; without `size` it takes the size that its block device has.
+/// Makes a disk of a VM larger; without `size`, takes over the size of its block device.
 pub async fn resize(client: &Client, vm: &str, disk: &str, size: Option<u64>) -> Result<()> {
     let request = v1::ResizeVmDiskRequest {
         vm: vm.to_owned(),
@@ -108,13 +106,13 @@ pub async fn resize(client: &Client, vm: &str, disk: &str, size: Option<u64>) ->
 pub fn target(args: &Limit) -> Result<Target> {
     if args.limits.is_empty() && !args.none {
         let message =
-            "say what to change: --bps, --iops, --burst, --burst-ops, or --none for no limit at all";
-        return Err(usage(message.into()));
+            "no change is given: use --bps, --iops, --burst, --burst-ops, or --none to remove all limits";
+        return Err(usage(message));
     }
     match (&args.disk, &args.group) {
         (Some(disk), _) => Ok(Target::Disk(disk.clone())),
         (None, Some(group)) => Ok(Target::Group(group.clone())),
-        (None, None) => Err(usage("give --disk or --group".into())),
+        (None, None) => Err(usage("--disk or --group is required")),
     }
 }
 
@@ -149,7 +147,7 @@ pub async fn limit(client: &Client, args: &Limit, target: Target) -> Result<()> 
     }
     let change = Change {
         vm: v1::Vm {
-            metadata: super::metadata::named(&args.vm),
+            metadata: super::metadata(&args.vm, &[]),
             spec: Some(spec),
             ..Default::default()
         },
@@ -158,7 +156,7 @@ pub async fn limit(client: &Client, args: &Limit, target: Target) -> Result<()> 
     let (Target::Disk(name) | Target::Group(name)) = &target;
     let vm = update::change(client, change, How::default()).await;
     let vm = vm.map_err(|failure| about(failure, &args.vm, name))?;
-    let done = say_limit(&target, &present(&vm, &target));
+    let done = limit_text(&target, &present(&vm, &target));
     let waits = update::waits(&vm, &shown);
     output::line(format!("vm/{} {done}{waits}", args.vm))
 }
@@ -166,14 +164,14 @@ pub async fn limit(client: &Client, args: &Limit, target: Target) -> Result<()> 
 /// Target of a limit change.
 #[derive(Clone, Debug)]
 pub enum Target {
-    /// That of a disk in the VM.
+    /// A disk in the VM.
     Disk(String),
-    /// That of a rate group of the VM.
+    /// A rate group of the VM.
     Group(String),
 }
 
 /// `disk data: 100Mi/s`.
-fn say_limit(target: &Target, limit: &v1::RateLimit) -> String {
+fn limit_text(target: &Target, limit: &v1::RateLimit) -> String {
     let (what, name) = match target {
         Target::Disk(name) => ("disk", name),
         Target::Group(name) => ("group", name),
@@ -184,7 +182,7 @@ fn say_limit(target: &Target, limit: &v1::RateLimit) -> String {
     }
 }
 
-/// The limit that a disk or group has by the VM's spec; none when it isn't there.
+/// The limit of a disk or group in the VM's spec; no limit when it is missing.
 fn present(vm: &v1::Vm, target: &Target) -> v1::RateLimit {
     let spec = vm.spec.clone().unwrap_or_default();
     let limit = match target {
@@ -203,7 +201,7 @@ fn present(vm: &v1::Vm, target: &Target) -> v1::RateLimit {
 /// Prints the counters of a VM's disks.
 pub async fn stats(client: &Client, args: &Stats) -> Result<(), Vec<Failure>> {
     if args.disks.is_empty() {
-        return vm_stats(client, args).await.map_err(super::one);
+        return Ok(vm_stats(client, args).await?);
     }
     let request = v1::GetVmDiskStatsRequest { vm: args.vm.clone() };
     let answer = call(QUICK, client.vms.clone().get_vm_disk_stats(request)).await;
@@ -215,12 +213,13 @@ pub async fn stats(client: &Client, args: &Stats) -> Result<(), Vec<Failure>> {
     });
     let failures = missing.collect();
     stats.disks.retain(|disk| args.disks.contains(&disk.name));
+    let title = || format!("vm/{}", args.vm);
     let print = || match &args.output {
         None if stats.disks.is_empty() => Ok(()),
         None | Some(Output::Wide) => output::print(&output::stats::table(&stats.disks)),
-        Some(output) => document(&args.vm, emit::json(&stats)?, schema::DISK_STATS, output),
+        Some(output) => format::one(title(), &stats, schema::DISK_STATS, output),
     };
-    print().map_err(super::one)?;
+    print()?;
     super::all(failures)
 }
 
@@ -229,15 +228,8 @@ async fn vm_stats(client: &Client, args: &Stats) -> Result<()> {
     let stats = client.stats(&args.vm).await?;
     match &args.output {
         None | Some(Output::Wide) => output::print(&output::stats::vm(&stats)),
-        Some(output) => document(&args.vm, emit::json(&stats)?, schema::VM_STATS, output),
+        Some(output) => format::one(format!("vm/{}", args.vm), &stats, schema::VM_STATS, output),
     }
-}
-
-/// Prints counters of a VM for programs.
-fn document(vm: &str, json: serde_json::Value, schema: &'static str, output: &Output) -> Result<()> {
-    let title = format!("vm/{vm}");
-    let document = Document { title, json, schema };
-    format::documents(&[document], output, Layout::default())
 }
 
 /// Adds to a failure about a VM's disk the command that helps.
@@ -248,7 +240,7 @@ fn about(failure: Failure, vm: &str, disk: &str) -> Failure {
     about_vm(failure, vm)
 }
 
-/// Whether it is the VM that is not there.
+/// Whether the missing object is the VM.
 fn is_about_vm(failure: &Failure) -> bool {
     failure.reason.is_empty() || &*failure.reason == "VM_NOT_FOUND"
 }

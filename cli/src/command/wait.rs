@@ -1,4 +1,4 @@
-//! `wait`: until VMs are as they are to be, or an operation has ended. By the daemon's watches, over its restarts.
+//! `wait` for a state of VMs, or for the end of an operation, by watches, across restarts of the daemon.
 
 use std::collections::BTreeSet;
 
@@ -11,7 +11,7 @@ use crate::{
         Targets,
         wait::{Subject, Wait, Wanted},
     },
-    client::{self, Client, QUICK, RESTART, call, went_away},
+    client::{self, Client, Kind as _, QUICK, RESTART, call, watch_ended, went_away},
     failure::{Code, Failure, Result},
     output::{self, vm},
 };
@@ -37,7 +37,7 @@ impl Wanted {
             Self::Condition(kind, status) => format!("has {kind}={}", condition_word(*status)),
             Self::Phase(phase) => format!("is {}", vm::camel(phase.as_str_name(), "VM_PHASE_")),
             Self::Deleted => "is deleted".into(),
-            Self::Idle => "has no operation under way".into(),
+            Self::Idle => "has no operation in progress".into(),
         }
     }
 }
@@ -59,10 +59,10 @@ pub async fn wait(client: &Client, args: &Wait) -> Result<(), Vec<Failure>> {
     if args.subjects.is_empty() {
         let targets = Targets {
             names: Vec::new(),
-            selectors: args.selectors.clone(),
+            selector: args.selector.clone(),
             all: args.all,
         };
-        vms = act::names(client, &targets, |_| true).await.map_err(super::one)?;
+        vms = act::names(client, &targets, |_| true).await?;
     }
     if vms.is_empty() && operations.is_empty() {
         eprintln!("There are no VMs to wait for.");
@@ -72,8 +72,8 @@ pub async fn wait(client: &Client, args: &Wait) -> Result<(), Vec<Failure>> {
     match (&args.wanted, vms.is_empty()) {
         (_, true) => {}
         (None, false) => {
-            let message = "say what to wait for with --for";
-            return Err(vec![Failure::new(Code::Usage, message)]);
+            let message = "--for with the state to wait for is required for VMs";
+            return Err(Failure::new(Code::Usage, message).into());
         }
         (Some(Wanted::Idle), false) => failures.extend(all_idle(client, &vms, end).await),
         (Some(wanted), false) => failures.extend(all_are(client, vms, wanted, end).await),
@@ -81,7 +81,7 @@ pub async fn wait(client: &Client, args: &Wait) -> Result<(), Vec<Failure>> {
     for id in operations {
         let waited = timeout_at(end, operation::until_ended(client, &id)).await;
         match waited.unwrap_or_else(|_| Err(late(&format!("operation/{id} has not ended")))) {
-            Ok(_) => output::line(format!("operation/{id} is complete")).map_err(super::one)?,
+            Ok(_) => output::line(format!("operation/{id} is complete"))?,
             Err(failure) => failures.push(failure),
         }
     }
@@ -92,7 +92,7 @@ fn late(text: &str) -> Failure {
     Failure::new(Code::Timeout, format!("{text} in time"))
 }
 
-/// Waits until no operation on these VMs is under way.
+/// Waits until no operation on these VMs is in progress.
 async fn all_idle(client: &Client, vms: &[String], end: Instant) -> Vec<Failure> {
     let mut failures = Vec::new();
     for name in vms {
@@ -108,13 +108,8 @@ async fn all_idle(client: &Client, vms: &[String], end: Instant) -> Vec<Failure>
 async fn idle(client: &Client, name: &str) -> Result<()> {
     client.get(name).await?;
     loop {
-        let filter = v1::OperationFilter {
-            target: Some(client::reference("Vm", name)),
-            active: true,
-            ..Default::default()
-        };
         let request = v1::ListOperationsRequest {
-            filter: Some(filter),
+            filter: Some(client::in_progress(name)),
             ..Default::default()
         };
         let listed = client.again(QUICK, || {
@@ -126,14 +121,14 @@ async fn idle(client: &Client, name: &str) -> Result<()> {
             return Ok(());
         };
         match operation::until_ended(client, &operation.id).await {
-            // How it ended is not asked; and it may be forgotten by now.
+            // The result does not matter, and the daemon may not know the operation any more.
             Err(failure) if went_away(&failure) => return Err(failure),
             _ => {}
         }
     }
 }
 
-/// Waits until all these VMs are as wanted; prints each.
+/// Waits until all these VMs have the wanted state; prints each.
 async fn all_are(client: &Client, vms: Vec<String>, wanted: &Wanted, end: Instant) -> Vec<Failure> {
     let mut waiting = Waiting {
         wanted,
@@ -146,7 +141,10 @@ async fn all_are(client: &Client, vms: Vec<String>, wanted: &Wanted, end: Instan
         Ok(Err(failure)) => waiting.failures.push(failure),
         Err(_) => {
             for name in std::mem::take(&mut waiting.left) {
-                let mut failure = late(&format!("vm/{name} was not as wanted ({})", wanted.text()));
+                let mut failure = late(&format!(
+                    "vm/{name} did not reach the wanted state ({})",
+                    wanted.text()
+                ));
                 if let Ok(vm) = client.get(&name).await {
                     failure.message += &format!(": it {}", state(&vm, wanted));
                 }
@@ -157,7 +155,7 @@ async fn all_are(client: &Client, vms: Vec<String>, wanted: &Wanted, end: Instan
     waiting.failures
 }
 
-/// How a VM is, as far as that was asked.
+/// The present state of a VM, for a message.
 fn state(vm: &v1::Vm, wanted: &Wanted) -> String {
     let status = vm.status.clone().unwrap_or_default();
     if let Wanted::Condition(kind, _) = wanted {
@@ -174,12 +172,12 @@ fn state(vm: &v1::Vm, wanted: &Wanted) -> String {
     format!("is {}", vm::phase(&status))
 }
 
-/// VMs that are waited for.
+/// A wait for VMs.
 struct Waiting<'a> {
     wanted: &'a Wanted,
     /// Names of the VMs that do not meet the condition yet.
     left: BTreeSet<String>,
-    /// Those of `left` that the present watch has not shown yet; nothing once it has shown all that there are.
+    /// VMs of `left` that the present watch has not shown yet; `None` when the watch has shown all existing VMs.
     last: Option<BTreeSet<String>>,
     failures: Vec<Failure>,
 }
@@ -195,7 +193,7 @@ impl Waiting<'_> {
         Ok(())
     }
 
-    /// Watches from the present state on until none is left, or the watch ends.
+    /// Watches from the present state until no VM is left, or the watch ends.
     async fn watch(&mut self, client: &Client) -> Result<()> {
         let request = v1::WatchVmsRequest {
             filter: Some(v1::VmFilter {
@@ -212,7 +210,7 @@ impl Waiting<'_> {
                 return Ok(());
             }
         }
-        Err(Failure::new(Code::Unavailable, "vmmd ended the watch"))
+        Err(watch_ended())
     }
 
     fn event(&mut self, event: &v1::WatchVmsResponse) -> Result<()> {
@@ -220,10 +218,10 @@ impl Waiting<'_> {
             let absent = self.last.take().unwrap_or_default();
             return absent
                 .iter()
-                .try_for_each(|name| self.is_gone(name, "is not there"));
+                .try_for_each(|name| self.is_gone(name, "does not exist"));
         }
         let Some(vm) = &event.vm else { return Ok(()) };
-        let name = vm.metadata.clone().unwrap_or_default().name;
+        let name = vm.name().to_owned();
         if let Some(unseen) = &mut self.last {
             unseen.remove(&name);
         }
@@ -242,8 +240,7 @@ impl Waiting<'_> {
         }
         if self.left.remove(name) {
             let failure = Failure::new(Code::NotFound, format!("vm/{name} {how}"));
-            self.failures
-                .push(failure.hint("`vmmctl get vm` lists the VMs there are"));
+            self.failures.push(failure.hint("`vmmctl get vm` lists the VMs"));
         }
         Ok(())
     }

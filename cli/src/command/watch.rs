@@ -1,12 +1,11 @@
-//! `get --watch`: what there is, then each change, over restarts of the daemon.
+//! `get --watch`: the present objects, then each change, across restarts of the daemon.
 
-use tonic::{Response, Status, Streaming};
 use vmmd_api::v1::WatchEventType;
 
 use crate::{
-    args::{List, Output},
-    client::{Client, Query, RESTART, TRIES_TO_GO_ON, Watched, went_away},
-    failure::{Code, Failure, Result},
+    args::{Output, kind::List},
+    client::{Client, Query, Watched, over_restarts, watch_ended},
+    failure::Result,
     output::{
         self, Show,
         format::{self, Layout},
@@ -15,14 +14,14 @@ use crate::{
     },
 };
 
-/// As a watch prints documents.
+/// Layout of the documents of a watch.
 const STREAM: Layout = Layout {
     list: false,
     stream: true,
     no_headers: true,
 };
 
-/// Prints what there is, then each change, until the daemon or the user ends it.
+/// Prints the present objects, then each change, until the daemon or the user ends the watch.
 pub async fn watch<K: Watched + Show>(client: &Client, args: &List<K>, query: &Query) -> Result<()> {
     if let [only] = args.names.as_slice() {
         // A watch of an object that does not exist would wait for it without a message.
@@ -38,48 +37,38 @@ pub async fn watch<K: Watched + Show>(client: &Client, args: &List<K>, query: &Q
             output => table::<K>(output.is_some()),
         },
     };
-    let open = async |cursor| K::watch(client, query, cursor).await;
-    let (mut cursor, mut tries) = (String::new(), 0);
-    loop {
-        let ended = match follow(&open, &mut cursor, &mut watcher, &mut tries).await {
-            Ok(()) => Failure::new(Code::Unavailable, "vmmd ended the watch")
-                .hint("it may be restarting: try again"),
-            Err(failure) => failure,
-        };
-        if &*ended.reason == "CURSOR_EXPIRED" {
-            eprintln!(
-                "vmmd does not know any more what has changed meanwhile: what there is is printed anew"
-            );
-            cursor.clear();
-            watcher.before = Some(Vec::new());
-            continue;
+    let mut cursor = String::new();
+    over_restarts(true, async |tries: &mut u32| {
+        let followed = follow(client, query, &mut cursor, &mut watcher, tries).await;
+        match followed {
+            Err(ended) if &*ended.reason == "CURSOR_EXPIRED" => {
+                eprintln!("vmmd does not know all changes since the last one: the present state follows");
+                cursor.clear();
+                watcher.before = Some(Vec::new());
+                follow(client, query, &mut cursor, &mut watcher, tries).await
+            }
+            followed => followed,
         }
-        if !went_away(&ended) || tries == TRIES_TO_GO_ON {
-            return Err(ended);
-        }
-        tries += 1;
-        if tries == 1 {
-            eprintln!("vmmd went away; going on when it is back");
-        }
-        tokio::time::sleep(RESTART).await;
-    }
+    })
+    .await
 }
 
-/// Watches from the cursor until the stream ends, and notes there how far it came.
+/// Watches from the cursor until the stream ends, and moves the cursor.
 async fn follow<K: Watched + Show>(
-    open: &impl AsyncFn(String) -> Result<Response<Streaming<K::Change>>, Status>,
+    client: &Client,
+    query: &Query,
     cursor: &mut String,
     watcher: &mut Watcher<'_, K>,
     tries: &mut u32,
 ) -> Result<()> {
-    let mut stream = open(cursor.clone()).await?.into_inner();
+    let mut stream = K::watch(client, query, cursor.clone()).await?.into_inner();
     while let Some(event) = stream.message().await? {
         *tries = 0;
         let (kind, object, at) = K::parts(event);
         *cursor = at;
         watcher.event(kind, object)?;
     }
-    Ok(())
+    Err(watch_ended())
 }
 
 struct Watcher<'a, T> {
@@ -148,7 +137,7 @@ impl<T: Show> Watcher<'_, T> {
         }
     }
 
-    /// The output that is no table.
+    /// The output, unless it is a table.
     fn documents(&self) -> Option<&Output> {
         self.output
             .filter(|output| !matches!(output, Output::Wide | Output::Columns(_)))

@@ -26,7 +26,7 @@ use vmmd_api::v1::{self, VmPhase, console_request, console_response};
 pub use self::seen::Seen;
 use self::terminal::RawTerminal;
 use crate::{
-    args::Console,
+    args::verbs::Console,
     client::{Client, RESTART, TRIES_TO_GO_ON, about_vm, went_away},
     failure::{Code, Failure, Result, printable},
     output::write_failed,
@@ -72,7 +72,7 @@ pub async fn run(client: &Client, args: &Console) -> Result<()> {
         connection.send(v1::ConsoleRequest { message }).await;
     }
     let terminal = RawTerminal::enter()
-        .map_err(|error| Failure::new(Code::Other, format!("can't change the terminal's mode: {error}")))?;
+        .map_err(|error| Failure::new(Code::Other, format!("cannot change the terminal's mode: {error}")))?;
     if terminal.is_some() {
         eprint!("Connected to vm/{name}. Press ^] to leave.\r\n");
         for writer in &connection.writers {
@@ -160,7 +160,7 @@ impl Connection {
             replay: Vec::new(),
             replay_left: opened.replay_bytes,
         };
-        // A serial line can't say so to the guest.
+        // A serial line cannot say so to the guest.
         if let Some(size) = terminal::size().filter(|_| args.hvc) {
             connection.send(resized(size)).await;
         }
@@ -213,7 +213,7 @@ impl Signals {
 }
 
 fn caught(kind: SignalKind) -> Result<Signal> {
-    signal(kind).map_err(|error| Failure::new(Code::Other, format!("can't catch signals: {error}")))
+    signal(kind).map_err(|error| Failure::new(Code::Other, format!("cannot catch signals: {error}")))
 }
 
 /// Next event of a connection.
@@ -248,7 +248,7 @@ impl Session<'_> {
             if !went_away(&lost) {
                 return Err(lost);
             }
-            eprint!("\r\nvmmd went away; going on when it is back\r\n");
+            eprint!("\r\nlost the connection to vmmd; continuing when vmmd is back\r\n");
             connection = tokio::select! {
                 biased;
                 () = input.discard() => return Ok(End::Left),

@@ -22,13 +22,13 @@ pub fn yaml<T: Serialize>(message: &T, name: &str) -> Result<String, Failure> {
         },
         options,
     )
-    .map_err(|error| Failure::new(Code::Other, format!("can't write the answer as YAML: {error}")))
+    .map_err(|error| Failure::new(Code::Other, format!("cannot write the answer as YAML: {error}")))
 }
 
 /// A message as canonical JSON.
 pub fn json<T: Serialize>(message: &T) -> Result<Json, Failure> {
     serde_json::to_value(message)
-        .map_err(|error| Failure::new(Code::Other, format!("can't write the answer as JSON: {error}")))
+        .map_err(|error| Failure::new(Code::Other, format!("cannot write the answer as JSON: {error}")))
 }
 
 /// A VM as the JSON of its manifest.

@@ -88,7 +88,7 @@ pub fn read(path: &Path) -> Result<Vec<Document>, Failure> {
         path.display().to_string()
     };
     let text = read_text(path)
-        .map_err(|error| Failure::new(Code::Invalid, format!("can't read {source}: {error}")))?;
+        .map_err(|error| Failure::new(Code::Invalid, format!("cannot read {source}: {error}")))?;
     parse(&text, &source)
 }
 

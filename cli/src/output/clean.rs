@@ -67,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn sequences_and_control_characters_are_taken_out_and_text_stays() {
+    fn control_sequences_are_removed_and_text_stays() {
         for (dirty, text) in [
             ("plain\ttext\r\nmore\n", "plain\ttext\nmore\n"),
             ("\x1b[31mred\x1b[0m\n", "red\n"),
@@ -86,7 +86,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nothing_that_acts_on_a_terminal_is_left_and_chunks_do_not_matter(
+        fn cleaned_text_has_no_controls_for_any_chunks(
             bytes in prop::collection::vec(any::<u8>(), 0..300),
             at in 0_usize..300,
         ) {

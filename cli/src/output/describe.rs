@@ -5,7 +5,7 @@ use vmmd_api::v1;
 use super::{
     age,
     disk::{self, pairs},
-    resources, share,
+    part,
     table::Table,
     value,
     vm::{attachment, camel, now_and_then, phase},
@@ -157,7 +157,7 @@ fn spec(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
     let bytes = memory.size_bytes;
     let size = now_and_then(status, "spec.memory.sizeBytes", bytes, quantity::show);
     text.put("Memory", &format!("{size} ({bytes} bytes{backing})"));
-    resources::of_vm(text, spec);
+    resources(text, spec);
     text.put("Balloon", &balloon(spec.balloon.as_ref()));
     text.put("Display", &display(spec.display.as_ref()));
     text.put(
@@ -197,10 +197,40 @@ fn spec(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
         vec!["NAME", "ATTACHED TO", "MAC", "ADDRESS", "TAP"],
         &nics,
     );
-    let shares = share::rows(&spec.shares, &status.shares);
+    let shares = part::share_rows(&spec.shares, &status.shares);
     if !shares.is_empty() {
-        text.list("Shares", share::HEADERS.to_vec(), &shares);
+        text.list("Shares", part::SHARE_COLUMNS.to_vec(), &shares);
     }
+}
+
+/// Prints the set resources of the spec, besides the number of vCPUs and the size of the RAM.
+fn resources(text: &mut Lines, spec: &v1::VmSpec) {
+    let cpu = spec.cpu.clone().unwrap_or_default();
+    for (key, percent) in [
+        ("Core fraction", cpu.core_fraction_percent),
+        ("Core limit", cpu.core_limit_percent),
+    ] {
+        if percent != 0 {
+            text.put(key, &format!("{percent} %"));
+        }
+    }
+    text.put("Host CPUs", &cpu.host_cpus);
+    let memory = spec.memory.unwrap_or_default();
+    text.put(
+        "Huge pages",
+        match memory.huge_pages() {
+            v1::HugePages::Unspecified => "",
+            v1::HugePages::HugePages2m => "2Mi",
+            v1::HugePages::HugePages1g => "1Gi",
+        },
+    );
+    for (key, wanted) in [("Prefault", memory.prefault), ("Mergeable", memory.mergeable)] {
+        if wanted {
+            text.put(key, "yes");
+        }
+    }
+    let node = memory.numa_node.map(|node| node.to_string());
+    text.put("NUMA node", &node.unwrap_or_default());
 }
 
 /// Describes the balloon, if any: "64Mi left to the guest, free page reporting".
@@ -267,14 +297,10 @@ fn display(spec: Option<&v1::DisplaySpec>) -> String {
         (width, height) => format!("{width} x {height}, "),
     };
     let layout = match spec.keyboard_layout() {
-        v1::KeyboardLayout::Unspecified | v1::KeyboardLayout::Us => "us",
-        v1::KeyboardLayout::De => "de",
-        v1::KeyboardLayout::Dk => "dk",
-        v1::KeyboardLayout::Fr => "fr",
-        v1::KeyboardLayout::Gb => "gb",
-        v1::KeyboardLayout::Es => "es",
-        v1::KeyboardLayout::Jp => "jp",
+        v1::KeyboardLayout::Unspecified => v1::KeyboardLayout::Us,
+        layout => layout,
     };
+    let layout = camel(layout.as_str_name(), "KEYBOARD_LAYOUT_").to_lowercase();
     format!("{size}keyboard {layout}")
 }
 
@@ -348,5 +374,41 @@ impl Lines {
         for line in Table::new(headers).whole(rows, true).lines() {
             self.0.push_str(&format!("  {line}\n"));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_set_resources_are_described() {
+        let mut text = Lines::default();
+        resources(&mut text, &v1::VmSpec::default());
+        assert_eq!(text.0, "");
+        let spec = v1::VmSpec {
+            cpu: Some(v1::CpuSpec {
+                cores: 1,
+                core_fraction_percent: 20,
+                core_limit_percent: 50,
+                host_cpus: "0-3".into(),
+            }),
+            memory: Some(v1::MemorySpec {
+                huge_pages: v1::HugePages::HugePages1g.into(),
+                prefault: true,
+                numa_node: Some(0),
+                ..Default::default()
+            }),
+            ..Default::default()
+        };
+        resources(&mut text, &spec);
+        insta::assert_snapshot!(text.0, @r"
+        Core fraction:   20 %
+        Core limit:      50 %
+        Host CPUs:       0-3
+        Huge pages:      1Gi
+        Prefault:        yes
+        NUMA node:       0
+        ");
     }
 }

@@ -2,12 +2,10 @@
 
 use vmmd_api::v1;
 
-use super::{age, table::Table, vm::camel};
+use super::{age, vm::camel};
 
-/// One with the columns of [`row`].
-pub fn table() -> Table {
-    Table::new(vec!["TIME", "SEVERITY", "OBJECT", "REASON", "MESSAGE"])
-}
+/// Columns of [`row`].
+pub const COLUMNS: [&str; 5] = ["TIME", "SEVERITY", "OBJECT", "REASON", "MESSAGE"];
 
 /// An event as a row.
 pub fn row(event: &v1::Event) -> Vec<String> {

@@ -1,14 +1,15 @@
-//! How things are printed for programs: `-o json`, `yaml`, `name`, `jsonpath=…`, `custom-columns=…`.
+//! Output for programs: `-o json`, `yaml`, `name`, `jsonpath=…`, `custom-columns=…`.
 
 use std::str::FromStr;
 
+use serde::Serialize;
 use serde_json::Value as Json;
 use serde_json_path::JsonPath;
 
 use super::{line, print, table::Table};
 use crate::{failure::Result, manifest::emit};
 
-/// How things are printed.
+/// Forms of output.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Output {
     /// A table with more columns.
@@ -64,7 +65,7 @@ impl FromStr for Template {
         let mut rest = text;
         while let Some((before, after)) = rest.split_once('{') {
             parts.push(Part::Text(before.to_owned()));
-            let end = closing(after).ok_or("a { has no }")?;
+            let end = closing(after).ok_or("a { has no matching }")?;
             let (field, after) = after.split_at(end);
             parts.push(match field.trim() {
                 quoted if quoted.starts_with('"') => {
@@ -108,7 +109,7 @@ fn path(text: &str) -> Result<JsonPath, String> {
     } else {
         return Err(format!("\"{text}\" must begin with a dot, as in .metadata.name"));
     };
-    JsonPath::parse(&whole).map_err(|error| format!("\"{text}\" is no JSON path: {error}"))
+    JsonPath::parse(&whole).map_err(|error| format!("\"{text}\" is not a JSON path: {error}"))
 }
 
 /// The values at a path as text.
@@ -165,18 +166,18 @@ pub fn row(columns: &[Column], json: &Json) -> Vec<String> {
         .collect()
 }
 
-/// A thing to print.
+/// A document to print.
 #[derive(Debug)]
 pub struct Document {
     /// `vm/web`.
     pub title: String,
-    /// All of it.
+    /// Content.
     pub json: Json,
     /// Full name of the message that it is, for the order of its fields.
     pub schema: &'static str,
 }
 
-/// How documents stand beside each other.
+/// Arrangement of several documents.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Layout {
     /// JSON of all as one list.
@@ -217,6 +218,12 @@ pub fn documents(documents: &[Document], output: &Output, layout: Layout) -> Res
     Ok(())
 }
 
+/// Prints one message for programs.
+pub fn one<T: Serialize>(title: String, message: &T, schema: &'static str, output: &Output) -> Result<()> {
+    let json = emit::json(message)?;
+    documents(&[Document { title, json, schema }], output, Layout::default())
+}
+
 #[cfg(test)]
 mod tests {
     use serde_json::json;
@@ -228,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn a_template_is_filled_with_the_fields_of_a_thing() {
+    fn template_is_filled_with_fields() {
         let vm = json!({
             "metadata": {"name": "web", "labels": {"example.com/a": "b"}},
             "spec": {"disks": [{"name": "root", "queues": 2}, {"name": "data"}]},
@@ -260,14 +267,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_format_is_refused_with_what_there_is() {
+    fn unknown_format_is_refused_with_the_known_ones() {
         for (wrong, words) in [
             ("", "must be wide"),
             ("xml", "must be wide"),
             ("jsonpath", "must be wide"),
-            ("jsonpath={.a", "has no }"),
+            ("jsonpath={.a", "has no matching }"),
             ("jsonpath={a}", "must begin with a dot"),
-            ("jsonpath={.a[}", "is no JSON path"),
+            ("jsonpath={.a[}", "is not a JSON path"),
             ("custom-columns=NAME", "must be NAME:PATH"),
             ("custom-columns=:.a", "must be NAME:PATH"),
         ] {

@@ -8,11 +8,9 @@ pub mod event;
 pub mod format;
 pub mod image;
 pub mod network;
-pub mod nic;
 pub mod node;
 pub mod operation;
-pub mod resources;
-pub mod share;
+pub mod part;
 pub mod snapshot;
 pub mod stats;
 pub mod table;
@@ -93,10 +91,15 @@ pub fn line(text: impl Into<String>) -> Result<()> {
     print(&text)
 }
 
+/// Prints lines below the line that they belong to.
+pub fn indented(lines: &[String]) -> Result<()> {
+    lines.iter().try_for_each(|each| line(format!("  {each}")))
+}
+
 /// A reader that has seen enough (`| head`) ends the program quietly; anything else is an error.
 pub fn write_failed(error: &io::Error) -> Failure {
     if error.kind() == io::ErrorKind::BrokenPipe {
         std::process::exit(0);
     }
-    Failure::new(Code::Other, format!("can't write to standard output: {error}"))
+    Failure::new(Code::Other, format!("cannot write to standard output: {error}"))
 }

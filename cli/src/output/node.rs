@@ -85,7 +85,7 @@ fn resources(text: &mut Lines, node: &v1::NodeStatus) {
     );
 }
 
-/// The sizes that VMs may have; nothing when they may have any.
+/// Adds the sizes that VMs may have; no table without a restriction.
 fn policies(text: &mut Lines, node: &v1::NodeSpec) {
     let range = |least: String, most: String| {
         if least == most {

@@ -72,7 +72,7 @@ pub fn cost(snapshot: &v1::Snapshot) -> String {
     format!("{written} written, VM paused for {}", pause(&status))
 }
 
-/// `the last 7, at most 14d old, group daily`; nothing for a snapshot that no retention deletes.
+/// `the last 7, at most 14d old, group daily`; empty for a snapshot without retention.
 fn retention(status: &v1::SnapshotStatus) -> String {
     let Some(retention) = &status.retention else {
         return String::new();

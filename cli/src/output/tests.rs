@@ -205,7 +205,7 @@ a-much-longer-name   Unknown   0      0        -           -        -     -     
 }
 
 #[test]
-fn a_description_tells_everything_and_nothing_acts_on_the_terminal() {
+fn description_is_complete_without_control_characters() {
     insta::assert_snapshot!(describe::vm(&web(), now()), @r#"
 Name:            web
 UID:             7b5ba9f5-6ad1-4d56-8e35-6bd3ba9d1ef8

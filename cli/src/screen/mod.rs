@@ -16,7 +16,7 @@ use self::{
     rfb::{Picture, Rfb},
 };
 use crate::{
-    args::{Screenshot, SendKey, Type},
+    args::verbs::{Screenshot, SendKey, Type},
     client::Client,
     failure::{Code, Failure, Result},
 };

@@ -27,7 +27,7 @@ use super::{
     rfb::{Rfb, Stream},
 };
 use crate::{
-    args::Vnc,
+    args::verbs::Vnc,
     client::{Client, about_vm},
     failure::{Code, Failure, Result},
 };
@@ -133,7 +133,7 @@ async fn view(client: &Client, args: &Vnc) -> Result<()> {
             }
         }
         eprintln!(
-            "The screen of vm/{} is gone; going on when it is back. ^C ends.",
+            "The screen of vm/{} has ended; continuing when it is back. ^C ends.",
             args.name
         );
         viewer

@@ -23,20 +23,20 @@ fn failure(socket: &Path, args: &[&str]) -> (Option<i32>, String) {
 }
 
 #[test]
-fn a_daemon_that_does_not_run_is_named_as_the_reason_with_what_to_do() {
+fn stopped_daemon_is_named_with_the_next_step() {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("vmmd.sock");
     let path = socket.display();
     let expected = format!(
-        "error: vmmd is not running: there is no socket {path}; start it with `systemctl start vmmd`, or name another \
+        "error: vmmd is not running: there is no socket {path}; start it with `systemctl start vmmd`, or select another \
          socket with --socket\n"
     );
     assert_eq!(failure(&socket, &["get", "vm"]), (Some(7), expected));
     // A socket without a listener, as a killed daemon leaves it.
     drop(UnixListener::bind(&socket).unwrap());
     let expected = format!(
-        "error: vmmd is not running: nobody listens on {path}; start it with `systemctl start vmmd`; `journalctl -u \
-         vmmd` says why it ended\n"
+        "error: vmmd is not running: no process listens on {path}; start it with `systemctl start vmmd`; `journalctl -u \
+         vmmd` shows why it ended\n"
     );
     assert_eq!(failure(&socket, &["get", "vm"]), (Some(7), expected));
 }
@@ -131,7 +131,7 @@ fn mistakes_in_a_manifest_show_without_a_daemon() {
     let nowhere = Path::new("/nonexistent/vmmd.sock");
     let (code, text) = failure(nowhere, &["apply", "-f", missing.to_str().unwrap()]);
     assert_eq!(code, Some(6));
-    assert!(text.starts_with("error: can't read "), "{text}");
+    assert!(text.starts_with("error: cannot read "), "{text}");
     let (code, text) = failure(nowhere, &["create", "Web", "--kernel", "vmlinuz", "--cpus", "0"]);
     assert_eq!(code, Some(6));
     assert_eq!(text.lines().count(), 4, "{text}");

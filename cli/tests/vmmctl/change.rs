@@ -1,11 +1,7 @@
 //! Partial changes of existing VMs: `diff`, `patch`, `label`; and messages for a slow daemon and
 //! for killed guests.
 
-use std::{
-    fs,
-    io::{BufRead as _, BufReader},
-    process::{Command, Stdio},
-};
+use std::fs;
 
 use rustix::process::{Pid, Signal, kill_process};
 use vmmd_api::v1::{ExitReason, VmPhase};
@@ -186,7 +182,7 @@ fn a_guest_that_had_to_be_killed_is_told_with_a_code_of_its_own() {
     let daemon = Daemon::start();
     daemon.state.put("web", VmPhase::Running, &[]);
     daemon.state.end_with(ExitReason::Killed);
-    let warning = "warning: vm/web: its guest did not power off within 5 s and was killed; what it had not written to \
+    let warning = "warning: vm/web: the guest did not power off within 5 s and was killed; data that the guest had not written to \
                    its disks is lost\n";
     assert_eq!(
         run(&daemon, &["stop", "web", "--grace", "5s"]),
@@ -204,7 +200,7 @@ fn stop_of_a_panicked_guest_ends_with_the_code_of_a_kill() {
     let daemon = Daemon::start();
     daemon.state.put("web", VmPhase::Running, &[]);
     daemon.state.end_with(ExitReason::GuestPanic);
-    let warning = "warning: vm/web: its guest's kernel had panicked, and it was killed; what it had not written to its \
+    let warning = "warning: vm/web: the kernel of the guest had panicked, and the guest was killed; data that the guest had not written to its \
                    disks is lost\n";
     assert_eq!(
         run(&daemon, &["stop", "web"]),
@@ -236,46 +232,37 @@ fn starting_what_runs_is_no_failure() {
 }
 
 #[test]
-fn a_manifest_that_can_not_be_started_yet_is_created_and_says_why() {
+fn created_vm_names_the_obstacles_to_its_start() {
     let daemon = Daemon::start();
     let manifest = MANIFEST.replace("256Mi", "8Gi");
     let (code, said, _) = run_with_input(&daemon, &["apply", "-f", "-"], &manifest);
     assert_eq!(code, 0);
     assert_eq!(
         said,
-        "vm/web created\n  can't start yet: the node is cordoned (NODE_CORDONED)\n  can't start yet: not enough memory \
+        "vm/web created\n  cannot start yet: the node is cordoned (NODE_CORDONED)\n  cannot start yet: not enough memory \
          (INSUFFICIENT_MEMORY)\n"
     );
 }
 
 #[test]
-fn an_interrupted_start_says_that_it_goes_on_and_how_to_follow_or_end_it() {
+fn interrupted_start_names_the_continuing_operation() {
     let daemon = Daemon::start();
     daemon.state.put("endless", VmPhase::Stopped, &[]);
-    let mut child = Command::new(env!("CARGO_BIN_EXE_vmmctl"))
-        .args(["start", "endless"])
-        .env("VMMD_SOCKET", &daemon.socket)
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
+    let mut running = daemon.begin(&["start", "endless"]);
     while daemon.state.calls().is_empty() {
         std::thread::yield_now();
     }
-    kill_process(Pid::from_child(&child), Signal::INT).unwrap();
-    let mut said = String::new();
-    BufReader::new(child.stderr.take().unwrap())
-        .read_line(&mut said)
-        .unwrap();
+    kill_process(Pid::from_child(&running.child), Signal::INT).unwrap();
     assert_eq!(
-        said,
-        "the start of vm/endless goes on; `vmmctl get operation op-1 -w` follows it, `vmmctl operation cancel op-1` ends \
-         it\n"
+        running.error(),
+        "the start of vm/endless continues; `vmmctl get operation op-1 -w` follows it, `vmmctl operation cancel op-1` ends \
+         it"
     );
-    assert_eq!(child.wait().unwrap().code(), Some(130));
+    assert_eq!(running.end().0, Some(130));
 }
 
 #[test]
-fn a_timeout_bounds_what_the_daemon_does_and_how_long_it_is_waited_for() {
+fn timeout_bounds_the_daemon_and_the_wait() {
     let daemon = Daemon::start();
     daemon.state.put("web", VmPhase::Stopped, &[]);
     run(&daemon, &["start", "web", "--timeout", "7s"]);
@@ -311,7 +298,7 @@ fn a_few_bytes_of_memory_are_asked_about() {
 }
 
 #[test]
-fn every_change_is_sent_again_with_its_id_when_the_daemon_is_restarted_before_it_answers() {
+fn unanswered_change_is_repeated_with_its_id() {
     let daemon = Daemon::start();
     daemon.state.put("web", VmPhase::Stopped, &[]);
     daemon.state.refuse_first();

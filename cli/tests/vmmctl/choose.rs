@@ -17,7 +17,7 @@ fn three() -> Daemon {
 }
 
 #[test]
-fn a_selector_means_those_with_the_label_to_which_there_is_something_to_do() {
+fn selector_selects_vms_that_the_verb_applies_to() {
     let daemon = three();
     assert_eq!(
         run(&daemon, &["start", "-l", "tier=front"]),
@@ -50,7 +50,7 @@ fn a_selector_means_those_with_the_label_to_which_there_is_something_to_do() {
 }
 
 #[test]
-fn names_selectors_and_all_do_not_go_together_and_one_of_them_must_be_there() {
+fn names_selectors_and_all_exclude_each_other() {
     let daemon = three();
     for verb in ["start", "stop", "restart", "pause", "resume", "reset", "delete"] {
         for wrong in [
@@ -106,19 +106,19 @@ fn what_o_name_prints_is_taken_by_every_verb() {
 }
 
 #[test]
-fn data_is_not_destroyed_without_leave_where_nobody_can_be_asked() {
+fn data_is_not_destroyed_without_confirmation() {
     let daemon = three();
     run(&daemon, &["create", "disk", "data", "--size", "1Mi"]);
-    let refused = "error: this deletes disk/data with what is on them; say that you mean it with --yes\n";
+    let refused = "error: this deletes disk/data with all their data; confirm with --yes\n";
     assert_eq!(run(&daemon, &["delete", "disk", "data"]), failed(2, refused));
-    let refused = "error: this deletes vm/db, vm/web-1, vm/web-2; say that you mean it with --yes\n";
+    let refused = "error: this deletes vm/db, vm/web-1, vm/web-2; confirm with --yes\n";
     assert_eq!(run(&daemon, &["delete", "--all", "--force"]), failed(2, refused));
     assert!(daemon.state.disk("data").is_some() && daemon.state.phase("db").is_some());
 
     run(&daemon, &["attach", "web-2", "--disk", "data"]);
     let (code, _, refused) = run(&daemon, &["delete", "web-2", "--with-disks"]);
     assert!(
-        code == 2 && refused.contains("vm/web-2 and disk/data with what is on them"),
+        code == 2 && refused.contains("vm/web-2 and disk/data with all their data"),
         "{refused}"
     );
     assert_eq!(

@@ -2,7 +2,7 @@
 
 use std::{
     fs::File,
-    io::{BufRead as _, BufReader, Read as _, Write as _},
+    io::{Read as _, Write as _},
     os::{fd::OwnedFd, unix::process::ExitStatusExt as _},
     process::{Child, Command, Stdio},
 };
@@ -13,7 +13,7 @@ use rustix::{
 };
 use vmmd_api::v1::VmPhase;
 
-use crate::support::Daemon;
+use crate::support::{Daemon, done, failed, run, run_with_input};
 
 fn daemon() -> Daemon {
     let daemon = Daemon::start();
@@ -31,111 +31,70 @@ fn command(daemon: &Daemon, name: &str) -> Command {
 #[test]
 fn a_script_types_through_a_pipe_reads_the_answer_and_leaves() {
     let daemon = daemon();
-    let mut child = command(&daemon, "web")
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut input = child.stdin.take().unwrap();
-    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
-    let mut next = || lines.next().unwrap().unwrap();
-    assert_eq!(next(), "old output");
-    input.write_all(b"hello\n").unwrap();
-    assert_eq!(next(), "HELLO");
-    input.write_all(b"bye\n\x1d").unwrap();
-    assert_eq!(next(), "BYE");
-    let output = child.wait_with_output().unwrap();
-    assert!(output.status.success());
-    assert!(output.stderr.is_empty(), "{output:?}");
+    let mut running = daemon.begin(&["console", "web"]);
+    assert_eq!(running.line(), "old output");
+    running.input.write_all(b"hello\n").unwrap();
+    assert_eq!(running.line(), "HELLO");
+    running.input.write_all(b"bye\n\x1d").unwrap();
+    assert_eq!(running.line(), "BYE");
+    assert_eq!(running.end(), (Some(0), String::new(), String::new()));
 }
 
 #[test]
 fn everything_typed_before_the_escape_reaches_the_guest() {
     let daemon = daemon();
-    let output = daemon
-        .vmmctl()
-        .args(["console", "web", "--no-replay"])
-        .write_stdin("poweroff\n\x1d")
-        .output()
-        .unwrap();
-    assert!(output.status.success(), "{output:?}");
+    let typed = run_with_input(&daemon, &["console", "web", "--no-replay"], "poweroff\n\x1d");
+    assert_eq!(typed, done("POWEROFF\n"));
     assert_eq!(daemon.state.calls(), ["input poweroff\n"]);
-    assert_eq!(output.stdout, b"POWEROFF\n");
 }
 
 #[test]
 fn the_end_of_the_run_ends_the_console() {
     let daemon = daemon();
-    let output = daemon
-        .vmmctl()
-        .args(["console", "web"])
-        .write_stdin("halt\n")
-        .output()
-        .unwrap();
-    assert!(output.status.success(), "{output:?}");
+    assert_eq!(run_with_input(&daemon, &["console", "web"], "halt\n").0, 0);
 }
 
 #[test]
-fn of_a_vm_that_does_not_run_the_old_output_is_shown_and_it_is_a_failure() {
+fn console_of_a_stopped_vm_shows_old_output_and_fails() {
     let daemon = daemon();
-    let output = daemon.vmmctl().args(["console", "off"]).output().unwrap();
-    assert_eq!(output.status.code(), Some(5));
-    assert_eq!(output.stdout, b"old output\r\n");
     let text = "The console of vm/off was closed: the VM is not running.\nerror: vm/off does not run: what is shown is of \
                 its last run; `vmmctl start off`\n";
-    assert_eq!(String::from_utf8_lossy(&output.stderr), text);
+    let shown = (5, "old output\r\n".to_owned(), text.to_owned());
+    assert_eq!(run(&daemon, &["console", "off"]), shown);
 }
 
 #[test]
-fn the_console_goes_on_where_it_was_when_the_daemon_is_restarted() {
+fn console_continues_after_a_restart_of_the_daemon() {
     let mut daemon = daemon();
-    let mut child = command(&daemon, "web")
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut input = child.stdin.take().unwrap();
-    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
-    let mut next = || lines.next().unwrap().unwrap();
-    assert_eq!(next(), "old output");
-    input.write_all(b"hello\n").unwrap();
-    assert_eq!(next(), "HELLO");
+    let mut running = daemon.begin(&["console", "web"]);
+    assert_eq!(running.line(), "old output");
+    running.input.write_all(b"hello\n").unwrap();
+    assert_eq!(running.line(), "HELLO");
     daemon.restart();
     daemon.state.print("web", b"meanwhile\n");
     while daemon.state.consoles() < 2 {
         std::thread::yield_now();
     }
-    assert_eq!(next(), "meanwhile");
-    input.write_all(b"again\n\x1d").unwrap();
-    assert_eq!(next(), "AGAIN");
-    let output = child.wait_with_output().unwrap();
-    assert!(output.status.success(), "{output:?}");
-    assert_eq!(output.stderr, b"\r\nvmmd went away; going on when it is back\r\n");
+    assert_eq!(running.line(), "meanwhile");
+    running.input.write_all(b"again\n\x1d").unwrap();
+    assert_eq!(running.line(), "AGAIN");
+    let said = "\nlost the connection to vmmd; continuing when vmmd is back\n";
+    assert_eq!(running.end(), (Some(0), String::new(), said.to_owned()));
 }
 
 #[test]
 fn the_console_of_an_unknown_vm_is_refused() {
     let daemon = daemon();
-    let output = daemon.vmmctl().args(["console", "nope"]).output().unwrap();
-    assert_eq!(output.status.code(), Some(3));
-    let text = "error: there is no VM \"nope\"; `vmmctl get vm` lists the VMs there are\n";
-    assert_eq!(String::from_utf8_lossy(&output.stderr), text);
+    let text = "error: there is no VM \"nope\"; `vmmctl get vm` lists the VMs\n";
+    assert_eq!(run(&daemon, &["console", "nope"]), failed(3, text));
 }
 
 #[test]
 fn which_console_is_opened_and_for_what_is_said_by_options() {
     let daemon = daemon();
     let run = |arguments: &[&str]| {
-        let output = daemon
-            .vmmctl()
-            .args(["console", "web"])
-            .args(arguments)
-            .write_stdin("\x1d")
-            .output()
-            .unwrap();
-        assert!(output.status.success(), "{output:?}");
+        let console = [&["console", "web"], arguments].concat();
+        assert_eq!(run_with_input(&daemon, &console, "\x1d").0, 0);
     };
     run(&["--hvc"]);
     run(&["--hvc", "--read-only"]);
@@ -151,24 +110,17 @@ fn which_console_is_opened_and_for_what_is_said_by_options() {
 }
 
 #[test]
-fn a_console_that_another_client_holds_is_refused_and_taken_by_force() {
+fn held_console_is_refused_and_taken_by_force() {
     let daemon = daemon();
     daemon.state.put("held", VmPhase::Running, &[]);
-    let output = daemon.vmmctl().args(["console", "held"]).output().unwrap();
-    assert_eq!(output.status.code(), Some(5));
-    let text = String::from_utf8_lossy(&output.stderr);
+    let (code, _, text) = run(&daemon, &["console", "held"]);
+    assert_eq!(code, 5);
     assert!(
         text.contains("another client types there (ann, for 3 s)"),
         "{text}"
     );
-    let output = daemon
-        .vmmctl()
-        .args(["console", "held", "--force"])
-        .write_stdin("lose it\n\x1d")
-        .output()
-        .unwrap();
-    assert!(output.status.success(), "{output:?}");
-    let text = String::from_utf8_lossy(&output.stderr);
+    let (code, _, text) = run_with_input(&daemon, &["console", "held", "--force"], "lose it\n\x1d");
+    assert_eq!(code, 0);
     assert!(
         text.contains("ann has taken the console over; what is typed here is ignored"),
         "{text}"

@@ -1,37 +1,11 @@
 //! The verbs that are about disks.
 
-use std::io::{BufRead as _, BufReader};
-
 use vmmd_api::v1::{self, VmPhase};
 
-use crate::support::{Daemon, disk::DISK_MADE};
-
-/// Runs vmmctl; its exit code, standard output and standard error.
-fn run(daemon: &Daemon, args: &str) -> (i32, String, String) {
-    run_with_input(daemon, args, "")
-}
+use crate::support::{Daemon, disk::DISK_MADE, done, failed, line as run};
 
 fn run_with_input(daemon: &Daemon, args: &str, input: &str) -> (i32, String, String) {
-    let mut command = daemon.vmmctl();
-    let output = command
-        .args(args.split_whitespace())
-        .write_stdin(input)
-        .output()
-        .unwrap();
-    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
-    (
-        output.status.code().unwrap(),
-        text(output.stdout),
-        text(output.stderr),
-    )
-}
-
-fn done(stdout: &str) -> (i32, String, String) {
-    (0, stdout.to_owned(), String::new())
-}
-
-fn failed(code: i32, stderr: &str) -> (i32, String, String) {
-    (code, String::new(), stderr.to_owned())
+    crate::support::run_with_input(daemon, &args.split_whitespace().collect::<Vec<_>>(), input)
 }
 
 /// A daemon with a running VM `web` and a disk `data`.
@@ -94,8 +68,7 @@ Last events:     none
         run(&daemon, "delete disk over base --yes"),
         done("disk/over deleted\ndisk/base deleted\n")
     );
-    let missing =
-        "error: there is no disk \"over\" on this node; `vmmctl get disk` lists the disks there are\n";
+    let missing = "error: there is no disk \"over\" on this node; `vmmctl get disk` lists the disks\n";
     assert_eq!(run(&daemon, "delete disk over -y"), failed(3, missing));
     assert_eq!(run(&daemon, "delete disk over -y --ignore-not-found"), done(""));
     let exists = "error: there is a disk \"copy\" already; `vmmctl describe disk copy` shows it\n";
@@ -130,8 +103,7 @@ fn delete_disk_with_all_deletes_what_nothing_uses() {
     for name in ["a", "b"] {
         run(&daemon, &format!("create disk {name} --size 1Gi"));
     }
-    let refused =
-        "error: this deletes disk/a, disk/b with what is on them; say that you mean it with --yes\n";
+    let refused = "error: this deletes disk/a, disk/b with all their data; confirm with --yes\n";
     assert_eq!(run(&daemon, "delete disk --all"), failed(2, refused));
     assert_eq!(
         run(&daemon, "delete disk --all -y"),
@@ -241,7 +213,7 @@ fn apply_creates_disks_before_vms_and_grows_them() {
             "disk/base changed\n  metadata.labels.tier: gold -> iron\ndisk/over unchanged\nvm/web unchanged\n"
         )
     );
-    let expected = "error: disk/base exists and differs from the manifest in what can't be changed; give the new disk \
+    let expected = "error: disk/base exists and differs from the manifest in immutable fields; give the new disk \
                     another name\n  spec.preallocation: DISK_PREALLOCATION_METADATA -> DISK_PREALLOCATION_OFF\n  \
                     spec.sizeBytes: 12884901888 -> 10737418240\n";
     let changed = DISKS.replace("preallocation: metadata", "preallocation: off");
@@ -295,8 +267,8 @@ fn apply_gives_a_vm_disks_and_takes_them_away() {
             "{disks}vm/web changed\n  spec.disks[data]: removed (live)\n"
         ))
     );
-    let expected = "error: vm/web: there is no disk \"nope\" on this node; `vmmctl get disk` lists the disks \
-                    there are\n";
+    let expected =
+        "error: vm/web: there is no disk \"nope\" on this node; `vmmctl get disk` lists the disks\n";
     let missing = with("{name: data, disk: over, onError: pause}\n  - {name: more, disk: nope}");
     assert_eq!(apply("", &missing), (3, disks.into(), expected.into()));
 }
@@ -404,17 +376,16 @@ fn a_disk_of_a_stopped_vm_waits_for_its_start() {
     daemon.state.put("db", VmPhase::Stopped, &[]);
     assert_eq!(
         run(&daemon, "attach db --disk data"),
-        done("vm/db disk data is attached from the next start on\n")
+        done("vm/db disk data will be attached at the next start\n")
     );
 }
 
 #[test]
 fn why_a_disk_can_not_be_attached_is_said_with_what_to_do() {
     let daemon = with_vm();
-    let expected =
-        "error: disk: there is no disk \"nope\" on this node; `vmmctl get disk` lists the disks there are\n";
+    let expected = "error: disk: there is no disk \"nope\" on this node; `vmmctl get disk` lists the disks\n";
     assert_eq!(run(&daemon, "attach web --disk nope"), failed(3, expected));
-    let expected = "error: there is no VM \"nope\"; `vmmctl get vm` lists the VMs there are\n";
+    let expected = "error: there is no VM \"nope\"; `vmmctl get vm` lists the VMs\n";
     assert_eq!(run(&daemon, "attach nope --disk data"), failed(3, expected));
     let expected = "error: VM \"web\" has 64 disks and NICs, as many as there are slots: detach one first; `vmmctl describe vm web` \
                     shows them\n";
@@ -422,8 +393,8 @@ fn why_a_disk_can_not_be_attached_is_said_with_what_to_do() {
         run(&daemon, "attach web --disk data --name one-too-many"),
         failed(9, expected)
     );
-    let expected = "error: the name of the file makes no name of a disk (it must be 1 to 63 lower-case letters, digits \
-                    or '-', beginning and ending with a letter or digit): give one with --name\n";
+    let expected = "error: the name of the file is not a valid name of a disk (it must be 1 to 63 lower-case letters, digits \
+                    or '-', beginning and ending with a letter or digit): set the name with --name\n";
     assert_eq!(
         run(&daemon, "attach web --path /srv/My_Disk.raw --format raw"),
         failed(2, expected)
@@ -477,8 +448,8 @@ fn a_disk_that_the_guest_keeps_is_detached_by_force_only() {
             0
         );
     }
-    let expected = "error: vm/web: the guest did not eject disk \"busy\" within 30s: it stays attached; unmount it there \
-                    first, or `vmmctl detach web busy --force`\n";
+    let expected = "error: vm/web: the guest did not eject disk \"busy\" within 30s: it stays attached; unmount it in \
+                    the guest first, or use `vmmctl detach web busy --force`\n";
     assert_eq!(
         run(&daemon, "detach web busy calm"),
         (10, "vm/web disk calm detached\n".into(), expected.into())
@@ -513,8 +484,7 @@ fn a_limit_changes_only_what_is_named() {
         done("vm/web disk data: no limit\n")
     );
     assert_eq!(web_disk(&daemon, "data").rate_limit, None);
-    let expected =
-        "error: say what to change: --bps, --iops, --burst, --burst-ops, or --none for no limit at all\n";
+    let expected = "error: no change is given: use --bps, --iops, --burst, --burst-ops, or --none to remove all limits\n";
     assert_eq!(run(&daemon, "limit web --disk data"), failed(2, expected));
     let expected =
         "error: the VM has no rate group \"g\": it has none; `vmmctl describe vm web` shows its disks\n";
@@ -550,7 +520,7 @@ data   write   10         1Mi     2        90us   <64us    -         -          
     let yaml = run(&daemon, "stats web -o yaml").1;
     assert!(yaml.contains("inFlight: 3"), "{yaml}");
     daemon.state.put("db", VmPhase::Stopped, &[]);
-    let expected = "error: VM \"db\" does not run; `vmmctl start db`\n";
+    let expected = "error: VM \"db\" does not run; `vmmctl start db` starts it\n";
     assert_eq!(run(&daemon, "stats db"), failed(5, expected));
 }
 
@@ -578,7 +548,7 @@ fn create_takes_disks_with_options_and_rate_groups() {
 }
 
 #[test]
-fn a_disk_that_takes_long_is_left_to_its_operation_and_a_file_that_was_there_is_adopted() {
+fn disk_is_created_without_wait_and_adopted() {
     let daemon = Daemon::start();
     assert_eq!(
         run(
@@ -607,7 +577,7 @@ fn a_disk_that_takes_long_is_left_to_its_operation_and_a_file_that_was_there_is_
 }
 
 #[test]
-fn labels_of_a_disk_are_set_by_a_mask_and_made_anew_of_what_somebody_else_changes_meanwhile() {
+fn disk_labels_survive_a_concurrent_change() {
     let daemon = Daemon::start();
     daemon.state.put("web", VmPhase::Stopped, &[]);
     run(&daemon, "create disk data --size 1Mi -l old=1");
@@ -641,14 +611,8 @@ fn labels_of_a_disk_are_set_by_a_mask_and_made_anew_of_what_somebody_else_change
 fn a_watch_of_disks_prints_what_there_is_and_then_each_change() {
     let daemon = Daemon::start();
     run(&daemon, "create disk data --size 1Mi -l tier=db");
-    let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_vmmctl"))
-        .args(["get", "disk", "-w", "-l", "tier=db"])
-        .env("VMMD_SOCKET", &daemon.socket)
-        .stdout(std::process::Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
-    let mut next = || lines.next().unwrap().unwrap();
+    let mut running = daemon.begin(&["get", "disk", "-w", "-l", "tier=db"]);
+    let mut next = || running.line();
     assert!(next().starts_with("NAME"));
     assert!(next().starts_with("data   Ready"));
     let mut disk = daemon.state.disk("data").unwrap();
@@ -664,9 +628,6 @@ fn a_watch_of_disks_prints_what_there_is_and_then_each_change() {
         calls.iter().any(|call| call == "watch disks  tier=db "),
         "{calls:?}"
     );
-    // Killed by a signal, as by ^C.
-    child.kill().unwrap();
-    child.wait().unwrap();
     assert_eq!(run(&daemon, "get disk none -w").0, 3);
 }
 

@@ -9,7 +9,7 @@ fn source(daemon: &Daemon, name: &str) -> Source {
 }
 
 #[test]
-fn an_image_of_a_registry_is_imported_with_a_password_that_is_on_no_command_line() {
+fn registry_password_comes_from_a_file() {
     let daemon = Daemon::start();
     let import = [
         "image",
@@ -53,7 +53,7 @@ fn an_image_of_a_registry_is_imported_with_a_password_that_is_on_no_command_line
 }
 
 #[test]
-fn an_import_is_followed_while_the_daemon_takes_seconds_to_be_back() {
+fn import_is_followed_across_a_slow_restart() {
     let daemon = Daemon::start();
     daemon.state.refuse_watches(6);
     let import = ["image", "import", "debian", "https://mirror.example/debian.qcow2"];

@@ -1,21 +1,10 @@
 //! `vmmctl network`.
 
-use crate::support::Daemon;
+use crate::support::{Daemon, done, line};
 
-/// Runs it; its exit code, standard output and standard error.
+/// Runs `vmmctl network`, the earlier form of the commands.
 fn run(daemon: &Daemon, args: &str) -> (i32, String, String) {
-    let args = args.split_whitespace();
-    let output = daemon.vmmctl().arg("network").args(args).output().unwrap();
-    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
-    (
-        output.status.code().unwrap(),
-        text(output.stdout),
-        text(output.stderr),
-    )
-}
-
-fn done(stdout: &str) -> (i32, String, String) {
-    (0, stdout.to_owned(), String::new())
+    line(daemon, &format!("network {args}"))
 }
 
 /// A daemon with the networks `back` and `front`.
@@ -73,7 +62,7 @@ fn networks_are_watched() {
 fn a_network_is_updated_and_labels_that_are_not_named_stay() {
     let daemon = with_two();
     let (code, _, said) = run(&daemon, "update front");
-    assert_eq!((code, said.contains("say what to change")), (2, true), "{said}");
+    assert_eq!((code, said.contains("no change is given")), (2, true), "{said}");
     let updated = done("network/front updated\n");
     assert_eq!(
         run(
@@ -111,13 +100,13 @@ fn a_network_is_updated_and_labels_that_are_not_named_stay() {
     );
     assert!(calls[1].contains("generation: Some(1)"), "{calls:?}");
     let (code, _, said) = run(&daemon, "update nowhere -l a=b");
-    assert_eq!((code, said.contains("`vmmctl network ls`")), (3, true), "{said}");
+    assert_eq!((code, said.contains("`vmmctl get network`")), (3, true), "{said}");
 }
 
 #[test]
 fn verb_before_the_kind_does_the_same() {
     let daemon = with_two();
-    let verb = |line: &str| crate::support::run(&daemon, &line.split(' ').collect::<Vec<_>>());
+    let verb = |text: &str| line(&daemon, text);
     assert_eq!(verb("get network"), run(&daemon, "ls"));
     assert_eq!(verb("ls networks front -o name"), done("network/front\n"));
     assert_eq!(
@@ -129,7 +118,7 @@ fn verb_before_the_kind_does_the_same() {
     let deleted = done("network/front deleted\nnetwork/back deleted\n");
     assert_eq!(verb("rm network front network/back"), deleted);
     let (code, _, said) = verb("get network front");
-    assert_eq!((code, said.contains("`vmmctl network ls`")), (3, true), "{said}");
+    assert_eq!((code, said.contains("`vmmctl get network`")), (3, true), "{said}");
     let none = (0, String::new(), "There are no networks.\n".to_owned());
     assert_eq!(verb("get network"), none);
 }

@@ -1,22 +1,9 @@
 //! `vmmctl node` and its verbs.
 
-use crate::support::Daemon;
+use crate::support::{Daemon, run_with_input};
 
-/// Exit code, standard output, standard error.
 fn run(daemon: &Daemon, args: &[&str], input: &str) -> (i32, String, String) {
-    let output = daemon
-        .vmmctl()
-        .arg("node")
-        .args(args)
-        .write_stdin(input)
-        .output()
-        .unwrap();
-    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
-    (
-        output.status.code().unwrap(),
-        text(output.stdout),
-        text(output.stderr),
-    )
+    run_with_input(daemon, &[&["node"], args].concat(), input)
 }
 
 fn manifest(name: &str, memory: &str) -> String {
@@ -69,7 +56,7 @@ fn the_node_is_cordoned_labelled_and_drained_by_what_is_said() {
 }
 
 #[test]
-fn a_drain_moves_vms_that_run_where_each_is_to_go_and_stops_nothing_when_one_stays() {
+fn drain_moves_running_vms_and_stops_none_on_failure() {
     use vmmd_api::v1::VmPhase::{Running, Stopped};
     let daemon = Daemon::start();
     for (name, phase) in [("db", Running), ("off", Stopped), ("web", Running)] {
@@ -86,7 +73,7 @@ fn a_drain_moves_vms_that_run_where_each_is_to_go_and_stops_nothing_when_one_sta
     assert_ne!(code, 0);
     assert!(out.contains("vm/db migrated to node-3:7443"), "{out}");
     assert!(
-        err.contains("web") && err.contains("does not fit") && err.contains("nothing was stopped"),
+        err.contains("web") && err.contains("does not fit") && err.contains("no VM was stopped"),
         "{err}"
     );
     let tried = ["cordon ", "migrate db to node-3:7443", "migrate web to full:7443"];
@@ -116,7 +103,7 @@ fn a_decision_names_the_migration_that_waits() {
         (output.status.code().unwrap(), error)
     };
     let (code, err) = ask("migrate resolve web --run");
-    assert!(code == 5 && err.contains("no migration of it waits"), "{err}");
+    assert!(code == 5 && err.contains("no migration of the VM waits"), "{err}");
     let waiting = vmmd_api::v1::MigrationStatus {
         number: 7,
         waits_for_decision: true,

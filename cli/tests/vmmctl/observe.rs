@@ -1,29 +1,15 @@
 //! Events, usage of VMs, and data for troubleshooting.
 
-use std::{
-    collections::BTreeMap,
-    io::{BufRead as _, BufReader, Read as _},
-    process::{Command, Stdio},
-};
+use std::{collections::BTreeMap, io::Read as _};
 
 use vmmd_api::v1::VmPhase;
 
-use crate::support::Daemon;
+use crate::support::{Daemon, line as run};
 
 fn with_vm() -> Daemon {
     let daemon = Daemon::start();
     daemon.state.put("web", VmPhase::Running, &[]);
     daemon
-}
-
-fn run(daemon: &Daemon, args: &str) -> (i32, String, String) {
-    let output = daemon.vmmctl().args(args.split(' ')).output().unwrap();
-    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
-    (
-        output.status.code().unwrap(),
-        text(output.stdout),
-        text(output.stderr),
-    )
 }
 
 #[test]
@@ -46,19 +32,11 @@ TIME                   SEVERITY   OBJECT   REASON       MESSAGE
 }
 
 #[test]
-fn a_watch_of_events_goes_on_by_its_cursor_when_the_daemon_is_back() {
+fn event_watch_continues_from_its_cursor() {
     let daemon = with_vm();
-    let mut child = Command::new(env!("CARGO_BIN_EXE_vmmctl"))
-        .env("VMMD_SOCKET", &daemon.socket)
-        .args(["events", "-w", "-o", "json"])
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let mut running = daemon.begin(&["events", "-w", "-o", "json"]);
     let mut reason = || {
-        let line = lines.next().unwrap().unwrap();
-        let json: serde_json::Value = serde_json::from_str(&line).unwrap();
+        let json: serde_json::Value = serde_json::from_str(&running.line()).unwrap();
         json["reason"].as_str().unwrap().to_owned()
     };
     assert_eq!([reason(), reason()], ["Started", "GuestPanic"]);
@@ -69,8 +47,7 @@ fn a_watch_of_events_goes_on_by_its_cursor_when_the_daemon_is_back() {
     assert_eq!(reason(), "Ended");
     // It ends the first stream, and the second begins where that was.
     daemon.state.tell(8, "Last");
-    let mut said = BufReader::new(child.stderr.take().unwrap()).lines();
-    assert!(said.next().unwrap().unwrap().contains("going on when it is back"));
+    assert!(running.error().contains("continuing when vmmd is back"));
     while daemon.state.calls().len() < 2 {
         std::thread::yield_now();
     }
@@ -78,8 +55,6 @@ fn a_watch_of_events_goes_on_by_its_cursor_when_the_daemon_is_back() {
         daemon.state.calls(),
         ["watch events from c2", "watch events from c7"]
     );
-    child.kill().unwrap();
-    child.wait().unwrap();
 }
 
 #[test]
@@ -107,7 +82,7 @@ fn logs_are_printed_as_they_are() {
 }
 
 #[test]
-fn what_a_guest_does_to_terminals_is_taken_out_of_its_log_unless_asked_for() {
+fn log_has_no_control_sequences_without_raw() {
     let daemon = with_vm();
     daemon.state.put("rude", VmPhase::Running, &[]);
     assert_eq!(run(&daemon, "logs rude").1, "shown\n");
@@ -139,27 +114,17 @@ fn the_end_of_a_log_is_shown_by_lines() {
 }
 
 #[test]
-fn a_log_that_is_followed_goes_on_where_it_was_when_the_daemon_is_restarted() {
+fn followed_log_continues_after_a_restart() {
     let mut daemon = with_vm();
-    let mut child = Command::new(env!("CARGO_BIN_EXE_vmmctl"))
-        .env("VMMD_SOCKET", &daemon.socket)
-        .args(["logs", "web", "-f"])
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
-    assert_eq!(lines.next().unwrap().unwrap(), "old output");
+    let mut running = daemon.begin(&["logs", "web", "-f"]);
+    assert_eq!(running.line(), "old output");
     daemon.state.print("web", b"more\r\n");
     daemon.restart();
-    assert_eq!(lines.next().unwrap().unwrap(), "more");
-    let mut said = String::new();
-    BufReader::new(child.stderr.take().unwrap())
-        .read_line(&mut said)
-        .unwrap();
-    assert_eq!(said, "vmmd went away; going on when it is back\n");
-    child.kill().unwrap();
-    child.wait().unwrap();
+    assert_eq!(running.line(), "more");
+    assert_eq!(
+        running.error(),
+        "lost the connection to vmmd; continuing when vmmd is back"
+    );
 }
 
 /// The files of an archive by name.
@@ -177,7 +142,7 @@ fn unpack(path: &std::path::Path) -> BTreeMap<String, String> {
 }
 
 #[test]
-fn an_archive_has_everything_that_can_be_had_and_says_what_cannot() {
+fn archive_has_all_parts_and_names_missing_ones() {
     let daemon = with_vm();
     daemon.state.put("bare", VmPhase::Stopped, &[]);
     let folder = tempfile::tempdir().unwrap();

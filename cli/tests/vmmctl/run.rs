@@ -18,9 +18,9 @@ fn run(daemon: &Daemon, args: &[&str]) -> (i32, String) {
     )
 }
 
-/// Copying a disk takes minutes: what can be known before is said before.
+/// A copy of a disk takes minutes: known obstacles are reported before the copy.
 #[test]
-fn a_vm_that_the_node_would_refuse_is_refused_before_its_disk_is_made() {
+fn vm_is_refused_before_its_disk_is_created() {
     let daemon = Daemon::start();
     let (code, said) = run(&daemon, &["--share", "/root"]);
     assert_eq!((code, said.contains("--share: ")), (5, true), "{said}");

@@ -1,15 +1,15 @@
 //! The screen: pictures, keys and viewers.
 
 use std::{
-    io::{BufRead as _, BufReader, Read as _, Write as _},
+    io::{BufReader, Read as _, Write as _},
     net::TcpStream,
-    process::{Child, Command, Stdio},
+    process::Command,
     time::{Duration, Instant},
 };
 
 use vmmd_api::v1::VmPhase;
 
-use crate::support::{Daemon, screen::PICTURE};
+use crate::support::{Daemon, Running, done, line, run, screen::PICTURE};
 
 /// Time limit for typed text to reach a daemon.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -22,17 +22,12 @@ fn daemon() -> Daemon {
 }
 
 #[test]
-fn a_screenshot_is_a_png_of_what_the_screen_shows_and_presses_nothing() {
+fn screenshot_is_a_png_of_the_screen() {
     let daemon = daemon();
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("out.png");
-    daemon
-        .vmmctl()
-        .arg("screenshot")
-        .arg("web")
-        .arg(&file)
-        .assert()
-        .success();
+    let path = file.to_str().unwrap();
+    assert_eq!(run(&daemon, &["screenshot", "web", path]), done(""));
     let decoder = png::Decoder::new(BufReader::new(std::fs::File::open(&file).unwrap()));
     let mut reader = decoder.read_info().unwrap();
     let mut pixels = vec![0; reader.output_buffer_size().unwrap()];
@@ -45,11 +40,7 @@ fn a_screenshot_is_a_png_of_what_the_screen_shows_and_presses_nothing() {
 #[test]
 fn keys_are_pressed_in_order_and_released_in_the_opposite_one() {
     let daemon = daemon();
-    daemon
-        .vmmctl()
-        .args(["send-key", "web", "ctrl+alt+delete", "a"])
-        .assert()
-        .success();
+    assert_eq!(line(&daemon, "send-key web ctrl+alt+delete a"), done(""));
     let expected = [
         "press 0xffe3",
         "press 0xffe9",
@@ -66,11 +57,7 @@ fn keys_are_pressed_in_order_and_released_in_the_opposite_one() {
 #[test]
 fn a_text_is_typed_with_enter_behind_it_if_that_is_asked_for() {
     let daemon = daemon();
-    daemon
-        .vmmctl()
-        .args(["type", "web", "Hi", "--enter"])
-        .assert()
-        .success();
+    assert_eq!(line(&daemon, "type web Hi --enter"), done(""));
     let pressed: Vec<_> = daemon
         .state
         .calls()
@@ -95,15 +82,10 @@ fn text_with_a_character_without_a_key_is_an_error() {
 }
 
 #[test]
-fn a_key_that_there_is_not_is_a_usage_error_and_nothing_is_pressed() {
+fn unknown_key_is_a_usage_error() {
     let daemon = daemon();
-    let output = daemon
-        .vmmctl()
-        .args(["send-key", "web", "a", "hyper+x"])
-        .output()
-        .unwrap();
-    assert_eq!(output.status.code(), Some(2));
-    let text = String::from_utf8(output.stderr).unwrap();
+    let (code, _, text) = line(&daemon, "send-key web a hyper+x");
+    assert_eq!(code, 2);
     assert!(
         text.contains("no key is called \"hyper\"") && text.contains("backspace"),
         "{text}"
@@ -119,36 +101,23 @@ fn of_a_vm_that_does_not_run_there_is_no_screen() {
         &["type", "off", "x"],
         &["vnc", "off", "--listen", "127.0.0.1:0"],
     ] {
-        let output = daemon.vmmctl().args(arguments).output().unwrap();
-        assert_eq!(output.status.code(), Some(5), "{output:?}");
-        assert!(
-            String::from_utf8_lossy(&output.stderr).contains("not running"),
-            "{output:?}"
-        );
+        let (code, _, said) = run(&daemon, arguments);
+        assert_eq!((code, said.contains("not running")), (5, true), "{said}");
     }
 }
 
 /// Starts `vnc --listen` and returns the address with it.
-fn listen(daemon: &Daemon) -> (Child, String) {
-    let mut child = Command::new(env!("CARGO_BIN_EXE_vmmctl"))
-        .args(["vnc", "web", "--listen", "127.0.0.1:0"])
-        .env("VMMD_SOCKET", &daemon.socket)
-        .stdout(Stdio::piped())
-        .stderr(Stdio::null())
-        .spawn()
-        .unwrap();
-    let mut address = String::new();
-    BufReader::new(child.stdout.take().unwrap())
-        .read_line(&mut address)
-        .unwrap();
-    (child, address.trim().to_owned())
+fn listen(daemon: &Daemon) -> (Running, String) {
+    let mut running = daemon.begin(&["vnc", "web", "--listen", "127.0.0.1:0"]);
+    let address = running.line();
+    (running, address)
 }
 
 #[test]
 fn what_a_viewer_types_just_before_it_goes_is_typed() {
     const PRESS: [u8; 8] = [4, 1, 0, 0, 0, 0, 0, b'a'];
     let daemon = daemon();
-    let (mut child, address) = listen(&daemon);
+    let (_running, address) = listen(&daemon);
     for _ in 0..20 {
         let mut viewer = TcpStream::connect(&address).unwrap();
         let mut hello = [0; 12];
@@ -161,22 +130,18 @@ fn what_a_viewer_types_just_before_it_goes_is_typed() {
         assert!(begin.elapsed() < PATIENCE, "{:?}", daemon.state.calls());
         std::thread::sleep(Duration::from_millis(5));
     }
-    child.kill().unwrap();
-    child.wait().unwrap();
 }
 
 #[test]
-fn viewers_connect_where_vnc_listens_each_with_a_connection_of_its_own() {
+fn each_viewer_has_its_own_connection() {
     let daemon = daemon();
-    let (mut child, address) = listen(&daemon);
+    let (_running, address) = listen(&daemon);
     for _ in 0..2 {
         let mut viewer = TcpStream::connect(&address).unwrap();
         let mut hello = [0; 12];
         viewer.read_exact(&mut hello).unwrap();
         assert_eq!(&hello, b"RFB 003.008\n");
     }
-    child.kill().unwrap();
-    child.wait().unwrap();
 }
 
 #[test]
@@ -238,37 +203,27 @@ time.sleep(600)
 "#;
     std::fs::write(&viewer, script).unwrap();
     std::fs::set_permissions(&viewer, std::fs::Permissions::from_mode(0o755)).unwrap();
-    let mut child = Command::new(env!("CARGO_BIN_EXE_vmmctl"))
-        .args(["vnc", "web"])
-        .env("VMMD_SOCKET", &daemon.socket)
-        .env("PATH", format!("{}:/usr/bin:/bin", folder.path().display()))
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
-    assert_eq!(lines.next().unwrap().unwrap(), "looks");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_vmmctl"));
+    command.args(["vnc", "web"]).env("VMMD_SOCKET", &daemon.socket);
+    command.env("PATH", format!("{}:/usr/bin:/bin", folder.path().display()));
+    let mut running = Running::start(&mut command);
+    assert_eq!(running.line(), "looks");
     daemon.restart();
-    assert_eq!(lines.next().unwrap().unwrap(), "looks");
-    let output = child.wait_with_output().unwrap();
-    assert!(output.status.success(), "{output:?}");
-    assert!(
-        String::from_utf8_lossy(&output.stderr).contains("is gone; going on when it is back"),
-        "{output:?}"
-    );
+    assert_eq!(running.line(), "looks");
+    let (code, _, said) = running.end();
+    assert_eq!(code, Some(0), "{said}");
+    assert!(said.contains("has ended; continuing when it is back"), "{said}");
 }
 
 #[test]
 fn ways_to_a_screen_are_printed_for_other_programs() {
     let daemon = daemon();
-    for (option, line) in [
+    for (option, expected) in [
         ("--web", "http://127.0.0.1:6080/vnc.html?token\n"),
         ("--password", "127.0.0.1:5900 sEcr-t_1\n"),
     ] {
-        let output = daemon.vmmctl().args(["vnc", "web", option]).output().unwrap();
-        assert!(output.status.success(), "{output:?}");
-        assert_eq!(String::from_utf8_lossy(&output.stdout), line);
+        let (code, stdout, said) = run(&daemon, &["vnc", "web", option]);
+        assert_eq!((code, stdout.as_str()), (0, expected), "{said}");
     }
-    let output = daemon.vmmctl().args(["vnc", "nope", "--web"]).output().unwrap();
-    assert_eq!(output.status.code(), Some(3));
+    assert_eq!(line(&daemon, "vnc nope --web").0, 3);
 }

@@ -75,7 +75,7 @@ fn an_export_that_fails_leaves_no_file() {
     assert!(code != 0 && stdout.is_empty(), "{code} {stdout}");
     assert!(stderr.contains("input/output error"), "{stderr}");
     let (code, _, stderr) = run(&daemon, &["snapshot", "export", "none", "-q", "-o", path]);
-    assert!(code != 0 && stderr.contains("`vmmctl snapshot ls`"), "{stderr}");
+    assert!(code != 0 && stderr.contains("`vmmctl get snapshot`"), "{stderr}");
     assert!(names(folder.path()).is_empty());
     let missing = run(&daemon, &["snapshot", "import", path, "-q"]);
     assert!(

@@ -313,7 +313,7 @@ fn each_failure_of_tls_is_said_in_its_own_words() {
         &format!("https://localhost:{free}"),
         &case.pki,
         7,
-        "can't connect",
+        "cannot connect",
     );
     // Files and the command line.
     fs::write(case.pki.path("client.key"), "nothing").unwrap();

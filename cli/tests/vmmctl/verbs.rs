@@ -1,14 +1,10 @@
 //! Requests of each verb to the daemon, its output, and its exit code.
 
-use std::{
-    fs,
-    io::{BufRead as _, BufReader},
-    process::{Command, Stdio},
-};
+use std::fs;
 
 use vmmd_api::v1::{VmPhase, WatchEventType};
 
-use crate::support::{Daemon, done, failed, run, run_with_input};
+use crate::support::{Daemon, done, failed, output, run, run_with_input};
 
 const MANIFEST: &str = "\
 apiVersion: vmmd/v1
@@ -24,7 +20,7 @@ spec:
 ";
 
 #[test]
-fn apply_creates_what_is_missing_and_leaves_alone_what_is_as_wanted() {
+fn apply_creates_missing_objects_and_keeps_equal_ones() {
     let daemon = Daemon::start();
     let apply = || run_with_input(&daemon, &["apply", "-f", "-"], MANIFEST);
     assert_eq!(apply(), done("vm/web created\n"));
@@ -48,7 +44,7 @@ fn apply_with_start_starts_what_does_not_run() {
 }
 
 #[test]
-fn apply_changes_a_vm_and_says_what_is_live_and_what_waits_for_a_start() {
+fn apply_names_live_and_pending_changes() {
     let daemon = Daemon::start();
     let apply =
         |args: &[&str], text: &str| run_with_input(&daemon, &[&["apply", "-f", "-"], args].concat(), text);
@@ -102,20 +98,9 @@ fn edit(daemon: &Daemon, editor: &str, folder: &std::path::Path) -> (i32, String
 }
 
 fn edit_as(daemon: &Daemon, words: &[&str], editor: &str, folder: &std::path::Path) -> (i32, String, String) {
-    let output = daemon
-        .vmmctl()
-        .args(words)
-        .env_remove("VISUAL")
-        .env("EDITOR", editor)
-        .env("TMPDIR", folder)
-        .output()
-        .unwrap();
-    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
-    (
-        output.status.code().unwrap(),
-        text(output.stdout),
-        text(output.stderr),
-    )
+    let mut command = daemon.vmmctl();
+    command.args(words).env_remove("VISUAL");
+    output(command.env("EDITOR", editor).env("TMPDIR", folder))
 }
 
 #[test]
@@ -157,8 +142,26 @@ fn edit_of_a_name_is_edit_of_a_vm() {
         stderr.contains("the editor `no-such-editor` ended with"),
         "{stderr}"
     );
-    assert!(!stderr.contains("what you wrote"), "{stderr}");
+    assert!(!stderr.contains("the edited text"), "{stderr}");
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn edit_disk_changes_labels_and_keeps_a_refused_text() {
+    let daemon = Daemon::start();
+    let folder = tempfile::tempdir().unwrap();
+    run(
+        &daemon,
+        &["create", "disk", "data", "--size", "1Gi", "-l", "tier=gold"],
+    );
+    let edit = |editor: &str| edit_as(&daemon, &["edit", "disk", "data"], editor, folder.path());
+    assert_eq!(edit("true"), done("disk/data unchanged\n"));
+    let changed = "disk/data changed\n  metadata.labels.tier: gold -> iron\n";
+    assert_eq!(edit("sed -i s/gold/iron/"), done(changed));
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0, "nothing is left");
+    let (code, _, stderr) = edit("sed -i 's/format: .*/format: qcow2/'");
+    assert_eq!((code, stderr.contains("immutable fields")), (4, true), "{stderr}");
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
 }
 
 #[test]
@@ -179,9 +182,9 @@ fn edit_keeps_what_was_written_when_it_cannot_be_applied() {
     let fails = "fails() { echo >>\"$1\"; false; }; fails";
     for (editor, code, words) in [
         (wrong, 6, "spec.cpu.cores: must be 1 to 254, is 999"),
-        (renamed, 6, "a VM's name can't be changed"),
+        (renamed, 6, "the name of vm/web cannot be changed"),
         (fails, 1, "` ended with exit status: 1"),
-        (&conflict, 4, "vm/web was changed by somebody else meanwhile"),
+        (&conflict, 4, "another client has changed vm/web in the meantime"),
     ] {
         let folder = tempfile::tempdir().unwrap();
         let (ended, stdout, stderr) = edit(&daemon, editor, folder.path());
@@ -190,7 +193,7 @@ fn edit_keeps_what_was_written_when_it_cannot_be_applied() {
         let files: Vec<_> = fs::read_dir(folder.path()).unwrap().collect();
         let file = files[0].as_ref().unwrap().path();
         assert!(
-            stderr.contains(&format!("what you wrote is in {}", file.display())),
+            stderr.contains(&format!("the edited text is in {}", file.display())),
             "{stderr}"
         );
         assert!(fs::read_to_string(file).unwrap().contains("kind: Vm"));
@@ -347,7 +350,7 @@ fn get_lists_and_selects() {
     assert_eq!(names(&["-l", "tier=front"]), done("vm/web-1\nvm/web-2\n"));
     assert_eq!(names(&["-l", "tier=front,zone!=a"]), done("vm/web-2\n"));
     assert_eq!(names(&["-l", "zone"]), done("vm/web-1\n"));
-    let missing = "error: there is no VM \"nope\"; `vmmctl get vm` lists the VMs there are\n";
+    let missing = "error: there is no VM \"nope\"; `vmmctl get vm` lists the VMs\n";
     assert_eq!(names(&["db", "nope"]), (3, "vm/db\n".into(), missing.into()));
     let json: serde_json::Value =
         serde_json::from_str(&run(&daemon, &["get", "vm", "-o", "json"]).1).unwrap();
@@ -489,14 +492,8 @@ fn get_without_vms_says_so() {
 fn watch_prints_what_there_is_and_then_each_change() {
     let daemon = Daemon::start();
     daemon.state.put("web", VmPhase::Stopped, &[]);
-    let mut child = Command::new(env!("CARGO_BIN_EXE_vmmctl"))
-        .args(["get", "vm", "-w"])
-        .env("VMMD_SOCKET", &daemon.socket)
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
-    let mut next = || lines.next().unwrap().unwrap();
+    let mut running = daemon.begin(&["get", "vm", "-w"]);
+    let mut next = || running.line();
     assert!(next().starts_with("NAME"));
     assert!(next().starts_with("web    Stopped"));
     daemon.state.put("web", VmPhase::Running, &[]);
@@ -505,33 +502,20 @@ fn watch_prints_what_there_is_and_then_each_change() {
     daemon.state.announce(WatchEventType::Deleted, "web");
     assert!(next().starts_with("web    Deleted"));
     assert_eq!(daemon.state.watchers(), 1);
-    // Killed by a signal, as by ^C.
-    child.kill().unwrap();
-    child.wait().unwrap();
 }
 
 #[test]
 fn a_watch_whose_daemon_does_not_come_back_is_a_failure() {
     let daemon = Daemon::start();
-    let mut child = Command::new(env!("CARGO_BIN_EXE_vmmctl"))
-        .args(["get", "vm", "-w"])
-        .env("VMMD_SOCKET", &daemon.socket)
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut header = String::new();
-    BufReader::new(child.stdout.take().unwrap())
-        .read_line(&mut header)
-        .unwrap();
+    let mut running = daemon.begin(&["get", "vm", "-w"]);
+    running.line();
     drop(daemon);
-    let output = child.wait_with_output().unwrap();
-    assert_eq!(output.status.code(), Some(7), "{output:?}");
-    let stderr = String::from_utf8_lossy(&output.stderr);
+    let (code, _, stderr) = running.end();
+    assert_eq!(code, Some(7), "{stderr}");
     let lines: Vec<_> = stderr.lines().collect();
     assert_eq!(lines.len(), 2, "{stderr}");
     assert!(
-        lines[0].contains("went away") && lines[1].starts_with("error: "),
+        lines[0].contains("lost the connection") && lines[1].starts_with("error: "),
         "{stderr}"
     );
 }
@@ -576,15 +560,15 @@ fn a_vm_goes_through_its_life() {
 }
 
 #[test]
-fn each_of_several_names_has_its_own_result_and_the_first_failure_gives_the_code() {
+fn each_name_has_its_own_result() {
     let daemon = Daemon::start();
     daemon.state.put("a", VmPhase::Stopped, &[]);
     daemon.state.put("b", VmPhase::Running, &[]);
     daemon.state.put("c", VmPhase::Stopped, &[]);
     let (code, stdout, stderr) = run(&daemon, &["delete", "a", "vm/b", "nope", "c"]);
     assert_eq!((code, stdout.as_str()), (5, "vm/a deleted\nvm/c deleted\n"));
-    let expected = "error: VM \"b\" is VM_PHASE_RUNNING; `vmmctl stop b`, or `vmmctl delete --force b`\n\
-                    error: there is no VM \"nope\"; `vmmctl get vm` lists the VMs there are\n";
+    let expected = "error: VM \"b\" is VM_PHASE_RUNNING; use `vmmctl stop b`, or `vmmctl delete vm --force b`\n\
+                    error: there is no VM \"nope\"; `vmmctl get vm` lists the VMs\n";
     assert_eq!(stderr, expected);
 }
 
@@ -607,7 +591,7 @@ fn deleting_a_running_vm_needs_force() {
     let daemon = Daemon::start();
     daemon.state.put("web", VmPhase::Running, &[]);
     let expected =
-        "error: VM \"web\" is VM_PHASE_RUNNING; `vmmctl stop web`, or `vmmctl delete --force web`\n";
+        "error: VM \"web\" is VM_PHASE_RUNNING; use `vmmctl stop web`, or `vmmctl delete vm --force web`\n";
     assert_eq!(run(&daemon, &["delete", "web"]), failed(5, expected));
     assert_eq!(
         run(&daemon, &["delete", "web", "--force"]),
@@ -644,7 +628,7 @@ fn node_and_version_tell_about_the_daemon() {
 }
 
 #[test]
-fn a_request_that_the_daemon_did_not_answer_is_sent_again_with_the_same_id() {
+fn unanswered_request_is_repeated_with_its_id() {
     let daemon = Daemon::start();
     daemon.state.put("restarting", VmPhase::Stopped, &[]);
     assert_eq!(
@@ -679,7 +663,7 @@ fn set_memory_changes_the_target_and_describe_shows_it() {
     run_with_input(&daemon, &["apply", "-f", "-"], MANIFEST);
     assert_eq!(
         run(&daemon, &["set", "memory", "web", "--target", "128Mi"]),
-        done("vm/web is asked to do with 128Mi\n")
+        done("vm/web is asked to keep 128Mi\n")
     );
     let (code, text, _) = run(&daemon, &["describe", "vm", "web"]);
     assert_eq!(code, 0);

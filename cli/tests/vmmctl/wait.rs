@@ -1,29 +1,20 @@
 //! `wait`, against events in the daemon's watches.
 
-use std::process::{Child, Command, Output, Stdio};
-
 use vmmd_api::v1::{VmPhase, WatchEventType};
 
-use crate::support::{Daemon, done, run};
+use crate::support::{Daemon, Running, done, run};
 
-fn begin(daemon: &Daemon, args: &[&str]) -> Child {
-    let child = Command::new(env!("CARGO_BIN_EXE_vmmctl"))
-        .arg("wait")
-        .args(args)
-        .env("VMMD_SOCKET", &daemon.socket)
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
+fn begin(daemon: &Daemon, args: &[&str]) -> Running {
+    let running = daemon.begin(&[&["wait"], args].concat());
     while daemon.state.watchers() == 0 {
         std::thread::yield_now();
     }
-    child
+    running
 }
 
-fn end(child: Child) -> (i32, String) {
-    let Output { status, stdout, .. } = child.wait_with_output().unwrap();
-    (status.code().unwrap(), String::from_utf8(stdout).unwrap())
+fn end(running: Running) -> (i32, String) {
+    let (code, stdout, _) = running.end();
+    (code.unwrap(), stdout)
 }
 
 fn change(daemon: &Daemon, name: &str, phase: VmPhase) {
@@ -49,7 +40,7 @@ fn a_wait_for_what_is_so_ends_at_once() {
         done("vm/nope is deleted\n")
     );
     let (code, _, said) = run(&daemon, &["wait", "nope", "--for", "phase=Running"]);
-    assert!(code == 3 && said.contains("vm/nope is not there"), "{said}");
+    assert!(code == 3 && said.contains("vm/nope does not exist"), "{said}");
 }
 
 #[test]
@@ -92,7 +83,7 @@ fn a_wait_that_takes_too_long_says_how_it_is() {
     assert_eq!((code, out.as_str()), (10, ""));
     assert_eq!(
         said,
-        "error: vm/a was not as wanted (is Running) in time: it is Stopped\n"
+        "error: vm/a did not reach the wanted state (is Running) in time: it is Stopped\n"
     );
 }
 
@@ -113,7 +104,7 @@ fn operations_are_waited_for_by_id_and_by_vm() {
     daemon.state.operation("op-7", "a");
     assert_eq!(
         run(&daemon, &["wait", "a", "--for", "operation"]),
-        done("vm/a has no operation under way\n")
+        done("vm/a has no operation in progress\n")
     );
     assert_eq!(
         run(&daemon, &["wait", "operation/op-7"]),

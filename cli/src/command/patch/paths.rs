@@ -54,7 +54,7 @@ pub(super) fn of_steps(json: &Json, steps: &[Step], value: &Json) -> Option<Stri
                 let Some(name) = found.and_then(name_of) else {
                     break;
                 };
-                // One that gets another name is another item.
+                // A renamed item is another item.
                 let renamed = name_of(value).is_some_and(|new| new != name);
                 if index + 1 == steps.len() && renamed {
                     break;
@@ -95,7 +95,7 @@ mod tests {
     use crate::args::patch::Set;
 
     #[test]
-    fn a_merge_patch_changes_its_leaves() {
+    fn merge_patch_changes_its_leaves() {
         let patch = json!({
             "apiVersion": "vmmd/v1", "status": {"phase": "RUNNING"},
             "metadata": {"uid": "u", "labels": {"a.b/c": "1", "old": null}, "owner": "me"},
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn a_set_field_is_one_change_and_items_go_by_their_names() {
+    fn set_field_is_one_change_with_item_names() {
         let there = json!({"spec": {"disks": [{"name": "root"}, {"name": "data"}]}});
         for (set, path) in [
             ("spec.cpu.cores=4", "spec.cpu.cores"),

@@ -185,7 +185,7 @@ pub async fn import(client: &Client, args: &ImportSnapshot) -> Result<()> {
         async move {
             match again {
                 true => Err(Status::aborted(
-                    "vmmd went away, and standard input can't be read again",
+                    "lost the connection to vmmd, and standard input cannot be read again",
                 )),
                 false => snapshots.import_snapshot(stream).await,
             }

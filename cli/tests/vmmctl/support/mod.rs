@@ -14,8 +14,10 @@ mod vm;
 
 use std::{
     collections::BTreeMap,
+    io::{BufRead as _, BufReader, Lines},
     path::{Path, PathBuf},
     pin::Pin,
+    process::{Child, ChildStderr, ChildStdin, ChildStdout, Stdio},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
@@ -81,13 +83,23 @@ pub fn run(daemon: &Daemon, args: &[&str]) -> (i32, String, String) {
 }
 
 pub fn run_with_input(daemon: &Daemon, args: &[&str], input: &str) -> (i32, String, String) {
-    let output = daemon.vmmctl().args(args).write_stdin(input).output().unwrap();
+    output(daemon.vmmctl().args(args).write_stdin(input))
+}
+
+/// Runs a command; its exit code, standard output and standard error.
+pub fn output(command: &mut assert_cmd::Command) -> (i32, String, String) {
+    let output = command.output().unwrap();
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
     (
         output.status.code().unwrap(),
         text(output.stdout),
         text(output.stderr),
     )
+}
+
+/// Runs vmmctl with the words of a line.
+pub fn line(daemon: &Daemon, line: &str) -> (i32, String, String) {
+    run(daemon, &line.split_whitespace().collect::<Vec<_>>())
 }
 
 /// Result of a successful command without output on standard error.
@@ -152,6 +164,12 @@ impl Daemon {
         self.runtime.as_ref().unwrap().spawn(task);
     }
 
+    /// Starts vmmctl with this daemon; its standard streams are pipes.
+    pub fn begin(&self, args: &[&str]) -> Running {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_vmmctl"));
+        Running::start(command.args(args).env("VMMD_SOCKET", &self.socket))
+    }
+
     /// `vmmctl` with this daemon.
     pub fn vmmctl(&self) -> assert_cmd::Command {
         let mut command = assert_cmd::Command::cargo_bin("vmmctl").unwrap();
@@ -159,6 +177,53 @@ impl Daemon {
             .env("VMMD_SOCKET", &self.socket)
             .timeout(std::time::Duration::from_secs(30));
         command
+    }
+}
+
+/// A started program; killed when dropped.
+pub struct Running {
+    pub child: Child,
+    pub input: ChildStdin,
+    output: Lines<BufReader<ChildStdout>>,
+    errors: Lines<BufReader<ChildStderr>>,
+}
+
+impl Running {
+    pub fn start(command: &mut std::process::Command) -> Self {
+        let piped = command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = piped.stderr(Stdio::piped()).spawn().unwrap();
+        Self {
+            input: child.stdin.take().unwrap(),
+            output: BufReader::new(child.stdout.take().unwrap()).lines(),
+            errors: BufReader::new(child.stderr.take().unwrap()).lines(),
+            child,
+        }
+    }
+
+    /// The next line of standard output.
+    pub fn line(&mut self) -> String {
+        self.output.next().unwrap().unwrap()
+    }
+
+    /// The next line of standard error.
+    pub fn error(&mut self) -> String {
+        self.errors.next().unwrap().unwrap()
+    }
+
+    /// Waits for the end; returns the exit code, and the rest of standard output and standard error.
+    pub fn end(mut self) -> (Option<i32>, String, String) {
+        let text = |line: std::io::Result<String>| line.unwrap() + "\n";
+        let output = self.output.by_ref().map(text).collect();
+        let errors = self.errors.by_ref().map(text).collect();
+        (self.child.wait().unwrap().code(), output, errors)
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // By a signal, as ^C does. The program may have ended.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }
 
@@ -223,12 +288,12 @@ fn refusal(code: Code, reason: &str, message: String) -> Status {
 }
 
 impl State {
-    /// Answers each change of a kind only the second time that it comes with the same id.
+    /// Refuses each change once; accepts the repetition with the same id.
     pub fn refuse_first(&self) {
         lock(&self.play).refuse_first = true;
     }
 
-    /// Notes that a change has come; fails as a daemon does that is stopped meanwhile, if that is to be.
+    /// Records a change; fails like a stopping daemon if requested.
     fn once<M: Mutation>(&self, request: &M) -> Result<(), Status> {
         let id = request.request_id();
         assert!(!id.is_empty(), "{} has an id", M::METHOD);

@@ -23,7 +23,7 @@ use vmmd_api::v1::{
 pub(crate) use self::call::send;
 pub use self::{
     about::{DISKS, about_disk, about_image, about_network, about_snapshot, about_vm, empty_answer},
-    call::{COPY, RESTART, TRIES_TO_GO_ON, WORK, call, went_away},
+    call::{COPY, RESTART, TRIES_TO_GO_ON, WORK, call, over_restarts, watch_ended, went_away},
     kind::{Kind, Query, Watched},
 };
 pub use crate::tls::QUICK;
@@ -53,14 +53,14 @@ pub struct Client {
     pub events: EventServiceClient<Channel>,
     /// Client for the node's operations.
     pub operations: OperationServiceClient<Channel>,
-    /// How long each change may take at most; as long as its kind usually may, when not given.
+    /// Time limit for each change; the default of the change when not given.
     timeout: Option<Duration>,
-    /// Ids of the changes that are under way.
+    /// Ids of the changes in progress.
     under_way: Arc<Mutex<BTreeSet<String>>>,
 }
 
 impl Client {
-    /// Connects to the daemon that the command line means.
+    /// Connects to the daemon that the command line selects.
     pub async fn connect(given: &Connection) -> Result<Self> {
         let channel = match contexts::target(given)? {
             Target::Socket(socket) => connect::local(&socket).await?,
@@ -81,7 +81,7 @@ impl Client {
         })
     }
 
-    /// The same daemon; changes may take that long at most.
+    /// A client with a time limit for changes.
     pub fn with_timeout(&self, timeout: Option<Duration>) -> Self {
         Self {
             timeout: timeout.or(self.timeout),
@@ -104,7 +104,7 @@ impl Client {
         stats.ok_or_else(empty_answer)
     }
 
-    /// The newest events of a thing.
+    /// The newest events of an object.
     pub async fn events_of(&self, kind: &str, name: &str, most: u32) -> Result<Vec<v1::Event>> {
         let filter = v1::EventFilter {
             object: Some(reference(kind, name)),
@@ -144,7 +144,16 @@ impl Client {
     }
 }
 
-/// A thing of the node by its name.
+/// The operations in progress on a VM.
+pub fn in_progress(vm: &str) -> v1::OperationFilter {
+    v1::OperationFilter {
+        target: Some(reference("Vm", vm)),
+        active: true,
+        ..Default::default()
+    }
+}
+
+/// A reference to an object of the node.
 pub fn reference(kind: &str, name: &str) -> v1::ObjectReference {
     v1::ObjectReference {
         kind: kind.to_owned(),

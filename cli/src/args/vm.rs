@@ -1,0 +1,383 @@
+//! Arguments of the commands that define VMs: `create vm`, `run`, `edit vm`, `apply`, `diff`, `set memory`.
+
+use std::{path::PathBuf, time::Duration};
+
+use clap::{Args, Subcommand};
+use vmmd_api::v1::{self, HugePages, KeyboardLayout, PanicPolicy, RunPolicy};
+
+use super::{
+    FORMAT, HELP, Label, Output, Timeout,
+    disk::CLONES,
+    duration, image_name, size,
+    value::{Words, words},
+    vm_name,
+};
+use crate::complete;
+
+/// Run policies.
+const RUN_POLICIES: Words<RunPolicy> = &[
+    (
+        "always-on-unless-stopped",
+        RunPolicy::AlwaysOnUnlessStopped,
+        "Start again after every end of the run, also a power-off by the guest, but not after `stop` (default)",
+    ),
+    (
+        "always-on",
+        RunPolicy::AlwaysOn,
+        "Start again after every end of the run",
+    ),
+    (
+        "rerun-on-failure",
+        RunPolicy::RerunOnFailure,
+        "Start again after a failure of the guest or the vmm process",
+    ),
+    ("manual", RunPolicy::Manual, "Start and stop by request only"),
+    ("always-off", RunPolicy::AlwaysOff, "Refuse starts"),
+];
+const PANIC_POLICIES: Words<PanicPolicy> = &[
+    ("restart", PanicPolicy::Restart, ""),
+    ("stop", PanicPolicy::Stop, ""),
+    ("pause", PanicPolicy::Pause, ""),
+    ("ignore", PanicPolicy::Ignore, ""),
+];
+/// Keyboard layouts.
+pub const LAYOUTS: Words<KeyboardLayout> = &[
+    ("us", KeyboardLayout::Us, ""),
+    ("de", KeyboardLayout::De, ""),
+    ("dk", KeyboardLayout::Dk, ""),
+    ("fr", KeyboardLayout::Fr, ""),
+    ("gb", KeyboardLayout::Gb, ""),
+    ("es", KeyboardLayout::Es, ""),
+    ("jp", KeyboardLayout::Jp, ""),
+];
+const HUGE_PAGES: Words<HugePages> = &[
+    ("2Mi", HugePages::HugePages2m, ""),
+    ("1Gi", HugePages::HugePages1g, ""),
+];
+
+/// `apply`.
+#[derive(Debug, Args)]
+pub struct Apply {
+    #[command(flatten)]
+    pub files: Files,
+    /// Start VMs that do not run
+    #[arg(long)]
+    pub start: bool,
+    /// Restart running VMs with changes that wait for the next start
+    #[arg(long)]
+    pub restart: bool,
+    /// How long guests may take to release disks (30s when not given), and to power off with --restart (60s); at most 1h
+    #[arg(long, value_name = "DURATION", value_parser = duration)]
+    pub grace: Option<Duration>,
+    /// Let the daemon check everything, print the changes, and change nothing. For new disks, only
+    /// the manifest is checked
+    #[arg(long, conflicts_with = "restart")]
+    pub dry_run: bool,
+    #[command(flatten)]
+    pub timeout: Timeout,
+}
+
+/// Manifests: `diff`, `node check`.
+#[derive(Debug, Args)]
+pub struct Files {
+    /// Manifest with VMs and disks as YAML or JSON; `-` is standard input. May be given several times
+    #[arg(short, long = "filename", value_name = "FILE", required = true)]
+    pub files: Vec<PathBuf>,
+}
+
+/// `edit vm`.
+#[derive(Debug, Args)]
+pub struct EditVm {
+    /// Name of the VM
+    #[arg(value_parser = vm_name, add = complete::vms())]
+    pub name: String,
+    #[command(flatten)]
+    pub restart: Restarted,
+    #[command(flatten)]
+    pub timeout: Timeout,
+}
+
+/// A restart for changes that a running VM cannot take over.
+#[derive(Clone, Copy, Debug, Args)]
+pub struct Restarted {
+    /// Restart the VM if a part of the change waits for the next start
+    #[arg(long)]
+    pub restart: bool,
+    /// How long the guest may take to release disks (30s when not given), and to power off with --restart (60s); at most 1h
+    #[arg(long, value_name = "DURATION", value_parser = duration)]
+    pub grace: Option<Duration>,
+}
+
+/// `create vm`.
+#[derive(Debug, Args)]
+#[command(override_usage = "\
+vmmctl create vm NAME --kernel PATH [OPTIONS]
+       vmmctl create vm NAME --from-disk --disk disk=NAME [OPTIONS]
+       vmmctl create vm -f FILE [OPTIONS]")]
+pub struct CreateVm {
+    /// Name of the VM
+    #[arg(value_parser = vm_name, add = complete::vms(), required_unless_present = "files", conflicts_with = "files")]
+    pub name: Option<String>,
+    /// Manifest with VMs and disks as YAML or JSON; `-` is standard input. May be given several times
+    #[arg(short, long = "filename", value_name = "FILE", conflicts_with_all = ["Flags", "Guest", "CloudInit", "Resources"])]
+    pub files: Vec<PathBuf>,
+    #[command(flatten)]
+    pub flags: Flags,
+    #[command(flatten)]
+    pub guest: Guest,
+    #[command(flatten)]
+    pub resources: Resources,
+    /// Start the VM too
+    #[arg(long)]
+    pub start: bool,
+    /// Let the daemon check everything, and change nothing
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Print the created VM in this form (with --dry-run: the VM that would be created)
+    #[arg(short, long, value_name = FORMAT, help = HELP)]
+    pub output: Option<Output>,
+    #[command(flatten)]
+    pub timeout: Timeout,
+}
+
+/// The VM of `create vm`, beside the flags that it shares with `run`.
+#[derive(Debug, Args)]
+pub struct Flags {
+    /// Kernel on the node: a bzImage, or an ELF file with a PVH entry
+    #[arg(long, value_name = "PATH", required_unless_present_any = ["files", "from_disk"])]
+    pub kernel: Option<String>,
+    /// Initial RAM disk on the node
+    #[arg(long, value_name = "PATH")]
+    pub initrd: Option<String>,
+    /// Boot the kernel that is installed on the first disk
+    #[arg(long, conflicts_with_all = ["kernel", "initrd"])]
+    pub from_disk: bool,
+    /// Kernel command line (console=ttyS0 when not given); with --from-disk, text to append to the
+    /// disk's own command line
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    pub cmdline: Option<String>,
+    /// Guest RAM: bytes, or with a suffix as in 512Mi or 2Gi
+    #[arg(long, value_name = "SIZE", default_value = "512Mi", value_parser = size)]
+    pub memory: u64,
+    /// Disk: a raw image or block device on the node, or disk=NAME for a disk that vmmd manages, or
+    /// path=/srv/a.qcow2,format=qcow2. More keys, as in `vmmctl attach`: name, any-content, serial, readonly, cache, queues,
+    /// block-size, on-error, bps, iops, burst, burst-ops, rate-group
+    #[arg(long = "disk", value_name = "PATH|KEY=VALUE,…")]
+    pub disks: Vec<String>,
+    /// Limit that several disks share (rate-group=NAME in --disk): name=NAME[,bps=100Mi][,iops=500][,burst=…][,burst-ops=…]
+    #[arg(long = "rate-group", value_name = "KEY=VALUE,…")]
+    pub rate_groups: Vec<String>,
+    /// Action after a panic of the guest's kernel; by the run policy when not given
+    #[arg(long, value_name = "RULE", value_parser = words(PANIC_POLICIES))]
+    pub on_panic: Option<PanicPolicy>,
+    /// Create the VM without a balloon: the node cannot reclaim guest memory
+    #[arg(long, conflicts_with = "free_page_reporting")]
+    pub no_balloon: bool,
+    /// Return pages that the guest has freed to the node at once
+    #[arg(long)]
+    pub free_page_reporting: bool,
+    /// Give the VM a screen with a keyboard and a tablet. The value is the keyboard layout of the guest, us when not given
+    #[arg(long, value_name = "LAYOUT", value_parser = words(LAYOUTS), num_args = 0..=1, default_missing_value = "us")]
+    pub display: Option<KeyboardLayout>,
+    /// Add a console beside the serial port, hvc0 in Linux: `vmmctl console --hvc`
+    #[arg(long)]
+    pub virtio_console: bool,
+}
+
+/// Options of `create vm` and `run`.
+#[derive(Debug, Args)]
+pub struct Guest {
+    #[command(flatten)]
+    pub cloud_init: CloudInit,
+    /// Virtual CPUs
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub cpus: u32,
+    /// Network interface: network=lan, bridge=br0 or tap=tap0. In a network: address=10.80.0.9,
+    /// publish=8080:80+53/udp (ports of the node that lead to the VM). More keys: name=eth0,
+    /// mac=52:54:00:12:34:56, queues=4, mtu=9000, backend=vhost (the node's kernel carries its
+    /// packets), link=down, off=tso+uso (offloads to hide from the guest: checksum, tso, uso,
+    /// merge), rx-bps=100Mi, rx-pps=20000, tx-bps=…, tx-pps=… (limits on received and sent traffic,
+    /// in bytes and packets a second)
+    #[arg(long = "nic", value_name = "KEY=VALUE,…")]
+    pub nics: Vec<String>,
+    /// Directory of the node that the guest can mount: /srv/data, or /srv/data,mount=/data to have it mounted there, with keys
+    /// as in `vmmctl create share`
+    #[arg(long = "share", value_name = "PATH[,KEY=VALUE…]")]
+    pub shares: Vec<String>,
+    /// Directory of the node where the daemon keeps the VM's description, logs and counters
+    #[arg(long, value_name = "PATH")]
+    pub state_dir: Option<String>,
+    /// Automatic starts of the VM by the node
+    #[arg(long, value_name = "POLICY", value_parser = words(RUN_POLICIES))]
+    pub run_policy: Option<RunPolicy>,
+    /// Label of the VM; with `run`, of its disk too
+    #[arg(short, long = "label", value_name = "KEY=VALUE")]
+    pub labels: Vec<Label>,
+}
+
+/// Cloud-init data for the first boot of a guest.
+#[derive(Debug, Default, Args)]
+pub struct CloudInit {
+    /// File with user data for cloud-init; `-` is standard input
+    #[arg(long, value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
+    pub user_data: Option<PathBuf>,
+    /// Public SSH key for the image's default user: a file, or the key itself. May be given several times
+    #[arg(long = "ssh-key", value_name = "FILE|KEY")]
+    pub ssh_keys: Vec<String>,
+    /// Host name of the guest (the name of the VM when not given); needs cloud-init in the guest
+    #[arg(long, value_name = "NAME")]
+    pub hostname: Option<String>,
+}
+
+/// Processor time and properties of guest memory.
+#[derive(Debug, Args)]
+pub struct Resources {
+    /// Share of a physical processor that each vCPU is guaranteed, in percent: 1 to 100 [default: 100]
+    #[arg(long, value_name = "PERCENT")]
+    pub core_fraction: Option<u32>,
+    /// Maximum use by each vCPU, in percent of a physical processor, from the core fraction to 100
+    /// [default: no limit]
+    #[arg(long, value_name = "PERCENT")]
+    pub core_limit: Option<u32>,
+    /// Processors of the node that the VM runs on, as in 0-3,8 [default: all]
+    #[arg(long, value_name = "LIST")]
+    pub host_cpus: Option<String>,
+    /// Use huge pages of this size, which the node has reserved, for guest RAM
+    #[arg(long, value_name = "SIZE", value_parser = words(HUGE_PAGES))]
+    pub huge_pages: Option<HugePages>,
+    /// Allocate all guest RAM before the guest starts
+    #[arg(long)]
+    pub prefault: bool,
+    /// Let the node merge equal pages of this VM and others (KSM)
+    #[arg(long)]
+    pub mergeable: bool,
+    /// NUMA node of the host for all guest RAM, and for the vCPUs unless --host-cpus is given
+    #[arg(long, value_name = "N")]
+    pub numa_node: Option<u32>,
+}
+
+impl Resources {
+    /// The processors of a VM with this number of vCPUs.
+    pub fn cpu(&self, cores: u32) -> v1::CpuSpec {
+        v1::CpuSpec {
+            cores,
+            core_fraction_percent: self.core_fraction.unwrap_or_default(),
+            core_limit_percent: self.core_limit.unwrap_or_default(),
+            host_cpus: self.host_cpus.clone().unwrap_or_default(),
+        }
+    }
+
+    /// The memory of a VM with this size of RAM.
+    pub fn memory(&self, size_bytes: u64) -> v1::MemorySpec {
+        v1::MemorySpec {
+            size_bytes,
+            huge_pages: self.huge_pages.unwrap_or_default().into(),
+            prefault: self.prefault,
+            mergeable: self.mergeable,
+            numa_node: self.numa_node,
+            ..v1::MemorySpec::default()
+        }
+    }
+}
+
+/// `run`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmmctl run debian13 --name web --cpus 2 --memory 2Gi --disk-size 20Gi --network lan --publish 8080:80 \\
+    --ssh-key ~/.ssh/id_ed25519.pub --wait
+  vmmctl run debian13 --user-data web.yaml --console
+  vmmctl stop web && vmmctl delete vm web --with-disks")]
+pub struct Run {
+    /// Image of the VM's disk
+    #[arg(value_parser = image_name, add = complete::images())]
+    pub image: String,
+    /// Name of the VM; the name of the image with random digits when not given
+    #[arg(long, value_parser = vm_name)]
+    pub name: Option<String>,
+    /// Guest RAM: bytes, or with a suffix as in 512Mi or 2Gi
+    #[arg(long, value_name = "SIZE", default_value = "1Gi", value_parser = size)]
+    pub memory: u64,
+    /// Size of the disk; the size of the image when not given
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    pub disk_size: Option<u64>,
+    /// How the disk is made from the image; copy when not given
+    #[arg(long, value_name = "MODE", value_parser = words(CLONES))]
+    pub clone: Option<v1::DiskClone>,
+    /// Kernel on the node instead of the one on the disk: a bzImage, or an ELF file with a PVH entry
+    #[arg(long, value_name = "PATH", requires = "cmdline")]
+    pub kernel: Option<String>,
+    /// Initial RAM disk on the node, for that kernel
+    #[arg(long, value_name = "PATH", requires = "kernel")]
+    pub initrd: Option<String>,
+    /// Kernel command line; for the kernel on the disk, text to append to its own command line
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    pub cmdline: Option<String>,
+    #[command(flatten)]
+    pub guest: Guest,
+    /// Network of the node for the first NIC
+    #[arg(long, value_name = "NAME")]
+    pub network: Option<String>,
+    /// Port of the node that leads to a port of the VM: 8080:80, or 53:53/udp. May be given several times
+    #[arg(long, value_name = "PORT:PORT", requires = "network")]
+    pub publish: Vec<String>,
+    /// Wait until the guest's SSH server answers, at most this time (5m when not given)
+    #[arg(long, value_name = "DURATION", value_parser = duration, num_args = 0..=1, require_equals = true, default_missing_value = "5m")]
+    pub wait: Option<Duration>,
+    /// Attach the terminal to the serial console of the VM
+    #[arg(long, conflicts_with = "wait")]
+    pub console: bool,
+    /// Print no progress
+    #[arg(short, long)]
+    pub quiet: bool,
+    #[command(flatten)]
+    pub timeout: Timeout,
+}
+
+/// Properties of a VM for `set`.
+#[derive(Debug, Subcommand)]
+pub enum Set {
+    /// Set how much of its memory a VM keeps; the VM returns spare memory above this size to the
+    /// node
+    Memory(SetMemory),
+}
+
+/// `set memory`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  vmmctl set memory web --target 512Mi
+  vmmctl set memory web --all")]
+pub struct SetMemory {
+    /// Name of the VM
+    #[arg(value_parser = vm_name, add = complete::vms())]
+    pub name: String,
+    /// Memory that the guest keeps: from 64Mi to all its memory, a multiple of 2Mi
+    #[arg(long, value_name = "SIZE", value_parser = size, required_unless_present = "all")]
+    pub target: Option<u64>,
+    /// Give the guest all of its memory back
+    #[arg(long, conflicts_with = "target")]
+    pub all: bool,
+    #[command(flatten)]
+    pub timeout: Timeout,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::value::word, *};
+
+    #[test]
+    fn run_policy_is_read_in_both_forms() {
+        for (text, policy) in [
+            ("manual", RunPolicy::Manual),
+            ("always-on", RunPolicy::AlwaysOn),
+            ("ALWAYS_OFF", RunPolicy::AlwaysOff),
+            ("RUN_POLICY_RERUN_ON_FAILURE", RunPolicy::RerunOnFailure),
+        ] {
+            assert_eq!(word(RUN_POLICIES, text), Ok(policy));
+        }
+        for wrong in ["", "unspecified", "never"] {
+            assert!(word(RUN_POLICIES, wrong).is_err(), "{wrong}");
+        }
+    }
+}
