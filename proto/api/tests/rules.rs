@@ -32,7 +32,9 @@ fn with(content: &str) -> DescriptorPool {
         r#"syntax = "proto3"; package vmmd.v1; import "vmmd/v1/meta.proto"; import "vmmd/v1/rule.proto";"#;
     let mut files = ChainFileResolver::new();
     files.add(Text(format!("{head}\n{content}")));
-    files.add(IncludeFileResolver::new(concat!(env!("CARGO_MANIFEST_DIR"), "/..").into()));
+    files.add(IncludeFileResolver::new(
+        concat!(env!("CARGO_MANIFEST_DIR"), "/..").into(),
+    ));
     files.add(GoogleFileResolver::new());
     let mut compiler = Compiler::with_file_resolver(files);
     compiler.include_imports(true).include_source_info(true);

@@ -20,8 +20,8 @@ use std::{
 use block::Image;
 use devices::{
     pci::HotPlug,
-    virtio::rate::Limiter,
     virtio::blk::{BlkControl, OperationStats},
+    virtio::rate::Limiter,
 };
 use tracing::error;
 use vmm_protocol::{
