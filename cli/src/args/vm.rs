@@ -119,7 +119,7 @@ pub struct CreateVm {
     #[arg(value_parser = vm_name, add = complete::vms(), required_unless_present = "files", conflicts_with = "files")]
     pub name: Option<String>,
     /// Manifest with VMs and disks as YAML or JSON; `-` is standard input. May be given several times
-    #[arg(short, long = "filename", value_name = "FILE", conflicts_with_all = ["Flags", "Guest", "CloudInit", "Resources"])]
+    #[arg(short, long = "filename", value_name = "FILE", conflicts_with_all = FLAGS)]
     pub files: Vec<PathBuf>,
     #[command(flatten)]
     pub flags: Flags,
@@ -139,6 +139,38 @@ pub struct CreateVm {
     #[command(flatten)]
     pub timeout: Timeout,
 }
+
+/// Ids of the options that describe a VM, which a manifest excludes.
+const FLAGS: [&str; 28] = [
+    "kernel",
+    "initrd",
+    "from_disk",
+    "cmdline",
+    "cpus",
+    "memory",
+    "disks",
+    "rate_groups",
+    "nics",
+    "shares",
+    "state_dir",
+    "run_policy",
+    "labels",
+    "user_data",
+    "ssh_keys",
+    "hostname",
+    "on_panic",
+    "no_balloon",
+    "free_page_reporting",
+    "display",
+    "virtio_console",
+    "core_fraction",
+    "core_limit",
+    "host_cpus",
+    "huge_pages",
+    "prefault",
+    "mergeable",
+    "numa_node",
+];
 
 /// The VM of `create vm`, beside the flags that it shares with `run`.
 #[derive(Debug, Args)]

@@ -72,7 +72,7 @@ pub async fn run(cli: Cli) -> Result<(), Vec<Failure>> {
         Command::Update(kind) => update(given, kind).await?,
         Command::Edit(Edit::Vm(args)) => edit::vm(&limited(given, args.timeout).await?, &args).await?,
         Command::Edit(Edit::Disk(args)) => {
-            edit::disk(&limited(given, args.timeout).await?, &args.name).await?
+            edit::disk(&limited(given, args.timeout).await?, &args.name).await?;
         }
         Command::Delete(kind) => delete(given, kind).await?,
         Command::Apply(args) => {
@@ -117,7 +117,7 @@ pub async fn run(cli: Cli) -> Result<(), Vec<Failure>> {
             done.map_err(disk_spec::in_options)?;
         }
         Command::Set(Set::Memory(args)) => {
-            update::memory(&limited(given, args.timeout).await?, &args).await?
+            update::memory(&limited(given, args.timeout).await?, &args).await?;
         }
         Command::Label(args) => label::label(given, label::Map::Labels, &args).await?,
         Command::Annotate(args) => label::label(given, label::Map::Annotations, &args).await?,
@@ -139,7 +139,7 @@ pub async fn run(cli: Cli) -> Result<(), Vec<Failure>> {
         Command::Image(Image::Upload(args)) => image::upload(&client().await?, &args).await?,
         Command::Image(Image::Prune(args)) => image::prune(&client().await?, &args).await?,
         Command::Snapshot(Snapshot::Export(args)) => {
-            snapshot::archive::export(&client().await?, &args).await?
+            snapshot::archive::export(&client().await?, &args).await?;
         }
         Command::Snapshot(Snapshot::Import(args)) => {
             snapshot::archive::import(&limited(given, args.timeout).await?, &args).await?;

@@ -271,7 +271,7 @@ fn timeout_bounds_the_daemon_and_the_wait() {
     let (code, _, said) = run(&daemon, &["pause", "silent", "--timeout", "1s"]);
     assert_eq!(code, 10);
     assert!(
-        said.contains("the vmm process of VM \"silent\" does not answer (vmmd does)"),
+        said.contains("the vmm process of VM \"silent\" does not answer, but vmmd does"),
         "{said}"
     );
     assert!(said.contains("`vmmctl stop --force silent`"), "{said}");

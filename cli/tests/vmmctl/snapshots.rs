@@ -117,7 +117,7 @@ fn a_snapshot_of_disks_alone_says_that_it_is_one() {
     let (code, stdout, stderr) = run(&daemon, &old);
     assert_eq!((code, stdout.as_str()), (5, ""));
     assert!(
-        stderr.contains("memory too") && stderr.contains("snapshot rm"),
+        stderr.contains("the memory of the VM too") && stderr.contains("delete snapshot"),
         "{stderr}"
     );
 }

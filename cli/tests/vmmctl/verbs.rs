@@ -389,7 +389,8 @@ fn get_lists_each_kind() {
     let (code, _, said) = run(&daemon, &["get", "pods"]);
     assert_eq!(code, 3);
     assert!(
-        said.contains("there is no VM \"pods\"") && said.contains("the other kinds are disk, image"),
+        said.contains("there is no VM \"pods\"")
+            && said.contains("the kinds of `vmmctl get` are vm, disk, image"),
         "{said}"
     );
 }

@@ -172,7 +172,7 @@ fn each_layout_has_its_keys_for_the_characters_of_a_shell() {
                 continue;
             }
             let stroke = Stroke::of_character(layout, character).unwrap();
-            let code = key.trim_start_matches(['S', 'G']).parse().unwrap();
+            let code = key.trim_start_matches(['S', 'G']).parse::<u8>().unwrap();
             assert_eq!(stroke.key.code(), code, "{character} in {layout:?}");
             if (layout, character) != (Layout::Us, '*') {
                 let modifiers = (Some(key.contains('S')), Some(key.contains('G')));
