@@ -29,7 +29,7 @@ pub fn answer(command_line: fn() -> clap::Command) {
 /// Names of objects of a kind.
 pub fn names<K: Kind>() -> ArgValueCompleter {
     ArgValueCompleter::new(|word: &OsStr| {
-        candidates(word, K::WORD, async |client: &Client| {
+        candidates(word, K::WORD, &async |client: &Client| {
             let query = Query {
                 only_names: true,
                 ..Query::default()
@@ -63,7 +63,7 @@ pub fn images() -> ArgValueCompleter {
 /// Ids of operations in progress.
 pub fn operations() -> ArgValueCompleter {
     ArgValueCompleter::new(|word: &OsStr| {
-        candidates(word, "operation", async |client: &Client| {
+        candidates(word, "operation", &async |client: &Client| {
             let active = v1::OperationFilter {
                 active: true,
                 ..Default::default()
@@ -86,7 +86,7 @@ pub fn contexts() -> ArgValueCompleter {
 fn candidates(
     word: &OsStr,
     kind: &str,
-    names: impl AsyncFn(&Client) -> Result<Vec<String>>,
+    names: &impl AsyncFn(&Client) -> Result<Vec<String>>,
 ) -> Vec<CompletionCandidate> {
     let Ok(runtime) = tokio::runtime::Builder::new_current_thread().enable_all().build() else {
         return Vec::new();

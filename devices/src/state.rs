@@ -30,12 +30,16 @@ pub(crate) fn required<'a, M>(field: &'static str, message: Option<&'a M>) -> Re
     message.ok_or_else(|| StateError::invalid(field, "it is absent"))
 }
 
+/// A change of a saved state, with the field that it makes invalid.
+#[cfg(test)]
+pub(crate) type Change<M> = (&'static str, fn(&mut M));
+
 /// Has `restore` called with each change of a good message. Each one is refused with the name of the wrong field.
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 pub(crate) fn refuses<M: Clone>(
     good: &M,
-    changes: &[(&str, fn(&mut M))],
+    changes: &[Change<M>],
     mut restore: impl FnMut(&M) -> Result<(), StateError>,
 ) {
     for (name, change) in changes {

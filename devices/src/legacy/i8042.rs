@@ -426,7 +426,11 @@ mod tests {
     use proptest::prelude::*;
 
     use super::{super::LegacyDevices, *};
-    use crate::{component::Component as _, input::LED_CAPS, state::refuses};
+    use crate::{
+        component::Component as _,
+        input::LED_CAPS,
+        state::{Change, refuses},
+    };
 
     fn controller() -> (DataPort, CommandPort) {
         let shared = Arc::new(Mutex::new(I8042::default()));
@@ -701,7 +705,7 @@ mod tests {
     #[test]
     fn a_saved_state_that_no_controller_has_is_refused_and_changes_nothing() {
         let good = I8042::default().save();
-        let changes: [(&str, fn(&mut message::I8042)); 6] = [
+        let changes: [Change<message::I8042>; 6] = [
             ("i8042.config", |saved| saved.config = 256),
             ("i8042.output_port", |saved| saved.output_port = 256),
             ("i8042.answers", |saved| saved.answers = vec![0; 5]),

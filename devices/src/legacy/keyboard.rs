@@ -247,7 +247,7 @@ fn code(key: Key) -> Option<(u8, bool)> {
 #[allow(clippy::unwrap_used, clippy::arithmetic_side_effects)]
 mod tests {
     use super::*;
-    use crate::state::refuses;
+    use crate::state::{Change, refuses};
 
     fn all(keyboard: &mut AtKeyboard, translate: bool) -> Vec<u8> {
         std::iter::from_fn(|| keyboard.take(translate)).collect()
@@ -417,7 +417,7 @@ mod tests {
         restored.key(Key::LEFT_SHIFT, false);
         assert_eq!(all(&mut restored, true), [0x2a, ACK, ACK, 0xaa]);
         assert_eq!(restored.leds(), 1);
-        let changes: [(&str, fn(&mut message::AtKeyboard)); 5] = [
+        let changes: [Change<message::AtKeyboard>; 5] = [
             ("keyboard.queue", |saved| saved.queue = vec![0; CAPACITY + 1]),
             ("keyboard.down", |saved| saved.down = vec![0]),
             ("keyboard.down", |saved| saved.down = (1..100).collect()),

@@ -157,7 +157,10 @@ mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
 
     use super::*;
-    use crate::{bus::Effect, state::refuses};
+    use crate::{
+        bus::Effect,
+        state::{Change, refuses},
+    };
 
     /// An interrupt line without a listener.
     #[derive(Default)]
@@ -257,7 +260,7 @@ mod tests {
     fn a_section_without_one_of_the_devices_or_of_another_kind_is_refused() {
         let section = legacy_devices().save().unwrap();
         let whole: message::LegacyDevices = section.open().unwrap();
-        let changes: [(&str, fn(&mut message::LegacyDevices)); 3] = [
+        let changes: [Change<message::LegacyDevices>; 3] = [
             ("i8042", |saved| saved.i8042 = None),
             ("rtc", |saved| saved.rtc = None),
             ("pm_timer", |saved| saved.pm_timer = None),

@@ -261,7 +261,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::state::refuses;
+    use crate::state::{Change, refuses};
 
     fn at(seconds: u64, nanos: u32) -> SystemTime {
         UNIX_EPOCH + Duration::new(seconds, nanos)
@@ -407,7 +407,7 @@ mod tests {
     #[test]
     fn a_saved_state_that_no_clock_has_is_refused_or_mended() {
         let good = Rtc::new(leap_day).save();
-        let changes: [(&str, fn(&mut message::Rtc)); 4] = [
+        let changes: [Change<message::Rtc>; 4] = [
             ("rtc.index", |saved| saved.index = 128),
             ("rtc.index", |saved| saved.index = 256),
             ("rtc.memory", |saved| saved.memory = vec![0; 127]),

@@ -189,7 +189,7 @@ impl<'a> Members<'a> {
             Compression::Bzip2 => State::Bzip2(BzDecoder::new(input)),
             Compression::Xz => State::Xz(Box::new(XzReader::new(input, false))),
             Compression::Zstd => {
-                let mut decoder = FrameDecoder::new();
+                let mut decoder = FrameDecoder::default();
                 decoder.init(&mut input).map_err(io::Error::other)?;
                 State::Zstd(Box::new((decoder, input)))
             }

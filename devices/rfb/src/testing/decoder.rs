@@ -101,8 +101,8 @@ fn inflate(stream: &mut Decompress, data: &[u8], length: Option<usize>) -> Vec<u
     out
 }
 
-impl Decoder {
-    pub fn new() -> Self {
+impl Default for Decoder {
+    fn default() -> Self {
         Self {
             input: Vec::new(),
             stage: 0,
@@ -124,7 +124,9 @@ impl Decoder {
             tight: std::array::from_fn(|_| Decompress::new(true)),
         }
     }
+}
 
+impl Decoder {
     /// Takes bytes of the server and returns the client's replies. Decodes a message when it is
     /// complete.
     pub fn receive(&mut self, bytes: &[u8]) -> Vec<u8> {

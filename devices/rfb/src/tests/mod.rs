@@ -24,7 +24,7 @@ impl Pair {
     fn new(frame: Frame, encodings: &[i32]) -> Self {
         let mut pair = Self {
             session: Session::new("screen of a test", frame.size()),
-            decoder: Decoder::new(),
+            decoder: Decoder::default(),
             frame,
             events: Vec::new(),
         };

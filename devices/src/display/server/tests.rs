@@ -98,7 +98,7 @@ impl Rig {
     fn client(&self, socket: &str, shared: u8, encodings: &[i32]) -> Client {
         let mut client = Client {
             stream: self.connect(socket),
-            decoder: Decoder::new(),
+            decoder: Decoder::default(),
         };
         client.send(b"RFB 003.008\n\x01");
         client.send(&[shared]);
@@ -135,7 +135,7 @@ impl Client {
     /// A client on a connection, unless the server closes that.
     fn admitted(mut stream: UnixStream) -> Option<Self> {
         stream.write_all(b"RFB 003.008\n\x01\x01").ok()?;
-        let (mut decoder, mut chunk) = (Decoder::new(), [0; 4096]);
+        let (mut decoder, mut chunk) = (Decoder::default(), [0; 4096]);
         while decoder.name.is_empty() {
             let count = match stream.read(&mut chunk) {
                 Err(error) if error.kind() != ErrorKind::ConnectionReset => panic!("{error}"),

@@ -10,7 +10,10 @@ use std::sync::{
 };
 
 use super::*;
-use crate::{state::refuses, virtio::testing::MockMsi};
+use crate::{
+    state::{Change, refuses},
+    virtio::testing::MockMsi,
+};
 
 const ENABLED: u16 = 1 << 15;
 const MASK_ALL: u16 = 1 << 14;
@@ -267,7 +270,7 @@ fn a_restored_table_sends_what_was_pending_once_and_only_when_the_function_is_a_
 fn a_saved_table_that_the_function_can_not_have_is_refused_and_changes_nothing() {
     let msi = MockMsi::default();
     let good = open_table(&msi, 2).save();
-    let changes: [(&str, fn(&mut message::Msix)); 4] = [
+    let changes: [Change<message::Msix>; 4] = [
         ("msix.entries", |saved| saved.entries.truncate(1)),
         ("msix.entries", |saved| saved.entries.push(saved.entries[0])),
         ("msix.entries.address", |saved| saved.entries[1].address |= 2),

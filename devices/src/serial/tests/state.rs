@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::state::{Section, message, refuses};
+use crate::state::{Change, Section, message, refuses};
 
 #[derive(Clone, Debug)]
 enum Step {
@@ -107,7 +107,7 @@ fn a_full_backlog_is_restored_whole_and_its_sender_is_woken_when_there_is_room()
 #[test]
 fn a_saved_state_that_no_port_has_is_refused_and_changes_nothing() {
     let good = port(10).0.lock().unwrap().save();
-    let changes: [(&str, fn(&mut message::Serial)); 13] = [
+    let changes: [Change<message::Serial>; 13] = [
         ("ier", |saved| saved.ier = 0x10),
         ("fcr", |saved| saved.fcr = 0x100),
         ("fcr", |saved| saved.fcr = 0x08),

@@ -6,7 +6,7 @@ use super::*;
 use crate::{
     component::Component as _,
     input::{LED_CAPS, LED_NUM, Layout, Source, TABLET_MAX},
-    state::refuses,
+    state::{Change, refuses},
     virtio::testing::{Area, Buffer, Driver, Rig, suite::DeviceUnderTest},
 };
 
@@ -336,7 +336,7 @@ fn the_lights_of_a_restored_keyboard_are_as_they_were() {
 #[test]
 fn saved_events_that_no_device_has_are_refused() {
     let events = Events::new(EventFd::new(0).unwrap());
-    let changes: [(&str, fn(&mut message::VirtioInputQueues)); 5] = [
+    let changes: [Change<message::VirtioInputQueues>; 5] = [
         ("events", |saved| saved.events = vec![0; 7]),
         ("events", |saved| saved.events = vec![0; 8 * 5000]),
         ("down", |saved| saved.down = vec![0x1_0000]),

@@ -1,7 +1,7 @@
 //! Registers that are saved, thrown away and restored.
 
 use super::*;
-use crate::state::{Section, StateError, message, refuses};
+use crate::state::{Change, Section, StateError, message, refuses};
 
 impl Rig {
     /// Runs a step; returns its read value, the slots taken off the bus, and the level of the line.
@@ -62,7 +62,7 @@ fn slots_and_buses_that_there_are_not_are_refused_and_change_nothing() {
     rig.hotplug.ask(95);
     let good = rig.hotplug.save().unwrap();
     let whole: message::HotPlug = good.open().unwrap();
-    let changes: [(&str, fn(&mut message::HotPlug)); 6] = [
+    let changes: [Change<message::HotPlug>; 6] = [
         ("buses", |saved| saved.buses.truncate(2)),
         ("buses", |saved| saved.buses.push(saved.buses[0])),
         ("buses", |saved| saved.buses[0].check |= 1),
@@ -95,7 +95,7 @@ fn a_state_of_before_there_were_absent_buses_has_all_and_bus_0_is_never_absent()
     assert_eq!(rig.read(36), 0b111);
     rig.hotplug.restore(&with(0b100)).unwrap();
     assert_eq!(rig.read(36), 0b011);
-    let changes: [(&str, fn(&mut message::HotPlug)); 3] = [
+    let changes: [Change<message::HotPlug>; 3] = [
         ("absent", |saved| saved.absent = 0b001),
         ("absent", |saved| saved.absent = 0b1000),
         ("absent", |saved| saved.absent = u32::MAX),
