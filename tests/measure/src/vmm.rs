@@ -173,7 +173,7 @@ pub fn with_disks(programs: &Programs, raw: &Path, qcow2: &Path) -> Result<Vec<S
 }
 
 /// Ours and QEMU's microvm with a network interface, without vhost-net and with it. Each is on the tap of its number
-/// ([`net::place`]), with one pair of queues.
+/// ([`place`]), with one pair of queues.
 pub fn with_nics(programs: &Programs) -> Result<Vec<Subject>> {
     nics(programs, 0, ["vmm", "vmm-vhost", "qemu", "qemu-vhost"])
 }
