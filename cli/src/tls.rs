@@ -155,7 +155,7 @@ impl Remote {
                     }
                     C::NotValidForName | C::NotValidForNameContext { .. } => {
                         about(&format!("is for other names than \"{}\"", self.host))
-                            .hint("use a name that it has, or make it anew with that --server-name")
+                            .hint("use a name in the certificate, or create it again with --server-name")
                     }
                     C::UnknownIssuer | C::BadSignature => {
                         about(&format!("is from another CA than those in {ca}"))

@@ -278,7 +278,7 @@ async fn watch_networks(host: Arc<Host>) {
 async fn reopen(audit: Arc<Audit>, mut hangup: Signal) {
     while hangup.recv().await.is_some() {
         if let Err(error) = audit.reopen().await {
-            tracing::error!(%error, "open the audit log anew; the old file is still written to");
+            tracing::error!(%error, "open the audit log again; vmmd still writes to the old file");
         }
     }
 }

@@ -165,7 +165,7 @@ impl Host {
 fn open(path: &Path, name: &str) -> Result<File, Failure> {
     File::open(path).map_err(|error| {
         let message = format!(
-            "the {name} program can't be opened ({}): install vmmd anew",
+            "the {name} program cannot be opened ({}): install vmmd again",
             text::words(&error)
         );
         Failure::precondition("VMM_NOT_FOUND", message)

@@ -34,7 +34,7 @@ pub async fn works(store: &Store) -> bool {
 pub async fn tell_failures(store: Store, events: Events) {
     let mut failures = store.failures();
     while failures.changed().await.is_ok() {
-        let message = "the thread of the store has failed and was made anew; the log has the cause";
+        let message = "the thread of the store has failed and was restarted; the log has the cause";
         events.emit(Draft::warning(Object::Node, "StoreFailed", message));
     }
 }

@@ -133,7 +133,7 @@ pub async fn scp(client: &Client, given: &Connection, args: &Scp) -> Result<()> 
     };
     if let Some(other) = vms.find(|other| *other != vm) {
         return Err(usage(format!(
-            "all files are to be of one VM, and these are of {vm} and {other}: copy in two steps"
+            "all files must be of one VM, but these are of {vm} and {other}: copy in two steps"
         )));
     }
     let spec = client.get(vm).await?;

@@ -97,7 +97,7 @@ pub async fn run(client: &Client, args: &Console) -> Result<()> {
         // As the shell reports a program that the signal killed.
         End::Signal(kind) => std::process::exit(128 + kind.as_raw_value()),
         End::Closed(_) if is_down => {
-            let message = format!("vm/{name} does not run: what is shown is of its last run");
+            let message = format!("vm/{name} does not run: this is the output of its last run");
             Err(Failure::new(Code::Precondition, message).hint(format!("`vmmctl start {name}`")))
         }
         End::Left | End::Closed(_) => Ok(()),
@@ -349,7 +349,7 @@ impl Session<'_> {
             Some(console_response::Message::TakenOver(taken)) => {
                 let by = taken.by.unwrap_or_default();
                 eprint!(
-                    "\r\n{} has taken the console over; what is typed here is ignored\r\n",
+                    "\r\n{} has taken over the console; input from here is ignored\r\n",
                     printable(&by.name)
                 );
                 Ok(None)

@@ -122,7 +122,7 @@ fn held_console_is_refused_and_taken_by_force() {
     let (code, _, text) = run_with_input(&daemon, &["console", "held", "--force"], "lose it\n\x1d");
     assert_eq!(code, 0);
     assert!(
-        text.contains("ann has taken the console over; what is typed here is ignored"),
+        text.contains("ann has taken over the console; input from here is ignored"),
         "{text}"
     );
 }

@@ -195,7 +195,9 @@ fn check_access(file: &File, read_only: bool) -> Result<(), OpenError> {
         return Err(OpenError::Access("writing"));
     }
     if flags.contains(OFlags::APPEND) {
-        return Err(OpenError::Access("writing at any place, but for appending"));
+        return Err(OpenError::Access(
+            "writing at any offset: it is open for appending",
+        ));
     }
     Ok(())
 }

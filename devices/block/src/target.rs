@@ -217,7 +217,7 @@ impl Target {
             .map_err(|error| OpenError::Host("look how the image is open", error.into()))?;
         let alignment = if flags.contains(OFlags::DIRECT) {
             Alignment::of(&file)
-                .map_err(|error| OpenError::Host("find out how direct I/O is to be aligned", error))?
+                .map_err(|error| OpenError::Host("find out the alignment of direct I/O", error))?
         } else {
             Alignment::NONE
         };

@@ -92,7 +92,7 @@ impl Failure {
     /// run.
     pub fn unavailable(name: &str) -> Self {
         let message = format!(
-            "what looks after VM \"{}\" is being made anew; try again in a moment",
+            "the task of VM \"{}\" is being restarted; try again in a moment",
             brief(name)
         );
         Self::new(Kind::Unavailable, "VM_UNAVAILABLE", message)

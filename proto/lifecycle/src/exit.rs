@@ -57,7 +57,7 @@ pub struct Evidence {
     pub record: Option<ExitRecord>,
     /// Request to the process.
     pub asked: Asked,
-    /// The kernel killed something in its cgroup for want of memory.
+    /// The kernel ran out of memory and killed a process in its cgroup.
     pub oom_killed: bool,
     /// The signal that ended it, where the daemon is its parent.
     pub signal: Option<i32>,

@@ -102,7 +102,7 @@ impl UpdateMask {
         if paths.is_empty() {
             found.add(
                 field,
-                "names no field: leave it out to give the whole VM, or name what is to be changed",
+                "names no field: leave out the mask to give the whole VM, or name the fields to change",
             );
         }
         if paths.len() > MAX_PATHS {

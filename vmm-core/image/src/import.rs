@@ -262,7 +262,7 @@ fn finish(target: &File, found: Found) -> Result<Value> {
     {
         bail!(
             "the image is cut off: its partition table has a partition that ends at byte {}, and the image has {size} bytes; get the whole \
-             file, or if it is to be so, make it that long with `truncate`",
+             file, or extend it with `truncate` if it is complete",
             layout.end
         );
     }

@@ -120,7 +120,7 @@ fn create(args: &Create) -> Result<Value> {
     let size = match (args.size, below.first()) {
         (Some(size), _) => size,
         (None, Some((fd, format))) => virtual_size(&File::from(fd.try_clone()?), *format)?,
-        (None, None) => bail!("--size says how large a new image is to be"),
+        (None, None) => bail!("--size is missing: give the size of the new image"),
     };
     if size == 0 || !size.is_multiple_of(SECTOR) {
         bail!("a disk of {size} bytes can't be: its size is a multiple of {SECTOR}, and not 0");

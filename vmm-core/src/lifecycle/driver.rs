@@ -92,7 +92,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                 Ok(input) => self.take(input),
                 Err(RecvTimeoutError::Timeout) => self.on_time(),
                 Err(RecvTimeoutError::Disconnected) => Next::End(
-                    exit_record(ExitKind::VmmError, "nobody is left to ask for anything"),
+                    exit_record(ExitKind::VmmError, "all senders of requests are gone"),
                     None,
                 ),
             };
@@ -335,10 +335,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
                     failure = failure.message,
                     "pausing because of an error of a disk"
                 );
-                let late = format!(
-                    "{message}; the machine can't be paused for it yet: {}",
-                    failure.message
-                );
+                let late = format!("{message}; the machine cannot be paused yet: {}", failure.message);
                 self.publisher.device_error(device.clone(), late);
                 self.pause_again = Some((Instant::now() + PAUSE_AGAIN, error));
             }

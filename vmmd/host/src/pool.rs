@@ -200,7 +200,7 @@ impl Pool {
 fn no_answer(mounts: &BTreeSet<PathBuf>, deadline: Duration) -> Failure {
     let names: Vec<_> = mounts.iter().map(|mount| mount.display().to_string()).collect();
     let message = format!(
-        "the files on {} did not answer within {} s: look at what is mounted there, and try again",
+        "the files on {} did not answer within {} s: check the mount, and try again",
         names.join(", "),
         deadline.as_secs()
     );

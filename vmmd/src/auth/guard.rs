@@ -61,7 +61,7 @@ impl Guard {
     fn admit(&self, request: &http::Request<Body>) -> Result<(Arc<Caller>, &'static Rule), Status> {
         let path = request.uri().path();
         let Some(caller) = request.extensions().get::<Arc<Caller>>() else {
-            return Err(Status::unauthenticated("nobody knows who asks"));
+            return Err(Status::unauthenticated("the caller is unknown"));
         };
         if !caller.bucket.take() {
             let message = "this connection makes too many calls; make fewer a second";
@@ -111,7 +111,7 @@ impl Guard {
 /// could make another VM just as well.
 pub fn require<T>(request: &tonic::Request<T>, path: &str, masked: Option<Rank>) -> Result<(), Status> {
     let (Some(caller), Some(rule)) = (request.extensions().get::<Arc<Caller>>(), rule::find(path)) else {
-        return Err(Status::unauthenticated("nobody knows who asks"));
+        return Err(Status::unauthenticated("the caller is unknown"));
     };
     let least = masked.map_or(rule.whole, |masked| masked.max(rule.least));
     // A peer has no rank, and changes nothing by a mask.

@@ -210,7 +210,7 @@ fn examine(host: &Host, path: &Path, wanted: Option<Format>) -> Result<Found, Fa
     file.set_permissions(Permissions::from_mode(0o600))
         .map_err(io_failed)?;
     let beside = Sidecar::read(path).unwrap_or_else(|error| {
-        tracing::warn!(%uid, %error, "what is beside the file of a disk can't be read");
+        tracing::warn!(%uid, %error, "the description beside a disk's file cannot be read");
         None
     });
     Ok(Found {

@@ -57,7 +57,7 @@ pub async fn update(
         let message = format!("the disk has generation {} now", record.generation);
         tell(host, &record, "DiskChanged", message);
         if let Err(failure) = write_beside(host, &record).await {
-            tracing::warn!(disk = record.name, %failure, "what is beside the disk's file is out of date");
+            tracing::warn!(disk = record.name, %failure, "the description beside the disk's file is out of date");
         }
     }
     let uid = record.uid.clone();

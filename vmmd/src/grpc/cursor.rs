@@ -45,7 +45,7 @@ impl Cursor {
             return Err(Failure::field(field, "is none: give one exactly as it came"));
         };
         if cursor.filter != filter.hash() {
-            let problem = "is of a list or watch with another filter: give the same filter, or begin anew";
+            let problem = "is of a list or watch with another filter: give the same filter, or start again without a cursor";
             return Err(Failure::field(field, problem));
         }
         Ok(cursor)

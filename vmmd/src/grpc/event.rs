@@ -72,7 +72,7 @@ impl Filter {
 
 fn expired() -> Failure {
     let message =
-        "events after this cursor are not kept any more, or it is another node's: list the events anew";
+        "events after this cursor are not kept any more, or it is another node's: list the events again";
     Failure::new(Kind::OutOfRange, "CURSOR_EXPIRED", message)
 }
 

@@ -258,7 +258,7 @@ async fn beginning(download: &Download<'_>, control: &Control) -> Result<(Checks
 }
 
 fn failed(error: &io::Error) -> Failure {
-    file_failed("write what is downloaded", error)
+    file_failed("write the download", error)
 }
 
 /// One connection.

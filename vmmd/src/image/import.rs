@@ -533,6 +533,6 @@ pub fn same(host: &Host, new: &NewImage) -> Option<Vec<u8>> {
 
 /// The stream of an upload ended before the file did.
 pub fn cut_off(bytes: u64, wanted: u64) -> Failure {
-    let message = format!("the upload ended after {bytes} of {wanted} bytes: send the file anew");
+    let message = format!("the upload ended after {bytes} of {wanted} bytes: send the file again");
     Failure::new(Kind::Aborted, "UPLOAD_CUT_OFF", message)
 }

@@ -171,7 +171,7 @@ pub async fn restore(host: &Arc<Host>, records: Vec<ImageRecord>) {
                     host,
                     &record,
                     "Repaired",
-                    "the image's import had been interrupted, and goes on",
+                    "the import of the image was interrupted and continues",
                 );
                 tokio::spawn(import::carry_out(Arc::clone(host), record, handle));
             }

@@ -159,5 +159,5 @@ async fn write(
 }
 
 fn failed(error: &io::Error) -> Failure {
-    file_failed("write what is uploaded", error)
+    file_failed("write the upload", error)
 }

@@ -134,7 +134,7 @@ fn begin(host: &Host, uid: Uuid, share: &Share, begun_with: Option<Inode>) -> Re
     }
     let executable = File::open(host.config.virtiofsd()).map_err(|error| {
         let message = format!(
-            "share \"{}\": the program virtiofsd can't be opened ({}): install vmmd anew",
+            "share \"{}\": the program virtiofsd cannot be opened ({}): install vmmd again",
             share.name,
             text::words(&error)
         );

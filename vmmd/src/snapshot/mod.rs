@@ -315,7 +315,7 @@ async fn remove(host: &Arc<Host>, record: &SnapshotRecord) -> Result<(), Failure
 /// Removes the remains of an incomplete snapshot.
 async fn discard(host: &Arc<Host>, record: &SnapshotRecord) {
     if let Err(failure) = remove(host, record).await {
-        tracing::error!(snapshot = record.name, %failure, "remove what is left of a snapshot");
+        tracing::error!(snapshot = record.name, %failure, "remove the remains of a snapshot");
         host.snapshots.forget(&record.name);
     }
 }
@@ -343,7 +343,7 @@ pub async fn adopt(host: &Arc<Host>, records: Vec<SnapshotRecord>) {
                 tell(host, &record, "Repaired", message);
             }
             Err(failure) => {
-                tracing::error!(snapshot = record.name, %failure, "remove what is left of a snapshot");
+                tracing::error!(snapshot = record.name, %failure, "remove the remains of a snapshot");
             }
         }
     }

@@ -288,7 +288,7 @@ async fn images_are_made_by_a_child_without_rights() {
 
 #[rstest]
 #[case::fails("image-fails", Code::ResourceExhausted, "NODE_DISK_FULL", "make room")]
-#[case::is_missing("missing", Code::FailedPrecondition, "VMM_NOT_FOUND", "install vmmd anew")]
+#[case::is_missing("missing", Code::FailedPrecondition, "VMM_NOT_FOUND", "install vmmd again")]
 #[tokio::test]
 async fn an_image_that_cannot_be_made_leaves_nothing(
     #[case] program: &str,

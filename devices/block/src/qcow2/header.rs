@@ -83,7 +83,9 @@ pub enum Refusal {
     #[error("the qcow2 image has persistent bitmaps: such images can be used read-only")]
     Bitmaps,
     /// The image names a backing file that was not passed for it.
-    #[error("the qcow2 image names a backing file, and none was given for it: such a name is never followed")]
+    #[error(
+        "the qcow2 image names a backing file, but no backing file was given: vmmd never follows such a name"
+    )]
     ForeignBacking,
     /// One was given that the image does not want.
     #[error("a backing image was given, but the qcow2 image is not an overlay")]

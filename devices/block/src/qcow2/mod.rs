@@ -257,7 +257,9 @@ fn prepare(fd: OwnedFd, read_only: bool) -> Result<File, OpenError> {
         return Err(OpenError::Access("writing"));
     }
     if flags.contains(OFlags::APPEND) {
-        return Err(OpenError::Access("writing at any place, but for appending"));
+        return Err(OpenError::Access(
+            "writing at any offset: it is open for appending",
+        ));
     }
     let kind = if read_only {
         LockKind::Read

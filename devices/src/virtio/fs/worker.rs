@@ -111,7 +111,7 @@ impl FsHandler {
             None => Err(io::ErrorKind::NotConnected.into()),
         };
         if let Err(error) = result {
-            tracing::warn!(%error, "a share's process can't go on with what the guest has open: it has to be mounted anew");
+            tracing::warn!(%error, "the process of a share cannot continue with the guest's open files: the guest has to mount the share again");
             self.stale = true;
             // It may have taken a part.
             self.backend = None;

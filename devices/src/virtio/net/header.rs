@@ -71,7 +71,7 @@ pub(super) fn check(header: &Header, length: u32, features: u64) -> Result<Heade
         );
         // Both are 16 bits wide. The checksum has two bytes.
         if !has(VIRTIO_NET_F_CSUM) || start.saturating_add(offset).saturating_add(2) > length {
-            return Err("a checksum can't be where it is said to be");
+            return Err("the offset of the checksum is outside the packet");
         }
         checked.flags = flag(VIRTIO_NET_HDR_F_NEEDS_CSUM);
         checked.csum_start = header.csum_start;

@@ -47,7 +47,7 @@ pub(super) fn open_received(
         let invalid = |why: &str| {
             Failure::of(
                 ErrorKind::Invalid,
-                format!("disk {name}, which is to be received, {why}"),
+                format!("disk {name} cannot be received: it {why}"),
             )
         };
         let disk = spec.disks.iter().find(|disk| disk.name == *name);

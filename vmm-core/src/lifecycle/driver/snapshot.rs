@@ -308,7 +308,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
 
     /// Ends the run, since the machine cannot continue.
     pub(super) fn lost(failure: &Failure) -> Next {
-        let message = format!("going on after a snapshot: {}", failure.message);
+        let message = format!("resume after a snapshot: {}", failure.message);
         Next::End(
             super::exit_record(vmm_protocol::vmm::ExitKind::VmmError, message),
             None,

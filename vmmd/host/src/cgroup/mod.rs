@@ -181,7 +181,7 @@ impl Group {
         Ok(rustix::fs::open(&self.dir, flags, Mode::empty())?)
     }
 
-    /// True when the kernel has killed a process in it for want of memory.
+    /// True when the kernel ran out of memory and killed a process in it.
     pub fn oom_killed(&self) -> bool {
         let events = fs::read_to_string(self.dir.join("memory.events")).unwrap_or_default();
         count(&events, "oom_kill") > 0

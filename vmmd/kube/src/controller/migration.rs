@@ -236,7 +236,7 @@ fn placing(
     let left = PLACING - since;
     let Some(target) = seen.target else {
         if migration.pod_uid.is_some() {
-            return give_up("TargetGone", "the pod that it was to be moved to is gone");
+            return give_up("TargetGone", "the target pod is gone");
         }
         let model = seen.node.and_then(|node| node.labels().get(names::CPU_MODEL));
         return Act::CreateTarget {
@@ -249,13 +249,10 @@ fn placing(
     let noted = migration.pod_uid.as_ref();
     let belongs = placeholder::belongs(target, seen.machine, migration.epoch);
     if !belongs || noted.is_some_and(|noted| Some(noted) != target.metadata.uid.as_ref()) {
-        return give_up(
-            "PodNameTaken",
-            "another pod has the name of the one that it was to be moved to",
-        );
+        return give_up("PodNameTaken", "another pod has the name of the target pod");
     }
     if target.metadata.deletion_timestamp.is_some() {
-        return give_up("TargetGone", "the pod that it was to be moved to was deleted");
+        return give_up("TargetGone", "the target pod was deleted");
     }
     if status::end(target).is_some() {
         let message = target.status.as_ref().and_then(|status| status.message.clone());

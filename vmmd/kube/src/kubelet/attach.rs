@@ -298,7 +298,7 @@ async fn print(mut answers: Streaming<v1::ConsoleResponse>, options: Options, ou
             Some(console_response::Message::TakenOver(taken)) => {
                 let by = taken.by.map(|writer| writer.name).unwrap_or_default();
                 let text = format!(
-                    "{} has taken the console over: what you type is ignored",
+                    "{} has taken over the console: your input is ignored",
                     printable(&by)
                 );
                 outputs.notice(options, &text).await?;

@@ -97,7 +97,7 @@ impl Filter {
                             return Ok(true);
                         }
                         Err(error) => {
-                            tracing::warn!(%error, "the packet filter is set up anew: others have changed it");
+                            tracing::warn!(%error, "the packet filter was changed by another program and is set up again");
                         }
                     }
                 }

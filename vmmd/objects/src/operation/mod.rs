@@ -218,8 +218,8 @@ impl Operations {
             if let Some(message) = done {
                 handle.complete(message);
             } else {
-                let message = "the daemon was restarted meanwhile and did not go on with it: see what is there, then ask \
-                               again";
+                let message = "the daemon was restarted and did not continue the operation: check the result, then repeat \
+                               the request";
                 handle.fail(&interrupted(message));
             }
         }

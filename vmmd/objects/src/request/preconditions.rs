@@ -23,7 +23,7 @@ pub fn check(what: &str, name: &str, wanted: &Preconditions, present: &Precondit
     match (wanted.generation, present.generation) {
         (Some(wanted), Some(present)) if wanted != present => {
             let message = format!(
-                "{what} \"{name}\" has generation {present}, not {wanted}: look at it again, then decide anew"
+                "{what} \"{name}\" has generation {present}, not {wanted}: read it again, then repeat the request"
             );
             Err(Failure::new(Kind::Aborted, "GENERATION_MISMATCH", message))
         }

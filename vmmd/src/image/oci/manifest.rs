@@ -129,7 +129,7 @@ impl Document {
         })?;
         if wire.schema_version != 2 {
             return Err(unusable(
-                "its manifest has another version than 2: push it anew with a newer tool",
+                "the version of its manifest is not 2: push the image again with a newer tool",
             ));
         }
         match (wire.manifests, wire.layers) {

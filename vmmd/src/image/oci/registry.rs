@@ -166,7 +166,7 @@ impl Registry {
             address: own.clone(),
             authorization: self.authorization.clone(),
         };
-        let failed = |error: &io::Error| file_failed("write what is downloaded", error);
+        let failed = |error: &io::Error| file_failed("write the download", error);
         let (mut let_in_at, mut logins) = (None, 0);
         loop {
             let mut headers = HeaderMap::new();
@@ -315,7 +315,7 @@ impl Registry {
                 self.reference
             ),
             None => format!(
-                "the registry gives {} to nobody without a user name and password, or there is no such image",
+                "the registry gives {} only with a user name and password, or the image does not exist",
                 self.reference
             ),
         };

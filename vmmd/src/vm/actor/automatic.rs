@@ -105,7 +105,7 @@ impl Actor {
         let policy = self.spec.run_policy;
         if refusal == Refusal::StillRunning && refuses(policy, Request::Stop).is_some() {
             let message = format!(
-                "VM \"{}\" is running, and its run policy {} lets nobody stop it: delete it with force, or change the policy \
+                "VM \"{}\" is running, and its run policy {} permits no stop: delete it with force, or change the policy \
                  and stop it",
                 self.record.name,
                 policy.name()
@@ -284,7 +284,7 @@ impl Actor {
             ..Context::default()
         };
         let operation = self.operation(Type::VmRestart, &context, None);
-        let message = "the guest reset its machine: the kernel on its disk is looked for anew";
+        let message = "the guest reset its machine: vmmd searches its disk for a kernel again";
         self.tell(EventSeverity::Normal, "RestartedForKernel", message);
         self.begin_stop(None, operation, Then::Start);
     }

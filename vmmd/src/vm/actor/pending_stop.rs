@@ -144,7 +144,7 @@ impl Actor {
         // An earlier release noted no more than that it is not to run.
         let stop = noted.unwrap_or_else(|| stop_record(Some(GRACE), &Context::daemon()));
         let left = Some(stop.left(text::now_ms())).filter(|_| stop.grace_ms != 0);
-        let message = "a stop had been asked for before the daemon was started anew: it goes on";
+        let message = "a stop that was requested before the restart of the daemon continues";
         self.tell(EventSeverity::Normal, "StopResumed", message);
         self.stop_as(left, &context_of(&stop));
     }

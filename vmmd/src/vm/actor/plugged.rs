@@ -134,7 +134,7 @@ pub async fn make_room(host: &Arc<Host>, uid: Uuid, record: &VmRecord, spec: &Vm
         .files
         .run(&paths, move || limits::renew(&limited, uid, &larger));
     if let Err(error) = renewing.await {
-        tracing::error!(%uid, %error, "set the limits of a running VM anew");
+        tracing::error!(%uid, %error, "set the limits of a running VM again");
     }
 }
 

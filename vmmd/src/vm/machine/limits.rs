@@ -64,7 +64,7 @@ pub fn renew(host: &Host, uid: Uuid, spec: &VmSpec) {
         return;
     }
     if let Err(failure) = set(host, uid, spec) {
-        tracing::warn!(%uid, %failure, "the limits of a running VM could not be set anew");
+        tracing::warn!(%uid, %failure, "the limits of a running VM could not be set again");
     }
 }
 

@@ -350,7 +350,7 @@ fn stopped_view(record: &VmRecord) -> View {
 
 fn unknown_process(host: &Host, uid: Uuid) {
     let message = format!(
-        "a vmm process runs for a VM {uid} that this node does not know: it is left alone; end it if nobody needs it"
+        "a vmm process runs for a VM {uid} that this node does not know: vmmd does not touch it; end it if it is not needed"
     );
     host.events
         .emit(Draft::warning(Object::Node, "UnknownProcess", message));

@@ -35,7 +35,7 @@ pub fn spawn(
 }
 
 async fn again(host: &Arc<Host>, uid: Uuid, name: &str) {
-    let message = "what looks after the VM has failed and is made anew; the log has the cause";
+    let message = "the task of the VM has failed and is restarted; the log has the cause";
     let object = Object::Vm(name.to_owned(), uid);
     host.events
         .emit(Draft::warning(object, "SupervisorFailed", message));

@@ -45,8 +45,8 @@ pub fn refused(error: &control::Error) -> Failure {
     }
 }
 
-pub(super) const OUT_OF_MEMORY: &str = "the kernel killed the vmm process for want of memory while it booted the machine: the node has less to give than was \
-     asked for; stop another VM, or give this one less";
+pub(super) const OUT_OF_MEMORY: &str = "the kernel ran out of memory and killed the vmm process while it booted the machine: the node has less free memory \
+     than the VM needs; stop another VM, or give this one less";
 
 /// Whether that was the end of the process.
 pub(super) async fn out_of_memory(host: &Arc<Host>, uid: Uuid) -> bool {

@@ -81,7 +81,7 @@ fn a_header_that_can_not_be_used_is_refused_with_the_reason() {
         (
             15,
             &[200],
-            "the qcow2 image names a backing file, and none was given for it: such a name is never followed",
+            "the qcow2 image names a backing file, but no backing file was given: vmmd never follows such a name",
         ),
         (
             20,

@@ -62,7 +62,7 @@ fn enter(kind: ThreadKind) {
 
 fn limit(kind: ThreadKind, otherwise: &SeccompAction) -> Result<()> {
     let place = ThreadKind::ALL.iter().zip(&PROGRAMS).find(|(of, _)| **of == kind);
-    let (_, place) = place.ok_or_else(|| anyhow!("there is no list for it"))?;
+    let (_, place) = place.ok_or_else(|| anyhow!("it has no list of permitted system calls"))?;
     let program = match place.get() {
         Some(program) => program,
         None => {

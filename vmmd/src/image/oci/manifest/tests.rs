@@ -87,11 +87,11 @@ fn a_hostile_manifest_is_refused_with_the_reason() {
     for (bytes, reason, words) in [
         (b"<html>".to_vec(), "IMAGE_UNUSABLE", "its manifest is none"),
         (deep, "IMAGE_UNUSABLE", "its manifest is none"),
-        (b"{}".to_vec(), "IMAGE_UNUSABLE", "another version"),
+        (b"{}".to_vec(), "IMAGE_UNUSABLE", "version of its manifest"),
         (
             br#"{"schemaVersion":1,"fsLayers":[]}"#.to_vec(),
             "IMAGE_UNUSABLE",
-            "another version",
+            "version of its manifest",
         ),
         (br#"{"schemaVersion":2}"#.to_vec(), "IMAGE_UNUSABLE", "neither"),
         (

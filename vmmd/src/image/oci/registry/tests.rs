@@ -277,7 +277,7 @@ async fn who_is_not_let_in_is_told_so_without_the_secret() {
     let basic = "WWW-Authenticate: Basic realm=\"us\"\r\n";
     for (turn, password, words) in [
         (wants(basic), Some("secret"), "to this user name and password"),
-        (wants(basic), None, "to nobody without a user name and password"),
+        (wants(basic), None, "only with a user name and password"),
         (
             wants("WWW-Authenticate: Negotiate\r\n"),
             Some("secret"),

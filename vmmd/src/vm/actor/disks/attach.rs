@@ -208,7 +208,7 @@ impl Actor {
                 .files
                 .run(&paths, move || limits::renew(&limited, uid, &spec));
             if let Err(error) = renewing.await {
-                tracing::error!(%uid, %error, "set the limits of a running VM anew");
+                tracing::error!(%uid, %error, "set the limits of a running VM again");
             }
             let result = plug::attach(host, client, disk, known, hardware).await;
             Outcome::Attached(of, serial, result)

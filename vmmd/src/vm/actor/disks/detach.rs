@@ -215,7 +215,7 @@ impl Actor {
         self.disks.remove(name);
         *self.disks.entry(name) = Attachment::new(
             AttachmentPhase::Pending,
-            "the guest ejected it; attach it again, or start the VM anew, to plug it in",
+            "the guest ejected it; attach it again, or restart the VM, to plug it in",
         );
         self.publish();
         let message = format!("the guest has ejected disk \"{name}\" by itself; it is still in the spec");

@@ -213,7 +213,7 @@ async fn registry_password_is_sent_to_its_registry_only() {
     registry.push("debian", "13", &pushed).await;
     let reference = format!("{}/debian:13", registry.address);
     for (image, words) in [
-        (oci("a", &reference), "nobody without a user name and password"),
+        (oci("a", &reference), "only with a user name and password"),
         (
             with_password("a", &reference, "wrong horse"),
             "to this user name and password",
