@@ -48,13 +48,13 @@ use crate::{
     config::Config,
     grpc::Socket,
     host::Host,
-    log_guard::LogGuard,
+    log_rotation::LogGuard,
     registry::{
         disks::Disks,
         images::Images,
         screens::Screens,
         snapshots::Snapshots,
-        vms::{Vms, command::Attend},
+        vms::{Vms, command::ResumeMigration},
     },
 };
 
@@ -174,7 +174,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     host.networks.adopt(host.for_networks(), records.networks);
     for abort in records.aborts {
         let was_read = true;
-        let _ = host.attend.send(Attend::Abort { abort, was_read });
+        let _ = host.attend.send(ResumeMigration::Abort { abort, was_read });
     }
     vm::recovery::reconcile::reconcile(&host, records.vms, records.unreadable).await;
     host.operations.give_up_left(|kind, uid| match kind {

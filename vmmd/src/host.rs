@@ -22,7 +22,7 @@ use vmmd_store::{DiskStage, ImageStage, Store};
 use crate::{
     config::Config,
     files::Sources,
-    log_guard::LogGuard,
+    log_rotation::LogGuard,
     paths::{disk::Folder, image},
     peers::Peers,
     registry::{
@@ -35,7 +35,7 @@ use crate::{
         screens::Screens,
         snapshots::Snapshots,
         state_dirs::StateDirs,
-        vms::{Vms, command::Attend},
+        vms::{Vms, command::ResumeMigration},
     },
     tls::Certificates,
 };
@@ -82,7 +82,7 @@ pub struct Host {
     /// How other nodes are reached.
     pub peers: Peers,
     /// Receives migrations of an earlier daemon, and aborted migrations.
-    pub attend: mpsc::UnboundedSender<Attend>,
+    pub attend: mpsc::UnboundedSender<ResumeMigration>,
     /// Migrations that were taken back, without their targets' confirmation.
     pub aborts: Aborts,
     /// Images of the ImageService.

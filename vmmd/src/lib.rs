@@ -20,7 +20,7 @@ mod host;
 mod image;
 mod init_certs;
 mod log;
-mod log_guard;
+mod log_rotation;
 mod metrics;
 mod migration;
 mod node;

@@ -44,12 +44,12 @@ pub(super) enum Wake {
 
 /// Notifies a worker of a new command: an eventfd to sleep on, and a flag to look at without a system call.
 #[derive(Debug)]
-pub(super) struct Bell {
+pub(super) struct WakeEvent {
     event: EventFd,
     rung: AtomicBool,
 }
 
-impl Bell {
+impl WakeEvent {
     pub(super) fn new() -> io::Result<Self> {
         Ok(Self {
             event: EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK)?,
@@ -63,7 +63,7 @@ impl Bell {
         self.event.write(1)
     }
 
-    /// Event that becomes readable when the bell rings. No one reads its counter, so it must be
+    /// Event that becomes readable when the wake_event rings. No one reads its counter, so it must be
     /// watched edge-triggered.
     pub(super) fn event(&self) -> &EventFd {
         &self.event
@@ -98,13 +98,13 @@ pub struct Session {
     /// serves.
     slots: Vec<Option<Slot>>,
     epoll: Epoll,
-    bell: Arc<Bell>,
+    wake_event: Arc<WakeEvent>,
     signals: Arc<Signals>,
     counters: Arc<Counters>,
 }
 
 impl Session {
-    /// Makes queues of `states` and listens to `kicks` (by queue number) and to `bell`.
+    /// Makes queues of `states` and listens to `kicks` (by queue number) and to `wake_event`.
     pub(super) fn new(setup: Setup<'_>) -> Result<Self, Fault> {
         let epoll = Epoll::new().map_err(|error| Fault::Backend("create an epoll instance", error))?;
         let mut session = Self {
@@ -112,11 +112,11 @@ impl Session {
             features: setup.features,
             slots: Vec::new(),
             epoll,
-            bell: Arc::clone(setup.bell),
+            wake_event: Arc::clone(setup.wake_event),
             signals: setup.signals,
             counters: setup.counters,
         };
-        session.listen(setup.bell.event(), TAG_COMMAND)?;
+        session.listen(setup.wake_event.event(), TAG_COMMAND)?;
         let event_idx = session.has_feature(virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX);
         for state in setup.states {
             let at = usize::from(state.index);
@@ -313,7 +313,7 @@ impl Session {
 
     /// Whether the framework has a command to handle. The handler must then return soon.
     pub fn has_command(&self) -> bool {
-        self.bell.has_rung()
+        self.wake_event.has_rung()
     }
 
     /// Counts a notification of the driver that the handler noticed itself.
@@ -442,7 +442,7 @@ pub(super) struct Setup<'a> {
     pub max_sizes: &'a [u16],
     /// One entry for each queue of the device.
     pub kicks: &'a [Arc<EventFd>],
-    pub bell: &'a Arc<Bell>,
+    pub wake_event: &'a Arc<WakeEvent>,
     pub signals: Arc<Signals>,
     pub counters: Arc<Counters>,
 }

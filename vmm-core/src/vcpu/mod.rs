@@ -59,7 +59,7 @@ pub enum ReportKind {
 }
 
 /// Handling of accesses that leave KVM.
-pub struct Outside {
+pub struct ExitHandlers {
     /// Where accesses go.
     pub spaces: AddressSpaces,
     /// Remaps PCI functions' BARs ([`devices::bus::Effect::Remap`]), before the guest's next
@@ -132,7 +132,11 @@ pub struct Vcpus {
 impl Vcpus {
     /// Makes one vCPU with a thread per entry of `cpuids`, each given as local APIC id and CPUID. All are parked in
     /// their power-on state; the first is the bootstrap processor, the others wait for its INIT and SIPI.
-    pub fn new(vm: &Arc<Vm>, cpuids: Vec<(u32, CpuId)>, outside: &Arc<Outside>) -> Result<Self, VcpuError> {
+    pub fn new(
+        vm: &Arc<Vm>,
+        cpuids: Vec<(u32, CpuId)>,
+        handlers: &Arc<ExitHandlers>,
+    ) -> Result<Self, VcpuError> {
         let kvm = |vcpu| move |source| VcpuError::Kvm { vcpu, source };
         install_handler().map_err(kvm(0))?;
         let mut handles = Vec::with_capacity(cpuids.len());
@@ -141,7 +145,7 @@ impl Vcpus {
             let stats = vcpu.stats();
             let shared = Arc::new(Shared::new(vcpu.kicker().map_err(kvm(index))?));
             let (commands, calls) = mpsc::channel();
-            let thread = VcpuThread::new(index, vcpu, cpuid, Arc::clone(&shared), Arc::clone(outside));
+            let thread = VcpuThread::new(index, vcpu, cpuid, Arc::clone(&shared), Arc::clone(handlers));
             let thread = thread
                 .spawn(calls)
                 .map_err(|source| VcpuError::Thread { vcpu: index, source })?;

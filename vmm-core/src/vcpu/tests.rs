@@ -81,7 +81,7 @@ fn rig(cores: u32, code: &[u8]) -> Rig {
     let sender = Mutex::new(sender);
     let remaps = Arc::new(AtomicU64::new(0));
     let counted = Arc::clone(&remaps);
-    let outside = Outside {
+    let handlers = ExitHandlers {
         spaces: spaces.clone(),
         remap: Box::new(move || {
             counted.fetch_add(1, Ordering::Relaxed);
@@ -90,7 +90,7 @@ fn rig(cores: u32, code: &[u8]) -> Rig {
         report: Box::new(move |report| sender.lock().unwrap().send(report).unwrap()),
     };
     let cpuids = cpuid::build(&host, Topology::for_cores(cores).unwrap()).unwrap();
-    let vcpus = Vcpus::new(&vm, cpuids, &Arc::new(outside)).unwrap();
+    let vcpus = Vcpus::new(&vm, cpuids, &Arc::new(handlers)).unwrap();
     let mut rig = Rig {
         vcpus,
         vm,

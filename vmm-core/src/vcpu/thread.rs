@@ -15,7 +15,7 @@ use kvm_bindings::CpuId;
 use vmm_base::thread::{self, ThreadKind};
 use vmm_protocol::state::StateError;
 
-use super::{ExitCounts, Outside, Report, ReportKind};
+use super::{ExitCounts, ExitHandlers, Report, ReportKind};
 use crate::kvm::{Exit, Kicker, KvmError, MACHINE_CHECK_BANKS, ThreadClock, Vcpu, VcpuState, address_bits};
 
 /// Call to the thread of a parked vCPU.
@@ -161,7 +161,7 @@ pub(super) struct VcpuThread {
     vcpu: Vcpu,
     cpuid: CpuId,
     shared: Arc<Shared>,
-    outside: Arc<Outside>,
+    handlers: Arc<ExitHandlers>,
     has_run: bool,
 }
 
@@ -180,14 +180,14 @@ impl VcpuThread {
         vcpu: Vcpu,
         cpuid: CpuId,
         shared: Arc<Shared>,
-        outside: Arc<Outside>,
+        handlers: Arc<ExitHandlers>,
     ) -> Self {
         Self {
             index,
             vcpu,
             cpuid,
             shared,
-            outside,
+            handlers,
             has_run: false,
         }
     }
@@ -257,13 +257,13 @@ impl VcpuThread {
         }
         self.has_run = true;
         loop {
-            match self.vcpu.enter(&self.outside.spaces) {
+            match self.vcpu.enter(&self.handlers.spaces) {
                 Ok(Exit::Access(effect)) => {
                     count(&self.shared.accesses);
                     match effect {
                         Effect::None => {}
-                        Effect::Remap => (self.outside.remap)(),
-                        Effect::Eject => (self.outside.eject)(),
+                        Effect::Remap => (self.handlers.remap)(),
+                        Effect::Eject => (self.handlers.eject)(),
                         Effect::GuestPanicked => self.report(ReportKind::GuestPanicked),
                         Effect::Reset => return self.end(ReportKind::Reset),
                         Effect::PowerOff => return self.end(ReportKind::PowerOff),
@@ -305,7 +305,7 @@ impl VcpuThread {
         // Each entry completes one element of the access that is pending (a page of them at the most).
         const ELEMENTS_MAX: usize = 4096;
         for _ in 0..ELEMENTS_MAX {
-            match self.vcpu.enter(&self.outside.spaces) {
+            match self.vcpu.enter(&self.handlers.spaces) {
                 Ok(Exit::Access(_)) => {}
                 Ok(Exit::Interrupted | Exit::Crashed(_)) | Err(_) => break,
             }
@@ -314,7 +314,7 @@ impl VcpuThread {
     }
 
     fn report(&self, kind: ReportKind) {
-        (self.outside.report)(Report {
+        (self.handlers.report)(Report {
             vcpu: self.index,
             kind,
         });

@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use tokio::sync::watch;
 use vmmd_api::v1::ObjectMetadata;
-use vmmd_store::{BuriedRecords, MAX_TOMBSTONES, Tombstone};
+use vmmd_store::{DeletionRecords, MAX_TOMBSTONES, Tombstone};
 
 /// A place in the order of changes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -40,7 +40,7 @@ pub struct Feed {
     /// First revisions of deletions that watchers can't see yet.
     being_buried: BTreeSet<u64>,
     /// Deletions, the oldest first.
-    tombstones: VecDeque<Buried>,
+    tombstones: VecDeque<Deletion>,
     /// Run and revision of the last deletion that was forgotten.
     trimmed: (u64, u64),
     /// Highest generation of a deleted object: a new one has a higher one.
@@ -51,7 +51,7 @@ pub struct Feed {
 
 /// An object that was deleted.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Buried {
+pub struct Deletion {
     /// Last known metadata.
     pub metadata: ObjectMetadata,
     /// Run and revision at which watchers could see that; of an earlier run, its first revision.
@@ -63,8 +63,8 @@ pub struct Buried {
 impl Feed {
     /// Creates a feed with the history of the store; for `run` and `nonces` see
     /// [`vmmd_store::HistoryRecords`].
-    pub fn new(run: u64, nonces: BTreeMap<u64, u64>, history: BuriedRecords) -> Self {
-        let tombstones = history.tombstones.into_iter().map(|tombstone| Buried {
+    pub fn new(run: u64, nonces: BTreeMap<u64, u64>, history: DeletionRecords) -> Self {
+        let tombstones = history.tombstones.into_iter().map(|tombstone| Deletion {
             at: (tombstone.run, tombstone.revision),
             owned: tombstone.owned,
             metadata: tombstone.metadata.unwrap_or_default().into(),
@@ -130,7 +130,7 @@ impl Feed {
     /// Ends a deletion: from now on watchers can see it.
     pub fn buried(&mut self, tombstone: Tombstone) {
         self.being_buried.remove(&tombstone.revision);
-        let buried = Buried {
+        let buried = Deletion {
             metadata: tombstone.metadata.unwrap_or_default().into(),
             at: (self.run, self.change()),
             owned: tombstone.owned,
@@ -165,7 +165,7 @@ impl Feed {
     /// # Errors
     ///
     /// The position belongs to a later run, or is older than the history.
-    pub fn buried_since(&self, position: Position) -> Result<Vec<Buried>, Expired> {
+    pub fn deletions_since(&self, position: Position) -> Result<Vec<Deletion>, Expired> {
         let Position {
             run,
             revision,
@@ -196,63 +196,63 @@ mod tests {
         }
     }
 
-    fn feed(run: u64, history: BuriedRecords) -> Feed {
+    fn feed(run: u64, history: DeletionRecords) -> Feed {
         Feed::new(run, BTreeMap::new(), history)
     }
 
     #[test]
     fn a_deletion_that_was_written_and_not_seen_is_told_by_the_next_run() {
-        let mut first = feed(1, BuriedRecords::default());
+        let mut first = feed(1, DeletionRecords::default());
         first.change();
         let tombstone = first.bury(named("a", 3));
         // Somebody sees a later change, and then the daemon is killed.
         first.change();
         let seen = first.position();
-        let history = BuriedRecords {
+        let history = DeletionRecords {
             tombstones: vec![tombstone.clone()],
             trimmed: (0, 0),
             generation: 3,
         };
         let second = feed(2, history);
-        let told = second.buried_since(seen).unwrap();
+        let told = second.deletions_since(seen).unwrap();
         assert_eq!((told.len(), told[0].metadata.name.as_str()), (1, "a"));
         assert_eq!(second.first_generation(), 4);
         // A watcher that has seen the deletion does not receive it again.
         first.buried(tombstone);
-        assert_eq!(second.buried_since(first.position()).unwrap(), []);
+        assert_eq!(second.deletions_since(first.position()).unwrap(), []);
     }
 
     #[test]
     fn a_deletion_that_did_not_come_about_is_not_told_and_holds_nothing_up() {
-        let mut feed = feed(1, BuriedRecords::default());
+        let mut feed = feed(1, DeletionRecords::default());
         let start = feed.position();
         let tombstone = feed.bury(named("a", 3));
         assert_eq!(feed.position().buried, 0);
         feed.kept(&tombstone);
         assert_eq!(feed.position().buried, feed.position().revision);
-        assert_eq!(feed.buried_since(start).unwrap(), []);
+        assert_eq!(feed.deletions_since(start).unwrap(), []);
     }
 
     #[test]
     fn a_position_before_what_is_remembered_is_refused() {
-        let mut feed = feed(1, BuriedRecords::default());
+        let mut feed = feed(1, DeletionRecords::default());
         let start = feed.position();
         for _ in 0..=MAX_TOMBSTONES {
             let tombstone = feed.bury(named("a", 1));
             feed.buried(tombstone);
         }
-        assert_eq!(feed.buried_since(start), Err(Expired));
-        assert_eq!(feed.buried_since(feed.position()), Ok(Vec::new()));
+        assert_eq!(feed.deletions_since(start), Err(Expired));
+        assert_eq!(feed.deletions_since(feed.position()), Ok(Vec::new()));
         let later = Position {
             run: 2,
             ..Position::default()
         };
-        assert_eq!(feed.buried_since(later), Err(Expired));
+        assert_eq!(feed.deletions_since(later), Err(Expired));
     }
 
     #[test]
     fn generations_of_new_disks_are_above_those_of_deleted_ones() {
-        let mut feed = feed(1, BuriedRecords::default());
+        let mut feed = feed(1, DeletionRecords::default());
         assert_eq!(feed.first_generation(), 1);
         let tombstone = feed.bury(named("a", 7));
         feed.buried(tombstone);

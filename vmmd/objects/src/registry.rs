@@ -22,9 +22,9 @@ use vmmd_host::{
     failure::{self, Failure},
     text,
 };
-use vmmd_store::{BuriedRecords, DiskRecord, ImageRecord, NetworkRecord, Tombstone};
+use vmmd_store::{DeletionRecords, DiskRecord, ImageRecord, NetworkRecord, Tombstone};
 
-use crate::feed::{Buried, Expired, Feed, Position};
+use crate::feed::{Deletion, Expired, Feed, Position};
 
 /// One kind of objects.
 pub trait Kind: fmt::Debug + Sized + Send + Sync + 'static {
@@ -167,13 +167,13 @@ struct Slot<K: Kind> {
 
 impl<K: Kind> Default for Registry<K> {
     fn default() -> Self {
-        Self::new(1, [(1, 0)].into(), BuriedRecords::default())
+        Self::new(1, [(1, 0)].into(), DeletionRecords::default())
     }
 }
 
 impl<K: Kind> Registry<K> {
     /// A registry without objects; see [`Feed::new`].
-    pub fn new(run: u64, nonces: BTreeMap<u64, u64>, history: BuriedRecords) -> Self {
+    pub fn new(run: u64, nonces: BTreeMap<u64, u64>, history: DeletionRecords) -> Self {
         Self(Mutex::new(Objects {
             slots: BTreeMap::new(),
             names: BTreeMap::new(),
@@ -215,10 +215,10 @@ impl<K: Kind> Registry<K> {
     ///
     /// # Errors
     ///
-    /// As [`Feed::buried_since`].
-    pub fn since(&self, position: Position) -> Result<(Vec<Buried>, Snapshot<K>), Expired> {
+    /// As [`Feed::deletions_since`].
+    pub fn since(&self, position: Position) -> Result<(Vec<Deletion>, Snapshot<K>), Expired> {
         let objects = self.lock();
-        Ok((objects.feed.buried_since(position)?, objects.after(None)))
+        Ok((objects.feed.deletions_since(position)?, objects.after(None)))
     }
 
     /// Wakes up with each change.

@@ -16,7 +16,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 use vmmd_api::v1::{Vm, WatchEventType, WatchVmsRequest, WatchVmsResponse};
 use vmmd_host::failure::Failure;
-use vmmd_objects::feed::{Buried, Position};
+use vmmd_objects::feed::{Deletion, Position};
 
 use super::{
     cursor::{Cursor, expired},
@@ -173,7 +173,7 @@ fn difference(known: &mut Known, snapshot: &Snapshot, at: Position, filter: &Fil
 
 /// Returns the events for a watcher that has all events until `from`. Its known VMs are unknown
 /// here: a VM that has changed and does not match the filter may need a deletion event.
-fn since(from: Position, buried: &[Buried], snapshot: &Snapshot, filter: &Filter) -> Vec<Event> {
+fn since(from: Position, buried: &[Deletion], snapshot: &Snapshot, filter: &Filter) -> Vec<Event> {
     let run = snapshot.at.run;
     let gone = buried
         .iter()

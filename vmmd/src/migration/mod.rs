@@ -35,7 +35,7 @@ use vmmd_host::failure::Failure;
 
 use crate::{
     host::Host,
-    registry::vms::command::{Attend, HandoverRequest, hand_over, hand_over_to},
+    registry::vms::command::{HandoverRequest, ResumeMigration, hand_over, hand_over_to},
 };
 
 /// First wait before a retry of an unanswered or failed step.
@@ -45,10 +45,10 @@ const LAST_WAIT: Duration = Duration::from_secs(10);
 const LAST_ABORT_WAIT: Duration = Duration::from_secs(60);
 
 /// Continues with migrations as the actors of their VMs, and the store, say. Never ends.
-pub async fn attend(host: Arc<Host>, mut left: mpsc::UnboundedReceiver<Attend>) {
+pub async fn attend(host: Arc<Host>, mut left: mpsc::UnboundedReceiver<ResumeMigration>) {
     while let Some(left) = left.recv().await {
         match left {
-            Attend::Left {
+            ResumeMigration::Left {
                 uid,
                 name,
                 migration,
@@ -58,7 +58,7 @@ pub async fn attend(host: Arc<Host>, mut left: mpsc::UnboundedReceiver<Attend>) 
                 tokio::spawn(go_on(Arc::clone(&host), moving, target));
             }
             // Otherwise its target is asked already.
-            Attend::Abort { abort, was_read } => {
+            ResumeMigration::Abort { abort, was_read } => {
                 if host.aborts.note(&abort) {
                     tokio::spawn(source::abort(Arc::clone(&host), abort, was_read));
                 }

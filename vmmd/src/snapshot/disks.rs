@@ -21,7 +21,7 @@ use crate::{
     disk,
     files::{self, Locks, OpenDisk},
     host::Host,
-    registry::vms::command::PutBack,
+    registry::vms::command::DiskRollback,
 };
 
 /// The disks that are to be in a snapshot, open for reading.
@@ -182,12 +182,12 @@ pub fn note_sizes(record: &mut SnapshotRecord, lengths: &[u64]) {
 }
 
 /// Disk copies that a start of the snapshot's own VM restores; `None` without disks.
-pub fn put_back(
+pub fn rollback(
     host: &Host,
     folder: &Folder,
     record: &SnapshotRecord,
     vm: &str,
-) -> Result<Option<PutBack>, Failure> {
+) -> Result<Option<DiskRollback>, Failure> {
     let spec = model(&record.vm_spec.clone().unwrap_or_default())?;
     let copies = record.disks.iter().enumerate().map(|(number, of)| {
         let disk = spec.disks.iter().find(|disk| disk.name.as_str() == of.name);
@@ -198,7 +198,7 @@ pub fn put_back(
     });
     let copies = copies.collect::<Result<Vec<_>, Failure>>()?;
     let snapshot = super::uid(record);
-    Ok((!copies.is_empty()).then_some(PutBack { snapshot, copies }))
+    Ok((!copies.is_empty()).then_some(DiskRollback { snapshot, copies }))
 }
 
 /// Refused when a disk that the VM had is another VM's by now, or always was by what an archive says.

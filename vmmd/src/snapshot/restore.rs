@@ -231,8 +231,8 @@ async fn start(
         // Its disks are the snapshot's already.
         false => return ask(host, name, command::Request::Start, None, context).await,
     };
-    let put_back = match machine {
-        Machine::OfSnapshot => disks::put_back(host, &folder(host), record, name)?,
+    let rollback = match machine {
+        Machine::OfSnapshot => disks::rollback(host, &folder(host), record, name)?,
         Machine::OfVm | Machine::Booted => None,
     };
     let restore = Restore {
@@ -244,7 +244,7 @@ async fn start(
             let (spec, hardware) = (record.vm_spec.clone(), record.vm_hardware.clone());
             (spec.unwrap_or_default(), hardware.unwrap_or_default())
         }),
-        put_back,
+        rollback,
     };
     ask(host, name, command::Request::Start, Some(restore), context).await
 }

@@ -87,13 +87,13 @@ pub struct HistoryRecords {
     /// restored.
     pub nonces: BTreeMap<u64, u64>,
     /// Of VMs.
-    pub vms: BuriedRecords,
+    pub vms: DeletionRecords,
     /// Of disks.
-    pub disks: BuriedRecords,
+    pub disks: DeletionRecords,
     /// Of images.
-    pub images: BuriedRecords,
+    pub images: DeletionRecords,
     /// Of networks.
-    pub networks: BuriedRecords,
+    pub networks: DeletionRecords,
 }
 
 impl HistoryRecords {
@@ -108,7 +108,7 @@ impl HistoryRecords {
 
 /// History of deleted objects of one kind.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct BuriedRecords {
+pub struct DeletionRecords {
     /// Deletions, the oldest first.
     pub tombstones: Vec<Tombstone>,
     /// Run and revision of the last deletion that was forgotten.
@@ -132,9 +132,9 @@ pub fn load(transaction: &ReadTransaction) -> Result<HistoryRecords, Error> {
         let run = key.value().strip_prefix("run.").and_then(|run| run.parse().ok());
         nonces.extend(run.map(|run| (run, value.value())));
     }
-    let buried = |kind: Deleted| -> Result<BuriedRecords, Error> {
+    let buried = |kind: Deleted| -> Result<DeletionRecords, Error> {
         let [run, revision] = kind.trimmed();
-        Ok(BuriedRecords {
+        Ok(DeletionRecords {
             tombstones: readable(transaction, kind.table())?,
             trimmed: (number(run)?, number(revision)?),
             generation: number(GENERATION_FLOOR)?,

@@ -46,7 +46,7 @@ use vmmd_host::fault;
 
 pub use answers::{REQUEST_AGE_MS, RequestKey, RequestMark, RequestRecord};
 pub use failure::store_failure;
-pub use history::{BuriedRecords, Deleted, HistoryRecords, MAX_TOMBSTONES, Tombstone};
+pub use history::{Deleted, DeletionRecords, HistoryRecords, MAX_TOMBSTONES, Tombstone};
 pub use migration::SCHEMA;
 pub use network::LEASE_RETENTION_MS;
 pub use operation::OperationRecord;

@@ -18,7 +18,7 @@ use crate::{
         device::{Drained, Progress, QueueHandler, VirtioDevice},
         fault::{Counters, Fault},
         queue::{Queue, QueueState},
-        session::{Bell, Session, Setup},
+        session::{Session, Setup, WakeEvent},
         signals::Signals,
     },
 };
@@ -70,7 +70,7 @@ pub struct Bare {
     features: u64,
     signals: Arc<Signals>,
     kicks: Vec<Arc<EventFd>>,
-    bell: Arc<Bell>,
+    wake_event: Arc<WakeEvent>,
     /// Of the queues while there is no session.
     states: Vec<QueueState>,
     /// The driver's available indexes.
@@ -101,7 +101,7 @@ impl Bare {
             features,
             signals,
             kicks: (0..queues).map(event).collect(),
-            bell: Arc::new(Bell::new().unwrap()),
+            wake_event: Arc::new(WakeEvent::new().unwrap()),
             states: (0..queues as u16).map(|index| layout.fresh(index)).collect(),
             available: vec![0; queues],
             last: u16::MAX,
@@ -124,7 +124,7 @@ impl Bare {
             states: &self.states,
             max_sizes: &sizes,
             kicks: &self.kicks,
-            bell: &self.bell,
+            wake_event: &self.wake_event,
             signals: self.signals.clone(),
             counters: self.counters.clone(),
         };

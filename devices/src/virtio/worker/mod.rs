@@ -44,7 +44,7 @@ use super::{
     device::{QueueHandler, WorkerSpec},
     fault::{Counters, EventSink},
     queue::QueueState,
-    session::Bell,
+    session::WakeEvent,
     signals::Signals,
 };
 use crate::{
@@ -118,7 +118,7 @@ enum Command {
 struct Handle {
     queues: Vec<u16>,
     commands: Sender<Command>,
-    bell: Arc<Bell>,
+    wake_event: Arc<WakeEvent>,
     /// Disconnected when the thread has ended.
     ended: Receiver<()>,
     /// `None` once it was waited for.
@@ -128,7 +128,7 @@ struct Handle {
 impl Handle {
     fn send(&self, command: Command) {
         // The send fails only if the thread is gone. The caller then notices the missing answer.
-        if self.commands.send(command).is_ok() && self.bell.ring().is_err() {
+        if self.commands.send(command).is_ok() && self.wake_event.ring().is_err() {
             tracing::error!("a worker's eventfd refused a write");
         }
     }
@@ -167,12 +167,12 @@ impl Workers {
         };
         for spec in specs {
             let (sender, commands) = mpsc::channel();
-            let bell = Arc::new(Bell::new()?);
+            let wake_event = Arc::new(WakeEvent::new()?);
             let worker = Worker {
                 shared: Arc::clone(shared),
                 handler: spec.handler,
                 commands,
-                bell: Arc::clone(&bell),
+                wake_event: Arc::clone(&wake_event),
                 bus_master: false,
             };
             let (alive, ended) = mpsc::channel::<()>();
@@ -184,7 +184,7 @@ impl Workers {
             workers.handles.push(Handle {
                 queues: spec.queues,
                 commands: sender,
-                bell,
+                wake_event,
                 ended,
                 thread,
             });

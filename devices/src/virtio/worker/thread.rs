@@ -18,7 +18,7 @@ use super::{
         device::{Drained, Progress, QueueHandler},
         fault::{Counters, DeviceEvent, Fault, words},
         queue::{Queue, QueueState},
-        session::{Bell, Session, Setup, Wake},
+        session::{Session, Setup, Wake, WakeEvent},
     },
     Command, Gone, PauseResult, ResetResult, Shared, StopError, later,
 };
@@ -82,7 +82,7 @@ pub(super) struct Worker {
     pub shared: Arc<Shared>,
     pub handler: Box<dyn QueueHandler>,
     pub commands: Receiver<Command>,
-    pub bell: Arc<Bell>,
+    pub wake_event: Arc<WakeEvent>,
     /// Whether the function may read and write guest memory (PCI 3.0, 6.2.2: bus master). While it may not, no session
     /// begins.
     pub bus_master: bool,
@@ -183,7 +183,7 @@ impl Worker {
             states,
             max_sizes: &self.shared.max_sizes,
             kicks: &self.shared.kicks,
-            bell: &self.bell,
+            wake_event: &self.wake_event,
             signals: Arc::clone(&self.shared.signals),
             counters: Arc::clone(&self.shared.counters),
         };
@@ -276,7 +276,7 @@ impl Worker {
 
     /// Executes the commands in the channel. Returns the end of the session, if a command ends it.
     fn obey(&mut self, session: &mut Session) -> Option<Next> {
-        self.bell.silence();
+        self.wake_event.silence();
         loop {
             let command = match self.commands.try_recv() {
                 Ok(command) => command,

@@ -63,7 +63,7 @@ use crate::{
     memory::{Backing, GuestRam, layout},
     migration,
     snapshot::Snapshot,
-    vcpu::{Outside, Report, ReportKind, Vcpus},
+    vcpu::{ExitHandlers, Report, ReportKind, Vcpus},
 };
 
 /// Where the serial console is served.
@@ -472,7 +472,7 @@ impl Assembly {
         let (pci, mmio) = (Arc::clone(&self.sockets.pci), Arc::clone(&self.spaces.mmio));
         let notifier = self.sockets.notifier.clone();
         let (slots, hotplug) = (self.sockets.clone(), Arc::clone(&self.hotplug));
-        let outside = Outside {
+        let handlers = ExitHandlers {
             spaces: self.spaces.clone(),
             remap: Box::new(move || pci.remap(&mmio)),
             eject: Box::new(move || {
@@ -490,7 +490,8 @@ impl Assembly {
                 }
             }),
         };
-        Vcpus::new(&self.vm, cpuids, &Arc::new(outside)).map_err(|error| Failure::new(ErrorKind::Kvm, &error))
+        Vcpus::new(&self.vm, cpuids, &Arc::new(handlers))
+            .map_err(|error| Failure::new(ErrorKind::Kvm, &error))
     }
 
     /// Puts a virtio device into its PCI slot.

@@ -17,7 +17,7 @@ use tonic::Status;
 use vmmd_api::v1::{ObjectFilter, ObjectMetadata, WatchEventType};
 use vmmd_host::failure::Failure;
 use vmmd_objects::{
-    feed::{Buried, Position},
+    feed::{Deletion, Position},
     registry::{Kind, Record as _, Seen, Snapshot},
 };
 
@@ -58,7 +58,7 @@ enum What<K: Kind> {
     /// Last known state of the object.
     Gone(Arc<Seen<K>>),
     /// Last known metadata of the object.
-    Buried(Box<ObjectMetadata>),
+    Deletion(Box<ObjectMetadata>),
 }
 
 /// Watches the objects of a filter, from a cursor on if that is given.
@@ -156,7 +156,7 @@ impl<K: Served> Watcher<K> {
             self.at = at;
             let object = match what {
                 What::Gone(seen) => K::known(&self.host, &seen),
-                What::Buried(metadata) => K::gone(*metadata),
+                What::Deletion(metadata) => K::gone(*metadata),
                 What::There(seen) => match K::look_at(&self.host, vec![Arc::clone(&seen)]).await {
                     Ok(mut objects) => objects.pop().unwrap_or_default(),
                     // Its file does not answer; the rest is known.
@@ -228,7 +228,7 @@ fn difference<K: Kind>(
 /// here: an object that has changed and does not match the filter may need a deletion event.
 fn since<K: Kind>(
     from: Position,
-    buried: &[Buried],
+    buried: &[Deletion],
     snapshot: &Snapshot<K>,
     filter: &Filter,
 ) -> Vec<Event<K>> {
@@ -240,7 +240,7 @@ fn since<K: Kind>(
         let (run_of, revision) = buried.at;
         Event {
             kind: WatchEventType::Deleted,
-            what: What::Buried(Box::new(buried.metadata.clone())),
+            what: What::Deletion(Box::new(buried.metadata.clone())),
             at: Position {
                 run: run_of,
                 revision,

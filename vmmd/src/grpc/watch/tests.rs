@@ -116,18 +116,18 @@ fn who_comes_back_is_told_what_has_changed_since() {
     snapshot.vms[1].made = (1, 7);
     snapshot.vms.reverse();
     let gone = [
-        Buried {
+        Deletion {
             metadata: vm("old", "8").metadata.clone().unwrap(),
             at: (1, 9),
             owned: 0,
         },
-        Buried {
+        Deletion {
             metadata: vm("new", "9").metadata.clone().unwrap(),
             at: (2, 2),
             owned: 0,
         },
     ];
-    let since = |from, gone: &[Buried], names: &[&str]| told(&since(from, gone, &snapshot, &filter(names)));
+    let since = |from, gone: &[Deletion], names: &[&str]| told(&since(from, gone, &snapshot, &filter(names)));
     // In the same run, unchanged VMs are not repeated.
     let expected = [
         (Deleted, "9".into(), 2),

@@ -92,12 +92,12 @@ pub struct Restore {
     /// The spec of the machine and the addresses of its devices, where they are not those of the VM.
     pub machine: Option<(v1::VmSpec, Hardware)>,
     /// Disks that are replaced by copies when the machine runs.
-    pub put_back: Option<PutBack>,
+    pub rollback: Option<DiskRollback>,
 }
 
 /// The disks of a snapshot that a VM gets back.
 #[derive(Clone, Debug)]
-pub struct PutBack {
+pub struct DiskRollback {
     /// UUID of the snapshot.
     pub snapshot: Uuid,
     /// By their names in the VM: the files in the snapshot.
@@ -271,7 +271,7 @@ pub struct Begun {
 
 /// Remaining work of a migration.
 #[derive(Debug)]
-pub enum Attend {
+pub enum ResumeMigration {
     /// An earlier daemon has left it: failed writes and unanswered messages are repeated.
     Left {
         /// The VM.

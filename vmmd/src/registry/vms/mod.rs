@@ -18,8 +18,8 @@ use std::{
 use tokio::sync::{Notify, broadcast, watch};
 use uuid::Uuid;
 use vmmd_api::v1;
-use vmmd_objects::feed::{Buried, Expired, Feed, Position};
-use vmmd_store::{BuriedRecords, Tombstone};
+use vmmd_objects::feed::{Deletion, Expired, Feed, Position};
+use vmmd_store::{DeletionRecords, Tombstone};
 
 use crate::registry::vms::command::Mailbox;
 
@@ -118,7 +118,7 @@ pub struct Reservation<'a> {
 
 impl Default for Vms {
     fn default() -> Self {
-        Self::new(1, [(1, 0)].into(), BuriedRecords::default())
+        Self::new(1, [(1, 0)].into(), DeletionRecords::default())
     }
 }
 
@@ -130,7 +130,7 @@ impl vmmd_network::Users for Vms {
 
 impl Vms {
     /// Creates a registry without VMs; see [`Feed::new`].
-    pub fn new(run: u64, nonces: BTreeMap<u64, u64>, history: BuriedRecords) -> Self {
+    pub fn new(run: u64, nonces: BTreeMap<u64, u64>, history: DeletionRecords) -> Self {
         let vms = Inner {
             by_name: BTreeMap::new(),
             reserved: BTreeSet::new(),
@@ -189,9 +189,9 @@ impl Vms {
     pub fn resume(
         &self,
         position: Position,
-    ) -> Result<(Vec<Buried>, Snapshot, broadcast::Receiver<Change>), Expired> {
+    ) -> Result<(Vec<Deletion>, Snapshot, broadcast::Receiver<Change>), Expired> {
         let vms = self.vms();
-        let buried = vms.feed.buried_since(position)?;
+        let buried = vms.feed.deletions_since(position)?;
         Ok((buried, vms.snapshot(), self.changes.subscribe()))
     }
 

@@ -159,9 +159,9 @@ fn a_deletion_that_was_written_and_not_told_is_told_by_the_next_daemon() {
     let _other = add(&vms, "b");
     let seen = changes.try_recv().unwrap().at;
     assert!(seen.revision > tombstone.revision);
-    let history = BuriedRecords {
+    let history = DeletionRecords {
         tombstones: vec![tombstone],
-        ..BuriedRecords::default()
+        ..DeletionRecords::default()
     };
     let next = Vms::new(2, BTreeMap::new(), history);
     let (gone, ..) = next.resume(seen).unwrap();

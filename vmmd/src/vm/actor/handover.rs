@@ -23,7 +23,7 @@ use vmmd_store::{
 
 use super::{Actor, work::Work};
 use crate::{
-    registry::vms::command::{Attend, Begin, Begun, HandoverRequest, Purpose, Restore},
+    registry::vms::command::{Begin, Begun, HandoverRequest, Purpose, Restore, ResumeMigration},
     vm::api::describe::MIGRATING,
 };
 
@@ -95,7 +95,7 @@ impl Actor {
                     stream: true,
                     bytes: 0,
                     machine: None,
-                    put_back: None,
+                    rollback: None,
                 };
                 match self.offered_by(&from) {
                     Ok(()) => self.begin_receive(migration, restore, &context, started).await,
@@ -166,9 +166,9 @@ impl Actor {
     }
 
     /// Request to continue a migration.
-    fn left_migration(&self, migration: u64) -> Attend {
+    fn left_migration(&self, migration: u64) -> ResumeMigration {
         let record = self.record.handover.as_ref();
-        Attend::Left {
+        ResumeMigration::Left {
             uid: self.uid,
             name: self.record.name.clone(),
             migration,
@@ -389,7 +389,7 @@ impl Actor {
         if let Some(abort) = abort {
             // A send fails only while the daemon ends. The next daemon reads the store.
             let was_read = false;
-            let _ = self.host.attend.send(Attend::Abort { abort, was_read });
+            let _ = self.host.attend.send(ResumeMigration::Abort { abort, was_read });
         }
         Ok(())
     }

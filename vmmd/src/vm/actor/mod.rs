@@ -564,7 +564,7 @@ impl Actor {
             }
             Done::Deadline => self.on_deadline(),
             Done::Cancelled => self.on_cancel().await,
-            Done::Lingering(what) => self.on_lingering(what),
+            Done::Unreaped(what) => self.on_lingering(what),
         }
         ControlFlow::Continue(())
     }
@@ -572,7 +572,7 @@ impl Actor {
     async fn on_news(&mut self, news: News) -> ControlFlow<()> {
         match news {
             News::Ended(signal) => return self.on_exit(signal).await,
-            News::Lingering(what) => self.on_lingering(what),
+            News::Unreaped(what) => self.on_lingering(what),
             News::Notice(notice) => self.on_notice(notice).await,
             News::Disconnected => {
                 self.on_disconnected();

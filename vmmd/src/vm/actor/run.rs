@@ -37,7 +37,7 @@ use crate::{
     vm::{
         api::describe::{GUEST_PANICKED, NO_ANSWER, SNAPSHOT, UNRESPONSIVE},
         instance::{
-            Lingering,
+            Unreaped,
             link::{self, Session},
         },
         machine::{change, limits},
@@ -372,7 +372,7 @@ impl Actor {
     }
 
     /// The VM holds its disks, its user id and its room until the last process of the run is gone.
-    pub(super) fn on_lingering(&mut self, what: Lingering) {
+    pub(super) fn on_lingering(&mut self, what: Unreaped) {
         match &mut self.instance {
             Some(instance) => instance.lingering = Some(what),
             None => self.view.lingering = Some(what),
@@ -398,7 +398,7 @@ impl Actor {
             match news {
                 News::Notice(notice) => self.on_notice(notice).await,
                 News::Disconnected => self.on_disconnected(),
-                News::Lingering(what) => self.on_lingering(what),
+                News::Unreaped(what) => self.on_lingering(what),
                 News::Shares => self.publish(),
                 News::Ended(_) | News::Connected(_) => return Some(news),
             }

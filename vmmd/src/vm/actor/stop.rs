@@ -32,7 +32,7 @@ use crate::{
     registry::vms::command::Life,
     state_dir,
     vm::{
-        instance::{Instance, Lingering, exit_record},
+        instance::{Instance, Unreaped, exit_record},
         machine::change,
         start::clean_up,
     },
@@ -164,10 +164,10 @@ impl Actor {
                 }
                 Effect::Linger => {
                     let progress = Progress::steps(1, 2);
-                    stop.operation.progress(progress, Lingering::Vmm.message());
+                    stop.operation.progress(progress, Unreaped::Vmm.message());
                     let lives = |instance: &Instance| instance.exited.is_none();
                     if self.instance.as_ref().is_some_and(lives) {
-                        self.on_lingering(Lingering::Vmm);
+                        self.on_lingering(Unreaped::Vmm);
                     }
                 }
             }

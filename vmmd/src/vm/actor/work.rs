@@ -22,7 +22,7 @@ use crate::{
     registry::vms::command::LifeReply,
     vm::{
         instance::{
-            Instance, Lingering,
+            Instance, Unreaped,
             link::{Link, Session, State},
         },
         start::Started,
@@ -49,7 +49,7 @@ pub struct Start {
     /// Does it.
     pub task: JoinHandle<Result<Started, Failure>>,
     /// Says when it has failed, and its process was killed and does not die.
-    pub lingers: Option<oneshot::Receiver<Lingering>>,
+    pub lingers: Option<oneshot::Receiver<Unreaped>>,
     /// Ends it early.
     pub cancel: CancellationToken,
     /// Cancels the start when the actor ends, so that no unowned machine comes up.
@@ -141,7 +141,7 @@ pub enum Done {
     /// The operation is to be cancelled.
     Cancelled,
     /// The process of a start that has failed was killed and does not die.
-    Lingering(Lingering),
+    Unreaped(Unreaped),
 }
 
 impl Work {
@@ -165,7 +165,7 @@ impl Work {
                     *heard = true;
                     Done::Cancelled
                 }
-                what = told(lingers) => Done::Lingering(what),
+                what = told(lingers) => Done::Unreaped(what),
             },
             Self::Stop(stop) => tokio::select! {
                 () = until(stop.state.deadline.map(Instant::from_std)) => Done::Deadline,
@@ -183,7 +183,7 @@ impl Work {
 }
 
 /// Waits for the one message, or forever without a sender. Cancel-safe.
-async fn told(lingers: &mut Option<oneshot::Receiver<Lingering>>) -> Lingering {
+async fn told(lingers: &mut Option<oneshot::Receiver<Unreaped>>) -> Unreaped {
     let what = match lingers {
         Some(receiver) => receiver.await.ok(),
         None => None,
@@ -209,7 +209,7 @@ pub enum News {
     /// The process and the rest of its cgroup have ended, with the signal if it is known.
     Ended(Option<i32>),
     /// Something of it was killed and does not die.
-    Lingering(Lingering),
+    Unreaped(Unreaped),
     /// It says something.
     Notice(Notice),
     /// The connection is gone.
@@ -235,7 +235,7 @@ pub async fn news(instance: &mut Option<Instance>) -> News {
             () = instance.shares.changed() => return News::Shares,
         }
     }
-    let told = instance.lingering == Some(Lingering::Leftovers);
+    let told = instance.lingering == Some(Unreaped::Leftovers);
     end_of_run(instance.ended(), LEAVING, told).await
 }
 
@@ -244,7 +244,7 @@ async fn end_of_run(ended: impl Future<Output = Option<i32>>, patience: Duration
     tokio::select! {
         biased;
         signal = ended => News::Ended(signal),
-        () = sleep(patience), if !told => News::Lingering(Lingering::Leftovers),
+        () = sleep(patience), if !told => News::Unreaped(Unreaped::Leftovers),
     }
 }
 
@@ -268,7 +268,7 @@ mod tests {
         let news = end_of_run(future::ready(Some(9)), LEAVING, false).await;
         assert!(matches!(news, News::Ended(Some(9))));
         let news = end_of_run(future::pending(), Duration::ZERO, false).await;
-        assert!(matches!(news, News::Lingering(Lingering::Leftovers)));
+        assert!(matches!(news, News::Unreaped(Unreaped::Leftovers)));
         // After this report, only the end is reported.
         let mut waiting = Box::pin(end_of_run(future::pending(), Duration::ZERO, true));
         let more = tokio::time::timeout(Duration::from_millis(10), &mut waiting).await;

@@ -24,7 +24,7 @@ use crate::{
     host::Host,
     vm::{
         actor::Attachments,
-        instance::{Instance, Lingering, link::State},
+        instance::{Instance, Unreaped, link::State},
         machine::{
             self,
             change::{self, Change},
@@ -52,7 +52,7 @@ pub struct View {
     /// When the phase was entered, in milliseconds of Unix time.
     pub phase_ms: u64,
     /// Part of a failed start that was killed and has not died, if any.
-    pub lingering: Option<Lingering>,
+    pub lingering: Option<Unreaped>,
     /// Last status and time of the condition `Ready`.
     ready: (ConditionStatus, u64),
     /// The same of `BlockDevicesReady`.

@@ -41,14 +41,14 @@ const MAX_EXIT_RECORD: u64 = 64 << 10;
 
 /// Killed process that does not die, for example because a file system does not answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Lingering {
+pub enum Unreaped {
     /// The `vmm` itself.
     Vmm,
     /// Something else in its cgroup.
     Leftovers,
 }
 
-impl Lingering {
+impl Unreaped {
     /// For programs: of the condition and the event.
     pub fn reason(self) -> &'static str {
         match self {
@@ -100,7 +100,7 @@ pub struct Instance {
     /// Its `vmm` has not answered for some seconds, and its answer is waited for.
     pub silent: bool,
     /// Part of the run that was killed and has not died, if any.
-    pub lingering: Option<Lingering>,
+    pub lingering: Option<Unreaped>,
     /// How it said that it ends, before it did.
     pub ended: Option<ExitRecord>,
     /// Keepers of the processes that serve the shares.

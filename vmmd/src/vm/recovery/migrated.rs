@@ -10,7 +10,7 @@ use vmmd_store::store_failure;
 
 use super::unusable::{Unusable, Why};
 use crate::{
-    registry::vms::command::{Attend, HandoverRequest},
+    registry::vms::command::{HandoverRequest, ResumeMigration},
     vm::{actor::nothing_to_resolve, instance::Instance},
 };
 
@@ -27,10 +27,10 @@ impl Unusable {
     }
 
     /// A migration that an earlier daemon has left. The process of an unreachable VM is looked for: the VM continues then.
-    pub(super) fn left_migration(&self) -> Option<Attend> {
+    pub(super) fn left_migration(&self) -> Option<ResumeMigration> {
         let record = self.record.handover.as_ref()?;
         let is_left = self.handover().is_under_way() && !matches!(self.why, Why::Unreachable(_));
-        is_left.then(|| Attend::Left {
+        is_left.then(|| ResumeMigration::Left {
             uid: self.uid,
             name: self.record.name.clone(),
             migration: record.migration,
@@ -158,7 +158,7 @@ impl Unusable {
         arrived.iter().for_each(|uid| self.host.disks.arrived(uid));
         if let Some(abort) = abort {
             let was_read = false;
-            let _ = self.host.attend.send(Attend::Abort { abort, was_read });
+            let _ = self.host.attend.send(ResumeMigration::Abort { abort, was_read });
         }
         self.show();
         let (mut said, mut gone) = (Vec::new(), false);

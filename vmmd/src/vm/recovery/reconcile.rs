@@ -32,7 +32,7 @@ use crate::{
         api::describe::{DISK_ERROR, MIGRATING, SNAPSHOT, View},
         instance::{Found, Instance, exit_record, find, users_of_processes},
         machine::change,
-        start::{clean_up, put_back},
+        start::{clean_up, rollback},
     },
 };
 
@@ -202,7 +202,7 @@ pub async fn take_up_images(host: &Arc<Host>, record: &mut VmRecord, ran: Option
     if record.replacing.is_none() {
         return;
     }
-    if let Err(failure) = put_back::take_up(host, record, ran).await {
+    if let Err(failure) = rollback::take_up(host, record, ran).await {
         tracing::error!(vm = record.name, %failure, "end the restore of a VM");
         return;
     }

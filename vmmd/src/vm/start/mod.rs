@@ -5,7 +5,7 @@ mod failures;
 mod fork;
 mod kernel;
 mod prepare;
-pub(in crate::vm) mod put_back;
+pub(in crate::vm) mod rollback;
 mod seed;
 mod vendor;
 
@@ -48,7 +48,7 @@ use self::{
     prepare::{Checked, Made, check, make},
 };
 use super::{
-    instance::{Instance, Lingering, link::State},
+    instance::{Instance, Unreaped, link::State},
     machine::{self, Parts},
 };
 use crate::{
@@ -89,7 +89,7 @@ pub struct Plan {
     /// The operation that it is part of.
     pub report: Reporter,
     /// Hears it when the start has failed, and its process was killed and does not die.
-    pub lingers: oneshot::Sender<Lingering>,
+    pub lingers: oneshot::Sender<Unreaped>,
     /// Held while the VM's files are changed: the start waits for its release.
     pub offline: Arc<Mutex<()>>,
     /// Source of a restore; without it the machine boots.
@@ -125,13 +125,13 @@ pub async fn start(host: Arc<Host>, mut plan: Plan, cancel: CancellationToken) -
         whole = offline.lock() => whole,
         () = cancel.cancelled() => return Err(cancelled(&name)),
     };
-    put_back::take_up(&host, &mut plan.record, None).await?;
+    rollback::take_up(&host, &mut plan.record, None).await?;
     let mut replacing = None;
     let result = bring_up(&host, plan, &cancel, began, &mut replacing).await;
     if result.is_err()
         && let Some(replacing) = replacing
     {
-        put_back::remove(&host, &name, replacing).await;
+        rollback::remove(&host, &name, replacing).await;
     }
     result
 }
@@ -156,7 +156,7 @@ async fn bring_up(
         checked = checking => checked??,
         () = cancel.cancelled() => return Err(cancelled(&name)),
     };
-    let prepared = put_back::prepare(host, &mut plan, checked, cancel).await;
+    let prepared = rollback::prepare(host, &mut plan, checked, cancel).await;
     replacing.clone_from(&plan.record.replacing);
     let mut checked = prepared?;
     tokio::select! {
@@ -363,7 +363,7 @@ async fn run(
     };
     let booted = match booted {
         Ok(hello) => {
-            let committed = put_back::commit(host, &mut record, cancel).await;
+            let committed = rollback::commit(host, &mut record, cancel).await;
             committed.map(|replacing| (hello, replacing))
         }
         Err(failure) => Err(failure),
@@ -411,7 +411,7 @@ async fn run(
 
 /// Kills the process and its cgroup and waits for their end. Reports a wait longer than
 /// [`LEAVING`].
-async fn end(host: &Host, uid: Uuid, name: &str, process: &Process, lingers: oneshot::Sender<Lingering>) {
+async fn end(host: &Host, uid: Uuid, name: &str, process: &Process, lingers: oneshot::Sender<Unreaped>) {
     process.kill();
     let mut ending = pin!(async {
         process.ended().await;
@@ -421,7 +421,7 @@ async fn end(host: &Host, uid: Uuid, name: &str, process: &Process, lingers: one
     });
     if timeout(LEAVING, &mut ending).await.is_err() {
         // The actor reports it, unless the actor is gone.
-        if let Err(what) = lingers.send(Lingering::Vmm) {
+        if let Err(what) = lingers.send(Unreaped::Vmm) {
             let object = Object::Vm(name.to_owned(), uid);
             let draft = Draft::warning(object, what.reason(), what.message());
             host.events.emit(draft);

@@ -73,7 +73,7 @@ fn events(told: &mut Told<Things>, latest: &Latest<Things>) -> Vec<(WatchEventTy
     let events = difference::<Things>(told, latest, Position::default(), &filter);
     let name = |event: &Event<Things>| match &event.what {
         What::There(seen) | What::Gone(seen) => seen.record.0,
-        What::Buried(_) => COUNT,
+        What::Deletion(_) => COUNT,
     };
     events.iter().map(|event| (event.kind, name(event))).collect()
 }

@@ -46,7 +46,7 @@ use crate::{
     disk,
     files::{self, Locks, Use},
     host::Host,
-    registry::vms::command::PutBack,
+    registry::vms::command::DiskRollback,
 };
 
 /// An image that is to be replaced.
@@ -81,12 +81,12 @@ pub(super) async fn prepare(
     checked: Checked,
     cancel: &CancellationToken,
 ) -> Result<Checked, Failure> {
-    let Some(put_back) = plan.restore.as_ref().and_then(|restore| restore.put_back.clone()) else {
+    let Some(rollback) = plan.restore.as_ref().and_then(|restore| restore.rollback.clone()) else {
         return Ok(checked);
     };
     let (of, spec) = (Arc::clone(host), plan.spec.clone());
     let (checked, found, replacing) = blocking(move || {
-        let found = find(&of, &put_back, &spec, &checked)?;
+        let found = find(&of, &rollback, &spec, &checked)?;
         let replacing = describe(&found)?;
         Ok((checked, found, replacing))
     })
@@ -126,11 +126,11 @@ pub(super) async fn prepare(
 /// The images that are to be replaced. They are locked already.
 fn find(
     host: &Host,
-    put_back: &PutBack,
+    rollback: &DiskRollback,
     spec: &VmSpec,
     checked: &Checked,
 ) -> Result<Vec<Replacement>, Failure> {
-    let copies = put_back.copies.iter().map(|(disk, copy)| {
+    let copies = rollback.copies.iter().map(|(disk, copy)| {
         let index = spec.disks.iter().position(|it| it.name.as_str() == disk);
         let found =
             index.and_then(|index| Some((index, spec.disks.get(index)?, checked.files.disks.get(index)?)));
@@ -141,7 +141,7 @@ fn find(
         let (folder, name) = folder.map_err(|refused| failed(OsStr::new(disk), &refused.into()))?;
         let mut new = OsString::from(".");
         new.push(&name);
-        new.push(format!(".{}", put_back.snapshot));
+        new.push(format!(".{}", rollback.snapshot));
         Ok(Replacement {
             index,
             copy: copy.clone(),
