@@ -44,15 +44,6 @@ async fn a_running_vm_is_counted_by_its_vmm_and_by_the_kernel() {
 }
 
 #[tokio::test]
-async fn stats_of_an_older_vmm_are_its_disks_and_kernel_figures() {
-    let daemon = Daemon::start().await;
-    daemon.run("web", "mock.stats=old").await;
-    let stats = stats(&daemon, "web").await.unwrap();
-    assert!(stats.cpu.unwrap().vcpus.is_empty());
-    assert!(stats.memory.unwrap().used_bytes > 0);
-}
-
-#[tokio::test]
 async fn what_cannot_be_counted_says_why() {
     let daemon = Daemon::start().await;
     daemon.define("web", "mock.stats=hang").await;

@@ -104,7 +104,7 @@ fn carry_out(guest: &Guest, op: Op, fds: Vec<OwnedFd>) -> Option<Outcome> {
         Op::Hello(_) => {
             return Some(Outcome::Hello(HelloReply {
                 major: wire::MAJOR,
-                minor: if old() { 1 } else { wire::MINOR },
+                minor: wire::MINOR,
                 build: "mock".into(),
                 features: Vec::new(),
                 status: Some(guest.status()),
@@ -139,69 +139,47 @@ fn carry_out(guest: &Guest, op: Op, fds: Vec<OwnedFd>) -> Option<Outcome> {
         }
         Op::Stop(_) => guest.end(ExitKind::Stopped, ""),
         Op::GetStatus(_) => guest.status(),
-        Op::AttachNic(request) if !old() => return nics::attach(guest, request, fds),
-        Op::DetachNic(request) if !old() => return nics::detach(guest, &request),
+        Op::AttachNic(request) => return nics::attach(guest, request, fds),
+        Op::DetachNic(request) => return nics::detach(guest, &request),
         Op::AttachDisk(request) => return disks::attach(guest, request, fds),
         Op::DetachDisk(request) => return disks::detach(guest, &request),
         Op::ResizeDisk(request) => return disks::resize(guest, &request),
         Op::SetRateLimit(request) => return disks::limit(guest, &request),
         Op::GetDiskStats(_) => return disks::stats(guest),
-        Op::ResetMachine(_) if !old() => {
+        Op::ResetMachine(_) => {
             guest.type_in(b"reset by the host\n");
             guest.status()
         }
-        Op::GetMachineStats(_) if !old() => return disks::machine_stats(guest),
-        Op::SetBalloon(request) if !old() => return balloon::set(guest, request),
-        Op::Save(request) if !old() => return snapshot::save(guest, &request, fds),
+        Op::GetMachineStats(_) => return disks::machine_stats(guest),
+        Op::SetBalloon(request) => return balloon::set(guest, request),
+        Op::Save(request) => return snapshot::save(guest, &request, fds),
         Op::Release(_) if guest.status().pause_reason() == PauseReason::Snapshot => {
             change(guest, State::Running)?
         }
-        Op::Release(_) if !old() => guest.status(),
-        Op::UnlockDisks(_) if !old() => guest.status(),
-        Op::Send(request) if !old() => return snapshot::send(guest, &request, fds),
-        Op::UpdateNic(update) if !old() => {
+        Op::Release(_) => guest.status(),
+        Op::UnlockDisks(_) => guest.status(),
+        Op::Send(request) => return snapshot::send(guest, &request, fds),
+        Op::UpdateNic(update) => {
             let line = format!("nic {} link {:?}\n", update.name, update.link_up);
             guest.type_in(line.as_bytes());
             guest.status()
         }
-        Op::SendBreak(_) if !old() => {
+        Op::SendBreak(_) => {
             guest.type_in(b"a break\n");
             guest.status()
         }
-        Op::ResizeConsole(size) if !old() => {
+        Op::ResizeConsole(size) => {
             guest.type_in(format!("a terminal of {}x{}\n", size.columns, size.rows).as_bytes());
             guest.status()
         }
-        Op::SetShareBackend(set) if !old() => {
+        Op::SetShareBackend(set) => {
             guest.type_in(format!("share {} has a new process\n", set.name).as_bytes());
             return shares::renew(guest, &set.name, fds);
         }
-        Op::AttachShare(request) if !old() => return shares::attach(guest, request, fds),
-        Op::DetachShare(request) if !old() => return shares::detach(guest, &request),
-        Op::ResetMachine(_)
-        | Op::SetBalloon(_)
-        | Op::GetMachineStats(_)
-        | Op::Save(_)
-        | Op::Release(_)
-        | Op::UnlockDisks(_)
-        | Op::Send(_)
-        | Op::UpdateNic(_)
-        | Op::AttachNic(_)
-        | Op::DetachNic(_)
-        | Op::SetShareBackend(_)
-        | Op::AttachShare(_)
-        | Op::DetachShare(_)
-        | Op::SendBreak(_)
-        | Op::ResizeConsole(_) => {
-            return refuse(ErrorKind::Invalid, "unknown request");
-        }
+        Op::AttachShare(request) => return shares::attach(guest, request, fds),
+        Op::DetachShare(request) => return shares::detach(guest, &request),
     };
     Some(Outcome::Status(status))
-}
-
-/// As a build of the minor version before the present one.
-fn old() -> bool {
-    std::env::current_exe().unwrap().ends_with("old")
 }
 
 fn change(guest: &Guest, state: State) -> Option<Status> {

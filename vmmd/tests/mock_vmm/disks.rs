@@ -179,7 +179,7 @@ pub fn stats(guest: &Guest) -> Option<Outcome> {
 /// As [`stats`], with numbers that tests know.
 pub fn machine_stats(guest: &Guest) -> Option<Outcome> {
     match guest.option("mock.stats").as_deref() {
-        Some("refuse" | "old") => return refuse(ErrorKind::Invalid, "unknown request"),
+        Some("refuse") => return refuse(ErrorKind::Invalid, "unknown request"),
         Some("hang") => return None,
         _ => {}
     }

@@ -82,9 +82,8 @@ async fn an_update_that_a_deletion_overtakes_is_answered() {
     let without = daemon.changed("web", |spec| drop(spec.disks.remove(0))).await;
     let update = daemon.update(request(without));
     let delete = async {
-        daemon
-            .wait("web", |status| !status.pending_changes.is_empty())
-            .await;
+        let asked = |status: &v1::VmStatus| phase(status, "root") == Some(AttachmentPhase::Detaching);
+        daemon.wait("web", asked).await;
         daemon.delete("web", true).await
     };
     let (updated, deleted) = tokio::join!(update, delete);

@@ -128,6 +128,7 @@ fn a_pause_that_is_late_fails_and_the_disk_continues() {
     storage.stall(false);
     answers(&mut driver, 0, 1);
     driver.submit(0, &out(2));
+    until(|| storage.asked().len() == 2);
     driver.rig.pause();
     assert_eq!(driver.try_used(0).unwrap().1.pop(), Some(OK));
 }
