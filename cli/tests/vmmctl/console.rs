@@ -57,7 +57,7 @@ fn the_end_of_the_run_ends_the_console() {
 #[test]
 fn console_of_a_stopped_vm_shows_old_output_and_fails() {
     let daemon = daemon();
-    let text = "The console of vm/off was closed: the VM is not running.\nerror: vm/off does not run: what is shown is of \
+    let text = "The console of vm/off was closed: the VM is not running.\nerror: vm/off does not run: this is the output of \
                 its last run; `vmmctl start off`\n";
     let shown = (5, "old output\r\n".to_owned(), text.to_owned());
     assert_eq!(run(&daemon, &["console", "off"]), shown);

@@ -547,7 +547,7 @@ async fn a_vmm_that_does_not_know_of_disks_is_driven_as_before() {
 async fn a_vmm_that_does_not_answer_is_not_asked_for_disks() {
     let mut daemon = Daemon::start().await;
     let stuck = vm_pid(&daemon.run("web", "").await);
-    kill_process(stuck, Signal::STOP).unwrap();
+    crate::harness::stop_process(stuck);
     daemon.kill_and_restart().await;
     let refused = daemon.attach("web", disk(&daemon, "data")).await.unwrap_err();
     assert_refused(&refused, Code::Unavailable, "VMM_UNRESPONSIVE");

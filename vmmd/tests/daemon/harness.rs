@@ -449,6 +449,28 @@ impl Drop for Daemon {
     }
 }
 
+/// Stops a process, and waits until none of its threads runs: the signal arrives later than the call returns.
+pub fn stop_process(pid: Pid) {
+    kill_process(pid, Signal::STOP).unwrap();
+    let deadline = Instant::now() + Duration::from_secs(20);
+    let runs = || {
+        let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+        threads.flatten().any(|thread| {
+            let stat = std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
+            // proc_pid_stat(5): the state follows the name, which is in parentheses.
+            stat.rsplit_once(") ")
+                .is_some_and(|(_, rest)| !rest.starts_with('T'))
+        })
+    };
+    while runs() {
+        assert!(
+            Instant::now() < deadline,
+            "process {pid} does not stop"
+        );
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
 /// Kills a process and waits for its end.
 pub fn end(pid: Pid) {
     let pidfd = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty());

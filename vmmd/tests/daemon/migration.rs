@@ -399,7 +399,7 @@ async fn a_vmm_that_answers_late_is_told_then_that_its_guest_runs_on() {
     first.migrate("web", &second).await.unwrap();
     first.reached("says-Prepare").await;
     first.kill();
-    kill_process(vm_pid(&vm), Signal::STOP).unwrap();
+    crate::harness::stop_process(vm_pid(&vm));
     first.release("says-Prepare");
     first.relaunch().await;
     // The migration is over by then.

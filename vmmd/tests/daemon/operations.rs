@@ -275,7 +275,7 @@ async fn a_cancelled_stop_leaves_the_guest_running() {
 async fn what_ends_by_force_can_not_be_cancelled() {
     let daemon = Daemon::start().await;
     let vm = daemon.run("stuck", "").await;
-    rustix::process::kill_process(vm_pid(&vm), rustix::process::Signal::STOP).unwrap();
+    crate::harness::stop_process(vm_pid(&vm));
     let id = daemon.begin_stop("stuck", true).await.id;
     let refused = daemon.cancel(&id).await.unwrap_err();
     assert_refused(&refused, Code::FailedPrecondition, "NOT_CANCELLABLE");

@@ -158,7 +158,7 @@ async fn share_that_cannot_be_attached_is_pending_with_a_reason() {
 
     fs::rename(daemon.path("virtiofsd"), daemon.path("away")).unwrap();
     let message = pending(&change(&daemon, true).await);
-    assert!(message.contains("virtiofsd can't be opened"), "{message}");
+    assert!(message.contains("virtiofsd cannot be opened"), "{message}");
     fs::rename(daemon.path("away"), daemon.path("virtiofsd")).unwrap();
 
     assert_eq!(servers(&daemon), []);

@@ -364,7 +364,7 @@ async fn late_vmm_with_an_abandoned_snapshot_resumes_its_guest() {
     daemon.wait_phase("web", VmPhase::Paused).await;
     daemon.kill();
     taking.await.unwrap().unwrap_err();
-    kill_process(vm, Signal::STOP).unwrap();
+    crate::harness::stop_process(vm);
     daemon.relaunch().await;
     let unknown = daemon.get("web").await.unwrap();
     assert_eq!(status(&unknown).conditions[0].status(), ConditionStatus::Unknown);
@@ -554,7 +554,7 @@ async fn late_vmm_of_a_restored_vm_keeps_its_disks() {
     assert!(waiting.await.unwrap().is_err());
     daemon.release("put-back");
     let vmm = daemon.vmm_processes()[0];
-    kill_process(vmm, Signal::STOP).unwrap();
+    crate::harness::stop_process(vmm);
     daemon.relaunch().await;
     kill_process(vmm, Signal::CONT).unwrap();
     daemon.wait_ready("web").await;

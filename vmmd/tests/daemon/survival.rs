@@ -168,7 +168,7 @@ async fn silent_vmm_delays_the_daemon_little_and_is_adopted_later() {
     let began = std::time::Instant::now();
     daemon.kill_and_restart().await;
     let usual = began.elapsed();
-    kill_process(stuck, Signal::STOP).unwrap();
+    crate::harness::stop_process(stuck);
     let began = std::time::Instant::now();
     daemon.kill_and_restart().await;
     assert!(began.elapsed() < 2 * usual + Duration::from_secs(4));
@@ -185,7 +185,7 @@ async fn silent_vmm_delays_the_daemon_little_and_is_adopted_later() {
 async fn silent_vmm_can_be_killed_after_a_daemon_restart() {
     let mut daemon = Daemon::start().await;
     let stuck = vm_pid(&daemon.run("stuck", "").await);
-    kill_process(stuck, Signal::STOP).unwrap();
+    crate::harness::stop_process(stuck);
     daemon.kill_and_restart().await;
     let stopped = daemon.kill_vm("stuck").await.unwrap();
     assert_eq!(exit_reason(&stopped), ExitReason::Killed);
@@ -259,7 +259,7 @@ async fn a_stop_keeps_its_deadline_and_who_asked_over_a_restart() {
 async fn a_guest_whose_vmm_does_not_answer_has_its_time_all_the_same() {
     let mut daemon = Daemon::start().await;
     let stuck = vm_pid(&daemon.run("stuck", "").await);
-    kill_process(stuck, Signal::STOP).unwrap();
+    crate::harness::stop_process(stuck);
     daemon.kill_and_restart().await;
     let mut client = daemon.client();
     let stop = tokio::spawn(async move {
@@ -282,7 +282,7 @@ async fn a_guest_whose_vmm_does_not_answer_has_its_time_all_the_same() {
 async fn vmm_that_does_not_answer_is_unready_until_it_does() {
     let daemon = Daemon::start().await;
     let vm = daemon.run("web", "").await;
-    kill_process(vm_pid(&vm), Signal::STOP).unwrap();
+    crate::harness::stop_process(vm_pid(&vm));
     let request = v1::GetVmStatsRequest { name: "web".into() };
     let refused = daemon.client().get_vm_stats(request).await.unwrap_err();
     assert_eq!(refusal(&refused).1, "VMM_UNRESPONSIVE");

@@ -187,7 +187,7 @@ fn an_overlay_has_the_size_of_what_is_below_or_more() {
     );
     assert_eq!(grown["virtual_size"], 4 << 20);
     let alone = images.error("resize --fd 3 --format qcow2 --size 8388608", &["overlay"]);
-    assert!(alone.contains("never followed"), "{alone}");
+    assert!(alone.contains("never follows"), "{alone}");
     let raw = images.error(&format!("create --fd 3 --format raw {below}"), &["raw", "base"]);
     assert_eq!(raw, "vmm-image: only a qcow2 image can be an overlay");
     let full = format!("create --fd 3 --format qcow2 --preallocation full {below}");

@@ -57,7 +57,7 @@ fn failed_pause_for_a_disk_error_is_reported() {
     });
     assert_eq!(log[3], "pause");
     assert!(
-        log[4].starts_with("disk data: write: No space left on device; the machine can't be paused"),
+        log[4].starts_with("disk data: write: No space left on device; the machine cannot be paused"),
         "{log:?}"
     );
     assert_eq!(log[5], "halt");

@@ -186,8 +186,8 @@ fn a_backing_image_is_given_for_an_overlay_and_for_nothing_else() {
     let error = |image: &Arc<Recorder>, below| try_open(image, false, below).unwrap_err().to_string();
     let none_wanted = "a backing image was given, but the qcow2 image is not an overlay";
     assert!(try_open(&overlay(), false, vec![Below::Raw(base())]).is_ok());
-    assert!(error(&overlay(), vec![]).contains("never followed"));
-    assert!(error(&overlay(), vec![Below::Qcow2(overlay())]).contains("never followed"));
+    assert!(error(&overlay(), vec![]).contains("never follows"));
+    assert!(error(&overlay(), vec![Below::Qcow2(overlay())]).contains("never follows"));
     assert_eq!(
         error(&image(1 << 20, 4096), vec![Below::Raw(base())]),
         none_wanted
