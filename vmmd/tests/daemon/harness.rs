@@ -463,10 +463,7 @@ pub fn stop_process(pid: Pid) {
         })
     };
     while runs() {
-        assert!(
-            Instant::now() < deadline,
-            "process {pid} does not stop"
-        );
+        assert!(Instant::now() < deadline, "process {pid} does not stop");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
