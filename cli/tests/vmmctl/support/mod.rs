@@ -153,7 +153,8 @@ impl Daemon {
     /// Drops all connections and listens again, as after a crash.
     pub fn restart(&mut self) {
         if let Some(runtime) = self.runtime.take() {
-            runtime.shutdown_background();
+            // Waits until the worker has dropped the connections.
+            runtime.shutdown_timeout(std::time::Duration::from_secs(20));
         }
         std::fs::remove_file(&self.socket).unwrap();
         self.runtime = Some(serve(&self.socket, &self.state));
