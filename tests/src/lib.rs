@@ -34,7 +34,7 @@ pub mod wait;
 pub use case::Case;
 pub use node::{Guests, Node};
 
-/// The value of a step that a test cannot go on without.
+/// The value of a step that a test needs.
 ///
 /// # Panics
 ///

@@ -1,12 +1,12 @@
-//! What devices and disk images share below both: guest memory, threads, and the system calls of I/O.
+//! Shared base of devices and disk images: guest memory, threads, and the system calls of I/O.
 //!
 //! This crate owns the type of guest memory with its dirty bitmap ([`GuestMemory`], [`dirty`]), buffers of requests in
-//! it ([`ram`]), the only function that makes threads ([`thread`]), and the system calls that no safe library has
-//! ([`sys`]): vectored I/O into guest memory, io_uring, locks of images. All `unsafe` code of these is in `ram::prefetch`
+//! it ([`ram`]), and the only function that makes threads ([`thread`]). It also owns the system calls that no safe
+//! library has ([`sys`]): vectored I/O into guest memory, io_uring, locks of images. All `unsafe` code of these is in `ram::prefetch`
 //! and `sys`.
 //!
 //! It must never know a device, an image format, a hypervisor or a message of the protocol. Its functions are on the
-//! path of each request: those that are called for each buffer are `#[inline]` or generic.
+//! path of each request: a function that is called for each buffer is `#[inline]` or generic.
 //!
 //! A reader starts with [`GuestMemory`], then [`sys::Iovecs`] and [`sys::ring`].
 

@@ -1,8 +1,8 @@
 //! Disk images: raw files, block devices and qcow2, and the execution of requests on them.
 //!
 //! This crate owns the interface of images ([`image`]) and of their queues ([`engine`]), the two formats ([`raw`],
-//! [`qcow2`]) with creation and check of qcow2, and the engines: an io_uring, and a pool of threads for what the ring
-//! cannot do. Data goes straight between the file and guest memory. It also has the way to an image's content beside its
+//! [`qcow2`]) with creation and check of qcow2, and the engines: an io_uring, and a pool of threads for operations
+//! outside the ring. Data goes straight between the file and guest memory. It also has the way to an image's content beside its
 //! queues ([`content`], [`changes`]), for a migration.
 //!
 //! An image is untrusted: no content may cause a panic, a hang, or an access outside of the file. The crate must never

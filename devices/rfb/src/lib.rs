@@ -1,7 +1,7 @@
 //! The RFB protocol (VNC) for a machine's screen, without I/O: RFC 6143, and extensions of the community's RFB text.
 //!
 //! This crate owns one client's protocol as a state machine over bytes ([`session`]), client messages ([`message`]), pixel
-//! formats ([`pixel`]), the encodings Raw, Hextile, ZRLE and Tight (without JPEG), and what a picture consists of: sizes and
+//! formats ([`pixel`]), the encodings Raw, Hextile, ZRLE and Tight (without JPEG), and the parts of a picture: sizes and
 //! rectangles, [`Frame`], [`Cursor`], and the parts that have changed ([`Damage`]).
 //!
 //! A client is untrusted: no input may cause a panic, memory without bound or output without end. The crate must never do

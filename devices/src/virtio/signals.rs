@@ -203,7 +203,7 @@ pub(super) struct Connection {
 }
 
 impl Connection {
-    /// Of a device with that many workers.
+    /// A connection of a device with `workers` workers.
     pub(super) fn new(signals: &Arc<Signals>, workers: usize) -> io::Result<Self> {
         let wake = |_| EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK).map(Arc::new);
         Ok(Self {

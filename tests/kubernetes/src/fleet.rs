@@ -312,7 +312,7 @@ impl Fleet {
         Ok(())
     }
 
-    /// Deletes all VMs, and waits until nothing of them is left. None of them has run twice at the same time.
+    /// Deletes all VMs, and waits until nothing of them is left. Checks that no VM ran twice at the same time.
     pub async fn end(&self, patience: Duration) {
         self.cluster
             .kubectl(&["delete", "vmmvm", "--all", "--timeout=60s"]);

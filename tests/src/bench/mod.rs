@@ -100,7 +100,7 @@ fn published(part: Part, report: &str, page: &str) -> Option<String> {
     Some(format!("{head}{begin}{report}{end}{tail}"))
 }
 
-/// What `measure` prints of a subject in a turn.
+/// Output of `measure` for a subject in a turn.
 #[derive(Deserialize)]
 struct Line<C> {
     vmm: String,

@@ -182,7 +182,7 @@ pub trait Machine {
     /// Starts the vCPUs of a machine that is new or was reset.
     fn start(&mut self) -> Result<(), Failure>;
     /// Carries out an operation on a device, or reads counters: every operation of the protocol that does not change the
-    /// machine's state. `fds` are the descriptors that it names. An error leaves the machine as it was.
+    /// machine's state. `fds` are the descriptors that it names. After an error, the machine is unchanged.
     ///
     /// The attachment of a disk is pending: another thread opens its image, for as long as that takes. The machine then
     /// plugs in the disk and notifies the guest, which may be paused or have been reset meanwhile. A removal by force is

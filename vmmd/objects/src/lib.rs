@@ -1,7 +1,7 @@
 //! What all kinds of objects of the API share: who asked ([`context`]), requests with an id ([`request`]), long work
 //! ([`operation`]), events ([`event`]), all objects of a kind ([`registry`]) and the order of their changes with tombstones ([`feed`]).
 //!
-//! This crate does not know what a VM, a disk or a network does: kinds implement its traits.
+//! This crate knows nothing of VMs, disks or networks: kinds implement its traits.
 //!
 //! A reader starts at [`registry`] for lists and watches, and at [`request`] for the path of a change.
 

@@ -1,7 +1,7 @@
 //! All objects of one kind, by name and in memory: their records, their state, and the order of their changes
 //! ([`feed`](crate::feed)).
 //!
-//! A [`Kind`] adds what is its own: a state beside the record, an index over all objects, and a view for clients. All
+//! A [`Kind`] adds its own parts: a state beside the record, an index over all objects, and a view for clients. All
 //! three are behind the lock of the registry, so that a decision about several of them is made at one time.
 //!
 //! Invariants:
@@ -36,13 +36,13 @@ pub trait Kind: fmt::Debug + Sized + Send + Sync + 'static {
     const EXISTS: &'static str;
     /// Reason of a failure: no object has the name.
     const NOT_FOUND: &'static str;
-    /// What is stored.
+    /// The stored form of an object.
     type Record: Record;
-    /// What the daemon knows of an object beside its record.
+    /// The daemon's knowledge of an object, beside its record.
     type State: fmt::Debug + Default + Send;
-    /// What the daemon knows of all objects together.
+    /// The daemon's knowledge of all objects together.
     type Index: fmt::Debug + Default + Send;
-    /// What clients see of an object beside its record.
+    /// The clients' view of an object, beside its record.
     type View: Clone + fmt::Debug + PartialEq + Send + Sync;
 
     /// The view of an object at this time.
@@ -125,7 +125,7 @@ records!(DiskRecord, ImageRecord, NetworkRecord);
 pub struct Seen<K: Kind> {
     /// Its record.
     pub record: K::Record,
-    /// What clients see beside that.
+    /// The clients' view beside the record.
     pub view: K::View,
     /// Revision of this state.
     pub revision: u64,

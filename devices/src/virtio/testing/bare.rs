@@ -71,7 +71,7 @@ pub struct Bare {
     signals: Arc<Signals>,
     kicks: Vec<Arc<EventFd>>,
     wake_event: Arc<WakeEvent>,
-    /// Of the queues while there is no session.
+    /// States of the queues while there is no session.
     states: Vec<QueueState>,
     /// The driver's available indexes.
     available: Vec<u16>,

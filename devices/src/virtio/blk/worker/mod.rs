@@ -123,7 +123,7 @@ pub(super) struct Round {
 /// Action after a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Next {
-    /// Submit what was taken and look again: the round found something.
+    /// Submit the taken requests and look again: the round found work.
     Again,
     /// Look again and keep the processor: completions are held back.
     Spin,
@@ -283,7 +283,6 @@ impl Pace {
         self.unreplaced = self.unreplaced.wrapping_div(2);
     }
 }
-// ANCHOR_END: policy
 
 /// The device side of one queue.
 pub(super) struct BlkHandler {

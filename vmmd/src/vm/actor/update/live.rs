@@ -315,7 +315,7 @@ impl Actor {
         }
     }
 
-    /// Answers all updates of a VM that is deleted: they are recorded, and no machine will have what was under way.
+    /// Answers all updates of a deleted VM. Each is recorded, and the machine that it waited for has ended.
     pub(in super::super) fn answer_updates(&mut self) {
         for waiter in std::mem::take(&mut self.disks.live.waiters) {
             respond(waiter.reply, Ok(self.state()));
