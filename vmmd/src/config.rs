@@ -16,14 +16,13 @@ use vmmd_host::{
     ledger::UidRange,
     roots::Roots,
 };
+use vmmd_images::rules::ImportRules;
 
 mod clients;
-mod imports;
 #[cfg(test)]
 mod reference;
 
 pub use clients::{Limits, Tcp};
-pub use imports::{ImportRules, Network};
 
 /// Where the configuration is looked for when the command line names no other file.
 pub const DEFAULT_PATH: &str = "/etc/vmmd/config.toml";

@@ -18,10 +18,12 @@ use tokio_util::sync::CancellationToken;
 use vmmd_host::capacity;
 use vmmd_host::cgroup;
 use vmmd_host::clock;
+use vmmd_host::image_process::ImageProcesses;
 use vmmd_host::ledger::Ledger;
 use vmmd_host::lock;
 use vmmd_host::pool;
 use vmmd_host::text;
+use vmmd_images::registry::Images;
 use vmmd_network::{Links, Networks};
 use vmmd_objects::event;
 use vmmd_objects::operation;
@@ -31,7 +33,6 @@ use vmmd_store::Store;
 
 use crate::disk;
 use crate::grpc;
-use crate::image;
 use crate::metrics;
 use crate::migration;
 use crate::node;
@@ -51,7 +52,6 @@ use crate::{
     log_rotation::LogGuard,
     registry::{
         disks::Disks,
-        images::Images,
         screens::Screens,
         snapshots::Snapshots,
         vms::{Vms, command::ResumeMigration},
@@ -88,10 +88,16 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         tracing::warn!("the node has no cgroup v2 hierarchy: VMs run without cgroups of their own");
     }
     let (vmm, vmm_image, netd) = (config.vmm(), config.vmm_image(), config.netd());
+    let ledger = Ledger::new(config.vm_uids);
+    let image_processes = ImageProcesses {
+        program: vmm_image,
+        ledger: Arc::clone(&ledger),
+        cgroups: cgroups.clone(),
+    };
     for (program, effect) in [
         (&vmm, "no VM can be started"),
         (
-            &vmm_image,
+            &image_processes.program,
             "no image can be imported, created as qcow2 or searched for a kernel",
         ),
         (&netd, "VMs in managed networks get no addresses"),
@@ -113,13 +119,13 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     let host = Arc::new(Host {
         attend,
         vmm,
-        vmm_image,
+        image_processes,
         netd,
         node: registry::node::State::new(store.clone(), records.node),
         operations: operation::Operations::new(store.clone(), records.operations),
         store,
         cpus: capacity::Cpus::read(Path::new("/")),
-        ledger: Ledger::new(config.vm_uids),
+        ledger,
         cgroups,
         links: Links::connect().context("connect to the kernel's network configuration")?,
         disks: Disks::new(Registry::new(run, nonces.clone(), records.history.disks.clone())),
@@ -169,7 +175,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
             || unreadable.any(|vm| vm.name.is_empty() || vm.name == name)
     };
     disk::restore(&host, records.disks, has_vm).await;
-    image::restore(&host, records.images).await;
+    vmmd_images::restore(&host, records.images).await;
     snapshot::adopt(&host, records.snapshots).await;
     host.networks.adopt(host.for_networks(), records.networks);
     for abort in records.aborts {

@@ -10,27 +10,31 @@ use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 use vmmd_api::v1;
-use vmmd_host::{capacity::Cpus, cgroup, failure::Failure, ledger::Ledger, pool::Pools, text};
+use vmmd_host::{
+    capacity::Cpus, cgroup, failure::Failure, image_process::ImageProcesses, ledger::Ledger, pool::Pools,
+    process::open_program, roots::Within,
+};
+use vmmd_images::{SourceFile, folder, registry::Images, rules::ImportRules};
 use vmmd_network::{self, Links, Networks};
 use vmmd_objects::{
     event::{Events, Object},
     operation::Operations,
     request::{self, Requests},
 };
-use vmmd_store::{DiskStage, ImageStage, Store};
+use vmmd_spec::disk::Cache;
+use vmmd_store::{DiskStage, ImageRecord, ImageStage, Store};
 
 use crate::{
     config::Config,
-    files::Sources,
+    files::{self, Sources, Use},
     log_rotation::LogGuard,
-    paths::{disk::Folder, image},
+    paths::disk::Folder,
     peers::Peers,
     registry::{
         aborts::Aborts,
         clients::Clients,
         consoles::Consoles,
         disks::Disks,
-        images::Images,
         node,
         screens::Screens,
         snapshots::Snapshots,
@@ -47,8 +51,8 @@ pub struct Host {
     pub config: Config,
     /// The `vmm` program.
     pub vmm: PathBuf,
-    /// The program `vmm-image`.
-    pub vmm_image: PathBuf,
+    /// Runs the program `vmm-image`.
+    pub image_processes: ImageProcesses,
     /// The program `vmmd-netd`.
     pub netd: PathBuf,
     /// Durable state.
@@ -112,12 +116,7 @@ pub struct Host {
 impl Host {
     /// Opens the `vmm` program. Blocking. Refused as VMM_NOT_FOUND on failure.
     pub fn open_vmm(&self) -> Result<File, Failure> {
-        open(&self.vmm, "vmm")
-    }
-
-    /// Opens the `vmm-image` program. Blocking. Refused as VMM_NOT_FOUND when that can't be.
-    pub fn open_vmm_image(&self) -> Result<File, Failure> {
-        open(&self.vmm_image, "vmm-image")
+        open_program(&self.vmm, "vmm")
     }
 
     /// Refused as NODE_CORDONED while no VM is to be created or started here.
@@ -131,8 +130,8 @@ impl Host {
     }
 
     /// Where the files of the ImageService's images are.
-    pub fn image_folder(&self) -> image::Folder {
-        image::Folder::of(&self.config.state_dir)
+    pub fn image_folder(&self) -> folder::Folder {
+        folder::Folder::of(&self.config.state_dir)
     }
 
     /// Returns the sources for opening the files of a spec.
@@ -160,16 +159,6 @@ impl Host {
             vms: &self.vms,
         }
     }
-}
-
-fn open(path: &Path, name: &str) -> Result<File, Failure> {
-    File::open(path).map_err(|error| {
-        let message = format!(
-            "the {name} program cannot be opened ({}): install vmmd again",
-            text::words(&error)
-        );
-        Failure::precondition("VMM_NOT_FOUND", message)
-    })
 }
 
 impl request::Ports for Host {
@@ -204,5 +193,61 @@ impl request::Ports for Host {
     fn vm(&self, uid: Uuid) -> Option<Arc<v1::Vm>> {
         let entry = self.vms.find(uid)?;
         Some(Arc::clone(&entry.state.borrow()))
+    }
+}
+
+impl vmmd_images::Ports for Host {
+    fn images(&self) -> &Images {
+        &self.images
+    }
+
+    fn operations(&self) -> &Operations {
+        &self.operations
+    }
+
+    fn events(&self) -> &Events {
+        &self.events
+    }
+
+    fn pools(&self) -> &Pools {
+        &self.pools
+    }
+
+    fn image_processes(&self) -> &ImageProcesses {
+        &self.image_processes
+    }
+
+    fn rules(&self) -> &ImportRules {
+        &self.config.images
+    }
+
+    fn run_dir(&self) -> &Path {
+        &self.config.run_dir
+    }
+
+    fn folder(&self) -> folder::Folder {
+        self.image_folder()
+    }
+
+    fn stopping(&self) -> &CancellationToken {
+        &self.stopping
+    }
+
+    fn users(&self, image: &ImageRecord) -> (Vec<String>, Vec<String>) {
+        self.disks.users_of_image(image)
+    }
+
+    fn snapshot_with(&self, image: &[u8]) -> Option<String> {
+        self.snapshots.needs_image(image)
+    }
+
+    fn open_source(&self, label: &str, path: &Path) -> Result<SourceFile, Failure> {
+        let within = Within::Roots(&self.config.roots.disks);
+        let opened = files::open_image_file(label, path, within, Cache::Writeback, Use::Read)?;
+        Ok(SourceFile {
+            file: opened.fd.into(),
+            size: opened.size,
+            block_device: opened.block_device,
+        })
     }
 }

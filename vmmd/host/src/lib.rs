@@ -9,9 +9,11 @@
 pub mod capacity;
 pub mod cgroup;
 pub mod clock;
+pub mod dirs;
 pub mod failure;
 pub mod fault;
 pub mod finish;
+pub mod image_process;
 pub mod ledger;
 pub mod lock;
 pub mod paced;

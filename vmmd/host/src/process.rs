@@ -1,13 +1,13 @@
 //! A `vmm` process, ours or one that an earlier daemon started, named by a pidfd.
 
-use std::{io, os::fd::OwnedFd, time::Duration};
+use std::{fs::File, io, os::fd::OwnedFd, path::Path, time::Duration};
 
 use rustix::process::{
     Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, WaitIdStatus, pidfd_open, pidfd_send_signal, waitid,
 };
 use tokio::{io::unix::AsyncFd, time::sleep};
 
-use crate::sys;
+use crate::{failure::Failure, sys, text};
 
 /// After this time a process that could not be waited for is waited for again.
 const RETRY: Duration = Duration::from_secs(1);
@@ -76,4 +76,15 @@ impl Process {
             tracing::debug!(%error, pid = self.pid, "kill");
         }
     }
+}
+
+/// Opens a program of the installation. Blocking. Refused as VMM_NOT_FOUND on failure.
+pub fn open_program(path: &Path, name: &str) -> Result<File, Failure> {
+    File::open(path).map_err(|error| {
+        let message = format!(
+            "the {name} program cannot be opened ({}): install vmmd again",
+            text::words(&error)
+        );
+        Failure::precondition("VMM_NOT_FOUND", message)
+    })
 }

@@ -18,7 +18,7 @@ const SOURCES: [&str; 7] = [
     include_str!("../../host/src/capacity/limits.rs"),
     include_str!("../../host/src/capacity/sizing.rs"),
     include_str!("../../host/src/roots.rs"),
-    include_str!("imports.rs"),
+    include_str!("../../images/src/rules.rs"),
 ];
 
 /// Each table of the file: its key, its heading, and the type that has its keys.

@@ -11,7 +11,7 @@ use rustix::{
     io::Errno,
 };
 
-use super::operation::Control;
+use vmmd_objects::operation::Control;
 
 /// Copied between two looks at whether it is still wanted, in bytes.
 const STEP: u64 = 8 << 20;

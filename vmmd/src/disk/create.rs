@@ -19,19 +19,13 @@ use vmmd_host::{
 };
 use vmmd_objects::{
     context::Context,
-    operation::{Begun, Handle, Type},
+    operation::{Begun, Control, Handle, Type, cancelled, follow},
 };
 use vmmd_spec::disk::{Cache, Content, Format, MAX_SIZE, NewDisk, Preallocation};
 use vmmd_store::store_failure;
 use vmmd_store::{DiskImage, DiskRecord, DiskSource, DiskStage, ImageRecord, disk_source::Source};
 
-use super::{
-    adopt,
-    copy::copy,
-    finish, image,
-    operation::{self, Control, cancelled, follow},
-    room, tell,
-};
+use super::{adopt, copy::copy, finish, image, operation, room, tell};
 use crate::{
     files::{self, Locks, Use, signature},
     host::Host,
@@ -184,7 +178,7 @@ pub fn forget(host: &Host, record: &DiskRecord) {
 }
 
 async fn carry_out(host: Arc<Host>, new: NewDisk, mut record: DiskRecord, handle: Handle) {
-    let making = follow(&host, &handle, "making the disk", |control| {
+    let making = follow(&host.stopping, &handle, "making the disk", |control| {
         make(&host, &new, &record, control)
     });
     let made = match making.await {
@@ -192,7 +186,7 @@ async fn carry_out(host: Arc<Host>, new: NewDisk, mut record: DiskRecord, handle
             record.size_bytes = size;
             settle(&host, &mut record).await
         }
-        Ok(_) => Err(cancelled(&host)),
+        Ok(_) => Err(cancelled(&host.stopping)),
         Err(failure) => Err(failure),
     };
     match made {
@@ -331,7 +325,7 @@ fn make_raw(host: &Host, new: &NewDisk, record: &DiskRecord, control: &Control) 
     let folder = host.disk_folder();
     let failed = |error: io::Error| match control.wanted() {
         Ok(()) => file_failed(&operation_of(record), &error),
-        Err(_) => cancelled(host),
+        Err(_) => cancelled(&host.stopping),
     };
     let size = record.size_bytes;
     let file = folder.create(record).map_err(failed)?;
@@ -439,7 +433,7 @@ fn copy_into(
     });
     match copied {
         Ok(()) => Ok(wanted),
-        Err(_) if control.wanted().is_err() => Err(cancelled(host)),
+        Err(_) if control.wanted().is_err() => Err(cancelled(&host.stopping)),
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Err(Failure::precondition(
             "DISK_UNUSABLE",
             format!("{label}: {error}"),
@@ -497,7 +491,7 @@ async fn make_qcow2(
     };
     tokio::select! {
         made = image::run(host, task) => made?,
-        () = control.cancel().cancelled() => return Err(cancelled(host)),
+        () = control.cancel().cancelled() => return Err(cancelled(&host.stopping)),
         () = watch_growth(host, &own, record.size_bytes, control), if full => {}
     }
     let syncing = host.pools.bulk.run(&[folder.root()], move || folder.sync(&own));

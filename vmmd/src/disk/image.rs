@@ -1,14 +1,11 @@
-//! `vmm-image` on the images of disks: what makes or changes one is done by a child without rights ([`helper`]).
+//! `vmm-image` on the images of disks: what makes or changes one a child without rights does ([`vmmd_host::image_process`]).
 
 use std::{os::fd::OwnedFd, sync::Arc, time::Duration};
 
-use vmmd_host::{failure::Failure, sys::clone::FIRST_FD};
+use vmmd_host::{failure::Failure, image_process::Job, sys::clone::FIRST_FD};
 use vmmd_spec::disk::{Format, Preallocation};
 
-use crate::{
-    helper::{self, Job},
-    host::Host,
-};
+use crate::host::Host;
 
 /// How long work on tables may take.
 const DEADLINE: Duration = Duration::from_secs(60);
@@ -74,5 +71,5 @@ pub async fn run(host: &Arc<Host>, task: Task) -> Result<(), Failure> {
         fds: std::iter::once(task.image).chain(backing).collect(),
         deadline,
     };
-    helper::run(host, job, |_| {}).await.map(drop)
+    host.image_processes.run(job, |_| {}).await.map(drop)
 }

@@ -30,7 +30,6 @@ use vmmd_api::v1;
 
 pub use copy::{copy, extent};
 pub use create::{create, take_in};
-pub use operation::{Control, cancelled, follow};
 pub use resize::{Growing, block_device, grow, grow_record, note, reserve_growth, shrink_refused};
 pub use update::update;
 

@@ -1,12 +1,9 @@
 //! Operations of disks: begun, followed, ended early.
 
-use std::{io, pin::pin};
-
-use tokio_util::sync::CancellationToken;
-use vmmd_host::failure::{Failure, Kind};
+use vmmd_host::failure::Failure;
 use vmmd_objects::{
     context::Context,
-    operation::{Handle, Progress, Reporter, Type},
+    operation::{Handle, Type},
 };
 use vmmd_store::DiskRecord;
 
@@ -21,95 +18,4 @@ pub fn begin(host: &Host, what: Type, record: &DiskRecord, context: &Context) ->
         return Err(failure);
     }
     Ok(handle)
-}
-
-/// Cancel signal and progress reports of blocking work.
-#[derive(Clone, Debug, Default)]
-pub struct Control {
-    cancel: CancellationToken,
-    /// Reporter of the operation; without one there are no progress reports.
-    reporter: Option<Reporter>,
-    /// It says nothing of numbers of bytes.
-    silent: bool,
-}
-
-impl Control {
-    /// One for a part of the work that says nothing of numbers of bytes.
-    pub fn silent(&self) -> Self {
-        Self {
-            silent: true,
-            ..self.clone()
-        }
-    }
-
-    /// Is cancelled when the work is not wanted any more.
-    pub fn cancel(&self) -> &CancellationToken {
-        &self.cancel
-    }
-
-    /// Notes how far the work is, in bytes.
-    pub fn progress(&self, done: u64, total: u64) {
-        if let Some(reporter) = self.reporter.as_ref().filter(|_| !self.silent) {
-            reporter.advance(Progress::bytes(done, total));
-        }
-    }
-
-    /// Shows the present step of the work.
-    pub fn say(&self, message: &str) {
-        if let Some(reporter) = &self.reporter {
-            reporter.say(message);
-        }
-    }
-
-    /// An error when the work is not wanted any more.
-    pub fn wanted(&self) -> io::Result<()> {
-        match self.cancel.is_cancelled() {
-            true => Err(io::Error::new(io::ErrorKind::Interrupted, "cancelled")),
-            false => Ok(()),
-        }
-    }
-}
-
-/// Runs the work of an operation. The work reports progress to the operation. A cancel of the
-/// operation, or the end of the daemon, cancels the work. Cancelled work must end on its own.
-pub async fn follow<T, F: Future<Output = T>>(
-    host: &Host,
-    handle: &Handle,
-    message: &str,
-    work: impl FnOnce(Control) -> F,
-) -> T {
-    let cancel = host.stopping.child_token();
-    handle.progress(Progress::bytes(0, 0), message);
-    let control = Control {
-        cancel: cancel.clone(),
-        reporter: Some(handle.reporter()),
-        silent: false,
-    };
-    let mut work = pin!(work(control));
-    tokio::select! {
-        result = &mut work => return result,
-        () = handle.token().cancelled() => cancel.cancel(),
-    }
-    work.await
-}
-
-/// Why work has ended that was not wanted any more.
-pub fn cancelled(host: &Host) -> Failure {
-    if host.stopping.is_cancelled() {
-        return Failure::stopping();
-    }
-    Failure::new(Kind::Aborted, "CANCELLED", "the operation was cancelled")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn work_ends_when_it_is_not_wanted() {
-        let control = Control::default();
-        assert!(control.wanted().is_ok());
-        control.cancel().cancel();
-        assert_eq!(control.wanted().unwrap_err().kind(), io::ErrorKind::Interrupted);
-    }
 }

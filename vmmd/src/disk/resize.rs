@@ -10,7 +10,7 @@ use vmmd_host::{
 };
 use vmmd_objects::{
     context::Context,
-    operation::{Pending, Type},
+    operation::{Control, Pending, Type, cancelled, follow},
 };
 use vmmd_spec::{
     Violations,
@@ -19,12 +19,7 @@ use vmmd_spec::{
 use vmmd_store::DiskRecord;
 use vmmd_store::store_failure;
 
-use super::{
-    create::reserve,
-    image,
-    operation::{self, Control, cancelled, follow},
-    room, tell,
-};
+use super::{create::reserve, image, operation, room, tell};
 use crate::{
     files::{self, Locks, Use},
     host::Host,
@@ -107,7 +102,7 @@ pub fn begin(host: &Arc<Host>, record: DiskRecord, size: u64, context: &Context)
     let (host, context) = (Arc::clone(host), context.clone());
     tokio::spawn(async move {
         let message = format!("making the disk larger, {size} bytes");
-        let growing = follow(&host, &handle, &message, |control| {
+        let growing = follow(&host.stopping, &handle, &message, |control| {
             grow_wherever(&host, &record, size, &context, control)
         });
         let grown = growing.await;
@@ -276,7 +271,7 @@ pub async fn grow(host: &Arc<Host>, growing: Growing, size: u64, control: Contro
     // Its tables are written at once, and it can be used whenever it is ended.
     tokio::select! {
         done = image::run(host, task) => done?,
-        () = control.cancel().cancelled() => return Err(cancelled(host)),
+        () = control.cancel().cancelled() => return Err(cancelled(&host.stopping)),
     }
     Ok(size)
 }
@@ -344,7 +339,7 @@ fn grow_raw(host: &Host, growing: &Growing, size: u64, control: &Control) -> Res
         let _ = file.set_len(present);
         return Err(match control.wanted() {
             Ok(()) => failed(error),
-            Err(_) => cancelled(host),
+            Err(_) => cancelled(&host.stopping),
         });
     }
     file.set_len(size)

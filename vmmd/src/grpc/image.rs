@@ -6,6 +6,10 @@ use std::sync::Arc;
 
 use tonic::{Request, Response, Status, Streaming};
 use vmmd_api::v1::{self, image_service_server::ImageService};
+use vmmd_images::{
+    self as image,
+    registry::{ImageKind, Seen},
+};
 use vmmd_objects::{
     context::{Context, Initiator},
     registry::{Kind as _, Record as _},
@@ -19,8 +23,6 @@ use super::{
 use crate::{
     auth::{Caller, Role},
     host::Host,
-    image,
-    registry::images::{ImageKind, Seen},
 };
 
 /// The service.

@@ -9,11 +9,14 @@ use std::{
 
 use uuid::Uuid;
 use vmmd_api::v1::DiskFormat;
-use vmmd_host::failure::{Failure, Kind, file_failed};
+use vmmd_host::{
+    dirs::private_dir,
+    failure::{Failure, Kind, file_failed},
+};
 use vmmd_spec::disk::Format;
 use vmmd_store::DiskRecord;
 
-use super::{private_dir, sidecar::Sidecar};
+use super::sidecar::Sidecar;
 
 /// Most images below an overlay. Each costs a descriptor in each message that names the disk.
 pub const fn backing_limit() -> usize {
@@ -48,7 +51,7 @@ impl Folder {
     /// The content of the image that a disk is an overlay of.
     pub fn image(&self, record: &DiskRecord) -> PathBuf {
         let state_dir = self.0.parent().unwrap_or(&self.0);
-        super::image::Folder::of(state_dir).content(&record.image_digest)
+        vmmd_images::folder::Folder::of(state_dir).content(&record.image_digest)
     }
 
     /// Creates the folder if it does not exist.

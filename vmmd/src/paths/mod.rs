@@ -1,17 +1,15 @@
 //! Where a VM's files are. Everything else about them is elsewhere.
 
 pub mod disk;
-pub mod image;
 pub mod sidecar;
 
 use std::{
-    fs::{self, DirBuilder},
-    io,
-    os::unix::fs::DirBuilderExt,
+    fs, io,
     path::{Path, PathBuf},
 };
 
 use uuid::Uuid;
+use vmmd_host::dirs::private_dir;
 
 use crate::config::Config;
 
@@ -138,11 +136,6 @@ impl LogDir {
     pub fn remove(&self) -> io::Result<()> {
         remove_dir(&self.0)
     }
-}
-
-/// Makes a directory that only root can enter, and its parents; it may exist.
-pub fn private_dir(dir: &Path) -> io::Result<()> {
-    DirBuilder::new().recursive(true).mode(0o700).create(dir)
 }
 
 /// VMs that have a directory below `dir`'s `vms`.

@@ -6,7 +6,6 @@ pub mod aborts;
 pub mod clients;
 pub mod consoles;
 pub mod disks;
-pub mod images;
 pub mod node;
 pub mod screens;
 pub mod snapshots;

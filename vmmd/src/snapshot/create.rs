@@ -17,7 +17,7 @@ use vmmd_host::{
 use vmmd_objects::{
     context::Context,
     event::Object,
-    operation::{Progress, Type},
+    operation::{Control, Progress, Type},
 };
 use vmmd_spec::{Violations, metadata};
 use vmmd_store::store_failure;
@@ -26,7 +26,6 @@ use vmmd_store::{InstanceRecord, SnapshotRecord, SnapshotStage};
 use super::{blocking, describe, disks, end, failed, retention};
 use crate::{
     control::Client,
-    disk,
     files::Locks,
     host::Host,
     registry::vms::command::{Command, Purpose, Quiet},
@@ -321,7 +320,7 @@ async fn make(
         }
         None => {
             drop(file);
-            let control = disk::Control::default();
+            let control = Control::default();
             let mut copying = pin!(copy_disks(host, record, images, &control));
             let copied = tokio::select! {
                 copied = &mut copying => copied,
@@ -404,7 +403,7 @@ async fn save(
             Some(Err(failure)) => Err(failure),
             Some(Ok(_)) => Err(did_not_wait()),
             None => {
-                let control = disk::Control::default();
+                let control = Control::default();
                 let copied = tokio::select! {
                     copied = copy_disks(host, record, images, &control) => copied,
                     // The guest may write again.
@@ -462,7 +461,7 @@ async fn copy_disks(
     host: &Arc<Host>,
     record: &SnapshotRecord,
     images: Arc<disks::Images>,
-    control: &disk::Control,
+    control: &Control,
 ) -> Result<(), Failure> {
     let _with_this = control.cancel().clone().drop_guard();
     let (of, control) = (record.clone(), control.clone());

@@ -9,6 +9,7 @@ use rustix::fs::ioctl_ficlone;
 use uuid::Uuid;
 use vmmd_api::v1;
 use vmmd_host::{failure::Failure, text};
+use vmmd_objects::operation::Control;
 use vmmd_spec::{
     disk::{Cache, Disk, Format},
     name::Name,
@@ -148,7 +149,7 @@ pub fn copy(
     folder: &Folder,
     record: &SnapshotRecord,
     images: &Images,
-    control: &disk::Control,
+    control: &Control,
 ) -> Result<(), Failure> {
     for (number, image) in images.0.iter().enumerate() {
         let copied = (|| {

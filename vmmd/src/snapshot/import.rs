@@ -10,6 +10,7 @@ use vmmd_host::{
     failure::{Failure, Kind},
     text,
 };
+use vmmd_images::{has_room, room};
 use vmmd_objects::{
     context::Context,
     event::Object,
@@ -26,10 +27,7 @@ use super::{
     described::Described,
     disks, end, failed,
 };
-use crate::{
-    host::Host,
-    image::{has_room, room},
-};
+use crate::host::Host;
 
 /// Longest file of an archive in bytes: a disk of the largest size with the tables of its image.
 const MAX_FILE: u64 = MAX_SIZE + (MAX_SIZE >> 6);

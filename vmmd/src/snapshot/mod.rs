@@ -48,6 +48,7 @@ pub use import::import;
 pub use restore::restore;
 
 use vmmd_host::{
+    dirs::private_dir,
     failure::{Failure, file_failed},
     text,
 };
@@ -60,7 +61,7 @@ use vmmd_objects::{
 use vmmd_store::store_failure;
 use vmmd_store::{Key, RequestRecord, SnapshotRecord, SnapshotStage};
 
-use crate::{host::Host, paths::private_dir};
+use crate::host::Host;
 
 /// `<state_dir>/snapshots`, for root only. Blocking.
 #[derive(Clone, Debug)]

@@ -18,6 +18,7 @@
 //! object takes the handles ([`Operations::left`]) and either continues the work or ends the
 //! operations according to the state that it finds. The rest fails.
 
+mod control;
 mod kind;
 mod progress;
 mod registry;
@@ -38,6 +39,7 @@ use vmmd_api::{
 
 use self::registry::Shared;
 pub use self::{
+    control::{Control, cancelled, follow},
     kind::Type,
     progress::Progress,
     registry::{Change, Position},

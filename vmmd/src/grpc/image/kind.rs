@@ -6,7 +6,9 @@ use vmmd_api::v1::{self, ObjectMetadata, WatchEventType};
 use vmmd_host::failure::Failure;
 use vmmd_objects::registry::{Record as _, Registry, Seen};
 
-use crate::{grpc::objects::Served, host::Host, image::describe, registry::images::ImageKind};
+use vmmd_images::{describe, registry::ImageKind};
+
+use crate::{grpc::objects::Served, host::Host};
 
 impl Served for ImageKind {
     type Object = v1::Image;

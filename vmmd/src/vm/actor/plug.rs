@@ -12,12 +12,13 @@ use vmmd_host::{
     failure::{Failure, Kind},
     ledger::FileId,
 };
+use vmmd_objects::operation::Control;
 use vmmd_spec::disk::{Disk, Format, RateLimit, Source};
 use vmmd_store::Hardware;
 
 use crate::{
     control::{self, Client},
-    disk::{self, Control},
+    disk,
     files::{self, Known, Locks},
     host::Host,
     registry::vms::command::Reply,

@@ -11,7 +11,7 @@ use std::{
 
 use serde::Deserialize;
 use tokio::task::spawn_blocking;
-use vmmd_host::{failure::Failure, sys::clone::FIRST_FD};
+use vmmd_host::{failure::Failure, image_process::Job, sys::clone::FIRST_FD};
 use vmmd_spec::{
     disk::Format,
     vm::{Boot, MAX_CMDLINE, VmSpec},
@@ -20,7 +20,6 @@ use vmmd_spec::{
 use super::failures::failed;
 use crate::{
     files::{Files, OpenDisk},
-    helper::{self, Job},
     host::Host,
 };
 
@@ -69,7 +68,9 @@ pub(super) async fn find(
     let job = sources
         .job(opened, block, &kernel, &initrd)
         .map_err(|error| internal(&error))?;
-    let said = helper::run(host, job, |_| ())
+    let said = host
+        .image_processes
+        .run(job, |_| ())
         .await
         .map_err(|failure| match failure.reason {
             "IMAGE_UNUSABLE" => {

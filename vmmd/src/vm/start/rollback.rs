@@ -37,6 +37,7 @@ use vmmd_host::{
     fault,
     roots::{self, Within},
 };
+use vmmd_objects::operation::Control;
 use vmmd_spec::vm::VmSpec;
 use vmmd_store::store_failure;
 use vmmd_store::{ReplacedImage, ReplacingRecord, VmRecord};
@@ -96,7 +97,7 @@ pub(super) async fn prepare(
     if !written.map_err(store_failure)? {
         return Err(cancelled(&plan.record.name));
     }
-    let control = disk::Control::default();
+    let control = Control::default();
     let _with_this = control.cancel().clone().drop_guard();
     let (of, spec) = (Arc::clone(host), plan.spec.clone());
     let copying = blocking(move || {
@@ -177,7 +178,7 @@ fn copy(
     spec: &VmSpec,
     of: &Replacement,
     checked: &mut Checked,
-    control: &disk::Control,
+    control: &Control,
 ) -> Result<(), Failure> {
     let (Some(disk), Some(opened)) = (spec.disks.get(of.index), checked.files.disks.get_mut(of.index)) else {
         return Err(Failure::internal("the snapshot has a disk that its VM has not"));
@@ -207,7 +208,7 @@ fn copy(
     Ok(())
 }
 
-fn copy_beside(of: &Replacement, image: &OwnedFd, control: &disk::Control) -> io::Result<File> {
+fn copy_beside(of: &Replacement, image: &OwnedFd, control: &Control) -> io::Result<File> {
     let Replacement { folder, new, .. } = of;
     // Removes the copy of an earlier attempt whose daemon was killed.
     match unlinkat(folder, new, AtFlags::empty()) {

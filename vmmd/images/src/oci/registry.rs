@@ -10,6 +10,7 @@ use serde::Deserialize;
 use sha2::{Digest as _, Sha256};
 use tokio::time::timeout;
 use vmmd_host::failure::{Failure, Kind, file_failed};
+use vmmd_objects::operation::Control;
 use vmmd_spec::{image::checksum_text, oci::Reference};
 use vmmd_store::{RegistryCredentials, SourceVersion};
 
@@ -18,16 +19,13 @@ use super::{
     challenge::{Challenge, UNAUTHORIZED, token_address},
     manifest, not_found,
 };
-use crate::config::ImportRules as Rules;
 use crate::{
-    disk::Control,
-    host::Host,
-    image::{
-        digest::Checksum,
-        fetch::{self, Blob, Download, Downloaded},
-        import::has_room,
-        reach::Reach,
-    },
+    Ports,
+    digest::Checksum,
+    fetch::{self, Blob, Download, Downloaded},
+    import::has_room,
+    reach::Reach,
+    rules::ImportRules as Rules,
 };
 
 /// How long a document or a token may take to come.
@@ -100,9 +98,9 @@ impl Registry {
     }
 
     /// A document and its digest.
-    pub async fn document(
+    pub async fn document<H: Ports>(
         &mut self,
-        host: &Arc<Host>,
+        host: &Arc<H>,
         target: &Target,
         control: &Control,
     ) -> Result<(Vec<u8>, [u8; 32]), Failure> {
@@ -115,8 +113,8 @@ impl Registry {
             },
         };
         let failed = |error| file_failed("read the manifest of the image", &error);
-        let folder = host.image_folder();
-        let opening = host.pools.bulk.run(&[folder.root()], move || folder.scratch());
+        let folder = host.folder();
+        let opening = host.pools().bulk.run(&[folder.root()], move || folder.scratch());
         let file = opening.await?.map_err(failed)?;
         self.document_into(file, &path, control).await
     }

@@ -11,18 +11,15 @@ use vmmd_api::v1;
 use vmmd_host::{
     failure::{Failure, Kind, file_failed},
     fault,
-    roots::Within,
+    image_process::Job,
     sys::clone::FIRST_FD,
     text,
 };
 use vmmd_objects::{
     context::Context,
-    operation::{Begun, Handle, Progress, Type},
+    operation::{Begun, Control, Handle, Progress, Type, cancelled, follow},
 };
-use vmmd_spec::{
-    disk::Cache,
-    image::{NewImage, Source as NewSource, checksum_text},
-};
+use vmmd_spec::image::{NewImage, Source as NewSource, checksum_text};
 use vmmd_store::store_failure;
 use vmmd_store::{
     ImageRecord, ImageSource, ImageStage, OciLayoutSource, OciSource, RegistryCredentials,
@@ -37,12 +34,7 @@ use super::{
     reach::Reach,
     tell,
 };
-use crate::{
-    disk::{self, Control, follow},
-    files::{self, Use},
-    helper::{self, Job},
-    host::Host,
-};
+use crate::Ports;
 
 /// How long it may take to make a raw image of a file.
 const DEADLINE: Duration = Duration::from_secs(4 * 3600);
@@ -50,21 +42,21 @@ const DEADLINE: Duration = Duration::from_secs(4 * 3600);
 pub const WHOLE_DEADLINE: Duration = Duration::from_secs(24 * 3600);
 
 /// Begins to make the image that is asked for. The operation leaves nothing when it fails or is cancelled.
-pub async fn import(
-    host: &Arc<Host>,
+pub async fn import<H: Ports>(
+    host: &Arc<H>,
     request: &v1::ImportImageRequest,
     context: &Context,
     for_tenant: bool,
 ) -> Result<Begun, Failure> {
-    if let Some(uid) = host.requests.made(context, "ImportImage")
-        && let Some(seen) = host.images.registry.find(&uid)
+    if let Some(uid) = host.requests().made(context, "ImportImage")
+        && let Some(seen) = host.images().registry.find(&uid)
     {
-        let pending = host.images.import_of(&seen.record.uid);
+        let pending = host.images().import_of(&seen.record.uid);
         return Ok(Begun { uid, pending });
     }
     let mut new = NewImage::imported(request.image.as_ref(), "image")?;
     if for_tenant {
-        new.max_size = new.max_size.min(host.config.images.agent_max_bytes);
+        new.max_size = new.max_size.min(host.rules().agent_max_bytes);
     }
     let (record, handle) = begin(host, &new, context, for_tenant).await?;
     let begun = Begun {
@@ -76,13 +68,13 @@ pub async fn import(
 }
 
 /// Notes an image that is to be made, and the operation that makes it.
-pub async fn begin(
-    host: &Arc<Host>,
+pub async fn begin<H: Ports>(
+    host: &Arc<H>,
     new: &NewImage,
     context: &Context,
     for_tenant: bool,
 ) -> Result<(ImageRecord, Handle), Failure> {
-    host.images.check_imports(&context.initiator.to_string())?;
+    host.images().check_imports(&context.initiator.to_string())?;
     let now = text::now_ms();
     let source = match &new.source {
         NewSource::Url(url) => Some(Source::Url(url.clone())),
@@ -105,7 +97,7 @@ pub async fn begin(
     };
     let uid = Uuid::new_v4().as_bytes().to_vec();
     let sealed_credentials = sealed(host, &uid, new)?;
-    let record = host.images.reserve(ImageRecord {
+    let record = host.images().reserve(ImageRecord {
         uid,
         sealed_credentials,
         name: new.name.to_string(),
@@ -119,16 +111,16 @@ pub async fn begin(
         max_size: new.max_size,
         for_tenant,
         stage: ImageStage::Importing.into(),
-        begun: host.requests.mark(context).into_iter().collect(),
+        begun: host.requests().mark(context).into_iter().collect(),
         ..ImageRecord::default()
     })?;
-    let deadline = fault::patience(&host.config.run_dir, "import-patience", WHOLE_DEADLINE);
-    let operations = &host.operations;
+    let deadline = fault::patience(host.run_dir(), "import-patience", WHOLE_DEADLINE);
+    let operations = &host.operations();
     let handle = operations.begin(Type::ImageImport, &object(&record), context, Some(deadline));
-    host.images.begin(&record.name, handle.pending());
-    if let Err(error) = host.store.put_image(&record, Vec::new()).await {
-        let tombstone = host.images.registry.bury(&record);
-        host.images.registry.forget(&record.uid, tombstone);
+    host.images().begin(&record.name, handle.pending());
+    if let Err(error) = host.store().put_image(&record, Vec::new()).await {
+        let tombstone = host.images().registry.bury(&record);
+        host.images().registry.forget(&record.uid, tombstone);
         let failure = store_failure(error);
         handle.fail(&failure);
         return Err(failure);
@@ -137,7 +129,7 @@ pub async fn begin(
 }
 
 /// Encrypts the request's registry credentials for the record. A restarted daemon needs them too.
-fn sealed(host: &Host, uid: &[u8], new: &NewImage) -> Result<Vec<u8>, Failure> {
+fn sealed<H: Ports>(host: &Arc<H>, uid: &[u8], new: &NewImage) -> Result<Vec<u8>, Failure> {
     let NewSource::Oci(oci) = &new.source else {
         return Ok(Vec::new());
     };
@@ -148,14 +140,14 @@ fn sealed(host: &Host, uid: &[u8], new: &NewImage) -> Result<Vec<u8>, Failure> {
         username: given.username.clone(),
         password: given.password.clone(),
     };
-    host.store
+    host.store()
         .seal(uid, credentials.encode_to_vec())
         .map_err(store_failure)
 }
 
 /// Makes an image whose file comes from elsewhere.
-pub async fn carry_out(host: Arc<Host>, mut record: ImageRecord, handle: Handle) {
-    let making = follow(&host, &handle, "waiting for the file", |control| {
+pub async fn carry_out<H: Ports>(host: Arc<H>, mut record: ImageRecord, handle: Handle) {
+    let making = follow(host.stopping(), &handle, "waiting for the file", |control| {
         make(&host, &mut record, &handle, control)
     });
     let made = making.await;
@@ -163,33 +155,36 @@ pub async fn carry_out(host: Arc<Host>, mut record: ImageRecord, handle: Handle)
 }
 
 /// Makes an image of the file that an upload has left.
-pub async fn finish_upload(host: Arc<Host>, mut record: ImageRecord, handle: Handle) {
-    let making = follow(&host, &handle, "making the image", |control| {
+pub async fn finish_upload<H: Ports>(host: Arc<H>, mut record: ImageRecord, handle: Handle) {
+    let making = follow(host.stopping(), &handle, "making the image", |control| {
         uploaded(&host, &mut record, &handle, control)
     });
     let made = making.await;
     end(&host, record, handle, made).await;
 }
 
-async fn uploaded(
-    host: &Arc<Host>,
+async fn uploaded<H: Ports>(
+    host: &Arc<H>,
     record: &mut ImageRecord,
     handle: &Handle,
     control: Control,
 ) -> Result<(), Failure> {
-    let folder = host.image_folder();
+    let folder = host.folder();
     let source = folder.source(record);
-    let opened = host.pools.bulk.run(&[folder.root()], move || File::open(source));
+    let opened = host
+        .pools()
+        .bulk
+        .run(&[folder.root()], move || File::open(source));
     let source = opened.await?.map_err(|error| failed(&error))?;
     check(record)?;
     convert(host, record, source.into(), &[], handle, &control).await
 }
 
 /// Ends an import. When the daemon stops, the downloaded data stays for the next daemon.
-pub async fn end(host: &Arc<Host>, record: ImageRecord, handle: Handle, made: Result<(), Failure>) {
+pub async fn end<H: Ports>(host: &Arc<H>, record: ImageRecord, handle: Handle, made: Result<(), Failure>) {
     let made = match made {
         Ok(()) if handle.commit() => place(host, record.clone()).await,
-        Ok(()) => Err(disk::cancelled(host)),
+        Ok(()) => Err(cancelled(host.stopping())),
         Err(failure) => Err(failure),
     };
     match made {
@@ -197,7 +192,7 @@ pub async fn end(host: &Arc<Host>, record: ImageRecord, handle: Handle, made: Re
             tell(host, &record, "ImageImported", &message);
             handle.complete(message);
         }
-        Err(_) if host.stopping.is_cancelled() && handle.cause().is_none() && record.source.is_some() => {
+        Err(_) if host.stopping().is_cancelled() && handle.cause().is_none() && record.source.is_some() => {
             handle.leave();
         }
         Err(failure) => {
@@ -210,8 +205,8 @@ pub async fn end(host: &Arc<Host>, record: ImageRecord, handle: Handle, made: Re
     }
 }
 
-async fn make(
-    host: &Arc<Host>,
+async fn make<H: Ports>(
+    host: &Arc<H>,
     record: &mut ImageRecord,
     handle: &Handle,
     control: Control,
@@ -248,22 +243,22 @@ fn failed(error: &io::Error) -> Failure {
     file_failed("make the image", error)
 }
 
-async fn download(
-    host: &Arc<Host>,
+async fn download<H: Ports>(
+    host: &Arc<H>,
     record: &mut ImageRecord,
     url: &str,
     control: &Control,
 ) -> Result<File, Failure> {
-    let folder = host.image_folder();
+    let folder = host.folder();
     let (of, path) = (folder.clone(), folder.source(record));
     let opened = host
-        .pools
+        .pools()
         .bulk
         .run(&[folder.root()], move || of.open(&path, false));
     let file = opened.await?.map_err(|error| failed(&error))?;
     let address = Url::parse(url).map_err(|error| Failure::field("image.spec.url", error))?;
     let given = address.host_str().unwrap_or_default();
-    let reach = Reach::new(&host.config.images, given, !record.for_tenant);
+    let reach = Reach::new(host.rules(), given, !record.for_tenant);
     reach.check(&address)?;
     let download = Download {
         client: reach.client()?,
@@ -285,7 +280,7 @@ async fn download(
         record.source_version = Some(version);
         let (host, record) = (Arc::clone(host), record.clone());
         async move {
-            let written = host.store.put_image(&record, Vec::new()).await;
+            let written = host.store().put_image(&record, Vec::new()).await;
             written.map_err(store_failure)
         }
     });
@@ -308,11 +303,11 @@ pub fn room(file: &File) -> io::Result<u64> {
     let stat = rustix::fs::fstatvfs(file)?;
     let all = stat.f_blocks.saturating_mul(stat.f_frsize);
     let free = stat.f_bavail.saturating_mul(stat.f_frsize);
-    Ok(free.saturating_sub(crate::paths::image::keep_free(all)))
+    Ok(free.saturating_sub(crate::folder::keep_free(all)))
 }
 
-async fn open(
-    host: &Arc<Host>,
+async fn open<H: Ports>(
+    host: &Arc<H>,
     record: &mut ImageRecord,
     path: &str,
     handle: &Handle,
@@ -320,27 +315,26 @@ async fn open(
 ) -> Result<OwnedFd, Failure> {
     let (of, path) = (Arc::clone(host), Path::new(path).to_owned());
     let beneath = [path.clone()];
-    let opened = host.pools.bulk.run(&beneath, move || {
+    let opened = host.pools().bulk.run(&beneath, move || {
         let label = format!("path: \"{}\"", path.display());
-        let within = Within::Roots(&of.config.roots.disks);
-        files::open_image_file(&label, &path, within, Cache::Writeback, Use::Read)
+        of.open_source(&label, &path)
     });
     let opened = opened.await??;
     record.source_bytes = opened.size;
     if record.checksum.is_empty() {
-        return Ok(opened.fd);
+        return Ok(opened.file.into());
     }
     handle.progress(Progress::bytes(0, 0), "checking the file");
-    let file = opened.fd.try_clone().map_err(|error| failed(&error))?;
+    let file = opened.file.try_clone().map_err(|error| failed(&error))?;
     let (control, hash) = (control.clone(), Checksum::like(&record.checksum));
     let hashing = host
-        .pools
+        .pools()
         .bulk
-        .run(&[], move || digest::of_file(&file.into(), hash, &control));
+        .run(&[], move || digest::of_file(&file, hash, &control));
     let (checksum, bytes) = hashing.await?.map_err(|error| failed(&error))?;
     record.source_checksum = checksum;
     record.source_bytes = bytes;
-    Ok(opened.fd)
+    Ok(opened.file.into())
 }
 
 /// Refuses a file that is not the one that was wanted.
@@ -374,8 +368,8 @@ struct Step {
 }
 
 /// Makes the raw image, and finds out what names its content. With `layers`, the source has layers of these lengths.
-async fn convert(
-    host: &Arc<Host>,
+async fn convert<H: Ports>(
+    host: &Arc<H>,
     record: &mut ImageRecord,
     source: OwnedFd,
     layers: &[u64],
@@ -384,13 +378,13 @@ async fn convert(
 ) -> Result<(), Failure> {
     handle.progress(Progress::bytes(0, 0), "waiting for other images to be made");
     let _turn = tokio::select! {
-        turn = host.images.turn() => turn,
-        () = control.cancel().cancelled() => return Err(disk::cancelled(host)),
+        turn = host.images().turn() => turn,
+        () = control.cancel().cancelled() => return Err(cancelled(host.stopping())),
     };
     handle.progress(Progress::bytes(0, 0), "making the image");
-    let folder = host.image_folder();
+    let folder = host.folder();
     let (of, path) = (folder.clone(), folder.new_image(record));
-    let opening = host.pools.bulk.run(&[folder.root()], move || {
+    let opening = host.pools().bulk.run(&[folder.root()], move || {
         let (keep_free, free) = of.room()?;
         if free <= keep_free {
             return Err(io::ErrorKind::StorageFull.into());
@@ -413,17 +407,17 @@ async fn convert(
         .flat_map(|(option, value)| [option.to_owned(), value.to_string()])
         .collect(),
         fds: vec![source, target.into(), scratch.into()],
-        deadline: fault::patience(&host.config.run_dir, "conversion-patience", DEADLINE),
+        deadline: fault::patience(host.run_dir(), "conversion-patience", DEADLINE),
     };
     let reporter = control.clone();
-    let running = helper::run(host, job, move |line| {
+    let running = host.image_processes().run(job, move |line| {
         if let Ok(step) = serde_json::from_str::<Step>(line) {
             reporter.progress(step.done, step.total);
         }
     });
     let last = tokio::select! {
         last = running => last?,
-        () = control.cancel().cancelled() => return Err(disk::cancelled(host)),
+        () = control.cancel().cancelled() => return Err(cancelled(host.stopping())),
     };
     let found: Found = serde_json::from_str(&last).map_err(|error| {
         Failure::internal(format!("`vmm-image import` said something unexpected: {error}"))
@@ -442,7 +436,12 @@ async fn convert(
 }
 
 /// Brings the image to stable storage, and makes the digest of its content meanwhile.
-async fn content(host: &Arc<Host>, image: File, size: u64, control: &Control) -> Result<[u8; 32], Failure> {
+async fn content<H: Ports>(
+    host: &Arc<H>,
+    image: File,
+    size: u64,
+    control: &Control,
+) -> Result<[u8; 32], Failure> {
     let image = Arc::new(image);
     let looked_at = Arc::clone(&image);
     let length = on_disk(host, move || Ok(looked_at.metadata()?.len())).await?;
@@ -469,13 +468,13 @@ async fn content(host: &Arc<Host>, image: File, size: u64, control: &Control) ->
 }
 
 /// Begins work on the file of an image, beside other work on it.
-fn on_disk<T: Send + 'static, W: FnOnce() -> io::Result<T> + Send + 'static>(
-    host: &Arc<Host>,
+fn on_disk<H: Ports, T: Send + 'static, W: FnOnce() -> io::Result<T> + Send + 'static>(
+    host: &Arc<H>,
     work: W,
-) -> impl Future<Output = Result<T, Failure>> + use<T, W> {
+) -> impl Future<Output = Result<T, Failure>> + use<H, T, W> {
     let host = Arc::clone(host);
     let begun = tokio::spawn(async move {
-        let done = host.pools.bulk.run(&[host.image_folder().root()], work).await?;
+        let done = host.pools().bulk.run(&[host.folder().root()], work).await?;
         done.map_err(|error| failed(&error))
     });
     async {
@@ -487,14 +486,14 @@ fn on_disk<T: Send + 'static, W: FnOnce() -> io::Result<T> + Send + 'static>(
 
 /// Moves the image to its final path and durably marks it as ready. Returns the message for the
 /// operation.
-async fn place(host: &Arc<Host>, mut record: ImageRecord) -> Result<String, Failure> {
-    let folder = host.image_folder();
-    let names = host.images.names().await;
-    let shared = host.images.is_shared(&record);
+async fn place<H: Ports>(host: &Arc<H>, mut record: ImageRecord) -> Result<String, Failure> {
+    let folder = host.folder();
+    let names = host.images().names().await;
+    let shared = host.images().is_shared(&record);
     record.stage = ImageStage::Ready.into();
     record.stage_ms = text::now_ms();
     let (of, moved) = (folder.clone(), record.clone());
-    let placing = host.pools.bulk.run(&[folder.root()], move || {
+    let placing = host.pools().bulk.run(&[folder.root()], move || {
         // Existing content of another image stays unchanged. Missing content is restored.
         if !(shared && of.content(&moved.digest).exists()) {
             of.keep(&moved)?;
@@ -502,11 +501,11 @@ async fn place(host: &Arc<Host>, mut record: ImageRecord) -> Result<String, Fail
         of.clear(&moved, true)
     });
     placing.await?.map_err(|error| failed(&error))?;
-    host.store
+    host.store()
         .put_image(&record, Vec::new())
         .await
         .map_err(store_failure)?;
-    host.images.settle(record.clone());
+    host.images().settle(record.clone());
     drop(names);
     let which = if shared {
         ", which another image has too"
@@ -525,8 +524,8 @@ async fn place(host: &Arc<Host>, mut record: ImageRecord) -> Result<String, Fail
 }
 
 /// A name that is taken: that image, if it was made of the same file.
-pub fn same(host: &Host, new: &NewImage) -> Option<Vec<u8>> {
-    let there = host.images.get(new.name.as_str()).ok()?;
+pub fn same<H: Ports>(host: &Arc<H>, new: &NewImage) -> Option<Vec<u8>> {
+    let there = host.images().get(new.name.as_str()).ok()?;
     let wanted = new.checksum.clone()?;
     (there.source_checksum == wanted).then_some(there.uid)
 }

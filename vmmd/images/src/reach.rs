@@ -11,7 +11,7 @@ use reqwest::{
 use vmmd_host::failure::Failure;
 
 use super::fetch::{REFUSED, words};
-use crate::config::{ImportRules as Rules, Network};
+use crate::rules::{ImportRules as Rules, Network};
 
 /// How long a connection may take to be made.
 const CONNECT: Duration = Duration::from_secs(30);

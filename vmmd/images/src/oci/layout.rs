@@ -9,21 +9,15 @@ use std::{
 };
 
 use sha2::{Digest as _, Sha256};
-use vmmd_host::{
-    failure::{Failure, file_failed},
-    roots::Within,
-};
-use vmmd_spec::{disk::Cache, image::checksum_text, oci::LayoutTarget};
+use vmmd_host::failure::{Failure, file_failed};
+use vmmd_objects::operation::{Control, cancelled};
+use vmmd_spec::{image::checksum_text, oci::LayoutTarget};
 
 use super::{MAX_DOCUMENT, Target, manifest::unusable};
 use crate::{
-    disk::{self, Control},
-    files::{self, OpenFile, Use},
-    host::Host,
-    image::{
-        fetch::{Blob, Downloaded},
-        import::has_room,
-    },
+    Ports, SourceFile,
+    fetch::{Blob, Downloaded},
+    import::has_room,
 };
 
 /// Bytes that are copied at a time.
@@ -57,16 +51,20 @@ impl Layout {
     }
 
     /// A document and its digest.
-    pub async fn document(&self, host: &Arc<Host>, target: &Target) -> Result<(Vec<u8>, [u8; 32]), Failure> {
+    pub async fn document<H: Ports>(
+        &self,
+        host: &Arc<H>,
+        target: &Target,
+    ) -> Result<(Vec<u8>, [u8; 32]), Failure> {
         let path = match target {
             Target::Named => self.path.join("index.json"),
             Target::Manifest(digest) | Target::Blob(digest) => self.blob_path(digest),
         };
         let (of, beneath) = (Arc::clone(host), [path.clone()]);
-        let reading = host.pools.bulk.run(&beneath, move || {
+        let reading = host.pools().bulk.run(&beneath, move || {
             let file = open(&of, &path)?;
             let mut bytes = Vec::new();
-            let read = File::from(file.fd).take(MAX_DOCUMENT + 1).read_to_end(&mut bytes);
+            let read = file.file.take(MAX_DOCUMENT + 1).read_to_end(&mut bytes);
             read.map_err(|error| file_failed("read the folder", &error))?;
             if bytes.len() as u64 > MAX_DOCUMENT {
                 return Err(unusable("a manifest or index of the folder has more than 4 MiB"));
@@ -79,9 +77,9 @@ impl Layout {
 
     /// Copies a blob to its place in a file. The hash is that of the copy, which no other process
     /// can change.
-    pub async fn blob(
+    pub async fn blob<H: Ports>(
         &self,
-        host: &Arc<Host>,
+        host: &Arc<H>,
         digest: &[u8; 32],
         to: &File,
         place: Blob,
@@ -91,9 +89,9 @@ impl Layout {
         let failed = |error: io::Error| file_failed("copy the layers of the image", &error);
         let (of, to, control) = (Arc::clone(host), to.try_clone().map_err(failed)?, control.clone());
         let copying = host
-            .pools
+            .pools()
             .bulk
-            .run(&[path.clone(), host.image_folder().root()], move || {
+            .run(&[path.clone(), host.folder().root()], move || {
                 let file = open(&of, &path)?;
                 if file.size != place.size {
                     let problem = format!(
@@ -102,9 +100,9 @@ impl Layout {
                     );
                     return Err(unusable(&problem));
                 }
-                copy(&File::from(file.fd), &to, place, &control).map_err(|error| match control.wanted() {
+                copy(&file.file, &to, place, &control).map_err(|error| match control.wanted() {
                     Ok(()) => failed(error),
-                    Err(_) => disk::cancelled(&of),
+                    Err(_) => cancelled(of.stopping()),
                 })
             });
         copying.await?
@@ -112,10 +110,9 @@ impl Layout {
 }
 
 /// Opens a file of the folder, which is below the folders that the configuration allows wherever links lead.
-fn open(host: &Host, path: &Path) -> Result<OpenFile, Failure> {
+fn open<H: Ports>(host: &Arc<H>, path: &Path) -> Result<SourceFile, Failure> {
     let label = format!("ociLayout: \"{}\"", path.display());
-    let within = Within::Roots(&host.config.roots.disks);
-    let file = files::open_image_file(&label, path, within, Cache::Writeback, Use::Read)?;
+    let file = host.open_source(&label, path)?;
     match file.block_device {
         true => Err(unusable("its folder has a block device in the place of a file")),
         false => Ok(file),

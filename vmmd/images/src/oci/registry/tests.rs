@@ -3,7 +3,7 @@
 use std::{io::Write as _, net::TcpStream};
 
 use super::*;
-use crate::image::fetch::tests::{Server, Turn};
+use crate::fetch::tests::{Server, Turn};
 
 /// Content of the blob.
 fn content() -> Vec<u8> {

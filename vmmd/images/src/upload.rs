@@ -8,7 +8,7 @@ use vmmd_api::v1::{self, upload_image_request::Message};
 use vmmd_host::failure::{Failure, file_failed};
 use vmmd_objects::{
     context::Context,
-    operation::{Begun, Handle},
+    operation::{Begun, Control, Handle, cancelled, follow},
 };
 use vmmd_spec::image::NewImage;
 use vmmd_store::ImageRecord;
@@ -17,16 +17,13 @@ use super::{
     digest::Checksum,
     import::{begin, cut_off, end, finish_upload, has_room, same},
 };
-use crate::{
-    disk::{self, Control, follow},
-    host::Host,
-};
+use crate::Ports;
 
 /// Bytes that are received before they are written.
 const BATCH: usize = 4 << 20;
 
 /// Receives a file, and begins to make an image of it. When the client goes away before the end, nothing is left.
-pub async fn upload<S>(host: &Arc<Host>, mut stream: S, context: &Context) -> Result<Begun, Failure>
+pub async fn upload<H: Ports, S>(host: &Arc<H>, mut stream: S, context: &Context) -> Result<Begun, Failure>
 where
     S: Stream<Item = Result<v1::UploadImageRequest, Status>> + Unpin + Send,
 {
@@ -50,7 +47,7 @@ where
     let mut guard = Guard(Some((Arc::clone(host), record.clone(), handle)));
     let received = match &guard.0 {
         Some((host, _, handle)) => {
-            let receiving = follow(host, handle, "receiving", |control| {
+            let receiving = follow(host.stopping(), handle, "receiving", |control| {
                 receive(host, &mut record, &mut stream, open.size_bytes, control)
             });
             receiving.await
@@ -72,9 +69,9 @@ where
 }
 
 /// Ends the operation of an upload whose client has gone.
-struct Guard(Option<(Arc<Host>, ImageRecord, Handle)>);
+struct Guard<H: Ports>(Option<(Arc<H>, ImageRecord, Handle)>);
 
-impl Drop for Guard {
+impl<H: Ports> Drop for Guard<H> {
     fn drop(&mut self) {
         if let Some((host, record, handle)) = self.0.take() {
             let gone = Failure::new(
@@ -87,8 +84,8 @@ impl Drop for Guard {
     }
 }
 
-async fn receive<S>(
-    host: &Arc<Host>,
+async fn receive<H: Ports, S>(
+    host: &Arc<H>,
     record: &mut ImageRecord,
     stream: &mut S,
     wanted: u64,
@@ -97,10 +94,10 @@ async fn receive<S>(
 where
     S: Stream<Item = Result<v1::UploadImageRequest, Status>> + Unpin + Send,
 {
-    let folder = host.image_folder();
+    let folder = host.folder();
     let (of, path) = (folder.clone(), folder.source(record));
     let opened = host
-        .pools
+        .pools()
         .bulk
         .run(&[folder.root()], move || of.open(&path, true));
     let file = opened.await?.map_err(|error| failed(&error))?;
@@ -108,7 +105,7 @@ where
     loop {
         let next = tokio::select! {
             next = stream.next() => next,
-            () = control.cancel().cancelled() => return Err(disk::cancelled(host)),
+            () = control.cancel().cancelled() => return Err(cancelled(host.stopping())),
         };
         match next {
             Some(Ok(message)) => match message.message {
@@ -139,15 +136,15 @@ where
     Ok(())
 }
 
-async fn write(
-    host: &Arc<Host>,
+async fn write<H: Ports>(
+    host: &Arc<H>,
     file: &File,
     mut hash: Checksum,
     at: u64,
     data: Vec<u8>,
 ) -> Result<(Checksum, u64), Failure> {
     let file = file.try_clone().map_err(|error| failed(&error))?;
-    let writing = host.pools.bulk.run(&[host.image_folder().root()], move || {
+    let writing = host.pools().bulk.run(&[host.folder().root()], move || {
         if !has_room(&file)? {
             return Err(io::ErrorKind::StorageFull.into());
         }

@@ -2,11 +2,10 @@
 
 use std::{net::IpAddr, str::FromStr};
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize, Serializer};
 
 /// Limits of imports.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-#[cfg_attr(test, derive(serde::Serialize))]
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ImportRules {
     /// Networks that no import connects to: `["10.0.0.0/8", "fd00::/8"]`. Behind a proxy, only an address in the URL is checked. The
@@ -72,9 +71,8 @@ impl TryFrom<String> for Network {
     }
 }
 
-#[cfg(test)]
-impl serde::Serialize for Network {
-    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+impl Serialize for Network {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(&format_args!("{}/{}", self.address, self.prefix))
     }
 }

@@ -19,11 +19,11 @@ use vmmd_host::{
     failure::{Failure, Kind, file_failed},
     text,
 };
+use vmmd_objects::operation::Control;
 use vmmd_store::SourceVersion;
 
 use self::version::{Part, version_of};
 use super::digest::Checksum;
-use crate::disk::Control;
 
 /// Most tries in a row that do not bring the file further.
 const TRIES: u32 = 8;

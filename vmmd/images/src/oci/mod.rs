@@ -23,7 +23,7 @@ use std::{fs::File, sync::Arc};
 
 use prost::Message as _;
 use vmmd_host::failure::{Failure, Kind, file_failed};
-use vmmd_objects::operation::{Handle, Progress};
+use vmmd_objects::operation::{Control, Handle, Progress};
 use vmmd_spec::{
     image::checksum_text,
     oci::{Platform, Reference},
@@ -37,7 +37,7 @@ use self::{
     registry::Registry,
 };
 use super::fetch::Downloaded;
-use crate::{disk::Control, host::Host};
+use crate::Ports;
 
 /// Documents that lead to a manifest at most: an index of a folder, an index of platforms, the manifest.
 const MOST_STEPS: usize = 3;
@@ -74,9 +74,9 @@ enum Target {
 
 impl Origin {
     /// A document and its digest, which is compared with that of the target.
-    async fn document(
+    async fn document<H: Ports>(
         &mut self,
-        host: &Arc<Host>,
+        host: &Arc<H>,
         target: &Target,
         control: &Control,
     ) -> Result<(Vec<u8>, [u8; 32]), Failure> {
@@ -95,9 +95,9 @@ impl Origin {
         }
     }
 
-    async fn blob(
+    async fn blob<H: Ports>(
         &mut self,
-        host: &Arc<Host>,
+        host: &Arc<H>,
         layer: &Blob,
         file: &File,
         (base, all): (u64, u64),
@@ -125,8 +125,8 @@ fn mismatch(what: &str, wanted: &[u8], found: &[u8]) -> Failure {
 }
 
 /// Brings the layers of the image of the record, of which the file may have the beginning.
-pub async fn layers(
-    host: &Arc<Host>,
+pub async fn layers<H: Ports>(
+    host: &Arc<H>,
     record: &mut ImageRecord,
     handle: &Handle,
     control: &Control,
@@ -137,16 +137,16 @@ pub async fn layers(
     let layers = manifest.layers(record.max_size)?;
     if record.source_manifest != digest {
         record.source_manifest = digest.to_vec();
-        host.store
+        host.store()
             .put_image(record, Vec::new())
             .await
             .map_err(store_failure)?;
-        host.images.settle(record.clone());
+        host.images().settle(record.clone());
     }
-    let folder = host.image_folder();
+    let folder = host.folder();
     let (of, path) = (folder.clone(), folder.source(record));
     let opened = host
-        .pools
+        .pools()
         .bulk
         .run(&[folder.root()], move || of.open(&path, false));
     let failed = |error| file_failed("write the layers of the image", &error);
@@ -174,7 +174,7 @@ pub async fn layers(
     })
 }
 
-fn origin(host: &Arc<Host>, record: &ImageRecord) -> Result<(Origin, Platform), Failure> {
+fn origin<H: Ports>(host: &Arc<H>, record: &ImageRecord) -> Result<(Origin, Platform), Failure> {
     let source = record.source.as_ref().and_then(|source| source.source.as_ref());
     let (origin, platform) = match source {
         Some(Source::Oci(source)) => {
@@ -182,7 +182,7 @@ fn origin(host: &Arc<Host>, record: &ImageRecord) -> Result<(Origin, Platform), 
             let credentials = credentials(host, record)?;
             let registry = Registry::new(
                 reference,
-                &host.config.images,
+                host.rules(),
                 source.plain_http,
                 record.for_tenant,
                 credentials,
@@ -200,11 +200,14 @@ fn origin(host: &Arc<Host>, record: &ImageRecord) -> Result<(Origin, Platform), 
 }
 
 /// Decrypts the registry credentials of the request.
-fn credentials(host: &Arc<Host>, record: &ImageRecord) -> Result<Option<RegistryCredentials>, Failure> {
+fn credentials<H: Ports>(
+    host: &Arc<H>,
+    record: &ImageRecord,
+) -> Result<Option<RegistryCredentials>, Failure> {
     if record.sealed_credentials.is_empty() {
         return Ok(None);
     }
-    let plain = host.store.unseal(&record.uid, &record.sealed_credentials);
+    let plain = host.store().unseal(&record.uid, &record.sealed_credentials);
     let opened = plain.and_then(|plain| RegistryCredentials::decode(plain.as_slice()).ok());
     match opened {
         Some(credentials) => Ok(Some(credentials)),
@@ -216,8 +219,8 @@ fn credentials(host: &Arc<Host>, record: &ImageRecord) -> Result<Option<Registry
 }
 
 /// From the reference, or what an earlier daemon has found, to the manifest and its digest.
-async fn resolve(
-    host: &Arc<Host>,
+async fn resolve<H: Ports>(
+    host: &Arc<H>,
     origin: &mut Origin,
     record: &ImageRecord,
     platform: &Platform,

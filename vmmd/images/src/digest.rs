@@ -9,7 +9,7 @@ use rustix::{
 };
 use sha2::{Digest, Sha256, Sha512};
 
-use crate::disk::Control;
+use vmmd_objects::operation::Control;
 
 /// Bytes per hash.
 const BLOCK: u64 = 1 << 20;

@@ -13,9 +13,8 @@ use std::{
 
 use rustix::fs::{Mode, OFlags};
 use uuid::Uuid;
+use vmmd_host::dirs::private_dir;
 use vmmd_store::ImageRecord;
-
-use crate::paths::private_dir;
 
 /// Bytes that an import leaves free on the file system, unless a twentieth of it is less.
 const KEEP_FREE: u64 = 1 << 30;

@@ -1,23 +1,30 @@
 //! Images of the ImageService. Each has a record in the store. The content is a raw image
-//! `<state_dir>/images/<digest>.raw`, which images with the same content share
-//! ([`crate::paths::image`]).
+//! `<state_dir>/images/<digest>.raw`, which images with the same content share ([`folder`]).
 //!
 //! ```text
 //!  (none) ──record──▶ Importing ──file in its place──▶ Ready ──record──▶ Deleting ──file gone──▶ (none)
 //! ```
 //!
 //! Invariants: each file in the folder belongs to a record. The daemon removes content only when no
-//! record has its digest (placement and removal both hold
-//! [`names`](crate::registry::images::Images::names)). At its start the daemon continues
-//! interrupted imports. An unprivileged process parses images ([`crate::helper`]).
+//! record has its digest (placement and removal both hold [`names`](registry::Images::names)). At its start the
+//! daemon continues interrupted imports. An unprivileged process parses images
+//! ([`vmmd_host::image_process`]): this crate never does. It never knows a VM or a disk: [`Ports`] has the parts of
+//! the daemon that it works with.
+//!
+//! A reader starts at `import.rs`, which follows one image from its request to its place, and
+//! continues with `fetch.rs` for downloads and `oci` for registries.
 
 pub mod describe;
 mod digest;
 mod fetch;
+pub mod folder;
 mod import;
 mod oci;
+mod ports;
 mod prune;
-pub mod reach;
+mod reach;
+pub mod registry;
+pub mod rules;
 mod upload;
 
 use std::sync::Arc;
@@ -27,6 +34,7 @@ use vmmd_api::v1;
 
 pub use self::{
     import::{has_room, import, room},
+    ports::{Ports, SourceFile},
     prune::prune,
     upload::upload,
 };
@@ -40,37 +48,41 @@ use vmmd_objects::{
 use vmmd_store::store_failure;
 use vmmd_store::{ImageRecord, ImageStage, RequestRecord};
 
-use crate::{host::Host, registry::images::Deletion};
+use crate::registry::Deletion;
 
 /// Deletes an image; an import that is under way is cancelled.
-pub async fn delete(host: &Arc<Host>, name: &str, context: &Context) -> Result<(), Failure> {
-    let found = host.images.begin_delete(name, |record| {
+pub async fn delete<H: Ports>(host: &Arc<H>, name: &str, context: &Context) -> Result<(), Failure> {
+    let found = host.images().begin_delete(name, |record| {
         let now = (record.uid.as_slice(), record.generation, record.begun.as_slice());
         preconditions::check_record("image", name, now, context)
     })?;
     let record = match found {
         Deletion::Ready(record) => record,
         Deletion::Importing(operation) => {
-            let mut state = host.operations.cancel(&operation)?;
+            let mut state = host.operations().cancel(&operation)?;
             let _ = state
                 .wait_for(|operation| vmmd_objects::operation::has_ended(operation))
                 .await;
-            return match host.images.registry.see(name) {
+            return match host.images().registry.see(name) {
                 // It was whole before it could be cancelled.
                 Ok(seen) if seen.view.is_empty() => Box::pin(delete(host, name, context)).await,
                 _ => Ok(()),
             };
         }
     };
-    let mark = host.requests.mark(context);
+    let mark = host.requests().mark(context);
     let answer = mark.map(|mark| request::done(mark, &v1::DeleteImageResponse::default()));
     remove(host, *record, answer).await
 }
 
 /// Deletes an image that is out of use. `answer` is the response to the delete request.
-async fn remove(host: &Arc<Host>, before: ImageRecord, answer: Option<RequestRecord>) -> Result<(), Failure> {
-    let (disks, vms) = host.disks.users_of_image(&before);
-    let snapshot = host.snapshots.needs_image(&before.uid);
+async fn remove<H: Ports>(
+    host: &Arc<H>,
+    before: ImageRecord,
+    answer: Option<RequestRecord>,
+) -> Result<(), Failure> {
+    let (disks, vms) = host.users(&before);
+    let snapshot = host.snapshot_with(&before.uid);
     if !disks.is_empty() || !vms.is_empty() || snapshot.is_some() {
         let quoted = |what: &str, names: &[String]| {
             let names = names.iter().map(|name| format!("{what} \"{name}\""));
@@ -84,7 +96,7 @@ async fn remove(host: &Arc<Host>, before: ImageRecord, answer: Option<RequestRec
             "image \"{}\" is used by {users}: delete or change those first",
             before.name
         );
-        host.images.settle(before);
+        host.images().settle(before);
         return Err(Failure::precondition("IMAGE_IN_USE", message));
     }
     let mut record = before.clone();
@@ -101,8 +113,8 @@ async fn remove(host: &Arc<Host>, before: ImageRecord, answer: Option<RequestRec
         };
         answered.push(request::done(mark, &response));
     }
-    if let Err(error) = host.store.put_image(&record, answered).await {
-        host.images.settle(before);
+    if let Err(error) = host.store().put_image(&record, answered).await {
+        host.images().settle(before);
         return Err(store_failure(error));
     }
     discard(host, &record).await;
@@ -112,11 +124,11 @@ async fn remove(host: &Arc<Host>, before: ImageRecord, answer: Option<RequestRec
 
 /// Removes the files of an image, then its record. The daemon's next start retries the steps that
 /// failed.
-async fn discard(host: &Arc<Host>, record: &ImageRecord) {
-    let names = host.images.names().await;
-    let (folder, of) = (host.image_folder(), record.clone());
-    let shared = record.digest.is_empty() || host.images.is_shared(record);
-    let removing = host.pools.bulk.run(&[folder.root()], move || {
+async fn discard<H: Ports>(host: &Arc<H>, record: &ImageRecord) {
+    let names = host.images().names().await;
+    let (folder, of) = (host.folder(), record.clone());
+    let shared = record.digest.is_empty() || host.images().is_shared(record);
+    let removing = host.pools().bulk.run(&[folder.root()], move || {
         folder.clear(&of, true)?;
         match shared {
             true => Ok(()),
@@ -124,10 +136,10 @@ async fn discard(host: &Arc<Host>, record: &ImageRecord) {
         }
     });
     let removed = removing.await;
-    let tombstone = host.images.registry.bury(record);
+    let tombstone = host.images().registry.bury(record);
     match removed {
         Ok(Ok(())) => {
-            if let Err(error) = host.store.bury_image(&record.uid, tombstone.clone()).await {
+            if let Err(error) = host.store().bury_image(&record.uid, tombstone.clone()).await {
                 tracing::error!(image = record.name, %error, "the image's record could not be removed");
             }
         }
@@ -136,23 +148,23 @@ async fn discard(host: &Arc<Host>, record: &ImageRecord) {
         }
         Err(error) => tracing::error!(image = record.name, %error, "remove an image"),
     }
-    host.images.registry.forget(&record.uid, tombstone);
+    host.images().registry.forget(&record.uid, tombstone);
     drop(names);
 }
 
 /// Loads the images of the store at the daemon's start, and continues interrupted operations.
-pub async fn restore(host: &Arc<Host>, records: Vec<ImageRecord>) {
+pub async fn restore<H: Ports>(host: &Arc<H>, records: Vec<ImageRecord>) {
     let records: Vec<_> = records
         .into_iter()
         .filter(|record| Uuid::from_slice(&record.uid).is_ok())
         .collect();
     // All of them are known before one is removed: they may have their content in common.
     for record in &records {
-        host.requests.adopt(&record.begun, &record.uid);
-        host.images.registry.restore(record.clone());
+        host.requests().adopt(&record.begun, &record.uid);
+        host.images().registry.restore(record.clone());
     }
     for record in records {
-        let mut left = host.operations.left(&object(&record));
+        let mut left = host.operations().left(&object(&record));
         match (record.stage(), &record.source) {
             (ImageStage::Ready, _) => {
                 for operation in left {
@@ -162,11 +174,11 @@ pub async fn restore(host: &Arc<Host>, records: Vec<ImageRecord>) {
             (ImageStage::Importing, Some(_)) => {
                 let handle = left.pop().unwrap_or_else(|| {
                     let context = Context::daemon();
-                    let operations = &host.operations;
+                    let operations = &host.operations();
                     let deadline = Some(import::WHOLE_DEADLINE);
                     operations.begin(Type::ImageImport, &object(&record), &context, deadline)
                 });
-                host.images.begin(&record.name, handle.pending());
+                host.images().begin(&record.name, handle.pending());
                 tell(
                     host,
                     &record,
@@ -191,8 +203,8 @@ pub async fn restore(host: &Arc<Host>, records: Vec<ImageRecord>) {
 }
 
 /// Emits an event of an image.
-fn tell(host: &Host, record: &ImageRecord, reason: &str, message: &str) {
-    host.events.emit(Draft::normal(object(record), reason, message));
+fn tell<H: Ports>(host: &Arc<H>, record: &ImageRecord, reason: &str, message: &str) {
+    host.events().emit(Draft::normal(object(record), reason, message));
 }
 
 /// An image, as events and operations are about it.

@@ -5,10 +5,19 @@ use std::{
     ffi::CString,
     io,
     os::fd::{AsFd, OwnedFd},
+    path::PathBuf,
     sync::Arc,
     time::Duration,
 };
 
+use crate::{
+    cgroup::{Parent, plan::Limits},
+    failure::{Failure, file_failed},
+    ledger::Ledger,
+    process::{Process, open_program},
+    sys::clone::{self, Network, Program},
+    text,
+};
 use rustix::pipe::{PipeFlags, pipe_with};
 use tokio::{
     io::{AsyncBufReadExt, AsyncReadExt, BufReader},
@@ -16,15 +25,6 @@ use tokio::{
     task::spawn_blocking,
     time::timeout,
 };
-use vmmd_host::{
-    cgroup::plan::Limits,
-    failure::{Failure, file_failed},
-    process::Process,
-    sys::clone::{self, Network, Program},
-    text,
-};
-
-use crate::host::Host;
 
 /// Longest line, and longest text of errors, that is read, in bytes.
 const MAX_OUTPUT: u64 = 64 << 10;
@@ -53,62 +53,76 @@ pub struct Job {
     pub deadline: Duration,
 }
 
-/// Runs the job. Returns the last line that the process wrote; `line` receives the others as they
-/// arrive. The process ends when the caller drops the future.
-pub async fn run(host: &Arc<Host>, job: Job, mut line: impl FnMut(&str) + Send) -> Result<String, Failure> {
-    let claim = host.ledger.claim("vmm-image")?;
-    let (command, deadline) = (job.command, job.deadline);
-    let failed = |error: &io::Error| file_failed("run `vmm-image`", error);
-    let (output, output_end) = pipe_with(PipeFlags::CLOEXEC).map_err(|errno| failed(&errno.into()))?;
-    let (errors, errors_end) = pipe_with(PipeFlags::CLOEXEC).map_err(|errno| failed(&errno.into()))?;
-    let (blocking_host, user) = (Arc::clone(host), claim.user());
-    let child = spawn_blocking(move || {
-        let executable = blocking_host.open_vmm_image()?;
-        let words = ["vmm-image", job.command].into_iter().map(str::to_owned);
-        let arguments: Vec<_> = words
-            .chain(job.arguments)
-            .filter_map(|argument| CString::new(argument).ok())
-            .collect();
-        let fds: Vec<_> = job.fds.iter().map(AsFd::as_fd).collect();
-        let group = blocking_host.cgroups.as_ref().and_then(|parent| {
-            let made = parent.for_helpers(GROUP, LIMITS);
-            let warn = |error: &io::Error| tracing::warn!(%error, "`vmm-image` stays in the daemon's cgroup");
-            made.inspect_err(warn).ok()
+/// The program `vmm-image`, and what its processes get.
+#[derive(Debug)]
+pub struct ImageProcesses {
+    /// Path of the program.
+    pub program: PathBuf,
+    /// Has user ids for the processes.
+    pub ledger: Arc<Ledger>,
+    /// Where their cgroup is made; `None` for processes without one.
+    pub cgroups: Option<Parent>,
+}
+
+impl ImageProcesses {
+    /// Runs the job. Returns the last line that the process wrote; `line` receives the others as they
+    /// arrive. The process ends when the caller drops the future.
+    pub async fn run(&self, job: Job, mut line: impl FnMut(&str) + Send) -> Result<String, Failure> {
+        let claim = self.ledger.claim("vmm-image")?;
+        let (command, deadline) = (job.command, job.deadline);
+        let failed = |error: &io::Error| file_failed("run `vmm-image`", error);
+        let (output, output_end) = pipe_with(PipeFlags::CLOEXEC).map_err(|errno| failed(&errno.into()))?;
+        let (errors, errors_end) = pipe_with(PipeFlags::CLOEXEC).map_err(|errno| failed(&errno.into()))?;
+        let (program, cgroups, user) = (self.program.clone(), self.cgroups.clone(), claim.user());
+        let child = spawn_blocking(move || {
+            let executable = open_program(&program, "vmm-image")?;
+            let words = ["vmm-image", job.command].into_iter().map(str::to_owned);
+            let arguments: Vec<_> = words
+                .chain(job.arguments)
+                .filter_map(|argument| CString::new(argument).ok())
+                .collect();
+            let fds: Vec<_> = job.fds.iter().map(AsFd::as_fd).collect();
+            let group = cgroups.as_ref().and_then(|parent| {
+                let made = parent.for_helpers(GROUP, LIMITS);
+                let warn =
+                    |error: &io::Error| tracing::warn!(%error, "`vmm-image` stays in the daemon's cgroup");
+                made.inspect_err(warn).ok()
+            });
+            let child = Program {
+                executable: executable.as_fd(),
+                arguments: &arguments,
+                fds: &fds,
+                output: Some(output_end.as_fd()),
+                log: errors_end.as_fd(),
+                uid: user,
+                network: Network::Empty,
+                cgroup: group.as_ref().map(AsFd::as_fd),
+                namespaces: None,
+            };
+            clone::spawn(&child).map_err(|error| failed(&error))
         });
-        let program = Program {
-            executable: executable.as_fd(),
-            arguments: &arguments,
-            fds: &fds,
-            output: Some(output_end.as_fd()),
-            log: errors_end.as_fd(),
-            uid: user,
-            network: Network::Empty,
-            cgroup: group.as_ref().map(AsFd::as_fd),
-            namespaces: None,
-        };
-        clone::spawn(&program).map_err(|error| failed(&error))
-    });
-    let child = child
-        .await
-        .unwrap_or_else(|error| Err(failed(&io::Error::other(error))))?;
-    let child = Child(Some(child.watched(Process::new).map_err(|error| failed(&error))?));
-    let (output, errors) = (
-        pipe::Receiver::from_owned_fd(output).map_err(|error| failed(&error))?,
-        pipe::Receiver::from_owned_fd(errors).map_err(|error| failed(&error))?,
-    );
-    let all = async { tokio::join!(lines(output, &mut line), read(errors), child.status()) };
-    let Ok((last, errors, exit)) = timeout(deadline, all).await else {
-        let message = format!(
-            "`vmm-image {command}` did not end within {} s",
-            deadline.as_secs()
+        let child = child
+            .await
+            .unwrap_or_else(|error| Err(failed(&io::Error::other(error))))?;
+        let child = Child(Some(child.watched(Process::new).map_err(|error| failed(&error))?));
+        let (output, errors) = (
+            pipe::Receiver::from_owned_fd(output).map_err(|error| failed(&error))?,
+            pipe::Receiver::from_owned_fd(errors).map_err(|error| failed(&error))?,
         );
-        return Err(Failure::internal(message));
-    };
-    if exit == Some(0) {
-        return Ok(last);
+        let all = async { tokio::join!(lines(output, &mut line), read(errors), child.status()) };
+        let Ok((last, errors, exit)) = timeout(deadline, all).await else {
+            let message = format!(
+                "`vmm-image {command}` did not end within {} s",
+                deadline.as_secs()
+            );
+            return Err(Failure::internal(message));
+        };
+        if exit == Some(0) {
+            return Ok(last);
+        }
+        tracing::warn!(command, ?exit, errors, "vmm-image");
+        Err(refused(command, &errors))
     }
-    tracing::warn!(command, ?exit, errors, "vmm-image");
-    Err(refused(command, &errors))
 }
 
 /// The last line that the child wrote, in the words of the API.

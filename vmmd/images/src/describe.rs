@@ -8,7 +8,7 @@ use vmmd_objects::registry::Record as _;
 use vmmd_spec::image::checksum_text;
 use vmmd_store::{ImageStage, image_source::Source};
 
-use crate::{host::Host, paths::image::Folder, registry::images::Seen};
+use crate::{Ports, folder::Folder, registry::Seen};
 
 /// "blocks-sha256:…".
 pub fn digest_text(digest: &[u8]) -> String {
@@ -118,17 +118,17 @@ fn source(source: &vmmd_store::ImageSource) -> Option<v1::image_spec::Source> {
 }
 
 /// Images as they are now.
-pub async fn look_at(host: &Arc<Host>, seen: Vec<Arc<Seen>>) -> Result<Vec<v1::Image>, Failure> {
+pub async fn look_at<H: Ports>(host: &Arc<H>, seen: Vec<Arc<Seen>>) -> Result<Vec<v1::Image>, Failure> {
     let seen: Vec<_> = seen
         .into_iter()
         .map(|seen| {
-            let (disks, vms) = host.disks.users_of_image(&seen.record);
+            let (disks, vms) = host.users(&seen.record);
             (seen, disks, vms)
         })
         .collect();
-    let folder = host.image_folder();
+    let folder = host.folder();
     let paths = [folder.root()];
-    let looking = host.pools.files.run(&paths, move || {
+    let looking = host.pools().files.run(&paths, move || {
         let images = seen.into_iter();
         images
             .map(|(seen, disks, vms)| look(&folder, &seen, disks, vms))
@@ -138,8 +138,8 @@ pub async fn look_at(host: &Arc<Host>, seen: Vec<Arc<Seen>>) -> Result<Vec<v1::I
 }
 
 /// The image with this UUID, as it is now.
-pub async fn by_uid(host: &Arc<Host>, uid: &[u8]) -> Option<Result<v1::Image, Failure>> {
-    let seen = host.images.registry.find(uid)?;
+pub async fn by_uid<H: Ports>(host: &Arc<H>, uid: &[u8]) -> Option<Result<v1::Image, Failure>> {
+    let seen = host.images().registry.find(uid)?;
     let looked = look_at(host, vec![seen]).await;
     Some(looked.map(|mut images| images.pop().unwrap_or_default()))
 }

@@ -14,7 +14,7 @@ pub use self::http::{Server, Turn};
 use sha2::{Digest as _, Sha256};
 
 use super::*;
-use crate::{config::ImportRules as Rules, image::reach::Reach};
+use crate::{reach::Reach, rules::ImportRules as Rules};
 
 fn content() -> Vec<u8> {
     (0..300_000_u32).flat_map(u32::to_le_bytes).collect()
