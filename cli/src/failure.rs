@@ -195,7 +195,7 @@ fn transport(status: &tonic::Status) -> Option<Failure> {
     status.source()?;
     let failure = Failure::new(Code::Unavailable, "lost the connection to vmmd");
     Some(failure.hint(
-        "it may be restarting (VMs go on running): try again, or see `systemctl status vmmd` on the node",
+        "it may be restarting (VMs continue to run): try again, or see `systemctl status vmmd` on the node",
     ))
 }
 

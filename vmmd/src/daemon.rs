@@ -223,7 +223,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         ended = parts.join_next() => anyhow::bail!("a part of the daemon has ended: {ended:?}"),
         ended = &mut serving => anyhow::bail!("the API is not served any more: {ended:?}"),
     }
-    tracing::info!("stopping; running VMs go on");
+    tracing::info!("stopping; running VMs continue");
     service::stopping();
     host.events.emit(event::Draft::normal(
         event::Object::Node,

@@ -30,7 +30,7 @@ pub enum Effect {
     /// Nothing.
     #[default]
     None,
-    /// The PCI functions' BARs moved, or their decoding was turned on or off: map them anew.
+    /// The PCI functions' BARs moved, or their decoding was turned on or off: map them again.
     Remap,
     /// Slots' PCI functions were ejected: take them off the bus ([`HotPlug::eject`](crate::pci::HotPlug::eject)).
     Eject,

@@ -75,7 +75,7 @@ class Watch:
         self.vms, self.name, self.cursor = vms, name, ""
 
     def events(self):
-        """Events without end, each once: after a lost connection it goes on behind the last cursor."""
+        """Events without end, each once: after a lost connection it continues after the last cursor."""
         lost = None
         while True:
             request = vm_pb2.WatchVmsRequest(name=self.name, cursor=self.cursor)

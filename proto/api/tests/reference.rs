@@ -197,7 +197,7 @@ fn the_reference_in_the_book_is_that_of_the_protocol_files() {
         .find(|(there, made)| there != made);
     assert!(
         there == page,
-        "docs/src/reference.md is of other protocol files; UPDATE_REFERENCE=1 writes it anew: {differs:?}"
+        "docs/src/reference.md is of other protocol files; UPDATE_REFERENCE=1 writes it again: {differs:?}"
     );
 }
 

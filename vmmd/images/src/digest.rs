@@ -41,7 +41,7 @@ impl Checksum {
     }
 
     /// Another one of the same kind, of nothing yet.
-    pub fn anew(&self) -> Self {
+    pub fn restarted(&self) -> Self {
         match self {
             Self::Sha256(_) => Self::Sha256(Sha256::new()),
             Self::Sha512(_) => Self::Sha512(Box::default()),

@@ -444,7 +444,7 @@ fn refuse_page(headers: &HeaderMap) -> Result<(), Failure> {
 
 fn restart(state: &mut State<'_>) -> Result<(), Broken> {
     state.have = 0;
-    state.hash = state.hash.anew();
+    state.hash = state.hash.restarted();
     let base = state.base();
     state
         .download

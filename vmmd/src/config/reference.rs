@@ -43,7 +43,7 @@ const INTRODUCTION: &str = "# Configuration reference
 
 All keys of `/etc/vmmd/config.toml`, made from the code: a test keeps this page as it is. Every key is optional unless this page says
 otherwise; an unknown one is an error. `vmmd --check` reads the file and says what is wrong with it. `systemctl restart vmmd` takes
-over a change; VMs go on running. [Operating a node](operating.md#configuration) has the file as the package installs it.
+over a change; VMs continue to run. [Operating a node](operating.md#configuration) has the file as the package installs it.
 ";
 
 /// These have no default, and the rest of their table makes no sense without them.

@@ -72,7 +72,7 @@ pub async fn give_up(host: &Host) {
     if host.node.record().draining {
         settle(host).await;
         let message = "the daemon was restarted while the node was drained: the drain is cancelled, the node stays \
-                       cordoned, and the VMs that run go on; drain it again";
+                       cordoned, and running VMs continue; drain it again";
         let mut draft = Draft::warning(Object::Node, "DrainCancelled", message);
         for operation in host.operations.left(&Object::Node) {
             operation.id().clone_into(&mut draft.operation);
@@ -109,7 +109,7 @@ async fn run(host: Arc<Host>, operation: Handle, grace: Duration, context: Conte
     let left = remaining(&host);
     if operation.token().is_cancelled() && !left.is_empty() {
         let message = format!(
-            "the drain was cancelled: the node stays cordoned, and these VMs go on: {}",
+            "the drain was cancelled: the node stays cordoned, and these VMs continue: {}",
             some(&left, ", ")
         );
         tell(

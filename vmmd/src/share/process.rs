@@ -60,7 +60,7 @@ impl Unkept {
         }
     }
 
-    /// It goes on.
+    /// It continues.
     pub fn keep(mut self) -> Option<Process> {
         self.process.take()
     }

@@ -169,7 +169,7 @@ impl Reader {
             if self.next == Next::Nothing {
                 return match bytes.is_empty() {
                     true => Ok(None),
-                    false => Err(self.damaged("it goes on behind its end")),
+                    false => Err(self.damaged("there is data behind its end")),
                 };
             }
             let missing = self.wanted()?.saturating_sub(self.come.len());

@@ -649,7 +649,7 @@ pub fn nothing_to_resolve(name: &str, migration: u64) -> Failure {
 }
 
 fn not_here() -> Failure {
-    let message = "the VM is not in a state in which this migration can go on";
+    let message = "the VM is not in a state in which this migration can continue";
     Failure::new(Kind::Aborted, "MIGRATION_OVER", message)
 }
 
