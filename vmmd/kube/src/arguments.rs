@@ -6,19 +6,13 @@ use std::{
     net::{IpAddr, SocketAddr, UdpSocket},
     ops::RangeInclusive,
     path::PathBuf,
-    time::Duration,
 };
 
 use anyhow::Context as _;
 use clap::{Args, Parser, Subcommand};
-use kube::{
-    Client, Config,
-    client::ClientBuilder,
-    config::{KubeConfigOptions, Kubeconfig},
-};
 use rustix::fs::{FlockOperation, flock};
 
-use crate::{agent, metrics, placeholder, sources::Allowed};
+use crate::{agent, placeholder, sources::Allowed};
 
 /// Makes nodes with vmmd nodes of a Kubernetes cluster.
 #[derive(Debug, Parser)]
@@ -119,51 +113,6 @@ pub struct ControllerArguments {
     /// Work without asking whether another controller does
     #[arg(long)]
     pub no_leader_election: bool,
-}
-
-/// How long a call of the API server may take. A connection that leads nowhere is given up then.
-const CALL: Duration = Duration::from_secs(20);
-
-/// Connections to the API server.
-#[derive(Clone)]
-pub struct Clients {
-    /// For calls.
-    pub calls: Client,
-    /// For watches, which are silent for long.
-    pub watches: Client,
-}
-
-impl Arguments {
-    /// To the API server.
-    ///
-    /// # Errors
-    ///
-    /// That nothing says how to reach it.
-    pub async fn clients(&self) -> anyhow::Result<Clients> {
-        let config = match &self.kubeconfig {
-            Some(file) => {
-                let kubeconfig = Kubeconfig::read_from(file)?;
-                Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await?
-            }
-            None => Config::infer()
-                .await
-                .context("no API server: give --kubeconfig")?,
-        };
-        let watches = counted(config.clone())?;
-        let mut quick = config;
-        quick.connect_timeout = Some(CALL);
-        quick.read_timeout = Some(CALL);
-        quick.write_timeout = Some(CALL);
-        Ok(Clients {
-            calls: counted(quick)?,
-            watches,
-        })
-    }
-}
-
-fn counted(config: Config) -> anyhow::Result<Client> {
-    let builder = ClientBuilder::try_from(config)?;
-    Ok(builder.with_layer(&metrics::Count).build())
 }
 
 impl AgentArguments {

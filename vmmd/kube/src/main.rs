@@ -6,6 +6,7 @@
 mod agent;
 mod arguments;
 mod backoff;
+mod clients;
 mod controller;
 mod crd;
 mod daemon;
@@ -25,7 +26,10 @@ use kube::{Api, CustomResourceExt as _};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tracing_subscriber::{EnvFilter, layer::SubscriberExt as _, util::SubscriberInitExt as _};
 
-use self::arguments::{Action, AgentArguments, Arguments, Clients, ControllerArguments};
+use self::{
+    arguments::{Action, AgentArguments, Arguments, ControllerArguments},
+    clients::Clients,
+};
 
 /// Threads: the program waits far more than it works.
 const WORKERS: usize = 2;
@@ -47,7 +51,7 @@ fn main() -> anyhow::Result<()> {
 }
 
 async fn run(arguments: Arguments) -> anyhow::Result<()> {
-    let clients = arguments.clients().await?;
+    let clients = Clients::new(arguments.kubeconfig.as_deref()).await?;
     match arguments.action {
         Action::Agent(arguments) => run_agent(clients, arguments).await,
         Action::Controller(arguments) => run_controller(clients, arguments).await,

@@ -469,5 +469,4 @@ pub fn fill(vm: &mut v1::Vm, name: &str, place: &Place) {
 }
 
 #[cfg(test)]
-#[path = "sources_tests.rs"]
 mod tests;

@@ -41,7 +41,7 @@ use self::{
     work::{After, Error, Worker},
 };
 use crate::{
-    arguments::Clients,
+    clients::Clients,
     daemon::{Daemon, camel},
     metrics,
 };

@@ -375,5 +375,4 @@ fn terminated(exit: &v1::ExitStatus, uid: &str) -> ContainerStateTerminated {
 }
 
 #[cfg(test)]
-#[path = "pod_status_tests.rs"]
 mod tests;

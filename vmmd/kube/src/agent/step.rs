@@ -432,5 +432,4 @@ fn deletion_grace(pod: &Pod) -> SignedDuration {
 }
 
 #[cfg(test)]
-#[path = "step_tests.rs"]
 mod tests;

@@ -287,5 +287,4 @@ fn write_if_new(old: &VirtualMachineStatus, new: VirtualMachineStatus) -> Act {
 }
 
 #[cfg(test)]
-#[path = "decide_tests.rs"]
 mod tests;

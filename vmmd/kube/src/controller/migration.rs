@@ -361,5 +361,4 @@ fn succeed(old: &VirtualMachineStatus, migration: &Migration, now: Timestamp) ->
 }
 
 #[cfg(test)]
-#[path = "migration_tests.rs"]
 mod tests;

@@ -37,8 +37,8 @@ pub use self::migration::is_evicted;
 
 use self::decide::{Act, Seen};
 use crate::{
-    arguments::Clients,
     backoff::{Watches, watching},
+    clients::Clients,
     crd::{MigrationPhase, VirtualMachine},
     metrics, names,
     placeholder::{self, Settings},

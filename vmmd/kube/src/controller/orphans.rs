@@ -22,8 +22,8 @@ use serde_json::json;
 use tokio::time::MissedTickBehavior;
 
 use crate::{
-    arguments::Clients,
     backoff::{Watches, watching},
+    clients::Clients,
     crd::{Role, VirtualMachine},
     names,
 };

@@ -401,5 +401,4 @@ async fn write(
 }
 
 #[cfg(test)]
-#[path = "connection_tests.rs"]
 mod tests;
