@@ -1,10 +1,11 @@
 //! `vmm serve` as the daemon sees it: a process of its own user, driven over its control socket, with tiny guests on
-//! the machine's own KVM. Needs /dev/kvm and root (to start the process under another user).
+//! the machine's own KVM; and `vmm run`. Needs /dev/kvm and root (to start the process under another user).
 
 mod disks;
 mod guest;
 mod migration;
 mod process;
+mod run;
 mod sandbox;
 mod snapshot;
 

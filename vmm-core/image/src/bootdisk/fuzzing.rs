@@ -170,5 +170,4 @@ impl Write for Sink {
 }
 
 #[cfg(test)]
-#[path = "fuzzing/tests.rs"]
 mod tests;

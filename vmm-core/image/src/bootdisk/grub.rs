@@ -2,7 +2,6 @@
 //! the text, regardless of their conditions, which is right for the output of grub-mkconfig(8) and
 //! of the distributions' own generators.
 
-#[path = "grub/parser.rs"]
 mod parser;
 
 use std::collections::BTreeMap;
@@ -362,5 +361,4 @@ fn expand(words: &[Word], variables: &Variables) -> Vec<String> {
 }
 
 #[cfg(test)]
-#[path = "grub/tests.rs"]
 pub mod tests;

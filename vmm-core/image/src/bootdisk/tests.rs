@@ -1,6 +1,5 @@
 //! Disks as distributions make them, by the tools that they are made with.
 
-#[path = "tests/systems.rs"]
 mod systems;
 
 use std::{

@@ -135,5 +135,4 @@ fn u32_at(bytes: &[u8], offset: usize) -> Option<u32> {
 }
 
 #[cfg(test)]
-#[path = "uki/tests.rs"]
 pub mod tests;

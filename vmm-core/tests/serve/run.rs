@@ -1,9 +1,5 @@
 //! `vmm run` as a user on a terminal sees it, with tiny guests on the machine's own KVM.
 
-#[path = "serve/guest.rs"]
-#[allow(dead_code)]
-mod guest;
-
 use std::{
     fs::{File, OpenOptions},
     io::{Read, Write},
@@ -19,6 +15,8 @@ use rustix::{
     termios::{LocalModes, tcgetattr},
 };
 use tempfile::TempDir;
+
+use super::guest;
 
 /// A folder with a kernel and a manifest that boots it.
 fn vm(code: &[u8]) -> TempDir {
