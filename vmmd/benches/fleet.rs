@@ -11,19 +11,16 @@
     reason = "a benchmark may fail loudly, and its counts are far below 2^52"
 )]
 
-#[allow(dead_code, reason = "the tests of the daemon use more of it")]
-#[path = "../tests/daemon/harness.rs"]
-mod harness;
 #[allow(dead_code, reason = "the other benchmarks use more of it")]
 mod measure;
 
 use std::time::Duration;
 
 use clap::Parser;
-use harness::{Daemon, status};
 use measure::{Calls, memory, since, threads};
 use serde_json::json;
 use vmmd_api::v1::{self, ConditionStatus};
+use vmmd_testing::harness::{Daemon, status};
 
 /// More than the machine has: mock guests need none of it.
 const CONFIG: &str = "[overcommit]\ncpu = 1000\nvcpu = 1000\nmemory = 1000\n";

@@ -10,9 +10,6 @@
     reason = "a benchmark may fail loudly, and its counts are far below 2^52"
 )]
 
-#[allow(dead_code, reason = "the tests of the daemon use more of it")]
-#[path = "../tests/daemon/harness.rs"]
-mod harness;
 #[allow(dead_code, reason = "the other benchmarks use more of it")]
 mod measure;
 
@@ -25,13 +22,13 @@ use std::{
 };
 
 use clap::Parser;
-use harness::{Daemon, connect, room};
 use measure::{Calls, children, processor_time};
 use serde_json::json;
 use vmmd_api::v1::{
     self, disk_service_client::DiskServiceClient, image_service_client::ImageServiceClient,
     image_spec::Source, volume_spec::Source as DiskSource,
 };
+use vmmd_testing::harness::{Daemon, connect, room};
 
 /// Data and holes of the disk take turns in pieces of so many bytes.
 const PIECE: usize = 4 << 20;

@@ -12,24 +12,18 @@
     reason = "a benchmark may fail loudly, and its counts are far below 2^52"
 )]
 
-#[allow(dead_code, reason = "the tests of the daemon use more of it")]
-#[path = "../tests/daemon/harness.rs"]
-mod harness;
 #[allow(dead_code, reason = "the other benchmarks use more of it")]
 mod measure;
-#[allow(dead_code, reason = "the tests of the daemon use more of it")]
-#[path = "../tests/daemon/namespace.rs"]
-mod namespace;
 
 use std::{fs, time::Duration};
 
 use clap::Parser;
-use harness::{Daemon, connect};
 use measure::{Calls, children, memory, since, threads};
-use namespace::Namespace;
 use serde_json::{Value, json};
 use tonic::transport::Channel;
 use vmmd_api::v1::{self, NicSpec, network_service_client::NetworkServiceClient, nic_spec::Attachment};
+use vmmd_testing::harness::{Daemon, connect};
+use vmmd_testing::namespace::Namespace;
 
 /// More than the machine has: mock guests need none of it.
 const CONFIG: &str = "[overcommit]\ncpu = 1000\nvcpu = 1000\nmemory = 1000\n";

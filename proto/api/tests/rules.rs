@@ -1,11 +1,14 @@
 //! Errors of the build for the public API: methods without a rule or with one that their messages
 //! contradict, and parts without a comment.
 
-#[path = "../build/comments.rs"]
-mod comments;
-#[path = "../build/rules.rs"]
-mod rules;
+// Parts of the build script, which is no library.
+#[path = "../build"]
+mod build {
+    pub(super) mod comments;
+    pub(super) mod rules;
+}
 
+use build::{comments, rules};
 use protox::{
     Compiler, Error,
     file::{ChainFileResolver, File, FileResolver, GoogleFileResolver, IncludeFileResolver},

@@ -165,8 +165,8 @@ impl Cluster {
 
     /// `vmmd-kube` with these arguments. It does not run yet.
     pub fn program(&self, name: &str, arguments: impl IntoIterator<Item = String>) -> Program {
-        let executable = Path::new(env!("CARGO_BIN_EXE_vmmd-kube"));
-        let program = Program::new(name, executable, arguments, &self.path("logs"));
+        let executable = vmmd_testing::program("vmmd-kube");
+        let program = Program::new(name, &executable, arguments, &self.path("logs"));
         let level = env::var_os("VMMD_KUBE_LOG").unwrap_or_else(|| "info,kube=warn".into());
         program.env("VMMD_KUBE_LOG", level)
     }

@@ -14,23 +14,15 @@ use vmmd_api::v1::{
     network_service_client::NetworkServiceClient,
 };
 
+use vmmd_testing::harness::{self, Daemon, connect};
+
 use crate::{
     certificates::Authority,
     cluster::{Cluster, NAMESPACE},
     eventually,
-    harness::{self, Daemon, connect},
     program::{self, Program},
     vms::{self, Run, Vm},
 };
-
-/// Network namespaces, as the daemon's own tests make them.
-#[allow(
-    missing_docs,
-    clippy::new_without_default,
-    reason = "it is documented where it is from, and is made by hand"
-)]
-#[path = "../../../vmmd/tests/daemon/namespace.rs"]
-pub mod namespace;
 
 /// Agents run as this user, and only in this group, which gives them the agent role in their
 /// daemon. The number is otherwise unused.

@@ -12,28 +12,11 @@ mod certificates;
 pub mod cluster;
 pub mod faults;
 pub mod fleet;
-/// The harness of the daemon's own tests.
-#[allow(missing_docs, reason = "it is documented where it is from")]
-#[path = "../../../vmmd/tests/daemon/harness.rs"]
-pub mod harness;
 pub mod program;
-/// The registry of the daemon's own tests.
-#[allow(missing_docs, reason = "it is documented where it is from")]
-#[path = "../../../vmmd/tests/daemon/images/oci/registry.rs"]
-pub mod registry;
 pub mod session;
 pub mod vms;
 
 use std::time::{Duration, Instant};
-
-// Dependencies of the harness and the registry.
-use hyper_util as _;
-use sha2 as _;
-use tar as _;
-use tokio_stream as _;
-use tonic as _;
-use tonic_types as _;
-use tower as _;
 
 use tokio::time::sleep;
 

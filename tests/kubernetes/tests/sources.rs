@@ -4,11 +4,8 @@ use std::{fs, time::Duration};
 
 use serde_json::{Value, json};
 use vmmd_api::v1;
-use vmmd_kubernetes_tests::{
-    eventually,
-    fleet::Fleet,
-    registry::{Image, PASSWORD, Registry, USER, layer},
-};
+use vmmd_kubernetes_tests::{eventually, fleet::Fleet};
+use vmmd_testing::registry::{Image, PASSWORD, Registry, USER, layer};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 

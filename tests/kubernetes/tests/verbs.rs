@@ -11,11 +11,8 @@ use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::TcpStream,
 };
-use vmmd_kubernetes_tests::{
-    eventually,
-    fleet::{Fleet, namespace::Namespace},
-    session::Session,
-};
+use vmmd_kubernetes_tests::{eventually, fleet::Fleet, session::Session};
+use vmmd_testing::namespace::Namespace;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 

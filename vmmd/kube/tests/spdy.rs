@@ -9,14 +9,14 @@ use std::{
 
 use rustls::{ClientConfig, ClientConnection, StreamOwned, pki_types::ServerName};
 
-/// Dictionary for the compression of headers.
-#[path = "../src/kubelet/spdy/dictionary.rs"]
-mod dictionary;
-/// Frames.
-#[path = "../src/kubelet/spdy/testing.rs"]
-mod frames;
+/// Frames. The crate is a program, so the test includes the file.
+#[path = "../src/kubelet/spdy"]
+mod parts {
+    mod dictionary;
+    pub mod testing;
+}
 
-pub use self::frames::Client;
+pub use self::parts::testing::Client;
 
 /// A session with the agent.
 pub struct Session {

@@ -1,7 +1,5 @@
 //! The ImageService as a client sees it: imports, uploads, deletions, and disks that are made of images.
 
-#[path = "../support/http.rs"]
-mod http;
 mod limits;
 mod oci;
 
@@ -24,7 +22,6 @@ use vmmd_api::v1::{
     image_spec::Source, upload_image_request::Message, volume_spec::Source as DiskSource,
 };
 
-use self::http::{Server, held, part, start};
 use crate::{
     disks::{named, raw},
     harness::{
@@ -32,6 +29,7 @@ use crate::{
     },
     verbs::within,
 };
+use vmmd_testing::http::{Server, held, part, start};
 
 impl Daemon {
     async fn images(&self) -> ImageServiceClient<Channel> {

@@ -18,7 +18,6 @@ mod drain;
 mod events;
 mod examples;
 mod handover;
-mod harness;
 mod host_devices;
 mod hostile_peer;
 mod hostile_vmm;
@@ -32,7 +31,6 @@ mod metrics;
 mod migration;
 mod migration_disks;
 mod migration_faults;
-mod namespace;
 mod network;
 mod node;
 mod operation_records;
@@ -64,3 +62,12 @@ mod update;
 mod verbs;
 mod walk;
 mod watch;
+
+// The tests add methods to the types of these modules, which the types of another crate do not allow.
+#[path = "../../testing/src"]
+mod testing {
+    pub mod harness;
+    pub mod namespace;
+}
+
+use testing::{harness, namespace};

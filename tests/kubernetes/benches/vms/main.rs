@@ -15,6 +15,7 @@
     reason = "a benchmark may fail loudly, its counts are far below 2^52, and the tests use more of the mock"
 )]
 
+// The mock of vmmd is a part of the tests of vmmd-kube.
 #[path = "../../../../vmmd/kube/tests/mock"]
 mod mock {
     pub mod ledger;
@@ -27,6 +28,12 @@ mod mock {
     pub mod vmmd;
 }
 mod scrape;
+
+// Dependencies of the mock.
+use tokio_stream as _;
+use tonic as _;
+use tonic_types as _;
+use tower as _;
 
 use std::{
     collections::BTreeMap,
@@ -208,8 +215,8 @@ fn install(cluster: &Cluster) {
 }
 
 fn program(cluster: &Cluster, name: &str, arguments: Vec<String>) -> Program {
-    let executable = Path::new(env!("CARGO_BIN_EXE_vmmd-kube"));
-    let mut program = Program::new(name, executable, arguments, &cluster.path("logs"))
+    let executable = vmmd_testing::program("vmmd-kube");
+    let mut program = Program::new(name, &executable, arguments, &cluster.path("logs"))
         // As packaged.
         .env("VMMD_KUBE_LOG", "info,kube=warn");
     program.launch();

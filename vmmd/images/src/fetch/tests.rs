@@ -1,17 +1,14 @@
 //! Against a server that cuts, lies and redirects.
 
-#[allow(dead_code, reason = "the tests of the daemon use more of it")]
-#[path = "../../../tests/support/http.rs"]
-mod http;
-
 use std::{
     io::{Read as _, Write as _},
     sync::Arc,
     thread,
 };
 
-pub use self::http::{Server, Turn};
 use sha2::{Digest as _, Sha256};
+use vmmd_testing::http;
+pub use vmmd_testing::http::{Server, Turn};
 
 use super::*;
 use crate::{reach::Reach, rules::ImportRules as Rules};

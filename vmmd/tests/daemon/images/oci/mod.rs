@@ -1,13 +1,13 @@
 //! Images from a real registry of OCI images, and from a folder with them.
 
-mod registry;
-
 use std::io::Write as _;
 
 use prost::Message as _;
-use registry::{Between, INDEX, Image, MANIFEST, PASSWORD, Registry, USER, descriptor, digest, layer};
 use serde_json::json;
 use vmmd_spec::oci::Platform;
+use vmmd_testing::registry::{
+    Between, INDEX, Image, MANIFEST, PASSWORD, Registry, USER, descriptor, digest, layer,
+};
 
 use super::*;
 use crate::operation_records::ended;

@@ -1,16 +1,10 @@
 //! A VM's screen from end to end: the guest finds it, and vmmctl reaches it through the daemon.
 
-#[path = "screen/glyphs.rs"]
-mod glyphs;
-#[path = "screen/picture.rs"]
-mod picture;
-#[path = "screen/served.rs"]
-mod served;
-
-use picture::Picture;
+use super::glyphs;
+use super::picture::Picture;
+use super::served::Served;
 use rstest::rstest;
 use serde_json::json;
-use served::Served;
 use vmmd_tests::node::Kernel;
 use vmmd_tests::vm::{Console, Vm, VmSpec};
 use vmmd_tests::wait::Deadline;

@@ -1,17 +1,12 @@
 //! A guest with a desktop: an X server that draws with the processor alone, a window manager and a terminal, looked at with TigerVNC's viewer.
 //! `make nightly` runs this.
 
-#[path = "screen/picture.rs"]
-mod picture;
-#[path = "screen/viewer.rs"]
-mod viewer;
-
 use std::time::Duration;
 
+use super::picture::Picture;
+use super::viewer::{Viewer, kept};
 use base64::Engine as _;
-use picture::Picture;
 use serde_json::json;
-use viewer::{Viewer, kept};
 use vmmd_tests::Case;
 use vmmd_tests::node::quote;
 use vmmd_tests::vm::{Console, Vm, VmSpec};

@@ -1,26 +1,11 @@
 //! Programs that show screens, and input in them: TigerVNC's viewer on an X server without a
 //! screen, vncdotool, and noVNC in Chromium.
 
-#[path = "screen/commands.rs"]
-mod commands;
-#[path = "screen/glyphs.rs"]
-mod glyphs;
-#[path = "screen/page.rs"]
-mod page;
-#[path = "screen/picture.rs"]
-mod picture;
-#[path = "screen/served.rs"]
-mod served;
-#[path = "screen/shows.rs"]
-mod shows;
-#[path = "screen/viewer.rs"]
-mod viewer;
-
-use commands::{CommandLine, snapshot};
-use page::{PAGE, Page, address};
+use super::commands::{CommandLine, snapshot};
+use super::page::{PAGE, Page, address};
+use super::shows::{ANSWER, SIZE, Shows, guest};
+use super::viewer::Viewer;
 use rstest::rstest;
-use shows::{ANSWER, SIZE, Shows, guest};
-use viewer::Viewer;
 use vmmd_tests::browser::Browser;
 use vmmd_tests::node::{Kernel, SCREENS, quote};
 use vmmd_tests::{Case, paths};

@@ -1,9 +1,6 @@
 //! Cloud images: the quick start's VM of one.
 
-#[path = "image/formats.rs"]
 mod formats;
-#[path = "../../vmmd/tests/support/http.rs"]
-mod http;
 
 use std::{
     fs,
@@ -21,7 +18,7 @@ use vmmd_tests::{
     wait::Deadline,
 };
 
-use self::http::{Server, held, part, start};
+use vmmd_testing::http::{Server, held, part, start};
 
 /// A whole Debian with cloud-init, which is some 30 programs in Python, boots in three to eight minutes in an emulated node.
 const BOOT: u64 = 900;

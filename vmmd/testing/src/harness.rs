@@ -138,10 +138,10 @@ impl Daemon {
             path("log")
         );
         if !extra.contains("vmm =") {
-            config += &format!("vmm = {:?}\n", env!("CARGO_BIN_EXE_mock-vmm"));
+            config += &format!("vmm = {:?}\n", vmmd_testing::program("mock-vmm"));
         }
         if !extra.contains("vmm_image =") {
-            config += &format!("vmm_image = {:?}\n", env!("CARGO_BIN_EXE_mock-vmm-image"));
+            config += &format!("vmm_image = {:?}\n", vmmd_testing::program("mock-vmm-image"));
         }
         if !extra.contains("kvm_device =") {
             config += "kvm_device = '/dev/null'\n";
@@ -527,7 +527,7 @@ async fn launch(
 
 /// The daemon's program with this folder's configuration.
 pub fn command(folder: &Path, namespace: Option<&str>) -> Command {
-    let daemon = env!("CARGO_BIN_EXE_vmmd");
+    let daemon = vmmd_testing::program("vmmd");
     let mut command = match namespace {
         Some(namespace) => {
             let mut command = Command::new("nsenter");
