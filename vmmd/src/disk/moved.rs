@@ -58,6 +58,7 @@ pub async fn going(host: &Arc<Host>, vm: &str, disks: &[Disk]) -> Result<Vec<v1:
             size_bytes: record.size_bytes,
             preallocation: record.preallocation,
             allocated_bytes: allocated.min(record.size_bytes),
+            logical_block_bytes: record.logical_block,
         });
     }
     Ok(going)
@@ -97,6 +98,7 @@ async fn make_one(host: &Arc<Host>, vm: &str, disk: &Coming, context: &Context) 
         uid: disk.uid.as_bytes().to_vec(),
         // Cleared when the VM exists. A daemon that starts before that removes the disk.
         for_vm: vm.to_owned(),
+        logical_block: disk.logical_block,
         ..create::record(host, &disk.new, context)
     };
     let mut record = host.disks.adopt(record)?;

@@ -466,6 +466,7 @@ mod tests {
             (|it| it.disks[0].size_bytes = 513, "sizeBytes"),
             (|it| it.disks[0].size_bytes = u64::MAX, "sizeBytes"),
             (|it| it.disks[0].format = v1::DiskFormat::Iso.into(), "format"),
+            (|it| it.disks[0].logical_block_bytes = 1024, "logicalBlockBytes"),
             (
                 |it| it.disks[0].labels = [("\n".to_owned(), String::new())].into(),
                 "labels",

@@ -241,11 +241,19 @@ pub async fn make(
     let mut made = Vec::new();
     for (number, of) in record.disks.iter().enumerate() {
         let name = format!("{vm}-{}", of.name);
-        match make_one(host, folder.disk(record, number), of, &name, vm).await {
+        let mut disk = spec.disks.iter_mut().find(|disk| disk.name == of.name);
+        let disk_record = DiskRecord {
+            name: name.clone(),
+            for_vm: vm.to_owned(),
+            // The guest has used the disk with these blocks.
+            logical_block: disk.as_ref().map_or(0, |disk| disk.logical_block_bytes),
+            ..copied(of)
+        };
+        match make_one(host, folder.disk(record, number), of, disk_record).await {
             Ok(()) => made.push(name.clone()),
             Err(failure) => return (made, Err(failure)),
         }
-        if let Some(disk) = spec.disks.iter_mut().find(|disk| disk.name == of.name) {
+        if let Some(disk) = &mut disk {
             disk.source = Some(v1::disk_spec::Source::Disk(name));
             // These are about a path.
             disk.beneath.clear();
@@ -259,17 +267,21 @@ async fn make_one(
     host: &Arc<Host>,
     copy: PathBuf,
     of: &SnapshotDisk,
-    name: &str,
-    vm: &str,
+    record: DiskRecord,
 ) -> Result<(), Failure> {
-    if let Err(error) = Name::try_from(name) {
+    let name = &record.name;
+    if let Err(error) = Name::try_from(name.as_str()) {
         let problem = format_args!("gives its disk the name \"{name}\", which {error}");
         return Err(Failure::field("vm", problem));
     }
     check_base(host, of)?;
-    let record = DiskRecord {
+    disk::take_in(host, record, copy).await
+}
+
+/// The record of a new disk with the content of a snapshot's disk.
+fn copied(of: &SnapshotDisk) -> DiskRecord {
+    DiskRecord {
         uid: Uuid::new_v4().as_bytes().to_vec(),
-        name: name.to_owned(),
         created_ms: text::now_ms(),
         format: of.format,
         size_bytes: of.capacity_bytes,
@@ -280,8 +292,6 @@ async fn make_one(
             source: Some(disk_source::Source::Image(image)),
             any_content: false,
         }),
-        for_vm: vm.to_owned(),
         ..DiskRecord::default()
-    };
-    disk::take_in(host, record, copy).await
+    }
 }

@@ -96,7 +96,7 @@ impl Daemon {
         names
     }
 
-    fn file(&self, name: &str, content: &[u8]) -> PathBuf {
+    pub fn file(&self, name: &str, content: &[u8]) -> PathBuf {
         let path = self.folder.path().join(name);
         fs::write(&path, content).unwrap();
         path

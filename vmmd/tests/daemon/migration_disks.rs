@@ -12,6 +12,7 @@ use vmmd_api::v1::{self, MigrationResolution, OperationPhase, VmPhase, disk_spec
 use crate::{
     disks::{named, qcow2, raw, state},
     harness::{Daemon, assert_refused, assert_says, status},
+    images::of_path,
     migration::pair,
     verbs::within,
 };
@@ -142,6 +143,30 @@ async fn qcow2_disks_and_overlays_move_whole_their_backing_stays() {
         assert_eq!(spec.source, None, "it needs nothing below it");
     }
     assert_eq!(second.files().len(), 2);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn disk_for_long_blocks_has_them_on_the_other_node() {
+    let (first, mut second) = pair().await;
+    // The mock looks for the header of a GPT where one for such blocks is.
+    let mut bytes = vec![0; 1 << 20];
+    bytes[4096..4104].copy_from_slice(b"EFI PART");
+    let file = first.file("disk.raw", &bytes);
+    first.import(of_path("long", &file)).await.unwrap();
+    let image = v1::volume_spec::Source::Image(v1::ImageClone {
+        name: "long".into(),
+        clone: v1::DiskClone::Copy.into(),
+    });
+    let made = first.make(raw("data", SIZE), Some(image)).await.unwrap();
+    assert_eq!(state(&made).logical_block_bytes, 4096);
+    first
+        .run_with("web", "", |spec| spec.disks.push(named("data")))
+        .await;
+    let operation = first.migrate("web", &second).await.unwrap();
+    first.completes(&operation).await;
+    second.kill_and_restart().await;
+    let disk = second.disk("data").await.unwrap();
+    assert_eq!(state(&disk).logical_block_bytes, 4096);
 }
 
 #[tokio::test]

@@ -340,6 +340,7 @@ async fn with_image(daemon: &Daemon, options: &str, make: impl FnOnce(&mut fs::F
                 // Fields of a path. The restore makes a disk of the DiskService, which has neither.
                 beneath: daemon.folder.path().to_str().unwrap().into(),
                 any_content: true,
+                logical_block_bytes: 4096,
                 ..raw_file("root", &image)
             });
         })
@@ -411,6 +412,8 @@ async fn a_snapshot_has_the_disks_of_its_moment_and_gives_them_back() {
     let files = daemon.raw_disks();
     assert_eq!(files.len(), 1);
     assert_eq!(content(&files[0]), "until the snapshot");
+    let disk = daemon.disk("copy-root").await.unwrap();
+    assert_eq!(disk.status.unwrap().logical_block_bytes, 4096);
 
     // A fresh one boots.
     let fresh = |vm: &str| v1::RestoreVmRequest {

@@ -21,6 +21,8 @@ pub struct Coming {
     size: u64,
     /// About how much it takes, in bytes.
     allocated: u64,
+    /// As of the source's record; 0 when not known.
+    pub(super) logical_block: u32,
 }
 
 impl Coming {
@@ -47,11 +49,18 @@ impl Coming {
             ..Default::default()
         };
         let new = NewDisk::try_from(&request)?;
+        if !matches!(wire.logical_block_bytes, 0 | 512 | 4096) {
+            return Err(Failure::field(
+                "disks.logicalBlockBytes",
+                "must be 512 or 4096, or 0 when not known",
+            ));
+        }
         Ok(Self {
             uid,
             new,
             size: wire.size_bytes,
             allocated: wire.allocated_bytes.min(wire.size_bytes),
+            logical_block: wire.logical_block_bytes,
         })
     }
 
