@@ -27,6 +27,14 @@ pub struct UidRange {
     pub count: u32,
 }
 
+impl UidRange {
+    /// Whether a user id is one of them.
+    pub fn has(self, user: u32) -> bool {
+        user.checked_sub(self.first)
+            .is_some_and(|index| index < self.count)
+    }
+}
+
 impl Default for UidRange {
     fn default() -> Self {
         Self {
@@ -125,8 +133,7 @@ impl Ledger {
 
     /// No VM gets this user id as long as the daemon lives: a process has it that is none of a known VM.
     pub fn set_aside(&self, user: u32) {
-        let UidRange { first, count } = self.users;
-        if user.checked_sub(first).is_some_and(|index| index < count) {
+        if self.users.has(user) {
             self.books().strangers.insert(user);
         }
     }

@@ -144,6 +144,8 @@ pub struct Unreadable {
     pub uid: Vec<u8>,
     /// As far as it can be read; empty when it can't.
     pub name: String,
+    /// User id of its process, as far as it can be read.
+    pub user: Option<u32>,
     /// What is wrong.
     pub error: String,
 }
@@ -683,16 +685,26 @@ fn vm(database: &Database, uid: &[u8], key: &Key) -> Result<Option<VmRecord>, Er
 
 /// Reads the decodable part of a VM's record: a field survives damage to later fields.
 fn salvage(row: BadRow) -> Unreadable {
+    /// Part of [`stored::Vm`].
     #[derive(Clone, PartialEq, prost::Message)]
-    struct Name {
+    struct Known {
         #[prost(string, tag = "2")]
         name: String,
+        #[prost(message, optional, tag = "9")]
+        instance: Option<Process>,
     }
-    let mut known = Name::default();
+    /// Part of [`stored::Instance`].
+    #[derive(Clone, PartialEq, prost::Message)]
+    struct Process {
+        #[prost(uint32, tag = "1")]
+        user: u32,
+    }
+    let mut known = Known::default();
     let _ = known.merge(row.value.as_slice());
     Unreadable {
         uid: row.key,
         name: known.name,
+        user: known.instance.map(|process| process.user),
         error: row.error,
     }
 }

@@ -18,8 +18,9 @@ use vmmd_api::v1::{self, VmPhase};
 
 use crate::{
     console::Client,
-    harness::{self, Daemon, PATIENCE, assert_refused, connect, refusal, status, uid, vm_pid},
+    harness::{self, Daemon, PATIENCE, assert_refused, assert_says, connect, refusal, status, uid, vm_pid},
     migration::pair,
+    verbs::within,
 };
 
 impl Daemon {
@@ -140,9 +141,7 @@ async fn a_record_that_cannot_be_read_costs_its_own_vm() {
     let fine = daemon.run("fine", "").await;
     let broken = daemon.create(daemon.manifest("broken", "")).await.unwrap();
     daemon.kill();
-    daemon.change_record(&uid(&broken), |value| {
-        value.extend([0x32, 0xff, 0xff]);
-    });
+    daemon.change_record(&uid(&broken), garble);
     daemon.relaunch().await;
     assert_eq!(vm_pid(&daemon.get("fine").await.unwrap()), vm_pid(&fine));
     let found = daemon.get("broken").await.unwrap();
@@ -160,6 +159,81 @@ async fn a_record_that_cannot_be_read_costs_its_own_vm() {
     daemon.delete("broken", false).await.unwrap();
     daemon.kill_and_restart().await;
     assert_eq!(daemon.get("broken").await.unwrap_err().code(), Code::NotFound);
+}
+
+#[tokio::test]
+async fn process_of_an_unreadable_vm_can_be_ended() {
+    let mut daemon = Daemon::start().await;
+    let before = daemon.run("broken", "").await;
+    daemon.kill();
+    daemon.change_record(&uid(&before), garble);
+    daemon.relaunch().await;
+    let found = daemon.get("broken").await.unwrap();
+    assert_eq!(
+        (status(&found).reason.as_str(), vm_pid(&found)),
+        ("RecordUnreadable", vm_pid(&before))
+    );
+    let refused = daemon.delete("broken", false).await.unwrap_err();
+    assert_eq!(refusal(&refused).1, "STILL_RUNNING");
+    daemon.kill_vm("broken").await.unwrap();
+    daemon.wait_no_processes().await;
+    // The next daemon does not take a process of another VM with that user id for this VM's.
+    let other = daemon.run("other", "").await;
+    daemon.kill_and_restart().await;
+    let found = daemon.get("broken").await.unwrap();
+    assert!(status(&found).instance.is_none(), "{found:?}");
+    assert_eq!(vm_pid(&daemon.get("other").await.unwrap()), vm_pid(&other));
+    daemon.delete("broken", false).await.unwrap();
+    assert_eq!(daemon.vmm_processes(), [vm_pid(&other)]);
+}
+
+#[tokio::test]
+async fn migration_of_an_unreadable_vm_ends_on_the_other_node() {
+    for at_source in [true, false] {
+        let (mut first, mut second) = pair().await;
+        let before = first.run("web", "").await;
+        first.fault("given");
+        let operation = first.migrate("web", &second).await.unwrap();
+        first.ended(&operation).await;
+        first.kill();
+        second.kill();
+        let broken = if at_source { &first } else { &second };
+        broken.change_record(&uid(&before), garble);
+        first.relaunch().await;
+        second.relaunch().await;
+        let (broken, other) = if at_source {
+            (&first, &second)
+        } else {
+            (&second, &first)
+        };
+        let refused = broken
+            .resolve("web", v1::MigrationResolution::Run)
+            .await
+            .unwrap_err();
+        assert_refused(&refused, Code::FailedPrecondition, "RECORD_UNREADABLE");
+        assert_says(&refused, "delete it here with `vmmctl delete vm NAME --force`");
+        let waiting = async || {
+            within(async || {
+                let vm = other.get("web").await.unwrap();
+                let migration = status(&vm).migration.clone();
+                migration.is_some_and(|it| it.waits_for_decision).then_some(())
+            })
+            .await;
+        };
+        waiting().await;
+        broken.delete("web", true).await.unwrap();
+        broken.wait_no_processes().await;
+        // The other node does not take the deletion for a decision, and its guest is still there.
+        waiting().await;
+        other.resolve("web", v1::MigrationResolution::Run).await.unwrap();
+        let vm = other.waits_for("web", VmPhase::Running).await;
+        assert_eq!(other.vmm_processes(), [vm_pid(&vm)]);
+    }
+}
+
+/// Makes a record undecodable behind its fields.
+fn garble(value: &mut Vec<u8>) {
+    value.extend([0x32, 0xff, 0xff]);
 }
 
 /// Makes the spec of a record one that is not valid.

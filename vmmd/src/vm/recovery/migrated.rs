@@ -49,9 +49,14 @@ impl Unusable {
     }
 
     pub(super) async fn on_handover(&mut self, request: HandoverRequest) -> Step {
-        // The stage of the migration is in the record.
+        // The stage of the migration is in the record. Only one node can decide without it: the other one, when the VM is deleted here.
         if matches!(self.why, Why::Record(_)) {
-            return (Err(self.refusal()), false);
+            let mut failure = self.refusal();
+            if matches!(request, HandoverRequest::Resolve { .. }) {
+                failure.message += "; to continue it on the other node, delete it here with `vmmctl delete vm NAME --force` first, and then \
+                                    decide there with `vmmctl migrate resolve NAME --run`";
+            }
+            return (Err(failure), false);
         }
         let number = self.migration_number();
         match (request, self.handover()) {

@@ -56,19 +56,23 @@ pub async fn reconcile(host: &Arc<Host>, records: Vec<VmRecord>, unreadable: Vec
         let task = tasks.spawn(restore(Arc::clone(host), uid, record.clone()));
         under_way.insert(task.id(), (uid, record));
     }
-    for bad in unreadable {
-        let Ok(uid) = Uuid::from_slice(&bad.uid) else {
-            continue;
-        };
-        known.insert(uid);
-        take_unreadable(host, uid, bad);
-    }
+    known.extend(
+        unreadable
+            .iter()
+            .filter_map(|bad| Uuid::from_slice(&bad.uid).ok()),
+    );
     while let Some(result) = tasks.join_next_with_id().await {
         if let Err(error) = result {
             tracing::error!(%error, "a VM could not be restored");
             if let Some((uid, record)) = under_way.remove(&error.id()) {
                 unusable::not_restored(host, uid, record);
             }
+        }
+    }
+    // Behind the others, which have their names for certain.
+    for bad in unreadable {
+        if let Ok(uid) = Uuid::from_slice(&bad.uid) {
+            take_unreadable(host, uid, bad).await;
         }
     }
     let host = Arc::clone(host);
@@ -79,20 +83,26 @@ pub async fn reconcile(host: &Arc<Host>, records: Vec<VmRecord>, unreadable: Vec
 }
 
 /// A VM of whose record no more than the key can be relied on. A process that it may have keeps its user id: that is no other
-/// VM's, and was set aside.
-fn take_unreadable(host: &Arc<Host>, uid: Uuid, bad: Unreadable) {
+/// VM's, and was set aside. The process is taken over if it holds the VM's lock and has the user id of the record, so that it can be ended.
+async fn take_unreadable(host: &Arc<Host>, uid: Uuid, bad: Unreadable) {
     let name = if bad.name.is_empty() || host.vms.get(&bad.name).is_some() {
         let uid = uid.simple().to_string();
         format!("unreadable-{}", uid.get(..8).unwrap_or_default())
     } else {
         bad.name
     };
+    let lives = lock::is_held(&RuntimeDir::of(&host.config, uid).lock()).unwrap_or(false);
+    let user = bad.user.filter(|user| lives && host.config.vm_uids.has(*user));
     let record = VmRecord {
         uid: bad.uid,
         name,
+        instance: user.map(|user| InstanceRecord {
+            user,
+            ..InstanceRecord::default()
+        }),
         ..VmRecord::default()
     };
-    unusable::spawn(host, uid, record, Why::Record(bad.error), None);
+    unusable::take_over(host, uid, record, Why::Record(bad.error)).await;
 }
 
 /// Takes a VM over as its record and its process are.

@@ -65,7 +65,9 @@ impl Why {
     fn message(&self) -> String {
         match self {
             Self::Record(error) => {
-                format!("its record in the store can't be read ({error}): delete it, or put the store back")
+                format!(
+                    "its record in the store can't be read ({error}): delete the VM, or put the store back"
+                )
             }
             Self::Spec(problem) => format!(
                 "its stored spec is not valid to this vmmd: {problem}; delete it, or install the vmmd that made it"
