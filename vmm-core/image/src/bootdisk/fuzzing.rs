@@ -52,7 +52,7 @@ fn disk(data: &[u8]) {
 fn grub_cfg(data: &[u8]) {
     let text = String::from_utf8_lossy(data);
     let (environment, text) = text.split_once('\0').unwrap_or(("", &text));
-    grub::entries(text, &grub::environment(environment));
+    grub::menu(text, &grub::environment(environment));
 }
 
 fn loader(data: &[u8]) {

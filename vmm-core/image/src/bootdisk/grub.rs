@@ -21,6 +21,11 @@ const LONGEST_VALUE: usize = 2048;
 /// Longest text that a command may become, in bytes.
 pub const LONGEST_COMMAND: usize = 16 << 10;
 
+/// Variable of the environment block: the entry to boot once (grub-reboot(8)).
+pub const NEXT: &str = "next_entry";
+/// The same of GRUB 1.98 and 1.99: the saved entry is for one start, and this one for those after it.
+pub const PREVIOUS: &str = "prev_saved_entry";
+
 /// Variables.
 pub type Variables = BTreeMap<String, String>;
 
@@ -68,9 +73,54 @@ struct Item {
     root: Root,
 }
 
-/// The entries of a configuration: the default entry first, then the others from the top.
-/// `variables` are the variables of the environment block.
-pub fn entries(text: &str, variables: &Variables) -> Vec<Entry> {
+/// An entry that GRUB boots at the next start alone. GRUB notes that by a write to the environment block.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Once {
+    /// The variable of the environment block that has the note.
+    pub variable: &'static str,
+    /// The entry's number, title or ID.
+    pub entry: String,
+}
+
+/// The menu of a configuration.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Menu {
+    /// The default entry first, then the others from the top.
+    pub entries: Vec<Entry>,
+    /// The entry that GRUB boots instead of the default entry, at the next start alone.
+    pub once: Option<Once>,
+}
+
+/// Reads the menu of a configuration. `variables` are the variables of the environment block.
+pub fn menu(text: &str, variables: &Variables) -> Menu {
+    let mut later = variables.clone();
+    let once = take_once(&mut later);
+    let (entries, _) = sorted(text, &later, None);
+    let once = once.filter(|once| {
+        let default = (once.variable == NEXT).then_some(once.entry.as_str());
+        let (now, is_kernel) = sorted(text, variables, default);
+        let boots = |entries: &[Entry]| {
+            let first = entries.first().cloned();
+            first.map(|first| (first.root, first.kernel, first.initrds, first.cmdline))
+        };
+        !is_kernel || boots(&now) != boots(&entries)
+    });
+    Menu { entries, once }
+}
+
+/// Changes the variables as GRUB does at the next start (the commands are in 00_header of grub-mkconfig); returns the entry of that start
+/// alone.
+pub fn take_once(variables: &mut Variables) -> Option<Once> {
+    let mut take = |name| variables.remove(name).filter(|value| !value.is_empty());
+    let (next, previous) = (take(NEXT), take(PREVIOUS));
+    let saved = previous.and_then(|previous| variables.insert("saved_entry".to_owned(), previous));
+    let once = |variable, entry| Once { variable, entry };
+    next.map(|entry| once(NEXT, entry))
+        .or_else(|| saved.map(|entry| once(PREVIOUS, entry)))
+}
+
+/// The entries with the default entry first, and whether that one boots a kernel. `default` replaces the configuration's default entry.
+fn sorted(text: &str, variables: &Variables, default: Option<&str>) -> (Vec<Entry>, bool) {
     let nodes = parse(text);
     let mut state = State {
         variables: variables.clone(),
@@ -78,8 +128,8 @@ pub fn entries(text: &str, variables: &Variables) -> Vec<Entry> {
     };
     let mut left = MOST_ITEMS;
     let items = items(nodes, &mut state, &mut left);
-    let default = state.variables.get("default").cloned().unwrap_or_default();
-    let chosen = choose(&items, &default);
+    let own = state.variables.get("default").map_or("", String::as_str);
+    let chosen = choose(&items, default.unwrap_or(own));
     let mut found = Vec::new();
     flatten(items, &mut found, 0, &mut left);
     let found: Vec<_> = found.iter().filter_map(entry).collect();
@@ -93,7 +143,7 @@ pub fn entries(text: &str, variables: &Variables) -> Vec<Entry> {
         let chosen = sorted.remove(chosen);
         sorted.insert(0, chosen);
     }
-    sorted
+    (sorted, first.is_some())
 }
 
 /// The variables of an environment block (grub-editenv(1)).

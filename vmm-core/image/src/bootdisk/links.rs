@@ -25,6 +25,7 @@ pub fn links(volumes: &[Volume]) -> Vec<Candidate> {
                     cmdline: default_cmdline(root.unwrap_or(volume)),
                     image: None,
                     volume: number,
+                    once: None,
                 });
             }
         };

@@ -4,7 +4,7 @@
 use super::{
     Candidate, MOST_ENTRIES, TEXT,
     bls::{self, Entry},
-    grub::{Root, Variables},
+    grub::{self, Root, Variables},
     on, uki,
     volume::Volume,
 };
@@ -20,7 +20,9 @@ const MOST_IMAGES: usize = 64;
 /// The entries of all file systems, with each file system's default entry first. `variables` are
 /// those of GRUB's environment block.
 pub fn entries(volumes: &[Volume], variables: &Variables) -> Vec<Candidate> {
-    let saved = variables.get("saved_entry").cloned().unwrap_or_default();
+    let mut later = variables.clone();
+    let once = grub::take_once(&mut later);
+    let saved = later.get("saved_entry").cloned().unwrap_or_default();
     // systemd-boot has one file for the EFI system partition and the one for `/boot`.
     let defaults = volumes.iter().find_map(|volume| {
         let texts = LOADER.map(|(folder, _)| volume.text(&format!("{folder}/loader.conf"), TEXT));
@@ -37,6 +39,13 @@ pub fn entries(volumes: &[Volume], variables: &Variables) -> Vec<Candidate> {
             let text = text.as_ref().or(defaults.as_ref());
             let chosen = text.and_then(|text| default_of_loader(text, &entries));
             bls::sort(&mut entries, chosen.as_deref().unwrap_or(&saved));
+            // GRUB boots these entries where systemd-boot has no default.
+            let once = once.clone().filter(|once| {
+                let mut now = entries.clone();
+                bls::sort(&mut now, &once.entry);
+                let is_named = now.iter().zip(&entries).all(|(now, later)| now.id == later.id);
+                chosen.is_none() && !is_named
+            });
             found.extend(entries.into_iter().map(|entry| Candidate {
                 by: format!("{} {}{}", what(&entry), entry.id, on(volume)),
                 root: Root::Here,
@@ -46,6 +55,7 @@ pub fn entries(volumes: &[Volume], variables: &Variables) -> Vec<Candidate> {
                 cmdline: entry.cmdline,
                 image: entry.image,
                 volume: number,
+                once: once.clone(),
             }));
         }
     }

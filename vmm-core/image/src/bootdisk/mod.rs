@@ -30,7 +30,7 @@ use std::{
     rc::Rc,
 };
 
-use grub::{Root, Variables};
+use grub::{NEXT, Once, PREVIOUS, Root, Variables};
 use medium::{Bounded, Medium, Window};
 use volume::{Volume, Volumes};
 
@@ -106,6 +106,16 @@ struct Candidate {
     /// Layout of the kernel's file, if the kernel is a unified image.
     image: Option<uki::Image>,
     volume: usize,
+    /// The entry that the boot loader boots instead at the next start alone.
+    once: Option<Once>,
+}
+
+/// A grub.cfg.
+struct Configuration {
+    volume: usize,
+    /// Its path, and where that is.
+    place: String,
+    text: String,
 }
 
 /// All bytes of a file.
@@ -126,9 +136,11 @@ fn find_within(disk: Rc<dyn Medium>, looking: u64, copying: u64) -> Result<Found
     let Volumes { mut readable, others } =
         volume::volumes(&Window::whole(Rc::clone(&disk) as Rc<dyn Medium>));
     let mut missing = None;
-    let candidates = loader::entries(&readable, &environment(&readable))
+    let configurations = configurations(&readable);
+    let variables = environment(&readable, &configurations);
+    let candidates = loader::entries(&readable, &variables)
         .into_iter()
-        .chain(grub_entries(&readable))
+        .chain(grub_entries(&configurations, &variables))
         .chain(links::links(&readable));
     for candidate in candidates {
         let Some((at, below)) = place(&readable, &candidate) else {
@@ -137,6 +149,9 @@ fn find_within(disk: Rc<dyn Medium>, looking: u64, copying: u64) -> Result<Found
             });
             continue;
         };
+        if let Some(once) = &candidate.once {
+            return Err(unusable_once(&candidate, once));
+        }
         let path = |path: &String| format!("{below}/{}", path.trim_start_matches('/'));
         let kernel = path(&candidate.kernel);
         let (range, initrds) = match &candidate.image {
@@ -264,39 +279,68 @@ fn on(volume: &Volume) -> String {
     }
 }
 
-/// GRUB's environment block, from the first file system that has one.
-fn environment(volumes: &[Volume]) -> Variables {
+/// The error for a disk whose boot loader boots another entry at the next start alone. Without the boot loader's write, that entry would be
+/// booted at all later starts too. The guest has not asked for the default entry.
+fn unusable_once(candidate: &Candidate, Once { variable, entry }: &Once) -> FindError {
+    let problem = format!(
+        "GRUB has been asked to boot the entry \"{entry}\" instead, once (`{variable}` in its grubenv, which grub-reboot sets), and \
+         only GRUB itself can note on the disk that this is done: attach the disk to another VM, mount it there and run `grub-editenv \
+         MOUNTPOINT/boot/grub/grubenv unset {variable}`"
+    );
+    FindError::Unusable {
+        what: candidate.by.clone(),
+        problem,
+    }
+}
+
+/// GRUB's environment block, from the first file system that has one. A setting for one start that no configuration reads is left out.
+fn environment(volumes: &[Volume], configurations: &[Configuration]) -> Variables {
     let places = GRUB.iter().map(|folder| format!("{folder}/grubenv"));
     let places: Vec<_> = places.chain(["/EFI/fedora/grubenv".to_owned()]).collect();
     let text = volumes
         .iter()
         .find_map(|volume| places.iter().find_map(|path| volume.text(path, TEXT)));
-    grub::environment(&text.unwrap_or_default())
+    let mut variables = grub::environment(&text.unwrap_or_default());
+    for name in [NEXT, PREVIOUS] {
+        if !configurations.iter().any(|it| it.text.contains(name)) {
+            variables.remove(name);
+        }
+    }
+    variables
 }
 
-fn grub_entries(volumes: &[Volume]) -> Vec<Candidate> {
-    let variables = environment(volumes);
+/// The configurations of GRUB.
+fn configurations(volumes: &[Volume]) -> Vec<Configuration> {
     let places = GRUB
         .iter()
         .flat_map(|folder| volumes.iter().enumerate().map(move |place| (folder, place)));
     let texts = places.filter_map(|(folder, (number, volume))| {
         let path = format!("{folder}/grub.cfg");
         let text = volume.text(&path, GRUB_TEXT)?;
-        Some((number, format!("{path}{}", on(volume)), text))
+        Some(Configuration {
+            volume: number,
+            place: format!("{path}{}", on(volume)),
+            text,
+        })
     });
+    texts.take(MOST_CONFIGURATIONS).collect()
+}
+
+fn grub_entries(configurations: &[Configuration], variables: &Variables) -> Vec<Candidate> {
     let mut found = Vec::new();
-    for (number, path, text) in texts.take(MOST_CONFIGURATIONS) {
+    for Configuration { volume, place, text } in configurations {
         let left = MOST_ENTRIES.saturating_sub(found.len());
-        let entries = grub::entries(&text, &variables).into_iter();
-        found.extend(entries.take(left).map(|entry| Candidate {
-            by: format!("the entry \"{}\" of {path}", entry.title),
+        let menu = grub::menu(text, variables);
+        found.extend(menu.entries.into_iter().take(left).map(|entry| Candidate {
+            by: format!("the entry \"{}\" of {place}", entry.title),
             root: entry.root,
             kernel: entry.kernel,
             below: "",
             initrds: entry.initrds,
             cmdline: entry.cmdline,
             image: None,
-            volume: number,
+            volume: *volume,
+            once: menu.once.clone(),
         }));
     }
     found

@@ -289,6 +289,79 @@ fn boot_partition_has_own_entries_and_grubs_saved_one() {
 }
 
 #[test]
+fn disk_whose_boot_loader_boots_another_entry_once_is_refused() {
+    let workshop = Workshop::new();
+    let entry = |version: &str| format!("version {version}\nlinux /vmlinuz-{version}\n");
+    let once = "if [ \"${next_entry}\" ] ; then\n set default=\"${next_entry}\"\n set next_entry=\n save_env next_entry\nfi\n";
+    let of_cfg = |next: &str, reads: &str| {
+        workshop.ext4(
+            ROOT,
+            &[
+                ("boot/grub/grub.cfg", &format!("{reads}{GRUB_CFG}")),
+                (
+                    "boot/grub/grubenv",
+                    &format!("# GRUB Environment Block\nnext_entry={next}\n"),
+                ),
+                ("boot/vmlinuz-6.1", "kernel 6.1"),
+                ("boot/vmlinuz-6.0", "kernel 6.0"),
+                ("boot/initrd.img-6.1", "ramdisk 6.1"),
+            ],
+        )
+    };
+    let of_loader = |next: &str, reads: &str, loader: (&str, &str)| {
+        workshop.ext4(
+            BOOT,
+            &[
+                ("loader/entries/m-6.9.conf", &entry("6.9")),
+                ("loader/entries/m-6.11.conf", &entry("6.11")),
+                loader,
+                ("vmlinuz-6.9", "kernel 6.9"),
+                ("vmlinuz-6.11", "kernel 6.11"),
+                (
+                    "grub2/grubenv",
+                    &format!("saved_entry=m-6.9\nnext_entry={next}\n"),
+                ),
+                ("grub2/grub.cfg", &format!("{reads}insmod blscfg\nblscfg\n")),
+            ],
+        )
+    };
+    let none = ("loader/nothing", "");
+    let systemd = ("loader/loader.conf", "default m-6.9\n");
+    for (disk, kernel) in [
+        (of_cfg("", once), "kernel 6.1"),
+        (of_cfg("Debian", once), "kernel 6.1"),
+        // The configuration does not read it.
+        (of_cfg("old", ""), "kernel 6.1"),
+        (of_loader("", once, none), "kernel 6.9"),
+        (of_loader("m-6.9", once, none), "kernel 6.9"),
+        (of_loader("m-6.11", "", none), "kernel 6.9"),
+        // systemd-boot does not read it.
+        (of_loader("m-6.11", once, systemd), "kernel 6.9"),
+    ] {
+        assert_eq!(content(&find(Rc::new(disk)).unwrap()).0, kernel);
+    }
+    for (disk, by, next) in [
+        (
+            of_cfg("old", once),
+            "the entry \"Debian\" of /boot/grub/grub.cfg",
+            "old",
+        ),
+        (
+            of_loader("m-6.11", once, none),
+            "the boot loader entry m-6.9",
+            "m-6.11",
+        ),
+        (of_loader("0", once, none), "the boot loader entry m-6.9", "0"),
+    ] {
+        let refused = find(Rc::new(disk)).unwrap_err().to_string();
+        let begin =
+            format!("{by} can't be booted: GRUB has been asked to boot the entry \"{next}\" instead, once");
+        assert!(refused.starts_with(&begin), "{refused}");
+        assert!(refused.contains("grubenv unset next_entry"), "{refused}");
+    }
+}
+
+#[test]
 fn entries_on_the_efi_system_partition_name_their_kernels_there() {
     let entry = "linux /6b/6.1/linux\ninitrd /6b/6.1/initrd\ninitrd /6b/6.1/second\noptions root=LABEL=system console=hvc0\n";
     let esp = fat(&[

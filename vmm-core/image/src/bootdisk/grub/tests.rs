@@ -138,6 +138,10 @@ menuentry 'Ubuntu' {
 }
 "#;
 
+fn entries(text: &str, variables: &Variables) -> Vec<Entry> {
+    menu(text, variables).entries
+}
+
 fn with_default(text: &str) -> Vec<Entry> {
     let text = DEBIAN.replace(r#"set default="0""#, text);
     let saved = environment("# GRUB Environment Block\nsaved_entry=gnulinux-6.1.0-25-advanced\n####");
@@ -183,6 +187,62 @@ fn default_entry_by_number_title_id_or_saved() {
     let saved = environment("saved_entry=gnulinux-advanced-aaaa>1\n");
     let text = DEBIAN.replace(r#"set default="0""#, r#"set default="${saved_entry}""#);
     assert_eq!(entries(&text, &saved)[0].kernel, old);
+}
+
+#[test]
+fn entry_for_one_start_is_named_where_another_would_boot() {
+    const NEWEST: &str = "/boot/vmlinuz-6.1.0-27-cloud-amd64";
+    let saved = DEBIAN.replace(r#"set default="0""#, r#"set default="${saved_entry}""#);
+    for (text, variables, kernel, once) in [
+        // An entry with the same kernel and command line is the same.
+        (DEBIAN, "next_entry=", NEWEST, None),
+        (DEBIAN, "next_entry=0", NEWEST, None),
+        (DEBIAN, "next_entry=gnulinux-simple-aaaa", NEWEST, None),
+        (DEBIAN, "next_entry=not there", NEWEST, None),
+        (DEBIAN, "next_entry=1>1", NEWEST, Some(NEXT)),
+        (DEBIAN, "next_entry=gnulinux-advanced-aaaa>0", NEWEST, Some(NEXT)),
+        // No kernel, but the guest has asked for it.
+        (DEBIAN, "next_entry=uefi-firmware", NEWEST, Some(NEXT)),
+        // The saved entry is that of all starts; without one it is the first entry.
+        (
+            &saved,
+            "saved_entry=1>1",
+            "/boot/vmlinuz-6.1.0-25-cloud-amd64",
+            None,
+        ),
+        (
+            &saved,
+            "saved_entry=1>1\nnext_entry=1>1",
+            "/boot/vmlinuz-6.1.0-25-cloud-amd64",
+            None,
+        ),
+        (
+            &saved,
+            "saved_entry=1>1\nnext_entry=0",
+            "/boot/vmlinuz-6.1.0-25-cloud-amd64",
+            Some(NEXT),
+        ),
+        (&saved, "next_entry=1>1", NEWEST, Some(NEXT)),
+        // An old grub-reboot moves the saved entry away for one start.
+        (
+            &saved,
+            "saved_entry=1>1\nprev_saved_entry=0",
+            NEWEST,
+            Some(PREVIOUS),
+        ),
+        (&saved, "saved_entry=0\nprev_saved_entry=0", NEWEST, None),
+        (
+            &saved,
+            "saved_entry=1>1\nprev_saved_entry=",
+            "/boot/vmlinuz-6.1.0-25-cloud-amd64",
+            None,
+        ),
+        (DEBIAN, "saved_entry=1>1\nprev_saved_entry=0", NEWEST, None),
+    ] {
+        let menu = menu(text, &environment(variables));
+        assert_eq!(menu.entries[0].kernel, kernel, "{variables}");
+        assert_eq!(menu.once.map(|once| once.variable), once, "{variables}");
+    }
 }
 
 #[test]
