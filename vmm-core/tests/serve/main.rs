@@ -2,6 +2,7 @@
 //! the machine's own KVM; and `vmm run`. Needs /dev/kvm and root (to start the process under another user).
 
 mod disks;
+mod failed_memory;
 mod guest;
 mod migration;
 mod process;

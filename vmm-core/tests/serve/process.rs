@@ -155,6 +155,11 @@ impl Vmm {
         }
     }
 
+    /// The id of the process.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
     /// Whether the lock that the process inherited is free.
     pub fn lock_is_free(&self) -> bool {
         let lock = File::open(self.dir.path().join("lock")).unwrap();
