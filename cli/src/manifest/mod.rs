@@ -150,24 +150,23 @@ fn document(root: Node, source: &str) -> Result<Document, Vec<Problem>> {
 }
 
 fn of_disk(root: &Node) -> Result<v1::CreateDiskRequest, Vec<Problem>> {
-    let json = decode::decode(root, schema::DISK)?;
-    let request = disk::request(json).map_err(|error| {
-        vec![Problem {
-            mark: Some(root.mark),
-            path: String::new(),
-            text: error.to_string(),
-        }]
-    })?;
-    let violations = disk::check(&request);
-    if violations.0.is_empty() {
-        return Ok(request);
+    let (json, problems) = decode::partial(root, schema::DISK);
+    let request = match disk::request(json) {
+        Ok(request) => request,
+        Err(_) if !problems.is_empty() => return Err(problems),
+        Err(error) => {
+            return Err(vec![Problem {
+                mark: Some(root.mark),
+                path: String::new(),
+                text: error.to_string(),
+            }]);
+        }
+    };
+    let problems = manifest::together(root, problems, disk::check(&request));
+    match problems.is_empty() {
+        true => Ok(request),
+        false => Err(problems),
     }
-    let problems = violations.0.into_iter().map(|violation| Problem {
-        mark: find(root, &violation.field),
-        path: violation.field,
-        text: violation.description,
-    });
-    Err(problems.collect())
 }
 
 fn invalid(source: &str, problems: &[Problem]) -> Failure {

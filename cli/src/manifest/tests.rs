@@ -262,6 +262,13 @@ fn a_disk_is_a_manifest_too() {
     "rawFile: /a\n  overlayOf: b",
     "vm.yaml:9: spec.overlayOf: can't be together with `rawFile`: give one of them"
 )]
+#[case::two_kinds_of_mistakes(
+    "name: data\n  labels: {tier: gold}\nspec:\n  sizeBytes",
+    "name: Data\n  label: {tier: gold}\nspec:\n  sizeBytes",
+    "vm.yaml has 2 problems\n  \
+     vm.yaml:4: metadata.name: must be 1 to 63 lower-case letters, digits or '-', beginning and ending with a letter or digit, is \"Data\"\n  \
+     vm.yaml:5: metadata.label: unknown field; did you mean `labels`?"
+)]
 #[case::iso(
     "format: raw",
     "format: iso",
@@ -462,6 +469,32 @@ fn all_mistakes_of_a_file_are_reported_at_once() {
     assert_eq!(message(&text), expected);
 }
 
+/// Unknown fields and wrong values.
+#[test]
+fn mistakes_of_all_kinds_are_reported_at_once() {
+    let text = GOOD
+        .replace("name: web", "name: Web_1")
+        .replace("cores: 2", "cores: 0")
+        .replace("256Mi", "many")
+        .replace("kernel: /boot/vmlinuz", "kernel: boot/vmlinuz")
+        .replace("format: raw", "format: vmdk")
+        .replace("mac: 52:54:00:12:34:56", "mac: nonsense")
+        .replace("cmdline: console", "cmdlin: console");
+    let said = message(&text);
+    for field in [
+        "metadata.name",
+        "spec.cpu.cores",
+        "spec.memory.sizeBytes",
+        "spec.boot.linux.kernel",
+        "spec.disks[0].format",
+        "spec.boot.linux.cmdlin",
+        "spec.nics[0].mac",
+    ] {
+        assert!(said.contains(&format!(": {field}: ")), "{field}: {said}");
+    }
+    assert!(said.starts_with("vm.yaml has 7 problems"), "{said}");
+}
+
 #[test]
 fn text_that_is_no_yaml_is_refused_with_its_line() {
     assert!(message("a: [1, 2\nb: 3\n").starts_with("vm.yaml:"));
@@ -518,6 +551,7 @@ fn a_failure_of_the_daemon_is_shown_with_the_line_it_is_about() {
 #[case("1G", 1_000_000_000)]
 #[case("1GB", 1_000_000_000)]
 #[case("512 Mi", 512 << 20)]
+#[case("2 GiB", 2 << 30)]
 #[case("18446744073709551615", u64::MAX)]
 fn a_quantity_is_read(#[case] text: &str, #[case] bytes: u64) {
     assert_eq!(quantity::bytes(text), Ok(bytes));

@@ -102,6 +102,11 @@ fn path(text: &str) -> Result<JsonPath, String> {
         .strip_prefix(".items[*]")
         .filter(|rest| !rest.is_empty())
         .unwrap_or(text);
+    if text.starts_with(".items") {
+        return Err(format!(
+            "\"{text}\" is of a list: each object is a document of its own, as in .metadata.name; `-o json` prints the list"
+        ));
+    }
     let whole = if text.starts_with('$') {
         text.to_owned()
     } else if text.starts_with(['.', '[']) {
@@ -274,6 +279,8 @@ mod tests {
             ("jsonpath", "must be wide"),
             ("jsonpath={.a", "has no matching }"),
             ("jsonpath={a}", "must begin with a dot"),
+            ("jsonpath={.items[0].metadata.name}", "is of a list"),
+            ("jsonpath={range .items[*]}", "must begin with a dot"),
             ("jsonpath={.a[}", "is not a JSON path"),
             ("custom-columns=NAME", "must be NAME:PATH"),
             ("custom-columns=:.a", "must be NAME:PATH"),

@@ -640,6 +640,29 @@ fn unanswered_request_is_repeated_with_its_id() {
 }
 
 #[test]
+fn wrong_value_of_create_and_run_names_the_option() {
+    let daemon = Daemon::start();
+    for (line, expected) in [
+        (
+            "create vm web --kernel /k --cpus 0",
+            "--cpus: must be 1 to 254, is 0",
+        ),
+        ("create vm web --kernel /k --memory 2000000", "--memory: must be "),
+        ("create vm Web --kernel /k", "NAME: must be 1 to 63 "),
+        ("create vm web --kernel k", "--kernel: must be "),
+        ("run debian --name web --cpus 0", "--cpus: must be 1 to 254, is 0"),
+        ("run debian --name web --memory 2000000", "--memory: must be "),
+        ("run debian --name X_1", "--name: must be 1 to 63 "),
+    ] {
+        let words: Vec<_> = line.split(' ').collect();
+        let (code, _, said) = run(&daemon, &words);
+        assert_eq!(code, 6, "{line}: {said}");
+        assert!(said.starts_with(&format!("error: {expected}")), "{line}: {said}");
+    }
+    assert_eq!(daemon.state.calls(), [""; 0]);
+}
+
+#[test]
 fn get_chooses_by_phase_and_names_what_is_not_there() {
     let daemon = Daemon::start();
     for (name, phase) in [

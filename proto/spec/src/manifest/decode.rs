@@ -19,15 +19,7 @@ pub struct Problem {
     pub text: String,
 }
 
-/// Turns the document `node` into the JSON form of the message called `message`.
-pub fn decode(node: &Node, message: &str) -> Result<Json, Vec<Problem>> {
-    match partial(node, message) {
-        (json, problems) if problems.is_empty() => Ok(json),
-        (_, problems) => Err(problems),
-    }
-}
-
-/// The same as far as it can be understood, and all that can't.
+/// Turns the document `node` into the JSON form of the message called `message`, as far as it can be understood; and all that can't.
 pub fn partial(node: &Node, message: &str) -> (Json, Vec<Problem>) {
     let mut decoder = Decoder { problems: Vec::new() };
     let json = decoder.message(node, message, "");

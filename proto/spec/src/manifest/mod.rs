@@ -17,7 +17,7 @@ pub use self::decode::Problem;
 use vmmd_api::v1;
 
 use self::yaml::Node;
-use crate::vm::Manifest;
+use crate::{Violations, vm::Manifest};
 
 /// The manifests' `apiVersion`.
 pub const API_VERSION: &str = "vmmd/v1";
@@ -81,7 +81,7 @@ pub fn single_vm(text: &str) -> Result<Manifest, Problems> {
 ///
 /// All that is wrong with it.
 pub fn vm(root: &Node) -> Result<(v1::Vm, Manifest), Vec<Problem>> {
-    let (json, mut problems) = decode::partial(root, schema::VM);
+    let (json, problems) = decode::partial(root, schema::VM);
     let read = serde_json::from_value::<v1::Vm>(without_head(json));
     let mut vm = match read {
         Ok(vm) => vm,
@@ -97,10 +97,16 @@ pub fn vm(root: &Node) -> Result<(v1::Vm, Manifest), Vec<Problem>> {
     strip(&mut vm);
     let found = match Manifest::try_from(&vm) {
         Ok(manifest) if problems.is_empty() => return Ok((vm, manifest)),
-        Ok(_) => Vec::new(),
-        Err(violations) => violations.0,
+        Ok(_) => Violations::default(),
+        Err(violations) => violations,
     };
-    let more = found
+    Err(together(root, problems, found))
+}
+
+/// The problems of a document and the violations of what could be read of it, by line. Violations that follow from a problem are left out.
+pub fn together(root: &Node, mut problems: Vec<Problem>, violations: Violations) -> Vec<Problem> {
+    let more = violations
+        .0
         .into_iter()
         .filter(|violation| {
             let (field, given) = (&violation.field, is_given(root, &violation.field));
@@ -114,7 +120,7 @@ pub fn vm(root: &Node) -> Result<(v1::Vm, Manifest), Vec<Problem>> {
     let more: Vec<_> = more.collect();
     problems.extend(more);
     problems.sort_by_key(|problem| problem.mark.map(|mark| mark.line));
-    Err(problems)
+    problems
 }
 
 /// Returns the document's `kind`, which must be one of `kinds`. A document of another kind gets one
