@@ -469,7 +469,7 @@ fn all_mistakes_of_a_file_are_reported_at_once() {
     assert_eq!(message(&text), expected);
 }
 
-/// Unknown fields and wrong values.
+/// Unknown fields, wrong values and names that are given twice.
 #[test]
 fn mistakes_of_all_kinds_are_reported_at_once() {
     let text = GOOD
@@ -478,7 +478,10 @@ fn mistakes_of_all_kinds_are_reported_at_once() {
         .replace("256Mi", "many")
         .replace("kernel: /boot/vmlinuz", "kernel: boot/vmlinuz")
         .replace("format: raw", "format: vmdk")
-        .replace("mac: 52:54:00:12:34:56", "mac: nonsense")
+        .replace(
+            "mac: 52:54:00:12:34:56",
+            "mac: nonsense\n  - name: eth0\n    bridge: br1",
+        )
         .replace("cmdline: console", "cmdlin: console");
     let said = message(&text);
     for field in [
@@ -489,10 +492,11 @@ fn mistakes_of_all_kinds_are_reported_at_once() {
         "spec.disks[0].format",
         "spec.boot.linux.cmdlin",
         "spec.nics[0].mac",
+        "spec.nics",
     ] {
         assert!(said.contains(&format!(": {field}: ")), "{field}: {said}");
     }
-    assert!(said.starts_with("vm.yaml has 7 problems"), "{said}");
+    assert!(said.starts_with("vm.yaml has 8 problems"), "{said}");
 }
 
 #[test]

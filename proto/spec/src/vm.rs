@@ -279,18 +279,13 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
             MAX_RATE_GROUPS,
             RateGroup::new,
         );
-        unique(
-            &mut found,
-            "spec.disks",
-            "name",
-            disks.iter().map(|disk| disk.name.as_str()),
-        );
-        unique(
-            &mut found,
-            "spec.nics",
-            "name",
-            nics.iter().map(|nic| nic.name.as_str()),
-        );
+        // Of all items, also those with other problems.
+        let seed = disks.iter().filter(|disk| disk.source == Source::Seed);
+        let names = spec.disks.iter().map(|disk| disk.name.as_str());
+        let names = names.chain(seed.map(|disk| disk.name.as_str()));
+        unique(&mut found, "spec.disks", "name", names);
+        let names = spec.nics.iter().map(|nic| nic.name.as_str());
+        unique(&mut found, "spec.nics", "name", names);
         unique(
             &mut found,
             field,
@@ -307,7 +302,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
             );
             found.add("spec.shares", most);
         }
-        let names = shares.iter().map(|share| share.name.as_str());
+        let names = spec.shares.iter().map(|share| share.name.as_str());
         unique(&mut found, "spec.shares", "name", names);
         let tags = shares.iter().map(|share| share.tag.as_str());
         unique(&mut found, "spec.shares", "tag", tags);
@@ -561,7 +556,9 @@ fn list<W, T>(
 
 fn unique<T: ToString>(found: &mut Violations, list: &str, what: &str, values: impl Iterator<Item = T>) {
     let mut seen = BTreeSet::new();
-    for value in values.map(|value| value.to_string()) {
+    let values = values.map(|value| value.to_string());
+    // A missing name is a problem of its own.
+    for value in values.filter(|value| !value.is_empty()) {
         if seen.contains(&value) {
             found.add(list, format_args!("two with the same {what} \"{value}\""));
         }
