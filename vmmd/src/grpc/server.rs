@@ -39,7 +39,8 @@ use crate::{
     metrics::Counted,
 };
 
-/// Most calls at once on one connection, streams included.
+/// Most calls at once on one connection, streams included. `limits.streams_per_client` counts streams of answers alone; this bounds calls
+/// whose request is not whole or whose answer is not read.
 const MAX_STREAMS: u32 = 512;
 /// Answers of one client to calls that read, being made or sent. An answer has some 3 MiB at most; a client that does not read them has
 /// the rest of its calls wait.

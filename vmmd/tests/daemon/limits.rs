@@ -412,6 +412,66 @@ fn kinds(mut stream: UnixStream) -> Vec<u8> {
     kinds
 }
 
+/// The next frame of the daemon: its kind, stream and payload.
+fn next_frame(stream: &mut UnixStream) -> (u8, u32, Vec<u8>) {
+    let mut header = [0; 9];
+    stream.read_exact(&mut header).unwrap();
+    let number = |bytes: &[u8]| bytes.iter().fold(0, |sum, byte| sum << 8 | u32::from(*byte));
+    let mut payload = vec![0; number(&header[..3]) as usize];
+    stream.read_exact(&mut payload).unwrap();
+    (header[3], number(&header[5..]), payload)
+}
+
+/// A client that does not keep to the announced limit (RFC 9113, 5.1.2).
+#[tokio::test]
+async fn connection_has_at_most_512_calls_at_once() {
+    const HEADERS: u8 = 1;
+    const RST_STREAM: u8 = 3;
+    const SETTINGS: u8 = 4;
+    const END_HEADERS: u8 = 4;
+    const PING: u8 = 6;
+    const MAX_CONCURRENT_STREAMS: [u8; 6] = [0, 3, 0, 0, 2, 0];
+    const REFUSED_STREAM: [u8; 4] = [0, 0, 0, 7];
+    const CANCEL: [u8; 4] = [0, 0, 0, 8];
+    let daemon = Daemon::start().await;
+    let mut stream = raw(&daemon);
+    let id = |call: usize| u32::try_from(2 * call + 1).unwrap();
+    // Calls without a request.
+    for call in 0..=STREAMS {
+        let begun = frame(HEADERS, END_HEADERS, id(call), &headers());
+        stream.write_all(&begun).unwrap();
+    }
+    let mut settings = Vec::new();
+    let refused = loop {
+        match next_frame(&mut stream) {
+            (SETTINGS, _, payload) => settings.extend(payload),
+            (RST_STREAM, call, reason) => break (call, reason),
+            _ => {}
+        }
+    };
+    assert!(
+        settings
+            .chunks(6)
+            .any(|setting| setting == MAX_CONCURRENT_STREAMS),
+        "{settings:?}"
+    );
+    assert_eq!(refused, (id(STREAMS), REFUSED_STREAM.to_vec()));
+    // A call that ends makes room for another one: the daemon answers the ping behind it, and refuses nothing before.
+    stream.write_all(&frame(RST_STREAM, 0, id(0), &CANCEL)).unwrap();
+    let call = id(STREAMS + 1);
+    stream
+        .write_all(&frame(HEADERS, END_HEADERS, call, &headers()))
+        .unwrap();
+    stream.write_all(&frame(PING, 0, 0, b"are here")).unwrap();
+    loop {
+        match next_frame(&mut stream) {
+            (PING, _, payload) if payload == b"are here" => break,
+            (RST_STREAM, call, reason) => panic!("call {call} is refused: {reason:?}"),
+            _ => {}
+        }
+    }
+}
+
 #[tokio::test]
 async fn violation_of_http2_ends_that_connection_only() {
     const HEADERS: u8 = 1;
