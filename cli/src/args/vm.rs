@@ -208,9 +208,6 @@ pub struct Flags {
     /// Return pages that the guest has freed to the node at once
     #[arg(long)]
     pub free_page_reporting: bool,
-    /// Give the VM a screen with a keyboard and a tablet. The value is the keyboard layout of the guest, us when not given
-    #[arg(long, value_name = "LAYOUT", value_parser = words(LAYOUTS), num_args = 0..=1, default_missing_value = "us")]
-    pub display: Option<KeyboardLayout>,
     /// Add a console beside the serial port, hvc0 in Linux: `vmmctl console --hvc`
     #[arg(long)]
     pub virtio_console: bool,
@@ -239,6 +236,9 @@ pub struct Guest {
     /// Directory of the node where the daemon keeps the VM's description, logs and counters
     #[arg(long, value_name = "PATH")]
     pub state_dir: Option<String>,
+    /// Give the VM a screen with a keyboard and a tablet. The value is the keyboard layout of the guest, us when not given
+    #[arg(long, value_name = "LAYOUT", value_parser = words(LAYOUTS), num_args = 0..=1, default_missing_value = "us")]
+    pub display: Option<KeyboardLayout>,
     /// Automatic starts of the VM by the node
     #[arg(long, value_name = "POLICY", value_parser = words(RUN_POLICIES))]
     pub run_policy: Option<RunPolicy>,

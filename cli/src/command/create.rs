@@ -81,10 +81,6 @@ pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
             free_page_reporting,
             target_bytes: 0,
         }),
-        display: flags.display.map(|layout| v1::DisplaySpec {
-            keyboard_layout: layout.into(),
-            ..v1::DisplaySpec::default()
-        }),
         virtio_console: flags.virtio_console.then_some(v1::VirtioConsoleSpec {}),
         ..of_guest(guest, &guest.nics)?
     };
@@ -116,6 +112,10 @@ pub fn of_guest(guest: &Guest, nics: &[String]) -> Result<v1::VmSpec> {
         run_policy: guest.run_policy.unwrap_or_default().into(),
         cloud_init: cloud_init::from_flags(&guest.cloud_init)?,
         state_dir: guest.state_dir.clone().unwrap_or_default(),
+        display: guest.display.map(|layout| v1::DisplaySpec {
+            keyboard_layout: layout.into(),
+            ..v1::DisplaySpec::default()
+        }),
         ..Default::default()
     })
 }
