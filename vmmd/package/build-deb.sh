@@ -1,13 +1,16 @@
 #!/bin/sh
 # Builds target/deb/vmmd_<version>_amd64.deb. Needs cargo, python3, binutils, dpkg-deb and what virtiofsd.sh needs. PROFILE=dev packages a development
-# build, in target/deb/dev; VERSION is another version than that of the commit.
+# build, in target/deb/dev, and PROFILE=demo what the demonstration needs, in target/deb/demo; VERSION is another version than that of the commit.
 set -eu
 
 here=$(cd "$(dirname "$0")" && pwd)
 cd "$here/../.."
 target=${CARGO_TARGET_DIR:-target}
+profile=${PROFILE:-release}
 programs=$("$here/programs.sh")
-virtiofsd=$("$here/virtiofsd.sh")
+# What the package is older than, when a source has changed since.
+sources="$programs/vmmd $programs/vmmd-netd $programs/vmm $programs/vmm-image $programs/vmmctl"
+[ "$profile" = demo ] || sources="$sources $programs/vmmd-kube $("$here/virtiofsd.sh")"
 version=${VERSION:-$("$here/version.sh")}
 # Times in the package are those of the commit, so that the same sources give the same package.
 SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct 2>/dev/null || date +%s)}
@@ -15,13 +18,14 @@ export SOURCE_DATE_EPOCH
 
 packages="$target/deb"
 compression="-Zxz -z1"
-if [ "${PROFILE:-release}" = dev ]; then
+if [ "$profile" != release ]; then
     # It is installed in an emulated node again and again: unpacking is to be quick.
-    packages="$target/deb/dev"
+    packages="$target/deb/$profile"
     compression="-Zgzip -z1"
 fi
 package="$packages/vmmd_${version}_amd64.deb"
-if [ -e "$package" ] && [ -z "$(find "$programs/vmmd" "$programs/vmmd-netd" "$programs/vmm" "$programs/vmm-image" "$programs/vmmctl" "$programs/vmmd-kube" "$virtiofsd" "$here" vmmd/kube/manifests proto docs/examples -type f -newer "$package")" ]; then
+# shellcheck disable=SC2086 # a list of paths
+if [ -e "$package" ] && [ -z "$(find $sources "$here" vmmd/kube/manifests proto docs/examples -type f -newer "$package")" ]; then
     # The newest package is the one that is installed.
     touch "$package"
     echo "$package"
@@ -46,7 +50,7 @@ gzip -9nc "$root.changelog" >"$root/usr/share/doc/vmmd/changelog.gz"
 
 # The packages of the libraries that the binaries name; any other library than these is a mistake in the build.
 depends() {
-    objdump -p "$root/usr/lib/vmmd/vmmd" "$root/usr/lib/vmmd/vmmd-netd" "$root/usr/lib/vmmd/vmm" "$root/usr/lib/vmmd/vmm-image" "$root/usr/lib/vmmd/vmmd-kube" "$root/usr/lib/vmmd/virtiofsd" "$root/usr/bin/vmmctl" | awk '
+    find "$root/usr/lib/vmmd" "$root/usr/bin" -type f -exec sh -c 'for file; do case $(head -c 4 "$file") in ?ELF) objdump -p "$file" ;; esac; done' sh {} + | awk '
         $1 == "NEEDED" && $2 ~ /^(libc\.so\.6|libm\.so\.6|ld-linux-x86-64\.so\.2)$/ { next }
         $1 == "NEEDED" && $2 == "libgcc_s.so.1" { gcc = 1; next }
         # Of virtiofsd.

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Builds the programs and prints the folder that they are in. PROFILE is release (the default) or dev.
+# Builds the programs and prints the folder that they are in. PROFILE is release (the default), dev, or demo: without optimization, and without
+# vmmd-kube, so that they are built in minutes.
 set -eu
 cd "$(dirname "$0")/../.."
 profile=${PROFILE:-release}
@@ -14,6 +15,9 @@ if [ "$profile" = dev ]; then
     # shellcheck disable=SC2086 # a list of words
     "$cargo" test --locked --workspace ${FEATURES:-} --no-run --quiet >&2
     profile=debug
+elif [ "$profile" = demo ]; then
+    "$cargo" build --profile demo --locked -p vmmd -p vmmctl -p vmmd-network -p vmm-core -p vmm-image \
+        --bin vmmd --bin vmmctl --bin vmmd-netd --bin vmm --bin vmm-image >&2
 else
     # Apart, so that features that only one of them needs (gRPC, HTTP clients) are not switched on in the crates that the others share with it.
     "$cargo" build --profile "$profile" --locked -p vmmd -p vmmctl -p vmmd-network --bin vmmd --bin vmmctl --bin vmmd-netd >&2

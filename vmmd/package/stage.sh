@@ -1,6 +1,7 @@
 #!/bin/sh
 # stage.sh ROOT: puts every file of the package below ROOT. Both packages, .deb and .rpm, have these files. Builds the programs first,
-# with optimization; PROFILE=dev packages those of a development build.
+# with optimization; PROFILE=dev packages those of a development build. PROFILE=demo leaves out what takes long to build and is no part of the
+# demonstration: vmmd-kube and virtiofsd.
 set -eu
 
 root=$1
@@ -8,7 +9,13 @@ here=$(cd "$(dirname "$0")" && pwd)
 cd "$here/../.."
 target=${CARGO_TARGET_DIR:-target}
 programs=$("$here/programs.sh")
-virtiofsd=$("$here/virtiofsd.sh")
+if [ "${PROFILE:-release}" = demo ]; then
+    names="vmmd vmmd-netd vmm vmm-image"
+    virtiofsd=
+else
+    names="vmmd vmmd-netd vmm vmm-image vmmd-kube"
+    virtiofsd=$("$here/virtiofsd.sh")
+fi
 
 # put MODE SOURCE DESTINATION
 put() {
@@ -21,15 +28,18 @@ put_gz() {
     chmod 644 "$root/$2"
 }
 
-for program in vmmd vmmd-netd vmm vmm-image vmmd-kube; do
+for program in $names; do
     put 755 "$programs/$program" "usr/lib/vmmd/$program"
     strip "$root/usr/lib/vmmd/$program"
 done
-put 755 "$virtiofsd/bin/virtiofsd" usr/lib/vmmd/virtiofsd
+if [ -n "$virtiofsd" ]; then
+    put 755 "$virtiofsd/bin/virtiofsd" usr/lib/vmmd/virtiofsd
+    strip "$root/usr/lib/vmmd/virtiofsd"
+fi
 put 755 "$here/stop-guests" usr/lib/vmmd/stop-guests
 put 755 "$here/default-network" usr/lib/vmmd/default-network
 put 755 "$programs/vmmctl" usr/bin/vmmctl
-strip "$root/usr/lib/vmmd/virtiofsd" "$root/usr/bin/vmmctl"
+strip "$root/usr/bin/vmmctl"
 mkdir -p "$root/usr/sbin"
 ln -s ../lib/vmmd/vmmd "$root/usr/sbin/vmmd"
 ln -s ../lib/vmmd/vmm "$root/usr/sbin/vmm"
@@ -71,7 +81,9 @@ done
 # Licences of what is linked in.
 {
     "$here/notices.py"
-    printf '\n%s\n' "$(printf '%080d' 0 | tr 0 '=')"
-    cat "$virtiofsd/notices"
+    if [ -n "$virtiofsd" ]; then
+        printf '\n%s\n' "$(printf '%080d' 0 | tr 0 '=')"
+        cat "$virtiofsd/notices"
+    fi
 } >"$work/notices"
 put_gz "$work/notices" usr/share/doc/vmmd/third-party-notices.gz
