@@ -15,7 +15,7 @@ include tests/node.mk
 
 .PHONY: help
 help: ## List the targets
-	@echo "make demo boots a VM and shows it; make test runs the tests. All targets:"
+	@echo "make demo shows vmmd with a guest; make test runs the tests. All targets:"
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | sed -E 's/^([a-z-]+):.*## /\1|/' \
 		| awk -F'|' '{ printf "  %-12s %s\n", $$1, $$2 }'
 
@@ -49,12 +49,16 @@ docs: ## Build the book (target/book/) when mdbook is installed
 
 # --- trying ---
 
+# The demonstration has programs of its own: a build without optimization, of what it shows. They are compiled while the images are built, and
+# the package that it installs is the one that was built here.
 .PHONY: demo demo-shell
-demo: node-tool deb ## Boot a Debian VM under vmmd and show it, from the console to a ping
-	$(CARGO) run -q -p vmmd-tests --bin demo
-
-demo-shell: node-tool deb ## The same, but leave you on the VM's console
-	$(CARGO) run -q -p vmmd-tests --bin demo -- --shell
+demo: ## Show vmmd with a guest: import, run, console, SSH, screen, hot-plug, snapshot, migration, stop
+demo-shell: ## Boot the guest of the demonstration, and leave you on its console
+demo demo-shell:
+	@tests/setup-host.sh demo
+	@$(CARGO) build -q --locked --profile demo -p vmmd-tests --bin demo
+	@target/demo/demo --prepare & images=$$!; package=$$(PROFILE=demo vmmd/package/build-deb.sh) || { wait $$images; exit 1; }; \
+		wait $$images; exec target/demo/demo --package "$$package" $(if $(filter demo-shell,$@),--shell)
 
 # --- testing ---
 

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Installs what the test node, the guest images and the package need on the build host. Idempotent; quick when nothing is missing.
+# Installs what the test node, the guest images and the package need on the build host; with the argument `demo` only what `make demo` needs.
+# Idempotent; quick when nothing is missing.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -15,15 +16,20 @@ kmod:/sbin/depmod
 xz-utils:/usr/bin/xz
 zstd:/usr/bin/zstd
 lz4:/usr/bin/lz4
-make:/usr/bin/make
 gcc:/usr/bin/gcc
-python3-venv:/usr/share/doc/python3-venv
 libc6-dev:/usr/lib/x86_64-linux-gnu/libc.a
+python3:/usr/bin/python3
+"
+for_tests="
+make:/usr/bin/make
+python3-venv:/usr/share/doc/python3-venv
 libcap-ng-dev:/usr/include/cap-ng.h
 libseccomp-dev:/usr/include/seccomp.h
 chromium:/usr/bin/chromium
 libnss3-tools:/usr/bin/certutil
 "
+demo=
+if [ "${1:-}" = demo ]; then demo=yes; else wanted="$wanted $for_tests"; fi
 
 missing=
 for entry in $wanted; do
@@ -33,11 +39,11 @@ done
 qemu_img=/usr/bin/qemu-img
 # Brought into the node by a test. Only its files are wanted, and not the packages that it depends on (Node.js, NumPy).
 novnc=${CARGO_TARGET_DIR:-target}/test-node/novnc.deb
-[ -z "$missing" ] && [ -e "$qemu_img" ] && [ -e "$novnc" ] && exit 0
+[ -z "$missing" ] && [ -e "$qemu_img" ] && { [ -n "$demo" ] || [ -e "$novnc" ]; } && exit 0
 
 if [ "$(id -u)" != 0 ]; then
     [ -e "$qemu_img" ] || missing="$missing qemu-utils"
-    [ -e "$novnc" ] || missing="$missing novnc"
+    [ -n "$demo" ] || [ -e "$novnc" ] || missing="$missing novnc"
     echo "tests/setup-host.sh: these packages are missing, run this script as root:$missing" >&2
     exit 1
 fi
@@ -49,7 +55,7 @@ install="apt-get install -q -y --no-install-recommends"
     [ -z "$missing" ] || $install $missing
     [ -e "$qemu_img" ] || $install qemu-utils
 }
-if [ ! -e "$novnc" ]; then
+if [ -z "$demo" ] && [ ! -e "$novnc" ]; then
     folder=$(mktemp -d)
     (cd "$folder" && apt-get download -q -o APT::Sandbox::User=root novnc)
     mkdir -p "$(dirname "$novnc")"

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::BufWriter;
+use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -55,8 +56,33 @@ pub struct Initramfs<'a> {
 impl Initramfs<'_> {
     /// Writes it. It is not compressed: it is small, and a guest's time to unpack it would be measured with the rest.
     pub fn write(&self, to: &Path) -> Result<()> {
-        let modules = self.modules()?;
         let mut archive = Archive::new(BufWriter::new(File::create(to)?));
+        self.entries(&mut |path, entry| Ok(archive.add(path, entry)?))?;
+        archive
+            .finish()
+            .with_context(|| format!("write {}", to.display()))?;
+        Ok(())
+    }
+
+    /// Writes its entries into the folder `root`, which exists: the root of a disk instead of an archive.
+    pub fn write_into(&self, root: &Path) -> Result<()> {
+        self.entries(&mut |path, entry| {
+            let to = root.join(path);
+            match entry {
+                Entry::Folder => fs::create_dir_all(&to),
+                Entry::Link(target) => symlink(target, &to),
+                Entry::File(mode, content) => fs::write(&to, content)
+                    .and_then(|()| fs::set_permissions(&to, fs::Permissions::from_mode(mode))),
+                // devtmpfs has them.
+                Entry::Character(..) => Ok(()),
+            }
+            .with_context(|| format!("write {}", to.display()))
+        })
+    }
+
+    /// Passes each entry to `add`, a folder before its content.
+    fn entries(&self, add: &mut Add<'_>) -> Result<()> {
+        let modules = self.modules()?;
         let mut folders = BTreeSet::new();
         for folder in [
             "bin",
@@ -69,33 +95,30 @@ impl Initramfs<'_> {
             "sys",
             "tmp",
         ] {
-            add_folders(&mut archive, &mut folders, folder)?;
+            add_folders(add, &mut folders, folder)?;
         }
-        archive.add("dev/console", Entry::Character(5, 1))?;
+        add("dev/console", Entry::Character(5, 1))?;
         let busybox = self.root.join("bin/busybox");
         let program = fs::read(&busybox).with_context(|| format!("read {}", busybox.display()))?;
-        archive.add("bin/busybox", Entry::File(0o755, &program))?;
+        add("bin/busybox", Entry::File(0o755, &program))?;
         for command in COMMANDS.split_ascii_whitespace() {
-            archive.add(&format!("bin/{command}"), Entry::Link("busybox"))?;
+            add(&format!("bin/{command}"), Entry::Link("busybox"))?;
         }
-        archive.add("sbin", Entry::Link("bin"))?;
+        add("sbin", Entry::Link("bin"))?;
         let mut order = String::new();
         for (number, module) in modules.iter().enumerate() {
             let name = format!("lib/modules/{number:02}-{}.ko", module.name);
             order.push_str(&format!("/{name}\n"));
-            archive.add(&name, Entry::File(0o644, &module.content))?;
+            add(&name, Entry::File(0o644, &module.content))?;
         }
-        archive.add("lib/modules/order", Entry::File(0o644, order.as_bytes()))?;
+        add("lib/modules/order", Entry::File(0o644, order.as_bytes()))?;
         for extra in self.files {
             if let Some((folder, _)) = extra.to.rsplit_once('/') {
-                add_folders(&mut archive, &mut folders, folder)?;
+                add_folders(add, &mut folders, folder)?;
             }
             let content = fs::read(&extra.from).with_context(|| format!("read {}", extra.from.display()))?;
-            archive.add(&extra.to, Entry::File(0o755, &content))?;
+            add(&extra.to, Entry::File(0o755, &content))?;
         }
-        archive
-            .finish()
-            .with_context(|| format!("write {}", to.display()))?;
         Ok(())
     }
 
@@ -110,6 +133,9 @@ impl Initramfs<'_> {
             .collect()
     }
 }
+
+/// Receives an entry with its path, without a leading slash.
+type Add<'a> = dyn FnMut(&str, Entry<'_>) -> Result<()> + 'a;
 
 struct Module {
     name: String,
@@ -160,15 +186,11 @@ fn insertion_order<'a>(dependencies: &'a str, wanted: &[&str]) -> Vec<&'a str> {
     order
 }
 
-fn add_folders(
-    archive: &mut Archive<impl std::io::Write>,
-    made: &mut BTreeSet<String>,
-    path: &str,
-) -> Result<()> {
+fn add_folders(add: &mut Add<'_>, made: &mut BTreeSet<String>, path: &str) -> Result<()> {
     for (at, _) in path.match_indices('/').chain([(path.len(), "")]) {
         let folder = path.get(..at).unwrap_or(path);
         if made.insert(folder.to_owned()) {
-            archive.add(folder, Entry::Folder)?;
+            add(folder, Entry::Folder)?;
         }
     }
     Ok(())
@@ -196,5 +218,37 @@ mod tests {
                 "kernel/drivers/block/virtio_blk.ko.xz"
             ]
         );
+    }
+
+    #[test]
+    fn tree_has_the_entries_of_the_archive() {
+        let packages = tempfile::tempdir().expect("folder");
+        let modules = packages.path().join("lib/modules/6.12");
+        for (folder, file, content) in [
+            (packages.path().join("bin"), "busybox", "program"),
+            (modules.clone(), "modules.dep", "a.ko:\n"),
+            (modules, "a.ko", "module"),
+        ] {
+            fs::create_dir_all(&folder).expect("folder");
+            fs::write(folder.join(file), content).expect("file");
+        }
+        let root = tempfile::tempdir().expect("folder");
+        Initramfs {
+            root: packages.path(),
+            version: "6.12",
+            modules: &["a"],
+            files: &[Extra::new(packages.path().join("bin/busybox"), "usr/bin/init")],
+        }
+        .write_into(root.path())
+        .expect("write");
+        let read = |path: &str| fs::read_to_string(root.path().join(path)).expect(path);
+        assert_eq!(read("bin/sh"), "program");
+        assert_eq!(read("lib/modules/order"), "/lib/modules/00-a.ko\n");
+        assert_eq!(read("lib/modules/00-a.ko"), "module");
+        let mode = fs::metadata(root.path().join("usr/bin/init"))
+            .expect("init")
+            .permissions()
+            .mode();
+        assert_eq!(mode & 0o777, 0o755);
     }
 }

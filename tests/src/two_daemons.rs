@@ -67,7 +67,7 @@ fn init_certs(node: &Node, tls: &str, [one, two]: [&str; 2]) {
 }
 
 /// The part of a daemon's configuration for an API that other daemons reach.
-fn tcp_config(tls: &str, address: &str) -> String {
+pub(crate) fn tcp_config(tls: &str, address: &str) -> String {
     format!(
         "[tcp]\nlisten = '{address}'\ncertificate = '{tls}/server.crt'\nkey = '{tls}/server.key'\n\
          client_ca = '{tls}/ca.crt'\npeer_certificate = '{tls}/node.crt'\npeer_key = '{tls}/node.key'\n"

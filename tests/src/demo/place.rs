@@ -1,78 +1,88 @@
-//! Where the demonstration runs: on this machine when it has VT-x or SVM, in the test node otherwise.
+//! Where the demonstration runs: on this machine when it has VT-x or SVM, in a test node otherwise. Two daemons are there, *near* and *far*,
+//! which a cable joins.
 
-use std::fs;
-use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
+mod here;
+mod node;
 
-use anyhow::{Context, Result};
-use tempfile::TempDir;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
-use super::ready::{self, Readiness};
+use anyhow::{Result, ensure};
+
 use crate::host::Accel;
-use crate::node::{NODE_VARIABLE, Size, newest_package};
-use crate::wait::{Deadline, Process};
-use crate::{Node, guest, paths};
+use crate::two_daemons::tcp_config;
+use crate::wait::Deadline;
+use crate::{paths, run};
 
-/// Where commands are run.
+use here::Here;
+use node::InNode;
+pub use node::images;
+
+/// Addresses of the two daemons on the cable between them (10.78.0.0/30).
+const NEAR: &str = "10.78.0.1";
+const FAR: &str = "10.78.0.2";
+/// Where the far one serves the near one.
+pub const FAR_ADDRESS: &str = "10.78.0.2:7443";
+
+/// The network of the guest, which both daemons have, and its gateway.
+pub const NETWORK: &str = "10.80.0.0/24";
+pub const GATEWAY: &str = "10.80.0.1";
+
+/// Both daemons.
 pub enum Place {
-    /// A test node; with `ours` it was booted for the demonstration and ends with it.
-    Node { node: Box<Node>, ours: bool },
-    /// This machine: a daemon of our own under a temporary folder, in a network namespace of its own.
+    /// In a node that ends with the demonstration.
+    Node(InNode),
+    /// On this machine: daemons under a temporary folder, in network namespaces of their own.
     Here(Here),
 }
 
-/// The daemon on this machine.
-pub struct Here {
-    dir: TempDir,
-    guests: PathBuf,
-    daemon: Child,
+/// The folder of the logs and of the picture.
+pub fn logs() -> PathBuf {
+    paths::run_dir("demo")
 }
 
 impl Place {
-    /// Chooses and prepares it.
-    pub fn choose(mut say: impl FnMut(&str)) -> Result<Place> {
-        let guests = guest::images()?;
+    /// Chooses and prepares it; in a node the package is installed.
+    pub fn choose(package: &Path) -> Result<Place> {
         if Accel::hardware() {
-            say("This machine has hardware virtualization: a private vmmd under a temporary folder");
-            return Here::start(guests.tree().join("debian")).map(Place::Here);
+            println!("This machine has hardware virtualization: two daemons under a temporary folder.");
+            return Here::start().map(Place::Here);
         }
-        if std::env::var_os(NODE_VARIABLE).is_some() {
-            let node = Box::new(Node::get()?);
-            return Ok(Place::Node { node, ours: false });
-        }
-        say(
-            "This machine has no VT-x or SVM: booting the test node, which has (emulated), with vmmd's package in it",
+        println!(
+            "This machine has no VT-x or SVM: a test node under QEMU, which emulates SVM, with vmmd's package in it."
         );
-        let node = Node::boot("demo", Size::default(), true)?;
-        let package = newest_package()?.context("there is no package yet: run `make deb`")?;
-        node.install(&package)?;
-        Ok(Place::Node {
-            node: Box::new(node),
-            ours: true,
+        InNode::start(package).map(Place::Node)
+    }
+
+    /// The folder there with the image and its kernel.
+    pub fn guest(&self) -> String {
+        match self {
+            Place::Node(_) => crate::node::GUESTS_DIR.to_owned(),
+            Place::Here(here) => here.guest.display().to_string(),
+        }
+    }
+
+    /// Options of `vmmctl` for the far daemon.
+    pub fn far(&self) -> String {
+        match self {
+            Place::Node(_) => format!("--socket {}/run/vmmd.sock", node::FAR_FOLDER),
+            Place::Here(here) => format!("--socket {}/far/run/vmmd.sock", here.dir.path().display()),
+        }
+    }
+
+    /// Options of `vmmctl ssh`: the key that the guest accepts.
+    pub fn key(&self) -> Result<String> {
+        Ok(match self {
+            // root's own key there.
+            Place::Node(_) => String::new(),
+            Place::Here(_) => format!("-i {} ", crate::debian::ssh_key()?.display()),
         })
     }
 
-    /// A folder there that is ours.
-    pub fn folder(&self) -> String {
-        match self {
-            Place::Node { .. } => "/var/tmp/vmmd-demo".into(),
-            Place::Here(here) => here.dir.path().join("demo").display().to_string(),
-        }
-    }
-
-    /// The folder of the Debian guest: disk.raw, vmlinuz, initrd.
-    pub fn guests(&self) -> String {
-        match self {
-            Place::Node { .. } => format!("{}/debian", crate::node::GUESTS_DIR),
-            Place::Here(here) => here.guests.display().to_string(),
-        }
-    }
-
-    /// A shell command to be run there.
+    /// A shell command to be run there. `vmmctl` speaks to the near daemon.
     pub fn command(&self, command: &str) -> Command {
         match self {
-            Place::Node { node, .. } => {
+            Place::Node(InNode { node, .. }) => {
                 let mut ssh = node.ssh_command();
                 ssh.args(["--", command]);
                 ssh
@@ -84,7 +94,7 @@ impl Place {
     /// The same on the caller's terminal.
     pub fn terminal(&self, command: &str) -> Command {
         match self {
-            Place::Node { node, .. } => {
+            Place::Node(InNode { node, .. }) => {
                 let mut ssh = node.ssh_command();
                 ssh.args(["-t", "--", command]);
                 ssh
@@ -93,76 +103,50 @@ impl Place {
         }
     }
 
-    /// Ends the node or the daemon that the demonstration started.
-    pub fn end(self) -> Result<()> {
+    /// Runs a shell command there, which must end with 0, and returns its output.
+    pub fn sh(&self, command: &str) -> Result<String> {
+        let output = run::output(&mut self.command(command), Deadline::seconds(300))?;
+        ensure!(
+            output.success(),
+            "it ended with {}:\n{}{}",
+            output.status,
+            output.stdout,
+            output.stderr
+        );
+        Ok(output.stdout)
+    }
+
+    /// Brings a file from there to this machine.
+    pub fn fetch(&self, from: &str, to: &Path) -> Result<()> {
         match self {
-            Place::Node { node, ours: true } => node.stop(),
-            Place::Node { .. } => Ok(()),
-            Place::Here(here) => here.end(),
+            Place::Node(InNode { node, .. }) => node.copy_out(from, to),
+            Place::Here(here) => {
+                std::fs::copy(here.dir.path().join(from), to)?;
+                Ok(())
+            }
         }
     }
-}
 
-impl Here {
-    fn start(guests: PathBuf) -> Result<Here> {
-        let dir = tempfile::Builder::new().prefix("vmmd-demo.").tempdir()?;
-        let programs = paths::target_dir().join("release");
-        let root = dir.path().display();
-        let config = dir.path().join("config.toml");
-        fs::write(
-            &config,
-            format!(
-                "state_dir = \"{root}/state\"\nrun_dir = \"{root}/run\"\nlog_dir = \"{root}/log\"\n\
-                 vmm = \"{}\"\n",
-                programs.join("vmm").display()
+    /// Writes the logs of the daemons and of the VM to [`logs`].
+    pub fn keep_logs(&self) {
+        let script = match self {
+            Place::Node(_) => format!(
+                "journalctl --no-pager -o short-precise -u 'vmmd*'; tail -n +1 $(find /var/log/vmmd {}/log -name '*.log')",
+                node::FAR_FOLDER
             ),
-        )?;
-        let readiness = Readiness::new(dir.path())?;
-        let log = fs::File::create(dir.path().join("vmmd.log"))?;
-        // The VM's process has a uid of its own and must reach its program.
-        let daemon = Command::new("unshare")
-            .arg("--net")
-            .arg("--")
-            .arg(programs.join("vmmd"))
-            .arg("--config")
-            .arg(&config)
-            .env(ready::VARIABLE, &readiness.path)
-            .process_group(0)
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(log)
-            .spawn()
-            .context("start vmmd")?;
-        let here = Here { dir, guests, daemon };
-        here.wait_until_it_serves(&readiness)?;
-        Ok(here)
+            Place::Here(here) => format!("tail -n +1 $(find {} -name '*.log')", here.dir.path().display()),
+        };
+        // A report of a failure: its own failure would hide that one.
+        if let Ok(output) = run::output(&mut self.command(&script), Deadline::seconds(60)) {
+            let _ = std::fs::write(logs().join("vmmd.log"), output.stdout);
+        }
     }
 
-    fn wait_until_it_serves(&self, readiness: &Readiness) -> Result<()> {
-        // Until it is waited for, a process that has ended keeps its number.
-        let daemon = Process::open(self.daemon.id())?.context("vmmd is not there")?;
-        readiness.wait(&daemon, Deadline::seconds(60)).with_context(|| {
-            let log = fs::read_to_string(self.dir.path().join("vmmd.log")).unwrap_or_default();
-            format!("vmmd does not serve: {log}")
-        })
-    }
-
-    fn command(&self, command: &str) -> Command {
-        let mut path = std::ffi::OsString::from(paths::target_dir().join("release"));
-        path.push(":");
-        path.push(std::env::var_os("PATH").unwrap_or_default());
-        let mut nsenter = Command::new("nsenter");
-        nsenter
-            .arg(format!("--net=/proc/{}/ns/net", self.daemon.id()))
-            .args(["sh", "-c", command])
-            .env("PATH", path)
-            .env("VMMD_SOCKET", self.dir.path().join("run/vmmd.sock"));
-        nsenter
-    }
-
-    fn end(mut self) -> Result<()> {
-        self.daemon.kill().context("end vmmd")?;
-        self.daemon.wait().context("end vmmd")?;
-        Ok(())
+    /// Ends the node or the daemons.
+    pub fn end(self) -> Result<()> {
+        match self {
+            Place::Node(InNode { node, .. }) => node.stop(),
+            Place::Here(_) => Ok(()),
+        }
     }
 }

@@ -36,7 +36,7 @@ pub use storage::initrd as storage_initrd;
 const BUILDER_VERSION: u32 = 1;
 
 /// Modules that `/init` of the busybox guests loads, as far as the kernel has them as modules.
-const MODULES: [&str; 11] = [
+pub(crate) const MODULES: [&str; 11] = [
     "virtio_pci",
     "virtio_blk",
     "virtio_net",
@@ -154,7 +154,7 @@ fn joined(builder: ScopedJoinHandle<'_, Result<PathBuf>>) -> Result<PathBuf> {
         .map_err(|_| anyhow!("a thread that builds a guest image panicked"))?
 }
 
-fn scripts_dir() -> PathBuf {
+pub(crate) fn scripts_dir() -> PathBuf {
     paths::crate_dir().join("guest")
 }
 

@@ -44,9 +44,14 @@ pub const DEFAULT_NAME: &str = "dev";
 
 /// The images of the node and of the guests, built beside each other as far as they are not there yet.
 pub fn images() -> Result<(NodeImage, guest::Images)> {
+    image_and(guest::images)
+}
+
+/// The image of the node, and what `guests` builds beside it.
+pub fn image_and<T>(guests: impl FnOnce() -> Result<T>) -> Result<(NodeImage, T)> {
     std::thread::scope(|scope| {
         let node = scope.spawn(NodeImage::get);
-        let guests = guest::images()?;
+        let guests = guests()?;
         let node = node
             .join()
             .map_err(|_| anyhow!("the thread that builds the node image panicked"))??;
@@ -102,13 +107,26 @@ impl Node {
     /// Boots the node `name`, which must not run yet, and first builds its missing images. With
     /// `tied` the node ends with this process. vmmd is not installed yet: see [`Node::install`].
     pub fn boot(name: &str, size: Size, tied: bool) -> Result<Node> {
+        Self::boot_with(name, size, tied, || {
+            let (image, guests) = images()?;
+            Ok((image, guests.disk()))
+        })
+    }
+
+    /// Like [`Node::boot`], with other images: `images` returns that of the node, and the file system that the node mounts at [`GUESTS_DIR`].
+    pub fn boot_with(
+        name: &str,
+        size: Size,
+        tied: bool,
+        images: impl FnOnce() -> Result<(NodeImage, PathBuf)>,
+    ) -> Result<Node> {
         let dir = paths::run_dir(name);
         fs::create_dir_all(&dir).with_context(|| format!("create {}", dir.display()))?;
         // Held until the node is up or has failed: of two callers one boots it, the other finds it running.
         let lock = File::create(dir.join("lock"))?;
         lock.lock().context("wait for another boot of this node")?;
         let (image, guests) = images()?;
-        let start = || Machine::start(name, &dir, &image, Some(&guests.disk()), size, tied);
+        let start = || Machine::start(name, &dir, &image, Some(&guests), size, tied);
         let mut started = start();
         for _ in 0..keeper::REPLACEMENTS {
             if started.is_ok() {
