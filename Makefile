@@ -76,7 +76,8 @@ unit: tools ## Run the tests that need no node: units, properties, and as root t
 # The package has the programs that the tests were built with (PROFILE=release: optimized ones). All is built before the node comes
 # up, since an emulated node shares the processors with the compiler; the node's images wait for downloads and disks as much as for a
 # processor, and are made beside. Many tests of the first levels wait more than they compute: two for each processor. They leave the
-# node its processors: what waits for it is what takes longest, and a guest that gets none for seconds fails its test.
+# node its processors: what waits for it is what takes longest, and a guest that gets none for seconds fails its test. The package is checked
+# while the node boots.
 .PHONY: test
 test: export PROFILE ?= dev
 test: tools ## Run the tests, also those in the test node; installs what is missing (PROFILE=release: with an optimized build)
@@ -84,10 +85,9 @@ test: tools ## Run the tests, also those in the test node; installs what is miss
 	$(MAKE) node-tool
 	$(NODE) build & images=$$!; $(CARGO) nextest run --locked --workspace $(FEATURES) --no-run && vmmd/package/build-deb.sh \
 		|| { wait $$images; exit 1; }; wait $$images
-	$(MAKE) lint-deb
-	code=0; $(NODE) --name test with -- nice -n 5 \
+	$(MAKE) lint-deb >target/lint-deb.log 2>&1 & lint=$$!; code=0; $(NODE) --name test with -- nice -n 5 \
 		$(CARGO) nextest run --locked --workspace $(FEATURES) --profile ci --test-threads $$((2 * $(JOBS))) $(TESTS) || code=$$?; \
-		.ci/report $$(($$(date +%s) - $$(cat target/began))) || code=1; exit $$code
+		wait $$lint || { code=1; cat target/lint-deb.log; }; .ci/report $$(($$(date +%s) - $$(cat target/began))) || code=1; exit $$code
 
 .PHONY: long
 long: export VMMD_LONG = 1
