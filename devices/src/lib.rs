@@ -7,6 +7,7 @@
 pub mod bus;
 pub mod component;
 pub mod display;
+pub mod firmware;
 #[cfg(any(test, feature = "testing"))]
 pub mod fuzzing;
 pub mod input;
