@@ -10,6 +10,9 @@
 //! | 0x604 | [`pm::PowerButton`] | DSDT: the generic event device GED0 |
 //! | 0x608 | [`pm::PmTimer`] | none: for EDK2, which has the address built in |
 //!
+//! A machine with firmware ([`LegacyDevices::with_firmware`]) has [`pm::Pm1Control`] at 0x604 and
+//! the power button at 0x60c, and its size of RAM in the clock's memory.
+//!
 //! The ACPI is hardware-reduced (ACPI 6.5, 4.1), so there are no PM1 event and control blocks and
 //! no SCI. The power button ([`pm::PowerButton`]) has its own interrupt and status register. A
 //! generic event device (5.6.9) turns the interrupt into a notification of the PNP0C0C device.
@@ -46,6 +49,7 @@ pub struct LegacyDevices {
     power: Arc<Mutex<pm::PowerRegister>>,
     timer: Arc<Mutex<pm::PmTimer>>,
     button: Arc<pm::PowerButton>,
+    has_firmware: bool,
 }
 
 impl LegacyDevices {
@@ -59,7 +63,15 @@ impl LegacyDevices {
             power: Arc::default(),
             timer: Arc::default(),
             button: pm::PowerButton::new(button),
+            has_firmware: false,
         }
+    }
+
+    /// Adds what firmware expects. RAM is `low` bytes below 4 GiB and `high` bytes above.
+    pub fn with_firmware(mut self, low: u64, high: u64) -> Self {
+        self.has_firmware = true;
+        lock(&self.rtc).set_ram(low, high);
+        self
     }
 
     /// Plugs a keyboard into its controller, once, with its interrupt.
@@ -91,7 +103,14 @@ impl LegacyDevices {
         pio.insert(rtc::PORT, rtc::LENGTH, self.rtc.clone())?;
         pio.insert(pvpanic::PORT, 1, self.pvpanic.clone())?;
         pio.insert(pm::POWER_PORT, 1, self.power.clone())?;
-        pio.insert(pm::BUTTON_PORT, 1, self.button.register())?;
+        let button_port = if self.has_firmware {
+            let control = Arc::new(Mutex::new(pm::Pm1Control));
+            pio.insert(pm::CONTROL_PORT, pm::CONTROL_LENGTH, control)?;
+            pm::FIRMWARE_BUTTON_PORT
+        } else {
+            pm::BUTTON_PORT
+        };
+        pio.insert(button_port, 1, self.button.register())?;
         pio.insert(pm::TIMER_PORT, pm::TIMER_LENGTH, self.timer.clone())
     }
 }
@@ -197,6 +216,30 @@ mod tests {
         assert_eq!(bus.unclaimed(), 0);
         assert_eq!(bus.write(0x80, &[0]), Effect::None);
         assert!(devices.map(&bus).is_err());
+    }
+
+    #[test]
+    fn firmware_finds_its_power_control_and_the_size_of_ram() {
+        const MIB: u64 = 1 << 20;
+        let bus = Bus::new();
+        let devices = legacy_devices().with_firmware(2048 * MIB, 5 << 30);
+        devices.map(&bus).unwrap();
+        assert_eq!(bus.write(0x604, &0x2000_u16.to_le_bytes()), Effect::PowerOff);
+        assert_eq!(bus.write(0x604, &0x3400_u16.to_le_bytes()), Effect::None);
+        assert_eq!(bus.write(0x604, &1_u16.to_le_bytes()), Effect::None);
+        let mut data = [0; 2];
+        bus.read(0x604, &mut data);
+        assert_eq!(data, [1, 0]);
+        devices.power_button().press();
+        let mut byte = [0];
+        bus.read(0x60c, &mut byte);
+        assert_eq!(byte, [1]);
+        // 2,032 MiB and 5 GiB in units of 64 KiB.
+        for (index, value) in [(0x34, 0), (0x35, 0x7f), (0x5b, 0), (0x5c, 0x40), (0x5d, 1)] {
+            let _none = bus.write(0x70, &[index]);
+            bus.read(0x71, &mut byte);
+            assert_eq!(byte, [value], "{index:#x}");
+        }
     }
 
     #[test]

@@ -132,6 +132,42 @@ impl BusDevice for PmTimer {
 
 /// Port of the [`PowerButton`]'s status register, one byte.
 pub const BUTTON_PORT: u64 = 0x604;
+/// The same port on a machine with firmware, which has the [`Pm1Control`] at the former.
+pub const FIRMWARE_BUTTON_PORT: u64 = 0x60c;
+
+/// Port of the [`Pm1Control`]: PMBASE of Q35 and four.
+pub const CONTROL_PORT: u64 = 0x604;
+/// Its length in bytes.
+pub const CONTROL_LENGTH: u64 = 2;
+
+/// The PM1 control register, for firmware: OVMF powers the machine off with it. Its SLP_TYP for S5
+/// is 0, as on QEMU's Q35 (ACPI 6.5, 4.8.3.2.1). Guests read about the [`PowerRegister`] in the
+/// FADT, which is hardware-reduced.
+#[derive(Debug, Default)]
+pub struct Pm1Control;
+
+/// SLP_TYP, bits 10 to 12, SLP_EN, bit 13, and SCI_EN, bit 0, which reads as set.
+const CONTROL_SLEEP_TYPE: u16 = 0b111 << 10;
+const CONTROL_SLEEP_ENABLE: u16 = 1 << 13;
+const CONTROL_SCI_ENABLE: u16 = 1;
+
+impl BusDevice for Pm1Control {
+    fn read(&mut self, _offset: u64, data: &mut [u8]) {
+        match <&mut [u8; 2]>::try_from(&mut *data) {
+            Ok(register) => *register = CONTROL_SCI_ENABLE.to_le_bytes(),
+            Err(_) => data.fill(0xff),
+        }
+    }
+
+    fn write(&mut self, _offset: u64, data: &[u8]) -> Effect {
+        match <[u8; 2]>::try_from(data).map(u16::from_le_bytes) {
+            Ok(value) if value & CONTROL_SLEEP_ENABLE != 0 && value & CONTROL_SLEEP_TYPE == 0 => {
+                Effect::PowerOff
+            }
+            _ => Effect::None,
+        }
+    }
+}
 
 /// Status register: the button was pressed. Set by a press, cleared by writing a one, as PWRBTN_STS is in the fixed
 /// registers of a machine that is not hardware-reduced (ACPI 6.5, 4.8.3.1.1).

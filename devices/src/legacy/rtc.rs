@@ -80,6 +80,23 @@ impl Rtc {
         }
     }
 
+    /// Writes the size of RAM to the memory, as firmware of PCs reads it: `low` bytes below 4 GiB in units of 64 KiB
+    /// beyond 16 MiB, `high` bytes above 4 GiB in units of 64 KiB.
+    pub(super) fn set_ram(&mut self, low: u64, high: u64) {
+        const UNIT: u64 = 64 << 10;
+        let [first, second, ..] = (low.saturating_sub(16 << 20) / UNIT).to_le_bytes();
+        let [third, fourth, fifth, ..] = (high / UNIT).to_le_bytes();
+        for (index, value) in [
+            (0x34, first),
+            (0x35, second),
+            (0x5b, third),
+            (0x5c, fourth),
+            (0x5d, fifth),
+        ] {
+            self.store(index, value);
+        }
+    }
+
     /// The reset line: interrupts are off, the time and the memory stay.
     pub fn reset(&mut self) {
         self.index = 0;

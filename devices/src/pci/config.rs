@@ -184,6 +184,13 @@ impl ConfigSpace {
         Ok(offset)
     }
 
+    /// Sets registers behind the header to `value` at power-on, of which the guest may write the bits in `writable`. Not for a
+    /// function with capabilities, which begin there.
+    pub fn add_registers(&mut self, offset: usize, value: &[u8], writable: &[u8]) {
+        self.set(offset, value);
+        self.allow(offset, writable);
+    }
+
     /// Reads bytes; bytes beyond the end are all ones.
     pub fn read(&self, offset: usize, data: &mut [u8]) {
         let bytes = self.bytes.get(offset..).unwrap_or_default();

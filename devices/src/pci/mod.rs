@@ -9,7 +9,7 @@ pub mod root;
 pub use config::{BarKind, ConfigSpace, Header, Window};
 pub use function::{BarMemory, PciFunction, SharedFunction};
 pub use hotplug::HotPlug;
-pub use root::{PciError, PciRoot, PciWindows};
+pub use root::{Chipset, PciError, PciRoot, PciWindows};
 
 #[cfg(test)]
 mod tests;

@@ -5,7 +5,8 @@
 //! routing id. Each bus has its own host bridge in the ACPI namespace, and no bridge connects two
 //! of them: every slot can be plugged independently, and its address never depends on other
 //! functions. Device 0 of each bus is no slot; on bus 0 it is the host bridge that firmware looks
-//! for.
+//! for. The chipset Q35 also has an LPC bridge, in a slot of its own, and a second window to the
+//! configuration spaces that firmware places.
 //!
 //! [`PciRoot`] owns the map from slots to functions and the list of the BARs on the MMIO bus. The
 //! two may differ for a moment: a write to a configuration space changes the registers and returns
@@ -34,9 +35,10 @@ use std::{
     },
 };
 
+pub use self::bridge::Chipset;
 pub(super) use self::seat::BarDevice;
 use self::{
-    bridge::HostBridge,
+    bridge::Bridge,
     mechanism::{Ecam, Ports},
     seat::{Seat, ZeroBar},
 };
@@ -54,6 +56,8 @@ pub const DEVICES: usize = 32;
 pub const SLOTS: usize = BUSES * DEVICES;
 /// Bytes of ECAM: 1 MiB for each bus (PCI Express 5.0, 7.2.2).
 pub const ECAM_SIZE: u64 = (BUSES as u64) << 20;
+/// Bytes of the window that firmware places with PCIEXBAR: 256 buses.
+const WINDOW_SIZE: u64 = 256 << 20;
 /// First of the [`PORTS`] ports of the configuration mechanism.
 pub const FIRST_PORT: u64 = 0xcf8;
 /// Number of ports: CONFIG_ADDRESS and CONFIG_DATA.
@@ -148,10 +152,13 @@ struct Mapped {
     bars: Vec<Mapping>,
     /// Where BARs were of functions that were taken away from a driver.
     withdrawn: Vec<Window>,
+    /// Where the window of the chipset Q35 is.
+    window: Option<u64>,
 }
 
 /// See the module.
 pub struct PciRoot {
+    chipset: Chipset,
     slots: RwLock<[Option<Arc<Seat>>; SLOTS]>,
     windows: PciWindows,
     mapped: Mutex<Mapped>,
@@ -159,14 +166,26 @@ pub struct PciRoot {
 }
 
 impl PciRoot {
-    /// Buses with the host bridge alone.
+    /// Buses with the host bridge of CloudHv alone.
     pub fn new(windows: PciWindows) -> Arc<Self> {
-        let bridge: SharedFunction = Arc::new(Mutex::new(HostBridge::new()));
+        Self::with_chipset(windows, Chipset::CloudHv)
+    }
+
+    /// Buses with the functions of `chipset` alone.
+    pub fn with_chipset(windows: PciWindows, chipset: Chipset) -> Arc<Self> {
         let mut slots = [const { None }; SLOTS];
-        if let Some(first) = slots.first_mut() {
-            *first = Some(Seat::new(bridge));
+        let mut put = |slot: usize, bridge| {
+            if let Some(place) = slots.get_mut(slot) {
+                let function: SharedFunction = Arc::new(Mutex::new(bridge));
+                *place = Some(Seat::new(function));
+            }
+        };
+        put(0, Bridge::host(chipset));
+        if chipset == Chipset::Q35 {
+            put(bridge::LPC_SLOT.into(), Bridge::lpc());
         }
         Arc::new(Self {
+            chipset,
             slots: RwLock::new(slots),
             windows,
             mapped: Mutex::default(),
@@ -220,7 +239,7 @@ impl PciRoot {
         };
         let mut function = lock(&seat.function);
         seat.gone.store(true, Ordering::Relaxed);
-        let Mapped { bars, withdrawn } = &mut *mapped;
+        let Mapped { bars, withdrawn, .. } = &mut *mapped;
         bars.retain(|mapping| {
             if mapping.slot != slot {
                 return true;
@@ -259,7 +278,7 @@ impl PciRoot {
 
     /// Updates the MMIO bus to match the BARs. Call it after [`Effect::Remap`], without any lock,
     /// before the vCPU continues.
-    pub fn remap(&self, mmio: &Bus) {
+    pub fn remap(self: &Arc<Self>, mmio: &Bus) {
         let mut mapped = self.mapped.lock().unwrap_or_else(PoisonError::into_inner);
         let seats = self.seats();
         let wanted: Vec<(Arc<Seat>, Mapping)> = seats
@@ -279,7 +298,8 @@ impl PciRoot {
                 })
             })
             .collect();
-        let Mapped { bars, withdrawn } = &mut *mapped;
+        self.place_window(&mut mapped, mmio);
+        let Mapped { bars, withdrawn, .. } = &mut *mapped;
         bars.retain(|old| {
             let stays = wanted.iter().any(|(_, new)| same(old, new));
             if !stays {
@@ -303,7 +323,7 @@ impl PciRoot {
 
     /// The buses and their functions' configuration to the state after power-on, with all vCPUs stopped and after the
     /// devices were reset.
-    pub fn reset(&self, mmio: &Bus) {
+    pub fn reset(self: &Arc<Self>, mmio: &Bus) {
         self.config_address.store(0, Ordering::Relaxed);
         let mut mapped = self.mapped.lock().unwrap_or_else(PoisonError::into_inner);
         for window in mapped.withdrawn.drain(..) {
@@ -314,6 +334,22 @@ impl PciRoot {
             lock(&seat.function).reset();
         }
         self.remap(mmio);
+    }
+
+    /// Moves the window of the chipset Q35 to the address in PCIEXBAR. Where another device is, there is no window.
+    fn place_window(self: &Arc<Self>, mapped: &mut Mapped, mmio: &Bus) {
+        if self.chipset != Chipset::Q35 {
+            return;
+        }
+        let bridge = self.seat(0);
+        let wanted = bridge.and_then(|seat| bridge::window(lock(&seat.function).config()));
+        if mapped.window == wanted {
+            return;
+        }
+        if let Some(old) = mapped.window.take() {
+            mmio.remove(old);
+        }
+        mapped.window = wanted.filter(|base| mmio.insert(*base, WINDOW_SIZE, self.ecam()).is_ok());
     }
 
     fn allows(&self, window: Window) -> bool {

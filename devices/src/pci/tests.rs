@@ -16,6 +16,7 @@ use super::{
 };
 use crate::bus::{Bus, BusDevice, Effect};
 
+mod chipset;
 mod removal;
 mod saved;
 
@@ -114,7 +115,10 @@ struct Machine {
 
 impl Machine {
     fn new() -> Self {
-        let root = PciRoot::new(windows());
+        Self::over(PciRoot::new(windows()))
+    }
+
+    fn over(root: Arc<PciRoot>) -> Self {
         let (mmio, pio) = (Bus::new(), Bus::new());
         mmio.insert(ECAM, ECAM_SIZE, root.ecam()).unwrap();
         mmio.insert(FOREIGN, 0x1000, Arc::new(Mutex::new(Foreign)))

@@ -1,4 +1,5 @@
-//! The two ways to configuration spaces: ECAM, and ports 0xCF8 and 0xCFC.
+//! The two ways to configuration spaces: ECAM, and ports 0xCF8 and 0xCFC. Within the former port is
+//! the reset control register of the chipset, at 0xCF9.
 
 use std::sync::{Arc, atomic::Ordering};
 
@@ -19,6 +20,10 @@ fn ecam_target(offset: u64, length: usize) -> Option<(usize, usize)> {
     let whole = register.checked_add(length)? <= 4096;
     (number & 7 == 0 && whole).then_some((usize::try_from(number >> 3).ok()?, register))
 }
+
+/// Offset of the reset control register (Intel I/O Controller Hub 9, 13.7.5) and its bit that resets the processors.
+const RESET_CONTROL: u64 = 1;
+const RESET_CPU: u8 = 1 << 2;
 
 pub(super) struct Ecam(pub(super) Arc<PciRoot>);
 
@@ -74,6 +79,12 @@ impl BusDevice for Ports {
                 self.0.config_address.store(address, Ordering::Relaxed);
             }
             return Effect::None;
+        }
+        if let (RESET_CONTROL, [value]) = (offset, data) {
+            return match value & RESET_CPU {
+                0 => Effect::None,
+                _ => Effect::Reset,
+            };
         }
         match self.target(offset, data.len()) {
             Some((slot, register)) => self.0.write_config(slot, register, data),
