@@ -72,6 +72,8 @@ pub struct Config {
     /// A cgroup v2 directory below which each VM gets a cgroup; made when missing. Default: `vms` below the daemon's
     /// own cgroup.
     pub cgroup: Option<PathBuf>,
+    /// Firmware of VMs.
+    pub firmware: Firmware,
     /// User ids for the `vmm` processes.
     pub vm_uids: UidRange,
     /// How long starts by a run policy wait.
@@ -100,6 +102,26 @@ pub struct Config {
     pub snapshots: SnapshotLimits,
     /// Limits of imports.
     pub images: ImportRules,
+}
+
+/// Files of the firmware for VMs with `boot.firmware`. The defaults are those of Debian's package `ovmf`.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[cfg_attr(test, derive(serde::Serialize))]
+#[serde(deny_unknown_fields, default)]
+pub struct Firmware {
+    /// Code of the UEFI firmware. Default `/usr/share/OVMF/OVMF_CODE_4M.fd`.
+    pub uefi_code: PathBuf,
+    /// Variables that a VM begins with at its first start. Default `/usr/share/OVMF/OVMF_VARS_4M.fd`.
+    pub uefi_variables: PathBuf,
+}
+
+impl Default for Firmware {
+    fn default() -> Self {
+        Self {
+            uefi_code: "/usr/share/OVMF/OVMF_CODE_4M.fd".into(),
+            uefi_variables: "/usr/share/OVMF/OVMF_VARS_4M.fd".into(),
+        }
+    }
 }
 
 /// Limits of the number and the size of snapshots. A snapshot above a limit is refused before vmmd
@@ -239,6 +261,7 @@ impl Default for Config {
             virtiofsd: None,
             kvm_device: "/dev/kvm".into(),
             cgroup: None,
+            firmware: Firmware::default(),
             vm_uids: UidRange::default(),
             restart: Restart::default(),
             tcp: None,
@@ -312,6 +335,8 @@ impl Config {
             ("kvm_device", Some(&self.kvm_device)),
             ("cgroup", self.cgroup.as_ref()),
             ("audit_log", self.audit_log.as_ref()),
+            ("firmware.uefi_code", Some(&self.firmware.uefi_code)),
+            ("firmware.uefi_variables", Some(&self.firmware.uefi_variables)),
             ("tcp.certificate", self.tcp.as_ref().map(|tcp| &tcp.certificate)),
             ("tcp.key", self.tcp.as_ref().map(|tcp| &tcp.key)),
             ("tcp.client_ca", self.tcp.as_ref().map(|tcp| &tcp.client_ca)),

@@ -14,6 +14,8 @@ use super::{
 };
 use crate::complete;
 
+/// Kinds of firmware.
+const FIRMWARES: Words<v1::FirmwareType> = &[("uefi", v1::FirmwareType::Uefi, "UEFI: OVMF of the node")];
 /// Run policies.
 const RUN_POLICIES: Words<RunPolicy> = &[
     (
@@ -113,6 +115,7 @@ pub struct Restarted {
 #[command(override_usage = "\
 vmmctl create vm NAME --kernel PATH [OPTIONS]
        vmmctl create vm NAME --from-disk --disk disk=NAME [OPTIONS]
+       vmmctl create vm NAME --firmware uefi --disk disk=NAME [OPTIONS]
        vmmctl create vm -f FILE [OPTIONS]")]
 pub struct CreateVm {
     /// Name of the VM
@@ -141,10 +144,11 @@ pub struct CreateVm {
 }
 
 /// Ids of the options that describe a VM, which a manifest excludes.
-const FLAGS: [&str; 28] = [
+const FLAGS: [&str; 29] = [
     "kernel",
     "initrd",
     "from_disk",
+    "firmware",
     "cmdline",
     "cpus",
     "memory",
@@ -176,7 +180,7 @@ const FLAGS: [&str; 28] = [
 #[derive(Debug, Args)]
 pub struct Flags {
     /// Kernel on the node: a bzImage, or an ELF file with a PVH entry
-    #[arg(long, value_name = "PATH", required_unless_present_any = ["files", "from_disk"])]
+    #[arg(long, value_name = "PATH", required_unless_present_any = ["files", "from_disk", "firmware"])]
     pub kernel: Option<String>,
     /// Initial RAM disk on the node
     #[arg(long, value_name = "PATH")]
@@ -184,6 +188,9 @@ pub struct Flags {
     /// Boot the kernel that is installed on the first disk
     #[arg(long, conflicts_with_all = ["kernel", "initrd"])]
     pub from_disk: bool,
+    /// Boot through firmware, which starts the boot loader on a disk
+    #[arg(long, value_name = "TYPE", value_parser = words(FIRMWARES), conflicts_with_all = ["kernel", "initrd", "from_disk", "cmdline"])]
+    pub firmware: Option<v1::FirmwareType>,
     /// Kernel command line (console=ttyS0 when not given); with --from-disk, text to append to the
     /// disk's own command line
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
@@ -339,6 +346,9 @@ pub struct Run {
     /// Kernel on the node instead of the one on the disk: a bzImage, or an ELF file with a PVH entry
     #[arg(long, value_name = "PATH", requires = "cmdline")]
     pub kernel: Option<String>,
+    /// Boot through firmware, which starts the boot loader on the disk
+    #[arg(long, value_name = "TYPE", value_parser = words(FIRMWARES), conflicts_with_all = ["kernel", "cmdline"])]
+    pub firmware: Option<v1::FirmwareType>,
     /// Initial RAM disk on the node, for that kernel
     #[arg(long, value_name = "PATH", requires = "kernel")]
     pub initrd: Option<String>,

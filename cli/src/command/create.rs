@@ -53,12 +53,15 @@ pub async fn vm(client: &Client, vm: v1::Vm, args: &CreateVm) -> Result<()> {
 pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
     let (flags, guest) = (&args.flags, &args.guest);
     let cmdline = flags.cmdline.clone();
-    let boot = match flags.from_disk {
-        true => Boot::FromDisk(v1::DiskBoot {
+    let boot = match (flags.firmware, flags.from_disk) {
+        (Some(firmware), _) => Boot::Firmware(v1::FirmwareBoot {
+            r#type: firmware.into(),
+        }),
+        (None, true) => Boot::FromDisk(v1::DiskBoot {
             disk: String::new(),
             cmdline_append: cmdline.unwrap_or_default(),
         }),
-        false => Boot::Linux(v1::LinuxBoot {
+        (None, false) => Boot::Linux(v1::LinuxBoot {
             kernel: flags.kernel.clone().unwrap_or_default(),
             initrd: flags.initrd.clone().unwrap_or_default(),
             cmdline: cmdline.unwrap_or_else(|| "console=ttyS0".to_owned()),

@@ -188,13 +188,16 @@ fn vm(args: &Run, name: &str, disk: &str) -> Result<v1::Vm> {
     }
     nics.extend(args.guest.nics.iter().cloned());
     let cmdline = args.cmdline.clone().unwrap_or_default();
-    let boot = match &args.kernel {
-        Some(kernel) => Boot::Linux(v1::LinuxBoot {
+    let boot = match (args.firmware, &args.kernel) {
+        (Some(firmware), _) => Boot::Firmware(v1::FirmwareBoot {
+            r#type: firmware.into(),
+        }),
+        (None, Some(kernel)) => Boot::Linux(v1::LinuxBoot {
             kernel: kernel.clone(),
             initrd: args.initrd.clone().unwrap_or_default(),
             cmdline,
         }),
-        None => Boot::FromDisk(v1::DiskBoot {
+        (None, None) => Boot::FromDisk(v1::DiskBoot {
             disk: String::new(),
             cmdline_append: cmdline,
         }),

@@ -140,6 +140,15 @@ pub enum Boot {
         /// Text appended to the command line of the disk, without NUL.
         append: String,
     },
+    /// Firmware, which starts a boot loader from the disks and NICs in their order.
+    Firmware(FirmwareType),
+}
+
+/// Kind of firmware.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FirmwareType {
+    /// UEFI: OVMF.
+    Uefi,
 }
 
 impl Boot {
@@ -147,7 +156,7 @@ impl Boot {
     pub fn files(&self) -> (Option<&Path>, Option<&Path>) {
         match self {
             Self::Linux { kernel, initrd, .. } => (Some(kernel), initrd.as_deref()),
-            Self::Disk { .. } => (None, None),
+            Self::Disk { .. } | Self::Firmware(_) => (None, None),
         }
     }
 }
@@ -460,8 +469,9 @@ fn boot(found: &mut Violations, spec: &v1::VmSpec) -> Option<Boot> {
     match spec.boot.as_ref().and_then(|boot| boot.source.as_ref()) {
         Some(v1::boot_spec::Source::Linux(linux)) => linux_boot(found, linux),
         Some(v1::boot_spec::Source::FromDisk(disk)) => disk_boot(found, disk, spec),
+        Some(v1::boot_spec::Source::Firmware(firmware)) => firmware_boot(found, firmware),
         None => {
-            let problem = "must say what to boot: give spec.boot.linux.kernel, or spec.boot.fromDisk for the kernel on a disk";
+            let problem = "must say what to boot: give spec.boot.linux.kernel, spec.boot.fromDisk for the kernel on a disk, or spec.boot.firmware";
             found.add("spec.boot", problem);
             None
         }
@@ -494,6 +504,19 @@ fn disk_boot(found: &mut Violations, boot: &v1::DiskBoot, spec: &v1::VmSpec) -> 
         disk: Name::try_from(disk.name.as_str()).ok()?,
         append: boot.cmdline_append.clone(),
     })
+}
+
+fn firmware_boot(found: &mut Violations, firmware: &v1::FirmwareBoot) -> Option<Boot> {
+    match v1::FirmwareType::try_from(firmware.r#type) {
+        Ok(v1::FirmwareType::Unspecified | v1::FirmwareType::Uefi) => {
+            Some(Boot::Firmware(FirmwareType::Uefi))
+        }
+        Err(_) => {
+            let value = firmware.r#type;
+            found.add("spec.boot.firmware.type", format_args!("unknown value {value}"));
+            None
+        }
+    }
 }
 
 fn linux_boot(found: &mut Violations, linux: &v1::LinuxBoot) -> Option<Boot> {

@@ -44,12 +44,8 @@ pub struct Machine {
     pub memory: MemoryOptions,
     /// /dev/kvm.
     pub kvm: FdIndex,
-    /// Kernel image.
-    pub kernel: FdIndex,
-    /// Initial RAM disk.
-    pub initrd: Option<FdIndex>,
-    /// Kernel command line.
-    pub cmdline: String,
+    /// How the guest begins.
+    pub boot: Boot,
     /// Disks in order.
     pub disks: Vec<Disk>,
     /// Limits that several disks share, by name.
@@ -72,6 +68,27 @@ pub struct Machine {
     pub on_crash: OnCrash,
     /// After a pause kvmclock continues with the host's real time.
     pub sync_clock: bool,
+}
+
+/// How the guest of a machine begins.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Boot {
+    /// A kernel is loaded into RAM.
+    Kernel {
+        /// Kernel image.
+        kernel: FdIndex,
+        /// Initial RAM disk.
+        initrd: Option<FdIndex>,
+        /// Kernel command line.
+        cmdline: String,
+    },
+    /// Firmware in flash memory boots from the disks and NICs, in their order.
+    Firmware {
+        /// Its code.
+        code: FdIndex,
+        /// Its variables.
+        variables: FdIndex,
+    },
 }
 
 /// The balloon.
@@ -292,13 +309,6 @@ impl Machine {
         if !(MIN_MEMORY..=MAX_MEMORY).contains(&memory) || !memory.is_multiple_of(MEMORY_STEP) {
             claims.add("memory_bytes", format_args!("unsupported size {memory}"));
         }
-        let kernel = spec.kernel.clone().unwrap_or_else(|| {
-            claims.add("kernel", "must be given");
-            vmm::Kernel::default()
-        });
-        if kernel.cmdline.len() > MAX_CMDLINE || kernel.cmdline.contains('\0') {
-            claims.add("kernel.cmdline", "too long, or with NUL");
-        }
         let groups = spec.rate_groups.len();
         if spec.disks.len() + spec.nics.len() > MAX_DISKS_AND_NICS || groups > MAX_RATE_GROUPS {
             claims.add("disks, nics, rate_groups", "too many");
@@ -325,9 +335,7 @@ impl Machine {
             memory_shared: spec.memory_shared,
             memory: memory_options(&mut claims.found, spec),
             kvm: claims.fd("kvm_fd", spec.kvm_fd),
-            kernel: claims.fd("kernel.kernel_fd", kernel.kernel_fd),
-            initrd: kernel.initrd_fd.map(|index| claims.fd("kernel.initrd_fd", index)),
-            cmdline: kernel.cmdline,
+            boot: boot(&mut claims, spec),
             disks: spec
                 .disks
                 .iter()
@@ -394,6 +402,33 @@ impl Nic {
         }
         let nic = nic(&mut claims, wire);
         claims.found.or(nic)
+    }
+}
+
+/// Validates the kernel or the firmware of a machine: it has one of them.
+fn boot(claims: &mut Claims, spec: &vmm::MachineSpec) -> Boot {
+    match (&spec.kernel, &spec.firmware) {
+        (None, Some(firmware)) => Boot::Firmware {
+            code: claims.fd("firmware.code_fd", firmware.code_fd),
+            variables: claims.fd("firmware.variables_fd", firmware.variables_fd),
+        },
+        (kernel, firmware) => {
+            if firmware.is_some() {
+                claims.add("firmware", "goes without kernel");
+            }
+            let kernel = kernel.clone().unwrap_or_else(|| {
+                claims.add("kernel", "must be given");
+                vmm::Kernel::default()
+            });
+            if kernel.cmdline.len() > MAX_CMDLINE || kernel.cmdline.contains('\0') {
+                claims.add("kernel.cmdline", "too long, or with NUL");
+            }
+            Boot::Kernel {
+                kernel: claims.fd("kernel.kernel_fd", kernel.kernel_fd),
+                initrd: kernel.initrd_fd.map(|index| claims.fd("kernel.initrd_fd", index)),
+                cmdline: kernel.cmdline,
+            }
+        }
     }
 }
 

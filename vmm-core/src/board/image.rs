@@ -13,7 +13,7 @@ use vmm_base::{
     GuestMemory,
     thread::{self, ThreadKind},
 };
-use vmm_protocol::vmm::ErrorKind;
+use vmm_protocol::{machine::Boot, vmm::ErrorKind};
 use vmmd_spec::topology::Topology;
 
 use super::{
@@ -21,11 +21,15 @@ use super::{
     acpi::{self, Platform},
     assemble::{Fds, display},
     boot::{BootFramebuffer, BootParams, BootSource, Entry, Format},
+    firmware,
     smbios::{self, System},
 };
 use crate::{
     lifecycle::Failure,
-    memory::{GuestRam, layout},
+    memory::{
+        GuestRam,
+        layout::{self, Map},
+    },
 };
 
 /// Where a processor begins in real mode, and where a guest jumps that wants "the BIOS" to restart the machine. Linux
@@ -51,7 +55,7 @@ const RESET_CODE: [u8; 9] = {
 /// See the module.
 #[derive(Debug)]
 pub struct Image {
-    source: BootSource,
+    source: Source,
     uuid: Uuid,
     serial: String,
     topology: Topology,
@@ -59,6 +63,13 @@ pub struct Image {
     screen: Option<BootFramebuffer>,
     /// The guest's generation id: another for each machine that is built.
     generation: Uuid,
+}
+
+/// The guest's first code.
+#[derive(Debug)]
+enum Source {
+    Kernel(BootSource),
+    Firmware,
 }
 
 impl Image {
@@ -69,20 +80,27 @@ impl Image {
         apic_ids: Vec<u32>,
         windows: &PciWindows,
     ) -> Result<Self, Failure> {
-        let source = BootSource {
-            kernel: File::from(fds.take(spec.kernel)?),
-            initrd: match spec.initrd {
-                Some(initrd) => Some(File::from(fds.take(initrd)?)),
-                None => None,
-            },
-            cmdline: spec.cmdline.clone(),
+        let source = match &spec.boot {
+            Boot::Kernel {
+                kernel,
+                initrd,
+                cmdline,
+            } => Source::Kernel(BootSource {
+                kernel: File::from(fds.take(*kernel)?),
+                initrd: match initrd {
+                    Some(initrd) => Some(File::from(fds.take(*initrd)?)),
+                    None => None,
+                },
+                cmdline: cmdline.clone(),
+            }),
+            Boot::Firmware { .. } => Source::Firmware,
         };
         Ok(Self {
             source,
             uuid: spec.uuid,
             serial: spec.uuid.to_string(),
             topology: spec.topology,
-            platform: platform(apic_ids, windows, spec.display.is_some()),
+            platform: platform(map(spec), apic_ids, windows, spec.display.is_some()),
             screen: spec
                 .display
                 .as_ref()
@@ -94,11 +112,31 @@ impl Image {
 
     /// Whether the kernel is known to be Linux, before it is loaded.
     pub(super) fn is_linux(&self) -> Result<bool, Failure> {
-        Ok(self.source.format()? == Format::Linux)
+        match &self.source {
+            Source::Kernel(source) => Ok(source.format()? == Format::Linux),
+            Source::Firmware => Ok(false),
+        }
+    }
+
+    /// The description of a machine with `ram` bytes of RAM for its firmware.
+    pub(super) fn described<'a>(
+        &'a self,
+        machine: &'a vmm_protocol::machine::Machine,
+        ram: u64,
+    ) -> firmware::Described<'a> {
+        firmware::Described {
+            machine,
+            platform: &self.platform,
+            system: self.system(ram),
+        }
     }
 
     /// Writes everything into `ram`, which is all zeroes; says how the bootstrap processor begins.
     pub(super) fn load(&self, ram: &GuestRam) -> Result<Entry, Failure> {
+        let Source::Kernel(source) = &self.source else {
+            // Its code is in flash memory.
+            return Ok(Entry::ResetVector);
+        };
         let memory = ram.memory();
         write(
             memory,
@@ -115,7 +153,7 @@ impl Image {
             rsdp: layout::ACPI.start,
             screen: self.screen,
         };
-        Ok(self.source.load(memory, &params)?)
+        Ok(source.load(memory, &params)?)
     }
 
     /// Writes the generation ID to the address that the ACPI tables give.
@@ -131,6 +169,10 @@ impl Image {
             sockets: self.topology.sockets,
             cores_per_socket: self.topology.cores_per_socket,
             ram,
+            map: match self.source {
+                Source::Kernel(_) => Map::Direct,
+                Source::Firmware => Map::Firmware,
+            },
         }
     }
 }
@@ -160,27 +202,41 @@ impl Loading {
     }
 }
 
+/// The memory map of a machine.
+pub(super) fn map(spec: &vmm_protocol::machine::Machine) -> Map {
+    match spec.boot {
+        Boot::Kernel { .. } => Map::Direct,
+        Boot::Firmware { .. } => Map::Firmware,
+    }
+}
+
 /// Where the BARs of a machine with `ram` bytes of RAM may be, whose physical addresses have `bits` bits.
-pub(super) fn pci_windows(ram: u64, bits: u32) -> PciWindows {
-    let (_, high_ram) = layout::ram_ranges(ram);
+pub(super) fn pci_windows(map: Map, ram: u64, bits: u32) -> PciWindows {
+    let (_, high_ram) = map.ram_ranges(ram);
     PciWindows {
-        low: layout::MMIO32,
-        high: layout::mmio64(ram),
+        low: map.mmio32(),
+        high: map.mmio64(ram),
         reach: high_ram.end..1_u64.checked_shl(bits).unwrap_or(u64::MAX),
     }
 }
 
-fn platform(apic_ids: Vec<u32>, windows: &PciWindows, has_keyboard: bool) -> Platform {
+fn platform(map: Map, apic_ids: Vec<u32>, windows: &PciWindows, has_keyboard: bool) -> Platform {
     let mmio64 = std::array::from_fn(|bus| {
         let reach = windows.reach_of_bus(bus).into_iter();
         reach.map(|range| range.start..=range.end - 1).collect()
     });
+    let (ecam, mmio32) = (map.ecam(), map.mmio32());
+    let has_firmware = map == Map::Firmware;
+    let button = match has_firmware {
+        true => legacy::pm::FIRMWARE_BUTTON_PORT,
+        false => legacy::pm::BUTTON_PORT,
+    };
     Platform {
         apic_ids,
         local_apic: low(layout::LOCAL_APIC),
         io_apic: low(layout::IO_APIC),
-        ecam: low(layout::ECAM.start)..=low(layout::ECAM.end - 1),
-        mmio32: low(layout::MMIO32.start)..=low(layout::MMIO32.end - 1),
+        ecam: low(ecam.start)..=low(ecam.end - 1),
+        mmio32: low(mmio32.start)..=low(mmio32.end - 1),
         mmio64,
         com1: (COM1_PORT, COM1_GSI),
         keyboard: has_keyboard.then_some((
@@ -190,13 +246,14 @@ fn platform(apic_ids: Vec<u32>, windows: &PciWindows, has_keyboard: bool) -> Pla
         )),
         power_port: port(legacy::pm::POWER_PORT),
         reset_value: legacy::pm::RESET_VALUE,
-        power_button_port: port(legacy::pm::BUTTON_PORT),
+        power_button_port: port(button),
         power_button_gsi: POWER_BUTTON_GSI,
         rtc_port: port(legacy::rtc::PORT),
         pvpanic_port: port(legacy::pvpanic::PORT),
         hotplug_port: hotplug::PORT,
         hotplug_gsi: HOTPLUG_GSI,
-        generation_id: low(layout::GENERATION_ID.start),
+        // Firmware owns the memory where it would be.
+        generation_id: (!has_firmware).then_some(low(layout::GENERATION_ID.start)),
         generation_gsi: GENERATION_GSI,
     }
 }

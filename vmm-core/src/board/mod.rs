@@ -2,13 +2,14 @@
 //!
 //! [`assemble`] builds a [`machine::Machine`] from a spec and open descriptors. [`acpi`], [`cpuid`]
 //! and [`smbios`] describe the machine to the guest. [`boot`] loads the guest's kernel, and
-//! [`image`] repeats this at each reset. [`saved`] has the machine's state in its serialized form.
+//! [`image`] repeats this at each reset; [`firmware`] is in flash memory instead. [`saved`] has the machine's state in its serialized form.
 
 pub mod acpi;
 pub mod assemble;
 pub mod boot;
 pub mod cpuid;
 mod disks;
+mod firmware;
 pub mod image;
 mod leaving;
 pub mod machine;

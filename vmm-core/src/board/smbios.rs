@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::memory::layout;
+use crate::memory::layout::{self, Map};
 
 /// Properties that the tables describe.
 #[derive(Clone, Copy, Debug)]
@@ -17,6 +17,8 @@ pub struct System<'a> {
     pub cores_per_socket: u32,
     /// RAM in bytes.
     pub ram: u64,
+    /// Where the RAM is.
+    pub map: Map,
 }
 
 const MANUFACTURER: &str = "vmmd";
@@ -31,6 +33,14 @@ const NO_HANDLE: u16 = 0xffff;
 const NO_ERROR_HANDLE: u16 = 0xfffe;
 const MEMORY_ARRAY: u16 = 0x1000;
 
+/// The entry point and the table, for firmware that gives the table an address.
+pub fn parts(system: &System<'_>) -> (Vec<u8>, Vec<u8>) {
+    let mut entry = build(system);
+    let table = entry.split_off(TABLE_OFFSET);
+    entry.truncate(ENTRY_LENGTH);
+    (entry, table)
+}
+
 /// The entry point and, behind it, the table: to be written at [`layout::SMBIOS`]'s start.
 pub fn build(system: &System<'_>) -> Vec<u8> {
     let mut table = Table::default();
@@ -40,7 +50,7 @@ pub fn build(system: &System<'_>) -> Vec<u8> {
     for socket in 0..system.sockets {
         processor(&mut table, socket, system.cores_per_socket);
     }
-    memory(&mut table, system.ram);
+    memory(&mut table, system);
     // Type 32, system boot information: no errors.
     table.add(32, 0x2000, &[0; 7], &[]);
     table.add(127, 0x7f00, &[], &[]);
@@ -183,7 +193,8 @@ fn processor(table: &mut Table, socket: u32, cores: u32) {
 }
 
 /// 7.17, 7.18, 7.20: an array with one device, and where its parts are mapped.
-fn memory(table: &mut Table, ram: u64) {
+fn memory(table: &mut Table, system: &System<'_>) {
+    let ram = system.ram;
     const OTHER: u8 = 1;
     const SYSTEM_MEMORY: u8 = 3;
     const NO_CORRECTION: u8 = 3;
@@ -223,7 +234,7 @@ fn memory(table: &mut Table, ram: u64) {
     body.extend([0; 8]);
     table.add(17, 0x1100, &body, &["DIMM 0", MANUFACTURER]);
 
-    let (low, high) = layout::ram_ranges(ram);
+    let (low, high) = system.map.ram_ranges(ram);
     for (Range { start, end }, handle) in [low, high].into_iter().zip(0x1300..) {
         let Some(last) = end.checked_sub(1).filter(|last| *last >= start) else {
             continue;
@@ -256,6 +267,7 @@ mod tests {
         sockets: 2,
         cores_per_socket: 12,
         ram: 5 * layout::GIB,
+        map: Map::Direct,
     };
 
     /// Reads structures back: type, formatted part with header, strings.

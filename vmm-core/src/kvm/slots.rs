@@ -17,8 +17,8 @@ use std::{
 
 use kvm_bindings::{
     KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_DIRTY_LOG_INITIALLY_SET, KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE,
-    KVM_MEM_LOG_DIRTY_PAGES, KVMIO, kvm_clear_dirty_log, kvm_clear_dirty_log__bindgen_ty_1, kvm_enable_cap,
-    kvm_userspace_memory_region,
+    KVM_MEM_LOG_DIRTY_PAGES, KVM_MEM_READONLY, KVMIO, kvm_clear_dirty_log, kvm_clear_dirty_log__bindgen_ty_1,
+    kvm_enable_cap, kvm_userspace_memory_region,
 };
 use kvm_ioctls::{Cap, VmFd};
 use vm_memory::{GuestMemoryRegion, GuestRegionMmap};
@@ -132,6 +132,8 @@ struct Slot {
     id: SlotId,
     range: Range<u64>,
     region: Arc<Region>,
+    /// `KVM_MEM_READONLY`, or none.
+    base_flags: u32,
     /// Held across the ioctls that concern the log. Taken after the table's lock, never before.
     log: Mutex<Log>,
 }
@@ -149,7 +151,7 @@ impl Slot {
     fn set(&self, fd: &VmFd, flags: u32, size: u64) -> Result<(), KvmError> {
         let region = kvm_userspace_memory_region {
             slot: self.id.number,
-            flags,
+            flags: flags | self.base_flags,
             guest_phys_addr: self.range.start,
             memory_size: size,
             userspace_addr: self.region.as_ptr().addr() as u64,
@@ -236,6 +238,7 @@ impl Table {
             },
             range,
             region,
+            base_flags: 0,
             log: Mutex::new(Log::Off),
         })
     }
@@ -250,8 +253,18 @@ impl Vm {
     /// [`add_slot`](Self::add_slot) at the guest-physical address `start` instead of the region's
     /// address.
     pub fn add_slot_at(&self, region: &Arc<Region>, start: u64) -> Result<SlotId, SlotError> {
+        self.insert_slot(region, start, 0)
+    }
+
+    /// [`add_slot_at`](Self::add_slot_at) for memory that the guest cannot write: its writes are MMIO.
+    pub fn add_read_only_slot(&self, region: &Arc<Region>, start: u64) -> Result<SlotId, SlotError> {
+        self.insert_slot(region, start, KVM_MEM_READONLY)
+    }
+
+    fn insert_slot(&self, region: &Arc<Region>, start: u64, flags: u32) -> Result<SlotId, SlotError> {
         let mut table = self.slots.table();
-        let slot = table.place(Arc::clone(region), start, self.slots.limit)?;
+        let mut slot = table.place(Arc::clone(region), start, self.slots.limit)?;
+        slot.base_flags = flags;
         slot.set(self.fd(), 0, region.len())?;
         let id = slot.id;
         table.generation = table.generation.saturating_add(1);

@@ -75,10 +75,10 @@ fn largest_ram_is_built_without_allocation() {
 
     use crate::memory::{
         Backing, GuestRam,
-        layout::{MIB, RAM_MAX, TooLarge, fits},
+        layout::{MIB, Map, RAM_MAX, TooLarge},
     };
     let host = host();
-    let ram = match fits(RAM_MAX, host.physical_address_bits().unwrap()) {
+    let ram = match Map::Direct.fits(RAM_MAX, host.physical_address_bits().unwrap()) {
         Ok(()) => RAM_MAX,
         Err(TooLarge { most, .. }) => most * MIB,
     };

@@ -24,7 +24,7 @@ use vmmd_spec::resources::{HugePages, MemoryOptions};
 
 use super::{
     huge::{self, NotEnough},
-    layout::{RAM_ALIGNMENT, RAM_MAX, RAM_MIN, ram_ranges},
+    layout::{Map, RAM_ALIGNMENT, RAM_MAX, RAM_MIN},
     locate,
     mapping::{Mapping, Source},
     populate,
@@ -96,9 +96,19 @@ impl GuestRam {
         Self::with_options(size, backing, &MemoryOptions::default())
     }
 
-    /// The same, got from the host in a certain way. Takes long when all of it is touched; nothing but the end of the process
-    /// ends that early.
+    /// The same, got from the host in a certain way.
     pub fn with_options(size: u64, backing: Backing, options: &MemoryOptions) -> Result<Self, RamError> {
+        Self::with_map(Map::Direct, size, backing, options)
+    }
+
+    /// The same, laid out as `map` says. Takes long when all of it is touched; nothing but the end of the process ends that
+    /// early.
+    pub fn with_map(
+        map: Map,
+        size: u64,
+        backing: Backing,
+        options: &MemoryOptions,
+    ) -> Result<Self, RamError> {
         if !(RAM_MIN..=RAM_MAX).contains(&size) || !size.is_multiple_of(RAM_ALIGNMENT) {
             return Err(RamError::Size(size));
         }
@@ -111,7 +121,7 @@ impl GuestRam {
             Backing::Private => None,
             Backing::Shared => Some(Arc::new(memfd(size, options)?)),
         };
-        let (low, high) = ram_ranges(size);
+        let (low, high) = map.ram_ranges(size);
         let mut regions = Vec::with_capacity(2);
         let mut offset = 0;
         for range in [low, high].into_iter().filter(|range| !range.is_empty()) {
@@ -147,7 +157,7 @@ impl GuestRam {
             .iter()
             .map(|(range, _)| range.end.saturating_sub(range.start))
             .sum();
-        let (low, high) = ram_ranges(size);
+        let (low, high) = Map::Direct.ram_ranges(size);
         let wanted = [low, high].into_iter().filter(|range| !range.is_empty());
         if !wanted.eq(ranges.iter().map(|(range, _)| range.clone())) || !size.is_multiple_of(RAM_ALIGNMENT) {
             return Err(RamError::Size(size));
@@ -252,6 +262,12 @@ pub(crate) fn drop_pages(region: &GuestRegionMmap<DirtyBitmap>) -> Result<(), Er
 /// Memory of `bytes` that is no RAM and has no place of its own yet, of small pages or huge ones as there are.
 pub(crate) fn detached_region(bytes: u64) -> Result<GuestRegionMmap<DirtyBitmap>, RamError> {
     region(&(0..bytes), Content::Zeroes, &MemoryOptions::default())
+}
+
+/// The first `bytes` bytes of a file that stays as it is, as memory of this process. Processes share the pages that they do
+/// not write. If another process truncates the file, a SIGBUS ends this process.
+pub(crate) fn file_region(file: &File, bytes: u64) -> Result<GuestRegionMmap<DirtyBitmap>, RamError> {
+    region(&(0..bytes), Content::Copied(file, 0), &MemoryOptions::default())
 }
 
 /// Initial content of a region.

@@ -14,6 +14,19 @@
 //! 1_0000_0000 ─          RAM above 3 GiB
 //! above all RAM          64-bit BARs
 //! ```
+//!
+//! A machine that boots through firmware ([`Map::Firmware`]) has another map. Stock OVMF takes
+//! 0xb000_0000 (2022.11) or 0xe000_0000 (2025.02) for a window of 256 MiB to the configuration
+//! space, and places 32-bit BARs from 0xc000_0000 on or above low RAM. So low RAM ends at 2 GiB, as
+//! on QEMU's Q35, 32-bit BARs end at 0xe000_0000, and the window of the ACPI tables is above all
+//! that firmware gives to BARs.
+//!
+//! ```text
+//! 0000_0000 ─ 8000_0000  RAM: firmware makes the guest's memory map, with its tables
+//! c000_0000 ─ e000_0000  32-bit BARs
+//! fc00_0000 ─ fc30_0000  ECAM of buses 0 to 2
+//! below 1_0000_0000      flash: the variables, then the code up to the end
+//! ```
 
 use std::ops::Range;
 
@@ -66,20 +79,70 @@ pub const LOCAL_APIC: u64 = 0xfee0_0000;
 /// The 64-bit BAR window's size and alignment.
 pub const MMIO64_LENGTH: u64 = 64 * GIB;
 
-/// The parts of `ram` bytes of RAM: below the hole, and from 4 GiB up (empty when all fits below).
-pub fn ram_ranges(ram: u64) -> (Range<u64>, Range<u64>) {
-    let low = ram.min(HOLE_START);
-    (
-        0..low,
-        HIGH_RAM_START..HIGH_RAM_START.saturating_add(ram.saturating_sub(low)),
-    )
+/// Which memory map a machine has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Map {
+    /// That of a machine whose kernel is loaded directly.
+    Direct,
+    /// That of a machine that boots through firmware.
+    Firmware,
 }
 
-/// Where 64-bit BARs are on a machine with `ram` bytes of RAM: the first multiple of 64 GiB above it.
-pub fn mmio64(ram: u64) -> Range<u64> {
-    let (_, high) = ram_ranges(ram);
-    let start = high.end.div_ceil(MMIO64_LENGTH).saturating_mul(MMIO64_LENGTH);
-    start..start.saturating_add(MMIO64_LENGTH)
+impl Map {
+    /// Where low RAM ends at the latest.
+    pub fn low_ram_end(self) -> u64 {
+        match self {
+            Self::Direct => HOLE_START,
+            Self::Firmware => 2 * GIB,
+        }
+    }
+
+    /// 32-bit BARs.
+    pub fn mmio32(self) -> Range<u64> {
+        match self {
+            Self::Direct => MMIO32,
+            Self::Firmware => HOLE_START..0xe000_0000,
+        }
+    }
+
+    /// PCI configuration space of all buses, as the ACPI tables name it.
+    pub fn ecam(self) -> Range<u64> {
+        match self {
+            Self::Direct => ECAM,
+            Self::Firmware => 0xfc00_0000..0xfc00_0000 + ECAM_SIZE,
+        }
+    }
+
+    /// The parts of `ram` bytes of RAM: up to the end of low RAM, and from 4 GiB up (empty when all fits below).
+    pub fn ram_ranges(self, ram: u64) -> (Range<u64>, Range<u64>) {
+        let low = ram.min(self.low_ram_end());
+        (
+            0..low,
+            HIGH_RAM_START..HIGH_RAM_START.saturating_add(ram.saturating_sub(low)),
+        )
+    }
+
+    /// Where 64-bit BARs are on a machine with `ram` bytes of RAM: the first multiple of 64 GiB above it.
+    pub fn mmio64(self, ram: u64) -> Range<u64> {
+        let (_, high) = self.ram_ranges(ram);
+        let start = high.end.div_ceil(MMIO64_LENGTH).saturating_mul(MMIO64_LENGTH);
+        start..start.saturating_add(MMIO64_LENGTH)
+    }
+
+    /// Checks that all of a machine's address space is below `1 << bits`. An address beyond it cannot
+    /// be mapped (Intel SDM vol. 3, 4.1.4; EPT and NPT have the same width).
+    pub fn fits(self, ram: u64, bits: u32) -> Result<(), TooLarge> {
+        let end = 1_u64.checked_shl(bits).unwrap_or(u64::MAX);
+        if self.mmio64(ram).end <= end {
+            return Ok(());
+        }
+        let window = end.saturating_sub(MMIO64_LENGTH) / MMIO64_LENGTH * MMIO64_LENGTH;
+        let most = self
+            .low_ram_end()
+            .saturating_add(window.saturating_sub(HIGH_RAM_START));
+        let most = if window < HIGH_RAM_START { 0 } else { most / MIB };
+        Err(TooLarge { ram, bits, most })
+    }
 }
 
 /// A machine that needs more address space than its host's processors have.
@@ -98,19 +161,6 @@ pub struct TooLarge {
     pub most: u64,
 }
 
-/// Checks that all of a machine's address space is below `1 << bits`. An address beyond it cannot
-/// be mapped (Intel SDM vol. 3, 4.1.4; EPT and NPT have the same width).
-pub fn fits(ram: u64, bits: u32) -> Result<(), TooLarge> {
-    let end = 1_u64.checked_shl(bits).unwrap_or(u64::MAX);
-    if mmio64(ram).end <= end {
-        return Ok(());
-    }
-    let window = end.saturating_sub(MMIO64_LENGTH) / MMIO64_LENGTH * MMIO64_LENGTH;
-    let most = HOLE_START.saturating_add(window.saturating_sub(HIGH_RAM_START));
-    let most = if window < HIGH_RAM_START { 0 } else { most / MIB };
-    Err(TooLarge { ram, bits, most })
-}
-
 /// Allowed use of a range by firmware or a kernel (ACPI 6.5, 15: address range types).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RangeKind {
@@ -120,9 +170,9 @@ pub enum RangeKind {
     Reserved = 2,
 }
 
-/// The guest's memory map (e820, PVH memmap), in order of addresses.
+/// The memory map of a guest that is booted directly (e820, PVH memmap), in order of addresses.
 pub fn memory_map(ram: u64) -> Vec<(Range<u64>, RangeKind)> {
-    let (low, high) = ram_ranges(ram);
+    let (low, high) = Map::Direct.ram_ranges(ram);
     let mut map = vec![
         (0..LOW_RESERVED_START, RangeKind::Ram),
         (LOW_RESERVED_START..LOW_RESERVED_END, RangeKind::Reserved),
@@ -151,18 +201,18 @@ mod tests {
     #[test]
     fn ram_is_split_at_three_gibibytes() {
         assert_eq!(
-            ram_ranges(256 * MIB),
+            Map::Direct.ram_ranges(256 * MIB),
             (0..256 * MIB, HIGH_RAM_START..HIGH_RAM_START)
         );
-        assert_eq!(ram_ranges(3 * GIB), (0..3 * GIB, 4 * GIB..4 * GIB));
-        assert_eq!(ram_ranges(5 * GIB), (0..3 * GIB, 4 * GIB..6 * GIB));
+        assert_eq!(Map::Direct.ram_ranges(3 * GIB), (0..3 * GIB, 4 * GIB..4 * GIB));
+        assert_eq!(Map::Direct.ram_ranges(5 * GIB), (0..3 * GIB, 4 * GIB..6 * GIB));
     }
 
     #[test]
     fn too_much_memory_for_the_host_names_the_maximum() {
-        assert_eq!(fits(RAM_MAX, 43), Ok(()));
-        assert_eq!(fits(RAM_MAX, 52), Ok(()));
-        assert_eq!(fits(60 * GIB, 37), Ok(()));
+        assert_eq!(Map::Direct.fits(RAM_MAX, 43), Ok(()));
+        assert_eq!(Map::Direct.fits(RAM_MAX, 52), Ok(()));
+        assert_eq!(Map::Direct.fits(60 * GIB, 37), Ok(()));
         for (ram, bits) in [
             (RAM_MAX, 42),
             (RAM_MAX, 40),
@@ -170,16 +220,19 @@ mod tests {
             (RAM_MIN, 36),
             (RAM_MIN, 32),
         ] {
-            let error = fits(ram, bits).unwrap_err();
+            let error = Map::Direct.fits(ram, bits).unwrap_err();
             assert_eq!((error.ram, error.bits), (ram, bits));
             if error.most > 0 {
-                assert_eq!(fits(error.most * MIB, bits), Ok(()), "{error}");
-                assert!(fits(error.most * MIB + RAM_ALIGNMENT, bits).is_err(), "{error}");
+                assert_eq!(Map::Direct.fits(error.most * MIB, bits), Ok(()), "{error}");
+                assert!(
+                    Map::Direct.fits(error.most * MIB + RAM_ALIGNMENT, bits).is_err(),
+                    "{error}"
+                );
             }
         }
-        assert_eq!(fits(RAM_MAX, 40).unwrap_err().most, 959 * 1024);
+        assert_eq!(Map::Direct.fits(RAM_MAX, 40).unwrap_err().most, 959 * 1024);
         assert_eq!(
-            fits(RAM_MAX, 40).unwrap_err().to_string(),
+            Map::Direct.fits(RAM_MAX, 40).unwrap_err().to_string(),
             "the processors of this host have 40 bits of physical address: with what PCI takes above it, RAM can be at most \
              982016 MiB, and is to be 4194304 MiB"
         );
@@ -201,7 +254,7 @@ mod tests {
                 .map(|(range, _)| range.end - range.start)
                 .sum();
             prop_assert_eq!(total, ram - (LOW_RESERVED_END - LOW_RESERVED_START));
-            let window = mmio64(ram);
+            let window = Map::Direct.mmio64(ram);
             prop_assert!(window.start >= last && window.start.is_multiple_of(MMIO64_LENGTH));
         }
     }

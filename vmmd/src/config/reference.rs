@@ -22,7 +22,7 @@ const SOURCES: [&str; 7] = [
 ];
 
 /// Each table of the file: its key, its heading, and the type that has its keys.
-const TABLES: [(&str, &str, &str); 14] = [
+const TABLES: [(&str, &str, &str); 15] = [
     ("", "Keys outside of tables", "Config"),
     ("tcp", "`[tcp]`", "Tcp"),
     ("limits", "`[limits]`", "Limits"),
@@ -30,6 +30,7 @@ const TABLES: [(&str, &str, &str); 14] = [
     ("reserved", "`[reserved]`", "Reserved"),
     ("pressure", "`[pressure]`", "Pressure"),
     ("sizing", "`[[sizing]]`, any number of times", "Policy"),
+    ("firmware", "`[firmware]`", "Firmware"),
     ("vm_uids", "`[vm_uids]`", "UidRange"),
     ("restart", "`[restart]`", "Restart"),
     ("metrics", "`[metrics]`", "Metrics"),

@@ -2,6 +2,7 @@
 //! functions change no state of the node. The lock of a disk ends when its descriptor is closed.
 
 mod file;
+pub mod firmware;
 mod in_use;
 mod known;
 mod look;
@@ -24,11 +25,14 @@ use vmmd_spec::{
     vm::{Boot, VmSpec},
 };
 
-use self::file::{identity, identity_at, open_image};
 pub use self::{
     file::{OpenFile, PATH_NOT_ALLOWED, Use, node_user_of, open_image_file, open_kvm},
     known::{Known, any_of, any_of_disks, key},
     look::{had, look, look_beside, outside},
+};
+use self::{
+    file::{identity, identity_at, open_image},
+    firmware::FirmwareFiles,
 };
 use vmmd_host::{
     failure::{Failure, Kind},
@@ -59,6 +63,8 @@ pub struct Files {
     pub initrd: Option<OwnedFd>,
     /// The kernel's command line.
     pub cmdline: String,
+    /// The firmware, of a VM that boots through it. [`open`] leaves it to the start of the VM.
+    pub firmware: Option<FirmwareFiles>,
     /// In the order of the spec, each locked.
     pub disks: Vec<OpenDisk>,
 }
@@ -149,12 +155,13 @@ pub fn open(
     }
     let cmdline = match &spec.boot {
         Boot::Linux { cmdline, .. } => cmdline.clone(),
-        Boot::Disk { .. } => String::new(),
+        Boot::Disk { .. } | Boot::Firmware(_) => String::new(),
     };
     let files = Files {
         kernel,
         initrd,
         cmdline,
+        firmware: None,
         disks,
     };
     let of_disks: usize = files.disks.iter().map(|disk| 1 + disk.backing.len()).sum();
@@ -171,7 +178,8 @@ pub fn learn(known: &Known, field: &str, disk: &Disk, opened: &OpenDisk) -> Resu
 fn beyond(spec: &VmSpec, of_disks: usize) -> Option<Failure> {
     let has_initrd = match &spec.boot {
         Boot::Linux { initrd, .. } => initrd.is_some(),
-        Boot::Disk { .. } => true,
+        // As many: the code and the variables.
+        Boot::Disk { .. } | Boot::Firmware(_) => true,
     };
     let all = OTHER_FDS + usize::from(has_initrd) + nic_queues(spec) + of_disks + spec.shares.len();
     let too_many = all.checked_sub(MAX_FDS).filter(|too_many| *too_many > 0)?;

@@ -21,6 +21,37 @@ pub struct RuntimeDir(PathBuf);
 #[derive(Clone, Debug)]
 pub struct LogDir(PathBuf);
 
+/// The variables of a VM's firmware, from its first start to its deletion: `<state_dir>/vms/<uid>/`.
+#[derive(Clone, Debug)]
+pub struct VariablesDir(PathBuf);
+
+impl VariablesDir {
+    /// Directory of the VM `uid`, whether or not it exists.
+    pub fn of(config: &Config, uid: Uuid) -> Self {
+        Self::below(&config.state_dir, uid)
+    }
+
+    /// The same below another state directory.
+    pub fn below(state_dir: &Path, uid: Uuid) -> Self {
+        Self(state_dir.join("vms").join(uid.to_string()))
+    }
+
+    /// The content of the flash memory.
+    pub fn variables(&self) -> PathBuf {
+        self.0.join("nvram.fd")
+    }
+
+    /// Makes it, for root only.
+    pub fn create(&self) -> io::Result<()> {
+        private_dir(&self.0)
+    }
+
+    /// Removes it with all that is in it.
+    pub fn remove(&self) -> io::Result<()> {
+        remove_dir(&self.0)
+    }
+}
+
 impl RuntimeDir {
     /// Directory of the VM `uid`, whether or not it exists.
     pub fn of(config: &Config, uid: Uuid) -> Self {

@@ -192,7 +192,9 @@ fn boot_machine(guest: &Guest, boot: &Boot, fds: Vec<OwnedFd>) -> Option<Outcome
         Ok(machine) => machine,
         Err(problems) => return refuse(ErrorKind::Invalid, &problems.to_string()),
     };
-    let mut words = machine.cmdline.split(' ');
+    let kernel = wire.kernel.as_ref();
+    let cmdline = kernel.map_or("", |kernel| kernel.cmdline.as_str());
+    let mut words = cmdline.split(' ');
     match words.clone().find_map(|word| word.strip_prefix("mock.boot=")) {
         Some("image") => return refuse(ErrorKind::Image, "the kernel is no bzImage"),
         Some("kvm") => return refuse(ErrorKind::Kvm, "the host's KVM can't run guests"),
@@ -217,7 +219,7 @@ fn boot_machine(guest: &Guest, boot: &Boot, fds: Vec<OwnedFd>) -> Option<Outcome
     let restored = boot.restore.as_ref().map(|restore| {
         let file = fds[restore.snapshot_fd as usize].take().unwrap();
         if restore.stream {
-            if machine.cmdline.split(' ').any(|word| word == "mock.receive=hang") {
+            if cmdline.split(' ').any(|word| word == "mock.receive=hang") {
                 snapshot::never_read(&file);
             }
             return snapshot::receive(file).map(|text| format!("received {text}"));
@@ -243,7 +245,7 @@ fn boot_machine(guest: &Guest, boot: &Boot, fds: Vec<OwnedFd>) -> Option<Outcome
     let disks: Vec<_> = disks.map(|disk| Plugged::new(disk, &mut fds)).collect();
     guest.disks().extend(disks);
     let restored = match restored {
-        Some(_) if machine.cmdline.contains("mock.receive=full") => {
+        Some(_) if cmdline.contains("mock.receive=full") => {
             return refuse(ErrorKind::Resources, "writing disk root: No space left on device");
         }
         Some(Some(text)) => {

@@ -116,7 +116,7 @@ impl Guest {
         let mut inner = self.lock();
         inner.name.clone_from(&machine.name);
         inner.on_crash = machine.on_crash();
-        inner.cmdline = machine.kernel.clone().unwrap().cmdline;
+        inner.cmdline = machine.kernel.clone().unwrap_or_default().cmdline;
         inner.serial_log = serial_log;
         inner.devices = fds;
         let nics = machine.nics.iter();

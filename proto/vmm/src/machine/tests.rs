@@ -48,6 +48,37 @@ fn descriptors_and_slots_are_named_once_and_exist() {
 }
 
 #[test]
+fn a_machine_has_a_kernel_or_firmware() {
+    let firmware = vmm::MachineSpec {
+        kernel: None,
+        firmware: Some(vmm::Firmware {
+            code_fd: 1,
+            variables_fd: 4,
+        }),
+        ..machine()
+    };
+    let valid = Machine::new(&firmware, 5).unwrap();
+    let (code, variables) = (machine::FdIndex(1), machine::FdIndex(4));
+    assert_eq!(valid.boot, machine::Boot::Firmware { code, variables });
+    assert!(Machine::new(&firmware, 4).is_err());
+    let both = vmm::MachineSpec {
+        kernel: machine().kernel,
+        firmware: Some(vmm::Firmware {
+            code_fd: 4,
+            variables_fd: 5,
+        }),
+        ..machine()
+    };
+    let neither = vmm::MachineSpec {
+        kernel: None,
+        ..machine()
+    };
+    for spec in [both, neither] {
+        assert!(Machine::new(&spec, 6).is_err());
+    }
+}
+
+#[test]
 fn balloon_needs_whole_pages_and_no_huge_pages() {
     let with = |slot: u32, target: u64, huge_page_bytes: u64| {
         let spec = vmm::MachineSpec {

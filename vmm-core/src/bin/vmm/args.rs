@@ -45,6 +45,8 @@ pub struct Run {
     /// Serves the virtio-console (`spec.virtioConsole`) at this UNIX socket, which is recreated
     #[arg(long, value_name = "SOCKET")]
     pub hvc: Option<PathBuf>,
+    #[command(flatten)]
+    pub firmware: FirmwareFiles,
     /// Writes the exit record, an encoded vmm.v1.ExitRecord, to this file
     #[arg(long, value_name = "FILE")]
     pub exit_record: Option<PathBuf>,
@@ -55,6 +57,21 @@ pub struct Run {
     #[cfg(debug_assertions)]
     #[arg(long, value_name = "MS")]
     pub restore_every: Option<u64>,
+}
+
+/// Files of the firmware, for a VM with `spec.boot.firmware`.
+#[derive(Debug, Args)]
+pub struct FirmwareFiles {
+    /// UEFI firmware's code
+    #[arg(
+        long = "uefi-code",
+        value_name = "FILE",
+        default_value = "/usr/share/OVMF/OVMF_CODE_4M.fd"
+    )]
+    pub code: PathBuf,
+    /// UEFI firmware's variables of this VM: a copy of OVMF_VARS_4M.fd, which the guest changes
+    #[arg(long = "uefi-variables", value_name = "FILE")]
+    pub variables: Option<PathBuf>,
 }
 
 /// Action on a system call outside the list of the thread's kind.

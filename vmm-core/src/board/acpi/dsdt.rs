@@ -223,16 +223,16 @@ fn power_button(platform: &Platform, aml: &mut Vec<u8>) {
 /// guest then renews data that must be unique. The interrupt is an edge: a guest without a driver
 /// reads the ID when it loads the driver.
 fn generation_id(platform: &Platform, aml: &mut Vec<u8>) {
+    let Some(address) = platform.generation_id else {
+        return;
+    };
     Device::new(
         Path::new("VGEN"),
         vec![
             &Name::new(Path::new("_HID"), &"VMGENCTR"),
             &Name::new(Path::new("_CID"), &"VM_Gen_Counter"),
             &Name::new(Path::new("_DDN"), &"VM_Gen_Counter"),
-            &Name::new(
-                Path::new("ADDR"),
-                &Package::new(vec![&platform.generation_id, &ZERO]),
-            ),
+            &Name::new(Path::new("ADDR"), &Package::new(vec![&address, &ZERO])),
         ],
     )
     .to_aml_bytes(aml);

@@ -9,7 +9,7 @@ mod dsdt;
 mod hotplug;
 mod tables;
 
-use std::ops::RangeInclusive;
+use std::ops::{Range, RangeInclusive};
 
 use acpi_tables::{Aml, rsdp::Rsdp, xsdt::XSDT};
 use devices::pci::root::BUSES;
@@ -51,8 +51,8 @@ pub struct Platform {
     pub hotplug_port: u16,
     /// GSI that is high while there is something to read there.
     pub hotplug_gsi: u32,
-    /// Where the machine's generation id is, a guest-physical address.
-    pub generation_id: u32,
+    /// Where the machine's generation id is, a guest-physical address, if it has one.
+    pub generation_id: Option<u32>,
     /// GSI that pulses when it is another.
     pub generation_gsi: u32,
 }
@@ -62,46 +62,97 @@ pub struct Platform {
 pub struct Tables {
     /// To be written at the address that they were built for. The RSDP is at its start.
     pub bytes: Vec<u8>,
+    /// Offsets of all addresses of other tables in `bytes`, each 64 bits wide.
+    pub pointers: Vec<usize>,
+    /// All checksums that depend on these addresses, in the order in which they are to be computed.
+    pub checksums: Vec<Checksum>,
 }
+
+/// A byte that makes the sum of a range of the tables zero. All are offsets into the tables.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Checksum {
+    /// Bytes that are summed up.
+    pub range: Range<usize>,
+    /// The byte.
+    pub at: usize,
+}
+
+/// Offset of the checksum in the header that tables have in common (ACPI 6.5, 5.2.6).
+const HEADER_CHECKSUM: usize = 9;
+/// Length of that header.
+const HEADER: usize = 36;
+/// X_DSDT in the FADT (5.2.9).
+const FADT_DSDT: usize = 140;
+/// XsdtAddress, the checksum of the first 20 bytes, and that of all in the RSDP (5.2.5.3).
+const RSDP_XSDT: usize = 24;
+const RSDP_CHECKSUM: usize = 8;
+const RSDP_CHECKED: usize = 20;
+const RSDP_EXTENDED_CHECKSUM: usize = 32;
 
 /// Builds all tables for the guest-physical address `base`, which is a multiple of 16 (ACPI 6.5, 5.2.5.1).
 pub fn build(platform: &Platform, base: u64) -> Tables {
     let mut layout = Layout {
-        base,
         bytes: vec![0; Rsdp::len()],
     };
     let dsdt = layout.place(&tables::dsdt(&dsdt::definition_block(platform)));
+    let fadt = layout.place(&tables::fadt(platform, base.saturating_add(dsdt.start as u64)));
     let mut xsdt = XSDT::new(OEM_ID, OEM_TABLE_ID, OEM_REVISION);
-    for table in [
-        tables::fadt(platform, dsdt),
+    xsdt.add_entry(base.saturating_add(fadt.start as u64));
+    let others = [
         tables::madt(platform),
         tables::mcfg(platform),
         tables::spcr(platform),
-    ] {
-        xsdt.add_entry(layout.place(&table));
+    ];
+    for table in &others {
+        let place = layout.place(table);
+        xsdt.add_entry(base.saturating_add(place.start as u64));
     }
     let mut bytes = Vec::new();
     xsdt.to_aml_bytes(&mut bytes);
     let xsdt = layout.place(&bytes);
 
     let mut rsdp = Vec::with_capacity(Rsdp::len());
-    Rsdp::new(OEM_ID, xsdt).to_aml_bytes(&mut rsdp);
+    Rsdp::new(OEM_ID, base.saturating_add(xsdt.start as u64)).to_aml_bytes(&mut rsdp);
     layout.bytes.splice(..Rsdp::len(), rsdp);
-    Tables { bytes: layout.bytes }
+
+    let entries = (xsdt.start.saturating_add(HEADER)..xsdt.end).step_by(8);
+    let of_table = |range: Range<usize>| Checksum {
+        at: range.start.saturating_add(HEADER_CHECKSUM),
+        range,
+    };
+    Tables {
+        bytes: layout.bytes,
+        pointers: [RSDP_XSDT, fadt.start.saturating_add(FADT_DSDT)]
+            .into_iter()
+            .chain(entries)
+            .collect(),
+        checksums: vec![
+            of_table(fadt),
+            of_table(xsdt),
+            Checksum {
+                range: 0..RSDP_CHECKED,
+                at: RSDP_CHECKSUM,
+            },
+            Checksum {
+                range: 0..Rsdp::len(),
+                at: RSDP_EXTENDED_CHECKSUM,
+            },
+        ],
+    }
 }
 
 /// Puts one table behind the other, each on a multiple of 16 bytes.
 struct Layout {
-    base: u64,
     bytes: Vec<u8>,
 }
 
 impl Layout {
-    fn place(&mut self, table: &[u8]) -> u64 {
+    /// Returns the table's place.
+    fn place(&mut self, table: &[u8]) -> Range<usize> {
         self.bytes.resize(self.bytes.len().next_multiple_of(16), 0);
-        let address = self.base + self.bytes.len() as u64;
+        let start = self.bytes.len();
         self.bytes.extend_from_slice(table);
-        address
+        start..self.bytes.len()
     }
 }
 

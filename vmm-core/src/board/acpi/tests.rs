@@ -29,7 +29,7 @@ fn platform(cpus: u32) -> Platform {
         pvpanic_port: 0x505,
         hotplug_port: 0xae00,
         hotplug_gsi: 16,
-        generation_id: 0xe_f000,
+        generation_id: Some(0xe_f000),
         generation_gsi: 18,
     }
 }
@@ -82,6 +82,21 @@ fn tables_are_reached_from_the_rsdp_with_right_checksums() {
         tables.keys().map(String::as_str).collect::<Vec<_>>(),
         ["APIC", "DSDT", "FACP", "MCFG", "SPCR", "XSDT"],
     );
+}
+
+#[test]
+fn tables_that_firmware_moves_have_right_checksums_afterwards() {
+    const MOVED: u64 = 0x7f00_0000;
+    let mut tables = build(&platform(2), 0);
+    for at in &tables.pointers {
+        let address = u64_at(&tables.bytes, *at) + MOVED;
+        tables.bytes[*at..*at + 8].copy_from_slice(&address.to_le_bytes());
+    }
+    for Checksum { range, at } in &tables.checksums {
+        tables.bytes[*at] = 0;
+        tables.bytes[*at] = sum(&tables.bytes[range.clone()]).wrapping_neg();
+    }
+    assert_eq!(tables, build(&platform(2), MOVED));
 }
 
 #[test]

@@ -7,14 +7,25 @@ use devices::{
     legacy::{LegacyDevices, pm::PowerButton},
 };
 
+use vmm_protocol::machine::Machine;
+
 use super::{
-    super::{KEYBOARD_GSI, POWER_BUTTON_GSI},
+    super::{KEYBOARD_GSI, POWER_BUTTON_GSI, image::map},
     Assembly, Failure,
 };
+use crate::memory::layout::Map;
 
 /// Gives the power button. `hub`: there is a keyboard.
-pub(super) fn build(assembly: &mut Assembly, hub: Option<&Arc<Hub>>) -> Result<Arc<PowerButton>, Failure> {
-    let legacy = LegacyDevices::new(assembly.vm.level_line(POWER_BUTTON_GSI));
+pub(super) fn build(
+    assembly: &mut Assembly,
+    spec: &Machine,
+    hub: Option<&Arc<Hub>>,
+) -> Result<Arc<PowerButton>, Failure> {
+    let mut legacy = LegacyDevices::new(assembly.vm.level_line(POWER_BUTTON_GSI));
+    if let map @ Map::Firmware = map(spec) {
+        let (low, high) = map.ram_ranges(spec.memory_bytes);
+        legacy = legacy.with_firmware(low.end, high.end.saturating_sub(high.start));
+    }
     if let Some(hub) = hub {
         legacy.plug_keyboard(hub, assembly.irq_line(KEYBOARD_GSI)?);
     }

@@ -5,6 +5,7 @@ pub(super) mod balloon;
 mod console;
 pub(super) mod disk;
 pub(super) mod display;
+mod firmware;
 mod legacy;
 pub(super) mod nic;
 mod rng;
@@ -27,7 +28,7 @@ use devices::{
     interrupt::{IrqLine, MsiController, NotifyRegistry},
     log_limit::LogLimit,
     pci::{
-        HotPlug, PciRoot, PciWindows, hotplug,
+        Chipset, HotPlug, PciRoot, PciWindows, hotplug,
         root::{ECAM_SIZE, FIRST_PORT, PORTS},
     },
     serial::Terminal,
@@ -51,7 +52,7 @@ use self::disk::Locks;
 use super::{
     cpuid,
     disks::Disks,
-    image::{Image, Loading, pci_windows},
+    image::{Image, Loading, map, pci_windows},
     machine::Machine,
     nics::Nics,
     saved,
@@ -60,7 +61,7 @@ use super::{
 use crate::{
     kvm::{AddressSpaces, Crash, Host, IrqChipState, KvmError, Vm},
     lifecycle::{self, Builder, Failure, Notice, Notifier},
-    memory::{Backing, GuestRam, layout},
+    memory::{Backing, GuestRam, layout::Map},
     migration,
     snapshot::Snapshot,
     vcpu::{ExitHandlers, Report, ReportKind, Vcpus},
@@ -98,12 +99,13 @@ impl Assembler {
     ) -> Result<Machine, Failure> {
         let spec = vmm_protocol::machine::Machine::new(spec, fds.len())?;
         let mut fds = Fds::new(fds);
-        let ram = GuestRam::with_options(spec.memory_bytes, backing(&spec), &spec.memory)?;
+        let ram = GuestRam::with_map(map(&spec), spec.memory_bytes, backing(&spec), &spec.memory)?;
         let (host, windows) = ground(&spec, &mut fds)?;
         let image = image(&spec, &mut fds, &windows)?;
         let is_linux = image.is_linux()?;
-        let loading = Loading::start(image, ram.clone())?;
-        let assembly = Assembly::new(&spec, host, windows, fds, ram, notifier)?;
+        let mut assembly = Assembly::new(&spec, host, windows, fds, ram.clone(), notifier)?;
+        firmware::build(&mut assembly, &spec, &image)?;
+        let loading = Loading::start(image, ram)?;
         assembly.map_pci_ports(is_linux)?;
         let (mut machine, entry) = assembly.build(&spec, self.console.take(), || loading.finish())?;
         // Maps the BARs of a screen that works without a driver. A restored machine finds all BARs
@@ -213,6 +215,10 @@ impl Assembler {
         saved: state::Machine,
     ) -> Result<Machine, Failure> {
         holds_memory(spec.memory_bytes, ram.size())?;
+        if map(spec) == Map::Firmware {
+            let message = "a machine that boots through firmware cannot be restored yet";
+            return Err(Failure::of(ErrorKind::Invalid, message));
+        }
         let (host, windows) = ground(spec, &mut fds)?;
         let image = image(spec, &mut fds, &windows)?;
         let mut assembly = Assembly::new(spec, host, windows, fds, ram, notifier)?;
@@ -263,7 +269,7 @@ fn holds_memory(bytes: u64, restored: u64) -> Result<(), Failure> {
 /// The host's KVM, and the addresses that the machine's PCI buses have on it.
 fn ground(spec: &vmm_protocol::machine::Machine, fds: &mut Fds) -> Result<(Host, PciWindows), Failure> {
     let host = Host::from_fd(fds.take(spec.kvm)?)?;
-    let windows = pci_windows(spec.memory_bytes, host.physical_address_bits()?);
+    let windows = pci_windows(map(spec), spec.memory_bytes, host.physical_address_bits()?);
     Ok((host, windows))
 }
 
@@ -336,12 +342,17 @@ impl Assembly {
         let vm = Vm::create(&host)?;
         holds(&host, &vm, spec)?;
         vm.set_ram(&ram)?;
-        let root = PciRoot::new(windows);
+        let map = map(spec);
+        let chipset = match map {
+            Map::Direct => Chipset::CloudHv,
+            Map::Firmware => Chipset::Q35,
+        };
+        let root = PciRoot::with_chipset(windows, chipset);
         let spaces = AddressSpaces {
             pio: Arc::new(Bus::new()),
             mmio: Arc::new(Bus::new()),
         };
-        spaces.mmio.insert(layout::ECAM.start, ECAM_SIZE, root.ecam())?;
+        spaces.mmio.insert(map.ecam().start, ECAM_SIZE, root.ecam())?;
         let hotplug = HotPlug::new(vm.level_line(super::HOTPLUG_GSI));
         let registers = hotplug.registers();
         spaces
@@ -397,7 +408,7 @@ impl Assembly {
 
         let hub = spec.display.as_ref().map(display::hub);
         let serial = serial::build(&mut self, spec, console)?;
-        let power_button = legacy::build(&mut self, hub.as_ref())?;
+        let power_button = legacy::build(&mut self, spec, hub.as_ref())?;
         rng::build(&mut self, &spec.rng)?;
         if let Some(spec) = &spec.balloon {
             balloon::build(&mut self, spec)?;
@@ -525,7 +536,7 @@ impl Sockets {
             memory,
             msi,
             notify,
-            pci: PciRoot::new(pci_windows(1 << 30, 40)),
+            pci: PciRoot::new(pci_windows(Map::Direct, 1 << 30, 40)),
             mmio: Arc::new(Bus::new()),
             notifier,
         }
@@ -571,7 +582,8 @@ fn holds(host: &Host, vm: &Vm, spec: &vmm_protocol::machine::Machine) -> Result<
     if wanted > max {
         return Err(KvmError::TooManyVcpus { wanted, max }.into());
     }
-    layout::fits(spec.memory_bytes, host.physical_address_bits()?)
+    map(spec)
+        .fits(spec.memory_bytes, host.physical_address_bits()?)
         .map_err(|error| Failure::of(ErrorKind::Resources, error.to_string()))
 }
 

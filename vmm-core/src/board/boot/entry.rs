@@ -23,6 +23,8 @@ pub enum Entry {
         /// `struct hvm_start_info`.
         start_info: u64,
     },
+    /// The first instruction after power-on, in firmware at the end of the first 4 GiB.
+    ResetVector,
 }
 
 /// Control register bits (Intel SDM vol. 3, 2.5; AMD APM vol. 2, 3.1).
@@ -34,6 +36,9 @@ const EFER_LME: u64 = 1 << 8;
 const EFER_LMA: u64 = 1 << 10;
 /// The bit that is always set in RFLAGS.
 const RFLAGS: u64 = 1 << 1;
+
+/// IP after power-on (Intel SDM vol. 3, table 10-1).
+const RESET_VECTOR: u64 = 0xfff0;
 
 /// Selectors that the boot protocol asks for (`__BOOT_CS`, `__BOOT_DS`), and one for the task state.
 const CODE: u16 = 0x10;
@@ -52,6 +57,14 @@ impl Entry {
     /// after power-on.
     pub fn registers(self, special: &mut kvm_sregs) -> kvm_regs {
         let general = match self {
+            // The special registers are those after power-on: CS begins at 0xffff_0000.
+            Self::ResetVector => {
+                return kvm_regs {
+                    rip: RESET_VECTOR,
+                    rflags: RFLAGS,
+                    ..Default::default()
+                };
+            }
             Self::Linux64 { rip, zero_page } => {
                 special.cs = segment(CODE, CODE_64);
                 special.cr3 = place::PAGE_TABLES;

@@ -241,7 +241,7 @@ struct Job<'a> {
 impl Job<'_> {
     /// Where low RAM ends.
     fn low_end(&self) -> u64 {
-        layout::ram_ranges(self.params.ram).0.end
+        layout::Map::Direct.ram_ranges(self.params.ram).0.end
     }
 
     /// Checks that `range` is in extended memory below the hole: nothing of the loader's is overwritten there.

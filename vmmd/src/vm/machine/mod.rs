@@ -195,6 +195,7 @@ pub fn assemble(
         kernel,
         initrd,
         cmdline,
+        firmware,
         disks,
     } = parts.files;
     let machine = MachineSpec {
@@ -210,6 +211,10 @@ pub fn assemble(
             kernel_fd: fds.add(kernel),
             initrd_fd: initrd.map(|fd| fds.add(fd)),
             cmdline,
+        }),
+        firmware: firmware.map(|firmware| vmm::Firmware {
+            code_fd: fds.add(firmware.code.into()),
+            variables_fd: fds.add(firmware.variables.into()),
         }),
         serial_log_fd: Some(fds.add(parts.serial.0)),
         serial_log_old_fd: Some(fds.add(parts.serial.1)),
@@ -445,6 +450,7 @@ mod tests {
                     kernel: Some(null()),
                     initrd: Some(null()),
                     cmdline: String::new(),
+                    firmware: None,
                     disks: (0..disks).map(|_| open_disk(6)).collect(),
                 },
                 taps: (0..nics).map(|_| tap()).collect(),

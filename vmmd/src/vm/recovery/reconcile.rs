@@ -25,7 +25,7 @@ use vmmd_store::{InstanceRecord, Unreadable, VmRecord};
 use super::unusable::{self, Why};
 use crate::{
     host::Host,
-    paths::{self, LogDir, RuntimeDir},
+    paths::{self, LogDir, RuntimeDir, VariablesDir},
     share::{Keepers, Run},
     vm::{
         actor::{Actor, without_disk},
@@ -400,6 +400,13 @@ fn remove_leftovers(host: &Host, known: &BTreeSet<Uuid>) -> std::io::Result<()> 
         if !alive.contains(&uid) {
             LogDir::of(&host.config, uid).remove()?;
             let message = format!("the logs of a VM {uid} that is no more were removed");
+            repaired(host, Object::Node, message);
+        }
+    }
+    for uid in paths::list(&host.config.state_dir)?.into_iter().filter(foreign) {
+        if !alive.contains(&uid) {
+            VariablesDir::of(&host.config, uid).remove()?;
+            let message = format!("the firmware's variables of a VM {uid} that is no more were removed");
             repaired(host, Object::Node, message);
         }
     }

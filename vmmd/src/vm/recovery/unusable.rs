@@ -22,7 +22,7 @@ use super::{reconcile::restore, supervisor};
 use crate::{
     disk::moved,
     host::Host,
-    paths::{LogDir, RuntimeDir},
+    paths::{LogDir, RuntimeDir, VariablesDir},
     registry::vms::{
         Entry,
         command::{Answer, Command, Commands, Life, Mailbox, Request},
@@ -373,7 +373,8 @@ impl Unusable {
         let host = Arc::clone(&self.host);
         let cleaned = spawn_blocking(move || {
             let cleaned = clean_up(&host, uid);
-            LogDir::of(&host.config, uid).remove().and(cleaned)
+            let variables = VariablesDir::of(&host.config, uid).remove();
+            LogDir::of(&host.config, uid).remove().and(variables).and(cleaned)
         });
         if let Ok(Err(error)) = cleaned.await {
             tracing::warn!(vm = name, %error, "clean up after a VM");

@@ -17,7 +17,11 @@ use vmmd_host::{
     failure::Failure,
     fault, lock,
 };
-use vmmd_spec::{cloud_init::CloudInit, nic::Mac};
+use vmmd_spec::{
+    cloud_init::CloudInit,
+    nic::Mac,
+    vm::{Boot, FirmwareType},
+};
 use vmmd_store::Hardware;
 
 use super::{Plan, failures::failed, seed::Seed};
@@ -25,7 +29,7 @@ use crate::{
     files::{self, Files, Known, Locks, state_dir::StateDir},
     host::Host,
     node::check::Look,
-    paths::{LogDir, RuntimeDir},
+    paths::{LogDir, RuntimeDir, VariablesDir},
     vm::machine::{self, limits},
 };
 
@@ -85,13 +89,17 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
         seed.make()
     };
     let comes = plan.restore.as_ref().is_some_and(|restore| restore.stream);
-    let (files, known) = if comes {
+    let (mut files, known) = if comes {
         // The source has checked the images' content.
         let any = files::any_of_disks(spec);
         files::open(spec, &host.sources(), &any, Locks::Elsewhere, seed)?
     } else {
         files::open(spec, &host.sources(), &plan.record.files, Locks::Take, seed)?
     };
+    if let Boot::Firmware(FirmwareType::Uefi) = spec.boot {
+        let variables = VariablesDir::of(&host.config, uid);
+        files.firmware = Some(files::firmware::open(&host.config.firmware, &variables)?);
+    }
     for share in &spec.shares {
         files::share::open(share, &host.config.roots.shares)?;
     }

@@ -219,7 +219,7 @@ stored! {
 stored! {
     /// Boot source of a VM.
     BootSpec of v1::BootSpec {
-        #[prost(oneof = "BootSource", tags = "1, 2")]
+        #[prost(oneof = "BootSource", tags = "1, 2, 3")]
         source: Option<BootSource>,
     }
 }
@@ -231,6 +231,16 @@ pub enum BootSource {
     Linux(LinuxBoot),
     #[prost(message, tag = "2")]
     FromDisk(DiskBoot),
+    #[prost(message, tag = "3")]
+    Firmware(FirmwareBoot),
+}
+
+stored! {
+    /// Firmware.
+    FirmwareBoot of v1::FirmwareBoot {
+        #[prost(int32, tag = "1")]
+        r#type: i32,
+    }
 }
 
 stored! {
@@ -460,6 +470,7 @@ impl Mirror<BootSource> for v1::boot_spec::Source {
         match self {
             Self::Linux(linux) => BootSource::Linux(linux.mirror()),
             Self::FromDisk(disk) => BootSource::FromDisk(disk.mirror()),
+            Self::Firmware(firmware) => BootSource::Firmware(firmware.mirror()),
         }
     }
 }
@@ -469,6 +480,7 @@ impl Mirror<v1::boot_spec::Source> for BootSource {
         match self {
             Self::Linux(linux) => v1::boot_spec::Source::Linux(linux.mirror()),
             Self::FromDisk(disk) => v1::boot_spec::Source::FromDisk(disk.mirror()),
+            Self::Firmware(firmware) => v1::boot_spec::Source::Firmware(firmware.mirror()),
         }
     }
 }

@@ -46,7 +46,8 @@ impl Audience for Nobody {
 /// Runs the VM of a manifest until its end; returns the process's exit code.
 pub fn run(args: &Run) -> Result<i32> {
     let manifest = open::manifest(&args.spec)?;
-    let (spec, fds) = open::resolve(&manifest, args.vnc.as_deref(), args.hvc.as_deref())?;
+    let (vnc, hvc) = (args.vnc.as_deref(), args.hvc.as_deref());
+    let (spec, fds) = open::resolve(&manifest, vnc, hvc, &args.firmware)?;
     if let Some(path) = &args.exit_record {
         let file = File::create(path).with_context(|| format!("creating {}", path.display()))?;
         exit_record::set_file(file);

@@ -29,10 +29,10 @@ use vmmd_spec::{
     pci,
     policy::ClockOnResume,
     resources::HugePages,
-    vm::{Attachment, Boot, Manifest, Nic},
+    vm::{Attachment, Boot, FirmwareType, Manifest, Nic},
 };
 
-use crate::sys;
+use crate::{args::FirmwareFiles, sys};
 
 /// PCI slots: on bus 0 the entropy device, then disks, then NICs, then the balloon, then graphics adapter,
 /// keyboard and tablet, then the virtio-console; more disks and NICs on further buses.
@@ -54,7 +54,12 @@ pub fn manifest(path: &Path) -> Result<Manifest> {
 
 /// Opens everything that the machine needs, and makes sockets for VNC clients at `vnc` and for clients of the virtio-console at
 /// `hvc`.
-pub fn resolve(manifest: &Manifest, vnc: Option<&Path>, hvc: Option<&Path>) -> Result<Resolved> {
+pub fn resolve(
+    manifest: &Manifest,
+    vnc: Option<&Path>,
+    hvc: Option<&Path>,
+    files: &FirmwareFiles,
+) -> Result<Resolved> {
     let mut fds = Fds::default();
     let name = manifest.metadata.name.as_str();
     let spec = &manifest.spec;
@@ -64,15 +69,26 @@ pub fn resolve(manifest: &Manifest, vnc: Option<&Path>, hvc: Option<&Path>) -> R
             share.name
         );
     }
-    let Boot::Linux {
-        kernel,
-        initrd,
-        cmdline,
-    } = &spec.boot
-    else {
-        bail!(
+    let (kernel, firmware) = match &spec.boot {
+        Boot::Linux {
+            kernel,
+            initrd,
+            cmdline,
+        } => {
+            let kernel = vmm::Kernel {
+                kernel_fd: fds.add(open("kernel", kernel, false)?),
+                initrd_fd: match initrd {
+                    Some(initrd) => Some(fds.add(open("initrd", initrd, false)?)),
+                    None => None,
+                },
+                cmdline: cmdline.clone(),
+            };
+            (Some(kernel), None)
+        }
+        Boot::Firmware(FirmwareType::Uefi) => (None, Some(open_firmware(&mut fds, files)?)),
+        Boot::Disk { .. } => bail!(
             "spec.boot.fromDisk: the kernel on a disk is found by the daemon: give spec.boot.linux.kernel here"
-        );
+        ),
     };
     let machine = vmm::MachineSpec {
         name: name.to_owned(),
@@ -84,14 +100,8 @@ pub fn resolve(manifest: &Manifest, vnc: Option<&Path>, hvc: Option<&Path>) -> R
         memory_bytes: spec.memory_bytes,
         memory_shared: spec.shares_memory(),
         kvm_fd: fds.add(open_kvm()?),
-        kernel: Some(vmm::Kernel {
-            kernel_fd: fds.add(open("kernel", kernel, false)?),
-            initrd_fd: match initrd {
-                Some(initrd) => Some(fds.add(open("initrd", initrd, false)?)),
-                None => None,
-            },
-            cmdline: cmdline.clone(),
-        }),
+        kernel,
+        firmware,
         disks: DISK_SLOTS
             .chain(pci::further())
             .zip(&spec.disks)
@@ -197,6 +207,19 @@ fn open_disk(fds: &mut Fds, slot: u32, disk: &Disk) -> Result<vmm::Disk> {
         fd: fds.add(file),
         pci_slot: slot,
         ..convert::disk(disk, *format)
+    })
+}
+
+/// Opens the firmware's code and the VM's variables, in the files that the command line names.
+fn open_firmware(fds: &mut Fds, files: &FirmwareFiles) -> Result<vmm::Firmware> {
+    let Some(variables) = &files.variables else {
+        bail!(
+            "spec.boot.firmware: give the VM's variables with --uefi-variables: a copy of /usr/share/OVMF/OVMF_VARS_4M.fd"
+        );
+    };
+    Ok(vmm::Firmware {
+        code_fd: fds.add(open("UEFI code", &files.code, false)?),
+        variables_fd: fds.add(open("UEFI variables", variables, true)?),
     })
 }
 

@@ -121,6 +121,7 @@ static VCPU: &[Entry] = &[
     // KVM_SET_USER_MEMORY_REGION, KVM_GET_DIRTY_LOG, KVM_CLEAR_DIRTY_LOG
     entry!(SYS_ioctl, Low16(1, &[kvm(0x46), kvm(0x42), kvm(0xc0)]))
         .unseen("a guest moves the memory of its screen"),
+    entry!(SYS_fdatasync).unseen("a guest writes a variable of its firmware"),
     // KVM_IRQFD, KVM_SET_GSI_ROUTING
     entry!(SYS_ioctl, Low16(1, &[kvm(0x76), kvm(0x6a)]))
         .unseen("a guest masks a vector whose interrupts another process raises"),

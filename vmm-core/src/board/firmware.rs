@@ -1,0 +1,375 @@
+//! A machine that boots through firmware: the flash memory with code and variables, and the items
+//! by which firmware learns about the machine.
+//!
+//! Both parts of the flash end at 4 GiB, the code behind the variables, as QEMU's Q35 has them. The
+//! code is read-only memory that all machines share; writes to it have no effect.
+
+use std::{
+    fs::File,
+    io,
+    ops::Range,
+    os::unix::fs::FileExt,
+    sync::{Arc, Mutex, PoisonError},
+    time::Instant,
+};
+
+use devices::{
+    bus::Bus,
+    component::{Component, ComponentError},
+    firmware::{
+        flash::{BLOCK, Flash, FlashMemory},
+        fw_cfg::{self, FwCfg, Items},
+    },
+    log_limit::LogLimit,
+    state::{Section, StateError},
+};
+use rustix::fs::FileType;
+use vm_memory::{Bytes, GuestMemoryRegion, MemoryRegionAddress};
+use vmm_base::{GuestMemory, sys::file};
+use vmm_protocol::{machine::Machine, vmm::ErrorKind};
+
+use super::{
+    acpi::{self, Platform},
+    smbios::{self, System},
+};
+use crate::{
+    kvm::{Region, SlotId, Vm},
+    lifecycle::Failure,
+    memory::{guest, layout},
+};
+
+/// Where the flash may begin: behind the local APICs.
+const FLASH_START: u64 = 0xff00_0000;
+/// The end of the flash.
+const FLASH_END: u64 = 4 * layout::GIB;
+
+/// Files of fw_cfg.
+mod name {
+    pub(super) const E820: &str = "etc/e820";
+    pub(super) const LOADER: &str = "etc/table-loader";
+    pub(super) const ACPI: &str = "etc/acpi/tables";
+    pub(super) const SMBIOS_ANCHOR: &str = "etc/smbios/smbios-anchor";
+    pub(super) const SMBIOS_TABLES: &str = "etc/smbios/smbios-tables";
+    pub(super) const BOOT_ORDER: &str = "bootorder";
+    pub(super) const MENU_WAIT: &str = "etc/boot-menu-wait";
+}
+
+/// Properties of the machine that firmware reads.
+pub(super) struct Described<'a> {
+    /// For the boot order.
+    pub machine: &'a Machine,
+    /// For the ACPI tables.
+    pub platform: &'a Platform,
+    /// For the SMBIOS tables.
+    pub system: System<'a>,
+}
+
+/// The device of the machine. It holds the code's memory slot as long as the machine lives.
+pub(super) struct Firmware {
+    flash: Arc<Mutex<Flash>>,
+    fw_cfg: Arc<Mutex<FwCfg>>,
+}
+
+impl Firmware {
+    /// Puts firmware with this code and these variables into the machine.
+    pub(super) fn new(
+        vm: &Arc<Vm>,
+        memory: &GuestMemory,
+        mmio: &Bus,
+        pio: &Bus,
+        files: (File, File),
+        described: &Described<'_>,
+    ) -> Result<Self, Failure> {
+        let (code, variables) = files;
+        let (code_length, variables_length) = (
+            length("the firmware's code", &code)?,
+            length("the firmware's variables", &variables)?,
+        );
+        let code_start = FLASH_END
+            .checked_sub(code_length)
+            .filter(|start| start.saturating_sub(variables_length) >= FLASH_START);
+        let code_start = code_start.ok_or_else(|| {
+            let message = "the firmware's code and variables are larger than 16 MiB together";
+            Failure::of(ErrorKind::Image, message)
+        })?;
+        let region = Arc::new(guest::file_region(&code, code_length)?);
+        vm.add_read_only_slot(&region, code_start)?;
+
+        let start = code_start.saturating_sub(variables_length);
+        let region = guest::detached_region(variables_length)?;
+        let mut content = vec![0; usize::try_from(variables_length).unwrap_or(0)];
+        variables
+            .read_exact_at(&mut content, 0)
+            .map_err(|error| image(&error))?;
+        region
+            .write_slice(&content, MemoryRegionAddress(0))
+            .map_err(|error| Failure::new(ErrorKind::Internal, &error))?;
+        let slot = VariablesSlot {
+            vm: Arc::clone(vm),
+            region: Arc::new(region),
+            start,
+            slot: Mutex::new(None),
+            limit: LogLimit::new(),
+        };
+        let flash = Arc::new(Mutex::new(Flash::new(Arc::new(slot), variables)));
+        mmio.insert(start, variables_length, flash.clone())?;
+        let fw_cfg = Arc::new(Mutex::new(FwCfg::new(items(described)?, memory.clone())));
+        pio.insert(fw_cfg::PORT, fw_cfg::PORTS, fw_cfg.clone())?;
+        Ok(Self { flash, fw_cfg })
+    }
+}
+
+fn image(error: &io::Error) -> Failure {
+    Failure::new(ErrorKind::Image, error)
+}
+
+/// Length of a regular file of whole blocks.
+fn length(what: &str, file: &File) -> Result<u64, Failure> {
+    let status = file::status(file).map_err(|error| image(&error))?;
+    let whole = status.length > 0 && status.length.is_multiple_of(BLOCK as u64);
+    if status.kind != FileType::RegularFile || !whole {
+        return Err(Failure::of(
+            ErrorKind::Image,
+            format!("{what}: must be a file of whole blocks of {BLOCK} bytes"),
+        ));
+    }
+    Ok(status.length)
+}
+
+impl Component for Firmware {
+    fn name(&self) -> &str {
+        "firmware"
+    }
+
+    /// Each access is complete when its vCPU continues.
+    fn pause(&mut self, _deadline: Instant) -> Result<(), ComponentError> {
+        Ok(())
+    }
+
+    fn resume(&mut self) -> Result<(), ComponentError> {
+        Ok(())
+    }
+
+    fn reset(&mut self) -> Result<(), ComponentError> {
+        self.flash.lock().unwrap_or_else(PoisonError::into_inner).reset();
+        self.fw_cfg.lock().unwrap_or_else(PoisonError::into_inner).reset();
+        Ok(())
+    }
+
+    fn save(&self) -> Result<Section, StateError> {
+        let reason = "a machine that boots through firmware can neither be saved nor migrated yet";
+        Err(StateError::not_migratable(self.name(), reason))
+    }
+
+    fn restore(&mut self, _section: &Section) -> Result<(), StateError> {
+        self.save().map(drop)
+    }
+}
+
+/// The memory of the variables, which the guest sees while it is the array that the flash shows.
+struct VariablesSlot {
+    vm: Arc<Vm>,
+    region: Arc<Region>,
+    /// Guest-physical address.
+    start: u64,
+    slot: Mutex<Option<SlotId>>,
+    limit: LogLimit,
+}
+
+impl FlashMemory for VariablesSlot {
+    fn size(&self) -> usize {
+        usize::try_from(self.region.len()).unwrap_or(0)
+    }
+
+    fn read(&self, offset: usize, bytes: &mut [u8]) {
+        let read = self.region.read(bytes, MemoryRegionAddress(offset as u64));
+        if let Some(rest) = bytes.get_mut(read.unwrap_or(0)..) {
+            rest.fill(0xff);
+        }
+    }
+
+    fn write(&self, offset: usize, bytes: &[u8]) {
+        // Bytes beyond the end are lost, as the trait specifies.
+        let _written = self.region.write(bytes, MemoryRegionAddress(offset as u64));
+    }
+
+    fn show(&self, shown: bool) {
+        let mut slot = self.slot.lock().unwrap_or_else(PoisonError::into_inner);
+        let changed = match (*slot, shown) {
+            (None, true) => self
+                .vm
+                .add_read_only_slot(&self.region, self.start)
+                .map(|id| *slot = Some(id)),
+            (Some(id), false) => self.vm.remove_slot(id).map(|()| *slot = None),
+            _ => Ok(()),
+        };
+        if let Err(error) = changed
+            && self.limit.allow().is_some()
+        {
+            tracing::error!(%error, "move the memory slot of the firmware's variables");
+        }
+    }
+}
+
+fn items(described: &Described<'_>) -> Result<Items, Failure> {
+    let cpus = u16::try_from(described.platform.apic_ids.len()).unwrap_or(u16::MAX);
+    let mut items = Items::new(cpus);
+    let (acpi, loader) = tables(described.platform)?;
+    let (anchor, table) = smbios::parts(&described.system);
+    let files: [(&str, Vec<u8>); 7] = [
+        (name::E820, e820(described.system.ram)),
+        (name::LOADER, loader),
+        (name::ACPI, acpi),
+        (name::SMBIOS_ANCHOR, anchor),
+        (name::SMBIOS_TABLES, table),
+        (name::BOOT_ORDER, boot_order(described.machine)),
+        // Milliseconds: no menu.
+        (name::MENU_WAIT, vec![0; 2]),
+    ];
+    for (name, content) in files {
+        items
+            .add_file(name, &content)
+            .map_err(|error| Failure::new(ErrorKind::Internal, &error))?;
+    }
+    Ok(items)
+}
+
+/// RAM as entries of the e820 map: address, length, type.
+fn e820(ram: u64) -> Vec<u8> {
+    let (low, high) = layout::Map::Firmware.ram_ranges(ram);
+    let mut bytes = Vec::new();
+    for Range { start, end } in [low, high].into_iter().filter(|range| !range.is_empty()) {
+        bytes.extend(start.to_le_bytes());
+        bytes.extend(end.saturating_sub(start).to_le_bytes());
+        bytes.extend((layout::RangeKind::Ram as u32).to_le_bytes());
+    }
+    bytes
+}
+
+/// The devices that firmware tries, as Open Firmware paths, in order: disks, then NICs. Firmware sees bus 0 alone.
+fn boot_order(machine: &Machine) -> Vec<u8> {
+    let on_bus_0 = |slot: u8| (slot < 32).then_some(slot);
+    let disks = machine
+        .disks
+        .iter()
+        .filter_map(|disk| on_bus_0(disk.slot.number()));
+    let nics = machine.nics.iter().filter_map(|nic| on_bus_0(nic.slot.number()));
+    let paths: Vec<String> = disks
+        .map(|slot| format!("/pci@i0cf8/scsi@{slot:x}/disk@0,0"))
+        .chain(nics.map(|slot| format!("/pci@i0cf8/ethernet@{slot:x}/ethernet-phy@0")))
+        .collect();
+    let mut bytes = paths.join("\n").into_bytes();
+    bytes.push(0);
+    bytes
+}
+
+/// Commands of the table loader, each 128 bytes long (QEMU's `hw/acpi/bios-linker-loader.c` defines them).
+mod loader {
+    pub(super) const LENGTH: usize = 128;
+    pub(super) const NAME: usize = 56;
+    pub(super) const ALLOCATE: u32 = 1;
+    pub(super) const ADD_POINTER: u32 = 2;
+    pub(super) const ADD_CHECKSUM: u32 = 3;
+    /// Anywhere.
+    pub(super) const ZONE_HIGH: u8 = 1;
+    pub(super) const ALIGNMENT: u32 = 64;
+}
+
+/// The ACPI tables with offsets in place of addresses, and the commands that turn these into addresses.
+fn tables(platform: &Platform) -> Result<(Vec<u8>, Vec<u8>), Failure> {
+    let mut tables = acpi::build(platform, 0);
+    let mut commands = Vec::new();
+    let file = |name: &str| {
+        let mut field = name.as_bytes().to_vec();
+        field.resize(loader::NAME, 0);
+        field
+    };
+    let mut add = |kind: u32, parts: &[&[u8]]| {
+        let mut command = kind.to_le_bytes().to_vec();
+        for part in parts {
+            command.extend_from_slice(part);
+        }
+        command.resize(loader::LENGTH, 0);
+        commands.append(&mut command);
+    };
+    let number = |value: usize| {
+        let value = u32::try_from(value);
+        value.map_err(|_| Failure::of(ErrorKind::Internal, "the ACPI tables are too large"))
+    };
+    let name = file(name::ACPI);
+    let alignment = loader::ALIGNMENT.to_le_bytes();
+    add(loader::ALLOCATE, &[&name, &alignment, &[loader::ZONE_HIGH]]);
+    for pointer in &tables.pointers {
+        add(
+            loader::ADD_POINTER,
+            &[&name, &name, &number(*pointer)?.to_le_bytes(), &[8]],
+        );
+    }
+    for sum in &tables.checksums {
+        if let Some(byte) = tables.bytes.get_mut(sum.at) {
+            *byte = 0;
+        }
+        let (at, start) = (number(sum.at)?, number(sum.range.start)?);
+        let length = number(sum.range.len())?;
+        let parts = [at.to_le_bytes(), start.to_le_bytes(), length.to_le_bytes()];
+        add(loader::ADD_CHECKSUM, &[&name, &parts.concat()]);
+    }
+    Ok((tables.bytes, commands))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::indexing_slicing)]
+mod tests {
+    use vmm_protocol::vmm;
+
+    use super::*;
+
+    fn machine() -> Machine {
+        let disk = |name: &str, fd, pci_slot| vmm::Disk {
+            name: name.into(),
+            fd,
+            pci_slot,
+            ..Default::default()
+        };
+        let spec = vmm::MachineSpec {
+            uuid: vec![1; 16],
+            vcpus: 1,
+            memory_bytes: 256 << 20,
+            firmware: Some(vmm::Firmware {
+                code_fd: 1,
+                variables_fd: 2,
+            }),
+            rng_pci_slot: 1,
+            rng_fd: 3,
+            disks: vec![disk("far", 4, 33), disk("root", 5, 10), disk("data", 6, 2)],
+            nics: vec![vmm::Nic {
+                name: "eth0".into(),
+                fd: 7,
+                pci_slot: 3,
+                mac: vec![2, 0, 0, 0, 0, 1],
+                mtu: 1500,
+                ..Default::default()
+            }],
+            ..Default::default()
+        };
+        Machine::new(&spec, 8).unwrap()
+    }
+
+    #[test]
+    fn boot_order_is_disks_then_nics_of_bus_0() {
+        let expected =
+            "/pci@i0cf8/scsi@a/disk@0,0\n/pci@i0cf8/scsi@2/disk@0,0\n/pci@i0cf8/ethernet@3/ethernet-phy@0\0";
+        assert_eq!(String::from_utf8(boot_order(&machine())).unwrap(), expected);
+    }
+
+    #[test]
+    fn e820_has_ram_below_2_gib_and_above_4_gib() {
+        let map = e820(5 * layout::GIB);
+        let words: Vec<u32> = map
+            .chunks_exact(4)
+            .map(|word| u32::from_le_bytes(word.try_into().unwrap()))
+            .collect();
+        assert_eq!(words, [0, 0, 0x8000_0000, 0, 1, 0, 1, 0xc000_0000, 0, 1]);
+        assert_eq!(e820(layout::GIB).len(), 20);
+    }
+}
