@@ -206,6 +206,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     parts.spawn(migration::attend(Arc::clone(&host), left));
     parts.spawn(reopen(Arc::clone(&audit), hangup));
     parts.spawn(watch_networks(Arc::clone(&host)));
+    parts.spawn(watch_filter(Arc::clone(&host)));
     parts.spawn(state_dir::keep(Arc::clone(&host)));
     parts.spawn(service::watchdog(host.store.clone()));
     parts.spawn(clock::watch_steps(host.clock_steps.clone()));
@@ -277,6 +278,14 @@ async fn watch_networks(host: Arc<Host>) {
             () = host.vms.nic_gone() => host.networks.forget_gone(host.for_networks()).await,
             () = host.networks.helper_due() => host.networks.reconcile(host.for_networks()).await,
         }
+    }
+}
+
+/// Restores the rules of networks whenever another program has changed them. Never ends.
+async fn watch_filter(host: Arc<Host>) {
+    loop {
+        let author = host.networks.filter_changed().await;
+        host.networks.restore_filter(host.for_networks(), author).await;
     }
 }
 

@@ -6,6 +6,7 @@
 //! A tap on a bridge is not persistent: it exists while a process has its descriptor, which is the
 //! `vmm` after its boot. A crash of any process therefore leaves no tap to clean up.
 
+mod guard;
 mod link;
 mod managed;
 pub mod netd;

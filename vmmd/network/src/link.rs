@@ -8,8 +8,9 @@ use std::{
 
 use rtnetlink::{
     AddressMessageBuilder, Error, Handle, LinkBridge, LinkUnspec, RouteMessageBuilder,
-    packet_core::Nla as _,
+    packet_core::{NLM_F_ACK, NLM_F_CREATE, NLM_F_REQUEST, NetlinkMessage, NetlinkPayload, Nla as _},
     packet_route::{
+        RouteNetlinkMessage,
         address::{AddressAttribute, AddressHeaderFlags, AddressMessage},
         link::{InfoData, InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkMessage},
         route::{RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteType},
@@ -18,7 +19,10 @@ use rtnetlink::{
 use tokio_stream::StreamExt;
 use vmmd_host::fault;
 
-use super::managed::{BridgeFacts, BridgeSpec};
+use super::{
+    guard::Guard,
+    managed::{BridgeFacts, BridgeSpec},
+};
 
 /// The node's network interfaces.
 #[derive(Clone, Debug)]
@@ -252,6 +256,29 @@ impl Links {
         let message = LinkUnspec::new_with_index(device).controller(bridge).up().build();
         fault::step("move a tap to its bridge");
         self.handle.link().set(message).execute().await.map_err(into_io)
+    }
+
+    /// Drops frames that a bridge passes up to the node. It changes nothing where this was done before.
+    pub async fn guard(&self, bridge: u32, guard: Guard) -> io::Result<()> {
+        let index = i32::try_from(bridge).map_err(io::Error::other)?;
+        fault::step("guard a bridge");
+        let made = self.handle.qdisc().add(index).ingress().execute().await;
+        match made.map_err(into_io) {
+            Err(error) if error.raw_os_error() != Some(libc::EEXIST) => return Err(error),
+            _ => {}
+        }
+        let mut filter = NetlinkMessage::from(RouteNetlinkMessage::NewTrafficFilter(guard.filter(index)));
+        filter.header.flags = NLM_F_REQUEST | NLM_F_ACK | NLM_F_CREATE;
+        let answers = self.handle.clone().request(filter).map_err(into_io)?;
+        tokio::pin!(answers);
+        while let Some(answer) = answers.next().await {
+            if let NetlinkPayload::Error(error) = answer.payload
+                && error.raw_code() != 0
+            {
+                return Err(error.to_io());
+            }
+        }
+        Ok(())
     }
 
     /// Gives the interface `device` its address, and brings it up.

@@ -12,9 +12,8 @@ use vmmd_store::{LeaseRecord, NetworkRecord, PortRecord};
 use super::{
     NetworkKind, Networks, Request, bridge,
     describe::{failed, refused},
-    listening, nft,
-    node::Filter,
-    pool, spec_of,
+    filter::Filter,
+    listening, nft, pool, spec_of,
 };
 use crate::Ports;
 

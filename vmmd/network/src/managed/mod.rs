@@ -11,19 +11,20 @@
 //!
 //! A NIC's address is a *lease* in the network's record; [`pool`] assigns addresses.
 
-mod connections;
 mod conntrack;
 mod describe;
+mod filter;
+mod firewall;
 pub(crate) mod helper;
 mod lease;
 mod listening;
+mod netlink;
 mod nft;
 mod node;
 mod overlap;
 mod plan;
 mod pool;
 mod rules;
-mod ruleset;
 mod update;
 
 use std::{
@@ -32,6 +33,7 @@ use std::{
     net::{Ipv4Addr, Ipv6Addr},
     path::{Path, PathBuf},
     sync::{Arc, OnceLock},
+    time::Duration,
 };
 
 use uuid::Uuid;
@@ -50,7 +52,9 @@ pub use self::{
 };
 use self::{
     describe::tell,
-    node::{Filter, users},
+    filter::{Filter, Own},
+    netlink::Watch,
+    node::users,
 };
 use vmmd_host::{failure::Failure, text};
 use vmmd_objects::{
@@ -73,6 +77,10 @@ pub struct Networks {
     pub registry: Registry<NetworkKind>,
     /// The holder of the lock may change records and the node.
     turn: tokio::sync::Mutex<Filter>,
+    /// Authors of the daemon's changes of the packet filter.
+    own: Arc<Own>,
+    /// Notifications about changes of the packet filter.
+    watch: OnceLock<Watch>,
     helper_ends: Arc<helper::Ends>,
     /// The program `vmmd-netd`, from its first use.
     netd: OnceLock<File>,
@@ -131,9 +139,12 @@ pub struct Request<'a> {
 impl Networks {
     /// The networks of this registry.
     pub fn new(registry: Registry<NetworkKind>) -> Self {
+        let own = Arc::new(Own::default());
         Self {
             registry,
-            turn: tokio::sync::Mutex::default(),
+            turn: tokio::sync::Mutex::new(Filter::new(Arc::clone(&own))),
+            own,
+            watch: OnceLock::new(),
             helper_ends: Arc::default(),
             netd: OnceLock::new(),
         }
@@ -150,6 +161,12 @@ impl Networks {
                 tracing::error!(%error, "watch the helpers of networks: they are looked at once a minute only");
             }
             _ => {}
+        }
+        match Watch::open() {
+            Ok(watch) => drop(self.watch.set(watch)),
+            Err(error) => {
+                tracing::error!(%error, "watch the packet filter: it is set up again once a minute");
+            }
         }
         for record in records {
             host.requests.adopt(&record.begun, &record.uid);
@@ -176,6 +193,29 @@ impl Networks {
     /// Waits until a network needs another helper, because the last one has ended: it has no DHCP and no names until [`Self::reconcile`].
     pub async fn helper_due(&self) {
         self.helper_ends.due().await;
+    }
+
+    /// Waits until another program changes the tables of the networks in the packet filter; its netlink port, for [`Self::restore_filter`].
+    pub async fn filter_changed(&self) -> u32 {
+        let Some(watch) = self.watch.get() else {
+            return std::future::pending().await;
+        };
+        loop {
+            match watch.next().await {
+                Ok(author) if self.own.has(author) => {}
+                Ok(0) => {
+                    tracing::warn!("notifications about the packet filter were lost: it is set up again");
+                    tokio::time::sleep(Duration::from_secs(1)).await;
+                    return 0;
+                }
+                Ok(author) => return author,
+                Err(error) => {
+                    tracing::error!(%error, "watch the packet filter: it is set up again once a minute");
+                    tokio::time::sleep(PERIOD).await;
+                    return 0;
+                }
+            }
+        }
     }
 
     fn find(&self, name: &str) -> Result<NetworkRecord, Failure> {

@@ -1,58 +1,32 @@
-//! The program nft, which puts rulesets into the kernel.
+//! The program nft, which puts rules into the kernel.
 
 use std::{io, process::Stdio, time::Duration};
 
-use serde_json::Value;
 use tokio::{io::AsyncWriteExt, process::Command, time::timeout};
 use vmmd_host::fault;
 
-use super::{
-    connections,
-    ruleset::{FAMILIES, Name, TABLE},
-};
+use super::{filter::Own, firewall};
 
 /// How long it may take.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Carries commands out, in one transaction.
-pub async fn apply(commands: &str) -> io::Result<()> {
+/// Carries commands out, in one transaction, and notes in `own` that it is the daemon's.
+pub async fn apply(commands: &str, own: &Own) -> io::Result<()> {
     fault::step("change the packet filter");
-    run(&["-j", "-f", "-"], commands.as_bytes()).await.map(drop)
+    run(&["-f", "-"], commands, Some(own)).await
 }
 
 /// Whether the kernel can track connections on a bridge. Changes nothing, but the kernel may load
 /// the module for this.
 pub async fn tracks_bridges() -> bool {
-    let probe = run(
-        &["-c", "-j", "-f", "-"],
-        connections::probe().to_string().as_bytes(),
-    )
-    .await;
-    probe.is_ok()
+    run(&["-c", "-f", "-"], firewall::PROBE, None).await.is_ok()
 }
 
-/// The chains of our tables.
-pub async fn chains() -> io::Result<Vec<Name>> {
-    let listed = run(&["-j", "list", "chains"], &[]).await?;
-    let listed: Value = serde_json::from_slice(&listed).map_err(io::Error::other)?;
-    let objects = listed["nftables"].as_array().into_iter().flatten();
-    let chains = objects.filter_map(|object| object.get("chain"));
-    let ours = chains.filter(|chain| {
-        let family = chain["family"].as_str();
-        chain["table"] == TABLE && family.is_some_and(|family| FAMILIES.contains(&family))
-    });
-    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-    Ok(ours
-        .map(|chain| (text(&chain["family"]), text(&chain["name"])))
-        .collect())
-}
-
-/// Runs nft; what it prints.
-async fn run(arguments: &[&str], input: &[u8]) -> io::Result<Vec<u8>> {
+async fn run(arguments: &[&str], input: &str, own: Option<&Own>) -> io::Result<()> {
     let mut child = Command::new("nft")
         .args(arguments)
         .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
+        .stdout(Stdio::null())
         .stderr(Stdio::piped())
         .kill_on_drop(true)
         .spawn()
@@ -62,9 +36,12 @@ async fn run(arguments: &[&str], input: &[u8]) -> io::Result<Vec<u8>> {
             }
             _ => error,
         })?;
+    if let (Some(own), Some(pid)) = (own, child.id()) {
+        own.note(pid);
+    }
     let talk = async {
         if let Some(mut stdin) = child.stdin.take() {
-            stdin.write_all(input).await?;
+            stdin.write_all(input.as_bytes()).await?;
         }
         child.wait_with_output().await
     };
@@ -72,7 +49,7 @@ async fn run(arguments: &[&str], input: &[u8]) -> io::Result<Vec<u8>> {
         .await
         .map_err(|_| io::ErrorKind::TimedOut)??;
     if output.status.success() {
-        return Ok(output.stdout);
+        return Ok(());
     }
     let said = String::from_utf8_lossy(&output.stderr);
     let first = said.lines().next().unwrap_or("it said nothing");

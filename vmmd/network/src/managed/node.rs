@@ -3,7 +3,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     io,
-    net::{IpAddr, Ipv4Addr},
+    net::IpAddr,
     time::Duration,
 };
 
@@ -15,24 +15,24 @@ use vmmd_spec::{
     Violations,
     firewall::Firewall,
     network::{Ipv6Net, NetworkMode},
-    nic::{Mac, Protocol, PublishedPort},
+    nic::Mac,
 };
 use vmmd_store::store_failure;
 use vmmd_store::{LeaseRecord, NetworkRecord, PortRecord};
 
 use super::{
-    Links, Networks, Ports, bridge, conntrack,
+    Links, Networks, Ports, bridge,
     describe::{failed, tell},
+    filter::Filter,
     folder,
     helper::{self, Served},
-    nft,
     plan::{self, Found, Step, Wanted},
     rules::{self, Port},
-    ruleset::{Known, Ruleset},
     spec_of,
 };
 use crate::{
     Link,
+    guard::Guard,
     netd::{self, Table},
 };
 
@@ -41,85 +41,9 @@ pub const PERIOD: Duration = Duration::from_secs(60);
 /// For how long VMs are given their addresses, in seconds. They have them for their lives; a client asks again at half time.
 const LEASE_SECONDS: u32 = 3600;
 
-/// The packet filter as the daemon has set it up.
-#[derive(Debug, Default)]
-pub struct Filter {
-    /// State of the kernel; `None` when unknown.
-    known: Option<Known>,
-    /// Where the UDP ports led that were published last: the port, and address and port of the guest.
-    published: Option<BTreeSet<(u16, Ipv4Addr, u16)>>,
-}
-
-impl Filter {
-    /// Puts the rules into the kernel, unless they are there. True when they were not.
-    async fn apply(&mut self, records: &[NetworkRecord]) -> io::Result<bool> {
-        let networks: Vec<_> = records.iter().filter_map(filtered).collect();
-        let changed = self.put(&rules::ruleset(&networks)).await?;
-        self.forget(&networks).await;
-        Ok(changed)
-    }
-
-    /// Makes datagrams to ports that lead elsewhere now go there.
-    async fn forget(&mut self, networks: &[rules::Network]) {
-        let ports = networks.iter().flat_map(|network| &network.ports);
-        let published = ports.flat_map(|port| {
-            let udp = |published: &&PublishedPort| published.protocol == Protocol::Udp;
-            let published = port.published.iter().filter(udp);
-            published.map(move |published| (published.node_port, port.address, published.guest_port))
-        });
-        let now: BTreeSet<_> = published.collect();
-        let Some(before) = self.published.replace(now.clone()) else {
-            return;
-        };
-        let changed: BTreeSet<_> = before
-            .symmetric_difference(&now)
-            .map(|(port, ..)| *port)
-            .collect();
-        if changed.is_empty() {
-            return;
-        }
-        if let Err(error) = conntrack::forget(&changed).await {
-            tracing::warn!(%error, "make the kernel forget where datagrams to published ports went");
-        }
-    }
-
-    async fn put(&mut self, ruleset: &Ruleset) -> io::Result<bool> {
-        match self.known.take() {
-            Some(known) if known.is(ruleset) => {
-                self.known = Some(known);
-                return Ok(false);
-            }
-            Some(known) => {
-                if let Some(change) = ruleset.change(&known) {
-                    match nft::apply(&change).await {
-                        Ok(()) => {
-                            self.known = Some(ruleset.known_after(&known));
-                            return Ok(true);
-                        }
-                        Err(error) => {
-                            tracing::warn!(%error, "the packet filter was changed by another program and is set up again");
-                        }
-                    }
-                }
-            }
-            None => {
-                self.known = ruleset.known_by(&nft::chains().await?);
-                if self.known.is_some() {
-                    return Ok(false);
-                }
-            }
-        }
-        nft::apply(&ruleset.whole()).await?;
-        self.known = Some(ruleset.known());
-        Ok(true)
-    }
-}
-
 /// Differences between the node and the wanted state.
 #[derive(Debug, Default)]
 pub struct Repairs {
-    /// The packet filter lacked the networks' rules.
-    filter: bool,
     /// Networks of which something was missing, and what.
     networks: Vec<(NetworkRecord, &'static str)>,
 }
@@ -130,16 +54,13 @@ impl Networks {
         let mut filter = self.turn.lock().await;
         self.release(host).await;
         let known = self.problems();
-        // A new read from the kernel shows changes that other programs made to the packet filter.
-        filter.known = None;
+        if self.watch.get().is_none() {
+            // Other programs may have changed the packet filter.
+            filter.distrust();
+        }
         let repairs = self.apply(host, &mut filter, None).await;
         for (record, what) in repairs.networks {
             tell(host, &record, "NetworkRepaired", what);
-        }
-        if repairs.filter && self.registry.lock().records().next().is_some() {
-            let message = "the packet filter lacked the rules of the node's networks; they were set up again";
-            host.events
-                .emit(Draft::normal(Object::Node, "PacketFilterRepaired", message));
         }
         for (uid, problem) in self.problems() {
             if known.get(&uid) != Some(&problem) {
@@ -206,32 +127,44 @@ impl Networks {
     /// Brings the node to the state of the records: all of them, or the one with the UUID `only`. A
     /// failure becomes a problem of the network, and the next call retries.
     pub(super) async fn apply(&self, host: Ports<'_>, filter: &mut Filter, only: Option<&[u8]>) -> Repairs {
-        let all: Vec<_> = self.registry.lock().records().cloned().collect();
         let meant = |record: &&NetworkRecord| only.is_none_or(|uid| record.uid == uid);
+        let all: Vec<_> = self.registry.lock().records().filter(meant).cloned().collect();
         let (mut repairs, mut problems) = (Repairs::default(), BTreeMap::new());
+        let mut made = BTreeSet::new();
         let seen = match only {
             None if !all.is_empty() => survey(host).await,
             _ => Seen::new(),
         };
-        for record in all.iter().filter(meant) {
+        for record in &all {
             match make_bridge(host, record, &seen).await {
-                Ok(true) => repairs
-                    .networks
-                    .push((record.clone(), "its bridge was not as it has to be")),
+                Ok(true) => {
+                    made.insert(record.uid.clone());
+                    repairs
+                        .networks
+                        .push((record.clone(), "its bridge was not as it has to be"));
+                }
                 Ok(false) => {}
                 Err(error) => drop(problems.insert(record.uid.clone(), failed(&error))),
             }
         }
-        let filtered = if all.is_empty() {
-            Ok(false)
-        } else {
-            filter.apply(&all).await
-        };
-        match filtered {
-            Ok(missing) => repairs.filter = missing,
-            Err(error) => {
-                let all = all.iter().filter(meant);
-                problems.extend(all.map(|record| (record.uid.clone(), failed(&error))));
+        if let Err(error) = self.filter(filter).await {
+            problems.extend(all.iter().map(|record| (record.uid.clone(), failed(&error))));
+        }
+        for record in &all {
+            let Some(wanted) = guarded(record) else {
+                filter.guards.remove(&record.uid);
+                continue;
+            };
+            if only.is_some()
+                && !made.contains(&record.uid)
+                && filter.guards.get(&record.uid) == Some(&wanted)
+            {
+                continue;
+            }
+            match guard(host, record, wanted).await {
+                Ok(()) => drop(filter.guards.insert(record.uid.clone(), wanted)),
+                Err(error) => tracing::warn!(network = record.name, %error,
+                    "guard a network: its guests are not kept from the node while the packet filter lacks the rules of the networks"),
             }
         }
         for record in all.iter().filter(|record| only.is_none() && !record.leaving) {
@@ -243,7 +176,7 @@ impl Networks {
                 Err(error) => drop(problems.insert(record.uid.clone(), failed(&error))),
             }
         }
-        for record in all.iter().filter(meant) {
+        for record in &all {
             match serve(host, record).await {
                 Ok(true) => repairs
                     .networks
@@ -252,7 +185,7 @@ impl Networks {
                 Err(error) => drop(problems.insert(record.uid.clone(), failed(&error))),
             }
         }
-        for record in all.iter().filter(meant) {
+        for record in &all {
             if record.leaving && !problems.contains_key(&record.uid) {
                 match host.store.remove_network(&record.uid).await {
                     Ok(()) => drop(self.registry.lock().remove(&record.uid)),
@@ -262,7 +195,7 @@ impl Networks {
         }
         repairs.networks.retain(|(record, _)| !record.leaving);
         let mut networks = self.registry.lock();
-        for record in all.iter().filter(meant) {
+        for record in &all {
             let now = problems.remove(&record.uid);
             if networks.state(&record.name).is_some_and(|before| *before != now) {
                 networks.change(&record.name, |_, problem| *problem = now);
@@ -270,6 +203,36 @@ impl Networks {
         }
         drop(networks);
         repairs
+    }
+
+    /// Puts the rules of all networks into the kernel.
+    async fn filter(&self, filter: &mut Filter) -> io::Result<()> {
+        let plan = {
+            let networks = self.registry.lock();
+            filter.plan(&networks.records().collect::<Vec<_>>())
+        };
+        filter.apply(plan).await
+    }
+
+    /// Restores the packet filter after a change by the program with the netlink port `author`.
+    pub async fn restore_filter(&self, host: Ports<'_>, author: u32) {
+        let mut filter = self.turn.lock().await;
+        // A change of the daemon's own, whose author was not known yet.
+        if self.own.has(author) {
+            return;
+        }
+        filter.distrust();
+        match self.filter(&mut filter).await {
+            Err(error) => {
+                tracing::error!(%error, "restore the packet filter: the daemon tries it again within a minute");
+            }
+            Ok(()) if self.registry.lock().records().next().is_some() => {
+                let message = "another program changed the rules of the node's networks in the packet filter; they were set up again";
+                host.events
+                    .emit(Draft::normal(Object::Node, "PacketFilterRepaired", message));
+            }
+            Ok(()) => {}
+        }
     }
 
     /// By UUID: why the node is not as wanted.
@@ -314,6 +277,23 @@ async fn make_bridge(host: Ports<'_>, record: &NetworkRecord, seen: &Seen) -> io
         switch(&format!("/proc/sys/net/ipv6/conf/{name}/accept_ra"), "0")?;
     }
     Ok(changed)
+}
+
+/// Which frames of a network's guests reach the node while the packet filter lacks the rules of the networks.
+fn guarded(record: &NetworkRecord) -> Option<Guard> {
+    let spec = spec_of(record).filter(|_| !record.leaving)?;
+    let isolated = spec.mode == NetworkMode::Isolated;
+    Some(Guard {
+        mark: rules::MARK,
+        only: isolated.then(|| (spec.gateway, spec.net6.map(Ipv6Net::gateway))),
+    })
+}
+
+async fn guard(host: Ports<'_>, record: &NetworkRecord, wanted: Guard) -> io::Result<()> {
+    match host.links.find(&bridge(record)).await? {
+        Some(link) => host.links.guard(link.index, wanted).await,
+        None => Ok(()),
+    }
 }
 
 async fn carry_out(links: &Links, name: &str, step: Step) -> io::Result<()> {
@@ -422,27 +402,28 @@ fn bridge_mac(record: &NetworkRecord) -> [u8; 6] {
     [2, byte(0), byte(1), byte(2), byte(3), byte(4)]
 }
 
-fn filtered(record: &NetworkRecord) -> Option<rules::Network> {
+/// The network as the packet filter sees it; `None` while it is being deleted.
+pub(super) fn filtered(record: &NetworkRecord) -> Option<rules::Network> {
     let spec = spec_of(record).filter(|_| !record.leaving)?;
-    let leases = record.leases.iter().filter(|lease| lease.released_ms == 0);
-    let ports = leases.filter_map(|lease| {
-        Some(Port {
-            tap: lease.tap.clone(),
-            mac: lease.mac()?,
-            address: lease.ip(),
-            address6: spec.net6.and_then(|net| Some(net.of(lease.mac()?))),
-            published: lease.ports.iter().filter_map(PortRecord::valid).collect(),
-            firewall: firewall(lease),
-        })
-    });
     Some(rules::Network {
         bridge: bridge(record),
         mac: Mac::try_from(bridge_mac(record)).ok()?,
         mode: spec.mode,
-        net: spec.net,
         net6: spec.net6,
         gateway: spec.gateway,
-        ports: ports.collect(),
+    })
+}
+
+/// The NIC with a lease as the packet filter sees it; `None` for a released lease.
+pub(super) fn port(network: &rules::Network, lease: &LeaseRecord) -> Option<Port> {
+    let mac = lease.mac().filter(|_| lease.released_ms == 0)?;
+    Some(Port {
+        tap: lease.tap.clone(),
+        mac,
+        address: lease.ip(),
+        address6: network.net6.map(|net| net.of(mac)),
+        published: lease.ports.iter().filter_map(PortRecord::valid).collect(),
+        firewall: firewall(lease),
     })
 }
 

@@ -1,6 +1,6 @@
 //! Networks that change: updates, watches, pages of lists.
 
-use std::{fs, os::unix::fs::PermissionsExt as _};
+use std::fs;
 
 use vmmd_api::{
     v1::{NetworkSpec, WatchEventType, WatchNetworksRequest, WatchNetworksResponse},
@@ -118,11 +118,10 @@ async fn a_network_changes_while_vms_are_in_it() {
     let refused = daemon.update_network(isolate()).await.unwrap_err();
     assert_refused(&refused, Code::FailedPrecondition, "PORTS_PUBLISHED");
     assert_says(&refused, "VM \"web\"");
-    let masquerades = || namespace.run("nft list ruleset").contains("masquerade");
-    assert!(masquerades());
+    assert!(translates(&namespace));
     daemon.delete("web", true).await.unwrap();
     let isolated = daemon.update_network(isolate()).await.unwrap();
-    assert!(isolated.status.unwrap().ready && !masquerades());
+    assert!(isolated.status.unwrap().ready && !translates(&namespace));
 
     // The network is unchanged after a refusal, and after a kill.
     let refused = daemon.update_network(ask_of("nowhere")).await.unwrap_err();
@@ -189,49 +188,60 @@ async fn network_update_retry_gets_the_old_answer_and_reverts_nothing() {
 #[tokio::test]
 async fn interrupted_network_update_is_completed_once_by_its_retry() {
     let (namespace, mut daemon, _) = Daemon::with_networks(["lan"]).await;
-    let masquerades = || namespace.run("nft list ruleset").contains("masquerade");
-    // Stands for nft, and waits before it changes anything while there is a file `hold`. The daemon also lists chains with nft once it has started.
-    let (programs, hold, reached) = (daemon.path("bin"), daemon.path("hold"), daemon.path("reached"));
-    fs::create_dir(&programs).unwrap();
-    let nft = programs.join("nft");
-    let script = format!(
-        "#!/bin/sh\n[ \"$2\" != -f ] || [ ! -e {hold} ] || {{ touch {reached}; while [ -e {hold} ]; do sleep 0.02; done; exit 1; }}\n\
-         PATH=$REAL\nexec nft \"$@\"\n",
-        hold = hold.display(),
-        reached = reached.display()
-    );
-    fs::write(&nft, script).unwrap();
-    fs::set_permissions(&nft, fs::Permissions::from_mode(0o755)).unwrap();
-    let real = std::env::var("PATH").unwrap();
-    let path = format!("{}:{real}", programs.display());
+    // How many steps an update has before it changes the packet filter.
+    let steps = tempfile::tempdir().unwrap();
+    let path = |name: &str| steps.path().join(name);
     daemon.kill();
-    daemon.relaunch_with(&[("PATH", &path), ("REAL", &real)]).await;
+    let folder = steps.path().to_str().unwrap();
+    daemon.relaunch_with(&[("VMMD_STEPS", folder)]).await;
+    let kill_at = |left: usize| {
+        fs::write(path("walked"), "").unwrap();
+        fs::write(path("left"), left.to_string()).unwrap();
+    };
+    // After the daemon's first comparison of the node with its records.
+    daemon.update_network(ask_of("192.0.2.53")).await.unwrap();
+    kill_at(100);
+    let routed = NetworkSpec {
+        mode: NetworkMode::Routed.into(),
+        ..Default::default()
+    };
+    daemon
+        .update_network(change(&["spec.mode"], routed))
+        .await
+        .unwrap();
+    let walked = fs::read_to_string(path("walked")).unwrap();
+    let place = walked.lines().position(|step| step == "change the packet filter");
+    let is_routed = || {
+        namespace
+            .run("nft list map inet vmmd to")
+            .contains("goto to-routed")
+    };
 
     let request = v1::UpdateNetworkRequest {
-        preconditions: generation(1),
+        preconditions: generation(3),
         request_id: "isolate".into(),
         ..isolate()
     };
-    fs::write(&hold, "").unwrap();
-    let (mut client, first) = (daemon.networks().await, request.clone());
-    let call = tokio::spawn(async move { client.update_network(first).await });
-    within(async || reached.exists().then_some(())).await;
-    daemon.kill();
-    call.await.unwrap().expect_err("nobody was answered");
-    fs::remove_file(&hold).unwrap();
-    assert!(masquerades(), "the node was not changed yet");
+    kill_at(place.unwrap());
+    let call = daemon.update_network(request.clone()).await;
+    call.expect_err("nobody was answered");
+    let walked = fs::read_to_string(path("walked")).unwrap();
+    assert_eq!(walked.lines().last(), Some("change the packet filter"));
+    assert!(is_routed(), "the node was not changed yet");
 
+    fs::remove_file(path("left")).unwrap();
+    daemon.kill();
     daemon.relaunch().await;
     let written = daemon.network("lan").await.unwrap();
-    assert_eq!(generation_of(&written), 2, "the change was in the store");
+    assert_eq!(generation_of(&written), 4, "the change was in the store");
     let answer = daemon.update_network(request.clone()).await.unwrap();
-    assert_eq!((generation_of(&answer), masquerades()), (2, false));
+    assert_eq!((generation_of(&answer), is_routed()), (4, false));
     assert_eq!(answer.spec.as_ref().unwrap().mode(), NetworkMode::Isolated);
     assert_eq!(daemon.network("lan").await.unwrap(), answer);
     assert_eq!(daemon.update_network(request.clone()).await.unwrap(), answer);
     daemon.kill_and_restart().await;
     assert_eq!(daemon.update_network(request).await.unwrap(), answer);
-    assert_eq!(generation_of(&daemon.network("lan").await.unwrap()), 2);
+    assert_eq!(generation_of(&daemon.network("lan").await.unwrap()), 4);
 }
 
 #[tokio::test]

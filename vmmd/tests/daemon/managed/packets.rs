@@ -125,201 +125,122 @@ async fn foreign_port_of_a_bridge_reaches_neither_guests_nor_the_node() {
     b.namespace
         .send(("10.80.0.3", 7000), "10.80.0.98", &[7001], "truth");
     assert_eq!([guest.next(), node.next()], ["7000 truth", "7001 truth"]);
-    // It is the rules that keep it away.
+    // It is the rules that keep it away from the guest. The node takes nothing then, also from guests.
     namespace.run("nft delete table bridge vmmd");
+    lie();
+    b.namespace
+        .send(("10.80.0.3", 7000), "10.80.0.98", &[7001], "truth");
+    assert_eq!(guest.next(), "7000 lie");
+    namespace.run(&format!("tc qdisc delete dev {bridge} ingress"));
     lie();
     assert_eq!([guest.next(), node.next()], ["7000 lie", "7001 lie"]);
 }
 
-/// A server in a namespace that sends each client the address on which it listens.
-fn serve(namespace: &Namespace, address: &str, port: u16) -> Program {
+/// Sends datagrams to a port of an address all the time, until the test ends.
+fn send_always(namespace: &Namespace, (from, to): (&str, &str), port: u16) -> Program {
     let program = r#"
-import socket, sys
-address, port = sys.argv[1:]
-s = socket.create_server((address, int(port)), family=socket.AF_INET6 if ':' in address else socket.AF_INET)
+import socket, sys, time
+source, to, port = sys.argv[1:]
+s = socket.socket(socket.AF_INET6 if ':' in to else socket.AF_INET, socket.SOCK_DGRAM)
+s.bind((source, 0))
 print('ready', flush=True)
 while True:
-    s.accept()[0].sendall(address.encode())
+    try:
+        s.sendto(b'always', (to, int(port)))
+    except OSError:
+        pass
+    time.sleep(0.0002)
 "#;
-    Program::start(namespace.python(program).args([address, &port.to_string()]))
-}
-
-/// First data of a server.
-fn said(namespace: &Namespace, address: &str, port: u16) -> String {
-    let program = r#"
-import socket, sys
-address, port = sys.argv[1:]
-s = socket.create_connection((address, int(port)), 5)
-print(s.recv(100).decode())
-"#;
-    let output = namespace
-        .python(program)
-        .args([address, &port.to_string()])
-        .output()
-        .unwrap();
-    String::from_utf8(output.stdout).unwrap().trim().to_owned()
+    Program::start(namespace.python(program).args([from, to, &port.to_string()]))
 }
 
 #[tokio::test]
-async fn a_published_port_takes_nothing_away_that_the_node_serves() {
-    let namespace = Namespace::new();
-    namespace.ip("link set lo up");
-    let mut daemon = Daemon::in_network(&namespace.0).await;
-    daemon.make_network_as("lan", dual_stack()).await.unwrap();
-    let publishing = |ports: &[(v1::PortProtocol, u32)]| NicSpec {
-        published_ports: ports
-            .iter()
-            .map(|(protocol, port)| PublishedPort {
-                protocol: (*protocol).into(),
-                node_port: *port,
-                guest_port: 0,
-            })
-            .collect(),
-        ..nic("lan")
-    };
-    let (tcp, udp) = (v1::PortProtocol::Tcp, v1::PortProtocol::Udp);
-    let mut vms = ["a", "b", "c"].into_iter();
-    for address in ["0.0.0.0", "::"] {
-        let _server = serve(&namespace, address, 8080);
-        let refused = daemon
-            .start_in(vms.next().unwrap(), publishing(&[(tcp, 8080)]))
-            .await;
-        let refused = refused.unwrap_err();
-        assert_refused(&refused, Code::FailedPrecondition, "PORT_IN_USE");
-        assert_says(&refused, "the node itself");
-    }
-    let twice = publishing(&[(tcp, 8081), (udp, 8081), (tcp, 8081)]);
-    let refused = daemon.start_in(vms.next().unwrap(), twice).await.unwrap_err();
-    assert_refused(&refused, Code::FailedPrecondition, "PORT_IN_USE");
-
-    let _servers = ["127.0.0.1", "::1"].map(|address| serve(&namespace, address, 9000));
-    let published = publishing(&[(tcp, 9000), (tcp, 9001), (udp, 53)]);
-    let addresses = daemon.start_in("d", published).await.unwrap();
-    for address in ["127.0.0.1", "::1"] {
-        assert_eq!(said(&namespace, address, 9000), address);
-    }
-    // Published ports stay published, regardless of later listeners.
-    let _later = serve(&namespace, "0.0.0.0", 9001);
-    daemon.kill_vm("d").await.unwrap();
-    daemon.start_vm("d").await.unwrap();
-
-    let guest = Guest::in_place_of(&namespace, &daemon, "d").await;
-    let expected = format!("0 {}", addresses[0]);
-    assert_eq!(guest.resolve("10.80.0.1", "d.lan.internal"), expected);
-    // The other addresses of the node lead to the guest.
-    let _served = serve(&guest.namespace, "0.0.0.0", 9000);
-    assert_eq!(said(&namespace, "10.80.0.1", 9000), "0.0.0.0");
-}
-
-#[tokio::test]
-async fn dhcp_answers_of_a_guest_are_dropped_from_any_port() {
-    let namespace = Namespace::new();
-    let mut daemon = Daemon::in_network(&namespace.0).await;
-    daemon.make_network_as("lan", dual_stack()).await.unwrap();
-    let addresses = daemon.start_in("liar", nic("lan")).await.unwrap();
-    daemon.start_in("client", nic("lan")).await.unwrap();
-    let liar = Guest::in_place_of(&namespace, &daemon, "liar").await;
-    let client = Guest::in_place_of(&namespace, &daemon, "client").await;
-    // It can't send from an address that it has not made yet.
-    liar.has(&addresses[1]).await;
-    let mut ear = listen(&client.namespace, &[68, 546, 7000]);
-    let lie = || {
-        let liar = &liar.namespace;
-        liar.send((&addresses[0], 1067), "255.255.255.255", &[68, 7000], "IPv4");
-        liar.send((&addresses[1], 1547), "ff02::1%eth0", &[546, 7000], "IPv6");
-    };
-    lie();
-    assert_eq!([ear.next(), ear.next()], ["7000 IPv4", "7000 IPv6"]);
-    // It is the rules that keep it away.
-    daemon.kill();
-    namespace.run("nft delete table bridge vmmd");
-    lie();
-    let heard = [ear.next(), ear.next(), ear.next(), ear.next()];
-    assert_eq!(heard, ["68 IPv4", "7000 IPv4", "546 IPv6", "7000 IPv6"]);
-}
-
-#[tokio::test]
-async fn routed_network_is_reached_from_outside_but_not_from_nat() {
+async fn isolated_guest_stays_isolated_while_rules_are_flushed() {
     let namespace = Namespace::new();
     let world = world(&namespace);
-    world.ip("route add default via 198.51.100.1");
+    for command in ["addr add fd00:99::1/64 dev world nodad", "link set lo up"] {
+        namespace.ip(command);
+    }
+    world.ip("addr add fd00:99::2/64 dev eth0 nodad");
     let mut daemon = Daemon::in_network(&namespace.0).await;
-    let mut guests = Vec::new();
-    for (number, mode) in [NetworkMode::Nat, NetworkMode::Routed, NetworkMode::Routed]
-        .into_iter()
-        .enumerate()
-    {
-        let (network, vm) = (format!("net{number}"), format!("vm{number}"));
-        let cidr = format!("10.8{number}.0.0/24");
-        daemon.make_network(&network, &cidr, mode).await.unwrap();
-        let published_ports = match mode {
-            NetworkMode::Nat => vec![PublishedPort {
-                protocol: v1::PortProtocol::Udp.into(),
-                node_port: 8000,
-                guest_port: 7000,
-            }],
-            _ => Vec::new(),
+    // The node forwards packets: another network needs it.
+    for (name, mode, number) in [("nat", NetworkMode::Nat, 0), ("lan", NetworkMode::Isolated, 1)] {
+        let spec = v1::NetworkSpec {
+            mode: mode.into(),
+            ipv4_cidr: format!("10.8{number}.0.0/24"),
+            ipv6_cidr: format!("fd00:8{number}::/64"),
+            ..v1::NetworkSpec::default()
         };
-        let nic = NicSpec {
-            published_ports,
-            ..nic(&network)
-        };
-        daemon.start_in(&vm, nic).await.unwrap();
-        let guest = Guest::in_place_of(&namespace, &daemon, &vm).await;
-        guests.push(guest.namespace);
+        daemon.make_network_as(name, spec).await.unwrap();
     }
+    let addresses = daemon.start_in("a", nic("lan")).await.unwrap();
+    let guest = Guest::in_place_of(&namespace, &daemon, "a").await;
+    guest.has(&addresses[1]).await;
+    guest.namespace.ip("-6 route add default via fd00:81::1");
+    let mut outside = listen(&world, &[7000, 7001]);
+    let _ways = [
+        send_always(&guest.namespace, (&addresses[0], "198.51.100.2"), 7000),
+        send_always(&guest.namespace, (&addresses[1], "fd00:99::2"), 7000),
+    ];
+    let there = || rules(&namespace);
+    let whole = there();
+    for _ in 0..10 {
+        namespace.run("nft flush ruleset");
+        within(async || (there() == whole).then_some(())).await;
+    }
+    daemon.told("PacketFilterRepaired", 1).await;
+    // Also without a daemon.
     daemon.kill();
-    let [nat, routed, other] = guests.try_into().unwrap_or_else(|_| unreachable!());
-    let mut outside = listen(&world, &[7000]);
-    let mut inside = listen(&routed, &[7000]);
-    // The outside is reached, so what does not arrive later did not fail on its first way.
-    for (guest, address) in [(&nat, "10.80.0.2"), (&routed, "10.81.0.2"), (&other, "10.82.0.2")] {
-        guest.send((address, 7002), "198.51.100.2", &[7000], address);
-        assert_eq!(outside.next(), format!("7000 {address}"));
+    namespace.run("nft flush ruleset");
+    // The outside is reached, and prints datagrams in the order of their arrival.
+    namespace.send(("198.51.100.1", 7001), "198.51.100.2", &[7001], "end");
+    assert_eq!(outside.next(), "7001 end");
+    // It is the guard of the bridge that keeps it away.
+    let bridges = namespace
+        .interfaces()
+        .into_iter()
+        .filter(|name| name.starts_with("vmb"));
+    for bridge in bridges {
+        namespace.run(&format!("tc qdisc delete dev {bridge} ingress"));
     }
-    nat.send(("10.80.0.2", 7000), "10.81.0.2", &[7000], "nat");
-    other.send(("10.82.0.2", 7000), "10.81.0.2", &[7000], "routed");
-    world.send(("198.51.100.2", 7001), "10.81.0.2", &[7000], "world");
-    assert_eq!([inside.next(), inside.next()], ["7000 routed", "7000 world"]);
-    // A guest of the network with NAT answers a datagram to its published port.
-    let mut published = listen(&nat, &[7000]);
-    other.send(("10.82.0.2", 7001), "10.82.0.1", &[8000], "question");
-    assert_eq!(published.next(), "7000 question");
-    drop(published);
-    let mut answered = listen(&other, &[7001]);
-    nat.send(("10.80.0.2", 7000), "10.82.0.2", &[7001], "answer");
-    assert_eq!(answered.next(), "7001 answer");
-    // It is the rules that keep it away.
-    namespace.run("nft delete table inet vmmd");
-    nat.send(("10.80.0.2", 7003), "10.81.0.2", &[7000], "nat");
-    assert_eq!(inside.next(), "7000 nat");
+    assert_eq!(outside.next(), "7000 always");
 }
 
 #[tokio::test]
-async fn a_network_without_ipv6_carries_none() {
+async fn guest_cannot_send_from_an_address_that_is_not_its_own() {
     let (namespace, mut daemon, _) = Daemon::with_networks(["lan"]).await;
     let mut guests = Vec::new();
     for vm in ["a", "b"] {
         daemon.start_in(vm, nic("lan")).await.unwrap();
-        guests.push(Guest::in_place_of(&namespace, &daemon, vm).await.namespace);
+        guests.push(Guest::in_place_of(&namespace, &daemon, vm).await);
     }
     daemon.kill();
-    guests[0].ip("addr add fd00::1/64 dev eth0 nodad");
-    let mut ear = listen(&guests[1], &[7000]);
-    let send = || {
-        guests[0].send(("fd00::1", 7000), "ff02::1%eth0", &[7000], "IPv6");
-        guests[0].send(("10.80.0.2", 7000), "255.255.255.255", &[7000], "IPv4");
+    let (liar, victim) = (&guests[0].namespace, &guests[1]);
+    let mut ear = listen(&victim.namespace, &[7000]);
+    let neighbor = format!("neigh replace 10.80.0.3 lladdr {} dev eth0", victim.mac());
+    liar.ip("addr add 10.80.0.99/24 dev eth0");
+    liar.ip(&neighbor);
+    let own = guests[0].mac();
+    let lie = || {
+        liar.send(("10.80.0.99", 7000), "10.80.0.3", &[7000], "address");
+        liar.ip("link set eth0 address 52:54:00:00:00:77");
+        liar.ip(&neighbor);
+        liar.send(("10.80.0.2", 7000), "10.80.0.3", &[7000], "MAC");
+        liar.ip(&format!("link set eth0 address {own}"));
+        liar.ip(&neighbor);
+        liar.send(("10.80.0.2", 7000), "10.80.0.3", &[7000], "truth");
     };
-    send();
-    assert_eq!(ear.next(), "7000 IPv4");
+    lie();
+    assert_eq!(ear.next(), "7000 truth");
     // It is the rules that keep it away.
     namespace.run("nft delete table bridge vmmd");
-    send();
-    assert_eq!([ear.next(), ear.next()], ["7000 IPv6", "7000 IPv4"]);
+    lie();
+    let heard = [ear.next(), ear.next(), ear.next()];
+    assert_eq!(heard, ["7000 address", "7000 MAC", "7000 truth"]);
 }
 
 #[tokio::test]
-async fn a_sender_of_datagrams_follows_a_published_port_to_another_vm() {
+async fn nat_takes_translated_packets_for_published_ports_only() {
     let namespace = Namespace::new();
     let world = world(&namespace);
     let mut daemon = Daemon::in_network(&namespace.0).await;
@@ -327,23 +248,60 @@ async fn a_sender_of_datagrams_follows_a_published_port_to_another_vm() {
         .make_network("lan", "10.80.0.0/24", NetworkMode::Nat)
         .await
         .unwrap();
-    // The same sender each time, before the node forgets the sender on its own.
-    let send = |text: &str| world.send(("198.51.100.2", 7001), "198.51.100.1", &[8000], text);
-    send("nobody");
-    for vm in ["a", "b"] {
-        let published = NicSpec {
-            published_ports: vec![PublishedPort {
-                protocol: v1::PortProtocol::Udp.into(),
-                node_port: 8000,
-                guest_port: 7000,
-            }],
-            ..nic("lan")
-        };
-        daemon.start_in(vm, published).await.unwrap();
-        let guest = Guest::in_place_of(&namespace, &daemon, vm).await;
-        let mut ear = listen(&guest.namespace, &[7000]);
-        send(vm);
-        assert_eq!(ear.next(), format!("7000 {vm}"));
-        daemon.delete(vm, true).await.unwrap();
+    let published = NicSpec {
+        published_ports: vec![PublishedPort {
+            protocol: v1::PortProtocol::Udp.into(),
+            node_port: 8000,
+            guest_port: 7000,
+        }],
+        ..nic("lan")
+    };
+    daemon.start_in("a", published).await.unwrap();
+    let guest = Guest::in_place_of(&namespace, &daemon, "a").await;
+    daemon.kill();
+    // Another program of the node leads a port to the guest, such as kube-proxy.
+    namespace.run("nft add table ip theirs");
+    namespace.run("nft add chain ip theirs nat { type nat hook prerouting priority dstnat ; }");
+    namespace.run("nft add rule ip theirs nat udp dport 9000 dnat to 10.80.0.2:7001");
+    let mut ear = listen(&guest.namespace, &[7000, 7001]);
+    let send = |port| world.send(("198.51.100.2", port), "198.51.100.1", &[9000, 8000], "hello");
+    send(7002);
+    assert_eq!(ear.next(), "7000 hello");
+    // It is the rules that keep it away.
+    namespace.run("nft delete chain inet vmmd forward");
+    send(7003);
+    let heard = [ear.next(), ear.next()];
+    assert!(heard.contains(&"7001 hello".to_owned()), "{heard:?}");
+}
+
+#[tokio::test]
+async fn link_local_addresses_of_the_outside_are_not_reached() {
+    let namespace = Namespace::new();
+    let world = world(&namespace);
+    // The metadata service of a cloud.
+    world.ip("addr add 169.254.169.254/32 dev eth0");
+    namespace.ip("route add 169.254.169.254/32 dev world");
+    let mut daemon = Daemon::in_network(&namespace.0).await;
+    let mut outside = listen(&world, &[7000, 7001]);
+    let mut guests = Vec::new();
+    for (vm, mode, address) in [
+        ("nat", NetworkMode::Nat, "10.80.0.2"),
+        ("routed", NetworkMode::Routed, "10.81.0.2"),
+    ] {
+        let cidr = format!("{}.0/24", address.trim_end_matches(".2"));
+        daemon.make_network(vm, &cidr, mode).await.unwrap();
+        daemon.start_in(vm, nic(vm)).await.unwrap();
+        let guest = Guest::in_place_of(&namespace, &daemon, vm).await.namespace;
+        guest.send((address, 7000), "169.254.169.254", &[7000], vm);
+        guest.send((address, 7000), "198.51.100.2", &[7001], vm);
+        assert_eq!(outside.next(), format!("7001 {vm}"));
+        guests.push((guest, address));
+    }
+    // It is the rules that keep it away.
+    daemon.kill();
+    namespace.run("nft delete chain inet vmmd forward");
+    for (guest, address) in guests {
+        guest.send((address, 7000), "169.254.169.254", &[7000], "metadata");
+        assert_eq!(outside.next(), "7000 metadata");
     }
 }

@@ -1,0 +1,121 @@
+use super::*;
+
+fn network(mode: NetworkMode) -> Network {
+    Network {
+        bridge: "vmb0123456789".into(),
+        mac: "02:01:23:45:67:89".parse().unwrap(),
+        mode,
+        net6: None,
+        gateway: [10, 80, 0, 1].into(),
+    }
+}
+
+fn port(address6: Option<Ipv6Addr>) -> Port {
+    Port {
+        tap: "vm0123456789n0".into(),
+        mac: "52:54:00:00:00:01".parse().unwrap(),
+        address: [10, 80, 0, 2].into(),
+        address6,
+        published: vec![PublishedPort {
+            protocol: Protocol::Tcp,
+            node_port: 8080,
+            guest_port: 80,
+        }],
+        firewall: Firewall::default(),
+    }
+}
+
+/// As in nft's `add element`, with the name of the set in front.
+fn lines(elements: &[Element]) -> Vec<String> {
+    let lines = elements
+        .iter()
+        .map(|element| format!("{} {element}", element.set.1));
+    lines.collect()
+}
+
+fn has(elements: &[Element], line: &str) -> bool {
+    lines(elements).iter().any(|element| element == line)
+}
+
+#[test]
+fn nic_with_nat_has_its_addresses_and_its_ports() {
+    let elements = network(NetworkMode::Nat).elements_of(&port(None));
+    assert_eq!(
+        lines(&elements),
+        [
+            r#"taps "vm0123456789n0""#,
+            r#"macs "vm0123456789n0" . 52:54:00:00:00:01"#,
+            r#"owned4 "vm0123456789n0" . 52:54:00:00:00:01 . 10.80.0.2"#,
+            "nat4 10.80.0.2",
+            r#"inside4 10.80.0.2 . "vmb0123456789""#,
+            "published4 6 . 8080 : 10.80.0.2 . 80",
+            "target4 6 . 10.80.0.2 . 80",
+        ]
+    );
+}
+
+#[test]
+fn nic_without_nat_is_not_translated() {
+    for mode in [NetworkMode::Isolated, NetworkMode::Routed] {
+        let elements = network(mode).elements_of(&port(None));
+        assert!(elements.iter().all(|element| element.set.0 == Family::Bridge));
+        assert_eq!(elements.len(), 3);
+    }
+}
+
+#[test]
+fn nic_with_ipv6_owns_the_addresses_that_it_makes() {
+    let net: Ipv6Net = "fd00:80::/64".parse().unwrap();
+    let port = port(Some(net.of("52:54:00:00:00:01".parse().unwrap())));
+    let elements = network(NetworkMode::Nat).elements_of(&port);
+    for line in [
+        r#"with6 "vm0123456789n0""#,
+        r#"owned6 "vm0123456789n0" . 52:54:00:00:00:01 . fd00:80::5054:ff:fe00:1"#,
+        r#"owned6 "vm0123456789n0" . 52:54:00:00:00:01 . fe80::5054:ff:fe00:1"#,
+        r#"target6 "vm0123456789n0" . 52:54:00:00:00:01 . 0xfe80000000000000505400fffe000001"#,
+        "published6 6 . 8080 : fd00:80::5054:ff:fe00:1 . 80",
+        "target6 6 . fd00:80::5054:ff:fe00:1 . 80",
+    ] {
+        assert!(has(&elements, line), "{line}: {:?}", lines(&elements));
+    }
+}
+
+#[test]
+fn the_mode_of_a_network_is_the_verdict_on_its_packets() {
+    for (mode, from, to, closed) in [
+        (NetworkMode::Nat, false, "goto to-nat", true),
+        (NetworkMode::Isolated, true, "drop", true),
+        (NetworkMode::Routed, false, "goto to-routed", false),
+    ] {
+        let elements = network(mode).elements();
+        assert!(has(&elements, &format!(r#"to "vmb0123456789" : {to}"#)));
+        assert_eq!(has(&elements, r#"from "vmb0123456789" : drop"#), from);
+        assert_eq!(has(&elements, r#"closed "vmb0123456789""#), closed);
+    }
+}
+
+#[test]
+fn rules_are_the_same_however_many_networks_and_nics_there_are() {
+    let numbered = |number: usize| {
+        let mut network = network([NetworkMode::Nat, NetworkMode::Isolated, NetworkMode::Routed][number % 3]);
+        network.bridge = format!("vmb{number}");
+        let mut port = port(None);
+        port.tap = format!("vm0123456789n{number}");
+        [network.elements(), network.elements_of(&port)].concat()
+    };
+    let rules = |count: usize| {
+        let text = whole(&(0..count).flat_map(numbered).collect(), &Chains::new());
+        let (rules, elements) = text.split_once("add element").unwrap();
+        (rules.to_owned(), elements.matches("add element").count())
+    };
+    assert_eq!(rules(3), rules(30));
+}
+
+#[test]
+fn without_a_firewall_the_kernel_tracks_no_connections_on_bridges() {
+    let text = whole(&BTreeSet::new(), &Chains::new());
+    let (_, bridge) = text.split_once("table bridge vmmd {").unwrap();
+    assert!(!bridge.contains("ct state"), "{bridge}");
+    let chains = Chains::from([(("egress", "egress-a".to_owned()), "\t\tdrop\n".to_owned())]);
+    assert!(whole(&BTreeSet::new(), &chains).contains("iifname vmap @egress"));
+}
