@@ -43,8 +43,8 @@ fn render(report: &Report) -> String {
     } = report;
     let mut text = format!(
         "### The daemon with {networks} networks and {leases} leases\n\nvmmd as it is packaged, in a network namespace of the machine \
-         that runs the node. Each network has IPv4, IPv6 and NAT; all leases are in one of them, and the VMs that have them are mock \
-         `vmm` processes that run. A lease is a part of StartVm: what it costs is the difference to a VM without NICs. Each minute the \
+         that runs the node. Each network has IPv4, IPv6 and NAT, and 1,000 leases at most; the VMs that have them are mock \
+         `vmm` processes. A lease is a part of StartVm: what it costs is the difference to a VM without NICs. Each minute the \
          daemon compares the node with its records once.\n\n| | |\n|---|---:|\n"
     );
     let mut row = |name: &str, value: f64| text += &format!("| {name} | {value:.1} |\n");
@@ -71,15 +71,15 @@ fn render(report: &Report) -> String {
         report.idle_cpu_ms,
     );
     row("the same, nft, ms", report.idle_nft_cpu_ms);
-    row("ruleset, MiB of JSON", report.ruleset_bytes / 1024.0 / 1024.0);
+    row("ruleset, MiB of text", report.ruleset_bytes / 1024.0 / 1024.0);
     text += &format!("| rules | {rules} |\n");
     text += "\n| call | calls | p50, ms | p99, ms |\n|---|---:|---:|---:|\n";
     for call in &report.calls {
         let name = match call.call.as_str() {
             "StartVm, no NIC" => "StartVm, a VM without NICs".to_owned(),
-            "StartVm, few leases" => "StartVm, a NIC in a network with few leases".to_owned(),
-            "StartVm, many leases" => format!("StartVm, a NIC in a network with {leases} leases"),
-            "GetNetwork" => format!("GetNetwork, {leases} leases"),
+            "StartVm, few leases" => "StartVm, a NIC beside few leases".to_owned(),
+            "StartVm, many leases" => format!("StartVm, a NIC beside {leases} leases"),
+            "GetNetwork" => "GetNetwork, a network with leases".to_owned(),
             "ListNetworks" => format!("ListNetworks, {networks} networks, {leases} leases"),
             "CreateNetwork" => format!("CreateNetwork, up to {networks} networks, no lease"),
             "CreateNetwork, many leases" => format!("CreateNetwork, {networks} networks, {leases} leases"),
@@ -117,10 +117,10 @@ mod tests {
             "| memory of a helper process (PSS), MiB | 1.0 |",
             "| CPU time in 60 s without a call, daemon, ms | 12.2 |",
             "| the same, nft, ms | 340.0 |",
-            "| ruleset, MiB of JSON | 5.0 |",
+            "| ruleset, MiB of text | 5.0 |",
             "| rules | 20000 |",
             "| StartVm, a VM without NICs | 20 | 5.00 | 6.00 |",
-            "| StartVm, a NIC in a network with 1000 leases | 20 | 100.00 | 200.00 |",
+            "| StartVm, a NIC beside 1000 leases | 20 | 100.00 | 200.00 |",
             "| nft that replaces the whole ruleset, alone | 5 | 300.00 | 301.00 |",
         ] {
             assert!(text.contains(row), "no {row:?} in {text}");
