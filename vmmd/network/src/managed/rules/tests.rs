@@ -112,7 +112,7 @@ fn rules_are_the_same_however_many_networks_and_nics_there_are() {
 }
 
 #[test]
-fn without_a_firewall_the_kernel_tracks_no_connections_on_bridges() {
+fn bridges_track_no_connections_without_a_firewall() {
     let text = whole(&BTreeSet::new(), &Chains::new());
     let (_, bridge) = text.split_once("table bridge vmmd {").unwrap();
     assert!(!bridge.contains("ct state"), "{bridge}");
