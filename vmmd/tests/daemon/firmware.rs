@@ -1,0 +1,77 @@
+//! VMs that boot through firmware: its files, and what such a VM cannot do yet.
+
+use std::{fs, os::unix::fs::PermissionsExt as _, path::PathBuf};
+
+use tonic::Code;
+use vmmd_api::v1::{self, FirmwareBoot, FirmwareType, boot_spec::Source};
+
+use crate::harness::{Daemon, assert_refused, assert_says, temporary_folder, uid};
+
+/// A daemon whose firmware is in files of its folder, which `make` decides about.
+async fn daemon(make: bool) -> Daemon {
+    let folder = temporary_folder();
+    let path = |name: &str| folder.path().join(name);
+    if make {
+        fs::write(path("code"), [1; 4096]).unwrap();
+        fs::write(path("template"), [2; 4096]).unwrap();
+    }
+    let extra = format!(
+        "[firmware]\nuefi_code = {:?}\nuefi_variables = {:?}\n",
+        path("code"),
+        path("template")
+    );
+    Daemon::in_folder(folder, &extra).await
+}
+
+fn manifest(daemon: &Daemon) -> v1::Vm {
+    let mut vm = daemon.manifest("web", "");
+    let firmware = FirmwareBoot {
+        r#type: FirmwareType::Uefi.into(),
+    };
+    vm.spec.as_mut().unwrap().boot = Some(v1::BootSpec {
+        source: Some(Source::Firmware(firmware)),
+    });
+    vm
+}
+
+fn variables(daemon: &Daemon, vm: &v1::Vm) -> PathBuf {
+    daemon.path(&format!("state/vms/{}/nvram.fd", uid(vm)))
+}
+
+#[tokio::test]
+async fn a_node_without_firmware_says_what_to_install() {
+    let daemon = daemon(false).await;
+    daemon.create(manifest(&daemon)).await.unwrap();
+    let refused = daemon.start_vm("web").await.unwrap_err();
+    assert_refused(&refused, Code::FailedPrecondition, "FIRMWARE_NOT_FOUND");
+    assert_says(&refused, "apt install ovmf");
+}
+
+#[tokio::test]
+async fn variables_live_from_the_first_start_to_the_deletion() {
+    let mut daemon = daemon(true).await;
+    let vm = daemon.create(manifest(&daemon)).await.unwrap();
+    let file = variables(&daemon, &vm);
+    assert!(!file.exists());
+    daemon.start_vm("web").await.unwrap();
+    assert_eq!(fs::read(&file).unwrap(), [2; 4096]);
+    assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o600);
+    // A new template changes no VM, and neither a restart of the VM nor one of the daemon changes the variables.
+    fs::write(daemon.path("template"), [3; 4096]).unwrap();
+    daemon.kill_vm("web").await.unwrap();
+    fs::write(&file, [4; 4096]).unwrap();
+    daemon.kill_and_restart().await;
+    daemon.start_vm("web").await.unwrap();
+    assert_eq!(fs::read(&file).unwrap(), [4; 4096]);
+    daemon.delete("web", true).await.unwrap();
+    assert!(!file.exists() && !file.parent().unwrap().exists());
+}
+
+#[tokio::test]
+async fn a_vm_with_firmware_has_no_snapshot_with_memory() {
+    let daemon = daemon(true).await;
+    daemon.create(manifest(&daemon)).await.unwrap();
+    daemon.start_vm("web").await.unwrap();
+    let refused = daemon.snapshot("s", "web", true).await.unwrap_err();
+    assert_refused(&refused, Code::FailedPrecondition, "SNAPSHOT_FIRMWARE");
+}
