@@ -1,4 +1,4 @@
-//! `vmm-image` on the images of disks: what makes or changes one a child without rights does ([`vmmd_host::image_process`]).
+//! `vmm-image` on the images of disks: a child without rights makes and changes them ([`vmmd_host::image_process`]).
 
 use std::{os::fd::OwnedFd, sync::Arc, time::Duration};
 
