@@ -30,6 +30,7 @@ use crate::{
         GuestRam,
         layout::{self, Map},
     },
+    migration::BootFiles,
 };
 
 /// Where a processor begins in real mode, and where a guest jumps that wants "the BIOS" to restart the machine. Linux
@@ -115,6 +116,27 @@ impl Image {
         match &self.source {
             Source::Kernel(source) => Ok(source.format()? == Format::Linux),
             Source::Firmware => Ok(false),
+        }
+    }
+
+    /// The files that a reset loads, for a machine on another node.
+    pub(super) fn boot_files(&self) -> Result<BootFiles, Failure> {
+        let again = |file: &File| {
+            let file = file.try_clone();
+            file.map_err(|error| {
+                Failure::of(ErrorKind::Resources, format!("open a boot file again: {error}"))
+            })
+        };
+        match &self.source {
+            Source::Kernel(source) => Ok(BootFiles {
+                kernel: again(&source.kernel)?,
+                initrd: source.initrd.as_ref().map(again).transpose()?,
+                cmdline: source.cmdline.clone(),
+            }),
+            Source::Firmware => Err(Failure::of(
+                ErrorKind::Invalid,
+                "a machine that boots through firmware has no boot files",
+            )),
         }
     }
 

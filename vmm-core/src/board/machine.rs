@@ -26,7 +26,7 @@ use devices::{
 use tracing::{error, warn};
 use vmm_protocol::{
     state::{MachineHeader, PciDevice, SnapshotInfo},
-    vmm::{DiskStatsReply, ErrorKind, ResizeConsole, request::Op},
+    vmm::{self, DiskStatsReply, ErrorKind, ResizeConsole, request::Op},
 };
 
 use super::{boot::Entry, disks::Disks, image::Image, nics::Nics, shares::Shares, stats, throttle::Throttle};
@@ -442,13 +442,18 @@ impl lifecycle::Machine for Machine {
         self.save_with(begun)
     }
 
-    fn begin_migration(&mut self, socket: File, purpose: Purpose, disks: &[String]) -> Result<(), Failure> {
+    fn begin_migration(&mut self, socket: File, purpose: Purpose, send: &vmm::Send) -> Result<(), Failure> {
         self.shares.write_unseen()?;
-        let disks = self.disks.mirror(disks)?;
+        let disks = self.disks.mirror(&send.disks)?;
+        let boot = send.boot_files.then(|| self.image.boot_files()).transpose()?;
         self.nics.keep_queues(true)?;
         let notifier = self.notifier.clone();
         let tell = move |event| notifier.notify(Notice::Snapshot(event));
-        let sink = Box::new(Sender::new(socket, self.ram.memory(), disks));
+        let sender = Sender::new(socket, self.ram.memory(), disks);
+        let sink = Box::new(match boot {
+            Some(boot) => sender.with_boot(boot),
+            None => sender,
+        });
         let begun = Saving::into_sink(&self.vm, self.ram.memory(), sink, (purpose, true), tell);
         self.save_with(begun)
     }

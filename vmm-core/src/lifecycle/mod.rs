@@ -8,7 +8,7 @@ pub mod publisher;
 
 use std::{fmt, fs::File, os::fd::OwnedFd, sync::mpsc::Sender, time::Instant};
 
-use vmm_protocol::vmm::{MachineSpec, Restore, request::Op};
+use vmm_protocol::vmm::{self, MachineSpec, Restore, request::Op};
 
 use crate::snapshot::saving;
 
@@ -214,7 +214,7 @@ pub trait Machine {
         &mut self,
         socket: File,
         purpose: saving::Purpose,
-        disks: &[String],
+        send: &vmm::Send,
     ) -> Result<(), Failure>;
     /// Stops the vCPUs for this percentage of the time, 0 to 99, until the next pause or the end of
     /// the capture. An error means that the machine cannot continue.

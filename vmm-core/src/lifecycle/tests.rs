@@ -204,8 +204,9 @@ impl Machine for TestMachine {
         &mut self,
         _socket: File,
         purpose: saving::Purpose,
-        disks: &[String],
+        send: &Send,
     ) -> Result<(), Failure> {
+        let disks = &send.disks;
         self.log.add(format!("begin migration, disks: {disks:?}"));
         if !disks.is_empty() {
             self.tell(saving::Event::Disks { done: 3, total: 8 });

@@ -22,12 +22,13 @@
 //! | 7 blocks | u32 number of a disk, u64 offset in it, then the content from there on: whole sectors, at most 1 MiB |
 //! | 8 cleared | u32 number of a disk, u64 offset, u64 length: the content of these bytes is now zero |
 //! | 9 part | the first bytes of a section's message that is longer than a frame; more parts may follow, and then a frame of kind 4 with its last bytes |
+//! | 10 boot | u8: 0 the kernel, 1 the initial RAM disk, 2 the command line; then the next bytes of it, at most 1 MiB |
 //!
 //! Pages and sectors that the stream omits are zero. A page or a sector may be repeated, and the
 //! last one applies. Sections follow all pages and blocks.
 //!
-//! Programs without support for disks can read a stream without disks. Programs without support for
-//! parts can read a stream without parts of sections.
+//! Programs without support for disks can read a stream without disks. The same holds for parts of
+//! sections, and for boot files.
 
 use block::content::PIECE;
 
@@ -69,6 +70,8 @@ pub enum Kind {
     Cleared,
     /// The beginning of a section.
     Part,
+    /// A piece of a boot file.
+    Boot,
 }
 
 impl Kind {
@@ -84,6 +87,7 @@ impl Kind {
             Self::Blocks => 7,
             Self::Cleared => 8,
             Self::Part => 9,
+            Self::Boot => 10,
         }
     }
 
@@ -99,6 +103,7 @@ impl Kind {
             7 => Some(Self::Blocks),
             8 => Some(Self::Cleared),
             9 => Some(Self::Part),
+            10 => Some(Self::Boot),
             _ => None,
         }
     }

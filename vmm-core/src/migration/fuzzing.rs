@@ -8,7 +8,7 @@ use vm_memory::GuestAddress;
 use vmm_base::GuestMemory;
 
 use super::{
-    ReceivedDisk,
+    ReceivedBoot, ReceivedDisk,
     format::{Kind, MAGIC, VERSION, frame},
     receive,
 };
@@ -45,13 +45,21 @@ pub fn stream(data: &[u8]) {
     let Some(disk) = disk() else {
         return;
     };
-    let _taken_or_refused = receive(bytes.as_slice(), &memory, &mut [disk]);
+    let (Some(kernel), Some(initrd)) = (memory_file("kernel"), memory_file("initrd")) else {
+        return;
+    };
+    let mut boot = ReceivedBoot::new(kernel, initrd);
+    let _taken_or_refused = receive(bytes.as_slice(), &memory, &mut [disk], Some(&mut boot));
+}
+
+fn memory_file(name: &str) -> Option<File> {
+    let file = rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC).ok()?;
+    Some(file.into())
 }
 
 /// Of memory.
 fn disk() -> Option<ReceivedDisk> {
-    let file = rustix::fs::memfd_create("disk", rustix::fs::MemfdFlags::CLOEXEC).ok()?;
-    let file = File::from(file);
+    let file = memory_file("disk")?;
     file.set_len(DISK).ok()?;
     let image = RawImage::open_unlocked(file.into(), false).ok()?;
     let content = Content::new(image.access().ok()?, DISK).ok()?;
@@ -67,7 +75,7 @@ mod tests {
 
     use super::*;
 
-    /// A disk and a part of it, a page, a page of zeroes, and the sections of a machine in two parts each.
+    /// Boot files, a disk and a part of it, a page, a page of zeroes, and the sections of a machine in two parts each.
     fn seed() -> Vec<u8> {
         let mut seed = Vec::new();
         let mut push = |kind: u8, body: &[u8]| {
@@ -76,6 +84,9 @@ mod tests {
             seed.extend(body);
         };
         let of_disk = |rest: &[&[u8]]| [&0_u32.to_le_bytes()[..], &rest.concat()].concat();
+        for body in [&[0, 7, 7][..], &[1, 7], b"\x02quiet"] {
+            push(10, body);
+        }
         push(6, &of_disk(&[&DISK.to_le_bytes(), b"root"]));
         push(7, &of_disk(&[&4096_u64.to_le_bytes(), &[7; 1024]]));
         push(8, &of_disk(&[&4096_u64.to_le_bytes(), &512_u64.to_le_bytes()]));
@@ -90,7 +101,7 @@ mod tests {
             push(9, part);
             push(4, rest);
         }
-        push(5, &10_u64.to_le_bytes());
+        push(5, &13_u64.to_le_bytes());
         seed
     }
 

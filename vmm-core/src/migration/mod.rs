@@ -11,6 +11,8 @@
 //! of the disk, independent of the image's format. The target writes the content into an image of
 //! its own ([`ReceivedDisk`]), and flushes it to stable storage after the end of the stream.
 //!
+//! The stream includes the boot files of the machine, if the target has none ([`ReceivedBoot`]).
+//!
 //! The stream is untrusted. The target checks each frame, and refuses a changed or truncated stream
 //! with the position of the error. This module does not encrypt the stream: the creator of the
 //! sockets is responsible for encryption.
@@ -18,6 +20,7 @@
 //! This module does not decide which side continues. The source's machine stays paused when all is
 //! sent, and the target's when all is received, until the daemons have agreed.
 
+mod boot;
 pub mod format;
 #[cfg(any(test, feature = "testing"))]
 pub mod fuzzing;
@@ -25,6 +28,7 @@ mod mirrors;
 mod receiver;
 mod sender;
 
+pub use boot::{BootFiles, ReceivedBoot};
 pub use receiver::{Received, ReceivedDisk, receive};
 pub use sender::{Mirrored, Sender};
 

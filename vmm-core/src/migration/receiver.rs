@@ -8,7 +8,11 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 use vmm_base::GuestMemory;
 use vmm_protocol::state::{self, Section, SnapshotInfo, SnapshotMemory};
 
-use super::format::{FRAME, Kind, MAGIC, MAX_BLOCKS, MAX_BODY, MAX_PAGES, VERSION, checksum};
+use super::{
+    ReceivedBoot,
+    boot::Refused,
+    format::{FRAME, Kind, MAGIC, MAX_BLOCKS, MAX_BODY, MAX_PAGES, VERSION, checksum},
+};
 use crate::snapshot::{
     SnapshotError,
     error::Place,
@@ -61,17 +65,19 @@ impl ReceivedDisk {
 }
 
 /// Receives a machine; its memory goes into `memory`, which has the same ranges and is all zeroes, and its disks are `disks`, in this order. On
-/// return they are on stable storage.
+/// return they are on stable storage. Boot files go into `boot`; without it, a stream with boot files is refused.
 pub fn receive(
     stream: impl Read,
     memory: &GuestMemory,
     disks: &mut [ReceivedDisk],
+    boot: Option<&mut ReceivedBoot>,
 ) -> Result<Received, SnapshotError> {
     let mut receiver = Receiver {
         stream: BufReader::with_capacity(READ, stream),
         offset: 0,
         memory,
         disks,
+        boot,
         named: 0,
         body: Vec::new(),
         pages: Vec::new(),
@@ -96,6 +102,7 @@ struct Receiver<'a, R> {
     offset: u64,
     memory: &'a GuestMemory,
     disks: &'a mut [ReceivedDisk],
+    boot: Option<&'a mut ReceivedBoot>,
     /// How many of the disks the stream has named.
     named: usize,
     /// Body of the last frame that was read.
@@ -184,6 +191,10 @@ impl<R: Read> Receiver<'_, R> {
             Kind::Disk | Kind::Blocks | Kind::Cleared if memory_ended => {
                 return Err(wrong(at, "it has a disk after the machine's state"));
             }
+            Kind::Boot if memory_ended => {
+                return Err(wrong(at, "it has a boot file after the machine's state"));
+            }
+            Kind::Boot => self.boot(at)?,
             Kind::Pages => self.pages(at)?,
             Kind::Zeroes => self.zeroes(at)?,
             Kind::Part => self.part(at)?,
@@ -286,6 +297,15 @@ impl<R: Read> Receiver<'_, R> {
         let disk = disk.map_err(|why| wrong(at, why))?;
         let cleared = disk.content.clear(offset, length);
         cleared.map_err(|error| SnapshotError::disk("writing", &disk.name, error))
+    }
+
+    fn boot(&mut self, at: u64) -> Result<(), SnapshotError> {
+        let boot = self.boot.as_mut();
+        let boot = boot.ok_or_else(|| wrong(at, "it has a boot file, and this side has its own"))?;
+        boot.take(&self.body).map_err(|refused| match refused {
+            Refused::Frame(why) => wrong(at, why),
+            Refused::Write(error) => SnapshotError::disk("writing", "of the boot files", error),
+        })
     }
 
     /// Takes more of a section.

@@ -12,6 +12,7 @@ use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 use vmm_base::GuestMemory;
 use vmm_protocol::state::{self, Section, SnapshotInfo};
 
+use super::BootFiles;
 use super::format::{Kind, MAGIC, MAX_BODY_BYTES, VERSION, frame};
 use crate::snapshot::{
     SnapshotError,
@@ -57,6 +58,8 @@ pub struct Sender {
     /// How long nothing may be sent.
     pub(super) quiet: Duration,
     pub(super) disks: Vec<Mirrored>,
+    /// To be sent first.
+    boot: Option<BootFiles>,
 }
 
 impl Sender {
@@ -76,6 +79,15 @@ impl Sender {
             wrote: Instant::now(),
             quiet: QUIET,
             disks,
+            boot: None,
+        }
+    }
+
+    /// Sends these boot files, too.
+    pub fn with_boot(self, boot: BootFiles) -> Self {
+        Self {
+            boot: Some(boot),
+            ..self
         }
     }
 
@@ -87,7 +99,11 @@ impl Sender {
         self.gathered.extend(MAGIC);
         self.gathered.extend(VERSION.to_le_bytes());
         let ranges = self.layout.message(0).encode_to_vec();
-        self.frame(Kind::Memory, &[&ranges], go_on)
+        self.frame(Kind::Memory, &[&ranges], go_on)?;
+        match self.boot.take() {
+            Some(boot) => self.boot(&boot, go_on),
+            None => Ok(()),
+        }
     }
 
     /// Sends a frame: at once if it is long or the stream was quiet for a while, else together with later frames.

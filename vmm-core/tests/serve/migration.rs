@@ -1,11 +1,14 @@
 //! A machine goes from one process to another, both held in as in production.
 
-use std::os::unix::{
-    fs::{FileExt, MetadataExt},
-    net::UnixStream,
+use std::os::{
+    fd::AsFd,
+    unix::{
+        fs::{FileExt, MetadataExt},
+        net::UnixStream,
+    },
 };
 
-use vmm_protocol::vmm::{PauseReason, UnlockDisks};
+use vmm_protocol::vmm::{PauseReason, ResetMachine, Send, UnlockDisks};
 
 use super::{
     snapshot::{echoes, echoing, running},
@@ -53,13 +56,53 @@ fn a_guest_goes_on_in_the_process_that_received_it() {
 }
 
 #[test]
+fn a_reset_boots_the_kernel_that_came_with_the_machine() {
+    let (_first, mut client) = running();
+    let (near, far) = UnixStream::pair().unwrap();
+    let second = Vmm::start();
+    let mut other = second.client();
+    other.begin_receive_boot(&far);
+    near.set_write_timeout(Some(std::time::Duration::from_millis(100)))
+        .unwrap();
+    let send = Send {
+        downtime_ms: 1000,
+        boot_files: true,
+        ..Send::default()
+    };
+    client.send(Op::Send(send), &[near.as_fd()]);
+    drop((near, far));
+    assert!(matches!(client.answer(), Answer::Sent(_)));
+    assert_eq!(state(&other.answer()), State::Paused);
+    client.ask(Op::Stop(Stop {}));
+    assert_eq!(state(&other.ask(Op::Resume(Resume {}))), State::Running);
+    assert!(echoes(&second));
+    other.ask(Op::ResetMachine(ResetMachine {}));
+    second.wait_for_serial("xhi");
+}
+
+#[test]
+fn a_machine_whose_kernel_does_not_come_is_refused() {
+    let (_first, mut client) = running();
+    let (near, far) = UnixStream::pair().unwrap();
+    let second = Vmm::start();
+    let mut other = second.client();
+    other.begin_receive_boot(&far);
+    client.begin_send(&near, 1000);
+    drop((near, far));
+    let Answer::Error(error) = other.answer() else {
+        panic!("it is taken")
+    };
+    assert!(error.message.contains("sent no kernel"), "{}", error.message);
+}
+
+#[test]
 fn what_no_vmm_sends_ends_the_start() {
     let (near, far) = UnixStream::pair().unwrap();
     let mut second = Vmm::start();
     let mut other = second.client();
     other.begin_receive(&echoing(), &far);
     drop(far);
-    std::io::Write::write_all(&mut &near, b"vmmdmigr\x01\0\0\0\x0a\0\0\0\0\0\0\0\0\0\0\0").unwrap();
+    std::io::Write::write_all(&mut &near, b"vmmdmigr\x01\0\0\0\x63\0\0\0\0\0\0\0\0\0\0\0").unwrap();
     drop(near);
     let Answer::Error(error) = other.answer() else {
         panic!("it is taken")

@@ -364,8 +364,7 @@ impl Client {
         let restore = Restore {
             snapshot_fd: 5,
             on_demand,
-            stream: false,
-            disks: Vec::new(),
+            ..Restore::default()
         };
         let boot = Boot {
             restore: Some(restore),
@@ -406,6 +405,22 @@ impl Client {
         self.send_boot_with(kernel, &boot, Some(socket.as_fd()), disk);
     }
 
+    /// The same without a disk and a kernel: what the guest boots comes too.
+    pub fn begin_receive_boot(&mut self, socket: &UnixStream) {
+        let restore = Restore {
+            snapshot_fd: 5,
+            stream: true,
+            boot_files: true,
+            ..Restore::default()
+        };
+        let boot = Boot {
+            paused: true,
+            restore: Some(restore),
+            ..Boot::default()
+        };
+        self.send_boot_with(&[], &boot, Some(socket.as_fd()), None);
+    }
+
     /// Boots a machine with a disk "root" that the guest can write to.
     pub fn boot_with_disk(&mut self, kernel: &[u8], disk: &File) -> Answer {
         self.send_boot_with(kernel, &Boot::default(), None, Some(disk));
@@ -423,10 +438,9 @@ impl Client {
             .set_write_timeout(Some(Duration::from_millis(100)))
             .unwrap();
         let send = Send {
-            socket_fd: 0,
             downtime_ms,
-            policy: 0,
             disks: disks.iter().map(ToString::to_string).collect(),
+            ..Send::default()
         };
         self.send(Op::Send(send), &[socket.as_fd()]);
     }
@@ -462,6 +476,8 @@ impl Client {
             .open("/dev/kvm")
             .expect("these tests need KVM");
         let random = File::open("/dev/urandom").unwrap();
+        let initrd = tempfile::tempfile().unwrap();
+        let receives_boot = boot.restore.as_ref().is_some_and(|restore| restore.boot_files);
         let older = tempfile::tempfile().unwrap();
         let disks = disk.map(|_| Disk {
             name: "root".into(),
@@ -478,6 +494,7 @@ impl Client {
             kvm_fd: 0,
             kernel: Some(Kernel {
                 kernel_fd: 1,
+                initrd_fd: receives_boot.then_some(6),
                 ..Kernel::default()
             }),
             rng_pci_slot: 1,
@@ -502,6 +519,7 @@ impl Client {
         ];
         fds.extend(more);
         fds.extend(disk.map(File::as_fd));
+        fds.extend(receives_boot.then(|| initrd.as_fd()));
         self.send(op, &fds);
     }
 

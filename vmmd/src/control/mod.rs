@@ -276,18 +276,20 @@ impl Client {
 
     /// Starts the transfer of the machine over `socket`, with the content of `disks`, and waits
     /// without a time limit. The machine then stays paused. `policy` applies to a guest that
-    /// dirties memory too fast for `downtime`.
+    /// dirties memory too fast for `downtime`. With `boot_files` the other side gets the boot files.
     pub async fn send_machine(
         &self,
         socket: OwnedFd,
         (downtime, policy): (Duration, MigrationPolicy),
         disks: Vec<String>,
+        boot_files: bool,
     ) -> Result<SendReply, Error> {
         let send = vmm::Send {
             socket_fd: 0,
             downtime_ms: u64::try_from(downtime.as_millis()).unwrap_or(u64::MAX),
             disks,
             policy: policy.into(),
+            boot_files,
         };
         let call = self.call(Op::Send(send), &[socket.as_fd()]).await;
         drop(socket);

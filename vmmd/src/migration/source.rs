@@ -29,7 +29,7 @@ use vmmd_objects::{
     operation::{Handle, Progress, Type},
     request::preconditions,
 };
-use vmmd_spec::vm::VmSpec;
+use vmmd_spec::vm::{Boot, VmSpec};
 use vmmd_store::store_failure;
 use vmmd_store::{AbortRecord, NicHardware, VmRecord};
 
@@ -73,6 +73,8 @@ struct Plan {
     disks: Vec<v1::PeerDisk>,
     /// The same, as the VM calls them.
     copied: Vec<String>,
+    /// Whether the kernel comes from a disk, so that the target has no file with it.
+    boot_files: bool,
     downtime: Duration,
     /// Handling of a guest that is too fast for that.
     policy: MigrationPolicy,
@@ -166,6 +168,7 @@ pub async fn migrate(
         peer,
         disks,
         copied,
+        boot_files: matches!(spec.boot, Boot::Disk { .. }),
         downtime: downtime.unwrap_or(DOWNTIME),
         policy,
         bytes_per_second: request.bytes_per_second,
@@ -449,8 +452,10 @@ async fn send(host: &Host, plan: &mut Plan, begun: &Begun) -> Result<SendReply, 
     };
     let sending = async {
         let how = (plan.downtime, plan.policy);
-        let sent = begun.client.send_machine(far, how, plan.copied.clone()).await;
-        sent.map_err(|error| refused(&error))
+        let sent = begun
+            .client
+            .send_machine(far, how, plan.copied.clone(), plan.boot_files);
+        sent.await.map_err(|error| refused(&error))
     };
     // When one of them fails the others end: the sockets are closed.
     let (sent, (), ()) = tokio::try_join!(sending, relaying, receiving)?;

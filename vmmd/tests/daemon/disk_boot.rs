@@ -1,6 +1,6 @@
 //! VMs that boot the kernel that is installed on one of their disks.
 
-use std::{fs, path::PathBuf};
+use std::{fs, os::unix::fs::FileExt as _, path::PathBuf};
 
 use rustix::process::Pid;
 use tonic::Code;
@@ -8,7 +8,9 @@ use vmmd_api::v1;
 
 use crate::{
     console::Client,
-    harness::{Daemon, assert_says, refusal, vm_pid},
+    disks::{named, raw, state},
+    harness::{Daemon, assert_says, refusal, status, vm_pid},
+    migration::pair,
     verbs::raw_file,
 };
 
@@ -87,6 +89,31 @@ async fn guest_reset_boots_the_newly_installed_kernel() {
     daemon.wait("web", resets).await;
     let third = daemon.get("web").await.unwrap();
     assert_eq!(vm_pid(&third), vm_pid(&second));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_moves_with_its_boot_disk_and_boots_it_at_a_reset() {
+    let (first, second) = pair().await;
+    let disk = first.make(raw("data", 1 << 20), None).await.unwrap();
+    let file = fs::File::options().write(true).open(&state(&disk).path).unwrap();
+    file.write_all_at(b"boots:root=/dev/vda1 v=6.1\n", 0).unwrap();
+    let (mut vm, _) = vm(&first, "web", "");
+    vm.spec.as_mut().unwrap().disks = vec![named("data")];
+    first.run_vm(vm).await;
+    let operation = first.migrate("web", &second).await.unwrap();
+    first.completes(&operation).await;
+    let there = second.waits_for("web", v1::VmPhase::Running).await;
+    let mut console = Client::open(&second, "web").await;
+    console.type_in("reset\n").await;
+    let before = status(&there).instance.as_ref().unwrap().pid;
+    let is = |status: &v1::VmStatus| status.instance.as_ref().map_or(0, |instance| instance.pid);
+    second
+        .wait("web", |status| {
+            status.phase() == v1::VmPhase::Running && is(status) != before
+        })
+        .await;
+    let after = second.get("web").await.unwrap();
+    assert_eq!(nameless(vm_pid(&after)), ["root=/dev/vda1 v=6.1"]);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -42,7 +42,7 @@ use devices::{
 use kvm_bindings::CpuId;
 use vmm_base::GuestMemory;
 use vmm_protocol::{
-    machine::FdIndex,
+    machine::{Boot, FdIndex},
     state,
     vmm::{self, ErrorKind, MachineSpec},
 };
@@ -62,7 +62,7 @@ use crate::{
     kvm::{AddressSpaces, Crash, Host, IrqChipState, KvmError, Vm},
     lifecycle::{self, Builder, Failure, Notice, Notifier},
     memory::{Backing, GuestRam, layout::Map},
-    migration,
+    migration::{self, ReceivedBoot},
     snapshot::Snapshot,
     vcpu::{ExitHandlers, Report, ReportKind, Vcpus},
 };
@@ -191,8 +191,17 @@ impl Assembler {
         }
         let ram = GuestRam::with_options(spec.memory_bytes, backing(spec), &spec.memory)?;
         let (images, mut disks) = disk::open_received(spec, &mut fds, &restore.disks)?;
-        let received = migration::receive(source, ram.memory(), &mut disks)?;
+        let mut boot = match restore.boot_files {
+            true => Some(received_boot(spec, &fds)?),
+            false => None,
+        };
+        let received = migration::receive(source, ram.memory(), &mut disks, boot.as_mut())?;
         drop(disks);
+        let mut spec = spec.clone();
+        if let Some(boot) = boot {
+            spec.boot = received_kernel(&spec.boot, boot)?;
+        }
+        let spec = &spec;
         // The sender may still use the disks that both processes have open.
         let grounds = Grounds {
             fds,
@@ -595,13 +604,53 @@ impl Fds {
         Self(fds.into_iter().map(Some).collect())
     }
 
+    /// Another descriptor of a file that is taken later.
+    fn again(&self, index: FdIndex) -> Result<File, Failure> {
+        let fd = self.0.get(index.0).and_then(Option::as_ref);
+        let fd = fd.ok_or_else(|| missing(index))?.try_clone();
+        let fd =
+            fd.map_err(|error| Failure::of(ErrorKind::Resources, format!("open a file again: {error}")))?;
+        Ok(fd.into())
+    }
+
     pub(super) fn take(&mut self, index: FdIndex) -> Result<OwnedFd, Failure> {
-        self.0.get_mut(index.0).and_then(Option::take).ok_or_else(|| {
-            Failure::of(
-                ErrorKind::Invalid,
-                format!("descriptor {} did not come, or is named twice", index.0),
-            )
-        })
+        let fd = self.0.get_mut(index.0).and_then(Option::take);
+        fd.ok_or_else(|| missing(index))
+    }
+}
+
+fn missing(index: FdIndex) -> Failure {
+    let message = format!("descriptor {} did not come, or is named twice", index.0);
+    Failure::of(ErrorKind::Invalid, message)
+}
+
+/// The empty files for the boot files that another node sends.
+fn received_boot(spec: &vmm_protocol::machine::Machine, fds: &Fds) -> Result<ReceivedBoot, Failure> {
+    let Boot::Kernel {
+        kernel,
+        initrd: Some(initrd),
+        ..
+    } = &spec.boot
+    else {
+        let message = "boot files are received into a kernel and an initial RAM disk";
+        return Err(Failure::of(ErrorKind::Invalid, message));
+    };
+    Ok(ReceivedBoot::new(fds.again(*kernel)?, fds.again(*initrd)?))
+}
+
+/// The boot of the received machine.
+fn received_kernel(boot: &Boot, received: ReceivedBoot) -> Result<Boot, Failure> {
+    let (cmdline, has_initrd) = received.complete().ok_or_else(|| {
+        let message = "the other node sent no kernel: is its vmm an older one?";
+        Failure::of(ErrorKind::Invalid, message)
+    })?;
+    match boot {
+        Boot::Kernel { kernel, initrd, .. } => Ok(Boot::Kernel {
+            kernel: *kernel,
+            initrd: initrd.filter(|_| has_initrd),
+            cmdline,
+        }),
+        Boot::Firmware { .. } => Ok(boot.clone()),
     }
 }
 

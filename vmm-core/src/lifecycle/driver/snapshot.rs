@@ -145,7 +145,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         };
         let began = Instant::now();
         self.machine()?
-            .begin_migration(File::from(socket), purpose, &send.disks)?;
+            .begin_migration(File::from(socket), purpose, send)?;
         self.pending.push(token);
         self.snapshot = Some(Underway {
             token,

@@ -56,13 +56,7 @@ pub(super) async fn find(
     let opened = opened.ok_or_else(|| Failure::internal("the disk to boot from is not among the VM's"))?;
     let internal = |error: &io::Error| failed("look for the kernel on the disk", error);
     let sources = Sources::of(opened).map_err(|error| internal(&error))?;
-    let folder = host.image_folder();
-    let made = spawn_blocking(move || {
-        folder.make()?;
-        Ok((folder.scratch()?, folder.scratch()?))
-    });
-    let made = made.await.unwrap_or_else(|error| Err(io::Error::other(error)));
-    let (kernel, initrd) = made.map_err(|error| internal(&error))?;
+    let (kernel, initrd) = scratch(host).await?;
     let block = position.and_then(|position| spec.disks.get(position));
     let block = block.map_or(512, |disk| disk.logical_block);
     let job = sources
@@ -101,6 +95,25 @@ pub(super) async fn find(
     files.initrd = (found.initrd_bytes != 0).then(|| initrd.into());
     cmdline.clone_into(&mut files.cmdline);
     Ok(())
+}
+
+/// Gives a VM that boots the kernel on its disk empty files for what its `vmm` at the other node sends. The disk is still empty, too.
+pub(super) async fn expect(host: &Arc<Host>, files: &mut Files) -> Result<(), Failure> {
+    let (kernel, initrd) = scratch(host).await?;
+    files.kernel = Some(kernel.into());
+    files.initrd = Some(initrd.into());
+    Ok(())
+}
+
+/// Two files without names.
+async fn scratch(host: &Arc<Host>) -> Result<(File, File), Failure> {
+    let folder = host.image_folder();
+    let made = spawn_blocking(move || {
+        folder.make()?;
+        Ok((folder.scratch()?, folder.scratch()?))
+    });
+    let made = made.await.unwrap_or_else(|error| Err(io::Error::other(error)));
+    made.map_err(|error| failed("look for the kernel on the disk", &error))
 }
 
 /// Images of a disk, reopened for reading through the page cache, without the lock of the VM's own

@@ -26,7 +26,10 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 use vmm_protocol::vmm::{self, Boot, HelloReply, request::Op};
-use vmmd_spec::{nic::Mac, vm::VmSpec};
+use vmmd_spec::{
+    nic::Mac,
+    vm::{self, VmSpec},
+};
 
 pub use self::failures::refused;
 use vmmd_host::{
@@ -96,6 +99,18 @@ pub struct Plan {
     pub restore: Option<Box<Restore>>,
 }
 
+impl Plan {
+    /// Whether the machine comes from another node.
+    fn comes(&self) -> bool {
+        self.restore.as_ref().is_some_and(|restore| restore.stream)
+    }
+
+    /// Whether the boot files come with the machine.
+    fn receives_boot(&self) -> bool {
+        self.comes() && matches!(self.spec.boot, vm::Boot::Disk { .. })
+    }
+}
+
 /// Result of a successful start.
 #[derive(Debug)]
 pub struct Started {
@@ -159,9 +174,13 @@ async fn bring_up(
     let prepared = rollback::prepare(host, &mut plan, checked, cancel).await;
     replacing.clone_from(&plan.record.replacing);
     let mut checked = prepared?;
-    tokio::select! {
-        found = kernel::find(host, &name, &plan.spec, &mut checked.files) => found?,
-        () = cancel.cancelled() => return Err(cancelled(&name)),
+    if plan.receives_boot() {
+        kernel::expect(host, &mut checked.files).await?;
+    } else {
+        tokio::select! {
+            found = kernel::find(host, &name, &plan.spec, &mut checked.files) => found?,
+            () = cancel.cancelled() => return Err(cancelled(&name)),
+        }
     }
     plan.report
         .progress(Progress::steps(1, STEPS), "making the vmm process");
@@ -210,6 +229,7 @@ async fn run(
     cancel: &CancellationToken,
     began: Instant,
 ) -> Result<Started, Failure> {
+    let (comes, receives_boot) = (plan.comes(), plan.receives_boot());
     let Plan {
         uid,
         is_here: _,
@@ -254,7 +274,6 @@ async fn run(
         return Err(cancelled(&name));
     }
 
-    let comes = restore.as_ref().is_some_and(|restore| restore.stream);
     let received: Vec<_> = match comes {
         true => moved::along(&spec.disks)
             .map(|(in_vm, _)| in_vm.to_owned())
@@ -338,6 +357,7 @@ async fn run(
             on_demand: restore.on_demand,
             stream: restore.stream,
             disks: received,
+            boot_files: receives_boot,
         }),
         paused: restore.as_ref().is_some_and(|restore| restore.stream),
     };

@@ -88,8 +88,7 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
         };
         seed.make()
     };
-    let comes = plan.restore.as_ref().is_some_and(|restore| restore.stream);
-    let (mut files, known) = if comes {
+    let (mut files, known) = if plan.comes() {
         // The source has checked the images' content.
         let any = files::any_of_disks(spec);
         files::open(spec, &host.sources(), &any, Locks::Elsewhere, seed)?

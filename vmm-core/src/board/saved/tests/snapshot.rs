@@ -140,7 +140,9 @@ impl One {
             downtime: Duration::from_secs(10),
             policy: Policy::AlwaysSafe,
         };
-        self.machine.begin_migration(socket.into(), purpose, &[]).unwrap();
+        self.machine
+            .begin_migration(socket.into(), purpose, &vmm_protocol::vmm::Send::default())
+            .unwrap();
         let mut rounds = Vec::new();
         loop {
             match self.notices.recv_timeout(PATIENCE) {
@@ -432,7 +434,7 @@ fn vanished_target_lets_the_guest_run_on_and_be_sent_again() {
     };
     first
         .machine
-        .begin_migration(socket.into(), purpose, &[])
+        .begin_migration(socket.into(), purpose, &vmm_protocol::vmm::Send::default())
         .unwrap();
     first.wait_for(Event::Ended);
     let failure = first.machine.end_snapshot().unwrap_err();

@@ -74,7 +74,9 @@ impl One {
         let stream = slowly(far);
         let purpose = Purpose::Migration { downtime, policy };
         let socket = OwnedFd::from(near);
-        self.machine.begin_migration(socket.into(), purpose, &[]).unwrap();
+        self.machine
+            .begin_migration(socket.into(), purpose, &vmm_protocol::vmm::Send::default())
+            .unwrap();
         let mut rounds = Vec::new();
         loop {
             match self.next_event() {
