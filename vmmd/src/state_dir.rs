@@ -117,6 +117,8 @@ impl Writer {
         let counters = stats::of(&self.host, &self.name, &self.entry).await.ok();
         let last = self.host.state_dirs.of(self.entry.uid);
         let mut written = last.lock().await;
+        // A deleted VM has had its last write, and another VM may have the directory by now.
+        self.host.vms.find(self.entry.uid)?;
         let vm = Arc::clone(&self.state.borrow());
         let dir = dir_of(&vm)?;
         let result = write(
