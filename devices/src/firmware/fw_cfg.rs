@@ -42,7 +42,7 @@ mod key {
 
 /// Interfaces in the item ID: the ports, and DMA.
 const FEATURES: u32 = 0b11;
-/// What the DMA address register reads as.
+/// Value of the DMA address register for reads.
 const DMA_SIGNATURE: [u8; 8] = *b"QEMU CFG";
 
 /// Bits of a DMA request's control field.

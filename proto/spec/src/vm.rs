@@ -288,7 +288,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
             MAX_RATE_GROUPS,
             RateGroup::new,
         );
-        // Of all items, also those with other problems.
+        // The names include those of items with other problems.
         let seed = disks.iter().filter(|disk| disk.source == Source::Seed);
         let names = spec.disks.iter().map(|disk| disk.name.as_str());
         let names = names.chain(seed.map(|disk| disk.name.as_str()));

@@ -49,7 +49,7 @@ fn start(steps: &mut Steps<'_>) -> Result<()> {
         "Make a network",
         &format!("vmmctl create network lan --cidr {NETWORK}"),
     )?;
-    // The other daemon looks for a kernel on the disk before the disk's content is there, so the kernel is named.
+    // The guest's kernel is a file beside its image.
     let run = format!(
         "vmmctl run tiny --name web --memory 128Mi --network lan --display --wait \
          --kernel {folder}/vmlinuz --initrd {folder}/initrd --cmdline '{CMDLINE}'"

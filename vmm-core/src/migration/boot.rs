@@ -59,7 +59,7 @@ impl Sender {
     }
 }
 
-/// Boot files, as far as they were received.
+/// The received part of the boot files.
 #[derive(Debug)]
 pub struct ReceivedBoot {
     kernel: File,

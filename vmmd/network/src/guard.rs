@@ -9,7 +9,7 @@ use rtnetlink::{
     packet_route::tc::{TcAttribute, TcHandle, TcMessage, TcOption},
 };
 
-/// What a frame needs to reach the node.
+/// Conditions for frames that reach the node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Guard {
     /// A bit of the packet's mark, which the packet filter sets.

@@ -45,7 +45,7 @@ fn q35_window_is_where_pciexbar_places_it() {
 #[test]
 fn q35_window_never_covers_another_device() {
     let machine = q35();
-    // Of the same 256 MiB: PCIEXBAR has no lower bits.
+    // The address is in the same 256 MiB, since PCIEXBAR has no lower bits.
     assert_eq!(machine.set_config(0, 0x60, FOREIGN as u32 | 1), Effect::Remap);
     assert_eq!(machine.read(FOREIGN, 1), 0xee);
 }

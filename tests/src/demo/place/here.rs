@@ -115,7 +115,7 @@ impl Drop for Here {
                 socket.display()
             )
         });
-        // An error means that no VM or no daemon is there.
+        // The command fails without a VM or a daemon, which is no problem here.
         let _ = run::output(
             &mut self.command(&format!("{near}; {far}")),
             Deadline::seconds(60),
