@@ -13,9 +13,9 @@ const DISKS: [(&str, &str, &str); 2] = [("plain", "raw", "vda"), ("tables", "qco
 /// Number of pieces of 64 KiB per disk that the guest writes repeatedly, in turn. The guest keeps a
 /// copy of each in memory.
 const PIECES: u32 = 12;
-/// How often it moves there and back.
-fn turns() -> u32 {
-    if vmmd_tests::long() { 10 } else { 1 }
+/// Number of moves. Each second one brings the guest back.
+fn moves() -> u32 {
+    if vmmd_tests::long() { 20 } else { 1 }
 }
 
 /// Writes pieces to both disks without end, until there is a file `stop`. A piece is remembered when the disk has said that it has it.
@@ -71,43 +71,41 @@ fn disk_writes_during_a_move_are_at_the_target() {
         .cmdline(SMALL)
         .set("/disks", json!(disks));
     let mut guest = Traveller::boot(case.name(), &daemons, &spec);
-    for turn in 1..=turns() {
-        for _ in 0..2 {
-            println!("turn {turn}");
-            guest.console.run(&writer());
-            guest
-                .console
-                .run("until [ \"$(cat /run/wrote 2>/dev/null)\" -gt 3 ] 2>/dev/null; do sleep 0.05; done");
-            guest.moves();
-            let more = "wrote=$(cat /run/wrote); until [ $(cat /run/wrote) -gt $wrote ]; do sleep 0.05; done; \
-                        touch /run/stop; while [ -e /run/stop ]; do sleep 0.05; done";
-            guest.console.run(more);
-            if let Err(error) = guest.console.try_run(&verify()) {
-                let home = guest.home();
-                // Counters of the queues and vCPUs twice, and the tasks that wait in the guest: which of them stands still?
-                let stats = format!("stats {}", case.name());
-                let tasks = format!(
-                    "(echo w; sleep 5) | timeout 10 {}",
-                    home.command(&format!("console {} --no-replay --send-break", case.name()))
-                );
-                let seen = [
-                    home.try_ctl(&stats),
-                    case.node().try_sh(&tasks),
-                    home.try_ctl(&stats),
-                ];
-                panic!("the disks have what was written: {error:?}\n{seen:#?}");
-            }
-            let left = guest.away().ctl("get disk -o name");
-            assert_eq!(left.trim(), "", "a disk is where its VM is");
-            for (name, _, _) in DISKS {
-                let (allocated, size) = takes(guest.home(), name);
-                println!("{name} takes {allocated} of {size} bytes");
-                assert_eq!(size, 256 << 20);
-                assert!(
-                    allocated < 16 << 20,
-                    "{name} takes {allocated} bytes: it was sparse"
-                );
-            }
+    for number in 1..=moves() {
+        println!("move {number}");
+        guest.console.run(&writer());
+        guest
+            .console
+            .run("until [ \"$(cat /run/wrote 2>/dev/null)\" -gt 3 ] 2>/dev/null; do sleep 0.05; done");
+        guest.moves();
+        let more = "wrote=$(cat /run/wrote); until [ $(cat /run/wrote) -gt $wrote ]; do sleep 0.05; done; \
+                    touch /run/stop; while [ -e /run/stop ]; do sleep 0.05; done";
+        guest.console.run(more);
+        if let Err(error) = guest.console.try_run(&verify()) {
+            let home = guest.home();
+            // Counters of the queues and vCPUs twice, and the tasks that wait in the guest: which of them stands still?
+            let stats = format!("stats {}", case.name());
+            let tasks = format!(
+                "(echo w; sleep 5) | timeout 10 {}",
+                home.command(&format!("console {} --no-replay --send-break", case.name()))
+            );
+            let seen = [
+                home.try_ctl(&stats),
+                case.node().try_sh(&tasks),
+                home.try_ctl(&stats),
+            ];
+            panic!("the disks have what was written: {error:?}\n{seen:#?}");
+        }
+        let left = guest.away().ctl("get disk -o name");
+        assert_eq!(left.trim(), "", "a disk is where its VM is");
+        for (name, _, _) in DISKS {
+            let (allocated, size) = takes(guest.home(), name);
+            println!("{name} takes {allocated} of {size} bytes");
+            assert_eq!(size, 256 << 20);
+            assert!(
+                allocated < 16 << 20,
+                "{name} takes {allocated} bytes: it was sparse"
+            );
         }
     }
     guest.has_no_complaint();

@@ -272,10 +272,14 @@ fn dhcp_and_dns_need_no_daemon_and_spoofing_is_dropped() {
     drop((liar, honest));
 }
 
-/// Script for a guest. It renews its lease and asks for a name of its network and a name of the
-/// outside, in a loop. Each answer, and each missing answer, is a line of `/tmp/said`; each round
-/// is a line of `/tmp/rounds`.
-const CLIENT: &str = r#"
+/// Tests that `make nightly` runs and `make test` does not.
+mod nightly {
+    use super::*;
+
+    /// Script for a guest. It renews its lease and asks for a name of its network and a name of the
+    /// outside, in a loop. Each answer, and each missing answer, is a line of `/tmp/said`; each round
+    /// is a line of `/tmp/rounds`.
+    const CLIENT: &str = r#"
 printf '#!/bin/sh\necho "$1 $ip" >> /tmp/said\n' > /tmp/told
 chmod +x /tmp/told
 : > /tmp/rounds
@@ -300,70 +304,71 @@ while :; do
 done
 "#;
 
-/// Waits until the guest that runs [`CLIENT`] has made some rounds more. All rounds so far had nothing but answers, and were as many.
-fn rounds(console: &mut Console, vm: &Vm<'_>, address: &str) -> u32 {
-    let more = "had=$(wc -l < /tmp/rounds); until [ $(wc -l < /tmp/rounds) -ge $((had + 3)) ]; do usleep 200000; done; \
-                sort /tmp/said | uniq > /tmp/all; cat /tmp/all; wc -l < /tmp/rounds";
-    let said = console.run(more);
-    let mut lines: Vec<&str> = said.lines().collect();
-    let count = lines.pop().and_then(|count| count.trim().parse().ok());
-    let mut wanted = [
-        format!("renew {address}"),
-        format!("{}.lan.internal {address}", vm.name()),
-        "www.outside.example 203.0.113.7".to_owned(),
-    ];
-    wanted.sort();
-    assert_eq!(lines, wanted);
-    count.unwrap_or_else(|| panic!("no count of rounds: {said}"))
-}
-
-/// A guest renews its lease and asks for names all the time. The helper is exchanged after an upgrade, since its program file is another one. A
-/// daemon that only starts again keeps it.
-#[test]
-fn leases_are_renewed_and_names_are_told_while_vmmd_is_upgraded() {
-    let case = Case::new("network");
-    let node = case.node();
-    let packages = Packages::new(node).expect("a package was built");
-    let place = Place::new(&case);
-    place.name_server();
-    place.network("lan", "--cidr 10.80.0.0/24 --dns 198.51.100.2");
-    let (vm, mut console, address) = guest(&case, "", &json!({"name": "eth0", "network": "lan"}));
-    let client = CLIENT.replace("NAME", vm.name()).replace("ADDRESS", &address);
-    // In pieces: the shell of busybox truncates input lines at 1,023 characters.
-    for piece in base64(client.as_bytes()).as_bytes().chunks(512) {
-        let piece = String::from_utf8_lossy(piece);
-        console.run(&format!("printf %s {piece} >> /tmp/client.base64"));
+    /// Waits until the guest that runs [`CLIENT`] has made some rounds more. All rounds so far had nothing but answers, and were as many.
+    fn rounds(console: &mut Console, vm: &Vm<'_>, address: &str) -> u32 {
+        let more = "had=$(wc -l < /tmp/rounds); until [ $(wc -l < /tmp/rounds) -ge $((had + 3)) ]; do usleep 200000; done; \
+                    sort /tmp/said | uniq > /tmp/all; cat /tmp/all; wc -l < /tmp/rounds";
+        let said = console.run(more);
+        let mut lines: Vec<&str> = said.lines().collect();
+        let count = lines.pop().and_then(|count| count.trim().parse().ok());
+        let mut wanted = [
+            format!("renew {address}"),
+            format!("{}.lan.internal {address}", vm.name()),
+            "www.outside.example 203.0.113.7".to_owned(),
+        ];
+        wanted.sort();
+        assert_eq!(lines, wanted);
+        count.unwrap_or_else(|| panic!("no count of rounds: {said}"))
     }
-    console.run(
-        "base64 -d /tmp/client.base64 > /tmp/client && { sh /tmp/client > /tmp/client.log 2>&1 & } && until [ -e /tmp/rounds ]; do usleep 100000; done",
-    );
-    let uid = place.uid("lan");
-    let helper = || {
-        let pid = node.sh(&format!("pgrep -f '[v]mmd-netd.*{uid}'"));
-        pid.trim().to_owned()
-    };
 
-    let (before, first) = (rounds(&mut console, &vm, &address), helper());
-    packages.upgrade().expect("upgrade");
-    console.attached_again();
-    let after = rounds(&mut console, &vm, &address);
-    assert!(
-        after > before + 3,
-        "the guest asked while the package was upgraded"
-    );
-    // Its program file is another one.
-    node.sh(&format!(
-        "timeout 60 sh -c 'while kill -0 {first} 2>/dev/null; do sleep 0.2; done'"
-    ));
-    rounds(&mut console, &vm, &address);
-    let second = helper();
-    assert_ne!(second, first);
+    /// A guest renews its lease and asks for names all the time. The helper is exchanged after an upgrade, since its program file is another one. A
+    /// daemon that only starts again keeps it.
+    #[test]
+    fn leases_are_renewed_and_names_are_told_while_vmmd_is_upgraded() {
+        let case = Case::new("network");
+        let node = case.node();
+        let packages = Packages::new(node).expect("a package was built");
+        let place = Place::new(&case);
+        place.name_server();
+        place.network("lan", "--cidr 10.80.0.0/24 --dns 198.51.100.2");
+        let (vm, mut console, address) = guest(&case, "", &json!({"name": "eth0", "network": "lan"}));
+        let client = CLIENT.replace("NAME", vm.name()).replace("ADDRESS", &address);
+        // In pieces: the shell of busybox truncates input lines at 1,023 characters.
+        for piece in base64(client.as_bytes()).as_bytes().chunks(512) {
+            let piece = String::from_utf8_lossy(piece);
+            console.run(&format!("printf %s {piece} >> /tmp/client.base64"));
+        }
+        console.run(
+            "base64 -d /tmp/client.base64 > /tmp/client && { sh /tmp/client > /tmp/client.log 2>&1 & } && until [ -e /tmp/rounds ]; do usleep 100000; done",
+        );
+        let uid = place.uid("lan");
+        let helper = || {
+            let pid = node.sh(&format!("pgrep -f '[v]mmd-netd.*{uid}'"));
+            pid.trim().to_owned()
+        };
 
-    node.restart_daemon().expect("restart");
-    console.attached_again();
-    rounds(&mut console, &vm, &address);
-    assert_eq!(helper(), second);
-    assert_eq!(vm.field("/status/nics/0/addresses/0"), address);
+        let (before, first) = (rounds(&mut console, &vm, &address), helper());
+        packages.upgrade().expect("upgrade");
+        console.attached_again();
+        let after = rounds(&mut console, &vm, &address);
+        assert!(
+            after > before + 3,
+            "the guest asked while the package was upgraded"
+        );
+        // Its program file is another one.
+        node.sh(&format!(
+            "timeout 60 sh -c 'while kill -0 {first} 2>/dev/null; do sleep 0.2; done'"
+        ));
+        rounds(&mut console, &vm, &address);
+        let second = helper();
+        assert_ne!(second, first);
+
+        node.restart_daemon().expect("restart");
+        console.attached_again();
+        rounds(&mut console, &vm, &address);
+        assert_eq!(helper(), second);
+        assert_eq!(vm.field("/status/nics/0/addresses/0"), address);
+    }
 }
 
 fn mac(console: &mut Console) -> String {

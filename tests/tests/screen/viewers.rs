@@ -12,7 +12,7 @@ use vmmd_tests::{Case, paths};
 
 #[rstest]
 #[case::without_a_driver(Kernel::Cloud612)]
-#[case::with_a_driver(Kernel::Generic612)]
+#[case::nightly_with_a_driver(Kernel::Generic612)]
 fn vncdotool_shows_the_text_console_and_takes_input(#[case] kernel: Kernel) {
     let case = Case::new("vncdotool");
     let vm = guest(&case, kernel);
@@ -45,7 +45,7 @@ fn tigervncs_viewer_gets_in_by_tls_with_a_password() {
 }
 
 #[rstest]
-#[case::without_a_driver(Kernel::Cloud612)]
+#[case::nightly_without_a_driver(Kernel::Cloud612)]
 #[case::with_a_driver(Kernel::Generic612)]
 fn novnc_shows_the_text_console_once_for_each_address(#[case] kernel: Kernel) {
     let case = Case::new("novnc");
