@@ -182,10 +182,7 @@ impl request::Ports for Host {
                 image.is_some_and(|seen| seen.record.stage() != ImageStage::Deleting)
             }
             Object::Network(_, uid) => self.networks.registry.find(uid.as_bytes()).is_some(),
-            Object::Snapshot(_, uid) => {
-                let mut snapshots = self.snapshots.list().into_iter();
-                snapshots.any(|snapshot| snapshot.uid == uid.as_bytes())
-            }
+            Object::Snapshot(_, uid) => self.snapshots.registry.find(uid.as_bytes()).is_some(),
             Object::Node => true,
         }
     }

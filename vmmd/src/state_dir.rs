@@ -22,7 +22,7 @@ use std::{
 };
 
 use tokio::{
-    sync::{self, broadcast::error::RecvError, watch},
+    sync::{self, watch},
     task::JoinHandle,
     time::{sleep, timeout},
 };
@@ -42,18 +42,17 @@ const PAUSE: Duration = Duration::from_millis(500);
 /// Never ends.
 pub async fn keep(host: Arc<Host>) {
     let mut writers: HashMap<String, JoinHandle<()>> = HashMap::new();
+    let mut news = host.vms.registry.news();
+    let mut until = None;
     loop {
-        let (all, mut changes) = host.vms.subscribe();
-        for seen in all.vms {
-            begin(&host, &mut writers, &seen.vm);
+        let revision = *news.borrow_and_update();
+        let changed = host.vms.registry.lock().changed(until);
+        for seen in changed {
+            begin(&host, &mut writers, &seen.record.vm);
         }
-        loop {
-            match changes.recv().await {
-                Ok(change) => begin(&host, &mut writers, &change.vm),
-                // Missed changes: all VMs are checked again.
-                Err(RecvError::Lagged(_)) => break,
-                Err(RecvError::Closed) => return std::future::pending().await,
-            }
+        until = Some(revision);
+        if news.changed().await.is_err() {
+            return std::future::pending().await;
         }
     }
 }

@@ -118,7 +118,7 @@ pub async fn begin<H: Ports>(
     let operations = &host.operations();
     let handle = operations.begin(Type::ImageImport, &object(&record), context, Some(deadline));
     host.images().begin(&record.name, handle.pending());
-    if let Err(error) = host.store().put_image(&record, Vec::new()).await {
+    if let Err(error) = host.store().put(&record).await {
         let tombstone = host.images().registry.bury(&record);
         host.images().registry.forget(&record.uid, tombstone);
         let failure = store_failure(error);
@@ -280,7 +280,7 @@ async fn download<H: Ports>(
         record.source_version = Some(version);
         let (host, record) = (Arc::clone(host), record.clone());
         async move {
-            let written = host.store().put_image(&record, Vec::new()).await;
+            let written = host.store().put(&record).await;
             written.map_err(store_failure)
         }
     });
@@ -501,10 +501,7 @@ async fn place<H: Ports>(host: &Arc<H>, mut record: ImageRecord) -> Result<Strin
         of.clear(&moved, true)
     });
     placing.await?.map_err(|error| failed(&error))?;
-    host.store()
-        .put_image(&record, Vec::new())
-        .await
-        .map_err(store_failure)?;
+    host.store().put(&record).await.map_err(store_failure)?;
     host.images().settle(record.clone());
     drop(names);
     let which = if shared {

@@ -113,7 +113,7 @@ async fn remove<H: Ports>(
         };
         answered.push(request::done(mark, &response));
     }
-    if let Err(error) = host.store().put_image(&record, answered).await {
+    if let Err(error) = host.store().put_with(&record, None, answered).await {
         host.images().settle(before);
         return Err(store_failure(error));
     }
@@ -139,7 +139,11 @@ async fn discard<H: Ports>(host: &Arc<H>, record: &ImageRecord) {
     let tombstone = host.images().registry.bury(record);
     match removed {
         Ok(Ok(())) => {
-            if let Err(error) = host.store().bury_image(&record.uid, tombstone.clone()).await {
+            if let Err(error) = host
+                .store()
+                .remove::<ImageRecord>(&record.uid, Some(tombstone.clone()), None)
+                .await
+            {
                 tracing::error!(image = record.name, %error, "the image's record could not be removed");
             }
         }

@@ -22,9 +22,9 @@ use vmmd_host::{
     failure::{self, Failure},
     text,
 };
-use vmmd_store::{DeletionRecords, DiskRecord, ImageRecord, NetworkRecord, Tombstone};
+use vmmd_store::{DeletionRecords, DiskRecord, ImageRecord, NetworkRecord, SnapshotRecord, Tombstone};
 
-use crate::feed::{Deletion, Expired, Feed, Position};
+use crate::feed::{Feed, Position};
 
 /// One kind of objects.
 pub trait Kind: fmt::Debug + Sized + Send + Sync + 'static {
@@ -84,6 +84,20 @@ pub trait Record: Clone + fmt::Debug + PartialEq + Send + Sync + 'static {
     fn begin(&mut self, generation: u64, made: (u64, u64));
 }
 
+macro_rules! metadata {
+    ($record:expr, $generation:expr) => {
+        ObjectMetadata {
+            name: $record.name.clone(),
+            uid: Uuid::from_slice(&$record.uid).unwrap_or_default().to_string(),
+            generation: $generation,
+            labels: $record.labels.clone(),
+            annotations: $record.annotations.clone(),
+            owner: $record.owner.clone(),
+            create_time: text::timestamp($record.created_ms),
+        }
+    };
+}
+
 macro_rules! records {
     ($($record:ty),*) => {
         $(impl Record for $record {
@@ -96,15 +110,7 @@ macro_rules! records {
             }
 
             fn metadata(&self) -> ObjectMetadata {
-                ObjectMetadata {
-                    name: self.name.clone(),
-                    uid: Uuid::from_slice(&self.uid).unwrap_or_default().to_string(),
-                    generation: self.generation.max(1),
-                    labels: self.labels.clone(),
-                    annotations: self.annotations.clone(),
-                    owner: self.owner.clone(),
-                    create_time: text::timestamp(self.created_ms),
-                }
+                metadata!(self, self.generation.max(1))
             }
 
             fn made(&self) -> (u64, u64) {
@@ -119,6 +125,27 @@ macro_rules! records {
     };
 }
 records!(DiskRecord, ImageRecord, NetworkRecord);
+
+impl Record for SnapshotRecord {
+    fn uid(&self) -> &[u8] {
+        &self.uid
+    }
+
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn metadata(&self) -> ObjectMetadata {
+        metadata!(self, 1)
+    }
+
+    /// It is not stored: snapshots have no watch.
+    fn made(&self) -> (u64, u64) {
+        (0, 0)
+    }
+
+    fn begin(&mut self, _: u64, _: (u64, u64)) {}
+}
 
 /// An object at a time.
 #[derive(Clone, Debug, PartialEq)]
@@ -152,6 +179,8 @@ pub struct Objects<K: Kind> {
     names: BTreeMap<Vec<u8>, String>,
     /// See [`Kind::Index`].
     pub index: K::Index,
+    /// Counts each object that clients saw and do not see any more.
+    removals: u64,
     feed: Feed,
 }
 
@@ -178,6 +207,7 @@ impl<K: Kind> Registry<K> {
             slots: BTreeMap::new(),
             names: BTreeMap::new(),
             index: K::Index::default(),
+            removals: 0,
             feed: Feed::new(run, nonces, history),
         }))
     }
@@ -211,24 +241,9 @@ impl<K: Kind> Registry<K> {
         self.lock().after(name)
     }
 
-    /// Deletions since a position, and all objects.
-    ///
-    /// # Errors
-    ///
-    /// As [`Feed::deletions_since`].
-    pub fn since(&self, position: Position) -> Result<(Vec<Deletion>, Snapshot<K>), Expired> {
-        let objects = self.lock();
-        Ok((objects.feed.deletions_since(position)?, objects.after(None)))
-    }
-
     /// Wakes up with each change.
     pub fn news(&self) -> watch::Receiver<u64> {
         self.lock().feed.news()
-    }
-
-    /// Where the last change is.
-    pub fn position(&self) -> Position {
-        self.lock().feed.position()
     }
 
     /// See [`Feed::nonce`].
@@ -251,7 +266,7 @@ impl<K: Kind> Registry<K> {
 
     /// Begins to forget an object. Returns the record for the store. [`Self::forget`] follows.
     pub fn bury(&self, record: &K::Record) -> Tombstone {
-        self.lock().bury(record)
+        self.lock().bury(record.metadata())
     }
 
     /// Notes that an object is gone; `tombstone` is what [`Self::bury`] returned.
@@ -271,6 +286,12 @@ impl<K: Kind> Objects<K> {
     /// The record with this UUID.
     pub fn by_uid(&self, uid: &[u8]) -> Option<&K::Record> {
         self.get(self.names.get(uid)?)
+    }
+
+    /// Whether clients see the object with this UUID.
+    pub fn shows(&self, uid: &[u8]) -> bool {
+        let slot = self.names.get(uid).and_then(|name| self.slots.get(name));
+        slot.is_some_and(Slot::is_shown)
     }
 
     /// The name of the object with this UUID.
@@ -306,6 +327,7 @@ impl<K: Kind> Objects<K> {
         if let Some(slot) = self.slots.get_mut(name) {
             slot.revision = self.feed.change();
             slot.seen = OnceLock::new();
+            self.removals += u64::from(!slot.is_shown());
         }
     }
 
@@ -347,6 +369,7 @@ impl<K: Kind> Objects<K> {
             revision: self.feed.change(),
             seen: OnceLock::new(),
         };
+        self.removals += u64::from(!slot.is_shown());
         self.slots.insert(name, slot);
     }
 
@@ -355,12 +378,13 @@ impl<K: Kind> Objects<K> {
         let name = self.names.get(uid)?.clone();
         let record = self.get(&name).cloned();
         self.take_out(&name);
+        self.removals += 1;
         record
     }
 
     /// Begins a deletion. Returns the record for the store. [`Self::buried`] or [`Self::kept`] follows.
-    pub fn bury(&mut self, record: &K::Record) -> Tombstone {
-        self.feed.bury(record.metadata())
+    pub fn bury(&mut self, metadata: ObjectMetadata) -> Tombstone {
+        self.feed.bury(metadata)
     }
 
     /// Ends a deletion: from now on watchers can see it.
@@ -378,6 +402,28 @@ impl<K: Kind> Objects<K> {
         self.names.remove(slot.record.uid());
         K::leave(&mut self.index, &slot.record);
         Some(slot.state)
+    }
+
+    /// The order of changes.
+    pub fn feed(&self) -> &Feed {
+        &self.feed
+    }
+
+    /// A number that is another one when an object that clients saw is gone.
+    pub fn removals(&self) -> u64 {
+        self.removals
+    }
+
+    /// The objects that have changed after a revision, or all, in the order of their changes.
+    pub fn changed(&self, since: Option<u64>) -> Vec<Arc<Seen<K>>> {
+        let changed = |slot: &&Slot<K>| since.is_none_or(|since| slot.revision > since);
+        let slots = self.slots.values().filter(changed);
+        let mut objects: Vec<_> = slots
+            .filter(|slot| slot.is_shown())
+            .map(|slot| self.see(slot))
+            .collect();
+        objects.sort_by_key(|seen| seen.revision);
+        objects
     }
 
     fn after(&self, name: Option<&str>) -> Snapshot<K> {

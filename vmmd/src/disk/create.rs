@@ -76,7 +76,7 @@ pub async fn create(
     if let Some(image) = &image {
         match host.images.take(image) {
             Ok(used) => {
-                if let Err(error) = host.store.put_image(&used, Vec::new()).await {
+                if let Err(error) = host.store.put(&used).await {
                     tracing::warn!(image = used.name, %error, "note when an image was used");
                 }
             }
@@ -93,7 +93,7 @@ pub async fn create(
             return Err(failure);
         }
     };
-    if let Err(error) = host.store.put_disk(&record).await {
+    if let Err(error) = host.store.put(&record).await {
         forget(host, &record);
         let failure = store_failure(error);
         handle.fail(&failure);
@@ -211,7 +211,7 @@ pub async fn settle(host: &Arc<Host>, record: &mut DiskRecord) -> Result<(), Fai
     write_beside(host, record).await?;
     record.stage = DiskStage::Ready.into();
     record.stage_ms = text::now_ms();
-    host.store.put_disk(record).await.map_err(store_failure)?;
+    host.store.put(record).await.map_err(store_failure)?;
     host.disks.registry.settle(record.clone());
     host.disks.end(&record.uid);
     Ok(())
@@ -232,7 +232,7 @@ pub async fn write_beside(host: &Arc<Host>, record: &DiskRecord) -> Result<(), F
 /// leaves no files.
 pub async fn take_in(host: &Arc<Host>, record: DiskRecord, image: PathBuf) -> Result<(), Failure> {
     let mut record = host.disks.reserve(record, None)?;
-    if let Err(error) = host.store.put_disk(&record).await {
+    if let Err(error) = host.store.put(&record).await {
         forget(host, &record);
         return Err(store_failure(error));
     }

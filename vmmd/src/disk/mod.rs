@@ -109,7 +109,7 @@ async fn retire(host: &Arc<Host>, record: &DiskRecord, context: &Context) -> Res
         answered.push(request::done(mark, &response));
     }
     host.store
-        .retire_disk(record, answered)
+        .put_with(record, None, answered)
         .await
         .map_err(store_failure)
 }
@@ -133,7 +133,11 @@ async fn finish(host: &Arc<Host>, record: &DiskRecord) {
     let tombstone = host.disks.registry.bury(record);
     match removed {
         Ok(Ok(())) => {
-            if let Err(error) = host.store.bury_disk(&record.uid, tombstone.clone()).await {
+            if let Err(error) = host
+                .store
+                .remove::<DiskRecord>(&record.uid, Some(tombstone.clone()), None)
+                .await
+            {
                 tracing::error!(disk = record.name, %error, "the disk's record could not be removed");
             }
         }
@@ -149,7 +153,7 @@ pub async fn keep(host: &Arc<Host>, names: &[String]) -> Result<(), Failure> {
     for name in names {
         let mut record = host.disks.get(name)?;
         record.for_vm.clear();
-        host.store.put_disk(&record).await.map_err(store_failure)?;
+        host.store.put(&record).await.map_err(store_failure)?;
         host.disks.registry.settle(record);
     }
     Ok(())
@@ -180,7 +184,7 @@ pub async fn restore(host: &Arc<Host>, records: Vec<DiskRecord>, has_vm: impl Fn
         }
         if !record.for_vm.is_empty() {
             record.for_vm.clear();
-            if let Err(error) = host.store.put_disk(&record).await {
+            if let Err(error) = host.store.put(&record).await {
                 tracing::error!(disk = record.name, %error, "note that the disk's VM is there");
             }
         }
@@ -192,7 +196,7 @@ pub async fn restore(host: &Arc<Host>, records: Vec<DiskRecord>, has_vm: impl Fn
                 tell(host, &record, "Repaired", message);
                 record.size_bytes = size;
                 record.generation = record.generation.max(1) + 1;
-                if let Err(error) = host.store.put_disk(&record).await {
+                if let Err(error) = host.store.put(&record).await {
                     tracing::warn!(disk = record.name, %error, "note the disk's size");
                 }
             }

@@ -106,7 +106,7 @@ async fn make_one(host: &Arc<Host>, vm: &str, disk: &Coming, context: &Context) 
         create::forget(host, &record);
         return Err(failure);
     }
-    if let Err(error) = host.store.put_disk(&record).await {
+    if let Err(error) = host.store.put(&record).await {
         create::forget(host, &record);
         return Err(store_failure(error));
     }

@@ -212,7 +212,7 @@ pub async fn note(host: &Arc<Host>, name: &str, size: u64) -> Result<(), Failure
     record.generation = record.generation.max(1) + 1;
     host.disks.registry.settle(record.clone());
     // The file says the same at the next start.
-    host.store.put_disk(&record).await.map_err(store_failure)?;
+    host.store.put(&record).await.map_err(store_failure)?;
     tell(
         host,
         &record,

@@ -49,7 +49,7 @@ pub async fn update(
     if changed || grows {
         // With an id, a retry after the end of the daemon is known to have begun.
         host.requests.note(context, &mut record.begun);
-        host.store.put_disk(&record).await.map_err(store_failure)?;
+        host.store.put(&record).await.map_err(store_failure)?;
         host.disks.registry.settle(record.clone());
     }
     drop(edit);

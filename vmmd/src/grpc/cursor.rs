@@ -1,4 +1,4 @@
-//! Cursors of lists and watches: a place in the order of changes, of which store, for which VMs.
+//! Cursors of lists and watches: a place in the order of changes, of which store, for which objects.
 
 use std::{fmt, str::FromStr};
 
@@ -6,7 +6,6 @@ use vmmd_host::failure::{Failure, Kind};
 use vmmd_objects::feed::Position;
 
 use super::filter::Filter;
-use crate::registry::vms::Vms;
 
 /// A cursor. Clients see it as text that means nothing to them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,17 +19,8 @@ pub struct Cursor {
 }
 
 impl Cursor {
-    /// Cursor at `position` of the objects that `filter` selects.
-    pub fn new(vms: &Vms, position: Position, filter: &Filter) -> Self {
-        Self {
-            nonce: vms.nonce(position.run).unwrap_or_default(),
-            position,
-            filter: filter.hash(),
-        }
-    }
-
-    /// At `position` of objects of the filter's kind; `nonce` is that of the position's run.
-    pub fn at(nonce: u64, position: Position, filter: &Filter) -> Self {
+    /// Cursor at `position` of the objects that `filter` selects; `nonce` is that of the position's run.
+    pub fn new(nonce: u64, position: Position, filter: &Filter) -> Self {
         Self {
             nonce,
             position,
@@ -39,7 +29,7 @@ impl Cursor {
     }
 
     /// Reads the cursor in a request, of the field `field`. One of another filter is refused: it says nothing of the other
-    /// VMs.
+    /// objects.
     pub fn read(field: &str, text: &str, filter: &Filter) -> Result<Self, Failure> {
         let Ok(cursor) = text.parse::<Self>() else {
             return Err(Failure::field(field, "is none: give one exactly as it came"));
@@ -57,13 +47,8 @@ impl Cursor {
         Ok((Self::read("pageToken", cursor, filter)?, name.to_owned()))
     }
 
-    /// Where it is, if that is a place of this store.
-    pub fn position(&self, vms: &Vms) -> Result<Position, Failure> {
-        self.position_in(|run| vms.nonce(run))
-    }
-
     /// Where it is, if that is a place of the store whose runs have these numbers.
-    pub fn position_in(&self, nonce: impl FnOnce(u64) -> Option<u64>) -> Result<Position, Failure> {
+    pub fn position(&self, nonce: impl FnOnce(u64) -> Option<u64>) -> Result<Position, Failure> {
         if nonce(self.position.run) == Some(self.nonce) {
             Ok(self.position)
         } else {
@@ -74,7 +59,7 @@ impl Cursor {
 
 /// Refusal of a cursor whose later changes are unknown.
 pub fn expired() -> Failure {
-    let message = "the cursor is of another node, or older than what the node remembers: list the VMs and watch from the \
+    let message = "the cursor is of another node, or older than what the node remembers: list the objects and watch from the \
                    cursor of that list, or watch without one";
     Failure::new(Kind::OutOfRange, "CURSOR_EXPIRED", message)
 }

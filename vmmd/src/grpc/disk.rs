@@ -6,25 +6,28 @@ use std::sync::Arc;
 
 use tonic::{Request, Response, Status};
 use vmmd_api::v1::{self, disk_service_server::DiskService};
-use vmmd_objects::request::{once, to_completion};
+use vmmd_objects::{
+    registry::Kind as _,
+    request::{once, to_completion},
+};
 
-use super::objects::{Shared, Stream, Wanted, finished, get, list, watch};
+use super::{
+    filter::Filter,
+    mask::Mask,
+    objects::{Stream, Wanted, finished, get, list, watch},
+};
 use crate::{disk, host::Host, registry::disks::DiskKind};
 
 /// The service.
 #[derive(Debug)]
 pub struct Disks {
     host: Arc<Host>,
-    shared: Arc<Shared<DiskKind>>,
 }
 
 impl Disks {
     /// Over the disks of `host`.
     pub fn new(host: Arc<Host>) -> Self {
-        Self {
-            host,
-            shared: Arc::default(),
-        }
+        Self { host }
     }
 }
 
@@ -62,7 +65,8 @@ impl DiskService for Disks {
     ) -> Result<Response<v1::ListDisksResponse>, Status> {
         let request = request.get_ref();
         let wanted = Wanted {
-            filter: request.filter.as_ref(),
+            filter: Filter::of_objects(DiskKind::NAME, request.filter.as_ref())?,
+            mask: Mask::default(),
             page_size: request.page_size,
             page_token: &request.page_token,
         };
@@ -81,7 +85,8 @@ impl DiskService for Disks {
         request: Request<v1::WatchDisksRequest>,
     ) -> Result<Response<Self::WatchDisksStream>, Status> {
         let request = request.get_ref();
-        let stream = watch(&self.host, &self.shared, request.filter.as_ref(), &request.cursor)?;
+        let filter = Filter::of_objects(DiskKind::NAME, request.filter.as_ref())?;
+        let stream = watch::<DiskKind>(&self.host, filter, Mask::default(), &request.cursor)?;
         Ok(Response::new(stream))
     }
 

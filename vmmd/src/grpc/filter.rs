@@ -91,12 +91,7 @@ impl Filter {
             })
     }
 
-    /// Whether a VM may have been one of them at some time: its name never changes, all else does.
-    pub fn may_match(&self, vm: &Vm) -> bool {
-        self.may_match_object(vm.metadata.as_ref())
-    }
-
-    /// The same of an object with this metadata.
+    /// Whether an object with this metadata may have been one of them at some time: its name never changes, all else does.
     pub fn may_match_object(&self, metadata: Option<&ObjectMetadata>) -> bool {
         let name = metadata.map_or("", |metadata| &metadata.name);
         self.names.as_ref().is_none_or(|names| names.contains(name))

@@ -18,7 +18,8 @@ use vmmd_objects::{
 
 use super::{
     filter::Filter,
-    objects::{Shared, Stream, Wanted, finished, get, list, watch},
+    mask::Mask,
+    objects::{Stream, Wanted, finished, get, list, watch},
 };
 use crate::{
     auth::{Caller, Role},
@@ -29,16 +30,12 @@ use crate::{
 #[derive(Debug)]
 pub struct Images {
     host: Arc<Host>,
-    shared: Arc<Shared<ImageKind>>,
 }
 
 impl Images {
     /// Over the images of `host`.
     pub fn new(host: Arc<Host>) -> Self {
-        Self {
-            host,
-            shared: Arc::default(),
-        }
+        Self { host }
     }
 }
 
@@ -97,7 +94,8 @@ impl ImageService for Images {
     ) -> Result<Response<v1::ListImagesResponse>, Status> {
         let request = request.get_ref();
         let wanted = Wanted {
-            filter: request.filter.as_ref(),
+            filter: Filter::of_objects(ImageKind::NAME, request.filter.as_ref())?,
+            mask: Mask::default(),
             page_size: request.page_size,
             page_token: &request.page_token,
         };
@@ -116,7 +114,8 @@ impl ImageService for Images {
         request: Request<v1::WatchImagesRequest>,
     ) -> Result<Response<Self::WatchImagesStream>, Status> {
         let request = request.get_ref();
-        let stream = watch(&self.host, &self.shared, request.filter.as_ref(), &request.cursor)?;
+        let filter = Filter::of_objects(ImageKind::NAME, request.filter.as_ref())?;
+        let stream = watch::<ImageKind>(&self.host, filter, Mask::default(), &request.cursor)?;
         Ok(Response::new(stream))
     }
 

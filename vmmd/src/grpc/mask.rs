@@ -18,7 +18,7 @@ use vmmd_spec::Violations;
 const MAX_PATHS: usize = 256;
 
 /// Which fields.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Mask(Option<Kept>);
 
 /// By the field's number: all of it, or only these of its fields.
@@ -67,9 +67,9 @@ impl Mask {
         Ok(Self(Some(found.or(kept)?)))
     }
 
-    /// A copy of the VM that has these fields only.
-    pub fn apply(&self, vm: &Vm) -> Vm {
-        let Some(kept) = &self.0 else { return vm.clone() };
+    /// The VM with these fields only.
+    pub fn apply(&self, vm: Vm) -> Vm {
+        let Some(kept) = &self.0 else { return vm };
         let mut cut = Vec::new();
         let result = kept.cut(&vm.encode_to_vec(), &mut cut);
         // It was encoded a moment ago.
@@ -171,7 +171,7 @@ mod tests {
 
     fn cut(paths: &[&str]) -> Vm {
         let paths: Vec<_> = paths.iter().map(|path| (*path).to_owned()).collect();
-        Mask::new(&paths).unwrap().apply(&vm())
+        Mask::new(&paths).unwrap().apply(vm())
     }
 
     #[test]

@@ -7,25 +7,28 @@ use std::sync::Arc;
 use tonic::{Request, Response, Status};
 use vmmd_api::v1::{self, network_service_server::NetworkService};
 use vmmd_network::NetworkKind;
-use vmmd_objects::request::{once, to_completion};
+use vmmd_objects::{
+    registry::Kind as _,
+    request::{once, to_completion},
+};
 
-use super::objects::{Shared, Stream, Wanted, get, list, watch};
+use super::{
+    filter::Filter,
+    mask::Mask,
+    objects::{Stream, Wanted, get, list, watch},
+};
 use crate::host::Host;
 
 /// The service.
 #[derive(Debug)]
 pub struct Networks {
     host: Arc<Host>,
-    shared: Arc<Shared<NetworkKind>>,
 }
 
 impl Networks {
     /// Over the networks of `host`.
     pub fn new(host: Arc<Host>) -> Self {
-        Self {
-            host,
-            shared: Arc::default(),
-        }
+        Self { host }
     }
 }
 
@@ -61,7 +64,8 @@ impl NetworkService for Networks {
     ) -> Result<Response<v1::ListNetworksResponse>, Status> {
         let request = request.get_ref();
         let wanted = Wanted {
-            filter: request.filter.as_ref(),
+            filter: Filter::of_objects(NetworkKind::NAME, request.filter.as_ref())?,
+            mask: Mask::default(),
             page_size: request.page_size,
             page_token: &request.page_token,
         };
@@ -80,7 +84,8 @@ impl NetworkService for Networks {
         request: Request<v1::WatchNetworksRequest>,
     ) -> Result<Response<Self::WatchNetworksStream>, Status> {
         let request = request.get_ref();
-        let stream = watch(&self.host, &self.shared, request.filter.as_ref(), &request.cursor)?;
+        let filter = Filter::of_objects(NetworkKind::NAME, request.filter.as_ref())?;
+        let stream = watch::<NetworkKind>(&self.host, filter, Mask::default(), &request.cursor)?;
         Ok(Response::new(stream))
     }
 

@@ -6,32 +6,19 @@
 
 use std::{net::Ipv4Addr, sync::Arc, time::Duration};
 
-use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::{
-        TcpStream,
-        tcp::{OwnedReadHalf, OwnedWriteHalf},
-    },
-    sync::mpsc,
-    time::timeout,
-};
-use tokio_stream::wrappers::ReceiverStream;
-use tonic::{Status, Streaming};
+use tokio::{net::TcpStream, time::timeout};
+use tonic::Streaming;
 use vmmd_api::v1::{
     PortForwardOpen, PortForwardRequest, PortForwardResponse, Vm, port_forward_request::Message,
 };
 use vmmd_host::{failure::Failure, text};
 
+use super::relay::{self, Messages, relay};
 use crate::host::Host;
 
 /// The stream to the client.
-pub type Stream = ReceiverStream<Result<PortForwardResponse, Status>>;
-type Sender = mpsc::Sender<Result<PortForwardResponse, Status>>;
+pub type Stream = relay::Stream<PortForwardResponse>;
 
-/// Messages ready for a client that reads slowly.
-const READY: usize = 4;
-/// Largest message in bytes, in both directions.
-const CHUNK: usize = 64 << 10;
 /// How long the guest has to accept the connection.
 const CONNECT: Duration = Duration::from_secs(10);
 
@@ -55,21 +42,15 @@ pub async fn open(host: Arc<Host>, mut input: Streaming<PortForwardRequest>) -> 
     };
     // Small writes are sent at once, because they may be interactive.
     let _slower_without = connection.set_nodelay(true);
-    let (sender, receiver) = mpsc::channel(READY);
-    tokio::spawn(async move {
-        let (reader, writer) = connection.into_split();
-        let end = tokio::select! {
-            failure = pass_in(input, writer) => Some(failure),
-            () = pass_out(reader, &sender) => None,
-            () = sender.closed() => None,
-            () = host.stopping.cancelled() => Some(Failure::stopping()),
-        };
-        if let Some(failure) = end {
-            // The client may have gone.
-            let _gone = sender.send(Err(failure.into())).await;
-        }
-    });
-    Ok(ReceiverStream::new(receiver))
+    let messages = Messages {
+        data: |request: PortForwardRequest| match request.message {
+            Some(Message::Data(bytes)) => Some(bytes),
+            _ => None,
+        },
+        answer: |data| PortForwardResponse { data },
+        half_closes: true,
+    };
+    Ok(relay(host, input, connection, messages))
 }
 
 /// The address of the NIC that is meant.
@@ -97,34 +78,4 @@ fn unreachable(address: Ipv4Addr, port: u16, why: &str) -> Failure {
         "connect to port {port} of {address}: {why}; does the guest have its address by now, and does a program listen there?"
     );
     Failure::precondition("PORT_UNREACHABLE", message)
-}
-
-/// Passes the client's data to the guest, including its end. Returns on an invalid message.
-async fn pass_in(mut input: Streaming<PortForwardRequest>, mut writer: OwnedWriteHalf) -> Failure {
-    while let Ok(Some(request)) = input.message().await {
-        match request.message {
-            Some(Message::Data(bytes)) if bytes.len() <= CHUNK => {
-                if writer.write_all(&bytes).await.is_err() {
-                    break;
-                }
-            }
-            Some(Message::Data(_)) => return Failure::field("data", "at most 64 KiB a message"),
-            _ => return Failure::field("data", "must follow after `open`"),
-        }
-    }
-    // A guest that has closed the connection is seen where it is read.
-    let _closed = writer.shutdown().await;
-    std::future::pending().await
-}
-
-/// Passes the guest's data to the client, until the guest ends the connection or the client
-/// disconnects.
-async fn pass_out(mut reader: OwnedReadHalf, sender: &Sender) {
-    let mut buffer = vec![0; CHUNK];
-    while let Ok(count) = reader.read(&mut buffer).await {
-        let data = buffer.get(..count).unwrap_or_default().to_vec();
-        if count == 0 || sender.send(Ok(PortForwardResponse { data })).await.is_err() {
-            return;
-        }
-    }
 }

@@ -1,5 +1,7 @@
 //! `vmmd.v1.SnapshotService`.
 
+mod kind;
+
 use std::sync::Arc;
 
 use tokio_util::sync::CancellationToken;
@@ -9,10 +11,17 @@ use vmmd_api::{
     v1::{self, import_snapshot_request::Message, snapshot_service_server::SnapshotService},
 };
 use vmmd_host::failure::Failure;
-use vmmd_objects::request::{once, to_completion};
+use vmmd_objects::{
+    registry::Kind as _,
+    request::{once, to_completion},
+};
 
-use super::list;
-use crate::{auth, host::Host, snapshot};
+use super::{
+    filter::Filter,
+    mask::Mask,
+    objects::{Wanted, get, list},
+};
+use crate::{auth, host::Host, registry::snapshots::SnapshotKind, snapshot};
 
 /// Path of CreateSnapshot.
 const CREATE: &str = "/vmmd.v1.SnapshotService/CreateSnapshot";
@@ -57,9 +66,9 @@ impl SnapshotService for Snapshots {
         &self,
         request: Request<v1::GetSnapshotRequest>,
     ) -> Result<Response<v1::GetSnapshotResponse>, Status> {
-        let record = self.host.snapshots.get(&request.get_ref().name)?;
+        let snapshot = get::<SnapshotKind>(&self.host, &request.get_ref().name).await?;
         Ok(Response::new(v1::GetSnapshotResponse {
-            snapshot: Some(snapshot::describe(&record, self.host.store.key())),
+            snapshot: Some(snapshot),
         }))
     }
 
@@ -67,22 +76,17 @@ impl SnapshotService for Snapshots {
         &self,
         request: Request<v1::ListSnapshotsRequest>,
     ) -> Result<Response<v1::ListSnapshotsResponse>, Status> {
-        let v1::ListSnapshotsRequest {
-            page_size,
-            page_token,
-        } = request.get_ref();
-        let limit = list::limit(*page_size)?;
-        // A token is the last name of the page before.
-        let (records, more) = self.host.snapshots.page(page_token, limit);
-        let key = self.host.store.key();
-        let described = records.iter().map(|record| snapshot::describe(record, key));
-        let (snapshots, cut) = list::page(described);
-        let last = snapshots.last().filter(|_| more || cut);
-        let last = last.and_then(|snapshot| snapshot.metadata.as_ref());
-        let next_page_token = last.map(|metadata| metadata.name.clone()).unwrap_or_default();
+        let request = request.get_ref();
+        let wanted = Wanted {
+            filter: Filter::of_objects(SnapshotKind::NAME, None)?,
+            mask: Mask::default(),
+            page_size: request.page_size,
+            page_token: &request.page_token,
+        };
+        let page = list::<SnapshotKind>(&self.host, wanted).await?;
         Ok(Response::new(v1::ListSnapshotsResponse {
-            snapshots,
-            next_page_token,
+            snapshots: page.objects,
+            next_page_token: page.next_page_token,
         }))
     }
 

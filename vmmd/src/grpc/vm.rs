@@ -1,5 +1,7 @@
 //! `vmmd.v1.VmService`.
 
+mod kind;
+
 use std::{sync::Arc, time::Duration};
 
 use tonic::{Request, Response, Status, Streaming};
@@ -12,15 +14,19 @@ use vmmd_objects::{
 
 use super::{
     ask::Asked,
-    console, list, logs,
+    console,
+    filter::Filter,
+    logs,
+    mask::Mask,
+    objects::{Stream, Wanted, get, list, watch},
     period::{grace, period, timeout},
-    port_forward, update, vnc, watch,
+    port_forward, update, vnc,
 };
 use crate::{
     auth::Caller,
     host::Host,
     registry::vms::{
-        Entry,
+        Entry, VmKind,
         command::{self, Command, DiskRequest},
     },
     stats, vm,
@@ -78,8 +84,7 @@ impl VmService for Vms {
         &self,
         request: Request<v1::GetVmRequest>,
     ) -> Result<Response<v1::GetVmResponse>, Status> {
-        let entry = self.find(&request.get_ref().name)?;
-        let vm = entry.state.borrow().as_ref().clone();
+        let vm = get::<VmKind>(&self.host, &request.get_ref().name).await?;
         Ok(Response::new(v1::GetVmResponse { vm: Some(vm) }))
     }
 
@@ -87,17 +92,31 @@ impl VmService for Vms {
         &self,
         request: Request<v1::ListVmsRequest>,
     ) -> Result<Response<v1::ListVmsResponse>, Status> {
-        let listed = list::list(&self.host.vms, request.get_ref())?;
-        Ok(Response::new(listed))
+        let request = request.get_ref();
+        let wanted = Wanted {
+            filter: Filter::new(request.filter.as_ref(), "")?,
+            mask: Mask::new(&request.fields)?,
+            page_size: request.page_size,
+            page_token: &request.page_token,
+        };
+        let page = list::<VmKind>(&self.host, wanted).await?;
+        Ok(Response::new(v1::ListVmsResponse {
+            vms: page.objects,
+            next_page_token: page.next_page_token,
+            cursor: page.cursor,
+        }))
     }
 
-    type WatchVmsStream = watch::Stream;
+    type WatchVmsStream = Stream<VmKind>;
 
     async fn watch_vms(
         &self,
         request: Request<v1::WatchVmsRequest>,
     ) -> Result<Response<Self::WatchVmsStream>, Status> {
-        let stream = watch::watch(Arc::clone(&self.host), request.get_ref())?;
+        let request = request.get_ref();
+        let filter = Filter::new(request.filter.as_ref(), &request.name)?;
+        let mask = Mask::new(&request.fields)?;
+        let stream = watch::<VmKind>(&self.host, filter, mask, &request.cursor)?;
         Ok(Response::new(stream))
     }
 

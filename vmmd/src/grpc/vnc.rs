@@ -6,13 +6,7 @@
 
 use std::sync::Arc;
 
-use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::unix::{OwnedReadHalf, OwnedWriteHalf},
-    sync::mpsc,
-};
-use tokio_stream::wrappers::ReceiverStream;
-use tonic::{Status, Streaming};
+use tonic::Streaming;
 use vmmd_api::v1::{
     CreateVncTicketRequest, CreateVncTicketResponse, VncRequest, VncResponse, VncTicketKind,
     vnc_request::Message,
@@ -20,6 +14,7 @@ use vmmd_api::v1::{
 use vmmd_host::{failure::Failure, text};
 use vmmd_objects::context::Initiator;
 
+use super::relay::{self, Messages, relay};
 use crate::{
     host::Host,
     registry::screens::{Form, LIFE, Ticket},
@@ -27,13 +22,7 @@ use crate::{
 };
 
 /// The stream to the client.
-pub type Stream = ReceiverStream<Result<VncResponse, Status>>;
-type Sender = mpsc::Sender<Result<VncResponse, Status>>;
-
-/// Messages ready for a client that reads slowly.
-const READY: usize = 4;
-/// Largest message in bytes, in both directions.
-const CHUNK: usize = 64 << 10;
+pub type Stream = relay::Stream<VncResponse>;
 
 /// Opens the screen that the client's first message names.
 pub async fn open(host: Arc<Host>, mut input: Streaming<VncRequest>) -> Result<Stream, Failure> {
@@ -51,21 +40,15 @@ pub async fn open(host: Arc<Host>, mut input: Streaming<VncRequest>) -> Result<S
         .get(&open.name)
         .ok_or_else(|| Failure::no_vm(&open.name))?;
     let connection = screen::connect(&host, &entry, open.view_only).await?;
-    let (sender, receiver) = mpsc::channel(READY);
-    tokio::spawn(async move {
-        let (reader, writer) = connection.into_split();
-        let end = tokio::select! {
-            end = pass_in(input, writer) => end,
-            () = pass_out(reader, &sender) => None,
-            () = sender.closed() => None,
-            () = host.stopping.cancelled() => Some(Failure::stopping()),
-        };
-        if let Some(failure) = end {
-            // The client may have gone.
-            let _gone = sender.send(Err(failure.into())).await;
-        }
-    });
-    Ok(ReceiverStream::new(receiver))
+    let messages = Messages {
+        data: |request: VncRequest| match request.message {
+            Some(Message::Data(bytes)) => Some(bytes),
+            _ => None,
+        },
+        answer: |data| VncResponse { data },
+        half_closes: false,
+    };
+    Ok(relay(host, input, connection, messages))
 }
 
 /// Makes a ticket for `who`.
@@ -118,28 +101,4 @@ pub fn ticket(
         url,
         expire_time: text::timestamp(text::now_ms().saturating_add(life)),
     })
-}
-
-/// Passes the client's data to the `vmm`, until either side ends the connection.
-async fn pass_in(mut input: Streaming<VncRequest>, mut writer: OwnedWriteHalf) -> Option<Failure> {
-    while let Ok(Some(request)) = input.message().await {
-        match request.message {
-            Some(Message::Data(bytes)) if bytes.len() <= CHUNK => writer.write_all(&bytes).await.ok()?,
-            Some(Message::Data(_)) => return Some(Failure::field("data", "at most 64 KiB a message")),
-            _ => return Some(Failure::field("data", "must follow after `open`")),
-        }
-    }
-    None
-}
-
-/// Passes the data of the `vmm` to the client, until the `vmm` ends the connection or the client
-/// disconnects.
-async fn pass_out(mut reader: OwnedReadHalf, sender: &Sender) {
-    let mut buffer = vec![0; CHUNK];
-    while let Ok(count) = reader.read(&mut buffer).await {
-        let data = buffer.get(..count).unwrap_or_default().to_vec();
-        if count == 0 || sender.send(Ok(VncResponse { data })).await.is_err() {
-            return;
-        }
-    }
 }

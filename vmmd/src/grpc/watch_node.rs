@@ -2,10 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use tokio::{
-    sync::{broadcast::error::RecvError, mpsc},
-    time::sleep,
-};
+use tokio::{sync::mpsc, time::sleep};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 use vmmd_api::v1::{Node, WatchNodeResponse};
@@ -51,10 +48,10 @@ async fn follow(
 ) -> Result<(), Failure> {
     let mut news = host.node.news();
     let mut sent: Option<Node> = None;
-    let (_, mut changes) = host.vms.subscribe();
+    let mut vms = host.vms.registry.news();
     loop {
         // Changes from here on cause another look.
-        changes = changes.resubscribe();
+        vms.mark_unchanged();
         news.mark_unchanged();
         let node = shared.get(|| describe(host)).await?;
         if sent.as_ref().is_none_or(|sent| differs(sent, &node)) {
@@ -67,7 +64,7 @@ async fn follow(
             sent = Some(node);
         }
         tokio::select! {
-            changed = changes.recv() => if matches!(changed, Err(RecvError::Closed)) {
+            changed = vms.changed() => if changed.is_err() {
                 return Ok(());
             },
             changed = news.changed() => if changed.is_err() {
@@ -131,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn small_moves_of_free_memory_and_amounts_in_messages_are_not_sent() {
+    fn small_changes_of_free_memory_are_not_sent() {
         let sent = node(1000, "1 of 2", 1);
         assert!(!differs(&sent, &node(1100, "2 of 2", 1)));
         assert!(differs(&sent, &node(1101, "1 of 2", 1)));

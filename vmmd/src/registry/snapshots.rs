@@ -3,30 +3,48 @@
 mod quota;
 
 use std::{
-    collections::{BTreeMap, HashMap},
-    ops::Bound,
+    collections::HashMap,
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
 use tokio::sync::oneshot;
-use vmmd_host::{
-    failure::{Failure, Kind},
-    text,
-};
-use vmmd_store::{SnapshotRecord, SnapshotStage};
+use vmmd_host::failure::Failure;
+use vmmd_objects::registry::{self, Objects, Registry};
+use vmmd_store::{SnapshotDisk, SnapshotRecord, SnapshotStage};
 
 use crate::config::SnapshotLimits;
 
 /// The snapshots.
 #[derive(Debug, Default)]
 pub struct Snapshots {
-    inner: Mutex<BTreeMap<String, SnapshotRecord>>,
+    /// All snapshots. Clients see the complete ones.
+    pub registry: Registry<SnapshotKind>,
     /// Snapshots that wait until a VM's disks are quiet, by the VM's UUID.
     waiting: Mutex<HashMap<Vec<u8>, Waiting>>,
-    /// By the snapshot's UUID: how many exports and restores read it. Locked after `inner`.
-    readers: Mutex<HashMap<Vec<u8>, usize>>,
     /// Held while a VM is made of one: its NICs' addresses are compared with those of all VMs.
     pub making: tokio::sync::Mutex<()>,
+}
+
+/// Snapshots of VMs.
+#[derive(Clone, Debug, PartialEq)]
+pub enum SnapshotKind {}
+
+impl registry::Kind for SnapshotKind {
+    const NAME: &'static str = "snapshot";
+    const A: &'static str = "a snapshot";
+    const EXISTS: &'static str = "SNAPSHOT_EXISTS";
+    const NOT_FOUND: &'static str = "SNAPSHOT_NOT_FOUND";
+    type Record = SnapshotRecord;
+    /// How many exports and restores read the snapshot.
+    type State = usize;
+    type Index = ();
+    type View = ();
+
+    fn view(_: &Objects<Self>, _: &SnapshotRecord, _: &usize) {}
+
+    fn is_shown(record: &SnapshotRecord) -> bool {
+        is_ready(record)
+    }
 }
 
 #[derive(Debug)]
@@ -37,105 +55,80 @@ struct Waiting {
 }
 
 impl Snapshots {
-    /// A snapshot that is complete.
-    pub fn get(&self, name: &str) -> Result<SnapshotRecord, Failure> {
-        let inner = self.inner();
-        let found = inner.get(name).filter(|record| is_ready(record));
-        found.cloned().ok_or_else(|| not_found(name))
-    }
-
     /// All snapshots that are complete, by name.
     pub fn list(&self) -> Vec<SnapshotRecord> {
-        self.inner()
-            .values()
+        let snapshots = self.registry.lock();
+        snapshots
+            .records()
             .filter(|record| is_ready(record))
             .cloned()
             .collect()
     }
 
-    /// The first `limit` complete snapshots after a name, and whether there are more.
-    pub fn page(&self, after: &str, limit: usize) -> (Vec<SnapshotRecord>, bool) {
-        let inner = self.inner();
-        let rows = inner.range::<str, _>((Bound::Excluded(after), Bound::Unbounded));
-        let mut found = rows.map(|(_, record)| record).filter(|record| is_ready(record));
-        let page = found.by_ref().take(limit).cloned().collect();
-        (page, found.next().is_some())
-    }
-
     /// Reserves the name of a snapshot that is to be made, and the room that its record says. Refused while another one of the same VM is being
     /// made, and when there would be more than `limits` allow.
     pub fn reserve(&self, record: &SnapshotRecord, limits: &SnapshotLimits) -> Result<(), Failure> {
-        let mut inner = self.inner();
-        if inner.contains_key(&record.name) {
-            let message = format!("there is a snapshot \"{}\" already", record.name);
-            return Err(Failure::new(Kind::Exists, "SNAPSHOT_EXISTS", message));
-        }
+        let mut snapshots = self.registry.lock();
+        snapshots.check_free(&record.name)?;
         // One that is being deleted was complete.
         let is_taken = |it: &&SnapshotRecord| !is_ready(it) && it.completed_ms == 0;
-        let mut taken = inner.values().filter(is_taken);
-        if let Some(other) = taken.find(|other| other.vm_uid == record.vm_uid) {
+        let of_vm = |it: &&SnapshotRecord| it.vm_uid == record.vm_uid;
+        let other = snapshots.records().filter(is_taken).find(of_vm);
+        if let Some(other) = other {
             return Err(under_way(&record.vm_name, &other.name));
         }
-        quota::check_count(inner.values(), record, limits)?;
-        quota::check_room(inner.values(), record, limits)?;
-        inner.insert(record.name.clone(), record.clone());
+        quota::check_count(snapshots.records(), record, limits)?;
+        quota::check_room(snapshots.records(), record, limits)?;
+        snapshots.put(record.clone());
         Ok(())
     }
 
     /// Notes that a snapshot that is being made takes the room that its record says. Refused when that is more than `limits` leave.
     pub fn charge(&self, record: &SnapshotRecord, limits: &SnapshotLimits) -> Result<(), Failure> {
-        let mut inner = self.inner();
-        quota::check_room(inner.values(), record, limits)?;
-        if let Some(held) = inner.get_mut(&record.name) {
+        let mut snapshots = self.registry.lock();
+        quota::check_room(snapshots.records(), record, limits)?;
+        snapshots.change(&record.name, |held, _| {
             held.allocated_bytes = record.allocated_bytes;
-        }
+        });
         Ok(())
     }
 
     /// Returns a snapshot and protects it from deletion until [`end_reading`](Self::end_reading).
     pub fn begin_reading(&self, name: &str) -> Result<SnapshotRecord, Failure> {
-        let inner = self.inner();
-        let found = inner.get(name).filter(|record| is_ready(record));
-        let record = found.ok_or_else(|| not_found(name))?;
-        *self.readers().entry(record.uid.clone()).or_default() += 1;
-        Ok(record.clone())
+        let mut snapshots = self.registry.lock();
+        let record = ready(&snapshots, name)?;
+        snapshots.change(name, |_, readers| *readers += 1);
+        Ok(record)
     }
 
-    /// An export or a restore of the snapshot with this UUID has ended.
-    pub fn end_reading(&self, uid: &[u8]) {
-        let mut readers = self.readers();
-        if let Some(count) = readers.get_mut(uid) {
-            *count -= 1;
-            if *count == 0 {
-                readers.remove(uid);
-            }
-        }
+    /// An export or a restore of a snapshot has ended.
+    pub fn end_reading(&self, name: &str) {
+        let mut snapshots = self.registry.lock();
+        snapshots.change(name, |_, readers| *readers = readers.saturating_sub(1));
     }
 
-    /// Takes a snapshot out of use, for good unless it is [put](Self::put) back.
+    /// Takes a snapshot out of use, for good unless its record is put back.
     pub fn begin_delete(&self, name: &str) -> Result<SnapshotRecord, Failure> {
-        let mut inner = self.inner();
-        let found = inner.get_mut(name).filter(|record| is_ready(record));
-        let record = found.ok_or_else(|| not_found(name))?;
-        if self.readers().contains_key(&record.uid) {
+        let mut snapshots = self.registry.lock();
+        let record = ready(&snapshots, name)?;
+        if snapshots.state(name).is_some_and(|readers| *readers > 0) {
             let message = format!(
                 "snapshot \"{name}\" is being exported or restored: wait for the end of that, or end it"
             );
             return Err(Failure::precondition("SNAPSHOT_IN_USE", message));
         }
-        let ready = record.clone();
-        record.stage = SnapshotStage::Partial.into();
-        Ok(ready)
+        snapshots.change(name, |record, _| record.stage = SnapshotStage::Partial.into());
+        Ok(record)
     }
 
     /// Sets the record of a snapshot.
     pub fn put(&self, record: SnapshotRecord) {
-        self.inner().insert(record.name.clone(), record);
+        self.registry.lock().put(record);
     }
 
-    /// Notes that a snapshot is gone.
-    pub fn forget(&self, name: &str) {
-        self.inner().remove(name);
+    /// Notes that a snapshot is gone; `uid` is its UUID.
+    pub fn forget(&self, uid: &[u8]) {
+        self.registry.lock().remove(uid);
     }
 
     /// Hears it when the disks of a VM are quiet. For the one snapshot of that VM that is being taken.
@@ -167,33 +160,32 @@ impl Snapshots {
 
     /// Name of a snapshot that has an overlay of this disk of the DiskService.
     pub fn needs(&self, disk: &[u8]) -> Option<String> {
-        let inner = self.inner();
-        let mut needing = inner
-            .values()
-            .filter(|record| record.disks.iter().any(|it| it.backing == disk));
-        needing.next().map(|record| record.name.clone())
+        self.with_disk(|it| it.backing == disk)
     }
 
     /// Name of a snapshot that has an overlay of this image.
     pub fn needs_image(&self, image: &[u8]) -> Option<String> {
-        let inner = self.inner();
-        let mut needing = inner
-            .values()
-            .filter(|record| record.disks.iter().any(|it| it.image == image));
-        needing.next().map(|record| record.name.clone())
+        self.with_disk(|it| it.image == image)
     }
 
-    fn readers(&self) -> MutexGuard<'_, HashMap<Vec<u8>, usize>> {
-        self.readers.lock().unwrap_or_else(PoisonError::into_inner)
+    fn with_disk(&self, wanted: impl Fn(&SnapshotDisk) -> bool) -> Option<String> {
+        let snapshots = self.registry.lock();
+        let mut with = snapshots
+            .records()
+            .filter(|record| record.disks.iter().any(&wanted));
+        with.next().map(|record| record.name.clone())
     }
 
     fn waiting(&self) -> MutexGuard<'_, HashMap<Vec<u8>, Waiting>> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
 
-    fn inner(&self) -> MutexGuard<'_, BTreeMap<String, SnapshotRecord>> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
-    }
+fn ready(snapshots: &Objects<SnapshotKind>, name: &str) -> Result<SnapshotRecord, Failure> {
+    let found = snapshots.get(name).filter(|record| is_ready(record));
+    found
+        .cloned()
+        .ok_or_else(|| <SnapshotKind as registry::Kind>::not_found(name))
 }
 
 fn is_ready(record: &SnapshotRecord) -> bool {
@@ -205,17 +197,12 @@ fn under_way(vm: &str, name: &str) -> Failure {
     Failure::precondition("SNAPSHOT_UNDER_WAY", message)
 }
 
-fn not_found(name: &str) -> Failure {
-    let message = format!("there is no snapshot \"{}\" on this node", text::brief(name));
-    Failure::new(Kind::NotFound, "SNAPSHOT_NOT_FOUND", message)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn a_notice_of_another_snapshot_is_not_taken_for_the_one_that_is_waited_for() {
+    fn notice_of_another_snapshot_is_ignored() {
         let snapshots = Snapshots::default();
         let mut quiet = snapshots.until_quiet(b"web", 2);
         assert!(snapshots.disks_quiet(b"web", 1));

@@ -79,9 +79,9 @@ pub async fn create(
     cancel: CancellationToken,
 ) -> Result<v1::Snapshot, Failure> {
     if let Some(made) = host.requests.made(context, "CreateSnapshot")
-        && let Some(record) = host.snapshots.list().into_iter().find(|it| it.uid == made)
+        && let Some(seen) = host.snapshots.registry.find(&made)
     {
-        return Ok(describe(&record, host.store.key()));
+        return Ok(describe(&seen.record, host.store.key()));
     }
     let mut record = validate(&request)?;
     let disks = match record.has_machine() {
@@ -303,7 +303,7 @@ async fn make(
     paused: bool,
     cancel: &Cancel,
 ) -> Result<SaveReply, Failure> {
-    host.store.put_snapshot(record).await.map_err(store_failure)?;
+    host.store.put(record).await.map_err(store_failure)?;
     let images = Arc::new(images);
     let (of, prepared) = (record.clone(), Arc::clone(&images));
     let may_copy = paused || source.client().is_none();

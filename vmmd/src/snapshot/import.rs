@@ -45,9 +45,9 @@ where
     S: Stream<Item = Result<v1::ImportSnapshotRequest, Status>> + Unpin + Send,
 {
     if let Some(made) = host.requests.made(context, "ImportSnapshot")
-        && let Some(record) = host.snapshots.list().into_iter().find(|it| it.uid == made)
+        && let Some(seen) = host.snapshots.registry.find(&made)
     {
-        return Ok(describe(&record, host.store.key()));
+        return Ok(describe(&seen.record, host.store.key()));
     }
     let mut archive = Archive {
         stream,
@@ -184,7 +184,7 @@ where
         let message = format!("the image below disk \"{}\" was deleted meanwhile", gone.name);
         return Err(Failure::new(Kind::NotFound, "IMAGE_NOT_FOUND", message));
     }
-    host.store.put_snapshot(record).await.map_err(store_failure)?;
+    host.store.put(record).await.map_err(store_failure)?;
     let mut charged = record.clone();
     let of = record.clone();
     let mut target = blocking(host, move |folder| Target::create(folder, of)).await?;

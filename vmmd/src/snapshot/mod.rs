@@ -56,10 +56,10 @@ use vmmd_objects::{
     context::Context,
     event::{Draft, Object},
     operation::Handle,
+    registry::Record as _,
     request,
 };
-use vmmd_store::store_failure;
-use vmmd_store::{Key, RequestRecord, SnapshotRecord, SnapshotStage};
+use vmmd_store::{Key, RequestRecord, SnapshotRecord, SnapshotStage, store_failure};
 
 use crate::host::Host;
 
@@ -78,13 +78,17 @@ impl Folder {
 
     /// Makes the file of a new snapshot, empty.
     fn create(&self, record: &SnapshotRecord) -> io::Result<File> {
+        self.make(&self.path(record))
+    }
+
+    fn make(&self, path: &Path) -> io::Result<File> {
         private_dir(&self.0)?;
         File::options()
             .read(true)
             .write(true)
             .create_new(true)
             .mode(0o600)
-            .open(self.path(record))
+            .open(path)
     }
 
     /// The copy of a disk in a snapshot, by its number in the record.
@@ -94,13 +98,7 @@ impl Folder {
 
     /// Makes the file of a disk's copy, empty.
     fn create_disk(&self, record: &SnapshotRecord, number: usize) -> io::Result<File> {
-        private_dir(&self.0)?;
-        File::options()
-            .read(true)
-            .write(true)
-            .create_new(true)
-            .mode(0o600)
-            .open(self.disk(record, number))
+        self.make(&self.disk(record, number))
     }
 
     /// Room that the files of a snapshot take, in bytes.
@@ -178,7 +176,7 @@ impl Held {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        self.host.snapshots.end_reading(&self.record.uid);
+        self.host.snapshots.end_reading(&self.record.name);
     }
 }
 
@@ -198,7 +196,7 @@ async fn end(
     let noted = match within {
         Ok(()) => {
             record.stage = SnapshotStage::Ready.into();
-            host.store.put_snapshot(&record).await.map_err(store_failure)
+            host.store.put(&record).await.map_err(store_failure)
         }
         Err(failure) => Err(failure),
     };
@@ -233,15 +231,7 @@ async fn room(host: &Arc<Host>, record: &SnapshotRecord) -> Result<u64, Failure>
 /// A snapshot as the API shows it.
 pub fn describe(record: &SnapshotRecord, key: &Key) -> v1::Snapshot {
     v1::Snapshot {
-        metadata: Some(v1::ObjectMetadata {
-            name: record.name.clone(),
-            uid: uid(record).to_string(),
-            generation: 1,
-            labels: record.labels.clone(),
-            create_time: text::timestamp(record.created_ms),
-            annotations: record.annotations.clone(),
-            owner: record.owner.clone(),
-        }),
+        metadata: Some(record.metadata()),
         spec: Some(v1::SnapshotSpec {
             vm: record.vm_name.clone(),
             kind: match record.has_machine() {
@@ -290,7 +280,7 @@ async fn retire(
         ..record.clone()
     };
     // From here on the next daemon completes the deletion if this one ends.
-    if let Err(error) = host.store.retire_snapshot(&going, answered).await {
+    if let Err(error) = host.store.put_with(&going, None, answered).await {
         host.snapshots.put(record);
         return Err(store_failure(error));
     }
@@ -307,9 +297,9 @@ async fn remove(host: &Arc<Host>, record: &SnapshotRecord) -> Result<(), Failure
     let removed = spawn_blocking(move || folder.remove(&of)).await;
     let removed = removed.unwrap_or_else(|error| Err(io::Error::other(error)));
     removed.map_err(|error| failed("remove the snapshot's file", &error))?;
-    let removed = host.store.remove_snapshot(&record.uid).await;
+    let removed = host.store.remove::<SnapshotRecord>(&record.uid, None, None).await;
     removed.map_err(store_failure)?;
-    host.snapshots.forget(&record.name);
+    host.snapshots.forget(&record.uid);
     Ok(())
 }
 
@@ -317,7 +307,7 @@ async fn remove(host: &Arc<Host>, record: &SnapshotRecord) -> Result<(), Failure
 async fn discard(host: &Arc<Host>, record: &SnapshotRecord) {
     if let Err(failure) = remove(host, record).await {
         tracing::error!(snapshot = record.name, %failure, "remove the remains of a snapshot");
-        host.snapshots.forget(&record.name);
+        host.snapshots.forget(&record.uid);
     }
 }
 

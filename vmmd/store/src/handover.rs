@@ -7,7 +7,7 @@ use prost::Message as _;
 use redb::{ReadableTable as _, WriteTransaction};
 
 use super::{
-    AbortRecord, Change, Error, HandoverRecord, HandoverStage, Store, Table, VMS, VmRecord, decode, stored,
+    AbortRecord, Change, Error, HandoverRecord, HandoverStage, Kept as _, Store, Table, VMS, VmRecord, decode,
 };
 
 /// Migrations that were taken back and whose targets have not confirmed that. Made with the first of them.
@@ -17,8 +17,7 @@ impl Store {
     /// Writes a VM's record, and notes that a migration was taken back. Durable on return. After an error the record in the store is
     /// unknown. A read does not help: it may show pages of the kernel's cache that never become durable.
     pub async fn put_handover(&self, record: &VmRecord, abort: Option<&AbortRecord>) -> Result<(), Error> {
-        let sealed = self.key.seal(stored::Vm::from(record.clone()))?;
-        let put = Change::Put(VMS, record.uid.clone(), sealed);
+        let put = Change::Put(VMS, record.uid.clone(), record.encoded(&self.key)?);
         let abort = abort.map(|abort| Change::Put(ABORTS, abort.key(), abort.encode_to_vec()));
         self.changes([put].into_iter().chain(abort).collect()).await
     }

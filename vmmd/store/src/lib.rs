@@ -10,6 +10,7 @@ mod change;
 mod failure;
 pub mod handover;
 mod history;
+mod kept;
 mod migration;
 mod network;
 mod operation;
@@ -47,6 +48,7 @@ use vmmd_host::fault;
 pub use answers::{REQUEST_AGE_MS, RequestKey, RequestMark, RequestRecord};
 pub use failure::store_failure;
 pub use history::{Deleted, DeletionRecords, HistoryRecords, MAX_TOMBSTONES, Tombstone};
+pub use kept::Kept;
 pub use migration::SCHEMA;
 pub use network::LEASE_RETENTION_MS;
 pub use operation::OperationRecord;
@@ -250,37 +252,56 @@ impl Store {
         receiver.await.map_err(|_| Error::Closed)?
     }
 
-    /// Writes a VM's record, new or changed. Durable on return.
-    pub async fn put(&self, record: &VmRecord) -> Result<(), Error> {
-        let sealed = self.key.seal(stored::Vm::from(record.clone()))?;
-        self.change(Change::Put(VMS, record.uid.clone(), sealed)).await
+    /// Writes a record, new or changed. Durable on return.
+    pub async fn put<R: Kept>(&self, record: &R) -> Result<(), Error> {
+        self.put_with(record, None, None).await
+    }
+
+    /// Writes a record as [`Self::put`] does, and stores the tombstone of an object that clients no longer see and the
+    /// answers of `answered`, except for requests with an existing answer. Durable on return.
+    pub async fn put_with<R: Kept>(
+        &self,
+        record: &R,
+        tombstone: Option<Tombstone>,
+        answered: impl IntoIterator<Item = RequestRecord>,
+    ) -> Result<(), Error> {
+        let put = Change::Put(R::TABLE, record.uid().to_vec(), record.encoded(&self.key)?);
+        self.change_with::<R>(put, tombstone, answered).await
+    }
+
+    /// Removes the record with this UUID, and stores the tombstone and the answers as [`Self::put_with`] does. Durable on
+    /// return.
+    pub async fn remove<R: Kept>(
+        &self,
+        uid: &[u8],
+        tombstone: Option<Tombstone>,
+        answered: impl IntoIterator<Item = RequestRecord>,
+    ) -> Result<(), Error> {
+        let remove = Change::Remove(R::TABLE, uid.to_vec());
+        self.change_with::<R>(remove, tombstone, answered).await
+    }
+
+    async fn change_with<R: Kept>(
+        &self,
+        change: Change,
+        tombstone: Option<Tombstone>,
+        answered: impl IntoIterator<Item = RequestRecord>,
+    ) -> Result<(), Error> {
+        let deletion = R::DELETED.zip(tombstone);
+        let deletion = deletion.map(|(kind, tombstone)| Change::Bury(kind, tombstone));
+        let answers = answered.into_iter().map(Change::Presume);
+        self.changes([change].into_iter().chain(deletion).chain(answers).collect())
+            .await
     }
 
     /// Writes a VM's record unless `cancelled` is set at the time of the write. A caller that
     /// cancels first and then writes the record itself is thus not overwritten. Durable on return;
     /// false if the record was not written.
     pub async fn put_unless(&self, cancelled: &CancellationToken, record: &VmRecord) -> Result<bool, Error> {
-        let key = record.uid.clone();
-        let value = self.key.seal(stored::Vm::from(record.clone()))?;
+        let (key, value) = (record.uid.clone(), record.encoded(&self.key)?);
         self.change(Change::PutUnless(cancelled.clone(), key, value))
             .await?;
         Ok(!cancelled.is_cancelled())
-    }
-
-    /// Removes a VM's record, and stores its tombstone and the answers of `answered`, except for
-    /// requests with an existing answer. Durable on return.
-    pub async fn bury(
-        &self,
-        uid: &[u8],
-        tombstone: Tombstone,
-        answered: Vec<RequestRecord>,
-    ) -> Result<(), Error> {
-        let mut changes = vec![
-            Change::Remove(VMS, uid.to_vec()),
-            Change::Bury(Deleted::Vm, tombstone),
-        ];
-        changes.extend(answered.into_iter().map(Change::Presume));
-        self.changes(changes).await
     }
 
     /// Remembers the answer of a request. Durable on return.
@@ -298,79 +319,6 @@ impl Store {
         receiver.await.map_err(|_| Error::Closed)?
     }
 
-    /// Writes a disk's record, new or changed. Durable on return.
-    pub async fn put_disk(&self, record: &DiskRecord) -> Result<(), Error> {
-        self.change(Change::Put(DISKS, record.uid.clone(), record.encode_to_vec()))
-            .await
-    }
-
-    /// Removes a disk's record, and remembers that. Durable on return.
-    pub async fn bury_disk(&self, uid: &[u8], tombstone: Tombstone) -> Result<(), Error> {
-        let changes = vec![
-            Change::Remove(DISKS, uid.to_vec()),
-            Change::Bury(Deleted::Disk, tombstone),
-        ];
-        self.changes(changes).await
-    }
-
-    /// Writes the record of a disk whose deletion begins, and remembers the request that is answered by that. Durable on
-    /// return.
-    pub async fn retire_disk(&self, record: &DiskRecord, answered: Vec<RequestRecord>) -> Result<(), Error> {
-        let put = Change::Put(DISKS, record.uid.clone(), record.encode_to_vec());
-        let changes = [put].into_iter().chain(answered.into_iter().map(Change::Presume));
-        self.changes(changes.collect()).await
-    }
-
-    /// Writes a snapshot's record, new or changed. Durable on return.
-    pub async fn put_snapshot(&self, record: &SnapshotRecord) -> Result<(), Error> {
-        let sealed = self.key.seal(stored::Snapshot::from(record.clone()))?;
-        self.change(Change::Put(SNAPSHOTS, record.uid.clone(), sealed))
-            .await
-    }
-
-    /// Writes the record of a snapshot whose deletion begins, and remembers the request that is answered by that. Durable on
-    /// return.
-    pub async fn retire_snapshot(
-        &self,
-        record: &SnapshotRecord,
-        answered: Option<RequestRecord>,
-    ) -> Result<(), Error> {
-        let sealed = self.key.seal(stored::Snapshot::from(record.clone()))?;
-        let put = Change::Put(SNAPSHOTS, record.uid.clone(), sealed);
-        let changes = [put].into_iter().chain(answered.map(Change::Complete));
-        self.changes(changes.collect()).await
-    }
-
-    /// Removes a snapshot's record. Durable on return.
-    pub async fn remove_snapshot(&self, uid: &[u8]) -> Result<(), Error> {
-        self.change(Change::Remove(SNAPSHOTS, uid.to_vec())).await
-    }
-
-    /// Writes a network's record, new or changed. Durable on return.
-    pub async fn put_network(&self, record: &NetworkRecord) -> Result<(), Error> {
-        self.change(Change::Put(NETWORKS, record.uid.clone(), record.encode_to_vec()))
-            .await
-    }
-
-    /// Removes a network's record. Durable on return.
-    pub async fn remove_network(&self, uid: &[u8]) -> Result<(), Error> {
-        self.change(Change::Remove(NETWORKS, uid.to_vec())).await
-    }
-
-    /// Writes the record of a network whose deletion begins, and remembers that and the request that is answered by it. Durable
-    /// on return.
-    pub async fn retire_network(
-        &self,
-        record: &NetworkRecord,
-        tombstone: Tombstone,
-        answered: Option<RequestRecord>,
-    ) -> Result<(), Error> {
-        let put = Change::Put(NETWORKS, record.uid.clone(), record.encode_to_vec());
-        let changes = [put, Change::Bury(Deleted::Network, tombstone)];
-        let answered = answered.map(Change::Complete);
-        self.changes(changes.into_iter().chain(answered).collect()).await
-    }
-
     /// Returns the key of the secrets.
     pub fn key(&self) -> &Key {
         &self.key
@@ -384,22 +332,6 @@ impl Store {
     /// A secret that [`Self::seal`] has sealed; nothing when that was done with another key or for another record.
     pub fn unseal(&self, uid: &[u8], sealed: &[u8]) -> Option<Vec<u8>> {
         self.key.plain(uid, sealed)
-    }
-
-    /// Writes an image's record, new or changed, and remembers requests that are answered by that. Durable on return.
-    pub async fn put_image(&self, record: &ImageRecord, answered: Vec<RequestRecord>) -> Result<(), Error> {
-        let put = Change::Put(IMAGES, record.uid.clone(), record.encode_to_vec());
-        let changes = [put].into_iter().chain(answered.into_iter().map(Change::Presume));
-        self.changes(changes.collect()).await
-    }
-
-    /// Removes an image's record, and remembers that. Durable on return.
-    pub async fn bury_image(&self, uid: &[u8], tombstone: Tombstone) -> Result<(), Error> {
-        let changes = vec![
-            Change::Remove(IMAGES, uid.to_vec()),
-            Change::Bury(Deleted::Image, tombstone),
-        ];
-        self.changes(changes).await
     }
 
     /// Writes the node's record. Durable on return.

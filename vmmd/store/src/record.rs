@@ -4,11 +4,10 @@
 
 use std::{collections::BTreeMap, fmt};
 
-use prost::Message as _;
 use vm_lifecycle::{policy::Intent, restart::RestartRecord};
 use vmmd_api::v1::{ExitReason, ExitStatus, RunCounts, VmSpec};
 
-use super::{RequestMark, stored::Vm};
+use super::RequestMark;
 
 /// A VM, from its creation to its deletion.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -246,16 +245,6 @@ impl VmRecord {
     /// Returns the last requested state.
     pub fn intent(&self) -> Intent {
         Intent::try_from(self.intent).unwrap_or(Intent::Stopped)
-    }
-
-    /// Sets the requested state.
-    pub fn set_intent(&mut self, intent: Intent) {
-        self.intent = intent.into();
-    }
-
-    /// As daemons before schema 5 have written it, with its secrets in clear text.
-    pub fn to_bytes(&self) -> Vec<u8> {
-        Vm::from(self.clone()).encode_to_vec()
     }
 
     /// How its last run ended, for the run policy: a run that the node has ended did not end as the VM wanted.

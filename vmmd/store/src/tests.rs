@@ -34,7 +34,10 @@ async fn what_was_acknowledged_is_there_after_a_new_start() {
         store.put(&record(1, "a")).await.unwrap();
         store.put(&record(2, "b")).await.unwrap();
         store.put(&record(1, "c")).await.unwrap();
-        store.bury(&[2; 16], tombstone(1), Vec::new()).await.unwrap();
+        store
+            .remove::<VmRecord>(&[2; 16], Some(tombstone(1)), None)
+            .await
+            .unwrap();
     }
     assert_eq!(names(&reopen(folder.path()).vms), ["c"]);
 }
@@ -199,8 +202,8 @@ async fn disks_are_kept_beside_vms_also_with_the_same_key() {
     {
         let (store, _) = Store::open(folder.path(), &key()).unwrap();
         store.put(&record(1, "vm")).await.unwrap();
-        store.put_disk(&disk(1, "disk")).await.unwrap();
-        store.put_disk(&disk(2, "gone")).await.unwrap();
+        store.put(&disk(1, "disk")).await.unwrap();
+        store.put(&disk(2, "gone")).await.unwrap();
         let metadata = vmmd_api::v1::ObjectMetadata {
             name: "gone".into(),
             generation: 7,
@@ -213,7 +216,10 @@ async fn disks_are_kept_beside_vms_also_with_the_same_key() {
             owned: 0,
             moved: false,
         };
-        store.bury_disk(&[2; 16], tombstone).await.unwrap();
+        store
+            .remove::<DiskRecord>(&[2; 16], Some(tombstone), None)
+            .await
+            .unwrap();
     }
     let records = reopen(folder.path());
     assert_eq!(
@@ -275,7 +281,7 @@ async fn a_deletion_is_remembered_with_the_answers_that_it_is() {
         let (store, _) = Store::open(folder.path(), &key()).unwrap();
         store.put(&record(1, "a")).await.unwrap();
         store
-            .bury(&[1; 16], tombstone(3), vec![answered("x")])
+            .remove::<VmRecord>(&[1; 16], Some(tombstone(3)), [answered("x")])
             .await
             .unwrap();
         let found = store.request(RequestKey::new("", "x")).await.unwrap().unwrap();
@@ -329,7 +335,7 @@ async fn answers_are_forgotten_when_they_are_a_day_old() {
 }
 
 #[tokio::test]
-async fn an_answer_that_was_told_is_not_replaced_by_what_a_deletion_presumes() {
+async fn given_answer_is_not_replaced_by_a_deletion() {
     let folder = tempfile::tempdir().unwrap();
     let (store, _) = Store::open(folder.path(), &key()).unwrap();
     let presumed = |id| RequestRecord {
@@ -338,7 +344,10 @@ async fn an_answer_that_was_told_is_not_replaced_by_what_a_deletion_presumes() {
     };
     store.complete(answered("told")).await.unwrap();
     let answers = vec![presumed("told"), presumed("not told")];
-    store.bury(&[2; 16], tombstone(1), answers).await.unwrap();
+    store
+        .remove::<VmRecord>(&[2; 16], Some(tombstone(1)), answers)
+        .await
+        .unwrap();
     for (id, response) in [("told", [2]), ("not told", [3])] {
         let found = store.request(RequestKey::new("", id)).await.unwrap();
         assert_eq!(found.unwrap().response, response, "{id}");
@@ -526,7 +535,10 @@ async fn aborts_outlive_their_vm_until_the_last_is_confirmed() {
         }
         store.confirmed(&abort("one:1", 1)).await.unwrap();
         store.again(&abort("one:1", 3)).await.unwrap();
-        store.bury(&[1; 16], tombstone(1), Vec::new()).await.unwrap();
+        store
+            .remove::<VmRecord>(&[1; 16], Some(tombstone(1)), None)
+            .await
+            .unwrap();
         store.again(&abort("two:1", 2)).await.unwrap();
     }
     {

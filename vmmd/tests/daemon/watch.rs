@@ -15,28 +15,34 @@ async fn next(events: &mut Streaming<WatchVmsResponse>) -> (WatchEventType, Stri
 }
 
 #[tokio::test]
-async fn a_watcher_sees_what_is_there_and_then_each_phase() {
-    use VmPhase::{Running, Starting, Stopped, Stopping, Terminating, Unspecified};
+async fn a_watcher_sees_what_is_there_and_then_the_changes() {
+    use VmPhase::{Running, Stopped, Unspecified};
     use WatchEventType::{Added, Deleted, Modified, Synced};
     let daemon = Daemon::start().await;
     daemon.create(daemon.manifest("a", "")).await.unwrap();
     let mut events = daemon.watch("").await;
     assert_eq!(next(&mut events).await, (Added, "a".into(), Stopped));
     assert_eq!(next(&mut events).await, (Synced, String::new(), Unspecified));
-    daemon.run("b", "").await;
+    daemon.create(daemon.manifest("b", "")).await.unwrap();
+    assert_eq!(next(&mut events).await, (Added, "b".into(), Stopped));
+    // Phases that are over soon may not be seen.
+    let mut until = async |wanted| {
+        let mut seen = next(&mut events).await;
+        while seen != (Modified, "b".to_owned(), wanted) {
+            assert_eq!((seen.0, seen.1.as_str()), (Modified, "b"));
+            seen = next(&mut events).await;
+        }
+    };
+    daemon.start_vm("b").await.unwrap();
+    until(Running).await;
     daemon.stop("b", None).await.unwrap();
+    until(Stopped).await;
     daemon.delete("b", false).await.unwrap();
-    for (kind, phase) in [
-        (Added, Stopped),
-        (Modified, Starting),
-        (Modified, Running),
-        (Modified, Stopping),
-        (Modified, Stopped),
-        (Modified, Terminating),
-        (Deleted, Terminating),
-    ] {
-        assert_eq!(next(&mut events).await, (kind, "b".into(), phase));
+    let mut last = next(&mut events).await;
+    while last.0 == Modified {
+        last = next(&mut events).await;
     }
+    assert_eq!((last.0, last.1.as_str()), (Deleted, "b"));
 }
 
 #[tokio::test]

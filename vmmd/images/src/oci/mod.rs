@@ -137,10 +137,7 @@ pub async fn layers<H: Ports>(
     let layers = manifest.layers(record.max_size)?;
     if record.source_manifest != digest {
         record.source_manifest = digest.to_vec();
-        host.store()
-            .put_image(record, Vec::new())
-            .await
-            .map_err(store_failure)?;
+        host.store().put(record).await.map_err(store_failure)?;
         host.images().settle(record.clone());
     }
     let folder = host.folder();

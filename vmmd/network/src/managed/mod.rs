@@ -360,7 +360,7 @@ impl Networks {
 
     /// Stores a record durably, then updates the daemon's copy.
     async fn write(&self, host: Ports<'_>, record: &NetworkRecord) -> Result<(), Failure> {
-        host.store.put_network(record).await.map_err(store_failure)?;
+        host.store.put(record).await.map_err(store_failure)?;
         self.registry.lock().put(record.clone());
         Ok(())
     }
@@ -377,7 +377,7 @@ impl Networks {
             ..record.clone()
         };
         let tombstone = self.registry.bury(&record);
-        let retired = host.store.retire_network(&record, tombstone.clone(), answered);
+        let retired = host.store.put_with(&record, Some(tombstone.clone()), answered);
         let retired = retired.await.map_err(store_failure);
         let mut networks = self.registry.lock();
         if retired.is_ok() {

@@ -187,7 +187,7 @@ impl Networks {
         }
         for record in &all {
             if record.leaving && !problems.contains_key(&record.uid) {
-                match host.store.remove_network(&record.uid).await {
+                match host.store.remove::<NetworkRecord>(&record.uid, None, None).await {
                     Ok(()) => drop(self.registry.lock().remove(&record.uid)),
                     Err(error) => drop(problems.insert(record.uid.clone(), store_failure(error))),
                 }

@@ -43,7 +43,7 @@ fn name_is_taken_until_its_object_is_forgotten() {
     assert_eq!((made.generation, made.made_run), (1, 1));
     let taken = registry.lock().check_free("a").unwrap_err();
     assert_eq!(taken.reason, "THING_EXISTS");
-    let position = registry.position();
+    let position = registry.lock().feed().position();
     let tombstone = registry.bury(&made);
     registry.forget(&made.uid, tombstone);
     registry.lock().check_free("a").unwrap();
@@ -51,8 +51,8 @@ fn name_is_taken_until_its_object_is_forgotten() {
     // A forgotten object stays forgotten.
     registry.settle(made);
     assert!(registry.find(&[1; 16]).is_none());
-    let (buried, snapshot) = registry.since(position).unwrap();
-    assert_eq!((buried.len(), names(&snapshot).len()), (1, 0));
+    let deletions = registry.lock().feed().deletions_since(position).unwrap();
+    assert_eq!((deletions.len(), names(&registry.after(None)).len()), (1, 0));
 }
 
 #[test]

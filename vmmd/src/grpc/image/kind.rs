@@ -8,23 +8,33 @@ use vmmd_objects::registry::{Record as _, Registry, Seen};
 
 use vmmd_images::{describe, registry::ImageKind};
 
-use crate::{grpc::objects::Served, host::Host};
+use crate::{
+    grpc::objects::{Served, Watched},
+    host::Host,
+};
 
 impl Served for ImageKind {
     type Object = v1::Image;
-    type Event = v1::WatchImagesResponse;
 
     fn registry(host: &Host) -> &Registry<Self> {
         &host.images.registry
     }
 
-    async fn look_at(host: &Arc<Host>, seen: Vec<Arc<Seen<Self>>>) -> Result<Vec<v1::Image>, Failure> {
+    async fn look_at(
+        host: &Arc<Host>,
+        seen: Vec<Arc<Seen<Self>>>,
+        _: Vec<v1::Image>,
+    ) -> Result<Vec<v1::Image>, Failure> {
         describe::look_at(host, seen).await
     }
 
     fn known(_: &Host, seen: &Seen<Self>) -> v1::Image {
-        Self::gone(seen.record.metadata())
+        <Self as Watched>::gone(seen.record.metadata())
     }
+}
+
+impl Watched for ImageKind {
+    type Event = v1::WatchImagesResponse;
 
     fn gone(metadata: ObjectMetadata) -> v1::Image {
         v1::Image {

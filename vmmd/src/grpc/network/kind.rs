@@ -1,29 +1,28 @@
 //! Networks, for lists and watches.
 
-use std::sync::Arc;
-
 use vmmd_api::v1::{self, ObjectMetadata, WatchEventType};
-use vmmd_host::failure::Failure;
 use vmmd_network::{NetworkKind, describe};
 use vmmd_objects::registry::{Registry, Seen};
 
-use crate::{grpc::objects::Served, host::Host};
+use crate::{
+    grpc::objects::{Served, Watched},
+    host::Host,
+};
 
 impl Served for NetworkKind {
     type Object = v1::Network;
-    type Event = v1::WatchNetworksResponse;
 
     fn registry(host: &Host) -> &Registry<Self> {
         &host.networks.registry
     }
 
-    async fn look_at(_: &Arc<Host>, seen: Vec<Arc<Seen<Self>>>) -> Result<Vec<v1::Network>, Failure> {
-        Ok(seen.iter().map(|seen| describe(seen)).collect())
-    }
-
     fn known(_: &Host, seen: &Seen<Self>) -> v1::Network {
         describe(seen)
     }
+}
+
+impl Watched for NetworkKind {
+    type Event = v1::WatchNetworksResponse;
 
     fn gone(metadata: ObjectMetadata) -> v1::Network {
         v1::Network {

@@ -38,6 +38,7 @@ pub async fn finished<K: Served>(
 }
 
 async fn now<K: Served>(host: &Arc<Host>, seen: Arc<Seen<K>>) -> Result<K::Object, Failure> {
-    let mut objects = K::look_at(host, vec![seen]).await?;
+    let known = vec![K::known(host, &seen)];
+    let mut objects = K::look_at(host, vec![seen], known).await?;
     Ok(objects.pop().unwrap_or_default())
 }

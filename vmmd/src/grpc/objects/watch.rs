@@ -6,32 +6,30 @@
 //! except objects with later changes. Therefore events are sent in the order of their revisions,
 //! including the events of the first snapshot.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    sync::Arc,
-};
+use std::{collections::BTreeMap, sync::Arc};
 
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
-use vmmd_api::v1::{ObjectFilter, ObjectMetadata, WatchEventType};
+use vmmd_api::v1::{ObjectMetadata, WatchEventType};
 use vmmd_host::failure::Failure;
 use vmmd_objects::{
     feed::{Deletion, Position},
-    registry::{Kind, Record as _, Seen, Snapshot},
+    registry::{Kind, Objects, Record as _, Seen},
 };
 
-use super::{Served, Shared, cursor, shared::Latest};
+use super::{Served, Watched, cursor};
 use crate::{
     grpc::{
         cursor::{Cursor, expired},
         filter::Filter,
+        mask::Mask,
     },
     host::Host,
 };
 
 /// The stream of events.
-pub type Stream<K> = ReceiverStream<Result<<K as Served>::Event, Status>>;
+pub type Stream<K> = ReceiverStream<Result<<K as Watched>::Event, Status>>;
 
 /// Events ready for a watcher that reads slowly. Each has an object of its own.
 const READY: usize = 4;
@@ -42,8 +40,8 @@ struct Told<K: Kind> {
     known: BTreeMap<Vec<u8>, Arc<Seen<K>>>,
     /// All changes up to this revision. Nothing when none.
     until: Option<u64>,
-    /// All removals up to this number ([`Latest::removals`]).
-    removals: Option<u64>,
+    /// All removals up to this number ([`Objects::removals`]).
+    removals: u64,
 }
 
 /// Something to be told.
@@ -62,49 +60,51 @@ enum What<K: Kind> {
 }
 
 /// Watches the objects of a filter, from a cursor on if that is given.
-pub fn watch<K: Served>(
+pub fn watch<K: Watched>(
     host: &Arc<Host>,
-    shared: &Arc<Shared<K>>,
-    filter: Option<&ObjectFilter>,
+    filter: Filter,
+    mask: Mask,
     from: &str,
 ) -> Result<Stream<K>, Failure> {
-    let filter = Filter::of_objects(K::NAME, filter)?;
-    // Changes from here on wake the watcher.
     let registry = K::registry(host);
-    let mut news = registry.news();
-    news.mark_unchanged();
+    let from = match from {
+        "" => None,
+        text => {
+            let cursor = Cursor::read("cursor", text, &filter)?;
+            Some(cursor.position(|run| registry.nonce(run))?)
+        }
+    };
+    let objects = registry.lock();
+    // Changes from here on wake the watcher.
+    let news = objects.feed().news();
     let mut told = Told {
         known: BTreeMap::new(),
         until: None,
-        removals: None,
+        removals: objects.removals(),
     };
-    let (first, synced, at) = match from {
-        "" => {
-            let latest = shared.latest(registry);
-            let first = difference::<K>(&mut told, &latest, Position::default(), &filter);
-            (first, latest.snapshot.at, Position::default())
-        }
-        text => {
-            let from = Cursor::read("cursor", text, &filter)?.position_in(|run| registry.nonce(run))?;
-            let (buried, snapshot) = registry.since(from).map_err(|_| expired())?;
-            let first = since::<K>(from, &buried, &snapshot, &filter);
+    let synced = objects.feed().position();
+    let first = match from {
+        None => difference(&mut told, &objects, Position::default(), &filter),
+        Some(from) => {
+            let deletions = objects.feed().deletions_since(from).map_err(|_| expired())?;
+            let first = since(from, &deletions, &objects, &filter);
             // The holder of the cursor knows the objects that have not changed since.
-            let there = snapshot.objects.iter().filter(|seen| matches(seen, &filter));
-            told.known = there
-                .map(|seen| (seen.record.uid().to_vec(), Arc::clone(seen)))
-                .collect();
-            told.until = Some(snapshot.at.revision);
-            (first, snapshot.at, from)
+            let there = objects.changed(None).into_iter();
+            let there = there.filter(|seen| K::matches(&filter, seen));
+            told.known = there.map(|seen| (seen.record.uid().to_vec(), seen)).collect();
+            told.until = Some(synced.revision);
+            first
         }
     };
+    drop(objects);
     let (sender, receiver) = mpsc::channel(READY);
     let watcher = Watcher::<K> {
         host: Arc::clone(host),
-        shared: Arc::clone(shared),
         filter,
+        mask,
         sender: sender.clone(),
         told,
-        at,
+        at: from.unwrap_or_default(),
     };
     let stopping = host.stopping.clone();
     tokio::spawn(async move {
@@ -119,10 +119,10 @@ pub fn watch<K: Served>(
     Ok(ReceiverStream::new(receiver))
 }
 
-struct Watcher<K: Served> {
+struct Watcher<K: Watched> {
     host: Arc<Host>,
-    shared: Arc<Shared<K>>,
     filter: Filter,
+    mask: Mask,
     sender: mpsc::Sender<Result<K::Event, Status>>,
     told: Told<K>,
     /// Position of the last event.
@@ -132,7 +132,7 @@ struct Watcher<K: Served> {
 /// The watcher has gone.
 struct Gone;
 
-impl<K: Served> Watcher<K> {
+impl<K: Watched> Watcher<K> {
     async fn follow(
         mut self,
         first: Vec<Event<K>>,
@@ -143,9 +143,10 @@ impl<K: Served> Watcher<K> {
         self.at = synced;
         self.respond(WatchEventType::Synced, None).await?;
         while news.changed().await.is_ok() {
-            let latest = self.shared.latest(K::registry(&self.host));
-            let events = difference::<K>(&mut self.told, &latest, self.at, &self.filter);
-            drop(latest);
+            let events = {
+                let objects = K::registry(&self.host).lock();
+                difference(&mut self.told, &objects, self.at, &self.filter)
+            };
             self.send(events).await?;
         }
         Ok(())
@@ -157,11 +158,14 @@ impl<K: Served> Watcher<K> {
             let object = match what {
                 What::Gone(seen) => K::known(&self.host, &seen),
                 What::Deletion(metadata) => K::gone(*metadata),
-                What::There(seen) => match K::look_at(&self.host, vec![Arc::clone(&seen)]).await {
-                    Ok(mut objects) => objects.pop().unwrap_or_default(),
-                    // Its file does not answer; the rest is known.
-                    Err(_) => K::known(&self.host, &seen),
-                },
+                What::There(seen) => {
+                    let known = vec![K::known(&self.host, &seen)];
+                    match K::look_at(&self.host, vec![Arc::clone(&seen)], known).await {
+                        Ok(mut objects) => objects.pop().unwrap_or_default(),
+                        // Its file does not answer; the rest is known.
+                        Err(_) => K::known(&self.host, &seen),
+                    }
+                }
             };
             self.respond(kind, Some(object)).await?;
         }
@@ -170,104 +174,95 @@ impl<K: Served> Watcher<K> {
 
     async fn respond(&self, kind: WatchEventType, object: Option<K::Object>) -> Result<(), Gone> {
         let cursor = cursor::<K>(&self.host, self.at, &self.filter).to_string();
+        let object = object.map(|object| K::masked(object, &self.mask));
         let event = K::event(kind, object, cursor);
         self.sender.send(Ok(event)).await.map_err(|_| Gone)
     }
 }
 
 /// The events that a watcher lacks; `at` is the place of its last event. Objects that have not changed are not compared.
-fn difference<K: Kind>(
+fn difference<K: Served>(
     told: &mut Told<K>,
-    latest: &Latest<K>,
+    objects: &Objects<K>,
     at: Position,
     filter: &Filter,
 ) -> Vec<Event<K>> {
-    let snapshot = &latest.snapshot;
-    let changed = by_revision(snapshot, |seen| {
-        told.until.is_none_or(|until| seen.revision > until)
-    });
     let mut gone = Vec::new();
-    if told.removals != Some(latest.removals) {
-        let there: BTreeSet<_> = snapshot.objects.iter().map(|seen| seen.record.uid()).collect();
-        let known = told.known.keys().filter(|uid| !there.contains(uid.as_slice()));
-        let left: Vec<_> = known.cloned().collect();
-        gone.extend(left.iter().filter_map(|uid| told.known.remove(uid)));
+    if told.removals != objects.removals() {
+        told.known.retain(|uid, seen| {
+            let is_there = objects.shows(uid);
+            gone.extend((!is_there).then(|| Arc::clone(seen)));
+            is_there
+        });
     }
-    let (matching, other): (Vec<_>, Vec<_>) = changed.into_iter().partition(|seen| matches(seen, filter));
-    gone.extend(
-        other
-            .into_iter()
-            .filter_map(|seen| told.known.remove(seen.record.uid())),
-    );
+    let changed = objects.changed(told.until).into_iter();
+    let (matching, other): (Vec<_>, Vec<_>) = changed.partition(|seen| K::matches(filter, seen));
+    let other = other
+        .iter()
+        .filter_map(|seen| told.known.remove(seen.record.uid()));
+    gone.extend(other);
     let gone = gone.into_iter().map(|seen| Event {
         kind: WatchEventType::Deleted,
         what: What::Gone(seen),
         // The watcher has no later event.
         at,
     });
+    let now = objects.feed().position();
     let mut events: Vec<_> = gone.collect();
-    events.extend(matching.into_iter().filter_map(|seen| {
-        let before = told.known.insert(seen.record.uid().to_vec(), Arc::clone(seen));
-        let kind = match before {
-            None => WatchEventType::Added,
-            Some(before) if before.revision != seen.revision => WatchEventType::Modified,
-            Some(_) => return None,
-        };
-        Some(Event {
-            kind,
-            what: What::There(Arc::clone(seen)),
-            at: place(seen, snapshot),
-        })
+    events.extend(matching.into_iter().map(|seen| {
+        let before = told.known.insert(seen.record.uid().to_vec(), Arc::clone(&seen));
+        Event {
+            kind: before.map_or(WatchEventType::Added, |_| WatchEventType::Modified),
+            at: place(&seen, now),
+            what: What::There(seen),
+        }
     }));
-    told.until = Some(snapshot.at.revision);
-    told.removals = Some(latest.removals);
+    told.until = Some(now.revision);
+    told.removals = objects.removals();
     events
 }
 
 /// Returns the events for a watcher that has all events until `from`. Its known objects are unknown
 /// here: an object that has changed and does not match the filter may need a deletion event.
-fn since<K: Kind>(
+fn since<K: Served>(
     from: Position,
-    buried: &[Deletion],
-    snapshot: &Snapshot<K>,
+    deletions: &[Deletion],
+    objects: &Objects<K>,
     filter: &Filter,
 ) -> Vec<Event<K>> {
-    let run = snapshot.at.run;
-    let gone = buried
+    let now = objects.feed().position();
+    let gone = deletions
         .iter()
-        .filter(|buried| filter.may_match_object(Some(&buried.metadata)));
-    let gone = gone.map(|buried| {
-        let (run_of, revision) = buried.at;
+        .filter(|deletion| filter.may_match_object(Some(&deletion.metadata)));
+    let gone = gone.map(|deletion| {
+        let (run, revision) = deletion.at;
         Event {
             kind: WatchEventType::Deleted,
-            what: What::Deletion(Box::new(buried.metadata.clone())),
+            what: What::Deletion(Box::new(deletion.metadata.clone())),
             at: Position {
-                run: run_of,
+                run,
                 revision,
-                buried: if run_of == run {
-                    revision.min(snapshot.at.buried)
+                buried: if run == now.run {
+                    revision.min(now.buried)
                 } else {
                     revision
                 },
             },
         }
     });
-    let changed = by_revision(snapshot, |seen| from.run != run || seen.revision > from.revision);
+    let changed = objects.changed((from.run == now.run).then_some(from.revision));
     let changed = changed.into_iter().filter_map(|seen| {
-        let made = seen.record.made();
-        let kind = match (
-            matches(seen, filter),
-            filter.may_match_object(Some(&seen.record.metadata())),
-        ) {
-            (true, _) if made > (from.run, from.revision) => WatchEventType::Added,
+        let may_match = filter.may_match_object(Some(&seen.record.metadata()));
+        let kind = match (K::matches(filter, &seen), may_match) {
+            (true, _) if seen.record.made() > (from.run, from.revision) => WatchEventType::Added,
             (true, _) => WatchEventType::Modified,
             (false, true) => WatchEventType::Deleted,
             (false, false) => return None,
         };
         Some(Event {
             kind,
-            what: What::There(Arc::clone(seen)),
-            at: place(seen, snapshot),
+            at: place(&seen, now),
+            what: What::There(seen),
         })
     });
     let mut events: Vec<_> = gone.chain(changed).collect();
@@ -275,22 +270,12 @@ fn since<K: Kind>(
     events
 }
 
-fn matches<K: Kind>(seen: &Seen<K>, filter: &Filter) -> bool {
-    filter.matches_object(Some(&seen.record.metadata()))
-}
-
-fn by_revision<K: Kind>(snapshot: &Snapshot<K>, which: impl Fn(&Seen<K>) -> bool) -> Vec<&Arc<Seen<K>>> {
-    let mut objects: Vec<_> = snapshot.objects.iter().filter(|seen| which(seen)).collect();
-    objects.sort_by_key(|seen| seen.revision);
-    objects
-}
-
-/// Position of a watcher that has received all states up to this one.
-fn place<K: Kind>(seen: &Seen<K>, snapshot: &Snapshot<K>) -> Position {
+/// Position of a watcher that has received all states up to this one; `now` is the place of the last change.
+fn place<K: Kind>(seen: &Seen<K>, now: Position) -> Position {
     Position {
         revision: seen.revision,
-        buried: seen.revision.min(snapshot.at.buried),
-        ..snapshot.at
+        buried: seen.revision.min(now.buried),
+        ..now
     }
 }
 

@@ -7,7 +7,7 @@ use vmmd_objects::{
     request::{self, preconditions},
 };
 
-use vmmd_store::Tombstone;
+use vmmd_store::{Tombstone, VmRecord};
 
 use super::Actor;
 
@@ -54,12 +54,16 @@ impl Actor {
             answered.push(request::done(mark, &response));
         }
         let metadata = vm.metadata.clone().unwrap_or_default();
-        let mut tombstone = self.host.vms.bury(metadata, self.handover().owned());
+        let mut tombstone = self.host.vms.begin_delete(metadata, self.handover().owned());
         tombstone.moved = self.has_moved();
         let written = tombstone.clone();
-        let buried = self.host.store.bury(&self.record.uid, written, answered).await;
+        let buried = self
+            .host
+            .store
+            .remove::<VmRecord>(&self.record.uid, Some(written), answered)
+            .await;
         if buried.is_err() {
-            self.host.vms.unbury(&tombstone);
+            self.host.vms.keep(&tombstone);
         }
         buried.map(|()| tombstone)
     }

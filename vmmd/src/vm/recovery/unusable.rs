@@ -362,10 +362,18 @@ impl Unusable {
         let pending = Some(operation.pending());
         let vm = Arc::clone(&self.publisher.borrow());
         let owned = handover::of(self.record.handover.as_ref()).owned();
-        let tombstone = self.host.vms.bury(vm.metadata.clone().unwrap_or_default(), owned);
+        let tombstone = self
+            .host
+            .vms
+            .begin_delete(vm.metadata.clone().unwrap_or_default(), owned);
         let written = tombstone.clone();
-        if let Err(error) = self.host.store.bury(uid.as_bytes(), written, Vec::new()).await {
-            self.host.vms.unbury(&tombstone);
+        if let Err(error) = self
+            .host
+            .store
+            .remove::<VmRecord>(uid.as_bytes(), Some(written), None)
+            .await
+        {
+            self.host.vms.keep(&tombstone);
             let failure = store_failure(error);
             operation.fail(&failure);
             return Err(failure);
