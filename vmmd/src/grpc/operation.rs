@@ -135,7 +135,7 @@ impl OperationService for Operations {
         request: Request<v1::CancelOperationRequest>,
     ) -> Result<Response<v1::CancelOperationResponse>, Status> {
         let mut state = self.host.operations.cancel(&request.get_ref().id)?;
-        fault::hold(&self.host.config.run_dir, "heard-CancelOperation").await;
+        fault::hold(&self.host.config.run_dir, "received-CancelOperation").await;
         let operation = tokio::select! {
             ended = state.wait_for(|operation| has_ended(operation)) => {
                 v1::Operation::clone(&*ended.map_err(|error| Failure::internal(error.to_string()))?)

@@ -11,7 +11,7 @@ use vmmd_api::v1;
 use vmmd_host::failure::{Failure, Kind};
 use vmmd_spec::{pci::PciSlot, vm::Manifest};
 
-use super::heard::{self, Offer};
+use super::peer_message::{self, Offer};
 use crate::disk::moved;
 
 /// Features of this node's processors.
@@ -94,16 +94,18 @@ impl Node {
 
     fn receive(&mut self, part: v1::ReceiveVmRequest) -> Result<(), Failure> {
         if self.receives.is_some() {
-            return heard::data(part).map(drop).inspect_err(|_| self.receives = None);
+            return peer_message::data(part)
+                .map(drop)
+                .inspect_err(|_| self.receives = None);
         }
-        let (vm, uid) = heard::opened(Some(part))?;
+        let (vm, uid) = peer_message::opened(Some(part))?;
         self.receives = Some((uid, vm.migration));
         Ok(())
     }
 
     fn received(&mut self) -> Result<(), Failure> {
         let Some((uid, migration)) = self.receives.take() else {
-            return heard::opened(None).map(drop);
+            return peer_message::opened(None).map(drop);
         };
         if let Some(vm) = self.vms.get_mut(&uid)
             && vm.record == Target::Idle(migration.saturating_sub(1))
@@ -114,13 +116,13 @@ impl Node {
     }
 
     fn settle(&mut self, request: &v1::SettleVmRequest) -> Result<(), Failure> {
-        let message = heard::settled(request)?;
+        let message = peer_message::settled(request)?;
         let vm = Uuid::parse_str(&request.uid)
             .ok()
             .and_then(|uid| self.vms.get_mut(&uid));
         let Some(vm) = vm else { return Ok(()) };
         let loaded = vm.loaded != 0;
-        let (record, effects) = vm.record.on(TargetEvent::Heard { message, loaded });
+        let (record, effects) = vm.record.on(TargetEvent::Received { message, loaded });
         vm.record = record;
         for effect in effects {
             match effect {
@@ -234,7 +236,7 @@ mod tests {
             ..Default::default()
         };
         v1::OfferVmRequest {
-            protocol: heard::PROTOCOL,
+            protocol: peer_message::PROTOCOL,
             vm: Some(v1::Vm {
                 metadata: Some(v1::ObjectMetadata {
                     name: "web".into(),
@@ -382,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vm_that_is_offered_sent_and_committed_runs_and_nothing_said_later_takes_it_away() {
+    fn committed_vm_runs_whatever_is_said_later() {
         let mut node = Node::default();
         node.offer(offer()).unwrap();
         let said = |node: &mut Node, step: HandoverStep| {
@@ -405,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn an_offer_whose_devices_can_not_be_where_it_says_is_refused_before_anything_is_sent() {
+    fn offer_with_impossible_places_of_devices_is_refused() {
         let refused = |change: &dyn Fn(&mut v1::PeerHardware)| {
             let mut offer = offer();
             change(offer.hardware.as_mut().unwrap());

@@ -16,7 +16,7 @@
 
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
-mod heard;
+mod peer_message;
 mod source;
 mod target;
 

@@ -35,7 +35,7 @@ use vmmd_store::{AbortRecord, NicHardware, VmRecord};
 
 use super::{
     FIRST_WAIT, LAST_ABORT_WAIT, LAST_WAIT, Moving,
-    heard::{self, PROTOCOL},
+    peer_message::{self, PROTOCOL},
 };
 use crate::{
     disk::moved,
@@ -142,7 +142,7 @@ pub async fn migrate(
     preconditions::check("VM", &name, &context.preconditions, &present)?;
     let (wire, _) = as_it_runs(&record)?;
     let spec = VmSpec::try_from(&wire)?;
-    heard::refuse_what_stays(&spec)?;
+    peer_message::refuse_what_stays(&spec)?;
     let disks = moved::going(host, &name, &spec.disks).await?;
     let copied: Vec<_> = moved::along(&spec.disks)
         .map(|(in_vm, _)| in_vm.to_owned())
@@ -369,7 +369,7 @@ async fn hand_over(host: &Arc<Host>, plan: &mut Plan, operation: &Handle) -> Res
     if !operation.commit() {
         return Err(cancelled());
     }
-    let event = SourceEvent::Heard(answer);
+    let event = SourceEvent::Received(answer);
     let said = plan
         .moving
         .ask(host, HandoverRequest::Source { migration, event })
@@ -467,7 +467,7 @@ fn silent() -> Failure {
 }
 
 fn said_no(status: &tonic::Status) -> Failure {
-    let message = format!("the other node: {}", heard::reason(status.message()));
+    let message = format!("the other node: {}", peer_message::reason(status.message()));
     match status.code() {
         tonic::Code::Unavailable | tonic::Code::Cancelled | tonic::Code::Unknown => {
             Failure::new(Kind::Unavailable, "PEER_GONE", message)
@@ -557,7 +557,7 @@ async fn call(
         name: name.to_owned(),
         uid: uid.to_string(),
         migration,
-        step: heard::step(message).into(),
+        step: peer_message::step(message).into(),
     };
     let step = request.step();
     fault::hold(&host.config.run_dir, &format!("says-{step:?}")).await;
@@ -566,8 +566,8 @@ async fn call(
         .map_err(|_| silent())?
         .map_err(|status| said_no(&status))?;
     let step = answer.into_inner().step();
-    fault::hold(&host.config.run_dir, &format!("heard-{step:?}")).await;
-    Ok(heard::message_of(step, migration))
+    fault::hold(&host.config.run_dir, &format!("received-{step:?}")).await;
+    Ok(peer_message::message_of(step, migration))
 }
 
 /// Repeats the commit until the target has answered, first over `peer`, then over new connections; the actor says each time whether it still waits. The
@@ -587,8 +587,8 @@ pub(super) async fn commit(
                 let message = Message::Commit(migration);
                 match say(host, (&moving.name, moving.uid, target), peer.take(), message).await {
                     Ok(Some(answer @ Message::Running(_))) => {
-                        let heard = moving.ask(host, source(SourceEvent::Heard(answer))).await;
-                        match heard {
+                        let answer = moving.ask(host, source(SourceEvent::Received(answer))).await;
+                        match answer {
                             // The VM may be gone, as wanted.
                             Err(failure) if host.vms.find(moving.uid).is_some() => {
                                 tracing::warn!(vm = moving.name, %failure, "the other node's answer can't be kept: it is asked again");

@@ -20,7 +20,7 @@ use vmmd_store::{
 
 use super::{
     Moving,
-    heard::{self, Offer},
+    peer_message::{self, Offer},
 };
 use crate::{
     disk::{self, moved},
@@ -59,7 +59,7 @@ async fn take_offer(
     request: v1::OfferVmRequest,
     context: &Context,
 ) -> Result<v1::OfferVmResponse, Failure> {
-    fault::hold(&host.config.run_dir, "heard-OfferVm").await;
+    fault::hold(&host.config.run_dir, "received-OfferVm").await;
     host.peers.takes_part()?;
     let offer = Offer::new(request, &host.cpus.features)?;
     let uid = offer.uid;
@@ -168,8 +168,8 @@ pub async fn receive(
     context: &Context,
 ) -> Result<(), Failure> {
     let first = parts.message().await.map_err(|status| broken(&status))?;
-    let (vm, uid) = heard::opened(first)?;
-    fault::hold(&host.config.run_dir, "heard-ReceiveVm").await;
+    let (vm, uid) = peer_message::opened(first)?;
+    fault::hold(&host.config.run_dir, "received-ReceiveVm").await;
     let moving = Moving {
         name: vm.name,
         uid,
@@ -218,7 +218,7 @@ async fn receive_parts(
             }
         };
         let data = match next {
-            Ok(Ok(Some(message))) => heard::data(message)?,
+            Ok(Ok(Some(message))) => peer_message::data(message)?,
             Ok(Ok(None)) => break,
             Ok(Err(status)) => return Err(broken(&status)),
             Err(_) => {
@@ -261,7 +261,7 @@ async fn receive_parts(
 }
 
 fn broken(status: &tonic::Status) -> Failure {
-    let message = format!("the source went away: {}", heard::reason(status.message()));
+    let message = format!("the source went away: {}", peer_message::reason(status.message()));
     Failure::new(Kind::Unavailable, "PEER_GONE", message)
 }
 
@@ -271,11 +271,11 @@ pub async fn settle(
     from: String,
     request: v1::SettleVmRequest,
 ) -> Result<v1::SettleVmResponse, Failure> {
-    let message = heard::settled(&request)?;
+    let message = peer_message::settled(&request)?;
     if matches!(message, Message::Commit(_)) {
         fault::point(&host.config.run_dir, "commit-lost");
     }
-    fault::hold(&host.config.run_dir, &format!("heard-{:?}", request.step())).await;
+    fault::hold(&host.config.run_dir, &format!("received-{:?}", request.step())).await;
     let uid = Uuid::parse_str(&request.uid);
     let found = uid.as_ref().ok().and_then(|uid| host.vms.find(*uid));
     let Some(entry) = found else {
@@ -305,6 +305,6 @@ pub async fn settle(
 }
 
 fn said(message: Option<Message>) -> v1::SettleVmResponse {
-    let step = message.map_or(v1::HandoverStep::Unspecified, heard::step);
+    let step = message.map_or(v1::HandoverStep::Unspecified, peer_message::step);
     v1::SettleVmResponse { step: step.into() }
 }

@@ -130,15 +130,15 @@ async fn drain_waits_for_a_vm_that_is_being_migrated() {
     let (first, second) = migration::pair().await;
     first.run("web", "").await;
     first.run("other", "").await;
-    second.fault("heard-Prepare");
+    second.fault("received-Prepare");
     let moving = first.migrate("web", &second).await.unwrap();
-    second.reached("heard-Prepare").await;
+    second.reached("received-Prepare").await;
     let begun = drain(&first, 60, true).await.unwrap().operation.unwrap();
     // The other one is stopped meanwhile.
     first.wait_phase("other", VmPhase::Stopped).await;
     let under_way = first.operation(&begun.id).await;
     assert_eq!(under_way.phase(), OperationPhase::InProgress, "{under_way:?}");
-    second.release("heard-Prepare");
+    second.release("received-Prepare");
     assert_eq!(first.ended(&moving).await.phase(), OperationPhase::Completed);
     let drained = first.completes(&begun).await;
     let Some(Detail::Drained(result)) = drained.result else {

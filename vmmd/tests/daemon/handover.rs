@@ -53,47 +53,63 @@ enum End {
     Waits,
 }
 
-/// The rows of the table: a test for each step.
+/// The rows of the table: a test for each step. Where a side is about to say something, the state of both sides is that
+/// of the step before, and the exhaustive search of the state machines (`proto/lifecycle`) loses each message too: these
+/// rows are `later`, in `make nightly`.
 macro_rules! rows {
-    (cancelled at $last:literal; $($test:ident: $side:ident $name:expr, $aborts:literal;)*) => {
+    (cancelled at $last:literal; $($when:ident $test:ident: $side:ident $name:expr, $aborts:literal;)*) => {
         /// Where a migration is cancelled for the steps behind that.
         const LAST: &str = $last;
         const ROWS: &[(Side, &str, bool)] = &[$((Side::$side, $name, $aborts)),*];
-        $(
+        $(row!($when $test: $side $name, $aborts);)*
+    };
+}
+
+macro_rules! row {
+    (always $test:ident: $side:ident $name:expr, $aborts:literal) => {
+        #[tokio::test]
+        async fn $test() {
+            everything_at(Side::$side, $name, $aborts).await;
+        }
+    };
+    (later $test:ident: $side:ident $name:expr, $aborts:literal) => {
+        mod $test {
+            use super::{Side, everything_at};
+
             #[tokio::test]
-            async fn $test() {
+            async fn nightly() {
                 everything_at(Side::$side, $name, $aborts).await;
             }
-        )*
+        }
     };
 }
 
 rows! {
-    cancelled at "heard-Ready";
-    when_the_source_has_written_that_it_migrates: Source "wrote-Migrating", false;
-    when_the_target_has_an_offer: Target "heard-OfferVm", false;
-    when_the_target_has_taken_the_offer: Target "says-OfferVm", false;
-    when_the_target_is_to_receive: Target "heard-ReceiveVm", false;
-    when_memory_is_on_its_way: Target TRANSFER, false;
-    when_the_target_has_received_everything: Target "says-ReceiveVm", false;
-    when_the_source_is_about_to_prepare: Source "says-Prepare", false;
-    when_the_target_is_to_prepare: Target "heard-Prepare", false;
-    when_the_target_has_written_that_it_is_prepared: Target "wrote-Prepared", false;
-    when_the_target_is_about_to_say_that_it_is_prepared: Target "says-Ready", false;
-    when_the_source_has_heard_that_the_target_is_prepared: Source "heard-Ready", false;
-    when_the_source_has_written_that_it_has_given_the_vm_away: Source "wrote-Given", false;
-    when_the_source_is_about_to_commit: Source "says-Commit", false;
-    when_the_target_is_to_commit: Target "heard-Commit", false;
-    when_the_target_has_written_that_the_vm_is_its_own: Target "wrote-Owned", false;
-    when_the_target_is_about_to_say_that_it_runs: Target "says-Running", false;
-    when_the_source_has_heard_that_it_runs_there: Source "heard-Running", false;
-    when_the_source_has_written_that_the_vm_is_gone: Source "wrote-Gone", false;
-    when_the_source_has_written_that_the_vm_stays: Source "wrote-Owner", true;
-    when_the_source_is_about_to_abort: Source "says-Abort", true;
-    when_the_target_is_to_abort: Target "heard-Abort", true;
-    when_the_target_has_written_that_it_is_over: Target "wrote-Idle", true;
-    when_the_target_is_about_to_say_that_nothing_is_left: Target "says-Unspecified", true;
-    when_the_source_has_heard_that_nothing_is_left: Source "heard-Unspecified", true;
+    cancelled at "received-Ready";
+    always when_the_source_has_written_that_it_migrates: Source "wrote-Migrating", false;
+    always when_the_target_has_an_offer: Target "received-OfferVm", false;
+    later when_the_target_has_taken_the_offer: Target "says-OfferVm", false;
+    always when_the_target_is_to_receive: Target "received-ReceiveVm", false;
+    always when_memory_is_on_its_way: Target TRANSFER, false;
+    later when_the_target_has_received_everything: Target "says-ReceiveVm", false;
+    later when_the_source_is_about_to_prepare: Source "says-Prepare", false;
+    always when_the_target_is_to_prepare: Target "received-Prepare", false;
+    always when_the_target_has_written_that_it_is_prepared: Target "wrote-Prepared", false;
+    later when_the_target_is_about_to_say_that_it_is_prepared: Target "says-Ready", false;
+    always when_the_source_has_heard_that_the_target_is_prepared: Source "received-Ready", false;
+    always when_the_source_has_written_that_it_has_given_the_vm_away: Source "wrote-Given", false;
+    later when_the_source_is_about_to_commit: Source "says-Commit", false;
+    always when_the_target_is_to_commit: Target "received-Commit", false;
+    always when_the_target_has_written_that_the_vm_is_its_own: Target "wrote-Owned", false;
+    later when_the_target_is_about_to_say_that_it_runs: Target "says-Running", false;
+    always when_the_source_has_heard_that_it_runs_there: Source "received-Running", false;
+    always when_the_source_has_written_that_the_vm_is_gone: Source "wrote-Gone", false;
+    always when_the_source_has_written_that_the_vm_stays: Source "wrote-Owner", true;
+    later when_the_source_is_about_to_abort: Source "says-Abort", true;
+    always when_the_target_is_to_abort: Target "received-Abort", true;
+    always when_the_target_has_written_that_it_is_over: Target "wrote-Idle", true;
+    later when_the_target_is_about_to_say_that_nothing_is_left: Target "says-Unspecified", true;
+    always when_the_source_has_heard_that_nothing_is_left: Source "received-Unspecified", true;
 }
 
 #[test]
@@ -116,7 +132,7 @@ fn before(step: &Step, name: &str) -> bool {
 /// received has no effect.
 fn expected(step: &Step, aborts: bool, trouble: Trouble) -> Option<Expected> {
     use End::*;
-    let heard = !aborts && !before(step, "heard-Ready");
+    let heard = !aborts && !before(step, "received-Ready");
     let given = !aborts && !before(step, "wrote-Given");
     let source_or_target = |target: bool| vec![if target { RunsAtTarget } else { RunsAtSource }];
     let ends = match trouble {
@@ -137,19 +153,19 @@ fn expected(step: &Step, aborts: bool, trouble: Trouble) -> Option<Expected> {
         Trouble::SourceGone => match step.name.as_str() {
             "wrote-Owner" | "says-Abort" => vec![Waits],
             // The call may end with its connection, or may not.
-            "heard-Prepare" => vec![Nothing, Waits],
-            "heard-Commit" => vec![Waits, RunsAtTarget],
-            "heard-Abort" => vec![Waits, Nothing],
-            _ if aborts || before(step, "heard-Prepare") => vec![Nothing],
-            _ if before(step, "heard-Commit") => vec![Waits],
+            "received-Prepare" => vec![Nothing, Waits],
+            "received-Commit" => vec![Waits, RunsAtTarget],
+            "received-Abort" => vec![Waits, Nothing],
+            _ if aborts || before(step, "received-Prepare") => vec![Nothing],
+            _ if before(step, "received-Commit") => vec![Waits],
             _ => vec![RunsAtTarget],
         },
         Trouble::TargetGone if aborts || !heard => vec![RunsAtSource],
-        Trouble::TargetGone if before(step, "heard-Running") => vec![Waits],
+        Trouble::TargetGone if before(step, "received-Running") => vec![Waits],
         Trouble::TargetGone => vec![Nothing],
     };
     let last_call_is_over =
-        ["heard-Running", "wrote-Gone", "heard-Unspecified"].contains(&step.name.as_str());
+        ["received-Running", "wrote-Gone", "received-Unspecified"].contains(&step.name.as_str());
     Some(Expected {
         ends,
         is_noticed: !last_call_is_over,

@@ -297,10 +297,10 @@ async fn migrating_vm_refuses_changes_and_a_cancel_returns_it() {
 #[tokio::test]
 async fn cancel_is_effective_while_the_target_prepares() {
     let (first, second) = pair().await;
-    second.fault("heard-Prepare");
+    second.fault("received-Prepare");
     first.run("web", "").await;
     let operation = first.migrate("web", &second).await.unwrap();
-    second.reached("heard-Prepare").await;
+    second.reached("received-Prepare").await;
     first.waits_for("web", VmPhase::Paused).await;
     let id = operation.id.clone();
     let mut operations = first.operations().await;
@@ -316,8 +316,8 @@ async fn cancel_is_effective_while_the_target_prepares() {
     assert_eq!(ended.phase(), OperationPhase::Cancelled, "{ended:?}");
     second.forgets("web").await;
     // The held message has no receiver, and comes too late.
-    assert!(second.path("run/fault/heard-Prepare").exists());
-    second.release("heard-Prepare");
+    assert!(second.path("run/fault/received-Prepare").exists());
+    second.release("received-Prepare");
     second.wait_no_processes().await;
     first.delete("web", true).await.unwrap();
     assert_eq!(second.list().await.len(), 0);
@@ -330,11 +330,11 @@ async fn guest_reset_ends_the_migration_and_boots_from_disk() {
         ("no kernel any more\n", VmPhase::Failed),
     ] {
         let (first, second) = pair().await;
-        second.fault("heard-OfferVm");
+        second.fault("received-OfferVm");
         let (vm, path) = disk_boot::vm(&first, "web", "boots:root=/dev/vda1 v=6.1\n");
         let before = first.run_vm(vm).await;
         let operation = first.migrate("web", &second).await.unwrap();
-        second.reached("heard-OfferVm").await;
+        second.reached("received-OfferVm").await;
         let mut bytes = content.as_bytes().to_vec();
         bytes.resize(1 << 20, 0);
         fs::write(&path, bytes).unwrap();
@@ -354,7 +354,7 @@ async fn guest_reset_ends_the_migration_and_boots_from_disk() {
             _ => "KernelNotFound",
         };
         assert_eq!(status(&vm).reason, reason, "{vm:?}");
-        second.release("heard-OfferVm");
+        second.release("received-OfferVm");
         assert_eq!(uid(&vm), uid(&before));
         within(async || first.delete("web", true).await.ok()).await;
     }
@@ -368,7 +368,7 @@ async fn of_two_migrations_at_once_one_is_refused() {
         daemon.fault(name);
         daemon.path("run/fault").join(name)
     };
-    let (begin, offer) = (held(&first, "begin"), held(&second, "heard-OfferVm"));
+    let (begin, offer) = (held(&first, "begin"), held(&second, "received-OfferVm"));
     let both = [
         first.migrate("web", &second).await.unwrap(),
         first.migrate("web", &second).await.unwrap(),

@@ -184,12 +184,12 @@ async fn a_hand_over_whose_write_may_have_failed_is_not_sent() {
     for restarts in [false, true] {
         let (mut first, second) = pair().await;
         first.run("web", "").await;
-        first.fault("heard-Ready");
+        first.fault("received-Ready");
         let operation = first.migrate("web", &second).await.unwrap();
-        first.reached("heard-Ready").await;
+        first.reached("received-Ready").await;
         fs::create_dir_all(first.path("state/fault")).unwrap();
         fs::write(first.path(unsure), "").unwrap();
-        first.release("heard-Ready");
+        first.release("received-Ready");
         let reached = first.path(unsure).with_extension("reached");
         let tried = async || within(async || fs::remove_file(&reached).ok()).await;
         // The hand-over, and twice its end: the store may have any of these.
@@ -236,9 +236,9 @@ async fn only_the_node_that_has_offered_a_vm_may_settle_it() {
     let pki = Pki::new("ca");
     let (first, second) = (node(&pki).await, node(&pki).await);
     let vm = first.run("web", "").await;
-    first.fault("heard-Ready");
+    first.fault("received-Ready");
     let operation = first.migrate("web", &second).await.unwrap();
-    first.reached("heard-Ready").await;
+    first.reached("received-Ready").await;
     let stranger = pki.role("stranger", "peer");
     let mut peer = PeerServiceClient::new(pki.channel(&second, Some(&stranger)));
     for step in [HandoverStep::Prepare, HandoverStep::Commit, HandoverStep::Abort] {
@@ -259,13 +259,13 @@ async fn only_the_node_that_has_offered_a_vm_may_settle_it() {
     let open = v1::ReceiveVmRequest { part: Some(open) };
     let refused = peer.receive_vm(tokio_stream::iter([open])).await.unwrap_err();
     assert_eq!(refusal(&refused).1, "OTHER_PEER", "{refused:?}");
-    first.release("heard-Ready");
+    first.release("received-Ready");
     first.completes(&operation).await;
 }
 
 #[tokio::test]
 async fn the_operation_of_a_handed_over_vm_ends_by_the_next_daemon() {
-    for held in ["wrote-Given", "says-Commit", "heard-Running", "wrote-Gone"] {
+    for held in ["wrote-Given", "says-Commit", "received-Running", "wrote-Gone"] {
         let (mut first, second) = pair().await;
         first.run("web", "").await;
         first.fault(held);

@@ -105,7 +105,7 @@ pub enum SourceEvent {
     /// It is time to repeat unanswered messages.
     Tick,
     /// The target's daemon says something.
-    Heard(Message),
+    Received(Message),
     /// An operator decides.
     Resolve(Resolution),
 }
@@ -129,7 +129,7 @@ impl Source {
 
     /// Returns the next record and its effects.
     pub fn on(self, event: SourceEvent) -> (Self, Vec<Effect>) {
-        use SourceEvent::{Begin, Cancel, Heard, Resolve, Restarted, Sent, Tick};
+        use SourceEvent::{Begin, Cancel, Received, Resolve, Restarted, Sent, Tick};
         match (self, event) {
             (
                 Self::Owner {
@@ -166,19 +166,19 @@ impl Source {
                     last,
                     migrating: true,
                 },
-                Heard(Message::Refuse(it)),
+                Received(Message::Refuse(it)),
             ) if it == last => back(last),
             (
                 Self::Owner {
                     last,
                     migrating: true,
                 },
-                Heard(Message::Ready(it)),
+                Received(Message::Ready(it)),
             ) if it == last => (Self::Given(last), vec![Effect::Send(Message::Commit(last))]),
             // The daemon may have ended after the record of a take-back and before its `Run`.
             (Self::Owner { .. }, Restarted) => (self, vec![Effect::Run]),
             (Self::Given(it), Tick | Restarted) => (self, vec![Effect::Send(Message::Commit(it))]),
-            (Self::Given(it), Heard(Message::Running(of))) if of == it => {
+            (Self::Given(it), Received(Message::Running(of))) if of == it => {
                 (Self::Gone(it), vec![Effect::Kill])
             }
             (Self::Given(it), Resolve(Resolution::Run)) => back(it),
@@ -214,7 +214,7 @@ pub enum Target {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TargetEvent {
     /// The source's daemon says something. `loaded`: a `vmm` has received everything of this migration and lives.
-    Heard {
+    Received {
         /// What.
         message: Message,
         /// See there.
@@ -242,9 +242,9 @@ impl Target {
 
     /// Returns the next record and its effects.
     pub fn on(self, event: TargetEvent) -> (Self, Vec<Effect>) {
-        use TargetEvent::{Heard, Resolve, Restarted};
+        use TargetEvent::{Received, Resolve, Restarted};
         match (self, event) {
-            (_, Heard { message, loaded }) => self.heard(message, loaded),
+            (_, Received { message, loaded }) => self.received(message, loaded),
             (Self::Prepared(it), Resolve(Resolution::Run)) => (Self::Owned(it), vec![Effect::Run]),
             (Self::Prepared(it), Resolve(Resolution::Drop)) => (Self::Idle(it), vec![Effect::Kill]),
             (Self::Owned(it), Restarted) => (self, vec![Effect::Run, Effect::Send(Message::Running(it))]),
@@ -253,7 +253,7 @@ impl Target {
         }
     }
 
-    fn heard(self, message: Message, loaded: bool) -> (Self, Vec<Effect>) {
+    fn received(self, message: Message, loaded: bool) -> (Self, Vec<Effect>) {
         match (self, message) {
             (Self::Idle(over), Message::Prepare(it)) if it > over && loaded => {
                 (Self::Prepared(it), vec![Effect::Send(Message::Ready(it))])
@@ -265,7 +265,9 @@ impl Target {
                 (self, vec![Effect::Send(Message::Ready(it))])
             }
             // Its source has begun another one, so the one before is over.
-            (Self::Prepared(had), Message::Prepare(it)) if it > had => Self::Idle(had).heard(message, loaded),
+            (Self::Prepared(had), Message::Prepare(it)) if it > had => {
+                Self::Idle(had).received(message, loaded)
+            }
             (Self::Idle(_), Message::Prepare(it)) => (self, vec![Effect::Send(Message::Refuse(it))]),
             (Self::Prepared(had), Message::Commit(it)) if it == had => {
                 let effects = vec![Effect::Run, Effect::Send(Message::Running(it))];
@@ -305,11 +307,11 @@ impl Handover {
         }
     }
 
-    /// Handles a message of a source's daemon; `loaded` as in [`TargetEvent::Heard`]. `None` when the VM is not in a state for that.
-    pub fn heard(self, message: Message, loaded: bool) -> Option<(Self, Vec<Effect>)> {
+    /// Handles a message of a source's daemon; `loaded` as in [`TargetEvent::Received`]. `None` when the VM is not in a state for that.
+    pub fn received(self, message: Message, loaded: bool) -> Option<(Self, Vec<Effect>)> {
         let last = match self {
             Self::Target(target) => {
-                let (after, effects) = target.on(TargetEvent::Heard { message, loaded });
+                let (after, effects) = target.on(TargetEvent::Received { message, loaded });
                 return Some((Self::Target(after), effects));
             }
             Self::Source(Source::Owner { last, .. } | Source::Given(last) | Source::Gone(last)) => last,

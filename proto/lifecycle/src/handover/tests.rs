@@ -233,7 +233,7 @@ impl World {
         let loaded = here.loaded == it && here.vmm == Vmm::Still;
         let mut moments = match here.record {
             Some(record) => {
-                let (after, effects) = record.heard(message, loaded)?;
+                let (after, effects) = record.received(message, loaded)?;
                 self.carry_out(node, after, effects)
             }
             None => {
@@ -263,7 +263,7 @@ impl World {
             Said::Running => Message::Running(it),
             _ => return Some(vec![self.with(node, |to| to.aborts.answered(&target, it))]),
         };
-        self.of_source(node, SourceEvent::Heard(message))
+        self.of_source(node, SourceEvent::Received(message))
     }
 
     /// A client asks for a migration.
@@ -655,10 +655,10 @@ fn source_takes_the_vm_back_alone_only_before_it_gives_it_away() {
 }
 
 #[test]
-fn a_later_abort_ends_a_prepared_migration_and_an_earlier_one_does_not() {
+fn only_a_later_abort_ends_a_prepared_migration() {
     let on = |it| {
         let message = Message::Abort(it);
-        Target::Prepared(2).on(TargetEvent::Heard {
+        Target::Prepared(2).on(TargetEvent::Received {
             message,
             loaded: true,
         })
@@ -685,16 +685,16 @@ fn a_migration_without_faults_takes_four_messages() {
     let (source, _) = Source::NEW.on(SourceEvent::Begin);
     let (source, prepare) = source.on(SourceEvent::Sent);
     let heard = |target: Target, message| {
-        target.on(TargetEvent::Heard {
+        target.on(TargetEvent::Received {
             message,
             loaded: true,
         })
     };
     let (target, ready) = heard(Target::Idle(0), Message::Prepare(1));
-    let (source, commit) = source.on(SourceEvent::Heard(Message::Ready(1)));
+    let (source, commit) = source.on(SourceEvent::Received(Message::Ready(1)));
     assert!(!source.may_run() && !target.may_run(), "the blackout");
     let (target, running) = heard(target, Message::Commit(1));
-    let (source, kill) = source.on(SourceEvent::Heard(Message::Running(1)));
+    let (source, kill) = source.on(SourceEvent::Received(Message::Running(1)));
     assert_eq!((source, target), (Source::Gone(1), Target::Owned(1)));
     assert_eq!(prepare, [Effect::Send(Message::Prepare(1))]);
     assert_eq!(ready, [Effect::Send(Message::Ready(1))]);

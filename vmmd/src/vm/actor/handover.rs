@@ -259,7 +259,10 @@ impl Actor {
 
     async fn on_source(&mut self, event: SourceEvent) -> Step {
         // The machine that was sent has ended since, so the migration ends as well.
-        let goes_on = matches!(event, SourceEvent::Sent | SourceEvent::Heard(Message::Ready(_)));
+        let goes_on = matches!(
+            event,
+            SourceEvent::Sent | SourceEvent::Received(Message::Ready(_))
+        );
         let ended = self.instance.is_none() || matches!(self.work, Work::Start(_) | Work::Stop(_));
         let over = if !goes_on {
             None
@@ -340,7 +343,7 @@ impl Actor {
 
     async fn on_target(&mut self, message: Message) -> Step {
         let loaded = self.instance.is_some() && matches!(self.work, Work::None);
-        match self.handover().heard(message, loaded) {
+        match self.handover().received(message, loaded) {
             Some((after, effects)) => self.step(after, effects, None, None).await,
             None => failed(not_here()),
         }

@@ -99,7 +99,7 @@ impl Actor {
             _with_actor: cancel.clone().drop_guard(),
             cancel,
             operation,
-            heard: false,
+            is_cancelled: false,
             stop: None,
         });
         self.enter(VmPhase::Starting, "Starting", "");
@@ -183,7 +183,7 @@ impl Actor {
                 return self.not_received(failure, operation).await;
             }
             (Err(failure), None) => self.start_failed(failure, operation).await,
-            // It was booted before it heard that it should not.
+            // It was booted before the cancel arrived.
             (
                 Ok(Started {
                     instance,
@@ -221,7 +221,7 @@ impl Actor {
         self.intend(Intent::Stopped).await;
         let mut stop = Stop::new(operation, Asked::Kill, Then::Stay);
         stop.undoes = true;
-        stop.heard = true;
+        stop.is_cancelled = true;
         self.step_stop(&mut stop, stop::Input::CameUp);
         self.work = Work::Stop(stop);
         self.enter(VmPhase::Stopping, "Stopping", "");

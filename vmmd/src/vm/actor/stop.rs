@@ -130,7 +130,7 @@ impl Actor {
                 operation.commit();
             }
             let old = std::mem::replace(&mut stop.operation, operation);
-            (stop.state.then, stop.undoes, stop.heard) = (Then::Stay, false, false);
+            (stop.state.then, stop.undoes, stop.is_cancelled) = (Then::Stay, false, false);
             stop.tell();
             old.give_way(&gives_way);
         }
@@ -199,7 +199,7 @@ impl Actor {
         };
         if stop.state.stage == Stage::Asked {
             if !stop.operation.commit() {
-                // A cancel was quicker: it is heard in a moment.
+                // A cancel was quicker: it arrives in a moment.
                 stop.state.deadline = None;
                 self.work = Work::Stop(stop);
                 return self.publish();

@@ -56,8 +56,8 @@ pub struct Start {
     pub _with_actor: DropGuard,
     /// Operation of this work.
     pub operation: Handle,
-    /// Its operation's cancel was heard.
-    pub heard: bool,
+    /// Its operation was cancelled.
+    pub is_cancelled: bool,
     /// Stop that was requested meanwhile.
     pub stop: Option<Stop>,
 }
@@ -69,8 +69,8 @@ pub struct Stop {
     pub state: Stopping,
     /// Operation of this work.
     pub operation: Handle,
-    /// Its operation's cancel was heard.
-    pub heard: bool,
+    /// Its operation was cancelled.
+    pub is_cancelled: bool,
     /// The stop undoes a cancelled operation.
     pub undoes: bool,
     /// Other stops that end with this one.
@@ -88,7 +88,7 @@ impl Stop {
         Self {
             state: Stopping::new(asked, then),
             operation,
-            heard: false,
+            is_cancelled: false,
             undoes: false,
             also: Vec::new(),
             exit: None,
@@ -153,7 +153,7 @@ impl Work {
                 task,
                 lingers,
                 operation,
-                heard,
+                is_cancelled,
                 ..
             }) => tokio::select! {
                 result = task => {
@@ -161,16 +161,16 @@ impl Work {
                         result.unwrap_or_else(|error| Err(Failure::internal(error.to_string()))),
                     ))
                 }
-                () = operation.token().cancelled(), if !*heard => {
-                    *heard = true;
+                () = operation.token().cancelled(), if !*is_cancelled => {
+                    *is_cancelled = true;
                     Done::Cancelled
                 }
                 what = told(lingers) => Done::Unreaped(what),
             },
             Self::Stop(stop) => tokio::select! {
                 () = until(stop.state.deadline.map(Instant::from_std)) => Done::Deadline,
-                () = stop.operation.token().cancelled(), if !stop.heard => {
-                    stop.heard = true;
+                () = stop.operation.token().cancelled(), if !stop.is_cancelled => {
+                    stop.is_cancelled = true;
                     Done::Cancelled
                 }
             },
@@ -264,7 +264,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_run_whose_rest_does_not_die_is_told_once_and_still_waited_for() {
+    async fn unreaped_run_is_reported_once_and_waited_for() {
         let news = end_of_run(future::ready(Some(9)), LEAVING, false).await;
         assert!(matches!(news, News::Ended(Some(9))));
         let news = end_of_run(future::pending(), Duration::ZERO, false).await;

@@ -90,7 +90,7 @@ impl Unusable {
             (HandoverRequest::Expire { .. }, _) => (Ok(Vec::new()), false),
             (HandoverRequest::Target { from, message }, state) if matches!(message, Message::Abort(_)) => {
                 let peer = self.record.handover.as_ref().map_or("", |record| &record.peer);
-                match state.heard(message, false) {
+                match state.received(message, false) {
                     Some((after, effects)) if peer == from => self.step(after, effects).await,
                     _ => (Err(self.refusal()), false),
                 }

@@ -131,7 +131,7 @@ impl Stage {
             operations.cancel_operation(request).await.unwrap_err();
             return;
         }
-        let heard = Step::new(Side::Source, "heard-CancelOperation");
+        let heard = Step::new(Side::Source, "received-CancelOperation");
         self.source.fault(&heard.name);
         // It is answered when the migration has ended, which waits for this test.
         tokio::spawn(async move { operations.cancel_operation(request).await });
@@ -162,7 +162,7 @@ impl Stage {
             Trouble::SourceGone,
         ];
         // The target takes an offer whose source is not there any more.
-        let late = step.name == "heard-OfferVm" && lost.contains(&trouble);
+        let late = step.name == "received-OfferVm" && lost.contains(&trouble);
         let before = if late { offers(&self.target).await } else { 0 };
         self.release(step);
         if late {

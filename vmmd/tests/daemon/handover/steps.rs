@@ -79,7 +79,7 @@ fn calls() -> Vec<Step> {
     let peer = services.find(|service| service.name() == "PeerService").unwrap();
     let mut steps = Vec::new();
     for call in peer.method.iter().filter(|call| call.name() != "SettleVm") {
-        steps.push(Step::new(Side::Target, format!("heard-{}", call.name())));
+        steps.push(Step::new(Side::Target, format!("received-{}", call.name())));
         if call.client_streaming() {
             steps.push(Step::new(Side::Target, TRANSFER));
         }
@@ -106,10 +106,10 @@ pub fn walk(cancelled: bool) -> Vec<Step> {
     while let Some(event) = events.pop_front() {
         let effects = match event {
             Event::OfSource(mut event) => {
-                if let SourceEvent::Heard(message) = event {
+                if let SourceEvent::Received(message) = event {
                     steps.push(Step::new(
                         Side::Source,
-                        format!("heard-{}", of_message(message).0),
+                        format!("received-{}", of_message(message).0),
                     ));
                     if cancelled {
                         aborts = Some(steps.len());
@@ -129,17 +129,17 @@ pub fn walk(cancelled: bool) -> Vec<Step> {
             Event::OfTarget(message) => {
                 steps.push(Step::new(
                     Side::Target,
-                    format!("heard-{}", of_message(message).0),
+                    format!("received-{}", of_message(message).0),
                 ));
                 let loaded = true;
-                let (after, effects) = target.on(TargetEvent::Heard { message, loaded });
+                let (after, effects) = target.on(TargetEvent::Received { message, loaded });
                 if after != target {
                     steps.push(Step::new(Side::Target, format!("wrote-{}", of_target(after))));
                 }
                 target = after;
                 if matches!(message, Message::Abort(_)) {
                     steps.push(Step::new(Side::Target, format!("says-{NOTHING_LEFT}")));
-                    steps.push(Step::new(Side::Source, format!("heard-{NOTHING_LEFT}")));
+                    steps.push(Step::new(Side::Source, format!("received-{NOTHING_LEFT}")));
                 }
                 effects
             }
@@ -151,7 +151,7 @@ pub fn walk(cancelled: bool) -> Vec<Step> {
             let (name, to) = of_message(message);
             steps.push(Step::new(other(to), format!("says-{name}")));
             events.push_back(match to {
-                Side::Source => Event::OfSource(SourceEvent::Heard(message)),
+                Side::Source => Event::OfSource(SourceEvent::Received(message)),
                 Side::Target => Event::OfTarget(message),
             });
         }

@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_names_some_of_the_missing_features_and_counts_the_others() {
+    fn refusal_names_some_missing_features_and_counts_others() {
         let wanted: Vec<_> = (0..500).map(|number| format!("f{number:03}\n")).collect();
         let has = ["f000\n".to_owned()];
         let missing = wanted
