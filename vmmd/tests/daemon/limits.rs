@@ -257,7 +257,7 @@ impl http_body::Body for Whole {
 }
 
 /// Connections, and streams on each.
-const CONNECTIONS: usize = 128;
+const CONNECTIONS: usize = 8;
 const STREAMS: usize = 512;
 
 #[tokio::test(flavor = "multi_thread")]
