@@ -349,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn what_exists_is_never_overwritten_and_a_later_run_adds_clients() {
+    fn files_are_never_overwritten_and_a_later_run_adds_clients() {
         let folder = tempfile::tempdir().unwrap();
         let dir = folder.path().join("tls");
         run(&arguments(&dir, &["node1", "192.0.2.1"], &["alice=operator"])).unwrap();

@@ -204,7 +204,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_log_that_is_too_long_keeps_its_end_and_one_that_is_not_stays() {
+    fn log_that_is_too_long_keeps_its_end() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("log");
         assert_eq!(shorten(&path, TAIL).unwrap(), None);

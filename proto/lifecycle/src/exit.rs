@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn an_out_of_memory_kill_and_a_restart_of_the_node_are_reasons_of_their_own() {
+    fn out_of_memory_and_restart_of_the_node_are_own_reasons() {
         use ExitReason as R;
         let oom = Evidence {
             oom_killed: true,

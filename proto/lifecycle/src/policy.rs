@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn the_back_off_doubles_up_to_its_cap_and_a_long_run_sets_it_back() {
+    fn back_off_doubles_up_to_its_cap_and_a_long_run_resets_it() {
         let back_off = BackOff {
             first_ms: 1_000,
             max_ms: 300_000,

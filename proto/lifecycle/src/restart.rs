@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_goes_on_under_the_next_daemon_and_no_clock_makes_it_longer() {
+    fn wait_continues_under_the_next_daemon_and_is_no_longer() {
         let of = of(RunPolicy::Always, Intent::Running, true);
         for (next_ms, wait) in [
             (NOW_MS + 500, 500),

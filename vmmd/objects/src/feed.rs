@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn a_deletion_that_was_written_and_not_seen_is_told_by_the_next_run() {
+    fn written_deletion_is_reported_by_the_next_run() {
         let mut first = feed(1, DeletionRecords::default());
         first.change();
         let tombstone = first.bury(named("a", 3));
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn a_deletion_that_did_not_come_about_is_not_told_and_holds_nothing_up() {
+    fn deletion_that_failed_is_not_reported() {
         let mut feed = feed(1, DeletionRecords::default());
         let start = feed.position();
         let tombstone = feed.bury(named("a", 3));

@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_call_is_one_line_of_json_however_it_ends_and_a_file_that_moved_is_made_anew() {
+    async fn call_is_one_line_of_json_and_a_moved_file_is_recreated() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("audit.log");
         let audit = Arc::new(Audit::open(Some(&path)).unwrap());
@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_disk_that_does_not_take_lines_delays_nobody_and_what_is_lost_is_counted() {
+    async fn disk_that_stalls_delays_no_caller_and_losses_are_counted() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("audit.fifo");
         rustix::fs::mknodat(

@@ -122,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_certificate_has_a_role_when_it_names_exactly_one_that_we_know() {
+    fn certificate_has_a_role_if_it_names_exactly_one() {
         for (uris, role) in [
             (&["vmmd://role/viewer"][..], Some(Role::Viewer)),
             (&["spiffe://x/y", "vmmd://role/operator"], Some(Role::Operator)),
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_contain_each_other_and_a_peer_and_an_agent_contain_none() {
+    fn ranks_contain_each_other_and_peers_and_agents_none() {
         let ranks = [Rank::Viewer, Rank::Operator, Rank::Admin];
         for (role, contained) in [
             (Role::Viewer, &ranks[..1]),

@@ -180,7 +180,7 @@ fn upper(text: &str) -> String {
 }
 
 #[test]
-fn the_page_of_the_book_has_every_key_with_its_default_and_is_as_the_code() {
+fn page_of_the_book_has_every_key_with_its_default() {
     let wanted = page();
     if std::env::var_os("UPDATE_REFERENCE").is_some() {
         fs::write(PAGE, &wanted).unwrap();
@@ -214,7 +214,7 @@ fn every_type_of_a_key_is_a_table_or_has_a_name() {
 
 /// The file that the package installs, with all that is commented out in it put in.
 #[test]
-fn the_packaged_file_has_every_key_and_says_what_is_so_without_it() {
+fn packaged_file_has_every_key_with_its_default() {
     let is_setting = |line: &&str| {
         line.starts_with('[') || line.split_once(" = ").is_some_and(|(key, _)| !key.contains(' '))
     };

@@ -595,7 +595,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_request_that_is_given_up_midway_ends_the_connection_and_garbles_nothing() {
+    async fn request_given_up_midway_ends_the_connection() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s");
         let listener = UnixListener::bind(&path).unwrap();

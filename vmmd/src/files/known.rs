@@ -111,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_that_is_written_to_stays_the_same_and_one_in_its_place_is_another() {
+    fn written_file_is_the_same_and_a_replaced_one_is_another() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a");
         let look = || identify(File::open(&path).unwrap()).unwrap();
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn another_file_is_refused_and_a_path_that_is_not_known_is_learned() {
+    fn another_file_is_refused_and_an_unknown_path_is_learned() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a");
         fs::write(&path, "1").unwrap();

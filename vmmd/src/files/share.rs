@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_below_the_folders_is_opened_and_no_link_there_is_followed() {
+    fn directory_is_opened_without_following_links() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         fs::create_dir_all(at("srv/data/sub")).unwrap();

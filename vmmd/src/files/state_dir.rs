@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_below_the_folders_is_opened_and_no_link_there_is_followed() {
+    fn directory_is_opened_without_following_links() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         fs::create_dir_all(at("srv/job")).unwrap();
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_belongs_to_the_owner_of_the_directory_and_is_whole_or_the_one_before() {
+    fn file_has_the_directorys_owner_and_is_replaced_whole() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         let is_root = rustix::process::getuid().is_root();
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn links_in_the_place_of_its_files_are_replaced_and_never_followed() {
+    fn links_instead_of_files_are_replaced_and_not_followed() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         fs::create_dir(at("job")).unwrap();

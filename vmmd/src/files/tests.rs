@@ -204,7 +204,7 @@ fn a_missing_kvm_says_what_to_do() {
 }
 
 #[test]
-fn a_raw_disk_that_is_an_image_of_another_format_is_refused_while_it_is_new() {
+fn new_raw_disk_with_another_format_is_refused() {
     let mut case = case();
     let mut head = vec![0; 4096];
     head[..4].copy_from_slice(b"QFI\xfb");
@@ -228,7 +228,7 @@ fn a_raw_disk_that_is_an_image_of_another_format_is_refused_while_it_is_new() {
 }
 
 #[test]
-fn a_disk_that_another_node_writes_to_is_opened_while_that_one_has_it_locked() {
+fn disk_locked_by_another_node_is_opened() {
     let mut case = case();
     let looked = |case: &Case| look(&case.spec, &case.sources(), ("web", &Known::new()), true);
     let refused = case.open_with(Locks::Elsewhere).unwrap_err();

@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_becomes_an_authority_of_the_same_length_however_its_bytes_come() {
+    fn path_becomes_an_authority_of_the_same_length() {
         // :method POST, :scheme http, then a path with 4-bit prefix, as a client sends them before.
         let before = [&[0x83, 0x86, 0x04, 2][..], b"/a"].concat();
         let with = |value: &[u8], huffman| [before.clone(), authority(value, huffman)].concat();

@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn groups_beside_that_of_admins_have_entries_of_the_access_control_list() {
+    fn groups_other_than_admins_are_in_the_access_control_list() {
         assert_eq!(Groups::default().acl(), None);
         let only_admins = Groups {
             admin: Some(10),
@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_stale_socket_is_replaced_and_a_living_or_foreign_file_is_not() {
+    async fn stale_socket_is_replaced_and_other_files_are_not() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s");
         drop(std::os::unix::net::UnixListener::bind(&path).unwrap());

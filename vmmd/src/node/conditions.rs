@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn a_condition_has_its_time_until_its_status_changes_and_that_is_told() {
+    fn condition_keeps_its_time_until_its_status_changes() {
         let mut known = BTreeMap::new();
         let mut seen = |status: ConditionStatus, message: &str, now_ms| {
             let mut conditions = [Condition {

@@ -407,7 +407,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_that_ends_again_and_again_is_made_anew_ever_more_seldom() {
+    fn process_that_keeps_ending_is_restarted_with_back_off() {
         let waits: Vec<_> = (0..9).map(|short| pause_after(short).as_millis()).collect();
         assert_eq!(waits, [200, 400, 800, 1600, 3200, 6400, 12_800, 25_600, 30_000]);
         assert_eq!(pause_after(u32::MAX), LONGEST_PAUSE);

@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_process_is_found_by_its_note_unless_another_one_has_its_number() {
+    async fn process_is_found_unless_another_one_has_its_number() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("share-0");
         assert!(find(&path).is_none());

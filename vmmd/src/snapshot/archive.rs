@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn an_archive_that_was_cut_off_anywhere_is_refused_with_the_place() {
+    fn archive_that_was_cut_off_is_refused_with_the_place() {
         let (bytes, _) = archive(&whole());
         for length in 0..bytes.len() {
             let refused = read(&bytes[..length], 64).unwrap_err();
@@ -436,7 +436,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_that_may_not_be_where_they_are_are_refused_though_their_checksums_are_right() {
+    fn misplaced_parts_with_right_checksums_are_refused() {
         let record = || Part::Record(b"record".to_vec());
         for (why, parts) in [
             ("no record", vec![file(0, 1), Part::End]),

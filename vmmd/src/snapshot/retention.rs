@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn only_managed_snapshots_of_the_vm_and_the_group_go_the_oldest_first() {
+    fn only_managed_snapshots_of_the_group_go_oldest_first() {
         for (keep_last, max_age_ms, group, gone) in [
             (1, 0, "", &[1, 3, 6][..]),
             (2, 0, "", &[1, 3]),
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn each_group_of_each_vm_has_a_newest_that_is_not_from_the_future() {
+    fn newest_of_each_group_and_vm_is_not_from_the_future() {
         let found = |vm, now| newest(&all(), vm, now).concat();
         assert_eq!(found(None, 600), [6, 4, 5]);
         assert_eq!(found(Some([1].as_slice()), 600), [6, 4]);

@@ -286,7 +286,7 @@ async fn a_download_begins_anew_when_the_file_is_another_one() {
 }
 
 #[tokio::test]
-async fn what_an_earlier_daemon_has_downloaded_is_not_downloaded_again() {
+async fn download_of_an_earlier_daemon_is_continued() {
     let server = Server::start(vec![part("a", usize::MAX)]);
     let file = tempfile::tempfile().unwrap();
     file.write_all_at(&content()[..700_000], 0).unwrap();

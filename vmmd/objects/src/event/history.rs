@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_are_kept_and_a_cursor_is_good_as_long_as_nothing_after_it_was_dropped() {
+    fn cursor_is_good_until_an_event_after_it_is_dropped() {
         let mut history = history(5);
         let start = Cursor { epoch: 7, after: 0 }.to_string();
         let third = history.events[2].1.cursor.clone();
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cursor_of_another_history_or_of_the_future_or_garbage_is_refused() {
+    fn cursor_that_is_foreign_future_or_garbage_is_refused() {
         let history = history(5);
         for (epoch, after) in [(8, 3), (7, 6), (7, u64::MAX)] {
             assert_eq!(
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_takes_the_newest_that_are_wanted_and_the_next_page_goes_on_before_it() {
+    fn page_has_the_newest_and_the_next_page_the_older_ones() {
         let mut history = History::new(7, Vec::new());
         for count in 1..=9 {
             history.add(v1::Event {

@@ -127,7 +127,7 @@ fn a_cursor_that_a_power_failure_may_have_made_wrong_is_expired() {
 }
 
 #[test]
-fn after_an_orderly_end_all_cursors_are_good_also_in_the_next_boot() {
+fn cursors_are_good_in_the_next_boot_after_an_orderly_end() {
     let folder = tempfile::tempdir().unwrap();
     let events = open(folder.path(), "boot");
     events.emit(draft("One"));

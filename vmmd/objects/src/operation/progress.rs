@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn the_rate_is_that_of_the_last_seconds_and_numbers_that_follow_closely_are_left_out() {
+    fn rate_is_that_of_the_last_seconds() {
         let start = Instant::now();
         let mut meter = Meter::default();
         let mut at = |done, ms| {

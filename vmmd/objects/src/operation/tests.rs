@@ -127,7 +127,7 @@ fn an_operation_that_nobody_carries_out_any_more_has_failed() {
 }
 
 #[test]
-fn a_cancel_is_heard_by_the_owner_and_one_of_what_has_ended_is_no_error() {
+fn cancel_reaches_the_owner_and_is_no_error_after_the_end() {
     let (_folder, operations) = operations();
     let handle = begin(&operations, None);
     let id = handle.id().to_owned();
@@ -190,7 +190,7 @@ fn lists_have_the_newest_first_and_go_on_before_any_of_them() {
 }
 
 #[test]
-fn what_has_changed_since_a_place_is_told_once_in_the_order_of_the_last_changes() {
+fn changes_since_a_place_are_told_once_and_in_order() {
     let (_folder, operations) = operations();
     let (first, second) = (begin(&operations, None), begin(&operations, None));
     let (all, place) = operations.since(None);
@@ -221,7 +221,7 @@ fn what_has_changed_since_a_place_is_told_once_in_the_order_of_the_last_changes(
 }
 
 #[test]
-fn what_has_ended_is_forgotten_by_number_and_by_age_and_what_is_under_way_is_not() {
+fn only_ended_operations_are_forgotten_by_number_and_age() {
     let (_folder, operations) = operations();
     let kept = begin(&operations, None);
     let mut ids = Vec::new();

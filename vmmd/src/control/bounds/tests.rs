@@ -95,7 +95,7 @@ fn each_lie_about_a_machine_is_found() {
 }
 
 #[test]
-fn text_is_cut_to_one_line_and_numbers_out_of_their_set_are_unknown() {
+fn text_is_cut_to_one_line_and_odd_numbers_are_unknown() {
     let status = Status {
         state: 99,
         pause_reason: 99,

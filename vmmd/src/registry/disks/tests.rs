@@ -102,7 +102,7 @@ fn format_and_blocks_are_filled_in_where_known_and_left_out() {
 }
 
 #[test]
-fn a_name_is_taken_from_the_beginning_of_a_create_and_usable_after_its_end() {
+fn name_is_taken_during_a_create_and_usable_after_it() {
     let registry = Disks::default();
     let made = registry.reserve(record("a"), None).unwrap();
     assert_eq!(
@@ -239,7 +239,7 @@ fn a_disk_has_one_operation_at_a_time() {
 }
 
 #[test]
-fn whatever_changes_of_a_disk_has_a_revision_and_nothing_else_does() {
+fn each_change_of_a_disk_and_nothing_else_has_a_revision() {
     let registry = with(&["a", "b"]);
     let mut before = registry.registry.after(None);
     let mut changed = |what: &str| {

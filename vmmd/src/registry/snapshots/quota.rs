@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_made_and_what_is_deleted_counts_as_long_as_it_takes_room() {
+    fn snapshots_count_as_long_as_they_take_room() {
         let all = [
             record(1, 1, SnapshotStage::Ready, 5, 40),
             record(2, 1, SnapshotStage::Partial, 5, 20),

@@ -144,7 +144,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_try_is_at_once_and_the_others_wait_longer_and_longer() {
+    fn first_try_is_at_once_and_others_wait_ever_longer() {
         let millis = |failures, held| wait(failures, held).as_millis();
         let short = Some(Duration::from_secs(1));
         let waits: Vec<_> = (0..9).map(|failures| millis(failures, short)).collect();

@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plugged_disk_takes_the_lowest_free_slot_and_names_its_own_descriptors() {
+    fn plugged_disk_takes_the_lowest_free_slot() {
         let mut spec = full();
         let disk = spec.disks.remove(3);
         let mut hardware = allocate(&spec, || Mac::local([2; 6]));
@@ -430,7 +430,7 @@ mod tests {
     }
 
     #[test]
-    fn the_largest_vms_make_machines_that_are_valid_to_the_other_side() {
+    fn largest_vms_make_machines_that_the_other_side_accepts() {
         for (disks, nics) in [(64, 0), (0, 64), (16, 48), (56, 8), (32, 32), (60, 4)] {
             let spec = of(disks, nics);
             let mut last = 0;

@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn each_share_with_a_mount_point_is_mounted_there_once_in_each_boot() {
+    fn share_is_mounted_at_its_mount_point_once_in_each_boot() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name).display().to_string();
         let (inner, outer) = (at("my $HOME's/inner"), at("my $HOME's"));
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn a_password_and_mounts_are_two_parts_and_the_specs_own_data_stays_as_it_is() {
+    fn password_and_mounts_are_two_parts_beside_the_specs_data() {
         let own = CloudInit {
             vendor_data: "#!/bin/sh\ntrue\n".into(),
             ..Default::default()

@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn one_of_two_attempts_that_was_not_answered_may_have_been_carried_out() {
+    fn unanswered_attempt_may_have_been_carried_out() {
         let busy = || refused(Code::FailedPrecondition, "BUSY");
         let cut = || refused(Code::Aborted, "SUPERSEDED");
         let missing = || refused(Code::NotFound, "VM_NOT_FOUND");

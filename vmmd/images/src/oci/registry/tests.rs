@@ -109,7 +109,7 @@ fn gives(token: &'static str) -> Turn {
 }
 
 #[tokio::test]
-async fn a_token_is_got_with_the_password_and_the_password_stays_there() {
+async fn token_is_got_with_the_password_that_stays_there() {
     let tokens = Server::start(vec![gives(r#"{"access_token": "t0ken"}"#)]);
     let server = Server::start(vec![with_token(format!("{}/token?a=b", tokens.address))]);
     assert!(blob(&mut registry(&server, Some("secret"))).await.unwrap() == content());
@@ -317,7 +317,7 @@ async fn who_is_not_let_in_is_told_so_without_the_secret() {
 }
 
 #[tokio::test]
-async fn a_registry_that_lies_or_never_ends_is_refused_with_the_reason() {
+async fn registry_that_lies_or_never_ends_is_refused() {
     let endless = || -> Turn {
         Box::new(|_, stream| {
             let _ = stream.write_all(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n");

@@ -259,7 +259,7 @@ fn values_are_those_of_both_sides() {
 }
 
 #[test]
-fn ports_and_rules_of_a_nic_change_at_once_in_the_network_that_it_is_in() {
+fn ports_and_rules_of_a_nic_change_at_once_in_its_network() {
     let lan = |name: &str| {
         let mut spec = spec();
         spec.nics[0].attachment = Some(nic_spec::Attachment::Network(name.into()));
@@ -316,7 +316,7 @@ fn a_mac_is_what_the_hardware_has() {
 
 /// A control group made for the next start would starve the machine that runs.
 #[test]
-fn the_limits_of_a_machine_go_by_what_it_has_and_is_about_to_get() {
+fn limits_of_a_machine_follow_its_present_and_next_parts() {
     let mut desired = spec();
     desired.memory.as_mut().unwrap().size_bytes = 128 << 20;
     desired.cpu.as_mut().unwrap().cores = 1;
