@@ -301,9 +301,9 @@ impl Queue {
         if available > self.state.size { 0 } else { available }
     }
 
-    /// Returns a gauge of the available chains for other threads.
-    pub(super) fn gauge(&self) -> Gauge {
-        Gauge::new(self.avail.clone(), self.state.size, self.state.next_avail)
+    /// Returns the backlog of available chains for other threads.
+    pub(super) fn backlog(&self) -> Backlog {
+        Backlog::new(self.avail.clone(), self.state.size, self.state.next_avail)
     }
 
     /// Lets `pop` take that many chains, no more.
@@ -425,14 +425,14 @@ impl Heads {
 /// Number of buffers of a queue that wait to be taken, for other threads than its worker. It exists while the queue is served. It reads the available ring and keeps guest memory
 /// alive.
 #[derive(Debug)]
-pub(super) struct Gauge {
+pub(super) struct Backlog {
     avail: Window,
     size: u16,
     /// The free-running index up to which the worker says to have taken.
     taken: AtomicU16,
 }
 
-impl Gauge {
+impl Backlog {
     /// `avail` is the available ring, `taken` the free-running index of the next entry to take.
     pub(super) fn new(avail: Window, size: u16, taken: u16) -> Self {
         Self {

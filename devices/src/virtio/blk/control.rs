@@ -18,7 +18,7 @@ use block::{Changes, Content, Extent, Image};
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::virtio::{
-    queue::Gauge,
+    queue::Backlog,
     rate::{Limiter, LimiterCell},
     signals::{Connection, Signals},
 };
@@ -392,8 +392,8 @@ pub(super) struct QueueCounters {
     in_flight: AtomicU64,
     throttled: AtomicU64,
     held: AtomicU64,
-    /// Gauge of the ring, while the queue is served.
-    ring: Mutex<Option<Arc<Gauge>>>,
+    /// Backlog of the ring, while the queue is served.
+    ring: Mutex<Option<Arc<Backlog>>>,
 }
 
 impl QueueCounters {
@@ -430,8 +430,8 @@ impl QueueCounters {
     }
 
     /// The queue is served from now on, or no longer.
-    pub(super) fn set_ring(&self, gauge: Option<Arc<Gauge>>) {
-        *self.ring.lock().unwrap_or_else(PoisonError::into_inner) = gauge;
+    pub(super) fn set_ring(&self, backlog: Option<Arc<Backlog>>) {
+        *self.ring.lock().unwrap_or_else(PoisonError::into_inner) = backlog;
     }
 
     fn waiting(&self) -> u64 {
@@ -466,8 +466,8 @@ fn add(counter: &AtomicU64, value: u64) {
     counter.store(sum, Ordering::Relaxed);
 }
 
-fn set(gauge: &AtomicU64, value: usize) {
-    gauge.store(u64::try_from(value).unwrap_or(u64::MAX), Ordering::Relaxed);
+fn set(figure: &AtomicU64, value: usize) {
+    figure.store(u64::try_from(value).unwrap_or(u64::MAX), Ordering::Relaxed);
 }
 
 fn bucket(took_ns: u64) -> usize {

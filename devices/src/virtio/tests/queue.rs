@@ -165,7 +165,7 @@ fn what_waits_to_be_taken_is_shown_to_others() {
         next_avail: u16::MAX - 1,
         ..STATE
     };
-    let gauge = Queue::new(&started, 16, false, memory.clone()).unwrap().gauge();
+    let backlog = Queue::new(&started, 16, false, memory.clone()).unwrap().backlog();
     // Indexes run free.
     let index = GuestAddress(STATE.avail_ring + 2);
     for (available, waiting) in [
@@ -177,14 +177,14 @@ fn what_waits_to_be_taken_is_shown_to_others() {
         (9999, 0),
     ] {
         memory.write_obj(available, index).unwrap();
-        assert_eq!(gauge.waiting(), waiting, "{available}");
+        assert_eq!(backlog.waiting(), waiting, "{available}");
     }
     memory.write_obj(3_u16, index).unwrap();
-    gauge.set_taken(2);
-    assert_eq!(gauge.waiting(), 1);
+    backlog.set_taken(2);
+    assert_eq!(backlog.waiting(), 1);
     // Chains that were put back wait again.
-    gauge.set_taken(0);
-    assert_eq!(gauge.waiting(), 3);
+    backlog.set_taken(0);
+    assert_eq!(backlog.waiting(), 3);
 }
 
 #[test]

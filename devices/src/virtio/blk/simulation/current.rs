@@ -1,19 +1,19 @@
 //! The policy itself, with the part of the worker that asks it.
 
 use super::{
-    super::worker::{self, HOLD_PART, Pace, Round},
+    super::worker::{self, HOLD_PART, PollPolicy, Round},
     machine::{Next, Policy, Worker},
 };
 
 #[derive(Debug, Default)]
 pub(super) struct Current {
-    pace: Pace,
+    policy: PollPolicy,
 }
 
 impl Policy for Current {
     fn round(&mut self, worker: &mut Worker<'_>, completed: usize, taken: usize) -> Next {
-        round(&mut self.pace, worker, [completed, taken], |pace, worker| {
-            pace.holds(worker.in_flight(), worker.now())
+        round(&mut self.policy, worker, [completed, taken], |policy, worker| {
+            policy.holds(worker.in_flight(), worker.now())
         })
     }
 }
@@ -23,7 +23,7 @@ impl Policy for Current {
 /// this is far from the best of the others, no policy that keeps the rules is near it.
 #[derive(Debug, Default)]
 pub(super) struct Informed {
-    pace: Pace,
+    policy: PollPolicy,
     taken: usize,
     unsignalled_since: Option<u64>,
 }
@@ -34,30 +34,30 @@ impl Policy for Informed {
         let gap = worker.now() / self.taken.max(1) as u64;
         let limit = gap * worker.depth() as u64 / HOLD_PART;
         let mut since = self.unsignalled_since;
-        let next = round(&mut self.pace, worker, [completed, taken], |pace, worker| {
-            since = (pace.unsignalled() > 0).then(|| since.unwrap_or(worker.now()));
+        let next = round(&mut self.policy, worker, [completed, taken], |policy, worker| {
+            since = (policy.unsignalled() > 0).then(|| since.unwrap_or(worker.now()));
             since.is_some_and(|since| worker.driver_is_busy() && worker.now() - since < limit)
         });
-        self.unsignalled_since = since.filter(|_| self.pace.unsignalled() > 0);
+        self.unsignalled_since = since.filter(|_| self.policy.unsignalled() > 0);
         next
     }
 }
 
 /// A round of the worker, in which `holds` says whether completions are held back.
 fn round(
-    pace: &mut Pace,
+    policy: &mut PollPolicy,
     worker: &mut Worker<'_>,
     [completed, taken]: [usize; 2],
-    holds: impl FnOnce(&Pace, &Worker<'_>) -> bool,
+    holds: impl FnOnce(&PollPolicy, &Worker<'_>) -> bool,
 ) -> Next {
     worker.disable();
     if completed + taken > 0 {
-        pace.found(completed, taken, worker.now());
+        policy.found(completed, taken, worker.now());
     }
-    let held = holds(pace, worker);
-    if !held && pace.unsignalled() > 0 {
+    let held = holds(policy, worker);
+    if !held && policy.unsignalled() > 0 {
         worker.signal();
-        pace.signalled();
+        policy.signalled();
     }
     let round = Round {
         completed,
@@ -66,7 +66,7 @@ fn round(
         bound: false,
         prompt: false,
     };
-    match pace.next(&round, held, || worker.now()) {
+    match policy.next(&round, held, || worker.now()) {
         worker::Next::Again | worker::Next::Spin => return Next::Poll,
         worker::Next::Yield => return Next::Yield,
         worker::Next::Sleep => {}
@@ -74,6 +74,6 @@ fn round(
     if worker.enable() {
         return Next::Poll;
     }
-    pace.sleeps(worker.in_flight() > 0, worker.now());
+    policy.sleeps(worker.in_flight() > 0, worker.now());
     Next::Sleep
 }

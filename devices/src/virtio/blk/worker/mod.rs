@@ -27,7 +27,7 @@ use crate::{
     virtio::{
         device::{Drained, Progress, QueueHandler},
         fault::Fault,
-        queue::{Gauge, Queue},
+        queue::{Backlog, Queue},
         rate::Throttle,
         session::{EventSet, Session},
     },
@@ -155,7 +155,7 @@ pub(super) enum Next {
 /// law). The worker keeps its processor meanwhile, otherwise the scheduler would determine the
 /// bound.
 #[derive(Debug, Default)]
-pub(super) struct Pace {
+pub(super) struct PollPolicy {
     /// For how long to poll: with no request in flight, and with some.
     windows: [u64; 2],
     /// Since when there is nothing to do, and which window is for that.
@@ -178,7 +178,7 @@ pub(super) struct Pace {
     unsignalled_since: u64,
 }
 
-impl Pace {
+impl PollPolicy {
     /// A round found so many completions and took so many requests: one at least.
     pub(super) fn found(&mut self, completed: usize, taken: usize, now: u64) {
         self.polled = None;
@@ -298,12 +298,12 @@ pub(super) struct BlkHandler {
     slots: Vec<Slot>,
     free: Vec<u32>,
     memory: Option<Arc<GuestMemory>>,
-    /// Gauge of the ring for other threads. Present from a start until the drain.
-    gauge: Option<Arc<Gauge>>,
+    /// Backlog of the ring for other threads. Present from a start until the drain.
+    backlog: Option<Arc<Backlog>>,
     pub(super) negotiated: Negotiated,
     pub(super) kept: Kept,
     throttle: Throttle<u32>,
-    pace: Pace,
+    policy: PollPolicy,
     pub(super) clock: Clock,
     /// Requests taken that have not completed.
     pub(super) outstanding: usize,
@@ -337,11 +337,11 @@ impl BlkHandler {
             slots: Vec::new(),
             free: Vec::new(),
             memory: None,
-            gauge: None,
+            backlog: None,
             negotiated: Negotiated::default(),
             kept: Kept::default(),
             throttle: Throttle::default(),
-            pace: Pace::default(),
+            policy: PollPolicy::default(),
             clock: Clock::new(),
             outstanding: 0,
             completions: 0,
@@ -407,7 +407,7 @@ impl BlkHandler {
                 self.signal(session)?;
             }
             let clock = &mut self.clock;
-            match self.pace.next(&round, held, || clock.nanos()) {
+            match self.policy.next(&round, held, || clock.nanos()) {
                 Next::Again => self.commit()?,
                 Next::Spin => std::hint::spin_loop(),
                 Next::Yield => std::thread::yield_now(),
@@ -440,14 +440,14 @@ impl BlkHandler {
     fn holds(&mut self, round: &Round) -> bool {
         let completed = std::mem::take(&mut self.completions);
         let found = completed > 0 || round.taken > 0;
-        if !found && self.pace.unsignalled() == 0 {
+        if !found && self.policy.unsignalled() == 0 {
             return false;
         }
         let now = self.clock.nanos();
         if found {
-            self.pace.found(completed, round.taken, now);
+            self.policy.found(completed, round.taken, now);
         }
-        !round.bound && self.pace.holds(round.in_flight, now)
+        !round.bound && self.policy.holds(round.in_flight, now)
     }
 
     /// Whether the worker leaves requests in the ring. A completion or the timer then makes it
@@ -466,7 +466,7 @@ impl BlkHandler {
         }
         self.publish(session);
         let in_flight = self.engine.in_flight();
-        self.pace.sleeps(in_flight > 0, self.clock.nanos());
+        self.policy.sleeps(in_flight > 0, self.clock.nanos());
         if !self.called && self.sleeps_in_engine(session, in_flight)? {
             session.suppress_kicks(self.queue)?;
             return Ok(true);
@@ -499,10 +499,10 @@ impl BlkHandler {
     fn signal(&mut self, session: &mut Session) -> Result<(), Fault> {
         let completed = std::mem::take(&mut self.completions);
         if completed > 0 {
-            self.pace.found(completed, 0, self.clock.nanos());
+            self.policy.found(completed, 0, self.clock.nanos());
         }
-        if self.pace.unsignalled() > 0 {
-            self.pace.signalled();
+        if self.policy.unsignalled() > 0 {
+            self.policy.signalled();
             session.flush_interrupts()?;
         }
         Ok(())
@@ -527,16 +527,16 @@ impl BlkHandler {
             None => 0,
         };
         counters.set_throttled(throttled);
-        if let (Some(gauge), Some(ring)) = (&self.gauge, session.queue(self.queue)) {
-            gauge.set_taken(ring.state().next_avail);
+        if let (Some(backlog), Some(ring)) = (&self.backlog, session.queue(self.queue)) {
+            backlog.set_taken(ring.state().next_avail);
         }
     }
 
-    /// Publishes a gauge of the ring, or removes it when the queue is not served.
+    /// Publishes the backlog of the ring, or removes it when the queue is not served.
     fn show_ring(&mut self, ring: Option<&Queue>) {
-        self.gauge = ring.map(|ring| Arc::new(ring.gauge()));
+        self.backlog = ring.map(|ring| Arc::new(ring.backlog()));
         if let Some(counters) = self.shared.counters(self.queue) {
-            counters.set_ring(self.gauge.clone());
+            counters.set_ring(self.backlog.clone());
         }
     }
 
@@ -592,7 +592,7 @@ impl QueueHandler for BlkHandler {
         self.show_ring(ring);
         self.slots.clear();
         self.free.clear();
-        self.pace = Pace::default();
+        self.policy = PollPolicy::default();
         self.completions = 0;
         self.throttle.start();
         self.kept.restart();
@@ -620,7 +620,7 @@ impl QueueHandler for BlkHandler {
         let drained = self.wait_for_all(session, deadline);
         // The session raises the interrupt for what completed.
         self.completions = 0;
-        self.pace = Pace::default();
+        self.policy = PollPolicy::default();
         self.publish(session);
         if drained.is_ok()
             && let Some(fault) = self.fault.take()
