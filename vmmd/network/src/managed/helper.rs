@@ -42,6 +42,8 @@ use crate::netd::{Ipv6, Table, open_routers, server::TABLE};
 /// Ports of DHCP and DNS servers.
 const DHCP: u16 = 67;
 const DNS: u16 = 53;
+/// Connections that wait to be accepted.
+const BACKLOG: i32 = 64;
 const SERVER: &str = "server.json";
 /// Name of the helper's program: its first argument.
 const PROGRAM: &str = "vmmd-netd";
@@ -264,7 +266,9 @@ async fn follow<F: Future>(
 fn start(served: &Served<'_>, uid: u32, parent: Option<&cgroup::Parent>) -> io::Result<Child> {
     let (name, _) = served.bridge;
     let dhcp = socket(name, SocketAddrV4::new(Ipv4Addr::UNSPECIFIED, DHCP))?;
-    let dns = socket(name, SocketAddrV4::new(served.gateway, DNS)).map_err(|error| {
+    let address = SocketAddrV4::new(served.gateway, DNS);
+    let dns = socket(name, address).and_then(|dns| Ok((dns, listener(name, address)?)));
+    let (dns, streams) = dns.map_err(|error| {
         let message = format!(
             "port {DNS} of {}, which a name server of the node may have: {error}",
             served.gateway
@@ -281,7 +285,7 @@ fn start(served: &Served<'_>, uid: u32, parent: Option<&cgroup::Parent>) -> io::
     });
     let arguments = [PROGRAM.as_bytes(), served.folder.as_os_str().as_bytes()].into_iter();
     let arguments: Vec<_> = arguments.flat_map(CString::new).collect();
-    let mut fds = vec![folder.as_fd(), dhcp.as_fd(), dns.as_fd()];
+    let mut fds = vec![folder.as_fd(), dhcp.as_fd(), dns.as_fd(), streams.as_fd()];
     fds.extend(routers.iter().map(Socket::as_fd));
     fault::step("start a helper");
     clone::spawn(&Program {
@@ -388,6 +392,18 @@ fn socket(bridge: &str, address: SocketAddrV4) -> io::Result<Socket> {
     socket.set_broadcast(true)?;
     socket.bind_device(Some(bridge.as_bytes()))?;
     socket.bind(&address.into())?;
+    socket.set_nonblocking(true)?;
+    Ok(socket)
+}
+
+/// A listener for TCP. Another helper of the network may have one at the same time.
+fn listener(bridge: &str, address: SocketAddrV4) -> io::Result<Socket> {
+    let socket = Socket::new(Domain::IPV4, Type::STREAM, Some(Protocol::TCP))?;
+    socket.set_reuse_address(true)?;
+    socket.set_reuse_port(true)?;
+    socket.bind_device(Some(bridge.as_bytes()))?;
+    socket.bind(&address.into())?;
+    socket.listen(BACKLOG)?;
     socket.set_nonblocking(true)?;
     Ok(socket)
 }

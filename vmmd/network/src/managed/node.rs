@@ -452,6 +452,7 @@ fn table(spec: &vmmd_spec::network::NetworkSpec, record: &NetworkRecord) -> Tabl
             address: lease.ip(),
             address6: spec.net6.and_then(|net| Some(net.of(lease.mac()?))),
             name: lease.vm_name.clone(),
+            primary: true,
         };
         Some((lease.mac()?.to_string(), host))
     });
@@ -463,6 +464,7 @@ fn table(spec: &vmmd_spec::network::NetworkSpec, record: &NetworkRecord) -> Tabl
         broadcast: spec.net.last(),
         mtu: spec.mtu,
         forward: name_servers(spec),
+        site: !spec.dns.is_empty(),
         ntp: spec.ntp.clone(),
         lease_seconds: LEASE_SECONDS,
         ipv6: spec.net6.map(|net| netd::Ipv6 {

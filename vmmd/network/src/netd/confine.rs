@@ -10,8 +10,8 @@ use std::{
 
 use anyhow::Context as _;
 use landlock::{
-    ABI, Access, AccessFs, AccessNet, CompatLevel, Compatible, PathBeneath, Ruleset, RulesetAttr as _,
-    RulesetCreatedAttr as _, Scope,
+    ABI, Access, AccessFs, AccessNet, CompatLevel, Compatible, NetPort, PathBeneath, Ruleset,
+    RulesetAttr as _, RulesetCreatedAttr as _, Scope,
 };
 use rustix::{
     process::{DumpableBehavior, Resource, Rlimit, chroot, fchdir, set_dumpable_behavior, setrlimit},
@@ -22,15 +22,21 @@ use seccompiler::{
     TargetArch, apply_filter,
 };
 
+use super::streams;
+
 /// Address space in bytes: the program, and the largest table twice over.
 const MEMORY: u64 = 1 << 30;
-/// Open descriptors: 32 sockets for name servers, and those of a network.
-const DESCRIPTORS: u64 = 64;
+/// Open descriptors: 48 sockets for name servers, 64 connections of guests, and those of a network.
+const DESCRIPTORS: u64 = 160;
 
 /// Calls that may have any arguments: packets, the clock, the allocator, log lines, and the end.
-const CALLS: [libc::c_long; 27] = [
+const CALLS: [libc::c_long; 30] = [
     libc::SYS_recvfrom,
     libc::SYS_sendto,
+    // The address of a client, and connections to name servers by sockets that are open.
+    libc::SYS_accept4,
+    libc::SYS_getpeername,
+    libc::SYS_connect,
     libc::SYS_poll,
     libc::SYS_ppoll,
     libc::SYS_read,
@@ -103,7 +109,7 @@ fn close_in(folder: BorrowedFd<'_>) -> anyhow::Result<()> {
     apply_filter(&program()?).context("limit the helper's system calls")
 }
 
-/// Files of the folder can be read, and packets can be sent by UDP. The rest of this kernel's Landlock is forbidden.
+/// Files of the folder can be read, name servers can be reached by TCP, and packets can be sent by UDP. The rest of this kernel's Landlock is forbidden.
 fn restrict(folder: BorrowedFd<'_>) -> anyhow::Result<()> {
     const NEWEST: ABI = ABI::V10;
     Ruleset::default()
@@ -113,6 +119,7 @@ fn restrict(folder: BorrowedFd<'_>) -> anyhow::Result<()> {
         .scope(Scope::from_all(NEWEST))?
         .create()?
         .add_rule(PathBeneath::new(folder.as_fd(), AccessFs::ReadFile))?
+        .add_rule(NetPort::new(streams::PORT, AccessNet::ConnectTcp))?
         .restrict_self()?;
     Ok(())
 }

@@ -194,6 +194,7 @@ pub mod tests {
             broadcast: [10, 80, 0, 255].into(),
             mtu: 1400,
             forward: vec![[10, 0, 0, 53].into()],
+            site: false,
             ntp: Vec::new(),
             lease_seconds: 3600,
             ipv6: Some(super::super::Ipv6 {
@@ -207,6 +208,7 @@ pub mod tests {
                     address: ADDRESS,
                     address6: Some("fd00:80::5054:ff:fe00:1".parse().unwrap()),
                     name: "web".into(),
+                    primary: true,
                 },
             )]),
         }

@@ -1,12 +1,13 @@
 //! Response to a guest's DNS query (RFC 1035): a pure function of the table.
 //!
 //! The helper is the authority for `<network>.internal` and for the addresses of the network. It
-//! forwards all other names ([`super::forward`]), unless the network is isolated.
+//! answers for special-use names itself ([`special`]). It forwards all other names
+//! ([`super::forward`], [`super::streams`]), unless the network is isolated.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use hickory_proto::{
-    op::{Header, Message, MessageType, Metadata, OpCode, Query, ResponseCode},
+    op::{Edns, Header, Message, MessageType, Metadata, OpCode, Query, ResponseCode},
     rr::{
         DNSClass, Name, RData, Record, RecordType,
         rdata::{PTR, SOA},
@@ -14,7 +15,7 @@ use hickory_proto::{
     serialize::binary::{BinDecodable as _, BinDecoder},
 };
 
-use super::Table;
+use super::{Table, special};
 
 /// Lifetime of an answer in a resolver, in seconds. A recreated VM is soon reachable at its new
 /// address.
@@ -25,10 +26,14 @@ const HEADER: usize = 12;
 /// bytes to a question at most, and 4,096 is the largest message that they use UDP for (RFC 6891,
 /// 6.2.5).
 pub const MAX_QUERY: usize = 4096;
-/// Largest answer in bytes (RFC 1035, 4.2.1).
+/// Largest answer by UDP in bytes to a client that does not say what it can take (RFC 1035, 4.2.1).
 pub const MAX_ANSWER: usize = 512;
-/// Bytes of the shortest record: one with an IPv4 address and a name that is a pointer (RFC 1035, 4.1.3, 4.1.4).
-const RECORD: usize = 16;
+/// Largest answer by UDP in bytes about the network's own names: no link fragments it (RFC 9715, 3.1, R5).
+pub const MAX_EDNS: u16 = 1232;
+/// Largest message by TCP in bytes (RFC 1035, 4.2.2).
+pub const MAX_STREAM: usize = 65_535;
+/// Most records of an answer: a VM has fewer NICs.
+const MAX_RECORDS: usize = 256;
 /// Bytes of type and class (RFC 1035, 4.1.2).
 const KIND: usize = 4;
 
@@ -50,12 +55,40 @@ pub struct Question {
     pub id: u16,
     /// Name, type and class as they are in the packet, behind the header. A reply repeats them.
     pub bytes: Vec<u8>,
+    /// Largest reply that the client takes, in bytes.
+    pub limit: usize,
+}
+
+/// Way of a query, and of its answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// Answers are at most as long as the client says, and are truncated.
+    Udp,
+    Tcp,
+}
+
+/// Parts of a query that its answer depends on.
+struct Request {
+    metadata: Metadata,
+    edns: Option<Edns>,
+    way: Way,
+}
+
+impl Request {
+    /// The largest packet that the client takes, in bytes.
+    fn takes(&self) -> usize {
+        match (self.way, &self.edns) {
+            (Way::Tcp, _) => MAX_STREAM,
+            (Way::Udp, None) => MAX_ANSWER,
+            (Way::Udp, Some(edns)) => usize::from(edns.max_payload()).max(MAX_ANSWER),
+        }
+    }
 }
 
 /// Decides what becomes of a packet from a guest.
 ///
-/// Only the header and the question are decoded: a guest's further records are no business of the helper.
-pub fn decide(table: &Table, packet: &[u8]) -> Verdict {
+/// The header and the question are decoded first. Of a guest's further records only the one of EDNS (RFC 6891) matters.
+pub fn decide(table: &Table, packet: &[u8], way: Way) -> Verdict {
     if packet.len() > MAX_QUERY {
         return Verdict::Ignore;
     }
@@ -63,37 +96,87 @@ pub fn decide(table: &Table, packet: &[u8]) -> Verdict {
     let Ok(header) = Header::read(&mut decoder) else {
         return Verdict::Ignore;
     };
-    let request = header.metadata;
     // A reply to a reply would cause an endless loop.
-    if request.message_type != MessageType::Query {
+    if header.metadata.message_type != MessageType::Query {
         return Verdict::Ignore;
     }
-    if request.op_code != OpCode::Query {
-        return reply(&request, None, ResponseCode::NotImp, Vec::new(), None);
+    let has_more = header.counts.additionals > 0;
+    let edns = || Message::from_vec(packet).ok()?.edns;
+    let request = Request {
+        metadata: header.metadata,
+        edns: has_more.then(edns).flatten(),
+        way,
+    };
+    let refuse = |query, code| reply(&request, query, code, Vec::new(), None);
+    if request.metadata.op_code != OpCode::Query {
+        return refuse(None, ResponseCode::NotImp);
     }
     let query = (header.counts.queries == 1).then(|| Query::read(&mut decoder).ok());
     let bytes = packet.get(HEADER..decoder.index()).unwrap_or_default();
     let Some(query) = query.flatten().filter(|query| is_whole(&query.name, bytes)) else {
-        return reply(&request, None, ResponseCode::FormErr, Vec::new(), None);
+        return refuse(None, ResponseCode::FormErr);
     };
-    if query.query_class == DNSClass::IN {
-        let name = query.name.to_lowercase();
-        if let Some(zone) = zone(table).filter(|zone| zone.zone_of(&name)) {
-            let (code, answers) = forward_lookup(table, &zone, &name, query.query_type);
-            return reply(&request, Some(query), code, answers, Some(&zone));
-        }
-        if let Some(address) = reverse(&name).filter(|address| is_own(table, *address)) {
-            let (code, answers) = reverse_lookup(table, &name, address, query.query_type);
-            return reply(&request, Some(query), code, answers, zone(table).as_ref());
-        }
+    // RFC 6891, 6.1.3.
+    if request.edns.as_ref().is_some_and(|edns| edns.version() != 0) {
+        return refuse(Some(query), ResponseCode::BADVERS);
+    }
+    if query.query_class == DNSClass::IN
+        && let Some((code, answers, zone)) = own(table, &query)
+    {
+        return reply(&request, Some(query), code, answers, Some(&zone));
     }
     if table.forward.is_empty() {
-        return reply(&request, Some(query), ResponseCode::Refused, Vec::new(), None);
+        return refuse(Some(query), ResponseCode::Refused);
     }
     Verdict::Forward(Question {
-        id: request.id,
+        id: request.metadata.id,
         bytes: bytes.to_vec(),
+        limit: request.takes(),
     })
+}
+
+/// The answer that the helper has itself, with the zone that it is of.
+fn own(table: &Table, query: &Query) -> Option<(ResponseCode, Vec<Record>, Name)> {
+    let name = query.name.to_lowercase();
+    if let Some(zone) = zone(table).filter(|zone| zone.zone_of(&name)) {
+        let (code, answers) = forward_lookup(table, &zone, &name, query.query_type);
+        return Some((code, answers, zone));
+    }
+    if let Some(address) = reverse(&name).filter(|address| is_own(table, *address)) {
+        let (code, answers) = reverse_lookup(table, &name, address, query.query_type);
+        return Some((code, answers, zone(table)?));
+    }
+    match special::find(&name, table.site)? {
+        special::Special::Loopback(zone) => {
+            let data = match query.query_type {
+                RecordType::A => Some(RData::A(Ipv4Addr::LOCALHOST.into())),
+                RecordType::AAAA => Some(RData::AAAA(Ipv6Addr::LOCALHOST.into())),
+                _ => None,
+            };
+            let record = data.map(|data| Record::from_rdata(name, TTL, data));
+            Some((ResponseCode::NoError, record.into_iter().collect(), zone))
+        }
+        special::Special::Nothing(zone) => Some((ResponseCode::NXDomain, Vec::new(), zone)),
+    }
+}
+
+/// A reply without records to a client's question.
+pub fn bare(query: &[u8], question: &Question, code: ResponseCode, truncated: bool) -> Vec<u8> {
+    // Only "recursion desired" is repeated (RFC 1035, 4.1.1).
+    let desired = query.get(2).copied().unwrap_or_default() & 1;
+    let mut packet = question.id.to_be_bytes().to_vec();
+    packet.extend([0x80 | u8::from(truncated) << 1 | desired, 0x80 | code.low()]);
+    packet.extend([0, 1, 0, 0, 0, 0, 0, 0]);
+    packet.extend(&question.bytes);
+    packet
+}
+
+/// Whether another server may have a better answer than this reply.
+pub fn is_failure(packet: &[u8]) -> bool {
+    let code = packet.get(3).map(|flags| flags & 0xf);
+    [ResponseCode::ServFail, ResponseCode::Refused]
+        .iter()
+        .any(|failure| Some(failure.low()) == code)
 }
 
 /// Whether a question has its name without pointers (RFC 1035, 4.1.4). A pointer could only lead to
@@ -183,8 +266,7 @@ fn forward_lookup(table: &Table, zone: &Name, name: &Name, kind: RecordType) -> 
         .map(|found| RData::A(found.address.into()))
         .chain(v6.filter_map(|found| Some(RData::AAAA(found.address6?.into()))));
     let records = data.map(|data| Record::from_rdata(name.clone(), TTL, data));
-    // More than that don't fit.
-    (ResponseCode::NoError, records.take(MAX_ANSWER / RECORD).collect())
+    (ResponseCode::NoError, records.take(MAX_RECORDS).collect())
 }
 
 fn reverse_lookup(
@@ -209,14 +291,14 @@ fn reverse_lookup(
 }
 
 fn reply(
-    request: &Metadata,
+    request: &Request,
     query: Option<Query>,
     code: ResponseCode,
     answers: Vec<Record>,
     zone: Option<&Name>,
 ) -> Verdict {
-    let mut message = Message::response(request.id, request.op_code);
-    message.metadata = Metadata::response_from_request(request);
+    let mut message = Message::response(request.metadata.id, request.metadata.op_code);
+    message.metadata = Metadata::response_from_request(&request.metadata);
     message.metadata.recursion_available = true;
     message.metadata.authoritative = zone.is_some();
     message.metadata.response_code = code;
@@ -227,12 +309,22 @@ fn reply(
     }
     message.queries.extend(query);
     message.answers = answers;
+    let mut limit = request.takes();
+    // An answer to a client with EDNS has EDNS (RFC 6891, 6.1.1).
+    if let Some(asked) = &request.edns {
+        let mut edns = Edns::new();
+        edns.set_max_payload(MAX_EDNS);
+        edns.set_dnssec_ok(asked.flags().dnssec_ok);
+        message.set_edns(edns);
+    }
+    if request.way == Way::Udp {
+        limit = limit.min(MAX_EDNS.into());
+    }
     loop {
         match message.to_vec() {
-            Ok(reply) if reply.len() <= MAX_ANSWER => return Verdict::Answer(reply),
-            // A VM with dozens of NICs has too many addresses. The helper does not serve TCP, so a
-            // truncated answer would be useless. Any subset of the addresses is valid.
-            Ok(_) if message.answers.pop().is_some() => {}
+            Ok(reply) if reply.len() <= limit => return Verdict::Answer(reply),
+            // A VM with dozens of NICs has many addresses. The client gets all by TCP (RFC 7766, 5).
+            Ok(_) if message.answers.pop().is_some() => message.metadata.truncation = true,
             _ => return Verdict::Ignore,
         }
     }
@@ -240,7 +332,8 @@ fn reply(
 
 #[cfg(test)]
 pub mod tests {
-    use super::{super::dhcp::tests::table, *};
+    pub use super::super::dhcp::tests::table;
+    use super::*;
 
     /// A query as a client sends it.
     pub fn query(name: &str, kind: RecordType) -> Vec<u8> {
@@ -251,7 +344,7 @@ pub mod tests {
     }
 
     fn answered(name: &str, kind: RecordType) -> Message {
-        match decide(&table(), &query(name, kind)) {
+        match decide(&table(), &query(name, kind), Way::Udp) {
             Verdict::Answer(reply) => Message::from_vec(&reply).unwrap(),
             other => panic!("{name}: {other:?}"),
         }
@@ -310,20 +403,15 @@ pub mod tests {
     #[test]
     fn other_names_are_forwarded_where_there_is_somebody_to_ask() {
         let packet = query("example.com.", RecordType::AAAA);
-        let Verdict::Forward(question) = decide(&table(), &packet) else {
+        let Verdict::Forward(question) = decide(&table(), &packet, Way::Udp) else {
             panic!("not forwarded");
         };
         assert_eq!((question.id, &question.bytes[..]), (7, &packet[HEADER..]));
-        // The names of other networks are not known here.
-        assert!(matches!(
-            decide(&table(), &query("web.other.internal.", RecordType::A)),
-            Verdict::Forward(_)
-        ));
         let isolated = Table {
             forward: Vec::new(),
             ..table()
         };
-        let Verdict::Answer(reply) = decide(&isolated, &packet) else {
+        let Verdict::Answer(reply) = decide(&isolated, &packet, Way::Udp) else {
             panic!("no answer");
         };
         let reply = Message::from_vec(&reply).unwrap();
@@ -334,22 +422,22 @@ pub mod tests {
     fn what_is_no_query_is_not_answered_or_told_so() {
         let mut packet = query("web.lan.internal.", RecordType::A);
         packet[2] |= 0x80;
-        assert_eq!(decide(&table(), &packet), Verdict::Ignore, "a reply");
+        assert_eq!(decide(&table(), &packet, Way::Udp), Verdict::Ignore, "a reply");
         let mut packet = query("web.lan.internal.", RecordType::A);
         packet[5] = 2;
-        let Verdict::Answer(reply) = decide(&table(), &packet) else {
+        let Verdict::Answer(reply) = decide(&table(), &packet, Way::Udp) else {
             panic!("two questions");
         };
         let reply = Message::from_vec(&reply).unwrap();
         assert_eq!(reply.metadata.response_code, ResponseCode::FormErr);
-        assert_eq!(decide(&table(), &[0; 5]), Verdict::Ignore);
+        assert_eq!(decide(&table(), &[0; 5], Way::Udp), Verdict::Ignore);
     }
 
     #[test]
     fn a_question_whose_name_leads_into_the_header_is_none() {
         // The number of the query is the name: a label of no bytes.
         let packet = [0, 7, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0xc0, 0, 0, 1, 0, 1];
-        let Verdict::Answer(reply) = decide(&table(), &packet) else {
+        let Verdict::Answer(reply) = decide(&table(), &packet, Way::Udp) else {
             panic!("forwarded");
         };
         let reply = Message::from_vec(&reply).unwrap();
@@ -360,35 +448,107 @@ pub mod tests {
     fn a_query_may_have_more_than_a_question_but_not_too_much() {
         let mut packet = query("example.com.", RecordType::A);
         packet.resize(MAX_QUERY, 0);
-        assert!(matches!(decide(&table(), &packet), Verdict::Forward(_)));
+        assert!(matches!(decide(&table(), &packet, Way::Udp), Verdict::Forward(_)));
         packet.push(0);
-        assert_eq!(decide(&table(), &packet), Verdict::Ignore);
+        assert_eq!(decide(&table(), &packet, Way::Udp), Verdict::Ignore);
+    }
+
+    /// The same query with a record of EDNS: the largest answer by UDP, and the version.
+    fn with_edns(query: &[u8], payload: u16, version: u8) -> Vec<u8> {
+        let mut message = Message::from_vec(query).unwrap();
+        let mut edns = Edns::new();
+        edns.set_max_payload(payload).set_version(version);
+        message.set_edns(edns);
+        message.to_vec().unwrap()
+    }
+
+    fn reply_to(table: &Table, packet: &[u8], way: Way) -> (usize, Message) {
+        let Verdict::Answer(reply) = decide(table, packet, way) else {
+            panic!("no answer");
+        };
+        (reply.len(), Message::from_vec(&reply).unwrap())
     }
 
     #[test]
-    fn a_vm_with_many_nics_is_answered_with_as_many_addresses_as_fit() {
+    fn long_answer_is_truncated_by_udp_and_whole_by_tcp() {
         let mut table = table();
         for number in 2..64 {
             let host = super::super::Host {
                 address: [10, 80, 0, number].into(),
                 address6: Some(Ipv6Addr::from(u128::from(number))),
                 name: "web".into(),
+                primary: true,
             };
             table.hosts.insert(format!("52:54:00:00:01:{number:02x}"), host);
         }
-        for kind in [RecordType::A, RecordType::AAAA, RecordType::ANY] {
-            let Verdict::Answer(reply) = decide(&table, &query("web.lan.internal.", kind)) else {
-                panic!("{kind}: no answer");
+        for (kind, all) in [
+            (RecordType::A, 63),
+            (RecordType::AAAA, 63),
+            (RecordType::ANY, 126),
+        ] {
+            let packet = query("web.lan.internal.", kind);
+            for (packet, limit) in [
+                (packet.clone(), MAX_ANSWER),
+                (with_edns(&packet, 700, 0), 700),
+                (with_edns(&packet, 4096, 0), 1232),
+                (with_edns(&packet, 0, 0), MAX_ANSWER),
+            ] {
+                let (length, message) = reply_to(&table, &packet, Way::Udp);
+                let is_whole = message.answers.len() == all;
+                assert_eq!(message.metadata.truncation, !is_whole, "{kind} {limit}");
+                assert!(
+                    length <= limit && (is_whole || length > limit - 28),
+                    "{kind} {limit}"
+                );
+            }
+            let (_, message) = reply_to(&table, &packet, Way::Tcp);
+            assert_eq!((message.answers.len(), message.metadata.truncation), (all, false));
+        }
+    }
+
+    #[test]
+    fn client_with_edns_has_edns_in_its_answer() {
+        let packet = query("web.lan.internal.", RecordType::A);
+        assert!(reply_to(&table(), &packet, Way::Udp).1.edns.is_none());
+        let (_, message) = reply_to(&table(), &with_edns(&packet, 4096, 0), Way::Udp);
+        let edns = message.edns.unwrap();
+        assert_eq!((edns.max_payload(), edns.version()), (1232, 0));
+        let (_, message) = reply_to(&table(), &with_edns(&packet, 4096, 1), Way::Udp);
+        assert_eq!(message.metadata.response_code.low(), 0);
+        assert_eq!(
+            (message.edns.unwrap().rcode_high(), message.answers.len()),
+            (1, 0)
+        );
+        let forwarded = query("example.com.", RecordType::A);
+        for (packet, limit) in [(forwarded.clone(), 512), (with_edns(&forwarded, 4096, 0), 4096)] {
+            let Verdict::Forward(question) = decide(&table(), &packet, Way::Udp) else {
+                panic!("not forwarded");
             };
-            let message = Message::from_vec(&reply).unwrap();
-            assert!(
-                !message.answers.is_empty() && !message.metadata.truncation,
-                "{kind}"
-            );
-            assert!(
-                reply.len() <= MAX_ANSWER && reply.len() > MAX_ANSWER - 28,
-                "{kind}"
-            );
+            assert_eq!(question.limit, limit);
+        }
+    }
+
+    #[test]
+    fn special_names_are_not_forwarded() {
+        for (name, kind, expected) in [
+            ("localhost.", RecordType::A, vec!["127.0.0.1"]),
+            ("a.LOCALHOST.", RecordType::AAAA, vec!["::1"]),
+            ("localhost.", RecordType::MX, vec![]),
+        ] {
+            let reply = answered(name, kind);
+            assert_eq!(data(&reply), expected, "{name}");
+            assert_eq!(reply.metadata.response_code, ResponseCode::NoError);
+        }
+        for name in ["printer.local.", "1.2.0.192.in-addr.arpa.", "web.other.internal."] {
+            let reply = answered(name, RecordType::A);
+            assert_eq!(reply.metadata.response_code, ResponseCode::NXDomain, "{name}");
+            assert_eq!(reply.authorities[0].record_type(), RecordType::SOA);
+            let site = Table {
+                site: true,
+                ..table()
+            };
+            let verdict = decide(&site, &query(name, RecordType::A), Way::Udp);
+            assert!(matches!(verdict, Verdict::Forward(_)), "{name}");
         }
     }
 
@@ -417,7 +577,7 @@ pub mod tests {
 
         #[test]
         fn no_packet_does_harm(packet in proptest::collection::vec(proptest::prelude::any::<u8>(), 0..300)) {
-            decide(&table(), &packet);
+            decide(&table(), &packet, Way::Udp);
             is_reply(&packet, 7, &packet);
         }
     }
@@ -432,7 +592,7 @@ pub mod tests {
         )) {
             let mut packet = vec![0, 7, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0];
             packet.extend(question);
-            decide(&table(), &packet);
+            decide(&table(), &packet, Way::Udp);
         }
     }
 }

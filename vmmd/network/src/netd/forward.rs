@@ -5,18 +5,22 @@
 //! guess both (RFC 5452). A reply counts when it comes from the queried server and repeats number
 //! and question.
 //!
-//! An unanswered query goes to the next server once, and is then dropped: clients retry on their
-//! own.
+//! A query without an answer, or with REFUSED or SERVFAIL, goes to the next server. The client gets
+//! such an answer when all servers have failed, and SERVFAIL when none has answered. A server that
+//! did not answer is asked last. From time to time it gets a copy of a query, whose answer only
+//! shows that the server works again: no client waits for it.
 //!
 //! [`Queries`] has the state and decides; [`Forwarder`] has the sockets.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap, VecDeque},
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket},
     ops::Range,
     time::{Duration, Instant},
 };
+
+use hickory_proto::op::ResponseCode;
 
 use super::dns::{self, Question};
 
@@ -26,11 +30,11 @@ const PORT: u16 = 53;
 pub const SOCKETS: usize = 16;
 /// Queries under way, of all guests and of one. Each is [`dns::MAX_QUERY`] bytes at most.
 pub const MAX_PENDING: usize = 1024;
-pub const MAX_PENDING_OF_GUEST: usize = 64;
+pub const MAX_PENDING_OF_GUEST: usize = 256;
 /// How long a server has.
 pub const PATIENCE: Duration = Duration::from_secs(2);
-/// Servers that a query is sent to.
-pub const TRIES: u32 = 2;
+/// Time between two copies of queries for a server that did not answer.
+pub const PROBE: Duration = Duration::from_secs(30);
 
 /// Three random bytes; `None` while the kernel's random generator is not ready.
 type Random = fn() -> Option<[u8; 3]>;
@@ -71,7 +75,7 @@ impl Forwarder {
         self.queries.deadline()
     }
 
-    /// Asks the first of `servers`. A guest with too many queries under way is not served.
+    /// Asks `servers` for a client. Returns the answers that clients get at once.
     pub fn forward(
         &mut self,
         packet: &[u8],
@@ -79,32 +83,55 @@ impl Forwarder {
         question: Question,
         servers: &[IpAddr],
         now: Instant,
-    ) {
-        let outgoing = self.queries.ask(packet, client, question, servers, now);
-        self.send(outgoing);
+    ) -> Vec<Answer> {
+        let events = self.queries.ask(packet, client, question, servers, now);
+        self.send(events)
     }
 
-    /// Handles a packet from a socket. Returns the client if the packet is a reply. The packet then
-    /// has the number of the client's query.
-    pub fn receive(&mut self, socket: usize, packet: &mut [u8], from: SocketAddr) -> Option<SocketAddr> {
-        self.queries.receive(socket, packet, from)
+    /// Handles a packet from a socket. Returns the client's answer if the packet is a reply.
+    pub fn receive(&mut self, socket: usize, packet: &[u8], from: SocketAddr, now: Instant) -> Vec<Answer> {
+        let event = self.queries.receive(socket, packet, from, now);
+        self.send(event)
     }
 
-    /// Sends queries past their deadline to the next of `servers`, once.
-    pub fn expire(&mut self, servers: &[IpAddr], now: Instant) {
-        let outgoing = self.queries.expire(servers, now);
-        self.send(outgoing);
+    /// Sends queries past their deadline to the next server. Returns the answers of those without.
+    pub fn expire(&mut self, now: Instant) -> Vec<Answer> {
+        let events = self.queries.expire(now);
+        self.send(events)
     }
 
-    fn send(&self, outgoing: impl IntoIterator<Item = Outgoing>) {
-        for query in outgoing {
-            if let Some(open) = self.sockets.get(query.socket) {
-                // A failed send is like a lost packet: the query goes to the next server at its
-                // deadline.
-                let _lost = open.send_to(&query.packet, query.server);
+    /// Sends the queries, and returns the answers.
+    fn send(&self, events: impl IntoIterator<Item = Event>) -> Vec<Answer> {
+        let mut answers = Vec::new();
+        for event in events {
+            match event {
+                Event::Ask(query) => {
+                    if let Some(open) = self.sockets.get(query.socket) {
+                        // A failed send is like a lost packet: the query goes to the next server at
+                        // its deadline.
+                        let _lost = open.send_to(&query.packet, query.server);
+                    }
+                }
+                Event::Answer(answer) => answers.push(answer),
             }
         }
+        answers
     }
+}
+
+/// What a step of [`Queries`] leads to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Event {
+    Ask(Outgoing),
+    Answer(Answer),
+}
+
+/// An answer for a client.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Answer {
+    pub client: SocketAddr,
+    /// With the number of the client's query.
+    pub packet: Vec<u8>,
 }
 
 /// A query that is to go out.
@@ -125,17 +152,34 @@ pub struct Queries<R = Random> {
     sockets: [Range<usize>; 2],
     /// By socket and the number that it was sent with.
     pending: HashMap<(usize, u16), Pending>,
+    /// Servers that did not answer, and when they get a copy of a query.
+    silent: BTreeMap<IpAddr, Instant>,
     random: R,
 }
 
 #[derive(Debug)]
 struct Pending {
-    client: SocketAddr,
+    /// None for a copy.
+    client: Option<SocketAddr>,
     question: Question,
     packet: Vec<u8>,
     server: SocketAddr,
-    tries: u32,
+    /// The next servers.
+    left: VecDeque<IpAddr>,
+    /// The answer of a server that failed.
+    failure: Option<Vec<u8>>,
     deadline: Instant,
+}
+
+impl Pending {
+    /// The end of a query without a good answer.
+    fn fail(self) -> Option<Event> {
+        let packet = self
+            .failure
+            .unwrap_or_else(|| dns::bare(&self.packet, &self.question, ResponseCode::ServFail, false));
+        let client = self.client?;
+        Some(Event::Answer(Answer { client, packet }))
+    }
 }
 
 impl<R: FnMut() -> Option<[u8; 3]>> Queries<R> {
@@ -144,6 +188,7 @@ impl<R: FnMut() -> Option<[u8; 3]>> Queries<R> {
         Self {
             sockets,
             pending: HashMap::new(),
+            silent: BTreeMap::new(),
             random,
         }
     }
@@ -155,11 +200,11 @@ impl<R: FnMut() -> Option<[u8; 3]>> Queries<R> {
 
     /// How many are under way: of all guests, and of one.
     pub fn under_way(&self, guest: IpAddr) -> (usize, usize) {
-        let of_guest = self.pending.values().filter(|other| other.client.ip() == guest);
-        (self.pending.len(), of_guest.count())
+        let is_of = |other: &&Pending| other.client.is_some_and(|client| client.ip() == guest);
+        (self.pending.len(), self.pending.values().filter(is_of).count())
     }
 
-    /// Asks the first of `servers`. A guest with too many queries under way is not served.
+    /// Asks the best of `servers`. A guest with too many queries under way is answered SERVFAIL.
     pub fn ask(
         &mut self,
         packet: &[u8],
@@ -167,33 +212,96 @@ impl<R: FnMut() -> Option<[u8; 3]>> Queries<R> {
         question: Question,
         servers: &[IpAddr],
         now: Instant,
-    ) -> Option<Outgoing> {
+    ) -> Vec<Event> {
         let mut others = self.pending.values();
         // The pending query also serves a retry of its client.
-        let again = others.any(|other| other.client == client && other.question == question);
-        let (all, of_guest) = self.under_way(client.ip());
-        if again || all >= MAX_PENDING || of_guest >= MAX_PENDING_OF_GUEST {
-            return None;
+        if others.any(|other| other.client == Some(client) && other.question == question) {
+            return Vec::new();
         }
-        let server = self.server_behind(None, servers)?;
-        self.send(Pending {
-            client,
+        let mut left = self.order(servers);
+        let first = left.pop_front();
+        if left.is_empty() {
+            // The packet or its answer may be lost.
+            left.extend(first);
+        }
+        let pending = Pending {
+            client: Some(client),
             question,
             packet: packet.to_vec(),
-            server,
-            tries: 1,
+            server: SocketAddr::new(first.unwrap_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED)), PORT),
+            left,
+            failure: None,
             deadline: now + PATIENCE,
-        })
+        };
+        let (all, of_guest) = self.under_way(client.ip());
+        if first.is_none() || of_guest >= MAX_PENDING_OF_GUEST {
+            return pending.fail().into_iter().collect();
+        }
+        let mut events = Vec::new();
+        if all >= MAX_PENDING {
+            match self.largest(of_guest + 1) {
+                Some(place) => events.extend(self.pending.remove(&place).and_then(Pending::fail)),
+                None => return pending.fail().into_iter().collect(),
+            }
+        }
+        for server in self.due(&pending.left, now) {
+            let copy = Pending {
+                client: None,
+                question: pending.question.clone(),
+                packet: pending.packet.clone(),
+                server: SocketAddr::new(server, PORT),
+                left: VecDeque::new(),
+                failure: None,
+                deadline: now + PATIENCE,
+            };
+            events.extend(self.send(copy));
+        }
+        events.extend(self.send(pending));
+        events
     }
 
-    /// Returns the server after `before`, or the first one. Considers only servers whose family has
-    /// sockets.
-    fn server_behind(&self, before: Option<IpAddr>, servers: &[IpAddr]) -> Option<SocketAddr> {
-        let position = servers.iter().position(|server| Some(*server) == before);
-        let next = position.map_or(0, |position| position + 1);
-        let mut servers = servers.iter().cycle().skip(next).take(servers.len());
-        let server = servers.find(|server| !self.sockets_for(**server).is_empty())?;
-        Some(SocketAddr::new(*server, PORT))
+    /// The oldest query of the guest that has most of them, if these are more than `least`.
+    fn largest(&self, least: usize) -> Option<(usize, u16)> {
+        let mut counts = BTreeMap::<_, usize>::new();
+        for client in self.pending.values().filter_map(|pending| pending.client) {
+            *counts.entry(client.ip()).or_default() += 1;
+        }
+        let (guest, count) = counts.into_iter().max_by_key(|(_, count)| *count)?;
+        let of_guest = self
+            .pending
+            .iter()
+            .filter(|(_, pending)| pending.client.is_some_and(|client| client.ip() == guest));
+        let oldest = of_guest.min_by_key(|(place, pending)| (pending.deadline, **place))?;
+        (count > least).then_some(*oldest.0)
+    }
+
+    /// The servers whose family has sockets, those that did not answer last.
+    fn order(&self, servers: &[IpAddr]) -> VecDeque<IpAddr> {
+        let usable = |server: &&IpAddr| !self.sockets_for(**server).is_empty();
+        let mut usable: Vec<_> = servers.iter().filter(usable).copied().collect();
+        usable.sort_by_key(|server| self.silent.contains_key(server));
+        usable.into()
+    }
+
+    /// Those of `servers` that get a copy of a query now.
+    fn due(&mut self, servers: &VecDeque<IpAddr>, now: Instant) -> Vec<IpAddr> {
+        let silent = self.silent.iter_mut();
+        let due = silent.filter(|(server, due)| **due <= now && servers.contains(server));
+        due.map(|(server, due)| {
+            *due = now + PROBE;
+            *server
+        })
+        .collect()
+    }
+
+    /// Asks the next server, if there is one; otherwise the query has failed.
+    fn next(&mut self, mut pending: Pending, now: Instant) -> Option<Event> {
+        let Some(server) = pending.left.pop_front() else {
+            return pending.fail();
+        };
+        pending.server = SocketAddr::new(server, PORT);
+        pending.deadline = now + PATIENCE;
+        self.send(pending)
     }
 
     fn sockets_for(&self, server: IpAddr) -> Range<usize> {
@@ -201,16 +309,19 @@ impl<R: FnMut() -> Option<[u8; 3]>> Queries<R> {
         if server.is_ipv4() { v4.clone() } else { v6.clone() }
     }
 
-    fn send(&mut self, mut pending: Pending) -> Option<Outgoing> {
-        let (socket, id) = self.place(pending.server.ip())?;
-        *pending.packet.first_chunk_mut()? = id.to_be_bytes();
+    fn send(&mut self, mut pending: Pending) -> Option<Event> {
+        let place = self.place(pending.server.ip());
+        let (Some((socket, id)), Some(number)) = (place, pending.packet.first_chunk_mut()) else {
+            return pending.fail();
+        };
+        *number = id.to_be_bytes();
         let outgoing = Outgoing {
             socket,
             packet: pending.packet.clone(),
             server: pending.server,
         };
         self.pending.insert((socket, id), pending);
-        Some(outgoing)
+        Some(Event::Ask(outgoing))
     }
 
     /// A socket that reaches the server and a number that nothing under way has.
@@ -228,34 +339,44 @@ impl<R: FnMut() -> Option<[u8; 3]>> Queries<R> {
         })
     }
 
-    /// Handles a packet from a socket. Returns the client if the packet is a reply. The packet then
-    /// has the number of the client's query.
-    pub fn receive(&mut self, socket: usize, packet: &mut [u8], from: SocketAddr) -> Option<SocketAddr> {
+    /// Handles a packet from a socket: an answer for its client, or a failure, after which the next server is asked.
+    pub fn receive(&mut self, socket: usize, packet: &[u8], from: SocketAddr, now: Instant) -> Option<Event> {
         let id = u16::from_be_bytes(*packet.first_chunk()?);
         let pending = self.pending.get(&(socket, id))?;
         if pending.server != from || !dns::is_reply(packet, id, &pending.question.bytes) {
             return None;
         }
-        let pending = self.pending.remove(&(socket, id))?;
-        *packet.first_chunk_mut()? = pending.question.id.to_be_bytes();
-        Some(pending.client)
+        let mut pending = self.pending.remove(&(socket, id))?;
+        self.silent.remove(&from.ip());
+        let mut reply = packet.to_vec();
+        *reply.first_chunk_mut()? = pending.question.id.to_be_bytes();
+        if dns::is_failure(packet) {
+            pending.failure = Some(reply);
+            pending.left.retain(|server| *server != from.ip());
+            return self.next(pending, now);
+        }
+        if reply.len() > pending.question.limit {
+            reply = dns::bare(&pending.packet, &pending.question, ResponseCode::NoError, true);
+        }
+        let client = pending.client?;
+        Some(Event::Answer(Answer {
+            client,
+            packet: reply,
+        }))
     }
 
-    /// Removes queries past their deadline. Returns the queries that go to the next of `servers`,
-    /// once.
-    pub fn expire(&mut self, servers: &[IpAddr], now: Instant) -> Vec<Outgoing> {
+    /// Sends queries past their deadline to the next server. Queries without one have failed.
+    pub fn expire(&mut self, now: Instant) -> Vec<Event> {
         let late = |_: &(usize, u16), pending: &mut Pending| pending.deadline <= now;
         let mut late: Vec<_> = self.pending.extract_if(late).collect();
         late.sort_by_key(|(place, _)| *place);
-        let again = late.into_iter().filter(|(_, pending)| pending.tries < TRIES);
-        again
-            .filter_map(|(_, mut pending)| {
-                pending.server = self.server_behind(Some(pending.server.ip()), servers)?;
-                pending.tries += 1;
-                pending.deadline = now + PATIENCE;
-                self.send(pending)
-            })
-            .collect()
+        for (_, pending) in &late {
+            self.silent.insert(pending.server.ip(), now + PROBE);
+        }
+        let next = late
+            .into_iter()
+            .filter_map(|(_, pending)| self.next(pending, now));
+        next.collect()
     }
 }
 
@@ -286,7 +407,8 @@ mod tests {
     fn question(id: u16, name: &str) -> (Vec<u8>, Question) {
         let packet = query(name, RecordType::A);
         let bytes = packet[12..].to_vec();
-        (packet, Question { id, bytes })
+        let limit = dns::MAX_ANSWER;
+        (packet, Question { id, bytes, limit })
     }
 
     fn number(query: &Outgoing) -> u16 {
@@ -300,43 +422,76 @@ mod tests {
         packet
     }
 
+    fn asked(events: Vec<Event>) -> Vec<Outgoing> {
+        let asked = events.into_iter().map(|event| match event {
+            Event::Ask(outgoing) => outgoing,
+            Event::Answer(answer) => panic!("{answer:?}"),
+        });
+        asked.collect()
+    }
+
+    /// The codes of the answers; the rest are queries that go out.
+    fn codes(events: &[Event]) -> Vec<u8> {
+        let codes = events.iter().filter_map(|event| match event {
+            Event::Answer(answer) => Some(answer.packet[3] & 0xf),
+            Event::Ask(_) => None,
+        });
+        codes.collect()
+    }
+
+    impl Queries {
+        /// Asks for a name; the only query that goes out.
+        fn query(&mut self, name: &str, now: Instant) -> Outgoing {
+            let (packet, question) = question(7, name);
+            let [outgoing] = asked(self.ask(&packet, CLIENT, question, &SERVERS, now))
+                .try_into()
+                .unwrap();
+            outgoing
+        }
+
+        /// A server answers a query with a code.
+        fn answer(&mut self, query: &Outgoing, name: &str, code: u8, now: Instant) -> Option<Event> {
+            let mut packet = reply(number(query), name);
+            packet[3] |= code;
+            self.receive(query.socket, &packet, query.server, now)
+        }
+    }
+
     #[test]
-    fn the_reply_of_the_server_that_was_asked_goes_to_the_client_with_its_number() {
-        let mut queries = queries();
-        let (packet, asked) = question(7, "example.com.");
-        let sent = queries
-            .ask(&packet, CLIENT, asked, &SERVERS, Instant::now())
-            .unwrap();
-        assert_eq!((sent.server.ip(), &sent.packet[2..]), (SERVERS[0], &packet[2..]));
-        let (socket, id) = (sent.socket, number(&sent));
-        let mut packet = reply(id, "example.com.");
+    fn only_a_reply_to_a_query_is_handed_on() {
+        let (mut queries, now) = (queries(), Instant::now());
+        let sent = queries.query("example.com.", now);
+        let (id, socket) = (number(&sent), sent.socket);
+        let packet = reply(id, "example.com.");
         let elsewhere = SocketAddr::new(SERVERS[1], 53);
-        assert_eq!(queries.receive(socket, &mut packet, elsewhere), None);
-        assert_eq!(queries.receive(socket + 1, &mut packet, sent.server), None);
-        let mut other = reply(id, "example.org.");
-        assert_eq!(queries.receive(socket, &mut other, sent.server), None);
-        assert_eq!(queries.receive(socket, &mut packet, sent.server), Some(CLIENT));
-        assert_eq!(packet[..2], [0, 7]);
-        packet[..2].copy_from_slice(&id.to_be_bytes());
+        assert_eq!(queries.receive(socket, &packet, elsewhere, now), None);
+        assert_eq!(queries.receive(socket + 1, &packet, sent.server, now), None);
+        let other = reply(id, "example.org.");
+        assert_eq!(queries.receive(socket, &other, sent.server, now), None);
+        let expected = Answer {
+            client: CLIENT,
+            packet: reply(7, "example.com."),
+        };
+        let answer = queries.receive(socket, &packet, sent.server, now);
+        assert_eq!(answer, Some(Event::Answer(expected)));
         assert_eq!(
-            queries.receive(socket, &mut packet, sent.server),
+            queries.receive(socket, &packet, sent.server, now),
             None,
             "a second one"
         );
     }
 
     #[test]
-    fn a_silent_server_has_a_successor_and_then_the_query_is_forgotten() {
-        let mut queries = queries();
-        let now = Instant::now();
-        let (packet, asked) = question(7, "example.com.");
-        let sent = queries.ask(&packet, CLIENT, asked.clone(), &SERVERS, now);
-        assert_eq!(sent.unwrap().server.ip(), SERVERS[0]);
-        assert_eq!(queries.ask(&packet, CLIENT, asked, &SERVERS, now), None, "again");
-        assert_eq!(queries.expire(&SERVERS, now + PATIENCE / 2), []);
-        let sent = queries.expire(&SERVERS, now + PATIENCE);
+    fn silent_server_has_a_successor_and_then_the_query_fails() {
+        let (mut queries, now) = (queries(), Instant::now());
+        let sent = queries.query("example.com.", now);
+        assert_eq!(sent.server.ip(), SERVERS[0]);
+        let (packet, question) = question(7, "example.com.");
+        assert_eq!(queries.ask(&packet, CLIENT, question, &SERVERS, now), [], "again");
+        assert_eq!(queries.expire(now + PATIENCE / 2), []);
+        let sent = asked(queries.expire(now + PATIENCE));
         assert_eq!((sent.len(), sent[0].server.ip()), (1, SERVERS[1]));
-        assert_eq!(queries.expire(&SERVERS, now + PATIENCE * 2), []);
+        assert_eq!(codes(&queries.expire(now + PATIENCE * 2)), [2]);
         assert_eq!(
             (queries.under_way(CLIENT.ip()), queries.deadline()),
             ((0, 0), None)
@@ -344,31 +499,105 @@ mod tests {
     }
 
     #[test]
+    fn server_after_one_that_fails_is_asked() {
+        let (mut queries, now) = (queries(), Instant::now());
+        for (first, second, expected) in [(5, 0, 0), (2, 0, 0), (5, 2, 2), (2, 3, 3)] {
+            let sent = queries.query("example.com.", now);
+            assert_eq!(sent.server.ip(), SERVERS[0]);
+            let Some(Event::Ask(next)) = queries.answer(&sent, "example.com.", first, now) else {
+                panic!("{first} is final");
+            };
+            assert_eq!(next.server.ip(), SERVERS[1]);
+            let answer = queries.answer(&next, "example.com.", second, now);
+            assert_eq!(codes(answer.as_slice()), [expected], "{first} {second}");
+        }
+        // The answer of the first one is better than none.
+        let sent = queries.query("example.com.", now);
+        queries.answer(&sent, "example.com.", 5, now);
+        assert_eq!(codes(&queries.expire(now + PATIENCE)), [5]);
+    }
+
+    #[test]
+    fn dead_server_is_asked_last_until_it_answers_a_copy() {
+        let (mut queries, mut now) = (queries(), Instant::now());
+        queries.query("example.com.", now);
+        now += PATIENCE;
+        let next = asked(queries.expire(now));
+        queries.answer(&next[0], "example.com.", 0, now).unwrap();
+        for _ in 0..3 {
+            let sent = queries.query("example.com.", now);
+            assert_eq!(sent.server.ip(), SERVERS[1]);
+            queries.answer(&sent, "example.com.", 0, now).unwrap();
+        }
+        now += PROBE;
+        let (packet, question) = question(7, "example.com.");
+        let both = asked(queries.ask(&packet, CLIENT, question, &SERVERS, now));
+        assert_eq!(
+            [both[0].server.ip(), both[1].server.ip()],
+            SERVERS,
+            "a copy, and the query"
+        );
+        assert!(queries.answer(&both[1], "example.com.", 0, now).is_some());
+        assert_eq!(queries.answer(&both[0], "example.com.", 0, now), None, "the copy");
+        assert_eq!(queries.query("example.com.", now).server.ip(), SERVERS[0]);
+    }
+
+    #[test]
+    fn reply_that_the_client_does_not_take_is_truncated() {
+        let (mut queries, now) = (queries(), Instant::now());
+        for (length, is_whole) in [(512, true), (513, false)] {
+            let sent = queries.query("example.com.", now);
+            let mut packet = reply(number(&sent), "example.com.");
+            packet.resize(length, 0);
+            let Some(Event::Answer(answer)) = queries.receive(sent.socket, &packet, sent.server, now) else {
+                panic!("no answer");
+            };
+            assert_eq!(answer.packet.len() == length, is_whole);
+            assert_eq!(answer.packet[2] & 2 == 0, is_whole, "TC");
+        }
+    }
+
+    #[test]
     fn servers_that_the_node_has_no_way_to_are_passed_over() {
-        let mut queries = queries();
-        let now = Instant::now();
+        let (mut queries, now) = (queries(), Instant::now());
         let v6 = "2001:db8::53".parse().unwrap();
-        let (packet, asked) = question(7, "example.com.");
-        let servers = [v6, SERVERS[0]];
-        let sent = queries.ask(&packet, CLIENT, asked, &servers, now);
-        assert_eq!(sent.unwrap().server.ip(), SERVERS[0]);
-        let sent = queries.expire(&servers, now + PATIENCE);
+        let (packet, asks) = question(7, "example.com.");
+        let sent = asked(queries.ask(&packet, CLIENT, asks, &[v6, SERVERS[0]], now));
+        assert_eq!(sent[0].server.ip(), SERVERS[0]);
+        let sent = asked(queries.expire(now + PATIENCE));
         assert_eq!(sent[0].server.ip(), SERVERS[0], "the same again");
-        let (packet, asked) = question(8, "example.org.");
-        assert_eq!(queries.ask(&packet, CLIENT, asked, &[v6], now), None);
+        let (packet, asks) = question(8, "example.org.");
+        assert_eq!(codes(&queries.ask(&packet, CLIENT, asks, &[v6], now)), [2]);
+    }
+
+    #[test]
+    fn hundred_names_of_a_guest_are_asked_at_once() {
+        let (mut queries, now) = (queries(), Instant::now());
+        for id in 0..200 {
+            let (packet, asks) = question(id, "example.com.");
+            let sent = asked(queries.ask(&packet, CLIENT, asks, &SERVERS, now));
+            assert_eq!(sent.len(), 1);
+        }
+        // The first server is dead: all are asked again.
+        assert_eq!(asked(queries.expire(now + PATIENCE)).len(), 200);
     }
 
     #[test]
     fn one_guest_does_not_use_up_the_places_of_the_others() {
-        let mut queries = queries();
-        for id in 0..1000 {
-            let (packet, asked) = question(id, "example.com.");
-            queries.ask(&packet, CLIENT, asked, &SERVERS, Instant::now());
+        let (mut queries, now) = (queries(), Instant::now());
+        let mut ask = |guest: u8, id| {
+            let (packet, asks) = question(id, "example.com.");
+            let client = SocketAddr::new([10, 80, 0, guest].into(), 4000);
+            let events = queries.ask(&packet, client, asks, &SERVERS, now);
+            (codes(&events), queries.under_way(client.ip()))
+        };
+        for guest in 2..6 {
+            for id in 0..256 {
+                assert_eq!(ask(guest, id).0, [0_u8; 0]);
+            }
+            assert_eq!(ask(guest, 256), (vec![2], (usize::from(guest - 1) * 256, 256)));
         }
-        assert_eq!(queries.under_way(CLIENT.ip()).1, MAX_PENDING_OF_GUEST);
-        let (packet, asked) = question(7, "example.com.");
-        let other = SocketAddr::new([10, 80, 0, 3].into(), 4000);
-        queries.ask(&packet, other, asked, &SERVERS, Instant::now());
-        assert_eq!(queries.under_way(other.ip()), (MAX_PENDING_OF_GUEST + 1, 1));
+        // All places are taken: the guest with most loses its oldest query.
+        assert_eq!(ask(6, 0), (vec![2], (1024, 1)));
     }
 }

@@ -12,6 +12,8 @@ mod forward;
 pub mod fuzzing;
 mod ra;
 pub mod server;
+mod special;
+mod streams;
 mod table;
 
 pub use ra::open as open_routers;

@@ -6,7 +6,7 @@
 use std::{
     fs::File,
     io::{self, Read as _},
-    net::{SocketAddr, SocketAddrV6, ToSocketAddrs, UdpSocket},
+    net::{SocketAddr, SocketAddrV6, TcpListener, ToSocketAddrs, UdpSocket},
     os::{fd::AsFd as _, unix::fs::MetadataExt as _},
     path::PathBuf,
     time::{Duration, Instant},
@@ -25,9 +25,10 @@ use super::{
     Table,
     confine::confine,
     dhcp,
-    dns::{self, Verdict},
-    forward::Forwarder,
+    dns::{self, Verdict, Way},
+    forward::{Answer, Forwarder},
     ra,
+    streams::{self, Streams},
 };
 
 /// The table's name in its folder.
@@ -53,11 +54,14 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let table = openat(&folder, TABLE, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
     let table = table.ok().map(File::from).and_then(|file| read(file).ok());
     let routers = table.and_then(|table| table.ipv6).map(|ipv6| {
-        let socket = UdpSocket::from(take(3)?);
+        let socket = UdpSocket::from(take(4)?);
         let nodes = ra::nodes(&socket, &ipv6)?;
         io::Result::Ok((socket, nodes))
     });
+    let listener = take(3).context("take the socket for DNS by TCP")?;
+    let streams = Streams::open(TcpListener::from(listener), streams::PORT);
     let mut server = Server {
+        streams: streams.context("open sockets for name servers by TCP")?,
         routers: routers
             .transpose()
             .context("take the socket for router advertisements")?,
@@ -88,6 +92,7 @@ struct Server {
     dhcp: UdpSocket,
     dns: UdpSocket,
     forwarder: Forwarder,
+    streams: Streams,
     tables: Tables,
     packet: Vec<u8>,
 }
@@ -110,23 +115,36 @@ impl Server {
             }
         }
         self.tell_routers(ready(2 + forwarders))?;
-        if let Some(table) = self.tables.current() {
-            self.forwarder.expire(&table.forward, Instant::now());
+        let now = Instant::now();
+        let answers = self.forwarder.expire(now);
+        self.answer_all(answers);
+        let is_due = self.streams.deadline().is_some_and(|deadline| deadline <= now);
+        if (ready(3 + forwarders) || is_due)
+            && let Some(table) = self.tables.current()
+        {
+            self.streams.turn(table, now);
         }
         Ok(())
     }
 
-    /// Which sockets have something: those for DHCP and DNS, and those of the forwarder.
+    /// Which sockets have something: those for DHCP and DNS, those of the forwarder, the one for routers, and any for DNS by TCP.
     fn wait(&self) -> io::Result<Vec<bool>> {
         let sockets = [&self.dhcp, &self.dns]
             .into_iter()
-            .chain(self.forwarder.sockets())
-            .chain(self.routers.iter().map(|(socket, _)| socket));
+            .chain(self.forwarder.sockets());
         let mut watched: Vec<_> = sockets.map(|socket| PollFd::new(socket, PollFlags::IN)).collect();
-        let routers = self.routers.as_ref();
-        let tells = routers.map(|_| self.schedule.due().unwrap_or_else(Instant::now));
-        let deadline = self.forwarder.deadline().into_iter().chain(tells).min();
-        let left = deadline.map(|deadline| {
+        let routers = watched.len();
+        watched.extend(
+            self.routers
+                .iter()
+                .map(|(socket, _)| PollFd::new(socket, PollFlags::IN)),
+        );
+        let streams = watched.len();
+        self.streams.watch(&mut watched);
+        let tells = self.routers.as_ref();
+        let tells = tells.map(|_| self.schedule.due().unwrap_or_else(Instant::now));
+        let deadlines = [self.forwarder.deadline(), self.streams.deadline(), tells];
+        let left = deadlines.into_iter().flatten().min().map(|deadline| {
             let left = deadline.saturating_duration_since(Instant::now());
             // A moment more, so that the deadline is over then.
             Timespec::try_from(left + Duration::from_millis(1)).unwrap_or_default()
@@ -135,10 +153,18 @@ impl Server {
             Ok(_) | Err(Errno::INTR) => {}
             Err(errno) => return Err(errno.into()),
         }
-        Ok(watched
-            .iter()
-            .map(|socket| !socket.revents().is_empty())
-            .collect())
+        let all = watched.iter().map(|socket| !socket.revents().is_empty());
+        let mut ready: Vec<_> = all.collect();
+        let streams = ready.split_off(streams).contains(&true);
+        ready.resize(routers + 1, false);
+        ready.push(streams);
+        Ok(ready)
+    }
+
+    fn answer_all(&self, answers: Vec<Answer>) {
+        for Answer { client, packet } in answers {
+            answer(&self.dns, &packet, client);
+        }
     }
 
     /// Sends a router advertisement to all nodes of the network, after a solicitation or when it is
@@ -177,19 +203,16 @@ impl Server {
         let (Some(table), Some(packet)) = (self.tables.current(), self.packet.get(..length)) else {
             return Ok(());
         };
-        match dns::decide(table, packet) {
-            Verdict::Answer(reply) => {
-                answer(&self.dns, &reply, client);
-                Ok(())
-            }
+        match dns::decide(table, packet, Way::Udp) {
+            Verdict::Answer(reply) => answer(&self.dns, &reply, client),
             Verdict::Forward(question) => {
-                let now = Instant::now();
-                self.forwarder
-                    .forward(packet, client, question, &table.forward, now);
-                Ok(())
+                let (servers, now) = (&table.forward, Instant::now());
+                let answers = self.forwarder.forward(packet, client, question, servers, now);
+                self.answer_all(answers);
             }
-            Verdict::Ignore => Ok(()),
+            Verdict::Ignore => {}
         }
+        Ok(())
     }
 
     /// Hands the reply of a name server on.
@@ -200,11 +223,9 @@ impl Server {
         let Some((length, from)) = received(open.recv_from(&mut self.packet))? else {
             return Ok(());
         };
-        if let Some(packet) = self.packet.get_mut(..length)
-            && let Some(client) = self.forwarder.receive(socket, packet, from)
-        {
-            answer(&self.dns, packet, client);
-        }
+        let packet = self.packet.get(..length).unwrap_or_default();
+        let answers = self.forwarder.receive(socket, packet, from, Instant::now());
+        self.answer_all(answers);
         Ok(())
     }
 }
@@ -318,6 +339,7 @@ mod tests {
             address: [255; 4].into(),
             address6: Some([0xff; 16].into()),
             name: "n".repeat(63),
+            primary: false,
         };
         let mut table = table();
         table.hosts.clear();

@@ -24,6 +24,9 @@ pub struct Table {
     pub mtu: u16,
     /// Name servers for all other names; without any, queries are not forwarded.
     pub forward: Vec<IpAddr>,
+    /// These name servers are of the network's site, and know its private zones.
+    #[serde(default)]
+    pub site: bool,
     /// NTP servers.
     pub ntp: Vec<Ipv4Addr>,
     /// For how long VMs are given their addresses, in seconds.
@@ -56,4 +59,11 @@ pub struct Host {
     pub address6: Option<Ipv6Addr>,
     /// The VM's name.
     pub name: String,
+    /// The VM's default route leads over this NIC.
+    #[serde(default = "yes")]
+    pub primary: bool,
+}
+
+fn yes() -> bool {
+    true
 }
