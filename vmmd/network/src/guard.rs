@@ -1,6 +1,6 @@
-//! Which frames a bridge passes up to the node: a program of classic BPF (linux/filter.h) in the
-//! traffic control, which needs no right beyond those on the interface. It does not depend on the
-//! packet filter.
+//! Which frames a bridge passes up to the node, and which a tap passes to its guest: programs of
+//! classic BPF (linux/filter.h) in the traffic control, which need no right beyond those on the
+//! interface. They do not depend on the packet filter.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
@@ -18,6 +18,11 @@ pub struct Guard {
     pub only: Option<(Ipv4Addr, Option<Ipv6Addr>)>,
 }
 
+/// Conditions for frames to a guest: they have this bit of the mark, or are the node's own. A bridge does not change the type of a
+/// packet from another port, which is never `PACKET_HOST`: such a packet is the node's (linux/if_packet.h).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TapGuard(pub u32);
+
 /// Attributes of the classifier "bpf" (linux/pkt_cls.h), and the flag that makes the program's result
 /// the verdict.
 const TCA_BPF_OPS_LEN: u16 = 4;
@@ -29,6 +34,9 @@ const UNSPECIFIED: u32 = u32::MAX;
 const SHOT: u32 = 2;
 /// Where a program finds the mark of a packet: SKF_AD_OFF and SKF_AD_MARK.
 const MARK: u32 = (-0x1000_i32 + 20).cast_unsigned();
+/// Where it finds the type: SKF_AD_OFF and SKF_AD_PKTTYPE. And the type of packets of the node.
+const TYPE: u32 = (-0x1000_i32 + 4).cast_unsigned();
+const PACKET_HOST: u32 = 0;
 /// Steps of a program: load 32 or 16 bits, compare, and return.
 const LOAD: u16 = 0x20;
 const LOAD_HALF: u16 = 0x28;
@@ -65,25 +73,7 @@ type Step = (u16, u32, Then, Then);
 impl Guard {
     /// The filter for received packets of an interface.
     pub fn filter(self, index: i32) -> TcMessage {
-        let program = assemble(&self.steps());
-        let length = u16::try_from(program.len() / 8).unwrap_or_default();
-        let option = |kind, value: Vec<u8>| TcOption::Other(DefaultNla::new(kind, value));
-        let mut message = TcMessage::with_index(index);
-        message.header.handle = TcHandle::from(1);
-        message.header.parent = TcHandle {
-            major: u16::MAX,
-            minor: TcHandle::MIN_INGRESS,
-        };
-        message.header.info = 1 << 16 | u32::from(ETH_P_ALL.to_be());
-        message.attributes = vec![
-            TcAttribute::Kind("bpf".to_owned()),
-            TcAttribute::Options(vec![
-                option(TCA_BPF_OPS_LEN, length.to_ne_bytes().to_vec()),
-                option(TCA_BPF_OPS, program),
-                option(TCA_BPF_FLAGS, ACT_DIRECT.to_ne_bytes().to_vec()),
-            ]),
-        ];
-        message
+        filter(index, TcHandle::MIN_INGRESS, &self.steps())
     }
 
     fn steps(self) -> Vec<Step> {
@@ -127,6 +117,45 @@ impl Guard {
     }
 }
 
+impl TapGuard {
+    /// The filter for packets that an interface sends.
+    pub fn filter(self, index: i32) -> TcMessage {
+        filter(index, TcHandle::MIN_EGRESS, &self.steps())
+    }
+
+    fn steps(self) -> Vec<Step> {
+        vec![
+            (LOAD, TYPE, Next, Next),
+            (EQUAL, PACKET_HOST, Pass, Next),
+            (LOAD, MARK, Next, Next),
+            (HAS_BITS, self.0, Pass, Drop),
+        ]
+    }
+}
+
+/// A filter of an interface, in the direction `minor`.
+fn filter(index: i32, minor: u16, steps: &[Step]) -> TcMessage {
+    let program = assemble(steps);
+    let length = u16::try_from(program.len() / 8).unwrap_or_default();
+    let option = |kind, value: Vec<u8>| TcOption::Other(DefaultNla::new(kind, value));
+    let mut message = TcMessage::with_index(index);
+    message.header.handle = TcHandle::from(1);
+    message.header.parent = TcHandle {
+        major: u16::MAX,
+        minor,
+    };
+    message.header.info = 1 << 16 | u32::from(ETH_P_ALL.to_be());
+    message.attributes = vec![
+        TcAttribute::Kind("bpf".to_owned()),
+        TcAttribute::Options(vec![
+            option(TCA_BPF_OPS_LEN, length.to_ne_bytes().to_vec()),
+            option(TCA_BPF_OPS, program),
+            option(TCA_BPF_FLAGS, ACT_DIRECT.to_ne_bytes().to_vec()),
+        ]),
+    ];
+    message
+}
+
 /// The program: the steps, and the two verdicts behind them.
 fn assemble(steps: &[Step]) -> Vec<u8> {
     let verdicts = [(RETURN, UNSPECIFIED, Next, Next), (RETURN, SHOT, Next, Next)];
@@ -153,7 +182,12 @@ mod tests {
 
     /// Runs a program on a frame with a mark. True when the frame passes.
     fn passes(guard: Guard, mark: u32, frame: &[u8]) -> bool {
-        let program = assemble(&guard.steps());
+        run(&guard.steps(), (mark, 3), frame)
+    }
+
+    /// Runs steps on a frame with a mark and a type of packet. True when the frame passes.
+    fn run(steps: &[Step], (mark, kind_of_packet): (u32, u32), frame: &[u8]) -> bool {
+        let program = assemble(steps);
         let (mut place, mut value) = (0, 0_u32);
         loop {
             let step = &program[place * 8..][..8];
@@ -165,6 +199,10 @@ mod tests {
             let holds = match u16::from_ne_bytes([step[0], step[1]]) {
                 LOAD if number == MARK => {
                     value = mark;
+                    None
+                }
+                LOAD if number == TYPE => {
+                    value = kind_of_packet;
                     None
                 }
                 LOAD => {
@@ -202,6 +240,16 @@ mod tests {
         let frame = frame(IPV4, DESTINATION4, &[198, 51, 100, 2]);
         assert!(passes(guard, BIT | 1, &frame));
         assert!(!passes(guard, 1, &frame));
+    }
+
+    #[test]
+    fn guard_of_a_tap_drops_frames_of_other_ports_without_the_mark() {
+        let steps = TapGuard(BIT).steps();
+        // PACKET_HOST, PACKET_BROADCAST, PACKET_MULTICAST, PACKET_OTHERHOST.
+        for (kind, passes) in [(0, true), (1, false), (2, false), (3, false)] {
+            assert_eq!(run(&steps, (1, kind), &[]), passes, "{kind}");
+            assert!(run(&steps, (BIT | 1, kind), &[]), "{kind}");
+        }
     }
 
     #[test]

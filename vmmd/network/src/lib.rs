@@ -29,6 +29,7 @@ use vmmd_spec::{
     vm::{Attachment, Nic},
 };
 
+use guard::TapGuard;
 pub use link::{Link, Links};
 pub use managed::{NetworkKind, Networks, PERIOD, Request as Lease, SeenNetwork, describe};
 pub use ports::{Ports, Users};
@@ -90,11 +91,11 @@ pub async fn open_tap(
                 plugged,
             };
             let bridge = host.networks.lease(host, network.as_str(), &request).await?;
-            on_bridge(links, tap, name, index, (&bridge, nic.queues), mac).await
+            on_bridge(links, tap, name, index, (&bridge, nic.queues, true), mac).await
         }
         Attachment::Bridge(bridge) => {
             refuse_networks_bridge(host, index, bridge)?;
-            on_bridge(links, tap, name, index, (bridge, nic.queues), mac).await
+            on_bridge(links, tap, name, index, (bridge, nic.queues, false), mac).await
         }
         Attachment::Tap(tap) => existing(links, nic, tap, mac).await,
     }?;
@@ -191,7 +192,7 @@ async fn on_bridge(
     tap: String,
     vm_name: &str,
     index: usize,
-    (bridge, queues): (&str, u16),
+    (bridge, queues, guarded): (&str, u16, bool),
     mac: Mac,
 ) -> Result<Tap, Failure> {
     let bridge_link = self::bridge(links, index, bridge).await?;
@@ -201,6 +202,10 @@ async fn on_bridge(
     let device = interface_index(&tap)
         .map_err(|errno| failed(&errno.into()))?
         .ok_or_else(|| Failure::internal(format!("the tap device \"{tap}\" vanished while it was set up")))?;
+    if guarded && let Err(error) = links.guard_tap(device, TapGuard(managed::MARK)).await {
+        // The network has a warning: its bridge has no guard either.
+        tracing::debug!(%error, tap, "guard a tap");
+    }
     let alias = format!("vmmd: {vm_name}");
     links
         .join_bridge(device, &bridge_link, host_mac(mac), alias)

@@ -8,19 +8,22 @@ use std::{
 
 use rtnetlink::{
     AddressMessageBuilder, Error, Handle, LinkBridge, LinkUnspec, RouteMessageBuilder,
-    packet_core::{NLM_F_ACK, NLM_F_CREATE, NLM_F_REQUEST, NetlinkMessage, NetlinkPayload, Nla as _},
+    packet_core::{
+        NLM_F_ACK, NLM_F_CREATE, NLM_F_EXCL, NLM_F_REQUEST, NetlinkMessage, NetlinkPayload, Nla as _,
+    },
     packet_route::{
         RouteNetlinkMessage,
         address::{AddressAttribute, AddressHeaderFlags, AddressMessage},
         link::{InfoData, InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkMessage},
         route::{RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteType},
+        tc::{TcAttribute, TcHandle, TcMessage},
     },
 };
 use tokio_stream::StreamExt;
 use vmmd_host::fault;
 
 use super::{
-    guard::Guard,
+    guard::{Guard, TapGuard},
     managed::{BridgeFacts, BridgeSpec},
 };
 
@@ -191,7 +194,10 @@ impl Links {
 
     /// Makes a bridge, and brings it up.
     pub async fn create_bridge(&self, name: &str, wanted: &BridgeSpec) -> io::Result<()> {
+        // With snooping a guest that asks for members of groups would get the neighbor solicitations of
+        // the others.
         let message = LinkBridge::new(name)
+            .mcast_snooping(false)
             .address(wanted.mac.to_vec())
             .mtu(wanted.mtu)
             .build();
@@ -267,9 +273,39 @@ impl Links {
             Err(error) if error.raw_os_error() != Some(libc::EEXIST) => return Err(error),
             _ => {}
         }
-        let mut filter = NetlinkMessage::from(RouteNetlinkMessage::NewTrafficFilter(guard.filter(index)));
+        self.classify(guard.filter(index)).await
+    }
+
+    /// Drops frames to a guest that come from other ports of the bridge without the mark. It changes nothing where this was done
+    /// before.
+    pub async fn guard_tap(&self, tap: u32, guard: TapGuard) -> io::Result<()> {
+        let index = i32::try_from(tap).map_err(io::Error::other)?;
+        fault::step("guard a tap");
+        let mut qdisc = TcMessage::with_index(index);
+        qdisc.header.handle = TcHandle {
+            major: u16::MAX,
+            minor: 0,
+        };
+        qdisc.header.parent = TcHandle::INGRESS;
+        qdisc.attributes = vec![TcAttribute::Kind("clsact".to_owned())];
+        let mut made = NetlinkMessage::from(RouteNetlinkMessage::NewQueueDiscipline(qdisc));
+        made.header.flags = NLM_F_REQUEST | NLM_F_ACK | NLM_F_CREATE | NLM_F_EXCL;
+        match self.ask(made).await {
+            Err(error) if error.raw_os_error() != Some(libc::EEXIST) => return Err(error),
+            _ => {}
+        }
+        self.classify(guard.filter(index)).await
+    }
+
+    /// Makes a filter, or replaces it.
+    async fn classify(&self, filter: TcMessage) -> io::Result<()> {
+        let mut filter = NetlinkMessage::from(RouteNetlinkMessage::NewTrafficFilter(filter));
         filter.header.flags = NLM_F_REQUEST | NLM_F_ACK | NLM_F_CREATE;
-        let answers = self.handle.clone().request(filter).map_err(into_io)?;
+        self.ask(filter).await
+    }
+
+    async fn ask(&self, message: NetlinkMessage<RouteNetlinkMessage>) -> io::Result<()> {
+        let answers = self.handle.clone().request(message).map_err(into_io)?;
         tokio::pin!(answers);
         while let Some(answer) = answers.next().await {
             if let NetlinkPayload::Error(error) = answer.payload

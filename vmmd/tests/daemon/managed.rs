@@ -227,6 +227,43 @@ async fn a_network_takes_no_addresses_that_the_node_reaches_otherwise() {
 }
 
 #[tokio::test]
+async fn packet_filter_of_another_program_is_a_warning() {
+    let namespace = Namespace::new();
+    for command in [
+        "add table inet fw",
+        "add chain inet fw in { type filter hook input priority 0 ; policy drop ; }",
+        "add chain inet fw through { type filter hook forward priority 0 ; }",
+        "add rule inet fw through counter reject",
+    ] {
+        namespace.run(&format!("nft {command}"));
+    }
+    let mut daemon = Daemon::in_network(&namespace.0).await;
+    let warning = |network: v1::Network| {
+        let state = network.status.unwrap();
+        assert!(state.ready, "{state:?}");
+        let has = |hint| state.message.contains(hint);
+        [
+            has("nft insert rule inet fw in iifname \"vmb*\" accept"),
+            has("nft insert rule inet fw through oifname \"vmb*\" accept"),
+        ]
+    };
+    let make = async |name, cidr, mode| daemon.make_network(name, cidr, mode).await.unwrap();
+    let made = make("lan", "10.80.0.0/24", NetworkMode::Nat).await;
+    assert_eq!(warning(made), [true, true]);
+    let made = make("alone", "10.81.0.0/24", NetworkMode::Isolated).await;
+    assert_eq!(warning(made), [true, false], "nothing is forwarded");
+    // The rules that the warning names.
+    namespace.run("nft insert rule inet fw in iifname \"vmb*\" accept");
+    namespace.run("nft delete chain inet fw through");
+    daemon.kill_and_restart().await;
+    within(async || {
+        let state = daemon.network("lan").await.unwrap().status.unwrap();
+        (state.ready && state.message.is_empty()).then_some(())
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn a_vm_keeps_its_address_and_shows_it() {
     let namespace = Namespace::new();
     let mut daemon = Daemon::in_network(&namespace.0).await;
@@ -663,7 +700,8 @@ async fn a_guest_finds_the_others_and_the_outside_by_name() {
     let mut daemon = Daemon::in_network(&namespace.0).await;
     let spec = v1::NetworkSpec {
         ipv4_cidr: "10.80.0.0/24".into(),
-        dns_servers: vec!["198.51.100.2".into()],
+        // The first one is the node, which has no name server.
+        dns_servers: vec!["198.51.100.1".into(), "198.51.100.2".into()],
         ..v1::NetworkSpec::default()
     };
     daemon.make_network_as("lan", spec).await.unwrap();
@@ -673,6 +711,11 @@ async fn a_guest_finds_the_others_and_the_outside_by_name() {
     assert_eq!(guest.resolve("10.80.0.1", "b.lan.internal"), "0 10.80.0.3");
     assert_eq!(guest.resolve("10.80.0.1", "c.lan.internal"), "3 -");
     assert_eq!(guest.resolve("10.80.0.1", "www.example.com"), "0 192.0.2.7");
+    // Also by TCP, and what UDP does not carry; other ports of the gateway are closed.
+    let by_tcp = |port, name| guest.resolve_by_tcp("10.80.0.1", port, name);
+    assert_eq!(by_tcp(53, "b.lan.internal"), "0 48");
+    assert_eq!(by_tcp(53, "www.example.com"), format!("0 {}", 33 + 500 * 16));
+    assert_eq!(by_tcp(80, "www.example.com"), "refused");
     // The helper needs no daemon.
     daemon.kill();
     assert_eq!(guest.resolve("10.80.0.1", "b.lan.internal"), "0 10.80.0.3");

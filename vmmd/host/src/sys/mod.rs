@@ -10,12 +10,14 @@ pub mod clone;
 mod group;
 mod lease;
 mod lock;
+mod packet;
 mod readiness;
 mod tun;
 
 pub use group::{group_id, peer_groups};
 pub use lease::has_writer;
 pub use lock::{LockKind, could_lock, is_locked_here, lock_file, lock_file_within, lock_holder};
+pub use packet::bind_packet;
 pub use readiness::{watch, watch_changes};
 pub use tun::attach_tap;
 

@@ -21,7 +21,7 @@ use super::{
 
 /// A network for clients.
 pub fn describe(seen: &SeenNetwork) -> v1::Network {
-    let (record, problem) = (&seen.record, &seen.view);
+    let (record, view) = (&seen.record, &seen.view);
     let now = text::now_ms();
     let spec = spec_of(record);
     let leases = record.leases.iter().filter(|lease| lease.counts(now));
@@ -29,8 +29,8 @@ pub fn describe(seen: &SeenNetwork) -> v1::Network {
     v1::Network {
         metadata: Some(record.metadata()),
         status: Some(v1::NetworkStatus {
-            ready: problem.is_empty(),
-            message: problem.clone(),
+            ready: view.ready,
+            message: view.message.clone(),
             bridge: bridge(record),
             gateway: spec
                 .as_ref()

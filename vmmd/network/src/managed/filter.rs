@@ -41,6 +41,8 @@ pub struct Filter {
     own: Arc<Own>,
     /// By UUID: the guards of networks' bridges.
     pub guards: BTreeMap<Vec<u8>, Guard>,
+    /// Indexes of taps that have guards.
+    pub taps: BTreeSet<u32>,
 }
 
 /// State of the kernel.

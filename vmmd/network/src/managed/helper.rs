@@ -37,7 +37,7 @@ use vmmd_host::{
     sys::clone::{self, Child, Network, Program},
 };
 
-use crate::netd::{Ipv6, Table, open_routers, server::TABLE};
+use crate::netd::{Ipv6, Table, open_dhcp6, open_routers, server::TABLE};
 
 /// Ports of DHCP and DNS servers.
 const DHCP: u16 = 67;
@@ -276,6 +276,7 @@ fn start(served: &Served<'_>, uid: u32, parent: Option<&cgroup::Parent>) -> io::
         io::Error::new(error.kind(), message)
     })?;
     let routers = served.ipv6.map(open_routers).transpose()?;
+    let dhcp6 = served.ipv6.map(open_dhcp6).transpose()?;
     let folder = File::open(served.folder)?;
     let group = parent.map(|parent| group(parent, served.networks)).and_then(|group| {
         let failed = |error: &io::Error| {
@@ -286,7 +287,7 @@ fn start(served: &Served<'_>, uid: u32, parent: Option<&cgroup::Parent>) -> io::
     let arguments = [PROGRAM.as_bytes(), served.folder.as_os_str().as_bytes()].into_iter();
     let arguments: Vec<_> = arguments.flat_map(CString::new).collect();
     let mut fds = vec![folder.as_fd(), dhcp.as_fd(), dns.as_fd(), streams.as_fd()];
-    fds.extend(routers.iter().map(Socket::as_fd));
+    fds.extend(routers.iter().chain(&dhcp6).map(Socket::as_fd));
     fault::step("start a helper");
     clone::spawn(&Program {
         executable: served.program.as_fd(),

@@ -18,6 +18,7 @@ mod firewall;
 pub(crate) mod helper;
 mod lease;
 mod listening;
+mod neighbors;
 mod netlink;
 mod nft;
 mod node;
@@ -32,7 +33,7 @@ use std::{
     io,
     net::{Ipv4Addr, Ipv6Addr},
     path::{Path, PathBuf},
-    sync::{Arc, OnceLock},
+    sync::{Arc, Mutex, OnceLock},
     time::Duration,
 };
 
@@ -49,6 +50,7 @@ pub use self::{
     describe::describe,
     node::PERIOD,
     plan::{Found as BridgeFacts, Wanted as BridgeSpec},
+    rules::MARK,
 };
 use self::{
     describe::tell,
@@ -82,6 +84,8 @@ pub struct Networks {
     /// Notifications about changes of the packet filter.
     watch: OnceLock<Watch>,
     helper_ends: Arc<helper::Ends>,
+    /// Other packet filters that drop packets of guests; `None` before the first search.
+    obstacles: Mutex<Option<Vec<neighbors::Obstacle>>>,
     /// The program `vmmd-netd`, from its first use.
     netd: OnceLock<File>,
 }
@@ -90,7 +94,23 @@ pub struct Networks {
 #[derive(Clone, Debug, PartialEq)]
 pub enum NetworkKind {}
 
-/// A network at a time. Its view is why the network is not served; empty while it is served.
+/// State of a network on the node.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct NetworkState {
+    /// Why the network is not served.
+    problem: Option<Failure>,
+    /// Deficiencies of a network that is served; empty without any.
+    warning: String,
+}
+
+/// The state of a network in words.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct NetworkView {
+    ready: bool,
+    message: String,
+}
+
+/// A network at a time.
 pub type SeenNetwork = registry::Seen<NetworkKind>;
 
 impl registry::Kind for NetworkKind {
@@ -99,15 +119,16 @@ impl registry::Kind for NetworkKind {
     const EXISTS: &'static str = "NETWORK_EXISTS";
     const NOT_FOUND: &'static str = "NETWORK_NOT_FOUND";
     type Record = NetworkRecord;
-    /// Why the node is not as wanted.
-    type State = Option<Failure>;
+    type State = NetworkState;
     type Index = ();
-    /// The same in words.
-    type View = String;
+    type View = NetworkView;
 
-    fn view(_: &Objects<Self>, _: &NetworkRecord, problem: &Option<Failure>) -> String {
-        let problem = problem.as_ref().map(|problem| problem.message.clone());
-        problem.unwrap_or_default()
+    fn view(_: &Objects<Self>, _: &NetworkRecord, state: &NetworkState) -> NetworkView {
+        let problem = state.problem.as_ref().map(|problem| &problem.message);
+        NetworkView {
+            ready: problem.is_none(),
+            message: problem.unwrap_or(&state.warning).clone(),
+        }
     }
 
     fn is_shown(record: &NetworkRecord) -> bool {
@@ -146,6 +167,7 @@ impl Networks {
             own,
             watch: OnceLock::new(),
             helper_ends: Arc::default(),
+            obstacles: Mutex::default(),
             netd: OnceLock::new(),
         }
     }
@@ -391,7 +413,7 @@ impl Networks {
 
     fn problem(&self, uid: &[u8]) -> Option<Failure> {
         let networks = self.registry.lock();
-        networks.state(networks.name_of(uid)?)?.clone()
+        networks.state(networks.name_of(uid)?)?.problem.clone()
     }
 }
 

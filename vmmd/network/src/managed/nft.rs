@@ -13,7 +13,14 @@ const TIMEOUT: Duration = Duration::from_secs(20);
 /// Carries commands out, in one transaction, and notes in `own` that it is the daemon's.
 pub async fn apply(commands: &str, own: &Own) -> io::Result<()> {
     fault::step("change the packet filter");
-    run(&["-f", "-"], commands, Some(own)).await
+    run(&["-f", "-"], commands, Some(own)).await.map(drop)
+}
+
+/// A list of nft in JSON (libnftables-json(5)).
+pub async fn list(what: &[&str]) -> io::Result<serde_json::Value> {
+    let arguments = [&["-j", "list"], what].concat();
+    let output = run(&arguments, "", None).await?;
+    serde_json::from_slice(&output).map_err(io::Error::other)
 }
 
 /// Whether the kernel can track connections on a bridge. Changes nothing, but the kernel may load
@@ -22,11 +29,11 @@ pub async fn tracks_bridges() -> bool {
     run(&["-c", "-f", "-"], firewall::PROBE, None).await.is_ok()
 }
 
-async fn run(arguments: &[&str], input: &str, own: Option<&Own>) -> io::Result<()> {
+async fn run(arguments: &[&str], input: &str, own: Option<&Own>) -> io::Result<Vec<u8>> {
     let mut child = Command::new("nft")
         .args(arguments)
         .stdin(Stdio::piped())
-        .stdout(Stdio::null())
+        .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .kill_on_drop(true)
         .spawn()
@@ -49,7 +56,7 @@ async fn run(arguments: &[&str], input: &str, own: Option<&Own>) -> io::Result<(
         .await
         .map_err(|_| io::ErrorKind::TimedOut)??;
     if output.status.success() {
-        return Ok(());
+        return Ok(output.stdout);
     }
     let said = String::from_utf8_lossy(&output.stderr);
     let first = said.lines().next().unwrap_or("it said nothing");

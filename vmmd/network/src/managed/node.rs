@@ -4,6 +4,7 @@ use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     io,
     net::IpAddr,
+    sync::PoisonError,
     time::Duration,
 };
 
@@ -21,18 +22,19 @@ use vmmd_store::store_failure;
 use vmmd_store::{LeaseRecord, NetworkRecord, PortRecord};
 
 use super::{
-    Links, Networks, Ports, bridge,
+    Links, NetworkState, Networks, Ports, bridge,
     describe::{failed, tell},
     filter::Filter,
     folder,
     helper::{self, Served},
+    neighbors::{self, Obstacle},
     plan::{self, Found, Step, Wanted},
     rules::{self, Port},
     spec_of,
 };
 use crate::{
     Link,
-    guard::Guard,
+    guard::{Guard, TapGuard},
     netd::{self, Table},
 };
 
@@ -130,7 +132,7 @@ impl Networks {
         let meant = |record: &&NetworkRecord| only.is_none_or(|uid| record.uid == uid);
         let all: Vec<_> = self.registry.lock().records().filter(meant).cloned().collect();
         let (mut repairs, mut problems) = (Repairs::default(), BTreeMap::new());
-        let mut made = BTreeSet::new();
+        let (mut made, mut unguarded) = (BTreeSet::new(), BTreeMap::new());
         let seen = match only {
             None if !all.is_empty() => survey(host).await,
             _ => Seen::new(),
@@ -163,11 +165,13 @@ impl Networks {
             }
             match guard(host, record, wanted).await {
                 Ok(()) => drop(filter.guards.insert(record.uid.clone(), wanted)),
-                Err(error) => tracing::warn!(network = record.name, %error,
-                    "guard a network: its guests are not kept from the node while the packet filter lacks the rules of the networks"),
+                Err(error) => drop(unguarded.insert(record.uid.clone(), error)),
             }
         }
         for record in all.iter().filter(|record| only.is_none() && !record.leaving) {
+            if let Err(error) = guard_taps(host, record, &seen, &mut filter.taps).await {
+                unguarded.insert(record.uid.clone(), error);
+            }
             match join_taps(host, record, &seen).await {
                 Ok(true) => repairs
                     .networks
@@ -194,15 +198,81 @@ impl Networks {
             }
         }
         repairs.networks.retain(|(record, _)| !record.leaving);
+        if only.is_none() {
+            let present: BTreeSet<_> = seen.values().map(|(link, _)| link.index).collect();
+            filter.taps.retain(|tap| present.contains(tap));
+        }
+        let obstacles = self.obstacles(only.is_none()).await;
         let mut networks = self.registry.lock();
         for record in &all {
-            let now = problems.remove(&record.uid);
-            if networks.state(&record.name).is_some_and(|before| *before != now) {
-                networks.change(&record.name, |_, problem| *problem = now);
+            let before = networks.state(&record.name).cloned().unwrap_or_default();
+            let is_checked = filter.guards.contains_key(&record.uid) || unguarded.contains_key(&record.uid);
+            let now = NetworkState {
+                problem: problems.remove(&record.uid),
+                warning: match is_checked {
+                    true => warning(record, unguarded.get(&record.uid), &obstacles),
+                    false => before.warning.clone(),
+                },
+            };
+            if before != now {
+                if before.warning != now.warning && !now.warning.is_empty() {
+                    tracing::warn!(
+                        network = record.name,
+                        warning = now.warning,
+                        "guests of a network lack something"
+                    );
+                }
+                networks.change(&record.name, |_, state| *state = now);
             }
         }
         drop(networks);
         repairs
+    }
+
+    /// NICs of a network, by VM and NIC, whose VMs have their default route by another NIC: by the first one of the spec in a network
+    /// that leads outside.
+    fn secondary(&self, host: Ports<'_>, record: &NetworkRecord) -> BTreeSet<(Vec<u8>, String)> {
+        let others = self.ways_out(record);
+        if others.is_empty() {
+            return BTreeSet::new();
+        }
+        let leases = record.leases.iter().filter(|lease| lease.released_ms == 0);
+        let own: BTreeSet<_> = leases.map(|lease| lease.vm.as_slice()).collect();
+        let mut secondary = BTreeSet::new();
+        for vm in host.vms.vms() {
+            let nics = vm.spec.as_ref().map_or(&[][..], |spec| &spec.nics);
+            if nics.len() < 2 {
+                continue;
+            }
+            let uid = vm.metadata.as_ref().map_or("", |metadata| &metadata.uid);
+            let uid = Uuid::parse_str(uid).unwrap_or_default();
+            if !own.contains(&uid.as_bytes()[..]) {
+                continue;
+            }
+            let mut has_primary = false;
+            for nic in nics {
+                let Some(v1::nic_spec::Attachment::Network(network)) = &nic.attachment else {
+                    continue;
+                };
+                if *network == record.name && has_primary {
+                    secondary.insert((uid.as_bytes().to_vec(), nic.name.clone()));
+                }
+                has_primary |= *network == record.name || others.contains(network);
+            }
+        }
+        secondary
+    }
+
+    /// Names of the other networks that lead outside.
+    fn ways_out(&self, record: &NetworkRecord) -> BTreeSet<String> {
+        let networks = self.registry.lock();
+        let leads = |other: &&NetworkRecord| {
+            let spec = other.spec.as_ref();
+            let is_isolated = spec.is_some_and(|spec| spec.mode() == v1::NetworkMode::Isolated);
+            !is_isolated && !other.leaving && other.uid != record.uid
+        };
+        let others = networks.records().filter(leads);
+        others.map(|other| other.name.clone()).collect()
     }
 
     /// Puts the rules of all networks into the kernel.
@@ -235,12 +305,36 @@ impl Networks {
         }
     }
 
+    /// Other packet filters that drop packets of guests. They are searched for on demand, and with the first network.
+    async fn obstacles(&self, search: bool) -> Vec<Obstacle> {
+        let is_empty = self.registry.lock().records().next().is_none();
+        let known = {
+            let mut known = self.obstacles.lock().unwrap_or_else(PoisonError::into_inner);
+            if is_empty || search {
+                *known = None;
+            }
+            known.clone()
+        };
+        if let Some(known) = known {
+            return known;
+        }
+        if is_empty {
+            return Vec::new();
+        }
+        let found = neighbors::find().await.unwrap_or_else(|error| {
+            tracing::warn!(%error, "look for other packet filters of the node");
+            Vec::new()
+        });
+        *self.obstacles.lock().unwrap_or_else(PoisonError::into_inner) = Some(found.clone());
+        found
+    }
+
     /// By UUID: why the node is not as wanted.
     fn problems(&self) -> BTreeMap<Vec<u8>, Failure> {
         let networks = self.registry.lock();
         let problems = networks
             .states()
-            .filter_map(|(record, problem)| Some((record.uid.clone(), problem.clone()?)));
+            .filter_map(|(record, state)| Some((record.uid.clone(), state.problem.clone()?)));
         problems.collect()
     }
 }
@@ -272,11 +366,37 @@ async fn make_bridge(host: Ports<'_>, record: &NetworkRecord, seen: &Seen) -> io
     if spec_of(record).is_some_and(|spec| spec.mode != NetworkMode::Isolated) && !record.leaving {
         forwarding(spec_of(record).is_some_and(|spec| spec.net6.is_some()))?;
     }
+    if wanted.is_some() {
+        // Guests need not know the node's addresses on other interfaces (ip-sysctl: arp_ignore).
+        switch(&format!("/proc/sys/net/ipv4/conf/{name}/arp_ignore"), "1")?;
+    }
     if spec_of(record).is_some_and(|spec| spec.net6.is_some()) && !record.leaving {
         // The node must not accept routes from guests.
         switch(&format!("/proc/sys/net/ipv6/conf/{name}/accept_ra"), "0")?;
     }
     Ok(changed)
+}
+
+/// Deficiencies of a served network.
+fn warning(record: &NetworkRecord, unguarded: Option<&io::Error>, obstacles: &[Obstacle]) -> String {
+    let spec = spec_of(record);
+    let is_isolated = spec
+        .as_ref()
+        .is_some_and(|spec| spec.mode == NetworkMode::Isolated);
+    let has_ipv6 = spec.is_some_and(|spec| spec.net6.is_some());
+    let guard = unguarded.map(|error| {
+        format!(
+            "guests are not kept from the node and the outside while another program removes the rules of the packet filter: {}; \
+             load the kernel's modules sch_ingress and cls_bpf (package linux-modules-extra in some distributions)",
+            text::words(error)
+        )
+    });
+    let obstacles = neighbors::warning(obstacles, is_isolated, has_ipv6);
+    let all: Vec<_> = guard
+        .into_iter()
+        .chain(Some(obstacles).filter(|text| !text.is_empty()))
+        .collect();
+    all.join("; ")
 }
 
 /// Which frames of a network's guests reach the node while the packet filter lacks the rules of the networks.
@@ -333,6 +453,24 @@ fn switch(path: &str, to: &str) -> io::Result<()> {
     std::fs::write(path, format!("{to}\n"))
 }
 
+/// Guards the taps of running VMs. A new tap has its guard from its creation.
+async fn guard_taps(
+    host: Ports<'_>,
+    record: &NetworkRecord,
+    seen: &Seen,
+    guarded: &mut BTreeSet<u32>,
+) -> io::Result<()> {
+    for lease in record.leases.iter().filter(|lease| lease.released_ms == 0) {
+        if let Some((tap, _)) = seen.get(&lease.tap)
+            && !guarded.contains(&tap.index)
+        {
+            host.links.guard_tap(tap.index, TapGuard(rules::MARK)).await?;
+            guarded.insert(tap.index);
+        }
+    }
+    Ok(())
+}
+
 /// Makes the taps of running VMs ports of their network's bridge again, which may be another one by now. True when some were not.
 async fn join_taps(host: Ports<'_>, record: &NetworkRecord, seen: &Seen) -> io::Result<bool> {
     let Some(bridge) = host.links.find(&bridge(record)).await? else {
@@ -366,7 +504,7 @@ async fn serve(host: Ports<'_>, record: &NetworkRecord) -> io::Result<bool> {
     };
     let name = bridge(record);
     let link = host.links.find(&name).await?.ok_or(io::ErrorKind::NotFound)?;
-    let table = table(&spec, record);
+    let table = table(&spec, record, &host.networks.secondary(host, record));
     helper::write_table(&folder, &table)?;
     let served = Served {
         program: host.networks.netd(host.netd)?,
@@ -445,14 +583,19 @@ fn firewall(lease: &LeaseRecord) -> Firewall {
     }
 }
 
-fn table(spec: &vmmd_spec::network::NetworkSpec, record: &NetworkRecord) -> Table {
+/// The table of a network's helper. The leases of `secondary`, by VM and NIC, have no default route.
+fn table(
+    spec: &vmmd_spec::network::NetworkSpec,
+    record: &NetworkRecord,
+    secondary: &BTreeSet<(Vec<u8>, String)>,
+) -> Table {
     let leases = record.leases.iter().filter(|lease| lease.released_ms == 0);
     let hosts = leases.filter_map(|lease| {
         let host = netd::Host {
             address: lease.ip(),
             address6: spec.net6.and_then(|net| Some(net.of(lease.mac()?))),
             name: lease.vm_name.clone(),
-            primary: true,
+            primary: !secondary.contains(&(lease.vm.clone(), lease.nic.clone())),
         };
         Some((lease.mac()?.to_string(), host))
     });

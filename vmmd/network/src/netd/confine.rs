@@ -5,7 +5,7 @@
 use std::{
     collections::BTreeMap,
     io,
-    os::fd::{AsFd as _, BorrowedFd},
+    os::fd::{AsFd as _, AsRawFd as _, BorrowedFd},
 };
 
 use anyhow::Context as _;
@@ -65,7 +65,8 @@ const CALLS: [libc::c_long; 30] = [
 ];
 
 /// Gives up all that a helper does not need. The process has one thread. The table is read from `folder` by its name alone.
-pub fn confine(folder: BorrowedFd<'_>) -> anyhow::Result<()> {
+/// The socket `bound` sends on the interface that it is bound to, and nowhere else.
+pub fn confine(folder: BorrowedFd<'_>, bound: Option<BorrowedFd<'_>>) -> anyhow::Result<()> {
     fchdir(folder).context("enter the network's folder")?;
     leave_network().context("leave the node's network")?;
     set_dumpable_behavior(DumpableBehavior::NotDumpable).context("clear the dumpable flag")?;
@@ -76,7 +77,7 @@ pub fn confine(folder: BorrowedFd<'_>) -> anyhow::Result<()> {
         };
         setrlimit(resource, limit).with_context(|| format!("limit {resource:?}"))?;
     }
-    close_in(folder)
+    close_in(folder, bound)
 }
 
 /// Moves to an empty network, and makes the working directory its root, where the kernel lets a user make namespaces.
@@ -104,9 +105,9 @@ fn leave_network() -> io::Result<()> {
 }
 
 /// Landlock and seccomp, of the calling thread.
-fn close_in(folder: BorrowedFd<'_>) -> anyhow::Result<()> {
+fn close_in(folder: BorrowedFd<'_>, bound: Option<BorrowedFd<'_>>) -> anyhow::Result<()> {
     restrict(folder).context("restrict the helper with Landlock")?;
-    apply_filter(&program()?).context("limit the helper's system calls")
+    apply_filter(&program(bound)?).context("limit the helper's system calls")
 }
 
 /// Files of the folder can be read, name servers can be reached by TCP, and packets can be sent by UDP. The rest of this kernel's Landlock is forbidden.
@@ -125,7 +126,7 @@ fn restrict(folder: BorrowedFd<'_>) -> anyhow::Result<()> {
 }
 
 /// A call outside the list fails with EPERM: one guest's packet must not end the service of the other guests.
-fn program() -> anyhow::Result<BpfProgram> {
+fn program(bound: Option<BorrowedFd<'_>>) -> anyhow::Result<BpfProgram> {
     let mut rules: BTreeMap<_, _> = CALLS.iter().map(|call| (*call, Vec::new())).collect();
     let flags = |bits: libc::c_int| u64::from(bits.cast_unsigned());
     // No executable memory, no file to write, no path, no other process.
@@ -147,6 +148,12 @@ fn program() -> anyhow::Result<BpfProgram> {
         ),
     ] {
         rules.insert(call, vec![SeccompRule::new(conditions)?]);
+    }
+    if let Some(bound) = bound {
+        // A packet socket sends to any interface that the address names.
+        let fd = u64::from(bound.as_raw_fd().cast_unsigned());
+        let other = SeccompCondition::new(0, SeccompCmpArgLen::Dword, SeccompCmpOp::Ne, fd)?;
+        rules.insert(libc::SYS_sendto, vec![SeccompRule::new(vec![other])?]);
     }
     let refused = SeccompAction::Errno(libc::EPERM.cast_unsigned());
     let filter = SeccompFilter::new(rules, refused, SeccompAction::Allow, TargetArch::x86_64)?;
@@ -250,7 +257,14 @@ mod tests {
         let client = UdpSocket::bind("127.0.0.1:0").unwrap();
         let to = client.local_addr().unwrap();
         let confined = thread::spawn(move || {
-            close_in(open.as_fd()).unwrap();
+            let bound = UdpSocket::bind("127.0.0.1:0").unwrap();
+            bound.connect(to).unwrap();
+            close_in(open.as_fd(), Some(bound.as_fd())).unwrap();
+            let refused = bound
+                .send_to(b"elsewhere", to)
+                .map_err(|error| error.raw_os_error());
+            assert_eq!(refused, Err(Some(libc::EPERM)));
+            assert_eq!(rustix::io::write(&bound, b"here").unwrap(), 4);
             let table = openat(&open, "table.json", OFlags::RDONLY, Mode::empty()).map(File::from);
             let facts = table.as_ref().map(File::metadata);
             let served = (matches!(facts, Ok(Ok(_))), server.send_to(b"answer", to).is_ok());
@@ -267,6 +281,7 @@ mod tests {
             );
         }
         let mut answer = [0; 8];
+        assert_eq!(client.recv(&mut answer).unwrap(), 4);
         assert_eq!(client.recv(&mut answer).unwrap(), 6);
     }
 }

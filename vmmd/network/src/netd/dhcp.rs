@@ -3,12 +3,13 @@
 use std::net::{Ipv4Addr, SocketAddrV4};
 
 use dhcproto::{
+    Name,
     decoder::{Decodable as _, Decoder},
     encoder::{Encodable as _, Encoder},
     v4::{DhcpOption, HType, Message, MessageType, Opcode, OptionCode},
 };
 
-use super::Table;
+use super::{Host, Table};
 
 /// Port of clients.
 const CLIENT: u16 = 68;
@@ -16,11 +17,34 @@ const CLIENT: u16 = 68;
 /// Response to a packet, and its destination.
 pub fn respond(table: &Table, packet: &[u8]) -> Option<(Vec<u8>, SocketAddrV4)> {
     let request = Message::decode(&mut Decoder::new(&sifted(packet)?)).ok()?;
-    let answer = answer(table, &request)?;
-    let mut reply = Vec::new();
-    answer.message.encode(&mut Encoder::new(&mut reply)).ok()?;
+    let mut answer = answer(table, &request)?;
+    let mut reply = encoded(&answer.message)?;
+    if reply.len() > LONGEST {
+        answer.message.opts_mut().remove(OptionCode::DomainSearch);
+        reply = encoded(&answer.message)?;
+    }
+    reply.resize(reply.len().max(SHORTEST), 0);
     Some((reply, answer.to))
 }
+
+fn encoded(message: &Message) -> Option<Vec<u8>> {
+    let mut bytes = Vec::new();
+    message.encode(&mut Encoder::new(&mut bytes)).ok()?;
+    Some(bytes)
+}
+
+/// The NIC whose client declines its address, because another host uses it (RFC 2131, 3.1.5).
+pub fn declined<'a>(table: &'a Table, packet: &[u8]) -> Option<&'a Host> {
+    let request = Message::decode(&mut Decoder::new(&sifted(packet)?)).ok()?;
+    let declines = request.opts().msg_type() == Some(MessageType::Decline);
+    let host = table.hosts.get(&mac(request.chaddr()))?;
+    (declines && !is_for_another(table, &request)).then_some(host)
+}
+
+/// Bytes of a reply: the most that each client takes (RFC 2131, 2: 576 with the headers of IP and UDP), and the least for clients of
+/// BOOTP (RFC 1542, 2.1).
+const LONGEST: usize = 576 - 28;
+const SHORTEST: usize = 300;
 
 /// Bytes of a message before its options, the magic cookie included (RFC 2131, 2).
 const HEADER: usize = 240;
@@ -28,6 +52,9 @@ const COOKIE: [u8; 4] = [99, 130, 83, 99];
 /// Options that an answer depends on, with their lengths: the type of the message, the address that is asked for, the server that is
 /// meant (RFC 2132, 9.6, 9.1, 9.7).
 const NEEDED: [(u8, u8); 3] = [(53, 1), (50, 4), (54, 4)];
+/// The client's identifier (RFC 2132, 9.14), and its longest value that is repeated: 64 bytes leave room for the other options.
+const IDENTIFIER: u8 = 61;
+const LONGEST_IDENTIFIER: u8 = 64;
 
 /// A message with the header and the options that an answer depends on and nothing else: dhcproto panics on some options, and on a
 /// hardware address that is too long.
@@ -46,7 +73,8 @@ fn sifted(packet: &[u8]) -> Option<Vec<u8>> {
             code => {
                 let (&length, rest) = rest.split_first()?;
                 let (value, rest) = rest.split_at_checked(length.into())?;
-                if NEEDED.contains(&(code, length)) {
+                let identifies = code == IDENTIFIER && (2..=LONGEST_IDENTIFIER).contains(&length);
+                if NEEDED.contains(&(code, length)) || identifies {
                     sifted.extend([code, length]);
                     sifted.extend(value);
                 }
@@ -95,12 +123,15 @@ fn answer(table: &Table, request: &Message) -> Option<Answer> {
         .set_htype(HType::Eth)
         .set_xid(request.xid())
         .set_flags(request.flags())
-        .set_chaddr(request.chaddr())
-        .set_siaddr(table.gateway);
+        .set_chaddr(request.chaddr());
     message.opts_mut().insert(DhcpOption::MessageType(kind));
     message
         .opts_mut()
         .insert(DhcpOption::ServerIdentifier(table.gateway));
+    // RFC 6842, 3.
+    if let Some(identifier) = request.opts().get(OptionCode::ClientIdentifier) {
+        message.opts_mut().insert(identifier.clone());
+    }
     if kind == MessageType::Nak {
         // It may believe to be elsewhere.
         return Some(Answer {
@@ -114,7 +145,7 @@ fn answer(table: &Table, request: &Message) -> Option<Answer> {
         message.set_yiaddr(host.address);
         lease(table, &mut message);
     }
-    options(table, &host.name, &mut message);
+    options(table, host, &mut message);
     // A client without an address has no ARP, so its response is a broadcast. An address that the
     // client claims may belong to another host.
     let to = match request.ciaddr() {
@@ -151,17 +182,23 @@ fn lease(table: &Table, message: &mut Message) {
     ));
 }
 
-fn options(table: &Table, name: &str, message: &mut Message) {
+fn options(table: &Table, host: &Host, message: &mut Message) {
     let options = message.opts_mut();
     options.insert(DhcpOption::SubnetMask(table.mask));
     options.insert(DhcpOption::BroadcastAddr(table.broadcast));
     options.insert(DhcpOption::InterfaceMtu(table.mtu));
-    options.insert(DhcpOption::Hostname(name.to_owned()));
-    if table.routes {
+    options.insert(DhcpOption::Hostname(host.name.clone()));
+    // A guest has one default route, or answers leave by a NIC that may not send them.
+    if table.routes && host.primary {
         options.insert(DhcpOption::Router(vec![table.gateway]));
     }
     options.insert(DhcpOption::DomainNameServer(vec![table.gateway]));
-    options.insert(DhcpOption::DomainName(format!("{}.internal", table.network)));
+    let domain = format!("{}.internal", table.network);
+    // RFC 3397.
+    if let Ok(search) = Name::from_ascii(format!("{domain}.")) {
+        options.insert(DhcpOption::DomainSearch(vec![search]));
+    }
+    options.insert(DhcpOption::DomainName(domain));
     if !table.ntp.is_empty() {
         options.insert(DhcpOption::NtpServers(table.ntp.clone()));
     }
@@ -179,7 +216,7 @@ pub mod tests {
 
     use dhcproto::v4::Flags;
 
-    use super::{super::Host, *};
+    use super::*;
 
     const MAC: [u8; 6] = [0x52, 0x54, 0, 0, 0, 1];
     const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 80, 0, 2);
@@ -247,6 +284,7 @@ pub mod tests {
             DhcpOption::Router(vec![GATEWAY]),
             DhcpOption::DomainNameServer(vec![GATEWAY]),
             DhcpOption::DomainName("lan.internal".into()),
+            DhcpOption::DomainSearch(vec![Name::from_ascii("lan.internal.").unwrap()]),
             DhcpOption::InterfaceMtu(1400),
             DhcpOption::Hostname("web".into()),
             DhcpOption::AddressLeaseTime(3600),
@@ -258,6 +296,46 @@ pub mod tests {
             assert_eq!(options.get(code), Some(&expected));
         }
         assert!(options.get(OptionCode::NtpServers).is_none());
+    }
+
+    #[test]
+    fn only_the_primary_nic_of_a_vm_has_a_router() {
+        let mut table = table();
+        for primary in [true, false] {
+            table.hosts.values_mut().for_each(|host| host.primary = primary);
+            let offer = answer(&table, &request(MessageType::Discover, &[])).unwrap();
+            let router = offer.message.opts().get(OptionCode::Router);
+            assert_eq!(router.is_some(), primary);
+        }
+    }
+
+    #[test]
+    fn reply_has_the_identifier_of_the_client_and_300_bytes() {
+        let identifier = DhcpOption::ClientIdentifier(vec![255, 1, 2, 3, 4]);
+        for address in [ADDRESS, [10, 80, 0, 9].into()] {
+            let requested = DhcpOption::RequestedIpAddress(address);
+            let request = request(MessageType::Request, &[identifier.clone(), requested]);
+            let (reply, _) = respond(&table(), &encoded(&request).unwrap()).unwrap();
+            let message = Message::decode(&mut Decoder::new(&reply)).unwrap();
+            assert_eq!(
+                message.opts().get(OptionCode::ClientIdentifier),
+                Some(&identifier)
+            );
+            assert!(reply.len() >= 300, "{}", reply.len());
+        }
+    }
+
+    #[test]
+    fn declined_address_is_known_with_its_vm() {
+        let decline = |server| {
+            let server = DhcpOption::ServerIdentifier(server);
+            encoded(&request(MessageType::Decline, &[server])).unwrap()
+        };
+        let table = table();
+        let name = |packet: &[u8]| declined(&table, packet).map(|host| host.name.as_str());
+        assert_eq!(name(&decline(GATEWAY)), Some("web"));
+        assert_eq!(name(&decline([10, 80, 0, 7].into())), None);
+        assert_eq!(name(&discover(&[255])), None);
     }
 
     #[test]

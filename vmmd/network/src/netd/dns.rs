@@ -26,7 +26,7 @@ const HEADER: usize = 12;
 /// bytes to a question at most, and 4,096 is the largest message that they use UDP for (RFC 6891,
 /// 6.2.5).
 pub const MAX_QUERY: usize = 4096;
-/// Largest answer by UDP in bytes to a client that does not say what it can take (RFC 1035, 4.2.1).
+/// Largest answer by UDP in bytes to a client without EDNS (RFC 1035, 4.2.1).
 pub const MAX_ANSWER: usize = 512;
 /// Largest answer by UDP in bytes about the network's own names: no link fragments it (RFC 9715, 3.1, R5).
 pub const MAX_EDNS: u16 = 1232;
@@ -87,7 +87,7 @@ impl Request {
 
 /// Decides what becomes of a packet from a guest.
 ///
-/// The header and the question are decoded first. Of a guest's further records only the one of EDNS (RFC 6891) matters.
+/// The header and the question are decoded first. Only the record of EDNS (RFC 6891) matters beside them.
 pub fn decide(table: &Table, packet: &[u8], way: Way) -> Verdict {
     if packet.len() > MAX_QUERY {
         return Verdict::Ignore;

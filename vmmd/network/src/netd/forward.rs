@@ -119,7 +119,7 @@ impl Forwarder {
     }
 }
 
-/// What a step of [`Queries`] leads to.
+/// Result of a step of [`Queries`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     Ask(Outgoing),
@@ -275,7 +275,7 @@ impl<R: FnMut() -> Option<[u8; 3]>> Queries<R> {
         (count > least).then_some(*oldest.0)
     }
 
-    /// The servers whose family has sockets, those that did not answer last.
+    /// The servers of families with sockets. Silent servers are at the end.
     fn order(&self, servers: &[IpAddr]) -> VecDeque<IpAddr> {
         let usable = |server: &&IpAddr| !self.sockets_for(**server).is_empty();
         let mut usable: Vec<_> = servers.iter().filter(usable).copied().collect();

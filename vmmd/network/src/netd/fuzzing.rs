@@ -421,7 +421,10 @@ fn is_same(one: &[u8], other: &[u8]) -> bool {
 /// ICMPv6 messages that come to a router: each has before it the seconds since the last one, and its length.
 pub fn router_solicitations(data: &[u8]) {
     for table in TABLES.iter() {
-        assert_eq!(ra::advertisement(table).map(|message| message.len()), Some(64));
+        assert_eq!(
+            ra::advertisement(table, true).map(|message| message.len()),
+            Some(64)
+        );
     }
     let (mut schedule, mut now, mut last) = (Schedule::default(), Instant::now(), None::<Instant>);
     let mut rest = data;

@@ -6,6 +6,7 @@
 
 mod confine;
 mod dhcp;
+mod dhcp6;
 mod dns;
 mod forward;
 #[cfg(any(test, feature = "fuzzing"))]
@@ -16,6 +17,7 @@ mod special;
 mod streams;
 mod table;
 
+pub use dhcp6::open as open_dhcp6;
 pub use ra::open as open_routers;
 pub use table::{Host, Ipv6, Table};
 

@@ -1,5 +1,9 @@
-//! Router advertisements for guests (RFC 4861, 4.2), from which they form their IPv6 addresses (RFC
-//! 4862).
+//! Router advertisements for guests (RFC 4861, 4.2).
+//!
+//! The advertisement to all nodes says that addresses come by DHCP. A guest whose link-local address
+//! is that of its MAC address also gets an advertisement of its own, by which it may form its address
+//! (RFC 4862): the result is the address that DHCP gives. Other guests would form addresses that
+//! their NICs may not use (RFC 7217, RFC 8981).
 
 use std::{
     io,
@@ -9,6 +13,7 @@ use std::{
 
 use rustix::net::netdevice::name_to_index;
 use socket2::{Domain, Protocol, Socket, Type};
+use vmmd_spec::network::link_local;
 
 use super::{Ipv6, Table};
 
@@ -27,6 +32,10 @@ const HOP_LIMIT: u8 = 64;
 /// Messages (RFC 4861, 4.1, 4.2).
 const SOLICITATION: u8 = 133;
 const ADVERTISEMENT: u8 = 134;
+/// Flags of an advertisement (RFC 4861, 4.2), and of a prefix (4.6.2).
+const MANAGED: u8 = 0x80;
+const ON_LINK: u8 = 0x80;
+const AUTONOMOUS: u8 = 0x40;
 /// All nodes and all routers of a link (RFC 4291, 2.7.1).
 const NODES: Ipv6Addr = Ipv6Addr::new(0xff02, 0, 0, 0, 0, 0, 0, 1);
 const ROUTERS: Ipv6Addr = Ipv6Addr::new(0xff02, 0, 0, 0, 0, 0, 0, 2);
@@ -50,7 +59,12 @@ pub fn open(ipv6: &Ipv6) -> io::Result<Socket> {
 /// Where such a socket reaches all nodes of the network.
 pub fn nodes(socket: &UdpSocket, ipv6: &Ipv6) -> io::Result<SocketAddrV6> {
     let index = name_to_index(socket, &ipv6.bridge)?;
-    Ok(SocketAddrV6::new(NODES, 0, 0, index))
+    Ok(node(NODES, index))
+}
+
+/// Where such a socket reaches an address of the link with this interface.
+pub fn node(address: Ipv6Addr, interface: u32) -> SocketAddrV6 {
+    SocketAddrV6::new(address, 0, 0, interface)
 }
 
 /// Whether a message asks for an advertisement.
@@ -89,12 +103,21 @@ impl Schedule {
     }
 }
 
+/// Addresses of the guests that form addresses from their MAC addresses: they form their link-local addresses so, too.
+pub fn autonomous(table: &Table) -> impl Iterator<Item = Ipv6Addr> {
+    let hosts = table.hosts.iter().filter(|(_, host)| host.address6.is_some());
+    hosts.filter_map(|(mac, _)| Some(link_local(mac.parse().ok()?)))
+}
+
 /// Returns the advertisement without its checksum, which the kernel writes; `None` for a network
 /// without IPv6.
-pub fn advertisement(table: &Table) -> Option<Vec<u8>> {
+///
+/// Guests get their addresses by DHCP. A guest may form an address of the prefix itself when the advertisement is `autonomous`: such
+/// a guest may have no client of DHCP.
+pub fn advertisement(table: &Table, autonomous: bool) -> Option<Vec<u8>> {
     let ipv6 = table.ipv6.as_ref()?;
     let lifetime = if table.routes { ROUTER_LIFETIME } else { 0 };
-    let mut message = vec![ADVERTISEMENT, 0, 0, 0, HOP_LIMIT, 0];
+    let mut message = vec![ADVERTISEMENT, 0, 0, 0, HOP_LIMIT, MANAGED];
     message.extend(lifetime.to_be_bytes());
     // Reachable time and retransmission timer: not said.
     message.extend([0; 8]);
@@ -103,9 +126,15 @@ pub fn advertisement(table: &Table) -> Option<Vec<u8>> {
     message.extend(ipv6.mac);
     message.extend([5, 1, 0, 0]);
     message.extend(u32::from(table.mtu).to_be_bytes());
-    message.extend([3, 4, 64, 0b1100_0000]);
-    message.extend(VALID.to_be_bytes());
-    message.extend(PREFERRED.to_be_bytes());
+    message.extend([3, 4, 64, if autonomous { ON_LINK | AUTONOMOUS } else { ON_LINK }]);
+    // It is not repeated, and the NIC keeps the address.
+    let (valid, preferred) = if autonomous {
+        (u32::MAX, u32::MAX)
+    } else {
+        (VALID, PREFERRED)
+    };
+    message.extend(valid.to_be_bytes());
+    message.extend(preferred.to_be_bytes());
     message.extend([0; 4]);
     message.extend(ipv6.prefix.octets());
     Some(message)
@@ -117,23 +146,30 @@ mod tests {
 
     #[test]
     fn guests_are_told_prefix_mtu_and_whether_there_is_a_way_out() {
-        let message = advertisement(&table()).unwrap();
+        let message = advertisement(&table(), true).unwrap();
         assert_eq!(message.len(), 16 + 8 + 8 + 32);
-        assert_eq!(message[..8], [134, 0, 0, 0, 64, 0, 0x07, 0x08]);
+        assert_eq!(message[..8], [134, 0, 0, 0, 64, 0x80, 0x07, 0x08]);
         assert_eq!(message[16..24], [1, 1, 2, 0, 0, 0, 0, 1]);
         assert_eq!(message[24..32], [5, 1, 0, 0, 0, 0, 0x05, 0x78]);
         assert_eq!(message[32..36], [3, 4, 64, 0xc0]);
         assert_eq!(message[48..], "fd00:80::".parse::<Ipv6Addr>().unwrap().octets());
+        assert_eq!(advertisement(&table(), false).unwrap()[35], 0x80, "by DHCP alone");
         let isolated = Table {
             routes: false,
             ..table()
         };
-        assert_eq!(advertisement(&isolated).unwrap()[6..8], [0, 0], "no router");
+        assert_eq!(advertisement(&isolated, true).unwrap()[6..8], [0, 0], "no router");
         let without = Table {
             ipv6: None,
             ..table()
         };
-        assert_eq!(advertisement(&without), None);
+        assert_eq!(advertisement(&without, true), None);
+    }
+
+    #[test]
+    fn guests_with_addresses_of_their_macs_are_autonomous() {
+        let expected: Ipv6Addr = "fe80::5054:ff:fe00:1".parse().unwrap();
+        assert_eq!(autonomous(&table()).collect::<Vec<_>>(), [expected]);
     }
 
     #[test]

@@ -7,7 +7,10 @@ use std::{
     fs::File,
     io::{self, Read as _},
     net::{SocketAddr, SocketAddrV6, TcpListener, ToSocketAddrs, UdpSocket},
-    os::{fd::AsFd as _, unix::fs::MetadataExt as _},
+    os::{
+        fd::{AsFd as _, OwnedFd},
+        unix::fs::MetadataExt as _,
+    },
     path::PathBuf,
     time::{Duration, Instant},
 };
@@ -24,7 +27,7 @@ use vmmd_host::sys::{self, clone::FIRST_FD};
 use super::{
     Table,
     confine::confine,
-    dhcp,
+    dhcp, dhcp6,
     dns::{self, Verdict, Way},
     forward::{Answer, Forwarder},
     ra,
@@ -35,6 +38,10 @@ use super::{
 pub const TABLE: &str = "table.json";
 /// Largest table in bytes: 65,536 hosts of less than 250 bytes.
 const MAX_TABLE: u64 = 16 << 20;
+/// Time between two messages about declined addresses: a guest can decline as often as it likes.
+const DECLINE_PAUSE: Duration = Duration::from_secs(10);
+/// Place of the socket for DHCP for IPv6 among the descriptors.
+const DHCP6: usize = 5;
 /// Largest UDP packet.
 const MAX_PACKET: usize = 65_535;
 
@@ -53,7 +60,9 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     // Whether the network has IPv6 never changes.
     let table = openat(&folder, TABLE, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
     let table = table.ok().map(File::from).and_then(|file| read(file).ok());
-    let routers = table.and_then(|table| table.ipv6).map(|ipv6| {
+    let ipv6 = table.and_then(|table| table.ipv6);
+    let dhcp6 = ipv6.as_ref().map(|_| take(DHCP6)).transpose();
+    let routers = ipv6.map(|ipv6| {
         let socket = UdpSocket::from(take(4)?);
         let nodes = ra::nodes(&socket, &ipv6)?;
         io::Result::Ok((socket, nodes))
@@ -61,18 +70,21 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let listener = take(3).context("take the socket for DNS by TCP")?;
     let streams = Streams::open(TcpListener::from(listener), streams::PORT);
     let mut server = Server {
+        dhcp6: dhcp6.context("take the socket for DHCP for IPv6")?,
         streams: streams.context("open sockets for name servers by TCP")?,
         routers: routers
             .transpose()
             .context("take the socket for router advertisements")?,
         schedule: ra::Schedule::default(),
+        declined: None,
         dhcp: UdpSocket::from(take(1).context("take the socket for DHCP")?),
         dns: UdpSocket::from(take(2).context("take the socket for DNS")?),
         forwarder: Forwarder::open().context("open sockets for name servers")?,
         tables: Tables::of(TABLE.into()),
         packet: vec![0; MAX_PACKET],
     };
-    confine(folder.as_fd())
+    let dhcp6 = server.dhcp6.as_ref().map(OwnedFd::as_fd);
+    confine(folder.as_fd(), dhcp6)
         .with_context(|| format!("give up rights beside {}", arguments.folder.display()))?;
     loop {
         if let Err(error) = server.turn() {
@@ -89,7 +101,11 @@ struct Server {
     routers: Option<(UdpSocket, SocketAddrV6)>,
     /// When these are sent.
     schedule: ra::Schedule,
+    /// A packet socket, without IPv6 none.
+    dhcp6: Option<OwnedFd>,
     dhcp: UdpSocket,
+    /// When the last message about a declined address was written.
+    declined: Option<Instant>,
     dns: UdpSocket,
     forwarder: Forwarder,
     streams: Streams,
@@ -105,6 +121,7 @@ impl Server {
         if ready(0) {
             self.dhcp()?;
         }
+        self.dhcp6()?;
         if ready(1) {
             self.dns()?;
         }
@@ -140,6 +157,7 @@ impl Server {
                 .map(|(socket, _)| PollFd::new(socket, PollFlags::IN)),
         );
         let streams = watched.len();
+        watched.extend(self.dhcp6.iter().map(|socket| PollFd::new(socket, PollFlags::IN)));
         self.streams.watch(&mut watched);
         let tells = self.routers.as_ref();
         let tells = tells.map(|_| self.schedule.due().unwrap_or_else(Instant::now));
@@ -173,13 +191,51 @@ impl Server {
         let Some((socket, all)) = &self.routers else {
             return Ok(());
         };
-        if heard && let Some((length, _)) = received(socket.recv_from(&mut self.packet))? {
-            self.schedule.hear(self.packet.get(..length).unwrap_or_default());
+        let mut asks = None;
+        if heard && let Some((length, from)) = received(socket.recv_from(&mut self.packet))? {
+            let message = self.packet.get(..length).unwrap_or_default();
+            self.schedule.hear(message);
+            asks = ra::asks(message).then_some(from.ip());
         }
-        if self.schedule.take(Instant::now())
-            && let Some(message) = self.tables.current().and_then(ra::advertisement)
-        {
+        let is_first = self.schedule.due().is_none();
+        let is_due = self.schedule.take(Instant::now());
+        if !is_due && asks.is_none() {
+            return Ok(());
+        }
+        let Some(table) = self.tables.current() else {
+            return Ok(());
+        };
+        if is_due && let Some(message) = ra::advertisement(table, false) {
             answer(socket, &message, *all);
+        }
+        // To one that asks, and to all when the helper starts: an earlier one may have told them less.
+        if let Some(message) = ra::advertisement(table, true) {
+            for address in ra::autonomous(table).filter(|address| is_first || asks == Some((*address).into()))
+            {
+                answer(socket, &message, ra::node(address, all.scope_id()));
+            }
+        }
+        Ok(())
+    }
+
+    /// Answers a DHCP client for IPv6, if one has asked.
+    fn dhcp6(&mut self) -> io::Result<()> {
+        let Some(socket) = &self.dhcp6 else {
+            return Ok(());
+        };
+        let length = match rustix::io::read(socket, &mut self.packet) {
+            Ok(length) => length,
+            Err(Errno::AGAIN | Errno::INTR) => return Ok(()),
+            Err(errno) => return Err(errno.into()),
+        };
+        let frame = self.packet.get(..length).unwrap_or_default();
+        if let Some(reply) = self
+            .tables
+            .current()
+            .and_then(|table| dhcp6::respond(table, frame))
+        {
+            // Not sendto(2), by which a frame can leave by other interfaces: the filter of system calls forbids it here.
+            let _lost = rustix::io::write(socket, &reply);
         }
         Ok(())
     }
@@ -188,10 +244,21 @@ impl Server {
         let Some((length, _)) = received(self.dhcp.recv_from(&mut self.packet))? else {
             return Ok(());
         };
-        if let (Some(table), Some(packet)) = (self.tables.current(), self.packet.get(..length))
-            && let Some((reply, to)) = dhcp::respond(table, packet)
-        {
+        let (Some(table), Some(packet)) = (self.tables.current(), self.packet.get(..length)) else {
+            return Ok(());
+        };
+        if let Some((reply, to)) = dhcp::respond(table, packet) {
             answer(&self.dhcp, &reply, to);
+        }
+        let now = Instant::now();
+        if self.declined.is_none_or(|last| last + DECLINE_PAUSE <= now)
+            && let Some(host) = dhcp::declined(table, packet)
+        {
+            self.declined = Some(now);
+            eprintln!(
+                "VM \"{}\" declines its address {} in the network \"{}\": another host of the network uses the address",
+                host.name, host.address, table.network
+            );
         }
         Ok(())
     }

@@ -40,7 +40,7 @@ const SITE: [&str; 22] = [
     "8.b.d.0.1.0.0.2.ip6.arpa.",
 ];
 
-/// What is known of a name in lower case. Zones of a site are of its own name servers, where these are asked (`site`).
+/// Finds the special use of a name in lower case. With `site`, the site's own name servers answer for its zones.
 pub fn find(name: &Name, site: bool) -> Option<Special> {
     let text = name.to_ascii();
     let zone = |zone: &str| Name::from_ascii(zone).ok();

@@ -3,13 +3,14 @@
 //! The helper has no right to make sockets when guests connect. So it opens the sockets for name
 //! servers before. A socket is used for one query at a time, and is disconnected after it
 //! (connect(2), `AF_UNSPEC`). A filter that cannot be removed drops all segments of other ports than
-//! that of name servers: a helper that a packet has taken over reaches no other service.
+//! that of name servers, and Landlock refuses other ports: a helper that a packet has taken over
+//! reaches no other service.
 //!
 //! All sockets are non-blocking, and [`Streams::turn`] does what can be done. A query that finds no
 //! free socket waits in the buffer of its connection.
 
 use std::{
-    collections::VecDeque,
+    collections::{BTreeMap, VecDeque},
     io::{self, Read as _, Write as _},
     net::{IpAddr, SocketAddr, TcpListener, TcpStream},
     time::{Duration, Instant},
@@ -29,7 +30,7 @@ use super::{
 
 /// Port of name servers.
 pub const PORT: u16 = 53;
-/// Sockets for name servers of each family, and those that a guest may use at a time.
+/// Sockets for name servers of each family, and sockets for one guest at a time.
 pub const SOCKETS: usize = 8;
 const SOCKETS_OF_GUEST: usize = 4;
 /// Connections of all guests, and of one.
@@ -41,6 +42,8 @@ const MAX_OUTPUT: usize = 128 << 10;
 pub const IDLE: Duration = Duration::from_secs(10);
 /// How long a server has.
 pub const PATIENCE: Duration = Duration::from_secs(4);
+/// How long a server that could not be asked is asked last.
+const PAUSE: Duration = Duration::from_secs(30);
 /// Bytes of the length before a message (RFC 1035, 4.2.2).
 const LENGTH: usize = 2;
 
@@ -50,6 +53,8 @@ pub struct Streams {
     listener: TcpListener,
     guests: Vec<Guest>,
     upstreams: Vec<Upstream>,
+    /// Servers that could not be asked, and until when they are asked last.
+    silent: BTreeMap<IpAddr, Instant>,
     /// Number of the next connection of a guest.
     next: u64,
     port: u16,
@@ -74,6 +79,8 @@ struct Upstream {
     stream: TcpStream,
     is_ipv6: bool,
     work: Option<Work>,
+    /// The last server could not be asked.
+    failed: Option<IpAddr>,
 }
 
 /// A query that a name server is asked.
@@ -105,6 +112,7 @@ impl Streams {
                         stream,
                         is_ipv6,
                         work: None,
+                        failed: None,
                     }),
                     // A node without IPv6 has no name servers there.
                     Err(_) if is_ipv6 => {}
@@ -116,6 +124,7 @@ impl Streams {
             listener,
             guests: Vec::new(),
             upstreams,
+            silent: BTreeMap::new(),
             next: 0,
             port,
         })
@@ -158,6 +167,11 @@ impl Streams {
                 .upstreams
                 .get_mut(index)
                 .and_then(|upstream| upstream.turn(self.port, now));
+            let failed = self
+                .upstreams
+                .get_mut(index)
+                .and_then(|upstream| upstream.failed.take());
+            self.silent.extend(failed.map(|server| (server, now + PAUSE)));
             let Some((number, packet)) = answer else {
                 continue;
             };
@@ -175,7 +189,7 @@ impl Streams {
             lives && guest.write(now).is_ok() && !(guest.is_done() && !self.works_for(guest))
         });
         self.guests = guests;
-        // Nobody waits for these.
+        // The clients of these queries are gone.
         for upstream in &mut self.upstreams {
             let is_left = |work: &Work| self.guests.iter().all(|guest| guest.number != work.guest);
             if upstream.work.as_ref().is_some_and(is_left) {
@@ -220,7 +234,9 @@ impl Streams {
                     let servers = table.forward.iter().copied();
                     let has_socket =
                         |server: &IpAddr| self.upstreams.iter().any(|one| one.is_ipv6 == server.is_ipv6());
-                    let left: VecDeque<_> = servers.filter(has_socket).collect();
+                    let mut left: Vec<_> = servers.filter(has_socket).collect();
+                    left.sort_by_key(|server| self.silent.get(server).is_some_and(|until| *until > now));
+                    let left = VecDeque::from(left);
                     let Some(server) = left.front() else {
                         let failure = dns::bare(&packet, &question, ResponseCode::ServFail, false);
                         guest.answer(&failure, now);
@@ -317,6 +333,7 @@ impl Upstream {
     fn turn(&mut self, port: u16, now: Instant) -> Option<(u64, Vec<u8>)> {
         let work = self.work.as_mut()?;
         if work.deadline <= now {
+            self.failed = Some(work.server);
             return self.ask_next(port, now);
         }
         match work.proceed(&mut self.stream) {
@@ -331,7 +348,10 @@ impl Upstream {
                 self.end();
                 Some((guest, packet))
             }
-            Err(_) => self.ask_next(port, now),
+            Err(_) => {
+                self.failed = Some(work.server);
+                self.ask_next(port, now)
+            }
         }
     }
 
@@ -398,12 +418,17 @@ fn upstream(domain: Domain, port: u16) -> io::Result<TcpStream> {
     const RETURN: u16 = 0x06;
     let socket = Socket::new(domain, Type::STREAM, Some(Protocol::TCP))?;
     // The source port is in the first bytes of a segment.
-    socket.attach_filter(&[
+    let attached = socket.attach_filter(&[
         SockFilter::new(LOAD_HALF, 0, 0, 0),
         SockFilter::new(EQUAL, 0, 1, port.into()),
         SockFilter::new(RETURN, 0, 0, u32::MAX),
         SockFilter::new(RETURN, 0, 0, 0),
-    ])?;
+    ]);
+    match attached {
+        // Linux 6.18 lets only root attach filters. Landlock has the same rule since Linux 6.7.
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {}
+        attached => attached?,
+    }
     socket.set_nonblocking(true)?;
     Ok(socket.into())
 }
@@ -573,7 +598,26 @@ mod tests {
             let servers: Vec<_> = servers.into_iter().map(IpAddr::from).collect();
             let answers = serve(&mut streams, &servers, |to| ask(to, &["example.com."]));
             assert_eq!(answers[0].metadata.response_code.low(), expected, "{servers:?}");
+            let silent: Vec<_> = streams.silent.keys().copied().collect();
+            let is_dead = servers.contains(&nobody.into());
+            assert_eq!(silent == [IpAddr::from(nobody)], is_dead);
         }
+    }
+
+    #[test]
+    fn server_that_cannot_be_reached_is_asked_last() {
+        let (good, nobody) = (Ipv4Addr::new(127, 0, 0, 5), Ipv4Addr::new(127, 0, 0, 6));
+        let port = name_server(good, 0, 3, 0);
+        let mut streams = Streams::open(listener(), port).unwrap();
+        let servers = [IpAddr::from(nobody), good.into()];
+        serve(&mut streams, &servers, |to| ask(to, &["example.com."]));
+        // It is there now, and would refuse.
+        name_server(nobody, port, 5, 0);
+        let answers = serve(&mut streams, &servers, |to| ask(to, &["example.com."]));
+        assert_eq!(answers[0].metadata.response_code.low(), 3);
+        streams.silent.clear();
+        let answers = serve(&mut streams, &[nobody.into()], |to| ask(to, &["example.com."]));
+        assert_eq!(answers[0].metadata.response_code.low(), 5);
     }
 
     #[test]

@@ -78,6 +78,8 @@ impl Seed<'_> {
             let nic = json!({
                 "match": {"macaddress": mac.to_string().to_lowercase()},
                 "dhcp4": true,
+                // systemd-networkd ignores the domain otherwise, and short names are not found.
+                "dhcp4-overrides": {"use-domains": true},
                 "dhcp6": false,
             });
             (name.clone(), nic)
@@ -167,6 +169,10 @@ mod tests {
         assert_eq!(
             json(1)["ethernets"]["lan"]["match"]["macaddress"],
             nics[0].1.to_string().to_lowercase()
+        );
+        assert_eq!(
+            json(1)["ethernets"]["lan"]["dhcp4-overrides"],
+            json!({"use-domains": true})
         );
         assert_eq!(files[2].1.as_bytes(), init.user_data);
         assert!(files[3].1.starts_with("#cloud-config\n") && files[3].1.contains("$6$salt$hash"));

@@ -154,6 +154,82 @@ async fn guests_with_ipv6_reach_others_and_cannot_spoof() {
     }
 }
 
+impl Guest {
+    /// Asks for an address by DHCP for IPv6, with an identifier that does not name the NIC; the address.
+    fn dhcp6(&self) -> String {
+        let program = r#"
+import socket, struct
+s = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)
+s.bind(('::', 546))
+s.settimeout(2)
+option = lambda code, value: struct.pack('!HH', code, len(value)) + value
+# Solicit, with an identifier of a UUID, one association and rapid commit.
+message = bytes([1, 1, 2, 3]) + option(1, bytes([0, 4]) + bytes(16)) + option(3, bytes(12)) + option(14, b'')
+to = ('ff02::1:2', 547, 0, socket.if_nametoindex('eth0'))
+for _ in range(5):
+    s.sendto(message, to)
+    try:
+        answer = s.recv(2000)
+    except TimeoutError:
+        continue
+    assert answer[:4] == bytes([7, 1, 2, 3]), answer
+    options = answer[4:]
+    while options:
+        code, length = struct.unpack('!HH', options[:4])
+        value, options = options[4:4 + length], options[4 + length:]
+        if code == 3:
+            print(socket.inet_ntop(socket.AF_INET6, value[16:32]))
+    break
+"#;
+        let output = self.namespace.python(program).output().unwrap();
+        assert!(output.stderr.is_empty(), "{output:?}");
+        String::from_utf8(output.stdout).unwrap().trim().to_owned()
+    }
+}
+
+#[tokio::test]
+async fn guest_with_stable_privacy_addresses_has_ipv6_by_dhcp() {
+    let namespace = Namespace::new();
+    let mut daemon = Daemon::in_network(&namespace.0).await;
+    let made = daemon.make_network_as("lan", dual_stack()).await.unwrap();
+    for vm in ["a", "b"] {
+        daemon.start_in(vm, nic("lan")).await.unwrap();
+    }
+    let bridge = made.status.unwrap().bridge;
+    let (guest, own) = Guest::with_ipv6(&namespace, &daemon, "a", &bridge).await;
+    let (other, of_other) = Guest::with_ipv6(&namespace, &daemon, "b", &bridge).await;
+    daemon.kill();
+    other.has(&of_other).await;
+    // IN6_ADDR_GEN_MODE_RANDOM: as in RFC 7217, nothing of the MAC address is in the interface's identifier.
+    let guest_ip = |command: &str| guest.namespace.ip(command);
+    guest_ip("link set eth0 down");
+    guest
+        .namespace
+        .run("sysctl -qw net.ipv6.conf.eth0.addr_gen_mode=3");
+    guest_ip("link set eth0 up");
+    within(async || {
+        guest_ip("-6 route show")
+            .contains("default via fe80::")
+            .then_some(())
+    })
+    .await;
+    within(async || {
+        let shown = guest_ip("-6 addr show dev eth0 scope link");
+        (shown.contains("fe80::") && !shown.contains("tentative")).then_some(())
+    })
+    .await;
+    let shown = guest_ip("-6 addr show dev eth0");
+    assert!(!shown.contains("ff:fe"), "{shown}");
+    assert!(
+        !shown.contains("fd00:80::"),
+        "an address that the NIC may not use: {shown}"
+    );
+    assert_eq!(guest.dhcp6(), own);
+    guest_ip(&format!("addr add {own}/128 dev eth0 nodad"));
+    assert!(guest.reaches("fd00:80::1", &own), "the gateway");
+    assert!(guest.reaches(&of_other, &own), "another guest");
+}
+
 #[tokio::test]
 async fn an_isolated_network_with_ipv6_is_no_way_out() {
     let namespace = Namespace::new();

@@ -136,6 +136,46 @@ async fn foreign_port_of_a_bridge_reaches_neither_guests_nor_the_node() {
     assert_eq!([guest.next(), node.next()], ["7000 lie", "7001 lie"]);
 }
 
+#[tokio::test]
+async fn guests_do_not_reach_each_other_while_rules_are_missing() {
+    let (namespace, mut daemon, _) = Daemon::with_networks(["lan"]).await;
+    let mut guests = Vec::new();
+    let mut taps = Vec::new();
+    for vm in ["a", "b"] {
+        daemon.start_in(vm, nic("lan")).await.unwrap();
+        let tap = status(&daemon.get(vm).await.unwrap()).nics[0].tap.clone();
+        let filters = |tap: &str| namespace.run(&format!("tc filter show dev {tap} egress"));
+        assert!(filters(&tap).contains("bpf"), "a new tap has a guard");
+        guests.push(Guest::in_place_of(&namespace, &daemon, vm).await);
+        assert!(!filters(&tap).contains("bpf"), "the tap of the test has none");
+        taps.push(tap);
+    }
+    // A daemon guards the taps that it finds.
+    daemon.kill_and_restart().await;
+    for tap in &taps {
+        let filters = || namespace.run(&format!("tc filter show dev {tap} egress"));
+        within(async || filters().contains("bpf").then_some(())).await;
+    }
+    daemon.kill();
+    let mut ear = listen(&guests[1].namespace, &[7000]);
+    let (a, b) = (&guests[0], &guests[1]);
+    a.namespace
+        .ip(&format!("neigh replace 10.80.0.3 lladdr {} dev eth0", b.mac()));
+    let send = |text| {
+        a.namespace.send(("10.80.0.2", 7000), "10.80.0.3", &[7000], text);
+        namespace.send(("10.80.0.1", 7000), "10.80.0.3", &[7000], "node");
+    };
+    send("with rules");
+    assert_eq!([ear.next(), ear.next()], ["7000 with rules", "7000 node"]);
+    namespace.run("nft flush ruleset");
+    send("without rules");
+    assert_eq!(ear.next(), "7000 node");
+    // It is the guard that keeps it away.
+    namespace.run(&format!("tc qdisc delete dev {} clsact", taps[1]));
+    send("without a guard");
+    assert_eq!(ear.next(), "7000 without a guard");
+}
+
 /// Sends datagrams to a port of an address all the time, until the test ends.
 fn send_always(namespace: &Namespace, (from, to): (&str, &str), port: u16) -> Program {
     let program = r#"
