@@ -226,7 +226,7 @@ mod tests {
             family: "ip6".into(),
             ..obstacle("filter", "INPUT", Hook::Input)
         };
-        assert_eq!(warning(&[six.clone()], false, false), "");
+        assert_eq!(warning(std::slice::from_ref(&six), false, false), "");
         assert!(warning(&[six], false, true).contains("ip6tables -I INPUT"));
         assert!(
             warning(&[obstacle("firewalld", "filter_INPUT", Hook::Input)], true, false)

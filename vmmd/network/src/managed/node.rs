@@ -132,7 +132,7 @@ impl Networks {
         let meant = |record: &&NetworkRecord| only.is_none_or(|uid| record.uid == uid);
         let all: Vec<_> = self.registry.lock().records().filter(meant).cloned().collect();
         let (mut repairs, mut problems) = (Repairs::default(), BTreeMap::new());
-        let (mut made, mut unguarded) = (BTreeSet::new(), BTreeMap::new());
+        let mut made = BTreeSet::new();
         let seen = match only {
             None if !all.is_empty() => survey(host).await,
             _ => Seen::new(),
@@ -152,22 +152,7 @@ impl Networks {
         if let Err(error) = self.filter(filter).await {
             problems.extend(all.iter().map(|record| (record.uid.clone(), failed(&error))));
         }
-        for record in &all {
-            let Some(wanted) = guarded(record) else {
-                filter.guards.remove(&record.uid);
-                continue;
-            };
-            if only.is_some()
-                && !made.contains(&record.uid)
-                && filter.guards.get(&record.uid) == Some(&wanted)
-            {
-                continue;
-            }
-            match guard(host, record, wanted).await {
-                Ok(()) => drop(filter.guards.insert(record.uid.clone(), wanted)),
-                Err(error) => drop(unguarded.insert(record.uid.clone(), error)),
-            }
-        }
+        let mut unguarded = guard_all(host, filter, &all, |uid| only.is_none() || made.contains(uid)).await;
         for record in all.iter().filter(|record| only.is_none() && !record.leaving) {
             if let Err(error) = guard_taps(host, record, &seen, &mut filter.taps).await {
                 unguarded.insert(record.uid.clone(), error);
@@ -203,30 +188,33 @@ impl Networks {
             filter.taps.retain(|tap| present.contains(tap));
         }
         let obstacles = self.obstacles(only.is_none()).await;
-        let mut networks = self.registry.lock();
         for record in &all {
-            let before = networks.state(&record.name).cloned().unwrap_or_default();
-            let is_checked = filter.guards.contains_key(&record.uid) || unguarded.contains_key(&record.uid);
-            let now = NetworkState {
-                problem: problems.remove(&record.uid),
-                warning: match is_checked {
-                    true => warning(record, unguarded.get(&record.uid), &obstacles),
-                    false => before.warning.clone(),
-                },
-            };
-            if before != now {
-                if before.warning != now.warning && !now.warning.is_empty() {
-                    tracing::warn!(
-                        network = record.name,
-                        warning = now.warning,
-                        "guests of a network lack something"
-                    );
-                }
-                networks.change(&record.name, |_, state| *state = now);
-            }
+            let error = unguarded.get(&record.uid);
+            let is_checked = error.is_some() || filter.guards.contains_key(&record.uid);
+            let warning = is_checked.then(|| warning(record, error, &obstacles));
+            self.note(record, problems.remove(&record.uid), warning);
         }
-        drop(networks);
         repairs
+    }
+
+    /// Notes the state of a network. Without a `warning` the last one stays.
+    fn note(&self, record: &NetworkRecord, problem: Option<Failure>, warning: Option<String>) {
+        let mut networks = self.registry.lock();
+        let Some(before) = networks.state(&record.name) else {
+            return;
+        };
+        let now = NetworkState {
+            problem,
+            warning: warning.unwrap_or_else(|| before.warning.clone()),
+        };
+        if *before == now {
+            return;
+        }
+        if before.warning != now.warning && !now.warning.is_empty() {
+            let (network, warning) = (&record.name, &now.warning);
+            tracing::warn!(network, warning, "guests of a network lack something");
+        }
+        networks.change(&record.name, |_, state| *state = now);
     }
 
     /// NICs of a network, by VM and NIC, whose VMs have their default route by another NIC: by the first one of the spec in a network
@@ -407,6 +395,30 @@ fn guarded(record: &NetworkRecord) -> Option<Guard> {
         mark: rules::MARK,
         only: isolated.then(|| (spec.gateway, spec.net6.map(Ipv6Net::gateway))),
     })
+}
+
+/// Guards the bridges of networks whose guards have changed, or that are to be checked, by UUID. Returns the errors of the others.
+async fn guard_all(
+    host: Ports<'_>,
+    filter: &mut Filter,
+    all: &[NetworkRecord],
+    is_checked: impl Fn(&Vec<u8>) -> bool,
+) -> BTreeMap<Vec<u8>, io::Error> {
+    let mut errors = BTreeMap::new();
+    for record in all {
+        let Some(wanted) = guarded(record) else {
+            filter.guards.remove(&record.uid);
+            continue;
+        };
+        if !is_checked(&record.uid) && filter.guards.get(&record.uid) == Some(&wanted) {
+            continue;
+        }
+        match guard(host, record, wanted).await {
+            Ok(()) => drop(filter.guards.insert(record.uid.clone(), wanted)),
+            Err(error) => drop(errors.insert(record.uid.clone(), error)),
+        }
+    }
+    errors
 }
 
 async fn guard(host: Ports<'_>, record: &NetworkRecord, wanted: Guard) -> io::Result<()> {

@@ -388,7 +388,7 @@ impl<R: FnMut() -> Option<[u8; 3]>> World<R> {
         }
         let (all, _) = self.queries.under_way(from.ip());
         let Some(event) = self.queries.receive(socket, &packet, from, self.now) else {
-            // Nothing, or the reply to a copy.
+            // The reply is unexpected, or is for a copy.
             assert!(all - self.queries.under_way(from.ip()).0 <= 1);
             return;
         };

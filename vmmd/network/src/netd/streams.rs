@@ -186,7 +186,8 @@ impl Streams {
             if lives {
                 self.serve(guest, table, now);
             }
-            lives && guest.write(now).is_ok() && !(guest.is_done() && !self.works_for(guest))
+            let lives = lives && guest.write(now).is_ok();
+            lives && (!guest.is_done() || self.works_for(guest))
         });
         self.guests = guests;
         // The clients of these queries are gone.
@@ -611,7 +612,7 @@ mod tests {
         let mut streams = Streams::open(listener(), port).unwrap();
         let servers = [IpAddr::from(nobody), good.into()];
         serve(&mut streams, &servers, |to| ask(to, &["example.com."]));
-        // It is there now, and would refuse.
+        // This server is present from now on. It refuses.
         name_server(nobody, port, 5, 0);
         let answers = serve(&mut streams, &servers, |to| ask(to, &["example.com."]));
         assert_eq!(answers[0].metadata.response_code.low(), 3);
