@@ -5,6 +5,7 @@
 pub use block::qcow2::fuzz::image as qcow2_image;
 pub use rfb::fuzz::client as rfb_client;
 
+pub use crate::firmware::fuzz::{flash, fw_cfg};
 pub use crate::virtio::{
     balloon::fuzz::queue as balloon_queue, blk::fuzz::queue as blk_queue,
     console::fuzz::driver as console_driver, gpu::fuzz::commands as gpu_commands,
@@ -34,6 +35,8 @@ mod tests {
     #[case::balloon_queue("balloon_queue", crate::fuzzing::balloon_queue)]
     #[case::blk_queue("blk_queue", crate::fuzzing::blk_queue)]
     #[case::console_driver("console_driver", crate::fuzzing::console_driver)]
+    #[case::flash("flash", crate::fuzzing::flash)]
+    #[case::fw_cfg("fw_cfg", crate::fuzzing::fw_cfg)]
     #[case::gpu_commands("gpu_commands", crate::fuzzing::gpu_commands)]
     #[case::input_driver("input_driver", crate::fuzzing::input_driver)]
     #[case::net_queue("net_queue", crate::fuzzing::net_queue)]
@@ -75,6 +78,8 @@ mod tests {
     #[case::balloon_queue(3000, 600, crate::fuzzing::balloon_queue)]
     #[case::blk_queue(3000, 600, crate::fuzzing::blk_queue)]
     #[case::console_driver(3000, 600, crate::fuzzing::console_driver)]
+    #[case::flash(1000, 600, crate::fuzzing::flash)]
+    #[case::fw_cfg(3000, 600, crate::fuzzing::fw_cfg)]
     #[case::gpu_commands(300, 300, crate::fuzzing::gpu_commands)]
     #[case::input_driver(3000, 600, crate::fuzzing::input_driver)]
     #[case::net_queue(3000, 600, crate::fuzzing::net_queue)]

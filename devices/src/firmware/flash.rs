@@ -23,6 +23,7 @@ use std::{fs::File, io, ops::Range, os::unix::fs::FileExt, sync::Arc};
 use crate::{
     bus::{BusDevice, Effect},
     log_limit::LogLimit,
+    state::{StateError, check, message, message::FlashMode, narrow},
 };
 
 /// Size of a block that is erased as a whole, in bytes: that of OVMF (`PcdOvmfFirmwareBlockSize`).
@@ -113,6 +114,69 @@ impl Flash {
         self.buffer.clear();
         self.status = 0;
         self.enter(Mode::Array);
+    }
+
+    /// Its state. The file has the content afterwards, unless the file refuses writes.
+    pub fn save(&mut self) -> message::Flash {
+        self.flush();
+        let mut content = vec![0; self.memory.size()];
+        self.memory.read(0, &mut content);
+        let (mode, left) = match self.mode {
+            Mode::Array => (FlashMode::Array, 0),
+            Mode::Status => (FlashMode::Status, 0),
+            Mode::Id => (FlashMode::Id, 0),
+            Mode::Cfi => (FlashMode::Cfi, 0),
+            Mode::Program => (FlashMode::Program, 0),
+            Mode::Erase => (FlashMode::Erase, 0),
+            Mode::Count => (FlashMode::Count, 0),
+            Mode::Fill(left) => (FlashMode::Fill, left),
+        };
+        let byte = |(offset, value): &(usize, u8)| message::FlashByte {
+            offset: u32::try_from(*offset).unwrap_or(u32::MAX),
+            value: (*value).into(),
+        };
+        message::Flash {
+            content,
+            mode: mode.into(),
+            status: self.status.into(),
+            left: u32::try_from(left).unwrap_or(u32::MAX),
+            buffer: self.buffer.iter().map(byte).collect(),
+        }
+    }
+
+    /// Takes over a saved state, which is untrusted. The content is in the file afterwards.
+    pub fn restore(&mut self, saved: &message::Flash) -> Result<(), StateError> {
+        let size = self.memory.size();
+        if saved.content.len() != size {
+            let why = format!(
+                "{} bytes of variables, this machine's firmware has {size}: use the same firmware on both sides",
+                saved.content.len()
+            );
+            return Err(StateError::invalid("flash.content", why));
+        }
+        let mode = mode(saved)?;
+        let filled = saved.buffer.len().saturating_add(saved.left as usize);
+        check(filled <= BUFFER, "flash.buffer", "too many bytes")?;
+        let is_filling = matches!(mode, Mode::Fill(_));
+        check(
+            is_filling || filled == 0,
+            "flash.buffer",
+            "no program is under way",
+        )?;
+        let byte = |byte: &message::FlashByte| {
+            let offset: usize = narrow("flash.buffer", byte.offset)?;
+            check(offset < size, "flash.buffer", "beyond the end")?;
+            Ok((offset, narrow("flash.buffer", byte.value)?))
+        };
+        let buffer = saved.buffer.iter().map(byte).collect::<Result<_, StateError>>()?;
+        let status = narrow("flash.status", saved.status)?;
+        self.memory.write(0, &saved.content);
+        self.store(0, &saved.content)
+            .map_err(|error| StateError::Host("write the firmware's variables to their file", error))?;
+        self.pending = None;
+        self.enter(mode);
+        (self.buffer, self.status) = (buffer, status);
+        Ok(())
     }
 
     fn enter(&mut self, mode: Mode) {
@@ -299,6 +363,22 @@ impl Flash {
     }
 }
 
+/// The mode of a saved state.
+fn mode(saved: &message::Flash) -> Result<Mode, StateError> {
+    let mode = match saved.mode() {
+        FlashMode::Unspecified => return Err(StateError::invalid("flash.mode", "unknown")),
+        FlashMode::Array => Mode::Array,
+        FlashMode::Status => Mode::Status,
+        FlashMode::Id => Mode::Id,
+        FlashMode::Cfi => Mode::Cfi,
+        FlashMode::Program => Mode::Program,
+        FlashMode::Erase => Mode::Erase,
+        FlashMode::Count => Mode::Count,
+        FlashMode::Fill => Mode::Fill(narrow("flash.left", saved.left)?),
+    };
+    Ok(mode)
+}
+
 impl BusDevice for Flash {
     fn read(&mut self, offset: u64, data: &mut [u8]) {
         let start = usize::try_from(offset).unwrap_or(usize::MAX);
@@ -330,6 +410,7 @@ mod tests {
     };
 
     use super::*;
+    use crate::state::{Change, refuses};
 
     const SIZE: usize = 4 * BLOCK;
 
@@ -492,6 +573,51 @@ mod tests {
         assert_eq!(bytes[0x1c..0x21], [1, 3, 0, 16, 0]);
         rig.write(0, &[0x90]);
         assert_eq!((rig.read(0), rig.read(1), rig.read(2)), (0x89, 0x18, 0));
+    }
+
+    #[test]
+    fn a_restored_flash_goes_on_with_content_file_and_mode() {
+        let mut rig = Rig::new();
+        rig.write(7, &[0x40, 1]);
+        rig.write(64, &[0xe8, 1, 5]);
+        let saved = rig.flash.save();
+        assert_eq!(rig.stored(7, 1), [1]);
+        let mut other = Rig::new();
+        other.flash.restore(&saved).unwrap();
+        assert!(!other.is_shown());
+        assert_eq!(other.stored(7, 1), [1]);
+        assert_eq!(other.flash.save(), saved);
+        other.write(65, &[6, 0xd0]);
+        assert_eq!(other.stored(64, 1), [0xff]);
+        other.write(0, &[0xff]);
+        assert!(other.is_shown());
+        assert_eq!(other.stored(64, 2), [5, 6]);
+        assert_eq!((other.read(7), other.read(65)), (1, 6));
+    }
+
+    #[test]
+    fn a_state_that_no_flash_has_is_refused_and_changes_no_file() {
+        let mut rig = Rig::new();
+        rig.write(64, &[0xe8, 1, 5]);
+        let good = rig.flash.save();
+        let changes: [Change<message::Flash>; 7] = [
+            ("flash.content", |saved| saved.content.push(0)),
+            ("flash.mode", |saved| saved.mode = 0),
+            ("flash.mode", |saved| saved.mode = 99),
+            ("flash.status", |saved| saved.status = 256),
+            ("flash.buffer", |saved| saved.left = u32::MAX),
+            ("flash.buffer", |saved| saved.buffer[0].offset = u32::MAX),
+            ("flash.buffer", |saved| saved.mode = FlashMode::Array.into()),
+        ];
+        let mut other = Rig::new();
+        refuses(&good, &changes, |saved| {
+            let mut saved = saved.clone();
+            if let Some(byte) = saved.content.first_mut() {
+                *byte = 0;
+            }
+            other.flash.restore(&saved)
+        });
+        assert_eq!(other.stored(0, 1), [0xff]);
     }
 
     #[test]

@@ -15,7 +15,10 @@ use std::{collections::BTreeMap, fmt, sync::Arc};
 use vm_memory::{Bytes, GuestAddress};
 use vmm_base::GuestMemory;
 
-use crate::bus::{BusDevice, Effect};
+use crate::{
+    bus::{BusDevice, Effect},
+    state::{StateError, check, message, narrow},
+};
 
 /// First port.
 pub const PORT: u64 = 0x510;
@@ -151,6 +154,29 @@ impl FwCfg {
         self.address_high = 0;
     }
 
+    /// Its state.
+    pub fn save(&self) -> message::FwCfg {
+        message::FwCfg {
+            selected: self.selected.into(),
+            position: self.position as u64,
+            address_high: self.address_high,
+        }
+    }
+
+    /// Takes over a saved state, which is untrusted.
+    pub fn restore(&mut self, saved: &message::FwCfg) -> Result<(), StateError> {
+        let selected: u16 = narrow("fw_cfg.selected", saved.selected)?;
+        check(
+            selected & !key::MASK == 0,
+            "fw_cfg.selected",
+            "reserved bits are set",
+        )?;
+        self.position = narrow("fw_cfg.position", saved.position)?;
+        self.selected = selected;
+        self.address_high = saved.address_high;
+        Ok(())
+    }
+
     fn select(&mut self, selector: u16) {
         self.selected = selector & key::MASK;
         self.position = 0;
@@ -269,6 +295,7 @@ mod tests {
     use vm_memory::GuestAddress;
 
     use super::*;
+    use crate::state::refuses;
 
     const REQUEST: u64 = 0x1000;
     const TARGET: u64 = 0x2000;
@@ -387,6 +414,23 @@ mod tests {
         let mut byte = [0];
         device.read(1, &mut byte);
         assert_eq!(&byte, b"o");
+    }
+
+    #[test]
+    fn a_restored_device_goes_on_in_the_item_and_in_the_address() {
+        let mut saved = device();
+        assert_eq!(by_ports(&mut saved, 0x20, 1), b"o");
+        let _none = saved.write(4, &[0, 0, 0, 1]);
+        let mut restored = device();
+        restored.restore(&saved.save()).unwrap();
+        assert_eq!(restored.save(), saved.save());
+        let mut byte = [0];
+        restored.read(1, &mut byte);
+        assert_eq!(&byte, b"n");
+        let good = saved.save();
+        refuses(&good, &[("fw_cfg.selected", |it| it.selected = 0x4000)], |it| {
+            restored.restore(it)
+        });
     }
 
     #[test]

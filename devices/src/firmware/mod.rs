@@ -2,4 +2,6 @@
 //! memory. A machine has them only when it boots through firmware.
 
 pub mod flash;
+#[cfg(any(test, feature = "testing"))]
+pub mod fuzz;
 pub mod fw_cfg;

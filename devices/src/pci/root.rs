@@ -336,6 +336,11 @@ impl PciRoot {
         self.remap(mmio);
     }
 
+    /// The slot of the LPC bridge, if the chipset has one.
+    fn lpc_slot(&self) -> Option<usize> {
+        (self.chipset == Chipset::Q35).then_some(usize::from(bridge::LPC_SLOT))
+    }
+
     /// Moves the window of the chipset Q35 to the address in PCIEXBAR. Where another device is, there is no window.
     fn place_window(self: &Arc<Self>, mapped: &mut Mapped, mmio: &Bus) {
         if self.chipset != Chipset::Q35 {

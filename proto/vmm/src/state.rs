@@ -192,6 +192,7 @@ saved! {
     HotPlug: "hot-plug", 1;
     Serial: "serial", 1;
     LegacyDevices: "legacy", 2;
+    Firmware: "firmware", 1;
     SnapshotInfo: "snapshot", 1;
     SnapshotMemory: "snapshot-memory", 1;
 }

@@ -9,7 +9,7 @@ use std::{
     io,
     ops::Range,
     os::unix::fs::FileExt,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Instant,
 };
 
@@ -21,7 +21,7 @@ use devices::{
         fw_cfg::{self, FwCfg, Items},
     },
     log_limit::LogLimit,
-    state::{Section, StateError},
+    state::{Section, StateError, message},
 };
 use rustix::fs::FileType;
 use vm_memory::{Bytes, GuestMemoryRegion, MemoryRegionAddress};
@@ -68,6 +68,7 @@ pub(super) struct Described<'a> {
 pub(super) struct Firmware {
     flash: Arc<Mutex<Flash>>,
     fw_cfg: Arc<Mutex<FwCfg>>,
+    code_bytes: u64,
 }
 
 impl Firmware {
@@ -115,8 +116,16 @@ impl Firmware {
         mmio.insert(start, variables_length, flash.clone())?;
         let fw_cfg = Arc::new(Mutex::new(FwCfg::new(items(described)?, memory.clone())));
         pio.insert(fw_cfg::PORT, fw_cfg::PORTS, fw_cfg.clone())?;
-        Ok(Self { flash, fw_cfg })
+        Ok(Self {
+            flash,
+            fw_cfg,
+            code_bytes: code_length,
+        })
     }
+}
+
+fn lock<T>(device: &Mutex<T>) -> MutexGuard<'_, T> {
+    device.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn image(error: &io::Error) -> Failure {
@@ -151,18 +160,36 @@ impl Component for Firmware {
     }
 
     fn reset(&mut self) -> Result<(), ComponentError> {
-        self.flash.lock().unwrap_or_else(PoisonError::into_inner).reset();
-        self.fw_cfg.lock().unwrap_or_else(PoisonError::into_inner).reset();
+        lock(&self.flash).reset();
+        lock(&self.fw_cfg).reset();
         Ok(())
     }
 
+    /// The variables are part of the state, so they go wherever the machine goes.
     fn save(&self) -> Result<Section, StateError> {
-        let reason = "a machine that boots through firmware can neither be saved nor migrated yet";
-        Err(StateError::not_migratable(self.name(), reason))
+        let state = message::Firmware {
+            flash: Some(lock(&self.flash).save()),
+            fw_cfg: Some(lock(&self.fw_cfg).save()),
+            code_bytes: self.code_bytes,
+        };
+        Ok(Section::new(self.name(), &state))
     }
 
-    fn restore(&mut self, _section: &Section) -> Result<(), StateError> {
-        self.save().map(drop)
+    /// The code may be of another version: it is read at the next reset. Another length would be at another address.
+    fn restore(&mut self, section: &Section) -> Result<(), StateError> {
+        let saved: message::Firmware = section.open()?;
+        if saved.code_bytes != self.code_bytes {
+            let why = format!(
+                "{} bytes of code, this machine's firmware has {}: use the same firmware on both sides",
+                saved.code_bytes, self.code_bytes
+            );
+            return Err(StateError::invalid("code_bytes", why));
+        }
+        let absent = |field| move || StateError::invalid(field, "it is absent");
+        let fw_cfg = saved.fw_cfg.ok_or_else(absent("fw_cfg"))?;
+        let flash = saved.flash.ok_or_else(absent("flash"))?;
+        lock(&self.fw_cfg).restore(&fw_cfg)?;
+        lock(&self.flash).restore(&flash)
     }
 }
 
@@ -194,7 +221,7 @@ impl FlashMemory for VariablesSlot {
     }
 
     fn show(&self, shown: bool) {
-        let mut slot = self.slot.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut slot = lock(&self.slot);
         let changed = match (*slot, shown) {
             (None, true) => self
                 .vm

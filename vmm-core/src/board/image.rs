@@ -178,6 +178,11 @@ impl Image {
         Ok(source.load(memory, &params)?)
     }
 
+    /// Whether the guest finds a generation ID: firmware owns the memory where it would be.
+    pub(super) fn has_generation(&self) -> bool {
+        matches!(self.source, Source::Kernel(_))
+    }
+
     /// Writes the generation ID to the address that the ACPI tables give.
     pub(super) fn write_generation(&self, memory: &GuestMemory) -> Result<(), Failure> {
         let place = layout::GENERATION_ID;

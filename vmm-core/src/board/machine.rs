@@ -118,10 +118,12 @@ impl Machine {
         parts
     }
 
-    /// Gives the guest of a restored machine another generation id, before it runs on.
+    /// Gives the guest of a restored machine another generation id, before it runs on. A machine with firmware has none.
     pub(super) fn renew_generation(&mut self) -> Result<(), Failure> {
-        self.image.write_generation(self.ram.memory())?;
-        self.generation_line.pulse();
+        if self.image.has_generation() {
+            self.image.write_generation(self.ram.memory())?;
+            self.generation_line.pulse();
+        }
         Ok(())
     }
 

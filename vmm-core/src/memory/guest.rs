@@ -149,15 +149,20 @@ impl GuestRam {
         })
     }
 
-    /// RAM with the initial content of `file`, a range of guest addresses at each offset. The
-    /// kernel reads a page on the first access; writes stay in this process. If another process
-    /// truncates the file, a SIGBUS ends this process.
-    pub fn of_file(file: &File, ranges: &[(Range<u64>, u64)], mergeable: bool) -> Result<Self, RamError> {
+    /// RAM with the initial content of `file`, a range of guest addresses at each offset: those of
+    /// `map`. The kernel reads a page on the first access; writes stay in this process. If another
+    /// process truncates the file, a SIGBUS ends this process.
+    pub fn of_file(
+        file: &File,
+        map: Map,
+        ranges: &[(Range<u64>, u64)],
+        mergeable: bool,
+    ) -> Result<Self, RamError> {
         let size = ranges
             .iter()
             .map(|(range, _)| range.end.saturating_sub(range.start))
             .sum();
-        let (low, high) = Map::Direct.ram_ranges(size);
+        let (low, high) = map.ram_ranges(size);
         let wanted = [low, high].into_iter().filter(|range| !range.is_empty());
         if !wanted.eq(ranges.iter().map(|(range, _)| range.clone())) || !size.is_multiple_of(RAM_ALIGNMENT) {
             return Err(RamError::Size(size));

@@ -120,7 +120,7 @@ mod tests {
         for offset in (0..RAM_MIN).step_by(bytes.len()) {
             file.write_all_at(&bytes, offset).unwrap();
         }
-        GuestRam::of_file(&file, &[(0..RAM_MIN, 0)], false).unwrap()
+        GuestRam::of_file(&file, Map::Direct, &[(0..RAM_MIN, 0)], false).unwrap()
     }
 
     fn byte(ram: &GuestRam, address: u64) -> u8 {

@@ -12,7 +12,7 @@ use super::{
     format::{CHECKSUM, HEADER, Header, Layout, MEMORY_OFFSET, PAGE, PAGE_BYTES, Part, read_sections},
     memory::{self, CHECKSUM_OF_ZEROES},
 };
-use crate::memory::{GuestRam, RamError, in_parallel};
+use crate::memory::{GuestRam, RamError, in_parallel, layout::Map};
 
 /// Where a snapshot is read from.
 pub trait Source: Sync {
@@ -235,10 +235,10 @@ impl<S: Source> Snapshot<S> {
 }
 
 impl Snapshot<File> {
-    /// RAM that is the file: a page is read when the guest first touches it, and is copied when it is written, so that machines of
+    /// RAM that is the file, laid out as `map` says: a page is read when the guest first touches it, and is copied when it is written, so that machines of
     /// one snapshot share what none of them has changed. The file is not changed, and must not be while the machine lives. Memory is
     /// not checked: see [`check_memory`](Self::check_memory).
-    pub fn map(&self, mergeable: bool) -> Result<GuestRam, RamError> {
+    pub fn map(&self, map: Map, mergeable: bool) -> Result<GuestRam, RamError> {
         let ranges: Vec<_> = self
             .layout
             .ranges
@@ -250,7 +250,7 @@ impl Snapshot<File> {
                 )
             })
             .collect();
-        GuestRam::of_file(&self.source, &ranges, mergeable)
+        GuestRam::of_file(&self.source, map, &ranges, mergeable)
     }
 }
 

@@ -3,6 +3,7 @@
 
 mod disks;
 mod failed_memory;
+mod firmware;
 mod guest;
 mod migration;
 mod process;

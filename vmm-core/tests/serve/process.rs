@@ -21,8 +21,8 @@ use rustix::{
 use tempfile::TempDir;
 use vmm_protocol::{
     vmm::{
-        AttachDisk, Boot, Disk, Event, ExitRecord, Hello, Kernel, MachineSpec, Message, Request, Restore,
-        Save, Send, event, message::Kind, request::Op, response::Result as Answer,
+        AttachDisk, Boot, Disk, Event, ExitRecord, Firmware, Hello, Kernel, MachineSpec, Message, Request,
+        Restore, Save, Send, event, message::Kind, request::Op, response::Result as Answer,
     },
     wire,
 };
@@ -459,6 +459,43 @@ impl Client {
 
     pub fn send_boot(&mut self, kernel: &[u8], boot: &Boot) {
         self.send_boot_with(kernel, boot, None, None);
+    }
+
+    /// Boots through firmware, or restores a machine with it.
+    pub fn send_firmware(&mut self, code: &[u8], variables: &File, snapshot: Option<&File>) {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(code).unwrap();
+        let kvm = File::options().read(true).write(true).open("/dev/kvm");
+        let kvm = kvm.expect("these tests need KVM");
+        let random = File::open("/dev/urandom").unwrap();
+        let (serial, older) = (self.serial.try_clone().unwrap(), tempfile::tempfile().unwrap());
+        let machine = MachineSpec {
+            name: "web".into(),
+            uuid: vec![7; 16],
+            vcpus: 1,
+            memory_bytes: 128 << 20,
+            kvm_fd: 0,
+            firmware: Some(Firmware {
+                code_fd: 1,
+                variables_fd: 5,
+            }),
+            rng_pci_slot: 1,
+            rng_fd: 2,
+            serial_log_fd: Some(3),
+            serial_log_old_fd: Some(4),
+            ..MachineSpec::default()
+        };
+        let boot = Boot {
+            machine: Some(machine),
+            restore: snapshot.map(|_| Restore {
+                snapshot_fd: 6,
+                ..Restore::default()
+            }),
+            ..Boot::default()
+        };
+        let files = [&kvm, &file, &random, &serial, &older, variables];
+        let fds: Vec<_> = files.into_iter().chain(snapshot).map(File::as_fd).collect();
+        self.send(Op::Boot(boot), &fds);
     }
 
     fn send_boot_with(

@@ -12,7 +12,7 @@ use vmmd_spec::{
     disk::{Disk, Format, Source},
     nic::Mac,
     pci::PciSlot,
-    vm::{Attachment, Boot, Nic, VmSpec},
+    vm::{Attachment, Nic, VmSpec},
 };
 
 use crate::disk::moved;
@@ -170,10 +170,6 @@ pub fn refuse_what_stays(spec: &VmSpec) -> Result<(), Failure> {
                 return refuse(disk, why);
             }
         }
-    }
-    if let Boot::Firmware(_) = spec.boot {
-        let message = "the VM boots through firmware, whose state can't go to another node yet: stop the VM, and create it there";
-        return Err(Failure::precondition("MIGRATION_FIRMWARE", message));
     }
     if let Some(share) = spec.shares.first() {
         let message = format!(

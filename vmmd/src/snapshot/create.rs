@@ -257,13 +257,6 @@ async fn find_vm(
         );
         return Err(Failure::precondition("SNAPSHOT_SHARES", message));
     }
-    let source = spec.boot.as_ref().and_then(|boot| boot.source.as_ref());
-    if let (Some(v1::boot_spec::Source::Firmware(_)), true) = (source, record.has_machine()) {
-        let message = format!(
-            "VM \"{vm}\" boots through firmware, whose state can't be saved yet: take a snapshot of its disks alone (kind: DISKS; --disks-only)"
-        );
-        return Err(Failure::precondition("SNAPSHOT_FIRMWARE", message));
-    }
     record.vm_uid = uid;
     record.vm_spec = Some(spec);
     record.vm_hardware = run.hardware.or(of.hardware);

@@ -1,25 +1,38 @@
-//! VMs that boot through firmware: its files, and what such a VM cannot do yet.
+//! VMs that boot through firmware: the files of the firmware.
 
-use std::{fs, os::unix::fs::PermissionsExt as _, path::PathBuf};
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt as _,
+    path::{Path, PathBuf},
+};
 
 use tonic::Code;
 use vmmd_api::v1::{self, FirmwareBoot, FirmwareType, boot_spec::Source};
 
-use crate::harness::{Daemon, assert_refused, assert_says, temporary_folder, uid};
+use crate::{
+    harness::{Daemon, assert_refused, assert_says, temporary_folder, uid},
+    migration::node_in,
+    pki::Pki,
+};
 
-/// A daemon whose firmware is in files of its folder, which `make` decides about.
-async fn daemon(make: bool) -> Daemon {
-    let folder = temporary_folder();
-    let path = |name: &str| folder.path().join(name);
+/// Configuration of firmware in files of a folder. With `make` there are those of UEFI.
+fn files(folder: &Path, make: bool) -> String {
+    let path = |name: &str| folder.join(name);
     if make {
         fs::write(path("code"), [1; 4096]).unwrap();
         fs::write(path("template"), [2; 4096]).unwrap();
     }
-    let extra = format!(
+    format!(
         "[firmware]\nuefi_code = {:?}\nuefi_variables = {:?}\n",
         path("code"),
         path("template")
-    );
+    )
+}
+
+/// A daemon with such files in its folder.
+async fn daemon(make: bool) -> Daemon {
+    let folder = temporary_folder();
+    let extra = files(folder.path(), make);
     Daemon::in_folder(folder, &extra).await
 }
 
@@ -68,10 +81,31 @@ async fn variables_live_from_the_first_start_to_the_deletion() {
 }
 
 #[tokio::test]
-async fn a_vm_with_firmware_has_no_snapshot_with_memory() {
+async fn a_clone_has_variables_of_its_own() {
     let daemon = daemon(true).await;
-    daemon.create(manifest(&daemon)).await.unwrap();
+    let vm = daemon.create(manifest(&daemon)).await.unwrap();
     daemon.start_vm("web").await.unwrap();
-    let refused = daemon.snapshot("s", "web", true).await.unwrap_err();
-    assert_refused(&refused, Code::FailedPrecondition, "SNAPSHOT_FIRMWARE");
+    daemon.snapshot("s", "web", true).await.unwrap();
+    let other = daemon.restore("s", "other", false).await.unwrap();
+    let (own, others) = (variables(&daemon, &vm), variables(&daemon, &other));
+    assert!(own != others && own.exists() && others.exists());
+    daemon.delete("other", true).await.unwrap();
+    assert!(own.exists() && !others.exists());
+}
+
+#[tokio::test]
+async fn variables_leave_the_node_with_a_migrated_vm() {
+    let pki = Pki::new("ca");
+    let node = async || {
+        let folder = temporary_folder();
+        let extra = files(folder.path(), true);
+        node_in(folder, &pki, &extra).await
+    };
+    let (from, to) = (node().await, node().await);
+    let vm = from.create(manifest(&from)).await.unwrap();
+    from.start_vm("web").await.unwrap();
+    from.migrate("web", &to).await.unwrap();
+    from.forgets("web").await;
+    let moved = to.get("web").await.unwrap();
+    assert!(variables(&to, &moved).exists() && !variables(&from, &vm).exists());
 }

@@ -3,6 +3,7 @@
 use std::{fs, time::Duration};
 
 use rustix::process::{Signal, kill_process};
+use tempfile::TempDir;
 use tonic::{Code, Status, transport::Channel};
 use vmmd_api::v1::{self, OperationPhase, VmPhase, migration_service_client::MigrationServiceClient};
 
@@ -16,7 +17,11 @@ use crate::{
 
 /// A daemon that can call others.
 pub async fn node(pki: &Pki) -> Daemon {
-    let folder = temporary_folder();
+    node_in(temporary_folder(), pki, "").await
+}
+
+/// The same in a folder, with more sections of the configuration.
+pub async fn node_in(folder: TempDir, pki: &Pki, extra: &str) -> Daemon {
     let path = |name: &str| folder.path().join("tls").join(name);
     pki.install(&folder.path().join("tls"), &pki.server("node"));
     let peer = pki.role("node", "peer");
@@ -27,7 +32,8 @@ pub async fn node(pki: &Pki) -> Daemon {
             "peer_certificate = {:?}\npeer_key = {:?}\n",
             path("peer.crt"),
             path("peer.key")
-        );
+        )
+        + extra;
     Daemon::in_folder(folder, &config).await
 }
 

@@ -58,7 +58,7 @@ impl Daemon {
         self.snapshot_page(0, "").await.0
     }
 
-    async fn restore(&self, snapshot: &str, vm: &str, on_demand: bool) -> Result<v1::Vm, Status> {
+    pub async fn restore(&self, snapshot: &str, vm: &str, on_demand: bool) -> Result<v1::Vm, Status> {
         let request = v1::RestoreVmRequest {
             snapshot: snapshot.into(),
             vm: vm.into(),

@@ -22,7 +22,8 @@ const MAX_WITHDRAWN: usize = 1024;
 impl PciRoot {
     /// The state of the buses. The vCPUs are stopped.
     pub fn save(&self) -> Result<Section, StateError> {
-        let bridge = self.seat(0).map(|seat| lock(&seat.function).config().save());
+        let config = |slot: usize| self.seat(slot).map(|seat| lock(&seat.function).config().save());
+        let (bridge, lpc) = (config(0), self.lpc_slot().and_then(config));
         let mapped = self.mapped.lock().unwrap_or_else(PoisonError::into_inner);
         if mapped.withdrawn.len() > MAX_WITHDRAWN {
             return Err(StateError::not_migratable(
@@ -44,13 +45,14 @@ impl PciRoot {
             bridge,
             mappings: mapped.bars.iter().map(mapping).collect(),
             withdrawn: mapped.withdrawn.iter().map(window).collect(),
+            lpc,
         };
         Ok(Section::new(NAME, &state))
     }
 
     /// Takes over a saved state, after all functions were restored: their BARs are on the bus afterwards. The section is
     /// untrusted. After an error some BARs are on the bus; a [`reset`](Self::reset) takes them off.
-    pub fn restore(&self, section: &Section, mmio: &Bus) -> Result<(), StateError> {
+    pub fn restore(self: &Arc<Self>, section: &Section, mmio: &Bus) -> Result<(), StateError> {
         let saved: message::PciRoot = section.open()?;
         check(
             saved.config_address & !ADDRESS_BITS == 0,
@@ -66,12 +68,17 @@ impl PciRoot {
             let saved = required("bridge", saved.bridge.as_ref())?;
             lock(&bridge.function).config_mut().restore(saved)?;
         }
+        if let Some(lpc) = self.lpc_slot().and_then(|slot| self.seat(slot)) {
+            let saved = required("lpc", saved.lpc.as_ref())?;
+            lock(&lpc.function).config_mut().restore(saved)?;
+        }
         for place in &saved.withdrawn {
             self.restore_withdrawn(&mut mapped, place, mmio)?;
         }
         for mapping in &saved.mappings {
             self.restore_mapping(&mut mapped, mapping, mmio)?;
         }
+        self.place_window(&mut mapped, mmio);
         self.config_address.store(saved.config_address, Ordering::Relaxed);
         Ok(())
     }

@@ -161,9 +161,9 @@ impl Assembler {
                                restored on demand";
                 return Err(Failure::of(ErrorKind::Invalid, message));
             }
-            snapshot.map(mergeable)?
+            snapshot.map(map(&spec), mergeable)?
         } else {
-            let ram = GuestRam::with_options(spec.memory_bytes, backing(&spec), &spec.memory)?;
+            let ram = GuestRam::with_map(map(&spec), spec.memory_bytes, backing(&spec), &spec.memory)?;
             snapshot.load(ram.memory())?;
             ram
         };
@@ -189,7 +189,7 @@ impl Assembler {
                 "a machine that is received is not restored on demand",
             ));
         }
-        let ram = GuestRam::with_options(spec.memory_bytes, backing(spec), &spec.memory)?;
+        let ram = GuestRam::with_map(map(spec), spec.memory_bytes, backing(spec), &spec.memory)?;
         let (images, mut disks) = disk::open_received(spec, &mut fds, &restore.disks)?;
         let mut boot = match restore.boot_files {
             true => Some(received_boot(spec, &fds)?),
@@ -224,15 +224,12 @@ impl Assembler {
         saved: state::Machine,
     ) -> Result<Machine, Failure> {
         holds_memory(spec.memory_bytes, ram.size())?;
-        if map(spec) == Map::Firmware {
-            let message = "a machine that boots through firmware cannot be restored yet";
-            return Err(Failure::of(ErrorKind::Invalid, message));
-        }
         let (host, windows) = ground(spec, &mut fds)?;
         let image = image(spec, &mut fds, &windows)?;
         let mut assembly = Assembly::new(spec, host, windows, fds, ram, notifier)?;
         assembly.locks = locks;
         assembly.images = images;
+        firmware::build(&mut assembly, spec, &image)?;
         assembly.map_pci_ports(image.is_linux()?)?;
         let (machine, ()) = assembly.build(spec, self.console.take(), || Ok((image, ())))?;
         machine.restore(saved)

@@ -1,0 +1,85 @@
+//! A machine that boots through firmware: its variables are part of its state.
+
+use std::{fs::File, os::unix::fs::FileExt};
+
+use super::{
+    process::{Client, Vmm},
+    *,
+};
+
+/// Bytes of the code and of the variables.
+const SIZE: usize = 4096;
+
+/// Firmware that prints `hi`, programs a variable, and answers each received byte with the variable. The segment of
+/// the first instruction begins 64 KiB below 4 GiB.
+fn code() -> Vec<u8> {
+    const START: usize = 0xf00;
+    #[rustfmt::skip]
+    let program = [
+        0xba, 0xf8, 0x03, // mov dx, 0x3f8
+        0xb0, b'h', 0xee, 0xb0, b'i', 0xee, // mov al, 'h'; out dx, al
+        0x2e, 0xc6, 0x06, 0x10, 0xe0, 0x40, // mov byte cs:[0xe010], PROGRAM
+        0x2e, 0xc6, 0x06, 0x10, 0xe0, b'Z', // mov byte cs:[0xe010], 'Z'
+        0x2e, 0xc6, 0x06, 0x10, 0xe0, 0xff, // mov byte cs:[0xe010], READ ARRAY
+        0xb0, b'!', 0xee, // mov al, '!'; out dx, al
+        0xba, 0xfd, 0x03, // mov dx, 0x3fd
+        0xec, 0xa8, 0x01, 0x74, 0xfb, // in al, dx; test al, 1; jz -5
+        0xba, 0xf8, 0x03, 0xec, // mov dx, 0x3f8; in al, dx
+        0x2e, 0xa0, 0x10, 0xe0, 0xee, // mov al, cs:[0xe010]; out dx, al
+        0xeb, 0xed, // jmp -19
+    ];
+    let mut code = vec![0xff; SIZE];
+    code[START..START + program.len()].copy_from_slice(&program);
+    // The first instruction, 16 bytes before the end: jmp START.
+    code[0xff0..0xff3].copy_from_slice(&[0xe9, 0x0d, 0xff]);
+    code
+}
+
+fn erased() -> File {
+    let file = tempfile::tempfile().unwrap();
+    file.write_all_at(&[0xff; SIZE], 0).unwrap();
+    file
+}
+
+fn stored(file: &File) -> u8 {
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, 0x10).unwrap();
+    byte[0]
+}
+
+/// The guest's answer to a typed byte.
+fn answer(vmm: &Vmm) -> Vec<u8> {
+    let mut console = vmm.console();
+    let replay = u64::from_le_bytes(console.read(8).try_into().unwrap());
+    console.read(usize::try_from(replay).unwrap());
+    console.write(b"x");
+    console.read(1)
+}
+
+fn ask(client: &mut Client, variables: &File, restore: Option<&File>) {
+    client.send_firmware(&code(), variables, restore);
+    assert_eq!(state(&client.answer()), State::Running);
+}
+
+#[test]
+fn variables_are_stored_and_go_with_a_snapshot() {
+    let variables = erased();
+    let first = Vmm::start();
+    let mut client = first.client();
+    ask(&mut client, &variables, None);
+    first.wait_for_serial("hi!");
+    assert_eq!(stored(&variables), b'Z');
+    assert_eq!(answer(&first), b"Z");
+    let snapshot = tempfile::tempfile().unwrap();
+    assert!(matches!(client.save(&snapshot, false), Answer::Saved(_)));
+    client.ask(Op::Stop(Stop {}));
+
+    let variables = erased();
+    let other = Vmm::start();
+    let mut client = other.client();
+    ask(&mut client, &variables, Some(&snapshot));
+    assert_eq!(answer(&other), b"Z");
+    assert_eq!(stored(&variables), b'Z');
+    assert_eq!(other.serial_log(), "Z", "it did not begin anew");
+    client.ask(Op::Stop(Stop {}));
+}
