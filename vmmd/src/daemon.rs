@@ -139,6 +139,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         aborts: registry::aborts::Aborts::default(),
         clients: registry::clients::Clients::default(),
         snapshots: Snapshots::default(),
+        agents: registry::agents::Agents::default(),
         consoles: Arc::default(),
         certificates: OnceLock::new(),
         screens: Screens::new(&config.limits),

@@ -32,6 +32,7 @@ use crate::{
     peers::Peers,
     registry::{
         aborts::Aborts,
+        agents::Agents,
         clients::Clients,
         consoles::Consoles,
         disks::Disks,
@@ -75,6 +76,8 @@ pub struct Host {
     pub networks: Networks,
     /// Writers of their consoles.
     pub consoles: Arc<Consoles>,
+    /// Turns at their agents.
+    pub agents: Agents,
     /// Ways to their screens beside the API.
     pub screens: Screens,
     /// Disks of the DiskService.

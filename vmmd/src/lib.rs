@@ -15,6 +15,7 @@ mod daemon;
 mod disk;
 mod files;
 mod grpc;
+mod guest;
 mod host;
 mod init_certs;
 mod log;

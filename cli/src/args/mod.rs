@@ -166,6 +166,8 @@ pub enum Command {
     Type(verbs::Type),
     /// Forward ports of this machine to ports of a VM in a network of its node, through vmmd
     PortForward(verbs::PortForward),
+    /// Run a command in the guest of a VM, by the agent in the guest
+    Exec(verbs::Exec),
     /// Log in to a VM in a network of its node by SSH, through vmmd: no port of the VM must be reachable from here
     Ssh(ssh::Ssh),
     /// Copy files to and from a VM in a network of its node, through vmmd

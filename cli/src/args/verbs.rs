@@ -172,6 +172,35 @@ pub struct PortForward {
     pub stdio: bool,
 }
 
+/// `exec`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+The VM needs `spec.guestAgent` (create vm --guest-agent), and qemu-guest-agent in the guest. The exit code is that of the
+command, or 128 and the number of the signal that ended it. Codes of vmmctl's own failures are the same as those of other
+commands: use `vmmctl ssh` where a program must tell them apart, or where a terminal is needed.
+
+Examples:
+  vmmctl exec web -- uname -r
+  vmmctl exec web -- sh -c 'df -h / | tail -n 1'
+  echo 'hello' | vmmctl exec -i web -- tee /etc/motd")]
+pub struct Exec {
+    /// Name of the VM
+    #[arg(value_parser = vm_name, add = complete::vms())]
+    pub name: String,
+    /// Pass standard input to the command, at most 1 MiB
+    #[arg(short = 'i', long)]
+    pub stdin: bool,
+    /// Environment variable of the command, instead of the agent's environment
+    #[arg(short, long, value_name = "NAME=VALUE")]
+    pub env: Vec<String>,
+    /// Most time for the command to end; it goes on in the guest when this command gives up
+    #[arg(long, value_name = "DURATION", value_parser = duration)]
+    pub timeout: Option<Duration>,
+    /// Program of the guest, and its arguments
+    #[arg(last = true, required = true, value_name = "COMMAND")]
+    pub command: Vec<String>,
+}
+
 /// A port of the guest, and the address of this machine that leads to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Forward {

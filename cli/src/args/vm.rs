@@ -144,7 +144,7 @@ pub struct CreateVm {
 }
 
 /// Ids of the options that describe a VM, which a manifest excludes.
-const FLAGS: [&str; 29] = [
+const FLAGS: [&str; 30] = [
     "kernel",
     "initrd",
     "from_disk",
@@ -167,6 +167,7 @@ const FLAGS: [&str; 29] = [
     "free_page_reporting",
     "display",
     "virtio_console",
+    "guest_agent",
     "core_fraction",
     "core_limit",
     "host_cpus",
@@ -218,6 +219,9 @@ pub struct Flags {
     /// Add a console beside the serial port, hvc0 in Linux: `vmmctl console --hvc`
     #[arg(long)]
     pub virtio_console: bool,
+    /// Add a channel to the QEMU guest agent in the guest: `vmmctl exec`
+    #[arg(long)]
+    pub guest_agent: bool,
 }
 
 /// Options of `create vm` and `run`.

@@ -85,6 +85,7 @@ pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
             target_bytes: 0,
         }),
         virtio_console: flags.virtio_console.then_some(v1::VirtioConsoleSpec {}),
+        guest_agent: flags.guest_agent.then_some(v1::GuestAgentSpec {}),
         ..of_guest(guest, &guest.nics)?
     };
     let vm = v1::Vm {

@@ -12,6 +12,7 @@ mod disk;
 mod disk_spec;
 mod edit;
 mod events;
+mod exec;
 mod generate;
 pub mod habits;
 mod image;
@@ -131,6 +132,7 @@ pub async fn run(cli: Cli) -> Result<(), Vec<Failure>> {
         Command::SendKey(args) => screen::send_key(&client().await?, &args).await?,
         Command::Type(args) => screen::type_text(&client().await?, &args).await?,
         Command::PortForward(args) => port_forward::port_forward(&client().await?, &args).await?,
+        Command::Exec(args) => exec::exec(&client().await?, args).await?,
         Command::Ssh(args) => ssh::ssh(&client().await?, given, &args).await?,
         Command::Scp(args) => ssh::scp(&client().await?, given, &args).await?,
         Command::Restore(args) => snapshot::restore(&limited(given, args.timeout).await?, &args).await?,

@@ -164,6 +164,10 @@ fn spec(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
         "Console",
         spec.virtio_console.as_ref().map_or("", |_| "virtio (hvc0)"),
     );
+    text.put(
+        "Guest agent",
+        spec.guest_agent.as_ref().map_or("", |_| "qemu-guest-agent"),
+    );
     match spec.boot.as_ref().and_then(|boot| boot.source.as_ref()) {
         Some(v1::boot_spec::Source::Linux(linux)) => {
             text.title("Boot");

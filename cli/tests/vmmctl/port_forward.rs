@@ -1,4 +1,4 @@
-//! Ports of this machine, and pipes, that lead to a port of a VM.
+//! Ports of this machine, and pipes, that lead to a port of a VM, and commands in its guest.
 
 use std::{
     io::{Read as _, Write as _},
@@ -22,6 +22,18 @@ fn a_pipe_leads_to_a_port_until_both_ends_have_ended() {
     assert_eq!(answer, done("GET /"));
     assert_eq!(line(&daemon, "port-forward --stdio web 8").0, 5);
     assert_eq!(line(&daemon, "port-forward --stdio web 7 8").0, 2);
+}
+
+#[test]
+fn a_command_in_the_guest_has_input_output_and_its_exit_code() {
+    let daemon = daemon();
+    let answer = run_with_input(&daemon, &["exec", "-i", "web", "--", "cat"], "typed");
+    assert_eq!(answer, done("typed"));
+    let (code, stdout, stderr) = line(&daemon, "exec web --env A=1 --env B=2 -- env -i");
+    assert_eq!((code, stdout.as_str(), stderr.as_str()), (3, "", "A=1 B=2env -i"));
+    assert_eq!(line(&daemon, "exec web -- abort").0, 128 + 6);
+    assert_eq!(line(&daemon, "exec web -- missing").0, 5);
+    assert_eq!(line(&daemon, "exec web").0, 2);
 }
 
 #[test]

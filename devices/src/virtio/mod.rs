@@ -9,6 +9,7 @@
 pub mod balloon;
 pub mod blk;
 pub mod chain;
+pub mod channels;
 pub mod console;
 pub mod device;
 pub mod fault;

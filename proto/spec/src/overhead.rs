@@ -41,6 +41,8 @@ const NIC: u64 = 4 * MIB;
 /// room for a quarter more.
 const DISPLAY: u64 = 410 * MIB;
 
+/// The channel to an agent: its worker, and 1 MiB that its client has not taken.
+const AGENT: u64 = 2 * MIB;
 /// A virtio-console: its history of 1.25 MiB, and 5 MiB that clients have not taken of it.
 const CONSOLE: u64 = 8 * MIB;
 /// A share: the process that serves it, with its state of the files that the guest knows. The
@@ -82,6 +84,7 @@ pub fn memory(spec: &VmSpec) -> u64 {
         NIC * nics(&spec.nics),
         DISPLAY * count(spec.display.iter()),
         CONSOLE * u64::from(spec.virtio_console),
+        AGENT * u64::from(spec.guest_agent),
         spec.shares.iter().map(share).sum(),
     ]
     .into_iter()
@@ -96,6 +99,7 @@ pub fn tasks(spec: &VmSpec) -> u64 {
         + NIC_TASKS * nics(&spec.nics)
         + DISPLAY_TASKS * count(spec.display.iter())
         + CONSOLE_TASKS * u64::from(spec.virtio_console)
+        + u64::from(spec.guest_agent)
         + SHARE_TASKS * count(spec.shares.iter())
 }
 

@@ -89,6 +89,8 @@ pub struct VmSpec {
     pub display: Option<Display>,
     /// It has a virtio-console beside its serial port.
     pub virtio_console: bool,
+    /// It has a channel to the agent in the guest.
+    pub guest_agent: bool,
     /// Directories of the node in the order of the manifest. With any, its memory is shared.
     pub shares: Vec<Share>,
     /// Directory of the node where the daemon keeps files about the VM; absolute, without `..`.
@@ -343,6 +345,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
                 balloon,
                 display,
                 virtio_console: spec.virtio_console.is_some(),
+                guest_agent: spec.guest_agent.is_some(),
                 shares,
                 state_dir,
                 cloud_init,

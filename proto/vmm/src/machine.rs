@@ -62,6 +62,8 @@ pub struct Machine {
     pub display: Option<Display>,
     /// The virtio-console, if it has one.
     pub console: Option<Console>,
+    /// Channels to programs of the guest, if it has some.
+    pub channels: Option<Channels>,
     /// Directories of the node in order.
     pub shares: Vec<Share>,
     /// Action on a triple fault.
@@ -111,6 +113,15 @@ pub struct Console {
     pub socket: Option<FdIndex>,
 }
 
+/// Named channels to programs of the guest.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Channels {
+    /// Where the device is.
+    pub slot: PciSlot,
+    /// Name and socket of each, at least one.
+    pub channels: Vec<(String, FdIndex)>,
+}
+
 /// The screen, with a keyboard and a tablet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Display {
@@ -132,6 +143,12 @@ pub struct Display {
 
 /// Most rate groups of a machine.
 pub const MAX_RATE_GROUPS: usize = 16;
+/// Most channels of a machine. Each has two queues.
+pub const MAX_CHANNELS: usize = 8;
+/// Longest name of a channel in bytes. It fits a buffer of Linux's driver with much to spare.
+pub const MAX_CHANNEL_NAME: usize = 64;
+/// The channel that qemu-guest-agent opens.
+pub const AGENT_CHANNEL: &str = "org.qemu.guest_agent.0";
 /// Longest chain of images below an overlay.
 pub const MAX_BACKING: usize = 16;
 
@@ -358,6 +375,7 @@ impl Machine {
                 slot: claims.slot("console.pci_slot", wire.pci_slot),
                 socket: wire.socket_fd.map(|index| claims.fd("console.socket_fd", index)),
             }),
+            channels: spec.channels.as_ref().map(|wire| channels(&mut claims, wire)),
             shares: shares(&mut claims, spec),
             on_crash: on_crash(&mut claims.found, spec.on_crash),
             sync_clock: spec.sync_clock,
@@ -403,6 +421,26 @@ impl Nic {
         let nic = nic(&mut claims, wire);
         claims.found.or(nic)
     }
+}
+
+fn channels(claims: &mut Claims, wire: &vmm::Channels) -> Channels {
+    let names = wire.channels.iter().map(|channel| &channel.name);
+    claims.unique("channel", names);
+    if wire.channels.is_empty() || wire.channels.len() > MAX_CHANNELS {
+        claims.add("channels", format_args!("must be 1 to {MAX_CHANNELS}"));
+    }
+    let slot = claims.slot("channels.pci_slot", wire.pci_slot);
+    let mut channel = |wire: &vmm::Channel| {
+        if !(1..=MAX_CHANNEL_NAME).contains(&wire.name.len()) {
+            claims.add(
+                "channels.name",
+                format_args!("must have 1 to {MAX_CHANNEL_NAME} bytes"),
+            );
+        }
+        (wire.name.clone(), claims.fd("channels.socket_fd", wire.socket_fd))
+    };
+    let channels = wire.channels.iter().map(&mut channel).collect();
+    Channels { slot, channels }
 }
 
 /// Validates the kernel or the firmware of a machine: it has one of them.

@@ -188,6 +188,8 @@ saved! {
     VirtioInputQueues: "virtio-input-queues", 1;
     VirtioConsole: "virtio-console", 1;
     VirtioConsoleQueues: "virtio-console-queues", 1;
+    VirtioChannels: "virtio-channels", 1;
+    VirtioChannelsQueues: "virtio-channels-queues", 1;
     PciRoot: "pci-root", 1;
     HotPlug: "hot-plug", 1;
     Serial: "serial", 1;

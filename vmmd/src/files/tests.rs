@@ -44,6 +44,7 @@ fn case() -> Case {
         balloon: None,
         display: None,
         virtio_console: false,
+        guest_agent: false,
         state_dir: None,
         shares: Vec::new(),
         cloud_init: None,

@@ -7,6 +7,7 @@ mod console;
 mod cursor;
 mod disk;
 mod event;
+mod exec;
 mod filter;
 mod health;
 mod image;

@@ -14,7 +14,7 @@ use vmmd_objects::{
 
 use super::{
     ask::Asked,
-    console,
+    console, exec,
     filter::Filter,
     logs,
     mask::Mask,
@@ -373,6 +373,17 @@ impl VmService for Vms {
     ) -> Result<Response<Self::PortForwardStream>, Status> {
         Ok(Response::new(
             port_forward::open(Arc::clone(&self.host), request.into_inner()).await?,
+        ))
+    }
+
+    type ExecVmStream = exec::Stream;
+
+    async fn exec_vm(
+        &self,
+        request: Request<Streaming<v1::ExecVmRequest>>,
+    ) -> Result<Response<Self::ExecVmStream>, Status> {
+        Ok(Response::new(
+            exec::open(Arc::clone(&self.host), request.into_inner()).await?,
         ))
     }
 }

@@ -73,6 +73,11 @@ impl RuntimeDir {
         self.0.join("hvc.sock")
     }
 
+    /// Socket for the client of the guest's agent.
+    pub fn agent(&self) -> PathBuf {
+        self.0.join("agent.sock")
+    }
+
     /// Socket for VNC clients, or with `view_only` the one for viewers without input.
     pub fn vnc(&self, view_only: bool) -> PathBuf {
         self.0.join(if view_only { "vnc-view.sock" } else { "vnc.sock" })

@@ -3,6 +3,7 @@
 //! objects are elsewhere.
 
 pub mod aborts;
+pub mod agents;
 pub mod clients;
 pub mod consoles;
 pub mod disks;

@@ -17,6 +17,7 @@ mod disks;
 mod drain;
 mod events;
 mod examples;
+mod exec;
 mod firmware;
 mod handover;
 mod host_devices;

@@ -430,4 +430,45 @@ impl VmService for State {
         });
         Ok(Response::new(Box::pin(echo)))
     }
+
+    type ExecVmStream = Events<v1::ExecVmResponse>;
+
+    /// A guest with three programs: `cat`, which prints its input, `env`, which prints its environment and its arguments as an error and
+    /// ends with 3, and `abort`, which a signal ends.
+    async fn exec_vm(&self, request: Request<Streaming<v1::ExecVmRequest>>) -> Answer<Self::ExecVmStream> {
+        use v1::{exec_vm_request::Message, exec_vm_response::Message as Output};
+        let mut messages = request.into_inner();
+        let first = messages.message().await?.and_then(|first| first.message);
+        let Some(Message::Open(open)) = first else {
+            return Err(Status::invalid_argument("not opened"));
+        };
+        let mut input = Vec::new();
+        while let Some(request) = messages.message().await? {
+            match request.message {
+                Some(Message::Input(bytes)) if open.input => input.extend(bytes),
+                _ => return Err(Status::invalid_argument("unexpected input")),
+            }
+        }
+        let exit = |code, signal| {
+            Output::Exit(v1::ExecExit {
+                code,
+                signal,
+                truncated: false,
+            })
+        };
+        let answer = match open.command.first().map_or("", String::as_str) {
+            "cat" => vec![Output::Stdout(input), exit(0, 0)],
+            "env" => {
+                let words = [open.env.join(" "), open.command.join(" ")].concat();
+                vec![Output::Stderr(words.into_bytes()), exit(3, 0)]
+            }
+            "abort" => vec![exit(0, 6)],
+            _ => return Err(Status::failed_precondition("no such program")),
+        };
+        let answer = answer.into_iter().map(|message| {
+            let message = Some(message);
+            Ok(v1::ExecVmResponse { message })
+        });
+        Ok(Response::new(Box::pin(tokio_stream::iter(answer))))
+    }
 }

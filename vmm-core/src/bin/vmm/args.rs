@@ -45,6 +45,9 @@ pub struct Run {
     /// Serves the virtio-console (`spec.virtioConsole`) at this UNIX socket, which is recreated
     #[arg(long, value_name = "SOCKET")]
     pub hvc: Option<PathBuf>,
+    /// Serves the channel to the guest's agent (`spec.guestAgent`) at this UNIX socket, which is recreated
+    #[arg(long, value_name = "SOCKET")]
+    pub agent: Option<PathBuf>,
     #[command(flatten)]
     pub firmware: FirmwareFiles,
     /// Writes the exit record, an encoded vmm.v1.ExitRecord, to this file

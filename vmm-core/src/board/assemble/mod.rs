@@ -2,6 +2,7 @@
 //! and one line in [`Assembly::build`].
 
 pub(super) mod balloon;
+mod channels;
 mod console;
 pub(super) mod disk;
 pub(super) mod display;
@@ -446,6 +447,9 @@ impl Assembly {
             Some(spec) => Some(console::build(&mut self, spec)?),
             None => None,
         };
+        if let Some(spec) = &spec.channels {
+            channels::build(&mut self, spec)?;
+        }
         self.hotplug.power_on(|slot| self.sockets.pci.is_taken(slot));
 
         let generation_line = self.irq_line(super::GENERATION_GSI)?;

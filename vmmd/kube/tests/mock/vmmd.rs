@@ -640,4 +640,10 @@ impl VmService for State {
             .await
             .map(Response::new)
     }
+
+    type ExecVmStream = Events<v1::ExecVmResponse>;
+
+    async fn exec_vm(&self, _: Request<Streaming<v1::ExecVmRequest>>) -> Answer<Self::ExecVmStream> {
+        unused()
+    }
 }

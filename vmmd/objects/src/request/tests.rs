@@ -137,6 +137,7 @@ fn each_method_about_a_vm_is_shown_or_known_to_show_none() {
         "DeleteVm",
         "MigrateVm",
         "OfferVm",
+        "ExecVm",
         "PortForward",
         "ReceiveVm",
         "ResolveMigration",

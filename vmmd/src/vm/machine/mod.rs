@@ -14,6 +14,7 @@ use std::{
 use uuid::Uuid;
 use vmm_protocol::{
     convert,
+    machine::AGENT_CHANNEL,
     vmm::{self, MachineSpec},
 };
 use vmmd_network::{self, Tap};
@@ -35,7 +36,9 @@ use crate::files::{Files, OpenDisk};
 /// without room on bus 0 use further buses, as all shares do.
 const RNG_SLOT: u32 = 1;
 const NIC_SLOTS: Range<u32> = 2..10;
-const DISK_SLOTS: Range<u32> = 10..26;
+const DISK_SLOTS: Range<u32> = 10..25;
+/// Of the channels. Not in the record: no VM ever has them elsewhere.
+const CHANNELS_SLOT: u32 = 25;
 /// Of the balloon. Not in the record: no VM ever has it elsewhere, and one gets or loses it between two runs.
 const BALLOON_SLOT: u32 = 26;
 /// Slots of graphics adapter, keyboard and tablet. Not in the record either.
@@ -60,6 +63,8 @@ pub struct Parts {
     pub vnc: Option<(OwnedFd, OwnedFd)>,
     /// Socket for clients of the virtio-console, of a VM with one.
     pub hvc: Option<OwnedFd>,
+    /// Socket for the client of the guest's agent, of a VM with a channel to one.
+    pub agent: Option<OwnedFd>,
     /// Connections to the processes of the spec's shares, in their order.
     pub shares: Vec<OwnedFd>,
     /// Pages that are free in the pool that its memory is to come from, as far as that can be told.
@@ -259,6 +264,13 @@ pub fn assemble(
             pci_slot: CONSOLE_SLOT,
             socket_fd: parts.hvc.map(|fd| fds.add(fd)),
         }),
+        channels: parts.agent.map(|fd| vmm::Channels {
+            pci_slot: CHANNELS_SLOT,
+            channels: vec![vmm::Channel {
+                name: AGENT_CHANNEL.to_owned(),
+                socket_fd: fds.add(fd),
+            }],
+        }),
     };
     (machine, fds.0)
 }
@@ -457,6 +469,7 @@ mod tests {
                 serial: (null(), null()),
                 vnc: Some((null(), null())),
                 hvc: Some(null()),
+                agent: Some(null()),
                 shares: spec.shares.iter().map(|_| null()).collect(),
                 free_huge_pages: Some(7),
             };
@@ -574,7 +587,7 @@ mod tests {
                 let slots: Vec<_> = new.disk_slots.values().copied().chain(new.nics.values().map(|nic| nic.slot)).collect();
                 let different: BTreeSet<_> = slots.iter().collect();
                 proptest::prop_assert_eq!(different.len(), slots.len());
-                let reserved = [RNG_SLOT, BALLOON_SLOT, CONSOLE_SLOT];
+                let reserved = [RNG_SLOT, CHANNELS_SLOT, BALLOON_SLOT, CONSOLE_SLOT];
                 proptest::prop_assert!(slots.iter().all(|slot| pci::PciSlot::try_from(*slot).is_ok() && !reserved.contains(slot)));
                 hardware = new;
             }

@@ -187,8 +187,8 @@ async fn bring_up(
     let uid = plan.uid;
     let blocking_host = Arc::clone(host);
     let (name, limits) = (plan.record.name.clone(), checked.limits.clone());
-    let (has_screen, has_console) = (plan.spec.display.is_some(), plan.spec.virtio_console);
-    let made = blocking(move || make(&blocking_host, uid, &name, (has_screen, has_console), &limits)).await;
+    let spec = plan.spec.clone();
+    let made = blocking(move || make(&blocking_host, uid, &name, &spec, &limits)).await;
     let result = match made {
         Ok(made) => run(host, plan, checked, made, cancel, began).await,
         Err(failure) => Err(failure),
@@ -295,6 +295,7 @@ async fn run(
         console,
         vnc,
         hvc,
+        agent,
         exit,
         lock,
         log,
@@ -345,6 +346,7 @@ async fn run(
             serial,
             vnc,
             hvc,
+            agent,
             shares: share_sockets,
             free_huge_pages,
         },

@@ -7,7 +7,7 @@ use std::{
         fd::OwnedFd,
         unix::{fs::OpenOptionsExt, net::UnixListener},
     },
-    path::Path,
+    path::{Path, PathBuf},
 };
 
 use uuid::Uuid;
@@ -20,7 +20,7 @@ use vmmd_host::{
 use vmmd_spec::{
     cloud_init::CloudInit,
     nic::Mac,
-    vm::{Boot, FirmwareType},
+    vm::{Boot, FirmwareType, VmSpec},
 };
 use vmmd_store::Hardware;
 
@@ -52,6 +52,7 @@ pub(super) struct Made {
     pub(super) console: UnixListener,
     pub(super) vnc: Option<(OwnedFd, OwnedFd)>,
     pub(super) hvc: Option<OwnedFd>,
+    pub(super) agent: Option<OwnedFd>,
     pub(super) exit: File,
     pub(super) lock: File,
     pub(super) log: File,
@@ -143,7 +144,7 @@ pub(super) fn make(
     host: &Host,
     uid: Uuid,
     name: &str,
-    (has_screen, has_console): (bool, bool),
+    spec: &VmSpec,
     limits: &Limits,
 ) -> Result<Made, Failure> {
     let runtime = RuntimeDir::of(&host.config, uid);
@@ -157,34 +158,28 @@ pub(super) fn make(
     // The sockets listen before the fork: a first connection waits in the queue until the vmm
     // accepts it, so that clients need no retries. The vmm listens again, which makes it the peer
     // of later connections.
-    let listen = |path: &Path| UnixListener::bind(path);
-    let vnc = |view_only| {
-        let socket = listen(&runtime.vnc(view_only));
-        socket
-            .map_err(|error| failed("make the screen's socket", &error))
-            .map(OwnedFd::from)
+    let listen = |path: PathBuf, what: &str| {
+        UnixListener::bind(path).map_err(|error| failed(&format!("make the {what} socket"), &error))
     };
+    let vnc = |view_only| listen(runtime.vnc(view_only), "screen's").map(OwnedFd::from);
     Ok(Made {
         serial,
         log,
         random: File::open("/dev/urandom")
             .map_err(|error| failed("open the random source", &error))?
             .into(),
-        control: listen(&runtime.control()).map_err(|error| failed("make the control socket", &error))?,
-        console: listen(&runtime.console()).map_err(|error| failed("make the console socket", &error))?,
-        vnc: match has_screen {
-            true => Some((vnc(false)?, vnc(true)?)),
+        control: listen(runtime.control(), "control")?,
+        console: listen(runtime.console(), "console")?,
+        vnc: match spec.display {
+            Some(_) => Some((vnc(false)?, vnc(true)?)),
+            None => None,
+        },
+        hvc: match spec.virtio_console {
+            true => Some(listen(runtime.hvc(), "virtio-console's")?.into()),
             false => None,
         },
-        hvc: match has_console {
-            true => {
-                let socket = listen(&runtime.hvc());
-                Some(
-                    socket
-                        .map_err(|error| failed("make the virtio-console's socket", &error))?
-                        .into(),
-                )
-            }
+        agent: match spec.guest_agent {
+            true => Some(listen(runtime.agent(), "guest agent's")?.into()),
             false => None,
         },
         exit: private_file(&runtime.exit()).map_err(|error| failed("make the exit record", &error))?,

@@ -39,6 +39,8 @@ stored! {
         cloud_init: Option<CloudInit>,
         #[prost(int32, tag = "21")]
         on_panic: i32,
+        #[prost(message, optional, tag = "22")]
+        guest_agent: Option<GuestAgentSpec>,
     }
 }
 
@@ -451,6 +453,11 @@ stored! {
 stored! {
     /// The virtio-console.
     VirtioConsoleSpec of v1::VirtioConsoleSpec {}
+}
+
+stored! {
+    /// The channel to the guest's agent.
+    GuestAgentSpec of v1::GuestAgentSpec {}
 }
 
 stored! {

@@ -43,6 +43,7 @@ fn a_spec_is_read_as_it_was_written() {
             keyboard_layout: v1::KeyboardLayout::Dk.into(),
         }),
         virtio_console: Some(v1::VirtioConsoleSpec {}),
+        guest_agent: Some(v1::GuestAgentSpec {}),
         shares: vec![v1::ShareSpec {
             name: "s".into(),
             path: "/srv/s".into(),

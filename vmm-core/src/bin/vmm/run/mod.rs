@@ -46,8 +46,12 @@ impl Audience for Nobody {
 /// Runs the VM of a manifest until its end; returns the process's exit code.
 pub fn run(args: &Run) -> Result<i32> {
     let manifest = open::manifest(&args.spec)?;
-    let (vnc, hvc) = (args.vnc.as_deref(), args.hvc.as_deref());
-    let (spec, fds) = open::resolve(&manifest, vnc, hvc, &args.firmware)?;
+    let sockets = open::Sockets {
+        vnc: args.vnc.as_deref(),
+        hvc: args.hvc.as_deref(),
+        agent: args.agent.as_deref(),
+    };
+    let (spec, fds) = open::resolve(&manifest, sockets, &args.firmware)?;
     if let Some(path) = &args.exit_record {
         let file = File::create(path).with_context(|| format!("creating {}", path.display()))?;
         exit_record::set_file(file);

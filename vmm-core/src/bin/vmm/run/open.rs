@@ -21,7 +21,7 @@ use vmm_base::sys::{
     lock::{LockKind, holder, lock_image},
 };
 use vmm_core::memory::huge;
-use vmm_protocol::{convert, vmm};
+use vmm_protocol::{convert, machine::AGENT_CHANNEL, vmm};
 use vmmd_spec::{
     disk::{Cache, Disk, Source},
     display::Display,
@@ -34,11 +34,12 @@ use vmmd_spec::{
 
 use crate::{args::FirmwareFiles, sys};
 
-/// PCI slots: on bus 0 the entropy device, then disks, then NICs, then the balloon, then graphics adapter,
+/// PCI slots: on bus 0 the entropy device, then disks, then NICs, then the channels, then the balloon, then graphics adapter,
 /// keyboard and tablet, then the virtio-console; more disks and NICs on further buses.
 const RNG_SLOT: u32 = 1;
 const DISK_SLOTS: std::ops::Range<u32> = 2..18;
-const NIC_SLOTS: std::ops::Range<u32> = 18..26;
+const NIC_SLOTS: std::ops::Range<u32> = 18..25;
+const CHANNELS_SLOT: u32 = 25;
 const BALLOON_SLOT: u32 = 26;
 const DISPLAY_SLOTS: [u32; 3] = [27, 28, 29];
 const CONSOLE_SLOT: u32 = 30;
@@ -52,14 +53,19 @@ pub fn manifest(path: &Path) -> Result<Manifest> {
     vmmd_spec::manifest::single_vm(&text).with_context(|| path.display().to_string())
 }
 
-/// Opens everything that the machine needs, and makes sockets for VNC clients at `vnc` and for clients of the virtio-console at
-/// `hvc`.
-pub fn resolve(
-    manifest: &Manifest,
-    vnc: Option<&Path>,
-    hvc: Option<&Path>,
-    files: &FirmwareFiles,
-) -> Result<Resolved> {
+/// Where sockets for clients are made.
+#[derive(Clone, Copy, Debug)]
+pub struct Sockets<'a> {
+    /// For VNC clients.
+    pub vnc: Option<&'a Path>,
+    /// For clients of the virtio-console.
+    pub hvc: Option<&'a Path>,
+    /// For the client of the guest's agent.
+    pub agent: Option<&'a Path>,
+}
+
+/// Opens everything that the machine needs, and makes the sockets.
+pub fn resolve(manifest: &Manifest, sockets: Sockets<'_>, files: &FirmwareFiles) -> Result<Resolved> {
     let mut fds = Fds::default();
     let name = manifest.metadata.name.as_str();
     let spec = &manifest.spec;
@@ -131,8 +137,9 @@ pub fn resolve(
         on_crash: vmm::OnCrash::from(spec.on_crash).into(),
         sync_clock: spec.clock == ClockOnResume::Sync,
         shares: Vec::new(),
-        display: open_display(&mut fds, spec.display.as_ref(), vnc)?,
-        console: open_console(&mut fds, spec.virtio_console, hvc)?,
+        display: open_display(&mut fds, spec.display.as_ref(), sockets.vnc)?,
+        console: open_console(&mut fds, spec.virtio_console, sockets.hvc)?,
+        channels: open_channels(&mut fds, spec.guest_agent, sockets.agent)?,
     };
     Ok((machine, fds.0))
 }
@@ -276,6 +283,23 @@ fn open_console(fds: &mut Fds, wanted: bool, hvc: Option<&Path>) -> Result<Optio
         pci_slot: CONSOLE_SLOT,
         socket_fd: socket.map(|socket| fds.add(socket)),
     }))
+}
+
+/// The device is there only when it is served: the guest's agent would wait at one that nobody serves.
+fn open_channels(fds: &mut Fds, wanted: bool, agent: Option<&Path>) -> Result<Option<vmm::Channels>> {
+    match agent {
+        None => Ok(None),
+        Some(_) if !wanted => {
+            bail!("--agent: the VM has no channel to an agent: give its manifest a `spec.guestAgent`")
+        }
+        Some(path) => Ok(Some(vmm::Channels {
+            pci_slot: CHANNELS_SLOT,
+            channels: vec![vmm::Channel {
+                name: AGENT_CHANNEL.to_owned(),
+                socket_fd: fds.add(listen(path)?),
+            }],
+        })),
+    }
 }
 
 /// Makes a socket; one that an earlier run left behind is removed.
