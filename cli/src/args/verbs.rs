@@ -193,7 +193,7 @@ pub struct Exec {
     /// Environment variable of the command, instead of the agent's environment
     #[arg(short, long, value_name = "NAME=VALUE")]
     pub env: Vec<String>,
-    /// Most time for the command to end; it goes on in the guest when this command gives up
+    /// Time limit; a command that exceeds the limit continues in the guest
     #[arg(long, value_name = "DURATION", value_parser = duration)]
     pub timeout: Option<Duration>,
     /// Program of the guest, and its arguments

@@ -17,7 +17,7 @@ const CHUNK: usize = 64 << 10;
 /// Messages that wait to be sent.
 const QUEUE: usize = 4;
 
-/// Prints what the command prints, and ends with its exit code.
+/// Prints the output of the command, and ends with its exit code.
 pub async fn exec(client: &Client, args: Exec) -> Result<()> {
     let (requests, queue) = mpsc::channel(QUEUE);
     let open = ExecOpen {

@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn file_has_the_directorys_owner_and_is_replaced_whole() {
+    fn file_has_the_owner_of_its_folder_and_is_replaced_whole() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         let is_root = rustix::process::getuid().is_root();

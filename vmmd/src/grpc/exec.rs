@@ -64,7 +64,7 @@ pub async fn open(host: Arc<Host>, mut input: Streaming<ExecVmRequest>) -> Resul
                 Some(limit) => timeout(limit, wait(&host, &entry, pid))
                     .await
                     .unwrap_or_else(|_| {
-                        let message = "the command has not ended in time: it goes on in the guest";
+                        let message = "the command has not ended in time: it continues in the guest";
                         Err(Failure::new(Kind::Deadline, "TIMEOUT", message))
                     }),
                 None => wait(&host, &entry, pid).await,

@@ -3,7 +3,7 @@
 //!
 //! Each question has a connection of its own to the VM's `agent.sock`. It begins with a question
 //! whose answer is known (`guest-sync-delimited`). The answer shows that an agent is there, and that
-//! all that follows belongs to this connection. An agent is not trusted: what it says is bounded in
+//! all that follows belongs to this connection. An agent is not trusted: its answers are bounded in
 //! length and time.
 
 use std::time::Duration;
@@ -48,9 +48,9 @@ pub struct Ended {
     pub code: Option<i32>,
     /// The signal that ended it.
     pub signal: Option<i32>,
-    /// What it printed.
+    /// Standard output.
     pub stdout: Vec<u8>,
-    /// What it printed as errors.
+    /// Standard error.
     pub stderr: Vec<u8>,
     /// The agent has left out some output.
     pub truncated: bool,

@@ -39,7 +39,7 @@ async fn serve(stream: UnixStream, answer: &impl Fn(&Value) -> Vec<u8>) {
         let text = line.strip_prefix(&[0xff]).unwrap_or(&line);
         let question: Value = serde_json::from_slice(text).unwrap();
         let bytes = if question["execute"] == "guest-sync-delimited" {
-            // What it still had to say to somebody else comes first.
+            // Answers to earlier questions come first.
             let id = &question["arguments"]["id"];
             let old = b"{\"return\": {\"pid\": 1}}\n\xff{\"return\": 7}\n";
             [

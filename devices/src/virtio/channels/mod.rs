@@ -45,7 +45,7 @@ const CONFIG_LEN: usize = 12;
 /// A channel.
 #[derive(Debug)]
 pub struct Channel {
-    /// What the guest knows it by, 1 to [`MAX_CHANNEL_NAME`] bytes.
+    /// Name of the port in the guest, 1 to [`MAX_CHANNEL_NAME`] bytes.
     pub name: String,
     /// Clients connect here; it is made non-blocking. `None` for a channel without clients.
     pub listener: Option<UnixListener>,

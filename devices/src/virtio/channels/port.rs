@@ -18,8 +18,8 @@ pub(super) struct Client {
     pub stream: UnixStream,
     /// The events that are watched; `None` while the connection is not watched.
     pub watched: Option<(bool, bool)>,
-    /// The client has closed its end. The connection is not watched any more. What the client sent
-    /// before is still delivered.
+    /// The client has closed its end. The connection is not watched any more. Earlier
+    /// input is still delivered.
     pub hung_up: bool,
     /// The guest's program has closed the port. The connection ends when all output is written.
     pub finishing: bool,
@@ -105,7 +105,7 @@ impl Port {
         }
     }
 
-    /// Ends the connection of the client. What waits for the client is dropped.
+    /// Ends the connection of the client. Output that waits for the client is dropped.
     pub fn disconnect(&mut self) {
         self.output = Vec::new();
         self.written = 0;
@@ -153,7 +153,7 @@ impl Port {
         self.messages = Messages::default();
     }
 
-    /// Reads what the client sent.
+    /// Reads input of the client.
     pub fn read(&mut self, space: &mut [u8]) -> io::Result<usize> {
         match &self.client {
             Some(client) => (&client.stream).read(space),
@@ -161,8 +161,8 @@ impl Port {
         }
     }
 
-    /// What the driver knows. Output that a client has not taken is not a part of it: its client
-    /// does not move with the guest.
+    /// State that the driver knows. Output is not a part of the state: its client does not move
+    /// with the guest.
     pub fn save(&self) -> message::virtio_channels_queues::Port {
         message::virtio_channels_queues::Port {
             ready: self.ready,
@@ -173,7 +173,7 @@ impl Port {
         }
     }
 
-    /// A client has to connect again, and the driver is told that there is none.
+    /// Clients connect again.
     pub fn restore(&mut self, saved: &message::virtio_channels_queues::Port) {
         self.ready = saved.ready;
         self.open = saved.open;

@@ -210,7 +210,7 @@ fn input_waits_until_a_program_opens_the_port() {
 }
 
 #[test]
-fn a_client_that_does_not_read_makes_the_guest_wait_and_loses_nothing() {
+fn client_that_does_not_read_makes_the_guest_wait() {
     let (mut guest, mut client) = Guest::connected();
     let piece = |number: u8| vec![number; 32 << 10];
     let mut sent: u8 = 0;
@@ -227,7 +227,7 @@ fn a_client_that_does_not_read_makes_the_guest_wait_and_loses_nothing() {
 }
 
 #[test]
-fn the_end_of_the_guests_program_ends_the_connection_after_all_output() {
+fn end_of_the_guests_program_ends_the_connection() {
     let (mut guest, mut client) = Guest::connected();
     guest.writes(b"last words");
     guest.opens(false);

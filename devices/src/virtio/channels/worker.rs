@@ -32,7 +32,7 @@ pub(super) struct ChannelsHandler {
     scratch: Vec<u8>,
 }
 
-/// What a queue is for, by its number (5.3.2).
+/// Use of a queue, by its number (5.3.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Use {
     ControlIn,
@@ -165,7 +165,7 @@ impl ChannelsHandler {
         self.rewatch(session, index)
     }
 
-    /// Delivers what the client sent, as far as there are buffers and a program that reads.
+    /// Delivers input of the client while there are buffers and a program that reads.
     fn deliver(&mut self, session: &mut Session, index: usize) -> Result<Progress, Fault> {
         let queue = input_of(index);
         let Some(port) = self.ports.get_mut(index) else {
@@ -301,7 +301,7 @@ impl ChannelsHandler {
         if let Some(client) = port.client.as_mut()
             && is_hung_up(&client.stream)
         {
-            // The kernel reports this again and again. The guest's program may still read what was sent.
+            // The kernel reports this again and again. The guest's program may still read earlier input.
             session.unwatch(&client.stream)?;
             client.hung_up = true;
             if !port.open {

@@ -285,7 +285,7 @@ fn open_console(fds: &mut Fds, wanted: bool, hvc: Option<&Path>) -> Result<Optio
     }))
 }
 
-/// The device is there only when it is served: the guest's agent would wait at one that nobody serves.
+/// Without a socket the machine has no channel, so that the guest's agent does not wait.
 fn open_channels(fds: &mut Fds, wanted: bool, agent: Option<&Path>) -> Result<Option<vmm::Channels>> {
     match agent {
         None => Ok(None),
