@@ -24,6 +24,7 @@ fn debian_boots_serves_ssh_and_keeps_synced_data() {
             "/nics",
             json!([{"name": "eth0", "network": network, "address": "10.77.0.2"}]),
         )
+        .set("/guestAgent", json!({}))
         .cmdline("norandmaps root=/dev/vda rw ip=:::::eth0:dhcp net.ifnames=0");
     let vm = Vm::start(&case, "", &spec);
     vm.console().until("login:", BOOT);
@@ -58,6 +59,22 @@ fn debian_boots_serves_ssh_and_keeps_synced_data() {
         ));
     assert_eq!(copied, sum);
     assert_eq!(run("sha256sum </srv/back"), sum);
+    // The agent of the distribution, which udev starts when it finds the channel.
+    node.sh(&format!(
+        "timeout 120 sh -c 'until vmmctl exec {name} -- true; do sleep 1; done'"
+    ));
+    let agent = node.sh(&format!("cat /etc/hostname | vmmctl exec -i {name} -- sh -c 'cat; cat /etc/machine-id; head -c 1000000 /dev/zero | wc -c'"));
+    let hostname = node.sh("cat /etc/hostname");
+    assert_eq!(agent, format!("{hostname}{machine}\n1000000\n"));
+    let output = node.sh(&format!(
+        "vmmctl exec {name} -- head -c 2000000 /dev/zero | wc -c"
+    ));
+    assert_eq!(output.trim(), "2000000");
+    let failed = node
+        .ssh(&format!("vmmctl exec {name} -- sh -c 'echo no >&2; exit 3'"))
+        .expect("ssh");
+    assert_eq!((failed.status.code(), failed.stderr.as_str()), (Some(3), "no\n"));
+
     // A port of the node's own leads there, for as long as vmmctl runs.
     let forwarded = node
         .sh(&format!(

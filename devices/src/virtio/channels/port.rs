@@ -163,8 +163,8 @@ impl Port {
 
     /// State that the driver knows. Output is not a part of the state: its client does not move
     /// with the guest.
-    pub fn save(&self) -> message::virtio_channels_queues::Port {
-        message::virtio_channels_queues::Port {
+    pub fn save(&self) -> message::VirtioChannelPort {
+        message::VirtioChannelPort {
             ready: self.ready,
             open: self.open,
             add: self.messages.add,
@@ -174,7 +174,7 @@ impl Port {
     }
 
     /// Clients connect again.
-    pub fn restore(&mut self, saved: &message::virtio_channels_queues::Port) {
+    pub fn restore(&mut self, saved: &message::VirtioChannelPort) {
         self.ready = saved.ready;
         self.open = saved.open;
         self.messages = Messages {
