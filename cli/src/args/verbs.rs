@@ -175,7 +175,7 @@ pub struct PortForward {
 /// `exec`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-The VM needs `spec.guestAgent` (create vm --guest-agent), and qemu-guest-agent in the guest. The exit code is that of the
+The VM needs `spec.guestAgent` (`--guest-agent` of `create vm` and `run`), and qemu-guest-agent in the guest. The exit code is that of the
 command, or 128 and the number of the signal that ended it. Codes of vmmctl's own failures are the same as those of other
 commands: use `vmmctl ssh` where a program must tell them apart, or where a terminal is needed.
 

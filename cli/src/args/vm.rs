@@ -219,9 +219,6 @@ pub struct Flags {
     /// Add a console beside the serial port, hvc0 in Linux: `vmmctl console --hvc`
     #[arg(long)]
     pub virtio_console: bool,
-    /// Add a channel to the QEMU guest agent in the guest: `vmmctl exec`
-    #[arg(long)]
-    pub guest_agent: bool,
 }
 
 /// Options of `create vm` and `run`.
@@ -232,6 +229,9 @@ pub struct Guest {
     /// Virtual CPUs
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub cpus: u32,
+    /// Add a channel to the QEMU guest agent in the guest: `vmmctl exec`
+    #[arg(long)]
+    pub guest_agent: bool,
     /// Network interface: network=lan, bridge=br0 or tap=tap0. In a network: address=10.80.0.9,
     /// publish=8080:80+53/udp (ports of the node that lead to the VM). More keys: name=eth0,
     /// mac=52:54:00:12:34:56, queues=4, mtu=9000, backend=vhost (the node's kernel carries its

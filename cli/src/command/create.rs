@@ -85,7 +85,6 @@ pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
             target_bytes: 0,
         }),
         virtio_console: flags.virtio_console.then_some(v1::VirtioConsoleSpec {}),
-        guest_agent: flags.guest_agent.then_some(v1::GuestAgentSpec {}),
         ..of_guest(guest, &guest.nics)?
     };
     let vm = v1::Vm {
@@ -116,6 +115,7 @@ pub fn of_guest(guest: &Guest, nics: &[String]) -> Result<v1::VmSpec> {
         run_policy: guest.run_policy.unwrap_or_default().into(),
         cloud_init: cloud_init::from_flags(&guest.cloud_init)?,
         state_dir: guest.state_dir.clone().unwrap_or_default(),
+        guest_agent: guest.guest_agent.then_some(v1::GuestAgentSpec {}),
         display: guest.display.map(|layout| v1::DisplaySpec {
             keyboard_layout: layout.into(),
             ..v1::DisplaySpec::default()
