@@ -351,7 +351,8 @@ impl<R: FnMut() -> Option<[u8; 3]>> Queries<R> {
         let mut reply = packet.to_vec();
         *reply.first_chunk_mut()? = pending.question.id.to_be_bytes();
         if dns::is_failure(packet) {
-            pending.failure = Some(reply);
+            // One that the client does not take is replaced by a short one.
+            pending.failure = (reply.len() <= pending.question.limit).then_some(reply);
             pending.left.retain(|server| *server != from.ip());
             return self.next(pending, now);
         }

@@ -434,20 +434,21 @@ pub fn router_solicitations(data: &[u8]) {
         let comes = now + Duration::from_secs((*seconds).into());
         while schedule.due().is_none_or(|due| due <= comes) {
             now = schedule.due().unwrap_or(now).max(now);
-            assert!(schedule.take(now));
+            let due = schedule.take(now).expect("it is due");
             if let Some(last) = last {
                 assert!((PAUSE..=PERIOD).contains(&(now - last)));
+                assert!(due == ra::Due::All || now == last + PAUSE, "once more");
             }
-            last = Some(now);
+            if due == ra::Due::All {
+                last = Some(now);
+            }
         }
         now = comes;
-        let before = schedule.due();
-        schedule.hear(message);
         let solicits = message.len() >= 8 && message[..2] == [133, 0];
+        assert_eq!(ra::asks(message), solicits);
         if solicits {
+            schedule.ask();
             assert_eq!(schedule.due(), last.map(|last| last + PAUSE));
-        } else {
-            assert_eq!(schedule.due(), before, "nobody has asked");
         }
     }
 }

@@ -4,6 +4,10 @@
 //! is that of its MAC address also gets an advertisement of its own, by which it may form its address
 //! (RFC 4862): the result is the address that DHCP gives. Other guests would form addresses that
 //! their NICs may not use (RFC 7217, RFC 8981).
+//!
+//! A guest that hears an advertisement to all does not ask for one (RFC 4861, 6.3.7). So the
+//! advertisements to single guests follow, at once and again after [`PAUSE`]: a guest that is just
+//! starting has its link-local address by then.
 
 use std::{
     io,
@@ -72,34 +76,53 @@ pub fn asks(message: &[u8]) -> bool {
     message.len() >= 8 && message.starts_with(&[SOLICITATION, 0])
 }
 
-/// When advertisements are sent: each [`PERIOD`], and [`PAUSE`] after the last one when somebody asks.
+/// Receivers of advertisements that are due.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Due {
+    /// All nodes, and the single guests.
+    All,
+    /// The single guests, once more.
+    Guests,
+}
+
+/// When advertisements are sent: each [`PERIOD`], and [`PAUSE`] after the last one when somebody
+/// without an address asks.
 #[derive(Debug, Default)]
 pub struct Schedule {
-    /// When the last one was sent.
+    /// When the last one to all was sent.
     sent: Option<Instant>,
     /// Somebody has asked for one since.
     asked: bool,
+    /// When those to single guests are repeated.
+    repeat: Option<Instant>,
 }
 
 impl Schedule {
-    /// A message has come.
-    pub fn hear(&mut self, message: &[u8]) {
-        self.asked |= asks(message);
+    /// Somebody has asked who has no address for an answer.
+    pub fn ask(&mut self) {
+        self.asked = true;
     }
 
     /// When the next one is due; `None` when it is due now.
     pub fn due(&self) -> Option<Instant> {
-        let wait = if self.asked { PAUSE } else { PERIOD };
-        self.sent.map(|sent| sent + wait)
+        let all = self.next()?;
+        Some(self.repeat.map_or(all, |repeat| repeat.min(all)))
     }
 
-    /// Whether one is due. When it is, it counts as sent at `now`.
-    pub fn take(&mut self, now: Instant) -> bool {
-        let is_due = self.due().is_none_or(|due| due <= now);
-        if is_due {
+    /// What is due. It counts as sent at `now`.
+    pub fn take(&mut self, now: Instant) -> Option<Due> {
+        if self.next().is_none_or(|next| next <= now) {
             (self.sent, self.asked) = (Some(now), false);
+            self.repeat = Some(now + PAUSE);
+            return Some(Due::All);
         }
-        is_due
+        self.repeat.take_if(|repeat| *repeat <= now)?;
+        Some(Due::Guests)
+    }
+
+    fn next(&self) -> Option<Instant> {
+        let wait = if self.asked { PAUSE } else { PERIOD };
+        self.sent.map(|sent| sent + wait)
     }
 }
 
@@ -173,15 +196,17 @@ mod tests {
     }
 
     #[test]
-    fn who_asks_is_told_after_a_pause_and_others_after_a_period() {
+    fn all_are_told_after_a_period_and_guests_once_more_after_a_pause() {
         let (mut schedule, now) = (Schedule::default(), Instant::now());
         assert_eq!(schedule.due(), None);
-        assert!(schedule.take(now) && !schedule.take(now));
-        assert_eq!(schedule.due(), Some(now + PERIOD));
-        schedule.hear(&[SOLICITATION, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!([schedule.take(now), schedule.take(now)], [Some(Due::All), None]);
         assert_eq!(schedule.due(), Some(now + PAUSE));
-        assert!(!schedule.take(now) && schedule.take(now + PAUSE));
-        assert_eq!(schedule.due(), Some(now + PAUSE + PERIOD));
+        assert_eq!(schedule.take(now + PAUSE), Some(Due::Guests));
+        assert_eq!(schedule.due(), Some(now + PERIOD));
+        schedule.ask();
+        assert_eq!(schedule.due(), Some(now + PAUSE));
+        assert_eq!(schedule.take(now + PAUSE), Some(Due::All));
+        assert_eq!(schedule.due(), Some(now + 2 * PAUSE));
     }
 
     #[test]

@@ -6,7 +6,7 @@
 use std::{
     fs::File,
     io::{self, Read as _},
-    net::{SocketAddr, SocketAddrV6, TcpListener, ToSocketAddrs, UdpSocket},
+    net::{IpAddr, Ipv6Addr, SocketAddr, SocketAddrV6, TcpListener, ToSocketAddrs, UdpSocket},
     os::{
         fd::{AsFd as _, OwnedFd},
         unix::fs::MetadataExt as _,
@@ -185,8 +185,7 @@ impl Server {
         }
     }
 
-    /// Sends a router advertisement to all nodes of the network, after a solicitation or when it is
-    /// due.
+    /// Sends the router advertisements that are due, and one to a guest that asks.
     fn tell_routers(&mut self, heard: bool) -> io::Result<()> {
         let Some((socket, all)) = &self.routers else {
             return Ok(());
@@ -194,25 +193,34 @@ impl Server {
         let mut asks = None;
         if heard && let Some((length, from)) = received(socket.recv_from(&mut self.packet))? {
             let message = self.packet.get(..length).unwrap_or_default();
-            self.schedule.hear(message);
-            asks = ra::asks(message).then_some(from.ip());
+            match from.ip() {
+                IpAddr::V6(from) if ra::asks(message) && from.is_unspecified() => self.schedule.ask(),
+                IpAddr::V6(from) => asks = ra::asks(message).then_some(from),
+                IpAddr::V4(_) => {}
+            }
         }
-        let is_first = self.schedule.due().is_none();
-        let is_due = self.schedule.take(Instant::now());
-        if !is_due && asks.is_none() {
+        let due = self.schedule.take(Instant::now());
+        if due.is_none() && asks.is_none() {
             return Ok(());
         }
         let Some(table) = self.tables.current() else {
             return Ok(());
         };
-        if is_due && let Some(message) = ra::advertisement(table, false) {
-            answer(socket, &message, *all);
+        let (Some(common), Some(own)) = (ra::advertisement(table, false), ra::advertisement(table, true))
+        else {
+            return Ok(());
+        };
+        if due == Some(ra::Due::All) {
+            answer(socket, &common, *all);
         }
-        // To one that asks, and to all when the helper starts: an earlier one may have told them less.
-        if let Some(message) = ra::advertisement(table, true) {
-            for address in ra::autonomous(table).filter(|address| is_first || asks == Some((*address).into()))
-            {
-                answer(socket, &message, ra::node(address, all.scope_id()));
+        let is_autonomous = |asks: Ipv6Addr| ra::autonomous(table).any(|address| address == asks);
+        if let Some(asks) = asks {
+            let message = if is_autonomous(asks) { &own } else { &common };
+            answer(socket, message, ra::node(asks, all.scope_id()));
+        }
+        if due.is_some() {
+            for address in ra::autonomous(table) {
+                answer(socket, &own, ra::node(address, all.scope_id()));
             }
         }
         Ok(())
