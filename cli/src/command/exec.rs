@@ -25,7 +25,7 @@ pub async fn exec(client: &Client, args: Exec) -> Result<()> {
         command: args.command,
         env: args.env,
         input: args.stdin,
-        timeout: args.timeout.and_then(|timeout| timeout.try_into().ok()),
+        timeout: args.timeout.map(Into::into),
     };
     requests
         .try_send(request(Message::Open(open)))

@@ -209,7 +209,7 @@ async fn a_silent_agent_and_a_command_without_an_end_are_given_up() {
     })
     .await;
     let endless = ExecOpen {
-        timeout: Some(Duration::from_millis(50).try_into().unwrap()),
+        timeout: Some(Duration::from_millis(50).into()),
         ..command(&["sleep", "inf"])
     };
     let refused = exec(&daemon, endless, &[]).await.unwrap_err();

@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn all_are_told_after_a_period_and_guests_once_more_after_a_pause() {
+    fn all_are_told_each_period_and_guests_again_after_a_pause() {
         let (mut schedule, now) = (Schedule::default(), Instant::now());
         assert_eq!(schedule.due(), None);
         assert_eq!([schedule.take(now), schedule.take(now)], [Some(Due::All), None]);

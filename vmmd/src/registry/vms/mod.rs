@@ -205,14 +205,14 @@ impl Vms {
     }
 
     /// Publishes a VM's new state.
-    pub fn publish(&self, publisher: &watch::Sender<Arc<v1::Vm>>, state: Arc<v1::Vm>) {
+    pub fn publish(&self, publisher: &watch::Sender<Arc<v1::Vm>>, state: &Arc<v1::Vm>) {
         let mut vms = self.registry.lock();
-        let before = publisher.send_replace(Arc::clone(&state));
-        if !nics(&before).is_subset(&nics(&state)) {
+        let before = publisher.send_replace(Arc::clone(state));
+        if !nics(&before).is_subset(&nics(state)) {
             self.nics_gone.notify_one();
         }
         let name = state.metadata.as_ref().map_or("", |metadata| &metadata.name);
-        vms.change(name, |record, _| record.vm = Arc::clone(&state));
+        vms.change(name, |record, _| record.vm = Arc::clone(state));
     }
 
     /// Waits until a NIC is gone since this was last waited for, of a VM or with it.

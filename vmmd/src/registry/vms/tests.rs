@@ -58,7 +58,7 @@ fn a_replaced_actor_keeps_the_place_of_the_creation() {
     let publisher = add(&vms, "a");
     assert_eq!(made(&vms), first);
     assert_eq!(vms.failed("a"), 1);
-    vms.publish(&publisher, vm("a"));
+    vms.publish(&publisher, &vm("a"));
     let entry = vms.get("a").unwrap();
     assert!(vms.find(entry.uid).is_some());
     vms.drop_out("a");

@@ -642,7 +642,7 @@ impl Actor {
             &self.disks,
         );
         if *self.publisher.borrow().as_ref() != vm {
-            self.host.vms.publish(&self.publisher, Arc::new(vm));
+            self.host.vms.publish(&self.publisher, &Arc::new(vm));
         }
     }
 

@@ -326,7 +326,7 @@ impl Unusable {
     /// Publishes its state.
     pub(super) fn show(&self) {
         let state = Arc::new(self.describe());
-        self.host.vms.publish(&self.publisher, state);
+        self.host.vms.publish(&self.publisher, &state);
     }
 
     /// Deletes it by request; true when that is done.
