@@ -1,9 +1,11 @@
 //! One port: the state that its driver knows, its client, and the messages that the driver has yet
 //! to get.
 
-use std::{
-    io::{self, Read, Write},
-    os::unix::net::{UnixListener, UnixStream},
+use std::{io, os::fd::OwnedFd, os::unix::net::UnixListener};
+
+use rustix::{
+    io::Errno,
+    net::{SocketFlags, accept_with},
 };
 
 use super::{
@@ -15,7 +17,7 @@ use crate::state::message;
 /// A client, and how the worker watches its connection.
 #[derive(Debug)]
 pub(super) struct Client {
-    pub stream: UnixStream,
+    pub stream: OwnedFd,
     /// The events that are watched; `None` while the connection is not watched.
     pub watched: Option<(bool, bool)>,
     /// The client has closed its end. The connection is not watched any more. Earlier
@@ -88,9 +90,8 @@ impl Port {
         let Some(listener) = &self.listener else {
             return Ok(false);
         };
-        match listener.accept() {
-            Ok((stream, _)) => {
-                stream.set_nonblocking(true)?;
+        match accept_with(listener, SocketFlags::NONBLOCK | SocketFlags::CLOEXEC) {
+            Ok(stream) => {
                 self.disconnect();
                 self.client = Some(Client {
                     stream,
@@ -100,8 +101,8 @@ impl Port {
                 });
                 Ok(true)
             }
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
-            Err(error) => Err(error),
+            Err(Errno::AGAIN | Errno::INTR) => Ok(false),
+            Err(errno) => Err(errno.into()),
         }
     }
 
@@ -120,11 +121,11 @@ impl Port {
             if waiting.is_empty() {
                 break;
             }
-            match (&client.stream).write(waiting) {
+            match rustix::io::write(&client.stream, waiting) {
                 Ok(0) => self.disconnect(),
                 Ok(count) => self.written = self.written.saturating_add(count),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return,
                 Err(_) => self.disconnect(),
             }
         }
@@ -156,7 +157,7 @@ impl Port {
     /// Reads input of the client.
     pub fn read(&mut self, space: &mut [u8]) -> io::Result<usize> {
         match &self.client {
-            Some(client) => (&client.stream).read(space),
+            Some(client) => Ok(rustix::io::read(&client.stream, space)?),
             None => Err(io::ErrorKind::WouldBlock.into()),
         }
     }

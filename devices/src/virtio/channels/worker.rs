@@ -1,7 +1,7 @@
 //! Worker of the channels: moves bytes between the ports' queues and the clients, and exchanges
 //! control messages with the driver.
 
-use std::{io, time::Instant};
+use std::{io, os::fd::OwnedFd, time::Instant};
 
 use vmm_base::GuestMemory;
 
@@ -314,7 +314,7 @@ impl ChannelsHandler {
 }
 
 /// Whether the other side has closed its end.
-fn is_hung_up(stream: &std::os::unix::net::UnixStream) -> bool {
+fn is_hung_up(stream: &OwnedFd) -> bool {
     let mut polled = [rustix::event::PollFd::new(
         stream,
         rustix::event::PollFlags::empty(),

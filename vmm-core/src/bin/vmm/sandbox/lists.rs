@@ -155,6 +155,7 @@ static WORKER: &[Entry] = &[
     entry!(SYS_ioctl, Low16(1, &[kvm(0xa5)])), // KVM_SIGNAL_MSI
     entry!(SYS_ioctl, Low16(1, &[kvm(0x61)])) // KVM_IRQ_LINE
         .unseen("a guest that drives a device without MSI-X"),
+    entry!(SYS_accept4).unseen("a client of a channel"),
     entry!(SYS_ioctl, Low16(1, &[TUNSETOFFLOAD])),
     entry!(SYS_ioctl, Low16(1, &[TUNSETQUEUE])).unseen("a network interface with several pairs of queues"),
     entry!(
