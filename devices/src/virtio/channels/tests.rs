@@ -112,7 +112,10 @@ impl Guest {
     fn connected() -> (Self, UnixStream) {
         let mut guest = Self::start();
         guest.opens(true);
-        let client = guest.client();
+        let mut client = guest.client();
+        // The worker has accepted the client when input arrives. Output is dropped before.
+        client.write_all(b"hello").unwrap();
+        assert_eq!(guest.reads(64), b"hello");
         (guest, client)
     }
 
@@ -270,9 +273,6 @@ fn ends_or_resets(client: &mut UnixStream) {
 #[test]
 fn a_reset_of_the_device_ends_the_connection() {
     let (mut guest, mut client) = Guest::connected();
-    // The client is served by now.
-    client.write_all(b"hello").unwrap();
-    assert_eq!(guest.reads(64), b"hello");
     guest.driver.start(F_MULTIPORT);
     ends(&mut client);
     set_up(&mut guest.driver);

@@ -298,7 +298,7 @@ impl ChannelsHandler {
             port.flush();
             session.kick_again(output_of(index));
         }
-        if let Some(client) = port.client.as_mut()
+        if let Some(client) = port.client.as_mut().filter(|client| !client.hung_up)
             && is_hung_up(&client.stream)
         {
             // The kernel reports this again and again. The guest's program may still read earlier input.
