@@ -1,6 +1,6 @@
 //! `exec`: a command in a guest, by the guest's agent.
 
-use std::io::{self, Read as _, Write as _};
+use std::io::{self, Write as _};
 
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
@@ -61,13 +61,26 @@ fn request(message: Message) -> ExecVmRequest {
     }
 }
 
-/// Sends standard input up to its end.
+/// Sends standard input up to its end. A failed read ends this program: the end of the requests
+/// would look like the end of the input.
 fn send(requests: &mpsc::Sender<ExecVmRequest>) {
     let mut buffer = vec![0; CHUNK];
-    while let Ok(count @ 1..) = io::stdin().read(&mut buffer) {
-        let bytes = buffer.get(..count).unwrap_or_default().to_vec();
-        if requests.blocking_send(request(Message::Input(bytes))).is_err() {
-            return;
+    loop {
+        match rustix::io::retry_on_intr(|| rustix::io::read(io::stdin(), &mut buffer)) {
+            Ok(0) => return,
+            Ok(count) => {
+                let bytes = buffer.get(..count).unwrap_or_default().to_vec();
+                if requests.blocking_send(request(Message::Input(bytes))).is_err() {
+                    return;
+                }
+            }
+            Err(errno) => {
+                eprintln!(
+                    "vmmctl: error: reading standard input: {}",
+                    io::Error::from(errno)
+                );
+                std::process::exit(Code::Other as i32);
+            }
         }
     }
 }

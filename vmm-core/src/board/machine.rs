@@ -118,7 +118,7 @@ impl Machine {
         parts
     }
 
-    /// Gives the guest of a restored machine another generation id, before it runs on. A machine with firmware has none.
+    /// Gives the guest of a restored machine another generation id, before it continues. Machines with firmware have no generation id.
     pub(super) fn renew_generation(&mut self) -> Result<(), Failure> {
         if self.image.has_generation() {
             self.image.write_generation(self.ram.memory())?;

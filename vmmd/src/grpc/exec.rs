@@ -50,12 +50,18 @@ pub async fn open(host: Arc<Host>, mut input: Streaming<ExecVmRequest>) -> Resul
         .get(&open.name)
         .ok_or_else(|| Failure::no_vm(&open.name))?;
     Agent::of(&host, &entry)?;
-    let typed = match open.input {
-        true => read(input).await?,
-        false => Vec::new(),
+    let start = async {
+        let typed = match open.input {
+            true => read(input).await?,
+            false => Vec::new(),
+        };
+        let agent = Agent::of(&host, &entry)?;
+        agent.start(&open.command, &open.env, &typed).await
     };
-    let agent = Agent::of(&host, &entry)?;
-    let pid = agent.start(&open.command, &open.env, &typed).await?;
+    let pid = tokio::select! {
+        pid = start => pid?,
+        () = host.stopping.cancelled() => return Err(Failure::stopping()),
+    };
     let (sender, receiver) = mpsc::channel(READY);
     tokio::spawn(async move {
         let limit = limit.filter(|limit| !limit.is_zero());
@@ -109,7 +115,15 @@ fn check(open: &ExecOpen) -> Result<(), Failure> {
 /// The client's input, up to the end of its messages.
 async fn read(mut messages: Streaming<ExecVmRequest>) -> Result<Vec<u8>, Failure> {
     let mut input = Vec::new();
-    while let Ok(Some(request)) = messages.message().await {
+    // A client that breaks off has not sent all: the command does not start.
+    let aborted = |_| {
+        Failure::new(
+            Kind::Aborted,
+            "INPUT_INCOMPLETE",
+            "the client broke off its input",
+        )
+    };
+    while let Some(request) = messages.message().await.map_err(aborted)? {
         match request.message {
             Some(Message::Input(bytes)) => input.extend(bytes),
             _ => return Err(Failure::field("input", "must follow after `open`")),

@@ -2,9 +2,9 @@
 //! with a line of JSON.
 //!
 //! Each question has a connection of its own to the VM's `agent.sock`. It begins with a question
-//! whose answer is known (`guest-sync-delimited`). The answer shows that an agent is there, and that
-//! all that follows belongs to this connection. An agent is not trusted: its answers are bounded in
-//! length and time.
+//! whose answer is known (`guest-sync-delimited`). This answer proves that an agent runs, and that
+//! later bytes belong to this connection. An agent is not trusted: its answers are bounded in length
+//! and time.
 
 use std::time::Duration;
 
@@ -24,7 +24,7 @@ use vmmd_host::{
 
 use crate::{host::Host, paths::RuntimeDir, registry::vms::Entry};
 
-/// How long an agent may take to show that it is there.
+/// Time limit for the first answer of an agent.
 const SYNC: Duration = Duration::from_secs(5);
 /// How long an agent may take for one answer.
 const ANSWER: Duration = Duration::from_secs(30);

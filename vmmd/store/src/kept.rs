@@ -21,7 +21,7 @@ pub trait Kept {
     ///
     /// # Errors
     ///
-    /// A secret can't be sealed.
+    /// The encryption of a secret fails.
     fn encoded(&self, key: &Key) -> Result<Vec<u8>, Error>;
 }
 

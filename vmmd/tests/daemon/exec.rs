@@ -142,6 +142,41 @@ async fn a_command_gets_its_input_and_its_output_comes_back() {
 }
 
 #[tokio::test]
+async fn input_that_breaks_off_starts_no_command() {
+    let daemon = Daemon::start().await;
+    let (asked, mut questions) = mpsc::unbounded_channel();
+    guest(&daemon, move |question| {
+        if question["execute"] == "guest-exec" {
+            let path = question["arguments"]["path"].as_str().unwrap();
+            asked.send(path.to_owned()).unwrap();
+            return reply(&json!({"pid": 1}));
+        }
+        reply(&json!({"exited": true, "exitcode": 0}))
+    })
+    .await;
+    let (sender, receiver) = mpsc::channel(1);
+    let mut client = daemon.client();
+    let call = tokio::spawn(async move { client.exec_vm(ReceiverStream::new(receiver)).await.map(drop) });
+    let open = ExecOpen {
+        input: true,
+        ..command(&["rm"])
+    };
+    // The channel has room for one message: the connection has taken those before the last one.
+    for message in [
+        Message::Open(open),
+        Message::Input(b"half".to_vec()),
+        Message::Input(b" a".to_vec()),
+    ] {
+        let message = Some(message);
+        sender.send(ExecVmRequest { message }).await.unwrap();
+    }
+    call.abort();
+    assert!(call.await.unwrap_err().is_cancelled());
+    exec(&daemon, command(&["true"]), &[]).await.unwrap();
+    assert_eq!(questions.recv().await.as_deref(), Some("true"));
+}
+
+#[tokio::test]
 async fn a_vm_without_an_agent_and_wrong_commands_are_refused() {
     let daemon = Daemon::start().await;
     daemon.run("web", "").await;

@@ -98,7 +98,7 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// Somebody has asked who has no address for an answer.
+    /// A guest without an address for the answer asks.
     pub fn ask(&mut self) {
         self.asked = true;
     }
