@@ -27,7 +27,7 @@ fn writer() -> String {
         )
     });
     format!(
-        "{{ (n=0; while [ ! -e /run/stop ]; do i=$((n%{PIECES})); {}; n=$((n+1)); echo $n >/run/wrote; sleep 0.3; done; rm /run/stop) >/dev/null 2>&1 & }}",
+        "{{ (n=0; while [ ! -e /run/stop ]; do i=$((n%{PIECES})); {}; n=$((n+1)); echo $n >/run/wrote.new; mv /run/wrote.new /run/wrote; sleep 0.3; done; rm /run/stop) >/dev/null 2>&1 & }}",
         each.join("; ")
     )
 }
