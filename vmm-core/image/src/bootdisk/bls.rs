@@ -27,6 +27,8 @@ pub struct Entry {
     pub cmdline: String,
     /// Layout of the kernel's file, if the kernel is a unified image.
     pub image: Option<Image>,
+    /// Variables of GRUB that have no value here.
+    pub undefined: Vec<String>,
 }
 
 /// Reads one; nothing when it boots no kernel. One with `uki` or `efi` names an image, which is to be read by the caller. `variables` are those of GRUB's environment block, which Fedora's entries use.
@@ -50,16 +52,16 @@ pub fn entry(id: &str, text: &str, variables: &Variables) -> Option<Entry> {
                 value.clone_into(&mut entry.kernel);
                 entry.image = Some(Image::default());
             }
-            // GRUB takes several in a line, and $tuned_initrd, which is hardly ever set.
-            "initrd" => entry.initrds.extend(
-                value
-                    .split_whitespace()
-                    .filter(|path| !path.starts_with('$'))
-                    .map(str::to_owned),
-            ),
+            // GRUB takes several in a line, and variables.
+            "initrd" => {
+                for word in value.split_whitespace() {
+                    let paths = variable(word, variables, &mut entry.undefined);
+                    entry.initrds.extend(paths.split_whitespace().map(str::to_owned));
+                }
+            }
             "options" => {
                 for word in value.split_whitespace() {
-                    let word = variable(word, variables);
+                    let word = variable(word, variables, &mut entry.undefined);
                     // Further words are dropped: the options are already too long for a command
                     // line.
                     if !word.is_empty() && options.len() <= LONGEST_COMMAND {
@@ -76,11 +78,16 @@ pub fn entry(id: &str, text: &str, variables: &Variables) -> Option<Entry> {
     has_kernel.then_some(entry)
 }
 
-fn variable<'a>(word: &'a str, variables: &'a Variables) -> &'a str {
-    match word.strip_prefix('$') {
-        Some(name) => variables.get(name).map_or("", String::as_str),
-        None => word,
+/// A word, or the value of the variable that it names.
+fn variable<'a>(word: &'a str, variables: &'a Variables, undefined: &mut Vec<String>) -> &'a str {
+    let Some(name) = word.strip_prefix('$') else {
+        return word;
+    };
+    let value = variables.get(name);
+    if value.is_none() {
+        undefined.push(name.to_owned());
     }
+    value.map_or("", String::as_str)
 }
 
 /// Sorts the entries, and puts the default entry first: `saved` is GRUB's saved name, or a number

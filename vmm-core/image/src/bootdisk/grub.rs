@@ -4,7 +4,7 @@
 
 mod parser;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use parser::{Node, Piece, Word, parse};
 
@@ -26,8 +26,77 @@ pub const NEXT: &str = "next_entry";
 /// The same of GRUB 1.98 and 1.99: the saved entry is for one start, and this one for those after it.
 pub const PREVIOUS: &str = "prev_saved_entry";
 
+/// Variable of Ubuntu's entries. It is for the boot screen alone, and a function sets it.
+const HARMLESS: &str = "vt_handoff";
+
 /// Variables.
 pub type Variables = BTreeMap<String, String>;
+
+/// Variables to which configurations may give a value that is not known here.
+#[derive(Debug, Default)]
+pub struct Unknown {
+    names: BTreeSet<String>,
+    /// A configuration loads variables from a file.
+    any: bool,
+}
+
+impl Unknown {
+    /// Adds those of a configuration.
+    pub fn add(&mut self, text: &str) {
+        self.add_nodes(&parse(text));
+    }
+
+    fn add_nodes(&mut self, nodes: &[Node]) {
+        for node in nodes {
+            let mut words = node.words.iter();
+            let first = words.next();
+            let assignment = match first.and_then(|word| text_of(word)) {
+                Some("load_env") => {
+                    let is_option = |text: &&str| text.starts_with("-f") || text.starts_with("--file");
+                    let names_file = words
+                        .clone()
+                        .filter_map(|word| text_of(word))
+                        .any(|text| is_option(&text));
+                    // The environment block is read.
+                    let is_block = words.any(
+                        |word| matches!(word.last(), Some(Piece::Text(text)) if text.ends_with("grubenv")),
+                    );
+                    self.any |= names_file && !is_block;
+                    None
+                }
+                Some("set") => words.next(),
+                _ => first,
+            };
+            let name = assignment.and_then(|word| assigned(word));
+            self.names
+                .extend(name.filter(|name| *name != HARMLESS).map(str::to_owned));
+            self.add_nodes(node.block.as_deref().unwrap_or_default());
+        }
+    }
+
+    /// The first of these variables, which have no value here, that may have a value.
+    pub fn first<'a>(&self, undefined: &'a [String]) -> Option<&'a str> {
+        let is_unknown = |name: &&String| {
+            let name = name.as_str();
+            name != HARMLESS && (self.any || self.names.contains(name))
+        };
+        undefined.iter().find(is_unknown).map(String::as_str)
+    }
+}
+
+/// The text at the start of a word.
+fn text_of(word: &Word) -> Option<&str> {
+    match word.first() {
+        Some(Piece::Text(text)) => Some(text),
+        _ => None,
+    }
+}
+
+/// The variable that `name=value` sets, if the value is not empty.
+fn assigned(word: &Word) -> Option<&str> {
+    let (name, value) = text_of(word)?.split_once('=')?;
+    (!value.is_empty() || word.len() > 1).then_some(name)
+}
 
 /// Where an entry's files are.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -60,6 +129,8 @@ pub struct Entry {
     pub initrds: Vec<String>,
     /// Command line.
     pub cmdline: String,
+    /// Variables in the commands for kernel and initial RAM disks that have no value here.
+    pub undefined: Vec<String>,
 }
 
 /// An entry of the menu, or a menu below it.
@@ -340,6 +411,14 @@ fn entry(item: &Item) -> Option<Entry> {
     let mut found: Option<Entry> = None;
     for node in &item.inner {
         let words = expand(&node.words, &state.variables);
+        let undefined = || {
+            let pieces = node.words.iter().flatten();
+            let names = pieces.filter_map(|piece| match piece {
+                Piece::Variable(name) if !state.variables.contains_key(name) => Some(name.clone()),
+                _ => None,
+            });
+            names.take(MOST_VARIABLES).collect::<Vec<_>>()
+        };
         let words: Vec<&String> = words.iter().filter(|word| !word.is_empty()).collect();
         match words.split_first() {
             Some((command, arguments)) if matches!(command.as_str(), "linux" | "linuxefi" | "linux16") => {
@@ -351,7 +430,7 @@ fn entry(item: &Item) -> Option<Entry> {
                 if found.as_ref().is_some_and(|found| !found.initrds.is_empty()) {
                     continue;
                 }
-                let cmdline: Vec<_> = cmdline.iter().map(|word| word.as_str()).collect();
+                let cmdline: Vec<_> = cmdline.iter().map(|word| quoted(word)).collect();
                 found = Some(Entry {
                     title: item.title.clone(),
                     id: item.id.clone(),
@@ -359,11 +438,13 @@ fn entry(item: &Item) -> Option<Entry> {
                     kernel: without_device(kernel),
                     initrds: Vec::new(),
                     cmdline: cmdline.join(" "),
+                    undefined: undefined(),
                 });
             }
             Some((command, arguments)) if matches!(command.as_str(), "initrd" | "initrdefi" | "initrd16") => {
                 if let Some(found) = found.as_mut().filter(|found| found.initrds.is_empty()) {
                     found.initrds = arguments.iter().map(|path| without_device(path)).collect();
+                    found.undefined.extend(undefined());
                 }
             }
             Some(_) => {
@@ -378,6 +459,21 @@ fn entry(item: &Item) -> Option<Entry> {
         root: state.root,
         ..found
     })
+}
+
+/// An argument as GRUB writes it to the command line: in quotes if it has a space.
+fn quoted(word: &str) -> String {
+    let mut text = String::with_capacity(word.len());
+    for letter in word.chars() {
+        if matches!(letter, '\\' | '\'' | '"') {
+            text.push('\\');
+        }
+        text.push(letter);
+    }
+    match word.contains(' ') {
+        true => format!("\"{text}\""),
+        false => text,
+    }
 }
 
 /// `(hd0,gpt1)/boot/vmlinuz`: the path in it.

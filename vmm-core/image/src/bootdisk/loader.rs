@@ -4,8 +4,8 @@
 use super::{
     Candidate, MOST_ENTRIES, TEXT,
     bls::{self, Entry},
-    grub::{self, Root, Variables},
-    on, uki,
+    grub::{self, Root, Unknown, Variables},
+    on, once_doubt, uki, variable_doubt,
     volume::Volume,
 };
 
@@ -14,12 +14,14 @@ use super::{
 const LOADER: [(&str, &str); 2] = [("/loader", ""), ("/boot/loader", "/boot")];
 /// Where unified kernel images are, below of the same.
 const IMAGES: &str = "EFI/Linux";
+/// Arguments that name the root file system (kernel-command-line(7)).
+const ROOTS: [&str; 3] = ["root=", "roothash=", "usrhash="];
 /// Most unified kernel images that are looked at.
 const MOST_IMAGES: usize = 64;
 
 /// The entries of all file systems, with each file system's default entry first. `variables` are
 /// those of GRUB's environment block.
-pub fn entries(volumes: &[Volume], variables: &Variables) -> Vec<Candidate> {
+pub fn entries(volumes: &[Volume], variables: &Variables, unknown: &Unknown) -> Vec<Candidate> {
     let mut later = variables.clone();
     let once = grub::take_once(&mut later);
     let saved = later.get("saved_entry").cloned().unwrap_or_default();
@@ -46,20 +48,49 @@ pub fn entries(volumes: &[Volume], variables: &Variables) -> Vec<Candidate> {
                 let is_named = now.iter().zip(&entries).all(|(now, later)| now.id == later.id);
                 chosen.is_none() && !is_named
             });
-            found.extend(entries.into_iter().map(|entry| Candidate {
-                by: format!("{} {}{}", what(&entry), entry.id, on(volume)),
-                root: Root::Here,
-                kernel: entry.kernel,
-                below,
-                initrds: entry.initrds,
-                cmdline: entry.cmdline,
-                image: entry.image,
-                volume: number,
-                once: once.clone(),
+            let once = once.as_ref().map(once_doubt);
+            found.extend(entries.into_iter().map(|entry| {
+                Candidate {
+                    doubt: once
+                        .clone()
+                        .or_else(|| unknown.first(&entry.undefined).map(variable_doubt))
+                        .or_else(|| image_doubt(volume, below, &entry)),
+                    by: format!("{} {}{}", what(&entry), entry.id, on(volume)),
+                    root: Root::Here,
+                    kernel: entry.kernel,
+                    below,
+                    initrds: entry.initrds,
+                    cmdline: entry.cmdline,
+                    image: entry.image,
+                    volume: number,
+                }
             }));
         }
     }
     found
+}
+
+/// Why systemd-boot may boot a unified kernel image differently.
+fn image_doubt(volume: &Volume, below: &str, entry: &Entry) -> Option<String> {
+    entry.image.as_ref()?;
+    let path = entry.kernel.trim_start_matches('/');
+    let folders = [
+        format!("{below}/{path}.extra.d"),
+        format!("{below}/loader/addons"),
+    ];
+    let is_addon = |name: &String| name.to_lowercase().ends_with(".addon.efi");
+    if folders
+        .iter()
+        .any(|folder| volume.names(folder).iter().any(is_addon))
+    {
+        return Some("its addons (*.addon.efi) are not read".to_owned());
+    }
+    let mut words = entry.cmdline.split_whitespace();
+    let is_root = |word: &str| ROOTS.iter().any(|start| word.starts_with(start));
+    (!words.any(is_root)).then(|| {
+        "its command line has no root=, so the guest looks for its root partition by a variable of UEFI"
+            .to_owned()
+    })
 }
 
 fn what(entry: &Entry) -> &'static str {

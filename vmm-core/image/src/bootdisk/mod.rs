@@ -1,6 +1,8 @@
 //! Finds the kernel that is installed on a disk, as the disk's boot loader would: by entries of the
-//! Boot Loader Specification and unified kernel images, by grub.cfg, or by the links that Debian
-//! creates in `/boot` and `/`.
+//! Boot Loader Specification and unified kernel images, or by grub.cfg.
+//!
+//! A disk is refused if the boot loader may boot it differently: a guess would boot the guest without
+//! its initial RAM disk or with another command line. Firmware boots such a disk.
 //!
 //! The content of the disk is untrusted. This module limits all work that the content can cause,
 //! and mounts nothing. The caller has given up all rights before.
@@ -13,7 +15,6 @@ mod files;
 #[cfg(any(test, feature = "testing"))]
 pub mod fuzzing;
 mod grub;
-mod links;
 mod loader;
 pub mod medium;
 pub mod partitions;
@@ -30,7 +31,7 @@ use std::{
     rc::Rc,
 };
 
-use grub::{NEXT, Once, PREVIOUS, Root, Variables};
+use grub::{NEXT, Once, PREVIOUS, Root, Unknown, Variables};
 use medium::{Bounded, Medium, Window};
 use volume::{Volume, Volumes};
 
@@ -42,6 +43,15 @@ pub const MAX_INITRD: u64 = 1 << 30;
 const MAX_CMDLINE: usize = vmmd_spec::vm::MAX_CMDLINE;
 /// Where grub.cfg is, on a file system for all or on one for `/boot`.
 const GRUB: [&str; 4] = ["/boot/grub", "/boot/grub2", "/grub", "/grub2"];
+/// Configurations of SYSLINUX and EXTLINUX.
+const SYSLINUX: [&str; 6] = [
+    "/extlinux.conf",
+    "/boot/extlinux.conf",
+    "/boot/extlinux/extlinux.conf",
+    "/extlinux/extlinux.conf",
+    "/syslinux.cfg",
+    "/boot/syslinux/syslinux.cfg",
+];
 /// Most entries that are looked at, of a kind.
 const MOST_ENTRIES: usize = 256;
 /// Most configurations of GRUB that are looked at.
@@ -106,8 +116,8 @@ struct Candidate {
     /// Layout of the kernel's file, if the kernel is a unified image.
     image: Option<uki::Image>,
     volume: usize,
-    /// The entry that the boot loader boots instead at the next start alone.
-    once: Option<Once>,
+    /// Why the boot loader may boot this entry differently, or another one.
+    doubt: Option<String>,
 }
 
 /// A grub.cfg.
@@ -138,20 +148,29 @@ fn find_within(disk: Rc<dyn Medium>, looking: u64, copying: u64) -> Result<Found
     let mut missing = None;
     let configurations = configurations(&readable);
     let variables = environment(&readable, &configurations);
-    let candidates = loader::entries(&readable, &variables)
+    let mut unknown = Unknown::default();
+    for configuration in &configurations {
+        unknown.add(&configuration.text);
+    }
+    let candidates = loader::entries(&readable, &variables, &unknown)
         .into_iter()
-        .chain(grub_entries(&configurations, &variables))
-        .chain(links::links(&readable));
-    for candidate in candidates {
+        .chain(grub_entries(&configurations, &variables, &unknown));
+    for mut candidate in candidates {
+        let doubt = candidate.doubt.take();
+        let unusable = |problem| FindError::Unusable {
+            what: candidate.by.clone(),
+            problem,
+        };
+        // A path with a variable may be wrong, so the doubt counts before the search for the file.
+        if let Some(doubt) = doubt {
+            return Err(unusable(doubt));
+        }
         let Some((at, below)) = place(&readable, &candidate) else {
             missing.get_or_insert_with(|| {
                 format!("{} names {}, which is not there", candidate.by, candidate.kernel)
             });
             continue;
         };
-        if let Some(once) = &candidate.once {
-            return Err(unusable_once(&candidate, once));
-        }
         let path = |path: &String| format!("{below}/{}", path.trim_start_matches('/'));
         let kernel = path(&candidate.kernel);
         let (range, initrds) = match &candidate.image {
@@ -166,10 +185,7 @@ fn find_within(disk: Rc<dyn Medium>, looking: u64, copying: u64) -> Result<Found
         };
         let volume = readable.swap_remove(at);
         if let Some((lost, _)) = initrds.iter().find(|(path, _)| !volume.has(path)) {
-            return Err(FindError::Unusable {
-                what: candidate.by,
-                problem: format!("the initial RAM disk {lost} is not there"),
-            });
+            return Err(unusable(format!("the initial RAM disk {lost} is not there")));
         }
         let cmdline = cmdline(&candidate)?;
         return Ok(Found {
@@ -187,6 +203,11 @@ fn find_within(disk: Rc<dyn Medium>, looking: u64, copying: u64) -> Result<Found
         let problem =
             format!("more than {looking} bytes would have to be read to look through its file systems");
         return Err(FindError::None(problem));
+    }
+    if missing.is_none() && readable.is_empty() && partitions::has_lost_gpt(&Window::whole(disk)) {
+        let problem =
+            "its partition table (GPT) has no header in sector 1, and the copy at its end is not read";
+        return Err(FindError::None(problem.to_owned()));
     }
     Err(FindError::None(nothing(&readable, &others, missing)))
 }
@@ -279,18 +300,19 @@ fn on(volume: &Volume) -> String {
     }
 }
 
-/// The error for a disk whose boot loader boots another entry at the next start alone. Without the boot loader's write, that entry would be
+/// The doubt about a disk whose boot loader boots another entry at the next start alone. Without the boot loader's write, that entry would be
 /// booted at all later starts too. The guest has not asked for the default entry.
-fn unusable_once(candidate: &Candidate, Once { variable, entry }: &Once) -> FindError {
-    let problem = format!(
+fn once_doubt(Once { variable, entry }: &Once) -> String {
+    format!(
         "GRUB has been asked to boot the entry \"{entry}\" instead, once (`{variable}` in its grubenv, which grub-reboot sets), and \
          only GRUB itself can note on the disk that this is done: attach the disk to another VM, mount it there and run `grub-editenv \
          MOUNTPOINT/boot/grub/grubenv unset {variable}`"
-    );
-    FindError::Unusable {
-        what: candidate.by.clone(),
-        problem,
-    }
+    )
+}
+
+/// The doubt about an entry with a variable to which a configuration of GRUB may give a value.
+fn variable_doubt(name: &str) -> String {
+    format!("it uses ${name}, and grub.cfg sets this variable by commands that are not evaluated here")
 }
 
 /// GRUB's environment block, from the first file system that has one. A setting for one start that no configuration reads is left out.
@@ -326,21 +348,30 @@ fn configurations(volumes: &[Volume]) -> Vec<Configuration> {
     texts.take(MOST_CONFIGURATIONS).collect()
 }
 
-fn grub_entries(configurations: &[Configuration], variables: &Variables) -> Vec<Candidate> {
+fn grub_entries(
+    configurations: &[Configuration],
+    variables: &Variables,
+    unknown: &Unknown,
+) -> Vec<Candidate> {
     let mut found = Vec::new();
     for Configuration { volume, place, text } in configurations {
         let left = MOST_ENTRIES.saturating_sub(found.len());
         let menu = grub::menu(text, variables);
-        found.extend(menu.entries.into_iter().take(left).map(|entry| Candidate {
-            by: format!("the entry \"{}\" of {place}", entry.title),
-            root: entry.root,
-            kernel: entry.kernel,
-            below: "",
-            initrds: entry.initrds,
-            cmdline: entry.cmdline,
-            image: None,
-            volume: *volume,
-            once: menu.once.clone(),
+        let once = menu.once.as_ref().map(once_doubt);
+        found.extend(menu.entries.into_iter().take(left).map(|entry| {
+            Candidate {
+                doubt: once
+                    .clone()
+                    .or_else(|| unknown.first(&entry.undefined).map(variable_doubt)),
+                by: format!("the entry \"{}\" of {place}", entry.title),
+                root: entry.root,
+                kernel: entry.kernel,
+                below: "",
+                initrds: entry.initrds,
+                cmdline: entry.cmdline,
+                image: None,
+                volume: *volume,
+            }
         }));
     }
     found
@@ -355,6 +386,7 @@ fn nothing(readable: &[Volume], others: &[String], missing: Option<String>) -> S
         let names = volume.names("/EFI/Linux");
         names.iter().any(|name| name.to_lowercase().ends_with(".efi"))
     };
+    let has_syslinux = |volume: &Volume| SYSLINUX.iter().any(|path| volume.has(path));
     if readable.iter().any(has_unified) {
         return "its unified kernel images (/EFI/Linux) have no kernel for this processor, or are damaged"
             .to_owned();
@@ -364,6 +396,9 @@ fn nothing(readable: &[Volume], others: &[String], missing: Option<String>) -> S
     }
     match readable.len() {
         0 => "it has no file system that is known here (ext2 to ext4, XFS, Btrfs, FAT)".to_owned(),
-        _ => "there are no boot loader entries, no grub.cfg and no /boot/vmlinuz on it".to_owned(),
+        _ if readable.iter().any(has_syslinux) => {
+            "its boot loader is SYSLINUX or EXTLINUX, whose configuration is not read".to_owned()
+        }
+        _ => "there are no boot loader entries and no grub.cfg on it".to_owned(),
     }
 }

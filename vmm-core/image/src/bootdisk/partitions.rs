@@ -36,13 +36,25 @@ pub struct Layout {
 ///
 /// The table is for other blocks; the text says what to change.
 pub fn check_block(disk: &Window, block: u64) -> Result<(), String> {
-    match layout(disk).and_then(|layout| layout.block) {
-        Some(wanted) if wanted != block => Err(format!(
+    match layout(disk) {
+        Some(Layout {
+            block: Some(wanted), ..
+        }) if wanted != block => Err(format!(
             "its partition table is for logical blocks of {wanted} bytes, and the disk has blocks of {block}, so the guest would find no \
              partition: set logicalBlockBytes of the disk to {wanted}"
         )),
+        // An MBR counts in blocks of the disk that it was made for, and does not name their length.
+        Some(Layout { block: None, .. }) if block != 512 => Err(format!(
+            "its partition table is an MBR, which is read for logical blocks of 512 bytes only, and the disk has blocks of {block}"
+        )),
         _ => Ok(()),
     }
+}
+
+/// Whether a disk has the MBR of a GPT, and no GPT behind it.
+pub fn has_lost_gpt(disk: &Window) -> bool {
+    let is_gpt = record(disk, 0).is_some_and(|all| all.iter().any(|(kind, ..)| *kind == PROTECTIVE));
+    is_gpt && SECTORS.iter().all(|sector| entries(disk, *sector).is_none())
 }
 
 /// The layout of a disk; nothing when it has no partition table.

@@ -413,12 +413,12 @@ fn unified_kernel_images_are_booted_as_systemd_boot_sorts_them() {
         ("loader/loader.conf", "default entry.efi\n"),
         (
             "loader/entries/entry.conf",
-            "uki /EFI/Linux/a.efi\noptions single\n",
+            "uki /EFI/Linux/a.efi\noptions root=LABEL=system single\n",
         ),
         ("loader/entries/shell.conf", "efi /shell.efi\n"),
         ("shell.efi", "MZ"),
     ]);
-    assert_eq!(named.cmdline, "single console=ttyS0");
+    assert_eq!(named.cmdline, "root=LABEL=system single console=ttyS0");
     assert_eq!(content(&named).0, "kernel 6.9");
     // With entries of kernels it is one list.
     let sorted = found(&[
@@ -431,42 +431,123 @@ fn unified_kernel_images_are_booted_as_systemd_boot_sorts_them() {
     assert_eq!(content(&sorted).0, "kernel 6.12");
 }
 
+/// The reason why a disk with these files is refused.
+fn refusal(workshop: &Workshop, files: &[(&str, &str)]) -> String {
+    let disk = workshop.ext4(ROOT, files);
+    find(Rc::new(disk)).unwrap_err().to_string()
+}
+
 #[test]
-fn links_are_followed_where_there_is_no_boot_loader() {
+fn kernel_without_boot_loader_entry_is_refused() {
     let workshop = Workshop::new();
-    let files = [
+    let kernel = [
         ("vmlinuz", "->boot/vmlinuz-6.1"),
-        ("initrd.img", "->boot/initrd.img-6.1"),
         ("boot/vmlinuz-6.1", "kernel 6.1"),
         ("boot/initrd.img-6.1", "ramdisk 6.1"),
-        ("etc/os-release", "ID=debian\n"),
-        (
-            "etc/default/grub",
-            "GRUB_CMDLINE_LINUX_DEFAULT=\"quiet\"\nGRUB_CMDLINE_LINUX=\"console=ttyS0,115200\"\n",
-        ),
+        ("etc/os-release", "ID=alpine\n"),
     ];
-    // On a disk without partitions, and as a logical partition of an MBR.
-    let root = workshop.ext4(ROOT, &files);
-    let disks: [Rc<dyn Medium>; 2] = [
-        Rc::new(root.clone()),
-        workshop.disk("dos", &["E", "L"], std::slice::from_ref(&root)),
-    ];
-    for disk in disks {
-        let found = find(disk).unwrap();
-        assert_eq!(
-            found.cmdline,
-            format!("root=UUID={ROOT} ro console=ttyS0,115200 quiet")
-        );
-        assert_eq!(content(&found), ("kernel 6.1".into(), "ramdisk 6.1".into()));
+    let refused = refusal(&workshop, &kernel);
+    assert!(
+        refused.ends_with("there are no boot loader entries and no grub.cfg on it"),
+        "{refused}"
+    );
+    for path in [
+        "extlinux.conf",
+        "boot/extlinux.conf",
+        "boot/syslinux/syslinux.cfg",
+    ] {
+        let config = (path, "LABEL virt\nLINUX vmlinuz-virt\nINITRD initramfs-virt\n");
+        let refused = refusal(&workshop, &[&kernel[..], &[config]].concat());
+        assert!(refused.contains("SYSLINUX or EXTLINUX"), "{refused}");
     }
-    // Without links the newest one is taken.
-    let files = [
-        ("boot/vmlinuz-6.9", "old"),
-        ("boot/vmlinuz-6.10", "new"),
-        ("boot/initrd.img-6.10", "new ramdisk"),
-    ];
-    let found = find(Rc::new(workshop.ext4(ROOT, &files))).unwrap();
-    assert_eq!(content(&found), ("new".into(), "new ramdisk".into()));
+}
+
+#[test]
+fn entry_with_a_variable_that_grub_cfg_sets_is_refused() {
+    let workshop = Workshop::new();
+    let disk = |options: &str, configuration: &str, environment: &str| {
+        let entry = format!("linux /vmlinuz\ninitrd /initrd $tuned_initrd\noptions {options}\n");
+        workshop.ext4(
+            BOOT,
+            &[
+                ("loader/entries/m.conf", &entry),
+                ("vmlinuz", "kernel"),
+                ("initrd", "ramdisk"),
+                ("grub2/grubenv", environment),
+                ("grub2/grub.cfg", configuration),
+            ],
+        )
+    };
+    let kernelopts = "if [ -z \"${kernelopts}\" ]; then\n  set kernelopts=\"root=UUID=1 ro \"\nfi\nblscfg\n";
+    let ignition = "set ignition_firstboot=\"\"\nif [ -f \"/ignition.firstboot\" ]; then\n \
+                    set ignition_firstboot=\"ignition.firstboot ${x}\"\nfi\nblscfg\n";
+    let harmless =
+        "set tuned_params=\"\"\nset tuned_initrd=\"\"\nload_env -f ${config_directory}/grubenv\nblscfg\n";
+    for (options, configuration, name) in [
+        ("$kernelopts", kernelopts, "kernelopts"),
+        ("root=UUID=1 $ignition_firstboot", ignition, "ignition_firstboot"),
+        (
+            "root=UUID=1 $more",
+            "load_env -f /boot/photon.cfg\nblscfg\n",
+            "tuned_initrd",
+        ),
+    ] {
+        let refused = find(Rc::new(disk(options, configuration, "")))
+            .unwrap_err()
+            .to_string();
+        assert!(
+            refused.starts_with(&format!(
+                "the boot loader entry m can't be booted: it uses ${name}, and grub.cfg sets"
+            )),
+            "{refused}"
+        );
+    }
+    for (options, configuration, environment) in [
+        ("$kernelopts", kernelopts, "kernelopts=root=UUID=1 ro\n"),
+        ("root=UUID=1 ro $tuned_params", harmless, ""),
+    ] {
+        let found = find(Rc::new(disk(options, configuration, environment))).unwrap();
+        assert_eq!(found.cmdline, "root=UUID=1 ro console=ttyS0");
+    }
+    let photon = "load_env -f /boot/photon.cfg\nmenuentry \"Photon\" {\n linux /boot/$photon_linux root=$rootpartition\n}\n";
+    let refused = refusal(
+        &workshop,
+        &[("boot/grub/grub.cfg", photon), ("boot/vmlinuz-6.1", "kernel")],
+    );
+    assert!(refused.contains("it uses $photon_linux"), "{refused}");
+}
+
+#[test]
+fn unified_kernel_image_that_needs_systemd_boot_is_refused() {
+    let image = |cmdline: &[u8]| uki::tests::pe(&[(".cmdline", cmdline), (".linux", b"kernel")]);
+    let refused = |files: &[(&str, &[u8])]| find(Rc::new(fat_of(files))).unwrap_err().to_string();
+    let (without, with) = (image(b"quiet"), image(b"root=LABEL=system"));
+    let text = refused(&[("EFI/Linux/a.efi", &without)]);
+    assert!(text.contains("no root="), "{text}");
+    for addon in [
+        "EFI/Linux/a.efi.extra.d/fips.addon.efi",
+        "loader/addons/console.addon.efi",
+    ] {
+        let text = refused(&[("EFI/Linux/a.efi", &with), (addon, b"MZ")]);
+        assert!(text.contains("addons"), "{text}");
+    }
+    let other = find(Rc::new(fat_of(&[
+        ("EFI/Linux/a.efi", &with),
+        ("EFI/Linux/a.efi.extra.d/x.cred", b""),
+    ])));
+    assert_eq!(content(&other.unwrap()).0, "kernel");
+}
+
+#[test]
+fn gpt_without_its_first_header_is_named() {
+    let workshop = Workshop::new();
+    let root = workshop.ext4(ROOT, &[("boot/grub/grub.cfg", GRUB_CFG)]);
+    let disk = workshop.disk("gpt", &["L"], &[root]);
+    let mut bytes = vec![0; usize::try_from(disk.size()).unwrap()];
+    disk.read_at(&mut bytes, 0).unwrap();
+    bytes[512..1024].fill(0);
+    let refused = find(Rc::new(bytes)).unwrap_err().to_string();
+    assert!(refused.contains("no header in sector 1"), "{refused}");
 }
 
 #[test]
@@ -482,7 +563,7 @@ fn a_disk_without_a_kernel_is_refused_with_what_it_has() {
         "no kernel was found on the disk: partition 1 has LVM, which is not read"
     );
     let root = |files: &[(&str, &str)]| Rc::new(workshop.ext4(ROOT, files));
-    assert!(refused(root(&[("a", "b")])).contains("no /boot/vmlinuz"));
+    assert!(refused(root(&[("a", "b")])).contains("no grub.cfg"));
     let gone = root(&[("boot/grub/grub.cfg", GRUB_CFG)]);
     assert!(refused(gone).contains("names /boot/vmlinuz-6.1, which is not there"));
     let no_initrd = root(&[("boot/grub/grub.cfg", GRUB_CFG), ("boot/vmlinuz-6.1", "kernel")]);
@@ -514,10 +595,37 @@ fn a_disk_without_a_kernel_is_refused_with_what_it_has() {
     assert!(refused(Rc::new(unified)).contains("unified kernel images (/EFI/Linux) have no kernel"));
     // A link to itself, and one that leads out.
     let looped = root(&[
-        ("boot/vmlinuz", "->vmlinuz"),
-        ("vmlinuz", "->../../../../etc/shadow"),
+        ("boot/grub/grub.cfg", "->grub.cfg"),
+        ("boot/grub2/grub.cfg", "->../../../../../etc/shadow"),
     ]);
-    assert!(refused(looped).contains("no kernel was found"));
+    assert!(refused(looped).contains("no grub.cfg"));
+}
+
+#[test]
+fn file_system_with_unknown_features_is_named() {
+    let workshop = Workshop::new();
+    let files = [("boot/grub/grub.cfg", GRUB_CFG)];
+    for features in ["meta_bg,^resize_inode", "mmp", "large_dir", "inline_data"] {
+        let disk = workshop.ext4_with(ROOT, &files, &["-O", features]);
+        let refused = find(Rc::new(disk)).unwrap_err().to_string();
+        assert!(refused.contains("the disk has an ext4 file system that can't be read"), "{refused}");
+    }
+}
+
+#[test]
+fn mbr_is_for_blocks_of_512_bytes() {
+    let workshop = Workshop::new();
+    let root = workshop.ext4(ROOT, &[]);
+    let check = |label: &str, kind: &str, block: u64| {
+        let disk = workshop.disk(label, &[kind], std::slice::from_ref(&root));
+        partitions::check_block(&Window::whole(disk), block)
+    };
+    assert_eq!(check("dos", "L", 512), Ok(()));
+    assert!(check("dos", "L", 4096).unwrap_err().contains("is an MBR"));
+    assert_eq!(check("gpt", "L", 512), Ok(()));
+    assert!(check("gpt", "L", 4096).unwrap_err().contains("logicalBlockBytes"));
+    let whole: Rc<dyn Medium> = Rc::new(root.clone());
+    assert_eq!(partitions::check_block(&Window::whole(whole), 4096), Ok(()));
 }
 
 #[test]

@@ -121,6 +121,7 @@ pub fn entry(id: &str, path: &str, image: Image) -> bls::Entry {
         initrds: Vec::new(),
         cmdline: image.cmdline.clone(),
         image: Some(image),
+        undefined: Vec::new(),
     }
 }
 

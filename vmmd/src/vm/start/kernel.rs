@@ -68,7 +68,10 @@ pub(super) async fn find(
         .await
         .map_err(|failure| match failure.reason {
             "IMAGE_UNUSABLE" => {
-                let message = format!("spec.boot.fromDisk: disk \"{disk}\": {}", failure.message);
+                let message = format!(
+                    "spec.boot.fromDisk: disk \"{disk}\": {}; firmware can boot it (spec.boot.firmware)",
+                    failure.message
+                );
                 Failure::precondition("KERNEL_NOT_FOUND", message)
             }
             _ => failure,

@@ -161,9 +161,10 @@ fn first_entry_has_its_file_system_and_command_line() {
             kernel: "/boot/vmlinuz-6.1.0-27-cloud-amd64".into(),
             initrds: vec!["/boot/initrd.img-6.1.0-27-cloud-amd64".into()],
             cmdline: "root=UUID=aaaa-bbbb ro console=tty0 console=ttyS0,115200 consoleblank=0".into(),
+            undefined: Vec::new(),
         }
     );
-    assert_eq!(found[1].cmdline, "root=UUID=aaaa-bbbb ro single=a b");
+    assert_eq!(found[1].cmdline, r#"root=UUID=aaaa-bbbb ro "single=a b""#);
 }
 
 #[test]
@@ -243,6 +244,16 @@ fn entry_for_one_start_is_named_where_another_would_boot() {
         assert_eq!(menu.entries[0].kernel, kernel, "{variables}");
         assert_eq!(menu.once.map(|once| once.variable), once, "{variables}");
     }
+}
+
+#[test]
+fn arguments_with_spaces_are_in_quotes_as_grub_has_them() {
+    let text = r#"menuentry a { linux /b root=x "foo=a b" x='c d' dm="r,,0 8 /dev/vda1" y=it\'s }"#;
+    let found = entries(text, &Variables::new());
+    assert_eq!(
+        found[0].cmdline,
+        r#"root=x "foo=a b" "x=c d" "dm=r,,0 8 /dev/vda1" y=it\'s"#
+    );
 }
 
 #[test]
