@@ -104,7 +104,7 @@ pub struct Config {
     pub images: ImportRules,
 }
 
-/// Files of the firmware for VMs with `boot.firmware`. The defaults are those of Debian's package `ovmf`.
+/// Files of the firmware for VMs with `boot.firmware`. The defaults are those of Debian's packages `ovmf` and `seabios`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[cfg_attr(test, derive(serde::Serialize))]
 #[serde(deny_unknown_fields, default)]
@@ -113,6 +113,8 @@ pub struct Firmware {
     pub uefi_code: PathBuf,
     /// Variables that a VM begins with at its first start. Default `/usr/share/OVMF/OVMF_VARS_4M.fd`.
     pub uefi_variables: PathBuf,
+    /// The BIOS. Default `/usr/share/seabios/bios-256k.bin`.
+    pub bios: PathBuf,
 }
 
 impl Default for Firmware {
@@ -120,6 +122,7 @@ impl Default for Firmware {
         Self {
             uefi_code: "/usr/share/OVMF/OVMF_CODE_4M.fd".into(),
             uefi_variables: "/usr/share/OVMF/OVMF_VARS_4M.fd".into(),
+            bios: "/usr/share/seabios/bios-256k.bin".into(),
         }
     }
 }
@@ -337,6 +340,7 @@ impl Config {
             ("audit_log", self.audit_log.as_ref()),
             ("firmware.uefi_code", Some(&self.firmware.uefi_code)),
             ("firmware.uefi_variables", Some(&self.firmware.uefi_variables)),
+            ("firmware.bios", Some(&self.firmware.bios)),
             ("tcp.certificate", self.tcp.as_ref().map(|tcp| &tcp.certificate)),
             ("tcp.key", self.tcp.as_ref().map(|tcp| &tcp.key)),
             ("tcp.client_ca", self.tcp.as_ref().map(|tcp| &tcp.client_ca)),

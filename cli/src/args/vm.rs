@@ -15,7 +15,14 @@ use super::{
 use crate::complete;
 
 /// Kinds of firmware.
-const FIRMWARES: Words<v1::FirmwareType> = &[("uefi", v1::FirmwareType::Uefi, "UEFI: OVMF of the node")];
+const FIRMWARES: Words<v1::FirmwareType> = &[
+    ("uefi", v1::FirmwareType::Uefi, "UEFI: OVMF of the node"),
+    (
+        "bios",
+        v1::FirmwareType::Bios,
+        "BIOS: SeaBIOS of the node, for disks with an MBR",
+    ),
+];
 /// Run policies.
 const RUN_POLICIES: Words<RunPolicy> = &[
     (

@@ -181,7 +181,10 @@ fn spec(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
             text.put("Boot", &format!("the kernel on disk {disk}"));
             text.put("  Command line", &boot.cmdline_append);
         }
-        Some(v1::boot_spec::Source::Firmware(_)) => text.put("Boot", "UEFI firmware"),
+        Some(v1::boot_spec::Source::Firmware(firmware)) => match firmware.r#type() {
+            v1::FirmwareType::Bios => text.put("Boot", "BIOS firmware"),
+            _ => text.put("Boot", "UEFI firmware"),
+        },
         None => {}
     }
     text.put("cloud-init", &cloud_init(spec.cloud_init.as_ref()));

@@ -151,6 +151,8 @@ pub enum Boot {
 pub enum FirmwareType {
     /// UEFI: OVMF.
     Uefi,
+    /// BIOS: SeaBIOS.
+    Bios,
 }
 
 impl Boot {
@@ -514,6 +516,7 @@ fn firmware_boot(found: &mut Violations, firmware: &v1::FirmwareBoot) -> Option<
         Ok(v1::FirmwareType::Unspecified | v1::FirmwareType::Uefi) => {
             Some(Boot::Firmware(FirmwareType::Uefi))
         }
+        Ok(v1::FirmwareType::Bios) => Some(Boot::Firmware(FirmwareType::Bios)),
         Err(_) => {
             let value = firmware.r#type;
             found.add("spec.boot.firmware.type", format_args!("unknown value {value}"));

@@ -84,12 +84,12 @@ pub enum Boot {
         /// Kernel command line.
         cmdline: String,
     },
-    /// Firmware in flash memory boots from the disks and NICs, in their order.
+    /// Firmware boots from the disks and NICs, in their order.
     Firmware {
         /// Its code.
         code: FdIndex,
-        /// Its variables.
-        variables: FdIndex,
+        /// The variables of UEFI firmware. A BIOS has none.
+        variables: Option<FdIndex>,
     },
 }
 
@@ -448,7 +448,9 @@ fn boot(claims: &mut Claims, spec: &vmm::MachineSpec) -> Boot {
     match (&spec.kernel, &spec.firmware) {
         (None, Some(firmware)) => Boot::Firmware {
             code: claims.fd("firmware.code_fd", firmware.code_fd),
-            variables: claims.fd("firmware.variables_fd", firmware.variables_fd),
+            variables: firmware
+                .variables_fd
+                .map(|index| claims.fd("firmware.variables_fd", index)),
         },
         (kernel, firmware) => {
             if firmware.is_some() {

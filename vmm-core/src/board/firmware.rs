@@ -1,8 +1,8 @@
-//! A machine that boots through firmware: the flash memory with code and variables, and the items
-//! by which firmware learns about the machine.
+//! A machine that boots through firmware: the code, the flash memory with the variables of UEFI, and
+//! the items by which firmware learns about the machine.
 //!
-//! Both parts of the flash end at 4 GiB, the code behind the variables, as QEMU's Q35 has them. The
-//! code is read-only memory that all machines share; writes to it have no effect.
+//! The code ends at 4 GiB, as on QEMU's Q35, and the variables end at its start. The code is
+//! read-only memory that all machines share; writes to it have no effect.
 
 use std::{
     fs::File,
@@ -29,13 +29,17 @@ use vmm_base::{GuestMemory, sys::file};
 use vmm_protocol::{machine::Machine, vmm::ErrorKind};
 
 use super::{
+    COM1_PORT,
     acpi::{self, Platform},
-    smbios::{self, System},
+    smbios::{self, EntryPoint, System},
 };
 use crate::{
     kvm::{Region, SlotId, Vm},
     lifecycle::Failure,
-    memory::{guest, layout},
+    memory::{
+        guest,
+        layout::{self, Map},
+    },
 };
 
 /// Where the flash may begin: behind the local APICs.
@@ -47,11 +51,13 @@ const FLASH_END: u64 = 4 * layout::GIB;
 mod name {
     pub(super) const E820: &str = "etc/e820";
     pub(super) const LOADER: &str = "etc/table-loader";
+    pub(super) const RSDP: &str = "etc/acpi/rsdp";
     pub(super) const ACPI: &str = "etc/acpi/tables";
     pub(super) const SMBIOS_ANCHOR: &str = "etc/smbios/smbios-anchor";
     pub(super) const SMBIOS_TABLES: &str = "etc/smbios/smbios-tables";
     pub(super) const BOOT_ORDER: &str = "bootorder";
     pub(super) const MENU_WAIT: &str = "etc/boot-menu-wait";
+    pub(super) const SERIAL_CONSOLE: &str = "etc/sercon-port";
 }
 
 /// Properties of the machine that firmware reads.
@@ -66,26 +72,28 @@ pub(super) struct Described<'a> {
 
 /// The device of the machine. It holds the code's memory slot as long as the machine lives.
 pub(super) struct Firmware {
-    flash: Arc<Mutex<Flash>>,
+    /// The variables of UEFI firmware.
+    flash: Option<Arc<Mutex<Flash>>>,
     fw_cfg: Arc<Mutex<FwCfg>>,
     code_bytes: u64,
 }
 
 impl Firmware {
-    /// Puts firmware with this code and these variables into the machine.
+    /// Puts firmware with this code into the machine: UEFI with these variables, or a BIOS.
     pub(super) fn new(
         vm: &Arc<Vm>,
         memory: &GuestMemory,
         mmio: &Bus,
         pio: &Bus,
-        files: (File, File),
+        files: (&File, Option<File>),
         described: &Described<'_>,
     ) -> Result<Self, Failure> {
         let (code, variables) = files;
-        let (code_length, variables_length) = (
-            length("the firmware's code", &code)?,
-            length("the firmware's variables", &variables)?,
-        );
+        let code_length = length("the firmware's code", code)?;
+        let variables_length = match &variables {
+            Some(variables) => length("the firmware's variables", variables)?,
+            None => 0,
+        };
         let code_start = FLASH_END
             .checked_sub(code_length)
             .filter(|start| start.saturating_sub(variables_length) >= FLASH_START);
@@ -93,28 +101,21 @@ impl Firmware {
             let message = "the firmware's code and variables are larger than 16 MiB together";
             Failure::of(ErrorKind::Image, message)
         })?;
-        let region = Arc::new(guest::file_region(&code, code_length)?);
+        let region = Arc::new(guest::file_region(code, code_length)?);
         vm.add_read_only_slot(&region, code_start)?;
 
         let start = code_start.saturating_sub(variables_length);
-        let region = guest::detached_region(variables_length)?;
-        let mut content = vec![0; usize::try_from(variables_length).unwrap_or(0)];
-        variables
-            .read_exact_at(&mut content, 0)
-            .map_err(|error| image(&error))?;
-        region
-            .write_slice(&content, MemoryRegionAddress(0))
-            .map_err(|error| Failure::new(ErrorKind::Internal, &error))?;
-        let slot = VariablesSlot {
-            vm: Arc::clone(vm),
-            region: Arc::new(region),
-            start,
-            slot: Mutex::new(None),
-            limit: LogLimit::new(),
+        let flash = match variables {
+            Some(variables) => {
+                let slot = VariablesSlot::new(vm, &variables, start..code_start)?;
+                let flash = Arc::new(Mutex::new(Flash::new(Arc::new(slot), variables)));
+                mmio.insert(start, variables_length, flash.clone())?;
+                Some(flash)
+            }
+            None => None,
         };
-        let flash = Arc::new(Mutex::new(Flash::new(Arc::new(slot), variables)));
-        mmio.insert(start, variables_length, flash.clone())?;
-        let fw_cfg = Arc::new(Mutex::new(FwCfg::new(items(described)?, memory.clone())));
+        let items = items(described)?;
+        let fw_cfg = Arc::new(Mutex::new(FwCfg::new(items, memory.clone())));
         pio.insert(fw_cfg::PORT, fw_cfg::PORTS, fw_cfg.clone())?;
         Ok(Self {
             flash,
@@ -160,7 +161,9 @@ impl Component for Firmware {
     }
 
     fn reset(&mut self) -> Result<(), ComponentError> {
-        lock(&self.flash).reset();
+        if let Some(flash) = &self.flash {
+            lock(flash).reset();
+        }
         lock(&self.fw_cfg).reset();
         Ok(())
     }
@@ -168,7 +171,7 @@ impl Component for Firmware {
     /// The variables are part of the state, so they go wherever the machine goes.
     fn save(&self) -> Result<Section, StateError> {
         let state = message::Firmware {
-            flash: Some(lock(&self.flash).save()),
+            flash: self.flash.as_ref().map(|flash| lock(flash).save()),
             fw_cfg: Some(lock(&self.fw_cfg).save()),
             code_bytes: self.code_bytes,
         };
@@ -185,11 +188,18 @@ impl Component for Firmware {
             );
             return Err(StateError::invalid("code_bytes", why));
         }
-        let absent = |field| move || StateError::invalid(field, "it is absent");
-        let fw_cfg = saved.fw_cfg.ok_or_else(absent("fw_cfg"))?;
-        let flash = saved.flash.ok_or_else(absent("flash"))?;
+        let fw_cfg = saved
+            .fw_cfg
+            .ok_or_else(|| StateError::invalid("fw_cfg", "it is absent"))?;
         lock(&self.fw_cfg).restore(&fw_cfg)?;
-        lock(&self.flash).restore(&flash)
+        match (&self.flash, saved.flash) {
+            (Some(flash), Some(saved)) => lock(flash).restore(&saved),
+            (None, None) => Ok(()),
+            _ => Err(StateError::invalid(
+                "flash",
+                "it is of the other kind of firmware: UEFI has variables, a BIOS has none",
+            )),
+        }
     }
 }
 
@@ -201,6 +211,27 @@ struct VariablesSlot {
     start: u64,
     slot: Mutex<Option<SlotId>>,
     limit: LogLimit,
+}
+
+impl VariablesSlot {
+    /// Memory with the content of the file, which is as long as `place`. The guest does not see it yet.
+    fn new(vm: &Arc<Vm>, file: &File, place: Range<u64>) -> Result<Self, Failure> {
+        let length = place.end.saturating_sub(place.start);
+        let region = guest::detached_region(length)?;
+        let mut content = vec![0; usize::try_from(length).unwrap_or(0)];
+        file.read_exact_at(&mut content, 0)
+            .map_err(|error| image(&error))?;
+        region
+            .write_slice(&content, MemoryRegionAddress(0))
+            .map_err(|error| Failure::new(ErrorKind::Internal, &error))?;
+        Ok(Self {
+            vm: Arc::clone(vm),
+            region: Arc::new(region),
+            start: place.start,
+            slot: Mutex::new(None),
+            limit: LogLimit::new(),
+        })
+    }
 }
 
 impl FlashMemory for VariablesSlot {
@@ -241,18 +272,29 @@ impl FlashMemory for VariablesSlot {
 fn items(described: &Described<'_>) -> Result<Items, Failure> {
     let cpus = u16::try_from(described.platform.apic_ids.len()).unwrap_or(u16::MAX);
     let mut items = Items::new(cpus);
-    let (acpi, loader) = tables(described.platform)?;
-    let (anchor, table) = smbios::parts(&described.system);
-    let files: [(&str, Vec<u8>); 7] = [
-        (name::E820, e820(described.system.ram)),
-        (name::LOADER, loader),
-        (name::ACPI, acpi),
+    let acpi = tables(described.platform)?;
+    let is_bios = described.system.map == Map::Bios;
+    let entry = match is_bios {
+        // SeaBIOS 1.16.2 reads no other.
+        true => EntryPoint::Narrow,
+        false => EntryPoint::Wide,
+    };
+    let (anchor, table) = smbios::parts(&described.system, entry);
+    let mut files = vec![
+        (name::E820, e820(described.system.map, described.system.ram)),
+        (name::LOADER, acpi.loader),
+        (name::RSDP, acpi.rsdp),
+        (name::ACPI, acpi.tables),
         (name::SMBIOS_ANCHOR, anchor),
         (name::SMBIOS_TABLES, table),
         (name::BOOT_ORDER, boot_order(described.machine)),
         // Milliseconds: no menu.
         (name::MENU_WAIT, vec![0; 2]),
     ];
+    if is_bios {
+        // OVMF finds the serial port by itself.
+        files.push((name::SERIAL_CONSOLE, COM1_PORT.to_le_bytes().to_vec()));
+    }
     for (name, content) in files {
         items
             .add_file(name, &content)
@@ -262,8 +304,8 @@ fn items(described: &Described<'_>) -> Result<Items, Failure> {
 }
 
 /// RAM as entries of the e820 map: address, length, type.
-fn e820(ram: u64) -> Vec<u8> {
-    let (low, high) = layout::Map::Firmware.ram_ranges(ram);
+fn e820(map: Map, ram: u64) -> Vec<u8> {
+    let (low, high) = map.ram_ranges(ram);
     let mut bytes = Vec::new();
     for Range { start, end } in [low, high].into_iter().filter(|range| !range.is_empty()) {
         bytes.extend(start.to_le_bytes());
@@ -299,11 +341,22 @@ mod loader {
     pub(super) const ADD_CHECKSUM: u32 = 3;
     /// Anywhere.
     pub(super) const ZONE_HIGH: u8 = 1;
+    /// Between 0xf_0000 and 0x10_0000, where guests of a BIOS search for the RSDP.
+    pub(super) const ZONE_FSEG: u8 = 2;
     pub(super) const ALIGNMENT: u32 = 64;
 }
 
-/// The ACPI tables with offsets in place of addresses, and the commands that turn these into addresses.
-fn tables(platform: &Platform) -> Result<(Vec<u8>, Vec<u8>), Failure> {
+/// Files with the ACPI tables.
+struct AcpiFiles {
+    rsdp: Vec<u8>,
+    /// The other tables, with zeroes in place of the RSDP.
+    tables: Vec<u8>,
+    /// The commands that turn the offsets in both files into addresses.
+    loader: Vec<u8>,
+}
+
+/// The ACPI tables with offsets in place of addresses.
+fn tables(platform: &Platform) -> Result<AcpiFiles, Failure> {
     let mut tables = acpi::build(platform, 0);
     let mut commands = Vec::new();
     let file = |name: &str| {
@@ -323,13 +376,18 @@ fn tables(platform: &Platform) -> Result<(Vec<u8>, Vec<u8>), Failure> {
         let value = u32::try_from(value);
         value.map_err(|_| Failure::of(ErrorKind::Internal, "the ACPI tables are too large"))
     };
-    let name = file(name::ACPI);
+    let (first, others) = (file(name::RSDP), file(name::ACPI));
+    let file_at = |offset: usize| match offset < acpi::RSDP_LENGTH {
+        true => &first,
+        false => &others,
+    };
     let alignment = loader::ALIGNMENT.to_le_bytes();
-    add(loader::ALLOCATE, &[&name, &alignment, &[loader::ZONE_HIGH]]);
+    add(loader::ALLOCATE, &[&first, &alignment, &[loader::ZONE_FSEG]]);
+    add(loader::ALLOCATE, &[&others, &alignment, &[loader::ZONE_HIGH]]);
     for pointer in &tables.pointers {
         add(
             loader::ADD_POINTER,
-            &[&name, &name, &number(*pointer)?.to_le_bytes(), &[8]],
+            &[file_at(*pointer), &others, &number(*pointer)?.to_le_bytes(), &[8]],
         );
     }
     for sum in &tables.checksums {
@@ -339,9 +397,16 @@ fn tables(platform: &Platform) -> Result<(Vec<u8>, Vec<u8>), Failure> {
         let (at, start) = (number(sum.at)?, number(sum.range.start)?);
         let length = number(sum.range.len())?;
         let parts = [at.to_le_bytes(), start.to_le_bytes(), length.to_le_bytes()];
-        add(loader::ADD_CHECKSUM, &[&name, &parts.concat()]);
+        add(loader::ADD_CHECKSUM, &[file_at(sum.range.start), &parts.concat()]);
     }
-    Ok((tables.bytes, commands))
+    let mut tables = tables.bytes;
+    let head = tables.iter_mut().take(acpi::RSDP_LENGTH);
+    let rsdp = head.map(std::mem::take).collect();
+    Ok(AcpiFiles {
+        rsdp,
+        tables,
+        loader: commands,
+    })
 }
 
 #[cfg(test)]
@@ -364,7 +429,7 @@ mod tests {
             memory_bytes: 256 << 20,
             firmware: Some(vmm::Firmware {
                 code_fd: 1,
-                variables_fd: 2,
+                variables_fd: Some(2),
             }),
             rng_pci_slot: 1,
             rng_fd: 3,
@@ -391,12 +456,12 @@ mod tests {
 
     #[test]
     fn e820_has_ram_below_2_gib_and_above_4_gib() {
-        let map = e820(5 * layout::GIB);
+        let map = e820(Map::Uefi, 5 * layout::GIB);
         let words: Vec<u32> = map
             .chunks_exact(4)
             .map(|word| u32::from_le_bytes(word.try_into().unwrap()))
             .collect();
         assert_eq!(words, [0, 0, 0x8000_0000, 0, 1, 0, 1, 0xc000_0000, 0, 1]);
-        assert_eq!(e820(layout::GIB).len(), 20);
+        assert_eq!(e820(Map::Bios, layout::GIB).len(), 20);
     }
 }

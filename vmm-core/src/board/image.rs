@@ -1,7 +1,7 @@
 //! Content of RAM when the guest begins: firmware tables, kernel, initial RAM disk. Each reset
 //! rebuilds it; the files stay open but are not kept in memory.
 
-use std::{fs::File, thread::JoinHandle};
+use std::{fs::File, os::unix::fs::FileExt, thread::JoinHandle};
 
 use devices::{
     legacy,
@@ -11,6 +11,7 @@ use uuid::Uuid;
 use vm_memory::{Bytes, GuestAddress};
 use vmm_base::{
     GuestMemory,
+    sys::file,
     thread::{self, ThreadKind},
 };
 use vmm_protocol::{machine::Boot, vmm::ErrorKind};
@@ -20,7 +21,7 @@ use super::{
     COM1_GSI, COM1_PORT, GENERATION_GSI, HOTPLUG_GSI, KEYBOARD_GSI, POWER_BUTTON_GSI,
     acpi::{self, Platform},
     assemble::{Fds, display},
-    boot::{BootFramebuffer, BootParams, BootSource, Entry, Format},
+    boot::{BootFramebuffer, BootParams, BootSource, Entry},
     firmware,
     smbios::{self, System},
 };
@@ -70,7 +71,10 @@ pub struct Image {
 #[derive(Debug)]
 enum Source {
     Kernel(BootSource),
-    Firmware,
+    /// The code of UEFI firmware, in flash memory.
+    Uefi(File),
+    /// A BIOS.
+    Bios(File),
 }
 
 impl Image {
@@ -94,7 +98,13 @@ impl Image {
                 },
                 cmdline: cmdline.clone(),
             }),
-            Boot::Firmware { .. } => Source::Firmware,
+            Boot::Firmware { code, variables } => {
+                let code = File::from(fds.take(*code)?);
+                match variables {
+                    Some(_) => Source::Uefi(code),
+                    None => Source::Bios(code),
+                }
+            }
         };
         Ok(Self {
             source,
@@ -111,14 +121,6 @@ impl Image {
         })
     }
 
-    /// Whether the kernel is known to be Linux, before it is loaded.
-    pub(super) fn is_linux(&self) -> Result<bool, Failure> {
-        match &self.source {
-            Source::Kernel(source) => Ok(source.format()? == Format::Linux),
-            Source::Firmware => Ok(false),
-        }
-    }
-
     /// The files that a reset loads, for a machine on another node.
     pub(super) fn boot_files(&self) -> Result<BootFiles, Failure> {
         let again = |file: &File| {
@@ -133,10 +135,18 @@ impl Image {
                 initrd: source.initrd.as_ref().map(again).transpose()?,
                 cmdline: source.cmdline.clone(),
             }),
-            Source::Firmware => Err(Failure::of(
+            Source::Uefi(_) | Source::Bios(_) => Err(Failure::of(
                 ErrorKind::Invalid,
                 "a machine that boots through firmware has no boot files",
             )),
+        }
+    }
+
+    /// The code of the machine's firmware, if it boots through firmware.
+    pub(super) fn firmware(&self) -> Option<&File> {
+        match &self.source {
+            Source::Kernel(_) => None,
+            Source::Uefi(code) | Source::Bios(code) => Some(code),
         }
     }
 
@@ -155,11 +165,16 @@ impl Image {
 
     /// Writes everything into `ram`, which is all zeroes; says how the bootstrap processor begins.
     pub(super) fn load(&self, ram: &GuestRam) -> Result<Entry, Failure> {
-        let Source::Kernel(source) = &self.source else {
-            // Its code is in flash memory.
-            return Ok(Entry::ResetVector);
-        };
         let memory = ram.memory();
+        let source = match &self.source {
+            Source::Kernel(source) => source,
+            // Its code is in flash memory.
+            Source::Uefi(_) => return Ok(Entry::ResetVector),
+            Source::Bios(code) => {
+                write_bios(memory, code)?;
+                return Ok(Entry::ResetVector);
+            }
+        };
         write(
             memory,
             layout::ACPI.start,
@@ -198,7 +213,8 @@ impl Image {
             ram,
             map: match self.source {
                 Source::Kernel(_) => Map::Direct,
-                Source::Firmware => Map::Firmware,
+                Source::Uefi(_) => Map::Uefi,
+                Source::Bios(_) => Map::Bios,
             },
         }
     }
@@ -233,7 +249,10 @@ impl Loading {
 pub(super) fn map(spec: &vmm_protocol::machine::Machine) -> Map {
     match spec.boot {
         Boot::Kernel { .. } => Map::Direct,
-        Boot::Firmware { .. } => Map::Firmware,
+        Boot::Firmware {
+            variables: Some(_), ..
+        } => Map::Uefi,
+        Boot::Firmware { variables: None, .. } => Map::Bios,
     }
 }
 
@@ -253,7 +272,7 @@ fn platform(map: Map, apic_ids: Vec<u32>, windows: &PciWindows, has_keyboard: bo
         reach.map(|range| range.start..=range.end - 1).collect()
     });
     let (ecam, mmio32) = (map.ecam(), map.mmio32());
-    let has_firmware = map == Map::Firmware;
+    let has_firmware = map.has_firmware();
     let button = match has_firmware {
         true => legacy::pm::FIRMWARE_BUTTON_PORT,
         false => legacy::pm::BUTTON_PORT,
@@ -301,6 +320,19 @@ fn low(address: u64) -> u32 {
 )]
 const fn port(port: u64) -> u16 {
     port as u16
+}
+
+/// Writes the end of a BIOS below 1 MiB, where its code runs in real mode. A PC has read-only memory
+/// there until the BIOS selects RAM in the host bridge and copies itself. Here it is always RAM.
+fn write_bios(memory: &GuestMemory, code: &File) -> Result<(), Failure> {
+    let image = |error| Failure::new(ErrorKind::Image, &error);
+    let length = file::status(code).map_err(image)?.length;
+    let place = layout::BIOS;
+    let mut bytes = vec![0; usize::try_from(length.min(place.end - place.start)).unwrap_or(0)];
+    let tail = bytes.len() as u64;
+    code.read_exact_at(&mut bytes, length.saturating_sub(tail))
+        .map_err(image)?;
+    write(memory, place.end - tail, place.end, &bytes)
 }
 
 fn write(memory: &GuestMemory, start: u64, end: u64, bytes: &[u8]) -> Result<(), Failure> {

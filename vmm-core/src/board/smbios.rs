@@ -33,16 +33,35 @@ const NO_HANDLE: u16 = 0xffff;
 const NO_ERROR_HANDLE: u16 = 0xfffe;
 const MEMORY_ARRAY: u16 = 0x1000;
 
-/// The entry point and the table, for firmware that gives the table an address.
-pub fn parts(system: &System<'_>) -> (Vec<u8>, Vec<u8>) {
-    let mut entry = build(system);
-    let table = entry.split_off(TABLE_OFFSET);
-    entry.truncate(ENTRY_LENGTH);
-    (entry, table)
+/// Form of an entry point.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EntryPoint {
+    /// The 32-bit entry point (5.2.1).
+    Narrow,
+    /// The 64-bit entry point (5.2.2).
+    Wide,
+}
+
+/// The entry point and the table, for firmware that gives the table an address and sums up the entry point.
+pub fn parts(system: &System<'_>, form: EntryPoint) -> (Vec<u8>, Vec<u8>) {
+    let table = table(system);
+    let entry = match form {
+        EntryPoint::Narrow => narrow_entry_point(&table),
+        EntryPoint::Wide => entry_point(table.bytes.len()),
+    };
+    (entry, table.bytes)
 }
 
 /// The entry point and, behind it, the table: to be written at [`layout::SMBIOS`]'s start.
 pub fn build(system: &System<'_>) -> Vec<u8> {
+    let mut table = table(system).bytes;
+    let mut bytes = entry_point(table.len());
+    bytes.resize(TABLE_OFFSET, 0);
+    bytes.append(&mut table);
+    bytes
+}
+
+fn table(system: &System<'_>) -> Table {
     let mut table = Table::default();
     bios(&mut table);
     this_system(&mut table, system);
@@ -54,11 +73,26 @@ pub fn build(system: &System<'_>) -> Vec<u8> {
     // Type 32, system boot information: no errors.
     table.add(32, 0x2000, &[0; 7], &[]);
     table.add(127, 0x7f00, &[], &[]);
+    table
+}
 
-    let mut bytes = entry_point(table.bytes.len());
-    bytes.resize(TABLE_OFFSET, 0);
-    bytes.append(&mut table.bytes);
-    bytes
+/// 5.2.1: the 32-bit entry point, without checksums and the address of the table.
+fn narrow_entry_point(table: &Table) -> Vec<u8> {
+    const LENGTH: u8 = 31;
+    let wire = |number: usize| u16::try_from(number).unwrap_or(u16::MAX).to_le_bytes();
+    let mut entry = b"_SM_".to_vec();
+    // Checksum, length, version 3.7.
+    entry.extend([0, LENGTH, 3, 7]);
+    entry.extend(wire(table.longest));
+    // Entry point revision 0, formatted area.
+    entry.extend([0; 6]);
+    entry.extend(b"_DMI_\0");
+    entry.extend(wire(table.bytes.len()));
+    entry.extend([0; 4]);
+    entry.extend(wire(table.count));
+    // The version as binary-coded decimals.
+    entry.push(0x37);
+    entry
 }
 
 /// 5.2.2: the 64-bit entry point.
@@ -82,12 +116,17 @@ fn entry_point(table_length: usize) -> Vec<u8> {
 #[derive(Default)]
 struct Table {
     bytes: Vec<u8>,
+    /// Number of structures.
+    count: usize,
+    /// Length of the longest structure in bytes, with its strings.
+    longest: usize,
 }
 
 impl Table {
     /// A structure of this type: header, formatted part, strings (6.1).
     fn add(&mut self, kind: u8, handle: u16, formatted: &[u8], strings: &[&str]) {
         const HEADER: usize = 4;
+        let start = self.bytes.len();
         let length = u8::try_from(formatted.len().saturating_add(HEADER)).unwrap_or(u8::MAX);
         self.bytes.extend([kind, length]);
         self.bytes.extend(handle.to_le_bytes());
@@ -103,6 +142,8 @@ impl Table {
             self.bytes.push(0);
         }
         self.bytes.push(0);
+        self.count = self.count.saturating_add(1);
+        self.longest = self.longest.max(self.bytes.len().saturating_sub(start));
     }
 }
 
@@ -309,6 +350,18 @@ mod tests {
         );
         assert_eq!(u64::from_le_bytes(*entry[16..].first_chunk().unwrap()), 0xf_0020);
         assert!(bytes.len() as u64 <= layout::SMBIOS.end - layout::SMBIOS.start);
+    }
+
+    #[test]
+    fn narrow_entry_point_describes_the_table() {
+        let (entry, table) = parts(&SYSTEM, EntryPoint::Narrow);
+        assert_eq!(entry.len(), 31);
+        assert_eq!(&entry[..8], b"_SM_\0\x1f\x03\x07");
+        assert_eq!(&entry[16..22], b"_DMI_\0");
+        let number = |at: usize| usize::from(u16::from_le_bytes(*entry[at..].first_chunk().unwrap()));
+        assert_eq!(number(0x16), table.len());
+        assert_eq!(number(0x1c), structures(&table).len());
+        assert!((0x30..table.len()).contains(&number(8)));
     }
 
     #[test]

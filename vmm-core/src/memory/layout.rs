@@ -9,13 +9,13 @@
 //! 0010_0000 ─ c000_0000  RAM
 //! c000_0000 ─ e800_0000  32-bit BARs                       ┐ the hole that
 //! e800_0000 ─ e830_0000  ECAM of buses 0 to 2              ┘ firmware knows
-//! f800_0000 ─ f800_4000  KVM's identity map and task state segment
 //! fec0_0000, fee0_0000   I/O APIC, local APICs
+//! feff_c000 ─ ff00_0000  KVM's identity map and task state segment
 //! 1_0000_0000 ─          RAM above 3 GiB
 //! above all RAM          64-bit BARs
 //! ```
 //!
-//! A machine that boots through firmware ([`Map::Firmware`]) has another map. Stock OVMF takes
+//! A machine that boots through UEFI ([`Map::Uefi`]) has another map. Stock OVMF takes
 //! 0xb000_0000 (2022.11) or 0xe000_0000 (2025.02) for a window of 256 MiB to the configuration
 //! space, and places 32-bit BARs from 0xc000_0000 on or above low RAM. So low RAM ends at 2 GiB, as
 //! on QEMU's Q35, 32-bit BARs end at 0xe000_0000, and the window of the ACPI tables is above all
@@ -26,6 +26,15 @@
 //! c000_0000 ─ e000_0000  32-bit BARs
 //! fc00_0000 ─ fc30_0000  ECAM of buses 0 to 2
 //! below 1_0000_0000      flash: the variables, then the code up to the end
+//! ```
+//!
+//! A machine with a BIOS ([`Map::Bios`]) has no variables, and the end of the code also at 000e_0000.
+//! SeaBIOS (`src/fw/pciinit.c`) takes 0xb000_0000 for a window of 256 MiB to the configuration space,
+//! and places 32-bit BARs below 0xfec0_0000, downwards.
+//!
+//! ```text
+//! b000_0000 ─ b030_0000  ECAM of buses 0 to 2
+//! c000_0000 ─ fec0_0000  32-bit BARs
 //! ```
 
 use std::ops::Range;
@@ -63,14 +72,17 @@ pub const GENERATION_ID: Range<u64> = 0xe_f000..0xe_f010;
 /// The SMBIOS entry point, at the start, and its table: in the range that is searched for it (SMBIOS 3.7, 5.2.2).
 pub const SMBIOS: Range<u64> = 0xf_0000..0x10_0000;
 
+/// The end of a BIOS, in real mode.
+pub const BIOS: Range<u64> = 0xe_0000..0x10_0000;
+
 /// 32-bit BARs: the hole up to the configuration space.
 pub const MMIO32: Range<u64> = HOLE_START..0xe800_0000;
 /// PCI configuration space of all buses (ECAM), 1 MiB each, within the hole as firmware knows it.
 pub const ECAM: Range<u64> = 0xe800_0000..0xe800_0000 + ECAM_SIZE;
-/// One page for KVM's identity map (`KVM_SET_IDENTITY_MAP_ADDR`), behind the hole; guests never see it.
-pub const KVM_IDENTITY_MAP: u64 = 0xf800_0000;
+/// One page for KVM's identity map (`KVM_SET_IDENTITY_MAP_ADDR`), where no machine has anything; guests never see it.
+pub const KVM_IDENTITY_MAP: u64 = 0xfeff_c000;
 /// Three pages for KVM's task state segment (`KVM_SET_TSS_ADDR`).
-pub const KVM_TSS: u64 = 0xf800_1000;
+pub const KVM_TSS: u64 = 0xfeff_d000;
 /// Registers of the in-kernel I/O APIC (`IOAPIC_DEFAULT_BASE_ADDRESS`).
 pub const IO_APIC: u64 = 0xfec0_0000;
 /// Registers of each vCPU's local APIC (`APIC_DEFAULT_PHYS_BASE`).
@@ -84,16 +96,23 @@ pub const MMIO64_LENGTH: u64 = 64 * GIB;
 pub enum Map {
     /// That of a machine whose kernel is loaded directly.
     Direct,
-    /// That of a machine that boots through firmware.
-    Firmware,
+    /// That of a machine that boots through UEFI.
+    Uefi,
+    /// That of a machine with a BIOS.
+    Bios,
 }
 
 impl Map {
+    /// Whether the machine boots through firmware.
+    pub fn has_firmware(self) -> bool {
+        self != Self::Direct
+    }
+
     /// Where low RAM ends at the latest.
     pub fn low_ram_end(self) -> u64 {
         match self {
             Self::Direct => HOLE_START,
-            Self::Firmware => 2 * GIB,
+            Self::Uefi | Self::Bios => 2 * GIB,
         }
     }
 
@@ -101,7 +120,8 @@ impl Map {
     pub fn mmio32(self) -> Range<u64> {
         match self {
             Self::Direct => MMIO32,
-            Self::Firmware => HOLE_START..0xe000_0000,
+            Self::Uefi => HOLE_START..0xe000_0000,
+            Self::Bios => HOLE_START..IO_APIC,
         }
     }
 
@@ -109,7 +129,8 @@ impl Map {
     pub fn ecam(self) -> Range<u64> {
         match self {
             Self::Direct => ECAM,
-            Self::Firmware => 0xfc00_0000..0xfc00_0000 + ECAM_SIZE,
+            Self::Uefi => 0xfc00_0000..0xfc00_0000 + ECAM_SIZE,
+            Self::Bios => 0xb000_0000..0xb000_0000 + ECAM_SIZE,
         }
     }
 
@@ -195,7 +216,7 @@ mod tests {
     fn the_hole_is_the_one_that_cloudhv_firmware_expects() {
         assert_eq!(MMIO32.start, HOLE_START);
         const { assert!(MMIO32.end <= ECAM.start && ECAM.end <= HOLE_START + HOLE_LENGTH) };
-        assert_eq!(KVM_IDENTITY_MAP, HOLE_START + HOLE_LENGTH);
+        const { assert!(KVM_IDENTITY_MAP > LOCAL_APIC && KVM_TSS + 3 * 4096 == 0xff00_0000) };
     }
 
     #[test]

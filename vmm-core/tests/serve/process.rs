@@ -477,7 +477,7 @@ impl Client {
             kvm_fd: 0,
             firmware: Some(Firmware {
                 code_fd: 1,
-                variables_fd: 5,
+                variables_fd: Some(5),
             }),
             rng_pci_slot: 1,
             rng_fd: 2,

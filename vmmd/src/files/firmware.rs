@@ -8,6 +8,7 @@ use std::{
 };
 
 use vmmd_host::{failure::Failure, text};
+use vmmd_spec::vm::FirmwareType;
 
 use crate::{config::Firmware, paths::VariablesDir};
 
@@ -16,20 +17,37 @@ use crate::{config::Firmware, paths::VariablesDir};
 pub struct FirmwareFiles {
     /// Its code, open for reading.
     pub code: File,
-    /// The VM's variables, open for reading and writing.
-    pub variables: File,
+    /// The VM's variables, open for reading and writing. A BIOS has none.
+    pub variables: Option<File>,
 }
 
-/// Opens the firmware of a VM. The first start makes the variables from the package's template.
+/// Opens the firmware of a VM. The first start with UEFI makes the variables from the package's template.
 ///
 /// # Errors
 ///
 /// `FIRMWARE_NOT_FOUND` when the package is not installed.
-pub fn open(config: &Firmware, dir: &VariablesDir) -> Result<FirmwareFiles, Failure> {
-    let code = File::open(&config.uefi_code).map_err(|error| missing(&config.uefi_code, &error))?;
+pub fn open(config: &Firmware, kind: FirmwareType, dir: &VariablesDir) -> Result<FirmwareFiles, Failure> {
+    let missing = |path: &Path, error: &io::Error| missing(kind, path, error);
+    let (path, has_variables) = match kind {
+        FirmwareType::Uefi => (&config.uefi_code, true),
+        FirmwareType::Bios => (&config.bios, false),
+    };
+    let code = File::open(path).map_err(|error| missing(path, &error))?;
+    let variables = match has_variables {
+        true => Some(variables(config, dir, missing)?),
+        false => None,
+    };
+    Ok(FirmwareFiles { code, variables })
+}
+
+fn variables(
+    config: &Firmware,
+    dir: &VariablesDir,
+    missing: impl Fn(&Path, &io::Error) -> Failure,
+) -> Result<File, Failure> {
     let path = dir.variables();
     let existing = || File::options().read(true).write(true).open(&path);
-    let variables = match existing() {
+    let opened = match existing() {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             let template =
                 fs::read(&config.uefi_variables).map_err(|error| missing(&config.uefi_variables, &error))?;
@@ -37,14 +55,13 @@ pub fn open(config: &Firmware, dir: &VariablesDir) -> Result<FirmwareFiles, Fail
         }
         opened => opened,
     };
-    let variables = variables.map_err(|error| {
+    opened.map_err(|error| {
         Failure::internal(format!(
             "open the firmware's variables {}: {}",
             path.display(),
             text::words(&error)
         ))
-    })?;
-    Ok(FirmwareFiles { code, variables })
+    })
 }
 
 /// Makes the file complete before it has its name.
@@ -64,9 +81,13 @@ fn make(dir: &VariablesDir, path: &Path, content: &[u8]) -> io::Result<()> {
         .map_or(Ok(()), |parent| File::open(parent)?.sync_all())
 }
 
-fn missing(path: &Path, error: &io::Error) -> Failure {
+fn missing(kind: FirmwareType, path: &Path, error: &io::Error) -> Failure {
+    let (what, package) = match kind {
+        FirmwareType::Uefi => ("UEFI firmware", "ovmf"),
+        FirmwareType::Bios => ("BIOS", "seabios"),
+    };
     let message = format!(
-        "spec.boot.firmware: open the UEFI firmware {}: {}: install it (`apt install ovmf`), or set `firmware` in vmmd's configuration",
+        "spec.boot.firmware: open the {what} {}: {}: install it (`apt install {package}`), or set `firmware` in vmmd's configuration",
         path.display(),
         text::words(error)
     );
@@ -88,9 +109,11 @@ mod tests {
         let config = Firmware {
             uefi_code: folder.path().join("code"),
             uefi_variables: folder.path().join("template"),
+            bios: folder.path().join("bios"),
         };
+        let open_uefi = |dir: &VariablesDir| open(&config, FirmwareType::Uefi, dir);
         let dir = VariablesDir::below(folder.path(), Uuid::from_bytes([7; 16]));
-        let refused = open(&config, &dir).unwrap_err();
+        let refused = open_uefi(&dir).unwrap_err();
         assert_eq!(refused.reason, "FIRMWARE_NOT_FOUND");
         assert!(
             refused.message.contains("apt install ovmf"),
@@ -98,16 +121,36 @@ mod tests {
             refused.message
         );
         fs::write(&config.uefi_code, b"code").unwrap();
-        assert_eq!(open(&config, &dir).unwrap_err().reason, "FIRMWARE_NOT_FOUND");
+        assert_eq!(open_uefi(&dir).unwrap_err().reason, "FIRMWARE_NOT_FOUND");
         fs::write(&config.uefi_variables, b"template").unwrap();
-        let first = open(&config, &dir).unwrap();
-        first.variables.write_all_at(b"T", 0).unwrap();
-        let again = open(&config, &dir).unwrap();
+        let first = open_uefi(&dir).unwrap();
+        first.variables.unwrap().write_all_at(b"T", 0).unwrap();
+        let again = open_uefi(&dir).unwrap();
         let mut content = [0; 8];
-        again.variables.read_exact_at(&mut content, 0).unwrap();
+        again.variables.unwrap().read_exact_at(&mut content, 0).unwrap();
         assert_eq!(&content, b"Template");
         assert_eq!(fs::read(&config.uefi_variables).unwrap(), b"template");
         dir.remove().unwrap();
         assert!(!dir.variables().exists());
+    }
+
+    #[test]
+    fn a_bios_has_no_variables() {
+        let folder = tempfile::tempdir().unwrap();
+        let config = Firmware {
+            bios: folder.path().join("bios"),
+            ..Firmware::default()
+        };
+        let dir = VariablesDir::below(folder.path(), Uuid::from_bytes([7; 16]));
+        let refused = open(&config, FirmwareType::Bios, &dir).unwrap_err();
+        assert_eq!(refused.reason, "FIRMWARE_NOT_FOUND");
+        assert!(
+            refused.message.contains("apt install seabios"),
+            "{}",
+            refused.message
+        );
+        fs::write(&config.bios, b"code").unwrap();
+        let files = open(&config, FirmwareType::Bios, &dir).unwrap();
+        assert!(files.variables.is_none() && !dir.variables().exists());
     }
 }

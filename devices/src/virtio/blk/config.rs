@@ -16,8 +16,10 @@ use super::request::{Limits, MAX_DISCARD_SECTORS, MAX_RANGES, MAX_WRITE_ZEROES_S
 pub(super) const QUEUE_SIZE: u16 = 256;
 
 /// Longest buffer in bytes. Drivers then make requests of up to [`SEG_MAX`] times that, which needs no more: a buffer is
-/// contiguous guest memory.
-const SIZE_MAX: u32 = 16 << 20;
+/// contiguous guest memory. SeaBIOS (`src/hw/virtio-blk.c` of 1.16) keeps the number of blocks in this product in 16 bits, and
+/// would make requests without data if these bits were zero.
+const SIZE_MAX: u32 = (16 << 20) - 512;
+const _: () = assert!(SIZE_MAX / 512 * SEG_MAX % (1 << 16) >= 64);
 
 /// `struct virtio_blk_config` up to `unused1`.
 #[derive(Clone, Copy, Debug, IntoBytes, Immutable)]

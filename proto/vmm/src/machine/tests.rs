@@ -53,19 +53,19 @@ fn a_machine_has_a_kernel_or_firmware() {
         kernel: None,
         firmware: Some(vmm::Firmware {
             code_fd: 1,
-            variables_fd: 4,
+            variables_fd: Some(4),
         }),
         ..machine()
     };
     let valid = Machine::new(&firmware, 5).unwrap();
-    let (code, variables) = (machine::FdIndex(1), machine::FdIndex(4));
+    let (code, variables) = (machine::FdIndex(1), Some(machine::FdIndex(4)));
     assert_eq!(valid.boot, machine::Boot::Firmware { code, variables });
     assert!(Machine::new(&firmware, 4).is_err());
     let both = vmm::MachineSpec {
         kernel: machine().kernel,
         firmware: Some(vmm::Firmware {
             code_fd: 4,
-            variables_fd: 5,
+            variables_fd: Some(5),
         }),
         ..machine()
     };

@@ -75,6 +75,9 @@ pub struct FirmwareFiles {
     /// UEFI firmware's variables of this VM: a copy of OVMF_VARS_4M.fd, which the guest changes
     #[arg(long = "uefi-variables", value_name = "FILE")]
     pub variables: Option<PathBuf>,
+    /// BIOS
+    #[arg(long, value_name = "FILE", default_value = "/usr/share/seabios/bios-256k.bin")]
+    pub bios: PathBuf,
 }
 
 /// Action on a system call outside the list of the thread's kind.

@@ -83,6 +83,8 @@ const HEADER_CHECKSUM: usize = 9;
 const HEADER: usize = 36;
 /// X_DSDT in the FADT (5.2.9).
 const FADT_DSDT: usize = 140;
+/// Length of the RSDP (5.2.5.3).
+pub const RSDP_LENGTH: usize = 36;
 /// XsdtAddress, the checksum of the first 20 bytes, and that of all in the RSDP (5.2.5.3).
 const RSDP_XSDT: usize = 24;
 const RSDP_CHECKSUM: usize = 8;
@@ -92,7 +94,7 @@ const RSDP_EXTENDED_CHECKSUM: usize = 32;
 /// Builds all tables for the guest-physical address `base`, which is a multiple of 16 (ACPI 6.5, 5.2.5.1).
 pub fn build(platform: &Platform, base: u64) -> Tables {
     let mut layout = Layout {
-        bytes: vec![0; Rsdp::len()],
+        bytes: vec![0; RSDP_LENGTH],
     };
     let dsdt = layout.place(&tables::dsdt(&dsdt::definition_block(platform)));
     let fadt = layout.place(&tables::fadt(platform, base.saturating_add(dsdt.start as u64)));
@@ -111,9 +113,9 @@ pub fn build(platform: &Platform, base: u64) -> Tables {
     xsdt.to_aml_bytes(&mut bytes);
     let xsdt = layout.place(&bytes);
 
-    let mut rsdp = Vec::with_capacity(Rsdp::len());
+    let mut rsdp = Vec::with_capacity(RSDP_LENGTH);
     Rsdp::new(OEM_ID, base.saturating_add(xsdt.start as u64)).to_aml_bytes(&mut rsdp);
-    layout.bytes.splice(..Rsdp::len(), rsdp);
+    layout.bytes.splice(..RSDP_LENGTH, rsdp);
 
     let entries = (xsdt.start.saturating_add(HEADER)..xsdt.end).step_by(8);
     let of_table = |range: Range<usize>| Checksum {
@@ -134,7 +136,7 @@ pub fn build(platform: &Platform, base: u64) -> Tables {
                 at: RSDP_CHECKSUM,
             },
             Checksum {
-                range: 0..Rsdp::len(),
+                range: 0..RSDP_LENGTH,
                 at: RSDP_EXTENDED_CHECKSUM,
             },
         ],

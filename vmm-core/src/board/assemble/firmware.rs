@@ -10,19 +10,19 @@ use super::{
 };
 
 pub(super) fn build(assembly: &mut Assembly, spec: &Machine, image: &Image) -> Result<(), Failure> {
-    let Boot::Firmware { code, variables } = spec.boot else {
+    let (Boot::Firmware { variables, .. }, Some(code)) = (&spec.boot, image.firmware()) else {
         return Ok(());
     };
-    let files = (
-        File::from(assembly.fds.take(code)?),
-        File::from(assembly.fds.take(variables)?),
-    );
+    let variables = match variables {
+        Some(index) => Some(File::from(assembly.fds.take(*index)?)),
+        None => None,
+    };
     let firmware = Firmware::new(
         &assembly.vm,
         assembly.ram.memory(),
         &assembly.spaces.mmio,
         &assembly.spaces.pio,
-        files,
+        (code, variables),
         &image.described(spec, spec.memory_bytes),
     )?;
     assembly.components.push(Box::new(firmware));

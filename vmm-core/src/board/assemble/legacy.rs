@@ -13,7 +13,6 @@ use super::{
     super::{KEYBOARD_GSI, POWER_BUTTON_GSI, image::map},
     Assembly, Failure,
 };
-use crate::memory::layout::Map;
 
 /// Gives the power button. `hub`: there is a keyboard.
 pub(super) fn build(
@@ -22,7 +21,8 @@ pub(super) fn build(
     hub: Option<&Arc<Hub>>,
 ) -> Result<Arc<PowerButton>, Failure> {
     let mut legacy = LegacyDevices::new(assembly.vm.level_line(POWER_BUTTON_GSI));
-    if let map @ Map::Firmware = map(spec) {
+    let map = map(spec);
+    if map.has_firmware() {
         let (low, high) = map.ram_ranges(spec.memory_bytes);
         legacy = legacy.with_firmware(low.end, high.end.saturating_sub(high.start));
     }

@@ -103,11 +103,9 @@ impl Assembler {
         let ram = GuestRam::with_map(map(&spec), spec.memory_bytes, backing(&spec), &spec.memory)?;
         let (host, windows) = ground(&spec, &mut fds)?;
         let image = image(&spec, &mut fds, &windows)?;
-        let is_linux = image.is_linux()?;
         let mut assembly = Assembly::new(&spec, host, windows, fds, ram.clone(), notifier)?;
         firmware::build(&mut assembly, &spec, &image)?;
         let loading = Loading::start(image, ram)?;
-        assembly.map_pci_ports(is_linux)?;
         let (mut machine, entry) = assembly.build(&spec, self.console.take(), || loading.finish())?;
         // Maps the BARs of a screen that works without a driver. A restored machine finds all BARs
         // in its state.
@@ -231,7 +229,6 @@ impl Assembler {
         assembly.locks = locks;
         assembly.images = images;
         firmware::build(&mut assembly, spec, &image)?;
-        assembly.map_pci_ports(image.is_linux()?)?;
         let (machine, ()) = assembly.build(spec, self.console.take(), || Ok((image, ())))?;
         machine.restore(saved)
     }
@@ -352,7 +349,7 @@ impl Assembly {
         let map = map(spec);
         let chipset = match map {
             Map::Direct => Chipset::CloudHv,
-            Map::Firmware => Chipset::Q35,
+            Map::Uefi | Map::Bios => Chipset::Q35,
         };
         let root = PciRoot::with_chipset(windows, chipset);
         let spaces = AddressSpaces {
@@ -360,6 +357,11 @@ impl Assembly {
             mmio: Arc::new(Bus::new()),
         };
         spaces.mmio.insert(map.ecam().start, ECAM_SIZE, root.ecam())?;
+        if map.has_firmware() {
+            // The older way to PCI configuration spaces. Linux prefers the ports where they are, and pays two exits for each access
+            // instead of one. A kernel that is booted directly finds ECAM in the ACPI tables.
+            spaces.pio.insert(FIRST_PORT, PORTS, root.ports())?;
+        }
         let hotplug = HotPlug::new(vm.level_line(super::HOTPLUG_GSI));
         let registers = hotplug.registers();
         spaces
@@ -386,17 +388,6 @@ impl Assembly {
             slots: Vec::new(),
             balloon: None,
         })
-    }
-
-    /// Maps the ports of the older way to PCI configuration spaces. Linux prefers them where they are, and pays two exits for each
-    /// access instead of one. Without them it uses ECAM, also in the oldest kernels; so a Linux that is booted directly does
-    /// without.
-    fn map_pci_ports(&self, is_linux: bool) -> Result<(), Failure> {
-        if is_linux {
-            return Ok(());
-        }
-        let ports = self.sockets.pci.ports();
-        Ok(self.spaces.pio.insert(FIRST_PORT, PORTS, ports)?)
     }
 
     /// Builds the machine. `image` runs last, and returns the image that a reset loads, and a

@@ -35,10 +35,10 @@ pub struct BootSource {
 
 /// A kind of kernel file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Format {
-    /// A bzImage, which is Linux and nothing else.
+enum Format {
+    /// A bzImage.
     Linux,
-    /// An ELF with a PVH entry: Linux, another kernel, or firmware.
+    /// An ELF with a PVH entry.
     Pvh,
 }
 
@@ -154,11 +154,6 @@ impl BootSource {
             Format::Pvh => pvh::load(&job),
             Format::Linux => linux::load(&job),
         }
-    }
-
-    /// Format of the kernel file.
-    pub fn format(&self) -> Result<Format, BootError> {
-        Image::new("kernel", &self.kernel)?.format()
     }
 }
 

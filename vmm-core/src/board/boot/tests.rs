@@ -110,15 +110,8 @@ fn boot(kernel: &[u8]) -> Result<Entry, BootError> {
 }
 
 #[test]
-fn a_bzimage_is_linux_and_an_elf_may_be_anything() {
-    let format = |bytes: &[u8]| {
-        let source = BootSource {
-            kernel: file(bytes),
-            initrd: None,
-            cmdline: String::new(),
-        };
-        source.format()
-    };
+fn the_magic_of_a_kernel_is_its_format() {
+    let format = |bytes: &[u8]| Image::new("kernel", &file(bytes))?.format();
     assert_eq!(format(&bzimage()).unwrap(), Format::Linux);
     assert_eq!(format(&elf()).unwrap(), Format::Pvh);
     assert!(matches!(format(&[0; 4096]), Err(BootError::UnknownFormat)));

@@ -219,7 +219,7 @@ pub fn assemble(
         }),
         firmware: firmware.map(|firmware| vmm::Firmware {
             code_fd: fds.add(firmware.code.into()),
-            variables_fd: fds.add(firmware.variables.into()),
+            variables_fd: firmware.variables.map(|file| fds.add(file.into())),
         }),
         serial_log_fd: Some(fds.add(parts.serial.0)),
         serial_log_old_fd: Some(fds.add(parts.serial.1)),

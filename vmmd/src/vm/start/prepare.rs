@@ -20,7 +20,7 @@ use vmmd_host::{
 use vmmd_spec::{
     cloud_init::CloudInit,
     nic::Mac,
-    vm::{Boot, FirmwareType, VmSpec},
+    vm::{Boot, VmSpec},
 };
 use vmmd_store::Hardware;
 
@@ -96,9 +96,9 @@ pub(super) fn check(host: &Host, plan: &Plan) -> Result<Checked, Failure> {
     } else {
         files::open(spec, &host.sources(), &plan.record.files, Locks::Take, seed)?
     };
-    if let Boot::Firmware(FirmwareType::Uefi) = spec.boot {
+    if let Boot::Firmware(kind) = spec.boot {
         let variables = VariablesDir::of(&host.config, uid);
-        files.firmware = Some(files::firmware::open(&host.config.firmware, &variables)?);
+        files.firmware = Some(files::firmware::open(&host.config.firmware, kind, &variables)?);
     }
     for share in &spec.shares {
         files::share::open(share, &host.config.roots.shares)?;

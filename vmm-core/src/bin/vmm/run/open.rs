@@ -91,7 +91,7 @@ pub fn resolve(manifest: &Manifest, sockets: Sockets<'_>, files: &FirmwareFiles)
             };
             (Some(kernel), None)
         }
-        Boot::Firmware(FirmwareType::Uefi) => (None, Some(open_firmware(&mut fds, files)?)),
+        Boot::Firmware(kind) => (None, Some(open_firmware(&mut fds, *kind, files)?)),
         Boot::Disk { .. } => bail!(
             "spec.boot.fromDisk: the kernel on a disk is found by the daemon: give spec.boot.linux.kernel here"
         ),
@@ -218,7 +218,13 @@ fn open_disk(fds: &mut Fds, slot: u32, disk: &Disk) -> Result<vmm::Disk> {
 }
 
 /// Opens the firmware's code and the VM's variables, in the files that the command line names.
-fn open_firmware(fds: &mut Fds, files: &FirmwareFiles) -> Result<vmm::Firmware> {
+fn open_firmware(fds: &mut Fds, kind: FirmwareType, files: &FirmwareFiles) -> Result<vmm::Firmware> {
+    if kind == FirmwareType::Bios {
+        return Ok(vmm::Firmware {
+            code_fd: fds.add(open("BIOS", &files.bios, false)?),
+            variables_fd: None,
+        });
+    }
     let Some(variables) = &files.variables else {
         bail!(
             "spec.boot.firmware: give the VM's variables with --uefi-variables: a copy of /usr/share/OVMF/OVMF_VARS_4M.fd"
@@ -226,7 +232,7 @@ fn open_firmware(fds: &mut Fds, files: &FirmwareFiles) -> Result<vmm::Firmware> 
     };
     Ok(vmm::Firmware {
         code_fd: fds.add(open("UEFI code", &files.code, false)?),
-        variables_fd: fds.add(open("UEFI variables", variables, true)?),
+        variables_fd: Some(fds.add(open("UEFI variables", variables, true)?)),
     })
 }
 
