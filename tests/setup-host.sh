@@ -11,6 +11,11 @@ mmdebstrap:/usr/bin/mmdebstrap
 debian-archive-keyring:/usr/share/keyrings/debian-archive-keyring.gpg
 qemu-system-x86:/usr/bin/qemu-system-x86_64
 e2fsprogs:/sbin/mkfs.ext4
+dosfstools:/sbin/mkfs.vfat
+mtools:/usr/bin/mcopy
+grub-common:/usr/bin/grub-mkimage
+grub-pc-bin:/usr/lib/grub/i386-pc/boot.img
+grub-efi-amd64-bin:/usr/lib/grub/x86_64-efi/monolithic/grubx64.efi
 openssh-client:/usr/bin/ssh
 kmod:/sbin/depmod
 xz-utils:/usr/bin/xz

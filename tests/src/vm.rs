@@ -27,6 +27,8 @@ pub struct VmSpec {
     cmdline: String,
     cores: u32,
     memory_mib: u64,
+    /// The kind of firmware that boots a disk, in place of the kernel.
+    firmware: Option<&'static str>,
     disks: Vec<Value>,
     nics: Vec<Value>,
     /// Other fields of the spec, by JSON pointer.
@@ -49,9 +51,18 @@ impl VmSpec {
             cmdline: "console=ttyS0 quiet panic=-1 sysrq_always_enabled".into(),
             cores: 1,
             memory_mib: 256,
+            firmware: None,
             disks: Vec::new(),
             nics: Vec::new(),
             more: Vec::new(),
+        }
+    }
+
+    /// Firmware of this kind ("UEFI" or "BIOS"); 1 vCPU, 256 MiB, no disk yet, no NIC.
+    pub fn firmware(kind: &'static str) -> Self {
+        VmSpec {
+            firmware: Some(kind),
+            ..Self::new("", None)
         }
     }
 
@@ -127,6 +138,10 @@ impl VmSpec {
         if let Some(initrd) = &self.initrd {
             linux["initrd"] = json!(initrd);
         }
+        let boot = match self.firmware {
+            Some(kind) => json!({"firmware": {"type": format!("FIRMWARE_TYPE_{kind}")}}),
+            None => json!({"linux": linux}),
+        };
         let mut manifest = json!({
             "apiVersion": "vmmd/v1",
             "kind": "Vm",
@@ -134,7 +149,7 @@ impl VmSpec {
             "spec": {
                 "cpu": {"cores": self.cores},
                 "memory": {"sizeBytes": self.memory_mib << 20},
-                "boot": {"linux": linux},
+                "boot": boot,
                 "disks": self.disks,
                 "nics": self.nics,
                 // The tests inspect the effects of a guest's own actions, so the daemon must not

@@ -79,6 +79,11 @@ impl Guests {
         format!("{GUESTS_DIR}/debian/disk.raw")
     }
 
+    /// The raw disk that firmware boots: Linux 6.12 with a busybox initramfs. It is read-only: a VM gets a copy.
+    pub fn boot_disk(&self) -> String {
+        format!("{GUESTS_DIR}/boot-disk.raw")
+    }
+
     /// A file of a whole Debian with X, a window manager and a terminal: `disk.raw`, `vmlinuz` or `initrd`. Only `make nightly` has it.
     pub fn desktop(&self, file: &str) -> String {
         format!("{GUESTS_DIR}/desktop/{file}")

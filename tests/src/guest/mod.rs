@@ -1,5 +1,6 @@
 //! The guest images: unmodified Debian kernels, each with a busybox initramfs, a Debian root disk, and a Debian as clouds get it.
 
+mod boot_disk;
 mod cloud_image;
 mod debian_disk;
 mod fio;
@@ -33,7 +34,7 @@ pub use share::initrd as share_initrd;
 pub use storage::initrd as storage_initrd;
 
 /// Raise it when the code of this module makes other images of the same inputs.
-const BUILDER_VERSION: u32 = 1;
+const BUILDER_VERSION: u32 = 2;
 
 /// Modules that `/init` of the busybox guests loads, as far as the kernel has them as modules.
 pub(crate) const MODULES: [&str; 11] = [
@@ -191,6 +192,7 @@ fn build(packages: &Path, disk: &Path, desktop: Option<&Path>, source: &Path, ou
         vmlinux::extract(&vmlinuz, &dir.join("vmlinux"))?;
         initramfs(packages, &version, source, &MODULES, &[], &dir.join("initrd"))?;
     }
+    boot_disk::build(packages, Kernel::Cloud612, source, &tree.join("boot-disk.raw"))?;
     let link = |name: &str, from: &Path, files: &[&str]| -> Result<()> {
         let to = tree.join(name);
         fs::create_dir(&to)?;

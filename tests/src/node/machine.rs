@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::cable;
+use super::emulator;
 use super::image::NodeImage;
 use super::monitor::Monitor;
 use crate::host::Accel;
@@ -189,6 +190,11 @@ impl Machine {
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
             .stderr(log);
+        if accel == Accel::Tcg
+            && let Some(modules) = emulator::modules(dir)?
+        {
+            command.env("QEMU_MODULE_DIR", modules);
+        }
         if let Some(guests) = guests {
             command.args(drive("guests", guests, "readonly=on"));
         }

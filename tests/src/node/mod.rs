@@ -1,6 +1,7 @@
 //! A test node: booting it, talking to it, ending it.
 
 mod cable;
+mod emulator;
 mod image;
 mod install;
 mod keeper;

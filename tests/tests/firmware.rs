@@ -1,0 +1,96 @@
+//! Guests boot through the firmware of the node's distribution.
+
+use vmmd_tests::storage::Format;
+use vmmd_tests::vm::{Console, Vm, VmSpec};
+use vmmd_tests::{Case, Guests};
+
+/// How long firmware, boot loader and guest may take in a slow node, in seconds.
+const BOOT: u64 = 300;
+
+/// A variable of UEFI, as a file of the guest's efivarfs.
+const VARIABLE: &str = "/sys/firmware/efi/efivars/Kept-0d6a3a0e-3d2c-4b1f-9c58-1e5b7a4f2d33";
+/// Mounts efivarfs.
+const MOUNT: &str = "mount -t efivarfs efivarfs /sys/firmware/efi/efivars";
+/// What the kernel reports of wrong firmware.
+const COMPLAINTS: &str = "dmesg | grep -i -E 'firmware bug|firmware warn|BUG:|ACPI.*error|WARNING: ' | grep -v arch/x86/kernel/fpu/xstate.c || true";
+
+/// A VM with firmware, whose first disk is empty and whose second one boots.
+fn spec(case: &Case, kind: &'static str) -> VmSpec {
+    let boot = format!("{}/boot.raw", case.folder());
+    case.node()
+        .sh(&format!("cp --sparse=always {} {boot}", Guests.boot_disk()));
+    let empty = case.image("empty", Format::Raw, 8);
+    VmSpec::firmware(kind)
+        .memory_mib(512)
+        .disk("empty", &empty, false)
+        .disk("boot", &boot, false)
+}
+
+fn booted(console: &mut Console) {
+    console.until("GUEST-READY", BOOT);
+}
+
+fn knows_its_machine(vm: &Vm<'_>, console: &mut Console) {
+    let uuid = console.run("cat /sys/class/dmi/id/product_uuid");
+    assert_eq!(uuid.trim(), vm.field("/metadata/uid"));
+    assert_eq!(console.run(COMPLAINTS).trim(), "");
+    // The disks are those of the spec, in their order.
+    console.run("test $(cat /sys/block/vda/size) = 16384 && test $(cat /sys/block/vdb/size) = 131072");
+}
+
+#[test]
+fn uefi_boots_the_second_disk_and_keeps_variables() {
+    let case = Case::new("uefi");
+    let vm = Vm::start(&case, "", &spec(&case, "UEFI"));
+    let mut console = vm.console();
+    booted(&mut console);
+    knows_its_machine(&vm, &mut console);
+    // The first four bytes are attributes: kept without power, for the boot loader and the guest.
+    console.run(&format!(
+        "{MOUNT} && printf '\\007\\000\\000\\000kept' >{VARIABLE}"
+    ));
+    vm.node().sh(&format!("kill -9 {}", vm.pid()));
+    vm.wait_end(60);
+    vm.ctl("start");
+    let mut console = vm.console();
+    booted(&mut console);
+    let kept = format!("{MOUNT} && tail -c 4 {VARIABLE}");
+    assert_eq!(console.run(&kept).trim(), "kept");
+
+    let snapshot = format!("{}-snapshot", case.name());
+    vm.node().sh(&format!(
+        "vmmctl snapshot create {snapshot} --vm {} --paused",
+        vm.name()
+    ));
+    case.at_end(format!("vmmctl snapshot rm {snapshot}"));
+    vm.ctl("stop --force");
+    let clone = format!("{}-clone", case.name());
+    case.at_end(format!(
+        "vmmctl delete --force --with-disks --yes --ignore-not-found {clone}"
+    ));
+    vm.node().sh(&format!("vmmctl clone {snapshot} {clone}"));
+    let mut console = Console::open(&case, &format!("vmmctl console {clone}"));
+    console.attached_again();
+    // The memory of the original, then firmware, boot loader and kernel again.
+    console.type_line("reboot");
+    booted(&mut console);
+    assert_eq!(console.run(&kept).trim(), "kept");
+    console.type_line("poweroff");
+    vm.node()
+        .sh(&format!("vmmctl wait {clone} --for phase=Stopped --timeout 60s"));
+}
+
+#[test]
+fn bios_boots_the_second_disk_by_its_mbr() {
+    let case = Case::new("bios");
+    let vm = Vm::start(&case, "", &spec(&case, "BIOS"));
+    let mut console = vm.console();
+    booted(&mut console);
+    knows_its_machine(&vm, &mut console);
+    console.run("test ! -d /sys/firmware/efi");
+    console.type_line("reboot");
+    booted(&mut console);
+    console.type_line("poweroff");
+    vm.wait_phase("STOPPED", 60);
+    assert_eq!(vm.exit_reason(), "STOPPED");
+}
