@@ -159,13 +159,7 @@ impl Chain {
     #[inline]
     pub fn mark_written(&self, memory: &GuestMemory, offset: u32, length: u32) {
         if dirty::is_used() {
-            self.mark(memory, offset, length);
-        }
-    }
-
-    fn mark(&self, memory: &GuestMemory, offset: u32, length: u32) {
-        for slice in self.writable_slices(memory, offset, length).flatten() {
-            slice.bitmap().mark_dirty(0, slice.len());
+            mark(self.writable(), memory, offset, length);
         }
     }
 
@@ -175,6 +169,13 @@ impl Chain {
         self.readable = 0;
         self.readable_len = 0;
         self.writable_len = 0;
+    }
+}
+
+/// Notes in the dirty bitmap that `length` bytes of `segments` from `offset` on were written behind its back.
+pub(crate) fn mark(segments: &[Segment], memory: &GuestMemory, offset: u32, length: u32) {
+    for slice in slices(segments, memory, offset, length).flatten() {
+        slice.bitmap().mark_dirty(0, slice.len());
     }
 }
 

@@ -136,7 +136,7 @@ pub enum Drained {
 
 /// "blk-root-q1": the name of the thread that serves a device's queue, or pair of queues, `index`. The device's `name` is cut
 /// so that the kernel keeps the rest (15 bytes).
-pub(super) fn thread_name(kind: &str, name: &str, index: u16) -> String {
+pub(crate) fn thread_name(kind: &str, name: &str, index: u16) -> String {
     let tail = format!("-q{index}");
     let room = 14_usize.saturating_sub(kind.len()).saturating_sub(tail.len());
     let head: String = name

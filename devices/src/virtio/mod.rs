@@ -25,7 +25,7 @@ pub mod signals;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod transport;
-mod worker;
+pub(crate) mod worker;
 
 #[cfg(test)]
 mod tests;

@@ -425,7 +425,7 @@ impl Heads {
 /// Number of buffers of a queue that wait to be taken, for other threads than its worker. It exists while the queue is served. It reads the available ring and keeps guest memory
 /// alive.
 #[derive(Debug)]
-pub(super) struct Backlog {
+pub(crate) struct Backlog {
     avail: Window,
     size: u16,
     /// The free-running index up to which the worker says to have taken.

@@ -196,7 +196,7 @@ impl Signals {
 }
 
 /// The part of a machine that the front, the workers and the control of a device share.
-pub(super) struct Connection {
+pub(crate) struct Connection {
     pub signals: Arc<Signals>,
     /// One event per worker. Wakes the worker after a change of shared state.
     pub wakes: Vec<Arc<EventFd>>,
@@ -204,7 +204,7 @@ pub(super) struct Connection {
 
 impl Connection {
     /// A connection of a device with `workers` workers.
-    pub(super) fn new(signals: &Arc<Signals>, workers: usize) -> io::Result<Self> {
+    pub(crate) fn new(signals: &Arc<Signals>, workers: usize) -> io::Result<Self> {
         let wake = |_| EventFd::new(EFD_CLOEXEC | EFD_NONBLOCK).map(Arc::new);
         Ok(Self {
             signals: Arc::clone(signals),
@@ -213,7 +213,7 @@ impl Connection {
     }
 
     /// Wakes all workers.
-    pub(super) fn wake_all(&self) {
+    pub(crate) fn wake_all(&self) {
         for wake in &self.wakes {
             // Full only when it is readable anyway.
             let _full = wake.write(1);

@@ -10,7 +10,10 @@ use zerocopy::{
     little_endian::{U16, U32, U64},
 };
 
-use super::request::{Limits, MAX_DISCARD_SECTORS, MAX_RANGES, MAX_WRITE_ZEROES_SECTORS, SEG_MAX};
+use super::{
+    plan::Limits,
+    request::{MAX_DISCARD_SECTORS, MAX_RANGES, MAX_WRITE_ZEROES_SECTORS, SEG_MAX},
+};
 
 /// Size of each queue.
 pub(super) const QUEUE_SIZE: u16 = 256;

@@ -27,10 +27,10 @@ use crate::virtio::{
 pub const BUCKETS: usize = 24;
 
 /// One lock for one use: making the image larger.
-pub(super) type SharedImage = Mutex<Box<dyn Image>>;
+pub(crate) type SharedImage = Mutex<Box<dyn Image>>;
 
 /// State of a disk that more than one thread looks at.
-pub(super) struct Shared {
+pub(crate) struct Shared {
     /// In bytes, a multiple of the logical block; only grows.
     pub capacity: AtomicU64,
     /// Bytes in a logical block.
@@ -45,7 +45,7 @@ pub(super) struct Shared {
 }
 
 impl Shared {
-    pub(super) fn new(capacity: u64, block: u32, queues: u16, limiter: Option<Arc<Limiter>>) -> Self {
+    pub(crate) fn new(capacity: u64, block: u32, queues: u16, limiter: Option<Arc<Limiter>>) -> Self {
         Self {
             capacity: AtomicU64::new(capacity),
             block,
@@ -58,7 +58,7 @@ impl Shared {
     }
 
     /// Connects it to the machine, once.
-    pub(super) fn connect(&self, signals: &Arc<Signals>) -> io::Result<()> {
+    pub(crate) fn connect(&self, signals: &Arc<Signals>) -> io::Result<()> {
         let connection = Connection::new(signals, self.queues.len())?;
         self.connection
             .set(connection)
@@ -66,25 +66,25 @@ impl Shared {
     }
 
     /// Returns the event that wakes a queue's worker after a change of this state.
-    pub(super) fn wake_of(&self, queue: u16) -> Option<&Arc<EventFd>> {
+    pub(crate) fn wake_of(&self, queue: u16) -> Option<&Arc<EventFd>> {
         self.connection.get()?.wakes.get(usize::from(queue))
     }
 
-    pub(super) fn counters(&self, queue: u16) -> Option<&QueueCounters> {
+    pub(crate) fn counters(&self, queue: u16) -> Option<&QueueCounters> {
         self.queues.get(usize::from(queue))
     }
 
     /// Whether a flush may be carried out and completed: nothing that a driver wrote is kept back.
-    pub(super) fn is_settled(&self) -> bool {
+    pub(crate) fn is_settled(&self) -> bool {
         self.unsettled.load(Ordering::SeqCst) == 0
     }
 
-    pub(super) fn add_unsettled(&self) {
+    pub(crate) fn add_unsettled(&self) {
         self.unsettled.fetch_add(1, Ordering::SeqCst);
     }
 
     /// Removes one unsettled request. After the last one, flushes may continue.
-    pub(super) fn remove_unsettled(&self) {
+    pub(crate) fn remove_unsettled(&self) {
         if self.unsettled.fetch_sub(1, Ordering::SeqCst) == 1 {
             self.wake_all();
         }
@@ -114,7 +114,7 @@ impl fmt::Debug for BlkControl {
 }
 
 impl BlkControl {
-    pub(super) fn new(shared: &Arc<Shared>, image: &Arc<SharedImage>) -> Self {
+    pub(crate) fn new(shared: &Arc<Shared>, image: &Arc<SharedImage>) -> Self {
         Self {
             shared: Arc::clone(shared),
             image: Arc::downgrade(image),
@@ -206,14 +206,14 @@ impl BlkControl {
 /// Change tracking of the workers: on or off, and the target of the marks. While no copy runs, a
 /// mark costs one load of a flag.
 #[derive(Debug, Default)]
-pub(super) struct Tracking {
+pub(crate) struct Tracking {
     is_on: AtomicBool,
     changes: RwLock<Option<Arc<Changes>>>,
 }
 
 impl Tracking {
     /// A range of the disk was changed, and its driver has not been told.
-    pub(super) fn mark(&self, offset: u64, length: u64) {
+    pub(crate) fn mark(&self, offset: u64, length: u64) {
         // A worker that reads the flag too early has its change on the disk by now: the copy begins after the flag was set.
         if !self.is_on.load(Ordering::SeqCst) {
             return;
@@ -314,7 +314,7 @@ impl Drop for Mirror {
 
 /// Kinds of requests that are counted apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(crate) enum Kind {
     Read,
     Write,
     Flush,
@@ -384,7 +384,7 @@ struct OperationCounters {
 /// One queue's counters, written by its worker only. Apart from other queues' in memory.
 #[derive(Debug, Default)]
 #[repr(align(128))]
-pub(super) struct QueueCounters {
+pub(crate) struct QueueCounters {
     read: OperationCounters,
     write: OperationCounters,
     flush: OperationCounters,
@@ -398,7 +398,7 @@ pub(super) struct QueueCounters {
 
 impl QueueCounters {
     /// A request completed.
-    pub(super) fn completed(&self, kind: Kind, bytes: u64, took_ns: u64, ok: bool) {
+    pub(crate) fn completed(&self, kind: Kind, bytes: u64, took_ns: u64, ok: bool) {
         let counters = match kind {
             Kind::Read => &self.read,
             Kind::Write => &self.write,
@@ -417,20 +417,20 @@ impl QueueCounters {
         }
     }
 
-    pub(super) fn set_in_flight(&self, count: usize) {
+    pub(crate) fn set_in_flight(&self, count: usize) {
         set(&self.in_flight, count);
     }
 
-    pub(super) fn set_throttled(&self, count: usize) {
+    pub(crate) fn set_throttled(&self, count: usize) {
         set(&self.throttled, count);
     }
 
-    pub(super) fn set_held(&self, count: usize) {
+    pub(crate) fn set_held(&self, count: usize) {
         set(&self.held, count);
     }
 
     /// The queue is served from now on, or no longer.
-    pub(super) fn set_ring(&self, backlog: Option<Arc<Backlog>>) {
+    pub(crate) fn set_ring(&self, backlog: Option<Arc<Backlog>>) {
         *self.ring.lock().unwrap_or_else(PoisonError::into_inner) = backlog;
     }
 

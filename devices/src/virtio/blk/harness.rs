@@ -19,8 +19,7 @@ use std::{
 
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use self::host::Mock;
-pub(super) use self::host::{Host, host};
+pub(crate) use self::host::{Host, Mock, host};
 use super::{Blk, BlkControl, BlkOptions};
 use crate::virtio::testing::{Bare, Layout};
 

@@ -4,12 +4,13 @@
 //! limiter, counters, and the number of unsettled writes.
 
 mod config;
-mod control;
+pub(crate) mod control;
 #[cfg(any(test, feature = "testing"))]
 pub mod fuzz;
 #[cfg(any(test, feature = "testing"))]
-mod harness;
+pub(crate) mod harness;
 mod hold;
+pub(crate) mod plan;
 mod request;
 #[cfg(test)]
 #[allow(
@@ -32,7 +33,8 @@ pub use self::control::{BUCKETS, BlkControl, BlkStats, Mirror, OperationStats};
 use self::{
     config::{Config, QUEUE_SIZE},
     control::{Shared, SharedImage},
-    request::{ID_LENGTH, Limits},
+    plan::Limits,
+    request::ID_LENGTH,
     worker::{BlkHandler, Identity},
 };
 use block::Image;

@@ -1,7 +1,7 @@
 //! Parser of a driver's request, the check whether the disk permits it (virtio 1.3, 5.2.6), and its plan. The parts of
 //! the chain are copied and checked before the operation starts.
 
-use block::{Operation, SECTOR};
+use block::SECTOR;
 use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK, VIRTIO_BLK_S_UNSUPP, VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_FLUSH,
     VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT, VIRTIO_BLK_T_WRITE_ZEROES,
@@ -13,8 +13,8 @@ use zerocopy::{
     little_endian::{U32, U64},
 };
 
-use super::control::Kind;
-use crate::virtio::{chain::Chain, rate::Cost};
+use super::plan::{Limits, Plan, Range, Status};
+use crate::virtio::chain::Chain;
 
 /// Length of [`Header`] in bytes.
 pub(super) const HEADER: u32 = 16;
@@ -56,14 +56,6 @@ struct RangeHeader {
     pub flags: U32,
 }
 
-/// The status byte of a request (5.2.6).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Status {
-    Ok,
-    IoError,
-    Unsupported,
-}
-
 impl Status {
     pub(super) fn byte(self) -> u8 {
         let value = match self {
@@ -73,108 +65,6 @@ impl Status {
         };
         u8::try_from(value).unwrap_or(u8::MAX)
     }
-}
-
-/// Operation that a request plans.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Plan {
-    /// Read `length` bytes into the writable part's beginning.
-    Read { offset: u64, length: u32 },
-    /// Write the `length` bytes behind the header.
-    Write { offset: u64, length: u32 },
-    /// Make all writes so far stable.
-    Flush,
-    /// Discard the ranges behind the header, that many bytes of them.
-    Discard { ranges: u32 },
-    /// The same with zeroes.
-    WriteZeroes { ranges: u32 },
-    /// Give the first `length` bytes of the identification.
-    Identify { length: u32 },
-    /// Nothing: it completes with that status, whether it was in order or not.
-    Complete(Status),
-}
-
-impl Plan {
-    /// Returns the kind for the statistics, if they count the request.
-    pub(super) fn kind(&self) -> Option<Kind> {
-        match self {
-            Self::Read { .. } => Some(Kind::Read),
-            Self::Write { .. } => Some(Kind::Write),
-            Self::Flush => Some(Kind::Flush),
-            Self::Discard { .. } | Self::WriteZeroes { .. } => Some(Kind::Discard),
-            Self::Identify { .. } | Self::Complete(_) => None,
-        }
-    }
-
-    /// Returns the request's cost for a rate limiter; `ranges` are the request's ranges. Flushes
-    /// are free: they move no data, and a guest that waits for a flush holds locks. A discard moves
-    /// no data either: it is a hint, and the host may ignore it. Zeroes cost as much as written
-    /// data, because only the host finds out whether it must write them.
-    pub(super) fn cost(&self, ranges: &[Range]) -> Cost {
-        let bytes = match *self {
-            Self::Read { length, .. } | Self::Write { length, .. } => length.into(),
-            Self::WriteZeroes { .. } => ranges.iter().map(|range| range.length).sum(),
-            Self::Discard { .. } => 0,
-            Self::Flush | Self::Identify { .. } | Self::Complete(_) => return Cost::default(),
-        };
-        Cost { bytes, operations: 1 }
-    }
-
-    /// Whether the request changes the disk's content.
-    pub(super) fn is_write(&self) -> bool {
-        matches!(
-            self,
-            Self::Write { .. } | Self::Discard { .. } | Self::WriteZeroes { .. }
-        )
-    }
-
-    /// Name of the operation in an error report.
-    pub(super) fn failure(&self) -> &'static str {
-        match self {
-            Self::Read { .. } => "read from the image",
-            Self::Write { .. } => "write to the image",
-            Self::Discard { .. } => "discard a part of the image",
-            Self::WriteZeroes { .. } => "write zeroes to the image",
-            Self::Flush | Self::Identify { .. } | Self::Complete(_) => "flush the image",
-        }
-    }
-}
-
-/// A part of the disk that is discarded or zeroed; never empty.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Range {
-    pub offset: u64,
-    pub length: u64,
-    pub unmap: bool,
-}
-
-impl Range {
-    pub(super) fn operation(&self, zeroes: bool) -> Operation {
-        let Self {
-            offset,
-            length,
-            unmap,
-        } = *self;
-        if zeroes {
-            Operation::WriteZeroes {
-                offset,
-                length,
-                unmap,
-            }
-        } else {
-            Operation::Discard { offset, length }
-        }
-    }
-}
-
-/// Limits of a disk, except its size.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Limits {
-    /// Bytes in a logical block: 512 or 4096, a power of two in any case. Requests are whole blocks.
-    pub block: u32,
-    pub read_only: bool,
-    /// Discards are on offer.
-    pub discard: bool,
 }
 
 impl Limits {
@@ -253,15 +143,6 @@ impl Limits {
             })),
             _ => Err(Status::IoError),
         }
-    }
-
-    /// The byte at which `length` bytes begin, if they are whole blocks within the disk.
-    fn place(&self, capacity: u64, sector: u64, length: u64) -> Option<u64> {
-        // It is a power of two.
-        let within_block = u64::from(self.block).wrapping_sub(1);
-        let offset = sector.checked_mul(SECTOR)?;
-        let end = offset.checked_add(length)?;
-        ((length | offset) & within_block == 0 && end <= capacity).then_some(offset)
     }
 }
 

@@ -369,14 +369,14 @@ fn time(tokens: u64, rate: u64) -> u64 {
 
 /// The limiter of a device, which can be exchanged while workers use it.
 #[derive(Debug, Default)]
-pub(super) struct LimiterCell {
+pub(crate) struct LimiterCell {
     limiter: Mutex<Option<Arc<Limiter>>>,
     /// Changes with `limiter`.
     version: AtomicU32,
 }
 
 impl LimiterCell {
-    pub(super) fn new(limiter: Option<Arc<Limiter>>) -> Self {
+    pub(crate) fn new(limiter: Option<Arc<Limiter>>) -> Self {
         Self {
             limiter: Mutex::new(limiter),
             version: AtomicU32::new(0),
@@ -384,7 +384,7 @@ impl LimiterCell {
     }
 
     /// Takes effect when the workers look next; the caller wakes them.
-    pub(super) fn set(&self, limiter: Option<Arc<Limiter>>) {
+    pub(crate) fn set(&self, limiter: Option<Arc<Limiter>>) {
         *self.limiter.lock().unwrap_or_else(PoisonError::into_inner) = limiter;
         self.version.fetch_add(1, Ordering::SeqCst);
     }
@@ -399,7 +399,7 @@ impl LimiterCell {
 
 /// A worker's side of a limiter. `W` names what waits.
 #[derive(Debug)]
-pub(super) struct Throttle<W> {
+pub(crate) struct Throttle<W> {
     tenant: Option<Tenant>,
     /// Version of the limiter that `tenant` belongs to.
     version: Option<u32>,
@@ -425,13 +425,13 @@ impl<W> Default for Throttle<W> {
 
 impl<W> Throttle<W> {
     /// Prepares for a new session, in which the timer is not watched yet.
-    pub(super) fn start(&mut self) {
+    pub(crate) fn start(&mut self) {
         self.watched = false;
     }
 
     /// Switches to the cell's current limiter. The limiter signals `wake` after a change of the
     /// limits.
-    pub(super) fn refresh(&mut self, cell: &LimiterCell, wake: Option<&Arc<EventFd>>) {
+    pub(crate) fn refresh(&mut self, cell: &LimiterCell, wake: Option<&Arc<EventFd>>) {
         let version = cell.version.load(Ordering::Acquire);
         if self.version == Some(version) {
             return;
@@ -444,12 +444,12 @@ impl<W> Throttle<W> {
     }
 
     /// Whether there is a limit.
-    pub(super) fn limits(&self) -> bool {
+    pub(crate) fn limits(&self) -> bool {
         self.tenant.is_some()
     }
 
     /// How long a request of that cost has to wait; it is paid for when there is nothing to wait for.
-    pub(super) fn wait_for(&self, cost: Cost, now: impl FnOnce() -> Instant) -> Option<Duration> {
+    pub(crate) fn wait_for(&self, cost: Cost, now: impl FnOnce() -> Instant) -> Option<Duration> {
         let tenant = self.tenant.as_ref()?;
         if cost == Cost::default() {
             return None;
@@ -458,7 +458,7 @@ impl<W> Throttle<W> {
     }
 
     /// Cancels the wait and returns the waiting request.
-    pub(super) fn give_up(&mut self) -> Option<W> {
+    pub(crate) fn give_up(&mut self) -> Option<W> {
         if let Some(tenant) = &self.tenant {
             tenant.give_up();
         }
@@ -466,7 +466,7 @@ impl<W> Throttle<W> {
     }
 
     /// Has the handler called with `token` after that time.
-    pub(super) fn arm(&mut self, session: &Session, token: u32, wait: Duration) -> Result<(), Fault> {
+    pub(crate) fn arm(&mut self, session: &Session, token: u32, wait: Duration) -> Result<(), Fault> {
         self.try_arm(wait)
             .map_err(|error| Fault::Backend("set a timer", error))?;
         if let Some(timer) = self.timer.as_ref().filter(|_| !self.watched) {

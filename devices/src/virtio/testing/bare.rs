@@ -85,6 +85,17 @@ impl Bare {
         let msix = Msix::new(&MockMsi::default(), queues + 1).unwrap();
         let signals = Arc::new(Signals::new(Arc::clone(msix.vectors()), queues));
         let handler = front.workers(&signals).unwrap().remove(0).handler;
+        Self::of(handler, queues, features, &signals, layout)
+    }
+
+    /// A back with that many queues, started.
+    pub fn of(
+        handler: Box<dyn QueueHandler>,
+        queues: usize,
+        features: u64,
+        signals: &Arc<Signals>,
+        layout: Layout,
+    ) -> Self {
         let event = |_| Arc::new(EventFd::new(EFD_NONBLOCK).unwrap());
         let ranges = layout
             .regions
@@ -99,7 +110,7 @@ impl Bare {
             layout,
             session: None,
             features,
-            signals,
+            signals: Arc::clone(signals),
             kicks: (0..queues).map(event).collect(),
             wake_event: Arc::new(WakeEvent::new().unwrap()),
             states: (0..queues as u16).map(|index| layout.fresh(index)).collect(),

@@ -56,7 +56,7 @@ use crate::{
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// State that the workers and the transport of a device share.
-pub(super) struct Shared {
+pub(crate) struct Shared {
     /// "disk root"
     pub name: String,
     pub memory: GuestMemory,
@@ -72,7 +72,7 @@ pub(super) struct Shared {
 
 /// Why a worker did not pause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum StopError {
+pub(crate) enum StopError {
     /// The deadline passed; it serves on.
     Late,
     /// It is dead.
@@ -155,7 +155,7 @@ impl Handle {
 }
 
 /// All workers of a device.
-pub(super) struct Workers {
+pub(crate) struct Workers {
     handles: Vec<Handle>,
 }
 
@@ -334,7 +334,7 @@ impl Drop for Workers {
 }
 
 /// A reset under way.
-pub(super) struct Stopping {
+pub(crate) struct Stopping {
     waiting: Vec<Receiver<ResetResult>>,
     gone: bool,
 }

@@ -112,7 +112,7 @@ impl Host {
 }
 
 /// The image and its engine.
-pub(super) struct Mock {
+pub(crate) struct Mock {
     pub host: Arc<Mutex<Host>>,
     pub event: EventFd,
 }

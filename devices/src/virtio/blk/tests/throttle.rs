@@ -161,7 +161,7 @@ fn disks_share_a_limiter() {
 
 #[test]
 fn zeroes_cost_as_many_bytes_as_if_they_were_written_and_a_discard_none() {
-    use crate::virtio::blk::request::{Plan, Range};
+    use crate::virtio::blk::plan::{Plan, Range};
     let range = Range {
         offset: 0,
         length: 64 << 20,

@@ -20,7 +20,8 @@ use super::{
     OnError,
     control::Shared,
     hold::Kept,
-    request::{ID_LENGTH, Limits, Negotiated, Work},
+    plan::Limits,
+    request::{ID_LENGTH, Negotiated, Work},
 };
 use crate::{
     state::{Section, StateError},

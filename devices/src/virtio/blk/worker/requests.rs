@@ -12,7 +12,8 @@ use super::{BlkHandler, Slot, TIMER};
 use crate::virtio::{
     blk::{
         OnError,
-        request::{HEADER, Plan, Status, Work},
+        plan::{Plan, Status},
+        request::{HEADER, Work},
     },
     fault::{Fault, RingError},
     session::Session,
