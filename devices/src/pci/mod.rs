@@ -1,8 +1,9 @@
-//! PCI: configuration space, functions, MSI-X, the root buses, and hot-plug.
+//! PCI: configuration space, functions, MSI and MSI-X, the root buses, and hot-plug.
 
 pub mod config;
 pub mod function;
 pub mod hotplug;
+pub mod msi;
 pub mod msix;
 pub mod root;
 

@@ -1,12 +1,13 @@
-//! The root buses: buses 0 to 2 with up to 32 single-function devices each, reached through ECAM
-//! and through ports 0xCF8/0xCFC.
+//! The root buses: buses 0 to 2 with up to 32 devices each, reached through ECAM and through ports
+//! 0xCF8/0xCFC. All devices have one function, except the LPC bridge's.
 //!
 //! A *slot* is a bus and a device number in one: `bus << 5 | device`, the upper bits of a PCI
 //! routing id. Each bus has its own host bridge in the ACPI namespace, and no bridge connects two
 //! of them: every slot can be plugged independently, and its address never depends on other
 //! functions. Device 0 of each bus is no slot; on bus 0 it is the host bridge that firmware looks
 //! for. The chipset Q35 also has an LPC bridge, in a slot of its own, and a second window to the
-//! configuration spaces that firmware places.
+//! configuration spaces that firmware places. Function 2 of the LPC bridge's device is the place of a
+//! SATA controller, as on ICH9. Its number, [`SATA_SLOT`], follows those of the slots.
 //!
 //! [`PciRoot`] owns the map from slots to functions and the list of the BARs on the MMIO bus. The
 //! two may differ for a moment: a write to a configuration space changes the registers and returns
@@ -54,6 +55,10 @@ pub const BUSES: usize = 3;
 pub const DEVICES: usize = 32;
 /// Slots of all buses, those of the device numbers 0 included.
 pub const SLOTS: usize = BUSES * DEVICES;
+/// The number of the SATA controller at 00:1f.2.
+pub const SATA_SLOT: u8 = SLOTS as u8;
+/// Places of functions: the slots and that of the SATA controller.
+const PLACES: usize = SLOTS + 1;
 /// Bytes of ECAM: 1 MiB for each bus (PCI Express 5.0, 7.2.2).
 pub const ECAM_SIZE: u64 = (BUSES as u64) << 20;
 /// Bytes of the window that firmware places with PCIEXBAR: 256 buses.
@@ -62,6 +67,9 @@ const WINDOW_SIZE: u64 = 256 << 20;
 pub const FIRST_PORT: u64 = 0xcf8;
 /// Number of ports: CONFIG_ADDRESS and CONFIG_DATA.
 pub const PORTS: u64 = 8;
+/// The header type of a function, and its bit for a device with several functions.
+const HEADER_TYPE: usize = 0x0e;
+const MULTIFUNCTION: u8 = 1 << 7;
 
 /// Guest-physical addresses that belong to PCI.
 #[derive(Clone, Debug)]
@@ -159,7 +167,7 @@ struct Mapped {
 /// See the module.
 pub struct PciRoot {
     chipset: Chipset,
-    slots: RwLock<[Option<Arc<Seat>>; SLOTS]>,
+    slots: RwLock<[Option<Arc<Seat>>; PLACES]>,
     windows: PciWindows,
     mapped: Mutex<Mapped>,
     config_address: AtomicU32,
@@ -173,7 +181,7 @@ impl PciRoot {
 
     /// Buses with the functions of `chipset` alone.
     pub fn with_chipset(windows: PciWindows, chipset: Chipset) -> Arc<Self> {
-        let mut slots = [const { None }; SLOTS];
+        let mut slots = [const { None }; PLACES];
         let mut put = |slot: usize, bridge| {
             if let Some(place) = slots.get_mut(slot) {
                 let function: SharedFunction = Arc::new(Mutex::new(bridge));
@@ -195,14 +203,34 @@ impl PciRoot {
 
     /// Puts a function into a slot and gives its BARs addresses ([`PciWindows::place`]).
     pub fn add(&self, slot: u8, function: SharedFunction) -> Result<(), PciError> {
+        if is_slot(slot.into()) {
+            self.put(slot, slot, function)
+        } else {
+            Err(PciError::Slot(slot))
+        }
+    }
+
+    /// Puts a SATA controller beside the LPC bridge, whose share of the windows its BARs use, and whose device has
+    /// several functions then (PCI 3.0, 6.2.1: header type).
+    pub fn add_sata(&self, function: SharedFunction) -> Result<(), PciError> {
+        let lpc = self.lpc_slot().and_then(|slot| self.seat(slot));
+        let lpc = lpc.ok_or(PciError::Slot(SATA_SLOT))?;
+        self.put(SATA_SLOT, bridge::LPC_SLOT, function)?;
+        lock(&lpc.function)
+            .config_mut()
+            .add_registers(HEADER_TYPE, &[MULTIFUNCTION], &[]);
+        Ok(())
+    }
+
+    /// Puts a function into a free place. Its BARs get addresses of the slot `share`.
+    fn put(&self, slot: u8, share: u8, function: SharedFunction) -> Result<(), PciError> {
         let mut slots = self.slots.write().unwrap_or_else(PoisonError::into_inner);
-        let number = usize::from(slot);
-        let Some(place @ None) = slots.get_mut(number).filter(|_| is_slot(number)) else {
+        let Some(place @ None) = slots.get_mut(usize::from(slot)) else {
             return Err(PciError::Slot(slot));
         };
         {
             let mut function = lock(&function);
-            let placed = self.windows.place(slot, function.config().bars())?;
+            let placed = self.windows.place(share, function.config().bars())?;
             for (bar, address) in placed {
                 function.config_mut().place_bar(bar, address);
             }

@@ -3,7 +3,7 @@
 
 use std::sync::{Arc, atomic::Ordering};
 
-use super::PciRoot;
+use super::{PciRoot, SATA_SLOT, SLOTS, bridge::LPC_SLOT};
 use crate::bus::{BusDevice, Effect};
 
 /// Bytes of a function's configuration space in ECAM.
@@ -13,12 +13,26 @@ pub(super) const ADDRESS_BITS: u32 = 0x80ff_fffc;
 /// CONFIG_ADDRESS: accesses to CONFIG_DATA go to configuration space.
 const ADDRESS_ENABLE: u32 = 1 << 31;
 
+/// The function number of the SATA controller, in the device of the LPC bridge.
+const SATA_FUNCTION: usize = 2;
+
+/// The number of the slot with that bus and device number, or of the SATA controller, by the function number. `None`
+/// for other functions.
+fn place(slot: usize, function: usize) -> Option<usize> {
+    match (slot, function) {
+        (_, 0) => (slot < SLOTS).then_some(slot),
+        (slot, SATA_FUNCTION) if slot == usize::from(LPC_SLOT) => Some(SATA_SLOT.into()),
+        _ => None,
+    }
+}
+
 /// Slot and register that an ECAM offset means; `None` where there is no function.
 fn ecam_target(offset: u64, length: usize) -> Option<(usize, usize)> {
     let register = usize::try_from(offset & FUNCTION_SIZE.wrapping_sub(1)).ok()?;
-    let number = offset >> 12;
+    let number = usize::try_from(offset >> 12).ok()?;
     let whole = register.checked_add(length)? <= 4096;
-    (number & 7 == 0 && whole).then_some((usize::try_from(number >> 3).ok()?, register))
+    let slot = place(number >> 3, number & 7)?;
+    whole.then_some((slot, register))
 }
 
 /// Offset of the reset control register (Intel I/O Controller Hub 9, 13.7.5) and its bit that resets the processors.
@@ -51,9 +65,10 @@ impl Ports {
         let byte = usize::try_from(offset.checked_sub(4)?).ok()?;
         let address = self.0.config_address.load(Ordering::Relaxed);
         let whole = matches!(length, 1 | 2 | 4) && byte.checked_add(length)? <= 4;
-        // Function 0; a slot is bus and device number.
-        let here = address & ADDRESS_ENABLE != 0 && address & 0x0700 == 0;
-        let slot = usize::try_from(address >> 11 & 0x1fff).ok()?;
+        let here = address & ADDRESS_ENABLE != 0;
+        // A slot is bus and device number.
+        let number = usize::try_from(address >> 8 & 0xffff).ok()?;
+        let slot = place(number >> 3, number & 7)?;
         let register = usize::try_from(address & 0xfc).ok()?.checked_add(byte)?;
         (whole && here).then_some((slot, register))
     }

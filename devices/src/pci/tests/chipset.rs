@@ -56,3 +56,35 @@ fn the_reset_control_register_resets_the_machine() {
     assert_eq!(machine.pio.write(0xcf9, &[2]), Effect::None);
     assert_eq!(machine.pio.write(0xcf9, &[6]), Effect::Reset);
 }
+
+#[test]
+fn q35_has_a_sata_controller_beside_the_lpc_bridge() {
+    const BAR: u64 = 0x1000;
+    let sata = |root: &Arc<PciRoot>| {
+        let card = Card::shared(7, &[(5, BarKind::Memory32, BAR)]);
+        root.add_sata(card.clone()).map(|()| card)
+    };
+    assert!(sata(&PciRoot::new(windows())).is_err());
+    let machine = q35();
+    // Function 2 of device 0x1f.
+    let place = ECAM + (0x1f << 15) + (2 << 12);
+    assert_eq!(machine.read(place, 4), 0xffff_ffff);
+    assert_eq!(machine.config(0x1f, 0x0c) & 1 << 23, 0);
+    let card = sata(&machine.root).unwrap();
+    assert!(sata(&machine.root).is_err());
+    assert_eq!(machine.read(place, 4), 0x0007_1234);
+    let _none = machine.pio.write(FIRST_PORT, &0x8000_fa00_u32.to_le_bytes());
+    let mut id = [0; 4];
+    machine.pio.read(FIRST_PORT + 4, &mut id);
+    assert_eq!(u32::from_le_bytes(id), 0x0007_1234);
+    // The device has several functions, also after a reset.
+    machine.root.reset(&machine.mmio);
+    assert_eq!(machine.config(0x1f, 0x0c) & 1 << 23, 1 << 23);
+    let effect = machine.mmio.write(place + 4, &[2, 0]);
+    assert_eq!(effect, Effect::Remap);
+    machine.root.remap(&machine.mmio);
+    let address = lock(&card).bars[5].unwrap();
+    assert!(LOW.contains(&address));
+    assert_eq!(machine.read(address, 1), 7);
+    assert!(!machine.root.remove(root::SATA_SLOT, &machine.mmio));
+}
