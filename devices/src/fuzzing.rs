@@ -5,6 +5,7 @@
 pub use block::qcow2::fuzz::image as qcow2_image;
 pub use rfb::fuzz::client as rfb_client;
 
+pub use crate::ahci::fuzz::port as ahci_port;
 pub use crate::firmware::fuzz::{flash, fw_cfg};
 pub use crate::virtio::{
     balloon::fuzz::queue as balloon_queue, blk::fuzz::queue as blk_queue,
@@ -32,6 +33,7 @@ mod tests {
     }
 
     #[rstest]
+    #[case::ahci_port("ahci_port", crate::fuzzing::ahci_port)]
     #[case::balloon_queue("balloon_queue", crate::fuzzing::balloon_queue)]
     #[case::blk_queue("blk_queue", crate::fuzzing::blk_queue)]
     #[case::console_driver("console_driver", crate::fuzzing::console_driver)]
@@ -75,6 +77,7 @@ mod tests {
     }
 
     #[rstest]
+    #[case::ahci_port(3000, 600, crate::fuzzing::ahci_port)]
     #[case::balloon_queue(3000, 600, crate::fuzzing::balloon_queue)]
     #[case::blk_queue(3000, 600, crate::fuzzing::blk_queue)]
     #[case::console_driver(3000, 600, crate::fuzzing::console_driver)]

@@ -4,6 +4,7 @@
 //! panic, a hang or a corruption outside the guest. Devices use the hypervisor (interrupts,
 //! notifications) only through the traits in [`interrupt`]; this crate does not depend on KVM.
 
+pub mod ahci;
 pub mod bus;
 pub mod component;
 pub mod display;

@@ -190,6 +190,7 @@ saved! {
     VirtioConsoleQueues: "virtio-console-queues", 1;
     VirtioChannels: "virtio-channels", 1;
     VirtioChannelsQueues: "virtio-channels-queues", 1;
+    Ahci: "ahci", 1;
     PciRoot: "pci-root", 1;
     HotPlug: "hot-plug", 1;
     Serial: "serial", 1;

@@ -1,0 +1,249 @@
+//! The registers of the controller (AHCI 1.3.1, 3.1), its ports and its interrupt, as vCPUs and workers share them.
+
+use std::sync::{
+    Arc, Mutex, MutexGuard, PoisonError,
+    atomic::{AtomicBool, AtomicU32, Ordering},
+};
+
+use vmm_sys_util::eventfd::EventFd;
+
+use super::{MAX_PORTS, port::Port};
+use crate::pci::msix::MsixVectors;
+
+/// Bytes of the registers, and of each port's among them.
+pub(super) const SIZE: u64 = 0x1000;
+const PORTS: u64 = 0x100;
+const PORT: u64 = 0x80;
+
+/// CAP: 64-bit addresses, native command queuing, command list override, second generation, AHCI only, 32 command
+/// slots; the lowest bits are the number of ports less one.
+const CAPABILITIES: u32 = 1 << 31 | 1 << 30 | 1 << 24 | 2 << 20 | 1 << 18 | 31 << 8;
+/// PxIS: after a write that leaves some of its bits, there is an interrupt again.
+const INTERRUPT_STATUS: u64 = 0x10;
+
+/// GHC: AHCI is enabled, always; interrupts are; a reset is under way.
+const AHCI_ENABLE: u32 = 1 << 31;
+const INTERRUPT_ENABLE: u32 = 1 << 1;
+const RESET: u32 = 1 << 0;
+const VERSION: u32 = 0x0001_0301;
+
+/// Registers, by their offset.
+mod register {
+    pub(super) const CAPABILITIES: u64 = 0x00;
+    pub(super) const CONTROL: u64 = 0x04;
+    pub(super) const INTERRUPT: u64 = 0x08;
+    pub(super) const PORTS: u64 = 0x0c;
+    pub(super) const VERSION: u64 = 0x10;
+}
+
+/// A port, with the event that wakes its worker.
+pub(super) struct HbaPort {
+    port: Mutex<Port>,
+    wake: Arc<EventFd>,
+}
+
+impl HbaPort {
+    pub(super) fn new(port: Port, wake: Arc<EventFd>) -> Self {
+        Self {
+            port: Mutex::new(port),
+            wake,
+        }
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, Port> {
+        self.port.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes the worker look at its port.
+    pub(super) fn wake(&self) {
+        // Full only when it is readable anyway.
+        let _full = self.wake.write(1);
+    }
+}
+
+/// See the module.
+pub(super) struct Hba {
+    ports: Vec<HbaPort>,
+    /// IS: the ports with interrupts.
+    interrupt: AtomicU32,
+    /// GHC.IE.
+    enabled: AtomicBool,
+    /// GHC.HR was written: it is set until no worker has a command of before.
+    resets: AtomicBool,
+    vectors: Arc<MsixVectors>,
+}
+
+impl Hba {
+    /// With these ports, 1 to [`MAX_PORTS`].
+    pub(super) fn new(ports: Vec<HbaPort>, vectors: Arc<MsixVectors>) -> Self {
+        Self {
+            ports,
+            interrupt: AtomicU32::new(0),
+            enabled: AtomicBool::new(false),
+            resets: AtomicBool::new(false),
+            vectors,
+        }
+    }
+
+    pub(super) fn ports(&self) -> &[HbaPort] {
+        &self.ports
+    }
+
+    /// A port has an interrupt that its driver wants.
+    pub(super) fn interrupt(&self, index: usize) {
+        let bit = u32::try_from(index)
+            .ok()
+            .and_then(|index| 1_u32.checked_shl(index));
+        self.interrupt.fetch_or(bit.unwrap_or(0), Ordering::SeqCst);
+        if self.enabled.load(Ordering::SeqCst) {
+            self.vectors.raise(0);
+        }
+    }
+
+    /// Reads the registers at `offset`.
+    pub(super) fn read(&self, offset: u64, data: &mut [u8]) {
+        for (at, byte) in (offset..).zip(data) {
+            let word = self.read_word(at & !3).to_le_bytes();
+            *byte = word.into_iter().nth((at & 3) as usize).unwrap_or(0);
+        }
+    }
+
+    /// Writes the registers at `offset`: whole registers, of which there may be two. Other writes do nothing.
+    pub(super) fn write(&self, offset: u64, data: &[u8]) {
+        if !offset.is_multiple_of(4) || !data.len().is_multiple_of(4) {
+            return;
+        }
+        for (at, word) in (offset..).step_by(4).zip(data.chunks_exact(4)) {
+            let word = word.try_into().map_or(0, u32::from_le_bytes);
+            self.write_word(at, word);
+        }
+    }
+
+    fn read_word(&self, offset: u64) -> u32 {
+        match self.port_at(offset) {
+            Some((index, register)) => self.ports.get(index).map_or(0, |port| port.lock().read(register)),
+            None => self.read_global(offset),
+        }
+    }
+
+    fn write_word(&self, offset: u64, value: u32) {
+        let Some((index, register)) = self.port_at(offset) else {
+            return self.write_global(offset, value);
+        };
+        let Some(port) = self.ports.get(index) else {
+            return;
+        };
+        let mut locked = port.lock();
+        let before = locked.is_pending();
+        let wakes = locked.write(register, value);
+        let after = locked.is_pending();
+        drop(locked);
+        if wakes {
+            port.wake();
+        }
+        if after && (!before || register == INTERRUPT_STATUS) {
+            self.interrupt(index);
+        }
+    }
+
+    /// The port whose registers are at `offset`, and the offset among them.
+    fn port_at(&self, offset: u64) -> Option<(usize, u64)> {
+        let offset = offset.checked_sub(PORTS)?;
+        Some((usize::try_from(offset / PORT).ok()?, offset % PORT))
+    }
+
+    fn read_global(&self, offset: u64) -> u32 {
+        let ports = u32::try_from(self.ports.len().min(MAX_PORTS)).unwrap_or(0);
+        match offset {
+            register::CAPABILITIES => CAPABILITIES | ports.saturating_sub(1),
+            register::CONTROL => {
+                let mut control = AHCI_ENABLE;
+                if self.enabled.load(Ordering::SeqCst) {
+                    control |= INTERRUPT_ENABLE;
+                }
+                if self.is_resetting() {
+                    control |= RESET;
+                }
+                control
+            }
+            register::INTERRUPT => self.interrupt.load(Ordering::SeqCst),
+            register::PORTS => 1_u32.checked_shl(ports).unwrap_or(0).wrapping_sub(1),
+            register::VERSION => VERSION,
+            _ => 0,
+        }
+    }
+
+    fn write_global(&self, offset: u64, value: u32) {
+        match offset {
+            register::CONTROL if value & RESET != 0 => {
+                self.reset();
+                for port in &self.ports {
+                    port.wake();
+                }
+                self.resets.store(true, Ordering::SeqCst);
+            }
+            register::CONTROL => {
+                let enabled = value & INTERRUPT_ENABLE != 0;
+                self.enabled.store(enabled, Ordering::SeqCst);
+                if enabled && self.interrupt.load(Ordering::SeqCst) != 0 {
+                    self.vectors.raise(0);
+                }
+            }
+            register::INTERRUPT => {
+                self.interrupt.fetch_and(!value, Ordering::SeqCst);
+                // A port that still has an interrupt sets its bit again.
+                for (index, port) in self.ports.iter().enumerate() {
+                    let cleared = value.checked_shr(u32::try_from(index).unwrap_or(32)).unwrap_or(0) & 1 == 1;
+                    if cleared && port.lock().is_pending() {
+                        self.interrupt(index);
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Whether a worker still has a command of before a reset of the controller.
+    fn is_resetting(&self) -> bool {
+        if !self.resets.load(Ordering::SeqCst) {
+            return false;
+        }
+        let busy = self.ports.iter().any(|port| port.lock().fetched != 0);
+        if !busy {
+            self.resets.store(false, Ordering::SeqCst);
+        }
+        busy
+    }
+
+    /// To the state after power-on, except for commands that workers have.
+    pub(super) fn reset(&self) {
+        for port in &self.ports {
+            port.lock().reset();
+        }
+        self.interrupt.store(0, Ordering::SeqCst);
+        self.enabled.store(false, Ordering::SeqCst);
+        self.resets.store(false, Ordering::SeqCst);
+    }
+
+    /// To the state after power-on. No worker has a command.
+    pub(super) fn power_on(&self) {
+        self.reset();
+        for port in &self.ports {
+            port.lock().power_on();
+        }
+    }
+
+    /// GHC.IE and IS.
+    pub(super) fn registers(&self) -> (bool, u32) {
+        (
+            self.enabled.load(Ordering::SeqCst),
+            self.interrupt.load(Ordering::SeqCst),
+        )
+    }
+
+    /// Takes over saved values of GHC.IE and IS, without an interrupt.
+    pub(super) fn restore(&self, enabled: bool, interrupt: u32) {
+        self.enabled.store(enabled, Ordering::SeqCst);
+        self.interrupt.store(interrupt, Ordering::SeqCst);
+    }
+}
