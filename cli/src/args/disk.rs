@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use clap::Args;
-use vmmd_api::v1::{DiskCache, DiskClone, DiskErrorPolicy, DiskFormat, DiskPreallocation};
+use vmmd_api::v1::{DiskBus, DiskCache, DiskClone, DiskErrorPolicy, DiskFormat, DiskPreallocation};
 
 use super::{
     FORMAT, HELP, Label, Output, Timeout, disk_name, duration, image_name, size,
@@ -44,6 +44,15 @@ const PREALLOCATIONS: Words<DiskPreallocation> = &[
         "Allocate only the tables of qcow2",
     ),
     ("full", DiskPreallocation::Full, "Allocate all space now"),
+];
+/// Buses on which a guest finds a disk.
+pub const BUSES: Words<DiskBus> = &[
+    ("virtio", DiskBus::Virtio, "A virtio-blk device"),
+    (
+        "sata",
+        DiskBus::Sata,
+        "A port of an AHCI controller, for guests without virtio drivers; needs firmware",
+    ),
 ];
 /// Use of the node's page cache.
 pub const CACHES: Words<DiskCache> = &[
@@ -187,6 +196,12 @@ pub struct Attach {
     /// The guest cannot write to the disk
     #[arg(long)]
     pub read_only: bool,
+    /// Bus on which the guest finds the disk; virtio when not given. A disk on sata is attached while the VM is stopped
+    #[arg(long, value_parser = words(BUSES))]
+    pub bus: Option<DiskBus>,
+    /// A CD-ROM drive on the bus sata, with the disk or file as its medium
+    #[arg(long)]
+    pub cdrom: bool,
     /// Serial that the guest reads (/dev/disk/by-id/virtio-SERIAL); the name when not given
     #[arg(long)]
     pub serial: Option<String>,

@@ -151,7 +151,7 @@ pub struct CreateVm {
 }
 
 /// Ids of the options that describe a VM, which a manifest excludes.
-const FLAGS: [&str; 30] = [
+const FLAGS: [&str; 31] = [
     "kernel",
     "initrd",
     "from_disk",
@@ -160,6 +160,7 @@ const FLAGS: [&str; 30] = [
     "cpus",
     "memory",
     "disks",
+    "cdroms",
     "rate_groups",
     "nics",
     "shares",
@@ -207,8 +208,8 @@ pub struct Flags {
     #[arg(long, value_name = "SIZE", default_value = "512Mi", value_parser = size)]
     pub memory: u64,
     /// Disk: a raw image or block device on the node, or disk=NAME for a disk that vmmd manages, or
-    /// path=/srv/a.qcow2,format=qcow2. More keys, as in `vmmctl attach`: name, any-content, serial, readonly, cache, queues,
-    /// block-size, on-error, bps, iops, burst, burst-ops, rate-group
+    /// path=/srv/a.qcow2,format=qcow2. More keys, as in `vmmctl attach`: name, any-content, serial, readonly, bus, cdrom, cache,
+    /// queues, block-size, on-error, bps, iops, burst, burst-ops, rate-group
     #[arg(long = "disk", value_name = "PATH|KEY=VALUE,…")]
     pub disks: Vec<String>,
     /// Limit that several disks share (rate-group=NAME in --disk): name=NAME[,bps=100Mi][,iops=500][,burst=…][,burst-ops=…]
@@ -239,6 +240,10 @@ pub struct Guest {
     /// Add a channel to the QEMU guest agent in the guest: `vmmctl exec`
     #[arg(long)]
     pub guest_agent: bool,
+    /// CD-ROM drive with an ISO image of the node, or a disk that vmmd manages, as its medium; needs --firmware. May be given several
+    /// times
+    #[arg(long = "cdrom", value_name = "PATH|DISK")]
+    pub cdroms: Vec<String>,
     /// Network interface: network=lan, bridge=br0 or tap=tap0. In a network: address=10.80.0.9,
     /// publish=8080:80+53/udp (ports of the node that lead to the VM). More keys: name=eth0,
     /// mac=52:54:00:12:34:56, queues=4, mtu=9000, backend=vhost (the node's kernel carries its

@@ -69,6 +69,7 @@ pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
     };
     let disks = flags.disks.iter().enumerate();
     let disks = disks.map(|(index, text)| disk_spec::from_text(index, text));
+    let disks = disks.chain(cdroms(guest).map(Ok));
     let groups = flags.rate_groups.iter().map(|text| disk_spec::rate_group(text));
     let (no_balloon, free_page_reporting) = (flags.no_balloon, flags.free_page_reporting);
     let spec = v1::VmSpec {
@@ -102,6 +103,12 @@ pub fn from_flags(args: &CreateVm) -> Result<v1::Vm> {
         return Err(failure);
     }
     Ok(vm)
+}
+
+/// The CD-ROM drives that the flags of `create vm` and `run` describe. They follow the disks, which firmware tries first.
+pub fn cdroms(guest: &Guest) -> impl Iterator<Item = v1::DiskSpec> {
+    let media = guest.cdroms.iter().enumerate();
+    media.map(|(index, medium)| disk_spec::cdrom(index, medium))
 }
 
 /// The part of a spec that the flags of `create vm` and `run` describe, with these NICs.

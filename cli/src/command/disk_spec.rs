@@ -6,14 +6,14 @@ use vmmd_spec::{Violations, disk::Disk, name::Name};
 use super::keys::{self, bytes, number, usage};
 use crate::{
     args::{
-        disk::{Attach, CACHES, ERROR_POLICIES, IMAGE_FORMATS, Limits},
+        disk::{Attach, BUSES, CACHES, ERROR_POLICIES, IMAGE_FORMATS, Limits},
         value::word,
     },
     failure::{Failure, Result},
 };
 
 /// Keys of `--disk` besides a path.
-const KEYS: &str = "name=, path=, beneath=, disk=, format=, any-content, serial=, readonly, cache=, queues=, block-size=, on-error=, bps=, \
+const KEYS: &str = "name=, path=, beneath=, disk=, format=, any-content, serial=, readonly, bus=, cdrom, cache=, queues=, block-size=, on-error=, bps=, \
                     iops=, burst=, burst-ops=, rate-group=";
 
 impl Limits {
@@ -103,6 +103,8 @@ pub fn from_flags(args: &Attach) -> Result<v1::DiskSpec> {
         rate_group: args.rate_group.clone().unwrap_or_default(),
         any_content: args.any_content,
         beneath: String::new(),
+        bus: args.bus.unwrap_or_default().into(),
+        cdrom: args.cdrom,
     };
     let mut found = Violations::default();
     Disk::new(&mut found, "disk", &disk);
@@ -120,12 +122,15 @@ pub fn valid(found: Violations, message: &str) -> Result<()> {
 
 /// Replaces the field names of a request in a failure by the options that set them.
 pub fn in_options(mut failure: Failure) -> Failure {
-    const OPTIONS: [(&str, &str); 20] = [
+    const OPTIONS: [(&str, &str); 23] = [
         ("name", "NAME"),
         ("path", "--path"),
         ("disk", "--disk"),
         ("format", "--format"),
         ("serial", "--serial"),
+        ("bus", "--bus"),
+        ("cdrom", "--cdrom"),
+        ("readOnly", "--read-only"),
         ("cache", "--cache"),
         ("queues", "--queues"),
         ("logicalBlockBytes", "--block-size"),
@@ -184,6 +189,7 @@ pub fn from_text(index: usize, text: &str) -> Result<v1::DiskSpec> {
             match (key, value) {
                 ("readonly" | "read-only", None) => disk.read_only = true,
                 ("any-content", None) => disk.any_content = true,
+                ("cdrom", None) => disk.cdrom = true,
                 (_, None) => return Ok(false),
                 (key, Some(value)) => return Ok(limits.take(key, value)? || set(&mut disk, key, value)?),
             }
@@ -203,6 +209,31 @@ pub fn from_text(index: usize, text: &str) -> Result<v1::DiskSpec> {
     Ok(disk)
 }
 
+/// The CD-ROM drive number `index` of a VM, from the path of an ISO image or the name of a disk.
+pub fn cdrom(index: usize, medium: &str) -> v1::DiskSpec {
+    let is_path = medium.starts_with('/');
+    let format = if is_path {
+        v1::DiskFormat::Iso
+    } else {
+        v1::DiskFormat::Unspecified
+    };
+    v1::DiskSpec {
+        name: if index == 0 {
+            "cdrom".to_owned()
+        } else {
+            format!("cdrom{index}")
+        },
+        source: Some(match is_path {
+            true => Source::Path(medium.to_owned()),
+            false => Source::Disk(medium.to_owned()),
+        }),
+        format: format.into(),
+        bus: v1::DiskBus::Sata.into(),
+        cdrom: true,
+        ..v1::DiskSpec::default()
+    }
+}
+
 /// Sets the field of a key; returns whether the key is known.
 fn set(disk: &mut v1::DiskSpec, key: &str, value: &str) -> Result<bool, String> {
     match key {
@@ -212,6 +243,7 @@ fn set(disk: &mut v1::DiskSpec, key: &str, value: &str) -> Result<bool, String> 
         "disk" => disk.source = Some(Source::Disk(value.to_owned())),
         "beneath" => value.clone_into(&mut disk.beneath),
         "serial" => value.clone_into(&mut disk.serial),
+        "bus" => disk.bus = word(BUSES, value)?.into(),
         "format" => disk.format = word(IMAGE_FORMATS, value)?.into(),
         "cache" => disk.cache = word(CACHES, value)?.into(),
         "on-error" => disk.on_error = word(ERROR_POLICIES, value)?.into(),

@@ -219,6 +219,7 @@ fn vm(args: &Run, name: &str, disk: &str) -> Result<v1::Vm> {
         }],
         ..create::of_guest(&args.guest, &nics)?
     };
+    spec.disks.extend(create::cdroms(&args.guest));
     // Even without these flags, the guest receives its name and its network.
     spec.cloud_init.get_or_insert_default();
     let vm = v1::Vm {

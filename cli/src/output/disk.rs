@@ -142,7 +142,7 @@ pub fn of_vm(text: &mut Lines, spec: &v1::VmSpec, status: &v1::VmStatus) {
 }
 
 fn vm_row(disk: &v1::DiskSpec, now: Option<&v1::DiskStatus>) -> Vec<String> {
-    let read_only = disk.read_only || disk.format() == v1::DiskFormat::Iso;
+    let read_only = disk.read_only || disk.cdrom || disk.format() == v1::DiskFormat::Iso;
     let phase = now.map(v1::DiskStatus::phase);
     let phase = phase.filter(|phase| *phase != v1::AttachmentPhase::Unspecified);
     let source = match (disk.disk(), now) {
@@ -151,7 +151,10 @@ fn vm_row(disk: &v1::DiskSpec, now: Option<&v1::DiskStatus>) -> Vec<String> {
         (disk, _) => format!("disk {disk}"),
     };
     let capacity = now.and_then(|now| now.capacity_bytes);
-    let slot = now.and_then(|now| now.pci_slot);
+    let slot = now.and_then(|now| match (now.pci_slot, now.sata_port) {
+        (Some(slot), _) => Some(slot.to_string()),
+        (None, port) => port.map(|port| format!("sata {port}")),
+    });
     vec![
         disk.name.clone(),
         phase
@@ -163,7 +166,7 @@ fn vm_row(disk: &v1::DiskSpec, now: Option<&v1::DiskStatus>) -> Vec<String> {
         },
         if read_only { "ro" } else { "rw" }.into(),
         capacity.map(quantity::show).unwrap_or_default(),
-        slot.map(|slot| slot.to_string()).unwrap_or_default(),
+        slot.unwrap_or_default(),
         disk.serial.clone(),
         source,
     ]
@@ -180,6 +183,11 @@ fn limit_of(disk: &v1::DiskSpec) -> String {
 /// Options that differ from the defaults: `cache=none,queues=4`.
 fn options(disk: &v1::DiskSpec) -> String {
     let mut options = Vec::new();
+    if disk.cdrom {
+        options.push("cdrom".to_owned());
+    } else if disk.bus() == v1::DiskBus::Sata {
+        options.push("bus=sata".to_owned());
+    }
     if disk.cache() != v1::DiskCache::Unspecified {
         options.push(format!(
             "cache={}",

@@ -349,6 +349,8 @@ fn a_disk_is_attached_with_all_its_options() {
         rate_group: String::new(),
         beneath: String::new(),
         any_content: false,
+        bus: v1::DiskBus::Unspecified.into(),
+        cdrom: false,
     };
     assert_eq!(web_disk(&daemon, "scratch"), scratch);
     let text = run(&daemon, "describe vm web").1;
@@ -545,6 +547,43 @@ fn create_takes_disks_with_options_and_rate_groups() {
         run(&daemon, "limit db --group shared --iops 200"),
         done("vm/db group shared: 1Mi/s, 200 requests/s\n")
     );
+}
+
+#[test]
+fn create_and_run_take_sata_disks_and_cdroms() {
+    let daemon = with_vm();
+    let create = "create vm db --firmware uefi --disk disk=data,bus=sata --cdrom /srv/a.iso --cdrom tools";
+    assert_eq!(run(&daemon, create), done("vm/db created\n"));
+    let spec = daemon.state.vm("db").spec.unwrap();
+    let sata = v1::DiskBus::Sata;
+    let disks: Vec<_> = spec
+        .disks
+        .iter()
+        .map(|disk| (disk.name.as_str(), disk.bus(), disk.cdrom, disk.format()))
+        .collect();
+    let expected = [
+        ("data", sata, false, v1::DiskFormat::Unspecified),
+        ("cdrom", sata, true, v1::DiskFormat::Iso),
+        ("cdrom1", sata, true, v1::DiskFormat::Unspecified),
+    ];
+    assert_eq!(disks, expected);
+    assert_eq!(
+        (spec.disks[1].path(), spec.disks[2].disk()),
+        ("/srv/a.iso", "tools")
+    );
+    let text = run(&daemon, "describe vm db").1;
+    for words in ["bus=sata", "cdrom", "ro"] {
+        assert!(text.contains(words), "{text}");
+    }
+    let (code, _, said) = run(&daemon, "create vm x --kernel /k --cdrom /srv/a.iso");
+    assert_eq!(code, 6, "{said}");
+    assert!(
+        said.contains("spec.disks[0].bus: DISK_BUS_SATA needs spec.boot.firmware"),
+        "{said}"
+    );
+    let (code, _, said) = run(&daemon, "attach web --disk data --bus virtio --cdrom");
+    assert_eq!(code, 6, "{said}");
+    assert!(said.contains("--bus: must be DISK_BUS_SATA"), "{said}");
 }
 
 #[test]

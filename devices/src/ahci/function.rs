@@ -93,14 +93,15 @@ pub struct Ahci {
 }
 
 impl Ahci {
-    /// A controller with `drives` at its ports, in their order. Its threads are there afterwards, parked. `InvalidInput`
-    /// for no drives, or more than [`MAX_PORTS`].
-    pub fn new(parts: Parts<'_>, drives: Vec<Drive>) -> io::Result<Self> {
-        if drives.is_empty() || drives.len() > MAX_PORTS {
-            let message = format!(
-                "a SATA controller has 1 to {MAX_PORTS} drives, not {}",
-                drives.len()
-            );
+    /// A controller with `drives` at the ports of these numbers. Its threads are there afterwards, parked.
+    /// `InvalidInput` for a number that is not below [`MAX_PORTS`], or is there twice.
+    pub fn new(parts: Parts<'_>, mut drives: Vec<(u8, Drive)>) -> io::Result<Self> {
+        drives.sort_by_key(|(number, _)| *number);
+        let twice = drives
+            .windows(2)
+            .any(|pair| matches!(pair, [(one, _), (other, _)] if one == other));
+        if twice || drives.iter().any(|(number, _)| usize::from(*number) >= MAX_PORTS) {
+            let message = format!("a SATA controller has {MAX_PORTS} ports, each for one drive");
             return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
         }
         let invalid = |error| io::Error::new(io::ErrorKind::InvalidInput, error);
@@ -116,7 +117,7 @@ impl Ahci {
             .map_err(invalid)?;
         let msi = Msi::new(parts.msi, &mut config)?;
         let signals = Arc::new(Signals::new(Arc::clone(msi.vectors()), 0));
-        let ports = drives.iter().map(|drive| {
+        let ports = drives.iter().map(|(number, drive)| {
             drive.shared.connect(&signals)?;
             let wake = drive.shared.wake_of(0).ok_or(io::ErrorKind::NotConnected)?;
             let device = if drive.options.cdrom {
@@ -124,12 +125,12 @@ impl Ahci {
             } else {
                 Device::Disk(Disk::default())
             };
-            Ok(HbaPort::new(Port::new(device), Arc::clone(wake)))
+            Ok(HbaPort::new(*number, Port::new(device), Arc::clone(wake)))
         });
         let ports = ports.collect::<io::Result<_>>()?;
         let hba = Arc::new(Hba::new(ports, Arc::clone(msi.vectors())));
         let mut backs = Vec::with_capacity(drives.len());
-        for (index, drive) in drives.into_iter().enumerate() {
+        for (index, (_, drive)) in drives.into_iter().enumerate() {
             backs.push(back(&parts, &hba, &signals, index, drive)?);
         }
         Ok(Self {

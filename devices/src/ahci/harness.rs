@@ -191,7 +191,7 @@ impl Harness {
             true => Device::Cdrom(Cdrom::default()),
             false => Device::Disk(Disk::default()),
         };
-        let port = HbaPort::new(Port::new(device), Arc::clone(&wake));
+        let port = HbaPort::new(0, Port::new(device), Arc::clone(&wake));
         let hba = Arc::new(Hba::new(vec![port], Arc::clone(table.vectors())));
         let handler = PortHandler::new(Setup {
             index: 0,

@@ -7,7 +7,7 @@ use std::sync::{
 
 use vmm_sys_util::eventfd::EventFd;
 
-use super::{MAX_PORTS, port::Port};
+use super::port::Port;
 use crate::pci::msix::MsixVectors;
 
 /// Bytes of the registers, and of each port's among them.
@@ -16,7 +16,7 @@ const PORTS: u64 = 0x100;
 const PORT: u64 = 0x80;
 
 /// CAP: 64-bit addresses, native command queuing, command list override, second generation, AHCI only, 32 command
-/// slots; the lowest bits are the number of ports less one.
+/// slots; the lowest bits are the highest number of a port.
 const CAPABILITIES: u32 = 1 << 31 | 1 << 30 | 1 << 24 | 2 << 20 | 1 << 18 | 31 << 8;
 /// PxIS: after a write that leaves some of its bits, there is an interrupt again.
 const INTERRUPT_STATUS: u64 = 0x10;
@@ -38,13 +38,16 @@ mod register {
 
 /// A port, with the event that wakes its worker.
 pub(super) struct HbaPort {
+    /// Below [`MAX_PORTS`](super::MAX_PORTS).
+    number: u8,
     port: Mutex<Port>,
     wake: Arc<EventFd>,
 }
 
 impl HbaPort {
-    pub(super) fn new(port: Port, wake: Arc<EventFd>) -> Self {
+    pub(super) fn new(number: u8, port: Port, wake: Arc<EventFd>) -> Self {
         Self {
+            number,
             port: Mutex::new(port),
             wake,
         }
@@ -52,6 +55,11 @@ impl HbaPort {
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Port> {
         self.port.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Its bit in IS and PI.
+    fn bit(&self) -> u32 {
+        1_u32.wrapping_shl(self.number.into())
     }
 
     /// Makes the worker look at its port.
@@ -74,7 +82,7 @@ pub(super) struct Hba {
 }
 
 impl Hba {
-    /// With these ports, 1 to [`MAX_PORTS`].
+    /// With these ports, in the order of their numbers.
     pub(super) fn new(ports: Vec<HbaPort>, vectors: Arc<MsixVectors>) -> Self {
         Self {
             ports,
@@ -91,10 +99,8 @@ impl Hba {
 
     /// A port has an interrupt that its driver wants.
     pub(super) fn interrupt(&self, index: usize) {
-        let bit = u32::try_from(index)
-            .ok()
-            .and_then(|index| 1_u32.checked_shl(index));
-        self.interrupt.fetch_or(bit.unwrap_or(0), Ordering::SeqCst);
+        let bit = self.ports.get(index).map_or(0, HbaPort::bit);
+        self.interrupt.fetch_or(bit, Ordering::SeqCst);
         if self.enabled.load(Ordering::SeqCst) {
             self.vectors.raise(0);
         }
@@ -120,19 +126,23 @@ impl Hba {
     }
 
     fn read_word(&self, offset: u64) -> u32 {
-        match self.port_at(offset) {
-            Some((index, register)) => self.ports.get(index).map_or(0, |port| port.lock().read(register)),
-            None => self.read_global(offset),
+        if offset < PORTS {
+            return self.read_global(offset);
         }
+        let index = self.port_at(offset);
+        let port = index.and_then(|index| self.ports.get(index));
+        port.map_or(0, |port| port.lock().read(offset % PORT))
     }
 
     fn write_word(&self, offset: u64, value: u32) {
-        let Some((index, register)) = self.port_at(offset) else {
+        if offset < PORTS {
             return self.write_global(offset, value);
-        };
-        let Some(port) = self.ports.get(index) else {
+        }
+        let index = self.port_at(offset);
+        let Some((index, port)) = index.and_then(|index| Some((index, self.ports.get(index)?))) else {
             return;
         };
+        let register = offset % PORT;
         let mut locked = port.lock();
         let before = locked.is_pending();
         let wakes = locked.write(register, value);
@@ -146,16 +156,25 @@ impl Hba {
         }
     }
 
-    /// The port whose registers are at `offset`, and the offset among them.
-    fn port_at(&self, offset: u64) -> Option<(usize, u64)> {
-        let offset = offset.checked_sub(PORTS)?;
-        Some((usize::try_from(offset / PORT).ok()?, offset % PORT))
+    /// Index of the port whose registers are at `offset`.
+    fn port_at(&self, offset: u64) -> Option<usize> {
+        let number = offset.checked_sub(PORTS)? / PORT;
+        self.ports
+            .iter()
+            .position(|port| u64::from(port.number) == number)
+    }
+
+    /// A bit for each port (PI).
+    pub(super) fn implemented(&self) -> u32 {
+        self.ports.iter().fold(0, |bits, port| bits | port.bit())
     }
 
     fn read_global(&self, offset: u64) -> u32 {
-        let ports = u32::try_from(self.ports.len().min(MAX_PORTS)).unwrap_or(0);
         match offset {
-            register::CAPABILITIES => CAPABILITIES | ports.saturating_sub(1),
+            register::CAPABILITIES => {
+                let last = self.ports.last().map_or(0, |port| port.number);
+                CAPABILITIES | u32::from(last)
+            }
             register::CONTROL => {
                 let mut control = AHCI_ENABLE;
                 if self.enabled.load(Ordering::SeqCst) {
@@ -167,7 +186,7 @@ impl Hba {
                 control
             }
             register::INTERRUPT => self.interrupt.load(Ordering::SeqCst),
-            register::PORTS => 1_u32.checked_shl(ports).unwrap_or(0).wrapping_sub(1),
+            register::PORTS => self.implemented(),
             register::VERSION => VERSION,
             _ => 0,
         }
@@ -193,8 +212,7 @@ impl Hba {
                 self.interrupt.fetch_and(!value, Ordering::SeqCst);
                 // A port that still has an interrupt sets its bit again.
                 for (index, port) in self.ports.iter().enumerate() {
-                    let cleared = value.checked_shr(u32::try_from(index).unwrap_or(32)).unwrap_or(0) & 1 == 1;
-                    if cleared && port.lock().is_pending() {
+                    if value & port.bit() != 0 && port.lock().is_pending() {
                         self.interrupt(index);
                     }
                 }

@@ -487,13 +487,11 @@ impl Port {
         };
     }
 
-    /// To the state after power-on.
+    /// To the state after power-on. A tray stays as it is: a guest that has ejected its installer's medium boots without
+    /// the medium.
     pub(super) fn power_on(&mut self) {
         self.reset();
         (self.list, self.received) = (0, 0);
-        if let Device::Cdrom(drive) = &mut self.device {
-            drive.open = false;
-        }
     }
 
     /// Takes over a saved PxCMD.

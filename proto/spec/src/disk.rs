@@ -14,6 +14,7 @@ use vmmd_api::v1::{self, disk_spec::Source as WireSource};
 use super::{
     Violations, cloud_init,
     name::Name,
+    pci::{PciSlot, SATA_PORTS},
     vm::{absolute, name},
 };
 
@@ -23,6 +24,8 @@ pub const MAX_SERIAL: usize = 20;
 pub const DEFAULT_QUEUES: u32 = 4;
 /// Most queues of a disk.
 pub const MAX_QUEUES: u32 = 16;
+/// Most disks on the bus SATA: as many as ICH9's controller has ports.
+pub const MAX_SATA: usize = 6;
 
 /// A disk of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,6 +50,21 @@ pub struct Disk {
     pub limit: Limit,
     /// Raw content may begin as an image of another format does.
     pub any_content: bool,
+    /// Where the guest finds it.
+    pub bus: Bus,
+}
+
+/// Bus on which a guest finds a disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Bus {
+    /// A PCI function of its own.
+    #[default]
+    Virtio,
+    /// A port of the SATA controller.
+    Sata {
+        /// A CD-ROM drive, else a disk.
+        cdrom: bool,
+    },
 }
 
 /// Where a disk's content is.
@@ -103,6 +121,17 @@ pub enum OnError {
     Report,
     /// The VM is paused.
     Pause,
+}
+
+impl Bus {
+    /// Whether the number is the address of a disk on this bus: a PCI slot, or one of
+    /// [`SATA_PORTS`](super::pci::SATA_PORTS).
+    pub fn has(self, number: u32) -> bool {
+        match self {
+            Self::Virtio => PciSlot::try_from(number).is_ok(),
+            Self::Sata { .. } => SATA_PORTS.contains(&number),
+        }
+    }
 }
 
 impl Disk {
@@ -162,12 +191,13 @@ impl Disk {
                 "is for a `path` with DISK_FORMAT_RAW only",
             );
         }
+        let bus = bus(found, field, disk, iso);
         let name = name?;
         let serial = serial(found, field, &disk.serial, &name);
         Some(Self {
             name,
             source: source?,
-            read_only: disk.read_only || iso,
+            read_only: disk.read_only || iso || disk.cdrom,
             serial,
             cache,
             queues: disk.queues,
@@ -175,6 +205,7 @@ impl Disk {
             on_error,
             limit,
             any_content: disk.any_content,
+            bus,
         })
     }
 
@@ -192,6 +223,7 @@ impl Disk {
             on_error: OnError::Report,
             limit: Limit::None,
             any_content: true,
+            bus: Bus::Virtio,
         })
     }
 
@@ -202,6 +234,39 @@ impl Disk {
             Source::Path { .. } | Source::Seed => None,
         }
     }
+}
+
+/// The bus, with the conditions of SATA. `iso` says whether the content is an ISO image by its format.
+fn bus(found: &mut Violations, field: &str, disk: &v1::DiskSpec, iso: bool) -> Bus {
+    let cdrom = disk.cdrom;
+    match v1::DiskBus::try_from(disk.bus) {
+        Ok(v1::DiskBus::Unspecified) if !cdrom => return Bus::Virtio,
+        Ok(v1::DiskBus::Unspecified | v1::DiskBus::Sata) => {}
+        Ok(v1::DiskBus::Virtio) => {
+            if cdrom {
+                let wrong = "must be DISK_BUS_SATA, or left out, with `cdrom`";
+                found.add(format_args!("{field}.bus"), wrong);
+            }
+            return Bus::Virtio;
+        }
+        Err(_) => return unknown(found, field, "bus", disk.bus),
+    }
+    if disk.queues > 1 {
+        let wrong = "must be left out with DISK_BUS_SATA: such a disk has one queue of 32 requests";
+        found.add(format_args!("{field}.queues"), wrong);
+    }
+    if disk.logical_block_bytes == 4096 {
+        let wrong = "must be 512, or left out, with DISK_BUS_SATA";
+        found.add(format_args!("{field}.logicalBlockBytes"), wrong);
+    }
+    if !cdrom && (disk.read_only || iso) {
+        let wrong = "a disk on DISK_BUS_SATA can be written to: set `cdrom`, or use DISK_BUS_VIRTIO";
+        found.add(
+            format_args!("{field}.{}", if iso { "format" } else { "readOnly" }),
+            wrong,
+        );
+    }
+    Bus::Sata { cdrom }
 }
 
 fn unknown<T: Default>(found: &mut Violations, field: &str, what: &str, value: i32) -> T {

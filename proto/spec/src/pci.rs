@@ -48,6 +48,20 @@ pub fn further() -> impl DoubleEndedIterator<Item = u32> {
     (u32::from(DEVICES)..u32::from(END)).filter(|slot| !slot.is_multiple_of(u32::from(DEVICES)))
 }
 
+/// Ports of the SATA controller, which has a fixed place. Where an address of a disk is a number, these
+/// follow the slots.
+pub const SATA_PORTS: std::ops::Range<u32> = END as u32..END as u32 + crate::disk::MAX_SATA as u32;
+
+/// The port of the SATA controller with that number among addresses of disks.
+pub fn sata_port(number: u32) -> Option<u32> {
+    SATA_PORTS.contains(&number).then(|| number - SATA_PORTS.start)
+}
+
+/// Whether a number is the address of a disk: a slot, or a port of the SATA controller.
+pub fn is_disk_address(number: u32) -> bool {
+    PciSlot::try_from(number).is_ok() || sata_port(number).is_some()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -272,6 +272,31 @@ fn several_disks_may_read_the_same_but_none_may_write_to_it_then() {
 }
 
 #[test]
+fn sata_disks_are_in_vms_with_firmware_six_at_most() {
+    let refused = |firmware: bool, count: usize| {
+        fields_refused(|vm| {
+            let spec = vm.spec.as_mut().unwrap();
+            spec.cpu = None;
+            let disk = |index| v1::DiskSpec {
+                name: format!("cd{index}"),
+                source: Some(v1::disk_spec::Source::Path(format!("/srv/{index}.iso"))),
+                format: v1::DiskFormat::Iso.into(),
+                cdrom: true,
+                ..Default::default()
+            };
+            spec.disks.extend((0..count).map(disk));
+            if firmware {
+                let source = v1::boot_spec::Source::Firmware(v1::FirmwareBoot::default());
+                spec.boot = Some(v1::BootSpec { source: Some(source) });
+            }
+        })
+    };
+    assert_eq!(refused(true, 6), ["spec.cpu.cores"]);
+    assert_eq!(refused(true, 7), ["spec.cpu.cores", "spec.disks"]);
+    assert_eq!(refused(false, 1), ["spec.cpu.cores", "spec.disks[1].bus"]);
+}
+
+#[test]
 fn disks_are_in_groups_that_there_are() {
     let group = |name: &str| v1::RateGroup {
         name: name.into(),

@@ -13,7 +13,7 @@ use super::{
     balloon::Balloon,
     cloud_init::CloudInit,
     cpu::CpuShare,
-    disk::{Disk, Limit, RateGroup, RateLimit, Source},
+    disk::{Bus, Disk, Limit, MAX_SATA, RateGroup, RateLimit, Source},
     display::Display,
     firewall::Firewall,
     metadata::Metadata,
@@ -306,6 +306,7 @@ impl TryFrom<&v1::VmSpec> for VmSpec {
             spec.rate_groups.iter().map(|group| group.name.as_str()),
         );
         disks_together(&mut found, &disks, spec);
+        sata(&mut found, &disks, spec, boot.as_ref());
         let balloon = Balloon::new(&mut found, spec);
         let shares = list(&mut found, "spec.shares", &spec.shares, MAX_SHARES, Share::new);
         if together + shares.len() > MAX_DISKS_AND_NICS && together <= MAX_DISKS_AND_NICS {
@@ -434,6 +435,28 @@ fn disks_together(found: &mut Violations, disks: &[Disk], spec: &v1::VmSpec) {
             );
             found.add(field(index), problem);
         }
+    }
+}
+
+/// Checks the disks on the bus SATA, which machines with firmware have.
+fn sata(found: &mut Violations, disks: &[Disk], spec: &v1::VmSpec, boot: Option<&Boot>) {
+    let on_sata = |disk: &&Disk| disk.bus != Bus::Virtio;
+    let Some(first) = disks.iter().find(on_sata) else {
+        return;
+    };
+    let index = spec
+        .disks
+        .iter()
+        .position(|disk| disk.name == first.name.as_str());
+    if boot.is_some_and(|boot| !matches!(boot, Boot::Firmware(_))) {
+        let wrong =
+            "DISK_BUS_SATA needs spec.boot.firmware: boot the VM through firmware, or use DISK_BUS_VIRTIO";
+        found.add(format_args!("spec.disks[{}].bus", index.unwrap_or(0)), wrong);
+    }
+    let count = disks.iter().filter(on_sata).count();
+    if count > MAX_SATA {
+        let most = format_args!("at most {MAX_SATA} with DISK_BUS_SATA, are {count}");
+        found.add("spec.disks", most);
     }
 }
 

@@ -2,9 +2,10 @@
 
 use vmmd_spec::{
     balloon::Balloon,
-    disk::{Disk, Format, Limit, OnError, RateGroup, RateLimit},
+    disk::{Bus, Disk, Format, Limit, OnError, RateGroup, RateLimit},
     display::Display,
     keyboard::Layout,
+    pci,
     policy::OnCrash,
     vm::Nic,
 };
@@ -57,7 +58,16 @@ pub fn disk(disk: &Disk, format: Format) -> vmm::Disk {
         on_error: on_error.into(),
         rate_limit,
         rate_group,
+        cdrom: disk.bus == Bus::Sata { cdrom: true },
         ..Default::default()
+    }
+}
+
+/// The PCI slot of a disk, or its port of the SATA controller, from the number of its address.
+pub fn disk_address(number: u32) -> (u32, Option<u32>) {
+    match pci::sata_port(number) {
+        Some(port) => (0, Some(port)),
+        None => (number, None),
     }
 }
 

@@ -9,11 +9,11 @@ use std::{
 use uuid::Uuid;
 use vmmd_spec::{
     Violations,
-    disk::{DEFAULT_QUEUES, Format, MAX_QUEUES, MAX_SERIAL, OnError, RateLimit},
+    disk::{DEFAULT_QUEUES, Format, MAX_QUEUES, MAX_SATA, MAX_SERIAL, OnError, RateLimit},
     display::is_size,
     keyboard::Layout,
     nic::{self, Mac, NicSwitches},
-    pci::PciSlot,
+    pci::{PciSlot, SATA_PORTS},
     policy::OnCrash,
     resources::{HugePages, MAX_NUMA_NODE, MemoryOptions},
     share::{MAX_SHARES, MAX_TAG},
@@ -199,7 +199,21 @@ pub struct Disk {
     /// What GET_ID answers.
     pub serial: String,
     /// Where it is.
-    pub slot: PciSlot,
+    pub place: DiskPlace,
+}
+
+/// Where a disk is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DiskPlace {
+    /// A virtio-blk device in this slot.
+    Virtio(PciSlot),
+    /// At this port of the SATA controller.
+    Sata {
+        /// Below [`MAX_SATA`].
+        port: u8,
+        /// A CD-ROM drive, else a disk.
+        cdrom: bool,
+    },
 }
 
 /// A NIC.
@@ -380,6 +394,10 @@ impl Machine {
             on_crash: on_crash(&mut claims.found, spec.on_crash),
             sync_clock: spec.sync_clock,
         };
+        let on_sata = |disk: &Disk| matches!(disk.place, DiskPlace::Sata { .. });
+        if machine.disks.iter().any(on_sata) && !matches!(machine.boot, Boot::Firmware { .. }) {
+            claims.add("disks.sata_port", "only with firmware");
+        }
         claims.found.or(machine)
     }
 }
@@ -613,7 +631,7 @@ fn disk(claims: &mut Claims, wire: &vmm::Disk, topology: Topology, is_group: imp
         fd,
         format,
         backing: backing(claims, &field, wire, format),
-        read_only: wire.read_only || format == Format::Iso,
+        read_only: wire.read_only || wire.cdrom || format == Format::Iso,
         queues: queues(claims, &field, wire.queues, topology),
         logical_block: match wire.logical_block_bytes {
             0 | 512 => 512,
@@ -649,8 +667,32 @@ fn disk(claims: &mut Claims, wire: &vmm::Disk, topology: Topology, is_group: imp
             }
         },
         serial: wire.serial.clone(),
-        slot: claims.slot(&field, wire.pci_slot),
+        place: place(claims, &field, wire),
     }
+}
+
+fn place(claims: &mut Claims, field: &str, wire: &vmm::Disk) -> DiskPlace {
+    let Some(port) = wire.sata_port else {
+        if wire.cdrom {
+            claims.add(field, "a CD-ROM drive is at a SATA port");
+        }
+        return DiskPlace::Virtio(claims.slot(field, wire.pci_slot));
+    };
+    let port = u8::try_from(port)
+        .ok()
+        .filter(|port| usize::from(*port) < MAX_SATA);
+    let port = port.unwrap_or_else(|| {
+        claims.add(field, format_args!("SATA port must be 0 to {}", MAX_SATA - 1));
+        0
+    });
+    if !claims.slots.insert(SATA_PORTS.start + u32::from(port)) {
+        claims.add(field, format_args!("SATA port {port} is taken"));
+    }
+    if !wire.cdrom && wire.read_only {
+        claims.add(field, "a SATA disk can be written to");
+    }
+    let cdrom = wire.cdrom;
+    DiskPlace::Sata { port, cdrom }
 }
 
 fn image_format(claims: &mut Claims, field: &str, value: i32) -> Format {

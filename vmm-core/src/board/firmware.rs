@@ -26,7 +26,10 @@ use devices::{
 use rustix::fs::FileType;
 use vm_memory::{Bytes, GuestMemoryRegion, MemoryRegionAddress};
 use vmm_base::{GuestMemory, sys::file};
-use vmm_protocol::{machine::Machine, vmm::ErrorKind};
+use vmm_protocol::{
+    machine::{DiskPlace, Machine},
+    vmm::ErrorKind,
+};
 
 use super::{
     COM1_PORT,
@@ -318,13 +321,15 @@ fn e820(map: Map, ram: u64) -> Vec<u8> {
 /// The devices that firmware tries, as Open Firmware paths, in order: disks, then NICs. Firmware sees bus 0 alone.
 fn boot_order(machine: &Machine) -> Vec<u8> {
     let on_bus_0 = |slot: u8| (slot < 32).then_some(slot);
-    let disks = machine
-        .disks
-        .iter()
-        .filter_map(|disk| on_bus_0(disk.slot.number()));
+    let disks = machine.disks.iter().filter_map(|disk| match disk.place {
+        DiskPlace::Virtio(slot) => {
+            let slot = on_bus_0(slot.number())?;
+            Some(format!("/pci@i0cf8/scsi@{slot:x}/disk@0,0"))
+        }
+        DiskPlace::Sata { port, .. } => Some(format!("/pci@i0cf8/pci8086,2922@1f,2/drive@{port:x}/disk@0")),
+    });
     let nics = machine.nics.iter().filter_map(|nic| on_bus_0(nic.slot.number()));
     let paths: Vec<String> = disks
-        .map(|slot| format!("/pci@i0cf8/scsi@{slot:x}/disk@0,0"))
         .chain(nics.map(|slot| format!("/pci@i0cf8/ethernet@{slot:x}/ethernet-phy@0")))
         .collect();
     let mut bytes = paths.join("\n").into_bytes();
@@ -433,7 +438,16 @@ mod tests {
             }),
             rng_pci_slot: 1,
             rng_fd: 3,
-            disks: vec![disk("far", 4, 33), disk("root", 5, 10), disk("data", 6, 2)],
+            disks: vec![
+                disk("far", 4, 33),
+                disk("root", 5, 10),
+                vmm::Disk {
+                    sata_port: Some(3),
+                    cdrom: true,
+                    ..disk("cd", 8, 0)
+                },
+                disk("data", 6, 2),
+            ],
             nics: vec![vmm::Nic {
                 name: "eth0".into(),
                 fd: 7,
@@ -444,13 +458,18 @@ mod tests {
             }],
             ..Default::default()
         };
-        Machine::new(&spec, 8).unwrap()
+        Machine::new(&spec, 9).unwrap()
     }
 
     #[test]
     fn boot_order_is_disks_then_nics_of_bus_0() {
-        let expected =
-            "/pci@i0cf8/scsi@a/disk@0,0\n/pci@i0cf8/scsi@2/disk@0,0\n/pci@i0cf8/ethernet@3/ethernet-phy@0\0";
+        let expected = [
+            "/pci@i0cf8/scsi@a/disk@0,0",
+            "/pci@i0cf8/pci8086,2922@1f,2/drive@3/disk@0",
+            "/pci@i0cf8/scsi@2/disk@0,0",
+            "/pci@i0cf8/ethernet@3/ethernet-phy@0\0",
+        ]
+        .join("\n");
         assert_eq!(String::from_utf8(boot_order(&machine())).unwrap(), expected);
     }
 

@@ -57,7 +57,7 @@ fn answer(vmm: &Vmm) -> Vec<u8> {
 }
 
 fn ask(client: &mut Client, variables: &File, restore: Option<&File>) {
-    client.send_firmware(&code(), variables, restore);
+    client.send_firmware(&code(), variables, None, restore);
     assert_eq!(state(&client.answer()), State::Running);
 }
 
@@ -81,5 +81,47 @@ fn variables_are_stored_and_go_with_a_snapshot() {
     assert_eq!(answer(&other), b"Z");
     assert_eq!(stored(&variables), b'Z');
     assert_eq!(other.serial_log(), "Z", "it did not begin anew");
+    client.ask(Op::Stop(Stop {}));
+}
+
+/// Firmware that prints whether the function at 00:1f.2 is ICH9's AHCI controller: `S`, or `N`.
+fn prober() -> Vec<u8> {
+    const START: usize = 0xf00;
+    #[rustfmt::skip]
+    let program = [
+        0xba, 0xf8, 0x0c, // mov dx, 0xcf8
+        0x66, 0xb8, 0x00, 0xfa, 0x00, 0x80, 0x66, 0xef, // mov eax, 0x8000fa00; out dx, eax
+        0xba, 0xfc, 0x0c, 0x66, 0xed, // mov dx, 0xcfc; in eax, dx
+        0x66, 0x3d, 0x86, 0x80, 0x22, 0x29, // cmp eax, 0x29228086
+        0xb0, b'S', 0x74, 0x02, 0xb0, b'N', // mov al, 'S'; je +2; mov al, 'N'
+        0xba, 0xf8, 0x03, 0xee, // mov dx, 0x3f8; out dx, al
+        0xf4, 0xeb, 0xfd, // hlt; jmp -3
+    ];
+    let mut code = vec![0xff; SIZE];
+    code[START..START + program.len()].copy_from_slice(&program);
+    code[0xff0..0xff3].copy_from_slice(&[0xe9, 0x0d, 0xff]);
+    code
+}
+
+#[test]
+fn sata_controller_is_there_with_a_drive_and_goes_with_a_snapshot() {
+    let medium = tempfile::tempfile().unwrap();
+    medium.set_len(1 << 20).unwrap();
+    let without = Vmm::start();
+    without.client().send_firmware(&prober(), &erased(), None, None);
+    without.wait_for_serial("N");
+
+    let first = Vmm::start();
+    let mut client = first.client();
+    client.send_firmware(&prober(), &erased(), Some(&medium), None);
+    assert_eq!(state(&client.answer()), State::Running);
+    first.wait_for_serial("S");
+    let snapshot = tempfile::tempfile().unwrap();
+    assert!(matches!(client.save(&snapshot, false), Answer::Saved(_)));
+    client.ask(Op::Stop(Stop {}));
+    let other = Vmm::start();
+    let mut client = other.client();
+    client.send_firmware(&prober(), &erased(), Some(&medium), Some(&snapshot));
+    assert_eq!(state(&client.answer()), State::Running);
     client.ask(Op::Stop(Stop {}));
 }

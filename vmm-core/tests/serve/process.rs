@@ -462,7 +462,13 @@ impl Client {
     }
 
     /// Boots through firmware, or restores a machine with it.
-    pub fn send_firmware(&mut self, code: &[u8], variables: &File, snapshot: Option<&File>) {
+    pub fn send_firmware(
+        &mut self,
+        code: &[u8],
+        variables: &File,
+        cdrom: Option<&File>,
+        snapshot: Option<&File>,
+    ) {
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(code).unwrap();
         let kvm = File::options().read(true).write(true).open("/dev/kvm");
@@ -483,18 +489,20 @@ impl Client {
             rng_fd: 2,
             serial_log_fd: Some(3),
             serial_log_old_fd: Some(4),
+            disks: cdrom.map(|_| cdrom_at_port_0(6)).into_iter().collect(),
             ..MachineSpec::default()
         };
         let boot = Boot {
             machine: Some(machine),
             restore: snapshot.map(|_| Restore {
-                snapshot_fd: 6,
+                snapshot_fd: 6 + u32::from(cdrom.is_some()),
                 ..Restore::default()
             }),
             ..Boot::default()
         };
         let files = [&kvm, &file, &random, &serial, &older, variables];
-        let fds: Vec<_> = files.into_iter().chain(snapshot).map(File::as_fd).collect();
+        let more = cdrom.into_iter().chain(snapshot);
+        let fds: Vec<_> = files.into_iter().chain(more).map(File::as_fd).collect();
         self.send(Op::Boot(boot), &fds);
     }
 
@@ -631,5 +639,16 @@ impl Console {
 
     pub fn write(&mut self, bytes: &[u8]) {
         self.0.write_all(bytes).unwrap();
+    }
+}
+
+/// A CD-ROM drive with this descriptor as its medium.
+fn cdrom_at_port_0(fd: u32) -> Disk {
+    Disk {
+        name: "cd".into(),
+        fd,
+        sata_port: Some(0),
+        cdrom: true,
+        ..Disk::default()
     }
 }

@@ -9,7 +9,10 @@ use uuid::Uuid;
 use vm_lifecycle::handover::{Effect, Message, Target, TargetEvent};
 use vmmd_api::v1;
 use vmmd_host::failure::{Failure, Kind};
-use vmmd_spec::{pci::PciSlot, vm::Manifest};
+use vmmd_spec::{
+    pci::{self, PciSlot},
+    vm::Manifest,
+};
 
 use super::peer_message::{self, Offer};
 use crate::disk::moved;
@@ -157,10 +160,7 @@ fn check_devices(offer: &Offer) {
     let nics = nics.map(|name| hardware.nics.get(name).map(|nic| nic.slot));
     let slots: Option<Vec<_>> = disks.chain(nics).chain([Some(hardware.rng_slot)]).collect();
     let mut slots = slots.expect("each device has a slot");
-    assert!(
-        slots.iter().all(|slot| PciSlot::try_from(*slot).is_ok()),
-        "{slots:?}"
-    );
+    assert!(slots.iter().all(|slot| pci::is_disk_address(*slot)), "{slots:?}");
     let count = slots.len();
     slots.sort_unstable();
     slots.dedup();
@@ -424,6 +424,11 @@ mod tests {
                 "root root root",
             ),
             (&|it| it.disk_slots.clear(), "no slot of disk \"root\""),
+            // A port of the SATA controller is no place of a virtio disk.
+            (
+                &|it| it.disk_slots = [("root".into(), 96), ("data".into(), 11)].into(),
+                "no slot of disk \"root\"",
+            ),
             (&|it| it.nics.clear(), "no MAC address of NIC \"eth0\""),
             (
                 &|it| it.nics.get_mut("eth1").unwrap().mac = vec![1, 0, 0, 0, 0, 1],

@@ -11,7 +11,7 @@ use vmmd_host::{failure::Failure, text};
 use vmmd_spec::{
     disk::{Disk, Format, Source},
     nic::Mac,
-    pci::PciSlot,
+    pci::{self, PciSlot},
     vm::{Attachment, Nic, VmSpec},
 };
 
@@ -187,29 +187,35 @@ fn check_slots(spec: &VmSpec, hardware: &v1::PeerHardware) -> Result<(), Failure
     let disks = hardware
         .disk_slots
         .iter()
-        .map(|(name, slot)| (name.as_str(), *slot));
-    let nics = hardware.nics.iter().map(|(name, nic)| (name.as_str(), nic.slot));
+        .map(|(name, slot)| (name.as_str(), *slot, pci::is_disk_address(*slot)));
+    let slot = |name, slot| (name, slot, PciSlot::try_from(slot).is_ok());
+    let nics = hardware
+        .nics
+        .iter()
+        .map(|(name, nic)| slot(name.as_str(), nic.slot));
     let mut taken = BTreeSet::new();
-    for (name, number) in disks
+    for (name, number, is_address) in disks
         .chain(nics)
-        .chain([("the entropy device", hardware.rng_slot)])
+        .chain([slot("the entropy device", hardware.rng_slot)])
     {
         let refuse = |why: &str| {
             let message = format!("{}: {why}", text::one_line(name, 100));
             Err(Failure::field("hardware", message))
         };
-        match PciSlot::try_from(number) {
-            Ok(slot) if taken.insert(slot) => {}
-            Ok(_) => return refuse("another device has its PCI slot"),
-            Err(_) => return refuse("there is no such PCI slot"),
+        if !is_address {
+            return refuse("there is no such PCI slot");
+        }
+        if !taken.insert(number) {
+            return refuse("another device has its PCI slot");
         }
     }
-    let disks = spec.disks.iter().map(|disk| &disk.name);
-    if let Some(disk) = disks
-        .clone()
-        .find(|name| !hardware.disk_slots.contains_key(name.as_str()))
-    {
-        return Err(Failure::field("hardware", format!("no slot of disk \"{disk}\"")));
+    let slots = &hardware.disk_slots;
+    if let Some(disk) = spec.disks.iter().find(|disk| {
+        let slot = slots.get(disk.name.as_str());
+        slot.is_none_or(|slot| !disk.bus.has(*slot))
+    }) {
+        let message = format!("no slot of disk \"{}\"", disk.name);
+        return Err(Failure::field("hardware", message));
     }
     for nic in &spec.nics {
         let peer = hardware.nics.get(nic.name.as_str());

@@ -14,7 +14,13 @@ use vmmd_host::{
     text,
 };
 use vmmd_spec::{
-    Violations, disk::MAX_SIZE, metadata::Metadata, name::Name, nic::Mac, pci::PciSlot, vm::VmSpec,
+    Violations,
+    disk::MAX_SIZE,
+    metadata::Metadata,
+    name::Name,
+    nic::Mac,
+    pci::{self, PciSlot},
+    vm::VmSpec,
 };
 use vmmd_store::{Hardware, SnapshotDisk, SnapshotRecord, SnapshotStage};
 
@@ -233,21 +239,23 @@ impl Disk {
 
 /// Each device of the spec has a slot, and none has that of another one; each NIC has a MAC address.
 fn check_hardware(spec: &VmSpec, hardware: &Hardware) -> Result<(), Failure> {
-    let disks = hardware.disk_slots.values().copied();
+    let disks = hardware.disk_slots.values();
+    let disks = disks.map(|slot| (*slot, pci::is_disk_address(*slot)));
     let nics = hardware.nics.values().map(|nic| nic.slot);
     let shares = hardware.share_slots.values().copied();
+    let others = nics.chain(shares).chain([hardware.rng_slot]);
+    let others = others.map(|slot| (slot, PciSlot::try_from(slot).is_ok()));
     let mut taken = BTreeSet::new();
-    for number in disks.chain(nics).chain(shares).chain([hardware.rng_slot]) {
-        if !PciSlot::try_from(number).is_ok_and(|slot| taken.insert(slot)) {
+    for (number, is_address) in disks.chain(others) {
+        if !is_address || !taken.insert(number) {
             return Err(refuse(format_args!("has no PCI slot {number}, or has it twice")));
         }
     }
     let missing = |what: &str, name: &Name| Err(refuse(format_args!("has no address of {what} \"{name}\"")));
-    if let Some(disk) = spec
-        .disks
-        .iter()
-        .find(|disk| !hardware.disk_slots.contains_key(disk.name.as_str()))
-    {
+    if let Some(disk) = spec.disks.iter().find(|disk| {
+        let slot = hardware.disk_slots.get(disk.name.as_str());
+        slot.is_none_or(|slot| !disk.bus.has(*slot))
+    }) {
         return missing("disk", &disk.name);
     }
     for nic in &spec.nics {

@@ -168,7 +168,7 @@ pub struct Hardware {
     /// PCI device number of the entropy device.
     #[prost(uint32, tag = "1")]
     pub rng_slot: u32,
-    /// By the disk's name: its PCI device number.
+    /// By the disk's name: its PCI device number, or 96 plus the port of the SATA controller.
     #[prost(btree_map = "string, uint32", tag = "2")]
     pub disk_slots: BTreeMap<String, u32>,
     /// By the NIC's name.

@@ -10,6 +10,7 @@ use tonic::Code;
 use vmmd_api::v1::{self, FirmwareBoot, FirmwareType, boot_spec::Source};
 
 use crate::{
+    attach::disk,
     harness::{Daemon, assert_refused, assert_says, temporary_folder, uid},
     migration::node_in,
     pki::Pki,
@@ -108,4 +109,49 @@ async fn variables_leave_the_node_with_a_migrated_vm() {
     from.forgets("web").await;
     let moved = to.get("web").await.unwrap();
     assert!(variables(&to, &moved).exists() && !variables(&from, &vm).exists());
+}
+
+#[tokio::test]
+async fn sata_disks_come_and_go_while_the_vm_is_stopped() {
+    let mut daemon = daemon(true).await;
+    daemon.create(manifest(&daemon)).await.unwrap();
+    daemon.start_vm("web").await.unwrap();
+    let (one, two) = (sata(&daemon, "one"), sata(&daemon, "two"));
+    let cd = v1::DiskSpec {
+        cdrom: true,
+        ..disk(&daemon, "cd")
+    };
+    let refused = daemon.attach("web", one.clone()).await.unwrap_err();
+    assert_refused(&refused, Code::FailedPrecondition, "DISK_NOT_HOT_PLUGGABLE");
+    assert_says(&refused, "stop the VM first");
+    daemon.kill_vm("web").await.unwrap();
+    for disk in [one, two, cd] {
+        daemon.attach("web", disk).await.unwrap();
+    }
+    let ports = |vm: &v1::Vm| -> Vec<_> {
+        let disks = &vm.status.as_ref().unwrap().disks;
+        let of = |disk: &v1::DiskStatus| (disk.name.clone(), disk.pci_slot, disk.sata_port);
+        disks
+            .iter()
+            .filter(|disk| disk.sata_port.is_some())
+            .map(of)
+            .collect()
+    };
+    let at = |name: &str, port| (name.to_owned(), None, Some(port));
+    let started = daemon.start_vm("web").await.unwrap();
+    assert_eq!(ports(&started), [at("one", 0), at("two", 1), at("cd", 2)]);
+    let refused = daemon.detach("web", "one", 0, true).await.unwrap_err();
+    assert_refused(&refused, Code::FailedPrecondition, "DISK_NOT_HOT_PLUGGABLE");
+    daemon.kill_vm("web").await.unwrap();
+    daemon.detach("web", "one", 0, false).await.unwrap();
+    daemon.kill_and_restart().await;
+    let started = daemon.start_vm("web").await.unwrap();
+    assert_eq!(ports(&started), [at("two", 1), at("cd", 2)]);
+}
+
+fn sata(daemon: &Daemon, name: &str) -> v1::DiskSpec {
+    v1::DiskSpec {
+        bus: v1::DiskBus::Sata.into(),
+        ..disk(daemon, name)
+    }
 }

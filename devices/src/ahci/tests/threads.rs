@@ -26,10 +26,10 @@ use crate::{
 
 /// Data of the message that the controller sends.
 const VECTOR: u32 = 0x41;
-/// Bytes of the registers of a port.
-const PORT: u64 = 0x80;
+/// From the registers of the disk's port to those of the drive's.
+const PORT: u64 = 3 * 0x80;
 
-/// A machine with a disk at the first port and a CD-ROM drive at the second.
+/// A machine with a disk at port 0 and a CD-ROM drive at port 3.
 struct Machine {
     memory: GuestMemory,
     msi: Arc<MockMsi>,
@@ -67,8 +67,8 @@ impl Machine {
             let image = RawImage::open(file.try_clone().unwrap().into(), cdrom).unwrap();
             Drive::new(Box::new(image), options).unwrap()
         };
-        let drives = vec![drive(false, &files[0]), drive(true, &files[1])];
-        let controls = drives.iter().map(Drive::control).collect();
+        let drives = vec![(3, drive(true, &files[1])), (0, drive(false, &files[0]))];
+        let controls = drives.iter().rev().map(|(_, drive)| drive.control()).collect();
         let parts = Parts {
             name: "sata".into(),
             memory: memory.clone(),
@@ -190,7 +190,7 @@ fn function_is_the_ahci_controller_of_ich9() {
     );
     let bars: Vec<_> = config.bars().map(|(bar, _, size)| (bar, size)).collect();
     assert_eq!(bars, [(5, 0x1000)]);
-    assert_eq!(machine.read(0x0c), 3);
+    assert_eq!((machine.read(0x00) & 0x1f, machine.read(0x0c)), (3, 1 << 3 | 1));
 }
 
 #[test]
@@ -254,7 +254,7 @@ fn running_controller_is_not_saved_or_restored() {
 #[test]
 fn reset_machine_finds_the_controller_as_after_power_on() {
     let mut machine = Machine::new();
-    let registers = |machine: &Machine| (0..0x80).map(|at| machine.read(at * 4)).collect::<Vec<_>>();
+    let registers = |machine: &Machine| (0..0x100).map(|at| machine.read(at * 4)).collect::<Vec<_>>();
     let before = registers(&machine);
     machine.start();
     machine.probe();

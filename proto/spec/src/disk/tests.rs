@@ -1,5 +1,7 @@
 use rstest::rstest;
-use vmmd_api::v1::{DiskCache, DiskErrorPolicy, DiskFormat, DiskPreallocation, volume_spec::Source as New};
+use vmmd_api::v1::{
+    DiskBus, DiskCache, DiskErrorPolicy, DiskFormat, DiskPreallocation, volume_spec::Source as New,
+};
 
 use super::*;
 
@@ -45,6 +47,25 @@ fn an_iso_image_is_read_only_whatever_is_said() {
         ..spec()
     });
     assert!(disk.unwrap().read_only);
+}
+
+#[test]
+fn cdrom_is_a_read_only_drive_on_sata() {
+    let bus = |bus: DiskBus, cdrom| {
+        let spec = v1::DiskSpec {
+            bus: bus.into(),
+            cdrom,
+            ..spec()
+        };
+        let disk = new(&spec).unwrap();
+        (disk.bus, disk.read_only)
+    };
+    assert_eq!(bus(DiskBus::Unspecified, false), (Bus::Virtio, false));
+    assert_eq!(bus(DiskBus::Virtio, false), (Bus::Virtio, false));
+    let sata = |cdrom| (Bus::Sata { cdrom }, cdrom);
+    assert_eq!(bus(DiskBus::Sata, false), sata(false));
+    assert_eq!(bus(DiskBus::Unspecified, true), sata(true));
+    assert_eq!(bus(DiskBus::Sata, true), sata(true));
 }
 
 #[test]
@@ -99,6 +120,28 @@ fn every_option_is_read() {
     v1::DiskSpec { rate_limit: Some(v1::RateLimit::default()), rate_group: "g".into(), ..spec() },
     "disk",
     "not both"
+)]
+#[case::bus(v1::DiskSpec { bus: 7, ..spec() }, "disk.bus", "unknown value 7")]
+#[case::cdrom_on_virtio(
+    v1::DiskSpec { bus: DiskBus::Virtio.into(), cdrom: true, ..spec() },
+    "disk.bus",
+    "must be DISK_BUS_SATA"
+)]
+#[case::sata_queues(v1::DiskSpec { bus: DiskBus::Sata.into(), queues: 2, ..spec() }, "disk.queues", "one queue")]
+#[case::sata_block(
+    v1::DiskSpec { cdrom: true, logical_block_bytes: 4096, ..spec() },
+    "disk.logicalBlockBytes",
+    "must be 512"
+)]
+#[case::sata_read_only(
+    v1::DiskSpec { bus: DiskBus::Sata.into(), read_only: true, ..spec() },
+    "disk.readOnly",
+    "set `cdrom`"
+)]
+#[case::sata_iso(
+    v1::DiskSpec { bus: DiskBus::Sata.into(), format: DiskFormat::Iso.into(), ..spec() },
+    "disk.format",
+    "set `cdrom`"
 )]
 #[case::group_name(v1::DiskSpec { rate_group: "G".into(), ..spec() }, "disk.rateGroup", "is \"G\"")]
 fn what_cannot_be_is_refused_with_the_field_and_what_is_allowed(

@@ -3,7 +3,7 @@ use vmmd_spec::{
     topology::Topology,
 };
 
-use super::{self as machine, DiskLimit, Machine};
+use super::{self as machine, DiskLimit, DiskPlace, Machine};
 use crate::vmm;
 
 fn machine() -> vmm::MachineSpec {
@@ -250,4 +250,46 @@ fn memory_of_a_machine_is_checked_with_its_pages() {
         spec.numa_node = Some(5000);
     });
     assert_eq!(both, ["mergeable", "numa_node"]);
+}
+
+#[test]
+fn sata_disk_has_a_port_of_its_own_in_a_machine_with_firmware() {
+    let sata = |change: &dyn Fn(&mut vmm::MachineSpec)| {
+        let mut spec = with_disk(|disk| {
+            disk.sata_port = Some(5);
+            disk.cdrom = true;
+        });
+        spec.kernel = None;
+        // Instead of the kernel, and one more.
+        spec.firmware = Some(vmm::Firmware {
+            code_fd: 1,
+            variables_fd: 5,
+        });
+        change(&mut spec);
+        Machine::new(&spec, 7)
+    };
+    let disk = sata(&|_| ()).unwrap().disks.remove(0);
+    let (port, cdrom) = (5, true);
+    assert_eq!(disk.place, DiskPlace::Sata { port, cdrom });
+    assert!(disk.read_only);
+    let refused: [&dyn Fn(&mut vmm::MachineSpec); 5] = [
+        &|spec| spec.disks[0].sata_port = Some(6),
+        &|spec| spec.disks[0].sata_port = None,
+        &|spec| (spec.disks[0].cdrom, spec.disks[0].read_only) = (false, true),
+        &|spec| {
+            let other = vmm::Disk {
+                name: "other".into(),
+                fd: 6,
+                ..spec.disks[0].clone()
+            };
+            spec.disks.push(other);
+        },
+        &|spec| {
+            spec.kernel = machine().kernel;
+            spec.firmware = None;
+        },
+    ];
+    for change in refused {
+        assert!(sata(change).is_err());
+    }
 }

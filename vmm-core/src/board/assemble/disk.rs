@@ -3,12 +3,15 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use block::{Backing, Content, Image, OpenError, Qcow2Image, RawImage};
-use devices::virtio::{
-    blk::{Blk, BlkOptions, OnError},
-    rate::{Limiter, Limits},
+use devices::{
+    ahci::{Drive, DriveOptions},
+    virtio::{
+        blk::{Blk, BlkOptions, OnError},
+        rate::{Limiter, Limits},
+    },
 };
 use vmm_protocol::{
-    machine::{Disk, DiskLimit, Machine},
+    machine::{Disk, DiskLimit, DiskPlace, Machine},
     vmm::ErrorKind,
 };
 use vmmd_spec::disk::{self, Format, RateLimit};
@@ -91,28 +94,25 @@ pub(in crate::board) fn plug(
     image: Box<dyn Image>,
 ) -> Result<Plugged<board::disks::Disk>, Failure> {
     let name = format!("disk {}", spec.name);
-    let (limiter, group) = match &spec.limit {
-        DiskLimit::None => (None, None),
-        DiskLimit::Own(limit) => (Some(Limiter::new(limits(*limit))), None),
-        DiskLimit::Group(group) => (groups.get(group).cloned(), Some(group.clone())),
+    let DiskPlace::Virtio(slot) = spec.place else {
+        let message = format!("{name}: a SATA disk is not plugged into a slot");
+        return Err(Failure::of(ErrorKind::Invalid, message));
     };
+    let (limiter, group) = limiter(groups, spec);
     let options = BlkOptions {
         name: spec.name.clone(),
         serial: spec.serial.clone(),
         queues: spec.queues,
         logical_block: spec.logical_block,
-        on_error: match spec.on_error {
-            disk::OnError::Report => OnError::Report,
-            disk::OnError::Pause => OnError::Hold,
-        },
+        on_error: on_error(spec),
         limiter: limiter.clone(),
     };
     let device = Blk::new(image, options);
     let control = device.control();
-    let device = sockets.plug(&name, spec.slot, Box::new(device))?;
+    let device = sockets.plug(&name, slot, Box::new(device))?;
     Ok(Plugged {
         name: spec.name.clone(),
-        slot: spec.slot.number(),
+        slot: slot.number(),
         device,
         control: board::disks::Disk {
             writable: !spec.read_only && spec.format != Format::Iso,
@@ -121,6 +121,49 @@ pub(in crate::board) fn plug(
             group,
         },
     })
+}
+
+/// A drive of the SATA controller with this image, and its control.
+pub(in crate::board) fn drive(
+    groups: &Groups,
+    spec: &Disk,
+    cdrom: bool,
+    image: Box<dyn Image>,
+) -> Result<(Drive, board::disks::Disk), Failure> {
+    let (limiter, group) = limiter(groups, spec);
+    let options = DriveOptions {
+        name: spec.name.clone(),
+        serial: spec.serial.clone(),
+        cdrom,
+        on_error: on_error(spec),
+        limiter: limiter.clone(),
+    };
+    let name = format!("disk {}", spec.name);
+    let drive = Drive::new(image, options);
+    let drive = drive.map_err(Failure::during(ErrorKind::Invalid, &name))?;
+    let control = board::disks::Disk {
+        writable: !cdrom,
+        control: drive.control(),
+        limiter,
+        group,
+    };
+    Ok((drive, control))
+}
+
+/// The limiter of a disk, and the group that it belongs to.
+fn limiter(groups: &Groups, spec: &Disk) -> (Option<Arc<Limiter>>, Option<String>) {
+    match &spec.limit {
+        DiskLimit::None => (None, None),
+        DiskLimit::Own(limit) => (Some(Limiter::new(limits(*limit))), None),
+        DiskLimit::Group(group) => (groups.get(group).cloned(), Some(group.clone())),
+    }
+}
+
+fn on_error(spec: &Disk) -> OnError {
+    match spec.on_error {
+        disk::OnError::Report => OnError::Report,
+        disk::OnError::Pause => OnError::Hold,
+    }
 }
 
 /// Converts a rate limit to the options of a limiter.

@@ -10,6 +10,7 @@ mod firmware;
 mod legacy;
 pub(super) mod nic;
 mod rng;
+mod sata;
 mod serial;
 pub(super) mod share;
 
@@ -43,7 +44,7 @@ use devices::{
 use kvm_bindings::CpuId;
 use vmm_base::GuestMemory;
 use vmm_protocol::{
-    machine::{Boot, FdIndex},
+    machine::{Boot, DiskPlace, FdIndex},
     state,
     vmm::{self, ErrorKind, MachineSpec},
 };
@@ -412,12 +413,18 @@ impl Assembly {
             balloon::build(&mut self, spec)?;
         }
         let mut disks = Disks::new(self.sockets.clone(), Arc::clone(&self.hotplug), spec);
+        let mut drives = Vec::new();
         for disk in &spec.disks {
-            match self.images.remove(&disk.name) {
-                Some(image) => disks.fit_open(disk, image)?,
-                None => disks.fit(disk, &mut self.fds, self.locks)?,
+            let image = match self.images.remove(&disk.name) {
+                Some(image) => image,
+                None => disk::open_locked(disk, &mut self.fds, self.locks)?,
+            };
+            match disk.place {
+                DiskPlace::Virtio(_) => disks.fit(disk, image)?,
+                DiskPlace::Sata { port, cdrom } => drives.push((port, disks.fit_drive(disk, cdrom, image)?)),
             }
         }
+        sata::build(&mut self, drives)?;
         let mut nics = Nics::new(self.sockets.clone(), Arc::clone(&self.hotplug));
         for nic in &spec.nics {
             nics.fit(nic, &mut self.fds)?;
@@ -543,6 +550,14 @@ impl Sockets {
         }
     }
 
+    /// Passes reports of a device to the driver.
+    fn sink(&self) -> Arc<dyn EventSink> {
+        Arc::new(Sink {
+            notifier: self.notifier.clone(),
+            limit: LogLimit::new(),
+        })
+    }
+
     /// Puts a virtio device into a PCI slot.
     pub(super) fn plug(
         &self,
@@ -555,10 +570,7 @@ impl Sockets {
             memory: self.memory.clone(),
             msi: self.msi.as_ref(),
             notify: Arc::clone(&self.notify),
-            sink: Arc::new(Sink {
-                notifier: self.notifier.clone(),
-                limit: LogLimit::new(),
-            }),
+            sink: self.sink(),
         };
         let device = VirtioPciDevice::new(parts, device).map_err(|error| {
             Failure::of(

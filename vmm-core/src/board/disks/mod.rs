@@ -19,13 +19,14 @@ use std::{
 
 use block::Image;
 use devices::{
+    ahci::Drive,
     pci::HotPlug,
     virtio::blk::{BlkControl, OperationStats},
     virtio::rate::Limiter,
 };
 use tracing::error;
 use vmm_protocol::{
-    machine,
+    machine::{self, DiskPlace},
     vmm::{self, ErrorKind, set_rate_limit::Target},
 };
 use vmmd_spec::{disk::RateLimit, topology::Topology};
@@ -34,9 +35,9 @@ use self::opening::{Opener, Opening};
 use super::{
     assemble::{
         Fds, Sockets,
-        disk::{self, Groups, Locks},
+        disk::{self, Groups},
     },
-    plugs::{Plugged, Plugs},
+    plugs::Plugs,
 };
 use crate::{
     lifecycle::{Failure, Pluggable, Progress, Token},
@@ -61,6 +62,9 @@ pub(super) struct Disks {
     topology: Topology,
     /// How images of disks that are attached are opened.
     opener: Opener,
+    /// Those at the ports of the SATA controller, by name, in the order of the spec. The controller is a component of
+    /// its own.
+    drives: Vec<(String, Disk)>,
 }
 
 impl Deref for Disks {
@@ -104,20 +108,41 @@ impl Disks {
             groups,
             topology,
             opener,
+            drives: Vec::new(),
         }
     }
 
     /// Adds a disk that exists when the machine is switched on.
-    pub fn fit(&mut self, spec: &machine::Disk, fds: &mut Fds, locks: Locks) -> Result<(), Failure> {
-        let image = disk::open_locked(spec, fds, locks)?;
-        self.fit_open(spec, image)
-    }
-
-    /// The same with an image that is open.
-    pub fn fit_open(&mut self, spec: &machine::Disk, image: Box<dyn Image>) -> Result<(), Failure> {
+    pub fn fit(&mut self, spec: &machine::Disk, image: Box<dyn Image>) -> Result<(), Failure> {
         let disk = disk::plug(&self.plugs.sockets, &self.groups, spec, image)?;
         self.plugs.fit(disk);
         Ok(())
+    }
+
+    /// The same for a port of the SATA controller; gives the drive.
+    pub fn fit_drive(
+        &mut self,
+        spec: &machine::Disk,
+        cdrom: bool,
+        image: Box<dyn Image>,
+    ) -> Result<Drive, Failure> {
+        let (drive, disk) = disk::drive(&self.groups, spec, cdrom, image)?;
+        self.drives.push((spec.name.clone(), disk));
+        Ok(drive)
+    }
+
+    /// All disks, with their names.
+    fn all(&self) -> impl Iterator<Item = (&str, &Disk)> {
+        let plugged = self.plugs.iter().map(|disk| (disk.name.as_str(), &disk.control));
+        plugged.chain(self.drives.iter().map(|(name, disk)| (name.as_str(), disk)))
+    }
+
+    /// The one of that name.
+    fn named(&self, name: &str) -> Result<&Disk, Failure> {
+        match self.drives.iter().find(|(drive, _)| drive == name) {
+            Some((_, disk)) => Ok(disk),
+            None => Ok(&self.plugs.get(name)?.control),
+        }
     }
 
     /// Begins to attach a disk. The result comes from [`collect_answers`](Self::collect_answers); an
@@ -131,15 +156,23 @@ impl Disks {
         if self.opening.iter().any(|opening| opening.spec.name == spec.name) {
             return refused(format!("a disk {} is being attached already", spec.name));
         }
-        let slot = spec.slot.number();
+        let DiskPlace::Virtio(slot) = spec.place else {
+            return refused(format!(
+                "disk {}: a SATA disk is not plugged into a running machine",
+                spec.name
+            ));
+        };
+        if self.drives.iter().any(|(drive, _)| *drive == spec.name) {
+            return refused(format!("there is a disk {} already", spec.name));
+        }
         if self
             .opening
             .iter()
-            .any(|opening| opening.spec.slot.number() == slot)
+            .any(|opening| opening.spec.place == spec.place)
         {
-            return refused(format!("PCI slot {slot} is taken"));
+            return refused(format!("PCI slot {} is taken", slot.number()));
         }
-        self.plugs.check_free(&spec.name, spec.slot)?;
+        self.plugs.check_free(&spec.name, slot)?;
         let notifier = self.sockets.notifier.clone();
         let opening = Opening::begin(&self.opener, token, spec, Fds::new(fds), notifier)?;
         self.opening.push(opening);
@@ -187,7 +220,7 @@ impl Disks {
 
     /// Enlarges a disk, and notifies the guest. `None` for the current size of a block device.
     pub fn resize(&self, name: &str, capacity: Option<u64>) -> Result<(), Failure> {
-        let control = &self.plugs.get(name)?.control.control;
+        let control = &self.named(name)?.control;
         let before = control.capacity();
         if let Some(smaller) = capacity.filter(|capacity| *capacity < before) {
             return Err(Failure::of(
@@ -209,11 +242,11 @@ impl Disks {
 
     /// See [`Machine::commit_disks`](crate::lifecycle::Machine::commit_disks).
     pub fn commit(&self) -> Result<(), Failure> {
-        for disk in self.plugs.iter() {
-            disk.control.control.commit().map_err(|error| {
+        for (name, disk) in self.all() {
+            disk.control.commit().map_err(|error| {
                 Failure::of(
                     ErrorKind::Image,
-                    format!("writing what disk {} holds back: {error}", disk.name),
+                    format!("writing what disk {name} holds back: {error}"),
                 )
             })?;
         }
@@ -223,7 +256,7 @@ impl Disks {
     /// Begins to copy these disks, while their guest uses them.
     pub fn mirror(&self, names: &[String]) -> Result<Vec<Mirrored>, Failure> {
         let mirrored = names.iter().map(|name| {
-            let control = &self.plugs.get(name)?.control.control;
+            let control = &self.named(name)?.control;
             let mirror = control
                 .mirror()
                 .map_err(|error| Failure::of(ErrorKind::Image, format!("copying disk {name}: {error}")))?;
@@ -238,8 +271,8 @@ impl Disks {
     /// Gives up the locks of the disks that the guest can write to, with all that it has written
     /// durable.
     pub fn unlock(&self) -> Result<(), Failure> {
-        for disk in self.plugs.iter().filter(|disk| disk.control.writable) {
-            match disk.control.control.unlock() {
+        for (name, disk) in self.all().filter(|(_, disk)| disk.writable) {
+            match disk.control.unlock() {
                 Ok(()) => {}
                 // No other process takes this image over: the receiver of a migration continues
                 // with a copy.
@@ -247,7 +280,7 @@ impl Disks {
                 Err(error) => {
                     return Err(Failure::of(
                         ErrorKind::Image,
-                        format!("giving disk {} to another process: {error}", disk.name),
+                        format!("giving disk {name} to another process: {error}"),
                     ));
                 }
             }
@@ -257,21 +290,21 @@ impl Disks {
 
     /// Takes the locks again that [`unlock`](Self::unlock) gave up: all, or none.
     pub fn lock(&self) -> Result<(), Failure> {
-        let writable = || self.plugs.iter().filter(|disk| disk.control.writable);
-        for (index, disk) in writable().enumerate() {
-            let (kind, why) = match disk.control.control.lock() {
+        let writable = || self.all().filter(|(_, disk)| disk.writable);
+        for (index, (name, disk)) in writable().enumerate() {
+            let (kind, why) = match disk.control.lock() {
                 Ok(true) => continue,
                 // An image that does not support unlocking is still locked.
                 Err(error) if error.kind() == io::ErrorKind::Unsupported => continue,
                 Ok(false) => (ErrorKind::InUse, "in use by another VM or program".to_owned()),
                 Err(error) => (ErrorKind::Image, format!("lock the image: {error}")),
             };
-            for taken in writable().take(index) {
-                if let Err(error) = taken.control.control.unlock() {
-                    error!(disk = taken.name, %error, "giving a lock back");
+            for (taken, disk) in writable().take(index) {
+                if let Err(error) = disk.control.unlock() {
+                    error!(disk = taken, %error, "giving a lock back");
                 }
             }
-            return Err(Failure::of(kind, format!("disk {}: {why}", disk.name)));
+            return Err(Failure::of(kind, format!("disk {name}: {why}")));
         }
         Ok(())
     }
@@ -289,7 +322,11 @@ impl Disks {
             }
             Target::Disk(name) => name,
         };
-        let disk = &mut self.plugs.get_mut(name)?.control;
+        let drive = self.drives.iter_mut().find(|(drive, _)| drive == name);
+        let disk = match drive {
+            Some((_, disk)) => disk,
+            None => &mut self.plugs.get_mut(name)?.control,
+        };
         match (&disk.group, &disk.limiter) {
             (Some(group), _) => {
                 return Err(Failure::of(
@@ -307,20 +344,22 @@ impl Disks {
         Ok(())
     }
 
-    /// Counters of the disks, in the order of their slots.
+    /// Counters of the disks, in the order of their slots, then of their ports.
     pub fn stats(&self) -> Vec<vmm::DiskStats> {
-        self.plugs.by_slot().into_iter().map(stats).collect()
+        let plugged = self.plugs.by_slot().into_iter();
+        let plugged = plugged.map(|disk| stats(&disk.name, &disk.control));
+        let drives = self.drives.iter().map(|(name, disk)| stats(name, disk));
+        plugged.chain(drives).collect()
     }
 
     /// See [`Machine::holds_requests`](crate::lifecycle::Machine::holds_requests).
     pub fn holds_requests(&self) -> bool {
-        let mut disks = self.plugs.iter();
-        disks.any(|disk| disk.control.control.stats().held > 0)
+        self.all().any(|(_, disk)| disk.control.stats().held > 0)
     }
 }
 
-fn stats(disk: &Plugged<Disk>) -> vmm::DiskStats {
-    let stats = disk.control.control.stats();
+fn stats(name: &str, disk: &Disk) -> vmm::DiskStats {
+    let stats = disk.control.stats();
     let operation = |stats: &OperationStats| {
         Some(vmm::OperationStats {
             requests: stats.requests,
@@ -331,8 +370,8 @@ fn stats(disk: &Plugged<Disk>) -> vmm::DiskStats {
         })
     };
     vmm::DiskStats {
-        name: disk.name.clone(),
-        capacity_bytes: disk.control.control.capacity(),
+        name: name.to_owned(),
+        capacity_bytes: disk.control.capacity(),
         read: operation(&stats.read),
         write: operation(&stats.write),
         flush: operation(&stats.flush),

@@ -8,6 +8,7 @@ use vmmd_api::v1::{self, AttachmentPhase, ConditionStatus, VmPhase};
 use vmmd_spec::{
     Violations,
     disk::Source as DiskSource,
+    pci,
     vm::{Attachment, Nic, VmSpec},
 };
 
@@ -355,6 +356,8 @@ fn disks(
             None if in_machine.iter().any(|wire| wire.name == name) => AttachmentPhase::Attached,
             None => AttachmentPhase::Pending,
         };
+        let address = of_run.and_then(|slots| slots.get(name));
+        let address = address.or_else(|| slots?.get(name)).copied();
         v1::DiskStatus {
             name: name.to_owned(),
             phase: phase.into(),
@@ -362,10 +365,8 @@ fn disks(
             path,
             capacity_bytes: Some(known.map_or(0, |known| known.capacity).max(size))
                 .filter(|bytes| *bytes != 0),
-            pci_slot: of_run
-                .and_then(|slots| slots.get(name))
-                .or_else(|| slots?.get(name))
-                .copied(),
+            pci_slot: address.filter(|address| pci::sata_port(*address).is_none()),
+            sata_port: address.and_then(pci::sata_port),
         }
     });
     described.collect()

@@ -17,9 +17,10 @@ use vmm_protocol::{
     machine::AGENT_CHANNEL,
     vmm::{self, MachineSpec},
 };
+use vmmd_host::failure::Failure;
 use vmmd_network::{self, Tap};
 use vmmd_spec::{
-    disk::Disk,
+    disk::{Bus, Disk},
     nic::Mac,
     pci,
     policy::ClockOnResume,
@@ -32,8 +33,9 @@ use vmmd_store::{Hardware, NicHardware};
 use crate::files::{Files, OpenDisk};
 
 /// PCI slots of platform v1 on bus 0, whose device 0 is the host bridge. Each kind of device has
-/// its own range, so that a new device never moves an existing one. Slot 31 is free. Disks and NICs
-/// without room on bus 0 use further buses, as all shares do.
+/// its own range, so that a new device never moves an existing one. Slot 31 has the LPC bridge and the
+/// SATA controller of a machine with firmware. Disks and NICs without room on bus 0 use further buses,
+/// as all shares do.
 const RNG_SLOT: u32 = 1;
 const NIC_SLOTS: Range<u32> = 2..10;
 const DISK_SLOTS: Range<u32> = 10..25;
@@ -108,7 +110,7 @@ pub fn reallocate(
         for disk in &spec.disks {
             let name = disk.name.as_str();
             let slot = known.disk_slots.get(name);
-            let free = slot.filter(|slot| !taken(&[&new]).contains(slot));
+            let free = slot.filter(|slot| !taken(&[&new]).contains(slot) && disk.bus.has(**slot));
             if let (false, Some(slot)) = (new.disk_slots.contains_key(name), free) {
                 new.disk_slots.insert(name.to_owned(), *slot);
             }
@@ -127,7 +129,7 @@ pub fn reallocate(
     }
     for disk in &spec.disks {
         let name = disk.name.to_string();
-        let slot = free_slot(&[&new, running]).or_else(|| free_slot(&[&new]));
+        let slot = free_slot(disk.bus, &[&new, running]).or_else(|| free_slot(disk.bus, &[&new]));
         if let (false, Some(slot)) = (new.disk_slots.contains_key(&name), slot) {
             new.disk_slots.insert(name, slot);
         }
@@ -275,6 +277,14 @@ pub fn assemble(
     (machine, fds.0)
 }
 
+/// A disk on the bus SATA is not hot-plugged.
+pub fn no_hot_plug(what: &str, disk: &str) -> Failure {
+    let message = format!(
+        "disk \"{disk}\" is on DISK_BUS_SATA, and is {what} only while the VM is stopped: stop the VM first"
+    );
+    Failure::precondition("DISK_NOT_HOT_PLUGGABLE", message)
+}
+
 /// Description of a hot-plugged disk for the `vmm`, with its descriptors.
 pub fn plug(hardware: &Hardware, disk: &Disk, opened: OpenDisk) -> (vmm::Disk, Vec<OwnedFd>) {
     let mut fds = Descriptors::default();
@@ -322,9 +332,11 @@ fn wire_nic(fds: &mut Descriptors, hardware: &Hardware, nic: &Nic, tap: Tap) -> 
 
 fn wire_disk(fds: &mut Descriptors, hardware: &Hardware, disk: &Disk, opened: OpenDisk) -> vmm::Disk {
     let slot = hardware.disk_slots.get(disk.name.as_str());
+    let (pci_slot, sata_port) = convert::disk_address(slot.copied().unwrap_or_default());
     vmm::Disk {
         fd: fds.add(opened.fd),
-        pci_slot: slot.copied().unwrap_or_default(),
+        pci_slot,
+        sata_port,
         backing: opened
             .backing
             .into_iter()
@@ -338,11 +350,14 @@ fn wire_disk(fds: &mut Descriptors, hardware: &Hardware, disk: &Disk, opened: Op
     }
 }
 
-/// The lowest slot that is free for another disk in all of these.
-pub fn free_slot(hardware: &[&Hardware]) -> Option<u32> {
+/// The lowest address that is free for another disk on that bus in all of these.
+pub fn free_slot(bus: Bus, hardware: &[&Hardware]) -> Option<u32> {
     let taken = taken(hardware);
-    let mut slots = DISK_SLOTS.chain(pci::further());
-    slots.find(|slot| !taken.contains(slot))
+    let free = |slot: &u32| !taken.contains(slot);
+    match bus {
+        Bus::Virtio => DISK_SLOTS.chain(pci::further()).find(free),
+        Bus::Sata { .. } => pci::SATA_PORTS.clone().find(free),
+    }
 }
 
 #[derive(Default)]
@@ -430,16 +445,20 @@ mod tests {
         let disk = spec.disks.remove(3);
         spec.disks.pop();
         let mut hardware = allocate(&spec, || Mac::local([2; 6]));
-        assert_eq!(free_slot(&[&hardware]), Some(24));
+        assert_eq!(free_slot(Bus::Virtio, &[&hardware]), Some(24));
         hardware.disk_slots.remove("disk5");
-        let slot = free_slot(&[&hardware]).unwrap();
+        let slot = free_slot(Bus::Virtio, &[&hardware]).unwrap();
         hardware.disk_slots.insert(disk.name.to_string(), slot);
         let (wire, fds) = plug(&hardware, &disk, open_disk(2));
         assert_eq!((wire.name.as_str(), wire.pci_slot, wire.fd), ("disk3", slot, 0));
         let below: Vec<_> = wire.backing.iter().map(|image| image.fd).collect();
         assert_eq!((below, fds.len()), (vec![1, 2], 3));
         hardware.disk_slots.insert("more".into(), 24);
-        assert_eq!(free_slot(&[&hardware]), Some(33), "the first of the next bus");
+        assert_eq!(
+            free_slot(Bus::Virtio, &[&hardware]),
+            Some(33),
+            "the first of the next bus"
+        );
     }
 
     #[test]
@@ -611,6 +630,24 @@ mod tests {
         spec.disks.push(removed);
         let again = reallocate(&spec, &without, &running, || Mac::local([2; 6]));
         assert_eq!(again.disk_slots["disk0"], 10);
+    }
+
+    #[test]
+    fn disk_that_changes_its_bus_gets_another_address() {
+        let mut spec = full();
+        let before = allocate(&spec, || Mac::local([2; 6]));
+        let cdrom = Bus::Sata { cdrom: true };
+        (spec.disks[2].bus, spec.disks[5].bus) = (Bus::Sata { cdrom: false }, cdrom);
+        let after = reallocate(&spec, &before, &before, || Mac::local([2; 6]));
+        let of = |hardware: &Hardware, name: &str| hardware.disk_slots[name];
+        assert_eq!((of(&after, "disk2"), of(&after, "disk5")), (96, 97));
+        assert_eq!(of(&after, "disk3"), of(&before, "disk3"));
+        assert_eq!(free_slot(cdrom, &[&after]), Some(98));
+        let (wire, _) = plug(&after, &spec.disks[5], open_disk(0));
+        assert_eq!((wire.pci_slot, wire.sata_port, wire.cdrom), (0, Some(1), true));
+        spec.disks[2].bus = Bus::Virtio;
+        let again = reallocate(&spec, &after, &after, || Mac::local([2; 6]));
+        assert_eq!((of(&again, "disk2"), of(&again, "disk5")), (12, 97));
     }
 
     #[test]

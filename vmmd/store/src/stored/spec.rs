@@ -296,6 +296,10 @@ stored! {
         any_content: bool,
         #[prost(string, tag = "15")]
         beneath: String,
+        #[prost(int32, tag = "16")]
+        bus: i32,
+        #[prost(bool, tag = "17")]
+        cdrom: bool,
     }
 }
 

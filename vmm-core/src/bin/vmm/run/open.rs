@@ -23,7 +23,7 @@ use vmm_base::sys::{
 use vmm_core::memory::huge;
 use vmm_protocol::{convert, machine::AGENT_CHANNEL, vmm};
 use vmmd_spec::{
-    disk::{Cache, Disk, Source},
+    disk::{Bus, Cache, Disk, Source},
     display::Display,
     nic::Mac,
     pci,
@@ -108,11 +108,7 @@ pub fn resolve(manifest: &Manifest, sockets: Sockets<'_>, files: &FirmwareFiles)
         kvm_fd: fds.add(open_kvm()?),
         kernel,
         firmware,
-        disks: DISK_SLOTS
-            .chain(pci::further())
-            .zip(&spec.disks)
-            .map(|(slot, disk)| open_disk(&mut fds, slot, disk))
-            .collect::<Result<_>>()?,
+        disks: open_disks(&mut fds, &spec.disks)?,
         nics: NIC_SLOTS
             .chain(pci::further().rev())
             .zip(&spec.nics)
@@ -177,7 +173,19 @@ fn open(what: &str, path: &Path, write: bool) -> Result<File> {
         .with_context(|| format!("opening {what} {}", path.display()))
 }
 
-fn open_disk(fds: &mut Fds, slot: u32, disk: &Disk) -> Result<vmm::Disk> {
+/// Opens all disks, each with the next address on its bus.
+fn open_disks(fds: &mut Fds, disks: &[Disk]) -> Result<Vec<vmm::Disk>> {
+    let (mut slots, mut ports) = (DISK_SLOTS.chain(pci::further()), pci::SATA_PORTS.clone());
+    let addresses = disks.iter().map_while(|disk| match disk.bus {
+        Bus::Virtio => Some((slots.next()?, disk)),
+        Bus::Sata { .. } => Some((ports.next()?, disk)),
+    });
+    addresses
+        .map(|(address, disk)| open_disk(fds, address, disk))
+        .collect()
+}
+
+fn open_disk(fds: &mut Fds, address: u32, disk: &Disk) -> Result<vmm::Disk> {
     if disk.source == Source::Seed {
         bail!("spec.cloudInit: the seed of cloud-init is made by the daemon: leave it out here");
     }
@@ -209,10 +217,12 @@ fn open_disk(fds: &mut Fds, slot: u32, disk: &Disk) -> Result<vmm::Disk> {
             holder.as_deref().unwrap_or("another VM or program")
         );
     }
+    let (pci_slot, sata_port) = convert::disk_address(address);
     Ok(vmm::Disk {
         discard_granularity_bytes: blockdev::discard_granularity(&file),
         fd: fds.add(file),
-        pci_slot: slot,
+        pci_slot,
+        sata_port,
         ..convert::disk(disk, *format)
     })
 }

@@ -9,7 +9,7 @@ use vmmd_host::{
 };
 use vmmd_spec::{
     Violations,
-    disk::{Disk, Source},
+    disk::{Bus, Disk, MAX_SATA, Source},
     vm::{MAX_DISKS_AND_NICS, VmSpec},
 };
 use vmmd_store::store_failure;
@@ -47,6 +47,9 @@ impl Actor {
         };
         let name = disk.name.to_string();
         let client = match place {
+            Place::Machine if disk.bus != Bus::Virtio => {
+                return Err((machine::no_hot_plug("attached", &name), reply));
+            }
             Place::Machine => match self.running_client() {
                 Ok(client) => Some(client),
                 Err(failure) => return Err((failure, reply)),
@@ -128,15 +131,21 @@ impl Actor {
         let name = disk.name.to_string();
         let hardware = self.record.hardware.clone().unwrap_or_default();
         let of_run = self.record.instance.as_ref().and_then(|run| run.hardware.clone());
-        let slot = machine::free_slot(&[&hardware, &of_run.unwrap_or_default()]).filter(|_| {
+        let slot = machine::free_slot(disk.bus, &[&hardware, &of_run.unwrap_or_default()]).filter(|_| {
             let spec = &self.spec;
             spec.disks.len() + spec.nics.len() + spec.shares.len() < MAX_DISKS_AND_NICS
         });
         let Some(slot) = slot else {
-            let message = format!(
-                "VM \"{}\" has {MAX_DISKS_AND_NICS} disks, NICs and shares, as many as there are slots: detach one first",
-                self.record.name
-            );
+            let message = match disk.bus {
+                Bus::Virtio => format!(
+                    "VM \"{}\" has {MAX_DISKS_AND_NICS} disks, NICs and shares, as many as there are slots: detach one first",
+                    self.record.name
+                ),
+                Bus::Sata { .. } => format!(
+                    "VM \"{}\" has {MAX_SATA} disks on DISK_BUS_SATA, as many as there are ports: detach one first",
+                    self.record.name
+                ),
+            };
             return Err(Failure::new(Kind::Exhausted, "NO_FREE_SLOT", message));
         };
         let mut record = self.record.clone();

@@ -18,7 +18,10 @@ use crate::{
             attachments::{Attachment, Plug, PlugKind},
             plug::{self, Outcome, no_disk},
         },
-        machine::change::{self, Live},
+        machine::{
+            self,
+            change::{self, Live},
+        },
     },
 };
 
@@ -52,6 +55,9 @@ impl Actor {
             self.tell(EventSeverity::Normal, "DiskDetached", &message);
             answer([reply], &Ok(self.state()));
             return Ok(());
+        }
+        if change::is_on_sata(change::running_disks(&self.record), name) {
+            return Err((machine::no_hot_plug("detached", name), reply));
         }
         let client = match self.running_client() {
             Ok(client) => client,

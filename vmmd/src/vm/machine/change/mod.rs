@@ -178,7 +178,14 @@ pub fn effective(spec: &VmSpec, hardware: &Hardware) -> VmSpec {
         if disk.serial.is_empty() {
             disk.serial = disk.name.chars().take(MAX_SERIAL).collect();
         }
-        disk.read_only |= disk.format() == DiskFormat::Iso;
+        disk.read_only |= disk.format() == DiskFormat::Iso || disk.cdrom;
+        if disk.bus() == v1::DiskBus::Unspecified {
+            disk.set_bus(if disk.cdrom {
+                v1::DiskBus::Sata
+            } else {
+                v1::DiskBus::Virtio
+            });
+        }
         disk.logical_block_bytes = disk.logical_block_bytes.max(512);
         if disk.on_error() == DiskErrorPolicy::Unspecified {
             disk.set_on_error(DiskErrorPolicy::Report);
@@ -199,6 +206,12 @@ pub fn effective(spec: &VmSpec, hardware: &Hardware) -> VmSpec {
         group.limit = group.limit.filter(limits);
     }
     spec
+}
+
+/// Whether the disk of that name is at a port of the SATA controller, where no disk is hot-plugged.
+pub fn is_on_sata(disks: &[v1::DiskSpec], name: &str) -> bool {
+    let disk = disks.iter().find(|disk| disk.name == name);
+    disk.is_some_and(|disk| disk.cdrom || disk.bus() == v1::DiskBus::Sata)
 }
 
 fn limits(limit: &v1::RateLimit) -> bool {
@@ -226,9 +239,12 @@ pub fn compare(running: &VmSpec, desired: &VmSpec) -> Vec<Change> {
                 let disk = desired.disks.iter().find(|disk| disk.name == *name);
                 disk.is_some_and(|disk| {
                     let mut groups = running.rate_groups.iter();
-                    disk.rate_group.is_empty() || groups.any(|group| group.name == disk.rate_group)
+                    let grouped =
+                        disk.rate_group.is_empty() || groups.any(|group| group.name == disk.rate_group);
+                    grouped && !is_on_sata(&desired.disks, name)
                 })
             }
+            Verdict::Live(Live::Detach(name)) => !is_on_sata(&running.disks, name),
             Verdict::Live(Live::DropGroup(name)) => running.disks.iter().all(|disk| disk.rate_group != *name),
             Verdict::Live(Live::BalloonTarget) => {
                 let balloon = running.balloon.unwrap_or_default();

@@ -238,6 +238,16 @@ fn each_kind_of_change_has_its_verdict() {
         (|s| s.disks[0].rate_limit = Some(limit(0)), &[]),
         (|s| s.disks[0].on_error = 1, &[]),
         (|s| s.disks[0].any_content = true, &[]),
+        (|s| s.disks[0].bus = 1, &[]),
+        // Disks on SATA are not hot-plugged.
+        (|s| s.disks[0].bus = 2, &["spec.disks[root].bus restart"]),
+        (
+            |s| {
+                let cdrom = true;
+                s.disks.push(DiskSpec { cdrom, ..disk("cd") });
+            },
+            &["spec.disks[cd] restart"],
+        ),
     ];
     for (index, (change, expected)) in table.iter().enumerate() {
         assert_eq!(found(change), *expected, "row {index}");
