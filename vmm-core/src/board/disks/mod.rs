@@ -200,6 +200,10 @@ impl Disks {
     /// Asks the guest for a disk, or takes it away. A disk whose image is not open yet is not
     /// attached, and its attach request gets an error.
     pub fn detach(&mut self, token: Token, name: &str, force: bool) -> Result<Progress, Failure> {
+        if self.drives.iter().any(|(drive, _)| drive == name) {
+            let message = format!("disk {name}: a SATA disk stays in a running machine");
+            return Err(Failure::of(ErrorKind::State, message));
+        }
         if let Some(index) = self.opening.iter().position(|opening| opening.spec.name == name) {
             let opening = self.opening.remove(index);
             let failure = Failure::of(

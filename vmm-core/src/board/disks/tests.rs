@@ -228,3 +228,40 @@ fn a_disk_that_can_not_be_ended_is_lost_and_never_told_as_gone() {
     assert_eq!(rig.answers(), [(1, Err(ErrorKind::Internal))]);
     assert!(rig.disks.wait_for_leaving(soon()).is_err());
 }
+
+#[test]
+fn drive_at_a_sata_port_is_one_of_the_disks_that_stays() {
+    let mut rig = Rig::new();
+    let at_port = |name: &str| vmm::Disk {
+        name: name.into(),
+        sata_port: Some(2),
+        ..vmm::Disk::default()
+    };
+    let topology = Topology::for_cores(1).unwrap();
+    let spec = machine::Disk::new(&at_port("root"), 1, topology, |_| false).unwrap();
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(1 << 20).unwrap();
+    let image = Box::new(RawImage::open(file.into(), false).unwrap());
+    let _drive = rig.disks.fit_drive(&spec, false, image).unwrap();
+    assert_eq!(rig.names(), ["root"]);
+    rig.disks.resize("root", Some(2 << 20)).unwrap();
+    assert_eq!(rig.disks.stats()[0].capacity_bytes, 2 << 20);
+    let limit = RateLimit {
+        operations_per_second: 100,
+        ..RateLimit::default()
+    };
+    rig.disks
+        .set_rate_limit(&Target::Disk("root".into()), limit)
+        .unwrap();
+    rig.disks.unlock().unwrap();
+    rig.disks.lock().unwrap();
+    assert_eq!(rig.disks.mirror(&["root".to_owned()]).unwrap().len(), 1);
+
+    let kind = |result: Result<Progress, Failure>| result.err().map(|failure| failure.kind);
+    assert_eq!(kind(rig.detach(1, "root", true)), Some(ErrorKind::State));
+    assert!(rig.attach(2, "root", 5).is_err());
+    let fd = tempfile::tempfile().unwrap().into();
+    let attached = rig.disks.attach(token(3), &at_port("data"), vec![fd]);
+    assert_eq!(attached.unwrap_err().kind, ErrorKind::State);
+    assert_eq!(rig.names(), ["root"]);
+}
