@@ -1,6 +1,6 @@
 //! Commands of a disk (ATA/ATAPI Command Set 3, with the queued commands of Serial ATA): what each of them asks for.
 //!
-//! Nothing here touches guest memory or the image.
+//! The functions touch neither guest memory nor the image.
 
 use block::SECTOR;
 
@@ -128,7 +128,7 @@ impl Disk {
         match feature {
             0x02 => self.cache_off = false,
             0x82 => {
-                // What the cache has is written back first.
+                // The content of the cache is written back first.
                 self.cache_off = true;
                 return Answer::medium(Plan::Flush, Protocol::Dma);
             }

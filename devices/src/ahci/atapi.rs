@@ -1,7 +1,7 @@
 //! Commands of a CD-ROM drive (SCSI Primary Commands 3, Multi-Media Commands 6, ATA/ATAPI-8 PACKET): what each of them
 //! asks for.
 //!
-//! Nothing here touches guest memory or the image.
+//! The functions touch neither guest memory nor the image.
 
 use super::{
     ata::{self, ABORT, identification, set_word},
@@ -63,7 +63,7 @@ pub(super) enum Event {
 /// State of a drive beside its medium's content. It is that after power-on by default.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Cdrom {
-    /// Of the command that failed last, until it is reported.
+    /// Sense data of the command that failed last, until the driver reads it.
     pub sense: Sense,
     /// The driver has not been notified of a medium.
     pub attention: bool,
@@ -196,9 +196,9 @@ impl Cdrom {
                 let data = configuration(flags & 3, u16::from_be_bytes([b2, b3]), loaded);
                 reply(data, length)
             }
-            // GET EVENT STATUS NOTIFICATION, of which polling is there, and media events.
+            // GET EVENT STATUS NOTIFICATION, by polling.
             0x4a if flags & 1 != 0 => reply(self.event(b4 & 1 << 4 != 0), length),
-            // READ DISC INFORMATION, of which the standard one is there.
+            // READ DISC INFORMATION, of the standard type.
             0x51 if flags & 7 == 0 => {
                 self.ready()?;
                 let mut data = vec![0, 32, 0x0e, 1, 1, 1, 1, 0x20];
@@ -267,7 +267,7 @@ impl Cdrom {
             return vec![0, 2, NONE, CLASSES];
         }
         let event = std::mem::take(&mut self.event);
-        // Bit 0: the tray is open; bit 1: a medium is there.
+        // Bit 0: the tray is open. Bit 1: the drive has a medium.
         let status = if self.open { 1 } else { 2 };
         vec![0, 6, MEDIA, CLASSES, event as u8, status, 0, 0]
     }

@@ -94,7 +94,7 @@ pub struct Ahci {
 
 impl Ahci {
     /// A controller with `drives` at the ports of these numbers. Its threads are there afterwards, parked.
-    /// `InvalidInput` for a number that is not below [`MAX_PORTS`], or is there twice.
+    /// `InvalidInput` for a number that is not below [`MAX_PORTS`], or that two drives have.
     pub fn new(parts: Parts<'_>, mut drives: Vec<(u8, Drive)>) -> io::Result<Self> {
         drives.sort_by_key(|(number, _)| *number);
         let twice = drives

@@ -76,7 +76,7 @@ pub(super) struct Hba {
     interrupt: AtomicU32,
     /// GHC.IE.
     enabled: AtomicBool,
-    /// GHC.HR was written: it is set until no worker has a command of before.
+    /// The driver has set GHC.HR, which stays set while a worker has an older command.
     resets: AtomicBool,
     vectors: Arc<MsixVectors>,
 }
@@ -221,7 +221,7 @@ impl Hba {
         }
     }
 
-    /// Whether a worker still has a command of before a reset of the controller.
+    /// Whether a worker has a command that is older than a reset of the controller.
     fn is_resetting(&self) -> bool {
         if !self.resets.load(Ordering::SeqCst) {
             return false;

@@ -107,7 +107,7 @@ pub(super) enum Protocol {
     PacketPio,
 }
 
-/// What a command asks for.
+/// The device's decision on a command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Answer {
     /// An operation on the image.

@@ -108,8 +108,8 @@ fn save_cdrom(drive: &Cdrom) -> message::AtapiCdrom {
     }
 }
 
-/// The port with its saved state, and the capacity that its driver knows. The registers are what a driver may write, so
-/// each value is one that a driver could have made; bits that no driver can set are cleared.
+/// The port with its saved state, and the capacity that its driver knows. A driver can write each value of the
+/// registers, so the port is safe with all of them.
 fn restored(device: &Device, back: &Back, saved: &message::AhciPort) -> Result<(Port, u64), StateError> {
     let device = match (device, &saved.disk, &saved.cdrom) {
         (Device::Disk(_), Some(disk), None) => Device::Disk(restored_disk(disk)?),

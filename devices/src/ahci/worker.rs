@@ -283,7 +283,7 @@ impl PortHandler {
         Ok(true)
     }
 
-    /// Carries out what a command asks for.
+    /// Carries out the device's decision on a command.
     #[allow(clippy::too_many_arguments, reason = "the parts of one command")]
     fn begin(
         &mut self,

@@ -104,7 +104,7 @@ fn prober() -> Vec<u8> {
 }
 
 #[test]
-fn sata_controller_is_there_with_a_drive_and_goes_with_a_snapshot() {
+fn sata_controller_comes_with_a_drive_and_goes_with_a_snapshot() {
     let medium = tempfile::tempfile().unwrap();
     medium.set_len(1 << 20).unwrap();
     let without = Vmm::start();

@@ -269,7 +269,7 @@ fn port_interrupts_for_enabled_causes_alone() {
     );
 }
 
-/// What a register is after a write of `value` to it, if it was `before`.
+/// The content of a register after a write of `value`, with the content `before`.
 fn model(offset: u64, before: u32, value: u32) -> u32 {
     match offset {
         register::LIST => value & !0x3ff,
@@ -290,7 +290,7 @@ fn model(offset: u64, before: u32, value: u32) -> u32 {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Registers follow their masks whatever is written to others, and no write but that to PxCI issues commands.
+    /// Each register follows its own mask, and only a write to PxCI issues commands.
     #[test]
     fn registers_follow_their_masks(
         writes in prop::collection::vec((0_u64..0x60, any::<u32>()), 1..60)
