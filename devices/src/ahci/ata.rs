@@ -11,7 +11,7 @@ use super::{
 use crate::virtio::blk::plan::{Limits, Plan, Range};
 
 /// Bytes of a sector, of identification data and of a page of a log.
-pub(super) const PAGE: usize = SECTOR as usize;
+pub(super) const PAGE: usize = 512;
 /// Most blocks of ranges in one DATA SET MANAGEMENT command.
 pub(super) const MAX_TRIM_BLOCKS: u16 = 8;
 /// Bytes of a range in such a block: 48 bits of LBA and 16 of count.

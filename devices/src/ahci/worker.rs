@@ -83,6 +83,7 @@ pub(super) struct PortHandler {
     /// By slot.
     commands: Vec<Option<Command>>,
     /// Buffers of earlier commands, which saves allocations. They hold on to guest memory.
+    #[allow(clippy::vec_box, reason = "an engine takes and gives boxes")]
     spare: Vec<Box<Iovecs>>,
     throttle: Throttle<u32>,
     /// Commands that failed and are fetched again after a pause, as a bit for each slot. A flush is not queued, so none

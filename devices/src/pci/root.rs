@@ -56,7 +56,8 @@ pub const DEVICES: usize = 32;
 /// Slots of all buses, those of the device numbers 0 included.
 pub const SLOTS: usize = BUSES * DEVICES;
 /// The number of the SATA controller at 00:1f.2.
-pub const SATA_SLOT: u8 = SLOTS as u8;
+pub const SATA_SLOT: u8 = 96;
+const _: () = assert!(SATA_SLOT as usize == SLOTS);
 /// Places of functions: the slots and that of the SATA controller.
 const PLACES: usize = SLOTS + 1;
 /// Bytes of ECAM: 1 MiB for each bus (PCI Express 5.0, 7.2.2).

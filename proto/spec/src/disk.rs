@@ -25,7 +25,7 @@ pub const DEFAULT_QUEUES: u32 = 4;
 /// Most queues of a disk.
 pub const MAX_QUEUES: u32 = 16;
 /// Most disks on the bus SATA: as many as ICH9's controller has ports.
-pub const MAX_SATA: usize = 6;
+pub const MAX_SATA: usize = (SATA_PORTS.end - SATA_PORTS.start) as usize;
 
 /// A disk of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -6,6 +6,8 @@
 //! NICs from the top. So a new disk moves no NIC, even where addresses follow only from the order
 //! in a manifest.
 
+use std::ops::Range;
+
 /// Device numbers of a bus.
 const DEVICES: u8 = 32;
 /// The first number beyond those of the last bus, 2.
@@ -48,9 +50,11 @@ pub fn further() -> impl DoubleEndedIterator<Item = u32> {
     (u32::from(DEVICES)..u32::from(END)).filter(|slot| !slot.is_multiple_of(u32::from(DEVICES)))
 }
 
+/// Number of ports of the SATA controller.
+const MAX_SATA: u8 = 6;
 /// Ports of the SATA controller, which has a fixed place. Where an address of a disk is a number, these
 /// follow the slots.
-pub const SATA_PORTS: std::ops::Range<u32> = END as u32..END as u32 + crate::disk::MAX_SATA as u32;
+pub const SATA_PORTS: Range<u32> = END as u32..(END + MAX_SATA) as u32;
 
 /// The port of the SATA controller with that number among addresses of disks.
 pub fn sata_port(number: u32) -> Option<u32> {
