@@ -552,6 +552,8 @@ fn create_takes_disks_with_options_and_rate_groups() {
 #[test]
 fn create_and_run_take_sata_disks_and_cdroms() {
     let daemon = with_vm();
+    let tools = run(&daemon, "create disk tools --size 1Gi");
+    assert_eq!(tools.0, 0, "{tools:?}");
     let create = "create vm db --firmware uefi --disk disk=data,bus=sata --cdrom /srv/a.iso --cdrom tools";
     assert_eq!(run(&daemon, create), done("vm/db created\n"));
     let spec = daemon.state.vm("db").spec.unwrap();

@@ -420,7 +420,7 @@ mod tests {
             ),
             (&|it| it.rng_slot = 32, "there is no such PCI slot"),
             (
-                &|it| it.disk_slots = [("root\n".repeat(50), 99)].into(),
+                &|it| it.disk_slots = [("root\n".repeat(50), 102)].into(),
                 "root root root",
             ),
             (&|it| it.disk_slots.clear(), "no slot of disk \"root\""),

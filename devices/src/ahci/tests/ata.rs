@@ -251,13 +251,13 @@ fn queued_commands_complete_in_any_order() {
     harness.write(register::ISSUE, u32::MAX);
     assert_eq!(harness.control.stats().in_flight, 32);
     assert!(harness.finish(5));
-    assert_eq!(harness.read(register::ACTIVE), u32::MAX & !(1 << 5));
+    assert_eq!(harness.read(register::ACTIVE), !(1 << 5));
     assert_eq!(
         fis::<8>(&harness, DEVICE_BITS_FIS),
         [0xa1, 0x40, 0x50, 0, 1 << 5, 0, 0, 0]
     );
     assert!(harness.finish(30));
-    assert_eq!(harness.read(register::ACTIVE), u32::MAX & !(1 << 31 | 1 << 5));
+    assert_eq!(harness.read(register::ACTIVE), !(1 << 31 | 1 << 5));
     harness.finish_all();
     assert_eq!(
         (harness.read(register::ACTIVE), harness.read(register::ISSUE)),

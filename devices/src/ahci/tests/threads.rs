@@ -56,12 +56,12 @@ impl Machine {
         )
     }
 
-    fn on(memory: GuestMemory, files: [File; 2], limiter: Option<Arc<Limiter>>) -> Self {
+    fn on(memory: GuestMemory, files: [File; 2], limiter: Option<&Arc<Limiter>>) -> Self {
         let (msi, sink): (Arc<MockMsi>, Arc<MockSink>) = Default::default();
         let drive = |cdrom: bool, file: &File| {
             let options = DriveOptions {
                 serial: "serial".into(),
-                limiter: limiter.clone().filter(|_| !cdrom),
+                limiter: limiter.filter(|_| !cdrom).cloned(),
                 ..options(cdrom, OnError::Report)
             };
             let image = RawImage::open(file.try_clone().unwrap().into(), cdrom).unwrap();
@@ -274,7 +274,7 @@ fn throttled_commands_pass_after_their_time() {
     });
     let ranges = [(GuestAddress(0), REGION as usize)];
     let memory = GuestMemory::from_ranges(&ranges).unwrap();
-    let mut machine = Machine::on(memory, [file(0), file(1)], Some(limiter));
+    let mut machine = Machine::on(memory, [file(0), file(1)], Some(&limiter));
     machine.start();
     let begin = Instant::now();
     for slot in 0..8 {
@@ -369,7 +369,7 @@ fn states_of_other_drives_are_refused() {
                 state.ports[0].disk.as_mut().unwrap().ncq_error = vec![1];
             }),
             ("ports.cdrom.event", |state| {
-                state.ports[1].cdrom.as_mut().unwrap().event = 1
+                state.ports[1].cdrom.as_mut().unwrap().event = 1;
             }),
             ("interrupt_status", |state| state.interrupt_status = 4),
             ("pci", |state| state.pci = None),
