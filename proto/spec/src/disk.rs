@@ -124,8 +124,7 @@ pub enum OnError {
 }
 
 impl Bus {
-    /// Whether the number is the address of a disk on this bus: a PCI slot, or one of
-    /// [`SATA_PORTS`](super::pci::SATA_PORTS).
+    /// Whether the number is the address of a disk on this bus: a PCI slot, or one of [`SATA_PORTS`].
     pub fn has(self, number: u32) -> bool {
         match self {
             Self::Virtio => PciSlot::try_from(number).is_ok(),
