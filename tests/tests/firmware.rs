@@ -1,6 +1,7 @@
 //! Guests boot through the firmware of the node's distribution.
 
-use vmmd_tests::storage::Format;
+use rstest::rstest;
+use vmmd_tests::storage::{Disk, Format};
 use vmmd_tests::vm::{Console, Vm, VmSpec};
 use vmmd_tests::{Case, Guests};
 
@@ -14,16 +15,14 @@ const MOUNT: &str = "mount -t efivarfs efivarfs /sys/firmware/efi/efivars";
 /// What the kernel reports of wrong firmware.
 const COMPLAINTS: &str = "dmesg | grep -i -E 'firmware bug|firmware warn|BUG:|ACPI.*error|WARNING: ' | grep -v arch/x86/kernel/fpu/xstate.c || true";
 
-/// A VM with firmware, whose first disk is empty and whose second one boots.
-fn spec(case: &Case, kind: &'static str) -> VmSpec {
+/// A disk without a boot loader, and one with it.
+fn disks(case: &Case) -> (Disk, Disk) {
     let boot = format!("{}/boot.raw", case.folder());
     case.node()
         .sh(&format!("cp --sparse=always {} {boot}", Guests.boot_disk()));
     let empty = case.image("empty", Format::Raw, 8);
-    VmSpec::firmware(kind)
-        .memory_mib(512)
-        .disk("empty", &empty, false)
-        .disk("boot", &boot, false)
+    let disk = |name, path: &str| Disk::new(name, Format::Raw, path);
+    (disk("empty", &empty), disk("boot", &boot))
 }
 
 fn booted(console: &mut Console) {
@@ -34,17 +33,22 @@ fn knows_its_machine(vm: &Vm<'_>, console: &mut Console) {
     let uuid = console.run("cat /sys/class/dmi/id/product_uuid");
     assert_eq!(uuid.trim(), vm.field("/metadata/uid"));
     assert_eq!(console.run(COMPLAINTS).trim(), "");
-    // The disks are those of the spec, in their order.
-    console.run("test $(cat /sys/block/vda/size) = 16384 && test $(cat /sys/block/vdb/size) = 131072");
 }
 
 #[test]
 fn uefi_boots_the_second_disk_and_keeps_variables() {
     let case = Case::new("uefi");
-    let vm = Vm::start(&case, "", &spec(&case, "UEFI"));
+    let (empty, boot) = disks(&case);
+    let spec = VmSpec::firmware("UEFI")
+        .memory_mib(512)
+        .with_disk(empty)
+        .with_disk(boot);
+    let vm = Vm::start(&case, "", &spec);
     let mut console = vm.console();
     booted(&mut console);
     knows_its_machine(&vm, &mut console);
+    // The disks are those of the spec, in their order.
+    console.run("test $(cat /sys/block/vda/size) = 16384 && test $(cat /sys/block/vdb/size) = 131072");
     // The first four bytes are attributes: kept without power, for the boot loader and the guest.
     console.run(&format!(
         "{MOUNT} && printf '\\007\\000\\000\\000kept' >{VARIABLE}"
@@ -80,14 +84,39 @@ fn uefi_boots_the_second_disk_and_keeps_variables() {
         .sh(&format!("vmmctl wait {clone} --for phase=Stopped --timeout 60s"));
 }
 
-#[test]
-fn bios_boots_the_second_disk_by_its_mbr() {
+#[rstest]
+#[case::virtio("DISK_BUS_VIRTIO")]
+#[case::sata("DISK_BUS_SATA")]
+fn bios_boots_the_first_disk_by_its_mbr(#[case] bus: &str) {
+    let is_sata = bus == "DISK_BUS_SATA";
     let case = Case::new("bios");
-    let vm = Vm::start(&case, "", &spec(&case, "BIOS"));
+    let (empty, boot) = disks(&case);
+    let mut spec = VmSpec::firmware("BIOS")
+        .memory_mib(256)
+        .with_disk(boot.with("bus", bus))
+        .with_disk(empty);
+    if is_sata {
+        let cd = format!("{}/cd.iso", case.folder());
+        case.node().sh(&format!(
+            "head -c 2097152 /dev/urandom >{cd}.data && genisoimage -quiet -R -o {cd} {cd}.data"
+        ));
+        spec = spec.with_disk(Disk::iso("cd", &cd).with("cdrom", true));
+    }
+    let vm = Vm::start(&case, "", &spec);
     let mut console = vm.console();
     booted(&mut console);
     knows_its_machine(&vm, &mut console);
     console.run("test ! -d /sys/firmware/efi");
+    if is_sata {
+        console.run("until test -b /dev/sda && test -b /dev/sr0; do usleep 50000; done");
+        console.run("head -c 1048576 /dev/urandom >/run/written && dd if=/run/written of=/dev/sda bs=64k seek=1008 2>/dev/null && sync");
+        console.run("echo 3 >/proc/sys/vm/drop_caches; dd if=/dev/sda bs=64k skip=1008 count=16 2>/dev/null | cmp - /run/written");
+        let read = console.run("md5sum </dev/sr0");
+        let expected = vm.node().sh(&format!("md5sum <{}/cd.iso", case.folder()));
+        assert_eq!(read.trim(), expected.trim());
+        let log = console.run("dmesg | grep -E 'ata[0-9].*(error|exception|failed|reset)' || true");
+        assert_eq!(log.trim(), "");
+    }
     console.type_line("reboot");
     booted(&mut console);
     console.type_line("poweroff");

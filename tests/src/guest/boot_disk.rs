@@ -26,6 +26,9 @@ const GRUB_BIOS: &str = "/usr/lib/grub/i386-pc";
 /// Its modules that this disk needs.
 const GRUB_MODULES: [&str; 7] = ["biosdisk", "part_msdos", "fat", "normal", "linux", "echo", "test"];
 
+/// Drivers of its guest, beside those of all guests: the variables of UEFI, SATA disks and CD-ROMs.
+const DRIVERS: [&str; 4] = ["efivarfs", "ahci", "sd_mod", "sr_mod"];
+
 /// Size of the boot code in an MBR. The partition table and a signature follow it.
 const BOOT_CODE: usize = 440;
 const TABLE: usize = 446;
@@ -41,8 +44,7 @@ pub(super) fn build(packages: &Path, kernel: Kernel, source: &Path, out: &Path) 
     fs::create_dir_all(&folder)?;
     let version = kernels::version(packages, kernel)?;
     let initrd = folder.join("initrd");
-    // The kernel's own file system for the variables of UEFI.
-    let modules = [&MODULES[..], &["efivarfs"]].concat();
+    let modules = [&MODULES[..], &DRIVERS].concat();
     initramfs(packages, &version, source, &modules, &[], &initrd)?;
     let vmlinuz = packages.join("boot").join(format!("vmlinuz-{version}"));
     let config = folder.join("grub.cfg");

@@ -608,7 +608,10 @@ fn file_system_with_unknown_features_is_named() {
     for features in ["meta_bg,^resize_inode", "mmp", "large_dir", "inline_data"] {
         let disk = workshop.ext4_with(ROOT, &files, &["-O", features]);
         let refused = find(Rc::new(disk)).unwrap_err().to_string();
-        assert!(refused.contains("the disk has an ext4 file system that can't be read"), "{refused}");
+        assert!(
+            refused.contains("the disk has an ext4 file system that can't be read"),
+            "{refused}"
+        );
     }
 }
 
