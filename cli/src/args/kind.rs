@@ -46,6 +46,8 @@ pub enum Get {
     /// List the shares of a VM
     #[command(visible_alias = "shares")]
     Share(OfVm),
+    /// Show the guest of a running VM, by its agent: operating system, addresses, file systems, users
+    Guest(GetGuest),
     /// List operations: all in progress, and all that ended in the last hour
     #[command(visible_alias = "operations")]
     Operation(GetOperation),
@@ -213,6 +215,16 @@ pub struct GetNetwork {
     /// The same as -o json
     #[arg(long, conflicts_with = "output")]
     pub json: bool,
+}
+
+/// `get guest`.
+#[derive(Debug, Args)]
+pub struct GetGuest {
+    /// Name of the VM
+    #[arg(value_parser = vm_name, add = complete::vms())]
+    pub vm: String,
+    #[arg(short, long, value_name = FORMAT, help = HELP)]
+    pub output: Option<Output>,
 }
 
 /// `get node`.

@@ -14,6 +14,7 @@ mod edit;
 mod events;
 mod exec;
 mod generate;
+mod guest;
 pub mod habits;
 mod image;
 mod keys;
@@ -183,6 +184,7 @@ async fn get(client: &Client, kind: Get) -> Result<(), Vec<Failure>> {
         Get::Snapshot(args) => objects::get(client, &args, &objects::query(&args)).await?,
         Get::Nic(args) => output::print(&output::part::nics(&client.get(&args.vm).await?))?,
         Get::Share(args) => output::print(&output::part::shares(&client.get(&args.vm).await?))?,
+        Get::Guest(args) => guest::show(client, &args).await?,
         Get::Operation(args) => operation::get(client, &args).await?,
         Get::Event(args) => events::events(client, &args).await?,
         Get::Node(args) => node::show(client, args.output.as_ref()).await?,

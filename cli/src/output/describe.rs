@@ -5,7 +5,7 @@ use vmmd_api::v1;
 use super::{
     age,
     disk::{self, pairs},
-    part,
+    guest, part,
     table::Table,
     value,
     vm::{attachment, camel, now_and_then, phase},
@@ -41,6 +41,9 @@ pub fn vm(vm: &v1::Vm, now: jiff::Timestamp) -> String {
     }
     restart(&mut text, &status);
     instance(&mut text, &status, now);
+    if let Some(guest) = &status.guest {
+        guest::of_vm(&mut text, guest, now);
+    }
     spec(&mut text, &vm.spec.clone().unwrap_or_default(), &status);
     pending(&mut text, &status.pending_changes);
     conditions(&mut text, &status.conditions, now);

@@ -6,6 +6,7 @@ pub mod describe;
 pub mod disk;
 pub mod event;
 pub mod format;
+pub mod guest;
 pub mod image;
 pub mod network;
 pub mod node;

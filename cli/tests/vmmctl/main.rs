@@ -5,6 +5,7 @@ mod change;
 mod choose;
 mod console;
 mod disks;
+mod guest;
 mod images;
 mod networks;
 mod node;

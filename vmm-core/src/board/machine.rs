@@ -20,6 +20,7 @@ use devices::{
     serial::{self, SerialPort},
     virtio::{
         balloon::{BalloonControl, PAGE},
+        channels::OpenChannels,
         console::ConsoleControl,
     },
 };
@@ -62,6 +63,8 @@ pub struct Machine {
     pub(super) disks: Disks,
     pub(super) serial: SerialPort,
     pub(super) console: Option<VirtioConsole>,
+    /// The channels that programs of the guest have open, of a machine with channels.
+    pub(super) channels: Option<Arc<OpenChannels>>,
     /// Shows the screen. The screen has no saved state: its clients reconnect.
     pub(super) screen: Option<Server>,
     pub(super) nics: Nics,
@@ -401,6 +404,13 @@ impl lifecycle::Machine for Machine {
         answers.extend(self.nics.collect_answers());
         answers.extend(self.shares.collect_answers());
         answers
+    }
+
+    fn open_channels(&self) -> Vec<String> {
+        self.channels
+            .as_ref()
+            .map(|open| open.names())
+            .unwrap_or_default()
     }
 
     fn next_deadline(&self) -> Option<Instant> {

@@ -1,5 +1,6 @@
 //! The one thread that owns the machine: takes a request or a notice, acts, publishes, takes the next.
 
+mod channels;
 mod panic;
 mod reset;
 mod snapshot;
@@ -38,6 +39,8 @@ pub struct Driver<A, B: Builder> {
     log_limit: LogLimit,
     /// The machine could not be paused after a disk's error: when it is tried again, and the error.
     pause_again: Option<(Instant, DiskError)>,
+    /// When the channels were published, and are published again.
+    channels: channels::Published,
     /// Requests that the machine answers later.
     pending: Vec<Token>,
     /// A snapshot that is being taken.
@@ -78,6 +81,7 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             stops_on_crash: false,
             log_limit: LogLimit::new(),
             pause_again: None,
+            channels: channels::Published::default(),
             pending: Vec::new(),
             snapshot: None,
             waiting: None,
@@ -115,6 +119,9 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         if let Some((_, error)) = self.pause_again.take_if(|(when, _)| Instant::now() >= *when) {
             self.pause_for_error(error);
         }
+        if self.channels.due.is_some_and(|due| Instant::now() >= due) {
+            self.publish_channels();
+        }
         Next::GoOn
     }
 
@@ -123,7 +130,12 @@ impl<A: Audience, B: Builder> Driver<A, B> {
         let answer = self.machine.as_ref().and_then(|machine| machine.next_deadline());
         let reset = self.continues_reset_at();
         let panic = self.suspicion.as_ref().map(panic::Suspicion::due);
-        match [again, answer, reset, panic].into_iter().flatten().min() {
+        let channels = self.channels.due;
+        match [again, answer, reset, panic, channels]
+            .into_iter()
+            .flatten()
+            .min()
+        {
             Some(when) => self
                 .inputs
                 .recv_timeout(when.saturating_duration_since(Instant::now())),
@@ -408,6 +420,10 @@ impl<A: Audience, B: Builder> Driver<A, B> {
             Notice::Snapshot(event) => self.on_snapshot(event),
             Notice::Unplugged | Notice::ImageOpened => {
                 self.collect();
+                Next::GoOn
+            }
+            Notice::ChannelsChanged => {
+                self.on_channels();
                 Next::GoOn
             }
         }

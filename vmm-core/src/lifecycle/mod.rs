@@ -91,6 +91,7 @@ pub struct Detached {
 
 /// Result of an operation of a machine.
 #[derive(Clone, Debug, PartialEq)]
+#[expect(clippy::large_enum_variant, reason = "each value is moved once")]
 pub enum Progress {
     /// It is done.
     Done,
@@ -151,6 +152,8 @@ pub enum Notice {
     /// The guest ejected something, or something that was taken away is gone for good: see
     /// [`Machine::collect_detached`].
     Unplugged,
+    /// Programs of the guest have opened or closed channels: see [`Machine::open_channels`].
+    ChannelsChanged,
 }
 
 /// Where a machine's parts send their notices.
@@ -195,6 +198,9 @@ pub trait Machine {
     /// Plugs in the disks whose images are open by now; gives the answers of requests that were pending. To be asked after
     /// [`collect_detached`](Self::collect_detached), and at [`next_deadline`](Self::next_deadline).
     fn collect_answers(&mut self) -> Vec<(Token, Result<(), Failure>)>;
+    /// Names of the channels that programs of the guest have open. After this call the machine
+    /// sends [`Notice::ChannelsChanged`] for the next change.
+    fn open_channels(&self) -> Vec<String>;
     /// When a request that is pending has waited long enough.
     fn next_deadline(&self) -> Option<Instant>;
     /// Whether the guest may have ended in a panic whose last line is at byte `printed` of the serial port's output: nothing was printed since, and

@@ -3,9 +3,9 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use vmm_protocol::vmm::{
-    CrashReset, DeviceError, DiskDetached, DisksQuiet, Ended, Event, ExitKind, ExitRecord, GuestPanicked,
-    GuestReset, MigrationDisks, MigrationRound, NicDetached, PauseReason, ShareDetached, StateChanged,
-    Status, event::Kind,
+    ChannelsChanged, CrashReset, DeviceError, DiskDetached, DisksQuiet, Ended, Event, ExitKind, ExitRecord,
+    GuestPanicked, GuestReset, MigrationDisks, MigrationRound, NicDetached, PauseReason, ShareDetached,
+    StateChanged, Status, event::Kind,
 };
 
 use super::{Answer, Detached, Failure, Pluggable, Token, admission::State};
@@ -134,6 +134,15 @@ impl<A: Audience> Publisher<A> {
     /// A device had an error.
     pub fn device_error(&self, device: String, message: String) {
         self.send(Kind::DeviceError(DeviceError { device, message }));
+    }
+
+    /// These channels are open now.
+    pub fn channels(&mut self, open: Vec<String>) {
+        if self.status.open_channels == open {
+            return;
+        }
+        self.status.open_channels.clone_from(&open);
+        self.send(Kind::ChannelsChanged(ChannelsChanged { open }));
     }
 
     /// A disk, NIC or share is gone.

@@ -1,9 +1,11 @@
+mod channels;
 mod disks;
 mod held;
 mod panic;
 mod reset;
 mod snapshot;
 
+use std::cell::Cell;
 use std::sync::{
     Arc, Mutex,
     atomic::{AtomicBool, Ordering},
@@ -56,6 +58,8 @@ struct TestMachine {
     panic_checks: u32,
     /// A vCPU's report just before it is stopped for the state of a capture.
     reported: Option<Notice>,
+    /// How often its channels were read. At each time another one is open.
+    channels_read: Cell<u32>,
 }
 
 impl TestMachine {
@@ -160,6 +164,11 @@ impl Machine for TestMachine {
         let late = self.deadline.take_if(|(_, deadline)| Instant::now() > *deadline);
         self.answers.extend(late.map(|(token, _)| (token, Ok(()))));
         std::mem::take(&mut self.answers)
+    }
+
+    fn open_channels(&self) -> Vec<String> {
+        self.channels_read.update(|count| count + 1);
+        vec![format!("channel {}", self.channels_read.get())]
     }
 
     fn next_deadline(&self) -> Option<Instant> {
@@ -355,6 +364,7 @@ impl Builder for TestBuilder {
             was_reset: false,
             panic_checks: 5,
             reported: self.reported.take(),
+            channels_read: Cell::new(0),
         })
     }
 }
@@ -390,6 +400,7 @@ impl Audience for Log {
             Kind::DiskDetached(gone) => format!("disk {} detached, forced {}", gone.name, gone.forced),
             Kind::NicDetached(gone) => format!("nic {} detached, forced {}", gone.name, gone.forced),
             Kind::ShareDetached(gone) => format!("share {} detached, forced {}", gone.name, gone.forced),
+            Kind::ChannelsChanged(channels) => format!("open: {}", channels.open.join(", ")),
         });
     }
 

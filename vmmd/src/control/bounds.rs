@@ -97,6 +97,10 @@ pub fn event(mut event: Event) -> Result<Event, Lie> {
         Some(event::Kind::ShareDetached(gone)) => {
             check_name(&gone.name, "a share without a proper name")?;
         }
+        Some(event::Kind::ChannelsChanged(changed)) => {
+            let names = changed.open.iter().map(String::as_str);
+            check_names(names, changed.open.len())?;
+        }
         Some(
             event::Kind::GuestReset(_)
             | event::Kind::CrashReset(_)
@@ -163,6 +167,13 @@ fn bound_status(status: &Status) -> Status {
         pause_reason: status.pause_reason().into(),
         pause_message: cut(&status.pause_message),
         exit: status.exit.as_ref().map(exit_record),
+        open_channels: match check_names(
+            status.open_channels.iter().map(String::as_str),
+            status.open_channels.len(),
+        ) {
+            Ok(()) => status.open_channels.clone(),
+            Err(_) => Vec::new(),
+        },
     }
 }
 

@@ -24,6 +24,7 @@ use super::{
 };
 use crate::{
     auth::Caller,
+    guest,
     host::Host,
     registry::vms::{
         Entry, VmKind,
@@ -374,6 +375,15 @@ impl VmService for Vms {
         Ok(Response::new(
             port_forward::open(Arc::clone(&self.host), request.into_inner()).await?,
         ))
+    }
+
+    async fn get_guest_info(
+        &self,
+        request: Request<v1::GetGuestInfoRequest>,
+    ) -> Result<Response<v1::GetGuestInfoResponse>, Status> {
+        let entry = self.find(&request.get_ref().name)?;
+        let guest = Some(guest::look(&self.host, &entry).await?);
+        Ok(Response::new(v1::GetGuestInfoResponse { guest }))
     }
 
     type ExecVmStream = exec::Stream;

@@ -1,66 +1,20 @@
-//! Commands in guests. The agent is a program of the test, in place of the mock's socket.
+//! Commands in guests.
 
 use std::{fs, time::Duration};
 
 use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
-use serde_json::{Value, json};
-use tokio::{
-    io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader},
-    net::{UnixListener, UnixStream},
-    sync::mpsc,
-};
+use serde_json::json;
+use tokio::{net::UnixListener, sync::mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Status};
 use vmmd_api::v1::{
-    self, ExecExit, ExecOpen, ExecVmRequest, exec_vm_request::Message, exec_vm_response::Message as Output,
+    ExecExit, ExecOpen, ExecVmRequest, exec_vm_request::Message, exec_vm_response::Message as Output,
 };
 
-use crate::harness::{Daemon, assert_refused, assert_says, uid};
-
-/// A VM with a channel, whose agent answers each question as `answer` says, with the raw bytes of a
-/// line. An empty answer is none.
-async fn guest(daemon: &Daemon, answer: impl Fn(&Value) -> Vec<u8> + Send + Sync + 'static) {
-    let with_agent = |spec: &mut v1::VmSpec| spec.guest_agent = Some(v1::GuestAgentSpec {});
-    let vm = daemon.run_with("web", "", with_agent).await;
-    let socket = daemon.path(&format!("run/vms/{}/agent.sock", uid(&vm)));
-    fs::remove_file(&socket).unwrap();
-    let listener = UnixListener::bind(socket).unwrap();
-    tokio::spawn(async move {
-        while let Ok((stream, _)) = listener.accept().await {
-            serve(stream, &answer).await;
-        }
-    });
-}
-
-async fn serve(stream: UnixStream, answer: &impl Fn(&Value) -> Vec<u8>) {
-    let mut stream = BufReader::new(stream);
-    let mut line = Vec::new();
-    while matches!(stream.read_until(b'\n', &mut line).await, Ok(1..)) {
-        let text = line.strip_prefix(&[0xff]).unwrap_or(&line);
-        let question: Value = serde_json::from_slice(text).unwrap();
-        let bytes = if question["execute"] == "guest-sync-delimited" {
-            // Answers to earlier questions come first.
-            let id = &question["arguments"]["id"];
-            let old = b"{\"return\": {\"pid\": 1}}\n\xff{\"return\": 7}\n";
-            [
-                old.as_slice(),
-                b"\xff",
-                format!("{{\"return\": {id}}}\n").as_bytes(),
-            ]
-            .concat()
-        } else {
-            answer(&question)
-        };
-        if stream.write_all(&bytes).await.is_err() {
-            return;
-        }
-        line.clear();
-    }
-}
-
-fn reply(value: &Value) -> Vec<u8> {
-    format!("{}\n", json!({"return": value})).into_bytes()
-}
+use crate::{
+    agent::{guest, reply},
+    harness::{Daemon, assert_refused, assert_says, uid},
+};
 
 /// Output and end of a command, or the refusal.
 async fn exec(daemon: &Daemon, open: ExecOpen, input: &[&str]) -> Result<(String, String, ExecExit), Status> {

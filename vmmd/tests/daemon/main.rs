@@ -1,6 +1,7 @@
 //! The daemon from outside, driven over its socket with mock `vmm` processes. Needs root, but no KVM.
 #![allow(clippy::unwrap_used, reason = "a test may fail loudly")]
 
+mod agent;
 mod attach;
 mod bad_input;
 mod balloon;
@@ -19,6 +20,7 @@ mod events;
 mod examples;
 mod exec;
 mod firmware;
+mod guest_info;
 mod handover;
 mod host_devices;
 mod hostile_peer;

@@ -20,9 +20,12 @@ use std::{
 
 use prost::Message;
 use rustix::fs::{FlockOperation, flock};
-use vmm_protocol::vmm::{
-    CrashReset, DeviceError, Ended, Event, ExitKind, ExitRecord, GuestPanicked, GuestReset, MachineSpec,
-    OnCrash, PauseReason, State, StateChanged, Status, event::Kind,
+use vmm_protocol::{
+    machine::AGENT_CHANNEL,
+    vmm::{
+        ChannelsChanged, CrashReset, DeviceError, Ended, Event, ExitKind, ExitRecord, GuestPanicked,
+        GuestReset, MachineSpec, OnCrash, PauseReason, State, StateChanged, Status, event::Kind,
+    },
 };
 
 use crate::{
@@ -59,6 +62,7 @@ struct Inner {
     resets: u64,
     crash_resets: u64,
     panicked: bool,
+    open_channels: Vec<String>,
     on_crash: OnCrash,
     history: Vec<u8>,
     serial_log: Option<File>,
@@ -280,6 +284,8 @@ impl Guest {
                 let controls = self.controls.lock().unwrap().clone().unwrap_or_default();
                 lies::tell(self, word, &controls);
             }
+            ["open"] => self.set_agent(true),
+            ["close"] => self.set_agent(false),
             ["machine"] => {
                 let mut inner = self.lock();
                 let text = format!("{}\r\n", inner.machine);
@@ -322,6 +328,17 @@ impl Guest {
             }
             _ => self.lock().print(format!("{line}\r\n").as_bytes()),
         }
+    }
+
+    /// A program of the guest opens the channel of the agent, or closes it.
+    pub fn set_agent(&self, open: bool) {
+        let mut inner = self.lock();
+        inner.open_channels = match open {
+            true => vec![AGENT_CHANNEL.into()],
+            false => Vec::new(),
+        };
+        let open = inner.open_channels.clone();
+        inner.tell(Kind::ChannelsChanged(ChannelsChanged { open }));
     }
 
     /// Handles the shutdown of a vCPU by the spec.
@@ -392,6 +409,7 @@ impl Inner {
             }
             .into(),
             pause_message: self.pause_message.clone(),
+            open_channels: self.open_channels.clone(),
         }
     }
 

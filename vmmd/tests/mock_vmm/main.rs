@@ -15,7 +15,7 @@
 //!
 //! An executable called `silent` never answers, one called `old` speaks minor version 1. A reset by
 //! request is echoed as `reset by the host`. Lines typed on the console are commands to the guest:
-//! `poweroff`, `panic`, `crash`, `error`, `abort`, `fade` (its control connections end, a moment
+//! `open` and `close` (the channel of the agent), `poweroff`, `panic`, `crash`, `error`, `abort`, `fade` (its control connections end, a moment
 //! later the process), `reset`, `print N` (N bytes), `pause` (on its own), `eject NAME`,
 //! `fail NAME` (a disk reports an error), `stall NAME` (a disk pauses the machine), `machine`
 //! (prints its configuration), `deaf` (reads no more from this console until another one has typed

@@ -1,6 +1,7 @@
 //! A daemon made for these tests: its services on a UNIX socket, with VMs and disks in maps.
 
 pub mod disk;
+pub mod guest;
 pub mod image;
 mod migration;
 mod network;

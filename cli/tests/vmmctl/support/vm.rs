@@ -431,6 +431,16 @@ impl VmService for State {
         Ok(Response::new(Box::pin(echo)))
     }
 
+    async fn get_guest_info(
+        &self,
+        request: Request<v1::GetGuestInfoRequest>,
+    ) -> Answer<v1::GetGuestInfoResponse> {
+        self.find(&request.into_inner().name)?;
+        Ok(Response::new(v1::GetGuestInfoResponse {
+            guest: Some(super::guest::info()),
+        }))
+    }
+
     type ExecVmStream = Events<v1::ExecVmResponse>;
 
     /// A guest with three programs: `cat`, which prints its input, `env`, which prints its environment and its arguments as an error and

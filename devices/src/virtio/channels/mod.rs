@@ -14,13 +14,16 @@
 //! The guest always sees its ports open at the host. Otherwise qemu-guest-agent wakes up ten times a
 //! second while it has no client. Output without a client is dropped.
 
+mod open;
 mod port;
 mod protocol;
 mod worker;
 
 use std::{io, os::unix::net::UnixListener, sync::Arc};
 
-use self::worker::ChannelsHandler;
+pub use self::open::OpenChannels;
+
+use self::{open::OnChange, worker::ChannelsHandler};
 use super::{
     device::{DeviceKind, VirtioDevice, WorkerSpec, read_bytes},
     signals::Signals,
@@ -54,14 +57,16 @@ pub struct Channel {
 /// The front of the channels.
 pub struct Channels {
     names: Vec<String>,
+    open: Arc<OpenChannels>,
     queue_sizes: Vec<u16>,
     /// Until the worker is made.
     handler: Option<ChannelsHandler>,
 }
 
 impl Channels {
-    /// A device with these channels, 1 to [`MAX_CHANNELS`].
-    pub fn new(channels: Vec<Channel>) -> io::Result<Self> {
+    /// A device with these channels, 1 to [`MAX_CHANNELS`]. It calls `on_change` after programs of
+    /// the guest have opened or closed channels, and not again before [`OpenChannels::names`].
+    pub fn new(channels: Vec<Channel>, on_change: OnChange) -> io::Result<Self> {
         let fits = |channel: &Channel| (1..=MAX_CHANNEL_NAME).contains(&channel.name.len());
         if channels.is_empty() || channels.len() > MAX_CHANNELS || !channels.iter().all(fits) {
             return Err(io::ErrorKind::InvalidInput.into());
@@ -69,11 +74,18 @@ impl Channels {
         let names: Vec<_> = channels.iter().map(|channel| channel.name.clone()).collect();
         // Port 0, which stays unused, and the control queues come first.
         let queues = names.len().saturating_add(2).saturating_mul(2);
+        let open = Arc::new(OpenChannels::new(names.clone()));
         Ok(Self {
             names,
             queue_sizes: vec![QUEUE_SIZE; queues],
-            handler: Some(ChannelsHandler::new(channels)?),
+            handler: Some(ChannelsHandler::new(channels, Arc::clone(&open), on_change)?),
+            open,
         })
+    }
+
+    /// The channels that programs of the guest have open.
+    pub fn open(&self) -> Arc<OpenChannels> {
+        Arc::clone(&self.open)
     }
 }
 

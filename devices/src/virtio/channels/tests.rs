@@ -2,7 +2,7 @@ use std::{
     io::{Read, Write},
     os::unix::net::UnixStream,
     path::PathBuf,
-    sync::atomic::Ordering,
+    sync::{atomic::Ordering, mpsc},
     time::Duration,
 };
 
@@ -27,11 +27,24 @@ const AGENT: &str = "org.qemu.guest_agent.0";
 
 /// Two channels, with a socket for each in the folder.
 fn channels(folder: &TempDir) -> Channels {
+    reporting(folder, mpsc::channel().0)
+}
+
+/// The same; each change of the open channels is reported to the sender.
+fn reporting(folder: &TempDir, changes: mpsc::Sender<()>) -> Channels {
     let channel = |name: &str| Channel {
         name: name.to_owned(),
         listener: Some(UnixListener::bind(folder.path().join(name)).unwrap()),
     };
-    Channels::new(vec![channel(AGENT), channel("com.example.0")]).unwrap()
+    // A test without an interest in the changes has no receiver.
+    let on_change = move || {
+        let _unheard = changes.send(());
+    };
+    Channels::new(
+        vec![channel(AGENT), channel("com.example.0")],
+        Box::new(on_change),
+    )
+    .unwrap()
 }
 
 /// A driver as Linux's.
@@ -343,11 +356,12 @@ fn number_of_ports_is_in_the_configuration() {
 fn channels_without_a_name_or_too_many_are_refused() {
     let channel = |name: String| Channel { name, listener: None };
     let long = "x".repeat(MAX_CHANNEL_NAME + 1);
-    assert!(Channels::new(vec![]).is_err());
-    assert!(Channels::new(vec![channel(String::new())]).is_err());
-    assert!(Channels::new(vec![channel(long)]).is_err());
+    let refused = |channels| Channels::new(channels, Box::new(|| ())).is_err();
+    assert!(refused(vec![]));
+    assert!(refused(vec![channel(String::new())]));
+    assert!(refused(vec![channel(long)]));
     let many = (0..=MAX_CHANNELS).map(|number| channel(format!("c{number}")));
-    assert!(Channels::new(many.collect()).is_err());
+    assert!(refused(many.collect()));
 }
 
 #[test]
@@ -362,4 +376,67 @@ fn a_saved_state_that_no_channels_have_is_refused() {
         matches!(error, StateError::Invalid { field: "names", .. }),
         "{error}"
     );
+}
+
+/// A guest whose driver has set up the first port, and the state that the device reports.
+fn reported() -> (Guest, Arc<OpenChannels>, mpsc::Receiver<()>) {
+    let folder = tempfile::tempdir().unwrap();
+    let (sender, changes) = mpsc::channel();
+    let device = reporting(&folder, sender);
+    let open = device.open();
+    let mut driver = Driver::new(Rig::new(Box::new(device)));
+    driver.start(F_MULTIPORT);
+    set_up(&mut driver);
+    (Guest { driver, folder }, open, changes)
+}
+
+#[test]
+fn open_channels_are_reported_until_a_reset() {
+    let (mut guest, open, changes) = reported();
+    assert!(open.names().is_empty());
+    guest.opens(true);
+    changes.recv().unwrap();
+    assert_eq!(open.names(), [AGENT]);
+    // The same again is no change.
+    guest.opens(true);
+    says(&mut guest.driver, 2, event::PORT_OPEN, 1);
+    changes.recv().unwrap();
+    assert_eq!(open.names(), [AGENT, "com.example.0"]);
+    guest.opens(false);
+    changes.recv().unwrap();
+    assert_eq!(open.names(), ["com.example.0"]);
+    guest.driver.start(F_MULTIPORT);
+    changes.recv().unwrap();
+    assert!(open.names().is_empty());
+    assert!(changes.try_recv().is_err());
+}
+
+#[test]
+fn changes_that_no_thread_reads_are_reported_once() {
+    let (mut guest, open, changes) = reported();
+    for _ in 0..50 {
+        guest.opens(true);
+        guest.opens(false);
+    }
+    guest.opens(true);
+    assert_eq!(changes.try_iter().count(), 1);
+    assert_eq!(open.names(), [AGENT]);
+    guest.opens(false);
+    changes.recv().unwrap();
+    assert!(open.names().is_empty());
+}
+
+#[test]
+fn open_channels_of_a_restored_guest_are_reported() {
+    let (mut guest, _, _changes) = reported();
+    guest.opens(true);
+    guest.driver.rig.pause();
+    let section = guest.driver.rig.device.save().unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let (sender, changes) = mpsc::channel();
+    let device = reporting(&folder, sender);
+    let open = device.open();
+    guest.driver.rig = guest.driver.rig.restored(Box::new(device), &section).unwrap();
+    changes.recv().unwrap();
+    assert_eq!(open.names(), [AGENT]);
 }

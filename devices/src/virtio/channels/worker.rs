@@ -1,12 +1,13 @@
 //! Worker of the channels: moves bytes between the ports' queues and the clients, and exchanges
 //! control messages with the driver.
 
-use std::{io, os::fd::OwnedFd, time::Instant};
+use std::{io, os::fd::OwnedFd, sync::Arc, time::Instant};
 
 use vmm_base::GuestMemory;
 
 use super::{
     Channel, F_MULTIPORT, MAX_OUTPUT,
+    open::{OnChange, OpenChannels},
     port::Port,
     protocol::{Control, LENGTH, event},
 };
@@ -28,6 +29,8 @@ const PIECE: usize = 16 << 10;
 
 pub(super) struct ChannelsHandler {
     ports: Vec<Port>,
+    open: Arc<OpenChannels>,
+    on_change: OnChange,
     chain: Chain,
     scratch: Vec<u8>,
 }
@@ -78,13 +81,22 @@ fn tokens(index: usize) -> (u32, u32) {
 }
 
 impl ChannelsHandler {
-    pub fn new(channels: Vec<Channel>) -> io::Result<Self> {
+    pub fn new(channels: Vec<Channel>, open: Arc<OpenChannels>, on_change: OnChange) -> io::Result<Self> {
         let ports = channels.into_iter().map(Port::new);
         Ok(Self {
             ports: ports.collect::<io::Result<_>>()?,
+            open,
+            on_change,
             chain: Chain::new(),
             scratch: Vec::new(),
         })
+    }
+
+    /// Reports the ports that programs of the guest have open, if they have changed.
+    fn report(&self) {
+        if self.open.set(self.ports.iter().map(|port| port.open)) {
+            (self.on_change)();
+        }
     }
 
     /// Gives the driver the messages that wait, as far as there are buffers.
@@ -345,7 +357,11 @@ impl QueueHandler for ChannelsHandler {
         }
         match Use::of(queue) {
             Use::ControlIn => self.tell(session),
-            Use::ControlOut => self.hear(session),
+            Use::ControlOut => {
+                let progress = self.hear(session);
+                self.report();
+                progress
+            }
             Use::Input(index) => self.deliver(session, index),
             Use::Output(index) => self.pass(session, index),
             Use::Nothing => self.drop_output(session, queue),
@@ -374,6 +390,7 @@ impl QueueHandler for ChannelsHandler {
 
     fn reset(&mut self) {
         self.ports.iter_mut().for_each(Port::reset);
+        self.report();
     }
 
     fn save(&self) -> Result<Section, StateError> {
@@ -393,6 +410,7 @@ impl QueueHandler for ChannelsHandler {
         for (port, saved) in self.ports.iter_mut().zip(&saved.ports) {
             port.restore(saved);
         }
+        self.report();
         Ok(())
     }
 }

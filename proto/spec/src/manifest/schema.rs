@@ -17,6 +17,8 @@ pub const VM_STATS: &str = ".vmmd.v1.VmStats";
 pub const OPERATION: &str = ".vmmd.v1.Operation";
 /// The node's description.
 pub const NODE: &str = ".vmmd.v1.Node";
+/// A guest.
+pub const GUEST: &str = ".vmmd.v1.GuestInfo";
 /// A snapshot.
 pub const SNAPSHOT: &str = ".vmmd.v1.Snapshot";
 

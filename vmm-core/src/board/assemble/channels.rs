@@ -1,13 +1,14 @@
 //! Channels to programs of the guest.
 
-use std::{io, os::unix::net::UnixListener};
+use std::{io, os::unix::net::UnixListener, sync::Arc};
 
-use devices::virtio::channels::{Channel, Channels};
+use devices::virtio::channels::{Channel, Channels, OpenChannels};
 use vmm_protocol::{machine, vmm::ErrorKind};
 
 use super::{Assembly, Failure};
+use crate::lifecycle::Notice;
 
-pub(super) fn build(assembly: &mut Assembly, spec: &machine::Channels) -> Result<(), Failure> {
+pub(super) fn build(assembly: &mut Assembly, spec: &machine::Channels) -> Result<Arc<OpenChannels>, Failure> {
     let mut channels = Vec::with_capacity(spec.channels.len());
     for (name, socket) in &spec.channels {
         channels.push(Channel {
@@ -15,7 +16,11 @@ pub(super) fn build(assembly: &mut Assembly, spec: &machine::Channels) -> Result
             listener: Some(UnixListener::from(assembly.fds.take(*socket)?)),
         });
     }
-    let device =
-        Channels::new(channels).map_err(Failure::during::<io::Error>(ErrorKind::Resources, "channels"))?;
-    assembly.add_virtio("channels", spec.slot, Box::new(device))
+    let notifier = assembly.sockets.notifier.clone();
+    let on_change = Box::new(move || notifier.notify(Notice::ChannelsChanged));
+    let device = Channels::new(channels, on_change);
+    let device = device.map_err(Failure::during::<io::Error>(ErrorKind::Resources, "channels"))?;
+    let open = device.open();
+    assembly.add_virtio("channels", spec.slot, Box::new(device))?;
+    Ok(open)
 }

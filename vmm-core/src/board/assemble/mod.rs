@@ -445,9 +445,10 @@ impl Assembly {
             Some(spec) => Some(console::build(&mut self, spec)?),
             None => None,
         };
-        if let Some(spec) = &spec.channels {
-            channels::build(&mut self, spec)?;
-        }
+        let channels = match &spec.channels {
+            Some(spec) => Some(channels::build(&mut self, spec)?),
+            None => None,
+        };
         self.hotplug.power_on(|slot| self.sockets.pci.is_taken(slot));
 
         let generation_line = self.irq_line(super::GENERATION_GSI)?;
@@ -460,6 +461,7 @@ impl Assembly {
             disks,
             serial,
             console,
+            channels,
             screen,
             nics,
             shares,

@@ -641,6 +641,10 @@ impl VmService for State {
             .map(Response::new)
     }
 
+    async fn get_guest_info(&self, _: Request<v1::GetGuestInfoRequest>) -> Answer<v1::GetGuestInfoResponse> {
+        unused()
+    }
+
     type ExecVmStream = Events<v1::ExecVmResponse>;
 
     async fn exec_vm(&self, _: Request<Streaming<v1::ExecVmRequest>>) -> Answer<Self::ExecVmStream> {

@@ -109,6 +109,7 @@ fn text_is_cut_to_one_line_and_odd_numbers_are_unknown() {
         guest_resets: 7,
         panicked: true,
         crash_resets: 3,
+        open_channels: vec!["\u{1b}[2J".into()],
     };
     let Ok(Outcome::Status(bound)) = response(Outcome::Status(status)) else {
         panic!("a status");
@@ -119,6 +120,7 @@ fn text_is_cut_to_one_line_and_odd_numbers_are_unknown() {
     );
     assert!(bound.pause_message.len() <= TEXT && !bound.pause_message.contains(char::is_control));
     assert!(bound.pause_message.starts_with("a"));
+    assert!(bound.open_channels.is_empty());
     let exit = bound.exit.unwrap();
     assert_eq!((exit.kind, exit.time_unix_ms), (ExitKind::Unspecified.into(), 0));
     assert_eq!(

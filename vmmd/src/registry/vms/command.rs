@@ -155,6 +155,8 @@ pub enum Command {
     Client(Purpose, oneshot::Sender<Result<Client, Failure>>),
     /// For copying the disks that its guest can write to.
     Quiet(oneshot::Sender<Result<Quiet, Failure>>),
+    /// The agent has described its guest, or has not answered.
+    Guest(Box<Result<v1::GuestInfo, Failure>>),
 }
 
 /// How writes to the disks of a VM are prevented.
@@ -326,7 +328,12 @@ impl Command {
         match self {
             Self::Life(Life { context, .. }) | Self::Disk { context, .. } => Some(context),
             Self::Update { update, .. } => Some(&update.context),
-            Self::Reconsider | Self::Probe | Self::Client(..) | Self::Quiet(..) | Self::Handover(..) => None,
+            Self::Reconsider
+            | Self::Probe
+            | Self::Client(..)
+            | Self::Quiet(..)
+            | Self::Guest(_)
+            | Self::Handover(..) => None,
         }
     }
 

@@ -16,6 +16,7 @@
 //! Invariants: `record.instance` is in the store before a process is forked, and is removed after
 //! the process has ended. A new process is created only when none exists.
 
+mod agent;
 mod attachments;
 mod automatic;
 mod balloon;
@@ -116,6 +117,7 @@ pub struct Actor {
     /// It is to be asked once more then.
     asks_again: bool,
     disks: Attachments,
+    looks: agent::Looks,
     /// Hears how far a migration is.
     migration: Option<Reporter>,
     /// Ends the migration that was begun last.
@@ -148,6 +150,8 @@ enum Next {
     Due,
     /// Counters are to be published.
     Counts,
+    /// The agent is to be asked about the guest.
+    Look,
     /// The wall clock was set.
     ClockStep,
     /// The record is to be written again.
@@ -205,6 +209,7 @@ impl Actor {
             asks_state: false,
             asks_again: false,
             disks,
+            looks: agent::Looks::default(),
             migration: None,
             give_up: None,
             resuming: false,
@@ -244,6 +249,7 @@ impl Actor {
                 disks,
                 timer,
                 counts_due,
+                looks,
                 rewrite_due,
                 ..
             } = &mut *self;
@@ -257,6 +263,7 @@ impl Actor {
                 news = work::news(instance) => Next::News(news),
                 () = work::until(*timer) => Next::Due,
                 () = work::until(*counts_due) => Next::Counts,
+                () = work::until(looks.due) => Next::Look,
                 () = work::until(*rewrite_due) => Next::Rewrite,
                 Ok(()) = clock_steps.changed() => Next::ClockStep,
             };
@@ -283,6 +290,7 @@ impl Actor {
     /// Takes up what an earlier daemon left.
     async fn resume(&mut self, occasion: Option<(Occasion, u64)>) -> ControlFlow<()> {
         self.look_after();
+        self.look_at_guest();
         self.release_left();
         self.take_handed_over();
         self.resume_handover().await?;
@@ -306,6 +314,7 @@ impl Actor {
             Next::Due => self.on_due().await,
             // Times that are shown may be others now.
             Next::Counts | Next::ClockStep => self.publish(),
+            Next::Look => self.ask_about_guest(),
             Next::Rewrite => self.rewrite().await,
         }
         ControlFlow::Continue(())
@@ -355,6 +364,10 @@ impl Actor {
             Command::Handover(request, reply) => return self.on_handover(*request, reply).await,
             Command::Client(purpose, reply) => {
                 let _ = reply.send(self.client_for(purpose));
+                return ControlFlow::Continue(());
+            }
+            Command::Guest(guest) => {
+                self.on_guest((*guest).map(Box::new));
                 return ControlFlow::Continue(());
             }
             Command::Quiet(reply) => {
@@ -610,6 +623,9 @@ impl Actor {
             "phase entered",
         );
         self.tell_phase(before);
+        if before != phase {
+            self.look_at_guest();
+        }
         self.publish();
     }
 

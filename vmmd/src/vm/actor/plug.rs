@@ -8,6 +8,7 @@ use vmm_protocol::vmm::{
     AttachDisk, DetachDisk, DiskStats, ErrorKind, MachineStats, ResizeDisk, SetRateLimit, Status, UpdateNic,
     request::Op, set_rate_limit::Target,
 };
+use vmmd_api::v1::GuestInfo;
 use vmmd_host::{
     failure::{Failure, Kind},
     ledger::FileId,
@@ -44,6 +45,8 @@ pub enum Outcome {
     Resized(String, Reply, Result<u64, Failure>),
     /// Another live change: its path, its kind and the value that was requested.
     Applied(String, Live, serde_json::Value, Result<(), Failure>),
+    /// The guest, by its agent.
+    Guest(Result<Box<GuestInfo>, Failure>),
     /// Status of the `vmm`.
     State(Result<Status, control::Error>),
     /// Files behind the disks that the machine had when the daemon started.

@@ -169,6 +169,9 @@ impl Actor {
                 instance.guest_resets = status.guest_resets;
                 instance.crash_resets = status.crash_resets;
             }
+            if !self.asks_again {
+                self.on_channels(&status.open_channels);
+            }
             if let Work::None = &self.work {
                 self.take_state(&status);
             }
@@ -272,6 +275,11 @@ impl Actor {
                 self.publish_counts();
             }
             Some(event::Kind::GuestPanicked(_)) => self.on_panicked(),
+            Some(event::Kind::ChannelsChanged(changed)) => {
+                // An answer that is on its way may be older.
+                self.asks_again |= self.asks_state;
+                self.on_channels(&changed.open);
+            }
             Some(event::Kind::DeviceError(error)) => {
                 let of_disk = error.device.starts_with("disk ");
                 let text = format!("{}: {}", error.device, error.message);
@@ -421,6 +429,7 @@ impl Actor {
                 instance.version = hello.build;
                 instance.guest_resets = status.guest_resets;
                 instance.crash_resets = status.crash_resets;
+                self.on_channels(&status.open_channels);
                 if matches!(self.work, Work::None) {
                     // The last daemon ended in a restore, and this one has not been answered at its start.
                     take_up_images(&self.host, &mut self.record, Some(status.state() != State::Empty)).await;

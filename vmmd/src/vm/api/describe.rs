@@ -25,7 +25,7 @@ use crate::{
     host::Host,
     vm::{
         actor::Attachments,
-        instance::{Instance, Unreaped, link::State},
+        instance::{AgentState, Instance, Unreaped, link::State},
         machine::{
             self,
             change::{self, Change},
@@ -62,6 +62,8 @@ pub struct View {
     pub operation: String,
     /// The same of `RestartRequired`.
     restart_required: (ConditionStatus, u64),
+    /// The same of `AgentReady`.
+    agent_ready: (ConditionStatus, u64),
     /// The spec without its secrets, by generation: each change of the spec is another generation.
     shown: Option<(u64, Option<v1::VmSpec>)>,
 }
@@ -81,6 +83,7 @@ impl View {
             block_devices: (ConditionStatus::Unspecified, now),
             operation: String::new(),
             restart_required: (ConditionStatus::Unspecified, now),
+            agent_ready: (ConditionStatus::Unspecified, now),
             shown: None,
         }
     }
@@ -146,11 +149,15 @@ impl View {
                 vmm_version: instance.version.clone(),
             }),
             last_exit: record.last_exit.clone(),
-            conditions: vec![
-                self.ready(instance),
-                self.block_devices(instance, attached),
-                self.restart_required(&left),
-            ],
+            conditions: [
+                Some(self.ready(instance)),
+                Some(self.block_devices(instance, attached)),
+                Some(self.restart_required(&left)),
+                self.agent_ready(spec, run, instance),
+            ]
+            .into_iter()
+            .flatten()
+            .collect(),
             nics: nics(host, uid, record, spec, run, attached),
             phase_time: text::timestamp(self.phase_ms),
             disks: disks(host, record, spec, instance.is_some(), attached),
@@ -163,6 +170,7 @@ impl View {
                 .into_iter()
                 .map(|left| pending_change(left, host.store.key()))
                 .collect(),
+            guest: guest(instance),
         };
         v1::Vm {
             metadata: Some(metadata),
@@ -220,6 +228,50 @@ impl View {
         }
     }
 
+    /// `AgentReady`: the agent in the guest has its channel open, and answers. `None` for a VM
+    /// without such a channel.
+    fn agent_ready(
+        &mut self,
+        spec: &VmSpec,
+        run: Option<&InstanceRecord>,
+        instance: Option<&Instance>,
+    ) -> Option<v1::Condition> {
+        let of_run = run.and_then(|run| run.spec.as_ref());
+        let in_machine = of_run.is_some_and(|spec| spec.guest_agent.is_some());
+        if !spec.guest_agent && !in_machine {
+            return None;
+        }
+        let agent = instance.map(|instance| &instance.agent);
+        let (status, reason, message) = match agent {
+            None => (ConditionStatus::False, "NotRunning", ""),
+            Some(_) if !in_machine => (
+                ConditionStatus::False,
+                "NoChannel",
+                "the running machine has no channel to an agent: restart the VM",
+            ),
+            Some(AgentState { open: false, .. }) => (
+                ConditionStatus::False,
+                "AgentNotConnected",
+                "no program of the guest has opened the agent's channel: does qemu-guest-agent run in it?",
+            ),
+            Some(AgentState {
+                guest: Some(Err(failure)),
+                ..
+            }) => (ConditionStatus::False, "AgentSilent", failure.message.as_str()),
+            Some(_) => (ConditionStatus::True, "AgentConnected", ""),
+        };
+        if self.agent_ready.0 != status {
+            self.agent_ready = (status, text::now_ms());
+        }
+        Some(v1::Condition {
+            r#type: "AgentReady".to_owned(),
+            status: status.into(),
+            reason: reason.to_owned(),
+            message: message.to_owned(),
+            transition_time: text::timestamp(self.agent_ready.1),
+        })
+    }
+
     /// `Ready`: the guest runs, its kernel has not panicked, and its `vmm` answers.
     fn ready(&mut self, instance: Option<&Instance>) -> v1::Condition {
         let link = instance.map(|instance| &instance.link.state);
@@ -256,6 +308,12 @@ impl View {
             transition_time: text::timestamp(self.ready.1),
         }
     }
+}
+
+/// The guest as its agent described it last.
+fn guest(instance: Option<&Instance>) -> Option<v1::GuestInfo> {
+    let guest = instance?.agent.guest.as_ref()?.as_ref();
+    Some(guest.ok()?.as_ref().clone())
 }
 
 /// The migration that is under way, if one is.

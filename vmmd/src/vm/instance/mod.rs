@@ -16,10 +16,15 @@ use prost::Message;
 use rustix::fs::{Mode, OFlags};
 use tokio::time::timeout;
 use uuid::Uuid;
-use vmm_protocol::vmm::{ExitRecord, HelloReply};
+use vmm_protocol::{
+    machine::AGENT_CHANNEL,
+    vmm::{ExitRecord, HelloReply, Status},
+};
+use vmmd_api::v1::GuestInfo;
 use vmmd_host::{
     capacity::Demand,
     cgroup::Group,
+    failure::Failure,
     ledger::{Claim, FileId},
     lock,
     process::Process,
@@ -105,6 +110,29 @@ pub struct Instance {
     pub ended: Option<ExitRecord>,
     /// Keepers of the processes that serve the shares.
     pub shares: Keepers,
+    /// The agent in the guest.
+    pub agent: AgentState,
+}
+
+/// The agent in a guest, as far as it is known.
+#[derive(Debug, Default)]
+pub struct AgentState {
+    /// A program of the guest has the agent's channel open.
+    pub open: bool,
+    /// The guest as the agent described it last, or why it did not; `None` before the first answer
+    /// since the channel was opened.
+    pub guest: Option<Result<Box<GuestInfo>, Failure>>,
+}
+
+impl AgentState {
+    /// As the `vmm` says it.
+    pub fn of(status: Option<&Status>) -> Self {
+        let mut open = status.into_iter().flat_map(|status| &status.open_channels);
+        Self {
+            open: open.any(|name| name == AGENT_CHANNEL),
+            guest: None,
+        }
+    }
 }
 
 impl Instance {
@@ -133,6 +161,7 @@ impl Instance {
             crash_resets: status.map_or(0, |status| status.crash_resets),
             ended: None,
             shares: Keepers::default(),
+            agent: AgentState::of(status),
         }
     }
 

@@ -51,7 +51,7 @@ use self::{
     prepare::{Checked, Made, check, make},
 };
 use super::{
-    instance::{Instance, Unreaped, link::State},
+    instance::{AgentState, Instance, Unreaped, link::State},
     machine::{self, Parts},
 };
 use crate::{
@@ -484,6 +484,7 @@ fn instance(
         lingering: None,
         ended: None,
         shares: Keepers::default(),
+        agent: AgentState::default(),
     }
 }
 
