@@ -4,7 +4,13 @@ use std::{path::PathBuf, time::Duration};
 
 use clap::{ArgGroup, Args, Subcommand};
 
-use super::{Label, Timeout, age, disk_name, vm_name};
+use vmmd_api::v1::SnapshotConsistency;
+
+use super::{
+    Label, Timeout, age, disk_name,
+    value::{Words, words},
+    vm_name,
+};
 use crate::complete;
 
 /// Verbs of `snapshot`.
@@ -24,6 +30,7 @@ Examples:
   vmmctl create snapshot web-1 --vm web
   vmmctl create snapshot web-2 --vm web --paused
   vmmctl create snapshot web-disks --vm web --disks-only     # also for a stopped VM
+  vmmctl create snapshot web-clean --vm web --disks-only --consistency agent
   vmmctl create snapshot web-20261128 --vm web --keep-last 7 --max-age 14d")]
 pub struct CreateSnapshot {
     /// Name of the snapshot
@@ -38,6 +45,9 @@ pub struct CreateSnapshot {
     /// Copy the disks without memory: a VM that is restored from the snapshot boots. The VM may be stopped
     #[arg(long)]
     pub disks_only: bool,
+    /// State of the guest's file systems on the copied disks; with --disks-only
+    #[arg(long, value_name = "STATE", value_parser = words(CONSISTENCIES), default_value = "crash")]
+    pub consistency: SnapshotConsistency,
     /// When the snapshot is complete, delete all but this number of the VM's snapshots, counting
     /// this one. Only snapshots with the same --retention-group that were created with --keep-last
     /// or --max-age are ever deleted
@@ -56,6 +66,20 @@ pub struct CreateSnapshot {
     #[command(flatten)]
     pub timeout: Timeout,
 }
+
+const CONSISTENCIES: Words<SnapshotConsistency> = &[
+    ("crash", SnapshotConsistency::Crash, "As after a power cut"),
+    (
+        "agent",
+        SnapshotConsistency::Agent,
+        "Frozen by the agent in the guest; crash where it cannot",
+    ),
+    (
+        "require-agent",
+        SnapshotConsistency::RequireAgent,
+        "Frozen by the agent in the guest; fail where it cannot",
+    ),
+];
 
 /// `snapshot export`.
 #[derive(Debug, Args)]

@@ -7,7 +7,7 @@ use vmmd_api::v1;
 use crate::{
     args::snapshot::{Clone, CreateSnapshot, Restore},
     client::{COPY, Client, about_snapshot, empty_answer, send},
-    failure::{Code, Failure, Result},
+    failure::{Code, Failure, Result, printable},
     output,
 };
 
@@ -27,6 +27,7 @@ pub async fn create(client: &Client, args: &CreateSnapshot) -> Result<()> {
         }),
         paused: args.paused,
         retention: retention(args),
+        consistency: args.consistency.into(),
         ..Default::default()
     };
     let response = send!(client.limit(COPY), client.snapshots, create_snapshot, request).await;
@@ -41,11 +42,35 @@ pub async fn create(client: &Client, args: &CreateSnapshot) -> Result<()> {
         let failure = Failure::new(Code::Precondition, message);
         return Err(failure.hint("`vmmctl delete snapshot` deletes it"));
     }
+    check_consistency(args, &snapshot)?;
     output::line(format!(
         "snapshot/{} created ({})",
         args.name,
         output::snapshot::cost(&snapshot)
     ))
+}
+
+/// Warns of a snapshot whose file systems are not frozen as requested. An older daemon knows no
+/// frozen file systems.
+fn check_consistency(args: &CreateSnapshot, snapshot: &v1::Snapshot) -> Result<()> {
+    use v1::SnapshotConsistency as Consistency;
+    let status = snapshot.status.clone().unwrap_or_default();
+    let name = &args.name;
+    match (args.consistency, status.consistency()) {
+        (Consistency::Agent | Consistency::RequireAgent, Consistency::Unspecified) => {
+            let message = format!(
+                "snapshot/{name} has file systems as after a power cut: this older daemon cannot freeze them"
+            );
+            let failure = Failure::new(Code::Precondition, message);
+            Err(failure.hint("`vmmctl delete snapshot` deletes it"))
+        }
+        (Consistency::Agent, Consistency::Crash) => {
+            let why = printable(&status.consistency_message);
+            eprintln!("vmmctl: warning: snapshot/{name} has file systems as after a power cut: {why}");
+            Ok(())
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Returns the retention of earlier snapshots from the options, if any.

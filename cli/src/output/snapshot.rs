@@ -38,6 +38,7 @@ impl Show for v1::Snapshot {
         text.put("VM", &self.spec.clone().unwrap_or_default().vm);
         text.put("VM UID", &status.vm_uid);
         text.put("Kind", kind(self));
+        text.put("Consistency", &consistency(&status));
         let memory = status.vm_spec.clone().unwrap_or_default().memory;
         text.put("Memory", &bytes(memory.unwrap_or_default().size_bytes));
         text.put("Disks", &status.disks.join(", "));
@@ -55,6 +56,19 @@ fn kind(snapshot: &v1::Snapshot) -> &'static str {
     match snapshot.spec.clone().unwrap_or_default().kind() {
         v1::SnapshotKind::Disks => "disks",
         v1::SnapshotKind::Full | v1::SnapshotKind::Unspecified => "full",
+    }
+}
+
+/// `agent`, or `crash (the VM does not run)`.
+fn consistency(status: &v1::SnapshotStatus) -> String {
+    let word = match status.consistency() {
+        v1::SnapshotConsistency::Unspecified => "",
+        v1::SnapshotConsistency::Crash => "crash",
+        v1::SnapshotConsistency::Agent | v1::SnapshotConsistency::RequireAgent => "agent",
+    };
+    match status.consistency_message.as_str() {
+        "" => word.to_owned(),
+        message => format!("{word} ({message})"),
     }
 }
 

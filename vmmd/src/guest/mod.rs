@@ -5,6 +5,7 @@
 //! answers are bounded in length and time, and its texts in length and characters.
 
 mod exec;
+mod freeze;
 mod info;
 mod session;
 
@@ -17,7 +18,12 @@ use vmmd_host::{
     text,
 };
 
-pub use self::{exec::Ended, info::look, session::Session};
+pub use self::{
+    exec::Ended,
+    freeze::{Frozen, freeze, may_be_frozen, thaw},
+    info::look,
+    session::Session,
+};
 use crate::{host::Host, paths::RuntimeDir, registry::vms::Entry};
 
 /// Channel to the agent of a VM.

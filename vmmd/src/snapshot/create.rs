@@ -27,6 +27,7 @@ use super::{blocking, describe, disks, end, failed, retention};
 use crate::{
     control::Client,
     files::Locks,
+    guest::{self, Frozen},
     host::Host,
     registry::vms::command::{Command, Purpose, Quiet},
     vm::refused,
@@ -68,6 +69,15 @@ impl Source {
             Self::DisksOfStopped { .. } => None,
         }
     }
+}
+
+/// How a snapshot is taken.
+#[derive(Clone, Copy)]
+struct Mode {
+    /// The VM is paused from the beginning to the end.
+    paused: bool,
+    /// Wanted state of the guest's file systems.
+    consistency: v1::SnapshotConsistency,
 }
 
 /// Takes a snapshot; returns when it is complete and durable. `cancel` ends the attempt. An attempt that fails leaves nothing, and the VM
@@ -129,7 +139,11 @@ pub async fn create(
         .begin(Type::SnapshotCreate, &object, context, None);
     operation.progress(Progress::steps(0, STEPS), "writing the snapshot");
     let cancel = Cancel(cancel, operation.token().clone());
-    let made = make(host, &mut record, images, source, request.paused, &cancel).await;
+    let mode = Mode {
+        paused: request.paused,
+        consistency: request.consistency(),
+    };
+    let made = make(host, &mut record, images, source, mode, &cancel).await;
     let made = made.map(|reply| {
         record.completed_ms = text::now_ms();
         record.size_bytes = reply.file_bytes;
@@ -194,6 +208,14 @@ fn validate(request: &v1::CreateSnapshotRequest) -> Result<SnapshotRecord, Failu
     if v1::SnapshotKind::try_from(spec.kind).is_err() {
         found.add("snapshot.spec.kind", "is not known to this vmmd");
     }
+    match v1::SnapshotConsistency::try_from(request.consistency) {
+        Ok(v1::SnapshotConsistency::RequireAgent) if spec.kind() != v1::SnapshotKind::Disks => found.add(
+            "consistency",
+            "needs a snapshot of the disks alone (kind: DISKS; --disks-only): a guest that is restored with its memory continues",
+        ),
+        Ok(_) => {}
+        Err(_) => found.add("consistency", "is not known to this vmmd"),
+    }
     let retention = retention::parse(&mut found, request.retention.as_ref());
     let metadata = match metadata {
         Some(metadata) => found.or(metadata)?,
@@ -240,6 +262,9 @@ async fn find_vm(
         _ if stopped => InstanceRecord::default(),
         run => run.unwrap_or_default(),
     };
+    if run.may_be_frozen {
+        return Err(guest::may_be_frozen(vm));
+    }
     if let Some(disk) = run.attaching.first() {
         let message = format!("disk \"{disk}\" is being attached to VM \"{vm}\": wait until it is");
         return Err(Failure::precondition("BUSY", message));
@@ -293,13 +318,13 @@ async fn make(
     record: &mut SnapshotRecord,
     images: disks::Images,
     source: Source,
-    paused: bool,
+    mode: Mode,
     cancel: &Cancel,
 ) -> Result<SaveReply, Failure> {
     host.store.put(record).await.map_err(store_failure)?;
     let images = Arc::new(images);
     let (of, prepared) = (record.clone(), Arc::clone(&images));
-    let may_copy = paused || source.client().is_none();
+    let may_copy = mode.paused || source.client().is_none();
     let preparing = blocking(host, move |folder| {
         let made = folder.create(&of);
         let file = made.map_err(|error| failed("make the snapshot's file", &error))?;
@@ -312,11 +337,14 @@ async fn make(
     if cancel.is_cancelled() {
         return Err(cancelled("nothing was made"));
     }
+    let frozen = freeze(host, record, &source, mode.consistency).await?;
+    fault::hold(&host.config.run_dir, "guest-frozen").await;
     let written = match source.client() {
         Some(client) => {
             let with_memory = matches!(source, Source::Machine(_));
             let file = with_memory.then(|| file.into());
-            save(host, record, images, (client, file), paused, cancel).await
+            let mode = (mode, frozen.as_ref());
+            save(host, record, images, (client, file), mode, cancel).await
         }
         None => {
             drop(file);
@@ -334,6 +362,13 @@ async fn make(
             copied.map(|()| SaveReply::default())
         }
     };
+    if let Some(frozen) = frozen {
+        match frozen.is_consistent() {
+            true => record.consistency = v1::SnapshotConsistency::Agent.into(),
+            false => record.consistency_message = THAWED_EARLY.to_owned(),
+        }
+        frozen.thaw().await;
+    }
     let reply = written.map_err(|failure| Failure {
         message: format!("snapshot of VM \"{}\": {}", record.vm_name, failure.message),
         ..failure
@@ -366,13 +401,58 @@ async fn make(
     Ok(SaveReply { file_bytes, ..reply })
 }
 
+/// Why the file systems were not frozen when the disks were quiet.
+const THAWED_EARLY: &str =
+    "the guest was thawed because its disks were not quiet within 10 s after its file systems were frozen";
+
+/// Freezes the file systems of the guest, if the request wants that. A guest that cannot be frozen
+/// is an error only if the request requires it.
+async fn freeze(
+    host: &Arc<Host>,
+    record: &mut SnapshotRecord,
+    source: &Source,
+    wanted: v1::SnapshotConsistency,
+) -> Result<Option<Frozen>, Failure> {
+    use v1::SnapshotConsistency as Consistency;
+    record.consistency = Consistency::Crash.into();
+    if matches!(wanted, Consistency::Unspecified | Consistency::Crash) {
+        return Ok(None);
+    }
+    let vm = &record.vm_name;
+    let frozen = match source {
+        Source::DisksOfMachine(_) => match host.vms.get(vm) {
+            Some(entry) => guest::freeze(host, &entry).await,
+            None => Err(Failure::no_vm(vm)),
+        },
+        Source::DisksOfStopped { .. } => Err(Failure::precondition("NOT_RUNNING", "the VM does not run")),
+        Source::Machine(_) => {
+            let message = "a snapshot with memory does not need it";
+            Err(Failure::precondition("SNAPSHOT_KIND", message))
+        }
+    };
+    match frozen {
+        Ok(frozen) => Ok(Some(frozen)),
+        Err(failure) if wanted == Consistency::RequireAgent => Err(Failure {
+            message: format!(
+                "the file systems of VM \"{vm}\" are not frozen: {}",
+                failure.message
+            ),
+            ..failure
+        }),
+        Err(failure) => {
+            record.consistency_message = format!("the file systems were not frozen: {}", failure.message);
+            Ok(None)
+        }
+    }
+}
+
 /// Has the `vmm` write the file, or stand still without one, and copies the disks meanwhile.
 async fn save(
     host: &Arc<Host>,
     record: &SnapshotRecord,
     images: Arc<disks::Images>,
     (client, file): (&Client, Option<OwnedFd>),
-    paused: bool,
+    (mode, frozen): (Mode, Option<&Frozen>),
     cancel: &Cancel,
 ) -> Result<SaveReply, Failure> {
     let keep_paused = !images.is_empty();
@@ -383,7 +463,7 @@ async fn save(
             Some(file) => {
                 let description = super::describe(record, host.store.key());
                 let description = prost::Message::encode_to_vec(&description);
-                let how = (paused, keep_paused);
+                let how = (mode.paused, keep_paused);
                 client.save(file, how, number, description).await
             }
             None => client.hold_disks(number).await,
@@ -403,6 +483,12 @@ async fn save(
             Some(Err(failure)) => Err(failure),
             Some(Ok(_)) => Err(did_not_wait()),
             None => {
+                if frozen.is_some_and(|frozen| !frozen.quiet())
+                    && mode.consistency == v1::SnapshotConsistency::RequireAgent
+                {
+                    return Err(Failure::new(Kind::Aborted, "GUEST_AGENT_SILENT", THAWED_EARLY));
+                }
+                fault::hold(&host.config.run_dir, "disks-quiet").await;
                 let control = Control::default();
                 let copied = tokio::select! {
                     copied = copy_disks(host, record, images, &control) => copied,

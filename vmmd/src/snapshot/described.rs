@@ -26,6 +26,9 @@ use vmmd_store::{Hardware, SnapshotDisk, SnapshotRecord, SnapshotStage};
 
 use crate::vm::refuse_digests;
 
+/// Longest `consistency_message` in bytes.
+const MESSAGE: usize = 1024;
+
 /// A snapshot, apart from its files.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct Described {
@@ -63,6 +66,11 @@ pub struct Described {
     /// 0 for a snapshot with the machine. Archives older than this field all have the machine.
     #[prost(enumeration = "v1::SnapshotKind", tag = "14")]
     kind: i32,
+    /// AGENT, or 0 for CRASH, which is what older archives have.
+    #[prost(enumeration = "v1::SnapshotConsistency", tag = "15")]
+    consistency: i32,
+    #[prost(string, tag = "16")]
+    consistency_message: String,
 }
 
 /// A disk of the snapshot.
@@ -116,6 +124,11 @@ impl Described {
                 true => v1::SnapshotKind::Unspecified.into(),
                 false => v1::SnapshotKind::Disks.into(),
             },
+            consistency: match record.consistency == i32::from(v1::SnapshotConsistency::Agent) {
+                true => record.consistency,
+                false => 0,
+            },
+            consistency_message: record.consistency_message.clone(),
         })
     }
 
@@ -172,6 +185,11 @@ impl Described {
             Ok(v1::SnapshotKind::Disks) => v1::SnapshotKind::Disks,
             _ => return Err(refuse("is of a kind that this vmmd does not know")),
         };
+        let consistency = match v1::SnapshotConsistency::try_from(self.consistency) {
+            Ok(v1::SnapshotConsistency::Unspecified) => v1::SnapshotConsistency::Crash,
+            Ok(v1::SnapshotConsistency::Agent) => v1::SnapshotConsistency::Agent,
+            _ => return Err(refuse("has a consistency that this vmmd does not know")),
+        };
         let mut spec = self.vm_spec.unwrap_or_default();
         refuse_digests(&mut spec)?;
         let model = VmSpec::try_from(&spec)?;
@@ -205,6 +223,8 @@ impl Described {
             vm_hardware: Some(hardware),
             disks: disks.collect::<Result<_, _>>()?,
             kind: kind.into(),
+            consistency: consistency.into(),
+            consistency_message: text::one_line(&self.consistency_message, MESSAGE),
             ..SnapshotRecord::default()
         })
     }

@@ -249,6 +249,8 @@ pub fn describe(record: &SnapshotRecord, key: &Key) -> v1::Snapshot {
             disks: record.disks.iter().map(|disk| disk.name.clone()).collect(),
             allocated_bytes: record.allocated_bytes,
             retention: record.retention.as_ref().map(retention::describe),
+            consistency: record.consistency,
+            consistency_message: record.consistency_message.clone(),
         }),
     }
 }

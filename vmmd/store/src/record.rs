@@ -239,6 +239,8 @@ pub struct InstanceRecord {
     pub taps: BTreeMap<String, String>,
     /// Other processes can map the machine's memory. Runs that an older daemon has begun don't say so.
     pub shared_memory: bool,
+    /// The file systems of the guest may be frozen. Noted before the request to freeze them, and removed after they are thawed.
+    pub may_be_frozen: bool,
 }
 
 impl VmRecord {

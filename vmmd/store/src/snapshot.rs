@@ -49,6 +49,10 @@ pub struct SnapshotRecord {
     pub retention: Option<RetentionRecord>,
     /// What it has: a [`vmmd_api::v1::SnapshotKind`]; 0 in a record of an earlier daemon, which knew full ones alone.
     pub kind: i32,
+    /// State of the file systems in it: a [`vmmd_api::v1::SnapshotConsistency`]; 0 in a record of an earlier daemon.
+    pub consistency: i32,
+    /// Why that is less than the request wanted; empty when it is not.
+    pub consistency_message: String,
     /// Requests that have been begun on this snapshot and may not have been answered yet.
     pub begun: Vec<RequestMark>,
 }

@@ -11,8 +11,8 @@ use vmmd_api::v1::{self, ConditionStatus, VmStatus};
 
 use crate::{
     agent::{about, guest, refuse, reply},
-    console::Client,
     harness::{Daemon, assert_refused, status},
+    policies,
     verbs::condition,
 };
 
@@ -31,10 +31,7 @@ impl Daemon {
 
 /// A program of the guest "web" opens the channel of the agent, or closes it.
 async fn agent(daemon: &Daemon, word: &str) {
-    Client::open(daemon, "web")
-        .await
-        .type_in(&format!("{word}\n"))
-        .await;
+    policies::end(daemon, &daemon.get("web").await.unwrap(), word);
 }
 
 fn ready(status: &VmStatus) -> (ConditionStatus, &str) {

@@ -2,6 +2,7 @@
 
 mod archives;
 pub mod disks_alone;
+mod frozen;
 mod limits;
 mod retention;
 

@@ -157,6 +157,8 @@ pub enum Command {
     Quiet(oneshot::Sender<Result<Quiet, Failure>>),
     /// The agent has described its guest, or has not answered.
     Guest(Box<Result<v1::GuestInfo, Failure>>),
+    /// Note durably whether the file systems of the guest may be frozen.
+    Frozen(bool, oneshot::Sender<Result<(), Failure>>),
 }
 
 /// How writes to the disks of a VM are prevented.
@@ -333,6 +335,7 @@ impl Command {
             | Self::Client(..)
             | Self::Quiet(..)
             | Self::Guest(_)
+            | Self::Frozen(..)
             | Self::Handover(..) => None,
         }
     }

@@ -6,9 +6,10 @@ use tokio::time::{Duration, Instant};
 use vmm_protocol::machine::AGENT_CHANNEL;
 use vmmd_api::v1::{self, VmPhase};
 use vmmd_host::failure::Failure;
+use vmmd_store::store_failure;
 
 use super::{Actor, plug::Outcome};
-use crate::guest::Agent;
+use crate::guest::{self, Agent};
 
 /// When the agent is asked about the guest, after it has opened its channel. The network of a guest
 /// is often up later than its agent.
@@ -100,6 +101,53 @@ impl Actor {
         };
         instance.agent.guest = Some(guest);
         self.publish();
+    }
+
+    /// Notes durably whether the file systems of the guest may be frozen.
+    pub(super) async fn note_frozen(&mut self, may_be_frozen: bool) -> Result<(), Failure> {
+        let is_leaving = self.handover().is_under_way();
+        let Some(run) = self.record.instance.as_mut().filter(|_| self.instance.is_some()) else {
+            return match may_be_frozen {
+                true => Err(Failure::precondition("NOT_RUNNING", "the VM does not run")),
+                // The guest has ended.
+                false => Ok(()),
+            };
+        };
+        if may_be_frozen && is_leaving {
+            let message = "the VM is being migrated: wait until the migration has ended";
+            return Err(Failure::precondition("BUSY", message));
+        }
+        let before = std::mem::replace(&mut run.may_be_frozen, may_be_frozen);
+        if before == may_be_frozen {
+            return Ok(());
+        }
+        let written = self.host.store.put(&self.record).await.map_err(store_failure);
+        if written.is_err()
+            && let Some(run) = &mut self.record.instance
+        {
+            run.may_be_frozen = true;
+        }
+        written
+    }
+
+    /// Thaws a guest that an earlier daemon has left frozen.
+    pub(super) fn thaw_left(&self) {
+        if self.instance.is_some() && self.may_be_frozen() {
+            let (host, uid) = (Arc::clone(&self.host), self.uid);
+            tokio::spawn(async move { guest::thaw(&host, uid).await });
+        }
+    }
+
+    /// Refuses what a guest with frozen file systems must not do.
+    pub(super) fn check_thawed(&self) -> Result<(), Failure> {
+        match self.may_be_frozen() {
+            true => Err(guest::may_be_frozen(&self.record.name)),
+            false => Ok(()),
+        }
+    }
+
+    fn may_be_frozen(&self) -> bool {
+        self.record.instance.as_ref().is_some_and(|run| run.may_be_frozen)
     }
 
     fn has_agent(&self) -> bool {

@@ -291,6 +291,7 @@ impl Actor {
     async fn resume(&mut self, occasion: Option<(Occasion, u64)>) -> ControlFlow<()> {
         self.look_after();
         self.look_at_guest();
+        self.thaw_left();
         self.release_left();
         self.take_handed_over();
         self.resume_handover().await?;
@@ -366,6 +367,10 @@ impl Actor {
                 let _ = reply.send(self.client_for(purpose));
                 return ControlFlow::Continue(());
             }
+            Command::Frozen(may_be_frozen, reply) => {
+                let _ = reply.send(self.note_frozen(may_be_frozen).await);
+                return ControlFlow::Continue(());
+            }
             Command::Guest(guest) => {
                 self.on_guest((*guest).map(Box::new));
                 return ControlFlow::Continue(());
@@ -428,6 +433,7 @@ impl Actor {
         admit_disk(self.situation(), admission::DiskRequest::Stats)
             .map_err(|refusal| refusal.into_failure(&self.record.name))?;
         if purpose == Purpose::Migration {
+            self.check_thawed()?;
             match self.situation() {
                 Situation::Running => {}
                 Situation::Paused => {

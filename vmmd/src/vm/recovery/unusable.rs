@@ -240,6 +240,10 @@ impl Unusable {
                 let _ = reply.send(Err(self.refusal()));
                 return false;
             }
+            Command::Frozen(_, reply) => {
+                let _ = reply.send(Err(self.refusal()));
+                return false;
+            }
             Command::Handover(request, reply) => {
                 let (said, gone) = self.on_handover(*request).await;
                 let _ = reply.send(said);

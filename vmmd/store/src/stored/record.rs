@@ -104,6 +104,8 @@ stored! {
         shared_memory: bool,
         #[prost(uint64, tag = "26")]
         started_since_boot: u64,
+        #[prost(bool, tag = "27")]
+        may_be_frozen: bool,
     }
 }
 
@@ -148,6 +150,10 @@ stored! {
         retention: Option<RetentionRecord>,
         #[prost(int32, tag = "19")]
         kind: i32,
+        #[prost(int32, tag = "21")]
+        consistency: i32,
+        #[prost(string, tag = "22")]
+        consistency_message: String,
         #[prost(message, repeated, tag = "20")]
         begun: Vec<RequestMark>,
     }
